@@ -1,0 +1,34 @@
+"""Makes Inductor's cache keys depend on the sources of this package.
+
+Registered lowerings are in no cache key of torch: with an edited lowering, another process is served the code of the old one.
+``torch.compiler.config.cache_key_tag`` is part of every key, so a hash of our sources is appended to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch.compiler.config as compiler_config
+
+_CODE_LAYERS = ("core", "kernels", "lowering", "meta", "ops", "reference")
+
+
+def source_hash() -> str:
+    """Hash of every source file that can change the code we generate."""
+    package = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for layer in _CODE_LAYERS:
+        for path in sorted((package / layer).rglob("*.py")):
+            digest.update(path.relative_to(package).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def extend_cache_key(version: str) -> str:
+    """Append our tag to ``cache_key_tag`` once; return the tag."""
+    tag = f"dsv4_ops={version}:{source_hash()}"
+    present = compiler_config.cache_key_tag
+    if tag not in present.split(";"):
+        compiler_config.cache_key_tag = f"{present};{tag}" if present else tag
+    return tag

@@ -1,0 +1,113 @@
+"""Passports: one ``define_op(OpSpec(...))`` per op, and nothing else registers anything.
+
+How a lowering takes effect without an import of Inductor and without a call by the user
+------------------------------------------------------------------------------------------
+``torch.library.register_torch_dispatch`` attaches a rule to the pair (op, ``FunctionalTensorMode``). Every graph that
+AOTAutograd traces - for ``torch.compile`` and for AOTInductor - passes through that mode before Inductor lowers
+anything, so the rule is the first code that sees the op inside a compiler. It loads ``dsv4_ops.lowering.<stem>``
+at that moment, then either traces the decomposition in place of the op or makes sure that Inductor knows the lowering.
+Importing ``dsv4_ops`` therefore loads torch only, and the first compile of a process is already lowered.
+``torch.export`` keeps the op whole: an exported program names the stage, and is lowered when it is compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+NAMESPACE = "dsv4_ops"
+LOWERING_KINDS = ("decompose", "pointwise", "triton", "choices")
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+class LoweringStation(Protocol):
+    """What ``dsv4_ops.lowering.<stem>:<name>`` holds."""
+
+    kind: str
+
+    def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Stand in for the op while AOTAutograd traces a graph that holds it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSpec:
+    """The passport of an op.
+
+    Args:
+        stem: File name of the op in every layer.
+        schema: ``name(arguments) -> results`` in the language of ``torch.library``.
+        meta: Fake implementation.
+        reference: Eager implementation on any device: the meaning of the op.
+        lowering: Kind of lowering per device type; the lowering itself is ``dsv4_ops.lowering.<stem>:<name>``.
+        dynamic: Dimension names that may change without a recompile.
+        source: Where the semantics come from.
+        providers: Executions that ``impl=`` can choose among.
+        opaque_because: Why the op stays an opaque call on some device; empty if it never does.
+    """
+
+    stem: str
+    schema: str
+    meta: Callable[..., Any]
+    reference: Callable[..., Any]
+    lowering: dict[str, str]
+    dynamic: tuple[str, ...]
+    source: str
+    providers: tuple[str, ...] = ("reference",)
+    opaque_because: str = ""
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", self.schema.partition("(")[0])
+        for device, kind in self.lowering.items():
+            if kind not in LOWERING_KINDS:
+                raise ValueError(
+                    f"define_op: lowering kind must be one of {LOWERING_KINDS}, got {kind!r} for {device}. "
+                    f"Correct the passport of {self.name}."
+                )
+
+    @property
+    def op(self) -> torch._ops.OpOverload:
+        """The registered overload."""
+        overload: torch._ops.OpOverload = getattr(torch.ops.dsv4_ops, self.name).default
+        return overload
+
+    def station(self, layer: str) -> Any:
+        """What ``layer`` (``ops``, ``meta``, ``reference``, ``lowering``, ``testing``) holds for this op."""
+        return getattr(importlib.import_module(f"dsv4_ops.{layer}.{self.stem}"), self.name)
+
+
+OPS: dict[str, OpSpec] = {}
+"""Every op of the package by name, in the order of definition."""
+
+
+def define_op(spec: OpSpec) -> torch._ops.OpOverload:
+    """Register schema, reference, fake and trace rule of ``spec``; return the overload to call."""
+    if spec.name in OPS:
+        raise ValueError(
+            f"define_op: name must be new, got {spec.name!r} twice. Rename one of the two ops."
+        )
+    _library.define(spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(spec.name, spec.reference, "CompositeExplicitAutograd")
+    qualified = f"{NAMESPACE}::{spec.name}"
+    torch.library.register_fake(qualified, spec.meta, lib=_library)
+    torch.library.register_torch_dispatch(
+        qualified, FunctionalTensorMode, _trace_rule(spec), lib=_library
+    )
+    OPS[spec.name] = spec
+    return spec.op
+
+
+def _trace_rule(spec: OpSpec) -> Callable[..., Any]:
+    def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        station: LoweringStation = spec.station("lowering")
+        return station.trace(mode, op, types, args, kwargs or {})
+
+    return rule

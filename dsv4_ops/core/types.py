@@ -1,0 +1,63 @@
+"""Result types of the public functions, and the limits that several layers share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+MAX_REQUESTS = 16383
+"""Most requests one batch may have: bounds the unrolled binary searches of the compiled code."""
+
+INT32_MAX = 2**31 - 1
+
+ABSENT = -1
+"""What every index, slot and request id that does not exist is set to."""
+
+
+class TokenMap(NamedTuple):
+    """Request and position of every token; see ``dsv4_ops.token_map``."""
+
+    req_indices: Tensor
+    positions: Tensor
+
+
+class FlattenedDecode(NamedTuple):
+    """Visible rows and request of every decode token; see ``dsv4_ops.flatten_decode``."""
+
+    seq_lens: Tensor
+    req_indices: Tensor
+
+
+class PrefillChunks(NamedTuple):
+    """Prefill chunk plan; see ``dsv4_ops.split_prefill_chunks``."""
+
+    chunks: Tensor
+    num_chunks: Tensor
+
+
+class PrefillRowBounds(NamedTuple):
+    """Rows of gathered keys that each token may see; see ``dsv4_ops.prefill_row_bounds``."""
+
+    cu_seq_lens: Tensor
+    row_start: Tensor
+    row_stop: Tensor
+
+
+class SwaIndices(NamedTuple):
+    """Sliding-window slots of every token; see ``dsv4_ops.swa_indices_and_lens``."""
+
+    indices: Tensor
+    lens: Tensor
+
+
+class TopkIndices(NamedTuple):
+    """Compressed-row slots of every token; see ``dsv4_ops.global_topk_indices_and_lens``."""
+
+    indices: Tensor
+    lens: Tensor
+
+
+def search_steps(size: object) -> int:
+    """Halvings that a branch-free binary search over 0..size needs; the bound of the package for a symbolic size."""
+    return size.bit_length() if isinstance(size, int) else (MAX_REQUESTS + 1).bit_length()

@@ -1,0 +1,1 @@
+"""Inductor lowerings, loaded the first time a compiler traces an op of ours (see ``core/registry.py``)."""

@@ -1,0 +1,42 @@
+"""The kinds of lowering, as what happens when AOTAutograd traces an op (see ``core/registry.py``)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Decompose:
+    """Trace ``decomposition`` into the graph instead of the op; Inductor lowers and fuses the aten ops it makes."""
+
+    decomposition: Callable[..., Any]
+    kind = "decompose"
+
+    def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        with mode:
+            return self.decomposition(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class PointwiseIR:
+    """Keep the op in the graph and have Inductor lower it with ``build``, which returns Inductor IR."""
+
+    build: Callable[..., Any]
+    kind = "pointwise"
+
+    def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        # A trace without Inductor (backend="aot_eager", opcheck) needs no lowering, nor the second its import takes.
+        if "torch._inductor.lowering" in sys.modules:
+            self.register(op)
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+
+    def register(self, op: Any) -> None:
+        """Tell Inductor about ``build``, once."""
+        from dsv4_ops.lowering import _compat
+
+        if op not in _compat.lowerings:
+            # None: integers stay what they are, no type promotion among the arguments
+            _compat.register_lowering(op, type_promotion_kind=None)(self.build)

@@ -1,0 +1,112 @@
+"""Inductor IR for [num_tokens, width] matrices of cache slots, shared by the window and the dense compressed stages.
+
+The matrix is the bulk of a step's metadata, so its kernel is kept to one masked table read per entry: everything that depends
+on the token alone is realized as a [num_tokens] buffer, which Inductor fuses into the kernel that made the token map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dsv4_ops.core.types import ABSENT, INT32_MAX
+from dsv4_ops.lowering._compat import FloorDiv, ModularIndexing, Pointwise, ops
+
+Value = Any
+IndexFn = Callable[[Any], Value]
+
+
+def realized(like: Any, dtype: torch.dtype, ranges: list[Any], value: IndexFn) -> Any:
+    """A buffer of its own, never inlined into the consumers of ``value``."""
+    buffer = Pointwise.create(
+        device=like.get_device(), dtype=dtype, inner_fn=value, ranges=ranges
+    )
+    buffer.realize()
+    return buffer
+
+
+def int32(value: int) -> Value:
+    """An int32 constant."""
+    return ops.constant(value, torch.int32)
+
+
+def token_is_valid(positions: Any, req_indices: Any, num_reqs: Any) -> IndexFn:
+    """``reference.common.valid_tokens`` as IR."""
+    load_position, load_request = positions.make_loader(), req_indices.make_loader()
+
+    def valid(index: Any) -> Value:
+        position, request = load_position(index), load_request(index)
+        at_least_0 = ops.logical_and(
+            ops.ge(position, ops.constant(0, torch.int64)), ops.ge(request, int32(0))
+        )
+        below = ops.logical_and(
+            ops.lt(position, ops.constant(INT32_MAX, torch.int64)),
+            ops.lt(request, ops.index_expr(num_reqs, torch.int32)),
+        )
+        return ops.logical_and(at_least_0, below)
+
+    return valid
+
+
+def slot_rows(
+    block_table: Any,
+    req_indices: Any,
+    first: Any | None,
+    lens: Any,
+    *,
+    width: Any,
+    block_size: int,
+) -> Any:
+    """int32 [num_tokens, width]: slot of cache row ``first[t] + o`` for o < ``lens[t]``, else -1.
+
+    ``first`` None means 0. ``lens`` must be 0 for tokens whose request is out of range. Rows past the table are -1.
+    """
+    (num_tokens,) = lens.get_size()
+    num_reqs, max_blocks = block_table.get_size()
+    load_len, load_request = lens.make_loader(), req_indices.make_loader()
+    load_page = block_table.make_loader()
+    load_first = first.make_loader() if first is not None else None
+
+    def readable(index: Any) -> Value:
+        """Entries of the token whose page the table has."""
+        beyond = ops.index_expr(max_blocks * block_size, torch.int64)
+        if load_first is not None:
+            beyond = ops.sub(beyond, ops.to_dtype(load_first(index), torch.int64))
+        beyond = ops.maximum(beyond, ops.constant(0, torch.int64))
+        return ops.to_dtype(
+            ops.minimum(beyond, ops.to_dtype(load_len(index), torch.int64)), torch.int32
+        )
+
+    load_readable = realized(lens, torch.int32, [num_tokens], readable).make_loader()
+
+    def page_and_row(token: Any, entry: Any) -> tuple[Value, Value]:
+        request = ops.indirect_indexing(load_request([token]), num_reqs, check=False, wrap_neg=False)
+        if load_first is None:
+            row = ops.index_expr(ModularIndexing(entry, 1, block_size), torch.int32)
+            return load_page([request, FloorDiv(entry, block_size)]), row
+        key = ops.add(load_first([token]), ops.index_expr(entry, torch.int32))
+        # truncation is floor division here: a key is never negative
+        block = ops.truncdiv(key, int32(block_size))
+        row = ops.sub(key, ops.mul(block, int32(block_size)))
+        column = ops.indirect_indexing(block, max_blocks, check=False, wrap_neg=False)
+        return load_page([request, column]), row
+
+    def slot(index: Any) -> Value:
+        token, entry = index
+
+        def in_table() -> Value:
+            page, row = page_and_row(token, entry)
+            usable = ops.logical_and(
+                ops.ge(page, int32(0)), ops.le(page, int32(2**31 // block_size - 1))
+            )
+            slots = ops.add(ops.mul(ops.where(usable, page, int32(0)), int32(block_size)), row)
+            return ops.where(usable, slots, int32(ABSENT))
+
+        inside = ops.lt(ops.index_expr(entry, torch.int32), load_readable([token]))
+        return ops.masked(inside, in_table, ABSENT)
+
+    return Pointwise.create(
+        device=lens.get_device(), dtype=torch.int32, inner_fn=slot, ranges=[num_tokens, width]
+    )

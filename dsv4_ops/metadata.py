@@ -1,0 +1,309 @@
+"""Everything one step's attention layers need, as plain functions of tensors over the ops of this package.
+
+``build_decode_metadata`` and ``build_prefill_metadata`` hold no state and never look at the host: put them in front of the model inside
+the same ``torch.compile(fullgraph=True)`` graph, or compile, capture or export them by themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.ops.batch import split_decodes_and_prefills, token_map
+from dsv4_ops.ops.chunking import max_prefill_chunks, prefill_row_bounds, split_prefill_chunks
+from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
+from dsv4_ops.ops.swa import prefill_gather_lens, swa_indices_and_lens
+from dsv4_ops.ops.topk_indices import dense_compressed_indices
+
+_ROW_MULTIPLE = 128
+"""Index rows are padded to this many entries, as FlashMLA wants them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What of a model's attention the metadata depends on: configuration, never a batch.
+
+    C4 layers attend to rows selected by the indexer, C128 layers to every compressed row; all layers share the window.
+
+    Args:
+        window_size: Keys of the sliding window, the token itself included.
+        c4_ratio: Positions per compressed row of the indexed (C4) layers.
+        c128_ratio: Positions per compressed row of the dense (C128) layers.
+        page_tokens: Positions covered by a page of a compressed cache; its pages hold page_tokens // ratio rows.
+        swa_page_size: Rows of a page of the window cache.
+        index_topk: Rows that the indexer selects.
+        next_n: Most tokens of a decode request: 1 + speculative tokens.
+        max_model_len: Longest request, in tokens.
+        indexer_workspace: Key rows of the indexer's prefill workspace.
+        max_logits_bytes: Bytes of indexer logits of one prefill chunk.
+    """
+
+    window_size: int = 128
+    c4_ratio: int = 4
+    c128_ratio: int = 128
+    page_tokens: int = 256
+    swa_page_size: int = 64
+    index_topk: int = 512
+    next_n: int = 1
+    max_model_len: int = 1048576
+    indexer_workspace: int = 1048576
+    max_logits_bytes: int = 512 * 2**20
+
+    def __post_init__(self) -> None:
+        checks = Checks("AttentionSpec")
+        checks.at_least(1, **vars(self))
+        checks.at_least(4, max_logits_bytes=self.max_logits_bytes)
+        for ratio in ("c4_ratio", "c128_ratio"):
+            checks.divides(ratio, getattr(self, ratio), "page_tokens", self.page_tokens)
+
+    @classmethod
+    def deepseek_v4_flash(cls, *, next_n: int = 1, max_model_len: int = 1048576) -> AttentionSpec:
+        """DeepSeek-V4-Flash: 512 selected rows."""
+        return cls(index_topk=512, next_n=next_n, max_model_len=max_model_len)
+
+    @classmethod
+    def deepseek_v4_pro(cls, *, next_n: int = 1, max_model_len: int = 1048576) -> AttentionSpec:
+        """DeepSeek-V4-Pro: 1024 selected rows."""
+        return cls(index_topk=1024, next_n=next_n, max_model_len=max_model_len)
+
+    @property
+    def c4_page_size(self) -> int:
+        """Rows of a page of the C4 cache."""
+        return self.page_tokens // self.c4_ratio
+
+    @property
+    def c128_page_size(self) -> int:
+        """Rows of a page of the C128 cache."""
+        return self.page_tokens // self.c128_ratio
+
+    @property
+    def max_c128_rows(self) -> int:
+        """Width of a row of C128 slots: every compressed row of the longest request, padded."""
+        return _round_up(-(-self.max_model_len // self.c128_ratio), _ROW_MULTIPLE)
+
+    def max_chunks(self, *, num_reqs: int, num_tokens: int) -> int:
+        """Indexer chunks that a batch of this size can need at most."""
+        return max_prefill_chunks(
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            max_seq_len=self.max_model_len // self.c4_ratio,
+            max_logits_bytes=self.max_logits_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class BlockTables:
+    """Block tables of the cache groups, int32 [num_reqs, max_blocks of the group] each.
+
+    ``swa`` counts pages of ``swa_page_size`` positions, ``c4`` and ``c128`` pages of ``page_tokens`` positions.
+    """
+
+    swa: Tensor
+    c4: Tensor
+    c128: Tensor
+
+
+@dataclass(frozen=True)
+class DecodeMetadata:
+    """Per-token inputs of every attention layer of a decode step; [num_tokens, ...], padding rows defined.
+
+    ``req_indices`` int32 and ``positions`` int64: request and position, -1 for padding. ``seq_lens``, ``c4_lens``, ``c128_lens``
+    int32: visible rows of ratio 1, 4, 128. ``swa_indices`` int32 [num_tokens, window_size] and ``swa_lens``: window slots.
+    ``c128_indices`` int32 [num_tokens, max_c128_rows]: slots of all visible C128 rows. ``c4_slot_mapping``,
+    ``c128_slot_mapping`` int64: slot of the compressed row that the token completes, or -1.
+    """
+
+    req_indices: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+    c4_lens: Tensor
+    c128_lens: Tensor
+    swa_indices: Tensor
+    swa_lens: Tensor
+    c128_indices: Tensor
+    c4_slot_mapping: Tensor
+    c128_slot_mapping: Tensor
+
+
+@dataclass(frozen=True)
+class PrefillMetadata:
+    """Inputs of every attention layer of a step with prefills (decodes first, then prefills).
+
+    As ``DecodeMetadata``, without ``c128_indices`` (the rows are 0, 1, .. ``c128_lens`` - 1: kernels walk the block table, since
+    a slot matrix of a long prefill would take gigabytes), and with: ``split`` int32 [4] (decodes, prefills, decode tokens, prefill
+    tokens); ``gather_lens`` int32 [num_reqs]: trailing positions whose window keys are needed; ``c4_cu_seq_lens`` int32
+    [num_reqs + 1], ``c4_row_start`` and ``c4_row_stop`` int32 [num_tokens]: rows of the gathered indexer keys; ``chunks`` int32
+    [max_chunks, 4] and ``num_chunks`` int32 [1]: the indexer's chunk plan over the whole batch.
+    """
+
+    req_indices: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+    c4_lens: Tensor
+    c128_lens: Tensor
+    swa_indices: Tensor
+    swa_lens: Tensor
+    c4_slot_mapping: Tensor
+    c128_slot_mapping: Tensor
+    split: Tensor
+    gather_lens: Tensor
+    c4_cu_seq_lens: Tensor
+    c4_row_start: Tensor
+    c4_row_stop: Tensor
+    chunks: Tensor
+    num_chunks: Tensor
+
+
+for _pytree_class in (BlockTables, DecodeMetadata, PrefillMetadata):
+    pytree.register_dataclass(
+        _pytree_class, serialized_type_name=f"dsv4_ops.{_pytree_class.__name__}"
+    )
+
+
+def build_decode_metadata(
+    spec: AttentionSpec,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: BlockTables,
+) -> DecodeMetadata:
+    """Build what a decode step's layers need: uniform, ragged and MTP batches alike.
+
+    Args:
+        spec: The model's attention configuration.
+        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
+        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding request.
+        slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens that write nothing.
+        block_tables: Pages of every request in every cache group.
+
+    Returns:
+        ``DecodeMetadata`` of num_tokens rows.
+
+    Raises:
+        ValueError, TypeError: as the ops it is made of.
+
+    Example:
+        >>> import torch
+        >>> from dsv4_ops.metadata import AttentionSpec, BlockTables, build_decode_metadata
+        >>> spec = AttentionSpec.deepseek_v4_flash(max_model_len=16384)
+        >>> table = torch.arange(256, dtype=torch.int32)[None]
+        >>> metadata = build_decode_metadata(
+        ...     spec,
+        ...     torch.tensor([0, 1], dtype=torch.int32),
+        ...     torch.tensor([200], dtype=torch.int32),
+        ...     torch.tensor([199]),
+        ...     BlockTables(swa=table, c4=table[:, :64], c128=table[:, :64]),
+        ... )
+        >>> metadata.c4_lens.tolist(), metadata.c128_indices.shape
+        ([50], torch.Size([1, 128]))
+    """
+    rows = _token_rows(spec, query_start_loc, seq_lens, slot_mapping, block_tables)
+    dense = dense_compressed_indices(
+        rows["positions"],
+        rows["req_indices"],
+        block_tables.c128,
+        block_size=spec.c128_page_size,
+        compress_ratio=spec.c128_ratio,
+        max_compressed=spec.max_c128_rows,
+    )
+    return DecodeMetadata(**rows, c128_indices=dense.indices)
+
+
+def build_prefill_metadata(
+    spec: AttentionSpec,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: BlockTables,
+    *,
+    max_chunks: int,
+) -> PrefillMetadata:
+    """Build what the layers of a step with prefills need; decodes, if any, come first in the batch.
+
+    Args:
+        spec: The model's attention configuration.
+        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
+        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding request.
+        slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens that write nothing.
+        block_tables: Pages of every request in every cache group.
+        max_chunks: Capacity of the chunk plan, from ``AttentionSpec.max_chunks``.
+
+    Returns:
+        ``PrefillMetadata`` of num_tokens rows.
+
+    Raises:
+        ValueError, TypeError: as the ops it is made of.
+    """
+    rows = _token_rows(spec, query_start_loc, seq_lens, slot_mapping, block_tables)
+    bounds = prefill_row_bounds(
+        rows["positions"], rows["req_indices"], seq_lens, compress_ratio=spec.c4_ratio
+    )
+    plan = split_prefill_chunks(
+        seq_lens.clamp(min=0) // spec.c4_ratio,
+        query_start_loc[1:] - query_start_loc[:-1],
+        workspace_size=spec.indexer_workspace,
+        max_logits_bytes=spec.max_logits_bytes,
+        max_chunks=max_chunks,
+    )
+    return PrefillMetadata(
+        **rows,
+        split=split_decodes_and_prefills(query_start_loc, decode_threshold=spec.next_n),
+        gather_lens=prefill_gather_lens(query_start_loc, seq_lens, window_size=spec.window_size),
+        c4_cu_seq_lens=bounds.cu_seq_lens,
+        c4_row_start=bounds.row_start,
+        c4_row_stop=bounds.row_stop,
+        chunks=plan.chunks,
+        num_chunks=plan.num_chunks,
+    )
+
+
+def _token_rows(
+    spec: AttentionSpec,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: BlockTables,
+) -> dict[str, Tensor]:
+    """The fields that decode and prefill share, from one token map."""
+    tokens = token_map(query_start_loc, seq_lens, num_tokens=slot_mapping.shape[0])
+    window = swa_indices_and_lens(
+        tokens.positions,
+        tokens.req_indices,
+        block_tables.swa,
+        block_size=spec.swa_page_size,
+        window_size=spec.window_size,
+    )
+    completed = {
+        f"{name}_slot_mapping": compressed_slot_mapping(
+            tokens.positions,
+            tokens.req_indices,
+            table,
+            slot_mapping,
+            block_size=spec.page_tokens // ratio,
+            compress_ratio=ratio,
+        )
+        for name, table, ratio in (
+            ("c4", block_tables.c4, spec.c4_ratio),
+            ("c128", block_tables.c128, spec.c128_ratio),
+        )
+    }
+    # padding has position -1, hence length 0; a position is below the int32 length of its request
+    length = (tokens.positions + 1).to(torch.int32)
+    return {
+        "req_indices": tokens.req_indices,
+        "positions": tokens.positions,
+        "seq_lens": length,
+        "c4_lens": length // spec.c4_ratio,
+        "c128_lens": length // spec.c128_ratio,
+        "swa_indices": window.indices,
+        "swa_lens": window.lens,
+        **completed,
+    }
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

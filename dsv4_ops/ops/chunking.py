@@ -1,0 +1,334 @@
+"""Cutting prefill requests into chunks that fit the workspace, and the key rows every query row may see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.core.types import PrefillChunks, PrefillRowBounds
+from dsv4_ops.meta import chunking as meta
+from dsv4_ops.reference import chunking as reference
+
+_split_prefill_chunks = define_op(
+    OpSpec(
+        stem="chunking",
+        schema="split_prefill_chunks(Tensor seq_lens, Tensor query_lens, *, int workspace_size, int max_logits_bytes, "
+        "SymInt max_chunks, SymInt request_offset) -> (Tensor, Tensor)",
+        meta=meta.split_prefill_chunks,
+        reference=reference.split_prefill_chunks,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_reqs",),
+        source="vLLM 0.33 split_indexer_prefill_chunks; the plan as tensors, without a loop",
+    )
+)
+
+
+def split_prefill_chunks(
+    seq_lens: Tensor,
+    query_lens: Tensor,
+    *,
+    workspace_size: int,
+    max_logits_bytes: int,
+    max_chunks: int,
+    request_offset: int = 0,
+) -> PrefillChunks:
+    """Cut prefill requests into chunks whose gathered keys and fp32 logits fit their budgets, on the device.
+
+    Greedy: requests join a chunk while its key rows stay within ``workspace_size`` and its query rows * key rows within
+    ``max_logits_bytes`` / 4. A request that fits nowhere is a chunk by itself, cut along its query rows so that each
+    piece respects the logits budget; its keys may exceed ``workspace_size``, which therefore must hold the longest request.
+
+    Args:
+        seq_lens: Key rows of every request (compressed lengths), [num_reqs], int32. Negative counts as 0.
+        query_lens: Query rows of every request, [num_reqs], int32. Negative counts as 0.
+        workspace_size: Key rows that the gather workspace holds. At least 1.
+        max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
+        max_chunks: Rows of the result; ``max_prefill_chunks`` bounds it from sizes. At least 1.
+        request_offset: Added to the request numbers: the decodes before the first prefill.
+
+    Returns:
+        ``PrefillChunks(chunks, num_chunks)``: int32 [max_chunks, 4] rows (req_start, req_stop, query_start, query_stop), query
+        rows counted from the first of req_start, unused rows 0; and int32 [1], the chunks the plan has. If that exceeds
+        max_chunks, the plan does not fit and only its first max_chunks chunks are stored.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, sizes out of range, several devices, or more than 16383 requests.
+        TypeError: a dtype other than int32.
+
+    Compile: decomposes to aten; dynamic in num_reqs; CUDA graphs and export: yes. On CPU the prefix sums call aten.cumsum.
+
+    Source: vLLM 0.33 ``split_indexer_prefill_chunks``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> seq_lens = torch.tensor([100, 50, 400], dtype=torch.int32)
+        >>> query_lens = torch.tensor([10, 5, 40], dtype=torch.int32)
+        >>> plan = dsv4_ops.split_prefill_chunks(
+        ...     seq_lens, query_lens, workspace_size=160, max_logits_bytes=16000, max_chunks=6, request_offset=2
+        ... )
+        >>> plan.num_chunks.item(), plan.chunks.tolist()[:3]
+        (5, [[2, 4, 0, 15], [4, 5, 0, 10], [4, 5, 10, 20]])
+    """
+    checks = Checks("split_prefill_chunks")
+    checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
+    checks.tensor("query_lens", query_lens, torch.int32, "num_reqs")
+    checks.request_limit()
+    _check_budgets(checks, workspace_size, max_logits_bytes, request_offset)
+    checks.at_least(1, max_chunks=max_chunks)
+    return PrefillChunks(
+        *_split_prefill_chunks(
+            seq_lens,
+            query_lens,
+            workspace_size=workspace_size,
+            max_logits_bytes=max_logits_bytes,
+            max_chunks=max_chunks,
+            request_offset=request_offset,
+        )
+    )
+
+
+def plan_prefill_chunks(
+    seq_lens: Sequence[int] | Tensor,
+    query_lens: Sequence[int] | Tensor,
+    *,
+    workspace_size: int,
+    max_logits_bytes: int,
+    request_offset: int = 0,
+) -> list[tuple[slice, slice]]:
+    """The plan of ``split_prefill_chunks`` as Python slices, for eager users whose lengths are on the host.
+
+    Args:
+        seq_lens: Key rows of every request, non-negative ints or a CPU tensor.
+        query_lens: Query rows of every request, as many.
+        workspace_size: Key rows that the gather workspace holds. At least 1.
+        max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
+        request_offset: Added to the request numbers.
+
+    Returns:
+        ``(requests, queries)`` slices, one pair per chunk.
+
+    Raises:
+        ValueError: lengths that are negative or of different number, or a budget out of range.
+
+    Example:
+        >>> import dsv4_ops
+        >>> dsv4_ops.plan_prefill_chunks([100, 50], [10, 5], workspace_size=160, max_logits_bytes=16000)
+        [(slice(0, 2, None), slice(0, 15, None))]
+    """
+    checks = Checks("plan_prefill_chunks")
+    _check_budgets(checks, workspace_size, max_logits_bytes, request_offset)
+    rows = _host_lens("seq_lens", seq_lens)
+    queries = _host_lens("query_lens", query_lens)
+    if len(rows) != len(queries):
+        raise ValueError(
+            f"plan_prefill_chunks: query_lens must have {len(rows)} entries like seq_lens, got {len(queries)}. "
+            "Pass one length per request in both."
+        )
+    max_logits = max_logits_bytes // 4
+    plan: list[tuple[slice, slice]] = []
+    start = 0
+    while start < len(rows):
+        stop, num_rows, num_queries = start + 1, rows[start], queries[start]
+        while stop < len(rows) and num_rows + rows[stop] <= workspace_size:
+            if (num_queries + queries[stop]) * (num_rows + rows[stop]) > max_logits:
+                break
+            num_rows, num_queries, stop = num_rows + rows[stop], num_queries + queries[stop], stop + 1
+        piece = max(1, max_logits // num_rows) if num_rows else max(1, num_queries)
+        requests = slice(start + request_offset, stop + request_offset)
+        plan += [
+            (requests, slice(first, min(first + piece, num_queries)))
+            for first in range(0, num_queries, piece)
+        ]
+        start = stop
+    return plan
+
+
+def max_prefill_chunks(
+    *, num_reqs: int, num_tokens: int, max_seq_len: int, max_logits_bytes: int
+) -> int:
+    """Chunks that a plan can have at most, for ``max_chunks``: depends on sizes only.
+
+    Args:
+        num_reqs: Most prefill requests of a batch. At least 0.
+        num_tokens: Most query tokens of a batch. At least 0.
+        max_seq_len: Most key rows of one request (compressed length). At least 0.
+        max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
+
+    Returns:
+        An upper bound, at least 1: every chunk has a query row, every group of requests a last piece, and the other
+        pieces are as large as the logits of the longest request allow.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Example:
+        >>> import dsv4_ops
+        >>> dsv4_ops.max_prefill_chunks(num_reqs=4, num_tokens=8192, max_seq_len=262144, max_logits_bytes=2**29)
+        20
+    """
+    checks = Checks("max_prefill_chunks")
+    checks.at_least(0, num_reqs=num_reqs, num_tokens=num_tokens, max_seq_len=max_seq_len)
+    checks.at_least(4, max_logits_bytes=max_logits_bytes)
+    smallest_piece = max(1, max_logits_bytes // 4 // max(1, max_seq_len))
+    return max(1, min(num_tokens, num_reqs + num_tokens // smallest_piece))
+
+
+_prefill_row_bounds = define_op(
+    OpSpec(
+        stem="chunking",
+        schema="prefill_row_bounds(Tensor positions, Tensor req_indices, Tensor seq_lens, *, int compress_ratio) "
+        "-> (Tensor, Tensor, Tensor)",
+        meta=meta.prefill_row_bounds,
+        reference=reference.prefill_row_bounds,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_tokens", "num_reqs"),
+        source="vLLM 0.33 build_prefill_chunk_metadata, for the whole batch at once",
+    )
+)
+
+
+def prefill_row_bounds(
+    positions: Tensor, req_indices: Tensor, seq_lens: Tensor, *, compress_ratio: int
+) -> PrefillRowBounds:
+    """Which rows of the gathered compressed keys every token may see.
+
+    The keys of all requests lie one after another, (seq_len // compress_ratio) rows each.
+
+    Args:
+        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means padding.
+        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means padding.
+        seq_lens: Tokens of every request, context included, [num_reqs], int32. Negative counts as 0.
+        compress_ratio: Positions per compressed row. At least 1.
+
+    Returns:
+        ``PrefillRowBounds(cu_seq_lens, row_start, row_stop)``: int32 [num_reqs + 1] prefix sum of compressed lengths
+        (saturating at 2**31 - 1), and int32 [num_tokens] each. Padding tokens have 0 and 0. A token never sees past its request.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, ``compress_ratio`` below 1, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: decomposes to a scan and one pointwise kernel; dynamic in num_tokens and num_reqs; CUDA graphs and export:
+        yes. On CPU the prefix sum calls aten.cumsum.
+
+    Source: vLLM 0.33 ``build_prefill_chunk_metadata``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> positions, req_indices = torch.tensor([6, 7, 8]), torch.zeros(3, dtype=torch.int32)
+        >>> seq_lens = torch.tensor([9], dtype=torch.int32)
+        >>> dsv4_ops.prefill_row_bounds(positions, req_indices, seq_lens, compress_ratio=4).row_stop.tolist()
+        [1, 2, 2]
+    """
+    checks = Checks("prefill_row_bounds")
+    _check_tokens(checks, positions, req_indices, seq_lens)
+    checks.at_least(1, compress_ratio=compress_ratio)
+    return PrefillRowBounds(
+        *_prefill_row_bounds(positions, req_indices, seq_lens, compress_ratio=compress_ratio)
+    )
+
+
+_prefill_chunk_row_bounds = define_op(
+    OpSpec(
+        stem="chunking",
+        schema="prefill_chunk_row_bounds(Tensor positions, Tensor req_indices, Tensor seq_lens, Tensor query_start_loc, "
+        "Tensor chunk, *, int compress_ratio) -> (Tensor, Tensor, Tensor)",
+        meta=meta.prefill_chunk_row_bounds,
+        reference=reference.prefill_chunk_row_bounds,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_tokens", "num_reqs"),
+        source="vLLM 0.33 build_prefill_chunk_metadata, with the chunk as a device tensor",
+    )
+)
+
+
+def prefill_chunk_row_bounds(
+    positions: Tensor,
+    req_indices: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    chunk: Tensor,
+    *,
+    compress_ratio: int,
+) -> PrefillRowBounds:
+    """``prefill_row_bounds`` of one chunk: rows counted from the keys of the chunk's first request.
+
+    Shapes stay those of the whole batch, so the chunk may be any row of ``split_prefill_chunks`` without a recompile.
+
+    Args:
+        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means padding.
+        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means padding.
+        seq_lens: Tokens of every request, context included, [num_reqs], int32. Negative counts as 0.
+        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
+        chunk: (req_start, req_stop, query_start, query_stop), int32 [4], on the device.
+        compress_ratio: Positions per compressed row. At least 1.
+
+    Returns:
+        ``PrefillRowBounds`` as of the whole batch; requests outside the chunk have no rows in ``cu_seq_lens``, tokens
+        outside it have 0 and 0. An empty chunk gives zeros.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, ``compress_ratio`` below 1, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: decomposes to a scan and pointwise kernels; dynamic in num_tokens and num_reqs; CUDA graphs and export:
+        yes. On CPU the prefix sum calls aten.cumsum.
+
+    Source: vLLM 0.33 ``build_prefill_chunk_metadata``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> query_start_loc = torch.tensor([0, 3, 8], dtype=torch.int32)
+        >>> seq_lens = torch.tensor([9, 13], dtype=torch.int32)
+        >>> tokens = dsv4_ops.token_map(query_start_loc, seq_lens, num_tokens=8)
+        >>> chunk = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+        >>> dsv4_ops.prefill_chunk_row_bounds(
+        ...     tokens.positions, tokens.req_indices, seq_lens, query_start_loc, chunk, compress_ratio=4
+        ... ).row_stop.tolist()
+        [0, 0, 2, 4, 4, 0, 0, 0]
+    """
+    checks = Checks("prefill_chunk_row_bounds")
+    _check_tokens(checks, positions, req_indices, seq_lens)
+    checks.tensor("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")
+    checks.tensor("chunk", chunk, torch.int32, 4)
+    checks.at_least(1, compress_ratio=compress_ratio)
+    return PrefillRowBounds(
+        *_prefill_chunk_row_bounds(
+            positions, req_indices, seq_lens, query_start_loc, chunk, compress_ratio=compress_ratio
+        )
+    )
+
+
+def _check_tokens(checks: Checks, positions: Tensor, req_indices: Tensor, seq_lens: Tensor) -> None:
+    checks.tensor("positions", positions, torch.int64, "num_tokens")
+    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
+
+
+def _check_budgets(
+    checks: Checks, workspace_size: int, max_logits_bytes: int, request_offset: int
+) -> None:
+    checks.at_least(1, workspace_size=workspace_size)
+    checks.at_least(4, max_logits_bytes=max_logits_bytes)
+    checks.at_least(0, request_offset=request_offset)
+
+
+def _host_lens(name: str, values: Sequence[int] | Tensor) -> list[int]:
+    lens = [int(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
+    for index, length in enumerate(lens):
+        if length < 0:
+            raise ValueError(
+                f"plan_prefill_chunks: {name} must be non-negative, got {length} at index {index}. "
+                "Give padding requests length 0."
+            )
+    return lens

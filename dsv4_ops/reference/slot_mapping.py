@@ -1,0 +1,32 @@
+"""Slots of the compressed rows that a step completes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.types import ABSENT
+from dsv4_ops.reference.common import table_entries, valid_tokens
+
+
+def compressed_slot_mapping(
+    positions: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    block_size: int,
+    compress_ratio: int,
+    cp_world_size: int,
+    cp_interleave: int,
+) -> Tensor:
+    completes = valid_tokens(positions, req_indices, block_table.shape[0]) & (slot_mapping >= 0)
+    position = torch.where(completes, positions, 0).to(torch.int32)
+    completes = completes & (position % compress_ratio == compress_ratio - 1)
+    local = position
+    if cp_world_size > 1:
+        turn = cp_interleave * cp_world_size
+        local = position // turn * cp_interleave + position % cp_interleave
+    row = local // compress_ratio
+    pages = table_entries(block_table, req_indices, row // block_size, completes).long()
+    return torch.where(pages >= 0, pages * block_size + row % block_size, ABSENT)
