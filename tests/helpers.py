@@ -12,8 +12,10 @@ from torch import Tensor
 INT32_MIN = -(2**31)
 INT32_MAX = 2**31 - 1
 HUGE_POSITION = 2**40
+LAST_POSITION = INT32_MAX - 1  # seq_lens is int32: no request has a token behind this one
+LATE_POSITIONS = (INT32_MAX, 2**31, 2**32 + 3, HUGE_POSITION, 2**63 - 1)
 BAD_REQUESTS = (-1, -5, 10**9, INT32_MAX, INT32_MIN)
-BAD_POSITIONS = (-1, -4, -128, -HUGE_POSITION)
+BAD_POSITIONS = (-1, -4, -128, -HUGE_POSITION, *LATE_POSITIONS)
 
 Result = Tensor | Sequence[Tensor]
 
@@ -156,7 +158,7 @@ def random_batch(seed: int) -> Batch:
         if rng.random() < 0.08:
             req_indices[token] = rng.choice((*BAD_REQUESTS, len(seq_lens)))
         if rng.random() < 0.08:
-            positions[token] = rng.choice((*BAD_POSITIONS, HUGE_POSITION, 2**31, 127, 511))
+            positions[token] = rng.choice((*BAD_POSITIONS, LAST_POSITION, 127, 511))
     return Batch(
         query_start_loc=starts,
         seq_lens=seq_lens,

@@ -18,7 +18,7 @@ def query_lens(query_start_loc: Ints) -> list[int]:
 
 
 def is_valid(position: int, request: int, num_reqs: int) -> bool:
-    return 0 <= request < num_reqs and position >= 0
+    return 0 <= request < num_reqs and 0 <= position < INT32_MAX
 
 
 def split_decodes_and_prefills(
@@ -186,7 +186,7 @@ def max_prefill_chunks(
     *, num_reqs: int, num_tokens: int, max_seq_len: int, max_logits_bytes: int
 ) -> int:
     step = max(1, max_logits_bytes // 4 // max(1, max_seq_len))
-    return min(num_tokens, num_reqs + num_tokens // step)
+    return max(1, min(num_tokens, num_reqs + num_tokens // step))
 
 
 def prefill_row_bounds(

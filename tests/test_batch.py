@@ -1,6 +1,6 @@
 """Batch description: split, token map, flattening, block-table expansion, MTP lengths."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -16,11 +16,13 @@ from helpers import (
     check_stream,
     i32,
     i64,
+    maybe_strided,
     random_batch,
     rows32,
     strided,
     widened,
 )
+from torch import Tensor
 
 import dsv4_ops as ops
 
@@ -134,6 +136,23 @@ MTP = {
     "no request": ([0], [], 2, 1, []),
 }
 
+# query_start_loc that decreases somewhere: which request a token gets is open, but not the range
+UNORDERED = {
+    "falling": [5, 3, 1],
+    "falling to zero": [9, 6, 3, 0],
+    "one step back": [0, 4, 2, 6],
+    "zigzag": [0, 9, 1, 8, 2, 7, 3],
+    "end before start": [6, 6, 6, 0],
+    "back to zero": [0, 3, 0],
+    "below zero": [3, -2, 8, -9],
+    "starts below zero": [-5, -7, 4],
+    "only negative": [-3, -1, -2],
+    "greatest first": [INT32_MAX, INT32_MIN, 0],
+    "extremes in turn": [INT32_MIN, INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN],
+    "one request that ends before it starts": [4, 0],
+    "one request at the extremes": [INT32_MAX, INT32_MIN],
+}
+
 TABLE = [[1, -1], [INT32_MAX, -7], [0, 5]]
 EXPAND_REQS = [1, 0, 2, 1, -1, 3, -5, 10**9, INT32_MAX, INT32_MIN]
 EXPANDED = [TABLE[1], TABLE[0], TABLE[2], TABLE[1], *([[0, 0]] * 6)]
@@ -173,6 +192,50 @@ def test_flatten_decode(case: tuple[Any, ...]) -> None:
     assert_exact(result.req_indices, i32(requests))
 
 
+def check_unordered(
+    map_tokens: Callable[..., Any], flatten: Callable[..., Any], starts: Tensor, seq_lens: Tensor
+) -> None:
+    num_reqs, num_tokens = seq_lens.shape[0], 12
+    mapped = call(map_tokens, starts, seq_lens, num_tokens=num_tokens)
+    flat = call(flatten, starts, seq_lens, num_tokens=num_tokens, compress_ratio=4)
+    for requests in (mapped.req_indices, flat.req_indices):
+        assert (requests.dtype, requests.shape) == (torch.int32, (num_tokens,))
+        assert all(-1 <= request < num_reqs for request in requests.tolist()), requests
+    assert (mapped.positions.dtype, mapped.positions.shape) == (torch.int64, (num_tokens,))
+    assert all(position >= -1 for position in mapped.positions.tolist()), mapped
+    assert torch.equal(mapped.req_indices == -1, mapped.positions == -1), mapped
+    assert (flat.seq_lens.dtype, flat.seq_lens.shape) == (torch.int32, (num_tokens,))
+    assert all(0 <= length <= 2**29 - 1 for length in flat.seq_lens.tolist()), flat
+    assert flat.seq_lens[flat.req_indices == -1].tolist() == [0] * flat.req_indices.eq(-1).sum()
+
+
+def unordered_batches() -> Iterator[tuple[Tensor, Tensor]]:
+    lengths = (INT32_MIN, -1, 0, 1, 7, 10**6, INT32_MAX)
+    for starts in UNORDERED.values():
+        for length in lengths:
+            yield i32(starts), i32([length] * (len(starts) - 1))
+    for seed in SEEDS:
+        rng = Random(seed)
+        entries = (INT32_MIN, INT32_MAX, 12, 13, *range(-3, 12))
+        starts = [rng.choice(entries) for _ in range(rng.randrange(2, 20))]
+        seq_lens = i32([rng.choice(lengths) for _ in starts[1:]])
+        yield maybe_strided(rng, i32(starts)), maybe_strided(rng, seq_lens)
+
+
+def test_unordered_starts_stay_in_range() -> None:
+    for starts, seq_lens in unordered_batches():
+        check_unordered(ops.token_map, ops.flatten_decode, starts, seq_lens)
+
+
+@pytest.mark.slow
+def test_unordered_starts_stay_in_range_when_compiled() -> None:
+    """Compiled code reads without bounds checks, so here a wrong index would be a wild read."""
+    map_tokens = torch.compile(ops.token_map, fullgraph=True, dynamic=True)
+    flatten = torch.compile(ops.flatten_decode, fullgraph=True, dynamic=True)
+    for starts, seq_lens in unordered_batches():
+        check_unordered(map_tokens, flatten, starts.contiguous(), seq_lens.contiguous())
+
+
 @pytest.mark.parametrize("case", MTP.values(), ids=MTP)
 def test_mtp_seq_lens(case: tuple[Any, ...]) -> None:
     query_start_loc, seq_lens, next_n, ratio, expected = case
@@ -201,6 +264,7 @@ def test_compress_ratio_is_one_by_default() -> None:
     assert ops.mtp_seq_lens(starts, seq_lens, next_n=2).tolist() == [[8, 9]]
 
 
+@pytest.mark.filterwarnings("error")
 def test_inputs_may_have_any_stride() -> None:
     starts, seq_lens = strided(i32([0, 3, 4, 8, 8])), strided(i32([10, 7, 12, 0]))
     assert not starts.is_contiguous()

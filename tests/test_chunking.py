@@ -82,7 +82,9 @@ BOUNDS = {
     "no row, wide step": (2, 10, 0, 40, 3),
     "step divides exactly": (1, 20, 4, 80, 5),
     "step just below": (1, 19, 4, 80, 4),
-    "no token": (4, 0, 10, 4000, 0),
+    "no token": (4, 0, 10, 4000, 1),
+    "no request": (0, 7, 10, 4000, 1),
+    "nothing at all": (0, 0, 0, 4, 1),
 }
 
 
@@ -200,6 +202,18 @@ def test_max_prefill_chunks(case: tuple[int, ...]) -> None:
     bound = ops.max_prefill_chunks(**settings)
     assert bound == expected
     assert type(bound) is int
+
+
+def test_bound_of_an_empty_batch_is_a_capacity() -> None:
+    sizes = {"num_reqs": 0, "num_tokens": 0, "max_seq_len": 0, "max_logits_bytes": 4}
+    plan = ops.split_prefill_chunks(
+        i32([]),
+        i32([]),
+        workspace_size=1,
+        max_logits_bytes=4,
+        max_chunks=ops.max_prefill_chunks(**sizes),
+    )
+    assert_exact(plan, (i32([[0, 0, 0, 0]]), i32([0])))
 
 
 def random_lens(rng: Random, *, least: int) -> tuple[list[int], list[int], int, int]:

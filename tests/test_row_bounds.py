@@ -10,6 +10,8 @@ from helpers import (
     HUGE_POSITION,
     INT32_MAX,
     INT32_MIN,
+    LAST_POSITION,
+    LATE_POSITIONS,
     Result,
     assert_exact,
     call,
@@ -57,13 +59,31 @@ CASES: dict[str, tuple[Any, ...]] = {
         [1, 3, 0],
     ),
     "position past the sequence": (
-        [8, 99, HUGE_POSITION, 2**32, 99],
-        [0, 0, 0, 0, 1],
+        [8, 99, LAST_POSITION, 99, LAST_POSITION],
+        [0, 0, 0, 1, 1],
         [9, 4],
         4,
         [0, 2, 3],
-        [0, 0, 0, 0, 2],
-        [2, 2, 2, 2, 3],
+        [0, 0, 0, 2, 2],
+        [2, 2, 2, 3, 3],
+    ),
+    "position past every sequence": (
+        [*LATE_POSITIONS, *LATE_POSITIONS, 3],
+        [0] * 5 + [1] * 6,
+        [9, 4],
+        4,
+        [0, 2, 3],
+        [0] * 10 + [2],
+        [0] * 10 + [3],
+    ),
+    "greatest length": (
+        [LAST_POSITION - 1, LAST_POSITION, *LATE_POSITIONS],
+        [0] * 7,
+        [INT32_MAX],
+        1,
+        [0, INT32_MAX],
+        [0] * 7,
+        [2_147_483_646, 2_147_483_647, *([0] * 5)],
     ),
     "no such token": (
         [7] * 7 + [-1, -5, -HUGE_POSITION],
@@ -216,12 +236,13 @@ def test_chunk_treats_negative_lengths_as_empty(seq_lens: list[int]) -> None:
 
 
 def test_chunk_ignores_tokens_that_do_not_exist() -> None:
-    requests = i32([0, -1, 1, -5, 10**9, 0, 0])
-    positions = i64([7, 7, 7, 7, 7, -1, HUGE_POSITION])
+    requests = i32([0, -1, 1, -5, 10**9, *([0] * 7)])
+    positions = i64([7, 7, 7, 7, 7, -1, LAST_POSITION, *LATE_POSITIONS])
     result = ops.prefill_chunk_row_bounds(
-        positions, requests, i32([8]), i32([0, 7]), i32([0, 1, 0, 7]), compress_ratio=4
+        positions, requests, i32([8]), i32([0, 12]), i32([0, 1, 0, 12]), compress_ratio=4
     )
-    assert_exact(result, (i32([0, 2]), i32([0] * 7), i32([2, 0, 0, 0, 0, 0, 2])))
+    expected = [2, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0]
+    assert_exact(result, (i32([0, 2]), i32([0] * 12), i32(expected)))
 
 
 def test_chunk_without_tokens_or_requests() -> None:

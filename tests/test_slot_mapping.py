@@ -10,6 +10,8 @@ from helpers import (
     HUGE_POSITION,
     INT32_MAX,
     INT32_MIN,
+    LAST_POSITION,
+    LATE_POSITIONS,
     Result,
     assert_exact,
     call,
@@ -88,12 +90,34 @@ CASES: dict[str, tuple[Any, ...]] = {
         [6, -1, -1, -1, -1, -1, -1],
     ),
     "no such position": (
-        [-1, -4, -5, -HUGE_POSITION, -HUGE_POSITION - 1, HUGE_POSITION - 1, 2**32 + 3, 2**33 + 3],
-        [0] * 8,
+        [
+            *(-1, -4, -5, -HUGE_POSITION, -HUGE_POSITION - 1),
+            *(HUGE_POSITION - 1, 2**33 + 3),
+            *LATE_POSITIONS,
+        ],
+        [0] * 12,
         [[3, 8]],
-        [0] * 8,
+        [0] * 12,
         SMALL,
-        [-1] * 8,
+        [-1] * 12,
+    ),
+    # 2^31 - 2 is row 2^30 - 2 of page 8, 2^33 + 2^30 - 2; 2^31 - 1 would be the row behind it
+    "the last position there is": (
+        [LAST_POSITION, *LATE_POSITIONS],
+        [0] * 6,
+        [[3, 8]],
+        [0] * 6,
+        {"block_size": 2**30, "compress_ratio": 1},
+        [9_663_676_414, -1, -1, -1, -1, -1],
+    ),
+    # 2^31 - 5 ends row 2^29 - 2 and 2^31 - 1 would end the next one, both of page 3
+    "the last row there is": (
+        [2**31 - 5, LAST_POSITION, INT32_MAX, 2**31 + 3, 2**32 + 3, 2**40 - 1, 2**63 - 1],
+        [0] * 7,
+        [[3, 8]],
+        [0] * 7,
+        {"block_size": 2**29, "compress_ratio": 4},
+        [2_147_483_646, -1, -1, -1, -1, -1, -1],
     ),
     "pages absent or far away": (
         [3, 3, 3, 7, 3],

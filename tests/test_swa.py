@@ -10,6 +10,8 @@ from helpers import (
     HUGE_POSITION,
     INT32_MAX,
     INT32_MIN,
+    LAST_POSITION,
+    LATE_POSITIONS,
     Result,
     assert_exact,
     call,
@@ -85,13 +87,32 @@ CASES: dict[str, tuple[Any, ...]] = {
         [4, 0, 0, 0, 0, 0, 0],
     ),
     "no such position": (
-        [-1, -4, -HUGE_POSITION, HUGE_POSITION, 2**32 + 3, 2**33 + 3],
+        [-1, -4, -HUGE_POSITION, 2**33 + 3, *LATE_POSITIONS],
+        [0] * 9,
+        [[7, 3]],
+        4,
+        4,
+        [EMPTY] * 9,
+        [0] * 9,
+    ),
+    "the last position there is, past the table": (
+        [LAST_POSITION, *LATE_POSITIONS],
         [0] * 6,
         [[7, 3]],
         4,
         4,
         [EMPTY] * 6,
-        [0, 0, 0, 4, 4, 4],
+        [4, 0, 0, 0, 0, 0],
+    ),
+    # pages of 2^30: the window is rows 2^30 - 5 to 2^30 - 2 of page 1
+    "the last position there is": (
+        [LAST_POSITION, *LATE_POSITIONS],
+        [0] * 6,
+        [[0, 1]],
+        2**30,
+        4,
+        [[2_147_483_643, 2_147_483_644, 2_147_483_645, 2_147_483_646], *([EMPTY] * 5)],
+        [4, 0, 0, 0, 0, 0],
     ),
     # 2^31 / 4 = 536870912 pages fit
     "pages at the edge of int32": (

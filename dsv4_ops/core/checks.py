@@ -13,10 +13,10 @@ from torch import Tensor
 from dsv4_ops.core.types import MAX_REQUESTS
 
 _DIMENSIONS = {
-    "num_reqs": "one entry per request, padding requests included",
-    "num_tokens": "one entry per token of the padded batch",
-    "max_blocks": "one column per page of the longest request",
-    "topk": "one column per selected row",
+    "num_reqs": "the requests of the batch, padding requests included",
+    "num_tokens": "the tokens of the padded batch",
+    "max_blocks": "the pages of the longest request",
+    "topk": "the selected rows of a token",
 }
 
 
@@ -39,7 +39,7 @@ class Checks:
         if value.dim() != len(dims):
             raise ValueError(
                 f"{self.op}: {name} must have shape {_shape(dims)}, got {list(value.shape)}. "
-                f"Pass a tensor of {len(dims)} dimension(s)."
+                f"Pass a tensor of {len(dims)} dimension{'s' if len(dims) > 1 else ''}."
             )
         for axis, dim in enumerate(dims):
             self._dimension(name, value, dims, axis, dim)
@@ -59,7 +59,7 @@ class Checks:
             if size != dim:
                 raise ValueError(
                     f"{self.op}: {name} must have shape {_shape(dims)}, got {list(value.shape)}. "
-                    f"Its dimension {axis} always has {dim} entries."
+                    f"Pass exactly {dim} entries in dimension {axis}."
                 )
             return
         word, _, extra = dim.partition(" + ")
@@ -67,14 +67,15 @@ class Checks:
         if size < offset:
             raise ValueError(
                 f"{self.op}: {name} must have shape {_shape(dims)}, got {list(value.shape)}. "
-                f"It needs at least {offset} entry even for an empty batch."
+                f"Pass at least {offset} entry, even for an empty batch."
             )
         if word not in self.sizes:
             self.sizes[word], self.owners[word] = size - offset, name
         elif self.sizes[word] != size - offset:
             raise ValueError(
                 f"{self.op}: {name} must have shape {_shape(dims)} with {word} = {self.sizes[word]} as in "
-                f"{self.owners[word]}, got {list(value.shape)}. {word} is {_DIMENSIONS[word]}."
+                f"{self.owners[word]}, got {list(value.shape)}. "
+                f"Make them agree: {word} counts {_DIMENSIONS[word]}."
             )
 
     def at_least(self, minimum: int, **values: int) -> None:
@@ -83,7 +84,7 @@ class Checks:
             if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
                 raise TypeError(
                     f"{self.op}: {name} must be an int, got {type(value).__name__}. "
-                    "Sizes come from configuration, never from a tensor."
+                    "Pass a Python int that is known on the host, never a tensor."
                 )
             if value < minimum:
                 raise ValueError(

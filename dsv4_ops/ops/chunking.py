@@ -127,7 +127,7 @@ def plan_prefill_chunks(
     queries = _host_lens("query_lens", query_lens)
     if len(rows) != len(queries):
         raise ValueError(
-            f"plan_prefill_chunks: query_lens must have {len(rows)} entries like seq_lens, got {len(queries)}. "
+            f"plan_prefill_chunks: query_lens must have as many entries as seq_lens ({len(rows)}), got {len(queries)}. "
             "Pass one length per request in both."
         )
     max_logits = max_logits_bytes // 4

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.types import ABSENT
-from dsv4_ops.reference.common import gather_rows, query_lens, visible_rows
+from dsv4_ops.reference.common import gather_rows, query_lens, take, visible_rows
 
 
 def split_decodes_and_prefills(
@@ -20,7 +20,7 @@ def split_decodes_and_prefills(
         uniform_len = gather_rows(lens, first, first < num_reqs)
         is_prefill = (lens > 0) & (is_prefill | (lens != uniform_len))
     boundary = _first_true(is_prefill)
-    at_boundary = query_start_loc[boundary].reshape(())
+    at_boundary = take(query_start_loc, boundary).reshape(())
     boundary = boundary.reshape(()).to(torch.int32)
     return torch.stack(
         (boundary, num_reqs - boundary, at_boundary, query_start_loc[-1] - at_boundary)
@@ -37,7 +37,7 @@ def _first_true(flags: Tensor) -> Tensor:
 
 def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> tuple[Tensor, Tensor]:
     token = torch.arange(num_tokens, dtype=torch.int32, device=query_start_loc.device)
-    found = torch.searchsorted(query_start_loc, token, right=True, out_int32=True) - 1
+    found = torch.searchsorted(query_start_loc.contiguous(), token, right=True, out_int32=True) - 1
     valid = (found >= 0) & (found < seq_lens.shape[0])
     query_stop = gather_rows(query_start_loc, found + 1, valid).long()
     positions = gather_rows(seq_lens, found, valid).long() - query_stop + token

@@ -121,7 +121,9 @@ def prefill_chunk_row_bounds(
     valid = valid_tokens(positions, req_indices, num_reqs)
     valid = valid & (req_indices >= req_start) & (req_indices < req_stop)
     token = torch.arange(positions.shape[0], device=positions.device)
-    query = token - query_start_loc[req_start.clamp(min=0, max=num_reqs)]
+    # shape [1], not []: indexing with a 0-d tensor reads it on the host
+    first = req_start.clamp(min=0, max=num_reqs).reshape(1)
+    query = token - take(query_start_loc, first)
     valid = valid & (query >= query_start) & (query < query_stop)
     return cu_seq_lens, *_row_bounds(cu_seq_lens, positions, req_indices, valid, compress_ratio)
 

@@ -1,0 +1,42 @@
+"""Looking at and packaging what Inductor generates; thin covers over its testing and packaging entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OPAQUE = "torch.ops.dsv4_ops."
+"""What generated code says where an op of ours was left as an opaque call."""
+
+
+def compile_and_get_code(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+    """Call a ``torch.compile``d function for the first time; its result and the code that Inductor generated."""
+    from torch._inductor.utils import run_and_get_code
+
+    result, codes = run_and_get_code(function, *args)
+    if len(codes) != 1:
+        raise RuntimeError(
+            f"compile_and_get_code: function must compile to one graph, got {len(codes)}. "
+            "Remove the graph break, or pass a function that was not compiled before."
+        )
+    return result, codes[0]
+
+
+def build_package(program: torch.export.ExportedProgram, path: Path) -> Path:
+    """Compile an exported program to an AOTInductor package at ``path`` (.pt2)."""
+    import torch._inductor
+
+    return Path(torch._inductor.aoti_compile_and_package(program, package_path=str(path)))
+
+
+def load_package(path: Path, *, run_single_threaded: bool = False) -> Callable[..., Any]:
+    """Load an AOTInductor package. Single-threaded packages can be captured in a CUDA graph; the default loader cannot."""
+    import torch._inductor
+
+    loaded: Callable[..., Any] = torch._inductor.aoti_load_package(
+        str(path), run_single_threaded=run_single_threaded
+    )
+    return loaded

@@ -1,0 +1,70 @@
+"""What a test of an op is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op, with its result if that was computed by hand."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    expected: tuple[Any, ...] | None = None
+
+    def on(self, device: str | torch.device) -> Case:
+        """The same call with its tensors on ``device``."""
+        moved = tuple(tensor.to(device) for tensor in self.tensors)
+        return Case(self.name, moved, self.settings, self.expected)
+
+    def run(self, op: Callable[..., Any]) -> tuple[Tensor, ...]:
+        """Call ``op`` with clones of the tensors; results as a tuple, however many there are."""
+        result = op(*(tensor.clone() for tensor in self.tensors), **self.settings)
+        return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+@dataclass(frozen=True)
+class OpTesting:
+    """The testing station of an op.
+
+    Args:
+        cases: Named cases; at least one with a hand-computed result.
+        settings: Configurations (keyword arguments) worth testing; the first one is compiled.
+        make: (draw, settings, min_size) -> Case: the tensors of one call for a configuration. ``min_size`` 2 keeps sizes
+            that torch.compile would specialise on out.
+    """
+
+    cases: Callable[[], list[Case]]
+    settings: tuple[dict[str, Any], ...]
+    make: Callable[[Any, dict[str, Any], int], Case]
+
+    def strategy(self, *, settings: dict[str, Any] | None = None, min_size: int = 0) -> SearchStrategy[Case]:
+        """Calls over batch structure, for one configuration or for all of them."""
+        from hypothesis import strategies as st
+
+        @st.composite
+        def calls(draw: Any) -> Case:
+            chosen = settings if settings is not None else draw(st.sampled_from(self.settings))
+            return self.make(draw, chosen, min_size)
+
+        return calls()
+
+
+def i32(values: Any) -> Tensor:
+    """An int32 tensor from a list."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def i64(values: Any) -> Tensor:
+    """An int64 tensor from a list."""
+    return torch.tensor(values, dtype=torch.int64)

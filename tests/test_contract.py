@@ -1,0 +1,93 @@
+"""Every op under the whole contract of ``dsv4_ops.testing.contract``."""
+
+import os
+
+import oracles
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from dsv4_ops import testing
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.testing import contract
+
+NIGHTLY = os.environ.get("DSV4_OPS_NIGHTLY") == "1"
+EXAMPLES = 20_000 if NIGHTLY else 200
+each_op = pytest.mark.parametrize("name", OPS)
+
+
+@each_op
+def test_reference_gives_the_hand_computed_numbers(name):
+    contract.check_cases(OPS[name])
+
+
+@each_op
+def test_opcheck(name):
+    contract.check_opcheck(OPS[name])
+
+
+@each_op
+def test_fake_has_the_metadata_of_the_real_result(name):
+    contract.check_fake(OPS[name])
+
+
+@each_op
+def test_reference_equals_the_oracle(name):
+    """The oracle is plain Python over ints, written from the specification without sight of the reference."""
+    spec = OPS[name]
+
+    @settings(max_examples=EXAMPLES, deadline=None, derandomize=not NIGHTLY, database=None,
+              suppress_health_check=list(HealthCheck))
+    @given(testing.strategy(name))
+    def compare(case):
+        lists = [tensor.tolist() for tensor in case.tensors]
+        # a nested list without rows does not know its width
+        width = {"columns": case.tensors[0].shape[1]} if name == "expand_block_table" else {}
+        expected = getattr(oracles, name)(*lists, **case.settings, **width)
+        results = tuple(result.tolist() for result in case.run(spec.op))
+        single = len(results) == 1
+        assert results == ((list(expected),) if single else tuple(map(list, expected)))
+
+    compare()
+
+
+@each_op
+def test_compiled_equals_the_reference(name):
+    """One graph, nothing opaque, no recompile over drawn batches of any size."""
+    compiled = contract.CompiledOp(OPS[name])
+    compiled.check_cases()
+    compiled.fuzz(EXAMPLES, derandomize=not NIGHTLY)
+
+
+@pytest.mark.parametrize("name", ["compressed_slot_mapping", "swa_indices_and_lens", "token_map"])
+def test_compiled_takes_column_slices(name):
+    """Schedulers pass views of persistent buffers; the decomposed and the IR lowerings both follow strides."""
+    contract.CompiledOp(OPS[name], layout=contract.strided_copy).fuzz(20)
+
+
+@pytest.mark.parametrize("name", ["swa_indices_and_lens", "token_map"])
+@pytest.mark.parametrize("size", [0, 1])
+def test_compiled_with_sizes_that_are_specialised(name, size):
+    spec = OPS[name]
+    batch = {
+        "swa_indices_and_lens": (torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int32),
+                                 torch.full((size, size), 3, dtype=torch.int32)),
+        "token_map": (torch.arange(size + 1, dtype=torch.int32), torch.full((size,), 9, dtype=torch.int32)),
+    }[name]
+    kwargs = {"swa_indices_and_lens": {"block_size": 4, "window_size": 4}, "token_map": {"num_tokens": size}}[name]
+    public = spec.station("ops")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *tensors: public(*tensors, **kwargs), fullgraph=True, dynamic=True)
+    contract.assert_same(name, compiled(*batch), public(*batch, **kwargs))
+
+
+def test_a_broken_lowering_is_noticed(monkeypatch):
+    """The contract can fail: a lowering that is off by one does not pass."""
+    from dsv4_ops.lowering import swa
+    from dsv4_ops.lowering.kinds import Decompose
+    from dsv4_ops.reference import swa as reference
+
+    wrong = Decompose(lambda *args, **kwargs: reference.prefill_gather_lens(*args, **kwargs) + 1)
+    monkeypatch.setattr(swa, "prefill_gather_lens", wrong)
+    with torch._inductor.config.patch(force_disable_caches=True), pytest.raises(AssertionError, match="differs"):
+        contract.CompiledOp(OPS["prefill_gather_lens"])
