@@ -6,7 +6,7 @@ the same ``torch.compile(fullgraph=True)`` graph, or compile, capture or export 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -107,8 +107,16 @@ class BlockTables:
     c128: Tensor
 
 
+class _Tensors:
+    """What the metadata dataclasses share."""
+
+    def as_tuple(self) -> tuple[Tensor, ...]:
+        """The tensors in the order of the fields: the form for an AOTInductor package, which knows no class of ours."""
+        return tuple(getattr(self, name) for name in _FIELDS[type(self).__name__])
+
+
 @dataclass(frozen=True)
-class DecodeMetadata:
+class DecodeMetadata(_Tensors):
     """Per-token inputs of every attention layer of a decode step; [num_tokens, ...], padding rows defined.
 
     ``req_indices`` int32 and ``positions`` int64: request and position, -1 for padding. ``seq_lens``, ``c4_lens``, ``c128_lens``
@@ -130,7 +138,7 @@ class DecodeMetadata:
 
 
 @dataclass(frozen=True)
-class PrefillMetadata:
+class PrefillMetadata(_Tensors):
     """Inputs of every attention layer of a step with prefills (decodes first, then prefills).
 
     As ``DecodeMetadata``, without ``c128_indices`` (the rows are 0, 1, .. ``c128_lens`` - 1: kernels walk the block table, since
@@ -157,6 +165,11 @@ class PrefillMetadata:
     chunks: Tensor
     num_chunks: Tensor
 
+
+_FIELDS = {
+    cls.__name__: tuple(field.name for field in fields(cls))
+    for cls in (DecodeMetadata, PrefillMetadata)
+}
 
 for _pytree_class in (BlockTables, DecodeMetadata, PrefillMetadata):
     pytree.register_dataclass(

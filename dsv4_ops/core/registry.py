@@ -7,7 +7,9 @@ AOTAutograd traces - for ``torch.compile`` and for AOTInductor - passes through 
 anything, so the rule is the first code that sees the op inside a compiler. It loads ``dsv4_ops.lowering.<stem>``
 at that moment, then either traces the decomposition in place of the op or makes sure that Inductor knows the lowering.
 Importing ``dsv4_ops`` therefore loads torch only, and the first compile of a process is already lowered.
-``torch.export`` keeps the op whole: an exported program names the stage, and is lowered when it is compiled.
+
+``torch.export`` keeps the op whole: an exported program names the stage, and is lowered when it is compiled. The switch that tells
+the two apart is the one ``torch.library.triton_op`` uses; ``torch.compiler.is_exporting()`` is also true while AOTInductor compiles.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch._functorch.config as functorch_config
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 NAMESPACE = "dsv4_ops"
@@ -105,7 +108,7 @@ def define_op(spec: OpSpec) -> torch._ops.OpOverload:
 
 def _trace_rule(spec: OpSpec) -> Callable[..., Any]:
     def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_exporting():
+        if not functorch_config.decompose_custom_triton_ops:
             return mode.__torch_dispatch__(op, types, args, kwargs)
         station: LoweringStation = spec.station("lowering")
         return station.trace(mode, op, types, args, kwargs or {})

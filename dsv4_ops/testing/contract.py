@@ -134,28 +134,30 @@ class CompiledOp:
         check()
 
 
-def check_package(spec: OpSpec, device: str = "cpu") -> None:
-    """Exported with dynamic sizes and packaged, the op gives what the reference gives, at other sizes too."""
+def bound_call(spec: OpSpec, device: str = "cpu", *, skip: int = 0) -> tuple[Callable[..., Any], Results]:
+    """The public function as a function of tensors only, and tensors to call it with."""
     station = _station(spec)
     settings = dict(station.settings[0])
-    call = _with_sizes(spec, settings)
-    inputs = _sized_tensors(_primer(station, settings).on(device))
+    case = _primer(station, settings, skip=skip).on(device)
+    return _with_sizes(spec, settings), tuple(tensor.clone() for tensor in _sized_tensors(case))
+
+
+def check_package(spec: OpSpec, device: str = "cpu") -> None:
+    """Exported with dynamic sizes and packaged, the op gives what the reference gives, at other sizes too."""
+    call, inputs = bound_call(spec, device)
     program = export_dynamic(call, inputs)
     named = [node.target for node in program.graph.nodes if node.target is spec.op]
     assert named, f"{spec.name}: the exported program does not name the op"
     with tempfile.TemporaryDirectory() as folder:
         run = load_package(build_package(program, Path(folder) / f"{spec.name}.pt2"))
-        for seed in range(5):
-            other = _sized_tensors(_primer(station, settings, skip=seed).on(device))
+        for skip in range(5):
+            _, other = bound_call(spec, device, skip=skip)
             assert_same(f"{spec.name}, packaged", run(*other), call(*other))
 
 
 def check_cuda_graph(spec: OpSpec) -> None:
     """Captured by torch.compile's CUDA graphs, the op is right after its inputs change in place, without a host sync."""
-    station = _station(spec)
-    settings = dict(station.settings[0])
-    call = _with_sizes(spec, settings)
-    inputs = _sized_tensors(_primer(station, settings).on("cuda"))
+    call, inputs = bound_call(spec, "cuda")
     for tensor in inputs:
         torch._dynamo.mark_static_address(tensor)
     torch._dynamo.reset()

@@ -1,0 +1,66 @@
+// Runs an AOTInductor package without Python: run_package PACKAGE INPUTS OUTPUTS [repeats]
+//
+// INPUTS and OUTPUTS are tensor files: an int64 count, then per tensor int64 dtype (0 int32, 1 int64), int64 rank, the
+// int64 sizes, and the row-major values.
+
+#include <ATen/ATen.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+
+#include <cstdint>
+#include <fstream>
+#include <iostream>
+#include <vector>
+
+namespace {
+
+int64_t read_int(std::ifstream& file) {
+  int64_t value = 0;
+  file.read(reinterpret_cast<char*>(&value), sizeof(value));
+  return value;
+}
+
+std::vector<at::Tensor> read_tensors(const char* path) {
+  std::ifstream file(path, std::ios::binary);
+  std::vector<at::Tensor> tensors(read_int(file));
+  for (auto& tensor : tensors) {
+    const auto dtype = read_int(file) == 0 ? at::kInt : at::kLong;
+    std::vector<int64_t> sizes(read_int(file));
+    for (auto& size : sizes) {
+      size = read_int(file);
+    }
+    tensor = at::empty(sizes, at::TensorOptions().dtype(dtype));
+    file.read(static_cast<char*>(tensor.data_ptr()), tensor.nbytes());
+  }
+  return tensors;
+}
+
+void write_int(std::ofstream& file, int64_t value) {
+  file.write(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+void write_tensors(const char* path, const std::vector<at::Tensor>& tensors) {
+  std::ofstream file(path, std::ios::binary);
+  write_int(file, tensors.size());
+  for (const auto& result : tensors) {
+    const auto tensor = result.cpu().contiguous();
+    write_int(file, tensor.scalar_type() == at::kInt ? 0 : 1);
+    write_int(file, tensor.dim());
+    for (const auto size : tensor.sizes()) {
+      write_int(file, size);
+    }
+    file.write(static_cast<const char*>(tensor.data_ptr()), tensor.nbytes());
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 4) {
+    std::cerr << "usage: run_package PACKAGE INPUTS OUTPUTS\n";
+    return 2;
+  }
+  torch::inductor::AOTIModelPackageLoader loader(argv[1]);
+  auto inputs = read_tensors(argv[2]);
+  write_tensors(argv[3], loader.run(inputs));
+  return 0;
+}

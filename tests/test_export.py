@@ -1,0 +1,137 @@
+"""AOTInductor packages: run where dsv4_ops is never imported, in Python and in a C++ program linked to libtorch only."""
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from metadata_batches import SPEC, random_inputs, tables_of
+
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.lowering.inspect import build_package
+from dsv4_ops.metadata import build_decode_metadata
+from dsv4_ops.testing import contract
+
+pytestmark = pytest.mark.slow
+
+
+def decode(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return build_decode_metadata(SPEC, *inputs[:3], tables_of(inputs)).as_tuple()
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> Path:
+    """The decode metadata build, exported once for the tests of this file."""
+    program = contract.export_dynamic(decode, random_inputs(0, num_reqs=5, num_tokens=23))
+    names = {node.target for node in program.graph.nodes}
+    assert OPS["token_map"].op in names, "an exported program names the stages"
+    return build_package(program, tmp_path_factory.mktemp("package") / "decode_metadata.pt2")
+
+
+BATCHES = [(1, 9, 31), (2, 3, 8), (3, 40, 120)]
+
+RUN_IN_PYTHON = """
+import sys, torch, torch._inductor
+run = torch._inductor.aoti_load_package(sys.argv[1])
+for path in sys.argv[2:]:
+    torch.save(run(*torch.load(path)), path + ".out")
+assert not any(name.startswith("dsv4_ops") for name in sys.modules)
+"""
+
+
+def test_package_runs_where_dsv4_ops_is_never_imported(package, tmp_path):
+    paths = []
+    for seed, num_reqs, num_tokens in BATCHES:
+        paths.append(tmp_path / f"{seed}.pt")
+        torch.save(random_inputs(seed, num_reqs=num_reqs, num_tokens=num_tokens), paths[-1])
+    subprocess.run([sys.executable, "-c", RUN_IN_PYTHON, package, *paths], check=True, cwd=tmp_path)
+    for path in paths:
+        contract.assert_same("package", torch.load(f"{path}.out"), decode(*torch.load(path)))
+
+
+def test_package_runs_in_a_cpp_program(package, tmp_path):
+    program = build_cpp_runner(tmp_path)
+    linked = subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout
+    assert "libtorch_cpu" in linked
+    assert "libpython" not in linked
+    assert "libtorch_python" not in linked
+    for seed, num_reqs, num_tokens in BATCHES:
+        inputs = random_inputs(seed, num_reqs=num_reqs, num_tokens=num_tokens)
+        write_tensors(tmp_path / "inputs", inputs)
+        subprocess.run([program, package, tmp_path / "inputs", tmp_path / "outputs"], check=True)
+        contract.assert_same("C++", read_tensors(tmp_path / "outputs"), decode(*inputs))
+
+
+def test_every_op_survives_export(tmp_path):
+    """All ops in one package: none of them needs a registration where the package runs."""
+    calls, inputs = [], []
+    for spec in OPS.values():
+        call, tensors = contract.bound_call(spec)
+        calls.append((call, len(tensors)))
+        inputs.extend(tensors)
+
+    def run_all(*tensors):
+        results, first = [], 0
+        for call, count in calls:
+            result = call(*tensors[first : first + count])
+            results += [result] if isinstance(result, torch.Tensor) else list(result)
+            first += count
+        return tuple(results)
+
+    package = build_package(contract.export_dynamic(run_all, inputs), tmp_path / "all.pt2")
+    torch.save(tuple(inputs), tmp_path / "in.pt")
+    subprocess.run([sys.executable, "-c", RUN_IN_PYTHON, package, tmp_path / "in.pt"], check=True, cwd=tmp_path)
+    contract.assert_same("package", torch.load(tmp_path / "in.pt.out"), run_all(*inputs))
+
+
+def build_cpp_runner(folder: Path) -> Path:
+    """Compile tests/cpp/run_package.cpp with g++ against the libtorch of the installed wheel."""
+    root = Path(torch.__file__).parent
+    standard = "c++20" if torch.__version__ >= "2.12" else "c++17"
+    cuda = ["-ltorch_cuda", "-lc10_cuda"] if torch.version.cuda else []
+    program = folder / "run_package"
+    subprocess.run(
+        [
+            "g++", f"-std={standard}", "-O1", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+            f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include",
+            Path(__file__).parent / "cpp" / "run_package.cpp", "-o", program,
+            # without --no-as-needed the loader misses libtorch.so when the package asks for it
+            "-Wl,--no-as-needed", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10", *cuda,
+        ],
+        check=True,
+        env={**os.environ, "LD_LIBRARY_PATH": f"{root}/lib"},
+    )
+    return program
+
+
+DTYPES = (torch.int32, torch.int64)
+
+
+def write_tensors(path: Path, tensors) -> None:
+    chunks = [struct.pack("<q", len(tensors))]
+    for tensor in tensors:
+        sizes = (DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape)
+        chunks += [struct.pack(f"<{len(sizes)}q", *sizes), tensor.contiguous().numpy().tobytes()]
+    path.write_bytes(b"".join(chunks))
+
+
+def read_tensors(path: Path) -> list[torch.Tensor]:
+    data, tensors = bytearray(path.read_bytes()), []
+
+    def ints(count: int) -> tuple[int, ...]:
+        values = struct.unpack_from(f"<{count}q", data)
+        del data[: 8 * count]
+        return values
+
+    for _ in range(ints(1)[0]):
+        dtype, rank = ints(2)
+        sizes = ints(rank)
+        numel = torch.Size(sizes).numel()
+        values = torch.frombuffer(data, dtype=DTYPES[dtype], count=numel) if numel else torch.empty(0, dtype=DTYPES[dtype])
+        tensors.append(values.reshape(sizes).clone())
+        values = None
+        del data[: numel * DTYPES[dtype].itemsize]
+    return tensors

@@ -1,0 +1,76 @@
+"""What importing the package loads, and that lowerings need no call, in fresh processes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+BLOCKED = ("triton", "torch._inductor.lowering", "torch._inductor.ir", "torch._inductor.compile_fx",
+           "flash_mla", "deep_gemm", "torch_tensorrt", "transformers", "matplotlib", "tqdm", "hypothesis")
+
+IMPORT_BLOCKED = f"""
+import sys
+import torch
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name in {BLOCKED!r} or name.startswith("torch._inductor"):
+            raise ImportError(name + " must not be imported by dsv4_ops")
+
+sys.meta_path.insert(0, Block())
+import dsv4_ops
+import dsv4_ops.metadata
+print(dsv4_ops.token_map(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([5], dtype=torch.int32), num_tokens=1))
+"""
+
+IMPORT_TIME = """
+import time, torch
+start = time.perf_counter()
+import dsv4_ops
+print((time.perf_counter() - start) * 1000)
+"""
+
+FIRST_COMPILE = """
+import sys, torch, dsv4_ops
+
+compiled = torch.compile(lambda qsl, lens: dsv4_ops.flatten_decode(qsl, lens, num_tokens=8), fullgraph=True)
+torch._logging.set_logs(output_code=True)
+compiled(torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([10, 7], dtype=torch.int32))
+"""
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, check=True
+    )
+
+
+def test_import_needs_torch_only():
+    assert "positions=tensor([4])" in run(IMPORT_BLOCKED).stdout
+
+
+def test_import_costs_less_than_150_ms_over_torch():
+    """The best of five: the budget is the package's, not that of a busy machine."""
+    assert min(float(run(IMPORT_TIME).stdout) for _ in range(5)) < 150
+
+
+@pytest.mark.slow
+def test_first_compile_of_a_process_is_lowered(tmp_path):
+    """Plain torch.compile, nothing imported but torch and dsv4_ops, no cache to help."""
+    logged = run(FIRST_COMPILE, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).stderr
+    assert "cpp_fused" in logged, "no generated code in the log"
+    assert "torch.ops.dsv4_ops" not in logged.split("def call(")[-1]
+
+
+@pytest.mark.slow
+def test_without_the_trace_rule_the_op_would_be_opaque(tmp_path):
+    """The test above can fail: with the rule taken away, the generated code calls the op."""
+    no_rule = FIRST_COMPILE.replace(
+        "import sys, torch, dsv4_ops",
+        "import sys, torch\nimport dsv4_ops.core.registry as registry\n"
+        "import torch._library.simple_registry as rules, dsv4_ops\n"
+        "rules.singleton._data.clear()",
+    )
+    logged = run(no_rule, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).stderr
+    assert "torch.ops.dsv4_ops.flatten_decode" in logged

@@ -1,0 +1,122 @@
+"""The metadata builders: against hand-computed numbers and the oracle, and compiled as one graph."""
+
+import dataclasses
+
+import oracles
+import pytest
+import torch
+from metadata_batches import SPEC, Inputs, random_inputs, tables_of
+
+from dsv4_ops.lowering.inspect import OPAQUE, compile_and_get_code
+from dsv4_ops.metadata import (
+    AttentionSpec,
+    BlockTables,
+    build_decode_metadata,
+    build_prefill_metadata,
+)
+from dsv4_ops.testing.case import i32, i64
+
+MAX_CHUNKS = 12
+
+
+def decode(*inputs: torch.Tensor):
+    return build_decode_metadata(SPEC, *inputs[:3], tables_of(inputs))
+
+
+def prefill(*inputs: torch.Tensor):
+    return build_prefill_metadata(SPEC, *inputs[:3], tables_of(inputs), max_chunks=MAX_CHUNKS)
+
+
+def assert_equal(actual, expected) -> None:
+    for field in dataclasses.fields(expected):
+        left, right = getattr(actual, field.name), getattr(expected, field.name)
+        assert left.dtype == right.dtype, field.name
+        assert torch.equal(left, right), field.name
+
+
+def test_decode_metadata_by_hand():
+    """Two requests, one padding request, one padding token; pages of 4 window rows and 8 positions, ratios 2 and 4."""
+    spec = AttentionSpec(window_size=3, c4_ratio=2, c128_ratio=4, page_tokens=8, swa_page_size=4, max_model_len=16)
+    metadata = build_decode_metadata(
+        spec,
+        i32([0, 2, 3, 3]),
+        i32([8, 5, 0]),
+        i64([100, 101, 102, -1]),
+        BlockTables(swa=i32([[7, 3], [2, 5], [0, 0]]), c4=i32([[10], [11], [0]]), c128=i32([[20], [21], [0]])),
+    )
+    assert metadata.req_indices.tolist() == [0, 0, 1, -1]
+    assert metadata.positions.tolist() == [6, 7, 4, -1]
+    assert metadata.seq_lens.tolist() == [7, 8, 5, 0]
+    assert metadata.c4_lens.tolist() == [3, 4, 2, 0]
+    assert metadata.c128_lens.tolist() == [1, 2, 1, 0]
+    assert metadata.swa_indices.tolist() == [[12, 13, 14], [13, 14, 15], [10, 11, 20], [-1, -1, -1]]
+    assert metadata.swa_lens.tolist() == [3, 3, 3, 0]
+    assert metadata.c4_slot_mapping.tolist() == [-1, 10 * 4 + 3, -1, -1]
+    assert metadata.c128_slot_mapping.tolist() == [-1, 20 * 2 + 1, -1, -1]
+    assert metadata.c128_indices.shape == (4, 128)
+    assert metadata.c128_indices[:, :3].tolist() == [[40, -1, -1], [40, 41, -1], [42, -1, -1], [-1, -1, -1]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prefill_metadata_against_the_oracle(seed):
+    inputs = random_inputs(seed, num_reqs=6, num_tokens=90, max_query=40)
+    query_start_loc, seq_lens, slots, swa, c4, c128 = (tensor.tolist() for tensor in inputs)
+    metadata = prefill(*inputs)
+    requests, positions = oracles.token_map(query_start_loc, seq_lens, num_tokens=len(slots))
+    assert metadata.req_indices.tolist() == requests
+    assert metadata.positions.tolist() == positions
+    assert metadata.c4_lens.tolist() == [(position + 1) // 4 for position in positions]
+    window = oracles.swa_indices_and_lens(positions, requests, swa, block_size=64, window_size=128)
+    assert [metadata.swa_indices.tolist(), metadata.swa_lens.tolist()] == list(window)
+    for name, table, page, ratio in (("c4", c4, 64, 4), ("c128", c128, 2, 128)):
+        mapped = oracles.compressed_slot_mapping(
+            positions, requests, table, slots, block_size=page, compress_ratio=ratio
+        )
+        assert getattr(metadata, f"{name}_slot_mapping").tolist() == mapped
+    bounds = oracles.prefill_row_bounds(positions, requests, seq_lens, compress_ratio=4)
+    found = (metadata.c4_cu_seq_lens, metadata.c4_row_start, metadata.c4_row_stop)
+    assert [tensor.tolist() for tensor in found] == list(map(list, bounds))
+    split = oracles.split_decodes_and_prefills(query_start_loc, decode_threshold=4, require_uniform=False)
+    assert metadata.split.tolist() == split
+    lens = [stop - start for start, stop in zip(query_start_loc, query_start_loc[1:], strict=False)]
+    chunks, num_chunks = oracles.split_prefill_chunks(
+        [max(length, 0) // 4 for length in seq_lens],
+        lens,
+        workspace_size=SPEC.indexer_workspace,
+        max_logits_bytes=SPEC.max_logits_bytes,
+        max_chunks=MAX_CHUNKS,
+        request_offset=0,
+    )
+    assert metadata.chunks.tolist() == chunks
+    assert metadata.num_chunks.tolist() == num_chunks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [decode, prefill], ids=lambda build: build.__name__)
+def test_one_graph_without_opaque_calls_or_recompiles(build):
+    """50 random batches of changing size through one compiled callable; its graph names no op of ours."""
+    torch._dynamo.reset()
+    compiled = torch.compile(build, fullgraph=True, dynamic=True)
+    first = random_inputs(1000, num_reqs=5, num_tokens=23)
+    result, code = compile_and_get_code(compiled, *first)
+    assert OPAQUE not in code
+    assert_equal(result, build(*first))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(50):
+            inputs: Inputs = random_inputs(seed, num_reqs=2 + seed % 17, num_tokens=2 + 3 * seed)
+            assert_equal(compiled(*inputs), build(*inputs))
+
+
+def test_max_chunks_of_a_spec_is_enough():
+    spec = AttentionSpec(max_model_len=4096, indexer_workspace=1024, max_logits_bytes=4096)
+    bound = spec.max_chunks(num_reqs=6, num_tokens=90)
+    for seed in range(50):
+        inputs = random_inputs(seed, num_reqs=6, num_tokens=90, spec=spec, max_query=60)
+        metadata = build_prefill_metadata(spec, *inputs[:3], tables_of(inputs), max_chunks=bound)
+        assert 0 <= metadata.num_chunks.item() <= bound
+
+
+def test_presets():
+    flash, pro = AttentionSpec.deepseek_v4_flash(next_n=2), AttentionSpec.deepseek_v4_pro()
+    assert (flash.index_topk, pro.index_topk, flash.next_n) == (512, 1024, 2)
+    assert (flash.c4_page_size, flash.c128_page_size, flash.max_c128_rows) == (64, 2, 8192)

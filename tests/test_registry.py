@@ -1,0 +1,86 @@
+"""The registry refuses an incomplete op, and knows every public function."""
+
+import dataclasses
+import inspect
+import types
+
+import pytest
+
+import dsv4_ops
+from dsv4_ops.core import registry
+from dsv4_ops.core.registry import OPS, OpSpec, define_op
+from dsv4_ops.testing.audit import audit
+from dsv4_ops.testing.case import OpTesting
+
+HOST_FUNCTIONS = {"plan_prefill_chunks", "max_prefill_chunks"}
+SPEC = OPS["prefill_gather_lens"]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_op_is_complete(name):
+    assert audit(OPS[name]) == []
+
+
+def test_public_functions_and_ops_are_the_same_set():
+    public = {name for name in dsv4_ops.__all__ if inspect.isfunction(getattr(dsv4_ops, name))}
+    assert public - HOST_FUNCTIONS == set(OPS)
+
+
+def broken(monkeypatch, layer: str, station) -> list[str]:
+    """Audit of a copy of SPEC whose ``layer`` holds ``station``."""
+    found = {name: SPEC.station(name) for name in ("ops", "lowering", "testing")} | {layer: station}
+    monkeypatch.setattr(OpSpec, "station", lambda self, name: found[name])
+    return audit(SPEC)
+
+
+def test_audit_reports_a_missing_station(monkeypatch):
+    def station(self, layer):
+        raise AttributeError("module has no attribute")
+
+    monkeypatch.setattr(OpSpec, "station", station)
+    problems = audit(SPEC)
+    for layer in ("ops", "lowering", "testing"):
+        assert any(problem.startswith(f"no {layer} station") for problem in problems)
+
+
+def test_audit_reports_other_parameter_names(monkeypatch):
+    def renamed(query_start_loc, seq_lens, *, window):
+        """Wrong."""
+
+    problems = broken(monkeypatch, "lowering", types.SimpleNamespace(kind="decompose", decomposition=renamed))
+    assert any(problem.startswith("parameters of lowering are") for problem in problems)
+    assert audit(dataclasses.replace(SPEC, meta=renamed))[0].startswith("parameters of meta are")
+    assert audit(dataclasses.replace(SPEC, reference=renamed))[0].startswith("parameters of reference are")
+
+
+def test_audit_reports_a_missing_docstring_section(monkeypatch):
+    def prefill_gather_lens(query_start_loc, seq_lens, *, window_size):
+        """Says nothing."""
+
+    problems = broken(monkeypatch, "ops", prefill_gather_lens)
+    assert "docstring has no 'Returns:'" in problems
+    assert "docstring has no 'Source:'" in problems
+
+
+def test_audit_reports_missing_cases_strategy_and_kind(monkeypatch):
+    empty = OpTesting(cases=list, settings=(), make=None)
+    problems = broken(monkeypatch, "testing", empty)
+    assert "no case with a hand-computed result" in problems
+    assert "no hypothesis strategy" in problems
+    assert "no lowering kind for cuda" in audit(dataclasses.replace(SPEC, lowering={"cpu": "decompose"}))
+
+
+def test_define_op_refuses_a_second_op_of_that_name():
+    with pytest.raises(ValueError, match="^define_op: name must be new, got 'prefill_gather_lens' twice"):
+        define_op(SPEC)
+
+
+def test_define_op_refuses_an_unknown_kind():
+    with pytest.raises(ValueError, match="^define_op: lowering kind must be one of"):
+        dataclasses.replace(SPEC, lowering={"cpu": "magic"})
+
+
+def test_op_without_schema_or_fake_cannot_be_defined():
+    fields = {field.name for field in dataclasses.fields(OpSpec) if field.default is dataclasses.MISSING and field.init}
+    assert {"schema", "meta", "reference", "lowering", "stem"} <= fields
+    assert registry.NAMESPACE == "dsv4_ops"
