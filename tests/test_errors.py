@@ -1,136 +1,108 @@
-"""Every error of every public function: its type and its exact text.
+"""Every error of every public function: its exact type and its exact text, eager and compiled.
 
 A message reads ``{op}: {argument} must {rule}, got {actual}. {what to do}``.
 """
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+import re
+from collections import Counter
 
 import pytest
 import torch
-from helpers import i32, i64
+from error_rows import CALLABLES, FUNCTIONS, ROWS, TABLE, Row, valid_arguments
+from helpers import i64
 from torch import Tensor
 
 import dsv4_ops as ops
-from dsv4_ops.metadata import AttentionSpec
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    name: getattr(ops, name)
-    for name in ops.__all__
-    if callable(getattr(ops, name)) and not inspect.isclass(getattr(ops, name))
-}
-CALLABLES = {**FUNCTIONS, "AttentionSpec": AttentionSpec}
-
-REQUESTS, TOKENS = 3, 5
-TENSORS = {
-    "query_start_loc": i32([0, 2, 4, 5]),
-    "seq_lens": i32([9, 7, 4]),
-    "query_lens": i32([2, 2, 1]),
-    "block_table": i32([[7, 3], [2, 5], [1, 4]]),
-    "positions": i64([7, 8, 5, 6, 3]),
-    "req_indices": i32([0, 0, 1, 1, 2]),
-    "slot_mapping": i64([0, 1, 2, 3, 4]),
-    "topk_indices": i32([[0, -1]] * 5),
-    "chunk": i32([0, 3, 0, 5]),
-}
-SHAPES = {
-    "query_start_loc": "[num_reqs + 1]",
-    "seq_lens": "[num_reqs]",
-    "query_lens": "[num_reqs]",
-    "block_table": "[num_reqs, max_blocks]",
-    "positions": "[num_tokens]",
-    "req_indices": "[num_tokens]",
-    "slot_mapping": "[num_tokens]",
-    "topk_indices": "[num_tokens, topk]",
-    "chunk": "[4]",
-}
-NUMBERS = {
-    "decode_threshold": 1,
-    "num_tokens": TOKENS,
-    "compress_ratio": 4,
-    "next_n": 2,
-    "block_size": 64,
-    "window_size": 8,
-    "cp_world_size": 2,
-    "cp_interleave": 4,
-    "max_compressed": 2,
-    "workspace_size": 64,
-    "max_logits_bytes": 4096,
-    "max_chunks": 3,
-    "request_offset": 0,
-    "num_reqs": REQUESTS,
-    "max_seq_len": 9,
-    "require_uniform": False,
-}
+TEMPLATE = re.compile(r"(?P<op>\w+): \w+ must [^.].*, got [^,].*\. [A-Z].*[^. ]\.")
+LIMIT = 16383
 
 
-def valid_arguments(name: str) -> dict[str, Any]:
-    """Arguments that the function takes, to spoil one of."""
-    if name == "AttentionSpec":
-        return {}
-    parameters = inspect.signature(FUNCTIONS[name]).parameters
-    return {key: TENSORS[key].clone() if key in TENSORS else NUMBERS[key] for key in parameters}
-
-
-def error_of(name: str, **spoiled: Any) -> Exception:
-    """The error of the function; makes sure that it came before anything was written."""
-    arguments = {**valid_arguments(name), **spoiled}
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_error(row: Row) -> None:
+    arguments = {**valid_arguments(row.op), **row.spoiled}
     before = {
-        key: (value, value.clone(), value._version)
-        for key, value in arguments.items()
+        name: (value.clone(), value._version)
+        for name, value in arguments.items()
         if isinstance(value, Tensor)
     }
-    with pytest.raises(Exception) as caught:  # noqa: PT011  the caller compares type and text
-        CALLABLES[name](**arguments)
-    for key, (value, copy, version) in before.items():
-        assert arguments[key] is value
-        assert value._version == version, f"{key} was written to"
-        assert value.is_meta or torch.equal(value, copy), f"{key} was written to"
-    return caught.value
+    with pytest.raises(row.error) as caught:
+        CALLABLES[row.op](**arguments)
+    assert type(caught.value) is row.error
+    assert str(caught.value) == row.message
+    for name, (copy, version) in before.items():
+        value = arguments[name]
+        assert value._version == version, f"{name} was written to"
+        assert value.is_meta or torch.equal(value, copy), f"{name} was written to"
 
 
-INT32_NOT_INT64 = "must be torch.int32, got torch.int64. Cast it with .to(torch.int32)."
-INT64_NOT_INT32 = "must be torch.int64, got torch.int32. Cast it with .to(torch.int64)."
-NEED_TENSOR = "Pass a torch.int32 tensor."
-ONE = "Pass a tensor of 1 dimension."
-TWO = "Pass a tensor of 2 dimensions."
-HOST = "Pass a Python int that is known on the host, never a tensor."
-AGREE_REQS = (
-    "Make them agree: num_reqs counts the requests of the batch, padding requests included."
-)
-AGREE_TOKENS = "Make them agree: num_tokens counts the tokens of the padded batch."
-MOVE = "Move all tensors of a call to one device."
-NO_START = "must have shape [num_reqs + 1], got [0]. Pass at least 1 entry, even for an empty batch."
-LIMIT = "num_reqs must be at most 16383, got 16384. Split the batch."
-AT_LEAST_0 = "must be at least 0, got -1. Pass 0 or more."
-AT_LEAST_1 = "must be at least 1, got 0. Pass 1 or more."
-AT_LEAST_4 = "must be at least 4, got 3. Pass 4 or more."
-
-LONG = i64([0, 2, 4])
-INT = i32([0, 2, 4, 5, 6])
-COLUMN = i32([[0], [2], [4]])
-ONLY_TWO = i32([4, 4])
-NOTHING = i32([])
-TOO_MANY = torch.zeros(16384, dtype=torch.int32)
-TOO_MANY_STARTS = torch.zeros(16385, dtype=torch.int32)
+@pytest.mark.parametrize("op", CALLABLES)
+def test_the_call_is_right_before_it_is_spoiled(op: str) -> None:
+    CALLABLES[op](**valid_arguments(op))
 
 
-def meta(name: str) -> Tensor:
-    return TENSORS[name].to("meta")
+def test_every_public_function_has_a_row_of_its_own() -> None:
+    assert set(TABLE) == {*FUNCTIONS, "AttentionSpec"}
+    assert all(TABLE.values())
+    assert {row.op for row in ROWS} == set(CALLABLES)
+    assert [row for row, count in Counter(row.id for row in ROWS).items() if count > 1] == []
 
 
-Row = tuple[str, dict[str, Any], type[Exception], str]
+@pytest.mark.parametrize("op", CALLABLES)
+def test_every_argument_has_a_row(op: str) -> None:
+    spoiled = {name for row in ROWS if row.op == op for name in row.spoiled}
+    assert spoiled == set(inspect.signature(CALLABLES[op]).parameters)
 
-START_AND_LENS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"query_start_loc": [0, 2]}, TypeError, "query_start_loc must be a tensor, got list."),
-]
+
+def test_every_message_follows_the_template() -> None:
+    for row in ROWS:
+        found = TEMPLATE.fullmatch(row.message)
+        assert found is not None, row.message
+        assert found["op"] == row.op
 
 
-def rows_of_batch(name: str) -> list[Row]:
-    """Errors that every function of query_start_loc and seq_lens has."""
-    start, lens = "query_start_loc", "seq_lens"
-    agree = f"must have shape [num_reqs] with num_reqs = 3 as in {start}"
-    return [
-        (name, {start: [0, 2]}, TypeError, f"{start} must be a tensor, got list. {NEED_TENSOR}"),
-    ]
+def test_as_many_requests_as_the_limit_allows() -> None:
+    starts = torch.arange(LIMIT + 1, dtype=torch.int32)
+    lens = torch.ones(LIMIT, dtype=torch.int32)
+    split = ops.split_decodes_and_prefills(starts, decode_threshold=1)
+    assert split.tolist() == [LIMIT, 0, LIMIT, 0]
+    mapped = ops.token_map(starts, lens, num_tokens=LIMIT + 1)
+    assert mapped.req_indices.tolist() == [*range(LIMIT), -1]
+    flat = ops.flatten_decode(starts, lens, num_tokens=LIMIT)
+    assert flat.req_indices.tolist() == list(range(LIMIT))
+    plan = ops.split_prefill_chunks(
+        lens, lens, workspace_size=LIMIT, max_logits_bytes=2**40, max_chunks=1
+    )
+    assert plan.chunks.tolist() == [[0, LIMIT, 0, LIMIT]]
+
+
+COMPILED = {
+    "dtype": Row(
+        "compiled",
+        "token_map",
+        {"seq_lens": i64([9, 7, 4])},
+        TypeError,
+        "token_map: seq_lens must be torch.int32, got torch.int64. Cast it with .to(torch.int32).",
+    ),
+    "shape": Row(
+        "compiled",
+        "compressed_slot_mapping",
+        {"slot_mapping": i64([0, 1])},
+        ValueError,
+        "compressed_slot_mapping: slot_mapping must have shape [num_tokens] with num_tokens = 5 "
+        "as in positions, got [2]. "
+        "Make them agree: num_tokens counts the tokens of the padded batch.",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", COMPILED.values(), ids=COMPILED)
+def test_error_under_compile(row: Row) -> None:
+    """Dynamo wraps what a traced function raises; its message names and quotes the error."""
+    torch.compiler.reset()
+    compiled = torch.compile(CALLABLES[row.op], fullgraph=True, backend="eager")
+    wrapped = (row.error, torch._dynamo.exc.Unsupported)
+    with pytest.raises(wrapped, match=re.escape(row.message)) as caught:
+        compiled(**{**valid_arguments(row.op), **row.spoiled})
+    assert row.error.__name__ in f"{type(caught.value).__name__}: {caught.value}"

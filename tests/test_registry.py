@@ -47,7 +47,7 @@ def test_audit_reports_other_parameter_names(monkeypatch):
     def renamed(query_start_loc, seq_lens, *, window):
         """Wrong."""
 
-    problems = broken(monkeypatch, "lowering", types.SimpleNamespace(kind="decompose", decomposition=renamed))
+    problems = broken(monkeypatch, "lowering", types.SimpleNamespace(kind="decompose", function=renamed))
     assert any(problem.startswith("parameters of lowering are") for problem in problems)
     assert audit(dataclasses.replace(SPEC, meta=renamed))[0].startswith("parameters of meta are")
     assert audit(dataclasses.replace(SPEC, reference=renamed))[0].startswith("parameters of reference are")

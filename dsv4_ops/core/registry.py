@@ -33,6 +33,7 @@ class LoweringStation(Protocol):
     """What ``dsv4_ops.lowering.<stem>:<name>`` holds."""
 
     kind: str
+    function: Callable[..., Any]
 
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Stand in for the op while AOTAutograd traces a graph that holds it."""

@@ -10,21 +10,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Decompose:
-    """Trace ``decomposition`` into the graph instead of the op; Inductor lowers and fuses the aten ops it makes."""
+    """Trace ``function`` into the graph instead of the op; Inductor lowers and fuses the aten ops it makes."""
 
-    decomposition: Callable[..., Any]
+    function: Callable[..., Any]
     kind = "decompose"
 
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         with mode:
-            return self.decomposition(*args, **kwargs)
+            return self.function(*args, **kwargs)
 
 
 @dataclass(frozen=True)
 class PointwiseIR:
-    """Keep the op in the graph and have Inductor lower it with ``build``, which returns Inductor IR."""
+    """Keep the op in the graph and have Inductor lower it with ``function``, which returns Inductor IR."""
 
-    build: Callable[..., Any]
+    function: Callable[..., Any]
     kind = "pointwise"
 
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -34,9 +34,9 @@ class PointwiseIR:
         return mode.__torch_dispatch__(op, types, args, kwargs)
 
     def register(self, op: Any) -> None:
-        """Tell Inductor about ``build``, once."""
+        """Tell Inductor about ``function``, once."""
         from dsv4_ops.lowering import _compat
 
         if op not in _compat.lowerings:
             # None: integers stay what they are, no type promotion among the arguments
-            _compat.register_lowering(op, type_promotion_kind=None)(self.build)
+            _compat.register_lowering(op, type_promotion_kind=None)(self.function)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.types import ABSENT
-from dsv4_ops.reference.common import gather_rows, query_lens, take, visible_rows
+from dsv4_ops.reference.common import gather_rows, masked_index, query_lens, take, visible_rows
 
 
 def split_decodes_and_prefills(
@@ -57,7 +57,7 @@ def expand_block_table(block_table: Tensor, req_indices: Tensor) -> Tensor:
     rows = req_indices[:, None].expand(-1, max_blocks)
     columns = torch.arange(max_blocks, device=block_table.device).expand(rows.shape)
     valid = (rows >= 0) & (rows < num_reqs)
-    return torch.ops.aten._unsafe_masked_index(block_table, valid, [rows, columns], 0)
+    return masked_index(block_table, valid, [rows, columns], 0)
 
 
 def mtp_seq_lens(query_start_loc: Tensor, seq_lens: Tensor, *, next_n: int, compress_ratio: int) -> Tensor:

@@ -9,17 +9,22 @@ from torch import Tensor
 
 from dsv4_ops.core.types import ABSENT, INT32_MAX, search_steps
 
-_masked_index = torch.ops.aten._unsafe_masked_index.default
+
+def masked_index(values: Tensor, mask: Tensor, indices: list[Tensor], fill: int) -> Tensor:
+    """``values[indices]`` where ``mask``, else ``fill``; where it is False the indices may be anything."""
+    found: Tensor = torch.ops.aten._unsafe_masked_index.default(values, mask, indices, fill)
+    return found
 
 
 def take(values: Tensor, index: Tensor) -> Tensor:
     """``values[index]`` for indices in range by construction: compiled code checks none of them."""
-    return torch.ops.aten._unsafe_index.Tensor(values, [index])
+    taken: Tensor = torch.ops.aten._unsafe_index.Tensor(values, [index])
+    return taken
 
 
 def gather_rows(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
     """``values[index]`` where ``valid``, else 0. Valid indices must be in range; the others are never dereferenced."""
-    return _masked_index(values, valid, [index], 0)
+    return masked_index(values, valid, [index], 0)
 
 
 def valid_tokens(positions: Tensor, req_indices: Tensor, num_reqs: int) -> Tensor:
@@ -39,7 +44,7 @@ def table_entries(block_table: Tensor, req_indices: Tensor, columns: Tensor, wan
     inside = wanted & (req_indices >= 0) & (req_indices < block_table.shape[0])
     inside = inside & (columns >= 0) & (columns < block_table.shape[1])
     rows, columns, inside = torch.broadcast_tensors(req_indices, columns, inside)
-    return _masked_index(block_table, inside, [rows, columns], ABSENT)
+    return masked_index(block_table, inside, [rows, columns], ABSENT)
 
 
 def int32_slots(pages: Tensor, rows: Tensor, block_size: int) -> Tensor:

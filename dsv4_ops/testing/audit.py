@@ -32,9 +32,7 @@ def audit(spec: OpSpec) -> list[str]:
         functions["ops"] = stations["ops"]
         problems += _docstring_problems(stations["ops"])
     if "lowering" in stations:
-        functions["lowering"] = getattr(
-            stations["lowering"], "decomposition", getattr(stations["lowering"], "build", None)
-        )
+        functions["lowering"] = stations["lowering"].function
         if stations["lowering"].kind not in spec.lowering.values():
             problems.append(f"the lowering is {stations['lowering'].kind}, the passport says {spec.lowering}")
     for layer, function in functions.items():

@@ -43,9 +43,11 @@ class Batch:
 def lengths(draw: Any) -> int:
     """A context length at, just before or just after a boundary, or anything small."""
     if draw(st.booleans()):
-        return draw(st.integers(0, 600))
-    multiple = draw(st.sampled_from(BOUNDARIES)) * draw(st.integers(0, 3))
-    return max(0, multiple + draw(st.integers(-1, 1)))
+        anything: int = draw(st.integers(0, 600))
+        return anything
+    multiple: int = draw(st.sampled_from(BOUNDARIES)) * draw(st.integers(0, 3))
+    offset: int = draw(st.integers(-1, 1))
+    return max(0, multiple + offset)
 
 
 @st.composite

@@ -89,7 +89,7 @@ class CompiledOp:
         self.compiled = torch.compile(_with_sizes(spec, self.settings), fullgraph=True, dynamic=True)
         first = self._inputs(_primer(_station(spec), self.settings))
         # sizes that happen to be equal in the first call must not be taken for one
-        with torch.fx.experimental._config.patch(use_duck_shape=False):
+        with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined] # methods of config modules are made at import
             result, self.code = compile_and_get_code(self.compiled, *first)
         assert spec.opaque_because or OPAQUE not in self.code, f"{spec.name}: opaque in the compiled code"
         assert_same(spec.name, result, _with_sizes(spec, self.settings)(*first))

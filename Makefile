@@ -1,0 +1,37 @@
+# make test  the whole test suite       make lint  formatting, types, import rule       make venv  both need it
+# A fresh machine needs Python 3.10+, a C++ compiler and make; the first run builds its own environment.
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+TEST_STAMP := $(VENV)/.installed-test
+DEV_STAMP := $(VENV)/.installed-dev
+
+# Inductor's pool of compile workers costs more than it saves on small graphs
+export TORCHINDUCTOR_COMPILE_THREADS = 1
+
+.PHONY: test lint venv
+
+test: $(TEST_STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+venv: $(DEV_STAMP)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(TEST_STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -e '.[test]'
+	touch $@
+
+# The dev extra holds the test extra, so this satisfies both stamps.
+$(DEV_STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -e '.[dev]'
+	touch $(TEST_STAMP) $@

@@ -1,0 +1,88 @@
+"""The command line: ``python -m dsv4_ops`` or ``dsv4-ops``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status: 0 done, 1 ``doctor`` found problems, 2 bad usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["bench"]:
+        return _bench(arguments[1:])
+    options = _parser().parse_args(arguments)
+    if options.command == "list":
+        return _list(options.markdown)
+    if options.command == "show":
+        return _show(options.op)
+    return _doctor(options.json, options.selftest)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from dsv4_ops._version import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="dsv4-ops", description="DeepSeek-V4's attention stack as PyTorch ops that compile."
+    )
+    parser.add_argument("--version", action="version", version=f"dsv4_ops {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    listing = commands.add_parser("list", help="table of all ops")
+    listing.add_argument("--markdown", action="store_true", help="as the README's table")
+    show = commands.add_parser("show", help="signature, docs and source lines of an op")
+    show.add_argument("op", metavar="OP", help="name of an op, as in `list`")
+    doctor = commands.add_parser(
+        "doctor", help="what works on this machine; exit status 1 if not all"
+    )
+    doctor.add_argument("--json", action="store_true", help="machine-readable")
+    doctor.add_argument(
+        "--selftest", action="store_true", help="also compile an op (takes seconds)"
+    )
+    commands.add_parser("bench", help="check results, then time them; see `bench --help`")
+    return parser
+
+
+def _list(markdown: bool) -> int:
+    from dsv4_ops import passport
+
+    print(passport.markdown_table() if markdown else passport.table())
+    return 0
+
+
+def _show(name: str) -> int:
+    from dsv4_ops import passport
+
+    try:
+        print(passport.describe(name))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _doctor(as_json: bool, selftest: bool) -> int:
+    import json
+
+    from dsv4_ops import doctor
+
+    report = doctor.collect(selftest=selftest)
+    print(json.dumps(report, indent=2, default=str) if as_json else doctor.render(report))
+    return 0 if doctor.healthy(report) else 1
+
+
+def _bench(arguments: list[str]) -> int:
+    try:
+        from dsv4_ops.bench import main as bench
+    except ImportError as error:
+        print(
+            f"bench: its libraries must be installed, got {type(error).__name__}: {error}. "
+            "Run `pip install '.[bench]'` in the source tree.",
+            file=sys.stderr,
+        )
+        return 2
+    return bench(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Clocks: device time of CUDA graphs, host time of a call, and what a call runs on the device."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+Call = Callable[[], Any]
+
+_SAMPLE_MS = 3.0
+_SAMPLES = 11
+_CALLS_PER_ROUND = 20
+_ROUNDS = 15
+
+
+class Timing(NamedTuple):
+    """Microseconds: median, 20th and 80th percentile."""
+
+    median: float
+    low: float
+    high: float
+
+
+def summary(samples: Sequence[float]) -> Timing:
+    """Median and spread of samples in microseconds."""
+    ranked = sorted(samples)
+    last = len(ranked) - 1
+    return Timing(statistics.median(ranked), ranked[round(0.2 * last)], ranked[round(0.8 * last)])
+
+
+class Capture:
+    """A CUDA graph of ``calls`` in sequence; ``outputs`` are held, so that no two share memory."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            calls[0]()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.outputs = [call() for call in calls]
+
+    def device_us(self) -> Timing:
+        """Device time per call, launches inside the graph included."""
+        graph, calls = self.graph, len(self.outputs)
+        graph.replay()
+        replays = max(1, math.ceil(_SAMPLE_MS * 1e3 / max(_event_us(graph.replay), 1.0)))
+
+        def sample() -> None:
+            for _ in range(replays):
+                graph.replay()
+
+        return summary([_event_us(sample) / (replays * calls) for _ in range(_SAMPLES)])
+
+
+def _event_us(call: Call) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    stop.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(stop)) * 1e3
+
+
+def host_us(call: Call) -> Timing:
+    """What a call costs the Python thread of a server, which never waits for the results.
+
+    Rounds are far shorter than the launch queue. No other work is put before them: some of the
+    anchors' copies wait for the stream, and that wait would be counted as theirs.
+    """
+    samples: list[float] = []
+    for _ in range(_ROUNDS + 1):  # the first round fills allocator caches
+        torch.cuda.synchronize()
+        samples.append(_round_us(call, _CALLS_PER_ROUND))
+    torch.cuda.synchronize()
+    return summary(samples[1:])
+
+
+def wall_us(call: Call, device: torch.device, *, budget_s: float) -> Timing:
+    """Time until the result of a call is there, waiting for the device."""
+
+    def finished() -> None:
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    finished()
+    samples, stop = [], time.perf_counter() + budget_s
+    while len(samples) < 3 or time.perf_counter() < stop:
+        samples.append(_round_us(finished, 1))
+    return summary(samples)
+
+
+def _round_us(call: Call, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+class Activity(NamedTuple):
+    """A kernel, copy or fill that ran on the device."""
+
+    name: str
+    us: float
+
+
+def device_activities(call: Call) -> list[Activity]:
+    """Everything that one call runs on the device, in order."""
+    activities: list[Activity] = []
+    for _ in range(2):  # the first profile of a process may miss its beginning
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            call()
+            torch.cuda.synchronize()
+        events = [
+            event
+            for event in profiler.events() or ()
+            if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
+        ]
+        events.sort(key=lambda event: event.time_range.start)
+        activities = [Activity(event.name, event.time_range.elapsed_us()) for event in events]
+    return activities

@@ -1,0 +1,324 @@
+"""The command line: list, show, doctor, and the README's table, which is what `list` prints."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4_ops import __version__, doctor, passport
+from dsv4_ops.__main__ import main
+from dsv4_ops.core import providers
+from dsv4_ops.core.registry import OPS
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = ("ops", "meta", "reference", "lowering", "testing")
+
+
+def run(capsys, *arguments):
+    """Exit status and standard output of a command."""
+    status = main(arguments)
+    return status, capsys.readouterr().out
+
+
+def python(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def fails(*_arguments, **_settings):
+    raise Exception("broken on purpose")
+
+
+def test_list_has_a_row_for_every_op(capsys):
+    status, out = run(capsys, "list")
+    header, *lines = out.splitlines()
+    assert status == 0
+    assert header.split()[0] == "op"
+    assert [line.split()[0] for line in lines] == list(OPS)
+    for line, spec in zip(lines, OPS.values(), strict=True):
+        assert line.split()[1:3] == [spec.lowering["cpu"], spec.lowering["cuda"]]
+        assert line.endswith(", ".join(spec.dynamic))
+
+
+def test_the_readme_has_the_table_that_list_prints(capsys):
+    status, out = run(capsys, "list", "--markdown")
+    assert status == 0
+    readme = (ROOT / "README.md").read_text()
+    begin, end = "<!-- ops: python -m dsv4_ops list --markdown -->\n", "<!-- /ops -->"
+    assert readme.partition(begin)[2].partition(end)[0] == out
+
+
+def test_the_readme_quickstart_runs_and_prints_what_it_says():
+    readme = (ROOT / "README.md").read_text()
+    code = readme.partition("```python\n")[2].partition("```")[0]
+    printed = re.findall(r"print\(.*\)  # (.*)", code)
+    assert printed
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == printed
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_show_prints_the_passport(capsys, op):
+    status, out = run(capsys, "show", op)
+    assert status == 0
+    assert out.startswith(f"{op}(")
+    assert f"dsv4_ops::{OPS[op].schema}" in out
+    assert OPS[op].source in out
+    assert "Returns:" in out
+    assert "Raises:" in out
+    for layer in LAYERS:
+        (place,) = re.findall(rf"^{layer} .*?(\S+\.py):(\d+)|^{layer} +missing", out, re.MULTILINE)
+        file, line = place
+        if layer != "testing" or file:
+            assert op in (ROOT / file).read_text().splitlines()[int(line) - 1]
+
+
+def test_show_says_where_a_lowering_gets_its_meaning(capsys):
+    _, out = run(capsys, "show", "mtp_seq_lens")
+    assert re.search(r"Decompose: decomposition at dsv4_ops/reference/batch\.py:\d+", out)
+    _, out = run(capsys, "show", "token_map")
+    assert re.search(r"PointwiseIR: build at dsv4_ops/lowering/batch\.py:\d+", out)
+
+
+def test_show_says_missing_for_a_station_that_is_not_there(capsys, monkeypatch):
+    from dsv4_ops.lowering import batch
+
+    monkeypatch.delattr(batch, "mtp_seq_lens")
+    status, out = run(capsys, "show", "mtp_seq_lens")
+    assert status == 0
+    assert re.search(r"^lowering +missing", out, re.MULTILINE)
+
+
+def test_show_of_an_unknown_op_names_close_ones(capsys):
+    assert main(["show", "token_mp"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "show: op must be a name in the registry, got 'token_mp'. Did you mean token_map? "
+        "`python -m dsv4_ops list` prints all of them.\n"
+    )
+    assert main(["show", "zzzzz"]) == 2
+    assert "Did you mean" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["no_such_command"], ["show"]])
+def test_bad_usage_exits_with_2(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_bench_gets_every_argument_as_it_is(monkeypatch):
+    bench = pytest.importorskip("dsv4_ops.bench")
+    seen = []
+    monkeypatch.setattr(bench, "main", lambda argv: seen.append(argv) or 3, raising=False)
+    assert main(["bench", "metadata", "--smoke", "--help"]) == 3
+    assert seen == [["metadata", "--smoke", "--help"]]
+
+
+def test_version_in_a_fresh_process():
+    result = python("-m", "dsv4_ops", "--version")
+    assert (result.returncode, result.stdout) == (0, f"dsv4_ops {__version__}\n")
+
+
+def test_doctor_prints_every_section_and_judges_by_its_problems(capsys):
+    status, out = run(capsys, "doctor")
+    for section in ("system", "torch", "gpu", "providers", "lowerings", "cache", "aot_inductor"):
+        assert re.search(rf"^{section}$", out, re.MULTILINE)
+    for fact in (torch.__version__, "triton", "flash_mla", "cache_key_tag", "not run"):
+        assert fact in out
+    assert status == (0 if "no problems found" in out else 1)
+
+
+def test_doctor_json_parses_and_says_the_same(capsys):
+    status, out = run(capsys, "doctor", "--json")
+    report = json.loads(out)
+    assert status == (1 if report["problems"] else 0)
+    assert report["torch"]["version"] == torch.__version__
+    assert report["lowerings"]["ops"] == len(OPS)
+    assert report["lowerings"]["active"] is True
+    assert report["cache"]["included"] is True
+    assert set(report["providers"]) == set(providers.NAMES)
+
+
+def test_doctor_selftest_compiles_in_a_fresh_process():
+    section = doctor.collect(selftest=True)["lowerings"]
+    assert section["self-test"] == "passed"
+    assert section["active"] is True
+
+
+def test_doctor_reports_a_failed_selftest(monkeypatch):
+    monkeypatch.setattr(doctor, "_selftest_outcome", lambda: "exit status 1: opaque")
+    report = doctor.collect(selftest=True)
+    assert report["lowerings"]["active"] is False
+    assert any("self-test failed: exit status 1: opaque" in text for text in report["problems"])
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "platform.platform",
+        "dsv4_ops.core.providers.probe",
+        "dsv4_ops.core.providers.no_gpu_reason",
+        "dsv4_ops.core.providers.probe_all",
+        "torch._library.simple_registry.find_torch_dispatch_rule",
+        "dsv4_ops.core.fingerprint.source_hash",
+        "dsv4_ops.doctor.linked_libraries",
+    ],
+)
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_doctor_prints_although_a_probe_raises(capsys, monkeypatch, target, form):
+    monkeypatch.setattr(target, fails)
+    status, out = run(capsys, "doctor", *form)
+    assert status == 1
+    assert "broken on purpose" in out
+    assert "aot_inductor" in out
+
+
+def test_doctor_finds_an_op_without_trace_rule(monkeypatch):
+    rule = "torch._library.simple_registry.find_torch_dispatch_rule"
+    monkeypatch.setattr(rule, lambda op, mode: None if "token_map" in str(op) else fails)
+    report = doctor.collect()
+    assert report["lowerings"]["without trace rule"] == ["token_map"]
+    assert any("opaque calls: token_map." in text for text in report["problems"])
+
+
+def test_doctor_finds_an_overwritten_cache_key_tag(monkeypatch):
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
+    report = doctor.collect()
+    assert report["cache"]["included"] is False
+    assert any("lacks 'dsv4_ops=" in text for text in report["problems"])
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.14.0a0+git123", "3.0"])
+def test_doctor_refuses_a_torch_out_of_range(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", version)
+    problems = []
+    assert doctor._torch(problems)["in range"] is False
+    assert version in problems[0]
+    assert 'pip install "torch>=2.11,<2.14"' in problems[0]
+
+
+def test_the_supported_range_is_that_of_pyproject():
+    (first, last) = (".".join(map(str, version)) for version in doctor.SUPPORTED_TORCH)
+    assert f'"torch>={first},<{last}"' in (ROOT / "pyproject.toml").read_text()
+
+
+needs_gxx = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("g++") is None, reason="needs g++ on Linux"
+)
+
+
+@pytest.fixture
+def static_cxx(tmp_path):
+    """A compiler like the one that breaks AOTInductor packages."""
+    wrapper = tmp_path / "static-g++"
+    wrapper.write_text('#!/bin/sh\nexec g++ -static-libstdc++ "$@"\n')
+    wrapper.chmod(0o755)
+    return str(wrapper)
+
+
+@needs_gxx
+@pytest.mark.parametrize("readelf", [True, False])
+def test_linked_libraries_tells_static_from_dynamic(monkeypatch, static_cxx, readelf):
+    if not readelf:
+        monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    elif shutil.which("readelf") is None:
+        pytest.skip("needs readelf")
+    assert any("libstdc++.so" in name for name in doctor.linked_libraries("g++"))
+    assert not any("libstdc++.so" in name for name in doctor.linked_libraries(static_cxx))
+
+
+@needs_gxx
+def test_doctor_warns_of_a_compiler_that_links_libstdcxx_statically(static_cxx):
+    result = python("-m", "dsv4_ops", "doctor", "--json", CXX=static_cxx)
+    report = json.loads(result.stdout)
+    assert result.returncode == 1
+    assert report["aot_inductor"]["compiler"] == static_cxx
+    (problem,) = (text for text in report["problems"] if "libstdc++" in text)
+    assert problem.startswith("export CXX=g++ (a compiler that links libstdc++ dynamically);")
+    assert "crash at load" in problem
+
+
+@needs_gxx
+def test_doctor_is_content_with_plain_gxx():
+    report = json.loads(python("-m", "dsv4_ops", "doctor", "--json", CXX="g++").stdout)
+    assert report["aot_inductor"]["links libstdc++"] == "dynamically"
+    assert not any("CXX" in text for text in report["problems"])
+
+
+def test_doctor_says_what_to_do_without_a_compiler():
+    report = json.loads(python("-m", "dsv4_ops", "doctor", "--json", CXX="/no/such/cxx").stdout)
+    assert any("Install g++, or set CXX" in text for text in report["problems"])
+
+
+def test_linked_libraries_reports_a_compiler_that_fails():
+    with pytest.raises(RuntimeError, match="does not run"):
+        doctor.linked_libraries("/no/such/cxx")
+    with pytest.raises(RuntimeError, match="false builds no shared library"):
+        doctor.linked_libraries("false")
+
+
+def test_a_probe_imports_nothing():
+    code = (
+        "import sys; from dsv4_ops.core.providers import NAMES, probe_all\n"
+        "before = set(sys.modules); probe_all(); new = set(sys.modules) - before\n"
+        "assert not new & set(NAMES), new"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_probe_never_raises(monkeypatch):
+    monkeypatch.setattr(providers.importlib.util, "find_spec", fails)
+    for provider in providers.probe_all(load=True):
+        assert not provider.usable
+        assert "broken on purpose" in provider.reason
+
+
+def test_a_library_that_fails_to_import_is_unusable_once_asked(monkeypatch):
+    monkeypatch.setattr(providers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(providers.importlib, "import_module", fails)
+    assert providers.probe("transformers").usable
+    broken = providers.probe("transformers", load=True)
+    assert (broken.usable, broken.reason) == (
+        False,
+        "import failed: Exception: broken on purpose",
+    )
+
+
+def test_a_gpu_library_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(providers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(providers, "no_gpu_reason", lambda: "no driver")
+    assert providers.probe("deep_gemm").reason == "needs a CUDA device: no driver"
+    monkeypatch.setattr(providers, "no_gpu_reason", lambda: "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert providers.probe("deep_gemm").reason == (
+        "needs compute capability 9.0 or later; this GPU has 8.0"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert providers.probe("deep_gemm").usable
+
+
+def test_an_unknown_provider_is_refused():
+    with pytest.raises(ValueError, match=r"probe: name must be one of triton, .* got 'numpy'"):
+        providers.probe("numpy")
+
+
+def test_the_markdown_table_has_one_line_per_op():
+    assert len(passport.markdown_table().splitlines()) == len(OPS) + 2
