@@ -6,6 +6,7 @@ the same ``torch.compile(fullgraph=True)`` graph, or compile, capture or export 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -55,10 +56,10 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         checks = Checks("AttentionSpec")
-        checks.at_least(1, **vars(self))
         checks.at_least(4, max_logits_bytes=self.max_logits_bytes)
-        for ratio in ("c4_ratio", "c128_ratio"):
-            checks.divides(ratio, getattr(self, ratio), "page_tokens", self.page_tokens)
+        checks.at_least(1, **vars(self))
+        both = math.lcm(self.c4_ratio, self.c128_ratio)
+        checks.divides("lcm(c4_ratio, c128_ratio)", both, "page_tokens", self.page_tokens)
 
     @classmethod
     def deepseek_v4_flash(cls, *, next_n: int = 1, max_model_len: int = 1048576) -> AttentionSpec:

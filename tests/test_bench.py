@@ -1,4 +1,4 @@
-"""The benchmark checks before it times, leaves complete files, survives missing extras and peers."""
+"""The benchmark checks before it times, leaves whole files, survives missing extras and peers."""
 
 import dataclasses
 import json

@@ -89,9 +89,9 @@ def test_show_prints_the_passport(capsys, op):
 
 def test_show_says_where_a_lowering_gets_its_meaning(capsys):
     _, out = run(capsys, "show", "mtp_seq_lens")
-    assert re.search(r"Decompose: decomposition at dsv4_ops/reference/batch\.py:\d+", out)
+    assert re.search(r"Decompose: function at dsv4_ops/reference/batch\.py:\d+", out)
     _, out = run(capsys, "show", "token_map")
-    assert re.search(r"PointwiseIR: build at dsv4_ops/lowering/batch\.py:\d+", out)
+    assert re.search(r"PointwiseIR: function at dsv4_ops/lowering/batch\.py:\d+", out)
 
 
 def test_show_says_missing_for_a_station_that_is_not_there(capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """What only a GPU can show: run there with ``pytest -m gpu tests``."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from metadata_batches import SPEC, random_inputs, tables_of
 from test_metadata import assert_equal, decode, prefill
 
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.lowering.inspect import build_package, load_package
+from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, load_package
 from dsv4_ops.metadata import build_decode_metadata
 from dsv4_ops.testing import contract
 
@@ -90,10 +91,15 @@ def test_package_is_built_run_and_captured(tmp_path):
 
 
 def test_decode_metadata_is_three_kernels():
-    from dsv4_ops.lowering.inspect import compile_and_get_code
-
+    """One over tokens, one over window entries, one over C128 entries (of another width than the window)."""
     torch._dynamo.reset()
-    inputs = tuple(tensor.cuda() for tensor in random_inputs(0, num_reqs=5, num_tokens=23))
+    spec = dataclasses.replace(SPEC, max_model_len=32768)
+    inputs = random_inputs(0, num_reqs=5, num_tokens=23, spec=spec)
+    inputs = tuple(tensor.cuda() for tensor in inputs)
+
+    def decode(*inputs):
+        return build_decode_metadata(spec, *inputs[:3], tables_of(inputs))
+
     _, code = compile_and_get_code(torch.compile(decode, fullgraph=True, dynamic=True), *inputs)
     launches = [line for line in code.splitlines() if ".run(" in line and "triton" in line]
     assert len(launches) == 3, launches

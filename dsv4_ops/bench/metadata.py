@@ -66,7 +66,7 @@ class Plan:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Check and time the cases of the command line; write rows, table and plot to ``options.out``."""
+    """Check and time the cases of the command line; rows, table and plot go to ``options.out``."""
     if options.threads:
         torch.set_num_threads(options.threads)
     plan = make_plan(options)

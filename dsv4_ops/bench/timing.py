@@ -92,7 +92,8 @@ def wall_us(call: Call, device: torch.device, *, budget_s: float) -> Timing:
             torch.cuda.synchronize()
 
     finished()
-    samples, stop = [], time.perf_counter() + budget_s
+    samples: list[float] = []
+    stop = time.perf_counter() + budget_s
     while len(samples) < 3 or time.perf_counter() < stop:
         samples.append(_round_us(finished, 1))
     return summary(samples)

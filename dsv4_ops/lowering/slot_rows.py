@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dsv4_ops.core.types import ABSENT, INT32_MAX
-from dsv4_ops.lowering._compat import FloorDiv, ModularIndexing, Pointwise, ops
+from dsv4_ops.lowering._compat import FloorDiv, ModularIndexing, Pointwise, lowerings, ops
 
 Value = Any
 IndexFn = Callable[[Any], Value]
@@ -93,9 +93,7 @@ def slot_rows(
         column = ops.indirect_indexing(block, max_blocks, check=False, wrap_neg=False)
         return load_page([request, column]), row
 
-    def slot(index: Any) -> Value:
-        token, entry = index
-
+    def slot(token: Any, entry: Any) -> Value:
         def in_table() -> Value:
             page, row = page_and_row(token, entry)
             usable = ops.logical_and(
@@ -107,6 +105,11 @@ def slot_rows(
         inside = ops.lt(ops.index_expr(entry, torch.int32), load_readable([token]))
         return ops.masked(inside, in_table, ABSENT)
 
-    return Pointwise.create(
-        device=lens.get_device(), dtype=torch.int32, inner_fn=slot, ranges=[num_tokens, width]
-    )
+    def flat_slot(index: Any) -> Value:
+        return slot(FloorDiv(index[0], width), ModularIndexing(index[0], 1, width))
+
+    if lens.get_device().type == "cpu":  # the C++ backend vectorizes over the entries of a row
+        return realized(lens, torch.int32, [num_tokens, width], lambda index: slot(*index))
+    # One dimension on a GPU: given two, Inductor tiles them 32 x 32, which suits a transpose and not rows of 128.
+    flat = realized(lens, torch.int32, [num_tokens * width], flat_slot)
+    return lowerings[torch.ops.aten.view.default](flat, [num_tokens, width])

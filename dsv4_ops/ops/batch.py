@@ -270,7 +270,8 @@ def mtp_seq_lens(
         [[9, 10], [7, 0], [0, 0]]
     """
     checks = Checks("mtp_seq_lens")
-    _check_batch(checks, query_start_loc, seq_lens)
+    checks.tensor("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")
+    checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
     checks.at_least(1, next_n=next_n, compress_ratio=compress_ratio)
     result: Tensor = _mtp_seq_lens(query_start_loc, seq_lens, next_n=next_n, compress_ratio=compress_ratio)
     return result

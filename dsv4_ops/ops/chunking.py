@@ -115,6 +115,7 @@ def plan_prefill_chunks(
 
     Raises:
         ValueError: lengths that are negative or of different number, or a budget out of range.
+        TypeError: a length or a budget that is no int.
 
     Example:
         >>> import dsv4_ops
@@ -166,6 +167,7 @@ def max_prefill_chunks(
 
     Raises:
         ValueError: an argument out of range.
+        TypeError: an argument that is no int.
 
     Example:
         >>> import dsv4_ops
@@ -324,8 +326,13 @@ def _check_budgets(
 
 
 def _host_lens(name: str, values: Sequence[int] | Tensor) -> list[int]:
-    lens = [int(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
+    lens = list(values.tolist() if isinstance(values, Tensor) else values)
     for index, length in enumerate(lens):
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise TypeError(
+                f"plan_prefill_chunks: {name} must hold ints, got {type(length).__name__} at index {index}. "
+                "Convert the lengths with int()."
+            )
         if length < 0:
             raise ValueError(
                 f"plan_prefill_chunks: {name} must be non-negative, got {length} at index {index}. "

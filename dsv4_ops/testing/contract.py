@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dsv4_ops.core.registry import OPS, OpSpec
-from dsv4_ops.lowering.inspect import OPAQUE, build_package, compile_and_get_code, load_package
+from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, load_package, opaque_calls
 from dsv4_ops.testing.case import Case, OpTesting
 
 Results = tuple[Tensor, ...]
@@ -91,7 +91,8 @@ class CompiledOp:
         # sizes that happen to be equal in the first call must not be taken for one
         with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined] # methods of config modules are made at import
             result, self.code = compile_and_get_code(self.compiled, *first)
-        assert spec.opaque_because or OPAQUE not in self.code, f"{spec.name}: opaque in the compiled code"
+        opaque = [] if spec.opaque_because else opaque_calls(self.code)
+        assert not opaque, f"{spec.name}: opaque in the compiled code: {opaque}"
         assert_same(spec.name, result, _with_sizes(spec, self.settings)(*first))
 
     def _inputs(self, case: Case) -> tuple[Tensor, ...]:
