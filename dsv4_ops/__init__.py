@@ -1,7 +1,8 @@
 """DeepSeek-V4's attention stack as PyTorch ops that compile.
 
-Importing this package registers the ops with ``torch.library`` and loads nothing but torch. Their Inductor lowerings
-take effect by themselves with ``torch.compile`` and AOTInductor (see ``core/registry.py`` for how).
+Importing this package registers the ops with ``torch.library`` and loads nothing but torch. Their
+Inductor lowerings take effect by themselves with ``torch.compile`` and AOTInductor (see
+``core/registry.py`` for how).
 """
 
 from dsv4_ops._version import __version__

@@ -1,7 +1,9 @@
-"""Everything one step's attention layers need, as plain functions of tensors over the ops of this package.
+"""Everything one step's attention layers need, as plain functions of tensors over the ops of this
+package.
 
-``build_decode_metadata`` and ``build_prefill_metadata`` hold no state and never look at the host: put them in front of the model inside
-the same ``torch.compile(fullgraph=True)`` graph, or compile, capture or export them by themselves.
+``build_decode_metadata`` and ``build_prefill_metadata`` hold no state and never look at the host:
+put them in front of the model inside the same ``torch.compile(fullgraph=True)`` graph, or compile,
+capture or export them by themselves.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ _ROW_MULTIPLE = 128
 class AttentionSpec:
     """What of a model's attention the metadata depends on: configuration, never a batch.
 
-    C4 layers attend to rows selected by the indexer, C128 layers to every compressed row; all layers share the window.
+    C4 layers attend to rows selected by the indexer, C128 layers to every compressed row; all
+    layers share the window.
 
     Args:
         window_size: Keys of the sliding window, the token itself included.
         c4_ratio: Positions per compressed row of the indexed (C4) layers.
         c128_ratio: Positions per compressed row of the dense (C128) layers.
-        page_tokens: Positions covered by a page of a compressed cache; its pages hold page_tokens // ratio rows.
+        page_tokens: Positions covered by a page of a compressed cache; its pages hold page_tokens
+            // ratio rows.
         swa_page_size: Rows of a page of the window cache.
         index_topk: Rows that the indexer selects.
         next_n: Most tokens of a decode request: 1 + speculative tokens.
@@ -100,7 +104,8 @@ class AttentionSpec:
 class BlockTables:
     """Block tables of the cache groups, int32 [num_reqs, max_blocks of the group] each.
 
-    ``swa`` counts pages of ``swa_page_size`` positions, ``c4`` and ``c128`` pages of ``page_tokens`` positions.
+    ``swa`` counts pages of ``swa_page_size`` positions, ``c4`` and ``c128`` pages of
+    ``page_tokens`` positions.
     """
 
     swa: Tensor
@@ -112,17 +117,22 @@ class _Tensors:
     """What the metadata dataclasses share."""
 
     def as_tuple(self) -> tuple[Tensor, ...]:
-        """The tensors in the order of the fields: the form for an AOTInductor package, which knows no class of ours."""
+        """The tensors in the order of the fields: the form for an AOTInductor package, which knows
+        no class of ours."""
         return tuple(getattr(self, name) for name in _FIELDS[type(self).__name__])
 
 
 @dataclass(frozen=True)
 class DecodeMetadata(_Tensors):
-    """Per-token inputs of every attention layer of a decode step; [num_tokens, ...], padding rows defined.
+    """Per-token inputs of every attention layer of a decode step; [num_tokens, ...], padding rows
+    defined.
 
-    ``req_indices`` int32 and ``positions`` int64: request and position, -1 for padding. ``seq_lens``, ``c4_lens``, ``c128_lens``
-    int32: visible rows of ratio 1, 4, 128. ``swa_indices`` int32 [num_tokens, window_size] and ``swa_lens``: window slots.
-    ``c128_indices`` int32 [num_tokens, max_c128_rows]: slots of all visible C128 rows. ``c4_slot_mapping``,
+    ``req_indices`` int32 and ``positions`` int64: request and position, -1 for padding.
+        ``seq_lens``, ``c4_lens``, ``c128_lens``
+    int32: visible rows of ratio 1, 4, 128. ``swa_indices`` int32 [num_tokens, window_size] and
+        ``swa_lens``: window slots.
+    ``c128_indices`` int32 [num_tokens, max_c128_rows]: slots of all visible C128 rows.
+    ``c4_slot_mapping``,
     ``c128_slot_mapping`` int64: slot of the compressed row that the token completes, or -1.
     """
 
@@ -142,11 +152,13 @@ class DecodeMetadata(_Tensors):
 class PrefillMetadata(_Tensors):
     """Inputs of every attention layer of a step with prefills (decodes first, then prefills).
 
-    As ``DecodeMetadata``, without ``c128_indices`` (the rows are 0, 1, .. ``c128_lens`` - 1: kernels walk the block table, since
-    a slot matrix of a long prefill would take gigabytes), and with: ``split`` int32 [4] (decodes, prefills, decode tokens, prefill
-    tokens); ``gather_lens`` int32 [num_reqs]: trailing positions whose window keys are needed; ``c4_cu_seq_lens`` int32
-    [num_reqs + 1], ``c4_row_start`` and ``c4_row_stop`` int32 [num_tokens]: rows of the gathered indexer keys; ``chunks`` int32
-    [max_chunks, 4] and ``num_chunks`` int32 [1]: the indexer's chunk plan over the whole batch.
+    As ``DecodeMetadata``, without ``c128_indices`` (the rows are 0, 1, .. ``c128_lens`` - 1:
+    kernels walk the block table, since a slot matrix of a long prefill would take gigabytes), and
+    with: ``split`` int32 [4] (decodes, prefills, decode tokens, prefill tokens); ``gather_lens``
+    int32 [num_reqs]: trailing positions whose window keys are needed; ``c4_cu_seq_lens`` int32
+    [num_reqs + 1], ``c4_row_start`` and ``c4_row_stop`` int32 [num_tokens]: rows of the gathered
+    indexer keys; ``chunks`` int32 [max_chunks, 4] and ``num_chunks`` int32 [1]: the indexer's chunk
+    plan over the whole batch.
     """
 
     req_indices: Tensor
@@ -190,8 +202,10 @@ def build_decode_metadata(
     Args:
         spec: The model's attention configuration.
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding request.
-        slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens that write nothing.
+        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
+            request.
+        slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens
+            that write nothing.
         block_tables: Pages of every request in every cache group.
 
     Returns:
@@ -241,8 +255,10 @@ def build_prefill_metadata(
     Args:
         spec: The model's attention configuration.
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding request.
-        slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens that write nothing.
+        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
+            request.
+        slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens
+            that write nothing.
         block_tables: Pages of every request in every cache group.
         max_chunks: Capacity of the chunk plan, from ``AttentionSpec.max_chunks``.
 

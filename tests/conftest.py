@@ -2,5 +2,6 @@
 
 import os
 
-# A crashed compile leaves Inductor's worker pool waiting for minutes at exit; one thread has no pool.
+# A crashed compile leaves Inductor's worker pool waiting for minutes at exit; one thread has no
+# pool.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -292,16 +292,11 @@ TABLE: dict[str, list[tuple[str, dict[str, Any], type[Exception], str]]] = {
     ],
     "AttentionSpec": [
         (
-            "pages of no whole C4 rows",
+            "pages of no whole C128 rows",
             {"page_tokens": 130},
             ValueError,
-            "page_tokens must be a multiple of c4_ratio = 4, got 130. Use page_tokens = 132.",
-        ),
-        (
-            "pages of no whole C128 rows",
-            {"page_tokens": 64},
-            ValueError,
-            "page_tokens must be a multiple of c128_ratio = 128, got 64. Use page_tokens = 128.",
+            "page_tokens must be a multiple of lcm(c4_ratio, c128_ratio) = 128, got 130. "
+            "Use page_tokens = 256.",
         ),
     ],
 }

@@ -12,9 +12,15 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def random_inputs(
-    seed: int, *, num_reqs: int, num_tokens: int, spec: AttentionSpec = SPEC, max_query: int | None = None
+    seed: int,
+    *,
+    num_reqs: int,
+    num_tokens: int,
+    spec: AttentionSpec = SPEC,
+    max_query: int | None = None,
 ) -> Inputs:
-    """query_start_loc, seq_lens, slot_mapping and three tables: ragged, with empty and padding requests and tokens."""
+    """query_start_loc, seq_lens, slot_mapping and three tables: ragged, with empty and padding
+    requests and tokens."""
     rng = random.Random(seed)
     longest = spec.next_n if max_query is None else max_query
     room, queries, lens = num_tokens, [], []
@@ -28,7 +34,9 @@ def random_inputs(
 
     def table(page_tokens: int) -> Tensor:
         columns = -(-spec.max_model_len // page_tokens)
-        pages = torch.randint(0, 60_000, (num_reqs, columns), generator=generator, dtype=torch.int32)
+        pages = torch.randint(
+            0, 60_000, (num_reqs, columns), generator=generator, dtype=torch.int32
+        )
         pages.view(-1)[:: rng.randint(7, 40)] = -1
         return pages
 

@@ -15,8 +15,10 @@ from dsv4_ops.core.fingerprint import extend_cache_key, source_hash
 COMPILE = """
 import torch, torch._dynamo.utils as utils
 import dsv4_ops
-compiled = torch.compile(lambda a, b: dsv4_ops.prefill_gather_lens(a, b, window_size=4), fullgraph=True)
-print(compiled(torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([9, 6], dtype=torch.int32)).tolist())
+def call(query_start_loc, seq_lens):
+    return dsv4_ops.prefill_gather_lens(query_start_loc, seq_lens, window_size=4)
+compiled = torch.compile(call, fullgraph=True)
+print(compiled(torch.tensor([0, 2, 4]).int(), torch.tensor([9, 6]).int()).tolist())
 counters = utils.counters
 hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 print("hit" if hits else "miss", dsv4_ops.__file__)
@@ -26,7 +28,9 @@ print("hit" if hits else "miss", dsv4_ops.__file__)
 @pytest.fixture
 def copied_package(tmp_path) -> Path:
     source = Path(dsv4_ops.__file__).parent
-    shutil.copytree(source, tmp_path / "copy" / "dsv4_ops", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        source, tmp_path / "copy" / "dsv4_ops", ignore=shutil.ignore_patterns("__pycache__")
+    )
     return tmp_path / "copy"
 
 
@@ -34,7 +38,12 @@ def compile_in_fresh_process(package: Path, cache: Path) -> tuple[str, str]:
     """(result, hit or miss) of one compile with ``package`` in front of everything."""
     env = {**os.environ, "PYTHONPATH": str(package), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=env, check=True, cwd=package
+        [sys.executable, "-c", COMPILE],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=True,
+        cwd=package,
     )
     result, cached = done.stdout.strip().splitlines()
     word, path = cached.split()

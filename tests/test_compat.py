@@ -1,4 +1,5 @@
-"""The private names of torch that we rely on exist in the installed version; CI and the GPU machine cover 2.13 and 2.11."""
+"""The private names of torch that we rely on exist in the installed version; CI and the GPU machine
+cover 2.13 and 2.11."""
 
 import ast
 from pathlib import Path
@@ -19,7 +20,9 @@ def test_inductor_name_exists(name):
 
 def test_every_imported_name_is_listed():
     tree = ast.parse((PACKAGE / "lowering" / "_compat.py").read_text())
-    imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    imported = {
+        alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
     assert imported == set(_compat.__all__)
 
 
@@ -46,5 +49,7 @@ def test_inductor_is_imported_in_lowering_only():
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            offenders += [f"{path.name}: {name}" for name in names if name.startswith("torch._inductor")]
+            offenders += [
+                f"{path.name}: {name}" for name in names if name.startswith("torch._inductor")
+            ]
     assert offenders == []

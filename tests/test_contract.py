@@ -33,11 +33,17 @@ def test_fake_has_the_metadata_of_the_real_result(name):
 
 @each_op
 def test_reference_equals_the_oracle(name):
-    """The oracle is plain Python over ints, written from the specification without sight of the reference."""
+    """The oracle is plain Python over ints, written from the specification without sight of the
+    reference."""
     spec = OPS[name]
 
-    @settings(max_examples=EXAMPLES, deadline=None, derandomize=not NIGHTLY, database=None,
-              suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=not NIGHTLY,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(testing.strategy(name))
     def compare(case):
         lists = [tensor.tolist() for tensor in case.tensors]
@@ -61,7 +67,8 @@ def test_compiled_equals_the_reference(name):
 
 @pytest.mark.parametrize("name", ["compressed_slot_mapping", "swa_indices_and_lens", "token_map"])
 def test_compiled_takes_column_slices(name):
-    """Schedulers pass views of persistent buffers; the decomposed and the IR lowerings both follow strides."""
+    """Schedulers pass views of persistent buffers; the decomposed and the IR lowerings both follow
+    strides."""
     contract.CompiledOp(OPS[name], layout=contract.strided_copy).fuzz(20)
 
 
@@ -70,14 +77,25 @@ def test_compiled_takes_column_slices(name):
 def test_compiled_with_sizes_that_are_specialised(name, size):
     spec = OPS[name]
     batch = {
-        "swa_indices_and_lens": (torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int32),
-                                 torch.full((size, size), 3, dtype=torch.int32)),
-        "token_map": (torch.arange(size + 1, dtype=torch.int32), torch.full((size,), 9, dtype=torch.int32)),
+        "swa_indices_and_lens": (
+            torch.zeros(size, dtype=torch.int64),
+            torch.zeros(size, dtype=torch.int32),
+            torch.full((size, size), 3, dtype=torch.int32),
+        ),
+        "token_map": (
+            torch.arange(size + 1, dtype=torch.int32),
+            torch.full((size,), 9, dtype=torch.int32),
+        ),
     }[name]
-    kwargs = {"swa_indices_and_lens": {"block_size": 4, "window_size": 4}, "token_map": {"num_tokens": size}}[name]
+    kwargs = {
+        "swa_indices_and_lens": {"block_size": 4, "window_size": 4},
+        "token_map": {"num_tokens": size},
+    }[name]
     public = spec.station("ops")
     torch._dynamo.reset()
-    compiled = torch.compile(lambda *tensors: public(*tensors, **kwargs), fullgraph=True, dynamic=True)
+    compiled = torch.compile(
+        lambda *tensors: public(*tensors, **kwargs), fullgraph=True, dynamic=True
+    )
     contract.assert_same(name, compiled(*batch), public(*batch, **kwargs))
 
 
@@ -89,5 +107,8 @@ def test_a_broken_lowering_is_noticed(monkeypatch):
 
     wrong = Decompose(lambda *args, **kwargs: reference.prefill_gather_lens(*args, **kwargs) + 1)
     monkeypatch.setattr(swa, "prefill_gather_lens", wrong)
-    with torch._inductor.config.patch(force_disable_caches=True), pytest.raises(AssertionError, match="differs"):
+    with (
+        torch._inductor.config.patch(force_disable_caches=True),
+        pytest.raises(AssertionError, match="differs"),
+    ):
         contract.CompiledOp(OPS["prefill_gather_lens"])

@@ -1,4 +1,5 @@
-"""AOTInductor packages: run where dsv4_ops is never imported, in Python and in a C++ program linked to libtorch only."""
+"""AOTInductor packages: run where dsv4_ops is never imported, in Python and in a C++ program linked
+to libtorch only."""
 
 import os
 import struct
@@ -83,7 +84,9 @@ def test_every_op_survives_export(tmp_path):
 
     package = build_package(contract.export_dynamic(run_all, inputs), tmp_path / "all.pt2")
     torch.save(tuple(inputs), tmp_path / "in.pt")
-    subprocess.run([sys.executable, "-c", RUN_IN_PYTHON, package, tmp_path / "in.pt"], check=True, cwd=tmp_path)
+    subprocess.run(
+        [sys.executable, "-c", RUN_IN_PYTHON, package, tmp_path / "in.pt"], check=True, cwd=tmp_path
+    )
     contract.assert_same("package", torch.load(tmp_path / "in.pt.out"), run_all(*inputs))
 
 
@@ -95,11 +98,23 @@ def build_cpp_runner(folder: Path) -> Path:
     program = folder / "run_package"
     subprocess.run(
         [
-            "g++", f"-std={standard}", "-O1", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-            f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include",
-            Path(__file__).parent / "cpp" / "run_package.cpp", "-o", program,
+            "g++",
+            f"-std={standard}",
+            "-O1",
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+            f"-I{root}/include",
+            f"-I{root}/include/torch/csrc/api/include",
+            Path(__file__).parent / "cpp" / "run_package.cpp",
+            "-o",
+            program,
             # without --no-as-needed the loader misses libtorch.so when the package asks for it
-            "-Wl,--no-as-needed", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10", *cuda,
+            "-Wl,--no-as-needed",
+            f"-L{root}/lib",
+            f"-Wl,-rpath,{root}/lib",
+            "-ltorch",
+            "-ltorch_cpu",
+            "-lc10",
+            *cuda,
         ],
         check=True,
         env={**os.environ, "LD_LIBRARY_PATH": f"{root}/lib"},
@@ -130,7 +145,11 @@ def read_tensors(path: Path) -> list[torch.Tensor]:
         dtype, rank = ints(2)
         sizes = ints(rank)
         numel = torch.Size(sizes).numel()
-        values = torch.frombuffer(data, dtype=DTYPES[dtype], count=numel) if numel else torch.empty(0, dtype=DTYPES[dtype])
+        values = (
+            torch.frombuffer(data, dtype=DTYPES[dtype], count=numel)
+            if numel
+            else torch.empty(0, dtype=DTYPES[dtype])
+        )
         tensors.append(values.reshape(sizes).clone())
         values = None
         del data[: numel * DTYPES[dtype].itemsize]

@@ -37,7 +37,8 @@ def test_contract_on_cuda(name):
 
 @pytest.mark.parametrize("build", [decode, prefill], ids=lambda build: build.__name__)
 def test_metadata_replays_exactly_after_in_place_changes(build):
-    """200 random batches written into the captured inputs: exact against the CPU reference, and no host sync."""
+    """200 random batches written into the captured inputs: exact against the CPU reference, and no
+    host sync."""
     sizes = {"num_reqs": 16, "num_tokens": 67, "max_query": 4 if build is decode else 30}
     static = tuple(tensor.cuda() for tensor in random_inputs(0, **sizes))
     for tensor in static:
@@ -61,7 +62,8 @@ def test_metadata_replays_exactly_after_in_place_changes(build):
 
 
 def test_package_is_built_run_and_captured(tmp_path):
-    """AOTInductor on CUDA: the single-threaded loader can be captured; replays follow in-place changes."""
+    """AOTInductor on CUDA: the single-threaded loader can be captured; replays follow in-place
+    changes."""
 
     def call(*inputs):
         return build_decode_metadata(SPEC, *inputs[:3], tables_of(inputs)).as_tuple()
@@ -72,7 +74,9 @@ def test_package_is_built_run_and_captured(tmp_path):
     for seed in range(5):
         inputs = random_inputs(seed, num_reqs=3 + seed, num_tokens=11 + 5 * seed)
         moved = tuple(tensor.cuda() for tensor in inputs)
-        contract.assert_same("package", [x.cpu() for x in load_package(package)(*moved)], call(*inputs))
+        contract.assert_same(
+            "package", [x.cpu() for x in load_package(package)(*moved)], call(*inputs)
+        )
     run = load_package(package, run_single_threaded=True)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -91,7 +95,8 @@ def test_package_is_built_run_and_captured(tmp_path):
 
 
 def test_decode_metadata_is_three_kernels():
-    """One over tokens, one over window entries, one over C128 entries (of another width than the window)."""
+    """One over tokens, one over window entries, one over C128 entries (of another width than the
+    window)."""
     torch._dynamo.reset()
     spec = dataclasses.replace(SPEC, max_model_len=32768)
     inputs = random_inputs(0, num_reqs=5, num_tokens=23, spec=spec)
@@ -106,10 +111,19 @@ def test_decode_metadata_is_three_kernels():
 
 
 def test_hostile_values_stay_in_bounds():
-    """The compiled kernels on hostile inputs under compute-sanitizer, without the caching allocator to hide a stray read."""
+    """The compiled kernels on hostile inputs under compute-sanitizer, without the caching allocator
+    to hide a stray read."""
     script = Path(__file__).parent / "sanitize.py"
     done = subprocess.run(
-        ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, str(script)],
+        [
+            "compute-sanitizer",
+            "--tool",
+            "memcheck",
+            "--error-exitcode",
+            "9",
+            sys.executable,
+            str(script),
+        ],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": ":".join(sys.path)},

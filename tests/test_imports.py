@@ -6,8 +6,19 @@ import sys
 
 import pytest
 
-BLOCKED = ("triton", "torch._inductor.lowering", "torch._inductor.ir", "torch._inductor.compile_fx",
-           "flash_mla", "deep_gemm", "torch_tensorrt", "transformers", "matplotlib", "tqdm", "hypothesis")
+BLOCKED = (
+    "triton",
+    "torch._inductor.lowering",
+    "torch._inductor.ir",
+    "torch._inductor.compile_fx",
+    "flash_mla",
+    "deep_gemm",
+    "torch_tensorrt",
+    "transformers",
+    "matplotlib",
+    "tqdm",
+    "hypothesis",
+)
 
 IMPORT_BLOCKED = f"""
 import sys
@@ -21,7 +32,7 @@ class Block:
 sys.meta_path.insert(0, Block())
 import dsv4_ops
 import dsv4_ops.metadata
-print(dsv4_ops.token_map(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([5], dtype=torch.int32), num_tokens=1))
+print(dsv4_ops.token_map(torch.tensor([0, 1]).int(), torch.tensor([5]).int(), num_tokens=1))
 """
 
 IMPORT_TIME = """
@@ -34,7 +45,10 @@ print((time.perf_counter() - start) * 1000)
 FIRST_COMPILE = """
 import sys, torch, dsv4_ops
 
-compiled = torch.compile(lambda qsl, lens: dsv4_ops.flatten_decode(qsl, lens, num_tokens=8), fullgraph=True)
+def call(query_start_loc, seq_lens):
+    return dsv4_ops.flatten_decode(query_start_loc, seq_lens, num_tokens=8)
+
+compiled = torch.compile(call, fullgraph=True)
 torch._logging.set_logs(output_code=True)
 compiled(torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([10, 7], dtype=torch.int32))
 """
@@ -42,7 +56,11 @@ compiled(torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([10, 7], dtype
 
 def run(code: str, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        check=True,
     )
 
 

@@ -1,6 +1,8 @@
-"""The metadata builders: against hand-computed numbers and the oracle, and compiled as one graph."""
+"""The metadata builders: against hand-computed numbers and the oracle, and compiled as one
+graph."""
 
 import dataclasses
+from itertools import pairwise
 
 import oracles
 import pytest
@@ -35,14 +37,21 @@ def assert_equal(actual, expected) -> None:
 
 
 def test_decode_metadata_by_hand():
-    """Two requests, one padding request, one padding token; pages of 4 window rows and 8 positions, ratios 2 and 4."""
-    spec = AttentionSpec(window_size=3, c4_ratio=2, c128_ratio=4, page_tokens=8, swa_page_size=4, max_model_len=16)
+    """Two requests, one padding request, one padding token; pages of 4 window rows and 8 positions,
+    ratios 2 and 4."""
+    spec = AttentionSpec(
+        window_size=3, c4_ratio=2, c128_ratio=4, page_tokens=8, swa_page_size=4, max_model_len=16
+    )
     metadata = build_decode_metadata(
         spec,
         i32([0, 2, 3, 3]),
         i32([8, 5, 0]),
         i64([100, 101, 102, -1]),
-        BlockTables(swa=i32([[7, 3], [2, 5], [0, 0]]), c4=i32([[10], [11], [0]]), c128=i32([[20], [21], [0]])),
+        BlockTables(
+            swa=i32([[7, 3], [2, 5], [0, 0]]),
+            c4=i32([[10], [11], [0]]),
+            c128=i32([[20], [21], [0]]),
+        ),
     )
     assert metadata.req_indices.tolist() == [0, 0, 1, -1]
     assert metadata.positions.tolist() == [6, 7, 4, -1]
@@ -54,7 +63,12 @@ def test_decode_metadata_by_hand():
     assert metadata.c4_slot_mapping.tolist() == [-1, 10 * 4 + 3, -1, -1]
     assert metadata.c128_slot_mapping.tolist() == [-1, 20 * 2 + 1, -1, -1]
     assert metadata.c128_indices.shape == (4, 128)
-    assert metadata.c128_indices[:, :3].tolist() == [[40, -1, -1], [40, 41, -1], [42, -1, -1], [-1, -1, -1]]
+    assert metadata.c128_indices[:, :3].tolist() == [
+        [40, -1, -1],
+        [40, 41, -1],
+        [42, -1, -1],
+        [-1, -1, -1],
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -76,9 +90,11 @@ def test_prefill_metadata_against_the_oracle(seed):
     bounds = oracles.prefill_row_bounds(positions, requests, seq_lens, compress_ratio=4)
     found = (metadata.c4_cu_seq_lens, metadata.c4_row_start, metadata.c4_row_stop)
     assert [tensor.tolist() for tensor in found] == list(map(list, bounds))
-    split = oracles.split_decodes_and_prefills(query_start_loc, decode_threshold=4, require_uniform=False)
+    split = oracles.split_decodes_and_prefills(
+        query_start_loc, decode_threshold=4, require_uniform=False
+    )
     assert metadata.split.tolist() == split
-    lens = [stop - start for start, stop in zip(query_start_loc, query_start_loc[1:], strict=False)]
+    lens = [stop - start for start, stop in pairwise(query_start_loc)]
     chunks, num_chunks = oracles.split_prefill_chunks(
         [max(length, 0) // 4 for length in seq_lens],
         lens,
@@ -94,7 +110,8 @@ def test_prefill_metadata_against_the_oracle(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [decode, prefill], ids=lambda build: build.__name__)
 def test_one_graph_without_opaque_calls_or_recompiles(build):
-    """50 random batches of changing size through one compiled callable; its graph names no op of ours."""
+    """50 random batches of changing size through one compiled callable; its graph names no op of
+    ours."""
     torch._dynamo.reset()
     compiled = torch.compile(build, fullgraph=True, dynamic=True)
     first = random_inputs(1000, num_reqs=5, num_tokens=23)

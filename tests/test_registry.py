@@ -47,10 +47,14 @@ def test_audit_reports_other_parameter_names(monkeypatch):
     def renamed(query_start_loc, seq_lens, *, window):
         """Wrong."""
 
-    problems = broken(monkeypatch, "lowering", types.SimpleNamespace(kind="decompose", function=renamed))
+    problems = broken(
+        monkeypatch, "lowering", types.SimpleNamespace(kind="decompose", function=renamed)
+    )
     assert any(problem.startswith("parameters of lowering are") for problem in problems)
     assert audit(dataclasses.replace(SPEC, meta=renamed))[0].startswith("parameters of meta are")
-    assert audit(dataclasses.replace(SPEC, reference=renamed))[0].startswith("parameters of reference are")
+    assert audit(dataclasses.replace(SPEC, reference=renamed))[0].startswith(
+        "parameters of reference are"
+    )
 
 
 def test_audit_reports_a_missing_docstring_section(monkeypatch):
@@ -67,20 +71,28 @@ def test_audit_reports_missing_cases_strategy_and_kind(monkeypatch):
     problems = broken(monkeypatch, "testing", empty)
     assert "no case with a hand-computed result" in problems
     assert "no hypothesis strategy" in problems
-    assert "no lowering kind for cuda" in audit(dataclasses.replace(SPEC, lowering={"cpu": "decompose"}))
+    assert "no lowering kind for cuda" in audit(
+        dataclasses.replace(SPEC, lowering={"cpu": "decompose"})
+    )
 
 
 def test_define_op_refuses_a_second_op_of_that_name():
-    with pytest.raises(ValueError, match="^define_op: name must be new, got 'prefill_gather_lens' twice"):
+    with pytest.raises(
+        ValueError, match=r"^define_op: name must be new, got 'prefill_gather_lens' twice"
+    ):
         define_op(SPEC)
 
 
 def test_define_op_refuses_an_unknown_kind():
-    with pytest.raises(ValueError, match="^define_op: lowering kind must be one of"):
+    with pytest.raises(ValueError, match=r"^define_op: lowering kind must be one of"):
         dataclasses.replace(SPEC, lowering={"cpu": "magic"})
 
 
 def test_op_without_schema_or_fake_cannot_be_defined():
-    fields = {field.name for field in dataclasses.fields(OpSpec) if field.default is dataclasses.MISSING and field.init}
+    fields = {
+        field.name
+        for field in dataclasses.fields(OpSpec)
+        if field.default is dataclasses.MISSING and field.init
+    }
     assert {"schema", "meta", "reference", "lowering", "stem"} <= fields
     assert registry.NAMESPACE == "dsv4_ops"

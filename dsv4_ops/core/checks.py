@@ -1,8 +1,8 @@
 """Argument checks of the public functions: the only place that words an error.
 
-Every message reads ``{op}: {argument} must {rule}, got {actual}. {what to do}``. A check looks at shapes,
-dtypes, devices and Python ints, never at tensor values, so it costs no device synchronisation, works on
-symbolic sizes, and stays on under ``torch.compile``.
+Every message reads ``{op}: {argument} must {rule}, got {actual}. {what to do}``. A check looks at
+shapes, dtypes, devices and Python ints, never at tensor values, so it costs no device
+synchronisation, works on symbolic sizes, and stays on under ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,17 @@ class Checks:
         self.device_owner = ""
 
     def tensor(self, name: str, value: Tensor, dtype: torch.dtype, *dims: str | int) -> None:
-        """``value`` is a tensor of ``dtype``, with the named sizes, on the device of the tensors before it."""
+        """``value`` is a tensor of ``dtype``, with the named sizes, on the device of the tensors
+        before it."""
         if not isinstance(value, Tensor):
-            raise TypeError(f"{self.op}: {name} must be a tensor, got {type(value).__name__}. Pass a {dtype} tensor.")
+            raise TypeError(
+                f"{self.op}: {name} must be a tensor, got {type(value).__name__}. Pass a "
+                f"{dtype} tensor."
+            )
         if value.dtype != dtype:
-            raise TypeError(f"{self.op}: {name} must be {dtype}, got {value.dtype}. Cast it with .to({dtype}).")
+            raise TypeError(
+                f"{self.op}: {name} must be {dtype}, got {value.dtype}. Cast it with .to({dtype})."
+            )
         if value.dim() != len(dims):
             raise ValueError(
                 f"{self.op}: {name} must have shape {_shape(dims)}, got {list(value.shape)}. "
@@ -47,7 +53,8 @@ class Checks:
             self.device, self.device_owner = value.device, name
         elif value.device != self.device:
             raise ValueError(
-                f"{self.op}: {name} must be on {self.device} like {self.device_owner}, got {value.device}. "
+                f"{self.op}: {name} must be on {self.device} like {self.device_owner}, got "
+                f"{value.device}. "
                 "Move all tensors of a call to one device."
             )
 
@@ -73,7 +80,8 @@ class Checks:
             self.sizes[word], self.owners[word] = size - offset, name
         elif self.sizes[word] != size - offset:
             raise ValueError(
-                f"{self.op}: {name} must have shape {_shape(dims)} with {word} = {self.sizes[word]} as in "
+                f"{self.op}: {name} must have shape {_shape(dims)} with {word} = "
+                f"{self.sizes[word]} as in "
                 f"{self.owners[word]}, got {list(value.shape)}. "
                 f"Make them agree: {word} counts {_DIMENSIONS[word]}."
             )
@@ -88,7 +96,8 @@ class Checks:
                 )
             if value < minimum:
                 raise ValueError(
-                    f"{self.op}: {name} must be at least {minimum}, got {value}. Pass {minimum} or more."
+                    f"{self.op}: {name} must be at least {minimum}, got {value}. Pass "
+                    f"{minimum} or more."
                 )
 
     def divides(self, divisor_name: str, divisor: int, name: str, value: int) -> None:
@@ -110,7 +119,8 @@ class Checks:
         """The batch has no more requests than the compiled searches cover."""
         if self.sizes["num_reqs"] > MAX_REQUESTS:
             raise ValueError(
-                f"{self.op}: num_reqs must be at most {MAX_REQUESTS}, got {self.sizes['num_reqs']}. "
+                f"{self.op}: num_reqs must be at most {MAX_REQUESTS}, got "
+                f"{self.sizes['num_reqs']}. "
                 "Split the batch."
             )
 

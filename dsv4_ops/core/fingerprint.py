@@ -1,7 +1,8 @@
 """Makes Inductor's cache keys depend on the sources of this package.
 
-Registered lowerings are in no cache key of torch: with an edited lowering, another process is served the code of the old one.
-``torch.compiler.config.cache_key_tag`` is part of every key, so a hash of our sources is appended to it.
+Registered lowerings are in no cache key of torch: with an edited lowering, another process is
+served the code of the old one. ``torch.compiler.config.cache_key_tag`` is part of every key, so a
+hash of our sources is appended to it.
 """
 
 from __future__ import annotations

@@ -2,14 +2,17 @@
 
 How a lowering takes effect without an import of Inductor and without a call by the user
 ------------------------------------------------------------------------------------------
-``torch.library.register_torch_dispatch`` attaches a rule to the pair (op, ``FunctionalTensorMode``). Every graph that
-AOTAutograd traces - for ``torch.compile`` and for AOTInductor - passes through that mode before Inductor lowers
-anything, so the rule is the first code that sees the op inside a compiler. It loads ``dsv4_ops.lowering.<stem>``
-at that moment, then either traces the decomposition in place of the op or makes sure that Inductor knows the lowering.
-Importing ``dsv4_ops`` therefore loads torch only, and the first compile of a process is already lowered.
+``torch.library.register_torch_dispatch`` attaches a rule to the pair (op,
+``FunctionalTensorMode``). Every graph that AOTAutograd traces - for ``torch.compile`` and for
+AOTInductor - passes through that mode before Inductor lowers anything, so the rule is the first
+code that sees the op inside a compiler. It loads ``dsv4_ops.lowering.<stem>`` at that moment, then
+either traces the decomposition in place of the op or makes sure that Inductor knows the lowering.
+Importing ``dsv4_ops`` therefore loads torch only, and the first compile of a process is already
+lowered.
 
-``torch.export`` keeps the op whole: an exported program names the stage, and is lowered when it is compiled. The switch that tells
-the two apart is the one ``torch.library.triton_op`` uses; ``torch.compiler.is_exporting()`` is also true while AOTInductor compiles.
+``torch.export`` keeps the op whole: an exported program names the stage, and is lowered when it is
+compiled. The switch that tells the two apart is the one ``torch.library.triton_op`` uses;
+``torch.compiler.is_exporting()`` is also true while AOTInductor compiles.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ class OpSpec:
         schema: ``name(arguments) -> results`` in the language of ``torch.library``.
         meta: Fake implementation.
         reference: Eager implementation on any device: the meaning of the op.
-        lowering: Kind of lowering per device type; the lowering itself is ``dsv4_ops.lowering.<stem>:<name>``.
+        lowering: Kind of lowering per device type; the lowering itself is
+            ``dsv4_ops.lowering.<stem>:<name>``.
         dynamic: Dimension names that may change without a recompile.
         source: Where the semantics come from.
         providers: Executions that ``impl=`` can choose among.
@@ -71,7 +75,8 @@ class OpSpec:
         for device, kind in self.lowering.items():
             if kind not in LOWERING_KINDS:
                 raise ValueError(
-                    f"define_op: lowering kind must be one of {LOWERING_KINDS}, got {kind!r} for {device}. "
+                    f"define_op: lowering kind must be one of {LOWERING_KINDS}, got {kind!r} "
+                    f"for {device}. "
                     f"Correct the passport of {self.name}."
                 )
 
@@ -82,7 +87,8 @@ class OpSpec:
         return overload
 
     def station(self, layer: str) -> Any:
-        """What ``layer`` (``ops``, ``meta``, ``reference``, ``lowering``, ``testing``) holds for this op."""
+        """What ``layer`` (``ops``, ``meta``, ``reference``, ``lowering``, ``testing``) holds for
+        this op."""
         return getattr(importlib.import_module(f"dsv4_ops.{layer}.{self.stem}"), self.name)
 
 

@@ -59,5 +59,6 @@ class TopkIndices(NamedTuple):
 
 
 def search_steps(size: object) -> int:
-    """Halvings that a branch-free binary search over 0..size needs; the bound of the package for a symbolic size."""
+    """Halvings that a branch-free binary search over 0..size needs; the bound of the package for a
+    symbolic size."""
     return size.bit_length() if isinstance(size, int) else (MAX_REQUESTS + 1).bit_length()

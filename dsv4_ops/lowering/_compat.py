@@ -1,4 +1,5 @@
-"""The one importer of Inductor internals. tests/test_compat.py imports each name on every supported torch."""
+"""The one importer of Inductor internals. tests/test_compat.py imports each name on every supported
+torch."""
 
 from torch._inductor.ir import Pointwise
 from torch._inductor.lowering import lowerings, register_lowering

@@ -18,10 +18,13 @@ mtp_seq_lens = Decompose(reference.mtp_seq_lens)
 
 
 def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple[Any, Any]:
-    """A branch-free search per token, unrolled, so that it fuses with its consumers in C++ and Triton alike.
+    """A branch-free search per token, unrolled, so that it fuses with its consumers in C++ and
+    Triton alike.
 
-    Three buffers of one iteration space: Inductor makes one kernel of them and keeps the first in registers. They are
-    realized because every entry of a later [num_tokens, width] stage reads them; inlined, each would search again.
+    Three buffers of one iteration space: Inductor makes one kernel of them and keeps the first in
+        registers. They are
+    realized because every entry of a later [num_tokens, width] stage reads them; inlined, each
+    would search again.
     """
     from dsv4_ops.lowering._compat import ops
     from dsv4_ops.lowering.slot_rows import int32, realized
@@ -33,7 +36,10 @@ def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple
         return load_start([ops.indirect_indexing(request, boundaries, check=False, wrap_neg=False)])
 
     def search(index: Any) -> Any:
-        token, limit = ops.index_expr(index[0], torch.int32), ops.index_expr(boundaries, torch.int32)
+        token, limit = (
+            ops.index_expr(index[0], torch.int32),
+            ops.index_expr(boundaries, torch.int32),
+        )
         count = int32(0)
         for stride in _strides(boundaries):
             candidates = [ops.add(count, int32(ways * stride)) for ways in range(1, _FAN_OUT)]
@@ -41,7 +47,8 @@ def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple
                 boundary = start_of(ops.sub(ops.minimum(candidate, limit), int32(1)))
                 take = ops.logical_and(ops.le(candidate, limit), ops.le(boundary, token))
                 count = ops.where(take, ops.add(count, int32(stride)), count)
-        # count boundaries lie at or before the token: 0 is before the first request, limit behind the last one
+        # count boundaries lie at or before the token: 0 is before the first request, limit behind
+        # the last one
         inside = ops.logical_and(ops.gt(count, int32(0)), ops.lt(count, limit))
         return ops.where(inside, ops.sub(count, int32(1)), int32(ABSENT))
 
@@ -68,11 +75,13 @@ def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple
 
 
 _FAN_OUT = 4
-"""Each round of the search narrows to a quarter: half the dependent loads of a binary search for 1.5 times the loads."""
+"""Each round of the search narrows to a quarter: half the dependent loads of a binary search for
+1.5 times the loads."""
 
 
 def _strides(boundaries: Any) -> list[int]:
-    """Strides of the rounds, largest first, covering every number of boundaries that is possible."""
+    """Strides of the rounds, largest first, covering every number of boundaries that is
+    possible."""
     steps = search_steps(int(boundaries) if boundaries.is_number else boundaries)
     return [_FAN_OUT**level for level in reversed(range((steps + 1) // 2))]
 

@@ -1,4 +1,5 @@
-"""Looking at and packaging what Inductor generates; thin covers over its testing and packaging entry points."""
+"""Looking at and packaging what Inductor generates; thin covers over its testing and packaging
+entry points."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ import torch
 
 
 def opaque_calls(code: str) -> list[str]:
-    """Lines of generated code that call an op of ours as a whole; comments name the ops that a kernel came from."""
+    """Lines of generated code that call an op of ours as a whole; comments name the ops that a
+    kernel came from."""
     lines = (line.strip() for line in code.splitlines())
     return [line for line in lines if "torch.ops.dsv4_ops." in line and not line.startswith("#")]
 
 
 def compile_and_get_code(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
-    """Call a ``torch.compile``d function for the first time; its result and the code that Inductor generated."""
+    """Call a ``torch.compile``d function for the first time; its result and the code that Inductor
+    generated."""
     from torch._inductor.utils import run_and_get_code
 
     result, codes = run_and_get_code(function, *args)
@@ -36,7 +39,8 @@ def build_package(program: torch.export.ExportedProgram, path: Path) -> Path:
 
 
 def load_package(path: Path, *, run_single_threaded: bool = False) -> Callable[..., Any]:
-    """Load an AOTInductor package. Single-threaded packages can be captured in a CUDA graph; the default loader cannot."""
+    """Load an AOTInductor package. Single-threaded packages can be captured in a CUDA graph; the
+    default loader cannot."""
     import torch._inductor
 
     loaded: Callable[..., Any] = torch._inductor.aoti_load_package(

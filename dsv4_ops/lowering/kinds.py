@@ -1,4 +1,5 @@
-"""The kinds of lowering, as what happens when AOTAutograd traces an op (see ``core/registry.py``)."""
+"""The kinds of lowering, as what happens when AOTAutograd traces an op (see
+``core/registry.py``)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Decompose:
-    """Trace ``function`` into the graph instead of the op; Inductor lowers and fuses the aten ops it makes."""
+    """Trace ``function`` into the graph instead of the op; Inductor lowers and fuses the aten ops
+    it makes."""
 
     function: Callable[..., Any]
     kind = "decompose"
@@ -22,13 +24,15 @@ class Decompose:
 
 @dataclass(frozen=True)
 class PointwiseIR:
-    """Keep the op in the graph and have Inductor lower it with ``function``, which returns Inductor IR."""
+    """Keep the op in the graph and have Inductor lower it with ``function``, which returns Inductor
+    IR."""
 
     function: Callable[..., Any]
     kind = "pointwise"
 
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        # A trace without Inductor (backend="aot_eager", opcheck) needs no lowering, nor the second its import takes.
+        # A trace without Inductor (backend="aot_eager", opcheck) needs no lowering, nor the second
+        # its import takes.
         if "torch._inductor.lowering" in sys.modules:
             self.register(op)
         return mode.__torch_dispatch__(op, types, args, kwargs)

@@ -1,7 +1,9 @@
-"""Inductor IR for [num_tokens, width] matrices of cache slots, shared by the window and the dense compressed stages.
+"""Inductor IR for [num_tokens, width] matrices of cache slots, shared by the window and the dense
+compressed stages.
 
-The matrix is the bulk of a step's metadata, so its kernel is kept to one masked table read per entry: everything that depends
-on the token alone is realized as a [num_tokens] buffer, which Inductor fuses into the kernel that made the token map.
+The matrix is the bulk of a step's metadata, so its kernel is kept to one masked table read per
+entry: everything that depends on the token alone is realized as a [num_tokens] buffer, which
+Inductor fuses into the kernel that made the token map.
 """
 
 from __future__ import annotations
@@ -20,9 +22,7 @@ IndexFn = Callable[[Any], Value]
 
 def realized(like: Any, dtype: torch.dtype, ranges: list[Any], value: IndexFn) -> Any:
     """A buffer of its own, never inlined into the consumers of ``value``."""
-    buffer = Pointwise.create(
-        device=like.get_device(), dtype=dtype, inner_fn=value, ranges=ranges
-    )
+    buffer = Pointwise.create(device=like.get_device(), dtype=dtype, inner_fn=value, ranges=ranges)
     buffer.realize()
     return buffer
 
@@ -61,7 +61,8 @@ def slot_rows(
 ) -> Any:
     """int32 [num_tokens, width]: slot of cache row ``first[t] + o`` for o < ``lens[t]``, else -1.
 
-    ``first`` None means 0. ``lens`` must be 0 for tokens whose request is out of range. Rows past the table are -1.
+    ``first`` None means 0. ``lens`` must be 0 for tokens whose request is out of range. Rows past
+    the table are -1.
     """
     (num_tokens,) = lens.get_size()
     num_reqs, max_blocks = block_table.get_size()
@@ -82,7 +83,9 @@ def slot_rows(
     load_readable = realized(lens, torch.int32, [num_tokens], readable).make_loader()
 
     def page_and_row(token: Any, entry: Any) -> tuple[Value, Value]:
-        request = ops.indirect_indexing(load_request([token]), num_reqs, check=False, wrap_neg=False)
+        request = ops.indirect_indexing(
+            load_request([token]), num_reqs, check=False, wrap_neg=False
+        )
         if load_first is None:
             row = ops.index_expr(ModularIndexing(entry, 1, block_size), torch.int32)
             return load_page([request, FloorDiv(entry, block_size)]), row
@@ -110,6 +113,7 @@ def slot_rows(
 
     if lens.get_device().type == "cpu":  # the C++ backend vectorizes over the entries of a row
         return realized(lens, torch.int32, [num_tokens, width], lambda index: slot(*index))
-    # One dimension on a GPU: given two, Inductor tiles them 32 x 32, which suits a transpose and not rows of 128.
+    # One dimension on a GPU: given two, Inductor tiles them 32 x 32, which suits a transpose and
+    # not rows of 128.
     flat = realized(lens, torch.int32, [num_tokens * width], flat_slot)
     return lowerings[torch.ops.aten.view.default](flat, [num_tokens, width])

@@ -1,1 +1,2 @@
-"""Fake implementations: shape, stride, dtype and device of every op's results, from the arguments' alone."""
+"""Fake implementations: shape, stride, dtype and device of every op's results, from the arguments'
+alone."""

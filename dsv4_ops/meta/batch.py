@@ -12,7 +12,9 @@ def split_decodes_and_prefills(
     return query_start_loc.new_empty((4,))
 
 
-def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> tuple[Tensor, Tensor]:
+def token_map(
+    query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int
+) -> tuple[Tensor, Tensor]:
     req_indices = query_start_loc.new_empty((num_tokens,))
     return req_indices, query_start_loc.new_empty((num_tokens,), dtype=torch.int64)
 
@@ -27,5 +29,7 @@ def expand_block_table(block_table: Tensor, req_indices: Tensor) -> Tensor:
     return block_table.new_empty((req_indices.shape[0], block_table.shape[1]))
 
 
-def mtp_seq_lens(query_start_loc: Tensor, seq_lens: Tensor, *, next_n: int, compress_ratio: int) -> Tensor:
+def mtp_seq_lens(
+    query_start_loc: Tensor, seq_lens: Tensor, *, next_n: int, compress_ratio: int
+) -> Tensor:
     return seq_lens.new_empty((seq_lens.shape[0], next_n))

@@ -6,7 +6,12 @@ from torch import Tensor
 
 
 def swa_indices_and_lens(
-    positions: Tensor, req_indices: Tensor, block_table: Tensor, *, block_size: int, window_size: int
+    positions: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    window_size: int,
 ) -> tuple[Tensor, Tensor]:
     num_tokens = positions.shape[0]
     return block_table.new_empty((num_tokens, window_size)), block_table.new_empty((num_tokens,))

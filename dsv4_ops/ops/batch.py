@@ -1,4 +1,5 @@
-"""Splitting a batch into decodes and prefills, and finding the request and position of every token."""
+"""Splitting a batch into decodes and prefills, and finding the request and position of every
+token."""
 
 from __future__ import annotations
 
@@ -30,17 +31,19 @@ def split_decodes_and_prefills(
 ) -> Tensor:
     """Find where the decodes of a decode-first batch end and its prefills begin.
 
-    A request is a prefill if it has more than ``decode_threshold`` query tokens or, with ``require_uniform``, another
-    number than the first non-empty request. Zero-length padding requests never are. Everything from the first prefill
-    on counts as prefill.
+    A request is a prefill if it has more than ``decode_threshold`` query tokens or, with
+    ``require_uniform``, another number than the first non-empty request. Zero-length padding
+    requests never are. Everything from the first prefill on counts as prefill.
 
     Args:
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32, non-decreasing.
+        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
+            non-decreasing.
         decode_threshold: Most query tokens a decode has: 1 + speculative tokens. At least 1.
         require_uniform: Also end the decodes at the first request of another length.
 
     Returns:
-        int32 [4] on the device of the input: (num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens).
+        int32 [4] on the device of the input: (num_decodes, num_prefills, num_decode_tokens,
+        num_prefill_tokens).
 
     Mutates: nothing.
 
@@ -48,7 +51,8 @@ def split_decodes_and_prefills(
         ValueError: wrong shape, ``decode_threshold`` below 1, or more than 16383 requests.
         TypeError: a dtype other than int32, or an argument that is no int or bool.
 
-    Compile: decomposes to aten; dynamic in num_reqs; CUDA graphs and export: yes. No host synchronisation.
+    Compile: decomposes to aten; dynamic in num_reqs; CUDA graphs and export: yes. No host
+        synchronisation.
 
     Source: vLLM 0.33 ``split_decodes_and_prefills``.
 
@@ -72,7 +76,8 @@ def split_decodes_and_prefills(
 _token_map = define_op(
     OpSpec(
         stem="batch",
-        schema="token_map(Tensor query_start_loc, Tensor seq_lens, *, SymInt num_tokens) -> (Tensor, Tensor)",
+        schema="token_map(Tensor query_start_loc, Tensor seq_lens, *, SymInt num_tokens) -> "
+        "(Tensor, Tensor)",
         meta=meta.token_map,
         reference=reference.token_map,
         lowering={"cpu": "pointwise", "cuda": "pointwise"},
@@ -88,23 +93,27 @@ def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> 
     Every later index stage is a pure per-token function of this result.
 
     Args:
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32, non-decreasing. If it
-            decreases somewhere, which request a token gets is unspecified, but never out of range.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding request.
+        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
+            non-decreasing. If it decreases somewhere, which request a token gets is unspecified,
+            but never out of range.
+        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
+            request.
         num_tokens: Tokens of the padded batch. ``query_start_loc`` may end before or after it.
 
     Returns:
-        ``TokenMap(req_indices, positions)``: int32 [num_tokens] and int64 [num_tokens]. A token has -1 in both if it lies
-        outside every request, or before position 0 (``seq_lens`` shorter than the query).
+        ``TokenMap(req_indices, positions)``: int32 [num_tokens] and int64 [num_tokens]. A token has
+        -1 in both if it lies outside every request, or before position 0 (``seq_lens`` shorter than
+        the query).
 
     Mutates: nothing.
 
     Raises:
-        ValueError: shapes that disagree, a negative ``num_tokens``, several devices, or more than 16383 requests.
+        ValueError: shapes that disagree, a negative ``num_tokens``, several devices, or more than
+            16383 requests.
         TypeError: a dtype other than int32.
 
-    Compile: pointwise lowering (an unrolled binary search that fuses with its consumers); dynamic in num_reqs and
-        num_tokens; CUDA graphs and export: yes.
+    Compile: pointwise lowering (an unrolled binary search that fuses with its consumers); dynamic
+        in num_reqs and num_tokens; CUDA graphs and export: yes.
 
     Source: vLLM 0.33 ``compute_token_to_req_indices``.
 
@@ -125,7 +134,8 @@ def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> 
 _flatten_decode = define_op(
     OpSpec(
         stem="batch",
-        schema="flatten_decode(Tensor query_start_loc, Tensor seq_lens, *, SymInt num_tokens, int compress_ratio) "
+        schema="flatten_decode(Tensor query_start_loc, Tensor seq_lens, *, SymInt "
+        "num_tokens, int compress_ratio) "
         "-> (Tensor, Tensor)",
         meta=meta.flatten_decode,
         reference=reference.flatten_decode,
@@ -142,23 +152,27 @@ def flatten_decode(
     """Turn ragged decode requests into one row per token: uniform, variable and MTP batches alike.
 
     Args:
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32, non-decreasing.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding request.
+        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
+            non-decreasing.
+        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
+            request.
         num_tokens: Tokens of the padded batch.
         compress_ratio: Positions per cache row: 1, 4 or 128 in DeepSeek-V4. At least 1.
 
     Returns:
-        ``FlattenedDecode(seq_lens, req_indices)``: int32 [num_tokens] each. ``seq_lens`` counts the cache rows that the
-        token may see, (position + 1) // compress_ratio. Padding tokens have 0 and -1.
+        ``FlattenedDecode(seq_lens, req_indices)``: int32 [num_tokens] each. ``seq_lens`` counts the
+        cache rows that the token may see, (position + 1) // compress_ratio. Padding tokens have 0
+        and -1.
 
     Mutates: nothing.
 
     Raises:
-        ValueError: shapes that disagree, sizes out of range, several devices, or more than 16383 requests.
+        ValueError: shapes that disagree, sizes out of range, several devices, or more than 16383
+            requests.
         TypeError: a dtype other than int32.
 
-    Compile: decomposes to ``token_map`` and pointwise aten; dynamic in num_reqs and num_tokens; CUDA graphs and
-        export: yes.
+    Compile: decomposes to ``token_map`` and pointwise aten; dynamic in num_reqs and num_tokens;
+        CUDA graphs and export: yes.
 
     Source: vLLM 0.33 ``_indexer_decode_metadata_kernel``.
 
@@ -166,7 +180,10 @@ def flatten_decode(
         >>> import torch, dsv4_ops
         >>> query_start_loc = torch.tensor([0, 3, 4], dtype=torch.int32)
         >>> seq_lens = torch.tensor([10, 7], dtype=torch.int32)
-        >>> dsv4_ops.flatten_decode(query_start_loc, seq_lens, num_tokens=5, compress_ratio=4).seq_lens.tolist()
+        >>> rows = dsv4_ops.flatten_decode(
+        ...     query_start_loc, seq_lens, num_tokens=5, compress_ratio=4
+        ... )
+        >>> rows.seq_lens.tolist()
         [2, 2, 2, 1, 0]
     """
     checks = Checks("flatten_decode")
@@ -174,7 +191,9 @@ def flatten_decode(
     checks.at_least(0, num_tokens=num_tokens)
     checks.at_least(1, compress_ratio=compress_ratio)
     return FlattenedDecode(
-        *_flatten_decode(query_start_loc, seq_lens, num_tokens=num_tokens, compress_ratio=compress_ratio)
+        *_flatten_decode(
+            query_start_loc, seq_lens, num_tokens=num_tokens, compress_ratio=compress_ratio
+        )
     )
 
 
@@ -192,11 +211,14 @@ _expand_block_table = define_op(
 
 
 def expand_block_table(block_table: Tensor, req_indices: Tensor) -> Tensor:
-    """Give every token the block-table row of its request, for kernels that want one row per query row.
+    """Give every token the block-table row of its request, for kernels that want one row per query
+    row.
 
     Args:
-        block_table: Page of every logical block, [num_reqs, max_blocks], int32, any strides. Entries are copied as they are.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means padding.
+        block_table: Page of every logical block, [num_reqs, max_blocks], int32, any strides.
+            Entries are copied as they are.
+        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+            padding.
 
     Returns:
         int32 [num_tokens, max_blocks]; rows of padding tokens are 0.
@@ -214,7 +236,8 @@ def expand_block_table(block_table: Tensor, req_indices: Tensor) -> Tensor:
     Example:
         >>> import torch, dsv4_ops
         >>> block_table = torch.tensor([[7, 3], [2, 5]], dtype=torch.int32)
-        >>> dsv4_ops.expand_block_table(block_table, torch.tensor([1, -1], dtype=torch.int32)).tolist()
+        >>> req_indices = torch.tensor([1, -1], dtype=torch.int32)
+        >>> dsv4_ops.expand_block_table(block_table, req_indices).tolist()
         [[2, 5], [0, 0]]
     """
     checks = Checks("expand_block_table")
@@ -227,7 +250,8 @@ def expand_block_table(block_table: Tensor, req_indices: Tensor) -> Tensor:
 _mtp_seq_lens = define_op(
     OpSpec(
         stem="batch",
-        schema="mtp_seq_lens(Tensor query_start_loc, Tensor seq_lens, *, SymInt next_n, int compress_ratio) -> Tensor",
+        schema="mtp_seq_lens(Tensor query_start_loc, Tensor seq_lens, *, SymInt next_n, int "
+        "compress_ratio) -> Tensor",
         meta=meta.mtp_seq_lens,
         reference=reference.mtp_seq_lens,
         lowering={"cpu": "decompose", "cuda": "decompose"},
@@ -243,14 +267,17 @@ def mtp_seq_lens(
     """Visible rows of every token of multi-token decode requests, as a [num_reqs, next_n] matrix.
 
     Args:
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32, non-decreasing.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding request.
+        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
+            non-decreasing.
+        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
+            request.
         next_n: Most tokens a decode request has. At least 1.
         compress_ratio: Positions per cache row. At least 1.
 
     Returns:
-        int32 [num_reqs, next_n], contiguous. Entry j is (position of token j + 1) // compress_ratio; entries past the
-        request's length are 0, never -1. Of a request longer than next_n, the first next_n tokens are described.
+        int32 [num_reqs, next_n], contiguous. Entry j is (position of token j + 1) //
+        compress_ratio; entries past the request's length are 0, never -1. Of a request longer than
+        next_n, the first next_n tokens are described.
 
     Mutates: nothing.
 
@@ -273,7 +300,9 @@ def mtp_seq_lens(
     checks.tensor("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")
     checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
     checks.at_least(1, next_n=next_n, compress_ratio=compress_ratio)
-    result: Tensor = _mtp_seq_lens(query_start_loc, seq_lens, next_n=next_n, compress_ratio=compress_ratio)
+    result: Tensor = _mtp_seq_lens(
+        query_start_loc, seq_lens, next_n=next_n, compress_ratio=compress_ratio
+    )
     return result
 
 

@@ -1,4 +1,5 @@
-"""Cutting prefill requests into chunks that fit the workspace, and the key rows every query row may see."""
+"""Cutting prefill requests into chunks that fit the workspace, and the key rows every query row may
+see."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from dsv4_ops.reference import chunking as reference
 _split_prefill_chunks = define_op(
     OpSpec(
         stem="chunking",
-        schema="split_prefill_chunks(Tensor seq_lens, Tensor query_lens, *, int workspace_size, int max_logits_bytes, "
+        schema="split_prefill_chunks(Tensor seq_lens, Tensor query_lens, *, int "
+        "workspace_size, int max_logits_bytes, "
         "SymInt max_chunks, SymInt request_offset) -> (Tensor, Tensor)",
         meta=meta.split_prefill_chunks,
         reference=reference.split_prefill_chunks,
@@ -36,14 +38,16 @@ def split_prefill_chunks(
     max_chunks: int,
     request_offset: int = 0,
 ) -> PrefillChunks:
-    """Cut prefill requests into chunks whose gathered keys and fp32 logits fit their budgets, on the device.
+    """Cut prefill requests into chunks that fit the workspace and the logits budget, on the device.
 
-    Greedy: requests join a chunk while its key rows stay within ``workspace_size`` and its query rows * key rows within
-    ``max_logits_bytes`` / 4. A request that fits nowhere is a chunk by itself, cut along its query rows so that each
-    piece respects the logits budget; its keys may exceed ``workspace_size``, which therefore must hold the longest request.
+    A request joins a chunk while the chunk's key rows stay within ``workspace_size`` and its query
+    rows times key rows within ``max_logits_bytes`` / 4. A request that fits nowhere is a chunk by
+    itself, cut along its query rows so that each piece respects the logits budget; its keys may
+    exceed ``workspace_size``, which therefore must hold the longest request.
 
     Args:
-        seq_lens: Key rows of every request (compressed lengths), [num_reqs], int32. Negative counts as 0.
+        seq_lens: Key rows of every request (compressed lengths), [num_reqs], int32. Negative counts
+            as 0.
         query_lens: Query rows of every request, [num_reqs], int32. Negative counts as 0.
         workspace_size: Key rows that the gather workspace holds. At least 1.
         max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
@@ -51,17 +55,20 @@ def split_prefill_chunks(
         request_offset: Added to the request numbers: the decodes before the first prefill.
 
     Returns:
-        ``PrefillChunks(chunks, num_chunks)``: int32 [max_chunks, 4] rows (req_start, req_stop, query_start, query_stop), query
-        rows counted from the first of req_start, unused rows 0; and int32 [1], the chunks the plan has. If that exceeds
-        max_chunks, the plan does not fit and only its first max_chunks chunks are stored.
+        ``PrefillChunks(chunks, num_chunks)``: int32 [max_chunks, 4] rows (req_start, req_stop,
+        query_start, query_stop), query rows counted from the first of req_start, unused rows 0; and
+        int32 [1], the chunks the plan has. If that exceeds max_chunks, the plan does not fit and
+        only its first max_chunks chunks are stored.
 
     Mutates: nothing.
 
     Raises:
-        ValueError: shapes that disagree, sizes out of range, several devices, or more than 16383 requests.
+        ValueError: shapes that disagree, sizes out of range, several devices, or more than 16383
+            requests.
         TypeError: a dtype other than int32.
 
-    Compile: decomposes to aten; dynamic in num_reqs; CUDA graphs and export: yes. On CPU the prefix sums call aten.cumsum.
+    Compile: decomposes to aten; dynamic in num_reqs; CUDA graphs and export: yes. On CPU the prefix
+        sums call aten.cumsum.
 
     Source: vLLM 0.33 ``split_indexer_prefill_chunks``.
 
@@ -70,7 +77,12 @@ def split_prefill_chunks(
         >>> seq_lens = torch.tensor([100, 50, 400], dtype=torch.int32)
         >>> query_lens = torch.tensor([10, 5, 40], dtype=torch.int32)
         >>> plan = dsv4_ops.split_prefill_chunks(
-        ...     seq_lens, query_lens, workspace_size=160, max_logits_bytes=16000, max_chunks=6, request_offset=2
+        ...     seq_lens,
+        ...     query_lens,
+        ...     workspace_size=160,
+        ...     max_logits_bytes=16000,
+        ...     max_chunks=6,
+        ...     request_offset=2,
         ... )
         >>> plan.num_chunks.item(), plan.chunks.tolist()[:3]
         (5, [[2, 4, 0, 15], [4, 5, 0, 10], [4, 5, 10, 20]])
@@ -101,7 +113,8 @@ def plan_prefill_chunks(
     max_logits_bytes: int,
     request_offset: int = 0,
 ) -> list[tuple[slice, slice]]:
-    """The plan of ``split_prefill_chunks`` as Python slices, for eager users whose lengths are on the host.
+    """The plan of ``split_prefill_chunks`` as Python slices, for eager users whose lengths are on
+    the host.
 
     Args:
         seq_lens: Key rows of every request, non-negative ints or a CPU tensor.
@@ -119,7 +132,9 @@ def plan_prefill_chunks(
 
     Example:
         >>> import dsv4_ops
-        >>> dsv4_ops.plan_prefill_chunks([100, 50], [10, 5], workspace_size=160, max_logits_bytes=16000)
+        >>> dsv4_ops.plan_prefill_chunks(
+        ...     [100, 50], [10, 5], workspace_size=160, max_logits_bytes=16000
+        ... )
         [(slice(0, 2, None), slice(0, 15, None))]
     """
     checks = Checks("plan_prefill_chunks")
@@ -128,7 +143,8 @@ def plan_prefill_chunks(
     queries = _host_lens("query_lens", query_lens)
     if len(rows) != len(queries):
         raise ValueError(
-            f"plan_prefill_chunks: query_lens must have as many entries as seq_lens ({len(rows)}), got {len(queries)}. "
+            "plan_prefill_chunks: query_lens must have as many entries as seq_lens "
+            f"({len(rows)}), got {len(queries)}. "
             "Pass one length per request in both."
         )
     max_logits = max_logits_bytes // 4
@@ -139,7 +155,11 @@ def plan_prefill_chunks(
         while stop < len(rows) and num_rows + rows[stop] <= workspace_size:
             if (num_queries + queries[stop]) * (num_rows + rows[stop]) > max_logits:
                 break
-            num_rows, num_queries, stop = num_rows + rows[stop], num_queries + queries[stop], stop + 1
+            num_rows, num_queries, stop = (
+                num_rows + rows[stop],
+                num_queries + queries[stop],
+                stop + 1,
+            )
         piece = max(1, max_logits // num_rows) if num_rows else max(1, num_queries)
         requests = slice(start + request_offset, stop + request_offset)
         plan += [
@@ -162,7 +182,8 @@ def max_prefill_chunks(
         max_logits_bytes: Bytes of fp32 logits of one chunk. At least 4.
 
     Returns:
-        An upper bound, at least 1: every chunk has a query row, every group of requests a last piece, and the other
+        An upper bound, at least 1: every chunk has a query row, every group of requests a last
+            piece, and the other
         pieces are as large as the logits of the longest request allow.
 
     Raises:
@@ -171,7 +192,9 @@ def max_prefill_chunks(
 
     Example:
         >>> import dsv4_ops
-        >>> dsv4_ops.max_prefill_chunks(num_reqs=4, num_tokens=8192, max_seq_len=262144, max_logits_bytes=2**29)
+        >>> dsv4_ops.max_prefill_chunks(
+        ...     num_reqs=4, num_tokens=8192, max_seq_len=262144, max_logits_bytes=2**29
+        ... )
         20
     """
     checks = Checks("max_prefill_chunks")
@@ -184,7 +207,8 @@ def max_prefill_chunks(
 _prefill_row_bounds = define_op(
     OpSpec(
         stem="chunking",
-        schema="prefill_row_bounds(Tensor positions, Tensor req_indices, Tensor seq_lens, *, int compress_ratio) "
+        schema="prefill_row_bounds(Tensor positions, Tensor req_indices, Tensor seq_lens, *, "
+        "int compress_ratio) "
         "-> (Tensor, Tensor, Tensor)",
         meta=meta.prefill_row_bounds,
         reference=reference.prefill_row_bounds,
@@ -203,14 +227,18 @@ def prefill_row_bounds(
     The keys of all requests lie one after another, (seq_len // compress_ratio) rows each.
 
     Args:
-        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means padding.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means padding.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. Negative counts as 0.
+        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
+            padding.
+        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+            padding.
+        seq_lens: Tokens of every request, context included, [num_reqs], int32. Negative counts as
+            0.
         compress_ratio: Positions per compressed row. At least 1.
 
     Returns:
-        ``PrefillRowBounds(cu_seq_lens, row_start, row_stop)``: int32 [num_reqs + 1] prefix sum of compressed lengths
-        (saturating at 2**31 - 1), and int32 [num_tokens] each. Padding tokens have 0 and 0. A token never sees past its request.
+        ``PrefillRowBounds(cu_seq_lens, row_start, row_stop)``: int32 [num_reqs + 1] prefix sum of
+        compressed lengths (saturating at 2**31 - 1), and int32 [num_tokens] each. Padding tokens
+        have 0 and 0. A token never sees past its request.
 
     Mutates: nothing.
 
@@ -218,7 +246,8 @@ def prefill_row_bounds(
         ValueError: shapes that disagree, ``compress_ratio`` below 1, or several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: decomposes to a scan and one pointwise kernel; dynamic in num_tokens and num_reqs; CUDA graphs and export:
+    Compile: decomposes to a scan and one pointwise kernel; dynamic in num_tokens and num_reqs; CUDA
+        graphs and export:
         yes. On CPU the prefix sum calls aten.cumsum.
 
     Source: vLLM 0.33 ``build_prefill_chunk_metadata``.
@@ -227,7 +256,8 @@ def prefill_row_bounds(
         >>> import torch, dsv4_ops
         >>> positions, req_indices = torch.tensor([6, 7, 8]), torch.zeros(3, dtype=torch.int32)
         >>> seq_lens = torch.tensor([9], dtype=torch.int32)
-        >>> dsv4_ops.prefill_row_bounds(positions, req_indices, seq_lens, compress_ratio=4).row_stop.tolist()
+        >>> bounds = dsv4_ops.prefill_row_bounds(positions, req_indices, seq_lens, compress_ratio=4)
+        >>> bounds.row_stop.tolist()
         [1, 2, 2]
     """
     checks = Checks("prefill_row_bounds")
@@ -241,7 +271,8 @@ def prefill_row_bounds(
 _prefill_chunk_row_bounds = define_op(
     OpSpec(
         stem="chunking",
-        schema="prefill_chunk_row_bounds(Tensor positions, Tensor req_indices, Tensor seq_lens, Tensor query_start_loc, "
+        schema="prefill_chunk_row_bounds(Tensor positions, Tensor req_indices, Tensor "
+        "seq_lens, Tensor query_start_loc, "
         "Tensor chunk, *, int compress_ratio) -> (Tensor, Tensor, Tensor)",
         meta=meta.prefill_chunk_row_bounds,
         reference=reference.prefill_chunk_row_bounds,
@@ -263,19 +294,23 @@ def prefill_chunk_row_bounds(
 ) -> PrefillRowBounds:
     """``prefill_row_bounds`` of one chunk: rows counted from the keys of the chunk's first request.
 
-    Shapes stay those of the whole batch, so the chunk may be any row of ``split_prefill_chunks`` without a recompile.
+    Shapes stay those of the whole batch, so the chunk may be any row of ``split_prefill_chunks``
+    without a recompile.
 
     Args:
-        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means padding.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means padding.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. Negative counts as 0.
+        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
+            padding.
+        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+            padding.
+        seq_lens: Tokens of every request, context included, [num_reqs], int32. Negative counts as
+            0.
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
         chunk: (req_start, req_stop, query_start, query_stop), int32 [4], on the device.
         compress_ratio: Positions per compressed row. At least 1.
 
     Returns:
-        ``PrefillRowBounds`` as of the whole batch; requests outside the chunk have no rows in ``cu_seq_lens``, tokens
-        outside it have 0 and 0. An empty chunk gives zeros.
+        ``PrefillRowBounds`` as of the whole batch; requests outside the chunk have no rows in
+        ``cu_seq_lens``, tokens outside it have 0 and 0. An empty chunk gives zeros.
 
     Mutates: nothing.
 
@@ -283,7 +318,8 @@ def prefill_chunk_row_bounds(
         ValueError: shapes that disagree, ``compress_ratio`` below 1, or several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: decomposes to a scan and pointwise kernels; dynamic in num_tokens and num_reqs; CUDA graphs and export:
+    Compile: decomposes to a scan and pointwise kernels; dynamic in num_tokens and num_reqs; CUDA
+        graphs and export:
         yes. On CPU the prefix sum calls aten.cumsum.
 
     Source: vLLM 0.33 ``build_prefill_chunk_metadata``.
@@ -295,7 +331,7 @@ def prefill_chunk_row_bounds(
         >>> tokens = dsv4_ops.token_map(query_start_loc, seq_lens, num_tokens=8)
         >>> chunk = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
         >>> dsv4_ops.prefill_chunk_row_bounds(
-        ...     tokens.positions, tokens.req_indices, seq_lens, query_start_loc, chunk, compress_ratio=4
+        ...     *reversed(tokens), seq_lens, query_start_loc, chunk, compress_ratio=4
         ... ).row_stop.tolist()
         [0, 0, 2, 4, 4, 0, 0, 0]
     """
@@ -330,7 +366,8 @@ def _host_lens(name: str, values: Sequence[int] | Tensor) -> list[int]:
     for index, length in enumerate(lens):
         if isinstance(length, bool) or not isinstance(length, int):
             raise TypeError(
-                f"plan_prefill_chunks: {name} must hold ints, got {type(length).__name__} at index {index}. "
+                f"plan_prefill_chunks: {name} must hold ints, got {type(length).__name__} at "
+                f"index {index}. "
                 "Convert the lengths with int()."
             )
         if length < 0:

@@ -13,7 +13,8 @@ from dsv4_ops.reference import slot_mapping as reference
 _compressed_slot_mapping = define_op(
     OpSpec(
         stem="slot_mapping",
-        schema="compressed_slot_mapping(Tensor positions, Tensor req_indices, Tensor block_table, Tensor slot_mapping, *, "
+        schema="compressed_slot_mapping(Tensor positions, Tensor req_indices, Tensor "
+        "block_table, Tensor slot_mapping, *, "
         "int block_size, int compress_ratio, int cp_world_size, int cp_interleave) -> Tensor",
         meta=meta.compressed_slot_mapping,
         reference=reference.compressed_slot_mapping,
@@ -40,19 +41,23 @@ def compressed_slot_mapping(
     The token at position p completes row p // compress_ratio when (p + 1) % compress_ratio is 0.
 
     Args:
-        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means padding.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means padding.
-        block_table: Page of every logical block of the compressed cache, [num_reqs, max_blocks], int32, any strides.
-        slot_mapping: Slot of the uncompressed token, [num_tokens], int64. Negative (padding, a replayed token, a token of
-            another context-parallel rank) gives -1.
+        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
+            padding.
+        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+            padding.
+        block_table: Page of every logical block of the compressed cache, [num_reqs, max_blocks],
+            int32, any strides.
+        slot_mapping: Slot of the uncompressed token, [num_tokens], int64. Negative (padding, a
+            replayed token, a token of another context-parallel rank) gives -1.
         block_size: Compressed rows per page. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
         cp_world_size: Context-parallel ranks the sequence is interleaved over. At least 1.
-        cp_interleave: Consecutive positions on one rank; a multiple of ``compress_ratio`` if there are several ranks.
+        cp_interleave: Consecutive positions on one rank; a multiple of ``compress_ratio`` if there
+            are several ranks.
 
     Returns:
-        int64 [num_tokens]: page * block_size + row in page, or -1. Also -1 where the row lies past the table or the table
-        entry is negative.
+        int64 [num_tokens]: page * block_size + row in page, or -1. Also -1 where the row lies past
+        the table or the table entry is negative.
 
     Mutates: nothing.
 
@@ -60,8 +65,8 @@ def compressed_slot_mapping(
         ValueError: shapes that disagree, sizes out of range, several devices, or a bad interleave.
         TypeError: a dtype other than the ones above.
 
-    Compile: decomposes to one pointwise kernel with a masked load; dynamic in all tensor sizes; CUDA graphs and
-        export: yes.
+    Compile: decomposes to one pointwise kernel with a masked load; dynamic in all tensor sizes;
+        CUDA graphs and export: yes.
 
     Source: vLLM 0.33 ``get_compressed_slot_mapping``.
 

@@ -14,7 +14,8 @@ from dsv4_ops.reference import swa as reference
 _swa_indices_and_lens = define_op(
     OpSpec(
         stem="swa",
-        schema="swa_indices_and_lens(Tensor positions, Tensor req_indices, Tensor block_table, *, int block_size, "
+        schema="swa_indices_and_lens(Tensor positions, Tensor req_indices, Tensor "
+        "block_table, *, int block_size, "
         "int window_size) -> (Tensor, Tensor)",
         meta=meta.swa_indices_and_lens,
         reference=reference.swa_indices_and_lens,
@@ -26,23 +27,32 @@ _swa_indices_and_lens = define_op(
 
 
 def swa_indices_and_lens(
-    positions: Tensor, req_indices: Tensor, block_table: Tensor, *, block_size: int, window_size: int
+    positions: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    window_size: int,
 ) -> SwaIndices:
     """Cache slots of the sliding window of every token, decode and prefill alike.
 
     The window of a token at position p is max(p - window_size + 1, 0) .. p, oldest first.
 
     Args:
-        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means padding.
-        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means padding.
-        block_table: Page of every logical block of the window cache, [num_reqs, max_blocks], int32, any strides.
+        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
+            padding.
+        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+            padding.
+        block_table: Page of every logical block of the window cache, [num_reqs, max_blocks], int32,
+            any strides.
         block_size: Rows per page. At least 1.
         window_size: Keys of a full window, the token itself included. At least 1.
 
     Returns:
-        ``SwaIndices(indices, lens)``: int32 [num_tokens, window_size] slots, -1 past the window, and int32 [num_tokens]
-        window lengths. Padding tokens have a row of -1 and length 0. A key whose page lies past the table, is negative, or
-        has slots beyond int32 is -1 inside the window.
+        ``SwaIndices(indices, lens)``: int32 [num_tokens, window_size] slots, -1 past the window,
+        and int32 [num_tokens] window lengths. Padding tokens have a row of -1 and length 0. A key
+        whose page lies past the table, is negative, or has slots beyond int32 is -1 inside the
+        window.
 
     Mutates: nothing.
 
@@ -50,8 +60,8 @@ def swa_indices_and_lens(
         ValueError: shapes that disagree, sizes out of range, or several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: pointwise lowering (one masked table read per entry); dynamic in all tensor sizes; CUDA graphs and
-        export: yes.
+    Compile: pointwise lowering (one masked table read per entry); dynamic in all tensor sizes; CUDA
+        graphs and export: yes.
 
     Source: vLLM 0.33 ``_compute_swa_indices_and_lens_kernel``.
 
@@ -59,7 +69,10 @@ def swa_indices_and_lens(
         >>> import torch, dsv4_ops
         >>> block_table = torch.tensor([[7, 3], [2, 5]], dtype=torch.int32)
         >>> positions, req_indices = torch.tensor([5, 1]), torch.tensor([0, 1], dtype=torch.int32)
-        >>> dsv4_ops.swa_indices_and_lens(positions, req_indices, block_table, block_size=4, window_size=4).indices.tolist()
+        >>> window = dsv4_ops.swa_indices_and_lens(
+        ...     positions, req_indices, block_table, block_size=4, window_size=4
+        ... )
+        >>> window.indices.tolist()
         [[30, 31, 12, 13], [8, 9, -1, -1]]
     """
     checks = Checks("swa_indices_and_lens")
@@ -77,7 +90,8 @@ def swa_indices_and_lens(
 _prefill_gather_lens = define_op(
     OpSpec(
         stem="swa",
-        schema="prefill_gather_lens(Tensor query_start_loc, Tensor seq_lens, *, int window_size) -> Tensor",
+        schema="prefill_gather_lens(Tensor query_start_loc, Tensor seq_lens, *, int "
+        "window_size) -> Tensor",
         meta=meta.prefill_gather_lens,
         reference=reference.prefill_gather_lens,
         lowering={"cpu": "decompose", "cuda": "decompose"},
@@ -91,12 +105,15 @@ def prefill_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, *, window_siz
     """Trailing positions of every request whose window keys its query tokens need.
 
     Args:
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32, non-decreasing.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding request.
+        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
+            non-decreasing.
+        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
+            request.
         window_size: Keys of a full window, the token itself included. At least 1.
 
     Returns:
-        int32 [num_reqs]: query length + min(context length, window_size - 1), never more than the request has.
+        int32 [num_reqs]: query length + min(context length, window_size - 1), never more than the
+        request has.
 
     Mutates: nothing.
 

@@ -1,1 +1,2 @@
-"""Eager PyTorch on any device: the definition of every op's result. No host synchronisation, no in-place writes."""
+"""Eager PyTorch on any device: the definition of every op's result. No host synchronisation, no
+in-place writes."""

@@ -1,4 +1,5 @@
-"""Splitting a batch into decodes and prefills, and finding the request and position of every token."""
+"""Splitting a batch into decodes and prefills, and finding the request and position of every
+token."""
 
 from __future__ import annotations
 
@@ -28,14 +29,17 @@ def split_decodes_and_prefills(
 
 
 def _first_true(flags: Tensor) -> Tensor:
-    """Index of the first True, ``len(flags)`` if there is none; shape [1], as ``flags`` may be empty."""
+    """Index of the first True, ``len(flags)`` if there is none; shape [1], as ``flags`` may be
+    empty."""
     size = flags.shape[0]
     index = torch.arange(size + 1, device=flags.device)
     stop = torch.nn.functional.pad(flags, (0, 1), value=True)
     return torch.where(stop, index, size).amin(0, keepdim=True)
 
 
-def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> tuple[Tensor, Tensor]:
+def token_map(
+    query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int
+) -> tuple[Tensor, Tensor]:
     token = torch.arange(num_tokens, dtype=torch.int32, device=query_start_loc.device)
     found = torch.searchsorted(query_start_loc.contiguous(), token, right=True, out_int32=True) - 1
     valid = (found >= 0) & (found < seq_lens.shape[0])
@@ -60,7 +64,9 @@ def expand_block_table(block_table: Tensor, req_indices: Tensor) -> Tensor:
     return masked_index(block_table, valid, [rows, columns], 0)
 
 
-def mtp_seq_lens(query_start_loc: Tensor, seq_lens: Tensor, *, next_n: int, compress_ratio: int) -> Tensor:
+def mtp_seq_lens(
+    query_start_loc: Tensor, seq_lens: Tensor, *, next_n: int, compress_ratio: int
+) -> Tensor:
     lens = query_lens(query_start_loc)[:, None]
     row = torch.arange(next_n, dtype=torch.int32, device=seq_lens.device)
     positions = seq_lens[:, None].long() - lens + row

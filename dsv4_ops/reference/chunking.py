@@ -1,8 +1,10 @@
-"""Cutting prefill requests into chunks that fit the workspace, and the key rows every query row may see.
+"""Cutting prefill requests into chunks that fit the workspace, and the key rows every query row may
+see.
 
-The chunk plan is greedy, which reads like a loop. It needs none: "the first request that no longer fits after i" is monotone in
-i, so a binary search finds it for every i at once; the chunks are the orbit of request 0 under that map, found by
-pointer doubling; and the query pieces of one chunk expand by a prefix sum and a search.
+The chunk plan is greedy, which reads like a loop. It needs none: "the first request that no longer
+fits after i" is monotone in i, so a binary search finds it for every i at once; the chunks are the
+orbit of request 0 under that map, found by pointer doubling; and the query pieces of one chunk
+expand by a prefix sum and a search.
 """
 
 from __future__ import annotations
@@ -39,7 +41,12 @@ def split_prefill_chunks(
     query_start = (chunk - take(last - pieces, group)) * take(piece, group)
     query_stop = torch.minimum(query_start + take(piece, group), take(num_queries, group))
     table = torch.stack(
-        (take(start, group) + request_offset, take(stop, group) + request_offset, query_start, query_stop),
+        (
+            take(start, group) + request_offset,
+            take(stop, group) + request_offset,
+            query_start,
+            query_stop,
+        ),
         1,
     )
     table = torch.where((chunk < last[-1])[:, None], table.clamp(max=INT32_MAX), 0)
@@ -52,7 +59,8 @@ def _prefix_sum(values: Tensor) -> Tensor:
 
 
 def _group_stops(rows: Tensor, queries: Tensor, workspace_size: int, max_logits: int) -> Tensor:
-    """[P + 1]: where the group that starts at each request stops; a request that fits nowhere is a group by itself."""
+    """[P + 1]: where the group that starts at each request stops; a request that fits nowhere is a
+    group by itself."""
     num_reqs = rows.shape[0] - 1
     start = torch.arange(num_reqs + 1, dtype=torch.int32, device=rows.device)
 
@@ -68,7 +76,8 @@ def _group_stops(rows: Tensor, queries: Tensor, workspace_size: int, max_logits:
 
 
 def _orbit(successor: Tensor) -> Tensor:
-    """[P + 1]: 0, successor(0), successor(successor(0)), ... by pointer doubling; stays at P once there."""
+    """[P + 1]: 0, successor(0), successor(successor(0)), ... by pointer doubling; stays at P once
+    there."""
     rank = torch.arange(successor.shape[0], dtype=torch.int32, device=successor.device)
     node, jump = torch.zeros_like(rank), successor
     for step in range(search_steps(successor.shape[0])):
@@ -85,7 +94,8 @@ def _queries_per_chunk(num_queries: Tensor, num_rows: Tensor, max_logits: int) -
 
 
 def _search(last: Tensor, value: Tensor) -> Tensor:
-    """Index of the first entry of the non-decreasing ``last`` that exceeds ``value``; the last index if none does."""
+    """Index of the first entry of the non-decreasing ``last`` that exceeds ``value``; the last
+    index if none does."""
     final = last.shape[0] - 1
 
     def not_beyond(count: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Bounded table reads and the branch-free search: what makes hostile values read as absent instead of out of bounds."""
+"""Bounded table reads and the branch-free search: what makes hostile values read as absent instead
+of out of bounds."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from dsv4_ops.core.types import ABSENT, INT32_MAX, search_steps
 
 
 def masked_index(values: Tensor, mask: Tensor, indices: list[Tensor], fill: int) -> Tensor:
-    """``values[indices]`` where ``mask``, else ``fill``; where it is False the indices may be anything."""
+    """``values[indices]`` where ``mask``, else ``fill``; where it is False the indices may be
+    anything."""
     found: Tensor = torch.ops.aten._unsafe_masked_index.default(values, mask, indices, fill)
     return found
 
@@ -23,24 +25,30 @@ def take(values: Tensor, index: Tensor) -> Tensor:
 
 
 def gather_rows(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """``values[index]`` where ``valid``, else 0. Valid indices must be in range; the others are never dereferenced."""
+    """``values[index]`` where ``valid``, else 0. Valid indices must be in range; the others are
+    never dereferenced."""
     return masked_index(values, valid, [index], 0)
 
 
 def valid_tokens(positions: Tensor, req_indices: Tensor, num_reqs: int) -> Tensor:
-    """Tokens that belong to a request of the batch; the others are padding. No request is 2**31 - 1 tokens long."""
+    """Tokens that belong to a request of the batch; the others are padding. No request is 2**31 - 1
+    tokens long."""
     in_request = (positions >= 0) & (positions < INT32_MAX)
     return in_request & (req_indices >= 0) & (req_indices < num_reqs)
 
 
 def visible_rows(positions: Tensor, compress_ratio: int) -> Tensor:
-    """Compressed rows that a token may see: row e covers ``ratio`` positions and counts once its last one is there."""
+    """Compressed rows that a token may see: row e covers ``ratio`` positions and counts once its
+    last one is there."""
     length = positions.clamp(min=ABSENT, max=INT32_MAX - 1).to(torch.int32) + 1
     return length // compress_ratio
 
 
-def table_entries(block_table: Tensor, req_indices: Tensor, columns: Tensor, wanted: Tensor) -> Tensor:
-    """Page of every (request, column); -1 where unwanted, outside the table, or negative in the table."""
+def table_entries(
+    block_table: Tensor, req_indices: Tensor, columns: Tensor, wanted: Tensor
+) -> Tensor:
+    """Page of every (request, column); -1 where unwanted, outside the table, or negative in the
+    table."""
     inside = wanted & (req_indices >= 0) & (req_indices < block_table.shape[0])
     inside = inside & (columns >= 0) & (columns < block_table.shape[1])
     rows, columns, inside = torch.broadcast_tensors(req_indices, columns, inside)
@@ -48,7 +56,8 @@ def table_entries(block_table: Tensor, req_indices: Tensor, columns: Tensor, wan
 
 
 def int32_slots(pages: Tensor, rows: Tensor, block_size: int) -> Tensor:
-    """``page * block_size + row`` as int32; -1 for an absent page and for a page whose slots do not fit."""
+    """``page * block_size + row`` as int32; -1 for an absent page and for a page whose slots do not
+    fit."""
     usable = (pages >= 0) & (pages <= 2**31 // block_size - 1)
     slots = torch.where(usable, pages, 0) * block_size + rows.to(torch.int32)
     return torch.where(usable, slots, ABSENT)
@@ -60,9 +69,11 @@ def query_lens(query_start_loc: Tensor) -> Tensor:
 
 
 def bisect(holds: Callable[[Tensor], Tensor], size: int, start: Tensor) -> Tensor:
-    """Largest ``n`` in 0..size for which ``holds(n)``, elementwise, given that it holds for a prefix of 1..size.
+    """Largest ``n`` in 0..size for which ``holds(n)``, elementwise, given that it holds for a
+    prefix of 1..size.
 
-    ``start`` is a tensor of zeros of the wanted shape. ``holds`` must answer False beyond ``size`` by itself.
+    ``start`` is a tensor of zeros of the wanted shape. ``holds`` must answer False beyond ``size``
+    by itself.
     """
     count = start
     for step in reversed(range(search_steps(size))):

@@ -10,14 +10,21 @@ from dsv4_ops.reference.common import int32_slots, query_lens, table_entries, va
 
 
 def swa_indices_and_lens(
-    positions: Tensor, req_indices: Tensor, block_table: Tensor, *, block_size: int, window_size: int
+    positions: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    window_size: int,
 ) -> tuple[Tensor, Tensor]:
     valid = valid_tokens(positions, req_indices, block_table.shape[0])
     position = torch.where(valid, positions, ABSENT).to(torch.int32)
     lens = position.clamp(max=window_size - 1) + 1
     offset = torch.arange(window_size, dtype=torch.int32, device=positions.device)
     key = (position - (window_size - 1)).clamp(min=0)[:, None] + offset
-    pages = table_entries(block_table, req_indices[:, None], key // block_size, offset < lens[:, None])
+    pages = table_entries(
+        block_table, req_indices[:, None], key // block_size, offset < lens[:, None]
+    )
     return int32_slots(pages, key % block_size, block_size), lens
 
 

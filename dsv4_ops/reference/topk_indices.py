@@ -1,4 +1,5 @@
-"""Slots of the compressed rows that a token attends to: selected ones (C4) or all of them (C128)."""
+"""Slots of the compressed rows that a token attends to: selected ones (C4) or all of them
+(C128)."""
 
 from __future__ import annotations
 

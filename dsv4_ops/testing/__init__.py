@@ -3,8 +3,8 @@
     from dsv4_ops.testing import assert_contract, batches, station
 
     assert_contract("swa_indices_and_lens")          # everything an op promises, on this machine
-    @given(batches())                                # ragged batches with padding, boundaries and hostile tables
-    def test_my_integration(batch): ...
+    @given(batches())                                # ragged batches with padding, boundaries and
+    hostile tables def test_my_integration(batch): ...
 
 ``hypothesis`` is imported when a strategy is asked for, not with this package.
 """
@@ -29,7 +29,10 @@ def station(op: str) -> OpTesting:
     from dsv4_ops.core.registry import OPS
 
     if op not in OPS:
-        raise ValueError(f"station: op must be a name in the registry, got {op!r}. See `python -m dsv4_ops list`.")
+        raise ValueError(
+            f"station: op must be a name in the registry, got {op!r}. See `python -m dsv4_ops "
+            "list`."
+        )
     found: OpTesting = OPS[op].station("testing")
     return found
 

@@ -1,4 +1,5 @@
-"""What an op lacks to be complete: every station there, with the same parameters, documented and testable."""
+"""What an op lacks to be complete: every station there, with the same parameters, documented and
+testable."""
 
 from __future__ import annotations
 
@@ -17,14 +18,16 @@ DEVICES = ("cpu", "cuda")
 
 def audit(spec: OpSpec) -> list[str]:
     """Everything that is wrong with the passport of an op; empty if it is complete."""
-    problems = [f"no lowering kind for {device}" for device in DEVICES if device not in spec.lowering]
+    problems = [
+        f"no lowering kind for {device}" for device in DEVICES if device not in spec.lowering
+    ]
     if not spec.source:
         problems.append("no source of the semantics")
     stations = {}
     for layer in ("ops", "lowering", "testing"):
         try:
             stations[layer] = spec.station(layer)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError) as error:  # noqa: PERF203 # the others still count
             problems.append(f"no {layer} station: {error}")
     schema = _schema_parameters(spec)
     functions: dict[str, Callable[..., Any]] = {"meta": spec.meta, "reference": spec.reference}
@@ -34,10 +37,15 @@ def audit(spec: OpSpec) -> list[str]:
     if "lowering" in stations:
         functions["lowering"] = stations["lowering"].function
         if stations["lowering"].kind not in spec.lowering.values():
-            problems.append(f"the lowering is {stations['lowering'].kind}, the passport says {spec.lowering}")
+            problems.append(
+                f"the lowering is {stations['lowering'].kind}, the passport says {spec.lowering}"
+            )
     for layer, function in functions.items():
         if list(inspect.signature(function).parameters) != schema:
-            problems.append(f"parameters of {layer} are {list(inspect.signature(function).parameters)}, not {schema}")
+            problems.append(
+                f"parameters of {layer} are {list(inspect.signature(function).parameters)}, "
+                f"not {schema}"
+            )
     if "testing" in stations:
         problems += _testing_problems(stations["testing"])
     return problems

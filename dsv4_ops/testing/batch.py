@@ -1,4 +1,5 @@
-"""Cases and strategies of the batch stages; the hand-computed ones are the worked examples of their documentation."""
+"""Cases and strategies of the batch stages; the hand-computed ones are the worked examples of their
+documentation."""
 
 from __future__ import annotations
 
@@ -51,8 +52,18 @@ def _token_map_cases() -> list[Case]:
     return [
         Case("worked example", worked, {"num_tokens": 10}, (requests, positions)),
         Case("batch cut off", worked, {"num_tokens": 5}, (requests[:5], positions[:5])),
-        Case("shorter than its query", (i32([0, 3]), i32([2])), {"num_tokens": 3}, ([-1, 0, 0], [-1, 0, 1])),
-        Case("padding request with tokens", (i32([0, 2, 3]), i32([0, 5])), {"num_tokens": 3}, ([-1, -1, 1], [-1, -1, 4])),
+        Case(
+            "shorter than its query",
+            (i32([0, 3]), i32([2])),
+            {"num_tokens": 3},
+            ([-1, 0, 0], [-1, 0, 1]),
+        ),
+        Case(
+            "padding request with tokens",
+            (i32([0, 2, 3]), i32([0, 5])),
+            {"num_tokens": 3},
+            ([-1, -1, 1], [-1, -1, 4]),
+        ),
         Case("no request", (i32([0]), i32([])), {"num_tokens": 2}, ([-1, -1], [-1, -1])),
     ]
 
@@ -74,7 +85,12 @@ def _flatten_cases() -> list[Case]:
     return [
         Case("variable", worked, {"num_tokens": 10, "compress_ratio": 1}, (lens, requests)),
         Case("compressed", worked, {"num_tokens": 10, "compress_ratio": 4}, (compressed, requests)),
-        Case("uniform, padded", uniform, {"num_tokens": 6, "compress_ratio": 1}, ([9, 10, 6, 7, 0, 0], [0, 0, 1, 1, -1, -1])),
+        Case(
+            "uniform, padded",
+            uniform,
+            {"num_tokens": 6, "compress_ratio": 1},
+            ([9, 10, 6, 7, 0, 0], [0, 0, 1, 1, -1, -1]),
+        ),
     ]
 
 
@@ -93,7 +109,12 @@ def _expand_cases() -> list[Case]:
             {},
             ([[2, 5], [7, 3], [0, 0], [0, 0], [2, 5]],),
         ),
-        Case("entries are not interpreted", (i32([[-1, 2**31 - 1]]), i32([0])), {}, ([[-1, 2**31 - 1]],)),
+        Case(
+            "entries are not interpreted",
+            (i32([[-1, 2**31 - 1]]), i32([0])),
+            {},
+            ([[-1, 2**31 - 1]],),
+        ),
     ]
 
 
@@ -108,8 +129,15 @@ expand_block_table = OpTesting(cases=_expand_cases, settings=({},), make=_expand
 def _mtp_cases() -> list[Case]:
     tensors = (i32([0, 2, 3, 3]), i32([10, 7, 0]))
     return [
-        Case("shorter than next_n", tensors, {"next_n": 2, "compress_ratio": 1}, ([[9, 10], [7, 0], [0, 0]],)),
-        Case("compressed", tensors, {"next_n": 2, "compress_ratio": 4}, ([[2, 2], [1, 0], [0, 0]],)),
+        Case(
+            "shorter than next_n",
+            tensors,
+            {"next_n": 2, "compress_ratio": 1},
+            ([[9, 10], [7, 0], [0, 0]],),
+        ),
+        Case(
+            "compressed", tensors, {"next_n": 2, "compress_ratio": 4}, ([[2, 2], [1, 0], [0, 0]],)
+        ),
     ]
 
 
@@ -120,6 +148,8 @@ def _mtp_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
 
 mtp_seq_lens = OpTesting(
     cases=_mtp_cases,
-    settings=tuple({"next_n": n, "compress_ratio": ratio} for n in (4, 1, 2) for ratio in (4, 1, 128)),
+    settings=tuple(
+        {"next_n": n, "compress_ratio": ratio} for n in (4, 1, 2) for ratio in (4, 1, 128)
+    ),
     make=_mtp_call,
 )

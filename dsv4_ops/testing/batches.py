@@ -1,6 +1,8 @@
-"""Hypothesis strategies that draw batch *structure*: who is empty, who is padding, which length sits on which boundary.
+"""Hypothesis strategies that draw batch *structure*: who is empty, who is padding, which length
+sits on which boundary.
 
-Structure comes from hypothesis, so that it shrinks; bulk contents (page numbers) come from a drawn seed.
+Structure comes from hypothesis, so that it shrinks; bulk contents (page numbers) come from a drawn
+seed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ HOSTILE_POSITIONS = (-1, -128, 2**31 - 2, 2**31 - 1, 2**40)
 
 @dataclass(frozen=True)
 class Batch:
-    """A padded batch as a scheduler hands it over; ``req_indices`` and ``positions`` as a correct token map gives them."""
+    """A padded batch as a scheduler hands it over; ``req_indices`` and ``positions`` as a correct
+    token map gives them."""
 
     query_start_loc: Tensor
     seq_lens: Tensor
@@ -52,7 +55,8 @@ def lengths(draw: Any) -> int:
 
 @st.composite
 def requests(draw: Any, *, min_size: int = 0, max_query: int = 9) -> list[tuple[int, int]]:
-    """(query length, sequence length) of every request; some empty, some padding, some shorter than their query."""
+    """(query length, sequence length) of every request; some empty, some padding, some shorter than
+    their query."""
     kinds = st.sampled_from(("decode", "decode", "short", "padding", "empty", "too short"))
     result = []
     for kind in draw(st.lists(kinds, min_size=min_size, max_size=12)):
@@ -83,7 +87,8 @@ def tables(draw: Any, *, num_reqs: int, min_size: int = 0, hostile: bool = True)
 
 @st.composite
 def batches(draw: Any, *, min_size: int = 0, max_query: int = 9, hostile: bool = True) -> Batch:
-    """A ragged batch: decodes, short prefills, padding requests, padding tokens or tokens cut off, hostile tables.
+    """A ragged batch: decodes, short prefills, padding requests, padding tokens or tokens cut off,
+    hostile tables.
 
     Args:
         draw: Given by hypothesis.

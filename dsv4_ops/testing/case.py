@@ -40,15 +40,17 @@ class OpTesting:
     Args:
         cases: Named cases; at least one with a hand-computed result.
         settings: Configurations (keyword arguments) worth testing; the first one is compiled.
-        make: (draw, settings, min_size) -> Case: the tensors of one call for a configuration. ``min_size`` 2 keeps sizes
-            that torch.compile would specialise on out.
+        make: (draw, settings, min_size) -> Case: the tensors of one call for a configuration.
+            ``min_size`` 2 keeps sizes that torch.compile would specialise on out.
     """
 
     cases: Callable[[], list[Case]]
     settings: tuple[dict[str, Any], ...]
     make: Callable[[Any, dict[str, Any], int], Case]
 
-    def strategy(self, *, settings: dict[str, Any] | None = None, min_size: int = 0) -> SearchStrategy[Case]:
+    def strategy(
+        self, *, settings: dict[str, Any] | None = None, min_size: int = 0
+    ) -> SearchStrategy[Case]:
         """Calls over batch structure, for one configuration or for all of them."""
         from hypothesis import strategies as st
 

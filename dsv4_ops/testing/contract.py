@@ -1,7 +1,7 @@
 """The contract every op is under, driven from the registry: a new op gets all of it for free.
 
-Each ``check_*`` raises AssertionError with the name of the op and what differs. ``assert_contract`` runs all that this
-machine can: on a GPU also CUDA graphs.
+Each ``check_*`` raises AssertionError with the name of the op and what differs. ``assert_contract``
+runs all that this machine can: on a GPU also CUDA graphs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dsv4_ops.core.registry import OPS, OpSpec
-from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, load_package, opaque_calls
+from dsv4_ops.lowering.inspect import (
+    build_package,
+    compile_and_get_code,
+    load_package,
+    opaque_calls,
+)
 from dsv4_ops.testing.case import Case, OpTesting
 
 Results = tuple[Tensor, ...]
 
 
-def assert_contract(op: str, *, device: str = "cpu", examples: int = 50, package: bool = True) -> None:
+def assert_contract(
+    op: str, *, device: str = "cpu", examples: int = 50, package: bool = True
+) -> None:
     """Check everything that ``op`` promises.
 
     Args:
@@ -56,7 +63,9 @@ def check_cases(spec: OpSpec, device: str = "cpu") -> None:
         assert case.expected is not None
         results = case.on(device).run(spec.op)
         values = tuple(result.tolist() for result in results)
-        assert values == tuple(case.expected), f"{spec.name}, {case.name}: {values} != {case.expected}"
+        assert values == tuple(case.expected), (
+            f"{spec.name}, {case.name}: {values} != {case.expected}"
+        )
 
 
 def check_opcheck(spec: OpSpec, device: str = "cpu") -> None:
@@ -67,7 +76,8 @@ def check_opcheck(spec: OpSpec, device: str = "cpu") -> None:
 
 
 def check_fake(spec: OpSpec, device: str = "cpu") -> None:
-    """Fake results have the metadata of real ones: dense, strided, empty and size-1 inputs, plain and symbolic sizes."""
+    """Fake results have the metadata of real ones: dense, strided, empty and size-1 inputs, plain
+    and symbolic sizes."""
     for case in _station(spec).cases():
         moved = case.on(device)
         for tensors in (moved.tensors, tuple(strided_copy(tensor) for tensor in moved.tensors)):
@@ -79,14 +89,19 @@ def check_fake(spec: OpSpec, device: str = "cpu") -> None:
 
 
 class CompiledOp:
-    """One op as one compiled callable: a single graph, nothing opaque, no recompile over sizes and contents."""
+    """One op as one compiled callable: a single graph, nothing opaque, no recompile over sizes and
+    contents."""
 
-    def __init__(self, spec: OpSpec, device: str = "cpu", *, layout: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self, spec: OpSpec, device: str = "cpu", *, layout: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         self.spec, self.device = spec, device
         self.layout = layout or torch.clone  # a view would be guarded on its base
         self.settings = dict(_station(spec).settings[0])
         torch._dynamo.reset()
-        self.compiled = torch.compile(_with_sizes(spec, self.settings), fullgraph=True, dynamic=True)
+        self.compiled = torch.compile(
+            _with_sizes(spec, self.settings), fullgraph=True, dynamic=True
+        )
         first = self._inputs(_primer(_station(spec), self.settings))
         # sizes that happen to be equal in the first call must not be taken for one
         with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined] # methods of config modules are made at import
@@ -110,7 +125,8 @@ class CompiledOp:
             assert torch.equal(tensor, copy), f"{self.spec.name}: an input was modified"
 
     def check_cases(self) -> None:
-        """Every named case of the compiled configuration whose sizes torch.compile does not specialise on."""
+        """Every named case of the compiled configuration whose sizes torch.compile does not
+        specialise on."""
         for case in _station(self.spec).cases():
             same = all(self.settings[key] == case.settings.get(key) for key in self.settings)
             if same and all(size > 1 for tensor in case.tensors for size in tensor.shape):
@@ -135,7 +151,9 @@ class CompiledOp:
         check()
 
 
-def bound_call(spec: OpSpec, device: str = "cpu", *, skip: int = 0) -> tuple[Callable[..., Any], Results]:
+def bound_call(
+    spec: OpSpec, device: str = "cpu", *, skip: int = 0
+) -> tuple[Callable[..., Any], Results]:
     """The public function as a function of tensors only, and tensors to call it with."""
     station = _station(spec)
     settings = dict(station.settings[0])
@@ -144,7 +162,8 @@ def bound_call(spec: OpSpec, device: str = "cpu", *, skip: int = 0) -> tuple[Cal
 
 
 def check_package(spec: OpSpec, device: str = "cpu") -> None:
-    """Exported with dynamic sizes and packaged, the op gives what the reference gives, at other sizes too."""
+    """Exported with dynamic sizes and packaged, the op gives what the reference gives, at other
+    sizes too."""
     call, inputs = bound_call(spec, device)
     program = export_dynamic(call, inputs)
     named = [node.target for node in program.graph.nodes if node.target is spec.op]
@@ -157,18 +176,24 @@ def check_package(spec: OpSpec, device: str = "cpu") -> None:
 
 
 def check_cuda_graph(spec: OpSpec) -> None:
-    """Captured by torch.compile's CUDA graphs, the op is right after its inputs change in place, without a host sync."""
+    """Captured by torch.compile's CUDA graphs, the op is right after its inputs change in place,
+    without a host sync."""
     call, inputs = bound_call(spec, "cuda")
     for tensor in inputs:
         torch._dynamo.mark_static_address(tensor)
     torch._dynamo.reset()
     compiled = torch.compile(
-        call, fullgraph=True, dynamic=True, options={"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
+        call,
+        fullgraph=True,
+        dynamic=True,
+        options={"triton.cudagraphs": True, "triton.cudagraph_or_error": True},
     )
     for _ in range(3):
         compiled(*inputs)
     for _ in range(3):
-        for tensor in inputs:  # keeps query_start_loc non-decreasing; other contents may be anything
+        for (
+            tensor
+        ) in inputs:  # keeps query_start_loc non-decreasing; other contents may be anything
             tensor.copy_(torch.div(tensor * 2, 3, rounding_mode="floor"))
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -179,14 +204,16 @@ def check_cuda_graph(spec: OpSpec) -> None:
         assert_same(f"{spec.name}, CUDA graph", actual, call(*inputs))
 
 
-def export_dynamic(call: Callable[..., Any], inputs: Sequence[Tensor]) -> torch.export.ExportedProgram:
+def export_dynamic(
+    call: Callable[..., Any], inputs: Sequence[Tensor]
+) -> torch.export.ExportedProgram:
     """Export ``call`` with every dimension of every input dynamic that the program does not fix."""
 
     class Call(torch.nn.Module):
         def forward(self, *tensors: Tensor) -> Any:
             return call(*tensors)
 
-    dims = tuple({axis: torch.export.Dim.AUTO for axis in range(tensor.dim())} for tensor in inputs)
+    dims = tuple(dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO) for tensor in inputs)
     return torch.export.export(Call(), tuple(inputs), dynamic_shapes=(dims,))
 
 
@@ -198,11 +225,14 @@ def assert_same(what: str, actual: Any, expected: Any) -> None:
             f"{what}: result {index} is {left.shape} {left.dtype} {left.device}, "
             f"not {right.shape} {right.dtype} {right.device}"
         )
-        assert torch.equal(left, right), f"{what}: result {index} differs:\n{left}\nexpected\n{right}"
+        assert torch.equal(left, right), (
+            f"{what}: result {index} differs:\n{left}\nexpected\n{right}"
+        )
 
 
 def strided_copy(tensor: Tensor) -> Tensor:
-    """The same values in a view with gaps: a column slice of something wider, as schedulers pass their tables."""
+    """The same values in a view with gaps: a column slice of something wider, as schedulers pass
+    their tables."""
     shape = (*tensor.shape[:-1], tensor.shape[-1] + 3)
     wide = tensor.new_full(shape, 77)
     wide[..., 1:-2] = tensor
@@ -219,7 +249,13 @@ def _results(result: Any) -> Results:
 
 
 def _metadata(tensor: Tensor) -> tuple[Any, ...]:
-    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type, tensor.storage_offset())
+    return (
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device.type,
+        tensor.storage_offset(),
+    )
 
 
 def _fake_metadata(spec: OpSpec, case: Case, symbolic: bool) -> list[tuple[Any, ...]]:
@@ -235,7 +271,8 @@ def _fake_metadata(spec: OpSpec, case: Case, symbolic: bool) -> list[tuple[Any, 
 
 
 def _with_sizes(spec: OpSpec, settings: dict[str, Any]) -> Callable[..., Any]:
-    """The public function with ``settings`` bound; ``num_tokens``, a size, comes from the length of one more tensor."""
+    """The public function with ``settings`` bound; ``num_tokens``, a size, comes from the length of
+    one more tensor."""
     public = spec.station("ops")
     if "num_tokens" not in spec.schema.partition("*")[2]:
         return lambda *tensors: public(*tensors, **settings)
@@ -246,7 +283,10 @@ def _sized_tensors(case: Case) -> tuple[Tensor, ...]:
     if "num_tokens" not in case.settings:
         return case.tensors
     device = case.tensors[0].device
-    return (*case.tensors, torch.empty(case.settings["num_tokens"], dtype=torch.uint8, device=device))
+    return (
+        *case.tensors,
+        torch.empty(case.settings["num_tokens"], dtype=torch.uint8, device=device),
+    )
 
 
 def _primer(station: OpTesting, settings: dict[str, Any], *, skip: int = 0) -> Case:

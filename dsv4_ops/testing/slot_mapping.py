@@ -16,8 +16,15 @@ def _cases() -> list[Case]:
     own = i64([0, 1, 2, 3, 4, 5, 6, 7])
     replayed = i64([-1, 1, 2, 3, 4, 5, 6, 7])
     return [
-        Case("worked example", (positions, requests, table, own), _PLAIN, ([321, -1, -1, -1, -1, -1, -1, 578],)),
-        Case("PAD in, PAD out", (positions, requests, table, replayed), _PLAIN, ([-1] * 7 + [578],)),
+        Case(
+            "worked example",
+            (positions, requests, table, own),
+            _PLAIN,
+            ([321, -1, -1, -1, -1, -1, -1, 578],),
+        ),
+        Case(
+            "PAD in, PAD out", (positions, requests, table, replayed), _PLAIN, ([-1] * 7 + [578],)
+        ),
         Case(
             "beyond int32",
             (i64([3]), i32([0]), i32([[50_000_000]]), i64([0])),

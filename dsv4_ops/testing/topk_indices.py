@@ -41,7 +41,9 @@ def _topk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     batch = draw(batches(min_size=min_size))
     topk = max(min_size, draw(st.sampled_from((0, 1, 2, 5, 16))))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    selected = torch.randint(-2, 700, (batch.num_tokens, topk), generator=generator, dtype=torch.int32)
+    selected = torch.randint(
+        -2, 700, (batch.num_tokens, topk), generator=generator, dtype=torch.int32
+    )
     if selected.numel():
         for entry in draw(st.lists(st.integers(0, selected.numel() - 1), max_size=4)):
             selected.view(-1)[entry] = draw(st.sampled_from((-1, -(2**31), 2**31 - 1, 63, 64)))
