@@ -75,7 +75,7 @@ def test_tag_is_set_at_import_and_only_once():
     assert torch.compiler.config.cache_key_tag.split(";").count(tag) == 1
 
 
-def test_tag_keeps_what_the_user_put_there(monkeypatch):
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
-    tag = extend_cache_key("1.2.3")
-    assert torch.compiler.config.cache_key_tag == f"mine;{tag}"
+def test_tag_keeps_what_the_user_put_there():
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        tag = extend_cache_key("1.2.3")
+        assert torch.compiler.config.cache_key_tag == f"mine;{tag}"

@@ -198,9 +198,9 @@ def test_doctor_finds_an_op_without_trace_rule(monkeypatch):
     assert any("opaque calls: token_map." in text for text in report["problems"])
 
 
-def test_doctor_finds_an_overwritten_cache_key_tag(monkeypatch):
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
-    report = doctor.collect()
+def test_doctor_finds_an_overwritten_cache_key_tag():
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        report = doctor.collect()
     assert report["cache"]["included"] is False
     assert any("lacks 'dsv4_ops=" in text for text in report["problems"])
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from metadata_batches import SPEC, Inputs, random_inputs, tables_of
 
+from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code, opaque_calls
 from dsv4_ops.metadata import (
     AttentionSpec,
@@ -122,6 +123,27 @@ def test_one_graph_without_opaque_calls_or_recompiles(build):
         for seed in range(50):
             inputs: Inputs = random_inputs(seed, num_reqs=2 + seed % 17, num_tokens=2 + 3 * seed)
             assert_equal(compiled(*inputs), build(*inputs))
+
+
+def test_configuration_stays_constant_under_dynamic_shapes():
+    """dynamic=True makes ints of a captured spec symbolic; widths made from them would cost a
+    division per entry (3x on an H200), so the schemas take configuration as plain ints."""
+    spec = AttentionSpec(next_n=2, max_model_len=8192)
+    widths = []
+
+    def backend(graph, _):
+        for node in graph.graph.nodes:
+            if node.target is OPS["dense_compressed_indices"].op:
+                widths.append(node.kwargs["max_compressed"])
+        return graph.forward
+
+    def build(*inputs):
+        return build_decode_metadata(spec, *inputs[:3], tables_of(inputs))
+
+    torch._dynamo.reset()
+    inputs = random_inputs(0, num_reqs=5, num_tokens=23, spec=spec)
+    torch.compile(build, fullgraph=True, dynamic=True, backend=backend)(*inputs)
+    assert [type(width) for width in widths] == [int]
 
 
 def test_max_chunks_of_a_spec_is_enough():

@@ -250,7 +250,7 @@ def expand_block_table(block_table: Tensor, req_indices: Tensor) -> Tensor:
 _mtp_seq_lens = define_op(
     OpSpec(
         stem="batch",
-        schema="mtp_seq_lens(Tensor query_start_loc, Tensor seq_lens, *, SymInt next_n, int "
+        schema="mtp_seq_lens(Tensor query_start_loc, Tensor seq_lens, *, int next_n, int "
         "compress_ratio) -> Tensor",
         meta=meta.mtp_seq_lens,
         reference=reference.mtp_seq_lens,

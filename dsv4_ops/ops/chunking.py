@@ -19,7 +19,7 @@ _split_prefill_chunks = define_op(
         stem="chunking",
         schema="split_prefill_chunks(Tensor seq_lens, Tensor query_lens, *, int "
         "workspace_size, int max_logits_bytes, "
-        "SymInt max_chunks, SymInt request_offset) -> (Tensor, Tensor)",
+        "int max_chunks, SymInt request_offset) -> (Tensor, Tensor)",
         meta=meta.split_prefill_chunks,
         reference=reference.split_prefill_chunks,
         lowering={"cpu": "decompose", "cuda": "decompose"},

@@ -86,7 +86,7 @@ _dense_compressed_indices = define_op(
         stem="topk_indices",
         schema="dense_compressed_indices(Tensor positions, Tensor req_indices, Tensor "
         "block_table, *, int block_size, "
-        "int compress_ratio, SymInt max_compressed) -> (Tensor, Tensor)",
+        "int compress_ratio, int max_compressed) -> (Tensor, Tensor)",
         meta=meta.dense_compressed_indices,
         reference=reference.dense_compressed_indices,
         lowering={"cpu": "pointwise", "cuda": "pointwise"},
