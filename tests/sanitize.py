@@ -5,7 +5,7 @@ import torch
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing import contract
 
-EXAMPLES = 25
+EXAMPLES = 10
 
 
 def main() -> None:

@@ -132,9 +132,9 @@ def test_configuration_stays_constant_under_dynamic_shapes():
     widths = []
 
     def backend(graph, _):
-        for node in graph.graph.nodes:
-            if node.target is OPS["dense_compressed_indices"].op:
-                widths.append(node.kwargs["max_compressed"])
+        dense = OPS["dense_compressed_indices"].op
+        calls = [node for node in graph.graph.nodes if node.target is dense]
+        widths.extend(node.meta["example_value"][0].shape[1] for node in calls)
         return graph.forward
 
     def build(*inputs):
@@ -143,6 +143,7 @@ def test_configuration_stays_constant_under_dynamic_shapes():
     torch._dynamo.reset()
     inputs = random_inputs(0, num_reqs=5, num_tokens=23, spec=spec)
     torch.compile(build, fullgraph=True, dynamic=True, backend=backend)(*inputs)
+    assert widths == [128]
     assert [type(width) for width in widths] == [int]
 
 

@@ -56,7 +56,7 @@ def slot_rows(
     first: Any | None,
     lens: Any,
     *,
-    width: Any,
+    width: int,
     block_size: int,
 ) -> Any:
     """int32 [num_tokens, width]: slot of cache row ``first[t] + o`` for o < ``lens[t]``, else -1.
@@ -66,54 +66,76 @@ def slot_rows(
     """
     (num_tokens,) = lens.get_size()
     num_reqs, max_blocks = block_table.get_size()
-    load_len, load_request = lens.make_loader(), req_indices.make_loader()
+    on_cpu = lens.get_device().type == "cpu"
+    load_readable, load_request = _row_buffers(block_table, req_indices, first, lens, block_size)
     load_page = block_table.make_loader()
     load_first = first.make_loader() if first is not None else None
 
-    def readable(index: Any) -> Value:
-        """Entries of the token whose page the table has."""
-        beyond = ops.index_expr(max_blocks * block_size, torch.int64)
-        if load_first is not None:
-            beyond = ops.sub(beyond, ops.to_dtype(load_first(index), torch.int64))
-        beyond = ops.maximum(beyond, ops.constant(0, torch.int64))
-        return ops.to_dtype(
-            ops.minimum(beyond, ops.to_dtype(load_len(index), torch.int64)), torch.int32
-        )
-
-    load_readable = realized(lens, torch.int32, [num_tokens], readable).make_loader()
-
-    def page_and_row(token: Any, entry: Any) -> tuple[Value, Value]:
-        request = ops.indirect_indexing(
-            load_request([token]), num_reqs, check=False, wrap_neg=False
-        )
+    def block_and_row(token: Any, entry: Any) -> tuple[Value, Value]:
         if load_first is None:
-            row = ops.index_expr(ModularIndexing(entry, 1, block_size), torch.int32)
-            return load_page([request, FloorDiv(entry, block_size)]), row
+            block = ops.index_expr(FloorDiv(entry, block_size), torch.int32)
+            return block, ops.index_expr(ModularIndexing(entry, 1, block_size), torch.int32)
         key = ops.add(load_first([token]), ops.index_expr(entry, torch.int32))
         # truncation is floor division here: a key is never negative
         block = ops.truncdiv(key, int32(block_size))
-        row = ops.sub(key, ops.mul(block, int32(block_size)))
-        column = ops.indirect_indexing(block, max_blocks, check=False, wrap_neg=False)
-        return load_page([request, column]), row
+        return block, ops.sub(key, ops.mul(block, int32(block_size)))
+
+    def table_index(token: Any, entry: Any) -> list[Any]:
+        block, _ = block_and_row(token, entry)
+        # a masked lane reads nothing, but its address must not be far off either (pitfalls A4)
+        column = ops.minimum(block, ops.index_expr(max_blocks - 1, torch.int32))
+        return [
+            ops.indirect_indexing(load_request([token]), num_reqs, check=False, wrap_neg=False),
+            ops.indirect_indexing(column, max_blocks, check=False, wrap_neg=False),
+        ]
 
     def slot(token: Any, entry: Any) -> Value:
-        def in_table() -> Value:
-            page, row = page_and_row(token, entry)
-            usable = ops.logical_and(
-                ops.ge(page, int32(0)), ops.le(page, int32(2**31 // block_size - 1))
-            )
-            slots = ops.add(ops.mul(ops.where(usable, page, int32(0)), int32(block_size)), row)
-            return ops.where(usable, slots, int32(ABSENT))
-
         inside = ops.lt(ops.index_expr(entry, torch.int32), load_readable([token]))
-        return ops.masked(inside, in_table, ABSENT)
+        if on_cpu:  # the C++ backend cannot use a value made outside in a masked body
+            page = ops.masked(inside, lambda: load_page(table_index(token, entry)), ABSENT)
+        else:  # Triton reads the values of a row once per thread, but only outside the mask
+            index = table_index(token, entry)
+            page = ops.masked(inside, lambda: load_page(index), ABSENT)
+        usable = ops.logical_and(
+            ops.ge(page, int32(0)), ops.le(page, int32(2**31 // block_size - 1))
+        )
+        if on_cpu:  # an int32 overflow is undefined in C++, even where its value is not used
+            page = ops.where(usable, page, int32(0))
+        _, row = block_and_row(token, entry)
+        return ops.where(usable, ops.add(ops.mul(page, int32(block_size)), row), int32(ABSENT))
 
     def flat_slot(index: Any) -> Value:
         return slot(FloorDiv(index[0], width), ModularIndexing(index[0], 1, width))
 
-    if lens.get_device().type == "cpu":  # the C++ backend vectorizes over the entries of a row
+    if on_cpu:  # C++ vectorizes over the entries of a row
         return realized(lens, torch.int32, [num_tokens, width], lambda index: slot(*index))
-    # One dimension on a GPU: given two, Inductor tiles them 32 x 32, which suits a transpose and
-    # not rows of 128.
+    # Given two dimensions, Inductor tiles them 32 x 32: right for a transpose, not for rows of 128.
     flat = realized(lens, torch.int32, [num_tokens * width], flat_slot)
     return lowerings[torch.ops.aten.view.default](flat, [num_tokens, width])
+
+
+def _row_buffers(
+    block_table: Any, req_indices: Any, first: Any | None, lens: Any, block_size: int
+) -> tuple[Callable[..., Any], ...]:
+    """Loaders of two [num_tokens] buffers: entries whose page the table has, and the table row."""
+    (num_tokens,) = lens.get_size()
+    max_blocks = block_table.get_size()[1]
+    load_len, load_request = lens.make_loader(), req_indices.make_loader()
+    load_first = first.make_loader() if first is not None else None
+
+    def readable(index: Any) -> Value:
+        beyond = ops.index_expr(max_blocks * block_size, torch.int64)
+        if load_first is not None:
+            beyond = ops.sub(beyond, ops.to_dtype(load_first(index), torch.int64))
+        beyond = ops.maximum(beyond, ops.constant(0, torch.int64))
+        length = ops.to_dtype(load_len(index), torch.int64)
+        return ops.to_dtype(ops.minimum(beyond, length), torch.int32)
+
+    def table_row(index: Any) -> Value:
+        exists = ops.gt(load_len(index), int32(0))
+        return ops.where(exists, load_request(index), int32(0))
+
+    return tuple(
+        realized(lens, torch.int32, [num_tokens], value).make_loader()
+        for value in (readable, table_row)
+    )
