@@ -71,23 +71,24 @@ def slot_rows(
     load_page = block_table.make_loader()
     load_first = first.make_loader() if first is not None else None
 
-    def block_and_row(token: Any, entry: Any) -> tuple[Value, Value]:
+    def block_and_row(token: Any, entry: Any) -> tuple[Any, Value]:
+        """Table column, ready to index with, and row in its page."""
         if load_first is None:
-            block = ops.index_expr(FloorDiv(entry, block_size), torch.int32)
-            return block, ops.index_expr(ModularIndexing(entry, 1, block_size), torch.int32)
+            row = ops.index_expr(ModularIndexing(entry, 1, block_size), torch.int32)
+            return FloorDiv(entry, block_size), row
         key = ops.add(load_first([token]), ops.index_expr(entry, torch.int32))
         # truncation is floor division here: a key is never negative
         block = ops.truncdiv(key, int32(block_size))
-        return block, ops.sub(key, ops.mul(block, int32(block_size)))
-
-    def table_index(token: Any, entry: Any) -> list[Any]:
-        block, _ = block_and_row(token, entry)
+        row = ops.sub(key, ops.mul(block, int32(block_size)))
         # a masked lane reads nothing, but its address must not be far off either (pitfalls A4)
         column = ops.minimum(block, ops.index_expr(max_blocks - 1, torch.int32))
-        return [
-            ops.indirect_indexing(load_request([token]), num_reqs, check=False, wrap_neg=False),
-            ops.indirect_indexing(column, max_blocks, check=False, wrap_neg=False),
-        ]
+        return ops.indirect_indexing(column, max_blocks, check=False, wrap_neg=False), row
+
+    def table_index(token: Any, entry: Any) -> list[Any]:
+        request = ops.indirect_indexing(
+            load_request([token]), num_reqs, check=False, wrap_neg=False
+        )
+        return [request, block_and_row(token, entry)[0]]
 
     def slot(token: Any, entry: Any) -> Value:
         inside = ops.lt(ops.index_expr(entry, torch.int32), load_readable([token]))
