@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     plan = make_plan(options)
     output = Report(options.out, "metadata", report.stamp(plan.device, options.command))
-    with torch.no_grad(), _compiler_settings():
+    with torch.no_grad(), _compiler_settings(pdl=options.pdl):
         bench = Bench(plan, options.anchor)
         for case in report.progress(plan.cases, "metadata"):
             output.add(bench.measure(case))
@@ -109,13 +109,14 @@ def _device(name: str, smoke: bool) -> torch.device:
 
 
 @contextlib.contextmanager
-def _compiler_settings() -> Iterator[None]:
+def _compiler_settings(*, pdl: bool) -> Iterator[None]:
     """Fail where CUDA graphs cannot be used; allow a graph per size, several modes per code."""
-    cudagraphs = {
+    settings = {
         "triton.cudagraph_or_error": True,
         "triton.cudagraph_dynamic_shape_warn_limit": None,
+        "triton.enable_pdl": pdl,
     }
-    with torch._inductor.config.patch(cudagraphs), torch._dynamo.config.patch(recompile_limit=64):
+    with torch._inductor.config.patch(settings), torch._dynamo.config.patch(recompile_limit=64):
         yield
 
 

@@ -18,13 +18,11 @@ mtp_seq_lens = Decompose(reference.mtp_seq_lens)
 
 
 def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple[Any, Any]:
-    """A branch-free search per token, unrolled, so that it fuses with its consumers in C++ and
-    Triton alike.
+    """A branch-free search per token, unrolled, so that it fuses with its consumers everywhere.
 
     Three buffers of one iteration space: Inductor makes one kernel of them and keeps the first in
-        registers. They are
-    realized because every entry of a later [num_tokens, width] stage reads them; inlined, each
-    would search again.
+    registers. They are realized because every entry of a later [num_tokens, width] stage reads
+    them; inlined, each would search again.
     """
     from dsv4_ops.lowering._compat import ops
     from dsv4_ops.lowering.slot_rows import int32, realized
@@ -36,10 +34,8 @@ def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple
         return load_start([ops.indirect_indexing(request, boundaries, check=False, wrap_neg=False)])
 
     def search(index: Any) -> Any:
-        token, limit = (
-            ops.index_expr(index[0], torch.int32),
-            ops.index_expr(boundaries, torch.int32),
-        )
+        token = ops.index_expr(index[0], torch.int32)
+        limit = ops.index_expr(boundaries, torch.int32)
         count = int32(0)
         for stride in _strides(boundaries):
             candidates = [ops.add(count, int32(ways * stride)) for ways in range(1, _FAN_OUT)]
