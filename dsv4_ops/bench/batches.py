@@ -59,7 +59,7 @@ def draw_batch(
         pages = torch.randperm(
             requests * columns, generator=generator, device=device, dtype=torch.int32
         )
-        return pages.view(requests, columns)
+        return pages.view(requests, columns).clone()
 
     tables = BlockTables(
         swa=table(spec.swa_page_size), c4=table(spec.page_tokens), c128=table(spec.page_tokens)
@@ -69,9 +69,9 @@ def draw_batch(
     pages = tables.swa.gather(1, positions // spec.swa_page_size).long()
     slots = pages * spec.swa_page_size + positions % spec.swa_page_size
     starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * next_n
-    return Batch(
-        requests, next_n, starts, seq_lens, slots.reshape(-1), tables, positions.reshape(-1)
-    )
+    # clones: Dynamo guards on the base of a view, and the base of next_n = 1 has a size of 1
+    slots, positions = slots.reshape(-1).clone(), positions.reshape(-1).clone()
+    return Batch(requests, next_n, starts, seq_lens, slots, tables, positions)
 
 
 def input_bytes(spec: AttentionSpec, batch: Batch) -> int:
