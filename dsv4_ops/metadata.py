@@ -22,6 +22,14 @@ from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 from dsv4_ops.ops.swa import prefill_gather_lens, swa_indices_and_lens
 from dsv4_ops.ops.topk_indices import dense_compressed_indices
 
+COMPILE_OPTIONS = {"triton.autotune_pointwise": False, "triton.enable_pdl": True}
+"""``torch.compile(build, options=COMPILE_OPTIONS)``: what measured best for the builders on a GPU.
+
+Inductor's default tries two block sizes on the first batch it sees; for rows of 8192 slots one is
+twice as slow on large batches, and on a small first batch the choice is left to noise. Programmatic
+dependent launch (Hopper and later) lets a kernel start while the one before it ends.
+"""
+
 _ROW_MULTIPLE = 128
 """Index rows are padded to this many entries, as FlashMLA wants them."""
 

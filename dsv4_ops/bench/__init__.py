@@ -60,11 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--context", type=_size, metavar="N", help="longest context drawn; default: 131072")
     add("--max-model-len", type=_size, metavar="N", help="default: 1048576, as DeepSeek-V4-Flash")
     add("--threads", type=_size, metavar="N", help="CPU threads; default: torch's")
-    add(
-        "--pdl",
-        action="store_true",
-        help="compile with triton.enable_pdl: kernels overlap launches",
-    )
+    add("--tuned", action="store_true", help="compile with dsv4_ops.metadata.COMPILE_OPTIONS")
     add("--no-plot", action="store_true", help="table and JSONL only")
     return parser
 

@@ -28,7 +28,13 @@ from dsv4_ops.bench.batches import (
 from dsv4_ops.bench.plot import plot
 from dsv4_ops.bench.report import Report, Row
 from dsv4_ops.bench.timing import Capture, Timing, device_activities, host_us, wall_us
-from dsv4_ops.metadata import AttentionSpec, BlockTables, DecodeMetadata, build_decode_metadata
+from dsv4_ops.metadata import (
+    COMPILE_OPTIONS,
+    AttentionSpec,
+    BlockTables,
+    DecodeMetadata,
+    build_decode_metadata,
+)
 
 Builder = Callable[..., DecodeMetadata]
 
@@ -71,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     plan = make_plan(options)
     output = Report(options.out, "metadata", report.stamp(plan.device, options.command))
-    with torch.no_grad(), _compiler_settings(pdl=options.pdl):
+    with torch.no_grad(), _compiler_settings(tuned=options.tuned):
         bench = Bench(plan, options.anchor)
         for case in report.progress(plan.cases, "metadata"):
             output.add(bench.measure(case))
@@ -109,12 +115,12 @@ def _device(name: str, smoke: bool) -> torch.device:
 
 
 @contextlib.contextmanager
-def _compiler_settings(*, pdl: bool) -> Iterator[None]:
+def _compiler_settings(*, tuned: bool) -> Iterator[None]:
     """Fail where CUDA graphs cannot be used; allow a graph per size, several modes per code."""
-    settings = {
+    settings: dict[str, Any] = {
         "triton.cudagraph_or_error": True,
         "triton.cudagraph_dynamic_shape_warn_limit": None,
-        "triton.enable_pdl": pdl,
+        **(COMPILE_OPTIONS if tuned else {}),
     }
     with torch._inductor.config.patch(settings), torch._dynamo.config.patch(recompile_limit=64):
         yield
