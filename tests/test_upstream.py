@@ -1,0 +1,68 @@
+"""Bugs of torch that our rules steer around; a test that starts to fail says that a rule can go."""
+
+import pytest
+import torch
+
+_library = torch.library.Library("dsv4_ops_tests", "DEF")
+_library.define("fill_row(Tensor(a!) cache, Tensor rows, float value) -> ()")
+
+
+def _fill_row(cache, rows, value):
+    cache[rows] = value
+
+
+_library.impl("fill_row", _fill_row, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "dsv4_ops_tests::fill_row", lambda cache, rows, value: None, lib=_library
+)
+fill_row = torch.ops.dsv4_ops_tests.fill_row.default
+
+
+def written_layer(caches: torch.Tensor) -> list[int]:
+    """Layers of [layers, rows, width] that hold anything but 0."""
+    return [layer for layer in range(caches.shape[0]) if caches[layer].any()]
+
+
+@pytest.mark.slow
+def test_mutating_op_on_a_layer_of_a_graph_input_writes_layer_0():
+    """inductor.md 1.5: `op(cache[layer])` of an input with symbolic sizes writes elsewhere.
+
+    Hence caches are registered buffers or one tensor per layer (the tests below).
+    """
+    torch._dynamo.reset()
+    caches, rows = torch.zeros(3, 8, 6), torch.tensor([2, 5])
+    compiled = torch.compile(
+        lambda caches, rows: fill_row(caches[1], rows, 1.0), fullgraph=True, dynamic=True
+    )
+    compiled(caches, rows)
+    assert written_layer(caches) == [0], "fixed upstream: allow cache[layer] of graph inputs"
+
+
+@pytest.mark.slow
+def test_one_tensor_per_layer_is_right():
+    torch._dynamo.reset()
+    caches, rows = list(torch.zeros(3, 8, 6)), torch.tensor([2, 5])
+
+    def write(first, second, third, rows):
+        fill_row(second, rows, 1.0)
+
+    torch.compile(write, fullgraph=True, dynamic=True)(*(cache.clone() for cache in caches), rows)
+    separate = [cache.clone() for cache in caches]
+    torch.compile(write, fullgraph=True, dynamic=True)(*separate, rows)
+    assert written_layer(torch.stack(separate)) == [1]
+
+
+@pytest.mark.slow
+def test_layer_of_a_registered_buffer_is_right():
+    class Layers(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("caches", torch.zeros(3, 8, 6))
+
+        def forward(self, rows):
+            fill_row(self.caches[1], rows, 1.0)
+
+    torch._dynamo.reset()
+    layers = Layers()
+    torch.compile(layers, fullgraph=True, dynamic=True)(torch.tensor([2, 5]))
+    assert written_layer(layers.caches) == [1]
