@@ -112,3 +112,13 @@ def test_a_broken_lowering_is_noticed(monkeypatch):
         pytest.raises(AssertionError, match="differs"),
     ):
         contract.CompiledOp(OPS["prefill_gather_lens"])
+
+
+@pytest.mark.slow
+def test_assert_contract_is_what_users_call():
+    testing.assert_contract("prefill_gather_lens", examples=10)
+
+
+def test_assert_contract_names_an_unknown_op():
+    with pytest.raises(ValueError, match=r"^assert_contract: op must be a name in the registry"):
+        testing.assert_contract("no_such_op")

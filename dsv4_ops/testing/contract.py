@@ -41,7 +41,13 @@ def assert_contract(
 
     Raises:
         AssertionError: a promise is broken; the message names it.
+        ValueError: no op has that name.
     """
+    if op not in OPS:
+        raise ValueError(
+            f"assert_contract: op must be a name in the registry, got {op!r}. "
+            "See `python -m dsv4_ops list`."
+        )
     spec = OPS[op]
     check_cases(spec, device)
     check_opcheck(spec, device)
