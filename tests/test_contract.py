@@ -72,6 +72,14 @@ def test_compiled_takes_column_slices(name):
     contract.CompiledOp(OPS[name], layout=contract.strided_copy).fuzz(20)
 
 
+IR_OPS = [name for name, spec in OPS.items() if "pointwise" in spec.lowering.values()]
+
+
+@pytest.mark.parametrize("name", IR_OPS)
+def test_compiled_fuses_with_producers_and_consumers(name):
+    contract.check_fusion(OPS[name])
+
+
 @pytest.mark.parametrize("name", ["swa_indices_and_lens", "token_map"])
 @pytest.mark.parametrize("size", [0, 1])
 def test_compiled_with_sizes_that_are_specialised(name, size):

@@ -33,6 +33,7 @@ def test_contract_on_cuda(name):
     compiled = contract.CompiledOp(spec, "cuda")
     compiled.check_cases()
     compiled.fuzz(200)
+    contract.check_fusion(spec, "cuda")
     contract.check_cuda_graph(spec)
 
 

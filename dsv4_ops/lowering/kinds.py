@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+_registered: set[Any] = set()
+"""Overloads whose lowering Inductor has."""
+
 
 @dataclass(frozen=True)
 class Decompose:
@@ -41,6 +44,8 @@ class PointwiseIR:
         """Tell Inductor about ``function``, once."""
         from dsv4_ops.lowering import _compat
 
-        if op not in _compat.lowerings:
+        # Not "op in lowerings": Inductor puts a fallback there for an op that it met opaque.
+        if op not in _registered:
+            _registered.add(op)
             # None: integers stay what they are, no type promotion among the arguments
             _compat.register_lowering(op, type_promotion_kind=None)(self.function)

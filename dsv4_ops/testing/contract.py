@@ -55,6 +55,7 @@ def assert_contract(
     compiled = CompiledOp(spec, device)
     compiled.check_cases()
     compiled.fuzz(examples)
+    check_fusion(spec, device)
     if package:
         check_package(spec, device)
     if device == "cuda":
@@ -155,6 +156,22 @@ class CompiledOp:
             self.check(case)
 
         check()
+
+
+def check_fusion(spec: OpSpec, device: str = "cpu") -> None:
+    """Compiled between a producer of its inputs and a consumer of its results, the op is right.
+
+    IR that reads a computed value in the wrong place fails only then.
+    """
+    call, inputs = bound_call(spec, device)
+
+    def between(*tensors: Tensor) -> Results:
+        results = _results(call(*(tensor * 2 - tensor for tensor in tensors)))
+        return tuple(result * 3 + 1 for result in results)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(between, fullgraph=True, dynamic=True)
+    assert_same(f"{spec.name}, fused", compiled(*inputs), between(*inputs))
 
 
 def bound_call(
