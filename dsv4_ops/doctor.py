@@ -5,7 +5,6 @@ A probe that fails becomes a line with its error and a problem, never an excepti
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import shlex
@@ -206,7 +205,8 @@ def selftest() -> None:
     def positions(query_start_loc: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
         return dsv4_ops.token_map(query_start_loc, seq_lens, num_tokens=5).positions
 
-    run_and_get_code = importlib.import_module("torch._inductor.utils").run_and_get_code
+    from dsv4_ops.lowering._compat import run_and_get_code
+
     query_start_loc = torch.tensor([0, 3, 4], dtype=torch.int32)
     seq_lens = torch.tensor([10, 7], dtype=torch.int32)
     compiled = torch.compile(positions, fullgraph=True)
@@ -255,7 +255,9 @@ def _cache(problems: Problems) -> Section:
             "caches may serve code of other lowerings. "
             "Append to the tag instead of replacing it, and restart the process."
         )
-    folder = Path(importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir())
+    from dsv4_ops.lowering._compat import cache_dir
+
+    folder = Path(cache_dir())
     if not os.access(folder, os.W_OK):
         problems.append(
             f"the cache folder {folder} is not writable. "
@@ -267,7 +269,9 @@ def _cache(problems: Problems) -> Section:
 def _aot_inductor(problems: Problems) -> Section:
     section: Section = {"CXX": os.environ.get("CXX") or None}
     try:
-        compiler = importlib.import_module("torch._inductor.cpp_builder").get_cpp_compiler()
+        from dsv4_ops.lowering._compat import get_cpp_compiler
+
+        compiler = get_cpp_compiler()
     except Exception as error:
         section["compiler"] = f"none: {type(error).__name__}"
         problems.append(

@@ -1,9 +1,24 @@
-"""The one importer of Inductor internals. tests/test_compat.py imports each name on every supported
-torch."""
+"""The one importer of Inductor's names; tests/test_compat.py imports each on supported torches."""
 
+from torch._inductor import aoti_compile_and_package, aoti_load_package
+from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.ir import Pointwise
 from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
-__all__ = ["FloorDiv", "ModularIndexing", "Pointwise", "lowerings", "ops", "register_lowering"]
+__all__ = [
+    "FloorDiv",
+    "ModularIndexing",
+    "Pointwise",
+    "aoti_compile_and_package",
+    "aoti_load_package",
+    "cache_dir",
+    "get_cpp_compiler",
+    "lowerings",
+    "ops",
+    "register_lowering",
+    "run_and_get_code",
+]

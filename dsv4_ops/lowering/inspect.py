@@ -20,7 +20,7 @@ def opaque_calls(code: str) -> list[str]:
 def compile_and_get_code(function: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     """Call a ``torch.compile``d function for the first time; its result and the code that Inductor
     generated."""
-    from torch._inductor.utils import run_and_get_code
+    from dsv4_ops.lowering._compat import run_and_get_code
 
     result, codes = run_and_get_code(function, *args)
     if len(codes) != 1:
@@ -33,17 +33,17 @@ def compile_and_get_code(function: Callable[..., Any], *args: Any) -> tuple[Any,
 
 def build_package(program: torch.export.ExportedProgram, path: Path) -> Path:
     """Compile an exported program to an AOTInductor package at ``path`` (.pt2)."""
-    import torch._inductor
+    from dsv4_ops.lowering._compat import aoti_compile_and_package
 
-    return Path(torch._inductor.aoti_compile_and_package(program, package_path=str(path)))
+    return Path(aoti_compile_and_package(program, package_path=str(path)))
 
 
 def load_package(path: Path, *, run_single_threaded: bool = False) -> Callable[..., Any]:
     """Load an AOTInductor package. Single-threaded packages can be captured in a CUDA graph; the
     default loader cannot."""
-    import torch._inductor
+    from dsv4_ops.lowering._compat import aoti_load_package
 
-    loaded: Callable[..., Any] = torch._inductor.aoti_load_package(
+    loaded: Callable[..., Any] = aoti_load_package(
         str(path), run_single_threaded=run_single_threaded
     )
     return loaded
