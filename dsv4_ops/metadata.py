@@ -23,11 +23,12 @@ from dsv4_ops.ops.swa import prefill_gather_lens, swa_indices_and_lens
 from dsv4_ops.ops.topk_indices import dense_compressed_indices
 
 COMPILE_OPTIONS = {"triton.autotune_pointwise": False, "triton.enable_pdl": True}
-"""``torch.compile(build, options=COMPILE_OPTIONS)``: what measured best for the builders on a GPU.
+"""``torch.compile(build, options=COMPILE_OPTIONS)``: steadiest on a GPU up to 512 tokens.
 
 Inductor's default tries two block sizes on the first batch it sees; for rows of 8192 slots one is
 twice as slow on large batches, and on a small first batch the choice is left to noise. Programmatic
-dependent launch (Hopper and later) lets a kernel start while the one before it ends.
+dependent launch (Hopper and later) lets a kernel start while the one before it ends. At 2048 tokens
+an H200 took 27 us with these options and 22 with the better block size of the default.
 """
 
 _ROW_MULTIPLE = 128

@@ -178,7 +178,7 @@ def progress(items: Sequence[Item], title: str) -> Iterator[Item]:
 
 def _progress_bar() -> Any | None:
     try:
-        from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+        from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore] # stubs are optional
     except ImportError:
         return None
     return tqdm
