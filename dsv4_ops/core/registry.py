@@ -18,6 +18,7 @@ compiled. The switch that tells the two apart is the one ``torch.library.triton_
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -87,9 +88,28 @@ class OpSpec:
         return overload
 
     def station(self, layer: str) -> Any:
-        """What ``layer`` (``ops``, ``meta``, ``reference``, ``lowering``, ``testing``) holds for
-        this op."""
+        """What ``layer`` (``ops``, ``meta``, ``reference``, ``kernels``, ``lowering``, ``testing``)
+        holds for this op."""
         return getattr(importlib.import_module(f"dsv4_ops.{layer}.{self.stem}"), self.name)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of all parameters, in order."""
+        return tuple(argument.name for argument in self.op._schema.arguments)
+
+    @property
+    def mutated(self) -> tuple[int, ...]:
+        """Places of the arguments that the op writes to."""
+        return tuple(
+            place
+            for place, argument in enumerate(self.op._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether ``kernels/<stem>.py`` holds a launcher for CUDA."""
+        return self.lowering.get("cuda") == "triton"
 
 
 OPS: dict[str, OpSpec] = {}
@@ -104,6 +124,8 @@ def define_op(spec: OpSpec) -> torch._ops.OpOverload:
         )
     _library.define(spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(spec.name, spec.reference, "CompositeExplicitAutograd")
+    if spec.has_kernel and importlib.util.find_spec("triton") is not None:
+        _library.impl(spec.name, _launch_rule(spec), "CUDA")
     qualified = f"{NAMESPACE}::{spec.name}"
     torch.library.register_fake(qualified, spec.meta, lib=_library)
     torch.library.register_torch_dispatch(
@@ -111,6 +133,21 @@ def define_op(spec: OpSpec) -> torch._ops.OpOverload:
     )
     OPS[spec.name] = spec
     return spec.op
+
+
+def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
+    """The kernel of an op, called outside a compiler."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        launcher = spec.station("kernels")
+        with torch.cuda.device_of(next(arg for arg in args if isinstance(arg, torch.Tensor))):
+            return launcher(_call, *args, **kwargs)
+
+    return rule
+
+
+def _call(kernel: Any) -> Any:
+    return kernel
 
 
 def _trace_rule(spec: OpSpec) -> Callable[..., Any]:

@@ -58,6 +58,13 @@ class TopkIndices(NamedTuple):
     lens: Tensor
 
 
+class IndexerKeys(NamedTuple):
+    """Gathered keys of the lightning indexer; see ``dsv4_ops.gather_indexer_k``."""
+
+    k: Tensor
+    scales: Tensor
+
+
 def search_steps(size: object) -> int:
     """Halvings that a branch-free binary search over 0..size needs; the bound of the package for a
     symbolic size."""

@@ -8,6 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from dsv4_ops.core.registry import OPS
+
 _registered: set[Any] = set()
 """Overloads whose lowering Inductor has."""
 
@@ -49,3 +53,20 @@ class PointwiseIR:
             _registered.add(op)
             # None: integers stay what they are, no type promotion among the arguments
             _compat.register_lowering(op, type_promotion_kind=None)(self.function)
+
+
+@dataclass(frozen=True)
+class TritonKernel:
+    """On CUDA trace the launcher in ``kernels/<stem>.py``, whose kernel Inductor compiles into the
+    graph; elsewhere trace ``function``, as ``Decompose`` does."""
+
+    function: Callable[..., Any]
+    kind = "triton"
+
+    def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        first = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        with mode:
+            if first.device.type != "cuda":
+                return self.function(*args, **kwargs)
+            launcher = OPS[op._schema.name.partition("::")[2]].station("kernels")
+            return launcher(torch.library.wrap_triton, *args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,22 +15,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op, with its result if that was computed by hand."""
+    """One call of an op, with its result if that was computed by hand.
+
+    ``tensors`` are all positional arguments; one that is optional may be None. Of an op that writes
+    to an argument, the result is that argument.
+    """
 
     name: str
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor | None, ...]
     settings: dict[str, Any] = field(default_factory=dict)
     expected: tuple[Any, ...] | None = None
 
     def on(self, device: str | torch.device) -> Case:
         """The same call with its tensors on ``device``."""
-        moved = tuple(tensor.to(device) for tensor in self.tensors)
+        moved = tuple(None if tensor is None else tensor.to(device) for tensor in self.tensors)
         return Case(self.name, moved, self.settings, self.expected)
 
-    def run(self, op: Callable[..., Any]) -> tuple[Tensor, ...]:
-        """Call ``op`` with clones of the tensors; results as a tuple, however many there are."""
-        result = op(*(tensor.clone() for tensor in self.tensors), **self.settings)
-        return (result,) if isinstance(result, Tensor) else tuple(result)
+    def copy(self, layout: Callable[[Tensor], Tensor] = torch.clone) -> Case:
+        """The same call with a copy of each tensor, made by ``layout``."""
+        copies = tuple(None if tensor is None else layout(tensor) for tensor in self.tensors)
+        return Case(self.name, copies, self.settings, self.expected)
+
+    def run(self, op: Callable[..., Any], mutated: Sequence[int] = ()) -> tuple[Tensor, ...]:
+        """Call ``op`` with clones of the tensors; results, then the arguments that it writes to."""
+        tensors = self.copy().tensors
+        result = op(*tensors, **self.settings)
+        return results(result, *(tensors[place] for place in mutated))
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,12 @@ class OpTesting:
             return self.make(draw, chosen, min_size)
 
         return calls()
+
+
+def results(result: Any, *written: Tensor | None) -> tuple[Tensor, ...]:
+    """Results of a call as a tuple, however many there are, followed by written arguments."""
+    returned = () if result is None else (result,) if isinstance(result, Tensor) else tuple(result)
+    return (*returned, *(tensor for tensor in written if tensor is not None))
 
 
 def i32(values: Any) -> Tensor:

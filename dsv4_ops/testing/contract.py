@@ -23,7 +23,7 @@ from dsv4_ops.lowering.inspect import (
     load_package,
     opaque_calls,
 )
-from dsv4_ops.testing.case import Case, OpTesting
+from dsv4_ops.testing.case import Case, OpTesting, results
 
 Results = tuple[Tensor, ...]
 
@@ -68,8 +68,7 @@ def check_cases(spec: OpSpec, device: str = "cpu") -> None:
     assert computed, f"{spec.name}: no case with a hand-computed result"
     for case in computed:
         assert case.expected is not None
-        results = case.on(device).run(spec.op)
-        values = tuple(result.tolist() for result in results)
+        values = tuple(result.tolist() for result in case.on(device).run(spec.op, spec.mutated))
         assert values == tuple(case.expected), (
             f"{spec.name}, {case.name}: {values} != {case.expected}"
         )
@@ -78,7 +77,7 @@ def check_cases(spec: OpSpec, device: str = "cpu") -> None:
 def check_opcheck(spec: OpSpec, device: str = "cpu") -> None:
     """Schema, fake and AOT dispatch agree with the op, as ``torch.library.opcheck`` sees it."""
     for case in _station(spec).cases():
-        moved = case.on(device)
+        moved = case.on(device).copy()
         torch.library.opcheck(spec.op, moved.tensors, moved.settings)
 
 
@@ -87,9 +86,11 @@ def check_fake(spec: OpSpec, device: str = "cpu") -> None:
     and symbolic sizes."""
     for case in _station(spec).cases():
         moved = case.on(device)
-        for tensors in (moved.tensors, tuple(strided_copy(tensor) for tensor in moved.tensors)):
-            variant = Case(case.name, tensors, case.settings)
-            real = [_metadata(result) for result in _results(spec.op(*tensors, **case.settings))]
+        for variant in (moved.copy(), moved.copy(strided_copy)):
+            real = [
+                _metadata(result)
+                for result in results(spec.op(*variant.tensors, **variant.settings))
+            ]
             for symbolic in (False, True):
                 fake = _fake_metadata(spec, variant, symbolic)
                 assert fake == real, f"{spec.name}, {case.name}: fake {fake} != real {real}"
@@ -97,7 +98,7 @@ def check_fake(spec: OpSpec, device: str = "cpu") -> None:
 
 class CompiledOp:
     """One op as one compiled callable: a single graph, nothing opaque, no recompile over sizes and
-    contents."""
+    contents, arguments written in place."""
 
     def __init__(
         self, spec: OpSpec, device: str = "cpu", *, layout: Callable[[Tensor], Tensor] | None = None
@@ -105,38 +106,45 @@ class CompiledOp:
         self.spec, self.device = spec, device
         self.layout = layout or torch.clone  # a view would be guarded on its base
         self.settings = dict(_station(spec).settings[0])
+        self.call = _with_sizes(spec, self.settings)
         torch._dynamo.reset()
-        self.compiled = torch.compile(
-            _with_sizes(spec, self.settings), fullgraph=True, dynamic=True
-        )
+        self.compiled = torch.compile(self.call, fullgraph=True, dynamic=True)
         first = self._inputs(_primer(_station(spec), self.settings))
+        self.dtypes = [tensor.dtype for tensor in first]
+        copies = tuple(tensor.clone() for tensor in first)
         # sizes that happen to be equal in the first call must not be taken for one
         with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined] # methods of config modules are made at import
             result, self.code = compile_and_get_code(self.compiled, *first)
         opaque = [] if spec.opaque_because else opaque_calls(self.code)
         assert not opaque, f"{spec.name}: opaque in the compiled code: {opaque}"
-        assert_same(spec.name, result, _with_sizes(spec, self.settings)(*first))
+        expected = _outcome(spec, self.call(*copies), copies)
+        assert_same(spec.name, _outcome(spec, result, first), expected)
 
-    def _inputs(self, case: Case) -> tuple[Tensor, ...]:
+    def _inputs(self, case: Case) -> Results:
         return tuple(self.layout(tensor) for tensor in _sized_tensors(case.on(self.device)))
 
     def check(self, case: Case) -> None:
         """The compiled op gives exactly what the reference gives, and does not recompile for it."""
         inputs = self._inputs(case)
+        copies = tuple(tensor.clone() for tensor in inputs)
+        expected = _outcome(self.spec, self.call(*copies), copies)
         before = [tensor.clone() for tensor in inputs]
-        expected = _with_sizes(self.spec, self.settings)(*inputs)
+        addresses = [tensor.data_ptr() for tensor in inputs]
         with torch._dynamo.config.patch(error_on_recompile=True):
-            actual = self.compiled(*inputs)
+            actual = _outcome(self.spec, self.compiled(*inputs), inputs)
         assert_same(f"{self.spec.name}, compiled", actual, expected)
-        for tensor, copy in zip(inputs, before, strict=True):
-            assert torch.equal(tensor, copy), f"{self.spec.name}: an input was modified"
+        assert addresses == [tensor.data_ptr() for tensor in inputs], "an argument has moved"
+        for place, (tensor, copy) in enumerate(zip(inputs, before, strict=True)):
+            if place not in self.spec.mutated:
+                assert equal(tensor, copy), f"{self.spec.name}: an input was modified"
 
     def check_cases(self) -> None:
         """Every named case of the compiled configuration whose sizes torch.compile does not
         specialise on."""
         for case in _station(self.spec).cases():
             same = all(self.settings[key] == case.settings.get(key) for key in self.settings)
-            if same and all(size > 1 for tensor in case.tensors for size in tensor.shape):
+            sizes = [0 if tensor is None else min(tensor.shape) for tensor in case.tensors]
+            if same and min(sizes) > 1 and self.dtypes == [t.dtype for t in _sized_tensors(case)]:
                 self.check(case)
 
     def fuzz(self, examples: int, *, derandomize: bool = True) -> None:
@@ -164,14 +172,28 @@ def check_fusion(spec: OpSpec, device: str = "cpu") -> None:
     IR that reads a computed value in the wrong place fails only then.
     """
     call, inputs = bound_call(spec, device)
+    # bools: under dynamic=True Dynamo takes captured ints for symbols, which no tuple contains
+    writes = tuple(place in spec.mutated for place in range(len(inputs)))
+
+    def produced(tensor: Tensor, written: bool) -> Tensor:
+        if written:
+            return tensor
+        # exact in floating point, where a larger intermediate could overflow
+        return tensor * -1 * -1 if tensor.is_floating_point() else tensor * 2 - tensor
+
+    def consumed(tensor: Tensor) -> Tensor:
+        return tensor * -2 if tensor.is_floating_point() else tensor * 3 + 1
 
     def between(*tensors: Tensor) -> Results:
-        results = _results(call(*(tensor * 2 - tensor for tensor in tensors)))
-        return tuple(result * 3 + 1 for result in results)
+        arguments = tuple(map(produced, tensors, writes))
+        written = (tensor for tensor, write in zip(arguments, writes, strict=True) if write)
+        return tuple(map(consumed, results(call(*arguments), *written)))
 
     torch._dynamo.reset()
     compiled = torch.compile(between, fullgraph=True, dynamic=True)
-    assert_same(f"{spec.name}, fused", compiled(*inputs), between(*inputs))
+    copies = tuple(tensor.clone() for tensor in inputs)
+    actual = (*compiled(*inputs), *inputs)
+    assert_same(f"{spec.name}, fused", actual, (*between(*copies), *copies))
 
 
 def bound_call(
@@ -186,7 +208,7 @@ def bound_call(
 
 def check_package(spec: OpSpec, device: str = "cpu") -> None:
     """Exported with dynamic sizes and packaged, the op gives what the reference gives, at other
-    sizes too."""
+    sizes too, and writes to the caller's tensors."""
     call, inputs = bound_call(spec, device)
     program = export_dynamic(call, inputs)
     named = [node.target for node in program.graph.nodes if node.target is spec.op]
@@ -195,7 +217,10 @@ def check_package(spec: OpSpec, device: str = "cpu") -> None:
         run = load_package(build_package(program, Path(folder) / f"{spec.name}.pt2"))
         for skip in range(5):
             _, other = bound_call(spec, device, skip=skip)
-            assert_same(f"{spec.name}, packaged", run(*other), call(*other))
+            copies = tuple(tensor.clone() for tensor in other)
+            expected = _outcome(spec, call(*copies), copies)
+            actual = _outcome(spec, run(*other), other)
+            assert_same(f"{spec.name}, packaged", actual, expected)
 
 
 def check_cuda_graph(spec: OpSpec) -> None:
@@ -214,17 +239,20 @@ def check_cuda_graph(spec: OpSpec) -> None:
     for _ in range(3):
         compiled(*inputs)
     for _ in range(3):
-        for (
-            tensor
-        ) in inputs:  # keeps query_start_loc non-decreasing; other contents may be anything
-            tensor.copy_(torch.div(tensor * 2, 3, rounding_mode="floor"))
+        for tensor in inputs:
+            if spec.mutated:  # keeps slots distinct
+                tensor.copy_(tensor.flip(0))
+            else:  # keeps query_start_loc non-decreasing
+                tensor.copy_(torch.div(tensor * 2, 3, rounding_mode="floor"))
+        copies = tuple(tensor.clone() for tensor in inputs)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             actual = compiled(*inputs)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert_same(f"{spec.name}, CUDA graph", actual, call(*inputs))
+        expected = _outcome(spec, call(*copies), copies)
+        assert_same(f"{spec.name}, CUDA graph", _outcome(spec, actual, inputs), expected)
 
 
 def export_dynamic(
@@ -242,24 +270,35 @@ def export_dynamic(
 
 def assert_same(what: str, actual: Any, expected: Any) -> None:
     """Equal in number, shape, dtype, device and every value."""
-    pairs = list(zip(_results(actual), _results(expected), strict=True))
+    pairs = list(zip(results(actual), results(expected), strict=True))
     for index, (left, right) in enumerate(pairs):
         assert (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device), (
             f"{what}: result {index} is {left.shape} {left.dtype} {left.device}, "
             f"not {right.shape} {right.dtype} {right.device}"
         )
-        assert torch.equal(left, right), (
-            f"{what}: result {index} differs:\n{left}\nexpected\n{right}"
-        )
+        assert equal(left, right), f"{what}: result {index} differs:\n{left}\nexpected\n{right}"
+
+
+def equal(left: Tensor, right: Tensor) -> bool:
+    """Equal bit for bit, but for the payload of NaN."""
+    if not left.is_floating_point():
+        return torch.equal(left, right)
+    words = torch.int16 if left.itemsize == 2 else torch.int32
+    nan = left.isnan()
+    if not torch.equal(nan, right.isnan()):
+        return False
+    bits = (torch.where(nan, 0, tensor.contiguous().view(words)) for tensor in (left, right))
+    return torch.equal(*bits)
 
 
 def strided_copy(tensor: Tensor) -> Tensor:
     """The same values in a view with gaps: a column slice of something wider, as schedulers pass
-    their tables."""
-    shape = (*tensor.shape[:-1], tensor.shape[-1] + 3)
+    their tables; of bytes, pages that still start at multiples of 16."""
+    before, after = (16, 32) if tensor.dtype == torch.uint8 else (1, 2)
+    shape = (*tensor.shape[:-1], tensor.shape[-1] + before + after)
     wide = tensor.new_full(shape, 77)
-    wide[..., 1:-2] = tensor
-    return wide[..., 1:-2]
+    wide[..., before:-after] = tensor
+    return wide[..., before:-after]
 
 
 def _station(spec: OpSpec) -> OpTesting:
@@ -267,8 +306,9 @@ def _station(spec: OpSpec) -> OpTesting:
     return station
 
 
-def _results(result: Any) -> Results:
-    return (result,) if isinstance(result, Tensor) else tuple(result)
+def _outcome(spec: OpSpec, result: Any, arguments: Sequence[Tensor]) -> Results:
+    """Results of a call, and the arguments that it wrote to."""
+    return results(result, *(arguments[place] for place in spec.mutated))
 
 
 def _metadata(tensor: Tensor) -> tuple[Any, ...]:
@@ -284,32 +324,39 @@ def _metadata(tensor: Tensor) -> tuple[Any, ...]:
 def _fake_metadata(spec: OpSpec, case: Case, symbolic: bool) -> list[tuple[Any, ...]]:
     mode = FakeTensorMode(shape_env=ShapeEnv() if symbolic else None)
     with mode:
-        fakes = [mode.from_tensor(tensor, static_shapes=not symbolic) for tensor in case.tensors]
-        results = _results(spec.op(*fakes, **case.settings))
+        fakes = [
+            None if tensor is None else mode.from_tensor(tensor, static_shapes=not symbolic)
+            for tensor in case.tensors
+        ]
+        returned = results(spec.op(*fakes, **case.settings))
     found = []
-    for result in results:
+    for result in returned:
         shape, stride, *rest = _metadata(result)
         found.append((tuple(map(int, shape)), tuple(map(int, stride)), *rest))
     return found
 
 
+def _sizes(schema: str) -> list[str]:
+    """Keyword arguments that are capacities: sizes of results, which change from call to call."""
+    return [name for name in ("num_tokens", "num_rows") if f"SymInt {name}" in schema]
+
+
 def _with_sizes(spec: OpSpec, settings: dict[str, Any]) -> Callable[..., Any]:
-    """The public function with ``settings`` bound; ``num_tokens``, a size, comes from the length of
-    one more tensor."""
-    public = spec.station("ops")
-    if "num_tokens" not in spec.schema.partition("*")[2]:
+    """The public function with ``settings`` bound; a capacity comes from the length of one more
+    tensor."""
+    public, sizes = spec.station("ops"), _sizes(spec.schema)
+    if not sizes:
         return lambda *tensors: public(*tensors, **settings)
-    return lambda *tensors: public(*tensors[:-1], **settings, num_tokens=tensors[-1].shape[0])
+    (size,) = sizes
+    return lambda *tensors: public(*tensors[:-1], **settings, **{size: tensors[-1].shape[0]})
 
 
 def _sized_tensors(case: Case) -> tuple[Tensor, ...]:
-    if "num_tokens" not in case.settings:
-        return case.tensors
-    device = case.tensors[0].device
-    return (
-        *case.tensors,
-        torch.empty(case.settings["num_tokens"], dtype=torch.uint8, device=device),
-    )
+    """The tensors of a case, and one for its capacity if it has one."""
+    tensors = tuple(tensor for tensor in case.tensors if tensor is not None)
+    sizes = [case.settings[name] for name in ("num_tokens", "num_rows") if name in case.settings]
+    device = tensors[0].device
+    return (*tensors, *(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes))
 
 
 def _primer(station: OpTesting, settings: dict[str, Any], *, skip: int = 0) -> Case:

@@ -1,0 +1,231 @@
+"""Byte layouts of the paged caches: the contract with FlashMLA, DeepGEMM and other engines.
+
+No other file knows an offset. A layout is a frozen dataclass whose ``tag`` names the format; ops
+take the tag, and refuse a cache whose shape does not fit it, because the attention libraries read
+a cache of the wrong layout without complaint.
+
+Pages of the FP8 layouts hold the data of all their rows first, then the scales of all their rows,
+then padding up to a multiple of 576 bytes, which FlashMLA demands of the page stride.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PAGE_ALIGNMENT = 576
+"""Bytes that a page of the FP8 and state layouts is a multiple of."""
+
+CACHE_ALIGNMENT = 16
+"""Bytes that every page starts at a multiple of: kernels read and write 16 at a time."""
+
+FP8_MAX = 448.0
+"""Largest finite e4m3fn value."""
+
+SCALE_BIAS = 127
+"""UE8M0: byte b is the scale 2^(b - 127)."""
+
+SCALE_FLOOR = 105
+"""Scale byte of a block whose largest magnitude is 1e-4 or less: 2^-22 * 448 is just above 1e-4."""
+
+
+@dataclass(frozen=True)
+class Layout(ABC):
+    """What the layouts have in common.
+
+    Args:
+        block_size: Rows per page. At least 1.
+    """
+
+    block_size: int
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(
+                f"{type(self).__name__}: block_size must be at least 1, got {self.block_size}. "
+                "Pass the rows of a page."
+            )
+
+    @property
+    @abstractmethod
+    def tag(self) -> str:
+        """Name of the format, which ops check."""
+
+    @property
+    @abstractmethod
+    def data_bytes(self) -> int:
+        """Bytes of one row without its scales."""
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of one row, padding included."""
+        return 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in all."""
+        return self.data_bytes + self.scale_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, padding included."""
+        return round_up(self.block_size * self.row_bytes, PAGE_ALIGNMENT)
+
+    def data_offset(self, slot: int) -> int:
+        """Byte of a dense cache at which the data of ``slot`` starts."""
+        page, row = divmod(slot, self.block_size)
+        return page * self.page_bytes + row * self.data_bytes
+
+    def scale_offset(self, slot: int) -> int:
+        """Byte of a dense cache at which the scales of ``slot`` start."""
+        page, row = divmod(slot, self.block_size)
+        scales = self.block_size * self.data_bytes
+        return page * self.page_bytes + scales + row * self.scale_bytes
+
+    def shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Shape of a cache of ``num_blocks`` pages."""
+        return (num_blocks, self.page_bytes)
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Dtype of the cache tensor."""
+        return torch.uint8
+
+    def allocate(self, num_blocks: int, device: torch.device | str | None = None) -> Tensor:
+        """A cache of ``num_blocks`` pages of zeros."""
+        return torch.zeros(self.shape(num_blocks), dtype=self.storage_dtype, device=device)
+
+
+@dataclass(frozen=True)
+class QuantizedLayout(Layout):
+    """Rows with e4m3 codes and power-of-two scales."""
+
+    @property
+    @abstractmethod
+    def head_dim(self) -> int:
+        """Values per row."""
+
+    @property
+    @abstractmethod
+    def code_dim(self) -> int:
+        """Leading values that are stored as e4m3 codes."""
+
+    @property
+    @abstractmethod
+    def quant_block(self) -> int:
+        """Values that share a scale."""
+
+    @property
+    def num_scales(self) -> int:
+        """Scales per row."""
+        return self.code_dim // self.quant_block
+
+
+@dataclass(frozen=True)
+class MainLayout(QuantizedLayout):
+    """Keys of the window, C4 and C128 caches: 584 bytes per row, what FlashMLA reads.
+
+    448 e4m3 codes (NoPE), 64 bf16 values (RoPE); 7 UE8M0 scales and a zero byte. Window and C4
+    pages have 64 rows (or 256), C128 pages 2.
+    """
+
+    tag = "v4_fp8"
+    head_dim = 512
+    code_dim = 448
+    quant_block = 64
+    data_bytes = 448 + 64 * 2
+    scale_bytes = 7 + 1
+
+    def kernel_view(self, k_cache: Tensor) -> Tensor:
+        """The view [num_blocks, block_size, 1, 584] that FlashMLA wants; only its first stride and
+        its sizes mean anything."""
+        rows = (k_cache.shape[0], self.block_size, 1, self.row_bytes)
+        strides = (k_cache.stride(0), self.row_bytes, self.row_bytes, 1)
+        return k_cache.as_strided(rows, strides)
+
+
+@dataclass(frozen=True)
+class IndexerLayout(QuantizedLayout):
+    """Keys of the lightning indexer: 128 e4m3 codes and one fp32 scale, what DeepGEMM reads."""
+
+    tag = "v4_indexer_fp8"
+    head_dim = 128
+    code_dim = 128
+    quant_block = 128
+    data_bytes = 128
+    scale_bytes = 4
+
+    def kernel_view(self, k_cache: Tensor) -> Tensor:
+        """The view [num_blocks, block_size, 1, 132] that DeepGEMM wants; only its first stride and
+        its sizes mean anything."""
+        rows = (k_cache.shape[0], self.block_size, 1, self.row_bytes)
+        strides = (k_cache.stride(0), self.row_bytes, self.row_bytes, 1)
+        return k_cache.as_strided(rows, strides)
+
+
+@dataclass(frozen=True)
+class PlainLayout(Layout):
+    """Unquantised rows, [num_blocks, block_size, width]: the reference mode, and FlashInfer.
+
+    Args:
+        block_size: Rows per page.
+        width: Values per row.
+        dtype: torch.bfloat16 or torch.float32.
+    """
+
+    width: int = 512
+    dtype: torch.dtype = torch.bfloat16
+    tag = "plain"
+
+    @property
+    def data_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        return self.block_size * self.data_bytes
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (num_blocks, self.block_size, self.width)
+
+
+@dataclass(frozen=True)
+class StateLayout(Layout):
+    """Unfinished windows of a compressor: fp32 rows of [kv | score], ``width`` values in all.
+
+    C4 main: 4 rows of 2048; C128 main: 8 rows of 1024; C4 indexer: 4 rows of 512.
+
+    Args:
+        block_size: Rows (tokens) per page.
+        width: Values per row: kv and score, each twice as wide for an overlapping compressor.
+    """
+
+    width: int = 2048
+    tag = "v4_state"
+
+    @property
+    def data_bytes(self) -> int:
+        return self.width * 4
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (num_blocks, self.page_bytes // 4)
+
+    def rows(self, states: Tensor) -> Tensor:
+        """The view [num_blocks, block_size, width] without the padding of the pages."""
+        return states[:, : self.block_size * self.width].unflatten(1, (self.block_size, self.width))
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``value``."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,63 @@
+"""e4m3 codes with power-of-two block scales, inside a kernel: ``reference/quantization.py`` on
+registers."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_ops.core import layout
+
+_SCALE_FLOOR = tl.constexpr(layout.SCALE_FLOOR)
+_INVERSE_BIAS = tl.constexpr(2 * layout.SCALE_BIAS)
+_FP8_MAX = tl.constexpr(layout.FP8_MAX)
+_LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
+
+
+@triton.jit
+def quantize(values, EMULATE: tl.constexpr):
+    """uint8 codes and int32 scale bytes of bf16 values as float32; one scale per last dimension.
+
+    Few instructions per value, because they bound the kernel as much as memory does: NaN and
+    infinities are left to the cast, which saturates and gives 0x7F for NaN.
+    """
+    magnitude = tl.abs(values)
+    if EMULATE:  # numpy's maximum returns NaN where the hardware's returns the number
+        magnitude = tl.where(magnitude != magnitude, 0.0, magnitude)
+    amax = tl.max(magnitude, axis=-1)
+    amax = tl.where(amax != amax, 0.0, tl.minimum(amax, _LARGEST_BF16))  # NaN: nothing else there
+    # the exponent of amax / 448, up to the next power of two if the significand is above 1.75
+    patterns = amax.to(tl.int32, bitcast=True)
+    scale = tl.maximum(((patterns + 0x1FFFFF) >> 23) - 8, _SCALE_FLOOR)
+    inverse = ((-scale + _INVERSE_BIAS) << 23).to(tl.float32, bitcast=True)
+    scaled = values * tl.expand_dims(inverse, -1)
+    if EMULATE:
+        return _encode(scaled), scale
+    return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale
+
+
+@triton.jit
+def _encode(values):
+    """The cast in integers: Triton's interpreter rounds wrongly and does not saturate."""
+    is_nan = values != values
+    values = tl.maximum(tl.minimum(values, _FP8_MAX), -_FP8_MAX)
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # normal codes: round 23 significand bits to 3, to nearest even
+    rounded = magnitude + 0x7FFFF + ((magnitude >> 20) & 1)
+    normal = (rounded >> 20) - ((127 - 7) << 3)
+    # subnormal codes: multiples of 2^-9; adding 2^14 leaves just those bits in a float32
+    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
+    subnormal = shifted.to(tl.int32, bitcast=True) & 0xF
+    codes = tl.where(magnitude < ((127 - 6) << 23), subnormal, normal)
+    return tl.where(is_nan, 0x7F, codes | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def dequantize(codes, scale, EMULATE: tl.constexpr):
+    """bf16 patterns, int16, of uint8 codes and the scale bytes of their last dimension."""
+    factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if EMULATE:  # Triton's interpreter reads the NaN codes as 480
+        values = tl.where((codes & 0x7F) == 0x7F, float("nan"), values)
+    scaled = values * tl.expand_dims(factor, -1)
+    return scaled.to(tl.bfloat16).to(tl.int16, bitcast=True)

@@ -1,0 +1,38 @@
+"""Addresses in paged caches: what slots and block-table entries that do not exist turn into."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def locate_slots(
+    slot_mapping, slot_stride, token, num_tokens, num_blocks, BLOCK_SIZE: tl.constexpr
+):
+    """int64 page and row of the slots of ``token``, and which of them exist."""
+    slot = tl.load(
+        slot_mapping + token.to(tl.int64) * slot_stride, mask=token < num_tokens, other=-1
+    )
+    exists = (slot >= 0) & (slot // BLOCK_SIZE < num_blocks)
+    slot = tl.where(exists, slot, 0)
+    return slot // BLOCK_SIZE, slot % BLOCK_SIZE, exists
+
+
+@triton.jit
+def locate_positions(
+    block_table,
+    table_stride,
+    column_stride,
+    request,
+    position,
+    wanted,
+    max_blocks,
+    num_blocks,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """int64 page and row of int64 positions of int64 requests, and which of them exist."""
+    inside = wanted & (position >= 0) & (position // BLOCK_SIZE < max_blocks)
+    position = tl.where(inside, position, 0)
+    entry = request * table_stride + position // BLOCK_SIZE * column_stride
+    page = tl.load(block_table + entry, mask=inside, other=-1)
+    exists = (page >= 0) & (page < num_blocks)
+    return tl.where(exists, page, 0).to(tl.int64), position % BLOCK_SIZE, exists

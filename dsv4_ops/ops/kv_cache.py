@@ -1,0 +1,351 @@
+"""Paged FP8 key cache of DeepSeek-V4 (window, C4 and C128 rows): the bytes that FlashMLA reads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import MainLayout, PlainLayout
+from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.meta import kv_cache as meta
+from dsv4_ops.reference import kv_cache as reference
+
+_INSERT = "(Tensor k, Tensor{} k_cache, Tensor slot_mapping, *, int block_size, str layout) -> {}"
+_SOURCE = "vLLM 0.33 quantize_and_insert_k_cache; values that it leaves open are decided here"
+
+_quantize_and_insert_k_cache = define_op(
+    OpSpec(
+        stem="kv_cache",
+        schema="quantize_and_insert_k_cache" + _INSERT.format("(a!)", "()"),
+        meta=meta.quantize_and_insert_k_cache,
+        reference=reference.quantize_and_insert_k_cache,
+        lowering={"cpu": "decompose", "cuda": "triton"},
+        dynamic=("num_tokens", "num_blocks"),
+        source=_SOURCE,
+        providers=("triton", "reference"),
+    )
+)
+_quantize_and_insert_k_cache_functional = define_op(
+    OpSpec(
+        stem="kv_cache",
+        schema="quantize_and_insert_k_cache_functional" + _INSERT.format("", "Tensor"),
+        meta=meta.quantize_and_insert_k_cache_functional,
+        reference=reference.quantize_and_insert_k_cache_functional,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_tokens", "num_blocks"),
+        source=_SOURCE,
+    )
+)
+
+
+def quantize_and_insert_k_cache(
+    k: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    block_size: int,
+    layout: str = MainLayout.tag,
+) -> None:
+    """Quantise the keys of every token to FP8 and write each to its slot of the cache.
+
+    Args:
+        k: Keys with RoPE applied, [num_rows, 512], bfloat16, any strides; at least num_tokens rows,
+            more are ignored. The last 64 values of a row are its RoPE part.
+        k_cache: Paged cache, [num_blocks, page_bytes], uint8, from ``MainLayout.allocate``. Pages
+            may lie apart, at multiples of 16 bytes.
+        slot_mapping: Slot of every token, page * block_size + row, [num_tokens], int64. Slots below
+            0 and past the last page are skipped.
+        block_size: Rows per page: 64 for the window and C4, 2 for C128. At least 1.
+        layout: Tag of the cache's layout, "v4_fp8".
+
+    Returns:
+        Nothing.
+
+    Mutates: ``k_cache``: the 584 bytes of every slot that is written; no other byte. Each block of
+        64 values gets the smallest power-of-two scale, 2^-22 at least, with which its largest
+        magnitude is at most 448; its UE8M0 byte is stored, and e4m3 codes (round to nearest even)
+        of the values over the scale. RoPE values are copied bit for bit, the eighth scale byte is
+        0. NaN becomes code 0x7F and does not count for the scale; an infinity counts as the largest
+        finite bfloat16, saturates, and reads back as an infinity. If two tokens have one slot, its
+        bytes are of either of them, not of one alone.
+
+    Raises:
+        ValueError: shapes that disagree, a cache that is not of this layout, ``block_size`` below
+            1, an unknown layout, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: in place, never a copy of the cache; on CUDA our Triton kernel in the graph and in
+        AOTInductor packages, on CPU scatters of Inductor; dynamic in num_tokens and num_blocks;
+        CUDA graphs and export: yes. Give CUDA graphs a cache in a ``PagedKVCache``, or mark it with
+        ``dsv4_ops.cache.mark_static``.
+
+    Source: vLLM 0.33 ``quantize_and_insert_k_cache``; FlashMLA's 584-byte rows.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import MainLayout
+        >>> layout = MainLayout(block_size=64)
+        >>> k_cache = layout.allocate(num_blocks=4)
+        >>> k = torch.zeros(1, 512, dtype=torch.bfloat16)
+        >>> k[0, :3] = torch.tensor([3.0, -0.3, 0.01])
+        >>> dsv4_ops.quantize_and_insert_k_cache(k, k_cache, torch.tensor([130]), block_size=64)
+        >>> k_cache.view(-1)[layout.data_offset(130) :][:3].tolist()
+        [124, 226, 58]
+        >>> k_cache.view(-1)[layout.scale_offset(130) :][:8].tolist()
+        [120, 105, 105, 105, 105, 105, 105, 0]
+    """
+    _check_insert("quantize_and_insert_k_cache", k, k_cache, slot_mapping, block_size, layout)
+    _quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size=block_size, layout=layout)
+
+
+def quantize_and_insert_k_cache_functional(
+    k: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    block_size: int,
+    layout: str = MainLayout.tag,
+) -> Tensor:
+    """``quantize_and_insert_k_cache`` into a copy of the cache; for tests and for reading.
+
+    Args:
+        k: As for ``quantize_and_insert_k_cache``, as are the arguments below.
+        k_cache: Cache to copy, [num_blocks, page_bytes], uint8.
+        slot_mapping: Slot of every token, [num_tokens], int64.
+        block_size: Rows per page. At least 1.
+        layout: Tag of the cache's layout, "v4_fp8".
+
+    Returns:
+        The new cache, [num_blocks, page_bytes], uint8, dense.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: as ``quantize_and_insert_k_cache``.
+        TypeError: as ``quantize_and_insert_k_cache``.
+
+    Compile: a copy and ``quantize_and_insert_k_cache``; dynamic in num_tokens and num_blocks; CUDA
+        graphs and export: yes.
+
+    Source: vLLM 0.33 ``quantize_and_insert_k_cache``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import MainLayout
+        >>> k_cache = MainLayout(block_size=64).allocate(num_blocks=1)
+        >>> k, slots = torch.ones(1, 512, dtype=torch.bfloat16), torch.tensor([0])
+        >>> dsv4_ops.quantize_and_insert_k_cache_functional(k, k_cache, slots, block_size=64)[0, :2]
+        tensor([120, 120], dtype=torch.uint8)
+    """
+    name = "quantize_and_insert_k_cache_functional"
+    _check_insert(name, k, k_cache, slot_mapping, block_size, layout)
+    return _quantize_and_insert_k_cache_functional(
+        k, k_cache, slot_mapping, block_size=block_size, layout=layout
+    )
+
+
+def _check_insert(
+    op: str, k: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int, layout: str
+) -> None:
+    checks = Checks(op)
+    checks.at_least(1, block_size=block_size)
+    checks.one_of("layout", layout, MainLayout.tag)
+    checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
+    checks.tensor("k", k, torch.bfloat16, "num_rows", MainLayout.head_dim)
+    checks.rows_for_tokens("k", k)
+    checks.pages("k_cache", k_cache, MainLayout(block_size))
+
+
+_dequantize_and_gather_k_cache = define_op(
+    OpSpec(
+        stem="kv_cache",
+        schema="dequantize_and_gather_k_cache(Tensor(a!) out, Tensor k_cache, Tensor seq_lens, "
+        "Tensor? gather_lens, Tensor block_table, *, int block_size, int offset, str layout) -> ()",
+        meta=meta.dequantize_and_gather_k_cache,
+        reference=reference.dequantize_and_gather_k_cache,
+        lowering={"cpu": "decompose", "cuda": "triton"},
+        dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
+        source="vLLM 0.33 dequantize_and_gather_k_cache, with bounds",
+        providers=("triton", "reference"),
+    )
+)
+
+
+def dequantize_and_gather_k_cache(
+    out: Tensor,
+    k_cache: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor | None,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    offset: int = 0,
+    layout: str = MainLayout.tag,
+) -> None:
+    """Read the last keys of every request from the paged FP8 cache into a workspace, as bfloat16.
+
+    Args:
+        out: Workspace, [num_reqs, num_rows, 512], bfloat16, any strides.
+        k_cache: Paged cache, [num_blocks, page_bytes], uint8, as for
+            ``quantize_and_insert_k_cache``.
+        seq_lens: Rows of every request in this cache, [num_reqs], int32.
+        gather_lens: How many of them to read, the last ones, [num_reqs], int32; None reads all.
+        block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
+            strides.
+        block_size: Rows per page. At least 1.
+        offset: Row of the workspace at which every request starts, 0..num_rows.
+        layout: Tag of the cache's layout, "v4_fp8".
+
+    Returns:
+        Nothing.
+
+    Mutates: ``out``: rows offset .. offset + gather_lens - 1 of every request, as far as the
+        workspace reaches; no other value. A row before position 0, past the block table or on a
+        page that does not exist is zeros.
+
+    Raises:
+        ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, an
+            unknown layout, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: in place; on CUDA our Triton kernel in the graph and in AOTInductor packages, whose
+        work grows with the rows wanted; on CPU it rewrites the workspace; dynamic in all tensor
+        sizes but the 512; CUDA graphs and export: yes.
+
+    Source: vLLM 0.33 ``dequantize_and_gather_k_cache``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import MainLayout
+        >>> k_cache = MainLayout(block_size=64).allocate(num_blocks=4)
+        >>> k = torch.full((1, 512), 1.5, dtype=torch.bfloat16)
+        >>> dsv4_ops.quantize_and_insert_k_cache(k, k_cache, torch.tensor([130]), block_size=64)
+        >>> out = torch.zeros(1, 2, 512, dtype=torch.bfloat16)
+        >>> seq_lens, gather_lens = torch.tensor([[3], [1]], dtype=torch.int32)
+        >>> block_table = torch.tensor([[2]], dtype=torch.int32)
+        >>> dsv4_ops.dequantize_and_gather_k_cache(
+        ...     out, k_cache, seq_lens, gather_lens, block_table, block_size=64, offset=1
+        ... )
+        >>> out[0, :, 0].tolist()
+        [0.0, 1.5]
+    """
+    checks = Checks("dequantize_and_gather_k_cache")
+    checks.at_least(1, block_size=block_size)
+    checks.at_least(0, offset=offset)
+    checks.one_of("layout", layout, MainLayout.tag)
+    checks.tensor("out", out, torch.bfloat16, "num_reqs", "num_rows", MainLayout.head_dim)
+    checks.at_most("offset", offset, "num_rows", checks.sizes["num_rows"])
+    checks.pages("k_cache", k_cache, MainLayout(block_size))
+    _check_requests(checks, seq_lens, gather_lens, block_table)
+    _dequantize_and_gather_k_cache(
+        out,
+        k_cache,
+        seq_lens,
+        gather_lens,
+        block_table,
+        block_size=block_size,
+        offset=offset,
+        layout=layout,
+    )
+
+
+_gather_k_cache = define_op(
+    OpSpec(
+        stem="kv_cache",
+        schema="gather_k_cache(Tensor k_cache, Tensor seq_lens, Tensor? gather_lens, Tensor "
+        "block_table, *, int block_size, SymInt num_rows, int offset, str layout) -> Tensor",
+        meta=meta.gather_k_cache,
+        reference=reference.gather_k_cache,
+        lowering={"cpu": "decompose", "cuda": "triton"},
+        dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
+        source="vLLM 0.33 dequantize_and_gather_k_cache, with bounds; functional",
+        providers=("triton", "reference"),
+    )
+)
+
+
+def gather_k_cache(
+    k_cache: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor | None,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    num_rows: int,
+    offset: int = 0,
+    layout: str = MainLayout.tag,
+) -> Tensor:
+    """The last keys of every request from a paged cache; zeros elsewhere.
+
+    Args:
+        k_cache: "v4_fp8": [num_blocks, page_bytes], uint8. "plain": [num_blocks, block_size,
+            width], bfloat16 or float32, with dense rows.
+        seq_lens: Rows of every request in this cache, [num_reqs], int32.
+        gather_lens: How many of them to read, the last ones, [num_reqs], int32; None reads all.
+        block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
+            strides.
+        block_size: Rows per page. At least 1.
+        num_rows: Rows of the result per request. At least 0.
+        offset: Row of the result at which every request starts, 0..num_rows.
+        layout: Tag of the cache's layout, "v4_fp8" or "plain".
+
+    Returns:
+        [num_reqs, num_rows, 512] bfloat16 dequantised rows, or [num_reqs, num_rows, width] of a
+        plain cache's dtype, bit for bit. Rows that are not wanted or do not exist are zeros.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, an
+            unknown layout, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: on CUDA one Triton kernel of ours that writes every row once, on CPU masked loads;
+        dynamic in all tensor sizes and num_rows; CUDA graphs and export: yes.
+
+    Source: vLLM 0.33 ``dequantize_and_gather_k_cache``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import MainLayout
+        >>> k_cache = MainLayout(block_size=64).allocate(num_blocks=4)
+        >>> k = torch.full((1, 512), 1.5, dtype=torch.bfloat16)
+        >>> dsv4_ops.quantize_and_insert_k_cache(k, k_cache, torch.tensor([130]), block_size=64)
+        >>> seq_lens = torch.tensor([3], dtype=torch.int32)
+        >>> block_table = torch.tensor([[2]], dtype=torch.int32)
+        >>> dsv4_ops.gather_k_cache(
+        ...     k_cache, seq_lens, None, block_table, block_size=64, num_rows=4
+        ... )[0, :, 0].tolist()
+        [0.0, 0.0, 1.5, 0.0]
+    """
+    checks = Checks("gather_k_cache")
+    checks.at_least(1, block_size=block_size)
+    checks.at_least(0, num_rows=num_rows, offset=offset)
+    checks.at_most("offset", offset, "num_rows", num_rows)
+    checks.one_of("layout", layout, MainLayout.tag, PlainLayout.tag)
+    if layout == PlainLayout.tag:
+        checks.rows("k_cache", k_cache, block_size)
+    else:
+        checks.pages("k_cache", k_cache, MainLayout(block_size))
+    _check_requests(checks, seq_lens, gather_lens, block_table)
+    return _gather_k_cache(
+        k_cache,
+        seq_lens,
+        gather_lens,
+        block_table,
+        block_size=block_size,
+        num_rows=num_rows,
+        offset=offset,
+        layout=layout,
+    )
+
+
+def _check_requests(
+    checks: Checks, seq_lens: Tensor, gather_lens: Tensor | None, block_table: Tensor
+) -> None:
+    checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
+    if gather_lens is not None:
+        checks.tensor("gather_lens", gather_lens, torch.int32, "num_reqs")
+    checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
+    checks.request_limit()

@@ -1,0 +1,127 @@
+"""FP8 key cache of DeepSeek-V4: quantise and insert, gather and dequantise."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.reference.pages import gather_rows, locate, row_columns, scatter_rows
+from dsv4_ops.reference.plain_cache import gathered_bits
+from dsv4_ops.reference.quantization import (
+    bf16_bits,
+    dequantize,
+    from_bytes,
+    quantize,
+    to_bytes,
+)
+
+
+def quantize_and_insert_k_cache_functional(
+    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, block_size: int, layout: str
+) -> Tensor:
+    main = MainLayout(block_size)
+    bits = bf16_bits(k[: slot_mapping.shape[0]])
+    codes, scales = quantize(bits[:, : main.code_dim], main.quant_block)
+    parts = {
+        0: codes,
+        main.code_dim: to_bytes(bits[:, main.code_dim :], 2),
+        main.data_bytes: pad(scales.to(torch.uint8), (0, main.scale_bytes - main.num_scales)),
+    }
+    for byte, values in parts.items():
+        columns = row_columns(main, byte, values.shape[1], k_cache.device)
+        k_cache = scatter_rows(k_cache, values, slot_mapping, block_size, columns)
+    return k_cache.clone(memory_format=torch.contiguous_format)
+
+
+def quantize_and_insert_k_cache(
+    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, block_size: int, layout: str
+) -> None:
+    k_cache.copy_(
+        quantize_and_insert_k_cache_functional(
+            k, k_cache, slot_mapping, block_size=block_size, layout=layout
+        )
+    )
+
+
+def _gathered(
+    k_cache: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor | None,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    num_rows: int,
+    offset: int,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    """Bit patterns [num_reqs, num_rows, width] of gathered rows, and which of them are wanted."""
+    wanted_lens = seq_lens if gather_lens is None else gather_lens
+    row = torch.arange(num_rows, device=k_cache.device) - offset
+    wanted = (row >= 0) & (row < wanted_lens[:, None])
+    request = torch.arange(seq_lens.shape[0], device=k_cache.device)[:, None]
+    first = seq_lens.to(torch.int64) - wanted_lens
+    pages, rows = locate(block_table, request, first[:, None] + row, wanted, block_size)
+    if layout == "plain":
+        return gathered_bits(k_cache, pages, rows), wanted
+    main = MainLayout(block_size)
+
+    def stored(byte: int, width: int) -> Tensor:
+        columns = row_columns(main, byte, width, k_cache.device)
+        return gather_rows(k_cache, pages, rows, columns)
+
+    scales = stored(main.data_bytes, main.num_scales)
+    nope = dequantize(stored(0, main.code_dim), scales, main.quant_block)
+    rope = from_bytes(stored(main.code_dim, main.data_bytes - main.code_dim), 2)
+    nope_bits = nope.to(torch.bfloat16).view(torch.int16)
+    return torch.cat([nope_bits, rope.to(torch.int16)], -1), wanted
+
+
+def dequantize_and_gather_k_cache(
+    out: Tensor,
+    k_cache: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor | None,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    offset: int,
+    layout: str,
+) -> None:
+    bits, wanted = _gathered(
+        k_cache,
+        seq_lens,
+        gather_lens,
+        block_table,
+        block_size=block_size,
+        num_rows=out.shape[1],
+        offset=offset,
+        layout=layout,
+    )
+    kept = out.view(torch.int16)
+    out.copy_(torch.where(wanted[..., None], bits, kept).view(torch.bfloat16))
+
+
+def gather_k_cache(
+    k_cache: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor | None,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    num_rows: int,
+    offset: int,
+    layout: str,
+) -> Tensor:
+    bits, _ = _gathered(
+        k_cache,
+        seq_lens,
+        gather_lens,
+        block_table,
+        block_size=block_size,
+        num_rows=num_rows,
+        offset=offset,
+        layout=layout,
+    )
+    return bits.view(k_cache.dtype if layout == "plain" else torch.bfloat16)

@@ -1,0 +1,81 @@
+"""Rows of paged caches, by slot and by block table: bounded reads and writes without a host
+sync."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import QuantizedLayout
+from dsv4_ops.reference.common import table_entries, take
+
+
+def words(values: Tensor) -> Tensor:
+    """Integers with the bits of bf16 or fp32 values: compilers keep the payload of a NaN only in
+    integers."""
+    if not values.is_floating_point():
+        return values
+    return values.view(torch.int16 if values.dtype == torch.bfloat16 else torch.int32)
+
+
+def scatter_rows(
+    cache: Tensor, values: Tensor, slot_mapping: Tensor, block_size: int, columns: Tensor
+) -> Tensor:
+    """``cache`` with row t of ``values`` at slot ``slot_mapping[t]``, as a new tensor.
+
+    Args:
+        cache: [num_blocks, page].
+        values: [num_tokens, width].
+        slot_mapping: int64 [num_tokens]; slots that do not exist are skipped.
+        block_size: Rows per page.
+        columns: int64 [block_size, width]: where in its page the values of each row go.
+
+    A write cannot be skipped in every compiler, so a token without a slot repeats the write of the
+    first token that has one; if none has, all rewrite row 0 with what it holds.
+    """
+    num_tokens, num_blocks = values.shape[0], cache.shape[0]
+    if num_tokens == 0 or num_blocks == 0:
+        return cache.clone(memory_format=torch.contiguous_format)
+    token = torch.arange(num_tokens, device=cache.device)
+    exists = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
+    first = torch.where(exists, token, num_tokens - 1).amin(0, keepdim=True)
+    source = torch.where(exists, token, first)
+    found = take(exists, source)
+    slot = torch.where(found, take(slot_mapping, source), 0)
+    page = (slot // block_size)[:, None]
+    column = take(columns, slot % block_size)
+    old = words(torch.ops.aten._unsafe_index.Tensor(cache, [page, column]))
+    rows = torch.where(found[:, None], take(words(values), source), old).view(cache.dtype)
+    written: Tensor = torch.ops.aten._unsafe_index_put.default(cache, [page, column], rows)
+    return written
+
+
+def row_columns(layout: QuantizedLayout, byte: int, width: int, device: torch.device) -> Tensor:
+    """int64 [block_size, width]: where in its page the bytes ``byte``.. of every row are, counting
+    the data of a row first and then its scales."""
+    row = torch.arange(layout.block_size, device=device)[:, None]
+    column = torch.arange(width, device=device)
+    if byte < layout.data_bytes:
+        return row * layout.data_bytes + byte + column
+    scales = layout.block_size * layout.data_bytes
+    return scales + row * layout.scale_bytes + byte - layout.data_bytes + column
+
+
+def gather_rows(cache: Tensor, pages: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """[..., width] of ``cache`` [num_blocks, page] at (page, row); zeros where the page does not
+    exist. ``columns`` as for ``scatter_rows``."""
+    exists = ((pages >= 0) & (pages < cache.shape[0])).unsqueeze(-1)
+    column = take(columns, torch.where(exists.squeeze(-1), rows, 0))
+    page, exists, column = torch.broadcast_tensors(pages.unsqueeze(-1), exists, column)
+    found: Tensor = torch.ops.aten._unsafe_masked_index.default(cache, exists, [page, column], 0)
+    return found
+
+
+def locate(
+    block_table: Tensor, req_indices: Tensor, positions: Tensor, wanted: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Page and row in it of int64 ``positions`` of requests; page -1 where unwanted, before
+    position 0, or not in the table."""
+    wanted = wanted & (positions >= 0)
+    pages = table_entries(block_table, req_indices, positions // block_size, wanted)
+    return pages, torch.where(wanted, positions % block_size, 0)

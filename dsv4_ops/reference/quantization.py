@@ -1,0 +1,75 @@
+"""e4m3 codes with power-of-two block scales, on bit patterns.
+
+Everything is derived from the bits of the bf16 input, never from a float of it: a compiler may keep
+more than bf16 precision in a fused intermediate, and rounds it only where its bits are asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import FP8_MAX, SCALE_BIAS, SCALE_FLOOR
+
+_MAGNITUDE = 0x7FFF
+_INFINITY = 0x7F80
+_LARGEST_FINITE = 0x7F7F
+_NAN_CODE = 0x7F
+_UP_TO_SEVEN_QUARTERS = 0x1F
+"""Added to a bf16 pattern, carries into its exponent if the significand is above 1.75: 448 is
+1.75 * 2^8, so the exponent becomes that of the next power of two of amax / 448."""
+
+
+def bf16_bits(values: Tensor) -> Tensor:
+    """Bit patterns of bf16 values, int32."""
+    return values.view(torch.int16).to(torch.int32)
+
+
+def quantize(bits: Tensor, quant_block: int) -> tuple[Tensor, Tensor]:
+    """e4m3 codes of bf16 patterns, and the UE8M0 byte of every ``quant_block`` of them.
+
+    Args:
+        bits: int32 [..., dim], from ``bf16_bits``.
+        quant_block: Values that share a scale; divides dim.
+
+    Returns:
+        uint8 [..., dim] codes and int32 [..., dim // quant_block] scale bytes. NaN becomes code
+        0x7F and counts as 0 for the scale; infinities saturate and count as the largest finite
+        bf16.
+    """
+    blocks = bits.unflatten(-1, (-1, quant_block))
+    magnitude = blocks & _MAGNITUDE
+    is_nan = magnitude > _INFINITY
+    largest = torch.where(is_nan, 0, magnitude).amax(-1, keepdim=True).clamp(max=_LARGEST_FINITE)
+    scale = (((largest + _UP_TO_SEVEN_QUARTERS) >> 7) - 8).clamp(min=SCALE_FLOOR)
+    inverse = ((2 * SCALE_BIAS - scale) << 23).view(torch.float32)
+    scaled = (blocks << 16).view(torch.float32) * inverse
+    codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = torch.where(is_nan, _NAN_CODE, codes)
+    return codes.flatten(-2), scale.squeeze(-1)
+
+
+def scale_values(scale: Tensor) -> Tensor:
+    """2^(byte - 127) as float32: byte 0 reads as 0 and byte 255 as infinity."""
+    return (scale.to(torch.int32) << 23).view(torch.float32)
+
+
+def dequantize(codes: Tensor, scale: Tensor, quant_block: int) -> Tensor:
+    """float32 values of uint8 codes [..., dim] with scale bytes [..., dim // quant_block]."""
+    blocks = codes.view(torch.float8_e4m3fn).to(torch.float32).unflatten(-1, (-1, quant_block))
+    return (blocks * scale_values(scale).unsqueeze(-1)).flatten(-2)
+
+
+def to_bytes(words: Tensor, size: int) -> Tensor:
+    """Little-endian bytes of the low ``size`` bytes of int32 words: [..., n] to [..., n * size]."""
+    shifts = 8 * torch.arange(size, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> shifts) & 0xFF).to(torch.uint8).flatten(-2)
+
+
+def from_bytes(stored: Tensor, size: int) -> Tensor:
+    """int32 words from little-endian bytes: [..., n * size] to [..., n]."""
+    parts = stored.unflatten(-1, (-1, size)).to(torch.int32)
+    words = parts[..., 0]
+    for byte in range(1, size):
+        words = words | (parts[..., byte] << (8 * byte))
+    return words
