@@ -1,4 +1,5 @@
 # make test  the whole test suite       make lint  formatting, types, import rule       make venv  both need it
+# make kernels  registers and spills of every kernel, from its sm_90 cubin; fails if any spills
 # A fresh machine needs Python 3.10+, a C++ compiler and make; the first run builds its own environment.
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +12,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 # Inductor's pool of compile workers costs more than it saves on small graphs
 export TORCHINDUCTOR_COMPILE_THREADS = 1
 
-.PHONY: test lint venv
+.PHONY: test lint kernels venv
 
 test: $(TEST_STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -21,6 +22,9 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+kernels: $(TEST_STAMP)
+	$(BIN)/python -m dsv4_ops kernels
 
 venv: $(DEV_STAMP)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: 0 done, 1 ``doctor`` found problems, 2 bad usage."""
+    """Run one command; return its exit status: 0 done, 1 found problems, 2 bad usage."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["bench"]:
         return _bench(arguments[1:])
@@ -17,6 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _list(options.markdown)
     if options.command == "show":
         return _show(options.op)
+    if options.command == "kernels":
+        return _kernels(options.capability)
     return _doctor(options.json, options.selftest)
 
 
@@ -38,6 +40,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="machine-readable")
     doctor.add_argument(
         "--selftest", action="store_true", help="also compile an op (takes seconds)"
+    )
+    kernels = commands.add_parser(
+        "kernels", help="registers, spills and shared memory of every kernel; needs no GPU"
+    )
+    kernels.add_argument(
+        "--capability", type=int, default=90, help="compute capability, default: %(default)s"
     )
     commands.add_parser("bench", help="check results, then time them; see `bench --help`")
     return parser
@@ -69,6 +77,20 @@ def _doctor(as_json: bool, selftest: bool) -> int:
     report = doctor.collect(selftest=selftest)
     print(json.dumps(report, indent=2, default=str) if as_json else doctor.render(report))
     return 0 if doctor.healthy(report) else 1
+
+
+def _kernels(capability: int) -> int:
+    try:
+        from dsv4_ops.kernels import report
+    except ImportError as error:
+        print(f"kernels: triton must be installed, got {error}. Install triton.", file=sys.stderr)
+        return 2
+    reports = report.report(capability)
+    print(report.table(reports))
+    spilling = [item.kernel for item in reports if item.spills]
+    if spilling:
+        print(f"kernels: registers are spilled in {', '.join(spilling)}", file=sys.stderr)
+    return 1 if spilling else 0
 
 
 def _bench(arguments: list[str]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from dsv4_ops.core.ints import at_least
 from dsv4_ops.core.layout import Layout
 
 
@@ -54,12 +55,13 @@ class PagedKVCache(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        for name, value, minimum in (("num_layers", num_layers, 1), ("num_blocks", num_blocks, 0)):
-            if value < minimum:
-                raise ValueError(
-                    f"PagedKVCache: {name} must be at least {minimum}, got {value}. "
-                    f"Pass {minimum} or more."
-                )
+        if not isinstance(layout, Layout):
+            raise TypeError(
+                f"PagedKVCache: layout must be a layout, got {type(layout).__name__}. "
+                "Pass one of dsv4_ops.core.layout, such as MainLayout(block_size=64)."
+            )
+        at_least("PagedKVCache", 1, num_layers=num_layers)
+        at_least("PagedKVCache", 0, num_blocks=num_blocks)
         self.layout = layout
         self.num_layers = num_layers
         self.num_blocks = num_blocks

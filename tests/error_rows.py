@@ -1,16 +1,19 @@
 """Wrong calls of every public function and their errors; ``test_errors.py`` makes the calls.
 
-``TABLE`` spells out what differs from function to function, ``generated_rows`` adds what all
-arguments of a kind have in common.
+``TABLE`` spells out what differs from function to function, with the rows of the cache ops in
+``error_rows_cache.py`` and ``error_rows_sparse.py``; ``generated_rows`` adds what all arguments of
+a kind have in common.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from error_rows_cache import CACHE_TABLE
+from error_rows_sparse import SPARSE_TABLE
+from error_rows_valid import COUNTS, MINIMUM, ORDER, SUMS, TENSORS, valid_tensor, valid_value
 from helpers import i32, i64
-from torch import Tensor
 
 import dsv4_ops as ops
 from dsv4_ops.metadata import AttentionSpec
@@ -37,44 +40,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 CALLABLES: dict[str, Callable[..., Any]] = {**FUNCTIONS, "AttentionSpec": AttentionSpec}
 
-# name -> a valid value and its shape in words
-TENSORS: dict[str, tuple[Tensor, str]] = {
-    "query_start_loc": (i32([0, 2, 4, 5]), "[num_reqs + 1]"),
-    "seq_lens": (i32([9, 7, 4]), "[num_reqs]"),
-    "query_lens": (i32([2, 2, 1]), "[num_reqs]"),
-    "block_table": (i32([[7, 3], [2, 5], [1, 4]]), "[num_reqs, max_blocks]"),
-    "positions": (i64([7, 8, 5, 6, 3]), "[num_tokens]"),
-    "req_indices": (i32([0, 0, 1, 1, 2]), "[num_tokens]"),
-    "slot_mapping": (i64([0, 1, 2, 3, 4]), "[num_tokens]"),
-    "topk_indices": (i32([[0, -1]] * 5), "[num_tokens, topk]"),
-    "chunk": (i32([0, 3, 0, 5]), "[4]"),
-}
-NUMBERS = {
-    "block_size": 64,
-    "compress_ratio": 4,
-    "cp_interleave": 4,
-    "cp_world_size": 2,
-    "decode_threshold": 1,
-    "max_chunks": 3,
-    "max_compressed": 2,
-    "max_logits_bytes": 4096,
-    "max_seq_len": 9,
-    "next_n": 2,
-    "num_reqs": 3,
-    "num_tokens": 5,
-    "request_offset": 0,
-    "require_uniform": False,
-    "window_size": 8,
-    "workspace_size": 64,
-}
-# 1 for all others
-MINIMUM = {
-    "max_logits_bytes": 4,
-    "max_seq_len": 0,
-    "num_reqs": 0,
-    "num_tokens": 0,
-    "request_offset": 0,
-}
+TENSOR_KINDS, INT_KINDS = ("Tensor", "Tensor | None"), ("int", "int | None")
 DTYPES = (torch.int32, torch.int64, torch.float32, torch.bool)
 NONE, FEW, MANY = i32([]), i32([1, 1]), torch.zeros(16384, dtype=torch.int32)
 MANY_STARTS = torch.zeros(16385, dtype=torch.int32)
@@ -131,7 +97,7 @@ TABLE: dict[str, list[tuple[str, dict[str, Any], type[Exception], str]]] = {
         ),
         (
             "all but the first on another device",
-            {"query_start_loc": TENSORS["query_start_loc"][0].to("meta")},
+            {"query_start_loc": TENSORS["query_start_loc"].value.to("meta")},
             ValueError,
             "seq_lens must be on meta like query_start_loc, got cpu. "
             "Move all tensors of a call to one device.",
@@ -299,6 +265,8 @@ TABLE: dict[str, list[tuple[str, dict[str, Any], type[Exception], str]]] = {
             "Use page_tokens = 256.",
         ),
     ],
+    **CACHE_TABLE,
+    **SPARSE_TABLE,
 }
 
 
@@ -306,8 +274,8 @@ def valid_arguments(op: str) -> dict[str, Any]:
     """Arguments that the function takes, to spoil some of."""
     if op == "AttentionSpec":
         return {}
-    values = {name: tensor for name, (tensor, _) in TENSORS.items()} | NUMBERS
-    return {name: values[name] for name in inspect.signature(FUNCTIONS[op]).parameters}
+    parameters = inspect.signature(FUNCTIONS[op]).parameters.values()
+    return {each.name: valid_value(op, each.name, each.default) for each in parameters}
 
 
 def table_rows() -> Iterator[Row]:
@@ -320,25 +288,29 @@ def generated_rows() -> Iterator[Row]:
     """Every tensor and every int of every function, spoiled in every way that its kind can be."""
     for op, function in CALLABLES.items():
         parameters = inspect.signature(function).parameters.values()
-        tensors = [each.name for each in parameters if each.annotation == "Tensor"]
-        for name in tensors:
-            yield from tensor_rows(op, name, tensors[0])
-        for each in parameters:
-            if each.annotation == "int":
-                yield from int_rows(op, each.name)
+        kinds = {each.name: each.annotation for each in parameters}
+        order = ORDER.get(op) or [name for name in kinds if kinds[name] in TENSOR_KINDS]
+        for name, kind in kinds.items():
+            if kind in TENSOR_KINDS:
+                yield from tensor_rows(op, name, order[0], optional=kind.endswith("None"))
+            elif kind in INT_KINDS:
+                yield from int_rows(op, name, optional=kind.endswith("None"))
+        yield from size_rows(op, order)
 
 
-def tensor_rows(op: str, name: str, first: str) -> Iterator[Row]:
-    value, shape = TENSORS[name]
+def tensor_rows(op: str, name: str, first: str, *, optional: bool) -> Iterator[Row]:
+    value, shape, dtypes, for_layout, advice = valid_tensor(op, name)
     dtype, rank = value.dtype, value.dim()
-    for other in (value.tolist(), None, 3):
+    for other in (value.tolist(), 3) if optional else (value.tolist(), None, 3):
         kind = type(other).__name__
-        text = f"{op}: {name} must be a tensor, got {kind}. Pass a {dtype} tensor."
+        text = f"{op}: {name} must be a tensor, got {kind}. {advice or f'Pass a {dtype} tensor.'}"
         yield Row(f"{name} is {kind}", op, {name: other}, TypeError, text)
+    dtypes = dtypes or str(dtype)
     for wrong in DTYPES:
-        if wrong == dtype:
+        if str(wrong) in dtypes:
             continue
-        text = f"{op}: {name} must be {dtype}, got {wrong}. Cast it with .to({dtype})."
+        text = f"{op}: {name} must be {dtypes}{for_layout}, got {wrong}. "
+        text += advice or f"Cast it with .to({dtype})."
         yield Row(f"{name} is {wrong}", op, {name: value.to(wrong)}, TypeError, text)
     plural = "" if rank == 1 else "s"
     for other in (value[None], value[0]):
@@ -351,8 +323,31 @@ def tensor_rows(op: str, name: str, first: str) -> Iterator[Row]:
         yield Row(f"{name} elsewhere", op, {name: value.to("meta")}, ValueError, text)
 
 
-def int_rows(op: str, name: str) -> Iterator[Row]:
+def size_rows(op: str, order: Iterable[str]) -> Iterator[Row]:
+    """Tensors with one entry more than the tensors before them say, or than there may be."""
+    owners = dict(SUMS.get(op, {}))
+    for name in order:
+        value, shape = valid_tensor(op, name)[:2]
+        for axis, dim in enumerate(shape[1:-1].split(", ")):
+            word, size = dim.partition(" + ")[0], value.shape[axis]
+            longer = torch.cat([value, value.narrow(axis, 0, 1)], axis)
+            got = f"got {list(longer.shape)}"
+            if dim.isdigit():
+                text = f"{got}. Pass exactly {dim} entries in dimension {axis}."
+            elif owners.setdefault(word, name) != name:
+                size -= dim.endswith(" + 1")
+                text = f"with {word} = {size} as in {owners[word]}, {got}. "
+                text += f"Make them agree: {word} counts {COUNTS[word]}."
+            else:
+                continue
+            text = f"{op}: {name} must have shape {shape}{',' if dim.isdigit() else ''} {text}"
+            yield Row(f"{name} too long in {axis}", op, {name: longer}, ValueError, text)
+
+
+def int_rows(op: str, name: str, *, optional: bool) -> Iterator[Row]:
     for value in (True, 2.0, torch.tensor(2), "2", None):
+        if optional and value is None:
+            continue
         kind = type(value).__name__
         text = f"{op}: {name} must be an int, got {kind}. "
         text += "Pass a Python int that is known on the host, never a tensor."

@@ -10,7 +10,7 @@ import torch
 from dsv4_ops.bench import WrongResult, _parser, main, metadata, report, timing
 from dsv4_ops.bench.batches import draw_batch, input_bytes, mixed_lengths
 from dsv4_ops.bench.metadata import Case, eager_builder, make_plan
-from dsv4_ops.bench.report import Row
+from dsv4_ops.bench.rows import MetadataRow
 from dsv4_ops.metadata import AttentionSpec
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def rows_of(folder):
 def test_smoke_leaves_table_rows_and_plot(tmp_path, capsys):
     assert main(["metadata", "--smoke", "--out", str(tmp_path)]) == 0
     rows = rows_of(tmp_path)
-    schema = {field.name for field in dataclasses.fields(Row)} | STAMP
+    schema = {field.name for field in dataclasses.fields(MetadataRow)} | STAMP
     assert all(set(row) == schema for row in rows)
     grid = [(row["requests"], row["next_n"]) for row in rows if row["kind"] == "grid"]
     assert grid == [(1, 1), (8, 1), (1, 2), (8, 2)]
@@ -276,8 +276,8 @@ def test_a_summary_is_median_and_spread():
 
 def test_a_table_is_aligned_and_drops_empty_columns():
     rows = [
-        Row(kind="grid", requests=1, next_n=2, context="mixed", tokens=2, call_us=1.5),
-        Row(kind="grid", requests=16, next_n=2, context="mixed", tokens=32, call_us=1234.5),
+        MetadataRow(kind="grid", requests=1, next_n=2, context="mixed", tokens=2, call_us=1.5),
+        MetadataRow(kind="grid", requests=16, next_n=2, context="mixed", tokens=32, call_us=1234.5),
     ]
     assert report.table(rows, ("requests", "kernels", "call_us")) == (
         "requests  call_us\n       1     1.50\n      16     1234"

@@ -6,10 +6,13 @@ A message reads ``{op}: {argument} must {rule}, got {actual}. {what to do}``.
 import inspect
 import re
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from error_rows import CALLABLES, FUNCTIONS, ROWS, TABLE, Row, valid_arguments
+from error_rows_cache import CONSTRUCTORS
 from helpers import i64
 from torch import Tensor
 
@@ -62,6 +65,17 @@ def test_every_message_follows_the_template() -> None:
         assert found["op"] == row.op
 
 
+@pytest.mark.parametrize(("name", "call", "error", "text"), CONSTRUCTORS)
+def test_error_of_what_makes_caches(
+    name: str, call: Callable[[], Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert type(caught.value) is error
+    assert str(caught.value) == f"{name}: {text}"
+    assert TEMPLATE.fullmatch(str(caught.value))
+
+
 def test_as_many_requests_as_the_limit_allows() -> None:
     starts = torch.arange(LIMIT + 1, dtype=torch.int32)
     lens = torch.ones(LIMIT, dtype=torch.int32)
@@ -94,14 +108,36 @@ COMPILED = {
         "as in positions, got [2]. "
         "Make them agree: num_tokens counts the tokens of the padded batch.",
     ),
+    "cache": Row(
+        "compiled",
+        "quantize_and_insert_k_cache",
+        {"k_cache": torch.zeros(4, 64 * 528, dtype=torch.uint8)},
+        ValueError,
+        "quantize_and_insert_k_cache: k_cache must have shape [num_blocks, 37440] for layout "
+        "'v4_fp8' with block_size = 64, got [4, 33792]. "
+        "Allocate it with MainLayout(block_size=64).allocate(num_blocks), or correct block_size.",
+    ),
+    "int": Row(
+        "compiled",
+        "gather_k_cache",
+        {"offset": 5},
+        ValueError,
+        "gather_k_cache: offset must be at most num_rows = 4, got 5. "
+        "Lower offset, or raise num_rows.",
+    ),
 }
 
 
-@pytest.mark.parametrize("row", COMPILED.values(), ids=COMPILED)
-def test_error_under_compile(row: Row) -> None:
+@pytest.mark.parametrize(
+    ("row", "dynamic"),
+    [*((row, None) for row in COMPILED.values()), (COMPILED["int"], True)],
+    ids=[*COMPILED, "symbolic int"],
+)
+def test_error_under_compile(row: Row, dynamic: bool | None) -> None:
     """Dynamo wraps what a traced function raises; its message names and quotes the error."""
     torch.compiler.reset()
-    compiled = torch.compile(CALLABLES[row.op], fullgraph=True, backend="eager")
+    call = CALLABLES[row.op]
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=dynamic)
     wrapped = (row.error, torch._dynamo.exc.Unsupported)
     with pytest.raises(wrapped, match=re.escape(row.message)) as caught:
         compiled(**{**valid_arguments(row.op), **row.spoiled})

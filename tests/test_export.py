@@ -15,6 +15,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import build_package
 from dsv4_ops.metadata import build_decode_metadata
 from dsv4_ops.testing import contract
+from dsv4_ops.testing.case import results
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +39,8 @@ RUN_IN_PYTHON = """
 import sys, torch, torch._inductor
 run = torch._inductor.aoti_load_package(sys.argv[1])
 for path in sys.argv[2:]:
-    torch.save(run(*torch.load(path)), path + ".out")
+    inputs = torch.load(path)
+    torch.save([*run(*inputs), *inputs], path + ".out")
 assert not any(name.startswith("dsv4_ops") for name in sys.modules)
 """
 
@@ -50,7 +52,8 @@ def test_package_runs_where_dsv4_ops_is_never_imported(package, tmp_path):
         torch.save(random_inputs(seed, num_reqs=num_reqs, num_tokens=num_tokens), paths[-1])
     subprocess.run([sys.executable, "-c", RUN_IN_PYTHON, package, *paths], check=True, cwd=tmp_path)
     for path in paths:
-        contract.assert_same("package", torch.load(f"{path}.out"), decode(*torch.load(path)))
+        inputs = torch.load(path)
+        contract.assert_same("package", torch.load(f"{path}.out"), (*decode(*inputs), *inputs))
 
 
 def test_package_runs_in_a_cpp_program(package, tmp_path):
@@ -63,31 +66,43 @@ def test_package_runs_in_a_cpp_program(package, tmp_path):
         inputs = random_inputs(seed, num_reqs=num_reqs, num_tokens=num_tokens)
         write_tensors(tmp_path / "inputs", inputs)
         subprocess.run([program, package, tmp_path / "inputs", tmp_path / "outputs"], check=True)
-        contract.assert_same("C++", read_tensors(tmp_path / "outputs"), decode(*inputs))
+        outputs = read_tensors(tmp_path / "outputs")
+        contract.assert_same("C++", outputs, (*decode(*inputs), *inputs))
+
+
+def run_ops(calls, tensors):
+    """Results of all calls, each on its own share of the tensors."""
+    returned, first = [], 0
+    for call, count in calls:
+        returned += results(call(*tensors[first : first + count]))
+        first += count
+    return tuple(returned)
 
 
 def test_every_op_survives_export(tmp_path):
-    """All ops in one package: none of them needs a registration where the package runs."""
+    """All ops in one package: none of them needs a registration where the package runs, and those
+    that write do so to the caller's tensors, in Python and in C++."""
     calls, inputs = [], []
     for spec in OPS.values():
         call, tensors = contract.bound_call(spec)
         calls.append((call, len(tensors)))
         inputs.extend(tensors)
 
-    def run_all(*tensors):
-        results, first = [], 0
-        for call, count in calls:
-            result = call(*tensors[first : first + count])
-            results += [result] if isinstance(result, torch.Tensor) else list(result)
-            first += count
-        return tuple(results)
-
-    package = build_package(contract.export_dynamic(run_all, inputs), tmp_path / "all.pt2")
+    program = contract.export_dynamic(lambda *tensors: run_ops(calls, tensors), inputs)
+    package = build_package(program, tmp_path / "all.pt2")
     torch.save(tuple(inputs), tmp_path / "in.pt")
+    write_tensors(tmp_path / "inputs", inputs)
     subprocess.run(
         [sys.executable, "-c", RUN_IN_PYTHON, package, tmp_path / "in.pt"], check=True, cwd=tmp_path
     )
-    contract.assert_same("package", torch.load(tmp_path / "in.pt.out"), run_all(*inputs))
+    runner = build_cpp_runner(tmp_path)
+    subprocess.run([runner, package, tmp_path / "inputs", tmp_path / "outputs"], check=True)
+    before = [tensor.clone() for tensor in inputs]
+    expected = (*run_ops(calls, inputs), *inputs)
+    written = [not contract.equal(*pair) for pair in zip(before, inputs, strict=True)]
+    assert sum(written) >= 3, "the inserts write something"
+    contract.assert_same("package", torch.load(tmp_path / "in.pt.out"), expected)
+    contract.assert_same("C++", read_tensors(tmp_path / "outputs"), expected)
 
 
 def build_cpp_runner(folder: Path) -> Path:
@@ -122,14 +137,16 @@ def build_cpp_runner(folder: Path) -> Path:
     return program
 
 
-DTYPES = (torch.int32, torch.int64)
+# in the order of DTYPES in cpp/run_package.cpp
+DTYPES = (torch.int32, torch.int64, torch.uint8, torch.bfloat16, torch.float32)
 
 
 def write_tensors(path: Path, tensors) -> None:
     chunks = [struct.pack("<q", len(tensors))]
     for tensor in tensors:
         sizes = (DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape)
-        chunks += [struct.pack(f"<{len(sizes)}q", *sizes), tensor.contiguous().numpy().tobytes()]
+        values = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        chunks += [struct.pack(f"<{len(sizes)}q", *sizes), values]
     path.write_bytes(b"".join(chunks))
 
 

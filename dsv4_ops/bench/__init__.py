@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
-BENCHES = {"metadata": "decode metadata of one step: compiled, eager, and beside vLLM's builders"}
-"""Name of a benchmark (a module of this package with ``run``) and what it measures."""
+BENCHES = {
+    "metadata": "decode metadata of one step: compiled, eager, and beside vLLM's builders",
+    "kv_cache": "cache inserts, gathers and sparse indices: compiled, eager, and beside vLLM's",
+}
+"""Name of a benchmark, a module of this package with ``add_options`` and ``run``, and what it
+measures."""
 
 
 class BenchError(RuntimeError):
@@ -19,7 +22,7 @@ class BenchError(RuntimeError):
 
 
 class WrongResult(BenchError):
-    """A result differs from its reference: the case is not timed and the run ends."""
+    """A result differs from its reference: the case is not timed and the run fails."""
 
     status = 1
 
@@ -32,9 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has worded the error, or printed the help
         return stop.code if isinstance(stop.code, int) else 2
     options.command = "python -m dsv4_ops bench " + " ".join(arguments)
-    run = importlib.import_module(f"dsv4_ops.bench.{options.bench}").run
     try:
-        run(options)
+        _module(options.bench).run(options)
     except BenchError as error:
         print(f"bench {options.bench}: {error}", file=sys.stderr)
         return error.status
@@ -45,32 +47,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from dsv4_ops.bench.options import add_common
+
     parser = argparse.ArgumentParser(prog="python -m dsv4_ops bench", description=__doc__)
     benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True)
-    metadata = benches.add_parser(
-        "metadata", help=BENCHES["metadata"], description=BENCHES["metadata"]
-    )
-    add = metadata.add_argument
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: CUDA if any")
-    add("--smoke", action="store_true", help="small and short, on CPU by default")
-    add("--anchor", type=Path, metavar="DIR", help="bundle of vLLM's kernels to run beside ours")
-    add("--out", type=Path, default=Path("out/bench"), metavar="DIR", help="default: %(default)s")
-    add("--requests", type=_sizes, metavar="N,N,..", help="default: 1,8,32,128,512")
-    add("--next-n", type=_sizes, metavar="N,N,..", help="tokens per request; default: 1,2,4")
-    add("--context", type=_size, metavar="N", help="longest context drawn; default: 131072")
-    add("--max-model-len", type=_size, metavar="N", help="default: 1048576, as DeepSeek-V4-Flash")
-    add("--threads", type=_size, metavar="N", help="CPU threads; default: torch's")
-    add("--tuned", action="store_true", help="compile with dsv4_ops.metadata.COMPILE_OPTIONS")
-    add("--no-plot", action="store_true", help="table and JSONL only")
+    for name, measures in BENCHES.items():
+        bench = benches.add_parser(name, help=measures, description=measures)
+        add_common(bench)
+        _module(name).add_options(bench)
     return parser
 
 
-def _size(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _sizes(text: str) -> Sequence[int]:
-    return tuple(sorted({_size(part) for part in text.split(",")}))
+def _module(name: str) -> Any:
+    return importlib.import_module(f"dsv4_ops.bench.{name}")

@@ -47,8 +47,8 @@ class AnchorResult:
     note: str | None = None
 
 
-def load(folder: Path) -> Any:
-    """The vLLM modules of the bundle. Raises whatever stands in the way."""
+def load(folder: Path, needed: Sequence[str] = _NEEDED) -> Any:
+    """The vLLM modules of the bundle. Raises whatever stands in the way of the ``needed`` ones."""
     scripts = (folder / "bench").resolve()
     if not (scripts / "anchor_lib.py").is_file():
         raise FileNotFoundError(f"no anchor_lib.py in {scripts}: make it with make_bundle.sh")
@@ -56,7 +56,7 @@ def load(folder: Path) -> Any:
     if str(scripts) not in sys.path:
         sys.path.insert(0, str(scripts))
     modules = importlib.import_module("anchor_lib").load_vllm_triton()
-    failed = {name: text for name, text in modules.errors.items() if name in _NEEDED}
+    failed = {name: text for name, text in modules.errors.items() if name in needed}
     if failed:
         raise ImportError(f"anchor modules failed to load: {failed}")
     return modules

@@ -12,6 +12,7 @@ from dsv4_ops.metadata import AttentionSpec, BlockTables, DecodeMetadata
 
 SHORTEST_CONTEXT = 100
 _MAX_SETS = 32
+_CAPTURED_CALLS = 8  # at least so many per CUDA graph, so that its launch does not count
 
 
 @dataclass(frozen=True)
@@ -100,3 +101,8 @@ def rotating_sets(step_bytes: int, device: torch.device) -> int:
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     return min(_MAX_SETS, max(2, -(-3 * cache // step_bytes)))
+
+
+def captured_calls(sets: int) -> int:
+    """Calls of a CUDA graph that goes through ``sets`` input sets: a multiple of them."""
+    return sets * math.ceil(_CAPTURED_CALLS / sets)

@@ -6,8 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +17,17 @@ from torch import Tensor
 from dsv4_ops.bench import BenchError, WrongResult, anchors, report
 from dsv4_ops.bench.batches import (
     Batch,
+    captured_calls,
     draw_batch,
     input_bytes,
     mixed_lengths,
     output_bytes,
     rotating_sets,
 )
-from dsv4_ops.bench.plot import plot
-from dsv4_ops.bench.report import Report, Row
+from dsv4_ops.bench.options import chosen_device, size, sizes
+from dsv4_ops.bench.plot import metadata_panels, try_plot
+from dsv4_ops.bench.report import Report, one_line
+from dsv4_ops.bench.rows import METADATA_CPU_COLUMNS, METADATA_CUDA_COLUMNS, MetadataRow
 from dsv4_ops.bench.timing import Capture, Timing, device_activities, host_us, wall_us
 from dsv4_ops.metadata import (
     COMPILE_OPTIONS,
@@ -43,7 +44,6 @@ BYTES_PER_US = 4.3e6
 
 _CONTEXTS = (1024, 16384, 131072, 1048576)
 _CONTEXT_REQUESTS = 128
-_CAPTURED_CALLS = 8  # at least so many steps per CUDA graph, so that its launch does not count
 _POISON = 0x5A
 
 
@@ -71,12 +71,22 @@ class Plan:
     budget_s: float
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only this benchmark has."""
+    add = parser.add_argument
+    add("--requests", type=sizes, metavar="N,N,..", help="default: 1,8,32,128,512")
+    add("--next-n", type=sizes, metavar="N,N,..", help="tokens per request; default: 1,2,4")
+    add("--context", type=size, metavar="N", help="longest context drawn; default: 131072")
+    add("--max-model-len", type=size, metavar="N", help="default: 1048576, as DeepSeek-V4-Flash")
+    add("--tuned", action="store_true", help="compile with dsv4_ops.metadata.COMPILE_OPTIONS")
+
+
 def run(options: argparse.Namespace) -> None:
     """Check and time the cases of the command line; rows, table and plot go to ``options.out``."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
     plan = make_plan(options)
-    output = Report(options.out, "metadata", report.stamp(plan.device, options.command))
+    output: Report[MetadataRow] = Report(
+        options.out, "metadata", report.stamp(plan.device, options.command)
+    )
     with torch.no_grad(), _compiler_settings(tuned=options.tuned):
         bench = Bench(plan, options.anchor)
         for case in report.progress(plan.cases, "metadata"):
@@ -98,20 +108,12 @@ def make_plan(options: argparse.Namespace) -> Plan:
     contexts = [length for length in _CONTEXTS if length <= max_model_len]
     flat = [Case(flat_requests, 1, length) for length in contexts]
     return Plan(
-        device=_device(options.device, smoke),
+        device=chosen_device(options),
         spec=AttentionSpec.deepseek_v4_flash(next_n=max(next_ns), max_model_len=max_model_len),
         cases=(*grid, *flat),
         longest=longest,
         budget_s=0.1 if smoke else 0.5,
     )
-
-
-def _device(name: str, smoke: bool) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() and not smoke else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise BenchError("--device cuda: torch sees no CUDA device")
-    return torch.device(name)
 
 
 @contextlib.contextmanager
@@ -188,7 +190,7 @@ class Bench:
             try:
                 self.modules = anchors.load(anchor)
             except Exception as error:
-                self.anchor_error = _one_line(error)
+                self.anchor_error = one_line(error)
         self._compile()
 
     def _compile(self) -> None:
@@ -207,14 +209,14 @@ class Bench:
             lengths = torch.full((case.requests,), case.context, dtype=torch.int32)
         return draw_batch(self.spec, lengths, next_n=case.next_n, device=self.device, seed=seed)
 
-    def measure(self, case: Case) -> Row:
+    def measure(self, case: Case) -> MetadataRow:
         """Check, then time one case."""
         first = self.draw(case, 1)
         expected = self.eager(*first.arguments(torch.device("cpu")))
         step_bytes = input_bytes(self.spec, first) + output_bytes(expected)
         sets = rotating_sets(step_bytes, self.device)
         batches = [first, *(self.draw(case, seed) for seed in range(2, sets + 1))]
-        row = Row(
+        row = MetadataRow(
             kind="grid" if case.context is None else "context",
             requests=case.requests,
             next_n=case.next_n,
@@ -234,7 +236,7 @@ class Bench:
         poison(self.compiled(*batch.arguments()))  # freed at once: the next call gets this memory
         check("compiled", self.compiled(*batch.arguments()), expected, case)
 
-    def _time_cpu(self, row: Row, batch: Batch) -> None:
+    def _time_cpu(self, row: MetadataRow, batch: Batch) -> None:
         arguments, budget = batch.arguments(), self.plan.budget_s
         call = wall_us(lambda: self.compiled(*arguments), self.device, budget_s=budget)
         eager = wall_us(lambda: self.eager(*arguments), self.device, budget_s=budget)
@@ -243,7 +245,7 @@ class Bench:
 
     def _time_cuda(
         self,
-        row: Row,
+        row: MetadataRow,
         batches: Sequence[Batch],
         expected: DecodeMetadata,
         case: Case,
@@ -265,7 +267,7 @@ class Bench:
         row.eager_us, row.eager_speedup = eager.median, eager.median / (host.median + device.median)
 
     def _time_call(
-        self, row: Row, arguments: Sequence[Tensor], expected: DecodeMetadata, case: Case
+        self, row: MetadataRow, arguments: Sequence[Tensor], expected: DecodeMetadata, case: Case
     ) -> None:
         """The ``reduce-overhead`` call, which replays a CUDA graph of its own."""
         captured, static = self.captured, _static(arguments)
@@ -280,7 +282,7 @@ class Bench:
     def _device_us(self, batches: Sequence[Batch], case: Case) -> Timing:
         arguments = [batch.arguments() for batch in batches]
         calls = [functools.partial(self.compiled, *inputs) for inputs in arguments]
-        capture = Capture(calls * (_calls(len(calls)) // len(calls)))
+        capture = Capture(calls * (captured_calls(len(calls)) // len(calls)))
         self._check_replay(capture, [self.compiled(*inputs) for inputs in arguments], case)
         return capture.device_us()
 
@@ -293,17 +295,19 @@ class Bench:
         for call, output in enumerate(capture.outputs):
             check("CUDA graph replay", output, expected[call % len(expected)], case)
 
-    def _time_anchor(self, row: Row, batches: Sequence[Batch], expected: DecodeMetadata) -> None:
+    def _time_anchor(
+        self, row: MetadataRow, batches: Sequence[Batch], expected: DecodeMetadata
+    ) -> None:
         row.anchor_error = self.anchor_error
         if self.modules is None:
             return
         try:
             result = anchors.measure(
-                self.modules, self.spec, batches, expected, _calls(len(batches))
+                self.modules, self.spec, batches, expected, captured_calls(len(batches))
             )
         except Exception as error:  # a broken peer is a row, not the end of the run
             row.anchor_exact = False if isinstance(error, anchors.AnchorMismatch) else None
-            row.anchor_error = _one_line(error)
+            row.anchor_error = one_line(error)
             return
         row.anchor_exact, row.anchor_note = True, result.note
         if result.device_us is None or result.host_us is None:
@@ -317,10 +321,6 @@ class Bench:
         theirs = row.anchor_device_us + row.anchor_host_us
         row.speedup = theirs / (row.device_us + row.host_us)
         row.call_speedup = theirs / (row.device_us + row.call_us)
-
-
-def _calls(sets: int) -> int:
-    return sets * math.ceil(_CAPTURED_CALLS / sets)
 
 
 def _static(arguments: Sequence[Tensor]) -> list[Tensor]:
@@ -341,14 +341,10 @@ def _distinct_sizes(plan: Plan) -> Case:
     return Case(requests, 2)
 
 
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
-
-
-def finish(output: Report, plan: Plan, *, with_plot: bool) -> None:
+def finish(output: Report[MetadataRow], plan: Plan, *, with_plot: bool) -> None:
     """Table and plot of all rows."""
     cuda = plan.device.type == "cuda"
-    columns = report.CUDA_COLUMNS if cuda else report.CPU_COLUMNS
+    columns = METADATA_CUDA_COLUMNS if cuda else METADATA_CPU_COLUMNS
     grid = [row for row in output.rows if row.kind == "grid"]
     flat = [row for row in output.rows if row.kind == "context"]
     stamped = " ".join(f"{key}={value}" for key, value in output.stamp.items())
@@ -362,13 +358,12 @@ def finish(output: Report, plan: Plan, *, with_plot: bool) -> None:
     parts += _notes(output.rows)
     output.write_text("\n\n".join(parts))
     if with_plot:
-        try:
-            plot(grid, output.path(".png"), device=output.stamp["device"], cuda=cuda)
-        except ImportError:
-            print(f"no plot: {report.BENCH_EXTRA}", file=sys.stderr)
+        title = f"Decode metadata of one step · {output.stamp['device']}"
+        panels = metadata_panels(grid, cuda=cuda)
+        try_plot(panels, output.path(".png"), title=title, ylabel="microseconds per step")
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
+def _notes(rows: Sequence[MetadataRow]) -> list[str]:
     notes = []
     if any(row.anchor_device_us is not None for row in rows):
         notes.append(

@@ -1,27 +1,114 @@
-"""The picture of a metadata run: microseconds of a step against requests, a panel per next_n."""
+"""Pictures of a run: microseconds against a size, a panel per kind of case, both axes log."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsv4_ops.bench.report import Row
+from dsv4_ops.bench.report import BENCH_EXTRA
+from dsv4_ops.bench.rows import CacheRow, MetadataRow
 
-_OURS, _THEIRS = "#0b6e99", "#c8553d"
-_CUDA_SERIES = (
+_OURS, _THEIRS, _LIMIT = "#0b6e99", "#c8553d", "#7a7a7a"
+_METADATA_CUDA = (
     ("ours, host + device", _OURS, "-", ("host_us", "device_us")),
     ("ours, device", _OURS, "--", ("device_us",)),
     ("vLLM 0.22.1, host + device", _THEIRS, "-", ("anchor_host_us", "anchor_device_us")),
     ("vLLM 0.22.1, device", _THEIRS, "--", ("anchor_device_us",)),
 )
-_CPU_SERIES = (
+_METADATA_CPU = (
     ("compiled", _OURS, "-", ("call_us",)),
+    ("eager reference", _THEIRS, "-", ("eager_us",)),
+)
+_CACHE_CUDA = (
+    ("ours, compiled", _OURS, "-", ("compiled_us",)),
+    ("vLLM 0.22.1", _THEIRS, "-", ("anchor_us",)),
+    ("copy of the same bytes", _LIMIT, "--", ("copy_us",)),
+)
+_CACHE_CPU = (
+    ("compiled", _OURS, "-", ("compiled_us",)),
     ("eager reference", _THEIRS, "-", ("eager_us",)),
 )
 
 
-def plot(rows: Sequence[Row], path: Path, *, device: str, cuda: bool) -> None:
+@dataclass(frozen=True)
+class Series:
+    """A line: label, color, style and points."""
+
+    label: str
+    color: str
+    line: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Lines over one axis."""
+
+    title: str
+    xlabel: str
+    series: Sequence[Series]
+
+
+def metadata_panels(rows: Sequence[MetadataRow], *, cuda: bool) -> list[Panel]:
+    """A step against requests, a panel per next_n."""
+    lines = _METADATA_CUDA if cuda else _METADATA_CPU
+    panels = []
+    for next_n in sorted({row.next_n for row in rows}):
+        chosen = [row for row in rows if row.next_n == next_n]
+        title = f"{next_n} token{'s' if next_n > 1 else ''} per request"
+        panels.append(Panel(title, "requests", _series(chosen, lines, lambda row: row.requests)))
+    return panels
+
+
+def cache_panels(rows: Sequence[CacheRow], *, cuda: bool) -> list[Panel]:
+    """Inserts against tokens; gathers against the rows of a request, a panel per request count."""
+    lines = _CACHE_CUDA if cuda else _CACHE_CPU
+    panels = []
+    for case in ("insert", "gather"):
+        chosen = [row for row in rows if row.case == case and row.plotted]
+        unit = "tokens" if case == "insert" else "rows per request"
+        for requests in sorted({row.requests for row in chosen}):
+            group = sorted(
+                (row for row in chosen if row.requests == requests), key=lambda row: row.rows
+            )
+            suffix = "" if case == "insert" else f", {requests} request{'s' * (requests > 1)}"
+            panels.append(Panel(case + suffix, unit, _series(group, lines, lambda row: row.rows)))
+    return panels
+
+
+def _series(
+    rows: Sequence[Any],
+    lines: Iterable[tuple[str, str, str, Sequence[str]]],
+    size: Callable[[Any], int],
+) -> list[Series]:
+    series = []
+    for label, color, line, fields in lines:
+        points = [(float(size(row)), _total(row, fields)) for row in rows]
+        known = [(x, y) for x, y in points if y is not None]
+        if known:
+            series.append(Series(label, color, line, known))
+    return series
+
+
+def _total(row: object, fields: Sequence[str]) -> float | None:
+    values = [getattr(row, name) for name in fields]
+    return None if None in values else float(sum(values))
+
+
+def try_plot(panels: Sequence[Panel], path: Path, *, title: str, ylabel: str) -> None:
+    """Write the PNG, or say on stderr what it takes."""
+    if not panels:
+        return
+    try:
+        plot(panels, path, title=title, ylabel=ylabel)
+    except ImportError:
+        print(f"no plot: {BENCH_EXTRA}", file=sys.stderr)
+
+
+def plot(panels: Sequence[Panel], path: Path, *, title: str, ylabel: str) -> None:
     """Write the PNG.
 
     Raises:
@@ -32,45 +119,38 @@ def plot(rows: Sequence[Row], path: Path, *, device: str, cuda: bool) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = sorted({row.next_n for row in rows})
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(1.2 + 4.0 * len(panels), 4.6), sharey=True, squeeze=False,
         layout="constrained",
     )  # fmt: skip
-    for panel, next_n in zip(axes[0], panels, strict=True):
-        _panel(panel, [row for row in rows if row.next_n == next_n], next_n, cuda)
-    axes[0][0].set_ylabel("microseconds per step")
+    for axis, panel in zip(axes[0], panels, strict=True):
+        _draw(axis, panel)
+    axes[0][0].set_ylabel(ylabel)
     handles, labels = axes[0][0].get_legend_handles_labels()
     columns = 2 if len(panels) == 1 else 4
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-    figure.suptitle(f"Decode metadata of one step · {device}", fontsize=12)
+    figure.suptitle(title, fontsize=12)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
-def _panel(panel: Any, rows: Sequence[Row], next_n: int, cuda: bool) -> None:
+def _draw(axis: Any, panel: Panel) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-    for label, color, line, fields in _CUDA_SERIES if cuda else _CPU_SERIES:
-        points = [(row.requests, _total(row, fields)) for row in rows]
-        known = [(x, y) for x, y in points if y is not None]
-        if known:
-            xs, ys = zip(*known, strict=True)
-            panel.plot(xs, ys, line, color=color, label=label, marker="o", markersize=4)
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
-    panel.set_xticks(sorted({row.requests for row in rows}))
-    panel.xaxis.set_minor_locator(NullLocator())
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panel.yaxis.set_minor_formatter(NullFormatter())
-    panel.set_xlabel("requests")
-    panel.set_title(f"{next_n} token{'s' if next_n > 1 else ''} per request", fontsize=10)
-    panel.grid(which="major", color="#dddddd", linewidth=0.8)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
-
-
-def _total(row: Row, fields: Sequence[str]) -> float | None:
-    values = [getattr(row, name) for name in fields]
-    return None if None in values else float(sum(values))
+    for series in panel.series:
+        xs, ys = zip(*series.points, strict=True)
+        axis.plot(
+            xs, ys, series.line, color=series.color, label=series.label, marker="o", markersize=4
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(sorted({x for series in panel.series for x, _ in series.points}))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.set_xlabel(panel.xlabel)
+    axis.set_title(panel.title, fontsize=10)
+    axis.grid(which="major", color="#dddddd", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)

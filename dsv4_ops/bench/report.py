@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import importlib.metadata
 import json
@@ -11,9 +10,8 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -21,58 +19,9 @@ from dsv4_ops._version import __version__
 from dsv4_ops.core.fingerprint import source_hash
 
 Item = TypeVar("Item")
+AnyRow = TypeVar("AnyRow")  # a dataclass of rows.py
 
 BENCH_EXTRA = "pip install 'dsv4_ops[bench]'"
-
-
-@dataclass(kw_only=True)
-class Row:
-    """One measured batch; times in microseconds, None where the device has no such number.
-
-    ``kernels`` counts everything one graph replay runs on the device: kernels, copies, fills.
-    ``device_us`` is device time per step; ``host_us`` the host's share with a plain CUDA graph
-    replay, ``call_us`` and ``call_kernels`` with a call of the function compiled for
-    ``reduce-overhead`` (on a CPU: the compiled call). ``speedup`` compares host + device with the
-    anchors', ``call_speedup`` the same with ``call_us``. ``*_range`` are the 20th and 80th
-    percentile; ``*activities`` name what ran on the device, and its time under the profiler.
-    """
-
-    kind: str
-    requests: int
-    next_n: int
-    context: str
-    tokens: int
-    kernels: int | None = None
-    device_us: float | None = None
-    host_us: float | None = None
-    call_us: float | None = None
-    eager_us: float | None = None
-    eager_speedup: float | None = None
-    floor_us: float | None = None
-    pct_of_floor: float | None = None
-    anchor_kernels: int | None = None
-    anchor_device_us: float | None = None
-    anchor_host_us: float | None = None
-    anchor_exact: bool | None = None
-    anchor_error: str | None = None
-    anchor_note: str | None = None
-    speedup: float | None = None
-    call_speedup: float | None = None
-    call_kernels: int | None = None
-    input_sets: int = 1
-    device_us_range: list[float] = field(default_factory=list)
-    host_us_range: list[float] = field(default_factory=list)
-    call_us_range: list[float] = field(default_factory=list)
-    activities: list[list[Any]] = field(default_factory=list)
-    anchor_activities: list[list[Any]] = field(default_factory=list)
-
-
-_BATCH = ("context", "requests", "next_n", "tokens")
-_GRAPH = ("kernels", "device_us", "host_us", "floor_us", "pct_of_floor")
-_CALL = ("call_kernels", "call_us", "eager_us")
-_ANCHOR = ("anchor_kernels", "anchor_device_us", "anchor_host_us", "speedup", "anchor_error")
-CUDA_COLUMNS = (*_BATCH, *_GRAPH, *_CALL, *_ANCHOR)
-CPU_COLUMNS = (*_BATCH, "call_us", "eager_us", "eager_speedup", "anchor_exact", "anchor_error")
 
 
 def stamp(device: torch.device, command: str) -> dict[str, Any]:
@@ -119,24 +68,24 @@ def _commit() -> str | None:
     return described.stdout.strip() or None
 
 
-class Report:
+class Report(Generic[AnyRow]):
     """Writes each row as it comes, so that an interrupted run keeps what it has."""
 
     def __init__(self, folder: Path, name: str, stamped: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.name, self.stamp = folder, name, stamped
-        self.rows: list[Row] = []
+        self.rows: list[AnyRow] = []
         self.path(".jsonl").write_text("")
 
     def path(self, suffix: str) -> Path:
         """File of this benchmark with the given ending."""
         return self.folder / f"{self.name}{suffix}"
 
-    def add(self, row: Row) -> None:
+    def add(self, row: AnyRow) -> None:
         """Keep a row and append it to the JSONL file."""
         self.rows.append(row)
         with self.path(".jsonl").open("a") as file:
-            file.write(json.dumps({**dataclasses.asdict(row), **self.stamp}) + "\n")
+            file.write(json.dumps({**vars(row), **self.stamp}) + "\n")
 
     def write_text(self, text: str) -> None:
         """Print the final report and keep it."""
@@ -144,7 +93,7 @@ class Report:
         print(text)
 
 
-def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
+def table(rows: Sequence[object], columns: Sequence[str]) -> str:
     """Rows as aligned text, without the columns that hold nothing."""
     used = [name for name in columns if any(getattr(row, name) is not None for row in rows)]
     cells = [used, *([_cell(getattr(row, name)) for name in used] for row in rows)]
@@ -182,3 +131,8 @@ def _progress_bar() -> Any | None:
     except ImportError:
         return None
     return tqdm
+
+
+def one_line(error: Exception) -> str:
+    """Type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]

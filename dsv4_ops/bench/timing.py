@@ -14,6 +14,7 @@ Call = Callable[[], Any]
 
 _SAMPLE_MS = 3.0
 _SAMPLES = 11
+_COLD_SAMPLES = 21
 _CALLS_PER_ROUND = 20
 _ROUNDS = 15
 
@@ -47,8 +48,12 @@ class Capture:
         with torch.cuda.graph(self.graph):
             self.outputs = [call() for call in calls]
 
-    def device_us(self) -> Timing:
-        """Device time per call, launches inside the graph included."""
+    def device_us(self, before: Call | None = None) -> Timing:
+        """Device time per call, launches inside the graph included.
+
+        ``before`` runs ahead of every sample, outside of the time that is taken, and leaves the
+        device busy until the graph is launched: ``memory.ColdCache``. A sample is then one replay.
+        """
         graph, calls = self.graph, len(self.outputs)
         graph.replay()
         replays = max(1, math.ceil(_SAMPLE_MS * 1e3 / max(_event_us(graph.replay), 1.0)))
@@ -57,11 +62,16 @@ class Capture:
             for _ in range(replays):
                 graph.replay()
 
-        return summary([_event_us(sample) / (replays * calls) for _ in range(_SAMPLES)])
+        if before is None:
+            return summary([_event_us(sample) / (replays * calls) for _ in range(_SAMPLES)])
+        sample()  # clocks up
+        return summary([_event_us(graph.replay, before) / calls for _ in range(_COLD_SAMPLES)])
 
 
-def _event_us(call: Call) -> float:
+def _event_us(call: Call, before: Call | None = None) -> float:
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if before is not None:
+        before()
     start.record()
     call()
     stop.record()

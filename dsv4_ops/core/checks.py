@@ -1,4 +1,4 @@
-"""Argument checks of the public functions: the only place that words an error.
+"""Argument checks of the public functions: with ``ints`` the only place that words an error.
 
 Every message reads ``{op}: {argument} must {rule}, got {actual}. {what to do}``. A check looks at
 shapes, dtypes, devices and Python ints, never at tensor values, so it costs no device
@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4_ops.core.ints import at_least, known
 from dsv4_ops.core.layout import CACHE_ALIGNMENT, Layout
-from dsv4_ops.core.types import MAX_REQUESTS
+from dsv4_ops.core.types import INT32_MAX, MAX_REQUESTS
 
 _DIMENSIONS = {
     "num_reqs": "the requests of the batch, padding requests included",
@@ -95,32 +96,31 @@ class Checks:
 
     def at_least(self, minimum: int, **values: int) -> None:
         """Every value is an int of at least ``minimum``."""
-        for name, value in values.items():
-            if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-                raise TypeError(
-                    f"{self.op}: {name} must be an int, got {type(value).__name__}. "
-                    "Pass a Python int that is known on the host, never a tensor."
-                )
-            if value < minimum:
-                raise ValueError(
-                    f"{self.op}: {name} must be at least {_known(minimum)}, got {_known(value)}. "
-                    f"Pass {_known(minimum)} or more."
-                )
+        at_least(self.op, minimum, **values)
 
     def at_most(self, name: str, value: int, limit_name: str, limit: int) -> None:
         """``value`` is at most ``limit``, which is what ``limit_name`` says."""
         if value > limit:
             raise ValueError(
-                f"{self.op}: {name} must be at most {limit_name} = {_known(limit)}, got "
-                f"{_known(value)}. Lower {name}, or raise {limit_name}."
+                f"{self.op}: {name} must be at most {limit_name} = {known(limit)}, got "
+                f"{known(value)}. Lower {name}, or raise {limit_name}."
             )
+
+    def fits_int32(self, **values: int) -> None:
+        """Every value is at most 2^31 - 1, so that what it multiplies stays within 64 bits."""
+        for name, value in values.items():
+            if value > INT32_MAX:
+                raise ValueError(
+                    f"{self.op}: {name} must be at most {INT32_MAX}, got {known(value)}. "
+                    "Indices are int32, so that larger ones address nothing."
+                )
 
     def columns(self, name: str, value: Tensor, limit_name: str, limit: int) -> None:
         """``value`` has at least ``limit`` columns, which is what ``limit_name`` says."""
         if value.shape[1] < limit:
             raise ValueError(
-                f"{self.op}: {name} must have at least {limit_name} = {_known(limit)} columns, got "
-                f"{_known(value.shape[1])}. Widen it with columns of -1, or lower {limit_name}."
+                f"{self.op}: {name} must have at least {limit_name} = {known(limit)} columns, got "
+                f"{known(value.shape[1])}. Widen it with columns of -1, or lower {limit_name}."
             )
 
     def columns_of(self, name: str, value: Tensor, multiple: int) -> None:
@@ -186,8 +186,8 @@ class Checks:
         self.tensor(name, cache, layout.storage_dtype, "num_blocks", "page_bytes")
         if cache.shape[1] != layout.page_bytes:
             raise ValueError(
-                f"{self.op}: {name} must have shape [num_blocks, {_known(layout.page_bytes)}] for "
-                f"layout {layout.tag!r} with block_size = {_known(layout.block_size)}, got "
+                f"{self.op}: {name} must have shape [num_blocks, {known(layout.page_bytes)}] for "
+                f"layout {layout.tag!r} with block_size = {known(layout.block_size)}, got "
                 f"{list(cache.shape)}. Allocate it with {_allocate(layout)}, or correct block_size."
             )
         page, byte = cache.stride()
@@ -197,8 +197,11 @@ class Checks:
                 f"multiples of {CACHE_ALIGNMENT} bytes, got strides {list(cache.stride())}. "
                 f"Allocate it with {_allocate(layout)}."
             )
-        if torch.compiler.is_dynamo_compiling():  # it cannot trace storage_offset
-            return
+        if not torch.compiler.is_dynamo_compiling():  # it cannot trace storage_offset: the
+            self.page_start(name, cache, layout)  # launcher asks while it is traced
+
+    def page_start(self, name: str, cache: Tensor, layout: Layout) -> None:
+        """``cache`` starts at a multiple of 16 bytes of its storage."""
         if cache.storage_offset() % CACHE_ALIGNMENT != 0:
             raise ValueError(
                 f"{self.op}: {name} must have pages that start at multiples of {CACHE_ALIGNMENT} "
@@ -217,7 +220,7 @@ class Checks:
             )
         if block_size is not None and cache.shape[1] != block_size:
             raise ValueError(
-                f"{self.op}: {name} must have pages of block_size = {_known(block_size)} rows, got "
+                f"{self.op}: {name} must have pages of block_size = {known(block_size)} rows, got "
                 f"{list(cache.shape)}. Correct block_size, or pass the cache that it belongs to."
             )
         if cache.stride(2) != 1:
@@ -230,8 +233,8 @@ class Checks:
         """``value`` is a multiple of ``divisor``."""
         if value % divisor != 0:
             raise ValueError(
-                f"{self.op}: {name} must be a multiple of {divisor_name} = {_known(divisor)}, got "
-                f"{_known(value)}. Use {name} = {_known(value + divisor - value % divisor)}."
+                f"{self.op}: {name} must be a multiple of {divisor_name} = {known(divisor)}, got "
+                f"{known(value)}. Use {name} = {known(value + divisor - value % divisor)}."
             )
 
     def flag(self, name: str, value: bool) -> None:
@@ -251,15 +254,9 @@ class Checks:
             )
 
 
-def _known(value: int) -> int:
-    """``value`` as an int that Dynamo can put into a message even where it traces it as a symbol:
-    an error ends the trace, so that the guard costs nothing."""
-    return int(value)
-
-
 def _allocate(layout: Layout) -> str:
     """The call that makes a cache of ``layout``. Dynamo cannot trace its repr."""
-    return f"{type(layout).__name__}(block_size={_known(layout.block_size)}).allocate(num_blocks)"
+    return f"{type(layout).__name__}(block_size={known(layout.block_size)}).allocate(num_blocks)"
 
 
 def _shape(dims: tuple[str | int, ...]) -> str:

@@ -16,11 +16,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsv4_ops.core.ints import at_least
+
 PAGE_ALIGNMENT = 576
 """Bytes that a page of the FP8 and state layouts is a multiple of."""
 
 CACHE_ALIGNMENT = 16
 """Bytes that every page starts at a multiple of: kernels read and write 16 at a time."""
+
+KEY_BLOCK = 128
+"""FlashMLA's sparse prefill takes key counts that are a multiple of this."""
+
+INDEX_ALIGNMENT = 4
+"""Indices that FlashInfer reads at a time: rows of its matrix are a multiple of this long."""
 
 FP8_MAX = 448.0
 """Largest finite e4m3fn value."""
@@ -43,11 +51,7 @@ class Layout(ABC):
     block_size: int
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(
-                f"{type(self).__name__}: block_size must be at least 1, got {self.block_size}. "
-                "Pass the rows of a page."
-            )
+        at_least(type(self).__name__, 1, block_size=self.block_size)
 
     @property
     @abstractmethod
@@ -96,6 +100,7 @@ class Layout(ABC):
 
     def allocate(self, num_blocks: int, device: torch.device | str | None = None) -> Tensor:
         """A cache of ``num_blocks`` pages of zeros."""
+        at_least(f"{type(self).__name__}.allocate", 0, num_blocks=num_blocks)
         return torch.zeros(self.shape(num_blocks), dtype=self.storage_dtype, device=device)
 
 
@@ -180,6 +185,15 @@ class PlainLayout(Layout):
     dtype: torch.dtype = torch.bfloat16
     tag = "plain"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("PlainLayout", 1, width=self.width)
+        if self.dtype not in (torch.bfloat16, torch.float32):
+            raise TypeError(
+                f"PlainLayout: dtype must be torch.bfloat16 or torch.float32, got {self.dtype}. "
+                "Pass the dtype of the rows."
+            )
+
     @property
     def data_bytes(self) -> int:
         return self.width * self.dtype.itemsize
@@ -210,6 +224,10 @@ class StateLayout(Layout):
     width: int = 2048
     tag = "v4_state"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("StateLayout", 1, width=self.width)
+
     @property
     def data_bytes(self) -> int:
         return self.width * 4
@@ -223,9 +241,20 @@ class StateLayout(Layout):
 
     def rows(self, states: Tensor) -> Tensor:
         """The view [num_blocks, block_size, width] without the padding of the pages."""
-        return states[:, : self.block_size * self.width].unflatten(1, (self.block_size, self.width))
+        used = states[:, : self.block_size * self.width]
+        return used.view(states.shape[0], self.block_size, self.width)
 
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple that is not below ``value``."""
     return -(-value // multiple) * multiple
+
+
+def combined_width(topk: int, window_size: int) -> int:
+    """Columns of ``combine_topk_swa_indices``."""
+    return round_up(topk + window_size, KEY_BLOCK)
+
+
+def mixed_width(swa_width: int, topk: int, compressed_width: int) -> int:
+    """Columns of ``mixed_sparse_indices``."""
+    return swa_width + round_up(max(topk, compressed_width), INDEX_ALIGNMENT)

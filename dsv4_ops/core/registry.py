@@ -18,7 +18,6 @@ compiled. The switch that tells the two apart is the one ``torch.library.triton_
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -97,6 +96,10 @@ class OpSpec:
         """Names of all parameters, in order."""
         return tuple(argument.name for argument in self.op._schema.arguments)
 
+    def places(self, name: str) -> list[int]:
+        """Place of the parameter ``name``; empty if there is none."""
+        return [place for place, parameter in enumerate(self.parameters) if parameter == name]
+
     @property
     def mutated(self) -> tuple[int, ...]:
         """Places of the arguments that the op writes to."""
@@ -124,7 +127,7 @@ def define_op(spec: OpSpec) -> torch._ops.OpOverload:
         )
     _library.define(spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(spec.name, spec.reference, "CompositeExplicitAutograd")
-    if spec.has_kernel and importlib.util.find_spec("triton") is not None:
+    if spec.has_kernel:
         _library.impl(spec.name, _launch_rule(spec), "CUDA")
     qualified = f"{NAMESPACE}::{spec.name}"
     torch.library.register_fake(qualified, spec.meta, lib=_library)
@@ -136,10 +139,15 @@ def define_op(spec: OpSpec) -> torch._ops.OpOverload:
 
 
 def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
-    """The kernel of an op, called outside a compiler."""
+    """The kernel of an op, called outside a compiler; its reference where triton is missing."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
-        launcher = spec.station("kernels")
+        try:
+            launcher = spec.station("kernels")
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != "triton":
+                raise
+            return spec.reference(*args, **kwargs)
         with torch.cuda.device_of(next(arg for arg in args if isinstance(arg, torch.Tensor))):
             return launcher(_call, *args, **kwargs)
 

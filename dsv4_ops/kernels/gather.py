@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels import fp8
+from dsv4_ops.kernels.fp8 import dequantize  # by name: Inductor copies kernels, not modules
 from dsv4_ops.kernels.pages import locate_positions
 
 
@@ -39,7 +39,7 @@ def _copy_rows(
     lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
     rope = (data + CODE_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
     rope_words = tl.load(rope[:, None] + lane, mask=exists[:, None], other=0)
-    words = fp8.dequantize(codes, scale, EMULATE)
+    words = dequantize(codes, scale, EMULATE)
     place = target[:, None, None] + dim * dim_stride
     tl.store(place, words, mask=wanted[:, None, None] & coded[:, :, None])
     place = target[:, None] + (CODE_DIM + lane) * dim_stride

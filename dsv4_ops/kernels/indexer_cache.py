@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.types import search_steps
 from dsv4_ops.kernels.insert import insert
@@ -29,7 +30,10 @@ def quantize_and_insert_indexer_k(
     layout: str,
 ) -> None:
     indexer = IndexerLayout(block_size)
-    insert(launch, k, k_cache, slot_mapping, indexer, tokens=INSERT_TOKENS, float_scales=True)
+    checks = Checks("quantize_and_insert_indexer_k")
+    insert(
+        launch, checks, k, k_cache, slot_mapping, indexer, tokens=INSERT_TOKENS, float_scales=True
+    )
 
 
 @triton.jit
@@ -99,6 +103,7 @@ def gather_indexer_k(
     layout: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     indexer = IndexerLayout(block_size)
+    Checks("gather_indexer_k").page_start("k_cache", k_cache, indexer)
     codes = k_cache.new_empty((num_rows, indexer.head_dim))
     scales = k_cache.new_empty((num_rows,), dtype=torch.float32)
     if num_rows == 0:

@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import QuantizedLayout
-from dsv4_ops.kernels import fp8
+from dsv4_ops.kernels.fp8 import quantize  # by name: Inductor copies kernels, not modules
 from dsv4_ops.kernels.launch import EMULATE, Launch
 from dsv4_ops.kernels.pages import locate_slots
 
@@ -47,7 +48,7 @@ def quantize_and_insert_kernel(
         mask=given[:, None, None] & coded[:, :, None],
         other=0.0,
     )
-    codes, scale = fp8.quantize(values.to(tl.float32), EMULATE)
+    codes, scale = quantize(values.to(tl.float32), EMULATE)
     start = k_cache + page * page_stride
     data = start + row * DATA_BYTES
     there = exists[:, None, None] & coded[:, :, None]
@@ -70,6 +71,7 @@ def quantize_and_insert_kernel(
 
 def insert(
     launch: Launch,
+    checks: Checks,
     k: torch.Tensor,
     k_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -79,6 +81,7 @@ def insert(
     float_scales: bool,
 ) -> None:
     """Launch the quantising insert for any quantised layout, ``tokens`` tokens per program."""
+    checks.page_start("k_cache", k_cache, layout)
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0 or k_cache.shape[0] == 0:
         return

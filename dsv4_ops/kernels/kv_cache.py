@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels import plain_cache
 from dsv4_ops.kernels.gather import gather_all_kernel, gather_wanted_kernel
@@ -36,7 +37,8 @@ def quantize_and_insert_k_cache(
     layout: str,
 ) -> None:
     main = MainLayout(block_size)
-    insert(launch, k, k_cache, slot_mapping, main, tokens=INSERT_TOKENS, float_scales=False)
+    checks = Checks("quantize_and_insert_k_cache")
+    insert(launch, checks, k, k_cache, slot_mapping, main, tokens=INSERT_TOKENS, float_scales=False)
 
 
 def dequantize_and_gather_k_cache(
@@ -52,6 +54,7 @@ def dequantize_and_gather_k_cache(
     layout: str,
 ) -> None:
     main = MainLayout(block_size)
+    Checks("dequantize_and_gather_k_cache").page_start("k_cache", k_cache, main)
     num_reqs, num_rows = out.shape[0], out.shape[1]
     room = num_rows - offset
     if num_reqs == 0 or room <= 0:
@@ -108,6 +111,7 @@ def gather_k_cache(
             launch, k_cache, seq_lens, wanted, block_table, num_rows=num_rows, offset=offset
         )
     main = MainLayout(block_size)
+    Checks("gather_k_cache").page_start("k_cache", k_cache, main)
     num_reqs = seq_lens.shape[0]
     out = k_cache.new_empty((num_reqs, num_rows, main.head_dim), dtype=torch.bfloat16)
     if num_reqs == 0 or num_rows == 0:

@@ -5,16 +5,14 @@ import triton.language as tl
 
 
 @triton.jit
-def locate_slots(
-    slot_mapping, slot_stride, token, num_tokens, num_blocks, BLOCK_SIZE: tl.constexpr
-):
+def locate_slots(slot_mapping, slot_stride, token, num_tokens, num_blocks, block_size):
     """int64 page and row of the slots of ``token``, and which of them exist."""
     slot = tl.load(
         slot_mapping + token.to(tl.int64) * slot_stride, mask=token < num_tokens, other=-1
     )
-    exists = (slot >= 0) & (slot // BLOCK_SIZE < num_blocks)
+    exists = (slot >= 0) & (slot // block_size < num_blocks)
     slot = tl.where(exists, slot, 0)
-    return slot // BLOCK_SIZE, slot % BLOCK_SIZE, exists
+    return slot // block_size, slot % block_size, exists
 
 
 @triton.jit
@@ -27,12 +25,12 @@ def locate_positions(
     wanted,
     max_blocks,
     num_blocks,
-    BLOCK_SIZE: tl.constexpr,
+    block_size,
 ):
     """int64 page and row of int64 positions of int64 requests, and which of them exist."""
-    inside = wanted & (position >= 0) & (position // BLOCK_SIZE < max_blocks)
+    inside = wanted & (position >= 0) & (position // block_size < max_blocks)
     position = tl.where(inside, position, 0)
-    entry = request * table_stride + position // BLOCK_SIZE * column_stride
+    entry = request * table_stride + position // block_size * column_stride
     page = tl.load(block_table + entry, mask=inside, other=-1)
     exists = (page >= 0) & (page < num_blocks)
-    return tl.where(exists, page, 0).to(tl.int64), position % BLOCK_SIZE, exists
+    return tl.where(exists, page, 0).to(tl.int64), position % block_size, exists

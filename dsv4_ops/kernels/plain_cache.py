@@ -34,8 +34,8 @@ def insert_rows_kernel(
     slot_stride,
     num_tokens,
     num_blocks,
+    block_size,
     width,
-    BLOCK_SIZE: tl.constexpr,
     WORD_BYTES: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -46,7 +46,7 @@ def insert_rows_kernel(
     source += token.to(tl.int64)[:, None] * row_stride + dim * dim_stride
     words = tl.load(source, mask=(token[:, None] < num_tokens) & (dim < width), other=0)
     page, row, exists = locate_slots(
-        slot_mapping, slot_stride, token, num_tokens, num_blocks, BLOCK_SIZE
+        slot_mapping, slot_stride, token, num_tokens, num_blocks, block_size
     )
     target = k_cache.to(word_pointer(WORD_BYTES), bitcast=True)
     target += (page * page_stride + row * cache_row_stride)[:, None] + dim
@@ -70,8 +70,8 @@ def gather_rows_kernel(
     table_stride,
     column_stride,
     max_blocks,
+    block_size,
     width,
-    BLOCK_SIZE: tl.constexpr,
     WORD_BYTES: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -92,7 +92,7 @@ def gather_rows_kernel(
         (index >= 0) & (index < count) & (rows < num_rows),
         max_blocks,
         num_blocks,
-        BLOCK_SIZE,
+        block_size,
     )
     source = k_cache.to(word_pointer(WORD_BYTES), bitcast=True)
     source += (page * page_stride + row * cache_row_stride)[:, None] + dim
@@ -105,7 +105,8 @@ def gather_rows_kernel(
 def insert_k_cache(
     launch: Launch, k: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    num_tokens, width = slot_mapping.shape[0], k_cache.shape[2]
+    # sizes of a page and a row are configuration: as constants they tell Triton what is aligned
+    num_tokens, width = slot_mapping.shape[0], int(k_cache.shape[2])
     if num_tokens == 0 or k_cache.numel() == 0:
         return
     grid = ((num_tokens + ROWS - 1) // ROWS, (width + WIDTH - 1) // WIDTH)
@@ -120,8 +121,8 @@ def insert_k_cache(
         slot_mapping.stride(0),
         num_tokens,
         k_cache.shape[0],
+        int(k_cache.shape[1]),
         width,
-        BLOCK_SIZE=int(k_cache.shape[1]),
         WORD_BYTES=k.element_size(),
         ROWS=ROWS,
         WIDTH=WIDTH,
@@ -140,7 +141,7 @@ def gather(
     offset: int,
 ) -> torch.Tensor:
     """``gather_k_cache`` of a plain cache."""
-    num_reqs, width = seq_lens.shape[0], k_cache.shape[2]
+    num_reqs, width = seq_lens.shape[0], int(k_cache.shape[2])
     out = k_cache.new_empty((num_reqs, num_rows, width))
     if num_reqs == 0 or num_rows == 0 or width == 0:
         return out
@@ -161,8 +162,8 @@ def gather(
         block_table.stride(0),
         block_table.stride(1),
         block_table.shape[1],
+        int(k_cache.shape[1]),
         width,
-        BLOCK_SIZE=int(k_cache.shape[1]),
         WORD_BYTES=k_cache.element_size(),
         ROWS=ROWS,
         WIDTH=WIDTH,

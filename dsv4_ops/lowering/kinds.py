@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dsv4_ops.core.registry import OPS
+from dsv4_ops.core.registry import OPS, OpSpec
 
 _registered: set[Any] = set()
 """Overloads whose lowering Inductor has."""
@@ -65,8 +65,23 @@ class TritonKernel:
 
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         first = next(arg for arg in args if isinstance(arg, torch.Tensor))
-        with mode:
-            if first.device.type != "cuda":
+        if first.device.type != "cuda":
+            with mode:
                 return self.function(*args, **kwargs)
-            launcher = OPS[op._schema.name.partition("::")[2]].station("kernels")
-            return launcher(torch.library.wrap_triton, *args, **kwargs)
+        spec = OPS[op._schema.name.partition("::")[2]]
+        for place in spec.mutated:
+            _refuse_misplaced(spec, spec.parameters[place], args[place])
+        with mode:
+            return spec.station("kernels")(torch.library.wrap_triton, *args, **kwargs)
+
+
+def _refuse_misplaced(spec: OpSpec, name: str, written: Any) -> None:
+    """A view made in the graph, at an offset that is a symbol: torch would rebuild it at offset 0
+    and have the kernel write to another layer (tests/test_upstream.py)."""
+    offset = written.storage_offset()
+    if not written.is_base_tensor() and isinstance(offset, torch.SymInt):
+        raise ValueError(
+            f"{spec.name}: {name} must be at a constant offset of its storage when compiled, got "
+            f"offset {offset}. Pass one tensor per layer, such as those of "
+            "dsv4_ops.cache.PagedKVCache, or compile with dynamic=False."
+        )

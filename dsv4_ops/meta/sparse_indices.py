@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dsv4_ops.reference.sparse_indices import combined_width, mixed_width
+from dsv4_ops.core.layout import combined_width, mixed_width
 
 
 def combine_topk_swa_indices(

@@ -138,9 +138,10 @@ def quantize_and_insert_indexer_k_functional(
     """
     name = "quantize_and_insert_indexer_k_functional"
     _check_insert(name, k, k_cache, slot_mapping, block_size, layout)
-    return _quantize_and_insert_indexer_k_functional(
+    written: Tensor = _quantize_and_insert_indexer_k_functional(
         k, k_cache, slot_mapping, block_size=block_size, layout=layout
     )
+    return written
 
 
 def _check_insert(

@@ -65,7 +65,8 @@ def quantize_and_insert_k_cache(
     Mutates: ``k_cache``: the 584 bytes of every slot that is written; no other byte. Each block of
         64 values gets the smallest power-of-two scale, 2^-22 at least, with which its largest
         magnitude is at most 448; its UE8M0 byte is stored, and e4m3 codes (round to nearest even)
-        of the values over the scale. RoPE values are copied bit for bit, the eighth scale byte is
+        of the values over the scale (read back, values within 3 % of the largest bfloat16 are
+        infinite). RoPE values are copied bit for bit, the eighth scale byte is
         0. NaN becomes code 0x7F and does not count for the scale; an infinity counts as the largest
         finite bfloat16, saturates, and reads back as an infinity. If two tokens have one slot, its
         bytes are of either of them, not of one alone.
@@ -140,9 +141,10 @@ def quantize_and_insert_k_cache_functional(
     """
     name = "quantize_and_insert_k_cache_functional"
     _check_insert(name, k, k_cache, slot_mapping, block_size, layout)
-    return _quantize_and_insert_k_cache_functional(
+    written: Tensor = _quantize_and_insert_k_cache_functional(
         k, k_cache, slot_mapping, block_size=block_size, layout=layout
     )
+    return written
 
 
 def _check_insert(
@@ -329,7 +331,7 @@ def gather_k_cache(
     else:
         checks.pages("k_cache", k_cache, MainLayout(block_size))
     _check_requests(checks, seq_lens, gather_lens, block_table)
-    return _gather_k_cache(
+    rows: Tensor = _gather_k_cache(
         k_cache,
         seq_lens,
         gather_lens,
@@ -339,6 +341,7 @@ def gather_k_cache(
         offset=offset,
         layout=layout,
     )
+    return rows
 
 
 def _check_requests(

@@ -105,7 +105,8 @@ def insert_k_cache_functional(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) 
         [[[0.0, 0.0], [1.0, 1.0]]]
     """
     _check("insert_k_cache_functional", k, k_cache, slot_mapping)
-    return _insert_k_cache_functional(k, k_cache, slot_mapping)
+    written: Tensor = _insert_k_cache_functional(k, k_cache, slot_mapping)
+    return written
 
 
 def _check(op: str, k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import INDEX_ALIGNMENT
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.types import TopkIndices
 from dsv4_ops.meta import sparse_indices as meta
@@ -100,6 +101,7 @@ def combine_topk_swa_indices(
         1, window_size=window_size, compress_ratio=compress_ratio, workspace_rows=workspace_rows
     )
     checks.at_least(0, topk=topk, swa_offset=swa_offset)
+    checks.fits_int32(window_size=window_size, workspace_rows=workspace_rows, swa_offset=swa_offset)
     checks.columns("topk_indices", topk_indices, "topk", topk)
     return TopkIndices(
         *_combine_topk_swa_indices(
@@ -259,11 +261,13 @@ def mixed_sparse_indices(
     checks.flag("decode_compressed_indices_are_local", decode_compressed_indices_are_local)
     checks.columns("prefill_topk_indices", prefill_topk_indices, "topk", topk)
     checks.columns("decode_swa_indices", decode_swa_indices, "window_size", window_size)
-    checks.columns_of("decode_swa_indices", decode_swa_indices, reference.ROW_ALIGNMENT)
+    checks.columns_of("decode_swa_indices", decode_swa_indices, INDEX_ALIGNMENT)
     if swa_block_span is not None:
         checks.at_least(swa_block_size, swa_block_span=swa_block_span)
+        checks.fits_int32(swa_block_span=swa_block_span)
     if compressed_block_span is not None:
         checks.at_least(compressed_block_size, compressed_block_span=compressed_block_span)
+        checks.fits_int32(compressed_block_span=compressed_block_span)
     return TopkIndices(
         *_mixed_sparse_indices(
             decode_swa_indices,

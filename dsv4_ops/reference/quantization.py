@@ -57,7 +57,8 @@ def scale_values(scale: Tensor) -> Tensor:
 def dequantize(codes: Tensor, scale: Tensor, quant_block: int) -> Tensor:
     """float32 values of uint8 codes [..., dim] with scale bytes [..., dim // quant_block]."""
     blocks = codes.view(torch.float8_e4m3fn).to(torch.float32).unflatten(-1, (-1, quant_block))
-    return (blocks * scale_values(scale).unsqueeze(-1)).flatten(-2)
+    values: Tensor = blocks * scale_values(scale).unsqueeze(-1)
+    return values.flatten(-2)
 
 
 def to_bytes(words: Tensor, size: int) -> Tensor:
@@ -69,7 +70,7 @@ def to_bytes(words: Tensor, size: int) -> Tensor:
 def from_bytes(stored: Tensor, size: int) -> Tensor:
     """int32 words from little-endian bytes: [..., n * size] to [..., n]."""
     parts = stored.unflatten(-1, (-1, size)).to(torch.int32)
-    words = parts[..., 0]
+    words: Tensor = parts[..., 0]
     for byte in range(1, size):
         words = words | (parts[..., byte] << (8 * byte))
     return words

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.layout import round_up
+from dsv4_ops.core.layout import combined_width, mixed_width
 from dsv4_ops.core.types import ABSENT, INT32_MAX
 from dsv4_ops.reference.common import (
     int32_slots,
@@ -15,22 +15,6 @@ from dsv4_ops.reference.common import (
     visible_rows,
 )
 from dsv4_ops.reference.swa import swa_indices_and_lens
-
-KEY_BLOCK = 128
-"""FlashMLA's sparse prefill takes key counts that are a multiple of this."""
-
-ROW_ALIGNMENT = 4
-"""FlashInfer reads 16 bytes of indices at a time."""
-
-
-def combined_width(topk: int, window_size: int) -> int:
-    """Columns of ``combine_topk_swa_indices``."""
-    return round_up(topk + window_size, KEY_BLOCK)
-
-
-def mixed_width(swa_width: int, topk: int, compressed_width: int) -> int:
-    """Columns of ``mixed_sparse_indices``."""
-    return swa_width + round_up(max(topk, compressed_width), ROW_ALIGNMENT)
 
 
 def combine_topk_swa_indices(
@@ -46,39 +30,46 @@ def combine_topk_swa_indices(
     workspace_rows: int,
     swa_offset: int,
 ) -> tuple[Tensor, Tensor]:
-    num_reqs = seq_lens.shape[0]
-    valid = valid_tokens(positions, req_indices, num_reqs)
+    valid = valid_tokens(positions, req_indices, seq_lens.shape[0])
     selected = torch.where(valid, visible_rows(positions, compress_ratio).clamp(max=topk), 0)
-    length = visible_rows(positions, 1)
-    window = torch.where(valid, length.clamp(max=window_size), 0)
+    length = visible_rows(positions, 1).to(torch.int64)
+    window = torch.where(valid, length.clamp(max=window_size), 0).to(torch.int32)
     gathered = masked_index(gather_lens, valid, [req_indices], 0).to(torch.int64)
     first = masked_index(seq_lens, valid, [req_indices], 0) - gathered
-    column = torch.arange(combined_width(topk, window_size), device=positions.device)
-    in_topk = column < selected[:, None]
-    token = torch.arange(positions.shape[0], device=positions.device)[:, None]
-    chosen = masked_index(topk_indices, in_topk, [token, column], ABSENT).to(torch.int64)
-    chosen_exists = in_topk & (chosen >= 0) & (chosen < swa_offset)
-    # the key of the first window column, counted from the first gathered row
-    oldest = (length - window).to(torch.int64) - first
-    key = oldest[:, None] + column - selected[:, None]
-    in_window = ~in_topk & (column < (selected + window)[:, None])
-    row = swa_offset + key
-    key_exists = in_window & (key >= 0) & (key < gathered[:, None]) & (row < workspace_rows)
-    local = torch.where(in_topk, chosen, row)
+    # Rows of the workspace are numbered from base; column c of a window is row c + shift of it.
+    # All bounds are made per token, in 64 bits, so that the entries are few 32-bit operations.
     base = torch.where(valid, req_indices, 0).to(torch.int64) * workspace_rows
-    index = base[:, None] + local
-    exists = (chosen_exists | key_exists) & (index <= INT32_MAX)
-    return torch.where(exists, index, ABSENT).to(torch.int32), selected + window
+    fitting = INT32_MAX + 1 - base
+    shift = swa_offset + length - window - first - selected
+    width = combined_width(topk, window_size)
+    begin = torch.maximum(selected.to(torch.int64), swa_offset - shift).clamp(0, width)
+    gathered_stop = swa_offset + gathered.clamp(max=workspace_rows - swa_offset)
+    stop = torch.minimum(torch.minimum(gathered_stop, fitting) - shift, selected + window)
+    stop = stop.clamp(0, width)
+    chosen_stop = fitting.clamp(0, swa_offset)
+    chosen_base = torch.where(chosen_stop > 0, base, 0)
+    window_base = torch.where(begin < stop, base + shift, 0)
+    selected, begin, stop, chosen_stop, chosen_base, window_base = (
+        bound.to(torch.int32)[:, None]
+        for bound in (selected, begin, stop, chosen_stop, chosen_base, window_base)
+    )
+    column = torch.arange(width, dtype=torch.int32, device=positions.device)
+    token = torch.arange(positions.shape[0], device=positions.device)[:, None]
+    chosen = masked_index(topk_indices, column < selected, [token, column], ABSENT)
+    exists = (chosen >= 0) & (chosen < chosen_stop)
+    from_topk = torch.where(exists, torch.where(exists, chosen, 0) + chosen_base, ABSENT)
+    in_window = (column >= begin) & (column < stop)
+    index = torch.where(in_window, column + window_base, from_topk)
+    return index, selected.squeeze(1) + window
 
 
 def spanned(slots: Tensor, block_size: int, span: int | None) -> Tensor:
-    """Slots of pages that are ``span`` rows apart instead of ``block_size``; negative ones are
-    -1."""
+    """Slots of pages that are ``span`` rows apart instead of ``block_size``; -1 for negative ones
+    and beyond int32."""
     if span is None:
         return torch.where(slots >= 0, slots, ABSENT)
-    return int32_slots(
-        torch.where(slots >= 0, slots // block_size, ABSENT), slots % block_size, span
-    )
+    places = (slots // block_size).to(torch.int64) * span + slots % block_size
+    return torch.where((slots >= 0) & (places <= INT32_MAX), places, ABSENT).to(torch.int32)
 
 
 def mixed_sparse_indices(
@@ -133,7 +124,7 @@ def mixed_sparse_indices(
     if decode_compressed_lens is not None:
         most = decode_compressed_indices.shape[1]
         decoded_lens = masked_index(decode_compressed_lens, decode, [token], 0).clamp(0, most)
-    elif decode_compressed_indices_are_local:
+    elif decode_compressed_indices_are_local and width > 0:  # no maximum over nothing
         decoded_lens = torch.where(compressed >= 0, column + 1, 0).amax(1)
     else:
         decoded_lens = torch.full_like(req_indices, decode_compressed_indices.shape[1])

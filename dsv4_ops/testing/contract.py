@@ -110,7 +110,7 @@ class CompiledOp:
         torch._dynamo.reset()
         self.compiled = torch.compile(self.call, fullgraph=True, dynamic=True)
         first = self._inputs(_primer(_station(spec), self.settings))
-        self.dtypes = [tensor.dtype for tensor in first]
+        self.configured = self._configured(first)
         copies = tuple(tensor.clone() for tensor in first)
         # sizes that happen to be equal in the first call must not be taken for one
         with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined] # methods of config modules are made at import
@@ -119,6 +119,12 @@ class CompiledOp:
         assert not opaque, f"{spec.name}: opaque in the compiled code: {opaque}"
         expected = _outcome(spec, self.call(*copies), copies)
         assert_same(spec.name, _outcome(spec, result, first), expected)
+
+    def _configured(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """What one compiled function is for: the dtypes, and the pages of caches."""
+        caches = [tensors[place] for place in self.spec.places("k_cache")]
+        pages = [cache.shape[1:] for cache in caches]
+        return [*(tensor.dtype for tensor in tensors), *pages]
 
     def _inputs(self, case: Case) -> Results:
         return tuple(self.layout(tensor) for tensor in _sized_tensors(case.on(self.device)))
@@ -144,7 +150,8 @@ class CompiledOp:
         for case in _station(self.spec).cases():
             same = all(self.settings[key] == case.settings.get(key) for key in self.settings)
             sizes = [0 if tensor is None else min(tensor.shape) for tensor in case.tensors]
-            if same and min(sizes) > 1 and self.dtypes == [t.dtype for t in _sized_tensors(case)]:
+            alike = self.configured == self._configured(_sized_tensors(case))
+            if same and alike and min(sizes) > 1:
                 self.check(case)
 
     def fuzz(self, examples: int, *, derandomize: bool = True) -> None:
@@ -240,7 +247,7 @@ def check_cuda_graph(spec: OpSpec) -> None:
         compiled(*inputs)
     for _ in range(3):
         for tensor in inputs:
-            if spec.mutated:  # keeps slots distinct
+            if "slot_mapping" in spec.parameters:  # keeps slots distinct
                 tensor.copy_(tensor.flip(0))
             else:  # keeps query_start_loc non-decreasing
                 tensor.copy_(torch.div(tensor * 2, 3, rounding_mode="floor"))

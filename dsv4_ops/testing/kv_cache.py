@@ -166,8 +166,7 @@ def _gather_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
 
     tensors = _gather_tensors(draw, settings, min_size)
     num_reqs = tensors[1].shape[0]
-    num_rows = settings["offset"] + draw(st.sampled_from((2, 0, 1, 7, 20)))
-    num_rows = max(num_rows, min_size)
+    num_rows = settings["offset"] + max(draw(st.sampled_from((2, 0, 1, 7, 20))), min_size)
     out = random_keys(generator(draw), num_reqs * num_rows, 512).view(num_reqs, num_rows, 512)
     return Case("drawn", (out, *tensors), settings)
 
@@ -176,7 +175,7 @@ def _gather_all_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case
     from hypothesis import strategies as st
 
     tensors = _gather_tensors(draw, settings, min_size)
-    num_rows = max(settings["offset"] + draw(st.sampled_from((2, 0, 1, 7, 20))), min_size)
+    num_rows = settings["offset"] + max(draw(st.sampled_from((2, 0, 1, 7, 20))), min_size)
     return Case("drawn", tensors, {**settings, "num_rows": num_rows})
 
 

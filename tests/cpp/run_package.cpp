@@ -1,7 +1,7 @@
-// Runs an AOTInductor package without Python: run_package PACKAGE INPUTS OUTPUTS [repeats]
+// Runs an AOTInductor package without Python: run_package PACKAGE INPUTS OUTPUTS
 //
-// INPUTS and OUTPUTS are tensor files: an int64 count, then per tensor int64 dtype (0 int32, 1 int64), int64 rank, the
-// int64 sizes, and the row-major values.
+// INPUTS and OUTPUTS are tensor files: an int64 count, then per tensor int64 dtype (its place in DTYPES), int64 rank,
+// the int64 sizes, and the row-major values. OUTPUTS gets the results, then the inputs as the run left them.
 
 #include <ATen/ATen.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
@@ -13,6 +13,16 @@
 
 namespace {
 
+constexpr at::ScalarType DTYPES[] = {at::kInt, at::kLong, at::kByte, at::kBFloat16, at::kFloat};
+
+int64_t dtype_place(at::ScalarType dtype) {
+  int64_t place = 0;
+  while (DTYPES[place] != dtype) {
+    ++place;
+  }
+  return place;
+}
+
 int64_t read_int(std::ifstream& file) {
   int64_t value = 0;
   file.read(reinterpret_cast<char*>(&value), sizeof(value));
@@ -23,7 +33,7 @@ std::vector<at::Tensor> read_tensors(const char* path) {
   std::ifstream file(path, std::ios::binary);
   std::vector<at::Tensor> tensors(read_int(file));
   for (auto& tensor : tensors) {
-    const auto dtype = read_int(file) == 0 ? at::kInt : at::kLong;
+    const auto dtype = DTYPES[read_int(file)];
     std::vector<int64_t> sizes(read_int(file));
     for (auto& size : sizes) {
       size = read_int(file);
@@ -43,7 +53,7 @@ void write_tensors(const char* path, const std::vector<at::Tensor>& tensors) {
   write_int(file, tensors.size());
   for (const auto& result : tensors) {
     const auto tensor = result.cpu().contiguous();
-    write_int(file, tensor.scalar_type() == at::kInt ? 0 : 1);
+    write_int(file, dtype_place(tensor.scalar_type()));
     write_int(file, tensor.dim());
     for (const auto size : tensor.sizes()) {
       write_int(file, size);
@@ -61,6 +71,8 @@ int main(int argc, char** argv) {
   }
   torch::inductor::AOTIModelPackageLoader loader(argv[1]);
   auto inputs = read_tensors(argv[2]);
-  write_tensors(argv[3], loader.run(inputs));
+  auto tensors = loader.run(inputs);
+  tensors.insert(tensors.end(), inputs.begin(), inputs.end());
+  write_tensors(argv[3], tensors);
   return 0;
 }

@@ -1,0 +1,47 @@
+"""Options that benchmarks share, and what their values mean."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from dsv4_ops.bench import BenchError
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every benchmark has."""
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: CUDA if any")
+    add("--smoke", action="store_true", help="small and short, on CPU by default")
+    add("--anchor", type=Path, metavar="DIR", help="bundle of vLLM's kernels to run beside ours")
+    add("--out", type=Path, default=Path("out/bench"), metavar="DIR", help="default: %(default)s")
+    add("--threads", type=size, metavar="N", help="CPU threads; default: torch's")
+    add("--no-plot", action="store_true", help="table and JSONL only")
+
+
+def chosen_device(options: argparse.Namespace) -> torch.device:
+    """The device of ``--device`` and ``--smoke``; sets the threads of ``--threads``."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    name = options.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() and not options.smoke else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BenchError("--device cuda: torch sees no CUDA device")
+    return torch.device(name)
+
+
+def size(text: str) -> int:
+    """An int of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def sizes(text: str) -> Sequence[int]:
+    """Ints of at least 1, sorted, once each."""
+    return tuple(sorted({size(part) for part in text.split(",")}))

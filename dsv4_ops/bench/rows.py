@@ -1,0 +1,117 @@
+"""What is kept of a measurement: one dataclass per benchmark, and the columns of its table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class MetadataRow:
+    """One measured batch; times in microseconds, None where the device has no such number.
+
+    ``kernels`` counts everything one graph replay runs on the device: kernels, copies, fills.
+    ``device_us`` is device time per step; ``host_us`` the host's share with a plain CUDA graph
+    replay, ``call_us`` and ``call_kernels`` with a call of the function compiled for
+    ``reduce-overhead`` (on a CPU: the compiled call). ``speedup`` compares host + device with the
+    anchors', ``call_speedup`` the same with ``call_us``. ``*_range`` are the 20th and 80th
+    percentile; ``*activities`` name what ran on the device, and its time under the profiler.
+    """
+
+    kind: str
+    requests: int
+    next_n: int
+    context: str
+    tokens: int
+    kernels: int | None = None
+    device_us: float | None = None
+    host_us: float | None = None
+    call_us: float | None = None
+    eager_us: float | None = None
+    eager_speedup: float | None = None
+    floor_us: float | None = None
+    pct_of_floor: float | None = None
+    anchor_kernels: int | None = None
+    anchor_device_us: float | None = None
+    anchor_host_us: float | None = None
+    anchor_exact: bool | None = None
+    anchor_error: str | None = None
+    anchor_note: str | None = None
+    speedup: float | None = None
+    call_speedup: float | None = None
+    call_kernels: int | None = None
+    input_sets: int = 1
+    device_us_range: list[float] = field(default_factory=list)
+    host_us_range: list[float] = field(default_factory=list)
+    call_us_range: list[float] = field(default_factory=list)
+    activities: list[list[Any]] = field(default_factory=list)
+    anchor_activities: list[list[Any]] = field(default_factory=list)
+
+
+_BATCH = ("context", "requests", "next_n", "tokens")
+_GRAPH = ("kernels", "device_us", "host_us", "floor_us", "pct_of_floor")
+_CALL = ("call_kernels", "call_us", "eager_us")
+_ANCHOR = ("anchor_kernels", "anchor_device_us", "anchor_host_us", "speedup", "anchor_error")
+METADATA_CUDA_COLUMNS = (*_BATCH, *_GRAPH, *_CALL, *_ANCHOR)
+METADATA_CPU_COLUMNS = (
+    *_BATCH,
+    "call_us",
+    "eager_us",
+    "eager_speedup",
+    "anchor_exact",
+    "anchor_error",
+)
+
+
+@dataclass(kw_only=True)
+class CacheRow:
+    """One measured cache op; times in microseconds, None where the device has no such number.
+
+    ``compiled_us`` is device time per call of the op in a function compiled with dynamic sizes,
+    ``eager_us`` of the op called without a compiler, both inside a CUDA graph; on a CPU, wall
+    time. ``anchor_us`` is vLLM's kernel on the same inputs, ``times_faster`` that over
+    ``compiled_us``. ``moved_bytes`` is what any implementation must read and write. ``copy_us``
+    is a copy of as many bytes on the device, ``floor_us`` their time at the bandwidth of a copy
+    of 256 MiB; the two ``pct_of_*`` are these over ``compiled_us``. ``kernels`` counts what one
+    compiled call runs on the device. ``host_us`` and ``anchor_host_us`` are Python time per call
+    outside of a graph. ``*_range`` are the 20th and 80th percentile.
+    """
+
+    case: str
+    shape: str
+    variant: str
+    requests: int
+    rows: int
+    plotted: bool
+    moved_bytes: int | None = None
+    input_sets: int = 1
+    compiled_us: float | None = None
+    eager_us: float | None = None
+    speedup: float | None = None
+    anchor_us: float | None = None
+    times_faster: float | None = None
+    copy_us: float | None = None
+    pct_of_copy: float | None = None
+    floor_us: float | None = None
+    pct_of_bandwidth: float | None = None
+    bandwidth_gbs: float | None = None
+    kernels: int | None = None
+    host_us: float | None = None
+    anchor_host_us: float | None = None
+    anchor_exact: bool | None = None
+    anchor_note: str | None = None
+    anchor_error: str | None = None
+    error: str | None = None
+    seconds: float | None = None
+    compiled_us_range: list[float] = field(default_factory=list)
+    eager_us_range: list[float] = field(default_factory=list)
+    anchor_us_range: list[float] = field(default_factory=list)
+    activities: list[list[Any]] = field(default_factory=list)
+
+
+_CACHE_CASE = ("case", "shape", "variant")
+_CACHE_TIMES = ("compiled_us", "eager_us", "anchor_us", "times_faster")
+_CACHE_LIMITS = ("pct_of_bandwidth", "pct_of_copy", "copy_us", "floor_us")
+_CACHE_HOST = ("kernels", "host_us", "anchor_host_us", "anchor_exact")
+CACHE_CUDA_COLUMNS = (*_CACHE_CASE, *_CACHE_TIMES, *_CACHE_LIMITS, *_CACHE_HOST)
+CACHE_CPU_COLUMNS = (*_CACHE_CASE, "compiled_us", "eager_us", "speedup", "anchor_exact")

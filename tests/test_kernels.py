@@ -1,0 +1,67 @@
+"""Kernels without a GPU: their logic in Triton's interpreter, their cubins for sm_90."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsv4_ops.__main__ import main
+from dsv4_ops.core.registry import OPS
+
+pytest.importorskip("triton", reason="triton is published for Linux only")
+KERNEL_OPS = {name for name, spec in OPS.items() if spec.has_kernel}
+
+
+@pytest.mark.slow
+def test_kernels_equal_their_references_in_the_interpreter():
+    """Bytes and bits exactly, over drawn batches. The e4m3 cast of the hardware is only checked on
+    a GPU: the interpreter takes an integer one."""
+    script = Path(__file__).parent / "interpret_kernels.py"
+    done = subprocess.run(
+        [sys.executable, script, "40"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert {line.split()[0] for line in done.stdout.splitlines()} == KERNEL_OPS
+
+
+@pytest.mark.slow
+def test_no_kernel_spills_registers():
+    from dsv4_ops.kernels import report
+
+    reports = report.report()
+    assert {item.op.partition(",")[0] for item in reports} == KERNEL_OPS
+    for item in reports:
+        assert item.spills == 0, item
+        assert item.registers <= 64, f"occupancy falls: {item}"
+
+
+def test_examples_cover_every_kernel():
+    from dsv4_ops.kernels import report
+
+    launched = set()
+    for name, (args, settings) in report.examples().items():
+        launches = report.recorded(name.partition(",")[0], args, settings)
+        launched |= {launch.kernel.__name__ for launch in launches}
+    written = set()
+    for path in (Path(report.__file__).parent).glob("*.py"):
+        lines = path.read_text().splitlines()
+        written |= {line[4:].partition("(")[0] for line in lines if line.endswith("_kernel(")}
+    assert launched == {name for name in written if name.endswith("_kernel")}
+
+
+def test_kernels_prints_a_table(capsys, monkeypatch):
+    from dsv4_ops.kernels import report
+
+    made = report.KernelReport("op", "some_kernel", 4, 32, 0, 128)
+    monkeypatch.setattr(report, "report", lambda capability: [made])
+    assert main(["kernels"]) == 0
+    assert "some_kernel" in capsys.readouterr().out
+    spilling = report.KernelReport("op", "other_kernel", 4, 255, 16, 128)
+    monkeypatch.setattr(report, "report", lambda capability: [made, spilling])
+    assert main(["kernels", "--capability", "80"]) == 1
+    assert "spilled in other_kernel" in capsys.readouterr().err
