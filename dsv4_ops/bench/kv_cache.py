@@ -317,7 +317,7 @@ def _notes(rows: Sequence[CacheRow], left_out: Sequence[str]) -> list[str]:
             "Device time per call in a CUDA graph over rotating inputs, L2 emptied before each "
             "replay.\n"
             f"floor: bytes that must move / {bandwidth:.0f} GB/s, a copy of 256 MiB here. copy: "
-            "Tensor.copy_ of as many bytes.\n"
+            "the faster of a memcpy and a kernel that moves as many bytes.\n"
             f"anchor: {anchors.VERSION}'s kernel on the same inputs; times_faster = anchor_us / "
             "compiled_us.\n"
             "host: Python time of a call outside of a graph. kernels: what a compiled call runs."
