@@ -29,8 +29,8 @@ class PagedKVCache(nn.Module):
 
     Buffers have fixed addresses for CUDA graphs, and one tensor per layer keeps clear of a
     miscompilation of torch: an op that writes to ``cache[layer]`` of a stacked graph input with
-    symbolic sizes would write to layer 0. Buffers follow ``.to(device)`` and are not part of the
-    state dict.
+    symbolic sizes would write to layer 0. (Our ops refuse that on CUDA; on CPU they are right, but
+    copy the layer.) Buffers follow ``.to(device)`` and are not part of the state dict.
 
     Args:
         layout: Byte layout of a cache, from ``dsv4_ops.core.layout``.

@@ -40,9 +40,9 @@ def _copy_rows(
     rope = (data + CODE_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
     rope_words = tl.load(rope[:, None] + lane, mask=exists[:, None], other=0)
     words = dequantize(codes, scale, EMULATE)
-    place = target[:, None, None] + dim * dim_stride
+    place = target[:, None, None] + dim.to(tl.int64) * dim_stride
     tl.store(place, words, mask=wanted[:, None, None] & coded[:, :, None])
-    place = target[:, None] + (CODE_DIM + lane) * dim_stride
+    place = target[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
     tl.store(place, rope_words, mask=wanted[:, None])
 
 
@@ -83,7 +83,9 @@ def gather_wanted_kernel(
     begin = 0
     while begin < num_reqs:
         requests = begin + tl.arange(0, REQUESTS)
-        wanted = tl.load(gather_lens + requests * gather_stride, mask=requests < num_reqs, other=0)
+        wanted = tl.load(
+            gather_lens + requests.to(tl.int64) * gather_stride, mask=requests < num_reqs, other=0
+        )
         tiles = (tl.minimum(tl.maximum(wanted, 0), room) + ROWS - 1) // ROWS
         ends = first + tl.cumsum(tiles, 0)
         last = first + tl.sum(tiles, 0)

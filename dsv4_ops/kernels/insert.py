@@ -44,7 +44,7 @@ def quantize_and_insert_kernel(
     source = k + token.to(tl.int64) * row_stride
     given = token < num_tokens
     values = tl.load(
-        source[:, None, None] + dim * dim_stride,
+        source[:, None, None] + dim.to(tl.int64) * dim_stride,
         mask=given[:, None, None] & coded[:, :, None],
         other=0.0,
     )
@@ -56,7 +56,7 @@ def quantize_and_insert_kernel(
     if CODE_DIM < HEAD_DIM:  # RoPE, apart: its words keep the layout that they are loaded in
         lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
         words = source.to(tl.pointer_type(tl.int16), bitcast=True)
-        rope = words[:, None] + (CODE_DIM + lane) * dim_stride
+        rope = words[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
         rope_words = tl.load(rope, mask=given[:, None], other=0)
         target = (data + CODE_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
         tl.store(target[:, None] + lane, rope_words, mask=exists[:, None])

@@ -43,7 +43,7 @@ def insert_rows_kernel(
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH))[None, :]
     source = k.to(word_pointer(WORD_BYTES), bitcast=True)
-    source += token.to(tl.int64)[:, None] * row_stride + dim * dim_stride
+    source += token.to(tl.int64)[:, None] * row_stride + dim.to(tl.int64) * dim_stride
     words = tl.load(source, mask=(token[:, None] < num_tokens) & (dim < width), other=0)
     page, row, exists = locate_slots(
         slot_mapping, slot_stride, token, num_tokens, num_blocks, block_size
