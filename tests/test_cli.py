@@ -61,9 +61,11 @@ def test_the_readme_has_the_table_that_list_prints(capsys):
     assert readme.partition(begin)[2].partition(end)[0] == out
 
 
-def test_the_readme_quickstart_runs_and_prints_what_it_says():
-    readme = (ROOT / "README.md").read_text()
-    code = readme.partition("```python\n")[2].partition("```")[0]
+QUICKSTARTS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("code", QUICKSTARTS, ids=["metadata", "cache"])
+def test_the_readme_quickstart_runs_and_prints_what_it_says(code):
     printed = re.findall(r"print\(.*\)  # (.*)", code)
     assert printed
     result = python("-c", code)
