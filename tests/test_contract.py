@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing import contract
+from dsv4_ops.testing.compare import assert_precise
 
 NIGHTLY = os.environ.get("DSV4_OPS_NIGHTLY") == "1"
 EXAMPLES = 20_000 if NIGHTLY else 200
@@ -67,19 +68,23 @@ def test_fake_has_the_metadata_of_the_real_result(name):
     contract.check_fake(OPS[name])
 
 
-@each_op
+FLOATS = [name for name, spec in OPS.items() if spec.station("testing").precise is not None]
+drawn = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=not NIGHTLY,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name not in FLOATS])
 def test_reference_equals_the_oracle(name):
     """The oracle is plain Python over ints, written from the specification without sight of the
     reference."""
     spec = OPS[name]
 
-    @settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        derandomize=not NIGHTLY,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @drawn
     @given(testing.strategy(name))
     def compare(case):
         lists = [None if tensor is None else patterns(tensor) for tensor in case.tensors]
@@ -89,6 +94,19 @@ def test_reference_equals_the_oracle(name):
         for result, values in zip(results, wanted, strict=True):
             same = one_nan if result.dtype == torch.bfloat16 else list
             assert same(patterns(result)) == same(values)
+
+    compare()
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_reference_is_within_the_budget_of_float64(name):
+    spec = OPS[name]
+
+    @drawn
+    @given(testing.strategy(name))
+    def compare(case):
+        outcome = case.run(spec.reference, spec.mutated)
+        assert_precise(name, spec.station("testing"), case, outcome)
 
     compare()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,22 @@ class Case:
         return results(result, *(tensors[place] for place in mutated))
 
 
+class Exact(NamedTuple):
+    """A result in float64, and what its rounding errors are measured in.
+
+    Args:
+        value: The result, float64.
+        magnitude: Size of what was rounded on the way, float64, broadcastable to ``value``: of a
+            sum the sum of absolute terms, of a rotated pair its norm, of a normalised row its
+            largest value.
+        unit: Relative error of one rounding; None for that of the result's dtype.
+    """
+
+    value: Tensor
+    magnitude: Tensor
+    unit: float | None = None
+
+
 @dataclass(frozen=True)
 class OpTesting:
     """The testing station of an op.
@@ -52,11 +68,19 @@ class OpTesting:
         settings: Configurations (keyword arguments) worth testing; the first one is compiled.
         make: (draw, settings, min_size) -> Case: the tensors of one call for a configuration.
             ``min_size`` 2 keeps sizes that torch.compile would specialise on out.
+        precise: (*tensors, **settings) -> for each result, then each written argument, its float64
+            value, or None where every execution gives the bits of the reference. Without it, all
+            results are exact. Else an execution may be 1.5 times as far from float64 as the
+            reference, or as one rounding is.
+        readable: (case, outcome) -> the outcome as tensors that ``precise`` describes, for bytes
+            that depend on floats, such as the codes of a quantised row.
     """
 
     cases: Callable[[], list[Case]]
     settings: tuple[dict[str, Any], ...]
     make: Callable[[Any, dict[str, Any], int], Case]
+    precise: Callable[..., tuple[Exact | None, ...]] | None = None
+    readable: Callable[[Case, Sequence[Tensor]], Sequence[Tensor]] | None = None
 
     def strategy(
         self, *, settings: dict[str, Any] | None = None, min_size: int = 0

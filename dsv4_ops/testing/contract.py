@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,18 @@ from dsv4_ops.lowering.inspect import (
     load_package,
     opaque_calls,
 )
-from dsv4_ops.testing.case import Case, OpTesting, results
-
-Results = tuple[Tensor, ...]
+from dsv4_ops.testing.calls import (
+    Results,
+    as_case,
+    changed,
+    primer,
+    reference,
+    sized_tensors,
+    station,
+    with_sizes,
+)
+from dsv4_ops.testing.case import Case, results
+from dsv4_ops.testing.compare import assert_agrees, assert_same, equal
 
 
 def assert_contract(
@@ -64,7 +74,7 @@ def assert_contract(
 
 def check_cases(spec: OpSpec, device: str = "cpu") -> None:
     """The reference gives the hand-computed numbers."""
-    computed = [case for case in _station(spec).cases() if case.expected is not None]
+    computed = [case for case in station(spec).cases() if case.expected is not None]
     assert computed, f"{spec.name}: no case with a hand-computed result"
     for case in computed:
         assert case.expected is not None
@@ -76,7 +86,7 @@ def check_cases(spec: OpSpec, device: str = "cpu") -> None:
 
 def check_opcheck(spec: OpSpec, device: str = "cpu") -> None:
     """Schema, fake and AOT dispatch agree with the op, as ``torch.library.opcheck`` sees it."""
-    for case in _station(spec).cases():
+    for case in station(spec).cases():
         moved = case.on(device).copy()
         torch.library.opcheck(spec.op, moved.tensors, moved.settings)
 
@@ -84,7 +94,7 @@ def check_opcheck(spec: OpSpec, device: str = "cpu") -> None:
 def check_fake(spec: OpSpec, device: str = "cpu") -> None:
     """Fake results have the metadata of real ones: dense, strided, empty and size-1 inputs, plain
     and symbolic sizes."""
-    for case in _station(spec).cases():
+    for case in station(spec).cases():
         moved = case.on(device)
         for variant in (moved.copy(), moved.copy(strided_copy)):
             real = [
@@ -105,20 +115,19 @@ class CompiledOp:
     ) -> None:
         self.spec, self.device = spec, device
         self.layout = layout or torch.clone  # a view would be guarded on its base
-        self.settings = dict(_station(spec).settings[0])
-        self.call = _with_sizes(spec, self.settings)
+        self.settings = dict(station(spec).settings[0])
+        self.call = with_sizes(spec, self.settings)
         torch._dynamo.reset()
         self.compiled = torch.compile(self.call, fullgraph=True, dynamic=True)
-        first = self._inputs(_primer(_station(spec), self.settings))
+        first = self._inputs(primer(station(spec), self.settings))
         self.configured = self._configured(first)
-        copies = tuple(tensor.clone() for tensor in first)
+        case = as_case(spec, self.settings, first)
         # sizes that happen to be equal in the first call must not be taken for one
         with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined] # methods of config modules are made at import
             result, self.code = compile_and_get_code(self.compiled, *first)
         opaque = [] if spec.opaque_because else opaque_calls(self.code)
         assert not opaque, f"{spec.name}: opaque in the compiled code: {opaque}"
-        expected = _outcome(spec, self.call(*copies), copies)
-        assert_same(spec.name, _outcome(spec, result, first), expected)
+        _assert_outcome(spec.name, spec, case, _outcome(spec, result, first))
 
     def _configured(self, tensors: Sequence[Tensor]) -> list[Any]:
         """What one compiled function is for: the dtypes, and the pages of caches."""
@@ -127,18 +136,17 @@ class CompiledOp:
         return [*(tensor.dtype for tensor in tensors), *pages]
 
     def _inputs(self, case: Case) -> Results:
-        return tuple(self.layout(tensor) for tensor in _sized_tensors(case.on(self.device)))
+        return tuple(self.layout(tensor) for tensor in sized_tensors(case.on(self.device)))
 
     def check(self, case: Case) -> None:
-        """The compiled op gives exactly what the reference gives, and does not recompile for it."""
+        """The compiled op gives what the reference gives, and does not recompile for it."""
         inputs = self._inputs(case)
-        copies = tuple(tensor.clone() for tensor in inputs)
-        expected = _outcome(self.spec, self.call(*copies), copies)
         before = [tensor.clone() for tensor in inputs]
         addresses = [tensor.data_ptr() for tensor in inputs]
         with torch._dynamo.config.patch(error_on_recompile=True):
             actual = _outcome(self.spec, self.compiled(*inputs), inputs)
-        assert_same(f"{self.spec.name}, compiled", actual, expected)
+        called = as_case(self.spec, self.settings, before)
+        _assert_outcome(f"{self.spec.name}, compiled", self.spec, called, actual)
         assert addresses == [tensor.data_ptr() for tensor in inputs], "an argument has moved"
         for place, (tensor, copy) in enumerate(zip(inputs, before, strict=True)):
             if place not in self.spec.mutated:
@@ -147,11 +155,11 @@ class CompiledOp:
     def check_cases(self) -> None:
         """Every named case of the compiled configuration whose sizes torch.compile does not
         specialise on."""
-        for case in _station(self.spec).cases():
+        for case in station(self.spec).cases():
             same = all(self.settings[key] == case.settings.get(key) for key in self.settings)
-            sizes = [0 if tensor is None else min(tensor.shape) for tensor in case.tensors]
-            alike = self.configured == self._configured(_sized_tensors(case))
-            if same and alike and min(sizes) > 1:
+            smallest = [0 if tensor is None else min(tensor.shape) for tensor in case.tensors]
+            alike = self.configured == self._configured(sized_tensors(case))
+            if same and alike and min(smallest) > 1:
                 self.check(case)
 
     def fuzz(self, examples: int, *, derandomize: bool = True) -> None:
@@ -166,7 +174,7 @@ class CompiledOp:
             verbosity=Verbosity.quiet,
             suppress_health_check=list(HealthCheck),
         )
-        @given(_station(self.spec).strategy(settings=self.settings, min_size=2))
+        @given(station(self.spec).strategy(settings=self.settings, min_size=2))
         def check(case: Case) -> None:
             self.check(case)
 
@@ -183,13 +191,15 @@ def check_fusion(spec: OpSpec, device: str = "cpu") -> None:
     writes = tuple(place in spec.mutated for place in range(len(inputs)))
 
     def produced(tensor: Tensor, written: bool) -> Tensor:
-        if written:
+        if written or tensor.dtype == torch.float8_e4m3fn:
             return tensor
         # exact in floating point, where a larger intermediate could overflow
         return tensor * -1 * -1 if tensor.is_floating_point() else tensor * 2 - tensor
 
     def consumed(tensor: Tensor) -> Tensor:
-        return tensor * -2 if tensor.is_floating_point() else tensor * 3 + 1
+        if tensor.dtype == torch.float8_e4m3fn:
+            return (tensor.to(torch.float32) * -1).to(tensor.dtype)
+        return -tensor if tensor.is_floating_point() else tensor * 3 + 1
 
     def between(*tensors: Tensor) -> Results:
         arguments = tuple(map(produced, tensors, writes))
@@ -198,19 +208,28 @@ def check_fusion(spec: OpSpec, device: str = "cpu") -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(between, fullgraph=True, dynamic=True)
-    copies = tuple(tensor.clone() for tensor in inputs)
-    actual = (*compiled(*inputs), *inputs)
-    assert_same(f"{spec.name}, fused", actual, (*between(*copies), *copies))
+    case = as_case(spec, dict(station(spec).settings[0]), inputs)
+    actual = compiled(*inputs)
+    expected = reference(spec, case)
+    agreed = partial(assert_agrees, f"{spec.name}, fused", station(spec), case)
+    restored = []
+    for left, right in zip(actual, expected, strict=True):
+        if not right.is_floating_point():
+            assert_same(f"{spec.name}, fused", left, consumed(right))
+        restored.append(consumed(left) if right.is_floating_point() else right)
+    agreed(restored, expected)
+    in_place = [inputs[place] for place in spec.mutated]
+    agreed([*restored[: len(restored) - len(in_place)], *in_place], expected)
 
 
 def bound_call(
     spec: OpSpec, device: str = "cpu", *, skip: int = 0
 ) -> tuple[Callable[..., Any], Results]:
     """The public function as a function of tensors only, and tensors to call it with."""
-    station = _station(spec)
-    settings = dict(station.settings[0])
-    case = _primer(station, settings, skip=skip).on(device)
-    return _with_sizes(spec, settings), tuple(tensor.clone() for tensor in _sized_tensors(case))
+    testing = station(spec)
+    settings = dict(testing.settings[0])
+    case = primer(testing, settings, skip=skip).on(device)
+    return with_sizes(spec, settings), tuple(tensor.clone() for tensor in sized_tensors(case))
 
 
 def check_package(spec: OpSpec, device: str = "cpu") -> None:
@@ -224,10 +243,9 @@ def check_package(spec: OpSpec, device: str = "cpu") -> None:
         run = load_package(build_package(program, Path(folder) / f"{spec.name}.pt2"))
         for skip in range(5):
             _, other = bound_call(spec, device, skip=skip)
-            copies = tuple(tensor.clone() for tensor in other)
-            expected = _outcome(spec, call(*copies), copies)
+            case = as_case(spec, dict(station(spec).settings[0]), other)
             actual = _outcome(spec, run(*other), other)
-            assert_same(f"{spec.name}, packaged", actual, expected)
+            _assert_outcome(f"{spec.name}, packaged", spec, case, actual)
 
 
 def check_cuda_graph(spec: OpSpec) -> None:
@@ -247,19 +265,15 @@ def check_cuda_graph(spec: OpSpec) -> None:
         compiled(*inputs)
     for _ in range(3):
         for tensor in inputs:
-            if "slot_mapping" in spec.parameters:  # keeps slots distinct
-                tensor.copy_(tensor.flip(0))
-            else:  # keeps query_start_loc non-decreasing
-                tensor.copy_(torch.div(tensor * 2, 3, rounding_mode="floor"))
-        copies = tuple(tensor.clone() for tensor in inputs)
+            tensor.copy_(changed(spec, tensor))
+        case = as_case(spec, dict(station(spec).settings[0]), inputs)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             actual = compiled(*inputs)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        expected = _outcome(spec, call(*copies), copies)
-        assert_same(f"{spec.name}, CUDA graph", _outcome(spec, actual, inputs), expected)
+        _assert_outcome(f"{spec.name}, CUDA graph", spec, case, _outcome(spec, actual, inputs))
 
 
 def export_dynamic(
@@ -275,29 +289,6 @@ def export_dynamic(
     return torch.export.export(Call(), tuple(inputs), dynamic_shapes=(dims,))
 
 
-def assert_same(what: str, actual: Any, expected: Any) -> None:
-    """Equal in number, shape, dtype, device and every value."""
-    pairs = list(zip(results(actual), results(expected), strict=True))
-    for index, (left, right) in enumerate(pairs):
-        assert (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device), (
-            f"{what}: result {index} is {left.shape} {left.dtype} {left.device}, "
-            f"not {right.shape} {right.dtype} {right.device}"
-        )
-        assert equal(left, right), f"{what}: result {index} differs:\n{left}\nexpected\n{right}"
-
-
-def equal(left: Tensor, right: Tensor) -> bool:
-    """Equal bit for bit, but for the payload of NaN."""
-    if not left.is_floating_point():
-        return torch.equal(left, right)
-    words = torch.int16 if left.itemsize == 2 else torch.int32
-    nan = left.isnan()
-    if not torch.equal(nan, right.isnan()):
-        return False
-    bits = (torch.where(nan, 0, tensor.contiguous().view(words)) for tensor in (left, right))
-    return torch.equal(*bits)
-
-
 def strided_copy(tensor: Tensor) -> Tensor:
     """The same values in a view with gaps: a column slice of something wider, as schedulers pass
     their tables; of bytes, pages that still start at multiples of 16."""
@@ -308,9 +299,8 @@ def strided_copy(tensor: Tensor) -> Tensor:
     return wide[..., before:-after]
 
 
-def _station(spec: OpSpec) -> OpTesting:
-    station: OpTesting = spec.station("testing")
-    return station
+def _assert_outcome(what: str, spec: OpSpec, case: Case, actual: Results) -> None:
+    assert_agrees(what, station(spec), case, actual, reference(spec, case))
 
 
 def _outcome(spec: OpSpec, result: Any, arguments: Sequence[Tensor]) -> Results:
@@ -341,53 +331,3 @@ def _fake_metadata(spec: OpSpec, case: Case, symbolic: bool) -> list[tuple[Any, 
         shape, stride, *rest = _metadata(result)
         found.append((tuple(map(int, shape)), tuple(map(int, stride)), *rest))
     return found
-
-
-def _sizes(schema: str) -> list[str]:
-    """Keyword arguments that are capacities: sizes of results, which change from call to call."""
-    return [name for name in ("num_tokens", "num_rows") if f"SymInt {name}" in schema]
-
-
-def _with_sizes(spec: OpSpec, settings: dict[str, Any]) -> Callable[..., Any]:
-    """The public function with ``settings`` bound; a capacity comes from the length of one more
-    tensor."""
-    public, sizes = spec.station("ops"), _sizes(spec.schema)
-    if not sizes:
-        return lambda *tensors: public(*tensors, **settings)
-    (size,) = sizes
-    return lambda *tensors: public(*tensors[:-1], **settings, **{size: tensors[-1].shape[0]})
-
-
-def _sized_tensors(case: Case) -> tuple[Tensor, ...]:
-    """The tensors of a case, and one for its capacity if it has one."""
-    tensors = tuple(tensor for tensor in case.tensors if tensor is not None)
-    sizes = [case.settings[name] for name in ("num_tokens", "num_rows") if name in case.settings]
-    device = tensors[0].device
-    return (*tensors, *(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes))
-
-
-def _primer(station: OpTesting, settings: dict[str, Any], *, skip: int = 0) -> Case:
-    """A drawn call in which as many sizes differ as can: export takes equal sizes for one."""
-    from hypothesis import HealthCheck, Phase, given
-    from hypothesis import settings as profile
-
-    drawn: list[Case] = []
-
-    @profile(
-        max_examples=100,
-        database=None,
-        derandomize=True,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(station.strategy(settings=settings, min_size=2))
-    def collect(case: Case) -> None:
-        drawn.append(case)
-
-    collect()
-
-    def sizes(case: Case) -> int:
-        return len({size for tensor in _sized_tensors(case) for size in tensor.shape})
-
-    return sorted(drawn, key=sizes, reverse=True)[skip]

@@ -1,0 +1,123 @@
+"""What makes two results of an op the same: every bit, or a budget measured against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.testing.case import Case, Exact, OpTesting, results
+
+SLACK = 1.5
+"""How many times the error of the reference an execution may have."""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def assert_same(what: str, actual: Any, expected: Any) -> None:
+    """Equal in number, shape, dtype, device and every value."""
+    pairs = zip(results(actual), results(expected), strict=True)
+    for index, (left, right) in enumerate(pairs):
+        _assert_alike(what, index, left, right)
+        _assert_equal(what, index, left, right)
+
+
+def assert_agrees(
+    what: str, station: OpTesting, case: Case, actual: Sequence[Tensor], expected: Sequence[Tensor]
+) -> None:
+    """``actual`` is what ``expected``, the outcome of the reference for ``case``, allows: equal, or
+    where ``station.precise`` says so within the budget of floats."""
+    if station.precise is None:
+        assert_same(what, actual, expected)
+        return
+    for index, (left, right) in enumerate(zip(actual, expected, strict=True)):
+        _assert_alike(what, index, left, right)
+    case = case.copy()
+    read = station.readable or (lambda case, outcome: outcome)
+    pairs = zip(read(case, actual), read(case, expected), exact_results(station, case), strict=True)
+    for index, (left, right, exact) in enumerate(pairs):
+        if exact is None:
+            _assert_equal(what, index, left, right)
+        else:
+            _assert_within(what, index, left, right, exact)
+
+
+def assert_precise(
+    what: str, station: OpTesting, case: Case, outcome: Sequence[Tensor], slack: float = SLACK
+) -> None:
+    """``outcome`` itself is within ``slack`` roundings of float64."""
+    read = station.readable or (lambda case, outcome: outcome)
+    pairs = zip(read(case, outcome), exact_results(station, case), strict=True)
+    for index, (result, exact) in enumerate(pairs):
+        if exact is not None:
+            perfect = exact.value.to(result.dtype)
+            _assert_within(what, index, result, perfect, exact, slack)
+
+
+def exact_results(station: OpTesting, case: Case) -> tuple[Exact | None, ...]:
+    """float64 results of ``case``, on the device of its tensors."""
+    assert station.precise is not None
+    return station.precise(*case.copy().tensors, **case.settings)
+
+
+def equal(left: Tensor, right: Tensor) -> bool:
+    """Equal bit for bit, but for the payload of NaN."""
+    if not left.is_floating_point():
+        return torch.equal(left, right)
+    if left.itemsize == 1:  # NaN of e4m3 has no payload
+        return torch.equal(
+            left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)
+        )
+    words = _WORDS[left.itemsize]
+    nan = left.isnan()
+    if not torch.equal(nan, right.isnan()):
+        return False
+    bits = (torch.where(nan, 0, tensor.contiguous().view(words)) for tensor in (left, right))
+    return torch.equal(*bits)
+
+
+def _assert_alike(what: str, index: int, left: Tensor, right: Tensor) -> None:
+    assert (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device), (
+        f"{what}: result {index} is {left.shape} {left.dtype} {left.device}, "
+        f"not {right.shape} {right.dtype} {right.device}"
+    )
+
+
+def _assert_equal(what: str, index: int, left: Tensor, right: Tensor) -> None:
+    assert equal(left, right), f"{what}: result {index} differs:\n{left}\nexpected\n{right}"
+
+
+def _assert_within(
+    what: str, index: int, actual: Tensor, reference: Tensor, exact: Exact, slack: float = SLACK
+) -> None:
+    value = exact.value.to(actual.device)
+    rounded = value.to(actual.dtype)
+    number = rounded.isfinite()
+    strange = equal(torch.where(number, 0.0, actual), torch.where(number, 0.0, rounded))
+    assert strange, (
+        f"{what}: result {index} has other NaN or infinities:\n{actual}\nexpected\n{value}"
+    )
+    if actual.numel() == 0:
+        return
+    unit = torch.finfo(actual.dtype).eps / 2 if exact.unit is None else exact.unit
+    error, allowed = (
+        torch.where(number, (tensor.to(torch.float64) - value).abs(), 0.0)
+        for tensor in (actual, reference)
+    )
+    worst = allowed.amax(-1, keepdim=True) if allowed.dim() else allowed
+    floor = torch.finfo(actual.dtype).smallest_normal * torch.finfo(actual.dtype).eps
+    magnitude = exact.magnitude.to(actual.device).abs().nan_to_num(0.0, 0.0, 0.0)
+    budget = slack * torch.maximum(worst, unit * magnitude) + floor
+    excess = torch.where(number, error / budget, 0.0)
+    assert bool((excess <= 1).all()), (
+        f"{what}: result {index} is {float(excess.max()):.3g} budgets from float64 at "
+        f"{_place(excess)}: {float(actual.flatten()[excess.argmax()])}, reference "
+        f"{float(reference.flatten()[excess.argmax()])}, float64 "
+        f"{float(value.flatten()[excess.argmax()])}"
+    )
+
+
+def _place(values: Tensor) -> list[int]:
+    return [int(axis) for axis in torch.unravel_index(values.argmax(), values.shape)]
