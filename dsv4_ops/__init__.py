@@ -10,12 +10,18 @@ from dsv4_ops.core.fingerprint import extend_cache_key as _extend_cache_key
 from dsv4_ops.core.types import (
     FlattenedDecode,
     IndexerKeys,
+    IndexerQuery,
+    InsertedQuery,
     PrefillChunks,
     PrefillRowBounds,
+    QuantizedGroups,
+    SparseMla,
+    SparseMlaGathered,
     SwaIndices,
     TokenMap,
     TopkIndices,
 )
+from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.ops.batch import (
     expand_block_table,
     flatten_decode,
@@ -30,20 +36,40 @@ from dsv4_ops.ops.chunking import (
     prefill_row_bounds,
     split_prefill_chunks,
 )
+from dsv4_ops.ops.compressor import compress_and_insert, compress_and_insert_functional
+from dsv4_ops.ops.compressor_states import (
+    save_compressor_states,
+    save_compressor_states_functional,
+)
+from dsv4_ops.ops.indexer import indexer_logits, indexer_logits_ragged, indexer_quantize_q
 from dsv4_ops.ops.indexer_cache import (
     gather_indexer_k,
     quantize_and_insert_indexer_k,
     quantize_and_insert_indexer_k_functional,
 )
+from dsv4_ops.ops.indexer_topk import indexer_select, indexer_topk
 from dsv4_ops.ops.kv_cache import (
     dequantize_and_gather_k_cache,
     gather_k_cache,
     quantize_and_insert_k_cache,
     quantize_and_insert_k_cache_functional,
 )
+from dsv4_ops.ops.pack import pack_seq, unpack_seq
 from dsv4_ops.ops.plain_cache import insert_k_cache, insert_k_cache_functional
+from dsv4_ops.ops.qnorm import qnorm_rope_kv_insert, qnorm_rope_kv_insert_functional
+from dsv4_ops.ops.rope import (
+    apply_rope,
+    inverse_rope_group,
+    inverse_rope_group_quantize,
+    rope_cos_sin_cache,
+)
 from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 from dsv4_ops.ops.sparse_indices import combine_topk_swa_indices, mixed_sparse_indices
+from dsv4_ops.ops.sparse_mla import (
+    sparse_mla_decode,
+    sparse_mla_decode_paged,
+    sparse_mla_gathered,
+)
 from dsv4_ops.ops.swa import prefill_gather_lens, swa_indices_and_lens
 from dsv4_ops.ops.topk_indices import dense_compressed_indices, global_topk_indices_and_lens
 
@@ -52,13 +78,22 @@ _extend_cache_key(__version__)
 __all__ = [
     "FlattenedDecode",
     "IndexerKeys",
+    "IndexerQuery",
+    "InsertedQuery",
     "PrefillChunks",
     "PrefillRowBounds",
+    "QuantizedGroups",
+    "SparseMla",
+    "SparseMlaGathered",
     "SwaIndices",
     "TokenMap",
     "TopkIndices",
+    "YarnScaling",
     "__version__",
+    "apply_rope",
     "combine_topk_swa_indices",
+    "compress_and_insert",
+    "compress_and_insert_functional",
     "compressed_slot_mapping",
     "dense_compressed_indices",
     "dequantize_and_gather_k_cache",
@@ -67,21 +102,38 @@ __all__ = [
     "gather_indexer_k",
     "gather_k_cache",
     "global_topk_indices_and_lens",
+    "indexer_logits",
+    "indexer_logits_ragged",
+    "indexer_quantize_q",
+    "indexer_select",
+    "indexer_topk",
     "insert_k_cache",
     "insert_k_cache_functional",
+    "inverse_rope_group",
+    "inverse_rope_group_quantize",
     "max_prefill_chunks",
     "mixed_sparse_indices",
     "mtp_seq_lens",
+    "pack_seq",
     "plan_prefill_chunks",
     "prefill_chunk_row_bounds",
     "prefill_gather_lens",
     "prefill_row_bounds",
+    "qnorm_rope_kv_insert",
+    "qnorm_rope_kv_insert_functional",
     "quantize_and_insert_indexer_k",
     "quantize_and_insert_indexer_k_functional",
     "quantize_and_insert_k_cache",
     "quantize_and_insert_k_cache_functional",
+    "rope_cos_sin_cache",
+    "save_compressor_states",
+    "save_compressor_states_functional",
+    "sparse_mla_decode",
+    "sparse_mla_decode_paged",
+    "sparse_mla_gathered",
     "split_decodes_and_prefills",
     "split_prefill_chunks",
     "swa_indices_and_lens",
     "token_map",
+    "unpack_seq",
 ]

@@ -87,7 +87,7 @@ def _kernels(capability: int) -> int:
         return 2
     reports = report.report(capability)
     print(report.table(reports))
-    spilling = [item.kernel for item in reports if item.spills]
+    spilling = [item.kernel for item in report.spilling(reports)]
     if spilling:
         print(f"kernels: registers are spilled in {', '.join(spilling)}", file=sys.stderr)
     return 1 if spilling else 0

@@ -1,8 +1,7 @@
 """Wrong calls of every public function and their errors; ``test_errors.py`` makes the calls.
 
-``TABLE`` spells out what differs from function to function, with the rows of the cache ops in
-``error_rows_cache.py`` and ``error_rows_sparse.py``; ``generated_rows`` adds what all arguments of
-a kind have in common.
+``TABLE`` spells out what differs from function to function, with the rows of other stems in
+``error_rows_*.py``; ``generated_rows`` adds what all arguments of a kind have in common.
 """
 
 import inspect
@@ -11,6 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from error_rows_cache import CACHE_TABLE
+from error_rows_compressor import COMPRESSOR_TABLE
+from error_rows_indexer import INDEXER_TABLE
+from error_rows_mla import MLA_TABLE
+from error_rows_rope import ROPE_TABLE
 from error_rows_sparse import SPARSE_TABLE
 from error_rows_valid import COUNTS, MINIMUM, ORDER, SUMS, TENSORS, valid_tensor, valid_value
 from helpers import i32, i64
@@ -266,6 +269,10 @@ TABLE: dict[str, list[tuple[str, dict[str, Any], type[Exception], str]]] = {
         ),
     ],
     **CACHE_TABLE,
+    **COMPRESSOR_TABLE,
+    **INDEXER_TABLE,
+    **MLA_TABLE,
+    **ROPE_TABLE,
     **SPARSE_TABLE,
 }
 
@@ -299,7 +306,7 @@ def generated_rows() -> Iterator[Row]:
 
 
 def tensor_rows(op: str, name: str, first: str, *, optional: bool) -> Iterator[Row]:
-    value, shape, dtypes, for_layout, advice = valid_tensor(op, name)
+    value, shape, dtypes, for_layout, advice, any_rank = valid_tensor(op, name)
     dtype, rank = value.dtype, value.dim()
     for other in (value.tolist(), 3) if optional else (value.tolist(), None, 3):
         kind = type(other).__name__
@@ -313,7 +320,7 @@ def tensor_rows(op: str, name: str, first: str, *, optional: bool) -> Iterator[R
         text += advice or f"Cast it with .to({dtype})."
         yield Row(f"{name} is {wrong}", op, {name: value.to(wrong)}, TypeError, text)
     plural = "" if rank == 1 else "s"
-    for other in (value[None], value[0]):
+    for other in () if any_rank else (value[None], value[0]):
         text = f"{op}: {name} must have shape {shape}, got {list(other.shape)}. "
         text += f"Pass a tensor of {rank} dimension{plural}."
         yield Row(f"{name} of rank {other.dim()}", op, {name: other}, ValueError, text)

@@ -18,6 +18,7 @@ class Valid(NamedTuple):
     dtypes: str = ""
     for_layout: str = ""
     advice: str = ""
+    any_rank: bool = False
 
 
 # Without another word these hold in every function.

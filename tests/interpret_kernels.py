@@ -10,7 +10,7 @@ from dsv4_ops import testing
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case, results
-from dsv4_ops.testing.contract import equal
+from dsv4_ops.testing.compare import assert_agrees
 
 SCALE_BYTES = (105, 247)  # what is written; the interpreter is wrong about subnormal products
 
@@ -33,8 +33,7 @@ def check(name: str, case: Case) -> None:
     copy = case.copy()
     returned = spec.station("kernels")(lambda kernel: kernel, *copy.tensors, **copy.settings)
     actual = results(returned, *(copy.tensors[place] for place in spec.mutated))
-    for left, right in zip(actual, expected, strict=True):
-        assert equal(left, right), f"{name}, {case.name}: {left}\nexpected\n{right}"
+    assert_agrees(f"{name}, {case.name}", spec.station("testing"), case, actual, expected)
 
 
 def fuzz(name: str, examples: int) -> None:

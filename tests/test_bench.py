@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from dsv4_ops.bench import WrongResult, _parser, main, metadata, report, timing
+from dsv4_ops.bench import WrongResult, _parser, main, metadata, report, sparse_mla, timing
 from dsv4_ops.bench.batches import draw_batch, input_bytes, mixed_lengths
 from dsv4_ops.bench.metadata import Case, eager_builder, make_plan
 from dsv4_ops.bench.rows import MetadataRow
@@ -35,6 +35,25 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(metadata, "compiled_builder", lambda spec, mode=None: eager_builder(spec))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "recorded"),
+    [
+        (["--out", "/home/me/out", "--smoke"], ["--smoke"]),
+        (["--out=/home/me/out", "--smoke"], ["--smoke"]),
+        (["--smoke", "--ou", "/home/me/out"], ["--smoke"]),
+        (["--anchor", "/home/me/.anchor", "--smoke"], ["--anchor", ".anchor", "--smoke"]),
+        (["--anc=x/.anchor/"], ["--anchor", ".anchor"]),
+        (["--cases", "decode", "--max-seconds", "9"], ["--cases", "decode", "--max-seconds", "9"]),
+    ],
+)
+def test_rows_do_not_say_where_files_are(monkeypatch, arguments, recorded):
+    seen = []
+    monkeypatch.setattr(sparse_mla, "run", seen.append)
+    assert main(["sparse_mla", *arguments]) == 0
+    expected = ["python -m dsv4_ops bench sparse_mla", *recorded]
+    assert [options.command for options in seen] == [" ".join(expected)]
+
+
 def smoke(folder, *more):
     return main(
         ["metadata", "--smoke", "--requests", "2", "--next-n", "1", "--out", str(folder), *more]
@@ -59,7 +78,7 @@ def test_smoke_leaves_table_rows_and_plot(tmp_path, capsys):
         assert row["call_us"] > 0
         assert row["eager_us"] > 0
         assert row["eager_speedup"] == pytest.approx(row["eager_us"] / row["call_us"])
-        assert row["command"] == f"python -m dsv4_ops bench metadata --smoke --out {tmp_path}"
+        assert row["command"] == "python -m dsv4_ops bench metadata --smoke"
         assert row["device_us"] is row["anchor_error"] is None
     text = (tmp_path / "metadata.txt").read_text()
     assert text.strip() in capsys.readouterr().out

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bench_fakes import FakeCapture, pretend
 
-from dsv4_ops.bench import BenchError, WrongResult, cache_cases, index_cases, kv_cache, main, timing
+from dsv4_ops.bench import BenchError, WrongResult, cache_cases, index_cases, main, measure, timing
 from dsv4_ops.bench.kv_cache import CASES, Bench, chosen_cases
 from dsv4_ops.bench.report import stamp
 from dsv4_ops.bench.rows import CacheRow
-from dsv4_ops.bench.work import Work, differing_bytes, tensors
+from dsv4_ops.bench.work import Work, differing_bytes
 
 CPU = torch.device("cpu")
 STAMP = set(stamp(CPU, ""))
@@ -21,7 +22,7 @@ STAMP = set(stamp(CPU, ""))
 @pytest.fixture
 def uncompiled(monkeypatch):
     """Stand the ops themselves in for the compiled ones, so that a run takes a second."""
-    monkeypatch.setattr(kv_cache, "compiled_op", lambda function: function)
+    monkeypatch.setattr(measure, "compiled_op", lambda function: function)
 
 
 def smoke(folder, *more):
@@ -59,7 +60,7 @@ def test_smoke_leaves_table_rows_and_plot(tmp_path, capsys):
 
 @pytest.mark.usefixtures("uncompiled")
 def test_every_group_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(kv_cache, "wall_us", lambda *_, **__: timing.Timing(2.0, 1.0, 3.0))
+    monkeypatch.setattr(measure, "wall_us", lambda *_, **__: timing.Timing(2.0, 1.0, 3.0))
     assert smoke(tmp_path, "--cases", ",".join(CASES), "--no-plot") == 0
     assert {row["case"] for row in rows_of(tmp_path)} == set(CASES)
     assert not (tmp_path / "kv_cache.png").exists()
@@ -85,8 +86,8 @@ def late_slots_to_0(call):
 
 
 def test_a_wrong_byte_is_not_timed_and_fails_the_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(kv_cache, "compiled_op", one_byte_off)
-    monkeypatch.setattr(kv_cache, "wall_us", lambda *_, **__: pytest.fail("timed a wrong result"))
+    monkeypatch.setattr(measure, "compiled_op", one_byte_off)
+    monkeypatch.setattr(measure, "wall_us", lambda *_, **__: pytest.fail("timed a wrong result"))
     assert smoke(tmp_path, "--cases", "insert") == 1
     captured = capsys.readouterr()
     assert "compiled (insert, slots that do not exist): 1 of 711360 bytes differ" in captured.err
@@ -99,7 +100,7 @@ def test_a_wrong_byte_is_not_timed_and_fails_the_run(tmp_path, monkeypatch, caps
 @pytest.mark.parametrize("corrupted", [negative_slots_to_0, late_slots_to_0])
 @pytest.mark.parametrize("group", ["insert", "indexer_insert", "plain_insert"])
 def test_a_write_for_a_slot_that_does_not_exist_is_found(tmp_path, monkeypatch, group, corrupted):
-    monkeypatch.setattr(kv_cache, "compiled_op", corrupted)
+    monkeypatch.setattr(measure, "compiled_op", corrupted)
     assert smoke(tmp_path, "--cases", group, "--no-plot") == 1
     assert [row["shape"] for row in rows_of(tmp_path) if row["error"]] == [
         "slots that do not exist"
@@ -114,7 +115,7 @@ def test_a_row_that_a_gather_should_leave_alone_is_checked(monkeypatch):
 
         return wrong
 
-    monkeypatch.setattr(kv_cache, "compiled_op", whole_workspace)
+    monkeypatch.setattr(measure, "compiled_op", whole_workspace)
     bench = Bench(CPU, None, budget_s=0.0)
     row = bench.measure(case_of("gather", "8 x 2..512 rows", "ragged"))
     assert "1024 of 4194304 bytes differ" in row.error
@@ -131,7 +132,7 @@ def test_results_that_are_not_written_are_found(monkeypatch):
 
         return wrong
 
-    monkeypatch.setattr(kv_cache, "compiled_op", lazy)
+    monkeypatch.setattr(measure, "compiled_op", lazy)
     row = Bench(CPU, None, budget_s=0.0).measure(case_of("combine", "64x64"))
     assert "bytes differ from the reference. The case was not timed." in row.error
 
@@ -151,26 +152,11 @@ def test_a_failing_op_is_a_row_and_an_error_at_the_end(tmp_path, monkeypatch, ca
 
         return fail if function is cache_cases.gather_all else function
 
-    monkeypatch.setattr(kv_cache, "compiled_op", failing)
+    monkeypatch.setattr(measure, "compiled_op", failing)
     assert smoke(tmp_path, "--cases", "gather_all,indexer_gather", "--no-plot") == BenchError.status
     assert "2 cases failed, RuntimeError: no kernel" in capsys.readouterr().err
     errors = [row["error"] for row in rows_of(tmp_path)]
     assert errors == ["RuntimeError: no kernel", "RuntimeError: no kernel", None]
-
-
-class FakeCapture:
-    """Stands in for a CUDA graph where there is no GPU."""
-
-    def __init__(self, calls):
-        self.calls, self.outputs, self.graph = calls, [call() for call in calls], self
-
-    def replay(self):
-        for call, output in zip(self.calls, self.outputs, strict=True):
-            for new, old in zip(tensors(call()), tensors(output), strict=True):
-                old.copy_(new)
-
-    def device_us(self, before=None):
-        return timing.Timing(4.0, 3.0, 5.0)
 
 
 def vllm_modules(wrong_bytes=0):
@@ -202,15 +188,8 @@ def vllm_modules(wrong_bytes=0):
 @pytest.fixture
 def pretend_cuda(monkeypatch, uncompiled):
     """The flow of a CUDA case with clocks that always show the same."""
-    monkeypatch.setattr(kv_cache, "Capture", FakeCapture)
-    monkeypatch.setattr(kv_cache, "host_us", lambda call: timing.Timing(6.0, 5.0, 7.0))
-    kernels = [timing.Activity("kernel", 2.0)] * 2
-    monkeypatch.setattr(kv_cache, "device_activities", lambda call: kernels)
-    for module in (cache_cases, index_cases):
-        monkeypatch.setattr(module, "rotating_sets", lambda *_: 3)
-    bench = Bench(CPU, None, budget_s=0.0)
-    bench.cold, bench.modules = object(), vllm_modules()
-    bench.copies = SimpleNamespace(bytes_per_us=4e6, us=lambda moved: 2.0)
+    bench = pretend(monkeypatch, Bench(CPU, None, budget_s=0.0), cache_cases, index_cases)
+    bench.modules = vllm_modules()
     return bench
 
 
@@ -264,7 +243,7 @@ def test_a_missing_anchor_is_a_note_not_the_end(tmp_path):
 @pytest.mark.usefixtures("uncompiled")
 def test_no_case_starts_after_max_seconds(tmp_path, monkeypatch):
     clock = SimpleNamespace(perf_counter=itertools.count(0, 10).__next__)
-    monkeypatch.setattr(kv_cache, "time", clock)
+    monkeypatch.setattr(measure, "time", clock)
     assert smoke(tmp_path, "--cases", "insert", "--no-plot", "--max-seconds", "45") == 0
     assert [row["rows"] for row in rows_of(tmp_path)] == [8]
     text = (tmp_path / "kv_cache.txt").read_text()

@@ -3,7 +3,10 @@
 import os
 
 import oracles
+import oracles_compressor
+import oracles_indexer
 import oracles_kv
+import oracles_pack
 import oracles_sparse
 import pytest
 import torch
@@ -19,7 +22,14 @@ EXAMPLES = 20_000 if NIGHTLY else 200
 each_op = pytest.mark.parametrize("name", OPS)
 
 
-ORACLES = {**vars(oracles), **vars(oracles_kv), **vars(oracles_sparse)}
+ORACLES = {
+    **vars(oracles),
+    **vars(oracles_compressor),
+    **vars(oracles_indexer),
+    **vars(oracles_kv),
+    **vars(oracles_pack),
+    **vars(oracles_sparse),
+}
 
 
 def patterns(tensor):
@@ -28,6 +38,8 @@ def patterns(tensor):
         return (tensor.view(torch.int16).to(torch.int32) & 0xFFFF).tolist()
     if tensor.dtype == torch.float32:
         return (tensor.view(torch.int32).to(torch.int64) & 0xFFFFFFFF).tolist()
+    if tensor.dtype == torch.float8_e4m3fn:
+        return tensor.view(torch.uint8).tolist()
     return tensor.tolist()
 
 
@@ -46,6 +58,13 @@ def widths(name, case):
         return {"columns": first.shape[1]}
     if name == "gather_k_cache" and case.settings["layout"] == "plain":
         return {"width": first.shape[2]}
+    if name == "pack_seq":
+        pad = torch.full((), case.settings["pad"]).to(first.dtype)
+        return {"trailing": [*first.shape[1:]], "filler": patterns(pad)}
+    if name == "indexer_quantize_q":
+        return {"bf16_weights": case.tensors[1].dtype == torch.bfloat16}
+    if name == "unpack_seq":
+        return {"trailing": [*first.shape[2:]], "zero": patterns(first.new_zeros(()))}
     if name == "mixed_sparse_indices":
         compressed = case.tensors[1]
         width = None if compressed is None else compressed.shape[1]

@@ -12,7 +12,7 @@ from dsv4_ops.core.registry import OPS, OpSpec, define_op
 from dsv4_ops.testing.audit import audit
 from dsv4_ops.testing.case import OpTesting
 
-HOST_FUNCTIONS = {"plan_prefill_chunks", "max_prefill_chunks"}
+HOST_FUNCTIONS = {"plan_prefill_chunks", "max_prefill_chunks", "rope_cos_sin_cache"}
 SPEC = OPS["prefill_gather_lens"]
 
 

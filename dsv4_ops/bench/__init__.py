@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections.abc import Sequence
+from pathlib import PurePath
 from typing import Any
 
 BENCHES = {
     "metadata": "decode metadata of one step: compiled, eager, and beside vLLM's builders",
     "kv_cache": "cache inserts, gathers and sparse indices: compiled, eager, and beside vLLM's",
+    "sparse_mla": "sparse attention, decode and prefill: beside its floor and FlashMLA",
+    "compressor": "the KV compressor, decode and prefill: beside its floor",
 }
 """Name of a benchmark, a module of this package with ``add_options`` and ``run``, and what it
 measures."""
@@ -34,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
     except SystemExit as stop:  # argparse has worded the error, or printed the help
         return stop.code if isinstance(stop.code, int) else 2
-    options.command = "python -m dsv4_ops bench " + " ".join(arguments)
+    options.command = " ".join(["python -m dsv4_ops bench", *_recorded(arguments)])
     try:
         _module(options.bench).run(options)
     except BenchError as error:
@@ -44,6 +48,27 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench {options.bench}: interrupted, see {options.out}", file=sys.stderr)
         return 130
     return 0
+
+
+def _recorded(arguments: Sequence[str]) -> list[str]:
+    """Arguments as the rows keep them: without ``--out``, and of ``--anchor`` only the name of the
+    folder. Rows are published; where a machine keeps its files is not."""
+    kept: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        option, equals, value = argument.partition("=")
+        if not _abbreviates(option, "--out", "--anchor"):
+            kept.append(argument)
+            continue
+        value = value if equals else next(rest)
+        if _abbreviates(option, "--anchor"):
+            kept += ["--anchor", PurePath(value).name or "."]
+    return kept
+
+
+def _abbreviates(option: str, *names: str) -> bool:
+    """Whether argparse takes ``option`` for one of ``names``."""
+    return len(option) > 2 and any(name.startswith(option) for name in names)
 
 
 def _parser() -> argparse.ArgumentParser:

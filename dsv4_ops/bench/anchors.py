@@ -47,15 +47,22 @@ class AnchorResult:
     note: str | None = None
 
 
-def load(folder: Path, needed: Sequence[str] = _NEEDED) -> Any:
-    """The vLLM modules of the bundle. Raises whatever stands in the way of the ``needed`` ones."""
+def library(folder: Path) -> Any:
+    """The bundle's loader, ``anchor_lib``."""
     scripts = (folder / "bench").resolve()
     if not (scripts / "anchor_lib.py").is_file():
-        raise FileNotFoundError(f"no anchor_lib.py in {scripts}: make it with make_bundle.sh")
+        raise FileNotFoundError(
+            f"no anchor_lib.py in {folder.name}/bench: make it with make_bundle.sh"
+        )
     os.environ["ANCHOR_DIR"] = str(scripts.parent)
     if str(scripts) not in sys.path:
         sys.path.insert(0, str(scripts))
-    modules = importlib.import_module("anchor_lib").load_vllm_triton()
+    return importlib.import_module("anchor_lib")
+
+
+def load(folder: Path, needed: Sequence[str] = _NEEDED) -> Any:
+    """The vLLM modules of the bundle. Raises whatever stands in the way of the ``needed`` ones."""
+    modules = library(folder).load_vllm_triton()
     failed = {name: text for name, text in modules.errors.items() if name in needed}
     if failed:
         raise ImportError(f"anchor modules failed to load: {failed}")

@@ -102,9 +102,9 @@ class _Insert:
 
     def keys(self, tokens: int, device: torch.device, generator: torch.Generator) -> list[Tensor]:
         """Leading arguments of the call."""
-        keys = [_keys(tokens, self.width, device, generator)]
+        keys = [random_keys(tokens, self.width, device, generator)]
         if self.produced:
-            keys.append(_keys(1, self.width, device, generator)[0].clone())
+            keys.append(random_keys(1, self.width, device, generator)[0].clone())
         return keys
 
     def work(self, sets: list[tuple[Any, ...]], tokens: int) -> Work:
@@ -113,7 +113,7 @@ class _Insert:
             call=self.call,
             sets=sets,
             moved_bytes=moved + self.produced * self.width * 2,
-            written=1 + self.produced,
+            written=(1 + self.produced,),
             anchor=self.anchor,
             eager=self.eager,
         )
@@ -168,7 +168,7 @@ def _insert_work(
     insert: _Insert, tokens: int, pages: int, device: torch.device, *, consecutive: bool
 ) -> Work:
     generator = torch.Generator(device).manual_seed(tokens)
-    cache = _junk_pages(insert.layout, pages, device, generator)
+    cache = junk_pages(insert.layout, pages, device, generator)
     slots_in_all = pages * BLOCK_SIZE
     moved = insert.work([], tokens).moved_bytes
     sets: list[tuple[Any, ...]] = []
@@ -186,7 +186,7 @@ def _insert_work(
 def _insert_edges(insert: _Insert, device: torch.device) -> Work:
     """Slots below 0 and past the cache between ordinary ones."""
     generator = torch.Generator(device).manual_seed(1)
-    cache = _junk_pages(insert.layout, _EDGE_PAGES, device, generator)
+    cache = junk_pages(insert.layout, _EDGE_PAGES, device, generator)
     slots_in_all = _EDGE_PAGES * BLOCK_SIZE
     slots = torch.randperm(slots_in_all, generator=generator, device=device)[:_EDGE_TOKENS].clone()
     absent = (-1, -7, -(2**63), slots_in_all, slots_in_all + 5, 2**40, 2**63 - 1, -1)
@@ -245,20 +245,22 @@ def _gather_work(
             sets.append((_workspace(len(lens), num_rows, device), cache, seq_lens.clone(), table))
     if functional:
         return Work(gather_all, sets, read + written)
-    return Work(gather_into, sets, read + written, written=0, anchor=_anchor_gather)
+    return Work(gather_into, sets, read + written, written=(0,), anchor=_anchor_gather)
 
 
 def _gather_edges(device: torch.device) -> Work:
     """Pages that do not exist, an empty request, one longer than its table and the workspace."""
     generator = torch.Generator(device).manual_seed(1)
-    cache = _filled_pages(MAIN, insert_main, _EDGE_PAGES, device, generator)
+    cache = filled_pages(MAIN, insert_main, _EDGE_PAGES, device, generator)
     table = torch.tensor(
         [[3, -1], [0, 1], [_EDGE_PAGES, 7], [2**31 - 1, _EDGE_PAGES - 1], [5, -(2**31)]],
         dtype=torch.int32,
         device=device,
     )
     seq_lens = torch.tensor([100, 0, 128, 90, 1000], dtype=torch.int32, device=device)
-    return Work(gather_into, [(_workspace(5, 150, device), cache, seq_lens, table)], 0, written=0)
+    return Work(
+        gather_into, [(_workspace(5, 150, device), cache, seq_lens, table)], 0, written=(0,)
+    )
 
 
 def indexer_gather_cases(shapes: tuple[tuple[int, int], ...], *, smoke: bool) -> list[Case]:
@@ -297,7 +299,7 @@ def _paged(
     needed = requests * columns
     pages = max(_SMOKE_PAGES if smoke else _POOL_PAGES, count * needed)
     insert = insert_main if layout is MAIN else insert_indexer
-    cache = _filled_pages(layout, insert, pages, device, generator)
+    cache = filled_pages(layout, insert, pages, device, generator)
     order = torch.randperm(pages, generator=generator, device=device, dtype=torch.int32)
     tables = [
         order[place * needed : (place + 1) * needed].view(requests, columns).clone()
@@ -306,7 +308,7 @@ def _paged(
     return cache, tables
 
 
-def _filled_pages(
+def filled_pages(
     layout: QuantizedLayout,
     insert: Callable[..., Any],
     pages: int,
@@ -317,12 +319,12 @@ def _filled_pages(
     cache = layout.allocate(pages, device)
     for start in range(0, pages, _FILLED_PAGES):
         part = cache[start : start + _FILLED_PAGES]
-        slots = torch.arange(part.shape[0] * BLOCK_SIZE, device=device)
-        insert(_keys(slots.shape[0], layout.head_dim, device, generator), part, slots)
+        slots = torch.arange(part.shape[0] * layout.block_size, device=device)
+        insert(random_keys(slots.shape[0], layout.head_dim, device, generator), part, slots)
     return cache
 
 
-def _junk_pages(
+def junk_pages(
     layout: Layout, pages: int, device: torch.device, generator: torch.Generator
 ) -> Tensor:
     """A cache of random bytes: a byte that an insert must not touch shows if it does."""
@@ -333,7 +335,9 @@ def _junk_pages(
     return cache
 
 
-def _keys(tokens: int, width: int, device: torch.device, generator: torch.Generator) -> Tensor:
+def random_keys(
+    tokens: int, width: int, device: torch.device, generator: torch.Generator
+) -> Tensor:
     return (torch.randn(tokens, width, device=device, generator=generator) * 0.3).bfloat16()
 
 

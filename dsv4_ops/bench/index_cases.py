@@ -12,8 +12,8 @@ from torch import Tensor
 import dsv4_ops
 from dsv4_ops.bench.batches import rotating_sets
 from dsv4_ops.bench.work import Case, Work
+from dsv4_ops.core.layout import combined_width, mixed_width
 from dsv4_ops.core.types import TopkIndices
-from dsv4_ops.reference.sparse_indices import combined_width, mixed_width
 
 _WINDOW = 128
 _RATIO = 4

@@ -347,16 +347,14 @@ def finish(output: Report[MetadataRow], plan: Plan, *, with_plot: bool) -> None:
     columns = METADATA_CUDA_COLUMNS if cuda else METADATA_CPU_COLUMNS
     grid = [row for row in output.rows if row.kind == "grid"]
     flat = [row for row in output.rows if row.kind == "context"]
-    stamped = " ".join(f"{key}={value}" for key, value in output.stamp.items())
-    parts = [
-        "Decode metadata of one step, microseconds; every result was checked exactly before timing",
-        stamped,
-        report.table(grid, columns),
-    ]
+    title = (
+        "Decode metadata of one step, microseconds; every result was checked exactly before timing"
+    )
+    parts = [report.table(grid, columns)]
     if flat:
         parts += ["All requests of the same context", report.table(flat, columns)]
     parts += _notes(output.rows)
-    output.write_text("\n\n".join(parts))
+    output.write_text(report.text(title, output, *parts))
     if with_plot:
         title = f"Decode metadata of one step · {output.stamp['device']}"
         panels = metadata_panels(grid, cuda=cuda)

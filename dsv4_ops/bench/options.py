@@ -22,6 +22,21 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--no-plot", action="store_true", help="table and JSONL only")
 
 
+def add_cases(parser: argparse.ArgumentParser, groups: Sequence[str]) -> None:
+    """Add the options of a benchmark of groups of cases."""
+
+    def chosen(text: str) -> tuple[str, ...]:
+        named = text.split(",")
+        for name in named:
+            if name not in groups:
+                raise argparse.ArgumentTypeError(f"must be among {','.join(groups)}, got {name!r}")
+        return tuple(name for name in groups if name in named)
+
+    add = parser.add_argument
+    add("--cases", type=chosen, metavar="A,B,..", help=f"any of {','.join(groups)}; default: all")
+    add("--max-seconds", type=size, metavar="N", help="start no case later than that")
+
+
 def chosen_device(options: argparse.Namespace) -> torch.device:
     """The device of ``--device`` and ``--smoke``; sets the threads of ``--threads``."""
     if options.threads:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_ops.bench.report import BENCH_EXTRA
-from dsv4_ops.bench.rows import CacheRow, MetadataRow
+from dsv4_ops.bench.rows import CacheRow, MetadataRow, SparseMlaRow
 
 _OURS, _THEIRS, _LIMIT = "#0b6e99", "#c8553d", "#7a7a7a"
 _METADATA_CUDA = (
@@ -27,7 +27,12 @@ _CACHE_CUDA = (
     ("vLLM 0.22.1", _THEIRS, "-", ("anchor_us",)),
     ("copy of the same bytes", _LIMIT, "--", ("copy_us",)),
 )
-_CACHE_CPU = (
+_MLA_CUDA = (
+    ("ours, compiled", _OURS, "-", ("compiled_us",)),
+    ("FlashMLA of vLLM 0.22.1", _THEIRS, "-", ("anchor_us",)),
+    ("floor", _LIMIT, "--", ("floor_us",)),
+)
+_CPU = (
     ("compiled", _OURS, "-", ("compiled_us",)),
     ("eager reference", _THEIRS, "-", ("eager_us",)),
 )
@@ -65,7 +70,7 @@ def metadata_panels(rows: Sequence[MetadataRow], *, cuda: bool) -> list[Panel]:
 
 def cache_panels(rows: Sequence[CacheRow], *, cuda: bool) -> list[Panel]:
     """Inserts against tokens; gathers against the rows of a request, a panel per request count."""
-    lines = _CACHE_CUDA if cuda else _CACHE_CPU
+    lines = _CACHE_CUDA if cuda else _CPU
     panels = []
     for case in ("insert", "gather"):
         chosen = [row for row in rows if row.case == case and row.plotted]
@@ -76,6 +81,31 @@ def cache_panels(rows: Sequence[CacheRow], *, cuda: bool) -> list[Panel]:
             )
             suffix = "" if case == "insert" else f", {requests} request{'s' * (requests > 1)}"
             panels.append(Panel(case + suffix, unit, _series(group, lines, lambda row: row.rows)))
+    return panels
+
+
+def compressor_panels(rows: Sequence[CacheRow], *, cuda: bool) -> list[Panel]:
+    """Steps in which every request finishes a window, and prefill, against tokens; a panel per
+    kind."""
+    lines = _CACHE_CUDA if cuda else _CPU
+    panels = []
+    for kind in dict.fromkeys(row.case for row in rows):
+        chosen = sorted(
+            (row for row in rows if row.case == kind and row.plotted), key=lambda row: row.rows
+        )
+        panels.append(Panel(kind, "tokens", _series(chosen, lines, lambda row: row.rows)))
+    return panels
+
+
+def mla_panels(rows: Sequence[SparseMlaRow], *, cuda: bool) -> list[Panel]:
+    """A decode step against its requests, a panel per number of heads and of keys."""
+    lines, plotted = _MLA_CUDA if cuda else _CPU, [row for row in rows if row.plotted]
+    panels = []
+    for heads, _, keys in sorted({(row.heads, len(row.keys), row.keys) for row in plotted}):
+        chosen = [row for row in plotted if (row.heads, row.keys) == (heads, keys)]
+        chosen.sort(key=lambda row: row.requests)
+        series = _series(chosen, lines, lambda row: row.requests)
+        panels.append(Panel(f"{heads} heads, {keys} keys", "requests", series))
     return panels
 
 

@@ -93,6 +93,12 @@ class Report(Generic[AnyRow]):
         print(text)
 
 
+def text(title: str, output: Report[AnyRow], *parts: str) -> str:
+    """The final report of a run: title, stamp, then tables and notes."""
+    stamped = " ".join(f"{key}={value}" for key, value in output.stamp.items())
+    return "\n\n".join([title, stamped, *parts])
+
+
 def table(rows: Sequence[object], columns: Sequence[str]) -> str:
     """Rows as aligned text, without the columns that hold nothing."""
     used = [name for name in columns if any(getattr(row, name) is not None for row in rows)]

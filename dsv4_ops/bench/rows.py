@@ -64,17 +64,16 @@ METADATA_CPU_COLUMNS = (
 
 
 @dataclass(kw_only=True)
-class CacheRow:
-    """One measured cache op; times in microseconds, None where the device has no such number.
+class OpRow:
+    """One measured op; times in microseconds, None where the device has no such number.
 
     ``compiled_us`` is device time per call of the op in a function compiled with dynamic sizes,
     ``eager_us`` of the op called without a compiler, both inside a CUDA graph; on a CPU, wall
-    time. ``anchor_us`` is vLLM's kernel on the same inputs, ``times_faster`` that over
-    ``compiled_us``. ``moved_bytes`` is what any implementation must read and write. ``copy_us``
-    is a copy of as many bytes on the device, ``floor_us`` their time at the bandwidth of a copy
-    of 256 MiB; the two ``pct_of_*`` are these over ``compiled_us``. ``kernels`` counts what one
-    compiled call runs on the device. ``host_us`` and ``anchor_host_us`` are Python time per call
-    outside of a graph. ``*_range`` are the 20th and 80th percentile.
+    time. ``anchor_us`` is the other implementation on the same inputs, ``times_faster`` that over
+    ``compiled_us``. ``moved_bytes`` is what any implementation must read and write, ``floor_us``
+    the least time of the work. ``kernels`` counts what one compiled call runs on the device.
+    ``host_us`` and ``anchor_host_us`` are Python time per call outside of a graph. ``*_range`` are
+    the 20th and 80th percentile.
     """
 
     case: str
@@ -90,15 +89,11 @@ class CacheRow:
     speedup: float | None = None
     anchor_us: float | None = None
     times_faster: float | None = None
-    copy_us: float | None = None
-    pct_of_copy: float | None = None
     floor_us: float | None = None
-    pct_of_bandwidth: float | None = None
     bandwidth_gbs: float | None = None
     kernels: int | None = None
     host_us: float | None = None
     anchor_host_us: float | None = None
-    anchor_exact: bool | None = None
     anchor_note: str | None = None
     anchor_error: str | None = None
     error: str | None = None
@@ -109,9 +104,44 @@ class CacheRow:
     activities: list[list[Any]] = field(default_factory=list)
 
 
-_CACHE_CASE = ("case", "shape", "variant")
-_CACHE_TIMES = ("compiled_us", "eager_us", "anchor_us", "times_faster")
+@dataclass(kw_only=True)
+class CacheRow(OpRow):
+    """An op that only moves bytes: ``copy_us`` is a copy of as many on the device, ``floor_us``
+    their time at the bandwidth of a copy of 256 MiB; the two ``pct_of_*`` are these over
+    ``compiled_us``."""
+
+    copy_us: float | None = None
+    pct_of_copy: float | None = None
+    pct_of_bandwidth: float | None = None
+    anchor_exact: bool | None = None
+
+
+@dataclass(kw_only=True)
+class ComputeRow(OpRow):
+    """An op that also multiplies. ``floor_us`` is the longer of ``moved_bytes`` at the bandwidth of
+    a copy of 256 MiB and ``flop`` at the rate of the matrix units, ``pct_of_floor`` that over
+    ``compiled_us``. ``anchor_agrees`` is whether the anchor's results are ours within the
+    tolerances of its own tests, ``anchor_max_diff`` the largest difference of a result."""
+
+    flop: int | None = None
+    pct_of_floor: float | None = None
+    anchor_agrees: bool | None = None
+    anchor_max_diff: float | None = None
+
+
+@dataclass(kw_only=True)
+class SparseMlaRow(ComputeRow):
+    """Sparse MLA over ``keys`` rows per token, "window+selected"."""
+
+    heads: int
+    keys: str
+
+
+_CASE = ("case", "shape", "variant")
+_TIMES = ("compiled_us", "eager_us", "anchor_us", "times_faster")
+_HOST = ("kernels", "host_us", "anchor_host_us")
 _CACHE_LIMITS = ("pct_of_bandwidth", "pct_of_copy", "copy_us", "floor_us")
-_CACHE_HOST = ("kernels", "host_us", "anchor_host_us", "anchor_exact")
-CACHE_CUDA_COLUMNS = (*_CACHE_CASE, *_CACHE_TIMES, *_CACHE_LIMITS, *_CACHE_HOST)
-CACHE_CPU_COLUMNS = (*_CACHE_CASE, "compiled_us", "eager_us", "speedup", "anchor_exact")
+CACHE_CUDA_COLUMNS = (*_CASE, *_TIMES, *_CACHE_LIMITS, *_HOST, "anchor_exact")
+CACHE_CPU_COLUMNS = (*_CASE, "compiled_us", "eager_us", "speedup", "anchor_exact")
+COMPUTE_CUDA_COLUMNS = (*_CASE, *_TIMES, "floor_us", "pct_of_floor", *_HOST, "anchor_agrees")
+COMPUTE_CPU_COLUMNS = (*_CASE, "compiled_us", "eager_us", "speedup", "anchor_agrees")

@@ -1,9 +1,10 @@
-"""A case of a benchmark as calls over rotating inputs, and exact comparison of what they leave."""
+"""A case of a benchmark as calls over rotating inputs, and the comparison of what they leave."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,8 +14,17 @@ from dsv4_ops.bench import WrongResult
 from dsv4_ops.bench.timing import Call
 
 Args = tuple[Any, ...]
+Difference = Callable[[Args, Sequence[Tensor], Sequence[Tensor]], "str | None"]
+"""(input set, what a call left, what the reference leaves) -> how they differ, or None."""
 
 _POISON = 0x5A
+
+
+def same_bytes(_: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
+    """The ``Difference`` of results that must be equal."""
+    wrong = differing_bytes(actual, expected)
+    total = sum(tensor.nbytes for tensor in expected)
+    return f"{wrong} of {total} bytes differ from the reference" if wrong else None
 
 
 @dataclass(frozen=True)
@@ -25,35 +35,52 @@ class Work:
         call: The op as a function of one input set, on any device; on a CPU it is the reference.
         sets: Input sets of equal shapes to rotate through.
         moved_bytes: Bytes that a call must read and write.
-        written: Which argument a call writes to; None if it returns its results.
+        written: Which arguments a call writes to; none if it returns its results.
         anchor: vLLM's function of the same arguments, from its modules.
+        anchor_sets: The anchor's arguments, where they are not ``sets``.
+        anchor_note: What the anchor leaves out.
         eager: Whether the time without a compiler means something.
+        flop: Floating-point operations of the products of a call.
+        reference: What to compare with, called with a copy of an input set on its device; None for
+            ``call`` on a CPU.
+        difference: How results are compared.
     """
 
     call: Callable[..., Any]
     sets: Sequence[Args]
     moved_bytes: int
-    written: int | None = None
+    written: tuple[int, ...] = ()
     anchor: Callable[[Any], Callable[..., Any]] | None = None
+    anchor_sets: Sequence[Args] = ()
+    anchor_note: str | None = None
     eager: bool = True
+    flop: int = 0
+    reference: Callable[..., Any] | None = None
+    difference: Difference = same_bytes
 
     def results(self, call: Callable[..., Any], args: Args) -> list[Tensor]:
-        """What ``call`` leaves: its results, or the argument that it writes to."""
+        """What ``call`` leaves: its results, or the arguments that it writes to."""
         returned = call(*args)
-        return tensors(returned) if self.written is None else [args[self.written]]
+        return [args[place] for place in self.written] or tensors(returned)
 
-    def expected(self) -> list[Tensor]:
-        """What the reference leaves for the first input set."""
+    def expected(self, place: int = 0) -> list[Tensor]:
+        """What the reference leaves for an input set."""
+        device = "cpu" if self.reference is None else None
         copies = tuple(
-            arg.to("cpu", copy=True) if isinstance(arg, Tensor) else arg for arg in self.sets[0]
+            arg.to(device or arg.device, copy=True) if isinstance(arg, Tensor) else arg
+            for arg in self.sets[place]
         )
-        return self.results(self.call, copies)
+        return self.results(self.reference or self.call, copies)
+
+    def of_anchor(self) -> Work:
+        """The same with the arguments that the anchor takes."""
+        return dataclasses.replace(self, sets=self.anchor_sets or self.sets)
 
 
 @dataclass(frozen=True)
 class Case:
     """One row to measure. ``build`` draws its inputs; a case that is not ``timed`` is only
-    checked."""
+    checked. ``labels`` are fields that only rows of this benchmark have."""
 
     case: str
     shape: str
@@ -63,24 +90,33 @@ class Case:
     variant: str = ""
     timed: bool = True
     plotted: bool = False
+    labels: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return ", ".join(part for part in (self.case, self.shape, self.variant) if part)
 
 
 class Written:
-    """The tensors that the calls of a case write to, and what they held at first."""
+    """The tensors that the calls of a case write to, and what they held at first.
+
+    ``groups`` are those of one input set; sets that write to the same tensors have one group.
+    """
 
     def __init__(self, work: Work) -> None:
-        place = work.written
-        chosen = [] if place is None else [args[place] for args in work.sets]
-        self.tensors: list[Tensor] = list({id(tensor): tensor for tensor in chosen}.values())
-        self._first = [tensor.clone() for tensor in self.tensors]
+        chosen = [[args[place] for place in work.written] for args in work.sets]
+        by_id = {tuple(id(tensor) for tensor in group): group for group in chosen if group}
+        self.groups: list[list[Tensor]] = list(by_id.values())
+        self._first = self.copies()
+
+    def copies(self) -> list[list[Tensor]]:
+        """What they hold now."""
+        return [[tensor.clone() for tensor in group] for group in self.groups]
 
     def reset(self) -> None:
         """Give them their first contents."""
-        for tensor, first in zip(self.tensors, self._first, strict=True):
-            tensor.copy_(first)
+        for group, contents in zip(self.groups, self._first, strict=True):
+            for tensor, first in zip(group, contents, strict=True):
+                tensor.copy_(first)
 
 
 def tensors(returned: Any) -> list[Tensor]:
@@ -99,7 +135,7 @@ def poison(results: Sequence[Tensor]) -> None:
 def checked(work: Work, written: Written, call: Call) -> list[Tensor]:
     """What ``call`` leaves for the first input set, from the first contents or over poison."""
     written.reset()
-    if work.written is None:
+    if not work.written:
         poison(work.results(call, work.sets[0]))  # freed at once: the next call gets this memory
     return work.results(call, work.sets[0])
 
@@ -124,19 +160,22 @@ def differing_bytes(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> int
     return wrong
 
 
-def check(name: str, actual: Sequence[Tensor], expected: Sequence[Tensor], case: object) -> None:
-    """Every byte equals the reference, or nothing is timed.
+def check(
+    name: str,
+    work: Work,
+    actual: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    case: object,
+    place: int = 0,
+) -> None:
+    """What an input set left is what the reference allows, or nothing is timed.
 
     Raises:
-        WrongResult: one does not.
+        WrongResult: it is not.
     """
     try:
-        wrong = differing_bytes(actual, expected)
+        difference = work.difference(work.sets[place], actual, expected)
     except WrongResult as error:
-        raise WrongResult(f"{name} ({case}): {error}. The case was not timed.") from None
-    if wrong:
-        total = sum(tensor.nbytes for tensor in expected)
-        raise WrongResult(
-            f"{name} ({case}): {wrong} of {total} bytes differ from the reference. "
-            "The case was not timed."
-        )
+        difference = str(error)
+    if difference:
+        raise WrongResult(f"{name} ({case}): {difference}. The case was not timed.")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.ints import at_least, known
-from dsv4_ops.core.layout import CACHE_ALIGNMENT, Layout
+from dsv4_ops.core.ints import above, at_least, held, known
+from dsv4_ops.core.layout import CACHE_ALIGNMENT, Layout, StateLayout
 from dsv4_ops.core.types import INT32_MAX, MAX_REQUESTS
 
 _DIMENSIONS = {
@@ -21,7 +21,16 @@ _DIMENSIONS = {
     "topk": "the selected rows of a token",
     "num_blocks": "the pages of the cache",
     "num_rows": "the rows of the result",
+    "num_k": "the gathered keys",
     "width": "the values of a row",
+    "head_dim": "the values of a compressed row",
+    "num_heads": "the heads of the queries",
+    "swa_width": "the window rows of a token",
+    "extra_width": "the compressed rows of a token",
+    "num_swa_blocks": "the pages of the window's cache",
+    "num_extra_blocks": "the pages of the compressed cache",
+    "swa_block_size": "the rows of a page of the window's cache",
+    "extra_block_size": "the rows of a page of the compressed cache",
     "block_size": "the rows of a page",
     "page_bytes": "the bytes of a page",
     "num_decode_tokens": "the decode tokens, which come first",
@@ -48,7 +57,8 @@ class Checks:
             )
         if value.dtype != dtype:
             raise TypeError(
-                f"{self.op}: {name} must be {dtype}, got {value.dtype}. Cast it with .to({dtype})."
+                f"{self.op}: {name} must be {dtype}, got {value.dtype}. "
+                f"{_conversion(value.dtype, dtype)}."
             )
         if value.dim() != len(dims):
             raise ValueError(
@@ -93,6 +103,40 @@ class Checks:
                 f"{self.owners[word]}, got {list(value.shape)}. "
                 f"Make them agree: {word} counts {_DIMENSIONS[word]}."
             )
+
+    def floats(self, name: str, value: Tensor, *allowed: torch.dtype) -> None:
+        """``value`` is a tensor of one of the ``allowed`` dtypes."""
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{self.op}: {name} must be a tensor, got {type(value).__name__}. Pass a "
+                f"{allowed[0]} tensor."
+            )
+        if value.dtype not in allowed:
+            words = " or ".join([str(dtype) for dtype in allowed])
+            raise TypeError(
+                f"{self.op}: {name} must be {words}, got {value.dtype}. Cast it with "
+                f".to({allowed[0]})."
+            )
+
+    def rows_of(self, name: str, value: Tensor, *dims: str) -> None:
+        """``value`` is a tensor of any dtype whose first sizes are the named ones."""
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{self.op}: {name} must be a tensor, got {type(value).__name__}. "
+                "Pass a tensor of any dtype."
+            )
+        if value.dim() < len(dims):
+            plural = "s" if len(dims) > 1 else ""
+            raise ValueError(
+                f"{self.op}: {name} must have shape {_shape((*dims, '...'))}, got "
+                f"{list(value.shape)}. Pass a tensor of at least {len(dims)} dimension{plural}."
+            )
+        trailing = [f"size {axis}" for axis in range(len(dims), value.dim())]
+        self.tensor(name, value, value.dtype, *dims, *trailing)
+
+    def value_of(self, name: str, value: float, owner: str, dtype: torch.dtype) -> None:
+        """``value`` is a number that ``dtype``, that of ``owner``, has."""
+        held(self.op, name, value, owner, dtype)
 
     def at_least(self, minimum: int, **values: int) -> None:
         """Every value is an int of at least ``minimum``."""
@@ -139,18 +183,24 @@ class Checks:
                 "Pass both or neither."
             )
 
-    def one_of(self, name: str, value: str, *allowed: str) -> None:
-        """``value`` is one of the ``allowed`` strings."""
+    def one_of(
+        self,
+        name: str,
+        value: str,
+        *allowed: str,
+        belongs_to: str = "the cache was written with",
+    ) -> None:
+        """``value`` is one of the ``allowed`` strings, the one that ``belongs_to``."""
         if not isinstance(value, str):
             raise TypeError(
                 f"{self.op}: {name} must be a str, got {type(value).__name__}. "
-                f"Pass the {name} that the cache was written with."
+                f"Pass the {name} that {belongs_to}."
             )
         if value not in allowed:
             rule = " or ".join(repr(word) for word in allowed)
             raise ValueError(
                 f"{self.op}: {name} must be {rule}, got {value!r}. "
-                f"Pass the {name} that the cache was written with."
+                f"Pass the {name} that {belongs_to}."
             )
 
     def storage(
@@ -179,19 +229,38 @@ class Checks:
                 "Pass a row for every token."
             )
 
-    def pages(self, name: str, cache: Tensor, layout: Layout) -> None:
-        """``cache`` is a paged cache of ``layout``: bytes that the attention libraries would
-        misread without complaint if they were laid out otherwise."""
-        self.storage(name, cache, type(layout).__name__, layout.tag, layout.storage_dtype)
-        self.tensor(name, cache, layout.storage_dtype, "num_blocks", "page_bytes")
-        if cache.shape[1] != layout.page_bytes:
+    def no_more_than_tokens(self, name: str, value: Tensor) -> None:
+        """``value`` has an entry for each of the first tokens, and no more of them."""
+        if value.shape[0] > self.sizes["num_tokens"]:
             raise ValueError(
-                f"{self.op}: {name} must have shape [num_blocks, {known(layout.page_bytes)}] for "
-                f"layout {layout.tag!r} with block_size = {known(layout.block_size)}, got "
-                f"{list(cache.shape)}. Allocate it with {_allocate(layout)}, or correct block_size."
+                f"{self.op}: {name} must have at most num_tokens = {self.sizes['num_tokens']} "
+                f"entries as in {self.owners['num_tokens']}, got {value.shape[0]}. "
+                "Pass one per token, or fewer."
             )
-        page, byte = cache.stride()
-        if byte != 1 or page < layout.page_bytes or page % CACHE_ALIGNMENT != 0:
+
+    def pages(
+        self,
+        name: str,
+        cache: Tensor,
+        layout: Layout,
+        dims: tuple[str, str] = ("num_blocks", "page_bytes"),
+        size_name: str = "block_size",
+    ) -> None:
+        """``cache`` is a paged cache of ``layout``: bytes that the attention libraries would
+        misread without complaint if they were laid out otherwise. ``dims`` name its sizes,
+        ``size_name`` the argument with the rows of a page."""
+        self.storage(name, cache, type(layout).__name__, layout.tag, layout.storage_dtype)
+        self.tensor(name, cache, layout.storage_dtype, *dims)
+        _, entries = layout.shape(0)
+        if cache.shape[1] != entries:
+            raise ValueError(
+                f"{self.op}: {name} must have shape [{dims[0]}, {known(entries)}] for "
+                f"layout {layout.tag!r} with {size_name} = {known(layout.block_size)}, got "
+                f"{list(cache.shape)}. Allocate it with {_allocate(layout)}, or correct "
+                f"{size_name}."
+            )
+        page, entry = cache.stride()
+        if entry != 1 or page < entries or page * cache.itemsize % CACHE_ALIGNMENT != 0:
             raise ValueError(
                 f"{self.op}: {name} must have dense pages, none inside another, that start at "
                 f"multiples of {CACHE_ALIGNMENT} bytes, got strides {list(cache.stride())}. "
@@ -202,17 +271,25 @@ class Checks:
 
     def page_start(self, name: str, cache: Tensor, layout: Layout) -> None:
         """``cache`` starts at a multiple of 16 bytes of its storage."""
-        if cache.storage_offset() % CACHE_ALIGNMENT != 0:
+        if cache.storage_offset() * cache.itemsize % CACHE_ALIGNMENT != 0:
             raise ValueError(
                 f"{self.op}: {name} must have pages that start at multiples of {CACHE_ALIGNMENT} "
                 f"bytes, got storage offset {cache.storage_offset()}. "
                 f"Allocate it with {_allocate(layout)}."
             )
 
-    def rows(self, name: str, cache: Tensor, block_size: int | None = None) -> None:
-        """``cache`` is a plain paged cache [num_blocks, block_size, width] of bf16 or fp32 rows."""
+    def rows(
+        self,
+        name: str,
+        cache: Tensor,
+        block_size: int | None = None,
+        dims: tuple[str, str, str] = ("num_blocks", "block_size", "width"),
+        size_name: str = "block_size",
+    ) -> None:
+        """``cache`` is a plain paged cache of bf16 or fp32 rows; ``dims`` name its sizes,
+        ``size_name`` the argument with the rows of a page."""
         self.storage(name, cache, "PlainLayout", "plain", torch.bfloat16, torch.float32)
-        self.tensor(name, cache, cache.dtype, "num_blocks", "block_size", "width")
+        self.tensor(name, cache, cache.dtype, *dims)
         if cache.shape[1] < 1:
             raise ValueError(
                 f"{self.op}: {name} must have pages of at least 1 row, got {list(cache.shape)}. "
@@ -220,8 +297,8 @@ class Checks:
             )
         if block_size is not None and cache.shape[1] != block_size:
             raise ValueError(
-                f"{self.op}: {name} must have pages of block_size = {known(block_size)} rows, got "
-                f"{list(cache.shape)}. Correct block_size, or pass the cache that it belongs to."
+                f"{self.op}: {name} must have pages of {size_name} = {known(block_size)} rows, got "
+                f"{list(cache.shape)}. Correct {size_name}, or pass the cache that it belongs to."
             )
         if cache.stride(2) != 1:
             raise ValueError(
@@ -236,6 +313,45 @@ class Checks:
                 f"{self.op}: {name} must be a multiple of {divisor_name} = {known(divisor)}, got "
                 f"{known(value)}. Use {name} = {known(value + divisor - value % divisor)}."
             )
+
+    def above(self, limit: int, **values: float) -> None:
+        """Every value is a finite number above ``limit``."""
+        above(self.op, limit, **values)
+
+    def instance(self, name: str, value: object, kind: type) -> None:
+        """``value`` is a ``kind``, or None."""
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(
+                f"{self.op}: {name} must be a {kind.__name__} or None, got "
+                f"{type(value).__name__}. Pass {kind.__name__}(...), or leave it out."
+            )
+
+    def device_name(self, name: str, value: torch.device | str | None) -> None:
+        """``value`` names a device, or is None."""
+        try:
+            torch.device("cpu" if value is None else value)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"{self.op}: {name} must be a device, got {value!r}. "
+                "Pass a torch.device, its name, or None."
+            ) from error
+
+    def even(self, name: str, value: Tensor, most_name: str, most: int) -> None:
+        """The last dimension of ``value`` is a number of pairs, at most ``most``, which is what
+        ``most_name`` says."""
+        size = int(value.shape[-1])  # of a row, so configuration: a constant in compiled code
+        if size % 2 != 0 or size > int(most):
+            raise ValueError(
+                f"{self.op}: {name} must have an even number of columns, at most {most_name} = "
+                f"{known(most)}, got {list(value.shape)}. Pass [cos | sin] of the rotated pairs."
+            )
+
+    def rotation(
+        self, positions: Tensor, cos_sin_cache: Tensor, rope_dim: str | int = "rope_dim"
+    ) -> None:
+        """``positions`` and a table of rope_dim columns to look them up in."""
+        self.tensor("positions", positions, torch.int64, "num_tokens")
+        self.tensor("cos_sin_cache", cos_sin_cache, torch.float32, "num_positions", rope_dim)
 
     def flag(self, name: str, value: bool) -> None:
         """``value`` is a bool."""
@@ -256,7 +372,16 @@ class Checks:
 
 def _allocate(layout: Layout) -> str:
     """The call that makes a cache of ``layout``. Dynamo cannot trace its repr."""
-    return f"{type(layout).__name__}(block_size={known(layout.block_size)}).allocate(num_blocks)"
+    width = f", width={known(layout.width)}" if isinstance(layout, StateLayout) else ""
+    size = f"block_size={known(layout.block_size)}"
+    return f"{type(layout).__name__}({size}{width}).allocate(num_blocks)"
+
+
+def _conversion(actual: torch.dtype, wanted: torch.dtype) -> str:
+    """How to get ``wanted``: codes and their values are the same bytes."""
+    if (actual, wanted) in ((torch.uint8, torch.float8_e4m3fn), (torch.float8_e4m3fn, torch.uint8)):
+        return f"Read its bytes with .view({wanted})"
+    return f"Cast it with .to({wanted})"
 
 
 def _shape(dims: tuple[str | int, ...]) -> str:

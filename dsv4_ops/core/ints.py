@@ -1,6 +1,8 @@
-"""The check of ints, which arguments and layouts share."""
+"""The checks of numbers, which arguments and layouts share."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -18,6 +20,42 @@ def at_least(op: str, minimum: int, **values: int) -> None:
                 f"{op}: {name} must be at least {known(minimum)}, got {known(value)}. "
                 f"Pass {known(minimum)} or more."
             )
+
+
+def above(op: str, limit: int, **values: float) -> None:
+    """Every value is a finite number above ``limit``."""
+    for name, value in values.items():
+        is_float(op, name, value)
+        if not limit < value < math.inf:
+            raise ValueError(
+                f"{op}: {name} must be above {limit} and finite, got {float(value)}. "
+                f"Pass a number above {limit}."
+            )
+
+
+def is_float(op: str, name: str, value: float) -> None:
+    """``value`` is a float, or an int to be taken for one."""
+    if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat)):
+        raise TypeError(
+            f"{op}: {name} must be a float, got {type(value).__name__}. "
+            "Pass a Python float that is known on the host, never a tensor."
+        )
+
+
+def held(op: str, name: str, value: float, owner: str, dtype: torch.dtype) -> None:
+    """``value`` is a number that a tensor of ``dtype`` holds, and that ``owner`` is one of."""
+    is_float(op, name, value)
+    if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
+        return
+    if dtype == torch.bool or dtype.is_floating_point:
+        low, high = 0, int(dtype == torch.bool)
+    else:
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    if not (low <= value <= high and value % 1 == 0):
+        raise ValueError(
+            f"{op}: {name} must be a whole number in {low}..{high} for {owner} of {dtype}, got "
+            f"{float(value)}. Pass one that {owner} can hold."
+        )
 
 
 def known(value: int) -> int:

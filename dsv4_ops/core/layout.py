@@ -39,6 +39,15 @@ SCALE_BIAS = 127
 SCALE_FLOOR = 105
 """Scale byte of a block whose largest magnitude is 1e-4 or less: 2^-22 * 448 is just above 1e-4."""
 
+ACTIVATION_FLOOR = 85
+"""The same for activations and 1e-10: 2^-42 * 448 is just above."""
+
+ACTIVATION_BLOCK = 128
+"""Values of an activation that share a scale."""
+
+TOKEN_ALIGNMENT = 4
+"""Tokens that scales with a token stride of 1 are padded to a multiple of."""
+
 
 @dataclass(frozen=True)
 class Layout(ABC):

@@ -65,6 +65,45 @@ class IndexerKeys(NamedTuple):
     scales: Tensor
 
 
+class IndexerQuery(NamedTuple):
+    """FP8 queries of the lightning indexer and the weights of their heads; see
+    ``dsv4_ops.indexer_quantize_q``."""
+
+    q: Tensor
+    weights: Tensor
+
+
+class InsertedQuery(NamedTuple):
+    """Queries and the cache that the keys are in; see
+    ``dsv4_ops.qnorm_rope_kv_insert_functional``."""
+
+    q: Tensor
+    k_cache: Tensor
+
+
+class QuantizedGroups(NamedTuple):
+    """e4m3 rows and their scales; see ``dsv4_ops.inverse_rope_group_quantize``."""
+
+    values: Tensor
+    scales: Tensor
+
+
+class SparseMla(NamedTuple):
+    """Attention output, and log-sum-exp without the sink; see ``dsv4_ops.sparse_mla_decode``."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class SparseMlaGathered(NamedTuple):
+    """Attention output, largest logit, and log-sum-exp without the sink; see
+    ``dsv4_ops.sparse_mla_gathered``."""
+
+    out: Tensor
+    max_logits: Tensor
+    lse: Tensor
+
+
 def search_steps(size: object) -> int:
     """Halvings that a branch-free binary search over 0..size needs; the bound of the package for a
     symbolic size."""

@@ -36,6 +36,18 @@ def quantize(values, EMULATE: tl.constexpr):
 
 
 @triton.jit
+def round_to_bf16(values, EMULATE: tl.constexpr):
+    """float32 values rounded to bf16, to nearest even."""
+    if EMULATE:  # Triton's interpreter truncates
+        bits = values.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        return tl.where(values != values, values, rounded.to(tl.float32, bitcast=True)).to(
+            tl.bfloat16
+        )
+    return values.to(tl.bfloat16)
+
+
+@triton.jit
 def _encode(values):
     """The cast in integers: Triton's interpreter rounds wrongly and does not saturate."""
     is_nan = values != values

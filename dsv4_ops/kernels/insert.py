@@ -14,6 +14,46 @@ WARPS = 4
 
 
 @triton.jit
+def insert_codes(
+    source,
+    dim_stride,
+    given,
+    start,
+    row,
+    exists,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CODE_DIM: tl.constexpr,
+    QUANT_BLOCK: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    FLOAT_SCALES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """Codes and scales of the bf16 rows at ``source`` that are ``given``, into ``row`` of the pages
+    at ``start``, as far as they exist."""
+    group = tl.arange(0, HEAD_DIM // QUANT_BLOCK)[None, :]
+    coded = group < CODE_DIM // QUANT_BLOCK
+    dim = group[:, :, None] * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, None, :]
+    values = tl.load(
+        source[:, None, None] + dim.to(tl.int64) * dim_stride,
+        mask=given[:, None, None] & coded[:, :, None],
+        other=0.0,
+    )
+    codes, scale = quantize(values.to(tl.float32), EMULATE)
+    data = start + row * DATA_BYTES
+    there = exists[:, None, None] & coded[:, :, None]
+    tl.store(data[:, None, None] + dim, codes, mask=there)
+    scales = (start + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES)[:, None]
+    if FLOAT_SCALES:
+        floats = scales.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.store(floats + group, scale << 23, mask=exists[:, None])
+    else:
+        padded = tl.where(coded, scale, 0).to(tl.uint8)
+        tl.store(scales + group, padded, mask=exists[:, None] & (group < SCALE_BYTES))
+
+
+@triton.jit
 def quantize_and_insert_kernel(
     k,
     row_stride,
@@ -38,35 +78,32 @@ def quantize_and_insert_kernel(
     page, row, exists = locate_slots(
         slot_mapping, slot_stride, token, num_tokens, num_blocks, BLOCK_SIZE
     )
-    group = tl.arange(0, HEAD_DIM // QUANT_BLOCK)[None, :]
-    coded = group < CODE_DIM // QUANT_BLOCK
-    dim = group[:, :, None] * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, None, :]
     source = k + token.to(tl.int64) * row_stride
     given = token < num_tokens
-    values = tl.load(
-        source[:, None, None] + dim.to(tl.int64) * dim_stride,
-        mask=given[:, None, None] & coded[:, :, None],
-        other=0.0,
-    )
-    codes, scale = quantize(values.to(tl.float32), EMULATE)
     start = k_cache + page * page_stride
-    data = start + row * DATA_BYTES
-    there = exists[:, None, None] & coded[:, :, None]
-    tl.store(data[:, None, None] + dim, codes, mask=there)
+    insert_codes(
+        source,
+        dim_stride,
+        given,
+        start,
+        row,
+        exists,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        CODE_DIM,
+        QUANT_BLOCK,
+        DATA_BYTES,
+        SCALE_BYTES,
+        FLOAT_SCALES,
+        EMULATE,
+    )
     if CODE_DIM < HEAD_DIM:  # RoPE, apart: its words keep the layout that they are loaded in
         lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
         words = source.to(tl.pointer_type(tl.int16), bitcast=True)
         rope = words[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
         rope_words = tl.load(rope, mask=given[:, None], other=0)
-        target = (data + CODE_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
+        target = (start + row * DATA_BYTES + CODE_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
         tl.store(target[:, None] + lane, rope_words, mask=exists[:, None])
-    scales = (start + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES)[:, None]
-    if FLOAT_SCALES:
-        floats = scales.to(tl.pointer_type(tl.int32), bitcast=True)
-        tl.store(floats + group, scale << 23, mask=exists[:, None])
-    else:
-        padded = tl.where(coded, scale, 0).to(tl.uint8)
-        tl.store(scales + group, padded, mask=exists[:, None] & (group < SCALE_BYTES))
 
 
 def insert(

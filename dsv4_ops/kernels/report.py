@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dsv4_ops.core.layout import IndexerLayout, MainLayout
+from dsv4_ops.core.layout import IndexerLayout, MainLayout, StateLayout
 from dsv4_ops.core.registry import OPS
 
 _TYPES = {
@@ -32,6 +32,10 @@ _TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+SPILLS = {"split_keys_kernel": 512}
+"""Bytes that a kernel may spill: none but where forms that spill less were measured to be slower
+(benchmarks/README.md)."""
+
 _USAGE = re.compile(
     r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.S
 )
@@ -78,6 +82,59 @@ def _gather(*first: Tensor, **settings: Any) -> tuple[tuple[Any, ...], dict[str,
     return (*first, _tensor(4), _tensor(4), _tensor(4, 160)), settings
 
 
+def _qnorm(cache: Tensor, layout: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    q, kv = _tensor(128, 64, 512, dtype=torch.bfloat16), _tensor(128, 512, dtype=torch.bfloat16)
+    slots, table = _tensor(128, dtype=torch.int64), _tensor(2**20, 64, dtype=torch.float32)
+    return (q, kv, cache, slots, slots, table), {"eps": 1e-6, "block_size": 64, "layout": layout}
+
+
+def _compress(cache: Tensor, overlap: bool, **settings: Any) -> tuple[Any, ...]:
+    """Arguments of ``compress_and_insert``: C4 if ``overlap``, else C128."""
+    head_dim = IndexerLayout.head_dim if settings["layout"] == IndexerLayout.tag else 512
+    ratio, rows, width = (4, 4, 2 * head_dim) if overlap else (128, 8, head_dim)
+    floats = {"dtype": torch.float32}
+    slots = _tensor(128, dtype=torch.int64)
+    tensors = (
+        _tensor(128, 2 * width, **floats),
+        _tensor(ratio, width, **floats),
+        StateLayout(rows, 2 * width).allocate(1024, "meta"),
+        _tensor(4, 160),
+        slots,
+        _tensor(128),
+        _tensor(head_dim, **floats),
+        _tensor(2**20, 64, **floats),
+        cache,
+        slots,
+    )
+    settings |= {"compress_ratio": ratio, "overlap": overlap, "state_block_size": rows}
+    return tensors, {**settings, "eps": 1e-6}
+
+
+def _save() -> tuple[Any, ...]:
+    """Arguments of ``save_compressor_states``, of C4."""
+    floats = {"dtype": torch.float32}
+    states = StateLayout(4, 2048).allocate(1024, "meta")
+    slots = _tensor(128, dtype=torch.int64)
+    kv_score, ape = _tensor(128, 2048, **floats), _tensor(4, 1024, **floats)
+    return (kv_score, ape, states, slots, slots), {"compress_ratio": 4, "block_size": 4}
+
+
+def _attention(paged: bool, cache: Tensor, **settings: Any) -> tuple[Any, ...]:
+    """Arguments of ``sparse_mla_decode`` or of its paged form, window and 512 rows."""
+    tokens, size = _tensor(8), settings["extra_block_size"]
+    queries = (_tensor(8, 64, 512, dtype=torch.bfloat16), cache, _tensor(8, 128), tokens)
+    extra = MainLayout(size).allocate(1024, "meta") if cache.dim() == 2 else cache
+    rows = (tokens, tokens, _tensor(4, 256)) if paged else (_tensor(8, 512), tokens)
+    chosen = {"softmax_scale": 512**-0.5, "num_splits": 0, "batch_invariant": False}
+    return (*queries, extra, *rows, _tensor(64, dtype=torch.float32)), settings | chosen
+
+
+def _indexer(*between: Tensor, **settings: Any) -> tuple[Any, ...]:
+    """Arguments of the indexer's ops that take FP8 queries, and ``between`` further ones."""
+    q = _tensor(8, 64, 128, dtype=torch.float8_e4m3fn)
+    return (q, _tensor(8, 64, dtype=torch.float32), *between), settings
+
+
 def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     """Arguments of a typical call of every op that has a kernel; "op, variant" for further ones."""
     main = MainLayout(64).allocate(1024, "meta")
@@ -87,7 +144,14 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     fp8 = {"block_size": 64, "layout": MainLayout.tag}
     pages_of_2 = MainLayout(2).allocate(1024, "meta")
     rows = {"num_rows": 8192, "offset": 0}
+    pages = {"swa_block_size": 64, "extra_block_size": 64, "layout": MainLayout.tag}
     keys = {"block_size": 64, "layout": IndexerLayout.tag}
+    tokens, positions, pages_table = _tensor(8), _tensor(8, dtype=torch.int64), _tensor(8, 512)
+    few, logits = {"block_size": 64}, _tensor(8, 32768, dtype=torch.float32)
+    angles, scales = _tensor(2**20, 64, dtype=torch.float32), _tensor(8192, dtype=torch.float32)
+    queries = _tensor(8, 64, 128, dtype=torch.bfloat16), _tensor(8, 64, dtype=torch.bfloat16)
+    gathered = _tensor(8192, 128, dtype=torch.uint8), scales, tokens, tokens
+    chosen = {"compress_ratio": 4, "topk": 512, **few}
     return {
         "quantize_and_insert_k_cache": _insert(512, main, **fp8),
         "quantize_and_insert_k_cache, C128": _insert(512, pages_of_2, **{**fp8, "block_size": 2}),
@@ -96,6 +160,21 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "gather_k_cache, plain": _gather(plain, **rows, block_size=64, layout="plain"),
         "insert_k_cache": _insert(512, plain),
         "quantize_and_insert_indexer_k": _insert(128, indexer, **keys),
+        "save_compressor_states": _save(),
+        "compress_and_insert": _compress(main, True, **fp8),
+        "compress_and_insert, C128": _compress(pages_of_2, False, **{**fp8, "block_size": 2}),
+        "compress_and_insert, indexer": _compress(indexer, True, **keys),
+        "compress_and_insert, plain": _compress(plain, False, block_size=64, layout="plain"),
+        "qnorm_rope_kv_insert": _qnorm(main, MainLayout.tag),
+        "qnorm_rope_kv_insert, plain": _qnorm(plain, "plain"),
+        "sparse_mla_decode": _attention(False, main, **pages),
+        "sparse_mla_decode, plain": _attention(False, plain, **{**pages, "layout": "plain"}),
+        "sparse_mla_decode_paged": _attention(True, main, **{**pages, "extra_block_size": 2}),
+        "indexer_quantize_q": ((*queries, positions, angles), {"softmax_scale": 0.01}),
+        "indexer_logits": _indexer(indexer, tokens, tokens, pages_table, num_rows=32768, **few),
+        "indexer_logits_ragged": _indexer(*gathered),
+        "indexer_select": _indexer(indexer, positions, tokens, pages_table, **chosen),
+        "indexer_topk": ((logits, tokens), {"topk": 512}),
         "gather_indexer_k": ((indexer, _tensor(5), _tensor(4, 160)), {"num_rows": 8192, **keys}),
     }
 
@@ -116,6 +195,12 @@ def recorded(op: str, args: tuple[Any, ...], settings: dict[str, Any]) -> list[_
     return launches
 
 
+def _scalar(value: float) -> str:
+    if isinstance(value, float):
+        return "fp64"  # as Inductor passes them
+    return "i64" if value >= 2**31 else "i32"
+
+
 def compiled(launch: _Launch, capability: int) -> Any:
     """The kernel as Triton compiles it for these arguments."""
     names, options = launch.kernel.arg_names, dict(launch.kwargs)
@@ -129,9 +214,8 @@ def compiled(launch: _Launch, capability: int) -> Any:
             signature[name] = "constexpr"
             constants.setdefault(name, value)
             continue
-        wide = not is_tensor and value >= 2**31
-        signature[name] = _TYPES[value.dtype] if is_tensor else "i64" if wide else "i32"
-        if is_tensor or value % 16 == 0:
+        signature[name] = _TYPES[value.dtype] if is_tensor else _scalar(value)
+        if is_tensor or (isinstance(value, int) and value % 16 == 0):
             attributes[place,] = [["tt.divisibility", 16]]
     places = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(launch.kernel, signature, places, attributes)
@@ -177,6 +261,11 @@ def _usage(kernel: Any, capability: int) -> tuple[int, int]:
             f"report: ptxas must state its usage, got {done.stderr!r}. Update triton."
         )
     return int(found[1]) + int(found[2]), int(found[3])
+
+
+def spilling(reports: list[KernelReport]) -> list[KernelReport]:
+    """The kernels that spill more than ``SPILLS`` grants them."""
+    return [item for item in reports if item.spills > SPILLS.get(item.kernel, 0)]
 
 
 def table(reports: list[KernelReport]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4_ops.core.types import ABSENT, INT32_MAX, search_steps
 
 
-def masked_index(values: Tensor, mask: Tensor, indices: list[Tensor], fill: int) -> Tensor:
+def masked_index(values: Tensor, mask: Tensor, indices: list[Tensor], fill: float) -> Tensor:
     """``values[indices]`` where ``mask``, else ``fill``; where it is False the indices may be
     anything."""
     found: Tensor = torch.ops.aten._unsafe_masked_index.default(values, mask, indices, fill)
@@ -22,6 +22,11 @@ def take(values: Tensor, index: Tensor) -> Tensor:
     """``values[index]`` for indices in range by construction: compiled code checks none of them."""
     taken: Tensor = torch.ops.aten._unsafe_index.Tensor(values, [index])
     return taken
+
+
+def dense(values: Tensor) -> Tensor:
+    """A copy with the strides of its shape, also where it is empty."""
+    return values.clone(memory_format=torch.contiguous_format)
 
 
 def gather_rows(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:

@@ -21,8 +21,13 @@ from dsv4_ops.reference.quantization import (
 def quantize_and_insert_k_cache_functional(
     k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, block_size: int, layout: str
 ) -> Tensor:
-    main = MainLayout(block_size)
     bits = bf16_bits(k[: slot_mapping.shape[0]])
+    return insert_bits(bits, k_cache, slot_mapping, block_size)
+
+
+def insert_bits(bits: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int) -> Tensor:
+    """A new cache with the keys whose bf16 patterns are ``bits``, int32 [num_tokens, 512]."""
+    main = MainLayout(block_size)
     codes, scales = quantize(bits[:, : main.code_dim], main.quant_block)
     parts = {
         0: codes,
@@ -63,8 +68,16 @@ def _gathered(
     request = torch.arange(seq_lens.shape[0], device=k_cache.device)[:, None]
     first = seq_lens.to(torch.int64) - wanted_lens
     pages, rows = locate(block_table, request, first[:, None] + row, wanted, block_size)
+    return row_bits(k_cache, pages, rows, block_size=block_size, layout=layout), wanted
+
+
+def row_bits(
+    k_cache: Tensor, pages: Tensor, rows: Tensor, *, block_size: int, layout: str
+) -> Tensor:
+    """Bit patterns [..., width] of the values at (page, row); zeros where the page does not
+    exist."""
     if layout == "plain":
-        return gathered_bits(k_cache, pages, rows), wanted
+        return gathered_bits(k_cache, pages, rows)
     main = MainLayout(block_size)
 
     def stored(byte: int, width: int) -> Tensor:
@@ -75,7 +88,7 @@ def _gathered(
     nope = dequantize(stored(0, main.code_dim), scales, main.quant_block)
     rope = from_bytes(stored(main.code_dim, main.data_bytes - main.code_dim), 2)
     nope_bits = nope.to(torch.bfloat16).view(torch.int16)
-    return torch.cat([nope_bits, rope.to(torch.int16)], -1), wanted
+    return torch.cat([nope_bits, rope.to(torch.int16)], -1)
 
 
 def dequantize_and_gather_k_cache(

@@ -25,12 +25,15 @@ def bf16_bits(values: Tensor) -> Tensor:
     return values.view(torch.int16).to(torch.int32)
 
 
-def quantize(bits: Tensor, quant_block: int) -> tuple[Tensor, Tensor]:
+def quantize(
+    bits: Tensor, quant_block: int, scale_floor: int = SCALE_FLOOR
+) -> tuple[Tensor, Tensor]:
     """e4m3 codes of bf16 patterns, and the UE8M0 byte of every ``quant_block`` of them.
 
     Args:
         bits: int32 [..., dim], from ``bf16_bits``.
         quant_block: Values that share a scale; divides dim.
+        scale_floor: Smallest scale byte.
 
     Returns:
         uint8 [..., dim] codes and int32 [..., dim // quant_block] scale bytes. NaN becomes code
@@ -41,7 +44,7 @@ def quantize(bits: Tensor, quant_block: int) -> tuple[Tensor, Tensor]:
     magnitude = blocks & _MAGNITUDE
     is_nan = magnitude > _INFINITY
     largest = torch.where(is_nan, 0, magnitude).amax(-1, keepdim=True).clamp(max=_LARGEST_FINITE)
-    scale = (((largest + _UP_TO_SEVEN_QUARTERS) >> 7) - 8).clamp(min=SCALE_FLOOR)
+    scale = (((largest + _UP_TO_SEVEN_QUARTERS) >> 7) - 8).clamp(min=scale_floor)
     inverse = ((2 * SCALE_BIAS - scale) << 23).view(torch.float32)
     scaled = (blocks << 16).view(torch.float32) * inverse
     codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)

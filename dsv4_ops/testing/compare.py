@@ -13,6 +13,10 @@ from dsv4_ops.testing.case import Case, Exact, OpTesting, results
 SLACK = 1.5
 """How many times the error of the reference an execution may have."""
 
+ROUNDINGS = 2 * SLACK
+"""How far the reference may be from float64: it may round twice, as attention rounds its weights
+and its output."""
+
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,16 +48,14 @@ def assert_agrees(
             _assert_within(what, index, left, right, exact)
 
 
-def assert_precise(
-    what: str, station: OpTesting, case: Case, outcome: Sequence[Tensor], slack: float = SLACK
-) -> None:
-    """``outcome`` itself is within ``slack`` roundings of float64."""
+def assert_precise(what: str, station: OpTesting, case: Case, outcome: Sequence[Tensor]) -> None:
+    """``outcome`` itself, of the reference, is within ROUNDINGS of float64."""
     read = station.readable or (lambda case, outcome: outcome)
     pairs = zip(read(case, outcome), exact_results(station, case), strict=True)
     for index, (result, exact) in enumerate(pairs):
         if exact is not None:
             perfect = exact.value.to(result.dtype)
-            _assert_within(what, index, result, perfect, exact, slack)
+            _assert_within(what, index, result, perfect, exact, ROUNDINGS)
 
 
 def exact_results(station: OpTesting, case: Case) -> tuple[Exact | None, ...]:

@@ -1,0 +1,367 @@
+"""Cases of sparse MLA: decode steps of several shapes, ragged ones, and prefill."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dsv4_ops
+from dsv4_ops.bench import flash_mla
+from dsv4_ops.bench.batches import mixed_lengths, rotating_sets
+from dsv4_ops.bench.cache_cases import filled_pages
+from dsv4_ops.bench.token_check import ByToken
+from dsv4_ops.bench.work import Args, Case, Work
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.types import SparseMla
+
+WINDOW, PAGE, PAGE_128 = 128, 64, 2
+SCALE = MainLayout.head_dim**-0.5
+
+_DENSE_RATIO = 128
+_SELECTED_FROM = 4  # times as many rows as are selected
+_LONGEST = 131072
+_PREFIX = 16384
+_PREFILL_RATIO = 4
+_EDGE_TOKENS = 24
+
+
+def settings(extra_block_size: int, num_splits: int = 0) -> dict[str, Any]:
+    """Keyword arguments of the op."""
+    return {
+        "softmax_scale": SCALE,
+        "swa_block_size": PAGE,
+        "extra_block_size": extra_block_size,
+        "layout": MainLayout.tag,
+        "num_splits": num_splits,
+        "batch_invariant": False,
+    }
+
+
+def decode(*tensors: Any) -> SparseMla:
+    return dsv4_ops.sparse_mla_decode(*tensors, **settings(PAGE))
+
+
+def prefill(*tensors: Any) -> SparseMla:
+    return dsv4_ops.sparse_mla_decode(*tensors, **settings(PAGE, num_splits=1))
+
+
+def decode_paged(*tensors: Any) -> SparseMla:
+    return dsv4_ops.sparse_mla_decode_paged(*tensors, **settings(PAGE_128))
+
+
+def _listed_values(args: Args) -> int:
+    """Values of the keys of a token, of lists."""
+    width = args[2].shape[1] + (0 if args[5] is None else args[5].shape[1])
+    return int(width) * MainLayout.head_dim
+
+
+def _paged_values(args: Args) -> int:
+    """The same, of a list and a block table."""
+    return int(args[2].shape[1] + args[7].shape[1] * PAGE_128) * MainLayout.head_dim
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to call the op, and what its results are compared with."""
+
+    call: Callable[..., SparseMla]
+    check: ByToken
+
+    def work(self, sets: Sequence[Args], cost: tuple[int, int], **more: Any) -> Work:
+        return Work(
+            call=self.call,
+            sets=sets,
+            moved_bytes=cost[0],
+            flop=cost[1],
+            reference=self.check.reference,
+            difference=self.check.differences,
+            **more,
+        )
+
+
+_BY_TOKEN = (0, 2, 3, 5, 6)  # of both ops
+_LISTED, _PAGED = "sparse_mla_decode", "sparse_mla_decode_paged"
+DECODE = Form(decode, ByToken(_LISTED, settings(PAGE), _BY_TOKEN, _listed_values))
+PREFILL = Form(prefill, ByToken(_LISTED, settings(PAGE, 1), _BY_TOKEN, _listed_values))
+PAGED = Form(decode_paged, ByToken(_PAGED, settings(PAGE_128), _BY_TOKEN, _paged_values))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens that each attend to their own rows.
+
+    Args:
+        heads: Query heads.
+        width: Columns of the compressed rows' indices; 0 for a window alone.
+        swa_lens: Rows of the window of every token.
+        extra_lens: Compressed rows of every token.
+    """
+
+    heads: int
+    width: int
+    swa_lens: tuple[int, ...]
+    extra_lens: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.swa_lens)
+
+    @property
+    def keys(self) -> str:
+        return f"{WINDOW}+{self.width}" if self.width else str(WINDOW)
+
+    def cost(self, index_bytes: int | None = None, rows: int | None = None) -> tuple[int, int]:
+        """Bytes and FLOP of a call: every token reads its own rows, unless only ``rows`` differ."""
+        keys = sum(self.swa_lens) + sum(self.extra_lens)
+        queries = self.tokens * self.heads * MainLayout.head_dim
+        moved = (keys if rows is None else rows) * MainLayout(PAGE).row_bytes + 2 * 2 * queries
+        moved += 4 * keys if index_bytes is None else index_bytes
+        return moved, 2 * self.heads * keys * (MainLayout.head_dim + MainLayout.head_dim)
+
+
+def uniform(tokens: int, heads: int, width: int) -> Shape:
+    """Every list is full."""
+    return Shape(heads, width, (WINDOW,) * tokens, (width,) * tokens)
+
+
+def ragged(tokens: int, heads: int, width: int, ratio: int) -> Shape:
+    """Contexts from 100 to 128k tokens, mostly short."""
+    generator = torch.Generator().manual_seed(tokens)
+    contexts = mixed_lengths(tokens, longest=_LONGEST, generator=generator).tolist()
+    swa = tuple(min(context, WINDOW) for context in contexts)
+    return Shape(heads, width, swa, tuple(min(context // ratio, width) for context in contexts))
+
+
+class Draw:
+    """Random inputs on one device."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def queries(self, tokens: int, heads: int) -> Tensor:
+        shape = (tokens, heads, MainLayout.head_dim)
+        q = torch.randn(shape, device=self.device, generator=self.generator)
+        return q.clamp_(-1, 1).bfloat16()
+
+    def sink(self, heads: int) -> Tensor:
+        return torch.randn(heads, device=self.device, generator=self.generator)
+
+    def rows(self, tokens: int, count: int, high: int) -> Tensor:
+        """``count`` different rows below ``high`` per token, ascending."""
+        order = torch.rand(tokens, high, device=self.device, generator=self.generator)
+        return order.topk(count).indices.sort().values
+
+    def window(self, tokens: int, pages: int) -> Tensor:
+        """Consecutive rows anywhere on the pages of a token."""
+        first = torch.randint(
+            0, pages * PAGE - WINDOW + 1, (tokens, 1), device=self.device, generator=self.generator
+        )
+        return first + torch.arange(WINDOW, device=self.device)
+
+    def cache(self, block_size: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """A cache full of keys, and block tables of random pages of which no two share one."""
+        layout, pages = MainLayout(block_size), torch.Size(shape).numel()
+        insert = functools.partial(
+            dsv4_ops.quantize_and_insert_k_cache, block_size=layout.block_size
+        )
+        cache = filled_pages(layout, insert, pages, self.device, self.generator)
+        order = torch.randperm(
+            pages, generator=self.generator, device=self.device, dtype=torch.int32
+        )
+        return cache, order.view(shape)
+
+    def lens(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+
+def slots(table: Tensor, rows: Tensor, block_size: int, lens: Tensor) -> Tensor:
+    """Slots of rows of requests, -1 behind the first ``lens``."""
+    found = table.gather(1, rows // block_size) * block_size + rows % block_size
+    column = torch.arange(rows.shape[1], device=rows.device)
+    return torch.where(column < lens[:, None], found, -1).to(torch.int32)
+
+
+def decode_cases(batches: Sequence[int], heads: Sequence[int], widths: Sequence[int]) -> list[Case]:
+    """Hostile entries, then full lists of every shape."""
+    edges = functools.partial(_edge_work, heads[0], widths[0])
+    cases = [_case("decode", uniform(_EDGE_TOKENS, heads[0], widths[0]), edges, "hostile")]
+    for count in heads:
+        for width in widths:
+            shapes = [uniform(tokens, count, width) for tokens in batches]
+            cases += [
+                _case("decode", shape, functools.partial(decode_work, shape)) for shape in shapes
+            ]
+    return cases
+
+
+def window_cases(batches: Sequence[int], heads: int) -> list[Case]:
+    """Layers without compressed rows."""
+    shapes = [uniform(tokens, heads, 0) for tokens in batches]
+    return [_case("window", shape, functools.partial(decode_work, shape)) for shape in shapes]
+
+
+def paged_cases(batches: Sequence[int], heads: int, width: int) -> list[Case]:
+    """C128 layers of requests of equal length: all rows of a block table of pages of 2."""
+    shapes = [uniform(tokens, heads, width) for tokens in batches]
+    return [_case("paged", shape, functools.partial(paged_work, shape)) for shape in shapes]
+
+
+def ragged_cases(batches: Sequence[int], heads: int, widths: tuple[int, int]) -> list[Case]:
+    """Requests of very different length: C4, then C128."""
+    cases = []
+    for tokens in batches:
+        selected = ragged(tokens, heads, widths[0], _PREFILL_RATIO)
+        dense = ragged(tokens, heads, widths[1], _DENSE_RATIO)
+        cases += [
+            _case("ragged", selected, functools.partial(decode_work, selected), "C4"),
+            _case("ragged", dense, functools.partial(paged_work, dense), "C128"),
+        ]
+    return cases
+
+
+def prefill_cases(
+    tokens: Sequence[int], models: Sequence[tuple[int, int]], prefix: int = _PREFIX
+) -> list[Case]:
+    """One request behind a prefix, for models of (heads, top-k)."""
+    cases = []
+    for heads, width in models:
+        for count in tokens:
+            shape = uniform(count, heads, width)
+            build = functools.partial(prefill_work, shape, prefix)
+            cases.append(dataclasses.replace(_case("prefill", shape, build), requests=1))
+    return cases
+
+
+def _case(
+    group: str, shape: Shape, build: Callable[[torch.device], Work], variant: str = ""
+) -> Case:
+    return Case(
+        group,
+        f"{shape.tokens} x {shape.heads} heads, {shape.keys}",
+        build,
+        rows=shape.tokens,
+        requests=shape.tokens,
+        variant=variant,
+        timed=variant != "hostile",
+        plotted=group == "decode",
+        labels={"heads": shape.heads, "keys": shape.keys},
+    )
+
+
+def decode_work(shape: Shape, device: torch.device) -> Work:
+    """Window and selected rows by their slots."""
+    draw, cost = Draw(device, shape.tokens), shape.cost()
+    count, tokens = rotating_sets(cost[0], device), shape.tokens
+    swa_cache, swa_tables = draw.cache(PAGE, (count, tokens, WINDOW // PAGE + 1))
+    swa_lens, sink = draw.lens(shape.swa_lens), draw.sink(shape.heads)
+    candidates = _SELECTED_FROM * shape.width
+    if shape.width:
+        pages = -(-candidates // PAGE)
+        extra_cache, extra_tables = draw.cache(PAGE, (count, tokens, pages))
+        extra_lens = draw.lens(shape.extra_lens)
+    sets: list[Args] = []
+    for place in range(count):
+        rows = draw.window(tokens, swa_tables.shape[2])
+        swa = (swa_cache, slots(swa_tables[place], rows, PAGE, swa_lens), swa_lens)
+        extra: tuple[Tensor | None, ...] = (None, None, None)
+        if shape.width:
+            rows = draw.rows(tokens, shape.width, candidates)
+            extra = (extra_cache, slots(extra_tables[place], rows, PAGE, extra_lens), extra_lens)
+        sets.append((draw.queries(tokens, shape.heads), *swa, *extra, sink))
+    theirs = [flash_mla.decode_arguments(*args, block_sizes=(PAGE, PAGE)) for args in sets]
+    anchor = functools.partial(flash_mla.decode_call, theirs, SCALE)
+    return DECODE.work(sets, cost, anchor=anchor, anchor_sets=theirs)
+
+
+def paged_work(shape: Shape, device: torch.device) -> Work:
+    """The window, and the first rows of a block table; the anchor gets their slots ready-made."""
+    draw, tokens = Draw(device, shape.tokens), shape.tokens
+    read = sum(-(-length // PAGE_128) for length in shape.extra_lens) + sum(shape.swa_lens)
+    cost, columns = shape.cost(4 * read), -(-shape.width // PAGE_128)
+    count = rotating_sets(cost[0], device)
+    swa_cache, swa_tables = draw.cache(PAGE, (count, tokens, WINDOW // PAGE + 1))
+    extra_cache, tables = draw.cache(PAGE_128, (count, tokens, columns))
+    swa_lens, extra_lens = draw.lens(shape.swa_lens), draw.lens(shape.extra_lens)
+    requests = torch.arange(tokens, dtype=torch.int32, device=device)
+    row = torch.arange(shape.width, device=device).expand(tokens, -1)
+    sink = draw.sink(shape.heads)
+    sets: list[Args] = []
+    theirs: list[Args] = []
+    for place in range(count):
+        rows = draw.window(tokens, swa_tables.shape[2])
+        q, table = draw.queries(tokens, shape.heads), tables[place].clone()
+        swa = (swa_cache, slots(swa_tables[place], rows, PAGE, swa_lens), swa_lens)
+        sets.append((q, *swa, extra_cache, extra_lens, requests, table, sink))
+        extra = (extra_cache, slots(table, row, PAGE_128, extra_lens), extra_lens)
+        sizes = (PAGE, PAGE_128)
+        theirs.append(flash_mla.decode_arguments(q, *swa, *extra, sink, block_sizes=sizes))
+    anchor = functools.partial(flash_mla.decode_call, theirs, SCALE)
+    return PAGED.work(sets, cost, anchor=anchor, anchor_sets=theirs)
+
+
+def prefill_work(shape: Shape, prefix: int, device: torch.device) -> Work:
+    """Tokens behind a prefix of one request: each has its window and selects from the prefix; the
+    anchor gets the rows gathered in bf16."""
+    draw, tokens = Draw(device, shape.tokens), shape.tokens
+    compressed, window = prefix // _PREFILL_RATIO, tokens + WINDOW - 1
+    cost = shape.cost(rows=compressed + window)
+    count = rotating_sets(cost[0], device)
+    lens = [draw.lens(values) for values in (shape.swa_lens, shape.extra_lens)]
+    sink = draw.sink(shape.heads)
+    sets: list[Args] = []
+    theirs: list[Args] = []
+    first = torch.arange(tokens, device=device)[:, None]
+    for _ in range(count):
+        q = draw.queries(tokens, shape.heads)
+        sources = []
+        for high, rows, length in (
+            (window, first + torch.arange(WINDOW, device=device), lens[0]),
+            (compressed, draw.rows(tokens, shape.width, compressed), lens[1]),
+        ):
+            cache, table = draw.cache(PAGE, (1, -(-high // PAGE)))
+            listed = slots(table.expand(tokens, -1), rows, PAGE, length)
+            sources.append((cache, listed, length, table, high, rows))
+        sets.append((q, *sources[0][:3], *sources[1][:3], sink))
+        theirs.append((q, *_gathered(*sources), sink))
+    return PREFILL.work(
+        sets,
+        cost,
+        anchor=functools.partial(flash_mla.prefill_call, SCALE),
+        anchor_sets=theirs,
+        anchor_note="the anchor's time is without its gather and combine",
+    )
+
+
+def _gathered(swa: Any, extra: Any) -> tuple[Tensor, Tensor]:
+    """bf16 rows [num_rows, 1, 512], compressed ones first, and every token's of them."""
+    dense = []
+    for cache, _, _, table, high, _ in (extra, swa):
+        length = torch.tensor([high], dtype=torch.int32, device=cache.device)
+        gathered = dsv4_ops.gather_k_cache(
+            cache, length, None, table, block_size=PAGE, num_rows=high
+        )
+        dense.append(gathered[0])
+    indices = torch.cat([extra[5], swa[5] + extra[4]], 1).to(torch.int32)
+    return torch.cat(dense)[:, None].contiguous(), indices[:, None].contiguous()
+
+
+def _edge_work(heads: int, width: int, device: torch.device) -> Work:
+    """Slots that do not exist between those that do, lists that are empty or end in the middle."""
+    work = decode_work(uniform(_EDGE_TOKENS, heads, width), device)
+    q, swa_cache, swa, _, extra_cache, extra, _, sink = work.sets[0]
+    absent = torch.tensor([-1, -(2**31), 2**31 - 1, 10**6 * PAGE], device=device).to(torch.int32)
+    for listed in (swa, extra):
+        listed[::3, ::5] = absent[torch.arange(listed[0, ::5].shape[0], device=device) % 4]
+    lens = torch.tensor([0, 1, 63, 65, 2**31 - 1, -1], device=device).to(torch.int32)
+    # clones: Dynamo guards on the base of a view
+    swa_lens = lens.repeat(_EDGE_TOKENS // 6).clone()
+    extra_lens = lens.repeat_interleave(_EDGE_TOKENS // 6).clone()
+    args = (q, swa_cache, swa, swa_lens, extra_cache, extra, extra_lens, sink)
+    return DECODE.work([args], (0, 0))

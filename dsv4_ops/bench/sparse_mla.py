@@ -1,0 +1,123 @@
+"""``bench sparse_mla``: sparse attention beside its floor and FlashMLA."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.bench import anchors, flash_mla, report
+from dsv4_ops.bench.attention_cases import (
+    decode_cases,
+    paged_cases,
+    prefill_cases,
+    ragged_cases,
+    window_cases,
+)
+from dsv4_ops.bench.measure import ComputeBench, floor_notes, notes_of, run_cases
+from dsv4_ops.bench.options import add_cases
+from dsv4_ops.bench.plot import mla_panels, try_plot
+from dsv4_ops.bench.report import Report
+from dsv4_ops.bench.rows import COMPUTE_CPU_COLUMNS, COMPUTE_CUDA_COLUMNS, SparseMlaRow
+from dsv4_ops.bench.token_check import Tolerance, outside
+from dsv4_ops.bench.work import Case
+
+CASES = ("decode", "window", "paged", "ragged", "prefill")
+"""Groups of cases, in the order in which they are measured."""
+
+DECODE_OUT, DECODE_LSE = Tolerance(1e-3, 2.01 / 128, 5e-6), Tolerance(1e-6, 8.01 / 65536)
+PREFILL_OUT = Tolerance(8e-4, 3.01 / 128, 7e-6)
+"""Tolerances of FlashMLA's own tests."""
+
+_SMOKE_CASES = ("decode",)
+_BATCHES = (1, 2, 8, 32, 64, 128, 256)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only this benchmark has."""
+    add_cases(parser, CASES)
+
+
+def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
+    """The cases of some groups."""
+    if smoke:
+        small: dict[str, Callable[[], list[Case]]] = {
+            "decode": lambda: decode_cases((2, 8), (4,), (64,)),
+            "window": lambda: window_cases((3,), 4),
+            "paged": lambda: paged_cases((3,), 4, 64),
+            "ragged": lambda: ragged_cases((6,), 4, (64, 128)),
+            "prefill": lambda: prefill_cases((16,), ((4, 64),), prefix=512),
+        }
+        return [case for group in groups for case in small[group]()]
+    makers: dict[str, Callable[[], list[Case]]] = {
+        "decode": lambda: decode_cases(_BATCHES, (64, 128), (512, 1024)),
+        "window": lambda: window_cases(_BATCHES, 64),
+        "paged": lambda: paged_cases((8, 64), 64, 1024),
+        "ragged": lambda: ragged_cases((8, 64, 128), 64, (512, 1024)),
+        "prefill": lambda: prefill_cases((512, 2048), ((64, 512), (128, 1024))),
+    }
+    return [case for group in groups for case in makers[group]()]
+
+
+def run(options: argparse.Namespace) -> None:
+    """Check and time the cases of the command line; rows, table and plot go to ``options.out``."""
+    groups = options.cases or (_SMOKE_CASES if options.smoke else CASES)
+    run_cases(options, chosen_cases(groups, smoke=options.smoke), Bench, finish)
+
+
+class Bench(ComputeBench[SparseMlaRow]):
+    """FlashMLA agrees within the tolerances of its own tests."""
+
+    row_type = SparseMlaRow
+
+    def load(self, folder: Path) -> Any:
+        return flash_mla.load(folder)
+
+    def compare_anchor(
+        self,
+        row: SparseMlaRow,
+        theirs: Sequence[Tensor],
+        ours: Sequence[Tensor],
+        expected: Sequence[Tensor],
+    ) -> None:
+        out = PREFILL_OUT if row.case == "prefill" else DECODE_OUT
+        pairs = zip(("out", "lse"), theirs, ours, (out, DECODE_LSE), strict=False)
+        found = [text for pair in pairs if (text := outside(*pair))]
+        row.anchor_agrees = not found
+        if theirs[0].shape == ours[0].shape:
+            row.anchor_max_diff = float((theirs[0].double() - ours[0].double()).abs().max())
+        notes = [row.anchor_note, *found] if row.anchor_note else found
+        row.anchor_note = "; ".join(notes) or None
+
+
+def finish(
+    output: Report[SparseMlaRow], device: torch.device, left_out: Sequence[str], with_plot: bool
+) -> None:
+    """Table and plot of all rows."""
+    cuda = device.type == "cuda"
+    measured = [row for row in output.rows if row.error is None]
+    title = (
+        "Sparse MLA, microseconds; before timing every result was within 1.5 times the error that "
+        "the reference has against float64"
+    )
+    columns = COMPUTE_CUDA_COLUMNS if cuda else COMPUTE_CPU_COLUMNS
+    notes = [
+        *floor_notes(output.rows, Bench.flop_per_us, *_NOTES),
+        *notes_of(output.rows, left_out),
+    ]
+    output.write_text(report.text(title, output, report.table(measured, columns), *notes))
+    if with_plot:
+        title = f"Sparse MLA decode · {output.stamp['device']}"
+        panels = mla_panels(measured, cuda=cuda)
+        try_plot(panels, output.path(".png"), title=title, ylabel="microseconds per call")
+
+
+_NOTES = (
+    "Shapes are tokens x heads, rows of the window + of the compressed cache.",
+    f"anchor: {anchors.VERSION}'s FlashMLA on the same inputs, its plan made before.",
+    "anchor_agrees: with our results, within the tolerances of its own tests.",
+)

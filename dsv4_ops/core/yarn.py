@@ -1,0 +1,60 @@
+"""YaRN: which frequencies of a rotary embedding a longer context slows down, and how much."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dsv4_ops.core.ints import above, at_least
+
+COLLAPSED_RAMP = 1e-3
+"""Width of a ramp whose two ends fall on one pair."""
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN with the defaults of DeepSeek-V4's compressed layers; magnitudes are not scaled.
+
+    Args:
+        factor: Context length over the original one; above 0.
+        original_positions: Context length of the training. At least 1.
+        beta_fast: Turns within the original context from which a pair keeps its frequency.
+        beta_slow: Turns up to which the frequency of a pair is divided by ``factor``; above 0, and
+            not above ``beta_fast``.
+    """
+
+    factor: float = 16.0
+    original_positions: int = 65536
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        at_least("YarnScaling", 1, original_positions=self.original_positions)
+        factors = {"factor": self.factor, "beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
+        above("YarnScaling", 0, **factors)
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"YarnScaling: beta_fast must be at least beta_slow = {self.beta_slow}, got "
+                f"{self.beta_fast}. Swap the two."
+            )
+
+    def slowdowns(self, rope_dim: int, theta: float) -> list[float]:
+        """What the frequency of each of the ``rope_dim // 2`` pairs is multiplied by.
+
+        Args:
+            rope_dim: Rotated values of a row.
+            theta: Base of the frequencies, above 1.
+        """
+
+        def pair_of(turns: float) -> float:
+            """The (fractional) pair that makes so many turns within the original context."""
+            period = self.original_positions / (2 * math.pi * turns)
+            return rope_dim * math.log(period) / (2 * math.log(theta))
+
+        low, high = (
+            min(max(bound, 0), rope_dim - 1)
+            for bound in (math.floor(pair_of(self.beta_fast)), math.ceil(pair_of(self.beta_slow)))
+        )
+        width = high - low if high != low else COLLAPSED_RAMP
+        ramps = (min(max((pair - low) / width, 0.0), 1.0) for pair in range(rope_dim // 2))
+        return [ramp / self.factor + 1 - ramp for ramp in ramps]

@@ -1,0 +1,104 @@
+"""Kernel and launcher of the compressor's states: a copy of rows, with a bias on their second
+half."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import StateLayout
+from dsv4_ops.kernels.launch import Launch
+from dsv4_ops.kernels.pages import locate_slots
+
+TOKENS = 4
+"""Tokens per program."""
+
+COLUMNS = 512
+"""Most values of a row per program."""
+
+WARPS = 4
+
+
+@triton.jit
+def save_compressor_states_kernel(
+    kv_score,
+    row_stride,
+    dim_stride,
+    ape,
+    states,
+    page_stride,
+    slot_mapping,
+    slot_stride,
+    positions,
+    position_stride,
+    num_tokens,
+    num_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    given = token < num_tokens
+    source = kv_score + token.to(tl.int64)[:, None] * row_stride
+    values = tl.load(
+        source + column.to(tl.int64) * dim_stride,
+        mask=given[:, None] & (column < 2 * WIDTH),
+        other=0.0,
+    )
+    page, row, exists = locate_slots(
+        slot_mapping, slot_stride, token, num_tokens, num_blocks, BLOCK_SIZE
+    )
+    position = tl.load(positions + token.to(tl.int64) * position_stride, mask=given, other=-1)
+    exists = exists & (position >= 0)
+    place = (tl.where(exists, position, 0) % RATIO).to(tl.int32)
+    scored = (column >= WIDTH) & (column < 2 * WIDTH)
+    bias = tl.load(
+        ape + place[:, None] * WIDTH + (column - WIDTH), mask=exists[:, None] & scored, other=0.0
+    )
+    # not for all: a sum would change the sign of a zero and the payload of a NaN
+    values = tl.where(scored, values + bias, values)
+    target = states + (page * page_stride + row * (2 * WIDTH))[:, None] + column
+    tl.store(target, values, mask=exists[:, None] & (column < 2 * WIDTH))
+
+
+def save_compressor_states(
+    launch: Launch,
+    kv_score: torch.Tensor,
+    ape: torch.Tensor,
+    states: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    compress_ratio: int,
+    block_size: int,
+) -> None:
+    num_tokens, width = slot_mapping.shape[0], int(ape.shape[1])
+    layout = StateLayout(block_size, max(2 * width, 1))
+    Checks("save_compressor_states").page_start("states", states, layout)
+    if num_tokens == 0 or states.shape[0] == 0 or width == 0:
+        return
+    columns = min(COLUMNS, triton.next_power_of_2(2 * width))
+    grid = ((num_tokens + TOKENS - 1) // TOKENS, (2 * width + columns - 1) // columns)
+    launch(save_compressor_states_kernel)[grid](
+        kv_score,
+        kv_score.stride(0),
+        kv_score.stride(1),
+        ape.contiguous(),
+        states,
+        states.stride(0),
+        slot_mapping,
+        slot_mapping.stride(0),
+        positions,
+        positions.stride(0),
+        num_tokens,
+        states.shape[0],
+        BLOCK_SIZE=block_size,
+        RATIO=compress_ratio,
+        WIDTH=width,
+        TOKENS=TOKENS,
+        COLUMNS=columns,
+        num_warps=WARPS,
+    )

@@ -1,0 +1,384 @@
+"""Kernels and launchers of the lightning indexer's queries and logits."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.kernels.fp8 import quantize, round_to_bf16  # by name: Inductor copies kernels
+from dsv4_ops.kernels.indexer_scores import find_rows, load_codes, load_query, score_codes
+from dsv4_ops.kernels.launch import EMULATE, Launch
+from dsv4_ops.kernels.rotation import rotate_pairs
+
+DIM = IndexerLayout.head_dim
+
+QUANTIZED_HEADS = 16
+"""Heads of a token that a program quantises."""
+
+STEP = 128
+"""Keys that are scored at a time: the matrix unit wants 64 or a multiple."""
+
+ROWS = 512
+"""Logits of a token per program."""
+
+TOKENS = 8
+"""Queries that a program scores its keys with, where queries share keys."""
+
+STAGES = 4
+
+WARPS = 4
+
+
+def padded_heads(num_heads: int) -> int:
+    """Heads as the matrix unit takes them."""
+    return max(16, triton.next_power_of_2(num_heads))
+
+
+@triton.jit
+def quantize_query_kernel(
+    q,
+    token_stride,
+    head_stride,
+    dim_stride,
+    num_heads,
+    weights,
+    weight_token_stride,
+    weight_head_stride,
+    positions,
+    position_stride,
+    cos_sin_cache,
+    table_stride,
+    column_stride,
+    num_positions,
+    out,
+    weights_out,
+    SOFTMAX_SCALE: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    tiles = (num_heads + HEADS - 1) // HEADS
+    token = (tl.program_id(0) // tiles).to(tl.int64)
+    head = tl.program_id(0) % tiles * HEADS + tl.arange(0, HEADS)
+    given = head < num_heads
+    dim = tl.arange(0, DIM)[None, :]
+    source = q + token * token_stride + head.to(tl.int64)[:, None] * head_stride
+    source += dim.to(tl.int64) * dim_stride
+    values = tl.load(source, mask=given[:, None], other=0.0).to(tl.float32)
+
+    position = tl.load(positions + token * position_stride)
+    known = (position >= 0) & (position < num_positions)
+    pair = tl.arange(0, DIM // 2) - (DIM - ROPE_DIM) // 2
+    turned = known & (pair >= 0)
+    angle = cos_sin_cache + tl.where(known, position, 0) * table_stride
+    column = pair.to(tl.int64) * column_stride
+    cos = tl.load(angle + column, mask=turned, other=1.0)[None, :]
+    sin = tl.load(angle + column + ROPE_DIM // 2 * column_stride, mask=turned, other=0.0)[None, :]
+    even, odd = tl.split(tl.reshape(values, (HEADS, DIM // 2, 2)))
+    first, second = rotate_pairs(even, odd, cos, sin, EMULATE)
+    turned = turned[None, :]
+    pairs = tl.join(tl.where(turned, first, even), tl.where(turned, second, odd))
+    rotated = round_to_bf16(tl.reshape(pairs, (HEADS, DIM)), EMULATE).to(tl.float32)
+
+    codes, scale = quantize(rotated, EMULATE)
+    place = token * num_heads + head
+    tl.store(out + place[:, None] * DIM + dim, codes, mask=given[:, None])
+    at = token * weight_token_stride + head.to(tl.int64) * weight_head_stride
+    weight = tl.load(weights + at, mask=given, other=0.0).to(tl.float32)
+    weight = weight * (scale << 23).to(tl.float32, bitcast=True) * SOFTMAX_SCALE
+    tl.store(weights_out + place, weight, mask=given)
+
+
+def indexer_quantize_q(
+    launch: Launch,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, num_heads = q.shape[0], q.shape[1]
+    codes = q.new_empty(q.shape, dtype=torch.uint8)
+    scaled = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
+    if num_tokens != 0 and num_heads != 0:
+        tiles = (num_heads + QUANTIZED_HEADS - 1) // QUANTIZED_HEADS
+        launch(quantize_query_kernel)[num_tokens * tiles,](
+            q,
+            q.stride(0),
+            q.stride(1),
+            q.stride(2),
+            num_heads,
+            weights,
+            weights.stride(0),
+            weights.stride(1),
+            positions,
+            positions.stride(0),
+            cos_sin_cache,
+            cos_sin_cache.stride(0),
+            cos_sin_cache.stride(1),
+            cos_sin_cache.shape[0],
+            codes,
+            scaled,
+            SOFTMAX_SCALE=float(softmax_scale),
+            ROPE_DIM=int(cos_sin_cache.shape[1]),
+            DIM=DIM,
+            HEADS=QUANTIZED_HEADS,
+            EMULATE=EMULATE,
+            num_warps=WARPS,
+        )
+    return codes.view(torch.float8_e4m3fn), scaled
+
+
+@triton.jit
+def indexer_logits_kernel(
+    q,
+    token_stride,
+    head_stride,
+    dim_stride,
+    num_heads,
+    weights,
+    weight_token_stride,
+    weight_head_stride,
+    k_cache,
+    page_stride,
+    num_blocks,
+    lens,
+    lens_stride,
+    req_indices,
+    request_stride,
+    block_table,
+    table_stride,
+    column_stride,
+    num_reqs,
+    max_blocks,
+    out,
+    num_rows,
+    BLOCK_SIZE: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    HEADS: tl.constexpr,
+    STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    spans = (num_rows + ROWS - 1) // ROWS
+    token = (tl.program_id(0) // spans).to(tl.int64)
+    first = tl.program_id(0) % spans * ROWS
+    request = tl.load(req_indices + token * request_stride).to(tl.int64)
+    real = (request >= 0) & (request < num_reqs)
+    request = tl.where(real, request, 0)
+    count = tl.where(real, tl.load(lens + token * lens_stride), 0)
+    lane = tl.arange(0, STEP)
+    target = out + token * num_rows
+    if first < count:
+        query, weight = load_query(
+            q,
+            token_stride,
+            head_stride,
+            dim_stride,
+            weights,
+            weight_token_stride,
+            weight_head_stride,
+            token,
+            num_heads,
+            HEADS,
+            DATA_BYTES,
+            EMULATE,
+        )
+        for tile in tl.range(0, ROWS // STEP, num_stages=STAGES):
+            row = first + tile * STEP + lane
+            codes_at, scale_at, exists = find_rows(
+                k_cache,
+                page_stride,
+                num_blocks,
+                block_table,
+                table_stride,
+                column_stride,
+                max_blocks,
+                request,
+                row.to(tl.int64),
+                (row < count) & (row < num_rows),
+                BLOCK_SIZE,
+                DATA_BYTES,
+                SCALE_BYTES,
+            )
+            codes = load_codes(codes_at, 1, exists, DATA_BYTES, EMULATE)
+            scale = tl.load(scale_at, mask=exists, other=0.0)
+            score = score_codes(codes, scale, query, weight)
+            score = tl.where(exists, score, float("-inf"))
+            tl.store(target + row, score, mask=row < num_rows)
+    else:
+        row = first + tl.arange(0, ROWS)
+        tl.store(target + row, float("-inf"), mask=row < num_rows)
+
+
+def indexer_logits(
+    launch: Launch,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k_cache: torch.Tensor,
+    lens: torch.Tensor,
+    req_indices: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    block_size: int,
+    num_rows: int,
+) -> torch.Tensor:
+    layout = IndexerLayout(block_size)
+    Checks("indexer_logits").page_start("k_cache", k_cache, layout)
+    num_tokens, num_heads = q.shape[0], q.shape[1]
+    out = q.new_empty((num_tokens, num_rows), dtype=torch.float32)
+    if num_tokens == 0 or num_rows == 0:
+        return out
+    codes = q.view(torch.uint8)
+    launch(indexer_logits_kernel)[num_tokens * ((num_rows + ROWS - 1) // ROWS),](
+        codes,
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        num_heads,
+        weights,
+        weights.stride(0),
+        weights.stride(1),
+        k_cache,
+        k_cache.stride(0),
+        k_cache.shape[0],
+        lens,
+        lens.stride(0),
+        req_indices,
+        req_indices.stride(0),
+        block_table,
+        block_table.stride(0),
+        block_table.stride(1),
+        block_table.shape[0],
+        block_table.shape[1],
+        out,
+        num_rows,
+        BLOCK_SIZE=block_size,
+        DATA_BYTES=layout.data_bytes,
+        SCALE_BYTES=layout.scale_bytes,
+        HEADS=padded_heads(int(num_heads)),
+        STEP=STEP,
+        ROWS=ROWS,
+        STAGES=STAGES,
+        EMULATE=EMULATE,
+        num_warps=WARPS,
+    )
+    return out
+
+
+@triton.jit
+def indexer_logits_ragged_kernel(
+    q,
+    token_stride,
+    head_stride,
+    dim_stride,
+    num_heads,
+    weights,
+    weight_token_stride,
+    weight_head_stride,
+    k,
+    row_stride,
+    byte_stride,
+    scales,
+    scale_stride,
+    row_start,
+    start_stride,
+    row_stop,
+    stop_stride,
+    out,
+    num_tokens,
+    num_k,
+    DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    STEP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """A tile of keys stays while the queries of a tile of tokens come by."""
+    tiles = (num_k + STEP - 1) // STEP
+    first = tl.program_id(0) // tiles * TOKENS
+    row = tl.program_id(0) % tiles * STEP + tl.arange(0, STEP)
+    exists = row < num_k
+    every = tl.minimum(first + tl.arange(0, TOKENS), num_tokens - 1).to(tl.int64)
+    low = tl.min(tl.load(row_start + every * start_stride))
+    high = tl.max(tl.load(row_stop + every * stop_stride))
+    if (low < tl.max(row) + 1) & (high > tl.min(row)):
+        codes_at = k + row.to(tl.int64) * row_stride
+        codes = load_codes(codes_at, byte_stride, exists, DIM, EMULATE)
+        scale = tl.load(scales + row.to(tl.int64) * scale_stride, mask=exists, other=0.0)
+        for index in tl.range(0, TOKENS, num_stages=STAGES):
+            token = tl.minimum(first + index, num_tokens - 1).to(tl.int64)
+            start = tl.load(row_start + token * start_stride)
+            stop = tl.load(row_stop + token * stop_stride)
+            query, weight = load_query(
+                q,
+                token_stride,
+                head_stride,
+                dim_stride,
+                weights,
+                weight_token_stride,
+                weight_head_stride,
+                token,
+                num_heads,
+                HEADS,
+                DIM,
+                EMULATE,
+            )
+            score = score_codes(codes, scale, query, weight)
+            score = tl.where((row >= start) & (row < stop), score, float("-inf"))
+            tl.store(out + token * num_k + row, score, mask=exists)
+    else:
+        place = every[:, None] * num_k + row[None, :]
+        tl.store(out + place, float("-inf"), mask=exists[None, :])
+
+
+def indexer_logits_ragged(
+    launch: Launch,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k: torch.Tensor,
+    scales: torch.Tensor,
+    row_start: torch.Tensor,
+    row_stop: torch.Tensor,
+) -> torch.Tensor:
+    num_tokens, num_heads, num_k = q.shape[0], q.shape[1], k.shape[0]
+    out = q.new_empty((num_tokens, num_k), dtype=torch.float32)
+    if num_tokens == 0 or num_k == 0:
+        return out
+    programs = ((num_tokens + TOKENS - 1) // TOKENS) * ((num_k + STEP - 1) // STEP)
+    launch(indexer_logits_ragged_kernel)[programs,](
+        q.view(torch.uint8),
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        num_heads,
+        weights,
+        weights.stride(0),
+        weights.stride(1),
+        k,
+        k.stride(0),
+        k.stride(1),
+        scales,
+        scales.stride(0),
+        row_start,
+        row_start.stride(0),
+        row_stop,
+        row_stop.stride(0),
+        out,
+        num_tokens,
+        num_k,
+        DIM=DIM,
+        HEADS=padded_heads(int(num_heads)),
+        STEP=STEP,
+        TOKENS=TOKENS,
+        STAGES=STAGES,
+        EMULATE=EMULATE,
+        num_warps=WARPS,
+    )
+    return out

@@ -1,0 +1,175 @@
+"""Launchers of the lightning indexer's selection: a first pass over parts of rows, and merges."""
+
+from typing import Any
+
+import torch
+import triton
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.kernels.indexer import padded_heads
+from dsv4_ops.kernels.launch import EMULATE, Launch
+from dsv4_ops.kernels.select_keys import select_keys_kernel, select_logits_kernel
+from dsv4_ops.kernels.selection import merge_groups_kernel, merge_parts_kernel
+from dsv4_ops.reference import indexer_topk as reference
+
+PROGRAMS = 264
+"""Programs of the first pass, each with a scratch row: two per SM of an H200."""
+
+CAPACITY = 2048
+"""Keys of a scratch row, unless twice topk is more."""
+
+MERGED = 4096
+"""Keys that are merged together, at least."""
+
+GROUPS = 8
+"""Groups that the lists of a row are merged in where they are more than that."""
+
+LARGEST_TOPK = 4096
+"""For more the reference sorts: its result is the same."""
+
+STEP = 128
+"""Keys that are scored at a time."""
+
+LEAST = 256
+"""Keys of a part, at least."""
+
+LOGITS_STEP, LOGITS_LEAST = 512, 2048
+"""The same for logits that are read."""
+
+STAGES = 4
+
+
+def warps_for(capacity: int) -> int:
+    """Warps that have 16 of the keys in every thread."""
+    return min(max(capacity // 512, 4), 16)
+
+
+class _Scratch:
+    """Scratch rows and the plan of the parts of every row, and what is launched with them."""
+
+    def __init__(self, launch: Launch, like: torch.Tensor, num_rows: int, topk: int) -> None:
+        self.launch, self.topk = launch, topk
+        self.num_tokens = like.shape[0]
+        self.width = triton.next_power_of_2(topk)
+        self.capacity = max(CAPACITY, 2 * self.width)
+        self.keys = like.new_empty((PROGRAMS, self.capacity), dtype=torch.int32)
+        self.indices = like.new_empty((PROGRAMS, self.capacity), dtype=torch.int32)
+        self.plan = like.new_empty((self.num_tokens, 2), dtype=torch.int32)
+        self.out = like.new_empty((self.num_tokens, topk), dtype=torch.int32)
+        self.rows = torch.sym_min(self.num_tokens, PROGRAMS)
+        self.splits = torch.sym_max(1, torch.sym_min(num_rows, PROGRAMS // self.num_tokens))
+        self.programs = torch.sym_min(self.num_tokens * self.splits, PROGRAMS)
+
+    def arguments(self) -> tuple[Any, ...]:
+        tensors = (self.keys, self.indices, self.plan, self.out)
+        return (*tensors, self.num_tokens, self.splits, self.topk)
+
+    def sizes(self) -> dict[str, int]:
+        warps = warps_for(self.capacity)
+        return {"WIDTH": self.width, "CAPACITY": self.capacity, "num_warps": warps}
+
+    def merged(self) -> torch.Tensor:
+        """Merge the lists of the parts. Where sizes are known and small, the launches that would
+        find nothing to do are left out."""
+        capacity = max(MERGED, self.capacity)
+        sizes = {
+            "GROUPS": GROUPS,
+            "WIDTH": self.width,
+            "STRIDE": self.capacity,
+            "CAPACITY": capacity,
+            "num_warps": warps_for(capacity),
+        }
+        lists, known = (self.keys, self.indices, self.plan), isinstance(self.splits, int)
+        if not known or self.splits * self.topk > capacity:
+            groups = self.launch(merge_groups_kernel)
+            groups[self.rows * GROUPS,](*lists, self.splits, self.topk, **sizes)
+        if not known or self.splits > 1:
+            parts = self.launch(merge_parts_kernel)
+            parts[self.rows,](*lists, self.out, self.splits, self.topk, **sizes)
+        return self.out
+
+
+def indexer_topk(
+    launch: Launch, logits: torch.Tensor, lens: torch.Tensor, *, topk: int
+) -> torch.Tensor:
+    num_tokens, num_columns = logits.shape
+    if topk > LARGEST_TOPK:
+        return reference.indexer_topk(logits, lens, topk=topk)
+    if num_tokens == 0 or topk == 0:
+        return logits.new_empty((num_tokens, topk), dtype=torch.int32)
+    most = (num_columns + LOGITS_LEAST - 1) // LOGITS_LEAST
+    scratch = _Scratch(launch, logits, most, topk)
+    launch(select_logits_kernel)[scratch.programs,](
+        logits,
+        logits.stride(0),
+        logits.stride(1),
+        num_columns,
+        lens,
+        lens.stride(0),
+        *scratch.arguments(),
+        STEP=LOGITS_STEP,
+        LEAST=LOGITS_LEAST,
+        **scratch.sizes(),
+    )
+    return scratch.merged()
+
+
+def indexer_select(
+    launch: Launch,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k_cache: torch.Tensor,
+    positions: torch.Tensor,
+    req_indices: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    block_size: int,
+    compress_ratio: int,
+    topk: int,
+) -> torch.Tensor:
+    layout = IndexerLayout(block_size)
+    Checks("indexer_select").page_start("k_cache", k_cache, layout)
+    num_tokens, num_heads, max_blocks = q.shape[0], int(q.shape[1]), block_table.shape[1]
+    if topk > LARGEST_TOPK or num_heads == 0:
+        tensors = (q, weights, k_cache, positions, req_indices, block_table)
+        sizes = {"block_size": block_size, "compress_ratio": compress_ratio}
+        return reference.indexer_select(*tensors, **sizes, topk=topk)
+    if num_tokens == 0 or topk == 0:
+        return q.new_empty((num_tokens, topk), dtype=torch.int32)
+    most = (max_blocks * block_size + LEAST - 1) // LEAST
+    scratch = _Scratch(launch, q, most, topk)
+    launch(select_keys_kernel)[scratch.programs,](
+        q.view(torch.uint8),
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        num_heads,
+        weights,
+        weights.stride(0),
+        weights.stride(1),
+        k_cache,
+        k_cache.stride(0),
+        k_cache.shape[0],
+        positions,
+        positions.stride(0),
+        req_indices,
+        req_indices.stride(0),
+        block_table,
+        block_table.stride(0),
+        block_table.stride(1),
+        block_table.shape[0],
+        max_blocks,
+        *scratch.arguments(),
+        RATIO=compress_ratio,
+        BLOCK_SIZE=block_size,
+        DATA_BYTES=layout.data_bytes,
+        SCALE_BYTES=layout.scale_bytes,
+        HEADS=padded_heads(num_heads),
+        STEP=STEP,
+        LEAST=LEAST,
+        STAGES=STAGES,
+        EMULATE=EMULATE,
+        **scratch.sizes(),
+    )
+    return scratch.merged()

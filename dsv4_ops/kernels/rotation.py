@@ -1,0 +1,51 @@
+"""Rotary embedding inside a kernel: ``reference/rotation.py`` on registers."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rotate_pairs(even, odd, cos, sin, EMULATE: tl.constexpr):
+    """The rotated pairs (even, odd), every product rounded before the sum, for the same bits as
+    without a GPU."""
+    first = _product(even, cos, EMULATE) - _product(odd, sin, EMULATE)
+    second = _product(odd, cos, EMULATE) + _product(even, sin, EMULATE)
+    return first, second
+
+
+@triton.jit
+def _product(left, right, EMULATE: tl.constexpr):
+    """A product that no compiler contracts into a fused multiply-add."""
+    if EMULATE:
+        return left * right
+    return tl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;",
+        "=f,f,f",
+        [left, right],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def rotate_tail(
+    values,
+    cos_sin_cache,
+    position,
+    num_positions,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """fp32 ``values`` [DIM] with the last ROPE of HEAD_DIM rotated for ``position``."""
+    even, odd = tl.split(tl.reshape(values, (DIM // 2, 2)))
+    pair = tl.arange(0, DIM // 2) - (HEAD_DIM - ROPE) // 2
+    known = (pair >= 0) & (pair < ROPE // 2) & (position >= 0) & (position < num_positions)
+    angle = cos_sin_cache + position * ROPE + pair
+    cos = tl.load(angle, mask=known, other=1.0)
+    sin = tl.load(angle + ROPE // 2, mask=known, other=0.0)
+    left, right = rotate_pairs(even, odd, cos, sin, EMULATE)
+    pairs = tl.join(tl.where(known, left, even), tl.where(known, right, odd))
+    return tl.reshape(pairs, (DIM,))

@@ -1,0 +1,205 @@
+"""Launchers of sparse MLA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.types import SparseMla
+from dsv4_ops.kernels.launch import EMULATE, Launch
+from dsv4_ops.kernels.split_keys import join_splits_kernel, split_keys_kernel
+from dsv4_ops.reference import sparse_mla as reference
+
+WIDTH = MainLayout.head_dim
+"""Values per row, which the kernel's tiles are made for."""
+
+KEYS = 64
+"""Keys per block."""
+
+HEADS, WARPS = 64, 8
+"""Heads per program, what Hopper's matrix unit takes at a time, and its warps."""
+
+PROGRAMS = 132
+"""Programs that a small batch is cut into: the SMs of an H200."""
+
+FIXED_SPLIT = 4
+"""Key blocks per split of a batch-invariant call."""
+
+JOINED, JOIN_WARPS = 8, 4
+"""Splits that are joined at a time, and warps per program that joins."""
+
+
+def sparse_mla_decode(
+    launch: Launch,
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    extra_cache: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_lens: Tensor | None,
+    attn_sink: Tensor | None,
+    **settings: Any,
+) -> SparseMla:
+    swa = (swa_cache, swa_indices, swa_lens)
+    if extra_cache is None or extra_indices is None or extra_lens is None:
+        if not supported(q, swa_cache):
+            empty = (extra_cache, extra_indices, extra_lens)
+            return reference.sparse_mla_decode(q, *swa, *empty, attn_sink, **settings)
+        return _attend(launch, "sparse_mla_decode", q, swa, None, None, attn_sink, **settings)
+    extra = (extra_cache, extra_indices, extra_lens)
+    if not supported(q, swa_cache):
+        return reference.sparse_mla_decode(q, *swa, *extra, attn_sink, **settings)
+    return _attend(launch, "sparse_mla_decode", q, swa, extra, None, attn_sink, **settings)
+
+
+def sparse_mla_decode_paged(
+    launch: Launch,
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    extra_cache: Tensor,
+    extra_lens: Tensor,
+    req_indices: Tensor,
+    extra_block_table: Tensor,
+    attn_sink: Tensor | None,
+    **settings: Any,
+) -> SparseMla:
+    swa = (swa_cache, swa_indices, swa_lens)
+    if not supported(q, swa_cache):
+        paged = (extra_cache, extra_lens, req_indices, extra_block_table)
+        return reference.sparse_mla_decode_paged(q, *swa, *paged, attn_sink, **settings)
+    extra = (extra_cache, extra_block_table, extra_lens)
+    op = "sparse_mla_decode_paged"
+    return _attend(launch, op, q, swa, extra, req_indices, attn_sink, **settings)
+
+
+def supported(q: Tensor, cache: Tensor) -> bool:
+    """Whether the kernel takes rows of this dtype and width; others go to the reference."""
+    dense = cache.dim() == 2 or (cache.dtype == torch.bfloat16 and cache.stride(1) == WIDTH)
+    return q.dtype == torch.bfloat16 and dense and int(q.shape[2]) == WIDTH
+
+
+def num_splits_of(
+    num_tokens: int, head_tiles: int, tiles: int, num_splits: int, batch_invariant: bool
+) -> int:
+    """Splits of every token: as many as fill the GPU, or a number that no other token decides."""
+    if num_splits > 0:
+        return num_splits
+    if batch_invariant:
+        return (tiles + FIXED_SPLIT - 1) // FIXED_SPLIT
+    return torch.sym_max(1, torch.sym_min(tiles, PROGRAMS // (num_tokens * head_tiles)))
+
+
+def _attend(
+    launch: Launch,
+    op: str,
+    q: Tensor,
+    swa: tuple[Tensor, Tensor, Tensor],
+    extra: tuple[Tensor, Tensor, Tensor] | None,
+    req_indices: Tensor | None,
+    attn_sink: Tensor | None,
+    *,
+    softmax_scale: float,
+    swa_block_size: int,
+    extra_block_size: int,
+    layout: str,
+    num_splits: int,
+    batch_invariant: bool,
+) -> SparseMla:
+    num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
+    if num_tokens == 0 or num_heads == 0:
+        return SparseMla(out, lse)
+    main = MainLayout(swa_block_size)
+    coded = layout == main.tag
+    cache, indices, lens = extra or swa
+    if coded:
+        Checks(op).page_start("swa_cache", swa[0], main)
+        Checks(op).page_start("extra_cache", cache, main)
+    extra_width = indices.shape[1] * (extra_block_size if req_indices is not None else 1)
+    tiles = (swa[1].shape[1] + KEYS - 1) // KEYS
+    if extra is not None:
+        tiles = tiles + (extra_width + KEYS - 1) // KEYS
+    head_tiles = (num_heads + HEADS - 1) // HEADS
+    splits = num_splits_of(num_tokens, head_tiles, tiles, num_splits, batch_invariant)
+    partial, partial_lse = out, lse
+    if num_splits != 1:
+        # more than one split, and the batch decides: then no more programs than PROGRAMS
+        many = num_splits > 0 or batch_invariant
+        room = num_tokens * splits if many else PROGRAMS
+        partial = q.new_empty((room, num_heads, head_dim), dtype=torch.float32)
+        partial_lse = q.new_empty((room, num_heads), dtype=torch.float32)
+    request = lens if req_indices is None else req_indices
+    sink = lse if attn_sink is None else attn_sink.contiguous()
+    launch(split_keys_kernel)[(num_tokens * splits, head_tiles)](
+        q,
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        out,
+        lse,
+        partial,
+        partial_lse,
+        sink,
+        swa[0],
+        swa[0].stride(0),
+        swa[0].shape[0],
+        swa[1],
+        swa[1].stride(0),
+        swa[1].stride(1),
+        swa[2],
+        swa[2].stride(0),
+        swa[1].shape[1],
+        cache,
+        cache.stride(0),
+        cache.shape[0],
+        indices,
+        indices.stride(0),
+        indices.stride(1),
+        lens,
+        lens.stride(0),
+        extra_width,
+        request,
+        request.stride(0),
+        indices.shape[0],
+        num_heads,
+        splits,
+        SOFTMAX_SCALE=float(softmax_scale),  # Inductor would pass it as a float64
+        SWA_BLOCK_SIZE=swa_block_size,
+        EXTRA_BLOCK_SIZE=extra_block_size,
+        HAS_EXTRA=extra is not None,
+        PAGED=req_indices is not None,
+        HAS_SINK=attn_sink is not None,
+        HEAD_DIM=head_dim,
+        ROW=main.data_bytes if coded else head_dim,
+        CODE_DIM=main.code_dim if coded else head_dim,
+        QUANT_BLOCK=main.quant_block,
+        SCALE_BYTES=main.scale_bytes if coded else 0,
+        HEADS=HEADS,
+        KEYS=KEYS,
+        EMULATE=EMULATE,
+        num_warps=WARPS,
+    )
+    if num_splits != 1:
+        launch(join_splits_kernel)[(num_tokens, num_heads)](
+            out,
+            lse,
+            partial,
+            partial_lse,
+            sink,
+            num_heads,
+            splits,
+            HAS_SINK=attn_sink is not None,
+            HEAD_DIM=head_dim,
+            SPLITS=JOINED,
+            EMULATE=EMULATE,
+            num_warps=JOIN_WARPS,
+        )
+    return SparseMla(out, lse)

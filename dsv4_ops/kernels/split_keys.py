@@ -1,0 +1,250 @@
+"""Sparse attention with the keys of a token cut into splits, and the kernel that joins them."""
+
+import triton
+import triton.language as tl
+
+from dsv4_ops.kernels.attend import (  # by name: Inductor copies kernels, not modules
+    attend,
+    denominator,
+    load_keys,
+    log2_sum,
+)
+from dsv4_ops.kernels.fp8 import round_to_bf16
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _load_heads(heads, there, dim_stride, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    dim = (FIRST + tl.arange(0, WIDTH))[None, :].to(tl.int64)
+    return tl.load(heads + dim * dim_stride, mask=there[:, None], other=0.0)
+
+
+@triton.jit
+def _store_heads(target, there, values, FIRST: tl.constexpr, EMULATE: tl.constexpr):
+    dim = FIRST + tl.arange(0, values.shape[1])[None, :]
+    if target.dtype.element_ty == tl.bfloat16:
+        values = round_to_bf16(values, EMULATE)
+    tl.store(target + dim, values, mask=there[:, None])
+
+
+@triton.jit
+def split_keys_kernel(
+    q,
+    q_stride,
+    q_head_stride,
+    q_dim_stride,
+    out,
+    lse,
+    partial,
+    partial_lse,
+    attn_sink,
+    swa_cache,
+    swa_page_stride,
+    swa_blocks,
+    swa_indices,
+    swa_stride,
+    swa_column_stride,
+    swa_lens,
+    swa_len_stride,
+    swa_width,
+    extra_cache,
+    extra_page_stride,
+    extra_blocks,
+    extra_indices,
+    extra_stride,
+    extra_column_stride,
+    extra_lens,
+    extra_len_stride,
+    extra_width,
+    req_indices,
+    req_stride,
+    num_reqs,
+    num_heads,
+    splits,
+    SOFTMAX_SCALE: tl.constexpr,
+    SWA_BLOCK_SIZE: tl.constexpr,
+    EXTRA_BLOCK_SIZE: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
+    PAGED: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROW: tl.constexpr,
+    CODE_DIM: tl.constexpr,
+    QUANT_BLOCK: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """One split of the keys of one token for a tile of heads. The window's blocks of keys come
+    first, then those of the extra cache. A token of one split is finished here; of the others the
+    normalised sums go to ``partial``. With PAGED, ``extra_indices`` is a block table."""
+    token = (tl.program_id(0) // splits).to(tl.int64)
+    split = tl.program_id(0) % splits
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    there = head < num_heads
+    heads = q + token * q_stride + head[:, None].to(tl.int64) * q_head_stride
+    q0 = _load_heads(heads, there, q_dim_stride, 0, 256)
+    q1 = _load_heads(heads, there, q_dim_stride, 256, 128)
+    q2 = _load_heads(heads, there, q_dim_stride, 384, 64)
+    q3 = _load_heads(heads, there, q_dim_stride, 448, 64)
+    out0 = tl.zeros((HEADS, 256), dtype=tl.float32)
+    out1 = tl.zeros((HEADS, 128), dtype=tl.float32)
+    out2 = tl.zeros((HEADS, 64), dtype=tl.float32)
+    out3 = tl.zeros((HEADS, 64), dtype=tl.float32)
+    largest = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((HEADS,), dtype=tl.float32)
+    scale = SOFTMAX_SCALE * _LOG2_E
+
+    swa_len = tl.load(swa_lens + token * swa_len_stride)
+    swa_len = tl.minimum(tl.maximum(swa_len, 0), swa_width)
+    extra_len = swa_len * 0
+    request = token * 0
+    if HAS_EXTRA:
+        extra_len = tl.load(extra_lens + token * extra_len_stride)
+        extra_len = tl.minimum(tl.maximum(extra_len, 0), extra_width)
+        if PAGED:
+            request = tl.load(req_indices + token * req_stride).to(tl.int64)
+            extra_len = tl.where((request >= 0) & (request < num_reqs), extra_len, 0)
+            request = tl.where(extra_len > 0, request, 0)
+    swa_tiles = (swa_len + KEYS - 1) // KEYS
+    tiles = (swa_tiles + (extra_len + KEYS - 1) // KEYS).to(tl.int64)
+    tile = (tiles * split // splits).to(tl.int32)
+    stop = (tiles * (split + 1) // splits).to(tl.int32)
+    while tile < stop:
+        # one loop over both sources: two would hold the sums in registers twice
+        in_window = tile < swa_tiles
+        column = tl.where(in_window, tile, tile - swa_tiles) * KEYS + tl.arange(0, KEYS)
+        wanted = column < tl.where(in_window, swa_len, extra_len)
+        entry = swa_indices + token * swa_stride
+        step = swa_column_stride
+        rest = column
+        if HAS_EXTRA:
+            row_of = request if PAGED else token
+            entry = tl.where(in_window, entry, extra_indices + row_of * extra_stride)
+            step = tl.where(in_window, step, extra_column_stride)
+            if PAGED:
+                rest = tl.where(in_window, column, column // EXTRA_BLOCK_SIZE)
+        found = tl.load(entry + rest.to(tl.int64) * step, mask=wanted, other=-1)
+        page, row = found // SWA_BLOCK_SIZE, found % SWA_BLOCK_SIZE
+        cache, page_stride, blocks, block_size = (
+            swa_cache,
+            swa_page_stride,
+            swa_blocks,
+            SWA_BLOCK_SIZE,
+        )
+        if HAS_EXTRA:
+            if PAGED:
+                page = tl.where(in_window, page, found)
+                row = tl.where(in_window, row, column % EXTRA_BLOCK_SIZE)
+            else:
+                page = tl.where(in_window, page, found // EXTRA_BLOCK_SIZE)
+                row = tl.where(in_window, row, found % EXTRA_BLOCK_SIZE)
+            cache = tl.where(in_window, cache, extra_cache)
+            page_stride = tl.where(in_window, page_stride, extra_page_stride)
+            blocks = tl.where(in_window, blocks, extra_blocks)
+            block_size = tl.where(in_window, block_size, EXTRA_BLOCK_SIZE)
+        exists = (found >= 0) & (page < blocks)
+        k0, k1, k2, k3 = load_keys(
+            cache,
+            page_stride,
+            tl.where(exists, page, 0).to(tl.int64),
+            tl.where(exists, row, 0),
+            exists,
+            block_size,
+            ROW,
+            CODE_DIM,
+            QUANT_BLOCK,
+            SCALE_BYTES,
+            EMULATE,
+        )
+        out0, out1, out2, out3, largest, total = attend(
+            q0,
+            q1,
+            q2,
+            q3,
+            out0,
+            out1,
+            out2,
+            out3,
+            largest,
+            total,
+            k0,
+            k1,
+            k2,
+            k3,
+            exists,
+            scale,
+            EMULATE,
+        )
+        tile += 1
+
+    log2_total = log2_sum(largest, total)
+    if splits == 1:
+        sink = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
+        if HAS_SINK:
+            sink = tl.load(attn_sink + head, mask=there, other=0.0) * _LOG2_E
+        factor = 1.0 / denominator(largest, total, sink)[:, None]
+        target = out + (token * num_heads + head[:, None]) * HEAD_DIM
+        _store_heads(target, there, out0 * factor, 0, EMULATE)
+        _store_heads(target, there, out1 * factor, 256, EMULATE)
+        _store_heads(target, there, out2 * factor, 384, EMULATE)
+        _store_heads(target, there, out3 * factor, 448, EMULATE)
+        tl.store(lse + token * num_heads + head, log2_total / _LOG2_E, mask=there)
+    else:
+        inverse = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
+        place = (token * splits + split) * num_heads + head
+        goal = partial + place[:, None] * HEAD_DIM
+        _store_heads(goal, there, out0 * inverse, 0, EMULATE)
+        _store_heads(goal, there, out1 * inverse, 256, EMULATE)
+        _store_heads(goal, there, out2 * inverse, 384, EMULATE)
+        _store_heads(goal, there, out3 * inverse, 448, EMULATE)
+        tl.store(partial_lse + place, log2_total, mask=there)
+
+
+@triton.jit
+def join_splits_kernel(
+    out,
+    lse,
+    partial,
+    partial_lse,
+    attn_sink,
+    num_heads,
+    splits,
+    HAS_SINK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """The splits of one token and head, weighed by their sums, SPLITS at a time; nothing to do for
+    tokens of one split."""
+    if splits > 1:
+        token = tl.program_id(0).to(tl.int64)
+        head = tl.program_id(1)
+        dim = tl.arange(0, HEAD_DIM)
+        summed = tl.zeros((HEAD_DIM,), dtype=tl.float32)
+        largest = tl.full((), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((), dtype=tl.float32)
+        first = 0
+        while first < splits:
+            split = first + tl.arange(0, SPLITS)
+            there = split < splits
+            place = (token * splits + split) * num_heads + head
+            logs = tl.load(partial_lse + place, mask=there, other=float("-inf"))
+            values = partial + place[:, None] * HEAD_DIM + dim[None, :]
+            parts = tl.load(values, mask=there[:, None], other=0.0)
+            highest = tl.maximum(largest, tl.max(logs, axis=0))
+            origin = tl.where(highest == float("-inf"), 0.0, highest)
+            factor, weights = tl.exp2(largest - origin), tl.exp2(logs - origin)
+            total = total * factor + tl.sum(weights, axis=0)
+            summed = summed * factor + tl.sum(parts * weights[:, None], axis=0)
+            largest = highest
+            first += SPLITS
+        sink = float("-inf")
+        if HAS_SINK:
+            sink = tl.load(attn_sink + head) * _LOG2_E
+        below = denominator(largest, total, sink)
+        goal = token * num_heads + head
+        tl.store(out + goal * HEAD_DIM + dim, round_to_bf16(summed / below, EMULATE))
+        tl.store(lse + goal, log2_sum(largest, total) / _LOG2_E)

@@ -1,0 +1,38 @@
+"""Fakes of the rotary embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import ACTIVATION_BLOCK, TOKEN_ALIGNMENT, round_up
+from dsv4_ops.core.types import QuantizedGroups
+
+
+def apply_rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def inverse_rope_group(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int
+) -> Tensor:
+    num_tokens, num_heads, dim = o.shape
+    return o.new_empty((num_tokens, num_groups, num_heads // num_groups * dim))
+
+
+def inverse_rope_group_quantize(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int, scale_layout: str
+) -> QuantizedGroups:
+    num_tokens, num_heads, dim = o.shape
+    width = num_heads // num_groups * dim
+    values = o.new_empty((num_groups, num_tokens, width), dtype=torch.float8_e4m3fn)
+    num_scales = width // ACTIVATION_BLOCK
+    if scale_layout == "row":
+        shape = (num_groups, num_tokens, num_scales)
+        return QuantizedGroups(values, o.new_empty(shape, dtype=torch.float32))
+    padded = round_up(num_tokens, TOKEN_ALIGNMENT)
+    if scale_layout == "column_padded":
+        shape = (num_groups, num_scales, padded)
+        return QuantizedGroups(values, o.new_empty(shape, dtype=torch.float32))
+    shape = (num_groups, num_scales // 4, padded)
+    return QuantizedGroups(values, o.new_empty(shape, dtype=torch.int32))

@@ -1,0 +1,313 @@
+"""The KV compressor: one key per window of 4 or 128 tokens, a softmax over them in each channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout, StateLayout
+from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.meta import compressor as meta
+from dsv4_ops.reference import compressor as reference
+
+_SCHEMA = (
+    "(Tensor kv_score, Tensor ape, Tensor states, Tensor state_block_table, Tensor positions, "
+    "Tensor req_indices, Tensor norm_weight, Tensor cos_sin_cache, Tensor{} k_cache, "
+    "Tensor slot_mapping, *, int compress_ratio, bool overlap, float eps, int state_block_size, "
+    "int block_size, str layout) -> {}"
+)
+_STATES = ("num_state_blocks", "state_values")
+
+_compress_and_insert = define_op(
+    OpSpec(
+        stem="compressor",
+        schema="compress_and_insert" + _SCHEMA.format("(a!)", "()"),
+        meta=meta.compress_and_insert,
+        reference=reference.compress_and_insert,
+        lowering={"cpu": "decompose", "cuda": "triton"},
+        dynamic=("num_tokens", "num_reqs", "max_state_blocks", "num_state_blocks", "num_blocks"),
+        source="vLLM 0.33 compress, norm, RoPE and store kernels; order of writes made irrelevant",
+        providers=("triton", "reference"),
+    )
+)
+_compress_and_insert_functional = define_op(
+    OpSpec(
+        stem="compressor",
+        schema="compress_and_insert_functional" + _SCHEMA.format("", "Tensor"),
+        meta=meta.compress_and_insert_functional,
+        reference=reference.compress_and_insert_functional,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_tokens", "num_reqs", "max_state_blocks", "num_state_blocks", "num_blocks"),
+        source="vLLM 0.33 compress, norm, RoPE and store kernels; order of writes made irrelevant",
+    )
+)
+
+
+def compress_and_insert(
+    kv_score: Tensor,
+    ape: Tensor,
+    states: Tensor,
+    state_block_table: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    norm_weight: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_ratio: int,
+    overlap: bool,
+    eps: float,
+    state_block_size: int,
+    block_size: int,
+    layout: str = MainLayout.tag,
+) -> None:
+    """Write the compressed key of every window that a token of this step finishes.
+
+    The token at position p finishes window p // compress_ratio when (p + 1) % compress_ratio is 0.
+    Its key is the sum of the window's kv rows, weighted in every channel by the softmax of the
+    scores; then RMSNorm; then RoPE at the first position of the window. An overlapping compressor
+    also sums the window before: of that the left head_dim channels of kv and score, of its own
+    the right ones.
+
+    Args:
+        kv_score: Projections of every token, [num_tokens, 2 * width], float32, as for
+            ``save_compressor_states``. width is head_dim, or 2 * head_dim with ``overlap``.
+        ape: Position bias of the scores, [compress_ratio, width], float32.
+        states: Paged states, [num_state_blocks, page_bytes / 4], float32, from
+            ``StateLayout(state_block_size, 2 * width).allocate``. Not written here.
+        state_block_table: Page of the states of every logical block of state_block_size positions,
+            [num_reqs, max_state_blocks], int32, any strides.
+        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
+            padding.
+        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+            padding.
+        norm_weight: Weight of the RMSNorm, [head_dim], float32. head_dim is 512 for "v4_fp8", 128
+            for "v4_indexer_fp8", and the width of a plain cache.
+        cos_sin_cache: Cosines and sines of every position, [num_positions, rope_dim], float32: the
+            interleaved pairs at the end of a row are rotated. Windows past its end are not.
+        k_cache: "v4_fp8" and "v4_indexer_fp8": [num_blocks, page_bytes], uint8. "plain":
+            [num_blocks, block_size, head_dim], bfloat16 or float32, with dense rows.
+        slot_mapping: Slot of the row that every token finishes, from ``compressed_slot_mapping``,
+            [num_tokens], int64. Tokens that finish none, slots below 0 and past the last page are
+            skipped.
+        compress_ratio: Tokens per window, 4 or 128. At least 1.
+        overlap: Whether the window before counts too: True for C4, False for C128.
+        eps: Added to the mean square in the RMSNorm. Above 0.
+        state_block_size: Rows per page of the states: 4 for C4, 8 for C128. At least 1.
+        block_size: Rows per page of ``k_cache``: 64 for C4, 2 for C128. At least 1.
+        layout: Tag of the cache's layout, "v4_fp8", "v4_indexer_fp8" or "plain".
+
+    Returns:
+        Nothing.
+
+    Mutates: ``k_cache``: the bytes of every slot that is written; no other byte. Arithmetic is
+        float32. "v4_fp8" rounds the row to bfloat16, as does "v4_indexer_fp8", and stores it as
+        ``quantize_and_insert_k_cache`` and ``quantize_and_insert_indexer_k`` would. The row of the
+        token i places before is taken from ``kv_score`` where that token is in this call, of the
+        same request and i positions before, else from ``states``; so this op may run before
+        or after ``save_compressor_states``. Rows before position 0 and on pages that do not exist
+        have no weight, and nothing else is read: NaN in unused states never matters. If two tokens
+        have one slot, its bytes are of either of them, not of one alone.
+
+    Raises:
+        ValueError: shapes that disagree, states or a cache that are not of their layout, sizes
+            below 1, ``eps`` not above 0, an unknown layout, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: in place, never a copy of the cache; on CUDA our Triton kernel in the graph and in
+        AOTInductor packages, whose work grows with the finished windows; on CPU reductions and
+        scatters of Inductor, with scratch for the window of every token; dynamic in num_tokens,
+        num_reqs, max_state_blocks, num_state_blocks, num_blocks and num_positions; CUDA graphs
+        and export: yes. Executions agree within float32 rounding, so that a code may differ by one
+        step.
+
+    Source: vLLM 0.33's fused compressor kernels; DeepSeek-V4's compressor.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import PlainLayout, StateLayout
+        >>> kv_score = torch.tensor([[1.0, 3.0, 0.0, 0.0], [3.0, 5.0, 0.0, 0.0]])
+        >>> k_cache = PlainLayout(block_size=2, width=2, dtype=torch.float32).allocate(1)
+        >>> req_indices = torch.tensor([0, 0], dtype=torch.int32)
+        >>> dsv4_ops.compress_and_insert(
+        ...     kv_score, torch.zeros(2, 2), StateLayout(2, 4).allocate(1),
+        ...     torch.tensor([[0]], dtype=torch.int32), torch.tensor([0, 1]), req_indices,
+        ...     torch.ones(2), torch.tensor([[1.0, 0.0]]), k_cache, torch.tensor([-1, 1]),
+        ...     compress_ratio=2, overlap=False, eps=1e-6, state_block_size=2, block_size=2,
+        ...     layout="plain"
+        ... )
+        >>> k_cache[0, 1]  # (2, 4) over the root of its mean square, 10
+        tensor([0.6325, 1.2649])
+    """
+    tensors = (
+        kv_score,
+        ape,
+        states,
+        state_block_table,
+        positions,
+        req_indices,
+        norm_weight,
+        cos_sin_cache,
+        k_cache,
+        slot_mapping,
+    )
+    settings: dict[str, Any] = {
+        "compress_ratio": compress_ratio,
+        "overlap": overlap,
+        "eps": eps,
+        "state_block_size": state_block_size,
+        "block_size": block_size,
+        "layout": layout,
+    }
+    _check_compress("compress_and_insert", *tensors, **settings)
+    _compress_and_insert(*tensors, **settings)
+
+
+def compress_and_insert_functional(
+    kv_score: Tensor,
+    ape: Tensor,
+    states: Tensor,
+    state_block_table: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    norm_weight: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_ratio: int,
+    overlap: bool,
+    eps: float,
+    state_block_size: int,
+    block_size: int,
+    layout: str = MainLayout.tag,
+) -> Tensor:
+    """``compress_and_insert`` into a copy of the cache; for tests and for reading.
+
+    Args:
+        kv_score: As for ``compress_and_insert``, as are the arguments below.
+        ape: Position bias of the scores, [compress_ratio, width], float32.
+        states: Paged states, [num_state_blocks, page_bytes / 4], float32.
+        state_block_table: Page of every logical block of the states, [num_reqs, max_state_blocks],
+            int32.
+        positions: Absolute position of every token, [num_tokens], int64.
+        req_indices: Request of every token, [num_tokens], int32.
+        norm_weight: Weight of the RMSNorm, [head_dim], float32.
+        cos_sin_cache: Cosines and sines of every position, [num_positions, rope_dim], float32.
+        k_cache: Cache to copy, uint8, or bfloat16 or float32 of a plain one.
+        slot_mapping: Slot of the row that every token finishes, [num_tokens], int64.
+        compress_ratio: Tokens per window. At least 1.
+        overlap: Whether the window before counts too.
+        eps: Added to the mean square in the RMSNorm. Above 0.
+        state_block_size: Rows per page of the states. At least 1.
+        block_size: Rows per page of ``k_cache``. At least 1.
+        layout: Tag of the cache's layout, "v4_fp8", "v4_indexer_fp8" or "plain".
+
+    Returns:
+        The new cache, dense, of the shape and dtype of ``k_cache``.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: as ``compress_and_insert``.
+        TypeError: as ``compress_and_insert``.
+
+    Compile: a copy and ``compress_and_insert``, dynamic in the same sizes; CUDA graphs and export:
+        yes.
+
+    Source: vLLM 0.33's fused compressor kernels.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import PlainLayout, StateLayout
+        >>> k_cache = PlainLayout(block_size=1, width=2, dtype=torch.float32).allocate(1)
+        >>> dsv4_ops.compress_and_insert_functional(
+        ...     torch.tensor([[3.0, 4.0, 0.0, 0.0]]), torch.zeros(1, 2),
+        ...     StateLayout(1, 4).allocate(1), torch.tensor([[0]], dtype=torch.int32),
+        ...     torch.tensor([0]), torch.tensor([0], dtype=torch.int32), torch.ones(2),
+        ...     torch.zeros(0, 2), k_cache, torch.tensor([0]), compress_ratio=1, overlap=False,
+        ...     eps=1e-6, state_block_size=1, block_size=1, layout="plain"
+        ... )
+        tensor([[[0.8485, 1.1314]]])
+    """
+    tensors = (
+        kv_score,
+        ape,
+        states,
+        state_block_table,
+        positions,
+        req_indices,
+        norm_weight,
+        cos_sin_cache,
+        k_cache,
+        slot_mapping,
+    )
+    settings: dict[str, Any] = {
+        "compress_ratio": compress_ratio,
+        "overlap": overlap,
+        "eps": eps,
+        "state_block_size": state_block_size,
+        "block_size": block_size,
+        "layout": layout,
+    }
+    _check_compress("compress_and_insert_functional", *tensors, **settings)
+    written: Tensor = _compress_and_insert_functional(*tensors, **settings)
+    return written
+
+
+def _check_compress(
+    op: str,
+    kv_score: Tensor,
+    ape: Tensor,
+    states: Tensor,
+    state_block_table: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    norm_weight: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_ratio: int,
+    overlap: bool,
+    eps: float,
+    state_block_size: int,
+    block_size: int,
+    layout: str,
+) -> None:
+    checks = Checks(op)
+    checks.at_least(
+        1, compress_ratio=compress_ratio, state_block_size=state_block_size, block_size=block_size
+    )
+    checks.flag("overlap", overlap)
+    checks.above(0, eps=eps)
+    checks.one_of("layout", layout, MainLayout.tag, IndexerLayout.tag, PlainLayout.tag)
+    checks.tensor("positions", positions, torch.int64, "num_tokens")
+    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
+    checks.tensor(
+        "state_block_table", state_block_table, torch.int32, "num_reqs", "max_state_blocks"
+    )
+    head_dim = _check_cache(checks, k_cache, block_size, layout)
+    checks.tensor("norm_weight", norm_weight, torch.float32, head_dim)
+    checks.tensor("cos_sin_cache", cos_sin_cache, torch.float32, "num_positions", "rope_dim")
+    checks.even("cos_sin_cache", cos_sin_cache, "head_dim", head_dim)
+    width = 2 * head_dim if overlap else head_dim
+    checks.tensor("ape", ape, torch.float32, compress_ratio, width)
+    checks.tensor("kv_score", kv_score, torch.float32, "num_tokens", 2 * width)
+    states_layout = StateLayout(state_block_size, 2 * width)
+    checks.pages("states", states, states_layout, _STATES, "state_block_size")
+
+
+def _check_cache(checks: Checks, k_cache: Tensor, block_size: int, layout: str) -> int:
+    """head_dim, after a look at the cache."""
+    if layout == PlainLayout.tag:
+        checks.rows("k_cache", k_cache, block_size)
+        return int(k_cache.shape[2])  # configuration: a constant in compiled code
+    kind = MainLayout if layout == MainLayout.tag else IndexerLayout
+    checks.pages("k_cache", k_cache, kind(block_size))
+    return int(kind.head_dim)

@@ -1,0 +1,254 @@
+"""The lightning indexer's queries and logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.core.types import IndexerQuery
+from dsv4_ops.meta import indexer as meta
+from dsv4_ops.reference import indexer as reference
+
+DIM = IndexerLayout.head_dim
+
+_KERNELS = {"cpu": "decompose", "cuda": "triton"}
+
+_indexer_quantize_q = define_op(
+    OpSpec(
+        stem="indexer",
+        schema="indexer_quantize_q(Tensor q, Tensor weights, Tensor positions, "
+        "Tensor cos_sin_cache, *, float softmax_scale) -> (Tensor, Tensor)",
+        meta=meta.indexer_quantize_q,
+        reference=reference.indexer_quantize_q,
+        lowering=_KERNELS,
+        dynamic=("num_tokens", "num_positions"),
+        source="vLLM 0.33, rotation and FP8 quantisation of its indexer's queries",
+        providers=("triton", "reference"),
+    )
+)
+_indexer_logits = define_op(
+    OpSpec(
+        stem="indexer",
+        schema="indexer_logits(Tensor q, Tensor weights, Tensor k_cache, Tensor lens, "
+        "Tensor req_indices, Tensor block_table, *, int block_size, SymInt num_rows) -> Tensor",
+        meta=meta.indexer_logits,
+        reference=reference.indexer_logits,
+        lowering=_KERNELS,
+        dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks", "num_rows"),
+        source="DeepSeek-V4's lightning indexer; DeepGEMM's paged MQA logits",
+        providers=("triton", "reference"),
+    )
+)
+_indexer_logits_ragged = define_op(
+    OpSpec(
+        stem="indexer",
+        schema="indexer_logits_ragged(Tensor q, Tensor weights, Tensor k, Tensor scales, "
+        "Tensor row_start, Tensor row_stop) -> Tensor",
+        meta=meta.indexer_logits_ragged,
+        reference=reference.indexer_logits_ragged,
+        lowering=_KERNELS,
+        dynamic=("num_tokens", "num_k"),
+        source="DeepSeek-V4's lightning indexer; DeepGEMM's MQA logits",
+        providers=("triton", "reference"),
+    )
+)
+
+
+def indexer_quantize_q(
+    q: Tensor,
+    weights: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    softmax_scale: float | None = None,
+) -> IndexerQuery:
+    """Rotate the indexer's queries, quantise them to FP8, and put their scales into the weights of
+    the heads.
+
+    Args:
+        q: Queries without RoPE, [num_tokens, num_heads, 128], bfloat16, any strides.
+        weights: Weight of every head, [num_tokens, num_heads], bfloat16 or float32, any strides.
+        positions: Absolute position of every token, [num_tokens], int64. Queries of a position
+            below 0 or past the table are not rotated.
+        cos_sin_cache: From ``rope_cos_sin_cache``, of the layers with a compressor, [num_positions,
+            rope_dim], float32; rope_dim is even and at most 128.
+        softmax_scale: Factor of all weights, a number above 0; None for 128^-0.5 * num_heads^-0.5.
+
+    Returns:
+        ``IndexerQuery(q, weights)``, dense. q: float8_e4m3fn [num_tokens, num_heads, 128]: rotated
+        as by ``apply_rope``, over a scale, rounded to nearest even. One scale for the whole head,
+        as in ``quantize_and_insert_indexer_k``, NaN and infinities included. weights: float32
+        [num_tokens, num_heads], the weight times this scale, then times ``softmax_scale``.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, a ``softmax_scale`` out of range, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: on CUDA our Triton kernel, on CPU a loop of Inductor, with the same bits; dynamic in
+        num_tokens and num_positions; CUDA graphs and export: yes.
+
+    Source: vLLM 0.33's indexer queries. No Hadamard rotation: it cancels in the product with keys.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> q = torch.full((1, 2, 128), 3.0, dtype=torch.bfloat16)
+        >>> weights = torch.ones(1, 2, dtype=torch.bfloat16)
+        >>> query = dsv4_ops.indexer_quantize_q(
+        ...     q, weights, torch.tensor([-1]), torch.zeros(1, 64), softmax_scale=0.5
+        ... )
+        >>> query.q[0, 0, 0].item(), query.weights.tolist()  # 3 / 2^-7, and 0.5 * 2^-7
+        (384.0, [[0.00390625, 0.00390625]])
+    """
+    checks = Checks("indexer_quantize_q")
+    checks.tensor("q", q, torch.bfloat16, "num_tokens", "num_heads", DIM)
+    checks.floats("weights", weights, torch.bfloat16, torch.float32)
+    checks.tensor("weights", weights, weights.dtype, "num_tokens", "num_heads")
+    checks.rotation(positions, cos_sin_cache)
+    checks.even("cos_sin_cache", cos_sin_cache, "dim", DIM)
+    if softmax_scale is None:
+        softmax_scale = DIM**-0.5 * max(int(q.shape[1]), 1) ** -0.5
+    checks.above(0, softmax_scale=softmax_scale)
+    query = _indexer_quantize_q(q, weights, positions, cos_sin_cache, softmax_scale=softmax_scale)
+    return IndexerQuery(*query)
+
+
+def indexer_logits(
+    q: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    lens: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    num_rows: int,
+) -> Tensor:
+    """Scores of the first compressed rows of every token's request, read from their pages.
+
+    To select rows, ``indexer_select`` does not store the scores at all.
+
+    Args:
+        q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
+            ``indexer_quantize_q``, as are the weights.
+        weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
+            strides.
+        k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``. Pages
+            may lie apart, at multiples of 16 bytes.
+        lens: Rows that every token may see, [num_tokens], int32; ``flatten_decode`` gives them.
+        req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
+            rows.
+        block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
+            strides.
+        block_size: Rows per page, 64 for DeepGEMM. At least 1.
+        num_rows: Columns of the result, a capacity. At least 0.
+
+    Returns:
+        float32 [num_tokens, num_rows], dense: sum over heads of weights * relu(q . k), times the
+        scale of the key. -inf for rows past ``lens`` and for rows whose page does not exist. Sums
+        are float32; the FP8 matrix unit of Hopper keeps some 14 bits of a product over 128 values.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, or
+            several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: on CUDA one Triton kernel of ours, on CPU masked loads and a matrix product; dynamic in
+        all tensor sizes and num_rows; CUDA graphs and export: yes.
+
+    Source: DeepSeek-V4's lightning indexer; DeepGEMM's paged MQA logits.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import IndexerLayout
+        >>> k_cache = IndexerLayout(block_size=2).allocate(num_blocks=1)
+        >>> k = torch.ones(2, 128, dtype=torch.bfloat16) * torch.tensor([[1.0], [-1.0]]).bfloat16()
+        >>> dsv4_ops.quantize_and_insert_indexer_k(k, k_cache, torch.tensor([0, 1]), block_size=2)
+        >>> q = torch.ones(1, 2, 128).to(torch.float8_e4m3fn)
+        >>> lens, zeros = torch.tensor([2], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+        >>> dsv4_ops.indexer_logits(
+        ...     q, torch.tensor([[0.5, 1.0]]), k_cache, lens, zeros[0], zeros, block_size=2,
+        ...     num_rows=3
+        ... )
+        tensor([[192.,   0., -inf]])
+    """
+    checks = Checks("indexer_logits")
+    checks.at_least(1, block_size=block_size)
+    checks.at_least(0, num_rows=num_rows)
+    check_query(checks, q, weights)
+    checks.pages("k_cache", k_cache, IndexerLayout(block_size))
+    checks.tensor("lens", lens, torch.int32, "num_tokens")
+    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
+    logits: Tensor = _indexer_logits(
+        q,
+        weights,
+        k_cache,
+        lens,
+        req_indices,
+        block_table,
+        block_size=block_size,
+        num_rows=num_rows,
+    )
+    return logits
+
+
+def indexer_logits_ragged(
+    q: Tensor, weights: Tensor, k: Tensor, scales: Tensor, row_start: Tensor, row_stop: Tensor
+) -> Tensor:
+    """Scores of gathered keys, of which every token sees a span.
+
+    Args:
+        q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
+            ``indexer_quantize_q``, as are the weights.
+        weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
+            strides.
+        k: e4m3 codes of the keys, [num_k, 128], uint8, any strides; ``gather_indexer_k`` gives
+            them, with their scales.
+        scales: Scale of every key, [num_k], float32, any strides.
+        row_start: First key of every token, [num_tokens], int32; ``prefill_row_bounds`` gives both.
+        row_stop: One past its last key, [num_tokens], int32.
+
+    Returns:
+        float32 [num_tokens, num_k], dense: as ``indexer_logits``; -inf outside of the spans.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: on CUDA one Triton kernel of ours, on CPU a matrix product and a loop; dynamic in all
+        tensor sizes; CUDA graphs and export: yes.
+
+    Source: DeepSeek-V4's lightning indexer; DeepGEMM's MQA logits.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> q = torch.ones(1, 1, 128).to(torch.float8_e4m3fn)
+        >>> k = torch.full((3, 128), 0x38, dtype=torch.uint8)  # the code of 1
+        >>> start, stop = torch.tensor([[1], [3]], dtype=torch.int32)
+        >>> dsv4_ops.indexer_logits_ragged(
+        ...     q, torch.ones(1, 1), k, torch.tensor([1.0, 1.0, 0.5]), start, stop
+        ... )
+        tensor([[-inf, 128.,  64.]])
+    """
+    checks = Checks("indexer_logits_ragged")
+    check_query(checks, q, weights)
+    checks.tensor("k", k, torch.uint8, "num_k", DIM)
+    checks.tensor("scales", scales, torch.float32, "num_k")
+    checks.tensor("row_start", row_start, torch.int32, "num_tokens")
+    checks.tensor("row_stop", row_stop, torch.int32, "num_tokens")
+    logits: Tensor = _indexer_logits_ragged(q, weights, k, scales, row_start, row_stop)
+    return logits
+
+
+def check_query(checks: Checks, q: Tensor, weights: Tensor) -> None:
+    checks.tensor("q", q, torch.float8_e4m3fn, "num_tokens", "num_heads", DIM)
+    checks.tensor("weights", weights, torch.float32, "num_tokens", "num_heads")

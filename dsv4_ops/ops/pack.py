@@ -1,0 +1,127 @@
+"""Rows of ragged requests as a rectangle with next_n rows per request, and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.meta import pack as meta
+from dsv4_ops.reference import pack as reference
+
+_SOURCE = "vLLM 0.33 pack_seq_triton and unpack_seq_triton, with static shapes"
+
+_pack_seq = define_op(
+    OpSpec(
+        stem="pack",
+        schema="pack_seq(Tensor x, Tensor query_start_loc, *, int next_n, float pad) -> Tensor",
+        meta=meta.pack_seq,
+        reference=reference.pack_seq,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_tokens", "num_reqs"),
+        source=_SOURCE,
+    )
+)
+_unpack_seq = define_op(
+    OpSpec(
+        stem="pack",
+        schema="unpack_seq(Tensor packed, Tensor query_start_loc, *, SymInt num_tokens) -> Tensor",
+        meta=meta.unpack_seq,
+        reference=reference.unpack_seq,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_tokens", "num_reqs"),
+        source=_SOURCE,
+    )
+)
+
+
+def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.0) -> Tensor:
+    """The first next_n tokens of every request, as a kernel takes them that wants equal lengths.
+
+    Pack everything that such a kernel reads by token: queries and their weights.
+
+    Args:
+        x: A row per token, [num_tokens, ...], any dtype and strides.
+        query_start_loc: First token of every request and the end of the last, [num_reqs + 1],
+            int32, non-decreasing.
+        next_n: Rows per request of the result. At least 1.
+        pad: Value of the rows behind a shorter request; of a dtype of whole numbers one that it
+            has, of float8 0.
+
+    Returns:
+        [num_reqs, next_n, ...] of the dtype of ``x``, dense: row t of a request is its token t, or
+        ``pad`` where it has none or ``x`` ends before. Tokens from next_n on are left out.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, ``next_n`` below 1, a ``pad`` that the dtype does not
+            have, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: one loop of Inductor; dynamic in num_tokens, num_reqs and trailing sizes; CUDA graphs
+        and export: yes.
+
+    Source: vLLM 0.33 ``pack_seq_triton``, with the longest length as a setting.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> query_start_loc = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+        >>> dsv4_ops.pack_seq(torch.arange(1, 6), query_start_loc, next_n=2)
+        tensor([[1, 2],
+                [0, 0],
+                [3, 4]])
+    """
+    checks = Checks("pack_seq")
+    checks.at_least(1, next_n=next_n)
+    checks.rows_of("x", x, "num_tokens")
+    _check_starts(checks, query_start_loc)
+    checks.value_of("pad", pad, "x", x.dtype)
+    packed: Tensor = _pack_seq(x, query_start_loc, next_n=next_n, pad=pad)
+    return packed
+
+
+def unpack_seq(packed: Tensor, query_start_loc: Tensor, *, num_tokens: int) -> Tensor:
+    """The rows of every token from a rectangle of requests: the inverse of ``pack_seq``.
+
+    Args:
+        packed: Rows of every request, [num_reqs, next_n, ...], any dtype and strides.
+        query_start_loc: First token of every request and the end of the last, [num_reqs + 1],
+            int32, non-decreasing.
+        num_tokens: Tokens of the padded batch. At least 0.
+
+    Returns:
+        [num_tokens, ...] of the dtype of ``packed``, dense: token t of a request is its row t.
+        Zeros for tokens from next_n on and for padding.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, ``num_tokens`` below 0, more than 16383 requests, or
+            several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: a search per token and a loop of Inductor; dynamic in num_tokens, num_reqs, next_n and
+        trailing sizes; CUDA graphs and export: yes.
+
+    Source: vLLM 0.33 ``unpack_seq_triton``, with the sum of the lengths as a setting.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> query_start_loc = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+        >>> packed = torch.tensor([[1, 2], [0, 0], [3, 0]])
+        >>> dsv4_ops.unpack_seq(packed, query_start_loc, num_tokens=4)
+        tensor([1, 2, 3, 0])
+    """
+    checks = Checks("unpack_seq")
+    checks.at_least(0, num_tokens=num_tokens)
+    checks.rows_of("packed", packed, "num_reqs", "next_n")
+    _check_starts(checks, query_start_loc)
+    checks.request_limit()
+    rows: Tensor = _unpack_seq(packed, query_start_loc, num_tokens=num_tokens)
+    return rows
+
+
+def _check_starts(checks: Checks, query_start_loc: Tensor) -> None:
+    checks.tensor("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")

@@ -1,0 +1,288 @@
+"""Rotary embedding: the table, the rotation, and the way back on the attention output."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.core.types import QuantizedGroups
+from dsv4_ops.core.yarn import YarnScaling
+from dsv4_ops.meta import rope as meta
+from dsv4_ops.reference import rope as reference
+
+ROPE_DIM = MainLayout.head_dim - MainLayout.code_dim
+"""Rotated values of a key."""
+
+_SCALE_LAYOUTS = ("row", "column_padded", "ue8m0_packed")
+
+_DIMENSIONS = ("num_tokens", "num_positions")
+
+
+def rope_cos_sin_cache(
+    num_positions: int,
+    *,
+    theta: float,
+    rope_dim: int = ROPE_DIM,
+    scaling: YarnScaling | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Cosines and sines of the angles of every position, for the ops that take ``cos_sin_cache``.
+
+    A function of the host, called once per model: DeepSeek-V4 has one table for layers with a
+    window only (theta 10000) and one for those with a compressor (theta 160000, YaRN).
+
+    Args:
+        num_positions: Rows of the table. At least 0.
+        theta: Base of the frequencies: pair i turns by theta^(-2 i / rope_dim) per position. Above
+            1.
+        rope_dim: Rotated values of a row, an even number. At least 2.
+        scaling: ``YarnScaling`` for a longer context than that of the training, or None.
+        device: Where the table goes; None for the CPU.
+
+    Returns:
+        [num_positions, rope_dim] float32: the cosines of all pairs, then their sines. Angles are
+        computed on the CPU in float64, so that the table is the same everywhere and right at a
+        position of a million.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: a size or a number out of range, or no such device.
+        TypeError: an argument of another type.
+
+    Compile: call it before; it is no op.
+
+    Source: DeepSeek-V4's configuration; YaRN (Peng et al., 2023) without a scale of the magnitude.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> dsv4_ops.rope_cos_sin_cache(2, theta=10000.0, rope_dim=4)
+        tensor([[1.0000, 1.0000, 0.0000, 0.0000],
+                [0.5403, 0.9999, 0.8415, 0.0100]])
+    """
+    checks = Checks("rope_cos_sin_cache")
+    checks.at_least(0, num_positions=num_positions)
+    checks.at_least(2, rope_dim=rope_dim)
+    checks.divides("values of a pair", 2, "rope_dim", rope_dim)
+    checks.above(1, theta=theta)
+    checks.instance("scaling", scaling, YarnScaling)
+    checks.device_name("device", device)
+    return reference.rope_cos_sin_cache(
+        num_positions, theta=theta, rope_dim=rope_dim, scaling=scaling, device=device
+    )
+
+
+_apply_rope = define_op(
+    OpSpec(
+        stem="rope",
+        schema="apply_rope(Tensor x, Tensor positions, Tensor cos_sin_cache, *, bool inverse) -> "
+        "Tensor",
+        meta=meta.apply_rope,
+        reference=reference.apply_rope,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=(*_DIMENSIONS, "num_heads"),
+        source="DeepSeek-V4 rotary embedding, interleaved pairs",
+    )
+)
+
+
+def apply_rope(
+    x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False
+) -> Tensor:
+    """Rotate the end of every row by the angles of its token's position, or back.
+
+    Args:
+        x: Rows, [num_tokens, dim] or [num_tokens, num_heads, dim], bfloat16 or float32, any
+            strides.
+        positions: Absolute position of every token, [num_tokens], int64. Rows of a position below 0
+            or past the table are not changed.
+        cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; rope_dim is
+            even and at most dim.
+        inverse: Rotate by the negative angles.
+
+    Returns:
+        A tensor like ``x``, dense. Of its last rope_dim values, each pair (2 i, 2 i + 1) is
+        rotated by angle i: in float32, every product rounded before the sum, and one cast at the
+        end. Other values are copied.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: one loop of Inductor, which fuses with its neighbours; on a GPU it may contract a
+        product and the sum, within float32 rounding; dynamic in num_tokens, num_heads and
+        num_positions; CUDA graphs and export: yes.
+
+    Source: DeepSeek-V4's rotary embedding; cosines and sines are not rounded to bfloat16.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> cos_sin_cache = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # no turn, a quarter turn
+        >>> x = torch.tensor([[5.0, 1.0, 2.0], [5.0, 1.0, 2.0]])
+        >>> dsv4_ops.apply_rope(x, torch.tensor([0, 1]), cos_sin_cache)
+        tensor([[ 5.,  1.,  2.],
+                [ 5., -2.,  1.]])
+    """
+    checks = Checks("apply_rope")
+    checks.flag("inverse", inverse)
+    checks.floats("x", x, torch.bfloat16, torch.float32)
+    heads = ("num_heads",) if x.dim() == 3 else ()
+    checks.tensor("x", x, x.dtype, "num_tokens", *heads, "dim")
+    checks.rotation(positions, cos_sin_cache, "rope_dim")
+    checks.even("cos_sin_cache", cos_sin_cache, "dim", x.shape[-1])
+    rotated: Tensor = _apply_rope(x, positions, cos_sin_cache, inverse=inverse)
+    return rotated
+
+
+_inverse_rope_group = define_op(
+    OpSpec(
+        stem="rope",
+        schema="inverse_rope_group(Tensor o, Tensor positions, Tensor cos_sin_cache, *, "
+        "int num_groups) -> Tensor",
+        meta=meta.inverse_rope_group,
+        reference=reference.inverse_rope_group,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=_DIMENSIONS,
+        source="DeepSeek-V4 inverse rotation before the grouped output projection",
+    )
+)
+_inverse_rope_group_quantize = define_op(
+    OpSpec(
+        stem="rope",
+        schema="inverse_rope_group_quantize(Tensor o, Tensor positions, Tensor cos_sin_cache, *, "
+        "int num_groups, str scale_layout) -> (Tensor, Tensor)",
+        meta=meta.inverse_rope_group_quantize,
+        reference=reference.inverse_rope_group_quantize,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=_DIMENSIONS,
+        source="vLLM 0.33 fused inverse RoPE and FP8 quantisation of the attention output",
+    )
+)
+
+
+def inverse_rope_group(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int
+) -> Tensor:
+    """Undo the rotation of the attention output and lay its heads out in groups.
+
+    Values are keys in this attention, so that the output is rotated by the position of each key;
+    turned back by that of the query, it depends on distances only.
+
+    Args:
+        o: Attention output, [num_tokens, num_heads, dim], bfloat16, any strides.
+        positions: Absolute position of every query, [num_tokens], int64. Rows of a position below 0
+            or past the table are not rotated.
+        cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; rope_dim is
+            even and at most dim.
+        num_groups: Groups of heads; divides num_heads. At least 1.
+
+    Returns:
+        [num_tokens, num_groups, num_heads / num_groups * dim] bfloat16, dense: the heads of every
+        group side by side, each as ``apply_rope(..., inverse=True)`` makes it.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, ``num_groups`` that does not divide num_heads, or several
+            devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: one loop of Inductor; dynamic in num_tokens and num_positions; CUDA graphs and export:
+        yes.
+
+    Source: DeepSeek-V4's output projection.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> cos_sin_cache = torch.tensor([[0.0, 1.0]])  # a quarter turn
+        >>> o = torch.tensor([[[5.0, -2.0, 1.0]] * 4], dtype=torch.bfloat16)
+        >>> dsv4_ops.inverse_rope_group(o, torch.tensor([0]), cos_sin_cache, num_groups=2).tolist()
+        [[[5.0, 1.0, 2.0, 5.0, 1.0, 2.0], [5.0, 1.0, 2.0, 5.0, 1.0, 2.0]]]
+    """
+    checks = Checks("inverse_rope_group")
+    _check_groups(checks, o, positions, cos_sin_cache, "dim", num_groups)
+    groups: Tensor = _inverse_rope_group(o, positions, cos_sin_cache, num_groups=num_groups)
+    return groups
+
+
+def inverse_rope_group_quantize(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int, scale_layout: str
+) -> QuantizedGroups:
+    """``inverse_rope_group`` in FP8, one scale for every 128 values, as a grouped matrix product
+    takes it.
+
+    Args:
+        o: Attention output, [num_tokens, num_heads, 512], bfloat16, any strides.
+        positions: Absolute position of every query, [num_tokens], int64, as for
+            ``inverse_rope_group``.
+        cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; rope_dim is
+            even and at most 512.
+        num_groups: Groups of heads; divides num_heads. At least 1.
+        scale_layout: Where the scales go: "row", "column_padded" (DeepGEMM on SM90) or
+            "ue8m0_packed" (DeepGEMM on SM100).
+
+    Returns:
+        ``QuantizedGroups(values, scales)``. values: float8_e4m3fn [num_groups, num_tokens, width],
+        dense, with width = num_heads / num_groups * 512: the bfloat16 of ``inverse_rope_group``
+        over its scale, rounded to nearest even. The scale of a block is the smallest power of two,
+        2^-42 at least, with which its largest magnitude is at most 448. NaN becomes code 0x7F and
+        does not count for the scale; an infinity saturates and counts as the largest bfloat16.
+        scales, dense, with padding of 0 up to padded_tokens, a multiple of 4: "row": float32
+        [num_groups, num_tokens, width / 128]. "column_padded": float32 [num_groups, width / 128,
+        padded_tokens]. "ue8m0_packed": int32 [num_groups, width / 512, padded_tokens], the four
+        UE8M0 bytes of a head, the first in the lowest byte. ``scales.permute(2, 0, 1)
+        [:num_tokens]`` is the view with a token stride of 1 that DeepGEMM takes of the last two.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, ``num_groups`` that does not divide num_heads, an unknown
+            ``scale_layout``, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: one reduction of Inductor, and a copy of the scales where they are padded; dynamic in
+        num_tokens and num_positions; CUDA graphs and export: yes. Rounding of the rotation may
+        change a code by one step.
+
+    Source: vLLM 0.33's inverse RoPE and quantisation; rounded to bfloat16 before, as the two ops.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> o = torch.full((1, 2, 512), 3.0, dtype=torch.bfloat16)
+        >>> quantized = dsv4_ops.inverse_rope_group_quantize(
+        ...     o, torch.tensor([-1]), torch.zeros(1, 64), num_groups=2,
+        ...     scale_layout="column_padded"
+        ... )
+        >>> quantized.values[1, 0, 0].item(), quantized.scales[1, 0].tolist()  # 3 / 2^-7
+        (384.0, [0.0078125, 0.0, 0.0, 0.0])
+    """
+    checks = Checks("inverse_rope_group_quantize")
+    checks.one_of(
+        "scale_layout", scale_layout, *_SCALE_LAYOUTS, belongs_to="the matrix product takes"
+    )
+    _check_groups(checks, o, positions, cos_sin_cache, MainLayout.head_dim, num_groups)
+    return QuantizedGroups(
+        *_inverse_rope_group_quantize(
+            o, positions, cos_sin_cache, num_groups=num_groups, scale_layout=scale_layout
+        )
+    )
+
+
+def _check_groups(
+    checks: Checks,
+    o: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    dim: str | int,
+    num_groups: int,
+) -> None:
+    checks.at_least(1, num_groups=num_groups)
+    checks.tensor("o", o, torch.bfloat16, "num_tokens", "num_heads", dim)
+    checks.divides("num_groups", num_groups, "num_heads", o.shape[1])
+    checks.rotation(positions, cos_sin_cache, "rope_dim")
+    checks.even("cos_sin_cache", cos_sin_cache, "dim", o.shape[2])

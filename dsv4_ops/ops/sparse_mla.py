@@ -1,0 +1,382 @@
+"""Sparse MLA: attention of every token over the cache rows that its index lists name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.core.types import SparseMla, SparseMlaGathered
+from dsv4_ops.meta import sparse_mla as meta
+from dsv4_ops.reference import sparse_mla as reference
+
+_SETTINGS = (
+    "float softmax_scale, int swa_block_size, int extra_block_size, str layout, int num_splits, "
+    "bool batch_invariant"
+)
+_SWA = "Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens"
+_SOURCE = "FlashMLA flash_mla_with_kvcache as vLLM 0.33 calls it; lse of no key is -inf here"
+
+_sparse_mla_decode = define_op(
+    OpSpec(
+        stem="sparse_mla",
+        schema=(
+            f"sparse_mla_decode({_SWA}, Tensor? extra_cache, Tensor? extra_indices, "
+            f"Tensor? extra_lens, Tensor? attn_sink, *, {_SETTINGS}) -> (Tensor out, Tensor lse)"
+        ),
+        meta=meta.sparse_mla_decode,
+        reference=reference.sparse_mla_decode,
+        lowering={"cpu": "decompose", "cuda": "triton"},
+        dynamic=("num_tokens", "num_blocks", "swa_width", "extra_width"),
+        source=_SOURCE,
+        providers=("triton", "reference"),
+    )
+)
+_sparse_mla_decode_paged = define_op(
+    OpSpec(
+        stem="sparse_mla",
+        schema=(
+            f"sparse_mla_decode_paged({_SWA}, Tensor extra_cache, Tensor extra_lens, "
+            f"Tensor req_indices, Tensor extra_block_table, Tensor? attn_sink, *, {_SETTINGS}) "
+            "-> (Tensor out, Tensor lse)"
+        ),
+        meta=meta.sparse_mla_decode_paged,
+        reference=reference.sparse_mla_decode_paged,
+        lowering={"cpu": "decompose", "cuda": "triton"},
+        dynamic=("num_tokens", "num_blocks", "swa_width", "num_reqs", "max_blocks"),
+        source=_SOURCE,
+        providers=("triton", "reference"),
+    )
+)
+_sparse_mla_gathered = define_op(
+    OpSpec(
+        stem="sparse_mla",
+        schema=(
+            "sparse_mla_gathered(Tensor q, Tensor kv, Tensor indices, Tensor lens, "
+            "Tensor? attn_sink, *, float softmax_scale) "
+            "-> (Tensor out, Tensor max_logits, Tensor lse)"
+        ),
+        meta=meta.sparse_mla_gathered,
+        reference=reference.sparse_mla_gathered,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_tokens", "num_rows", "topk"),
+        source="FlashMLA flash_mla_sparse_fwd; lse in natural logarithms",
+    )
+)
+
+
+def sparse_mla_decode(
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    extra_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lens: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    *,
+    softmax_scale: float,
+    swa_block_size: int,
+    extra_block_size: int = 1,
+    layout: str = MainLayout.tag,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+) -> SparseMla:
+    """Attend to the window's rows and to the selected rows of the compressed cache; keys are
+    values.
+
+    Args:
+        q: Queries with RoPE applied, [num_tokens, num_heads, 512], bfloat16, any strides; for the
+            layout "plain" of any width and dtype that the caches have.
+        swa_cache: Cache of the window, [num_swa_blocks, page_bytes], uint8, from
+            ``MainLayout.allocate``; or of ``PlainLayout``.
+        swa_indices: Slots of the window's rows, [num_tokens, swa_width], int32, as
+            ``swa_indices_and_lens`` gives them. Slots that do not exist are skipped.
+        swa_lens: How many leading entries of ``swa_indices`` count, [num_tokens], int32.
+        extra_cache: Compressed cache of the same layout, [num_extra_blocks, page_bytes]; None for
+            a layer with only a window, and then neither of the next two.
+        extra_indices: Slots of the selected rows, [num_tokens, extra_width], int32, as
+            ``global_topk_indices_and_lens`` gives them.
+        extra_lens: How many leading entries of ``extra_indices`` count, [num_tokens], int32.
+        attn_sink: Logit that joins the denominator, [num_heads], float32; None for none. inf makes
+            the output 0, -inf has no effect.
+        softmax_scale: What q . k is multiplied by, 512**-0.5 in DeepSeek-V4. Above 0.
+        swa_block_size: Rows per page of ``swa_cache``. At least 1.
+        extra_block_size: Rows per page of ``extra_cache``. At least 1.
+        layout: Tag of both caches' layout, "v4_fp8" or "plain".
+        num_splits: Parts that the keys of a token are cut into; 0 has the batch decide. At least 0.
+        batch_invariant: With num_splits 0, cut by the widths alone: a token's result has the same
+            bits whatever other tokens are in the batch.
+
+    Returns:
+        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key.
+        lse: Natural logarithm of the sum of exp(logit) over the keys, without the sink,
+            [num_tokens, num_heads], float32; -inf without any key.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, caches that are not of the layout, a number out of range,
+            or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: on CUDA our Triton kernels (one over splits, one that joins them) in the graph and in
+        AOTInductor packages; float32 queries, rows of another width than 512 and other devices get
+        the reference: gathers and matrix products. Dynamic in num_tokens, the pages of the caches,
+        and both widths; CUDA graphs and export: yes.
+
+    Source: FlashMLA ``flash_mla_with_kvcache`` with ``indices`` and ``extra_indices_in_kvcache``.
+        The lse of a token without keys is -inf here, +inf there.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import PlainLayout
+        >>> cache = PlainLayout(block_size=2, width=4, dtype=torch.float32).allocate(num_blocks=1)
+        >>> cache[0, 1] = 2.0
+        >>> q = torch.zeros(1, 1, 4)
+        >>> indices, lens = torch.tensor([[1]], dtype=torch.int32), torch.tensor([1]).int()
+        >>> sink = torch.zeros(1)
+        >>> out, lse = dsv4_ops.sparse_mla_decode(
+        ...     q, cache, indices, lens, attn_sink=sink,
+        ...     softmax_scale=0.5, swa_block_size=2, layout="plain",
+        ... )
+        >>> out[0, 0, 0].item(), lse.item()
+        (1.0, 0.0)
+    """
+    checks = _check_queries("sparse_mla_decode", q, layout, num_splits, batch_invariant)
+    checks.above(0, softmax_scale=softmax_scale)
+    checks.at_least(1, extra_block_size=extra_block_size)
+    _check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
+    _check_lists(checks, "swa", swa_indices, swa_lens)
+    if extra_cache is not None and extra_indices is not None and extra_lens is not None:
+        _check_cache(checks, "extra", q, extra_cache, extra_block_size, layout)
+        _check_lists(checks, "extra", extra_indices, extra_lens)
+    else:
+        _check_none(checks, extra_cache, extra_indices, extra_lens)
+    _check_sink(checks, attn_sink)
+    return SparseMla(
+        *_sparse_mla_decode(
+            q,
+            swa_cache,
+            swa_indices,
+            swa_lens,
+            extra_cache,
+            extra_indices,
+            extra_lens,
+            attn_sink,
+            softmax_scale=softmax_scale,
+            swa_block_size=swa_block_size,
+            extra_block_size=extra_block_size,
+            layout=layout,
+            num_splits=num_splits,
+            batch_invariant=batch_invariant,
+        )
+    )
+
+
+def sparse_mla_decode_paged(
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    extra_cache: Tensor,
+    extra_lens: Tensor,
+    req_indices: Tensor,
+    extra_block_table: Tensor,
+    attn_sink: Tensor | None = None,
+    *,
+    softmax_scale: float,
+    swa_block_size: int,
+    extra_block_size: int,
+    layout: str = MainLayout.tag,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+) -> SparseMla:
+    """``sparse_mla_decode`` over the window and the first rows of each token's request: a C128
+    layer, which selects nothing. The kernel walks the block table.
+
+    Args:
+        q: Queries, as for ``sparse_mla_decode``, as is all that is not described here.
+        swa_cache: Cache of the window, [num_swa_blocks, page_bytes], uint8.
+        swa_indices: Slots of the window's rows, [num_tokens, swa_width], int32.
+        swa_lens: How many leading entries of ``swa_indices`` count, [num_tokens], int32.
+        extra_cache: Compressed cache, [num_extra_blocks, page_bytes], uint8.
+        extra_lens: How many rows of its request a token sees, [num_tokens], int32:
+            (position + 1) // 128. Rows past the block table and on pages that do not exist are
+            skipped.
+        req_indices: Request of every token, [num_tokens], int32; one that does not exist sees no
+            compressed row.
+        extra_block_table: Page of every (request, block), [num_reqs, max_blocks], int32.
+        attn_sink: Logit that joins the denominator, [num_heads], float32; None for none.
+        softmax_scale: What q . k is multiplied by.
+        swa_block_size: Rows per page of ``swa_cache``. At least 1.
+        extra_block_size: Rows per page of ``extra_cache``: 2 for C128. At least 1.
+        layout: Tag of both caches' layout, "v4_fp8" or "plain".
+        num_splits: Parts that the keys of a token are cut into; 0 has the batch decide.
+        batch_invariant: With num_splits 0, cut by the widths alone.
+
+    Returns:
+        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key.
+        lse: As for ``sparse_mla_decode``, [num_tokens, num_heads], float32.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: as ``sparse_mla_decode``.
+        TypeError: as ``sparse_mla_decode``.
+
+    Compile: as ``sparse_mla_decode``; dynamic in num_tokens, num_reqs, max_blocks, swa_width and
+        the pages of the caches; CUDA graphs and export: yes. The reference gathers every row of
+        the block table for every token.
+
+    Source: FlashMLA ``flash_mla_with_kvcache`` over the indices that vLLM 0.33 writes for C128.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import PlainLayout
+        >>> cache = PlainLayout(block_size=2, width=4, dtype=torch.float32).allocate(num_blocks=2)
+        >>> cache[1, 0] = 2.0
+        >>> q, none = torch.zeros(1, 1, 4), torch.tensor([0]).int()
+        >>> out, lse = dsv4_ops.sparse_mla_decode_paged(
+        ...     q, cache, none[:, None], none, cache, torch.tensor([1]).int(), none,
+        ...     torch.tensor([[1, 0]]).int(), softmax_scale=0.5, swa_block_size=2,
+        ...     extra_block_size=2, layout="plain",
+        ... )
+        >>> out[0, 0, 0].item(), lse.item()
+        (2.0, 0.0)
+    """
+    checks = _check_queries("sparse_mla_decode_paged", q, layout, num_splits, batch_invariant)
+    checks.above(0, softmax_scale=softmax_scale)
+    _check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
+    _check_lists(checks, "swa", swa_indices, swa_lens)
+    _check_cache(checks, "extra", q, extra_cache, extra_block_size, layout)
+    checks.tensor("extra_lens", extra_lens, torch.int32, "num_tokens")
+    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tensor("extra_block_table", extra_block_table, torch.int32, "num_reqs", "max_blocks")
+    _check_sink(checks, attn_sink)
+    return SparseMla(
+        *_sparse_mla_decode_paged(
+            q,
+            swa_cache,
+            swa_indices,
+            swa_lens,
+            extra_cache,
+            extra_lens,
+            req_indices,
+            extra_block_table,
+            attn_sink,
+            softmax_scale=softmax_scale,
+            swa_block_size=swa_block_size,
+            extra_block_size=extra_block_size,
+            layout=layout,
+            num_splits=num_splits,
+            batch_invariant=batch_invariant,
+        )
+    )
+
+
+def sparse_mla_gathered(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    attn_sink: Tensor | None = None,
+    *,
+    softmax_scale: float,
+) -> SparseMlaGathered:
+    """Attend to rows of an unpaged tensor: the form of FlashMLA's sparse prefill.
+
+    Args:
+        q: Queries, [num_tokens, num_heads, width], bfloat16 or float32.
+        kv: Keys, which are the values, [num_rows, width], the dtype of q.
+        indices: Rows of ``kv``, [num_tokens, topk], int32; rows that do not exist are skipped.
+        lens: How many leading entries of ``indices`` count, [num_tokens], int32.
+        attn_sink: Logit that joins the denominator, [num_heads], float32; None for none.
+        softmax_scale: What q . k is multiplied by.
+
+    Returns:
+        out: [num_tokens, num_heads, width], the dtype of q; 0 without any key.
+        max_logits: Largest logit, [num_tokens, num_heads], float32; -inf without any key.
+        lse: Natural logarithm of the sum of exp(logit), without the sink, [num_tokens, num_heads],
+            float32; -inf without any key.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: gathers and matrix products; dynamic in num_tokens, num_rows and topk; CUDA graphs and
+        export: yes.
+
+    Source: FlashMLA ``flash_mla_sparse_fwd``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> kv, q = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.zeros(1, 1, 2)
+        >>> indices, lens = torch.tensor([[1, 0]]).int(), torch.tensor([2]).int()
+        >>> dsv4_ops.sparse_mla_gathered(q, kv, indices, lens, softmax_scale=1.0).out
+        tensor([[[0.5000, 1.0000]]])
+    """
+    checks = Checks("sparse_mla_gathered")
+    checks.above(0, softmax_scale=softmax_scale)
+    checks.floats("q", q, torch.bfloat16, torch.float32)
+    checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", "width")
+    checks.tensor("kv", kv, q.dtype, "num_rows", "width")
+    checks.tensor("indices", indices, torch.int32, "num_tokens", "topk")
+    checks.tensor("lens", lens, torch.int32, "num_tokens")
+    checks.at_least(1, topk=indices.shape[1])
+    _check_sink(checks, attn_sink)
+    return SparseMlaGathered(
+        *_sparse_mla_gathered(q, kv, indices, lens, attn_sink, softmax_scale=softmax_scale)
+    )
+
+
+def _check_queries(
+    op: str, q: Tensor, layout: str, num_splits: int, batch_invariant: bool
+) -> Checks:
+    checks = Checks(op)
+    checks.one_of("layout", layout, MainLayout.tag, "plain")
+    checks.at_least(0, num_splits=num_splits)
+    checks.flag("batch_invariant", batch_invariant)
+    if layout == MainLayout.tag:
+        checks.tensor("q", q, torch.bfloat16, "num_tokens", "num_heads", MainLayout.head_dim)
+    else:
+        checks.floats("q", q, torch.bfloat16, torch.float32)
+        checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", "width")
+    return checks
+
+
+def _check_cache(
+    checks: Checks, source: str, q: Tensor, cache: Tensor, block_size: int, layout: str
+) -> None:
+    size_name, blocks = f"{source}_block_size", f"num_{source}_blocks"
+    checks.at_least(1, **{size_name: block_size})
+    if layout == MainLayout.tag:
+        dims = (blocks, f"{source}_page_bytes")
+        checks.pages(f"{source}_cache", cache, MainLayout(block_size), dims, size_name)
+        return
+    checks.rows(f"{source}_cache", cache, block_size, (blocks, size_name, "width"), size_name)
+    checks.tensor(f"{source}_cache", cache, q.dtype, blocks, size_name, "width")
+
+
+def _check_lists(checks: Checks, source: str, indices: Tensor, lens: Tensor) -> None:
+    checks.tensor(f"{source}_indices", indices, torch.int32, "num_tokens", f"{source}_width")
+    checks.tensor(f"{source}_lens", lens, torch.int32, "num_tokens")
+    checks.at_least(1, **{f"{source}_width": indices.shape[1]})
+
+
+def _check_none(checks: Checks, *extra: Tensor | None) -> None:
+    """All three of the extra cache are None."""
+    names = ("extra_cache", "extra_indices", "extra_lens")
+    missing = next(name for name, value in zip(names, extra, strict=True) if value is None)
+    for name, value in zip(names, extra, strict=True):
+        if value is not None:
+            checks.comes_with(name, missing, None)
+
+
+def _check_sink(checks: Checks, attn_sink: Tensor | None) -> None:
+    if attn_sink is not None:
+        checks.tensor("attn_sink", attn_sink, torch.float32, "num_heads")

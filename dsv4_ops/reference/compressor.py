@@ -1,0 +1,173 @@
+"""Compressed keys: the row that a finished window becomes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import IndexerLayout, MainLayout
+from dsv4_ops.core.types import ABSENT
+from dsv4_ops.reference.common import masked_index, take, valid_tokens
+from dsv4_ops.reference.indexer_cache import quantize_and_insert_indexer_k_functional
+from dsv4_ops.reference.kv_cache import quantize_and_insert_k_cache_functional
+from dsv4_ops.reference.pages import locate
+from dsv4_ops.reference.plain_cache import insert_k_cache_functional
+from dsv4_ops.reference.rotation import rotate_tail
+
+
+def finishing_tokens(
+    positions: Tensor, req_indices: Tensor, slot_mapping: Tensor, num_reqs: int, compress_ratio: int
+) -> Tensor:
+    """Tokens that are the last of their window and have a slot for its row."""
+    valid = valid_tokens(positions, req_indices, num_reqs) & (slot_mapping >= 0)
+    return valid & (torch.where(valid, positions, 0) % compress_ratio == compress_ratio - 1)
+
+
+def _window(
+    kv_score: Tensor,
+    ape: Tensor,
+    states: Tensor,
+    state_block_table: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    finishes: Tensor,
+    *,
+    head_dim: int,
+    compress_ratio: int,
+    overlap: bool,
+    state_block_size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """kv and biased score [num_tokens, rows, head_dim] of the window that each token finishes, and
+    which of its rows exist [num_tokens, rows, 1]."""
+    width = ape.shape[1]
+    num_rows = compress_ratio * (2 if overlap else 1)
+    row = torch.arange(num_rows, device=positions.device)
+    back = num_rows - 1 - row
+    position = positions[:, None] - back
+    wanted = finishes[:, None] & (position >= 0)
+    # the row of a token of this call is in kv_score already, at a known distance
+    token = torch.arange(positions.shape[0], device=positions.device)[:, None] - back
+    near = wanted & (token >= 0)
+    token = torch.where(near, token, 0)
+    near = near & (take(req_indices, token) == req_indices[:, None])
+    near = near & (take(positions, token) == position)
+    pages, state_rows = locate(
+        state_block_table, req_indices[:, None], position, wanted & ~near, state_block_size
+    )
+    stored = (pages >= 0) & (pages < states.shape[0])
+    # an overlapping window takes its first half from the left columns of the one before
+    column = torch.where(row < compress_ratio, 0, width - head_dim)[:, None]
+    column = column + torch.arange(head_dim, device=positions.device)
+    near, stored = near[..., None], stored[..., None]
+    first = (state_rows * (2 * width))[..., None]
+
+    def values(offset: int) -> tuple[Tensor, Tensor]:
+        fresh = masked_index(kv_score, near, [token[..., None], column + offset], 0)
+        old = masked_index(states, stored, [pages[..., None], first + column + offset], 0)
+        return fresh, old
+
+    bias = torch.ops.aten._unsafe_index.Tensor(ape, [row[:, None] % compress_ratio, column])
+    kv = torch.where(near, *values(0))
+    fresh, old = values(width)
+    return kv, torch.where(near, fresh + bias, old), near | stored
+
+
+def _weighted_sum(kv: Tensor, score: Tensor, exists: Tensor) -> Tensor:
+    """Sum over the rows of a window, each channel with its own softmax."""
+    largest = torch.where(exists, score, float("-inf")).amax(1, keepdim=True)
+    weight = torch.where(exists, torch.exp(score - largest), 0.0)
+    summed: Tensor = (weight * kv).sum(1) / weight.sum(1)
+    return summed
+
+
+def compress_and_insert_functional(
+    kv_score: Tensor,
+    ape: Tensor,
+    states: Tensor,
+    state_block_table: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    norm_weight: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_ratio: int,
+    overlap: bool,
+    eps: float,
+    state_block_size: int,
+    block_size: int,
+    layout: str,
+) -> Tensor:
+    # sizes of a row are configuration: compiled code takes them as constants
+    num_reqs, head_dim = state_block_table.shape[0], int(norm_weight.shape[0])
+    finishes = finishing_tokens(positions, req_indices, slot_mapping, num_reqs, compress_ratio)
+    rows = _weighted_sum(
+        *_window(
+            kv_score,
+            ape,
+            states,
+            state_block_table,
+            positions,
+            req_indices,
+            finishes,
+            head_dim=head_dim,
+            compress_ratio=compress_ratio,
+            overlap=overlap,
+            state_block_size=state_block_size,
+        )
+    )
+    rows = rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + eps) * norm_weight
+    first = torch.where(finishes, positions, 0) // compress_ratio * compress_ratio
+    rows = rotate_tail(rows, first, cos_sin_cache)
+    slots = torch.where(finishes, slot_mapping, ABSENT)
+    if layout == MainLayout.tag:
+        return quantize_and_insert_k_cache_functional(
+            rows.to(torch.bfloat16), k_cache, slots, block_size=block_size, layout=layout
+        )
+    if layout == IndexerLayout.tag:
+        return quantize_and_insert_indexer_k_functional(
+            rows.to(torch.bfloat16), k_cache, slots, block_size=block_size, layout=layout
+        )
+    return insert_k_cache_functional(rows.to(k_cache.dtype), k_cache, slots)
+
+
+def compress_and_insert(
+    kv_score: Tensor,
+    ape: Tensor,
+    states: Tensor,
+    state_block_table: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    norm_weight: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_ratio: int,
+    overlap: bool,
+    eps: float,
+    state_block_size: int,
+    block_size: int,
+    layout: str,
+) -> None:
+    k_cache.copy_(
+        compress_and_insert_functional(
+            kv_score,
+            ape,
+            states,
+            state_block_table,
+            positions,
+            req_indices,
+            norm_weight,
+            cos_sin_cache,
+            k_cache,
+            slot_mapping,
+            compress_ratio=compress_ratio,
+            overlap=overlap,
+            eps=eps,
+            state_block_size=state_block_size,
+            block_size=block_size,
+            layout=layout,
+        )
+    )

@@ -1,0 +1,64 @@
+"""Rotary embedding: the table, the rotation, and the way back on the attention output."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dsv4_ops.core.layout import (
+    ACTIVATION_BLOCK,
+    ACTIVATION_FLOOR,
+    TOKEN_ALIGNMENT,
+    round_up,
+)
+from dsv4_ops.core.types import QuantizedGroups
+from dsv4_ops.core.yarn import YarnScaling
+from dsv4_ops.reference.common import dense
+from dsv4_ops.reference.quantization import bf16_bits, from_bytes, quantize, scale_values
+from dsv4_ops.reference.rotation import rotate_tail
+
+
+def rope_cos_sin_cache(
+    num_positions: int,
+    *,
+    theta: float,
+    rope_dim: int,
+    scaling: YarnScaling | None,
+    device: torch.device | str | None,
+) -> Tensor:
+    pairs = torch.arange(rope_dim // 2, dtype=torch.float64, device="cpu")
+    frequencies = theta ** (-2 * pairs / rope_dim)
+    if scaling is not None:
+        slowdowns = scaling.slowdowns(rope_dim, theta)
+        frequencies = frequencies * torch.tensor(slowdowns, dtype=torch.float64, device="cpu")
+    positions = torch.arange(num_positions, dtype=torch.float64, device="cpu")
+    angles = positions[:, None] * frequencies
+    return torch.cat([angles.cos().to(torch.float32), angles.sin().to(torch.float32)], 1).to(device)
+
+
+def apply_rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool) -> Tensor:
+    rotated = rotate_tail(x.to(torch.float32), positions, cos_sin_cache, inverse=inverse)
+    return dense(rotated.to(x.dtype))
+
+
+def inverse_rope_group(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int
+) -> Tensor:
+    num_tokens, num_heads, dim = o.shape
+    rotated = apply_rope(o, positions, cos_sin_cache, inverse=True)
+    return rotated.view(num_tokens, num_groups, num_heads // num_groups * dim)
+
+
+def inverse_rope_group_quantize(
+    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int, scale_layout: str
+) -> QuantizedGroups:
+    rows = inverse_rope_group(o, positions, cos_sin_cache, num_groups=num_groups)
+    bits = bf16_bits(rows.transpose(0, 1))
+    codes, scale = quantize(bits, ACTIVATION_BLOCK, ACTIVATION_FLOOR)
+    values = dense(codes).view(torch.float8_e4m3fn)
+    if scale_layout == "row":
+        return QuantizedGroups(values, dense(scale_values(scale)))
+    packed = from_bytes(scale, 4) if scale_layout == "ue8m0_packed" else scale_values(scale)
+    padding = round_up(o.shape[0], TOKEN_ALIGNMENT) - o.shape[0]
+    return QuantizedGroups(values, dense(pad(packed.transpose(1, 2), (0, padding))))

@@ -1,0 +1,349 @@
+"""Cases, strategies and float64 results of the compressor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import FP8_MAX, IndexerLayout, MainLayout, QuantizedLayout, StateLayout
+from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64
+
+FP32_UNIT, FP8_UNIT = 2.0**-24, 2.0**-4
+ROUNDINGS = 8
+"""Roundings of float32 between the states and a row, each of about the size of the row: exponential
+(of a rounded difference; two), product, sums, quotient, root, two products of the norm, rotation.
+"""
+
+_TINY = {
+    "compress_ratio": 2,
+    "overlap": False,
+    "eps": 1e-30,
+    "state_block_size": 2,
+    "block_size": 2,
+    "layout": "plain",
+}
+
+
+def written_slots(case: Case) -> list[tuple[int, int]]:
+    """(token, slot) of every row that the op writes."""
+    *_, table, positions, req_indices, _, _, k_cache, slot_mapping = case.tensors
+    assert table is not None
+    assert k_cache is not None
+    num_slots = k_cache.shape[0] * case.settings["block_size"]
+    ratio, found = case.settings["compress_ratio"], []
+    columns = (_list(positions), _list(req_indices), _list(slot_mapping))
+    for token, (position, request, slot) in enumerate(zip(*columns, strict=True)):
+        known = 0 <= position < 2**31 - 1 and 0 <= request < table.shape[0]
+        if known and position % ratio == ratio - 1 and 0 <= slot < num_slots:
+            found.append((token, slot))
+    return found
+
+
+def _list(tensor: Tensor | None) -> list[int]:
+    assert tensor is not None
+    values: list[int] = tensor.tolist()
+    return values
+
+
+def _state_rows(case: Case, token: int) -> tuple[Tensor, Tensor]:
+    """kv and biased score of the rows of a finished window that exist, [rows, head_dim]."""
+    kv_score, ape, states, table, positions, req_indices, norm_weight = case.tensors[:7]
+    assert kv_score is not None
+    assert ape is not None
+    assert states is not None
+    assert table is not None
+    assert norm_weight is not None
+    ratio, size = case.settings["compress_ratio"], case.settings["state_block_size"]
+    width, dim = ape.shape[1], norm_weight.shape[0]
+    position, request = _list(positions)[token], _list(req_indices)[token]
+    kv, score = [], []
+    num_rows = ratio * (2 if case.settings["overlap"] else 1)
+    for row in range(num_rows):
+        back = num_rows - 1 - row
+        place, other, left = position - back, token - back, 0 if row < ratio else width - dim
+        if place < 0:
+            continue
+        same = other >= 0 and _list(positions)[other] == place
+        if same and _list(req_indices)[other] == request:
+            values = kv_score[other].clone()
+            values[width:] += ape[place % ratio]  # as stored: rounded to float32
+        else:
+            column = place // size
+            page = int(table[request, column]) if column < table.shape[1] else -1
+            if not 0 <= page < states.shape[0]:
+                continue
+            values = StateLayout(size, 2 * width).rows(states)[page, place % size]
+        kv.append(values[left : left + dim])
+        score.append(values[width + left : width + left + dim])
+    return torch.stack(kv).double(), torch.stack(score).double()
+
+
+def _exact_row(case: Case, token: int) -> tuple[Tensor, Tensor]:
+    """A compressed key in float64, and the size of what is rounded on the way to it."""
+    norm_weight, cos_sin_cache, positions = case.tensors[6], case.tensors[7], case.tensors[4]
+    assert norm_weight is not None
+    assert cos_sin_cache is not None
+    kv, score = _state_rows(case, token)
+    weight = (score - score.amax(0)).exp()
+    weight = weight / weight.sum(0)
+    row = (weight * kv).sum(0)
+    scale = norm_weight.double() * (row.square().mean() + case.settings["eps"]).rsqrt()
+    size = (weight * kv.abs()).sum(0) * scale.abs()
+    row = row * scale
+    ratio = case.settings["compress_ratio"]
+    first, rope = _list(positions)[token] // ratio * ratio, cos_sin_cache.shape[1]
+    if first < cos_sin_cache.shape[0] and rope:
+        cos, sin = cos_sin_cache[first].double().chunk(2)
+        even, odd = row[-rope::2].clone(), row[-rope + 1 :: 2].clone()
+        row[-rope::2], row[-rope + 1 :: 2] = even * cos - odd * sin, odd * cos + even * sin
+    return row, size.nan_to_num().amax().expand_as(row)
+
+
+def _exact(value: Tensor, size: Tensor, unit: float) -> Exact:
+    """One rounding of the result, and those of float32 before it, in units of the result."""
+    return Exact(value, value.abs() + ROUNDINGS * (FP32_UNIT / unit) * size)
+
+
+def precise(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None, ...]:
+    """float64 results of what ``readable`` reads."""
+    case = Case("precise", tensors, settings)
+    k_cache, norm_weight = case.tensors[8], case.tensors[6]
+    assert k_cache is not None
+    assert norm_weight is not None
+    pairs = [_exact_row(case, token) for token, _ in written_slots(case)]
+    empty = norm_weight.new_empty((0, norm_weight.shape[0]), dtype=torch.float64)
+    values = torch.stack([value for value, _ in pairs]) if pairs else empty
+    sizes = torch.stack([size for _, size in pairs]) if pairs else empty
+    layout = _quantized(settings)
+    if layout is None:
+        return _exact(values, sizes, torch.finfo(k_cache.dtype).eps / 2), None
+    codes, size = values[:, : layout.code_dim], sizes[:, : layout.code_dim]
+    blocks = codes.unflatten(1, (-1, layout.quant_block))
+    amax = blocks.nan_to_num(0.0).abs().amax(-1, keepdim=True).clamp(min=1e-4)
+    step = torch.exp2(torch.ceil(torch.log2(amax / FP8_MAX))).expand_as(blocks).flatten(1)
+    magnitude = codes.abs() + step * 2.0**-6 + ROUNDINGS * (FP32_UNIT / FP8_UNIT) * size
+    coded = Exact(codes, magnitude, FP8_UNIT)
+    rope, rope_size = values[:, layout.code_dim :], sizes[:, layout.code_dim :]
+    return coded, _exact(rope, rope_size, 2.0**-8), None
+
+
+def readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The values of written rows, of a quantised cache codes over scales and RoPE apart; then the
+    cache without the bytes that depend on floats."""
+    (cache,) = outcome
+    rest = cache.clone(memory_format=torch.contiguous_format)
+    slots = [slot for _, slot in written_slots(case)]
+    layout = _quantized(case.settings)
+    if layout is None:
+        rows = rest.flatten(0, 1)
+        values = rows[slots].clone()
+        rows[slots] = 0
+        return values, rest
+    flat = rest.view(-1)
+    data = torch.empty(len(slots), layout.data_bytes, dtype=torch.uint8, device=cache.device)
+    scales = data.new_empty(len(slots), layout.scale_bytes)
+    scale_bytes = layout.num_scales if isinstance(layout, MainLayout) else layout.scale_bytes
+    for row, slot in enumerate(slots):
+        for part, start in ((data, layout.data_offset(slot)), (scales, layout.scale_offset(slot))):
+            part[row] = flat[start : start + part.shape[1]]
+            flat[start : start + (part.shape[1] if part is data else scale_bytes)] = 0
+    factor = scales.view(torch.float32)
+    if isinstance(layout, MainLayout):
+        factor = torch.exp2(scales[:, : layout.num_scales].float() - 127)
+    codes = data[:, : layout.code_dim].contiguous().view(torch.float8_e4m3fn).float()
+    values = codes.unflatten(1, (-1, layout.quant_block)) * factor.unsqueeze(-1)
+    return values.flatten(1), data[:, layout.code_dim :].contiguous().view(torch.bfloat16), rest
+
+
+def _quantized(settings: dict[str, Any]) -> QuantizedLayout | None:
+    if settings["layout"] == "plain":
+        return None
+    kind = MainLayout if settings["layout"] == MainLayout.tag else IndexerLayout
+    return kind(settings["block_size"])
+
+
+def _worked(name: str, expected: Any = None, **changed: Any) -> Case:
+    """Four tokens of one request, windows of two: kv (1, 3) and (3, 5), then (0, 0) and (6, -8),
+    all with the same score; no rotation."""
+    tensors = {
+        "kv_score": torch.tensor([[1.0, 3, 0, 0], [3, 5, 0, 0], [0, 0, 0, 0], [6, -8, 0, 0]]),
+        "ape": torch.zeros(2, 2),
+        "states": StateLayout(2, 4).allocate(2),
+        "state_block_table": i32([[0, 1]]),
+        "positions": i64([0, 1, 2, 3]),
+        "req_indices": i32([0] * 4),
+        "norm_weight": torch.tensor([1.0, 2.0]),
+        "cos_sin_cache": torch.zeros(0, 2),
+        "k_cache": torch.full((1, 2, 2), 7.0),
+        "slot_mapping": i64([-1, 0, -1, 1]),
+    }
+    settings = {key: changed.pop(key) for key in [*changed] if key in _TINY}
+    tensors.update(changed)
+    return Case(name, tuple(tensors.values()), {**_TINY, **settings}, expected)
+
+
+def _cases() -> list[Case]:
+    # a row over the root of its mean square: with one value that is its sign, times the weight
+    states = StateLayout(2, 4).allocate(2)
+    StateLayout(2, 4).rows(states)[1, 0] = torch.tensor([-4.0, 5.0, 0.0, 100.0])
+    one = {"norm_weight": torch.tensor([0.5]), "ape": torch.zeros(2, 1)}
+    one |= {"cos_sin_cache": torch.zeros(0, 0), "k_cache": torch.full((1, 2, 1), 7.0)}
+    one |= {"kv_score": torch.tensor([[1.0, 0], [3, 0], [0, 0], [-6, 0]])}
+    one |= {"states": StateLayout(2, 2).allocate(2)}
+    turned = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])  # window 1 by a quarter
+    level = torch.tensor([[1.0, 1, 0, 0], [1, 1, 0, 0], [3, 4, 0, 0], [3, 2, 0, 0]])
+    return [
+        _worked("one channel", ([[[0.5], [-0.5]]],), **one),
+        _worked("no slot", ([[[7.0] * 2] * 2],), slot_mapping=i64([-1, 2, 0, -2])),
+        _worked("no request", ([[[7.0] * 2] * 2],), req_indices=i32([-1, 1, 0, 2])),
+        _worked(
+            "a quarter turn at the first position of the window",
+            ([[[1.0, 1.0], [-1.0, 1.0]]],),
+            kv_score=level,
+            norm_weight=torch.ones(2),
+            cos_sin_cache=turned,
+        ),
+        _worked("two channels"),
+        _worked(
+            "the last token of a window from the states",
+            kv_score=torch.tensor([[2.0, 1.0, 0.0, 100.0]]),
+            states=states,
+            positions=i64([3]),
+            req_indices=i32([0]),
+            slot_mapping=i64([1]),
+        ),
+        _worked(
+            "no token",
+            ([[[7.0] * 2] * 2],),
+            kv_score=torch.zeros(0, 4),
+            positions=i64([]),
+            req_indices=i32([]),
+            slot_mapping=i64([]),
+        ),
+        _worked("no page", ([],), k_cache=torch.zeros(0, 2, 2)),
+        _worked("bfloat16", k_cache=torch.full((1, 2, 2), 7.0, dtype=torch.bfloat16)),
+    ]
+
+
+def _tokens(draw: Any, ratio: int, min_size: int) -> tuple[int, Tensor, Tensor]:
+    """Requests, and positions and requests of tokens: most requests end at or next to the end of a
+    window, some are empty, some tokens are padding or hostile."""
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.batches import HOSTILE_POSITIONS, HOSTILE_REQUESTS
+
+    positions: list[int] = []
+    requests: list[int] = []
+    few = max(draw(st.sampled_from((3, 3, 0))), min_size)
+    counts = draw(st.lists(st.sampled_from((1, 2, 3, 5, 9, 0)), min_size=few, max_size=6))
+    for request, count in enumerate(counts):
+        windows = draw(st.sampled_from((1, 2, 3, 7)))
+        stop = windows * ratio + draw(st.sampled_from((0, 0, 1, -1, 3)))
+        start = max(stop - count, 0)
+        positions += range(start, start + count)
+        requests += [request] * count
+    padding = draw(st.sampled_from((0, 0, 1, 3)))
+    padding = max(padding, min_size - len(positions))
+    positions += [-1] * padding
+    requests += [-1] * padding
+    if positions:
+        tokens = st.lists(st.integers(0, len(positions) - 1), max_size=2)
+        for token in draw(tokens):
+            positions[token] = draw(st.sampled_from((*HOSTILE_POSITIONS, 2 * ratio - 1)))
+        for token in draw(tokens):
+            requests[token] = draw(st.sampled_from((*HOSTILE_REQUESTS, len(counts), 0)))
+    shape = (len(positions),)
+    return len(counts), i64(positions).reshape(shape), i32(requests).reshape(shape)
+
+
+def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.batches import tables
+    from dsv4_ops.testing.caches import generator, slots
+
+    num_reqs, positions, req_indices = _tokens(draw, settings["compress_ratio"], min_size)
+    num_tokens = positions.shape[0]
+    layout, seed = _quantized(settings), generator(draw)
+    dim = layout.head_dim if layout else 24
+    width = dim * (2 if settings["overlap"] else 1)
+    enough = num_tokens // settings["block_size"] + 2
+    num_blocks = max(draw(st.sampled_from((enough, enough, enough, enough, 1, 0))), min_size)
+    num_pages = max(draw(st.sampled_from((9, 40, 0, 1))), min_size)
+    num_positions = max(draw(st.sampled_from((700, 40, 0))), min_size)
+    kv_score = torch.randn(num_tokens, 2 * width, generator=seed)
+    kv_score[:, width:] *= draw(st.sampled_from((1.0, 10.0)))
+    drawn_table = draw(tables(num_reqs=num_reqs, min_size=min_size))
+    states, table = _states(settings, drawn_table, num_pages, 2 * width, seed)
+    angle = torch.rand(num_positions, 32 if layout else 4, generator=seed) * 6.3
+    if layout is None:
+        k_cache = torch.randn(num_blocks, settings["block_size"], dim, generator=seed)
+        k_cache = k_cache if draw(st.booleans()) or min_size else k_cache.bfloat16()
+    else:
+        shape = layout.shape(num_blocks)
+        k_cache = torch.randint(0, 256, shape, generator=seed, dtype=torch.uint8)
+    tensors = (
+        kv_score,
+        torch.randn(settings["compress_ratio"], width, generator=seed),
+        states,
+        table,
+        positions,
+        req_indices,
+        torch.randn(dim, generator=seed),
+        torch.cat([angle.cos(), angle.sin()], 1),
+        k_cache,
+        draw(slots(num_tokens=num_tokens, num_slots=num_blocks * settings["block_size"])),
+    )
+    return Case("drawn", tensors, settings)
+
+
+def _states(
+    settings: dict[str, Any], table: Tensor, num_pages: int, width: int, seed: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """States whose unused pages and padding are NaN, and a table with pages of them and hostile
+    entries."""
+    layout = StateLayout(settings["state_block_size"], width)
+    usual = (table >= 0) & (table < 5000)
+    table = torch.where(usual, table % max(num_pages, 1), table)
+    states = torch.full(layout.shape(num_pages), float("nan"))
+    shape = (num_pages, layout.block_size, width)
+    rows = torch.randn(shape, generator=seed)
+    layout.rows(states).copy_(rows)
+    used = table[(table >= 0) & (table < num_pages)].long()
+    unused = torch.ones(num_pages, dtype=torch.bool)
+    unused[used] = False
+    states[unused] = float("nan")
+    return states, table
+
+
+def _settings(ratio: int, overlap: bool, layout: str, *sizes: int) -> dict[str, Any]:
+    state_block_size, block_size = sizes
+    return {
+        "compress_ratio": ratio,
+        "overlap": overlap,
+        "eps": 1e-6,
+        "state_block_size": state_block_size,
+        "block_size": block_size,
+        "layout": layout,
+    }
+
+
+compress_and_insert = OpTesting(
+    cases=_cases,
+    settings=(
+        _settings(4, True, "v4_fp8", 4, 64),
+        _settings(4, True, "v4_indexer_fp8", 4, 64),
+        _settings(4, True, "plain", 4, 3),
+        _settings(128, False, "plain", 8, 40),
+        _settings(2, False, "plain", 1, 64),
+        _settings(128, False, "v4_fp8", 8, 2),
+        _settings(3, True, "plain", 5, 64),
+    ),
+    make=_call,
+    precise=precise,
+    readable=readable,
+)
+compress_and_insert_functional = compress_and_insert

@@ -1,0 +1,89 @@
+"""Scores of the lightning indexer in float64, and where float32 has them exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.testing.case import Exact
+
+FP32_UNIT = 2.0**-24
+
+HOPPER_UNIT = 2.0**-12
+"""The FP8 matrix unit of Hopper aligns what it adds to the largest and keeps some 14 bits."""
+
+LARGEST_INTEGER = 4
+"""Products of integers up to this, and their sums over 128 values and 64 heads, are exact."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """float64 scores [num_tokens, num_keys], the sums of their absolute terms, which are those of
+    candidates, and whether float32 has every intermediate sum exactly."""
+
+    value: Tensor
+    magnitude: Tensor
+    candidate: Tensor
+    is_exact: bool
+
+    @staticmethod
+    def of(q: Tensor, weights: Tensor, keys: Tensor, scales: Tensor, candidate: Tensor) -> Scores:
+        """From float64 keys [num_tokens, num_keys, 128] and what scales them."""
+        queries, factors = q.to(torch.float64), weights.to(torch.float64)[:, :, None]
+        scales = scales.to(torch.float64)
+        products = (queries @ keys.transpose(1, 2)).relu() * factors
+        terms = (queries.abs() @ keys.abs().transpose(1, 2)) * factors.abs()
+        seen = keys[candidate]
+        whole = _is_whole(queries) and _is_whole(seen) and _is_whole(8 * weights, 8)
+        powers = torch.frexp(scales[candidate].nan_to_num(1.0, 1.0, 1.0)).mantissa.abs()
+        is_exact = whole and bool((powers == 0.5).all())
+        value = torch.where(candidate, products.sum(1) * scales, -torch.inf)
+        return Scores(value, terms.sum(1) * scales.abs(), candidate, is_exact)
+
+    def exact(self) -> Exact:
+        """What executions are compared with."""
+        unit = HOPPER_UNIT if self.value.is_cuda else 4 * FP32_UNIT
+        return Exact(self.value, torch.where(self.candidate, self.magnitude, 0.0), unit)
+
+
+def _is_whole(values: Tensor, factor: int = 1) -> bool:
+    values = values.nan_to_num(0.0)
+    small = values.abs() <= factor * LARGEST_INTEGER
+    return bool(((values == values.round()) & small).all())
+
+
+def paged_scores(
+    q: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    lens: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    num_rows: int,
+) -> Scores:
+    """Scores of the first rows of every token's request, token by token."""
+    layout, (num_reqs, max_blocks) = IndexerLayout(block_size), block_table.shape
+    shape = (q.shape[0], num_rows)
+    keys = torch.zeros((*shape, 128), dtype=torch.float64, device=q.device)
+    scales = torch.ones(shape, dtype=torch.float64, device=q.device)
+    candidate = torch.zeros(shape, dtype=torch.bool, device=q.device)
+    for token, (length, request) in enumerate(
+        zip(lens.tolist(), req_indices.tolist(), strict=True)
+    ):
+        if not 0 <= request < num_reqs:
+            continue
+        row = torch.arange(min(max(length, 0), num_rows, max_blocks * block_size), device=q.device)
+        page, place = block_table[request, row // block_size].long(), row % block_size
+        row = row[(page >= 0) & (page < k_cache.shape[0])]
+        page, place = block_table[request, row // block_size].long(), row % block_size
+        data = k_cache[page[:, None], place[:, None] * 128 + torch.arange(128, device=q.device)]
+        at = block_size * layout.data_bytes + 4 * place[:, None]
+        words = k_cache[page[:, None], at + torch.arange(4, device=q.device)]
+        keys[token, row] = data.view(torch.float8_e4m3fn).to(torch.float64)
+        scales[token, row] = words.contiguous().view(torch.float32).to(torch.float64)[:, 0]
+        candidate[token, row] = True
+    return Scores.of(q, weights, keys, scales, candidate)

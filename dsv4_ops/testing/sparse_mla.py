@@ -1,0 +1,350 @@
+"""Cases, strategies and float64 meaning of sparse MLA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import MainLayout, PlainLayout
+from dsv4_ops.reference import sparse_mla as reference
+from dsv4_ops.reference.kv_cache import quantize_and_insert_k_cache
+from dsv4_ops.testing.case import Case, Exact, OpTesting, i32
+
+_TAG = MainLayout.tag
+_SCALE = 512**-0.5
+_HEADS = 8
+
+
+def _settings(
+    swa: int, extra: int, *, layout: str = _TAG, num_splits: int = 0, invariant: bool = False
+) -> dict[str, Any]:
+    return {
+        "softmax_scale": _SCALE,
+        "swa_block_size": swa,
+        "extra_block_size": extra,
+        "layout": layout,
+        "num_splits": num_splits,
+        "batch_invariant": invariant,
+    }
+
+
+def one_key_page(value: float) -> Tensor:
+    """uint8 [1, 1152]: a cache of one row, all of whose values are ``value``."""
+    page = MainLayout(1).allocate(1)
+    row = torch.full((1, 512), value, dtype=torch.bfloat16)
+    slot = torch.zeros(1, dtype=torch.int64)
+    quantize_and_insert_k_cache(row, page, slot, block_size=1, layout=_TAG)
+    return page
+
+
+def _lists(*tensors: Any) -> tuple[Tensor, ...]:
+    return tuple(i32(values) for values in tensors)
+
+
+def _decode_cases() -> list[Case]:
+    q, twos, fours = torch.zeros(1, 2, 512, dtype=torch.bfloat16), one_key_page(2), one_key_page(4)
+    half, sixes = [[[1.0] * 512, [0.0] * 512]], [[[2.0] * 512, [0.0] * 512]]
+    sink = torch.tensor([0.0, torch.inf])
+    swa, none = _lists([[0, 7]], [1]), _lists([[-1, 0]], [1])
+    settings, empty = _settings(1, 1), tuple(tensor[:0] for tensor in swa)
+    negative = -torch.inf
+    return [
+        Case("one key", (q, twos, *swa, None, None, None, sink), settings, (half, [[0.0, 0.0]])),
+        Case(
+            "one key, of the compressed cache",
+            (q, twos, *none, fours, *swa, sink),
+            settings,
+            (sixes, [[0.0, 0.0]]),
+        ),
+        Case(
+            "no key",
+            (q, twos, *none, fours, *none, sink),
+            settings,
+            ([[[0.0] * 512] * 2], [[negative] * 2]),
+        ),
+        Case("no token", (q[:0], twos, *empty, fours, *empty, sink), settings),
+        Case("no sink", (q, twos, *swa, fours, *swa, None), settings),
+    ]
+
+
+def _paged_cases() -> list[Case]:
+    q, twos, fours = torch.zeros(1, 1, 512, dtype=torch.bfloat16), one_key_page(2), one_key_page(4)
+    swa, sink = _lists([[0]], [0]), torch.zeros(1)
+    settings = _settings(1, 1)
+    row, nothing = ([[[2.0] * 512]], [[0.0]]), ([[[0.0] * 512]], [[-torch.inf]])
+    return [
+        Case(
+            name,
+            (q, twos, *swa, fours, *_lists([lens], [request], [[9, 0, 0]]), sink),
+            settings,
+            expected,
+        )
+        for name, lens, request, expected in (
+            ("page that does not exist, then one that does", 2, 0, row),
+            ("no row", 0, 0, nothing),
+            ("no request", 3, -1, nothing),
+            ("request past the table", 3, 1, nothing),
+            ("past the table", 2**31 - 1, 0, None),
+        )
+    ]
+
+
+def _gathered_cases() -> list[Case]:
+    q, kv = torch.zeros(1, 1, 2), torch.tensor([[1.0, 0.0], [0.0, 2.0], [torch.nan, torch.nan]])
+    scale = {"softmax_scale": 1.0}
+    both = (*_lists([[1, -1, 2]], [2]), torch.zeros(1))
+    past = (*_lists([[3, -1, 2]], [2]), torch.zeros(1))
+    return [
+        Case("one key", (q, kv, *both), scale, ([[[0.0, 1.0]]], [[0.0]], [[0.0]])),
+        Case("no key", (q, kv, *past), scale, ([[[0.0, 0.0]]], [[-torch.inf]], [[-torch.inf]])),
+        Case("no sink", (q, kv, *both[:2], None), scale),
+        Case("no token", (q[:0], kv, both[0][:0], both[1][:0], None), scale),
+    ]
+
+
+def _filled(seed: torch.Generator, block_size: int, num_blocks: int) -> tuple[Tensor, list[int]]:
+    """A FP8 cache of random bytes with keys in two of three slots, and these slots."""
+    from dsv4_ops.testing.caches import random_bytes
+
+    layout = MainLayout(block_size)
+    cache = random_bytes(seed, num_blocks, layout.page_bytes)
+    count = num_blocks * block_size
+    slots = torch.randperm(count, generator=seed)[: (2 * count + 2) // 3]
+    keys = torch.randn(len(slots), 512, generator=seed).to(torch.bfloat16)
+    quantize_and_insert_k_cache(keys, cache, slots, block_size=block_size, layout=_TAG)
+    return cache, slots.tolist()
+
+
+def _plain(
+    seed: torch.Generator, block_size: int, num_blocks: int, dtype: torch.dtype, width: int
+) -> tuple[Tensor, list[int]]:
+    """A plain cache with keys in every other slot and NaN in the others."""
+    cache = PlainLayout(block_size, width, dtype).allocate(num_blocks)
+    cache.copy_(torch.randn(cache.shape, generator=seed))
+    cache.view(-1, width)[1::2] = torch.nan
+    return cache, list(range(0, num_blocks * block_size, 2))
+
+
+def _full(seed: torch.Generator, settings: dict[str, Any], num_blocks: int, q: Tensor) -> Tensor:
+    """An extra cache with a key in every slot."""
+    block_size = settings["extra_block_size"]
+    keys = torch.randn(num_blocks * block_size, q.shape[2], generator=seed).to(q.dtype)
+    if settings["layout"] != _TAG:
+        return keys.view(num_blocks, block_size, q.shape[2])
+    cache = MainLayout(block_size).allocate(num_blocks)
+    slots = torch.arange(num_blocks * block_size)
+    quantize_and_insert_k_cache(keys, cache, slots, block_size=block_size, layout=_TAG)
+    return cache
+
+
+def _cache(
+    seed: torch.Generator, settings: dict[str, Any], size: str, num_blocks: int, q: Tensor
+) -> tuple[Tensor, list[int]]:
+    if settings["layout"] == _TAG:
+        return _filled(seed, settings[size], num_blocks)
+    return _plain(seed, settings[size], num_blocks, q.dtype, q.shape[2])
+
+
+def _listed(draw: Any, seed: torch.Generator, num_tokens: int, slots: list[int], least: int) -> Any:
+    """Index lists of some width with hostile entries, and their lens."""
+    from hypothesis import strategies as st
+
+    width = max(draw(st.sampled_from((3, 1, 64, 65, 130))), least)
+    picked = torch.randint(0, max(len(slots), 1), (num_tokens, width), generator=seed)
+    indices = torch.tensor(slots or [-1], dtype=torch.int32)[picked]
+    lens = [
+        draw(st.sampled_from((width, 0, 1, width - 1, 2**31 - 1, -1))) for _ in range(num_tokens)
+    ]
+    if indices.numel():
+        for place in draw(st.lists(st.integers(0, indices.numel() - 1), max_size=6)):
+            indices.view(-1)[place] = draw(st.sampled_from((-1, -(2**31), 2**31 - 1, 10**6)))
+    return indices, i32(lens).reshape(num_tokens)
+
+
+def _queries(draw: Any, seed: torch.Generator, settings: dict[str, Any], least: int) -> Tensor:
+    from hypothesis import strategies as st
+
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5))), least)
+    plain = settings["layout"] != _TAG
+    single = plain and draw(st.booleans())
+    shape = (num_tokens, _HEADS, 24 if single else 512)
+    return torch.randn(shape, generator=seed).to(torch.float32 if single else torch.bfloat16)
+
+
+def _sink(seed: torch.Generator) -> Tensor:
+    sink = torch.randn(_HEADS, generator=seed)
+    sink[0], sink[1] = torch.inf, -torch.inf
+    return sink
+
+
+def _decode_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.caches import generator
+
+    seed = generator(draw)
+    q = _queries(draw, seed, settings, min_size)
+    tensors: list[Tensor | None] = []
+    for size in ("swa_block_size", "extra_block_size"):
+        num_blocks = max(draw(st.sampled_from((2, 1, 3, 5))), min_size)
+        cache, slots = _cache(seed, settings, size, num_blocks, q)
+        tensors += [cache, *_listed(draw, seed, q.shape[0], slots, min_size)]
+    if not min_size and draw(st.booleans()):
+        tensors[3:] = [None, None, None]
+    sink = _sink(seed) if min_size or draw(st.booleans()) else None
+    return Case("drawn", (q, *tensors, sink), settings)
+
+
+def _paged_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.batches import HOSTILE_PAGES
+    from dsv4_ops.testing.caches import generator
+
+    seed = generator(draw)
+    q = _queries(draw, seed, settings, min_size)
+    num_tokens = q.shape[0]
+    swa, slots = _cache(seed, settings, "swa_block_size", max(2, min_size), q)
+    listed = _listed(draw, seed, num_tokens, slots, min_size)
+    num_blocks = max(draw(st.sampled_from((4, 1, 3))), min_size)
+    extra = _full(seed, settings, num_blocks, q)
+    num_reqs, max_blocks = (max(draw(st.sampled_from((2, 1, 0, 3))), min_size) for _ in range(2))
+    table = torch.randint(0, num_blocks, (num_reqs, max_blocks), generator=seed).to(torch.int32)
+    if table.numel():
+        for place in draw(st.lists(st.integers(0, table.numel() - 1), max_size=3)):
+            table.view(-1)[place] = draw(st.sampled_from((*HOSTILE_PAGES, num_blocks)))
+    requests = [draw(st.sampled_from((0, 1, -1, num_reqs, 2**31 - 1))) for _ in range(num_tokens)]
+    lens = [draw(st.sampled_from((0, 1, 2, 5, 70, 2**31 - 1, -1))) for _ in range(num_tokens)]
+    tables = (i32(lens).reshape(num_tokens), i32(requests).reshape(num_tokens), table)
+    return Case("drawn", (q, swa, *listed, extra, *tables, _sink(seed)), settings)
+
+
+def _gathered_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.caches import generator
+
+    seed = generator(draw)
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5))), min_size)
+    num_rows = max(draw(st.sampled_from((9, 1, 2, 64))), min_size)
+    dtype = torch.bfloat16 if min_size or draw(st.booleans()) else torch.float32
+    q = torch.randn(num_tokens, _HEADS, 32, generator=seed).to(dtype)
+    kv = torch.randn(num_rows, 32, generator=seed).to(dtype)
+    kv[1::2] = torch.nan
+    slots = list(range(0, num_rows, 2))
+    lists = _listed(draw, seed, num_tokens, slots, min_size)
+    sink = _sink(seed) if min_size or draw(st.booleans()) else None
+    return Case("drawn", (q, kv, *lists, sink), settings)
+
+
+def exact_attention(
+    q: Tensor, keys: Tensor, exists: Tensor, attn_sink: Tensor | None, softmax_scale: float
+) -> tuple[Exact, Exact, Exact]:
+    """Output, largest logit and log-sum-exp in float64, from the formulas.
+
+    A logit is rounded as a sum of products, when scaled, and when the largest is taken off: three
+    times its size, which the exponential makes relative errors of the weights. Those of a float32
+    output are followed by five more: exponential, product, sum, total, quotient. In bf16 the
+    rounding of weights and output hides all of them.
+    """
+    query, value = q.to(torch.float64), keys.to(torch.float64)
+    value = torch.where(exists[..., None], value, 0.0)
+    logits = torch.einsum("thd,tkd->thk", query, value) * softmax_scale
+    logits = logits.masked_fill(~exists[:, None, :], -torch.inf)
+    lse = torch.logsumexp(logits, -1)
+    below = lse if attn_sink is None else torch.logaddexp(lse, attn_sink.to(torch.float64))
+    weights = torch.exp(logits - below[..., None]).nan_to_num(0.0)
+    size = torch.einsum("thd,tkd->thk", query.abs(), value.abs()).amax(-1) * softmax_scale
+    spread = torch.einsum("thk,tkd->thd", weights, value.abs())
+    if q.dtype == torch.float32:
+        spread = spread * (5 + 3 * size[..., None])
+    out = Exact(torch.einsum("thk,tkd->thd", weights, value), spread)
+    return (
+        out,
+        Exact(logits.amax(-1), size),
+        Exact(lse, 1 + 3 * size + lse.abs().nan_to_num(posinf=0.0)),
+    )
+
+
+def _exact_over_both(q: Tensor, swa: Any, extra: Any, sink: Any, scale: float) -> Any:
+    sources = [swa] if extra is None else [swa, extra]
+    keys, exists = (torch.cat(parts, 1) for parts in zip(*sources, strict=True))
+    out, _, lse = exact_attention(q, keys, exists, sink, scale)
+    return out, lse
+
+
+def _precise_decode(
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    extra_cache: Tensor | None,
+    extra_indices: Any,
+    extra_lens: Any,
+    attn_sink: Tensor | None,
+    **settings: Any,
+) -> Any:
+    layout, extra = settings["layout"], None
+    if extra_cache is not None:
+        size = settings["extra_block_size"]
+        extra = reference.indexed_keys(
+            extra_cache, extra_indices, extra_lens, block_size=size, layout=layout
+        )
+    size = settings["swa_block_size"]
+    swa = reference.indexed_keys(swa_cache, swa_indices, swa_lens, block_size=size, layout=layout)
+    return _exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
+
+
+def _precise_paged(
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    extra_cache: Tensor,
+    extra_lens: Tensor,
+    req_indices: Tensor,
+    table: Tensor,
+    attn_sink: Tensor | None,
+    **settings: Any,
+) -> Any:
+    layout, size = settings["layout"], settings["swa_block_size"]
+    swa = reference.indexed_keys(swa_cache, swa_indices, swa_lens, block_size=size, layout=layout)
+    size = settings["extra_block_size"]
+    extra = reference.paged_keys(
+        extra_cache, extra_lens, req_indices, table, block_size=size, layout=layout
+    )
+    return _exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
+
+
+def _precise_gathered(
+    q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, sink: Tensor | None, **settings: Any
+) -> Any:
+    exists = reference.listed(indices, lens) & (indices < kv.shape[0])
+    keys = kv[torch.where(exists, indices, 0)]
+    return exact_attention(q, keys, exists, sink, settings["softmax_scale"])
+
+
+_ALL = (
+    _settings(64, 64),
+    _settings(64, 2, num_splits=1),
+    _settings(64, 3, num_splits=5),
+    _settings(64, 64, invariant=True),
+    _settings(4, 2, layout="plain"),
+)
+sparse_mla_decode = OpTesting(
+    cases=_decode_cases, settings=_ALL, make=_decode_call, precise=_precise_decode
+)
+sparse_mla_decode_paged = OpTesting(
+    cases=_paged_cases,
+    settings=(_settings(64, 2), *_ALL),
+    make=_paged_call,
+    precise=_precise_paged,
+)
+sparse_mla_gathered = OpTesting(
+    cases=_gathered_cases,
+    settings=({"softmax_scale": 0.25},),
+    make=_gathered_call,
+    precise=_precise_gathered,
+)

@@ -1,0 +1,86 @@
+"""The indexer's selection in Triton's interpreter with small scratch rows, so that short rows
+already have parts, reductions and groups; tests/test_indexer_kernels.py starts it with
+TRITON_INTERPRET=1. Prints how often each of these happened."""
+
+import sys
+from collections import Counter
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from interpret_kernels import check, fuzz
+
+from dsv4_ops import testing
+from dsv4_ops.kernels import indexer_topk as launchers
+from dsv4_ops.testing.case import Case
+
+SMALL = {
+    "PROGRAMS": 40,
+    "CAPACITY": 64,
+    "MERGED": 64,
+    "GROUPS": 3,
+    "STEP": 16,
+    "LEAST": 16,
+    "LOGITS_STEP": 16,
+    "LOGITS_LEAST": 16,
+}
+TOPK = 16
+happened: Counter[str] = Counter()
+
+
+def counted(name: str, kernel: object) -> object:
+    class Recorder:
+        def __getitem__(self, grid):
+            happened[name] += 1
+            return kernel[grid]
+
+    return Recorder()
+
+
+def long_rows(seed: int, kind: str) -> Case:
+    """Rows of up to 2500 logits: random, full of ties, ascending, descending, or constant."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows = int(torch.randint(500, 2500, (), generator=generator))
+    logits = torch.randn(3, num_rows, generator=generator)
+    if kind == "ties":
+        logits = logits.round()
+    elif kind != "random":
+        column = torch.arange(num_rows, dtype=torch.float32)
+        logits[:] = {"ascending": column, "descending": -column, "constant": 0 * column}[kind]
+    lens = torch.randint(0, num_rows + 1, (3,), generator=generator, dtype=torch.int32)
+    lens[0] = num_rows
+    logits[0, ::7] = -torch.inf
+    logits[1, 3:9] = torch.nan
+    return Case(kind, (logits, lens), {"topk": TOPK})
+
+
+def main(examples: int) -> None:
+    vars(launchers).update(SMALL)
+    for name in ("merge_groups_kernel", "merge_parts_kernel"):
+        setattr(launchers, name, counted(name, getattr(launchers, name)))
+    for kind in ("random", "ties", "ascending", "descending", "constant"):
+        for seed in range(3):
+            check("indexer_topk", long_rows(seed, kind))
+    for name in ("indexer_topk", "indexer_select"):
+        for case in testing.cases(name):
+            check(name, case)
+        fuzz(name, examples)
+    small = {"block_size": 64, "compress_ratio": 1, "topk": TOPK}
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(testing.station("indexer_select").strategy(settings=small))
+    def drawn(case: Case) -> None:
+        check("indexer_select", case)
+
+    drawn()
+    print(happened)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]))

@@ -1,0 +1,363 @@
+"""The attention benchmark checks against float64 before it times, and plays fair with FlashMLA."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+from bench_fakes import FakeCapture, pretend
+
+import dsv4_ops
+from dsv4_ops.bench import WrongResult, attention_cases, main, measure, timing
+from dsv4_ops.bench.attention_cases import ragged, uniform
+from dsv4_ops.bench.plot import mla_panels
+from dsv4_ops.bench.report import stamp
+from dsv4_ops.bench.rows import SparseMlaRow
+from dsv4_ops.bench.sparse_mla import CASES, Bench, chosen_cases
+from dsv4_ops.bench.token_check import Tolerance, outside
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.types import SparseMla
+
+CPU = torch.device("cpu")
+STAMP = set(stamp(CPU, ""))
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Stand the ops themselves in for the compiled ones, so that a run takes seconds."""
+    monkeypatch.setattr(measure, "compiled_op", lambda function: function)
+    monkeypatch.setattr(measure, "wall_us", lambda *_, **__: timing.Timing(2.0, 1.0, 3.0))
+
+
+def smoke(folder, *more):
+    return main(["sparse_mla", "--smoke", "--out", str(folder), *more])
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "sparse_mla.jsonl").read_text().splitlines()]
+
+
+def case_of(group, variant=""):
+    return next(
+        case for case in chosen_cases((group,), smoke=True) if case.variant.startswith(variant)
+    )
+
+
+def timed(group):
+    return next(case for case in chosen_cases((group,), smoke=True) if case.timed)
+
+
+@pytest.mark.slow
+def test_smoke_leaves_table_rows_and_plot(tmp_path, capsys):
+    assert smoke(tmp_path) == 0
+    captured = capsys.readouterr()
+    rows = rows_of(tmp_path)
+    schema = {field.name for field in dataclasses.fields(SparseMlaRow)} | STAMP
+    assert all(set(row) == schema for row in rows)
+    assert [(row["case"], row["rows"], row["keys"]) for row in rows] == [
+        ("decode", 2, "128+64"),
+        ("decode", 8, "128+64"),
+    ]
+    for row in rows:
+        assert row["speedup"] == pytest.approx(row["eager_us"] / row["compiled_us"])
+        assert row["error"] is row["anchor_error"] is row["floor_us"] is None
+    text = (tmp_path / "sparse_mla.txt").read_text()
+    assert text.strip() in captured.out
+    header = text.split("\n\n")[2].splitlines()[0].split()
+    assert header == ["case", "shape", "variant", "compiled_us", "eager_us", "speedup"]
+    assert "sparse_mla 1/3: decode, 24 x 4 heads, 128+64, hostile" in captured.err
+    assert (tmp_path / "sparse_mla.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_every_group_runs(tmp_path):
+    assert smoke(tmp_path, "--cases", ",".join(CASES), "--no-plot") == 0
+    assert {row["case"] for row in rows_of(tmp_path)} == set(CASES)
+    assert not (tmp_path / "sparse_mla.png").exists()
+
+
+def changed(**results):
+    """The op with some results of one token changed."""
+
+    def corrupted(call):
+        def wrong(*args):
+            found = call(*args)._asdict()
+            for name, change in results.items():
+                found[name][-1, 1] = change(found[name][-1, 1])
+            return SparseMla(**found)
+
+        return wrong
+
+    return corrupted
+
+
+@pytest.mark.parametrize("group", ["decode", "window", "paged", "ragged", "prefill"])
+@pytest.mark.parametrize(
+    ("result", "change"),
+    [("out", lambda row: row * 1.05), ("lse", lambda value: value + 1e-3)],
+)
+def test_an_error_over_the_budget_is_not_timed(monkeypatch, group, result, change):
+    monkeypatch.setattr(measure, "compiled_op", changed(**{result: change}))
+    monkeypatch.setattr(measure, "wall_us", lambda *_, **__: pytest.fail("timed a wrong result"))
+    row = Bench(CPU, None, budget_s=0.0).measure(timed(group))
+    number = ("out", "lse").index(result)
+    assert f"result {number} is " in row.error
+    assert "budgets from float64" in row.error
+    assert row.error.startswith("compiled (")
+    assert row.error.endswith("The case was not timed.")
+    assert row.compiled_us is None
+
+
+def test_an_error_within_the_budget_is_timed(monkeypatch, uncompiled):
+    one_step = changed(lse=lambda value: torch.nextafter(value, torch.tensor(torch.inf)))
+    monkeypatch.setattr(measure, "compiled_op", one_step)
+    row = Bench(CPU, None, budget_s=0.0).measure(timed("decode"))
+    assert (row.error, row.compiled_us) == (None, 2.0)
+
+
+def absent_as_first(call):
+    return lambda q, cache, swa, *rest: call(q, cache, swa.clamp(min=0), *rest)
+
+
+def late_as_first(call):
+    def wrong(q, cache, swa, swa_lens, extra_cache, extra, *rest):
+        late = extra >= extra_cache.shape[0] * 64
+        return call(q, cache, swa, swa_lens, extra_cache, torch.where(late, 0, extra), *rest)
+
+    return wrong
+
+
+def lists_to_their_end(call):
+    return lambda q, cache, swa, lens, *rest: call(q, cache, swa, lens.clamp(min=1), *rest)
+
+
+@pytest.mark.parametrize("corrupted", [absent_as_first, late_as_first, lists_to_their_end])
+@pytest.mark.usefixtures("uncompiled")
+def test_a_row_that_does_not_exist_is_found(tmp_path, monkeypatch, corrupted):
+    monkeypatch.setattr(measure, "compiled_op", corrupted)
+    assert smoke(tmp_path, "--cases", "decode", "--no-plot") == 1
+    assert [row["variant"] for row in rows_of(tmp_path) if row["error"]] == ["hostile"]
+
+
+def test_results_that_are_not_written_are_found(monkeypatch):
+    kept = {}
+
+    def lazy(call):
+        return lambda *args: kept.setdefault("first", call(*args))  # the poisoned memory
+
+    monkeypatch.setattr(measure, "compiled_op", lazy)
+    row = Bench(CPU, None, budget_s=0.0).measure(timed("decode"))
+    assert "The case was not timed." in row.error
+
+
+def paged_cache(view):
+    """A cache and its page size, from FlashMLA's view of it."""
+    blocks, size = view.shape[:2]
+    return view.as_strided((blocks, MainLayout(size).page_bytes), (view.stride(0), 1)), size
+
+
+class FlashMLA:
+    """The library that the anchor is loaded from, played by our ops."""
+
+    def __init__(self, factor=1.0):
+        self.factor, self.plans = factor, []
+
+    def sparse_decode(
+        self, q, kv, indices, *, topk_length, attn_sink, meta, extra_kv, extra_indices,
+        extra_topk_length, scale,
+    ):  # fmt: skip
+        if meta is None:
+            meta = object()
+            self.plans.append(meta)
+        assert meta is self.plans[-1]
+        extra, sizes = (None, None, None), {}
+        cache, sizes["swa_block_size"] = paged_cache(kv)
+        if extra_kv is not None:
+            other, sizes["extra_block_size"] = paged_cache(extra_kv)
+            extra = (other, extra_indices[:, 0].contiguous(), extra_topk_length)
+        out, lse = dsv4_ops.sparse_mla_decode(
+            q[:, 0], cache, indices[:, 0].contiguous(), topk_length, *extra, attn_sink,
+            softmax_scale=scale, **sizes,
+        )  # fmt: skip
+        return (out * self.factor)[:, None], lse[:, None].transpose(1, 2), meta
+
+    def sparse_prefill(self, q, kv, indices, *, scale, attn_sink):
+        assert kv.dtype == torch.bfloat16
+        lens = torch.full((q.shape[0],), indices.shape[2], dtype=torch.int32)
+        out, largest, lse = dsv4_ops.sparse_mla_gathered(
+            q, kv[:, 0], indices[:, 0], lens, attn_sink, softmax_scale=scale
+        )
+        return out * self.factor, largest, lse
+
+
+@pytest.fixture
+def pretend_cuda(monkeypatch, uncompiled):
+    bench = pretend(monkeypatch, Bench(CPU, None, budget_s=0.0), attention_cases)
+    bench.modules = FlashMLA()
+    return bench
+
+
+CUDA_CASES = [case for case in chosen_cases(CASES, smoke=True) if case.timed]
+
+
+@pytest.mark.parametrize("case", CUDA_CASES, ids=str)
+def test_a_cuda_row_adds_up(pretend_cuda, case):
+    row = pretend_cuda.measure(case)
+    assert row.error is row.anchor_error is None
+    assert (row.input_sets, row.kernels, row.compiled_us, row.eager_us) == (3, 2, 4.0, 4.0)
+    assert row.floor_us == max(row.moved_bytes / 4e6, row.flop / 790e6) > 0
+    assert row.pct_of_floor == pytest.approx(25 * row.floor_us)
+    assert (row.host_us, row.anchor_host_us, row.times_faster) == (6.0, 6.0, 1.0)
+    assert row.anchor_agrees is True
+    assert 0 <= row.anchor_max_diff < 1e-3
+    without = "the anchor's time is without its gather and combine"
+    assert row.anchor_note == (without if case.case == "prefill" else None)
+    assert len(pretend_cuda.modules.plans) == (case.case != "prefill")
+    json.dumps(vars(row))
+
+
+def test_an_anchor_that_differs_is_timed_and_said(pretend_cuda):
+    pretend_cuda.modules = FlashMLA(factor=1.1)
+    row = pretend_cuda.measure(timed("decode"))
+    assert (row.anchor_agrees, row.anchor_us) == (False, 4.0)
+    assert row.anchor_note.startswith("out: ")
+    pretend_cuda.raise_failures()
+    row = pretend_cuda.measure(timed("prefill"))
+    assert "without its gather and combine; out: " in row.anchor_note
+
+
+def test_a_broken_anchor_is_a_note(pretend_cuda):
+    pretend_cuda.modules = object()
+    row = pretend_cuda.measure(timed("window"))
+    assert "AttributeError" in row.anchor_error
+    assert (row.anchor_us, row.compiled_us) == (None, 4.0)
+
+
+def test_a_replay_that_writes_nothing_is_wrong(pretend_cuda, monkeypatch):
+    monkeypatch.setattr(FakeCapture, "replay", lambda self: None)
+    row = pretend_cuda.measure(timed("paged"))
+    assert "CUDA graph replay, compiled" in row.error
+    with pytest.raises(WrongResult):
+        pretend_cuda.raise_failures()
+
+
+def replayed(change):
+    """A replay that changes the lse of the second input set."""
+
+    def replay(self):
+        whole = FakeCapture(self.calls)
+        for old, new in zip(self.outputs, whole.outputs, strict=True):
+            old.out.copy_(new.out)
+            old.lse.copy_(new.lse)
+        self.outputs[1].lse[0] = change(self.outputs[1].lse[0])
+
+    return replay
+
+
+def test_a_replay_with_other_bits_is_compared_with_its_own_reference(pretend_cuda, monkeypatch):
+    step = replayed(lambda lse: torch.nextafter(lse, torch.tensor(torch.inf)))
+    monkeypatch.setattr(FakeCapture, "replay", step)
+    assert pretend_cuda.measure(timed("decode")).error is None
+    monkeypatch.setattr(FakeCapture, "replay", replayed(lambda lse: lse + 1e-3))
+    assert "CUDA graph replay" in pretend_cuda.measure(timed("decode")).error
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_missing_anchor_is_a_note_not_the_end(tmp_path):
+    options = ["--cases", "window", "--anchor", str(tmp_path / "nowhere"), "--no-plot"]
+    assert smoke(tmp_path, *options) == 0
+    text = (tmp_path / "sparse_mla.txt").read_text()
+    assert "anchor_error: FileNotFoundError: no anchor_lib.py in nowhere/bench" in text
+    assert str(tmp_path) not in text
+
+
+def test_the_whole_run_has_all_sizes():
+    cases = [case for case in chosen_cases(CASES, smoke=False) if case.timed]
+    of = {group: [case for case in cases if case.case == group] for group in CASES}
+    batches = (1, 2, 8, 32, 64, 128, 256)
+    grid = itertools.product((64, 128), ("128+512", "128+1024"), batches)
+    found = [(case.labels["heads"], case.labels["keys"], case.rows) for case in of["decode"]]
+    assert found == list(grid)
+    assert [(case.rows, case.labels["keys"]) for case in of["window"]] == [
+        (rows, "128") for rows in batches
+    ]
+    assert [(case.rows, case.labels["keys"]) for case in of["paged"]] == [
+        (8, "128+1024"),
+        (64, "128+1024"),
+    ]
+    assert {case.variant for case in of["ragged"]} == {"C4", "C128"}
+    assert [(case.rows, case.requests) for case in of["prefill"]] == [(512, 1), (2048, 1)] * 2
+
+
+def test_costs_are_those_of_the_roofline():
+    # kernels.md 5: MB and GFLOP of Flash at 128 requests and Pro at 256
+    for shape, megabytes, gflop in (
+        (uniform(128, 64, 512), 64.9, 10.74),
+        (uniform(256, 128, 1024), 240.5, 77.31),
+    ):
+        moved, flop = shape.cost()
+        assert moved / 1e6 == pytest.approx(megabytes, abs=0.05)
+        assert flop / 1e9 == pytest.approx(gflop, abs=0.005)
+    assert uniform(1, 2, 0).cost() == (128 * 584 + 2 * 512 * 4 + 128 * 4, 2 * 2 * 128 * 1024)
+    paged = case_of("paged").build(CPU)  # 3 tokens of 4 heads, 64 rows on 32 pages of 2
+    assert paged.moved_bytes == 3 * (192 * 584 + 4 * 512 * 4 + (128 + 32) * 4)
+    prefill = case_of("prefill").build(CPU)  # 16 tokens share 128 rows and a window of 143
+    keys = 16 * (128 + 64)
+    assert prefill.moved_bytes == (128 + 143) * 584 + 16 * 4 * 512 * 4 + keys * 4
+    assert prefill.flop == 2 * 4 * keys * 1024
+
+
+def test_ragged_lengths_are_of_short_and_long_contexts():
+    shape = ragged(64, 64, 1024, 128)
+    assert len(set(shape.extra_lens)) > 20
+    assert min(shape.extra_lens) < 8
+    assert 500 < max(shape.extra_lens) <= 1024
+    assert max(shape.swa_lens) == 128
+
+
+def test_input_sets_share_no_page(monkeypatch):
+    monkeypatch.setattr(attention_cases, "rotating_sets", lambda *_: 3)
+    sets = case_of("ragged", "C128").build(CPU).sets
+    pages = torch.cat([args[7].flatten() for args in sets])
+    assert pages.unique().numel() == pages.numel()
+    selected = [args[5][args[5] >= 0] for args in timed("decode").build(CPU).sets]
+    assert torch.cat(selected).unique().numel() == sum(part.numel() for part in selected)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "passes"),
+    [(1.0, True), (1.009, True), (1.02, False), (torch.nan, False), (torch.inf, False)],
+)
+def test_an_element_passes_by_absolute_or_relative_difference(theirs, passes):
+    ours, small = torch.tensor([1.0, 1e-6, torch.inf]), 1e-3
+    values = torch.tensor([theirs, 9e-4, torch.inf])
+    found = outside("out", values, ours, Tolerance(small, 0.01))
+    assert (found is None) == passes
+    if not passes:
+        assert found.startswith("out: 1 of 3 differ")
+
+
+def test_many_small_differences_are_a_cosine():
+    ours = torch.ones(1000)
+    theirs = ours + torch.tensor([0.005, -0.005]).repeat(500)
+    assert outside("out", theirs, ours, Tolerance(0.0, 0.01, 1e-4)) is None
+    assert "cosine" in outside("out", theirs, ours, Tolerance(0.0, 0.01, 1e-6))
+    assert outside("out", theirs[:5], ours, Tolerance(1.0, 1.0)) == "out is [5], not [1000]"
+
+
+def test_panels_are_heads_by_keys_with_floor_and_anchor(pretend_cuda):
+    cases = [case for case in CUDA_CASES if case.case in ("decode", "window")]
+    rows = [pretend_cuda.measure(case) for case in cases]
+    rows += [dataclasses.replace(row, heads=128) for row in rows if row.plotted]
+    panels = mla_panels(rows, cuda=True)
+    assert [panel.title for panel in panels] == ["4 heads, 128+64 keys", "128 heads, 128+64 keys"]
+    labels = ["ours, compiled", "FlashMLA of vLLM 0.22.1", "floor"]
+    assert [line.label for line in panels[1].series] == labels
+    assert [x for x, _ in panels[0].series[0].points] == [2, 8]
+
+
+@pytest.mark.parametrize("arguments", [["--cases", "decode,x"], ["--max-seconds", "0"]])
+def test_bad_arguments_are_errors(arguments, capsys):
+    assert main(["sparse_mla", *arguments]) == 2
+    assert arguments[0] in capsys.readouterr().err

@@ -1,0 +1,38 @@
+"""What drawn calls are too small for: programs of the compressor's kernel with many tokens."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is published for Linux only")
+
+
+@pytest.mark.slow
+def test_programs_that_look_at_many_tokens() -> None:
+    script = Path(__file__).parent / "interpret_compressor.py"
+    done = subprocess.run(
+        [sys.executable, script, "25"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 4
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("num_tokens", [1, 7, 133, 1057, 8192, 16411, 100_000])
+def test_tokens_that_finish_a_window_are_of_different_programs(num_tokens: int, ratio: int) -> None:
+    """In a prefill they are a ratio apart; each program has at most its share of them."""
+    from dsv4_ops.kernels import compressor as kernels
+
+    tokens = kernels._shape_of_program(2 * ratio, 512)["TOKENS"]
+    programs = kernels._programs(num_tokens, 2 * ratio, tokens)
+    assert 1 <= programs <= num_tokens
+    for first in (0, 1, ratio - 1):
+        owners = [token % programs for token in range(first, num_tokens, ratio)]
+        share = -(-len(owners) // programs)
+        assert max((owners.count(program) for program in set(owners[:64])), default=0) <= share + 1
