@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from interpret_kernels import check, fuzz
 
 from dsv4_ops import testing
+from dsv4_ops.kernels import indexer
 from dsv4_ops.kernels import indexer_topk as launchers
 from dsv4_ops.testing.case import Case
 
@@ -18,7 +19,6 @@ SMALL = {
     "CAPACITY": 64,
     "MERGED": 64,
     "GROUPS": 3,
-    "STEP": 16,
     "LEAST": 16,
     "LOGITS_STEP": 16,
     "LOGITS_LEAST": 16,
@@ -55,6 +55,7 @@ def long_rows(seed: int, kind: str) -> Case:
 
 def main(examples: int) -> None:
     vars(launchers).update(SMALL)
+    indexer.STEP = 16
     for name in ("merge_groups_kernel", "merge_parts_kernel"):
         setattr(launchers, name, counted(name, getattr(launchers, name)))
     for kind in ("random", "ties", "ascending", "descending", "constant"):

@@ -13,6 +13,7 @@ BENCHES = {
     "metadata": "decode metadata of one step: compiled, eager, and beside vLLM's builders",
     "kv_cache": "cache inserts, gathers and sparse indices: compiled, eager, and beside vLLM's",
     "sparse_mla": "sparse attention, decode and prefill: beside its floor and FlashMLA",
+    "indexer": "the lightning indexer, decode: beside its floor and DeepGEMM",
     "compressor": "the KV compressor, decode and prefill: beside its floor",
 }
 """Name of a benchmark, a module of this package with ``add_options`` and ``run``, and what it

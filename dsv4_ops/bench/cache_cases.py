@@ -235,7 +235,7 @@ def _gather_work(
     read = sum(lens) * MAIN.row_bytes + 4 * len(lens) * (columns + 1)
     written = (len(lens) * num_rows if functional else sum(lens)) * MAIN.head_dim * 2
     count = rotating_sets(read + written, device)
-    cache, tables = _paged(MAIN, count, len(lens), columns, device, generator, smoke=smoke)
+    cache, tables = paged(MAIN, count, len(lens), columns, device, generator, smoke=smoke)
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
     sets: list[tuple[Any, ...]] = []
     for table in tables:
@@ -279,13 +279,13 @@ def _indexer_gather_work(requests: int, rows: int, device: torch.device, *, smok
     total = requests * rows
     moved = 2 * total * INDEXER.row_bytes + 4 * requests * (columns + 1)
     count = rotating_sets(moved, device)
-    cache, tables = _paged(INDEXER, count, requests, columns, device, generator, smoke=smoke)
+    cache, tables = paged(INDEXER, count, requests, columns, device, generator, smoke=smoke)
     starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * rows
     sets = [(cache, starts.clone(), table, total) for table in tables]
     return Work(gather_indexer, sets, moved)
 
 
-def _paged(
+def paged(
     layout: QuantizedLayout,
     count: int,
     requests: int,

@@ -103,7 +103,8 @@ def save_and_compress(kind: str) -> Callable[..., None]:
 def reference(kind: str, *args: Any) -> None:
     """The same by the references, of which the second gets only the tokens that finish a window:
     it takes their rows from the saved states, and its memory does not grow with the others."""
-    kv_score, ape, states, state_slots, positions, req_indices, table, *weights, cache, slots = args
+    kv_score, ape, states, state_slots, positions, req_indices, table, *_, slots = args
+    norm_weight, cos_sin_cache, cache = args[7:10]
     spec = KINDS[kind]
     save_compressor_states(
         kv_score, ape, states, state_slots, positions,
@@ -112,7 +113,7 @@ def reference(kind: str, *args: Any) -> None:
     finishing = ((positions + 1) % spec.ratio == 0).nonzero()[:, 0]
     compress_and_insert(
         kv_score[finishing], ape, states, table, positions[finishing], req_indices[finishing],
-        *weights, cache, slots[finishing], **spec.settings,
+        norm_weight, cos_sin_cache, cache, slots[finishing], **spec.settings,
     )  # fmt: skip
 
 

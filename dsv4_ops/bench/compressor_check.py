@@ -44,8 +44,9 @@ def differences(
     wrong = differing_bytes(rest[:1], rest[1:])
     if wrong:
         return f"{wrong} bytes around the compressed rows differ from the reference"
-    for name, pair, step in zip(("codes", "rope"), values, (_CODE_STEP, _ROPE_STEP), strict=False):
-        if text := _steps_apart(name, *pair, step):
+    steps = (("codes", _CODE_STEP), ("rope", _ROPE_STEP))
+    for (name, step), (left, right) in zip(steps, values, strict=True):
+        if text := _steps_apart(name, left, right, step):
             return text
     return _outside_budget(layout, settings, args, expected[0], tokens, ours, theirs)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_ops.bench.report import BENCH_EXTRA
-from dsv4_ops.bench.rows import CacheRow, MetadataRow, SparseMlaRow
+from dsv4_ops.bench.rows import CacheRow, IndexerRow, MetadataRow, SparseMlaRow
 
 _OURS, _THEIRS, _LIMIT = "#0b6e99", "#c8553d", "#7a7a7a"
 _METADATA_CUDA = (
@@ -30,6 +30,11 @@ _CACHE_CUDA = (
 _MLA_CUDA = (
     ("ours, compiled", _OURS, "-", ("compiled_us",)),
     ("FlashMLA of vLLM 0.22.1", _THEIRS, "-", ("anchor_us",)),
+    ("floor", _LIMIT, "--", ("floor_us",)),
+)
+_INDEXER_CUDA = (
+    ("ours, selected rows", _OURS, "-", ("compiled_us",)),
+    ("DeepGEMM of vLLM 0.22.1, logits alone", _THEIRS, "-", ("anchor_us",)),
     ("floor", _LIMIT, "--", ("floor_us",)),
 )
 _CPU = (
@@ -106,6 +111,19 @@ def mla_panels(rows: Sequence[SparseMlaRow], *, cuda: bool) -> list[Panel]:
         chosen.sort(key=lambda row: row.requests)
         series = _series(chosen, lines, lambda row: row.requests)
         panels.append(Panel(f"{heads} heads, {keys} keys", "requests", series))
+    return panels
+
+
+def indexer_panels(rows: Sequence[IndexerRow], *, cuda: bool) -> list[Panel]:
+    """A selection against the context, a panel per number of requests."""
+    lines, chosen = _INDEXER_CUDA if cuda else _CPU, [row for row in rows if row.case == "select"]
+    panels = []
+    for requests in sorted({row.requests for row in chosen}):
+        group = sorted(
+            (row for row in chosen if row.requests == requests), key=lambda row: row.context
+        )
+        title = f"{requests} request{'s' * (requests > 1)}"
+        panels.append(Panel(title, "context", _series(group, lines, lambda row: row.context)))
     return panels
 
 

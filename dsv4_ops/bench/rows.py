@@ -137,6 +137,13 @@ class SparseMlaRow(ComputeRow):
     keys: str
 
 
+@dataclass(kw_only=True)
+class IndexerRow(ComputeRow):
+    """The lightning indexer for requests of ``context`` tokens."""
+
+    context: int
+
+
 _CASE = ("case", "shape", "variant")
 _TIMES = ("compiled_us", "eager_us", "anchor_us", "times_faster")
 _HOST = ("kernels", "host_us", "anchor_host_us")

@@ -101,8 +101,8 @@ def finish(
     cuda = device.type == "cuda"
     measured = [row for row in output.rows if row.error is None]
     title = (
-        "Sparse MLA, microseconds; before timing every result was within 1.5 times the error that "
-        "the reference has against float64"
+        "Sparse MLA, microseconds; before timing every result was within 1.5 times the error of "
+        "the reference against float64, or of one rounding"
     )
     columns = COMPUTE_CUDA_COLUMNS if cuda else COMPUTE_CPU_COLUMNS
     notes = [

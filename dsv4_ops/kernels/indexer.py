@@ -30,9 +30,10 @@ STAGES = 4
 WARPS = 4
 
 
-def padded_heads(num_heads: int) -> int:
-    """Heads as the matrix unit takes them."""
-    return max(16, triton.next_power_of_2(num_heads))
+def tile(num_heads: int) -> dict[str, int]:
+    """Heads as the matrix unit takes them, and keys that are scored at a time."""
+    heads = max(16, triton.next_power_of_2(num_heads))
+    return {"HEADS": heads, "STEP": min(STEP, max(64 * STEP // heads, 16))}
 
 
 @triton.jit
@@ -234,9 +235,9 @@ def indexer_logits(
     out = q.new_empty((num_tokens, num_rows), dtype=torch.float32)
     if num_tokens == 0 or num_rows == 0:
         return out
-    codes = q.view(torch.uint8)
+    sizes = tile(int(num_heads))
     launch(indexer_logits_kernel)[num_tokens * ((num_rows + ROWS - 1) // ROWS),](
-        codes,
+        q.view(torch.uint8),
         q.stride(0),
         q.stride(1),
         q.stride(2),
@@ -261,12 +262,11 @@ def indexer_logits(
         BLOCK_SIZE=block_size,
         DATA_BYTES=layout.data_bytes,
         SCALE_BYTES=layout.scale_bytes,
-        HEADS=padded_heads(int(num_heads)),
-        STEP=STEP,
         ROWS=ROWS,
         STAGES=STAGES,
         EMULATE=EMULATE,
         num_warps=WARPS,
+        **sizes,
     )
     return out
 
@@ -351,7 +351,9 @@ def indexer_logits_ragged(
     out = q.new_empty((num_tokens, num_k), dtype=torch.float32)
     if num_tokens == 0 or num_k == 0:
         return out
-    programs = ((num_tokens + TOKENS - 1) // TOKENS) * ((num_k + STEP - 1) // STEP)
+    sizes = tile(int(num_heads))
+    step = sizes["STEP"]
+    programs = ((num_tokens + TOKENS - 1) // TOKENS) * ((num_k + step - 1) // step)
     launch(indexer_logits_ragged_kernel)[programs,](
         q.view(torch.uint8),
         q.stride(0),
@@ -374,11 +376,10 @@ def indexer_logits_ragged(
         num_tokens,
         num_k,
         DIM=DIM,
-        HEADS=padded_heads(int(num_heads)),
-        STEP=STEP,
         TOKENS=TOKENS,
         STAGES=STAGES,
         EMULATE=EMULATE,
         num_warps=WARPS,
+        **sizes,
     )
     return out

@@ -7,7 +7,7 @@ import triton
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout
-from dsv4_ops.kernels.indexer import padded_heads
+from dsv4_ops.kernels import indexer
 from dsv4_ops.kernels.launch import EMULATE, Launch
 from dsv4_ops.kernels.select_keys import select_keys_kernel, select_logits_kernel
 from dsv4_ops.kernels.selection import merge_groups_kernel, merge_parts_kernel
@@ -27,9 +27,6 @@ GROUPS = 8
 
 LARGEST_TOPK = 4096
 """For more the reference sorts: its result is the same."""
-
-STEP = 128
-"""Keys that are scored at a time."""
 
 LEAST = 256
 """Keys of a part, at least."""
@@ -165,11 +162,10 @@ def indexer_select(
         BLOCK_SIZE=block_size,
         DATA_BYTES=layout.data_bytes,
         SCALE_BYTES=layout.scale_bytes,
-        HEADS=padded_heads(num_heads),
-        STEP=STEP,
         LEAST=LEAST,
         STAGES=STAGES,
         EMULATE=EMULATE,
+        **indexer.tile(num_heads),
         **scratch.sizes(),
     )
     return scratch.merged()
