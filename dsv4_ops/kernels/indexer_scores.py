@@ -35,7 +35,7 @@ def load_query(
     lane = tl.arange(0, DIM).to(tl.int64) * dim_stride
     source = q + place[:, None] + lane[None, :]
     if EMULATE:
-        codes = _values(tl.load(source, mask=there[:, None], other=0))
+        codes = decoded(tl.load(source, mask=there[:, None], other=0))
     else:
         source = source.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
         codes = tl.load(source, mask=there[:, None], other=0.0)
@@ -45,7 +45,7 @@ def load_query(
 
 
 @triton.jit
-def _values(codes):
+def decoded(codes):
     """Triton's interpreter has no FP8 product, and reads the NaN codes as 480."""
     values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     return tl.where((codes & 0x7F) == 0x7F, float("nan"), values)
@@ -58,7 +58,7 @@ def load_codes(place, byte_stride, exists, DIM: tl.constexpr, EMULATE: tl.conste
     lane = tl.arange(0, DIM)[None, :] * byte_stride
     if EMULATE:
         codes = tl.load(place[:, None] + lane, mask=exists[:, None], other=0)
-        return _values(codes)
+        return decoded(codes)
     codes = place.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     return tl.load(codes[:, None] + lane, mask=exists[:, None])  # at once to shared memory
 

@@ -3,19 +3,15 @@ the way or read.
 
 A program has a scratch row of CAPACITY keys and indices. Keys are appended in order, once it has
 topk of them only those that can be among the best; when it is full it is reduced to the best.
+
+Where keys go depends on what was loaded. Torch takes a pointer for written to if it leads to a
+store through a function, so that queries, keys and tables are loaded in no function of these.
 """
 
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.indexer_scores import (
-    ABSENT_KEY,
-    find_rows,
-    load_codes,
-    load_query,
-    score_codes,
-    sortable,
-)
+from dsv4_ops.kernels.indexer_scores import ABSENT_KEY, decoded, score_codes, sortable
 from dsv4_ops.kernels.selection import best, emit, pad_list, partition
 
 
@@ -122,7 +118,6 @@ def _append_tile(
     block_table,
     table_stride,
     column_stride,
-    max_blocks,
     request,
     start,
     first,
@@ -135,26 +130,25 @@ def _append_tile(
 ):
     """Score the tile at ``first`` of the ``length`` rows from ``start`` on, and append its keys."""
     place = first + tl.arange(0, STEP)
-    codes_at, scale_at, exists = find_rows(
-        k_cache,
-        page_stride,
-        num_blocks,
-        block_table,
-        table_stride,
-        column_stride,
-        max_blocks,
-        request,
-        start + place,
-        place < length,
-        BLOCK_SIZE,
-        DATA_BYTES,
-        SCALE_BYTES,
-    )
-    codes = load_codes(codes_at, 1, exists, DATA_BYTES, EMULATE)
-    scale = tl.load(scale_at, mask=exists, other=0.0)
+    wanted = place < length
+    position = tl.where(wanted, start.to(tl.int32) + place, 0)
+    column = (position // BLOCK_SIZE).to(tl.int64) * column_stride
+    page = tl.load(block_table + request * table_stride + column, mask=wanted, other=-1)
+    exists = (page >= 0) & (page < num_blocks)
+    page_start = k_cache + tl.where(exists, page, 0).to(tl.int64) * page_stride
+    row = position % BLOCK_SIZE
+    source = page_start + row * DATA_BYTES
+    lane = tl.arange(0, DATA_BYTES)[None, :]
+    if EMULATE:
+        codes = decoded(tl.load(source[:, None] + lane, mask=exists[:, None], other=0))
+    else:  # anything where no row exists, which touches no other row of the product
+        source = source.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+        codes = tl.load(source[:, None] + lane, mask=exists[:, None])
+    scales = page_start + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES
+    scale = tl.load(scales.to(tl.pointer_type(tl.float32), bitcast=True), mask=exists, other=0.0)
     score = score_codes(codes, scale, query, weight)
     key = tl.where(exists, sortable(score), ABSENT_KEY)
-    return _append(keys, indices, fill, key, (start + place).to(tl.int32), least)
+    return _append(keys, indices, fill, key, position, least)
 
 
 @triton.jit
@@ -219,40 +213,28 @@ def select_keys_kernel(
             if count <= topk:  # all that exist, whatever their scores
                 while start < stop:
                     row = start + tl.arange(0, STEP)
-                    _, _, exists = find_rows(
-                        k_cache,
-                        page_stride,
-                        num_blocks,
-                        block_table,
-                        table_stride,
-                        column_stride,
-                        max_blocks,
-                        request,
-                        row,
-                        row < stop,
-                        BLOCK_SIZE,
-                        DATA_BYTES,
-                        SCALE_BYTES,
-                    )
+                    column = tl.where(row < stop, row // BLOCK_SIZE, 0) * column_stride
+                    entry = block_table + request * table_stride + column
+                    page = tl.load(entry, mask=row < stop, other=-1)
+                    exists = (page >= 0) & (page < num_blocks)
                     key = tl.where(exists, 0, ABSENT_KEY)
                     fill = _append(keys, indices, fill, key, row.to(tl.int32), ABSENT_KEY)
                     start += STEP
             else:
                 least = tl.full((), ABSENT_KEY, tl.int32)
-                query, weight = load_query(
-                    q,
-                    token_stride,
-                    head_stride,
-                    dim_stride,
-                    weights,
-                    weight_token_stride,
-                    weight_head_stride,
-                    token,
-                    num_heads,
-                    HEADS,
-                    DATA_BYTES,
-                    EMULATE,
-                )
+                head = tl.arange(0, HEADS)
+                there = head < num_heads
+                lane = tl.arange(0, DATA_BYTES).to(tl.int64) * dim_stride
+                source = q + token * token_stride + head.to(tl.int64)[:, None] * head_stride
+                source += lane[None, :]
+                if EMULATE:
+                    query = decoded(tl.load(source, mask=there[:, None], other=0))
+                else:
+                    source = source.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+                    query = tl.load(source, mask=there[:, None], other=0.0)
+                query = tl.trans(query)
+                at = token * weight_token_stride + head.to(tl.int64) * weight_head_stride
+                weight = tl.load(weights + at, mask=there, other=0.0)
                 while start < stop:
                     length = tl.minimum(stop - start, (CAPACITY - fill) // STEP * STEP).to(tl.int32)
                     tiles = (length + STEP - 1) // STEP
@@ -272,7 +254,6 @@ def select_keys_kernel(
                                 block_table,
                                 table_stride,
                                 column_stride,
-                                max_blocks,
                                 request,
                                 start,
                                 tile * STEP,
@@ -299,7 +280,6 @@ def select_keys_kernel(
                                 block_table,
                                 table_stride,
                                 column_stride,
-                                max_blocks,
                                 request,
                                 start,
                                 tile * STEP,
