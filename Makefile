@@ -3,6 +3,8 @@
 # A fresh machine needs Python 3.10+, a C++ compiler and make; the first run builds its own environment.
 PYTHON ?= python3
 VENV ?= .venv
+# one process per core, at most 8; WORKERS=0 takes none but its own
+WORKERS ?= auto
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -15,7 +17,7 @@ export TORCHINDUCTOR_COMPILE_THREADS = 1
 .PHONY: test lint kernels venv
 
 test: $(TEST_STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -54,6 +54,8 @@ from dsv4_ops.ops.kv_cache import (
     quantize_and_insert_k_cache,
     quantize_and_insert_k_cache_functional,
 )
+from dsv4_ops.ops.mla_plan import sparse_mla_plan
+from dsv4_ops.ops.mla_prefill import sparse_mla_prefill
 from dsv4_ops.ops.pack import pack_seq, unpack_seq
 from dsv4_ops.ops.plain_cache import insert_k_cache, insert_k_cache_functional
 from dsv4_ops.ops.qnorm import qnorm_rope_kv_insert, qnorm_rope_kv_insert_functional
@@ -131,6 +133,8 @@ __all__ = [
     "sparse_mla_decode",
     "sparse_mla_decode_paged",
     "sparse_mla_gathered",
+    "sparse_mla_plan",
+    "sparse_mla_prefill",
     "split_decodes_and_prefills",
     "split_prefill_chunks",
     "swa_indices_and_lens",

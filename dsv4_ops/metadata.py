@@ -238,7 +238,7 @@ def build_decode_metadata(
         >>> metadata.c4_lens.tolist(), metadata.c128_indices.shape
         ([50], torch.Size([1, 128]))
     """
-    rows = _token_rows(spec, query_start_loc, seq_lens, slot_mapping, block_tables)
+    rows = token_rows(spec, query_start_loc, seq_lens, slot_mapping, block_tables)
     dense = dense_compressed_indices(
         rows["positions"],
         rows["req_indices"],
@@ -277,7 +277,7 @@ def build_prefill_metadata(
     Raises:
         ValueError, TypeError: as the ops it is made of.
     """
-    rows = _token_rows(spec, query_start_loc, seq_lens, slot_mapping, block_tables)
+    rows = token_rows(spec, query_start_loc, seq_lens, slot_mapping, block_tables)
     bounds = prefill_row_bounds(
         rows["positions"], rows["req_indices"], seq_lens, compress_ratio=spec.c4_ratio
     )
@@ -300,7 +300,7 @@ def build_prefill_metadata(
     )
 
 
-def _token_rows(
+def token_rows(
     spec: AttentionSpec,
     query_start_loc: Tensor,
     seq_lens: Tensor,

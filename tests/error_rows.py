@@ -13,6 +13,7 @@ from error_rows_cache import CACHE_TABLE
 from error_rows_compressor import COMPRESSOR_TABLE
 from error_rows_indexer import INDEXER_TABLE
 from error_rows_mla import MLA_TABLE
+from error_rows_prefill import PREFILL_TABLE
 from error_rows_rope import ROPE_TABLE
 from error_rows_sparse import SPARSE_TABLE
 from error_rows_valid import COUNTS, MINIMUM, ORDER, SUMS, TENSORS, valid_tensor, valid_value
@@ -272,6 +273,7 @@ TABLE: dict[str, list[tuple[str, dict[str, Any], type[Exception], str]]] = {
     **COMPRESSOR_TABLE,
     **INDEXER_TABLE,
     **MLA_TABLE,
+    **PREFILL_TABLE,
     **ROPE_TABLE,
     **SPARSE_TABLE,
 }

@@ -18,6 +18,7 @@ Q = Valid(bf16(5, 4, 512), "[num_tokens, num_heads, 512]")
 SINK = Valid(torch.ones(4), "[num_heads]")
 LENS = Valid(i32([2, 1, 0, 2, 1]), "[num_tokens]")
 INDICES = i32([[0, -1]] * 5)
+PLAN = i32([[0, 0, 1, 0], [1, 0, 2, 0], [1, 1, 2, 0], [2, 0, 1, 0], [3, 0, 1, 0], [4, 0, 1, 0]])
 
 
 def pages(source: str) -> Valid:
@@ -33,6 +34,7 @@ WINDOW = {
     "extra_cache": pages("extra"),
     "extra_lens": LENS,
     "attn_sink": SINK,
+    "plan": Valid(PLAN, "[num_pieces, 4]"),
 }
 OWN |= {
     "sparse_mla_decode": {
@@ -54,7 +56,7 @@ OWN |= {
     },
 }
 NUMBERS |= {
-    "batch_invariant": True,
+    "batch_invariant": False,  # a plan allows nothing else, nor splits
     "extra_block_size": SIZES["extra"],
     "num_splits": 0,
     "softmax_scale": 512**-0.5,
@@ -233,16 +235,42 @@ def unused_size_rows() -> Iterator[Entry]:
     )
 
 
-SHARED: list[Entry] = [
+def plan_rows() -> Iterator[Entry]:
+    """Plans that cannot cover the batch, and what a plan leaves nothing to decide for."""
+    for rows in (0, 4):
+        text = f"plan must have at least num_tokens = 5 rows as in q, got {rows}. "
+        text += "Pass a row for every token."
+        yield f"a plan of {rows} rows", {"plan": PLAN[:rows]}, ValueError, text
+    three = PLAN[:, :3].contiguous()
+    yield (
+        "a plan of three columns",
+        {"plan": three},
+        ValueError,
+        "plan must have shape [num_pieces, 4], got [6, 3]. Pass exactly 4 entries in dimension 1.",
+    )
+    for name, neutral, values in (("num_splits", 0, (1, 7)), ("batch_invariant", False, (True,))):
+        for value in values:
+            text = f"{name} must be {neutral} with a plan, got {value}. Pass one of the two."
+            yield f"a plan and {name} = {value}", {name: value}, ValueError, text
+    text = "num_splits must be 0 with a plan, got 2. Pass one of the two."
+    both = {"num_splits": 2, "batch_invariant": True}
+    yield "a plan, splits and batch invariance", both, ValueError, text
+
+
+CACHES: list[Entry] = [
     *layout_rows("v4_fp8", "plain"),
     *float_rows("softmax_scale", 0),
-    *flag_rows("batch_invariant"),
     *byte_cache_rows("swa"),
     *byte_cache_rows("extra"),
     *plain_cache_rows("swa"),
     *plain_cache_rows("extra"),
     *query_rows(),
+]
+SHARED: list[Entry] = [
+    *CACHES,
+    *flag_rows("batch_invariant"),
     *column_rows("swa_indices", "swa_width"),
+    *plan_rows(),
 ]
 MLA_TABLE: dict[str, list[Entry]] = {
     "sparse_mla_decode": [

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from interpret_kernels import check, fuzz
 
 from dsv4_ops import testing
+from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.kernels import indexer
 from dsv4_ops.kernels import indexer_topk as launchers
 from dsv4_ops.testing.case import Case
@@ -65,7 +66,7 @@ def main(examples: int) -> None:
         for case in testing.cases(name):
             check(name, case)
         fuzz(name, examples)
-    small = {"block_size": 64, "compress_ratio": 1, "topk": TOPK}
+    small = {"block_size": 64, "compress_ratio": 1, "topk": TOPK, "layout": IndexerLayout.tag}
 
     @settings(
         max_examples=examples,

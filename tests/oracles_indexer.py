@@ -6,6 +6,7 @@ that they are those of float32 only where these are exact.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from oracles_compressor import bits_of, single, value_of
 from oracles_kv import CODE_NAN, INDEXER_DATA, INDEXER_SCALES, code_magnitude, find_row, quantize
@@ -67,21 +68,36 @@ def relu(value: float) -> float:
     return value if math.isnan(value) else max(value, 0.0)
 
 
-def score(query: Rows, weights: Sequence[float], key: Sequence[int], scale: float) -> float:
-    values = [decoded(code) for code in key]
+def score(
+    query: Sequence[Sequence[float]], weights: Sequence[float], key: Sequence[float], scale: float
+) -> float:
     total = 0.0
     for head, weight in zip(query, weights, strict=True):
-        total += weight * relu(sum(decoded(c) * v for c, v in zip(head, values, strict=True)))
+        total += weight * relu(sum(q * k for q, k in zip(head, key, strict=True)))
     return total * scale
 
 
+def number(bits: int, bf16: bool) -> float:
+    return value_of(bits << 16 if bf16 else bits)
+
+
+def stored(page: Any, place: int, block_size: int, bf16: bool | None) -> tuple[list[float], float]:
+    """A key and its scale: of an FP8 page, or where ``bf16`` says how, of a plain one."""
+    if bf16 is not None:
+        return [number(bits, bf16) for bits in page[place]], 1.0
+    first = block_size * INDEXER_DATA + place * INDEXER_SCALES
+    scale = value_of(int.from_bytes(bytes(page[first : first + 4]), "little"))
+    return [decoded(c) for c in page[place * INDEXER_DATA : (place + 1) * INDEXER_DATA]], scale
+
+
 def paged_scores(
-    query: Rows,
+    query: Sequence[Sequence[float]],
     weights: Sequence[float],
-    k_cache: Rows,
+    k_cache: Sequence[Any],
     length: int,
     table_row: Sequence[int],
     block_size: int,
+    bf16: bool | None,
 ) -> dict[int, float]:
     """Scores of the rows among the first ``length`` whose pages exist."""
     found = {}
@@ -91,11 +107,7 @@ def paged_scores(
         if at is None:
             continue
         if at not in known:
-            page, place = k_cache[at[0]], at[1]
-            key = page[place * INDEXER_DATA : (place + 1) * INDEXER_DATA]
-            first = block_size * INDEXER_DATA + place * INDEXER_SCALES
-            scale = value_of(int.from_bytes(bytes(page[first : first + 4]), "little"))
-            known[at] = score(query, weights, key, scale)
+            known[at] = score(query, weights, *stored(k_cache[at[0]], at[1], block_size, bf16))
         found[row] = known[at]
     return found
 
@@ -122,7 +134,7 @@ def indexer_topk(logits: Rows, lens: Sequence[int], *, topk: int) -> list[list[i
 def indexer_select(
     q: Sequence[Rows],
     weights: Rows,
-    k_cache: Rows,
+    k_cache: Sequence[Any],
     positions: Sequence[int],
     req_indices: Sequence[int],
     block_table: Rows,
@@ -130,14 +142,22 @@ def indexer_select(
     block_size: int,
     compress_ratio: int,
     topk: int,
+    layout: str,
+    bf16: bool | None,
 ) -> list[list[int]]:
+    """``bf16`` says which patterns a plain layout has."""
+    assert (layout == "plain") == (bf16 is not None)
     rows = []
-    for query, row, position, request in zip(q, weights, positions, req_indices, strict=True):
+    for heads, row, position, request in zip(q, weights, positions, req_indices, strict=True):
         scores: dict[int, float] = {}
         if 0 <= request < len(block_table) and 0 <= position < 2**31 - 1:
             length = (position + 1) // compress_ratio
             factors = [value_of(bits) for bits in row]
+            query = [
+                [decoded(bits) if bf16 is None else number(bits, bf16) for bits in head]
+                for head in heads
+            ]
             table_row = block_table[request]
-            scores = paged_scores(query, factors, k_cache, length, table_row, block_size)
+            scores = paged_scores(query, factors, k_cache, length, table_row, block_size, bf16)
         rows.append(best(scores, topk))
     return rows

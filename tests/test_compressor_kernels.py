@@ -29,7 +29,8 @@ def test_tokens_that_finish_a_window_are_of_different_programs(num_tokens: int, 
     """In a prefill they are a ratio apart; each program has at most its share of them."""
     from dsv4_ops.kernels import compressor as kernels
 
-    tokens = kernels._shape_of_program(2 * ratio, 512)["TOKENS"]
+    short = 2 * ratio <= kernels.SHORT_WINDOW
+    tokens = kernels.SHORT_TOKENS if short else kernels.LONG_TOKENS
     programs = kernels._programs(num_tokens, 2 * ratio, tokens)
     assert 1 <= programs <= num_tokens
     for first in (0, 1, ratio - 1):

@@ -7,6 +7,7 @@ import oracles_compressor
 import oracles_indexer
 import oracles_kv
 import oracles_pack
+import oracles_plan
 import oracles_sparse
 import pytest
 import torch
@@ -28,6 +29,7 @@ ORACLES = {
     **vars(oracles_indexer),
     **vars(oracles_kv),
     **vars(oracles_pack),
+    **vars(oracles_plan),
     **vars(oracles_sparse),
 }
 
@@ -143,6 +145,15 @@ def test_compiled_takes_column_slices(name):
     """Schedulers pass views of persistent buffers; the decomposed and the IR lowerings both follow
     strides."""
     contract.CompiledOp(OPS[name], layout=contract.strided_copy).fuzz(20)
+
+
+@pytest.mark.parametrize("name", ["compress_and_insert", "swa_indices_and_lens"])
+def test_compiled_loops_are_parallel(name):
+    """Two threads write what one would, however many this process has."""
+    with torch._inductor.config.patch("cpp.threads", 2):
+        compiled = contract.CompiledOp(OPS[name])
+        assert "#pragma omp parallel num_threads(2)" in compiled.code
+        compiled.fuzz(20)
 
 
 FUSED = [

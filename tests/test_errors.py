@@ -91,6 +91,18 @@ def test_as_many_requests_as_the_limit_allows() -> None:
     assert plan.chunks.tolist() == [[0, LIMIT, 0, LIMIT]]
 
 
+def test_as_many_tokens_in_a_plan_as_the_limit_allows() -> None:
+    """All with one block of keys, but for the last with as many as all others."""
+    lens = torch.ones(LIMIT, dtype=torch.int32)
+    lens[-1] = 64 * (LIMIT - 1)
+    plan = ops.sparse_mla_plan(lens, num_heads=64, num_programs=2)
+    ones = [[token, 0, 1, 0] for token in range(LIMIT - 1)]
+    assert plan.tolist() == [*ones, [LIMIT - 1, 0, 1, 0], [-1] * 4, [-1] * 4]
+    plan = ops.sparse_mla_plan(lens, num_heads=64, num_programs=4)
+    halves = [[LIMIT - 1, 0, 2, 0], [LIMIT - 1, 1, 2, 0]]
+    assert plan.tolist() == [*ones, *halves, *[[-1] * 4] * 3]
+
+
 COMPILED = {
     "dtype": Row(
         "compiled",
@@ -124,6 +136,37 @@ COMPILED = {
         ValueError,
         "gather_k_cache: offset must be at most num_rows = 4, got 5. "
         "Lower offset, or raise num_rows.",
+    ),
+    "plan": Row(
+        "compiled",
+        "sparse_mla_decode",
+        {"batch_invariant": True},
+        ValueError,
+        "sparse_mla_decode: batch_invariant must be False with a plan, got True. "
+        "Pass one of the two.",
+    ),
+    "rows for tokens": Row(
+        "compiled",
+        "sparse_mla_decode_paged",
+        {"plan": torch.zeros(4, 4, dtype=torch.int32)},
+        ValueError,
+        "sparse_mla_decode_paged: plan must have at least num_tokens = 5 rows as in q, got 4. "
+        "Pass a row for every token.",
+    ),
+    "optional": Row(
+        "compiled",
+        "sparse_mla_prefill",
+        {"extra_cache": None},
+        ValueError,
+        "sparse_mla_prefill: extra_block_table must be None without extra_cache, got a tensor. "
+        "Pass both or neither.",
+    ),
+    "limit": Row(
+        "compiled",
+        "sparse_mla_plan",
+        {"swa_lens": torch.zeros(16384, dtype=torch.int32), "extra_lens": None},
+        ValueError,
+        "sparse_mla_plan: num_tokens must be at most 16383, got 16384. Split the batch.",
     ),
 }
 

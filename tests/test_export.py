@@ -11,11 +11,13 @@ import pytest
 import torch
 from metadata_batches import SPEC, random_inputs, tables_of
 
-from dsv4_ops.core.registry import OPS
+from dsv4_ops.core.registry import OPS, OpSpec
 from dsv4_ops.lowering.inspect import build_package
 from dsv4_ops.metadata import build_decode_metadata
 from dsv4_ops.testing import contract
+from dsv4_ops.testing.calls import as_case, reference, station
 from dsv4_ops.testing.case import results
+from dsv4_ops.testing.compare import assert_agrees
 
 pytestmark = pytest.mark.slow
 
@@ -56,53 +58,76 @@ def test_package_runs_where_dsv4_ops_is_never_imported(package, tmp_path):
         contract.assert_same("package", torch.load(f"{path}.out"), (*decode(*inputs), *inputs))
 
 
-def test_package_runs_in_a_cpp_program(package, tmp_path):
-    program = build_cpp_runner(tmp_path)
-    linked = subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory) -> Path:
+    """The C++ program, compiled once for the tests of this file."""
+    return build_cpp_runner(tmp_path_factory.mktemp("runner"))
+
+
+def test_package_runs_in_a_cpp_program(package, runner, tmp_path):
+    linked = subprocess.run(["ldd", runner], check=True, capture_output=True, text=True).stdout
     assert "libtorch_cpu" in linked
     assert "libpython" not in linked
     assert "libtorch_python" not in linked
     for seed, num_reqs, num_tokens in BATCHES:
         inputs = random_inputs(seed, num_reqs=num_reqs, num_tokens=num_tokens)
         write_tensors(tmp_path / "inputs", inputs)
-        subprocess.run([program, package, tmp_path / "inputs", tmp_path / "outputs"], check=True)
+        subprocess.run([runner, package, tmp_path / "inputs", tmp_path / "outputs"], check=True)
         outputs = read_tensors(tmp_path / "outputs")
         contract.assert_same("C++", outputs, (*decode(*inputs), *inputs))
 
 
-def run_ops(calls, tensors):
-    """Results of all calls, each on its own share of the tensors."""
-    returned, first = [], 0
-    for call, count in calls:
-        returned += results(call(*tensors[first : first + count]))
-        first += count
-    return tuple(returned)
+class Packaged:
+    """One op of a package of several."""
+
+    def __init__(self, spec: OpSpec) -> None:
+        self.spec = spec
+        self.call, self.inputs = contract.bound_call(spec)
+        self.case = as_case(spec, dict(station(spec).settings[0]), self.inputs)
+        self.expected = reference(spec, self.case)
+        self.num_results = len(self.expected) - len(spec.mutated)
+
+    def assert_agrees(self, runtime: str, returned, inputs) -> None:
+        """What the package returned, and its inputs as it left them."""
+        what = f"{self.spec.name}, {runtime}"
+        written = [inputs[place] for place in self.spec.mutated]
+        agreed = (*returned, *written), self.expected
+        assert_agrees(what, station(self.spec), self.case, *agreed)
+        for place, (before, after) in enumerate(zip(self.inputs, inputs, strict=True)):
+            changes = place in self.spec.mutated
+            assert contract.equal(before, after) != changes, f"{what}: argument {place}"
 
 
-def test_every_op_survives_export(tmp_path):
-    """All ops in one package: none of them needs a registration where the package runs, and those
+PARTS = 4
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_op_survives_export(part, runner, tmp_path):
+    """Many ops in one package: none of them needs a registration where the package runs, and those
     that write do so to the caller's tensors, in Python and in C++."""
-    calls, inputs = [], []
-    for spec in OPS.values():
-        call, tensors = contract.bound_call(spec)
-        calls.append((call, len(tensors)))
-        inputs.extend(tensors)
+    ops = [Packaged(spec) for spec in list(OPS.values())[part::PARTS]]
+    inputs = [tensor for op in ops for tensor in op.inputs]
 
-    program = contract.export_dynamic(lambda *tensors: run_ops(calls, tensors), inputs)
-    package = build_package(program, tmp_path / "all.pt2")
+    def run_ops(*tensors):
+        rest = iter(tensors)
+        given = [[next(rest) for _ in op.inputs] for op in ops]
+        return sum((results(op.call(*own)) for op, own in zip(ops, given, strict=True)), ())
+
+    package = build_package(contract.export_dynamic(run_ops, inputs), tmp_path / "part.pt2")
     torch.save(tuple(inputs), tmp_path / "in.pt")
     write_tensors(tmp_path / "inputs", inputs)
     subprocess.run(
         [sys.executable, "-c", RUN_IN_PYTHON, package, tmp_path / "in.pt"], check=True, cwd=tmp_path
     )
-    runner = build_cpp_runner(tmp_path)
     subprocess.run([runner, package, tmp_path / "inputs", tmp_path / "outputs"], check=True)
-    before = [tensor.clone() for tensor in inputs]
-    expected = (*run_ops(calls, inputs), *inputs)
-    written = [not contract.equal(*pair) for pair in zip(before, inputs, strict=True)]
-    assert sum(written) >= 3, "the inserts write something"
-    contract.assert_same("package", torch.load(tmp_path / "in.pt.out"), expected)
-    contract.assert_same("C++", read_tensors(tmp_path / "outputs"), expected)
+    in_python, in_cpp = torch.load(tmp_path / "in.pt.out"), read_tensors(tmp_path / "outputs")
+    for runtime, outputs in (("Python", in_python), ("C++", in_cpp)):
+        rest = iter(outputs)
+        returned = [[next(rest) for _ in range(op.num_results)] for op in ops]
+        left = [[next(rest) for _ in op.inputs] for op in ops]
+        assert next(rest, None) is None
+        for op, *found in zip(ops, returned, left, strict=True):
+            op.assert_agrees(runtime, *found)
 
 
 def build_cpp_runner(folder: Path) -> Path:
@@ -138,7 +163,15 @@ def build_cpp_runner(folder: Path) -> Path:
 
 
 # in the order of DTYPES in cpp/run_package.cpp
-DTYPES = (torch.int32, torch.int64, torch.uint8, torch.bfloat16, torch.float32)
+DTYPES = (
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bfloat16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.bool,
+)
 
 
 def write_tensors(path: Path, tensors) -> None:

@@ -261,9 +261,11 @@ def test_compiled_steps_write_in_place(kind: str, dynamic: bool) -> None:
     agrees(kind, weights, fresh, static)
     assert addresses == [tensor.data_ptr() for tensor in static]
     assert "save_compressor_states_kernel" in code
-    assert "compress_and_insert_kernel" in code
+    long = kind == "C128"
+    assert ("insert_pooled_kernel" if long else "compress_and_insert_kernel") in code
     assert ".copy_(" not in code
-    assert "empty_strided_cuda((" not in code.partition("def call(")[2], "nothing is allocated"
+    allocated = code.partition("def call(")[2].count("empty_strided_cuda((")
+    assert allocated == int(long), "nothing but the pooled channels of long windows"
 
 
 def test_pages_beyond_4_gib() -> None:

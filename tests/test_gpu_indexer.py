@@ -4,10 +4,13 @@ graphs, memory, and DeepGEMM's logits. Run there with ``pytest -m gpu tests``.""
 import pytest
 import torch
 from test_gpu_cache import GRAPHS, anchor_lib, needs_anchors
+from test_indexer import plain_only
 
 import dsv4_ops as ops
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.reference.indexer_topk import ABSENT_KEY, best, sortable
+from dsv4_ops.testing import contract
+from dsv4_ops.testing.compare import assert_precise
 from dsv4_ops.testing.indexer_scores import HOPPER_UNIT
 
 pytestmark = [
@@ -251,7 +254,7 @@ def test_compiled_selection_takes_any_sizes():
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True)
     for index, (num_tokens, max_rows) in enumerate(
-        [(5, 8192), (2, 16384), (300, 2048), (130, 640)]
+        [(21, 12800), (2, 16384), (300, 2048), (130, 640)]
     ):
         batch = Batch(num_tokens=num_tokens, max_rows=max_rows, seed=20 + index)
         tensors = (batch.cache, batch.positions, batch.requests, batch.table)
@@ -331,6 +334,18 @@ def test_ragged_logits_are_those_of_the_pages(num_tokens, num_k):
     assert torch.equal(ragged == -torch.inf, paged == -torch.inf)
     seen = paged > -torch.inf
     torch.testing.assert_close(ragged[seen], paged[seen], rtol=1e-3, atol=0.1)
+
+
+@pytest.mark.parametrize("name", ["indexer_logits", "indexer_select"])
+def test_plain_layout_takes_the_reference(name, monkeypatch):
+    """Of float32 and bf16 within the budget of float64; compiled, and captured without a sync."""
+    spec = plain_only(name, monkeypatch)
+    station = spec.station("testing")
+    for case in (case.on("cuda") for case in station.cases()):
+        if case.settings["layout"] == "plain":
+            assert_precise(name, station, case, case.run(spec.op))
+    contract.CompiledOp(spec, "cuda").fuzz(50)
+    contract.check_cuda_graph(spec)
 
 
 @needs_anchors

@@ -1,5 +1,8 @@
 """The lightning indexer: its selection against plain Python, its invariances, the quantised
-pipeline from bf16, and Hugging Face's indexer."""
+pipeline from bf16, and its plain layout."""
+
+import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +12,11 @@ from test_contract import patterns
 
 import dsv4_ops as ops
 from dsv4_ops import testing
-from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.core.layout import IndexerLayout, PlainLayout
+from dsv4_ops.core.registry import OPS
 from dsv4_ops.reference.indexer import scores
-from dsv4_ops.reference.indexer_topk import best, sortable
-from dsv4_ops.reference.rotation import rotate_tail
+from dsv4_ops.reference.indexer_topk import sortable
+from dsv4_ops.testing import contract
 from dsv4_ops.testing.indexer import tiny_cache, tiny_query
 from dsv4_ops.testing.indexer_scores import paged_scores
 
@@ -56,8 +60,10 @@ def test_selection_equals_the_oracle_where_scores_are_exact(name):
         assume(len(station.precise(*case.tensors, **case.settings)) == 1)
         used[0] += 1
         lists = [patterns(tensor) for tensor in case.tensors]
+        plain = case.settings["layout"] == "plain"
+        bf16 = case.tensors[0].dtype == torch.bfloat16 if plain else None
         assert ops.indexer_select(*case.tensors, **case.settings).tolist() == oracle(
-            *lists, **case.settings
+            *lists, **case.settings, bf16=bf16
         )
 
     compare()
@@ -119,7 +125,7 @@ def test_scores_are_those_of_float64_on_dequantised_keys():
     (q, weights, cache, positions, requests, table), *_ = random_call(2)
     lens = (positions + 1).to(torch.int32)
     tensors = (q, weights, cache, lens, requests, table)
-    exact = paged_scores(*tensors, SIZE, PAGES * SIZE)
+    exact = paged_scores(*tensors, SIZE, PAGES * SIZE, IndexerLayout.tag)
     logits = ops.indexer_logits(*tensors, block_size=SIZE, num_rows=PAGES * SIZE)
     error = torch.where(exact.candidate, (logits - exact.value).abs(), 0.0)
     assert (error <= 2.0**-22 * exact.magnitude).all()
@@ -134,7 +140,7 @@ def test_quantised_scores_are_close_to_those_of_bf16():
     )
     pages = k.view(PAGES, SIZE, 128)[table[0].long()].reshape(PAGES * SIZE, 128)
     factors = weights.float() * 128**-0.5 * 16**-0.5
-    expected = scores(q.float(), factors, pages.float(), torch.ones(PAGES * SIZE))
+    expected = scores(q.float(), factors, pages.float())
     seen = logits > -torch.inf
     error = (logits - expected)[seen].pow(2).mean().sqrt() / expected[seen].std()
     assert 1e-3 < error < 0.1
@@ -239,57 +245,83 @@ def test_sortable_orders_every_kind_of_float():
     assert zeros[2] == zeros[3]
 
 
-def hugging_face():
-    """Hugging Face's indexer in float32 with random weights, and what goes into its scores."""
-    transformers = pytest.importorskip("transformers")
-    name = "transformers.models.deepseek_v4.modeling_deepseek_v4"
-    modeling = pytest.importorskip(name)
-    config = transformers.DeepseekV4Config(
-        hidden_size=256,
-        q_lora_rank=64,
-        num_hidden_layers=1,
-        layer_types=["compressed_sparse_attention"],
-        index_n_heads=16,
-        index_head_dim=128,
-        index_topk=24,
+PLAIN = {"block_size": SIZE, "layout": "plain"}
+
+
+def plain_call(seed, dtype, **sizes):
+    """A random call, and the same over queries and keys that are no codes but their values."""
+    (q, weights, cache, *rest), *_ = random_call(seed, **sizes)
+    every = torch.arange(PAGES, dtype=torch.int32)[None]
+    starts = torch.tensor([0, PAGES * SIZE], dtype=torch.int32)
+    codes, scales = ops.gather_indexer_k(
+        cache, starts, every, block_size=SIZE, num_rows=PAGES * SIZE
     )
-    torch.manual_seed(11)
-    indexer = modeling.DeepseekV4Indexer(config)
-    for parameter in indexer.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    seen = {}
-    indexer.q_b_proj.register_forward_hook(lambda module, args, out: seen.update(q=out))
-    indexer.scorer.register_forward_hook(lambda module, args, out: seen.update(args=args, out=out))
-    hidden, residual = torch.randn(1, 301, 256), torch.randn(1, 301, 64)
-    positions = torch.arange(301)
-    with torch.no_grad():
-        indices = indexer(hidden, residual, positions[None], None, 0)
-        weights = indexer.scorer.weights_proj(hidden)[0]
-    return config, indices[0], positions, weights, seen
+    keys = codes.view(torch.float8_e4m3fn).float() * scales[:, None]
+    keys = keys.to(dtype)  # three bits and a power of two: no rounding
+    plain = PlainLayout(SIZE, 128, dtype).allocate(PAGES)
+    ops.insert_k_cache(keys, plain, torch.arange(PAGES * SIZE))
+    return (q, weights, cache, *rest), (q.to(dtype), weights, plain, *rest)
 
 
-def test_scores_and_selection_are_those_of_hugging_face():
-    """Without quantisation: the scores of rotated queries, and the rows that they choose."""
-    config, indices, positions, weights, seen = hugging_face()
-    keys, theirs = seen["args"][1][0].detach(), seen["out"][0]
-    rope = config.rope_parameters["compress"]
-    scaling = ops.YarnScaling() if rope["rope_type"] == "yarn" else None
-    table = ops.rope_cos_sin_cache(301, theta=float(rope["rope_theta"]), scaling=scaling)
-    q = rotate_tail(seen["q"][0].detach().view(301, 16, 128), positions, table)
-    # theirs has float32 angles, which at position 300 are off by 1e-5
-    torch.testing.assert_close(q, seen["args"][0][0].detach(), rtol=0, atol=5e-4)
-    ours = scores(q, weights * 128**-0.5 * 16**-0.5, keys, torch.ones(keys.shape[0]))
-    spread = theirs.std()
-    assert (ours - theirs).abs().max() < 2e-4 * spread
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_keys_score_as_their_codes_do(dtype):
+    coded, plain = plain_call(12, dtype)
+    lens, size = (coded[3] + 1).to(torch.int32), {"num_rows": PAGES * SIZE}
+    rest = (lens, *coded[4:])
+    expected = ops.indexer_logits(*coded[:3], *rest, block_size=SIZE, **size)
+    logits = ops.indexer_logits(*plain[:3], *rest, **PLAIN, **size)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+    chosen = ops.indexer_select(*plain, **PLAIN, compress_ratio=1, topk=64)
+    assert torch.equal(chosen, ops.indexer_topk(logits, lens, topk=64))
+    assert (chosen == select(coded)).float().mean() > 0.99  # rounding may turn two of them
 
-    lens = ((positions + 1) // 4).to(torch.int32)
-    ours = ours.masked_fill(torch.arange(keys.shape[0]) >= lens[:, None], -torch.inf)
-    chosen = best(torch.where(ours > -torch.inf, sortable(ours), -(2**31)), config.index_topk)
-    flips = 0
-    for token, (mine, other) in enumerate(zip(chosen, indices, strict=True)):
-        differing = set(mine.tolist()) ^ set(other.tolist())
-        flips += bool(differing)
-        if differing - {-1}:  # scores that rounding may order either way
-            assert theirs[token, sorted(differing - {-1})].std() < 2e-4 * spread
-    assert flips <= 3
-    assert int((chosen >= 0).sum()) > 301 * 20
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_garbage_in_unused_plain_rows_changes_nothing(dtype):
+    _, (q, weights, cache, positions, requests, table) = plain_call(13, dtype, length=300)
+    sizes = {**PLAIN, "compress_ratio": 1, "topk": 64}
+    expected = ops.indexer_select(q, weights, cache, positions, requests, table, **sizes)
+    spoiled = torch.full_like(cache, torch.nan)
+    used = table[0, : (300 + SIZE - 1) // SIZE].long()
+    spoiled[used] = cache[used]
+    spoiled[used[-1], 300 % SIZE :] = torch.inf
+    found = ops.indexer_select(q, weights, spoiled, positions, requests, table, **sizes)
+    assert torch.equal(found, expected)
+
+
+def test_a_factor_of_the_weights_changes_no_selection():
+    _, (q, weights, *rest) = plain_call(14, torch.float32)
+    sizes = {**PLAIN, "compress_ratio": 1, "topk": 64}
+    expected = ops.indexer_select(q, weights, *rest, **sizes)
+    assert torch.equal(ops.indexer_select(q, 2.0**-9 * weights, *rest, **sizes), expected)
+
+
+def test_plain_pages_may_lie_apart():
+    _, (q, weights, cache, *rest) = plain_call(15, torch.float32)
+    sizes = {**PLAIN, "compress_ratio": 1, "topk": 64}
+    expected = ops.indexer_select(q, weights, cache, *rest, **sizes)
+    wide = torch.full((PAGES, SIZE + 3, 160), torch.nan)[:, 2 : SIZE + 2, 16:144]
+    wide.copy_(cache)
+    assert torch.equal(ops.indexer_select(q, weights, wide, *rest, **sizes), expected)
+
+
+def plain_only(name, monkeypatch):
+    """The op, under a contract of its plain layout alone."""
+    spec, station = OPS[name], testing.station(name)
+    plain = tuple(chosen for chosen in station.settings if chosen["layout"] == "plain")
+    module = importlib.import_module(f"dsv4_ops.testing.{spec.stem}")
+    monkeypatch.setattr(module, name, replace(station, settings=plain))
+    return spec
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["indexer_logits", "indexer_select"])
+def test_plain_layout_is_compiled_and_packaged(name, monkeypatch):
+    """The contract compiles one configuration of an op, the FP8 layout."""
+    spec = plain_only(name, monkeypatch)
+    compiled = contract.CompiledOp(spec)
+    compiled.check_cases()
+    compiled.fuzz(50)
+    contract.check_fusion(spec)
+    contract.check_package(spec)

@@ -15,6 +15,7 @@ BENCHES = {
     "sparse_mla": "sparse attention, decode and prefill: beside its floor and FlashMLA",
     "indexer": "the lightning indexer, decode: beside its floor and DeepGEMM",
     "compressor": "the KV compressor, decode and prefill: beside its floor",
+    "layer": "an attention layer between its projections, decode: beside its floor and peers",
 }
 """Name of a benchmark, a module of this package with ``add_options`` and ``run``, and what it
 measures."""

@@ -21,7 +21,8 @@ TOPK = 512
 _RATIO = 4
 _EDGE_TOKENS, _EDGE_CONTEXT = 12, 8192
 _BY_TOKEN = (0, 1, 3, 4)
-_SELECT = {"block_size": BLOCK_SIZE, "compress_ratio": _RATIO, "topk": TOPK}
+_PAGES = {"block_size": BLOCK_SIZE, "layout": INDEXER.tag}
+_SELECT = {**_PAGES, "compress_ratio": _RATIO, "topk": TOPK}
 
 
 def logits(
@@ -113,7 +114,7 @@ def indexer_work(
 
 def _work(group: str, sets: Sequence[Args], **more: Any) -> Work:
     rows = sets[0][5].shape[1] * BLOCK_SIZE
-    settings = _SELECT if group == "select" else {"block_size": BLOCK_SIZE, "num_rows": rows}
+    settings = _SELECT if group == "select" else {**_PAGES, "num_rows": rows}
     check = ByToken(
         f"indexer_{group}", settings, _BY_TOKEN, lambda args: max(rows * INDEXER.head_dim, 1)
     )

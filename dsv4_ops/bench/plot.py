@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_ops.bench.report import BENCH_EXTRA
-from dsv4_ops.bench.rows import CacheRow, IndexerRow, MetadataRow, SparseMlaRow
+from dsv4_ops.bench.rows import CacheRow, IndexerRow, LayerRow, MetadataRow, SparseMlaRow
 
 _OURS, _THEIRS, _LIMIT = "#0b6e99", "#c8553d", "#7a7a7a"
 _METADATA_CUDA = (
@@ -35,6 +35,11 @@ _MLA_CUDA = (
 _INDEXER_CUDA = (
     ("ours, selected rows", _OURS, "-", ("compiled_us",)),
     ("DeepGEMM of vLLM 0.22.1, logits alone", _THEIRS, "-", ("anchor_us",)),
+    ("floor", _LIMIT, "--", ("floor_us",)),
+)
+_LAYER_CUDA = (
+    ("ours, the whole layer", _OURS, "-", ("compiled_us",)),
+    ("peers' insert, logits, top-k and attention alone", _THEIRS, "-", ("anchor_us",)),
     ("floor", _LIMIT, "--", ("floor_us",)),
 )
 _CPU = (
@@ -124,6 +129,18 @@ def indexer_panels(rows: Sequence[IndexerRow], *, cuda: bool) -> list[Panel]:
         )
         title = f"{requests} request{'s' * (requests > 1)}"
         panels.append(Panel(title, "context", _series(group, lines, lambda row: row.context)))
+    return panels
+
+
+def layer_panels(rows: Sequence[LayerRow], *, cuda: bool) -> list[Panel]:
+    """A decode step against its requests, a panel per kind of layer and number of heads."""
+    lines, plotted = _LAYER_CUDA if cuda else _CPU, [row for row in rows if row.plotted]
+    panels = []
+    for kind, heads in dict.fromkeys((row.case, row.heads) for row in plotted):
+        chosen = [row for row in plotted if (row.case, row.heads) == (kind, heads)]
+        chosen.sort(key=lambda row: row.requests)
+        series = _series(chosen, lines, lambda row: row.requests)
+        panels.append(Panel(f"{kind}, {heads} heads", "requests", series))
     return panels
 
 

@@ -144,6 +144,18 @@ class IndexerRow(ComputeRow):
     context: int
 
 
+@dataclass(kw_only=True)
+class LayerRow(ComputeRow):
+    """A decode step of an attention layer of ``heads`` heads, for requests of ``context`` tokens.
+    ``stages`` and ``anchor_stages`` are device times of its stages, each in a graph of its own;
+    ``anchor_us`` is that of all the anchor's stages, in one graph."""
+
+    context: int
+    heads: int
+    stages: dict[str, float] = field(default_factory=dict)
+    anchor_stages: dict[str, float] = field(default_factory=dict)
+
+
 _CASE = ("case", "shape", "variant")
 _TIMES = ("compiled_us", "eager_us", "anchor_us", "times_faster")
 _HOST = ("kernels", "host_us", "anchor_host_us")
@@ -151,4 +163,5 @@ _CACHE_LIMITS = ("pct_of_bandwidth", "pct_of_copy", "copy_us", "floor_us")
 CACHE_CUDA_COLUMNS = (*_CASE, *_TIMES, *_CACHE_LIMITS, *_HOST, "anchor_exact")
 CACHE_CPU_COLUMNS = (*_CASE, "compiled_us", "eager_us", "speedup", "anchor_exact")
 COMPUTE_CUDA_COLUMNS = (*_CASE, *_TIMES, "floor_us", "pct_of_floor", *_HOST, "anchor_agrees")
+LAYER_CUDA_COLUMNS = tuple(name for name in COMPUTE_CUDA_COLUMNS if name != "variant")
 COMPUTE_CPU_COLUMNS = (*_CASE, "compiled_us", "eager_us", "speedup", "anchor_agrees")

@@ -25,6 +25,7 @@ _DIMENSIONS = {
     "width": "the values of a row",
     "head_dim": "the values of a compressed row",
     "num_heads": "the heads of the queries",
+    "num_index_heads": "the heads of the indexer's queries",
     "swa_width": "the window rows of a token",
     "extra_width": "the compressed rows of a token",
     "num_swa_blocks": "the pages of the window's cache",
@@ -181,6 +182,14 @@ class Checks:
             raise ValueError(
                 f"{self.op}: {name} must be None without {partner_name}, got a tensor. "
                 "Pass both or neither."
+            )
+
+    def without(self, name: str, value: object, neutral: object, partner: str) -> None:
+        """``name`` is left at ``neutral``, because ``partner`` was given."""
+        if value != neutral:
+            raise ValueError(
+                f"{self.op}: {name} must be {neutral} with {partner}, got {value}. "
+                "Pass one of the two."
             )
 
     def one_of(
@@ -360,12 +369,12 @@ class Checks:
                 f"{self.op}: {name} must be a bool, got {type(value).__name__}. Pass True or False."
             )
 
-    def request_limit(self) -> None:
-        """The batch has no more requests than the compiled searches cover."""
-        if self.sizes["num_reqs"] > MAX_REQUESTS:
+    def request_limit(self, name: str = "num_reqs") -> None:
+        """The batch has no more requests, or whatever is searched, than the compiled searches
+        cover."""
+        if self.sizes[name] > MAX_REQUESTS:
             raise ValueError(
-                f"{self.op}: num_reqs must be at most {MAX_REQUESTS}, got "
-                f"{self.sizes['num_reqs']}. "
+                f"{self.op}: {name} must be at most {MAX_REQUESTS}, got {self.sizes[name]}. "
                 "Split the batch."
             )
 

@@ -9,6 +9,9 @@ import triton.language as tl
 
 from dsv4_ops.kernels.fp8 import round_to_bf16  # by name: Inductor copies kernels, not modules
 
+LINES = tl.constexpr(8)
+"""Cache lines of a row that are asked for, at most."""
+
 
 @triton.jit
 def multiply_add(left, right, sums, EMULATE: tl.constexpr):
@@ -44,7 +47,9 @@ def _load_codes(
         scaled = (numbers * factor[:, :, None]).to(tl.bfloat16)
     else:
         factor = (scale.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
-        scaled = values.to(tl.bfloat16) * factor[:, :, None]
+        # by way of float32: the direct conversion from float16 takes a slow unit, value by value
+        numbers = values.to(tl.float16).to(tl.float32).to(tl.bfloat16)
+        scaled = numbers * factor[:, :, None]
     return tl.reshape(scaled, (codes.shape[0], WIDTH))
 
 
@@ -100,6 +105,64 @@ def softmax_step(logits, largest, total):
 
 
 @triton.jit
+def apart(values, EMULATE: tl.constexpr):
+    """``values``, out of the sight of Triton, which makes one sum of a product and what is added to
+    it."""
+    if EMULATE:
+        return values
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [values], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def prefetch(pointers, wanted, EMULATE: tl.constexpr):
+    """Have the cache lines of the wanted pointers brought to L2. Zeros, which must reach a store:
+    torch analyses no kernel with assembly that is more than a function of its operands, and Triton
+    drops the function whose value nobody needs."""
+    flags = wanted.to(tl.int32)
+    if EMULATE:
+        return flags * 0
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [pointers, flags],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_keys(
+    cache,
+    page_stride,
+    page,
+    row,
+    exists,
+    block_size,
+    ROW: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """What ``load_keys`` of these rows will read: the zeros of ``prefetch``. Rows begin anywhere in
+    a line, so the last bytes of one may be in a line that is not asked for."""
+    LINE: tl.constexpr = 128
+    start = cache + page * page_stride
+    data = (start + row * ROW).to(tl.pointer_type(tl.uint8), bitcast=True)
+    line = tl.arange(0, LINES)[None, :]
+    USED: tl.constexpr = (ROW_BYTES + LINE - 1) // LINE
+    target = data[:, None] + line * LINE
+    asked = line < USED
+    if SCALE_BYTES > 0:
+        scales = start + block_size * ROW + row * SCALE_BYTES
+        target = tl.where(line == USED, scales[:, None], target)
+        asked = line <= USED
+    return prefetch(target, exists[:, None] & asked, EMULATE)
+
+
+@triton.jit
 def attend(
     q0,
     q1,
@@ -117,14 +180,23 @@ def attend(
     k3,
     exists,
     scale,
+    always,
     EMULATE: tl.constexpr,
 ):
-    """The running sums after one block of keys; ``scale`` includes log2(e)."""
+    """The running sums after one block of keys; ``scale`` includes log2(e), and
+    ``always`` is true, which Triton must not see.
+
+    Triton gives all warps to the rows of a product that leads to another product, and with 64 rows
+    both warp groups would compute the same. It does not look behind the end of a branch, nor,
+    through ``apart``, for the sum of the four.
+    """
     logits = tl.zeros((q0.shape[0], exists.shape[0]), dtype=tl.float32)
-    logits = multiply_add(q0, tl.trans(k0), logits, EMULATE)
-    logits = multiply_add(q1, tl.trans(k1), logits, EMULATE)
-    logits = multiply_add(q2, tl.trans(k2), logits, EMULATE)
-    logits = multiply_add(q3, tl.trans(k3), logits, EMULATE)
+    if always:
+        part0 = apart(multiply_add(q0, tl.trans(k0), logits, EMULATE), EMULATE)
+        part1 = apart(multiply_add(q1, tl.trans(k1), logits, EMULATE), EMULATE)
+        part2 = apart(multiply_add(q2, tl.trans(k2), logits, EMULATE), EMULATE)
+        part3 = apart(multiply_add(q3, tl.trans(k3), logits, EMULATE), EMULATE)
+        logits = (part0 + part1) + (part2 + part3)
     logits = tl.where(exists[None, :], logits * scale, float("-inf"))
     weights, factor, largest, total = softmax_step(logits, largest, total)
     rounded = round_to_bf16(weights, EMULATE)
@@ -146,3 +218,19 @@ def denominator(largest, total, sink):
     """What the summed values are divided by; 1 where there was no key, whatever the sink."""
     origin = tl.where(largest == float("-inf"), 0.0, largest)
     return tl.where(total == 0.0, 1.0, total + tl.exp2(sink - origin))
+
+
+@triton.jit
+def load_heads(heads, there, dim_stride, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """Values of every head from dimension FIRST on; zeros for heads that are not there."""
+    dim = (FIRST + tl.arange(0, WIDTH))[None, :].to(tl.int64)
+    return tl.load(heads + dim * dim_stride, mask=there[:, None], other=0.0)
+
+
+@triton.jit
+def store_heads(target, there, values, FIRST: tl.constexpr, EMULATE: tl.constexpr):
+    """Write the float32 values of every head from dimension FIRST on."""
+    dim = FIRST + tl.arange(0, values.shape[1])[None, :]
+    if target.dtype.element_ty == tl.bfloat16:
+        values = round_to_bf16(values, EMULATE)
+    tl.store(target + dim, values, mask=there[:, None])

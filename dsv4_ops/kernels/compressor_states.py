@@ -8,7 +8,7 @@ import triton.language as tl
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import StateLayout
 from dsv4_ops.kernels.launch import Launch
-from dsv4_ops.kernels.pages import locate_slots
+from dsv4_ops.kernels.pages import place_slots
 
 TOKENS = 4
 """Tokens per program."""
@@ -48,9 +48,8 @@ def save_compressor_states_kernel(
         mask=given[:, None] & (column < 2 * WIDTH),
         other=0.0,
     )
-    page, row, exists = locate_slots(
-        slot_mapping, slot_stride, token, num_tokens, num_blocks, BLOCK_SIZE
-    )
+    slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=given, other=-1)
+    page, row, exists = place_slots(slot, num_blocks, BLOCK_SIZE)
     position = tl.load(positions + token.to(tl.int64) * position_stride, mask=given, other=-1)
     exists = exists & (position >= 0)
     place = (tl.where(exists, position, 0) % RATIO).to(tl.int32)

@@ -36,14 +36,22 @@ def quantize(values, EMULATE: tl.constexpr):
 
 
 @triton.jit
+def widen(values, EMULATE: tl.constexpr):
+    """float32 values of bf16 ones."""
+    if EMULATE:  # Triton's interpreter is wrong about subnormal values
+        patterns = values.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return patterns.to(tl.float32, bitcast=True)
+    return values.to(tl.float32)
+
+
+@triton.jit
 def round_to_bf16(values, EMULATE: tl.constexpr):
     """float32 values rounded to bf16, to nearest even."""
-    if EMULATE:  # Triton's interpreter truncates
+    if EMULATE:  # Triton's interpreter truncates, and flushes subnormal values
         bits = values.to(tl.int32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        return tl.where(values != values, values, rounded.to(tl.float32, bitcast=True)).to(
-            tl.bfloat16
-        )
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        patterns = tl.where(values != values, 0x7FC0, rounded).to(tl.int16)
+        return patterns.to(tl.bfloat16, bitcast=True)
     return values.to(tl.bfloat16)
 
 

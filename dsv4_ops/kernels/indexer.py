@@ -5,11 +5,12 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.kernels.fp8 import quantize, round_to_bf16  # by name: Inductor copies kernels
 from dsv4_ops.kernels.indexer_scores import find_rows, load_codes, load_query, score_codes
 from dsv4_ops.kernels.launch import EMULATE, Launch
 from dsv4_ops.kernels.rotation import rotate_pairs
+from dsv4_ops.reference import indexer as reference
 
 DIM = IndexerLayout.head_dim
 
@@ -228,9 +229,14 @@ def indexer_logits(
     *,
     block_size: int,
     num_rows: int,
+    layout: str,
 ) -> torch.Tensor:
-    layout = IndexerLayout(block_size)
-    Checks("indexer_logits").page_start("k_cache", k_cache, layout)
+    if layout == PlainLayout.tag:
+        tensors = (q, weights, k_cache, lens, req_indices, block_table)
+        sizes = {"block_size": block_size, "num_rows": num_rows}
+        return reference.indexer_logits(*tensors, **sizes, layout=layout)
+    indexer = IndexerLayout(block_size)
+    Checks("indexer_logits").page_start("k_cache", k_cache, indexer)
     num_tokens, num_heads = q.shape[0], q.shape[1]
     out = q.new_empty((num_tokens, num_rows), dtype=torch.float32)
     if num_tokens == 0 or num_rows == 0:
@@ -260,8 +266,8 @@ def indexer_logits(
         out,
         num_rows,
         BLOCK_SIZE=block_size,
-        DATA_BYTES=layout.data_bytes,
-        SCALE_BYTES=layout.scale_bytes,
+        DATA_BYTES=indexer.data_bytes,
+        SCALE_BYTES=indexer.scale_bytes,
         ROWS=ROWS,
         STAGES=STAGES,
         EMULATE=EMULATE,

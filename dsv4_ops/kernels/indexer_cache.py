@@ -60,7 +60,7 @@ def gather_indexer_kernel(
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     # boundaries at or before the row: a branch-free binary search
     count = tl.zeros((ROWS,), tl.int32)
-    for step in tl.static_range(STEPS):
+    for step in range(STEPS):  # not unrolled: torch follows every path from a load to an argument
         candidate = count + (1 << (STEPS - 1 - step))
         known = candidate <= num_reqs + 1
         boundary = tl.load(

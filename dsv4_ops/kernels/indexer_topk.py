@@ -6,7 +6,7 @@ import torch
 import triton
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.kernels import indexer
 from dsv4_ops.kernels.launch import EMULATE, Launch
 from dsv4_ops.kernels.select_keys import select_keys_kernel, select_logits_kernel
@@ -124,14 +124,16 @@ def indexer_select(
     block_size: int,
     compress_ratio: int,
     topk: int,
+    layout: str,
 ) -> torch.Tensor:
-    layout = IndexerLayout(block_size)
-    Checks("indexer_select").page_start("k_cache", k_cache, layout)
+    pages, plain = IndexerLayout(block_size), layout == PlainLayout.tag
+    if not plain:
+        Checks("indexer_select").page_start("k_cache", k_cache, pages)
     num_tokens, num_heads, max_blocks = q.shape[0], int(q.shape[1]), block_table.shape[1]
-    if topk > LARGEST_TOPK or num_heads == 0:
+    if plain or topk > LARGEST_TOPK or num_heads == 0:
         tensors = (q, weights, k_cache, positions, req_indices, block_table)
-        sizes = {"block_size": block_size, "compress_ratio": compress_ratio}
-        return reference.indexer_select(*tensors, **sizes, topk=topk)
+        sizes = {"block_size": block_size, "compress_ratio": compress_ratio, "topk": topk}
+        return reference.indexer_select(*tensors, **sizes, layout=layout)
     if num_tokens == 0 or topk == 0:
         return q.new_empty((num_tokens, topk), dtype=torch.int32)
     most = (max_blocks * block_size + LEAST - 1) // LEAST
@@ -160,8 +162,8 @@ def indexer_select(
         *scratch.arguments(),
         RATIO=compress_ratio,
         BLOCK_SIZE=block_size,
-        DATA_BYTES=layout.data_bytes,
-        SCALE_BYTES=layout.scale_bytes,
+        DATA_BYTES=pages.data_bytes,
+        SCALE_BYTES=pages.scale_bytes,
         LEAST=LEAST,
         STAGES=STAGES,
         EMULATE=EMULATE,

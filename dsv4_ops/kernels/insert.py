@@ -8,7 +8,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import QuantizedLayout
 from dsv4_ops.kernels.fp8 import quantize  # by name: Inductor copies kernels, not modules
 from dsv4_ops.kernels.launch import EMULATE, Launch
-from dsv4_ops.kernels.pages import locate_slots
+from dsv4_ops.kernels.pages import place_slots
 
 WARPS = 4
 
@@ -75,11 +75,10 @@ def quantize_and_insert_kernel(
     EMULATE: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    page, row, exists = locate_slots(
-        slot_mapping, slot_stride, token, num_tokens, num_blocks, BLOCK_SIZE
-    )
-    source = k + token.to(tl.int64) * row_stride
     given = token < num_tokens
+    slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=given, other=-1)
+    page, row, exists = place_slots(slot, num_blocks, BLOCK_SIZE)
+    source = k + token.to(tl.int64) * row_stride
     start = k_cache + page * page_stride
     insert_codes(
         source,

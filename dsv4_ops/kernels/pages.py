@@ -1,4 +1,8 @@
-"""Addresses in paged caches: what slots and block-table entries that do not exist turn into."""
+"""Addresses in paged caches: what slots and block-table entries that do not exist turn into.
+
+Torch takes a tensor for written to if its pointer leads to a store through a function. A kernel
+that stores where slots say thus loads them itself, and gives them to ``place_slots``.
+"""
 
 import triton
 import triton.language as tl
@@ -10,6 +14,12 @@ def locate_slots(slot_mapping, slot_stride, token, num_tokens, num_blocks, block
     slot = tl.load(
         slot_mapping + token.to(tl.int64) * slot_stride, mask=token < num_tokens, other=-1
     )
+    return place_slots(slot, num_blocks, block_size)
+
+
+@triton.jit
+def place_slots(slot, num_blocks, block_size):
+    """int64 page and row of slots, and which of them exist."""
     exists = (slot >= 0) & (slot // block_size < num_blocks)
     slot = tl.where(exists, slot, 0)
     return slot // block_size, slot % block_size, exists

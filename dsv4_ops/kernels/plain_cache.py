@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.launch import Launch
-from dsv4_ops.kernels.pages import locate_positions, locate_slots
+from dsv4_ops.kernels.pages import locate_positions, place_slots
 
 ROWS = 4
 """Rows per program."""
@@ -44,10 +44,10 @@ def insert_rows_kernel(
     dim = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH))[None, :]
     source = k.to(word_pointer(WORD_BYTES), bitcast=True)
     source += token.to(tl.int64)[:, None] * row_stride + dim.to(tl.int64) * dim_stride
-    words = tl.load(source, mask=(token[:, None] < num_tokens) & (dim < width), other=0)
-    page, row, exists = locate_slots(
-        slot_mapping, slot_stride, token, num_tokens, num_blocks, block_size
-    )
+    given = token < num_tokens
+    words = tl.load(source, mask=given[:, None] & (dim < width), other=0)
+    slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=given, other=-1)
+    page, row, exists = place_slots(slot, num_blocks, block_size)
     target = k_cache.to(word_pointer(WORD_BYTES), bitcast=True)
     target += (page * page_stride + row * cache_row_stride)[:, None] + dim
     tl.store(target, words, mask=exists[:, None] & (dim < width))

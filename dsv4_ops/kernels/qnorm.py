@@ -6,10 +6,10 @@ import triton.language as tl
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.kernels.fp8 import round_to_bf16  # by name: Inductor copies kernels, not modules
+from dsv4_ops.kernels.fp8 import round_to_bf16, widen  # by name: Inductor copies kernels
 from dsv4_ops.kernels.insert import insert_codes
 from dsv4_ops.kernels.launch import EMULATE, Launch
-from dsv4_ops.kernels.pages import locate_slots
+from dsv4_ops.kernels.pages import place_slots
 from dsv4_ops.kernels.rotation import rotate_pairs
 
 HEADS = 4
@@ -45,7 +45,7 @@ def _rotated_tail(
     ``factor``, rotated by the positions of ``token``, of which there may be one for all rows."""
     lane = tl.arange(0, ROPE_DIM)[None, :]
     tail = source[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
-    values = tl.load(tail, mask=given[:, None], other=0.0).to(tl.float32) * factor[:, None]
+    values = widen(tl.load(tail, mask=given[:, None], other=0.0), EMULATE) * factor[:, None]
     position = tl.load(positions + token.to(tl.int64) * position_stride)
     known = (position >= 0) & (position < num_positions)
     angle = cos_sin_cache + tl.where(known, position, 0) * table_stride
@@ -87,7 +87,7 @@ def _normalise_heads(
     target = out + (token.to(tl.int64) * num_heads + head) * HEAD_DIM
     dim = tl.arange(0, HEAD_DIM)[None, :]
     address = source[:, None] + dim.to(tl.int64) * dim_stride
-    values = tl.load(address, mask=given[:, None], other=0.0).to(tl.float32)
+    values = widen(tl.load(address, mask=given[:, None], other=0.0), EMULATE)
     factor = tl.rsqrt(tl.sum(values * values, axis=1) / HEAD_DIM + EPS)
     rotated = _rotated_tail(  # loaded again, from the first cache: few values, in their own layout
         source,
@@ -141,10 +141,9 @@ def _insert_keys(
     KEYS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    page, row, exists = locate_slots(
-        slot_mapping, slot_stride, token, num_slots, num_blocks, BLOCK_SIZE
-    )
     given = token < num_slots
+    slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=given, other=-1)
+    page, row, exists = place_slots(slot, num_blocks, BLOCK_SIZE)
     source = kv + token.to(tl.int64) * row_stride
     start = k_cache + page * page_stride
     if SCALE_BYTES == 0:  # plain: words, which keep the payload of a NaN

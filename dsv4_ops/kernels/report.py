@@ -32,9 +32,9 @@ _TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-SPILLS = {"split_keys_kernel": 512}
-"""Bytes that a kernel may spill: none but where forms that spill less were measured to be slower
-(benchmarks/README.md)."""
+SPILLS = {"prefill_keys_kernel": 64}
+"""Bytes that a kernel may spill: none but where all registers hold sums, and the few that are
+spilled are addresses, read once per block of keys."""
 
 _USAGE = re.compile(
     r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.S
@@ -119,14 +119,27 @@ def _save() -> tuple[Any, ...]:
     return (kv_score, ape, states, slots, slots), {"compress_ratio": 4, "block_size": 4}
 
 
-def _attention(paged: bool, cache: Tensor, **settings: Any) -> tuple[Any, ...]:
+def _attention(
+    paged: bool, cache: Tensor, planned: bool = False, **settings: Any
+) -> tuple[Any, ...]:
     """Arguments of ``sparse_mla_decode`` or of its paged form, window and 512 rows."""
     tokens, size = _tensor(8), settings["extra_block_size"]
     queries = (_tensor(8, 64, 512, dtype=torch.bfloat16), cache, _tensor(8, 128), tokens)
     extra = MainLayout(size).allocate(1024, "meta") if cache.dim() == 2 else cache
     rows = (tokens, tokens, _tensor(4, 256)) if paged else (_tensor(8, 512), tokens)
     chosen = {"softmax_scale": 512**-0.5, "num_splits": 0, "batch_invariant": False}
-    return (*queries, extra, *rows, _tensor(64, dtype=torch.float32)), settings | chosen
+    plan = _tensor(140, 4) if planned else None
+    return (*queries, extra, *rows, _tensor(64, dtype=torch.float32), plan), settings | chosen
+
+
+def _prefill(cache: Tensor, topk: Tensor | None, **settings: Any) -> tuple[Any, ...]:
+    """Arguments of ``sparse_mla_prefill``, 2048 tokens of 4 requests."""
+    extra = MainLayout(settings["extra_block_size"]).allocate(1024, "meta")
+    queries, table = _tensor(2048, 64, 512, dtype=torch.bfloat16), _tensor(4, 256)
+    tokens = (_tensor(2048, dtype=torch.int64), _tensor(2048))
+    rows = (extra, table, topk, _tensor(64, dtype=torch.float32))
+    chosen = {"softmax_scale": 512**-0.5, "window_size": 128, "compress_ratio": 4}
+    return (queries, cache, *tokens, table, *rows), settings | chosen
 
 
 def _indexer(*between: Tensor, **settings: Any) -> tuple[Any, ...]:
@@ -147,11 +160,11 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     pages = {"swa_block_size": 64, "extra_block_size": 64, "layout": MainLayout.tag}
     keys = {"block_size": 64, "layout": IndexerLayout.tag}
     tokens, positions, pages_table = _tensor(8), _tensor(8, dtype=torch.int64), _tensor(8, 512)
-    few, logits = {"block_size": 64}, _tensor(8, 32768, dtype=torch.float32)
+    logits = _tensor(8, 32768, dtype=torch.float32)
     angles, scales = _tensor(2**20, 64, dtype=torch.float32), _tensor(8192, dtype=torch.float32)
     queries = _tensor(8, 64, 128, dtype=torch.bfloat16), _tensor(8, 64, dtype=torch.bfloat16)
     gathered = _tensor(8192, 128, dtype=torch.uint8), scales, tokens, tokens
-    chosen = {"compress_ratio": 4, "topk": 512, **few}
+    chosen = {"compress_ratio": 4, "topk": 512, **keys}
     return {
         "quantize_and_insert_k_cache": _insert(512, main, **fp8),
         "quantize_and_insert_k_cache, C128": _insert(512, pages_of_2, **{**fp8, "block_size": 2}),
@@ -170,8 +183,11 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "sparse_mla_decode": _attention(False, main, **pages),
         "sparse_mla_decode, plain": _attention(False, plain, **{**pages, "layout": "plain"}),
         "sparse_mla_decode_paged": _attention(True, main, **{**pages, "extra_block_size": 2}),
+        "sparse_mla_decode, planned": _attention(False, main, True, **pages),
+        "sparse_mla_prefill": _prefill(main, _tensor(2048, 512), **pages),
+        "sparse_mla_prefill, all rows": _prefill(main, None, **{**pages, "extra_block_size": 2}),
         "indexer_quantize_q": ((*queries, positions, angles), {"softmax_scale": 0.01}),
-        "indexer_logits": _indexer(indexer, tokens, tokens, pages_table, num_rows=32768, **few),
+        "indexer_logits": _indexer(indexer, tokens, tokens, pages_table, num_rows=32768, **keys),
         "indexer_logits_ragged": _indexer(*gathered),
         "indexer_select": _indexer(indexer, positions, tokens, pages_table, **chosen),
         "indexer_topk": ((logits, tokens), {"topk": 512}),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles
 from dsv4_ops.core.types import SparseMla
 from dsv4_ops.kernels.launch import EMULATE, Launch
 from dsv4_ops.kernels.split_keys import join_splits_kernel, split_keys_kernel
@@ -17,14 +18,8 @@ from dsv4_ops.reference import sparse_mla as reference
 WIDTH = MainLayout.head_dim
 """Values per row, which the kernel's tiles are made for."""
 
-KEYS = 64
-"""Keys per block."""
-
-HEADS, WARPS = 64, 8
-"""Heads per program, what Hopper's matrix unit takes at a time, and its warps."""
-
-PROGRAMS = 132
-"""Programs that a small batch is cut into: the SMs of an H200."""
+KEYS, HEADS, WARPS = KEY_TILE, HEAD_TILE, 8
+"""Keys per block, heads per program, and warps of it."""
 
 FIXED_SPLIT = 4
 """Key blocks per split of a batch-invariant call."""
@@ -43,18 +38,19 @@ def sparse_mla_decode(
     extra_indices: Tensor | None,
     extra_lens: Tensor | None,
     attn_sink: Tensor | None,
+    plan: Tensor | None,
     **settings: Any,
 ) -> SparseMla:
     swa = (swa_cache, swa_indices, swa_lens)
     if extra_cache is None or extra_indices is None or extra_lens is None:
         if not supported(q, swa_cache):
             empty = (extra_cache, extra_indices, extra_lens)
-            return reference.sparse_mla_decode(q, *swa, *empty, attn_sink, **settings)
-        return _attend(launch, "sparse_mla_decode", q, swa, None, None, attn_sink, **settings)
+            return reference.sparse_mla_decode(q, *swa, *empty, attn_sink, plan, **settings)
+        return _attend(launch, "sparse_mla_decode", q, swa, None, None, attn_sink, plan, **settings)
     extra = (extra_cache, extra_indices, extra_lens)
-    if not supported(q, swa_cache):
-        return reference.sparse_mla_decode(q, *swa, *extra, attn_sink, **settings)
-    return _attend(launch, "sparse_mla_decode", q, swa, extra, None, attn_sink, **settings)
+    if not supported(q, swa_cache, extra_cache):
+        return reference.sparse_mla_decode(q, *swa, *extra, attn_sink, plan, **settings)
+    return _attend(launch, "sparse_mla_decode", q, swa, extra, None, attn_sink, plan, **settings)
 
 
 def sparse_mla_decode_paged(
@@ -68,32 +64,34 @@ def sparse_mla_decode_paged(
     req_indices: Tensor,
     extra_block_table: Tensor,
     attn_sink: Tensor | None,
+    plan: Tensor | None,
     **settings: Any,
 ) -> SparseMla:
     swa = (swa_cache, swa_indices, swa_lens)
-    if not supported(q, swa_cache):
+    if not supported(q, swa_cache, extra_cache):
         paged = (extra_cache, extra_lens, req_indices, extra_block_table)
-        return reference.sparse_mla_decode_paged(q, *swa, *paged, attn_sink, **settings)
+        return reference.sparse_mla_decode_paged(q, *swa, *paged, attn_sink, plan, **settings)
     extra = (extra_cache, extra_block_table, extra_lens)
     op = "sparse_mla_decode_paged"
-    return _attend(launch, op, q, swa, extra, req_indices, attn_sink, **settings)
+    return _attend(launch, op, q, swa, extra, req_indices, attn_sink, plan, **settings)
 
 
-def supported(q: Tensor, cache: Tensor) -> bool:
-    """Whether the kernel takes rows of this dtype and width; others go to the reference."""
-    dense = cache.dim() == 2 or (cache.dtype == torch.bfloat16 and cache.stride(1) == WIDTH)
+def supported(q: Tensor, *caches: Tensor) -> bool:
+    """Whether the kernel takes rows of this dtype and width, without gaps between them; others go
+    to the reference."""
+    dense = all(cache.dim() == 2 or cache.stride(1) == WIDTH for cache in caches)
     return q.dtype == torch.bfloat16 and dense and int(q.shape[2]) == WIDTH
 
 
-def num_splits_of(
-    num_tokens: int, head_tiles: int, tiles: int, num_splits: int, batch_invariant: bool
-) -> int:
+def num_splits_of(programs: int, tiles: int, num_splits: int, batch_invariant: bool) -> int:
     """Splits of every token: as many as fill the GPU, or a number that no other token decides."""
     if num_splits > 0:
         return num_splits
     if batch_invariant:
         return (tiles + FIXED_SPLIT - 1) // FIXED_SPLIT
-    return torch.sym_max(1, torch.sym_min(tiles, PROGRAMS // (num_tokens * head_tiles)))
+    most = torch.sym_max(1, torch.sym_min(tiles, PROGRAMS // programs))
+    longest = (tiles + most - 1) // most
+    return (tiles + longest - 1) // longest  # no more than the longest of them makes worthwhile
 
 
 def _attend(
@@ -104,6 +102,7 @@ def _attend(
     extra: tuple[Tensor, Tensor, Tensor] | None,
     req_indices: Tensor | None,
     attn_sink: Tensor | None,
+    plan: Tensor | None,
     *,
     softmax_scale: float,
     swa_block_size: int,
@@ -127,18 +126,24 @@ def _attend(
     tiles = (swa[1].shape[1] + KEYS - 1) // KEYS
     if extra is not None:
         tiles = tiles + (extra_width + KEYS - 1) // KEYS
-    head_tiles = (num_heads + HEADS - 1) // HEADS
-    splits = num_splits_of(num_tokens, head_tiles, tiles, num_splits, batch_invariant)
-    partial, partial_lse = out, lse
+    wide = head_tiles(num_heads)
+    splits = num_splits_of(num_tokens * wide, tiles, num_splits, batch_invariant)
+    partial, partial_lse, room, programs = out, lse, 0, num_tokens * splits
+    if plan is not None:
+        splits, programs = 1, plan.shape[0]
     if num_splits != 1:
         # more than one split, and the batch decides: then no more programs than PROGRAMS
-        many = num_splits > 0 or batch_invariant
-        room = num_tokens * splits if many else PROGRAMS
+        room = programs if num_splits > 0 or batch_invariant else PROGRAMS
+        if plan is not None:
+            # a token of several pieces has fewer than twice as many as its share of the programs
+            room = 2 * (programs - num_tokens)
         partial = q.new_empty((room, num_heads, head_dim), dtype=torch.float32)
         partial_lse = q.new_empty((room, num_heads), dtype=torch.float32)
+    work = lens if plan is None else plan
+    strides = (0, 0) if plan is None else plan.stride()
     request = lens if req_indices is None else req_indices
     sink = lse if attn_sink is None else attn_sink.contiguous()
-    launch(split_keys_kernel)[(num_tokens * splits, head_tiles)](
+    launch(split_keys_kernel)[(programs, wide)](
         q,
         q.stride(0),
         q.stride(1),
@@ -169,6 +174,10 @@ def _attend(
         request,
         request.stride(0),
         indices.shape[0],
+        work,
+        *strides,
+        room,
+        num_tokens,
         num_heads,
         splits,
         SOFTMAX_SCALE=float(softmax_scale),  # Inductor would pass it as a float64
@@ -177,8 +186,10 @@ def _attend(
         HAS_EXTRA=extra is not None,
         PAGED=req_indices is not None,
         HAS_SINK=attn_sink is not None,
+        HAS_PLAN=plan is not None,
         HEAD_DIM=head_dim,
         ROW=main.data_bytes if coded else head_dim,
+        ROW_BYTES=main.data_bytes if coded else 2 * head_dim,
         CODE_DIM=main.code_dim if coded else head_dim,
         QUANT_BLOCK=main.quant_block,
         SCALE_BYTES=main.scale_bytes if coded else 0,
@@ -188,15 +199,21 @@ def _attend(
         num_warps=WARPS,
     )
     if num_splits != 1:
-        launch(join_splits_kernel)[(num_tokens, num_heads)](
+        joins = num_tokens if plan is None else programs
+        launch(join_splits_kernel)[(joins, num_heads)](
             out,
             lse,
             partial,
             partial_lse,
             sink,
+            work,
+            *strides,
+            room,
+            num_tokens,
             num_heads,
             splits,
             HAS_SINK=attn_sink is not None,
+            HAS_PLAN=plan is not None,
             HEAD_DIM=head_dim,
             SPLITS=JOINED,
             EMULATE=EMULATE,

@@ -25,6 +25,7 @@ def indexer_logits(
     *,
     block_size: int,
     num_rows: int,
+    layout: str,
 ) -> Tensor:
     return weights.new_empty((q.shape[0], num_rows))
 

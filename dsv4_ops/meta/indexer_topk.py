@@ -21,5 +21,6 @@ def indexer_select(
     block_size: int,
     compress_ratio: int,
     topk: int,
+    layout: str,
 ) -> Tensor:
     return positions.new_empty((q.shape[0], topk), dtype=torch.int32)

@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv4_ops.core.types import SparseMla
 
 
-def _attended(q: Tensor) -> SparseMla:
+def attended(q: Tensor) -> SparseMla:
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     return SparseMla(q.new_empty(q.shape), lse)
 
@@ -22,6 +22,7 @@ def sparse_mla_decode(
     extra_indices: Tensor | None,
     extra_lens: Tensor | None,
     attn_sink: Tensor | None,
+    plan: Tensor | None,
     *,
     softmax_scale: float,
     swa_block_size: int,
@@ -30,7 +31,7 @@ def sparse_mla_decode(
     num_splits: int,
     batch_invariant: bool,
 ) -> SparseMla:
-    return _attended(q)
+    return attended(q)
 
 
 def sparse_mla_decode_paged(
@@ -43,6 +44,7 @@ def sparse_mla_decode_paged(
     req_indices: Tensor,
     extra_block_table: Tensor,
     attn_sink: Tensor | None,
+    plan: Tensor | None,
     *,
     softmax_scale: float,
     swa_block_size: int,
@@ -51,7 +53,7 @@ def sparse_mla_decode_paged(
     num_splits: int,
     batch_invariant: bool,
 ) -> SparseMla:
-    return _attended(q)
+    return attended(q)
 
 
 def sparse_mla_gathered(

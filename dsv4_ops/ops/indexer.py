@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.types import IndexerQuery
 from dsv4_ops.meta import indexer as meta
@@ -33,7 +33,8 @@ _indexer_logits = define_op(
     OpSpec(
         stem="indexer",
         schema="indexer_logits(Tensor q, Tensor weights, Tensor k_cache, Tensor lens, "
-        "Tensor req_indices, Tensor block_table, *, int block_size, SymInt num_rows) -> Tensor",
+        "Tensor req_indices, Tensor block_table, *, int block_size, SymInt num_rows, "
+        "str layout) -> Tensor",
         meta=meta.indexer_logits,
         reference=reference.indexer_logits,
         lowering=_KERNELS,
@@ -127,6 +128,7 @@ def indexer_logits(
     *,
     block_size: int,
     num_rows: int,
+    layout: str = IndexerLayout.tag,
 ) -> Tensor:
     """Scores of the first compressed rows of every token's request, read from their pages.
 
@@ -134,11 +136,14 @@ def indexer_logits(
 
     Args:
         q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
-            ``indexer_quantize_q``, as are the weights.
+            ``indexer_quantize_q``, as are the weights. For the layout "plain" bfloat16 or float32,
+            rotated by ``apply_rope``.
         weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
-            strides.
+            strides. Those of plain queries are the weights of the heads times a softmax_scale that
+            the caller applies: ``indexer_quantize_q`` has 128^-0.5 * num_heads^-0.5.
         k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``. Pages
-            may lie apart, at multiples of 16 bytes.
+            may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size, 128], of
+            the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
         lens: Rows that every token may see, [num_tokens], int32; ``flatten_decode`` gives them.
         req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
             rows.
@@ -146,11 +151,13 @@ def indexer_logits(
             strides.
         block_size: Rows per page, 64 for DeepGEMM. At least 1.
         num_rows: Columns of the result, a capacity. At least 0.
+        layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
 
     Returns:
         float32 [num_tokens, num_rows], dense: sum over heads of weights * relu(q . k), times the
-        scale of the key. -inf for rows past ``lens`` and for rows whose page does not exist. Sums
-        are float32; the FP8 matrix unit of Hopper keeps some 14 bits of a product over 128 values.
+        scale of the key if it has one. -inf for rows past ``lens`` and for rows whose page does not
+        exist. Sums are float32; the FP8 matrix unit of Hopper keeps some 14 bits of a product over
+        128 values.
 
     Mutates: nothing.
 
@@ -159,14 +166,15 @@ def indexer_logits(
             several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: on CUDA one Triton kernel of ours, on CPU masked loads and a matrix product; dynamic in
-        all tensor sizes and num_rows; CUDA graphs and export: yes.
+    Compile: on CUDA one Triton kernel of ours; on CPU, and everywhere for the layout "plain", the
+        reference: masked loads and a matrix product, over a gathered key per score. Dynamic in all
+        tensor sizes and num_rows; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer; DeepGEMM's paged MQA logits.
 
     Example:
         >>> import torch, dsv4_ops
-        >>> from dsv4_ops.core.layout import IndexerLayout
+        >>> from dsv4_ops.core.layout import IndexerLayout, PlainLayout
         >>> k_cache = IndexerLayout(block_size=2).allocate(num_blocks=1)
         >>> k = torch.ones(2, 128, dtype=torch.bfloat16) * torch.tensor([[1.0], [-1.0]]).bfloat16()
         >>> dsv4_ops.quantize_and_insert_indexer_k(k, k_cache, torch.tensor([0, 1]), block_size=2)
@@ -179,10 +187,8 @@ def indexer_logits(
         tensor([[192.,   0., -inf]])
     """
     checks = Checks("indexer_logits")
-    checks.at_least(1, block_size=block_size)
     checks.at_least(0, num_rows=num_rows)
-    check_query(checks, q, weights)
-    checks.pages("k_cache", k_cache, IndexerLayout(block_size))
+    check_paged(checks, q, weights, k_cache, block_size=block_size, layout=layout)
     checks.tensor("lens", lens, torch.int32, "num_tokens")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
@@ -195,6 +201,7 @@ def indexer_logits(
         block_table,
         block_size=block_size,
         num_rows=num_rows,
+        layout=layout,
     )
     return logits
 
@@ -249,6 +256,24 @@ def indexer_logits_ragged(
     return logits
 
 
-def check_query(checks: Checks, q: Tensor, weights: Tensor) -> None:
-    checks.tensor("q", q, torch.float8_e4m3fn, "num_tokens", "num_heads", DIM)
+def check_paged(
+    checks: Checks, q: Tensor, weights: Tensor, k_cache: Tensor, *, block_size: int, layout: str
+) -> None:
+    """Queries, their weights, and a cache of ``layout``."""
+    checks.one_of("layout", layout, IndexerLayout.tag, PlainLayout.tag)
+    checks.at_least(1, block_size=block_size)
+    if layout == IndexerLayout.tag:
+        check_query(checks, q, weights)
+        checks.pages("k_cache", k_cache, IndexerLayout(block_size))
+        return
+    checks.floats("q", q, torch.bfloat16, torch.float32)
+    check_query(checks, q, weights, q.dtype)
+    checks.rows("k_cache", k_cache, block_size)
+    checks.tensor("k_cache", k_cache, q.dtype, "num_blocks", "block_size", DIM)
+
+
+def check_query(
+    checks: Checks, q: Tensor, weights: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> None:
+    checks.tensor("q", q, dtype, "num_tokens", "num_heads", DIM)
     checks.tensor("weights", weights, torch.float32, "num_tokens", "num_heads")

@@ -9,7 +9,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.meta import indexer_topk as meta
-from dsv4_ops.ops.indexer import check_query
+from dsv4_ops.ops.indexer import check_paged
 from dsv4_ops.reference import indexer_topk as reference
 
 _KERNELS = {"cpu": "decompose", "cuda": "triton"}
@@ -31,7 +31,7 @@ _indexer_select = define_op(
         stem="indexer_topk",
         schema="indexer_select(Tensor q, Tensor weights, Tensor k_cache, Tensor positions, "
         "Tensor req_indices, Tensor block_table, *, int block_size, int compress_ratio, "
-        "int topk) -> Tensor",
+        "int topk, str layout) -> Tensor",
         meta=meta.indexer_select,
         reference=reference.indexer_select,
         lowering=_KERNELS,
@@ -93,20 +93,25 @@ def indexer_select(
     block_size: int,
     compress_ratio: int,
     topk: int,
+    layout: str = IndexerLayout.tag,
 ) -> Tensor:
     """The compressed rows that every token attends to: scores and selection in one, decodes and
     prefills alike.
 
-    Scores are not stored: memory and launches do not grow with the context. A token's rows depend
-    on no other token.
+    Our kernels do not store scores: memory and launches do not grow with the context. The
+    reference, which the layout "plain" takes everywhere, gathers keys and stores their scores. A
+    token's rows depend on no other token.
 
     Args:
         q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
-            ``indexer_quantize_q``, as are the weights.
+            ``indexer_quantize_q``, as are the weights. For the layout "plain" bfloat16 or float32,
+            rotated by ``apply_rope``.
         weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
-            strides.
+            strides. Those of plain queries are the weights of the heads, times a softmax_scale if
+            the caller likes: a factor above 0 of all of them selects the same rows.
         k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``. Pages
-            may lie apart, at multiples of 16 bytes.
+            may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size, 128], of
+            the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
         positions: Absolute position of every token, [num_tokens], int64; below 0: no row.
         req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
             rows.
@@ -115,6 +120,7 @@ def indexer_select(
         block_size: Rows per page, 64 for DeepGEMM. At least 1.
         compress_ratio: Tokens of a compressed row, 4. At least 1.
         topk: Rows to choose, 512 (Flash) or 1024 (Pro). At least 0.
+        layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
 
     Returns:
         int32 [num_tokens, topk], dense: rows of the request, ascending, then -1, for
@@ -130,9 +136,9 @@ def indexer_select(
             several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: on CUDA our Triton kernels (for topk up to 4096), on CPU the matrix product, topk and
-        sort of torch over loops of Inductor; dynamic in all tensor sizes; CUDA graphs and export:
-        yes.
+    Compile: on CUDA our Triton kernels (for topk up to 4096); on CPU, and everywhere for the layout
+        "plain", the reference: the matrix product, topk and sort of torch over loops of Inductor.
+        Dynamic in all tensor sizes; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer. Other libraries leave the order of ties open.
 
@@ -151,10 +157,9 @@ def indexer_select(
         tensor([[0, 2]], dtype=torch.int32)
     """
     checks = Checks("indexer_select")
-    checks.at_least(1, block_size=block_size, compress_ratio=compress_ratio)
+    checks.at_least(1, compress_ratio=compress_ratio)
     checks.at_least(0, topk=topk)
-    check_query(checks, q, weights)
-    checks.pages("k_cache", k_cache, IndexerLayout(block_size))
+    check_paged(checks, q, weights, k_cache, block_size=block_size, layout=layout)
     checks.tensor("positions", positions, torch.int64, "num_tokens")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
@@ -168,5 +173,6 @@ def indexer_select(
         block_size=block_size,
         compress_ratio=compress_ratio,
         topk=topk,
+        layout=layout,
     )
     return indices

@@ -10,6 +10,15 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 from dsv4_ops.meta import sparse_mla as meta
+from dsv4_ops.ops.mla_checks import (
+    check_cache,
+    check_lists,
+    check_none,
+    check_plan,
+    check_queries,
+    check_sink,
+    check_splits,
+)
 from dsv4_ops.reference import sparse_mla as reference
 
 _SETTINGS = (
@@ -24,7 +33,8 @@ _sparse_mla_decode = define_op(
         stem="sparse_mla",
         schema=(
             f"sparse_mla_decode({_SWA}, Tensor? extra_cache, Tensor? extra_indices, "
-            f"Tensor? extra_lens, Tensor? attn_sink, *, {_SETTINGS}) -> (Tensor out, Tensor lse)"
+            f"Tensor? extra_lens, Tensor? attn_sink, Tensor? plan, *, {_SETTINGS}) "
+            "-> (Tensor out, Tensor lse)"
         ),
         meta=meta.sparse_mla_decode,
         reference=reference.sparse_mla_decode,
@@ -39,7 +49,8 @@ _sparse_mla_decode_paged = define_op(
         stem="sparse_mla",
         schema=(
             f"sparse_mla_decode_paged({_SWA}, Tensor extra_cache, Tensor extra_lens, "
-            f"Tensor req_indices, Tensor extra_block_table, Tensor? attn_sink, *, {_SETTINGS}) "
+            "Tensor req_indices, Tensor extra_block_table, Tensor? attn_sink, Tensor? plan, *, "
+            f"{_SETTINGS}) "
             "-> (Tensor out, Tensor lse)"
         ),
         meta=meta.sparse_mla_decode_paged,
@@ -76,6 +87,7 @@ def sparse_mla_decode(
     extra_indices: Tensor | None = None,
     extra_lens: Tensor | None = None,
     attn_sink: Tensor | None = None,
+    plan: Tensor | None = None,
     *,
     softmax_scale: float,
     swa_block_size: int,
@@ -102,13 +114,18 @@ def sparse_mla_decode(
         extra_lens: How many leading entries of ``extra_indices`` count, [num_tokens], int32.
         attn_sink: Logit that joins the denominator, [num_heads], float32; None for none. inf makes
             the output 0, -inf has no effect.
+        plan: How to share the keys of all tokens among programs, [num_pieces, 4], int32, from
+            ``sparse_mla_plan`` for as many tokens and heads; None to cut every token alike. Which
+            lens it was made of changes only the speed. What another tensor in its place gives is
+            undefined, but in bounds.
         softmax_scale: What q . k is multiplied by, 512**-0.5 in DeepSeek-V4. Above 0.
         swa_block_size: Rows per page of ``swa_cache``. At least 1.
         extra_block_size: Rows per page of ``extra_cache``. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
-        num_splits: Parts that the keys of a token are cut into; 0 has the batch decide. At least 0.
+        num_splits: Parts that the keys of a token are cut into; 0 has the batch, or the plan,
+            decide. At least 0, and 0 with a plan.
         batch_invariant: With num_splits 0, cut by the widths alone: a token's result has the same
-            bits whatever other tokens are in the batch.
+            bits whatever other tokens are in the batch. Not with a plan.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key.
@@ -145,17 +162,19 @@ def sparse_mla_decode(
         >>> out[0, 0, 0].item(), lse.item()
         (1.0, 0.0)
     """
-    checks = _check_queries("sparse_mla_decode", q, layout, num_splits, batch_invariant)
+    checks = check_queries("sparse_mla_decode", q, layout)
+    check_splits(checks, num_splits, batch_invariant)
     checks.above(0, softmax_scale=softmax_scale)
     checks.at_least(1, extra_block_size=extra_block_size)
-    _check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
-    _check_lists(checks, "swa", swa_indices, swa_lens)
+    check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
+    check_lists(checks, "swa", swa_indices, swa_lens)
     if extra_cache is not None and extra_indices is not None and extra_lens is not None:
-        _check_cache(checks, "extra", q, extra_cache, extra_block_size, layout)
-        _check_lists(checks, "extra", extra_indices, extra_lens)
+        check_cache(checks, "extra", q, extra_cache, extra_block_size, layout)
+        check_lists(checks, "extra", extra_indices, extra_lens)
     else:
-        _check_none(checks, extra_cache, extra_indices, extra_lens)
-    _check_sink(checks, attn_sink)
+        check_none(checks, extra_cache, extra_indices, extra_lens)
+    check_sink(checks, attn_sink)
+    check_plan(checks, plan, num_splits, batch_invariant)
     return SparseMla(
         *_sparse_mla_decode(
             q,
@@ -166,6 +185,7 @@ def sparse_mla_decode(
             extra_indices,
             extra_lens,
             attn_sink,
+            plan,
             softmax_scale=softmax_scale,
             swa_block_size=swa_block_size,
             extra_block_size=extra_block_size,
@@ -186,6 +206,7 @@ def sparse_mla_decode_paged(
     req_indices: Tensor,
     extra_block_table: Tensor,
     attn_sink: Tensor | None = None,
+    plan: Tensor | None = None,
     *,
     softmax_scale: float,
     swa_block_size: int,
@@ -210,6 +231,7 @@ def sparse_mla_decode_paged(
             compressed row.
         extra_block_table: Page of every (request, block), [num_reqs, max_blocks], int32.
         attn_sink: Logit that joins the denominator, [num_heads], float32; None for none.
+        plan: As for ``sparse_mla_decode``.
         softmax_scale: What q . k is multiplied by.
         swa_block_size: Rows per page of ``swa_cache``. At least 1.
         extra_block_size: Rows per page of ``extra_cache``: 2 for C128. At least 1.
@@ -247,15 +269,17 @@ def sparse_mla_decode_paged(
         >>> out[0, 0, 0].item(), lse.item()
         (2.0, 0.0)
     """
-    checks = _check_queries("sparse_mla_decode_paged", q, layout, num_splits, batch_invariant)
+    checks = check_queries("sparse_mla_decode_paged", q, layout)
+    check_splits(checks, num_splits, batch_invariant)
     checks.above(0, softmax_scale=softmax_scale)
-    _check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
-    _check_lists(checks, "swa", swa_indices, swa_lens)
-    _check_cache(checks, "extra", q, extra_cache, extra_block_size, layout)
+    check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
+    check_lists(checks, "swa", swa_indices, swa_lens)
+    check_cache(checks, "extra", q, extra_cache, extra_block_size, layout)
     checks.tensor("extra_lens", extra_lens, torch.int32, "num_tokens")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("extra_block_table", extra_block_table, torch.int32, "num_reqs", "max_blocks")
-    _check_sink(checks, attn_sink)
+    check_sink(checks, attn_sink)
+    check_plan(checks, plan, num_splits, batch_invariant)
     return SparseMla(
         *_sparse_mla_decode_paged(
             q,
@@ -267,6 +291,7 @@ def sparse_mla_decode_paged(
             req_indices,
             extra_block_table,
             attn_sink,
+            plan,
             softmax_scale=softmax_scale,
             swa_block_size=swa_block_size,
             extra_block_size=extra_block_size,
@@ -328,55 +353,7 @@ def sparse_mla_gathered(
     checks.tensor("indices", indices, torch.int32, "num_tokens", "topk")
     checks.tensor("lens", lens, torch.int32, "num_tokens")
     checks.at_least(1, topk=indices.shape[1])
-    _check_sink(checks, attn_sink)
+    check_sink(checks, attn_sink)
     return SparseMlaGathered(
         *_sparse_mla_gathered(q, kv, indices, lens, attn_sink, softmax_scale=softmax_scale)
     )
-
-
-def _check_queries(
-    op: str, q: Tensor, layout: str, num_splits: int, batch_invariant: bool
-) -> Checks:
-    checks = Checks(op)
-    checks.one_of("layout", layout, MainLayout.tag, "plain")
-    checks.at_least(0, num_splits=num_splits)
-    checks.flag("batch_invariant", batch_invariant)
-    if layout == MainLayout.tag:
-        checks.tensor("q", q, torch.bfloat16, "num_tokens", "num_heads", MainLayout.head_dim)
-    else:
-        checks.floats("q", q, torch.bfloat16, torch.float32)
-        checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", "width")
-    return checks
-
-
-def _check_cache(
-    checks: Checks, source: str, q: Tensor, cache: Tensor, block_size: int, layout: str
-) -> None:
-    size_name, blocks = f"{source}_block_size", f"num_{source}_blocks"
-    checks.at_least(1, **{size_name: block_size})
-    if layout == MainLayout.tag:
-        dims = (blocks, f"{source}_page_bytes")
-        checks.pages(f"{source}_cache", cache, MainLayout(block_size), dims, size_name)
-        return
-    checks.rows(f"{source}_cache", cache, block_size, (blocks, size_name, "width"), size_name)
-    checks.tensor(f"{source}_cache", cache, q.dtype, blocks, size_name, "width")
-
-
-def _check_lists(checks: Checks, source: str, indices: Tensor, lens: Tensor) -> None:
-    checks.tensor(f"{source}_indices", indices, torch.int32, "num_tokens", f"{source}_width")
-    checks.tensor(f"{source}_lens", lens, torch.int32, "num_tokens")
-    checks.at_least(1, **{f"{source}_width": indices.shape[1]})
-
-
-def _check_none(checks: Checks, *extra: Tensor | None) -> None:
-    """All three of the extra cache are None."""
-    names = ("extra_cache", "extra_indices", "extra_lens")
-    missing = next(name for name, value in zip(names, extra, strict=True) if value is None)
-    for name, value in zip(names, extra, strict=True):
-        if value is not None:
-            checks.comes_with(name, missing, None)
-
-
-def _check_sink(checks: Checks, attn_sink: Tensor | None) -> None:
-    if attn_sink is not None:
-        checks.tensor("attn_sink", attn_sink, torch.float32, "num_heads")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.core.types import IndexerQuery
 from dsv4_ops.reference.common import dense
 from dsv4_ops.reference.pages import gather_rows, locate, row_columns
+from dsv4_ops.reference.plain_cache import gathered_bits
 from dsv4_ops.reference.quantization import bf16_bits, from_bytes, quantize, scale_values
 from dsv4_ops.reference.rotation import rotate_tail
 
@@ -22,12 +23,12 @@ def indexer_quantize_q(
     return IndexerQuery(dense(codes).view(torch.float8_e4m3fn), dense(scaled))
 
 
-def scores(q: Tensor, weights: Tensor, keys: Tensor, scales: Tensor) -> Tensor:
+def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """float32 [num_tokens, num_keys] scores of float32 queries [num_tokens, heads, dim] over keys
-    [num_keys, dim] or [num_tokens, num_keys, dim]; ``scales`` multiply the keys."""
+    [num_keys, dim] or [num_tokens, num_keys, dim]."""
     products = torch.matmul(q, keys.transpose(-1, -2)).relu()
     summed: Tensor = (products * weights.unsqueeze(-1)).sum(1)
-    return summed * scales
+    return summed
 
 
 def numbers(codes: Tensor) -> Tensor:
@@ -44,21 +45,26 @@ def paged_scores(
     block_table: Tensor,
     block_size: int,
     num_rows: int,
+    layout: str,
 ) -> tuple[Tensor, Tensor]:
     """Scores [num_tokens, num_rows] of the first rows of every token's request, and which of these
     are among the first ``lens`` and exist."""
-    layout = IndexerLayout(block_size)
     row = torch.arange(num_rows, device=q.device).unsqueeze(0)
     wanted = row < lens.unsqueeze(1)
     pages, rows = locate(block_table, req_indices.unsqueeze(1), row, wanted, block_size)
+    exists = (pages >= 0) & (pages < k_cache.shape[0])
+    if layout == PlainLayout.tag:
+        values = gathered_bits(k_cache, pages, rows).view(k_cache.dtype)
+        return scores(q.to(torch.float32), weights, values.to(torch.float32)), exists
+    indexer = IndexerLayout(block_size)
 
     def stored(byte: int, width: int) -> Tensor:
-        return gather_rows(k_cache, pages, rows, row_columns(layout, byte, width, q.device))
+        return gather_rows(k_cache, pages, rows, row_columns(indexer, byte, width, q.device))
 
-    scales = from_bytes(stored(layout.data_bytes, layout.scale_bytes), layout.scale_bytes)
-    keys = numbers(stored(0, layout.data_bytes))
-    found = scores(q.to(torch.float32), weights, keys, scales.squeeze(-1).view(torch.float32))
-    return found, (pages >= 0) & (pages < k_cache.shape[0])
+    scales = from_bytes(stored(indexer.data_bytes, indexer.scale_bytes), indexer.scale_bytes)
+    keys = numbers(stored(0, indexer.data_bytes))
+    found = scores(q.to(torch.float32), weights, keys)
+    return found * scales.squeeze(-1).view(torch.float32), exists
 
 
 def indexer_logits(
@@ -71,9 +77,10 @@ def indexer_logits(
     *,
     block_size: int,
     num_rows: int,
+    layout: str,
 ) -> Tensor:
     found, exists = paged_scores(
-        q, weights, k_cache, lens, req_indices, block_table, block_size, num_rows
+        q, weights, k_cache, lens, req_indices, block_table, block_size, num_rows, layout
     )
     return torch.where(exists, found, -torch.inf)
 
@@ -83,5 +90,5 @@ def indexer_logits_ragged(
 ) -> Tensor:
     row = torch.arange(k.shape[0], device=q.device)
     inside = (row >= row_start.unsqueeze(1)) & (row < row_stop.unsqueeze(1))
-    found = scores(q.to(torch.float32), weights, numbers(k), scales)
+    found = scores(q.to(torch.float32), weights, numbers(k)) * scales
     return torch.where(inside, found, -torch.inf)

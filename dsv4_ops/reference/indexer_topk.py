@@ -56,6 +56,7 @@ def indexer_select(
     block_size: int,
     compress_ratio: int,
     topk: int,
+    layout: str,
 ) -> Tensor:
     num_reqs, max_blocks = block_table.shape
     valid = valid_tokens(positions, req_indices, num_reqs)
@@ -69,5 +70,6 @@ def indexer_select(
         block_table,
         block_size,
         max_blocks * block_size,
+        layout,
     )
     return best(torch.where(exists, sortable(scores), ABSENT_KEY), topk)

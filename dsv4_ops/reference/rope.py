@@ -46,8 +46,9 @@ def inverse_rope_group(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int
 ) -> Tensor:
     num_tokens, num_heads, dim = o.shape
-    rotated = apply_rope(o, positions, cos_sin_cache, inverse=True)
-    return rotated.view(num_tokens, num_groups, num_heads // num_groups * dim)
+    rotated = rotate_tail(o.to(torch.float32), positions, cos_sin_cache, inverse=True).to(o.dtype)
+    # not dense: its copy would be a kernel of its own in front of the view
+    return rotated.contiguous().view(num_tokens, num_groups, num_heads // num_groups * dim)
 
 
 def inverse_rope_group_quantize(

@@ -76,7 +76,7 @@ def attend(
     return out.to(q.dtype), largest, origin + torch.log(total)
 
 
-def _over_both(
+def over_both(
     q: Tensor,
     swa: tuple[Tensor, Tensor],
     extra: tuple[Tensor, Tensor] | None,
@@ -99,6 +99,7 @@ def sparse_mla_decode(
     extra_indices: Tensor | None,
     extra_lens: Tensor | None,
     attn_sink: Tensor | None,
+    plan: Tensor | None = None,
     *,
     softmax_scale: float,
     swa_block_size: int,
@@ -113,7 +114,7 @@ def sparse_mla_decode(
             extra_cache, extra_indices, extra_lens, block_size=extra_block_size, layout=layout
         )
     swa = indexed_keys(swa_cache, swa_indices, swa_lens, block_size=swa_block_size, layout=layout)
-    return _over_both(q, swa, extra, attn_sink, softmax_scale)
+    return over_both(q, swa, extra, attn_sink, softmax_scale)
 
 
 def sparse_mla_decode_paged(
@@ -126,6 +127,7 @@ def sparse_mla_decode_paged(
     req_indices: Tensor,
     extra_block_table: Tensor,
     attn_sink: Tensor | None,
+    plan: Tensor | None = None,
     *,
     softmax_scale: float,
     swa_block_size: int,
@@ -143,7 +145,7 @@ def sparse_mla_decode_paged(
         block_size=extra_block_size,
         layout=layout,
     )
-    return _over_both(q, swa, extra, attn_sink, softmax_scale)
+    return over_both(q, swa, extra, attn_sink, softmax_scale)
 
 
 def sparse_mla_gathered(

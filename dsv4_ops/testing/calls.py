@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.tiles import PLAN_COLUMNS
 from dsv4_ops.testing.case import Case, OpTesting
 
 Results = tuple[Tensor, ...]
@@ -23,6 +24,8 @@ def changed(spec: OpSpec, tensor: Tensor) -> Tensor:
     """Other values for ``tensor`` that make sense to the op."""
     if tensor.dtype == torch.float8_e4m3fn:
         return tensor.view(torch.uint8).flip(0).view(tensor.dtype)
+    if "plan" in spec.parameters and tensor.shape[1:] == (PLAN_COLUMNS,):
+        return tensor.flip(0)  # the same pieces in another order
     if "slot_mapping" in spec.parameters or tensor.is_floating_point():  # keeps slots distinct
         return tensor.flip(0)
     return torch.div(tensor * 2, 3, rounding_mode="floor")  # keeps query_start_loc non-decreasing

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64
 from dsv4_ops.testing.indexer_scores import Scores, paged_scores
 
 ONE = 0x38
 """The e4m3 code of 1."""
+
+TAG, PLAIN = IndexerLayout.tag, PlainLayout.tag
 
 
 def _quantize_cases() -> list[Case]:
@@ -87,6 +89,21 @@ def tiny_cache() -> Tensor:
     return cache
 
 
+def with_layouts(cases: list[Case]) -> list[Case]:
+    """Cases over the tiny cache, then the same over plain caches of the same keys."""
+    found = [Case(c.name, c.tensors, {**c.settings, "layout": TAG}, c.expected) for c in cases]
+    for dtype in (torch.float32, torch.bfloat16):
+        keys = torch.tensor([[1.0, -2.0], [torch.nan, 4.0]], dtype=dtype)
+        cache = keys[:, :, None].repeat(1, 1, 128)
+        for case in cases:
+            q, weights, _, *rest = case.tensors
+            assert q is not None
+            tensors = (q.to(dtype), weights, cache, *rest)
+            settings = {**case.settings, "layout": PLAIN}
+            found.append(Case(f"plain {dtype}: {case.name}", tensors, settings, case.expected))
+    return found
+
+
 def _logits_cases() -> list[Case]:
     inf = torch.inf
     table = i32([[1, 0], [0, 9]])
@@ -94,7 +111,7 @@ def _logits_cases() -> list[Case]:
     rows = [[64.0, 512.0, -inf]] * 2 + [[-inf] * 3] * 3
     settings = {"block_size": 2, "num_rows": 3}
     none = (*tiny_query(0), tiny_cache(), i32([]), i32([]), table)
-    return [
+    cases = [
         Case(
             "pages and requests that do not exist",
             (*tiny_query(5), tiny_cache(), lens, requests, table),
@@ -121,6 +138,7 @@ def _logits_cases() -> list[Case]:
             ([[-inf] * 3],),
         ),
     ]
+    return with_layouts(cases)
 
 
 def _logits_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
@@ -149,14 +167,18 @@ def _precise_logits(
     *,
     block_size: int,
     num_rows: int,
+    layout: str,
 ) -> tuple[Exact]:
-    found = paged_scores(q, weights, k_cache, lens, req_indices, block_table, block_size, num_rows)
-    return (found.exact(),)
+    tensors = (q, weights, k_cache, lens, req_indices, block_table)
+    return (paged_scores(*tensors, block_size, num_rows, layout).exact(),)
 
 
 indexer_logits = OpTesting(
     cases=_logits_cases,
-    settings=({"block_size": 64}, {"block_size": 2}, {"block_size": 3}),
+    settings=(
+        *({"block_size": size, "layout": TAG} for size in (64, 2, 3)),
+        *({"block_size": size, "layout": PLAIN} for size in (64, 3)),
+    ),
     make=_logits_call,
     precise=_precise_logits,
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.testing.case import Exact
 
 FP32_UNIT = 2.0**-24
@@ -22,11 +22,13 @@ LARGEST_INTEGER = 4
 @dataclass(frozen=True)
 class Scores:
     """float64 scores [num_tokens, num_keys], the sums of their absolute terms, which are those of
-    candidates, and whether float32 has every intermediate sum exactly."""
+    candidates, the relative error of a sum, and whether float32 has every intermediate sum
+    exactly."""
 
     value: Tensor
     magnitude: Tensor
     candidate: Tensor
+    unit: float
     is_exact: bool
 
     @staticmethod
@@ -41,16 +43,17 @@ class Scores:
         powers = torch.frexp(scales[candidate].nan_to_num(1.0, 1.0, 1.0)).mantissa.abs()
         is_exact = whole and bool((powers == 0.5).all())
         value = torch.where(candidate, products.sum(1) * scales, -torch.inf)
-        return Scores(value, terms.sum(1) * scales.abs(), candidate, is_exact)
+        hopper = q.is_cuda and q.dtype == torch.float8_e4m3fn
+        unit = HOPPER_UNIT if hopper else 4 * FP32_UNIT
+        return Scores(value, terms.sum(1) * scales.abs(), candidate, unit, is_exact)
 
     def exact(self) -> Exact:
         """What executions are compared with."""
-        unit = HOPPER_UNIT if self.value.is_cuda else 4 * FP32_UNIT
-        return Exact(self.value, torch.where(self.candidate, self.magnitude, 0.0), unit)
+        return Exact(self.value, torch.where(self.candidate, self.magnitude, 0.0), self.unit)
 
 
 def _is_whole(values: Tensor, factor: int = 1) -> bool:
-    values = values.nan_to_num(0.0)
+    values = values.nan_to_num(0.0, 0.0, 0.0)  # sums with these are the same everywhere
     small = values.abs() <= factor * LARGEST_INTEGER
     return bool(((values == values.round()) & small).all())
 
@@ -64,9 +67,10 @@ def paged_scores(
     block_table: Tensor,
     block_size: int,
     num_rows: int,
+    layout: str,
 ) -> Scores:
     """Scores of the first rows of every token's request, token by token."""
-    layout, (num_reqs, max_blocks) = IndexerLayout(block_size), block_table.shape
+    num_reqs, max_blocks = block_table.shape
     shape = (q.shape[0], num_rows)
     keys = torch.zeros((*shape, 128), dtype=torch.float64, device=q.device)
     scales = torch.ones(shape, dtype=torch.float64, device=q.device)
@@ -80,10 +84,19 @@ def paged_scores(
         page, place = block_table[request, row // block_size].long(), row % block_size
         row = row[(page >= 0) & (page < k_cache.shape[0])]
         page, place = block_table[request, row // block_size].long(), row % block_size
-        data = k_cache[page[:, None], place[:, None] * 128 + torch.arange(128, device=q.device)]
-        at = block_size * layout.data_bytes + 4 * place[:, None]
-        words = k_cache[page[:, None], at + torch.arange(4, device=q.device)]
-        keys[token, row] = data.view(torch.float8_e4m3fn).to(torch.float64)
-        scales[token, row] = words.contiguous().view(torch.float32).to(torch.float64)[:, 0]
         candidate[token, row] = True
+        if layout == PlainLayout.tag:
+            keys[token, row] = k_cache[page, place].to(torch.float64)
+            continue
+        keys[token, row], scales[token, row] = _stored(k_cache, page, place, block_size)
     return Scores.of(q, weights, keys, scales, candidate)
+
+
+def _stored(k_cache: Tensor, page: Tensor, place: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """float64 keys [num_keys, 128] without their scales, and these, of FP8 pages."""
+    lane = torch.arange(IndexerLayout.data_bytes, device=page.device)
+    at = place[:, None] * IndexerLayout.data_bytes + lane
+    keys = k_cache[page[:, None], at].view(torch.float8_e4m3fn).to(torch.float64)
+    at = block_size * IndexerLayout.data_bytes + 4 * place[:, None] + lane[:4]
+    scales = k_cache[page[:, None], at].contiguous().view(torch.float32)
+    return keys, scales.to(torch.float64)[:, 0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64
-from dsv4_ops.testing.indexer import tiny_cache, tiny_query
+from dsv4_ops.testing.indexer import PLAIN, TAG, tiny_cache, tiny_query, with_layouts
 from dsv4_ops.testing.indexer_scores import Scores, paged_scores
 
 _SPECIAL = (torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, -1e-45, 3e38)
@@ -77,7 +77,7 @@ def _select_cases() -> list[Case]:
     # scores of request 0: 64, 512, NaN, 256
     rows = [[-1, -1], [0, 1], [1, 3], [0, 1], [1, 3], *[[-1, -1]] * 5]
     none = (*tiny_query(0), tiny_cache(), i64([]), i32([]), table)
-    return [
+    cases = [
         Case(
             "what does not exist, NaN and ties",
             (*tiny_query(10), tiny_cache(), positions, requests, table),
@@ -103,7 +103,14 @@ def _select_cases() -> list[Case]:
             settings,
             ([[-1, -1]],),
         ),
+        Case(
+            "no head: all scores are equal",
+            (*(part[:, :0] for part in tiny_query(1)), tiny_cache(), i64([15]), i32([0]), table),
+            settings,
+            ([[0, 1]],),
+        ),
     ]
+    return with_layouts(cases)
 
 
 def _select_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
@@ -123,12 +130,13 @@ def _scores(
     block_size: int,
     compress_ratio: int,
     topk: int,
+    layout: str,
 ) -> Scores:
     real = (positions >= 0) & (positions < 2**31 - 1)
     lens = torch.where(real, (positions.clamp(-1, 2**31) + 1) // compress_ratio, 0)
     num_rows = block_table.shape[1] * block_size
     tensors = (q, weights, k_cache, lens, req_indices, block_table)
-    return paged_scores(*tensors, block_size, num_rows)
+    return paged_scores(*tensors, block_size, num_rows, layout)
 
 
 def _ranked(scores: Tensor) -> Tensor:
@@ -172,11 +180,18 @@ def _precise_selection(*tensors: Tensor, **settings: Any) -> tuple[Exact | None,
 indexer_select = OpTesting(
     cases=_select_cases,
     settings=(
-        {"block_size": 64, "compress_ratio": 4, "topk": 16},
-        {"block_size": 2, "compress_ratio": 4, "topk": 3},
-        {"block_size": 3, "compress_ratio": 1, "topk": 20},
-        {"block_size": 64, "compress_ratio": 1, "topk": 128},
-        {"block_size": 64, "compress_ratio": 128, "topk": 512},
+        *(
+            {"block_size": size, "compress_ratio": ratio, "topk": topk, "layout": layout}
+            for layout, size, ratio, topk in (
+                (TAG, 64, 4, 16),
+                (TAG, 2, 4, 3),
+                (TAG, 3, 1, 20),
+                (TAG, 64, 1, 128),
+                (TAG, 64, 128, 512),
+                (PLAIN, 64, 4, 16),
+                (PLAIN, 3, 1, 20),
+            )
+        ),
     ),
     make=_select_call,
     precise=_precise_selection,

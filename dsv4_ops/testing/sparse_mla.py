@@ -10,18 +10,19 @@ from torch import Tensor
 from dsv4_ops.core.layout import MainLayout, PlainLayout
 from dsv4_ops.reference import sparse_mla as reference
 from dsv4_ops.reference.kv_cache import quantize_and_insert_k_cache
+from dsv4_ops.reference.mla_plan import sparse_mla_plan
 from dsv4_ops.testing.case import Case, Exact, OpTesting, i32
 
-_TAG = MainLayout.tag
-_SCALE = 512**-0.5
-_HEADS = 8
+TAG = MainLayout.tag
+SCALE = 512**-0.5
+HEADS = 8
 
 
 def _settings(
-    swa: int, extra: int, *, layout: str = _TAG, num_splits: int = 0, invariant: bool = False
+    swa: int, extra: int, *, layout: str = TAG, num_splits: int = 0, invariant: bool = False
 ) -> dict[str, Any]:
     return {
-        "softmax_scale": _SCALE,
+        "softmax_scale": SCALE,
         "swa_block_size": swa,
         "extra_block_size": extra,
         "layout": layout,
@@ -35,7 +36,7 @@ def one_key_page(value: float) -> Tensor:
     page = MainLayout(1).allocate(1)
     row = torch.full((1, 512), value, dtype=torch.bfloat16)
     slot = torch.zeros(1, dtype=torch.int64)
-    quantize_and_insert_k_cache(row, page, slot, block_size=1, layout=_TAG)
+    quantize_and_insert_k_cache(row, page, slot, block_size=1, layout=TAG)
     return page
 
 
@@ -51,21 +52,28 @@ def _decode_cases() -> list[Case]:
     settings, empty = _settings(1, 1), tuple(tensor[:0] for tensor in swa)
     negative = -torch.inf
     return [
-        Case("one key", (q, twos, *swa, None, None, None, sink), settings, (half, [[0.0, 0.0]])),
+        Case(
+            "one key", (q, twos, *swa, None, None, None, sink, None), settings, (half, [[0.0, 0.0]])
+        ),
         Case(
             "one key, of the compressed cache",
-            (q, twos, *none, fours, *swa, sink),
+            (q, twos, *none, fours, *swa, sink, None),
             settings,
             (sixes, [[0.0, 0.0]]),
         ),
         Case(
             "no key",
-            (q, twos, *none, fours, *none, sink),
+            (q, twos, *none, fours, *none, sink, None),
             settings,
             ([[[0.0] * 512] * 2], [[negative] * 2]),
         ),
-        Case("no token", (q[:0], twos, *empty, fours, *empty, sink), settings),
-        Case("no sink", (q, twos, *swa, fours, *swa, None), settings),
+        Case("no token", (q[:0], twos, *empty, fours, *empty, sink, None), settings),
+        Case(
+            "plan of a longer batch",
+            (q, twos, *swa, fours, *swa, sink, i32([[0, 1, 2, 0], [0, 0, 2, 0], [-1] * 4])),
+            settings,
+        ),
+        Case("no sink", (q, twos, *swa, fours, *swa, None, None), settings),
     ]
 
 
@@ -77,7 +85,7 @@ def _paged_cases() -> list[Case]:
     return [
         Case(
             name,
-            (q, twos, *swa, fours, *_lists([lens], [request], [[9, 0, 0]]), sink),
+            (q, twos, *swa, fours, *_lists([lens], [request], [[9, 0, 0]]), sink, None),
             settings,
             expected,
         )
@@ -113,7 +121,7 @@ def _filled(seed: torch.Generator, block_size: int, num_blocks: int) -> tuple[Te
     count = num_blocks * block_size
     slots = torch.randperm(count, generator=seed)[: (2 * count + 2) // 3]
     keys = torch.randn(len(slots), 512, generator=seed).to(torch.bfloat16)
-    quantize_and_insert_k_cache(keys, cache, slots, block_size=block_size, layout=_TAG)
+    quantize_and_insert_k_cache(keys, cache, slots, block_size=block_size, layout=TAG)
     return cache, slots.tolist()
 
 
@@ -127,22 +135,24 @@ def _plain(
     return cache, list(range(0, num_blocks * block_size, 2))
 
 
-def _full(seed: torch.Generator, settings: dict[str, Any], num_blocks: int, q: Tensor) -> Tensor:
-    """An extra cache with a key in every slot."""
-    block_size = settings["extra_block_size"]
+def full_cache(
+    seed: torch.Generator, settings: dict[str, Any], size: str, num_blocks: int, q: Tensor
+) -> Tensor:
+    """A cache with a key in every slot, its block size the setting ``size``."""
+    block_size = settings[size]
     keys = torch.randn(num_blocks * block_size, q.shape[2], generator=seed).to(q.dtype)
-    if settings["layout"] != _TAG:
+    if settings["layout"] != TAG:
         return keys.view(num_blocks, block_size, q.shape[2])
     cache = MainLayout(block_size).allocate(num_blocks)
     slots = torch.arange(num_blocks * block_size)
-    quantize_and_insert_k_cache(keys, cache, slots, block_size=block_size, layout=_TAG)
+    quantize_and_insert_k_cache(keys, cache, slots, block_size=block_size, layout=TAG)
     return cache
 
 
 def _cache(
     seed: torch.Generator, settings: dict[str, Any], size: str, num_blocks: int, q: Tensor
 ) -> tuple[Tensor, list[int]]:
-    if settings["layout"] == _TAG:
+    if settings["layout"] == TAG:
         return _filled(seed, settings[size], num_blocks)
     return _plain(seed, settings[size], num_blocks, q.dtype, q.shape[2])
 
@@ -163,20 +173,33 @@ def _listed(draw: Any, seed: torch.Generator, num_tokens: int, slots: list[int],
     return indices, i32(lens).reshape(num_tokens)
 
 
-def _queries(draw: Any, seed: torch.Generator, settings: dict[str, Any], least: int) -> Tensor:
+def queries(draw: Any, seed: torch.Generator, settings: dict[str, Any], least: int) -> Tensor:
     from hypothesis import strategies as st
 
     num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5))), least)
-    plain = settings["layout"] != _TAG
+    plain = settings["layout"] != TAG
     single = plain and draw(st.booleans())
-    shape = (num_tokens, _HEADS, 24 if single else 512)
+    shape = (num_tokens, HEADS, 24 if single else 512)
     return torch.randn(shape, generator=seed).to(torch.float32 if single else torch.bfloat16)
 
 
-def _sink(seed: torch.Generator) -> Tensor:
-    sink = torch.randn(_HEADS, generator=seed)
+def sink_of(seed: torch.Generator) -> Tensor:
+    sink = torch.randn(HEADS, generator=seed)
     sink[0], sink[1] = torch.inf, -torch.inf
     return sink
+
+
+def _plan(draw: Any, settings: dict[str, Any], num_tokens: int, least: int) -> Tensor | None:
+    """A plan of lens that are not those of the call, or none."""
+    from hypothesis import strategies as st
+
+    free = settings["num_splits"] == 0 and not settings["batch_invariant"]
+    if not free or not (least or draw(st.booleans())):
+        return None
+    lens = [draw(st.sampled_from((64, 0, 500, 8192, 2**31 - 1, -1))) for _ in range(num_tokens)]
+    programs = draw(st.sampled_from((132, 1, 3)))
+    of = i32(lens).reshape(num_tokens)
+    return sparse_mla_plan(of, None, num_heads=HEADS, num_programs=programs)
 
 
 def _decode_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
@@ -185,7 +208,7 @@ def _decode_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     from dsv4_ops.testing.caches import generator
 
     seed = generator(draw)
-    q = _queries(draw, seed, settings, min_size)
+    q = queries(draw, seed, settings, min_size)
     tensors: list[Tensor | None] = []
     for size in ("swa_block_size", "extra_block_size"):
         num_blocks = max(draw(st.sampled_from((2, 1, 3, 5))), min_size)
@@ -193,8 +216,9 @@ def _decode_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
         tensors += [cache, *_listed(draw, seed, q.shape[0], slots, min_size)]
     if not min_size and draw(st.booleans()):
         tensors[3:] = [None, None, None]
-    sink = _sink(seed) if min_size or draw(st.booleans()) else None
-    return Case("drawn", (q, *tensors, sink), settings)
+    sink = sink_of(seed) if min_size or draw(st.booleans()) else None
+    plan = _plan(draw, settings, q.shape[0], min_size)
+    return Case("drawn", (q, *tensors, sink, plan), settings)
 
 
 def _paged_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
@@ -204,12 +228,12 @@ def _paged_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     from dsv4_ops.testing.caches import generator
 
     seed = generator(draw)
-    q = _queries(draw, seed, settings, min_size)
+    q = queries(draw, seed, settings, min_size)
     num_tokens = q.shape[0]
     swa, slots = _cache(seed, settings, "swa_block_size", max(2, min_size), q)
     listed = _listed(draw, seed, num_tokens, slots, min_size)
     num_blocks = max(draw(st.sampled_from((4, 1, 3))), min_size)
-    extra = _full(seed, settings, num_blocks, q)
+    extra = full_cache(seed, settings, "extra_block_size", num_blocks, q)
     num_reqs, max_blocks = (max(draw(st.sampled_from((2, 1, 0, 3))), min_size) for _ in range(2))
     table = torch.randint(0, num_blocks, (num_reqs, max_blocks), generator=seed).to(torch.int32)
     if table.numel():
@@ -218,7 +242,8 @@ def _paged_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     requests = [draw(st.sampled_from((0, 1, -1, num_reqs, 2**31 - 1))) for _ in range(num_tokens)]
     lens = [draw(st.sampled_from((0, 1, 2, 5, 70, 2**31 - 1, -1))) for _ in range(num_tokens)]
     tables = (i32(lens).reshape(num_tokens), i32(requests).reshape(num_tokens), table)
-    return Case("drawn", (q, swa, *listed, extra, *tables, _sink(seed)), settings)
+    plan = _plan(draw, settings, num_tokens, min_size)
+    return Case("drawn", (q, swa, *listed, extra, *tables, sink_of(seed), plan), settings)
 
 
 def _gathered_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
@@ -230,12 +255,12 @@ def _gathered_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5))), min_size)
     num_rows = max(draw(st.sampled_from((9, 1, 2, 64))), min_size)
     dtype = torch.bfloat16 if min_size or draw(st.booleans()) else torch.float32
-    q = torch.randn(num_tokens, _HEADS, 32, generator=seed).to(dtype)
+    q = torch.randn(num_tokens, HEADS, 32, generator=seed).to(dtype)
     kv = torch.randn(num_rows, 32, generator=seed).to(dtype)
     kv[1::2] = torch.nan
     slots = list(range(0, num_rows, 2))
     lists = _listed(draw, seed, num_tokens, slots, min_size)
-    sink = _sink(seed) if min_size or draw(st.booleans()) else None
+    sink = sink_of(seed) if min_size or draw(st.booleans()) else None
     return Case("drawn", (q, kv, *lists, sink), settings)
 
 
@@ -246,8 +271,9 @@ def exact_attention(
 
     A logit is rounded as a sum of products, when scaled, and when the largest is taken off: three
     times its size, which the exponential makes relative errors of the weights. Those of a float32
-    output are followed by five more: exponential, product, sum, total, quotient. In bf16 the
-    rounding of weights and output hides all of them.
+    output are followed by five more: exponential, product, sum, total, quotient; and the sums of
+    values and of weights round at every key, by chance up or down, which adds as the square root of
+    their number. In bf16 the rounding of weights and output hides all of them.
     """
     query, value = q.to(torch.float64), keys.to(torch.float64)
     value = torch.where(exists[..., None], value, 0.0)
@@ -259,16 +285,16 @@ def exact_attention(
     size = torch.einsum("thd,tkd->thk", query.abs(), value.abs()).amax(-1) * softmax_scale
     spread = torch.einsum("thk,tkd->thd", weights, value.abs())
     if q.dtype == torch.float32:
-        spread = spread * (5 + 3 * size[..., None])
+        spread = spread * (5 + 2 * keys.shape[1] ** 0.5 + 3 * size[..., None])
     out = Exact(torch.einsum("thk,tkd->thd", weights, value), spread)
     return (
         out,
-        Exact(logits.amax(-1), size),
+        Exact(logits.amax(-1), size * (1 + keys.shape[2] ** 0.5 / 2)),
         Exact(lse, 1 + 3 * size + lse.abs().nan_to_num(posinf=0.0)),
     )
 
 
-def _exact_over_both(q: Tensor, swa: Any, extra: Any, sink: Any, scale: float) -> Any:
+def exact_over_both(q: Tensor, swa: Any, extra: Any, sink: Any, scale: float) -> Any:
     sources = [swa] if extra is None else [swa, extra]
     keys, exists = (torch.cat(parts, 1) for parts in zip(*sources, strict=True))
     out, _, lse = exact_attention(q, keys, exists, sink, scale)
@@ -284,6 +310,7 @@ def _precise_decode(
     extra_indices: Any,
     extra_lens: Any,
     attn_sink: Tensor | None,
+    plan: Tensor | None = None,
     **settings: Any,
 ) -> Any:
     layout, extra = settings["layout"], None
@@ -294,7 +321,7 @@ def _precise_decode(
         )
     size = settings["swa_block_size"]
     swa = reference.indexed_keys(swa_cache, swa_indices, swa_lens, block_size=size, layout=layout)
-    return _exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
+    return exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
 
 
 def _precise_paged(
@@ -307,6 +334,7 @@ def _precise_paged(
     req_indices: Tensor,
     table: Tensor,
     attn_sink: Tensor | None,
+    plan: Tensor | None = None,
     **settings: Any,
 ) -> Any:
     layout, size = settings["layout"], settings["swa_block_size"]
@@ -315,7 +343,7 @@ def _precise_paged(
     extra = reference.paged_keys(
         extra_cache, extra_lens, req_indices, table, block_size=size, layout=layout
     )
-    return _exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
+    return exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
 
 
 def _precise_gathered(

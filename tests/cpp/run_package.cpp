@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr at::ScalarType DTYPES[] = {at::kInt, at::kLong, at::kByte, at::kBFloat16, at::kFloat};
+constexpr at::ScalarType DTYPES[] = {at::kInt, at::kLong, at::kByte, at::kBFloat16, at::kFloat, at::kFloat8_e4m3fn, at::kBool};
 
 int64_t dtype_place(at::ScalarType dtype) {
   int64_t place = 0;

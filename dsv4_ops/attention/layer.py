@@ -1,0 +1,400 @@
+"""One attention layer between its linear projections."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.attention.spec import LayerSpec, check_kind
+from dsv4_ops.attention.step import AttentionStep, CompressedStep
+from dsv4_ops.attention.tensors import LayerCaches, LayerInputs, LayerWeights
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
+from dsv4_ops.core.types import QuantizedGroups
+from dsv4_ops.ops.compressor import compress_and_insert
+from dsv4_ops.ops.compressor_states import save_compressor_states
+from dsv4_ops.ops.indexer import indexer_quantize_q
+from dsv4_ops.ops.indexer_topk import indexer_select
+from dsv4_ops.ops.mla_prefill import sparse_mla_prefill
+from dsv4_ops.ops.plain_cache import insert_k_cache
+from dsv4_ops.ops.qnorm import qnorm_rope_kv_insert
+from dsv4_ops.ops.rope import (
+    ROPE_DIM,
+    apply_rope,
+    inverse_rope_group,
+    inverse_rope_group_quantize,
+)
+from dsv4_ops.ops.sparse_mla import sparse_mla_decode, sparse_mla_decode_paged
+from dsv4_ops.ops.topk_indices import global_topk_indices_and_lens
+
+
+def attention_layer(
+    spec: LayerSpec,
+    kind: str,
+    inputs: LayerInputs,
+    weights: LayerWeights,
+    caches: LayerCaches,
+    step: AttentionStep,
+    *,
+    schedule: str = "decode",
+) -> Tensor | QuantizedGroups:
+    """Write the keys of a step's tokens to the layer's caches, and attend to them and to those of
+    the steps before.
+
+    Args:
+        spec: The model's attention configuration.
+        kind: "window", "c4" or "c128".
+        inputs: Projections of every token of the step.
+        weights: Parameters of the layer.
+        caches: Caches of the layer. The tensors of a kind of layer it is not may be None, here and
+            in ``inputs`` and ``weights``.
+        step: From ``build_attention_step``.
+        schedule: "decode" splits the keys of few tokens over the GPU (``sparse_mla_decode``);
+            "prefill" gives many tokens a program each and reads the block tables themselves
+            (``sparse_mla_prefill``). Both take any batch, and their results agree up to rounding.
+
+    Returns:
+        The attention output as the grouped output projection takes it, [num_tokens, num_groups,
+        num_heads / num_groups * head_dim], dense, of the dtype of q, with the rotation undone; or
+        ``QuantizedGroups``, if ``spec.scale_layout`` says so. 0 for padding tokens.
+
+    Mutates: ``caches``, at the slots of the step. Keys that a step writes are read in the same
+        step: by their own token and by those after it that may see them.
+
+    Raises:
+        ValueError, TypeError: a tensor that is missing, or of another shape or dtype than the
+            configuration says; as the ops it is made of. Nothing is written then.
+
+    Example:
+        >>> import torch
+        >>> from dsv4_ops.attention import *
+        >>> from dsv4_ops.metadata import BlockTables
+        >>> spec = LayerSpec.deepseek_v4_flash(num_groups=1)
+        >>> pages, none = torch.arange(4, dtype=torch.int32)[None], torch.zeros(1, 0).int()
+        >>> step = build_attention_step(
+        ...     spec,
+        ...     torch.tensor([0, 3], dtype=torch.int32),  # a prefill of three tokens
+        ...     torch.tensor([3], dtype=torch.int32),
+        ...     torch.tensor([0, 1, 2]),
+        ...     BlockTables(swa=pages, c4=none, c128=none),
+        ...     StateTables(c4=none, c128=none),
+        ... )
+        >>> caches = LayerCaches.allocate(spec, "window", swa_pages=4)
+        >>> weights = LayerWeights(spec.rope_table("window", 16), torch.zeros(2))
+        >>> q, kv = torch.ones(3, 2, 512).bfloat16(), torch.ones(3, 512).bfloat16()
+        >>> out = attention_layer(spec, "window", LayerInputs(q, kv), weights, caches, step)
+        >>> out.shape, int(caches.swa.count_nonzero(1)[0]) > 3 * 512
+        (torch.Size([3, 1, 1024]), True)
+    """
+    _check(spec, kind, inputs, weights, caches, step)
+    checks = Checks("attention_layer")
+    checks.one_of("schedule", schedule, "decode", "prefill")
+    if schedule == "prefill":
+        pages: Any = step.swa_block_table
+        checks.tensor("step.swa_block_table", pages, torch.int32, "num_reqs", "max_swa_blocks")
+    q = insert_window(spec, inputs, weights, caches, step)
+    selected = None
+    if kind != "window":
+        insert_compressed(spec, kind, inputs, weights, caches, step)
+    if kind == "c4":
+        insert_indexer_keys(spec, inputs, weights, caches, step)
+        selected = select(spec, inputs, weights, caches, step)
+    attend_to = attend if schedule == "decode" else attend_whole
+    out = attend_to(spec, kind, q, selected, weights, caches, step)
+    return grouped(spec, out, weights, step)
+
+
+def insert_window(
+    spec: LayerSpec,
+    inputs: LayerInputs,
+    weights: LayerWeights,
+    caches: LayerCaches,
+    step: AttentionStep,
+) -> Tensor:
+    """Normalise and rotate the queries; rotate the keys and store them."""
+    q, kv, table = inputs.q, inputs.kv, weights.cos_sin_cache
+    if _one_launch(spec, q):
+        return qnorm_rope_kv_insert(
+            q,
+            kv,
+            caches.swa,
+            step.slot_mapping,
+            step.positions,
+            table,
+            eps=spec.eps,
+            block_size=spec.attention.swa_page_size,
+            layout=spec.layout,
+        )
+    insert_k_cache(apply_rope(kv, step.positions, table), caches.swa, step.slot_mapping)
+    values = q.to(torch.float32)
+    normed = values * torch.rsqrt((values * values).mean(-1, keepdim=True) + spec.eps)
+    return apply_rope(normed, step.positions, table).to(q.dtype)
+
+
+def _one_launch(spec: LayerSpec, q: Tensor) -> bool:
+    """Whether the op that does all of it has these sizes."""
+    sizes = (spec.head_dim, spec.rope_dim) == (MainLayout.head_dim, ROPE_DIM)
+    return sizes and q.dtype == torch.bfloat16
+
+
+def insert_compressed(
+    spec: LayerSpec,
+    kind: str,
+    inputs: LayerInputs,
+    weights: LayerWeights,
+    caches: LayerCaches,
+    step: AttentionStep,
+) -> None:
+    """Store the compressed rows that the step finishes, and its states."""
+    tensors = (
+        inputs.kv_score,
+        weights.ape,
+        weights.norm_weight,
+        caches.states,
+        caches.compressed,
+    )
+    group = step.c4 if kind == "c4" else step.c128
+    _compress(spec, kind, tensors, weights, step, group, spec.layout)
+
+
+def insert_indexer_keys(
+    spec: LayerSpec,
+    inputs: LayerInputs,
+    weights: LayerWeights,
+    caches: LayerCaches,
+    step: AttentionStep,
+) -> None:
+    """The same for the indexer."""
+    tensors = (
+        inputs.indexer_kv_score,
+        weights.indexer_ape,
+        weights.indexer_norm_weight,
+        caches.indexer_states,
+        caches.indexer,
+    )
+    _compress(spec, "c4", tensors, weights, step, step.c4, spec.indexer_layout)
+
+
+def _compress(
+    spec: LayerSpec,
+    kind: str,
+    tensors: tuple[Tensor | None, ...],
+    weights: LayerWeights,
+    step: AttentionStep,
+    group: CompressedStep,
+    layout: str,
+) -> None:
+    """Store the rows that the step finishes, then what later steps need to finish theirs: where
+    states share a page with those of older tokens, these have been read by then."""
+    kv_score, ape, norm_weight, states, cache = (cast(Tensor, tensor) for tensor in tensors)
+    compress_and_insert(
+        kv_score,
+        ape,
+        states,
+        group.state_block_table,
+        step.positions,
+        step.req_indices,
+        norm_weight,
+        weights.cos_sin_cache,
+        cache,
+        group.slot_mapping,
+        compress_ratio=spec.ratio(kind),
+        overlap=kind == "c4",
+        eps=spec.eps,
+        state_block_size=spec.state_page_size(kind),
+        block_size=spec.page_size(kind),
+        layout=layout,
+    )
+    save_compressor_states(
+        kv_score,
+        ape,
+        states,
+        group.state_slot_mapping,
+        step.positions,
+        compress_ratio=spec.ratio(kind),
+        block_size=spec.state_page_size(kind),
+    )
+
+
+def select(
+    spec: LayerSpec,
+    inputs: LayerInputs,
+    weights: LayerWeights,
+    caches: LayerCaches,
+    step: AttentionStep,
+) -> Tensor:
+    """Rows of its request that every token attends to, int32 [num_tokens, index_topk]."""
+    q, head_weights = cast(Tensor, inputs.indexer_q), cast(Tensor, inputs.indexer_weights)
+    if spec.indexer_layout == IndexerLayout.tag:
+        q, head_weights = indexer_quantize_q(q, head_weights, step.positions, weights.cos_sin_cache)
+    else:
+        q = apply_rope(q, step.positions, weights.cos_sin_cache)
+        head_weights = head_weights.to(torch.float32)  # a scale of all would change no choice
+    return indexer_select(
+        q,
+        head_weights,
+        cast(Tensor, caches.indexer),
+        step.positions,
+        step.req_indices,
+        step.c4.block_table,
+        block_size=spec.page_size("c4"),
+        compress_ratio=spec.attention.c4_ratio,
+        topk=spec.attention.index_topk,
+        layout=spec.indexer_layout,
+    )
+
+
+def attend(
+    spec: LayerSpec,
+    kind: str,
+    q: Tensor,
+    selected: Tensor | None,
+    weights: LayerWeights,
+    caches: LayerCaches,
+    step: AttentionStep,
+) -> Tensor:
+    """Attention of few tokens."""
+    window = (q, caches.swa, step.swa_indices, step.swa_lens)
+    settings: dict[str, Any] = {
+        "softmax_scale": spec.softmax_scale,
+        "swa_block_size": spec.attention.swa_page_size,
+        "extra_block_size": 1 if kind == "window" else spec.page_size(kind),
+        "layout": spec.layout,
+        "batch_invariant": spec.batch_invariant,
+    }
+    if kind == "c128":
+        return sparse_mla_decode_paged(
+            *window,
+            cast(Tensor, caches.compressed),
+            step.c128.lens,
+            step.req_indices,
+            step.c128.block_table,
+            weights.attn_sink,
+            **settings,
+        ).out
+    extra: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    if selected is not None:
+        rows = global_topk_indices_and_lens(
+            selected, step.req_indices, step.c4.block_table, block_size=spec.page_size(kind)
+        )
+        extra = (caches.compressed, rows.indices, rows.lens)
+    return sparse_mla_decode(*window, *extra, weights.attn_sink, **settings).out
+
+
+def attend_whole(
+    spec: LayerSpec,
+    kind: str,
+    q: Tensor,
+    selected: Tensor | None,
+    weights: LayerWeights,
+    caches: LayerCaches,
+    step: AttentionStep,
+) -> Tensor:
+    """Attention of many tokens."""
+    table = {"c4": step.c4.block_table, "c128": step.c128.block_table}.get(kind)
+    return sparse_mla_prefill(
+        q,
+        caches.swa,
+        step.positions,
+        step.req_indices,
+        cast(Tensor, step.swa_block_table),
+        None if table is None else caches.compressed,
+        table,
+        selected,
+        weights.attn_sink,
+        softmax_scale=spec.softmax_scale,
+        window_size=spec.attention.window_size,
+        compress_ratio=1 if kind == "window" else spec.ratio(kind),
+        swa_block_size=spec.attention.swa_page_size,
+        extra_block_size=1 if kind == "window" else spec.page_size(kind),
+        layout=spec.layout,
+    ).out
+
+
+def grouped(
+    spec: LayerSpec, out: Tensor, weights: LayerWeights, step: AttentionStep
+) -> Tensor | QuantizedGroups:
+    """Undo the rotation of the output, for the grouped projection."""
+    table, groups = weights.cos_sin_cache, spec.num_groups
+    if spec.scale_layout is not None:
+        return inverse_rope_group_quantize(
+            out, step.positions, table, num_groups=groups, scale_layout=spec.scale_layout
+        )
+    if out.dtype == torch.bfloat16:
+        return inverse_rope_group(out, step.positions, table, num_groups=groups)
+    turned = apply_rope(out, step.positions, table, inverse=True)
+    tokens, heads, dim = turned.shape
+    return turned.reshape(tokens, groups, heads // groups * dim)
+
+
+def _check(
+    spec: LayerSpec,
+    kind: str,
+    inputs: LayerInputs,
+    weights: LayerWeights,
+    caches: LayerCaches,
+    step: AttentionStep,
+) -> None:
+    """Everything that an op would refuse after another one has written."""
+    check_kind("attention_layer", kind)
+    checks = Checks("attention_layer")
+    fp8 = spec.layout == MainLayout.tag or spec.scale_layout is not None
+    dtype = torch.bfloat16 if fp8 else spec.dtype
+    head_dim = MainLayout.head_dim if fp8 else spec.head_dim
+    checks.tensor("inputs.q", inputs.q, dtype, "num_tokens", "num_heads", head_dim)
+    checks.tensor("inputs.kv", inputs.kv, dtype, "num_tokens", head_dim)
+    checks.divides("num_groups", spec.num_groups, "num_heads", inputs.q.shape[1])
+    checks.tensor("step.positions", step.positions, torch.int64, "num_tokens")
+    checks.tensor(
+        "weights.cos_sin_cache",
+        weights.cos_sin_cache,
+        torch.float32,
+        "num_positions",
+        ROPE_DIM if fp8 else spec.rope_dim,
+    )
+    checks.tensor("weights.attn_sink", weights.attn_sink, torch.float32, "num_heads")
+    if kind != "window":
+        _check_compressor(checks, spec, kind, inputs, weights, "", spec.head_dim)
+    if kind == "c4":
+        _check_compressor(checks, spec, kind, inputs, weights, "indexer_", IndexerLayout.head_dim)
+        _check_indexer(checks, spec, inputs)
+    for name, layout in spec.layouts(kind).items():
+        cache, blocks = getattr(caches, name), f"num_{name}_blocks"
+        if isinstance(layout, PlainLayout):
+            dims = (blocks, f"{name}_block_size", f"{name}_width")
+            checks.rows(f"caches.{name}", cache, layout.block_size, dims)
+            shape = (blocks, layout.block_size, layout.width)
+            checks.tensor(f"caches.{name}", cache, layout.dtype, *shape)
+        else:
+            checks.pages(f"caches.{name}", cache, layout, (blocks, f"{name}_page"))
+
+
+def _check_compressor(
+    checks: Checks,
+    spec: LayerSpec,
+    kind: str,
+    inputs: LayerInputs,
+    weights: LayerWeights,
+    prefix: str,
+    head_dim: int,
+) -> None:
+    width = spec.compressor_width(kind, head_dim)
+    for owner, name, held, dims in (
+        ("inputs", "kv_score", inputs, ("num_tokens", 2 * width)),
+        ("weights", "ape", weights, (spec.ratio(kind), width)),
+        ("weights", "norm_weight", weights, (head_dim,)),
+    ):
+        value = getattr(held, prefix + name)
+        checks.tensor(f"{owner}.{prefix}{name}", value, torch.float32, *dims)
+
+
+def _check_indexer(checks: Checks, spec: LayerSpec, inputs: LayerInputs) -> None:
+    dtype = torch.bfloat16 if spec.indexer_layout == IndexerLayout.tag else spec.dtype
+    q, weights = cast(Tensor, inputs.indexer_q), cast(Tensor, inputs.indexer_weights)
+    checks.tensor(
+        "inputs.indexer_q", q, dtype, "num_tokens", "num_index_heads", IndexerLayout.head_dim
+    )
+    checks.floats("inputs.indexer_weights", weights, torch.bfloat16, torch.float32)
+    checks.tensor("inputs.indexer_weights", weights, weights.dtype, "num_tokens", "num_index_heads")

@@ -1,0 +1,113 @@
+"""An attention layer that holds its parameters and caches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dsv4_ops.attention.layer import attention_layer
+from dsv4_ops.attention.spec import LayerSpec, check_kind
+from dsv4_ops.attention.step import AttentionStep
+from dsv4_ops.attention.tensors import LayerCaches, LayerInputs, LayerWeights
+from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.core.types import QuantizedGroups
+
+
+class AttentionLayer(nn.Module):
+    """``attention_layer`` with its float32 parameters, and its caches as buffers: CUDA graphs and
+    AOTInductor packages write these in place.
+
+    Parameters are ``attn_sink`` and, if the kind has a compressor, ``ape``, ``norm_weight``,
+    ``indexer_ape`` and ``indexer_norm_weight``, as ``LayerWeights`` describes them: zeros and ones
+    until a state dict is loaded. Caches are no part of that.
+
+    Args:
+        spec: The model's attention configuration.
+        kind: "window", "c4" or "c128".
+        cos_sin_cache: From ``spec.rope_table``, on ``device``; layers share it, until ``.to`` gives
+            each one of its own.
+        num_heads: Query heads.
+        swa_pages: Pages of the window cache.
+        compressed_pages: Pages of the compressed cache, and of the indexer's.
+        state_pages: Pages of the states, and of the indexer's.
+        device: Where parameters and caches live.
+
+    Example:
+        >>> from dsv4_ops.attention import AttentionLayer, LayerSpec
+        >>> spec = LayerSpec.deepseek_v4_flash()
+        >>> table = spec.rope_table("c128", 4096)
+        >>> layer = AttentionLayer(
+        ...     spec, "c128", table, num_heads=64, swa_pages=8, compressed_pages=16, state_pages=32
+        ... )
+        >>> sorted(layer.state_dict()), layer.caches.compressed.shape
+        (['ape', 'attn_sink', 'norm_weight'], torch.Size([16, 1728]))
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        kind: str,
+        cos_sin_cache: Tensor,
+        *,
+        num_heads: int,
+        swa_pages: int,
+        compressed_pages: int = 0,
+        state_pages: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        check_kind("AttentionLayer", kind)
+        self.spec, self.kind = spec, kind
+        self.register_buffer("cos_sin_cache", cos_sin_cache, persistent=False)
+        self.attn_sink = nn.Parameter(torch.zeros(num_heads, device=device))
+        dims = {} if kind == "window" else {"": spec.head_dim}
+        if kind == "c4":
+            dims["indexer_"] = IndexerLayout.head_dim
+        for prefix, head_dim in dims.items():
+            width = spec.compressor_width(kind, head_dim)
+            ape = torch.zeros(spec.ratio(kind), width, device=device)
+            self.register_parameter(f"{prefix}ape", nn.Parameter(ape))
+            norm = torch.ones(head_dim, device=device)
+            self.register_parameter(f"{prefix}norm_weight", nn.Parameter(norm))
+        self._weight_names = ("cos_sin_cache", *self._parameters)
+        caches = LayerCaches.allocate(
+            spec,
+            kind,
+            swa_pages=swa_pages,
+            compressed_pages=compressed_pages,
+            state_pages=state_pages,
+            device=device,
+        )
+        self._cache_names = tuple(spec.layouts(kind))
+        for name in self._cache_names:
+            self.register_buffer(f"{name}_cache", getattr(caches, name), persistent=False)
+
+    @property
+    def weights(self) -> LayerWeights:
+        """Parameters and table in the form of ``attention_layer``."""
+        return LayerWeights(**{name: getattr(self, name) for name in self._weight_names})
+
+    @property
+    def caches(self) -> LayerCaches:
+        """Caches in the form of ``attention_layer``."""
+        return LayerCaches(**{name: getattr(self, f"{name}_cache") for name in self._cache_names})
+
+    def forward(
+        self,
+        step: AttentionStep,
+        q: Tensor,
+        kv: Tensor,
+        kv_score: Tensor | None = None,
+        indexer_q: Tensor | None = None,
+        indexer_weights: Tensor | None = None,
+        indexer_kv_score: Tensor | None = None,
+        *,
+        schedule: str = "decode",
+    ) -> Tensor | QuantizedGroups:
+        """``attention_layer`` of this layer; the tensors are those of ``LayerInputs``."""
+        inputs = LayerInputs(q, kv, kv_score, indexer_q, indexer_weights, indexer_kv_score)
+        held = (self.weights, self.caches)
+        return attention_layer(self.spec, self.kind, inputs, *held, step, schedule=schedule)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, num_heads={self.attn_sink.shape[0]}"

@@ -1,0 +1,191 @@
+"""What all attention layers of a step share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dsv4_ops.attention.spec import LayerSpec
+from dsv4_ops.metadata import BlockTables, DecodeMetadata, PrefillMetadata, token_rows
+from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
+
+
+@dataclass(frozen=True)
+class StateTables:
+    """Block tables of the compressors' states, int32 [num_reqs, max_state_blocks] each.
+
+    ``c4`` counts pages of ``c4_state_page_size`` positions, for the states of the indexer too;
+    ``c128`` pages of ``c128_state_page_size``. A layer reads no further back than its last two
+    windows of 4 or its last window of 128, so that earlier entries may be stale. Entries that hold
+    positions of the step are written to; -1 keeps none of those states.
+    """
+
+    c4: Tensor
+    c128: Tensor
+
+
+@dataclass(frozen=True)
+class CompressedStep:
+    """What layers with one kind of compressor share in a step.
+
+    ``lens`` int32 [num_tokens]: visible rows of every token. ``slot_mapping`` int64 [num_tokens]:
+    slot of the row that a token completes, or -1; ``block_table``: pages of the compressed rows,
+    and of the indexer's keys. ``state_slot_mapping`` int64 [num_tokens] and ``state_block_table``:
+    the same for the states of every token.
+    """
+
+    lens: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    state_slot_mapping: Tensor
+    state_block_table: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """What all attention layers of a step share; [num_tokens, ...], padding rows defined.
+
+    ``req_indices`` int32 and ``positions`` int64: request and position, -1 for padding.
+    ``slot_mapping`` int64: slot in the window cache, -1 for tokens that write nothing to any cache.
+    ``swa_indices`` int32 [num_tokens, window_size] and ``swa_lens``: slots of the window.
+    ``swa_block_table`` int32 [num_reqs, max_blocks]: pages of the window cache, which only the
+    schedule "prefill" reads.
+    """
+
+    req_indices: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    swa_indices: Tensor
+    swa_lens: Tensor
+    c4: CompressedStep
+    c128: CompressedStep
+    swa_block_table: Tensor | None = None
+
+
+for _pytree_class in (StateTables, CompressedStep, AttentionStep):
+    pytree.register_dataclass(
+        _pytree_class, serialized_type_name=f"dsv4_ops.{_pytree_class.__name__}"
+    )
+
+
+def build_attention_step(
+    spec: LayerSpec,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    block_tables: BlockTables,
+    state_tables: StateTables,
+) -> AttentionStep:
+    """Build what the attention layers of a step need: decodes, prefills and mixtures alike.
+
+    Args:
+        spec: The model's attention configuration.
+        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
+        seq_lens: Tokens of every request, those of the step included, [num_reqs], int32. 0 marks a
+            padding request.
+        slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens
+            that write nothing. No two tokens of a step share a slot, nor does a token share that of
+            one that it is still in the window of: the window of the first token of a chunk is read
+            after the last one was written.
+        block_tables: Pages of every request in the window and compressed caches. Of a kind of layer
+            that the model does not have: any table, [num_reqs, 0] too.
+        state_tables: Pages of every request in the states.
+
+    Returns:
+        ``AttentionStep`` of num_tokens rows.
+
+    Raises:
+        ValueError, TypeError: as the ops it is made of.
+
+    Example:
+        >>> import torch
+        >>> from dsv4_ops.attention import LayerSpec, StateTables, build_attention_step
+        >>> from dsv4_ops.metadata import BlockTables
+        >>> table = torch.arange(64, dtype=torch.int32)[None]
+        >>> step = build_attention_step(
+        ...     LayerSpec.deepseek_v4_flash(),
+        ...     torch.tensor([0, 2], dtype=torch.int32),
+        ...     torch.tensor([200], dtype=torch.int32),
+        ...     torch.tensor([198, 199]),
+        ...     BlockTables(swa=table, c4=table, c128=table),
+        ...     StateTables(c4=table, c128=table),
+        ... )
+        >>> step.c4.lens.tolist(), step.c4.slot_mapping.tolist(), step.c128.lens.tolist()
+        ([49, 50], [-1, 49], [1, 1])
+    """
+    rows = token_rows(spec.attention, query_start_loc, seq_lens, slot_mapping, block_tables)
+    return _step(spec, rows, slot_mapping, block_tables, state_tables)
+
+
+def attention_step(
+    spec: LayerSpec,
+    metadata: DecodeMetadata | PrefillMetadata,
+    slot_mapping: Tensor,
+    block_tables: BlockTables,
+    state_tables: StateTables,
+) -> AttentionStep:
+    """``build_attention_step`` from metadata that is there already.
+
+    Args:
+        spec: The model's attention configuration; ``metadata`` was built with its ``attention``.
+        metadata: From ``build_decode_metadata`` or ``build_prefill_metadata``.
+        slot_mapping: Slot of every token in the window cache, [num_tokens], int64.
+        block_tables: Pages of every request in the window and compressed caches.
+        state_tables: Pages of every request in the states.
+
+    Returns:
+        ``AttentionStep`` of num_tokens rows.
+
+    Raises:
+        ValueError, TypeError: as the ops it is made of.
+    """
+    rows = {name: getattr(metadata, name) for name in _ROWS}
+    return _step(spec, rows, slot_mapping, block_tables, state_tables)
+
+
+_ROWS = (
+    "req_indices",
+    "positions",
+    "swa_indices",
+    "swa_lens",
+    "c4_lens",
+    "c128_lens",
+    "c4_slot_mapping",
+    "c128_slot_mapping",
+)
+
+
+def _step(
+    spec: LayerSpec,
+    rows: dict[str, Tensor],
+    slot_mapping: Tensor,
+    block_tables: BlockTables,
+    state_tables: StateTables,
+) -> AttentionStep:
+    compressed = {}
+    for kind, table, states in (
+        ("c4", block_tables.c4, state_tables.c4),
+        ("c128", block_tables.c128, state_tables.c128),
+    ):
+        # every token has a row of states: a ratio of 1
+        state_slots = compressed_slot_mapping(
+            rows["positions"],
+            rows["req_indices"],
+            states,
+            slot_mapping,
+            block_size=spec.state_page_size(kind),
+            compress_ratio=1,
+        )
+        lens, slots = rows[f"{kind}_lens"], rows[f"{kind}_slot_mapping"]
+        compressed[kind] = CompressedStep(lens, slots, table, state_slots, states)
+    return AttentionStep(
+        req_indices=rows["req_indices"],
+        positions=rows["positions"],
+        slot_mapping=slot_mapping,
+        swa_indices=rows["swa_indices"],
+        swa_lens=rows["swa_lens"],
+        swa_block_table=block_tables.swa,
+        **compressed,
+    )

@@ -1,0 +1,25 @@
+"""Sizes that the kernel of sparse MLA and the plan of its work share."""
+
+from __future__ import annotations
+
+KEY_TILE = 64
+"""Keys that a program takes at a time."""
+
+HEAD_TILE = 64
+"""Heads per program: what Hopper's matrix unit takes at a time."""
+
+PROGRAMS = 132
+"""Programs that a small batch is cut into: the SMs of an H200."""
+
+PLAN_COLUMNS = 4
+"""Columns of a plan: token, piece of the token, pieces of the token, first partial result."""
+
+
+def head_tiles(num_heads: int) -> int:
+    """Programs that share the keys of one token."""
+    return (num_heads + HEAD_TILE - 1) // HEAD_TILE
+
+
+def programs_per_tile(num_heads: int, num_programs: int) -> int:
+    """Programs there are for each tile of heads, at least one."""
+    return max(1, num_programs // head_tiles(num_heads))

@@ -1,0 +1,22 @@
+"""Lowering of the plan of sparse MLA: prefix sums, and the search of ``token_map``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.tiles import programs_per_tile
+from dsv4_ops.lowering.kinds import Decompose
+from dsv4_ops.reference import mla_plan as reference
+
+
+def _sparse_mla_plan(
+    swa_lens: Tensor, extra_lens: Tensor | None, *, num_heads: int, num_programs: int
+) -> Tensor:
+    counts, first_piece = reference.pieces(swa_lens, extra_lens, num_heads, num_programs)
+    num_pieces = swa_lens.shape[0] + programs_per_tile(num_heads, num_programs)
+    found = torch.ops.dsv4_ops.token_map.default(first_piece, counts, num_tokens=num_pieces)
+    return reference.rows(counts, *found)
+
+
+sparse_mla_plan = Decompose(_sparse_mla_plan)

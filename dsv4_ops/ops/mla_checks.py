@@ -1,0 +1,74 @@
+"""Checks that the sparse MLA ops share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.tiles import PLAN_COLUMNS
+
+
+def check_queries(op: str, q: Tensor, layout: str) -> Checks:
+    """Checks of ``op``, its layout and queries checked."""
+    checks = Checks(op)
+    checks.one_of("layout", layout, MainLayout.tag, "plain")
+    if layout == MainLayout.tag:
+        checks.tensor("q", q, torch.bfloat16, "num_tokens", "num_heads", MainLayout.head_dim)
+    else:
+        checks.floats("q", q, torch.bfloat16, torch.float32)
+        checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", "width")
+    return checks
+
+
+def check_splits(checks: Checks, num_splits: int, batch_invariant: bool) -> None:
+    """The settings that decide how keys are cut."""
+    checks.at_least(0, num_splits=num_splits)
+    checks.flag("batch_invariant", batch_invariant)
+
+
+def check_plan(checks: Checks, plan: Tensor | None, num_splits: int, batch_invariant: bool) -> None:
+    """The plan, if there is one, and that nothing else decides."""
+    if plan is None:
+        return
+    checks.tensor("plan", plan, torch.int32, "num_pieces", PLAN_COLUMNS)
+    checks.rows_for_tokens("plan", plan)
+    checks.without("num_splits", num_splits, 0, "a plan")
+    checks.without("batch_invariant", batch_invariant, False, "a plan")
+
+
+def check_cache(
+    checks: Checks, source: str, q: Tensor, cache: Tensor, block_size: int, layout: str
+) -> None:
+    """One of the two caches."""
+    size_name, blocks = f"{source}_block_size", f"num_{source}_blocks"
+    checks.at_least(1, **{size_name: block_size})
+    if layout == MainLayout.tag:
+        dims = (blocks, f"{source}_page_bytes")
+        checks.pages(f"{source}_cache", cache, MainLayout(block_size), dims, size_name)
+        return
+    checks.rows(f"{source}_cache", cache, block_size, (blocks, size_name, "width"), size_name)
+    checks.tensor(f"{source}_cache", cache, q.dtype, blocks, size_name, "width")
+
+
+def check_lists(checks: Checks, source: str, indices: Tensor, lens: Tensor) -> None:
+    """Slots of one of the two caches and how many count."""
+    checks.tensor(f"{source}_indices", indices, torch.int32, "num_tokens", f"{source}_width")
+    checks.tensor(f"{source}_lens", lens, torch.int32, "num_tokens")
+    checks.at_least(1, **{f"{source}_width": indices.shape[1]})
+
+
+def check_none(checks: Checks, *extra: Tensor | None) -> None:
+    """All three of the extra cache are None."""
+    names = ("extra_cache", "extra_indices", "extra_lens")
+    missing = next(name for name, value in zip(names, extra, strict=True) if value is None)
+    for name, value in zip(names, extra, strict=True):
+        if value is not None:
+            checks.comes_with(name, missing, None)
+
+
+def check_sink(checks: Checks, attn_sink: Tensor | None) -> None:
+    """The sink, if there is one."""
+    if attn_sink is not None:
+        checks.tensor("attn_sink", attn_sink, torch.float32, "num_heads")

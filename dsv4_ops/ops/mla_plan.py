@@ -1,0 +1,86 @@
+"""The plan of a step's sparse attention: who works on which keys, as a tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.core.tiles import PROGRAMS
+from dsv4_ops.meta import mla_plan as meta
+from dsv4_ops.reference import mla_plan as reference
+
+_sparse_mla_plan = define_op(
+    OpSpec(
+        stem="mla_plan",
+        schema="sparse_mla_plan(Tensor swa_lens, Tensor? extra_lens, *, int num_heads, "
+        "int num_programs) -> Tensor",
+        meta=meta.sparse_mla_plan,
+        reference=reference.sparse_mla_plan,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_tokens",),
+        source="what FlashMLA's get_mla_metadata is for; the plan itself is ours",
+    )
+)
+
+
+def sparse_mla_plan(
+    swa_lens: Tensor,
+    extra_lens: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_programs: int = PROGRAMS,
+) -> Tensor:
+    """Cut the keys of every token into pieces of about the same size, for decode batches whose
+    tokens see very different numbers of keys.
+
+    Without a plan ``sparse_mla_decode`` cuts every token into the same number of splits, and a long
+    context in a batch of short ones is what all wait for. One plan serves all layers with the same
+    lens; give it to ``sparse_mla_decode`` or ``sparse_mla_decode_paged`` as ``plan``.
+
+    Args:
+        swa_lens: Rows of the window that every token sees, [num_tokens], int32; below 0 counts as
+            0.
+        extra_lens: Rows of the compressed cache that every token sees, [num_tokens], int32; None
+            for layers that have only a window.
+        num_heads: Heads of the queries that the plan is for. At least 1.
+        num_programs: Programs that run at a time, the SMs of the device. At least 1.
+
+    Returns:
+        int32 [num_tokens + programs, 4], where programs is num_programs divided by the tiles of 64
+        heads, at least 1. A row is a piece: its token, which piece of the token it is, how many
+        the token has, and where in a buffer the partial results of the token begin. -1 in rows
+        that are no piece. Every token has at least one piece, also without keys.
+
+        A piece is a share of its token's keys, not a range, so a plan made of other lens gives the
+        same attention, only less evenly spread.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: lens of different lengths or devices, numbers below 1, or more than 16383
+            tokens.
+        TypeError: a dtype other than int32.
+
+    Compile: prefix sums and the search of ``token_map``, all on the device (on the CPU the prefix
+        sums are aten calls); dynamic in num_tokens; CUDA graphs and export: yes.
+
+    Source: takes the place of FlashMLA's ``get_mla_metadata``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> lens = torch.tensor([64, 0, 640], dtype=torch.int32)
+        >>> dsv4_ops.sparse_mla_plan(lens, num_heads=64, num_programs=2).tolist()
+        [[0, 0, 1, 0], [1, 0, 1, 0], [2, 0, 2, 0], [2, 1, 2, 0], [-1, -1, -1, -1]]
+    """
+    checks = Checks("sparse_mla_plan")
+    checks.tensor("swa_lens", swa_lens, torch.int32, "num_tokens")
+    if extra_lens is not None:
+        checks.tensor("extra_lens", extra_lens, torch.int32, "num_tokens")
+    checks.at_least(1, num_heads=num_heads, num_programs=num_programs)
+    checks.request_limit("num_tokens")
+    plan: Tensor = _sparse_mla_plan(
+        swa_lens, extra_lens, num_heads=num_heads, num_programs=num_programs
+    )
+    return plan

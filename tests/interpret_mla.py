@@ -1,0 +1,93 @@
+"""Sparse MLA in Triton's interpreter over longer batches than those that are drawn: prefill with
+several blocks of keys of both sources, decode with plans of these and other lens, hostile plans;
+tests/test_mla_kernels.py starts it with TRITON_INTERPRET=1. Prints what has passed."""
+
+import torch
+from gpu_attention import DECODE, PAGED, case_of
+from gpu_prefill import (
+    MODES,
+    PREFILL,
+    hostile_plan,
+    plain_case,
+    plan_of,
+    prefill_case,
+    stale_plan,
+    with_plan,
+)
+from interpret_kernels import check
+from torch import Tensor
+
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.compare import assert_agrees, equal
+
+SMALL = {"longest": 300, "max_reqs": 2, "window": 70, "topk": 70}
+
+
+def kernel(name: str, case: Case) -> tuple[Tensor, ...]:
+    launch = OPS[name].station("kernels")
+    return tuple(launch(lambda kernel: kernel, *case.tensors, **case.settings))
+
+
+def prefills() -> None:
+    for mode in MODES:
+        for seed, tokens, heads in ((0, 6, 8), (1, 2, 65)):
+            check(PREFILL, prefill_case(seed, tokens, heads, mode, **SMALL))
+
+
+def chunks() -> None:
+    """A token has the same bits alone and in its batch."""
+    for mode in MODES:
+        case = prefill_case(2, 4, 8, mode, **SMALL)
+        whole = kernel(PREFILL, case)
+        tensors = list(case.tensors)
+        for place in (0, 2, 3, 7):
+            tensors[place] = None if tensors[place] is None else tensors[place][2:3]
+        alone = kernel(PREFILL, Case(mode, tuple(tensors), case.settings))
+        assert all(equal(left[0], right[2]) for left, right in zip(alone, whole, strict=True))
+
+
+def plans(name: str, case: Case) -> None:
+    for plan in (plan_of(case, 9), stale_plan(case, 0, 12), plan_of(case, 1)):
+        check(name, with_plan(case, plan))
+
+
+def hostile(name: str, case: Case) -> None:
+    """Every bit of all tokens but those whose rows are spoiled."""
+    tokens = case.tensors[0].shape[0]
+    plan, victims = stale_plan(case, 1, 12), torch.tensor([0, 3])
+    assert int((plan[:, 2] > 1).sum()) > 1
+    expected = kernel(name, with_plan(case, plan))
+    others = [token for token in range(tokens) if token not in victims.tolist()]
+    for seed in range(4):
+        spoiled = hostile_plan(plan, victims, tokens, seed)
+        actual = kernel(name, with_plan(case, spoiled))
+        for left, right in zip(actual, expected, strict=True):
+            assert equal(left[others], right[others])
+    kernel(name, with_plan(case, hostile_plan(plan, victims, tokens, 5, anywhere=True)))
+
+
+def gaps(name: str) -> None:
+    """Compressed rows that are apart go to the reference: the kernel knows only dense rows."""
+    for case in plain_case(name):
+        expected = case.run(OPS[name].reference)
+        assert_agrees(name, OPS[name].station("testing"), case, kernel(name, case), expected)
+
+
+def main() -> None:
+    prefills()
+    chunks()
+    print("prefill")
+    for name in (DECODE, PAGED):
+        case = case_of(name, 3, 5, 8)
+        plans(name, case)
+        hostile(name, case)
+        print("plans", name)
+    for name in (DECODE, PAGED, PREFILL):
+        gaps(name)
+        print("gaps", name)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,236 @@
+"""The benchmark of whole layers checks before it times, times every stage, and says what its
+anchors leave out."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bench_fakes import FakeCapture, pretend
+from test_bench_indexer import DeepGEMM
+from test_bench_sparse_mla import FlashMLA
+
+import dsv4_ops
+from dsv4_ops.bench import layer, layer_cases, main, measure, timing
+from dsv4_ops.bench.layer import CASES, Bench, chosen_cases
+from dsv4_ops.bench.layer_cases import FLASH, cost, parts_of
+from dsv4_ops.bench.layer_stages import Libraries, our_stages
+from dsv4_ops.bench.plot import layer_panels
+from dsv4_ops.bench.report import stamp
+from dsv4_ops.bench.rows import LayerRow
+
+CPU = torch.device("cpu")
+PLAN = object()
+each_kind = pytest.mark.parametrize("kind", CASES)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Stand the layer itself in for the compiled one, so that a run takes seconds."""
+    monkeypatch.setattr(measure, "compiled_op", lambda function: function)
+    monkeypatch.setattr(measure, "wall_us", lambda *_, **__: timing.Timing(2.0, 1.0, 3.0))
+
+
+@pytest.fixture
+def pretend_cuda(monkeypatch, uncompiled):
+    monkeypatch.setattr(layer, "Capture", FakeCapture)
+    monkeypatch.setattr(layer, "host_us", lambda call: timing.Timing(6.0, 5.0, 7.0))
+    bench = pretend(monkeypatch, Bench(CPU, None, budget_s=0.0), layer_cases)
+    bench.modules = Libraries(vllm(), OnePlan(), SparseDecode())
+    return bench
+
+
+def vllm():
+    def slots(rows, requests, table, block_size, valid):
+        assert valid.all()
+        assert rows.dtype == torch.int32
+        return dsv4_ops.global_topk_indices_and_lens(rows, requests, table, block_size=block_size)
+
+    return SimpleNamespace(
+        quantize_and_insert_k_cache=dsv4_ops.quantize_and_insert_k_cache,
+        compute_global_topk_indices_and_lens=slots,
+    )
+
+
+class OnePlan(DeepGEMM):
+    """DeepGEMM that plans every input set alike."""
+
+    def get_paged_mqa_logits_metadata(self, lens, block_size, num_sms):
+        super().get_paged_mqa_logits_metadata(lens, block_size, num_sms)
+        self.plans.append(PLAN)
+        return PLAN
+
+
+class SparseDecode(FlashMLA):
+    """FlashMLA that plans every input set alike."""
+
+    def sparse_decode(self, *tensors, meta, **more):
+        self.plans.append(PLAN)
+        assert meta in (None, PLAN)
+        return super().sparse_decode(*tensors, meta=PLAN, **more)
+
+
+def timed(kind):
+    (case,) = chosen_cases((kind,), smoke=True)
+    return case
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("uncompiled")
+def test_smoke_leaves_table_rows_and_plot(tmp_path, capsys):
+    assert main(["layer", "--smoke", "--cases", ",".join(CASES), "--out", str(tmp_path)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "layer.jsonl").read_text().splitlines()]
+    schema = {field.name for field in dataclasses.fields(LayerRow)} | set(stamp(CPU, ""))
+    assert all(set(row) == schema for row in rows)
+    assert [(row["case"], row["requests"], row["context"]) for row in rows] == [
+        (kind, 3, 1024) for kind in CASES
+    ]
+    assert all(row["error"] is None and row["compiled_us"] == 2.0 for row in rows)
+    captured = capsys.readouterr()
+    assert (tmp_path / "layer.txt").read_text().strip() in captured.out
+    assert "layer 2/3: c4, small, 3 x 1024 tokens" in captured.err
+    assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
+
+
+STAGES = {
+    "window": ["window", "attention", "output"],
+    "c4": ["window", "compressed", "indexer_keys", "selection", "attention", "output"],
+    "c128": ["window", "compressed", "attention", "output"],
+}
+
+
+@each_kind
+def test_a_cuda_row_adds_up(pretend_cuda, kind):
+    row = pretend_cuda.measure(timed(kind))
+    assert row.error is row.anchor_error is None
+    assert (row.input_sets, row.compiled_us, row.anchor_us, row.times_faster) == (3, 4.0, 4.0, 1.0)
+    assert list(row.stages) == STAGES[kind]
+    theirs = ["window", "attention"]
+    theirs[1:1] = ["logits", "topk", "slots"] if kind == "c4" else []
+    assert list(row.anchor_stages) == theirs
+    assert row.anchor_agrees
+    assert row.anchor_note.startswith("the anchors do without query norm and RoPE")
+    assert row.floor_us == max(row.moved_bytes / 4e6, row.flop / 790e6) > 0
+
+
+@each_kind
+def test_an_anchor_that_fails_is_a_note_and_the_rest_is_timed(pretend_cuda, kind):
+    broken = ImportError("no libcudart")
+    pretend_cuda.modules = pretend_cuda.modules._replace(vllm=broken)
+    row = pretend_cuda.measure(timed(kind))
+    assert row.error is row.anchor_us is row.times_faster is None
+    assert "window: ImportError: vllm failed to load: ImportError: no libcudart" in row.anchor_error
+    assert row.compiled_us == 4.0
+    assert "window" not in row.anchor_stages
+    assert ("logits" in row.anchor_stages) == (kind == "c4")
+
+
+def test_stages_behind_one_that_fails_are_not_timed(pretend_cuda):
+    """Attention over what was not selected would be of another size."""
+    pretend_cuda.modules = pretend_cuda.modules._replace(deep_gemm=ImportError("no nvrtc"))
+    row = pretend_cuda.measure(timed("c4"))
+    assert list(row.anchor_stages) == ["window"]
+    assert row.anchor_error.startswith("logits: ImportError: deep_gemm failed to load")
+    assert row.anchor_agrees is None
+
+
+def test_an_anchor_that_disagrees_is_said(pretend_cuda):
+    pretend_cuda.modules = pretend_cuda.modules._replace(flash_mla=SparseDecode(factor=1.1))
+    row = pretend_cuda.measure(timed("c128"))
+    assert row.anchor_agrees is False
+    assert "attention: " in row.anchor_note
+    assert row.anchor_us == 4.0
+
+
+@each_kind
+def test_a_wrong_output_is_not_timed(monkeypatch, kind):
+    def wrong(call):
+        def corrupted(*args):
+            out = call(*args)
+            out[-1, 0, :512] *= 1.05
+            return out
+
+        return corrupted
+
+    monkeypatch.setattr(measure, "compiled_op", wrong)
+    monkeypatch.setattr(measure, "wall_us", lambda *_, **__: pytest.fail("timed a wrong result"))
+    row = Bench(CPU, None, budget_s=0.0).measure(timed(kind))
+    assert row.error.startswith("compiled (")
+    assert "out: " in row.error
+    assert row.compiled_us is None
+
+
+def test_other_rows_of_one_token_show():
+    """One of the 64 selected rows replaced, of one token of three."""
+    work = timed("c4").build(CPU)
+    stages, results = our_stages("c4", work.spec, work.sets[0])
+    attention, output = stages[-2:]
+    expected = [output.call(results.out, *work.sets[0])]
+    assert work.difference(work.sets[0], expected, work.expected()) is None
+    selected = results.selected.clone()
+    unused = [row for row in range(256) if row not in selected[1].tolist()]
+    selected[1, 5] = unused[0]
+    out = attention.call(results.q, selected, *work.sets[0])
+    found = work.difference(work.sets[0], [output.call(out, *work.sets[0])], expected)
+    assert found is not None
+
+
+@pytest.mark.parametrize("change", ["sink", "states", "selection"])
+def test_a_wrong_stage_shows_in_the_output(change):
+    """A check of the output sees a sink, a row that this step finishes, other selected rows."""
+    work = timed("c4" if change == "selection" else "c128").build(CPU)
+    expected = work.expected()
+    args = list(work.sets[0])
+    _, weights, caches, _ = parts_of(work.sets[0])
+    place = {"sink": weights.attn_sink, "states": caches.states, "selection": args[3]}[change]
+    place.neg_() if change != "sink" else place.add_(5.0)
+    out = work.call(*args)
+    assert work.difference(tuple(args), [out], expected) is not None
+
+
+def test_selection_does_not_hang_on_rounding():
+    """As many keys as are selected have scores far above those of all others."""
+    work = timed("c4").build(CPU)
+    stages, results = our_stages("c4", work.spec, work.sets[0])
+    inputs, weights, caches, step = parts_of(work.sets[0])
+    query = dsv4_ops.indexer_quantize_q(
+        inputs.indexer_q, inputs.indexer_weights, step.positions, weights.cos_sin_cache
+    )
+    scores = dsv4_ops.indexer_logits(
+        *query, caches.indexer, step.c4.lens, step.req_indices, step.c4.block_table,
+        block_size=64, num_rows=256,
+    ).sort(1, descending=True).values  # fmt: skip
+    assert ((scores[:, 63] - scores[:, 64]) > 0.2 * scores[:, 0]).all()
+    assert results.selected.shape == (3, 64)
+    assert len(stages) == 6
+
+
+def test_costs_by_hand():
+    """One request of C4 at 16384 tokens: 128 + 512 rows of 584 bytes, 4096 + 1 keys of 132."""
+    moved, flop = cost("c4", FLASH, 1, 16384)
+    queries = 2 * 64 * 512 * 2 + 512 * 2 + 64 * (128 * 2 + 4)
+    projections = 2 * 1024 * 4 + 2 * 256 * 4  # read, and written to the states
+    older = 7 * 2 * (512 + 128) * 4  # a half of each row of kv and of score
+    rows = (128 + 512 + 2) * 584 + (4096 + 1) * 132
+    assert moved == queries + 2 * projections + older + rows + 128 * 4
+    assert flop == 4 * 64 * 640 * 512 + 4096 * 64 * 128
+
+
+def test_cases_of_a_run():
+    cases = chosen_cases(CASES, smoke=False)
+    assert len(cases) == 2 * (4 + 5 + 5)
+    assert str(cases[0]) == "window, Flash, 1 x 16384 tokens"
+    assert str(cases[-1]) == "c128, Pro, 8 x 131072 tokens"
+    rows = [
+        LayerRow(
+            case=case.case, shape=case.shape, variant="", requests=case.requests, rows=case.rows,
+            plotted=case.plotted, compiled_us=2.0, **case.labels,
+        )
+        for case in cases
+    ]  # fmt: skip
+    panels = layer_panels(rows, cuda=True)
+    assert [panel.title for panel in panels] == [
+        f"{kind}, {heads} heads" for kind in CASES for heads in (64, 128)
+    ]
+    assert [x for x, _ in panels[2].series[0].points] == [1, 8, 64, 128]

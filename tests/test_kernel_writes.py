@@ -1,0 +1,88 @@
+"""What torch takes kernels to write to: an argument too many would be copied, or keep a compiled
+graph from being a CUDA graph."""
+
+import signal
+
+import pytest
+from torch._higher_order_ops import triton_kernel_wrap
+
+pytest.importorskip("triton", reason="triton is published for Linux only")
+
+from dsv4_ops.kernels import report  # imports triton
+
+SECONDS = 5.0
+# torch 2.11 analyses a kernel with its ints as constants
+INTS_ARE_CONSTANTS = hasattr(triton_kernel_wrap, "identify_mutated_tensors")
+WRITTEN = {
+    "compress_and_insert_kernel": {"k_cache"},
+    "gather_all_kernel": {"out"},
+    "gather_indexer_kernel": {"out", "scales_out"},
+    "gather_rows_kernel": {"out"},
+    "gather_wanted_kernel": {"out"},
+    "indexer_logits_kernel": {"out"},
+    "indexer_logits_ragged_kernel": {"out"},
+    "insert_pooled_kernel": {"k_cache"},
+    "insert_rows_kernel": {"k_cache"},
+    "join_splits_kernel": {"out", "lse"},
+    "merge_groups_kernel": {"keys", "indices"},
+    "merge_parts_kernel": {"keys", "indices", "out"},
+    "pool_windows_kernel": {"pooled"},
+    "prefill_keys_kernel": {"out", "lse"},
+    "qnorm_rope_kv_insert_kernel": {"k_cache", "out"},
+    "quantize_and_insert_kernel": {"k_cache"},
+    "quantize_query_kernel": {"out", "weights_out"},
+    "save_compressor_states_kernel": {"states"},
+    "select_keys_kernel": {"keys", "indices", "plan", "out"},
+    "select_logits_kernel": {"keys", "indices", "plan", "out"},
+    "split_keys_kernel": {"out", "lse", "partial", "partial_lse"},
+}
+
+
+class NoDevice:
+    """A driver for an H200 that is not there: enough to trace kernels."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def taken_for_written(launch):
+    """Tensors that torch takes for written to, as its version says."""
+    names = launch.kernel.arg_names
+    arguments = dict(zip(names, launch.args, strict=False))
+    arguments |= {name: value for name, value in launch.kwargs.items() if name in names}
+    if INTS_ARE_CONSTANTS:
+        return set(triton_kernel_wrap.identify_mutated_tensors(launch.kernel, arguments, {}))
+    found = triton_kernel_wrap.identify_accessed_tensors(launch.kernel, arguments, {})
+    return {item.name for item in found.read_writes.writes}
+
+
+@pytest.fixture
+def bounded(monkeypatch):
+    """A driver, and SECONDS of processor time."""
+    from triton.runtime import driver
+
+    monkeypatch.setattr(driver, "_active", NoDevice())
+
+    def too_long(*_):
+        pytest.fail(f"torch needs more than {SECONDS} s: it follows every path in the kernel")
+
+    before = signal.signal(signal.SIGVTALRM, too_long)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    yield
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    signal.signal(signal.SIGVTALRM, before)
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize("example", report.examples())
+def test_torch_takes_no_other_argument_for_written_to(example):
+    arguments, settings = report.examples()[example]
+    launches = report.recorded(example.partition(",")[0], arguments, settings)
+    found = [taken_for_written(launch) for launch in launches]
+    wanted = [WRITTEN[launch.kernel.__name__] for launch in launches]
+    if INTS_ARE_CONSTANTS:  # a branch of one kernel is left out; the kernel behind it has the store
+        assert all(left <= right for left, right in zip(found, wanted, strict=True)), found
+        found, wanted = set().union(*found), set().union(*wanted)
+    assert found == wanted
