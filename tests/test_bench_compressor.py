@@ -41,9 +41,9 @@ def test_every_kind_runs(tmp_path):
     rows = rows_of(tmp_path)
     assert {row["case"] for row in rows} == {"c4", "c4_indexer", "c128"}
     assert [row["shape"] for row in rows if row["case"] == "c4"] == [
-        "decode, 1",
+        "decode, 2",
         "decode, 8",
-        "decode, 1",
+        "decode, 2",
         "decode, 8",
         "prefill, 256",
     ]

@@ -13,14 +13,13 @@ from torch import Tensor
 
 import dsv4_ops
 from dsv4_ops.bench import flash_mla
+from dsv4_ops.bench.attention_draws import PAGE, PAGE_128, WINDOW, Draw, slots
 from dsv4_ops.bench.batches import mixed_lengths, rotating_sets
-from dsv4_ops.bench.cache_cases import filled_pages
 from dsv4_ops.bench.token_check import ByToken
 from dsv4_ops.bench.work import Args, Case, Work
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.types import SparseMla
 
-WINDOW, PAGE, PAGE_128 = 128, 64, 2
 SCALE = MainLayout.head_dim**-0.5
 
 _DENSE_RATIO = 128
@@ -31,14 +30,24 @@ _PREFILL_RATIO = 4
 _EDGE_TOKENS = 24
 
 
-def settings(extra_block_size: int, num_splits: int = 0) -> dict[str, Any]:
+_PREFILL_SETTINGS: dict[str, Any] = {
+    "softmax_scale": SCALE,
+    "window_size": WINDOW,
+    "compress_ratio": _PREFILL_RATIO,
+    "swa_block_size": PAGE,
+    "extra_block_size": PAGE,
+    "layout": MainLayout.tag,
+}
+
+
+def settings(extra_block_size: int) -> dict[str, Any]:
     """Keyword arguments of the op."""
     return {
         "softmax_scale": SCALE,
         "swa_block_size": PAGE,
         "extra_block_size": extra_block_size,
         "layout": MainLayout.tag,
-        "num_splits": num_splits,
+        "num_splits": 0,
         "batch_invariant": False,
     }
 
@@ -48,7 +57,7 @@ def decode(*tensors: Any) -> SparseMla:
 
 
 def prefill(*tensors: Any) -> SparseMla:
-    return dsv4_ops.sparse_mla_decode(*tensors, **settings(PAGE, num_splits=1))
+    return dsv4_ops.sparse_mla_prefill(*tensors, **_PREFILL_SETTINGS)
 
 
 def decode_paged(*tensors: Any) -> SparseMla:
@@ -88,7 +97,15 @@ class Form:
 _BY_TOKEN = (0, 2, 3, 5, 6)  # of both ops
 _LISTED, _PAGED = "sparse_mla_decode", "sparse_mla_decode_paged"
 DECODE = Form(decode, ByToken(_LISTED, settings(PAGE), _BY_TOKEN, _listed_values))
-PREFILL = Form(prefill, ByToken(_LISTED, settings(PAGE, 1), _BY_TOKEN, _listed_values))
+PREFILL = Form(
+    prefill,
+    ByToken(
+        "sparse_mla_prefill",
+        _PREFILL_SETTINGS,
+        (0, 2, 3, 7),
+        lambda args: (WINDOW + int(args[7].shape[1])) * MainLayout.head_dim,
+    ),
+)
 PAGED = Form(decode_paged, ByToken(_PAGED, settings(PAGE_128), _BY_TOKEN, _paged_values))
 
 
@@ -138,56 +155,6 @@ def ragged(tokens: int, heads: int, width: int, ratio: int) -> Shape:
     return Shape(heads, width, swa, tuple(min(context // ratio, width) for context in contexts))
 
 
-class Draw:
-    """Random inputs on one device."""
-
-    def __init__(self, device: torch.device, seed: int) -> None:
-        self.device = device
-        self.generator = torch.Generator(device).manual_seed(seed)
-
-    def queries(self, tokens: int, heads: int) -> Tensor:
-        shape = (tokens, heads, MainLayout.head_dim)
-        q = torch.randn(shape, device=self.device, generator=self.generator)
-        return q.clamp_(-1, 1).bfloat16()
-
-    def sink(self, heads: int) -> Tensor:
-        return torch.randn(heads, device=self.device, generator=self.generator)
-
-    def rows(self, tokens: int, count: int, high: int) -> Tensor:
-        """``count`` different rows below ``high`` per token, ascending."""
-        order = torch.rand(tokens, high, device=self.device, generator=self.generator)
-        return order.topk(count).indices.sort().values
-
-    def window(self, tokens: int, pages: int) -> Tensor:
-        """Consecutive rows anywhere on the pages of a token."""
-        first = torch.randint(
-            0, pages * PAGE - WINDOW + 1, (tokens, 1), device=self.device, generator=self.generator
-        )
-        return first + torch.arange(WINDOW, device=self.device)
-
-    def cache(self, block_size: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """A cache full of keys, and block tables of random pages of which no two share one."""
-        layout, pages = MainLayout(block_size), torch.Size(shape).numel()
-        insert = functools.partial(
-            dsv4_ops.quantize_and_insert_k_cache, block_size=layout.block_size
-        )
-        cache = filled_pages(layout, insert, pages, self.device, self.generator)
-        order = torch.randperm(
-            pages, generator=self.generator, device=self.device, dtype=torch.int32
-        )
-        return cache, order.view(shape)
-
-    def lens(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-
-def slots(table: Tensor, rows: Tensor, block_size: int, lens: Tensor) -> Tensor:
-    """Slots of rows of requests, -1 behind the first ``lens``."""
-    found = table.gather(1, rows // block_size) * block_size + rows % block_size
-    column = torch.arange(rows.shape[1], device=rows.device)
-    return torch.where(column < lens[:, None], found, -1).to(torch.int32)
-
-
 def decode_cases(batches: Sequence[int], heads: Sequence[int], widths: Sequence[int]) -> list[Case]:
     """Hostile entries, then full lists of every shape."""
     edges = functools.partial(_edge_work, heads[0], widths[0])
@@ -219,11 +186,26 @@ def ragged_cases(batches: Sequence[int], heads: int, widths: tuple[int, int]) ->
     for tokens in batches:
         selected = ragged(tokens, heads, widths[0], _PREFILL_RATIO)
         dense = ragged(tokens, heads, widths[1], _DENSE_RATIO)
+        selects = functools.partial(decode_work, selected)
+        walks = functools.partial(paged_work, dense)
         cases += [
-            _case("ragged", selected, functools.partial(decode_work, selected), "C4"),
-            _case("ragged", dense, functools.partial(paged_work, dense), "C128"),
+            _case("ragged", selected, selects, "C4"),
+            _case("ragged", selected, functools.partial(planned, selects, 6), "C4, planned"),
+            _case("ragged", dense, walks, "C128"),
+            _case("ragged", dense, functools.partial(planned, walks, 5), "C128, planned"),
         ]
     return cases
+
+
+def planned(build: Callable[[torch.device], Work], lens: int, device: torch.device) -> Work:
+    """The same with a plan, which a step makes once for all layers; argument ``lens`` counts the
+    compressed rows."""
+    work = build(device)
+    sets = [
+        (*args, dsv4_ops.sparse_mla_plan(args[3], args[lens], num_heads=args[0].shape[1]))
+        for args in work.sets
+    ]
+    return dataclasses.replace(work, sets=sets)
 
 
 def prefill_cases(
@@ -318,6 +300,9 @@ def prefill_work(shape: Shape, prefix: int, device: torch.device) -> Work:
     sets: list[Args] = []
     theirs: list[Args] = []
     first = torch.arange(tokens, device=device)[:, None]
+    before = -(-prefix // PAGE)  # pages of the window cache that are gone
+    positions = before * PAGE + WINDOW - 1 + torch.arange(tokens, device=device)
+    request = torch.zeros(tokens, dtype=torch.int32, device=device)
     for _ in range(count):
         q = draw.queries(tokens, shape.heads)
         sources = []
@@ -326,9 +311,11 @@ def prefill_work(shape: Shape, prefix: int, device: torch.device) -> Work:
             (compressed, draw.rows(tokens, shape.width, compressed), lens[1]),
         ):
             cache, table = draw.cache(PAGE, (1, -(-high // PAGE)))
-            listed = slots(table.expand(tokens, -1), rows, PAGE, length)
-            sources.append((cache, listed, length, table, high, rows))
-        sets.append((q, *sources[0][:3], *sources[1][:3], sink))
+            sources.append((cache, length, table, high, rows))
+        (swa_cache, _, held, *_), (extra_cache, _, table, _, rows) = sources
+        pages = torch.cat([held.new_full((1, before), -1), held], 1)
+        mine = (q, swa_cache, positions, request, pages, extra_cache, table, rows.int(), sink)
+        sets.append(mine)
         theirs.append((q, *_gathered(*sources), sink))
     return PREFILL.work(
         sets,
@@ -342,13 +329,13 @@ def prefill_work(shape: Shape, prefix: int, device: torch.device) -> Work:
 def _gathered(swa: Any, extra: Any) -> tuple[Tensor, Tensor]:
     """bf16 rows [num_rows, 1, 512], compressed ones first, and every token's of them."""
     dense = []
-    for cache, _, _, table, high, _ in (extra, swa):
+    for cache, _, table, high, _ in (extra, swa):
         length = torch.tensor([high], dtype=torch.int32, device=cache.device)
         gathered = dsv4_ops.gather_k_cache(
             cache, length, None, table, block_size=PAGE, num_rows=high
         )
         dense.append(gathered[0])
-    indices = torch.cat([extra[5], swa[5] + extra[4]], 1).to(torch.int32)
+    indices = torch.cat([extra[4], swa[4] + extra[3]], 1).to(torch.int32)
     return torch.cat(dense)[:, None].contiguous(), indices[:, None].contiguous()
 
 

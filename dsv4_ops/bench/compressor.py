@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def chosen_cases(kinds: Sequence[str], *, smoke: bool) -> list[Case]:
     """The cases of some kinds of compressors."""
-    decode, prefill = ((1, 8), (256,)) if smoke else ((1, 8, 128), (4096, 8192))
+    decode, prefill = ((2, 8), (256,)) if smoke else ((1, 8, 128), (4096, 8192))
     return [case for kind in kinds for case in compressor_cases(kind, decode, prefill)]
 
 

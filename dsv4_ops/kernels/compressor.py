@@ -20,7 +20,7 @@ VALUES = 4
 DEPTH = 8
 """Most rows of a short window that a thread reads at a time: all of C4's."""
 
-LONG_DEPTH = 16
+LONG_DEPTH = 8
 """Rows of a long window that a thread reads at a time."""
 
 CHANNELS = 64
