@@ -217,7 +217,7 @@ def test_a_step_is_the_same_from_metadata() -> None:
         again = attention_step(SPEC, metadata, slots, tables, held)
         pairs = zip(leaves(again), leaves(step), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
-    assert len(leaves(step)) == 15
+    assert len(leaves(step)) == 16
 
 
 def leaves(tree: Any) -> list[Tensor]:
