@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.types import TokenMap
 from dsv4_ops.ops.batch import split_decodes_and_prefills, token_map
 from dsv4_ops.ops.chunking import max_prefill_chunks, prefill_row_bounds, split_prefill_chunks
 from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
@@ -309,6 +310,13 @@ def token_rows(
 ) -> dict[str, Tensor]:
     """The fields that decode and prefill share, from one token map."""
     tokens = token_map(query_start_loc, seq_lens, num_tokens=slot_mapping.shape[0])
+    return rows_of_tokens(spec, tokens, slot_mapping, block_tables)
+
+
+def rows_of_tokens(
+    spec: AttentionSpec, tokens: TokenMap, slot_mapping: Tensor, block_tables: BlockTables
+) -> dict[str, Tensor]:
+    """The same where request and position of every token are known."""
     window = swa_indices_and_lens(
         tokens.positions,
         tokens.req_indices,

@@ -15,6 +15,7 @@ from dsv4_ops.attention.step import (
     CompressedStep,
     StateTables,
     attention_step,
+    attention_step_of_tokens,
     build_attention_step,
 )
 from dsv4_ops.attention.tensors import LayerCaches, LayerInputs, LayerWeights
@@ -31,5 +32,6 @@ __all__ = [
     "StateTables",
     "attention_layer",
     "attention_step",
+    "attention_step_of_tokens",
     "build_attention_step",
 ]

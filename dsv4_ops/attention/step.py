@@ -8,7 +8,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsv4_ops.attention.spec import LayerSpec
-from dsv4_ops.metadata import BlockTables, DecodeMetadata, PrefillMetadata, token_rows
+from dsv4_ops.core.types import TokenMap
+from dsv4_ops.metadata import (
+    BlockTables,
+    DecodeMetadata,
+    PrefillMetadata,
+    rows_of_tokens,
+    token_rows,
+)
 from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 
 
@@ -142,6 +149,34 @@ def attention_step(
         ValueError, TypeError: as the ops it is made of.
     """
     rows = {name: getattr(metadata, name) for name in _ROWS}
+    return _step(spec, rows, slot_mapping, block_tables, state_tables)
+
+
+def attention_step_of_tokens(
+    spec: LayerSpec,
+    tokens: TokenMap,
+    slot_mapping: Tensor,
+    block_tables: BlockTables,
+    state_tables: StateTables,
+) -> AttentionStep:
+    """``build_attention_step`` where request and position of every token are known: batches that no
+    ``query_start_loc`` describes, such as padded [requests, tokens] inputs.
+
+    Args:
+        spec: The model's attention configuration.
+        tokens: Row of the tables and position of every token, -1 for padding. Tokens of a request
+            follow each other in the order of their positions.
+        slot_mapping: Slot of every token in the window cache, [num_tokens], int64.
+        block_tables: Pages of every request in the window and compressed caches.
+        state_tables: Pages of every request in the states.
+
+    Returns:
+        ``AttentionStep`` of num_tokens rows.
+
+    Raises:
+        ValueError, TypeError: as the ops it is made of.
+    """
+    rows = rows_of_tokens(spec.attention, tokens, slot_mapping, block_tables)
     return _step(spec, rows, slot_mapping, block_tables, state_tables)
 
 

@@ -1,0 +1,45 @@
+"""Hugging Face's ``DeepseekV4ForCausalLM`` on the ops of this package.
+
+``patch`` makes the model you have run from a ``PagedCache``: ragged batches, one graph with the
+batch metadata inside, one CUDA graph, one AOTInductor package. Weights, state dict,
+``from_pretrained`` and ``generate`` stay as they are.
+
+Example:
+    >>> import torch
+    >>> from dsv4_ops.demo.model import small_model
+    >>> from dsv4_ops.integrations import transformers as v4
+    >>> model = v4.patch(small_model(), kv="fp32", precision="reference")
+    >>> cache = v4.PagedCache.for_model(model, max_batch=2, max_len=512)
+    >>> ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    >>> model(ids, past_key_values=cache).logits.shape, cache.seq_lens.tolist()
+    (torch.Size([2, 3, 260]), [3, 3])
+"""
+
+from dsv4_ops.integrations.transformers.cache import OutOfPages, PagedCache
+from dsv4_ops.integrations.transformers.export import decode_inputs, export_decode, input_names
+from dsv4_ops.integrations.transformers.patch import patch, unpatch
+from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.integrations.transformers.steps import decode_step, prefill_step
+from dsv4_ops.integrations.transformers.tensors import (
+    CacheTensors,
+    PageTables,
+    RopeTables,
+    StepBatch,
+)
+
+__all__ = [
+    "CacheTensors",
+    "OutOfPages",
+    "PageTables",
+    "PagedCache",
+    "Recipe",
+    "RopeTables",
+    "StepBatch",
+    "decode_inputs",
+    "decode_step",
+    "export_decode",
+    "input_names",
+    "patch",
+    "prefill_step",
+    "unpatch",
+]

@@ -1,0 +1,191 @@
+"""From Hugging Face's configuration to ours."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.attention import LayerSpec
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.yarn import YarnScaling
+from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.metadata import AttentionSpec
+from dsv4_ops.ops.rope import ROPE_DIM
+
+KIND_OF_TYPE = {
+    "sliding_attention": "window",
+    "compressed_sparse_attention": "c4",
+    "heavily_compressed_attention": "c128",
+}
+"""Our kind of layer for each of Hugging Face's layer types."""
+
+_DTYPE_OF_KV = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_PAGE_TOKENS = 256
+_OLDEST = (5, 17)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What of a model its cache and its steps depend on.
+
+    ``layers``: of the attention; ``kinds``: of every layer; ``recipe`` and ``kv``: as they were
+    given to ``patch``; ``step_layers``: ``layers`` as ``batch_invariant`` wants them.
+    """
+
+    layers: LayerSpec
+    kinds: tuple[str, ...]
+    recipe: Recipe
+    kv: str
+    step_layers: LayerSpec
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        config: Any,
+        kv: str,
+        precision: str | Recipe,
+        *,
+        batch_invariant: bool = False,
+    ) -> ModelSpec:
+        """The specification of ``config``, or the error of ``op`` that says why there is none."""
+        _check_model(op, config)
+        checks = Checks(op)
+        checks.one_of("kv", kv, *_DTYPE_OF_KV, belongs_to="the cache shall hold")
+        recipe = Recipe.named(op, precision)
+        _check_sizes(op, config, kv)
+        layout, indexer_layout = PlainLayout.tag, PlainLayout.tag
+        if kv == "fp8":
+            layout, indexer_layout = MainLayout.tag, IndexerLayout.tag
+        layers = LayerSpec(
+            attention=_attention(config),
+            num_groups=config.o_groups,
+            head_dim=config.head_dim,
+            rope_dim=config.qk_rope_head_dim,
+            eps=config.rms_norm_eps,
+            rope_theta=float(config.rope_parameters["main"]["rope_theta"]),
+            compress_rope_theta=float(config.rope_parameters["compress"]["rope_theta"]),
+            yarn=_yarn(op, config.rope_parameters["compress"]),
+            layout=layout,
+            indexer_layout=indexer_layout,
+            dtype=_DTYPE_OF_KV[kv],
+        )
+        kinds = tuple(KIND_OF_TYPE[kind] for kind in config.layer_types)
+        return cls(layers, kinds, recipe, kv, replace(layers, batch_invariant=batch_invariant))
+
+    def rope_table(self, kind: str, num_positions: int, device: torch.device) -> Tensor:
+        """Cosines and sines for layers of a kind."""
+        if self.recipe.rope_float32:
+            return self.layers.rope_table(kind, num_positions, device)
+        return _rounded_table(self.layers, kind, num_positions, _DTYPE_OF_KV[self.kv]).to(device)
+
+
+def require_transformers(op: str) -> Any:
+    """The module ``transformers``, new enough for DeepSeek-V4."""
+    advice = 'Install "dsv4_ops[transformers]"'
+    try:
+        import transformers
+    except ImportError as error:
+        raise refusal(
+            ImportError, op, "transformers", "be installed", "no such module", advice
+        ) from error
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version < _OLDEST:
+        rule = "be " + ".".join(map(str, _OLDEST)) + " or newer"
+        raise refusal(ImportError, op, "transformers", rule, transformers.__version__, advice)
+    return transformers
+
+
+def _check_model(op: str, config: Any) -> None:
+    advice = "Pass a DeepseekV4ForCausalLM or its configuration"
+    found = getattr(config, "model_type", type(config).__name__)
+    if found != "deepseek_v4":
+        raise refusal(NotImplementedError, op, "model_type", "be 'deepseek_v4'", found, advice)
+    unknown = sorted(set(config.layer_types) - set(KIND_OF_TYPE))
+    if unknown:
+        rule = "hold only " + ", ".join(map(repr, KIND_OF_TYPE))
+        raise refusal(
+            NotImplementedError,
+            op,
+            "config.layer_types",
+            rule,
+            ", ".join(map(repr, unknown)),
+            "These layers are unknown to this version",
+        )
+
+
+def _check_sizes(op: str, config: Any, kv: str) -> None:
+    if config.index_head_dim != IndexerLayout.head_dim and "compressed_sparse_attention" in (
+        config.layer_types
+    ):
+        raise refusal(
+            NotImplementedError,
+            op,
+            "config.index_head_dim",
+            f"be {IndexerLayout.head_dim}",
+            config.index_head_dim,
+            "The indexer's cache has rows of that many values",
+        )
+    sizes = (config.head_dim, config.qk_rope_head_dim)
+    if kv == "fp8" and sizes != (MainLayout.head_dim, ROPE_DIM):
+        raise refusal(
+            NotImplementedError,
+            op,
+            "kv",
+            f"be 'bf16' or 'fp32' unless head_dim is {MainLayout.head_dim} with {ROPE_DIM} rotated",
+            f"{kv!r} with head_dim {sizes[0]} and {sizes[1]} rotated",
+            "Pass another kv",
+        )
+
+
+def _attention(config: Any) -> AttentionSpec:
+    rates = config.compress_rates
+    ratios = rates["compressed_sparse_attention"], rates["heavily_compressed_attention"]
+    both = math.lcm(*ratios)
+    return AttentionSpec(
+        window_size=config.sliding_window,
+        c4_ratio=ratios[0],
+        c128_ratio=ratios[1],
+        page_tokens=-(-_PAGE_TOKENS // both) * both,
+        index_topk=config.index_topk,
+        max_model_len=config.max_position_embeddings,
+    )
+
+
+def _yarn(op: str, rope: dict[str, Any]) -> YarnScaling | None:
+    if rope["rope_type"] == "default":
+        return None
+    if rope["rope_type"] != "yarn" or rope.get("attention_factor", 1.0) != 1.0:
+        raise refusal(
+            NotImplementedError,
+            op,
+            "config.rope_parameters['compress']",
+            "be 'default', or 'yarn' with attention_factor 1.0",
+            {name: rope.get(name) for name in ("rope_type", "attention_factor")},
+            "Other rotary embeddings are unknown to this version",
+        )
+    return YarnScaling(
+        factor=float(rope["factor"]),
+        original_positions=int(rope["original_max_position_embeddings"]),
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+    )
+
+
+def _rounded_table(layers: LayerSpec, kind: str, num_positions: int, dtype: torch.dtype) -> Tensor:
+    """Angles in float32, as Hugging Face multiplies them, and their cosines and sines rounded to
+    the dtype of the model."""
+    theta = layers.rope_theta if kind == "window" else layers.compress_rope_theta
+    pairs = torch.arange(0, layers.rope_dim, 2, dtype=torch.float32) / layers.rope_dim
+    frequencies = 1.0 / theta**pairs
+    if kind != "window" and layers.yarn is not None:
+        slowdowns = layers.yarn.slowdowns(layers.rope_dim, theta)
+        frequencies = frequencies * torch.tensor(slowdowns, dtype=torch.float32)
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], -1).to(dtype).to(torch.float32)

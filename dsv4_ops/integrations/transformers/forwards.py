@@ -1,0 +1,175 @@
+"""What forwards of Hugging Face's modules are replaced by: makers that take the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.integrations.transformers.attention import attention, linear_float32
+from dsv4_ops.integrations.transformers.cache import PagedCache
+from dsv4_ops.integrations.transformers.config import ModelSpec
+from dsv4_ops.integrations.transformers.padded import padded_step
+from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.integrations.transformers.steps import run_layers
+
+Forward = Callable[..., Any]
+Maker = Callable[[Forward], Forward]
+
+
+def model_forward(spec: ModelSpec) -> Maker:
+    """``DeepseekV4Model.forward``, by the kind of its cache."""
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    def make(before: Forward) -> Forward:
+        def forward(
+            self: Any,
+            input_ids: Tensor | None = None,
+            attention_mask: Tensor | None = None,
+            position_ids: Tensor | None = None,
+            past_key_values: Any = None,
+            inputs_embeds: Tensor | None = None,
+            **rest: Any,
+        ) -> Any:
+            if not isinstance(past_key_values, PagedCache):
+                return before(
+                    self,
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    position_ids=position_ids,
+                    past_key_values=past_key_values,
+                    inputs_embeds=inputs_embeds,
+                    **rest,
+                )
+            if input_ids is None and inputs_embeds is None:
+                raise ValueError(
+                    "model: input_ids must be given, got None. Pass input_ids or inputs_embeds."
+                )
+            given = input_ids if input_ids is not None else inputs_embeds
+            assert given is not None
+            shape = (given.shape[0], given.shape[1])
+            with torch.no_grad():
+                step = padded_step(spec, shape, attention_mask, position_ids, past_key_values)
+                ids = None if input_ids is None else input_ids.flatten()
+                embeddings = None if inputs_embeds is None else inputs_embeds.flatten(0, 1)
+                schedule = "decode" if shape[1] == 1 else "prefill"
+                hidden = run_layers(
+                    self, spec, ids, embeddings, step, past_key_values.tensors, schedule
+                )
+            return MoeModelOutputWithPast(
+                last_hidden_state=hidden.view(*shape, -1), past_key_values=past_key_values
+            )
+
+        return forward
+
+    return make
+
+
+def attention_forward(spec: ModelSpec) -> Maker:
+    """``DeepseekV4Attention.forward``: ours where ``run_layers`` calls it."""
+
+    def make(before: Forward) -> Forward:
+        def forward(self: Any, hidden_states: Tensor, *args: Any, **rest: Any) -> Any:
+            context = rest.pop("dsv4_ops", None)
+            if context is None:
+                return before(self, hidden_states, *args, **rest)
+            return attention(self, spec, hidden_states, context), None
+
+        return forward
+
+    return make
+
+
+def of_recipe(model: Any, recipe: Recipe) -> Iterator[tuple[Any, Maker]]:
+    """Modules whose forward the recipe replaces, and by what."""
+    if recipe.logits_float32:
+        yield model.lm_head, lambda before: _logits_forward
+    if recipe.norms_float32:
+        for module in model.modules():
+            if type(module).__name__ == "DeepseekV4RMSNorm":
+                yield module, lambda before: _norm_forward
+    for layer in model.model.layers:
+        if recipe.streams_float32:
+            yield layer, lambda before: _layer_forward
+        if recipe.router_float32:
+            yield layer.mlp.gate, lambda before: _router_forward
+        if recipe.swiglu_float32 or not recipe.shared_expert_clamp:
+            yield layer.mlp.shared_experts, _shared_experts_forward(recipe)
+
+
+def gates_of_recipe(model: Any, recipe: Recipe) -> Iterator[tuple[Any, Maker]]:
+    """Experts whose activation the recipe replaces."""
+    if recipe.swiglu_float32:
+        for layer in model.model.layers:
+            yield layer.mlp.experts, lambda before: _experts_gate
+
+
+def _logits_forward(self: Any, hidden: Tensor) -> Tensor:
+    return linear_float32(hidden, self.weight)
+
+
+def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    values = hidden_states.float()
+    scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + self.variance_epsilon)
+    normed: Tensor = (values * scale * self.weight.float()).to(hidden_states.dtype)
+    return normed
+
+
+def _layer_forward(
+    self: Any, hidden_states: Tensor, input_ids: Tensor | None = None, **rest: Any
+) -> Tensor:
+    post, mix, collapsed = self.attn_hc(hidden_states)
+    out, _ = self.self_attn(self.input_layernorm(collapsed), **rest)
+    streams = _mixed(post, mix, out, hidden_states)
+    post, mix, collapsed = self.ffn_hc(streams)
+    out = self.mlp(self.post_attention_layernorm(collapsed), input_ids=input_ids)
+    return _mixed(post, mix, out, streams)
+
+
+def _mixed(post: Tensor, mix: Tensor, out: Tensor, streams: Tensor) -> Tensor:
+    """``post`` times the block's output, plus the streams through the transposed ``mix``."""
+    added = post.float()[..., None] * out.float()[..., None, :]
+    # few streams: products and sums fuse with all around them, which a matrix product would not
+    kept = (mix.float()[..., None] * streams.float()[..., None, :]).sum(-3)
+    return (added + kept).to(streams.dtype)
+
+
+def _router_forward(self: Any, hidden_states: Tensor, input_ids: Tensor | None = None) -> Any:
+    logits = linear_float32(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    scores = self.score_fn(logits)
+    if input_ids is not None:
+        chosen = self.tid2eid[input_ids.reshape(-1)].long()
+    else:
+        biased = scores + self.e_score_correction_bias
+        chosen = torch.topk(biased, self.top_k, dim=-1, sorted=False).indices
+    weights = scores.gather(1, chosen)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return logits, weights * self.routed_scaling_factor, chosen
+
+
+def _experts_gate(self: Any, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _swiglu(self, gate, up, self.limit)
+
+
+def _shared_experts_forward(recipe: Recipe) -> Maker:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        limit = self.limit if recipe.shared_expert_clamp else float("inf")
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if not recipe.swiglu_float32:
+            out = self.act_fn(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
+        else:
+            out = _swiglu(self, gate, up, limit)
+        projected: Tensor = self.down_proj(out)
+        return projected
+
+    return lambda before: forward
+
+
+def _swiglu(module: Any, gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """The activation in float32, rounded once."""
+    active = module.act_fn(gate.float().clamp(max=limit))
+    product: Tensor = active * up.float().clamp(min=-limit, max=limit)
+    return product.to(gate.dtype)

@@ -1,0 +1,242 @@
+"""Steps of a patched model as functions of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.attention import (
+    AttentionStep,
+    CompressedStep,
+    LayerCaches,
+    LayerSpec,
+    StateTables,
+    attention_step_of_tokens,
+)
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.types import TokenMap
+from dsv4_ops.integrations.transformers.config import ModelSpec
+from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
+from dsv4_ops.metadata import BlockTables
+from dsv4_ops.ops.batch import token_map
+from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What an attention layer gets in place of Hugging Face's masks and cache."""
+
+    step: AttentionStep
+    caches: LayerCaches
+    rope: Tensor
+    schedule: str
+
+
+@torch.no_grad()
+def decode_step(model: Any, batch: StepBatch, cache: CacheTensors) -> Tensor:
+    """Logits of every token of a step of few tokens per request: decode, speculative decode.
+
+    Args:
+        model: A patched ``DeepseekV4ForCausalLM``.
+        batch: The tokens, and what they belong to.
+        cache: ``PagedCache.tensors``, with pages reserved for all tokens of ``batch``.
+
+    Returns:
+        [num_tokens, vocab_size]. Rows of padding tokens are finite and mean nothing.
+
+    Mutates: the caches, at the positions of the step. ``batch`` carries the lengths; those of the
+        ``PagedCache`` are neither read nor written.
+
+    Raises:
+        ValueError, TypeError: a model that is not patched, a cache of another ``kv`` or
+            model, tensors of other shapes or dtypes. Nothing is written then.
+
+    Compile: ``torch.compile(decode_step, fullgraph=True)`` is one graph, and one CUDA graph;
+        ``torch.export`` takes it too (``export_decode``).
+    """
+    hidden = _run("decode_step", model, batch, cache, "decode")
+    logits: Tensor = model.lm_head(hidden)
+    return logits
+
+
+@torch.no_grad()
+def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors) -> Tensor:
+    """Logits of the last token of every request, for steps with whole prompts or chunks of them;
+    decodes may be among them.
+
+    Args:
+        model: A patched ``DeepseekV4ForCausalLM``.
+        batch: The tokens, and what they belong to. At most ``max_chunk`` of a request; of more, the
+            earlier ones are taken for padding.
+        cache: ``PagedCache.tensors``, with pages reserved for all tokens of ``batch``.
+
+    Returns:
+        [num_reqs, vocab_size]. Rows of requests without tokens mean nothing.
+
+    Mutates: as ``decode_step``.
+
+    Raises:
+        ValueError, TypeError: as ``decode_step``.
+
+    Compile: as ``decode_step``.
+    """
+    hidden = _run("prefill_step", model, batch, cache, "prefill")
+    last = (batch.query_start_loc[1:] - 1).clamp(0, max(hidden.shape[0] - 1, 0))
+    logits: Tensor = model.lm_head(hidden.index_select(0, last))
+    return logits
+
+
+def _run(op: str, model: Any, batch: StepBatch, cache: CacheTensors, schedule: str) -> Tensor:
+    spec = spec_of(op, model)
+    checks = Checks(op)
+    checks.tensor("batch.tokens", batch.tokens, torch.int64, "num_tokens")
+    starts = batch.query_start_loc
+    checks.tensor("batch.query_start_loc", starts, torch.int32, "num_reqs + 1")
+    checks.tensor("batch.seq_lens", batch.seq_lens, torch.int32, "num_reqs")
+    checks.tensor("batch.rows", batch.rows, torch.int32, "num_reqs")
+    check_cache(op, spec, cache)
+    step = build_step(spec.layers, *tokens_of(batch, cache), cache)
+    return run_layers(model.model, spec, batch.tokens, None, step, cache, schedule)
+
+
+def spec_of(op: str, model: Any) -> ModelSpec:
+    """The specification that ``patch`` left at the model."""
+    spec = getattr(model, "dsv4_ops_spec", None)
+    if not isinstance(spec, ModelSpec):
+        raise refusal(ValueError, op, "model", "be patched", "another", "Call patch first")
+    return spec
+
+
+def check_cache(op: str, spec: ModelSpec, cache: CacheTensors) -> None:
+    """The cache has the layers of the model; their caches are checked by the layers."""
+    found = tuple(_kind_of(layer) for layer in cache.layers)
+    if found != spec.kinds:
+        raise refusal(
+            ValueError,
+            op,
+            "cache",
+            "have the layers of the model, " + ", ".join(spec.kinds),
+            ", ".join(found),
+            "Make it with PagedCache.for_model",
+        )
+
+
+def _kind_of(caches: LayerCaches) -> str:
+    if caches.compressed is None:
+        return "window"
+    return "c128" if caches.indexer is None else "c4"
+
+
+def tokens_of(batch: StepBatch, cache: CacheTensors) -> tuple[TokenMap, Tensor]:
+    """Row of the cache and position of every token, and the tokens of its request after the
+    step."""
+    num_rows = cache.tables.swa.shape[0]
+    found = token_map(batch.query_start_loc, batch.seq_lens, num_tokens=batch.tokens.shape[0])
+    request = found.req_indices.clamp(min=0)
+    row = batch.rows.index_select(0, request)
+    there = (found.req_indices >= 0) & (row >= 0) & (row < num_rows)
+    rows = torch.where(there, row, -1)
+    positions = torch.where(there, found.positions, -1)
+    return TokenMap(rows, positions), batch.seq_lens.index_select(0, request)
+
+
+def build_step(
+    spec: LayerSpec, tokens: TokenMap, ends: Tensor, cache: CacheTensors
+) -> AttentionStep:
+    """What all layers of a step share, where window and states are rings.
+
+    Args:
+        spec: The model's attention configuration.
+        tokens: Row of the cache and position of every token, -1 for padding.
+        ends: Tokens of the request of every token, those of the step included.
+        cache: The caches and their tables.
+    """
+    tables, window = cache.tables, cache.layers[0].swa
+    page = spec.attention.swa_page_size
+    longest = _ring(window, tables.swa, page) - spec.attention.window_size + 1
+    if _is_ring(window, tables.swa):
+        late = tokens.positions >= ends - longest
+        tokens = TokenMap(*(torch.where(late, values, -1) for values in tokens))
+    slots = compressed_slot_mapping(
+        tokens.positions,
+        tokens.req_indices,
+        tables.swa,
+        tokens.positions,  # every token that exists is stored
+        block_size=page,
+        compress_ratio=1,
+    )
+    step = attention_step_of_tokens(
+        spec,
+        tokens,
+        slots,
+        BlockTables(swa=tables.swa, c4=tables.compressed, c128=tables.compressed),
+        StateTables(c4=tables.c4_states, c128=tables.c128_states),
+    )
+    groups = {kind: getattr(step, kind) for kind in ("c4", "c128")}
+    for layer in cache.layers:
+        kind = _kind_of(layer)
+        if layer.states is not None:
+            page = spec.state_page_size(kind)
+            groups[kind] = _last_states(getattr(step, kind), tokens, ends, layer.states, page)
+    return replace(step, **groups)
+
+
+def _last_states(
+    group: CompressedStep, tokens: TokenMap, ends: Tensor, states: Tensor, page: int
+) -> CompressedStep:
+    """Of a long chunk, the states that fit into the ring: no two tokens share a slot."""
+    table = group.state_block_table
+    if not _is_ring(states, table):
+        return group
+    kept = tokens.positions >= ends - _ring(states, table, page)
+    return replace(group, state_slot_mapping=torch.where(kept, group.state_slot_mapping, -1))
+
+
+def _is_ring(pages: Tensor, table: Tensor) -> bool:
+    return pages.shape[0] // table.shape[0] < table.shape[1]
+
+
+def _ring(pages: Tensor, table: Tensor, page: int) -> int:
+    """Positions that a ring holds wherever they begin."""
+    return (pages.shape[0] // table.shape[0] - 1) * page
+
+
+def run_layers(
+    body: Any,
+    spec: ModelSpec,
+    tokens: Tensor | None,
+    embeddings: Tensor | None,
+    step: AttentionStep,
+    cache: CacheTensors,
+    schedule: str,
+) -> Tensor:
+    """Hidden states before the output projection, [num_tokens, hidden_size].
+
+    Args:
+        body: The ``DeepseekV4Model`` of a patched model.
+        spec: Its specification.
+        tokens: Token ids, [num_tokens]; those of padding tokens are not read.
+        embeddings: [num_tokens, hidden_size], in place of the ids' own.
+        step: From ``build_step``.
+        cache: The caches.
+        schedule: "decode" or "prefill".
+    """
+    ids = None if tokens is None else torch.where(step.positions >= 0, tokens, 0)[None]
+    hidden = body.embed_tokens(ids) if embeddings is None else embeddings[None]
+    streams = hidden.unsqueeze(2).expand(-1, -1, body.config.hc_mult, -1).contiguous()
+    for kind, layer, caches in zip(spec.kinds, body.layers, cache.layers, strict=True):
+        context = LayerContext(step, caches, cache.rope.of(kind), schedule)
+        streams = layer(
+            streams,
+            input_ids=ids,
+            dsv4_ops=context,
+            position_embeddings=None,
+            position_ids=None,
+            attention_mask=None,
+        )
+    states: Tensor = body.norm(body.hc_head(streams))[0]
+    return states

@@ -1,0 +1,69 @@
+"""The tensors of a step: its batch, the page tables, the caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dsv4_ops.attention import LayerCaches
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """A step of a ragged batch: decodes, prefills, chunks of them, padding requests.
+
+    ``tokens`` int64 [num_tokens]: token ids, request after request; those of padding tokens are not
+    read. ``query_start_loc`` int32 [num_reqs + 1]: first token of every request and one past the
+    last. ``seq_lens`` int32 [num_reqs]: tokens of every request, those of the step included; 0
+    marks a padding request. ``rows`` int32 [num_reqs]: row of the cache of every request; no two
+    requests share one. -1, or any row that the cache does not have, makes it a padding request.
+    """
+
+    tokens: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class PageTables:
+    """Block tables of all rows of a cache, int32 [max_batch, max_blocks of the group] each.
+
+    ``swa``: pages of the window cache, a ring per row. ``compressed``: pages of the compressed
+    caches and of the indexer's, from the pool; -1 where none is reserved. ``c4_states`` and
+    ``c128_states``: pages of the compressors' states, rings too.
+    """
+
+    swa: Tensor
+    compressed: Tensor
+    c4_states: Tensor
+    c128_states: Tensor
+
+
+@dataclass(frozen=True)
+class RopeTables:
+    """Cosines and sines of layers with a window only and of those with a compressor."""
+
+    window: Tensor
+    compressed: Tensor
+
+    def of(self, kind: str) -> Tensor:
+        """The table of a kind of layer."""
+        return self.window if kind == "window" else self.compressed
+
+
+@dataclass(frozen=True)
+class CacheTensors:
+    """All tensors of a ``PagedCache`` that a step reads or writes; ``layers`` are written."""
+
+    tables: PageTables
+    rope: RopeTables
+    layers: tuple[LayerCaches, ...]
+
+
+for _pytree_class in (StepBatch, PageTables, RopeTables, CacheTensors):
+    pytree.register_dataclass(
+        _pytree_class, serialized_type_name=f"dsv4_ops.transformers.{_pytree_class.__name__}"
+    )
