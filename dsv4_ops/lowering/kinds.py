@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dsv4_ops.core.registry import OPS, OpSpec
+from dsv4_ops.reference.common import buffers_by
 
 _registered: set[Any] = set()
 """Overloads whose lowering Inductor has."""
@@ -25,8 +26,14 @@ class Decompose:
     kind = "decompose"
 
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        with mode:
-            return self.function(*args, **kwargs)
+        return _traced(mode, self.function, args, kwargs)
+
+
+def _traced(mode: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    from dsv4_ops.lowering.materialize import materialize
+
+    with mode, buffers_by(materialize):
+        return function(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -66,8 +73,7 @@ class TritonKernel:
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         first = next(arg for arg in args if isinstance(arg, torch.Tensor))
         if first.device.type != "cuda":
-            with mode:
-                return self.function(*args, **kwargs)
+            return _traced(mode, self.function, args, kwargs)
         spec = OPS[op._schema.name.partition("::")[2]]
         for place in spec.mutated:
             _refuse_misplaced(spec, spec.parameters[place], args[place])

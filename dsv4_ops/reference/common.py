@@ -3,12 +3,34 @@ of out of bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
 from dsv4_ops.core.types import ABSENT, INT32_MAX, search_steps
+
+
+_buffers: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("_buffers", default=None)
+
+
+@contextmanager
+def buffers_by(make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Have ``materialized`` call ``make``: what a lowering that traces a reference does."""
+    token = _buffers.set(make)
+    try:
+        yield
+    finally:
+        _buffers.reset(token)
+
+
+def materialized(values: Tensor) -> Tensor:
+    """``values``, which compiled code keeps in a buffer. Without that, a compiler copies what each
+    row costs (bounds, look-ups) into the code of every element of the row."""
+    make = _buffers.get()
+    return values if make is None else make(values)
 
 
 def masked_index(values: Tensor, mask: Tensor, indices: list[Tensor], fill: float) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.types import ABSENT
-from dsv4_ops.reference.common import masked_index, take, valid_tokens
+from dsv4_ops.reference.common import masked_index, materialized, take, valid_tokens
 from dsv4_ops.reference.indexer_cache import quantize_and_insert_indexer_k_functional
 from dsv4_ops.reference.kv_cache import quantize_and_insert_k_cache_functional
 from dsv4_ops.reference.pages import locate
@@ -58,12 +58,13 @@ def _window(
     # an overlapping window takes its first half from the left columns of the one before
     column = torch.where(row < compress_ratio, 0, width - head_dim)[:, None]
     column = column + torch.arange(head_dim, device=positions.device)
-    near, stored = near[..., None], stored[..., None]
-    first = (state_rows * (2 * width))[..., None]
+    token, pages = materialized(token)[..., None], materialized(pages)[..., None]
+    near, stored = materialized(near)[..., None], materialized(stored)[..., None]
+    first = materialized(state_rows * (2 * width))[..., None]
 
     def values(offset: int) -> tuple[Tensor, Tensor]:
-        fresh = masked_index(kv_score, near, [token[..., None], column + offset], 0)
-        old = masked_index(states, stored, [pages[..., None], first + column + offset], 0)
+        fresh = masked_index(kv_score, near, [token, column + offset], 0)
+        old = masked_index(states, stored, [pages, first + column + offset], 0)
         return fresh, old
 
     bias = torch.ops.aten._unsafe_index.Tensor(ape, [row[:, None] % compress_ratio, column])
@@ -102,6 +103,7 @@ def compress_and_insert_functional(
     # sizes of a row are configuration: compiled code takes them as constants
     num_reqs, head_dim = state_block_table.shape[0], int(norm_weight.shape[0])
     finishes = finishing_tokens(positions, req_indices, slot_mapping, num_reqs, compress_ratio)
+    finishes = materialized(finishes)
     rows = _weighted_sum(
         *_window(
             kv_score,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import QuantizedLayout
-from dsv4_ops.reference.common import table_entries, take
+from dsv4_ops.reference.common import materialized, table_entries, take
 
 
 def words(values: Tensor) -> Tensor:
@@ -40,8 +40,9 @@ def scatter_rows(
     exists = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
     first = torch.where(exists, token, num_tokens - 1).amin(0, keepdim=True)
     source = torch.where(exists, token, first)
-    found = take(exists, source)
-    slot = torch.where(found, take(slot_mapping, source), 0)
+    found = materialized(take(exists, source))
+    slot = materialized(torch.where(found, take(slot_mapping, source), 0))
+    source = materialized(source)
     page = (slot // block_size)[:, None]
     column = take(columns, slot % block_size)
     old = words(torch.ops.aten._unsafe_index.Tensor(cache, [page, column]))

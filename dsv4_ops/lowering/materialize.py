@@ -1,0 +1,39 @@
+"""A buffer where a traced reference asks for one (``reference.common.materialized``).
+
+Inductor inlines what is computed per row into the code of every element of the row, several times
+where several kernels read it. That is slow to run on a CPU, and the sum of such expressions takes
+minutes to compile in a graph of a whole model.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.registry import NAMESPACE
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_library.define("_materialize(Tensor values) -> Tensor")
+_library.impl("_materialize", torch.clone, "CompositeExplicitAutograd")
+_library._register_fake("_materialize", torch.empty_like)
+_op = torch.ops.dsv4_ops._materialize.default
+_registered: list[bool] = []
+
+
+def materialize(values: Tensor) -> Tensor:
+    """``values``; code of Inductor computes it once."""
+    if "torch._inductor.lowering" in sys.modules and not _registered:
+        from dsv4_ops.lowering import _compat
+
+        _registered.append(True)
+        _compat.register_lowering(_op, type_promotion_kind=None)(_realized)
+    result: Tensor = _op(values)
+    return result
+
+
+def _realized(values: Any) -> Any:
+    values.realize()
+    return values
