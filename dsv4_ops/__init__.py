@@ -65,6 +65,7 @@ from dsv4_ops.ops.rope import (
     inverse_rope_group_quantize,
     rope_cos_sin_cache,
 )
+from dsv4_ops.ops.sinkhorn import sinkhorn
 from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 from dsv4_ops.ops.sparse_indices import combine_topk_swa_indices, mixed_sparse_indices
 from dsv4_ops.ops.sparse_mla import (
@@ -130,6 +131,7 @@ __all__ = [
     "rope_cos_sin_cache",
     "save_compressor_states",
     "save_compressor_states_functional",
+    "sinkhorn",
     "sparse_mla_decode",
     "sparse_mla_decode_paged",
     "sparse_mla_gathered",

@@ -15,6 +15,7 @@ from error_rows_indexer import INDEXER_TABLE
 from error_rows_mla import MLA_TABLE
 from error_rows_prefill import PREFILL_TABLE
 from error_rows_rope import ROPE_TABLE
+from error_rows_sinkhorn import SINKHORN_TABLE
 from error_rows_sparse import SPARSE_TABLE
 from error_rows_valid import COUNTS, MINIMUM, ORDER, SUMS, TENSORS, valid_tensor, valid_value
 from helpers import i32, i64
@@ -275,6 +276,7 @@ TABLE: dict[str, list[tuple[str, dict[str, Any], type[Exception], str]]] = {
     **MLA_TABLE,
     **PREFILL_TABLE,
     **ROPE_TABLE,
+    **SINKHORN_TABLE,
     **SPARSE_TABLE,
 }
 

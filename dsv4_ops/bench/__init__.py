@@ -15,10 +15,13 @@ BENCHES = {
     "sparse_mla": "sparse attention, decode and prefill: beside its floor and FlashMLA",
     "indexer": "the lightning indexer, decode: beside its floor and DeepGEMM",
     "compressor": "the KV compressor, decode and prefill: beside its floor",
+    "model": "a decode step of a whole model: patched, and Hugging Face's own",
     "layer": "an attention layer between its projections, decode: beside its floor and peers",
 }
-"""Name of a benchmark, a module of this package with ``add_options`` and ``run``, and what it
-measures."""
+"""Name of a benchmark, a module with ``add_options`` and ``run``, and what it measures."""
+
+_ELSEWHERE = {"model": "dsv4_ops.integrations.model_bench"}
+"""Benchmarks that are no module of this package: they need what is above it."""
 
 
 class BenchError(RuntimeError):
@@ -86,4 +89,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module(f"dsv4_ops.bench.{name}")
+    return importlib.import_module(_ELSEWHERE.get(name, f"dsv4_ops.bench.{name}"))

@@ -25,6 +25,7 @@ _DIMENSIONS = {
     "width": "the values of a row",
     "head_dim": "the values of a compressed row",
     "num_heads": "the heads of the queries",
+    "num_streams": "the residual streams",
     "num_index_heads": "the heads of the indexer's queries",
     "swa_width": "the window rows of a token",
     "extra_width": "the compressed rows of a token",

@@ -15,7 +15,12 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.steps import check_cache, decode_step, spec_of
-from dsv4_ops.integrations.transformers.tensors import CacheTensors, PageTables, StepBatch
+from dsv4_ops.integrations.transformers.tensors import (
+    CacheTensors,
+    PageTables,
+    RopeTables,
+    StepBatch,
+)
 
 _BATCH = ("tokens", "query_start_loc", "seq_lens", "rows")
 _TABLES = ("swa", "compressed", "c4_states", "c128_states")
@@ -29,13 +34,15 @@ class DecodeModule(nn.Module):
         cache: The cache whose sizes the step is for; it is not held, but for its RoPE tables.
     """
 
+    window_rope: Tensor
+    compressed_rope: Tensor
+
     def __init__(self, model: Any, cache: PagedCache) -> None:
         super().__init__()
         self.model = model
         tensors = cache.tensors
         self.register_buffer("window_rope", tensors.rope.window, persistent=False)
         self.register_buffer("compressed_rope", tensors.rope.compressed, persistent=False)
-        self._rope = type(tensors.rope)
         self._names = tuple(_cache_names(layer) for layer in tensors.layers)
 
     def forward(self, *tensors: Tensor) -> Tensor:
@@ -44,7 +51,7 @@ class DecodeModule(nn.Module):
         layers = tuple(
             LayerCaches(**{name: next(caches) for name in names}) for names in self._names
         )
-        rope: Any = self._rope(self.window_rope, self.compressed_rope)
+        rope = RopeTables(self.window_rope, self.compressed_rope)
         cache = CacheTensors(PageTables(*tables), rope, layers)
         return decode_step(self.model, StepBatch(*batch), cache)
 

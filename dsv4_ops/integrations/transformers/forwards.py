@@ -14,6 +14,7 @@ from dsv4_ops.integrations.transformers.config import ModelSpec
 from dsv4_ops.integrations.transformers.padded import padded_step
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.steps import run_layers
+from dsv4_ops.ops.sinkhorn import MAX_ITERATIONS, MAX_STREAMS, sinkhorn
 
 Forward = Callable[..., Any]
 Maker = Callable[[Forward], Forward]
@@ -83,7 +84,13 @@ def attention_forward(spec: ModelSpec) -> Maker:
 
 
 def of_recipe(model: Any, recipe: Recipe) -> Iterator[tuple[Any, Maker]]:
-    """Modules whose forward the recipe replaces, and by what."""
+    """Modules whose forward is replaced, and by what: those of the recipe, and hyper-connections,
+    whose Sinkhorn iterations are one kernel then."""
+    config = model.config
+    if config.hc_mult <= MAX_STREAMS and config.hc_sinkhorn_iters <= MAX_ITERATIONS:
+        for layer in model.model.layers:
+            yield layer.attn_hc, lambda before: _connection_forward
+            yield layer.ffn_hc, lambda before: _connection_forward
     if recipe.logits_float32:
         yield model.lm_head, lambda before: _logits_forward
     if recipe.norms_float32:
@@ -115,6 +122,25 @@ def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + self.variance_epsilon)
     normed: Tensor = (values * scale * self.weight.float()).to(hidden_states.dtype)
     return normed
+
+
+def _connection_forward(self: Any, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    count = self.hc_mult
+    flat = self.input_norm(hidden_streams.flatten(2).float())
+    weights = torch.nn.functional.linear(flat, self.fn.float())
+    sizes = [count, count, count * count]
+    pre, post, mix = (
+        part * scale + base
+        for part, scale, base in zip(
+            weights.split(sizes, -1), self.scale.unbind(), self.base.split(sizes), strict=True
+        )
+    )
+    collapsed = ((pre.sigmoid() + self.hc_eps)[..., None] * hidden_streams).sum(2)
+    matrices = sinkhorn(
+        mix.flatten(0, 1), num_streams=count, iterations=self.hc_sinkhorn_iters, eps=self.hc_eps
+    )
+    shape = (*hidden_streams.shape[:2], count, count)
+    return 2 * post.sigmoid(), matrices.view(shape), collapsed.to(hidden_streams.dtype)
 
 
 def _layer_forward(

@@ -1,0 +1,81 @@
+"""Mixing matrices of hyper-connections."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.meta import sinkhorn as meta
+from dsv4_ops.reference import sinkhorn as reference
+
+MAX_STREAMS = 8
+MAX_ITERATIONS = 64
+"""Compiled code has all iterations over all entries written out."""
+
+_sinkhorn = define_op(
+    OpSpec(
+        stem="sinkhorn",
+        schema="sinkhorn(Tensor logits, *, int num_streams, int iterations, float eps) -> Tensor",
+        meta=meta.sinkhorn,
+        reference=reference.sinkhorn,
+        lowering={"cpu": "pointwise", "cuda": "pointwise"},
+        dynamic=("num_tokens",),
+        source="DeepSeek-V4 manifold-constrained hyper-connections, Sinkhorn-Knopp",
+    )
+)
+
+
+def sinkhorn(
+    logits: Tensor, *, num_streams: int = 4, iterations: int = 20, eps: float = 1e-6
+) -> Tensor:
+    """Matrices of almost doubly stochastic weights, which mix the residual streams of every token.
+
+    A softmax over rows, plus ``eps``; then columns and rows in turn are divided by their sums, plus
+    ``eps``: columns first and last.
+
+    Args:
+        logits: [num_tokens, num_streams * num_streams], float32, any strides: rows of the matrices
+            one after the other.
+        num_streams: Rows and columns of a matrix. At least 1, at most 8.
+        iterations: Divisions of columns; rows are divided between them. At least 1, at most 64.
+        eps: Added to every weight once, and to every sum. Above 0.
+
+    Returns:
+        float32 [num_tokens, num_streams, num_streams], dense. Columns sum to 1 but for ``eps``,
+        rows nearly so. Of a NaN or +inf among its logits a matrix is NaN, but no other one is.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: another shape, or a number out of range.
+        TypeError: a dtype other than float32.
+
+    Compile: Inductor IR, one kernel that computes all iterations in registers (the sums of
+        Inductor's own code take a kernel each on a GPU); dynamic in num_tokens; CUDA graphs and
+        export: yes.
+
+    Source: DeepSeek-V4's hyper-connections.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> mix = dsv4_ops.sinkhorn(torch.tensor([[0.0, 1.0, 2.0, 0.0]]), num_streams=2)
+        >>> mix.sum(1).round(decimals=3).tolist(), mix.sum(2).round(decimals=3).tolist()
+        ([[1.0, 1.0]], [[1.0, 1.0]])
+    """
+    checks = Checks("sinkhorn")
+    checks.at_least(1, num_streams=num_streams, iterations=iterations)
+    _check_at_most("iterations", iterations, MAX_ITERATIONS)
+    _check_at_most("num_streams", num_streams, MAX_STREAMS)
+    checks.tensor("logits", logits, torch.float32, "num_tokens", num_streams * num_streams)
+    checks.above(0, eps=eps)
+    result: Tensor = _sinkhorn(logits, num_streams=num_streams, iterations=iterations, eps=eps)
+    return result
+
+
+def _check_at_most(name: str, value: int, most: int) -> None:
+    if value > most:
+        advice = "Pass a smaller one: compiled code has every step of every entry written out"
+        raise refusal(ValueError, "sinkhorn", name, f"be at most {most}", value, advice)

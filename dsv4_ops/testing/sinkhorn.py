@@ -1,0 +1,64 @@
+"""Cases, strategy and float64 results of the mixing matrices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.reference import sinkhorn as reference
+from dsv4_ops.testing.case import Case, Exact, OpTesting
+
+
+def _sinkhorn_cases() -> list[Case]:
+    one = {"num_streams": 2, "iterations": 1, "eps": 0.25}
+    # rows (1/4, 3/4) and (1/2, 1/2) of the softmax, plus a quarter: columns 1.25 and 1.75
+    thirds = torch.tensor([[0.0, math.log(3.0), 5.0, 5.0]])
+    halves = [[[0.5 / 1.5, 1.0 / 2.0], [0.75 / 1.5, 0.75 / 2.0]]]
+    even = {"num_streams": 4, "iterations": 20, "eps": 2.0**-140}
+    return [
+        Case("columns over their sums", (thirds,), one, (torch.tensor(halves).tolist(),)),
+        Case("nothing to do", (torch.zeros(1, 16),), even, ([[[0.25] * 4] * 4],)),
+        Case("one stream", (torch.zeros(2, 1),), {**even, "num_streams": 1}, ([[[1.0]], [[1.0]]],)),
+        Case("no token", (torch.zeros(0, 16),), even, ([],)),
+    ]
+
+
+def _sinkhorn_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5, 17))), min_size)
+    width = settings["num_streams"] ** 2
+    count = num_tokens * width
+    special = st.sampled_from((0.0, -0.0, 30.0, -30.0, -math.inf, math.inf, math.nan))
+    values = st.one_of(st.floats(-12, 12, width=32), st.floats(-2, 2, width=32), special)
+    drawn = draw(st.lists(values, min_size=count, max_size=count))
+    logits = torch.tensor(drawn, dtype=torch.float32).view(num_tokens, width)
+    return Case("drawn", (logits,), settings)
+
+
+def _sinkhorn_precise(
+    logits: Tensor, *, num_streams: int, iterations: int, eps: float
+) -> tuple[Exact | None, ...]:
+    value = reference.sinkhorn(
+        logits.to(torch.float64), num_streams=num_streams, iterations=iterations, eps=eps
+    )
+    # relative errors: of an exponential as large as its argument, of each division its own
+    largest = logits.abs().nan_to_num(0.0, 0.0, 0.0).to(torch.float64)
+    reach = largest.sum(1)
+    return (Exact(value, value * (reach[:, None, None] + 2 * iterations)),)
+
+
+sinkhorn = OpTesting(
+    cases=_sinkhorn_cases,
+    settings=(
+        {"num_streams": 4, "iterations": 20, "eps": 1e-6},
+        {"num_streams": 3, "iterations": 1, "eps": 1e-6},
+        {"num_streams": 2, "iterations": 3, "eps": 0.125},
+        {"num_streams": 1, "iterations": 2, "eps": 1e-6},
+    ),
+    make=_sinkhorn_call,
+    precise=_sinkhorn_precise,
+)
