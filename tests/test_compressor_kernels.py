@@ -30,8 +30,10 @@ def test_tokens_that_finish_a_window_are_of_different_programs(num_tokens: int, 
     from dsv4_ops.kernels import compressor as kernels
 
     short = 2 * ratio <= kernels.SHORT_WINDOW
-    tokens = kernels.SHORT_TOKENS if short else kernels.LONG_TOKENS
-    programs = kernels._programs(num_tokens, 2 * ratio, tokens)
+    if short:
+        programs = kernels._programs(num_tokens, kernels.SHORT_TOKENS, kernels.SHORT_PROGRAMS)
+    else:
+        programs = kernels._programs(num_tokens, kernels.LONG_TOKENS, kernels.LONG_PROGRAMS)
     assert 1 <= programs <= num_tokens
     for first in (0, 1, ratio - 1):
         owners = [token % programs for token in range(first, num_tokens, ratio)]

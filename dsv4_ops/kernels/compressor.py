@@ -15,26 +15,27 @@ from dsv4_ops.kernels.long_windows import insert_pooled_kernel, pool_windows_ker
 from dsv4_ops.kernels.short_windows import compress_and_insert_kernel
 
 VALUES = 4
-"""Consecutive channels of a thread: 16 bytes."""
+"""Most consecutive channels of a thread: 16 bytes."""
 
-DEPTH = 8
-"""Most rows of a short window that a thread reads at a time: all of C4's."""
-
-LONG_DEPTH = 8
-"""Rows of a long window that a thread reads at a time."""
+DEPTH, LONG_DEPTH = 8, 16
+"""Most rows of a short and of a long window that a thread reads at a time: all of C4's."""
 
 CHANNELS = 64
 """Channels of a long window that a program reads."""
 
-MAX_WARPS, LONG_WARPS = 16, 4
+SHORT_WARPS, LONG_WARPS, INSERT_WARPS = 1, 2, 4
+"""Warps of a program: few, as each repeats what is done once per row. Of a short window as many as
+its channels fill."""
+
+MAX_WARPS = 16
 
 SHORT_WINDOW = 32
 """Most rows of a window that is short: it takes less than a look at a token does."""
 
-SHORT_TOKENS, LONG_TOKENS = 4, 64
+SHORT_TOKENS, LONG_TOKENS, INSERT_TOKENS = 4, 128, 32
 """Tokens that a program looks at together."""
 
-SHORT_PROGRAMS, LONG_PROGRAMS = 8 * 132 + 1, 132 + 1
+SHORT_PROGRAMS, LONG_PROGRAMS = 8 * 132 + 1, 33
 """Programs below which each gets fewer tokens; odd."""
 
 
@@ -71,10 +72,10 @@ def compress_and_insert(
         kv_score = kv_score.contiguous()
     rows = (
         kv_score,
-        kv_score.stride(0),
+        int(kv_score.stride(0)),
         ape.contiguous(),
         states,
-        states.stride(0),
+        int(states.stride(0)),
         states.shape[0],
         state_block_table,
         state_block_table.stride(0),
@@ -84,7 +85,7 @@ def compress_and_insert(
     )
     tokens = (positions, positions.stride(0), req_indices, req_indices.stride(0))
     rotation = (norm_weight.contiguous(), cos_sin_cache.contiguous(), cos_sin_cache.shape[0])
-    pages = (k_cache, k_cache.stride(0), k_cache.shape[0])
+    pages = (k_cache, int(k_cache.stride(0)), k_cache.shape[0])
     slots = (slot_mapping, slot_mapping.stride(0), num_tokens)
     num_rows = compress_ratio * (2 if overlap else 1)
     window: dict[str, Any] = {
@@ -108,8 +109,7 @@ def compress_and_insert(
         "EMULATE": EMULATE,
     }
     if num_rows <= SHORT_WINDOW:
-        shape = _shape_of_program(num_rows, head_dim)
-        programs = _programs(num_tokens, num_rows, SHORT_TOKENS)
+        programs = _programs(num_tokens, SHORT_TOKENS, SHORT_PROGRAMS)
         launch(compress_and_insert_kernel)[programs,](
             *rows,
             *tokens,
@@ -119,10 +119,10 @@ def compress_and_insert(
             TOKENS=SHORT_TOKENS,
             **window,
             **finish,
-            **shape,
+            **_rows_of_threads(window, finish["DIM"], SHORT_WARPS, DEPTH),
         )
         return
-    programs = _programs(num_tokens, num_rows, LONG_TOKENS)
+    programs = _programs(num_tokens, LONG_TOKENS, LONG_PROGRAMS)
     pooled = kv_score.new_empty((num_tokens, head_dim))
     channels = min(CHANNELS, finish["DIM"])
     launch(pool_windows_kernel)[programs, (head_dim + channels - 1) // channels](
@@ -132,23 +132,24 @@ def compress_and_insert(
         *slots,
         pooled,
         CHANNELS=channels,
+        EMULATE=EMULATE,
         TOKENS=LONG_TOKENS,
         **window,
-        **_shape_of_part(num_rows, channels),
+        **_rows_of_threads(window, channels, LONG_WARPS, LONG_DEPTH),
     )
     for name in ("NUM_ROWS", "WIDTH", "STATE_BLOCK"):
         del window[name]
-    launch(insert_pooled_kernel)[programs,](
+    launch(insert_pooled_kernel)[_programs(num_tokens, INSERT_TOKENS, LONG_PROGRAMS),](
         pooled,
         num_reqs,
         *tokens,
         *rotation,
         *pages,
         *slots,
-        TOKENS=LONG_TOKENS,
+        TOKENS=INSERT_TOKENS,
         **window,
         **finish,
-        num_warps=LONG_WARPS,
+        num_warps=INSERT_WARPS,
     )
 
 
@@ -158,36 +159,30 @@ def _quantized(layout: str, block_size: int) -> QuantizedLayout | None:
     return IndexerLayout(block_size) if layout == IndexerLayout.tag else None
 
 
-def _shape_of_program(num_rows: int, head_dim: int) -> dict[str, int]:
-    """How the rows of a short window lie in the threads of a program."""
-    dim, rows = triton.next_power_of_2(head_dim), triton.next_power_of_2(num_rows)
-    depth = min(rows, DEPTH)
-    row_warps = max(dim // (32 * VALUES), 1)
-    groups = min(rows // depth, max(MAX_WARPS // row_warps, 1))
+def _rows_of_threads(
+    window: dict[str, int], channels: int, warps: int, deepest: int
+) -> dict[str, Any]:
+    """How the rows of some channels of a window lie in the threads of a program."""
+    rows = triton.next_power_of_2(window["NUM_ROWS"])
+    warps = min(max(warps, channels // (32 * VALUES)), MAX_WARPS)
+    values, groups = min(VALUES, channels), 1
+    if rows > deepest:
+        groups = min(max(32 * warps * values // channels, 1), rows)
+    elif channels < 32 * warps * values:
+        values = max(channels // (32 * warps), 1)
+    depth = min(rows // groups, deepest)
     return {
         "DEPTH": depth,
         "GROUPS": groups,
         "CHUNKS": rows // (depth * groups),
-        "num_warps": min(row_warps * groups, MAX_WARPS),
+        "VALUES": values,
+        "ONE_PAGE": window["RATIO"] % depth == 0 and window["STATE_BLOCK"] % depth == 0,
+        "num_warps": warps,
     }
 
 
-def _shape_of_part(num_rows: int, channels: int) -> dict[str, int]:
-    """How the rows of some channels of a long window lie in the threads of a program."""
-    rows = triton.next_power_of_2(num_rows)
-    depth = min(rows, LONG_DEPTH)
-    groups = min(rows // depth, max(32 * LONG_WARPS * VALUES // channels, 1))
-    return {
-        "DEPTH": depth,
-        "GROUPS": groups,
-        "CHUNKS": rows // (depth * groups),
-        "num_warps": LONG_WARPS,
-    }
-
-
-def _programs(num_tokens: int, num_rows: int, tokens: int) -> int:
+def _programs(num_tokens: int, tokens: int, least: int) -> int:
     """Programs, an odd number where there are fewer than tokens: those that finish a window, an
     even number of tokens apart, then are of different programs."""
-    least = SHORT_PROGRAMS if num_rows <= SHORT_WINDOW else LONG_PROGRAMS
     odd = (num_tokens + tokens - 1) // tokens // 2 * 2 + 1
     return torch.sym_min(num_tokens, torch.sym_max(odd, least))

@@ -60,7 +60,9 @@ def save_compressor_states_kernel(
     # not for all: a sum would change the sign of a zero and the payload of a NaN
     values = tl.where(scored, values + bias, values)
     target = states + (page * page_stride + row * (2 * WIDTH))[:, None] + column
-    tl.store(target, values, mask=exists[:, None] & (column < 2 * WIDTH))
+    # for a later step: what stays in the cache is kv_score, for the windows of this one
+    there = exists[:, None] & (column < 2 * WIDTH)
+    tl.store(target, values, mask=there, cache_modifier=".cs")
 
 
 def save_compressor_states(
@@ -83,11 +85,11 @@ def save_compressor_states(
     grid = ((num_tokens + TOKENS - 1) // TOKENS, (2 * width + columns - 1) // columns)
     launch(save_compressor_states_kernel)[grid](
         kv_score,
-        kv_score.stride(0),
+        int(kv_score.stride(0)),
         kv_score.stride(1),
         ape.contiguous(),
         states,
-        states.stride(0),
+        int(states.stride(0)),
         slot_mapping,
         slot_mapping.stride(0),
         positions,

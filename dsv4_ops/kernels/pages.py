@@ -7,14 +7,15 @@ that stores where slots say thus loads them itself, and gives them to ``place_sl
 import triton
 import triton.language as tl
 
+MAX_POSITIONS = tl.constexpr(2**31 - 1)
+"""Positions that a token can have; others mean padding."""
+
 
 @triton.jit
-def locate_slots(slot_mapping, slot_stride, token, num_tokens, num_blocks, block_size):
-    """int64 page and row of the slots of ``token``, and which of them exist."""
-    slot = tl.load(
-        slot_mapping + token.to(tl.int64) * slot_stride, mask=token < num_tokens, other=-1
-    )
-    return place_slots(slot, num_blocks, block_size)
+def find_real(position, request, num_reqs):
+    """Which tokens are no padding, by their position and request."""
+    real = (position >= 0) & (position < MAX_POSITIONS)
+    return real & (request >= 0) & (request < num_reqs)
 
 
 @triton.jit

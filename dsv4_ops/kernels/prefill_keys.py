@@ -13,6 +13,7 @@ from dsv4_ops.kernels.attend import (  # by name: Inductor copies kernels, not m
     prefetch_keys,
     store_heads,
 )
+from dsv4_ops.kernels.pages import find_real
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -139,7 +140,7 @@ def prefill_keys_kernel(
     there = head < num_heads
     position = tl.load(positions + token * position_stride)
     request = tl.load(req_indices + token * req_stride).to(tl.int64)
-    real = (position >= 0) & (position < 2147483647) & (request >= 0) & (request < num_reqs)
+    real = find_real(position, request, num_reqs)
     length = tl.where(real, position + 1, 0).to(tl.int32)
     request = tl.where(real, request, 0)
 

@@ -29,23 +29,27 @@ def _product(left, right, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def rotate_tail(
-    values,
+def load_tail_angles(
     cos_sin_cache,
     position,
     num_positions,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     ROPE: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
-    """fp32 ``values`` [DIM] with the last ROPE of HEAD_DIM rotated for ``position``."""
-    even, odd = tl.split(tl.reshape(values, (DIM // 2, 2)))
+    """For the DIM / 2 pairs of a row at ``position``, not below 0: whether one is rotated, the last
+    ROPE of HEAD_DIM values, and its cosine and sine."""
     pair = tl.arange(0, DIM // 2) - (HEAD_DIM - ROPE) // 2
-    known = (pair >= 0) & (pair < ROPE // 2) & (position >= 0) & (position < num_positions)
-    angle = cos_sin_cache + position * ROPE + pair
+    known = (pair >= 0) & (pair < ROPE // 2) & (position < num_positions)
+    angle = cos_sin_cache + position.to(tl.int64) * ROPE + pair
     cos = tl.load(angle, mask=known, other=1.0)
-    sin = tl.load(angle + ROPE // 2, mask=known, other=0.0)
+    return known, cos, tl.load(angle + ROPE // 2, mask=known, other=0.0)
+
+
+@triton.jit
+def rotate_tail(values, known, cos, sin, DIM: tl.constexpr, EMULATE: tl.constexpr):
+    """fp32 ``values`` [DIM] with the pairs that ``load_tail_angles`` knows rotated."""
+    even, odd = tl.split(tl.reshape(values, (DIM // 2, 2)))
     left, right = rotate_pairs(even, odd, cos, sin, EMULATE)
     pairs = tl.join(tl.where(known, left, even), tl.where(known, right, odd))
     return tl.reshape(pairs, (DIM,))

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.indexer_scores import ABSENT_KEY, decoded, score_codes, sortable
+from dsv4_ops.kernels.pages import find_real
 from dsv4_ops.kernels.selection import best, emit, pad_list, partition
 
 
@@ -201,7 +202,7 @@ def select_keys_kernel(
         split = item % splits
         request = tl.load(req_indices + token * request_stride).to(tl.int64)
         position = tl.load(positions + token * position_stride)
-        real = (request >= 0) & (request < num_reqs) & (position >= 0) & (position < 0x7FFFFFFF)
+        real = find_real(position, request, num_reqs)
         request = tl.where(real, request, 0)
         count = tl.where(real, (position + 1) // RATIO, 0)
         count = tl.minimum(count, tl.cast(max_blocks, tl.int64) * BLOCK_SIZE)
@@ -238,58 +239,33 @@ def select_keys_kernel(
                 while start < stop:
                     length = tl.minimum(stop - start, (CAPACITY - fill) // STEP * STEP).to(tl.int32)
                     tiles = (length + STEP - 1) // STEP
-                    if EMULATE:  # Triton's interpreter has no range up to a value
-                        tile = 0
-                        while tile < tiles:
-                            fill = _append_tile(
-                                keys,
-                                indices,
-                                fill,
-                                least,
-                                query,
-                                weight,
-                                k_cache,
-                                page_stride,
-                                num_blocks,
-                                block_table,
-                                table_stride,
-                                column_stride,
-                                request,
-                                start,
-                                tile * STEP,
-                                length,
-                                BLOCK_SIZE,
-                                DATA_BYTES,
-                                SCALE_BYTES,
-                                STEP,
-                                EMULATE,
-                            )
-                            tile += 1
-                    else:
-                        for tile in tl.range(0, tiles, num_stages=STAGES):
-                            fill = _append_tile(
-                                keys,
-                                indices,
-                                fill,
-                                least,
-                                query,
-                                weight,
-                                k_cache,
-                                page_stride,
-                                num_blocks,
-                                block_table,
-                                table_stride,
-                                column_stride,
-                                request,
-                                start,
-                                tile * STEP,
-                                length,
-                                BLOCK_SIZE,
-                                DATA_BYTES,
-                                SCALE_BYTES,
-                                STEP,
-                                EMULATE,
-                            )
+                    # Triton's interpreter has no range up to a value: further tiles add nothing
+                    for tile in tl.range(
+                        0, CAPACITY // STEP if EMULATE else tiles, num_stages=STAGES
+                    ):
+                        fill = _append_tile(
+                            keys,
+                            indices,
+                            fill,
+                            least,
+                            query,
+                            weight,
+                            k_cache,
+                            page_stride,
+                            num_blocks,
+                            block_table,
+                            table_stride,
+                            column_stride,
+                            request,
+                            start,
+                            tile * STEP,
+                            length,
+                            BLOCK_SIZE,
+                            DATA_BYTES,
+                            SCALE_BYTES,
+                            STEP,
+                            EMULATE,
+                        )
                     start += length
                     if (fill > topk) & ((start >= stop) | (fill + CAPACITY // 4 > CAPACITY)):
                         least = _reduce(keys, indices, fill, topk, CAPACITY)

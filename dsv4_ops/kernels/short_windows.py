@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.pages import locate_slots  # by name: Inductor copies kernels
-from dsv4_ops.kernels.windows import accumulate, finish_row, join_groups, read_rows
+from dsv4_ops.kernels.rotation import load_tail_angles  # by name: Inductor copies kernels
+from dsv4_ops.kernels.windows import find_finishing, finish_row, pool_window
 
 
 @triton.jit
@@ -52,77 +52,80 @@ def compress_and_insert_kernel(
     CHUNKS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUPS: tl.constexpr,
+    VALUES: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     """Tokens far apart per program, as the tokens that finish a window are evenly spaced in a
-    prefill; every row of a window in the registers of GROUPS groups of threads, which meet at the
-    end."""
+    prefill."""
     lane = tl.arange(0, TOKENS)
-    first_row = tl.arange(0, DEPTH)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+    channel = tl.arange(0, DIM)
     block = tl.program_id(0)
     while block < num_tokens:
         candidate = block + lane * tl.num_programs(0)
-        _page, _row, finishes = locate_slots(
-            slot_mapping, slot_stride, candidate, num_tokens, num_blocks, BLOCK_SIZE
-        )
-        index = candidate.to(tl.int64)
-        place = tl.load(positions + index * position_stride, mask=finishes, other=-1)
-        owner = tl.load(req_indices + index * request_stride, mask=finishes, other=-1)
-        finishes = finishes & (place >= 0) & (place < 2147483647)
-        finishes = finishes & (owner >= 0) & (owner < num_reqs)
-        finishes = finishes & (tl.where(finishes, place, 0) % RATIO == RATIO - 1)
+        given, each = candidate < num_tokens, candidate.to(tl.int64)
+        slots = tl.load(slot_mapping + each * slot_stride, mask=given, other=-1)
+        places = tl.load(positions + each * position_stride, mask=given, other=-1)
+        owners = tl.load(req_indices + each * request_stride, mask=given, other=-1)
+        finishes = find_finishing(slots, places, owners, num_reqs, num_blocks, RATIO, BLOCK_SIZE)
         left = tl.sum(finishes.to(tl.int32), axis=0)
         while left > 0:
             chosen = tl.min(tl.where(finishes, lane, TOKENS), axis=0)
             finishes = finishes & (lane != chosen)
             left -= 1
-            token = (block + chosen * tl.num_programs(0)).to(tl.int64)
-            position = tl.load(positions + token * position_stride)
-            request = tl.load(req_indices + token * request_stride).to(tl.int64)
-            largest = tl.full((GROUPS, DIM), float("-inf"), tl.float32)
-            total = tl.zeros((GROUPS, DIM), tl.float32)
-            summed = tl.zeros((GROUPS, DIM), tl.float32)
-            for chunk in tl.range(CHUNKS):
-                row = first_row + chunk * (DEPTH * GROUPS)
-                kv, score = read_rows(
-                    row,
-                    token,
-                    request,
-                    position,
-                    kv_score,
-                    kv_stride,
-                    ape,
-                    states,
-                    state_page_stride,
-                    num_state_blocks,
-                    state_block_table,
-                    table_stride,
-                    column_stride,
-                    state_columns,
-                    positions,
-                    position_stride,
-                    req_indices,
-                    request_stride,
-                    0,
-                    RATIO,
-                    NUM_ROWS,
-                    WIDTH,
-                    HEAD_DIM,
-                    DIM,
-                    STATE_BLOCK,
+            token = block + chosen * tl.num_programs(0)
+            index = token.to(tl.int64)
+            slot = tl.load(slot_mapping + index * slot_stride)
+            position = tl.load(positions + index * position_stride).to(tl.int32)
+            request = tl.load(req_indices + index * request_stride).to(tl.int64)
+            known, cos, sin = 0, 0, 0  # read before the rows, to wait once
+            if ROPE > 0:
+                first = position.to(tl.uint32) // RATIO * RATIO
+                known, cos, sin = load_tail_angles(
+                    cos_sin_cache, first.to(tl.int32), num_positions, HEAD_DIM, DIM, ROPE
                 )
-                largest, total, summed = accumulate(kv, score, largest, total, summed)
-            slot = tl.load(slot_mapping + token * slot_stride)
-            finish_row(
-                join_groups(largest, total, summed),
+            values = pool_window(
+                token,
+                request,
                 position,
+                kv_score,
+                kv_stride,
+                ape,
+                states,
+                state_page_stride,
+                num_state_blocks,
+                state_block_table,
+                table_stride,
+                column_stride,
+                state_columns,
+                positions,
+                position_stride,
+                req_indices,
+                request_stride,
+                0,
+                RATIO,
+                NUM_ROWS,
+                WIDTH,
+                HEAD_DIM,
+                DIM,
+                STATE_BLOCK,
+                CHUNKS,
+                DEPTH,
+                GROUPS,
+                VALUES,
+                ONE_PAGE,
+                EMULATE,
+            )
+            weights = tl.load(norm_weight + channel, mask=channel < HEAD_DIM, other=0.0)
+            finish_row(
+                values,
+                weights,
+                known,
+                cos,
+                sin,
                 slot,
-                norm_weight,
-                cos_sin_cache,
-                num_positions,
                 k_cache,
                 page_stride,
-                RATIO,
                 HEAD_DIM,
                 DIM,
                 ROPE,
