@@ -12,6 +12,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["bench"]:
         return _bench(arguments[1:])
+    if arguments[:1] == ["demo"]:
+        return _demo(arguments[1:])
     options = _parser().parse_args(arguments)
     if options.command == "list":
         return _list(options.markdown)
@@ -46,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     kernels.add_argument(
         "--capability", type=int, default=90, help="compute capability, default: %(default)s"
+    )
+    commands.add_parser(
+        "demo", help="stock Hugging Face beside ours on a small model; see `demo --help`"
     )
     commands.add_parser("bench", help="check results, then time them; see `bench --help`")
     return parser
@@ -104,6 +109,12 @@ def _bench(arguments: list[str]) -> int:
         )
         return 2
     return bench(arguments)
+
+
+def _demo(arguments: list[str]) -> int:
+    from dsv4_ops.demo.run import main as demo
+
+    return demo(arguments)
 
 
 if __name__ == "__main__":

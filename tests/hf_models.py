@@ -72,7 +72,9 @@ class Engine:
         lens += [0] * padding
         rows += [-1] * padding
         ids += [10**9] * padding  # never read
-        return v4.StepBatch(torch.tensor(ids), i32(starts), i32(lens), i32(rows))
+        device = self.cache.device
+        tensors = (torch.tensor(ids), i32(starts), i32(lens), i32(rows))
+        return v4.StepBatch(*(tensor.to(device) for tensor in tensors))
 
     def decode(self, counts: dict[int, int], *, padding: int = 0, step: Any = None) -> None:
         """A step whose logits of every token are kept."""
@@ -96,7 +98,7 @@ class Engine:
     def worst(self, want: Tensor) -> float:
         """Largest difference of all logits kept."""
         return max(
-            float((logits - want[request, place]).abs().max())
+            float((logits.cpu() - want[request, place]).abs().max())
             for request, kept in enumerate(self.logits)
             for place, logits in kept.items()
         )

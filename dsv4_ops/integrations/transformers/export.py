@@ -110,7 +110,9 @@ def export_decode(
 
     Raises:
         ValueError, TypeError: a model that is not patched, a cache of another model or ``kv``,
-            sizes out of range, a path of another ending. Nothing is compiled then.
+            sizes out of range, a path of another ending.
+        NotImplementedError: experts that need Python, as Hugging Face's "grouped_mm" does in
+            float32 and on a CPU. Nothing is compiled then.
     """
     checks = Checks("export_decode")
     count = cache.max_batch if num_reqs is None else num_reqs
@@ -132,11 +134,26 @@ def export_decode(
     )
     inputs = decode_inputs(batch, cache)
     program = torch.export.export(DecodeModule(model, cache), inputs, strict=False)
+    _check_exportable(program)
     from dsv4_ops.lowering._compat import aoti_compile_and_package
 
     settings = {"aot_inductor.metadata": _metadata(model, cache, inputs)}
     made = aoti_compile_and_package(program, package_path=str(target), inductor_configs=settings)
     return Path(made)
+
+
+def _check_exportable(program: torch.export.ExportedProgram) -> None:
+    """Every op of the program exists where a package runs: transformers has one in Python."""
+    for node in program.graph.nodes:
+        if str(node.target).startswith("transformers."):
+            raise refusal(
+                NotImplementedError,
+                "export_decode",
+                "model",
+                "be made of ops that exist without Python",
+                f"the op {node.target}",
+                'Call model.set_experts_implementation("batched_mm"), or use bfloat16 on a GPU',
+            )
 
 
 def _metadata(model: Any, cache: PagedCache, inputs: Sequence[Tensor]) -> dict[str, str]:

@@ -1,0 +1,281 @@
+"""Measurements of greedy decoding: tokens, speed, graphs, host syncs, capture.
+
+A ``Side`` is a model with its cache, stock or ours; everything here treats both alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+WARM_UP_STEPS = 3
+"""Decode steps before a timing or a capture starts."""
+CHUNK_STEPS = 5
+"""Decode steps between two readings of the clock."""
+
+
+class Side(Protocol):
+    """A model and its cache, decoding a batch of prompts."""
+
+    prompts: Tensor
+    """int64 [num_requests, length]."""
+    step: Callable[..., Tensor]
+    """Logits [num_requests, vocabulary] of the arguments of a decode step."""
+
+    def start(self) -> Tensor:
+        """Prefill the prompts into an empty cache; logits of their last tokens."""
+
+    def arguments(self, tokens: Tensor) -> tuple[Any, ...]:
+        """What ``step`` takes for the next token of every request, int64 [num_requests]."""
+
+
+@dataclass(frozen=True)
+class Unmeasured:
+    """Nothing was tried, for a reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """It was tried and raised."""
+
+    error: str
+    """Type and message."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What a run gave: of the prefill and of every step."""
+
+    tokens: list[list[int]]
+    """Greedy tokens of every request."""
+    logits: Tensor
+    """float32 [steps + 1, num_requests, vocabulary], on the CPU."""
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """What compiling a decode step with ``fullgraph=True`` took."""
+
+    backend: str
+    graphs: int
+    breaks: int
+    recompiles: int
+    """Graphs after that of the first step."""
+    limit: int
+    """Recompiles that torch allows by default."""
+    fails_at: int | None
+    """Decode step that raised at that limit, from 1; the rest ran with a higher one."""
+    seconds: float
+    tokens: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Greedy tokens of steps that replayed one CUDA graph."""
+
+    tokens: list[list[int]]
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    """Result of ``call``, or ``Failed`` with the first line of its error."""
+    try:
+        return call()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or ["no message"]
+        return Failed(f"{type(error).__name__}: {lines[0]}"[:300])
+
+
+@torch.no_grad()
+def decode(side: Side, steps: int, step: Callable[..., Tensor] | None = None) -> Decoded:
+    """Decode greedily from the prompts; ``step`` replaces that of ``side``."""
+    run = step or side.step
+    logits = [side.start()]
+    for _ in range(steps):
+        logits.append(run(*side.arguments(logits[-1].argmax(-1))).clone())
+    stacked = torch.stack(logits).float().cpu()
+    return Decoded(tokens=_tokens(stacked), logits=stacked)
+
+
+@torch.no_grad()
+def tokens_per_second(side: Side, steps: int, step: Callable[..., Tensor] | None = None) -> float:
+    """Tokens per second of decode steps after the prefill and some steps to warm up: the best of
+    chunks of steps, as others may use the machine. Tokens stay on the device."""
+    run = step or side.step
+    logits = side.start()
+    for _ in range(WARM_UP_STEPS):
+        logits = run(*side.arguments(logits.argmax(-1)))
+    speeds = []
+    for _ in range(max(1, (steps - WARM_UP_STEPS) // CHUNK_STEPS)):
+        _finish(logits.device)
+        start = time.perf_counter()
+        for _ in range(CHUNK_STEPS):
+            logits = run(*side.arguments(logits.argmax(-1)))
+        _finish(logits.device)
+        speeds.append(len(logits) * CHUNK_STEPS / (time.perf_counter() - start))
+    return max(speeds)
+
+
+@torch.no_grad()
+def count_graphs(
+    side: Side,
+    steps: int,
+    *,
+    backend: str,
+    limit: int = 256,
+    compiled: Callable[..., Tensor] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Graphs:
+    """Compile the step of ``side`` with ``fullgraph=True`` and count graphs as it decodes.
+
+    Starts at torch's own recompile limit; where that raises, goes on with ``limit``.
+
+    Args:
+        side: What to compile.
+        steps: Decode steps.
+        backend: Of ``torch.compile``; the number of graphs does not depend on it.
+        limit: Most graphs that are compiled in all.
+        compiled: ``torch.compile(side.step, fullgraph=True, backend=backend)``, to use it later.
+        progress: Told of every graph.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    run = compiled or torch.compile(side.step, fullgraph=True, backend=backend)
+    torch._dynamo.reset()
+    default, fails_at, counts = config.recompile_limit, None, []
+    start = time.perf_counter()
+    with ExitStack() as stack, _quiet_dynamo(), _counted() as counters:
+        logits = [side.start()]
+        for number in range(1, steps + 1):
+            arguments = side.arguments(logits[-1].argmax(-1))
+            try:
+                result = run(*arguments)
+            except FailOnRecompileLimitHit:
+                fails_at = number
+                progress(f"step {number} fails at torch's limit of {default}; raised to {limit}")
+                changed: dict[str, Any] = {
+                    "recompile_limit": limit,
+                    "accumulated_recompile_limit": limit,
+                }
+                stack.enter_context(config.patch(**changed))
+                result = run(*arguments)
+            logits.append(result.clone())
+            counts.append(counters["stats"]["unique_graphs"])
+            if counts[-1:] != counts[-2:-1]:
+                progress(f"step {number}: {counts[-1]} graphs")
+        breaks = sum(counters["graph_break"].values())
+    return Graphs(
+        backend=backend,
+        graphs=counts[-1],
+        breaks=breaks,
+        recompiles=counts[-1] - counts[0],
+        limit=default,
+        fails_at=fails_at,
+        seconds=time.perf_counter() - start,
+        tokens=_tokens(torch.stack(logits)),
+    )
+
+
+@torch.no_grad()
+def host_syncs(side: Side, steps: int, step: Callable[..., Tensor] | None = None) -> float:
+    """Host synchronisations per decode step that CUDA reports; the tokens stay on the device."""
+    run = step or side.step
+    logits = side.start()
+    for _ in range(WARM_UP_STEPS):
+        logits = run(*side.arguments(logits.argmax(-1)))
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(steps - WARM_UP_STEPS):
+                logits = run(*side.arguments(logits.argmax(-1)))
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    found = [entry for entry in caught if "synchroniz" in str(entry.message)]
+    return len(found) / (steps - WARM_UP_STEPS)
+
+
+@torch.no_grad()
+def capture(side: Side, steps: int, step: Callable[..., Tensor] | None = None) -> Captured:
+    """Capture one decode step in a CUDA graph and replay it for the rest.
+
+    The first steps run as they are. Only the tensors among the arguments are renewed before a
+    replay, in place.
+
+    Raises:
+        RuntimeError: the step cannot be captured.
+    """
+    run = step or side.step
+    logits = [side.start()]
+    with _side_stream():
+        for _ in range(min(WARM_UP_STEPS, steps)):
+            logits.append(run(*side.arguments(logits[-1].argmax(-1))).clone())
+    arguments = side.arguments(logits[-1].argmax(-1))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run(*arguments)
+    while len(logits) <= steps:
+        graph.replay()
+        logits.append(result.clone())
+        if len(logits) <= steps:
+            _renew(arguments, side.arguments(logits[-1].argmax(-1)))
+    return Captured(tokens=_tokens(torch.stack(logits)))
+
+
+def _renew(old: tuple[Any, ...], new: tuple[Any, ...]) -> None:
+    from torch.utils import _pytree as pytree
+
+    for was, now in zip(pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True):
+        if isinstance(was, Tensor) and was.data_ptr() != now.data_ptr():
+            was.copy_(now)
+
+
+def _tokens(logits: Tensor) -> list[list[int]]:
+    tokens: list[list[int]] = logits.argmax(-1).T.tolist()
+    return tokens
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _side_stream() -> Iterator[None]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextmanager
+def _counted() -> Iterator[Any]:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    yield counters
+
+
+@contextmanager
+def _quiet_dynamo() -> Iterator[None]:
+    """Without its warning at the recompile limit: that is reported as a result."""
+    logger = logging.getLogger("torch._dynamo")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,122 @@
+"""The patched model: decode steps from a paged cache, and the AOTInductor package of one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RUNNER = Path(__file__).with_name("package_process.py")
+_RUNNER_SECONDS = 300
+
+
+class Ours:
+    """A patched model with a ``PagedCache``, all requests decoding.
+
+    Args:
+        model: Patched.
+        prompts: int64 [num_requests, length], on the device of the model.
+        max_len: Most tokens of a request.
+    """
+
+    def __init__(self, model: Any, prompts: Tensor, max_len: int) -> None:
+        from dsv4_ops.integrations import transformers as v4
+
+        self.model, self.prompts = model, prompts
+        num_requests = len(prompts)
+        self.cache = v4.PagedCache.for_model(model, max_batch=num_requests, max_len=max_len)
+        self.rows = torch.arange(num_requests, dtype=torch.int32, device=prompts.device)
+        self.starts = torch.arange(num_requests + 1, dtype=torch.int32, device=prompts.device)
+        self.seq_lens = torch.zeros_like(self.rows)
+
+        def step(batch: v4.StepBatch, cache: v4.CacheTensors) -> Tensor:
+            return v4.decode_step(model, batch, cache)
+
+        self.step: Callable[..., Tensor] = step
+
+    def start(self) -> Tensor:
+        """Prefill the prompts into the empty cache; logits of their last tokens."""
+        from dsv4_ops.integrations import transformers as v4
+
+        self.cache.reset()
+        length = self.prompts.shape[1]
+        self.seq_lens.fill_(length)
+        batch = v4.StepBatch(
+            self.prompts.flatten(), self.starts * length, self.seq_lens.clone(), self.rows
+        )
+        return v4.prefill_step(self.model, batch, self.cache.tensors)
+
+    def arguments(self, tokens: Tensor) -> tuple[Any, ...]:
+        """What ``step`` takes for the next tokens; every call is a step further."""
+        from dsv4_ops.integrations import transformers as v4
+
+        self.seq_lens += 1
+        batch = v4.StepBatch(tokens, self.starts, self.seq_lens, self.rows)
+        return batch, self.cache.tensors
+
+
+@dataclass(frozen=True)
+class Package:
+    """An AOTInductor package of a decode step, and what it gave in a process of its own."""
+
+    megabytes: float
+    seconds: float
+    """To export, compile and write it."""
+    tokens: list[list[int]]
+    imported: list[str]
+    """Modules of dsv4_ops and transformers that the process had loaded: none is wanted."""
+
+
+@torch.no_grad()
+def package(side: Ours, steps: int, progress: Callable[[str], None] = lambda _: None) -> Package:
+    """Export and compile the decode step of ``side``, and decode with it in a fresh process that
+    cannot import dsv4_ops or transformers.
+
+    Raises:
+        RuntimeError: that process failed.
+        Exception: what export and compilation raise.
+    """
+    from dsv4_ops.integrations import transformers as v4
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "decode.pt2"
+        start = time.perf_counter()
+        v4.export_decode(side.model, side.cache, path=path)
+        seconds = time.perf_counter() - start
+        progress("decoding with the package in a fresh process")
+        logits = side.start()
+        inputs = Path(folder) / "inputs.pt"
+        batch, _ = side.arguments(logits.argmax(-1))
+        given = v4.decode_inputs(batch, side.cache)
+        torch.save({"inputs": given, "steps": steps}, inputs)
+        found = decode_in_process(path, inputs)
+        size = path.stat().st_size / 1e6
+    first = logits.argmax(-1).tolist()
+    tokens = [[token, *row] for token, row in zip(first, found["tokens"], strict=True)]
+    return Package(size, seconds, tokens, found["imported"])
+
+
+def decode_in_process(package_path: Path, inputs: Path) -> dict[str, Any]:
+    """Run ``package_process.py``: its tokens and what it imported.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    command = [sys.executable, "-I", str(RUNNER), str(package_path), str(inputs)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=_RUNNER_SECONDS, cwd=inputs.parent
+    )
+    if ended.returncode:
+        last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(f"the process of the package ended with {ended.returncode}: {last}")
+    result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return result

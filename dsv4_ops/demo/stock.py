@@ -1,0 +1,72 @@
+"""Hugging Face's model as it is: the side to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Stock:
+    """A ``DeepseekV4ForCausalLM`` with the ``DynamicCache`` that it makes for itself.
+
+    Args:
+        model: Not patched.
+        prompts: int64 [num_requests, length], on the device of the model.
+    """
+
+    def __init__(self, model: Any, prompts: Tensor) -> None:
+        self.model, self.prompts = model, prompts
+        self.cache: Any = None
+
+        def step(tokens: Tensor, cache: Any) -> Tensor:
+            logits: Tensor = model(tokens, past_key_values=cache, use_cache=True).logits
+            return logits[:, -1]
+
+        self.step: Callable[..., Tensor] = step
+
+    def start(self) -> Tensor:
+        """Prefill the prompts into a new cache; logits of their last tokens."""
+        from transformers import DynamicCache
+
+        self.cache = DynamicCache(config=self.model.config)
+        return self.step(self.prompts, self.cache)
+
+    def arguments(self, tokens: Tensor) -> tuple[Any, ...]:
+        """What ``step`` takes for the next tokens."""
+        return tokens[:, None], self.cache
+
+
+def generated(model: Any, prompts: Tensor, count: int, **settings: Any) -> list[list[int]]:
+    """The first ``count`` greedy tokens that the model's own ``generate`` gives."""
+    ended = model.generate(
+        prompts,
+        max_new_tokens=count,
+        do_sample=False,
+        disable_compile=True,
+        **settings,
+    )
+    tokens: list[list[int]] = ended[:, prompts.shape[1] :].tolist()
+    return tokens
+
+
+@torch.no_grad()
+def export_step(side: Stock) -> Any:
+    """Export a decode step and its cache, as an AOTInductor package needs it.
+
+    Raises:
+        Exception: what ``torch.export`` raises.
+    """
+
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = side.model
+
+        def forward(self, tokens: Tensor, cache: Any) -> Tensor:
+            return side.step(tokens, cache)
+
+    arguments = side.arguments(side.start().argmax(-1))
+    return torch.export.export(Step(), arguments)

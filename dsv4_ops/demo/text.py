@@ -1,0 +1,98 @@
+"""A byte-level tokenizer, and English text that every Python brings."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import importlib
+import inspect
+import io
+from collections.abc import Iterable, Iterator
+
+BOS, EOS, PAD = 256, 257, 258
+VOCAB_SIZE = 260
+"""256 bytes, three specials, and one token to make it even."""
+
+_MODULES = ("argparse", "textwrap", "difflib", "decimal", "logging", "pickle", "random")
+"""Modules of the standard library with long documentation, in the order they are read."""
+
+
+class ByteTokenizer:
+    """A token per byte of UTF-8; the specials begin, end and pad a text.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.encode("one", bos=True)
+    [256, 111, 110, 101]
+    >>> tokenizer.decode([256, 111, 110, 101, 257])
+    'one'
+    """
+
+    vocab_size = VOCAB_SIZE
+    bos_token_id, eos_token_id, pad_token_id = BOS, EOS, PAD
+
+    def encode(self, text: str, *, bos: bool = False) -> list[int]:
+        """Tokens of ``text``, after the beginning token if ``bos``."""
+        return [BOS] * bos + list(text.encode())
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of ``tokens``: specials are left out, and what is no UTF-8 becomes U+FFFD.
+
+        Raises:
+            ValueError: A token is not one of the vocabulary.
+        """
+        found = list(tokens)
+        strange = next((token for token in found if not 0 <= token < VOCAB_SIZE), None)
+        if strange is not None:
+            raise ValueError(
+                f"ByteTokenizer.decode: tokens must be 0 to {VOCAB_SIZE - 1}, got {strange}. "
+                "Pass ids of a model with vocab_size=260."
+            )
+        return bytes(token for token in found if token < BOS).decode(errors="replace")
+
+
+def real_text(num_bytes: int) -> str:
+    """English text of ``num_bytes`` bytes, all ASCII: the Zen of Python, then documentation of the
+    standard library. Where a Python has less of it (no docstrings), what there is repeats."""
+    parts = ["Beautiful is better than ugly.\n"]
+    size = 0
+    for part in _sources():
+        parts = [part] if not size else [*parts, part]
+        size += len(part)
+        if size >= num_bytes:
+            break
+    text = "\n".join(parts)
+    return (text * (num_bytes // len(text) + 1))[:num_bytes]
+
+
+def prompts(num_prompts: int, num_tokens: int) -> list[list[int]]:
+    """That many different prompts of ``num_tokens`` tokens each, cut one after the other from
+    ``real_text``; the first token of each is the beginning token."""
+    each = num_tokens - 1
+    text = real_text(num_prompts * each)
+    return [
+        ByteTokenizer().encode(text[start : start + each], bos=True)
+        for start in range(0, num_prompts * each, each)
+    ]
+
+
+def _sources() -> Iterator[str]:
+    with (
+        contextlib.suppress(ImportError, AttributeError),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        this = importlib.import_module("this")  # it prints itself
+        yield _ascii(codecs.decode(this.s, "rot13"))
+    with contextlib.suppress(ImportError, AttributeError):
+        yield _ascii(importlib.import_module("heapq").__about__)  # a text about heaps
+    for name in _MODULES:
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(name)
+            members = [
+                member for _, member in sorted(vars(module).items(), key=lambda item: item[0])
+            ]
+            own = [m for m in members if getattr(m, "__module__", None) == name]
+            yield from filter(None, (_ascii(inspect.getdoc(m) or "") for m in [module, *own]))
+
+
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "ignore").decode()
