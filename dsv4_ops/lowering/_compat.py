@@ -2,9 +2,11 @@
 
 from torch._inductor import aoti_compile_and_package, aoti_load_package
 from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.ir import Pointwise
 from torch._inductor.lowering import lowerings, register_lowering
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
@@ -13,6 +15,9 @@ __all__ = [
     "FloorDiv",
     "ModularIndexing",
     "Pointwise",
+    "SchedulerNode",
+    "StarDep",
+    "WeakDep",
     "aoti_compile_and_package",
     "aoti_load_package",
     "cache_dir",

@@ -32,8 +32,18 @@ class Decompose:
 def _traced(mode: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     from dsv4_ops.lowering.materialize import materialize
 
+    if _inductor_is_loaded():
+        from dsv4_ops.lowering.mend import mend_scheduler
+
+        mend_scheduler()
     with mode, buffers_by(materialize):
         return function(*args, **kwargs)
+
+
+def _inductor_is_loaded() -> bool:
+    """A trace without Inductor (backend="aot_eager", opcheck) needs no lowering, nor the second its
+    import takes."""
+    return "torch._inductor.lowering" in sys.modules
 
 
 @dataclass(frozen=True)
@@ -45,9 +55,7 @@ class PointwiseIR:
     kind = "pointwise"
 
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        # A trace without Inductor (backend="aot_eager", opcheck) needs no lowering, nor the second
-        # its import takes.
-        if "torch._inductor.lowering" in sys.modules:
+        if _inductor_is_loaded():
             self.register(op)
         return mode.__torch_dispatch__(op, types, args, kwargs)
 

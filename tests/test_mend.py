@@ -1,0 +1,74 @@
+"""The repair of Inductor's scheduler; ``test_examples.py`` runs graphs that need it."""
+
+import pytest
+import torch
+from torch.utils._ordered_set import OrderedSet
+
+from dsv4_ops.lowering import _compat, mend
+
+
+class Node:
+    """As much of a scheduler node as recomputing it takes."""
+
+    def __init__(self, reads, renames):
+        from torch._inductor.dependencies import ReadWrites
+
+        self.found = ReadWrites(OrderedSet(reads), OrderedSet(), OrderedSet())
+        self.read_writes = self.found
+        self.mutation_renames = renames
+        self.set_read_writes(self.found.rename(renames))
+
+    def _compute_attrs(self, **_):
+        """What an analysis of the loops finds: nothing that was added later."""
+        self.read_writes = self.found
+
+    def set_read_writes(self, read_writes):
+        self.read_writes = read_writes
+
+
+def memory(name):
+    from torch._inductor.dependencies import MemoryDep
+
+    return MemoryDep(name, 0, (), ())
+
+
+def names(node):
+    return {dependency.name for dependency in node.read_writes.reads}
+
+
+@pytest.fixture(autouse=True)
+def _mended():
+    mend.mend_scheduler()
+    mend.mend_scheduler()  # once is enough
+
+
+def test_a_read_after_a_write_stays_after_it():
+    """The cache, argument 5, was written by the node of buffer 146."""
+    node = Node([memory("arg5"), memory("buf7")], {"arg5": "buf146"})
+    assert names(node) == {"buf146", "buf7"}
+    _compat.SchedulerNode.recompute_size_and_body(node)
+    assert names(node) == {"buf146", "buf7"}
+
+
+def test_an_order_that_no_loop_shows_is_kept():
+    node = Node([memory("buf7")], {})
+    node.set_read_writes(node.read_writes.with_read(_compat.StarDep("buf3")))
+    _compat.SchedulerNode.recompute_size_and_body(node)
+    assert names(node) == {"buf3", "buf7"}
+
+
+def test_other_nodes_are_as_they_were():
+    node = Node([memory("buf7")], {})
+    _compat.SchedulerNode.recompute_size_and_body(node)
+    assert node.read_writes is node.found
+
+
+def test_a_compile_on_a_cpu_is_mended():
+    """Any op of ours in the graph is enough."""
+    import dsv4_ops
+
+    starts, lens = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    build = torch.compile(lambda *given: dsv4_ops.mtp_seq_lens(*given, next_n=2), fullgraph=True)
+    assert build(starts, lens).tolist() == [[1, 2]]
+    wrapped = _compat.SchedulerNode.recompute_size_and_body
+    assert wrapped.__wrapped__.__name__ == "recompute_size_and_body"
