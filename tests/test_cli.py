@@ -64,7 +64,7 @@ def test_the_readme_has_the_table_that_list_prints(capsys):
 QUICKSTARTS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("code", QUICKSTARTS, ids=["metadata", "cache"])
+@pytest.mark.parametrize("code", QUICKSTARTS, ids=["model", "metadata", "cache"])
 def test_the_readme_quickstart_runs_and_prints_what_it_says(code):
     printed = re.findall(r"print\(.*\)  # (.*)", code)
     assert printed
@@ -126,7 +126,8 @@ def test_bad_usage_exits_with_2(capsys, arguments):
 
 
 def test_bench_gets_every_argument_as_it_is(monkeypatch):
-    bench = pytest.importorskip("dsv4_ops.bench")
+    from dsv4_ops import bench
+
     seen = []
     monkeypatch.setattr(bench, "main", lambda argv: seen.append(argv) or 3, raising=False)
     assert main(["bench", "metadata", "--smoke", "--help"]) == 3

@@ -11,7 +11,10 @@ from torch import Tensor
 transformers = pytest.importorskip(
     "transformers", "5.17", reason="needs transformers with deepseek_v4"
 )
-modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+modeling = pytest.importorskip(
+    "transformers.models.deepseek_v4.modeling_deepseek_v4",
+    reason="needs transformers with deepseek_v4",
+)
 
 HIDDEN, LENGTHS = 64, {"C4": 47, "C4 indexer": 47, "C128": 300}
 CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"

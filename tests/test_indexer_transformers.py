@@ -15,7 +15,10 @@ import dsv4_ops as ops
 transformers = pytest.importorskip(
     "transformers", "5.17", reason="needs transformers with deepseek_v4"
 )
-modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+modeling = pytest.importorskip(
+    "transformers.models.deepseek_v4.modeling_deepseek_v4",
+    reason="needs transformers with deepseek_v4",
+)
 
 HIDDEN, RESIDUAL, HEADS, TOPK = 64, 32, 16, 24
 RATIO, BLOCK_SIZE, NUM_ROWS = 4, 64, 128

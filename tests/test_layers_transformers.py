@@ -12,7 +12,10 @@ from torch import Tensor
 transformers = pytest.importorskip(
     "transformers", "5.17", reason="needs transformers with deepseek_v4"
 )
-modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+modeling = pytest.importorskip(
+    "transformers.models.deepseek_v4.modeling_deepseek_v4",
+    reason="needs transformers with deepseek_v4",
+)
 
 LAYER_TYPES = {
     "window": "sliding_attention",

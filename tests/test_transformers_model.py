@@ -48,7 +48,7 @@ def test_prefill_then_64_decodes_as_hugging_face_calls_it():
     assert cache.seq_lens.tolist() == [start + 64] * REQUESTS
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_chunks_of_ragged_batches(seed):
     """Decodes before chunks, requests that rest, padding requests, pages from a pool."""
     rng = Random(seed)
@@ -192,8 +192,8 @@ def test_attention_is_batch_invariant():
         cache = new_cache(model)
         engine = Engine(model, cache, neighbours.contiguous())
         engine.prefill({0: 100, 1: 40, 2: 30})
-        for _ in range(30):
+        for _ in range(10):
             engine.decode({0: 1, 1: 1, 2: 1})
-        seen.append(torch.stack([engine.logits[0][place] for place in range(100, 130)]))
+        seen.append(torch.stack([engine.logits[0][place] for place in range(100, 110)]))
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[0], seen[2])

@@ -36,6 +36,8 @@ _DIMENSIONS = {
     "block_size": "the rows of a page",
     "page_bytes": "the bytes of a page",
     "num_decode_tokens": "the decode tokens, which come first",
+    "batch_size": "the rows of a padded batch",
+    "sequence_length": "the columns of a padded batch",
 }
 
 

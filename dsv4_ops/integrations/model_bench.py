@@ -13,6 +13,7 @@ import torch
 
 from dsv4_ops.bench import report
 from dsv4_ops.bench.options import chosen_device, sizes
+from dsv4_ops.bench.plot import Panel, Series, try_plot
 from dsv4_ops.bench.report import Report, one_line, stamp
 from dsv4_ops.bench.timing import device_activities, summary
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
@@ -107,6 +108,30 @@ def run(options: argparse.Namespace) -> None:
     title = "A decode step of a model with 4 layers of DeepSeek-V4-Flash's sizes"
     parts = [report.table(output.rows, COLUMNS), *_stages(output.rows), *_NOTES]
     output.write_text(report.text(title, output, *parts))
+    if not options.no_plot:
+        title = f"Decode step of 4 layers · {output.stamp['device']}"
+        try_plot(panels(output.rows), output.path(".png"), title=title, ylabel="ms per step")
+
+
+def panels(rows: Sequence[ModelRow]) -> list[Panel]:
+    """Steps against requests, a panel per context."""
+    lines = (
+        ("Hugging Face, eager", "#c8553d", "-", "stock_ms"),
+        ("patched, eager", "#0b6e99", ":", "eager_ms"),
+        ("patched, one CUDA graph", "#0b6e99", "-", "step_ms"),
+        ("reading all weights", "#7a7a7a", "--", "floor_ms"),
+    )
+    found = []
+    for context in sorted({row.context for row in rows}):
+        chosen = sorted((row for row in rows if row.context == context), key=lambda row: row.batch)
+        series = []
+        for label, color, line, name in lines:
+            measured = [(row.batch, getattr(row, name)) for row in chosen]
+            points = [(batch, ms) for batch, ms in measured if ms is not None]
+            if points:
+                series.append(Series(label, color, line, points))
+        found.append(Panel(f"{context // 1024}k tokens of context", "requests", series))
+    return found
 
 
 def _row(model: Any, batch: int, context: int) -> ModelRow:

@@ -61,7 +61,8 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.mT`` with a float32 result: products of bfloat16 values are exact in it."""
-    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+    differentiated = torch.is_grad_enabled() and x.requires_grad  # which torch.mm below cannot be
+    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and not differentiated:
         flat = x.reshape(-1, x.shape[-1])
         return torch.mm(flat, weight.mT, out_dtype=torch.float32).view(*x.shape[:-1], -1)
     return torch.nn.functional.linear(x.float(), weight.float())

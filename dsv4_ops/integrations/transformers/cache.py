@@ -85,7 +85,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self.max_batch, self.max_len, self.max_chunk = max_batch, max_len, chunk
         self.device = torch.device("cpu" if device is None else device)
         self.blocks_per_row = -(-max_len // self.spec.layers.attention.page_tokens)
-        self._owned = num_pages is None
+        self.owns_pages = num_pages is None
         pages = max_batch * self.blocks_per_row if num_pages is None else num_pages
         checks.at_least(1, num_pages=pages)
         self._pool = PagePool(max_batch, pages, self.blocks_per_row)
@@ -126,7 +126,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             tables[name] = (row * rings[name] + block % rings[name]).to(self.device)
         blocks = torch.arange(self.blocks_per_row, dtype=torch.int32)
         owned = row * self.blocks_per_row + blocks
-        compressed = owned if self._owned else torch.full_like(owned, -1)
+        compressed = owned if self.owns_pages else torch.full_like(owned, -1)
         return PageTables(compressed=compressed.to(self.device), **tables)
 
     def _layer(self, kind: str, rings: dict[str, int], pages: int) -> LayerCaches:
@@ -182,18 +182,23 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             self._pool.reserve(request, blocks)
             self._store_pages(request)
 
+    def lacking_pages(self, request: Hashable, num_tokens: int) -> int:
+        """Pages that ``reserve`` would take, or that ``add`` would for a request not added yet."""
+        owned = len(self._pool.pages.get(request, ()))
+        return max(self._blocks("lacking_pages", num_tokens) - owned, 0)
+
     def free(self, request: Hashable) -> None:
         """Take back the row and the pages of a request."""
         row = self._pool.free(request)
         self.seq_lens[row] = 0
-        if not self._owned:
+        if not self.owns_pages:
             self.tensors.tables.compressed[row] = -1
 
     def _blocks(self, op: str, num_tokens: int) -> int:
         checks = Checks(op)
         checks.at_least(0, num_tokens=num_tokens)
         checks.at_most("num_tokens", num_tokens, "max_len", self.max_len)
-        return 0 if self._owned else -(-num_tokens // self.spec.layers.attention.page_tokens)
+        return 0 if self.owns_pages else -(-num_tokens // self.spec.layers.attention.page_tokens)
 
     def _store_pages(self, request: Hashable) -> None:
         pages = self._pool.pages[request]
@@ -239,6 +244,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
         """The same, by its older name."""
         return self.max_len
+
+    def update(self, *_: Any, **__: Any) -> Any:
+        """Refuse: only a patched model writes here, and does so itself."""
+        raise refusal(
+            ValueError, "PagedCache", "model", "be patched", "another", "Call patch first"
+        )
+
+    get_mask_sizes = update
 
     def reset(self) -> None:
         """Forget all tokens; requests keep their rows and pages."""

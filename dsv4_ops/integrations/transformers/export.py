@@ -106,7 +106,8 @@ def export_decode(
     Returns:
         The path. The package takes the tensors of ``decode_inputs`` and returns the logits; it
         writes the caches in place. Its metadata names its inputs, their dtypes and sizes, and the
-        rings of the page tables (entry [row, block] is row * ring + block % ring).
+        rings of the page tables (entry [row, block] is row * ring + block % ring; pages of a pool
+        are no ring).
 
     Raises:
         ValueError, TypeError: a model that is not patched, a cache of another model or ``kv``,
@@ -160,7 +161,7 @@ def _metadata(model: Any, cache: PagedCache, inputs: Sequence[Tensor]) -> dict[s
     """What a program needs to make the inputs of a package."""
     rows = cache.max_batch
     owners = {"swa": "swa", "c4_states": "states", "c128_states": "states"}
-    rings = {"compressed": cache.num_pages // rows}
+    rings = {"compressed": cache.blocks_per_row} if cache.owns_pages else {}
     for table, name in owners.items():
         kind = table.partition("_")[0] if name == "states" else None
         pages = [
@@ -175,7 +176,7 @@ def _metadata(model: Any, cache: PagedCache, inputs: Sequence[Tensor]) -> dict[s
     ]
     return {
         "dsv4_ops.inputs": ";".join(described),
-        "dsv4_ops.rings": ";".join(f"{name}:{rings[name]}" for name in _TABLES),
+        "dsv4_ops.rings": ";".join(f"{name}:{rings[name]}" for name in _TABLES if name in rings),
         "dsv4_ops.max_len": str(cache.max_len),
         "dsv4_ops.vocab_size": str(model.config.vocab_size),
     }

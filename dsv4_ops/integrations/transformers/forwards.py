@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4_ops.integrations.transformers.attention import attention, linear_float32
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.config import ModelSpec
-from dsv4_ops.integrations.transformers.padded import padded_step
+from dsv4_ops.integrations.transformers.padded import check_inputs, padded_step
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.steps import run_layers
 from dsv4_ops.ops.sinkhorn import MAX_ITERATIONS, MAX_STREAMS, sinkhorn
@@ -44,10 +44,7 @@ def model_forward(spec: ModelSpec) -> Maker:
                     inputs_embeds=inputs_embeds,
                     **rest,
                 )
-            if input_ids is None and inputs_embeds is None:
-                raise ValueError(
-                    "model: input_ids must be given, got None. Pass input_ids or inputs_embeds."
-                )
+            check_inputs(self.config, input_ids, inputs_embeds, rest)
             given = input_ids if input_ids is not None else inputs_embeds
             assert given is not None
             shape = (given.shape[0], given.shape[1])
@@ -89,8 +86,8 @@ def of_recipe(model: Any, recipe: Recipe) -> Iterator[tuple[Any, Maker]]:
     config = model.config
     if config.hc_mult <= MAX_STREAMS and config.hc_sinkhorn_iters <= MAX_ITERATIONS:
         for layer in model.model.layers:
-            yield layer.attn_hc, lambda before: _connection_forward
-            yield layer.ffn_hc, lambda before: _connection_forward
+            yield layer.attn_hc, _connection_forward
+            yield layer.ffn_hc, _connection_forward
     if recipe.logits_float32:
         yield model.lm_head, lambda before: _logits_forward
     if recipe.norms_float32:
@@ -124,23 +121,29 @@ def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     return normed
 
 
-def _connection_forward(self: Any, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    count = self.hc_mult
-    flat = self.input_norm(hidden_streams.flatten(2).float())
-    weights = torch.nn.functional.linear(flat, self.fn.float())
-    sizes = [count, count, count * count]
-    pre, post, mix = (
-        part * scale + base
-        for part, scale, base in zip(
-            weights.split(sizes, -1), self.scale.unbind(), self.base.split(sizes), strict=True
+def _connection_forward(before: Forward) -> Forward:
+    def forward(self: Any, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        count = self.hc_mult
+        flat = self.input_norm(hidden_streams.flatten(2).float())
+        weights = torch.nn.functional.linear(flat, self.fn.float())
+        if weights.requires_grad:  # our op has no derivative
+            found: tuple[Tensor, Tensor, Tensor] = before(self, hidden_streams)
+            return found
+        sizes = [count, count, count * count]
+        pre, post, mix = (
+            part * scale + base
+            for part, scale, base in zip(
+                weights.split(sizes, -1), self.scale.unbind(), self.base.split(sizes), strict=True
+            )
         )
-    )
-    collapsed = ((pre.sigmoid() + self.hc_eps)[..., None] * hidden_streams).sum(2)
-    matrices = sinkhorn(
-        mix.flatten(0, 1), num_streams=count, iterations=self.hc_sinkhorn_iters, eps=self.hc_eps
-    )
-    shape = (*hidden_streams.shape[:2], count, count)
-    return 2 * post.sigmoid(), matrices.view(shape), collapsed.to(hidden_streams.dtype)
+        collapsed = ((pre.sigmoid() + self.hc_eps)[..., None] * hidden_streams).sum(2)
+        matrices = sinkhorn(
+            mix.flatten(0, 1), num_streams=count, iterations=self.hc_sinkhorn_iters, eps=self.hc_eps
+        )
+        shape = (*hidden_streams.shape[:2], count, count)
+        return 2 * post.sigmoid(), matrices.view(shape), collapsed.to(hidden_streams.dtype)
+
+    return forward
 
 
 def _layer_forward(

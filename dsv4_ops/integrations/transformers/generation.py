@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.integrations.transformers.cache import PagedCache
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.integrations.transformers.cache import OutOfPages, PagedCache
 
 Method = Callable[..., Any]
 
@@ -29,39 +31,60 @@ def prepare_cache(before: Method) -> Method:
     ) -> Any:
         rows = batch_size * (generation_config.num_return_sequences or 1)
         cache = model_kwargs.get(_CACHE)
+        ours = cache is None and generation_config.cache_implementation in _OURS
         searches = (generation_config.num_beams or 1) > 1
-        wanted = generation_config.cache_implementation in _OURS and not searches
-        if cache is None and wanted and generation_config.use_cache is not False:
+        static = generation_config.cache_implementation is not None
+        if searches and (isinstance(cache, PagedCache) or (ours and static)):
+            rule, advice = "be 1 with a PagedCache", "Pass cache_implementation='dynamic' instead"
+            raise refusal(
+                NotImplementedError,
+                "generate",
+                "num_beams",
+                rule,
+                generation_config.num_beams,
+                advice,
+            )
+        if ours and not searches and generation_config.use_cache is not False:
             made = PagedCache.for_model(self, max_batch=rows, max_len=max_cache_length + 1)
             model_kwargs[_CACHE] = made
             return None
-        if isinstance(cache, PagedCache):
-            _make_room(cache, rows, max_cache_length)
-        return before(
+        found = before(
             self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
+        if isinstance(cache, PagedCache):
+            _make_room(cache, rows, max_cache_length)
+        return found
 
     return prepare
 
 
 def _make_room(cache: PagedCache, rows: int, length: int) -> None:
-    """Pages for all tokens that ``generate`` may store, or an error before any is."""
+    """Requests and pages for all tokens that ``generate`` may store, or an error and no change."""
     checks = Checks("generate")
     checks.at_most("batch size", rows, "max_batch of the cache", cache.max_batch)
     checks.at_most("max_length", length, "max_len of the cache", cache.max_len)
-    requests = cache.requests
-    if not requests:
-        for row in range(rows):
+    owners = {row: request for request, row in cache.requests.items()}
+    vacant = [row for row in range(rows) if row not in owners]
+    if owners and vacant:
+        rule = f"have a request in each of its first {rows} rows, or none at all"
+        advice = "Add requests, or free them all"
+        raise refusal(
+            ValueError, "generate", "past_key_values", rule, f"none in row {vacant[0]}", advice
+        )
+    lacking = sum(cache.lacking_pages(owners.get(row), length) for row in range(rows))
+    if lacking > cache.num_free_pages:
+        rule = f"need at most {cache.num_free_pages} more pages, of {cache.num_pages}"
+        advice = "Free a request, or pass a smaller max_new_tokens"
+        raise refusal(OutOfPages, "generate", "max_length", rule, lacking, advice)
+    for row in range(rows):
+        if not owners:
             cache.add(row)
-        requests = cache.requests
-    for request, row in requests.items():
-        if row < rows:
-            cache.reserve(request, length)
+        cache.reserve(owners.get(row, row), length)
 
 
 def masks(before: Method) -> Method:
     """``create_masks_for_generate``: a ``PagedCache`` needs the padding of the new tokens only, of
-    the same shape in every step."""
+    the same shape in every step; tokens that it stores already are padding too."""
 
     def make(self: Any, **given: Any) -> Any:
         mask: Tensor | None = given.get("attention_mask")
@@ -70,8 +93,13 @@ def masks(before: Method) -> Method:
 
             own = getattr(type(self), "create_masks_for_generate", None)
             return before(self, **given) if own else create_masks_for_generate(**given)
+        if mask is None:
+            return None
+        # in a conversation, tokens come twice if all rows have columns of padding
+        stored = given[_CACHE].seq_lens[: mask.shape[0], None]
+        new = mask.to(torch.int64).cumsum(1) > stored
         length = given["inputs_embeds"].shape[1]
-        return None if mask is None else mask[:, mask.shape[1] - length :]
+        return (mask * new)[:, mask.shape[1] - length :]
 
     return make
 

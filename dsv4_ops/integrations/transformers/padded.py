@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,6 +56,28 @@ def padded_step(
     return build_step(spec.layers, tokens, ends[:, None].expand(shape).flatten(), cache.tensors)
 
 
+def check_inputs(
+    config: Any, ids: Tensor | None, embeddings: Tensor | None, outputs: Mapping[str, Any]
+) -> None:
+    """What a call without a step of ours would not have needed, or would have seen too late."""
+    checks = Checks(OP)
+    if ids is not None:
+        checks.floats("input_ids", ids, torch.int64, torch.int32)
+        checks.tensor("input_ids", ids, ids.dtype, "batch_size", "sequence_length")
+    elif embeddings is None or "hash_moe" in config.mlp_layer_types:
+        rule, advice = "be given", "Pass input_ids or inputs_embeds"
+        if embeddings is not None:
+            rule, advice = "be given to hash routers", "Pass input_ids beside inputs_embeds"
+        raise refusal(ValueError, OP, "input_ids", rule, "None", advice)
+    if embeddings is not None:
+        sizes = ("batch_size", "sequence_length", config.hidden_size)
+        checks.tensor("inputs_embeds", embeddings, embeddings.dtype, *sizes)
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        if outputs.get(name, getattr(config, name, False)):
+            rule, advice = "be False with a PagedCache", "Pass another cache, or none"
+            raise refusal(NotImplementedError, OP, name, rule, "True", advice)
+
+
 def _check(
     spec: ModelSpec,
     shape: tuple[int, int],
@@ -70,6 +95,15 @@ def _check(
         rule = f"hold {spec.kv!r} keys like the model"
         raise refusal(ValueError, OP, "past_key_values", rule, repr(cache.spec.kv), advice)
     check_cache(OP, spec, cache.tensors)
+    found = (cache.spec.layers, cache.spec.recipe.rope_float32)
+    if found != (spec.layers, spec.recipe.rope_float32):
+        advice = "Make the cache with PagedCache.for_model"
+        rule = "have the configuration and the precision of the model"
+        raise refusal(ValueError, OP, "past_key_values", rule, "others", advice)
+    if not torch.compiler.is_compiling() and not cache.requests and cache.lacking_pages(None, 1):
+        advice = "Give each row of the batch its pages with add and reserve"
+        rule = "have requests, as its rows share pages"
+        raise refusal(ValueError, OP, "past_key_values", rule, "none", advice)
     if attention_mask is not None and (
         not isinstance(attention_mask, Tensor)
         or attention_mask.dim() != 2
@@ -81,13 +115,15 @@ def _check(
         advice = "Pass the mask of the tokens, 0 for padding"
         raise refusal(ValueError, OP, "attention_mask", rule, _shown(found), advice)
     if position_ids is not None and (
-        position_ids.dim() != 2
+        not isinstance(position_ids, Tensor)
+        or position_ids.dim() != 2
         or position_ids.shape[1] != length
         or position_ids.shape[0] not in (1, batch)
     ):
         rule = f"have shape [{batch} or 1, {length}]"
         advice = "Pass a position per token, or None to go on where the cache ends"
-        raise refusal(ValueError, OP, "position_ids", rule, _shown(position_ids.shape), advice)
+        found = getattr(position_ids, "shape", type(position_ids).__name__)
+        raise refusal(ValueError, OP, "position_ids", rule, _shown(found), advice)
 
 
 def _shown(found: object) -> object:

@@ -55,10 +55,10 @@ def patch(
         ('window', 'c4', 'c128')
     """
     config = getattr(model, "config", model)
-    spec = ModelSpec.of("patch", config, kv, precision, batch_invariant=batch_invariant)
     checks = Checks("patch")
-    checks.one_of("impl", impl, "auto", belongs_to="this version has")
     checks.flag("batch_invariant", batch_invariant)
+    spec = ModelSpec.of("patch", config, kv, precision, batch_invariant=batch_invariant)
+    checks.one_of("impl", impl, "auto", belongs_to="this version has")
     _check_model(model)
     replaced = _Replacements(model)
     for name, hook in generation.HOOKS.items():
@@ -149,6 +149,8 @@ def _unbound(module: Any, name: str, before: Any) -> Callable[..., Any]:
     """The method before, as a function of the instance: a copy of the model then calls its own."""
     if before is None:
         return getattr(type(module), name, None) or _missing
+    if isinstance(before, MethodType) and before.__self__ is module:
+        return before.__func__
     return lambda _, *args, **rest: before(*args, **rest)
 
 

@@ -58,7 +58,8 @@ class Recipe:
         """The recipe that ``precision`` says: a name, or one of this class."""
         if isinstance(precision, Recipe):
             return precision
-        Checks(op).one_of("precision", precision, "serve", "reference")
+        asked = "the model shall have, or a Recipe"
+        Checks(op).one_of("precision", precision, "serve", "reference", belongs_to=asked)
         return cls.serve() if precision == "serve" else cls.reference()
 
 
