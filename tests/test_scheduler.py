@@ -164,6 +164,24 @@ def test_a_request_waits_for_pages_and_nobody_overtakes_it():
     assert {second, third} == set(ended[1:])
 
 
+def test_a_cancelled_request_gives_everything_back_whatever_it_is_doing():
+    scheduler = Scheduler(new_cache(num_pages=2), num_tokens=TOKENS)
+    decoding, prefilling, waiting = (Request(name, [1] * n, 9) for name, n in enumerate((2, 99, 9)))
+    for request in (decoding, prefilling, waiting):
+        scheduler.submit(request)
+    rows = Rows(scheduler.cache)
+    for _ in range(3):
+        plan = scheduler.plan()
+        scheduler.commit(plan, rows.step(plan))
+    assert [decoding.left, prefilling.left > 1, waiting.stored] == [1, True, 0]
+    for request in (decoding, prefilling, waiting):
+        scheduler.cancel(request)
+        scheduler.cancel(request)  # once is enough
+        assert request.status == "cancelled"
+    assert scheduler.plan() is None
+    assert (scheduler.cache.num_free_pages, scheduler.cache.requests) == (2, {})
+
+
 def test_an_output_ends_at_the_stop_token():
     prompt = [1, 2, 3]
     scheduler = Scheduler(new_cache(), num_tokens=TOKENS, stop=after(prompt))

@@ -1,6 +1,7 @@
 """``generate`` of a patched model: the tokens of Hugging Face's own, from every kind of cache, and
 errors before anything is written."""
 
+from copy import deepcopy
 from functools import lru_cache
 
 import pytest
@@ -224,6 +225,19 @@ def test_a_turn_of_new_tokens_only():
         mask = torch.ones(2, PROMPT + NEW + 5, dtype=torch.int64)
         found.append(generate(model, turn, past_key_values=cache, attention_mask=mask))
     assert torch.equal(found[0], found[1])
+
+
+def test_copies_of_a_cache_share_a_prompt():
+    """As Hugging Face's guide to prompt caching has it."""
+    prompt = cache_of()
+    reference()(ids(), past_key_values=prompt)
+    for _ in range(2):
+        turn = torch.cat([ids(), text()[:2, 50:55]], 1)
+        cache = deepcopy(prompt)
+        got = generate(reference(), turn, past_key_values=cache)
+        assert torch.equal(got, generate(stock(), turn))
+        assert cache.seq_lens.tolist() == [PROMPT + 5 + NEW - 1] * 2
+        assert prompt.seq_lens.tolist() == [PROMPT] * 2
 
 
 # Errors

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dsv4_ops.core.types import ABSENT, INT32_MAX, search_steps
 
-
 _buffers: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("_buffers", default=None)
 
 

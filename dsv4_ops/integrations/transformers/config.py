@@ -35,7 +35,8 @@ class ModelSpec:
     """What of a model its cache and its steps depend on.
 
     ``layers``: of the attention; ``kinds``: of every layer; ``recipe`` and ``kv``: as they were
-    given to ``patch``; ``step_layers``: ``layers`` as ``batch_invariant`` wants them.
+    given to ``patch``; ``step_layers``: ``layers`` as ``batch_invariant`` wants them;
+    ``dtype``: of the model.
     """
 
     layers: LayerSpec
@@ -43,6 +44,7 @@ class ModelSpec:
     recipe: Recipe
     kv: str
     step_layers: LayerSpec
+    dtype: torch.dtype
 
     @classmethod
     def of(
@@ -77,13 +79,17 @@ class ModelSpec:
             dtype=_DTYPE_OF_KV[kv],
         )
         kinds = tuple(KIND_OF_TYPE[kind] for kind in config.layer_types)
-        return cls(layers, kinds, recipe, kv, replace(layers, batch_invariant=batch_invariant))
+        step_layers = replace(layers, batch_invariant=batch_invariant)
+        dtype = getattr(config, "dtype", None)
+        if not isinstance(dtype, torch.dtype):  # a configuration that no model was made of
+            dtype = _DTYPE_OF_KV[kv]
+        return cls(layers, kinds, recipe, kv, step_layers, dtype)
 
     def rope_table(self, kind: str, num_positions: int, device: torch.device) -> Tensor:
         """Cosines and sines for layers of a kind."""
         if self.recipe.rope_float32:
             return self.layers.rope_table(kind, num_positions, device)
-        return _rounded_table(self.layers, kind, num_positions, _DTYPE_OF_KV[self.kv]).to(device)
+        return _rounded_table(self.layers, kind, num_positions, self.dtype).to(device)
 
 
 def require_transformers(op: str) -> Any:

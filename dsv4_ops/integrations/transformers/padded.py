@@ -95,8 +95,8 @@ def _check(
         rule = f"hold {spec.kv!r} keys like the model"
         raise refusal(ValueError, OP, "past_key_values", rule, repr(cache.spec.kv), advice)
     check_cache(OP, spec, cache.tensors)
-    found = (cache.spec.layers, cache.spec.recipe.rope_float32)
-    if found != (spec.layers, spec.recipe.rope_float32):
+    held = (cache.spec.layers, cache.spec.recipe.rope_float32)
+    if held != (spec.layers, spec.recipe.rope_float32):
         advice = "Make the cache with PagedCache.for_model"
         rule = "have the configuration and the precision of the model"
         raise refusal(ValueError, OP, "past_key_values", rule, "others", advice)
