@@ -60,7 +60,9 @@ def test_fuzz_your_model():
 
 
 def test_continuous_batching_in_eager():
-    lines = run("05_continuous_batching.py", "--eager", "--steps", 12, "--rate", 0.4, "--check")
+    lines = run(
+        "05_continuous_batching.py", "--eager", "--steps", 10, "--rate", 0.3, "--seed", 1, "--check"
+    )
     assert re.fullmatch(
         r"shown: \d+ steps of changing batches, eager, no page leaked, logits of \d+ requests "
         r"bit-equal to each alone",
@@ -70,14 +72,14 @@ def test_continuous_batching_in_eager():
 
 @pytest.mark.slow
 def test_examples_of_the_compiled_step(tmp_path):
-    lines = run("02_compile_decode.py", "--steps", 64)
+    lines = run("02_compile_decode.py")
     shown = (
         r"shown: graphs = 1, graph breaks = 0, recompiles = 0 in (\d+) steps; 0 tokens differ .*"
     )
     assert int(re.fullmatch(shown, lines[-1]).group(1)) >= 64
 
     plot = tmp_path / "pages.png"
-    lines = run("05_continuous_batching.py", "--steps", 150, "--check", "--plot", plot)
+    lines = run("05_continuous_batching.py", "--steps", 100, "--check", "--plot", plot)
     assert "compiled, from Inductor's cache, in" in "\n".join(lines)
     assert re.search(
         r"graphs = 1, recompiles = 0, no page leaked, logits of \d+ requests", lines[-1]

@@ -1,0 +1,118 @@
+"""A Hugging Face DeepSeek-V4 with one call to patch it: decoding compiles to one graph.
+
+Four prompts of different lengths share a step of fixed shape. As long as a prompt lasts, its
+request takes three tokens per step, then one: the batch is ragged and changes, lengths pass the
+window (128 tokens) and the compressors' boundaries, and torch.compile is asked once. At the end,
+the tokens are compared with those of the model as Hugging Face made it, unpatched and uncompiled.
+
+    python examples/02_compile_decode.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from dsv4_ops.demo.model import small_model
+from dsv4_ops.demo.text import ByteTokenizer, real_text
+from dsv4_ops.integrations import transformers as v4
+
+ROWS, TOKENS = 6, 16  # of a step: requests, two of them padding here; tokens
+PROMPTS, CHUNK = (3, 40, 100, 150), 3  # lengths; tokens of a prompt per step
+
+
+@dataclass
+class Request:
+    row: int  # of the cache
+    tokens: list[int]  # the prompt, then what was decoded
+    stored: int = 0  # tokens that the cache holds
+
+
+def next_batch(requests: list[Request], device: str) -> v4.StepBatch:
+    """The next tokens of every request, then padding up to the size of the step."""
+    tokens: list[int] = []
+    starts, lens, rows = [0], [0] * ROWS, [-1] * ROWS
+    for place, request in enumerate(requests):
+        chunk = request.tokens[request.stored : request.stored + CHUNK]
+        tokens += chunk
+        starts.append(len(tokens))
+        lens[place], rows[place] = request.stored + len(chunk), request.row
+    starts += starts[-1:] * (ROWS - len(requests))
+    tokens += [0] * (TOKENS - len(tokens))
+    return v4.StepBatch(
+        torch.tensor(tokens, device=device),
+        *(torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, lens, rows)),
+    )
+
+
+def take(requests: list[Request], batch: v4.StepBatch, logits: Tensor) -> None:
+    """The greedy token of every request whose tokens are all stored now."""
+    best, stops = logits.argmax(-1).tolist(), batch.query_start_loc.tolist()[1:]
+    for request, stop, stored in zip(requests, stops, batch.seq_lens.tolist(), strict=False):
+        request.stored = stored
+        if stored == len(request.tokens):
+            request.tokens.append(best[stop - 1])
+
+
+def differing(requests: list[Request], device: str) -> int:
+    """Tokens that are not those that Hugging Face's model decodes: one call per request gives what
+    it says after every token."""
+    stock, wrong = small_model(device=device), 0
+    for request, length in zip(requests, PROMPTS, strict=True):
+        ids = torch.tensor([request.tokens], device=device)
+        best = stock(ids, use_cache=False).logits[0].argmax(-1).tolist()
+        pairs = zip(best[length - 1 : -1], request.tokens[length:], strict=True)
+        wrong += sum(ours != theirs for theirs, ours in pairs)
+    return wrong
+
+
+@torch.no_grad()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=64, help="steps in which all requests decode")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+
+    model = v4.patch(
+        small_model(device=args.device), kv="fp32", precision="reference", batch_invariant=True
+    )
+    cache = v4.PagedCache.for_model(
+        model, max_batch=ROWS, max_len=512, max_chunk=TOKENS, num_pages=4
+    )
+    text, requests = real_text(sum(PROMPTS)), []
+    for length in PROMPTS:
+        prompt, text = text[: length - 1], text[length - 1 :]
+        row = cache.add(f"request {len(requests)}", num_tokens=PROMPTS[-1] + args.steps)
+        requests.append(Request(row, ByteTokenizer().encode(prompt, bos=True)))
+
+    step = torch.compile(v4.decode_step, fullgraph=True, dynamic=False)
+    print("compiling: a minute or two, unless Inductor's cache has it", flush=True)
+    begun, steps, seconds = time.perf_counter(), 0, 0.0
+    while len(requests[-1].tokens) <= PROMPTS[-1] + args.steps:  # the longest decodes last
+        batch = next_batch(requests, args.device)
+        take(requests, batch, step(model, batch, cache.tensors))
+        steps += 1
+        if steps == 1:
+            first, seconds = counters["stats"]["unique_graphs"], time.perf_counter()
+            print(f"first step after {seconds - begun:.0f} s: {first} graph", flush=True)
+        if steps % 32 == 0:
+            print(f"step {steps}: lengths {[len(r.tokens) for r in requests]}", flush=True)
+    each = (time.perf_counter() - seconds) / (steps - 1)
+    graphs = counters["stats"]["unique_graphs"]
+    breaks, wrong = sum(counters["graph_break"].values()), differing(requests, args.device)
+    print(f"{ByteTokenizer().decode(requests[1].tokens)!r}")
+    print(f"{steps} steps of {each * 1e3:.1f} ms, Inductor's cache: {dict(counters['inductor'])}")
+    print(
+        f"shown: graphs = {graphs}, graph breaks = {breaks}, recompiles = {graphs - first} in "
+        f"{steps} steps; {wrong} tokens differ from Hugging Face's"
+    )
+    return int(graphs != 1 or breaks > 0 or wrong > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,136 @@
+"""The decode step as an AOTInductor package, and a C++ program that generates with it.
+
+``export_decode`` compiles a patched Hugging Face model into one file. ``aoti_runner/`` is linked to
+libtorch only: it reads from the file which tensors the step takes, makes the caches, feeds it
+prompts byte by byte, and prints greedy tokens. They are compared with those of the Hugging Face
+model, which has never seen our code.
+
+    python examples/04_aoti_export.py                        # a minute or two
+    python examples/04_aoti_export.py --package decode.pt2   # written there, or used if it is there
+    build/aoti_runner decode.pt2 16 "Beautiful is better"    # no Python from here on
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from dsv4_ops.demo.model import small_model
+from dsv4_ops.demo.text import ByteTokenizer
+from dsv4_ops.integrations import transformers as v4
+
+SOURCE = Path(__file__).parent / "aoti_runner"
+PROMPTS = ("Beautiful is better than ugly.", "In the face of ambiguity,")
+REQUESTS, MAX_LEN = 2, 512  # what the package is for
+
+
+def export(path: Path, device: str) -> None:
+    """The package, unless it is there."""
+    if path.exists():
+        print(f"{path} is there: used as it is", flush=True)
+        return
+    print("exporting and compiling the decode step: a minute or two", flush=True)
+    begun = time.perf_counter()
+    model = v4.patch(small_model(device=device), kv="fp32", precision="reference")
+    cache = v4.PagedCache.for_model(model, max_batch=REQUESTS, max_len=MAX_LEN)
+    v4.export_decode(model, cache, path=path)
+    size, seconds = path.stat().st_size / 1e6, time.perf_counter() - begun
+    print(f"{path}: {size:.1f} MB, the weights among them, after {seconds:.0f} s", flush=True)
+
+
+def build(folder: Path) -> Path:
+    """The C++ program: by CMake if there is one, else by the compiler itself."""
+    print("building aoti_runner", flush=True)
+    return (shutil.which("cmake") and build_with_cmake(folder)) or build_directly(folder)
+
+
+def build_with_cmake(folder: Path) -> Path | None:
+    """None if CMake does not find what it wants: a CUDA build of torch asks for CUDA's compiler."""
+    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    for command in (["cmake", "-S", SOURCE, "-B", folder, prefix], ["cmake", "--build", folder]):
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if ended.returncode:
+            print("CMake fails, the compiler is called directly:", *ended.stderr.splitlines()[:3])
+            return None
+    return folder / "aoti_runner"
+
+
+def build_directly(folder: Path) -> Path:
+    """Headers and libraries of the installed torch."""
+    root, program = Path(torch.__file__).parent, folder / "aoti_runner"
+    libraries = ["torch", "torch_cpu", "c10"]
+    libraries += ["torch_cuda", "c10_cuda"] if torch.version.cuda else []
+    command = [
+        os.environ.get("CXX", "c++"), "-std=c++20", "-O1", SOURCE / "main.cpp", "-o", program,
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include",
+        # without --no-as-needed the loader misses libtorch.so when the package asks for it
+        "-Wl,--no-as-needed", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib",
+        *(f"-l{name}" for name in libraries),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, env={**os.environ, "LD_LIBRARY_PATH": f"{root}/lib"})
+    return program
+
+
+def generate(program: Path, package: Path, count: int) -> list[list[int]]:
+    """Greedy tokens of every prompt, from the C++ program."""
+    command = [program, package, str(count), *PROMPTS]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True)
+    print("aoti_runner:", ended.stderr.strip(), flush=True)
+    return [[int(token) for token in line.split()] for line in ended.stdout.splitlines()]
+
+
+@torch.no_grad()
+def differing(found: list[list[int]]) -> int:
+    """Tokens that are not those that the model decodes as Hugging Face made it: one call per prompt
+    gives what it says after every token."""
+    model, wrong = small_model(), 0
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        ids = ByteTokenizer().encode(prompt, bos=True) + tokens
+        best = model(torch.tensor([ids]), use_cache=False).logits[0].argmax(-1).tolist()
+        pairs = zip(best[-len(tokens) - 1 : -1], tokens, strict=True)
+        wrong += sum(theirs != ours for theirs, ours in pairs)
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--package", type=Path, help="where the package is, or is to be")
+    parser.add_argument("--build", type=Path, help="where to build the C++ program")
+    parser.add_argument("--tokens", type=int, default=16, help="to generate per prompt")
+    parser.add_argument("--direct", action="store_true", help="do not ask for CMake")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        package = args.package or Path(temporary) / "decode.pt2"
+        folder = args.build or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        export(package, args.device)
+        program = build_directly(folder) if args.direct else build(folder)
+        linked = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
+        found = generate(program, package.resolve(), args.tokens)
+    wrong = differing(found)
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        print(f"{prompt!r} goes on with {tokens}")
+    if wrong or [len(tokens) for tokens in found] != [args.tokens] * len(PROMPTS):
+        print(f"FAILED: {wrong} tokens are not those of Hugging Face")
+        return 1
+    if "libtorch_cpu" not in linked or "libpython" in linked or "torch_python" in linked:
+        print(f"FAILED: the program is linked to\n{linked}")
+        return 1
+    print(
+        f"shown: a C++ program linked to libtorch, not to Python, generates the {args.tokens} "
+        f"tokens that Hugging Face does, for each of {len(PROMPTS)} prompts in one ragged batch"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

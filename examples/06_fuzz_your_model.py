@@ -1,0 +1,150 @@
+"""Fuzz a step: hypothesis cuts requests into ragged steps, every token must be as if cut into none.
+
+Whatever a scheduler does - chunks, decodes, padding, requests that rest, garbage in padding - the
+logits of a token depend on the tokens before it and on nothing else. So draw schedules, with chunks
+around the sizes where something happens (1, the ratio 4, the window and ratio 128), run them, and
+compare each token with one forward of Hugging Face's model over the whole text. Replace ``step`` by
+your own and keep the rest.
+
+Then the same for a step with a bug that looks like a good idea: hypothesis finds it, and shrinks
+the schedule to the shortest that shows it.
+
+    python examples/06_fuzz_your_model.py --examples 20
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dsv4_ops.demo.model import small_model
+from dsv4_ops.integrations import transformers as v4
+
+REQUESTS, LENGTH = 2, 136
+CLOSE = 1e-4  # logits have a standard deviation of one
+SETTINGS = settings(
+    deadline=None, database=None, derandomize=True, report_multiple_bugs=False,
+    phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+Step = Callable[[object, v4.StepBatch, v4.CacheTensors], Tensor]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens of each request in a step, padding after them, and what the padding's fields hold."""
+
+    counts: tuple[int, ...]
+    padding: int = 0
+    garbage: int = 0
+
+
+def schedules(largest: int) -> st.SearchStrategy[list[Drawn]]:
+    """Steps of chunks of at most ``largest`` tokens."""
+    edges = sorted({min(size, largest) for size in (0, 1, 2, 3, 4, 5, 7, 127, 128, 129)})
+    counts = st.tuples(*[st.sampled_from(edges)] * REQUESTS)
+    garbage = st.sampled_from([0, -1, 7, 2**31 - 1, -(2**31)])
+    return st.lists(st.builds(Drawn, counts, st.integers(0, 2), garbage), min_size=1, max_size=5)
+
+
+class Check:
+    """A model's step against Hugging Face's logits."""
+
+    def __init__(self, step: Step, device: str) -> None:
+        self.step, self.device, self.ran = step, device, 0
+        generator = torch.Generator().manual_seed(0)
+        self.text = torch.randint(0, 256, (REQUESTS, LENGTH), generator=generator).to(device)
+        stock = small_model(device=device)
+        self.expected = stock(self.text, use_cache=False).logits
+        self.model = v4.patch(stock, kv="fp32", precision="reference")
+        self.cache = v4.PagedCache.for_model(stock, max_batch=REQUESTS, max_len=LENGTH)
+
+    @torch.no_grad()
+    def schedule(self, steps: list[Drawn]) -> None:
+        """Run ``steps`` from empty requests; the first token that is wrong is an error."""
+        self.ran += 1
+        done = [0] * REQUESTS
+        for drawn in steps:
+            counts = [min(n, LENGTH - d) for n, d in zip(drawn.counts, done, strict=True)]
+            logits = self.step(self.model, self.batch(counts, done, drawn), self.cache.tensors)
+            place = 0
+            for request, count in enumerate(counts):
+                for token in range(done[request], done[request] + count):
+                    apart = (logits[place] - self.expected[request, token]).abs().max().item()
+                    assert apart <= CLOSE, (
+                        f"request {request}, token {token} is off by {apart:.2g} in {steps}"
+                    )
+                    place += 1
+                done[request] += count
+
+    def batch(self, counts: list[int], done: list[int], drawn: Drawn) -> v4.StepBatch:
+        """The next tokens of every request; a request without tokens rests."""
+        starts, lens, rows, tokens = [0], [], [], []
+        for request, count in enumerate(counts):
+            tokens += self.text[request, done[request] : done[request] + count].tolist()
+            starts.append(len(tokens))
+            lens.append(done[request] + count)
+            rows.append(request)
+        for _ in range(drawn.padding):  # a row that the cache does not have makes it padding
+            tokens.append(drawn.garbage)
+            starts.append(len(tokens))
+            lens.append(drawn.garbage)
+            rows.append(drawn.garbage if drawn.garbage not in rows else -1)
+        tokens += [0] * (not tokens)
+        return v4.StepBatch(
+            torch.tensor(tokens, device=self.device),
+            *(torch.tensor(x, dtype=torch.int32, device=self.device) for x in (starts, lens, rows)),
+        )
+
+    def fuzz(self, examples: int, largest: int) -> str | None:
+        """What is wrong, in the shortest schedule that hypothesis finds; None if nothing is."""
+
+        @settings(SETTINGS, max_examples=examples)
+        @given(schedules(largest))
+        def run(steps: list[Drawn]) -> None:
+            self.schedule(steps)
+
+        try:
+            run()
+        except AssertionError as error:
+            return str(error).splitlines()[0]
+        return None
+
+
+def forgetful(model: object, batch: v4.StepBatch, cache: v4.CacheTensors) -> Tensor:
+    """The planted bug: "states are scratch space, clear them". They hold incomplete groups of 4."""
+    for layer in cache.layers:
+        if layer.states is not None:
+            layer.states.zero_()
+    return v4.decode_step(model, batch, cache)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--examples", type=int, default=12, help="schedules to draw")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    print(f"drawing {args.examples} schedules for decode_step", flush=True)
+    good = Check(v4.decode_step, args.device)
+    wrong = good.fuzz(args.examples, largest=129)
+    print(f"  {good.ran} schedules ran: {wrong or 'every token as it should be'}", flush=True)
+    print("the same for a step with a bug", flush=True)
+    bad = Check(forgetful, args.device)
+    found = bad.fuzz(100, largest=5)
+    print(f"  {bad.ran} schedules ran, the last ones to shrink it: {found}")
+    if wrong or not found:
+        print("FAILED: " + (wrong or "the planted bug was not found"))
+        return 1
+    print(
+        f"shown: {good.ran} schedules of decode_step are right; the planted bug shrinks to: {found}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

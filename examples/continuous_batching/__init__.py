@@ -1,0 +1,1 @@
+"""A scheduler and a workload for ``05_continuous_batching.py``."""

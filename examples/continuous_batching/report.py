@@ -1,0 +1,87 @@
+"""What ``05_continuous_batching.py`` measures about itself, and its plot."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+
+from continuous_batching.scheduler import Request, Scheduler
+
+
+@dataclass
+class Record:
+    """Of a run: requests, and per step the pages in use, the requests in the queue and the memory
+    of the process in MB."""
+
+    requests: list[Request] = field(default_factory=list)
+    finished: list[Request] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def after_step(self, scheduler: Scheduler) -> None:
+        """Note how things stand."""
+        cache = scheduler.cache
+        self.pages.append(cache.num_pages - cache.num_free_pages)
+        self.waiting.append(len(scheduler.waiting))
+        self.memory.append(resident())
+
+    def line(self, scheduler: Scheduler) -> str:
+        """How things stand, in words."""
+        return (
+            f"step {len(self.pages):5}: {len(scheduler.running)} running, {self.waiting[-1]} "
+            f"waiting, {len(self.finished)} finished, pages {self.pages[-1]} of "
+            f"{scheduler.cache.num_pages}, {scheduler.preemptions} preempted, "
+            f"{self.memory[-1]:.0f} MB"
+        )
+
+    def summary(self, scheduler: Scheduler) -> str:
+        """The whole run, in words."""
+        cancelled = sum(request.status == "cancelled" for request in self.requests)
+        used = sum(self.pages) / len(self.pages)
+        return (
+            f"{len(self.requests)} requests: {len(self.finished)} finished, {cancelled} cancelled, "
+            f"{scheduler.preemptions} times preempted; {scheduler.waits_for_pages} steps without "
+            f"pages for the next; {self.tokens / self.seconds:.0f} tokens/s; {used:.1f} of "
+            f"{scheduler.cache.num_pages} pages in use; memory {self.growth():+.1f} MB"
+        )
+
+    def growth(self) -> float:
+        """MB by which the median of the last quarter of the steps exceeds that of the second."""
+        quarter = max(1, len(self.memory) // 4)
+        second, last = self.memory[quarter : 2 * quarter], self.memory[-quarter:]
+        return statistics.median(last) - statistics.median(second or last)
+
+    def plot(self, path: str, num_pages: int) -> None:
+        """Pages and queue over the steps, as a picture."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, (top, bottom) = pyplot.subplots(2, sharex=True, figsize=(9, 5))
+        top.step(range(len(self.pages)), self.pages, where="post")
+        top.axhline(num_pages, color="grey", linestyle=":")
+        top.set_ylabel("pages in use")
+        bottom.step(range(len(self.waiting)), self.waiting, where="post", color="tab:orange")
+        bottom.set_ylabel("requests waiting")
+        bottom.set_xlabel("step")
+        figure.suptitle(f"{len(self.finished)} requests through one step of fixed shape")
+        figure.tight_layout()
+        figure.savefig(path, dpi=120)
+
+
+def resident() -> float:
+    """Memory of the GPU that tensors have, or of this process, in MB; 0 where nobody says."""
+    if torch.cuda.is_available() and torch.cuda.memory_allocated():
+        return torch.cuda.memory_allocated() / 1e6
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    except OSError:
+        return 0.0

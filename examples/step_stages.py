@@ -1,0 +1,100 @@
+"""What ``07_trace.py`` tells apart in a step: stages of an eager one, kernels of a compiled one."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import profile, record_function
+
+from dsv4_ops.integrations import transformers as v4
+
+REST = "metadata: slots, windows, pages"
+
+
+class Stages:
+    """Seconds of every stage, those of stages within it not counted, from hooks on modules."""
+
+    def __init__(self, model: Any) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.open: list[tuple[str, ExitStack]] = []
+        self.device, self.last = model.device.type, 0.0
+        body = model.model
+        self.watch("embedding, last norm, logits", body.embed_tokens, body.norm, model.lm_head)
+        self.watch("hyper-connections and norms", body.hc_head, *body.layers)
+        for layer in body.layers:
+            self.watch("attention ops", layer.self_attn)
+            own = [m for m in layer.self_attn.modules() if not [*m.children()]]
+            self.watch("projections of attention", *own)
+            self.watch("experts and routers", layer.mlp)
+
+    def watch(self, stage: str, *modules: nn.Module) -> None:
+        for module in modules:
+            module.register_forward_pre_hook(lambda *_: self.begin(stage))
+            module.register_forward_hook(lambda *_: self.end())
+
+    def begin(self, stage: str) -> None:
+        self.tick()
+        stack = ExitStack()
+        stack.enter_context(record_function(stage))
+        self.open.append((stage, stack))
+
+    def end(self) -> None:
+        self.tick()
+        self.open.pop()[1].close()
+
+    def run(self, model: Any, batch: v4.StepBatch, cache: v4.PagedCache) -> None:
+        self.begin(REST)  # what no module encloses
+        v4.decode_step(model, batch, cache.tensors)
+        self.end()
+
+    def tick(self) -> None:
+        """Give the time since the last change to the stage that was running."""
+        finish(self.device)
+        now = time.perf_counter()
+        if self.open:
+            self.seconds[self.open[-1][0]] += now - self.last
+        self.last = now
+
+
+def name_kernels() -> None:
+    """Give the CPU kernels of the compiled step, functions of a generated module, a place in the
+    trace; kernels of a GPU have one."""
+    from torch._inductor.codecache import PyCodeCache
+
+    def named(name: str, kernel: Any) -> Any:
+        def call(*args: Any) -> None:
+            with record_function(name):
+                kernel(*args)
+
+        return call
+
+    for module in PyCodeCache.modules:
+        for name, value in list(vars(module).items()):
+            if name.startswith("cpp_fused"):
+                setattr(
+                    module, name, named(f"fused {name.rpartition('_')[2]}: {name[10:70]}", value)
+                )
+
+
+def kernel_seconds(profiler: profile, device: str) -> Counter[str]:
+    """Of the compiled steps."""
+    events, on_gpu = profiler.events(), device == "cuda"
+    end = max(e.time_range.end for e in events if e.name.startswith("compiled step"))
+    found: Counter[str] = Counter()
+    for event in events:
+        if event.time_range.end <= end and (event.device_type == DeviceType.CUDA) == on_gpu:
+            spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            host = event.name.startswith("compiled step")
+            found["Python between the kernels" if host else event.name[:80]] += spent / 1e6
+    return found
+
+
+def finish(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
