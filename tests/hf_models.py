@@ -87,10 +87,10 @@ class Engine:
                 place += 1
             self.done[request] += count
 
-    def prefill(self, counts: dict[int, int], *, padding: int = 0) -> None:
+    def prefill(self, counts: dict[int, int], *, padding: int = 0, step: Any = None) -> None:
         """A step whose logits of every request's last token are kept."""
         batch = self.batch(counts, padding=padding)
-        logits = v4.prefill_step(self.model, batch, self.cache.tensors)
+        logits = (step or v4.prefill_step)(self.model, batch, self.cache.tensors)
         for place, (request, count) in enumerate(counts.items()):
             self.done[request] += count
             self.logits[request][self.done[request] - 1] = logits[place].clone()

@@ -15,7 +15,7 @@ from dsv4_ops.bench.report import Report
 from dsv4_ops.demo.model import small_model
 from dsv4_ops.integrations import model_bench
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.stock_model import filled_cache, flash_shaped, keep_float32
+from dsv4_ops.integrations.stock_model import filled_cache, flash_shaped, keep_float32, same_again
 
 SMALL = {
     "hidden_size": 64,
@@ -53,6 +53,19 @@ def test_the_filled_cache_is_as_a_prefill_leaves_it():
     cache = transformers.DynamicCache(config=model.config)
     model(torch.arange(256).repeat(2, 1), past_key_values=cache, use_cache=True)
     assert shapes(filled_cache(model, batch=2, context=256)) == shapes(cache)
+
+
+def test_a_step_leaves_the_cache_that_was_copied():
+    model = small_model()
+    cache = filled_cache(model, batch=2, context=256)
+    before, token = shapes(cache), torch.zeros(2, 1, dtype=torch.int64)
+    logits = [
+        model(token, past_key_values=same_again(cache), use_cache=True).logits for _ in range(2)
+    ]
+    assert torch.equal(*logits)
+    assert shapes(cache) == before
+    model(token, past_key_values=cache, use_cache=True)
+    assert shapes(cache) != before
 
 
 def test_one_row_is_measured(tmp_path):

@@ -144,3 +144,14 @@ def test_experts_that_need_python_are_refused(tmp_path):
     )
     with pytest.raises(NotImplementedError, match="must be made of ops that exist without Python"):
         v4.export_decode(model, new_cache(model), path=tmp_path / "decode.pt2")
+
+
+def test_prefill_compiles_twice_for_any_number_of_tokens():
+    """For the first one, and for all others."""
+    counter = CompileCounterWithBackend("eager")
+    step = torch.compile(v4.prefill_step, fullgraph=True, backend=counter)
+    engine = Engine(reference(), new_cache(num_pages=6, max_chunk=64), text())
+    for counts in ((5, 9, 30), (7, 20, 3), (1, 1, 64), (33, 2, 9), (4, 4, 4)):
+        engine.prefill(dict(enumerate(counts)), step=step)
+    assert counter.frame_count == 2
+    assert engine.worst(expected()) < 1e-4

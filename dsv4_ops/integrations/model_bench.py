@@ -18,7 +18,8 @@ from dsv4_ops.bench.report import Report, one_line, stamp
 from dsv4_ops.bench.timing import device_activities, summary
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 
-_POINTS = {1: (4096, 131072), 8: (4096, 32768, 131072), 32: (4096, 32768), 128: (4096, 32768)}
+_CONTEXTS = (4096, 32768, 131072)
+_POINTS = dict.fromkeys((1, 8, 32, 128), _CONTEXTS)
 _BYTES_PER_US = 4.3e6
 _STEPS, _WARM = 30, 4
 _STOCK_STEPS = 5
@@ -39,6 +40,7 @@ class ModelRow:
     stock_busy_ms: float | None = None
     stock_kernels: int | None = None
     stock_error: str | None = None
+    stock_compiled_ms: float | None = None
     eager_ms: float | None = None
     step_ms: float | None = None
     busy_ms: float | None = None
@@ -56,9 +58,9 @@ class ModelRow:
 
 
 COLUMNS = (
-    "batch", "context", "stock_ms", "stock_busy_ms", "stock_kernels", "eager_ms", "step_ms",
-    "busy_ms", "kernels", "kernels_per_layer", "times_faster", "metadata_us", "metadata_pct",
-    "floor_ms", "pct_of_floor", "stock_error", "error",
+    "batch", "context", "stock_ms", "stock_busy_ms", "stock_kernels", "stock_compiled_ms",
+    "eager_ms", "step_ms", "busy_ms", "kernels", "kernels_per_layer", "times_faster",
+    "metadata_us", "metadata_pct", "floor_ms", "pct_of_floor", "stock_error", "error",
 )  # fmt: skip
 
 
@@ -66,6 +68,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only this benchmark has."""
     parser.add_argument("--batches", type=sizes, metavar="A,B,..", help="default: 1,8,32,128")
     parser.add_argument("--experts", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--contexts", type=sizes, metavar="A,B,..", help="default: 4k, 32k, 128k")
+    parser.add_argument(
+        "--stock-compiled",
+        action="store_true",
+        help="also compile Hugging Face's step, one graph per point: most of a minute each",
+    )
     parser.add_argument("--max-seconds", type=int, metavar="N", help="start no batch later")
 
 
@@ -86,10 +94,10 @@ def run(options: argparse.Namespace) -> None:
     rows = [
         _row(model, batch, context)
         for batch in chosen
-        for context in points.get(batch, (4096, 32768))
+        for context in options.contexts or points.get(batch, _CONTEXTS)
     ]
     for row in report.progress(rows, "Hugging Face's own"):
-        _measure_stock(row, model)
+        _measure_stock(row, model, compiled=options.stock_compiled)
     v4.patch(keep_float32(model))
     start = time.perf_counter()
     for batch in report.progress(chosen, "patched, requests"):
@@ -146,9 +154,10 @@ def _row(model: Any, batch: int, context: int) -> ModelRow:
     )
 
 
-def _measure_stock(row: ModelRow, model: Any) -> None:
-    """A few steps from a filled cache, which grows as it does in use."""
-    from dsv4_ops.integrations.stock_model import filled_cache
+def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None:
+    """A few steps from a filled cache, which grows as it does in use. Compiled, one step again and
+    again from the same cache: in use it would compile ten graphs and more."""
+    from dsv4_ops.integrations.stock_model import filled_cache, same_again
 
     try:
         cache = filled_cache(model, batch=row.batch, context=row.context)
@@ -162,6 +171,14 @@ def _measure_stock(row: ModelRow, model: Any) -> None:
             activities = device_activities(step)
             row.stock_kernels = len(activities)
             row.stock_busy_ms = sum(activity.us for activity in activities) / 1e3
+        if compiled:
+            torch._dynamo.reset()
+            whole: Callable[..., Any] = torch.compile(model, dynamic=False)
+
+            def compiled_step() -> Any:
+                return whole(ids, past_key_values=same_again(cache), use_cache=True).logits
+
+            row.stock_compiled_ms = _median_ms(compiled_step, model.device, _STOCK_STEPS)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         row.stock_error = one_line(error)
     finally:
@@ -316,6 +333,7 @@ def _wait(device: torch.device) -> None:
 
 
 _NOTES = (
+    "stock_compiled: Hugging Face's step compiled, again and again from one state of its cache.",
     "stock: Hugging Face's eager model on a DynamicCache of that many tokens. eager: patched, not "
     "compiled. step: patched, compiled, one CUDA graph, metadata included, no host sync.",
     "Caches hold random keys; one compiled step serves all contexts of a batch. max_diff: compiled "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -93,3 +94,15 @@ def filled_cache(model: Any, *, batch: int, context: int) -> Any:
                 layer.overlap_kv[name] = rows(ratio, dim)
                 layer.overlap_gate[name] = rows(ratio, dim).float()
     return cache
+
+
+def same_again(cache: Any) -> Any:
+    """A cache in the same state, which a step may change: it puts new tensors into its layers and
+    leaves these as they are."""
+    made = copy.copy(cache)
+    made.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in made.layers:
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):
+                setattr(layer, name, dict(value))
+    return made
