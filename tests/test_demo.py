@@ -489,6 +489,7 @@ def test_the_demo_of_one_layer_from_end_to_end(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_demo_on_a_gpu(tmp_path):
     out = tmp_path / "demo.json"
     assert main(["demo", "--fast", "--steps=40", "--device=cuda", f"--out={out}"]) == 0

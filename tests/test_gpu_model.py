@@ -13,7 +13,10 @@ from dsv4_ops.demo.model import small_model
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.lowering.inspect import load_package
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture(autouse=True)
