@@ -195,5 +195,6 @@ def test_attention_is_batch_invariant():
         for _ in range(10):
             engine.decode({0: 1, 1: 1, 2: 1})
         seen.append(torch.stack([engine.logits[0][place] for place in range(100, 110)]))
+    torch.testing.assert_close(seen[0], expected()[0, 100:110], rtol=0, atol=CLOSE)
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[0], seen[2])

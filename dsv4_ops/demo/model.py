@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.demo.text import BOS, EOS, PAD, VOCAB_SIZE
+from dsv4_ops.integrations.stock_model import YARN
 
 if TYPE_CHECKING:
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
@@ -18,15 +19,6 @@ SLIDING = "sliding_attention"
 SPARSE = "compressed_sparse_attention"
 HEAVY = "heavily_compressed_attention"
 LAYER_TYPES = (SLIDING, SPARSE, HEAVY)
-
-YARN = {
-    "rope_type": "yarn",
-    "factor": 16.0,
-    "original_max_position_embeddings": 65536,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
-"""Scaling of the rotations of compressed layers, as released."""
 
 # What weights that are no matrix are drawn from, by a part of their name: centre and half width of
 # a uniform distribution. Norms of keys are large, so that attention is sharp and a single key shows

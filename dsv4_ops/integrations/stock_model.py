@@ -16,6 +16,15 @@ LAYER_TYPES = (
 )
 """Layers of each type, of the 43 of DeepSeek-V4-Flash."""
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 65536,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+"""Scaling of the rotations of compressed layers, as released."""
+
 
 def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> Any:
     """A bf16 model of DeepSeek-V4-Flash's sizes with few layers and experts, and random weights."""
@@ -27,13 +36,7 @@ def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> A
             "layer_types": list(LAYER_TYPES),
             "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
             "n_routed_experts": num_experts,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 16.0,
-                "original_max_position_embeddings": 65536,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-            },
+            "rope_parameters": dict(YARN),
             "attn_implementation": "eager",
             **changed,
         }

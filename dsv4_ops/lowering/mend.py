@@ -33,7 +33,7 @@ def mend_scheduler() -> None:
             restored = self.read_writes.with_read(kept).rename(self.mutation_renames)
             self.set_read_writes(restored)
 
-    SchedulerNode.recompute_size_and_body = recompute_and_restore  # type: ignore[method-assign]
+    SchedulerNode.recompute_size_and_body = recompute_and_restore  # type: ignore[method-assign] # a repair
 
 
 def _order_only(dependencies: Any) -> Any:

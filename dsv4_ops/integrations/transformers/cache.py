@@ -89,15 +89,15 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         pages = max_batch * self.blocks_per_row if num_pages is None else num_pages
         checks.at_least(1, num_pages=pages)
         self._pool = PagePool(max_batch, pages, self.blocks_per_row)
-        rings = ring_pages(self.spec, max_len, chunk, next_n)
+        self.rings = ring_pages(self.spec, max_len, chunk, next_n)
         self.seq_lens = torch.zeros(max_batch, dtype=torch.int32, device=self.device)
         self.tensors = CacheTensors(
-            tables=self._tables(rings),
+            tables=self._tables(),
             rope=RopeTables(
                 window=self.spec.rope_table("window", max_len, self.device),
                 compressed=self.spec.rope_table("c4", max_len, self.device),
             ),
-            layers=tuple(self._layer(kind, rings, pages) for kind in self.spec.kinds),
+            layers=tuple(self._layer(kind, pages) for kind in self.spec.kinds),
         )
         mark_static(self.seq_lens, *pytree.tree_leaves(self.tensors))
 
@@ -113,7 +113,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         given = {"kv": spec.kv, "precision": spec.recipe, "device": model.device}
         return cls(model.config, **{**given, **sizes})
 
-    def _tables(self, rings: dict[str, int]) -> PageTables:
+    def _tables(self) -> PageTables:
         sizes = {
             "swa": self.spec.layers.attention.swa_page_size,
             "c4_states": self.spec.layers.c4_state_page_size,
@@ -123,18 +123,18 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         tables = {}
         for name, page in sizes.items():
             block = torch.arange(-(-self.max_len // page), dtype=torch.int32)
-            tables[name] = (row * rings[name] + block % rings[name]).to(self.device)
+            tables[name] = (row * self.rings[name] + block % self.rings[name]).to(self.device)
         blocks = torch.arange(self.blocks_per_row, dtype=torch.int32)
         owned = row * self.blocks_per_row + blocks
         compressed = owned if self.owns_pages else torch.full_like(owned, -1)
         return PageTables(compressed=compressed.to(self.device), **tables)
 
-    def _layer(self, kind: str, rings: dict[str, int], pages: int) -> LayerCaches:
-        states = 0 if kind == "window" else rings[f"{kind}_states"]
+    def _layer(self, kind: str, pages: int) -> LayerCaches:
+        states = 0 if kind == "window" else self.rings[f"{kind}_states"]
         return LayerCaches.allocate(
             self.spec.layers,
             kind,
-            swa_pages=self.max_batch * rings["swa"],
+            swa_pages=self.max_batch * self.rings["swa"],
             compressed_pages=pages,
             state_pages=self.max_batch * states,
             device=self.device,

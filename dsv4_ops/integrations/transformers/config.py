@@ -26,7 +26,6 @@ KIND_OF_TYPE = {
 """Our kind of layer for each of Hugging Face's layer types."""
 
 _DTYPE_OF_KV = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_PAGE_TOKENS = 256
 _OLDEST = (5, 17)
 
 
@@ -158,7 +157,7 @@ def _attention(config: Any) -> AttentionSpec:
         window_size=config.sliding_window,
         c4_ratio=ratios[0],
         c128_ratio=ratios[1],
-        page_tokens=-(-_PAGE_TOKENS // both) * both,
+        page_tokens=-(-AttentionSpec.page_tokens // both) * both,
         index_topk=config.index_topk,
         max_model_len=config.max_position_embeddings,
     )

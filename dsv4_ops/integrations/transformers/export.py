@@ -159,17 +159,9 @@ def _check_exportable(program: torch.export.ExportedProgram) -> None:
 
 def _metadata(model: Any, cache: PagedCache, inputs: Sequence[Tensor]) -> dict[str, str]:
     """What a program needs to make the inputs of a package."""
-    rows = cache.max_batch
-    owners = {"swa": "swa", "c4_states": "states", "c128_states": "states"}
-    rings = {"compressed": cache.blocks_per_row} if cache.owns_pages else {}
-    for table, name in owners.items():
-        kind = table.partition("_")[0] if name == "states" else None
-        pages = [
-            getattr(layer, name).shape[0]
-            for layer, layer_kind in zip(cache.tensors.layers, cache.spec.kinds, strict=True)
-            if kind in (None, layer_kind)
-        ]
-        rings[table] = max(pages, default=rows) // rows
+    rings = dict(cache.rings)
+    if cache.owns_pages:
+        rings["compressed"] = cache.blocks_per_row
     described = [
         f"{name}:{str(tensor.dtype).removeprefix('torch.')}:{'x'.join(map(str, tensor.shape))}"
         for name, tensor in zip(input_names(cache), inputs, strict=True)
