@@ -293,6 +293,14 @@ def test_a_summary_is_median_and_spread():
     assert timing.summary([5, 1, 4, 2, 3, 100]) == (3.5, 2, 5)
 
 
+def test_an_error_is_one_line_that_says_something():
+    assert report.one_line(ValueError("first\nsecond")) == "ValueError: first"
+    raised = RuntimeError("backend='inductor' raised:\nOutOfMemoryError: too large\nmore")
+    said = "RuntimeError: backend='inductor' raised: OutOfMemoryError: too large"
+    assert report.one_line(raised) == said
+    assert report.one_line(RuntimeError("")) == "RuntimeError: "
+
+
 def test_a_table_is_aligned_and_drops_empty_columns():
     rows = [
         MetadataRow(kind="grid", requests=1, next_n=2, context="mixed", tokens=2, call_us=1.5),

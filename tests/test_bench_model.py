@@ -75,6 +75,7 @@ def test_one_row_is_measured(tmp_path):
     model_bench._measure_stock(row, model)
     assert row.stock_error is None
     assert row.stock_ms > 0
+    assert str(row) == "2 x 256 tokens"
     v4.patch(keep_float32(model))
     assert model.model.layers[0].self_attn.sinks.dtype == torch.float32
     cache = v4.PagedCache.for_model(model, max_batch=2, max_len=300, max_chunk=64)
@@ -86,6 +87,20 @@ def test_one_row_is_measured(tmp_path):
     output = Report(tmp_path, "model", {"device": "here"})
     output.add(row)
     assert json.loads(output.path(".jsonl").read_text())["context"] == 256
+
+
+def test_what_does_not_fit_is_said_in_short():
+    row = model_bench.ModelRow(batch=1, context=4, layers=4, weights_gb=1.0)
+
+    class Full:
+        device = torch.device("cpu")
+
+        def __getattr__(self, name):
+            raise torch.OutOfMemoryError("Tried to allocate 2 GiB. GPU 0 has less. And so on")
+
+    model_bench._measure_stock(row, Full())
+    assert row.stock_error == "OutOfMemoryError: Tried to allocate 2 GiB."
+    assert row.stock_ms is None
 
 
 @pytest.mark.parametrize(

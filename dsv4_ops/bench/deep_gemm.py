@@ -40,6 +40,20 @@ def logits_call(sets: Sequence[Args], block_size: int, library: Any) -> Callable
     return call
 
 
+def select_call(
+    sets: Sequence[Args], block_size: int, topk: int, library: Any
+) -> Callable[..., Tensor]:
+    """Rows selected with DeepGEMM: PyTorch's top k of its logits, in any order. All rows of all
+    requests exist, so that nothing has to be masked."""
+    logits = logits_call(sets, block_size, library)
+
+    def call(*args: Tensor) -> Tensor:
+        found = logits(*args)
+        return found.topk(min(topk, found.shape[1]), sorted=False).indices
+
+    return call
+
+
 def _function(library: Any) -> Callable[..., Tensor]:
     """The paged logits under their newer or their older name."""
     if not hasattr(library, "fp8_fp4_paged_mqa_logits"):

@@ -100,16 +100,12 @@ def indexer_work(
         query = (q.to(torch.float8_e4m3fn), weights)
         sets.append((*query, cache, where, requests, table))
         theirs.append(deep_gemm.arguments(*query, cache, lens, table, block_size=BLOCK_SIZE))
-    note = "the anchor's time is of logits alone, without a selection"
+    anchor: Callable[..., Any] = functools.partial(deep_gemm.logits_call, theirs, BLOCK_SIZE)
+    if group == "select":
+        anchor = functools.partial(deep_gemm.select_call, theirs, BLOCK_SIZE, TOPK)
     return _work(
-        group,
-        sets,
-        moved_bytes=moved,
-        flop=flop,
-        anchor=functools.partial(deep_gemm.logits_call, theirs, BLOCK_SIZE),
-        anchor_sets=theirs,
-        anchor_note=note if group == "select" else None,
-    )
+        group, sets, moved_bytes=moved, flop=flop, anchor=anchor, anchor_sets=theirs,
+    )  # fmt: skip
 
 
 def _work(group: str, sets: Sequence[Args], **more: Any) -> Work:

@@ -140,5 +140,9 @@ def _progress_bar() -> Any | None:
 
 
 def one_line(error: Exception) -> str:
-    """Type of an error and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:200]
+    """Type of an error and the first line of its message; the next too where that only announces
+    it."""
+    first, _, rest = str(error).strip().partition("\n")
+    if first.endswith(":"):
+        first = f"{first} {rest.strip().partition(chr(10))[0]}"
+    return f"{type(error).__name__}: {first}"[:200]

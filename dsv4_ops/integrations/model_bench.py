@@ -56,6 +56,9 @@ class ModelRow:
     error: str | None = None
     stages: dict[str, float] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.context} tokens"
+
 
 COLUMNS = (
     "batch", "context", "stock_ms", "stock_busy_ms", "stock_kernels", "stock_compiled_ms",
@@ -179,7 +182,9 @@ def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None
                 return whole(ids, past_key_values=same_again(cache), use_cache=True).logits
 
             row.stock_compiled_ms = _median_ms(compiled_step, model.device, _STOCK_STEPS)
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+    except torch.OutOfMemoryError as error:  # what it asked for; the rest is what others hold
+        row.stock_error = one_line(error).partition(" GPU ")[0]
+    except RuntimeError as error:
         row.stock_error = one_line(error)
     finally:
         cache = None
