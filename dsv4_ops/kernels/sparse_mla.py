@@ -24,8 +24,8 @@ KEYS, HEADS, WARPS = KEY_TILE, HEAD_TILE, 8
 FIXED_SPLIT = 4
 """Key blocks per split of a batch-invariant call."""
 
-JOINED, JOIN_WARPS = 8, 4
-"""Splits that are joined at a time, and warps per program that joins."""
+JOINED, MOST_JOINED, JOIN_WARPS = 8, 16, 4
+"""Splits that are joined at a time, few or many, and warps per program that joins."""
 
 
 def sparse_mla_decode(
@@ -215,8 +215,13 @@ def _attend(
             HAS_SINK=attn_sink is not None,
             HAS_PLAN=plan is not None,
             HEAD_DIM=head_dim,
-            SPLITS=JOINED,
+            SPLITS=_joined(splits),
             EMULATE=EMULATE,
             num_warps=JOIN_WARPS,
         )
     return SparseMla(out, lse)
+
+
+def _joined(splits: int) -> int:
+    """Splits that are joined at a time; of a symbolic number nothing is known."""
+    return MOST_JOINED if isinstance(splits, int) and splits > JOINED else JOINED
