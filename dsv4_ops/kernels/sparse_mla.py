@@ -24,8 +24,11 @@ KEYS, HEADS, WARPS = KEY_TILE, HEAD_TILE, 8
 FIXED_SPLIT = 4
 """Key blocks per split of a batch-invariant call."""
 
-JOINED, MOST_JOINED, JOIN_WARPS = 8, 16, 4
-"""Splits that are joined at a time, few or many, and warps per program that joins."""
+JOINED, MOST_JOINED = 8, 16
+"""Splits that are joined at a time, of few or of many."""
+
+FEW_JOINS, JOIN_WARPS = 1024, 4
+"""Programs that join up to which each has more than one warp: of more, enough run side by side."""
 
 
 def sparse_mla_decode(
@@ -217,7 +220,7 @@ def _attend(
             HEAD_DIM=head_dim,
             SPLITS=_joined(splits),
             EMULATE=EMULATE,
-            num_warps=JOIN_WARPS,
+            num_warps=_join_warps(joins * num_heads, splits),
         )
     return SparseMla(out, lse)
 
@@ -225,3 +228,9 @@ def _attend(
 def _joined(splits: int) -> int:
     """Splits that are joined at a time; of a symbolic number nothing is known."""
     return MOST_JOINED if isinstance(splits, int) and splits > JOINED else JOINED
+
+
+def _join_warps(joins: int, splits: int) -> int:
+    """Warps of a program that joins: one holds no more than ``JOINED`` splits."""
+    many = isinstance(joins, int) and joins > FEW_JOINS
+    return 1 if many and _joined(splits) == JOINED else JOIN_WARPS
