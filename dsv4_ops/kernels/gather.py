@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.fp8 import dequantize  # by name: Inductor copies kernels, not modules
-from dsv4_ops.kernels.pages import locate_positions
+from dsv4_ops.kernels.pages import locate_positions, prefetch_column
 
 
 @triton.jit
@@ -73,19 +73,33 @@ def gather_wanted_kernel(
     DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     EMULATE: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
     """Tiles of ROWS wanted rows, numbered through all requests, dealt to the programs in turn: the
-    work is even however ragged the batch, and grows with the wanted rows, not with the room."""
+    work is even however ragged the batch, and grows with the wanted rows, not with the room.
+
+    ``WHOLE``: all rows of a request are wanted, so that a row is a position."""
     tile = tl.program_id(0)
+    if WHOLE:
+        prefetch_column(
+            block_table,
+            table_stride,
+            column_stride,
+            num_reqs,
+            max_blocks,
+            tile * ROWS,
+            BLOCK_SIZE,
+        )
     first = 0
     begin = 0
     while begin < num_reqs:
         requests = begin + tl.arange(0, REQUESTS)
-        wanted = tl.load(
-            gather_lens + requests.to(tl.int64) * gather_stride, mask=requests < num_reqs, other=0
-        )
+        known, requests = requests < num_reqs, requests.to(tl.int64)
+        wanted = tl.load(gather_lens + requests * gather_stride, mask=known, other=0)
+        if not WHOLE:
+            lengths = tl.load(seq_lens + requests * seq_stride, mask=known, other=0)
         tiles = (tl.minimum(tl.maximum(wanted, 0), room) + ROWS - 1) // ROWS
         ends = first + tl.cumsum(tiles, 0)
         last = first + tl.sum(tiles, 0)
@@ -93,15 +107,18 @@ def gather_wanted_kernel(
             done = ends <= tile
             request = (begin + tl.sum(done.to(tl.int32), 0)).to(tl.int64)
             index = (tile - tl.max(tl.where(done, ends, first), 0)) * ROWS + tl.arange(0, ROWS)
-            count = tl.load(gather_lens + request * gather_stride).to(tl.int64)
-            length = tl.load(seq_lens + request * seq_stride).to(tl.int64)
+            count = tl.sum(tl.where(requests == request, wanted, 0), 0)
             inside = (index < count) & (index < room)
+            position = index.to(tl.int64)
+            if not WHOLE:
+                length = tl.sum(tl.where(requests == request, lengths, 0), 0)
+                position += length.to(tl.int64) - count
             page, row, exists = locate_positions(
                 block_table,
                 table_stride,
                 column_stride,
                 request,
-                length - count + index,
+                position,
                 inside,
                 max_blocks,
                 num_blocks,
@@ -153,25 +170,34 @@ def gather_all_kernel(
     DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     EMULATE: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Every row of a dense result, zeros included: one tile per program."""
+    """Every row of a dense result, zeros included: one tile per program.
+
+    ``WHOLE``: all rows of a request are wanted, so that pages are looked up without its length."""
     request = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     index = rows - offset
-    count = tl.load(gather_lens + request * gather_stride).to(tl.int64)
-    length = tl.load(seq_lens + request * seq_stride).to(tl.int64)
+    count = tl.load(gather_lens + request * gather_stride)
+    wanted = (index >= 0) & (rows < num_rows)
+    position = index.to(tl.int64)
+    if not WHOLE:
+        wanted = wanted & (index < count)
+        length = tl.load(seq_lens + request * seq_stride)
+        position += length.to(tl.int64) - count
     page, row, exists = locate_positions(
         block_table,
         table_stride,
         column_stride,
         request,
-        length - count + index,
-        (index >= 0) & (index < count) & (rows < num_rows),
+        position,
+        wanted,
         max_blocks,
         num_blocks,
         BLOCK_SIZE,
     )
+    exists = exists & (index < count)
     start = out.to(tl.pointer_type(tl.int16), bitcast=True)
     _copy_rows(
         start + (request * num_rows + rows) * HEAD_DIM,

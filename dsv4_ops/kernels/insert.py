@@ -80,6 +80,12 @@ def quantize_and_insert_kernel(
     page, row, exists = place_slots(slot, num_blocks, BLOCK_SIZE)
     source = k + token.to(tl.int64) * row_stride
     start = k_cache + page * page_stride
+    if CODE_DIM < HEAD_DIM:
+        # RoPE, apart: its words keep the layout that they are loaded in; first: not behind stores
+        lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
+        words = source.to(tl.pointer_type(tl.int16), bitcast=True)
+        rope = words[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
+        rope_words = tl.load(rope, mask=given[:, None], other=0)
     insert_codes(
         source,
         dim_stride,
@@ -96,11 +102,7 @@ def quantize_and_insert_kernel(
         FLOAT_SCALES,
         EMULATE,
     )
-    if CODE_DIM < HEAD_DIM:  # RoPE, apart: its words keep the layout that they are loaded in
-        lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
-        words = source.to(tl.pointer_type(tl.int16), bitcast=True)
-        rope = words[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
-        rope_words = tl.load(rope, mask=given[:, None], other=0)
+    if CODE_DIM < HEAD_DIM:
         target = (start + row * DATA_BYTES + CODE_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
         tl.store(target[:, None] + lane, rope_words, mask=exists[:, None])
 

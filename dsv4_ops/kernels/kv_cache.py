@@ -87,6 +87,7 @@ def dequantize_and_gather_k_cache(
         DATA_BYTES=main.data_bytes,
         SCALE_BYTES=main.scale_bytes,
         EMULATE=EMULATE,
+        WHOLE=gather_lens is None,
         ROWS=WORKSPACE_ROWS,
         REQUESTS=REQUESTS,
         num_warps=WORKSPACE_WARPS,
@@ -138,6 +139,7 @@ def gather_k_cache(
         DATA_BYTES=main.data_bytes,
         SCALE_BYTES=main.scale_bytes,
         EMULATE=EMULATE,
+        WHOLE=gather_lens is None,
         ROWS=DENSE_ROWS,
         num_warps=DENSE_WARPS,
     )

@@ -21,9 +21,11 @@ def find_real(position, request, num_reqs):
 @triton.jit
 def place_slots(slot, num_blocks, block_size):
     """int64 page and row of slots, and which of them exist."""
-    exists = (slot >= 0) & (slot // block_size < num_blocks)
-    slot = tl.where(exists, slot, 0)
-    return slot // block_size, slot % block_size, exists
+    slot = slot.to(tl.uint64)  # below 0: past every page, in half the instructions
+    size = tl.full((), block_size, tl.uint64)
+    page, row = slot // size, slot % size
+    exists = page < num_blocks
+    return tl.where(exists, page, 0).to(tl.int64), row.to(tl.int64), exists
 
 
 @triton.jit
@@ -39,9 +41,28 @@ def locate_positions(
     block_size,
 ):
     """int64 page and row of int64 positions of int64 requests, and which of them exist."""
-    inside = wanted & (position >= 0) & (position // block_size < max_blocks)
-    position = tl.where(inside, position, 0)
-    entry = request * table_stride + position // block_size * column_stride
+    position = position.to(tl.uint64)
+    size = tl.full((), block_size, tl.uint64)
+    column, row = position // size, position % size
+    inside = wanted & (column < max_blocks)
+    entry = request * table_stride + tl.where(inside, column, 0).to(tl.int64) * column_stride
     page = tl.load(block_table + entry, mask=inside, other=-1)
     exists = (page >= 0) & (page < num_blocks)
-    return tl.where(exists, page, 0).to(tl.int64), position % block_size, exists
+    return tl.where(exists, page, 0).to(tl.int64), row.to(tl.int64), exists
+
+
+@triton.jit
+def prefetch_column(
+    block_table, table_stride, column_stride, num_reqs, max_blocks, row, BLOCK_SIZE: tl.constexpr
+):
+    """Bring the page of ``row`` into the L2 for each of the first 32 requests, whichever has it.
+
+    Programs that do so for their rows, while they wait for the lengths of the requests, bring all
+    the pages that they are going to look up. Volatile: what is loaded is not used. One program in
+    eight pages will do, whose entries share 32 bytes.
+    """
+    column = row // BLOCK_SIZE
+    request = tl.arange(0, 32)
+    useful = (request < num_reqs) & (column < max_blocks) & (row % (8 * BLOCK_SIZE) == 0)
+    entry = request.to(tl.int64) * table_stride + column.to(tl.int64) * column_stride
+    tl.load(block_table + entry, mask=useful, volatile=True)

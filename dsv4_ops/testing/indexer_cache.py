@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.testing.case import Case, OpTesting, i32, i64
@@ -73,7 +74,23 @@ def _gather_cases() -> list[Case]:
             {**_PAGES_OF_1, "num_rows": 1},
             ([nothing], [0.0]),
         ),
+        _many_requests("a key for two requests of three", cache, [0, 1, 1] * 30),
+        _many_requests("few keys of many requests", cache, ([0] * 99 + [1, 0]) * 20),
     ]
+
+
+def _many_requests(name: str, cache: Tensor, lens: list[int]) -> Case:
+    """Pages of one row: those of odd requests exist."""
+    starts = [sum(lens[:place]) for place in range(len(lens) + 1)]
+    table = [[place % 2 or -1] for place in range(len(lens))]
+    found = [place % 2 for place, length in enumerate(lens) if length] + [0, 0]
+    codes = [worked_page()[:128] if there else [0] * 128 for there in found]
+    return Case(
+        name,
+        (cache, i32(starts), i32(table)),
+        {**_PAGES_OF_1, "num_rows": len(found)},
+        (codes, [0.0078125 * there for there in found]),
+    )
 
 
 def _gather_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
