@@ -41,6 +41,7 @@ from dsv4_ops.ops.compressor_states import (
     save_compressor_states,
     save_compressor_states_functional,
 )
+from dsv4_ops.ops.compressor_step import save_and_compress, save_and_compress_functional
 from dsv4_ops.ops.indexer import indexer_logits, indexer_logits_ragged, indexer_quantize_q
 from dsv4_ops.ops.indexer_cache import (
     gather_indexer_k,
@@ -129,6 +130,8 @@ __all__ = [
     "quantize_and_insert_k_cache",
     "quantize_and_insert_k_cache_functional",
     "rope_cos_sin_cache",
+    "save_and_compress",
+    "save_and_compress_functional",
     "save_compressor_states",
     "save_compressor_states_functional",
     "sinkhorn",

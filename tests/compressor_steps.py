@@ -217,3 +217,24 @@ def run_in_chunks(
             keep_all=rng.random() < 0.5,
             call=call,
         )
+
+
+def together(step: Any = ops.save_and_compress) -> tuple[Any, Any]:
+    """``call`` for ``Engine.step``: both halves of a step, in either order, as one call of
+    ``step``."""
+    kept: dict[str, Any] = {}
+
+    def save(*tensors: Any, **settings: Any) -> None:
+        kept["save"] = tensors[3]
+        finish()
+
+    def compress(*tensors: Any, **settings: Any) -> None:
+        kept["compress"] = tensors, settings
+        finish()
+
+    def finish() -> None:
+        if len(kept) == 2:
+            tensors, settings = kept.pop("compress")
+            step(*tensors[:4], kept.pop("save"), *tensors[4:], **settings)
+
+    return save, compress

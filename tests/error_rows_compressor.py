@@ -6,12 +6,13 @@ from collections.abc import Iterator
 import torch
 from error_rows_cache import ALLOCATE_PLAIN, Entry, cache_rows, layout_rows
 from error_rows_valid import MAIN, NUMBERS, ORDER, OWN, Valid
-from helpers import i32
+from helpers import i32, i64
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout, StateLayout
 
 SAVE = ("save_compressor_states", "save_compressor_states_functional")
 COMPRESS = ("compress_and_insert", "compress_and_insert_functional")
+STEP = ("save_and_compress", "save_and_compress_functional")
 ALLOCATE = "Allocate it with StateLayout(block_size).allocate(num_blocks)."
 
 
@@ -42,27 +43,28 @@ OWN |= {
             "cos_sin_cache": Valid(torch.ones(9, 64), "[num_positions, rope_dim]"),
             "k_cache": MAIN,
         }
-        for op in COMPRESS
+        for op in (*COMPRESS, *STEP)
     },
 }
+for op in STEP:
+    OWN[op]["state_slot_mapping"] = Valid(i64([12, 13, 8, 9, 4]), "[num_tokens]")
 NUMBERS |= {"eps": 1e-6, "overlap": True, "state_block_size": 4}
+COMPRESS_ORDER = (
+    "positions",
+    "req_indices",
+    "slot_mapping",
+    "state_block_table",
+    "k_cache",
+    "norm_weight",
+    "cos_sin_cache",
+    "ape",
+    "kv_score",
+    "states",
+)
 ORDER |= {
     **dict.fromkeys(SAVE, ("slot_mapping", "positions", "ape", "kv_score", "states")),
-    **dict.fromkeys(
-        COMPRESS,
-        (
-            "positions",
-            "req_indices",
-            "slot_mapping",
-            "state_block_table",
-            "k_cache",
-            "norm_weight",
-            "cos_sin_cache",
-            "ape",
-            "kv_score",
-            "states",
-        ),
-    ),
+    **dict.fromkeys(COMPRESS, COMPRESS_ORDER),
+    **dict.fromkeys(STEP, (*COMPRESS_ORDER, "state_slot_mapping")),
 }
 
 
@@ -173,6 +175,6 @@ COMPRESSOR_TABLE: dict[str, list[Entry]] = {
             *number_rows(),
             *compress_rows(),
         ]
-        for op in COMPRESS
+        for op in (*COMPRESS, *STEP)
     },
 }

@@ -8,6 +8,7 @@ from typing import Any
 import oracles
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 INT32_MIN = -(2**31)
 INT32_MAX = 2**31 - 1
@@ -190,3 +191,16 @@ def random_page(rng: Random, block_size: int) -> int:
         return rng.choice((0, 1, *[rng.randrange(1000)] * 6))
     limit = 2**31 // block_size
     return rng.choice((-1, -6, INT32_MIN, INT32_MAX, 50_000_000, limit - 1, min(limit, INT32_MAX)))
+
+
+class Called(TorchDispatchMode):
+    """Names of our ops, in the order of their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "dsv4_ops":
+            self.names.append(op._opname)
+        return op(*args, **(kwargs or {}))

@@ -4,12 +4,12 @@ tokens, several times; tests/test_compressor_kernels.py starts it with TRITON_IN
 import sys
 
 import torch
-from compressor_steps import SPECS, Engine, random_sequences, random_weights
+from compressor_steps import SPECS, Engine, random_sequences, random_weights, together
 from interpret_kernels import check, fuzz
 
-import dsv4_ops as ops
 from dsv4_ops.core.layout import StateLayout
 from dsv4_ops.kernels import compressor as kernels
+from dsv4_ops.kernels.compressor_step import save_and_compress
 from dsv4_ops.testing.case import Case
 
 PROGRAMS = ((1, 1, 1), (2, 3, 2), (8, 1, 4), (4, 5, 1))
@@ -23,11 +23,12 @@ def long_prefill(kind: str, lens: list[int], seed: int) -> None:
     sequences = random_sequences(kind, lens, seed)
     ours, theirs = (Engine(kind, weights, lens) for _ in range(2))
 
-    def compress(*tensors: torch.Tensor, **settings: object) -> None:
-        kernels.compress_and_insert(lambda kernel: kernel, *tensors, **settings)
+    def step(*tensors: torch.Tensor, **settings: object) -> None:
+        save_and_compress(lambda kernel: kernel, *tensors, **settings)
 
-    ours.step(sequences, padding=5, call=(ops.save_compressor_states, compress))
+    ours.step(sequences, padding=5, call=together(step))
     theirs.step(sequences, padding=5)
+    assert torch.equal(ours.states.nan_to_num(), theirs.states.nan_to_num())
     for request in range(len(lens)):
         actual, expected = ours.rows(request), theirs.rows(request)
         torch.testing.assert_close(actual, expected, rtol=0, atol=3e-6)
@@ -73,11 +74,15 @@ def nearly_whole_windows(kind: str, tokens: int, seed: int) -> None:
 
 
 def main(examples: int) -> None:
-    for tokens, programs, depth in PROGRAMS:
+    for number, (tokens, programs, depth) in enumerate(PROGRAMS):
+        kernels.MIXED_WARPS = (1, 99)[number % 2]
+        kernels.SHORT_SAVED = kernels.INSERT_SAVED = 2**number
         kernels.SHORT_TOKENS = kernels.LONG_TOKENS = kernels.INSERT_TOKENS = tokens
-        kernels.SHORT_PROGRAMS = kernels.LONG_PROGRAMS = programs
+        kernels.SHORT_TOKENS_SAVED = tokens
+        kernels.SHORT_PROGRAMS = kernels.LONG_PROGRAMS = kernels.INSERT_PROGRAMS = programs
         kernels.DEPTH = kernels.LONG_DEPTH = depth
-        fuzz("compress_and_insert", examples)
+        fuzz("compress_and_insert", examples // 2)
+        fuzz("save_and_compress", examples - examples // 2)
         long_prefill("C4 indexer", [90, 3, 107], tokens)
         long_prefill("C128 narrow", [300, 3, 140], tokens)
         nearly_whole_windows("C4 indexer", 60, tokens)

@@ -60,7 +60,7 @@ def sizes_of(spec: LayerSpec, kind: str) -> Sizes:
 class SmallLayer(nn.Module):
     """Projections, the attention layer between them, and the output projection."""
 
-    schedule = "decode"
+    schedule, state_rings = "decode", False
 
     def __init__(self, kind: str, spec: LayerSpec, device: str = "cpu") -> None:
         super().__init__()
@@ -113,8 +113,9 @@ class SmallLayer(nn.Module):
         """Grouped outputs of projected tokens."""
         weights, caches = self.attention.weights, self.attention.caches
         given, step = LayerInputs(**inputs), self.step(*batch)
-        held = (weights, caches)
-        return attention_layer(self.spec, self.kind, given, *held, step, schedule=self.schedule)
+        held, chosen = (weights, caches), {"schedule": self.schedule}
+        chosen |= {"state_rings": self.state_rings}
+        return attention_layer(self.spec, self.kind, given, *held, step, **chosen)
 
     def on_caches(self, x: Tensor, batch: tuple[Tensor, ...], caches: tuple[Tensor, ...]) -> Tensor:
         """``forward`` with caches that are arguments."""

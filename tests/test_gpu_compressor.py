@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from compressor_steps import KINDS, LAYOUTS, Engine, random_sequences, random_weights, run_in_chunks
+from compressor_steps import (
+    KINDS,
+    LAYOUTS,
+    Engine,
+    random_sequences,
+    random_weights,
+    run_in_chunks,
+    together,
+)
 from hypothesis import HealthCheck, given, settings
 
 import dsv4_ops as ops
@@ -32,7 +40,9 @@ def on_device(case: Case) -> Case:
     return case.on(DEVICE)
 
 
-@pytest.mark.parametrize("name", ["save_compressor_states", "compress_and_insert"])
+@pytest.mark.parametrize(
+    "name", ["save_compressor_states", "compress_and_insert", "save_and_compress"]
+)
 def test_kernels_agree_with_the_reference(name: str) -> None:
     """Drawn calls of every configuration, the e4m3 cast of the hardware included."""
     spec = OPS[name]
@@ -69,7 +79,8 @@ def test_any_cut_into_steps_gives_the_same_bytes(kind: str, seed: int) -> None:
     """Not nearly the same: a program sums the rows of a window in one order, wherever they are."""
     whole, sequences = filled(kind, LAYOUTS[kind], LENS[kind])
     engine = Engine(kind, whole.weights, LENS[kind], layout=LAYOUTS[kind], seed=0, device=DEVICE)
-    run_in_chunks(engine, sequences, Random(seed), (2, 9, 60, 300)[seed])
+    call = together() if seed % 2 else None
+    run_in_chunks(engine, sequences, Random(seed), (2, 9, 60, 300)[seed], call)
     assert torch.equal(engine.cache, whole.cache)
     assert whole.cache.any()
 
@@ -87,8 +98,13 @@ def test_rows_are_those_of_the_reference(kind: str) -> None:
 
 @each_kind
 def test_a_long_prefill_is_the_sum_of_its_parts(kind: str) -> None:
-    """16,411 tokens in one call, in which programs look at many tokens, and in calls of 1,000."""
+    """16,411 tokens in one call, in which programs look at many tokens, in one call of the op that
+    saves their states too, and in calls of 1,000."""
     whole, (rows,) = filled(kind, LAYOUTS[kind], [16411], seed=5)
+    both = Engine(kind, whole.weights, [16411], layout=LAYOUTS[kind], device=DEVICE)
+    both.step([rows], call=together())
+    assert torch.equal(both.cache, whole.cache)
+    assert torch.equal(both.states.nan_to_num(), whole.states.nan_to_num())
     engine = Engine(kind, whole.weights, [16411], layout=LAYOUTS[kind], device=DEVICE)
     for start in range(0, 16411, 1000):
         engine.step([rows[start : start + 1000]])
@@ -144,10 +160,25 @@ def test_every_request_of_a_decode_batch_may_finish_a_window(kind: str) -> None:
     assert int(together.abs().amax(-1).count_nonzero()) == count
 
 
-def step(kind: str, weights: dict[str, torch.Tensor], inputs: tuple[Any, ...]) -> None:
-    """Save, then compress."""
+def step(
+    kind: str, weights: dict[str, torch.Tensor], inputs: tuple[Any, ...], fused: bool = False
+) -> None:
+    """Save, then compress; or both at once."""
     spec = KINDS[kind]
     kv_score, states, table, positions, requests, cache, state_slots, slots = inputs
+    first = (kv_score, weights["ape"], states, table)
+    rest = (positions, requests, weights["norm_weight"], weights["cos_sin_cache"], cache, slots)
+    settings = {
+        "compress_ratio": spec["ratio"],
+        "overlap": spec["overlap"],
+        "eps": 1e-6,
+        "state_block_size": spec["state_block_size"],
+        "block_size": spec["block_size"],
+        "layout": LAYOUTS[kind],
+    }
+    if fused:
+        ops.save_and_compress(*first, state_slots, *rest, **settings)
+        return
     ops.save_compressor_states(
         kv_score,
         weights["ape"],
@@ -157,44 +188,28 @@ def step(kind: str, weights: dict[str, torch.Tensor], inputs: tuple[Any, ...]) -
         compress_ratio=spec["ratio"],
         block_size=spec["state_block_size"],
     )
-    ops.compress_and_insert(
-        kv_score,
-        weights["ape"],
-        states,
-        table,
-        positions,
-        requests,
-        weights["norm_weight"],
-        weights["cos_sin_cache"],
-        cache,
-        slots,
-        compress_ratio=spec["ratio"],
-        overlap=spec["overlap"],
-        eps=1e-6,
-        state_block_size=spec["state_block_size"],
-        block_size=spec["block_size"],
-        layout=LAYOUTS[kind],
-    )
+    ops.compress_and_insert(*first, *rest, **settings)
 
 
 def decode_inputs(kind: str, weights: dict[str, torch.Tensor], seed: int) -> tuple[Any, ...]:
-    """16 requests of one token each, some of which finish a window."""
+    """16 requests of one token each, some of which finish a window. States are saved to pages 30
+    and up, which no window reads."""
     spec, made = KINDS[kind], torch.Generator().manual_seed(seed)
     width, size = weights["ape"].shape[1], spec["state_block_size"]
     layout = StateLayout(size, 2 * width)
     positions = torch.randint(0, 4, (16,), generator=made) * spec["ratio"] + spec["ratio"] - 1
     positions -= torch.randint(0, 2, (16,), generator=made)
-    columns = 4 * spec["ratio"] // size
+    pages = torch.randint(-1, 31, (16, 4 * spec["ratio"] // size), generator=made)
     cache_layout = Engine(kind, weights, [1], layout=LAYOUTS[kind]).cache_layout
     cache = torch.randint(0, 256, cache_layout.shape(16), generator=made, dtype=torch.uint8)
     return (
         torch.randn(16, 2 * width, generator=made),
         torch.randn(layout.shape(40), generator=made),
-        torch.randint(-1, 41, (16, columns), generator=made).int(),
+        torch.where(pages < 30, pages, 40).int(),
         positions,
         torch.arange(16).int(),
         cache,
-        torch.randperm(40 * size, generator=made)[:16],
+        torch.randperm(10 * size, generator=made)[:16] + 30 * size,
         torch.randperm(16 * spec["block_size"], generator=made)[:16],
     )
 
@@ -219,19 +234,20 @@ def agrees(kind: str, weights: Any, start: tuple[Any, ...], actual: tuple[Any, .
 
 
 @each_kind
-def test_captured_steps_follow_their_inputs(kind: str) -> None:
-    """One CUDA graph of both ops, replayed after all inputs changed in place, without a host
-    sync."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_captured_steps_follow_their_inputs(kind: str, fused: bool) -> None:
+    """One CUDA graph of both ops, or of the one that is both, replayed after all inputs changed in
+    place, without a host sync."""
     weights = {name: t.to(DEVICE) for name, t in random_weights(kind, 1).items()}
     static = tuple(tensor.to(DEVICE) for tensor in decode_inputs(kind, weights, 0))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step(kind, weights, static)
+        step(kind, weights, static, fused)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step(kind, weights, static)
+        step(kind, weights, static, fused)
     for seed in range(1, 9):
         fresh = decode_inputs(kind, weights, seed)
         for tensor, value in zip(static, fresh, strict=True):
@@ -247,7 +263,8 @@ def test_captured_steps_follow_their_inputs(kind: str) -> None:
 
 @each_kind
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_steps_write_in_place(kind: str, dynamic: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_compiled_steps_write_in_place(kind: str, fused: bool, dynamic: bool) -> None:
     """Our kernels in the graph, nothing copied, nothing allocated."""
     torch._dynamo.reset()
     weights = {name: t.to(DEVICE) for name, t in random_weights(kind, 1).items()}
@@ -255,12 +272,12 @@ def test_compiled_steps_write_in_place(kind: str, dynamic: bool) -> None:
     static = tuple(tensor.to(DEVICE) for tensor in fresh)
     addresses = [tensor.data_ptr() for tensor in static]
     compiled = torch.compile(
-        lambda *inputs: step(kind, weights, inputs), fullgraph=True, dynamic=dynamic
+        lambda *inputs: step(kind, weights, inputs, fused), fullgraph=True, dynamic=dynamic
     )
     _, code = compile_and_get_code(compiled, *static)
     agrees(kind, weights, fresh, static)
     assert addresses == [tensor.data_ptr() for tensor in static]
-    assert "save_compressor_states_kernel" in code
+    assert ("save_compressor_states_kernel" in code) != fused
     long = kind == "C128"
     assert ("insert_pooled_kernel" if long else "compress_and_insert_kernel") in code
     assert ".copy_(" not in code

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
 from hf_models import LENGTH, REQUESTS, Engine, expected, random_counts, text
+from torch._dynamo.utils import counters
 
 from dsv4_ops.demo.model import small_model
 from dsv4_ops.integrations import transformers as v4
@@ -126,3 +127,32 @@ def test_package_on_a_gpu(drift, tmp_path):
         for request in range(REQUESTS):
             engine.done[request] = place + 1
     assert float(torch.stack(difference).max()) < 0.3
+
+
+def generated(model, ids, **more):
+    greedy = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    return model.generate(ids, **greedy, **more).tolist()
+
+
+def test_generate_compiles_by_itself():
+    """transformers compiles the decoding of a cache that says it is compileable."""
+    ids = text().cuda()[:2, :40]
+    want = generated(small_model(device="cuda"), ids)
+    model = v4.patch(small_model(device="cuda"), kv="fp32", precision="reference")
+    counters.clear()
+    assert generated(model, ids, past_key_values=cache_of(model)) == want
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert generated(model, ids, disable_compile=True) == want
+
+
+def test_generate_of_the_defaults():
+    """FP8 and the official recipe, a cache that ``generate`` makes, prompts of two lengths."""
+    model = v4.patch(small_model(device="cuda", dtype=torch.bfloat16))
+    ids = text().cuda()[:2, :40].clone()
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    eager = generated(model, ids, attention_mask=mask, disable_compile=True)
+    compiled = generated(model, ids, attention_mask=mask)
+    assert [row[:41] for row in compiled] == [row[:41] for row in eager]  # of the same prefill
+    assert {len(row) for row in compiled} == {52}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import i32
+from helpers import Called, i32
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layers import (
@@ -218,6 +218,34 @@ def test_a_step_is_the_same_from_metadata() -> None:
         pairs = zip(leaves(again), leaves(step), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
     assert len(leaves(step)) == 16
+
+
+@pytest.mark.parametrize("kind", ["c4", "c128"])
+@pytest.mark.parametrize("rings", [False, True])
+def test_states_of_rings_are_saved_when_the_windows_were_read(kind: str, rings: bool) -> None:
+    """Otherwise both are one op; either way a sequence in pieces is what it is at once."""
+    layer, inputs, whole = in_one_pass(kind, PLAIN)
+    layer.state_rings = rings
+    try:
+        with Called() as called:
+            (out,) = in_chunks(layer, inputs[:1], [[5, 0, 1, 1, 30, LENGTH - 37]])
+    finally:
+        layer.state_rings = False
+    torch.testing.assert_close(out, whole[0], rtol=0, atol=3e-6)
+    compressor = {"save_and_compress", "compress_and_insert", "save_compressor_states"}
+    names = [name for name in called.names if name in compressor]
+    of_step = ["compress_and_insert", "save_compressor_states"] if rings else ["save_and_compress"]
+    assert names == of_step * (6 * (2 if kind == "c4" else 1))
+
+
+def test_state_rings_must_be_a_bool() -> None:
+    layer, inputs = layer_of("c128", PLAIN)
+    layer.state_rings = 1
+    try:
+        with pytest.raises(TypeError, match="attention_layer: state_rings must be a bool, got int"):
+            in_chunks(layer, inputs[:1], [[5]])
+    finally:
+        layer.state_rings = False
 
 
 def leaves(tree: Any) -> list[Tensor]:

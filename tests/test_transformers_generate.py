@@ -6,11 +6,13 @@ from functools import lru_cache
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
 import transformers
+from helpers import Called
 from hf_models import new_cache, reference, text
 
 from dsv4_ops.demo.model import small_model
@@ -331,3 +333,29 @@ def test_what_hugging_face_refuses():
         generate(reference(), prompt_lookup_num_tokens=3)
     with pytest.raises(NotImplementedError, match="output_hidden_states must be False"):
         generate(reference(), output_hidden_states=True, return_dict_in_generate=True)
+
+
+def test_states_of_prompts_are_saved_when_their_windows_were_read():
+    """They are kept in short rings; a single token overwrites nothing that it needs."""
+    compressor = {"save_and_compress", "compress_and_insert", "save_compressor_states"}
+    model = reference()
+    compressors = sum(1 + (kind == "c4") for kind in model.dsv4_ops_spec.kinds if kind != "window")
+    with Called() as called:
+        generate(model, max_new_tokens=2)
+    names = [name for name in called.names if name in compressor]
+    prompt, token = names[: 2 * compressors], names[2 * compressors :]
+    assert prompt == ["compress_and_insert", "save_compressor_states"] * compressors
+    assert token == ["save_and_compress"] * compressors
+    assert compressors > 1
+
+
+def test_transformers_compiles_it_by_itself():
+    """As it does on a GPU; with Dynamo alone, as all graphs are compiled elsewhere."""
+    torch._dynamo.reset()
+    counters.clear()
+    settings = transformers.CompileConfig(backend="eager", mode=None, fullgraph=True)
+    settings._compile_all_devices = True
+    out = generate(reference(), past_key_values=cache_of(), compile_config=settings)
+    assert torch.equal(out, wanted())
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()

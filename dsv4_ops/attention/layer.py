@@ -15,6 +15,7 @@ from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.core.types import QuantizedGroups
 from dsv4_ops.ops.compressor import compress_and_insert
 from dsv4_ops.ops.compressor_states import save_compressor_states
+from dsv4_ops.ops.compressor_step import save_and_compress
 from dsv4_ops.ops.indexer import indexer_quantize_q
 from dsv4_ops.ops.indexer_topk import indexer_select
 from dsv4_ops.ops.mla_prefill import sparse_mla_prefill
@@ -39,6 +40,7 @@ def attention_layer(
     step: AttentionStep,
     *,
     schedule: str = "decode",
+    state_rings: bool = False,
 ) -> Tensor | QuantizedGroups:
     """Write the keys of a step's tokens to the layer's caches, and attend to them and to those of
     the steps before.
@@ -54,6 +56,8 @@ def attention_layer(
         schedule: "decode" splits the keys of few tokens over the GPU (``sparse_mla_decode``);
             "prefill" gives many tokens a program each and reads the block tables themselves
             (``sparse_mla_prefill``). Both take any batch, and their results agree up to rounding.
+        state_rings: Whether a token may keep its states where a window of the step reads older
+            ones, as in short rings. States are then saved behind the windows, by another kernel.
 
     Returns:
         The attention output as the grouped output projection takes it, [num_tokens, num_groups,
@@ -91,15 +95,16 @@ def attention_layer(
     _check(spec, kind, inputs, weights, caches, step)
     checks = Checks("attention_layer")
     checks.one_of("schedule", schedule, "decode", "prefill")
+    checks.flag("state_rings", state_rings)
     if schedule == "prefill":
         pages: Any = step.swa_block_table
         checks.tensor("step.swa_block_table", pages, torch.int32, "num_reqs", "max_swa_blocks")
     q = insert_window(spec, inputs, weights, caches, step)
     selected = None
     if kind != "window":
-        insert_compressed(spec, kind, inputs, weights, caches, step)
+        insert_compressed(spec, kind, inputs, weights, caches, step, state_rings)
     if kind == "c4":
-        insert_indexer_keys(spec, inputs, weights, caches, step)
+        insert_indexer_keys(spec, inputs, weights, caches, step, state_rings)
         selected = select(spec, inputs, weights, caches, step)
     attend_to = attend if schedule == "decode" else attend_whole
     out = attend_to(spec, kind, q, selected, weights, caches, step)
@@ -146,6 +151,7 @@ def insert_compressed(
     weights: LayerWeights,
     caches: LayerCaches,
     step: AttentionStep,
+    state_rings: bool = False,
 ) -> None:
     """Store the compressed rows that the step finishes, and its states."""
     tensors = (
@@ -156,7 +162,7 @@ def insert_compressed(
         caches.compressed,
     )
     group = step.c4 if kind == "c4" else step.c128
-    _compress(spec, kind, tensors, weights, step, group, spec.layout)
+    _compress(spec, kind, tensors, weights, step, group, spec.layout, state_rings)
 
 
 def insert_indexer_keys(
@@ -165,6 +171,7 @@ def insert_indexer_keys(
     weights: LayerWeights,
     caches: LayerCaches,
     step: AttentionStep,
+    state_rings: bool = False,
 ) -> None:
     """The same for the indexer."""
     tensors = (
@@ -174,7 +181,7 @@ def insert_indexer_keys(
         caches.indexer_states,
         caches.indexer,
     )
-    _compress(spec, "c4", tensors, weights, step, step.c4, spec.indexer_layout)
+    _compress(spec, "c4", tensors, weights, step, step.c4, spec.indexer_layout, state_rings)
 
 
 def _compress(
@@ -185,36 +192,29 @@ def _compress(
     step: AttentionStep,
     group: CompressedStep,
     layout: str,
+    state_rings: bool,
 ) -> None:
-    """Store the rows that the step finishes, then what later steps need to finish theirs: where
-    states share a page with those of older tokens, these have been read by then."""
+    """Store the rows that the step finishes, and what later steps need to finish theirs: in rings
+    when the states that it overwrites have been read."""
     kv_score, ape, norm_weight, states, cache = (cast(Tensor, tensor) for tensor in tensors)
-    compress_and_insert(
-        kv_score,
-        ape,
-        states,
-        group.state_block_table,
-        step.positions,
-        step.req_indices,
-        norm_weight,
-        weights.cos_sin_cache,
-        cache,
-        group.slot_mapping,
-        compress_ratio=spec.ratio(kind),
-        overlap=kind == "c4",
-        eps=spec.eps,
-        state_block_size=spec.state_page_size(kind),
-        block_size=spec.page_size(kind),
-        layout=layout,
-    )
+    ratio, state_page_size = spec.ratio(kind), spec.state_page_size(kind)
+    before, own = (kv_score, ape, states, group.state_block_table), group.state_slot_mapping
+    norm = (norm_weight, weights.cos_sin_cache)
+    behind = (step.positions, step.req_indices, *norm, cache, group.slot_mapping)
+    settings: dict[str, Any] = {
+        "compress_ratio": ratio,
+        "overlap": kind == "c4",
+        "eps": spec.eps,
+        "state_block_size": state_page_size,
+        "block_size": spec.page_size(kind),
+        "layout": layout,
+    }
+    if not state_rings:
+        save_and_compress(*before, own, *behind, **settings)
+        return
+    compress_and_insert(*before, *behind, **settings)
     save_compressor_states(
-        kv_score,
-        ape,
-        states,
-        group.state_slot_mapping,
-        step.positions,
-        compress_ratio=spec.ratio(kind),
-        block_size=spec.state_page_size(kind),
+        kv_score, ape, states, own, step.positions, compress_ratio=ratio, block_size=state_page_size
     )
 
 

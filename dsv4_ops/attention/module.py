@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -103,11 +105,13 @@ class AttentionLayer(nn.Module):
         indexer_kv_score: Tensor | None = None,
         *,
         schedule: str = "decode",
+        state_rings: bool = False,
     ) -> Tensor | QuantizedGroups:
         """``attention_layer`` of this layer; the tensors are those of ``LayerInputs``."""
         inputs = LayerInputs(q, kv, kv_score, indexer_q, indexer_weights, indexer_kv_score)
         held = (self.weights, self.caches)
-        return attention_layer(self.spec, self.kind, inputs, *held, step, schedule=schedule)
+        chosen: dict[str, Any] = {"schedule": schedule, "state_rings": state_rings}
+        return attention_layer(self.spec, self.kind, inputs, *held, step, **chosen)
 
     def extra_repr(self) -> str:
         return f"{self.kind}, num_heads={self.attn_sink.shape[0]}"

@@ -51,7 +51,7 @@ class Kind:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keyword arguments of ``compress_and_insert``."""
+        """Keyword arguments of ``save_and_compress``."""
         return {
             "compress_ratio": self.ratio,
             "overlap": self.overlap,
@@ -72,8 +72,7 @@ KINDS = {
 @functools.cache
 def save_and_compress(kind: str) -> Callable[..., None]:
     """What a layer does in every step, for one kind of compressor."""
-    spec = KINDS[kind]
-    ratio, block_size, settings = spec.ratio, spec.state_block_size, spec.settings
+    settings = KINDS[kind].settings
 
     def call(
         kv_score: Tensor,
@@ -88,12 +87,8 @@ def save_and_compress(kind: str) -> Callable[..., None]:
         k_cache: Tensor,
         slots: Tensor,
     ) -> None:
-        dsv4_ops.save_compressor_states(
-            kv_score, ape, states, state_slots, positions,
-            compress_ratio=ratio, block_size=block_size,
-        )  # fmt: skip
-        dsv4_ops.compress_and_insert(
-            kv_score, ape, states, state_table, positions, req_indices, norm_weight,
+        dsv4_ops.save_and_compress(
+            kv_score, ape, states, state_table, state_slots, positions, req_indices, norm_weight,
             cos_sin_cache, k_cache, slots, **settings,
         )  # fmt: skip
 

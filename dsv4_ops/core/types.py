@@ -58,6 +58,13 @@ class TopkIndices(NamedTuple):
     lens: Tensor
 
 
+class CompressorStep(NamedTuple):
+    """States and cache behind a step; see ``dsv4_ops.save_and_compress_functional``."""
+
+    states: Tensor
+    k_cache: Tensor
+
+
 class IndexerKeys(NamedTuple):
     """Gathered keys of the lightning indexer; see ``dsv4_ops.gather_indexer_k``."""
 

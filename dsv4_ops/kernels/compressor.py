@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, QuantizedLayout, StateLayout
+from dsv4_ops.kernels.compressor_states import save_compressor_states
 from dsv4_ops.kernels.launch import EMULATE, Launch
 from dsv4_ops.kernels.long_windows import insert_pooled_kernel, pool_windows_kernel
 from dsv4_ops.kernels.short_windows import compress_and_insert_kernel
@@ -35,7 +36,18 @@ SHORT_WINDOW = 32
 SHORT_TOKENS, LONG_TOKENS, INSERT_TOKENS = 4, 128, 32
 """Tokens that a program looks at together."""
 
-SHORT_PROGRAMS, LONG_PROGRAMS = 8 * 132 + 1, 33
+SAVE_COLUMNS, SHORT_SAVED, INSERT_SAVED = 1024, 32, 16
+"""Most values of a row of states that a program saves, and values per thread: more where a program
+has many registers, and an SM few programs."""
+
+SHORT_TOKENS_SAVED = 8
+"""``SHORT_TOKENS`` where other programs save states."""
+
+MIXED_WARPS = 4
+"""Warps with which not all programs that look for windows run at once: those that save states then
+come between them, else behind them."""
+
+SHORT_PROGRAMS, LONG_PROGRAMS, INSERT_PROGRAMS = 8 * 132 + 1, 33, 133
 """Programs below which each gets fewer tokens; odd."""
 
 
@@ -59,14 +71,74 @@ def compress_and_insert(
     block_size: int,
     layout: str,
 ) -> None:
+    launch_windows(
+        launch,
+        "compress_and_insert",
+        kv_score,
+        ape,
+        states,
+        state_block_table,
+        None,
+        positions,
+        req_indices,
+        norm_weight,
+        cos_sin_cache,
+        k_cache,
+        slot_mapping,
+        compress_ratio=compress_ratio,
+        overlap=overlap,
+        eps=eps,
+        state_block_size=state_block_size,
+        block_size=block_size,
+        layout=layout,
+    )
+
+
+def launch_windows(
+    launch: Launch,
+    op: str,
+    kv_score: Tensor,
+    ape: Tensor,
+    states: Tensor,
+    state_block_table: Tensor,
+    state_slot_mapping: Tensor | None,
+    positions: Tensor,
+    req_indices: Tensor,
+    norm_weight: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_ratio: int,
+    overlap: bool,
+    eps: float,
+    state_block_size: int,
+    block_size: int,
+    layout: str,
+) -> None:
+    """``compress_and_insert``; with a ``state_slot_mapping``, further programs of the kernel that
+    stores rows save the states."""
     width, head_dim = int(ape.shape[1]), int(norm_weight.shape[0])
-    checks = Checks("compress_and_insert")
+    checks = Checks(op)
     checks.page_start("states", states, StateLayout(state_block_size, max(2 * width, 1)))
     quantized = _quantized(layout, block_size)
     if quantized is not None:
         checks.page_start("k_cache", k_cache, quantized)
     num_tokens, num_reqs = positions.shape[0], state_block_table.shape[0]
-    if num_tokens == 0 or num_reqs == 0 or k_cache.shape[0] == 0 or head_dim == 0:
+    if num_tokens == 0 or head_dim == 0:
+        return
+    if num_reqs == 0 or k_cache.shape[0] == 0:  # no window has a place
+        if state_slot_mapping is not None:
+            save_compressor_states(
+                launch,
+                kv_score,
+                ape,
+                states,
+                state_slot_mapping,
+                positions,
+                compress_ratio=compress_ratio,
+                block_size=state_block_size,
+            )
         return
     if kv_score.stride(1) != 1:
         kv_score = kv_score.contiguous()
@@ -87,6 +159,8 @@ def compress_and_insert(
     rotation = (norm_weight.contiguous(), cos_sin_cache.contiguous(), cos_sin_cache.shape[0])
     pages = (k_cache, int(k_cache.stride(0)), k_cache.shape[0])
     slots = (slot_mapping, slot_mapping.stride(0), num_tokens)
+    own = slot_mapping if state_slot_mapping is None else state_slot_mapping
+    state_slots = (own, own.stride(0))
     num_rows = compress_ratio * (2 if overlap else 1)
     window: dict[str, Any] = {
         "RATIO": compress_ratio,
@@ -109,17 +183,23 @@ def compress_and_insert(
         "EMULATE": EMULATE,
     }
     if num_rows <= SHORT_WINDOW:
-        programs = _programs(num_tokens, SHORT_TOKENS, SHORT_PROGRAMS)
-        launch(compress_and_insert_kernel)[programs,](
+        threads = _rows_of_threads(window, finish["DIM"], SHORT_WARPS, DEPTH)
+        save = _tiles(state_slot_mapping, width, threads["num_warps"], SHORT_SAVED)
+        looked_at = SHORT_TOKENS if state_slot_mapping is None else SHORT_TOKENS_SAVED
+        programs = _programs(num_tokens, looked_at, SHORT_PROGRAMS)
+        launch(compress_and_insert_kernel)[programs + _num_tiles(num_tokens, save),](
             *rows,
             *tokens,
             *rotation,
             *pages,
             *slots,
-            TOKENS=SHORT_TOKENS,
+            *state_slots,
+            TOKENS=looked_at,
+            MIXED=threads["num_warps"] >= MIXED_WARPS,
             **window,
             **finish,
-            **_rows_of_threads(window, finish["DIM"], SHORT_WARPS, DEPTH),
+            **threads,
+            **save,
         )
         return
     programs = _programs(num_tokens, LONG_TOKENS, LONG_PROGRAMS)
@@ -137,20 +217,43 @@ def compress_and_insert(
         **window,
         **_rows_of_threads(window, channels, LONG_WARPS, LONG_DEPTH),
     )
-    for name in ("NUM_ROWS", "WIDTH", "STATE_BLOCK"):
-        del window[name]
-    launch(insert_pooled_kernel)[_programs(num_tokens, INSERT_TOKENS, LONG_PROGRAMS),](
+    del window["NUM_ROWS"]
+    save = _tiles(state_slot_mapping, width, INSERT_WARPS, INSERT_SAVED)
+    programs = _programs(num_tokens, INSERT_TOKENS, INSERT_PROGRAMS)
+    launch(insert_pooled_kernel)[programs + _num_tiles(num_tokens, save),](
         pooled,
         num_reqs,
         *tokens,
         *rotation,
         *pages,
         *slots,
+        *rows[:6],
+        *state_slots,
         TOKENS=INSERT_TOKENS,
         **window,
         **finish,
+        **save,
         num_warps=INSERT_WARPS,
     )
+
+
+def _tiles(
+    state_slot_mapping: Tensor | None, width: int, warps: int, values: int
+) -> dict[str, int]:
+    """How programs of some warps share the states of all tokens among them; none without slots."""
+    if state_slot_mapping is None:
+        return {"SAVE_TOKENS": 0, "SAVE_COLUMNS": 0, "SAVE_PARTS": 0}
+    columns = min(SAVE_COLUMNS, triton.next_power_of_2(2 * width))
+    return {
+        "SAVE_TOKENS": max(warps * 32 * values // columns, 1),
+        "SAVE_COLUMNS": columns,
+        "SAVE_PARTS": (2 * width + columns - 1) // columns,
+    }
+
+
+def _num_tiles(num_tokens: int, save: dict[str, int]) -> int:
+    tokens = save["SAVE_TOKENS"]
+    return (num_tokens + tokens - 1) // tokens * save["SAVE_PARTS"] if tokens else 0
 
 
 def _quantized(layout: str, block_size: int) -> QuantizedLayout | None:

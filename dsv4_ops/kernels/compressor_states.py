@@ -20,6 +20,47 @@ WARPS = 4
 
 
 @triton.jit
+def save_tile(
+    token,
+    column,
+    slot,
+    position,
+    kv_score,
+    row_stride,
+    dim_stride,
+    ape,
+    states,
+    page_stride,
+    num_tokens,
+    num_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Some columns of the states of some tokens, whose slots and positions the kernel loads."""
+    given, column = token < num_tokens, column[None, :]
+    source = kv_score + token.to(tl.int64)[:, None] * row_stride
+    values = tl.load(
+        source + column.to(tl.int64) * dim_stride,
+        mask=given[:, None] & (column < 2 * WIDTH),
+        other=0.0,
+    )
+    page, row, exists = place_slots(slot, num_blocks, BLOCK_SIZE)
+    exists = exists & (position >= 0)
+    place = (tl.where(exists, position, 0) % RATIO).to(tl.int32)
+    scored = (column >= WIDTH) & (column < 2 * WIDTH)
+    bias = tl.load(
+        ape + place[:, None] * WIDTH + (column - WIDTH), mask=exists[:, None] & scored, other=0.0
+    )
+    # not for all: a sum would change the sign of a zero and the payload of a NaN
+    values = tl.where(scored, values + bias, values)
+    target = states + (page * page_stride + row * (2 * WIDTH))[:, None] + column
+    # for a later step: what stays in the cache is kv_score, for the windows of this one
+    there = exists[:, None] & (column < 2 * WIDTH)
+    tl.store(target, values, mask=there, cache_modifier=".cs")
+
+
+@triton.jit
 def save_compressor_states_kernel(
     kv_score,
     row_stride,
@@ -40,29 +81,27 @@ def save_compressor_states_kernel(
     COLUMNS: tl.constexpr,
 ):
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    given = token < num_tokens
-    source = kv_score + token.to(tl.int64)[:, None] * row_stride
-    values = tl.load(
-        source + column.to(tl.int64) * dim_stride,
-        mask=given[:, None] & (column < 2 * WIDTH),
-        other=0.0,
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    given, each = token < num_tokens, token.to(tl.int64)
+    slot = tl.load(slot_mapping + each * slot_stride, mask=given, other=-1)
+    position = tl.load(positions + each * position_stride, mask=given, other=-1)
+    save_tile(
+        token,
+        column,
+        slot,
+        position,
+        kv_score,
+        row_stride,
+        dim_stride,
+        ape,
+        states,
+        page_stride,
+        num_tokens,
+        num_blocks,
+        BLOCK_SIZE,
+        RATIO,
+        WIDTH,
     )
-    slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=given, other=-1)
-    page, row, exists = place_slots(slot, num_blocks, BLOCK_SIZE)
-    position = tl.load(positions + token.to(tl.int64) * position_stride, mask=given, other=-1)
-    exists = exists & (position >= 0)
-    place = (tl.where(exists, position, 0) % RATIO).to(tl.int32)
-    scored = (column >= WIDTH) & (column < 2 * WIDTH)
-    bias = tl.load(
-        ape + place[:, None] * WIDTH + (column - WIDTH), mask=exists[:, None] & scored, other=0.0
-    )
-    # not for all: a sum would change the sign of a zero and the payload of a NaN
-    values = tl.where(scored, values + bias, values)
-    target = states + (page * page_stride + row * (2 * WIDTH))[:, None] + column
-    # for a later step: what stays in the cache is kv_score, for the windows of this one
-    there = exists[:, None] & (column < 2 * WIDTH)
-    tl.store(target, values, mask=there, cache_modifier=".cs")
 
 
 def save_compressor_states(

@@ -1,11 +1,13 @@
 """Windows of many rows: each program reads a few channels of one, and a second kernel finishes the
-rows, because only the norm needs all channels."""
+rows, because only the norm needs all channels. It may save states too: it has programs and memory
+to spare, and the first kernel has left what states are made of in the cache."""
 
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.rotation import load_tail_angles  # by name: Inductor copies kernels
-from dsv4_ops.kernels.windows import find_finishing, finish_row, pool_window
+from dsv4_ops.kernels.compressor_states import save_tile  # by name: Inductor copies kernels
+from dsv4_ops.kernels.rotation import load_tail_angles
+from dsv4_ops.kernels.windows import find_finishing, find_role, finish_row, pool_window
 
 
 @triton.jit
@@ -120,6 +122,14 @@ def insert_pooled_kernel(
     slot_mapping,
     slot_stride,
     num_tokens,
+    kv_score,
+    kv_stride,
+    ape,
+    states,
+    state_page_stride,
+    num_state_blocks,
+    state_slots,
+    state_slot_stride,
     RATIO: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -134,13 +144,44 @@ def insert_pooled_kernel(
     FLOAT_SCALES: tl.constexpr,
     TOKENS: tl.constexpr,
     EMULATE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    SAVE_TOKENS: tl.constexpr,
+    SAVE_COLUMNS: tl.constexpr,
+    SAVE_PARTS: tl.constexpr,
 ):
-    """Norm, rotation and store of every window that a token finishes."""
+    """Norm, rotation and store of every window that a token finishes; further programs save states
+    where SAVE_TOKENS is above 0."""
+    block, programs = tl.program_id(0), tl.num_programs(0)
+    if SAVE_TOKENS > 0:
+        tiles = (num_tokens + SAVE_TOKENS - 1) // SAVE_TOKENS * SAVE_PARTS
+        tile, block, programs = find_role(tiles, False)
+        if tile >= 0:
+            token = tile // SAVE_PARTS * SAVE_TOKENS + tl.arange(0, SAVE_TOKENS)
+            column = tile % SAVE_PARTS * SAVE_COLUMNS + tl.arange(0, SAVE_COLUMNS)
+            given, each = token < num_tokens, token.to(tl.int64)
+            save_tile(
+                token,
+                column,
+                tl.load(state_slots + each * state_slot_stride, mask=given, other=-1),
+                tl.load(positions + each * position_stride, mask=given, other=-1),
+                kv_score,
+                kv_stride,
+                1,
+                ape,
+                states,
+                state_page_stride,
+                num_tokens,
+                num_state_blocks,
+                STATE_BLOCK,
+                RATIO,
+                WIDTH,
+            )
+        block = tl.where(tile >= 0, num_tokens, block)  # then there is nothing to look at
     channel = tl.arange(0, DIM)
     lane = tl.arange(0, TOKENS)
-    block = tl.program_id(0)
     while block < num_tokens:
-        candidate = block + lane * tl.num_programs(0)
+        candidate = block + lane * programs
         given, each = candidate < num_tokens, candidate.to(tl.int64)
         slots = tl.load(slot_mapping + each * slot_stride, mask=given, other=-1)
         places = tl.load(positions + each * position_stride, mask=given, other=-1)
@@ -151,7 +192,7 @@ def insert_pooled_kernel(
             chosen = tl.min(tl.where(finishes, lane, TOKENS), axis=0)
             finishes = finishes & (lane != chosen)
             left -= 1
-            index = (block + chosen * tl.num_programs(0)).to(tl.int64)
+            index = (block + chosen * programs).to(tl.int64)
             slot = tl.load(slot_mapping + index * slot_stride)
             position = tl.load(positions + index * position_stride).to(tl.int32)
             source = pooled + index * HEAD_DIM + channel
@@ -185,4 +226,4 @@ def insert_pooled_kernel(
                 FLOAT_SCALES,
                 EMULATE,
             )
-        block += TOKENS * tl.num_programs(0)
+        block += TOKENS * programs

@@ -78,8 +78,9 @@ def _insert(width: int, cache: Tensor, **settings: Any) -> tuple[tuple[Any, ...]
     return (k, cache, slots), settings
 
 
-def _gather(*first: Tensor, **settings: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (*first, _tensor(4), _tensor(4), _tensor(4, 160)), settings
+def _gather(*first: Tensor, whole: bool = False, **settings: Any) -> tuple[Any, ...]:
+    """Arguments of a gather, of all rows if ``whole``."""
+    return (*first, _tensor(4), None if whole else _tensor(4), _tensor(4, 160)), settings
 
 
 def _qnorm(cache: Tensor, layout: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -108,6 +109,12 @@ def _compress(cache: Tensor, overlap: bool, **settings: Any) -> tuple[Any, ...]:
     )
     settings |= {"compress_ratio": ratio, "overlap": overlap, "state_block_size": rows}
     return tensors, {**settings, "eps": 1e-6}
+
+
+def _step(cache: Tensor, overlap: bool, **settings: Any) -> tuple[Any, ...]:
+    """Arguments of ``save_and_compress``, likewise."""
+    tensors, settings = _compress(cache, overlap, **settings)
+    return (*tensors[:4], tensors[-1], *tensors[4:]), settings
 
 
 def _save() -> tuple[Any, ...]:
@@ -169,7 +176,9 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "quantize_and_insert_k_cache": _insert(512, main, **fp8),
         "quantize_and_insert_k_cache, C128": _insert(512, pages_of_2, **{**fp8, "block_size": 2}),
         "dequantize_and_gather_k_cache": _gather(out, main, offset=0, **fp8),
+        "dequantize_and_gather_k_cache, whole": _gather(out, main, whole=True, offset=0, **fp8),
         "gather_k_cache": _gather(main, **rows, **fp8),
+        "gather_k_cache, whole": _gather(main, whole=True, **rows, **fp8),
         "gather_k_cache, plain": _gather(plain, **rows, block_size=64, layout="plain"),
         "insert_k_cache": _insert(512, plain),
         "quantize_and_insert_indexer_k": _insert(128, indexer, **keys),
@@ -178,6 +187,9 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "compress_and_insert, C128": _compress(pages_of_2, False, **{**fp8, "block_size": 2}),
         "compress_and_insert, indexer": _compress(indexer, True, **keys),
         "compress_and_insert, plain": _compress(plain, False, block_size=64, layout="plain"),
+        "save_and_compress": _step(main, True, **fp8),
+        "save_and_compress, C128": _step(pages_of_2, False, **{**fp8, "block_size": 2}),
+        "save_and_compress, indexer": _step(indexer, True, **keys),
         "qnorm_rope_kv_insert": _qnorm(main, MainLayout.tag),
         "qnorm_rope_kv_insert, plain": _qnorm(plain, "plain"),
         "sparse_mla_decode": _attention(False, main, **pages),

@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.rotation import load_tail_angles  # by name: Inductor copies kernels
-from dsv4_ops.kernels.windows import find_finishing, finish_row, pool_window
+from dsv4_ops.kernels.compressor_states import save_tile  # by name: Inductor copies kernels
+from dsv4_ops.kernels.rotation import load_tail_angles
+from dsv4_ops.kernels.windows import find_finishing, find_role, finish_row, pool_window
 
 
 @triton.jit
@@ -33,6 +34,8 @@ def compress_and_insert_kernel(
     slot_mapping,
     slot_stride,
     num_tokens,
+    state_slots,
+    state_slot_stride,
     RATIO: tl.constexpr,
     NUM_ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -55,14 +58,43 @@ def compress_and_insert_kernel(
     VALUES: tl.constexpr,
     ONE_PAGE: tl.constexpr,
     EMULATE: tl.constexpr,
+    SAVE_TOKENS: tl.constexpr,
+    SAVE_COLUMNS: tl.constexpr,
+    SAVE_PARTS: tl.constexpr,
+    MIXED: tl.constexpr,
 ):
     """Tokens far apart per program, as the tokens that finish a window are evenly spaced in a
     prefill."""
     lane = tl.arange(0, TOKENS)
     channel = tl.arange(0, DIM)
-    block = tl.program_id(0)
+    block, programs = tl.program_id(0), tl.num_programs(0)
+    if SAVE_TOKENS > 0:
+        tiles = (num_tokens + SAVE_TOKENS - 1) // SAVE_TOKENS * SAVE_PARTS
+        tile, block, programs = find_role(tiles, MIXED)
+        if tile >= 0:
+            token = tile // SAVE_PARTS * SAVE_TOKENS + tl.arange(0, SAVE_TOKENS)
+            column = tile % SAVE_PARTS * SAVE_COLUMNS + tl.arange(0, SAVE_COLUMNS)
+            given, each = token < num_tokens, token.to(tl.int64)
+            save_tile(
+                token,
+                column,
+                tl.load(state_slots + each * state_slot_stride, mask=given, other=-1),
+                tl.load(positions + each * position_stride, mask=given, other=-1),
+                kv_score,
+                kv_stride,
+                1,
+                ape,
+                states,
+                state_page_stride,
+                num_tokens,
+                num_state_blocks,
+                STATE_BLOCK,
+                RATIO,
+                WIDTH,
+            )
+        block = tl.where(tile >= 0, num_tokens, block)  # then there is nothing to look at
     while block < num_tokens:
-        candidate = block + lane * tl.num_programs(0)
+        candidate = block + lane * programs
         given, each = candidate < num_tokens, candidate.to(tl.int64)
         slots = tl.load(slot_mapping + each * slot_stride, mask=given, other=-1)
         places = tl.load(positions + each * position_stride, mask=given, other=-1)
@@ -73,7 +105,7 @@ def compress_and_insert_kernel(
             chosen = tl.min(tl.where(finishes, lane, TOKENS), axis=0)
             finishes = finishes & (lane != chosen)
             left -= 1
-            token = block + chosen * tl.num_programs(0)
+            token = block + chosen * programs
             index = token.to(tl.int64)
             slot = tl.load(slot_mapping + index * slot_stride)
             position = tl.load(positions + index * position_stride).to(tl.int32)
@@ -139,4 +171,4 @@ def compress_and_insert_kernel(
                 FLOAT_SCALES,
                 EMULATE,
             )
-        block += TOKENS * tl.num_programs(0)
+        block += TOKENS * programs

@@ -23,6 +23,22 @@ def find_finishing(
 
 
 @triton.jit
+def find_role(num_tiles, MIXED: tl.constexpr):
+    """Tile of states that this program saves, or -1; else its place among the programs that look
+    for windows; how many these are. They come first, or, if MIXED, with tiles between them."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    others = programs - num_tiles
+    if MIXED:
+        every = programs // others
+        before = tl.minimum((program + every - 1) // every, others)
+        looks = (program % every == 0) & (before < others)
+    else:
+        before = tl.minimum(program, others)
+        looks = program < others
+    return tl.where(looks, -1, program - before), tl.where(looks, before, -1), others
+
+
+@triton.jit
 def _is_fresh(
     token,
     request,

@@ -163,7 +163,7 @@ def compress_and_insert(
         "block_size": block_size,
         "layout": layout,
     }
-    _check_compress("compress_and_insert", *tensors, **settings)
+    check_compress("compress_and_insert", *tensors, **settings)
     _compress_and_insert(*tensors, **settings)
 
 
@@ -254,12 +254,12 @@ def compress_and_insert_functional(
         "block_size": block_size,
         "layout": layout,
     }
-    _check_compress("compress_and_insert_functional", *tensors, **settings)
+    check_compress("compress_and_insert_functional", *tensors, **settings)
     written: Tensor = _compress_and_insert_functional(*tensors, **settings)
     return written
 
 
-def _check_compress(
+def check_compress(
     op: str,
     kv_score: Tensor,
     ape: Tensor,
@@ -278,7 +278,8 @@ def _check_compress(
     state_block_size: int,
     block_size: int,
     layout: str,
-) -> None:
+) -> Checks:
+    """Checks of a call of ``compress_and_insert`` or of an op that does its work too."""
     checks = Checks(op)
     checks.at_least(
         1, compress_ratio=compress_ratio, state_block_size=state_block_size, block_size=block_size
@@ -301,6 +302,7 @@ def _check_compress(
     checks.tensor("kv_score", kv_score, torch.float32, "num_tokens", 2 * width)
     states_layout = StateLayout(state_block_size, 2 * width)
     checks.pages("states", states, states_layout, _STATES, "state_block_size")
+    return checks
 
 
 def _check_cache(checks: Checks, k_cache: Tensor, block_size: int, layout: str) -> int:

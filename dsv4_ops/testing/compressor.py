@@ -165,7 +165,7 @@ def _quantized(settings: dict[str, Any]) -> QuantizedLayout | None:
     return kind(settings["block_size"])
 
 
-def _worked(name: str, expected: Any = None, **changed: Any) -> Case:
+def worked(name: str, expected: Any = None, **changed: Any) -> Case:
     """Four tokens of one request, windows of two: kv (1, 3) and (3, 5), then (0, 0) and (6, -8),
     all with the same score; no rotation."""
     tensors = {
@@ -196,18 +196,18 @@ def _cases() -> list[Case]:
     turned = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])  # window 1 by a quarter
     level = torch.tensor([[1.0, 1, 0, 0], [1, 1, 0, 0], [3, 4, 0, 0], [3, 2, 0, 0]])
     return [
-        _worked("one channel", ([[[0.5], [-0.5]]],), **one),
-        _worked("no slot", ([[[7.0] * 2] * 2],), slot_mapping=i64([-1, 2, 0, -2])),
-        _worked("no request", ([[[7.0] * 2] * 2],), req_indices=i32([-1, 1, 0, 2])),
-        _worked(
+        worked("one channel", ([[[0.5], [-0.5]]],), **one),
+        worked("no slot", ([[[7.0] * 2] * 2],), slot_mapping=i64([-1, 2, 0, -2])),
+        worked("no request", ([[[7.0] * 2] * 2],), req_indices=i32([-1, 1, 0, 2])),
+        worked(
             "a quarter turn at the first position of the window",
             ([[[1.0, 1.0], [-1.0, 1.0]]],),
             kv_score=level,
             norm_weight=torch.ones(2),
             cos_sin_cache=turned,
         ),
-        _worked("two channels"),
-        _worked(
+        worked("two channels"),
+        worked(
             "the last token of a window from the states",
             kv_score=torch.tensor([[2.0, 1.0, 0.0, 100.0]]),
             states=states,
@@ -215,7 +215,7 @@ def _cases() -> list[Case]:
             req_indices=i32([0]),
             slot_mapping=i64([1]),
         ),
-        _worked(
+        worked(
             "no token",
             ([[[7.0] * 2] * 2],),
             kv_score=torch.zeros(0, 4),
@@ -223,8 +223,8 @@ def _cases() -> list[Case]:
             req_indices=i32([]),
             slot_mapping=i64([]),
         ),
-        _worked("no page", ([],), k_cache=torch.zeros(0, 2, 2)),
-        _worked("bfloat16", k_cache=torch.full((1, 2, 2), 7.0, dtype=torch.bfloat16)),
+        worked("no page", ([],), k_cache=torch.zeros(0, 2, 2)),
+        worked("bfloat16", k_cache=torch.full((1, 2, 2), 7.0, dtype=torch.bfloat16)),
     ]
 
 

@@ -24,6 +24,7 @@ def attention(module: Any, spec: ModelSpec, hidden: Tensor, context: LayerContex
         context.caches,
         context.step,
         schedule=context.schedule,
+        state_rings=context.state_rings,
     )
     assert isinstance(grouped, Tensor)  # the layer quantises groups only if asked to
     out: Tensor = module.o_b_proj(module.o_a_proj(grouped.to(hidden.dtype)).flatten(1))

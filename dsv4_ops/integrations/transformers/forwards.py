@@ -52,9 +52,10 @@ def model_forward(spec: ModelSpec) -> Maker:
                 step = padded_step(spec, shape, attention_mask, position_ids, past_key_values)
                 ids = None if input_ids is None else input_ids.flatten()
                 embeddings = None if inputs_embeds is None else inputs_embeds.flatten(0, 1)
-                schedule = "decode" if shape[1] == 1 else "prefill"
+                several = shape[1] > 1
+                schedule, tensors = "prefill" if several else "decode", past_key_values.tensors
                 hidden = run_layers(
-                    self, spec, ids, embeddings, step, past_key_values.tensors, schedule
+                    self, spec, ids, embeddings, step, tensors, schedule, state_rings=several
                 )
             return MoeModelOutputWithPast(
                 last_hidden_state=hidden.view(*shape, -1), past_key_values=past_key_values

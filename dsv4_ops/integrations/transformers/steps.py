@@ -34,6 +34,7 @@ class LayerContext:
     caches: LayerCaches
     rope: Tensor
     schedule: str
+    state_rings: bool = True
 
 
 @torch.no_grad()
@@ -213,6 +214,7 @@ def run_layers(
     step: AttentionStep,
     cache: CacheTensors,
     schedule: str,
+    state_rings: bool = True,
 ) -> Tensor:
     """Hidden states before the output projection, [num_tokens, hidden_size].
 
@@ -224,12 +226,14 @@ def run_layers(
         step: From ``build_step``.
         cache: The caches.
         schedule: "decode" or "prefill".
+        state_rings: Whether a request may have more tokens in the step than the ``next_n`` of the
+            cache: they then write where its rings of states are still read.
     """
     ids = None if tokens is None else torch.where(step.positions >= 0, tokens, 0)[None]
     hidden = body.embed_tokens(ids) if embeddings is None else embeddings[None]
     streams = hidden.unsqueeze(2).expand(-1, -1, body.config.hc_mult, -1).contiguous()
     for kind, layer, caches in zip(spec.kinds, body.layers, cache.layers, strict=True):
-        context = LayerContext(step, caches, cache.rope.of(kind), schedule)
+        context = LayerContext(step, caches, cache.rope.of(kind), schedule, state_rings)
         streams = layer(
             streams,
             input_ids=ids,
