@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from error_rows_cache import ALLOCATE_PLAIN, Entry, bytes_from, layout_rows
-from error_rows_rope import bf16, float_rows
+from error_rows_rope import bf16, float_rows, table_rows
 from error_rows_sparse import flag_rows
 from error_rows_valid import COUNTS, MINIMUM, NUMBERS, OWN, Valid, cache
 from helpers import i32
@@ -35,6 +35,7 @@ WINDOW = {
     "extra_lens": LENS,
     "attn_sink": SINK,
     "plan": Valid(PLAN, "[num_pieces, 4]"),
+    "cos_sin_cache": Valid(torch.ones(9, 64), "[num_positions, rope_dim]"),
 }
 OWN |= {
     "sparse_mla_decode": {
@@ -257,6 +258,14 @@ def plan_rows() -> Iterator[Entry]:
     yield "a plan, splits and batch invariance", both, ValueError, text
 
 
+def turn_rows() -> Iterator[Entry]:
+    """One of the two without the other, and tables of no pairs of the row."""
+    for given, other in (("positions", "cos_sin_cache"), ("cos_sin_cache", "positions")):
+        text = f"{given} must be None without {other}, got a tensor. Pass both or neither."
+        yield f"only {given}", {other: None}, ValueError, text
+    yield from table_rows("width", 512)
+
+
 CACHES: list[Entry] = [
     *layout_rows("v4_fp8", "plain"),
     *float_rows("softmax_scale", 0),
@@ -271,6 +280,7 @@ SHARED: list[Entry] = [
     *flag_rows("batch_invariant"),
     *column_rows("swa_indices", "swa_width"),
     *plan_rows(),
+    *turn_rows(),
 ]
 MLA_TABLE: dict[str, list[Entry]] = {
     "sparse_mla_decode": [

@@ -11,6 +11,7 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.compare import assert_agrees
+from dsv4_ops.testing.sparse_mla import BARE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 512**-0.5
@@ -117,7 +118,7 @@ def decode_case(
         cache = cache_of(MainLayout(size), blocks, slots, k, fill)
         lens = ragged_lens(made, tokens, width, hostile)
         tensors += [cache, indices_of(made, slots, unused, lens, width, hostile=hostile), lens]
-    tensors += [sink_of(made, heads), None]
+    tensors += [sink_of(made, heads), *BARE]
     return Case("decode", tuple(tensors), settings_of(block, extra_block, **changed))
 
 
@@ -146,13 +147,23 @@ def paged_case(
         integers(made, 0, 4, len(requests[3::11])).long()
     ]
     lens = ragged_lens(made, tokens, 2 * columns, hostile=True)
-    tensors = (*window.tensors[:4], cache, lens, requests, table, *window.tensors[-2:])
+    tensors = (*window.tensors[:4], cache, lens, requests, table, *window.tensors[-4:])
     return Case("paged", tensors, settings_of(64, 2, **changed))
 
 
 def case_of(name: str, seed: int, tokens: int, heads: int, **changed: object) -> Case:
     make = decode_case if name == DECODE else paged_case
     return make(seed, tokens, heads, **changed)
+
+
+def turned(case: Case, seed: int = 0, num_positions: int = 5000) -> Case:
+    """The call with a rotation to undo; positions of every third token do not exist."""
+    made, tokens = generator(seed + 3), case.tensors[0].shape[0]
+    table = ops.rope_cos_sin_cache(num_positions, theta=10000.0)
+    positions = torch.randint(0, num_positions, (tokens,), generator=made)
+    bad = torch.tensor([-1, num_positions, INT32_MIN, 2**63 - 1, -(2**63), 2**40])
+    positions[2::3] = bad[torch.arange(len(positions[2::3])) % len(bad)]
+    return Case(case.name, (*case.tensors[:-2], positions, table), case.settings)
 
 
 def with_settings(case: Case, **changed: object) -> Case:

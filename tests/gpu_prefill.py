@@ -23,6 +23,7 @@ from torch import Tensor
 import dsv4_ops as ops
 from dsv4_ops.core.layout import MainLayout, PlainLayout
 from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.sparse_mla import BARE
 
 PREFILL = "sparse_mla_prefill"
 MODES = {"C4": (4, 64), "C128": (128, 2), "window": (1, 64)}  # ratio, rows of a page
@@ -112,7 +113,7 @@ def selected(made: torch.Generator, positions: Tensor, ratio: int, topk: int) ->
 
 
 def with_plan(case: Case, plan: Tensor | None) -> Case:
-    return Case(case.name, (*case.tensors[:-1], plan), case.settings)
+    return Case(case.name, (*case.tensors[:-3], plan, *case.tensors[-2:]), case.settings)
 
 
 def plan_of(case: Case, num_programs: int = 132) -> Tensor:
@@ -171,7 +172,8 @@ def plain_case(name: str) -> tuple[Case, Case]:
         numbers |= {"num_splits": 0, "batch_invariant": False}
         lens, slots = torch.tensor([5, 4, 0]).int(), integers(made, 0, 256, 3, 90)
         before = (swa, slots, torch.tensor([90, 70, 3]).int())
-        after = (rows, lens, None) if name == DECODE else (lens, owners, tables[1], None)
+        after = (rows, lens) if name == DECODE else (lens, owners, tables[1])
+        after = (*after, *BARE)
     return tuple(
         Case(name, tuple(move(t) for t in (q, *before, cache, *after, None)), numbers)
         for cache in (extra, wide)

@@ -94,9 +94,9 @@ def test_smoke_leaves_table_rows_and_plot(tmp_path, capsys):
 
 
 STAGES = {
-    "window": ["window", "attention", "output"],
-    "c4": ["window", "compressed", "indexer_keys", "selection", "attention", "output"],
-    "c128": ["window", "compressed", "attention", "output"],
+    "window": ["window", "attention"],
+    "c4": ["window", "compressed", "indexer_keys", "selection", "attention"],
+    "c128": ["window", "compressed", "attention"],
 }
 
 
@@ -112,6 +112,18 @@ def test_a_cuda_row_adds_up(pretend_cuda, kind):
     assert row.anchor_agrees
     assert row.anchor_note.startswith("the anchors do without query norm and RoPE")
     assert row.floor_us == max(row.moved_bytes / 4e6, row.flop / 790e6) > 0
+
+
+def test_quantised_groups_are_a_stage_of_their_own(pretend_cuda):
+    work = timed("window").build(CPU)
+    spec = dataclasses.replace(work.spec, scale_layout="row")
+    stages, results = our_stages("window", spec, work.sets[0])
+    assert [stage.name for stage in stages] == ["window", "attention", "output"]
+    assert torch.equal(stages[-1].args[0], results.out)
+    turned, unturned = (our_stages("window", each, work.sets[0]) for each in (work.spec, spec))
+    out = turned[0][-1].call(*turned[0][-1].args)
+    assert torch.equal(turned[1].out, unturned[1].out)
+    assert not torch.equal(out, turned[1].out)
 
 
 @each_kind
@@ -165,14 +177,15 @@ def test_other_rows_of_one_token_show():
     """One of the 64 selected rows replaced, of one token of three."""
     work = timed("c4").build(CPU)
     stages, results = our_stages("c4", work.spec, work.sets[0])
-    attention, output = stages[-2:]
-    expected = [output.call(results.out, *work.sets[0])]
-    assert work.difference(work.sets[0], expected, work.expected()) is None
+    attention, (whole, *_) = stages[-1], work.expected()
+    out = attention.call(results.q, results.selected, *work.sets[0])
+    expected = [out.view_as(whole)]
+    assert work.difference(work.sets[0], expected, [whole]) is None
     selected = results.selected.clone()
     unused = [row for row in range(256) if row not in selected[1].tolist()]
     selected[1, 5] = unused[0]
     out = attention.call(results.q, selected, *work.sets[0])
-    found = work.difference(work.sets[0], [output.call(out, *work.sets[0])], expected)
+    found = work.difference(work.sets[0], [out.view_as(whole)], expected)
     assert found is not None
 
 
@@ -203,7 +216,7 @@ def test_selection_does_not_hang_on_rounding():
     ).sort(1, descending=True).values  # fmt: skip
     assert ((scores[:, 63] - scores[:, 64]) > 0.2 * scores[:, 0]).all()
     assert results.selected.shape == (3, 64)
-    assert len(stages) == 6
+    assert len(stages) == 5
 
 
 def test_costs_by_hand():

@@ -64,7 +64,7 @@ def test_flash_mla_agrees(
         case.tensors[3].clamp_(min=1)
         case.tensors[2][:, 0] = case.tensors[2].max()
     else:
-        case = Case(case.name, (*case.tensors[:-2], None, None), case.settings)
+        case = Case(case.name, (*case.tensors[:-4], *[None] * 4), case.settings)
     q, cache, indices, lens, extra_cache, extra_indices, extra_lens, attn_sink, _ = case.tensors
     more = {}
     if extra is not None:

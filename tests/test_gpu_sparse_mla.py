@@ -30,6 +30,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.compare import assert_agrees, equal
+from dsv4_ops.testing.sparse_mla import BARE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -128,7 +129,7 @@ def test_queries_of_any_strides(name: str, how: str) -> None:
 def test_nothing_to_attend_with(name: str) -> None:
     """No tokens, no heads."""
     case = case_of(name, 2, 4, 8).on(DEVICE)
-    no_heads = (case.tensors[0][:, :0], *case.tensors[1:-2], case.tensors[-2][:0], None)
+    no_heads = (case.tensors[0][:, :0], *case.tensors[1:-4], case.tensors[-4][:0], *BARE)
     for tensors in (no_heads, rows_of(case, slice(0, 0)).tensors):
         out, lse = OPS[name].op(*tensors, **case.settings)
         assert out.shape == tensors[0].shape
@@ -211,8 +212,8 @@ class Layer(torch.nn.Module):
 
 
 def inputs_of(case: Case) -> tuple[Tensor, ...]:
-    """All but the caches, which are buffers, and the plan, which is none."""
-    return tuple(tensor for place, tensor in enumerate(case.tensors[:-1]) if place not in (1, 4))
+    """All but the caches, which are buffers, and what is none."""
+    return tuple(tensor for place, tensor in enumerate(case.tensors[:-3]) if place not in (1, 4))
 
 
 @both_ops

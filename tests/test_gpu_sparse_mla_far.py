@@ -103,7 +103,7 @@ def test_queries_beyond_4_gib() -> None:
     lens = moved.tensors[3].repeat(tokens // 8)
     order = torch.randperm(tokens, generator=made).to(DEVICE)[: tokens - 8]
     indices[: tokens - 8] = indices[order]
-    rest = (None, None, None, *moved.tensors[-2:])
+    rest = (None, None, None, *moved.tensors[-4:])
     out, lse = OPS[DECODE].op(q, moved.tensors[1], indices, lens, *rest, **case.settings)
     agrees(DECODE, case, (out[-8:], lse[-8:]))
     del q, out

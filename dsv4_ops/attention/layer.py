@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from dsv4_ops.attention.output import attend, attend_whole, grouped, model_sizes, turns_back
 from dsv4_ops.attention.spec import LayerSpec, check_kind
 from dsv4_ops.attention.step import AttentionStep, CompressedStep
 from dsv4_ops.attention.tensors import LayerCaches, LayerInputs, LayerWeights
@@ -18,17 +19,9 @@ from dsv4_ops.ops.compressor_states import save_compressor_states
 from dsv4_ops.ops.compressor_step import save_and_compress
 from dsv4_ops.ops.indexer import indexer_quantize_q
 from dsv4_ops.ops.indexer_topk import indexer_select
-from dsv4_ops.ops.mla_prefill import sparse_mla_prefill
 from dsv4_ops.ops.plain_cache import insert_k_cache
 from dsv4_ops.ops.qnorm import qnorm_rope_kv_insert
-from dsv4_ops.ops.rope import (
-    ROPE_DIM,
-    apply_rope,
-    inverse_rope_group,
-    inverse_rope_group_quantize,
-)
-from dsv4_ops.ops.sparse_mla import sparse_mla_decode, sparse_mla_decode_paged
-from dsv4_ops.ops.topk_indices import global_topk_indices_and_lens
+from dsv4_ops.ops.rope import ROPE_DIM, apply_rope
 
 
 def attention_layer(
@@ -106,9 +99,12 @@ def attention_layer(
     if kind == "c4":
         insert_indexer_keys(spec, inputs, weights, caches, step, state_rings)
         selected = select(spec, inputs, weights, caches, step)
-    attend_to = attend if schedule == "decode" else attend_whole
-    out = attend_to(spec, kind, q, selected, weights, caches, step)
-    return grouped(spec, out, weights, step)
+    turned = schedule == "decode" and turns_back(spec, q)
+    if schedule == "decode":
+        out = attend(spec, kind, q, selected, weights, caches, step, turned=turned)
+    else:
+        out = attend_whole(spec, kind, q, selected, weights, caches, step)
+    return grouped(spec, out, weights, step, turned=turned)
 
 
 def insert_window(
@@ -120,7 +116,7 @@ def insert_window(
 ) -> Tensor:
     """Normalise and rotate the queries; rotate the keys and store them."""
     q, kv, table = inputs.q, inputs.kv, weights.cos_sin_cache
-    if _one_launch(spec, q):
+    if model_sizes(spec, q):
         return qnorm_rope_kv_insert(
             q,
             kv,
@@ -136,12 +132,6 @@ def insert_window(
     values = q.to(torch.float32)
     normed = values * torch.rsqrt((values * values).mean(-1, keepdim=True) + spec.eps)
     return apply_rope(normed, step.positions, table).to(q.dtype)
-
-
-def _one_launch(spec: LayerSpec, q: Tensor) -> bool:
-    """Whether the op that does all of it has these sizes."""
-    sizes = (spec.head_dim, spec.rope_dim) == (MainLayout.head_dim, ROPE_DIM)
-    return sizes and q.dtype == torch.bfloat16
 
 
 def insert_compressed(
@@ -244,89 +234,6 @@ def select(
         topk=spec.attention.index_topk,
         layout=spec.indexer_layout,
     )
-
-
-def attend(
-    spec: LayerSpec,
-    kind: str,
-    q: Tensor,
-    selected: Tensor | None,
-    weights: LayerWeights,
-    caches: LayerCaches,
-    step: AttentionStep,
-) -> Tensor:
-    """Attention of few tokens."""
-    window = (q, caches.swa, step.swa_indices, step.swa_lens)
-    settings: dict[str, Any] = {
-        "softmax_scale": spec.softmax_scale,
-        "swa_block_size": spec.attention.swa_page_size,
-        "extra_block_size": 1 if kind == "window" else spec.page_size(kind),
-        "layout": spec.layout,
-        "batch_invariant": spec.batch_invariant,
-    }
-    if kind == "c128":
-        return sparse_mla_decode_paged(
-            *window,
-            cast(Tensor, caches.compressed),
-            step.c128.lens,
-            step.req_indices,
-            step.c128.block_table,
-            weights.attn_sink,
-            **settings,
-        ).out
-    extra: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
-    if selected is not None:
-        rows = global_topk_indices_and_lens(
-            selected, step.req_indices, step.c4.block_table, block_size=spec.page_size(kind)
-        )
-        extra = (caches.compressed, rows.indices, rows.lens)
-    return sparse_mla_decode(*window, *extra, weights.attn_sink, **settings).out
-
-
-def attend_whole(
-    spec: LayerSpec,
-    kind: str,
-    q: Tensor,
-    selected: Tensor | None,
-    weights: LayerWeights,
-    caches: LayerCaches,
-    step: AttentionStep,
-) -> Tensor:
-    """Attention of many tokens."""
-    table = {"c4": step.c4.block_table, "c128": step.c128.block_table}.get(kind)
-    return sparse_mla_prefill(
-        q,
-        caches.swa,
-        step.positions,
-        step.req_indices,
-        cast(Tensor, step.swa_block_table),
-        None if table is None else caches.compressed,
-        table,
-        selected,
-        weights.attn_sink,
-        softmax_scale=spec.softmax_scale,
-        window_size=spec.attention.window_size,
-        compress_ratio=1 if kind == "window" else spec.ratio(kind),
-        swa_block_size=spec.attention.swa_page_size,
-        extra_block_size=1 if kind == "window" else spec.page_size(kind),
-        layout=spec.layout,
-    ).out
-
-
-def grouped(
-    spec: LayerSpec, out: Tensor, weights: LayerWeights, step: AttentionStep
-) -> Tensor | QuantizedGroups:
-    """Undo the rotation of the output, for the grouped projection."""
-    table, groups = weights.cos_sin_cache, spec.num_groups
-    if spec.scale_layout is not None:
-        return inverse_rope_group_quantize(
-            out, step.positions, table, num_groups=groups, scale_layout=spec.scale_layout
-        )
-    if out.dtype == torch.bfloat16:
-        return inverse_rope_group(out, step.positions, table, num_groups=groups)
-    turned = apply_rope(out, step.positions, table, inverse=True)
-    tokens, heads, dim = turned.shape
-    return turned.reshape(tokens, groups, heads // groups * dim)
 
 
 def _check(

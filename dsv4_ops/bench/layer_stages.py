@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dsv4_ops
-from dsv4_ops.attention import LayerSpec
+from dsv4_ops.attention import LayerSpec, output
 from dsv4_ops.attention import layer as stages
 from dsv4_ops.bench import anchors, deep_gemm, flash_mla
 from dsv4_ops.bench.layer_cases import parts_of
@@ -52,11 +52,12 @@ def _stage(name: str, kind: str, spec: LayerSpec) -> Callable[..., Any]:
         return stages.select(spec, *parts_of(args))
 
     def attention(q: Tensor, selected: Tensor | None, *args: Any) -> Any:
-        return stages.attend(spec, kind, q, selected, *parts_of(args)[1:])
+        turned = output.turns_back(spec, q)
+        return output.attend(spec, kind, q, selected, *parts_of(args)[1:], turned=turned)
 
-    def output(out: Tensor, *args: Any) -> Any:
+    def projected(out: Tensor, *args: Any) -> Any:
         _, weights, _, step = parts_of(args)
-        return stages.grouped(spec, out, weights, step)
+        return output.grouped(spec, out, weights, step, turned=False)
 
     found: dict[str, Callable[..., Any]] = {
         "window": window,
@@ -64,13 +65,14 @@ def _stage(name: str, kind: str, spec: LayerSpec) -> Callable[..., Any]:
         "indexer_keys": indexer_keys,
         "selection": selection,
         "attention": attention,
-        "output": output,
+        "output": projected,
     }
     return found[name]
 
 
 class Results(NamedTuple):
-    """What stages give to stages behind them."""
+    """What stages give to stages behind them; ``out`` is the attention before its rotation is
+    undone."""
 
     q: Tensor
     selected: Tensor | None
@@ -78,7 +80,8 @@ class Results(NamedTuple):
 
 
 def our_stages(kind: str, spec: LayerSpec, args: Args) -> tuple[list[Stage], Results]:
-    """The stages of a layer in their order, with the arguments that the ones before left."""
+    """The stages of a layer in their order, with the arguments that the ones before left. There is
+    no output stage where attention undoes the rotation: what is left of it is a view."""
     found: list[Stage] = []
 
     def run(name: str, *args: Any) -> Any:
@@ -92,7 +95,11 @@ def our_stages(kind: str, spec: LayerSpec, args: Args) -> tuple[list[Stage], Res
         run("indexer_keys", *args)
         selected = run("selection", *args)
     out = run("attention", q, selected, *args)
-    run("output", out, *args)
+    if output.turns_back(spec, q):
+        rest = parts_of(args)[1:]
+        out = output.attend(spec, kind, q, selected, *rest, turned=False)
+    else:
+        run("output", out, *args)
     return found, Results(q, selected, out)
 
 

@@ -127,7 +127,7 @@ def _save() -> tuple[Any, ...]:
 
 
 def _attention(
-    paged: bool, cache: Tensor, planned: bool = False, **settings: Any
+    paged: bool, cache: Tensor, *, planned: bool = False, turned: bool = False, **settings: Any
 ) -> tuple[Any, ...]:
     """Arguments of ``sparse_mla_decode`` or of its paged form, window and 512 rows."""
     tokens, size = _tensor(8), settings["extra_block_size"]
@@ -136,7 +136,10 @@ def _attention(
     rows = (tokens, tokens, _tensor(4, 256)) if paged else (_tensor(8, 512), tokens)
     chosen = {"softmax_scale": 512**-0.5, "num_splits": 0, "batch_invariant": False}
     plan = _tensor(140, 4) if planned else None
-    return (*queries, extra, *rows, _tensor(64, dtype=torch.float32), plan), settings | chosen
+    floats = {"dtype": torch.float32}
+    rotation = (_tensor(8, dtype=torch.int64), _tensor(2**20, 64, **floats))
+    rest = (_tensor(64, **floats), plan, *(rotation if turned else (None, None)))
+    return (*queries, extra, *rows, *rest), settings | chosen
 
 
 def _prefill(cache: Tensor, topk: Tensor | None, **settings: Any) -> tuple[Any, ...]:
@@ -195,7 +198,11 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "sparse_mla_decode": _attention(False, main, **pages),
         "sparse_mla_decode, plain": _attention(False, plain, **{**pages, "layout": "plain"}),
         "sparse_mla_decode_paged": _attention(True, main, **{**pages, "extra_block_size": 2}),
-        "sparse_mla_decode, planned": _attention(False, main, True, **pages),
+        "sparse_mla_decode, planned": _attention(False, main, planned=True, **pages),
+        "sparse_mla_decode, turned": _attention(False, main, turned=True, **pages),
+        "sparse_mla_decode_paged, turned": _attention(
+            True, main, turned=True, **{**pages, "extra_block_size": 2}
+        ),
         "sparse_mla_prefill": _prefill(main, _tensor(2048, 512), **pages),
         "sparse_mla_prefill, all rows": _prefill(main, None, **{**pages, "extra_block_size": 2}),
         "indexer_quantize_q": ((*queries, positions, angles), {"softmax_scale": 0.01}),

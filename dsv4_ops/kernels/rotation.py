@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from dsv4_ops.kernels.fp8 import round_to_bf16  # by name: Inductor copies kernels, not modules
+
 
 @triton.jit
 def rotate_pairs(even, odd, cos, sin, EMULATE: tl.constexpr):
@@ -53,3 +55,25 @@ def rotate_tail(values, known, cos, sin, DIM: tl.constexpr, EMULATE: tl.constexp
     left, right = rotate_pairs(even, odd, cos, sin, EMULATE)
     pairs = tl.join(tl.where(known, left, even), tl.where(known, right, odd))
     return tl.reshape(pairs, (DIM,))
+
+
+@triton.jit
+def load_angles(cos_sin_cache, position, num_positions, ROPE: tl.constexpr):
+    """Whether the table has ``position``, and the cosine and sine of each of its pairs."""
+    known = (position >= 0) & (position < num_positions)
+    pair = tl.arange(0, ROPE // 2)
+    angle = cos_sin_cache + tl.where(known, position, 0) * ROPE + pair
+    cos = tl.load(angle, mask=known, other=1.0)
+    return known, cos, tl.load(angle + ROPE // 2, mask=known, other=0.0)
+
+
+@triton.jit
+def turn_back(values, known, cos, sin, EMULATE: tl.constexpr):
+    """fp32 ``values`` [rows, rope dim] of one position, rounded to bf16 and rotated back by its
+    angles: in float32, to be rounded once more."""
+    rounded = round_to_bf16(values, EMULATE).to(tl.float32)
+    pairs = tl.reshape(rounded, (values.shape[0], values.shape[1] // 2, 2))
+    even, odd = tl.split(pairs)
+    left, right = rotate_pairs(even, odd, cos[None, :], -sin[None, :], EMULATE)
+    turned = tl.join(tl.where(known, left, even), tl.where(known, right, odd))
+    return tl.reshape(turned, (values.shape[0], values.shape[1]))

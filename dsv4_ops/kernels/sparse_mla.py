@@ -18,6 +18,9 @@ from dsv4_ops.reference import sparse_mla as reference
 WIDTH = MainLayout.head_dim
 """Values per row, which the kernel's tiles are made for."""
 
+ROPE = WIDTH - MainLayout.code_dim
+"""Values per row that are rotated back: the last of the tiles."""
+
 KEYS, HEADS, WARPS = KEY_TILE, HEAD_TILE, 8
 """Keys per block, heads per program, and warps of it."""
 
@@ -42,18 +45,19 @@ def sparse_mla_decode(
     extra_lens: Tensor | None,
     attn_sink: Tensor | None,
     plan: Tensor | None,
+    positions: Tensor | None,
+    cos_sin_cache: Tensor | None,
     **settings: Any,
 ) -> SparseMla:
     swa = (swa_cache, swa_indices, swa_lens)
-    if extra_cache is None or extra_indices is None or extra_lens is None:
-        if not supported(q, swa_cache):
-            empty = (extra_cache, extra_indices, extra_lens)
-            return reference.sparse_mla_decode(q, *swa, *empty, attn_sink, plan, **settings)
-        return _attend(launch, "sparse_mla_decode", q, swa, None, None, attn_sink, plan, **settings)
-    extra = (extra_cache, extra_indices, extra_lens)
-    if not supported(q, swa_cache, extra_cache):
-        return reference.sparse_mla_decode(q, *swa, *extra, attn_sink, plan, **settings)
-    return _attend(launch, "sparse_mla_decode", q, swa, extra, None, attn_sink, plan, **settings)
+    rest = (attn_sink, plan, positions, cos_sin_cache)
+    caches, extra = [swa_cache], None
+    if extra_cache is not None and extra_indices is not None and extra_lens is not None:
+        caches, extra = [swa_cache, extra_cache], (extra_cache, extra_indices, extra_lens)
+    if not (supported(q, *caches) and turns(cos_sin_cache)):
+        listed = (extra_cache, extra_indices, extra_lens)
+        return reference.sparse_mla_decode(q, *swa, *listed, *rest, **settings)
+    return _attend(launch, "sparse_mla_decode", q, swa, extra, None, *rest, **settings)
 
 
 def sparse_mla_decode_paged(
@@ -68,15 +72,18 @@ def sparse_mla_decode_paged(
     extra_block_table: Tensor,
     attn_sink: Tensor | None,
     plan: Tensor | None,
+    positions: Tensor | None,
+    cos_sin_cache: Tensor | None,
     **settings: Any,
 ) -> SparseMla:
     swa = (swa_cache, swa_indices, swa_lens)
-    if not supported(q, swa_cache, extra_cache):
+    rest = (attn_sink, plan, positions, cos_sin_cache)
+    if not (supported(q, swa_cache, extra_cache) and turns(cos_sin_cache)):
         paged = (extra_cache, extra_lens, req_indices, extra_block_table)
-        return reference.sparse_mla_decode_paged(q, *swa, *paged, attn_sink, plan, **settings)
+        return reference.sparse_mla_decode_paged(q, *swa, *paged, *rest, **settings)
     extra = (extra_cache, extra_block_table, extra_lens)
     op = "sparse_mla_decode_paged"
-    return _attend(launch, op, q, swa, extra, req_indices, attn_sink, plan, **settings)
+    return _attend(launch, op, q, swa, extra, req_indices, *rest, **settings)
 
 
 def supported(q: Tensor, *caches: Tensor) -> bool:
@@ -84,6 +91,11 @@ def supported(q: Tensor, *caches: Tensor) -> bool:
     to the reference."""
     dense = all(cache.dim() == 2 or cache.stride(1) == WIDTH for cache in caches)
     return q.dtype == torch.bfloat16 and dense and int(q.shape[2]) == WIDTH
+
+
+def turns(cos_sin_cache: Tensor | None) -> bool:
+    """Whether the kernel rotates as many values back: those of its last tile, or none."""
+    return cos_sin_cache is None or int(cos_sin_cache.shape[1]) == ROPE
 
 
 def num_splits_of(programs: int, tiles: int, num_splits: int, batch_invariant: bool) -> int:
@@ -106,6 +118,8 @@ def _attend(
     req_indices: Tensor | None,
     attn_sink: Tensor | None,
     plan: Tensor | None,
+    positions: Tensor | None,
+    cos_sin_cache: Tensor | None,
     *,
     softmax_scale: float,
     swa_block_size: int,
@@ -144,6 +158,11 @@ def _attend(
         partial_lse = q.new_empty((room, num_heads), dtype=torch.float32)
     work = lens if plan is None else plan
     strides = (0, 0) if plan is None else plan.stride()
+    turned, angles = (lens, lse), (0, 0)
+    if positions is not None and cos_sin_cache is not None:
+        turned = (positions, cos_sin_cache.contiguous())
+        angles = positions.stride(0), cos_sin_cache.shape[0]
+    rotation = (turned[0], angles[0], turned[1], angles[1])
     request = lens if req_indices is None else req_indices
     sink = lse if attn_sink is None else attn_sink.contiguous()
     launch(split_keys_kernel)[(programs, wide)](
@@ -179,6 +198,7 @@ def _attend(
         indices.shape[0],
         work,
         *strides,
+        *rotation,
         room,
         num_tokens,
         num_heads,
@@ -190,6 +210,7 @@ def _attend(
         PAGED=req_indices is not None,
         HAS_SINK=attn_sink is not None,
         HAS_PLAN=plan is not None,
+        TURNED=cos_sin_cache is not None,
         HEAD_DIM=head_dim,
         ROW=main.data_bytes if coded else head_dim,
         ROW_BYTES=main.data_bytes if coded else 2 * head_dim,
@@ -211,12 +232,15 @@ def _attend(
             sink,
             work,
             *strides,
+            *rotation,
             room,
             num_tokens,
             num_heads,
             splits,
             HAS_SINK=attn_sink is not None,
             HAS_PLAN=plan is not None,
+            TURNED=cos_sin_cache is not None,
+            ROPE=ROPE,
             HEAD_DIM=head_dim,
             SPLITS=_joined(splits),
             EMULATE=EMULATE,

@@ -14,6 +14,7 @@ from dsv4_ops.kernels.attend import (  # by name: Inductor copies kernels, not m
     store_heads,
 )
 from dsv4_ops.kernels.fp8 import round_to_bf16
+from dsv4_ops.kernels.rotation import load_angles, load_tail_angles, rotate_tail, turn_back
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -106,6 +107,10 @@ def split_keys_kernel(
     plan,
     plan_stride,
     plan_column_stride,
+    positions,
+    positions_stride,
+    cos_sin_cache,
+    num_positions,
     room,
     num_tokens,
     num_heads,
@@ -117,6 +122,7 @@ def split_keys_kernel(
     PAGED: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HAS_PLAN: tl.constexpr,
+    TURNED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROW: tl.constexpr,
     ROW_BYTES: tl.constexpr,
@@ -128,9 +134,9 @@ def split_keys_kernel(
     EMULATE: tl.constexpr,
 ):
     """One split of the keys of one token for a tile of heads. The window's blocks of keys come
-    first, then those of the extra cache. A token of one split is finished here; of the others the
-    normalised sums go to ``partial``. With PAGED, ``extra_indices`` is a block table; with HAS_PLAN
-    the plan names token, split and number of splits."""
+    first, then those of the extra cache. A token of one split is finished here, with TURNED rotated
+    back too; of the others the normalised sums go to ``partial``. With PAGED, ``extra_indices`` is
+    a block table; with HAS_PLAN the plan names token, split and number of splits."""
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     there = head < num_heads
     if HAS_PLAN:
@@ -271,6 +277,9 @@ def split_keys_kernel(
     there = there & (tl.sum(tl.sum(asked, axis=1), axis=0) == 0)  # always
     log2_total = log2_sum(largest, total)
     if splits == 1:
+        if TURNED:  # on their way while the other values are stored
+            position = tl.load(positions + token * positions_stride)
+            known, cos, sin = load_angles(cos_sin_cache, position, num_positions, out3.shape[1])
         sink = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
         if HAS_SINK:
             sink = tl.load(attn_sink + head, mask=there, other=0.0) * _LOG2_E
@@ -279,7 +288,10 @@ def split_keys_kernel(
         store_heads(target, there, out0 * factor, 0, EMULATE)
         store_heads(target, there, out1 * factor, 256, EMULATE)
         store_heads(target, there, out2 * factor, 384, EMULATE)
-        store_heads(target, there, out3 * factor, 448, EMULATE)
+        rope = out3 * factor
+        if TURNED:
+            rope = turn_back(rope, known, cos, sin, EMULATE)
+        store_heads(target, there, rope, 448, EMULATE)
         tl.store(lse + token * num_heads + head, log2_total / _LOG2_E, mask=there)
     else:
         inverse = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -302,18 +314,25 @@ def join_splits_kernel(
     plan,
     plan_stride,
     plan_column_stride,
+    positions,
+    positions_stride,
+    cos_sin_cache,
+    num_positions,
     room,
     num_tokens,
     num_heads,
     splits,
     HAS_SINK: tl.constexpr,
     HAS_PLAN: tl.constexpr,
+    TURNED: tl.constexpr,
+    ROPE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     """The splits of one token and head, weighed by their sums, SPLITS at a time; nothing to do for
-    tokens of one split. With HAS_PLAN a program per piece, and the first of a token joins all."""
+    tokens of one split. With HAS_PLAN a program per piece, and the first of a token joins all; with
+    TURNED the result is rounded and its last ROPE values are rotated back."""
     head = tl.program_id(1)
     if HAS_PLAN:
         piece = plan + tl.program_id(0).to(tl.int64) * plan_stride
@@ -328,6 +347,12 @@ def join_splits_kernel(
         token = tl.program_id(0).to(tl.int64)
         place = token * splits
     if splits > 1:
+        if TURNED:  # ahead of what takes as long to arrive
+            position = tl.load(positions + token * positions_stride)
+            position = tl.where(position >= 0, position, num_positions)
+            known, cos, sin = load_tail_angles(
+                cos_sin_cache, position, num_positions, HEAD_DIM, HEAD_DIM, ROPE
+            )
         dim = tl.arange(0, HEAD_DIM)
         summed = tl.zeros((HEAD_DIM,), dtype=tl.float32)
         largest = tl.full((), float("-inf"), dtype=tl.float32)
@@ -338,8 +363,8 @@ def join_splits_kernel(
             there = part < splits
             row = (place + part) * num_heads + head
             logs = tl.load(partial_lse + row, mask=there, other=float("-inf"))
-            values = partial + row[:, None] * HEAD_DIM + dim[None, :]
-            loaded = tl.load(values, mask=there[:, None], other=0.0)
+            parts = partial + row[:, None] * HEAD_DIM + dim[None, :]
+            loaded = tl.load(parts, mask=there[:, None], other=0.0)
             highest = tl.maximum(largest, tl.max(logs, axis=0))
             origin = tl.where(highest == float("-inf"), 0.0, highest)
             factor, weights = tl.exp2(largest - origin), tl.exp2(logs - origin)
@@ -352,5 +377,9 @@ def join_splits_kernel(
             sink = tl.load(attn_sink + head) * _LOG2_E
         below = denominator(largest, total, sink)
         goal = token * num_heads + head
-        tl.store(out + goal * HEAD_DIM + dim, round_to_bf16(summed / below, EMULATE))
+        values = round_to_bf16(summed / below, EMULATE)
+        if TURNED:
+            turned = rotate_tail(values.to(tl.float32), known, cos, -sin, HEAD_DIM, EMULATE)
+            values = round_to_bf16(turned, EMULATE)
+        tl.store(out + goal * HEAD_DIM + dim, values)
         tl.store(lse + goal, log2_sum(largest, total) / _LOG2_E)

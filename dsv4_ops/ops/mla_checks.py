@@ -72,3 +72,16 @@ def check_sink(checks: Checks, attn_sink: Tensor | None) -> None:
     """The sink, if there is one."""
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, torch.float32, "num_heads")
+
+
+def check_turn(
+    checks: Checks, q: Tensor, positions: Tensor | None, cos_sin_cache: Tensor | None
+) -> None:
+    """What the output is rotated back by, if it is."""
+    if positions is not None and cos_sin_cache is not None:
+        checks.rotation(positions, cos_sin_cache)
+        checks.even("cos_sin_cache", cos_sin_cache, "width", q.shape[2])
+    elif positions is not None:
+        checks.comes_with("positions", "cos_sin_cache", cos_sin_cache)
+    elif cos_sin_cache is not None:
+        checks.comes_with("cos_sin_cache", "positions", positions)

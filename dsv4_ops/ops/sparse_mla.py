@@ -18,6 +18,7 @@ from dsv4_ops.ops.mla_checks import (
     check_queries,
     check_sink,
     check_splits,
+    check_turn,
 )
 from dsv4_ops.reference import sparse_mla as reference
 
@@ -25,6 +26,7 @@ _SETTINGS = (
     "float softmax_scale, int swa_block_size, int extra_block_size, str layout, int num_splits, "
     "bool batch_invariant"
 )
+_OPTIONS = "Tensor? attn_sink, Tensor? plan, Tensor? positions, Tensor? cos_sin_cache"
 _SWA = "Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens"
 _SOURCE = "FlashMLA flash_mla_with_kvcache as vLLM 0.33 calls it; lse of no key is -inf here"
 
@@ -33,13 +35,13 @@ _sparse_mla_decode = define_op(
         stem="sparse_mla",
         schema=(
             f"sparse_mla_decode({_SWA}, Tensor? extra_cache, Tensor? extra_indices, "
-            f"Tensor? extra_lens, Tensor? attn_sink, Tensor? plan, *, {_SETTINGS}) "
+            f"Tensor? extra_lens, {_OPTIONS}, *, {_SETTINGS}) "
             "-> (Tensor out, Tensor lse)"
         ),
         meta=meta.sparse_mla_decode,
         reference=reference.sparse_mla_decode,
         lowering={"cpu": "decompose", "cuda": "triton"},
-        dynamic=("num_tokens", "num_blocks", "swa_width", "extra_width"),
+        dynamic=("num_tokens", "num_blocks", "swa_width", "extra_width", "num_positions"),
         source=_SOURCE,
         providers=("triton", "reference"),
     )
@@ -49,14 +51,20 @@ _sparse_mla_decode_paged = define_op(
         stem="sparse_mla",
         schema=(
             f"sparse_mla_decode_paged({_SWA}, Tensor extra_cache, Tensor extra_lens, "
-            "Tensor req_indices, Tensor extra_block_table, Tensor? attn_sink, Tensor? plan, *, "
-            f"{_SETTINGS}) "
+            f"Tensor req_indices, Tensor extra_block_table, {_OPTIONS}, *, {_SETTINGS}) "
             "-> (Tensor out, Tensor lse)"
         ),
         meta=meta.sparse_mla_decode_paged,
         reference=reference.sparse_mla_decode_paged,
         lowering={"cpu": "decompose", "cuda": "triton"},
-        dynamic=("num_tokens", "num_blocks", "swa_width", "num_reqs", "max_blocks"),
+        dynamic=(
+            "num_tokens",
+            "num_blocks",
+            "swa_width",
+            "num_reqs",
+            "max_blocks",
+            "num_positions",
+        ),
         source=_SOURCE,
         providers=("triton", "reference"),
     )
@@ -88,6 +96,8 @@ def sparse_mla_decode(
     extra_lens: Tensor | None = None,
     attn_sink: Tensor | None = None,
     plan: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
     *,
     softmax_scale: float,
     swa_block_size: int,
@@ -118,6 +128,11 @@ def sparse_mla_decode(
             ``sparse_mla_plan`` for as many tokens and heads; None to cut every token alike. Which
             lens it was made of changes only the speed. What another tensor in its place gives is
             undefined, but in bounds.
+        positions: Absolute position of every query, [num_tokens], int64, to have the rotation of
+            the output undone where it is computed; None to leave it, and then no ``cos_sin_cache``.
+            Rows of a position below 0 or past the table are not rotated.
+        cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; rope_dim is
+            even and at most the width of q.
         softmax_scale: What q . k is multiplied by, 512**-0.5 in DeepSeek-V4. Above 0.
         swa_block_size: Rows per page of ``swa_cache``. At least 1.
         extra_block_size: Rows per page of ``extra_cache``. At least 1.
@@ -128,7 +143,9 @@ def sparse_mla_decode(
             bits whatever other tokens are in the batch. Not with a plan.
 
     Returns:
-        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key.
+        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions``
+            what ``inverse_rope_group`` in one group makes of the output without, bit for bit:
+            rounded, rotated back in float32, and rounded again.
         lse: Natural logarithm of the sum of exp(logit) over the keys, without the sink,
             [num_tokens, num_heads], float32; -inf without any key.
 
@@ -140,9 +157,10 @@ def sparse_mla_decode(
         TypeError: a dtype other than the ones above.
 
     Compile: on CUDA our Triton kernels (one over splits, one that joins them) in the graph and in
-        AOTInductor packages; float32 queries, rows of another width than 512 and other devices get
-        the reference: gathers and matrix products. Dynamic in num_tokens, the pages of the caches,
-        and both widths; CUDA graphs and export: yes.
+        AOTInductor packages; float32 queries, rows of another width than 512, angles of another
+        rope_dim than 64 and other devices get the reference: gathers and matrix products, and
+        Inductor may keep the output in float32 until it is rotated. Dynamic in num_tokens, the
+        pages of the caches, both widths and num_positions; CUDA graphs and export: yes.
 
     Source: FlashMLA ``flash_mla_with_kvcache`` with ``indices`` and ``extra_indices_in_kvcache``.
         The lse of a token without keys is -inf here, +inf there.
@@ -161,6 +179,12 @@ def sparse_mla_decode(
         ... )
         >>> out[0, 0, 0].item(), lse.item()
         (1.0, 0.0)
+        >>> quarter = torch.tensor([[0.0, 1.0]])  # of a turn, for the last pair
+        >>> dsv4_ops.sparse_mla_decode(
+        ...     q, cache, indices, lens, positions=torch.tensor([0]), cos_sin_cache=quarter,
+        ...     softmax_scale=0.5, swa_block_size=2, layout="plain",
+        ... ).out
+        tensor([[[ 2.,  2.,  2., -2.]]])
     """
     checks = check_queries("sparse_mla_decode", q, layout)
     check_splits(checks, num_splits, batch_invariant)
@@ -175,6 +199,7 @@ def sparse_mla_decode(
         check_none(checks, extra_cache, extra_indices, extra_lens)
     check_sink(checks, attn_sink)
     check_plan(checks, plan, num_splits, batch_invariant)
+    check_turn(checks, q, positions, cos_sin_cache)
     return SparseMla(
         *_sparse_mla_decode(
             q,
@@ -186,6 +211,8 @@ def sparse_mla_decode(
             extra_lens,
             attn_sink,
             plan,
+            positions,
+            cos_sin_cache,
             softmax_scale=softmax_scale,
             swa_block_size=swa_block_size,
             extra_block_size=extra_block_size,
@@ -207,6 +234,8 @@ def sparse_mla_decode_paged(
     extra_block_table: Tensor,
     attn_sink: Tensor | None = None,
     plan: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
     *,
     softmax_scale: float,
     swa_block_size: int,
@@ -232,6 +261,9 @@ def sparse_mla_decode_paged(
         extra_block_table: Page of every (request, block), [num_reqs, max_blocks], int32.
         attn_sink: Logit that joins the denominator, [num_heads], float32; None for none.
         plan: As for ``sparse_mla_decode``.
+        positions: Absolute position of every query, [num_tokens], int64, to have the rotation of
+            the output undone; None to leave it.
+        cos_sin_cache: Angles of the positions, [num_positions, rope_dim], float32; or None too.
         softmax_scale: What q . k is multiplied by.
         swa_block_size: Rows per page of ``swa_cache``. At least 1.
         extra_block_size: Rows per page of ``extra_cache``: 2 for C128. At least 1.
@@ -240,7 +272,8 @@ def sparse_mla_decode_paged(
         batch_invariant: With num_splits 0, cut by the widths alone.
 
     Returns:
-        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key.
+        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions``
+            rotated back, as that of ``sparse_mla_decode``.
         lse: As for ``sparse_mla_decode``, [num_tokens, num_heads], float32.
 
     Mutates: nothing.
@@ -249,9 +282,9 @@ def sparse_mla_decode_paged(
         ValueError: as ``sparse_mla_decode``.
         TypeError: as ``sparse_mla_decode``.
 
-    Compile: as ``sparse_mla_decode``; dynamic in num_tokens, num_reqs, max_blocks, swa_width and
-        the pages of the caches; CUDA graphs and export: yes. The reference gathers every row of
-        the block table for every token.
+    Compile: as ``sparse_mla_decode``; dynamic in num_tokens, num_reqs, max_blocks, swa_width,
+        num_positions and the pages of the caches; CUDA graphs and export: yes. The reference
+        gathers every row of the block table for every token.
 
     Source: FlashMLA ``flash_mla_with_kvcache`` over the indices that vLLM 0.33 writes for C128.
 
@@ -280,6 +313,7 @@ def sparse_mla_decode_paged(
     checks.tensor("extra_block_table", extra_block_table, torch.int32, "num_reqs", "max_blocks")
     check_sink(checks, attn_sink)
     check_plan(checks, plan, num_splits, batch_invariant)
+    check_turn(checks, q, positions, cos_sin_cache)
     return SparseMla(
         *_sparse_mla_decode_paged(
             q,
@@ -292,6 +326,8 @@ def sparse_mla_decode_paged(
             extra_block_table,
             attn_sink,
             plan,
+            positions,
+            cos_sin_cache,
             softmax_scale=softmax_scale,
             swa_block_size=swa_block_size,
             extra_block_size=extra_block_size,

@@ -9,6 +9,7 @@ from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 from dsv4_ops.reference.common import masked_index
 from dsv4_ops.reference.kv_cache import row_bits
 from dsv4_ops.reference.pages import locate, words
+from dsv4_ops.reference.rotation import rotate_tail
 
 
 def listed(indices: Tensor, lens: Tensor) -> Tensor:
@@ -90,6 +91,17 @@ def over_both(
     return SparseMla(out, lse)
 
 
+def turned_back(
+    attended: SparseMla, positions: Tensor | None, cos_sin_cache: Tensor | None
+) -> SparseMla:
+    """The output with the end of every head rotated back, as ``inverse_rope_group`` does."""
+    if positions is None or cos_sin_cache is None:
+        return attended
+    out, lse = attended
+    turned = rotate_tail(out.to(torch.float32), positions, cos_sin_cache, inverse=True)
+    return SparseMla(turned.to(out.dtype), lse)
+
+
 def sparse_mla_decode(
     q: Tensor,
     swa_cache: Tensor,
@@ -100,6 +112,8 @@ def sparse_mla_decode(
     extra_lens: Tensor | None,
     attn_sink: Tensor | None,
     plan: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
     *,
     softmax_scale: float,
     swa_block_size: int,
@@ -114,7 +128,8 @@ def sparse_mla_decode(
             extra_cache, extra_indices, extra_lens, block_size=extra_block_size, layout=layout
         )
     swa = indexed_keys(swa_cache, swa_indices, swa_lens, block_size=swa_block_size, layout=layout)
-    return over_both(q, swa, extra, attn_sink, softmax_scale)
+    attended = over_both(q, swa, extra, attn_sink, softmax_scale)
+    return turned_back(attended, positions, cos_sin_cache)
 
 
 def sparse_mla_decode_paged(
@@ -128,6 +143,8 @@ def sparse_mla_decode_paged(
     extra_block_table: Tensor,
     attn_sink: Tensor | None,
     plan: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
     *,
     softmax_scale: float,
     swa_block_size: int,
@@ -145,7 +162,8 @@ def sparse_mla_decode_paged(
         block_size=extra_block_size,
         layout=layout,
     )
-    return over_both(q, swa, extra, attn_sink, softmax_scale)
+    attended = over_both(q, swa, extra, attn_sink, softmax_scale)
+    return turned_back(attended, positions, cos_sin_cache)
 
 
 def sparse_mla_gathered(

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from dsv4_ops.reference import mla_prefill as reference
 from dsv4_ops.testing.case import Case, OpTesting, i32
+from dsv4_ops.testing.mla_exact import exact_over_both
 from dsv4_ops.testing.sparse_mla import (
     HEADS,
     SCALE,
     TAG,
-    exact_over_both,
     full_cache,
     one_key_page,
     queries,

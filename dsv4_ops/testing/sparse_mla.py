@@ -11,11 +11,15 @@ from dsv4_ops.core.layout import MainLayout, PlainLayout
 from dsv4_ops.reference import sparse_mla as reference
 from dsv4_ops.reference.kv_cache import quantize_and_insert_k_cache
 from dsv4_ops.reference.mla_plan import sparse_mla_plan
-from dsv4_ops.testing.case import Case, Exact, OpTesting, i32
+from dsv4_ops.testing.case import Case, OpTesting, i32, i64
+from dsv4_ops.testing.mla_exact import exact_attention, exact_over_both, turned_exact
+from dsv4_ops.testing.rotation import positions, tables, worked_table
 
 TAG = MainLayout.tag
 SCALE = 512**-0.5
 HEADS = 8
+BARE = (None, None, None)
+"""No plan, and no rotation to undo."""
 
 
 def _settings(
@@ -46,34 +50,53 @@ def _lists(*tensors: Any) -> tuple[Tensor, ...]:
 
 def _decode_cases() -> list[Case]:
     q, twos, fours = torch.zeros(1, 2, 512, dtype=torch.bfloat16), one_key_page(2), one_key_page(4)
-    half, sixes = [[[1.0] * 512, [0.0] * 512]], [[[2.0] * 512, [0.0] * 512]]
+    half, sixes = [[1.0] * 512, [0.0] * 512], [[[2.0] * 512, [0.0] * 512]]
+    back = [1.0, -1.0, 1.0, -3.0]  # two pairs (1, 1), by a quarter turn and by (cos, sin) = (-1, 2)
+    turned = [[1.0] * 448 + back + [1.0] * 60, [0.0] * 512]
+    plan = i32([[0, 1, 2, 0], [0, 0, 2, 0], [-1] * 4])
+    hostile = i64([1, -1, 2, 2**63 - 1])
     sink = torch.tensor([0.0, torch.inf])
     swa, none = _lists([[0, 7]], [1]), _lists([[-1, 0]], [1])
     settings, empty = _settings(1, 1), tuple(tensor[:0] for tensor in swa)
+    one = (twos, *_lists([[0, 7]] * 4, [1] * 4))
     negative = -torch.inf
     return [
         Case(
-            "one key", (q, twos, *swa, None, None, None, sink, None), settings, (half, [[0.0, 0.0]])
+            "one key",
+            (q, twos, *swa, None, None, None, sink, *BARE),
+            settings,
+            ([half], [[0.0, 0.0]]),
+        ),
+        Case(
+            "turned back, positions that do not exist",
+            (q.repeat(4, 1, 1), *one, None, None, None, sink, None, hostile, worked_table()),
+            settings,
+            ([turned, half, half, half], [[0.0, 0.0]] * 4),
         ),
         Case(
             "one key, of the compressed cache",
-            (q, twos, *none, fours, *swa, sink, None),
+            (q, twos, *none, fours, *swa, sink, *BARE),
             settings,
             (sixes, [[0.0, 0.0]]),
         ),
         Case(
             "no key",
-            (q, twos, *none, fours, *none, sink, None),
+            (q, twos, *none, fours, *none, sink, *BARE),
             settings,
             ([[[0.0] * 512] * 2], [[negative] * 2]),
         ),
-        Case("no token", (q[:0], twos, *empty, fours, *empty, sink, None), settings),
+        Case("no token", (q[:0], twos, *empty, fours, *empty, sink, *BARE), settings),
         Case(
             "plan of a longer batch",
-            (q, twos, *swa, fours, *swa, sink, i32([[0, 1, 2, 0], [0, 0, 2, 0], [-1] * 4])),
+            (q, twos, *swa, fours, *swa, sink, plan, None, None),
             settings,
         ),
-        Case("no sink", (q, twos, *swa, fours, *swa, None, None), settings),
+        Case(
+            "turned back, with a plan",
+            (q, twos, *swa, fours, *swa, sink, plan, i64([1]), worked_table()),
+            settings,
+        ),
+        Case("no sink", (q, twos, *swa, fours, *swa, None, *BARE), settings),
     ]
 
 
@@ -82,19 +105,23 @@ def _paged_cases() -> list[Case]:
     swa, sink = _lists([[0]], [0]), torch.zeros(1)
     settings = _settings(1, 1)
     row, nothing = ([[[2.0] * 512]], [[0.0]]), ([[[0.0] * 512]], [[-torch.inf]])
+    back = [2.0, -2.0, 2.0, -6.0]  # two pairs (2, 2)
+    turned = ([[[2.0] * 448 + back + [2.0] * 60]], [[0.0]])
     return [
         Case(
             name,
-            (q, twos, *swa, fours, *_lists([lens], [request], [[9, 0, 0]]), sink, None),
+            (q, twos, *swa, fours, *_lists([lens], [request], [[9, 0, 0]]), sink, *rotation),
             settings,
             expected,
         )
-        for name, lens, request, expected in (
-            ("page that does not exist, then one that does", 2, 0, row),
-            ("no row", 0, 0, nothing),
-            ("no request", 3, -1, nothing),
-            ("request past the table", 3, 1, nothing),
-            ("past the table", 2**31 - 1, 0, None),
+        for name, lens, request, rotation, expected in (
+            ("page that does not exist, then one that does", 2, 0, BARE, row),
+            ("turned back", 2, 0, (None, i64([1]), worked_table()), turned),
+            ("no such position", 2, 0, (None, i64([2]), worked_table()), row),
+            ("no row", 0, 0, BARE, nothing),
+            ("no request", 3, -1, BARE, nothing),
+            ("request past the table", 3, 1, BARE, nothing),
+            ("past the table", 2**31 - 1, 0, BARE, None),
         )
     ]
 
@@ -202,6 +229,20 @@ def _plan(draw: Any, settings: dict[str, Any], num_tokens: int, least: int) -> T
     return sparse_mla_plan(of, None, num_heads=HEADS, num_programs=programs)
 
 
+def _rotation(draw: Any, q: Tensor, least: int) -> tuple[Tensor | None, Tensor | None]:
+    """Hostile positions and a table to rotate the output back by, or neither."""
+    from hypothesis import strategies as st
+
+    if not (least or draw(st.booleans())):
+        return None, None
+    width = q.shape[2]
+    sizes = [4, width, 0]
+    if width == MainLayout.head_dim:
+        sizes = [64] if least else [64, 64, 64, 4]  # 4 goes to the reference
+    table = tables(draw, rope_dim=draw(st.sampled_from(sizes)), min_size=least)
+    return positions(draw, num_tokens=q.shape[0], num_positions=table.shape[0]), table
+
+
 def _decode_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     from hypothesis import strategies as st
 
@@ -218,7 +259,8 @@ def _decode_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
         tensors[3:] = [None, None, None]
     sink = sink_of(seed) if min_size or draw(st.booleans()) else None
     plan = _plan(draw, settings, q.shape[0], min_size)
-    return Case("drawn", (q, *tensors, sink, plan), settings)
+    rotation = _rotation(draw, q, min_size)
+    return Case("drawn", (q, *tensors, sink, plan, *rotation), settings)
 
 
 def _paged_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
@@ -241,9 +283,10 @@ def _paged_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
             table.view(-1)[place] = draw(st.sampled_from((*HOSTILE_PAGES, num_blocks)))
     requests = [draw(st.sampled_from((0, 1, -1, num_reqs, 2**31 - 1))) for _ in range(num_tokens)]
     lens = [draw(st.sampled_from((0, 1, 2, 5, 70, 2**31 - 1, -1))) for _ in range(num_tokens)]
-    tables = (i32(lens).reshape(num_tokens), i32(requests).reshape(num_tokens), table)
-    plan = _plan(draw, settings, num_tokens, min_size)
-    return Case("drawn", (q, swa, *listed, extra, *tables, sink_of(seed), plan), settings)
+    walked = (i32(lens).reshape(num_tokens), i32(requests).reshape(num_tokens), table)
+    rest = (sink_of(seed), _plan(draw, settings, num_tokens, min_size))
+    rotation = _rotation(draw, q, min_size)
+    return Case("drawn", (q, swa, *listed, extra, *walked, *rest, *rotation), settings)
 
 
 def _gathered_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
@@ -264,43 +307,6 @@ def _gathered_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     return Case("drawn", (q, kv, *lists, sink), settings)
 
 
-def exact_attention(
-    q: Tensor, keys: Tensor, exists: Tensor, attn_sink: Tensor | None, softmax_scale: float
-) -> tuple[Exact, Exact, Exact]:
-    """Output, largest logit and log-sum-exp in float64, from the formulas.
-
-    A logit is rounded as a sum of products, when scaled, and when the largest is taken off: three
-    times its size, which the exponential makes relative errors of the weights. Those of a float32
-    output are followed by five more: exponential, product, sum, total, quotient; and the sums of
-    values and of weights round at every key, by chance up or down, which adds as the square root of
-    their number. In bf16 the rounding of weights and output hides all of them.
-    """
-    query, value = q.to(torch.float64), keys.to(torch.float64)
-    value = torch.where(exists[..., None], value, 0.0)
-    logits = torch.einsum("thd,tkd->thk", query, value) * softmax_scale
-    logits = logits.masked_fill(~exists[:, None, :], -torch.inf)
-    lse = torch.logsumexp(logits, -1)
-    below = lse if attn_sink is None else torch.logaddexp(lse, attn_sink.to(torch.float64))
-    weights = torch.exp(logits - below[..., None]).nan_to_num(0.0)
-    size = torch.einsum("thd,tkd->thk", query.abs(), value.abs()).amax(-1) * softmax_scale
-    spread = torch.einsum("thk,tkd->thd", weights, value.abs())
-    if q.dtype == torch.float32:
-        spread = spread * (5 + 2 * keys.shape[1] ** 0.5 + 3 * size[..., None])
-    out = Exact(torch.einsum("thk,tkd->thd", weights, value), spread)
-    return (
-        out,
-        Exact(logits.amax(-1), size * (1 + keys.shape[2] ** 0.5 / 2)),
-        Exact(lse, 1 + 3 * size + lse.abs().nan_to_num(posinf=0.0)),
-    )
-
-
-def exact_over_both(q: Tensor, swa: Any, extra: Any, sink: Any, scale: float) -> Any:
-    sources = [swa] if extra is None else [swa, extra]
-    keys, exists = (torch.cat(parts, 1) for parts in zip(*sources, strict=True))
-    out, _, lse = exact_attention(q, keys, exists, sink, scale)
-    return out, lse
-
-
 def _precise_decode(
     q: Tensor,
     swa_cache: Tensor,
@@ -311,6 +317,8 @@ def _precise_decode(
     extra_lens: Any,
     attn_sink: Tensor | None,
     plan: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
     **settings: Any,
 ) -> Any:
     layout, extra = settings["layout"], None
@@ -321,7 +329,8 @@ def _precise_decode(
         )
     size = settings["swa_block_size"]
     swa = reference.indexed_keys(swa_cache, swa_indices, swa_lens, block_size=size, layout=layout)
-    return exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
+    out, lse = exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
+    return turned_exact(out, positions, cos_sin_cache), lse
 
 
 def _precise_paged(
@@ -335,6 +344,8 @@ def _precise_paged(
     table: Tensor,
     attn_sink: Tensor | None,
     plan: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
     **settings: Any,
 ) -> Any:
     layout, size = settings["layout"], settings["swa_block_size"]
@@ -343,7 +354,8 @@ def _precise_paged(
     extra = reference.paged_keys(
         extra_cache, extra_lens, req_indices, table, block_size=size, layout=layout
     )
-    return exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
+    out, lse = exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
+    return turned_exact(out, positions, cos_sin_cache), lse
 
 
 def _precise_gathered(
