@@ -1,9 +1,10 @@
 """Sparse MLA in Triton's interpreter over longer batches than those that are drawn: prefill with
-several blocks of keys of both sources, decode with plans of these and other lens, hostile plans;
-tests/test_mla_kernels.py starts it with TRITON_INTERPRET=1. Prints what has passed."""
+several blocks of keys of both sources, decode with plans of these and other lens, hostile plans,
+and with the rotation of the output undone; tests/test_mla_kernels.py starts it with
+TRITON_INTERPRET=1. Prints what has passed."""
 
 import torch
-from gpu_attention import DECODE, PAGED, case_of
+from gpu_attention import DECODE, PAGED, case_of, turned, with_settings
 from gpu_prefill import (
     MODES,
     PREFILL,
@@ -17,6 +18,7 @@ from gpu_prefill import (
 from interpret_kernels import check
 from torch import Tensor
 
+import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.compare import assert_agrees, equal
@@ -67,6 +69,22 @@ def hostile(name: str, case: Case) -> None:
     kernel(name, with_plan(case, hostile_plan(plan, victims, tokens, 5, anywhere=True)))
 
 
+def rotations(name: str, case: Case) -> None:
+    """Every bit of the kernel and of ``inverse_rope_group`` behind it: in one split, in several, by
+    a plan, of whole and of partial tiles of heads."""
+    cases = [with_settings(case, num_splits=splits) for splits in (0, 1, 3)]
+    cases += [with_plan(case, stale_plan(case, 1, 12)), case_of(name, 4, 2, 65, num_splits=1)]
+    for each in cases:
+        back = turned(each)
+        out, lse = kernel(name, each)
+        positions, table = back.tensors[-2:]
+        expected = ops.inverse_rope_group(out, positions, table, num_groups=1).view(out.shape)
+        actual = kernel(name, back)
+        assert equal(actual[0], expected)
+        assert equal(actual[1], lse)
+        assert not equal(out, expected)
+
+
 def gaps(name: str) -> None:
     """Compressed rows that are apart go to the reference: the kernel knows only dense rows."""
     for case in plain_case(name):
@@ -83,6 +101,9 @@ def main() -> None:
         plans(name, case)
         hostile(name, case)
         print("plans", name)
+    for name in (DECODE, PAGED):
+        rotations(name, case_of(name, 3, 5, 8))
+        print("rotations", name)
     for name in (DECODE, PAGED, PREFILL):
         gaps(name)
         print("gaps", name)

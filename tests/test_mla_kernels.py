@@ -1,4 +1,5 @@
-"""Sparse MLA in Triton's interpreter: prefill over longer batches, decode with plans."""
+"""Sparse MLA in Triton's interpreter: prefill over longer batches, decode with plans and
+with the rotation undone."""
 
 import os
 import subprocess
@@ -12,7 +13,7 @@ NAMES = ("sparse_mla_decode", "sparse_mla_decode_paged")
 
 
 @pytest.mark.slow
-def test_prefill_plans_and_rows_with_gaps():
+def test_prefill_plans_rotations_and_rows_with_gaps():
     script = Path(__file__).parent / "interpret_mla.py"
     hidden = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
@@ -20,4 +21,5 @@ def test_prefill_plans_and_rows_with_gaps():
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     gaps = [f"gaps {name}" for name in (*NAMES, "sparse_mla_prefill")]
-    assert done.stdout.splitlines() == ["prefill", *(f"plans {name}" for name in NAMES), *gaps]
+    passed = [f"{what} {name}" for what in ("plans", "rotations") for name in NAMES]
+    assert done.stdout.splitlines() == ["prefill", *passed, *gaps]

@@ -9,10 +9,13 @@ import oracles_mla as oracles
 import pytest
 import torch
 from helpers import BAD_POSITIONS, i32, i64
+from layers import KINDS as LAYERS
+from layers import LENGTH, SPEC, SmallLayer, hidden_states, in_chunks, projected
 from oracles_mla import BF16, F32, KINDS, assert_attended, random_call, random_paged
 from torch import Tensor
 
 import dsv4_ops as ops
+from dsv4_ops.attention import layer, output
 from dsv4_ops.testing.compare import equal
 
 QUARTERS = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
@@ -145,3 +148,27 @@ def test_positions_and_tables_of_any_strides(how: str) -> None:
     dense = call.but(positions=positions.clone(), cos_sin_cache=table.clone())
     dense.tensors["cos_sin_cache"] = table.contiguous()
     assert all(map(torch.equal, given.run(), dense.run()))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_gives_the_bits_of_attention_and_rotation_apart(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding tokens included; and the attention does differ by the rotation."""
+    rows = projected(SmallLayer(kind, SPEC), hidden_states())[0]
+    calls: list[tuple[Tensor, bool]] = []
+
+    def grouped(spec: Any, out: Tensor, *args: Any, turned: bool) -> Any:
+        calls.append((out, turned))
+        return output.grouped(spec, out, *args, turned=turned)
+
+    monkeypatch.setattr(layer, "grouped", grouped)
+    outs = []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(layer, "turns_back", lambda *_: False)
+        twin = SmallLayer(kind, SPEC)
+        outs.append(in_chunks(twin, [rows], [[LENGTH]], padding=3)[0])
+    assert [turned for _, turned in calls] == [True, False]
+    assert torch.equal(*outs)
+    assert not torch.equal(*(out for out, _ in calls))

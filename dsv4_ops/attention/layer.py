@@ -49,6 +49,8 @@ def attention_layer(
         schedule: "decode" splits the keys of few tokens over the GPU (``sparse_mla_decode``);
             "prefill" gives many tokens a program each and reads the block tables themselves
             (``sparse_mla_prefill``). Both take any batch, and their results agree up to rounding.
+            The kernels of "decode" undo the rotation of a bfloat16 output of the model's sizes
+            themselves; in FP8, and of "prefill", that is a kernel behind them.
         state_rings: Whether a token may keep its states where a window of the step reads older
             ones, as in short rings. States are then saved behind the windows, by another kernel.
 

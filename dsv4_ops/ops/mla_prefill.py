@@ -85,6 +85,8 @@ def sparse_mla_prefill(
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key, so for padding.
+            Rotated as the values are: only ``sparse_mla_decode`` can undo that itself, here
+            ``inverse_rope_group`` does it behind.
         lse: Natural logarithm of the sum of exp(logit) over the keys, without the sink,
             [num_tokens, num_heads], float32; -inf without any key.
 

@@ -171,7 +171,8 @@ def inverse_rope_group(
     """Undo the rotation of the attention output and lay its heads out in groups.
 
     Values are keys in this attention, so that the output is rotated by the position of each key;
-    turned back by that of the query, it depends on distances only.
+    turned back by that of the query, it depends on distances only. ``sparse_mla_decode`` does the
+    same to its output, where it is given the two tensors.
 
     Args:
         o: Attention output, [num_tokens, num_heads, dim], bfloat16, any strides.
