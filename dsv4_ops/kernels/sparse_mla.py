@@ -158,7 +158,7 @@ def _attend(
         partial_lse = q.new_empty((room, num_heads), dtype=torch.float32)
     work = lens if plan is None else plan
     strides = (0, 0) if plan is None else plan.stride()
-    turned, angles = (lens, lse), (0, 0)
+    turned, angles = (lens, lens), (0, 0)
     if positions is not None and cos_sin_cache is not None:
         turned = (positions, cos_sin_cache.contiguous())
         angles = positions.stride(0), cos_sin_cache.shape[0]
