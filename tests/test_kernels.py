@@ -32,12 +32,10 @@ def test_kernels_equal_their_references_in_the_interpreter():
 # kernels that keep as many bytes under way in registers as other programs would add
 BYTES_IN_REGISTERS = {"compress_and_insert_kernel", "join_splits_kernel"}
 
-# kernels that hold a tile of products, the keys that they select from, or the partial sums that
-# they join, all on their way at once; two programs per SM
+# kernels that hold a tile of products, or the keys that they select from; two programs per SM
 TILES_IN_REGISTERS = {
     "indexer_logits_kernel",
     "indexer_logits_ragged_kernel",
-    "join_splits_kernel",
     "pool_windows_kernel",
     "select_keys_kernel",
     "select_logits_kernel",
