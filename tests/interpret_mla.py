@@ -75,14 +75,28 @@ def rotations(name: str, case: Case) -> None:
     cases = [with_settings(case, num_splits=splits) for splits in (0, 1, 3)]
     cases += [with_plan(case, stale_plan(case, 1, 12)), case_of(name, 4, 2, 65, num_splits=1)]
     for each in cases:
-        back = turned(each)
-        out, lse = kernel(name, each)
-        positions, table = back.tensors[-2:]
-        expected = ops.inverse_rope_group(out, positions, table, num_groups=1).view(out.shape)
-        actual = kernel(name, back)
-        assert equal(actual[0], expected)
-        assert equal(actual[1], lse)
+        out, expected = rotated(name, turned(each))
         assert not equal(out, expected)
+    out, expected = rotated(name, at_zero(turned(case)))
+    assert len(out.view(torch.int16).unique()) == 2, "zeros of both signs"
+
+
+def rotated(name: str, case: Case) -> tuple[Tensor, Tensor]:
+    """The output as it was and as ``inverse_rope_group`` and the kernel turn it."""
+    *bare, positions, table = case.tensors
+    out, lse = kernel(name, Case(case.name, (*bare, None, None), case.settings))
+    expected = ops.inverse_rope_group(out, positions, table, num_groups=1).view(out.shape)
+    actual = kernel(name, case)
+    assert equal(actual[0], expected)
+    assert equal(actual[1], lse)
+    return out, expected
+
+
+def at_zero(case: Case) -> Case:
+    """Sinks of inf make zeros of all values, and at position 0 all sines are zero."""
+    *bare, sink, plan, positions, table = case.tensors
+    tensors = (*bare, sink.new_full(sink.shape, torch.inf), plan, positions * 0, table)
+    return Case(case.name, tensors, case.settings)
 
 
 def gaps(name: str) -> None:

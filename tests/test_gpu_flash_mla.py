@@ -65,7 +65,7 @@ def test_flash_mla_agrees(
         case.tensors[2][:, 0] = case.tensors[2].max()
     else:
         case = Case(case.name, (*case.tensors[:-4], *[None] * 4), case.settings)
-    q, cache, indices, lens, extra_cache, extra_indices, extra_lens, attn_sink, _ = case.tensors
+    q, cache, indices, lens, extra_cache, extra_indices, extra_lens, attn_sink = case.tensors[:8]
     more = {}
     if extra is not None:
         more = {"extra_kv": MainLayout(extra_block).kernel_view(extra_cache)}

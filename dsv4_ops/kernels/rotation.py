@@ -16,6 +16,14 @@ def rotate_pairs(even, odd, cos, sin, EMULATE: tl.constexpr):
 
 
 @triton.jit
+def rotate_pairs_back(even, odd, cos, sin, EMULATE: tl.constexpr):
+    """The same by the opposite angle. Not a rotation by ``-sin``: Triton's minus makes 0 of 0."""
+    first = _product(even, cos, EMULATE) + _product(odd, sin, EMULATE)
+    second = _product(odd, cos, EMULATE) - _product(even, sin, EMULATE)
+    return first, second
+
+
+@triton.jit
 def _product(left, right, EMULATE: tl.constexpr):
     """A product that no compiler contracts into a fused multiply-add."""
     if EMULATE:
@@ -49,10 +57,15 @@ def load_tail_angles(
 
 
 @triton.jit
-def rotate_tail(values, known, cos, sin, DIM: tl.constexpr, EMULATE: tl.constexpr):
-    """fp32 ``values`` [DIM] with the pairs that ``load_tail_angles`` knows rotated."""
+def rotate_tail(
+    values, known, cos, sin, DIM: tl.constexpr, EMULATE: tl.constexpr, BACK: tl.constexpr = False
+):
+    """fp32 ``values`` [DIM] with the pairs that ``load_tail_angles`` knows rotated, or BACK."""
     even, odd = tl.split(tl.reshape(values, (DIM // 2, 2)))
-    left, right = rotate_pairs(even, odd, cos, sin, EMULATE)
+    if BACK:
+        left, right = rotate_pairs_back(even, odd, cos, sin, EMULATE)
+    else:
+        left, right = rotate_pairs(even, odd, cos, sin, EMULATE)
     pairs = tl.join(tl.where(known, left, even), tl.where(known, right, odd))
     return tl.reshape(pairs, (DIM,))
 
@@ -74,6 +87,6 @@ def turn_back(values, known, cos, sin, EMULATE: tl.constexpr):
     rounded = round_to_bf16(values, EMULATE).to(tl.float32)
     pairs = tl.reshape(rounded, (values.shape[0], values.shape[1] // 2, 2))
     even, odd = tl.split(pairs)
-    left, right = rotate_pairs(even, odd, cos[None, :], -sin[None, :], EMULATE)
+    left, right = rotate_pairs_back(even, odd, cos[None, :], sin[None, :], EMULATE)
     turned = tl.join(tl.where(known, left, even), tl.where(known, right, odd))
     return tl.reshape(turned, (values.shape[0], values.shape[1]))

@@ -379,7 +379,7 @@ def join_splits_kernel(
         goal = token * num_heads + head
         values = round_to_bf16(summed / below, EMULATE)
         if TURNED:
-            turned = rotate_tail(values.to(tl.float32), known, cos, -sin, HEAD_DIM, EMULATE)
+            turned = rotate_tail(values.to(tl.float32), known, cos, sin, HEAD_DIM, EMULATE, True)
             values = round_to_bf16(turned, EMULATE)
         tl.store(out + goal * HEAD_DIM + dim, values)
         tl.store(lse + goal, log2_sum(largest, total) / _LOG2_E)
