@@ -21,6 +21,13 @@ EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("[0-9][0-9]_*.py"))
 
 
+@pytest.fixture
+def without_vectors(monkeypatch) -> None:
+    """Loops are compiled in one form, not in several: half of the time. The demo's and
+    test_transformers_compiled.py's steps have vectors."""
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+
+
 def run(script: str, *options: object, status: int = 0) -> list[str]:
     """Lines that the example prints; its exit status is checked."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -71,6 +78,7 @@ def test_continuous_batching_in_eager():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_vectors")
 def test_examples_of_the_compiled_step(tmp_path):
     lines = run("02_compile_decode.py")
     shown = (
@@ -98,6 +106,7 @@ def test_examples_of_the_compiled_step(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_vectors")
 def test_package_and_cpp_runner(tmp_path):
     """With CMake where there is one, and by the compiler alone."""
     package = tmp_path / "decode.pt2"
