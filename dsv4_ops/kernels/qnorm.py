@@ -146,23 +146,6 @@ def _insert_keys(
     page, row, exists = place_slots(slot, num_blocks, BLOCK_SIZE)
     source = kv + token.to(tl.int64) * row_stride
     start = k_cache + page * page_stride
-    rotated = _rotated_tail(  # first: not behind stores
-        source,
-        dim_stride,
-        given,
-        tl.full((KEYS,), 1.0, tl.float32),
-        tl.where(given, token, 0),
-        positions,
-        position_stride,
-        cos_sin_cache,
-        table_stride,
-        column_stride,
-        num_positions,
-        KEYS,
-        CODE_DIM,
-        HEAD_DIM - CODE_DIM,
-        EMULATE,
-    )
     if SCALE_BYTES == 0:  # plain: words, which keep the payload of a NaN
         lane = tl.arange(0, HEAD_DIM)[None, :]
         stored = start.to(tl.pointer_type(tl.int16), bitcast=True) + row * cache_row_stride
@@ -191,6 +174,23 @@ def _insert_keys(
         rope_bytes = start + row * DATA_BYTES + CODE_DIM
         target = rope_bytes.to(tl.pointer_type(tl.int16), bitcast=True)
     lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
+    rotated = _rotated_tail(
+        source,
+        dim_stride,
+        given,
+        tl.full((KEYS,), 1.0, tl.float32),
+        tl.where(given, token, 0),
+        positions,
+        position_stride,
+        cos_sin_cache,
+        table_stride,
+        column_stride,
+        num_positions,
+        KEYS,
+        CODE_DIM,
+        HEAD_DIM - CODE_DIM,
+        EMULATE,
+    )
     bits = round_to_bf16(rotated, EMULATE).to(tl.int16, bitcast=True)
     bits = tl.where(rotated != rotated, _NAN_BITS, bits).to(tl.int16)
     tl.store(target[:, None] + lane, bits, mask=exists[:, None])
