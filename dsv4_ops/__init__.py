@@ -8,6 +8,7 @@ Inductor lowerings take effect by themselves with ``torch.compile`` and AOTInduc
 from dsv4_ops._version import __version__
 from dsv4_ops.core.fingerprint import extend_cache_key as _extend_cache_key
 from dsv4_ops.core.types import (
+    CompressorStep,
     FlattenedDecode,
     IndexerKeys,
     IndexerQuery,
@@ -80,6 +81,7 @@ from dsv4_ops.ops.topk_indices import dense_compressed_indices, global_topk_indi
 _extend_cache_key(__version__)
 
 __all__ = [
+    "CompressorStep",
     "FlattenedDecode",
     "IndexerKeys",
     "IndexerQuery",

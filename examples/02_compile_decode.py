@@ -11,8 +11,12 @@ the tokens are compared with those of the model as Hugging Face made it, unpatch
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from dataclasses import dataclass
+
+# waiting threads that spin would take the core from the compiler
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from torch import Tensor

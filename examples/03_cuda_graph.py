@@ -11,9 +11,13 @@ around the compiled step. Without a GPU the same loop runs the compiled step, an
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from itertools import chain
+
+# waiting threads that spin would take the core from the compiler
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from torch import Tensor

@@ -15,7 +15,11 @@ batch is, the device runs the same graph: nothing is ever compiled again.
 from __future__ import annotations
 
 import argparse
+import os
 import time
+
+# waiting threads that spin would take the core from the compiler
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from continuous_batching.engine import Engine

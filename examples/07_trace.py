@@ -11,11 +11,15 @@ https://ui.perfetto.dev.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# waiting threads that spin would take the core from the compiler
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from step_stages import REST, Stages, finish, kernel_seconds, name_kernels

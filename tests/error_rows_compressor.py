@@ -123,6 +123,14 @@ def compress_rows() -> Iterator[Entry]:
             ValueError,
             f"{text}[9, {columns}]. {pairs}",
         )
+    text = "norm_weight must have an even size where rows are rotated, got 3. Pass a cos_sin_cache "
+    odd = {"k_cache": torch.zeros(4, 64, 3), "norm_weight": torch.ones(3), "layout": "plain"}
+    yield (
+        "rows of a pair and a half",
+        odd | {"cos_sin_cache": torch.ones(9, 2)},
+        ValueError,
+        f"{text}without columns, or rows of whole pairs.",
+    )
     yield (
         "projections that do not overlap",
         {"overlap": False},

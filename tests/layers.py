@@ -121,7 +121,8 @@ class SmallLayer(nn.Module):
         """``forward`` with caches that are arguments."""
         weights, given = self.attention.weights, LayerInputs(**self.project(x))
         step, held = self.step(*batch), LayerCaches(*caches)
-        grouped = attention_layer(self.spec, self.kind, given, weights, held, step)
+        rings = {"state_rings": self.state_rings}
+        grouped = attention_layer(self.spec, self.kind, given, weights, held, step, **rings)
         return grouped.flatten(1) @ self.out_proj.mT
 
     def forward(self, x: Tensor, *batch: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ def test_arguments_may_have_any_strides() -> None:
     compare()
 
 
-@pytest.mark.parametrize("kind", ["C4", "C4 indexer"])
+@pytest.mark.parametrize("kind", LENS)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_cut_into_steps_gives_the_same_rows(kind: str, seed: int) -> None:
     """Chunks that straddle windows, padding tokens, pages that are used again: as one pass of the

@@ -324,7 +324,7 @@ def test_drift_of_attention_layers(dtype, kv, precision, budget, record_property
     own_cache = their_cache(theirs)
     for index, (x, rest, want) in enumerate(attentions(truth(), their_cache(truth()))):
         caches, rope = cache.tensors.layers[index], cache.tensors.rope.of(spec.kinds[index])
-        context = LayerContext(step, caches, rope, "prefill")
+        context = LayerContext(step, caches, rope, "prefill", True)
         flat = x.to(dtype).flatten(0, 1)[None]
         got = model.model.layers[index].self_attn(flat, dsv4_ops=context)[0].view_as(want)
         rest = {**rest, **in_bfloat16(rest["position_embeddings"], own_cache)}
@@ -365,7 +365,7 @@ def test_stored_keys_are_the_official_recipes():
     tables, inputs = cache.tensors.tables, attentions(truth(), simulated_cache(truth()))
     for index, kind in enumerate(model.dsv4_ops_spec.kinds):
         caches, rope = cache.tensors.layers[index], cache.tensors.rope.of(kind)
-        context = LayerContext(step, caches, rope, "prefill")
+        context = LayerContext(step, caches, rope, "prefill", True)
         flat = inputs[index][0].flatten(0, 1)[None]
         model.model.layers[index].self_attn(flat, dsv4_ops=context)
         read = [(caches.swa, tables.swa, 64, 1, written["swa", index][:, 0])]

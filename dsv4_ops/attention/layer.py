@@ -33,7 +33,7 @@ def attention_layer(
     step: AttentionStep,
     *,
     schedule: str = "decode",
-    state_rings: bool = False,
+    state_rings: bool = True,
 ) -> Tensor | QuantizedGroups:
     """Write the keys of a step's tokens to the layer's caches, and attend to them and to those of
     the steps before.
@@ -52,7 +52,8 @@ def attention_layer(
             The kernels of "decode" undo the rotation of a bfloat16 output of the model's sizes
             themselves; in FP8, and of "prefill", that is a kernel behind them.
         state_rings: Whether a token may keep its states where a window of the step reads older
-            ones, as in short rings. States are then saved behind the windows, by another kernel.
+            ones, as in short rings. States are then saved behind the windows, by another kernel;
+            False saves that launch.
 
     Returns:
         The attention output as the grouped output projection takes it, [num_tokens, num_groups,
@@ -143,7 +144,7 @@ def insert_compressed(
     weights: LayerWeights,
     caches: LayerCaches,
     step: AttentionStep,
-    state_rings: bool = False,
+    state_rings: bool,
 ) -> None:
     """Store the compressed rows that the step finishes, and its states."""
     tensors = (
@@ -163,7 +164,7 @@ def insert_indexer_keys(
     weights: LayerWeights,
     caches: LayerCaches,
     step: AttentionStep,
-    state_rings: bool = False,
+    state_rings: bool,
 ) -> None:
     """The same for the indexer."""
     tensors = (

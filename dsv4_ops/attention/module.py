@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -105,13 +103,14 @@ class AttentionLayer(nn.Module):
         indexer_kv_score: Tensor | None = None,
         *,
         schedule: str = "decode",
-        state_rings: bool = False,
+        state_rings: bool = True,
     ) -> Tensor | QuantizedGroups:
         """``attention_layer`` of this layer; the tensors are those of ``LayerInputs``."""
         inputs = LayerInputs(q, kv, kv_score, indexer_q, indexer_weights, indexer_kv_score)
         held = (self.weights, self.caches)
-        chosen: dict[str, Any] = {"schedule": schedule, "state_rings": state_rings}
-        return attention_layer(self.spec, self.kind, inputs, *held, step, **chosen)
+        return attention_layer(
+            self.spec, self.kind, inputs, *held, step, schedule=schedule, state_rings=state_rings
+        )
 
     def extra_repr(self) -> str:
         return f"{self.kind}, num_heads={self.attn_sink.shape[0]}"

@@ -26,8 +26,8 @@ class StateTables:
     ``c4`` counts pages of ``c4_state_page_size`` positions, for the states of the indexer too;
     ``c128`` pages of ``c128_state_page_size``. A layer reads no further back than its last two
     windows of 4 or its last window of 128, so that earlier entries may be stale. Entries that hold
-    positions of the step are written to; -1 keeps none of those states. If the step also reads
-    older states there, ``attention_layer`` has to know (``state_rings``).
+    positions of the step are written to; -1 keeps none of those states. If the step never reads
+    older states there, ``attention_layer`` may be told (``state_rings=False``).
     """
 
     c4: Tensor

@@ -99,7 +99,7 @@ def layer_call(kind: str, spec: LayerSpec) -> Callable[..., Tensor]:
     """A layer as a function of tensors."""
 
     def call(*args: Any) -> Tensor:
-        out = attention_layer(spec, kind, *parts_of(args))
+        out = attention_layer(spec, kind, *parts_of(args), state_rings=False)
         assert isinstance(out, Tensor)
         return out
 

@@ -43,10 +43,10 @@ def _stage(name: str, kind: str, spec: LayerSpec) -> Callable[..., Any]:
         return stages.insert_window(spec, *parts_of(args))
 
     def compressed(*args: Any) -> Any:
-        return stages.insert_compressed(spec, kind, *parts_of(args))
+        return stages.insert_compressed(spec, kind, *parts_of(args), state_rings=False)
 
     def indexer_keys(*args: Any) -> Any:
-        return stages.insert_indexer_keys(spec, *parts_of(args))
+        return stages.insert_indexer_keys(spec, *parts_of(args), state_rings=False)
 
     def selection(*args: Any) -> Any:
         return stages.select(spec, *parts_of(args))

@@ -57,9 +57,9 @@ def prefetch_column(
 ):
     """Bring the page of ``row`` into the L2 for each of the first 32 requests, whichever has it.
 
-    Programs that do so for their rows, while they wait for the lengths of the requests, bring all
-    the pages that they are going to look up. Volatile: what is loaded is not used. One program in
-    eight pages will do, whose entries share 32 bytes.
+    Programs that do so for their rows, while they wait for the lengths of the requests, bring most
+    of the pages that they are going to look up. Volatile: what is loaded is not used. One program
+    in eight pages will do, whose entries share 32 bytes.
     """
     column = row // BLOCK_SIZE
     request = tl.arange(0, 32)

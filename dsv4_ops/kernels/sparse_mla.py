@@ -158,11 +158,10 @@ def _attend(
         partial_lse = q.new_empty((room, num_heads), dtype=torch.float32)
     work = lens if plan is None else plan
     strides = (0, 0) if plan is None else plan.stride()
-    turned, angles = (lens, lens), (0, 0)
+    rotation, turned = (lens, 0, lens, 0), False
     if positions is not None and cos_sin_cache is not None:
-        turned = (positions, cos_sin_cache.contiguous())
-        angles = positions.stride(0), cos_sin_cache.shape[0]
-    rotation = (turned[0], angles[0], turned[1], angles[1])
+        table, turned = cos_sin_cache.contiguous(), True
+        rotation = (positions, positions.stride(0), table, table.shape[0])
     request = lens if req_indices is None else req_indices
     sink = lse if attn_sink is None else attn_sink.contiguous()
     launch(split_keys_kernel)[(programs, wide)](
@@ -210,7 +209,7 @@ def _attend(
         PAGED=req_indices is not None,
         HAS_SINK=attn_sink is not None,
         HAS_PLAN=plan is not None,
-        TURNED=cos_sin_cache is not None,
+        TURNED=turned,
         HEAD_DIM=head_dim,
         ROW=main.data_bytes if coded else head_dim,
         ROW_BYTES=main.data_bytes if coded else 2 * head_dim,
@@ -239,7 +238,7 @@ def _attend(
             splits,
             HAS_SINK=attn_sink is not None,
             HAS_PLAN=plan is not None,
-            TURNED=cos_sin_cache is not None,
+            TURNED=turned,
             ROPE=ROPE,
             HEAD_DIM=head_dim,
             SPLITS=_joined(splits),

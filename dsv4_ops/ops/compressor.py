@@ -297,6 +297,11 @@ def check_compress(
     checks.tensor("norm_weight", norm_weight, torch.float32, head_dim)
     checks.tensor("cos_sin_cache", cos_sin_cache, torch.float32, "num_positions", "rope_dim")
     checks.even("cos_sin_cache", cos_sin_cache, "head_dim", head_dim)
+    if int(cos_sin_cache.shape[1]) > 0 and head_dim % 2 != 0:
+        raise ValueError(
+            f"{op}: norm_weight must have an even size where rows are rotated, got {head_dim}. "
+            "Pass a cos_sin_cache without columns, or rows of whole pairs."
+        )
     width = 2 * head_dim if overlap else head_dim
     checks.tensor("ape", ape, torch.float32, compress_ratio, width)
     checks.tensor("kv_score", kv_score, torch.float32, "num_tokens", 2 * width)

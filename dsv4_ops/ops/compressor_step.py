@@ -29,7 +29,7 @@ _save_and_compress = define_op(
         reference=reference.save_and_compress,
         lowering={"cpu": "decompose", "cuda": "triton"},
         dynamic=("num_tokens", "num_reqs", "max_state_blocks", "num_state_blocks", "num_blocks"),
-        source="save_compressor_states and compress_and_insert in one launch",
+        source="save_compressor_states and compress_and_insert with a launch less",
         providers=("triton", "reference"),
     )
 )
@@ -41,7 +41,7 @@ _save_and_compress_functional = define_op(
         reference=reference.save_and_compress_functional,
         lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs", "max_state_blocks", "num_state_blocks", "num_blocks"),
-        source="save_compressor_states and compress_and_insert in one launch",
+        source="save_compressor_states and compress_and_insert with a launch less",
     )
 )
 

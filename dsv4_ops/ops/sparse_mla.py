@@ -144,8 +144,8 @@ def sparse_mla_decode(
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions``
-            what ``inverse_rope_group`` in one group makes of the output without, bit for bit:
-            rounded, rotated back in float32, and rounded again.
+            what an eager ``inverse_rope_group`` in one group makes of the output without, bit for
+            bit: rounded, rotated back in float32, and rounded again.
         lse: Natural logarithm of the sum of exp(logit) over the keys, without the sink,
             [num_tokens, num_heads], float32; -inf without any key.
 

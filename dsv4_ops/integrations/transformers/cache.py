@@ -268,7 +268,8 @@ def ring_pages(spec: ModelSpec, max_len: int, max_chunk: int, next_n: int) -> di
     """Pages per row of the window's keys and of the compressors' states.
 
     A chunk is stored before its first token's window is read, so that the window's ring holds both.
-    States are read before those of the step are stored, and of a step only the last ones are.
+    States are read before those of the step are stored, or lie in other rows of the ring, and of a
+    step only the last ones are stored.
     """
     attention, layers = spec.layers.attention, spec.layers
     spans = {

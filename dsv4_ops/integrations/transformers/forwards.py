@@ -52,8 +52,9 @@ def model_forward(spec: ModelSpec) -> Maker:
                 step = padded_step(spec, shape, attention_mask, position_ids, past_key_values)
                 ids = None if input_ids is None else input_ids.flatten()
                 embeddings = None if inputs_embeds is None else inputs_embeds.flatten(0, 1)
-                several = shape[1] > 1
-                schedule, tensors = "prefill" if several else "decode", past_key_values.tensors
+                several = bool(shape[1] > 1)  # of a symbolic length a guard
+                schedule = "prefill" if several else "decode"
+                tensors = past_key_values.tensors
                 hidden = run_layers(
                     self, spec, ids, embeddings, step, tensors, schedule, state_rings=several
                 )

@@ -34,7 +34,7 @@ class LayerContext:
     caches: LayerCaches
     rope: Tensor
     schedule: str
-    state_rings: bool = True
+    state_rings: bool
 
 
 @torch.no_grad()
