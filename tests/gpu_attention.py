@@ -122,6 +122,28 @@ def decode_case(
     return Case("decode", tuple(tensors), settings_of(block, extra_block, **changed))
 
 
+def magnified(case: Case, exponent: int) -> Case:
+    """All keys times a power of two and the queries divided by it: the same weights, and values
+    that are multiples of what they were."""
+    q, swa_cache, *rest = case.tensors
+    layouts = [MainLayout(case.settings[f"{name}_block_size"]) for name in ("swa", "extra")]
+    rest[2] = None if rest[2] is None else _times(rest[2], layouts[1], exponent)
+    tensors = (q * 2.0**-exponent, _times(swa_cache, layouts[0], exponent), *rest)
+    return Case(case.name, tensors, case.settings)
+
+
+def _times(cache: Tensor, layout: MainLayout, exponent: int) -> Tensor:
+    """Scale bytes are exponents; RoPE values are bf16."""
+    cache = cache.clone()
+    data = layout.block_size * layout.data_bytes
+    rows = cache[:, :data].unflatten(1, (layout.block_size, layout.data_bytes))
+    rope = rows[..., layout.code_dim :].contiguous().view(torch.bfloat16)
+    rows[..., layout.code_dim :] = (rope * 2.0**exponent).view(torch.uint8)
+    scales = cache[:, data : layout.block_size * layout.row_bytes]
+    scales.copy_((scales.int() + exponent).clamp(0, 255))
+    return cache
+
+
 def paged_case(
     seed: int,
     tokens: int,

@@ -1,10 +1,10 @@
 """Sparse MLA in Triton's interpreter over longer batches than those that are drawn: prefill with
 several blocks of keys of both sources, decode with plans of these and other lens, hostile plans,
-and with the rotation of the output undone; tests/test_mla_kernels.py starts it with
-TRITON_INTERPRET=1. Prints what has passed."""
+with the rotation of the output undone, and with keys of any magnitude; tests/test_mla_kernels.py
+starts it with TRITON_INTERPRET=1. Prints what has passed."""
 
 import torch
-from gpu_attention import DECODE, PAGED, case_of, turned, with_settings
+from gpu_attention import DECODE, PAGED, case_of, magnified, turned, with_settings
 from gpu_prefill import (
     MODES,
     PREFILL,
@@ -92,6 +92,15 @@ def rotated(name: str, case: Case) -> tuple[Tensor, Tensor]:
     return out, expected
 
 
+def magnitudes(name: str, case: Case) -> None:
+    """Every bit of the multiple: partial results are scaled to the range of float16."""
+    out, lse = kernel(name, case)
+    for exponent in (-90, 110):
+        scaled, same = kernel(name, magnified(case, exponent))
+        assert equal(scaled, out * 2.0**exponent)
+        assert equal(same, lse)
+
+
 def at_zero(case: Case) -> Case:
     """Sinks of inf make zeros of all values, and at position 0 all sines are zero."""
     *bare, sink, plan, positions, table = case.tensors
@@ -118,6 +127,9 @@ def main() -> None:
     for name in (DECODE, PAGED):
         rotations(name, case_of(name, 3, 5, 8))
         print("rotations", name)
+    for name in (DECODE, PAGED):
+        magnitudes(name, case_of(name, 3, 2, 8))
+        print("magnitudes", name)
     for name in (DECODE, PAGED, PREFILL):
         gaps(name)
         print("gaps", name)

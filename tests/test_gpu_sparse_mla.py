@@ -17,6 +17,7 @@ from gpu_attention import (
     gathered_case,
     generator,
     kernel,
+    magnified,
     paged_case,
     with_settings,
 )
@@ -26,6 +27,7 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from dsv4_ops import testing
+from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.case import Case
@@ -147,6 +149,37 @@ def test_unused_bytes_change_nothing(name: str, num_splits: int) -> None:
         )
         assert not nan[0].isnan().any()
         assert all(map(torch.equal, zero, nan))
+
+
+@both_ops
+@pytest.mark.parametrize("exponent", [-90, -30, 20, 110])
+def test_magnitudes_of_values(name: str, exponent: int) -> None:
+    """Partial results have less range than float32: keys times a power of two give every bit of
+    that multiple of the output, in any number of splits."""
+    for tokens, num_splits in ((1, 0), (5, 0), (5, 3), (5, 1)):
+        case = case_of(name, 8, tokens, 64, num_splits=num_splits)
+        out, lse = kernel(name, case)
+        scaled, same = kernel(name, magnified(case, exponent))
+        assert torch.equal(scaled, out * 2.0**exponent)
+        assert torch.equal(same, lse)
+
+
+def test_an_infinite_value_leaves_the_other_dimensions_alone() -> None:
+    """Of one key that all heads see: in one split it is summed in float32, in others scaled."""
+    case = decode_case(4, 6, 64, None, hostile=False)
+    layout = MainLayout(64)
+    slot = int(case.tensors[2][1, 0])
+    start = layout.data_offset(slot % 64) + layout.code_dim
+    case.tensors[1][slot // 64, start : start + 2] = torch.tensor([0x80, 0x7F]).byte()  # inf
+    whole, parts = (
+        kernel(DECODE, with_settings(case, num_splits=splits))[0][1] for splits in (1, 2)
+    )
+    code_dim = layout.code_dim
+    assert not parts[:, code_dim].isfinite().any()
+    others = [dim for dim in range(512) if dim != code_dim]
+    finite = whole[:, others].isfinite()
+    assert finite.any()
+    torch.testing.assert_close(parts[:, others][finite], whole[:, others][finite])
 
 
 @both_ops

@@ -34,7 +34,7 @@ WRITTEN = {
     "save_compressor_states_kernel": {"states"},
     "select_keys_kernel": {"keys", "indices", "plan", "out"},
     "select_logits_kernel": {"keys", "indices", "plan", "out"},
-    "split_keys_kernel": {"out", "lse", "partial", "partial_lse"},
+    "split_keys_kernel": {"out", "lse", "partial", "partial_lse", "partial_peak"},
 }
 
 

@@ -116,6 +116,17 @@ def apart(values, EMULATE: tl.constexpr):
 
 
 @triton.jit
+def again(values, EMULATE: tl.constexpr):
+    """The int32 ``values``, as if unknown: what is computed from them is computed here, and not
+    held in registers since it was computed before."""
+    if EMULATE:
+        return values
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [values], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def prefetch(pointers, wanted, EMULATE: tl.constexpr):
     """Have the cache lines of the wanted pointers brought to L2. Zeros, which must reach a store:
     torch analyses no kernel with assembly that is more than a function of its operands, and Triton

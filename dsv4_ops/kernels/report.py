@@ -28,6 +28,7 @@ from dsv4_ops.core.registry import OPS
 _TYPES = {
     torch.uint8: "*u8",
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -127,17 +128,24 @@ def _save() -> tuple[Any, ...]:
 
 
 def _attention(
-    paged: bool, cache: Tensor, *, planned: bool = False, turned: bool = False, **settings: Any
+    paged: bool,
+    cache: Tensor,
+    *,
+    planned: bool = False,
+    turned: bool = False,
+    count: int = 8,
+    **settings: Any,
 ) -> tuple[Any, ...]:
-    """Arguments of ``sparse_mla_decode`` or of its paged form, window and 512 rows."""
-    tokens, size = _tensor(8), settings["extra_block_size"]
-    queries = (_tensor(8, 64, 512, dtype=torch.bfloat16), cache, _tensor(8, 128), tokens)
+    """Arguments of ``sparse_mla_decode`` or of its paged form: ``count`` tokens, window and 512
+    rows."""
+    tokens, size = _tensor(count), settings["extra_block_size"]
+    queries = (_tensor(count, 64, 512, dtype=torch.bfloat16), cache, _tensor(count, 128), tokens)
     extra = MainLayout(size).allocate(1024, "meta") if cache.dim() == 2 else cache
-    rows = (tokens, tokens, _tensor(4, 256)) if paged else (_tensor(8, 512), tokens)
+    rows = (tokens, tokens, _tensor(4, 256)) if paged else (_tensor(count, 512), tokens)
     chosen = {"softmax_scale": 512**-0.5, "num_splits": 0, "batch_invariant": False}
-    plan = _tensor(140, 4) if planned else None
+    plan = _tensor(count + 132, 4) if planned else None
     floats = {"dtype": torch.float32}
-    rotation = (_tensor(8, dtype=torch.int64), _tensor(2**20, 64, **floats))
+    rotation = (_tensor(count, dtype=torch.int64), _tensor(2**20, 64, **floats))
     rest = (_tensor(64, **floats), plan, *(rotation if turned else (None, None)))
     return (*queries, extra, *rows, *rest), settings | chosen
 
@@ -198,6 +206,10 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "sparse_mla_decode": _attention(False, main, **pages),
         "sparse_mla_decode, plain": _attention(False, plain, **{**pages, "layout": "plain"}),
         "sparse_mla_decode_paged": _attention(True, main, **{**pages, "extra_block_size": 2}),
+        "sparse_mla_decode, 2 tokens": _attention(False, main, count=2, **pages),
+        "sparse_mla_decode_paged, 2 tokens": _attention(
+            True, main, count=2, **{**pages, "extra_block_size": 2}
+        ),
         "sparse_mla_decode, planned": _attention(False, main, planned=True, **pages),
         "sparse_mla_decode, turned": _attention(False, main, turned=True, **pages),
         "sparse_mla_decode_paged, turned": _attention(

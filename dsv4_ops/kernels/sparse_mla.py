@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,14 +25,19 @@ ROPE = WIDTH - MainLayout.code_dim
 KEYS, HEADS, WARPS = KEY_TILE, HEAD_TILE, 8
 """Keys per block, heads per program, and warps of it."""
 
+FEW_KEYS, FEW_KEYS_TIME = 32, 0.6
+"""Keys per block where the longest split then takes less time, and the time of such a block over
+that of one of ``KEYS``. Measured: 0.55, and more splits to join."""
+
 FIXED_SPLIT = 4
 """Key blocks per split of a batch-invariant call."""
 
 JOINED, MOST_JOINED = 8, 16
 """Splits that are joined at a time, of few or of many."""
 
-FEW_JOINS, JOIN_WARPS = 1024, 4
-"""Programs that join up to which each has more than one warp: of more, enough run side by side."""
+JOIN_WARPS = 2
+"""Warps of a program that joins, each thread of which then reads 8 values of a split; whatever the
+batch, so that it decides no bit."""
 
 
 def sparse_mla_decode(
@@ -109,6 +115,24 @@ def num_splits_of(programs: int, tiles: int, num_splits: int, batch_invariant: b
     return (tiles + longest - 1) // longest  # no more than the longest of them makes worthwhile
 
 
+def keys_per_block(programs: int, widths: Sequence[int]) -> int:
+    """Keys per block with which the longest split takes less time; of symbolic sizes nothing is
+    known, and asking would make them numbers."""
+    if not all(isinstance(size, int) for size in (programs, *widths)):
+        return KEYS
+    longest = {}
+    for keys in (KEYS, FEW_KEYS):
+        blocks = _blocks(widths, keys)
+        splits = num_splits_of(programs, blocks, 0, False)
+        longest[keys] = (blocks + splits - 1) // splits
+    return FEW_KEYS if longest[FEW_KEYS] * FEW_KEYS_TIME < longest[KEYS] else KEYS
+
+
+def _blocks(widths: Sequence[int], keys: int) -> int:
+    """Blocks of so many keys in a row: those of the window, then those of the extra cache."""
+    return sum((width + keys - 1) // keys for width in widths)
+
+
 def _attend(
     launch: Launch,
     op: str,
@@ -140,12 +164,13 @@ def _attend(
         Checks(op).page_start("swa_cache", swa[0], main)
         Checks(op).page_start("extra_cache", cache, main)
     extra_width = indices.shape[1] * (extra_block_size if req_indices is not None else 1)
-    tiles = (swa[1].shape[1] + KEYS - 1) // KEYS
-    if extra is not None:
-        tiles = tiles + (extra_width + KEYS - 1) // KEYS
+    widths = [swa[1].shape[1]] if extra is None else [swa[1].shape[1], extra_width]
     wide = head_tiles(num_heads)
-    splits = num_splits_of(num_tokens * wide, tiles, num_splits, batch_invariant)
-    partial, partial_lse, room, programs = out, lse, 0, num_tokens * splits
+    keys = KEYS
+    if plan is None and num_splits == 0 and not batch_invariant:
+        keys = keys_per_block(num_tokens * wide, widths)
+    splits = num_splits_of(num_tokens * wide, _blocks(widths, keys), num_splits, batch_invariant)
+    partial, partial_lse, partial_peak, room, programs = out, lse, lse, 0, num_tokens * splits
     if plan is not None:
         splits, programs = 1, plan.shape[0]
     if num_splits != 1:
@@ -154,8 +179,9 @@ def _attend(
         if plan is not None:
             # a token of several pieces has fewer than twice as many as its share of the programs
             room = 2 * (programs - num_tokens)
-        partial = q.new_empty((room, num_heads, head_dim), dtype=torch.float32)
+        partial = q.new_empty((room, num_heads, head_dim), dtype=torch.float16)
         partial_lse = q.new_empty((room, num_heads), dtype=torch.float32)
+        partial_peak = torch.empty_like(partial_lse)
     work = lens if plan is None else plan
     strides = (0, 0) if plan is None else plan.stride()
     rotation, turned = (lens, 0, lens, 0), False
@@ -173,6 +199,7 @@ def _attend(
         lse,
         partial,
         partial_lse,
+        partial_peak,
         sink,
         swa[0],
         swa[0].stride(0),
@@ -217,7 +244,7 @@ def _attend(
         QUANT_BLOCK=main.quant_block,
         SCALE_BYTES=main.scale_bytes if coded else 0,
         HEADS=HEADS,
-        KEYS=KEYS,
+        KEYS=keys,
         EMULATE=EMULATE,
         num_warps=WARPS,
     )
@@ -228,6 +255,7 @@ def _attend(
             lse,
             partial,
             partial_lse,
+            partial_peak,
             sink,
             work,
             *strides,
@@ -243,7 +271,7 @@ def _attend(
             HEAD_DIM=head_dim,
             SPLITS=_joined(splits),
             EMULATE=EMULATE,
-            num_warps=_join_warps(joins * num_heads, splits),
+            num_warps=JOIN_WARPS,
         )
     return SparseMla(out, lse)
 
@@ -251,9 +279,3 @@ def _attend(
 def _joined(splits: int) -> int:
     """Splits that are joined at a time; of a symbolic number nothing is known."""
     return MOST_JOINED if isinstance(splits, int) and splits > JOINED else JOINED
-
-
-def _join_warps(joins: int, splits: int) -> int:
-    """Warps of a program that joins: one holds no more than ``JOINED`` splits."""
-    many = isinstance(joins, int) and joins > FEW_JOINS
-    return 1 if many and _joined(splits) == JOINED else JOIN_WARPS

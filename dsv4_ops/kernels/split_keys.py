@@ -5,6 +5,7 @@ import triton.language as tl
 
 from dsv4_ops.kernels.attend import (  # by name: Inductor copies kernels, not modules
     LINES,
+    again,
     attend,
     denominator,
     load_heads,
@@ -17,6 +18,9 @@ from dsv4_ops.kernels.fp8 import round_to_bf16
 from dsv4_ops.kernels.rotation import load_angles, load_tail_angles, rotate_tail, turn_back
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+
+_LEAST_PEAK, _MOST_PEAK = tl.constexpr(1e-30), tl.constexpr(1e37)
+"""Scales of a partial result are between them: their inverses are ordinary float32 values."""
 
 
 @triton.jit
@@ -73,6 +77,16 @@ def _rows_of(
 
 
 @triton.jit
+def _peak(values, EMULATE: tl.constexpr):
+    """The largest magnitude, of all heads: for one per head Triton gives the loop layouts that
+    spill. NaN is left out."""
+    magnitude = tl.abs(values)
+    if EMULATE:  # numpy's maximum returns NaN where the hardware's returns the number
+        magnitude = tl.where(magnitude != magnitude, 0.0, magnitude)
+    return tl.max(magnitude)
+
+
+@triton.jit
 def split_keys_kernel(
     q,
     q_stride,
@@ -82,6 +96,7 @@ def split_keys_kernel(
     lse,
     partial,
     partial_lse,
+    partial_peak,
     attn_sink,
     swa_cache,
     swa_page_stride,
@@ -135,8 +150,9 @@ def split_keys_kernel(
 ):
     """One split of the keys of one token for a tile of heads. The window's blocks of keys come
     first, then those of the extra cache. A token of one split is finished here, with TURNED rotated
-    back too; of the others the normalised sums go to ``partial``. With PAGED, ``extra_indices`` is
-    a block table; with HAS_PLAN the plan names token, split and number of splits."""
+    back too; of the others the normalised sums go to ``partial`` as multiples of ``partial_peak``.
+    With PAGED, ``extra_indices`` is a block table; with HAS_PLAN the plan names token, split and
+    number of splits."""
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     there = head < num_heads
     if HAS_PLAN:
@@ -274,7 +290,8 @@ def split_keys_kernel(
         )
         tile += 1
 
-    there = there & (tl.sum(tl.sum(asked, axis=1), axis=0) == 0)  # always
+    head = again(tl.program_id(1) + tl.zeros_like(head), EMULATE) * HEADS + tl.arange(0, HEADS)
+    there = (head < num_heads) & (tl.sum(tl.sum(asked, axis=1), axis=0) == 0)  # that: always
     log2_total = log2_sum(largest, total)
     if splits == 1:
         if TURNED:  # on their way while the other values are stored
@@ -295,6 +312,12 @@ def split_keys_kernel(
         tl.store(lse + token * num_heads + head, log2_total / _LOG2_E, mask=there)
     else:
         inverse = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
+        peak = tl.maximum(_peak(out3 * inverse, EMULATE), _peak(out2 * inverse, EMULATE))
+        peak = tl.maximum(peak, _peak(out1 * inverse, EMULATE))
+        peak = tl.maximum(peak, _peak(out0 * inverse, EMULATE))
+        scale = tl.minimum(tl.maximum(peak, _LEAST_PEAK), _MOST_PEAK)
+        peak = tl.where(peak == float("inf"), 1.0, scale)  # beside infinite ones as they are
+        inverse *= 1.0 / peak
         row = place.to(tl.int64) * num_heads + head
         goal = partial + row[:, None] * HEAD_DIM
         store_heads(goal, there, out0 * inverse, 0, EMULATE)
@@ -302,6 +325,7 @@ def split_keys_kernel(
         store_heads(goal, there, out2 * inverse, 384, EMULATE)
         store_heads(goal, there, out3 * inverse, 448, EMULATE)
         tl.store(partial_lse + row, log2_total, mask=there)
+        tl.store(partial_peak + row, tl.zeros_like(log2_total) + peak, mask=there)
 
 
 @triton.jit
@@ -310,6 +334,7 @@ def join_splits_kernel(
     lse,
     partial,
     partial_lse,
+    partial_peak,
     attn_sink,
     plan,
     plan_stride,
@@ -364,12 +389,13 @@ def join_splits_kernel(
             row = (place + part) * num_heads + head
             logs = tl.load(partial_lse + row, mask=there, other=float("-inf"))
             parts = partial + row[:, None] * HEAD_DIM + dim[None, :]
-            loaded = tl.load(parts, mask=there[:, None], other=0.0)
+            loaded = tl.load(parts, mask=there[:, None], other=0.0).to(tl.float32)
+            peaks = tl.load(partial_peak + row, mask=there, other=0.0)
             highest = tl.maximum(largest, tl.max(logs, axis=0))
             origin = tl.where(highest == float("-inf"), 0.0, highest)
             factor, weights = tl.exp2(largest - origin), tl.exp2(logs - origin)
             total = total * factor + tl.sum(weights, axis=0)
-            summed = summed * factor + tl.sum(loaded * weights[:, None], axis=0)
+            summed = summed * factor + tl.sum(loaded * (weights * peaks)[:, None], axis=0)
             largest = highest
             first += SPLITS
         sink = float("-inf")
