@@ -165,7 +165,8 @@ def test_magnitudes_of_values(name: str, exponent: int) -> None:
 
 
 def test_an_infinite_value_leaves_the_other_dimensions_alone() -> None:
-    """Of one key that all heads see: in one split it is summed in float32, in others scaled."""
+    """Of one key that all heads see, half of them with a weight of 0. In one split float32 sums are
+    rounded once; both round the weights to bf16, against other maxima."""
     case = decode_case(4, 6, 64, None, hostile=False)
     layout = MainLayout(64)
     slot = int(case.tensors[2][1, 0])
@@ -179,7 +180,9 @@ def test_an_infinite_value_leaves_the_other_dimensions_alone() -> None:
     others = [dim for dim in range(512) if dim != code_dim]
     finite = whole[:, others].isfinite()
     assert finite.any()
-    torch.testing.assert_close(parts[:, others][finite], whole[:, others][finite])
+    torch.testing.assert_close(
+        parts[:, others][finite], whole[:, others][finite], atol=2**-7, rtol=2**-6
+    )
 
 
 @both_ops
