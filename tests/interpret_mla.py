@@ -20,6 +20,7 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels import sparse_mla
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.compare import assert_agrees, equal
 
@@ -101,6 +102,17 @@ def magnitudes(name: str, case: Case) -> None:
         assert equal(same, lse)
 
 
+def odd_units(name: str, case: Case) -> None:
+    """Splits of one, three and seven halves of a block: alone, and behind whole blocks."""
+    tokens = int(case.tensors[0].shape[0])
+    many = sparse_mla.PROGRAMS
+    for splits in (20, 7, 3):
+        sparse_mla.PROGRAMS = tokens * splits
+        assert sparse_mla.unit_of_splits(tokens, [128, 512]) == sparse_mla.KEYS // 2
+        check(name, case)
+    sparse_mla.PROGRAMS = many
+
+
 def at_zero(case: Case) -> Case:
     """Sinks of inf make zeros of all values, and at position 0 all sines are zero."""
     *bare, sink, plan, positions, table = case.tensors
@@ -127,6 +139,9 @@ def main() -> None:
     for name in (DECODE, PAGED):
         rotations(name, case_of(name, 3, 5, 8))
         print("rotations", name)
+    for name in (DECODE, PAGED):
+        odd_units(name, case_of(name, 3, 2, 8))
+        print("units", name)
     for name in (DECODE, PAGED):
         magnitudes(name, case_of(name, 3, 2, 8))
         print("magnitudes", name)

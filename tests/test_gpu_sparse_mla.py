@@ -64,7 +64,7 @@ def test_drawn_calls(name: str) -> None:
 
 @both_ops
 @pytest.mark.parametrize("heads", [8, 64, 128])
-@pytest.mark.parametrize("tokens", [1, 3, 64, 300])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 32, 64, 300])
 def test_batches(name: str, tokens: int, heads: int) -> None:
     agrees(name, case_of(name, 7 * tokens + heads, tokens, heads))
 

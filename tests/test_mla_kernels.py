@@ -21,5 +21,6 @@ def test_prefill_plans_rotations_and_rows_with_gaps():
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     gaps = [f"gaps {name}" for name in (*NAMES, "sparse_mla_prefill")]
-    passed = [f"{what} {name}" for what in ("plans", "rotations", "magnitudes") for name in NAMES]
+    kinds = ("plans", "rotations", "units", "magnitudes")
+    passed = [f"{what} {name}" for what in kinds for name in NAMES]
     assert done.stdout.splitlines() == ["prefill", *passed, *gaps]

@@ -12,8 +12,9 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles
 from dsv4_ops.core.types import SparseMla
+from dsv4_ops.kernels.join_splits import join_splits_kernel
 from dsv4_ops.kernels.launch import EMULATE, Launch
-from dsv4_ops.kernels.split_keys import join_splits_kernel, split_keys_kernel
+from dsv4_ops.kernels.split_keys import split_keys_kernel
 from dsv4_ops.reference import sparse_mla as reference
 
 WIDTH = MainLayout.head_dim
@@ -25,9 +26,8 @@ ROPE = WIDTH - MainLayout.code_dim
 KEYS, HEADS, WARPS = KEY_TILE, HEAD_TILE, 8
 """Keys per block, heads per program, and warps of it."""
 
-FEW_KEYS, FEW_KEYS_TIME = 32, 0.6
-"""Keys per block where the longest split then takes less time, and the time of such a block over
-that of one of ``KEYS``. Measured: 0.55, and more splits to join."""
+HALF_BLOCK_TIME = 0.6
+"""Time of half a block of keys over that of a block. Measured: 0.55, and more splits to join."""
 
 FIXED_SPLIT = 4
 """Key blocks per split of a batch-invariant call."""
@@ -104,33 +104,35 @@ def turns(cos_sin_cache: Tensor | None) -> bool:
     return cos_sin_cache is None or int(cos_sin_cache.shape[1]) == ROPE
 
 
-def num_splits_of(programs: int, tiles: int, num_splits: int, batch_invariant: bool) -> int:
+def num_splits_of(programs: int, units: int, num_splits: int, batch_invariant: bool) -> int:
     """Splits of every token: as many as fill the GPU, or a number that no other token decides."""
     if num_splits > 0:
         return num_splits
     if batch_invariant:
-        return (tiles + FIXED_SPLIT - 1) // FIXED_SPLIT
-    most = torch.sym_max(1, torch.sym_min(tiles, PROGRAMS // programs))
-    longest = (tiles + most - 1) // most
-    return (tiles + longest - 1) // longest  # no more than the longest of them makes worthwhile
+        return (units + FIXED_SPLIT - 1) // FIXED_SPLIT
+    most = torch.sym_max(1, torch.sym_min(units, PROGRAMS // programs))
+    longest = (units + most - 1) // most
+    return (units + longest - 1) // longest  # no more than the longest of them makes worthwhile
 
 
-def keys_per_block(programs: int, widths: Sequence[int]) -> int:
-    """Keys per block with which the longest split takes less time; of symbolic sizes nothing is
-    known, and asking would make them numbers."""
+def unit_of_splits(programs: int, widths: Sequence[int]) -> int:
+    """Keys that splits are multiples of: half a block if the longest split then takes less time. Of
+    symbolic sizes nothing is known, and asking would make them numbers."""
     if not all(isinstance(size, int) for size in (programs, *widths)):
         return KEYS
-    longest = {}
-    for keys in (KEYS, FEW_KEYS):
-        blocks = _blocks(widths, keys)
-        splits = num_splits_of(programs, blocks, 0, False)
-        longest[keys] = (blocks + splits - 1) // splits
-    return FEW_KEYS if longest[FEW_KEYS] * FEW_KEYS_TIME < longest[KEYS] else KEYS
+    whole, halves = (_longest_split(programs, widths, unit) for unit in (KEYS, KEYS // 2))
+    return KEYS // 2 if halves // 2 + halves % 2 * HALF_BLOCK_TIME < whole else KEYS
 
 
-def _blocks(widths: Sequence[int], keys: int) -> int:
-    """Blocks of so many keys in a row: those of the window, then those of the extra cache."""
-    return sum((width + keys - 1) // keys for width in widths)
+def _longest_split(programs: int, widths: Sequence[int], unit: int) -> int:
+    units = _units(widths, unit)
+    splits = num_splits_of(programs, units, 0, False)
+    return (units + splits - 1) // splits
+
+
+def _units(widths: Sequence[int], unit: int) -> int:
+    """Units in a row: those of the window, then those of the extra cache."""
+    return sum((width + unit - 1) // unit for width in widths)
 
 
 def _attend(
@@ -166,10 +168,10 @@ def _attend(
     extra_width = indices.shape[1] * (extra_block_size if req_indices is not None else 1)
     widths = [swa[1].shape[1]] if extra is None else [swa[1].shape[1], extra_width]
     wide = head_tiles(num_heads)
-    keys = KEYS
+    unit = KEYS
     if plan is None and num_splits == 0 and not batch_invariant:
-        keys = keys_per_block(num_tokens * wide, widths)
-    splits = num_splits_of(num_tokens * wide, _blocks(widths, keys), num_splits, batch_invariant)
+        unit = unit_of_splits(num_tokens * wide, widths)
+    splits = num_splits_of(num_tokens * wide, _units(widths, unit), num_splits, batch_invariant)
     partial, partial_lse, partial_peak, room, programs = out, lse, lse, 0, num_tokens * splits
     if plan is not None:
         splits, programs = 1, plan.shape[0]
@@ -244,7 +246,8 @@ def _attend(
         QUANT_BLOCK=main.quant_block,
         SCALE_BYTES=main.scale_bytes if coded else 0,
         HEADS=HEADS,
-        KEYS=keys,
+        KEYS=KEYS,
+        UNIT=unit,
         EMULATE=EMULATE,
         num_warps=WARPS,
     )

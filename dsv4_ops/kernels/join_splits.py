@@ -1,0 +1,93 @@
+"""The kernel that joins the splits of sparse attention."""
+
+import triton
+import triton.language as tl
+
+from dsv4_ops.kernels.attend import denominator, log2_sum  # by name: Inductor copies kernels
+from dsv4_ops.kernels.fp8 import round_to_bf16
+from dsv4_ops.kernels.rotation import load_tail_angles, rotate_tail
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def join_splits_kernel(
+    out,
+    lse,
+    partial,
+    partial_lse,
+    partial_peak,
+    attn_sink,
+    plan,
+    plan_stride,
+    plan_column_stride,
+    positions,
+    positions_stride,
+    cos_sin_cache,
+    num_positions,
+    room,
+    num_tokens,
+    num_heads,
+    splits,
+    HAS_SINK: tl.constexpr,
+    HAS_PLAN: tl.constexpr,
+    TURNED: tl.constexpr,
+    ROPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """The splits of one token and head, weighed by their sums, SPLITS at a time; nothing to do for
+    tokens of one split. With HAS_PLAN a program per piece, and the first of a token joins all; with
+    TURNED the result is rounded and its last ROPE values are rotated back."""
+    head = tl.program_id(1)
+    if HAS_PLAN:
+        piece = plan + tl.program_id(0).to(tl.int64) * plan_stride
+        token = tl.load(piece).to(tl.int64)
+        split = tl.load(piece + plan_column_stride)
+        splits = tl.load(piece + 2 * plan_column_stride)
+        place = tl.load(piece + 3 * plan_column_stride).to(tl.int64)
+        real = (token >= 0) & (token < num_tokens) & (split == 0)
+        real &= (place >= 0) & (place <= room - splits)
+        splits = tl.where(real, splits, 1)
+    else:
+        token = tl.program_id(0).to(tl.int64)
+        place = token * splits
+    if splits > 1:
+        if TURNED:  # ahead of what takes as long to arrive
+            position = tl.load(positions + token * positions_stride)
+            position = tl.where(position >= 0, position, num_positions)
+            known, cos, sin = load_tail_angles(
+                cos_sin_cache, position, num_positions, HEAD_DIM, HEAD_DIM, ROPE
+            )
+        dim = tl.arange(0, HEAD_DIM)
+        summed = tl.zeros((HEAD_DIM,), dtype=tl.float32)
+        largest = tl.full((), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((), dtype=tl.float32)
+        first = 0
+        while first < splits:
+            part = first + tl.arange(0, SPLITS)
+            there = part < splits
+            row = (place + part) * num_heads + head
+            logs = tl.load(partial_lse + row, mask=there, other=float("-inf"))
+            parts = partial + row[:, None] * HEAD_DIM + dim[None, :]
+            loaded = tl.load(parts, mask=there[:, None], other=0.0).to(tl.float32)
+            peaks = tl.load(partial_peak + row, mask=there, other=0.0)
+            highest = tl.maximum(largest, tl.max(logs, axis=0))
+            origin = tl.where(highest == float("-inf"), 0.0, highest)
+            factor, weights = tl.exp2(largest - origin), tl.exp2(logs - origin)
+            total = total * factor + tl.sum(weights, axis=0)
+            summed = summed * factor + tl.sum(loaded * (weights * peaks)[:, None], axis=0)
+            largest = highest
+            first += SPLITS
+        sink = float("-inf")
+        if HAS_SINK:
+            sink = tl.load(attn_sink + head) * _LOG2_E
+        below = denominator(largest, total, sink)
+        goal = token * num_heads + head
+        values = round_to_bf16(summed / below, EMULATE)
+        if TURNED:
+            turned = rotate_tail(values.to(tl.float32), known, cos, sin, HEAD_DIM, EMULATE, True)
+            values = round_to_bf16(turned, EMULATE)
+        tl.store(out + goal * HEAD_DIM + dim, values)
+        tl.store(lse + goal, log2_sum(largest, total) / _LOG2_E)
