@@ -117,9 +117,10 @@ def num_splits_of(programs: int, units: int, num_splits: int, batch_invariant: b
 
 def unit_of_splits(programs: int, widths: Sequence[int]) -> int:
     """Keys that splits are multiples of: half a block if the longest split then takes less time. Of
-    symbolic sizes nothing is known, and asking would make them numbers."""
+    symbolic sizes nothing is known, and asking would make them numbers: then too, as it costs many
+    tokens less than it gains few."""
     if not all(isinstance(size, int) for size in (programs, *widths)):
-        return KEYS
+        return KEYS // 2
     whole, halves = (_longest_split(programs, widths, unit) for unit in (KEYS, KEYS // 2))
     return KEYS // 2 if halves // 2 + halves % 2 * HALF_BLOCK_TIME < whole else KEYS
 

@@ -43,10 +43,10 @@ def rows_of(
         step = tl.where(in_window, swa_step, extra_step)
         if PAGED:
             place = tl.where(in_window, column, column // EXTRA_BLOCK_SIZE)
-    wanted = column < length
     if UNIT < KEYS:
         end = tl.where(in_window, tl.minimum(stop, swa_units), stop)
-        wanted &= column < (end - before) * UNIT
+        length = tl.minimum(length, (end - before) * UNIT)
+    wanted = column < length
     found = tl.load(entry + place.to(tl.int64) * step, mask=wanted, other=-1).to(tl.uint32)
     page, row = found // SWA_BLOCK_SIZE, found % SWA_BLOCK_SIZE
     cache, page_stride, blocks, block_size = swa_cache, swa_page_stride, swa_blocks, SWA_BLOCK_SIZE
