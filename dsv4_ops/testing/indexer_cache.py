@@ -74,6 +74,10 @@ def _gather_cases() -> list[Case]:
             {**_PAGES_OF_1, "num_rows": 1},
             ([nothing], [0.0]),
         ),
+        *(
+            _many_requests(f"{count} requests of a key", cache, [1] * count)
+            for count in (31, 32, 33)
+        ),
         _many_requests("a key for two requests of three", cache, [0, 1, 1] * 30),
         _many_requests("few keys of many requests", cache, ([0] * 99 + [1, 0]) * 20),
     ]
