@@ -1,0 +1,220 @@
+"""Tables of ``docs/performance.md``, written from the rows of a GPU:
+
+    python -m dsv4_ops.bench.page docs/performance.md benchmarks/h200
+
+replaces what is between ``<!-- table: NAME -->`` and ``<!-- /table -->``; the text around is left.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+_MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.S)
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a table shows.
+
+    Args:
+        file: Name of the JSONL file, without its suffix.
+        columns: Heading and cell of each column.
+        cases: Cases that belong to it; empty for all.
+        chosen: Whether a row of these cases does.
+    """
+
+    file: str
+    columns: Sequence[tuple[str, Callable[[Row], str]]]
+    cases: tuple[str, ...] = ()
+    chosen: Callable[[Row], bool] = bool
+
+
+def number(value: float | None) -> str:
+    """Three digits; a dash for nothing."""
+    if value is None:
+        return "-"
+    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share, as it is measured."""
+    return "-" if value is None else f"{number(value)} %" if value < 10 else f"{value:.0f} %"
+
+
+def us(field: str) -> Callable[[Row], str]:
+    """A column of microseconds."""
+    return lambda row: number(row.get(field))
+
+
+def share(field: str) -> Callable[[Row], str]:
+    """A column of percentages."""
+    return lambda row: percent(row.get(field))
+
+
+def _label(row: Row) -> str:
+    return f"{row['shape']}, {row['variant']}" if row.get("variant") else str(row["shape"])
+
+
+def _tried(row: Row) -> str:
+    return f"{row['case']}: {_label(row)}"
+
+
+def _times(row: Row) -> str:
+    """How many times the floor."""
+    return number(row["compiled_us"] / row["floor_us"]) if row.get("floor_us") else "-"
+
+
+def _shape(row: Row) -> str:
+    return f"{row['batch']} x {row['context'] // 1024}k"
+
+
+def _theirs(row: Row) -> str:
+    if row.get("stock_ms") is None:
+        return "out of memory"
+    return f"{number(row['stock_ms'])}, {number(row['stock_busy_ms'])}, {row['stock_kernels']}"
+
+
+_ATTENTION = (
+    ("tokens x heads, keys", _label),
+    ("ours, us", us("eager_us")),
+    ("compiled for any size", us("compiled_us")),
+    ("FlashMLA", us("anchor_us")),
+    ("of the floor", share("pct_of_floor")),
+)
+_CACHE = (
+    ("rows", _tried),
+    ("ours, us", us("compiled_us")),
+    ("vLLM", us("anchor_us")),
+    ("copy of as many bytes", us("copy_us")),
+    ("of that copy", share("pct_of_copy")),
+    ("of a copy of 256 MiB", share("pct_of_bandwidth")),
+)
+TABLES = {
+    "metadata": Table(
+        "metadata",
+        (
+            ("requests x tokens, context", lambda row: f"{row['requests']} x {row['next_n']}, "
+             f"{row['context']}"),
+            ("ours on the device, us", us("device_us")),
+            ("on the host", us("host_us")),
+            ("vLLM on the device", us("anchor_device_us")),
+            ("on the host", us("anchor_host_us")),
+        ),
+    ),
+    "caches": Table(
+        "kv_cache",
+        _CACHE,
+        ("insert", "gather", "gather_all", "indexer_insert", "indexer_gather", "plain_insert"),
+    ),
+    "indices": Table("kv_cache", _CACHE[:3], ("combine", "mixed", "fused")),
+    "decode": Table("sparse_mla", _ATTENTION, ("decode",)),
+    "other_decode": Table(
+        "sparse_mla",
+        (("kind: tokens x heads, keys", _tried), *_ATTENTION[1:]),
+        ("window", "paged", "ragged"),
+    ),
+    "prefill": Table("sparse_mla", _ATTENTION, ("prefill",)),
+    "compressor": Table(
+        "compressor",
+        (
+            ("kind: step", _tried),
+            ("us", us("compiled_us")),
+            ("times the floor", _times),
+            ("copy of as many bytes", us("copy_us")),
+        ),
+        chosen=lambda row: row["rows"] >= 128,
+    ),
+    "indexer": Table(
+        "indexer",
+        (
+            ("requests x context", _label),
+            ("ours, us", us("compiled_us")),
+            ("DeepGEMM's logits and `torch.topk`", us("anchor_us")),
+            ("of the floor", share("pct_of_floor")),
+        ),
+        ("select",),
+    ),
+    "layer": Table(
+        "layer",
+        (
+            ("kind: model, requests x context", _tried),
+            ("ours, us", us("compiled_us")),
+            ("peers, without what they lack", us("anchor_us")),
+            ("kernels", lambda row: str(row["kernels"])),
+        ),
+    ),
+    "model": Table(
+        "model",
+        (
+            ("requests x context", _shape),
+            ("theirs: ms, busy, kernels", _theirs),
+            ("theirs, compiled", us("stock_compiled_ms")),
+            ("patched, eager", us("eager_ms")),
+            ("one CUDA graph: ms, busy", lambda row: f"{number(row['step_ms'])}, "
+             f"{number(row['busy_ms'])}"),
+            ("times faster", us("times_faster")),
+            ("kernels per layer", lambda row: f"{row['kernels_per_layer']:.0f}"),
+            ("metadata", share("metadata_pct")),
+            ("of the floor", share("pct_of_floor")),
+        ),
+    ),
+}  # fmt: skip
+"""Every table by the name that the page calls it."""
+
+
+def markdown(table: Table, rows: Iterable[Row]) -> str:
+    """The table, and under it what its rows were measured on and with."""
+    kept = [
+        row for row in rows if (not table.cases or row["case"] in table.cases) and table.chosen(row)
+    ]
+    if not kept:
+        raise ValueError(
+            f"page: rows must hold some of {table.file}, got none. Run its benchmark, or drop the "
+            "table from the page."
+        )
+    lines = ["| " + " | ".join(name for name, _ in table.columns) + " |"]
+    lines.append("| --- " * len(table.columns) + "|")
+    lines += ["| " + " | ".join(cell(row) for _, cell in table.columns) + " |" for row in kept]
+    return "\n".join([*lines, "", *_origins(kept), ""])
+
+
+def _origins(rows: Sequence[Row]) -> list[str]:
+    """A line per run: rows of several runs are not to be compared as if they were of one."""
+    found: dict[tuple[str, ...], int] = {}
+    for row in rows:
+        versions = f"{row['device']}, torch {row['torch']}, triton {row['triton']}"
+        key = (versions, row["date"][:10], row["sources"], row["command"])
+        found[key] = found.get(key, 0) + 1
+    return [
+        f"{count} rows: {versions}, {date}, sources `{sources}`: `{command}`  "
+        for (versions, date, sources, command), count in found.items()
+    ]
+
+
+def page(text: str, folder: Path) -> str:
+    """``text`` with its tables written anew from the rows in ``folder``."""
+
+    def table(found: re.Match[str]) -> str:
+        if found[2] not in TABLES:
+            raise ValueError(
+                f"page: table must be one of {', '.join(TABLES)}, got {found[2]!r}. "
+                "Correct the name in the page."
+            )
+        chosen = TABLES[found[2]]
+        lines = (folder / f"{chosen.file}.jsonl").read_text().splitlines()
+        return found[1] + markdown(chosen, map(json.loads, lines)) + found[3]
+
+    return _MARKED.sub(table, text)
+
+
+if __name__ == "__main__":
+    target, rows = map(Path, sys.argv[1:3])
+    target.write_text(page(target.read_text(), rows))

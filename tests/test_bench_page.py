@@ -1,0 +1,60 @@
+"""The page of figures: its tables are those of the stored rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsv4_ops.bench import page
+
+ROOT = Path(__file__).resolve().parents[1]
+ROW = {
+    "case": "decode", "shape": "8 x 64 heads, 128+512", "variant": "", "eager_us": 14.96,
+    "compiled_us": 15.67, "anchor_us": None, "pct_of_floor": 6.374, "device": "GPU",
+    "torch": "2.11", "triton": "3.6", "date": "2026-11-21T20:00:00", "sources": "abc",
+    "command": "bench",
+}  # fmt: skip
+
+
+def test_the_page_shows_the_stored_rows():
+    """Fails after a new run: python -m dsv4_ops.bench.page docs/performance.md benchmarks/h200"""
+    text = (ROOT / "docs/performance.md").read_text()
+    assert page.page(text, ROOT / "benchmarks/h200") == text
+    shown = text.count("<!-- table: ")
+    assert shown == text.count("<!-- /table -->") == len(page.TABLES)
+
+
+def test_a_table_has_a_line_per_row_and_says_where_they_come_from(tmp_path):
+    other = {**ROW, "variant": "C4", "anchor_us": 123.4, "sources": "def"}
+    left_out = {**ROW, "case": "prefill"}
+    rows = "\n".join(json.dumps(row) for row in (ROW, other, left_out))
+    (tmp_path / "sparse_mla.jsonl").write_text(rows)
+    written = page.page("a\n<!-- table: decode -->\nold\n<!-- /table -->\nb", tmp_path)
+    assert written == (
+        "a\n<!-- table: decode -->\n"
+        "| tokens x heads, keys | ours, us | compiled for any size | FlashMLA | of the floor |\n"
+        "| --- | --- | --- | --- | --- |\n"
+        "| 8 x 64 heads, 128+512 | 15.0 | 15.7 | - | 6.37 % |\n"
+        "| 8 x 64 heads, 128+512, C4 | 15.0 | 15.7 | 123 | 6.37 % |\n\n"
+        "1 rows: GPU, torch 2.11, triton 3.6, 2026-11-21, sources `abc`: `bench`  \n"
+        "1 rows: GPU, torch 2.11, triton 3.6, 2026-11-21, sources `def`: `bench`  \n"
+        "<!-- /table -->\nb"
+    )
+
+
+def test_a_table_without_rows_and_one_that_is_not_known_are_refused(tmp_path):
+    (tmp_path / "sparse_mla.jsonl").write_text(json.dumps(ROW))
+    with pytest.raises(
+        ValueError, match=r"page: rows must hold some of sparse_mla, got none\. Run"
+    ):
+        page.page("<!-- table: prefill -->\n<!-- /table -->", tmp_path)
+    with pytest.raises(ValueError, match=r"page: table must be one of metadata, .*, got 'mine'\."):
+        page.page("<!-- table: mine -->\n<!-- /table -->", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0157, "0.02"), (9.994, "9.99"), (12.34, "12.3"), (123.5, "124"), (None, "-")],
+)
+def test_numbers_have_three_digits(value, shown):
+    assert page.number(value) == shown
