@@ -24,6 +24,19 @@ def test_the_page_shows_the_stored_rows():
     assert shown == text.count("<!-- /table -->") == len(page.TABLES)
 
 
+def test_every_plot_has_lines_of_ours_and_shows_the_stored_rows(monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(
+        page.plot, "try_plot", lambda panels, path, **_: drawn.setdefault(path.name, panels)
+    )
+    page.draw(ROOT / "benchmarks/h200")
+    assert set(drawn) == {f"{file}.png" for file in page.PLOTS}
+    for name, panels in drawn.items():
+        assert (ROOT / "benchmarks/h200" / name).is_file()
+        assert panels
+        assert all(panel.series[0].label.startswith("ours") for panel in panels)
+
+
 def test_a_table_has_a_line_per_row_and_says_where_they_come_from(tmp_path):
     other = {**ROW, "variant": "C4", "anchor_us": 123.4, "sources": "def"}
     left_out = {**ROW, "case": "prefill"}

@@ -2,7 +2,8 @@
 
     python -m dsv4_ops.bench.page docs/performance.md benchmarks/h200
 
-replaces what is between ``<!-- table: NAME -->`` and ``<!-- /table -->``; the text around is left.
+replaces what is between ``<!-- table: NAME -->`` and ``<!-- /table -->``, leaves the text around,
+and draws the plots beside the rows, but for that of the model, which ``bench model`` draws.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+from dsv4_ops.bench import plot
 
 Row = dict[str, Any]
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.S)
@@ -170,6 +174,32 @@ TABLES = {
 """Every table by the name that the page calls it."""
 
 
+_CALL, _STEP = "microseconds per call", "microseconds per step"
+PLOTS: dict[str, tuple[Callable[..., list[plot.Panel]], str, str]] = {
+    "metadata": (plot.metadata_panels, "Decode metadata of one step", _STEP),
+    "kv_cache": (plot.cache_panels, "Cache ops", _CALL),
+    "sparse_mla": (plot.mla_panels, "Sparse MLA", _CALL),
+    "compressor": (plot.compressor_panels, "KV compressor", _STEP),
+    "indexer": (plot.indexer_panels, "Lightning indexer", _CALL),
+    "layer": (plot.layer_panels, "An attention layer between its projections", _STEP),
+}
+"""Panels, title and axis of the plot of each file of rows."""
+
+
+def rows_of(folder: Path, file: str) -> list[Row]:
+    """The rows of a benchmark."""
+    return [json.loads(line) for line in (folder / f"{file}.jsonl").read_text().splitlines()]
+
+
+def draw(folder: Path) -> None:
+    """Every plot, from the rows that measured something."""
+    for file, (panels, title, axis) in PLOTS.items():
+        rows = rows_of(folder, file)
+        measured = [SimpleNamespace(**row) for row in rows if row.get("error") is None]
+        drawn, named = panels(measured, cuda=True), f"{title} · {rows[0]['device']}"
+        plot.try_plot(drawn, folder / f"{file}.png", title=named, ylabel=axis)
+
+
 def markdown(table: Table, rows: Iterable[Row]) -> str:
     """The table, and under it what its rows were measured on and with."""
     kept = [
@@ -209,8 +239,7 @@ def page(text: str, folder: Path) -> str:
                 "Correct the name in the page."
             )
         chosen = TABLES[found[2]]
-        lines = (folder / f"{chosen.file}.jsonl").read_text().splitlines()
-        return found[1] + markdown(chosen, map(json.loads, lines)) + found[3]
+        return found[1] + markdown(chosen, rows_of(folder, chosen.file)) + found[3]
 
     return _MARKED.sub(table, text)
 
@@ -218,3 +247,4 @@ def page(text: str, folder: Path) -> str:
 if __name__ == "__main__":
     target, rows = map(Path, sys.argv[1:3])
     target.write_text(page(target.read_text(), rows))
+    draw(rows)
