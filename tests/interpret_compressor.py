@@ -76,10 +76,12 @@ def nearly_whole_windows(kind: str, tokens: int, seed: int) -> None:
 def main(examples: int) -> None:
     for number, (tokens, programs, depth) in enumerate(PROGRAMS):
         kernels.MIXED_WARPS = (1, 99)[number % 2]
-        kernels.SHORT_SAVED = kernels.INSERT_SAVED = 2**number
+        kernels.LONG_APART, kernels.SAVED_EARLY = ((2, 7), (0, 0), (1, 8), (3, 4))[number]
+        kernels.SHORT_SAVED = kernels.LONG_SAVED = kernels.INSERT_SAVED = 2**number
         kernels.SHORT_TOKENS = kernels.LONG_TOKENS = kernels.INSERT_TOKENS = tokens
         kernels.SHORT_TOKENS_SAVED = tokens
         kernels.SHORT_PROGRAMS = kernels.LONG_PROGRAMS = kernels.INSERT_PROGRAMS = programs
+        kernels.FEW_TOKENS = 0
         kernels.DEPTH = kernels.LONG_DEPTH = depth
         fuzz("compress_and_insert", examples // 2)
         fuzz("save_and_compress", examples - examples // 2)

@@ -33,9 +33,20 @@ def test_tokens_that_finish_a_window_are_of_different_programs(num_tokens: int, 
     if short:
         programs = kernels._programs(num_tokens, kernels.SHORT_TOKENS, kernels.SHORT_PROGRAMS)
     else:
-        programs = kernels._programs(num_tokens, kernels.LONG_TOKENS, kernels.LONG_PROGRAMS)
+        programs = kernels._long_programs(num_tokens)
     assert 1 <= programs <= num_tokens
     for first in (0, 1, ratio - 1):
         owners = [token % programs for token in range(first, num_tokens, ratio)]
         share = -(-len(owners) // programs)
         assert max((owners.count(program) for program in set(owners[:64])), default=0) <= share + 1
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [(1, 1), (8, 8), (128, 65), (1024, 51), (2048, 35), (2176, 33), (4096, 33), (8192, 65)],
+)
+def test_few_tokens_have_a_program_for_two_of_them(num_tokens: int, expected: int) -> None:
+    """All may finish a long window. From 2176 on there is a program for 128, 33 at least."""
+    from dsv4_ops.kernels import compressor as kernels
+
+    assert kernels._long_programs(num_tokens) == expected

@@ -36,19 +36,30 @@ SHORT_WINDOW = 32
 SHORT_TOKENS, LONG_TOKENS, INSERT_TOKENS = 4, 128, 32
 """Tokens that a program looks at together."""
 
-SAVE_COLUMNS, SHORT_SAVED, INSERT_SAVED = 1024, 32, 16
+SAVE_COLUMNS, SHORT_SAVED, LONG_SAVED, INSERT_SAVED = 1024, 32, 64, 16
 """Most values of a row of states that a program saves, and values per thread: more where a program
 has many registers, and an SM few programs."""
 
-SHORT_TOKENS_SAVED = 8
-"""``SHORT_TOKENS`` where other programs save states."""
+SHORT_TOKENS_SAVED, CHANNELS_SAVED, LONG_WARPS_SAVED = 8, 32, 1
+"""``SHORT_TOKENS``, ``CHANNELS`` and ``LONG_WARPS`` where other programs save states."""
 
 MIXED_WARPS = 4
 """Warps with which not all programs that look for windows run at once: those that save states then
 come between them, else behind them."""
 
+SAVED_EARLY = 7
+"""Eighths of the tokens whose states are saved while long windows are read; the others' are while
+their rows are finished."""
+
+SHORT_APART, LONG_APART = 0, 2
+"""How far apart programs are that look for windows where others save states: ``find_role``."""
+
 SHORT_PROGRAMS, LONG_PROGRAMS, INSERT_PROGRAMS = 8 * 132 + 1, 33, 133
 """Programs below which each gets fewer tokens; odd."""
+
+FEW_TOKENS = 2176
+"""Tokens below which 2 programs more per 128 look for long windows: all tokens of a decode may
+finish one, and 1 in a ratio of a prefill's."""
 
 
 def compress_and_insert(
@@ -116,8 +127,7 @@ def launch_windows(
     block_size: int,
     layout: str,
 ) -> None:
-    """``compress_and_insert``; with a ``state_slot_mapping``, further programs of the kernel that
-    stores rows save the states."""
+    """``compress_and_insert``; with a ``state_slot_mapping``, further programs save the states."""
     width, head_dim = int(ape.shape[1]), int(norm_weight.shape[0])
     checks = Checks(op)
     checks.page_start("states", states, StateLayout(state_block_size, max(2 * width, 1)))
@@ -195,32 +205,42 @@ def launch_windows(
             *slots,
             *state_slots,
             TOKENS=looked_at,
-            MIXED=threads["num_warps"] >= MIXED_WARPS,
+            APART=SHORT_APART if threads["num_warps"] >= MIXED_WARPS else 1,
             **window,
             **finish,
             **threads,
             **save,
         )
         return
-    programs = _programs(num_tokens, LONG_TOKENS, LONG_PROGRAMS)
     pooled = kv_score.new_empty((num_tokens, head_dim))
-    channels = min(CHANNELS, finish["DIM"])
-    launch(pool_windows_kernel)[programs, (head_dim + channels - 1) // channels](
+    saves = state_slot_mapping is not None
+    channels = min(CHANNELS_SAVED if saves else CHANNELS, finish["DIM"])
+    parts = (head_dim + channels - 1) // channels
+    warps = LONG_WARPS_SAVED if saves else LONG_WARPS
+    threads = _rows_of_threads(window, channels, warps, LONG_DEPTH)
+    save = _tiles(state_slot_mapping, width, threads["num_warps"], LONG_SAVED)
+    programs, num_early = _long_programs(num_tokens), num_tokens * SAVED_EARLY // 8
+    grid = (programs * parts + _num_tiles(num_early, save),) if saves else (programs, parts)
+    launch(pool_windows_kernel)[grid](
         *rows,
         *tokens,
         pages[2],
         *slots,
+        *state_slots,
+        num_early,
         pooled,
         CHANNELS=channels,
         EMULATE=EMULATE,
         TOKENS=LONG_TOKENS,
+        APART=LONG_APART,
         **window,
-        **_rows_of_threads(window, channels, LONG_WARPS, LONG_DEPTH),
+        **threads,
+        **save,
     )
     del window["NUM_ROWS"]
     save = _tiles(state_slot_mapping, width, INSERT_WARPS, INSERT_SAVED)
     programs = _programs(num_tokens, INSERT_TOKENS, INSERT_PROGRAMS)
-    launch(insert_pooled_kernel)[programs + _num_tiles(num_tokens, save),](
+    launch(insert_pooled_kernel)[programs + _num_tiles(num_tokens - num_early, save),](
         pooled,
         num_reqs,
         *tokens,
@@ -229,6 +249,7 @@ def launch_windows(
         *slots,
         *rows[:6],
         *state_slots,
+        num_early,
         TOKENS=INSERT_TOKENS,
         **window,
         **finish,
@@ -282,6 +303,12 @@ def _rows_of_threads(
         "ONE_PAGE": window["RATIO"] % depth == 0 and window["STATE_BLOCK"] % depth == 0,
         "num_warps": warps,
     }
+
+
+def _long_programs(num_tokens: int) -> int:
+    """Programs that look for long windows, for each part of a window's channels."""
+    few = torch.sym_max(FEW_TOKENS - num_tokens, 0) // 128 * 2
+    return _programs(num_tokens, LONG_TOKENS, LONG_PROGRAMS + few)
 
 
 def _programs(num_tokens: int, tokens: int, least: int) -> int:

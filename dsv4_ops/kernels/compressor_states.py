@@ -21,25 +21,34 @@ WARPS = 4
 
 @triton.jit
 def save_tile(
-    token,
-    column,
-    slot,
-    position,
+    first_token,
+    part,
+    num_tokens,
     kv_score,
     row_stride,
     dim_stride,
     ape,
     states,
     page_stride,
-    num_tokens,
     num_blocks,
+    slot_mapping,
+    slot_stride,
+    positions,
+    position_stride,
     BLOCK_SIZE: tl.constexpr,
     RATIO: tl.constexpr,
     WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Some columns of the states of some tokens, whose slots and positions the kernel loads."""
-    given, column = token < num_tokens, column[None, :]
-    source = kv_score + token.to(tl.int64)[:, None] * row_stride
+    """The ``part``-th COLUMNS columns of the states of TOKENS tokens from ``first_token`` on, below
+    ``num_tokens``."""
+    token = first_token + tl.arange(0, TOKENS)
+    column = (part * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    given, each = token < num_tokens, token.to(tl.int64)
+    slot = tl.load(slot_mapping + each * slot_stride, mask=given, other=-1)
+    position = tl.load(positions + each * position_stride, mask=given, other=-1)
+    source = kv_score + each[:, None] * row_stride
     values = tl.load(
         source + column.to(tl.int64) * dim_stride,
         mask=given[:, None] & (column < 2 * WIDTH),
@@ -80,27 +89,26 @@ def save_compressor_states_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    given, each = token < num_tokens, token.to(tl.int64)
-    slot = tl.load(slot_mapping + each * slot_stride, mask=given, other=-1)
-    position = tl.load(positions + each * position_stride, mask=given, other=-1)
     save_tile(
-        token,
-        column,
-        slot,
-        position,
+        tl.program_id(0) * TOKENS,
+        tl.program_id(1),
+        num_tokens,
         kv_score,
         row_stride,
         dim_stride,
         ape,
         states,
         page_stride,
-        num_tokens,
         num_blocks,
+        slot_mapping,
+        slot_stride,
+        positions,
+        position_stride,
         BLOCK_SIZE,
         RATIO,
         WIDTH,
+        TOKENS,
+        COLUMNS,
     )
 
 

@@ -1,6 +1,6 @@
 """Windows of many rows: each program reads a few channels of one, and a second kernel finishes the
-rows, because only the norm needs all channels. It may save states too: it has programs and memory
-to spare, and the first kernel has left what states are made of in the cache."""
+rows, because only the norm needs all channels. Both may save states too: the memory has little to
+do while programs look for windows, and while they finish them."""
 
 import triton
 import triton.language as tl
@@ -31,6 +31,9 @@ def pool_windows_kernel(
     slot_mapping,
     slot_stride,
     num_tokens,
+    state_slots,
+    state_slot_stride,
+    num_early,
     pooled,
     RATIO: tl.constexpr,
     NUM_ROWS: tl.constexpr,
@@ -46,15 +49,46 @@ def pool_windows_kernel(
     VALUES: tl.constexpr,
     ONE_PAGE: tl.constexpr,
     EMULATE: tl.constexpr,
+    SAVE_TOKENS: tl.constexpr,
+    SAVE_COLUMNS: tl.constexpr,
+    SAVE_PARTS: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """Weighted sums of CHANNELS channels of every window that a token finishes, to the row of that
-    token in ``pooled`` [num_tokens, HEAD_DIM]."""
-    first_channel = tl.program_id(1) * CHANNELS
+    token in ``pooled`` [num_tokens, HEAD_DIM]; further programs save states where SAVE_TOKENS is
+    above 0, of the first ``num_early`` tokens."""
+    PARTS: tl.constexpr = (HEAD_DIM + CHANNELS - 1) // CHANNELS
+    tile, block, part, programs = find_role(
+        num_tokens, num_early, SAVE_TOKENS, SAVE_PARTS, PARTS, APART
+    )
+    if SAVE_TOKENS > 0:
+        if tile >= 0:
+            save_tile(
+                tile // SAVE_PARTS * SAVE_TOKENS,
+                tile % SAVE_PARTS,
+                num_early,
+                kv_score,
+                kv_stride,
+                1,
+                ape,
+                states,
+                state_page_stride,
+                num_state_blocks,
+                state_slots,
+                state_slot_stride,
+                positions,
+                position_stride,
+                STATE_BLOCK,
+                RATIO,
+                WIDTH,
+                SAVE_TOKENS,
+                SAVE_COLUMNS,
+            )
+    first_channel = part * CHANNELS
     channel = first_channel + tl.arange(0, CHANNELS)
     lane = tl.arange(0, TOKENS)
-    block = tl.program_id(0)
     while block < num_tokens:
-        candidate = block + lane * tl.num_programs(0)
+        candidate = block + lane * programs
         given, each = candidate < num_tokens, candidate.to(tl.int64)
         slots = tl.load(slot_mapping + each * slot_stride, mask=given, other=-1)
         places = tl.load(positions + each * position_stride, mask=given, other=-1)
@@ -65,10 +99,15 @@ def pool_windows_kernel(
             chosen = tl.min(tl.where(finishes, lane, TOKENS), axis=0)
             finishes = finishes & (lane != chosen)
             left -= 1
-            token = block + chosen * tl.num_programs(0)
+            token = block + chosen * programs
             index = token.to(tl.int64)
-            position = tl.load(positions + index * position_stride).to(tl.int32)
-            request = tl.load(req_indices + index * request_stride).to(tl.int64)
+            # from registers: a load would be a further wait ahead of the rows
+            if SAVE_TOKENS > 0:  # in one warp: a load is a further wait ahead of the rows
+                position = tl.sum(tl.where(lane == chosen, places, 0), axis=0).to(tl.int32)
+                request = tl.sum(tl.where(lane == chosen, owners, 0), axis=0).to(tl.int64)
+            else:  # in two: sums over them are barriers
+                position = tl.load(positions + index * position_stride).to(tl.int32)
+                request = tl.load(req_indices + index * request_stride).to(tl.int64)
             values = pool_window(
                 token,
                 request,
@@ -102,7 +141,7 @@ def pool_windows_kernel(
                 EMULATE,
             )
             tl.store(pooled + index * HEAD_DIM + channel, values, mask=channel < HEAD_DIM)
-        block += TOKENS * tl.num_programs(0)
+        block += TOKENS * programs
 
 
 @triton.jit
@@ -130,6 +169,7 @@ def insert_pooled_kernel(
     num_state_blocks,
     state_slots,
     state_slot_stride,
+    num_early,
     RATIO: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -151,33 +191,33 @@ def insert_pooled_kernel(
     SAVE_PARTS: tl.constexpr,
 ):
     """Norm, rotation and store of every window that a token finishes; further programs save states
-    where SAVE_TOKENS is above 0."""
-    block, programs = tl.program_id(0), tl.num_programs(0)
+    where SAVE_TOKENS is above 0, of the tokens from ``num_early`` on."""
+    tile, block, _part, programs = find_role(
+        num_tokens, num_tokens - num_early, SAVE_TOKENS, SAVE_PARTS, 1, 1
+    )
     if SAVE_TOKENS > 0:
-        tiles = (num_tokens + SAVE_TOKENS - 1) // SAVE_TOKENS * SAVE_PARTS
-        tile, block, programs = find_role(tiles, False)
         if tile >= 0:
-            token = tile // SAVE_PARTS * SAVE_TOKENS + tl.arange(0, SAVE_TOKENS)
-            column = tile % SAVE_PARTS * SAVE_COLUMNS + tl.arange(0, SAVE_COLUMNS)
-            given, each = token < num_tokens, token.to(tl.int64)
             save_tile(
-                token,
-                column,
-                tl.load(state_slots + each * state_slot_stride, mask=given, other=-1),
-                tl.load(positions + each * position_stride, mask=given, other=-1),
+                num_early + tile // SAVE_PARTS * SAVE_TOKENS,
+                tile % SAVE_PARTS,
+                num_tokens,
                 kv_score,
                 kv_stride,
                 1,
                 ape,
                 states,
                 state_page_stride,
-                num_tokens,
                 num_state_blocks,
+                state_slots,
+                state_slot_stride,
+                positions,
+                position_stride,
                 STATE_BLOCK,
                 RATIO,
                 WIDTH,
+                SAVE_TOKENS,
+                SAVE_COLUMNS,
             )
-        block = tl.where(tile >= 0, num_tokens, block)  # then there is nothing to look at
     channel = tl.arange(0, DIM)
     lane = tl.arange(0, TOKENS)
     while block < num_tokens:

@@ -1,7 +1,8 @@
 """Addresses in paged caches: what slots and block-table entries that do not exist turn into.
 
-Torch takes a tensor for written to if its pointer leads to a store through a function. A kernel
-that stores where slots say thus loads them itself, and gives them to ``place_slots``.
+Torch takes a tensor for written to if its pointer leads to a store through a function's result. The
+function that stores where slots say thus loads them itself, or is given what a kernel has loaded,
+and gives them to ``place_slots``.
 """
 
 import triton

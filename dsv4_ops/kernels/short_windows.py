@@ -61,38 +61,38 @@ def compress_and_insert_kernel(
     SAVE_TOKENS: tl.constexpr,
     SAVE_COLUMNS: tl.constexpr,
     SAVE_PARTS: tl.constexpr,
-    MIXED: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """Tokens far apart per program, as the tokens that finish a window are evenly spaced in a
     prefill."""
     lane = tl.arange(0, TOKENS)
     channel = tl.arange(0, DIM)
-    block, programs = tl.program_id(0), tl.num_programs(0)
+    tile, block, _part, programs = find_role(
+        num_tokens, num_tokens, SAVE_TOKENS, SAVE_PARTS, 1, APART
+    )
     if SAVE_TOKENS > 0:
-        tiles = (num_tokens + SAVE_TOKENS - 1) // SAVE_TOKENS * SAVE_PARTS
-        tile, block, programs = find_role(tiles, MIXED)
         if tile >= 0:
-            token = tile // SAVE_PARTS * SAVE_TOKENS + tl.arange(0, SAVE_TOKENS)
-            column = tile % SAVE_PARTS * SAVE_COLUMNS + tl.arange(0, SAVE_COLUMNS)
-            given, each = token < num_tokens, token.to(tl.int64)
             save_tile(
-                token,
-                column,
-                tl.load(state_slots + each * state_slot_stride, mask=given, other=-1),
-                tl.load(positions + each * position_stride, mask=given, other=-1),
+                tile // SAVE_PARTS * SAVE_TOKENS,
+                tile % SAVE_PARTS,
+                num_tokens,
                 kv_score,
                 kv_stride,
                 1,
                 ape,
                 states,
                 state_page_stride,
-                num_tokens,
                 num_state_blocks,
+                state_slots,
+                state_slot_stride,
+                positions,
+                position_stride,
                 STATE_BLOCK,
                 RATIO,
                 WIDTH,
+                SAVE_TOKENS,
+                SAVE_COLUMNS,
             )
-        block = tl.where(tile >= 0, num_tokens, block)  # then there is nothing to look at
     while block < num_tokens:
         candidate = block + lane * programs
         given, each = candidate < num_tokens, candidate.to(tl.int64)

@@ -19,6 +19,16 @@ _SCHEMA = (
     "Tensor slot_mapping, *, int compress_ratio, bool overlap, float eps, int state_block_size, "
     "int block_size, str layout) -> {}"
 )
+DIMENSIONS = (
+    "num_tokens",
+    "num_reqs",
+    "max_state_blocks",
+    "num_state_blocks",
+    "num_blocks",
+    "num_positions",
+)
+"""Sizes in which a compiled call of these ops, and of a whole step, is dynamic."""
+
 _STATES = ("num_state_blocks", "state_values")
 
 _compress_and_insert = define_op(
@@ -28,7 +38,7 @@ _compress_and_insert = define_op(
         meta=meta.compress_and_insert,
         reference=reference.compress_and_insert,
         lowering={"cpu": "decompose", "cuda": "triton"},
-        dynamic=("num_tokens", "num_reqs", "max_state_blocks", "num_state_blocks", "num_blocks"),
+        dynamic=DIMENSIONS,
         source="vLLM 0.33 compress, norm, RoPE and store kernels; order of writes made irrelevant",
         providers=("triton", "reference"),
     )
@@ -40,7 +50,7 @@ _compress_and_insert_functional = define_op(
         meta=meta.compress_and_insert_functional,
         reference=reference.compress_and_insert_functional,
         lowering={"cpu": "decompose", "cuda": "decompose"},
-        dynamic=("num_tokens", "num_reqs", "max_state_blocks", "num_state_blocks", "num_blocks"),
+        dynamic=DIMENSIONS,
         source="vLLM 0.33 compress, norm, RoPE and store kernels; order of writes made irrelevant",
     )
 )

@@ -11,7 +11,7 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.types import CompressorStep
 from dsv4_ops.meta import compressor_step as meta
-from dsv4_ops.ops.compressor import check_compress
+from dsv4_ops.ops.compressor import DIMENSIONS, check_compress
 from dsv4_ops.reference import compressor_step as reference
 
 _SCHEMA = (
@@ -28,7 +28,7 @@ _save_and_compress = define_op(
         meta=meta.save_and_compress,
         reference=reference.save_and_compress,
         lowering={"cpu": "decompose", "cuda": "triton"},
-        dynamic=("num_tokens", "num_reqs", "max_state_blocks", "num_state_blocks", "num_blocks"),
+        dynamic=DIMENSIONS,
         source="save_compressor_states and compress_and_insert with a launch less",
         providers=("triton", "reference"),
     )
@@ -40,7 +40,7 @@ _save_and_compress_functional = define_op(
         meta=meta.save_and_compress_functional,
         reference=reference.save_and_compress_functional,
         lowering={"cpu": "decompose", "cuda": "decompose"},
-        dynamic=("num_tokens", "num_reqs", "max_state_blocks", "num_state_blocks", "num_blocks"),
+        dynamic=DIMENSIONS,
         source="save_compressor_states and compress_and_insert with a launch less",
     )
 )
