@@ -1,0 +1,447 @@
+"""``impl=``: what runs, what is refused and why, and the adapters' logic over stand-ins for the
+libraries. With the libraries themselves: tests/test_gpu_providers.py."""
+
+import sys
+
+import fake_flash_mla
+import pytest
+import torch
+from gpu_attention import DECODE, GATHERED, PAGED, decode_case, gathered_case, paged_case
+
+import dsv4_ops as ops
+from dsv4_ops import providers, testing
+from dsv4_ops.core import choice, libraries
+from dsv4_ops.core.measured import RULES, Rule, Sizes
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.lowering.inspect import (
+    build_package,
+    compile_and_get_code,
+    load_package,
+    opaque_calls,
+)
+from dsv4_ops.testing.compare import assert_agrees
+
+LIBRARY_OPS = {
+    "flash_mla": (DECODE, PAGED, GATHERED),
+    "deep_gemm": ("indexer_logits", "indexer_select"),
+}
+UNUSABLE = choice.unusable
+CHOICES = [name for name, spec in OPS.items() if spec.has_choice]
+CASES = {
+    DECODE: lambda seed, heads=64: decode_case(seed, 7, heads),
+    PAGED: lambda seed, heads=64: paged_case(seed, 7, heads, columns=70),
+    GATHERED: lambda seed, heads=64: gathered_case(seed, 7, heads, 130),
+}
+
+
+def call(name: str, case, **settings):
+    return getattr(ops, name)(*case.tensors, **{**case.settings, **settings})
+
+
+def message(error: type[Exception], name: str, case, **settings) -> str:
+    with pytest.raises(error) as caught:
+        call(name, case, **settings)
+    assert type(caught.value) is error
+    return str(caught.value)
+
+
+def test_ops_with_a_choice_name_their_executions():
+    for library, names in LIBRARY_OPS.items():
+        assert {name for name in CHOICES if library in OPS[name].providers} == set(names)
+    for name in CHOICES:
+        assert set(OPS[name].providers) <= set(choice.IMPLS) - {"auto"}
+        for library in set(OPS[name].providers) & set(libraries.LIBRARIES):
+            assert callable(OPS[name].launcher(library))
+
+
+# --- on a machine without the libraries
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_auto_and_the_reference_are_the_same_on_cpu(name):
+    for case in testing.cases(name):
+        ours = case.run(getattr(ops, name))
+        for impl in ("auto", "reference"):
+            settings = {**case.settings, "impl": impl}
+            again = type(case)(case.name, case.tensors, settings).run(getattr(ops, name))
+            for left, right in zip(ours, again, strict=True):
+                assert torch.equal(left.nan_to_num(), right.nan_to_num())
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_an_explicit_impl_never_falls_back_on_cpu(name):
+    case = next(each for each in testing.cases(name) if all(each.tensors[0].shape))
+    for impl in OPS[name].providers:
+        if impl == "reference":
+            continue
+        text = message(RuntimeError, name, case, impl=impl)
+        assert text == (
+            f"{name}: impl must be 'auto' or 'reference' on cpu, got {impl!r}. "
+            "Move the tensors to a CUDA device."
+        )
+        with pytest.raises(RuntimeError, match="impl must be 'auto' or 'reference' on cpu"):
+            OPS[name].op(*case.tensors, **{**case.settings, "impl": impl})
+
+
+def test_an_unknown_impl_is_refused():
+    case = testing.cases(GATHERED)[0]
+    text = "sparse_mla_gathered: impl must be 'auto', 'flash_mla' or 'reference', got 'triton'. "
+    assert message(ValueError, GATHERED, case, impl="triton") == text + "Pass one of these."
+    text = "sparse_mla_gathered: impl must be a str, got int. "
+    text += "Pass 'auto', 'flash_mla' or 'reference'."
+    assert message(TypeError, GATHERED, case, impl=3) == text
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Executions may run on CPU, for their logic."""
+    monkeypatch.setattr(choice, "DEVICES", ("cuda", "cpu"))
+    torch._dynamo.reset()
+    UNUSABLE.cache_clear()
+    yield
+    UNUSABLE.cache_clear()
+
+
+def test_a_missing_library_says_how_to_get_it(on_cpu, monkeypatch):
+    for library, (name, *_) in LIBRARY_OPS.items():
+        monkeypatch.delenv(libraries.VARIABLES[library], raising=False)
+        with pytest.raises(ImportError) as error:
+            choice.require(name, library)
+        extra, variable = library.replace("_", "-"), libraries.VARIABLES[library]
+        assert str(error.value) == (
+            f"{name}: impl must be one that runs here, got {library!r}. "
+            f"{library.replace('_', ' ').capitalize()}: not installed (extra {extra}, vLLM's "
+            f"build, or a path in {variable})."
+        )
+        UNUSABLE.cache_clear()
+
+
+def test_a_library_that_does_not_run_here_says_why(on_cpu, monkeypatch):
+    found = libraries.Found("somewhere", object)
+    monkeypatch.setattr(libraries, "find", lambda name: found)
+    monkeypatch.setattr("dsv4_ops.core.providers.no_gpu_reason", lambda: "no driver")
+    with pytest.raises(RuntimeError) as error:
+        choice.require(DECODE, "flash_mla")
+    assert type(error.value) is RuntimeError
+    assert str(error.value) == (
+        "sparse_mla_decode: impl must be one that runs here, got 'flash_mla'. "
+        "Flash mla: needs a CUDA device: no driver."
+    )
+
+
+def test_a_path_that_names_nothing_is_not_replaced_by_another(monkeypatch, tmp_path):
+    monkeypatch.setenv("DSV4_OPS_FLASH_MLA", str(tmp_path / "none.so"))
+    monkeypatch.setenv("DSV4_OPS_DEEP_GEMM", str(tmp_path))
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: object())
+    assert libraries.find("flash_mla") == (
+        f"DSV4_OPS_FLASH_MLA names no such thing as a library: {tmp_path / 'none.so'}"
+    )
+    assert libraries.find("deep_gemm") == (
+        f"DSV4_OPS_DEEP_GEMM names no such thing as a folder with deep_gemm: {tmp_path}"
+    )
+
+
+def test_libraries_are_found_in_vllm_without_importing_it(monkeypatch, tmp_path):
+    folder = tmp_path / "vllm"
+    (folder / "third_party" / "deep_gemm").mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "third_party" / "deep_gemm" / "__init__.py").write_text("found = 1")
+    build = folder / "_flashmla_C.abi3.so"
+    build.write_bytes(b"no library")
+    for variable in libraries.VARIABLES.values():
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    libraries.load.cache_clear()
+    assert libraries.find("flash_mla").where == str(build)
+    with pytest.raises(OSError, match="_flashmla_C"):
+        libraries.load("flash_mla")
+    assert libraries.find("deep_gemm").where == str(folder / "third_party" / "deep_gemm")
+    assert libraries.load("deep_gemm").found == 1
+    libraries.load.cache_clear()
+    assert sys.modules.pop("deep_gemm").found == 1
+    assert "vllm" not in sys.modules
+
+
+def test_a_broken_deep_gemm_is_not_left_behind(monkeypatch, tmp_path):
+    folder = tmp_path / "deep_gemm"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise AssertionError('no CUDA_HOME')")
+    monkeypatch.setenv("DSV4_OPS_DEEP_GEMM", str(folder))
+    libraries.load.cache_clear()
+    with pytest.raises(AssertionError, match="no CUDA_HOME"):
+        libraries.load("deep_gemm")
+    assert "deep_gemm" not in sys.modules
+
+
+@pytest.mark.parametrize("name", LIBRARY_OPS["flash_mla"])
+def test_what_flash_mla_does_not_take_is_refused(name, on_cpu):
+    heads = CASES[name](0, 8)
+    others = "'auto', 'triton' or 'reference'" if name != GATHERED else "'auto' or 'reference'"
+    assert message(NotImplementedError, name, heads, impl="flash_mla") == (
+        f"{name}: impl must be {others} with 8 heads, got 'flash_mla'. FlashMLA takes 64 or 128."
+    )
+    if name == GATHERED:
+        return
+    case = CASES[name](0)
+    text = f"{name}: impl must be {others} with num_splits or batch_invariant, got 'flash_mla'. "
+    text += "FlashMLA decides itself what it splits."
+    for setting in ({"num_splits": 2}, {"batch_invariant": True}):
+        assert message(NotImplementedError, name, case, impl="flash_mla", **setting) == text
+
+
+def test_rows_that_flash_mla_does_not_take_are_refused(on_cpu):
+    case = testing.cases(GATHERED)[0]
+    assert message(NotImplementedError, GATHERED, case, impl="flash_mla") == (
+        "sparse_mla_gathered: impl must be 'auto' or 'reference' with torch.float32 rows of 2 "
+        "values, got 'flash_mla'. FlashMLA takes bfloat16 rows of 512."
+    )
+
+
+def test_what_deep_gemm_does_not_take_is_refused(on_cpu):
+    case = testing.cases("indexer_logits")[0]
+    heads = case.tensors[0].shape[1]
+    assert message(NotImplementedError, "indexer_logits", case, impl="deep_gemm") == (
+        "indexer_logits: impl must be 'auto', 'triton' or 'reference' with "
+        f"{heads} heads, got 'deep_gemm'. DeepGEMM takes 32 or 64."
+    )
+
+
+# --- what auto takes
+
+
+def sizes_of(tokens: int, heads: int, planned: bool) -> Sizes:
+    return Sizes(tokens, heads, 640, planned)
+
+
+def test_auto_goes_by_the_table(on_cpu, monkeypatch):
+    monkeypatch.setattr(choice, "RULES", (Rule(DECODE, "flash_mla", 64, False, 6, 640),))
+    monkeypatch.setattr(choice, "_other_device", lambda device: "")
+    case = decode_case(0, 7, 64)
+    monkeypatch.setattr(choice, "unusable", lambda library: "not installed")
+    assert providers.choice_of(DECODE, *case.tensors, **case.settings) == (
+        "triton",
+        "not installed",
+    )
+    monkeypatch.setattr(choice, "unusable", lambda library: "")
+    assert providers.choice_of(DECODE, *case.tensors, **case.settings).impl == "flash_mla"
+    fewer = decode_case(0, 5, 64)
+    other = "flash_mla was not faster at these sizes on an H200"
+    assert providers.choice_of(DECODE, *fewer.tensors, **fewer.settings) == ("triton", other)
+    invariant = {**case.settings, "batch_invariant": True}
+    assert providers.choice_of(DECODE, *case.tensors, **invariant).impl == "triton"
+    assert providers.choice_of(DECODE, *case.tensors, **case.settings, impl="reference") == (
+        "reference",
+        "asked for",
+    )
+
+
+def test_choice_of_refuses_an_op_without_a_choice():
+    with pytest.raises(ValueError, match=r"^choice_of: op must be one of .*, got 'token_map'\."):
+        providers.choice_of("token_map")
+
+
+def test_rules_are_about_ops_and_sizes_that_the_libraries_take():
+    for rule in RULES:
+        assert rule.library in OPS[rule.op].providers
+        assert rule.heads in (None, 32, 64, 128)
+        assert rule.tokens >= 1
+        assert not rule.planned or rule.library == "flash_mla"
+
+
+# --- FlashMLA's adapter, over a stand-in
+
+
+@pytest.fixture
+def flash_mla(on_cpu, monkeypatch):
+    monkeypatch.setattr(choice, "unusable", lambda library: "")
+    fake_flash_mla.calls.clear()
+    with fake_flash_mla.registered():
+        yield fake_flash_mla
+    torch._dynamo.reset()
+
+
+def check(name: str, case, actual, what: str = "flash_mla") -> None:
+    expected = case.run(OPS[name].reference)
+    assert_agrees(f"{name}, {what}", testing.station(name), case, actual, expected)
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("name", LIBRARY_OPS["flash_mla"])
+def test_the_adapter_gives_what_the_reference_gives(name, heads, flash_mla):
+    """Hostile slots and lens, lists of odd widths, NaN in unused rows, sinks of inf, tokens without
+    keys: the stand-in refuses what the library would misread."""
+    for seed in range(3):
+        case = CASES[name](seed, heads)
+        check(name, case, call(name, case, impl="flash_mla"))
+    assert flash_mla.calls
+
+
+def test_a_window_alone_and_widths_that_are_no_multiple(flash_mla):
+    case = decode_case(1, 3, 64, None)
+    check(DECODE, case, call(DECODE, case, impl="flash_mla"))
+    tensors = list(case.tensors)
+    tensors[2] = tensors[2][:, :37]
+    narrow = type(case)("narrow", tuple(tensors), case.settings)
+    check(DECODE, narrow, call(DECODE, narrow, impl="flash_mla"))
+
+
+def test_no_token_and_no_page(flash_mla):
+    case = decode_case(1, 3, 64)
+    per_token = (0, 2, 3, 5, 6)
+    tensors = [each[:0] if place in per_token else each for place, each in enumerate(case.tensors)]
+    out, lse = call(DECODE, type(case)("none", tuple(tensors), case.settings), impl="flash_mla")
+    assert (out.shape, lse.shape) == ((0, 64, 512), (0, 64))
+    assert flash_mla.calls == []
+    tensors = list(case.tensors)
+    tensors[1], tensors[4] = tensors[1][:0], tensors[4][:0]
+    empty = type(case)("no page", tuple(tensors), case.settings)
+    out, lse = call(DECODE, empty, impl="flash_mla")
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())
+
+
+def test_the_rotation_is_undone_behind_it(flash_mla):
+    table = ops.rope_cos_sin_cache(64, theta=10000.0)
+    positions = torch.tensor([0, 5, -1, 63, 64, 9, 2**62])
+    case = decode_case(2, 7, 64)
+    tensors = (*case.tensors[:-2], positions, table)
+    turned = type(case)("turned", tensors, case.settings)
+    check(DECODE, turned, call(DECODE, turned, impl="flash_mla"))
+
+
+def plan_of(case, **changed) -> providers.FlashMlaPlan:
+    q, _, swa, _, _, extra = case.tensors[:6]
+    sizes = {"num_heads": q.shape[1], "swa_width": swa.shape[1], "extra_width": extra.shape[1]}
+    return providers.flash_mla_plan(q.shape[0], **{**sizes, "device": "cpu", **changed})
+
+
+def planned(case, plan):
+    tensors = list(case.tensors)
+    tensors[8] = plan
+    return ops.sparse_mla_decode(*tensors, **case.settings, impl="flash_mla")
+
+
+def test_a_plan_serves_every_call_of_its_sizes(flash_mla):
+    """The lens of these differ: the stand-in refuses a plan that they decide."""
+    first, second = (decode_case(seed, 7, 64) for seed in (1, 2))
+    plan = plan_of(first)
+    assert len(flash_mla.calls) == 1
+    for case in (first, second):
+        check(DECODE, case, planned(case, plan))
+
+
+@pytest.mark.parametrize("name", ["num_tokens", "num_heads", "swa_width", "extra_width"])
+def test_a_plan_of_other_sizes_is_refused(name, flash_mla):
+    case = decode_case(1, 7, 64)
+    plan = plan_of(case)
+    other = plan._replace(**{name: getattr(plan, name) + 1})
+    with pytest.raises(ValueError, match="plan must be made for") as caught:
+        planned(case, other)
+    assert str(caught.value) == (
+        f"sparse_mla_decode: plan must be made for {name} = {getattr(plan, name)}, got one for "
+        f"{getattr(other, name)}. Make one of flash_mla_plan for every size of batch."
+    )
+
+
+def test_a_plan_goes_with_its_kernel(flash_mla):
+    case = decode_case(1, 7, 64)
+    tensors = list(case.tensors)
+    tensors[8] = plan_of(case)
+    mixed = type(case)("theirs", tuple(tensors), case.settings)
+    assert message(ValueError, DECODE, mixed, impl="triton") == (
+        "sparse_mla_decode: plan must be a tensor of sparse_mla_plan for impl 'triton', got a "
+        "FlashMlaPlan. Pass impl='flash_mla', or leave it out."
+    )
+    assert message(ValueError, DECODE, mixed, num_splits=2) == (
+        "sparse_mla_decode: num_splits must be 0 with a plan, got 2. Pass one of the two."
+    )
+    tensors[8] = ops.sparse_mla_plan(tensors[3], tensors[6], num_heads=64)
+    mixed = type(case)("ours", tuple(tensors), case.settings)
+    assert message(ValueError, DECODE, mixed, impl="flash_mla") == (
+        "sparse_mla_decode: plan must be one of flash_mla_plan for impl 'flash_mla', got a tensor. "
+        "Make it with flash_mla_plan, or leave it out."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"num_tokens": 0}, "num_tokens must be at least 1, got 0. Pass 1 or more."),
+        ({"num_tokens": 8193}, "num_tokens must be at most 8192, got 8193. Split the batch."),
+        ({"num_heads": 32}, "num_heads must be 64 or 128, got 32. FlashMLA takes no other."),
+        ({"swa_width": 0}, "swa_width must be at least 1, got 0. Pass 1 or more."),
+        ({"extra_width": -1}, "extra_width must be at least 0, got -1. Pass 0 or more."),
+    ],
+)
+def test_a_plan_needs_sizes_that_flash_mla_takes(arguments, text):
+    sizes = {"num_tokens": 7, "num_heads": 64, "swa_width": 128, **arguments}
+    with pytest.raises(ValueError, match=r"^flash_mla_plan: ") as caught:
+        providers.flash_mla_plan(sizes.pop("num_tokens"), **sizes)
+    assert str(caught.value) == f"flash_mla_plan: {text}"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", LIBRARY_OPS["flash_mla"])
+def test_compiled_code_calls_the_op_of_the_library(name, dynamic, flash_mla):
+    case = CASES[name](3)
+    present = [place for place, tensor in enumerate(case.tensors) if tensor is not None]
+
+    def run(*tensors):
+        given = list(case.tensors)
+        for place, tensor in zip(present, tensors, strict=True):
+            given[place] = tensor
+        return tuple(getattr(ops, name)(*given, **case.settings, impl="flash_mla"))
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
+    actual, code = compile_and_get_code(compiled, *(case.tensors[place] for place in present))
+    check(name, case, actual, "compiled")
+    op = "sparse_prefill_fwd" if name == GATHERED else "sparse_decode_fwd"
+    calls = [line for line in code.splitlines() if f"torch.ops._flashmla_C.{op}" in line]
+    assert len([line for line in calls if "#" not in line]) == 1, calls
+    assert [line for line in opaque_calls(code) if "assert_size_stride" not in line] == []
+    if name != GATHERED:  # the caches are passed as they are
+        cache = case.tensors[1]
+        assert f"empty_strided_cpu(({cache.shape[0]}," not in code
+
+
+def test_a_symbolic_batch_has_auto_take_ours(flash_mla, monkeypatch):
+    """And is compiled once."""
+    monkeypatch.setattr(choice, "RULES", (Rule(DECODE, "flash_mla", 64, False, 2, 1),))
+    monkeypatch.setattr(choice, "_other_device", lambda device: "")
+    seen = []
+    monkeypatch.setattr(choice, "ours", lambda spec: seen.append(spec.name) or "reference")
+    compiled = torch.compile(
+        lambda *tensors: ops.sparse_mla_decode(*tensors, **case.settings).out,
+        fullgraph=True,
+        dynamic=True,
+    )
+    for tokens in (5, 9):
+        case = decode_case(1, tokens, 64)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            compiled(*case.tensors[:8])
+    assert seen
+    assert flash_mla.calls == []
+    torch._dynamo.reset()
+    case = decode_case(1, 5, 64)
+    torch.compile(lambda *t: ops.sparse_mla_decode(*t, **case.settings).out, dynamic=False)(
+        *case.tensors[:8]
+    )
+    assert flash_mla.calls == ["decode"]
+
+
+@pytest.mark.slow
+def test_a_package_needs_the_library_only(flash_mla, tmp_path):
+    """In this process; in one that has only torch and the library: tests/test_gpu_providers.py."""
+    case = decode_case(3, 7, 64)
+    given = case.tensors[:8]
+
+    class Call(torch.nn.Module):
+        def forward(self, *tensors):
+            return tuple(ops.sparse_mla_decode(*tensors, **case.settings, impl="flash_mla"))
+
+    program = torch.export.export(Call(), given, dynamic_shapes=None)
+    assert [node.target for node in program.graph.nodes if node.target is OPS[DECODE].op]
+    run = load_package(build_package(program, tmp_path / "decode.pt2"))
+    flash_mla.calls.clear()
+    check(DECODE, case, run(*given), "packaged")
+    assert flash_mla.calls == ["decode"]
