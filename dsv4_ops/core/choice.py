@@ -77,6 +77,12 @@ def check_impl(
         raise refusal(NotImplementedError, op, "impl", rule, repr(impl), found.advice)
 
 
+def impl_for(providers: Sequence[str], impl: str) -> str:
+    """What an op runs with where ``impl`` is meant for several ops: the others decide
+    themselves."""
+    return impl if impl in providers else AUTO
+
+
 def check_device(op: str, impl: str, device: torch.device) -> None:
     """What was asked for runs on such devices."""
     if impl not in (AUTO, REFERENCE) and device.type not in DEVICES:

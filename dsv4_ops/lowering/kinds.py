@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dsv4_ops.core import choice
+from dsv4_ops.core import choice, libraries
 from dsv4_ops.core.registry import OPS, OpSpec
 from dsv4_ops.reference.common import buffers_by
 
@@ -110,7 +110,7 @@ class Choices:
 
     def _impl(self, spec: OpSpec, values: Any) -> str:
         impl = choice.choose(spec, values).impl
-        if impl in choice.LIBRARIES:
+        if impl in libraries.LIBRARIES:
             from dsv4_ops.lowering import external
 
             if not external.fits(spec.name, impl, values["impl"]):

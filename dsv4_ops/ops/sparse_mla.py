@@ -32,7 +32,7 @@ _SWA = "Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens"
 _SOURCE = "FlashMLA flash_mla_with_kvcache as vLLM 0.33 calls it; lse of no key is -inf here"
 
 _LOWERING = {"cpu": "decompose", "cuda": "choices"}
-_PROVIDERS, _GATHERED = ("triton", "flash_mla", "reference"), ("flash_mla", "reference")
+DECODE_PROVIDERS, _GATHERED = ("triton", "flash_mla", "reference"), ("flash_mla", "reference")
 
 _sparse_mla_decode = define_op(
     OpSpec(
@@ -47,7 +47,7 @@ _sparse_mla_decode = define_op(
         lowering=_LOWERING,
         dynamic=("num_tokens", "num_blocks", "swa_width", "extra_width", "num_positions"),
         source=_SOURCE,
-        providers=_PROVIDERS,
+        providers=DECODE_PROVIDERS,
     )
 )
 _sparse_mla_decode_paged = define_op(
@@ -70,7 +70,7 @@ _sparse_mla_decode_paged = define_op(
             "num_positions",
         ),
         source=_SOURCE,
-        providers=_PROVIDERS,
+        providers=DECODE_PROVIDERS,
     )
 )
 _sparse_mla_gathered = define_op(
@@ -204,7 +204,7 @@ def sparse_mla_decode(
     checks = check_queries("sparse_mla_decode", q, layout)
     check_splits(checks, num_splits, batch_invariant)
     taken = {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
-    check_impl(checks.op, _PROVIDERS, impl, q.device, {"q": q, **taken})
+    check_impl(checks.op, DECODE_PROVIDERS, impl, q.device, {"q": q, **taken})
     checks.above(0, softmax_scale=softmax_scale)
     checks.at_least(1, extra_block_size=extra_block_size)
     check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
@@ -327,7 +327,7 @@ def sparse_mla_decode_paged(
     checks = check_queries("sparse_mla_decode_paged", q, layout)
     check_splits(checks, num_splits, batch_invariant)
     taken = {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
-    check_impl(checks.op, _PROVIDERS, impl, q.device, {"q": q, **taken})
+    check_impl(checks.op, DECODE_PROVIDERS, impl, q.device, {"q": q, **taken})
     checks.above(0, softmax_scale=softmax_scale)
     check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
     check_lists(checks, "swa", swa_indices, swa_lens)
