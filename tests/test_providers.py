@@ -1,16 +1,24 @@
 """``impl=``: what runs, what is refused and why, and the adapters' logic over stand-ins for the
 libraries. With the libraries themselves: tests/test_gpu_providers.py."""
 
+import os
+import re
+import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import fake_flash_mla
 import pytest
 import torch
+from fake_flash_mla import require
 from gpu_attention import DECODE, GATHERED, PAGED, decode_case, gathered_case, paged_case
+from helpers import i32
 
 import dsv4_ops as ops
 from dsv4_ops import providers, testing
 from dsv4_ops.core import choice, libraries
+from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.measured import RULES, Rule, Sizes
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import (
@@ -125,7 +133,7 @@ def test_a_library_that_does_not_run_here_says_why(on_cpu, monkeypatch):
     assert type(error.value) is RuntimeError
     assert str(error.value) == (
         "sparse_mla_decode: impl must be one that runs here, got 'flash_mla'. "
-        "Flash mla: needs a CUDA device: no driver."
+        "Flash mla: needs a CUDA device: no driver (found: somewhere)."
     )
 
 
@@ -445,3 +453,203 @@ def test_a_package_needs_the_library_only(flash_mla, tmp_path):
     flash_mla.calls.clear()
     check(DECODE, case, run(*given), "packaged")
     assert flash_mla.calls == ["decode"]
+
+
+# --- DeepGEMM's adapter, over a stand-in
+
+
+reference_logits = partial(ops.indexer_logits, impl="reference")
+reference_select = partial(ops.indexer_select, impl="reference")
+
+
+class FakeDeepGemm:
+    """Paged logits as the library documents them: it refuses what it would misread, and leaves what
+    is past the lens as it was."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def get_num_sms(self) -> int:
+        return 132
+
+    def get_paged_mqa_logits_metadata(self, lens, block, num_sms):
+        require(lens.dim() == 2 and lens.is_contiguous() and lens.dtype == torch.int32, "lens")
+        return lens.clone()
+
+    def fp8_fp4_paged_mqa_logits(
+        self, q, kv_cache, weights, lens, table, schedule, columns, clean_logits
+    ):
+        self.calls += 1
+        (codes, scales), (b, next_n, heads, dim) = q, q[0].shape
+        require(scales is None and not clean_logits, "the mode")
+        require(torch.equal(schedule, lens), "a stale schedule")
+        require((next_n, dim) == (1, 128) and heads in (32, 64) and codes.is_contiguous(), "q")
+        require(kv_cache.shape[1:] == (64, 1, 132) and kv_cache.stride(0) % 4 == 0, "the cache")
+        require(weights.shape == (b, heads) and weights.is_contiguous(), "the weights")
+        require(table.dtype == torch.int32 and table.shape[0] == b, "the table")
+        require(bool(((table >= 0) & (table < len(kv_cache))).all()), "pages that do not exist")
+        require(bool(((lens >= 0) & (lens <= columns)).all()), "lens out of range")
+        pages = kv_cache.as_strided((len(kv_cache), 64 * 132), (kv_cache.stride(0), 1))
+        requests = torch.arange(b, dtype=torch.int32)
+        found = OPS["indexer_logits"].reference(
+            codes[:, 0], weights, pages, lens[:, 0], requests, table,
+            block_size=64, num_rows=columns, layout="v4_indexer_fp8",
+        )  # fmt: skip
+        wide = torch.full((b, columns + 256), torch.nan)  # memory that nothing has written
+        wide[:, :columns] = torch.where(found > -torch.inf, found, torch.nan)
+        return wide[:, :columns]
+
+
+@pytest.fixture
+def deep_gemm(on_cpu, monkeypatch):
+    library = FakeDeepGemm()
+    monkeypatch.setattr(choice, "unusable", lambda library: "")
+    monkeypatch.setitem(sys.modules, "deep_gemm", library)
+    libraries.load.cache_clear()
+    yield library
+    libraries.load.cache_clear()
+    torch._dynamo.reset()
+
+
+def indexer_call(seed: int, tokens: int = 9, heads: int = 64):
+    """Hostile pages, requests and lens over a cache with keys in every row; small integers, whose
+    scores are exact in any order."""
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.randint(-4, 5, shape, generator=made).bfloat16()
+
+    made = torch.Generator().manual_seed(seed)
+    cache = IndexerLayout(64).allocate(5)
+    keys = whole(5 * 64, 128)
+    ops.quantize_and_insert_indexer_k(keys, cache, torch.arange(5 * 64), block_size=64)
+    table = torch.randint(0, 5, (3, 4), generator=made).int()
+    table[0, 1], table[1, 2], table[2, 0], table[2, 3] = -1, 5, 2**31 - 1, -(2**31)
+    q = whole(tokens, heads, 128).to(torch.float8_e4m3fn)
+    weights = whole(tokens, heads).float() / 8
+    requests = i32([0, 1, 2, 0, 1, 2, -1, 3, 2**31 - 1])[:tokens]
+    lens = i32([256, 256, 200, 0, 1, 2**31 - 1, 40, 40, -5])[:tokens]
+    return (q, weights, cache), lens, (requests, table)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("num_rows", [0, 1, 100, 256, 300])
+def test_the_adapter_gives_the_logits_of_the_reference(num_rows, heads, deep_gemm):
+    queries, lens, rows = indexer_call(num_rows, heads=heads)
+    settings = {"block_size": 64, "num_rows": num_rows}
+    theirs = ops.indexer_logits(*queries, lens, *rows, **settings, impl="deep_gemm")
+    assert torch.equal(theirs, reference_logits(*queries, lens, *rows, **settings))
+    assert theirs.is_contiguous()
+    assert deep_gemm.calls == (num_rows > 0)
+
+
+@pytest.mark.parametrize("topk", [0, 1, 60, 300])
+def test_the_adapter_selects_what_the_reference_selects(topk, deep_gemm):
+    queries, _, rows = indexer_call(topk)
+    positions = torch.tensor([1023, 800, 600, -1, 3, 2**62, 9, 9, 1023])
+    settings = {"block_size": 64, "compress_ratio": 4, "topk": topk}
+    theirs = ops.indexer_select(*queries, positions, *rows, **settings, impl="deep_gemm")
+    assert torch.equal(theirs, reference_select(*queries, positions, *rows, **settings))
+    assert deep_gemm.calls == 1
+
+
+def test_no_token_no_page_and_no_table(deep_gemm):
+    queries, lens, (requests, table) = indexer_call(0)
+    settings = {"block_size": 64, "num_rows": 70, "impl": "deep_gemm"}
+    none = [each[:0] for each in queries[:2]]
+    found = ops.indexer_logits(*none, queries[2], lens[:0], requests[:0], table, **settings)
+    assert found.shape == (0, 70)
+    for cache, held in ((queries[2][:0], table), (queries[2], table[:, :0])):
+        found = ops.indexer_logits(*queries[:2], cache, lens, requests, held, **settings)
+        assert bool((found == -torch.inf).all())
+    assert deep_gemm.calls == 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_calls_deep_gemm(dynamic, deep_gemm):
+    queries, _, rows = indexer_call(1)
+    positions = torch.arange(9) * 100
+    settings = {"block_size": 64, "compress_ratio": 4, "topk": 60}
+    compiled = torch.compile(
+        lambda *tensors: ops.indexer_select(*tensors, **settings, impl="deep_gemm") + 1,
+        fullgraph=True,
+        dynamic=dynamic,
+    )
+    actual, code = compile_and_get_code(compiled, *queries, positions, *rows)
+    assert torch.equal(actual, reference_select(*queries, positions, *rows, **settings) + 1)
+    assert deep_gemm.calls == 1
+    called = [line for line in opaque_calls(code) if "assert_size_stride" not in line]
+    assert ["_deep_gemm_logits" in line for line in called] == [True]
+
+
+@pytest.mark.slow
+def test_deep_gemm_is_in_no_package(deep_gemm, tmp_path, monkeypatch):
+    queries, lens, rows = indexer_call(2)
+
+    def packaged(impl):
+        class Call(torch.nn.Module):
+            def forward(self, *tensors):
+                return ops.indexer_logits(*tensors, block_size=64, num_rows=256, impl=impl)
+
+        program = torch.export.export(Call(), (*queries, lens, *rows))
+        return build_package(program, tmp_path / f"{impl}.pt2")
+
+    text = "indexer_logits: impl must be another in an AOTInductor package, got 'deep_gemm'. "
+    text += "Its functions are no ops of torch, and a package calls nothing else."
+    with pytest.raises(Exception, match=re.escape(text)):
+        packaged("deep_gemm")
+    # auto takes ours there: here the reference, for want of a GPU
+    monkeypatch.setattr(choice, "RULES", (Rule("indexer_logits", "deep_gemm", None, False, 1, 1),))
+    monkeypatch.setattr(choice, "_other_device", lambda device: "")
+    monkeypatch.setattr(choice, "ours", lambda spec: "reference")
+    case = (*queries, lens, *rows)
+    found = providers.choice_of("indexer_logits", *case, block_size=64, num_rows=256)
+    assert found.impl == "deep_gemm"
+    run = load_package(packaged("auto"))
+    expected = reference_logits(*case, block_size=64, num_rows=256)
+    torch.testing.assert_close(run(*case), expected, rtol=1e-4, atol=1e-3)
+    assert deep_gemm.calls == 0
+
+
+# --- caches of compiled code
+
+CACHED = """
+import sys, torch
+sys.path.insert(0, "tests")
+import fake_flash_mla, dsv4_ops as ops
+from dsv4_ops.core import choice
+from gpu_attention import decode_case
+choice.DEVICES = ("cuda", "cpu")
+usable = sys.argv[1] == "1"
+choice.unusable = lambda library: "" if usable else "gone"
+case = decode_case(1, 7, 64)
+run = torch.compile(lambda *t: ops.sparse_mla_decode(*t, **case.settings, impl=sys.argv[2]).out)
+if usable:
+    with fake_flash_mla.registered():
+        run(*case.tensors[:8])
+else:
+    run(*case.tensors[:8])
+from torch._dynamo.utils import counters
+print(fake_flash_mla.calls, counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+def test_cached_code_of_a_library_is_found_by_processes_that_have_it(tmp_path):
+    """The second process has not traced the call; one without the library must not find it."""
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+
+    def process(usable: str, impl: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", CACHED, usable, impl],
+            capture_output=True,
+            text=True,
+            env=env,
+            cwd=Path(__file__).parent.parent,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.strip()
+
+    assert process("1", "flash_mla") == "['decode'] 0"
+    assert process("1", "flash_mla") == "['decode'] 1"
+    assert process("0", "reference") == "[] 0"

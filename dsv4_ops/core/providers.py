@@ -74,7 +74,10 @@ def probe(name: str, *, load: bool = False) -> Provider:
     library = _LIBRARIES[name]
     version = _version(library)
     missing, where = _missing(name, library)
-    obstacle = missing or _no_device(library) or (_broken(name) if load else "")
+    obstacle = _no_device(library) or (_broken(name) if load else "")
+    if obstacle and where:
+        obstacle = f"{obstacle} (found{where})"
+    obstacle = missing or obstacle
     reason = obstacle or (f"imported{where}" if load else f"found{where}; not imported")
     return Provider(name, library.extra, not obstacle, reason, version)
 
