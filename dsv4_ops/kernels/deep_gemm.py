@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dsv4_ops.core import libraries
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.kernels import foreign
+from dsv4_ops.kernels.prepare import fill_absent, list_pages
 from dsv4_ops.reference.common import valid_tokens, visible_rows
-from dsv4_ops.reference.pages import locate
 
 _LOGITS = (
-    "(Tensor q, Tensor weights, Tensor k_cache, Tensor lens, Tensor req_indices, "
-    "Tensor block_table, int block_size, SymInt num_rows) -> Tensor"
+    "(Tensor q, Tensor k_cache, Tensor weights, Tensor lens, Tensor pages, int block_size, "
+    "SymInt num_rows) -> Tensor"
 )
 
 
@@ -37,63 +36,33 @@ def lowered() -> dict[Any, Any]:
 
 def _logits(
     q: Tensor,
-    weights: Tensor,
     k_cache: Tensor,
+    weights: Tensor,
     lens: Tensor,
-    req_indices: Tensor,
-    block_table: Tensor,
+    pages: Tensor,
     block_size: int,
     num_rows: int,
 ) -> Tensor:
-    num_tokens, num_blocks = q.shape[0], k_cache.shape[0]
-    columns = block_table.shape[1] * block_size
-    if num_tokens == 0 or num_rows == 0 or columns == 0 or num_blocks == 0:
-        return q.new_full((num_tokens, num_rows), -torch.inf, dtype=torch.float32)
-    start = torch.arange(0, columns, block_size, device=q.device)
-    counted = torch.where(valid_requests(req_indices, block_table), lens, 0)
-    counted = counted.clamp(0, min(columns, num_rows))
-    wanted = start < counted[:, None]
-    pages, _ = locate(block_table, req_indices[:, None], start, wanted, block_size)
-    exists = (pages >= 0) & (pages < num_blocks)
-    table = torch.where(exists, pages, 0).to(torch.int32)
-    found = _paged_logits(
-        q.contiguous()[:, None],
-        IndexerLayout(block_size).kernel_view(k_cache),
-        weights.contiguous(),
-        counted[:, None].to(torch.int32).contiguous(),
-        table,
-        block_size,
-        columns,
-    )
-    row = torch.arange(columns, device=q.device)
-    known = exists.repeat_interleave(block_size, 1) & (row < counted[:, None])
-    logits = torch.where(known, found, -torch.inf)
-    if num_rows == columns:
-        return logits
-    return pad(logits[:, :num_rows], (0, max(num_rows - columns, 0)), value=-torch.inf).contiguous()
-
-
-def valid_requests(req_indices: Tensor, block_table: Tensor) -> Tensor:
-    return (req_indices >= 0) & (req_indices < block_table.shape[0])
-
-
-def _paged_logits(
-    q: Tensor,
-    view: Tensor,
-    weights: Tensor,
-    lens: Tensor,
-    table: Tensor,
-    block_size: int,
-    columns: int,
-) -> Tensor:
+    """Of rows past the lens anything."""
+    num_tokens, columns = q.shape[0], min(pages.shape[1] * block_size, num_rows)
+    if num_tokens == 0 or columns == 0 or k_cache.shape[0] == 0:
+        return weights.new_empty((num_tokens, num_rows))
     library = libraries.load(libraries.DEEP_GEMM)
+    lens = lens[:, None]
     schedule = library.get_paged_mqa_logits_metadata(lens, block_size, library.get_num_sms())
-    last = (weights, lens, table, schedule, columns)
+    view = IndexerLayout(block_size).kernel_view(k_cache)
+    last = (weights, lens, pages, schedule, columns)
     if hasattr(library, "fp8_fp4_paged_mqa_logits"):
-        found: Tensor = library.fp8_fp4_paged_mqa_logits((q, None), view, *last, clean_logits=False)
+        found = library.fp8_fp4_paged_mqa_logits(
+            (q[:, None], None), view, *last, clean_logits=False
+        )
     else:
-        found = library.fp8_paged_mqa_logits(q, view, *last, clean_logits=False)
-    return found[:, :columns]
+        found = library.fp8_paged_mqa_logits(q[:, None], view, *last, clean_logits=False)
+    if columns == num_rows:
+        return found[:, :num_rows].contiguous()
+    wide: Tensor = weights.new_empty((num_tokens, num_rows))
+    wide[:, :columns] = found[:, :columns]
+    return wide
 
 
 def _logits_fake(q: Tensor, *rest: Any) -> Tensor:
@@ -116,9 +85,23 @@ def indexer_logits(
     num_rows: int,
     **settings: Any,
 ) -> Tensor:
-    tensors = (q, weights, k_cache, lens, req_indices, block_table)
-    found: Tensor = logits(*tensors, block_size, num_rows)
-    return found
+    num_tokens, num_blocks = q.shape[0], k_cache.shape[0]
+    if num_tokens == 0 or num_rows == 0:
+        return weights.new_empty((num_tokens, num_rows))
+    kernels, table = foreign.kernels(q.device), (block_table, req_indices)
+    listed = (*table, lens, num_blocks, torch.sym_min(block_table.shape[1] * block_size, num_rows))
+    if kernels is None:
+        pages, counted = list_pages(*listed)
+    else:
+        pages, counted = kernels.list_pages(launch, *listed)
+    found: Tensor = logits(
+        q.contiguous(), k_cache, weights.contiguous(), counted, pages, block_size, num_rows
+    )
+    absent = (*table, counted, num_blocks, block_size)
+    if kernels is None:
+        return fill_absent(found, *absent)
+    filled: Tensor = kernels.fill_absent(launch, found, *absent)
+    return filled
 
 
 def indexer_select(
@@ -139,6 +122,7 @@ def indexer_select(
     valid = valid_tokens(positions, req_indices, num_reqs)
     lens = torch.where(valid, visible_rows(positions, compress_ratio), 0)
     tensors = (q, weights, k_cache, lens, req_indices, block_table)
-    found = logits(*tensors, block_size, max_blocks * block_size)
+    sizes = {"block_size": block_size, "num_rows": max_blocks * block_size}
+    found = indexer_logits(launch, *tensors, **sizes)
     chosen: Tensor = torch.ops.dsv4_ops.indexer_topk(found, lens, topk=topk)
     return chosen

@@ -12,25 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dsv4_ops.core import libraries
 from dsv4_ops.core.layout import KEY_BLOCK, MainLayout
-from dsv4_ops.core.types import ABSENT, INT32_MAX, FlashMlaPlan, SparseMla, SparseMlaGathered
+from dsv4_ops.core.types import ABSENT, FlashMlaPlan, SparseMla, SparseMlaGathered
 from dsv4_ops.kernels import foreign
-from dsv4_ops.reference.common import int32_slots
-from dsv4_ops.reference.pages import locate
+from dsv4_ops.kernels.prepare import Listed, Prepared, list_slots, no_key
 from dsv4_ops.reference.sparse_mla import turned_back
 
 WIDTH = MainLayout.head_dim
 KEYS = 64
 """Keys that FlashMLA takes at a time: lists are padded to a multiple."""
 
+_SCHEDULE = 5
+"""Place of the schedule among the arguments of the decode."""
+
 PLAN_COLUMNS = 8
 """Integers of a row of its schedule."""
-
-_LARGEST_SINK = 1e30
-"""Instead of inf, which FlashMLA subtracts from the inf that is its lse of no key."""
 
 _DECODE = (
     "(Tensor q, Tensor kv, Tensor indices, Tensor? lens, Tensor? attn_sink, Tensor? schedule, "
@@ -60,6 +58,8 @@ def _decode(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     else:  # DeepSeek's own module
         found = library.flash_mla_interface.flash_mla_cuda.sparse_decode_fwd(*arguments)
     out, lse, schedule, num_splits = found
+    if arguments[_SCHEDULE] is not None:  # an op returns none of its arguments
+        schedule, num_splits = schedule.new_empty(0), num_splits.new_empty(0)
     return out, lse, schedule, num_splits
 
 
@@ -133,12 +133,12 @@ def sparse_mla_decode(
     softmax_scale: float,
     **settings: Any,
 ) -> SparseMla:
-    window = _listed(swa_cache, swa_indices, swa_lens, swa_block_size)
+    window = Listed(swa_indices, swa_lens, swa_cache.shape[0], swa_block_size)
     extra = None
     if extra_cache is not None and extra_indices is not None and extra_lens is not None:
-        extra = _listed(extra_cache, extra_indices, extra_lens, extra_block_size)
-    attended = _attend(q, window, extra, attn_sink, plan, softmax_scale)
-    return turned_back(attended, positions, cos_sin_cache)
+        extra = Listed(extra_indices, extra_lens, extra_cache.shape[0], extra_block_size)
+    rest = (attn_sink, plan, positions, cos_sin_cache, softmax_scale)
+    return _attend(launch, q, swa_cache, window, extra_cache, extra, *rest)
 
 
 def sparse_mla_decode_paged(
@@ -162,14 +162,11 @@ def sparse_mla_decode_paged(
     **settings: Any,
 ) -> SparseMla:
     """Over lists of the rows that our kernel finds by walking the block table."""
-    window = _listed(swa_cache, swa_indices, swa_lens, swa_block_size)
-    row = torch.arange(extra_block_table.shape[1] * extra_block_size, device=q.device)
-    wanted = row < extra_lens[:, None]
-    pages, rows = locate(extra_block_table, req_indices[:, None], row, wanted, extra_block_size)
-    slots = int32_slots(pages, rows, extra_block_size)
-    extra = _listed(extra_cache, slots, extra_lens, extra_block_size)
-    attended = _attend(q, window, extra, attn_sink, plan, softmax_scale)
-    return turned_back(attended, positions, cos_sin_cache)
+    window = Listed(swa_indices, swa_lens, swa_cache.shape[0], swa_block_size)
+    blocks = extra_cache.shape[0]
+    extra = Listed(extra_block_table, extra_lens, blocks, extra_block_size, req_indices)
+    rest = (attn_sink, plan, positions, cos_sin_cache, softmax_scale)
+    return _attend(launch, q, swa_cache, window, extra_cache, extra, *rest)
 
 
 def sparse_mla_gathered(
@@ -186,18 +183,15 @@ def sparse_mla_gathered(
     if q.shape[0] == 0:
         logs = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
         return SparseMlaGathered(q.new_empty(q.shape), *logs)
-    if kv.shape[0] == 0:
+    given = _prepared(launch, Listed(indices, lens, kv.shape[0], 1), None, attn_sink, KEY_BLOCK)
+    if kv.shape[0] == 0:  # what is skipped is read nevertheless
         kv = kv.new_zeros((1, WIDTH))
-        lens = torch.zeros_like(lens)
-    slots = clean(indices, lens, kv.shape[0], KEY_BLOCK)
-    lens = lens.clamp(0, indices.shape[1])
-    rows = kv.contiguous()[:, None]
+    rows, slots = kv.contiguous()[:, None], given.slots[:, None]
     out, max_logits, lse = prefill(
-        q.contiguous(), rows, slots[:, None], softmax_scale, WIDTH, _finite(attn_sink), lens
+        q.contiguous(), rows, slots, softmax_scale, WIDTH, given.sink, given.lens
     )
-    no_key = lse == torch.inf
-    lse = torch.where(no_key, -torch.inf, lse)
-    return SparseMlaGathered(out, torch.where(no_key, -torch.inf, max_logits), lse)
+    lse = no_key(lse)
+    return SparseMlaGathered(out, torch.where(lse == -torch.inf, -torch.inf, max_logits), lse)
 
 
 def plan_for(
@@ -219,68 +213,69 @@ def plan_for(
     return FlashMlaPlan(made, num_tokens, num_heads, swa_width, extra_width)
 
 
-def clean(indices: Tensor, lens: Tensor, count: Any, multiple: int) -> Tensor:
-    """``indices`` with -1 for what is past ``lens`` or not among the first ``count``, padded with
-    -1 to a multiple of ``multiple`` columns."""
-    width = indices.shape[1]
-    column = torch.arange(width, device=indices.device)
-    kept = (column < lens[:, None]) & (indices >= 0) & (indices < torch.sym_min(count, INT32_MAX))
-    slots = torch.where(kept, indices, ABSENT)
-    return pad(slots, (0, -width % multiple), value=ABSENT)
-
-
 def kernel_view(cache: Tensor, block_size: int) -> Tensor:
     """The view [num_blocks, block_size, 1, 584] of a cache, made of views that compilers know."""
     layout = MainLayout(block_size)
+    if cache.shape[0] == 0:  # what is skipped is read nevertheless
+        cache = layout.allocate(1, cache.device)
     used = cache.narrow(1, 0, block_size * layout.row_bytes)
     return used.view(cache.shape[0], block_size, 1, layout.row_bytes)
 
 
-def _listed(
-    cache: Tensor, indices: Tensor, lens: Tensor, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A cache, its slots and lengths as FlashMLA takes them."""
-    slots = clean(indices, lens, cache.shape[0] * block_size, KEYS)
-    if cache.shape[0] == 0:  # what is skipped is read nevertheless
-        cache = MainLayout(block_size).allocate(1, cache.device)
-    lens = lens.clamp(0, indices.shape[1])
-    return kernel_view(cache, block_size), slots[:, None], lens
+def _prepared(
+    launch: Any, window: Listed, extra: Listed | None, sink: Tensor | None, multiple: int
+) -> Prepared:
+    kernels = foreign.kernels(window.indices.device)
+    if kernels is None:
+        return list_slots(window, extra, sink, multiple)
+    made: Prepared = kernels.list_slots(launch, window, extra, sink, multiple)
+    return made
 
 
 def _attend(
+    launch: Any,
     q: Tensor,
-    window: tuple[Tensor, Tensor, Tensor],
-    extra: tuple[Tensor, Tensor, Tensor] | None,
+    swa_cache: Tensor,
+    window: Listed,
+    extra_cache: Tensor | None,
+    extra: Listed | None,
     attn_sink: Tensor | None,
     plan: Tensor | None,
+    positions: Tensor | None,
+    cos_sin_cache: Tensor | None,
     softmax_scale: float,
 ) -> SparseMla:
     num_tokens = q.shape[0]
     if num_tokens == 0:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         return SparseMla(q.new_empty(q.shape), lse)
-    cache, indices, lens = window
-    lists = (None, None, None) if extra is None else extra
-    schedule = num_splits = None
+    given = _prepared(launch, window, extra, attn_sink, KEYS)
+    lens, extra_lens = given.lens, given.extra_lens
+    schedule = num_splits = more = more_slots = None
+    if extra_cache is not None and extra is not None and given.extra_slots is not None:
+        more, more_slots = kernel_view(extra_cache, extra.block_size), given.extra_slots[:, None]
     if plan is not None:
         rows = plan.shape[0] - num_tokens - 1
-        schedule = plan[:rows].view(-1, PLAN_COLUMNS)
-        num_splits, lens, lists = plan[rows:], None, (*lists[:2], None)
+        schedule, num_splits = plan[:rows].view(-1, PLAN_COLUMNS), plan[rows:]
+        lens = extra_lens = None
     out, lse, _, _ = decode(
         q.contiguous()[:, None],
-        cache,
-        indices,
+        kernel_view(swa_cache, window.block_size),
+        given.slots[:, None],
         lens,
-        _finite(attn_sink),
+        given.sink,
         schedule,
         num_splits,
-        *lists,
+        more,
+        more_slots,
+        extra_lens,
         WIDTH,
         softmax_scale,
     )
-    lse = lse.squeeze(2)
-    return SparseMla(out.squeeze(1), torch.where(lse == torch.inf, -torch.inf, lse))
-
-
-def _finite(attn_sink: Tensor | None) -> Tensor | None:
-    return None if attn_sink is None else attn_sink.clamp(max=_LARGEST_SINK).contiguous()
+    out, lse = out.squeeze(1), lse.squeeze(2)
+    kernels = foreign.kernels(q.device)
+    turned = cos_sin_cache is None or int(cos_sin_cache.shape[1]) == WIDTH - MainLayout.code_dim
+    if kernels is None or not turned:
+        return turned_back(SparseMla(out, no_key(lse)), positions, cos_sin_cache)
+    kernels.finish_heads(launch, out, lse, positions, cos_sin_cache)
+    return SparseMla(out, lse)

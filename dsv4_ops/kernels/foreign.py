@@ -3,6 +3,8 @@ results."""
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -69,3 +71,19 @@ def _below_autograd(op: Any) -> Callable[..., Any]:
 
 def _has_fake(name: str) -> bool:
     return torch._library.simple_registry.singleton.find(name).fake_impl.kernel is not None
+
+
+def kernels(device: torch.device) -> Any:
+    """The kernels that prepare and finish calls, in ``foreign_lists``; None where none runs."""
+    if device.type not in ("cuda", "meta") and not _interpreted():
+        return None
+    try:
+        return importlib.import_module("dsv4_ops.kernels.foreign_lists")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        return None
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
