@@ -19,6 +19,7 @@ from dsv4_ops import providers, testing
 from dsv4_ops.core import choice, libraries
 from dsv4_ops.core.measured import RULES, Rule, Sizes
 from dsv4_ops.core.registry import OPS
+from dsv4_ops.lowering import measure
 from dsv4_ops.lowering.inspect import (
     build_package,
     compile_and_get_code,
@@ -102,6 +103,7 @@ def test_an_unknown_impl_is_refused():
 def on_cpu(monkeypatch):
     """Executions may run on CPU, for their logic."""
     monkeypatch.setattr(choice, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
     torch._dynamo.reset()
     UNUSABLE.cache_clear()
     yield
@@ -548,6 +550,84 @@ def test_deep_gemm_is_in_no_package(deep_gemm, tmp_path, monkeypatch):
     expected = reference_logits(*case, block_size=64, num_rows=256)
     torch.testing.assert_close(run(*case), expected, rtol=1e-4, atol=1e-3)
     assert deep_gemm.calls == 0
+
+
+# --- under max_autotune
+
+
+@pytest.mark.parametrize("winner", ["flash_mla", "reference"])
+def test_max_autotune_measures_what_can_run(winner, flash_mla, monkeypatch):
+    """On inputs of the compiled sizes, full lists, and once per sizes."""
+    timed = []
+
+    def time_of(spec, impl, values):
+        case = decode_case(1, 7, 64)
+        for name, tensor in zip(spec.parameters, case.tensors[:8], strict=False):
+            if "cache" not in name:
+                assert (values[name].shape, values[name].dtype) == (tensor.shape, tensor.dtype)
+        assert bool((values["extra_lens"] == values["extra_indices"].shape[1]).all())
+        assert int(values["extra_indices"].max()) < len(values["extra_cache"]) * 64
+        timed.append(impl)
+        return 1.0 if impl == winner else 2.0
+
+    monkeypatch.setattr(measure, "_time_of", time_of)
+    monkeypatch.setattr(choice, "ours", lambda spec: "reference")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    measure._measured.cache_clear()
+    case = decode_case(1, 7, 64)
+    for options in ({"max_autotune": True}, {"max_autotune": True, "max_fusion_size": 8}):
+        torch._dynamo.reset()
+        flash_mla.calls.clear()
+        compiled = torch.compile(
+            lambda *t: ops.sparse_mla_decode(*t, **case.settings),
+            options=options,
+            dynamic=False,
+            fullgraph=True,
+        )
+        check(DECODE, case, compiled(*case.tensors[:8]), "max_autotune")
+        assert flash_mla.calls == ["decode"] * (winner == "flash_mla")
+    assert timed == ["reference", "flash_mla"]
+    measure._measured.cache_clear()
+
+
+@pytest.mark.parametrize("name", [*LIBRARY_OPS["flash_mla"], *LIBRARY_OPS["deep_gemm"]])
+def test_inputs_that_are_measured_are_calls(name, flash_mla):
+    """Every execution takes them; with a plan of FlashMLA too."""
+    if name in CASES:
+        case = CASES[name](0)
+        tensors = list(case.tensors)
+        if name == DECODE:
+            tensors[8] = plan_of(case).schedule
+        values = choice.arguments(OPS[name], tensors, case.settings)
+    else:
+        (q, weights, cache), lens, rows = indexer_call(0)
+        settings = {"block_size": 64, "layout": "v4_indexer_fp8"}
+        if name == "indexer_logits":
+            settings["num_rows"] = 256
+        else:
+            lens, settings = lens.long(), {**settings, "compress_ratio": 4, "topk": 60}
+        values = choice.arguments(OPS[name], (q, weights, cache, lens, *rows), settings)
+    made = measure.example(name, dict(measure._signature(values)))
+    assert set(made) == set(OPS[name].parameters)
+    given = {**made, "plan": None} if "plan" in made else made
+    expected = OPS[name].reference(**given)
+    if name == "indexer_select":
+        assert bool((expected >= 0).all())
+    if name in CASES:
+        actual = OPS[name].launcher("flash_mla")(None, **made)
+        torch.testing.assert_close(actual[0], expected[0], rtol=2e-2, atol=1e-3)
+
+
+def test_a_plan_of_ours_has_auto_take_ours(on_cpu, monkeypatch):
+    monkeypatch.setattr(choice, "RULES", (Rule(DECODE, "flash_mla", 64, False, 1, 1),))
+    monkeypatch.setattr(choice, "_other_device", lambda device: "")
+    monkeypatch.setattr(choice, "unusable", lambda library: "")
+    case = decode_case(1, 7, 64)
+    tensors = list(case.tensors)
+    assert providers.choice_of(DECODE, *tensors, **case.settings).impl == "flash_mla"
+    tensors[8] = ops.sparse_mla_plan(tensors[3], tensors[6], num_heads=64)
+    found = providers.choice_of(DECODE, *tensors, **case.settings)
+    assert found == ("triton", "the plan is ours")
 
 
 # --- the kernels around both

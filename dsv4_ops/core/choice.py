@@ -166,6 +166,12 @@ def choose(spec: OpSpec, values: Values) -> Choice:
     return Choice(ours(spec), why)
 
 
+def takes_no_library(values: Values) -> bool:
+    """Whether the call has a plan of ``sparse_mla_plan``, which nothing but our kernel goes by."""
+    plan = values.get("plan")
+    return plan is not None and plan.dim() == 2
+
+
 def ours(spec: OpSpec) -> str:
     """What runs an op on a GPU without any library."""
     return TRITON if TRITON in spec.providers else REFERENCE
@@ -180,6 +186,8 @@ def given_to(impl: str, values: Values) -> dict[str, Any]:
 
 def obstacle(op: str, library: str, values: Values) -> str:
     """Why ``impl="auto"`` does not take ``library``; empty if it does."""
+    if takes_no_library(values):
+        return "the plan is ours"
     sizes = Sizes.of(op, values)
     if sizes is None:
         return "sizes are symbols, and asking them would fix them"
@@ -236,6 +244,10 @@ def prepare(spec: OpSpec, values: Values) -> None:
     if torch.compiler.is_exporting() or values["q"].device.type not in DEVICES:
         return
     choose(spec, values)
+    for library in spec.providers:  # max_autotune, which is not known yet, may choose any of them
+        open_to_all = values["impl"] == AUTO and library in LIBRARIES
+        if open_to_all and limit(spec.name, library, values) is None:
+            unusable(library)
     state = ",".join(f"{name}:{libraries.find_name(name)}" for name in LIBRARIES)
     tag = f"dsv4_ops_libraries={state}"
     present = compiler_config.cache_key_tag.split(";")

@@ -1,6 +1,6 @@
 """The one importer of Inductor's names; tests/test_compat.py imports each on supported torches."""
 
-from torch._inductor import aoti_compile_and_package, aoti_load_package
+from torch._inductor import aoti_compile_and_package, aoti_load_package, config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.ir import Pointwise
@@ -22,6 +22,7 @@ __all__ = [
     "aoti_compile_and_package",
     "aoti_load_package",
     "cache_dir",
+    "config",
     "fallback_handler",
     "get_cpp_compiler",
     "lowerings",
