@@ -11,6 +11,7 @@ from pathlib import Path
 import fake_flash_mla
 import pytest
 import torch
+import torch._inductor.config
 from fake_deep_gemm import FakeDeepGemm, indexer_call
 from gpu_attention import DECODE, GATHERED, PAGED, decode_case, gathered_case, paged_case
 
@@ -103,10 +104,10 @@ def test_an_unknown_impl_is_refused():
 def on_cpu(monkeypatch):
     """Executions may run on CPU, for their logic."""
     monkeypatch.setattr(choice, "DEVICES", ("cuda", "cpu"))
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
     torch._dynamo.reset()
     UNUSABLE.cache_clear()
-    yield
+    with torch._inductor.config.patch(force_disable_caches=True):  # of patched tables and choices
+        yield
     UNUSABLE.cache_clear()
 
 
