@@ -140,7 +140,7 @@ def test_explain_says_what_auto_takes_and_why_not_a_library(capsys):
     for name, spec in OPS.items():
         assert (f"{name}\n  elsewhere  reference" in out) == spec.has_choice
     status, out = run(capsys, "explain", "sparse_mla_decode")
-    assert "64 heads, from 128 tokens" in out
+    assert "64 heads, from 96 tokens" in out
     assert "not usable: " in out
     assert "indexer" not in out.partition("measured")[0]
 

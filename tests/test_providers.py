@@ -7,6 +7,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_flash_mla
 import pytest
@@ -17,6 +18,7 @@ from gpu_attention import DECODE, GATHERED, PAGED, decode_case, gathered_case, p
 
 import dsv4_ops as ops
 from dsv4_ops import providers, testing
+from dsv4_ops.bench import choice as bench_choice
 from dsv4_ops.core import choice, libraries
 from dsv4_ops.core.measured import RULES, Rule, Sizes
 from dsv4_ops.core.registry import OPS
@@ -218,12 +220,12 @@ def test_what_deep_gemm_does_not_take_is_refused(on_cpu):
 # --- what auto takes
 
 
-def sizes_of(tokens: int, heads: int, planned: bool) -> Sizes:
-    return Sizes(tokens, heads, 640, planned)
+def rule_of(op: str, library: str, tokens: int, columns: int) -> Rule:
+    return Rule(op, library, 64, False, tokens, columns, (0, 2**62), (2.0, 1.0))
 
 
 def test_auto_goes_by_the_table(on_cpu, monkeypatch):
-    monkeypatch.setattr(choice, "RULES", (Rule(DECODE, "flash_mla", 64, False, 6, 640),))
+    monkeypatch.setattr(choice, "RULES", (rule_of(DECODE, "flash_mla", 6, 640),))
     monkeypatch.setattr(choice, "_other_device", lambda device: "")
     case = decode_case(0, 7, 64)
     monkeypatch.setattr(choice, "unusable", lambda library: "not installed")
@@ -254,6 +256,14 @@ def test_rules_are_about_ops_and_sizes_that_the_libraries_take():
         assert rule.library in OPS[rule.op].providers
         assert rule.heads in (None, 32, 64, 128)
         assert rule.tokens >= 1
+        ours, theirs = rule.measured
+        assert theirs < 0.97 * ours
+        least = Sizes(rule.tokens, rule.heads or 64, rule.columns, rule.planned)
+        assert rule.covers(rule.op, rule.library, least) == (
+            rule.work[0] <= rule.tokens * rule.columns
+        )
+        assert not rule.covers(rule.op, rule.library, least._replace(tokens=rule.tokens - 1))
+        assert not rule.covers(rule.op, rule.library, least._replace(planned=not rule.planned))
         assert not rule.planned or rule.library == "flash_mla"
 
 
@@ -415,7 +425,7 @@ def test_compiled_code_calls_the_op_of_the_library(name, dynamic, flash_mla):
 
 def test_a_symbolic_batch_has_auto_take_ours(flash_mla, monkeypatch):
     """And is compiled once."""
-    monkeypatch.setattr(choice, "RULES", (Rule(DECODE, "flash_mla", 64, False, 2, 1),))
+    monkeypatch.setattr(choice, "RULES", (rule_of(DECODE, "flash_mla", 2, 1),))
     monkeypatch.setattr(choice, "_other_device", lambda device: "")
     seen = []
     monkeypatch.setattr(choice, "ours", lambda spec: seen.append(spec.name) or "reference")
@@ -456,6 +466,58 @@ def test_a_package_needs_the_library_only(flash_mla, tmp_path):
     assert flash_mla.calls == ["decode"]
 
 
+MODULE = """
+import types
+import fake_flash_mla
+
+def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length):
+    return fake_flash_mla.prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, None)
+
+cuda = types.SimpleNamespace(sparse_decode_fwd=lambda *given: fake_flash_mla.decode(*given, None))
+flash_mla_interface = types.SimpleNamespace(flash_mla_cuda=cuda)
+"""
+
+
+@pytest.fixture
+def flash_mla_module(on_cpu, monkeypatch, tmp_path):
+    """DeepSeek's own module, whose functions are no ops."""
+    (tmp_path / "flash_mla.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("DSV4_OPS_FLASH_MLA", raising=False)
+    monkeypatch.setattr(choice, "unusable", lambda library: "")
+    libraries.load.cache_clear()
+    fake_flash_mla.calls.clear()
+    yield
+    libraries.load.cache_clear()
+    sys.modules.pop("flash_mla", None)
+
+
+@pytest.mark.parametrize("name", LIBRARY_OPS["flash_mla"])
+def test_the_module_of_deepseek(name, flash_mla_module):
+    case = CASES[name](3)
+    check(name, case, call(name, case, impl="flash_mla"))
+    given = case.tensors[:8]
+    compiled = torch.compile(
+        lambda *tensors: getattr(ops, name)(*tensors, **case.settings, impl="flash_mla"),
+        fullgraph=True,
+    )
+    rest = case.tensors[len(given) :] if name == PAGED else ()
+    check(name, case, compiled(*given, *rest), "compiled")
+    assert len(fake_flash_mla.calls) == 2
+
+
+def test_the_module_of_deepseek_is_in_no_package(flash_mla_module, tmp_path):
+    case = CASES[GATHERED](3)
+
+    class Call(torch.nn.Module):
+        def forward(self, *tensors):
+            return tuple(ops.sparse_mla_gathered(*tensors, **case.settings, impl="flash_mla"))
+
+    program = torch.export.export(Call(), case.tensors)
+    with pytest.raises(Exception, match=r"impl must be another in an AOTInductor package"):
+        build_package(program, tmp_path / "call.pt2")
+
+
 # --- DeepGEMM's adapter, over a stand-in
 
 
@@ -493,6 +555,21 @@ def test_the_adapter_selects_what_the_reference_selects(topk, deep_gemm):
     theirs = ops.indexer_select(*queries, positions, *rows, **settings, impl="deep_gemm")
     assert torch.equal(theirs, reference_select(*queries, positions, *rows, **settings))
     assert deep_gemm.calls == 1
+
+
+def test_an_older_deep_gemm_has_another_name(deep_gemm, monkeypatch):
+    newer = deep_gemm.fp8_fp4_paged_mqa_logits
+    older = SimpleNamespace(
+        get_num_sms=deep_gemm.get_num_sms,
+        get_paged_mqa_logits_metadata=deep_gemm.get_paged_mqa_logits_metadata,
+        fp8_paged_mqa_logits=lambda q, *rest, **named: newer((q, None), *rest, **named),
+    )
+    monkeypatch.setitem(sys.modules, "deep_gemm", older)
+    libraries.load.cache_clear()
+    queries, lens, rows = indexer_call(7)
+    settings = {"block_size": 64, "num_rows": 256}
+    theirs = ops.indexer_logits(*queries, lens, *rows, **settings, impl="deep_gemm")
+    assert torch.equal(theirs, reference_logits(*queries, lens, *rows, **settings))
 
 
 def test_no_token_no_page_and_no_table(deep_gemm):
@@ -541,7 +618,7 @@ def test_deep_gemm_is_in_no_package(deep_gemm, tmp_path, monkeypatch):
     with pytest.raises(Exception, match=re.escape(text)):
         packaged("deep_gemm")
     # auto takes ours there: here the reference, for want of a GPU
-    monkeypatch.setattr(choice, "RULES", (Rule("indexer_logits", "deep_gemm", None, False, 1, 1),))
+    monkeypatch.setattr(choice, "RULES", (rule_of("indexer_logits", "deep_gemm", 1, 1),))
     monkeypatch.setattr(choice, "_other_device", lambda device: "")
     monkeypatch.setattr(choice, "ours", lambda spec: "reference")
     case = (*queries, lens, *rows)
@@ -619,8 +696,26 @@ def test_inputs_that_are_measured_are_calls(name, flash_mla):
         torch.testing.assert_close(actual[0], expected[0], rtol=2e-2, atol=1e-3)
 
 
+def test_the_benchmark_of_the_table_makes_calls(flash_mla, monkeypatch, capsys):
+    """Of every op and sizes that rules are about, and says which library does not run."""
+    monkeypatch.setattr(bench_choice, "_BLOCKS", 3)
+    for op in bench_choice.SIZES:
+        rows = {"indexer_logits": 128, "indexer_select": 128}.get(op, 64)
+        made = measure.example(op, bench_choice.like(op, 3, 64, rows, "cpu"))
+        expected = OPS[op].reference(**{**made, "plan": None} if "plan" in made else made)
+        if op in CASES:
+            actual = OPS[op].launcher("flash_mla")(None, **made)
+            torch.testing.assert_close(actual[0], expected[0], rtol=2e-2, atol=1e-3)
+        assert {(rule.op, rule.library) for rule in RULES if rule.op == op} <= {
+            (op, library) for library in OPS[op].providers
+        }
+    monkeypatch.setattr(bench_choice, "unusable", lambda library: "not installed")
+    assert bench_choice.main() == 1
+    assert "flash_mla: not installed" in capsys.readouterr().err
+
+
 def test_a_plan_of_ours_has_auto_take_ours(on_cpu, monkeypatch):
-    monkeypatch.setattr(choice, "RULES", (Rule(DECODE, "flash_mla", 64, False, 1, 1),))
+    monkeypatch.setattr(choice, "RULES", (rule_of(DECODE, "flash_mla", 1, 1),))
     monkeypatch.setattr(choice, "_other_device", lambda device: "")
     monkeypatch.setattr(choice, "unusable", lambda library: "")
     case = decode_case(1, 7, 64)
