@@ -49,7 +49,8 @@ def describe(op: Any, fake: Callable[..., Any]) -> None:
             _fragments[namespace] = torch.library.Library(namespace, "IMPL")
         fragment, short = _fragments[namespace], op._schema.name.partition("::")[2]
         fragment.impl(short, torch.library.fallthrough_kernel, "Autograd")
-        fragment.m.impl(short, "Meta", fake, False)  # Library.impl refuses it for compositions
+        registrar: Any = fragment.m
+        registrar.impl(short, "Meta", fake, False)  # Library.impl refuses it for compositions
         op.py_impl(DispatchKey.CompositeImplicitAutograd)(_no_decomposition)
         for key in _AUTOGRAD:
             op.py_impl(key)(_below_autograd(op))

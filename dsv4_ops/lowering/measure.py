@@ -104,7 +104,7 @@ def device_us(call: Callable[[], Any]) -> float:
         stop.record()
         torch.cuda.synchronize()
         samples.append(start.elapsed_time(stop) * 1e3 / len(kept))
-    return statistics.median(samples)
+    return float(statistics.median(samples))
 
 
 def example(op: str, like: dict[str, Any]) -> dict[str, Any]:

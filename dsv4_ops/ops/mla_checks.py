@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.choice import check_impl
 from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.refusal import refusal
@@ -13,8 +14,27 @@ from dsv4_ops.core.tiles import PLAN_COLUMNS
 from dsv4_ops.core.types import FlashMlaPlan
 
 
+def check_decode(
+    op: str,
+    q: Tensor,
+    softmax_scale: float,
+    providers: tuple[str, ...],
+    impl: str,
+    *,
+    layout: str,
+    num_splits: int,
+    batch_invariant: bool,
+) -> Checks:
+    """Checks of ``op``, its layout and queries checked, and what it runs with."""
+    checks = check_queries(op, q, layout)
+    check_splits(checks, num_splits, batch_invariant)
+    taken = {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
+    check_impl(op, providers, impl, q.device, {"q": q, **taken})
+    checks.above(0, softmax_scale=softmax_scale)
+    return checks
+
+
 def check_queries(op: str, q: Tensor, layout: str) -> Checks:
-    """Checks of ``op``, its layout and queries checked."""
     checks = Checks(op)
     checks.one_of("layout", layout, MainLayout.tag, "plain")
     if layout == MainLayout.tag:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,12 +15,11 @@ from dsv4_ops.core.types import FlashMlaPlan, SparseMla, SparseMlaGathered
 from dsv4_ops.meta import sparse_mla as meta
 from dsv4_ops.ops.mla_checks import (
     check_cache,
+    check_decode,
     check_lists,
     check_none,
     check_plan,
-    check_queries,
     check_sink,
-    check_splits,
     check_turn,
 )
 from dsv4_ops.reference import sparse_mla as reference
@@ -31,6 +32,7 @@ _OPTIONS = "Tensor? attn_sink, Tensor? plan, Tensor? positions, Tensor? cos_sin_
 _SWA = "Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens"
 _SOURCE = "FlashMLA flash_mla_with_kvcache as vLLM 0.33 calls it; lse of no key is -inf here"
 
+_Settings = dict[str, Any]
 _LOWERING = {"cpu": "decompose", "cuda": "choices"}
 DECODE_PROVIDERS, _GATHERED = ("triton", "flash_mla", "reference"), ("flash_mla", "reference")
 
@@ -201,11 +203,9 @@ def sparse_mla_decode(
         ... ).out
         tensor([[[ 2.,  2.,  2., -2.]]])
     """
-    checks = check_queries("sparse_mla_decode", q, layout)
-    check_splits(checks, num_splits, batch_invariant)
-    taken = {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
-    check_impl(checks.op, DECODE_PROVIDERS, impl, q.device, {"q": q, **taken})
-    checks.above(0, softmax_scale=softmax_scale)
+    cuts: _Settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
+    taken: _Settings = {"layout": layout, **cuts}
+    checks = check_decode("sparse_mla_decode", q, softmax_scale, DECODE_PROVIDERS, impl, **taken)
     checks.at_least(1, extra_block_size=extra_block_size)
     check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
     check_lists(checks, "swa", swa_indices, swa_lens)
@@ -219,28 +219,12 @@ def sparse_mla_decode(
     widths = (swa_indices.shape[1], extra_width)
     plan = check_plan(checks, plan, num_splits, batch_invariant, impl, widths)
     check_turn(checks, q, positions, cos_sin_cache)
-    return SparseMla(
-        *_sparse_mla_decode(
-            q,
-            swa_cache,
-            swa_indices,
-            swa_lens,
-            extra_cache,
-            extra_indices,
-            extra_lens,
-            attn_sink,
-            plan,
-            positions,
-            cos_sin_cache,
-            softmax_scale=softmax_scale,
-            swa_block_size=swa_block_size,
-            extra_block_size=extra_block_size,
-            layout=layout,
-            num_splits=num_splits,
-            batch_invariant=batch_invariant,
-            impl=impl,
-        )
-    )
+    window = (q, swa_cache, swa_indices, swa_lens)
+    rest = (attn_sink, plan, positions, cos_sin_cache)
+    sizes = {"swa_block_size": swa_block_size, "extra_block_size": extra_block_size}
+    extra = (extra_cache, extra_indices, extra_lens)
+    settings = {"softmax_scale": softmax_scale, "impl": impl, **sizes, **taken}
+    return SparseMla(*_sparse_mla_decode(*window, *extra, *rest, **settings))
 
 
 def sparse_mla_decode_paged(
@@ -324,11 +308,11 @@ def sparse_mla_decode_paged(
         >>> out[0, 0, 0].item(), lse.item()
         (2.0, 0.0)
     """
-    checks = check_queries("sparse_mla_decode_paged", q, layout)
-    check_splits(checks, num_splits, batch_invariant)
-    taken = {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
-    check_impl(checks.op, DECODE_PROVIDERS, impl, q.device, {"q": q, **taken})
-    checks.above(0, softmax_scale=softmax_scale)
+    cuts: _Settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
+    taken: _Settings = {"layout": layout, **cuts}
+    checks = check_decode(
+        "sparse_mla_decode_paged", q, softmax_scale, DECODE_PROVIDERS, impl, **taken
+    )
     check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
     check_lists(checks, "swa", swa_indices, swa_lens)
     check_cache(checks, "extra", q, extra_cache, extra_block_size, layout)
@@ -339,29 +323,12 @@ def sparse_mla_decode_paged(
     widths = (swa_indices.shape[1], extra_block_table.shape[1] * extra_block_size)
     plan = check_plan(checks, plan, num_splits, batch_invariant, impl, widths)
     check_turn(checks, q, positions, cos_sin_cache)
-    return SparseMla(
-        *_sparse_mla_decode_paged(
-            q,
-            swa_cache,
-            swa_indices,
-            swa_lens,
-            extra_cache,
-            extra_lens,
-            req_indices,
-            extra_block_table,
-            attn_sink,
-            plan,
-            positions,
-            cos_sin_cache,
-            softmax_scale=softmax_scale,
-            swa_block_size=swa_block_size,
-            extra_block_size=extra_block_size,
-            layout=layout,
-            num_splits=num_splits,
-            batch_invariant=batch_invariant,
-            impl=impl,
-        )
-    )
+    window = (q, swa_cache, swa_indices, swa_lens)
+    rest = (attn_sink, plan, positions, cos_sin_cache)
+    sizes = {"swa_block_size": swa_block_size, "extra_block_size": extra_block_size}
+    extra = (extra_cache, extra_lens, req_indices, extra_block_table)
+    settings = {"softmax_scale": softmax_scale, "impl": impl, **sizes, **taken}
+    return SparseMla(*_sparse_mla_decode_paged(*window, *extra, *rest, **settings))
 
 
 def sparse_mla_gathered(
