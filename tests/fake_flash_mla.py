@@ -120,7 +120,7 @@ def registered() -> Iterator[None]:
     """With the ops registered, as functions without a device, which is how vLLM does it."""
     from dsv4_ops.core import libraries
     from dsv4_ops.kernels import foreign
-    from dsv4_ops.lowering import external
+    from dsv4_ops.lowering import _compat, external
 
     library = torch.library.Library(NAMESPACE, "DEF")
     for schema, function in ((DECODE, decode), (PREFILL, prefill)):
@@ -132,6 +132,8 @@ def registered() -> Iterator[None]:
     finally:
         libraries.load.cache_clear()
         foreign._described.clear()
+        for op in external._lowered:
+            _compat.lowerings.pop(op, None)
         external._lowered.clear()
         if NAMESPACE in foreign._fragments:
             foreign._fragments.pop(NAMESPACE)._destroy()

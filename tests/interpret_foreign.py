@@ -1,5 +1,5 @@
 """Kernels around the calls of FlashMLA and DeepGEMM in Triton's interpreter, over stand-ins of both
-that refuse what the libraries would misread; tests/test_providers.py starts it with
+that refuse what the libraries would misread; tests/test_providers_compiled.py starts it with
 TRITON_INTERPRET=1. Prints what has passed."""
 
 import sys

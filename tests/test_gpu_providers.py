@@ -3,10 +3,8 @@ values, plans, graphs and packages. Run there with ``pytest -m gpu tests``; ANCH
 bundle that holds them."""
 
 import math
-import os
 import subprocess
 import sys
-import tempfile
 
 import pytest
 import torch
@@ -26,10 +24,10 @@ from gpu_attention import (
     settings_of,
     turned,
 )
+from gpu_providers import BUILD, captured
 from helpers import INT32_MAX, INT32_MIN, i32
-from test_gpu_cache import ANCHORS, GRAPHS, anchor_lib, needs_anchors
+from test_gpu_cache import GRAPHS, needs_anchors
 from test_gpu_flash_mla import assert_upstream
-from test_gpu_indexer import Batch
 from torch import Tensor
 
 import dsv4_ops as ops
@@ -54,22 +52,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     needs_anchors,
+    pytest.mark.usefixtures("found"),
 ]
-BUILD = ANCHORS.resolve() / "_flashmla_C.abi3.so"
+pytest_plugins = ("gpu_providers",)
 PER_TOKEN = {DECODE: (0, 2, 3, 5, 6), PAGED: (0, 2, 3, 5, 6)}
-
-
-@pytest.fixture(autouse=True)
-def found(monkeypatch):
-    """The bundle's libraries, as a user names them."""
-    monkeypatch.setenv("DSV4_OPS_FLASH_MLA", str(BUILD))
-    monkeypatch.setenv("DSV4_OPS_DEEP_GEMM", str(ANCHORS.resolve()))
-    home = anchor_lib().find_cuda_home()
-    if home:
-        monkeypatch.setenv("CUDA_HOME", home)
-    cache = os.path.join(tempfile.gettempdir(), f"dg_jit_{os.getuid()}")
-    os.environ.setdefault("DG_JIT_CACHE_DIR", cache)
-    torch._dynamo.reset()
 
 
 def call(name: str, case: Case, **settings):
@@ -264,20 +250,6 @@ def test_compiled_and_captured(name, dynamic):
     check(name, Case("changed", tuple(given), case.settings), result)
 
 
-def captured(run):
-    """``run`` in a CUDA graph: the graph, and what it writes."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = run()
-    return graph, outputs
-
-
 @pytest.mark.parametrize("with_plan", [False, True])
 def test_a_captured_call_follows_its_lens(with_plan):
     """FlashMLA plans inside the graph, or has a plan that no lens decides."""
@@ -330,76 +302,6 @@ def test_a_package_needs_the_library_only(name, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip().endswith("right")
-
-
-def deep_gemm(batch: Batch, topk: int | None = None, impl: str = "deep_gemm", **changed) -> Tensor:
-    common = (batch.q, batch.weights, batch.cache)
-    settings = {"block_size": 64, "impl": impl}
-    if topk is not None:
-        rows = (batch.positions, batch.requests, batch.table)
-        sizes = {"compress_ratio": batch.ratio, "topk": topk}
-        return ops.indexer_select(*common, *rows, **sizes, **settings)
-    lens = ((batch.positions + 1) // batch.ratio).int()
-    rows = {"num_rows": batch.table.shape[1] * 64, **changed}
-    return ops.indexer_logits(*common, lens, batch.requests, batch.table, **rows, **settings)
-
-
-SHAPES = [(1, 2048, 64), (64, 4096, 32), (130, 8192, 64)]
-
-
-@pytest.mark.parametrize(("tokens", "rows", "heads"), SHAPES)
-def test_deep_gemm_selects_exactly_where_scores_are_exact(tokens, rows, heads):
-    """Pages that do not exist, requests that do not, tokens without a row, ties."""
-    batch = Batch(num_tokens=tokens, max_rows=rows, heads=heads)
-    batch.table[:, 1::9] = batch.cache.shape[0] + 5
-    batch.table[0, 2::11] = INT32_MAX
-    batch.table[-1, 3::11] = INT32_MIN
-    assert torch.equal(deep_gemm(batch, 512), deep_gemm(batch, 512, "triton"))
-    logits = deep_gemm(batch)
-    assert logits.is_contiguous()
-    assert torch.equal(logits, deep_gemm(batch, impl="triton"))
-    for num_rows in (0, 1, rows - 100, rows + 300):
-        same = deep_gemm(batch, num_rows=num_rows)
-        assert torch.equal(same, deep_gemm(batch, impl="triton", num_rows=num_rows))
-
-
-@pytest.mark.parametrize(("tokens", "rows", "heads"), SHAPES)
-def test_deep_gemm_scores_are_near(tokens, rows, heads):
-    """Upstream's tolerance: 5e-6 of the squared difference."""
-    batch = Batch(num_tokens=tokens, max_rows=rows, heads=heads, whole=False)
-    theirs, ours = deep_gemm(batch), deep_gemm(batch, impl="triton")
-    exist = ours > -math.inf
-    assert torch.equal(theirs > -math.inf, exist)
-    left, right = theirs[exist].double(), ours[exist].double()
-    assert 1 - 2 * (left * right).sum() / (left.square() + right.square()).sum() < 5e-6
-    lens = ((batch.positions + 1) // batch.ratio).int()
-    assert torch.equal(deep_gemm(batch, 512), ops.indexer_topk(theirs, lens, topk=512))
-
-
-@pytest.mark.parametrize("topk", [None, 512])
-def test_deep_gemm_compiled_and_captured(topk):
-    batch = Batch(num_tokens=24, max_rows=4096)
-    expected = deep_gemm(batch, topk)
-    compiled = torch.compile(lambda: deep_gemm(batch, topk), fullgraph=True, dynamic=False)
-    assert torch.equal(compiled(), expected)
-    graph, outputs = captured(lambda: deep_gemm(batch, topk))
-    for limit in (16384, 3000, 7):
-        batch.positions.copy_(batch.integers(0, limit, batch.positions.shape))
-        graph.replay()
-        assert torch.equal(outputs, deep_gemm(batch, topk, "triton"))
-
-
-def test_deep_gemm_is_in_no_package(tmp_path):
-    batch = Batch(num_tokens=24, max_rows=4096)
-
-    class Call(torch.nn.Module):
-        def forward(self, q):
-            batch.q = q
-            return deep_gemm(batch, 512)
-
-    program = torch.export.export(Call(), (batch.q,))
-    with pytest.raises(Exception, match=r"impl must be another in an AOTInductor package"):
-        build_package(program, tmp_path / "call.pt2")
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.op == DECODE], ids=str)
