@@ -19,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _list(options.markdown)
     if options.command == "show":
         return _show(options.op)
+    if options.command == "explain":
+        return _explain(options.op)
     if options.command == "kernels":
         return _kernels(options.capability)
     return _doctor(options.json, options.selftest)
@@ -36,6 +38,10 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--markdown", action="store_true", help="as the README's table")
     show = commands.add_parser("show", help="signature, docs and source lines of an op")
     show.add_argument("op", metavar="OP", help="name of an op, as in `list`")
+    explain = commands.add_parser(
+        "explain", help="what impl='auto' takes here, and from which sizes on"
+    )
+    explain.add_argument("op", metavar="OP", nargs="?", help="an op with a choice; default: all")
     doctor = commands.add_parser(
         "doctor", help="what works on this machine; exit status 1 if not all"
     )
@@ -68,6 +74,17 @@ def _show(name: str) -> int:
 
     try:
         print(passport.describe(name))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _explain(name: str | None) -> int:
+    from dsv4_ops.explain import explain
+
+    try:
+        print(explain(name))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

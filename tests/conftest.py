@@ -3,6 +3,8 @@
 import gc
 import os
 
+import pytest
+
 # A compile makes a million objects, few of them garbage: looking for it takes a tenth of the time.
 gc.set_threshold(50_000, 20, 20)
 # A crashed compile leaves Inductor's worker pool waiting for minutes at exit; one thread has no
@@ -19,3 +21,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores among them
 
     torch.set_num_threads(1)
     config.cpp.threads = 2  # generated loops stay parallel, as they are without workers
+
+
+@pytest.fixture(autouse=True)
+def _ours_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that loads FlashMLA or DeepGEMM as a peer leaves it loaded: ``impl="auto"`` takes ours
+    in all tests but those of the choice."""
+    if "providers" not in request.node.nodeid:
+        from dsv4_ops.core import choice
+
+        monkeypatch.setattr(choice, "RULES", ())

@@ -21,6 +21,7 @@ from error_rows_valid import COUNTS, MINIMUM, ORDER, SUMS, TENSORS, valid_tensor
 from helpers import i32, i64
 
 import dsv4_ops as ops
+from dsv4_ops.core.registry import OPS
 from dsv4_ops.metadata import AttentionSpec
 
 
@@ -45,7 +46,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 CALLABLES: dict[str, Callable[..., Any]] = {**FUNCTIONS, "AttentionSpec": AttentionSpec}
 
-TENSOR_KINDS, INT_KINDS = ("Tensor", "Tensor | None"), ("int", "int | None")
+TENSOR_KINDS = ("Tensor", "Tensor | None", "Tensor | FlashMlaPlan | None")
+INT_KINDS = ("int", "int | None")
 DTYPES = (torch.int32, torch.int64, torch.float32, torch.bool)
 NONE, FEW, MANY = i32([]), i32([1, 1]), torch.zeros(16384, dtype=torch.int32)
 MANY_STARTS = torch.zeros(16385, dtype=torch.int32)
@@ -306,6 +308,8 @@ def generated_rows() -> Iterator[Row]:
                 yield from tensor_rows(op, name, order[0], optional=kind.endswith("None"))
             elif kind in INT_KINDS:
                 yield from int_rows(op, name, optional=kind.endswith("None"))
+            elif name == "impl":
+                yield from impl_rows(op)
         yield from size_rows(op, order)
 
 
@@ -367,6 +371,20 @@ def int_rows(op: str, name: str, *, optional: bool) -> Iterator[Row]:
     for low in (least - 1, -(2**40)) if op != "AttentionSpec" else (least - 1,):
         text = f"{op}: {name} must be at least {least}, got {low}. Pass {least} or more."
         yield Row(f"{name} is {low}", op, {name: low}, ValueError, text)
+
+
+def impl_rows(op: str) -> Iterator[Row]:
+    """Executions that there are not, or not on CPU."""
+    impls = [repr(impl) for impl in ("auto", *OPS[op].providers)]
+    allowed = ", ".join(impls[:-1]) + f" or {impls[-1]}"
+    text = f"{op}: impl must be a str, got NoneType. Pass {allowed}."
+    yield Row("impl is None", op, {"impl": None}, TypeError, text)
+    text = f"{op}: impl must be {allowed}, got 'cutlass'. Pass one of these."
+    yield Row("an unknown impl", op, {"impl": "cutlass"}, ValueError, text)
+    for impl in sorted({*OPS[op].providers} - {"reference"}):
+        text = f"{op}: impl must be 'auto' or 'reference' on cpu, got {impl!r}. "
+        text += "Move the tensors to a CUDA device."
+        yield Row(f"impl {impl} on CPU", op, {"impl": impl}, RuntimeError, text)
 
 
 ROWS = [*table_rows(), *generated_rows()]

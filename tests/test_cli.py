@@ -134,6 +134,24 @@ def test_bench_gets_every_argument_as_it_is(monkeypatch):
     assert seen == [["metadata", "--smoke", "--help"]]
 
 
+def test_explain_says_what_auto_takes_and_why_not_a_library(capsys):
+    status, out = run(capsys, "explain")
+    assert status == 0
+    for name, spec in OPS.items():
+        assert (f"{name}\n  elsewhere  reference" in out) == spec.has_choice
+    status, out = run(capsys, "explain", "sparse_mla_decode")
+    assert "64 heads, from 96 tokens" in out
+    assert "not usable: " in out
+    assert "indexer" not in out.partition("measured")[0]
+
+
+def test_explain_refuses_an_op_without_a_choice(capsys):
+    assert main(["explain", "token_map"]) == 2
+    assert "explain: op must be one of sparse_mla_decode" in capsys.readouterr().err.replace(
+        "indexer_logits, indexer_select, ", ""
+    )
+
+
 def test_version_in_a_fresh_process():
     result = python("-m", "dsv4_ops", "--version")
     assert (result.returncode, result.stdout) == (0, f"dsv4_ops {__version__}\n")
@@ -308,11 +326,12 @@ def test_a_library_that_fails_to_import_is_unusable_once_asked(monkeypatch):
 def test_a_gpu_library_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(providers.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(providers, "no_gpu_reason", lambda: "no driver")
-    assert providers.probe("deep_gemm").reason == "needs a CUDA device: no driver"
+    where = " (found: module deep_gemm)"
+    assert providers.probe("deep_gemm").reason == f"needs a CUDA device: no driver{where}"
     monkeypatch.setattr(providers, "no_gpu_reason", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert providers.probe("deep_gemm").reason == (
-        "needs compute capability 9.0 or later; this GPU has 8.0"
+        f"needs compute capability 9.0 or later; this GPU has 8.0{where}"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert providers.probe("deep_gemm").usable

@@ -15,6 +15,8 @@ SECONDS = 5.0
 INTS_ARE_CONSTANTS = hasattr(triton_kernel_wrap, "identify_mutated_tensors")
 WRITTEN = {
     "compress_and_insert_kernel": {"k_cache"},
+    "fill_absent_kernel": {"logits"},
+    "finish_heads_kernel": {"out", "lse"},
     "gather_all_kernel": {"out"},
     "gather_indexer_kernel": {"out", "scales_out"},
     "gather_rows_kernel": {"out"},
@@ -24,6 +26,8 @@ WRITTEN = {
     "insert_pooled_kernel": {"k_cache"},
     "insert_rows_kernel": {"k_cache"},
     "join_splits_kernel": {"out", "lse"},
+    "list_pages_kernel": {"out", "lens_out"},
+    "list_slots_kernel": {"swa_out", "swa_lens_out", "extra_out", "extra_lens_out", "sink_out"},
     "merge_groups_kernel": {"keys", "indices"},
     "merge_parts_kernel": {"keys", "indices", "out"},
     "pool_windows_kernel": {"pooled"},

@@ -243,9 +243,22 @@ REFUSED = {
     ),
     "impl": (
         small_model,
-        {"impl": "triton"},
+        {"impl": "cutlass"},
         ValueError,
-        "impl must be 'auto', got 'triton'. Pass the impl that this version has.",
+        "impl must be 'auto' or 'triton' or 'flash_mla' or 'deep_gemm' or 'reference', got "
+        "'cutlass'. Pass the impl that shall run.",
+    ),
+    "FlashMLA without its layout": (
+        small_model,
+        {"kv": "bf16", "impl": "flash_mla"},
+        NotImplementedError,
+        "kv must be 'fp8' for impl 'flash_mla', got 'bf16'. FlashMLA runs nothing else.",
+    ),
+    "FlashMLA with splits of its own": (
+        lambda: small_model(head_dim=512),
+        {"impl": "flash_mla", "batch_invariant": True},
+        NotImplementedError,
+        "batch_invariant must be False for impl 'flash_mla', got True. FlashMLA runs nothing else.",
     ),
     "batch_invariant": (
         small_model,

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from dsv4_ops.attention.impl import check_layer_impl, selector
 from dsv4_ops.attention.output import attend, attend_whole, grouped, model_sizes, turns_back
 from dsv4_ops.attention.spec import LayerSpec, check_kind
 from dsv4_ops.attention.step import AttentionStep, CompressedStep
@@ -66,6 +67,8 @@ def attention_layer(
     Raises:
         ValueError, TypeError: a tensor that is missing, or of another shape or dtype than the
             configuration says; as the ops it is made of. Nothing is written then.
+        NotImplementedError, ImportError, RuntimeError: a ``spec.impl`` that does not take the
+            layer, or does not run here. Nothing is written then either.
 
     Example:
         >>> import torch
@@ -92,6 +95,7 @@ def attention_layer(
     checks = Checks("attention_layer")
     checks.one_of("schedule", schedule, "decode", "prefill")
     checks.flag("state_rings", state_rings)
+    check_layer_impl(spec, kind, inputs, schedule)
     if schedule == "prefill":
         pages: Any = step.swa_block_table
         checks.tensor("step.swa_block_table", pages, torch.int32, "num_reqs", "max_swa_blocks")
@@ -236,6 +240,7 @@ def select(
         compress_ratio=spec.attention.c4_ratio,
         topk=spec.attention.index_topk,
         layout=spec.indexer_layout,
+        impl=selector(spec, q),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from dsv4_ops.attention.impl import attender
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.attention.step import AttentionStep
 from dsv4_ops.attention.tensors import LayerCaches, LayerWeights
@@ -53,6 +54,7 @@ def attend(
         "extra_block_size": 1 if kind == "window" else spec.page_size(kind),
         "layout": spec.layout,
         "batch_invariant": spec.batch_invariant,
+        "impl": attender(spec),
     }
     if turned:
         settings |= {"positions": step.positions, "cos_sin_cache": weights.cos_sin_cache}

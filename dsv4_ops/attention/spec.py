@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.choice import AUTO, IMPLS
 from dsv4_ops.core.layout import IndexerLayout, Layout, MainLayout, PlainLayout, StateLayout
+from dsv4_ops.core.libraries import FLASH_MLA
+from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.metadata import AttentionSpec
 from dsv4_ops.ops.rope import ROPE_DIM, rope_cos_sin_cache
@@ -41,6 +44,9 @@ class LayerSpec:
         scale_layout: None for an output of the dtype of the queries; else it is quantised, with
             scales as ``inverse_rope_group_quantize`` lays them out.
         batch_invariant: Whether a token's result has the same bits whatever else is in the step.
+        impl: What runs those of the layer's ops that have this execution, the selection and the
+            attention of the schedule "decode": "triton", "flash_mla", "deep_gemm" or "reference".
+            The others, and with "auto" all, run what is fastest.
     """
 
     attention: AttentionSpec = field(default_factory=AttentionSpec)
@@ -58,6 +64,7 @@ class LayerSpec:
     dtype: torch.dtype = torch.bfloat16
     scale_layout: str | None = None
     batch_invariant: bool = False
+    impl: str = AUTO
 
     def __post_init__(self) -> None:
         checks = Checks("LayerSpec")
@@ -72,6 +79,15 @@ class LayerSpec:
         checks.above(0, eps=self.eps)
         checks.instance("yarn", self.yarn, YarnScaling)
         checks.flag("batch_invariant", self.batch_invariant)
+        checks.one_of("impl", self.impl, *IMPLS, belongs_to="shall run")
+        if self.impl == FLASH_MLA:
+            taken = {"layout": self.layout, "batch_invariant": self.batch_invariant}
+            for name, other in (("layout", MainLayout.tag), ("batch_invariant", False)):
+                if taken[name] != other:
+                    rule = f"be {other!r} for impl 'flash_mla'"
+                    advice = "FlashMLA runs nothing else"
+                    refused = repr(taken[name])
+                    raise refusal(NotImplementedError, "LayerSpec", name, rule, refused, advice)
         of_cache = "the caches have"
         plain = PlainLayout.tag
         checks.one_of("layout", self.layout, MainLayout.tag, plain, belongs_to=of_cache)

@@ -16,7 +16,7 @@ from dsv4_ops.bench import flash_mla
 from dsv4_ops.bench.attention_draws import PAGE, PAGE_128, WINDOW, Draw, slots
 from dsv4_ops.bench.batches import mixed_lengths, rotating_sets
 from dsv4_ops.bench.token_check import ByToken
-from dsv4_ops.bench.work import Args, Case, Work
+from dsv4_ops.bench.work import Args, Case, Work, ours_on
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.types import SparseMla
 
@@ -53,7 +53,7 @@ def settings(extra_block_size: int) -> dict[str, Any]:
 
 
 def decode(*tensors: Any) -> SparseMla:
-    return dsv4_ops.sparse_mla_decode(*tensors, **settings(PAGE))
+    return dsv4_ops.sparse_mla_decode(*tensors, **settings(PAGE), impl=ours_on(tensors[0]))
 
 
 def prefill(*tensors: Any) -> SparseMla:
@@ -61,7 +61,8 @@ def prefill(*tensors: Any) -> SparseMla:
 
 
 def decode_paged(*tensors: Any) -> SparseMla:
-    return dsv4_ops.sparse_mla_decode_paged(*tensors, **settings(PAGE_128))
+    chosen = {**settings(PAGE_128), "impl": ours_on(tensors[0])}
+    return dsv4_ops.sparse_mla_decode_paged(*tensors, **chosen)
 
 
 def _listed_values(args: Args) -> int:

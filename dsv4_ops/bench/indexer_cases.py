@@ -14,7 +14,7 @@ from dsv4_ops.bench import deep_gemm
 from dsv4_ops.bench.batches import rotating_sets
 from dsv4_ops.bench.cache_cases import BLOCK_SIZE, INDEXER, paged
 from dsv4_ops.bench.token_check import ByToken
-from dsv4_ops.bench.work import Args, Case, Work
+from dsv4_ops.bench.work import Args, Case, Work, ours_on
 
 HEADS = 64
 TOPK = 512
@@ -30,8 +30,9 @@ def logits(
 ) -> Tensor:
     num_rows = table.shape[1] * BLOCK_SIZE
     return dsv4_ops.indexer_logits(
-        q, weights, k_cache, lens, requests, table, block_size=BLOCK_SIZE, num_rows=num_rows
-    )
+        q, weights, k_cache, lens, requests, table, block_size=BLOCK_SIZE, num_rows=num_rows,
+        impl=ours_on(q),
+    )  # fmt: skip
 
 
 def select(
@@ -39,7 +40,7 @@ def select(
 ) -> Tensor:
     return dsv4_ops.indexer_select(
         q, weights, k_cache, positions, requests, table, block_size=BLOCK_SIZE,
-        compress_ratio=_RATIO, topk=TOPK,
+        compress_ratio=_RATIO, topk=TOPK, impl=ours_on(q),
     )  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4_ops.core import libraries
+
 
 @dataclass(frozen=True)
 class Provider:
@@ -71,8 +73,12 @@ def probe(name: str, *, load: bool = False) -> Provider:
         )
     library = _LIBRARIES[name]
     version = _version(library)
-    obstacle = _missing(name, library) or _no_device(library) or (_broken(name) if load else "")
-    reason = obstacle or ("imported" if load else "found; not imported")
+    missing, where = _missing(name, library)
+    obstacle = _no_device(library) or (_broken(name) if load else "")
+    if obstacle and where:
+        obstacle = f"{obstacle} (found{where})"
+    obstacle = missing or obstacle
+    reason = obstacle or (f"imported{where}" if load else f"found{where}; not imported")
     return Provider(name, library.extra, not obstacle, reason, version)
 
 
@@ -105,14 +111,17 @@ def _distribution_version(name: str) -> str | None:
         return None
 
 
-def _missing(name: str, library: _Library) -> str:
+def _missing(name: str, library: _Library) -> tuple[str, str]:
+    """Why a library is not installed, and if it is, which of several places it was found in."""
     try:
-        found = importlib.util.find_spec(name) is not None
+        if name in libraries.LIBRARIES:
+            found = libraries.find(name)
+            return (found, "") if isinstance(found, str) else ("", f": {found.where}")
+        if importlib.util.find_spec(name) is not None:
+            return "", ""
     except Exception as error:
-        return f"looking for it failed: {_first_line(error)}"
-    if found:
-        return ""
-    return f"not installed (extra {library.extra})" if library.extra else "not installed"
+        return f"looking for it failed: {_first_line(error)}", ""
+    return (f"not installed (extra {library.extra})" if library.extra else "not installed"), ""
 
 
 def _no_device(library: _Library) -> str:
@@ -133,7 +142,7 @@ def _no_device(library: _Library) -> str:
 
 def _broken(name: str) -> str:
     try:
-        importlib.import_module(name)
+        libraries.load(name) if name in libraries.LIBRARIES else importlib.import_module(name)
     except Exception as error:  # torch_tensorrt raises plain Exception
         return f"import failed: {_first_line(error)}"
     return ""

@@ -17,6 +17,7 @@ compiled. The switch that tells the two apart is the one ``torch.library.triton_
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from typing import Any, Protocol
 import torch
 import torch._functorch.config as functorch_config
 from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+from dsv4_ops.core import choice
 
 NAMESPACE = "dsv4_ops"
 LOWERING_KINDS = ("decompose", "pointwise", "triton", "choices")
@@ -91,6 +94,15 @@ class OpSpec:
         holds for this op."""
         return getattr(importlib.import_module(f"dsv4_ops.{layer}.{self.stem}"), self.name)
 
+    def launcher(self, impl: str) -> Callable[..., Any]:
+        """What runs the op with our kernel or with a library: ``kernels/<stem>.py`` or
+        ``kernels/<library>.py``, whose function has the name of the op."""
+        module = self.stem if impl == choice.TRITON else impl
+        found: Callable[..., Any] = getattr(
+            importlib.import_module(f"dsv4_ops.kernels.{module}"), self.name
+        )
+        return found
+
     @property
     def parameters(self) -> tuple[str, ...]:
         """Names of all parameters, in order."""
@@ -112,7 +124,12 @@ class OpSpec:
     @property
     def has_kernel(self) -> bool:
         """Whether ``kernels/<stem>.py`` holds a launcher for CUDA."""
-        return self.lowering.get("cuda") == "triton"
+        return choice.TRITON in self.providers
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether its callers choose among executions with ``impl``."""
+        return self.lowering.get("cuda") == "choices"
 
 
 OPS: dict[str, OpSpec] = {}
@@ -126,11 +143,13 @@ def define_op(spec: OpSpec) -> torch._ops.OpOverload:
             f"define_op: name must be new, got {spec.name!r} twice. Rename one of the two ops."
         )
     _library.define(spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(spec.name, spec.reference, "CompositeExplicitAutograd")
-    if spec.has_kernel:
+    anywhere = _launch_rule(spec) if spec.has_choice else spec.reference
+    _library.impl(spec.name, anywhere, "CompositeExplicitAutograd")
+    if spec.has_kernel and not spec.has_choice:
         _library.impl(spec.name, _launch_rule(spec), "CUDA")
     qualified = f"{NAMESPACE}::{spec.name}"
-    torch.library.register_fake(qualified, spec.meta, lib=_library)
+    fake = _fake_rule(spec) if spec.has_choice else spec.meta
+    torch.library.register_fake(qualified, fake, lib=_library)
     torch.library.register_torch_dispatch(
         qualified, FunctionalTensorMode, _trace_rule(spec), lib=_library
     )
@@ -138,17 +157,37 @@ def define_op(spec: OpSpec) -> torch._ops.OpOverload:
     return spec.op
 
 
+def _fake_rule(spec: OpSpec) -> Callable[..., Any]:
+    @functools.wraps(spec.meta)
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        choice.prepare(spec, choice.arguments(spec, args, kwargs))
+        return spec.meta(*args, **kwargs)
+
+    return rule
+
+
 def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
-    """The kernel of an op, called outside a compiler; its reference where triton is missing."""
+    """What runs an op called outside a compiler: its kernel, the library that is chosen, or its
+    reference where triton is missing."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
+        impl = choice.TRITON
+        if spec.has_choice:
+            kwargs = choice.arguments(spec, args, kwargs)
+            args, impl = (), choice.choose(spec, kwargs).impl
+            kwargs = choice.given_to(impl, kwargs)
+        if impl == choice.REFERENCE:
+            return spec.reference(*args, **kwargs)
         try:
-            launcher = spec.station("kernels")
+            launcher = spec.launcher(impl)
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] != "triton":
                 raise
+            if kwargs.get("impl") == choice.TRITON:
+                raise choice.no_triton(spec.name) from error
             return spec.reference(*args, **kwargs)
-        with torch.cuda.device_of(next(arg for arg in args if isinstance(arg, torch.Tensor))):
+        first = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        with torch.cuda.device_of(first):
             return launcher(_call, *args, **kwargs)
 
     return rule

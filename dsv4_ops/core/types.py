@@ -15,6 +15,17 @@ ABSENT = -1
 """What every index, slot and request id that does not exist is set to."""
 
 
+class FlashMlaPlan(NamedTuple):
+    """How FlashMLA shares keys among programs, for calls of these sizes; see
+    ``dsv4_ops.providers.flash_mla_plan``."""
+
+    schedule: Tensor
+    num_tokens: int
+    num_heads: int
+    swa_width: int
+    extra_width: int
+
+
 class TokenMap(NamedTuple):
     """Request and position of every token; see ``dsv4_ops.token_map``."""
 

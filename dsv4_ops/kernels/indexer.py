@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.choice import AUTO, not_ours
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.kernels.fp8 import quantize, round_to_bf16  # by name: Inductor copies kernels
 from dsv4_ops.kernels.indexer_scores import find_rows, load_codes, load_query, score_codes
@@ -230,8 +231,10 @@ def indexer_logits(
     block_size: int,
     num_rows: int,
     layout: str,
+    impl: str = AUTO,
 ) -> torch.Tensor:
     if layout == PlainLayout.tag:
+        not_ours("indexer_logits", impl, "with layout 'plain'")
         tensors = (q, weights, k_cache, lens, req_indices, block_table)
         sizes = {"block_size": block_size, "num_rows": num_rows}
         return reference.indexer_logits(*tensors, **sizes, layout=layout)

@@ -6,6 +6,7 @@ import torch
 import triton
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.choice import AUTO, not_ours
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.kernels import indexer
 from dsv4_ops.kernels.launch import EMULATE, Launch
@@ -125,12 +126,14 @@ def indexer_select(
     compress_ratio: int,
     topk: int,
     layout: str,
+    impl: str = AUTO,
 ) -> torch.Tensor:
     pages, plain = IndexerLayout(block_size), layout == PlainLayout.tag
     if not plain:
         Checks("indexer_select").page_start("k_cache", k_cache, pages)
     num_tokens, num_heads, max_blocks = q.shape[0], int(q.shape[1]), block_table.shape[1]
     if plain or topk > LARGEST_TOPK or num_heads == 0:
+        not_ours("indexer_select", impl, "with layout 'plain', without heads, or topk above 4096")
         tensors = (q, weights, k_cache, positions, req_indices, block_table)
         sizes = {"block_size": block_size, "compress_ratio": compress_ratio, "topk": topk}
         return reference.indexer_select(*tensors, **sizes, layout=layout)

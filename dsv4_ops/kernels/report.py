@@ -7,7 +7,6 @@ asked for, and read with the ptxas that Triton brings.
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import tempfile
@@ -215,19 +214,28 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "sparse_mla_decode_paged, turned": _attention(
             True, main, turned=True, **{**pages, "extra_block_size": 2}
         ),
+        "sparse_mla_decode, flash_mla": _attention(
+            False, main, turned=True, **pages, impl="flash_mla"
+        ),
+        "sparse_mla_decode_paged, flash_mla": _attention(
+            True, main, turned=True, **{**pages, "extra_block_size": 2, "impl": "flash_mla"}
+        ),
         "sparse_mla_prefill": _prefill(main, _tensor(2048, 512), **pages),
         "sparse_mla_prefill, all rows": _prefill(main, None, **{**pages, "extra_block_size": 2}),
         "indexer_quantize_q": ((*queries, positions, angles), {"softmax_scale": 0.01}),
         "indexer_logits": _indexer(indexer, tokens, tokens, pages_table, num_rows=32768, **keys),
         "indexer_logits_ragged": _indexer(*gathered),
         "indexer_select": _indexer(indexer, positions, tokens, pages_table, **chosen),
+        "indexer_logits, deep_gemm": _indexer(
+            indexer, tokens, tokens, pages_table, num_rows=32768, **keys, impl="deep_gemm"
+        ),
         "indexer_topk": ((logits, tokens), {"topk": 512}),
         "gather_indexer_k": ((indexer, _tensor(5), _tensor(4, 160)), {"num_rows": 8192, **keys}),
     }
 
 
 def recorded(op: str, args: tuple[Any, ...], settings: dict[str, Any]) -> list[_Launch]:
-    """The launches that the launcher of ``op`` makes."""
+    """The launches that the launcher of ``op`` makes, or of the library in ``impl``."""
     launches: list[_Launch] = []
 
     class Recorder:
@@ -237,8 +245,7 @@ def recorded(op: str, args: tuple[Any, ...], settings: dict[str, Any]) -> list[_
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             return lambda *args, **kwargs: launches.append(_Launch(self.kernel, args, kwargs))
 
-    launcher = getattr(importlib.import_module(f"dsv4_ops.kernels.{OPS[op].stem}"), op)
-    launcher(Recorder, *args, **settings)
+    OPS[op].launcher(settings.get("impl", "triton"))(Recorder, *args, **settings)
     return launches
 
 

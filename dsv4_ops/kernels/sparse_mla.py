@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.choice import AUTO, not_ours
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles
 from dsv4_ops.core.types import SparseMla
@@ -39,6 +40,8 @@ JOIN_WARPS = 2
 """Warps of a program that joins, each thread of which then reads 8 values of a split; whatever the
 batch, so that it decides no bit."""
 
+_WHAT = "with such queries, caches or angles"
+
 
 def sparse_mla_decode(
     launch: Launch,
@@ -53,6 +56,8 @@ def sparse_mla_decode(
     plan: Tensor | None,
     positions: Tensor | None,
     cos_sin_cache: Tensor | None,
+    *,
+    impl: str = AUTO,
     **settings: Any,
 ) -> SparseMla:
     swa = (swa_cache, swa_indices, swa_lens)
@@ -61,6 +66,7 @@ def sparse_mla_decode(
     if extra_cache is not None and extra_indices is not None and extra_lens is not None:
         caches, extra = [swa_cache, extra_cache], (extra_cache, extra_indices, extra_lens)
     if not (supported(q, *caches) and turns(cos_sin_cache)):
+        not_ours("sparse_mla_decode", impl, _WHAT)
         listed = (extra_cache, extra_indices, extra_lens)
         return reference.sparse_mla_decode(q, *swa, *listed, *rest, **settings)
     return _attend(launch, "sparse_mla_decode", q, swa, extra, None, *rest, **settings)
@@ -80,11 +86,14 @@ def sparse_mla_decode_paged(
     plan: Tensor | None,
     positions: Tensor | None,
     cos_sin_cache: Tensor | None,
+    *,
+    impl: str = AUTO,
     **settings: Any,
 ) -> SparseMla:
     swa = (swa_cache, swa_indices, swa_lens)
     rest = (attn_sink, plan, positions, cos_sin_cache)
     if not (supported(q, swa_cache, extra_cache) and turns(cos_sin_cache)):
+        not_ours("sparse_mla_decode_paged", impl, _WHAT)
         paged = (extra_cache, extra_lens, req_indices, extra_block_table)
         return reference.sparse_mla_decode_paged(q, *swa, *paged, *rest, **settings)
     extra = (extra_cache, extra_block_table, extra_lens)

@@ -1,14 +1,14 @@
 """The one importer of Inductor's names; tests/test_compat.py imports each on supported torches."""
 
-from torch._inductor import aoti_compile_and_package, aoti_load_package
+from torch._inductor import aoti_compile_and_package, aoti_load_package, config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.ir import Pointwise
-from torch._inductor.lowering import lowerings, register_lowering
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import run_and_get_code
-from torch._inductor.virtualized import ops
+from torch._inductor.virtualized import V, ops
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 __all__ = [
@@ -17,10 +17,13 @@ __all__ = [
     "Pointwise",
     "SchedulerNode",
     "StarDep",
+    "V",
     "WeakDep",
     "aoti_compile_and_package",
     "aoti_load_package",
     "cache_dir",
+    "config",
+    "fallback_handler",
     "get_cpp_compiler",
     "lowerings",
     "ops",

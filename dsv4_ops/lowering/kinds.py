@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dsv4_ops.core import choice, libraries
 from dsv4_ops.core.registry import OPS, OpSpec
 from dsv4_ops.reference.common import buffers_by
 
@@ -87,6 +88,37 @@ class TritonKernel:
             _refuse_misplaced(spec, spec.parameters[place], args[place])
         with mode:
             return spec.station("kernels")(torch.library.wrap_triton, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Trace what ``impl`` asks for, or what is fastest at these sizes: our kernel, the call of a
+    library's op, or ``function``."""
+
+    function: Callable[..., Any]
+    kind = "choices"
+
+    def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        spec = OPS[op._schema.name.partition("::")[2]]
+        values = choice.arguments(spec, args, kwargs)
+        impl = self._impl(spec, values)
+        values = choice.given_to(impl, values)
+        if impl == choice.REFERENCE:
+            return _traced(mode, self.function, (), values)
+        with mode:
+            return spec.launcher(impl)(torch.library.wrap_triton, **values)
+
+    def _impl(self, spec: OpSpec, values: Any) -> str:
+        from dsv4_ops.lowering import measure
+
+        impl = measure.fastest(spec, values) or choice.choose(spec, values).impl
+        if impl in libraries.LIBRARIES:
+            from dsv4_ops.lowering import external
+
+            if not external.fits(spec.name, impl, values["impl"]):
+                return choice.ours(spec)
+            external.prepare(impl)
+        return impl
 
 
 def _refuse_misplaced(spec: OpSpec, name: str, written: Any) -> None:

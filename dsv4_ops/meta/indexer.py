@@ -26,6 +26,7 @@ def indexer_logits(
     block_size: int,
     num_rows: int,
     layout: str,
+    impl: str = "auto",
 ) -> Tensor:
     return weights.new_empty((q.shape[0], num_rows))
 

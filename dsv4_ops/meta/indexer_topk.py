@@ -22,5 +22,6 @@ def indexer_select(
     compress_ratio: int,
     topk: int,
     layout: str,
+    impl: str = "auto",
 ) -> Tensor:
     return positions.new_empty((q.shape[0], topk), dtype=torch.int32)

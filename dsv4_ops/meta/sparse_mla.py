@@ -32,6 +32,7 @@ def sparse_mla_decode(
     layout: str,
     num_splits: int,
     batch_invariant: bool,
+    impl: str = "auto",
 ) -> SparseMla:
     return attended(q)
 
@@ -56,6 +57,7 @@ def sparse_mla_decode_paged(
     layout: str,
     num_splits: int,
     batch_invariant: bool,
+    impl: str = "auto",
 ) -> SparseMla:
     return attended(q)
 
@@ -68,6 +70,7 @@ def sparse_mla_gathered(
     attn_sink: Tensor | None,
     *,
     softmax_scale: float,
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     per_head = q.shape[:2]
     return (

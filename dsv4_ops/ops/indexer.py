@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.choice import check_impl
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.types import IndexerQuery
@@ -13,6 +14,8 @@ from dsv4_ops.meta import indexer as meta
 from dsv4_ops.reference import indexer as reference
 
 DIM = IndexerLayout.head_dim
+
+PROVIDERS = ("triton", "deep_gemm", "reference")
 
 _KERNELS = {"cpu": "decompose", "cuda": "triton"}
 
@@ -34,13 +37,13 @@ _indexer_logits = define_op(
         stem="indexer",
         schema="indexer_logits(Tensor q, Tensor weights, Tensor k_cache, Tensor lens, "
         "Tensor req_indices, Tensor block_table, *, int block_size, SymInt num_rows, "
-        "str layout) -> Tensor",
+        'str layout, str impl="auto") -> Tensor',
         meta=meta.indexer_logits,
         reference=reference.indexer_logits,
-        lowering=_KERNELS,
+        lowering={"cpu": "decompose", "cuda": "choices"},
         dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks", "num_rows"),
         source="DeepSeek-V4's lightning indexer; DeepGEMM's paged MQA logits",
-        providers=("triton", "reference"),
+        providers=PROVIDERS,
     )
 )
 _indexer_logits_ragged = define_op(
@@ -129,6 +132,7 @@ def indexer_logits(
     block_size: int,
     num_rows: int,
     layout: str = IndexerLayout.tag,
+    impl: str = "auto",
 ) -> Tensor:
     """Scores of the first compressed rows of every token's request, read from their pages.
 
@@ -152,6 +156,8 @@ def indexer_logits(
         block_size: Rows per page, 64 for DeepGEMM. At least 1.
         num_rows: Columns of the result, a capacity. At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
+        impl: What runs: "triton" our kernel, "deep_gemm" DeepGEMM, "reference" the definition;
+            "auto" ours, unless DeepGEMM is there and was faster at these sizes on an H200.
 
     Returns:
         float32 [num_tokens, num_rows], dense: sum over heads of weights * relu(q . k), times the
@@ -165,10 +171,15 @@ def indexer_logits(
         ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, or
             several devices.
         TypeError: a dtype other than the ones above.
+        NotImplementedError: an ``impl`` that does not take the call: DeepGEMM has 32 or 64 heads
+            and pages of 64 rows of the layout "v4_indexer_fp8".
+        ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
     Compile: on CUDA one Triton kernel of ours; on CPU, and everywhere for the layout "plain", the
-        reference: masked loads and a matrix product, over a gathered key per score. Dynamic in all
-        tensor sizes and num_rows; CUDA graphs and export: yes.
+        reference: masked loads and a matrix product, over a gathered key per score. DeepGEMM is a
+        call in the graph, its schedule made in it; it is in no AOTInductor package. It adds the
+        products of the heads in another order, in float32 as well. Dynamic in all tensor sizes and
+        num_rows, which have "auto" take ours; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer; DeepGEMM's paged MQA logits.
 
@@ -192,6 +203,8 @@ def indexer_logits(
     checks.tensor("lens", lens, torch.int32, "num_tokens")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
+    taken = {"layout": layout, "block_size": block_size}
+    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
     logits: Tensor = _indexer_logits(
         q,
         weights,
@@ -202,6 +215,7 @@ def indexer_logits(
         block_size=block_size,
         num_rows=num_rows,
         layout=layout,
+        impl=impl,
     )
     return logits
 

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.choice import check_impl
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.meta import indexer_topk as meta
-from dsv4_ops.ops.indexer import check_paged
+from dsv4_ops.ops.indexer import PROVIDERS, check_paged
 from dsv4_ops.reference import indexer_topk as reference
 
 _KERNELS = {"cpu": "decompose", "cuda": "triton"}
@@ -31,13 +32,13 @@ _indexer_select = define_op(
         stem="indexer_topk",
         schema="indexer_select(Tensor q, Tensor weights, Tensor k_cache, Tensor positions, "
         "Tensor req_indices, Tensor block_table, *, int block_size, int compress_ratio, "
-        "int topk, str layout) -> Tensor",
+        'int topk, str layout, str impl="auto") -> Tensor',
         meta=meta.indexer_select,
         reference=reference.indexer_select,
-        lowering=_KERNELS,
+        lowering={"cpu": "decompose", "cuda": "choices"},
         dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks"),
         source="DeepSeek-V4's lightning indexer; the order of ties and of the result decided here",
-        providers=("triton", "reference"),
+        providers=PROVIDERS,
     )
 )
 
@@ -94,6 +95,7 @@ def indexer_select(
     compress_ratio: int,
     topk: int,
     layout: str = IndexerLayout.tag,
+    impl: str = "auto",
 ) -> Tensor:
     """The compressed rows that every token attends to: scores and selection in one, decodes and
     prefills alike.
@@ -121,6 +123,9 @@ def indexer_select(
         compress_ratio: Tokens of a compressed row, 4. At least 1.
         topk: Rows to choose, 512 (Flash) or 1024 (Pro). At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
+        impl: What runs: "triton" our kernels, "deep_gemm" DeepGEMM's logits and our selection among
+            them, "reference" the definition; "auto" ours, unless DeepGEMM is there and was faster
+            at these sizes on an H200.
 
     Returns:
         int32 [num_tokens, topk], dense: rows of the request, ascending, then -1, for
@@ -135,10 +140,13 @@ def indexer_select(
         ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, or
             several devices.
         TypeError: a dtype other than the ones above.
+        NotImplementedError, ImportError, RuntimeError: as ``indexer_logits``.
 
     Compile: on CUDA our Triton kernels (for topk up to 4096); on CPU, and everywhere for the layout
         "plain", the reference: the matrix product, topk and sort of torch over loops of Inductor.
-        Dynamic in all tensor sizes; CUDA graphs and export: yes.
+        With DeepGEMM a call and our kernels behind it, in no AOTInductor package; its scores are
+        rounded otherwise, so that it may choose others among rows that nearly tie. Dynamic in all
+        tensor sizes, which have "auto" take ours; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer. Other libraries leave the order of ties open.
 
@@ -163,6 +171,8 @@ def indexer_select(
     checks.tensor("positions", positions, torch.int64, "num_tokens")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
+    taken = {"layout": layout, "block_size": block_size}
+    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
     indices: Tensor = _indexer_select(
         q,
         weights,
@@ -174,5 +184,6 @@ def indexer_select(
         compress_ratio=compress_ratio,
         topk=topk,
         layout=layout,
+        impl=impl,
     )
     return indices

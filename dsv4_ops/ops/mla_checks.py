@@ -6,12 +6,35 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.choice import check_impl
+from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.tiles import PLAN_COLUMNS
+from dsv4_ops.core.types import FlashMlaPlan
+
+
+def check_decode(
+    op: str,
+    q: Tensor,
+    softmax_scale: float,
+    providers: tuple[str, ...],
+    impl: str,
+    *,
+    layout: str,
+    num_splits: int,
+    batch_invariant: bool,
+) -> Checks:
+    """Checks of ``op``, its layout and queries checked, and what it runs with."""
+    checks = check_queries(op, q, layout)
+    check_splits(checks, num_splits, batch_invariant)
+    taken = {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
+    check_impl(op, providers, impl, q.device, {"q": q, **taken})
+    checks.above(0, softmax_scale=softmax_scale)
+    return checks
 
 
 def check_queries(op: str, q: Tensor, layout: str) -> Checks:
-    """Checks of ``op``, its layout and queries checked."""
     checks = Checks(op)
     checks.one_of("layout", layout, MainLayout.tag, "plain")
     if layout == MainLayout.tag:
@@ -28,14 +51,68 @@ def check_splits(checks: Checks, num_splits: int, batch_invariant: bool) -> None
     checks.flag("batch_invariant", batch_invariant)
 
 
-def check_plan(checks: Checks, plan: Tensor | None, num_splits: int, batch_invariant: bool) -> None:
-    """The plan, if there is one, and that nothing else decides."""
+def check_plan(
+    checks: Checks,
+    plan: Tensor | FlashMlaPlan | None,
+    num_splits: int,
+    batch_invariant: bool,
+    impl: str,
+    widths: tuple[int, int],
+) -> Tensor | None:
+    """The plan as the op takes it, if there is one; nothing else decides then, and it is one of
+    those that ``impl`` goes by."""
     if plan is None:
-        return
-    checks.tensor("plan", plan, torch.int32, "num_pieces", PLAN_COLUMNS)
-    checks.rows_for_tokens("plan", plan)
+        return None
+    if isinstance(plan, FlashMlaPlan):
+        _check_flash_mla_plan(checks, plan, impl, widths)
+        plan = plan.schedule
+    else:
+        if impl == "flash_mla":
+            raise refusal(
+                ValueError,
+                checks.op,
+                "plan",
+                "be one of flash_mla_plan for impl 'flash_mla'",
+                "a tensor",
+                "Make it with flash_mla_plan, or leave it out",
+            )
+        checks.tensor("plan", plan, torch.int32, "num_pieces", PLAN_COLUMNS)
+        checks.rows_for_tokens("plan", plan)
     checks.without("num_splits", num_splits, 0, "a plan")
     checks.without("batch_invariant", batch_invariant, False, "a plan")
+    return plan
+
+
+def _check_flash_mla_plan(
+    checks: Checks, plan: FlashMlaPlan, impl: str, widths: tuple[int, int]
+) -> None:
+    """It was made for such a call: FlashMLA would read past the lists of another."""
+    if impl not in ("auto", "flash_mla"):
+        raise refusal(
+            ValueError,
+            checks.op,
+            "plan",
+            f"be a tensor of sparse_mla_plan for impl {impl!r}",
+            "a FlashMlaPlan",
+            "Pass impl='flash_mla', or leave it out",
+        )
+    checks.tensor("plan.schedule", plan.schedule, torch.int32, "size")
+    sizes = {
+        "num_tokens": checks.sizes["num_tokens"],
+        "num_heads": checks.sizes["num_heads"],
+        "swa_width": widths[0],
+        "extra_width": widths[1],
+    }
+    for name, size in sizes.items():
+        if getattr(plan, name) != size:
+            raise refusal(
+                ValueError,
+                checks.op,
+                "plan",
+                f"be made for {name} = {known(size)}",
+                f"one for {known(getattr(plan, name))}",
+                "Make one of flash_mla_plan for every size of batch",
+            )
 
 
 def check_cache(

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.choice import check_impl
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OpSpec, define_op
-from dsv4_ops.core.types import SparseMla, SparseMlaGathered
+from dsv4_ops.core.types import FlashMlaPlan, SparseMla, SparseMlaGathered
 from dsv4_ops.meta import sparse_mla as meta
 from dsv4_ops.ops.mla_checks import (
     check_cache,
+    check_decode,
     check_lists,
     check_none,
     check_plan,
-    check_queries,
     check_sink,
-    check_splits,
     check_turn,
 )
 from dsv4_ops.reference import sparse_mla as reference
 
 _SETTINGS = (
     "float softmax_scale, int swa_block_size, int extra_block_size, str layout, int num_splits, "
-    "bool batch_invariant"
+    'bool batch_invariant, str impl="auto"'
 )
 _OPTIONS = "Tensor? attn_sink, Tensor? plan, Tensor? positions, Tensor? cos_sin_cache"
 _SWA = "Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens"
 _SOURCE = "FlashMLA flash_mla_with_kvcache as vLLM 0.33 calls it; lse of no key is -inf here"
+
+_Settings = dict[str, Any]
+_LOWERING = {"cpu": "decompose", "cuda": "choices"}
+DECODE_PROVIDERS, _GATHERED = ("triton", "flash_mla", "reference"), ("flash_mla", "reference")
 
 _sparse_mla_decode = define_op(
     OpSpec(
@@ -40,10 +46,10 @@ _sparse_mla_decode = define_op(
         ),
         meta=meta.sparse_mla_decode,
         reference=reference.sparse_mla_decode,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=_LOWERING,
         dynamic=("num_tokens", "num_blocks", "swa_width", "extra_width", "num_positions"),
         source=_SOURCE,
-        providers=("triton", "reference"),
+        providers=DECODE_PROVIDERS,
     )
 )
 _sparse_mla_decode_paged = define_op(
@@ -56,7 +62,7 @@ _sparse_mla_decode_paged = define_op(
         ),
         meta=meta.sparse_mla_decode_paged,
         reference=reference.sparse_mla_decode_paged,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=_LOWERING,
         dynamic=(
             "num_tokens",
             "num_blocks",
@@ -66,7 +72,7 @@ _sparse_mla_decode_paged = define_op(
             "num_positions",
         ),
         source=_SOURCE,
-        providers=("triton", "reference"),
+        providers=DECODE_PROVIDERS,
     )
 )
 _sparse_mla_gathered = define_op(
@@ -74,14 +80,15 @@ _sparse_mla_gathered = define_op(
         stem="sparse_mla",
         schema=(
             "sparse_mla_gathered(Tensor q, Tensor kv, Tensor indices, Tensor lens, "
-            "Tensor? attn_sink, *, float softmax_scale) "
+            'Tensor? attn_sink, *, float softmax_scale, str impl="auto") '
             "-> (Tensor out, Tensor max_logits, Tensor lse)"
         ),
         meta=meta.sparse_mla_gathered,
         reference=reference.sparse_mla_gathered,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
+        lowering=_LOWERING,
         dynamic=("num_tokens", "num_rows", "topk"),
         source="FlashMLA flash_mla_sparse_fwd; lse in natural logarithms",
+        providers=_GATHERED,
     )
 )
 
@@ -95,7 +102,7 @@ def sparse_mla_decode(
     extra_indices: Tensor | None = None,
     extra_lens: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    plan: Tensor | None = None,
+    plan: Tensor | FlashMlaPlan | None = None,
     positions: Tensor | None = None,
     cos_sin_cache: Tensor | None = None,
     *,
@@ -105,6 +112,7 @@ def sparse_mla_decode(
     layout: str = MainLayout.tag,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    impl: str = "auto",
 ) -> SparseMla:
     """Attend to the window's rows and to the selected rows of the compressed cache; keys are
     values.
@@ -127,7 +135,8 @@ def sparse_mla_decode(
         plan: How to share the keys of all tokens among programs, [num_pieces, 4], int32, from
             ``sparse_mla_plan`` for as many tokens and heads; None to cut every token alike. Which
             lens it was made of changes only the speed. What another tensor in its place gives is
-            undefined, but in bounds.
+            undefined, but in bounds. Or a ``FlashMlaPlan`` for the sizes of this call, from
+            ``dsv4_ops.providers.flash_mla_plan``, which nothing but FlashMLA reads.
         positions: Absolute position of every query, [num_tokens], int64, to have the rotation of
             the output undone where it is computed; None to leave it, and then no ``cos_sin_cache``.
             Rows of a position below 0 or past the table are not rotated.
@@ -141,6 +150,8 @@ def sparse_mla_decode(
             decide. At least 0, and 0 with a plan.
         batch_invariant: With num_splits 0, cut by the widths alone: a token's result has the same
             bits whatever other tokens are in the batch. Not with a plan.
+        impl: What runs: "triton" our kernels, "flash_mla" FlashMLA, "reference" the definition;
+            "auto" ours, unless FlashMLA is there and was faster at these sizes on an H200.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions``
@@ -153,14 +164,20 @@ def sparse_mla_decode(
 
     Raises:
         ValueError: shapes that disagree, caches that are not of the layout, a number out of range,
-            or several devices.
+            a ``FlashMlaPlan`` of other sizes, or several devices.
         TypeError: a dtype other than the ones above.
+        NotImplementedError: an ``impl`` that does not take the call: FlashMLA has 64 or 128 heads,
+            up to 8192 tokens and the layout "v4_fp8", and decides itself what it splits.
+        ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
     Compile: on CUDA our Triton kernels (one over splits, one that joins them) in the graph and in
         AOTInductor packages; float32 queries, rows of another width than 512, angles of another
         rope_dim than 64 and other devices get the reference: gathers and matrix products, and
-        Inductor may keep the output in float32 until it is rotated. Dynamic in num_tokens, the
-        pages of the caches, both widths and num_positions; CUDA graphs and export: yes.
+        Inductor may keep the output in float32 until it is rotated. FlashMLA is a call of its own
+        op, in AOTInductor packages too, which then need that library; slots that do not exist
+        become -1 before it, and a rotation is undone behind it. It plans in every call, unless
+        there is a ``FlashMlaPlan``. Dynamic in num_tokens, the pages of the caches, both widths
+        and num_positions, which have "auto" take ours; CUDA graphs and export: yes.
 
     Source: FlashMLA ``flash_mla_with_kvcache`` with ``indices`` and ``extra_indices_in_kvcache``.
         The lse of a token without keys is -inf here, +inf there.
@@ -186,9 +203,9 @@ def sparse_mla_decode(
         ... ).out
         tensor([[[ 2.,  2.,  2., -2.]]])
     """
-    checks = check_queries("sparse_mla_decode", q, layout)
-    check_splits(checks, num_splits, batch_invariant)
-    checks.above(0, softmax_scale=softmax_scale)
+    cuts: _Settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
+    taken: _Settings = {"layout": layout, **cuts}
+    checks = check_decode("sparse_mla_decode", q, softmax_scale, DECODE_PROVIDERS, impl, **taken)
     checks.at_least(1, extra_block_size=extra_block_size)
     check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
     check_lists(checks, "swa", swa_indices, swa_lens)
@@ -198,29 +215,16 @@ def sparse_mla_decode(
     else:
         check_none(checks, extra_cache, extra_indices, extra_lens)
     check_sink(checks, attn_sink)
-    check_plan(checks, plan, num_splits, batch_invariant)
+    extra_width = 0 if extra_indices is None else extra_indices.shape[1]
+    widths = (swa_indices.shape[1], extra_width)
+    plan = check_plan(checks, plan, num_splits, batch_invariant, impl, widths)
     check_turn(checks, q, positions, cos_sin_cache)
-    return SparseMla(
-        *_sparse_mla_decode(
-            q,
-            swa_cache,
-            swa_indices,
-            swa_lens,
-            extra_cache,
-            extra_indices,
-            extra_lens,
-            attn_sink,
-            plan,
-            positions,
-            cos_sin_cache,
-            softmax_scale=softmax_scale,
-            swa_block_size=swa_block_size,
-            extra_block_size=extra_block_size,
-            layout=layout,
-            num_splits=num_splits,
-            batch_invariant=batch_invariant,
-        )
-    )
+    window = (q, swa_cache, swa_indices, swa_lens)
+    rest = (attn_sink, plan, positions, cos_sin_cache)
+    sizes = {"swa_block_size": swa_block_size, "extra_block_size": extra_block_size}
+    extra = (extra_cache, extra_indices, extra_lens)
+    settings = {"softmax_scale": softmax_scale, "impl": impl, **sizes, **taken}
+    return SparseMla(*_sparse_mla_decode(*window, *extra, *rest, **settings))
 
 
 def sparse_mla_decode_paged(
@@ -233,7 +237,7 @@ def sparse_mla_decode_paged(
     req_indices: Tensor,
     extra_block_table: Tensor,
     attn_sink: Tensor | None = None,
-    plan: Tensor | None = None,
+    plan: Tensor | FlashMlaPlan | None = None,
     positions: Tensor | None = None,
     cos_sin_cache: Tensor | None = None,
     *,
@@ -243,6 +247,7 @@ def sparse_mla_decode_paged(
     layout: str = MainLayout.tag,
     num_splits: int = 0,
     batch_invariant: bool = False,
+    impl: str = "auto",
 ) -> SparseMla:
     """``sparse_mla_decode`` over the window and the first rows of each token's request: a C128
     layer, which selects nothing. The kernel walks the block table.
@@ -270,6 +275,7 @@ def sparse_mla_decode_paged(
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
         num_splits: Parts that the keys of a token are cut into; 0 has the batch decide.
         batch_invariant: With num_splits 0, cut by the widths alone.
+        impl: As for ``sparse_mla_decode``.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key. With ``positions``
@@ -279,12 +285,12 @@ def sparse_mla_decode_paged(
     Mutates: nothing.
 
     Raises:
-        ValueError: as ``sparse_mla_decode``.
-        TypeError: as ``sparse_mla_decode``.
+        ValueError, TypeError, NotImplementedError, ImportError, RuntimeError: as
+            ``sparse_mla_decode``.
 
     Compile: as ``sparse_mla_decode``; dynamic in num_tokens, num_reqs, max_blocks, swa_width,
         num_positions and the pages of the caches; CUDA graphs and export: yes. The reference
-        gathers every row of the block table for every token.
+        gathers every row of the block table for every token, and FlashMLA gets a list of them.
 
     Source: FlashMLA ``flash_mla_with_kvcache`` over the indices that vLLM 0.33 writes for C128.
 
@@ -302,9 +308,11 @@ def sparse_mla_decode_paged(
         >>> out[0, 0, 0].item(), lse.item()
         (2.0, 0.0)
     """
-    checks = check_queries("sparse_mla_decode_paged", q, layout)
-    check_splits(checks, num_splits, batch_invariant)
-    checks.above(0, softmax_scale=softmax_scale)
+    cuts: _Settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
+    taken: _Settings = {"layout": layout, **cuts}
+    checks = check_decode(
+        "sparse_mla_decode_paged", q, softmax_scale, DECODE_PROVIDERS, impl, **taken
+    )
     check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
     check_lists(checks, "swa", swa_indices, swa_lens)
     check_cache(checks, "extra", q, extra_cache, extra_block_size, layout)
@@ -312,30 +320,15 @@ def sparse_mla_decode_paged(
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("extra_block_table", extra_block_table, torch.int32, "num_reqs", "max_blocks")
     check_sink(checks, attn_sink)
-    check_plan(checks, plan, num_splits, batch_invariant)
+    widths = (swa_indices.shape[1], extra_block_table.shape[1] * extra_block_size)
+    plan = check_plan(checks, plan, num_splits, batch_invariant, impl, widths)
     check_turn(checks, q, positions, cos_sin_cache)
-    return SparseMla(
-        *_sparse_mla_decode_paged(
-            q,
-            swa_cache,
-            swa_indices,
-            swa_lens,
-            extra_cache,
-            extra_lens,
-            req_indices,
-            extra_block_table,
-            attn_sink,
-            plan,
-            positions,
-            cos_sin_cache,
-            softmax_scale=softmax_scale,
-            swa_block_size=swa_block_size,
-            extra_block_size=extra_block_size,
-            layout=layout,
-            num_splits=num_splits,
-            batch_invariant=batch_invariant,
-        )
-    )
+    window = (q, swa_cache, swa_indices, swa_lens)
+    rest = (attn_sink, plan, positions, cos_sin_cache)
+    sizes = {"swa_block_size": swa_block_size, "extra_block_size": extra_block_size}
+    extra = (extra_cache, extra_lens, req_indices, extra_block_table)
+    settings = {"softmax_scale": softmax_scale, "impl": impl, **sizes, **taken}
+    return SparseMla(*_sparse_mla_decode_paged(*window, *extra, *rest, **settings))
 
 
 def sparse_mla_gathered(
@@ -346,6 +339,7 @@ def sparse_mla_gathered(
     attn_sink: Tensor | None = None,
     *,
     softmax_scale: float,
+    impl: str = "auto",
 ) -> SparseMlaGathered:
     """Attend to rows of an unpaged tensor: the form of FlashMLA's sparse prefill.
 
@@ -356,6 +350,8 @@ def sparse_mla_gathered(
         lens: How many leading entries of ``indices`` count, [num_tokens], int32.
         attn_sink: Logit that joins the denominator, [num_heads], float32; None for none.
         softmax_scale: What q . k is multiplied by.
+        impl: What runs: "flash_mla" FlashMLA, "reference" the definition; "auto" the definition,
+            unless FlashMLA is there and was faster at these sizes on an H200.
 
     Returns:
         out: [num_tokens, num_heads, width], the dtype of q; 0 without any key.
@@ -368,9 +364,12 @@ def sparse_mla_gathered(
     Raises:
         ValueError: shapes that disagree, or several devices.
         TypeError: a dtype other than the ones above.
+        NotImplementedError: an ``impl`` that does not take the call: FlashMLA has 64 or 128 heads
+            and bfloat16 rows of 512 values.
+        ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
-    Compile: gathers and matrix products; dynamic in num_tokens, num_rows and topk; CUDA graphs and
-        export: yes.
+    Compile: gathers and matrix products, or the call of FlashMLA's op; dynamic in num_tokens,
+        num_rows and topk, which have "auto" take the former; CUDA graphs and export: yes.
 
     Source: FlashMLA ``flash_mla_sparse_fwd``.
 
@@ -390,6 +389,9 @@ def sparse_mla_gathered(
     checks.tensor("lens", lens, torch.int32, "num_tokens")
     checks.at_least(1, topk=indices.shape[1])
     check_sink(checks, attn_sink)
+    check_impl(checks.op, _GATHERED, impl, q.device, {"q": q})
     return SparseMlaGathered(
-        *_sparse_mla_gathered(q, kv, indices, lens, attn_sink, softmax_scale=softmax_scale)
+        *_sparse_mla_gathered(
+            q, kv, indices, lens, attn_sink, softmax_scale=softmax_scale, impl=impl
+        )
     )

@@ -78,6 +78,7 @@ def indexer_logits(
     block_size: int,
     num_rows: int,
     layout: str,
+    impl: str = "auto",
 ) -> Tensor:
     found, exists = paged_scores(
         q, weights, k_cache, lens, req_indices, block_table, block_size, num_rows, layout

@@ -57,6 +57,7 @@ def indexer_select(
     compress_ratio: int,
     topk: int,
     layout: str,
+    impl: str = "auto",
 ) -> Tensor:
     num_reqs, max_blocks = block_table.shape
     valid = valid_tokens(positions, req_indices, num_reqs)

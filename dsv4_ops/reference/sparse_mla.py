@@ -121,6 +121,7 @@ def sparse_mla_decode(
     layout: str,
     num_splits: int,
     batch_invariant: bool,
+    impl: str = "auto",
 ) -> SparseMla:
     extra = None
     if extra_cache is not None and extra_indices is not None and extra_lens is not None:
@@ -152,6 +153,7 @@ def sparse_mla_decode_paged(
     layout: str,
     num_splits: int,
     batch_invariant: bool,
+    impl: str = "auto",
 ) -> SparseMla:
     swa = indexed_keys(swa_cache, swa_indices, swa_lens, block_size=swa_block_size, layout=layout)
     extra = paged_keys(
@@ -174,6 +176,7 @@ def sparse_mla_gathered(
     attn_sink: Tensor | None,
     *,
     softmax_scale: float,
+    impl: str = "auto",
 ) -> SparseMlaGathered:
     exists = listed(indices, lens) & (indices < kv.shape[0])
     column = torch.arange(kv.shape[1], device=kv.device)

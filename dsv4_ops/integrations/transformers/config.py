@@ -34,7 +34,8 @@ class ModelSpec:
     """What of a model its cache and its steps depend on.
 
     ``layers``: of the attention; ``kinds``: of every layer; ``recipe`` and ``kv``: as they were
-    given to ``patch``; ``step_layers``: ``layers`` as ``batch_invariant`` wants them;
+    given to ``patch``; ``step_layers``: ``layers`` as ``batch_invariant`` and ``impl`` want
+    them;
     ``dtype``: of the model.
     """
 
@@ -54,6 +55,7 @@ class ModelSpec:
         precision: str | Recipe,
         *,
         batch_invariant: bool = False,
+        impl: str = "auto",
     ) -> ModelSpec:
         """The specification of ``config``, or the error of ``op`` that says why there is none."""
         _check_model(op, config)
@@ -78,7 +80,8 @@ class ModelSpec:
             dtype=_DTYPE_OF_KV[kv],
         )
         kinds = tuple(KIND_OF_TYPE[kind] for kind in config.layer_types)
-        step_layers = replace(layers, batch_invariant=batch_invariant)
+        _check_flash_mla(op, impl, kv, batch_invariant)
+        step_layers = replace(layers, batch_invariant=batch_invariant, impl=impl)
         dtype = getattr(config, "dtype", None)
         if not isinstance(dtype, torch.dtype):  # a configuration that no model was made of
             dtype = _DTYPE_OF_KV[kv]
@@ -123,6 +126,23 @@ def _check_model(op: str, config: Any) -> None:
             ", ".join(map(repr, unknown)),
             "These layers are unknown to this version",
         )
+
+
+def _check_flash_mla(op: str, impl: str, kv: str, batch_invariant: bool) -> None:
+    """FlashMLA reads its own layout and decides itself what it splits."""
+    if impl != "flash_mla" or (kv == "fp8" and not batch_invariant):
+        return
+    name, rule, value = ("kv", "be 'fp8'", repr(kv))
+    if kv == "fp8":
+        name, rule, value = ("batch_invariant", "be False", "True")
+    raise refusal(
+        NotImplementedError,
+        op,
+        name,
+        f"{rule} for impl 'flash_mla'",
+        value,
+        "FlashMLA runs nothing else",
+    )
 
 
 def _check_sizes(op: str, config: Any, kv: str) -> None:

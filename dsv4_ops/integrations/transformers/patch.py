@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.choice import IMPLS
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers import forwards, generation
 from dsv4_ops.integrations.transformers.config import ModelSpec
@@ -37,7 +38,9 @@ def patch(
         kv: What keys are stored as: "fp8" (584 bytes per row, FlashMLA's layout), "bf16" or "fp32".
         precision: "serve" computes what the official code computes where Hugging Face differs,
             "reference" what Hugging Face does; or a ``Recipe``.
-        impl: Which kernels run. "auto" takes ours.
+        impl: What runs the selection and the attention of decodes: "triton" our kernels,
+            "flash_mla" and "deep_gemm" these libraries in what they can do, "reference" the
+            definitions; "auto" what is fastest here.
         batch_invariant: Whether a request's attention is bit-equal whatever its neighbours are.
 
     Returns:
@@ -57,8 +60,8 @@ def patch(
     config = getattr(model, "config", model)
     checks = Checks("patch")
     checks.flag("batch_invariant", batch_invariant)
-    spec = ModelSpec.of("patch", config, kv, precision, batch_invariant=batch_invariant)
-    checks.one_of("impl", impl, "auto", belongs_to="this version has")
+    checks.one_of("impl", impl, *IMPLS, belongs_to="shall run")
+    spec = ModelSpec.of("patch", config, kv, precision, batch_invariant=batch_invariant, impl=impl)
     _check_model(model)
     replaced = _Replacements(model)
     for name, hook in generation.HOOKS.items():

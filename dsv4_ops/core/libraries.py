@@ -1,0 +1,171 @@
+"""Where FlashMLA and DeepGEMM are on this machine, and how they are loaded: not before they are
+used, and never twice."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FLASH_MLA, DEEP_GEMM = "flash_mla", "deep_gemm"
+LIBRARIES = (FLASH_MLA, DEEP_GEMM)
+
+VARIABLES = {FLASH_MLA: "DSV4_OPS_FLASH_MLA", DEEP_GEMM: "DSV4_OPS_DEEP_GEMM"}
+"""Environment variables that name a library; what they name is used, or nothing."""
+
+FLASH_MLA_OPS = "_flashmla_C"
+"""Namespace of the ops that vLLM's build of FlashMLA registers."""
+
+_BUILD = "_flashmla_C*.so"
+_DECODE = f"{FLASH_MLA_OPS}::sparse_decode_fwd"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A library on this machine.
+
+    Args:
+        where: What was found, as in "found ...".
+        load: Load it; what it returns is what the adapters call. Raises whatever stands in the way.
+    """
+
+    where: str
+    load: Callable[[], Any]
+
+
+def find(name: str) -> Found | str:
+    """The library ``name``, or why there is none. Imports nothing."""
+    variable = VARIABLES[name]
+    given = os.environ.get(variable)
+    find_one = _find_flash_mla if name == FLASH_MLA else _find_deep_gemm
+    found = find_one(given)
+    if found is not None:
+        return found
+    if given:
+        wanted = "a library" if name == FLASH_MLA else "a folder with deep_gemm"
+        return f"{variable} names no such thing as {wanted}: {given}"
+    extra = name.replace("_", "-")
+    return f"not installed (extra {extra}, vLLM's build, or a path in {variable})"
+
+
+@functools.cache
+def find_name(name: str) -> str:
+    """What ``find`` finds, in words; "none" if nothing."""
+    found = find(name)
+    return "none" if isinstance(found, str) else found.where
+
+
+@functools.cache
+def load(name: str) -> Any:
+    """The loaded library ``name``.
+
+    Raises:
+        ImportError: there is none; or whatever importing it raises.
+    """
+    found = find(name)
+    if isinstance(found, str):
+        raise ImportError(found)
+    return found.load()
+
+
+def _find_flash_mla(given: str | None) -> Found | None:
+    if _registered(_DECODE):
+        return Found(f"ops {FLASH_MLA_OPS}, which this process has loaded", _flash_mla_ops)
+    if given:
+        path = Path(given)
+        return _build(path) if path.is_file() else None
+    if importlib.util.find_spec(FLASH_MLA) is not None:
+        return Found("module flash_mla", lambda: importlib.import_module(FLASH_MLA))
+    for folder in _vllm_folders():
+        for path in sorted(folder.glob(_BUILD)):
+            return _build(path)
+    return None
+
+
+def _build(path: Path) -> Found:
+    return Found(str(path), lambda: _load_build(path))
+
+
+def _load_build(path: Path) -> Any:
+    torch.ops.load_library(str(path))
+    if not _registered(_DECODE):
+        raise ImportError(f"{path} registers no op {_DECODE}")
+    return _flash_mla_ops()
+
+
+def _flash_mla_ops() -> Any:
+    return getattr(torch.ops, FLASH_MLA_OPS)
+
+
+def _registered(op: str) -> bool:
+    try:
+        torch._C._dispatch_find_schema_or_throw(op, "")
+    except RuntimeError:
+        return False
+    return True
+
+
+def _find_deep_gemm(given: str | None) -> Found | None:
+    if DEEP_GEMM in sys.modules:
+        return Found("module deep_gemm, which is imported", lambda: sys.modules[DEEP_GEMM])
+    if given:
+        inside = (Path(given), Path(given) / DEEP_GEMM, Path(given) / "third_party" / DEEP_GEMM)
+        folders = [folder for folder in inside if folder.name == DEEP_GEMM]
+    elif importlib.util.find_spec(DEEP_GEMM) is not None:
+        return Found("module deep_gemm", _import_deep_gemm)
+    else:
+        folders = [folder / "third_party" / DEEP_GEMM for folder in _vllm_folders()]
+    for folder in folders:
+        if (folder / "__init__.py").is_file():
+            return Found(str(folder), functools.partial(_import_deep_gemm, folder))
+    return None
+
+
+def _import_deep_gemm(folder: Path | None = None) -> Any:
+    """The module, from ``folder`` if that is not where Python looks; its parents are not
+    imported."""
+    _preload("libnvrtc.so.13", "libnvrtc.so.12")  # import torch does not load it
+    if folder is None:
+        return importlib.import_module(DEEP_GEMM)
+    spec = importlib.util.spec_from_file_location(
+        DEEP_GEMM, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{folder} is no module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[DEEP_GEMM] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[DEEP_GEMM]
+        raise
+    return module
+
+
+def _preload(*sonames: str) -> None:
+    """Load the first of these that there is, from the system or from the packages of NVIDIA."""
+    folders = [Path(entry) / "nvidia" for entry in sys.path if entry]
+    for soname in sonames:
+        inside = [str(path) for folder in folders for path in folder.glob(f"*/lib/{soname}")]
+        for path in (*inside, soname):
+            try:
+                ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            except OSError:  # the next one may load
+                continue
+            return
+
+
+def _vllm_folders() -> list[Path]:
+    """Where vLLM is installed; a top-level name is found without importing it."""
+    spec = importlib.util.find_spec("vllm")
+    locations = [] if spec is None else getattr(spec, "submodule_search_locations", None)
+    return [Path(folder) for folder in locations or ()]

@@ -1,0 +1,49 @@
+"""What ``impl="auto"`` takes on this machine, for people."""
+
+from __future__ import annotations
+
+from dsv4_ops.core.choice import DEVICES, REFERENCE, ours
+from dsv4_ops.core.libraries import LIBRARIES
+from dsv4_ops.core.measured import MEASURED_BY, RULES, Rule
+from dsv4_ops.core.providers import probe
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import OPS, OpSpec
+
+
+def explain(op: str | None = None) -> str:
+    """Executions of every op that has a choice, or of one: what runs it, from which sizes on a
+    library does, and whether that runs here.
+
+    Raises:
+        ValueError: no such op, or one that runs in one way only.
+    """
+    specs = [spec for spec in OPS.values() if spec.has_choice]
+    if op is not None:
+        names = [spec.name for spec in specs]
+        if op not in names:
+            rule = "be one of " + ", ".join(names)
+            raise refusal(ValueError, "explain", "op", rule, repr(op), "Others have no choice")
+        specs = [OPS[op]]
+    lines = [line for spec in specs for line in (*_of(spec), "")]
+    return "\n".join([*lines, f"measured on an H200 by: {MEASURED_BY}"])
+
+
+def _of(spec: OpSpec) -> list[str]:
+    lines = [spec.name, f"  elsewhere  {REFERENCE}", f"  {DEVICES[0]:<9}  {ours(spec)}"]
+    for library in LIBRARIES:
+        if library not in spec.providers:
+            continue
+        rules = [rule for rule in RULES if (rule.op, rule.library) == (spec.name, library)]
+        when = "; ".join(map(_text, rules)) or "only if asked for: nowhere faster"
+        found = probe(library)
+        state = "usable" if found.usable else "not usable"
+        lines += [f"  {library:<9}  {when}", f"  {'':<9}  {state}: {found.reason}"]
+    return lines
+
+
+def _text(rule: Rule) -> str:
+    heads = "any heads" if rule.heads is None else f"{rule.heads} heads"
+    plan = ", with a plan of flash_mla_plan" if rule.planned else ""
+    ours_us, theirs_us = rule.measured
+    figures = f"{theirs_us} us there where ours takes {ours_us}"
+    return f"{heads}, from {rule.tokens} tokens and {rule.columns} columns on{plan} ({figures})"

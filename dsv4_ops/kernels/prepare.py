@@ -1,0 +1,104 @@
+"""What FlashMLA and DeepGEMM do not check, in ops of torch: for GPUs without triton, and what the
+kernels in ``foreign_lists`` mean."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dsv4_ops.core.types import ABSENT, INT32_MAX
+from dsv4_ops.reference.common import int32_slots
+from dsv4_ops.reference.pages import locate
+
+_LARGEST_SINK = 1e30
+"""Instead of inf, which FlashMLA subtracts from the inf that is its lse of no key."""
+
+
+class Listed(NamedTuple):
+    """Rows of a cache that tokens attend to: their slots, or the block table of their requests.
+
+    Args:
+        indices: Slots [num_tokens, width]; or pages [num_reqs, max_blocks].
+        lens: Rows that count, [num_tokens].
+        num_blocks: Pages of the cache.
+        block_size: Rows of a page.
+        req_indices: Request of every token, if ``indices`` are pages.
+    """
+
+    indices: Tensor
+    lens: Tensor
+    num_blocks: int
+    block_size: int
+    req_indices: Tensor | None = None
+
+    def width(self) -> int:
+        """Rows that a token may have."""
+        return self.indices.shape[1] * (1 if self.req_indices is None else self.block_size)
+
+
+class Prepared(NamedTuple):
+    """Lists as FlashMLA takes them: padded, and -1 where no row counts."""
+
+    slots: Tensor
+    lens: Tensor
+    extra_slots: Tensor | None
+    extra_lens: Tensor | None
+    sink: Tensor | None
+
+
+def list_slots(
+    window: Listed, extra: Listed | None, sink: Tensor | None, multiple: int
+) -> Prepared:
+    """Both lists, padded to a ``multiple`` of columns, lens within their width, and a sink that is
+    finite or -inf."""
+    finite = None if sink is None else sink.clamp(max=_LARGEST_SINK).contiguous()
+    slots, lens = _listed(window, multiple)
+    if extra is None:
+        return Prepared(slots, lens, None, None, finite)
+    return Prepared(slots, lens, *_listed(extra, multiple), finite)
+
+
+def _listed(rows: Listed, multiple: int) -> tuple[Tensor, Tensor]:
+    width, slots = rows.width(), rows.indices
+    column = torch.arange(width, device=slots.device)
+    kept = column < rows.lens[:, None]
+    if rows.req_indices is not None:
+        found = locate(slots, rows.req_indices[:, None], column, kept, rows.block_size)
+        slots = int32_slots(*found, rows.block_size)
+    count = torch.sym_min(rows.num_blocks * rows.block_size, INT32_MAX)
+    kept = kept & (slots >= 0) & (slots < count)
+    slots = pad(torch.where(kept, slots, ABSENT), (0, -width % multiple), value=ABSENT)
+    return slots, rows.lens.clamp(0, width).contiguous()
+
+
+def no_key(lse: Tensor) -> Tensor:
+    """An lse of no key, which is inf, as -inf."""
+    return torch.nan_to_num(lse, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
+
+
+def list_pages(
+    block_table: Tensor, req_indices: Tensor, lens: Tensor, num_blocks: int, most: int
+) -> tuple[Tensor, Tensor]:
+    """Pages of every token, page 0 for those that do not exist, and how many of its rows count."""
+    real = (req_indices >= 0) & (req_indices < block_table.shape[0])
+    pages = block_table[torch.where(real, req_indices, 0)]
+    pages = torch.where((pages >= 0) & (pages < num_blocks) & real[:, None], pages, 0)
+    return pages, torch.where(real, lens, 0).clamp(0, most).to(torch.int32)
+
+
+def fill_absent(
+    logits: Tensor,
+    block_table: Tensor,
+    req_indices: Tensor,
+    counted: Tensor,
+    num_blocks: int,
+    block_size: int,
+) -> Tensor:
+    """-inf for rows that do not count, and on pages that do not exist."""
+    row = torch.arange(logits.shape[1], device=logits.device)
+    wanted = row < counted[:, None]
+    pages, _ = locate(block_table, req_indices[:, None], row, wanted, block_size)
+    return torch.where((pages >= 0) & (pages < num_blocks), logits, -torch.inf)

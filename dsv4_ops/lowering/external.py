@@ -1,0 +1,67 @@
+"""Calls of libraries in compiled code: of the library's own op where it registers one, so that a
+package needs nothing but the library."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from dsv4_ops.core.choice import AUTO
+from dsv4_ops.core.refusal import refusal
+
+_lowered: set[Any] = set()
+
+
+def adapter(library: str) -> Any:
+    """``kernels/<library>.py``."""
+    return importlib.import_module(f"dsv4_ops.kernels.{library}")
+
+
+def packaging() -> bool:
+    """Whether AOTInductor makes a package of what is traced."""
+    if "torch._inductor.virtualized" not in sys.modules:
+        return False
+    from dsv4_ops.lowering import _compat
+
+    return _compat.V.aot_compilation is True
+
+
+def fits(op: str, library: str, impl: str) -> bool:
+    """Whether what is compiled can call ``library``; raises if it was asked for and cannot."""
+    if not packaging() or adapter(library).packaged():
+        return True
+    if impl == AUTO:
+        return False
+    raise refusal(
+        NotImplementedError,
+        op,
+        "impl",
+        "be another in an AOTInductor package",
+        repr(library),
+        "Its functions are no ops of torch, and a package calls nothing else",
+    )
+
+
+def prepare(library: str) -> None:
+    """Have Inductor call the library's ops where a graph holds ours."""
+    if "torch._inductor.lowering" not in sys.modules:
+        return
+    from dsv4_ops.lowering import _compat
+
+    for ours, theirs in adapter(library).lowered().items():
+        if ours not in _lowered:
+            _lowered.add(ours)
+            _compat.register_lowering(ours, type_promotion_kind=None)(_call_of(theirs))
+
+
+def _call_of(theirs: Any) -> Any:
+    from dsv4_ops.kernels.foreign import trailing
+    from dsv4_ops.lowering import _compat
+
+    call = _compat.fallback_handler(theirs)
+
+    def lower(*args: Any) -> Any:
+        return call(*args, *trailing(theirs, len(args)))
+
+    return lower

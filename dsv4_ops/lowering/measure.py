@@ -1,0 +1,180 @@
+"""``impl="auto"`` under max_autotune: the candidates that can run here, timed on inputs of the
+sizes that are compiled."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from dsv4_ops.core import choice
+from dsv4_ops.core.choice import Values
+from dsv4_ops.core.libraries import LIBRARIES
+from dsv4_ops.core.registry import OPS, OpSpec
+
+_CALLS, _REPLAYS, _MOST_BLOCKS = 4, 9, 4096
+
+Signature = tuple[tuple[str, Any], ...]
+
+
+def fastest(spec: OpSpec, values: Values) -> str | None:
+    """The fastest execution of such a call; None if there is nothing to measure: without
+    max_autotune, of sizes that are symbols, and where no library runs."""
+    if values["impl"] != choice.AUTO or not _asked_for() or choice.takes_no_library(values):
+        return None
+    signature = _signature(values)
+    if signature is None or torch.cuda.is_current_stream_capturing():
+        return None
+    libraries = [name for name in spec.providers if name in LIBRARIES]
+    able = [name for name in libraries if not choice.limit(spec.name, name, values)]
+    able = [name for name in able if not choice.unusable(name)]
+    return _measured(spec.name, (choice.ours(spec), *able), signature) if able else None
+
+
+def _asked_for() -> bool:
+    if "torch._inductor.config" not in sys.modules:
+        return False
+    from dsv4_ops.lowering import _compat
+
+    return bool(_compat.config.max_autotune)
+
+
+def _signature(values: Values) -> Signature | None:
+    """Names with what they are like; None if a size is a symbol."""
+    found: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            found.append((name, value))
+            continue
+        if not all(isinstance(size, int) for size in value.shape):
+            return None
+        found.append((name, (tuple(value.shape), value.dtype, value.device)))
+    return tuple(found)
+
+
+@functools.cache
+def _measured(op: str, impls: tuple[str, ...], signature: Signature) -> str:
+    with _disable_current_modes(), torch.no_grad():
+        values = example(op, dict(signature))
+        times = {impl: _time_of(OPS[op], impl, values) for impl in impls}
+    return min(times, key=times.__getitem__)  # the first, which is ours, if none can run
+
+
+def _time_of(spec: OpSpec, impl: str, values: dict[str, Any]) -> float:
+    """Microseconds; endless if it cannot run."""
+    given = dict(values)
+    plan = given.get("plan")
+    if plan is not None and impl not in LIBRARIES:
+        given["plan"] = None
+    if impl == "reference":
+        call: Callable[[], Any] = functools.partial(spec.reference, **given)
+    else:
+        call = functools.partial(spec.launcher(impl), lambda kernel: kernel, **given)
+    try:
+        return device_us(call)
+    except (RuntimeError, NotImplementedError):
+        return math.inf
+
+
+def device_us(call: Callable[[], Any]) -> float:
+    """Time of a call in a CUDA graph, so that launches from Python do not count."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for _ in range(_CALLS)]
+    graph.replay()
+    samples = []
+    for _ in range(_REPLAYS):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        samples.append(start.elapsed_time(stop) * 1e3 / len(kept))
+    return float(statistics.median(samples))
+
+
+def example(op: str, like: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of these shapes: full lists of rows from all over the caches."""
+    made: dict[str, Any] = {}
+    for name, value in like.items():
+        made[name] = value
+        if isinstance(value, tuple) and len(value) == 3:
+            made[name] = _tensor(name, *value)
+    for name, rows in _rows(made).items():
+        most = max(rows, 1)
+        made[name].copy_(torch.randint(0, most, made[name].shape, device=made[name].device))
+    for name in ("lens", "swa_lens", "extra_lens"):
+        if isinstance(made.get(name), Tensor):
+            made[name].fill_(_most(name, made))
+    if op == "indexer_select":
+        made["positions"].fill_(_table_rows(made, "block_table") * made["compress_ratio"] - 1)
+    requests = made.get("req_indices")
+    if isinstance(requests, Tensor):
+        table = made["block_table"] if "block_table" in made else made["extra_block_table"]
+        count = torch.arange(len(requests), device=requests.device)
+        requests.copy_(count % max(table.shape[0], 1))
+    if isinstance(made.get("plan"), Tensor):
+        made["plan"] = _plan(made)
+    return made
+
+
+def _tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if name.endswith("cache") and dtype == torch.uint8:
+        shape = (min(shape[0], _MOST_BLOCKS), *shape[1:])
+    if dtype.is_floating_point:
+        return torch.randn(shape, device=device).to(dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _rows(made: dict[str, Any]) -> dict[str, int]:
+    """How many rows or pages the entries of each list choose among."""
+    found = {}
+    for source in ("swa", "extra"):
+        if isinstance(made.get(f"{source}_indices"), Tensor):
+            size = made[f"{source}_block_size"]
+            found[f"{source}_indices"] = made[f"{source}_cache"].shape[0] * size
+    for name, cache in (("extra_block_table", "extra_cache"), ("block_table", "k_cache")):
+        if name in made:
+            found[name] = made[cache].shape[0]
+    if "indices" in made:
+        found["indices"] = made["kv"].shape[0]
+    return found
+
+
+def _most(name: str, made: dict[str, Any]) -> int:
+    if name == "extra_lens" and "extra_block_table" in made:
+        return _table_rows(made, "extra_block_table", "extra_block_size")
+    if name == "lens" and "block_table" in made:
+        return _table_rows(made, "block_table")
+    return int(made[name.replace("lens", "indices")].shape[1])
+
+
+def _table_rows(made: dict[str, Any], table: str, size: str = "block_size") -> int:
+    return int(made[table].shape[1] * made[size])
+
+
+def _plan(made: dict[str, Any]) -> Tensor:
+    from dsv4_ops.lowering.external import adapter
+
+    q, extra = made["q"], 0
+    if "extra_block_table" in made:
+        extra = _table_rows(made, "extra_block_table", "extra_block_size")
+    elif isinstance(made.get("extra_indices"), Tensor):
+        extra = made["extra_indices"].shape[1]
+    widths = (made["swa_indices"].shape[1], extra)
+    planned: Tensor = adapter("flash_mla").plan_for(*q.shape[:2], *widths, q.device).schedule
+    return planned

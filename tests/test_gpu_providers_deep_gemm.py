@@ -1,0 +1,95 @@
+"""DeepGEMM behind ``impl=`` on a GPU. Run there with ``pytest -m gpu tests``; ANCHOR_DIR names the
+bundle that holds it."""
+
+import math
+
+import pytest
+import torch
+from gpu_providers import captured
+from helpers import INT32_MAX, INT32_MIN
+from test_gpu_cache import needs_anchors
+from test_gpu_indexer import Batch
+from torch import Tensor
+
+import dsv4_ops as ops
+from dsv4_ops.lowering.inspect import (
+    build_package,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_anchors,
+    pytest.mark.usefixtures("found"),
+]
+pytest_plugins = ("gpu_providers",)
+
+
+def deep_gemm(batch: Batch, topk: int | None = None, impl: str = "deep_gemm", **changed) -> Tensor:
+    common = (batch.q, batch.weights, batch.cache)
+    settings = {"block_size": 64, "impl": impl}
+    if topk is not None:
+        rows = (batch.positions, batch.requests, batch.table)
+        sizes = {"compress_ratio": batch.ratio, "topk": topk}
+        return ops.indexer_select(*common, *rows, **sizes, **settings)
+    lens = ((batch.positions + 1) // batch.ratio).int()
+    rows = {"num_rows": batch.table.shape[1] * 64, **changed}
+    return ops.indexer_logits(*common, lens, batch.requests, batch.table, **rows, **settings)
+
+
+SHAPES = [(1, 2048, 64), (64, 4096, 32), (130, 8192, 64)]
+
+
+@pytest.mark.parametrize(("tokens", "rows", "heads"), SHAPES)
+def test_deep_gemm_selects_exactly_where_scores_are_exact(tokens, rows, heads):
+    """Pages that do not exist, requests that do not, tokens without a row, ties."""
+    batch = Batch(num_tokens=tokens, max_rows=rows, heads=heads)
+    batch.table[:, 1::9] = batch.cache.shape[0] + 5
+    batch.table[0, 2::11] = INT32_MAX
+    batch.table[-1, 3::11] = INT32_MIN
+    assert torch.equal(deep_gemm(batch, 512), deep_gemm(batch, 512, "triton"))
+    logits = deep_gemm(batch)
+    assert logits.is_contiguous()
+    assert torch.equal(logits, deep_gemm(batch, impl="triton"))
+    for num_rows in (0, 1, rows - 100, rows + 300):
+        same = deep_gemm(batch, num_rows=num_rows)
+        assert torch.equal(same, deep_gemm(batch, impl="triton", num_rows=num_rows))
+
+
+@pytest.mark.parametrize(("tokens", "rows", "heads"), SHAPES)
+def test_deep_gemm_scores_are_near(tokens, rows, heads):
+    """Upstream's tolerance: 5e-6 of the squared difference."""
+    batch = Batch(num_tokens=tokens, max_rows=rows, heads=heads, whole=False)
+    theirs, ours = deep_gemm(batch), deep_gemm(batch, impl="triton")
+    exist = ours > -math.inf
+    assert torch.equal(theirs > -math.inf, exist)
+    left, right = theirs[exist].double(), ours[exist].double()
+    assert 1 - 2 * (left * right).sum() / (left.square() + right.square()).sum() < 5e-6
+    lens = ((batch.positions + 1) // batch.ratio).int()
+    assert torch.equal(deep_gemm(batch, 512), ops.indexer_topk(theirs, lens, topk=512))
+
+
+@pytest.mark.parametrize("topk", [None, 512])
+def test_deep_gemm_compiled_and_captured(topk):
+    batch = Batch(num_tokens=24, max_rows=4096)
+    expected = deep_gemm(batch, topk)
+    compiled = torch.compile(lambda: deep_gemm(batch, topk), fullgraph=True, dynamic=False)
+    assert torch.equal(compiled(), expected)
+    graph, outputs = captured(lambda: deep_gemm(batch, topk))
+    for limit in (16384, 3000, 7):
+        batch.positions.copy_(batch.integers(0, limit, batch.positions.shape))
+        graph.replay()
+        assert torch.equal(outputs, deep_gemm(batch, topk, "triton"))
+
+
+def test_deep_gemm_is_in_no_package(tmp_path):
+    batch = Batch(num_tokens=24, max_rows=4096)
+
+    class Call(torch.nn.Module):
+        def forward(self, q):
+            batch.q = q
+            return deep_gemm(batch, 512)
+
+    program = torch.export.export(Call(), (batch.q,))
+    with pytest.raises(Exception, match=r"impl must be another in an AOTInductor package"):
+        build_package(program, tmp_path / "call.pt2")
