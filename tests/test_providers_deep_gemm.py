@@ -108,6 +108,8 @@ def test_deep_gemm_is_in_no_package(deep_gemm, tmp_path, monkeypatch):
     text += "Its functions are no ops of torch, and a package calls nothing else."
     with pytest.raises(Exception, match=re.escape(text)):
         packaged("deep_gemm")
+    if torch.__version__ < "2.12":  # whose CPU packages do not compile with FP8 arguments
+        return
     # auto takes ours there: here the reference, for want of a GPU
     monkeypatch.setattr(choice, "RULES", (rule_of("indexer_logits", "deep_gemm", 1, 1),))
     monkeypatch.setattr(choice, "_other_device", lambda device: "")
