@@ -25,6 +25,7 @@ import dsv4_ops as ops
 from dsv4_ops.core.layout import Layout, MainLayout, PlainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.sparse_mla import BARE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,7 +77,7 @@ def test_caches_beyond_4_gib(name: str, kind: str) -> None:
         else:
             pages = (places // 64)[table].int()
             extra = (cache, torch.full_like(lens, 150), torch.arange(tokens).int(), pages)
-        return Case("far", (q, *swa, *extra, sink, None), settings_of(64, 64, layout=kind))
+        return Case("far", (q, *swa, *extra, sink, *BARE), settings_of(64, 64, layout=kind))
 
     # pages of the large cache hold two of the rows each, those of the small one a row: the paged
     # op sees them as far as the table says, so both must hold the same pages

@@ -199,7 +199,18 @@ def _join_groups(largest, total, summed, EMULATE: tl.constexpr):
     highest = tl.max(largest, axis=0)
     anchor = tl.where(highest == float("-inf"), 0.0, highest)
     share = _exp2(largest - anchor[None], EMULATE)
-    return tl.sum(summed * share, axis=0) / tl.sum(total * share, axis=0)
+    return _sum_groups(summed * share) / _sum_groups(total * share)
+
+
+@triton.jit
+def _sum_groups(values):
+    """Sums [DIM] over up to 16 groups, neighbours first: the groups may lie in lanes or in warps,
+    and where they do decides the order of Triton's own sum, and so the last bit."""
+    for _ in tl.static_range(4):
+        if values.shape[0] > 1:
+            pairs = tl.reshape(values, (values.shape[0] // 2, 2, values.shape[1]))
+            values = tl.sum(pairs, axis=1)
+    return tl.reshape(values, (values.shape[1],))
 
 
 @triton.jit

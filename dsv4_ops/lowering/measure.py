@@ -49,7 +49,7 @@ def _asked_for() -> bool:
 def _signature(values: Values) -> Signature | None:
     """Names with what they are like; None if a size is a symbol."""
     found: list[tuple[str, Any]] = []
-    for name, value in values.items():
+    for name, value in sorted(values.items()):  # whatever order they were passed in
         if not isinstance(value, Tensor):
             found.append((name, value))
             continue

@@ -99,7 +99,8 @@ def masks(before: Method) -> Method:
         stored = given[_CACHE].seq_lens[: mask.shape[0], None]
         new = mask.to(torch.int64).cumsum(1) > stored
         length = given["inputs_embeds"].shape[1]
-        return (mask * new)[:, mask.shape[1] - length :]
+        # contiguous: strides that grow with the mask would be another graph
+        return (mask * new)[:, mask.shape[1] - length :].contiguous()
 
     return make
 
