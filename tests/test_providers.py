@@ -80,7 +80,7 @@ def test_a_missing_library_says_how_to_get_it(on_cpu, monkeypatch):
         extra, variable = library.replace("_", "-"), libraries.VARIABLES[library]
         assert str(error.value) == (
             f"{name}: impl must be one that runs here, got {library!r}. "
-            f"{library.replace('_', ' ').capitalize()}: not installed (extra {extra}, vLLM's "
+            f"{choice._NAMES[library]}: not installed (extra {extra}, vLLM's "
             f"build, or a path in {variable})."
         )
         UNUSABLE.cache_clear()
@@ -95,7 +95,7 @@ def test_a_library_that_does_not_run_here_says_why(on_cpu, monkeypatch):
     assert type(error.value) is RuntimeError
     assert str(error.value) == (
         "sparse_mla_decode: impl must be one that runs here, got 'flash_mla'. "
-        "Flash mla: needs a CUDA device: no driver (found: somewhere)."
+        "FlashMLA: needs a CUDA device: no driver (found: somewhere)."
     )
 
 

@@ -31,6 +31,17 @@ pytest_plugins = ("providers_on_cpu",)
 # --- under max_autotune
 
 
+MAX_AUTOTUNE = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}
+"""Without Inductor's own candidates for products, which take minutes to compile."""
+
+
+@pytest.fixture(autouse=True)
+def scalar_loops():
+    """Vectors are not the point, and take the C++ compiler as long again."""
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        yield
+
+
 @pytest.mark.parametrize("winner", ["flash_mla", "reference"])
 def test_max_autotune_measures_what_can_run(winner, flash_mla, monkeypatch):
     """On inputs of the compiled sizes, full lists, and once per sizes."""
@@ -51,7 +62,8 @@ def test_max_autotune_measures_what_can_run(winner, flash_mla, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     measure._measured.cache_clear()
     case = decode_case(1, 7, 64)
-    for options in ({"max_autotune": True}, {"max_autotune": True, "max_fusion_size": 8}):
+    for more in ({}, {"max_fusion_size": 8}):
+        options = {**MAX_AUTOTUNE, **more}
         torch._dynamo.reset()
         flash_mla.calls.clear()
         compiled = torch.compile(
@@ -64,6 +76,19 @@ def test_max_autotune_measures_what_can_run(winner, flash_mla, monkeypatch):
         assert flash_mla.calls == ["decode"] * (winner == "flash_mla")
     assert timed == ["reference", "flash_mla"]
     measure._measured.cache_clear()
+
+
+def test_max_autotune_on_a_cpu_measures_nothing():
+    """Of a torch that cannot ask a GPU anything."""
+    case = decode_case(1, 3, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *t: ops.sparse_mla_decode(*t, **case.settings),
+        options=MAX_AUTOTUNE,
+        dynamic=False,
+        fullgraph=True,
+    )
+    check(DECODE, case, compiled(*case.tensors[:8]), "max_autotune on a CPU")
 
 
 @pytest.mark.parametrize("name", [*LIBRARY_OPS["flash_mla"], *LIBRARY_OPS["deep_gemm"]])
@@ -158,7 +183,12 @@ print(fake_flash_mla.calls, counters["aot_autograd"]["autograd_cache_hit"])
 @pytest.mark.slow
 def test_cached_code_of_a_library_is_found_by_processes_that_have_it(tmp_path):
     """The second process has not traced the call; one without the library must not find it."""
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    env = {
+        **os.environ,
+        "ATEN_CPU_CAPABILITY": "default",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": ":".join(sys.path),
+    }
 
     def process(usable: str, impl: str) -> str:
         done = subprocess.run(

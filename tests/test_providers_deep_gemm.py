@@ -27,6 +27,13 @@ from dsv4_ops.lowering.inspect import (
 pytest_plugins = ("providers_on_cpu",)
 
 
+@pytest.fixture(autouse=True)
+def scalar_loops():
+    """Vectors are not the point, and take the C++ compiler as long again."""
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        yield
+
+
 @pytest.mark.parametrize("heads", [32, 64])
 @pytest.mark.parametrize("num_rows", [0, 1, 100, 256, 300])
 def test_the_adapter_gives_the_logits_of_the_reference(num_rows, heads, deep_gemm):

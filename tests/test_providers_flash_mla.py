@@ -30,6 +30,13 @@ from dsv4_ops.lowering.inspect import (
 pytest_plugins = ("providers_on_cpu",)
 
 
+@pytest.fixture(autouse=True)
+def scalar_loops():
+    """Vectors are not the point, and take the C++ compiler as long again."""
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        yield
+
+
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("name", LIBRARY_OPS["flash_mla"])
 def test_the_adapter_gives_what_the_reference_gives(name, heads, flash_mla):

@@ -25,8 +25,13 @@ from dsv4_ops.core.refusal import refusal
 if TYPE_CHECKING:
     from dsv4_ops.core.registry import OpSpec
 
+_TAG = "dsv4_ops_libraries="
+"""What the part of Inductor's cache keys begins with that names the libraries."""
+
 AUTO, TRITON, REFERENCE = "auto", "triton", "reference"
 IMPLS = (AUTO, TRITON, FLASH_MLA, DEEP_GEMM, REFERENCE)
+
+_NAMES = {FLASH_MLA: "FlashMLA", DEEP_GEMM: "DeepGEMM"}
 
 DEVICES = ("cuda",)
 """Types of the devices that kernels and libraries run on."""
@@ -218,7 +223,7 @@ def require(op: str, library: str) -> None:
         return
     found = libraries.find(library)
     kind = ImportError if isinstance(found, str) or "import failed" in reason else RuntimeError
-    advice = f"{library.replace('_', ' ').capitalize()}: {reason.rstrip('.')}"
+    advice = f"{_NAMES[library]}: {reason.rstrip('.')}"
     raise refusal(kind, op, "impl", "be one that runs here", repr(library), advice)
 
 
@@ -244,16 +249,19 @@ def prepare(spec: OpSpec, values: Values) -> None:
     if torch.compiler.is_exporting() or values["q"].device.type not in DEVICES:
         return
     choose(spec, values)
+    known = Sizes.of(spec.name, values) is not None
     for library in spec.providers:  # max_autotune, which is not known yet, may choose any of them
-        open_to_all = values["impl"] == AUTO and library in LIBRARIES
+        open_to_all = known and values["impl"] == AUTO and library in LIBRARIES
         if open_to_all and limit(spec.name, library, values) is None:
             unusable(library)
-    state = ",".join(f"{name}:{libraries.find_name(name)}" for name in LIBRARIES)
-    tag = f"dsv4_ops_libraries={state}"
+    found = {name: libraries.find_name(name) for name in LIBRARIES}
+    state = ",".join(f"{name}:{place}" for name, place in found.items() if place != "none")
     present = compiler_config.cache_key_tag.split(";")
-    if tag not in present:
-        kept = [each for each in present if each and not each.startswith("dsv4_ops_libraries=")]
-        compiler_config.cache_key_tag = ";".join([*kept, tag])
+    kept = [each for each in present if each and not each.startswith(_TAG)]
+    # no tag without a library: it would part caches for nothing
+    wanted = [*kept, _TAG + state] if state else kept
+    if present != wanted:
+        compiler_config.cache_key_tag = ";".join(wanted)
 
 
 def _either(words: Sequence[str]) -> str:

@@ -83,7 +83,7 @@ def _find_flash_mla(given: str | None) -> Found | None:
     if given:
         path = Path(given)
         return _build(path) if path.is_file() else None
-    if importlib.util.find_spec(FLASH_MLA) is not None:
+    if _spec(FLASH_MLA) is not None:
         return Found("module flash_mla", lambda: importlib.import_module(FLASH_MLA))
     for folder in _vllm_folders():
         for path in sorted(folder.glob(_BUILD)):
@@ -120,7 +120,7 @@ def _find_deep_gemm(given: str | None) -> Found | None:
     if given:
         inside = (Path(given), Path(given) / DEEP_GEMM, Path(given) / "third_party" / DEEP_GEMM)
         folders = [folder for folder in inside if folder.name == DEEP_GEMM]
-    elif importlib.util.find_spec(DEEP_GEMM) is not None:
+    elif _spec(DEEP_GEMM) is not None:
         return Found("module deep_gemm", _import_deep_gemm)
     else:
         folders = [folder / "third_party" / DEEP_GEMM for folder in _vllm_folders()]
@@ -166,6 +166,14 @@ def _preload(*sonames: str) -> None:
 
 def _vllm_folders() -> list[Path]:
     """Where vLLM is installed; a top-level name is found without importing it."""
-    spec = importlib.util.find_spec("vllm")
+    spec = _spec("vllm")
     locations = [] if spec is None else getattr(spec, "submodule_search_locations", None)
     return [Path(folder) for folder in locations or ()]
+
+
+def _spec(name: str) -> Any:
+    """Where a module is; None also for what stands in ``sys.modules`` without saying so."""
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None

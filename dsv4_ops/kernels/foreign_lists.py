@@ -223,7 +223,8 @@ def list_slots(
     extra_slots, extra_lens, padded = slots, swa_lens, 0
     if extra is not None:
         more, more_width = extra, extra.width()
-        padded = more_width + -more_width % multiple
+        # at least a block: of a list of no columns nobody would store the length
+        padded = torch.sym_max(more_width + -more_width % multiple, multiple)
         extra_slots = indices.new_empty((num_tokens, padded))
         extra_lens = lens.new_empty(num_tokens)
         requests = lens if extra.req_indices is None else extra.req_indices
@@ -309,7 +310,8 @@ def list_pages(
     num_tokens, (num_reqs, max_blocks) = lens.shape[0], block_table.shape
     pages = block_table.new_empty((num_tokens, max_blocks))
     counted = lens.new_empty(num_tokens)
-    launch(list_pages_kernel)[(num_tokens, (max_blocks + COLUMNS - 1) // COLUMNS)](
+    tiles = torch.sym_max((max_blocks + COLUMNS - 1) // COLUMNS, 1)  # one stores the lengths
+    launch(list_pages_kernel)[(num_tokens, tiles)](
         block_table,
         block_table.stride(0),
         block_table.stride(1),

@@ -70,7 +70,8 @@ def _listed(rows: Listed, multiple: int) -> tuple[Tensor, Tensor]:
         slots = int32_slots(*found, rows.block_size)
     count = torch.sym_min(rows.num_blocks * rows.block_size, INT32_MAX)
     kept = kept & (slots >= 0) & (slots < count)
-    slots = pad(torch.where(kept, slots, ABSENT), (0, -width % multiple), value=ABSENT)
+    padded = torch.sym_max(width + -width % multiple, multiple)
+    slots = pad(torch.where(kept, slots, ABSENT), (0, padded - width), value=ABSENT)
     return slots, rows.lens.clamp(0, width).contiguous()
 
 

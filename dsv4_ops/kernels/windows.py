@@ -204,9 +204,9 @@ def _join_groups(largest, total, summed, EMULATE: tl.constexpr):
 
 @triton.jit
 def _sum_groups(values):
-    """Sums [DIM] over up to 16 groups, neighbours first: the groups may lie in lanes or in warps,
+    """Sums [DIM] over up to 64 groups, neighbours first: the groups may lie in lanes or in warps,
     and where they do decides the order of Triton's own sum, and so the last bit."""
-    for _ in tl.static_range(4):
+    for _ in tl.static_range(6):
         if values.shape[0] > 1:
             pairs = tl.reshape(values, (values.shape[0] // 2, 2, values.shape[1]))
             values = tl.sum(pairs, axis=1)

@@ -3,6 +3,7 @@ sizes that are compiled."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import statistics
@@ -27,6 +28,8 @@ Signature = tuple[tuple[str, Any], ...]
 def fastest(spec: OpSpec, values: Values) -> str | None:
     """The fastest execution of such a call; None if there is nothing to measure: without
     max_autotune, of sizes that are symbols, and where no library runs."""
+    if values["q"].device.type not in choice.DEVICES:
+        return None
     if values["impl"] != choice.AUTO or not _asked_for() or choice.takes_no_library(values):
         return None
     signature = _signature(values)
@@ -61,8 +64,11 @@ def _signature(values: Values) -> Signature | None:
 
 @functools.cache
 def _measured(op: str, impls: tuple[str, ...], signature: Signature) -> str:
-    with _disable_current_modes(), torch.no_grad():
-        values = example(op, dict(signature))
+    given = dict(signature)
+    device = given["q"][2]
+    here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with _disable_current_modes(), torch.no_grad(), here:
+        values = example(op, given)
         times = {impl: _time_of(OPS[op], impl, values) for impl in impls}
     return min(times, key=times.__getitem__)  # the first, which is ours, if none can run
 

@@ -147,7 +147,9 @@ def sparse_mla_decode(
         extra_block_size: Rows per page of ``extra_cache``. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
         num_splits: Parts that the keys of a token are cut into; 0 has the batch, or the plan,
-            decide. At least 0, and 0 with a plan.
+            decide. At least 0, and 0 with a plan. Our kernels hold the
+            result of a part as float16 times one scale for all of 64 heads: values below 2^-14 of
+            the largest of them lose bits, unless there is one part.
         batch_invariant: With num_splits 0, cut by the widths alone: a token's result has the same
             bits whatever other tokens are in the batch. Not with a plan.
         impl: What runs: "triton" our kernels, "flash_mla" FlashMLA, "reference" the definition;
