@@ -5,9 +5,12 @@ do while programs look for windows, and while they finish them."""
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.compressor_states import save_tile  # by name: Inductor copies kernels
+from dsv4_ops.kernels.compressor_states import (  # by name: Inductor copies kernels
+    find_role,
+    save_tile,
+)
 from dsv4_ops.kernels.rotation import load_tail_angles
-from dsv4_ops.kernels.windows import find_finishing, find_role, finish_row, pool_window
+from dsv4_ops.kernels.windows import find_finishing, finish_row, pool_window
 
 
 @triton.jit
@@ -101,7 +104,6 @@ def pool_windows_kernel(
             left -= 1
             token = block + chosen * programs
             index = token.to(tl.int64)
-            # from registers: a load would be a further wait ahead of the rows
             if SAVE_TOKENS > 0:  # in one warp: a load is a further wait ahead of the rows
                 position = tl.sum(tl.where(lane == chosen, places, 0), axis=0).to(tl.int32)
                 request = tl.sum(tl.where(lane == chosen, owners, 0), axis=0).to(tl.int64)

@@ -3,9 +3,12 @@
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.compressor_states import save_tile  # by name: Inductor copies kernels
+from dsv4_ops.kernels.compressor_states import (  # by name: Inductor copies kernels
+    find_role,
+    save_tile,
+)
 from dsv4_ops.kernels.rotation import load_tail_angles
-from dsv4_ops.kernels.windows import find_finishing, find_role, finish_row, pool_window
+from dsv4_ops.kernels.windows import find_finishing, finish_row, pool_window
 
 
 @triton.jit

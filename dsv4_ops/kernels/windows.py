@@ -23,40 +23,6 @@ def find_finishing(
 
 
 @triton.jit
-def find_role(
-    num_tokens,
-    num_saved,
-    SAVE_TOKENS: tl.constexpr,
-    SAVE_PARTS: tl.constexpr,
-    LOOK_PARTS: tl.constexpr,
-    APART: tl.constexpr,
-):
-    """What a program does: the tile of states that it saves, or -1; the first token that it looks
-    at, if any; which part of its windows it reads; how many programs look, for each part.
-
-    Without states to save, the parts are the second axis of programs. With them there is one axis,
-    on which a program that looks comes every APART programs (1: all of them first; 0: as far apart
-    as all of them find a place), and the others have the tiles."""
-    if SAVE_TOKENS == 0:
-        return -1, tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    else:
-        program, programs = tl.program_id(0), tl.num_programs(0)
-        looking = programs - (num_saved + SAVE_TOKENS - 1) // SAVE_TOKENS * SAVE_PARTS
-        if APART == 1:
-            before = tl.minimum(program, looking)
-            looks = program < looking
-        else:
-            apart = programs // looking
-            if APART > 0:
-                apart = tl.minimum(apart, APART)
-            before = tl.minimum((program + apart - 1) // apart, looking)
-            looks = (program % apart == 0) & (before < looking)
-        tile = tl.where(looks, -1, program - before)
-        block = tl.where(tile >= 0, num_tokens, before // LOOK_PARTS)
-        return tile, block, before % LOOK_PARTS, looking // LOOK_PARTS
-
-
-@triton.jit
 def _is_fresh(
     token,
     request,
