@@ -338,14 +338,14 @@ def test_max_autotune_measures():
     """One of the executions that can run here, whichever was faster, and a result that is right."""
     case = decode_case(0, 150, 128, 1024).on(DEVICE)
     measure._measured.cache_clear()
-    options = {"max_autotune": True, "force_disable_caches": True}
     compiled = torch.compile(
         lambda *tensors: tuple(ops.sparse_mla_decode(*tensors, **case.settings)),
         fullgraph=True,
         dynamic=False,
-        options=options,
+        options={"max_autotune": True},
     )
-    result, code = compile_and_get_code(compiled, *case.tensors[:8])
+    with torch._inductor.config.patch(force_disable_caches=True):
+        result, code = compile_and_get_code(compiled, *case.tensors[:8])
     check(DECODE, case, result)
     assert measure._measured.cache_info().currsize == 1
     values = choice.arguments(OPS[DECODE], case.tensors, case.settings)

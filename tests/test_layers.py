@@ -325,43 +325,6 @@ def test_what_is_wrong_is_said_before_anything_is_written(name: str) -> None:
         assert torch.equal(cache.view(torch.uint8), before[key].view(torch.uint8))
 
 
-@pytest.mark.parametrize("impl", ["triton", "flash_mla", "deep_gemm"])
-def test_what_runs_on_gpus_only_is_refused_before_anything_is_written(impl: str) -> None:
-    layer, inputs = layer_of("c4", SPEC)
-    before = {name: cache.clone() for name, cache in caches_of(layer).items()}
-    layer.spec = replace(SPEC, impl=impl)
-    try:
-        with pytest.raises(RuntimeError) as caught:
-            layer.attend(inputs[0], *Engine(layer, 1).batch([LENGTH]))
-    finally:
-        layer.spec = SPEC
-    assert str(caught.value) == (
-        f"attention_layer: impl must be 'auto' or 'reference' on cpu, got {impl!r}. "
-        "Move the tensors to a CUDA device."
-    )
-    for name, cache in caches_of(layer).items():
-        assert torch.equal(cache.view(torch.uint8), before[name].view(torch.uint8))
-
-
-def test_the_reference_can_be_asked_for() -> None:
-    layer, inputs, whole = in_one_pass("c4", SPEC)
-    layer.spec = replace(SPEC, impl="reference")
-    poison(layer)
-    (again,) = in_chunks(layer, inputs[:1], [[LENGTH]])
-    layer.spec = SPEC
-    assert torch.equal(again, whole[0])
-
-
-def test_specs_of_layers_that_flash_mla_does_not_take_are_refused() -> None:
-    for name, value, other in (("layout", "plain", "v4_fp8"), ("batch_invariant", True, False)):
-        with pytest.raises(NotImplementedError) as caught:
-            LayerSpec(impl="flash_mla", **{name: value})
-        assert str(caught.value) == (
-            f"LayerSpec: {name} must be {other!r} for impl 'flash_mla', got {value!r}. "
-            "FlashMLA runs nothing else."
-        )
-
-
 def test_specs_of_the_released_models() -> None:
     flash, pro = LayerSpec.deepseek_v4_flash(), LayerSpec.deepseek_v4_pro(batch_invariant=True)
     assert (flash.num_groups, flash.attention.index_topk, flash.batch_invariant) == (8, 512, False)

@@ -20,6 +20,7 @@ from dsv4_ops.core.choice import (
 )
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
+from dsv4_ops.core.tiles import LARGEST_TOPK
 from dsv4_ops.ops.indexer import PROVIDERS as INDEXER_PROVIDERS
 from dsv4_ops.ops.sparse_mla import DECODE_PROVIDERS
 
@@ -59,6 +60,8 @@ def check_layer_impl(spec: LayerSpec, kind: str, inputs: LayerInputs, schedule: 
 def _check_ours(spec: LayerSpec, kind: str, schedule: str) -> None:
     if kind == "c4" and spec.indexer_layout != IndexerLayout.tag:
         not_ours(_OP, TRITON, f"with indexer_layout {spec.indexer_layout!r}")
+    if kind == "c4" and spec.attention.index_topk > LARGEST_TOPK:
+        not_ours(_OP, TRITON, f"with index_topk above {LARGEST_TOPK}")
     sizes = (spec.dtype, spec.head_dim) == (torch.bfloat16, MainLayout.head_dim)
     if schedule == "decode" and spec.layout != MainLayout.tag and not sizes:
         not_ours(_OP, TRITON, f"with {spec.dtype} rows of {spec.head_dim} values")

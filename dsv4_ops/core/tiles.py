@@ -1,4 +1,4 @@
-"""Sizes that the kernel of sparse MLA and the plan of its work share."""
+"""Sizes of kernels that others than their launchers know."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ HEAD_TILE = 64
 
 PROGRAMS = 132
 """Programs that a small batch is cut into: the SMs of an H200."""
+
+LARGEST_TOPK = 4096
+"""Columns that our selection makes at most. For more the reference sorts, with the same result."""
 
 PLAN_COLUMNS = 4
 """Columns of a plan: token, piece of the token, pieces of the token, first partial result."""

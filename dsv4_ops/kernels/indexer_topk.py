@@ -8,6 +8,7 @@ import triton
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.choice import AUTO, not_ours
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
+from dsv4_ops.core.tiles import LARGEST_TOPK
 from dsv4_ops.kernels import indexer
 from dsv4_ops.kernels.launch import EMULATE, Launch
 from dsv4_ops.kernels.select_keys import select_keys_kernel, select_logits_kernel
@@ -25,9 +26,6 @@ MERGED = 4096
 
 GROUPS = 8
 """Groups that the lists of a row are merged in where they are more than that."""
-
-LARGEST_TOPK = 4096
-"""For more the reference sorts: its result is the same."""
 
 LEAST = 256
 """Keys of a part, at least."""
@@ -133,7 +131,8 @@ def indexer_select(
         Checks("indexer_select").page_start("k_cache", k_cache, pages)
     num_tokens, num_heads, max_blocks = q.shape[0], int(q.shape[1]), block_table.shape[1]
     if plain or topk > LARGEST_TOPK or num_heads == 0:
-        not_ours("indexer_select", impl, "with layout 'plain', without heads, or topk above 4096")
+        what = f"with layout 'plain', without heads, or topk above {LARGEST_TOPK}"
+        not_ours("indexer_select", impl, what)
         tensors = (q, weights, k_cache, positions, req_indices, block_table)
         sizes = {"block_size": block_size, "compress_ratio": compress_ratio, "topk": topk}
         return reference.indexer_select(*tensors, **sizes, layout=layout)

@@ -1,0 +1,85 @@
+"""What runs those ops of a layer that have a choice."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from layers import (
+    LENGTH,
+    SPEC,
+    Engine,
+    SmallLayer,
+    caches_of,
+    hidden_states,
+    in_chunks,
+    poison,
+    projected,
+)
+
+from dsv4_ops.attention import LayerSpec
+from dsv4_ops.core import choice
+
+
+def refused(spec: LayerSpec, base: LayerSpec) -> None:
+    """What a layer made for ``base`` says of ``spec``; its caches must stay as they were."""
+    layer = SmallLayer("c4", base)
+    (inputs,) = projected(layer, hidden_states()[:1])
+    before = {name: cache.clone() for name, cache in caches_of(layer).items()}
+    layer.spec = spec
+    try:
+        layer.attend(inputs, *Engine(layer, 1).batch([LENGTH]))
+    finally:
+        for name, cache in caches_of(layer).items():
+            assert torch.equal(cache.view(torch.uint8), before[name].view(torch.uint8))
+
+
+@pytest.mark.parametrize("impl", ["triton", "flash_mla", "deep_gemm"])
+def test_what_runs_on_gpus_only_is_refused_before_anything_is_written(impl: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        refused(replace(SPEC, impl=impl), SPEC)
+    assert str(caught.value) == (
+        f"attention_layer: impl must be 'auto' or 'reference' on cpu, got {impl!r}. "
+        "Move the tensors to a CUDA device."
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "what"),
+    [
+        (SPEC, {"index_topk": 4097}, "index_topk above 4096"),
+        (replace(SPEC, indexer_layout="plain"), {}, "indexer_layout 'plain'"),
+    ],
+    ids=["topk", "layout"],
+)
+def test_what_our_selection_does_not_take_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, base: LayerSpec, changes: dict[str, int], what: str
+) -> None:
+    monkeypatch.setattr(choice, "DEVICES", ("cuda", "cpu"))
+    spec = replace(base, attention=replace(base.attention, **changes), impl="triton")
+    with pytest.raises(NotImplementedError) as caught:
+        refused(spec, base)
+    assert str(caught.value) == (
+        f"attention_layer: impl must be 'auto' or 'reference' with {what}, got 'triton'. "
+        "Our kernels do not take them, and the reference was not asked for."
+    )
+
+
+def test_the_reference_can_be_asked_for() -> None:
+    layer = SmallLayer("c4", SPEC)
+    inputs = projected(layer, hidden_states()[:1])
+    outputs = []
+    for impl in ("auto", "reference"):
+        layer.spec = replace(SPEC, impl=impl)
+        poison(layer)
+        outputs += in_chunks(layer, inputs, [[LENGTH]])
+    assert torch.equal(*outputs)
+
+
+def test_specs_of_layers_that_flash_mla_does_not_take_are_refused() -> None:
+    for name, value, other in (("layout", "plain", "v4_fp8"), ("batch_invariant", True, False)):
+        with pytest.raises(NotImplementedError) as caught:
+            LayerSpec(impl="flash_mla", **{name: value})
+        assert str(caught.value) == (
+            f"LayerSpec: {name} must be {other!r} for impl 'flash_mla', got {value!r}. "
+            "FlashMLA runs nothing else."
+        )
