@@ -85,10 +85,10 @@ def main(examples: int) -> None:
         kernels.DEPTH = kernels.LONG_DEPTH = depth
         fuzz("compress_and_insert", examples // 2)
         fuzz("save_and_compress", examples - examples // 2)
-        long_prefill("C4 indexer", [90, 3, 107], tokens)
-        long_prefill("C128 narrow", [300, 3, 140], tokens)
+        long_prefill("C4 indexer", [50, 3, 61], tokens)
+        long_prefill("C128 narrow", [150, 3, 133], tokens)
         nearly_whole_windows("C4 indexer", 60, tokens)
-        nearly_whole_windows("C128 narrow", 1000, tokens)
+        nearly_whole_windows("C128 narrow", 520, tokens)
         print(tokens, programs, depth)
 
 

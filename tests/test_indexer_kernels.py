@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is published for Linux only")
 def test_parts_reductions_and_groups_choose_the_same_rows():
     script = Path(__file__).parent / "interpret_indexer.py"
     done = subprocess.run(
-        [sys.executable, script, "40"],
+        [sys.executable, script, "20"],
         capture_output=True,
         text=True,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)},

@@ -110,11 +110,16 @@ def _opchecks(tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
 
 
 def _traced_as(case: Case) -> tuple[Any, ...]:
-    """What a trace of ``case`` depends on."""
+    """What a trace of ``case`` for any sizes depends on: sizes of 0 and 1 are numbers in it."""
     inputs = (
         None
         if tensor is None
-        else (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        else (
+            tensor.dtype,
+            *(min(size, 2) for size in tensor.shape),
+            tensor.is_contiguous(),
+            tensor.storage_offset() > 0,
+        )
         for tensor in case.tensors
     )
     return (*inputs, *sorted(case.settings.items()))
