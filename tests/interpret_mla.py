@@ -104,10 +104,10 @@ def magnitudes(name: str, case: Case) -> None:
 
 
 def odd_units(name: str, case: Case) -> None:
-    """Splits of three and seven halves of a block: an odd half behind whole blocks."""
+    """Splits of one, three and seven halves of a block: alone, and behind whole blocks."""
     tokens = int(case.tensors[0].shape[0])
     many = sparse_mla.PROGRAMS
-    for splits in (7, 3):
+    for splits in (20, 7, 3):
         sparse_mla.PROGRAMS = tokens * splits
         assert sparse_mla.unit_of_splits(tokens, [128, 512]) == sparse_mla.KEYS // 2
         check(name, case)

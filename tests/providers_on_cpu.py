@@ -42,6 +42,13 @@ def message(error: type[Exception], name: str, case, **settings) -> str:
 
 
 @pytest.fixture
+def scalar_loops():
+    """Vectors are not the point, and take the C++ compiler as long again."""
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        yield
+
+
+@pytest.fixture
 def on_cpu(monkeypatch):
     """Executions may run on CPU, for their logic."""
     monkeypatch.setattr(choice, "DEVICES", ("cuda", "cpu"))

@@ -26,6 +26,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering import measure
 
 pytest_plugins = ("providers_on_cpu",)
+pytestmark = pytest.mark.usefixtures("scalar_loops")
 
 
 # --- under max_autotune
@@ -33,13 +34,6 @@ pytest_plugins = ("providers_on_cpu",)
 
 MAX_AUTOTUNE = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}
 """Without Inductor's own candidates for products, which take minutes to compile."""
-
-
-@pytest.fixture(autouse=True)
-def scalar_loops():
-    """Vectors are not the point, and take the C++ compiler as long again."""
-    with torch._inductor.config.patch({"cpp.simdlen": 1}):
-        yield
 
 
 @pytest.mark.parametrize("winner", ["flash_mla", "reference"])

@@ -25,13 +25,7 @@ from dsv4_ops.lowering.inspect import (
 )
 
 pytest_plugins = ("providers_on_cpu",)
-
-
-@pytest.fixture(autouse=True)
-def scalar_loops():
-    """Vectors are not the point, and take the C++ compiler as long again."""
-    with torch._inductor.config.patch({"cpp.simdlen": 1}):
-        yield
+pytestmark = pytest.mark.usefixtures("scalar_loops")
 
 
 @pytest.mark.parametrize("heads", [32, 64])
