@@ -9,15 +9,11 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.core.tiles import head_tiles
 from dsv4_ops.core.types import SparseMla
-from dsv4_ops.kernels.launch import EMULATE, Launch
-from dsv4_ops.kernels.prefill_keys import prefill_keys_kernel
-from dsv4_ops.kernels.sparse_mla import HEADS, KEYS, WARPS, supported
+from dsv4_ops.kernels.launch import Launch
+from dsv4_ops.kernels.prefill_launch import prefill_keys
+from dsv4_ops.kernels.sparse_mla import supported
 from dsv4_ops.reference import mla_prefill as reference
-
-LISTED = 512
-"""Selected rows that are looked through at a time for the last one that counts."""
 
 
 def sparse_mla_prefill(
@@ -60,70 +56,17 @@ def _attend(
     extra_block_size: int,
     layout: str,
 ) -> SparseMla:
-    num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
-    out = q.new_empty(q.shape)
-    lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
+    num_tokens, num_heads = q.shape[0], int(q.shape[1])
     if num_tokens == 0 or num_heads == 0:
-        return SparseMla(out, lse)
+        lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
+        return SparseMla(q.new_empty(q.shape), lse)
     main = MainLayout(swa_block_size)
     coded = layout == main.tag
-    cache = swa_cache if extra_cache is None else extra_cache
-    table = swa_table if extra_table is None else extra_table
-    chosen = table if topk_indices is None else topk_indices
     if coded:
+        cache = swa_cache if extra_cache is None else extra_cache
         Checks("sparse_mla_prefill").page_start("swa_cache", swa_cache, main)
         Checks("sparse_mla_prefill").page_start("extra_cache", cache, main)
-    sink = lse if attn_sink is None else attn_sink.contiguous()
-    launch(prefill_keys_kernel)[(num_tokens, head_tiles(num_heads))](
-        q,
-        q.stride(0),
-        q.stride(1),
-        q.stride(2),
-        out,
-        lse,
-        sink,
-        positions,
-        positions.stride(0),
-        req_indices,
-        req_indices.stride(0),
-        swa_cache,
-        swa_cache.stride(0),
-        swa_cache.shape[0],
-        swa_table,
-        swa_table.stride(0),
-        swa_table.stride(1),
-        swa_table.shape[1],
-        cache,
-        cache.stride(0),
-        cache.shape[0],
-        table,
-        table.stride(0),
-        table.stride(1),
-        table.shape[1],
-        chosen,
-        chosen.stride(0),
-        chosen.stride(1),
-        chosen.shape[1],
-        swa_table.shape[0],
-        num_heads,
-        SOFTMAX_SCALE=float(softmax_scale),  # Inductor would pass it as a float64
-        WINDOW_SIZE=window_size,
-        COMPRESS_RATIO=compress_ratio,
-        LISTED=LISTED,
-        SWA_BLOCK_SIZE=swa_block_size,
-        EXTRA_BLOCK_SIZE=extra_block_size,
-        HAS_EXTRA=extra_cache is not None,
-        HAS_TOPK=topk_indices is not None,
-        HAS_SINK=attn_sink is not None,
-        HEAD_DIM=head_dim,
-        ROW=main.data_bytes if coded else head_dim,
-        ROW_BYTES=main.data_bytes if coded else 2 * head_dim,
-        CODE_DIM=main.code_dim if coded else head_dim,
-        QUANT_BLOCK=main.quant_block,
-        SCALE_BYTES=main.scale_bytes if coded else 0,
-        HEADS=HEADS,
-        KEYS=KEYS,
-        EMULATE=EMULATE,
-        num_warps=WARPS,
-    )
-    return SparseMla(out, lse)
+    swa = (q, swa_cache, positions, req_indices, swa_table)
+    extra = (extra_cache, extra_table, topk_indices, attn_sink)
+    sizes = (softmax_scale, window_size, compress_ratio, swa_block_size, extra_block_size, coded)
+    return SparseMla(*prefill_keys(launch, *swa, *extra, *sizes))

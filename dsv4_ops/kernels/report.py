@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, StateLayout
 from dsv4_ops.core.registry import OPS
@@ -234,11 +235,16 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     }
 
 
-def recorded(op: str, args: tuple[Any, ...], settings: dict[str, Any]) -> list[_Launch]:
-    """The launches that the launcher of ``op`` makes, or of the library in ``impl``."""
+def recorded(
+    op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int] | None = None
+) -> list[_Launch]:
+    """The launches that the launcher of ``op`` makes, or of the library in ``impl``, on a GPU of
+    the capability ``where``."""
     launches: list[_Launch] = []
 
     class Recorder:
+        capability = where
+
         def __init__(self, kernel: Any) -> None:
             self.kernel = kernel
 
@@ -272,15 +278,17 @@ def compiled(launch: _Launch, capability: int) -> Any:
         if is_tensor or (isinstance(value, int) and value % 16 == 0):
             attributes[place,] = [["tt.divisibility", 16]]
     places = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(launch.kernel, signature, places, attributes)
+    kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = kind(launch.kernel, signature, places, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def report(capability: int = 90) -> list[KernelReport]:
     """Compile every kernel for a compute capability (90: H100 and H200) and read what it needs."""
     reports = []
+    where = divmod(capability, 10)
     for name, (args, settings) in examples().items():
-        for launch in recorded(name.partition(",")[0], args, settings):
+        for launch in _launches(name.partition(",")[0], args, settings, where):
             kernel = compiled(launch, capability)
             spills, registers = _usage(kernel, capability)
             reports.append(
@@ -294,6 +302,15 @@ def report(capability: int = 90) -> list[KernelReport]:
                 )
             )
     return reports
+
+
+def _launches(
+    op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int]
+) -> list[_Launch]:
+    """What any GPU is given, and after it what else one of capability ``where`` is."""
+    anywhere = recorded(op, args, settings)
+    here = recorded(op, args, settings, where)
+    return anywhere + [each for each in here if each.kernel.is_gluon()]
 
 
 def _usage(kernel: Any, capability: int) -> tuple[int, int]:

@@ -11,11 +11,11 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.choice import AUTO, not_ours
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles
+from dsv4_ops.core.tiles import KEY_TILE, PROGRAMS, head_tiles
 from dsv4_ops.core.types import SparseMla
 from dsv4_ops.kernels.join_splits import join_splits_kernel
 from dsv4_ops.kernels.launch import EMULATE, Launch
-from dsv4_ops.kernels.split_keys import split_keys_kernel
+from dsv4_ops.kernels.split_launch import Splits, split_keys
 from dsv4_ops.reference import sparse_mla as reference
 
 WIDTH = MainLayout.head_dim
@@ -24,8 +24,8 @@ WIDTH = MainLayout.head_dim
 ROPE = WIDTH - MainLayout.code_dim
 """Values per row that are rotated back: the last of the tiles."""
 
-KEYS, HEADS, WARPS = KEY_TILE, HEAD_TILE, 8
-"""Keys per block, heads per program, and warps of it."""
+KEYS = KEY_TILE
+"""Keys per block."""
 
 HALF_BLOCK_TIME = 0.6
 """Time of half a block of keys over that of a block. Measured: 0.55, and more splits to join."""
@@ -164,25 +164,25 @@ def _attend(
     num_splits: int,
     batch_invariant: bool,
 ) -> SparseMla:
-    num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
-    out = q.new_empty(q.shape)
-    lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
+    num_tokens, num_heads = q.shape[0], int(q.shape[1])
     if num_tokens == 0 or num_heads == 0:
-        return SparseMla(out, lse)
+        lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
+        return SparseMla(q.new_empty(q.shape), lse)
     main = MainLayout(swa_block_size)
     coded = layout == main.tag
-    cache, indices, lens = extra or swa
+    listed = extra or (None, None, None)
     if coded:
         Checks(op).page_start("swa_cache", swa[0], main)
-        Checks(op).page_start("extra_cache", cache, main)
-    extra_width = indices.shape[1] * (extra_block_size if req_indices is not None else 1)
-    widths = [swa[1].shape[1]] if extra is None else [swa[1].shape[1], extra_width]
+        Checks(op).page_start("extra_cache", (extra or swa)[0], main)
+    widths = [swa[1].shape[1]]
+    if extra is not None:
+        widths.append(extra[1].shape[1] * (1 if req_indices is None else extra_block_size))
     wide = head_tiles(num_heads)
     unit = KEYS
     if plan is None and num_splits == 0 and not batch_invariant:
         unit = unit_of_splits(num_tokens * wide, widths)
     splits = num_splits_of(num_tokens * wide, _units(widths, unit), num_splits, batch_invariant)
-    partial, partial_lse, partial_peak, room, programs = out, lse, lse, 0, num_tokens * splits
+    room, programs = 0, num_tokens * splits
     if plan is not None:
         splits, programs = 1, plan.shape[0]
     if num_splits != 1:
@@ -191,102 +191,56 @@ def _attend(
         if plan is not None:
             # a token of several pieces has fewer than twice as many as its share of the programs
             room = 2 * (programs - num_tokens)
-        partial = q.new_empty((room, num_heads, head_dim), dtype=torch.float16)
-        partial_lse = q.new_empty((room, num_heads), dtype=torch.float32)
-        partial_peak = torch.empty_like(partial_lse)
-    work = lens if plan is None else plan
-    strides = (0, 0) if plan is None else plan.stride()
-    rotation, turned = (lens, 0, lens, 0), False
+    turned = positions is not None and cos_sin_cache is not None
+    angles = (positions, cos_sin_cache) if turned else (None, None)
+    sizes = (softmax_scale, swa_block_size, extra_block_size, coded, unit, splits, programs, room)
+    request = (req_indices, attn_sink, plan)
+    results = split_keys(launch, q, *swa, *listed, *request, *angles, *sizes)
+    if num_splits != 1:
+        _join(launch, results, attn_sink, plan, *angles, splits)
+    return SparseMla(results[0], results[1])
+
+
+def _join(
+    launch: Launch,
+    results: Splits,
+    attn_sink: Tensor | None,
+    plan: Tensor | None,
+    positions: Tensor | None,
+    cos_sin_cache: Tensor | None,
+    splits: int,
+) -> None:
+    """Write the results of the tokens that have several splits."""
+    out, lse, partial, partial_lse, partial_peak = results
+    num_tokens, num_heads, head_dim = out.shape[0], int(out.shape[1]), int(out.shape[2])
+    rotation: tuple[Any, ...] = (lse, 0, lse, 0)
     if positions is not None and cos_sin_cache is not None:
-        table, turned = cos_sin_cache.contiguous(), True
+        table = cos_sin_cache.contiguous()
         rotation = (positions, positions.stride(0), table, table.shape[0])
-    request = lens if req_indices is None else req_indices
-    sink = lse if attn_sink is None else attn_sink.contiguous()
-    launch(split_keys_kernel)[(programs, wide)](
-        q,
-        q.stride(0),
-        q.stride(1),
-        q.stride(2),
+    joins = num_tokens if plan is None else plan.shape[0]
+    launch(join_splits_kernel)[(joins, num_heads)](
         out,
         lse,
         partial,
         partial_lse,
         partial_peak,
-        sink,
-        swa[0],
-        swa[0].stride(0),
-        swa[0].shape[0],
-        swa[1],
-        swa[1].stride(0),
-        swa[1].stride(1),
-        swa[2],
-        swa[2].stride(0),
-        swa[1].shape[1],
-        cache,
-        cache.stride(0),
-        cache.shape[0],
-        indices,
-        indices.stride(0),
-        indices.stride(1),
-        lens,
-        lens.stride(0),
-        extra_width,
-        request,
-        request.stride(0),
-        indices.shape[0],
-        work,
-        *strides,
+        lse if attn_sink is None else attn_sink.contiguous(),
+        lse if plan is None else plan,
+        *((0, 0) if plan is None else plan.stride()),
         *rotation,
-        room,
+        partial.shape[0],
         num_tokens,
         num_heads,
         splits,
-        SOFTMAX_SCALE=float(softmax_scale),  # Inductor would pass it as a float64
-        SWA_BLOCK_SIZE=swa_block_size,
-        EXTRA_BLOCK_SIZE=extra_block_size,
-        HAS_EXTRA=extra is not None,
-        PAGED=req_indices is not None,
         HAS_SINK=attn_sink is not None,
         HAS_PLAN=plan is not None,
-        TURNED=turned,
+        TURNED=positions is not None,
+        ROPE=ROPE,
         HEAD_DIM=head_dim,
-        ROW=main.data_bytes if coded else head_dim,
-        ROW_BYTES=main.data_bytes if coded else 2 * head_dim,
-        CODE_DIM=main.code_dim if coded else head_dim,
-        QUANT_BLOCK=main.quant_block,
-        SCALE_BYTES=main.scale_bytes if coded else 0,
-        HEADS=HEADS,
-        KEYS=KEYS,
-        UNIT=unit,
+        SPLITS=_joined(splits),
         EMULATE=EMULATE,
-        num_warps=WARPS,
+        num_warps=JOIN_WARPS,
     )
-    if num_splits != 1:
-        joins = num_tokens if plan is None else programs
-        launch(join_splits_kernel)[(joins, num_heads)](
-            out,
-            lse,
-            partial,
-            partial_lse,
-            partial_peak,
-            sink,
-            work,
-            *strides,
-            *rotation,
-            room,
-            num_tokens,
-            num_heads,
-            splits,
-            HAS_SINK=attn_sink is not None,
-            HAS_PLAN=plan is not None,
-            TURNED=turned,
-            ROPE=ROPE,
-            HEAD_DIM=head_dim,
-            SPLITS=_joined(splits),
-            EMULATE=EMULATE,
-            num_warps=JOIN_WARPS,
-        )
-    return SparseMla(out, lse)
 
 
 def _joined(splits: int) -> int:

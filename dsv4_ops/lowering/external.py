@@ -7,6 +7,8 @@ import importlib
 import sys
 from typing import Any
 
+import torch
+
 from dsv4_ops.core.choice import AUTO
 from dsv4_ops.core.refusal import refusal
 
@@ -25,6 +27,14 @@ def packaging() -> bool:
     from dsv4_ops.lowering import _compat
 
     return _compat.V.aot_compilation is True
+
+
+def launch() -> Any:
+    """How the launchers of our kernels are traced: a package has none but those that Inductor
+    compiles."""
+    from dsv4_ops.kernels.launch import traced
+
+    return torch.library.wrap_triton if packaging() else traced
 
 
 def fits(op: str, library: str, impl: str) -> bool:

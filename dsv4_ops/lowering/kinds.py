@@ -86,8 +86,10 @@ class TritonKernel:
         spec = OPS[op._schema.name.partition("::")[2]]
         for place in spec.mutated:
             _refuse_misplaced(spec, spec.parameters[place], args[place])
+        from dsv4_ops.lowering import external
+
         with mode:
-            return spec.station("kernels")(torch.library.wrap_triton, *args, **kwargs)
+            return spec.station("kernels")(external.launch(), *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,10 @@ class Choices:
         values = choice.given_to(impl, values)
         if impl == choice.REFERENCE:
             return _traced(mode, self.function, (), values)
+        from dsv4_ops.lowering import external
+
         with mode:
-            return spec.launcher(impl)(torch.library.wrap_triton, **values)
+            return spec.launcher(impl)(external.launch(), **values)
 
     def _impl(self, spec: OpSpec, values: Any) -> str:
         from dsv4_ops.lowering import measure

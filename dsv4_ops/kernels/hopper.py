@@ -1,0 +1,54 @@
+"""Sparse MLA by kernels in Gluon, on Hopper: where they run, and how a graph calls them.
+
+Their loads, their dequantisation and their matrix products have warps of their own, which plain
+Triton does not express. Inductor knows no Gluon kernel: compiled code calls an op that launches
+it, and an AOTInductor package keeps the Triton kernel, so that it needs nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.kernels.launch import EMULATE, Launch, traced
+
+CAPABILITY = (9, 0)
+"""Compute capability of the matrix unit that the kernels are made for."""
+
+WARPS = 4
+"""Warps of the first of their three partitions."""
+
+
+def runs(launch: Launch, q: Tensor, coded: bool) -> bool:
+    """Whether such a call has the Gluon kernel: FP8 caches and queries without gaps, on Hopper, and
+    not in a package."""
+    if EMULATE or not coded or launch is torch.library.wrap_triton:
+        return False
+    fits = q.stride(2) == 1 and _hopper(launch, q.device)
+    return fits and kernels() is not None
+
+
+def _hopper(launch: Launch, device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) == CAPABILITY
+    return getattr(launch, "capability", None) == CAPABILITY  # a report of what would be launched
+
+
+@functools.cache
+def kernels() -> tuple[Any, Any] | None:
+    """The kernels of decode and prefill; None with a triton that has no such Gluon."""
+    try:
+        from dsv4_ops.kernels.hopper_prefill import hopper_prefill_kernel
+        from dsv4_ops.kernels.hopper_split import hopper_split_kernel
+    except (ImportError, AttributeError, TypeError):
+        return None
+    return hopper_split_kernel, hopper_prefill_kernel
+
+
+def call(launch: Launch, op: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """``function`` at once, or ``op``, which calls it, in a graph."""
+    return op(*args) if launch is traced else function(launch, *args)

@@ -1,0 +1,109 @@
+"""Attention of one token over blocks of keys on Hopper's matrix unit, by two partitions: one has
+the logits, the softmax and the left half of the values, the other the right half."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dsv4_ops.kernels.hopper_rows import KEYS
+
+HEADS = gl.constexpr(64)
+"""Heads of a program: the rows of a product."""
+
+WIDTH = gl.constexpr(256)
+"""Values that a partition sums: half a row."""
+
+LOGITS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+LOGIT_ROW = gl.constexpr(gl.SliceLayout(1, LOGITS.value))
+"""Of a tensor with a value per head, as the logits have it."""
+VALUE_ROW = gl.constexpr(gl.SliceLayout(1, VALUES.value))
+_WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, VALUES.value, 2))
+
+_PIECE = gl.constexpr(128)
+_LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def load_queries(queries, heads_of, num_heads, head_stride, first_head):
+    """Bring the queries of a tile of heads to shared memory; zeros for heads that are not there."""
+    head = first_head + gl.arange(0, HEADS, gl.SliceLayout(1, _LOADED))
+    dim = gl.arange(0, _PIECE, gl.SliceLayout(0, _LOADED))
+    start = heads_of + head.to(gl.int64)[:, None] * head_stride + dim[None, :]
+    there = (head < num_heads)[:, None]
+    for piece in gl.static_range(4):
+        values = gl.load(start + piece * _PIECE, mask=there, other=0.0)
+        queries.slice(piece * _PIECE, _PIECE, dim=1).store(values)
+    fence_async_shared()
+
+
+@gluon.jit
+def _softmax(logits, largest, total):
+    """Weights of the logits [heads, keys], in powers of two, against the largest so far; the factor
+    of what was summed before, and the new maximum and total."""
+    highest = gl.maximum(largest, gl.max(logits, axis=1))
+    origin = gl.where(highest == float("-inf"), 0.0, highest)
+    weights = gl.exp2(logits - origin[:, None])
+    factor = gl.exp2(largest - origin)
+    return weights, factor, highest, total * factor + gl.sum(weights, axis=1)
+
+
+@gluon.jit
+def attend_left(blocks, scale, queries, keys, existing, weights, factors, barriers):
+    """Sums of the left half over all blocks, largest logits and totals. ``scale`` includes
+    log2(e)."""
+    full, empty, weighed, taken = barriers
+    sums = gl.full([HEADS, WIDTH], 0.0, gl.float32, VALUES)
+    largest = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
+    total = gl.full([HEADS], 0.0, gl.float32, LOGIT_ROW)
+    nothing = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
+    block = blocks * 0
+    while block < blocks:
+        buffer = block % 2
+        mbarrier.wait(full.index(buffer), (block // 2) & 1)
+        rows = keys.index(buffer)
+        product = warpgroup_mma(
+            queries, rows.permute((1, 0)), nothing, use_acc=False, is_async=True
+        )
+        exists = existing.index(buffer).load(gl.SliceLayout(0, LOGITS))
+        logits = warpgroup_mma_wait(0, deps=(product,))
+        logits = gl.where((exists != 0)[None, :], logits * scale, float("-inf"))
+        share, factor, largest, total = _softmax(logits, largest, total)
+        rounded = share.to(gl.bfloat16)
+        mbarrier.wait(taken, (block & 1) ^ 1)
+        weights.store(rounded)
+        factors.store(factor)
+        fence_async_shared()
+        mbarrier.arrive(weighed)
+        sums = sums * gl.convert_layout(factor, VALUE_ROW)[:, None]
+        operand = gl.convert_layout(rounded, _WEIGHTS)
+        summed = warpgroup_mma(operand, rows.slice(0, WIDTH, dim=1), sums, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=(summed,))
+        mbarrier.arrive(empty.index(buffer))
+        block += 1
+    return sums, largest, total
+
+
+@gluon.jit
+def attend_right(blocks, keys, weights, factors, barriers):
+    """Sums of the right half over all blocks, by the weights of the other partition."""
+    full, empty, weighed, taken = barriers
+    sums = gl.full([HEADS, WIDTH], 0.0, gl.float32, VALUES)
+    block = blocks * 0
+    while block < blocks:
+        buffer = block % 2
+        mbarrier.wait(full.index(buffer), (block // 2) & 1)
+        mbarrier.wait(weighed, block & 1)
+        sums = sums * factors.load(VALUE_ROW)[:, None]
+        right = keys.index(buffer).slice(WIDTH, WIDTH, dim=1)
+        summed = warpgroup_mma(weights, right, sums, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=(summed,))
+        mbarrier.arrive(taken)
+        mbarrier.arrive(empty.index(buffer))
+        block += 1
+    return sums

@@ -1,0 +1,228 @@
+"""Attention of one token over its window and compressed rows, for Hopper: ``prefill_keys.py`` in
+the three partitions of ``hopper_split.py``."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from dsv4_ops.kernels.hopper_attend import HEADS, attend_left, attend_right, load_queries
+from dsv4_ops.kernels.hopper_finish import finish_left, finish_right
+from dsv4_ops.kernels.hopper_prefill_rows import find_rows
+from dsv4_ops.kernels.hopper_rows import KEYS, dequantise
+from dsv4_ops.kernels.hopper_split import ATTENDING, DEQUANTISING
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+_LISTED = gl.constexpr(512)
+"""Selected rows that are looked through at a time for the last one that counts."""
+
+_MAX_POSITIONS = gl.constexpr(2**31 - 1)
+
+
+@gluon.jit
+def _left(
+    q,
+    queries,
+    keys,
+    existing,
+    weights,
+    exchange,
+    barriers,
+    blocks,
+    goal,
+    SCALE: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+):
+    heads_of, num_heads, head_stride, first_head = q
+    load_queries(queries, heads_of, num_heads, head_stride, first_head)
+    sums, largest, total = attend_left(
+        blocks, SCALE, queries, keys, existing, weights, exchange[0], barriers
+    )
+    finish_left(
+        sums,
+        largest,
+        total,
+        blocks,
+        goal,
+        blocks >= 0,
+        exchange,
+        barriers[2],
+        barriers[3],
+        HAS_SINK,
+    )
+
+
+@gluon.jit
+def _right(keys, weights, exchange, barriers, blocks, goal):
+    sums = attend_right(blocks, keys, weights, exchange[0], barriers)
+    turn = (goal[0], goal[1], goal[1])  # nothing is rotated
+    finish_right(
+        sums, blocks, goal, turn, blocks >= 0, exchange, barriers[2], barriers[3], False
+    )
+
+
+@gluon.jit
+def _rows(place, blocks, keys, existing, barriers, SIZES: gl.constexpr):
+    dequantise(find_rows, SIZES, place, blocks, keys, existing, barriers[0], barriers[1])
+
+
+@gluon.jit
+def _last_that_counts(chosen, step, topk, visible):
+    """Length of a list up to its last row that counts."""
+    LINE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    found = visible * 0
+    first = visible * 0
+    while first < topk:
+        each = first + gl.arange(0, _LISTED, LINE)
+        rows = gl.load(chosen + each.to(gl.int64) * step, mask=each < topk, other=-1)
+        counts = (rows >= 0) & (rows < visible)
+        found = gl.maximum(found, gl.max(gl.where(counts, each + 1, 0), axis=0))
+        first += _LISTED
+    return found
+
+
+@gluon.jit
+def hopper_prefill_kernel(
+    q,
+    q_stride,
+    q_head_stride,
+    q_dim_stride,
+    out,
+    lse,
+    attn_sink,
+    positions,
+    position_stride,
+    req_indices,
+    req_stride,
+    swa_cache,
+    swa_page_stride,
+    swa_blocks,
+    swa_table,
+    swa_table_stride,
+    swa_column_stride,
+    max_swa_blocks,
+    extra_cache,
+    extra_page_stride,
+    extra_blocks,
+    extra_table,
+    extra_table_stride,
+    extra_column_stride,
+    max_extra_blocks,
+    topk_indices,
+    topk_stride,
+    topk_column_stride,
+    topk,
+    num_reqs,
+    num_heads,
+    SOFTMAX_SCALE: gl.constexpr,
+    WINDOW_SIZE: gl.constexpr,
+    COMPRESS_RATIO: gl.constexpr,
+    SWA_BLOCK_SIZE: gl.constexpr,
+    EXTRA_BLOCK_SIZE: gl.constexpr,
+    HAS_EXTRA: gl.constexpr,
+    HAS_TOPK: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    ROW: gl.constexpr,
+    SCALE_BYTES: gl.constexpr,
+):
+    """The arguments are those of ``prefill_keys_kernel``; ``q_dim_stride`` is 1."""
+    token = gl.program_id(0).to(gl.int64)
+    position = gl.load(positions + token * position_stride)
+    request = gl.load(req_indices + token * req_stride).to(gl.int64)
+    real = (position >= 0) & (position < _MAX_POSITIONS)
+    real = real & (request >= 0) & (request < num_reqs)
+    length = gl.where(real, position + 1, 0).to(gl.int32)
+    request = gl.where(real, request, 0)
+    swa_len = gl.minimum(length, WINDOW_SIZE)
+    window_blocks = (swa_len + KEYS - 1) // KEYS
+    visible = length * 0
+    extra_len = length * 0
+    chosen = topk_indices + token * topk_stride
+    if HAS_EXTRA:
+        visible = length // COMPRESS_RATIO
+        if HAS_TOPK:
+            # no further than the last row that counts: the first tokens of a request see few
+            extra_len = _last_that_counts(chosen, topk_column_stride, topk, visible)
+        else:
+            held = gl.to_tensor(max_extra_blocks).to(gl.int64) * EXTRA_BLOCK_SIZE
+            extra_len = gl.minimum(visible.to(gl.int64), held).to(gl.int32)
+    blocks = window_blocks + (extra_len + KEYS - 1) // KEYS
+
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [HEADS, 512], ROWS)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, 512], ROWS)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, KEYS], ROWS)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    existing = gl.allocate_shared_memory(gl.int32, [2, KEYS], LINE)
+    factors = gl.allocate_shared_memory(gl.float32, [HEADS], LINE)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    weighed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for buffer in gl.static_range(2):
+        mbarrier.init(full.index(buffer), count=1)
+        mbarrier.init(empty.index(buffer), count=2)
+    mbarrier.init(weighed, count=1)
+    mbarrier.init(taken, count=1)
+
+    SIZES: gl.constexpr = (
+        SWA_BLOCK_SIZE,
+        EXTRA_BLOCK_SIZE,
+        HAS_EXTRA,
+        HAS_TOPK,
+        ROW,
+        SCALE_BYTES,
+    )
+    swa_pages = swa_table + request * swa_table_stride
+    extra_pages = extra_table + request * extra_table_stride
+    place = (
+        (window_blocks, length, swa_len),
+        (
+            swa_cache,
+            swa_page_stride,
+            swa_blocks,
+            swa_pages,
+            swa_column_stride,
+            gl.to_tensor(max_swa_blocks),
+        ),
+        (
+            extra_cache,
+            extra_page_stride,
+            extra_blocks,
+            extra_pages,
+            extra_column_stride,
+            gl.to_tensor(max_extra_blocks),
+        ),
+        (visible, extra_len, chosen, topk_column_stride),
+    )
+    exchange = (factors, factors)
+    barriers = (full, empty, weighed, taken)
+    first_head = gl.program_id(1) * HEADS
+    row = token * num_heads
+    heads = (q + token * q_stride, num_heads, q_head_stride, first_head)
+    left = (out, lse, attn_sink, row, first_head, num_heads)
+    right = (out, row, first_head, num_heads)
+    SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
+    gl.warp_specialize(
+        [
+            (
+                _left,
+                (
+                    heads,
+                    queries,
+                    keys,
+                    existing,
+                    weights,
+                    exchange,
+                    barriers,
+                    blocks,
+                    left,
+                    SCALE,
+                    HAS_SINK,
+                ),
+            ),
+            (_right, (keys, weights, exchange, barriers, blocks, right)),
+            (_rows, (place, blocks, keys, existing, barriers, SIZES)),
+        ],
+        [4, 4],
+        [ATTENDING, DEQUANTISING],
+    )

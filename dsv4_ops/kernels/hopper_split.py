@@ -1,0 +1,275 @@
+"""Sparse attention with the keys of a token cut into splits, for Hopper: ``split_keys.py`` in three
+partitions of four warps, so that the gathers and the dequantisation of the next keys go on beside
+the matrix products of these."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from dsv4_ops.kernels.hopper_attend import (
+    HEADS,
+    attend_left,
+    attend_right,
+    load_queries,
+)
+from dsv4_ops.kernels.hopper_finish import finish_left, finish_right, part_left, part_right
+from dsv4_ops.kernels.hopper_rows import KEYS, dequantise
+from dsv4_ops.kernels.hopper_split_rows import count_blocks, find_rows
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+
+ATTENDING, DEQUANTISING = gl.constexpr(160), gl.constexpr(144)
+"""Registers of the partitions' threads; the one that has the logits gets the rest."""
+
+
+@gluon.jit
+def _left(
+    q,
+    queries,
+    keys,
+    existing,
+    weights,
+    exchange,
+    barriers,
+    blocks,
+    goals,
+    splits,
+    real,
+    SCALE: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+):
+    heads_of, num_heads, head_stride, first_head = q
+    finished, partial = goals
+    load_queries(queries, heads_of, num_heads, head_stride, first_head)
+    sums, largest, total = attend_left(
+        blocks, SCALE, queries, keys, existing, weights, exchange[0], barriers
+    )
+    if splits == 1:
+        finish_left(
+            sums,
+            largest,
+            total,
+            blocks,
+            finished,
+            real,
+            exchange,
+            barriers[2],
+            barriers[3],
+            HAS_SINK,
+        )
+    else:
+        part_left(
+            sums, largest, total, blocks, partial, real, exchange, barriers[2], barriers[3]
+        )
+
+
+@gluon.jit
+def _right(
+    keys,
+    weights,
+    exchange,
+    barriers,
+    blocks,
+    goals,
+    rotation,
+    splits,
+    real,
+    TURNED: gl.constexpr,
+):
+    finished, partial = goals
+    cos_sin_cache, positions, num_positions = rotation
+    sums = attend_right(blocks, keys, weights, exchange[0], barriers)
+    if splits == 1:
+        position = gl.to_tensor(0).to(gl.int64)
+        if TURNED:
+            position = gl.load(positions)
+        turn = (cos_sin_cache, position, num_positions)
+        finish_right(
+            sums, blocks, finished, turn, real, exchange, barriers[2], barriers[3], TURNED
+        )
+    else:
+        part_right(sums, blocks, partial, real, exchange, barriers[2], barriers[3])
+
+
+@gluon.jit
+def _rows(place, blocks, keys, existing, barriers, SIZES: gl.constexpr):
+    dequantise(find_rows, SIZES, place, blocks, keys, existing, barriers[0], barriers[1])
+
+
+@gluon.jit
+def hopper_split_kernel(
+    q,
+    q_stride,
+    q_head_stride,
+    q_dim_stride,
+    out,
+    lse,
+    partial,
+    partial_lse,
+    partial_peak,
+    attn_sink,
+    swa_cache,
+    swa_page_stride,
+    swa_blocks,
+    swa_indices,
+    swa_stride,
+    swa_column_stride,
+    swa_lens,
+    swa_len_stride,
+    swa_width,
+    extra_cache,
+    extra_page_stride,
+    extra_blocks,
+    extra_indices,
+    extra_stride,
+    extra_column_stride,
+    extra_lens,
+    extra_len_stride,
+    extra_width,
+    req_indices,
+    req_stride,
+    num_reqs,
+    plan,
+    plan_stride,
+    plan_column_stride,
+    positions,
+    positions_stride,
+    cos_sin_cache,
+    num_positions,
+    room,
+    num_tokens,
+    num_heads,
+    splits,
+    SOFTMAX_SCALE: gl.constexpr,
+    SWA_BLOCK_SIZE: gl.constexpr,
+    EXTRA_BLOCK_SIZE: gl.constexpr,
+    HAS_EXTRA: gl.constexpr,
+    PAGED: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    HAS_PLAN: gl.constexpr,
+    TURNED: gl.constexpr,
+    ROW: gl.constexpr,
+    SCALE_BYTES: gl.constexpr,
+    UNIT: gl.constexpr,
+):
+    """The arguments are those of ``split_keys_kernel``; ``q_dim_stride`` is 1. A piece of a plan
+    that is none has no blocks, and stores nothing."""
+    real = gl.program_id(0) >= 0
+    if HAS_PLAN:
+        piece = plan + gl.program_id(0).to(gl.int64) * plan_stride
+        token = gl.load(piece).to(gl.int64)
+        split = gl.load(piece + plan_column_stride)
+        splits = gl.load(piece + 2 * plan_column_stride)
+        first = gl.load(piece + 3 * plan_column_stride)
+        fits = (splits == 1) | ((first >= 0) & (first <= room - splits))
+        real = (token >= 0) & (token < num_tokens) & (split >= 0) & (split < splits) & fits
+        token = gl.where(real, token, 0)
+        splits = gl.where(real, splits, 1)
+        split = gl.where(real, split, 0)
+        spot = first + split
+    else:
+        token = (gl.program_id(0) // splits).to(gl.int64)
+        split = gl.program_id(0) % splits
+        spot = gl.program_id(0)
+    swa_len = gl.load(swa_lens + token * swa_len_stride)
+    swa_len = gl.minimum(gl.maximum(swa_len, 0), swa_width)
+    extra_len = swa_len * 0
+    request = token
+    if HAS_EXTRA:
+        extra_len = gl.load(extra_lens + token * extra_len_stride)
+        extra_len = gl.minimum(gl.maximum(extra_len, 0), extra_width)
+        if PAGED:
+            request = gl.load(req_indices + token * req_stride).to(gl.int64)
+            extra_len = gl.where((request >= 0) & (request < num_reqs), extra_len, 0)
+            request = gl.where(extra_len > 0, request, 0)
+    swa_units = (swa_len + UNIT - 1) // UNIT
+    units = (swa_units + (extra_len + UNIT - 1) // UNIT).to(gl.int64)
+    unit = (units * split // splits).to(gl.int32)
+    stop = (units * (split + 1) // splits).to(gl.int32)
+    blocks, window_blocks = count_blocks(unit, stop, swa_units, UNIT)
+    blocks = gl.where(real, blocks, 0)
+
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [HEADS, 512], ROWS)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, 512], ROWS)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, KEYS], ROWS)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    existing = gl.allocate_shared_memory(gl.int32, [2, KEYS], LINE)
+    factors = gl.allocate_shared_memory(gl.float32, [HEADS], LINE)
+    peaks = gl.allocate_shared_memory(gl.float32, [2, HEADS], LINE)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    weighed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for buffer in gl.static_range(2):
+        mbarrier.init(full.index(buffer), count=1)
+        mbarrier.init(empty.index(buffer), count=2)
+    mbarrier.init(weighed, count=1)
+    mbarrier.init(taken, count=1)
+
+    SIZES: gl.constexpr = (SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE, HAS_EXTRA, PAGED, ROW, SCALE_BYTES, UNIT)
+    swa_slots = swa_indices + token * swa_stride
+    swa = (swa_cache, swa_page_stride, swa_blocks, swa_slots, swa_column_stride, swa_len)
+    extra_slots = extra_indices + (request if PAGED else token) * extra_stride
+    extra = (
+        extra_cache,
+        extra_page_stride,
+        extra_blocks,
+        extra_slots,
+        extra_column_stride,
+        extra_len,
+    )
+    place = ((unit, stop, swa_units, window_blocks), swa, extra)
+    exchange = (factors, peaks)
+    barriers = (full, empty, weighed, taken)
+    first_head = gl.program_id(1) * HEADS
+    row = token * num_heads
+    part = spot.to(gl.int64) * num_heads
+    heads = (q + token * q_stride, num_heads, q_head_stride, first_head)
+    left = (
+        (out, lse, attn_sink, row, first_head, num_heads),
+        (partial, partial_lse, partial_peak, part, first_head, num_heads),
+    )
+    right = ((out, row, first_head, num_heads), (partial, part, first_head, num_heads))
+    rotation = (cos_sin_cache, positions + token * positions_stride, num_positions)
+    SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
+    gl.warp_specialize(
+        [
+            (
+                _left,
+                (
+                    heads,
+                    queries,
+                    keys,
+                    existing,
+                    weights,
+                    exchange,
+                    barriers,
+                    blocks,
+                    left,
+                    splits,
+                    real,
+                    SCALE,
+                    HAS_SINK,
+                ),
+            ),
+            (
+                _right,
+                (
+                    keys,
+                    weights,
+                    exchange,
+                    barriers,
+                    blocks,
+                    right,
+                    rotation,
+                    splits,
+                    real,
+                    TURNED,
+                ),
+            ),
+            (_rows, (place, blocks, keys, existing, barriers, SIZES)),
+        ],
+        [4, 4],
+        [ATTENDING, DEQUANTISING],
+    )

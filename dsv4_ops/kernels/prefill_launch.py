@@ -1,0 +1,144 @@
+"""The launch of a kernel that attends to the keys of a prefill: in Triton, or on Hopper in
+Gluon."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, head_tiles
+from dsv4_ops.kernels import foreign, hopper
+from dsv4_ops.kernels.launch import EMULATE, Launch, at_once
+from dsv4_ops.kernels.prefill_keys import prefill_keys_kernel
+
+WARPS = 8
+"""Warps of a program of the kernel in Triton."""
+
+LISTED = 512
+"""Selected rows that are looked through at a time for the last one that counts."""
+
+_SCHEMA = (
+    "(Tensor q, Tensor swa_cache, Tensor positions, Tensor req_indices, Tensor swa_block_table, "
+    "Tensor? extra_cache, Tensor? extra_block_table, Tensor? topk_indices, Tensor? attn_sink, "
+    "float softmax_scale, int window_size, int compress_ratio, int swa_block_size, "
+    "int extra_block_size, bool coded) -> (Tensor, Tensor)"
+)
+
+
+def prefill_keys(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
+    """Attend with the kernel that is made for the device; see ``_launch_prefill``."""
+    q, coded = args[0], args[14]
+    if hopper.runs(launch, q, coded):
+        return hopper.call(launch, hopper_prefill_keys, _launch_hopper, *args)  # type: ignore[no-any-return]
+    return _launch_prefill(launch, False, *args)
+
+
+def _results(q: Tensor) -> tuple[Tensor, Tensor]:
+    rows = (q.shape[0], int(q.shape[1]))
+    return q.new_empty(q.shape), q.new_empty(rows, dtype=torch.float32)
+
+
+def _launch_prefill(
+    launch: Launch,
+    on_hopper: bool,
+    q: Tensor,
+    swa_cache: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    swa_table: Tensor,
+    extra_cache: Tensor | None,
+    extra_table: Tensor | None,
+    topk_indices: Tensor | None,
+    attn_sink: Tensor | None,
+    softmax_scale: float,
+    window_size: int,
+    compress_ratio: int,
+    swa_block_size: int,
+    extra_block_size: int,
+    coded: bool,
+) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse``, by a program for each token and tile of heads."""
+    num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
+    results = _results(q)
+    main = MainLayout(swa_block_size)
+    cache = swa_cache if extra_cache is None else extra_cache
+    table = swa_table if extra_table is None else extra_table
+    chosen = table if topk_indices is None else topk_indices
+    tensors = (
+        q,
+        *q.stride(),
+        *results,
+        results[1] if attn_sink is None else attn_sink.contiguous(),
+        positions,
+        positions.stride(0),
+        req_indices,
+        req_indices.stride(0),
+        swa_cache,
+        swa_cache.stride(0),
+        swa_cache.shape[0],
+        swa_table,
+        *swa_table.stride(),
+        swa_table.shape[1],
+        cache,
+        cache.stride(0),
+        cache.shape[0],
+        table,
+        *table.stride(),
+        table.shape[1],
+        chosen,
+        *chosen.stride(),
+        chosen.shape[1],
+        swa_table.shape[0],
+        num_heads,
+    )
+    constants = {
+        "SOFTMAX_SCALE": float(softmax_scale),  # Inductor would pass it as a float64
+        "WINDOW_SIZE": window_size,
+        "COMPRESS_RATIO": compress_ratio,
+        "SWA_BLOCK_SIZE": swa_block_size,
+        "EXTRA_BLOCK_SIZE": extra_block_size,
+        "HAS_EXTRA": extra_cache is not None,
+        "HAS_TOPK": topk_indices is not None,
+        "HAS_SINK": attn_sink is not None,
+        "ROW": main.data_bytes if coded else head_dim,
+        "SCALE_BYTES": main.scale_bytes if coded else 0,
+    }
+    grid = (num_tokens, head_tiles(num_heads))
+    if on_hopper:
+        kernels = hopper.kernels()
+        assert kernels is not None  # ``hopper.runs`` has asked
+        launch(kernels[1])[grid](*tensors, **constants, num_warps=hopper.WARPS)
+        return results
+    launch(prefill_keys_kernel)[grid](
+        *tensors,
+        **constants,
+        LISTED=LISTED,
+        HEAD_DIM=head_dim,
+        ROW_BYTES=main.data_bytes if coded else 2 * head_dim,
+        CODE_DIM=main.code_dim if coded else head_dim,
+        QUANT_BLOCK=main.quant_block,
+        HEADS=HEAD_TILE,
+        KEYS=KEY_TILE,
+        EMULATE=EMULATE,
+        num_warps=WARPS,
+    )
+    return results
+
+
+def _launch_hopper(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
+    return _launch_prefill(launch, True, *args)
+
+
+def _call(*args: Any) -> tuple[Tensor, Tensor]:
+    with torch.cuda.device_of(args[0]):
+        return _launch_hopper(at_once, *args)
+
+
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+    return _results(args[0])
+
+
+hopper_prefill_keys = foreign.define("_hopper_prefill_keys", _SCHEMA, _call, _fake)

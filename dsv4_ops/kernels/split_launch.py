@@ -1,0 +1,167 @@
+"""The launch of a kernel that attends to the splits of tokens: in Triton, or on Hopper in Gluon."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, head_tiles
+from dsv4_ops.kernels import foreign, hopper
+from dsv4_ops.kernels.launch import EMULATE, Launch, at_once
+from dsv4_ops.kernels.split_keys import split_keys_kernel
+
+WARPS = 8
+"""Warps of a program of the kernel in Triton."""
+
+Splits = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""``out``, ``lse``, and of every partial result its values, the logarithm of its sum, and what its
+values are multiples of."""
+
+_SCHEMA = (
+    "(Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens, Tensor? extra_cache, "
+    "Tensor? extra_indices, Tensor? extra_lens, Tensor? req_indices, Tensor? attn_sink, "
+    "Tensor? plan, Tensor? positions, Tensor? cos_sin_cache, float softmax_scale, "
+    "int swa_block_size, int extra_block_size, bool coded, int unit, SymInt splits, "
+    "SymInt programs, SymInt room) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def split_keys(launch: Launch, *args: Any) -> Splits:
+    """Attend with the kernel that is made for the device; see ``_launch_split``."""
+    q, coded = args[0], args[15]
+    if hopper.runs(launch, q, coded):
+        return hopper.call(launch, hopper_split_keys, _launch_hopper, *args)  # type: ignore[no-any-return]
+    return _launch_split(launch, False, *args)
+
+
+def _results(q: Tensor, room: int) -> Splits:
+    rows, heads, width = q.shape[0], int(q.shape[1]), int(q.shape[2])
+    parts = q.new_empty((room, heads, width), dtype=torch.float16)
+    floats = (q.new_empty((count, heads), dtype=torch.float32) for count in (rows, room, room))
+    lse, partial_lse, partial_peak = floats
+    return q.new_empty(q.shape), lse, parts, partial_lse, partial_peak
+
+
+def _launch_split(
+    launch: Launch,
+    on_hopper: bool,
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    extra_cache: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_lens: Tensor | None,
+    req_indices: Tensor | None,
+    attn_sink: Tensor | None,
+    plan: Tensor | None,
+    positions: Tensor | None,
+    cos_sin_cache: Tensor | None,
+    softmax_scale: float,
+    swa_block_size: int,
+    extra_block_size: int,
+    coded: bool,
+    unit: int,
+    splits: int,
+    programs: int,
+    room: int,
+) -> Splits:
+    """``programs`` programs for each tile of heads, of ``splits`` splits a token or as the plan
+    says; ``extra_indices`` is a block table with ``req_indices``, ``room`` the number of partial
+    results."""
+    num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
+    results = _results(q, room)
+    lens = swa_lens if extra_lens is None else extra_lens
+    cache = swa_cache if extra_cache is None else extra_cache
+    indices = swa_indices if extra_indices is None else extra_indices
+    request = lens if req_indices is None else req_indices
+    work = lens if plan is None else plan
+    strides = (0, 0) if plan is None else plan.stride()
+    rotation: tuple[Any, ...] = (lens, 0, lens, 0)
+    if positions is not None and cos_sin_cache is not None:
+        table = cos_sin_cache.contiguous()
+        rotation = (positions, positions.stride(0), table, table.shape[0])
+    main = MainLayout(swa_block_size)
+    tensors = (
+        q,
+        *q.stride(),
+        *results,
+        results[1] if attn_sink is None else attn_sink.contiguous(),
+        swa_cache,
+        swa_cache.stride(0),
+        swa_cache.shape[0],
+        swa_indices,
+        *swa_indices.stride(),
+        swa_lens,
+        swa_lens.stride(0),
+        swa_indices.shape[1],
+        cache,
+        cache.stride(0),
+        cache.shape[0],
+        indices,
+        *indices.stride(),
+        lens,
+        lens.stride(0),
+        indices.shape[1] * (1 if req_indices is None else extra_block_size),
+        request,
+        request.stride(0),
+        indices.shape[0],
+        work,
+        *strides,
+        *rotation,
+        room,
+        num_tokens,
+        num_heads,
+        splits,
+    )
+    constants = {
+        "SOFTMAX_SCALE": float(softmax_scale),  # Inductor would pass it as a float64
+        "SWA_BLOCK_SIZE": swa_block_size,
+        "EXTRA_BLOCK_SIZE": extra_block_size,
+        "HAS_EXTRA": extra_cache is not None,
+        "PAGED": req_indices is not None,
+        "HAS_SINK": attn_sink is not None,
+        "HAS_PLAN": plan is not None,
+        "TURNED": positions is not None,
+        "ROW": main.data_bytes if coded else head_dim,
+        "SCALE_BYTES": main.scale_bytes if coded else 0,
+        "UNIT": unit,
+    }
+    grid = (programs, head_tiles(num_heads))
+    if on_hopper:
+        kernels = hopper.kernels()
+        assert kernels is not None  # ``hopper.runs`` has asked
+        launch(kernels[0])[grid](*tensors, **constants, num_warps=hopper.WARPS)
+        return results
+    launch(split_keys_kernel)[grid](
+        *tensors,
+        **constants,
+        HEAD_DIM=head_dim,
+        ROW_BYTES=main.data_bytes if coded else 2 * head_dim,
+        CODE_DIM=main.code_dim if coded else head_dim,
+        QUANT_BLOCK=main.quant_block,
+        HEADS=HEAD_TILE,
+        KEYS=KEY_TILE,
+        EMULATE=EMULATE,
+        num_warps=WARPS,
+    )
+    return results
+
+
+def _launch_hopper(launch: Launch, *args: Any) -> Splits:
+    return _launch_split(launch, True, *args)
+
+
+def _call(*args: Any) -> Splits:
+    with torch.cuda.device_of(args[0]):
+        return _launch_hopper(at_once, *args)
+
+
+def _fake(*args: Any) -> Splits:
+    return _results(args[0], args[-1])
+
+
+hopper_split_keys = foreign.define("_hopper_split_keys", _SCHEMA, _call, _fake)
