@@ -30,15 +30,22 @@ _LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def load_queries(queries, heads_of, num_heads, head_stride, first_head):
-    """Bring the queries of a tile of heads to shared memory; zeros for heads that are not there."""
-    head = first_head + gl.arange(0, HEADS, gl.SliceLayout(1, _LOADED))
+def load_queries(queries, q, heads):
+    """Bring the queries of as many heads to shared memory; zeros for the others."""
+    first, head_stride = q
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, _LOADED))
     dim = gl.arange(0, _PIECE, gl.SliceLayout(0, _LOADED))
-    start = heads_of + head.to(gl.int64)[:, None] * head_stride + dim[None, :]
-    there = (head < num_heads)[:, None]
-    for piece in gl.static_range(4):
-        values = gl.load(start + piece * _PIECE, mask=there, other=0.0)
-        queries.slice(piece * _PIECE, _PIECE, dim=1).store(values)
+    start = first + head.to(gl.int64)[:, None] * head_stride + dim[None, :]
+    there = (head < heads)[:, None]
+    # all on their way before the first is stored
+    values0 = gl.load(start, mask=there, other=0.0)
+    values1 = gl.load(start + _PIECE, mask=there, other=0.0)
+    values2 = gl.load(start + 2 * _PIECE, mask=there, other=0.0)
+    values3 = gl.load(start + 3 * _PIECE, mask=there, other=0.0)
+    queries.slice(0, _PIECE, dim=1).store(values0)
+    queries.slice(_PIECE, _PIECE, dim=1).store(values1)
+    queries.slice(2 * _PIECE, _PIECE, dim=1).store(values2)
+    queries.slice(3 * _PIECE, _PIECE, dim=1).store(values3)
     fence_async_shared()
 
 
@@ -72,7 +79,7 @@ def attend_left(blocks, scale, queries, keys, existing, weights, factors, barrie
         )
         exists = existing.index(buffer).load(gl.SliceLayout(0, LOGITS))
         logits = warpgroup_mma_wait(0, deps=(product,))
-        logits = gl.where((exists != 0)[None, :], logits * scale, float("-inf"))
+        logits = gl.where((exists >= 0)[None, :], logits * scale, float("-inf"))
         share, factor, largest, total = _softmax(logits, largest, total)
         rounded = share.to(gl.bfloat16)
         mbarrier.wait(taken, (block & 1) ^ 1)

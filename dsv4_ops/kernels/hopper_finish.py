@@ -10,23 +10,29 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 _LEAST_PEAK, _MOST_PEAK = gl.constexpr(1e-30), gl.constexpr(1e37)
 """Scales of a partial result are between them: their inverses are ordinary float32 values."""
 
+_ROWS, _ROPE = gl.constexpr(16), gl.constexpr(64)
+"""Heads that are written at a time, and values that are rotated back."""
 
-@gluon.jit
-def _store(target, values, rows, there, FIRST: gl.constexpr):
-    """float32 ``values`` of all heads from dimension FIRST on, rounded as the target is."""
-    LAYOUT: gl.constexpr = values.type.layout
-    row = gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT))
-    mask = gl.convert_layout(there, gl.SliceLayout(1, LAYOUT))
-    dim = FIRST + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
-    rounded = values.to(target.dtype.element_ty)
-    gl.store(target + (row * (2 * WIDTH))[:, None] + dim[None, :], rounded, mask=mask[:, None])
+_OUT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
+_PAIRS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def _halves(values):
-    """The left and the right half of the columns: no register moves."""
-    COLUMNS: gl.constexpr = values.shape[1] // 2
-    return gl.split(gl.permute(gl.reshape(values, [HEADS, 2, COLUMNS]), (0, 2, 1)))
+def _store(target, stage, sums, factor, row, first_head, heads, FIRST: gl.constexpr):
+    """Write ``sums`` times ``factor`` of as many heads from dimension FIRST on, rounded as the
+    target is. By way of shared memory: a thread has pairs of values, and writes eight."""
+    stage.store((sums * factor[:, None]).to(target.dtype.element_ty))
+    for part in gl.static_range(HEADS // _ROWS):
+        values = stage.slice(part * _ROWS, _ROWS, dim=0).load(_OUT)
+        _store_rows(target, values, row, first_head, heads, part, FIRST)
+
+
+@gluon.jit
+def _store_rows(target, values, row, first_head, heads, part: gl.constexpr, FIRST: gl.constexpr):
+    head = part * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, _OUT))
+    dim = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, _OUT))
+    goal = target + (row + first_head + head)[:, None] * (2 * WIDTH) + dim[None, :]
+    gl.store(goal, gl.convert_layout(values, _OUT), mask=(head < heads)[:, None])
 
 
 @gluon.jit
@@ -38,33 +44,31 @@ def _product(left, right):
 
 
 @gluon.jit
-def _turn_back(values, cos_sin_cache, position, num_positions):
-    """``values`` [heads, 64], rounded to bf16 and rotated back: in float32, to be rounded again.
+def _store_turned(target, stage, sums, factor, row, first_head, heads, rotation):
+    """The right half likewise, with the last 64 values rotated back after the rounding:
     ``kernels/rotation.py`` says how."""
-    COLUMNS: gl.constexpr = values.shape[1]
-    rounded = values.to(gl.bfloat16).to(gl.float32)
-    even, odd = gl.split(gl.reshape(rounded, [HEADS, COLUMNS // 2, 2]))
-    pair = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, even.type.layout))
-    known = (position >= 0) & (position < num_positions)
-    angle = cos_sin_cache + gl.where(known, position, 0) * COLUMNS + pair
-    wanted = known & (pair >= 0)
-    cos = gl.load(angle, mask=wanted, other=1.0)[None, :]
-    sin = gl.load(angle + COLUMNS // 2, mask=wanted, other=0.0)[None, :]
-    left = _product(even, cos) + _product(odd, sin)
-    right = _product(odd, cos) - _product(even, sin)
-    turned = gl.join(gl.where(known, left, even), gl.where(known, right, odd))
-    return gl.reshape(turned, [HEADS, COLUMNS])
+    cos_sin_cache, position, num_positions = rotation
+    stage.store((sums * factor[:, None]).to(target.dtype.element_ty))
+    pair = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, _PAIRS)) - (WIDTH - _ROPE) // 2
+    known = (pair >= 0) & (position >= 0) & (position < num_positions)
+    angle = cos_sin_cache + gl.where(position >= 0, position, 0) * _ROPE + pair
+    cos = gl.load(angle, mask=known, other=1.0)[None, :]
+    sin = gl.load(angle + _ROPE // 2, mask=known, other=0.0)[None, :]
+    for part in gl.static_range(HEADS // _ROWS):
+        values = stage.slice(part * _ROWS, _ROWS, dim=0).load(_OUT).to(gl.float32)
+        even, odd = gl.split(gl.reshape(values, [_ROWS, WIDTH // 2, 2]))
+        even, odd = gl.convert_layout(even, _PAIRS), gl.convert_layout(odd, _PAIRS)
+        left = _product(even, cos) + _product(odd, sin)
+        right = _product(odd, cos) - _product(even, sin)
+        left = gl.where(known[None, :], left, even)
+        right = gl.where(known[None, :], right, odd)
+        turned = gl.reshape(gl.join(left, right), [_ROWS, WIDTH]).to(target.dtype.element_ty)
+        _store_rows(target, turned, row, first_head, heads, part, WIDTH)
 
 
 @gluon.jit
 def _log2_sum(largest, total):
     return gl.where(largest == float("-inf"), 0.0, largest) + gl.log2(total)
-
-
-@gluon.jit
-def _heads_of(first_head, num_heads, LAYOUT: gl.constexpr):
-    head = first_head + gl.arange(0, HEADS, LAYOUT)
-    return head, head < num_heads
 
 
 @gluon.jit
@@ -81,87 +85,93 @@ def _scale_of(peak):
 
 @gluon.jit
 def finish_left(
-    sums, largest, total, blocks, goal, final, exchange, weighed, taken, HAS_SINK: gl.constexpr
+    sums, largest, total, blocks, goal, heads, queries, exchange, barriers, HAS_SINK: gl.constexpr
 ):
-    """Results of a token whose keys were all here: the left half, and ``lse``."""
-    out, lse, attn_sink, row, first_head, num_heads = goal
-    factors, _ = exchange
-    head, there = _heads_of(first_head, num_heads, LOGIT_ROW)
-    there = there & final
+    """Results of a token whose keys were all here: the left half, and ``lse``, of as many heads.
+    The queries are not needed any more: what is stored goes through their memory."""
+    out, lse, attn_sink, row, first_head = goal
+    full, empty, weighed, taken = barriers
+    head = gl.arange(0, HEADS, LOGIT_ROW)
     sink = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
     if HAS_SINK:
-        sink = gl.load(attn_sink + head, mask=there, other=0.0) * _LOG2_E
+        sink = gl.load(attn_sink + first_head + head, mask=head < heads, other=0.0) * _LOG2_E
     origin = gl.where(largest == float("-inf"), 0.0, largest)
-    below = gl.where(total == 0.0, 1.0, total + gl.exp2(sink - origin))
-    inverse = 1.0 / below
+    inverse = 1.0 / gl.where(total == 0.0, 1.0, total + gl.exp2(sink - origin))
     mbarrier.wait(taken, (blocks & 1) ^ 1)
-    factors.store(inverse)
+    exchange[0].store(inverse)
     mbarrier.arrive(weighed)
-    gl.store(lse + row + head, _log2_sum(largest, total) / _LOG2_E, mask=there)
-    values = sums * gl.convert_layout(inverse, VALUE_ROW)[:, None]
-    _store(out, values, row + head, there, 0)
+    logs = _log2_sum(largest, total) / _LOG2_E
+    gl.store(lse + (row + first_head) + head, logs, mask=head < heads)
+    stage = queries.slice(0, WIDTH, dim=1)
+    factor = gl.convert_layout(inverse, VALUE_ROW)
+    _store(out, stage, sums, factor, row, first_head, heads, 0)
 
 
 @gluon.jit
 def finish_right(
-    sums,
-    blocks,
-    goal,
-    rotation,
-    final,
-    exchange,
-    weighed,
-    taken,
-    TURNED: gl.constexpr,
+    sums, blocks, goal, rotation, heads, queries, exchange, barriers, TURNED: gl.constexpr
 ):
     """The right half of the results, its last 64 values rotated back if TURNED."""
-    out, row, first_head, num_heads = goal
-    cos_sin_cache, position, num_positions = rotation
-    factors, _ = exchange
-    head, there = _heads_of(first_head, num_heads, VALUE_ROW)
-    there = there & final
+    out, row, first_head = goal
+    full, empty, weighed, taken = barriers
     mbarrier.wait(weighed, blocks & 1)
-    values = sums * factors.load(VALUE_ROW)[:, None]
-    left, right = _halves(values)
-    middle, rope = _halves(right)
+    stage = queries.slice(WIDTH, WIDTH, dim=1)
+    factor = exchange[0].load(VALUE_ROW)
     if TURNED:
-        rope = _turn_back(rope, cos_sin_cache, position, num_positions)
-    _store(out, left, row + head, there, WIDTH)
-    _store(out, middle, row + head, there, WIDTH + WIDTH // 2)
-    _store(out, rope, row + head, there, WIDTH + 3 * WIDTH // 4)
+        _store_turned(out, stage, sums, factor, row, first_head, heads, rotation)
+    else:
+        _store(out, stage, sums, factor, row, first_head, heads, WIDTH)
 
 
 @gluon.jit
-def part_left(sums, largest, total, blocks, goal, real, exchange, weighed, taken):
+def part_left(sums, largest, total, blocks, goal, heads, queries, exchange, barriers):
     """Partial results of a split: normalised, as multiples of the largest magnitude of the head."""
-    partial, partial_lse, partial_peak, row, first_head, num_heads = goal
-    factors, peaks = exchange
-    head, there = _heads_of(first_head, num_heads, LOGIT_ROW)
-    there = there & real
+    partial, partial_lse, partial_peak, row, first_head = goal
+    full, empty, weighed, taken = barriers
     inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
-    values = sums * gl.convert_layout(inverse, VALUE_ROW)[:, None]
+    factor = gl.convert_layout(inverse, VALUE_ROW)
     mbarrier.wait(taken, (blocks & 1) ^ 1)
-    factors.store(inverse)
-    peaks.index(0).store(_peak(values))
+    exchange[0].store(inverse)
+    exchange[1].index(0).store(_peak(sums * factor[:, None]))
     mbarrier.arrive(weighed)
+    head = gl.arange(0, HEADS, LOGIT_ROW)
+    start = row + first_head
+    gl.store(partial_lse + start + head, _log2_sum(largest, total), mask=head < heads)
     mbarrier.wait(taken, blocks & 1)
-    scale = peaks.index(1).load(VALUE_ROW)
-    gl.store(partial_lse + row + head, _log2_sum(largest, total), mask=there)
-    spread = gl.convert_layout(scale, LOGIT_ROW)
-    gl.store(partial_peak + row + head, spread, mask=there)
-    _store(partial, values * (1.0 / scale)[:, None], row + head, there, 0)
+    scale = exchange[1].index(1).load(VALUE_ROW)
+    gl.store(partial_peak + start + head, gl.convert_layout(scale, LOGIT_ROW), mask=head < heads)
+    stage = queries._reinterpret(gl.float16, [HEADS, 2 * WIDTH], queries.layout)
+    _store(
+        partial,
+        stage.slice(0, WIDTH, dim=1),
+        sums,
+        factor * (1.0 / scale),
+        row,
+        first_head,
+        heads,
+        0,
+    )
 
 
 @gluon.jit
-def part_right(sums, blocks, goal, real, exchange, weighed, taken):
+def part_right(sums, blocks, goal, heads, queries, exchange, barriers):
     """The right half of a partial result."""
-    partial, row, first_head, num_heads = goal
-    factors, peaks = exchange
-    head, there = _heads_of(first_head, num_heads, VALUE_ROW)
-    there = there & real
+    partial, row, first_head = goal
+    full, empty, weighed, taken = barriers
     mbarrier.wait(weighed, blocks & 1)
-    values = sums * factors.load(VALUE_ROW)[:, None]
-    scale = _scale_of(gl.maximum(_peak(values), peaks.index(0).load(VALUE_ROW)))
-    peaks.index(1).store(scale)
+    factor = exchange[0].load(VALUE_ROW)
+    peak = gl.maximum(_peak(sums * factor[:, None]), exchange[1].index(0).load(VALUE_ROW))
+    scale = _scale_of(peak)
+    exchange[1].index(1).store(scale)
     mbarrier.arrive(taken)
-    _store(partial, values * (1.0 / scale)[:, None], row + head, there, WIDTH)
+    stage = queries._reinterpret(gl.float16, [HEADS, 2 * WIDTH], queries.layout)
+    _store(
+        partial,
+        stage.slice(WIDTH, WIDTH, dim=1),
+        sums,
+        factor * (1.0 / scale),
+        row,
+        first_head,
+        heads,
+        WIDTH,
+    )

@@ -29,35 +29,21 @@ def _left(
     barriers,
     blocks,
     goal,
+    heads,
     SCALE: gl.constexpr,
     HAS_SINK: gl.constexpr,
 ):
-    heads_of, num_heads, head_stride, first_head = q
-    load_queries(queries, heads_of, num_heads, head_stride, first_head)
+    load_queries(queries, q, heads)
     sums, largest, total = attend_left(
         blocks, SCALE, queries, keys, existing, weights, exchange[0], barriers
     )
-    finish_left(
-        sums,
-        largest,
-        total,
-        blocks,
-        goal,
-        blocks >= 0,
-        exchange,
-        barriers[2],
-        barriers[3],
-        HAS_SINK,
-    )
+    finish_left(sums, largest, total, blocks, goal, heads, queries, exchange, barriers, HAS_SINK)
 
 
 @gluon.jit
-def _right(keys, weights, exchange, barriers, blocks, goal):
+def _right(queries, keys, weights, exchange, barriers, blocks, goal, heads):
     sums = attend_right(blocks, keys, weights, exchange[0], barriers)
-    turn = (goal[0], goal[1], goal[1])  # nothing is rotated
-    finish_right(
-        sums, blocks, goal, turn, blocks >= 0, exchange, barriers[2], barriers[3], False
-    )
+    finish_right(sums, blocks, goal, goal, heads, queries, exchange, barriers, False)
 
 
 @gluon.jit
@@ -165,12 +151,12 @@ def hopper_prefill_kernel(
     mbarrier.init(taken, count=1)
 
     SIZES: gl.constexpr = (
+        ROW,
+        SCALE_BYTES,
         SWA_BLOCK_SIZE,
         EXTRA_BLOCK_SIZE,
         HAS_EXTRA,
         HAS_TOPK,
-        ROW,
-        SCALE_BYTES,
     )
     swa_pages = swa_table + request * swa_table_stride
     extra_pages = extra_table + request * extra_table_stride
@@ -198,16 +184,17 @@ def hopper_prefill_kernel(
     barriers = (full, empty, weighed, taken)
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads
-    heads = (q + token * q_stride, num_heads, q_head_stride, first_head)
-    left = (out, lse, attn_sink, row, first_head, num_heads)
-    right = (out, row, first_head, num_heads)
+    heads = num_heads - first_head  # no more are read and written
+    here = (q + token * q_stride + first_head.to(gl.int64) * q_head_stride, q_head_stride)
+    left = (out, lse, attn_sink, row, first_head)
+    right = (out, row, first_head)
     SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
     gl.warp_specialize(
         [
             (
                 _left,
                 (
-                    heads,
+                    here,
                     queries,
                     keys,
                     existing,
@@ -216,11 +203,12 @@ def hopper_prefill_kernel(
                     barriers,
                     blocks,
                     left,
+                    heads,
                     SCALE,
                     HAS_SINK,
                 ),
             ),
-            (_right, (keys, weights, exchange, barriers, blocks, right)),
+            (_right, (queries, keys, weights, exchange, barriers, blocks, right, heads)),
             (_rows, (place, blocks, keys, existing, barriers, SIZES)),
         ],
         [4, 4],

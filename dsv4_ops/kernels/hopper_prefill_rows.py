@@ -9,15 +9,14 @@ from dsv4_ops.kernels.hopper_rows import HALF, KEYS, ROW_LAYOUT
 
 @gluon.jit
 def find_rows(place, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
-    """Addresses of the rows of the half of a block that begins with its key FIRST, those of their
-    scales, and whether they exist. Unsigned, a page below 0 is past every page, and divisions are
+    """The rows of the half of a block that begins with its key FIRST, as in
+    ``hopper_split_rows.py``. Unsigned, a page below 0 is past every page, and divisions are
     shifts."""
-    SWA_BLOCK_SIZE: gl.constexpr = SIZES[0]
-    EXTRA_BLOCK_SIZE: gl.constexpr = SIZES[1]
-    HAS_EXTRA: gl.constexpr = SIZES[2]
-    HAS_TOPK: gl.constexpr = SIZES[3]
-    ROW: gl.constexpr = SIZES[4]
-    SCALE_BYTES: gl.constexpr = SIZES[5]
+    ROW: gl.constexpr = SIZES[0]
+    SWA_BLOCK_SIZE: gl.constexpr = SIZES[2]
+    EXTRA_BLOCK_SIZE: gl.constexpr = SIZES[3]
+    HAS_EXTRA: gl.constexpr = SIZES[4]
+    HAS_TOPK: gl.constexpr = SIZES[5]
     window_blocks, length, swa_len = place[0]
     cache, page_stride, blocks, entry, step, columns = place[1]
     in_window = block < window_blocks
@@ -52,6 +51,5 @@ def find_rows(place, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
     page = gl.load(entry + page_column.to(gl.int64) * step, mask=wanted, other=-1).to(gl.uint32)
     exists = page < blocks.to(gl.uint32)
     page = gl.where(exists, page, 0).to(gl.int64)
-    row = gl.where(exists, row, 0).to(gl.int32)
-    start = cache + page * page_stride
-    return start + row * ROW, start + (block_size * ROW + row * SCALE_BYTES), exists
+    row = gl.where(exists, row.to(gl.int32), -1)
+    return cache + page * page_stride, row, block_size * ROW

@@ -27,6 +27,10 @@ ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, _GROUP_LAYOUT.value))
 _STORED = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 """The rows of a buffer as words: the same bytes as its bf16 values."""
 
+_LINE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0]))
+_LINE = gl.constexpr(128)
+"""Bytes of a cache line."""
+
 _FACTOR = gl.constexpr(0x00010001)
 
 
@@ -65,10 +69,14 @@ def _load_codes(data, exists, FIRST: gl.constexpr, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def load_half(data, scales, exists):
+def load_half(rows, ROW: gl.constexpr, SCALE_BYTES: gl.constexpr):
     """What a half of a block has: the codes in three parts, because tensors are powers of two, the
-    RoPE values, and the scale bytes. Zeros for rows that do not exist."""
-    words = data.to(gl.pointer_type(gl.int32), bitcast=True)
+    RoPE values, and the scale bytes. Zeros for rows that do not exist. ``rows`` are their pages,
+    their places in them, -1 if they do not exist, and how far behind the first row the scales
+    begin."""
+    page, row, tail = rows
+    exists = row >= 0
+    words = (page + row * ROW).to(gl.pointer_type(gl.int32), bitcast=True)
     codes0 = _load_codes(words, exists, 0, 4)
     codes1 = _load_codes(words, exists, 4, 2)
     codes2 = _load_codes(words, exists, 6, 1)
@@ -76,10 +84,39 @@ def load_half(data, scales, exists):
     wanted = gl.convert_layout(exists, gl.SliceLayout(1, _ROPE_LAYOUT))
     word = gl.arange(0, 2 * WORDS, gl.SliceLayout(0, _ROPE_LAYOUT))
     rope = gl.load(start[:, None] + word[None, :], mask=wanted[:, None], other=0)
-    bytes_of = scales.to(gl.pointer_type(gl.int32), bitcast=True)
-    scales0 = gl.load(bytes_of, mask=exists, other=0)
-    scales1 = gl.load(bytes_of + 1, mask=exists, other=0)
+    scales = (page + (tail + row * SCALE_BYTES)).to(gl.pointer_type(gl.int32), bitcast=True)
+    scales0 = gl.load(scales, mask=exists, other=0)
+    scales1 = gl.load(scales + 1, mask=exists, other=0)
     return codes0, codes1, codes2, rope, scales0, scales1
+
+
+@gluon.jit
+def prefetch(pointers, wanted):
+    """Have the cache lines of the wanted pointers brought to L2."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [pointers, wanted],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _prefetch_half(rows, ROW: gl.constexpr, SCALE_BYTES: gl.constexpr):
+    """Have brought to L2 what ``load_half`` will read: up to six lines of a row, and its scales."""
+    page, row, tail = rows
+    OWNER: gl.constexpr = gl.SliceLayout(1, _LINE_LAYOUT)
+    page = gl.convert_layout(page, OWNER)[:, None]
+    row = gl.convert_layout(row, OWNER)[:, None]
+    line = gl.arange(0, 4, gl.SliceLayout(0, _LINE_LAYOUT))[None, :]
+    wanted = (row >= 0).to(gl.int32) + line * 0
+    start = row * ROW
+    prefetch(page + (start + line * _LINE), wanted)
+    rest = gl.where(line == 0, start + 4 * _LINE, start + (ROW - 1))
+    rest = gl.where(line == 2, tail + row * SCALE_BYTES, rest)
+    prefetch(page + rest, wanted * (line < 3).to(gl.int32))
 
 
 @gluon.jit
@@ -118,27 +155,36 @@ def store_half(buffer, FIRST: gl.constexpr, half):
 def dequantise(
     FIND: gl.constexpr, SIZES: gl.constexpr, place, blocks, keys, existing, full, empty
 ):
-    """The partition that fills the buffers. ``FIND(place, block, FIRST, SIZES)`` has the addresses of the
-    rows of a half of a block, that of their scales, and whether they exist. Rows are loaded half a
-    block ahead of what is stored, and found half a block ahead of that."""
+    """The partition that fills the buffers. ``FIND(place, block, FIRST, SIZES)`` has the rows of a
+    half of a block, as ``load_half`` takes them; SIZES ends with ROW and SCALE_BYTES. Rows are
+    loaded half a block ahead of what is stored, and brought to L2 a block ahead of that."""
+    ROW: gl.constexpr = SIZES[0]
+    SCALE_BYTES: gl.constexpr = SIZES[1]
     near = FIND(place, 0, 0, SIZES)
     far = FIND(place, 0, HALF, SIZES)
-    half = load_half(near[0], near[1], near[2] & (blocks > 0))
+    next_near = FIND(place, 1, 0, SIZES)
+    next_far = FIND(place, 1, HALF, SIZES)
+    half = load_half(near, ROW, SCALE_BYTES)
+    _prefetch_half(next_near, ROW, SCALE_BYTES)
+    _prefetch_half(next_far, ROW, SCALE_BYTES)
     block = blocks * 0
     while block < blocks:
         buffer = block % 2
-        more = block + 1 < blocks
-        other = load_half(far[0], far[1], far[2])
-        next_near = FIND(place, block + 1, 0, SIZES)
+        other = load_half(far, ROW, SCALE_BYTES)
+        later_near = FIND(place, block + 2, 0, SIZES)
+        later_far = FIND(place, block + 2, HALF, SIZES)
         mbarrier.wait(empty.index(buffer), ((block // 2) & 1) ^ 1)
         store_half(keys.index(buffer), 0, half)
-        existing.index(buffer).slice(0, HALF).store(near[2].to(gl.int32))
-        half = load_half(next_near[0], next_near[1], next_near[2] & more)
-        next_far = FIND(place, block + 1, HALF, SIZES)
+        existing.index(buffer).slice(0, HALF).store(near[1])
+        half = load_half(next_near, ROW, SCALE_BYTES)
+        _prefetch_half(later_near, ROW, SCALE_BYTES)
+        _prefetch_half(later_far, ROW, SCALE_BYTES)
         store_half(keys.index(buffer), HALF, other)
-        existing.index(buffer).slice(HALF, HALF).store(far[2].to(gl.int32))
+        existing.index(buffer).slice(HALF, HALF).store(far[1])
         fence_async_shared()
         mbarrier.arrive(full.index(buffer))
         near = next_near
         far = next_far
+        next_near = later_near
+        next_far = later_far
         block += 1

@@ -18,7 +18,7 @@ from dsv4_ops.kernels.hopper_split_rows import count_blocks, find_rows
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 
-ATTENDING, DEQUANTISING = gl.constexpr(160), gl.constexpr(144)
+ATTENDING, DEQUANTISING = gl.constexpr(160), gl.constexpr(152)
 """Registers of the partitions' threads; the one that has the logits gets the rest."""
 
 
@@ -34,37 +34,25 @@ def _left(
     blocks,
     goals,
     splits,
-    real,
+    heads,
     SCALE: gl.constexpr,
     HAS_SINK: gl.constexpr,
 ):
-    heads_of, num_heads, head_stride, first_head = q
-    finished, partial = goals
-    load_queries(queries, heads_of, num_heads, head_stride, first_head)
+    load_queries(queries, q, heads)
     sums, largest, total = attend_left(
         blocks, SCALE, queries, keys, existing, weights, exchange[0], barriers
     )
     if splits == 1:
         finish_left(
-            sums,
-            largest,
-            total,
-            blocks,
-            finished,
-            real,
-            exchange,
-            barriers[2],
-            barriers[3],
-            HAS_SINK,
+            sums, largest, total, blocks, goals[0], heads, queries, exchange, barriers, HAS_SINK
         )
     else:
-        part_left(
-            sums, largest, total, blocks, partial, real, exchange, barriers[2], barriers[3]
-        )
+        part_left(sums, largest, total, blocks, goals[1], heads, queries, exchange, barriers)
 
 
 @gluon.jit
 def _right(
+    queries,
     keys,
     weights,
     exchange,
@@ -73,10 +61,9 @@ def _right(
     goals,
     rotation,
     splits,
-    real,
+    heads,
     TURNED: gl.constexpr,
 ):
-    finished, partial = goals
     cos_sin_cache, positions, num_positions = rotation
     sums = attend_right(blocks, keys, weights, exchange[0], barriers)
     if splits == 1:
@@ -85,10 +72,10 @@ def _right(
             position = gl.load(positions)
         turn = (cos_sin_cache, position, num_positions)
         finish_right(
-            sums, blocks, finished, turn, real, exchange, barriers[2], barriers[3], TURNED
+            sums, blocks, goals[0], turn, heads, queries, exchange, barriers, TURNED
         )
     else:
-        part_right(sums, blocks, partial, real, exchange, barriers[2], barriers[3])
+        part_right(sums, blocks, goals[1], heads, queries, exchange, barriers)
 
 
 @gluon.jit
@@ -207,7 +194,15 @@ def hopper_split_kernel(
     mbarrier.init(weighed, count=1)
     mbarrier.init(taken, count=1)
 
-    SIZES: gl.constexpr = (SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE, HAS_EXTRA, PAGED, ROW, SCALE_BYTES, UNIT)
+    SIZES: gl.constexpr = (
+        ROW,
+        SCALE_BYTES,
+        SWA_BLOCK_SIZE,
+        EXTRA_BLOCK_SIZE,
+        HAS_EXTRA,
+        PAGED,
+        UNIT,
+    )
     swa_slots = swa_indices + token * swa_stride
     swa = (swa_cache, swa_page_stride, swa_blocks, swa_slots, swa_column_stride, swa_len)
     extra_slots = extra_indices + (request if PAGED else token) * extra_stride
@@ -225,12 +220,13 @@ def hopper_split_kernel(
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads
     part = spot.to(gl.int64) * num_heads
-    heads = (q + token * q_stride, num_heads, q_head_stride, first_head)
+    heads = gl.where(real, num_heads - first_head, 0)  # no more are read and written
+    here = (q + token * q_stride + first_head.to(gl.int64) * q_head_stride, q_head_stride)
     left = (
-        (out, lse, attn_sink, row, first_head, num_heads),
-        (partial, partial_lse, partial_peak, part, first_head, num_heads),
+        (out, lse, attn_sink, row, first_head),
+        (partial, partial_lse, partial_peak, part, first_head),
     )
-    right = ((out, row, first_head, num_heads), (partial, part, first_head, num_heads))
+    right = ((out, row, first_head), (partial, part, first_head))
     rotation = (cos_sin_cache, positions + token * positions_stride, num_positions)
     SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
     gl.warp_specialize(
@@ -238,7 +234,7 @@ def hopper_split_kernel(
             (
                 _left,
                 (
-                    heads,
+                    here,
                     queries,
                     keys,
                     existing,
@@ -248,7 +244,7 @@ def hopper_split_kernel(
                     blocks,
                     left,
                     splits,
-                    real,
+                    heads,
                     SCALE,
                     HAS_SINK,
                 ),
@@ -256,6 +252,7 @@ def hopper_split_kernel(
             (
                 _right,
                 (
+                    queries,
                     keys,
                     weights,
                     exchange,
@@ -264,7 +261,7 @@ def hopper_split_kernel(
                     right,
                     rotation,
                     splits,
-                    real,
+                    heads,
                     TURNED,
                 ),
             ),

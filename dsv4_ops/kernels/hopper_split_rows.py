@@ -19,15 +19,14 @@ def count_blocks(unit, stop, swa_units, UNIT: gl.constexpr):
 
 @gluon.jit
 def find_rows(place, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
-    """Addresses of the rows of the half of a block that begins with its key FIRST, those of their
-    scales, and whether they exist. Unsigned, a slot below 0 is past every page, and divisions are
-    shifts."""
-    SWA_BLOCK_SIZE: gl.constexpr = SIZES[0]
-    EXTRA_BLOCK_SIZE: gl.constexpr = SIZES[1]
-    HAS_EXTRA: gl.constexpr = SIZES[2]
-    PAGED: gl.constexpr = SIZES[3]
-    ROW: gl.constexpr = SIZES[4]
-    SCALE_BYTES: gl.constexpr = SIZES[5]
+    """The rows of the half of a block that begins with its key FIRST: their pages, their places in
+    them, -1 if they do not exist, and how far behind the first row of a page its scales begin.
+    Unsigned, a slot below 0 is past every page, and divisions are shifts."""
+    ROW: gl.constexpr = SIZES[0]
+    SWA_BLOCK_SIZE: gl.constexpr = SIZES[2]
+    EXTRA_BLOCK_SIZE: gl.constexpr = SIZES[3]
+    HAS_EXTRA: gl.constexpr = SIZES[4]
+    PAGED: gl.constexpr = SIZES[5]
     UNIT: gl.constexpr = SIZES[6]
     unit, stop, swa_units, window_blocks = place[0]
     cache, page_stride, blocks, entry, step, length = place[1]
@@ -62,6 +61,5 @@ def find_rows(place, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
         block_size = gl.where(in_window, SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE)
     exists = page < blocks
     page = gl.where(exists, page, 0).to(gl.int64)
-    row = gl.where(exists, row, 0).to(gl.int32)
-    start = cache + page * page_stride
-    return start + row * ROW, start + (block_size * ROW + row * SCALE_BYTES), exists
+    row = gl.where(exists, row.to(gl.int32), -1)
+    return cache + page * page_stride, row, block_size * ROW

@@ -62,6 +62,8 @@ def _launch_prefill(
 ) -> tuple[Tensor, Tensor]:
     """``out`` and ``lse``, by a program for each token and tile of heads."""
     num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
+    if on_hopper and q.stride(2) != 1:
+        q = q.contiguous()
     results = _results(q)
     main = MainLayout(swa_block_size)
     cache = swa_cache if extra_cache is None else extra_cache

@@ -185,7 +185,8 @@ def _attend(
     room, programs = 0, num_tokens * splits
     if plan is not None:
         splits, programs = 1, plan.shape[0]
-    if num_splits != 1:
+    joined = plan is not None or not (isinstance(splits, int) and splits == 1)
+    if joined:
         # more than one split, and the batch decides: then no more programs than PROGRAMS
         room = programs if num_splits > 0 or batch_invariant else PROGRAMS
         if plan is not None:
@@ -196,7 +197,7 @@ def _attend(
     sizes = (softmax_scale, swa_block_size, extra_block_size, coded, unit, splits, programs, room)
     request = (req_indices, attn_sink, plan)
     results = split_keys(launch, q, *swa, *listed, *request, *angles, *sizes)
-    if num_splits != 1:
+    if joined:
         _join(launch, results, attn_sink, plan, *angles, splits)
     return SparseMla(results[0], results[1])
 

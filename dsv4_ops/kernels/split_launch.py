@@ -73,6 +73,8 @@ def _launch_split(
     says; ``extra_indices`` is a block table with ``req_indices``, ``room`` the number of partial
     results."""
     num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
+    if on_hopper and q.stride(2) != 1:
+        q = q.contiguous()
     results = _results(q, room)
     lens = swa_lens if extra_lens is None else extra_lens
     cache = swa_cache if extra_cache is None else extra_cache

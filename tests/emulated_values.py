@@ -1,0 +1,479 @@
+"""Tensors of an emulated Gluon kernel: numpy arrays with Triton's types, pointers into buffers that
+are checked at every access, and the functions of ``gl`` over them. bf16 is kept as float32."""
+
+from __future__ import annotations
+
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+from triton.experimental.gluon import language as gl
+
+_STORAGE = {
+    "int1": np.bool_,
+    "int8": np.int8,
+    "int16": np.int16,
+    "int32": np.int32,
+    "int64": np.int64,
+    "uint8": np.uint8,
+    "uint16": np.uint16,
+    "uint32": np.uint32,
+    "uint64": np.uint64,
+    "fp16": np.float16,
+    "bf16": np.uint16,
+    "fp32": np.float32,
+    "fp64": np.float64,
+}
+TYPES = {
+    torch.bool: gl.int1,
+    torch.uint8: gl.uint8,
+    torch.int16: gl.int16,
+    torch.int32: gl.int32,
+    torch.int64: gl.int64,
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+}
+
+
+class EmulationError(Exception):
+    """What a kernel must not do."""
+
+
+def storage(dtype: Any) -> Any:
+    """The numpy type of the bytes of a value in memory."""
+    return _STORAGE[dtype.name]
+
+
+def _numbers(dtype: Any) -> Any:
+    """The numpy type that is computed in."""
+    if dtype.is_ptr():
+        return np.int64
+    return np.float32 if dtype == gl.bfloat16 else _STORAGE[dtype.name]
+
+
+def rounded_to_bf16(values: np.ndarray) -> np.ndarray:
+    """float32 values rounded to nearest even, as uint16 bits; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).reshape(values.shape)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    """float32 values of the uint16 bits of bf16 ones."""
+    words = np.ascontiguousarray(bits.astype(np.uint32) << 16)
+    return words.view(np.float32).reshape(bits.shape)
+
+
+class Value:
+    """A tensor, or of no dimensions a scalar; of a pointer the address in bytes, and the buffers
+    that it may lead to."""
+
+    def __init__(self, data: Any, dtype: Any, buffers: tuple[Buffer, ...] = ()) -> None:
+        self.data = np.asarray(data)
+        self.dtype = dtype
+        self.buffers = buffers
+        assert self.data.dtype == _numbers(dtype), (self.data.dtype, dtype)
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    @property
+    def type(self) -> Any:
+        return self
+
+    @property
+    def layout(self) -> str:
+        return "layout"
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{self.shape} {self.data}"
+
+    def __bool__(self) -> bool:
+        if self.data.ndim:
+            raise EmulationError("a branch needs a scalar")
+        return bool(self.data)
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __getitem__(self, places: Any) -> Value:
+        places = places if isinstance(places, tuple) else (places,)
+        assert all(place is None or place == slice(None) for place in places)
+        assert sum(place is not None for place in places) == self.data.ndim
+        return self.like(self.data[places])
+
+    def like(self, data: Any) -> Value:
+        return Value(data, self.dtype, self.buffers)
+
+    def bits(self) -> np.ndarray:
+        """As it is in memory."""
+        return rounded_to_bf16(self.data) if self.dtype == gl.bfloat16 else self.data
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Value:
+        if self.dtype.is_ptr() or dtype.is_ptr():
+            assert bitcast, "pointers are cast by their bits"
+            return Value(self.data, dtype, self.buffers)
+        if bitcast:
+            assert self.dtype.primitive_bitwidth == dtype.primitive_bitwidth
+            bits = np.ascontiguousarray(self.bits()).reshape(self.data.shape)
+            return from_bits(bits.view(storage(dtype)), dtype)
+        with np.errstate(all="ignore"):
+            if dtype == gl.bfloat16:
+                return from_bits(rounded_to_bf16(self.data.astype(np.float32)), dtype)
+            return Value(self.data.astype(_numbers(dtype)), dtype)
+
+    def __add__(self, other: Any) -> Value:
+        return _sum(np.add, self, other)
+
+    def __radd__(self, other: Any) -> Value:
+        return _sum(np.add, self, other)
+
+    def __sub__(self, other: Any) -> Value:
+        return _sum(np.subtract, self, other)
+
+    def __rsub__(self, other: Any) -> Value:
+        return _binary(np.subtract, other, self)
+
+    def __neg__(self) -> Value:
+        return 0 - self  # as Triton has it
+
+    def __mul__(self, other: Any) -> Value:
+        return _binary(np.multiply, self, other)
+
+    def __rmul__(self, other: Any) -> Value:
+        return _binary(np.multiply, other, self)
+
+    def __truediv__(self, other: Any) -> Value:
+        return _binary(np.divide, *_floats(self, other))
+
+    def __rtruediv__(self, other: Any) -> Value:
+        return _binary(np.divide, *_floats(other, self))
+
+    def __floordiv__(self, other: Any) -> Value:
+        return _binary(_quotient, self, other)
+
+    def __rfloordiv__(self, other: Any) -> Value:
+        return _binary(_quotient, other, self)
+
+    def __mod__(self, other: Any) -> Value:
+        return _binary(_remainder, self, other)
+
+    def __rmod__(self, other: Any) -> Value:
+        return _binary(_remainder, other, self)
+
+    def __and__(self, other: Any) -> Value:
+        return _binary(np.bitwise_and, self, other)
+
+    def __rand__(self, other: Any) -> Value:
+        return _binary(np.bitwise_and, other, self)
+
+    def __or__(self, other: Any) -> Value:
+        return _binary(np.bitwise_or, self, other)
+
+    def __ror__(self, other: Any) -> Value:
+        return _binary(np.bitwise_or, other, self)
+
+    def __xor__(self, other: Any) -> Value:
+        return _binary(np.bitwise_xor, self, other)
+
+    def __rxor__(self, other: Any) -> Value:
+        return _binary(np.bitwise_xor, other, self)
+
+    def __invert__(self) -> Value:
+        return self.like(~self.data)
+
+    def __lshift__(self, other: Any) -> Value:
+        return _binary(np.left_shift, self, other)
+
+    def __rshift__(self, other: Any) -> Value:
+        return _binary(np.right_shift, self, other)
+
+    def __lt__(self, other: Any) -> Value:
+        return _binary(np.less, self, other, gl.int1)
+
+    def __le__(self, other: Any) -> Value:
+        return _binary(np.less_equal, self, other, gl.int1)
+
+    def __gt__(self, other: Any) -> Value:
+        return _binary(np.greater, self, other, gl.int1)
+
+    def __ge__(self, other: Any) -> Value:
+        return _binary(np.greater_equal, self, other, gl.int1)
+
+    def __eq__(self, other: Any) -> Value:  # type: ignore[override] # a tensor
+        return _binary(np.equal, self, other, gl.int1)
+
+    def __ne__(self, other: Any) -> Value:  # type: ignore[override] # a tensor
+        return _binary(np.not_equal, self, other, gl.int1)
+
+    __hash__ = None  # type: ignore[assignment] # __eq__ makes tensors
+
+
+def from_bits(bits: np.ndarray, dtype: Any) -> Value:
+    return Value(widened(bits) if dtype == gl.bfloat16 else bits, dtype)
+
+
+def tensor(value: Any) -> Value:
+    """A Python number as Triton makes a tensor of it."""
+    if isinstance(value, Value):
+        return value
+    if isinstance(value, bool):
+        return Value(np.bool_(value), gl.int1)
+    if isinstance(value, int):
+        dtype = gl.int32 if -(2**31) <= value < 2**31 else gl.int64
+        return Value(np.asarray(value, _numbers(dtype)), dtype)
+    return Value(np.float32(value), gl.float32)
+
+
+def _kind(dtype: Any) -> int:
+    return 2 if dtype.is_floating() else 1 if dtype != gl.int1 else 0
+
+
+def _common(left: Any, right: Any) -> Any:
+    """The type of what is computed from both; a Python number takes the type of the tensor."""
+    types = [tensor(operand).dtype for operand in (left, right)]
+    weak = [isinstance(operand, Number) for operand in (left, right)]
+    if weak[0] != weak[1] and _kind(types[weak[1]]) <= _kind(types[weak[0]]):
+        return types[weak[0]]
+    if types[0] == types[1]:
+        return types[0]
+    floats = [dtype for dtype in types if dtype.is_floating()]
+    if floats:
+        widest = max(floats, key=lambda dtype: dtype.primitive_bitwidth)
+        mixed = len(floats) == 2 and floats[0] != floats[1] and widest.primitive_bitwidth == 16
+        return gl.float32 if mixed else widest
+    # the wider; of one width the unsigned one
+    return max(types, key=lambda dtype: (dtype.primitive_bitwidth, dtype.is_int_unsigned()))
+
+
+def _as(operand: Any, dtype: Any) -> np.ndarray:
+    if isinstance(operand, Number):
+        return np.asarray(operand, _numbers(dtype))  # raises if it does not fit
+    return operand.to(dtype).data if operand.dtype != dtype else operand.data
+
+
+def _aligned(*operands: np.ndarray) -> None:
+    ranks = {operand.ndim for operand in operands if operand.ndim}
+    if len(ranks) > 1:
+        raise EmulationError(f"shapes of several ranks: {[part.shape for part in operands]}")
+
+
+def _binary(operation: Any, left: Any, right: Any, dtype: Any = None) -> Value:
+    common = _common(left, right)
+    operands = _as(left, common), _as(right, common)
+    _aligned(*operands)
+    with np.errstate(all="ignore"):
+        result = np.asarray(operation(*operands))
+    if dtype is None and common == gl.bfloat16:
+        return from_bits(rounded_to_bf16(result), common)
+    return Value(result, dtype or common)
+
+
+def _floats(left: Any, right: Any) -> tuple[Any, Any]:
+    if _common(left, right).is_floating():
+        return left, right
+    return tensor(left).to(gl.float32), tensor(right).to(gl.float32)
+
+
+def _quotient(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Towards zero, as in C."""
+    if not np.all(right):
+        raise EmulationError("division by zero")
+    rest = np.fmod(left, right)
+    return (left - rest) // right
+
+
+def _remainder(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    if not np.all(right):
+        raise EmulationError("division by zero")
+    return np.fmod(left, right)
+
+
+def _sum(operation: Any, left: Value, right: Any) -> Value:
+    """Of a pointer and a number of values, an address."""
+    if isinstance(right, Value) and right.dtype.is_ptr():
+        left, right = right, left
+    if not left.dtype.is_ptr():
+        return _binary(operation, left, right)
+    steps = tensor(right)
+    assert not steps.dtype.is_floating()
+    _aligned(left.data, steps.data)
+    size = left.dtype.element_ty.primitive_bitwidth // 8
+    return left.like(operation(left.data, steps.data.astype(np.int64) * size))
+
+
+class Buffer:
+    """The bytes between the first and the last value of a tensor."""
+
+    def __init__(self, name: str, values: torch.Tensor) -> None:
+        span = sum((size - 1) * step for size, step in zip(values.shape, values.stride()))  # noqa: B905 # of one tensor
+        first, size = values.storage_offset(), values.itemsize
+        everything = torch.empty(0, dtype=torch.uint8).set_(values.untyped_storage())
+        count = (span + 1) * size if values.numel() else 0
+        self.bytes = everything.numpy()[first * size : first * size + count]
+        self.name, self.start = name, values.data_ptr()
+
+    def words(self, addresses: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The buffer as words of the type, which of the addresses are inside, and at which word."""
+        size = dtype.primitive_bitwidth // 8
+        offsets = addresses - self.start
+        inside = (offsets >= 0) & (offsets <= len(self.bytes) - size)
+        skipped = -self.start % size
+        count = max(len(self.bytes) - skipped, 0) // size
+        words = self.bytes[skipped : skipped + count * size].view(storage(dtype))
+        return words, inside, (offsets - skipped) // size
+
+
+def pointer_to(name: str, values: torch.Tensor) -> Value:
+    buffer = Buffer(name, values)
+    return Value(np.int64(buffer.start), gl.pointer_type(TYPES[values.dtype]), (buffer,))
+
+
+def _active(pointer: Value, mask: Any) -> np.ndarray:
+    """Which places are asked for; every one of them is a whole word of a buffer."""
+    assert pointer.dtype.is_ptr()
+    wanted = np.asarray(True) if mask is None else tensor(mask).data
+    assert wanted.dtype == np.bool_
+    active = np.broadcast_to(wanted, pointer.data.shape)
+    size = pointer.dtype.element_ty.primitive_bitwidth // 8
+    if np.any(pointer.data[active] % size):
+        names = [buffer.name for buffer in pointer.buffers]
+        raise EmulationError(f"misaligned access to {names}")
+    return active
+
+
+def _refuse(pointer: Value, outside: np.ndarray) -> None:
+    if not outside.any():
+        return
+    address = int(pointer.data[outside].flat[0])
+    places = [f"{address - part.start} of {len(part.bytes)} in {part.name}" for part in pointer.buffers]
+    raise EmulationError(f"access out of bounds: byte {', or '.join(places)}")
+
+
+def load(pointer: Value, mask: Any = None, other: Any = None, **hints: Any) -> Value:
+    dtype = pointer.dtype.element_ty
+    active = _active(pointer, mask)
+    missing = poison(dtype) if other is None else Value(_as(other, dtype), dtype).bits()
+    result = np.array(np.broadcast_to(missing, active.shape), storage(dtype))
+    rest = np.array(active)
+    for buffer in pointer.buffers:
+        words, inside, place = buffer.words(pointer.data, dtype)
+        found = rest & inside
+        result[found] = words[place[found]]
+        rest &= ~inside
+    _refuse(pointer, rest)
+    return from_bits(result, dtype)
+
+
+def store(pointer: Value, value: Any, mask: Any = None, **hints: Any) -> None:
+    dtype = pointer.dtype.element_ty
+    rest = np.array(_active(pointer, mask))
+    values = tensor(value) if not isinstance(value, Value) else value
+    bits = np.broadcast_to(values.to(dtype).bits(), rest.shape)
+    for buffer in pointer.buffers:
+        words, inside, place = buffer.words(pointer.data, dtype)
+        found = rest & inside
+        words[place[found]] = bits[found]
+        rest &= ~inside
+    _refuse(pointer, rest)
+
+
+def poison(dtype: Any) -> Any:
+    """What memory holds that nobody wrote: NaN, or a number that fits nothing."""
+    if dtype.is_floating():
+        return Value(np.asarray(np.nan, _numbers(dtype)), dtype).bits()
+    return np.asarray(0x7BADBEEF).astype(storage(dtype))
+
+
+def where(condition: Any, left: Any, right: Any) -> Value:
+    condition = tensor(condition)
+    assert condition.dtype == gl.int1
+    chosen = (left, right) if condition.data.ndim else (left if condition else right,) * 2
+    if isinstance(left, Value) and left.dtype.is_ptr():
+        assert left.dtype == right.dtype
+        buffers = tuple(dict.fromkeys(chosen[0].buffers + chosen[1].buffers))
+        return Value(np.where(condition.data, left.data, right.data), left.dtype, buffers)
+    if isinstance(left, Number) and isinstance(right, Number):
+        left, right = tensor(left), tensor(right)
+    common = _common(left, right)
+    parts = _as(left, common), _as(right, common)
+    _aligned(condition.data, *parts)
+    return Value(np.where(condition.data, *parts), common)
+
+
+def maximum(left: Any, right: Any) -> Value:
+    return _binary(np.fmax, tensor(left) if isinstance(right, Number) else left, right)
+
+
+def minimum(left: Any, right: Any) -> Value:
+    return _binary(np.fmin, tensor(left) if isinstance(right, Number) else left, right)
+
+
+def largest(values: Value, axis: int | None = None) -> Value:
+    """NaN is left out."""
+    with np.errstate(all="ignore"):
+        return values.like(np.fmax.reduce(values.data, axis=axis))
+
+
+def smallest(values: Value, axis: int | None = None) -> Value:
+    with np.errstate(all="ignore"):
+        return values.like(np.fmin.reduce(values.data, axis=axis))
+
+
+def total(values: Value, axis: int | None = None) -> Value:
+    with np.errstate(all="ignore"):
+        summed = np.sum(values.data, axis=axis, dtype=values.data.dtype)
+    return values.like(summed)
+
+
+def elementwise(function: Any) -> Any:
+    def apply(values: Value) -> Value:
+        with np.errstate(all="ignore"):
+            return values.like(function(values.data).astype(values.data.dtype))
+
+    return apply
+
+
+def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Value:
+    made = Value(_as(value, dtype), dtype)
+    return made.like(np.broadcast_to(made.data, tuple(shape)))
+
+
+def arange(start: int, stop: int, layout: Any = None) -> Value:
+    count = stop - start
+    if count <= 0 or count & (count - 1):
+        raise EmulationError(f"{count} values are no power of two")
+    return Value(np.arange(start, stop, dtype=np.int32), gl.int32)
+
+
+def reshape(values: Value, *shape: Any) -> Value:
+    return values.like(values.data.reshape(_flat(shape)))
+
+
+def permute(values: Value, *order: Any) -> Value:
+    return values.like(values.data.transpose(_flat(order)))
+
+
+def _flat(numbers: Any) -> tuple[int, ...]:
+    return tuple(numbers[0]) if isinstance(numbers[0], list | tuple) else tuple(numbers)
+
+
+def join(left: Value, right: Value) -> Value:
+    assert left.dtype == right.dtype
+    return left.like(np.stack([left.data, right.data], -1))
+
+
+def split(values: Value) -> tuple[Value, Value]:
+    assert values.shape[-1] == 2
+    return values.like(values.data[..., 0]), values.like(values.data[..., 1])
+
+
+def expand_dims(values: Value, axis: int) -> Value:
+    return values.like(np.expand_dims(values.data, axis))
+
+
+def convert_layout(values: Value, layout: Any, assert_trivial: bool = False) -> Value:
+    return values

@@ -1,0 +1,298 @@
+"""The Gluon kernels for Hopper, their Python source run over numpy, against the references; a race
+or a deadlock of their partitions raises. What Triton makes of them is checked on a GPU."""
+
+import math
+
+import pytest
+import torch
+from gpu_attention import DECODE, PAGED, case_of, decode_case, magnified, turned, with_settings
+from gpu_prefill import MODES, PREFILL, prefill_case
+from helpers import INT32_MAX, INT32_MIN, i32, strided
+from hypothesis import HealthCheck, given, settings
+
+from dsv4_ops import testing
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.compare import assert_agrees, equal
+from dsv4_ops.testing.contract import strided_copy
+
+pytest.importorskip("triton", reason="triton is published for Linux only")
+emulated = pytest.importorskip("emulate_gluon")
+interpret_mla = pytest.importorskip("interpret_mla")
+
+KERNELS = {
+    DECODE: "hopper_split_kernel",
+    PAGED: "hopper_split_kernel",
+    PREFILL: "hopper_prefill_kernel",
+}
+SETTINGS = [
+    (name, chosen)
+    for name in KERNELS
+    for chosen in OPS[name].station("testing").settings
+    if chosen["layout"] == MainLayout.tag
+]
+each_decode = pytest.mark.parametrize("name", [DECODE, PAGED])
+each_op = pytest.mark.parametrize("name", KERNELS)
+each_split = pytest.mark.parametrize("splits", [0, 1, 3])
+
+
+def kernel(name, case, seed=0):
+    """Results of the launcher, its kernels emulated. What nobody writes is NaN."""
+    emulator = emulated.Emulator(seed)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = OPS[name].station("kernels")(emulator, *case.tensors, **case.settings)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    table = case.tensors[-1]
+    if case.tensors[0].numel() and (name == PREFILL or table is None or table.shape[1] == 64):
+        assert emulator.launched[0] == KERNELS[name]
+    return tuple(results)
+
+
+def check(name, case, seed=0):
+    actual, expected = kernel(name, case, seed), case.run(OPS[name].reference)
+    assert_agrees(f"{name}, {case.name}", OPS[name].station("testing"), case, actual, expected)
+
+
+def replaced(case, **changed):
+    """The case with other tensors, by the names of the parameters of decode."""
+    names = OPS[DECODE].parameters
+    tensors = [changed.get(name, value) for name, value in zip(names, case.tensors, strict=False)]
+    return Case(case.name, tuple(tensors), case.settings)
+
+
+@each_op
+def test_named_cases(name):
+    for case in testing.cases(name):
+        check(name, case)
+
+
+@pytest.mark.parametrize(("name", "chosen"), SETTINGS)
+def test_drawn_calls(name, chosen):
+    @settings(
+        max_examples=12,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(OPS[name].station("testing").strategy(settings=chosen))
+    def drawn(case):
+        check(name, case)
+
+    drawn()
+
+
+@each_decode
+@pytest.mark.parametrize(
+    ("tokens", "heads", "changed"),
+    [
+        (5, 8, {}),
+        (1, 128, {}),
+        (3, 9, {"num_splits": 1}),
+        (2, 65, {"num_splits": 7}),
+        (4, 64, {"batch_invariant": True}),
+        (1, 1, {"num_splits": 2}),
+    ],
+)
+def test_full_caches(name, tokens, heads, changed):
+    """Hostile indices, lens, pages, requests and sinks; rows that nobody lists are NaN."""
+    check(name, case_of(name, tokens, tokens, heads, **changed))
+
+
+@pytest.mark.parametrize("extra", [None, 70])
+@pytest.mark.parametrize("block", [1, 48, 256])
+def test_pages_of_any_size(extra, block):
+    check(DECODE, decode_case(1, 3, 8, extra, block=block, extra_block=48, num_splits=2))
+
+
+@pytest.fixture
+def emulates(monkeypatch):
+    """The tests of the Triton kernels, with these in their place."""
+    monkeypatch.setattr(interpret_mla, "kernel", kernel)
+    monkeypatch.setattr(interpret_mla, "check", check)
+
+
+@each_decode
+@pytest.mark.usefixtures("emulates")
+class TestDecode:
+    def test_plans_of_these_and_of_other_lens(self, name):
+        interpret_mla.plans(name, case_of(name, 3, 5, 8))
+
+    def test_hostile_pieces_change_no_other_token(self, name):
+        interpret_mla.hostile(name, case_of(name, 3, 5, 8))
+
+    def test_a_rotation_has_the_bits_of_the_op_behind_it(self, name):
+        interpret_mla.rotations(name, case_of(name, 3, 3, 8))
+
+    def test_values_of_any_magnitude(self, name):
+        interpret_mla.magnitudes(name, case_of(name, 3, 2, 8))
+
+    def test_splits_of_halves_of_blocks(self, name):
+        interpret_mla.odd_units(name, case_of(name, 3, 2, 8))
+
+
+@pytest.mark.usefixtures("emulates")
+class TestPrefill:
+    def test_short_lists_and_windows(self):
+        interpret_mla.prefills()
+
+    def test_a_token_has_the_same_bits_alone(self):
+        interpret_mla.chunks()
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_long_requests(self, mode):
+        check(PREFILL, prefill_case(0, 12, 8, mode))
+        check(PREFILL, prefill_case(1, 3, 128, mode, topk=600, window=100))
+
+
+@each_op
+def test_every_schedule_gives_the_same_bits(name):
+    if name == PREFILL:
+        case = prefill_case(2, 4, 8, "C4")
+    else:
+        case = turned(case_of(name, 5, 3, 8, num_splits=3))
+    results = [kernel(name, case, seed) for seed in range(6)]
+    for other in results[1:]:
+        assert all(map(equal, results[0], other))
+
+
+LENS = [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, -1, INT32_MIN, INT32_MAX]
+
+
+def listing(seed, tokens, heads=8, extra=130, **changed):
+    """A call all of whose indices name a row."""
+    case = decode_case(seed, tokens, heads, extra, hostile=False, **changed)
+    rows = {}
+    for name, place in (("swa_indices", 2), ("extra_indices", 5)):
+        rows[name] = case.tensors[place]
+        rows[name] = torch.where(rows[name] < 0, rows[name].max(), rows[name])
+    return replaced(case, **rows)
+
+
+def lens_of(tokens, swa, extra):
+    return {"swa_lens": i32([swa] * tokens), "extra_lens": i32([extra] * tokens)}
+
+
+@each_split
+@pytest.mark.parametrize("seed", [0, 1])
+def test_lens_at_the_edges_of_blocks(splits, seed):
+    """Of the window and behind it, beside one another as a shuffle has them."""
+    order = torch.randperm(len(LENS), generator=torch.Generator().manual_seed(seed))
+    swa, extra = i32(LENS), i32(LENS)[order]
+    case = listing(seed, len(LENS), num_splits=splits)
+    case = replaced(case, swa_lens=swa, extra_lens=extra)
+    check(DECODE, case)
+    finite = kernel(DECODE, case)[1].isfinite().all(1)
+    assert torch.equal(finite, (swa > 0) | (extra > 0))
+
+
+@each_split
+def test_blocks_none_of_whose_keys_exist(splits):
+    """Before those that do, between them, behind them, and no others."""
+    case = listing(2, 4, num_splits=splits)
+    swa, extra = (case.tensors[place].clone() for place in (2, 5))
+    swa[0], swa[1, 64:], extra[1] = -1, 10**6, INT32_MAX
+    extra[2, :64], extra[2, 70:] = -1, INT32_MIN
+    swa[3], extra[3] = -1, -1
+    case = replaced(case, swa_indices=swa, extra_indices=extra, **lens_of(4, 128, 130))
+    check(DECODE, case)
+    assert kernel(DECODE, case)[1].isfinite().all(1).tolist() == [True, True, True, False]
+
+
+@each_split
+def test_a_slot_that_is_listed_often_counts_as_often(splits):
+    """The logarithm of the sum of 258 weights is that of one and the logarithm of 258."""
+    case = listing(3, 2, num_splits=splits)
+    swa, extra = (case.tensors[place] for place in (2, 5))
+    swa, extra = swa[:, :1].expand(-1, 128), torch.full_like(extra, -1)
+    one, all_of_them = (
+        replaced(case, swa_indices=swa, extra_indices=extra, **lens_of(2, length, 130))
+        for length in (1, 128)
+    )
+    (out, lse), (same, logs) = kernel(DECODE, one), kernel(DECODE, all_of_them)
+    torch.testing.assert_close(logs, lse + math.log(128))
+    sinks = case.tensors[7]
+    bare = [replaced(each, attn_sink=None) for each in (one, all_of_them)]
+    assert equal(kernel(DECODE, bare[0])[0], kernel(DECODE, bare[1])[0])
+    assert equal(out[:, 1:2], torch.zeros_like(out[:, 1:2])), "a sink of infinity"
+    assert equal(same[:, sinks == -math.inf], kernel(DECODE, bare[1])[0][:, sinks == -math.inf])
+
+
+@each_split
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("place", [0, 255, 300, 447, 449])
+def test_nan_is_seen_by_those_that_list_it(splits, code, place):
+    """A NaN code, or of the RoPE values a NaN."""
+    case = listing(4, 3, num_splits=splits)
+    swa, extra = (case.tensors[place].clone() for place in (2, 5))
+    spoiled = int(extra[0, 69])
+    extra[1:][extra[1:] == spoiled] = -1
+    cache, main = case.tensors[4].clone(), MainLayout(64)
+    start = main.data_offset(spoiled)
+    cache.view(-1)[start + place] = code
+    if place > main.code_dim:
+        cache.view(-1)[start + place - 1] = 0xFF
+    case = replaced(case, extra_cache=cache, extra_indices=extra, **lens_of(3, 100, 70))
+    check(DECODE, case)
+    out, lse = kernel(DECODE, case)
+    assert lse.isnan().all(1).tolist() == [True, False, False]
+    assert out.isnan().any() and not out[1:].isnan().any()
+
+
+@each_split
+def test_scale_bytes_that_no_insert_writes(splits):
+    """Zeros for a scale byte of 0, and values beyond those of float32."""
+    case = listing(5, 3, num_splits=splits)
+    extra, main = case.tensors[5], MainLayout(64)
+    cache = case.tensors[4].clone().view(-1)
+    for slot, byte in ((int(extra[0, 3]), 0), (int(extra[1, 3]), 255)):
+        start = main.scale_offset(slot)
+        cache[start : start + 7] = byte
+    cache = cache.view(case.tensors[4].shape)
+    case = replaced(case, extra_cache=cache, **lens_of(3, 100, 70))
+    check(DECODE, case)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_sums_that_overflow_are_infinite_beside_those_that_do_not(splits):
+    """Of 64 keys and more, with values of 3e38 in one dimension and equal weights."""
+    case = listing(6, 2, 9, num_splits=splits)
+    caches, huge = {}, torch.tensor([3e38]).bfloat16().view(torch.uint8)
+    for name, place in (("swa_cache", 1), ("extra_cache", 4)):
+        cache = caches[name] = case.tensors[place].clone()
+        rows = cache[:, : 64 * 576].unflatten(1, (64, 576))
+        rows[..., 448 + 20 : 448 + 22] = huge
+    q = torch.zeros_like(case.tensors[0])
+    case = replaced(case, q=q, attn_sink=None, **caches, **lens_of(2, 128, 130))
+    expected = case.run(OPS[DECODE].reference)[0]
+    assert expected[..., 458].isposinf().all() and expected.isfinite().sum() == 2 * 9 * 511
+    torch.testing.assert_close(kernel(DECODE, case)[0], expected, rtol=2**-7, atol=2**-10)
+
+
+@each_decode
+@pytest.mark.parametrize("exponent", [-85, -20, 60, 118])
+def test_partial_results_of_any_magnitude(name, exponent):
+    """Beside such as are ordinary: of every token the heads and the splits have scales of their
+    own."""
+    check(name, magnified(case_of(name, 6, 2, 8, num_splits=3), exponent))
+
+
+@each_op
+def test_tensors_with_gaps_between_their_values(name):
+    if name == PREFILL:
+        case = prefill_case(4, 5, 9, "C4", topk=70, longest=300, max_reqs=2)
+    else:
+        case = turned(case_of(name, 4, 3, 9, num_splits=2))
+        if name == PAGED:
+            case = with_settings(case, num_splits=1)
+    case = case.copy(lambda tensor: strided_copy(tensor) if _wide(tensor) else strided(tensor))
+    check(name, case)
+    turned_q = case.tensors[0].mT.contiguous().mT
+    check(name, Case("columns of q", (turned_q, *case.tensors[1:]), case.settings))
+
+
+def _wide(tensor):
+    return tensor.dtype == torch.uint8 or tensor.dim() == 3
