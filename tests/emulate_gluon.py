@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from emulated_memory import load, pointer_to, store
 from emulated_program import Program
 from emulated_values import (
     EmulationError,
@@ -32,16 +33,13 @@ from emulated_values import (
     full,
     join,
     largest,
-    load,
     maximum,
     minimum,
     permute,
-    pointer_to,
     reshape,
     rounded_to_bf16,
     smallest,
     split,
-    store,
     tensor,
     total,
     where,

@@ -16,7 +16,8 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from emulated_values import EmulationError, Value, from_bits, poison, storage
+from emulated_memory import poison
+from emulated_values import EmulationError, Value, from_bits, storage
 from triton.experimental.gluon import language as gl
 
 MOST = 8
@@ -156,8 +157,11 @@ class Product:
             raise EmulationError("a product begins with sums that nobody waited for")
         left = self.left if isinstance(self.left, Value) else from_bits(self.left.bits, gl.bfloat16)
         right = from_bits(self.right.bits, gl.bfloat16)
+        # 16 at a time, as the matrix unit; so little that numpy starts no threads for it
+        rows, inner = left.data.shape
+        columns = left.data.reshape(rows, inner // 16, 16).swapaxes(0, 1)
         with np.errstate(all="ignore"):
-            product = np.matmul(left.data, right.data)
+            product = (columns @ right.data.reshape(inner // 16, 16, -1)).sum(0)
             self.result = sums.like(sums.data + product if self.use_sums else product)
 
 

@@ -7,10 +7,9 @@ from numbers import Number
 from typing import Any
 
 import numpy as np
-import torch
 from triton.experimental.gluon import language as gl
 
-_STORAGE = {
+_STORAGE: dict[str, Any] = {
     "int1": np.bool_,
     "int8": np.int8,
     "int16": np.int16,
@@ -25,16 +24,7 @@ _STORAGE = {
     "fp32": np.float32,
     "fp64": np.float64,
 }
-TYPES = {
-    torch.bool: gl.int1,
-    torch.uint8: gl.uint8,
-    torch.int16: gl.int16,
-    torch.int32: gl.int32,
-    torch.int64: gl.int64,
-    torch.float16: gl.float16,
-    torch.bfloat16: gl.bfloat16,
-    torch.float32: gl.float32,
-}
+_COMPUTED = {**_STORAGE, "bf16": np.float32}
 
 
 class EmulationError(Exception):
@@ -47,10 +37,8 @@ def storage(dtype: Any) -> Any:
 
 
 def _numbers(dtype: Any) -> Any:
-    """The numpy type that is computed in."""
-    if dtype.is_ptr():
-        return np.int64
-    return np.float32 if dtype == gl.bfloat16 else _STORAGE[dtype.name]
+    """The numpy type that is computed in, or of an address."""
+    return _COMPUTED.get(dtype.name, np.int64)
 
 
 def rounded_to_bf16(values: np.ndarray) -> np.ndarray:
@@ -67,10 +55,9 @@ def widened(bits: np.ndarray) -> np.ndarray:
 
 
 class Value:
-    """A tensor, or of no dimensions a scalar; of a pointer the address in bytes, and the buffers
-    that it may lead to."""
+    """A tensor, or of no dimensions a scalar. ``buffers`` are what a pointer may lead to."""
 
-    def __init__(self, data: Any, dtype: Any, buffers: tuple[Buffer, ...] = ()) -> None:
+    def __init__(self, data: Any, dtype: Any, buffers: tuple[Any, ...] = ()) -> None:
         self.data = np.asarray(data)
         self.dtype = dtype
         self.buffers = buffers
@@ -249,7 +236,8 @@ def _common(left: Any, right: Any) -> Any:
     return max(types, key=lambda dtype: (dtype.primitive_bitwidth, dtype.is_int_unsigned()))
 
 
-def _as(operand: Any, dtype: Any) -> np.ndarray:
+def as_type(operand: Any, dtype: Any) -> np.ndarray:
+    """The data of a tensor or a number as that type."""
     if isinstance(operand, Number):
         return np.asarray(operand, _numbers(dtype))  # raises if it does not fit
     return operand.to(dtype).data if operand.dtype != dtype else operand.data
@@ -263,7 +251,7 @@ def _aligned(*operands: np.ndarray) -> None:
 
 def _binary(operation: Any, left: Any, right: Any, dtype: Any = None) -> Value:
     common = _common(left, right)
-    operands = _as(left, common), _as(right, common)
+    operands = as_type(left, common), as_type(right, common)
     _aligned(*operands)
     with np.errstate(all="ignore"):
         result = np.asarray(operation(*operands))
@@ -305,89 +293,6 @@ def _sum(operation: Any, left: Value, right: Any) -> Value:
     return left.like(operation(left.data, steps.data.astype(np.int64) * size))
 
 
-class Buffer:
-    """The bytes between the first and the last value of a tensor."""
-
-    def __init__(self, name: str, values: torch.Tensor) -> None:
-        span = sum((size - 1) * step for size, step in zip(values.shape, values.stride()))  # noqa: B905 # of one tensor
-        first, size = values.storage_offset(), values.itemsize
-        everything = torch.empty(0, dtype=torch.uint8).set_(values.untyped_storage())
-        count = (span + 1) * size if values.numel() else 0
-        self.bytes = everything.numpy()[first * size : first * size + count]
-        self.name, self.start = name, values.data_ptr()
-
-    def words(self, addresses: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The buffer as words of the type, which of the addresses are inside, and at which word."""
-        size = dtype.primitive_bitwidth // 8
-        offsets = addresses - self.start
-        inside = (offsets >= 0) & (offsets <= len(self.bytes) - size)
-        skipped = -self.start % size
-        count = max(len(self.bytes) - skipped, 0) // size
-        words = self.bytes[skipped : skipped + count * size].view(storage(dtype))
-        return words, inside, (offsets - skipped) // size
-
-
-def pointer_to(name: str, values: torch.Tensor) -> Value:
-    buffer = Buffer(name, values)
-    return Value(np.int64(buffer.start), gl.pointer_type(TYPES[values.dtype]), (buffer,))
-
-
-def _active(pointer: Value, mask: Any) -> np.ndarray:
-    """Which places are asked for; every one of them is a whole word of a buffer."""
-    assert pointer.dtype.is_ptr()
-    wanted = np.asarray(True) if mask is None else tensor(mask).data
-    assert wanted.dtype == np.bool_
-    active = np.broadcast_to(wanted, pointer.data.shape)
-    size = pointer.dtype.element_ty.primitive_bitwidth // 8
-    if np.any(pointer.data[active] % size):
-        names = [buffer.name for buffer in pointer.buffers]
-        raise EmulationError(f"misaligned access to {names}")
-    return active
-
-
-def _refuse(pointer: Value, outside: np.ndarray) -> None:
-    if not outside.any():
-        return
-    address = int(pointer.data[outside].flat[0])
-    places = [f"{address - part.start} of {len(part.bytes)} in {part.name}" for part in pointer.buffers]
-    raise EmulationError(f"access out of bounds: byte {', or '.join(places)}")
-
-
-def load(pointer: Value, mask: Any = None, other: Any = None, **hints: Any) -> Value:
-    dtype = pointer.dtype.element_ty
-    active = _active(pointer, mask)
-    missing = poison(dtype) if other is None else Value(_as(other, dtype), dtype).bits()
-    result = np.array(np.broadcast_to(missing, active.shape), storage(dtype))
-    rest = np.array(active)
-    for buffer in pointer.buffers:
-        words, inside, place = buffer.words(pointer.data, dtype)
-        found = rest & inside
-        result[found] = words[place[found]]
-        rest &= ~inside
-    _refuse(pointer, rest)
-    return from_bits(result, dtype)
-
-
-def store(pointer: Value, value: Any, mask: Any = None, **hints: Any) -> None:
-    dtype = pointer.dtype.element_ty
-    rest = np.array(_active(pointer, mask))
-    values = tensor(value) if not isinstance(value, Value) else value
-    bits = np.broadcast_to(values.to(dtype).bits(), rest.shape)
-    for buffer in pointer.buffers:
-        words, inside, place = buffer.words(pointer.data, dtype)
-        found = rest & inside
-        words[place[found]] = bits[found]
-        rest &= ~inside
-    _refuse(pointer, rest)
-
-
-def poison(dtype: Any) -> Any:
-    """What memory holds that nobody wrote: NaN, or a number that fits nothing."""
-    if dtype.is_floating():
-        return Value(np.asarray(np.nan, _numbers(dtype)), dtype).bits()
-    return np.asarray(0x7BADBEEF).astype(storage(dtype))
-
-
 def where(condition: Any, left: Any, right: Any) -> Value:
     condition = tensor(condition)
     assert condition.dtype == gl.int1
@@ -399,7 +304,7 @@ def where(condition: Any, left: Any, right: Any) -> Value:
     if isinstance(left, Number) and isinstance(right, Number):
         left, right = tensor(left), tensor(right)
     common = _common(left, right)
-    parts = _as(left, common), _as(right, common)
+    parts = as_type(left, common), as_type(right, common)
     _aligned(condition.data, *parts)
     return Value(np.where(condition.data, *parts), common)
 
@@ -438,7 +343,7 @@ def elementwise(function: Any) -> Any:
 
 
 def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Value:
-    made = Value(_as(value, dtype), dtype)
+    made = Value(as_type(value, dtype), dtype)
     return made.like(np.broadcast_to(made.data, tuple(shape)))
 
 

@@ -1,4 +1,4 @@
-"""The emulator of Gluon kernels finds what must not be: deadlocks, accesses out of bounds, races."""
+"""The emulator of Gluon kernels finds what must not be: races, deadlocks, stray accesses."""
 
 import numpy as np
 import pytest

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dsv4_ops.kernels.hopper_attend import HEADS, attend_left, attend_right, load_queries
 from dsv4_ops.kernels.hopper_finish import finish_left, finish_right
-from dsv4_ops.kernels.hopper_prefill_rows import find_rows
+from dsv4_ops.kernels.hopper_prefill_rows import find_rows, place_rows
 from dsv4_ops.kernels.hopper_rows import KEYS, dequantise
 from dsv4_ops.kernels.hopper_split import ATTENDING, DEQUANTISING
 
@@ -48,7 +48,8 @@ def _right(queries, keys, weights, exchange, barriers, blocks, goal, heads):
 
 @gluon.jit
 def _rows(place, blocks, keys, existing, barriers, SIZES: gl.constexpr):
-    dequantise(find_rows, SIZES, place, blocks, keys, existing, barriers[0], barriers[1])
+    full, empty, weighed, taken = barriers
+    dequantise(find_rows, place_rows, SIZES, place, blocks, keys, existing, full, empty)
 
 
 @gluon.jit

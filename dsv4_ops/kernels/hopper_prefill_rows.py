@@ -8,10 +8,30 @@ from dsv4_ops.kernels.hopper_rows import HALF, KEYS, ROW_LAYOUT
 
 
 @gluon.jit
+def _columns(place, block, FIRST: gl.constexpr):
+    """Places of the keys of half a block in the window or behind it, and which of the two."""
+    window_blocks = place[0][0]
+    in_window = block < window_blocks
+    column = gl.where(in_window, block, block - window_blocks) * KEYS + FIRST
+    return column + gl.arange(0, HALF, ROW_LAYOUT), in_window
+
+
+@gluon.jit
 def find_rows(place, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
-    """The rows of the half of a block that begins with its key FIRST, as in
-    ``hopper_split_rows.py``. Unsigned, a page below 0 is past every page, and divisions are
-    shifts."""
+    """The selected rows of the half of a block that begins with its key FIRST, or where it is."""
+    HAS_TOPK: gl.constexpr = SIZES[5]
+    column, in_window = _columns(place, block, FIRST)
+    if HAS_TOPK:
+        visible, extra_len, selected, step = place[3]
+        wanted = (column < extra_len) & (block >= place[0][0])
+        column = gl.load(selected + column.to(gl.int64) * step, mask=wanted, other=-1)
+    return column
+
+
+@gluon.jit
+def place_rows(place, block, FIRST: gl.constexpr, found, SIZES: gl.constexpr):
+    """The rows that ``find_rows`` found, as in ``hopper_split_rows.py``. Unsigned, a page below 0
+    is past every page, and divisions are shifts."""
     ROW: gl.constexpr = SIZES[0]
     SWA_BLOCK_SIZE: gl.constexpr = SIZES[2]
     EXTRA_BLOCK_SIZE: gl.constexpr = SIZES[3]
@@ -19,24 +39,18 @@ def find_rows(place, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
     HAS_TOPK: gl.constexpr = SIZES[5]
     window_blocks, length, swa_len = place[0]
     cache, page_stride, blocks, entry, step, columns = place[1]
-    in_window = block < window_blocks
-    column = gl.where(in_window, block, block - window_blocks) * KEYS + FIRST
-    column = column + gl.arange(0, HALF, ROW_LAYOUT)
+    column, in_window = _columns(place, block, FIRST)
     spot = (length - swa_len + column).to(gl.uint32)
-    wanted = column < swa_len
+    wanted = in_window & (column < swa_len)
     page_column, row = spot // SWA_BLOCK_SIZE, spot % SWA_BLOCK_SIZE
     block_size = gl.to_tensor(SWA_BLOCK_SIZE)
     if HAS_EXTRA:
         extra = place[2]
-        visible, extra_len, selected, selected_step = place[3]
-        picked = column
-        seen = column < extra_len
+        picked = found.to(gl.uint32)
         if HAS_TOPK:
-            listed = selected + column.to(gl.int64) * selected_step
-            picked = gl.load(listed, mask=seen & (block >= window_blocks), other=-1)
-        picked = picked.to(gl.uint32)
-        if HAS_TOPK:
-            seen = picked < visible.to(gl.uint32)
+            seen = picked < place[3][0].to(gl.uint32)
+        else:
+            seen = column < place[3][1]
         wanted = gl.where(in_window, wanted, seen)
         page_column = gl.where(in_window, page_column, picked // EXTRA_BLOCK_SIZE)
         row = gl.where(in_window, row, picked % EXTRA_BLOCK_SIZE)

@@ -153,37 +153,49 @@ def store_half(buffer, FIRST: gl.constexpr, half):
 
 @gluon.jit
 def dequantise(
-    FIND: gl.constexpr, SIZES: gl.constexpr, place, blocks, keys, existing, full, empty
+    FIND: gl.constexpr,
+    PLACE: gl.constexpr,
+    SIZES: gl.constexpr,
+    place,
+    blocks,
+    keys,
+    existing,
+    full,
+    empty,
 ):
-    """The partition that fills the buffers. ``FIND(place, block, FIRST, SIZES)`` has the rows of a
-    half of a block, as ``load_half`` takes them; SIZES ends with ROW and SCALE_BYTES. Rows are
-    loaded half a block ahead of what is stored, and brought to L2 a block ahead of that."""
+    """The partition that fills the buffers. ``FIND(place, block, FIRST, SIZES)`` loads what says
+    where the rows of a half of a block are, and ``PLACE`` makes of it the rows as ``load_half``
+    takes them: a block later, because whoever uses a loaded value waits for it. SIZES begins with
+    ROW and SCALE_BYTES. Rows of a first half are loaded a block ahead; those of a second only when
+    the first is stored, because registers do not hold more, but they were brought to L2 before."""
     ROW: gl.constexpr = SIZES[0]
     SCALE_BYTES: gl.constexpr = SIZES[1]
     near = FIND(place, 0, 0, SIZES)
     far = FIND(place, 0, HALF, SIZES)
     next_near = FIND(place, 1, 0, SIZES)
     next_far = FIND(place, 1, HALF, SIZES)
-    half = load_half(near, ROW, SCALE_BYTES)
-    _prefetch_half(next_near, ROW, SCALE_BYTES)
-    _prefetch_half(next_far, ROW, SCALE_BYTES)
+    rows = PLACE(place, 0, 0, near, SIZES)
+    half = load_half(rows, ROW, SCALE_BYTES)
+    there = rows[1]
     block = blocks * 0
     while block < blocks:
         buffer = block % 2
-        other = load_half(far, ROW, SCALE_BYTES)
+        rows = PLACE(place, block, HALF, far, SIZES)
+        other = load_half(rows, ROW, SCALE_BYTES)
+        other_there = rows[1]
+        _prefetch_half(PLACE(place, block + 1, HALF, next_far, SIZES), ROW, SCALE_BYTES)
         later_near = FIND(place, block + 2, 0, SIZES)
         later_far = FIND(place, block + 2, HALF, SIZES)
         mbarrier.wait(empty.index(buffer), ((block // 2) & 1) ^ 1)
         store_half(keys.index(buffer), 0, half)
-        existing.index(buffer).slice(0, HALF).store(near[1])
-        half = load_half(next_near, ROW, SCALE_BYTES)
-        _prefetch_half(later_near, ROW, SCALE_BYTES)
-        _prefetch_half(later_far, ROW, SCALE_BYTES)
+        existing.index(buffer).slice(0, HALF).store(there)
+        rows = PLACE(place, block + 1, 0, next_near, SIZES)
+        half = load_half(rows, ROW, SCALE_BYTES)
+        there = rows[1]
         store_half(keys.index(buffer), HALF, other)
-        existing.index(buffer).slice(HALF, HALF).store(far[1])
+        existing.index(buffer).slice(HALF, HALF).store(other_there)
         fence_async_shared()
         mbarrier.arrive(full.index(buffer))
-        near = next_near
         far = next_far
         next_near = later_near
         next_far = later_far

@@ -14,7 +14,7 @@ from dsv4_ops.kernels.hopper_attend import (
 )
 from dsv4_ops.kernels.hopper_finish import finish_left, finish_right, part_left, part_right
 from dsv4_ops.kernels.hopper_rows import KEYS, dequantise
-from dsv4_ops.kernels.hopper_split_rows import count_blocks, find_rows
+from dsv4_ops.kernels.hopper_split_rows import count_blocks, find_rows, place_rows
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -80,7 +80,8 @@ def _right(
 
 @gluon.jit
 def _rows(place, blocks, keys, existing, barriers, SIZES: gl.constexpr):
-    dequantise(find_rows, SIZES, place, blocks, keys, existing, barriers[0], barriers[1])
+    full, empty, weighed, taken = barriers
+    dequantise(find_rows, place_rows, SIZES, place, blocks, keys, existing, full, empty)
 
 
 @gluon.jit
