@@ -184,8 +184,6 @@ class Program:
         self.memories: list[_Memory] = []
         self.barriers: dict[tuple[_Memory, Any], _Barrier] = {}
 
-    # turns
-
     def switch(self, waits_for: str = "", goes_on: Callable[[], bool] | None = None) -> None:
         """Let another partition go on, or this one; with ``goes_on`` not before it is true."""
         me = self.running
@@ -256,8 +254,6 @@ class Program:
                 if part is not self.running:
                     part.turn.release()
 
-    # barriers
-
     def init(self, bar: Shared, count: int) -> None:
         self.barriers[bar.memory, bar.box] = _Barrier(int(count))
 
@@ -291,8 +287,6 @@ class Program:
         where = f"phase {parity} of barrier {bar.memory.name} {place}"
         self.switch(where, lambda: barrier.phase & 1 != parity)
         me.clock = np.maximum(me.clock, barrier.clock)
-
-    # shared memory
 
     def allocate(self, dtype: Any, shape: Any, layout: Any, value: Value | None = None) -> Shared:
         memory = _Memory(self, f"{len(self.memories)}: {dtype}{list(shape)}")
@@ -343,8 +337,6 @@ class Program:
             raise EmulationError(f"{value.dtype}{value.shape} in {part.dtype}{part.shape}")
         self.touch(part, "write")
         part.bits[...] = value.bits()
-
-    # matrix products
 
     def product(
         self, left: Any, right: Any, sums: Any, *, use_acc: Any = True, is_async: bool = False

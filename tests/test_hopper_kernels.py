@@ -117,42 +117,31 @@ def test_pages_of_any_size(extra, block):
 
 @pytest.fixture
 def emulates(monkeypatch):
-    """The tests of the Triton kernels, with these in their place."""
+    """The checks of the Triton kernels, with these in their place."""
     monkeypatch.setattr(interpret_mla, "kernel", kernel)
     monkeypatch.setattr(interpret_mla, "check", check)
 
 
 @each_decode
+@pytest.mark.parametrize("what", ["plans", "hostile", "rotations", "odd_units", "magnitudes"])
 @pytest.mark.usefixtures("emulates")
-class TestDecode:
-    def test_plans_of_these_and_of_other_lens(self, name):
-        interpret_mla.plans(name, case_of(name, 3, 5, 8))
-
-    def test_hostile_pieces_change_no_other_token(self, name):
-        interpret_mla.hostile(name, case_of(name, 3, 5, 8))
-
-    def test_a_rotation_has_the_bits_of_the_op_behind_it(self, name):
-        interpret_mla.rotations(name, case_of(name, 3, 3, 8))
-
-    def test_values_of_any_magnitude(self, name):
-        interpret_mla.magnitudes(name, case_of(name, 3, 2, 8))
-
-    def test_splits_of_halves_of_blocks(self, name):
-        interpret_mla.odd_units(name, case_of(name, 3, 2, 8))
+def test_what_the_triton_kernel_promises(what, name):
+    """Plans of these and of other lens, and hostile ones; every bit of the rotation, and of values
+    of any magnitude; splits of halves of blocks."""
+    tokens = {"plans": 5, "hostile": 5, "rotations": 3}.get(what, 2)
+    getattr(interpret_mla, what)(name, case_of(name, 3, tokens, 8))
 
 
 @pytest.mark.usefixtures("emulates")
-class TestPrefill:
-    def test_short_lists_and_windows(self):
-        interpret_mla.prefills()
+def test_short_prefills_and_tokens_by_themselves():
+    interpret_mla.prefills()
+    interpret_mla.chunks()
 
-    def test_a_token_has_the_same_bits_alone(self):
-        interpret_mla.chunks()
 
-    @pytest.mark.parametrize("mode", MODES)
-    def test_long_requests(self, mode):
-        check(PREFILL, prefill_case(0, 12, 8, mode))
-        check(PREFILL, prefill_case(1, 3, 128, mode, topk=600, window=100))
+@pytest.mark.parametrize("mode", MODES)
+def test_long_prefills(mode):
+    check(PREFILL, prefill_case(0, 12, 8, mode))
+    check(PREFILL, prefill_case(1, 3, 128, mode, topk=600, window=100))
 
 
 @each_op
@@ -224,7 +213,7 @@ def test_a_slot_that_is_listed_often_counts_as_often(splits):
 
 
 def spoiled(seed, splits):
-    """A call of which only the first token lists the last slot that is returned, among others."""
+    """A call, a cache to spoil, and a slot of it that only the first token lists."""
     case = listing(seed, 3, num_splits=splits)
     extra = case.tensors[5].clone()
     slot = int(extra[0, 69])

@@ -50,6 +50,13 @@ def load_queries(queries, q, heads):
 
 
 @gluon.jit
+def _sums_of_threads(values):
+    """[heads, 4] sums over the columns that a thread has; the four are summed once, at the end."""
+    columns = gl.reshape(values, [HEADS, KEYS // 8, 4, 2])
+    return gl.sum(gl.sum(columns, axis=3), axis=1)
+
+
+@gluon.jit
 def _softmax(logits, largest, total):
     """Weights of the logits [heads, keys], in powers of two, against the largest so far; the factor
     of what was summed before, and the new maximum and total."""
@@ -57,7 +64,8 @@ def _softmax(logits, largest, total):
     origin = gl.where(highest == float("-inf"), 0.0, highest)
     weights = gl.exp2(logits - origin[:, None])
     factor = gl.exp2(largest - origin)
-    return weights, factor, highest, total * factor + gl.sum(weights, axis=1)
+    spread = gl.convert_layout(factor, gl.SliceLayout(1, total.type.layout))
+    return weights, factor, highest, total * spread[:, None] + _sums_of_threads(weights)
 
 
 @gluon.jit
@@ -67,8 +75,8 @@ def attend_left(blocks, scale, queries, keys, existing, weights, factors, barrie
     full, empty, weighed, taken = barriers
     sums = gl.full([HEADS, WIDTH], 0.0, gl.float32, VALUES)
     largest = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
-    total = gl.full([HEADS], 0.0, gl.float32, LOGIT_ROW)
     nothing = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
+    total = _sums_of_threads(nothing)
     block = blocks * 0
     while block < blocks:
         buffer = block % 2
@@ -93,7 +101,7 @@ def attend_left(blocks, scale, queries, keys, existing, weights, factors, barrie
         sums = warpgroup_mma_wait(0, deps=(summed,))
         mbarrier.arrive(empty.index(buffer))
         block += 1
-    return sums, largest, total
+    return sums, largest, gl.convert_layout(gl.sum(total, axis=1), LOGIT_ROW)
 
 
 @gluon.jit

@@ -90,7 +90,7 @@ def finish_left(
     """Results of a token whose keys were all here: the left half, and ``lse``, of as many heads.
     The queries are not needed any more: what is stored goes through their memory."""
     out, lse, attn_sink, row, first_head = goal
-    full, empty, weighed, taken = barriers
+    _full, _empty, weighed, taken = barriers
     head = gl.arange(0, HEADS, LOGIT_ROW)
     sink = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
     if HAS_SINK:
@@ -113,7 +113,7 @@ def finish_right(
 ):
     """The right half of the results, its last 64 values rotated back if TURNED."""
     out, row, first_head = goal
-    full, empty, weighed, taken = barriers
+    _full, _empty, weighed, _taken = barriers
     mbarrier.wait(weighed, blocks & 1)
     stage = queries.slice(WIDTH, WIDTH, dim=1)
     factor = exchange[0].load(VALUE_ROW)
@@ -127,7 +127,7 @@ def finish_right(
 def part_left(sums, largest, total, blocks, goal, heads, queries, exchange, barriers):
     """Partial results of a split: normalised, as multiples of the largest magnitude of the head."""
     partial, partial_lse, partial_peak, row, first_head = goal
-    full, empty, weighed, taken = barriers
+    _full, _empty, weighed, taken = barriers
     inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
     factor = gl.convert_layout(inverse, VALUE_ROW)
     mbarrier.wait(taken, (blocks & 1) ^ 1)
@@ -157,7 +157,7 @@ def part_left(sums, largest, total, blocks, goal, heads, queries, exchange, barr
 def part_right(sums, blocks, goal, heads, queries, exchange, barriers):
     """The right half of a partial result."""
     partial, row, first_head = goal
-    full, empty, weighed, taken = barriers
+    _full, _empty, weighed, taken = barriers
     mbarrier.wait(weighed, blocks & 1)
     factor = exchange[0].load(VALUE_ROW)
     peak = gl.maximum(_peak(sums * factor[:, None]), exchange[1].index(0).load(VALUE_ROW))

@@ -48,7 +48,7 @@ def _right(queries, keys, weights, exchange, barriers, blocks, goal, heads):
 
 @gluon.jit
 def _rows(place, blocks, keys, existing, barriers, SIZES: gl.constexpr):
-    full, empty, weighed, taken = barriers
+    full, empty, _weighed, _taken = barriers
     dequantise(find_rows, place_rows, SIZES, place, blocks, keys, existing, full, empty)
 
 

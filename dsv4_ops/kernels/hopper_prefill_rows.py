@@ -20,9 +20,9 @@ def _columns(place, block, FIRST: gl.constexpr):
 def find_rows(place, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
     """The selected rows of the half of a block that begins with its key FIRST, or where it is."""
     HAS_TOPK: gl.constexpr = SIZES[5]
-    column, in_window = _columns(place, block, FIRST)
+    column, _in_window = _columns(place, block, FIRST)
     if HAS_TOPK:
-        visible, extra_len, selected, step = place[3]
+        _visible, extra_len, selected, step = place[3]
         wanted = (column < extra_len) & (block >= place[0][0])
         column = gl.load(selected + column.to(gl.int64) * step, mask=wanted, other=-1)
     return column
@@ -37,7 +37,7 @@ def place_rows(place, block, FIRST: gl.constexpr, found, SIZES: gl.constexpr):
     EXTRA_BLOCK_SIZE: gl.constexpr = SIZES[3]
     HAS_EXTRA: gl.constexpr = SIZES[4]
     HAS_TOPK: gl.constexpr = SIZES[5]
-    window_blocks, length, swa_len = place[0]
+    _window_blocks, length, swa_len = place[0]
     cache, page_stride, blocks, entry, step, columns = place[1]
     column, in_window = _columns(place, block, FIRST)
     spot = (length - swa_len + column).to(gl.uint32)

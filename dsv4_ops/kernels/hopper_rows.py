@@ -27,10 +27,6 @@ ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, _GROUP_LAYOUT.value))
 _STORED = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 """The rows of a buffer as words: the same bytes as its bf16 values."""
 
-_LINE_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0]))
-_LINE = gl.constexpr(128)
-"""Bytes of a cache line."""
-
 _FACTOR = gl.constexpr(0x00010001)
 
 
@@ -91,35 +87,6 @@ def load_half(rows, ROW: gl.constexpr, SCALE_BYTES: gl.constexpr):
 
 
 @gluon.jit
-def prefetch(pointers, wanted):
-    """Have the cache lines of the wanted pointers brought to L2."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [pointers, wanted],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _prefetch_half(rows, ROW: gl.constexpr, SCALE_BYTES: gl.constexpr):
-    """Have brought to L2 what ``load_half`` will read: up to six lines of a row, and its scales."""
-    page, row, tail = rows
-    OWNER: gl.constexpr = gl.SliceLayout(1, _LINE_LAYOUT)
-    page = gl.convert_layout(page, OWNER)[:, None]
-    row = gl.convert_layout(row, OWNER)[:, None]
-    line = gl.arange(0, 4, gl.SliceLayout(0, _LINE_LAYOUT))[None, :]
-    wanted = (row >= 0).to(gl.int32) + line * 0
-    start = row * ROW
-    prefetch(page + (start + line * _LINE), wanted)
-    rest = gl.where(line == 0, start + 4 * _LINE, start + (ROW - 1))
-    rest = gl.where(line == 2, tail + row * SCALE_BYTES, rest)
-    prefetch(page + rest, wanted * (line < 3).to(gl.int32))
-
-
-@gluon.jit
 def _widen(codes, scales, FIRST: gl.constexpr, GROUPS: gl.constexpr):
     """Words [row, 32 * GROUPS] of the bf16 values; FIRST is the byte of the first scale."""
     group = FIRST + gl.arange(0, GROUPS, gl.SliceLayout(0, _GROUP_LAYOUT))
@@ -166,8 +133,8 @@ def dequantise(
     """The partition that fills the buffers. ``FIND(place, block, FIRST, SIZES)`` loads what says
     where the rows of a half of a block are, and ``PLACE`` makes of it the rows as ``load_half``
     takes them: a block later, because whoever uses a loaded value waits for it. SIZES begins with
-    ROW and SCALE_BYTES. Rows of a first half are loaded a block ahead; those of a second only when
-    the first is stored, because registers do not hold more, but they were brought to L2 before."""
+    ROW and SCALE_BYTES. Rows of a first half are loaded when that of the block before is stored,
+    those of a second with the block: at once they would keep the matrix unit from shared memory."""
     ROW: gl.constexpr = SIZES[0]
     SCALE_BYTES: gl.constexpr = SIZES[1]
     near = FIND(place, 0, 0, SIZES)
@@ -183,7 +150,6 @@ def dequantise(
         rows = PLACE(place, block, HALF, far, SIZES)
         other = load_half(rows, ROW, SCALE_BYTES)
         other_there = rows[1]
-        _prefetch_half(PLACE(place, block + 1, HALF, next_far, SIZES), ROW, SCALE_BYTES)
         later_near = FIND(place, block + 2, 0, SIZES)
         later_far = FIND(place, block + 2, HALF, SIZES)
         mbarrier.wait(empty.index(buffer), ((block // 2) & 1) ^ 1)

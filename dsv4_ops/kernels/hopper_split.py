@@ -71,16 +71,14 @@ def _right(
         if TURNED:
             position = gl.load(positions)
         turn = (cos_sin_cache, position, num_positions)
-        finish_right(
-            sums, blocks, goals[0], turn, heads, queries, exchange, barriers, TURNED
-        )
+        finish_right(sums, blocks, goals[0], turn, heads, queries, exchange, barriers, TURNED)
     else:
         part_right(sums, blocks, goals[1], heads, queries, exchange, barriers)
 
 
 @gluon.jit
 def _rows(place, blocks, keys, existing, barriers, SIZES: gl.constexpr):
-    full, empty, weighed, taken = barriers
+    full, empty, _weighed, _taken = barriers
     dequantise(find_rows, place_rows, SIZES, place, blocks, keys, existing, full, empty)
 
 

@@ -47,7 +47,8 @@ def find_rows(place, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
         length = gl.where(in_window, length, place[2][5])
         if PAGED:
             spot = gl.where(in_window, column, column // EXTRA_BLOCK_SIZE)
-    return gl.load(entry + spot.to(gl.int64) * step, mask=column < gl.minimum(length, end), other=-1)
+    wanted = column < gl.minimum(length, end)
+    return gl.load(entry + spot.to(gl.int64) * step, mask=wanted, other=-1)
 
 
 @gluon.jit

@@ -181,7 +181,9 @@ def _attend(
     unit = KEYS
     if plan is None and num_splits == 0 and not batch_invariant:
         unit = unit_of_splits(num_tokens * wide, widths)
-    splits = num_splits_of(num_tokens * wide, _units(widths, unit), num_splits, batch_invariant)
+    units = _units(widths, unit)
+    splits = num_splits_of(num_tokens * wide, units, num_splits, batch_invariant)
+    short = unit < KEYS and isinstance(splits, int) and units <= splits
     room, programs = 0, num_tokens * splits
     if plan is not None:
         splits, programs = 1, plan.shape[0]
@@ -196,7 +198,7 @@ def _attend(
     angles = (positions, cos_sin_cache) if turned else (None, None)
     sizes = (softmax_scale, swa_block_size, extra_block_size, coded, unit, splits, programs, room)
     request = (req_indices, attn_sink, plan)
-    results = split_keys(launch, q, *swa, *listed, *request, *angles, *sizes)
+    results = split_keys(launch, short, q, *swa, *listed, *request, *angles, *sizes)
     if joined:
         _join(launch, results, attn_sink, plan, *angles, splits)
     return SparseMla(results[0], results[1])

@@ -29,10 +29,11 @@ _SCHEMA = (
 )
 
 
-def split_keys(launch: Launch, *args: Any) -> Splits:
-    """Attend with the kernel that is made for the device; see ``_launch_split``."""
+def split_keys(launch: Launch, short: bool, *args: Any) -> Splits:
+    """Attend with the kernel that is made for the device; see ``_launch_split``. For splits of half
+    a block, which ``short`` are, the one in Triton: it is sooner done with the first."""
     q, coded = args[0], args[15]
-    if hopper.runs(launch, q, coded):
+    if not short and hopper.runs(launch, q, coded):
         return hopper.call(launch, hopper_split_keys, _launch_hopper, *args)  # type: ignore[no-any-return]
     return _launch_split(launch, False, *args)
 
