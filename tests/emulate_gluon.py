@@ -70,13 +70,7 @@ def _product(left: Value, right: Value, *_: Any) -> Value:
     return left * right
 
 
-def _prefetch(pointers: Value, wanted: Value, *_: Any) -> Value:
-    """Nothing, but what is out of bounds is found."""
-    load(pointers, mask=wanted != 0)
-    return full(pointers.shape, 0, gl.int32)
-
-
-ASSEMBLY = {"widen_codes": _widen_codes, "_product": _product, "prefetch": _prefetch}
+ASSEMBLY = {"widen_codes": _widen_codes, "_product": _product}
 """What functions with assembly mean, by their names."""
 
 

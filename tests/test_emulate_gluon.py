@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-gluon = pytest.importorskip("triton.experimental.gluon", reason="triton is for Linux only")
+gluon = pytest.importorskip(
+    "triton.experimental.gluon", reason="triton is published for Linux only"
+)
 hopper = pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 emulated = pytest.importorskip("emulate_gluon")
 gl, mbarrier, fence_async_shared = gluon.language, hopper.mbarrier, hopper.fence_async_shared

@@ -40,11 +40,11 @@ def _hopper(launch: Launch, device: torch.device) -> bool:
 def kernels() -> tuple[Any, Any] | None:
     """The kernels of decode and prefill; None with a triton that has no such Gluon."""
     try:
-        from dsv4_ops.kernels.hopper_prefill import hopper_prefill_kernel
-        from dsv4_ops.kernels.hopper_split import hopper_split_kernel
+        from dsv4_ops.kernels.hopper_prefill import hopper_prefill_keys_kernel
+        from dsv4_ops.kernels.hopper_split import hopper_split_keys_kernel
     except (ImportError, AttributeError, TypeError):
         return None
-    return hopper_split_kernel, hopper_prefill_kernel
+    return hopper_split_keys_kernel, hopper_prefill_keys_kernel
 
 
 def call(launch: Launch, op: Any, function: Callable[..., Any], *args: Any) -> Any:

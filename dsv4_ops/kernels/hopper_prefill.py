@@ -68,7 +68,7 @@ def _last_that_counts(chosen, step, topk, visible):
 
 
 @gluon.jit
-def hopper_prefill_kernel(
+def hopper_prefill_keys_kernel(
     q,
     q_stride,
     q_head_stride,

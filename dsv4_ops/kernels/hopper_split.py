@@ -83,7 +83,7 @@ def _rows(place, blocks, keys, existing, barriers, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def hopper_split_kernel(
+def hopper_split_keys_kernel(
     q,
     q_stride,
     q_head_stride,

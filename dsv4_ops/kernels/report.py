@@ -33,9 +33,13 @@ _TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-SPILLS = {"prefill_keys_kernel": 64}
-"""Bytes that a kernel may spill: none but where all registers hold sums, and the few that are
-spilled are addresses, read once per block of keys."""
+SPILLS = {
+    "hopper_prefill_keys_kernel": 128,
+    "hopper_split_keys_kernel": 128,
+    "prefill_keys_kernel": 64,
+}
+"""Bytes that a kernel may spill: none but where all registers hold sums or rows under way, and the
+few that are spilled are addresses, read once per block of keys."""
 
 _USAGE = re.compile(
     r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.S
@@ -288,7 +292,7 @@ def report(capability: int = 90) -> list[KernelReport]:
     reports = []
     where = divmod(capability, 10)
     for name, (args, settings) in examples().items():
-        for launch in _launches(name.partition(",")[0], args, settings, where):
+        for launch in launches(name.partition(",")[0], args, settings, where):
             kernel = compiled(launch, capability)
             spills, registers = _usage(kernel, capability)
             reports.append(
@@ -304,7 +308,7 @@ def report(capability: int = 90) -> list[KernelReport]:
     return reports
 
 
-def _launches(
+def launches(
     op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int]
 ) -> list[_Launch]:
     """What any GPU is given, and after it what else one of capability ``where`` is."""

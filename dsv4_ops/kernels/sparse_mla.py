@@ -220,7 +220,10 @@ def _join(
     if positions is not None and cos_sin_cache is not None:
         table = cos_sin_cache.contiguous()
         rotation = (positions, positions.stride(0), table, table.shape[0])
-    joins = num_tokens if plan is None else plan.shape[0]
+    if plan is not None:
+        joins = plan.shape[0]
+    else:  # of a symbolic number: nothing to join if it turns out to be 1
+        joins = 1 + (num_tokens - 1) * torch.sym_min(splits - 1, 1)
     launch(join_splits_kernel)[(joins, num_heads)](
         out,
         lse,

@@ -1,0 +1,155 @@
+"""Where the Gluon kernels are launched, and what a graph has of them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.lowering.inspect import opaque_calls
+
+pytest.importorskip("triton")
+
+from dsv4_ops.kernels import hopper
+from dsv4_ops.kernels.launch import at_once, traced
+
+SETTINGS = {"softmax_scale": 0.1, "swa_block_size": 64, "extra_block_size": 64}
+DECODE = {**SETTINGS, "num_splits": 0, "batch_invariant": False}
+
+
+class Launches:
+    """A launch that takes down kernels and grids, on a GPU of a capability."""
+
+    def __init__(self, capability):
+        self.capability, self.made = capability, []
+
+    def __call__(self, kernel):
+        return Grid(self.made, kernel)
+
+
+class Grid:
+    def __init__(self, made, kernel):
+        self.made, self.kernel = made, kernel
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.made.append((self.kernel.__name__, grid))
+
+
+def arguments(tokens, width=512, heads=64, layout="v4_fp8", device="meta"):
+    def made(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    cache = MainLayout(64).allocate(8, device)
+    if layout == "plain":
+        cache = made(8, 64, 512, dtype=torch.bfloat16)
+    window = (cache, made(tokens, 128), made(tokens))
+    extra = (cache, made(tokens, width), made(tokens)) if width else (None, None, None)
+    q = made(tokens, heads, 512, dtype=torch.bfloat16)
+    return (q, *window, *extra, None, None, None, None), {**DECODE, "layout": layout}
+
+
+def launched(tokens, capability=(9, 0), **changed):
+    launch = Launches(capability)
+    args, settings = arguments(tokens, **changed)
+    OPS["sparse_mla_decode"].launcher("triton")(launch, *args, **settings)
+    return [(name.removesuffix("_kernel"), grid) for name, grid in launch.made]
+
+
+def test_hopper_has_kernels_of_its_own():
+    assert launched(128) == [("hopper_split_keys", (128, 1))]  # one split each: nothing to join
+    assert launched(8) == [("hopper_split_keys", (80, 1)), ("join_splits", (8, 64))]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus_have_those_in_triton(capability):
+    assert launched(128, capability) == [("split_keys", (128, 1))]
+
+
+def test_plain_caches_and_splits_of_half_a_block_have_those_in_triton():
+    assert launched(128, layout="plain") == [("split_keys", (128, 1))]
+    # 20 halves of a block for 132 programs, and 4
+    assert launched(1) == [("split_keys", (20, 1)), ("join_splits", (1, 64))]
+    assert launched(8, width=0) == [("split_keys", (32, 1)), ("join_splits", (8, 64))]
+
+
+def test_packages_have_kernels_that_inductor_compiles():
+    q = torch.empty(1, 1, 512, dtype=torch.bfloat16)
+    assert not hopper.runs(torch.library.wrap_triton, q, True)
+    assert hopper.runs(Launches((9, 0)), q, True)
+    assert not hopper.runs(Launches((9, 0)), q, False)
+    assert not hopper.runs(Launches(None), q, True)
+
+
+@pytest.mark.parametrize(("tokens", "joins"), [(8, 8), (66, 66), (67, 1), (200, 1)])
+def test_joins_of_any_number_of_tokens(tokens, joins):
+    """A graph for any number of tokens launches the kernel that joins for all of them, or for one
+    where that number turns out to leave one split."""
+    shapes = ShapeEnv()
+    args, settings = arguments(tokens, device="cpu")  # of meta tensors no size is a symbol
+    with FakeTensorMode(shape_env=shapes) as mode:
+        fakes = [
+            each if each is None else mode.from_tensor(each, static_shapes=False) for each in args
+        ]
+        launch = Launches((9, 0))
+        OPS["sparse_mla_decode"].launcher("triton")(launch, *fakes, **settings)
+    (name, (programs, _)), (join, (grid, heads)) = launch.made
+    assert (name, join) == ("hopper_split_keys_kernel", "join_splits_kernel")
+    assert isinstance(grid, torch.SymInt)
+    assert int(grid) == joins
+    assert int(heads) == 64
+    assert int(programs) >= tokens
+
+
+def test_a_graph_calls_an_op():
+    called = []
+
+    def op(*args):
+        called.append(args)
+        return "traced"
+
+    def function(launch, *args):
+        return launch, args
+
+    assert hopper.call(traced, op, function, 1, 2) == "traced"
+    assert called == [(1, 2)]
+    assert hopper.call(at_once, op, function, 1, 2) == (at_once, (1, 2))
+
+
+def test_launches_are_no_opaque_calls():
+    launch = "buf1 = torch.ops.dsv4_ops._hopper_split_keys.default(arg0)"
+    check = "assert_size_stride(buf2, (1,), (1,), 'torch.ops.dsv4_ops._hopper_split_keys.default')"
+    assert opaque_calls(f"{launch}\n    {check}\n") == []
+    call = "buf1 = torch.ops.dsv4_ops.sparse_mla_decode.default(arg0)"
+    assert opaque_calls(f"    {call}\n# {call}\n") == [call]
+
+
+CACHED = """
+import torch, dsv4_ops
+from torch._subclasses.fake_tensor import FakeTensorMode
+assert not hasattr(torch.ops.dsv4_ops, "_hopper_prefill_keys")
+with FakeTensorMode():
+    i32 = dict(dtype=torch.int32, device="cuda")
+    cache = torch.empty(4, 64 * 584, dtype=torch.uint8, device="cuda")
+    table = torch.empty(1, 4, **i32)
+    q = torch.empty(2, 8, 512, dtype=torch.bfloat16, device="cuda")
+    positions = torch.empty(2, dtype=torch.int64, device="cuda")
+    torch.ops.dsv4_ops.sparse_mla_prefill(
+        q, cache, positions, torch.empty(2, **i32), table, None, None, None, None,
+        softmax_scale=1.0, window_size=128, compress_ratio=1, swa_block_size=64,
+        extra_block_size=64, layout="v4_fp8",
+    )
+print(torch.ops.dsv4_ops._hopper_prefill_keys.default)
+"""
+
+
+def test_code_from_a_cache_finds_its_op():
+    """Compiled code that another process has cached is looked up when the fakes have run."""
+    run = subprocess.run(
+        [sys.executable, "-c", CACHED], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    assert "_hopper_prefill_keys" in run.stdout
