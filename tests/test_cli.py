@@ -139,10 +139,11 @@ def test_explain_says_what_auto_takes_and_why_not_a_library(capsys):
     assert status == 0
     for name, spec in OPS.items():
         assert (f"{name}\n  elsewhere  reference" in out) == spec.has_choice
-    status, out = run(capsys, "explain", "sparse_mla_decode")
-    assert "64 heads, from 96 tokens" in out
+    status, out = run(capsys, "explain", "indexer_logits")
+    assert "64 heads, from 32 tokens" in out
     assert "not usable: " in out
-    assert "indexer" not in out.partition("measured")[0]
+    assert "sparse" not in out.partition("measured")[0]
+    assert "nowhere faster" in run(capsys, "explain", "sparse_mla_decode")[1]
 
 
 def test_explain_refuses_an_op_without_a_choice(capsys):

@@ -26,6 +26,7 @@ from gpu_attention import (
 )
 from gpu_providers import BUILD, captured
 from helpers import INT32_MAX, INT32_MIN, i32
+from providers_on_cpu import rule_of
 from test_gpu_cache import GRAPHS, needs_anchors
 from test_gpu_flash_mla import assert_upstream
 from torch import Tensor
@@ -35,7 +36,6 @@ from dsv4_ops import providers, testing
 from dsv4_ops.bench import choice as bench_choice
 from dsv4_ops.core import choice, libraries
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.core.measured import RULES
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering import measure
 from dsv4_ops.lowering.inspect import (
@@ -304,17 +304,19 @@ def test_a_package_needs_the_library_only(name, tmp_path):
     assert done.stdout.strip().endswith("right")
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.op == DECODE], ids=str)
-def test_auto_takes_the_library_where_the_table_says_so(rule):
-    case = decode_case(0, rule.tokens, rule.heads, rule.columns - 128).on(DEVICE)
-    plan = plan_of(case) if rule.planned else None
+@pytest.mark.parametrize("planned", [False, True])
+def test_auto_takes_the_library_where_the_table_says_so(monkeypatch, planned):
+    rule = rule_of(DECODE, "flash_mla", 24, 640)._replace(planned=planned)
+    monkeypatch.setattr(choice, "RULES", (rule,))
+    case = decode_case(0, rule.tokens, 64, rule.columns - 128).on(DEVICE)
+    plan = plan_of(case) if planned else None
     tensors = [*case.tensors[:8], plan, *case.tensors[9:]]
     assert providers.choice_of(DECODE, *tensors, **case.settings).impl == rule.library
     auto = ops.sparse_mla_decode(*tensors, **case.settings)
     explicit = ops.sparse_mla_decode(*tensors, **case.settings, impl=rule.library)
     check(DECODE, case, auto)
     check(DECODE, case, explicit)
-    fewer = decode_case(0, 1, rule.heads, 512).on(DEVICE)
+    fewer = decode_case(0, 1, 64, 512).on(DEVICE)
     assert providers.choice_of(DECODE, *fewer.tensors, **fewer.settings).impl == "triton"
 
 

@@ -77,16 +77,11 @@ _STORED = 2**23
 """Logits that DeepGEMM may store: 32 MiB."""
 
 RULES = (
-    Rule("sparse_mla_decode", "flash_mla", 64, True, 96, 640, _ANY, (57.1, 47.2)),
-    Rule("sparse_mla_decode", "flash_mla", 128, True, 48, 640, _ANY, (55.3, 41.6)),
-    Rule("sparse_mla_decode", "flash_mla", 128, False, 256, 640, _ANY, (218.9, 183.9)),
-    Rule("sparse_mla_decode", "flash_mla", 128, False, 128, 1152, _ANY, (179.5, 151.0)),
     Rule("sparse_mla_gathered", "flash_mla", None, False, 1, 128, _ANY, (74.0, 14.2)),
     Rule("indexer_logits", "deep_gemm", 64, False, 32, 2048, (2**20, _STORED), (51.1, 36.3)),
 )
-"""Of lists that are full: shorter lens make ours faster, and no size tells. A plan of FlashMLA is
-asked for by the caller. C128 layers and selections have lists as wide as their block tables, mostly
-not full: ours."""
+"""None of sparse MLA's decode: ours is faster wherever FlashMLA's adapter counts. Selections have
+lists as wide as their block tables, mostly not full: ours."""
 
 
 def _columns(op: str, values: Mapping[str, Any]) -> Any:

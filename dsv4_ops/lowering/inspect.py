@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-
 _OURS, _LAUNCHES = "torch.ops.dsv4_ops.", "torch.ops.dsv4_ops._hopper_"
 
 
