@@ -32,7 +32,8 @@ def runs(launch: Launch, q: Tensor, coded: bool) -> bool:
 
 def _hopper(launch: Launch, device: torch.device) -> bool:
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) == CAPABILITY
+        nvidia = torch.version.hip is None  # AMD's GPUs have such numbers too
+        return nvidia and torch.cuda.get_device_capability(device) == CAPABILITY
     return getattr(launch, "capability", None) == CAPABILITY  # a report of what would be launched
 
 

@@ -30,6 +30,31 @@ _LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 @gluon.jit
+def allocate():
+    """Shared memory of a program: the queries, two buffers of keys and which of them exist, the
+    weights of a block and the factors of what was summed before; and barriers that say when a
+    buffer is full, when both partitions have done with it, when a block is weighed, and when its
+    weights have been used."""
+    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    queries = gl.allocate_shared_memory(gl.bfloat16, [HEADS, 2 * WIDTH], ROWS)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, 2 * WIDTH], ROWS)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, KEYS], ROWS)
+    existing = gl.allocate_shared_memory(gl.int32, [2, KEYS], LINE)
+    factors = gl.allocate_shared_memory(gl.float32, [HEADS], LINE)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    weighed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for buffer in gl.static_range(2):
+        mbarrier.init(full.index(buffer), count=1)
+        mbarrier.init(empty.index(buffer), count=2)
+    mbarrier.init(weighed, count=1)
+    mbarrier.init(taken, count=1)
+    return queries, keys, existing, weights, factors, (full, empty, weighed, taken)
+
+
+@gluon.jit
 def load_queries(queries, q, heads):
     """Bring the queries of as many heads to shared memory; zeros for the others."""
     first, head_stride = q

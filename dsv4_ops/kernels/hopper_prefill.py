@@ -3,19 +3,21 @@ the three partitions of ``hopper_split.py``."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dsv4_ops.kernels.hopper_attend import HEADS, attend_left, attend_right, load_queries
+from dsv4_ops.kernels.hopper_attend import (
+    HEADS,
+    allocate,
+    attend_left,
+    attend_right,
+    load_queries,
+)
 from dsv4_ops.kernels.hopper_finish import finish_left, finish_right
 from dsv4_ops.kernels.hopper_prefill_rows import find_rows, place_rows
 from dsv4_ops.kernels.hopper_rows import KEYS, dequantise
 from dsv4_ops.kernels.hopper_split import ATTENDING, DEQUANTISING
+from dsv4_ops.kernels.pages import MAX_POSITIONS
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
-_LISTED = gl.constexpr(512)
-"""Selected rows that are looked through at a time for the last one that counts."""
-
-_MAX_POSITIONS = gl.constexpr(2**31 - 1)
 
 
 @gluon.jit
@@ -53,17 +55,17 @@ def _rows(place, blocks, keys, existing, barriers, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def _last_that_counts(chosen, step, topk, visible):
+def _last_that_counts(chosen, step, topk, visible, LISTED: gl.constexpr):
     """Length of a list up to its last row that counts."""
     LINE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     found = visible * 0
     first = visible * 0
     while first < topk:
-        each = first + gl.arange(0, _LISTED, LINE)
+        each = first + gl.arange(0, LISTED, LINE)
         rows = gl.load(chosen + each.to(gl.int64) * step, mask=each < topk, other=-1)
         counts = (rows >= 0) & (rows < visible)
         found = gl.maximum(found, gl.max(gl.where(counts, each + 1, 0), axis=0))
-        first += _LISTED
+        first += LISTED
     return found
 
 
@@ -103,6 +105,7 @@ def hopper_prefill_keys_kernel(
     SOFTMAX_SCALE: gl.constexpr,
     WINDOW_SIZE: gl.constexpr,
     COMPRESS_RATIO: gl.constexpr,
+    LISTED: gl.constexpr,
     SWA_BLOCK_SIZE: gl.constexpr,
     EXTRA_BLOCK_SIZE: gl.constexpr,
     HAS_EXTRA: gl.constexpr,
@@ -115,7 +118,7 @@ def hopper_prefill_keys_kernel(
     token = gl.program_id(0).to(gl.int64)
     position = gl.load(positions + token * position_stride)
     request = gl.load(req_indices + token * req_stride).to(gl.int64)
-    real = (position >= 0) & (position < _MAX_POSITIONS)
+    real = (position >= 0) & (position < MAX_POSITIONS)
     real = real & (request >= 0) & (request < num_reqs)
     length = gl.where(real, position + 1, 0).to(gl.int32)
     request = gl.where(real, request, 0)
@@ -128,28 +131,13 @@ def hopper_prefill_keys_kernel(
         visible = length // COMPRESS_RATIO
         if HAS_TOPK:
             # no further than the last row that counts: the first tokens of a request see few
-            extra_len = _last_that_counts(chosen, topk_column_stride, topk, visible)
+            extra_len = _last_that_counts(chosen, topk_column_stride, topk, visible, LISTED)
         else:
             held = gl.to_tensor(max_extra_blocks).to(gl.int64) * EXTRA_BLOCK_SIZE
             extra_len = gl.minimum(visible.to(gl.int64), held).to(gl.int32)
     blocks = window_blocks + (extra_len + KEYS - 1) // KEYS
 
-    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    queries = gl.allocate_shared_memory(gl.bfloat16, [HEADS, 512], ROWS)
-    keys = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, 512], ROWS)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, KEYS], ROWS)
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    existing = gl.allocate_shared_memory(gl.int32, [2, KEYS], LINE)
-    factors = gl.allocate_shared_memory(gl.float32, [HEADS], LINE)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    weighed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for buffer in gl.static_range(2):
-        mbarrier.init(full.index(buffer), count=1)
-        mbarrier.init(empty.index(buffer), count=2)
-    mbarrier.init(weighed, count=1)
-    mbarrier.init(taken, count=1)
+    queries, keys, existing, weights, factors, barriers = allocate()
 
     SIZES: gl.constexpr = (
         ROW,
@@ -182,7 +170,6 @@ def hopper_prefill_keys_kernel(
         (visible, extra_len, chosen, topk_column_stride),
     )
     exchange = (factors, factors)
-    barriers = (full, empty, weighed, taken)
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads
     heads = num_heads - first_head  # no more are read and written

@@ -4,16 +4,16 @@ the matrix products of these."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dsv4_ops.kernels.hopper_attend import (
     HEADS,
+    allocate,
     attend_left,
     attend_right,
     load_queries,
 )
 from dsv4_ops.kernels.hopper_finish import finish_left, finish_right, part_left, part_right
-from dsv4_ops.kernels.hopper_rows import KEYS, dequantise
+from dsv4_ops.kernels.hopper_rows import dequantise
 from dsv4_ops.kernels.hopper_split_rows import count_blocks, find_rows, place_rows
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -175,23 +175,8 @@ def hopper_split_keys_kernel(
     blocks, window_blocks = count_blocks(unit, stop, swa_units, UNIT)
     blocks = gl.where(real, blocks, 0)
 
-    ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    queries = gl.allocate_shared_memory(gl.bfloat16, [HEADS, 512], ROWS)
-    keys = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, 512], ROWS)
-    weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, KEYS], ROWS)
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    existing = gl.allocate_shared_memory(gl.int32, [2, KEYS], LINE)
-    factors = gl.allocate_shared_memory(gl.float32, [HEADS], LINE)
-    peaks = gl.allocate_shared_memory(gl.float32, [2, HEADS], LINE)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    weighed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for buffer in gl.static_range(2):
-        mbarrier.init(full.index(buffer), count=1)
-        mbarrier.init(empty.index(buffer), count=2)
-    mbarrier.init(weighed, count=1)
-    mbarrier.init(taken, count=1)
+    queries, keys, existing, weights, factors, barriers = allocate()
+    peaks = gl.allocate_shared_memory(gl.float32, [2, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
     SIZES: gl.constexpr = (
         ROW,
@@ -215,7 +200,6 @@ def hopper_split_keys_kernel(
     )
     place = ((unit, stop, swa_units, window_blocks), swa, extra)
     exchange = (factors, peaks)
-    barriers = (full, empty, weighed, taken)
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads
     part = spot.to(gl.int64) * num_heads

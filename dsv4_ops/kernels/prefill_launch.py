@@ -32,7 +32,10 @@ def prefill_keys(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
     """Attend with the kernel that is made for the device; see ``_launch_prefill``."""
     q, coded = args[0], args[14]
     if hopper.runs(launch, q, coded):
-        return hopper.call(launch, hopper_prefill_keys, _launch_hopper, *args)  # type: ignore[no-any-return]
+        results: tuple[Tensor, Tensor] = hopper.call(
+            launch, hopper_prefill_keys, _launch_hopper, *args
+        )
+        return results
     return _launch_prefill(launch, False, *args)
 
 
@@ -100,6 +103,7 @@ def _launch_prefill(
         "SOFTMAX_SCALE": float(softmax_scale),  # Inductor would pass it as a float64
         "WINDOW_SIZE": window_size,
         "COMPRESS_RATIO": compress_ratio,
+        "LISTED": LISTED,
         "SWA_BLOCK_SIZE": swa_block_size,
         "EXTRA_BLOCK_SIZE": extra_block_size,
         "HAS_EXTRA": extra_cache is not None,
@@ -117,7 +121,6 @@ def _launch_prefill(
     launch(prefill_keys_kernel)[grid](
         *tensors,
         **constants,
-        LISTED=LISTED,
         HEAD_DIM=head_dim,
         ROW_BYTES=main.data_bytes if coded else 2 * head_dim,
         CODE_DIM=main.code_dim if coded else head_dim,

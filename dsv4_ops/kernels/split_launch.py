@@ -34,7 +34,8 @@ def split_keys(launch: Launch, short: bool, *args: Any) -> Splits:
     a block, which ``short`` are, the one in Triton: it is sooner done with the first."""
     q, coded = args[0], args[15]
     if not short and hopper.runs(launch, q, coded):
-        return hopper.call(launch, hopper_split_keys, _launch_hopper, *args)  # type: ignore[no-any-return]
+        results: Splits = hopper.call(launch, hopper_split_keys, _launch_hopper, *args)
+        return results
     return _launch_split(launch, False, *args)
 
 
