@@ -76,6 +76,17 @@ def test_plain_caches_and_splits_of_half_a_block_have_those_in_triton():
     assert launched(8, width=0) == [("split_keys", (32, 1)), ("join_splits", (8, 64))]
 
 
+def test_a_split_that_saves_one_block_is_no_split():
+    """A join takes as long: two blocks of the window for each of 64 tokens, or one of 8."""
+    assert launched(64, width=0) == [("hopper_split_keys", (64, 1))]
+    assert launched(40, width=64) == [("hopper_split_keys", (120, 1)), ("join_splits", (40, 64))]
+    args, settings = arguments(8, width=0)
+    launch = Launches((9, 0))
+    window = (args[0], args[1], args[2][:, :64], *args[3:])
+    OPS["sparse_mla_decode"].launcher("triton")(launch, *window, **settings)
+    assert launch.made == [("hopper_split_keys_kernel", (8, 1))]
+
+
 def test_packages_have_kernels_that_inductor_compiles():
     q = torch.empty(1, 1, 512, dtype=torch.bfloat16)
     assert not hopper.runs(torch.library.wrap_triton, q, True)

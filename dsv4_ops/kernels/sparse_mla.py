@@ -113,7 +113,9 @@ def turns(cos_sin_cache: Tensor | None) -> bool:
     return cos_sin_cache is None or int(cos_sin_cache.shape[1]) == ROPE
 
 
-def num_splits_of(programs: int, units: int, num_splits: int, batch_invariant: bool) -> int:
+def num_splits_of(
+    programs: int, units: int, unit: int, num_splits: int, batch_invariant: bool
+) -> int:
     """Splits of every token: as many as fill the GPU, or a number that no other token decides."""
     if num_splits > 0:
         return num_splits
@@ -121,7 +123,9 @@ def num_splits_of(programs: int, units: int, num_splits: int, batch_invariant: b
         return (units + FIXED_SPLIT - 1) // FIXED_SPLIT
     most = torch.sym_max(1, torch.sym_min(units, PROGRAMS // programs))
     longest = (units + most - 1) // most
-    return (units + longest - 1) // longest  # no more than the longest of them makes worthwhile
+    splits = (units + longest - 1) // longest  # no more than the longest of them makes worthwhile
+    saved = units - longest  # a join takes as long as a block
+    return 1 + (splits - 1) * torch.sym_min(1, torch.sym_max(0, saved - KEYS // unit))
 
 
 def unit_of_splits(programs: int, widths: Sequence[int]) -> int:
@@ -136,7 +140,7 @@ def unit_of_splits(programs: int, widths: Sequence[int]) -> int:
 
 def _longest_split(programs: int, widths: Sequence[int], unit: int) -> int:
     units = _units(widths, unit)
-    splits = num_splits_of(programs, units, 0, False)
+    splits = num_splits_of(programs, units, unit, 0, False)
     return (units + splits - 1) // splits
 
 
@@ -182,7 +186,7 @@ def _attend(
     if plan is None and num_splits == 0 and not batch_invariant:
         unit = unit_of_splits(num_tokens * wide, widths)
     units = _units(widths, unit)
-    splits = num_splits_of(num_tokens * wide, units, num_splits, batch_invariant)
+    splits = num_splits_of(num_tokens * wide, units, unit, num_splits, batch_invariant)
     short = unit < KEYS and isinstance(splits, int) and units <= splits
     room, programs = 0, num_tokens * splits
     if plan is not None:
