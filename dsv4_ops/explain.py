@@ -34,7 +34,7 @@ def _of(spec: OpSpec) -> list[str]:
         if library not in spec.providers:
             continue
         rules = [rule for rule in RULES if (rule.op, rule.library) == (spec.name, library)]
-        when = "; ".join(map(_text, rules)) or "only if asked for: nowhere faster"
+        when = "; ".join(map(_text, rules)) or "only if asked for: the table has no size"
         found = probe(library)
         state = "usable" if found.usable else "not usable"
         lines += [f"  {library:<9}  {when}", f"  {'':<9}  {state}: {found.reason}"]
