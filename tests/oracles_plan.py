@@ -20,7 +20,13 @@ def tiles_of(swa_lens: Sequence[int], extra_lens: Sequence[int] | None) -> list[
 
 
 def piece_size(tiles: Sequence[int], programs: int) -> int:
-    return max(1, up(sum(tiles), programs))
+    """33 sizes in steps of an eighth of the mean, the last of them the longest token; every round
+    of programs takes as long as 4 blocks and a piece."""
+    mean, longest = max(1, up(sum(tiles), programs)), max([1, *tiles])
+    sizes = [min(mean + k * up(mean, 8), longest) for k in range(32)] + [longest]
+    rounds = [up(sum(max(1, up(count, size)) for count in tiles), programs) for size in sizes]
+    costs = [n * (4 + size) for n, size in zip(rounds, sizes, strict=True)]
+    return sizes[costs.index(min(costs))]
 
 
 def sparse_mla_plan(
@@ -32,9 +38,10 @@ def sparse_mla_plan(
 ) -> list[list[int]]:
     programs = programs_of(num_heads, num_programs)
     tiles = tiles_of(swa_lens, extra_lens)
-    size, rows, start = piece_size(tiles, programs), [], 0
+    size, first, further, start = piece_size(tiles, programs), [], [], 0
     for token, count in enumerate(tiles):
         pieces = max(1, up(count, size))
-        rows += [[token, piece, pieces, start] for piece in range(pieces)]
+        mine = [[token, piece, pieces, start] for piece in range(pieces)]
+        first, further = [*first, mine[0]], [*further, *mine[1:]]
         start += pieces if pieces > 1 else 0
-    return rows + [[-1] * 4] * (len(tiles) + programs - len(rows))
+    return first + further + [[-1] * 4] * (programs - len(further))

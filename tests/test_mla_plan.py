@@ -65,27 +65,42 @@ def test_the_default_is_an_h200() -> None:
 
 def test_the_window_and_the_rows_round_up_apart() -> None:
     """1 + 1 blocks of one key each, although two keys fit in one; below 0 is none."""
-    whole = [[0, 0, 2, 0], [0, 1, 2, 0], [1, 0, 1, 2]]
+    whole = [[0, 0, 2, 0], [1, 0, 1, 2], [0, 1, 2, 0]]
     assert plan_of([1, 64], [1, -9], num_heads=1, num_programs=3) == [*whole, ABSENT, ABSENT]
     assert plan_of([2, 64], None, num_heads=1, num_programs=3)[:2] == [[0, 0, 1, 0], [1, 0, 1, 0]]
 
 
 def test_partial_results_lie_behind_each_other() -> None:
-    """7, 1, 0, 5 and 2 blocks on 5 programs: pieces of up to 3. Tokens of one piece have no partial
-    result, and where theirs would begin is where that of the next token does."""
-    rows = plan_of([7 * 64, 1, 0, 5 * 64, 2 * 64], num_heads=64, num_programs=5)
+    """7, 1, 0, 5 and 2 blocks on 12 programs: pieces of up to 2, so that a round takes as long as
+    4 + 2 blocks. Tokens of one piece have no partial result, and where theirs would begin is where
+    that of the next token does."""
+    rows = plan_of([7 * 64, 1, 0, 5 * 64, 2 * 64], num_heads=64, num_programs=12)
     assert rows == [
-        [0, 0, 3, 0],
-        [0, 1, 3, 0],
-        [0, 2, 3, 0],
-        [1, 0, 1, 3],
-        [2, 0, 1, 3],
-        [3, 0, 2, 3],
-        [3, 1, 2, 3],
-        [4, 0, 1, 5],
-        ABSENT,
-        ABSENT,
+        [0, 0, 4, 0],
+        [1, 0, 1, 4],
+        [2, 0, 1, 4],
+        [3, 0, 3, 4],
+        [4, 0, 1, 7],
+        [0, 1, 4, 0],
+        [0, 2, 4, 0],
+        [0, 3, 4, 0],
+        [3, 1, 3, 4],
+        [3, 2, 3, 4],
+        *[ABSENT] * 7,
     ]
+
+
+def test_a_round_of_longer_pieces_or_two_of_shorter_ones() -> None:
+    """15 blocks on 5 programs: pieces of 3 make two rounds, each as long as 4 + 3 blocks; whole
+    tokens one, of 4 + 7. With a token of 20 and one of 10 the mean is 8: two rounds of 4 + 8 blocks
+    are no longer than one of 4 + 20."""
+    rows = plan_of([7 * 64, 1, 0, 5 * 64, 2 * 64], num_heads=64, num_programs=5)
+    assert rows == [[token, 0, 1, 0] for token in range(5)] + [ABSENT] * 5
+    tiles = [20, 10, 1, 2, 7]
+    rows = plan_of([64 * count for count in tiles], num_heads=64, num_programs=5)
+    assert [row[2] for row in rows[:5]] == [3, 2, 1, 1, 1]
+    rows = plan_of([64 * count for count in (16, 10, 1, 2, 7)], num_heads=64, num_programs=5)
+    assert [row[2] for row in rows[:5]] == [1, 1, 1, 1, 1]  # 4 + 16 are less than twice 4 + 8
 
 
 def test_no_token_and_no_keys() -> None:
@@ -119,6 +134,7 @@ def test_properties(
     assert rows == oracle.sparse_mla_plan(swa, more, num_heads=num_heads, num_programs=num_programs)
     programs = oracle.programs_of(num_heads, num_programs)
     assert len(rows) == len(lens) + programs
+    assert [row[:2] for row in rows[: len(lens)]] == [[token, 0] for token in range(len(lens))]
     real = [row for row in rows if row != ABSENT]
     assert rows == real + [ABSENT] * (len(rows) - len(real))
     assert all(value >= 0 for row in real for value in row)
@@ -139,11 +155,12 @@ def test_properties(
 
 
 def test_the_room_is_nearly_used() -> None:
-    """63 tokens of 66 blocks and one of 1 on 64 programs: pieces of up to 65, so two of each long
-    token, and 126 partial results of the 128 that there is room for."""
-    rows = plan_of([64 * 66] * 63 + [64], num_heads=64, num_programs=64)
+    """63 tokens of 66 blocks and 66 of none on 64 programs: pieces of up to 65, the mean, make
+    three rounds, and so would whole tokens. Two of each long token, 126 partial results of the 128
+    that there is room for."""
+    rows = plan_of([64 * 66] * 63 + [0] * 66, num_heads=64, num_programs=64)
     assert sum(row[2] == 2 for row in rows) == 126
-    assert rows[125][3] == 124
+    assert rows[62][3] == 124
 
 
 @pytest.mark.parametrize("seed", range(8))

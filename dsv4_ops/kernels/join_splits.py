@@ -38,8 +38,8 @@ def join_splits_kernel(
     EMULATE: tl.constexpr,
 ):
     """The splits of one token and head, weighed by their sums, SPLITS at a time; nothing to do for
-    tokens of one split. With HAS_PLAN a program per piece, and the first of a token joins all; with
-    TURNED the result is rounded and its last ROPE values are rotated back."""
+    tokens of one split. With HAS_PLAN the row of a token says where its pieces are; with TURNED the
+    result is rounded and its last ROPE values are rotated back."""
     head = tl.program_id(1)
     if HAS_PLAN:
         piece = plan + tl.program_id(0).to(tl.int64) * plan_stride

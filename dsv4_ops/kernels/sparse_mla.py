@@ -13,8 +13,9 @@ from dsv4_ops.core.choice import AUTO, not_ours
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.tiles import KEY_TILE, PROGRAMS, head_tiles
 from dsv4_ops.core.types import SparseMla
+from dsv4_ops.kernels import foreign, hopper
 from dsv4_ops.kernels.join_splits import join_splits_kernel
-from dsv4_ops.kernels.launch import EMULATE, Launch
+from dsv4_ops.kernels.launch import EMULATE, Launch, at_once, traced
 from dsv4_ops.kernels.split_launch import Splits, split_keys
 from dsv4_ops.reference import sparse_mla as reference
 
@@ -41,6 +42,14 @@ JOIN_WARPS = 2
 batch, so that it decides no bit."""
 
 _WHAT = "with such queries, caches or angles"
+
+_SCHEMA = (
+    "(Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens, Tensor? extra_cache, "
+    "Tensor? extra_indices, Tensor? extra_lens, Tensor? req_indices, Tensor? attn_sink, "
+    "Tensor? plan, Tensor? positions, Tensor? cos_sin_cache, *, float softmax_scale, "
+    "int swa_block_size, int extra_block_size, str layout, int num_splits, bool batch_invariant) "
+    "-> (Tensor, Tensor)"
+)
 
 
 def sparse_mla_decode(
@@ -155,6 +164,34 @@ def _attend(
     q: Tensor,
     swa: tuple[Tensor, Tensor, Tensor],
     extra: tuple[Tensor, Tensor, Tensor] | None,
+    *rest: Tensor | None,
+    **settings: Any,
+) -> SparseMla:
+    """``rest`` and ``settings`` are those of ``_split_and_join``."""
+    num_tokens, num_heads = q.shape[0], int(q.shape[1])
+    if num_tokens == 0 or num_heads == 0:
+        lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
+        return SparseMla(q.new_empty(q.shape), lse)
+    coded = settings["layout"] == MainLayout.tag
+    if coded:
+        main = MainLayout(settings["swa_block_size"])
+        Checks(op).page_start("swa_cache", swa[0], main)
+        Checks(op).page_start("extra_cache", (extra or swa)[0], main)
+    args = (q, *swa, *(extra or (None, None, None)), *rest)
+    if launch is traced and hopper.runs(launch, q, coded):
+        return SparseMla(*hopper_split_keys(*args, **settings))
+    return SparseMla(*_split_and_join(launch, *args, **settings))
+
+
+def _split_and_join(
+    launch: Launch,
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    extra_cache: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_lens: Tensor | None,
     req_indices: Tensor | None,
     attn_sink: Tensor | None,
     plan: Tensor | None,
@@ -167,21 +204,13 @@ def _attend(
     layout: str,
     num_splits: int,
     batch_invariant: bool,
-) -> SparseMla:
-    num_tokens, num_heads = q.shape[0], int(q.shape[1])
-    if num_tokens == 0 or num_heads == 0:
-        lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
-        return SparseMla(q.new_empty(q.shape), lse)
-    main = MainLayout(swa_block_size)
-    coded = layout == main.tag
-    listed = extra or (None, None, None)
-    if coded:
-        Checks(op).page_start("swa_cache", swa[0], main)
-        Checks(op).page_start("extra_cache", (extra or swa)[0], main)
-    widths = [swa[1].shape[1]]
-    if extra is not None:
-        widths.append(extra[1].shape[1] * (1 if req_indices is None else extra_block_size))
-    wide = head_tiles(num_heads)
+) -> tuple[Tensor, Tensor]:
+    """``extra_indices`` is a block table with ``req_indices``."""
+    num_tokens, coded = q.shape[0], layout == MainLayout.tag
+    widths = [swa_indices.shape[1]]
+    if extra_indices is not None:
+        widths.append(extra_indices.shape[1] * (1 if req_indices is None else extra_block_size))
+    wide = head_tiles(int(q.shape[1]))
     unit = KEYS
     if plan is None and num_splits == 0 and not batch_invariant:
         unit = unit_of_splits(num_tokens * wide, widths)
@@ -201,11 +230,39 @@ def _attend(
     turned = positions is not None and cos_sin_cache is not None
     angles = (positions, cos_sin_cache) if turned else (None, None)
     sizes = (softmax_scale, swa_block_size, extra_block_size, coded, unit, splits, programs, room)
-    request = (req_indices, attn_sink, plan)
-    results = split_keys(launch, short, q, *swa, *listed, *request, *angles, *sizes)
+    results = split_keys(
+        launch,
+        short,
+        q,
+        swa_cache,
+        swa_indices,
+        swa_lens,
+        extra_cache,
+        extra_indices,
+        extra_lens,
+        req_indices,
+        attn_sink,
+        plan,
+        *angles,
+        *sizes,
+    )
     if joined:
         _join(launch, results, attn_sink, plan, *angles, splits)
-    return SparseMla(results[0], results[1])
+    return results[0], results[1]
+
+
+def _call(*args: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+    with torch.cuda.device_of(args[0]):
+        return _split_and_join(at_once, *args, **settings)
+
+
+def _fake(q: Tensor, *_: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+    rows = (q.shape[0], int(q.shape[1]))
+    return q.new_empty(q.shape), q.new_empty(rows, dtype=torch.float32)
+
+
+hopper_split_keys = foreign.define("_hopper_split_keys", _SCHEMA, _call, _fake)
+"""All launches of a call, which then know its sizes, also in a graph for any number of tokens."""
 
 
 def _join(
@@ -224,9 +281,8 @@ def _join(
     if positions is not None and cos_sin_cache is not None:
         table = cos_sin_cache.contiguous()
         rotation = (positions, positions.stride(0), table, table.shape[0])
-    if plan is not None:
-        joins = plan.shape[0]
-    else:  # of a symbolic number: nothing to join if it turns out to be 1
+    joins = num_tokens
+    if plan is None:  # of a symbolic number: nothing to join if it turns out to be 1
         joins = 1 + (num_tokens - 1) * torch.sym_min(splits - 1, 1)
     launch(join_splits_kernel)[(joins, num_heads)](
         out,

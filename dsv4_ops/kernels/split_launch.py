@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, head_tiles
-from dsv4_ops.kernels import foreign, hopper
-from dsv4_ops.kernels.launch import EMULATE, Launch, at_once
+from dsv4_ops.kernels import hopper
+from dsv4_ops.kernels.launch import EMULATE, Launch
 from dsv4_ops.kernels.split_keys import split_keys_kernel
 
 WARPS = 8
@@ -20,23 +20,12 @@ Splits = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """``out``, ``lse``, and of every partial result its values, the logarithm of its sum, and what its
 values are multiples of."""
 
-_SCHEMA = (
-    "(Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens, Tensor? extra_cache, "
-    "Tensor? extra_indices, Tensor? extra_lens, Tensor? req_indices, Tensor? attn_sink, "
-    "Tensor? plan, Tensor? positions, Tensor? cos_sin_cache, float softmax_scale, "
-    "int swa_block_size, int extra_block_size, bool coded, int unit, SymInt splits, "
-    "SymInt programs, SymInt room) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-
 
 def split_keys(launch: Launch, short: bool, *args: Any) -> Splits:
     """Attend with the kernel that is made for the device; see ``_launch_split``. For splits of half
     a block, which ``short`` are, the one in Triton: it is sooner done with the first."""
     q, coded = args[0], args[15]
-    if not short and hopper.runs(launch, q, coded):
-        results: Splits = hopper.call(launch, hopper_split_keys, _launch_hopper, *args)
-        return results
-    return _launch_split(launch, False, *args)
+    return _launch_split(launch, not short and hopper.runs(launch, q, coded), *args)
 
 
 def _results(q: Tensor, room: int) -> Splits:
@@ -153,19 +142,3 @@ def _launch_split(
         num_warps=WARPS,
     )
     return results
-
-
-def _launch_hopper(launch: Launch, *args: Any) -> Splits:
-    return _launch_split(launch, True, *args)
-
-
-def _call(*args: Any) -> Splits:
-    with torch.cuda.device_of(args[0]):
-        return _launch_hopper(at_once, *args)
-
-
-def _fake(*args: Any) -> Splits:
-    return _results(args[0], args[-1])
-
-
-hopper_split_keys = foreign.define("_hopper_split_keys", _SCHEMA, _call, _fake)

@@ -13,9 +13,9 @@ from dsv4_ops.reference import mla_plan as reference
 def _sparse_mla_plan(
     swa_lens: Tensor, extra_lens: Tensor | None, *, num_heads: int, num_programs: int
 ) -> Tensor:
-    counts, first_piece = reference.pieces(swa_lens, extra_lens, num_heads, num_programs)
-    num_pieces = swa_lens.shape[0] + programs_per_tile(num_heads, num_programs)
-    found = torch.ops.dsv4_ops.token_map.default(first_piece, counts, num_tokens=num_pieces)
+    programs = programs_per_tile(num_heads, num_programs)
+    counts, first_further = reference.pieces(swa_lens, extra_lens, programs)
+    found = torch.ops.dsv4_ops.token_map.default(first_further, counts - 1, num_tokens=programs)
     return reference.rows(counts, *found)
 
 

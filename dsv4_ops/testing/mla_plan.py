@@ -16,24 +16,24 @@ def _cases() -> list[Case]:
     absent = [-1] * 4
     return [
         Case(
-            "one long token",  # 11 tiles on 2 programs: pieces of up to 6
+            "one long token",  # 11 tiles on 2 programs: pieces of up to 6, two rounds of 4 + 6 tiles
             (i32([64, 0, 640]), None),
             two,
             ([[0, 0, 1, 0], [1, 0, 1, 0], [2, 0, 2, 0], [2, 1, 2, 0], absent],),
         ),
         Case(
-            "two long tokens",  # 1 + 1, 10 + 0 and 9 + 1 tiles on 4 programs: pieces of up to 6
+            # 1 + 1, 10 + 0 and 9 + 1 tiles on 6 programs: pieces of up to 4 are two rounds, of 5 one
+            "two long tokens",
             (i32([1, 640, 576]), i32([64, -5, 1])),
-            {"num_heads": 8, "num_programs": 4},
+            {"num_heads": 8, "num_programs": 6},
             (
                 [
                     [0, 0, 1, 0],
                     [1, 0, 2, 0],
-                    [1, 1, 2, 0],
                     [2, 0, 2, 2],
+                    [1, 1, 2, 0],
                     [2, 1, 2, 2],
-                    absent,
-                    absent,
+                    *[absent] * 4,
                 ],
             ),
         ),

@@ -53,7 +53,7 @@ def _decode_cases() -> list[Case]:
     half, sixes = [[1.0] * 512, [0.0] * 512], [[[2.0] * 512, [0.0] * 512]]
     back = [1.0, -1.0, 1.0, -3.0]  # two pairs (1, 1), by a quarter turn and by (cos, sin) = (-1, 2)
     turned = [[1.0] * 448 + back + [1.0] * 60, [0.0] * 512]
-    plan = i32([[0, 1, 2, 0], [0, 0, 2, 0], [-1] * 4])
+    plan = i32([[0, 0, 2, 0], [1, 0, 1, 2], [0, 1, 2, 0]])
     hostile = i64([1, -1, 2, 2**63 - 1])
     sink = torch.tensor([0.0, torch.inf])
     swa, none = _lists([[0, 7]], [1]), _lists([[-1, 0]], [1])
