@@ -22,7 +22,7 @@ def _cases() -> list[Case]:
             ([[0, 0, 1, 0], [1, 0, 1, 0], [2, 0, 2, 0], [2, 1, 2, 0], absent],),
         ),
         Case(
-            # 1 + 1, 10 + 0 and 9 + 1 tiles on 6 programs: pieces of up to 4 are two rounds, of 5 one
+            # 1 + 1, 10 + 0, 9 + 1 tiles on 6 programs: pieces of up to 4 are two rounds, of 5 one
             "two long tokens",
             (i32([1, 640, 576]), i32([64, -5, 1])),
             {"num_heads": 8, "num_programs": 6},
