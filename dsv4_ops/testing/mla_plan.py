@@ -16,7 +16,7 @@ def _cases() -> list[Case]:
     absent = [-1] * 4
     return [
         Case(
-            "one long token",  # 11 tiles on 2 programs: pieces of up to 6, two rounds of 4 + 6 tiles
+            "one long token",  # 11 tiles on 2 programs: pieces of up to 6, two rounds
             (i32([64, 0, 640]), None),
             two,
             ([[0, 0, 1, 0], [1, 0, 1, 0], [2, 0, 2, 0], [2, 1, 2, 0], absent],),
