@@ -4,9 +4,11 @@ import math
 
 import torch
 from helpers import INT32_MAX, INT32_MIN, i32
+from hypothesis import HealthCheck, given, seed, settings
 from torch import Tensor
 
 import dsv4_ops as ops
+from dsv4_ops import testing
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
@@ -216,3 +218,20 @@ def gathered_case(seed: int, tokens: int, heads: int, topk: int, deviation: floa
     lens = integers(made, 1, topk + 1, tokens)
     tensors = (normal(made, tokens, heads, 512), kv, indices, lens, sink_of(made, heads))
     return Case("gathered", tensors, {"softmax_scale": SCALE})
+
+
+def agrees_when_drawn(name: str, part: int) -> None:
+    """75 of the calls that the op's strategy draws: a part, as most of their time is compiling."""
+    spec = OPS[name]
+
+    @seed(part)
+    @settings(
+        max_examples=75, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(testing.strategy(name))
+    def compare(case: Case) -> None:
+        expected = case.run(spec.reference)
+        actual = [tensor.cpu() for tensor in kernel(name, case)]
+        assert_agrees(name, spec.station("testing"), case, actual, expected)
+
+    compare()

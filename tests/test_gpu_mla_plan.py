@@ -132,8 +132,8 @@ def test_captured_plans_follow_their_lens(name: str, captured_by: str) -> None:
     options = GRAPHS if captured_by == "inductor" else {}
     compiled = torch.compile(step, fullgraph=True, options=options)
     _, code = compile_and_get_code(compiled, *static)
-    assert "split_keys" in code
-    assert "join_splits_kernel" in code
+    # on Hopper an op that launches both
+    assert "_hopper_split_keys" in code or ("split_keys" in code and "join_splits_kernel" in code)
     replay = captured(compiled, static, captured_by)
     for seed in range(1, 6):
         fresh = case_of(name, seed, 32, 64)

@@ -5,14 +5,12 @@ import math
 
 import pytest
 import torch
-from gpu_attention import DECODE, DEVICE, PAGED, generator, kernel
+from gpu_attention import DECODE, DEVICE, PAGED, agrees_when_drawn, generator, kernel
 from gpu_prefill import MODES, PREFILL, captured, plain_case, prefill_case, replayed
-from hypothesis import HealthCheck, given, settings
 from test_gpu_cache import GRAPHS
 from torch import Tensor
 
 import dsv4_ops as ops
-from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.case import Case
@@ -25,24 +23,10 @@ pytestmark = [
 each_mode = pytest.mark.parametrize("mode", MODES)
 
 
-def test_drawn_calls() -> None:
+@pytest.mark.parametrize("part", range(4))
+def test_drawn_calls(part: int) -> None:
     """Every configuration, plain layouts and batches of nothing included."""
-    spec = OPS[PREFILL]
-
-    @settings(
-        max_examples=300,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(testing.strategy(PREFILL))
-    def compare(case: Case) -> None:
-        expected = case.run(spec.reference)
-        actual = [tensor.cpu() for tensor in kernel(PREFILL, case)]
-        assert_agrees(PREFILL, spec.station("testing"), case, actual, expected)
-
-    compare()
+    agrees_when_drawn(PREFILL, part)
 
 
 def on_device(case: Case, actual: tuple[Tensor, ...] | None = None) -> None:

@@ -71,20 +71,18 @@ def test_other_gpus_have_those_in_triton(capability):
 
 def test_plain_caches_and_splits_of_half_a_block_have_those_in_triton():
     assert launched(128, layout="plain") == [("split_keys", (128, 1))]
-    # 20 halves of a block for 132 programs, and 4
+    # 20 halves of a block for 132 programs
     assert launched(1) == [("split_keys", (20, 1)), ("join_splits", (1, 64))]
-    assert launched(8, width=0) == [("split_keys", (32, 1)), ("join_splits", (8, 64))]
+    assert launched(6, width=512) == [("split_keys", (120, 1)), ("join_splits", (6, 64))]
 
 
-def test_a_split_that_saves_one_block_is_no_split():
-    """A join takes as long: two blocks of the window for each of 64 tokens, or one of 8."""
-    assert launched(64, width=0) == [("hopper_split_keys", (64, 1))]
+def test_a_split_that_saves_less_than_two_blocks_is_no_split():
+    """A join and one more start take as long: two blocks of a window, whatever the tokens, and three
+    for each of 40 tokens in three splits, but not in two of one and a half."""
+    for tokens in (1, 8, 32, 64):
+        assert launched(tokens, width=0) == [("hopper_split_keys", (tokens, 1))]
     assert launched(40, width=64) == [("hopper_split_keys", (120, 1)), ("join_splits", (40, 64))]
-    args, settings = arguments(8, width=0)
-    launch = Launches((9, 0))
-    window = (args[0], args[1], args[2][:, :64], *args[3:])
-    OPS["sparse_mla_decode"].launcher("triton")(launch, *window, **settings)
-    assert launch.made == [("hopper_split_keys_kernel", (8, 1))]
+    assert launched(60, width=64) == [("hopper_split_keys", (60, 1))]
 
 
 def test_packages_have_kernels_that_inductor_compiles():

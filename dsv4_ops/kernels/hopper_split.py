@@ -138,9 +138,8 @@ def hopper_split_keys_kernel(
     SCALE_BYTES: gl.constexpr,
     UNIT: gl.constexpr,
 ):
-    """The arguments are those of ``split_keys_kernel``; ``q_dim_stride`` is 1. A piece of a plan
-    that is none has no blocks, and stores nothing."""
-    real = gl.program_id(0) >= 0
+    """The arguments are those of ``split_keys_kernel``; ``q_dim_stride`` is 1. A program
+    ends at once if its row of a plan is no piece."""
     if HAS_PLAN:
         piece = plan + gl.program_id(0).to(gl.int64) * plan_stride
         token = gl.load(piece).to(gl.int64)
@@ -149,9 +148,8 @@ def hopper_split_keys_kernel(
         first = gl.load(piece + 3 * plan_column_stride)
         fits = (splits == 1) | ((first >= 0) & (first <= room - splits))
         real = (token >= 0) & (token < num_tokens) & (split >= 0) & (split < splits) & fits
-        token = gl.where(real, token, 0)
-        splits = gl.where(real, splits, 1)
-        split = gl.where(real, split, 0)
+        if not real:
+            return
         spot = first + split
     else:
         token = (gl.program_id(0) // splits).to(gl.int64)
@@ -173,7 +171,6 @@ def hopper_split_keys_kernel(
     unit = (units * split // splits).to(gl.int32)
     stop = (units * (split + 1) // splits).to(gl.int32)
     blocks, window_blocks = count_blocks(unit, stop, swa_units, UNIT)
-    blocks = gl.where(real, blocks, 0)
 
     queries, keys, existing, weights, factors, barriers = allocate()
     peaks = gl.allocate_shared_memory(gl.float32, [2, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -203,7 +200,7 @@ def hopper_split_keys_kernel(
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads
     part = spot.to(gl.int64) * num_heads
-    heads = gl.where(real, num_heads - first_head, 0)  # no more are read and written
+    heads = num_heads - first_head  # no more are read and written
     here = (q + token * q_stride + first_head.to(gl.int64) * q_head_stride, q_head_stride)
     left = (
         (out, lse, attn_sink, row, first_head),
