@@ -77,8 +77,8 @@ def test_plain_caches_and_splits_of_half_a_block_have_those_in_triton():
 
 
 def test_a_split_that_saves_less_than_two_blocks_is_no_split():
-    """A join and one more start take as long: two blocks of a window, whatever the tokens, and three
-    for each of 40 tokens in three splits, but not in two of one and a half."""
+    """A join and one more start take as long: two blocks of a window, whatever the tokens; three of
+    each of 40 tokens in three splits save two, in two splits not."""
     for tokens in (1, 8, 32, 64):
         assert launched(tokens, width=0) == [("hopper_split_keys", (tokens, 1))]
     assert launched(40, width=64) == [("hopper_split_keys", (120, 1)), ("join_splits", (40, 64))]
