@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_fakes import FakeCapture, pretend
+from bench_fakes import pretend
 from fake_vllm_ops import fakes
 from test_bench_indexer import DeepGEMM
 from test_bench_sparse_mla import FlashMLA
@@ -38,7 +38,6 @@ def uncompiled(monkeypatch):
 
 @pytest.fixture
 def pretend_cuda(monkeypatch, uncompiled):
-    monkeypatch.setattr(layer, "Capture", FakeCapture)
     monkeypatch.setattr(layer, "host_us", lambda call: timing.Timing(6.0, 5.0, 7.0))
     bench = pretend(monkeypatch, Bench(CPU, None, budget_s=0.0), layer_cases)
     bench.modules = Libraries(vllm(), OnePlan(), SparseDecode(), **fakes())

@@ -182,19 +182,52 @@ class FlashMLA:
         )  # fmt: skip
         return (out * self.factor)[:, None], lse[:, None].transpose(1, 2), meta
 
-    def sparse_prefill(self, q, kv, indices, *, scale, attn_sink):
+    def sparse_prefill(self, q, kv, indices, *, scale, attn_sink, topk_length=None):
         assert kv.dtype == torch.bfloat16
-        lens = torch.full((q.shape[0],), indices.shape[2], dtype=torch.int32)
+        assert indices.shape[2] % 64 == 0
+        lens = topk_length
+        if lens is None:
+            lens = torch.full((q.shape[0],), indices.shape[2], dtype=torch.int32)
         out, largest, lse = dsv4_ops.sparse_mla_gathered(
             q, kv[:, 0], indices[:, 0], lens, attn_sink, softmax_scale=scale
         )
         return out * self.factor, largest, lse
 
 
+class Cache:
+    """vLLM's cache ops, played by ours; a server's block tables are dense."""
+
+    def __init__(self, missing=0):
+        self.missing, self.gathered = missing, []
+
+    def dequantize_and_gather_k_cache(
+        self, out, k_cache, *, seq_lens, gather_lens, block_table, block_size, offset
+    ):
+        assert block_table.is_contiguous()
+        cache, size = paged_cache(k_cache.unsqueeze(2))
+        assert size == block_size
+        self.gathered.append(int(seq_lens if gather_lens is None else gather_lens))
+        dsv4_ops.dequantize_and_gather_k_cache(
+            out, cache, seq_lens - self.missing, gather_lens, block_table, block_size=block_size,
+            offset=offset,
+        )  # fmt: skip
+
+    def combine_topk_swa_indices(
+        self, selected, starts, seq_lens, gather_lens, window, ratio, topk, rows, offset
+    ):
+        first = int(seq_lens) - int(starts[1])
+        positions = torch.arange(first, int(seq_lens))
+        return dsv4_ops.combine_topk_swa_indices(
+            selected, positions, torch.zeros_like(positions, dtype=torch.int32), seq_lens,
+            gather_lens, window_size=window, compress_ratio=ratio, topk=topk,
+            workspace_rows=rows, swa_offset=offset,
+        )  # fmt: skip
+
+
 @pytest.fixture
 def pretend_cuda(monkeypatch, uncompiled):
     bench = pretend(monkeypatch, Bench(CPU, None, budget_s=0.0), attention_cases)
-    bench.modules = FlashMLA()
+    bench.modules, bench.cache = FlashMLA(), Cache()
     return bench
 
 
@@ -211,8 +244,10 @@ def test_a_cuda_row_adds_up(pretend_cuda, case):
     assert (row.host_us, row.anchor_host_us, row.times_faster) == (6.0, 6.0, 1.0)
     assert row.anchor_agrees is True
     assert 0 <= row.anchor_max_diff < 1e-3
-    without = "the anchor's time is without its gather and combine"
-    assert row.anchor_note == (without if case.case == "prefill" else None)
+    assert (row.anchor_note is None) == (case.case != "prefill")
+    whole = (row.anchor_gather_us, row.anchor_combine_us, row.anchor_whole_us)
+    assert whole == ((4.0,) * 3 if case.case == "prefill" else (None,) * 3)
+    assert row.whole_times_faster == (1.0 if case.case == "prefill" else None)
     assert len(pretend_cuda.modules.plans) == (case.case != "prefill")
     json.dumps(vars(row))
 
@@ -224,7 +259,34 @@ def test_an_anchor_that_differs_is_timed_and_said(pretend_cuda):
     assert row.anchor_note.startswith("out: ")
     pretend_cuda.raise_failures()
     row = pretend_cuda.measure(timed("prefill"))
-    assert "without its gather and combine; out: " in row.anchor_note
+    assert "in the CuTe DSL; out: " in row.anchor_note
+    assert "; whole: " in row.anchor_note
+    assert (row.anchor_agrees, row.anchor_whole_us) == (False, 4.0)
+
+
+def test_the_whole_prefill_gathers_all_rows_of_the_request(pretend_cuda):
+    """16 tokens behind a prefix of 512 and a window: all of 655 // 4 rows, and 16 + 127."""
+    row = pretend_cuda.measure(timed("prefill"))
+    assert (row.context, row.gathered_rows) == (655, 163 + 143)
+    assert set(pretend_cuda.cache.gathered) == {163, 143}
+    assert "vLLM's gather of 163 C4 and 143 window rows to bf16, of one request of 655" in (
+        row.anchor_note
+    )
+
+
+def test_a_whole_prefill_of_other_rows_is_said(pretend_cuda):
+    pretend_cuda.cache = Cache(missing=1)
+    row = pretend_cuda.measure(timed("prefill"))
+    assert (row.anchor_agrees, row.anchor_whole_us) == (False, 4.0)
+    assert "; whole: " in row.anchor_note
+
+
+def test_without_vllms_gather_flashmla_is_still_timed(pretend_cuda):
+    pretend_cuda.cache = ImportError("no cache_utils.py")
+    row = pretend_cuda.measure(timed("prefill"))
+    assert row.anchor_error == "whole: ImportError: no cache_utils.py"
+    assert (row.anchor_us, row.anchor_agrees) == (4.0, True)
+    assert row.anchor_whole_us is row.whole_times_faster is None
 
 
 def test_a_broken_anchor_is_a_note(pretend_cuda):

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dsv4_ops.attention import LayerSpec
 from dsv4_ops.bench import anchors, report
-from dsv4_ops.bench.batches import captured_calls
 from dsv4_ops.bench.layer_anchors import AnchorStages, Libraries, anchor_calls, load, note
 from dsv4_ops.bench.layer_cases import FLASH, PRO, LayerWork, Model, layer_cases
 from dsv4_ops.bench.layer_check import compare
@@ -25,7 +24,7 @@ from dsv4_ops.bench.options import add_cases
 from dsv4_ops.bench.plot import layer_panels, try_plot
 from dsv4_ops.bench.report import Report, one_line
 from dsv4_ops.bench.rows import COMPUTE_CPU_COLUMNS, LAYER_CUDA_COLUMNS, LayerRow
-from dsv4_ops.bench.timing import Capture, host_us
+from dsv4_ops.bench.timing import host_us
 from dsv4_ops.bench.work import Case, Work, Written
 from dsv4_ops.metadata import AttentionSpec
 
@@ -98,7 +97,7 @@ class Bench(ComputeBench[LayerRow]):
                 call = functools.partial(whole, *stage.args)
                 by_stage.setdefault(stage.name, []).append(call)
         for name, calls in by_stage.items():
-            row.stages[name] = self._graph_us(calls)
+            row.stages[name] = self.graph_us(calls)
 
     def _time_anchor(
         self,
@@ -137,20 +136,15 @@ class Bench(ComputeBench[LayerRow]):
         if self.cold is None:
             return
         for name, calls in stages.items():
-            row.anchor_stages[name] = self._graph_us(calls)
+            row.anchor_stages[name] = self.graph_us(calls)
         if errors:
             return
         order = [[calls[place] for calls in stages.values()] for place in range(len(sets))]
         sequence = [functools.partial(_in_turn, calls) for calls in order]
-        row.anchor_us = self._graph_us(sequence)
+        row.anchor_us = self.graph_us(sequence)
         row.anchor_host_us = host_us(sequence[0]).median
         if row.compiled_us:
             row.times_faster = row.anchor_us / row.compiled_us
-
-    def _graph_us(self, calls: Sequence[Callable[[], Any]]) -> float:
-        """Device time of one call in a graph of all of them."""
-        repeats = captured_calls(len(calls)) // len(calls)
-        return float(Capture(list(calls) * repeats).device_us(self.cold).median)
 
 
 def _in_turn(calls: Sequence[Callable[[], Any]]) -> Any:
