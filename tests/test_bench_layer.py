@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bench_fakes import pretend
+from fake_attention import FlashMLA
 from fake_vllm_ops import fakes
 from test_bench_indexer import DeepGEMM
-from test_bench_sparse_mla import FlashMLA
 
 import dsv4_ops
 from dsv4_ops.bench import layer, layer_cases, main, measure, timing

@@ -158,36 +158,51 @@ class AnchorStages:
 
     def compare(self, name: str, found: Found) -> None:
         """Compare what a stage left beside rows of caches with ours."""
-        if name == "window" and (text := outside("query", self.q, self.ours.q, _QUERY)):
+        checks = {
+            "window": self._compare_q,
+            "indexer_query": self._compare_query,
+            "topk": self._compare_rows,
+            "attention": self._compare_out,
+            "inverse_rope_fp8": self._compare_quantized,
+        }
+        if name in checks:
+            checks[name](found)
+
+    def _compare_q(self, found: Found) -> None:
+        if text := outside("query", self.q, self.ours.q, _QUERY):
             found.wrong.append(text)
-        if name == "indexer_query":
-            assert self.query is not None
-            compare_codes(name, self.query, self._our_query(), found)
-        if name == "topk":
-            assert self.rows is not None
-            assert self.ours.selected is not None
-            pair = [rows.sort(1).values for rows in (self.rows, self.ours.selected)]
-            if not torch.equal(*pair):
-                wrong = int((pair[0] != pair[1]).any(1).sum())
-                tokens = pair[0].shape[0]
-                found.wrong.append(f"selection: other rows of {wrong} of {tokens} tokens")
-        if name == "attention":
-            assert self.out is not None
-            if text := outside(name, self.out, self.ours.out, DECODE_OUT):
-                found.wrong.append(text)
-        if name == "inverse_rope_fp8":
-            assert self.out is not None
-            assert self.quantized is not None
-            quantized = dsv4_ops.inverse_rope_group_quantize(
-                self.out, self.step.positions, self.weights.cos_sin_cache,
-                num_groups=self.spec.num_groups, scale_layout="row",
-            )  # fmt: skip
-            theirs = [part.transpose(0, 1).contiguous() for part in self.quantized]
-            pairs = [
-                (codes.unflatten(-1, (scales.shape[-1], -1)), scales)
-                for codes, scales in (theirs, quantized)
-            ]
-            compare_codes(name, pairs[0], pairs[1], found)
+
+    def _compare_query(self, found: Found) -> None:
+        assert self.query is not None
+        compare_codes("indexer_query", self.query, self._our_query(), found)
+
+    def _compare_rows(self, found: Found) -> None:
+        assert self.rows is not None
+        assert self.ours.selected is not None
+        pair = [rows.sort(1).values for rows in (self.rows, self.ours.selected)]
+        if wrong := int((pair[0] != pair[1]).any(1).sum()):
+            tokens = pair[0].shape[0]
+            found.wrong.append(f"selection: other rows of {wrong} of {tokens} tokens")
+
+    def _compare_out(self, found: Found) -> None:
+        assert self.out is not None
+        if text := outside("attention", self.out, self.ours.out, DECODE_OUT):
+            found.wrong.append(text)
+
+    def _compare_quantized(self, found: Found) -> None:
+        """With ours of the same attention output."""
+        assert self.out is not None
+        assert self.quantized is not None
+        ours = dsv4_ops.inverse_rope_group_quantize(
+            self.out, self.step.positions, self.weights.cos_sin_cache,
+            num_groups=self.spec.num_groups, scale_layout="row",
+        )  # fmt: skip
+        theirs = [part.transpose(0, 1).contiguous() for part in self.quantized]
+        pairs = [
+            (codes.unflatten(-1, (scales.shape[-1], -1)), scales)
+            for codes, scales in (theirs, ours)
+        ]
+        compare_codes("inverse_rope_fp8", pairs[0], pairs[1], found)
 
     def _library(self, name: str) -> Any:
         library = getattr(self.libraries, name)

@@ -126,7 +126,7 @@ class Bench(ComputeBench[SparseMlaRow]):
             row.anchor_note = f"{row.anchor_note}; {found}"
         if self.cold is None:
             return
-        row.anchor_gather_us = self.graph_us([each.gather for each in held])
+        row.anchor_gather_us = self.graph_us([each.gather for each in held], repeated=False)
         row.anchor_combine_us = self.graph_us([each.combine for each in held])
         row.anchor_whole_us = self.graph_us([each.whole for each in held])
         if row.compiled_us:
@@ -159,6 +159,7 @@ _NOTES = (
     "Shapes are tokens x heads, rows of the window + of the compressed cache.",
     f"anchor: {anchors.VERSION}'s FlashMLA on the same inputs, its plan made before.",
     "anchor_whole_us: of prefill, from FP8 pages as ours: vLLM's gather of gathered_rows to bf16, "
-    "its combined indices and FlashMLA, in one graph; anchor_us is FlashMLA without the others.",
+    "its combined indices and FlashMLA, in one graph; anchor_us is FlashMLA without the others. "
+    "anchor_gather_us and anchor_combine_us: in graphs of their own.",
     "anchor_agrees: with our results, within the tolerances of its own tests.",
 )
