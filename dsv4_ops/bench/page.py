@@ -105,6 +105,7 @@ _PREFILL = (
     ("its indices", us("anchor_combine_us")),
     ("gather, indices and FlashMLA", us("anchor_whole_us")),
     ("that over ours", us("whole_times_faster")),
+    ("with our gather in place of vLLM's", us("anchor_our_gather_us")),
     ("context, rows gathered", _gathered),
     _ATTENTION[4],
 )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import dsv4_ops
 from dsv4_ops.bench.attention_draws import PAGE, WINDOW
 from dsv4_ops.bench.work import Work
 from dsv4_ops.core.layout import MainLayout
@@ -55,6 +56,31 @@ class PrefillWork(Work):
 
     context: Context
     scale: float
+
+
+class OurGather:
+    """vLLM's cache ops with our gather in the place of its own: that in Triton is slow, and on an
+    NVIDIA GPU with the CuTe DSL vLLM takes another."""
+
+    def __init__(self, cache: Any) -> None:
+        self.combine_topk_swa_indices = cache.combine_topk_swa_indices
+
+    def dequantize_and_gather_k_cache(
+        self,
+        out: Tensor,
+        k_cache: Tensor,
+        *,
+        seq_lens: Tensor,
+        gather_lens: Tensor | None,
+        block_table: Tensor,
+        block_size: int,
+        offset: int,
+    ) -> None:
+        """The rows of a view of pages as FlashMLA takes it."""
+        pages = k_cache.as_strided((k_cache.shape[0], k_cache.stride(0)), (k_cache.stride(0), 1))
+        dsv4_ops.dequantize_and_gather_k_cache(
+            out, pages, seq_lens, gather_lens, block_table, block_size=block_size, offset=offset
+        )
 
 
 class WholePrefill:

@@ -137,6 +137,7 @@ class SparseMlaRow(ComputeRow):
     gathered before; ``anchor_whole_us`` is vLLM's gather of ``gathered_rows`` from FP8 pages, its
     combined indices and FlashMLA in one graph, ``anchor_gather_us`` and ``anchor_combine_us`` are
     the first two in graphs of their own. ``whole_times_faster`` is the whole over ``compiled_us``.
+    ``anchor_our_gather_us`` is the whole with our gather in the place of vLLM's in Triton.
     """
 
     heads: int
@@ -147,6 +148,7 @@ class SparseMlaRow(ComputeRow):
     anchor_combine_us: float | None = None
     anchor_whole_us: float | None = None
     whole_times_faster: float | None = None
+    anchor_our_gather_us: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -182,6 +184,7 @@ SPARSE_MLA_CUDA_COLUMNS = (
     "anchor_combine_us",
     "anchor_whole_us",
     "whole_times_faster",
+    "anchor_our_gather_us",
     "context",
     "gathered_rows",
     "floor_us",

@@ -21,7 +21,7 @@ from dsv4_ops.bench.attention_cases import (
 from dsv4_ops.bench.measure import ComputeBench, floor_notes, notes_of, run_cases
 from dsv4_ops.bench.options import add_cases
 from dsv4_ops.bench.plot import mla_panels, try_plot
-from dsv4_ops.bench.prefill_anchor import PrefillWork, whole_prefills
+from dsv4_ops.bench.prefill_anchor import OurGather, PrefillWork, whole_prefills
 from dsv4_ops.bench.report import Report, one_line
 from dsv4_ops.bench.rows import COMPUTE_CPU_COLUMNS, SPARSE_MLA_CUDA_COLUMNS, SparseMlaRow
 from dsv4_ops.bench.token_check import Tolerance, outside
@@ -120,15 +120,20 @@ class Bench(ComputeBench[SparseMlaRow]):
         """vLLM's way from FP8 pages, and its parts in the order in which they need each other."""
         if isinstance(self.cache, Exception):
             raise self.cache
-        held = whole_prefills(self.modules, self.cache, work)
-        if found := outside("whole", held[0].whole(), ours[0], PREFILL_OUT):
-            row.anchor_agrees = False
-            row.anchor_note = f"{row.anchor_note}; {found}"
+        held, ours_first = (
+            whole_prefills(self.modules, cache, work)
+            for cache in (self.cache, OurGather(self.cache))
+        )
+        for name, calls in (("whole", held), ("with our gather", ours_first)):
+            if found := outside(name, calls[0].whole(), ours[0], PREFILL_OUT):
+                row.anchor_agrees = False
+                row.anchor_note = f"{row.anchor_note}; {found}"
         if self.cold is None:
             return
         row.anchor_gather_us = self.graph_us([each.gather for each in held], repeated=False)
         row.anchor_combine_us = self.graph_us([each.combine for each in held])
         row.anchor_whole_us = self.graph_us([each.whole for each in held])
+        row.anchor_our_gather_us = self.graph_us([each.whole for each in ours_first])
         if row.compiled_us:
             row.whole_times_faster = row.anchor_whole_us / row.compiled_us
 
@@ -160,6 +165,7 @@ _NOTES = (
     f"anchor: {anchors.VERSION}'s FlashMLA on the same inputs, its plan made before.",
     "anchor_whole_us: of prefill, from FP8 pages as ours: vLLM's gather of gathered_rows to bf16, "
     "its combined indices and FlashMLA, in one graph; anchor_us is FlashMLA without the others. "
-    "anchor_gather_us and anchor_combine_us: in graphs of their own.",
+    "anchor_gather_us and anchor_combine_us: in graphs of their own. anchor_our_gather_us: the "
+    "whole with our gather in the place of vLLM's in Triton.",
     "anchor_agrees: with our results, within the tolerances of its own tests.",
 )
