@@ -3,22 +3,26 @@ anchors leave out."""
 
 import dataclasses
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from bench_fakes import FakeCapture, pretend
+from bench_fakes import pretend
+from fake_attention import FlashMLA
+from fake_vllm_ops import fakes
 from test_bench_indexer import DeepGEMM
-from test_bench_sparse_mla import FlashMLA
 
 import dsv4_ops
 from dsv4_ops.bench import layer, layer_cases, main, measure, timing
 from dsv4_ops.bench.layer import CASES, Bench, chosen_cases
+from dsv4_ops.bench.layer_anchors import Libraries
 from dsv4_ops.bench.layer_cases import FLASH, cost, parts_of
-from dsv4_ops.bench.layer_stages import Libraries, our_stages
+from dsv4_ops.bench.layer_stages import our_stages
 from dsv4_ops.bench.plot import layer_panels
 from dsv4_ops.bench.report import stamp
 from dsv4_ops.bench.rows import LayerRow
+from dsv4_ops.core.layout import MainLayout
 
 CPU = torch.device("cpu")
 PLAN = object()
@@ -34,10 +38,9 @@ def uncompiled(monkeypatch):
 
 @pytest.fixture
 def pretend_cuda(monkeypatch, uncompiled):
-    monkeypatch.setattr(layer, "Capture", FakeCapture)
     monkeypatch.setattr(layer, "host_us", lambda call: timing.Timing(6.0, 5.0, 7.0))
     bench = pretend(monkeypatch, Bench(CPU, None, budget_s=0.0), layer_cases)
-    bench.modules = Libraries(vllm(), OnePlan(), SparseDecode())
+    bench.modules = Libraries(vllm(), OnePlan(), SparseDecode(), **fakes())
     return bench
 
 
@@ -100,17 +103,27 @@ STAGES = {
 }
 
 
+ANCHORS = {
+    "window": ["window", "attention", "inverse_rope_fp8"],
+    "c4": [
+        "window", "compressed", "indexer_keys", "indexer_query", "logits", "topk", "slots",
+        "attention", "inverse_rope_fp8",
+    ],
+    "c128": ["window", "compressed", "attention", "inverse_rope_fp8"],
+}  # fmt: skip
+
+
 @each_kind
 def test_a_cuda_row_adds_up(pretend_cuda, kind):
     row = pretend_cuda.measure(timed(kind))
     assert row.error is row.anchor_error is None
     assert (row.input_sets, row.compiled_us, row.anchor_us, row.times_faster) == (3, 4.0, 4.0, 1.0)
     assert list(row.stages) == STAGES[kind]
-    theirs = ["window", "attention"]
-    theirs[1:1] = ["logits", "topk", "slots"] if kind == "c4" else []
-    assert list(row.anchor_stages) == theirs
+    assert list(row.anchor_stages) == ANCHORS[kind]
     assert row.anchor_agrees
-    assert row.anchor_note.startswith("the anchors do without query norm and RoPE")
+    assert "inverse RoPE quantises to FP8, ours leaves bf16" in row.anchor_note
+    assert "do without" not in row.anchor_note
+    assert ("in the CuTe DSL" in row.anchor_note) == (kind != "window")
     assert row.floor_us == max(row.moved_bytes / 4e6, row.flop / 790e6) > 0
 
 
@@ -126,25 +139,141 @@ def test_quantised_groups_are_a_stage_of_their_own(pretend_cuda):
     assert not torch.equal(out, turned[1].out)
 
 
+MISSING = FileNotFoundError("no such file in .anchor")
+
+
 @each_kind
-def test_an_anchor_that_fails_is_a_note_and_the_rest_is_timed(pretend_cuda, kind):
-    broken = ImportError("no libcudart")
-    pretend_cuda.modules = pretend_cuda.modules._replace(vllm=broken)
+def test_without_the_extension_the_row_says_what_is_left_out(pretend_cuda, kind):
+    pretend_cuda.modules = pretend_cuda.modules._replace(extension=MISSING)
     row = pretend_cuda.measure(timed(kind))
-    assert row.error is row.anchor_us is row.times_faster is None
-    assert "window: ImportError: vllm failed to load: ImportError: no libcudart" in row.anchor_error
-    assert row.compiled_us == 4.0
-    assert "window" not in row.anchor_stages
-    assert ("logits" in row.anchor_stages) == (kind == "c4")
+    assert row.anchor_error is None
+    assert row.anchor_agrees
+    assert list(row.anchor_stages) == ANCHORS[kind]
+    assert row.anchor_note.startswith(
+        "the anchors do without query norm and RoPE, RoPE of the keys (FileNotFoundError: no such "
+    )
 
 
-def test_stages_behind_one_that_fails_are_not_timed(pretend_cuda):
-    """Attention over what was not selected would be of another size."""
-    pretend_cuda.modules = pretend_cuda.modules._replace(deep_gemm=ImportError("no nvrtc"))
+@pytest.mark.parametrize(
+    ("library", "lost"),
+    [
+        ("states", ["compressed", "indexer_keys"]),
+        ("compressor", ["compressed", "indexer_keys"]),
+        ("indexer_query", ["indexer_query"]),
+        ("deep_gemm", ["logits", "topk", "slots", "attention", "inverse_rope_fp8"]),
+        ("vllm", ["slots", "attention", "inverse_rope_fp8"]),
+        ("flash_mla", ["attention", "inverse_rope_fp8"]),
+        ("inverse_rope", ["inverse_rope_fp8"]),
+    ],
+)
+def test_without_a_file_the_stages_that_do_not_need_it_are_timed(pretend_cuda, library, lost):
+    """What ours left stands in for what is missing, and no sequence is passed off as whole."""
+    pretend_cuda.modules = pretend_cuda.modules._replace(**{library: MISSING})
     row = pretend_cuda.measure(timed("c4"))
-    assert list(row.anchor_stages) == ["window"]
-    assert row.anchor_error.startswith("logits: ImportError: deep_gemm failed to load")
-    assert row.anchor_agrees is None
+    assert list(row.anchor_stages) == [name for name in ANCHORS["c4"] if name not in lost]
+    text = f"{lost[0]}: ImportError: {library} failed to load: FileNotFoundError: no such file"
+    assert row.anchor_error.startswith(text)
+    assert row.error is row.anchor_us is row.times_faster is None
+    assert row.compiled_us == 4.0
+    assert row.anchor_agrees == (None if "attention" in lost else True)
+
+
+def test_a_stage_that_fails_for_a_later_input_set_is_not_timed(pretend_cuda):
+    calls, save = [], pretend_cuda.modules.states.save_partial_states
+
+    def third(**arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise RuntimeError("too many")
+        save(**arguments)
+
+    broken = SimpleNamespace(save_partial_states=third)
+    pretend_cuda.modules = pretend_cuda.modules._replace(states=broken)
+    row = pretend_cuda.measure(timed("c128"))
+    assert row.anchor_error == "compressed: RuntimeError: too many"
+    assert list(row.anchor_stages) == ["window", "attention", "inverse_rope_fp8"]
+    assert row.anchor_us is None
+
+
+def changed(module, name, change):
+    """The library with a function whose result, or what it wrote, is another."""
+    whole = getattr(module, name)
+
+    def wrong(*args, **named):
+        return change(whole(*args, **named), args, named)
+
+    return SimpleNamespace(**{name: wrong})
+
+
+WRONG = {
+    "extension": (
+        "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert",
+        lambda q, *_: q * 1.05,
+        "query: ",
+    ),
+    "states": (
+        "save_partial_states",
+        lambda _, __, named: named["state_cache"][-1].mul_(1.5),
+        "states: ",
+    ),
+    "compressor": (
+        "compress_norm_rope_store_triton",
+        lambda _, __, named: named["kv_cache"].copy_(named["kv_cache"] + 16),
+        "compressed: codes of ",
+    ),
+    "indexer_query": (
+        "fused_indexer_q_rope_quant",
+        lambda query, *_: (query[0], query[1] * 1.3),
+        "indexer_query: codes of ",
+    ),
+    "inverse_rope": (
+        "fused_inv_rope_fp8_quant",
+        lambda found, *_: (found[0], found[1] * 2),
+        "inverse_rope_fp8: codes of ",
+    ),
+}
+
+
+@pytest.mark.parametrize("library", WRONG)
+def test_a_stage_that_leaves_something_else_is_said(pretend_cuda, library):
+    name, change, text = WRONG[library]
+    module = changed(getattr(pretend_cuda.modules, library), name, change)
+    pretend_cuda.modules = pretend_cuda.modules._replace(**{library: module})
+    row = pretend_cuda.measure(timed("c4"))
+    assert row.anchor_agrees is False
+    assert f"; {text}" in row.anchor_note
+    assert row.anchor_us == 4.0
+
+
+def test_rows_that_are_not_written_are_found(pretend_cuda):
+    """They are spoiled before: what ours had written there would pass for theirs."""
+    idle = SimpleNamespace(compress_norm_rope_store_triton=lambda **_: None)
+    pretend_cuda.modules = pretend_cuda.modules._replace(compressor=idle)
+    row = pretend_cuda.measure(timed("c128"))
+    assert row.anchor_agrees is False
+    assert "compressed: codes of 3 rows" in row.anchor_note
+    idle = SimpleNamespace(save_partial_states=lambda **_: None)
+    pretend_cuda.modules = pretend_cuda.modules._replace(states=idle)
+    assert "states: " in pretend_cuda.measure(timed("c128")).anchor_note
+
+
+def test_codes_one_step_away_are_a_note(pretend_cuda):
+    def step(_, __, named):
+        view, slot = named["kv_cache"], int(named["k_cache_metadata"].slot_mapping[0])
+        start = MainLayout(2).data_offset(slot)
+        codes = view.as_strided((448,), (1,), start)
+        codes[((codes & 0x7F) < 0x60).nonzero()[0]] ^= 1
+
+    module = pretend_cuda.modules.compressor
+    module = changed(module, "compress_norm_rope_store_triton", step)
+    pretend_cuda.modules = pretend_cuda.modules._replace(compressor=module)
+    row = pretend_cuda.measure(timed("c128"))
+    assert row.anchor_agrees
+    found = re.search(
+        r"; compressed: (\d+) of 1752 bytes differ, no value by more than a step", row.anchor_note
+    )
+    assert found
+    assert int(found[1]) >= 1
 
 
 def test_an_anchor_that_disagrees_is_said(pretend_cuda):

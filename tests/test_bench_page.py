@@ -55,6 +55,34 @@ def test_a_table_has_a_line_per_row_and_says_where_they_come_from(tmp_path):
     )
 
 
+def test_a_column_that_no_row_has_is_left_out(tmp_path):
+    prefill = {**ROW, "case": "prefill"}
+    whole = {
+        **prefill, "anchor_us": 90.0, "anchor_gather_us": 11.0, "anchor_combine_us": 5.0,
+        "anchor_whole_us": 108.0, "whole_times_faster": 6.9,
+        "anchor_our_gather_us": 99.0, "context": 17023,
+        "gathered_rows": 4894,
+    }  # fmt: skip
+
+    def table(*rows):
+        lines = "\n".join(json.dumps(row) for row in rows)
+        (tmp_path / "sparse_mla.jsonl").write_text(lines)
+        written = page.page("<!-- table: prefill -->\n<!-- /table -->", tmp_path).splitlines()
+        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in written[1:5]]
+
+    assert table(prefill)[0] == [
+        "tokens x heads, keys", "ours, us", "compiled for any size", "of the floor"
+    ]  # fmt: skip
+    heading, lines, *cells = table(whole, prefill)
+    assert heading[3:-1] == [
+        "FlashMLA", "vLLM's gather", "its indices", "gather, indices and FlashMLA",
+        "that over ours", "with our gather in place of vLLM's", "context, rows gathered",
+    ]  # fmt: skip
+    assert len(lines) == len(heading)
+    assert cells[0][3:-1] == ["90.0", "11.0", "5.00", "108", "6.90", "99.0", "17023, 4894"]
+    assert cells[1][3:-1] == ["-"] * 7
+
+
 def test_a_table_without_rows_and_one_that_is_not_known_are_refused(tmp_path):
     (tmp_path / "sparse_mla.jsonl").write_text(json.dumps(ROW))
     with pytest.raises(

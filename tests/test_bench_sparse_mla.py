@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 from bench_fakes import FakeCapture, pretend
+from fake_attention import Cache, FlashMLA
 
-import dsv4_ops
 from dsv4_ops.bench import WrongResult, attention_cases, main, measure, timing
 from dsv4_ops.bench.attention_cases import ragged, uniform
 from dsv4_ops.bench.plot import mla_panels
@@ -16,7 +16,6 @@ from dsv4_ops.bench.report import stamp
 from dsv4_ops.bench.rows import SparseMlaRow
 from dsv4_ops.bench.sparse_mla import CASES, Bench, chosen_cases
 from dsv4_ops.bench.token_check import Tolerance, outside
-from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.types import SparseMla
 
 CPU = torch.device("cpu")
@@ -151,50 +150,10 @@ def test_results_that_are_not_written_are_found(monkeypatch):
     assert "The case was not timed." in row.error
 
 
-def paged_cache(view):
-    """A cache and its page size, from FlashMLA's view of it."""
-    blocks, size = view.shape[:2]
-    return view.as_strided((blocks, MainLayout(size).page_bytes), (view.stride(0), 1)), size
-
-
-class FlashMLA:
-    """The library that the anchor is loaded from, played by our ops."""
-
-    def __init__(self, factor=1.0):
-        self.factor, self.plans = factor, []
-
-    def sparse_decode(
-        self, q, kv, indices, *, topk_length, attn_sink, meta, extra_kv, extra_indices,
-        extra_topk_length, scale,
-    ):  # fmt: skip
-        if meta is None:
-            meta = object()
-            self.plans.append(meta)
-        assert meta is self.plans[-1]
-        extra, sizes = (None, None, None), {}
-        cache, sizes["swa_block_size"] = paged_cache(kv)
-        if extra_kv is not None:
-            other, sizes["extra_block_size"] = paged_cache(extra_kv)
-            extra = (other, extra_indices[:, 0].contiguous(), extra_topk_length)
-        out, lse = dsv4_ops.sparse_mla_decode(
-            q[:, 0], cache, indices[:, 0].contiguous(), topk_length, *extra, attn_sink,
-            softmax_scale=scale, **sizes,
-        )  # fmt: skip
-        return (out * self.factor)[:, None], lse[:, None].transpose(1, 2), meta
-
-    def sparse_prefill(self, q, kv, indices, *, scale, attn_sink):
-        assert kv.dtype == torch.bfloat16
-        lens = torch.full((q.shape[0],), indices.shape[2], dtype=torch.int32)
-        out, largest, lse = dsv4_ops.sparse_mla_gathered(
-            q, kv[:, 0], indices[:, 0], lens, attn_sink, softmax_scale=scale
-        )
-        return out * self.factor, largest, lse
-
-
 @pytest.fixture
 def pretend_cuda(monkeypatch, uncompiled):
     bench = pretend(monkeypatch, Bench(CPU, None, budget_s=0.0), attention_cases)
-    bench.modules = FlashMLA()
+    bench.modules, bench.cache = FlashMLA(), Cache()
     return bench
 
 
@@ -211,8 +170,11 @@ def test_a_cuda_row_adds_up(pretend_cuda, case):
     assert (row.host_us, row.anchor_host_us, row.times_faster) == (6.0, 6.0, 1.0)
     assert row.anchor_agrees is True
     assert 0 <= row.anchor_max_diff < 1e-3
-    without = "the anchor's time is without its gather and combine"
-    assert row.anchor_note == (without if case.case == "prefill" else None)
+    assert (row.anchor_note is None) == (case.case != "prefill")
+    whole = (row.anchor_gather_us, row.anchor_combine_us, row.anchor_whole_us)
+    whole += (row.anchor_our_gather_us,)
+    assert whole == ((4.0,) * 4 if case.case == "prefill" else (None,) * 4)
+    assert row.whole_times_faster == (1.0 if case.case == "prefill" else None)
     assert len(pretend_cuda.modules.plans) == (case.case != "prefill")
     json.dumps(vars(row))
 
@@ -224,7 +186,34 @@ def test_an_anchor_that_differs_is_timed_and_said(pretend_cuda):
     assert row.anchor_note.startswith("out: ")
     pretend_cuda.raise_failures()
     row = pretend_cuda.measure(timed("prefill"))
-    assert "without its gather and combine; out: " in row.anchor_note
+    assert "in the CuTe DSL; out: " in row.anchor_note
+    assert "; whole: " in row.anchor_note
+    assert (row.anchor_agrees, row.anchor_whole_us) == (False, 4.0)
+
+
+def test_the_whole_prefill_gathers_all_rows_of_the_request(pretend_cuda):
+    """16 tokens behind a prefix of 512 and a window: all of 655 // 4 rows, and 16 + 127."""
+    row = pretend_cuda.measure(timed("prefill"))
+    assert (row.context, row.gathered_rows) == (655, 163 + 143)
+    assert set(pretend_cuda.cache.gathered) == {163, 143}
+    assert "vLLM's gather of 163 C4 and 143 window rows to bf16, of one request of 655" in (
+        row.anchor_note
+    )
+
+
+def test_a_whole_prefill_of_other_rows_is_said(pretend_cuda):
+    pretend_cuda.cache = Cache(missing=1)
+    row = pretend_cuda.measure(timed("prefill"))
+    assert (row.anchor_agrees, row.anchor_whole_us) == (False, 4.0)
+    assert "; whole: " in row.anchor_note
+
+
+def test_without_vllms_gather_flashmla_is_still_timed(pretend_cuda):
+    pretend_cuda.cache = ImportError("no cache_utils.py")
+    row = pretend_cuda.measure(timed("prefill"))
+    assert row.anchor_error == "whole: ImportError: no cache_utils.py"
+    assert (row.anchor_us, row.anchor_agrees) == (4.0, True)
+    assert row.anchor_whole_us is row.whole_times_faster is None
 
 
 def test_a_broken_anchor_is_a_note(pretend_cuda):

@@ -15,6 +15,7 @@ import dsv4_ops
 from dsv4_ops.bench import flash_mla
 from dsv4_ops.bench.attention_draws import PAGE, PAGE_128, WINDOW, Draw, slots
 from dsv4_ops.bench.batches import mixed_lengths, rotating_sets
+from dsv4_ops.bench.prefill_anchor import Context, PrefillWork
 from dsv4_ops.bench.token_check import ByToken
 from dsv4_ops.bench.work import Args, Case, Work, ours_on
 from dsv4_ops.core.layout import MainLayout
@@ -217,9 +218,20 @@ def prefill_cases(
     for heads, width in models:
         for count in tokens:
             shape = uniform(count, heads, width)
-            build = functools.partial(prefill_work, shape, prefix)
-            cases.append(dataclasses.replace(_case("prefill", shape, build), requests=1))
+            case = _case("prefill", shape, functools.partial(prefill_work, shape, prefix))
+            context = _context(count, prefix)
+            labels = {
+                **case.labels,
+                "context": context.length,
+                "gathered_rows": context.compressed + context.window,
+            }
+            cases.append(dataclasses.replace(case, requests=1, labels=labels))
     return cases
+
+
+def _context(tokens: int, prefix: int) -> Context:
+    """Whole pages of the window cache are behind, and a whole window before the first token."""
+    return Context(tokens, -(-prefix // PAGE) * PAGE + WINDOW - 1 + tokens, _PREFILL_RATIO)
 
 
 def _case(
@@ -289,10 +301,11 @@ def paged_work(shape: Shape, device: torch.device) -> Work:
     return PAGED.work(sets, cost, anchor=anchor, anchor_sets=theirs)
 
 
-def prefill_work(shape: Shape, prefix: int, device: torch.device) -> Work:
+def prefill_work(shape: Shape, prefix: int, device: torch.device) -> PrefillWork:
     """Tokens behind a prefix of one request: each has its window and selects from the prefix; the
     anchor gets the rows gathered in bf16."""
     draw, tokens = Draw(device, shape.tokens), shape.tokens
+    context = _context(tokens, prefix)
     compressed, window = prefix // _PREFILL_RATIO, tokens + WINDOW - 1
     cost = shape.cost(rows=compressed + window)
     count = rotating_sets(cost[0], device)
@@ -307,24 +320,30 @@ def prefill_work(shape: Shape, prefix: int, device: torch.device) -> Work:
     for _ in range(count):
         q = draw.queries(tokens, shape.heads)
         sources = []
-        for high, rows, length in (
-            (window, first + torch.arange(WINDOW, device=device), lens[0]),
-            (compressed, draw.rows(tokens, shape.width, compressed), lens[1]),
+        for high, held_rows, rows, length in (
+            (window, window, first + torch.arange(WINDOW, device=device), lens[0]),
+            (
+                compressed,
+                context.compressed,
+                draw.rows(tokens, shape.width, compressed),
+                lens[1],
+            ),
         ):
-            cache, table = draw.cache(PAGE, (1, -(-high // PAGE)))
+            cache, table = draw.cache(PAGE, (1, -(-held_rows // PAGE)))
             sources.append((cache, length, table, high, rows))
         (swa_cache, _, held, *_), (extra_cache, _, table, _, rows) = sources
         pages = torch.cat([held.new_full((1, before), -1), held], 1)
         mine = (q, swa_cache, positions, request, pages, extra_cache, table, rows.int(), sink)
         sets.append(mine)
         theirs.append((q, *_gathered(*sources), sink))
-    return PREFILL.work(
+    work = PREFILL.work(
         sets,
         cost,
         anchor=functools.partial(flash_mla.prefill_call, SCALE),
         anchor_sets=theirs,
-        anchor_note="the anchor's time is without its gather and combine",
+        anchor_note=context.note,
     )
+    return PrefillWork(**vars(work), context=context, scale=SCALE)
 
 
 def _gathered(swa: Any, extra: Any) -> tuple[Tensor, Tensor]:

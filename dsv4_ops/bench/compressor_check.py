@@ -19,7 +19,9 @@ _SAMPLE = 16
 _KV_SCORE, _STATES, _STATE_SLOTS, _POSITIONS, _REQUESTS, _TABLE, _CACHE, _SLOTS = (
     0, 2, 3, 4, 5, 6, 9, 10,
 )  # fmt: skip
-_CODE_STEP, _ROPE_STEP = 2.0**-3, 2.0**-7  # of e4m3 and bf16, relative, at most
+CODE_STEP, ROPE_STEP = 2.0**-3, 2.0**-7
+"""Of e4m3 and bf16, relative, at most."""
+
 _NEAR_ZERO = 2.0**-16  # of a row's largest value: steps there, and float32 sums that cancel
 
 
@@ -44,9 +46,9 @@ def differences(
     wrong = differing_bytes(rest[:1], rest[1:])
     if wrong:
         return f"{wrong} bytes around the compressed rows differ from the reference"
-    steps = (("codes", _CODE_STEP), ("rope", _ROPE_STEP))
+    steps = (("codes", CODE_STEP), ("rope", ROPE_STEP))
     for (name, step), (left, right) in zip(steps, values, strict=True):
-        if text := _steps_apart(name, left, right, step):
+        if text := steps_apart(name, left, right, step):
             return text
     return _outside_budget(layout, settings, args, expected[0], tokens, ours, theirs)
 
@@ -64,7 +66,7 @@ def _case(settings: dict[str, Any], args: Args, states: Tensor, tokens: Tensor) 
     return Case("bench", tuple(tensor.cpu() for tensor in tensors), settings)
 
 
-def _steps_apart(name: str, ours: Tensor, theirs: Tensor, step: float) -> str | None:
+def steps_apart(name: str, ours: Tensor, theirs: Tensor, step: float) -> str | None:
     """Values that are more than a step of their code apart."""
     if not ours.numel():
         return None

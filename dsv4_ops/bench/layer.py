@@ -14,26 +14,17 @@ from torch import Tensor
 
 from dsv4_ops.attention import LayerSpec
 from dsv4_ops.bench import anchors, report
-from dsv4_ops.bench.batches import captured_calls
+from dsv4_ops.bench.layer_anchors import AnchorStages, Libraries, anchor_calls, load, note
 from dsv4_ops.bench.layer_cases import FLASH, PRO, LayerWork, Model, layer_cases
-from dsv4_ops.bench.layer_stages import (
-    LEFT_OUT,
-    AnchorStages,
-    Libraries,
-    Results,
-    anchor_calls,
-    load,
-    our_stages,
-)
+from dsv4_ops.bench.layer_check import compare
+from dsv4_ops.bench.layer_stages import Results, our_stages
 from dsv4_ops.bench.measure import ComputeBench, floor_notes, notes_of, run_cases
 from dsv4_ops.bench.memory import Copies
 from dsv4_ops.bench.options import add_cases
 from dsv4_ops.bench.plot import layer_panels, try_plot
 from dsv4_ops.bench.report import Report, one_line
 from dsv4_ops.bench.rows import COMPUTE_CPU_COLUMNS, LAYER_CUDA_COLUMNS, LayerRow
-from dsv4_ops.bench.sparse_mla import DECODE_OUT
-from dsv4_ops.bench.timing import Capture, host_us
-from dsv4_ops.bench.token_check import outside
+from dsv4_ops.bench.timing import host_us
 from dsv4_ops.bench.work import Case, Work, Written
 from dsv4_ops.metadata import AttentionSpec
 
@@ -83,12 +74,8 @@ class Bench(ComputeBench[LayerRow]):
         ours: Sequence[Tensor],
         expected: Sequence[Tensor],
     ) -> None:
-        """Of the attention alone: what is behind it is ours."""
-        found = outside("attention", theirs[0], ours[0], DECODE_OUT)
-        row.anchor_agrees = found is None
+        """Of the attention; ``layer_check`` compares the stages."""
         row.anchor_max_diff = float((theirs[0].double() - ours[0].double()).abs().max())
-        if found:
-            row.anchor_note = f"{row.anchor_note}; {found}"
 
     def _time_cuda(
         self,
@@ -110,7 +97,7 @@ class Bench(ComputeBench[LayerRow]):
                 call = functools.partial(whole, *stage.args)
                 by_stage.setdefault(stage.name, []).append(call)
         for name, calls in by_stage.items():
-            row.stages[name] = self._graph_us(calls)
+            row.stages[name] = self.graph_us(calls)
 
     def _time_anchor(
         self,
@@ -124,7 +111,7 @@ class Bench(ComputeBench[LayerRow]):
         if self.modules is None:
             return
         assert isinstance(work, LayerWork)
-        row.anchor_note = f"the anchors do without {LEFT_OUT[work.kind]}"
+        row.anchor_note = note(self.modules, work.kind)
         try:
             self._run_anchors(row, work)
         except Exception as error:  # a broken peer is a row, not the end of the run
@@ -139,25 +126,25 @@ class Bench(ComputeBench[LayerRow]):
         stages, errors = anchor_calls(sets)
         if errors:
             row.anchor_error = "; ".join(errors)
-        if "attention" in stages:
-            self.compare_anchor(row, [stages["attention"][0]()[0]], [results[0].out], [])
+        found = compare(sets[0], {name: calls[0] for name, calls in stages.items()})
+        row.anchor_note = "; ".join([str(row.anchor_note), *found.wrong, *found.notes])
+        if sets[0].out is not None:
+            row.anchor_agrees = not found.wrong
+            self.compare_anchor(row, [sets[0].out], [results[0].out], [])
+        elif found.wrong:
+            row.anchor_agrees = False
         if self.cold is None:
             return
         for name, calls in stages.items():
-            row.anchor_stages[name] = self._graph_us(calls)
+            row.anchor_stages[name] = self.graph_us(calls)
         if errors:
             return
         order = [[calls[place] for calls in stages.values()] for place in range(len(sets))]
         sequence = [functools.partial(_in_turn, calls) for calls in order]
-        row.anchor_us = self._graph_us(sequence)
+        row.anchor_us = self.graph_us(sequence)
         row.anchor_host_us = host_us(sequence[0]).median
         if row.compiled_us:
             row.times_faster = row.anchor_us / row.compiled_us
-
-    def _graph_us(self, calls: Sequence[Callable[[], Any]]) -> float:
-        """Device time of one call in a graph of all of them."""
-        repeats = captured_calls(len(calls)) // len(calls)
-        return float(Capture(list(calls) * repeats).device_us(self.cold).median)
 
 
 def _in_turn(calls: Sequence[Callable[[], Any]]) -> Any:
@@ -203,7 +190,9 @@ _NOTES = (
     "steps of C4, or 128 of C128, that is the most expensive one.",
     "FLOP of the indexer's FP8 products count half.",
     "stages: each alone in a graph of its own; together they have more launches, and no overlap.",
-    f"anchor: vLLM's insert, DeepGEMM's logits, torch.topk, vLLM's slots, FlashMLA of "
-    f"{anchors.VERSION} on the same caches, plans made before.",
-    "anchor_agrees: its attention is ours, within the tolerances of FlashMLA's own tests.",
+    f"anchor: the same step by the kernels of {anchors.VERSION}, its FlashMLA and DeepGEMM, and "
+    "torch.topk, one behind the other on one stream, where vLLM overlaps the compressors and the "
+    "indexer with the rest; plans made before. What else it does otherwise: anchor_note.",
+    "anchor_agrees: all stages left what ours leave: the same bytes in caches, or no value over a "
+    "step of its code away; attention within the tolerances of FlashMLA's own tests.",
 )

@@ -119,6 +119,13 @@ class OpBench(ABC, Generic[Row]):
             self._compiled[call] = compiled_op(call)
         return self._compiled[call]
 
+    def graph_us(self, calls: Sequence[Call], *, repeated: bool = True) -> float:
+        """Device time of one call in a graph of all of them. Where one reads little, the next
+        repeat finds it in the L2: then a graph of each once is truer, although its launch counts.
+        """
+        repeats = captured_calls(len(calls)) // len(calls) if repeated else 1
+        return float(Capture(list(calls) * repeats).device_us(self.cold).median)
+
     def _measure(self, row: Row, case: Case) -> None:
         work = case.build(self.device)
         written, expected, compiled = Written(work), work.expected(), self.compiled(work.call)

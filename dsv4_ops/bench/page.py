@@ -86,12 +86,28 @@ def _theirs(row: Row) -> str:
     return f"{number(row['stock_ms'])}, {number(row['stock_busy_ms'])}, {row['stock_kernels']}"
 
 
+def _gathered(row: Row) -> str:
+    if row.get("gathered_rows") is None:
+        return "-"
+    return f"{row['context']}, {row['gathered_rows']}"
+
+
 _ATTENTION = (
     ("tokens x heads, keys", _label),
     ("ours, us", us("eager_us")),
     ("compiled for any size", us("compiled_us")),
     ("FlashMLA", us("anchor_us")),
     ("of the floor", share("pct_of_floor")),
+)
+_PREFILL = (
+    *_ATTENTION[:4],
+    ("vLLM's gather", us("anchor_gather_us")),
+    ("its indices", us("anchor_combine_us")),
+    ("gather, indices and FlashMLA", us("anchor_whole_us")),
+    ("that over ours", us("whole_times_faster")),
+    ("with our gather in place of vLLM's", us("anchor_our_gather_us")),
+    ("context, rows gathered", _gathered),
+    _ATTENTION[4],
 )
 _CACHE = (
     ("rows", _tried),
@@ -125,7 +141,7 @@ TABLES = {
         (("kind: tokens x heads, keys", _tried), *_ATTENTION[1:]),
         ("window", "paged", "ragged"),
     ),
-    "prefill": Table("sparse_mla", _ATTENTION, ("prefill",)),
+    "prefill": Table("sparse_mla", _PREFILL, ("prefill",)),
     "compressor": Table(
         "compressor",
         (
@@ -210,9 +226,11 @@ def markdown(table: Table, rows: Iterable[Row]) -> str:
             f"page: rows must hold some of {table.file}, got none. Run its benchmark, or drop the "
             "table from the page."
         )
-    lines = ["| " + " | ".join(name for name, _ in table.columns) + " |"]
-    lines.append("| --- " * len(table.columns) + "|")
-    lines += ["| " + " | ".join(cell(row) for _, cell in table.columns) + " |" for row in kept]
+    shown = [(name, [cell(row) for row in kept]) for name, cell in table.columns]
+    shown = [(name, cells) for name, cells in shown if set(cells) != {"-"}]  # what none measured
+    lines = ["| " + " | ".join(name for name, _ in shown) + " |"]
+    lines.append("| --- " * len(shown) + "|")
+    lines += ["| " + " | ".join(cells) + " |" for cells in zip(*(c for _, c in shown), strict=True)]
     return "\n".join([*lines, "", *_origins(kept), ""])
 
 

@@ -39,7 +39,7 @@ _INDEXER_CUDA = (
 )
 _LAYER_CUDA = (
     ("ours, the whole layer", _OURS, "-", ("compiled_us",)),
-    ("peers' insert, logits, top-k and attention alone", _THEIRS, "-", ("anchor_us",)),
+    ("kernels of vLLM 0.22.1, FlashMLA and DeepGEMM", _THEIRS, "-", ("anchor_us",)),
     ("floor", _LIMIT, "--", ("floor_us",)),
 )
 _CPU = (

@@ -131,10 +131,24 @@ class ComputeRow(OpRow):
 
 @dataclass(kw_only=True)
 class SparseMlaRow(ComputeRow):
-    """Sparse MLA over ``keys`` rows per token, "window+selected"."""
+    """Sparse MLA over ``keys`` rows per token, "window+selected".
+
+    Of a prefill of one request of ``context`` tokens, ``anchor_us`` is FlashMLA alone, over rows
+    gathered before; ``anchor_whole_us`` is vLLM's gather of ``gathered_rows`` from FP8 pages, its
+    combined indices and FlashMLA in one graph, ``anchor_gather_us`` and ``anchor_combine_us`` are
+    the first two in graphs of their own. ``whole_times_faster`` is the whole over ``compiled_us``.
+    ``anchor_our_gather_us`` is the whole with our gather in the place of vLLM's in Triton.
+    """
 
     heads: int
     keys: str
+    context: int | None = None
+    gathered_rows: int | None = None
+    anchor_gather_us: float | None = None
+    anchor_combine_us: float | None = None
+    anchor_whole_us: float | None = None
+    whole_times_faster: float | None = None
+    anchor_our_gather_us: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -163,5 +177,20 @@ _CACHE_LIMITS = ("pct_of_bandwidth", "pct_of_copy", "copy_us", "floor_us")
 CACHE_CUDA_COLUMNS = (*_CASE, *_TIMES, *_CACHE_LIMITS, *_HOST, "anchor_exact")
 CACHE_CPU_COLUMNS = (*_CASE, "compiled_us", "eager_us", "speedup", "anchor_exact")
 COMPUTE_CUDA_COLUMNS = (*_CASE, *_TIMES, "floor_us", "pct_of_floor", *_HOST, "anchor_agrees")
+SPARSE_MLA_CUDA_COLUMNS = (
+    *_CASE,
+    *_TIMES,
+    "anchor_gather_us",
+    "anchor_combine_us",
+    "anchor_whole_us",
+    "whole_times_faster",
+    "anchor_our_gather_us",
+    "context",
+    "gathered_rows",
+    "floor_us",
+    "pct_of_floor",
+    *_HOST,
+    "anchor_agrees",
+)
 LAYER_CUDA_COLUMNS = tuple(name for name in COMPUTE_CUDA_COLUMNS if name != "variant")
 COMPUTE_CPU_COLUMNS = (*_CASE, "compiled_us", "eager_us", "speedup", "anchor_agrees")

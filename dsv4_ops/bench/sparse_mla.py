@@ -21,10 +21,11 @@ from dsv4_ops.bench.attention_cases import (
 from dsv4_ops.bench.measure import ComputeBench, floor_notes, notes_of, run_cases
 from dsv4_ops.bench.options import add_cases
 from dsv4_ops.bench.plot import mla_panels, try_plot
-from dsv4_ops.bench.report import Report
-from dsv4_ops.bench.rows import COMPUTE_CPU_COLUMNS, COMPUTE_CUDA_COLUMNS, SparseMlaRow
+from dsv4_ops.bench.prefill_anchor import OurGather, PrefillWork, whole_prefills
+from dsv4_ops.bench.report import Report, one_line
+from dsv4_ops.bench.rows import COMPUTE_CPU_COLUMNS, SPARSE_MLA_CUDA_COLUMNS, SparseMlaRow
 from dsv4_ops.bench.token_check import Tolerance, outside
-from dsv4_ops.bench.work import Case
+from dsv4_ops.bench.work import Case, Work, Written
 
 CASES = ("decode", "window", "paged", "ragged", "prefill")
 """Groups of cases, in the order in which they are measured."""
@@ -73,8 +74,13 @@ class Bench(ComputeBench[SparseMlaRow]):
     """FlashMLA agrees within the tolerances of its own tests."""
 
     row_type = SparseMlaRow
+    cache: Any = None  # vLLM's cache ops, or why there are none
 
     def load(self, folder: Path) -> Any:
+        try:
+            self.cache = anchors.load(folder, ("cache",)).cache
+        except Exception as error:  # only the whole prefill needs them, and says so
+            self.cache = error
         return flash_mla.load(folder)
 
     def compare_anchor(
@@ -93,6 +99,44 @@ class Bench(ComputeBench[SparseMlaRow]):
         notes = [row.anchor_note, *found] if row.anchor_note else found
         row.anchor_note = "; ".join(notes) or None
 
+    def _time_anchor(
+        self,
+        row: SparseMlaRow,
+        work: Work,
+        written: Written,
+        ours: Sequence[Tensor],
+        expected: Sequence[Tensor],
+    ) -> None:
+        super()._time_anchor(row, work, written, ours, expected)
+        if self.modules is None or not isinstance(work, PrefillWork):
+            return
+        try:
+            self._time_whole(row, work, ours)
+        except Exception as error:  # a broken peer is a row, not the end of the run
+            texts = [row.anchor_error, f"whole: {one_line(error)}"]
+            row.anchor_error = "; ".join(text for text in texts if text)
+
+    def _time_whole(self, row: SparseMlaRow, work: PrefillWork, ours: Sequence[Tensor]) -> None:
+        """vLLM's way from FP8 pages, and its parts in the order in which they need each other."""
+        if isinstance(self.cache, Exception):
+            raise self.cache
+        held, ours_first = (
+            whole_prefills(self.modules, cache, work)
+            for cache in (self.cache, OurGather(self.cache))
+        )
+        for name, calls in (("whole", held), ("with our gather", ours_first)):
+            if found := outside(name, calls[0].whole(), ours[0], PREFILL_OUT):
+                row.anchor_agrees = False
+                row.anchor_note = f"{row.anchor_note}; {found}"
+        if self.cold is None:
+            return
+        row.anchor_gather_us = self.graph_us([each.gather for each in held], repeated=False)
+        row.anchor_combine_us = self.graph_us([each.combine for each in held])
+        row.anchor_whole_us = self.graph_us([each.whole for each in held])
+        row.anchor_our_gather_us = self.graph_us([each.whole for each in ours_first])
+        if row.compiled_us:
+            row.whole_times_faster = row.anchor_whole_us / row.compiled_us
+
 
 def finish(
     output: Report[SparseMlaRow], device: torch.device, left_out: Sequence[str], with_plot: bool
@@ -104,7 +148,7 @@ def finish(
         "Sparse MLA, microseconds; before timing every result was within 1.5 times the error of "
         "the reference against float64, or of one rounding"
     )
-    columns = COMPUTE_CUDA_COLUMNS if cuda else COMPUTE_CPU_COLUMNS
+    columns = SPARSE_MLA_CUDA_COLUMNS if cuda else COMPUTE_CPU_COLUMNS
     notes = [
         *floor_notes(output.rows, Bench.flop_per_us, *_NOTES),
         *notes_of(output.rows, left_out),
@@ -119,5 +163,9 @@ def finish(
 _NOTES = (
     "Shapes are tokens x heads, rows of the window + of the compressed cache.",
     f"anchor: {anchors.VERSION}'s FlashMLA on the same inputs, its plan made before.",
+    "anchor_whole_us: of prefill, from FP8 pages as ours: vLLM's gather of gathered_rows to bf16, "
+    "its combined indices and FlashMLA, in one graph; anchor_us is FlashMLA without the others. "
+    "anchor_gather_us and anchor_combine_us: in graphs of their own. anchor_our_gather_us: the "
+    "whole with our gather in the place of vLLM's in Triton.",
     "anchor_agrees: with our results, within the tolerances of its own tests.",
 )

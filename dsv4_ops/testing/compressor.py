@@ -150,12 +150,17 @@ def readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
         for part, start in ((data, layout.data_offset(slot)), (scales, layout.scale_offset(slot))):
             part[row] = flat[start : start + part.shape[1]]
             flat[start : start + (part.shape[1] if part is data else scale_bytes)] = 0
+    return *row_values(layout, data, scales), rest
+
+
+def row_values(layout: QuantizedLayout, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes times their scales, float32, and bfloat16 values behind them, of the bytes of rows."""
     factor = scales.view(torch.float32)
     if isinstance(layout, MainLayout):
         factor = torch.exp2(scales[:, : layout.num_scales].float() - 127)
     codes = data[:, : layout.code_dim].contiguous().view(torch.float8_e4m3fn).float()
     values = codes.unflatten(1, (-1, layout.quant_block)) * factor.unsqueeze(-1)
-    return values.flatten(1), data[:, layout.code_dim :].contiguous().view(torch.bfloat16), rest
+    return values.flatten(1), data[:, layout.code_dim :].contiguous().view(torch.bfloat16)
 
 
 def _quantized(settings: dict[str, Any]) -> QuantizedLayout | None:

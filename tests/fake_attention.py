@@ -1,0 +1,79 @@
+"""FlashMLA and vLLM's cache ops as the benchmarks call them, played by our ops."""
+
+import torch
+
+import dsv4_ops
+from dsv4_ops.core.layout import MainLayout
+
+
+def paged_cache(view):
+    """A cache and its page size, from FlashMLA's view of it."""
+    blocks, size = view.shape[:2]
+    return view.as_strided((blocks, MainLayout(size).page_bytes), (view.stride(0), 1)), size
+
+
+class FlashMLA:
+    """The library that the anchor is loaded from, played by our ops."""
+
+    def __init__(self, factor=1.0):
+        self.factor, self.plans = factor, []
+
+    def sparse_decode(
+        self, q, kv, indices, *, topk_length, attn_sink, meta, extra_kv, extra_indices,
+        extra_topk_length, scale,
+    ):  # fmt: skip
+        if meta is None:
+            meta = object()
+            self.plans.append(meta)
+        assert meta is self.plans[-1]
+        extra, sizes = (None, None, None), {}
+        cache, sizes["swa_block_size"] = paged_cache(kv)
+        if extra_kv is not None:
+            other, sizes["extra_block_size"] = paged_cache(extra_kv)
+            extra = (other, extra_indices[:, 0].contiguous(), extra_topk_length)
+        out, lse = dsv4_ops.sparse_mla_decode(
+            q[:, 0], cache, indices[:, 0].contiguous(), topk_length, *extra, attn_sink,
+            softmax_scale=scale, **sizes,
+        )  # fmt: skip
+        return (out * self.factor)[:, None], lse[:, None].transpose(1, 2), meta
+
+    def sparse_prefill(self, q, kv, indices, *, scale, attn_sink, topk_length=None):
+        assert kv.dtype == torch.bfloat16
+        assert indices.shape[2] % 64 == 0
+        lens = topk_length
+        if lens is None:
+            lens = torch.full((q.shape[0],), indices.shape[2], dtype=torch.int32)
+        out, largest, lse = dsv4_ops.sparse_mla_gathered(
+            q, kv[:, 0], indices[:, 0], lens, attn_sink, softmax_scale=scale
+        )
+        return out * self.factor, largest, lse
+
+
+class Cache:
+    """vLLM's cache ops, played by ours; a server's block tables are dense."""
+
+    def __init__(self, missing=0):
+        self.missing, self.gathered = missing, []
+
+    def dequantize_and_gather_k_cache(
+        self, out, k_cache, *, seq_lens, gather_lens, block_table, block_size, offset
+    ):
+        assert block_table.is_contiguous()
+        cache, size = paged_cache(k_cache.unsqueeze(2))
+        assert size == block_size
+        self.gathered.append(int(seq_lens if gather_lens is None else gather_lens))
+        dsv4_ops.dequantize_and_gather_k_cache(
+            out, cache, seq_lens - self.missing, gather_lens, block_table, block_size=block_size,
+            offset=offset,
+        )  # fmt: skip
+
+    def combine_topk_swa_indices(
+        self, selected, starts, seq_lens, gather_lens, window, ratio, topk, rows, offset
+    ):
+        first = int(seq_lens) - int(starts[1])
+        positions = torch.arange(first, int(seq_lens))
+        return dsv4_ops.combine_topk_swa_indices(
+            selected, positions, torch.zeros_like(positions, dtype=torch.int32), seq_lens,
+            gather_lens, window_size=window, compress_ratio=ratio, topk=topk,
+            workspace_rows=rows, swa_offset=offset,
+        )  # fmt: skip
