@@ -19,8 +19,6 @@ from dsv4_ops.testing.contract import strided_copy
 
 emulated = pytest.importorskip("emulate_gluon", reason="triton is published for Linux only")
 interpret_mla = pytest.importorskip("interpret_mla")
-sparse_mla = pytest.importorskip("dsv4_ops.kernels.sparse_mla")
-split_launch = pytest.importorskip("dsv4_ops.kernels.split_launch")
 
 KERNELS = {
     DECODE: "hopper_split_keys_kernel",
@@ -36,16 +34,6 @@ SETTINGS = [
 each_decode = pytest.mark.parametrize("name", [DECODE, PAGED])
 each_op = pytest.mark.parametrize("name", KERNELS)
 each_split = pytest.mark.parametrize("splits", [0, 1, 3])
-
-
-@pytest.fixture(autouse=True)
-def short_splits(monkeypatch):
-    """Have them as the others: the launcher leaves them to Triton if it knows that they are."""
-
-    def split_keys(launch, short, *args):
-        return split_launch.split_keys(launch, False, *args)
-
-    monkeypatch.setattr(sparse_mla, "split_keys", split_keys)
 
 
 def kernel(name, case, seed=0):

@@ -69,11 +69,15 @@ def test_other_gpus_have_those_in_triton(capability):
     assert launched(128, capability) == [("split_keys", (128, 1))]
 
 
-def test_plain_caches_and_splits_of_half_a_block_have_those_in_triton():
+def test_plain_caches_have_those_in_triton():
     assert launched(128, layout="plain") == [("split_keys", (128, 1))]
-    # 20 halves of a block for 132 programs
-    assert launched(1) == [("split_keys", (20, 1)), ("join_splits", (1, 64))]
-    assert launched(6, width=512) == [("split_keys", (120, 1)), ("join_splits", (6, 64))]
+
+
+def test_splits_are_of_whole_blocks_on_hopper():
+    """10 blocks for 132 programs; for a kernel in Triton 20 halves, which take it less time."""
+    assert launched(1) == [("hopper_split_keys", (10, 1)), ("join_splits", (1, 64))]
+    assert launched(1, (8, 0)) == [("split_keys", (20, 1)), ("join_splits", (1, 64))]
+    assert launched(16) == [("hopper_split_keys", (80, 1)), ("join_splits", (16, 64))]
 
 
 def test_a_split_that_saves_less_than_two_blocks_is_no_split():

@@ -16,7 +16,7 @@ from dsv4_ops.core.types import SparseMla
 from dsv4_ops.kernels import foreign, hopper
 from dsv4_ops.kernels.join_splits import join_splits_kernel
 from dsv4_ops.kernels.launch import EMULATE, Launch, at_once, traced
-from dsv4_ops.kernels.split_launch import Splits, split_keys
+from dsv4_ops.kernels.split_launch import Splits, launch_split_keys
 from dsv4_ops.reference import sparse_mla as reference
 
 WIDTH = MainLayout.head_dim
@@ -138,7 +138,8 @@ def num_splits_of(
 
 
 def unit_of_splits(programs: int, widths: Sequence[int]) -> int:
-    """Keys that splits are multiples of: half a block if the longest split then takes less time. Of
+    """Keys that splits are multiples of: half a block if the longest split then takes less time
+    with the kernel in Triton; with that for Hopper half a block takes as long as a whole one. Of
     symbolic sizes nothing is known, and asking would make them numbers: then too, as it costs many
     tokens less than it gains few."""
     if not all(isinstance(size, int) for size in (programs, *widths)):
@@ -211,12 +212,11 @@ def _split_and_join(
     if extra_indices is not None:
         widths.append(extra_indices.shape[1] * (1 if req_indices is None else extra_block_size))
     wide = head_tiles(int(q.shape[1]))
-    unit = KEYS
-    if plan is None and num_splits == 0 and not batch_invariant:
+    unit, on_hopper = KEYS, hopper.runs(launch, q, coded)
+    if plan is None and num_splits == 0 and not batch_invariant and not on_hopper:
         unit = unit_of_splits(num_tokens * wide, widths)
     units = _units(widths, unit)
     splits = num_splits_of(num_tokens * wide, units, unit, num_splits, batch_invariant)
-    short = unit < KEYS and isinstance(splits, int) and units <= splits
     room, programs = 0, num_tokens * splits
     if plan is not None:
         splits, programs = 1, plan.shape[0]
@@ -230,9 +230,9 @@ def _split_and_join(
     turned = positions is not None and cos_sin_cache is not None
     angles = (positions, cos_sin_cache) if turned else (None, None)
     sizes = (softmax_scale, swa_block_size, extra_block_size, coded, unit, splits, programs, room)
-    results = split_keys(
+    results = launch_split_keys(
         launch,
-        short,
+        on_hopper,
         q,
         swa_cache,
         swa_indices,

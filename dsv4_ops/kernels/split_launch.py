@@ -21,13 +21,6 @@ Splits = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 values are multiples of."""
 
 
-def split_keys(launch: Launch, short: bool, *args: Any) -> Splits:
-    """Attend with the kernel that is made for the device; see ``_launch_split``. For splits of half
-    a block, which ``short`` are, the one in Triton: it is sooner done with the first."""
-    q, coded = args[0], args[15]
-    return _launch_split(launch, not short and hopper.runs(launch, q, coded), *args)
-
-
 def _results(q: Tensor, room: int) -> Splits:
     rows, heads, width = q.shape[0], int(q.shape[1]), int(q.shape[2])
     parts = q.new_empty((room, heads, width), dtype=torch.float16)
@@ -36,7 +29,7 @@ def _results(q: Tensor, room: int) -> Splits:
     return q.new_empty(q.shape), lse, parts, partial_lse, partial_peak
 
 
-def _launch_split(
+def launch_split_keys(
     launch: Launch,
     on_hopper: bool,
     q: Tensor,
