@@ -50,8 +50,13 @@ def sparse_mla_plan(
     Returns:
         int32 [num_tokens + programs, 4], where programs is num_programs divided by the tiles of 64
         heads, at least 1. A row is a piece: its token, which piece of the token it is, how many
-        the token has, and where in a buffer the partial results of the token begin. -1 in rows
-        that are no piece. Every token has at least one piece, also without keys.
+        the token has, and where in a buffer the partial results of the token begin. Row t is the
+        first piece of token t; behind the first ones are the others, then rows of -1. Every token
+        has at least one piece, also without keys.
+
+        Of some sizes of pieces from the mean on, the plan has the one whose rounds of programs
+        would take the least time: few longer pieces that all run at once, rather than more of
+        them that make a second round.
 
         A piece is a share of its token's keys, not a range, so a plan made of other lens gives the
         same attention, only less evenly spread.
