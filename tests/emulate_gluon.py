@@ -70,7 +70,11 @@ def _product(left: Value, right: Value, *_: Any) -> Value:
     return left * right
 
 
-ASSEMBLY = {"widen_codes": _widen_codes, "_product": _product}
+def _nothing() -> None:
+    """Kernels are run one behind the other."""
+
+
+ASSEMBLY = {"widen_codes": _widen_codes, "_product": _product, "let_next_start": _nothing}
 """What functions with assembly mean, by their names."""
 
 

@@ -247,7 +247,8 @@ def _split_and_join(
         *sizes,
     )
     if joined:
-        _join(launch, results, attn_sink, plan, *angles, splits)
+        early = on_hopper and launch is at_once
+        _join(launch, results, attn_sink, plan, *angles, splits, early)
     return results[0], results[1]
 
 
@@ -273,8 +274,10 @@ def _join(
     positions: Tensor | None,
     cos_sin_cache: Tensor | None,
     splits: int,
+    early: bool,
 ) -> None:
-    """Write the results of the tokens that have several splits."""
+    """Write the results of the tokens that have several splits. If ``early``, the kernel is launched
+    while the one before it runs: the launch of a graph takes longer than an idle wait."""
     out, lse, partial, partial_lse, partial_peak = results
     num_tokens, num_heads, head_dim = out.shape[0], int(out.shape[1]), int(out.shape[2])
     rotation: tuple[Any, ...] = (lse, 0, lse, 0)
@@ -304,8 +307,10 @@ def _join(
         ROPE=ROPE,
         HEAD_DIM=head_dim,
         SPLITS=_joined(splits),
+        EARLY=early,
         EMULATE=EMULATE,
         num_warps=JOIN_WARPS,
+        **({"launch_pdl": True} if early else {}),
     )
 
 
