@@ -70,11 +70,7 @@ def _product(left: Value, right: Value, *_: Any) -> Value:
     return left * right
 
 
-def _nothing() -> None:
-    """Kernels are run one behind the other."""
-
-
-ASSEMBLY = {"widen_codes": _widen_codes, "_product": _product, "let_next_start": _nothing}
+ASSEMBLY = {"widen_codes": _widen_codes, "_product": _product}
 """What functions with assembly mean, by their names."""
 
 

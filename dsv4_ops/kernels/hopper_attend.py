@@ -30,20 +30,6 @@ _LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def let_next_start():
-    """A kernel behind this one that is launched early may start once all programs have come here;
-    it waits for their end itself."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0",
-        "=r",
-        [],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def allocate():
     """Shared memory of a program: the queries, two buffers of keys and which of them exist, the
     weights of a block and the factors of what was summed before; and barriers that say when a

@@ -10,7 +10,6 @@ from dsv4_ops.kernels.hopper_attend import (
     allocate,
     attend_left,
     attend_right,
-    let_next_start,
     load_queries,
 )
 from dsv4_ops.kernels.hopper_finish import finish_left, finish_right, part_left, part_right
@@ -141,7 +140,6 @@ def hopper_split_keys_kernel(
 ):
     """The arguments are those of ``split_keys_kernel``; ``q_dim_stride`` is 1. A program
     ends at once if its row of a plan is no piece."""
-    let_next_start()
     if HAS_PLAN:
         piece = plan + gl.program_id(0).to(gl.int64) * plan_stride
         token = gl.load(piece).to(gl.int64)

@@ -35,15 +35,12 @@ def join_splits_kernel(
     ROPE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     """The splits of one token and head, weighed by their sums, SPLITS at a time; nothing to do for
-    tokens of one split. EARLY programs are launched before the splits are done, and wait for them. With HAS_PLAN the row of a token says where its pieces are; with TURNED the
+    tokens of one split. With HAS_PLAN the row of a token says where its pieces are; with TURNED the
     result is rounded and its last ROPE values are rotated back."""
     head = tl.program_id(1)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     if HAS_PLAN:
         piece = plan + tl.program_id(0).to(tl.int64) * plan_stride
         token = tl.load(piece).to(tl.int64)

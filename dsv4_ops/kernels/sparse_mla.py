@@ -247,8 +247,7 @@ def _split_and_join(
         *sizes,
     )
     if joined:
-        early = on_hopper and launch is at_once
-        _join(launch, results, attn_sink, plan, *angles, splits, early)
+        _join(launch, results, attn_sink, plan, *angles, splits)
     return results[0], results[1]
 
 
@@ -274,10 +273,8 @@ def _join(
     positions: Tensor | None,
     cos_sin_cache: Tensor | None,
     splits: int,
-    early: bool,
 ) -> None:
-    """Write the results of the tokens that have several splits. If ``early``, the kernel is launched
-    while the one before it runs: the launch of a graph takes longer than an idle wait."""
+    """Write the results of the tokens that have several splits."""
     out, lse, partial, partial_lse, partial_peak = results
     num_tokens, num_heads, head_dim = out.shape[0], int(out.shape[1]), int(out.shape[2])
     rotation: tuple[Any, ...] = (lse, 0, lse, 0)
@@ -307,10 +304,8 @@ def _join(
         ROPE=ROPE,
         HEAD_DIM=head_dim,
         SPLITS=_joined(splits),
-        EARLY=early,
         EMULATE=EMULATE,
         num_warps=JOIN_WARPS,
-        **({"launch_pdl": True} if early else {}),
     )
 
 
