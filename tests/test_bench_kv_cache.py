@@ -250,6 +250,13 @@ def test_no_case_starts_after_max_seconds(tmp_path, monkeypatch):
     assert "left out, --max-seconds: insert, 128 tokens, random" in text
 
 
+def test_only_cases_that_match(tmp_path, capsys):
+    assert smoke(tmp_path, "--cases", "insert", "--no-plot", "--match", "insert, 8 tokens") == 0
+    assert [row["rows"] for row in rows_of(tmp_path)] == [8]
+    assert main(["kv_cache", "--smoke", "--out", str(tmp_path), "--match", "nine"]) == 2
+    assert "--match nine: no case has it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments", [["--cases", "insert,isnert"], ["--cases", ""], ["--max-seconds", "0"]]
 )

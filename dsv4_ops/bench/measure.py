@@ -16,7 +16,7 @@ from torch import Tensor
 from dsv4_ops.bench import BenchError, WrongResult, report
 from dsv4_ops.bench.batches import captured_calls
 from dsv4_ops.bench.memory import ColdCache, Copies
-from dsv4_ops.bench.options import chosen_device
+from dsv4_ops.bench.options import chosen_device, matching
 from dsv4_ops.bench.report import Report, one_line
 from dsv4_ops.bench.rows import ComputeRow, OpRow
 from dsv4_ops.bench.timing import Call, Capture, Timing, device_activities, host_us, wall_us
@@ -260,7 +260,7 @@ def run_cases(
     # a graph for one token and one request each, and one per configuration
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
         bench = bench_type(device, options.anchor, budget_s=0.1 if options.smoke else 0.5)
-        for case in report.progress(cases, name):
+        for case in report.progress(matching(options, cases), name):
             if options.max_seconds and time.perf_counter() - start > options.max_seconds:
                 left_out.append(str(case))
                 continue

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from dsv4_ops.bench import BenchError
+from dsv4_ops.bench.work import Case
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +35,18 @@ def add_cases(parser: argparse.ArgumentParser, groups: Sequence[str]) -> None:
 
     add = parser.add_argument
     add("--cases", type=chosen, metavar="A,B,..", help=f"any of {','.join(groups)}; default: all")
+    add("--match", metavar="TEXT", help="only cases whose names hold this: 'Pro', '64 x'")
     add("--max-seconds", type=size, metavar="N", help="start no case later than that")
+
+
+def matching(options: argparse.Namespace, cases: Sequence[Case]) -> Sequence[Case]:
+    """The cases of ``--match``, and those that are not timed."""
+    if not options.match:
+        return cases
+    found = [case for case in cases if not case.timed or options.match in str(case)]
+    if not any(case.timed for case in found):
+        raise BenchError(f"--match {options.match}: no case has it; --max-seconds 1 lists them")
+    return found
 
 
 def chosen_device(options: argparse.Namespace) -> torch.device:
