@@ -70,10 +70,11 @@ def attend(
         ).out
     extra: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if selected is not None:
-        rows = global_topk_indices_and_lens(
+        slots = global_topk_indices_and_lens(
             selected, step.req_indices, step.c4.block_table, block_size=spec.page_size(kind)
-        )
-        extra = (caches.compressed, rows.indices, rows.lens)
+        ).indices
+        # no more are selected than there are; to count the selected ones would take a reduction
+        extra = (caches.compressed, slots, step.c4.lens)
     return sparse_mla_decode(*window, *extra, weights.attn_sink, **settings).out
 
 
