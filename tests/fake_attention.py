@@ -26,16 +26,19 @@ class FlashMLA:
             meta = object()
             self.plans.append(meta)
         assert meta is self.plans[-1]
-        extra, sizes = (None, None, None), {}
+        extra, sizes, each = (None, None, None), {}, q.shape[1]
+        assert topk_length.shape == q.shape[:1]
         cache, sizes["swa_block_size"] = paged_cache(kv)
         if extra_kv is not None:
             other, sizes["extra_block_size"] = paged_cache(extra_kv)
-            extra = (other, extra_indices[:, 0].contiguous(), extra_topk_length)
+            lens = extra_topk_length.repeat_interleave(each)
+            extra = (other, extra_indices.flatten(0, 1).contiguous(), lens)
         out, lse = dsv4_ops.sparse_mla_decode(
-            q[:, 0], cache, indices[:, 0].contiguous(), topk_length, *extra, attn_sink,
-            softmax_scale=scale, **sizes,
+            q.flatten(0, 1), cache, indices.flatten(0, 1).contiguous(),
+            topk_length.repeat_interleave(each), *extra, attn_sink, softmax_scale=scale, **sizes,
         )  # fmt: skip
-        return (out * self.factor)[:, None], lse[:, None].transpose(1, 2), meta
+        by_request = (value.unflatten(0, (-1, each)) for value in (out * self.factor, lse))
+        return next(by_request), next(by_request).transpose(1, 2), meta
 
     def sparse_prefill(self, q, kv, indices, *, scale, attn_sink, topk_length=None):
         assert kv.dtype == torch.bfloat16

@@ -91,7 +91,7 @@ def changed(**results):
     return corrupted
 
 
-@pytest.mark.parametrize("group", ["decode", "window", "paged", "ragged", "prefill"])
+@pytest.mark.parametrize("group", CASES)
 @pytest.mark.parametrize(
     ("result", "change"),
     [("out", lambda row: row * 1.05), ("lse", lambda value: value + 1e-3)],
@@ -271,6 +271,7 @@ def test_the_whole_run_has_all_sizes():
     assert [(case.rows, case.labels["keys"]) for case in of["window"]] == [
         (rows, "128") for rows in batches
     ]
+    assert [case.rows for case in of["mtp"]] == [16, 64, 128, 256]
     assert [(case.rows, case.labels["keys"]) for case in of["paged"]] == [
         (8, "128+1024"),
         (64, "128+1024"),

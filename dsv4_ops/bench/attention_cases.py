@@ -176,6 +176,13 @@ def window_cases(batches: Sequence[int], heads: int) -> list[Case]:
     return [_case("window", shape, functools.partial(decode_work, shape)) for shape in shapes]
 
 
+def mtp_cases(requests: Sequence[int], heads: int, width: int, per_request: int) -> list[Case]:
+    """Several tokens of a request, each with its own selection, as in speculative decoding."""
+    shapes = [uniform(count * per_request, heads, width) for count in requests]
+    of = functools.partial(functools.partial, decode_work, per_request=per_request)
+    return [_case("mtp", shape, of(shape), f"{per_request} a request") for shape in shapes]
+
+
 def paged_cases(batches: Sequence[int], heads: int, width: int) -> list[Case]:
     """C128 layers of requests of equal length: all rows of a block table of pages of 2."""
     shapes = [uniform(tokens, heads, width) for tokens in batches]
@@ -250,7 +257,7 @@ def _case(
     )
 
 
-def decode_work(shape: Shape, device: torch.device) -> Work:
+def decode_work(shape: Shape, device: torch.device, per_request: int = 1) -> Work:
     """Window and selected rows by their slots."""
     draw, cost = Draw(device, shape.tokens), shape.cost()
     count, tokens = rotating_sets(cost[0], device), shape.tokens
@@ -270,7 +277,10 @@ def decode_work(shape: Shape, device: torch.device) -> Work:
             rows = draw.rows(tokens, shape.width, candidates)
             extra = (extra_cache, slots(extra_tables[place], rows, PAGE, extra_lens), extra_lens)
         sets.append((draw.queries(tokens, shape.heads), *swa, *extra, sink))
-    theirs = [flash_mla.decode_arguments(*args, block_sizes=(PAGE, PAGE)) for args in sets]
+    theirs = [
+        flash_mla.decode_arguments(*args, block_sizes=(PAGE, PAGE), per_request=per_request)
+        for args in sets
+    ]
     anchor = functools.partial(flash_mla.decode_call, theirs, SCALE)
     return DECODE.work(sets, cost, anchor=anchor, anchor_sets=theirs)
 

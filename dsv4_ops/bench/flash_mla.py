@@ -29,13 +29,21 @@ def decode_arguments(
     attn_sink: Tensor,
     *,
     block_sizes: tuple[int, int],
+    per_request: int = 1,
 ) -> Args:
-    """The arguments of ``sparse_mla_decode`` as FlashMLA takes them, one query per batch row."""
-    swa = (MainLayout(block_sizes[0]).kernel_view(swa_cache), swa_indices[:, None], swa_lens)
-    if extra_cache is None or extra_indices is None:
-        return (q[:, None], *swa, None, None, None, attn_sink)
+    """The arguments of ``sparse_mla_decode`` as FlashMLA takes them: one request per batch row, of
+    ``per_request`` tokens with the same lens."""
+
+    def by_request(values: Tensor) -> Tensor:
+        return values.view(-1, per_request, *values.shape[1:])
+
+    view = MainLayout(block_sizes[0]).kernel_view(swa_cache)
+    swa = (view, by_request(swa_indices), swa_lens[::per_request].contiguous())
+    if extra_cache is None or extra_indices is None or extra_lens is None:
+        return (by_request(q), *swa, None, None, None, attn_sink)
     view = MainLayout(block_sizes[1]).kernel_view(extra_cache)
-    return (q[:, None], *swa, view, extra_indices[:, None], extra_lens, attn_sink)
+    extra = (view, by_request(extra_indices), extra_lens[::per_request].contiguous())
+    return (by_request(q), *swa, *extra, attn_sink)
 
 
 def decode_call(sets: Sequence[Args], scale: float, library: Any) -> Callable[..., Any]:
@@ -60,7 +68,7 @@ def decode_call(sets: Sequence[Args], scale: float, library: Any) -> Callable[..
 
     def call(*args: Any) -> tuple[Tensor, Tensor]:
         out, lse, _ = attend(args, plan)
-        return out.squeeze(1), lse.squeeze(2)
+        return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
     return call
 

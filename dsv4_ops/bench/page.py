@@ -139,7 +139,7 @@ TABLES = {
     "other_decode": Table(
         "sparse_mla",
         (("kind: tokens x heads, keys", _tried), *_ATTENTION[1:]),
-        ("window", "paged", "ragged"),
+        ("window", "mtp", "paged", "ragged"),
     ),
     "prefill": Table("sparse_mla", _PREFILL, ("prefill",)),
     "compressor": Table(

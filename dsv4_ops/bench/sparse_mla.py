@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4_ops.bench import anchors, flash_mla, report
 from dsv4_ops.bench.attention_cases import (
     decode_cases,
+    mtp_cases,
     paged_cases,
     prefill_cases,
     ragged_cases,
@@ -27,7 +28,7 @@ from dsv4_ops.bench.rows import COMPUTE_CPU_COLUMNS, SPARSE_MLA_CUDA_COLUMNS, Sp
 from dsv4_ops.bench.token_check import Tolerance, outside
 from dsv4_ops.bench.work import Case, Work, Written
 
-CASES = ("decode", "window", "paged", "ragged", "prefill")
+CASES = ("decode", "window", "mtp", "paged", "ragged", "prefill")
 """Groups of cases, in the order in which they are measured."""
 
 DECODE_OUT, DECODE_LSE = Tolerance(1e-3, 2.01 / 128, 5e-6), Tolerance(1e-6, 8.01 / 65536)
@@ -49,6 +50,7 @@ def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
         small: dict[str, Callable[[], list[Case]]] = {
             "decode": lambda: decode_cases((2, 8), (4,), (64,)),
             "window": lambda: window_cases((3,), 4),
+            "mtp": lambda: mtp_cases((3,), 4, 64, 2),
             "paged": lambda: paged_cases((3,), 4, 64),
             "ragged": lambda: ragged_cases((6,), 4, (64, 128)),
             "prefill": lambda: prefill_cases((16,), ((4, 64),), prefix=512),
@@ -57,6 +59,7 @@ def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
     makers: dict[str, Callable[[], list[Case]]] = {
         "decode": lambda: decode_cases(_BATCHES, (64, 128), (512, 1024)),
         "window": lambda: window_cases(_BATCHES, 64),
+        "mtp": lambda: mtp_cases((8, 32, 64, 128), 64, 512, 2),
         "paged": lambda: paged_cases((8, 64), 64, 1024),
         "ragged": lambda: ragged_cases((8, 64, 128), 64, (512, 1024)),
         "prefill": lambda: prefill_cases((512, 2048), ((64, 512), (128, 1024))),
