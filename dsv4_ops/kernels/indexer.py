@@ -186,15 +186,7 @@ def indexer_logits_kernel(
     target = out + token * num_rows
     if first < count:
         query = load_query(
-            q,
-            token_stride,
-            head_stride,
-            dim_stride,
-            token,
-            num_heads,
-            HEADS,
-            DATA_BYTES,
-            EMULATE,
+            q, token_stride, head_stride, dim_stride, token, num_heads, HEADS, DATA_BYTES, EMULATE
         )
         weight = load_weights(
             weights, weight_token_stride, weight_head_stride, token, num_heads, HEADS
@@ -336,15 +328,7 @@ def indexer_logits_ragged_kernel(
             start = tl.load(row_start + token * start_stride)
             stop = tl.load(row_stop + token * stop_stride)
             query = load_query(
-                q,
-                token_stride,
-                head_stride,
-                dim_stride,
-                token,
-                num_heads,
-                HEADS,
-                DIM,
-                EMULATE,
+                q, token_stride, head_stride, dim_stride, token, num_heads, HEADS, DIM, EMULATE
             )
             weight = load_weights(
                 weights, weight_token_stride, weight_head_stride, token, num_heads, HEADS

@@ -89,7 +89,8 @@ def find_pages(
         SPAN: tl.constexpr = min(BLOCK_SIZE, STEP)
         row = start + tl.arange(0, max(ROWS // SPAN, 32)) * SPAN
         return _load_page(table, column_stride, row, stop, BLOCK_SIZE)
-    return start  # every tile has its own
+    else:
+        return start  # every tile loads its own
 
 
 @triton.jit
@@ -125,8 +126,8 @@ def find_tile(
     SCALE_BYTES: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Pointers to the codes and to the scales of a tile of those of ``find_pages``, and which of its
-    rows are in pages that exist. Addresses in 64 bits for every row would cost as much as the
+    """Pointers to the codes and to the scales of a tile of those of ``find_pages``, and which of
+    its rows are in pages that exist. Addresses in 64 bits for every row would cost as much as the
     products; small pages have them."""
     lane = tl.arange(0, STEP)
     first = start + tile * STEP

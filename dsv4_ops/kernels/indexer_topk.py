@@ -35,8 +35,6 @@ LOGITS_STEP, LOGITS_LEAST = 512, 2048
 
 STAGES = 3
 
-SKEW = 0
-
 
 def warps_for(capacity: int) -> int:
     """Warps that have 16 of the keys in every thread."""
@@ -86,10 +84,10 @@ class _Scratch:
         lists, known = (self.keys, self.indices, self.plan), isinstance(self.splits, int)
         if not known or self.splits * self.topk > capacity:
             groups = self.launch(merge_groups_kernel)
-            groups[self.rows * GROUPS,](*lists, self.splits, self.topk, **sizes)
+            groups[self.rows * GROUPS,](*lists, self.num_tokens, self.topk, **sizes)
         if not known or self.splits > 1:
             parts = self.launch(merge_parts_kernel)
-            parts[self.rows,](*lists, self.out, self.splits, self.topk, **sizes)
+            parts[self.rows,](*lists, self.out, self.num_tokens, self.topk, **sizes)
         return self.out
 
 
@@ -148,7 +146,7 @@ def indexer_select(
     most = (max_blocks * block_size + LEAST - 1) // LEAST
     scratch = _Scratch(launch, q, most, topk)
     sizes = {**indexer.tile(num_heads), **scratch.sizes()}
-    sizes["STEP"] = max(sizes["STEP"], 16 * sizes["num_warps"])
+    sizes["STEP"] = min(max(sizes["STEP"], 16 * sizes["num_warps"]), scratch.capacity // 2)
     launch(select_keys_kernel)[scratch.programs,](
         q.view(torch.uint8),
         q.stride(0),
@@ -176,7 +174,6 @@ def indexer_select(
         DATA_BYTES=pages.data_bytes,
         SCALE_BYTES=pages.scale_bytes,
         LEAST=LEAST,
-        SKEW=SKEW,
         STAGES=STAGES,
         EMULATE=EMULATE,
         **sizes,

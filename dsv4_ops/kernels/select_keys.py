@@ -1,12 +1,12 @@
 """Pass one of the selection: the best keys of every part of a row, from scores that are computed on
 the way or read.
 
-A program has a scratch row of CAPACITY keys and indices. Keys are put there as they come, present or
-not, so that nothing is counted in the loop that waits for loads; when it is full it is reduced to
-the best, MOST at most.
+A program has a scratch row of CAPACITY keys and indices. Keys are put there as they come, present
+or not, so that nothing is counted in the loop that waits for loads; their indices follow from their
+places. When the row is full it is reduced to the best, MOST at most.
 
-Where keys go depends on what was loaded. Torch takes a pointer for written to if it leads to a
-store through a function, so that what says how much a row has is loaded in no function of these.
+Where keys go depends on how many a row has. Torch takes a pointer for written to if it leads to a
+store through a function, so that what says how many is loaded in no function of these.
 """
 
 import triton
@@ -83,13 +83,11 @@ def select_logits_kernel(
     lane = tl.arange(0, STEP)
     item = program
     while item < num_tokens * splits:
-        token = (item // splits).to(tl.int64)
-        split = item % splits
+        token = (item % num_tokens).to(tl.int64)
+        split = item // num_tokens
         count = tl.load(lens + token * lens_stride).to(tl.int64)
         count = tl.minimum(tl.maximum(count, 0), num_columns).to(tl.int32)
-        parts, share, width, whole = partition(
-            count, splits, topk, STEP, LEAST, MOST, MERGED
-        )
+        parts, share, width, whole = partition(count, splits, topk, STEP, LEAST, MOST, MERGED)
         if split < parts:
             _write_plan(plan, token, split, parts, width, whole)
             start = split * share
@@ -162,7 +160,6 @@ def select_keys_kernel(
     CAPACITY: tl.constexpr,
     MOST: tl.constexpr,
     MERGED: tl.constexpr,
-    SKEW: tl.constexpr,
     STAGES: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
@@ -172,17 +169,15 @@ def select_keys_kernel(
     lane = tl.arange(0, STEP)
     item = program
     while item < num_tokens * splits:
-        token = (item // splits).to(tl.int64)
-        split = item % splits
+        token = (item % num_tokens).to(tl.int64)
+        split = item // num_tokens
         request = tl.load(req_indices + token * request_stride).to(tl.int64)
         position = tl.load(positions + token * position_stride)
         real = find_real(position, request, num_reqs)
         request = tl.where(real, request, 0)
         count = tl.where(real, (position + 1) // RATIO, 0)
         count = tl.minimum(count, tl.cast(max_blocks, tl.int64) * BLOCK_SIZE).to(tl.int32)
-        parts, share, width, whole = partition(
-            count, splits, topk, STEP, LEAST, MOST, MERGED
-        )
+        parts, share, width, whole = partition(count, splits, topk, STEP, LEAST, MOST, MERGED)
         table = block_table + request * table_stride
         if split < parts:
             _write_plan(plan, token, split, parts, width, whole)
@@ -215,14 +210,9 @@ def select_keys_kernel(
                 weight = load_weights(
                     weights, weight_token_stride, weight_head_stride, token, num_heads, HEADS
                 )
-                skew = 0
-                if SKEW > 0:
-                    skew = program * SKEW // tl.num_programs(0) * (CAPACITY // 8)
-                    skew = tl.where(whole, 0, skew)
                 pages = find_pages(table, column_stride, start, stop, BLOCK_SIZE, STEP, CAPACITY)
                 while start < stop:
-                    length = tl.minimum(stop - start, (CAPACITY - fill - skew) // STEP * STEP)
-                    skew = 0
+                    length = tl.minimum(stop - start, (CAPACITY - fill) // STEP * STEP)
                     tiles = (length + STEP - 1) // STEP
                     # Triton's interpreter has no range up to a value: further tiles add nothing
                     for tile in tl.range(
@@ -251,7 +241,9 @@ def select_keys_kernel(
                         tl.store(keys + fill + slot, key, mask=slot < length)
                     start += length
                     fill += length
-                    pages = find_pages(table, column_stride, start, stop, BLOCK_SIZE, STEP, CAPACITY)
+                    pages = find_pages(
+                        table, column_stride, start, stop, BLOCK_SIZE, STEP, CAPACITY
+                    )
                     if (start < stop) | ((parts > 1) & (whole == 0)):
                         most = tl.where(start < stop, MOST, width)
                         head, low = reduce_list(

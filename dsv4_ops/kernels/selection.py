@@ -201,7 +201,9 @@ def _load_entries(
     carried = slot < kept
     entry = start + slot - kept
     wanted = carried | (entry < entries)
-    number = ((entry.to(tl.float32) + 0.5) * (1.0 / width.to(tl.float32))).to(tl.int32)
+    number = ((entry.to(tl.float32) + 0.5) * (1.0 / tl.maximum(width, 1).to(tl.float32))).to(
+        tl.int32
+    )
     at = tl.where(carried, slot, number * step * STRIDE + (entry - number * width))
     at += row * STRIDE
     key = tl.load(keys + at, mask=wanted, other=ABSENT_KEY)
@@ -271,7 +273,7 @@ def merge_groups_kernel(
     keys,
     indices,
     plan,
-    splits,
+    num_tokens,
     topk,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -288,10 +290,10 @@ def merge_groups_kernel(
         size = (parts + GROUPS - 1) // GROUPS
         lists = tl.minimum(size, parts - group * size)
         if lists > 0:
-            row = token * splits + group * size
+            row = token + group * size * num_tokens
             base = group * size * width
             kept = _merge(
-                keys, indices, row, 1, lists, width, whole, base, topk, STRIDE, CAPACITY
+                keys, indices, row, num_tokens, lists, width, whole, base, topk, STRIDE, CAPACITY
             )
             pad_list(keys + row * STRIDE, kept, topk, WIDTH)
 
@@ -302,7 +304,7 @@ def merge_parts_kernel(
     indices,
     plan,
     out,
-    splits,
+    num_tokens,
     topk,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -315,24 +317,34 @@ def merge_parts_kernel(
     width = tl.load(plan + 3 * token + 1)
     whole = tl.load(plan + 3 * token + 2)
     if parts > 1:
-        row = token * splits
-        step = 1
+        step = num_tokens
         if parts * width > CAPACITY:
-            step = (parts + GROUPS - 1) // GROUPS
-            parts = (parts + step - 1) // step
+            size = (parts + GROUPS - 1) // GROUPS
+            parts = (parts + size - 1) // size
+            step = size * num_tokens
             width = topk
             whole = 0
         if parts * width > CAPACITY:
-            width = _merge(keys, indices, row, step, parts, width, 0, 0, topk, STRIDE, CAPACITY)
+            width = _merge(keys, indices, token, step, parts, width, 0, 0, topk, STRIDE, CAPACITY)
             parts = 1
         entries = parts * width
         out += token.to(tl.int64) * topk
         if entries <= CAPACITY // 2:
             _choose(
-                keys, indices, row, step, parts, width, whole, out, topk, WIDTH, STRIDE,
+                keys,
+                indices,
+                token,
+                step,
+                parts,
+                width,
+                whole,
+                out,
+                topk,
+                WIDTH,
+                STRIDE,
                 CAPACITY // 2,
             )
         else:
             _choose(
-                keys, indices, row, step, parts, width, whole, out, topk, WIDTH, STRIDE, CAPACITY
+                keys, indices, token, step, parts, width, whole, out, topk, WIDTH, STRIDE, CAPACITY
             )
