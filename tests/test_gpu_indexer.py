@@ -204,7 +204,7 @@ def test_selection_of_random_keys(num_tokens, max_rows, topk):
 
 
 def test_a_token_depends_on_no_other_token():
-    """Alone it has 264 splits, among 128 tokens two, among 300 one."""
+    """Alone it has as many parts as fit, among 128 tokens three, among 300 one."""
     batch = Batch(num_tokens=300, max_rows=16384, whole=False, seed=3)
     whole = batch.select(512)
     assert torch.equal(batch.select(512, slice(0, 128)), whole[:128])

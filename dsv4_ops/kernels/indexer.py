@@ -8,7 +8,14 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.choice import AUTO, not_ours
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.kernels.fp8 import quantize, round_to_bf16  # by name: Inductor copies kernels
-from dsv4_ops.kernels.indexer_scores import find_rows, load_codes, load_query, score_codes
+from dsv4_ops.kernels.indexer_scores import (
+    find_pages,
+    find_tile,
+    load_codes,
+    load_query,
+    load_weights,
+    score_codes,
+)
 from dsv4_ops.kernels.launch import EMULATE, Launch
 from dsv4_ops.kernels.rotation import rotate_pairs
 from dsv4_ops.reference import indexer as reference
@@ -178,41 +185,36 @@ def indexer_logits_kernel(
     lane = tl.arange(0, STEP)
     target = out + token * num_rows
     if first < count:
-        query, weight = load_query(
-            q,
-            token_stride,
-            head_stride,
-            dim_stride,
-            weights,
-            weight_token_stride,
-            weight_head_stride,
-            token,
-            num_heads,
-            HEADS,
-            DATA_BYTES,
-            EMULATE,
+        query = load_query(
+            q, token_stride, head_stride, dim_stride, token, num_heads, HEADS, DATA_BYTES, EMULATE
         )
+        weight = load_weights(
+            weights, weight_token_stride, weight_head_stride, token, num_heads, HEADS
+        )
+        stop = tl.minimum(tl.minimum(count, num_rows), max_blocks * BLOCK_SIZE)
+        table = block_table + request * table_stride
+        pages = find_pages(table, column_stride, first, stop, BLOCK_SIZE, STEP, ROWS)
         for tile in tl.range(0, ROWS // STEP, num_stages=STAGES):
-            row = first + tile * STEP + lane
-            codes_at, scale_at, exists = find_rows(
+            codes_at, scale_at, exists = find_tile(
                 k_cache,
                 page_stride,
                 num_blocks,
-                block_table,
-                table_stride,
+                table,
                 column_stride,
-                max_blocks,
-                request,
-                row.to(tl.int64),
-                (row < count) & (row < num_rows),
+                pages,
+                first,
+                tile,
+                stop,
                 BLOCK_SIZE,
                 DATA_BYTES,
                 SCALE_BYTES,
+                STEP,
             )
             codes = load_codes(codes_at, 1, exists, DATA_BYTES, EMULATE)
             scale = tl.load(scale_at, mask=exists, other=0.0)
             score = score_codes(codes, scale, query, weight)
-            score = tl.where(exists, score, float("-inf"))
+            row = first + tile * STEP + lane
+            score = tl.where(exists & (row < stop), score, float("-inf"))
             tl.store(target + row, score, mask=row < num_rows)
     else:
         row = first + tl.arange(0, ROWS)
@@ -325,19 +327,11 @@ def indexer_logits_ragged_kernel(
             token = tl.minimum(first + index, num_tokens - 1).to(tl.int64)
             start = tl.load(row_start + token * start_stride)
             stop = tl.load(row_stop + token * stop_stride)
-            query, weight = load_query(
-                q,
-                token_stride,
-                head_stride,
-                dim_stride,
-                weights,
-                weight_token_stride,
-                weight_head_stride,
-                token,
-                num_heads,
-                HEADS,
-                DIM,
-                EMULATE,
+            query = load_query(
+                q, token_stride, head_stride, dim_stride, token, num_heads, HEADS, DIM, EMULATE
+            )
+            weight = load_weights(
+                weights, weight_token_stride, weight_head_stride, token, num_heads, HEADS
             )
             score = score_codes(codes, scale, query, weight)
             score = tl.where((row >= start) & (row < stop), score, float("-inf"))

@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.pages import locate_positions
-
 ABSENT_KEY = tl.constexpr(-(2**31))
 _NAN_KEY = tl.constexpr(-(2**31) + 1)
 _SIGN = tl.constexpr(-(2**31))
@@ -18,17 +16,13 @@ def load_query(
     token_stride,
     head_stride,
     dim_stride,
-    weights,
-    weight_token_stride,
-    weight_head_stride,
     token,
     num_heads,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """e4m3 [DIM, HEADS] and float32 [HEADS] of the int64 ``token``; heads that do not exist count
-    nothing."""
+    """e4m3 [DIM, HEADS] of the int64 ``token``."""
     head = tl.arange(0, HEADS)
     there = head < num_heads
     place = token * token_stride + head.to(tl.int64) * head_stride
@@ -39,9 +33,15 @@ def load_query(
     else:
         source = source.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
         codes = tl.load(source, mask=there[:, None], other=0.0)
-    at = token * weight_token_stride + head.to(tl.int64) * weight_head_stride
-    weight = tl.load(weights + at, mask=there, other=0.0)
-    return tl.trans(codes), weight
+    return tl.trans(codes)
+
+
+@triton.jit
+def load_weights(weights, token_stride, head_stride, token, num_heads, HEADS: tl.constexpr):
+    """float32 [HEADS] of the int64 ``token``; heads that do not exist count nothing."""
+    head = tl.arange(0, HEADS)
+    at = token * token_stride + head.to(tl.int64) * head_stride
+    return tl.load(weights + at, mask=head < num_heads, other=0.0)
 
 
 @triton.jit
@@ -72,36 +72,86 @@ def score_codes(codes, scale, query, weight):
 
 
 @triton.jit
-def find_rows(
+def find_pages(
+    table,
+    column_stride,
+    start,
+    stop,
+    BLOCK_SIZE: tl.constexpr,
+    STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Entries of a row of a block table for at least ROWS rows of a cache from ``start`` on, a
+    multiple of STEP: one for each tile of STEP, or one for each page of tiles of two; -1 from
+    ``stop`` on. Loaded together and ahead: a load that waits for another in the loop over the tiles
+    would have the keys wait too."""
+    if BLOCK_SIZE % STEP == 0 or STEP == 2 * BLOCK_SIZE:
+        SPAN: tl.constexpr = min(BLOCK_SIZE, STEP)
+        row = start + tl.arange(0, max(ROWS // SPAN, 32)) * SPAN
+        return _load_page(table, column_stride, row, stop, BLOCK_SIZE)
+    else:
+        return start  # every tile loads its own
+
+
+@triton.jit
+def _load_page(table, column_stride, row, stop, BLOCK_SIZE: tl.constexpr):
+    column = (row // BLOCK_SIZE).to(tl.int64)
+    return tl.load(table + column * column_stride, mask=row < stop, other=-1)
+
+
+@triton.jit
+def _existing(page, num_blocks):
+    return tl.where((page >= 0) & (page < num_blocks), page, -1)
+
+
+@triton.jit
+def _pick(values, number):
+    place = tl.arange(0, values.shape[0])
+    return tl.sum(tl.where(place == number, values, 0), axis=0)
+
+
+@triton.jit
+def find_tile(
     k_cache,
     page_stride,
     num_blocks,
-    block_table,
-    table_stride,
+    table,
     column_stride,
-    max_blocks,
-    request,
-    position,
-    wanted,
+    pages,
+    start,
+    tile,
+    stop,
     BLOCK_SIZE: tl.constexpr,
     DATA_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    """Pointers to the codes and to the scale of cache rows, and which of them exist."""
-    page, row, exists = locate_positions(
-        block_table,
-        table_stride,
-        column_stride,
-        request,
-        position,
-        wanted,
-        max_blocks,
-        num_blocks,
-        BLOCK_SIZE,
-    )
-    start = k_cache + page * page_stride
-    scale = start + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES
-    return start + row * DATA_BYTES, scale.to(tl.pointer_type(tl.float32), bitcast=True), exists
+    """Pointers to the codes and to the scales of a tile of those of ``find_pages``, and which of
+    its rows are in pages that exist. Addresses in 64 bits for every row would cost as much as the
+    products; small pages have them."""
+    lane = tl.arange(0, STEP)
+    first = start + tile * STEP
+    if BLOCK_SIZE % STEP == 0:
+        page = _existing(_pick(pages, tile), num_blocks)
+        exists = (page >= 0) & (lane >= 0)
+        row = first % BLOCK_SIZE + lane
+        place = page.to(tl.int64) * page_stride
+    elif STEP == 2 * BLOCK_SIZE:
+        near = _existing(_pick(pages, 2 * tile), num_blocks)
+        far = _existing(_pick(pages, 2 * tile + 1), num_blocks)
+        exists = tl.where(lane < BLOCK_SIZE, near, far) >= 0
+        near, far = near.to(tl.int64) * page_stride, far.to(tl.int64) * page_stride
+        place = tl.where(lane < BLOCK_SIZE, near, far)
+        row = lane % BLOCK_SIZE
+    else:
+        page = _load_page(table, column_stride, first + lane, stop, BLOCK_SIZE)
+        page = _existing(page, num_blocks)
+        exists = page >= 0
+        place = page.to(tl.int64) * page_stride
+        row = (first + lane) % BLOCK_SIZE
+    place = k_cache + place
+    scale = place + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES
+    return place + row * DATA_BYTES, scale.to(tl.pointer_type(tl.float32), bitcast=True), exists
 
 
 @triton.jit

@@ -15,8 +15,8 @@ from dsv4_ops.kernels.select_keys import select_keys_kernel, select_logits_kerne
 from dsv4_ops.kernels.selection import merge_groups_kernel, merge_parts_kernel
 from dsv4_ops.reference import indexer_topk as reference
 
-PROGRAMS = 264
-"""Programs of the first pass, each with a scratch row: two per SM of an H200."""
+PROGRAMS = 396
+"""Programs of the first pass, each with a scratch row: three per SM of an H200."""
 
 CAPACITY = 2048
 """Keys of a scratch row, unless twice topk is more."""
@@ -33,7 +33,7 @@ LEAST = 256
 LOGITS_STEP, LOGITS_LEAST = 512, 2048
 """The same for logits that are read."""
 
-STAGES = 4
+STAGES = 3
 
 
 def warps_for(capacity: int) -> int:
@@ -51,7 +51,7 @@ class _Scratch:
         self.capacity = max(CAPACITY, 2 * self.width)
         self.keys = like.new_empty((PROGRAMS, self.capacity), dtype=torch.int32)
         self.indices = like.new_empty((PROGRAMS, self.capacity), dtype=torch.int32)
-        self.plan = like.new_empty((self.num_tokens, 2), dtype=torch.int32)
+        self.plan = like.new_empty((self.num_tokens, 3), dtype=torch.int32)
         self.out = like.new_empty((self.num_tokens, topk), dtype=torch.int32)
         self.rows = torch.sym_min(self.num_tokens, PROGRAMS)
         self.splits = torch.sym_max(1, torch.sym_min(num_rows, PROGRAMS // self.num_tokens))
@@ -62,8 +62,13 @@ class _Scratch:
         return (*tensors, self.num_tokens, self.splits, self.topk)
 
     def sizes(self) -> dict[str, int]:
-        warps = warps_for(self.capacity)
-        return {"WIDTH": self.width, "CAPACITY": self.capacity, "num_warps": warps}
+        return {
+            "WIDTH": self.width,
+            "CAPACITY": self.capacity,
+            "MOST": self.capacity // 2,
+            "MERGED": max(MERGED, self.capacity),
+            "num_warps": warps_for(self.capacity),
+        }
 
     def merged(self) -> torch.Tensor:
         """Merge the lists of the parts. Where sizes are known and small, the launches that would
@@ -79,10 +84,10 @@ class _Scratch:
         lists, known = (self.keys, self.indices, self.plan), isinstance(self.splits, int)
         if not known or self.splits * self.topk > capacity:
             groups = self.launch(merge_groups_kernel)
-            groups[self.rows * GROUPS,](*lists, self.splits, self.topk, **sizes)
+            groups[self.rows * GROUPS,](*lists, self.num_tokens, self.topk, **sizes)
         if not known or self.splits > 1:
             parts = self.launch(merge_parts_kernel)
-            parts[self.rows,](*lists, self.out, self.splits, self.topk, **sizes)
+            parts[self.rows,](*lists, self.out, self.num_tokens, self.topk, **sizes)
         return self.out
 
 
@@ -140,6 +145,8 @@ def indexer_select(
         return q.new_empty((num_tokens, topk), dtype=torch.int32)
     most = (max_blocks * block_size + LEAST - 1) // LEAST
     scratch = _Scratch(launch, q, most, topk)
+    sizes = {**indexer.tile(num_heads), **scratch.sizes()}
+    sizes["STEP"] = min(max(sizes["STEP"], 16 * sizes["num_warps"]), scratch.capacity // 2)
     launch(select_keys_kernel)[scratch.programs,](
         q.view(torch.uint8),
         q.stride(0),
@@ -169,7 +176,6 @@ def indexer_select(
         LEAST=LEAST,
         STAGES=STAGES,
         EMULATE=EMULATE,
-        **indexer.tile(num_heads),
-        **scratch.sizes(),
+        **sizes,
     )
     return scratch.merged()
