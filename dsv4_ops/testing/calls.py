@@ -25,7 +25,10 @@ def changed(spec: OpSpec, tensor: Tensor) -> Tensor:
     if tensor.dtype == torch.float8_e4m3fn:
         return tensor.view(torch.uint8).flip(0).view(tensor.dtype)
     if "plan" in spec.parameters and tensor.shape[1:] == (PLAN_COLUMNS,):
-        return tensor.flip(0)  # the same pieces in another order
+        # every token in one piece, as a plan of short lens has it
+        first = tensor[:, 1:2] == 0
+        whole = torch.cat([tensor[:, :2], tensor[:, 1:2] + 1, tensor[:, :1] * 0], 1)
+        return torch.where(first, whole, torch.full_like(tensor, -1))
     if "slot_mapping" in spec.parameters or tensor.is_floating_point():  # keeps slots distinct
         return tensor.flip(0)
     return torch.div(tensor * 2, 3, rounding_mode="floor")  # keeps query_start_loc non-decreasing
