@@ -53,6 +53,11 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{number(value)} %" if value < 10 else f"{value:.0f} %"
 
 
+def _of_theirs(row: Row) -> str:
+    theirs = row["anchor_us"]
+    return percent(100 * row["compiled_us"] / theirs if theirs else None)
+
+
 def us(field: str) -> Callable[[Row], str]:
     """A column of microseconds."""
     return lambda row: number(row.get(field))
@@ -167,7 +172,8 @@ TABLES = {
         (
             ("kind: model, requests x context", _tried),
             ("ours, us", us("compiled_us")),
-            ("peers, without what they lack", us("anchor_us")),
+            ("peers", us("anchor_us")),
+            ("ours of theirs", _of_theirs),
             ("kernels", lambda row: str(row["kernels"])),
         ),
     ),

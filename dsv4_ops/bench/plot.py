@@ -34,7 +34,7 @@ _MLA_CUDA = (
 )
 _INDEXER_CUDA = (
     ("ours, selected rows", _OURS, "-", ("compiled_us",)),
-    ("DeepGEMM of vLLM 0.22.1, logits alone", _THEIRS, "-", ("anchor_us",)),
+    ("DeepGEMM of vLLM 0.22.1, and torch.topk", _THEIRS, "-", ("anchor_us",)),
     ("floor", _LIMIT, "--", ("floor_us",)),
 )
 _LAYER_CUDA = (
