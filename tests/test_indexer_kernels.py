@@ -6,8 +6,47 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from dsv4_ops.core.registry import OPS
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
+
+
+class Grids(dict[str, torch.SymInt | int]):
+    """A launch that takes down the programs of every kernel."""
+
+    def __call__(self, kernel):
+        return Grid(self, kernel.__name__.removesuffix("_kernel"))
+
+
+class Grid:
+    def __init__(self, grids, name):
+        self.grids, self.name = grids, name
+
+    def __getitem__(self, grid):
+        (self.grids[self.name],) = grid
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "grouped", "parts"),
+    # 396 programs are 49, 6, 1 and 0 for each token; the lists of 8 and fewer are merged at once
+    [(8, 64, 8), (66, 1, 66), (200, 1, 1), (400, 1, 1)],
+)
+def test_merges_of_any_number_of_tokens(tokens, grouped, parts):
+    """A graph for any number of tokens merges for all of them, or launches one program where that
+    number turns out to leave nothing to merge."""
+    logits, lens = torch.empty(tokens, 200_000), torch.empty(tokens, dtype=torch.int32)
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        fakes = [mode.from_tensor(each, static_shapes=False) for each in (logits, lens)]
+        grids = Grids()
+        OPS["indexer_topk"].launcher("triton")(grids, *fakes, topk=512)
+    assert isinstance(grids["merge_groups"], torch.SymInt)
+    assert int(grids["merge_groups"]) == grouped
+    assert int(grids["merge_parts"]) == parts
 
 
 @pytest.mark.slow

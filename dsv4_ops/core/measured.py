@@ -80,9 +80,9 @@ RULES = (
     Rule("sparse_mla_gathered", "flash_mla", None, False, 1, 128, _ANY, (74.0, 14.2)),
     Rule("indexer_logits", "deep_gemm", 64, False, 32, 2048, (2**20, _STORED), (51.1, 36.3)),
 )
-"""None of sparse MLA's decode: of 49 rows of ``bench sparse_mla`` of 2026-11-22, with sizes known
-and FlashMLA without its adapter, those in which it was faster are windows of 32 and 64 tokens, C128
-at 64, and plans of ours. Selections have lists as wide as their block tables, mostly not full."""
+"""None of sparse MLA's decode: of 53 rows of ``bench sparse_mla`` of 2026-11-22, FlashMLA without
+its adapter and its plan, it was faster in one, C128 of 64 ragged tokens without a plan of ours.
+None of selections, where ours is faster. That of logits is older than our faster kernel of them."""
 
 
 def _columns(op: str, values: Mapping[str, Any]) -> Any:

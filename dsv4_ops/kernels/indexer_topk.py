@@ -71,8 +71,8 @@ class _Scratch:
         }
 
     def merged(self) -> torch.Tensor:
-        """Merge the lists of the parts. Where sizes are known and small, the launches that would
-        find nothing to do are left out."""
+        """Merge the lists of the parts. Launches that would find nothing to do are left out; where
+        sizes are symbols they have one program."""
         capacity = max(MERGED, self.capacity)
         sizes = {
             "GROUPS": GROUPS,
@@ -83,11 +83,14 @@ class _Scratch:
         }
         lists, known = (self.keys, self.indices, self.plan), isinstance(self.splits, int)
         if not known or self.splits * self.topk > capacity:
+            long = torch.sym_min(1, torch.sym_max(0, self.splits * self.topk - capacity))
             groups = self.launch(merge_groups_kernel)
-            groups[self.rows * GROUPS,](*lists, self.num_tokens, self.topk, **sizes)
+            grid = 1 + (self.rows * GROUPS - 1) * long
+            groups[grid,](*lists, self.num_tokens, self.topk, **sizes)
         if not known or self.splits > 1:
             parts = self.launch(merge_parts_kernel)
-            parts[self.rows,](*lists, self.out, self.num_tokens, self.topk, **sizes)
+            grid = 1 + (self.rows - 1) * torch.sym_min(1, self.splits - 1)
+            parts[grid,](*lists, self.out, self.num_tokens, self.topk, **sizes)
         return self.out
 
 
