@@ -346,10 +346,8 @@ class AnchorStages:
                 max_compressed=group.block_table.shape[1] * size,
             )
             self.extra = (self.own["compressed"], dense.indices, dense.lens)
-        sizes = (
-            spec.attention.swa_page_size,
-            1 if self.kind == "window" else spec.page_size(self.kind),
-        )
+        page = 1 if self.kind == "window" else spec.page_size(self.kind)
+        sizes = (spec.attention.swa_page_size, page)
 
         def arguments() -> Args:
             window = (self.own["swa"], step.swa_indices, step.swa_lens)
