@@ -37,7 +37,7 @@ def counted(name: str, kernel: object) -> object:
     return Recorder()
 
 
-def long_rows(seed: int, kind: str) -> Case:
+def long_rows(seed: int, kind: str, topk: int = TOPK) -> Case:
     """Rows of up to 2500 logits: random, full of ties, ascending, descending, or constant."""
     generator = torch.Generator().manual_seed(seed)
     num_rows = int(torch.randint(500, 2500, (), generator=generator))
@@ -51,7 +51,8 @@ def long_rows(seed: int, kind: str) -> Case:
     lens[0] = num_rows
     logits[0, ::7] = -torch.inf
     logits[1, 3:9] = torch.nan
-    return Case(kind, (logits, lens), {"topk": TOPK})
+    lens[1] = num_rows // 8  # parts no longer than 40
+    return Case(kind, (logits, lens), {"topk": topk})
 
 
 def main(examples: int) -> None:
@@ -62,6 +63,11 @@ def main(examples: int) -> None:
     for kind in ("random", "ties", "ascending", "descending", "constant"):
         for seed in range(2):
             check("indexer_topk", long_rows(seed, kind))
+        # two whole lists merged at once, and whole lists that are too many for it
+        launchers.MERGED = 128
+        check("indexer_topk", long_rows(2, kind))
+        check("indexer_topk", long_rows(3, kind, topk=40))
+        launchers.MERGED = SMALL["MERGED"]
     for name in ("indexer_topk", "indexer_select"):
         for case in testing.cases(name):
             check(name, case)

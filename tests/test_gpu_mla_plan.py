@@ -12,6 +12,7 @@ from gpu_attention import (
     decode_case,
     generator,
     kernel,
+    launches_both,
     paged_case,
 )
 from gpu_prefill import captured, hostile_plan, plan_of, replayed, stale_plan, with_plan
@@ -132,8 +133,7 @@ def test_captured_plans_follow_their_lens(name: str, captured_by: str) -> None:
     options = GRAPHS if captured_by == "inductor" else {}
     compiled = torch.compile(step, fullgraph=True, options=options)
     _, code = compile_and_get_code(compiled, *static)
-    # on Hopper an op that launches both
-    assert "_hopper_split_keys" in code or ("split_keys" in code and "join_splits_kernel" in code)
+    assert launches_both(code)
     replay = captured(compiled, static, captured_by)
     for seed in range(1, 6):
         fresh = case_of(name, seed, 32, 64)

@@ -15,7 +15,6 @@ from dsv4_ops.lowering.inspect import opaque_calls
 pytest.importorskip("triton")
 
 from dsv4_ops.kernels import hopper
-from dsv4_ops.kernels.launch import at_once, traced
 
 SETTINGS = {"softmax_scale": 0.1, "swa_block_size": 64, "extra_block_size": 64}
 DECODE = {**SETTINGS, "num_splits": 0, "batch_invariant": False}
@@ -115,21 +114,6 @@ def test_joins_of_any_number_of_tokens(tokens, joins):
     assert int(grid) == joins
     assert int(heads) == 64
     assert int(programs) >= tokens
-
-
-def test_a_graph_calls_an_op():
-    called = []
-
-    def op(*args):
-        called.append(args)
-        return "traced"
-
-    def function(launch, *args):
-        return launch, args
-
-    assert hopper.call(traced, op, function, 1, 2) == "traced"
-    assert called == [(1, 2)]
-    assert hopper.call(at_once, op, function, 1, 2) == (at_once, (1, 2))
 
 
 def test_launches_are_no_opaque_calls():

@@ -8,13 +8,12 @@ it, and an AOTInductor package keeps the Triton kernel, so that it needs nothing
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4_ops.kernels.launch import EMULATE, Launch, traced
+from dsv4_ops.kernels.launch import EMULATE, Launch
 
 CAPABILITY = (9, 0)
 """Compute capability of the matrix unit that the kernels are made for."""
@@ -46,8 +45,3 @@ def kernels() -> tuple[Any, Any] | None:
     except (ImportError, AttributeError, TypeError):
         return None
     return hopper_split_keys_kernel, hopper_prefill_keys_kernel
-
-
-def call(launch: Launch, op: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """``function`` at once, or ``op``, which calls it, in a graph."""
-    return op(*args) if launch is traced else function(launch, *args)

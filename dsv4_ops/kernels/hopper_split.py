@@ -13,7 +13,7 @@ from dsv4_ops.kernels.hopper_attend import (
     load_queries,
 )
 from dsv4_ops.kernels.hopper_finish import finish_left, finish_right, part_left, part_right
-from dsv4_ops.kernels.hopper_rows import dequantise
+from dsv4_ops.kernels.hopper_rows import KEYS, dequantise
 from dsv4_ops.kernels.hopper_split_rows import count_blocks, find_rows, place_rows
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -136,10 +136,9 @@ def hopper_split_keys_kernel(
     TURNED: gl.constexpr,
     ROW: gl.constexpr,
     SCALE_BYTES: gl.constexpr,
-    UNIT: gl.constexpr,
 ):
-    """The arguments are those of ``split_keys_kernel``; ``q_dim_stride`` is 1. A program
-    ends at once if its row of a plan is no piece."""
+    """The arguments are those of ``split_keys_kernel``; ``q_dim_stride`` is 1, and splits are of
+    whole blocks. A program ends at once if its row of a plan is no piece."""
     if HAS_PLAN:
         piece = plan + gl.program_id(0).to(gl.int64) * plan_stride
         token = gl.load(piece).to(gl.int64)
@@ -166,11 +165,11 @@ def hopper_split_keys_kernel(
             request = gl.load(req_indices + token * req_stride).to(gl.int64)
             extra_len = gl.where((request >= 0) & (request < num_reqs), extra_len, 0)
             request = gl.where(extra_len > 0, request, 0)
-    swa_units = (swa_len + UNIT - 1) // UNIT
-    units = (swa_units + (extra_len + UNIT - 1) // UNIT).to(gl.int64)
-    unit = (units * split // splits).to(gl.int32)
-    stop = (units * (split + 1) // splits).to(gl.int32)
-    blocks, window_blocks = count_blocks(unit, stop, swa_units, UNIT)
+    swa_tiles = (swa_len + KEYS - 1) // KEYS
+    tiles = (swa_tiles + (extra_len + KEYS - 1) // KEYS).to(gl.int64)
+    first_tile = (tiles * split // splits).to(gl.int32)
+    stop = (tiles * (split + 1) // splits).to(gl.int32)
+    blocks, window_blocks = count_blocks(first_tile, stop, swa_tiles)
 
     queries, keys, existing, weights, factors, barriers = allocate()
     peaks = gl.allocate_shared_memory(gl.float32, [2, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -182,7 +181,6 @@ def hopper_split_keys_kernel(
         EXTRA_BLOCK_SIZE,
         HAS_EXTRA,
         PAGED,
-        UNIT,
     )
     swa_slots = swa_indices + token * swa_stride
     swa = (swa_cache, swa_page_stride, swa_blocks, swa_slots, swa_column_stride, swa_len)
@@ -195,7 +193,7 @@ def hopper_split_keys_kernel(
         extra_column_stride,
         extra_len,
     )
-    place = ((unit, stop, swa_units, window_blocks), swa, extra)
+    place = ((first_tile, stop, swa_tiles, window_blocks), swa, extra)
     exchange = (factors, peaks)
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads

@@ -8,28 +8,24 @@ from dsv4_ops.kernels.hopper_rows import HALF, KEYS, ROW_LAYOUT
 
 
 @gluon.jit
-def count_blocks(unit, stop, swa_units, UNIT: gl.constexpr):
+def count_blocks(first, stop, swa_tiles):
     """Blocks of a split, and those of them in the window. None goes over the window's end."""
-    UNITS: gl.constexpr = KEYS // UNIT
-    in_window = gl.maximum(gl.minimum(stop, swa_units) - unit, 0)
-    behind = gl.maximum(stop - gl.maximum(unit, swa_units), 0)
-    in_window = (in_window + UNITS - 1) // UNITS
-    return in_window + (behind + UNITS - 1) // UNITS, in_window
+    in_window = gl.maximum(gl.minimum(stop, swa_tiles) - first, 0)
+    return in_window + gl.maximum(stop - gl.maximum(first, swa_tiles), 0), in_window
 
 
 @gluon.jit
-def _columns(place, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
+def _columns(place, block, FIRST: gl.constexpr):
     """Places in the list of the keys of half a block, whether the list is the window's, and how
     many of its keys are this split's."""
-    UNIT: gl.constexpr = SIZES[6]
-    unit, stop, swa_units, window_blocks = place[0]
+    first, stop, swa_tiles, window_blocks = place[0]
     in_window = block < window_blocks
-    behind = gl.maximum(unit, swa_units) + (block - window_blocks) * (KEYS // UNIT)
-    first = gl.where(in_window, unit + block * (KEYS // UNIT), behind)
-    before = gl.where(in_window, 0, swa_units)
-    end = gl.where(in_window, gl.minimum(stop, swa_units), stop)
-    column = (first - before) * UNIT + FIRST + gl.arange(0, HALF, ROW_LAYOUT)
-    return column, in_window, (end - before) * UNIT
+    behind = gl.maximum(first, swa_tiles) + (block - window_blocks)
+    number = gl.where(in_window, first + block, behind)
+    before = gl.where(in_window, 0, swa_tiles)
+    end = gl.where(in_window, gl.minimum(stop, swa_tiles), stop)
+    column = (number - before) * KEYS + FIRST + gl.arange(0, HALF, ROW_LAYOUT)
+    return column, in_window, (end - before) * KEYS
 
 
 @gluon.jit
@@ -38,7 +34,7 @@ def find_rows(place, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
     EXTRA_BLOCK_SIZE: gl.constexpr = SIZES[3]
     HAS_EXTRA: gl.constexpr = SIZES[4]
     PAGED: gl.constexpr = SIZES[5]
-    column, in_window, end = _columns(place, block, FIRST, SIZES)
+    column, in_window, end = _columns(place, block, FIRST)
     entry, step, length = place[1][3], place[1][4], place[1][5]
     spot = column
     if HAS_EXTRA:
@@ -66,7 +62,7 @@ def place_rows(place, block, FIRST: gl.constexpr, found, SIZES: gl.constexpr):
     page, row = found // SWA_BLOCK_SIZE, found % SWA_BLOCK_SIZE
     block_size = gl.to_tensor(SWA_BLOCK_SIZE)
     if HAS_EXTRA:
-        column, in_window, _ = _columns(place, block, FIRST, SIZES)
+        column, in_window, _ = _columns(place, block, FIRST)
         if PAGED:
             page = gl.where(in_window, page, found)
             row = gl.where(in_window, row, (column % EXTRA_BLOCK_SIZE).to(gl.uint32))

@@ -191,7 +191,8 @@ def indexer_logits_kernel(
         weight = load_weights(
             weights, weight_token_stride, weight_head_stride, token, num_heads, HEADS
         )
-        stop = tl.minimum(tl.minimum(count, num_rows), max_blocks * BLOCK_SIZE)
+        held = tl.cast(max_blocks, tl.int64) * BLOCK_SIZE
+        stop = tl.minimum(tl.minimum(count, num_rows), held).to(tl.int32)
         table = block_table + request * table_stride
         pages = find_pages(table, column_stride, first, stop, BLOCK_SIZE, STEP, ROWS)
         for tile in tl.range(0, ROWS // STEP, num_stages=STAGES):

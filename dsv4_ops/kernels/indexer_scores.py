@@ -133,7 +133,7 @@ def find_tile(
     first = start + tile * STEP
     if BLOCK_SIZE % STEP == 0:
         page = _existing(_pick(pages, tile), num_blocks)
-        exists = (page >= 0) & (lane >= 0)
+        exists = (page >= 0) & (lane >= 0)  # a value per lane
         row = first % BLOCK_SIZE + lane
         place = page.to(tl.int64) * page_stride
     elif STEP == 2 * BLOCK_SIZE:

@@ -149,6 +149,7 @@ def indexer_select(
     most = (max_blocks * block_size + LEAST - 1) // LEAST
     scratch = _Scratch(launch, q, most, topk)
     sizes = {**indexer.tile(num_heads), **scratch.sizes()}
+    # no fewer rows of a product than its warps take, and room for two tiles
     sizes["STEP"] = min(max(sizes["STEP"], 16 * sizes["num_warps"]), scratch.capacity // 2)
     launch(select_keys_kernel)[scratch.programs,](
         q.view(torch.uint8),

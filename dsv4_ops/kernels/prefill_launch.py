@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, head_tiles
 from dsv4_ops.kernels import foreign, hopper
-from dsv4_ops.kernels.launch import EMULATE, Launch, at_once
+from dsv4_ops.kernels.launch import EMULATE, Launch, at_once, traced
 from dsv4_ops.kernels.prefill_keys import prefill_keys_kernel
 
 WARPS = 8
@@ -31,12 +31,11 @@ _SCHEMA = (
 def prefill_keys(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
     """Attend with the kernel that is made for the device; see ``_launch_prefill``."""
     q, coded = args[0], args[14]
-    if hopper.runs(launch, q, coded):
-        results: tuple[Tensor, Tensor] = hopper.call(
-            launch, hopper_prefill_keys, _launch_hopper, *args
-        )
+    on_hopper = hopper.runs(launch, q, coded)
+    if on_hopper and launch is traced:
+        results: tuple[Tensor, Tensor] = hopper_prefill_keys(*args)
         return results
-    return _launch_prefill(launch, False, *args)
+    return _launch_prefill(launch, on_hopper, *args)
 
 
 def _results(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,13 +132,9 @@ def _launch_prefill(
     return results
 
 
-def _launch_hopper(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
-    return _launch_prefill(launch, True, *args)
-
-
 def _call(*args: Any) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(args[0]):
-        return _launch_hopper(at_once, *args)
+        return _launch_prefill(at_once, True, *args)
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,8 @@ def partition(
     as MERGED keys allow, which are merged together, because the merge alone has to be exact."""
     share = (count + splits - 1) // splits
     share = tl.maximum((share + STEP - 1) // STEP * STEP, LEAST)
-    if count <= MERGED // 2:
+    # powers of two, so that the lists of a short row are all of its keys and no more than MERGED
+    if (count <= MERGED // 2) | ((count <= MERGED) & (share <= topk)):
         least = LEAST
         while least < share:
             least *= 2

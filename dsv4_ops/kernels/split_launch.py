@@ -114,7 +114,6 @@ def launch_split_keys(
         "TURNED": positions is not None,
         "ROW": main.data_bytes if coded else head_dim,
         "SCALE_BYTES": main.scale_bytes if coded else 0,
-        "UNIT": unit,
     }
     grid = (programs, head_tiles(num_heads))
     if on_hopper:
@@ -125,6 +124,7 @@ def launch_split_keys(
     launch(split_keys_kernel)[grid](
         *tensors,
         **constants,
+        UNIT=unit,
         HEAD_DIM=head_dim,
         ROW_BYTES=main.data_bytes if coded else 2 * head_dim,
         CODE_DIM=main.code_dim if coded else head_dim,

@@ -97,7 +97,8 @@ def sparse_mla_prefill(
             or several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: on CUDA our Triton kernel in the graph and in AOTInductor packages; float32 queries,
+    Compile: on CUDA our Triton kernel in the graph and in AOTInductor packages; on Hopper, with FP8
+        caches, graphs call an op that launches one in Gluon; float32 queries,
         rows of another width than 512 and other devices get the reference: gathers and matrix
         products. Dynamic in num_tokens, num_reqs, the blocks of both tables and the pages of the
         caches; CUDA graphs and export: yes.

@@ -173,7 +173,8 @@ def sparse_mla_decode(
         ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
     Compile: on CUDA our Triton kernels (one over splits, one that joins them) in the graph and in
-        AOTInductor packages; float32 queries, rows of another width than 512, angles of another
+        AOTInductor packages; on Hopper, with FP8 caches, graphs call one op for both, as Inductor
+        compiles no Gluon; float32 queries, rows of another width than 512, angles of another
         rope_dim than 64 and other devices get the reference: gathers and matrix products, and
         Inductor may keep the output in float32 until it is rotated. FlashMLA is a call of its own
         op, in AOTInductor packages too, which then need that library; slots that do not exist
