@@ -282,8 +282,8 @@ def _join(
         table = cos_sin_cache.contiguous()
         rotation = (positions, positions.stride(0), table, table.shape[0])
     joins = num_tokens
-    if plan is None:  # of a symbolic number that turns out to be 1: no program, and no launch
-        joins = num_tokens * torch.sym_min(splits - 1, 1)
+    if plan is None:  # of a symbolic number: nothing to join if it turns out to be 1
+        joins = 1 + (num_tokens - 1) * torch.sym_min(splits - 1, 1)
     launch(join_splits_kernel)[(joins, num_heads)](
         out,
         lse,
