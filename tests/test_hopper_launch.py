@@ -79,13 +79,15 @@ def test_splits_are_of_whole_blocks_on_hopper():
     assert launched(16) == [("hopper_split_keys", (80, 1)), ("join_splits", (16, 64))]
 
 
-def test_a_split_that_saves_less_than_two_blocks_is_no_split():
-    """A join and one more start take as long: two blocks of a window, whatever the tokens; three of
-    each of 40 tokens in three splits save two, in two splits not."""
+def test_a_split_that_saves_no_more_than_one_block_is_no_split():
+    """A join takes as long: two blocks of a window, whatever the tokens; three of each of 40 tokens
+    in three splits save two, in two splits not. Halves of the window's save one and a half."""
     for tokens in (1, 8, 32, 64):
         assert launched(tokens, width=0) == [("hopper_split_keys", (tokens, 1))]
     assert launched(40, width=64) == [("hopper_split_keys", (120, 1)), ("join_splits", (40, 64))]
     assert launched(60, width=64) == [("hopper_split_keys", (60, 1))]
+    assert launched(8, (8, 0), width=0) == [("split_keys", (32, 1)), ("join_splits", (8, 64))]
+    assert launched(64, (8, 0), width=0) == [("split_keys", (64, 1))]
 
 
 def test_packages_have_kernels_that_inductor_compiles():

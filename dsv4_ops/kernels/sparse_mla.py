@@ -133,8 +133,8 @@ def num_splits_of(
     most = torch.sym_max(1, torch.sym_min(units, PROGRAMS // programs))
     longest = (units + most - 1) // most
     splits = (units + longest - 1) // longest  # no more than the longest of them makes worthwhile
-    saved = units - longest  # a join, and a start more, take as long as two blocks
-    return 1 + (splits - 1) * torch.sym_min(1, torch.sym_max(0, saved - 2 * KEYS // unit + 1))
+    saved = units - longest  # a join takes as long as a block
+    return 1 + (splits - 1) * torch.sym_min(1, torch.sym_max(0, saved - KEYS // unit))
 
 
 def unit_of_splits(programs: int, widths: Sequence[int]) -> int:
