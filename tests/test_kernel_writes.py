@@ -38,6 +38,7 @@ WRITTEN = {
     "save_compressor_states_kernel": {"states"},
     "select_keys_kernel": {"keys", "indices", "plan", "out"},
     "select_logits_kernel": {"keys", "indices", "plan", "out"},
+    "sparse_mla_plan_kernel": {"plan"},
     "split_keys_kernel": {"out", "lse", "partial", "partial_lse", "partial_peak"},
 }
 

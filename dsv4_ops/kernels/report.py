@@ -225,6 +225,7 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "sparse_mla_decode_paged, flash_mla": _attention(
             True, main, turned=True, **{**pages, "extra_block_size": 2, "impl": "flash_mla"}
         ),
+        "sparse_mla_plan": ((tokens, tokens), {"num_heads": 64, "num_programs": 132}),
         "sparse_mla_prefill": _prefill(main, _tensor(2048, 512), **pages),
         "sparse_mla_prefill, all rows": _prefill(main, None, **{**pages, "extra_block_size": 2}),
         "indexer_quantize_q": ((*queries, positions, angles), {"softmax_scale": 0.01}),

@@ -1,4 +1,5 @@
-"""Lowering of the plan of sparse MLA: prefix sums, and the search of ``token_map``."""
+"""Lowering of the plan of sparse MLA: our kernel on CUDA; elsewhere prefix sums, and the search of
+``token_map``."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.tiles import programs_per_tile
-from dsv4_ops.lowering.kinds import Decompose
+from dsv4_ops.lowering.kinds import TritonKernel
 from dsv4_ops.reference import mla_plan as reference
 
 
@@ -19,4 +20,4 @@ def _sparse_mla_plan(
     return reference.rows(counts, *found)
 
 
-sparse_mla_plan = Decompose(_sparse_mla_plan)
+sparse_mla_plan = TritonKernel(_sparse_mla_plan)

@@ -18,9 +18,10 @@ _sparse_mla_plan = define_op(
         "int num_programs) -> Tensor",
         meta=meta.sparse_mla_plan,
         reference=reference.sparse_mla_plan,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
+        lowering={"cpu": "decompose", "cuda": "triton"},
         dynamic=("num_tokens",),
         source="what FlashMLA's get_mla_metadata is for; the plan itself is ours",
+        providers=("triton", "reference"),
     )
 )
 
@@ -68,8 +69,9 @@ def sparse_mla_plan(
             tokens.
         TypeError: a dtype other than int32.
 
-    Compile: prefix sums and the search of ``token_map``, all on the device (on the CPU the prefix
-        sums are aten calls); dynamic in num_tokens; CUDA graphs and export: yes.
+    Compile: on CUDA our Triton kernel, of one program, in the graph and in AOTInductor packages; on
+        the CPU prefix sums, which are aten calls, and the search of ``token_map``; dynamic in
+        num_tokens; CUDA graphs and export: yes.
 
     Source: takes the place of FlashMLA's ``get_mla_metadata``.
 
