@@ -66,6 +66,19 @@ def decode_paged(*tensors: Any) -> SparseMla:
     return dsv4_ops.sparse_mla_decode_paged(*tensors, **chosen)
 
 
+def plan_and_decode(*tensors: Any) -> SparseMla:
+    return decode(*tensors, _plan(tensors, 6))
+
+
+def plan_and_decode_paged(*tensors: Any) -> SparseMla:
+    return decode_paged(*tensors, _plan(tensors, 5))
+
+
+def _plan(args: Args, lens: int) -> Tensor:
+    """A plan; argument ``lens`` counts the compressed rows."""
+    return dsv4_ops.sparse_mla_plan(args[3], args[lens], num_heads=args[0].shape[1])
+
+
 def _listed_values(args: Args) -> int:
     """Values of the keys of a token, of lists."""
     width = args[2].shape[1] + (0 if args[5] is None else args[5].shape[1])
@@ -96,6 +109,7 @@ class Form:
         )
 
 
+_PLANNING = "planning counted"
 _BY_TOKEN = (0, 2, 3, 5, 6)  # of both ops
 _LISTED, _PAGED = "sparse_mla_decode", "sparse_mla_decode_paged"
 DECODE = Form(decode, ByToken(_LISTED, settings(PAGE), _BY_TOKEN, _listed_values))
@@ -200,8 +214,10 @@ def ragged_cases(batches: Sequence[int], heads: int, widths: tuple[int, int]) ->
         cases += [
             _case("ragged", selected, selects, "C4"),
             _case("ragged", selected, functools.partial(planned, selects, 6), "C4, planned"),
+            _case("ragged", selected, functools.partial(planning, selects), f"C4, {_PLANNING}"),
             _case("ragged", dense, walks, "C128"),
             _case("ragged", dense, functools.partial(planned, walks, 5), "C128, planned"),
+            _case("ragged", dense, functools.partial(planning, walks), f"C128, {_PLANNING}"),
         ]
     return cases
 
@@ -210,11 +226,15 @@ def planned(build: Callable[[torch.device], Work], lens: int, device: torch.devi
     """The same with a plan, which a step makes once for all layers; argument ``lens`` counts the
     compressed rows."""
     work = build(device)
-    sets = [
-        (*args, dsv4_ops.sparse_mla_plan(args[3], args[lens], num_heads=args[0].shape[1]))
-        for args in work.sets
-    ]
-    return dataclasses.replace(work, sets=sets)
+    return dataclasses.replace(work, sets=[(*args, _plan(args, lens)) for args in work.sets])
+
+
+def planning(build: Callable[[torch.device], Work], device: torch.device) -> Work:
+    """The same with the plans of both sides made in the call."""
+    work = build(device)
+    anchor: Any = work.anchor
+    call = {decode: plan_and_decode, decode_paged: plan_and_decode_paged}[work.call]
+    return dataclasses.replace(work, call=call, anchor=functools.partial(anchor, planned=False))
 
 
 def prefill_cases(

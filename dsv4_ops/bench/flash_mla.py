@@ -46,8 +46,11 @@ def decode_arguments(
     return (by_request(q), *swa, *extra, attn_sink)
 
 
-def decode_call(sets: Sequence[Args], scale: float, library: Any) -> Callable[..., Any]:
-    """Decode of one input set. The plan depends on shapes and lengths, which all sets share."""
+def decode_call(
+    sets: Sequence[Args], scale: float, library: Any, *, planned: bool = True
+) -> Callable[..., Any]:
+    """Decode of one input set. The plan depends on shapes and lengths, which all sets share; it is
+    made here if it is ``planned``, else in every call."""
 
     def attend(args: Args, meta: Any) -> Any:
         q, swa, indices, lens, extra, extra_indices, extra_lens, sink = args
@@ -64,7 +67,7 @@ def decode_call(sets: Sequence[Args], scale: float, library: Any) -> Callable[..
             scale=scale,
         )
 
-    plan = attend(sets[0], None)[2]
+    plan = attend(sets[0], None)[2] if planned else None
 
     def call(*args: Any) -> tuple[Tensor, Tensor]:
         out, lse, _ = attend(args, plan)

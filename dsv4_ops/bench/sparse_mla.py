@@ -165,7 +165,8 @@ def finish(
 
 _NOTES = (
     "Shapes are tokens x heads, rows of the window + of the compressed cache.",
-    f"anchor: {anchors.VERSION}'s FlashMLA on the same inputs, its plan made before.",
+    f"anchor: {anchors.VERSION}'s FlashMLA on the same inputs, its plan made before, or in the "
+    "call where planning is counted, as ours then.",
     "anchor_whole_us: of prefill, from FP8 pages as ours: vLLM's gather of gathered_rows to bf16, "
     "its combined indices and FlashMLA, in one graph; anchor_us is FlashMLA without the others. "
     "anchor_gather_us and anchor_combine_us: in graphs of their own. anchor_our_gather_us: the "
