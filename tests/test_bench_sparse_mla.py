@@ -175,7 +175,8 @@ def test_a_cuda_row_adds_up(pretend_cuda, case):
     whole += (row.anchor_our_gather_us,)
     assert whole == ((4.0,) * 4 if case.case == "prefill" else (None,) * 4)
     assert row.whole_times_faster == (1.0 if case.case == "prefill" else None)
-    assert len(pretend_cuda.modules.plans) == (case.case != "prefill")
+    plans = len(pretend_cuda.modules.plans)
+    assert plans > 1 if "planning" in case.variant else plans == (case.case != "prefill")
     json.dumps(vars(row))
 
 

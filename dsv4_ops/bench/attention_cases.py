@@ -13,70 +13,31 @@ from torch import Tensor
 
 import dsv4_ops
 from dsv4_ops.bench import flash_mla
+from dsv4_ops.bench.attention_calls import (
+    PREFILL_RATIO,
+    PREFILL_SETTINGS,
+    SCALE,
+    decode,
+    decode_paged,
+    plan_and_decode,
+    plan_and_decode_paged,
+    plan_of,
+    prefill,
+    settings,
+)
 from dsv4_ops.bench.attention_draws import PAGE, PAGE_128, WINDOW, Draw, slots
 from dsv4_ops.bench.batches import mixed_lengths, rotating_sets
 from dsv4_ops.bench.prefill_anchor import Context, PrefillWork
 from dsv4_ops.bench.token_check import ByToken
-from dsv4_ops.bench.work import Args, Case, Work, ours_on
+from dsv4_ops.bench.work import Args, Case, Work
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.types import SparseMla
-
-SCALE = MainLayout.head_dim**-0.5
 
 _DENSE_RATIO = 128
 _SELECTED_FROM = 4  # times as many rows as are selected
 _LONGEST = 131072
 _PREFIX = 16384
-_PREFILL_RATIO = 4
 _EDGE_TOKENS = 24
-
-
-_PREFILL_SETTINGS: dict[str, Any] = {
-    "softmax_scale": SCALE,
-    "window_size": WINDOW,
-    "compress_ratio": _PREFILL_RATIO,
-    "swa_block_size": PAGE,
-    "extra_block_size": PAGE,
-    "layout": MainLayout.tag,
-}
-
-
-def settings(extra_block_size: int) -> dict[str, Any]:
-    """Keyword arguments of the op."""
-    return {
-        "softmax_scale": SCALE,
-        "swa_block_size": PAGE,
-        "extra_block_size": extra_block_size,
-        "layout": MainLayout.tag,
-        "num_splits": 0,
-        "batch_invariant": False,
-    }
-
-
-def decode(*tensors: Any) -> SparseMla:
-    return dsv4_ops.sparse_mla_decode(*tensors, **settings(PAGE), impl=ours_on(tensors[0]))
-
-
-def prefill(*tensors: Any) -> SparseMla:
-    return dsv4_ops.sparse_mla_prefill(*tensors, **_PREFILL_SETTINGS)
-
-
-def decode_paged(*tensors: Any) -> SparseMla:
-    chosen = {**settings(PAGE_128), "impl": ours_on(tensors[0])}
-    return dsv4_ops.sparse_mla_decode_paged(*tensors, **chosen)
-
-
-def plan_and_decode(*tensors: Any) -> SparseMla:
-    return decode(*tensors, _plan(tensors, 6))
-
-
-def plan_and_decode_paged(*tensors: Any) -> SparseMla:
-    return decode_paged(*tensors, _plan(tensors, 5))
-
-
-def _plan(args: Args, lens: int) -> Tensor:
-    """A plan; argument ``lens`` counts the compressed rows."""
-    return dsv4_ops.sparse_mla_plan(args[3], args[lens], num_heads=args[0].shape[1])
 
 
 def _listed_values(args: Args) -> int:
@@ -117,7 +78,7 @@ PREFILL = Form(
     prefill,
     ByToken(
         "sparse_mla_prefill",
-        _PREFILL_SETTINGS,
+        PREFILL_SETTINGS,
         (0, 2, 3, 7),
         lambda args: (WINDOW + int(args[7].shape[1])) * MainLayout.head_dim,
     ),
@@ -207,7 +168,7 @@ def ragged_cases(batches: Sequence[int], heads: int, widths: tuple[int, int]) ->
     """Requests of very different length: C4, then C128."""
     cases = []
     for tokens in batches:
-        selected = ragged(tokens, heads, widths[0], _PREFILL_RATIO)
+        selected = ragged(tokens, heads, widths[0], PREFILL_RATIO)
         dense = ragged(tokens, heads, widths[1], _DENSE_RATIO)
         selects = functools.partial(decode_work, selected)
         walks = functools.partial(paged_work, dense)
@@ -226,7 +187,7 @@ def planned(build: Callable[[torch.device], Work], lens: int, device: torch.devi
     """The same with a plan, which a step makes once for all layers; argument ``lens`` counts the
     compressed rows."""
     work = build(device)
-    return dataclasses.replace(work, sets=[(*args, _plan(args, lens)) for args in work.sets])
+    return dataclasses.replace(work, sets=[(*args, plan_of(args, lens)) for args in work.sets])
 
 
 def planning(build: Callable[[torch.device], Work], device: torch.device) -> Work:
@@ -258,7 +219,7 @@ def prefill_cases(
 
 def _context(tokens: int, prefix: int) -> Context:
     """Whole pages of the window cache are behind, and a whole window before the first token."""
-    return Context(tokens, -(-prefix // PAGE) * PAGE + WINDOW - 1 + tokens, _PREFILL_RATIO)
+    return Context(tokens, -(-prefix // PAGE) * PAGE + WINDOW - 1 + tokens, PREFILL_RATIO)
 
 
 def _case(
@@ -336,7 +297,7 @@ def prefill_work(shape: Shape, prefix: int, device: torch.device) -> PrefillWork
     anchor gets the rows gathered in bf16."""
     draw, tokens = Draw(device, shape.tokens), shape.tokens
     context = _context(tokens, prefix)
-    compressed, window = prefix // _PREFILL_RATIO, tokens + WINDOW - 1
+    compressed, window = prefix // PREFILL_RATIO, tokens + WINDOW - 1
     cost = shape.cost(rows=compressed + window)
     count = rotating_sets(cost[0], device)
     lens = [draw.lens(values) for values in (shape.swa_lens, shape.extra_lens)]

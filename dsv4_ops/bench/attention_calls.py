@@ -1,0 +1,65 @@
+"""The calls of sparse MLA that are measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+import dsv4_ops
+from dsv4_ops.bench.attention_draws import PAGE, PAGE_128, WINDOW
+from dsv4_ops.bench.work import Args, ours_on
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.types import SparseMla
+
+SCALE = MainLayout.head_dim**-0.5
+
+PREFILL_RATIO = 4
+
+PREFILL_SETTINGS: dict[str, Any] = {
+    "softmax_scale": SCALE,
+    "window_size": WINDOW,
+    "compress_ratio": PREFILL_RATIO,
+    "swa_block_size": PAGE,
+    "extra_block_size": PAGE,
+    "layout": MainLayout.tag,
+}
+
+
+def settings(extra_block_size: int) -> dict[str, Any]:
+    """Keyword arguments of the op."""
+    return {
+        "softmax_scale": SCALE,
+        "swa_block_size": PAGE,
+        "extra_block_size": extra_block_size,
+        "layout": MainLayout.tag,
+        "num_splits": 0,
+        "batch_invariant": False,
+    }
+
+
+def decode(*tensors: Any) -> SparseMla:
+    return dsv4_ops.sparse_mla_decode(*tensors, **settings(PAGE), impl=ours_on(tensors[0]))
+
+
+def prefill(*tensors: Any) -> SparseMla:
+    return dsv4_ops.sparse_mla_prefill(*tensors, **PREFILL_SETTINGS)
+
+
+def decode_paged(*tensors: Any) -> SparseMla:
+    chosen = {**settings(PAGE_128), "impl": ours_on(tensors[0])}
+    return dsv4_ops.sparse_mla_decode_paged(*tensors, **chosen)
+
+
+def plan_and_decode(*tensors: Any) -> SparseMla:
+    return decode(*tensors, plan_of(tensors, 6))
+
+
+def plan_and_decode_paged(*tensors: Any) -> SparseMla:
+    return decode_paged(*tensors, plan_of(tensors, 5))
+
+
+def plan_of(args: Args, lens: int) -> Tensor:
+    """A plan; argument ``lens`` counts the compressed rows."""
+    plan: Tensor = dsv4_ops.sparse_mla_plan(args[3], args[lens], num_heads=args[0].shape[1])
+    return plan
