@@ -191,8 +191,9 @@ def _readable_selection(case: Case, outcome: Sequence[Tensor]) -> tuple[Tensor, 
     found, indices = _scores(*tensors, **case.settings), outcome[0].long()
     if found.is_exact:
         return tuple(outcome)
-    if case.settings.get("slots"):
-        indices = _rows_of(indices, found.candidate, *tensors[4:], case.settings["block_size"])
+    if case.settings.get("slots") and bool(found.candidate.any()):
+        requests, table = tensors[4:]
+        indices = _rows_of(indices, found.candidate, requests, table, case.settings["block_size"])
     there = indices >= 0
     if found.value.shape[1] == 0:
         return torch.zeros(indices.shape, dtype=torch.float64, device=indices.device), outcome[0]
