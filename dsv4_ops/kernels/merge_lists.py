@@ -161,6 +161,10 @@ def merge_parts_kernel(
     """The result of every row that has several parts; if SLOTS, as cache slots. A token with such a
     row is no padding: its request has a row in the table."""
     token = tl.program_id(0)
+    table = block_table
+    if SLOTS:  # asked for together with the plan
+        request = tl.load(req_indices + token.to(tl.int64) * request_stride)
+        table += request.to(tl.int64) * table_stride
     parts = tl.load(plan + 3 * token)
     width = tl.load(plan + 3 * token + 1)
     whole = tl.load(plan + 3 * token + 2)
@@ -177,10 +181,6 @@ def merge_parts_kernel(
             parts = 1
         entries = parts * width
         out += token.to(tl.int64) * topk
-        table = block_table
-        if SLOTS:
-            request = tl.load(req_indices + token.to(tl.int64) * request_stride)
-            table += request.to(tl.int64) * table_stride
         if entries <= CAPACITY // 2:
             _choose(
                 keys,
