@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from error_rows_cache import ALLOCATE_PLAIN, Entry, cache_rows, layout_rows
 from error_rows_rope import TABLE, float_rows
+from error_rows_sparse import flag_rows
 from error_rows_valid import COUNTS, INDEXER, OWN, Valid
 from helpers import i32
 
@@ -199,5 +200,5 @@ INDEXER_TABLE: dict[str, list[Entry]] = {
             "logits must be torch.float32, got torch.bfloat16. Cast it with .to(torch.float32).",
         ),
     ],
-    "indexer_select": PAGED,
+    "indexer_select": [*PAGED, *flag_rows("slots")],
 }

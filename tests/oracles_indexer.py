@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from oracles import narrow_slot
 from oracles_compressor import bits_of, single, value_of
 from oracles_kv import CODE_NAN, INDEXER_DATA, INDEXER_SCALES, code_magnitude, find_row, quantize
 
@@ -143,6 +144,7 @@ def indexer_select(
     compress_ratio: int,
     topk: int,
     layout: str,
+    slots: bool = False,
     bf16: bool | None,
 ) -> list[list[int]]:
     """``bf16`` says which patterns a plain layout has."""
@@ -159,5 +161,11 @@ def indexer_select(
             ]
             table_row = block_table[request]
             scores = paged_scores(query, factors, k_cache, length, table_row, block_size, bf16)
-        rows.append(best(scores, topk))
+        chosen = best(scores, topk)
+        if slots:
+            chosen = [
+                -1 if index < 0 else narrow_slot(block_table[request], index, block_size)
+                for index in chosen
+            ]
+        rows.append(chosen)
     return rows

@@ -307,13 +307,13 @@ def test_other_rows_of_one_token_show():
     work = timed("c4").build(CPU)
     stages, results = our_stages("c4", work.spec, work.sets[0])
     attention, (whole, *_) = stages[-1], work.expected()
-    out = attention.call(results.q, results.selected, *work.sets[0])
+    out = attention.call(results.q, results.slots, *work.sets[0])
     expected = [out.view_as(whole)]
     assert work.difference(work.sets[0], expected, [whole]) is None
-    selected = results.selected.clone()
-    unused = [row for row in range(256) if row not in selected[1].tolist()]
-    selected[1, 5] = unused[0]
-    out = attention.call(results.q, selected, *work.sets[0])
+    slots, table = results.slots.clone(), parts_of(work.sets[0])[3].c4.block_table
+    rows = [64 * page + place for page in table[1].tolist() for place in range(64)]
+    slots[1, 5] = next(slot for slot in rows if slot not in slots[1].tolist())
+    out = attention.call(results.q, slots, *work.sets[0])
     found = work.difference(work.sets[0], [out.view_as(whole)], expected)
     assert found is not None
 
@@ -344,7 +344,7 @@ def test_selection_does_not_hang_on_rounding():
         block_size=64, num_rows=256,
     ).sort(1, descending=True).values  # fmt: skip
     assert ((scores[:, 63] - scores[:, 64]) > 0.2 * scores[:, 0]).all()
-    assert results.selected.shape == (3, 64)
+    assert results.slots.shape == (3, 64)
     assert len(stages) == 5
 
 

@@ -59,7 +59,7 @@ class Batch:
             return self.integers(-4, 5, shape).float().to(torch.float8_e4m3fn)
         return torch.randn(shape, generator=self.generator, device="cuda").to(torch.float8_e4m3fn)
 
-    def select(self, topk, rows=slice(None)):
+    def select(self, topk, rows=slice(None), **settings):
         tensors = (self.positions[rows], self.requests[rows], self.table)
         return ops.indexer_select(
             self.q[rows],
@@ -69,7 +69,14 @@ class Batch:
             block_size=self.block_size,
             compress_ratio=self.ratio,
             topk=topk,
+            **settings,
         )
+
+    def slots(self, rows):
+        """What the translation makes of rows."""
+        return ops.global_topk_indices_and_lens(
+            rows, self.requests, self.table, block_size=self.block_size
+        ).indices
 
     def logits(self):
         return ops.indexer_logits(
@@ -130,7 +137,9 @@ def test_selection_is_exact_where_scores_are(num_tokens, max_rows, heads, block_
     """Small integers and powers of two: every execution has the same scores, many of them equal."""
     sizes = {"max_rows": max_rows, "heads": heads, "block_size": block_size}
     batch = Batch(num_tokens=num_tokens, **sizes)
-    assert torch.equal(batch.select(topk), batch.expected(topk))
+    expected = batch.expected(topk)
+    assert torch.equal(batch.select(topk), expected)
+    assert torch.equal(batch.select(topk, slots=True), batch.slots(expected))
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "constant", "last"])
@@ -245,12 +254,13 @@ def test_captured_selection_follows_its_inputs(num_tokens):
 
 
 def test_compiled_selection_takes_any_sizes():
-    """One graph for one to 300 tokens and contexts up to 64k, each exact."""
+    """One graph for one to 300 tokens and contexts up to 64k, each exact, rows and slots."""
     torch._dynamo.reset()
 
-    def call(q, weights, cache, positions, requests, table):
+    def call(*tensors):
         sizes = {"block_size": 64, "compress_ratio": 4, "topk": 512}
-        return ops.indexer_select(q, weights, cache, positions, requests, table, **sizes)
+        rows = ops.indexer_select(*tensors, **sizes)
+        return rows, ops.indexer_select(*tensors, **sizes, slots=True)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True)
     for index, (num_tokens, max_rows) in enumerate(
@@ -259,8 +269,9 @@ def test_compiled_selection_takes_any_sizes():
         batch = Batch(num_tokens=num_tokens, max_rows=max_rows, seed=20 + index)
         tensors = (batch.cache, batch.positions, batch.requests, batch.table)
         with torch._dynamo.config.patch(error_on_recompile=index > 0):
-            chosen = compiled(batch.q, batch.weights, *tensors)
+            chosen, slots = compiled(batch.q, batch.weights, *tensors)
         assert torch.equal(chosen, batch.expected(512))
+        assert torch.equal(slots, batch.slots(chosen))
 
 
 def test_selection_under_the_cuda_graphs_of_inductor():

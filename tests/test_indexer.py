@@ -17,7 +17,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.reference.indexer import scores
 from dsv4_ops.reference.indexer_topk import sortable
 from dsv4_ops.testing import contract
-from dsv4_ops.testing.indexer import tiny_cache, tiny_query
+from dsv4_ops.testing.indexer import beyond_int32, tiny_cache, tiny_query
 from dsv4_ops.testing.indexer_scores import paged_scores
 
 drawn = settings(
@@ -45,8 +45,9 @@ def random_call(seed, *, num_tokens=6, num_heads=16, length=700):
     return (*query, cache, positions, requests, table), k, q, weights
 
 
-def select(tensors, *, topk=64, ratio=1):
-    return ops.indexer_select(*tensors, block_size=SIZE, compress_ratio=ratio, topk=topk)
+def select(tensors, *, topk=64, ratio=1, **settings):
+    sizes = {"block_size": SIZE, "compress_ratio": ratio, "topk": topk}
+    return ops.indexer_select(*tensors, **sizes, **settings)
 
 
 @pytest.mark.parametrize("name", ["indexer_select"])
@@ -232,6 +233,29 @@ def test_strided_arguments_are_read_as_they_are():
     )
     plain = (q, weights, cache, positions, requests, table)
     assert torch.equal(select(views), select(plain))
+
+
+def test_slots_are_what_the_translation_makes_of_the_rows():
+    q, weights, cache, positions, requests, table = random_call(16)[0]
+    positions, requests = positions.clone(), requests.clone()
+    table = torch.cat([table, table.flip(1)])
+    table[0, 3], table[1, 2], table[1, 5] = -1, 2**31 - 1, -(2**31)
+    positions[1], requests[2], requests[3], requests[4] = -5, -1, 2, 1
+    tensors = (q, weights, cache, positions, requests, table)
+    for topk in (16, 64, 800):
+        rows = select(tensors, topk=topk)
+        expected = ops.global_topk_indices_and_lens(rows, requests, table, block_size=SIZE).indices
+        assert torch.equal(select(tensors, topk=topk, slots=True), expected)
+        assert (expected[4] >= 0).any()
+
+
+def test_slots_beyond_int32_are_absent():
+    """Of a cache of one page seen so many times that the public function would refuse it."""
+    tensors, last = beyond_int32(), 2**31 - SIZE
+    sizes = {"block_size": SIZE, "compress_ratio": 1, "topk": 130, "layout": IndexerLayout.tag}
+    found = OPS["indexer_select"].reference(*tensors, **sizes, slots=True).tolist()
+    fitting, absent = [*range(last, 2**31)], [-1] * SIZE
+    assert found == [[*fitting, *absent, 0, 1], [*fitting, *absent, -1, -1]]
 
 
 def test_sortable_orders_every_kind_of_float():

@@ -39,11 +39,12 @@ def test_the_adapter_gives_the_logits_of_the_reference(num_rows, heads, deep_gem
     assert deep_gemm.calls == (num_rows > 0)
 
 
+@pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("topk", [0, 1, 60, 300])
-def test_the_adapter_selects_what_the_reference_selects(topk, deep_gemm):
+def test_the_adapter_selects_what_the_reference_selects(topk, slots, deep_gemm):
     queries, _, rows = indexer_call(topk)
     positions = torch.tensor([1023, 800, 600, -1, 3, 2**62, 9, 9, 1023])
-    settings = {"block_size": 64, "compress_ratio": 4, "topk": topk}
+    settings = {"block_size": 64, "compress_ratio": 4, "topk": topk, "slots": slots}
     theirs = ops.indexer_select(*queries, positions, *rows, **settings, impl="deep_gemm")
     assert torch.equal(theirs, reference_select(*queries, positions, *rows, **settings))
     assert deep_gemm.calls == 1
@@ -80,7 +81,7 @@ def test_no_token_no_page_and_no_table(deep_gemm):
 def test_compiled_code_calls_deep_gemm(dynamic, deep_gemm):
     queries, _, rows = indexer_call(1)
     positions = torch.arange(9) * 100
-    settings = {"block_size": 64, "compress_ratio": 4, "topk": 60}
+    settings = {"block_size": 64, "compress_ratio": 4, "topk": 60, "slots": True}
     compiled = torch.compile(
         lambda *tensors: ops.indexer_select(*tensors, **settings, impl="deep_gemm") + 1,
         fullgraph=True,

@@ -99,15 +99,16 @@ def attention_layer(
     if schedule == "prefill":
         pages: Any = step.swa_block_table
         checks.tensor("step.swa_block_table", pages, torch.int32, "num_reqs", "max_swa_blocks")
+    decode = schedule == "decode"
     q = insert_window(spec, inputs, weights, caches, step)
     selected = None
     if kind != "window":
         insert_compressed(spec, kind, inputs, weights, caches, step, state_rings)
     if kind == "c4":
         insert_indexer_keys(spec, inputs, weights, caches, step, state_rings)
-        selected = select(spec, inputs, weights, caches, step)
-    turned = schedule == "decode" and turns_back(spec, q)
-    if schedule == "decode":
+        selected = select(spec, inputs, weights, caches, step, slots=decode)
+    turned = decode and turns_back(spec, q)
+    if decode:
         out = attend(spec, kind, q, selected, weights, caches, step, turned=turned)
     else:
         out = attend_whole(spec, kind, q, selected, weights, caches, step)
@@ -221,8 +222,11 @@ def select(
     weights: LayerWeights,
     caches: LayerCaches,
     step: AttentionStep,
+    *,
+    slots: bool,
 ) -> Tensor:
-    """Rows of its request that every token attends to, int32 [num_tokens, index_topk]."""
+    """Rows that every token attends to, int32 [num_tokens, index_topk]: their ``slots``, as
+    ``attend`` takes them, or their places in the request, as ``attend_whole`` does."""
     q, head_weights = cast(Tensor, inputs.indexer_q), cast(Tensor, inputs.indexer_weights)
     if spec.indexer_layout == IndexerLayout.tag:
         q, head_weights = indexer_quantize_q(q, head_weights, step.positions, weights.cos_sin_cache)
@@ -240,6 +244,7 @@ def select(
         compress_ratio=spec.attention.c4_ratio,
         topk=spec.attention.index_topk,
         layout=spec.indexer_layout,
+        slots=slots,
         impl=selector(spec, q),
     )
 

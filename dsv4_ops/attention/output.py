@@ -21,7 +21,6 @@ from dsv4_ops.ops.rope import (
     inverse_rope_group_quantize,
 )
 from dsv4_ops.ops.sparse_mla import sparse_mla_decode, sparse_mla_decode_paged
-from dsv4_ops.ops.topk_indices import global_topk_indices_and_lens
 
 
 def model_sizes(spec: LayerSpec, q: Tensor) -> bool:
@@ -39,14 +38,15 @@ def attend(
     spec: LayerSpec,
     kind: str,
     q: Tensor,
-    selected: Tensor | None,
+    slots: Tensor | None,
     weights: LayerWeights,
     caches: LayerCaches,
     step: AttentionStep,
     *,
     turned: bool,
 ) -> Tensor:
-    """Attention of few tokens, its rotation undone by the kernel that stores it if ``turned``."""
+    """Attention of few tokens, in C4 to the selected ``slots``; its rotation is undone by the
+    kernel that stores it if ``turned``."""
     window = (q, caches.swa, step.swa_indices, step.swa_lens)
     settings: dict[str, Any] = {
         "softmax_scale": spec.softmax_scale,
@@ -69,10 +69,7 @@ def attend(
             **settings,
         ).out
     extra: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
-    if selected is not None:
-        slots = global_topk_indices_and_lens(
-            selected, step.req_indices, step.c4.block_table, block_size=spec.page_size(kind)
-        ).indices
+    if slots is not None:
         # no more are selected than there are; to count the selected ones would take a reduction
         extra = (caches.compressed, slots, step.c4.lens)
     return sparse_mla_decode(*window, *extra, weights.attn_sink, **settings).out
@@ -87,7 +84,8 @@ def attend_whole(
     caches: LayerCaches,
     step: AttentionStep,
 ) -> Tensor:
-    """Attention of many tokens; its rotation is undone behind it."""
+    """Attention of many tokens, in C4 to the ``selected`` rows of their requests; its rotation is
+    undone behind it."""
     table = {"c4": step.c4.block_table, "c128": step.c128.block_table}.get(kind)
     return sparse_mla_prefill(
         q,

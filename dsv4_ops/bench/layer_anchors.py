@@ -161,7 +161,7 @@ class AnchorStages:
         checks = {
             "window": self._compare_q,
             "indexer_query": self._compare_query,
-            "topk": self._compare_rows,
+            "slots": self._compare_slots,
             "attention": self._compare_out,
             "inverse_rope_fp8": self._compare_quantized,
         }
@@ -176,10 +176,9 @@ class AnchorStages:
         assert self.query is not None
         compare_codes("indexer_query", self.query, self._our_query(), found)
 
-    def _compare_rows(self, found: Found) -> None:
-        assert self.rows is not None
-        assert self.ours.selected is not None
-        pair = [rows.sort(1).values for rows in (self.rows, self.ours.selected)]
+    def _compare_slots(self, found: Found) -> None:
+        assert self.ours.slots is not None
+        pair = [slots.sort(1).values for slots in (self.extra[1], self.ours.slots)]
         if wrong := int((pair[0] != pair[1]).any(1).sum()):
             tokens = pair[0].shape[0]
             found.wrong.append(f"selection: other rows of {wrong} of {tokens} tokens")

@@ -36,11 +36,11 @@ def _stage(name: str, kind: str, spec: LayerSpec) -> Callable[..., Any]:
         return stages.insert_indexer_keys(spec, *parts_of(args), state_rings=False)
 
     def selection(*args: Any) -> Any:
-        return stages.select(spec, *parts_of(args))
+        return stages.select(spec, *parts_of(args), slots=True)
 
-    def attention(q: Tensor, selected: Tensor | None, *args: Any) -> Any:
+    def attention(q: Tensor, slots: Tensor | None, *args: Any) -> Any:
         turned = output.turns_back(spec, q)
-        return output.attend(spec, kind, q, selected, *parts_of(args)[1:], turned=turned)
+        return output.attend(spec, kind, q, slots, *parts_of(args)[1:], turned=turned)
 
     def projected(out: Tensor, *args: Any) -> Any:
         _, weights, _, step = parts_of(args)
@@ -58,11 +58,11 @@ def _stage(name: str, kind: str, spec: LayerSpec) -> Callable[..., Any]:
 
 
 class Results(NamedTuple):
-    """What stages give to stages behind them; ``out`` is the attention before its rotation is
-    undone."""
+    """What stages give to stages behind them: ``slots`` are those of the selected rows, ``out`` is
+    the attention before its rotation is undone."""
 
     q: Tensor
-    selected: Tensor | None
+    slots: Tensor | None
     out: Tensor
 
 
@@ -75,16 +75,16 @@ def our_stages(kind: str, spec: LayerSpec, args: Args) -> tuple[list[Stage], Res
         found.append(Stage(name, _stage(name, kind, spec), args))
         return found[-1].call(*args)
 
-    q, selected = run("window", *args), None
+    q, slots = run("window", *args), None
     if kind != "window":
         run("compressed", *args)
     if kind == "c4":
         run("indexer_keys", *args)
-        selected = run("selection", *args)
-    out = run("attention", q, selected, *args)
+        slots = run("selection", *args)
+    out = run("attention", q, slots, *args)
     if output.turns_back(spec, q):
         rest = parts_of(args)[1:]
-        out = output.attend(spec, kind, q, selected, *rest, turned=False)
+        out = output.attend(spec, kind, q, slots, *rest, turned=False)
     else:
         run("output", out, *args)
-    return found, Results(q, selected, out)
+    return found, Results(q, slots, out)

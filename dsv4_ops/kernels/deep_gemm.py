@@ -116,6 +116,7 @@ def indexer_select(
     block_size: int,
     compress_ratio: int,
     topk: int,
+    slots: bool = False,
     **settings: Any,
 ) -> Tensor:
     num_reqs, max_blocks = block_table.shape
@@ -125,4 +126,7 @@ def indexer_select(
     sizes = {"block_size": block_size, "num_rows": max_blocks * block_size}
     found = indexer_logits(launch, *tensors, **sizes)
     chosen: Tensor = torch.ops.dsv4_ops.indexer_topk(found, lens, topk=topk)
+    if slots:
+        translate = torch.ops.dsv4_ops.global_topk_indices_and_lens
+        chosen, _ = translate(chosen, req_indices, block_table, block_size=block_size)
     return chosen

@@ -11,8 +11,8 @@ from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.core.tiles import LARGEST_TOPK
 from dsv4_ops.kernels import indexer
 from dsv4_ops.kernels.launch import EMULATE, Launch
+from dsv4_ops.kernels.merge_lists import merge_groups_kernel, merge_parts_kernel
 from dsv4_ops.kernels.select_keys import select_keys_kernel, select_logits_kernel
-from dsv4_ops.kernels.selection import merge_groups_kernel, merge_parts_kernel
 from dsv4_ops.reference import indexer_topk as reference
 
 PROGRAMS = 396
@@ -70,9 +70,10 @@ class _Scratch:
             "num_warps": warps_for(self.capacity),
         }
 
-    def merged(self) -> torch.Tensor:
-        """Merge the lists of the parts. Launches that would find nothing to do are left out; where
-        sizes are symbols they have one program."""
+    def merged(self, pages: tuple[Any, ...], block_size: int, slots: bool) -> torch.Tensor:
+        """Merge the lists of the parts, into rows or into ``slots``; ``pages`` are the requests and
+        the block table, with their strides and its columns. Launches that would find nothing to do
+        are left out; where sizes are symbols they have one program."""
         capacity = max(MERGED, self.capacity)
         sizes = {
             "GROUPS": GROUPS,
@@ -90,7 +91,8 @@ class _Scratch:
         if not known or self.splits > 1:
             parts = self.launch(merge_parts_kernel)
             grid = 1 + (self.rows - 1) * torch.sym_min(1, self.splits - 1)
-            parts[grid,](*lists, self.out, self.num_tokens, self.topk, **sizes)
+            rest = (self.out, self.num_tokens, self.topk, *pages)
+            parts[grid,](*lists, *rest, BLOCK_SIZE=block_size, SLOTS=slots, **sizes)
         return self.out
 
 
@@ -116,7 +118,7 @@ def indexer_topk(
         LEAST=LOGITS_LEAST,
         **scratch.sizes(),
     )
-    return scratch.merged()
+    return scratch.merged((lens, 0, lens, 0, 0, 0), 1, False)  # without slots no page is looked at
 
 
 def indexer_select(
@@ -132,6 +134,7 @@ def indexer_select(
     compress_ratio: int,
     topk: int,
     layout: str,
+    slots: bool = False,
     impl: str = AUTO,
 ) -> torch.Tensor:
     pages, plain = IndexerLayout(block_size), layout == PlainLayout.tag
@@ -143,7 +146,7 @@ def indexer_select(
         not_ours("indexer_select", impl, what)
         tensors = (q, weights, k_cache, positions, req_indices, block_table)
         sizes = {"block_size": block_size, "compress_ratio": compress_ratio, "topk": topk}
-        return reference.indexer_select(*tensors, **sizes, layout=layout)
+        return reference.indexer_select(*tensors, **sizes, layout=layout, slots=slots)
     if num_tokens == 0 or topk == 0:
         return q.new_empty((num_tokens, topk), dtype=torch.int32)
     most = (max_blocks * block_size + LEAST - 1) // LEAST
@@ -151,6 +154,8 @@ def indexer_select(
     sizes = {**indexer.tile(num_heads), **scratch.sizes()}
     # no fewer rows of a product than its warps take, and room for two tiles
     sizes["STEP"] = min(max(sizes["STEP"], 16 * sizes["num_warps"]), scratch.capacity // 2)
+    table = (block_table, block_table.stride(0), block_table.stride(1))
+    requests = (req_indices, req_indices.stride(0))
     launch(select_keys_kernel)[scratch.programs,](
         q.view(torch.uint8),
         q.stride(0),
@@ -165,11 +170,8 @@ def indexer_select(
         k_cache.shape[0],
         positions,
         positions.stride(0),
-        req_indices,
-        req_indices.stride(0),
-        block_table,
-        block_table.stride(0),
-        block_table.stride(1),
+        *requests,
+        *table,
         block_table.shape[0],
         max_blocks,
         *scratch.arguments(),
@@ -179,7 +181,8 @@ def indexer_select(
         SCALE_BYTES=pages.scale_bytes,
         LEAST=LEAST,
         STAGES=STAGES,
+        SLOTS=slots,
         EMULATE=EMULATE,
         **sizes,
     )
-    return scratch.merged()
+    return scratch.merged((*requests, *table, max_blocks), block_size, slots)

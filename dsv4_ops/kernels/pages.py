@@ -53,6 +53,25 @@ def locate_positions(
 
 
 @triton.jit
+def load_pages(table, column_stride, max_blocks, row, wanted, BLOCK_SIZE: tl.constexpr):
+    """Pages of int32 rows of a request, whose entries are at ``table``; -1 where none is wanted,
+    and of rows that are negative or behind the table."""
+    column = row.to(tl.uint32, bitcast=True) // BLOCK_SIZE
+    entry = column.to(tl.int64) * column_stride
+    return tl.load(table + entry, mask=wanted & (column < max_blocks), other=-1)
+
+
+@triton.jit
+def join_slots(page, row, BLOCK_SIZE: tl.constexpr):
+    """int32 slots of such rows; -1 of pages that are negative or whose slots int32 does not
+    hold."""
+    place = row.to(tl.uint32, bitcast=True) % BLOCK_SIZE
+    fits = (page >= 0) & (page <= 2**31 // BLOCK_SIZE - 1)
+    slot = tl.where(fits, page, 0) * BLOCK_SIZE + place.to(tl.int32, bitcast=True)
+    return tl.where(fits, slot, -1)
+
+
+@triton.jit
 def prefetch_column(
     block_table, table_stride, column_stride, num_reqs, max_blocks, row, BLOCK_SIZE: tl.constexpr
 ):

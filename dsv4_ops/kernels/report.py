@@ -232,6 +232,9 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "indexer_logits": _indexer(indexer, tokens, tokens, pages_table, num_rows=32768, **keys),
         "indexer_logits_ragged": _indexer(*gathered),
         "indexer_select": _indexer(indexer, positions, tokens, pages_table, **chosen),
+        "indexer_select, slots": _indexer(
+            indexer, positions, tokens, pages_table, **chosen, slots=True
+        ),
         "indexer_logits, deep_gemm": _indexer(
             indexer, tokens, tokens, pages_table, num_rows=32768, **keys, impl="deep_gemm"
         ),

@@ -45,12 +45,32 @@ def _finish(
     head,
     base,
     topk,
+    table,
+    column_stride,
+    max_blocks,
     WIDTH: tl.constexpr,
     CAPACITY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     """A row of one part is a result; the list of a part is merged later."""
     if parts == 1:
-        emit_list(keys, indices, fill, head, base, out, topk, WIDTH, CAPACITY)
+        emit_list(
+            keys,
+            indices,
+            fill,
+            head,
+            base,
+            table,
+            column_stride,
+            max_blocks,
+            out,
+            topk,
+            WIDTH,
+            CAPACITY,
+            BLOCK_SIZE,
+            SLOTS,
+        )
     else:
         pad_list(keys, fill, width, CAPACITY)
 
@@ -116,7 +136,24 @@ def select_logits_kernel(
                     fill = head
             row = out + token * topk
             base = start - fill
-            _finish(keys, indices, row, parts, width, fill, head, base, topk, WIDTH, CAPACITY)
+            _finish(
+                keys,
+                indices,
+                row,
+                parts,
+                width,
+                fill,
+                head,
+                base,
+                topk,
+                None,
+                0,
+                0,
+                WIDTH,
+                CAPACITY,
+                1,
+                False,
+            )
         item += tl.num_programs(0)
 
 
@@ -161,6 +198,7 @@ def select_keys_kernel(
     MOST: tl.constexpr,
     MERGED: tl.constexpr,
     STAGES: tl.constexpr,
+    SLOTS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -252,5 +290,22 @@ def select_keys_kernel(
                         fill = head
             row = out + token * topk
             base = start - fill
-            _finish(keys, indices, row, parts, width, fill, head, base, topk, WIDTH, CAPACITY)
+            _finish(
+                keys,
+                indices,
+                row,
+                parts,
+                width,
+                fill,
+                head,
+                base,
+                topk,
+                table,
+                column_stride,
+                max_blocks,
+                WIDTH,
+                CAPACITY,
+                BLOCK_SIZE,
+                SLOTS,
+            )
         item += tl.num_programs(0)

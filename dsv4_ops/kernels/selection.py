@@ -1,13 +1,15 @@
 """The best of many int32 keys, exactly: among equal ones those that come first.
 
 A row is cut into parts, each of which streams through its keys and keeps the best; then the lists
-of the parts are merged. Every list is in the order of the row, so that ties need no index.
+of the parts are merged (``merge_lists.py``). Every list is in the order of the row, so that ties
+need no index.
 """
 
 import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.indexer_scores import ABSENT_KEY
+from dsv4_ops.kernels.pages import join_slots, load_pages
 
 _OCTAVE = tl.constexpr(2**23)
 _OCTAVES = tl.constexpr(2**25)
@@ -109,7 +111,7 @@ def best(key, low, topk, most):
 
 
 @triton.jit
-def _exactly(key, topk):
+def exactly(key, topk):
     """The ``topk`` best of those present, as ``best``."""
     low = tl.full((), ABSENT_KEY + 1, tl.int32)
     taken, place, kept, _ = best(key, low, topk, topk)
@@ -117,7 +119,7 @@ def _exactly(key, topk):
 
 
 @triton.jit
-def _slots(number, CAPACITY: tl.constexpr):
+def scratch_slots(number, CAPACITY: tl.constexpr):
     """Slots of a scratch row, one after the other over the threads; ``number`` is not negative.
     Triton would have each thread load four in a row, but store, where it cannot know that places
     follow each other, in this layout; and going from one to the other costs more than the
@@ -138,7 +140,7 @@ def _load_indices(indices, head, base, slot):
 def reduce_list(keys, indices, fill, head, base, low, topk, most, CAPACITY: tl.constexpr):
     """Reduce the ``fill`` keys of a scratch row to the best, ``topk`` to ``most`` of them, without
     gaps; how many there are, and a value that none is below."""
-    slot = _slots(fill, CAPACITY)
+    slot = scratch_slots(fill, CAPACITY)
     tl.debug_barrier()  # all was written
     key = tl.load(keys + slot, mask=slot < fill, other=ABSENT_KEY)
     index = _load_indices(indices, head, base, slot)
@@ -151,16 +153,34 @@ def reduce_list(keys, indices, fill, head, base, low, topk, most, CAPACITY: tl.c
 
 @triton.jit
 def emit_list(
-    keys, indices, fill, head, base, out, topk, WIDTH: tl.constexpr, CAPACITY: tl.constexpr
+    keys,
+    indices,
+    fill,
+    head,
+    base,
+    table,
+    column_stride,
+    max_blocks,
+    out,
+    topk,
+    WIDTH: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
-    """The result row at ``out`` from a scratch row."""
-    slot = _slots(fill, CAPACITY)
+    """The result row at ``out`` from a scratch row; if SLOTS, the slots of the indices. Pages are
+    loaded for all of them before the best are known, which hides the time it takes."""
+    slot = scratch_slots(fill, CAPACITY)
     tl.debug_barrier()  # all was written
     key = tl.load(keys + slot, mask=slot < fill, other=ABSENT_KEY)
     index = _load_indices(indices, head, base, slot)
-    taken, place, kept = _exactly(key, topk)
+    if SLOTS:
+        page = load_pages(table, column_stride, max_blocks, index, slot < fill, BLOCK_SIZE)
+    taken, place, kept = exactly(key, topk)
+    if SLOTS:
+        index = join_slots(page, index, BLOCK_SIZE)
     tl.store(out + place, index, mask=taken)
-    _pad_result(out, kept, topk, WIDTH)
+    pad_result(out, kept, topk, WIDTH)
     tl.debug_barrier()  # all was read
 
 
@@ -168,184 +188,12 @@ def emit_list(
 def pad_list(keys, kept, width, CAPACITY: tl.constexpr):
     """Nothing behind the ``kept`` keys of a list."""
     if kept < width:
-        slot = _slots(kept, CAPACITY)
+        slot = scratch_slots(kept, CAPACITY)
         tl.store(keys + slot, ABSENT_KEY, mask=(slot >= kept) & (slot < width))
 
 
 @triton.jit
-def _pad_result(out, kept, topk, WIDTH: tl.constexpr):
+def pad_result(out, kept, topk, WIDTH: tl.constexpr):
     if kept < topk:
-        slot = _slots(kept, WIDTH)
+        slot = scratch_slots(kept, WIDTH)
         tl.store(out + slot, -1, mask=(slot >= kept) & (slot < topk))
-
-
-@triton.jit
-def _load_entries(
-    keys,
-    indices,
-    row,
-    step,
-    entries,
-    width,
-    whole,
-    base,
-    start,
-    kept,
-    STRIDE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
-    """The ``kept`` keys of the list in ``row``, then entries from ``start`` on of the lists of
-    ``width`` keys in the rows ``row``, ``row + step`` .., of which there are ``entries``; and their
-    indices: if the lists are ``whole``, they count from ``base``. The quotient is exact: there are
-    fewer than 2**21 entries."""
-    slot = _slots(entries, CAPACITY)
-    carried = slot < kept
-    entry = start + slot - kept
-    wanted = carried | (entry < entries)
-    number = ((entry.to(tl.float32) + 0.5) * (1.0 / tl.maximum(width, 1).to(tl.float32))).to(
-        tl.int32
-    )
-    at = tl.where(carried, slot, number * step * STRIDE + (entry - number * width))
-    at += row * STRIDE
-    key = tl.load(keys + at, mask=wanted, other=ABSENT_KEY)
-    counted = (whole != 0) & (slot >= kept)
-    index = tl.load(indices + at, mask=wanted & (counted == 0), other=0)
-    return key, tl.where(counted, base + entry, index)
-
-
-@triton.jit
-def _merge(
-    keys,
-    indices,
-    row,
-    step,
-    lists,
-    width,
-    whole,
-    base,
-    topk,
-    STRIDE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
-    """Merge lists into the first of them; how many were kept. CAPACITY keys are looked at together:
-    the first list at least, which is therefore read before it is overwritten."""
-    entries = lists * width
-    kept = 0
-    start = 0
-    while start < entries:
-        key, index = _load_entries(
-            keys, indices, row, step, entries, width, whole, base, start, kept, STRIDE, CAPACITY
-        )
-        start += CAPACITY - kept
-        taken, place, kept = _exactly(key, topk)
-        tl.debug_barrier()  # all was read
-        tl.store(keys + row * STRIDE + place, key, mask=taken)
-        tl.store(indices + row * STRIDE + place, index, mask=taken)
-        tl.debug_barrier()  # all can be read
-    return kept
-
-
-@triton.jit
-def _choose(
-    keys,
-    indices,
-    row,
-    step,
-    lists,
-    width,
-    whole,
-    out,
-    topk,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
-    """The result row at ``out`` from lists of at most CAPACITY keys."""
-    key, index = _load_entries(
-        keys, indices, row, step, lists * width, width, whole, 0, 0, 0, STRIDE, CAPACITY
-    )
-    taken, place, kept = _exactly(key, topk)
-    tl.store(out + place, index, mask=taken)
-    _pad_result(out, kept, topk, WIDTH)
-
-
-@triton.jit
-def merge_groups_kernel(
-    keys,
-    indices,
-    plan,
-    num_tokens,
-    topk,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
-    """Where the lists of a row are too long for one pass: merge them in groups, at once."""
-    token = tl.program_id(0) // GROUPS
-    group = tl.program_id(0) % GROUPS
-    parts = tl.load(plan + 3 * token)
-    width = tl.load(plan + 3 * token + 1)
-    whole = tl.load(plan + 3 * token + 2)
-    if parts * width > CAPACITY:
-        size = (parts + GROUPS - 1) // GROUPS
-        lists = tl.minimum(size, parts - group * size)
-        if lists > 0:
-            row = token + group * size * num_tokens
-            base = group * size * width
-            kept = _merge(
-                keys, indices, row, num_tokens, lists, width, whole, base, topk, STRIDE, CAPACITY
-            )
-            pad_list(keys + row * STRIDE, kept, topk, WIDTH)
-
-
-@triton.jit
-def merge_parts_kernel(
-    keys,
-    indices,
-    plan,
-    out,
-    num_tokens,
-    topk,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
-    """The result of every row that has several parts."""
-    token = tl.program_id(0)
-    parts = tl.load(plan + 3 * token)
-    width = tl.load(plan + 3 * token + 1)
-    whole = tl.load(plan + 3 * token + 2)
-    if parts > 1:
-        step = num_tokens
-        if parts * width > CAPACITY:
-            size = (parts + GROUPS - 1) // GROUPS
-            parts = (parts + size - 1) // size
-            step = size * num_tokens
-            width = topk
-            whole = 0
-        if parts * width > CAPACITY:
-            width = _merge(keys, indices, token, step, parts, width, 0, 0, topk, STRIDE, CAPACITY)
-            parts = 1
-        entries = parts * width
-        out += token.to(tl.int64) * topk
-        if entries <= CAPACITY // 2:
-            _choose(
-                keys,
-                indices,
-                token,
-                step,
-                parts,
-                width,
-                whole,
-                out,
-                topk,
-                WIDTH,
-                STRIDE,
-                CAPACITY // 2,
-            )
-        else:
-            _choose(
-                keys, indices, token, step, parts, width, whole, out, topk, WIDTH, STRIDE, CAPACITY
-            )

@@ -22,6 +22,7 @@ def indexer_select(
     compress_ratio: int,
     topk: int,
     layout: str,
+    slots: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     return positions.new_empty((q.shape[0], topk), dtype=torch.int32)

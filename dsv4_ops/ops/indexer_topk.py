@@ -32,7 +32,7 @@ _indexer_select = define_op(
         stem="indexer_topk",
         schema="indexer_select(Tensor q, Tensor weights, Tensor k_cache, Tensor positions, "
         "Tensor req_indices, Tensor block_table, *, int block_size, int compress_ratio, "
-        'int topk, str layout, str impl="auto") -> Tensor',
+        'int topk, str layout, bool slots=False, str impl="auto") -> Tensor',
         meta=meta.indexer_select,
         reference=reference.indexer_select,
         lowering={"cpu": "decompose", "cuda": "choices"},
@@ -95,6 +95,7 @@ def indexer_select(
     compress_ratio: int,
     topk: int,
     layout: str = IndexerLayout.tag,
+    slots: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     """The compressed rows that every token attends to: scores and selection in one, decodes and
@@ -123,16 +124,19 @@ def indexer_select(
         compress_ratio: Tokens of a compressed row, 4. At least 1.
         topk: Rows to choose, 512 (Flash) or 1024 (Pro). At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
+        slots: Whether the result has cache slots, for ``sparse_mla_decode``, in place of rows of
+            the request. That saves the kernel of a translation behind the selection.
         impl: What runs: "triton" our kernels, "deep_gemm" DeepGEMM's logits and our selection among
             them, "reference" the definition; "auto" ours, unless DeepGEMM is there and was faster
             at these sizes on an H200.
 
     Returns:
         int32 [num_tokens, topk], dense: rows of the request, ascending, then -1, for
-        ``global_topk_indices_and_lens``. Candidates are the (position + 1) // compress_ratio rows
-        that are complete, as far as their pages exist; scores are those of ``indexer_logits``, and
-        ties and NaN as in ``indexer_topk``. If there are no more than ``topk`` candidates, all of
-        them.
+        ``sparse_mla_prefill``. Candidates are the (position + 1) // compress_ratio rows that are
+        complete, as far as their pages exist; scores are those of ``indexer_logits``, and ties and
+        NaN as in ``indexer_topk``. If there are no more than ``topk`` candidates, all of them. With
+        ``slots``, what ``global_topk_indices_and_lens`` makes of these rows, at their places: page
+        * block_size + row in the page, -1 where there is no row and for slots beyond int32.
 
     Mutates: nothing.
 
@@ -167,6 +171,7 @@ def indexer_select(
     checks = Checks("indexer_select")
     checks.at_least(1, compress_ratio=compress_ratio)
     checks.at_least(0, topk=topk)
+    checks.flag("slots", slots)
     check_paged(checks, q, weights, k_cache, block_size=block_size, layout=layout)
     checks.tensor("positions", positions, torch.int64, "num_tokens")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
@@ -184,6 +189,7 @@ def indexer_select(
         compress_ratio=compress_ratio,
         topk=topk,
         layout=layout,
+        slots=slots,
         impl=impl,
     )
     return indices

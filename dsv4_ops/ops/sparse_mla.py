@@ -128,7 +128,7 @@ def sparse_mla_decode(
         extra_cache: Compressed cache of the same layout, [num_extra_blocks, page_bytes]; None for
             a layer with only a window, and then neither of the next two.
         extra_indices: Slots of the selected rows, [num_tokens, extra_width], int32, as
-            ``global_topk_indices_and_lens`` gives them.
+            ``indexer_select`` with ``slots`` and ``global_topk_indices_and_lens`` give them.
         extra_lens: How many leading entries of ``extra_indices`` count, [num_tokens], int32.
         attn_sink: Logit that joins the denominator, [num_heads], float32; None for none. inf makes
             the output 0, -inf has no effect.

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 from dsv4_ops.core.types import ABSENT, INT32_MAX
 from dsv4_ops.reference.common import valid_tokens, visible_rows
 from dsv4_ops.reference.indexer import paged_scores
+from dsv4_ops.reference.topk_indices import global_topk_indices_and_lens
 
 ABSENT_KEY = -(2**31)
 """Key of what is no candidate, below that of any score."""
@@ -57,6 +58,7 @@ def indexer_select(
     compress_ratio: int,
     topk: int,
     layout: str,
+    slots: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     num_reqs, max_blocks = block_table.shape
@@ -73,4 +75,7 @@ def indexer_select(
         max_blocks * block_size,
         layout,
     )
-    return best(torch.where(exists, sortable(scores), ABSENT_KEY), topk)
+    rows = best(torch.where(exists, sortable(scores), ABSENT_KEY), topk)
+    if not slots:
+        return rows
+    return global_topk_indices_and_lens(rows, req_indices, block_table, block_size=block_size)[0]

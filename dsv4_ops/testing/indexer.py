@@ -89,6 +89,14 @@ def tiny_cache() -> Tensor:
     return cache
 
 
+def beyond_int32() -> tuple[Tensor, ...]:
+    """Tensors of ``indexer_select`` over pages of 64 rows: the last one whose slots int32 holds,
+    the one behind it, and the first."""
+    cache, last = IndexerLayout(64).allocate(1).expand(2**26, -1), 2**31 // 64 - 1
+    table = i32([[last, last + 1, 0]])
+    return (*tiny_query(2), cache, i64([191, 79]), i32([0, 0]), table)
+
+
 def with_layouts(cases: list[Case]) -> list[Case]:
     """Cases over the tiny cache, then the same over plain caches of the same keys."""
     found = [Case(c.name, c.tensors, {**c.settings, "layout": TAG}, c.expected) for c in cases]

@@ -109,6 +109,25 @@ def _select_cases() -> list[Case]:
             settings,
             ([[0, 1]],),
         ),
+        Case(
+            "slots of what does not exist, NaN and ties",
+            (*tiny_query(10), tiny_cache(), positions, requests, table),
+            {**settings, "slots": True},
+            ([[-1, -1], [0, 1], [1, 3], [2, 3], [1, 1], *[[-1, -1]] * 5],),
+        ),
+        Case(
+            "slots around pages that do not exist, and no further row",
+            (
+                *tiny_query(3),
+                tiny_cache(),
+                i64([31, 31, 3]),
+                i32([0, 1, 0]),
+                i32([[1, -1, 2**31 - 1, 0], [-(2**31), 2, 0, -1]]),
+            ),
+            {**settings, "topk": 3, "slots": True},
+            # scores of request 0: NaN, 256 in page 1, 64, 512 in page 0; of request 1: 64, 512
+            ([[3, 0, 1], [0, 1, -1], [2, -1, -1]],),
+        ),
     ]
     return with_layouts(cases)
 
@@ -131,6 +150,7 @@ def _scores(
     compress_ratio: int,
     topk: int,
     layout: str,
+    slots: bool = False,
 ) -> Scores:
     real = (positions >= 0) & (positions < 2**31 - 1)
     lens = torch.where(real, (positions.clamp(-1, 2**31) + 1) // compress_ratio, 0)
@@ -144,6 +164,26 @@ def _ranked(scores: Tensor) -> Tensor:
     return torch.where(scores.isnan(), -torch.inf, scores)
 
 
+def _rows_of(
+    slots: Tensor, candidate: Tensor, req_indices: Tensor, block_table: Tensor, block_size: int
+) -> Tensor:
+    """Rows that have these slots, each behind the one before it; of a slot that none of them has,
+    the number of rows."""
+    num_rows, rows = candidate.shape[1], []
+    row = torch.arange(num_rows, device=slots.device)
+    pages = block_table[req_indices.clamp(0, len(block_table) - 1)][:, row // block_size].long()
+    there = torch.where(candidate, pages * block_size + row % block_size, -1)
+    for wanted, held in zip(slots.tolist(), there.tolist(), strict=True):
+        left = iter(enumerate(held))
+        rows.append(
+            [
+                slot if slot < 0 else next((row for row, has in left if has == slot), num_rows)
+                for slot in wanted
+            ]
+        )
+    return slots.new_tensor(rows).view(slots.shape)
+
+
 def _readable_selection(case: Case, outcome: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The indices where scores are exact; else the chosen scores in descending order, and that the
     result is a selection: rounding may choose another of two close scores."""
@@ -151,6 +191,9 @@ def _readable_selection(case: Case, outcome: Sequence[Tensor]) -> tuple[Tensor, 
     found, indices = _scores(*tensors, **case.settings), outcome[0].long()
     if found.is_exact:
         return tuple(outcome)
+    if case.settings.get("slots") and bool(found.candidate.any()):
+        requests, table = tensors[4:]
+        indices = _rows_of(indices, found.candidate, requests, table, case.settings["block_size"])
     there = indices >= 0
     if found.value.shape[1] == 0:
         return torch.zeros(indices.shape, dtype=torch.float64, device=indices.device), outcome[0]
@@ -181,15 +224,22 @@ indexer_select = OpTesting(
     cases=_select_cases,
     settings=(
         *(
-            {"block_size": size, "compress_ratio": ratio, "topk": topk, "layout": layout}
-            for layout, size, ratio, topk in (
-                (TAG, 64, 4, 16),
-                (TAG, 2, 4, 3),
-                (TAG, 3, 1, 20),
-                (TAG, 64, 1, 128),
-                (TAG, 64, 128, 512),
-                (PLAIN, 64, 4, 16),
-                (PLAIN, 3, 1, 20),
+            {
+                "block_size": size,
+                "compress_ratio": ratio,
+                "topk": topk,
+                "layout": layout,
+                "slots": slots,
+            }
+            for layout, size, ratio, topk, slots in (
+                (TAG, 64, 4, 16, False),
+                (TAG, 64, 4, 16, True),
+                (TAG, 2, 4, 3, False),
+                (TAG, 3, 1, 20, True),
+                (TAG, 64, 1, 128, True),
+                (TAG, 64, 128, 512, False),
+                (PLAIN, 64, 4, 16, True),
+                (PLAIN, 3, 1, 20, False),
             )
         ),
     ),
