@@ -22,6 +22,8 @@ SMALL = {
     "CAPACITY": 64,
     "MERGED": 64,
     "GROUPS": 3,
+    "WIDE": 32,
+    "WIDE_GROUP": 256,
     "LEAST": 16,
     "LOGITS_STEP": 16,
     "LOGITS_LEAST": 16,
@@ -90,6 +92,7 @@ def check_slots() -> None:
             setattr(launchers, name, value)
             check("indexer_select", long_selection(3, kind))
             check("indexer_select", long_selection(4, kind, pages=4))
+            check("indexer_select", long_selection(5, kind, topk=40))
             setattr(launchers, name, SMALL[name])
     sizes = {"block_size": 64, "compress_ratio": 1, "topk": 130, "layout": IndexerLayout.tag}
     spec, tensors = OPS["indexer_select"], beyond_int32()

@@ -25,7 +25,11 @@ MERGED = 4096
 """Keys that are merged together, at least."""
 
 GROUPS = 8
-"""Groups that the lists of a row are merged in where they are more than that."""
+"""Most groups that the lists of a row are merged in where they have more keys than that."""
+
+WIDE, WIDE_GROUP = 1024, 8192
+"""From lists of how many keys on few groups fit into MERGED keys, and keys of such a group that are
+merged together: so that each has as few passes as those of short lists."""
 
 LEAST = 256
 """Keys of a part, at least."""
@@ -49,6 +53,9 @@ class _Scratch:
         self.num_tokens = like.shape[0]
         self.width = triton.next_power_of_2(topk)
         self.capacity = max(CAPACITY, 2 * self.width)
+        self.together = max(MERGED, self.capacity)
+        self.groups = min(max(self.together // self.width, 2), GROUPS)
+        self.grouped = max(self.together, WIDE_GROUP if self.width >= WIDE else 0)
         self.keys = like.new_empty((PROGRAMS, self.capacity), dtype=torch.int32)
         self.indices = like.new_empty((PROGRAMS, self.capacity), dtype=torch.int32)
         self.plan = like.new_empty((self.num_tokens, 3), dtype=torch.int32)
@@ -66,7 +73,9 @@ class _Scratch:
             "WIDTH": self.width,
             "CAPACITY": self.capacity,
             "MOST": self.capacity // 2,
-            "MERGED": max(MERGED, self.capacity),
+            "MERGED": self.together,
+            "GROUPS": self.groups,
+            "GROUPED": self.grouped,
             "num_warps": warps_for(self.capacity),
         }
 
@@ -74,25 +83,34 @@ class _Scratch:
         """Merge the lists of the parts, into rows or into ``slots``; ``pages`` are the requests and
         the block table, with their strides and its columns. Launches that would find nothing to do
         are left out; where sizes are symbols they have one program."""
-        capacity = max(MERGED, self.capacity)
-        sizes = {
-            "GROUPS": GROUPS,
-            "WIDTH": self.width,
-            "STRIDE": self.capacity,
-            "CAPACITY": capacity,
-            "num_warps": warps_for(capacity),
-        }
         lists, known = (self.keys, self.indices, self.plan), isinstance(self.splits, int)
-        if not known or self.splits * self.topk > capacity:
-            long = torch.sym_min(1, torch.sym_max(0, self.splits * self.topk - capacity))
-            groups = self.launch(merge_groups_kernel)
-            grid = 1 + (self.rows * GROUPS - 1) * long
-            groups[grid,](*lists, self.num_tokens, self.topk, **sizes)
+        sizes = {"GROUPS": self.groups, "WIDTH": self.width, "STRIDE": self.capacity}
+        if not known or self.splits * self.topk > self.together:
+            long = torch.sym_min(1, torch.sym_max(0, self.splits * self.topk - self.together))
+            self.launch(merge_groups_kernel)[1 + (self.rows * self.groups - 1) * long,](
+                *lists,
+                self.num_tokens,
+                self.topk,
+                **sizes,
+                MERGED=self.together,
+                CAPACITY=self.grouped,
+                num_warps=warps_for(self.grouped),
+            )
         if not known or self.splits > 1:
-            parts = self.launch(merge_parts_kernel)
-            grid = 1 + (self.rows - 1) * torch.sym_min(1, self.splits - 1)
-            rest = (self.out, self.num_tokens, self.topk, *pages)
-            parts[grid,](*lists, *rest, BLOCK_SIZE=block_size, SLOTS=slots, **sizes)
+            self.launch(merge_parts_kernel)[
+                1 + (self.rows - 1) * torch.sym_min(1, self.splits - 1),
+            ](
+                *lists,
+                self.out,
+                self.num_tokens,
+                self.topk,
+                *pages,
+                **sizes,
+                CAPACITY=self.together,
+                BLOCK_SIZE=block_size,
+                SLOTS=slots,
+                num_warps=warps_for(self.together),
+            )
         return self.out
 
 

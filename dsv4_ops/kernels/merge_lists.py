@@ -117,15 +117,16 @@ def merge_groups_kernel(
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
     STRIDE: tl.constexpr,
+    MERGED: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """Where the lists of a row are too long for one pass: merge them in groups, at once."""
+    """Where the lists of a row have more than MERGED keys: merge them in groups, at once."""
     token = tl.program_id(0) // GROUPS
     group = tl.program_id(0) % GROUPS
     parts = tl.load(plan + 3 * token)
     width = tl.load(plan + 3 * token + 1)
     whole = tl.load(plan + 3 * token + 2)
-    if parts * width > CAPACITY:
+    if parts * width > MERGED:
         size = (parts + GROUPS - 1) // GROUPS
         lists = tl.minimum(size, parts - group * size)
         if lists > 0:

@@ -235,6 +235,9 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "indexer_select, slots": _indexer(
             indexer, positions, tokens, pages_table, **chosen, slots=True
         ),
+        "indexer_select, top 1024": _indexer(
+            indexer, positions, tokens, pages_table, **{**chosen, "topk": 1024, "slots": True}
+        ),
         "indexer_logits, deep_gemm": _indexer(
             indexer, tokens, tokens, pages_table, num_rows=32768, **keys, impl="deep_gemm"
         ),

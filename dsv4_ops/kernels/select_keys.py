@@ -96,6 +96,8 @@ def select_logits_kernel(
     CAPACITY: tl.constexpr,
     MOST: tl.constexpr,
     MERGED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
     program = tl.program_id(0)
     keys += program.to(tl.int64) * CAPACITY
@@ -107,7 +109,9 @@ def select_logits_kernel(
         split = item // num_tokens
         count = tl.load(lens + token * lens_stride).to(tl.int64)
         count = tl.minimum(tl.maximum(count, 0), num_columns).to(tl.int32)
-        parts, share, width, whole = partition(count, splits, topk, STEP, LEAST, MOST, MERGED)
+        parts, share, width, whole = partition(
+            count, splits, topk, STEP, LEAST, MOST, MERGED, GROUPS, GROUPED
+        )
         if split < parts:
             _write_plan(plan, token, split, parts, width, whole)
             start = split * share
@@ -197,6 +201,8 @@ def select_keys_kernel(
     CAPACITY: tl.constexpr,
     MOST: tl.constexpr,
     MERGED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPED: tl.constexpr,
     STAGES: tl.constexpr,
     SLOTS: tl.constexpr,
     EMULATE: tl.constexpr,
@@ -215,7 +221,9 @@ def select_keys_kernel(
         request = tl.where(real, request, 0)
         count = tl.where(real, (position + 1) // RATIO, 0)
         count = tl.minimum(count, tl.cast(max_blocks, tl.int64) * BLOCK_SIZE).to(tl.int32)
-        parts, share, width, whole = partition(count, splits, topk, STEP, LEAST, MOST, MERGED)
+        parts, share, width, whole = partition(
+            count, splits, topk, STEP, LEAST, MOST, MERGED, GROUPS, GROUPED
+        )
         table = block_table + request * table_stride
         if split < parts:
             _write_plan(plan, token, split, parts, width, whole)

@@ -24,14 +24,22 @@ def partition(
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
     MERGED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
     """How many parts a row of ``count`` keys has, keys per part, the width of their lists, and
     whether a list has every key of its part, in its place; one part if all fit. Lists are as wide
-    as MERGED keys allow, which are merged together, because the merge alone has to be exact."""
+    as MERGED keys allow, which are merged together, because the merge alone has to be exact; more
+    are merged in GROUPS before, of GROUPED keys at a time."""
     share = (count + splits - 1) // splits
     share = tl.maximum((share + STEP - 1) // STEP * STEP, LEAST)
-    # powers of two, so that the lists of a short row are all of its keys and no more than MERGED
-    if (count <= MERGED // 2) | ((count <= MERGED) & (share <= topk)):
+    whole = share <= topk
+    grouped = tl.minimum(share, topk) * GROUPS
+    group = (count + grouped - 1) // grouped * share
+    # powers of two, so that the lists of a row are all of its keys, and no more than are merged
+    # together or, of a longer one, than its groups are
+    short = (count <= MERGED // 2) | ((count <= MERGED) & whole)
+    if short | (whole & (count <= GROUPS * GROUPED) & (group > GROUPED)):
         least = LEAST
         while least < share:
             least *= 2
