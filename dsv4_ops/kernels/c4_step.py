@@ -17,6 +17,10 @@ from dsv4_ops.kernels.launch import EMULATE, Launch
 WARPS = 4
 """Warps of every program: as many as the main compressor's channels fill."""
 
+HEADS = 16
+"""Heads of a token that a program normalises: few programs fit on an SM, as the compressors' have many
+registers, so that each has more values under way."""
+
 
 class _Compressor(NamedTuple):
     """What the kernel is given of one of the two compressors.
@@ -182,7 +186,7 @@ def insert_c4_step(
     threads = _threads(window, pages)
     del threads["VALUES"]
     tiles = (num_indexer_heads + indexer.QUANTIZED_HEADS - 1) // indexer.QUANTIZED_HEADS
-    row_programs = num_tokens * ((num_heads + qnorm.HEADS - 1) // qnorm.HEADS)
+    row_programs = num_tokens * ((num_heads + HEADS - 1) // HEADS)
     row_programs += (num_tokens + qnorm.KEYS - 1) // qnorm.KEYS
     q_out = q.new_empty((num_tokens, num_heads, pages.head_dim))
     codes = indexer_q.new_empty(indexer_q.shape, dtype=torch.uint8)
@@ -236,7 +240,7 @@ def insert_c4_step(
         BLOCK_SIZE=block_size,
         TOKENS=compressor.SHORT_TOKENS_SAVED,
         APART=compressor.SHORT_APART,
-        HEADS=qnorm.HEADS,
+        HEADS=HEADS,
         KEYS=qnorm.KEYS,
         INDEXER_HEADS=indexer.QUANTIZED_HEADS,
         EMULATE=EMULATE,
