@@ -18,8 +18,8 @@ WARPS = 4
 """Warps of every program: as many as the main compressor's channels fill."""
 
 HEADS = 16
-"""Heads of a token that a program normalises: few programs fit on an SM, as the compressors' have many
-registers, so that each has more values under way."""
+"""Heads of a token that a program normalises: few programs fit on an SM, as those of the compressors
+have many registers, so that each has more values under way."""
 
 
 class _Compressor(NamedTuple):
