@@ -18,7 +18,7 @@ WARPS = 4
 """Warps of every program: as many as the main compressor's channels fill."""
 
 HEADS = 16
-"""Heads of a token that a program normalises: few programs fit on an SM, as those of the compressors
+"""Heads of a token that a program normalises: few programs fit on an SM, because the compressors'
 have many registers, so that each has more values under way."""
 
 
