@@ -193,11 +193,11 @@ def launch_windows(
         "EMULATE": EMULATE,
     }
     if num_rows <= SHORT_WINDOW:
-        threads = _rows_of_threads(window, finish["DIM"], SHORT_WARPS, DEPTH)
-        save = _tiles(state_slot_mapping, width, threads["num_warps"], SHORT_SAVED)
+        threads = rows_of_threads(window, finish["DIM"], SHORT_WARPS, DEPTH)
+        save = save_tiles(state_slot_mapping, width, threads["num_warps"], SHORT_SAVED)
         looked_at = SHORT_TOKENS if state_slot_mapping is None else SHORT_TOKENS_SAVED
-        programs = _programs(num_tokens, looked_at, SHORT_PROGRAMS)
-        launch(compress_and_insert_kernel)[programs + _num_tiles(num_tokens, save),](
+        programs = looking_programs(num_tokens, looked_at, SHORT_PROGRAMS)
+        launch(compress_and_insert_kernel)[programs + num_tiles(num_tokens, save),](
             *rows,
             *tokens,
             *rotation,
@@ -217,10 +217,10 @@ def launch_windows(
     channels = min(CHANNELS_SAVED if saves else CHANNELS, finish["DIM"])
     parts = (head_dim + channels - 1) // channels
     warps = LONG_WARPS_SAVED if saves else LONG_WARPS
-    threads = _rows_of_threads(window, channels, warps, LONG_DEPTH)
-    save = _tiles(state_slot_mapping, width, threads["num_warps"], LONG_SAVED)
+    threads = rows_of_threads(window, channels, warps, LONG_DEPTH)
+    save = save_tiles(state_slot_mapping, width, threads["num_warps"], LONG_SAVED)
     programs, num_early = _long_programs(num_tokens), num_tokens * SAVED_EARLY // 8
-    grid = (programs * parts + _num_tiles(num_early, save),) if saves else (programs, parts)
+    grid = (programs * parts + num_tiles(num_early, save),) if saves else (programs, parts)
     launch(pool_windows_kernel)[grid](
         *rows,
         *tokens,
@@ -238,9 +238,9 @@ def launch_windows(
         **save,
     )
     del window["NUM_ROWS"]
-    save = _tiles(state_slot_mapping, width, INSERT_WARPS, INSERT_SAVED)
-    programs = _programs(num_tokens, INSERT_TOKENS, INSERT_PROGRAMS)
-    launch(insert_pooled_kernel)[programs + _num_tiles(num_tokens - num_early, save),](
+    save = save_tiles(state_slot_mapping, width, INSERT_WARPS, INSERT_SAVED)
+    programs = looking_programs(num_tokens, INSERT_TOKENS, INSERT_PROGRAMS)
+    launch(insert_pooled_kernel)[programs + num_tiles(num_tokens - num_early, save),](
         pooled,
         num_reqs,
         *tokens,
@@ -258,7 +258,7 @@ def launch_windows(
     )
 
 
-def _tiles(
+def save_tiles(
     state_slot_mapping: Tensor | None, width: int, warps: int, values: int
 ) -> dict[str, int]:
     """How programs of some warps share the states of all tokens among them; none without slots."""
@@ -272,7 +272,7 @@ def _tiles(
     }
 
 
-def _num_tiles(num_tokens: int, save: dict[str, int]) -> int:
+def num_tiles(num_tokens: int, save: dict[str, int]) -> int:
     tokens = save["SAVE_TOKENS"]
     return (num_tokens + tokens - 1) // tokens * save["SAVE_PARTS"] if tokens else 0
 
@@ -283,7 +283,7 @@ def _quantized(layout: str, block_size: int) -> QuantizedLayout | None:
     return IndexerLayout(block_size) if layout == IndexerLayout.tag else None
 
 
-def _rows_of_threads(
+def rows_of_threads(
     window: dict[str, int], channels: int, warps: int, deepest: int
 ) -> dict[str, Any]:
     """How the rows of some channels of a window lie in the threads of a program."""
@@ -308,10 +308,10 @@ def _rows_of_threads(
 def _long_programs(num_tokens: int) -> int:
     """Programs that look for long windows, for each part of a window's channels."""
     few = torch.sym_max(FEW_TOKENS - num_tokens, 0) // 128 * 2
-    return _programs(num_tokens, LONG_TOKENS, LONG_PROGRAMS + few)
+    return looking_programs(num_tokens, LONG_TOKENS, LONG_PROGRAMS + few)
 
 
-def _programs(num_tokens: int, tokens: int, least: int) -> int:
+def looking_programs(num_tokens: int, tokens: int, least: int) -> int:
     """Programs, an odd number where there are fewer than tokens: those that finish a window, an
     even number of tokens apart, then are of different programs."""
     odd = (num_tokens + tokens - 1) // tokens // 2 * 2 + 1

@@ -21,6 +21,9 @@ WARPS = 4
 
 @triton.jit
 def find_role(
+    program,
+    part,
+    programs,
     num_tokens,
     num_saved,
     SAVE_TOKENS: tl.constexpr,
@@ -28,16 +31,16 @@ def find_role(
     LOOK_PARTS: tl.constexpr,
     APART: tl.constexpr,
 ):
-    """What a program does: the tile of states that it saves, or -1; the first token that it looks
-    at, if any; which part of its windows it reads; how many programs look, for each part.
+    """What the program number ``program`` of ``programs`` does: the tile of states that it saves,
+    or -1; the first token that it looks at, if any; which part of its windows it reads; how many
+    programs look, for each part.
 
-    Without states to save, the parts are the second axis of programs. With them there is one axis,
-    on which a program that looks comes every APART programs (1: all of them first; 0: as far apart
+    Without states to save, ``part`` is its place on a second axis. With them there is one axis, on
+    which a program that looks comes every APART programs (1: all of them first; 0: as far apart
     as all of them find a place), and the others have the tiles."""
     if SAVE_TOKENS == 0:
-        return -1, tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+        return -1, program, part, programs
     else:
-        program, programs = tl.program_id(0), tl.num_programs(0)
         looking = programs - (num_saved + SAVE_TOKENS - 1) // SAVE_TOKENS * SAVE_PARTS
         if APART == 1:
             before = tl.minimum(program, looking)

@@ -7,7 +7,7 @@ import triton.language as tl
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.choice import AUTO, not_ours
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
-from dsv4_ops.kernels.fp8 import quantize, round_to_bf16  # by name: Inductor copies kernels
+from dsv4_ops.kernels.indexer_queries import quantize_query_kernel  # by name: Inductor copies
 from dsv4_ops.kernels.indexer_scores import (
     find_pages,
     find_tile,
@@ -17,7 +17,6 @@ from dsv4_ops.kernels.indexer_scores import (
     score_codes,
 )
 from dsv4_ops.kernels.launch import EMULATE, Launch
-from dsv4_ops.kernels.rotation import rotate_pairs
 from dsv4_ops.reference import indexer as reference
 
 DIM = IndexerLayout.head_dim
@@ -43,62 +42,6 @@ def tile(num_heads: int) -> dict[str, int]:
     """Heads as the matrix unit takes them, and keys that are scored at a time."""
     heads = max(16, triton.next_power_of_2(num_heads))
     return {"HEADS": heads, "STEP": min(STEP, max(64 * STEP // heads, 16))}
-
-
-@triton.jit
-def quantize_query_kernel(
-    q,
-    token_stride,
-    head_stride,
-    dim_stride,
-    num_heads,
-    weights,
-    weight_token_stride,
-    weight_head_stride,
-    positions,
-    position_stride,
-    cos_sin_cache,
-    table_stride,
-    column_stride,
-    num_positions,
-    out,
-    weights_out,
-    SOFTMAX_SCALE: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
-    tiles = (num_heads + HEADS - 1) // HEADS
-    token = (tl.program_id(0) // tiles).to(tl.int64)
-    head = tl.program_id(0) % tiles * HEADS + tl.arange(0, HEADS)
-    given = head < num_heads
-    dim = tl.arange(0, DIM)[None, :]
-    source = q + token * token_stride + head.to(tl.int64)[:, None] * head_stride
-    source += dim.to(tl.int64) * dim_stride
-    values = tl.load(source, mask=given[:, None], other=0.0).to(tl.float32)
-
-    position = tl.load(positions + token * position_stride)
-    known = (position >= 0) & (position < num_positions)
-    pair = tl.arange(0, DIM // 2) - (DIM - ROPE_DIM) // 2
-    turned = known & (pair >= 0)
-    angle = cos_sin_cache + tl.where(known, position, 0) * table_stride
-    column = pair.to(tl.int64) * column_stride
-    cos = tl.load(angle + column, mask=turned, other=1.0)[None, :]
-    sin = tl.load(angle + column + ROPE_DIM // 2 * column_stride, mask=turned, other=0.0)[None, :]
-    even, odd = tl.split(tl.reshape(values, (HEADS, DIM // 2, 2)))
-    first, second = rotate_pairs(even, odd, cos, sin, EMULATE)
-    turned = turned[None, :]
-    pairs = tl.join(tl.where(turned, first, even), tl.where(turned, second, odd))
-    rotated = round_to_bf16(tl.reshape(pairs, (HEADS, DIM)), EMULATE).to(tl.float32)
-
-    codes, scale = quantize(rotated, EMULATE)
-    place = token * num_heads + head
-    tl.store(out + place[:, None] * DIM + dim, codes, mask=given[:, None])
-    at = token * weight_token_stride + head.to(tl.int64) * weight_head_stride
-    weight = tl.load(weights + at, mask=given, other=0.0).to(tl.float32)
-    weight = weight * (scale << 23).to(tl.float32, bitcast=True) * SOFTMAX_SCALE
-    tl.store(weights_out + place, weight, mask=given)
 
 
 def indexer_quantize_q(

@@ -62,7 +62,15 @@ def pool_windows_kernel(
     above 0, of the first ``num_early`` tokens."""
     PARTS: tl.constexpr = (HEAD_DIM + CHANNELS - 1) // CHANNELS
     tile, block, part, programs = find_role(
-        num_tokens, num_early, SAVE_TOKENS, SAVE_PARTS, PARTS, APART
+        tl.program_id(0),
+        tl.program_id(1),
+        tl.num_programs(0),
+        num_tokens,
+        num_early,
+        SAVE_TOKENS,
+        SAVE_PARTS,
+        PARTS,
+        APART,
     )
     if SAVE_TOKENS > 0:
         if tile >= 0:
@@ -195,7 +203,15 @@ def insert_pooled_kernel(
     """Norm, rotation and store of every window that a token finishes; further programs save states
     where SAVE_TOKENS is above 0, of the tokens from ``num_early`` on."""
     tile, block, _part, programs = find_role(
-        num_tokens, num_tokens - num_early, SAVE_TOKENS, SAVE_PARTS, 1, 1
+        tl.program_id(0),
+        tl.program_id(1),
+        tl.num_programs(0),
+        num_tokens,
+        num_tokens - num_early,
+        SAVE_TOKENS,
+        SAVE_PARTS,
+        1,
+        1,
     )
     if SAVE_TOKENS > 0:
         if tile >= 0:

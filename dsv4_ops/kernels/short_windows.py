@@ -12,7 +12,9 @@ from dsv4_ops.kernels.windows import find_finishing, finish_row, pool_window
 
 
 @triton.jit
-def compress_and_insert_kernel(
+def compress_and_insert(
+    program,
+    programs,
     kv_score,
     kv_stride,
     ape,
@@ -66,12 +68,12 @@ def compress_and_insert_kernel(
     SAVE_PARTS: tl.constexpr,
     APART: tl.constexpr,
 ):
-    """Tokens far apart per program, as the tokens that finish a window are evenly spaced in a
-    prefill."""
+    """What the program number ``program`` of ``programs`` does: tokens far apart, as the tokens
+    that finish a window are evenly spaced in a prefill."""
     lane = tl.arange(0, TOKENS)
     channel = tl.arange(0, DIM)
     tile, block, _part, programs = find_role(
-        num_tokens, num_tokens, SAVE_TOKENS, SAVE_PARTS, 1, APART
+        program, 0, programs, num_tokens, num_tokens, SAVE_TOKENS, SAVE_PARTS, 1, APART
     )
     if SAVE_TOKENS > 0:
         if tile >= 0:
@@ -175,3 +177,116 @@ def compress_and_insert_kernel(
                 EMULATE,
             )
         block += TOKENS * programs
+
+
+@triton.jit
+def compress_and_insert_kernel(
+    kv_score,
+    kv_stride,
+    ape,
+    states,
+    state_page_stride,
+    num_state_blocks,
+    state_block_table,
+    table_stride,
+    column_stride,
+    num_reqs,
+    state_columns,
+    positions,
+    position_stride,
+    req_indices,
+    request_stride,
+    norm_weight,
+    cos_sin_cache,
+    num_positions,
+    k_cache,
+    page_stride,
+    num_blocks,
+    slot_mapping,
+    slot_stride,
+    num_tokens,
+    state_slots,
+    state_slot_stride,
+    RATIO: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    EPS: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    CODE_DIM: tl.constexpr,
+    QUANT_BLOCK: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    FLOAT_SCALES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    VALUES: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
+    EMULATE: tl.constexpr,
+    SAVE_TOKENS: tl.constexpr,
+    SAVE_COLUMNS: tl.constexpr,
+    SAVE_PARTS: tl.constexpr,
+    APART: tl.constexpr,
+):
+    compress_and_insert(
+        tl.program_id(0),
+        tl.num_programs(0),
+        kv_score,
+        kv_stride,
+        ape,
+        states,
+        state_page_stride,
+        num_state_blocks,
+        state_block_table,
+        table_stride,
+        column_stride,
+        num_reqs,
+        state_columns,
+        positions,
+        position_stride,
+        req_indices,
+        request_stride,
+        norm_weight,
+        cos_sin_cache,
+        num_positions,
+        k_cache,
+        page_stride,
+        num_blocks,
+        slot_mapping,
+        slot_stride,
+        num_tokens,
+        state_slots,
+        state_slot_stride,
+        RATIO,
+        NUM_ROWS,
+        WIDTH,
+        HEAD_DIM,
+        DIM,
+        ROPE,
+        EPS,
+        STATE_BLOCK,
+        BLOCK_SIZE,
+        ROW_STRIDE,
+        CODE_DIM,
+        QUANT_BLOCK,
+        DATA_BYTES,
+        SCALE_BYTES,
+        FLOAT_SCALES,
+        TOKENS,
+        CHUNKS,
+        DEPTH,
+        GROUPS,
+        VALUES,
+        ONE_PAGE,
+        EMULATE,
+        SAVE_TOKENS,
+        SAVE_COLUMNS,
+        SAVE_PARTS,
+        APART,
+    )
