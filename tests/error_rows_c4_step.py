@@ -98,14 +98,6 @@ def own_rows() -> Iterator[Entry]:
             f"{name}ape must have shape {shape}, got [128, {width}]. "
             "Pass exactly 4 entries in dimension 0.",
         )
-    yield (
-        "the states of the layer for its indexer",
-        {"indexer_states": StateLayout(4, 2048).allocate(4)},
-        ValueError,
-        f"indexer_states must have shape [num_indexer_state_blocks, {4 * 512}] for layout "
-        f"'v4_state' with state_block_size = 4, got [4, {4 * 2048}]. Allocate it with "
-        "StateLayout(block_size=4, width=512).allocate(num_blocks), or correct state_block_size.",
-    )
 
 
 C4_TABLE: dict[str, list[Entry]] = {

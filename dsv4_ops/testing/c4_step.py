@@ -206,7 +206,8 @@ def _cases() -> list[Case]:
     # a row of one value over the root of its mean square is its sign
     normed, tensors = [[[1.0] * 512, [-1.0] * 512]] * 4, _tensors()
     # 3 is 384 times its scale of 2^-7, which goes into the weight
-    queries = (normed, [[[384.0] * 128]] * 4, [[0.00390625], [-0.0078125]] * 2)
+    codes, scaled = [[[384.0] * 128]] * 4, [[0.00390625], [-0.0078125]] * 2
+    queries = (normed, codes, scaled)
     window = [_page(MainLayout(2), -1), _page(MainLayout(2), 0, 1)]
     without = [_page(MainLayout(2))] * 2
     saved: tuple[tuple[float, ...], ...] = ((-8.0, 1.0), (-6.0,))
@@ -215,7 +216,7 @@ def _cases() -> list[Case]:
     slots = ("swa_slot_mapping", "state_slot_mapping", "slot_mapping")
     last = {name: tensors[name][3:] for name in _OF_TOKENS}
     last |= {"swa_slot_mapping": i64([2]), "state_slot_mapping": i64([3])}
-    old = [[1.0, 1.0], [1.0, None]]
+    old: list[list[float | None]] = [[1.0, 1.0], [1.0, None]]
     last |= {
         name: torch.tensor([_state_page(dim, *page) for page in old])
         for name, dim in (("states", 512), ("indexer_states", 128))
@@ -238,7 +239,7 @@ def _cases() -> list[Case]:
         _worked(
             "three rows of the last window from the states",
             (
-                *(result[3:] for result in queries),
+                *(result[3:] for result in (normed, codes, scaled)),
                 [_page(MainLayout(2)), _page(MainLayout(2), -1)],
                 *_left([[1.0, 1.0], [1.0, -8.0]], -1),
             ),
