@@ -107,6 +107,14 @@ def _readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
     return *exact, *main, *compressor_step.readable(calls["indexer_compressor"], indexer)
 
 
+def _determined(case: Case) -> bool:
+    """Whether neither compressor saves a state where a window reads another."""
+    calls = parts(case)
+    return all(
+        compressor_step.determined(calls[part]) for part in ("compressor", "indexer_compressor")
+    )
+
+
 _CODE, _SCALE = 0x78, 119
 """1 is 256 times the smallest scale under which it has a code, 2^-8."""
 
@@ -360,4 +368,5 @@ insert_c4_step = OpTesting(
     make=_call,
     precise=_precise,
     readable=_readable,
+    determined=_determined,
 )
