@@ -8,6 +8,7 @@ Inductor lowerings take effect by themselves with ``torch.compile`` and AOTInduc
 from dsv4_ops._version import __version__
 from dsv4_ops.core.fingerprint import extend_cache_key as _extend_cache_key
 from dsv4_ops.core.types import (
+    C4Step,
     CompressorStep,
     FlattenedDecode,
     IndexerKeys,
@@ -30,6 +31,7 @@ from dsv4_ops.ops.batch import (
     split_decodes_and_prefills,
     token_map,
 )
+from dsv4_ops.ops.c4_step import insert_c4_step
 from dsv4_ops.ops.chunking import (
     max_prefill_chunks,
     plan_prefill_chunks,
@@ -81,6 +83,7 @@ from dsv4_ops.ops.topk_indices import dense_compressed_indices, global_topk_indi
 _extend_cache_key(__version__)
 
 __all__ = [
+    "C4Step",
     "CompressorStep",
     "FlattenedDecode",
     "IndexerKeys",
@@ -113,6 +116,7 @@ __all__ = [
     "indexer_quantize_q",
     "indexer_select",
     "indexer_topk",
+    "insert_c4_step",
     "insert_k_cache",
     "insert_k_cache_functional",
     "inverse_rope_group",

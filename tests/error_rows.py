@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from error_rows_c4_step import C4_TABLE
 from error_rows_cache import CACHE_TABLE
 from error_rows_compressor import COMPRESSOR_TABLE
 from error_rows_indexer import INDEXER_TABLE
@@ -272,6 +273,7 @@ TABLE: dict[str, list[tuple[str, dict[str, Any], type[Exception], str]]] = {
             "Use page_tokens = 256.",
         ),
     ],
+    **C4_TABLE,
     **CACHE_TABLE,
     **COMPRESSOR_TABLE,
     **INDEXER_TABLE,

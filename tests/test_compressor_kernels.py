@@ -31,7 +31,9 @@ def test_tokens_that_finish_a_window_are_of_different_programs(num_tokens: int, 
 
     short = 2 * ratio <= kernels.SHORT_WINDOW
     if short:
-        programs = kernels.looking_programs(num_tokens, kernels.SHORT_TOKENS, kernels.SHORT_PROGRAMS)
+        programs = kernels.looking_programs(
+            num_tokens, kernels.SHORT_TOKENS, kernels.SHORT_PROGRAMS
+        )
     else:
         programs = kernels._long_programs(num_tokens)
     assert 1 <= programs <= num_tokens

@@ -41,7 +41,8 @@ def on_device(case: Case) -> Case:
 
 
 @pytest.mark.parametrize(
-    "name", ["save_compressor_states", "compress_and_insert", "save_and_compress"]
+    "name",
+    ["save_compressor_states", "compress_and_insert", "save_and_compress", "insert_c4_step"],
 )
 def test_kernels_agree_with_the_reference(name: str) -> None:
     """Drawn calls of every configuration, the e4m3 cast of the hardware included."""

@@ -14,7 +14,8 @@ from dsv4_ops.attention.step import AttentionStep, CompressedStep
 from dsv4_ops.attention.tensors import LayerCaches, LayerInputs, LayerWeights
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
-from dsv4_ops.core.types import QuantizedGroups
+from dsv4_ops.core.types import IndexerQuery, QuantizedGroups
+from dsv4_ops.ops.c4_step import insert_c4_step
 from dsv4_ops.ops.compressor import compress_and_insert
 from dsv4_ops.ops.compressor_states import save_compressor_states
 from dsv4_ops.ops.compressor_step import save_and_compress
@@ -54,7 +55,8 @@ def attention_layer(
             themselves; in FP8, and of "prefill", that is a kernel behind them.
         state_rings: Whether a token may keep its states where a window of the step reads older
             ones, as in short rings. States are then saved behind the windows, by another kernel;
-            False saves that launch.
+            False saves that launch, and in a decode of "c4" with FP8 caches all but one of those
+            before the selection (``insert_c4_step``).
 
     Returns:
         The attention output as the grouped output projection takes it, [num_tokens, num_groups,
@@ -100,19 +102,81 @@ def attention_layer(
         pages: Any = step.swa_block_table
         checks.tensor("step.swa_block_table", pages, torch.int32, "num_reqs", "max_swa_blocks")
     decode = schedule == "decode"
-    q = insert_window(spec, inputs, weights, caches, step)
-    selected = None
-    if kind != "window":
-        insert_compressed(spec, kind, inputs, weights, caches, step, state_rings)
-    if kind == "c4":
-        insert_indexer_keys(spec, inputs, weights, caches, step, state_rings)
-        selected = select(spec, inputs, weights, caches, step, slots=decode)
+    q, query = insert(spec, kind, inputs, weights, caches, step, schedule, state_rings)
+    selected = None if query is None else select(spec, query, caches, step, slots=decode)
     turned = decode and turns_back(spec, q)
     if decode:
         out = attend(spec, kind, q, selected, weights, caches, step, turned=turned)
     else:
         out = attend_whole(spec, kind, q, selected, weights, caches, step)
     return grouped(spec, out, weights, step, turned=turned)
+
+
+def insert(
+    spec: LayerSpec,
+    kind: str,
+    inputs: LayerInputs,
+    weights: LayerWeights,
+    caches: LayerCaches,
+    step: AttentionStep,
+    schedule: str,
+    state_rings: bool,
+) -> tuple[Tensor, IndexerQuery | None]:
+    """Store what the layer keeps of the step; its queries, and those of an indexer. A decode of C4
+    does so in one launch, where that has its sizes and no window reads what the step overwrites."""
+    fp8 = (spec.layout, spec.indexer_layout) == (MainLayout.tag, IndexerLayout.tag)
+    together = kind == "c4" and schedule == "decode" and not state_rings
+    if together and fp8 and model_sizes(spec, inputs.q):
+        return _insert_c4(spec, inputs, weights, caches, step)
+    q = insert_window(spec, inputs, weights, caches, step)
+    if kind != "window":
+        insert_compressed(spec, kind, inputs, weights, caches, step, state_rings)
+    if kind != "c4":
+        return q, None
+    insert_indexer_keys(spec, inputs, weights, caches, step, state_rings)
+    return q, indexer_query(spec, inputs, weights, step)
+
+
+def _insert_c4(
+    spec: LayerSpec,
+    inputs: LayerInputs,
+    weights: LayerWeights,
+    caches: LayerCaches,
+    step: AttentionStep,
+) -> tuple[Tensor, IndexerQuery]:
+    tensors = (
+        inputs.q,
+        inputs.kv,
+        inputs.kv_score,
+        inputs.indexer_q,
+        inputs.indexer_weights,
+        inputs.indexer_kv_score,
+        caches.swa,
+        step.slot_mapping,
+        weights.ape,
+        weights.norm_weight,
+        caches.states,
+        caches.compressed,
+        weights.indexer_ape,
+        weights.indexer_norm_weight,
+        caches.indexer_states,
+        caches.indexer,
+        step.c4.state_block_table,
+        step.c4.state_slot_mapping,
+        step.c4.slot_mapping,
+        step.positions,
+        step.req_indices,
+        weights.cos_sin_cache,
+    )
+    q, *query = insert_c4_step(
+        *(cast(Tensor, tensor) for tensor in tensors),
+        eps=spec.eps,
+        compress_ratio=spec.ratio("c4"),
+        state_block_size=spec.state_page_size("c4"),
+        swa_block_size=spec.attention.swa_page_size,
+        block_size=spec.page_size("c4"),
+    )
+    return q, IndexerQuery(*query)
 
 
 def insert_window(
@@ -216,10 +280,21 @@ def _compress(
     )
 
 
+def indexer_query(
+    spec: LayerSpec, inputs: LayerInputs, weights: LayerWeights, step: AttentionStep
+) -> IndexerQuery:
+    """The indexer's queries, rotated and in FP8 if its keys are, and the weights of their heads."""
+    q, head_weights = cast(Tensor, inputs.indexer_q), cast(Tensor, inputs.indexer_weights)
+    table = weights.cos_sin_cache
+    if spec.indexer_layout == IndexerLayout.tag:
+        return indexer_quantize_q(q, head_weights, step.positions, table)
+    q = apply_rope(q, step.positions, table)
+    return IndexerQuery(q, head_weights.to(torch.float32))  # a scale of all would change no choice
+
+
 def select(
     spec: LayerSpec,
-    inputs: LayerInputs,
-    weights: LayerWeights,
+    query: IndexerQuery,
     caches: LayerCaches,
     step: AttentionStep,
     *,
@@ -227,12 +302,7 @@ def select(
 ) -> Tensor:
     """Rows that every token attends to, int32 [num_tokens, index_topk]: their ``slots``, as
     ``attend`` takes them, or their places in the request, as ``attend_whole`` does."""
-    q, head_weights = cast(Tensor, inputs.indexer_q), cast(Tensor, inputs.indexer_weights)
-    if spec.indexer_layout == IndexerLayout.tag:
-        q, head_weights = indexer_quantize_q(q, head_weights, step.positions, weights.cos_sin_cache)
-    else:
-        q = apply_rope(q, step.positions, weights.cos_sin_cache)
-        head_weights = head_weights.to(torch.float32)  # a scale of all would change no choice
+    q, head_weights = query
     return indexer_select(
         q,
         head_weights,

@@ -12,6 +12,7 @@ from dsv4_ops.attention import LayerSpec, output
 from dsv4_ops.attention import layer as stages
 from dsv4_ops.bench.layer_cases import parts_of
 from dsv4_ops.bench.work import Args
+from dsv4_ops.core.types import IndexerQuery
 
 
 class Stage(NamedTuple):
@@ -32,11 +33,11 @@ def _stage(name: str, kind: str, spec: LayerSpec) -> Callable[..., Any]:
     def compressed(*args: Any) -> Any:
         return stages.insert_compressed(spec, kind, *parts_of(args), state_rings=False)
 
-    def indexer_keys(*args: Any) -> Any:
-        return stages.insert_indexer_keys(spec, *parts_of(args), state_rings=False)
+    def written(*args: Any) -> Any:
+        return stages.insert(spec, kind, *parts_of(args), schedule="decode", state_rings=False)
 
-    def selection(*args: Any) -> Any:
-        return stages.select(spec, *parts_of(args), slots=True)
+    def selection(query: IndexerQuery, *args: Any) -> Any:
+        return stages.select(spec, query, *parts_of(args)[2:], slots=True)
 
     def attention(q: Tensor, slots: Tensor | None, *args: Any) -> Any:
         turned = output.turns_back(spec, q)
@@ -49,7 +50,7 @@ def _stage(name: str, kind: str, spec: LayerSpec) -> Callable[..., Any]:
     found: dict[str, Callable[..., Any]] = {
         "window": window,
         "compressed": compressed,
-        "indexer_keys": indexer_keys,
+        "written": written,
         "selection": selection,
         "attention": attention,
         "output": projected,
@@ -67,20 +68,23 @@ class Results(NamedTuple):
 
 
 def our_stages(kind: str, spec: LayerSpec, args: Args) -> tuple[list[Stage], Results]:
-    """The stages of a layer in their order, with the arguments that the ones before left. There is
-    no output stage where attention undoes the rotation: what is left of it is a view."""
+    """The stages of a layer in their order, with the arguments that the ones before left. All that
+    C4 writes is one launch, so one stage. There is no output stage where attention undoes the
+    rotation: what is left of it is a view."""
     found: list[Stage] = []
 
     def run(name: str, *args: Any) -> Any:
         found.append(Stage(name, _stage(name, kind, spec), args))
         return found[-1].call(*args)
 
-    q, slots = run("window", *args), None
-    if kind != "window":
-        run("compressed", *args)
+    slots = None
     if kind == "c4":
-        run("indexer_keys", *args)
-        slots = run("selection", *args)
+        q, query = run("written", *args)
+        slots = run("selection", query, *args)
+    else:
+        q = run("window", *args)
+    if kind == "c128":
+        run("compressed", *args)
     out = run("attention", q, slots, *args)
     if output.turns_back(spec, q):
         rest = parts_of(args)[1:]

@@ -76,6 +76,15 @@ class CompressorStep(NamedTuple):
     k_cache: Tensor
 
 
+class C4Step(NamedTuple):
+    """Queries of a C4 layer, and FP8 queries of its indexer with the weights of their heads; see
+    ``dsv4_ops.insert_c4_step``."""
+
+    q: Tensor
+    indexer_q: Tensor
+    indexer_weights: Tensor
+
+
 class IndexerKeys(NamedTuple):
     """Gathered keys of the lightning indexer; see ``dsv4_ops.gather_indexer_k``."""
 

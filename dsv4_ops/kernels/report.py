@@ -74,6 +74,10 @@ class _Launch:
     kwargs: dict[str, Any]
 
 
+_C4_LAYOUTS = (MainLayout, MainLayout, IndexerLayout)
+"""Of the window, of compressed rows and of the indexer's keys."""
+
+
 def _tensor(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -120,6 +124,23 @@ def _step(cache: Tensor, overlap: bool, **settings: Any) -> tuple[Any, ...]:
     """Arguments of ``save_and_compress``, likewise."""
     tensors, settings = _compress(cache, overlap, **settings)
     return (*tensors[:4], tensors[-1], *tensors[4:]), settings
+
+
+def _c4_step() -> tuple[Any, ...]:
+    """Arguments of ``insert_c4_step``."""
+    window, main, keys = (kind(64).allocate(1024, "meta") for kind in _C4_LAYOUTS)
+    (q, kv, _, slots, positions, table), _ = _qnorm(window, MainLayout.tag)
+    of_main, settings = _step(main, True, block_size=64, layout=MainLayout.tag)
+    of_indexer, _ = _step(keys, True, block_size=64, layout=IndexerLayout.tag)
+    kv_score, ape, states, state_table, _, _, req_indices, weight, *_ = of_main
+    indexer_score, indexer_ape, indexer_states, _, _, _, _, indexer_weight, *_ = of_indexer
+    queries = _tensor(128, 64, 128, dtype=torch.bfloat16), _tensor(128, 64, dtype=torch.bfloat16)
+    written = (window, slots, ape, weight, states, main)
+    written = (*written, indexer_ape, indexer_weight, indexer_states, keys)
+    tokens = (state_table, slots, slots, positions, req_indices, table)
+    del settings["overlap"], settings["layout"]
+    sizes = {"softmax_scale": 0.01, "swa_block_size": 64}
+    return (q, kv, kv_score, *queries, indexer_score, *written, *tokens), settings | sizes
 
 
 def _save() -> tuple[Any, ...]:
@@ -205,6 +226,7 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "save_and_compress": _step(main, True, **fp8),
         "save_and_compress, C128": _step(pages_of_2, False, **{**fp8, "block_size": 2}),
         "save_and_compress, indexer": _step(indexer, True, **keys),
+        "insert_c4_step": _c4_step(),
         "qnorm_rope_kv_insert": _qnorm(main, MainLayout.tag),
         "qnorm_rope_kv_insert, plain": _qnorm(plain, "plain"),
         "sparse_mla_decode": _attention(False, main, **pages),

@@ -2,6 +2,7 @@
 
 from dsv4_ops.ops import (
     batch,
+    c4_step,
     chunking,
     compressor,
     compressor_states,
@@ -26,6 +27,7 @@ from dsv4_ops.ops import (
 
 __all__ = [
     "batch",
+    "c4_step",
     "chunking",
     "compressor",
     "compressor_states",

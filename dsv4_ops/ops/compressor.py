@@ -29,8 +29,6 @@ DIMENSIONS = (
 )
 """Sizes in which a compiled call of these ops, and of a whole step, is dynamic."""
 
-_STATES = ("num_state_blocks", "state_values")
-
 _compress_and_insert = define_op(
     OpSpec(
         stem="compressor",
@@ -297,12 +295,7 @@ def check_compress(
     checks.flag("overlap", overlap)
     checks.above(0, eps=eps)
     checks.one_of("layout", layout, MainLayout.tag, IndexerLayout.tag, PlainLayout.tag)
-    checks.tensor("positions", positions, torch.int64, "num_tokens")
-    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
-    checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
-    checks.tensor(
-        "state_block_table", state_block_table, torch.int32, "num_reqs", "max_state_blocks"
-    )
+    check_tokens(checks, positions, req_indices, slot_mapping, state_block_table)
     head_dim = _check_cache(checks, k_cache, block_size, layout)
     checks.tensor("norm_weight", norm_weight, torch.float32, head_dim)
     checks.tensor("cos_sin_cache", cos_sin_cache, torch.float32, "num_positions", "rope_dim")
@@ -313,11 +306,42 @@ def check_compress(
             "Pass a cos_sin_cache without columns, or rows of whole pairs."
         )
     width = 2 * head_dim if overlap else head_dim
-    checks.tensor("ape", ape, torch.float32, compress_ratio, width)
-    checks.tensor("kv_score", kv_score, torch.float32, "num_tokens", 2 * width)
-    states_layout = StateLayout(state_block_size, 2 * width)
-    checks.pages("states", states, states_layout, _STATES, "state_block_size")
+    check_states(checks, kv_score, ape, states, (compress_ratio, width, state_block_size))
     return checks
+
+
+def check_tokens(
+    checks: Checks,
+    positions: Tensor,
+    req_indices: Tensor,
+    slot_mapping: Tensor,
+    state_block_table: Tensor,
+) -> None:
+    """Checks of what says where the rows of a step are."""
+    checks.tensor("positions", positions, torch.int64, "num_tokens")
+    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
+    checks.tensor(
+        "state_block_table", state_block_table, torch.int32, "num_reqs", "max_state_blocks"
+    )
+
+
+def check_states(
+    checks: Checks,
+    kv_score: Tensor,
+    ape: Tensor,
+    states: Tensor,
+    sizes: tuple[int, int, int],
+    prefix: str = "",
+) -> None:
+    """Checks of the projections of a compressor of these (compress_ratio, width, state_block_size),
+    and of the states that they become; ``prefix`` is that of the arguments' names."""
+    compress_ratio, width, state_block_size = sizes
+    checks.tensor(f"{prefix}ape", ape, torch.float32, compress_ratio, width)
+    checks.tensor(f"{prefix}kv_score", kv_score, torch.float32, "num_tokens", 2 * width)
+    layout = StateLayout(state_block_size, 2 * width)
+    dims = (f"num_{prefix}state_blocks", f"{prefix}state_values")
+    checks.pages(f"{prefix}states", states, layout, dims, "state_block_size")
 
 
 def _check_cache(checks: Checks, k_cache: Tensor, block_size: int, layout: str) -> int:

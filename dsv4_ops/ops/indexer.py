@@ -109,16 +109,30 @@ def indexer_quantize_q(
         (384.0, [[0.00390625, 0.00390625]])
     """
     checks = Checks("indexer_quantize_q")
-    checks.tensor("q", q, torch.bfloat16, "num_tokens", "num_heads", DIM)
-    checks.floats("weights", weights, torch.bfloat16, torch.float32)
-    checks.tensor("weights", weights, weights.dtype, "num_tokens", "num_heads")
+    check_unquantized(checks, q, weights)
     checks.rotation(positions, cos_sin_cache)
     checks.even("cos_sin_cache", cos_sin_cache, "dim", DIM)
+    softmax_scale = checked_scale(checks, q, softmax_scale)
+    query = _indexer_quantize_q(q, weights, positions, cos_sin_cache, softmax_scale=softmax_scale)
+    return IndexerQuery(*query)
+
+
+def check_unquantized(
+    checks: Checks, q: Tensor, weights: Tensor, heads: str = "num_heads", prefix: str = ""
+) -> None:
+    """Checks of queries before they are quantised and of the weights of their ``heads``; ``prefix``
+    is that of the arguments' names."""
+    checks.tensor(f"{prefix}q", q, torch.bfloat16, "num_tokens", heads, DIM)
+    checks.floats(f"{prefix}weights", weights, torch.bfloat16, torch.float32)
+    checks.tensor(f"{prefix}weights", weights, weights.dtype, "num_tokens", heads)
+
+
+def checked_scale(checks: Checks, q: Tensor, softmax_scale: float | None) -> float:
+    """``softmax_scale``, or that of the model for None."""
     if softmax_scale is None:
         softmax_scale = DIM**-0.5 * max(int(q.shape[1]), 1) ** -0.5
     checks.above(0, softmax_scale=softmax_scale)
-    query = _indexer_quantize_q(q, weights, positions, cos_sin_cache, softmax_scale=softmax_scale)
-    return IndexerQuery(*query)
+    return softmax_scale
 
 
 def indexer_logits(

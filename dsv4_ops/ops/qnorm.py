@@ -12,6 +12,9 @@ from dsv4_ops.core.types import InsertedQuery
 from dsv4_ops.meta import qnorm as meta
 from dsv4_ops.reference import qnorm as reference
 
+ROPE_DIM = MainLayout.head_dim - MainLayout.code_dim
+"""Values of a key that are rotated."""
+
 _DIMENSIONS = ("num_tokens", "num_positions", "num_heads", "num_slots", "num_blocks")
 _SOURCE = "vLLM 0.33 fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, with bounds"
 
@@ -81,8 +84,8 @@ def qnorm_rope_kv_insert(
     Mutates: ``k_cache``: the bytes of every slot that is written; no other byte. They are those of
         ``apply_rope`` followed by ``quantize_and_insert_k_cache`` (or ``insert_k_cache``), bit for
         bit; a NaN among the rotated values is 0x7FC0. If two tokens have one slot, its bytes are
-        of either of them, not of one alone. Alone among the ops, this one writes to an argument
-        and returns a result: what the two parts share is the launch.
+        of either of them, not of one alone. Alone among the ops, this one and ``insert_c4_step``
+        write to an argument and return a result: what their parts share is the launch.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, more slots than
@@ -213,8 +216,7 @@ def _check_insert(
     checks.above(0, eps=eps)
     checks.at_least(1, block_size=block_size)
     checks.one_of("layout", layout, MainLayout.tag, PlainLayout.tag)
-    checks.tensor("q", q, torch.bfloat16, "num_tokens", "num_heads", head_dim)
-    checks.tensor("kv", kv, torch.bfloat16, "num_tokens", head_dim)
+    check_query(checks, q, kv)
     if layout == PlainLayout.tag:
         checks.storage("k_cache", k_cache, "PlainLayout", layout, torch.bfloat16)
         checks.rows("k_cache", k_cache, block_size)
@@ -222,5 +224,11 @@ def _check_insert(
     else:
         checks.pages("k_cache", k_cache, MainLayout(block_size))
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_slots")
-    checks.rotation(positions, cos_sin_cache, head_dim - MainLayout.code_dim)
+    checks.rotation(positions, cos_sin_cache, ROPE_DIM)
     checks.no_more_than_tokens("slot_mapping", slot_mapping)
+
+
+def check_query(checks: Checks, q: Tensor, kv: Tensor) -> None:
+    """Checks of the queries and keys of every token."""
+    checks.tensor("q", q, torch.bfloat16, "num_tokens", "num_heads", MainLayout.head_dim)
+    checks.tensor("kv", kv, torch.bfloat16, "num_tokens", MainLayout.head_dim)

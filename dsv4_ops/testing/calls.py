@@ -34,6 +34,15 @@ def changed(spec: OpSpec, tensor: Tensor) -> Tensor:
     return torch.div(tensor * 2, 3, rounding_mode="floor")  # keeps query_start_loc non-decreasing
 
 
+def stays_determined(spec: OpSpec, case: Case) -> bool:
+    """Whether a call has one outcome with other values too."""
+    determined = station(spec).determined
+    if determined is None:
+        return True
+    tensors = tuple(None if each is None else changed(spec, each) for each in case.tensors)
+    return determined(Case("changed", tensors, case.settings))
+
+
 def as_case(spec: OpSpec, settings: dict[str, Any], tensors: Sequence[Tensor]) -> Case:
     """The call of the op that the bound public function makes with ``tensors``; a copy."""
     capacities = dict.fromkeys(sizes(spec.schema), tensors[-1].shape[0])
@@ -71,8 +80,15 @@ def sized_tensors(case: Case) -> tuple[Tensor, ...]:
     return (*tensors, *(torch.empty(size, dtype=torch.uint8, device=device) for size in capacities))
 
 
-def primer(station: OpTesting, settings: dict[str, Any], *, skip: int = 0) -> Case:
-    """A drawn call in which as many sizes differ as can: export takes equal sizes for one."""
+def primer(
+    station: OpTesting,
+    settings: dict[str, Any],
+    *,
+    skip: int = 0,
+    keep: Callable[[Case], bool] | None = None,
+) -> Case:
+    """A drawn call, of those that ``keep`` keeps, in which as many sizes differ as can: export
+    takes equal sizes for one."""
     from hypothesis import HealthCheck, Phase, given
     from hypothesis import settings as profile
 
@@ -95,4 +111,5 @@ def primer(station: OpTesting, settings: dict[str, Any], *, skip: int = 0) -> Ca
     def differing(case: Case) -> int:
         return len({size for tensor in sized_tensors(case) for size in tensor.shape})
 
-    return sorted(drawn, key=differing, reverse=True)[skip]
+    kept = [case for case in drawn if keep is None or keep(case)]
+    return sorted(kept, key=differing, reverse=True)[skip]

@@ -74,6 +74,8 @@ class OpTesting:
             reference, or as one rounding is.
         readable: (case, outcome) -> the outcome as tensors that ``precise`` describes, for bytes
             that depend on floats, such as the codes of a quantised row.
+        determined: Whether a call has one outcome, of an op that leaves open what it reads where it
+            writes; without it, every call has. Drawn calls have.
     """
 
     cases: Callable[[], list[Case]]
@@ -81,6 +83,7 @@ class OpTesting:
     make: Callable[[Any, dict[str, Any], int], Case]
     precise: Callable[..., tuple[Exact | None, ...]] | None = None
     readable: Callable[[Case, Sequence[Tensor]], Sequence[Tensor]] | None = None
+    determined: Callable[[Case], bool] | None = None
 
     def strategy(
         self, *, settings: dict[str, Any] | None = None, min_size: int = 0

@@ -310,9 +310,16 @@ def _states(
 ) -> tuple[Tensor, Tensor]:
     """States whose unused pages and padding are NaN, and a table with pages of them and hostile
     entries."""
-    layout = StateLayout(settings["state_block_size"], width)
     usual = (table >= 0) & (table < 5000)
     table = torch.where(usual, table % max(num_pages, 1), table)
+    return filled_states(settings["state_block_size"], table, num_pages, width, seed), table
+
+
+def filled_states(
+    block_size: int, table: Tensor, num_pages: int, width: int, seed: torch.Generator
+) -> Tensor:
+    """Pages of states; padding, and pages that ``table`` does not name, are NaN."""
+    layout = StateLayout(block_size, width)
     states = torch.full(layout.shape(num_pages), float("nan"))
     shape = (num_pages, layout.block_size, width)
     rows = torch.randn(shape, generator=seed)
@@ -321,7 +328,7 @@ def _states(
     unused = torch.ones(num_pages, dtype=torch.bool)
     unused[used] = False
     states[unused] = float("nan")
-    return states, table
+    return states
 
 
 def _settings(ratio: int, overlap: bool, layout: str, *sizes: int) -> dict[str, Any]:

@@ -57,6 +57,13 @@ def read_slots(case: Case) -> set[int]:
     return {slot for slot in found if 0 <= slot < states.shape[0] * size}
 
 
+def determined(case: Case) -> bool:
+    """Whether no state is saved where a window reads another."""
+    slots = case.tensors[_SLOTS]
+    assert slots is not None
+    return not read_slots(_windows_of(case)) & {int(slot) for slot in slots}
+
+
 def _page(*rows: Sequence[float]) -> list[float]:
     """A page of rows of two values, and its padding."""
     values = [value for row in rows for value in row]
@@ -153,5 +160,6 @@ save_and_compress = OpTesting(
     make=_call,
     precise=precise,
     readable=readable,
+    determined=determined,
 )
 save_and_compress_functional = save_and_compress

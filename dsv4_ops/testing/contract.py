@@ -32,6 +32,7 @@ from dsv4_ops.testing.calls import (
     reference,
     sized_tensors,
     station,
+    stays_determined,
     with_sizes,
 )
 from dsv4_ops.testing.case import Case, results
@@ -260,12 +261,16 @@ def check_fusion(spec: OpSpec, device: str = "cpu") -> None:
 
 
 def bound_call(
-    spec: OpSpec, device: str = "cpu", *, skip: int = 0
+    spec: OpSpec,
+    device: str = "cpu",
+    *,
+    skip: int = 0,
+    keep: Callable[[Case], bool] | None = None,
 ) -> tuple[Callable[..., Any], Results]:
     """The public function as a function of tensors only, and tensors to call it with."""
     testing = station(spec)
     settings = dict(testing.settings[0])
-    case = primer(testing, settings, skip=skip).on(device)
+    case = primer(testing, settings, skip=skip, keep=keep).on(device)
     return with_sizes(spec, settings), tuple(tensor.clone() for tensor in sized_tensors(case))
 
 
@@ -288,7 +293,7 @@ def check_package(spec: OpSpec, device: str = "cpu") -> None:
 def check_cuda_graph(spec: OpSpec) -> None:
     """Captured by torch.compile's CUDA graphs, the op is right after its inputs change in place,
     without a host sync."""
-    call, inputs = bound_call(spec, "cuda")
+    call, inputs = bound_call(spec, "cuda", keep=partial(stays_determined, spec))
     for tensor in inputs:
         torch._dynamo.mark_static_address(tensor)
     torch._dynamo.reset()

@@ -1,0 +1,231 @@
+"""Everything that a C4 layer writes before it selects rows, and its queries, in one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import IndexerLayout, MainLayout
+from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.core.types import C4Step
+from dsv4_ops.meta import c4_step as meta
+from dsv4_ops.ops import indexer, qnorm
+from dsv4_ops.ops.compressor import DIMENSIONS, check_states, check_tokens
+from dsv4_ops.reference import c4_step as reference
+
+_insert_c4_step = define_op(
+    OpSpec(
+        stem="c4_step",
+        schema="insert_c4_step(Tensor q, Tensor kv, Tensor kv_score, Tensor indexer_q, "
+        "Tensor indexer_weights, Tensor indexer_kv_score, Tensor(a!) swa_cache, "
+        "Tensor swa_slot_mapping, Tensor ape, Tensor norm_weight, Tensor(b!) states, "
+        "Tensor(c!) k_cache, Tensor indexer_ape, Tensor indexer_norm_weight, "
+        "Tensor(d!) indexer_states, Tensor(e!) indexer_cache, Tensor state_block_table, "
+        "Tensor state_slot_mapping, Tensor slot_mapping, Tensor positions, Tensor req_indices, "
+        "Tensor cos_sin_cache, *, float eps, float softmax_scale, int compress_ratio, "
+        "int state_block_size, int swa_block_size, int block_size) -> (Tensor, Tensor, Tensor)",
+        meta=meta.insert_c4_step,
+        reference=reference.insert_c4_step,
+        lowering={"cpu": "decompose", "cuda": "triton"},
+        dynamic=(
+            *DIMENSIONS,
+            "num_heads",
+            "num_slots",
+            "num_swa_blocks",
+            "num_indexer_blocks",
+            "num_indexer_state_blocks",
+        ),
+        source="qnorm_rope_kv_insert, save_and_compress and indexer_quantize_q in one launch",
+        providers=("triton", "reference"),
+    )
+)
+
+
+def insert_c4_step(
+    q: Tensor,
+    kv: Tensor,
+    kv_score: Tensor,
+    indexer_q: Tensor,
+    indexer_weights: Tensor,
+    indexer_kv_score: Tensor,
+    swa_cache: Tensor,
+    swa_slot_mapping: Tensor,
+    ape: Tensor,
+    norm_weight: Tensor,
+    states: Tensor,
+    k_cache: Tensor,
+    indexer_ape: Tensor,
+    indexer_norm_weight: Tensor,
+    indexer_states: Tensor,
+    indexer_cache: Tensor,
+    state_block_table: Tensor,
+    state_slot_mapping: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    eps: float,
+    softmax_scale: float | None = None,
+    compress_ratio: int,
+    state_block_size: int,
+    swa_block_size: int,
+    block_size: int,
+) -> C4Step:
+    """Normalise and rotate the queries of a C4 layer and quantise those of its indexer; write the
+    keys to the window cache and what both compressors leave: ``qnorm_rope_kv_insert``,
+    ``save_and_compress`` of the layer and of its indexer, and ``indexer_quantize_q`` as one op.
+
+    Args:
+        q: Queries, [num_tokens, num_heads, 512], bfloat16, any strides.
+        kv: Keys after their own RMSNorm, [num_tokens, 512], bfloat16, any strides.
+        kv_score: Projections of the compressor, [num_tokens, 2048], float32.
+        indexer_q: Queries of the indexer without RoPE, [num_tokens, num_index_heads, 128],
+            bfloat16, any strides.
+        indexer_weights: Weight of each of their heads, [num_tokens, num_index_heads], bfloat16 or
+            float32, any strides.
+        indexer_kv_score: Projections of the indexer's compressor, [num_tokens, 512], float32.
+        swa_cache: Window cache, [num_swa_blocks, page_bytes], uint8, from ``MainLayout.allocate``.
+        swa_slot_mapping: Slot of the first num_slots tokens in it, [num_slots], int64; at most
+            num_tokens. The keys of the tokens after them are not written, nor are those of slots
+            below 0 and past the last page.
+        ape: Position bias of the compressor's scores, [compress_ratio, 1024], float32.
+        norm_weight: Weight of its RMSNorm, [512], float32.
+        states: Its paged states, [num_state_blocks, page_bytes / 4], float32, from
+            ``StateLayout(state_block_size, 2048).allocate``.
+        k_cache: Its rows, [num_blocks, page_bytes], uint8, from ``MainLayout.allocate``.
+        indexer_ape: As ``ape``, of the indexer: [compress_ratio, 256], float32.
+        indexer_norm_weight: Weight of the RMSNorm of its keys, [128], float32.
+        indexer_states: Its paged states, [num_indexer_state_blocks, page_bytes / 4], float32, from
+            ``StateLayout(state_block_size, 512).allocate``.
+        indexer_cache: Its keys, [num_indexer_blocks, page_bytes], uint8, from
+            ``IndexerLayout.allocate``.
+        state_block_table: Page of the states, of both compressors, of every logical block of
+            state_block_size positions, [num_reqs, max_state_blocks], int32, any strides.
+        state_slot_mapping: Slot of every token's own row in ``states`` and ``indexer_states``, page
+            * state_block_size + row, [num_tokens], int64. Slots below 0 and past the last page are
+            not saved.
+        slot_mapping: Slot of the row that every token finishes, in ``k_cache`` and
+            ``indexer_cache``, from ``compressed_slot_mapping``, [num_tokens], int64.
+        positions: Absolute position of every token, [num_tokens], int64. Queries and keys of a
+            position below 0 or past the table are not rotated; outside 0..2**31-2 no window is
+            finished; below 0 no state is saved either.
+        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 none of its
+            windows is finished.
+        cos_sin_cache: From ``rope_cos_sin_cache``, of the layers with a compressor, [num_positions,
+            64], float32.
+        eps: Added to the mean square in all three RMSNorms. Above 0.
+        softmax_scale: Factor of all weights of the indexer's heads, a number above 0; None for
+            128^-0.5 * num_index_heads^-0.5.
+        compress_ratio: Tokens per window, 4 in C4. At least 1. Windows overlap, as in C4.
+        state_block_size: Rows per page of both states: 4 for C4. At least 1.
+        swa_block_size: Rows per page of ``swa_cache``. At least 1.
+        block_size: Rows per page of ``k_cache`` and ``indexer_cache``: 64 for C4. At least 1.
+
+    Returns:
+        ``C4Step(q, indexer_q, indexer_weights)``, dense: the result of ``qnorm_rope_kv_insert``,
+        bfloat16, and those of ``indexer_quantize_q``, float8_e4m3fn and float32.
+
+    Mutates: ``swa_cache`` as ``qnorm_rope_kv_insert`` does, ``states`` and ``k_cache`` as
+        ``save_and_compress`` does, and ``indexer_states`` and ``indexer_cache`` as it does for the
+        indexer; no other value. The five must be different tensors without common memory, as all
+        are written at once. What ``save_and_compress`` says about windows that read what the step
+        writes (rings of states that are too short for it) holds here too: call its two ops there.
+
+    Raises:
+        ValueError: shapes that disagree, a cache or states that are not of their layout, more
+            slots of the window than tokens, ``eps`` or ``softmax_scale`` not above 0, a size below
+            1, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: in place, never a copy of states or caches; on CUDA our Triton kernel in the graph and
+        in AOTInductor packages, on CPU the code of the four ops; dynamic in num_tokens, num_heads,
+        num_reqs, num_slots, max_state_blocks, num_positions and the pages of all five; CUDA graphs
+        and export: yes. Bits and roundings are those of the four ops.
+
+    Source: the four ops; vLLM 0.33 runs them as kernels of their own.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import IndexerLayout, MainLayout, StateLayout
+        >>> def ones(*shape, dtype=torch.float32):
+        ...     return torch.ones(shape, dtype=dtype)
+        >>> swa_cache, k_cache = (MainLayout(block_size=1).allocate(1) for _ in range(2))
+        >>> indexer_cache, zero = IndexerLayout(block_size=1).allocate(1), torch.tensor([0])
+        >>> states, indexer_states = (StateLayout(1, width).allocate(1) for width in (2048, 512))
+        >>> step = dsv4_ops.insert_c4_step(
+        ...     3 * ones(1, 2, 512, dtype=torch.bfloat16), ones(1, 512, dtype=torch.bfloat16),
+        ...     ones(1, 2048), 3 * ones(1, 1, 128, dtype=torch.bfloat16), ones(1, 1), ones(1, 512),
+        ...     swa_cache, zero, ones(1, 1024), ones(512), states, k_cache,
+        ...     ones(1, 256), ones(128), indexer_states, indexer_cache, zero[None].int(),
+        ...     zero, zero, zero, zero.int(), torch.zeros(0, 64),
+        ...     eps=1e-6, softmax_scale=0.5, compress_ratio=1, state_block_size=1,
+        ...     swa_block_size=1, block_size=1
+        ... )
+        >>> step.q[0, 1, 0].item(), step.indexer_q[0, 0, 0].item(), step.indexer_weights.item()
+        (1.0, 384.0, 0.00390625)
+        >>> states[0, 1023:1025].tolist(), indexer_states[0, 255:257].tolist()
+        ([1.0, 2.0], [1.0, 2.0])
+        >>> [cache[0, 0].item() for cache in (swa_cache, k_cache, indexer_cache)]
+        [120, 120, 120]
+    """
+    checks = Checks("insert_c4_step")
+    checks.at_least(
+        1,
+        compress_ratio=compress_ratio,
+        state_block_size=state_block_size,
+        swa_block_size=swa_block_size,
+        block_size=block_size,
+    )
+    checks.above(0, eps=eps)
+    qnorm.check_query(checks, q, kv)
+    check_tokens(checks, positions, req_indices, slot_mapping, state_block_table)
+    checks.tensor("state_slot_mapping", state_slot_mapping, torch.int64, "num_tokens")
+    checks.tensor("swa_slot_mapping", swa_slot_mapping, torch.int64, "num_slots")
+    checks.no_more_than_tokens("swa_slot_mapping", swa_slot_mapping)
+    checks.rotation(positions, cos_sin_cache, qnorm.ROPE_DIM)
+    swa_dims = ("num_swa_blocks", "swa_page_bytes")
+    checks.pages("swa_cache", swa_cache, MainLayout(swa_block_size), swa_dims, "swa_block_size")
+    checks.pages("k_cache", k_cache, MainLayout(block_size))
+    checks.tensor("norm_weight", norm_weight, torch.float32, MainLayout.head_dim)
+    sizes = (compress_ratio, 2 * MainLayout.head_dim, state_block_size)
+    check_states(checks, kv_score, ape, states, sizes)
+    indexer_dims = ("num_indexer_blocks", "indexer_page_bytes")
+    checks.pages("indexer_cache", indexer_cache, IndexerLayout(block_size), indexer_dims)
+    checks.tensor("indexer_norm_weight", indexer_norm_weight, torch.float32, indexer.DIM)
+    sizes = (compress_ratio, 2 * indexer.DIM, state_block_size)
+    check_states(checks, indexer_kv_score, indexer_ape, indexer_states, sizes, "indexer_")
+    indexer.check_unquantized(checks, indexer_q, indexer_weights, "num_index_heads", "indexer_")
+    softmax_scale = indexer.checked_scale(checks, indexer_q, softmax_scale)
+    written = _insert_c4_step(
+        q,
+        kv,
+        kv_score,
+        indexer_q,
+        indexer_weights,
+        indexer_kv_score,
+        swa_cache,
+        swa_slot_mapping,
+        ape,
+        norm_weight,
+        states,
+        k_cache,
+        indexer_ape,
+        indexer_norm_weight,
+        indexer_states,
+        indexer_cache,
+        state_block_table,
+        state_slot_mapping,
+        slot_mapping,
+        positions,
+        req_indices,
+        cos_sin_cache,
+        eps=eps,
+        softmax_scale=softmax_scale,
+        compress_ratio=compress_ratio,
+        state_block_size=state_block_size,
+        swa_block_size=swa_block_size,
+        block_size=block_size,
+    )
+    return C4Step(*written)

@@ -1,0 +1,101 @@
+"""Everything that a C4 layer writes before it selects rows, and its queries: four ops as one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dsv4_ops.core.layout import IndexerLayout, MainLayout
+from dsv4_ops.core.types import C4Step
+from dsv4_ops.reference.compressor_step import save_and_compress
+from dsv4_ops.reference.indexer import indexer_quantize_q
+from dsv4_ops.reference.qnorm import qnorm_rope_kv_insert
+
+
+def insert_c4_step(
+    q: Tensor,
+    kv: Tensor,
+    kv_score: Tensor,
+    indexer_q: Tensor,
+    indexer_weights: Tensor,
+    indexer_kv_score: Tensor,
+    swa_cache: Tensor,
+    swa_slot_mapping: Tensor,
+    ape: Tensor,
+    norm_weight: Tensor,
+    states: Tensor,
+    k_cache: Tensor,
+    indexer_ape: Tensor,
+    indexer_norm_weight: Tensor,
+    indexer_states: Tensor,
+    indexer_cache: Tensor,
+    state_block_table: Tensor,
+    state_slot_mapping: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    eps: float,
+    softmax_scale: float,
+    compress_ratio: int,
+    state_block_size: int,
+    swa_block_size: int,
+    block_size: int,
+) -> C4Step:
+    q_out = qnorm_rope_kv_insert(
+        q,
+        kv,
+        swa_cache,
+        swa_slot_mapping,
+        positions,
+        cos_sin_cache,
+        eps=eps,
+        block_size=swa_block_size,
+        layout=MainLayout.tag,
+    )
+    save_and_compress(
+        kv_score,
+        ape,
+        states,
+        state_block_table,
+        state_slot_mapping,
+        positions,
+        req_indices,
+        norm_weight,
+        cos_sin_cache,
+        k_cache,
+        slot_mapping,
+        compress_ratio=compress_ratio,
+        overlap=True,
+        eps=eps,
+        state_block_size=state_block_size,
+        block_size=block_size,
+        layout=MainLayout.tag,
+    )
+    save_and_compress(
+        indexer_kv_score,
+        indexer_ape,
+        indexer_states,
+        state_block_table,
+        state_slot_mapping,
+        positions,
+        req_indices,
+        indexer_norm_weight,
+        cos_sin_cache,
+        indexer_cache,
+        slot_mapping,
+        compress_ratio=compress_ratio,
+        overlap=True,
+        eps=eps,
+        state_block_size=state_block_size,
+        block_size=block_size,
+        layout=IndexerLayout.tag,
+    )
+    query = indexer_quantize_q(
+        indexer_q,
+        indexer_weights,
+        positions,
+        cos_sin_cache,
+        softmax_scale=softmax_scale,
+    )
+    return C4Step(q_out, query.q, query.weights)
