@@ -2,8 +2,6 @@
 misread: by hand, over drawn calls and over hostile ones, and what is refused. With the library:
 tests/test_gpu_providers_prefill.py."""
 
-import math
-
 import pytest
 import torch
 from gpu_attention import generator, integers
@@ -17,7 +15,6 @@ from torch import Tensor
 import dsv4_ops as ops
 from dsv4_ops import providers
 from dsv4_ops.core import choice
-from dsv4_ops.core.layout import KEY_BLOCK
 from dsv4_ops.core.measured import RULES, Sizes
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels.prepare_prefill import Prefill, Source, find_spans, list_rows
@@ -34,9 +31,8 @@ SETTINGS = {
     "swa_block_size": 1,
     "extra_block_size": 1,
 }
-PLACES = {
-    name: place for place, name in enumerate(OPS[PREFILL].parameters[:9])
-}  # of tensors
+PLACES = {name: place for place, name in enumerate(OPS[PREFILL].parameters[:9])}
+PER_TOKEN = ("q", "positions", "req_indices", "topk_indices")
 
 
 def but(case: Case, **changed: Tensor | None) -> Case:
@@ -151,7 +147,7 @@ def test_tokens_in_any_order_without_a_sink(mode, flash_mla):
     order = torch.randperm(30, generator=generator(1))
     moved = {
         name: case.tensors[PLACES[name]][order]
-        for name in ("q", "positions", "req_indices", "topk_indices")
+        for name in PER_TOKEN
         if case.tensors[PLACES[name]] is not None
     }
     expected = call(PREFILL, case, impl="flash_mla")
@@ -177,7 +173,8 @@ def test_tokens_in_any_order_without_a_sink(mode, flash_mla):
     max_reqs=st.sampled_from((1, 3)),
 )
 def test_hostile_calls(flash_mla, seed, mode, tokens, window, block, max_reqs):
-    """Every integer is drawn from what exists and from what does not, in any mixture."""
+    """Every integer is drawn from what exists and from what does not, in any mixture; without the
+    NaN of pages that no table has named before."""
     sizes = {"window": window, "block": block, "max_reqs": max_reqs}
     case = prefill_case(seed % 1000, tokens, 64, mode, longest=100, topk=3, cache_seed=1, **sizes)
     made = generator(seed)
@@ -194,7 +191,6 @@ def test_hostile_calls(flash_mla, seed, mode, tokens, window, block, max_reqs):
         "req_indices": drawn(case.tensors[3], *bad),
         "swa_block_table": drawn(case.tensors[4], *bad),
     }
-    # pages that no table named hold NaN
     changed["swa_cache"] = torch.where(case.tensors[1] == 0xFF, 0, case.tensors[1])
     if case.tensors[5] is not None:
         changed["extra_cache"] = torch.where(case.tensors[5] == 0xFF, 0, case.tensors[5])
@@ -206,17 +202,15 @@ def test_hostile_calls(flash_mla, seed, mode, tokens, window, block, max_reqs):
 
 def test_arguments_of_any_strides(flash_mla):
     case = prefill_case(3, 11, 64, "C4", **SMALL)
-    expected, tensors = call(PREFILL, case, impl="flash_mla"), dict(
-        zip(PLACES, case.tensors, strict=True)
-    )
+    expected = call(PREFILL, case, impl="flash_mla")
+    tensors = dict(zip(PLACES, case.tensors, strict=True))
     for name in ("positions", "req_indices"):
         tensors[name] = strided(tensors[name])
     for name in ("swa_block_table", "extra_block_table", "topk_indices"):
         tensors[name] = strided(widened(tensors[name]))
     tensors["q"] = tensors["q"].permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    for left, right in zip(
-        call(PREFILL, but(case, **tensors), impl="flash_mla"), expected, strict=True
-    ):
+    actual = call(PREFILL, but(case, **tensors), impl="flash_mla")
+    for left, right in zip(actual, expected, strict=True):
         assert torch.equal(left, right)
 
 
@@ -255,10 +249,11 @@ def test_a_workspace_that_is_too_large_is_refused(on_cpu, monkeypatch):
         "sparse_mla_prefill: impl must be 'auto', 'triton' or 'reference' with block tables of "
         "1048704 rows, got 'flash_mla'. FlashMLA has room for 1048576 rows of all requests."
     )
-    assert message(NotImplementedError, PREFILL, wide(case, 2, 4096, 4097), impl="flash_mla") == text
+    large = wide(case, 2, 4096, 4097)
+    assert message(NotImplementedError, PREFILL, large, impl="flash_mla") == text
     assert choice.limit(PREFILL, "flash_mla", values_of(wide(case, 2, 4096, 4096))) is None
     monkeypatch.setattr(choice, "unusable", lambda library: "")
-    found = providers.choice_of(PREFILL, *wide(case, 2, 4096, 4097).tensors, **case.settings)
+    found = providers.choice_of(PREFILL, *large.tensors, **case.settings)
     advice = "FlashMLA has room for 1048576 rows of all requests"
     assert found == ("triton", f"{advice}: the call is with block tables of 1048704 rows")
 
@@ -270,7 +265,8 @@ def values_of(case: Case) -> dict[str, object]:
 def test_layouts_that_flash_mla_does_not_read_are_refused(on_cpu):
     q = torch.zeros(1, 64, 512, dtype=torch.bfloat16)
     cache = torch.zeros(1, 1, 512, dtype=torch.bfloat16)
-    case = Case("plain", (q, cache, i64([0]), i32([0]), i32([[0]])), {**SETTINGS, "layout": "plain"})
+    tensors = (q, cache, i64([0]), i32([0]), i32([[0]]))
+    case = Case("plain", tensors, {**SETTINGS, "layout": "plain"})
     assert message(NotImplementedError, PREFILL, case, impl="flash_mla") == (
         "sparse_mla_prefill: impl must be 'auto', 'triton' or 'reference' with layout 'plain', got "
         "'flash_mla'. FlashMLA reads the layout 'v4_fp8'."
@@ -297,10 +293,8 @@ def test_auto_gathers_no_more_rows_than_pay(heads, on_cpu, monkeypatch):
     (rule,) = (rule for rule in RULES if (rule.op, rule.heads) == (PREFILL, heads))
     changed = {"longest": 300, "max_reqs": 1}
     case = prefill_case(0, 4, heads, "C4", topk=512, **changed)
-    many = {
-        name: case.tensors[PLACES[name]][:1].expand(rule.tokens, *case.tensors[PLACES[name]].shape[1:])
-        for name in ("q", "positions", "req_indices", "topk_indices")
-    }
+    first = {name: case.tensors[PLACES[name]][:1] for name in PER_TOKEN}
+    many = {name: each.expand(rule.tokens, *each.shape[1:]) for name, each in first.items()}
     case = but(case, **many)
 
     def impl(each: Case) -> str:
@@ -319,8 +313,8 @@ def test_symbolic_tables_have_auto_take_ours(flash_mla, monkeypatch):
     seen = []
     monkeypatch.setattr(choice, "ours", lambda spec: seen.append(spec.name) or "reference")
     case = prefill_case(1, 6, 64, "C4", **SMALL)
-    rules = [rule._replace(tokens=1, columns=1) for rule in RULES if rule.op == PREFILL]
-    monkeypatch.setattr(choice, "RULES", rules)
+    rule = next(rule for rule in RULES if rule.op == PREFILL)
+    monkeypatch.setattr(choice, "RULES", (rule._replace(tokens=1, columns=1, gathered=10**6),))
     compiled = torch.compile(
         lambda *tensors: ops.sparse_mla_prefill(*tensors, **case.settings).out, fullgraph=True
     )
@@ -334,5 +328,4 @@ def test_symbolic_tables_have_auto_take_ours(flash_mla, monkeypatch):
     torch.compile(lambda *t: ops.sparse_mla_prefill(*t, **case.settings).out, dynamic=False)(
         *case.tensors
     )
-    assert flash_mla.calls == ["prefill"] * (KEY_BLOCK == 128)
-    assert math.isfinite(len(seen))
+    assert flash_mla.calls == ["prefill"]

@@ -95,9 +95,9 @@ RULES = (
 """None of sparse MLA's decode: of 53 rows of ``bench sparse_mla`` of 2026-11-22, FlashMLA without
 its adapter and its plan, it was faster in one, C128 of 64 ragged tokens without a plan of ours.
 None of selections, where ours is faster. That of logits is older than our faster kernel of them.
-Those of prefills are not of ``bench.choice`` yet: the library's figure is of the sequence in ``bench
-sparse_mla`` (our gather, vLLM's indices, FlashMLA; of 128 heads with 1152 columns), and the adapter
-is to be measured in its place."""
+Those of prefills are not of ``bench.choice`` yet: the library's figure is of the sequence in
+``bench sparse_mla`` (our gather, vLLM's indices, FlashMLA; of 128 heads with 1152 columns), and the
+adapter is to be measured in its place."""
 
 
 def workspace_rows(values: Mapping[str, Any]) -> Any:

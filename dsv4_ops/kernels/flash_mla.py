@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core import libraries
+from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import KEY_BLOCK, MainLayout
 from dsv4_ops.core.types import ABSENT, FlashMlaPlan, SparseMla, SparseMlaGathered
-from dsv4_ops.core.checks import Checks
 from dsv4_ops.kernels import foreign, prepare_prefill
 from dsv4_ops.kernels.prepare import Listed, Prepared, list_slots, no_key
 from dsv4_ops.kernels.prepare_prefill import Prefill, Rows, Source
@@ -226,9 +226,7 @@ def sparse_mla_prefill(
     call = Prefill(positions, req_indices, swa, extra, topk_indices, *numbers)
     given = _gathered(launch, call, attn_sink)
     rows, slots = _some(given.kv)[:, None], given.slots[:, None]
-    out, _, lse = prefill(
-        q.contiguous(), rows, slots, softmax_scale, WIDTH, given.sink, given.lens
-    )
+    out, _, lse = prefill(q.contiguous(), rows, slots, softmax_scale, WIDTH, given.sink, given.lens)
     kernels = foreign.kernels(q.device)
     if kernels is None:
         return SparseMla(out, no_key(lse))
