@@ -56,7 +56,7 @@ def sparse_mla_prefill(
     impl: str = "auto",
 ) -> SparseMla:
     """Attend to the window and to compressed rows, straight from the paged caches: no gathered
-    copy, no index matrix, no chunks.
+    copy, no index matrix, no chunks, unless FlashMLA runs it.
 
     The window of a token is its own position and the ``window_size - 1`` before it. Compressed
     rows are those that ``topk_indices`` selects (C4), or without it all that the token may see
@@ -114,9 +114,10 @@ def sparse_mla_prefill(
         caches, graphs call an op that launches one in Gluon; float32 queries,
         rows of another width than 512 and other devices get the reference: gathers and matrix
         products. FlashMLA is a call of its own op, in AOTInductor packages too, which then need
-        that library; our kernels gather the rows that the positions of the batch may see, and list
-        them for it. Dynamic in num_tokens, num_reqs, the blocks of both tables, which have "auto"
-        take ours, and the pages of the caches; CUDA graphs and export: yes.
+        that library; kernels of ours gather the rows that tokens of the batch may see, into a
+        workspace whose size the block tables' shapes decide, and list them. Dynamic in num_tokens,
+        num_reqs and the blocks of both tables, which have "auto" take ours, and in the pages of the
+        caches; CUDA graphs and export: yes.
 
     Source: the attention of vLLM 0.33's prefill chunks, which gathers rows to bf16, combines top-k
         and window indices, and calls FlashMLA's ``flash_mla_sparse_fwd``.
