@@ -11,7 +11,7 @@ from gpu_prefill import MODES, PREFILL, prefill_case
 from gpu_providers import captured
 from helpers import INT32_MAX, INT32_MIN
 from test_gpu_cache import needs_anchors
-from test_gpu_providers import call, check
+from test_gpu_providers import call, check, run_of
 from torch import Tensor
 
 from dsv4_ops import providers
@@ -19,6 +19,7 @@ from dsv4_ops.bench import choice as bench_choice
 from dsv4_ops.core.measured import RULES
 from dsv4_ops.kernels import foreign_prefill, prepare_prefill
 from dsv4_ops.kernels.prepare_prefill import Prefill, Source
+from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.lowering.measure import example
 from dsv4_ops.testing.case import Case
 
@@ -129,6 +130,22 @@ def test_a_captured_call_follows_its_tensors(mode: str) -> None:
                 tensor.copy_(new)
         graph.replay()
         check(PREFILL, case, outputs)
+
+
+@each_mode
+def test_compiled_code_has_one_workspace(mode: str) -> None:
+    """Our gathers write to it in place, and FlashMLA reads it there."""
+    case = prefill_case(1, 30, 64, mode).on(DEVICE)
+    present = [place for place, tensor in enumerate(case.tensors) if tensor is not None]
+    run = run_of(PREFILL, case, present, impl="flash_mla")
+    compiled = torch.compile(run, fullgraph=True, dynamic=False)
+    result, code = compile_and_get_code(compiled, *(case.tensors[place] for place in present))
+    check(PREFILL, case, result)
+    sizes, tables = case.settings, case.tensors[4:7:2]
+    rows = tables[0].shape[1] * sizes["swa_block_size"]
+    if tables[1] is not None:
+        rows += tables[1].shape[1] * sizes["extra_block_size"]
+    assert code.count(f"empty_strided_cuda(({tables[0].shape[0]}, {rows}, 512)") == 1
 
 
 def test_nothing_synchronises() -> None:

@@ -9,7 +9,7 @@ from gpu_prefill import MODES, PREFILL, prefill_case
 from helpers import INT32_MAX, INT32_MIN, i32, i64, strided, widened
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from providers_on_cpu import call, check, message
+from providers_on_cpu import CASES, call, check, message
 from torch import Tensor
 
 import dsv4_ops as ops
@@ -212,6 +212,20 @@ def test_arguments_of_any_strides(flash_mla):
     actual = call(PREFILL, but(case, **tensors), impl="flash_mla")
     for left, right in zip(actual, expected, strict=True):
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_queries_at_any_address(name, flash_mla):
+    """The library copies from multiples of 16 bytes; dense queries may start between them."""
+    case = CASES[name](1)
+    q = case.tensors[0]
+    moved = torch.cat([q.new_zeros(1), q.flatten()])[1:].view(q.shape)
+    assert moved.is_contiguous()
+    assert moved.data_ptr() % 16 == 2
+    tensors = (moved, *case.tensors[1:])
+    expected = call(name, case, impl="flash_mla")
+    actual = call(name, Case(name, tensors, case.settings), impl="flash_mla")
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_batches_and_tables_of_nothing(flash_mla):

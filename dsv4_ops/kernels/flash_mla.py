@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dsv4_ops.core import libraries
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.layout import KEY_BLOCK, MainLayout
+from dsv4_ops.core.layout import CACHE_ALIGNMENT, KEY_BLOCK, MainLayout
 from dsv4_ops.core.types import ABSENT, FlashMlaPlan, SparseMla, SparseMlaGathered
 from dsv4_ops.kernels import foreign, prepare_prefill
 from dsv4_ops.kernels.prepare import Listed, Prepared, list_slots, no_key
@@ -188,7 +188,7 @@ def sparse_mla_gathered(
     given = _prepared(launch, Listed(indices, lens, kv.shape[0], 1), None, attn_sink, KEY_BLOCK)
     rows, slots = _some(kv)[:, None], given.slots[:, None]
     out, max_logits, lse = prefill(
-        q.contiguous(), rows, slots, softmax_scale, WIDTH, given.sink, given.lens
+        _dense(q), rows, slots, softmax_scale, WIDTH, given.sink, given.lens
     )
     lse = no_key(lse)
     return SparseMlaGathered(out, torch.where(lse == -torch.inf, -torch.inf, max_logits), lse)
@@ -226,7 +226,7 @@ def sparse_mla_prefill(
     call = Prefill(positions, req_indices, swa, extra, topk_indices, *numbers)
     given = _gathered(launch, call, attn_sink)
     rows, slots = _some(given.kv)[:, None], given.slots[:, None]
-    out, _, lse = prefill(q.contiguous(), rows, slots, softmax_scale, WIDTH, given.sink, given.lens)
+    out, _, lse = prefill(_dense(q), rows, slots, softmax_scale, WIDTH, given.sink, given.lens)
     kernels = foreign.kernels(q.device)
     if kernels is None:
         return SparseMla(out, no_key(lse))
@@ -240,6 +240,12 @@ def _gathered(launch: Any, call: Prefill, sink: Tensor | None) -> Rows:
         return prepare_prefill.gather_rows(call, sink, KEY_BLOCK)
     made: Rows = kernels.gather_rows(launch, call, sink, KEY_BLOCK)
     return made
+
+
+def _dense(q: Tensor) -> Tensor:
+    """Queries without gaps that start where FlashMLA's copies can: at a multiple of 16 bytes."""
+    q = q.contiguous()
+    return q if q.storage_offset() * q.itemsize % CACHE_ALIGNMENT == 0 else q.clone()
 
 
 def _some(kv: Tensor) -> Tensor:
@@ -315,7 +321,7 @@ def _attend(
         schedule, num_splits = plan[:rows].view(-1, PLAN_COLUMNS), plan[rows:]
         lens = extra_lens = None
     out, lse, _, _ = decode(
-        q.contiguous()[:, None],
+        _dense(q)[:, None],
         kernel_view(swa_cache, window.block_size),
         given.slots[:, None],
         lens,
