@@ -44,6 +44,8 @@ def _of(spec: OpSpec) -> list[str]:
 def _text(rule: Rule) -> str:
     heads = "any heads" if rule.heads is None else f"{rule.heads} heads"
     plan = ", with a plan of flash_mla_plan" if rule.planned else ""
+    rows = f", for up to {rule.gathered} gathered rows per token" if rule.gathered else ""
     ours_us, theirs_us = rule.measured
     figures = f"{theirs_us} us there where ours takes {ours_us}"
-    return f"{heads}, from {rule.tokens} tokens and {rule.columns} columns on{plan} ({figures})"
+    sizes = f"{heads}, from {rule.tokens} tokens and {rule.columns} columns on"
+    return f"{sizes}{plan}{rows} ({figures})"

@@ -84,6 +84,7 @@ def decode(
     calls.append("decode")
     b, queries, heads, width = q.shape
     require(b > 0 and queries == 1 and (width, d_v) == (512, 512), "the queries")
+    require(q.is_contiguous() and q.data_ptr() % 16 == 0, "queries anywhere")
     require(heads in (64, 128) and q.dtype == torch.bfloat16, "the heads")
     require(sink is None or sink.is_contiguous(), "the sink")
     pairs = [(indices, lens)] + ([] if extra_kv is None else [(extra_indices, extra_lens)])
@@ -104,9 +105,14 @@ def decode(
 def prefill(q, kv, indices, scale, d_v, sink, lens, out):
     q.data_ptr()
     calls.append("prefill")
+    require(q.is_contiguous() and q.data_ptr() % 16 == 0, "queries anywhere")
     require(q.shape[1] in (64, 128) and q.shape[2] == d_v == 512, "the queries")
     require(kv.shape[1:] == (1, 512) and kv.is_contiguous(), "the rows")
     require(indices.shape[1] == 1 and indices.shape[2] % 128 == 0, "lists of another width")
+    require(indices.shape[2] > 0 and indices.stride(2) == 1, "lists of another width")
+    require(lens.is_contiguous() and lens.dtype == indices.dtype == torch.int32, "the lengths")
+    require(bool(((lens >= 0) & (lens <= indices.shape[2])).all()), "lengths out of range")
+    require(sink is None or (sink.is_contiguous() and sink.dtype == torch.float32), "the sink")
     slots = indices[:, 0].long()
     require(bool(((slots >= -1) & (slots < kv.shape[0])).all()), "rows that do not exist")
     counts = (slots >= 0) & (torch.arange(slots.shape[1]) < lens[:, None])

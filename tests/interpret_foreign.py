@@ -9,6 +9,7 @@ import fake_flash_mla
 import torch
 from fake_deep_gemm import FakeDeepGemm, indexer_call
 from gpu_attention import DECODE, GATHERED, PAGED, decode_case, gathered_case, paged_case, turned
+from gpu_prefill import MODES, PREFILL, prefill_case
 
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
@@ -37,10 +38,32 @@ def attention() -> Iterator[tuple[str, Case]]:
     yield DECODE, Case("strided", tuple(kept), case.settings)
 
 
+SMALL = {"longest": 300, "max_reqs": 2, "window": 70}
+
+
+def prefills() -> Iterator[tuple[str, Case]]:
+    """Few entries and tokens of a request at a time as well as all of them."""
+    for seed, mode in enumerate(MODES):
+        for tokens, heads in ((6, 64), (1, 128)):
+            yield PREFILL, prefill_case(seed, tokens, heads, mode, topk=70, **SMALL)
+    for seed, changed in enumerate(({"window": 200}, {"block": 7, "window": 1}, {"topk": 1})):
+        sizes = {"topk": 70, **SMALL, **changed}
+        case = prefill_case(seed, 9, 64, "C4", **sizes)
+        tensors = (*case.tensors[:-1], None)
+        yield PREFILL, Case("without a sink", tensors, case.settings)
+    case = prefill_case(5, 9, 64, "C4", topk=70, **SMALL)
+    wide = [None if each is None else torch.stack([each] * 2, -1)[..., 0] for each in case.tensors]
+    kept = [each if place in (1, 5, 8) else wide[place] for place, each in enumerate(case.tensors)]
+    yield PREFILL, Case("strided", tuple(kept), case.settings)
+    for what, cut in (("no request", slice(0, 0)), ("no column", (slice(None), slice(0, 0)))):
+        tables = [each[cut] if place in (4, 6) else each for place, each in enumerate(case.tensors)]
+        yield PREFILL, Case(what, tuple(tables), case.settings)
+
+
 def main() -> None:
     assert foreign.kernels(torch.device("cpu")) is not None
     with fake_flash_mla.registered():
-        for name, case in attention():
+        for name, case in (*attention(), *prefills()):
             actual = launched(name, "flash_mla", *case.tensors, **case.settings)
             expected = case.run(OPS[name].reference)
             assert_agrees(f"{name}, {case.name}", testing.station(name), case, actual, expected)

@@ -9,6 +9,7 @@ import torch
 import torch._inductor.config
 from fake_deep_gemm import FakeDeepGemm
 from gpu_attention import DECODE, GATHERED, PAGED, decode_case, gathered_case, paged_case
+from gpu_prefill import PREFILL, prefill_case
 
 import dsv4_ops as ops
 from dsv4_ops import providers, testing
@@ -18,7 +19,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.compare import assert_agrees
 
 LIBRARY_OPS = {
-    "flash_mla": (DECODE, PAGED, GATHERED),
+    "flash_mla": (DECODE, PAGED, PREFILL, GATHERED),
     "deep_gemm": ("indexer_logits", "indexer_select"),
 }
 UNUSABLE = choice.unusable
@@ -26,6 +27,7 @@ CHOICES = [name for name, spec in OPS.items() if spec.has_choice]
 CASES = {
     DECODE: lambda seed, heads=64: decode_case(seed, 7, heads),
     PAGED: lambda seed, heads=64: paged_case(seed, 7, heads, columns=70),
+    PREFILL: lambda seed, heads=64: prefill_case(seed, 7, heads, "C4", longest=300, topk=70),
     GATHERED: lambda seed, heads=64: gathered_case(seed, 7, heads, 130),
 }
 

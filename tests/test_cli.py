@@ -149,7 +149,7 @@ def test_explain_says_what_auto_takes_and_why_not_a_library(capsys):
 def test_explain_refuses_an_op_without_a_choice(capsys):
     assert main(["explain", "token_map"]) == 2
     assert "explain: op must be one of sparse_mla_decode" in capsys.readouterr().err.replace(
-        "indexer_logits, indexer_select, ", ""
+        "indexer_logits, indexer_select, sparse_mla_prefill, ", ""
     )
 
 

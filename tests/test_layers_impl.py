@@ -1,7 +1,10 @@
 """What runs those ops of a layer that have a choice."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
+import layers
 import pytest
 import torch
 from layers import (
@@ -17,7 +20,10 @@ from layers import (
 )
 
 from dsv4_ops.attention import LayerSpec
+from dsv4_ops.attention.impl import attender_of_many
 from dsv4_ops.core import choice
+
+pytest_plugins = ("providers_on_cpu",)
 
 
 def refused(spec: LayerSpec, base: LayerSpec) -> None:
@@ -75,6 +81,50 @@ def test_the_reference_can_be_asked_for() -> None:
     assert outputs[0].isfinite().all()
     assert outputs[0].any()
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("kind", ["window", "c128"])
+def test_flash_mla_runs_both_schedules(
+    monkeypatch: pytest.MonkeyPatch, flash_mla: Any, kind: str
+) -> None:
+    """Of its 64 heads."""
+    monkeypatch.setattr(layers, "HEADS", 64)
+    layer = SmallLayer(kind, SPEC)
+    inputs, outputs = projected(layer, hidden_states()[:1]), {}
+    for impl in ("reference", "flash_mla"):
+        for layer.schedule in ("decode", "prefill"):
+            layer.spec = replace(SPEC, impl=impl)
+            poison(layer)
+            (outputs[impl, layer.schedule],) = in_chunks(layer, inputs, [[LENGTH]])
+    assert flash_mla.calls == ["decode", "prefill"]
+    for schedule in ("decode", "prefill"):
+        expected = outputs["reference", schedule]
+        torch.testing.assert_close(outputs["flash_mla", schedule], expected, atol=0.02, rtol=0.02)
+
+
+def test_a_prefill_of_no_workspace_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, flash_mla: Any
+) -> None:
+    monkeypatch.setattr(layers, "HEADS", 64)
+    monkeypatch.setattr(choice, "WORKSPACE_ROWS", 100)
+    monkeypatch.setattr(SmallLayer, "schedule", "prefill")
+    with pytest.raises(NotImplementedError) as caught:
+        refused(replace(SPEC, impl="flash_mla"), SPEC)
+    assert "FlashMLA has room for 100 rows of all requests." in str(caught.value)
+    assert flash_mla.calls == []
+
+
+def test_what_does_not_depend_on_the_batch_is_no_choice_of_auto() -> None:
+    """On a GPU, where the size of a batch would choose; other layouts have none."""
+    q = torch.empty(600, 64, 512, device="meta")
+    invariant = replace(SPEC, batch_invariant=True)
+    assert attender_of_many(invariant, q) == "auto"
+    cuda = SimpleNamespace(device=torch.device("cuda"))
+    assert attender_of_many(invariant, cast(Any, cuda)) == "triton"
+    for spec in (SPEC, replace(invariant, layout="plain")):
+        assert attender_of_many(spec, cast(Any, cuda)) == "auto"
+    for name in ("triton", "reference"):
+        assert attender_of_many(replace(invariant, impl=name), cast(Any, cuda)) == name
 
 
 def test_specs_of_layers_that_flash_mla_does_not_take_are_refused() -> None:

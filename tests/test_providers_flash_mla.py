@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch._inductor.config
 from gpu_attention import DECODE, GATHERED, PAGED, decode_case
+from gpu_prefill import PREFILL
 from providers_on_cpu import (
     CASES,
     LIBRARY_OPS,
@@ -149,7 +150,7 @@ def test_compiled_code_calls_the_op_of_the_library(name, dynamic, flash_mla):
     compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
     actual, code = compile_and_get_code(compiled, *(case.tensors[place] for place in present))
     check(name, case, actual, "compiled")
-    op = "sparse_prefill_fwd" if name == GATHERED else "sparse_decode_fwd"
+    op = "sparse_prefill_fwd" if name in (GATHERED, PREFILL) else "sparse_decode_fwd"
     calls = [line for line in code.splitlines() if f"torch.ops._flashmla_C.{op}" in line]
     assert len([line for line in calls if "#" not in line]) == 1, calls
     assert [line for line in opaque_calls(code) if not line.startswith("assert_")] == []
@@ -210,7 +211,7 @@ def test_the_module_of_deepseek(name, flash_mla_module):
         lambda *tensors: getattr(ops, name)(*tensors, **case.settings, impl="flash_mla"),
         fullgraph=True,
     )
-    rest = case.tensors[len(given) :] if name == PAGED else ()
+    rest = case.tensors[len(given) :] if name in (PAGED, PREFILL) else ()
     check(name, case, compiled(*given, *rest), "compiled")
     assert len(fake_flash_mla.calls) == 2
 

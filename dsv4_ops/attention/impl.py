@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.attention.spec import LayerSpec
+from dsv4_ops.attention.step import AttentionStep
 from dsv4_ops.attention.tensors import LayerInputs
 from dsv4_ops.core.choice import (
     AUTO,
@@ -22,6 +23,7 @@ from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
 from dsv4_ops.core.tiles import LARGEST_TOPK
 from dsv4_ops.ops.indexer import PROVIDERS as INDEXER_PROVIDERS
+from dsv4_ops.ops.mla_prefill import PREFILL_PROVIDERS
 from dsv4_ops.ops.sparse_mla import DECODE_PROVIDERS
 
 _OP = "attention_layer"
@@ -32,36 +34,68 @@ def attender(spec: LayerSpec) -> str:
     return impl_for(DECODE_PROVIDERS, spec.impl)
 
 
+def compressed_table(step: AttentionStep, kind: str) -> Tensor | None:
+    """Pages of the compressed rows that such a layer attends to."""
+    return {"c4": step.c4.block_table, "c128": step.c128.block_table}.get(kind)
+
+
+def attender_of_many(spec: LayerSpec, q: Tensor) -> str:
+    """What attends, in the schedule "prefill": as ``selector``."""
+    if _must_be_ours(spec, q, spec.layout == MainLayout.tag):
+        return TRITON
+    return impl_for(PREFILL_PROVIDERS, spec.impl)
+
+
 def selector(spec: LayerSpec, q: Tensor) -> str:
     """What selects: where bits must not depend on the batch, nothing that its size decides."""
-    fixed = spec.batch_invariant and spec.indexer_layout == IndexerLayout.tag
-    if spec.impl == AUTO and fixed and q.device.type == "cuda":
+    if _must_be_ours(spec, q, spec.indexer_layout == IndexerLayout.tag):
         return TRITON
     return impl_for(INDEXER_PROVIDERS, spec.impl)
 
 
-def check_layer_impl(spec: LayerSpec, kind: str, inputs: LayerInputs, schedule: str) -> None:
+def _must_be_ours(spec: LayerSpec, q: Tensor, has_choice: bool) -> bool:
+    """Whether "auto" would choose by the size of the batch and must not."""
+    return spec.impl == AUTO and spec.batch_invariant and has_choice and q.device.type == "cuda"
+
+
+def check_layer_impl(
+    spec: LayerSpec, kind: str, inputs: LayerInputs, step: AttentionStep, schedule: str
+) -> None:
     """What the ops would refuse after others have written."""
     impl, q = spec.impl, inputs.q
     check_device(_OP, impl, q.device)
     if impl in LIBRARIES and not torch.compiler.is_compiling():  # a compiler asks before it runs
         require(_OP, impl)
     if impl == TRITON:
-        _check_ours(spec, kind, schedule)
+        _check_ours(spec, kind)
     elif impl == FLASH_MLA and schedule == "decode":
         taken = {"layout": spec.layout, "num_splits": 0, "batch_invariant": spec.batch_invariant}
         check_impl(_OP, DECODE_PROVIDERS, impl, q.device, {"q": q, **taken})
+    elif impl == FLASH_MLA:
+        _check_prefill(spec, kind, q, step)
     elif impl == DEEP_GEMM and kind == "c4":
         taken = {"layout": spec.indexer_layout, "block_size": spec.page_size(kind)}
         indexer_q = cast(Tensor, inputs.indexer_q)
         check_impl(_OP, INDEXER_PROVIDERS, impl, q.device, {"q": indexer_q, **taken})
 
 
-def _check_ours(spec: LayerSpec, kind: str, schedule: str) -> None:
+def _check_prefill(spec: LayerSpec, kind: str, q: Tensor, step: AttentionStep) -> None:
+    taken = {
+        "q": q,
+        "layout": spec.layout,
+        "swa_block_table": step.swa_block_table,
+        "swa_block_size": spec.attention.swa_page_size,
+        "extra_block_table": compressed_table(step, kind),
+        "extra_block_size": 1 if kind == "window" else spec.page_size(kind),
+    }
+    check_impl("sparse_mla_prefill", PREFILL_PROVIDERS, FLASH_MLA, q.device, taken)
+
+
+def _check_ours(spec: LayerSpec, kind: str) -> None:
     if kind == "c4" and spec.indexer_layout != IndexerLayout.tag:
         not_ours(_OP, TRITON, f"with indexer_layout {spec.indexer_layout!r}")
     if kind == "c4" and spec.attention.index_topk > LARGEST_TOPK:
         not_ours(_OP, TRITON, f"with index_topk above {LARGEST_TOPK}")
     sizes = (spec.dtype, spec.head_dim) == (torch.bfloat16, MainLayout.head_dim)
-    if schedule == "decode" and spec.layout != MainLayout.tag and not sizes:
+    if spec.layout != MainLayout.tag and not sizes:
         not_ours(_OP, TRITON, f"with {spec.dtype} rows of {spec.head_dim} values")

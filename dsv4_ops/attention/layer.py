@@ -97,10 +97,10 @@ def attention_layer(
     checks = Checks("attention_layer")
     checks.one_of("schedule", schedule, "decode", "prefill")
     checks.flag("state_rings", state_rings)
-    check_layer_impl(spec, kind, inputs, schedule)
     if schedule == "prefill":
         pages: Any = step.swa_block_table
         checks.tensor("step.swa_block_table", pages, torch.int32, "num_reqs", "max_swa_blocks")
+    check_layer_impl(spec, kind, inputs, step, schedule)
     decode = schedule == "decode"
     q, query = insert(spec, kind, inputs, weights, caches, step, schedule, state_rings)
     selected = None if query is None else select(spec, query, caches, step, slots=decode)

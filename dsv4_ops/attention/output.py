@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dsv4_ops.attention.impl import attender
+from dsv4_ops.attention.impl import attender, attender_of_many, compressed_table
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.attention.step import AttentionStep
 from dsv4_ops.attention.tensors import LayerCaches, LayerWeights
@@ -86,7 +86,7 @@ def attend_whole(
 ) -> Tensor:
     """Attention of many tokens, in C4 to the ``selected`` rows of their requests; its rotation is
     undone behind it."""
-    table = {"c4": step.c4.block_table, "c128": step.c128.block_table}.get(kind)
+    table = compressed_table(step, kind)
     return sparse_mla_prefill(
         q,
         caches.swa,
@@ -103,6 +103,7 @@ def attend_whole(
         swa_block_size=spec.attention.swa_page_size,
         extra_block_size=1 if kind == "window" else spec.page_size(kind),
         layout=spec.layout,
+        impl=attender_of_many(spec, q),
     ).out
 
 

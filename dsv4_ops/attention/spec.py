@@ -45,8 +45,8 @@ class LayerSpec:
             scales as ``inverse_rope_group_quantize`` lays them out.
         batch_invariant: Whether a token's result has the same bits whatever else is in the step.
         impl: What runs those of the layer's ops that have this execution, the selection and the
-            attention of the schedule "decode": "triton", "flash_mla", "deep_gemm" or "reference".
-            The others, and with "auto" all, run what is fastest.
+            attention: "triton", "flash_mla", "deep_gemm" or "reference". The others, and with
+            "auto" all, run what is fastest.
     """
 
     attention: AttentionSpec = field(default_factory=AttentionSpec)

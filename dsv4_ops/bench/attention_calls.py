@@ -43,7 +43,8 @@ def decode(*tensors: Any) -> SparseMla:
 
 
 def prefill(*tensors: Any) -> SparseMla:
-    return dsv4_ops.sparse_mla_prefill(*tensors, **PREFILL_SETTINGS)
+    chosen = {**PREFILL_SETTINGS, "impl": ours_on(tensors[0])}
+    return dsv4_ops.sparse_mla_prefill(*tensors, **chosen)
 
 
 def decode_paged(*tensors: Any) -> SparseMla:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dsv4_ops.lowering.measure import example
 
 _SETS, _BLOCKS = 4, 3000
 _DECODE, _PAGED, _GATHERED = "sparse_mla_decode", "sparse_mla_decode_paged", "sparse_mla_gathered"
+_PREFILL = "sparse_mla_prefill"
 _INDEXER = ("indexer_logits", "indexer_select")
 
 Like = dict[str, Any]
@@ -31,6 +33,11 @@ SIZES: dict[str, list[tuple[int, int, int]]] = {
         for tokens in some
     ],
     _PAGED: [(tokens, heads, 1024) for heads in (64, 128) for tokens in (128, 256, 512)],
+    _PREFILL: [
+        (tokens, heads, rows)
+        for heads, rows in ((64, 512), (128, 512), (128, 1024))
+        for tokens in (256, 512, 2048)
+    ],
     _GATHERED: [(1, 64, 128), (1, 128, 640), (16, 64, 640), (64, 64, 640)],
     **{
         op: [(32, 64, 32768), (64, 64, 16384), (128, 64, 8192), (128, 64, 16384), (512, 64, 2048)]
@@ -38,6 +45,9 @@ SIZES: dict[str, list[tuple[int, int, int]]] = {
     },
 }
 """Tokens, heads, and rows of the compressed cache, of the list, or of a request."""
+
+CONTEXT = 16384
+"""Positions before the tokens of a prefill, which are of one request of C4."""
 
 
 def like(op: str, tokens: int, heads: int, rows: int, device: str = "cuda") -> Like:
@@ -69,6 +79,8 @@ def like(op: str, tokens: int, heads: int, rows: int, device: str = "cuda") -> L
     if op == _GATHERED:
         lists = {"indices": tensor(tokens, rows), "lens": tensor(tokens)}
         return {**found, "kv": tensor(30000, 512, dtype=torch.bfloat16), **lists}
+    if op == _PREFILL:
+        return {**found, **_prefill(tensor, tokens, rows)}
     size = 2 if op == _PAGED else 64
     window = {"swa_indices": tensor(tokens, 128), "swa_lens": tensor(tokens)}
     for source, rows_of_page in (("swa", 64), ("extra", size)):
@@ -80,6 +92,20 @@ def like(op: str, tokens: int, heads: int, rows: int, device: str = "cuda") -> L
     rest = {"layout": MainLayout.tag, "num_splits": 0, "batch_invariant": False}
     none = {"positions": None, "cos_sin_cache": None, "plan": tensor(1)}
     return {**found, **window, **extra, "extra_lens": tensor(tokens), **rest, **none}
+
+
+def _prefill(tensor: Callable[..., Any], tokens: int, rows: int) -> Like:
+    """Tokens of one request that select ``rows`` each."""
+    context, ratio, size = CONTEXT + tokens, 4, 64
+    found: Like = {}
+    for source, held in (("swa", context), ("extra", context // ratio)):
+        pages = MainLayout(size).shape(_BLOCKS)
+        found |= {f"{source}_cache": tensor(*pages, dtype=torch.uint8)}
+        found |= {f"{source}_block_table": tensor(1, -(-held // size))}
+        found |= {f"{source}_block_size": size}
+    batch = {"positions": tensor(tokens, dtype=torch.int64), "req_indices": tensor(tokens)}
+    numbers = {"window_size": 128, "compress_ratio": ratio, "layout": MainLayout.tag}
+    return {**found, **batch, "topk_indices": tensor(tokens, rows), **numbers}
 
 
 def device_us(op: str, impl: str, sets: list[Like], *, planned: bool = False) -> float:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core import libraries
-from dsv4_ops.core.layout import KEY_BLOCK, MainLayout
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import CACHE_ALIGNMENT, KEY_BLOCK, MainLayout
 from dsv4_ops.core.types import ABSENT, FlashMlaPlan, SparseMla, SparseMlaGathered
-from dsv4_ops.kernels import foreign
+from dsv4_ops.kernels import foreign, prepare_prefill
 from dsv4_ops.kernels.prepare import Listed, Prepared, list_slots, no_key
+from dsv4_ops.kernels.prepare_prefill import Prefill, Rows, Source
 from dsv4_ops.reference.sparse_mla import turned_back
 
 WIDTH = MainLayout.head_dim
@@ -184,14 +186,75 @@ def sparse_mla_gathered(
         logs = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
         return SparseMlaGathered(q.new_empty(q.shape), *logs)
     given = _prepared(launch, Listed(indices, lens, kv.shape[0], 1), None, attn_sink, KEY_BLOCK)
-    if kv.shape[0] == 0:  # what is skipped is read nevertheless
-        kv = kv.new_zeros((1, WIDTH))
-    rows, slots = kv.contiguous()[:, None], given.slots[:, None]
+    rows, slots = _some(kv)[:, None], given.slots[:, None]
     out, max_logits, lse = prefill(
-        q.contiguous(), rows, slots, softmax_scale, WIDTH, given.sink, given.lens
+        _dense(q), rows, slots, softmax_scale, WIDTH, given.sink, given.lens
     )
     lse = no_key(lse)
     return SparseMlaGathered(out, torch.where(lse == -torch.inf, -torch.inf, max_logits), lse)
+
+
+def sparse_mla_prefill(
+    launch: Any,
+    q: Tensor,
+    swa_cache: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    swa_block_table: Tensor,
+    extra_cache: Tensor | None,
+    extra_block_table: Tensor | None,
+    topk_indices: Tensor | None,
+    attn_sink: Tensor | None,
+    *,
+    softmax_scale: float,
+    window_size: int,
+    compress_ratio: int,
+    swa_block_size: int,
+    extra_block_size: int,
+    **settings: Any,
+) -> SparseMla:
+    """Over a copy in bf16 of the rows that the call may see, gathered in the call."""
+    if q.shape[0] == 0:
+        return _of_no_token(q)
+    swa, extra = Source(swa_cache, swa_block_table, swa_block_size), None
+    if extra_cache is not None and extra_block_table is not None:
+        extra = Source(extra_cache, extra_block_table, extra_block_size)
+    for name, source in (("swa_cache", swa), ("extra_cache", extra or swa)):
+        layout = MainLayout(source.block_size)
+        Checks("sparse_mla_prefill").page_start(name, source.cache, layout)
+    numbers = (window_size, compress_ratio)
+    call = Prefill(positions, req_indices, swa, extra, topk_indices, *numbers)
+    given = _gathered(launch, call, attn_sink)
+    rows, slots = _some(given.kv)[:, None], given.slots[:, None]
+    out, _, lse = prefill(_dense(q), rows, slots, softmax_scale, WIDTH, given.sink, given.lens)
+    kernels = foreign.kernels(q.device)
+    if kernels is None:
+        return SparseMla(out, no_key(lse))
+    kernels.finish_heads(launch, out, lse, None, None)
+    return SparseMla(out, lse)
+
+
+def _gathered(launch: Any, call: Prefill, sink: Tensor | None) -> Rows:
+    kernels = foreign.kernels(call.positions.device, "foreign_prefill")
+    if kernels is None:
+        return prepare_prefill.gather_rows(call, sink, KEY_BLOCK)
+    made: Rows = kernels.gather_rows(launch, call, sink, KEY_BLOCK)
+    return made
+
+
+def _dense(q: Tensor) -> Tensor:
+    """Queries without gaps that start where FlashMLA's copies can: at a multiple of 16 bytes."""
+    q = q.contiguous()
+    return q if q.storage_offset() * q.itemsize % CACHE_ALIGNMENT == 0 else q.clone()
+
+
+def _some(kv: Tensor) -> Tensor:
+    """At least a row: what is skipped is read nevertheless."""
+    return kv.new_zeros((1, WIDTH)) if kv.shape[0] == 0 else kv.contiguous()
+
+
+def _of_no_token(q: Tensor) -> SparseMla:
+    return SparseMla(q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32))
 
 
 def plan_for(
@@ -247,8 +310,7 @@ def _attend(
 ) -> SparseMla:
     num_tokens = q.shape[0]
     if num_tokens == 0:
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        return SparseMla(q.new_empty(q.shape), lse)
+        return _of_no_token(q)
     given = _prepared(launch, window, extra, attn_sink, KEYS)
     lens, extra_lens = given.lens, given.extra_lens
     schedule = num_splits = more = more_slots = None
@@ -259,7 +321,7 @@ def _attend(
         schedule, num_splits = plan[:rows].view(-1, PLAN_COLUMNS), plan[rows:]
         lens = extra_lens = None
     out, lse, _, _ = decode(
-        q.contiguous()[:, None],
+        _dense(q)[:, None],
         kernel_view(swa_cache, window.block_size),
         given.slots[:, None],
         lens,

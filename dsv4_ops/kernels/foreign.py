@@ -74,12 +74,12 @@ def _has_fake(name: str) -> bool:
     return torch._library.simple_registry.singleton.find(name).fake_impl.kernel is not None
 
 
-def kernels(device: torch.device) -> Any:
-    """The kernels that prepare and finish calls, in ``foreign_lists``; None where none runs."""
+def kernels(device: torch.device, module: str = "foreign_lists") -> Any:
+    """The ``module`` of kernels that prepare and finish calls; None where none runs."""
     if device.type not in ("cuda", "meta") and not _interpreted():
         return None
     try:
-        return importlib.import_module("dsv4_ops.kernels.foreign_lists")
+        return importlib.import_module(f"dsv4_ops.kernels.{module}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise

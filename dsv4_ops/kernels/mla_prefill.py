@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.choice import AUTO, not_ours
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.types import SparseMla
 from dsv4_ops.kernels.launch import Launch
@@ -27,12 +28,15 @@ def sparse_mla_prefill(
     extra_block_table: Tensor | None,
     topk_indices: Tensor | None,
     attn_sink: Tensor | None,
+    *,
+    impl: str = AUTO,
     **settings: Any,
 ) -> SparseMla:
     swa = (swa_cache, positions, req_indices, swa_block_table)
     extra = (extra_cache, extra_block_table, topk_indices)
     caches = (swa_cache,) if extra_cache is None else (swa_cache, extra_cache)
     if not supported(q, *caches):
+        not_ours("sparse_mla_prefill", impl, "with such queries or caches")
         return reference.sparse_mla_prefill(q, *swa, *extra, attn_sink, **settings)
     return _attend(launch, q, *swa, *extra, attn_sink, **settings)
 

@@ -54,11 +54,16 @@ def list_slots(
 ) -> Prepared:
     """Both lists, padded to a ``multiple`` of columns, lens within their width, and a sink that is
     finite or -inf."""
-    finite = None if sink is None else sink.clamp(max=_LARGEST_SINK).contiguous()
+    finite = finite_sink(sink)
     slots, lens = _listed(window, multiple)
     if extra is None:
         return Prepared(slots, lens, None, None, finite)
     return Prepared(slots, lens, *_listed(extra, multiple), finite)
+
+
+def finite_sink(sink: Tensor | None) -> Tensor | None:
+    """A sink that is finite or -inf."""
+    return None if sink is None else sink.clamp(max=_LARGEST_SINK).contiguous()
 
 
 def _listed(rows: Listed, multiple: int) -> tuple[Tensor, Tensor]:

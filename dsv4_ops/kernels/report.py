@@ -250,6 +250,12 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "sparse_mla_plan": ((tokens, tokens), {"num_heads": 64, "num_programs": 132}),
         "sparse_mla_prefill": _prefill(main, _tensor(2048, 512), **pages),
         "sparse_mla_prefill, all rows": _prefill(main, None, **{**pages, "extra_block_size": 2}),
+        "sparse_mla_prefill, flash_mla": _prefill(
+            main, _tensor(2048, 512), **pages, impl="flash_mla"
+        ),
+        "sparse_mla_prefill, flash_mla, all rows": _prefill(
+            main, None, **{**pages, "extra_block_size": 2, "impl": "flash_mla"}
+        ),
         "indexer_quantize_q": ((*queries, positions, angles), {"softmax_scale": 0.01}),
         "indexer_logits": _indexer(indexer, tokens, tokens, pages_table, num_rows=32768, **keys),
         "indexer_logits_ragged": _indexer(*gathered),

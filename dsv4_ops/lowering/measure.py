@@ -129,13 +129,31 @@ def example(op: str, like: dict[str, Any]) -> dict[str, Any]:
     if op == "indexer_select":
         made["positions"].fill_(_table_rows(made, "block_table") * made["compress_ratio"] - 1)
     requests = made.get("req_indices")
-    if isinstance(requests, Tensor):
+    if op == "sparse_mla_prefill":
+        _prefilled(made)
+    elif isinstance(requests, Tensor):
         table = made["block_table"] if "block_table" in made else made["extra_block_table"]
         count = torch.arange(len(requests), device=requests.device)
         requests.copy_(count % max(table.shape[0], 1))
     if isinstance(made.get("plan"), Tensor):
         made["plan"] = _plan(made)
     return made
+
+
+def _prefilled(made: dict[str, Any]) -> None:
+    """The last tokens of requests that fill their tables, as many of each, and rows that all of
+    them may see."""
+    token = torch.arange(made["positions"].shape[0], device=made["positions"].device)
+    each = max(-(-len(token) // max(made["swa_block_table"].shape[0], 1)), 1)
+    rows = _table_rows(made, "swa_block_table", "swa_block_size")
+    if isinstance(made["extra_block_table"], Tensor):
+        extra = _table_rows(made, "extra_block_table", "extra_block_size")
+        rows = min(rows, (extra + 1) * made["compress_ratio"] - 1)
+    made["req_indices"].copy_(token // each)
+    made["positions"].copy_((rows - each + token % each).clamp(min=0))
+    if isinstance(made["topk_indices"], Tensor):
+        visible = max((rows - each + 1) // made["compress_ratio"], 1)
+        made["topk_indices"].random_(0, visible)
 
 
 def _tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -153,8 +171,9 @@ def _rows(made: dict[str, Any]) -> dict[str, int]:
         if isinstance(made.get(f"{source}_indices"), Tensor):
             size = made[f"{source}_block_size"]
             found[f"{source}_indices"] = made[f"{source}_cache"].shape[0] * size
-    for name, cache in (("extra_block_table", "extra_cache"), ("block_table", "k_cache")):
-        if name in made:
+    tables = {"swa_block_table": "swa_cache", "extra_block_table": "extra_cache"}
+    for name, cache in {**tables, "block_table": "k_cache"}.items():
+        if isinstance(made.get(name), Tensor):
             found[name] = made[cache].shape[0]
     if "indices" in made:
         found["indices"] = made["kv"].shape[0]

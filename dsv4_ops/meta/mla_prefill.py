@@ -25,5 +25,6 @@ def sparse_mla_prefill(
     swa_block_size: int,
     extra_block_size: int,
     layout: str,
+    impl: str = "auto",
 ) -> SparseMla:
     return attended(q)

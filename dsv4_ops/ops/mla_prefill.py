@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4_ops.core.choice import check_impl
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.types import SparseMla
 from dsv4_ops.meta import mla_prefill as meta
 from dsv4_ops.ops.mla_checks import check_cache, check_queries, check_sink
 from dsv4_ops.reference import mla_prefill as reference
+
+PREFILL_PROVIDERS = ("triton", "flash_mla", "reference")
 
 _sparse_mla_prefill = define_op(
     OpSpec(
@@ -19,15 +22,16 @@ _sparse_mla_prefill = define_op(
             "sparse_mla_prefill(Tensor q, Tensor swa_cache, Tensor positions, Tensor req_indices, "
             "Tensor swa_block_table, Tensor? extra_cache, Tensor? extra_block_table, "
             "Tensor? topk_indices, Tensor? attn_sink, *, float softmax_scale, int window_size, "
-            "int compress_ratio, int swa_block_size, int extra_block_size, str layout) "
+            "int compress_ratio, int swa_block_size, int extra_block_size, str layout, "
+            'str impl="auto") '
             "-> (Tensor out, Tensor lse)"
         ),
         meta=meta.sparse_mla_prefill,
         reference=reference.sparse_mla_prefill,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering={"cpu": "decompose", "cuda": "choices"},
         dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks"),
         source="vLLM 0.33's prefill: gather, combine and flash_mla_sparse_fwd, as one op",
-        providers=("triton", "reference"),
+        providers=PREFILL_PROVIDERS,
     )
 )
 
@@ -49,9 +53,10 @@ def sparse_mla_prefill(
     swa_block_size: int,
     extra_block_size: int = 1,
     layout: str = MainLayout.tag,
+    impl: str = "auto",
 ) -> SparseMla:
     """Attend to the window and to compressed rows, straight from the paged caches: no gathered
-    copy, no index matrix, no chunks.
+    copy, no index matrix, no chunks, unless FlashMLA runs it.
 
     The window of a token is its own position and the ``window_size - 1`` before it. Compressed
     rows are those that ``topk_indices`` selects (C4), or without it all that the token may see
@@ -82,6 +87,10 @@ def sparse_mla_prefill(
         swa_block_size: Rows per page of ``swa_cache``. At least 1.
         extra_block_size: Rows per page of ``extra_cache``. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
+        impl: What runs: "triton" our kernel, "flash_mla" a gather of the rows to bfloat16 and
+            FlashMLA over it, "reference" the definition; "auto" ours, unless FlashMLA is there and
+            was faster at these sizes on an H200. What runs may change bits, and "auto" goes by the
+            number of tokens.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key, so for padding.
@@ -96,11 +105,18 @@ def sparse_mla_prefill(
         ValueError: shapes that disagree, caches that are not of the layout, a number out of range,
             or several devices.
         TypeError: a dtype other than the ones above.
+        NotImplementedError: an ``impl`` that does not take the call: FlashMLA has 64 or 128 heads,
+            the layout "v4_fp8", and a workspace of up to 2^20 rows (1 GiB), which are all that the
+            block tables have columns for; our kernel has rows of 512 bfloat16 values.
+        ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
     Compile: on CUDA our Triton kernel in the graph and in AOTInductor packages; on Hopper, with FP8
         caches, graphs call an op that launches one in Gluon; float32 queries,
         rows of another width than 512 and other devices get the reference: gathers and matrix
-        products. Dynamic in num_tokens, num_reqs, the blocks of both tables and the pages of the
+        products. FlashMLA is a call of its own op, in AOTInductor packages too, which then need
+        that library; kernels of ours gather the rows that tokens of the batch may see, into a
+        workspace whose size the block tables' shapes decide, and list them. Dynamic in num_tokens,
+        num_reqs and the blocks of both tables, which have "auto" take ours, and in the pages of the
         caches; CUDA graphs and export: yes.
 
     Source: the attention of vLLM 0.33's prefill chunks, which gathers rows to bf16, combines top-k
@@ -145,6 +161,15 @@ def sparse_mla_prefill(
         checks.tensor("topk_indices", topk_indices, torch.int32, "num_tokens", "topk")
         checks.at_least(1, topk=topk_indices.shape[1])
     check_sink(checks, attn_sink)
+    taken = {
+        "q": q,
+        "swa_block_table": swa_block_table,
+        "swa_block_size": swa_block_size,
+        "extra_block_table": extra_block_table,
+        "extra_block_size": extra_block_size,
+        "layout": layout,
+    }
+    check_impl("sparse_mla_prefill", PREFILL_PROVIDERS, impl, q.device, taken)
     return SparseMla(
         *_sparse_mla_prefill(
             q,
@@ -162,5 +187,6 @@ def sparse_mla_prefill(
             swa_block_size=swa_block_size,
             extra_block_size=extra_block_size,
             layout=layout,
+            impl=impl,
         )
     )

@@ -69,6 +69,7 @@ def sparse_mla_prefill(
     swa_block_size: int,
     extra_block_size: int,
     layout: str,
+    impl: str = "auto",
 ) -> SparseMla:
     swa = window_keys(
         swa_cache,

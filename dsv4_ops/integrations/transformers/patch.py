@@ -38,7 +38,7 @@ def patch(
         kv: What keys are stored as: "fp8" (584 bytes per row, FlashMLA's layout), "bf16" or "fp32".
         precision: "serve" computes what the official code computes where Hugging Face differs,
             "reference" what Hugging Face does; or a ``Recipe``.
-        impl: What runs the selection and the attention of decodes: "triton" our kernels,
+        impl: What runs the selection and the attention: "triton" our kernels,
             "flash_mla" and "deep_gemm" these libraries in what they can do, "reference" the
             definitions; "auto" what is fastest here.
         batch_invariant: Whether a request's attention is bit-equal whatever its neighbours are.
