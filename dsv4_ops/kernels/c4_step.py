@@ -124,9 +124,9 @@ def insert_c4_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     checks = Checks("insert_c4_step")
     checks.page_start("swa_cache", swa_cache, MainLayout(swa_block_size))
-    checks.page_start("states", states, StateLayout(state_block_size, 2 * ape.shape[1]))
+    checks.page_start("states", states, StateLayout(state_block_size, 4 * MainLayout.head_dim))
     checks.page_start("k_cache", k_cache, MainLayout(block_size))
-    indexer_layout = StateLayout(state_block_size, 2 * indexer_ape.shape[1])
+    indexer_layout = StateLayout(state_block_size, 4 * IndexerLayout.head_dim)
     checks.page_start("indexer_states", indexer_states, indexer_layout)
     checks.page_start("indexer_cache", indexer_cache, IndexerLayout(block_size))
     num_tokens, num_reqs = q.shape[0], state_block_table.shape[0]
