@@ -8,14 +8,27 @@ from collections.abc import Iterator
 import fake_flash_mla
 import torch
 from fake_deep_gemm import FakeDeepGemm, indexer_call
-from gpu_attention import DECODE, GATHERED, PAGED, decode_case, gathered_case, paged_case, turned
+from gpu_attention import (
+    DECODE,
+    GATHERED,
+    PAGED,
+    decode_case,
+    gathered_case,
+    generator,
+    integers,
+    paged_case,
+    turned,
+)
 from gpu_prefill import MODES, PREFILL, prefill_case
+from helpers import INT32_MAX, INT32_MIN
+from torch import Tensor
 
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.kernels import foreign
+from dsv4_ops.kernels import foreign, foreign_prefill, prepare_prefill
+from dsv4_ops.kernels.prepare_prefill import Prefill, Source
 from dsv4_ops.testing.case import Case
-from dsv4_ops.testing.compare import assert_agrees
+from dsv4_ops.testing.compare import assert_agrees, equal
 
 
 def launched(name: str, library: str, *tensors: object, **settings: object) -> object:
@@ -60,7 +73,53 @@ def prefills() -> Iterator[tuple[str, Case]]:
         yield PREFILL, Case(what, tuple(tables), case.settings)
 
 
+def drawn(made: torch.Generator, tensor: Tensor | None, *values: int) -> Tensor | None:
+    """Four in ten entries replaced by ones that name nothing, or something else."""
+    if tensor is None:
+        return None
+    extremes = (INT32_MIN, INT32_MAX, INT32_MAX - 1)
+    pool = torch.tensor([*extremes, *values, *range(-1, 9)], dtype=tensor.dtype)
+    wild = pool[integers(made, 0, len(pool), *tensor.shape).long()]
+    return torch.where(torch.rand(tensor.shape, generator=made) < 0.6, tensor, wild)
+
+
+def hostile_prefill(seed: int) -> tuple[Prefill, Tensor]:
+    """With windows and ratios up to those of any table; and a sink."""
+    made, mode = generator(seed), list(MODES)[seed % 3]
+    sizes = {"block": (1, 4, 64, 53)[seed % 4], "topk": (3, 130)[seed % 2], "longest": 100}
+    tokens, max_reqs = int(integers(made, 1, 14, 1)), 1 + seed % 4
+    case = prefill_case(seed, tokens, 64, mode, cache_seed=1, max_reqs=max_reqs, **sizes)
+    _, swa_cache, positions, owners, swa_table, cache, table, chosen, sink = case.tensors
+    swa = Source(swa_cache, drawn(made, swa_table), sizes["block"])
+    extra = None
+    if cache is not None:
+        extra = Source(cache, drawn(made, table), case.settings["extra_block_size"])
+    batch = drawn(made, positions, 2**40, -(2**63), 2**63 - 1, 99), drawn(made, owners)
+    numbers = (
+        (1, 2, 5, 70, 200, 2**31 - 1, 2**31, 2**40)[seed % 8],
+        (4, 1, 2**31 - 1)[seed // 3 % 3],
+    )
+    return Prefill(*batch, swa, extra, drawn(made, chosen, 24, 25), *numbers), sink
+
+
+def lists(count: int) -> int:
+    """Every integer, and the bits of every row that a list names; a few entries at a time too."""
+    usual = foreign_prefill.COLUMNS, foreign_prefill.TOKENS
+    for seed in range(count):
+        foreign_prefill.COLUMNS, foreign_prefill.TOKENS = (usual, (64, 4))[seed // 2 % 2]
+        call, sink = hostile_prefill(seed)
+        expected = prepare_prefill.gather_rows(call, sink, 128)
+        actual = foreign_prefill.gather_rows(lambda kernel: kernel, call, sink, 128)
+        for left, right in zip(actual[1:], expected[1:], strict=True):
+            assert torch.equal(left, right), seed
+        named = expected.slots[expected.slots >= 0].long()
+        assert equal(actual.kv[named], expected.kv[named]), seed
+    foreign_prefill.COLUMNS, foreign_prefill.TOKENS = usual
+    return count
+
+
 def main() -> None:
+    print("lists", lists(12))
     assert foreign.kernels(torch.device("cpu")) is not None
     with fake_flash_mla.registered():
         for name, case in (*attention(), *prefills()):

@@ -15,7 +15,8 @@ TOKENS, SPAN_WARPS = 1024, 8
 """Tokens that a program looks at together for those of its request."""
 
 COLUMNS, WARPS = 1024, 4
-"""Entries of a token's list that are made together: all of 128 + 512 keys."""
+"""Entries of a token's list that are made together: all of 128 + 512 keys, and no fewer than
+heads."""
 
 _LARGEST_SINK = tl.constexpr(1e30)
 """Instead of inf, as in ``foreign_lists``."""
