@@ -47,11 +47,8 @@ class _Compressor(NamedTuple):
         states: Tensor,
         k_cache: Tensor,
     ) -> _Compressor:
-        """That whose tensors are called so, with caches that begin where a vector may."""
-        width, checks = int(ape.shape[1]), Checks("insert_c4_step")
-        state_layout = StateLayout(window["STATE_BLOCK"], 2 * width)
-        checks.page_start(f"{prefix}states", states, state_layout)
-        checks.page_start(f"{prefix}cache" if prefix else "k_cache", k_cache, layout)
+        """That whose tensors are called so."""
+        width = int(ape.shape[1])
         if kv_score.stride(1) != 1:
             kv_score = kv_score.contiguous()
         tensors = (
@@ -84,6 +81,11 @@ class _Compressor(NamedTuple):
         programs = looking + compressor.num_tiles(num_tokens, save)
         named = {f"{prefix}{name}".upper(): value for name, value in constants.items()}
         return cls(tensors, named, programs)
+
+
+def _states(block_size: int, layout: QuantizedLayout) -> StateLayout:
+    """Of both halves of the windows, keys and scores."""
+    return StateLayout(block_size, 4 * layout.head_dim)
 
 
 def _threads(window: dict[str, int], layout: QuantizedLayout) -> dict[str, Any]:
@@ -123,12 +125,15 @@ def insert_c4_step(
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     checks = Checks("insert_c4_step")
-    checks.page_start("swa_cache", swa_cache, MainLayout(swa_block_size))
-    checks.page_start("states", states, StateLayout(state_block_size, 4 * MainLayout.head_dim))
-    checks.page_start("k_cache", k_cache, MainLayout(block_size))
-    indexer_layout = StateLayout(state_block_size, 4 * IndexerLayout.head_dim)
-    checks.page_start("indexer_states", indexer_states, indexer_layout)
-    checks.page_start("indexer_cache", indexer_cache, IndexerLayout(block_size))
+    pages, keys_layout = MainLayout(block_size), IndexerLayout(block_size)
+    for name, cache, layout in (
+        ("swa_cache", swa_cache, MainLayout(swa_block_size)),
+        ("states", states, _states(state_block_size, pages)),
+        ("k_cache", k_cache, pages),
+        ("indexer_states", indexer_states, _states(state_block_size, keys_layout)),
+        ("indexer_cache", indexer_cache, keys_layout),
+    ):
+        checks.page_start(name, cache, layout)
     num_tokens, num_reqs = q.shape[0], state_block_table.shape[0]
     num_heads, num_indexer_heads = int(q.shape[1]), int(indexer_q.shape[1])
     needed = (num_tokens, num_reqs, num_heads, num_indexer_heads, k_cache.shape[0])
@@ -165,17 +170,15 @@ def insert_c4_step(
             swa_block_size=swa_block_size,
             block_size=block_size,
         )
-    Checks("insert_c4_step").page_start("swa_cache", swa_cache, MainLayout(swa_block_size))
     window = {
         "RATIO": compress_ratio,
         "NUM_ROWS": 2 * compress_ratio,
         "STATE_BLOCK": state_block_size,
     }
-    pages = MainLayout(block_size)
     main = _Compressor.of("", pages, window, kv_score, ape, norm_weight, states, k_cache)
     keys = _Compressor.of(
         "indexer_",
-        IndexerLayout(block_size),
+        keys_layout,
         window,
         indexer_kv_score,
         indexer_ape,
