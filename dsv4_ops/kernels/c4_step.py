@@ -135,7 +135,11 @@ def insert_c4_step(
     ):
         checks.page_start(name, cache, layout)
     num_tokens, num_reqs = q.shape[0], state_block_table.shape[0]
-    num_heads, num_indexer_heads = int(q.shape[1]), int(indexer_q.shape[1])
+    num_heads, num_indexer_heads, num_slots = (
+        q.shape[1],
+        indexer_q.shape[1],
+        swa_slot_mapping.shape[0],
+    )
     needed = (num_tokens, num_reqs, num_heads, num_indexer_heads, k_cache.shape[0])
     nothing = any(size == 0 for size in (*needed, indexer_cache.shape[0]))
     if nothing or 2 * compress_ratio > compressor.DEPTH:
@@ -190,7 +194,7 @@ def insert_c4_step(
     del threads["VALUES"]
     tiles = (num_indexer_heads + indexer.QUANTIZED_HEADS - 1) // indexer.QUANTIZED_HEADS
     row_programs = num_tokens * ((num_heads + HEADS - 1) // HEADS)
-    row_programs += (num_tokens + qnorm.KEYS - 1) // qnorm.KEYS
+    row_programs += (num_slots + qnorm.KEYS - 1) // qnorm.KEYS
     q_out = q.new_empty((num_tokens, num_heads, pages.head_dim))
     codes = indexer_q.new_empty(indexer_q.shape, dtype=torch.uint8)
     scaled = indexer_q.new_empty((num_tokens, num_indexer_heads), dtype=torch.float32)
@@ -209,6 +213,7 @@ def insert_c4_step(
         swa_cache.shape[0],
         swa_slot_mapping,
         swa_slot_mapping.stride(0),
+        num_slots,
         *main.tensors,
         *keys.tensors,
         indexer_q,
