@@ -85,6 +85,7 @@ def main(examples: int) -> None:
         kernels.DEPTH = kernels.LONG_DEPTH = depth
         fuzz("compress_and_insert", examples // 2)
         fuzz("save_and_compress", examples - examples // 2)
+        fuzz("insert_c4_step", examples // 2)
         long_prefill("C4 indexer", [50, 3, 61], tokens)
         long_prefill("C128 narrow", [150, 3, 133], tokens)
         nearly_whole_windows("C4 indexer", 60, tokens)

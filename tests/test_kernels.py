@@ -31,7 +31,7 @@ def test_kernels_equal_their_references_in_the_interpreter():
 
 # kernels that keep as many bytes under way in registers as other programs would add: 14 warps or
 # more per SM (Triton 3.7 takes a few registers more than 3.6)
-BYTES_IN_REGISTERS = {"compress_and_insert_kernel", "join_splits_kernel"}
+BYTES_IN_REGISTERS = {"compress_and_insert_kernel", "insert_c4_step_kernel", "join_splits_kernel"}
 
 # kernels that hold a tile of products, or the keys that they select from; two programs per SM
 TILES_IN_REGISTERS = {
@@ -42,13 +42,15 @@ TILES_IN_REGISTERS = {
     "select_logits_kernel",
 }
 
-# kernels of which an SM holds one program: sums, or keys to merge, fill its registers
+# kernels of which an SM holds one program: sums, or keys to merge, fill its registers; or there is
+# only one program
 ONE_PER_SM = {
     "hopper_prefill_keys_kernel",
     "hopper_split_keys_kernel",
     "merge_groups_kernel",
     "merge_parts_kernel",
     "prefill_keys_kernel",
+    "sparse_mla_plan_kernel",
     "split_keys_kernel",
 }
 
