@@ -80,7 +80,7 @@ class Decoder:
 
     def compiled(self, **settings: str) -> Callable[[], Tensor]:
         step = torch.compile(v4.decode_step, fullgraph=True, dynamic=False, **settings)
-        return lambda: step(self.model, self.batch, self.cache.tensors)
+        return lambda: step(self.model, self.batch, self.cache.tensors, state_rings=False)
 
     def captured(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """``step`` in a CUDA graph, after a call on a stream that is not the default one."""

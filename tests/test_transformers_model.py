@@ -1,6 +1,7 @@
 """A patched model against Hugging Face's own, in float32: the same logits for every way to cut
 requests into steps."""
 
+import functools
 from random import Random
 
 import pytest
@@ -167,6 +168,18 @@ def test_hostile_batches_touch_no_one_else():
     assert torch.equal(outs[0][0], outs[1][0])
     for one, other in zip(outs[0][1], outs[1][1], strict=True):
         assert torch.equal(one, other)
+
+
+def test_steps_of_no_more_tokens_than_may_be_taken_back_keep_their_states_at_once():
+    """One token of every request, and two where two may be taken back; past several windows."""
+    model, tokens = reference(), text()
+    for next_n, counts in ((1, {0: 1, 1: 1}), (2, {0: 2, 1: 1})):
+        engine = Engine(model, new_cache(next_n=next_n), tokens)
+        engine.prefill({0: 118, 1: 3})
+        step = functools.partial(v4.decode_step, state_rings=False)
+        for _ in range(11):
+            engine.decode(counts, step=step)
+        assert engine.worst(expected()) < CLOSE
 
 
 def test_too_long_a_chunk_does_not_spoil_other_requests():

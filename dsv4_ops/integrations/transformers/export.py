@@ -32,14 +32,15 @@ class DecodeModule(nn.Module):
     Args:
         model: A patched model.
         cache: The cache whose sizes the step is for; it is not held, but for its RoPE tables.
+        state_rings: As for ``decode_step``.
     """
 
     window_rope: Tensor
     compressed_rope: Tensor
 
-    def __init__(self, model: Any, cache: PagedCache) -> None:
+    def __init__(self, model: Any, cache: PagedCache, *, state_rings: bool = True) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.state_rings = model, state_rings
         tensors = cache.tensors
         self.register_buffer("window_rope", tensors.rope.window, persistent=False)
         self.register_buffer("compressed_rope", tensors.rope.compressed, persistent=False)
@@ -53,7 +54,8 @@ class DecodeModule(nn.Module):
         )
         rope = RopeTables(self.window_rope, self.compressed_rope)
         cache = CacheTensors(PageTables(*tables), rope, layers)
-        return decode_step(self.model, StepBatch(*batch), cache)
+        rings = self.state_rings
+        return decode_step(self.model, StepBatch(*batch), cache, state_rings=rings)
 
 
 def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
@@ -134,7 +136,8 @@ def export_decode(
         torch.full((count,), -1, dtype=torch.int32, device=device),
     )
     inputs = decode_inputs(batch, cache)
-    program = torch.export.export(DecodeModule(model, cache), inputs, strict=False)
+    module = DecodeModule(model, cache, state_rings=tokens_per_request > 1)
+    program = torch.export.export(module, inputs, strict=False)
     _check_exportable(program)
     from dsv4_ops.lowering._compat import aoti_compile_and_package
 

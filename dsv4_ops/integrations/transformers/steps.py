@@ -38,13 +38,17 @@ class LayerContext:
 
 
 @torch.no_grad()
-def decode_step(model: Any, batch: StepBatch, cache: CacheTensors) -> Tensor:
+def decode_step(
+    model: Any, batch: StepBatch, cache: CacheTensors, *, state_rings: bool = True
+) -> Tensor:
     """Logits of every token of a step of few tokens per request: decode, speculative decode.
 
     Args:
         model: A patched ``DeepseekV4ForCausalLM``.
         batch: The tokens, and what they belong to.
         cache: ``PagedCache.tensors``, with pages reserved for all tokens of ``batch``.
+        state_rings: Whether a request may have more tokens in ``batch`` than the ``next_n`` of the
+            cache. False saves launches: all that a C4 layer writes is then one.
 
     Returns:
         [num_tokens, vocab_size]. Rows of padding tokens are finite and mean nothing.
@@ -59,7 +63,7 @@ def decode_step(model: Any, batch: StepBatch, cache: CacheTensors) -> Tensor:
     Compile: ``torch.compile(decode_step, fullgraph=True)`` is one graph, and one CUDA graph;
         ``torch.export`` takes it too (``export_decode``).
     """
-    hidden = _run("decode_step", model, batch, cache, "decode")
+    hidden = _run("decode_step", model, batch, cache, "decode", state_rings)
     logits: Tensor = model.lm_head(hidden)
     return logits
 
@@ -85,13 +89,15 @@ def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors) -> Tensor:
 
     Compile: as ``decode_step``.
     """
-    hidden = _run("prefill_step", model, batch, cache, "prefill")
+    hidden = _run("prefill_step", model, batch, cache, "prefill", True)
     last = (batch.query_start_loc[1:] - 1).clamp(0, max(hidden.shape[0] - 1, 0))
     logits: Tensor = model.lm_head(hidden.index_select(0, last))
     return logits
 
 
-def _run(op: str, model: Any, batch: StepBatch, cache: CacheTensors, schedule: str) -> Tensor:
+def _run(
+    op: str, model: Any, batch: StepBatch, cache: CacheTensors, schedule: str, state_rings: bool
+) -> Tensor:
     spec = spec_of(op, model)
     checks = Checks(op)
     checks.tensor("batch.tokens", batch.tokens, torch.int64, "num_tokens")
@@ -101,7 +107,7 @@ def _run(op: str, model: Any, batch: StepBatch, cache: CacheTensors, schedule: s
     checks.tensor("batch.rows", batch.rows, torch.int32, "num_reqs")
     check_cache(op, spec, cache)
     step = build_step(spec.layers, *tokens_of(batch, cache), cache)
-    return run_layers(model.model, spec, batch.tokens, None, step, cache, schedule)
+    return run_layers(model.model, spec, batch.tokens, None, step, cache, schedule, state_rings)
 
 
 def spec_of(op: str, model: Any) -> ModelSpec:
