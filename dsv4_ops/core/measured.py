@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-MEASURED_BY = "a script of the calls of python -m dsv4_ops.bench.choice, 2026-11-21"
+MEASURED_BY = "python -m dsv4_ops.bench.choice, 2026-11-22"
 """Where the rules come from: torch 2.11.0+cu130, the FlashMLA and DeepGEMM of vLLM 0.22.1, CUDA
 graphs over rotating inputs whose L2 was not emptied."""
 
@@ -91,19 +91,17 @@ takes an H200 half a nanosecond, and 512 tokens are 20 microseconds faster."""
 RULES = (
     Rule("sparse_mla_gathered", "flash_mla", None, False, 1, 128, _ANY, (74.0, 14.2)),
     Rule(
-        "sparse_mla_prefill", "flash_mla", 64, False, 512, 640, _LISTED, (125.0, 105.0), _GATHERED
+        "sparse_mla_prefill", "flash_mla", 64, False, 512, 640, _LISTED, (124.6, 105.8), _GATHERED
     ),
     Rule(
-        "sparse_mla_prefill", "flash_mla", 128, False, 512, 640, _LISTED, (388.0, 295.0), _GATHERED
+        "sparse_mla_prefill", "flash_mla", 128, False, 512, 640, _LISTED, (245.2, 189.8), _GATHERED
     ),
-    Rule("indexer_logits", "deep_gemm", 64, False, 32, 2048, (2**20, _STORED), (51.1, 36.3)),
+    Rule("indexer_logits", "deep_gemm", 64, False, 32, 2048, (2**20, _STORED), (36.7, 32.2)),
 )
-"""None of sparse MLA's decode: of 53 rows of ``bench sparse_mla`` of 2026-11-22, FlashMLA without
-its adapter and its plan, it was faster in one, C128 of 64 ragged tokens without a plan of ours.
-None of selections, where ours is faster. That of logits is older than our faster kernel of them.
-Those of prefills are not of ``bench.choice`` yet: the library's figure is of the sequence in
-``bench sparse_mla`` (our gather, vLLM's indices, FlashMLA; of 128 heads with 1152 columns), and the
-adapter is to be measured in its place."""
+"""None of sparse MLA's decode: in ``bench sparse_mla`` of 2026-11-22 FlashMLA was slower wherever
+both had a plan, neither, or both made it in the call. None of selections, where ours is faster. Of
+prefills those that select: without a selection, C128, none was measured. At 256 tokens FlashMLA was
+faster too, but its copies and lists cost short contexts of few tokens more than it saves there."""
 
 
 def workspace_rows(values: Mapping[str, Any]) -> Any:
@@ -146,7 +144,6 @@ def _columns(op: str, values: Mapping[str, Any]) -> Any:
 
 
 def _selected(values: Mapping[str, Any]) -> Any:
-    table, selected = values["extra_block_table"], values["topk_indices"]
-    if selected is not None:
-        return selected.shape[1]
-    return 0 if table is None else table.shape[1] * values["extra_block_size"]
+    """Without a selection none: of all rows of a table nothing was measured."""
+    selected = values["topk_indices"]
+    return 0 if selected is None else selected.shape[1]
