@@ -111,6 +111,8 @@ def test_what_does_not_fit_is_said_in_short():
         ("void cublasLt::splitKreduce_kernel<32, 16, int>", "projections"),
         ("split_keys_kernel", "attention"),
         ("select_keys_kernel", "indexer"),
+        ("merge_groups_kernel", "indexer"),
+        ("insert_c4_step_kernel", "insert"),
         ("save_compressor_states_kernel", "compressor"),
         ("qnorm_rope_kv_insert_kernel", "insert"),
         ("triton_poi_fused_add_div_sum_13", "norms, routers, streams, metadata"),

@@ -260,8 +260,8 @@ def _profile(row: ModelRow, call: Callable[[], Any], metadata: Callable[[], Any]
 
 _STAGES = {
     "experts": ("cutlass13device_kernel", "grouped_gemm", "grouped_mm"),
-    "attention": ("split_keys", "merge_", "join_splits", "prefill_keys"),
-    "indexer": ("select_keys", "indexer", "merge_parts", "pick_"),
+    "attention": ("split_keys", "join_splits", "prefill_keys"),
+    "indexer": ("select_keys", "indexer", "merge_groups", "merge_parts", "quantize_query"),
     "compressor": ("compress_and_insert", "compressor_states", "pool_windows", "insert_pooled"),
     "insert": ("qnorm_rope", "insert"),
     "projections": ("nvjet", "cublas", "gemm", "gemv", "splitKreduce", "bmm", "cutlass"),
