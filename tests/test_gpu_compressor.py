@@ -50,7 +50,7 @@ def test_kernels_agree_with_the_reference(name: str) -> None:
     station = spec.station("testing")
 
     @settings(
-        max_examples=400,
+        max_examples=100 if name == "insert_c4_step" else 400,  # its reference takes half a second
         deadline=None,
         derandomize=True,
         database=None,
