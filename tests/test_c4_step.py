@@ -178,6 +178,17 @@ def test_compiled_it_writes_all_caches_in_place() -> None:
     assert ".copy_(" not in code
 
 
+def test_one_tensor_is_not_two_caches() -> None:
+    """The window's and the compressed rows' have one layout; the kernel writes both at once."""
+    case = primer(STATION, MODEL)
+    of = dict(zip(NAMES, case.tensors, strict=True))
+    of["k_cache"] = of["swa_cache"]
+    before = [tensor.clone() for tensor in of.values()]
+    with pytest.raises(ValueError, match=r"^insert_c4_step: k_cache must be another tensor than"):
+        ops.insert_c4_step(*of.values(), **case.settings)
+    assert all(map(equal, before, of.values()))
+
+
 def test_the_scale_is_that_of_the_model() -> None:
     case = next(case for case in testing.cases("insert_c4_step") if case.name == "two windows")
     given_none = {**case.settings, "softmax_scale": None}

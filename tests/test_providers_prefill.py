@@ -293,9 +293,9 @@ def test_sizes_that_rules_ask_of_a_prefill():
     case = wide(prefill_case(0, 40, 64, "C4", **SMALL), 2, 100, 3)
     assert Sizes.of(PREFILL, values_of(case)) == (40, 64, 140, False, 2 * 3 * 64 + 40 + 2 * 69)
     every = but(case, topk_indices=None)
-    assert Sizes.of(PREFILL, values_of(every)).columns == 70  # no rule is about C128
+    assert Sizes.of(PREFILL, values_of(every)).columns == 0  # no rule is about C128
     none = but(every, extra_cache=None, extra_block_table=None)
-    assert Sizes.of(PREFILL, values_of(none)) == (40, 64, 70, False, 40 + 2 * 69)
+    assert Sizes.of(PREFILL, values_of(none)) == (40, 64, 0, False, 40 + 2 * 69)
     short = wide(case, 2, 1, 3)
     assert Sizes.of(PREFILL, values_of(short)).gathered == 2 * 3 * 64 + 2 * 64
 

@@ -41,21 +41,19 @@ def compressed_table(step: AttentionStep, kind: str) -> Tensor | None:
 
 def attender_of_many(spec: LayerSpec, q: Tensor) -> str:
     """What attends, in the schedule "prefill": as ``selector``."""
-    if _must_be_ours(spec, q, spec.layout == MainLayout.tag):
-        return TRITON
-    return impl_for(PREFILL_PROVIDERS, spec.impl)
+    return _fixed(spec, q, impl_for(PREFILL_PROVIDERS, spec.impl), spec.layout == MainLayout.tag)
 
 
 def selector(spec: LayerSpec, q: Tensor) -> str:
     """What selects: where bits must not depend on the batch, nothing that its size decides."""
-    if _must_be_ours(spec, q, spec.indexer_layout == IndexerLayout.tag):
-        return TRITON
-    return impl_for(INDEXER_PROVIDERS, spec.impl)
+    has_choice = spec.indexer_layout == IndexerLayout.tag
+    return _fixed(spec, q, impl_for(INDEXER_PROVIDERS, spec.impl), has_choice)
 
 
-def _must_be_ours(spec: LayerSpec, q: Tensor, has_choice: bool) -> bool:
-    """Whether "auto" would choose by the size of the batch and must not."""
-    return spec.impl == AUTO and spec.batch_invariant and has_choice and q.device.type == "cuda"
+def _fixed(spec: LayerSpec, q: Tensor, impl: str, has_choice: bool) -> str:
+    """``impl``, or ours where "auto" would choose by the size of the batch and must not."""
+    chooses = impl == AUTO and has_choice and q.device.type == "cuda"
+    return TRITON if chooses and spec.batch_invariant else impl
 
 
 def check_layer_impl(

@@ -46,7 +46,7 @@ class LayerSpec:
         batch_invariant: Whether a token's result has the same bits whatever else is in the step.
         impl: What runs those of the layer's ops that have this execution, the selection and the
             attention: "triton", "flash_mla", "deep_gemm" or "reference". The others, and with
-            "auto" all, run what is fastest.
+            "auto" all, run what is fastest, or ours with ``batch_invariant``.
     """
 
     attention: AttentionSpec = field(default_factory=AttentionSpec)

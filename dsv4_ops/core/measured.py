@@ -99,7 +99,8 @@ RULES = (
     Rule("indexer_logits", "deep_gemm", 64, False, 32, 2048, (2**20, _STORED), (36.7, 32.2)),
 )
 """None of sparse MLA's decode: in ``bench sparse_mla`` of 2026-11-22 FlashMLA was slower wherever
-both had a plan, neither, or both made it in the call. None of selections, where ours is faster. Of
+both had a plan or both made it in the call; with a plan beside ours without one it was faster in a
+row, C128 of 64 ragged tokens. None of selections, where ours is faster. Of
 prefills those that select: without a selection, C128, none was measured. At 256 tokens FlashMLA was
 faster too, but its copies and lists cost short contexts of few tokens more than it saves there."""
 
@@ -135,7 +136,7 @@ def _columns(op: str, values: Mapping[str, Any]) -> Any:
     if op == "indexer_select":
         return values["block_table"].shape[1] * values["block_size"]
     if op == "sparse_mla_prefill":
-        return values["window_size"] + _selected(values)
+        return _prefilled(values)
     columns = values["swa_indices"].shape[1]
     if op == "sparse_mla_decode_paged":
         return columns + values["extra_block_table"].shape[1] * values["extra_block_size"]
@@ -143,7 +144,7 @@ def _columns(op: str, values: Mapping[str, Any]) -> Any:
     return columns if extra is None else columns + extra.shape[1]
 
 
-def _selected(values: Mapping[str, Any]) -> Any:
+def _prefilled(values: Mapping[str, Any]) -> Any:
     """Without a selection none: of all rows of a table nothing was measured."""
     selected = values["topk_indices"]
-    return 0 if selected is None else selected.shape[1]
+    return 0 if selected is None else values["window_size"] + selected.shape[1]

@@ -292,13 +292,6 @@ def _one_by_one(
     swa_block_size: int,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    checks = Checks("insert_c4_step")
-    checks.page_start("swa_cache", swa_cache, MainLayout(swa_block_size))
-    checks.page_start("states", states, StateLayout(state_block_size, 2 * ape.shape[1]))
-    checks.page_start("k_cache", k_cache, MainLayout(block_size))
-    indexer_layout = StateLayout(state_block_size, 2 * indexer_ape.shape[1])
-    checks.page_start("indexer_states", indexer_states, indexer_layout)
-    checks.page_start("indexer_cache", indexer_cache, IndexerLayout(block_size))
     """The four launches that it stands for, where there is nothing to store, or a window is longer
     than the rows of a thread."""
     q_out = qnorm.qnorm_rope_kv_insert(

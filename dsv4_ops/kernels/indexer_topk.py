@@ -29,7 +29,7 @@ GROUPS = 8
 
 WIDE, WIDE_GROUP = 1024, 8192
 """From lists of how many keys on few groups fit into MERGED keys, and keys of such a group that are
-merged together: so that each has as few passes as those of short lists."""
+merged together: as few passes as those of short lists have, for rows of up to 32768 keys."""
 
 LEAST = 256
 """Keys of a part, at least."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
+from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.types import C4Step
 from dsv4_ops.meta import c4_step as meta
@@ -131,16 +132,18 @@ def insert_c4_step(
         ``save_and_compress`` does, and ``indexer_states`` and ``indexer_cache`` as it does for the
         indexer; no other value. The five must be different tensors without common memory, as all
         are written at once. What ``save_and_compress`` says about windows that read what the step
-        writes (rings of states that are too short for it) holds here too: call its two ops there.
+        writes (rings of states that are too short for it) holds here too: for each of the two call
+        ``compress_and_insert`` there, and ``save_compressor_states`` behind it.
 
     Raises:
         ValueError: shapes that disagree, a cache or states that are not of their layout, more
             slots of the window than tokens, ``eps`` or ``softmax_scale`` not above 0, a size below
-            1, or several devices.
+            1, one tensor as two caches, or several devices.
         TypeError: a dtype other than the ones above.
 
     Compile: in place, never a copy of states or caches; on CUDA our Triton kernel in the graph and
-        in AOTInductor packages, on CPU the code of the four ops; dynamic in num_tokens, num_heads,
+        in AOTInductor packages, one up to a ratio of 4, those of the four ops above; on CPU the
+        code of the four ops; dynamic in num_tokens, num_heads,
         num_reqs, num_slots, max_state_blocks, num_positions and the pages of all five; CUDA graphs
         and export: yes. Bits and roundings are those of the four ops.
 
@@ -198,6 +201,9 @@ def insert_c4_step(
     check_states(checks, indexer_kv_score, indexer_ape, indexer_states, sizes, "indexer_")
     indexer.check_unquantized(checks, indexer_q, indexer_weights, "num_index_heads", "indexer_")
     softmax_scale = indexer.checked_scale(checks, indexer_q, softmax_scale)
+    if swa_cache is k_cache:  # of the five only these can have one shape
+        rule, advice = "be another tensor than swa_cache", "Give each a cache of its own"
+        raise refusal(ValueError, checks.op, "k_cache", rule, "the same", advice)
     written = _insert_c4_step(
         q,
         kv,

@@ -103,7 +103,8 @@ def export_decode(
         num_reqs: Requests of a step, padding requests included; ``max_batch`` of the cache by
             default.
         tokens_per_request: Most tokens of a request in a step: 1 + speculative tokens. A step has
-            num_reqs * tokens_per_request tokens, padding tokens last.
+            num_reqs * tokens_per_request tokens, padding tokens last. A package of 1 relies on it:
+            of a request with more tokens it may read states that the step has overwritten.
 
     Returns:
         The path. The package takes the tensors of ``decode_inputs`` and returns the logits; it

@@ -48,7 +48,7 @@ def decode_step(
         batch: The tokens, and what they belong to.
         cache: ``PagedCache.tensors``, with pages reserved for all tokens of ``batch``.
         state_rings: Whether a request may have more tokens in ``batch`` than the ``next_n`` of the
-            cache. False saves launches: all that a C4 layer writes is then one.
+            cache. False saves launches: with FP8 caches, all that a C4 layer writes is then one.
 
     Returns:
         [num_tokens, vocab_size]. Rows of padding tokens are finite and mean nothing.
