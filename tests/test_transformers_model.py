@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
+from helpers import Called
 from hf_models import (
     LENGTH,
     REQUESTS,
@@ -177,9 +178,12 @@ def test_steps_of_no_more_tokens_than_may_be_taken_back_keep_their_states_at_onc
         engine = Engine(model, new_cache(next_n=next_n), tokens)
         engine.prefill({0: 118, 1: 3})
         step = functools.partial(v4.decode_step, state_rings=False)
-        for _ in range(11):
-            engine.decode(counts, step=step)
+        with Called() as called:
+            for _ in range(11):
+                engine.decode(counts, step=step)
         assert engine.worst(expected()) < CLOSE
+        assert "save_and_compress" in called.names
+        assert "save_compressor_states" not in called.names
 
 
 def test_too_long_a_chunk_does_not_spoil_other_requests():

@@ -63,7 +63,7 @@ class _Compressor(NamedTuple):
             int(k_cache.stride(0)),
             k_cache.shape[0],
         )
-        save = compressor.save_tiles(states, width, WARPS, compressor.SHORT_SAVED)
+        save = compressor.save_tiles(True, width, WARPS, compressor.SHORT_SAVED)
         constants = {
             "WIDTH": width,
             "DIM": layout.head_dim,

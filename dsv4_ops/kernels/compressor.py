@@ -194,7 +194,7 @@ def launch_windows(
     }
     if num_rows <= SHORT_WINDOW:
         threads = rows_of_threads(window, finish["DIM"], SHORT_WARPS, DEPTH)
-        save = save_tiles(state_slot_mapping, width, threads["num_warps"], SHORT_SAVED)
+        save = save_tiles(state_slot_mapping is not None, width, threads["num_warps"], SHORT_SAVED)
         looked_at = SHORT_TOKENS if state_slot_mapping is None else SHORT_TOKENS_SAVED
         programs = looking_programs(num_tokens, looked_at, SHORT_PROGRAMS)
         launch(compress_and_insert_kernel)[programs + num_tiles(num_tokens, save),](
@@ -218,7 +218,7 @@ def launch_windows(
     parts = (head_dim + channels - 1) // channels
     warps = LONG_WARPS_SAVED if saves else LONG_WARPS
     threads = rows_of_threads(window, channels, warps, LONG_DEPTH)
-    save = save_tiles(state_slot_mapping, width, threads["num_warps"], LONG_SAVED)
+    save = save_tiles(state_slot_mapping is not None, width, threads["num_warps"], LONG_SAVED)
     programs, num_early = _long_programs(num_tokens), num_tokens * SAVED_EARLY // 8
     grid = (programs * parts + num_tiles(num_early, save),) if saves else (programs, parts)
     launch(pool_windows_kernel)[grid](
@@ -238,7 +238,7 @@ def launch_windows(
         **save,
     )
     del window["NUM_ROWS"]
-    save = save_tiles(state_slot_mapping, width, INSERT_WARPS, INSERT_SAVED)
+    save = save_tiles(state_slot_mapping is not None, width, INSERT_WARPS, INSERT_SAVED)
     programs = looking_programs(num_tokens, INSERT_TOKENS, INSERT_PROGRAMS)
     launch(insert_pooled_kernel)[programs + num_tiles(num_tokens - num_early, save),](
         pooled,
@@ -258,11 +258,9 @@ def launch_windows(
     )
 
 
-def save_tiles(
-    state_slot_mapping: Tensor | None, width: int, warps: int, values: int
-) -> dict[str, int]:
-    """How programs of some warps share the states of all tokens among them; none without slots."""
-    if state_slot_mapping is None:
+def save_tiles(saves: bool, width: int, warps: int, values: int) -> dict[str, int]:
+    """How programs of some warps share the states of all tokens among them, if a call saves any."""
+    if not saves:
         return {"SAVE_TOKENS": 0, "SAVE_COLUMNS": 0, "SAVE_PARTS": 0}
     columns = min(SAVE_COLUMNS, triton.next_power_of_2(2 * width))
     return {
