@@ -48,6 +48,7 @@ from emulated_values import (
 from triton import JITFunction
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 
 def _e4m3() -> np.ndarray:
@@ -130,11 +131,15 @@ def _stand_ins(program: Program) -> dict[int, Any]:
         wait=program.wait,
         MBarrierLayout=lambda *_: "layout",
     )
+    copies = types.SimpleNamespace(
+        async_copy_global_to_shared=program.copy, mbarrier_arrive=program.copies_arrive
+    )
     language = _Language(program)
     return {
         id(gl): language,
         id(tl): language,
         id(hopper.mbarrier): barriers,
+        id(async_copy): copies,
         id(hopper.fence_async_shared): program.fence,
         id(hopper.warpgroup_mma): program.product,
         id(hopper.warpgroup_mma_wait): program.wait_products,

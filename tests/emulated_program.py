@@ -16,12 +16,16 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from emulated_memory import poison
+from emulated_memory import load, poison
 from emulated_values import EmulationError, Value, from_bits, storage
 from triton.experimental.gluon import language as gl
 
 MOST = 8
 """Partitions of a program, at most."""
+
+
+THREADS = 128
+"""Threads of a partition."""
 
 
 class _Stopped(BaseException):
@@ -37,6 +41,8 @@ class Partition:
     waits_for: str = ""
     products: list[Product] = field(default_factory=list)
     """Those that nobody has waited for."""
+    copies: list[tuple[Shared, Value]] = field(default_factory=list)
+    """Those that nothing says the arrival of."""
 
 
 @dataclass
@@ -53,7 +59,8 @@ class _Barrier:
 class _Access:
     time: float
     """Of the clock of its partition; inf while a product is under way."""
-    fenced: float = math.inf
+    fences: dict[int, float] = field(default_factory=dict)
+    """Partitions that had a fence when they knew of it, and when the first was."""
 
 
 class _Memory:
@@ -244,8 +251,9 @@ class Program:
             self._fail(error)
 
     def finish(self, me: Partition) -> None:
-        if me.products:
-            raise EmulationError(f"partition {me.number} does not wait for its products")
+        if me.products or me.copies:
+            what = "products" if me.products else "copies"
+            raise EmulationError(f"partition {me.number} does not wait for its {what}")
 
     def _fail(self, error: BaseException) -> None:
         if self.failure is None:
@@ -313,7 +321,8 @@ class Program:
             what = f"{kind} by partition {me.number} and {other} by {number}"
             if not own and access.time > me.clock[number]:
                 raise EmulationError(f"race: {what} of {part.memory.name} {part.box}")
-            if kind == "product" and access.fenced > me.clock[number]:
+            fenced = any(time <= me.clock[by] for by, time in access.fences.items())
+            if kind == "product" and not fenced:
                 raise EmulationError(f"no fence: {what} of {part.memory.name} {part.box}")
         access = accesses[me.number, kind, part.box] = _Access(me.clock[me.number])
         return access
@@ -323,8 +332,8 @@ class Program:
         me.clock[me.number] += 1
         for memory in self.memories:
             for (number, kind, _), access in memory.accesses.items():
-                if number == me.number and kind == "write":
-                    access.fenced = min(access.fenced, me.clock[number])
+                if kind == "write" and access.time <= me.clock[number]:
+                    access.fences.setdefault(me.number, me.clock[me.number])
 
     def load(self, part: Shared) -> Value:
         self.switch()
@@ -337,6 +346,24 @@ class Program:
             raise EmulationError(f"{value.dtype}{value.shape} in {part.dtype}{part.shape}")
         self.touch(part, "write")
         part.bits[...] = value.bits()
+
+    def copy(self, part: Shared, pointer: Value, mask: Any = None) -> None:
+        """Copies that arrive when something is told so; memory is read now. Zeros without mask."""
+        self.switch()
+        self.touch(part, "write").time = math.inf
+        self.running.copies.append((part, load(pointer, mask, 0)))
+
+    def copies_arrive(self, bar: Shared, increment_count: bool = True) -> None:
+        """Tell a barrier that all copies so far have arrived: every thread does."""
+        self.switch()
+        assert not increment_count
+        me = self.running
+        for part, value in me.copies:
+            del part.memory.accesses[me.number, "write", part.box]
+            self.touch(part, "write")
+            part.bits[...] = value.bits()
+        me.copies.clear()
+        self.arrive(bar, count=THREADS)
 
     def product(
         self, left: Any, right: Any, sums: Any, *, use_acc: Any = True, is_async: bool = False

@@ -18,7 +18,7 @@ import torch.compiler.config as compiler_config
 from dsv4_ops.core import libraries
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
-from dsv4_ops.core.measured import RULES, Sizes, workspace_rows
+from dsv4_ops.core.measured import MOST_GATHERED, RULES, Sizes, workspace_rows
 from dsv4_ops.core.providers import probe
 from dsv4_ops.core.refusal import refusal
 
@@ -39,8 +39,6 @@ DEVICES = ("cuda",)
 FLASH_MLA_HEADS = (64, 128)
 FLASH_MLA_TOKENS = 8192
 """Most tokens of a decode: its planner keeps a few numbers of each in shared memory."""
-WORKSPACE_ROWS = 2**20
-"""Most rows that a prefill with FlashMLA has room for in bfloat16: 1 GiB."""
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
 
 
@@ -115,9 +113,9 @@ def _flash_mla_limit(op: str, values: Values) -> Limit | None:
         return Limit(f"with layout {values['layout']!r}", "FlashMLA reads the layout 'v4_fp8'")
     elif op == "sparse_mla_prefill":
         rows = workspace_rows(values)
-        if isinstance(rows, int) and rows > WORKSPACE_ROWS:
+        if isinstance(rows, int) and rows > MOST_GATHERED:
             what = f"with block tables of {rows} rows"
-            return Limit(what, f"FlashMLA has room for {WORKSPACE_ROWS} rows of all requests")
+            return Limit(what, f"FlashMLA has room for {MOST_GATHERED} rows of all requests")
     elif values["num_splits"] != 0 or values["batch_invariant"]:
         return Limit("with num_splits or batch_invariant", "FlashMLA decides itself what it splits")
     elif isinstance(tokens, int) and tokens > FLASH_MLA_TOKENS:

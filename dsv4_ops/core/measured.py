@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from dsv4_ops.core.tiles import head_tiles
+
 MEASURED_BY = "python -m dsv4_ops.bench.choice, 2026-11-22"
 """Where the rules come from: torch 2.11.0+cu130, the FlashMLA and DeepGEMM of vLLM 0.22.1, CUDA
 graphs over rotating inputs whose L2 was not emptied."""
@@ -18,24 +20,22 @@ class Sizes(NamedTuple):
         heads: Heads of the queries.
         columns: Keys that a token may have: the widths of its lists, or the rows of a request.
         planned: Whether a plan of the library was given.
-        gathered: Rows that are copied for the library, of requests as long as their tables.
     """
 
     tokens: int
     heads: int
     columns: int
     planned: bool = False
-    gathered: int = 0
 
     @classmethod
     def of(cls, op: str, values: Mapping[str, Any]) -> Sizes | None:
         """The sizes of a call; None if one is a symbol."""
         q, plan = values["q"], values.get("plan")
-        columns, gathered = _columns(op, values), _gathered(op, values)
-        if not all(isinstance(size, int) for size in (q.shape[0], columns, gathered)):
+        columns = _columns(op, values)
+        if not all(isinstance(size, int) for size in (q.shape[0], columns)):
             return None
         planned = plan is not None and plan.dim() == 1
-        return cls(q.shape[0], int(q.shape[1]), columns, planned, gathered)
+        return cls(q.shape[0], int(q.shape[1]), columns, planned)
 
 
 class Rule(NamedTuple):
@@ -51,8 +51,6 @@ class Rule(NamedTuple):
         work: Tokens times columns, at least and at most: what a library stores for each of them is
             memory that ours does not take.
         measured: Microseconds of ours and of the library at the least of these sizes.
-        gathered: Rows gathered per token, at most: each takes the library as long, whatever is
-            made of it.
     """
 
     op: str
@@ -63,7 +61,6 @@ class Rule(NamedTuple):
     columns: int
     work: tuple[int, int]
     measured: tuple[float, float]
-    gathered: int = 0
 
     def covers(self, op: str, library: str, sizes: Sizes) -> bool:
         """Whether the rule is about such a call."""
@@ -74,35 +71,37 @@ class Rule(NamedTuple):
             and sizes.tokens >= self.tokens
             and sizes.columns >= self.columns
             and least <= sizes.tokens * sizes.columns <= most
-            and sizes.gathered <= self.gathered * sizes.tokens
         )
 
 
-_ANY = (0, 2**62)
 _STORED = 2**23
 """Logits that DeepGEMM may store: 32 MiB."""
 
-_LISTED = (0, 2**27)
-"""Entries of lists that a prefill may store: 512 MiB."""
-_GATHERED = 32
-"""Three times as many rows per token as of the prefills measured: 512 tokens behind 16384. A row
-takes an H200 half a nanosecond, and 512 tokens are 20 microseconds faster."""
+MOST_LISTED, MOST_GATHERED = 2**27, 2**20
+"""Entries of lists and rows in bf16 that a prefill may store: 512 MiB and 1 GiB."""
 
-RULES = (
-    Rule("sparse_mla_gathered", "flash_mla", None, False, 1, 128, _ANY, (74.0, 14.2)),
-    Rule(
-        "sparse_mla_prefill", "flash_mla", 64, False, 512, 640, _LISTED, (124.6, 105.8), _GATHERED
-    ),
-    Rule(
-        "sparse_mla_prefill", "flash_mla", 128, False, 512, 640, _LISTED, (245.2, 189.8), _GATHERED
-    ),
-    Rule("indexer_logits", "deep_gemm", 64, False, 32, 2048, (2**20, _STORED), (36.7, 32.2)),
-)
+_CALLS, _ROW, _ENTRY = 12_000.0, 0.5, 0.06
+"""Nanoseconds that a prefill on an H200 takes to copy rows before it attends to them, for its
+launches and for each row, and that it saves for each key of a token and tile of heads: each is
+dequantised once and not by every token that sees it."""
+
+RULES = (Rule("indexer_logits", "deep_gemm", 64, False, 32, 2048, (2**20, _STORED), (36.7, 32.2)),)
 """None of sparse MLA's decode: in ``bench sparse_mla`` of 2026-11-22 FlashMLA was slower wherever
 both had a plan or both made it in the call; with a plan beside ours without one it was faster in a
-row, C128 of 64 ragged tokens. None of selections, where ours is faster. Of
-prefills those that select: without a selection, C128, none was measured. At 256 tokens FlashMLA was
-faster too, but its copies and lists cost short contexts of few tokens more than it saves there."""
+row, C128 of 64 ragged tokens. None of selections, where ours is faster. None of prefills and of
+gathered rows, where FlashMLA is within 3 % of ours at most sizes and slower at the others."""
+
+
+def gathers(values: Mapping[str, Any]) -> bool:
+    """Whether a prefill copies its rows to bf16 before it attends, on Hopper: where that takes
+    less time than to dequantise them for every token, and its memory is no more than
+    ``MOST_LISTED`` and ``MOST_GATHERED``. Without a selection it does not: of all rows of a table
+    nothing was measured."""
+    tokens, columns, rows = values["q"].shape[0], _prefilled(values), workspace_rows(values)
+    if columns == 0 or rows > MOST_GATHERED or tokens * columns > MOST_LISTED:
+        return False
+    keys = tokens * head_tiles(int(values["q"].shape[1])) * columns
+    return _CALLS + _ROW * gathered_rows(values) < _ENTRY * keys
 
 
 def workspace_rows(values: Mapping[str, Any]) -> Any:
@@ -118,13 +117,10 @@ def _rows_named(values: Mapping[str, Any]) -> tuple[Any, Any]:
     return window, 0 if table is None else table.numel() * values["extra_block_size"]
 
 
-def _gathered(op: str, values: Mapping[str, Any]) -> Any:
-    if op != "sparse_mla_prefill":
-        return 0
+def gathered_rows(values: Mapping[str, Any]) -> Any:
+    """Rows that a prefill copies at most, of requests as long as their tables."""
     (window, compressed), num_reqs = _rows_named(values), values["swa_block_table"].shape[0]
     rows = values["q"].shape[0] + num_reqs * (values["window_size"] - 1)
-    if not all(isinstance(size, int) for size in (window, compressed, rows)):
-        return None
     return compressed + min(window, rows)
 
 
@@ -145,6 +141,8 @@ def _columns(op: str, values: Mapping[str, Any]) -> Any:
 
 
 def _prefilled(values: Mapping[str, Any]) -> Any:
-    """Without a selection none: of all rows of a table nothing was measured."""
-    selected = values["topk_indices"]
-    return 0 if selected is None else values["window_size"] + selected.shape[1]
+    """0 without a selection among compressed rows."""
+    selected, window = values["topk_indices"], values["window_size"]
+    if selected is None:
+        return window if values["extra_cache"] is None else 0
+    return window + selected.shape[1]

@@ -8,7 +8,7 @@ it, and an AOTInductor package keeps the Triton kernel, so that it needs nothing
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ WARPS = 4
 
 
 def runs(launch: Launch, q: Tensor, coded: bool) -> bool:
-    """Whether such a call has the Gluon kernel: FP8 caches, on Hopper, and not in a package."""
+    """Whether such a call has a Gluon kernel: one over FP8 caches or listed rows, on Hopper, and not
+    in a package."""
     if EMULATE or not coded or launch is torch.library.wrap_triton:
         return False
     return _hopper(launch, q.device) and kernels() is not None
@@ -36,12 +37,23 @@ def _hopper(launch: Launch, device: torch.device) -> bool:
     return getattr(launch, "capability", None) == CAPABILITY  # a report of what would be launched
 
 
+class Kernels(NamedTuple):
+    """The kernels of decode, of prefill from FP8 pages, and over listed bf16 rows."""
+
+    split: Any
+    prefill: Any
+    gathered: Any
+
+
 @functools.cache
-def kernels() -> tuple[Any, Any] | None:
-    """The kernels of decode and prefill; None with a triton that has no such Gluon."""
+def kernels() -> Kernels | None:
+    """None with a triton that has no such Gluon."""
     try:
+        from dsv4_ops.kernels.hopper_gathered import hopper_gathered_keys_kernel
         from dsv4_ops.kernels.hopper_prefill import hopper_prefill_keys_kernel
         from dsv4_ops.kernels.hopper_split import hopper_split_keys_kernel
     except (ImportError, AttributeError, TypeError):
         return None
-    return hopper_split_keys_kernel, hopper_prefill_keys_kernel
+    return Kernels(
+        hopper_split_keys_kernel, hopper_prefill_keys_kernel, hopper_gathered_keys_kernel
+    )

@@ -23,7 +23,7 @@ VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 LOGIT_ROW = gl.constexpr(gl.SliceLayout(1, LOGITS.value))
 """Of a tensor with a value per head, as the logits have it."""
 VALUE_ROW = gl.constexpr(gl.SliceLayout(1, VALUES.value))
-_WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, VALUES.value, 2))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, VALUES.value, 2))
 
 _PIECE = gl.constexpr(128)
 _LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
@@ -33,11 +33,11 @@ _LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 def allocate():
     """Shared memory of a program: the queries, two buffers of keys and which of them exist, the
     weights of a block and the factors of what was summed before; and barriers that say when a
-    buffer is full, when both partitions have done with it, when a block is weighed, and when its
-    weights have been used."""
+    buffer is full, when both partitions have done with it, when a block is weighed, when its
+    weights have been used, and when the queries are there."""
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    queries = gl.allocate_shared_memory(gl.bfloat16, [HEADS, 2 * WIDTH], ROWS)
+    queries = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, 2 * WIDTH], ROWS)
     keys = gl.allocate_shared_memory(gl.bfloat16, [2, KEYS, 2 * WIDTH], ROWS)
     weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, KEYS], ROWS)
     existing = gl.allocate_shared_memory(gl.int32, [2, KEYS], LINE)
@@ -51,31 +51,31 @@ def allocate():
         mbarrier.init(empty.index(buffer), count=2)
     mbarrier.init(weighed, count=1)
     mbarrier.init(taken, count=1)
-    return queries, keys, existing, weights, factors, (full, empty, weighed, taken)
+    asked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(asked, count=2)
+    return queries, keys, existing, weights, factors, (full, empty, weighed, taken, asked)
 
 
 @gluon.jit
-def load_queries(queries, q, heads):
-    """Bring the queries of as many heads to shared memory; zeros for the others."""
+def load_half_queries(queries, q, heads, FIRST: gl.constexpr, asked):
+    """Bring the half of the queries from dimension FIRST on to shared memory, of as many heads;
+    zeros for the others. Each partition that attends brings one, and both are ``asked``."""
     first, head_stride = q
     head = gl.arange(0, HEADS, gl.SliceLayout(1, _LOADED))
     dim = gl.arange(0, _PIECE, gl.SliceLayout(0, _LOADED))
-    start = first + head.to(gl.int64)[:, None] * head_stride + dim[None, :]
+    start = first + FIRST + head.to(gl.int64)[:, None] * head_stride + dim[None, :]
     there = (head < heads)[:, None]
     # all on their way before the first is stored
     values0 = gl.load(start, mask=there, other=0.0)
     values1 = gl.load(start + _PIECE, mask=there, other=0.0)
-    values2 = gl.load(start + 2 * _PIECE, mask=there, other=0.0)
-    values3 = gl.load(start + 3 * _PIECE, mask=there, other=0.0)
-    queries.slice(0, _PIECE, dim=1).store(values0)
-    queries.slice(_PIECE, _PIECE, dim=1).store(values1)
-    queries.slice(2 * _PIECE, _PIECE, dim=1).store(values2)
-    queries.slice(3 * _PIECE, _PIECE, dim=1).store(values3)
+    queries.slice(FIRST, _PIECE, dim=1).store(values0)
+    queries.slice(FIRST + _PIECE, _PIECE, dim=1).store(values1)
     fence_async_shared()
+    mbarrier.arrive(asked)
 
 
 @gluon.jit
-def _sums_of_threads(values):
+def sums_of_threads(values):
     """[heads, 4] sums over the columns that a thread has; the four are summed once, at the end."""
     columns = gl.reshape(values, [HEADS, KEYS // 8, 4, 2])
     return gl.sum(gl.sum(columns, axis=3), axis=1)
@@ -90,26 +90,26 @@ def _softmax(logits, largest, total):
     weights = gl.exp2(logits - origin[:, None])
     factor = gl.exp2(largest - origin)
     spread = gl.convert_layout(factor, gl.SliceLayout(1, total.type.layout))
-    return weights, factor, highest, total * spread[:, None] + _sums_of_threads(weights)
+    return weights, factor, highest, total * spread[:, None] + sums_of_threads(weights)
 
 
 @gluon.jit
 def attend_left(blocks, scale, queries, keys, existing, weights, factors, barriers):
     """Sums of the left half over all blocks, largest logits and totals. ``scale`` includes
     log2(e)."""
-    full, empty, weighed, taken = barriers
+    full, empty, weighed, taken, _asked = barriers
     sums = gl.full([HEADS, WIDTH], 0.0, gl.float32, VALUES)
     largest = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
     nothing = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
-    total = _sums_of_threads(nothing)
+    total = sums_of_threads(nothing)
     block = blocks * 0
     while block < blocks:
         buffer = block % 2
         mbarrier.wait(full.index(buffer), (block // 2) & 1)
         rows = keys.index(buffer)
-        product = warpgroup_mma(
-            queries, rows.permute((1, 0)), nothing, use_acc=False, is_async=True
-        )
+        # of a constant place, descriptors would be kept in registers
+        asked = queries.index(block >> 28)
+        product = warpgroup_mma(asked, rows.permute((1, 0)), nothing, use_acc=False, is_async=True)
         exists = existing.index(buffer).load(gl.SliceLayout(0, LOGITS))
         logits = warpgroup_mma_wait(0, deps=(product,))
         logits = gl.where((exists >= 0)[None, :], logits * scale, float("-inf"))
@@ -121,7 +121,7 @@ def attend_left(blocks, scale, queries, keys, existing, weights, factors, barrie
         fence_async_shared()
         mbarrier.arrive(weighed)
         sums = sums * gl.convert_layout(factor, VALUE_ROW)[:, None]
-        operand = gl.convert_layout(rounded, _WEIGHTS)
+        operand = gl.convert_layout(rounded, WEIGHTS)
         summed = warpgroup_mma(operand, rows.slice(0, WIDTH, dim=1), sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=(summed,))
         mbarrier.arrive(empty.index(buffer))
@@ -132,7 +132,7 @@ def attend_left(blocks, scale, queries, keys, existing, weights, factors, barrie
 @gluon.jit
 def attend_right(blocks, keys, weights, factors, barriers):
     """Sums of the right half over all blocks, by the weights of the other partition."""
-    full, empty, weighed, taken = barriers
+    full, empty, weighed, taken, _asked = barriers
     sums = gl.full([HEADS, WIDTH], 0.0, gl.float32, VALUES)
     block = blocks * 0
     while block < blocks:

@@ -84,24 +84,36 @@ def _scale_of(peak):
 
 
 @gluon.jit
+def inverse_of(largest, total, attn_sink, first_head, heads, HAS_SINK: gl.constexpr):
+    """By what the sums of as many heads are multiplied at last."""
+    head = gl.arange(0, HEADS, LOGIT_ROW)
+    sink = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
+    if HAS_SINK:
+        sink = gl.load(attn_sink + first_head + head, mask=head < heads, other=0.0) * _LOG2_E
+    origin = gl.where(largest == float("-inf"), 0.0, largest)
+    return 1.0 / gl.where(total == 0.0, 1.0, total + gl.exp2(sink - origin))
+
+
+@gluon.jit
+def store_lse(lse, row, largest, total, heads):
+    """Natural logarithms of as many heads from ``row`` on."""
+    head = gl.arange(0, HEADS, LOGIT_ROW)
+    gl.store(lse + row + head, _log2_sum(largest, total) / _LOG2_E, mask=head < heads)
+
+
+@gluon.jit
 def finish_left(
     sums, largest, total, blocks, goal, heads, queries, exchange, barriers, HAS_SINK: gl.constexpr
 ):
     """Results of a token whose keys were all here: the left half, and ``lse``, of as many heads.
     The queries are not needed any more: what is stored goes through their memory."""
     out, lse, attn_sink, row, first_head = goal
-    _full, _empty, weighed, taken = barriers
-    head = gl.arange(0, HEADS, LOGIT_ROW)
-    sink = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
-    if HAS_SINK:
-        sink = gl.load(attn_sink + first_head + head, mask=head < heads, other=0.0) * _LOG2_E
-    origin = gl.where(largest == float("-inf"), 0.0, largest)
-    inverse = 1.0 / gl.where(total == 0.0, 1.0, total + gl.exp2(sink - origin))
+    _full, _empty, weighed, taken, _asked = barriers
+    inverse = inverse_of(largest, total, attn_sink, first_head, heads, HAS_SINK)
     mbarrier.wait(taken, (blocks & 1) ^ 1)
     exchange[0].store(inverse)
     mbarrier.arrive(weighed)
-    logs = _log2_sum(largest, total) / _LOG2_E
-    gl.store(lse + (row + first_head) + head, logs, mask=head < heads)
+    store_lse(lse, row + first_head, largest, total, heads)
     stage = queries.slice(0, WIDTH, dim=1)
     factor = gl.convert_layout(inverse, VALUE_ROW)
     _store(out, stage, sums, factor, row, first_head, heads, 0)
@@ -113,7 +125,7 @@ def finish_right(
 ):
     """The right half of the results, its last 64 values rotated back if TURNED."""
     out, row, first_head = goal
-    _full, _empty, weighed, _taken = barriers
+    _full, _empty, weighed, _taken, _asked = barriers
     mbarrier.wait(weighed, blocks & 1)
     stage = queries.slice(WIDTH, WIDTH, dim=1)
     factor = exchange[0].load(VALUE_ROW)
@@ -127,7 +139,7 @@ def finish_right(
 def part_left(sums, largest, total, blocks, goal, heads, queries, exchange, barriers):
     """Partial results of a split: normalised, as multiples of the largest magnitude of the head."""
     partial, partial_lse, partial_peak, row, first_head = goal
-    _full, _empty, weighed, taken = barriers
+    _full, _empty, weighed, taken, _asked = barriers
     inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
     factor = gl.convert_layout(inverse, VALUE_ROW)
     mbarrier.wait(taken, (blocks & 1) ^ 1)
@@ -157,7 +169,7 @@ def part_left(sums, largest, total, blocks, goal, heads, queries, exchange, barr
 def part_right(sums, blocks, goal, heads, queries, exchange, barriers):
     """The right half of a partial result."""
     partial, row, first_head = goal
-    _full, _empty, weighed, taken = barriers
+    _full, _empty, weighed, taken, _asked = barriers
     mbarrier.wait(weighed, blocks & 1)
     factor = exchange[0].load(VALUE_ROW)
     peak = gl.maximum(_peak(sums * factor[:, None]), exchange[1].index(0).load(VALUE_ROW))

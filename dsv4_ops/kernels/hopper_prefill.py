@@ -3,13 +3,15 @@ the three partitions of ``hopper_split.py``."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dsv4_ops.kernels.hopper_attend import (
     HEADS,
+    WIDTH,
     allocate,
     attend_left,
     attend_right,
-    load_queries,
+    load_half_queries,
 )
 from dsv4_ops.kernels.hopper_finish import finish_left, finish_right
 from dsv4_ops.kernels.hopper_prefill_rows import find_rows, place_rows
@@ -35,22 +37,26 @@ def _left(
     SCALE: gl.constexpr,
     HAS_SINK: gl.constexpr,
 ):
-    load_queries(queries, q, heads)
+    load_half_queries(queries.index(0), q, heads, 0, barriers[4])
+    mbarrier.wait(barriers[4], 0)
     sums, largest, total = attend_left(
         blocks, SCALE, queries, keys, existing, weights, exchange[0], barriers
     )
-    finish_left(sums, largest, total, blocks, goal, heads, queries, exchange, barriers, HAS_SINK)
+    finish_left(
+        sums, largest, total, blocks, goal, heads, queries.index(0), exchange, barriers, HAS_SINK
+    )
 
 
 @gluon.jit
-def _right(queries, keys, weights, exchange, barriers, blocks, goal, heads):
+def _right(q, queries, keys, weights, exchange, barriers, blocks, goal, heads):
+    load_half_queries(queries.index(0), q, heads, WIDTH, barriers[4])
     sums = attend_right(blocks, keys, weights, exchange[0], barriers)
-    finish_right(sums, blocks, goal, goal, heads, queries, exchange, barriers, False)
+    finish_right(sums, blocks, goal, goal, heads, queries.index(0), exchange, barriers, False)
 
 
 @gluon.jit
 def _rows(place, blocks, keys, existing, barriers, SIZES: gl.constexpr):
-    full, empty, _weighed, _taken = barriers
+    full, empty, _weighed, _taken, _asked = barriers
     dequantise(find_rows, place_rows, SIZES, place, blocks, keys, existing, full, empty)
 
 
@@ -196,7 +202,7 @@ def hopper_prefill_keys_kernel(
                     HAS_SINK,
                 ),
             ),
-            (_right, (queries, keys, weights, exchange, barriers, blocks, right, heads)),
+            (_right, (here, queries, keys, weights, exchange, barriers, blocks, right, heads)),
             (_rows, (place, blocks, keys, existing, barriers, SIZES)),
         ],
         [4, 4],

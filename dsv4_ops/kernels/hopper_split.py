@@ -4,13 +4,15 @@ the matrix products of these."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dsv4_ops.kernels.hopper_attend import (
     HEADS,
+    WIDTH,
     allocate,
     attend_left,
     attend_right,
-    load_queries,
+    load_half_queries,
 )
 from dsv4_ops.kernels.hopper_finish import finish_left, finish_right, part_left, part_right
 from dsv4_ops.kernels.hopper_rows import KEYS, dequantise
@@ -38,20 +40,33 @@ def _left(
     SCALE: gl.constexpr,
     HAS_SINK: gl.constexpr,
 ):
-    load_queries(queries, q, heads)
+    load_half_queries(queries.index(0), q, heads, 0, barriers[4])
+    mbarrier.wait(barriers[4], 0)
     sums, largest, total = attend_left(
         blocks, SCALE, queries, keys, existing, weights, exchange[0], barriers
     )
     if splits == 1:
         finish_left(
-            sums, largest, total, blocks, goals[0], heads, queries, exchange, barriers, HAS_SINK
+            sums,
+            largest,
+            total,
+            blocks,
+            goals[0],
+            heads,
+            queries.index(0),
+            exchange,
+            barriers,
+            HAS_SINK,
         )
     else:
-        part_left(sums, largest, total, blocks, goals[1], heads, queries, exchange, barriers)
+        part_left(
+            sums, largest, total, blocks, goals[1], heads, queries.index(0), exchange, barriers
+        )
 
 
 @gluon.jit
 def _right(
+    q,
     queries,
     keys,
     weights,
@@ -65,20 +80,23 @@ def _right(
     TURNED: gl.constexpr,
 ):
     cos_sin_cache, positions, num_positions = rotation
+    load_half_queries(queries.index(0), q, heads, WIDTH, barriers[4])
     sums = attend_right(blocks, keys, weights, exchange[0], barriers)
     if splits == 1:
         position = gl.to_tensor(0).to(gl.int64)
         if TURNED:
             position = gl.load(positions)
         turn = (cos_sin_cache, position, num_positions)
-        finish_right(sums, blocks, goals[0], turn, heads, queries, exchange, barriers, TURNED)
+        finish_right(
+            sums, blocks, goals[0], turn, heads, queries.index(0), exchange, barriers, TURNED
+        )
     else:
-        part_right(sums, blocks, goals[1], heads, queries, exchange, barriers)
+        part_right(sums, blocks, goals[1], heads, queries.index(0), exchange, barriers)
 
 
 @gluon.jit
 def _rows(place, blocks, keys, existing, barriers, SIZES: gl.constexpr):
-    full, empty, _weighed, _taken = barriers
+    full, empty, _weighed, _taken, _asked = barriers
     dequantise(find_rows, place_rows, SIZES, place, blocks, keys, existing, full, empty)
 
 
@@ -230,6 +248,7 @@ def hopper_split_keys_kernel(
             (
                 _right,
                 (
+                    here,
                     queries,
                     keys,
                     weights,

@@ -1,5 +1,5 @@
 """The launch of a kernel that attends to the keys of a prefill: in Triton, or on Hopper in
-Gluon."""
+Gluon, from the pages or from a copy of their rows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.measured import gathers
 from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, head_tiles
 from dsv4_ops.kernels import foreign, hopper
+from dsv4_ops.kernels.foreign_prefill import gather_rows
+from dsv4_ops.kernels.gathered_launch import launch_gathered_keys
 from dsv4_ops.kernels.launch import EMULATE, Launch, at_once, traced
 from dsv4_ops.kernels.prefill_keys import prefill_keys_kernel
+from dsv4_ops.kernels.prepare_prefill import Prefill, Source
 
 WARPS = 8
 """Warps of a program of the kernel in Triton."""
@@ -35,7 +39,48 @@ def prefill_keys(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
     if on_hopper and launch is traced:
         results: tuple[Tensor, Tensor] = hopper_prefill_keys(*args)
         return results
-    return _launch_prefill(launch, on_hopper, *args)
+    if on_hopper:
+        return _launch_on_hopper(launch, *args)
+    return _launch_prefill(launch, False, *args)
+
+
+_NAMES = (
+    "q",
+    "swa_cache",
+    "positions",
+    "req_indices",
+    "swa_block_table",
+    "extra_cache",
+    "extra_block_table",
+    "topk_indices",
+    "attn_sink",
+    "softmax_scale",
+    "window_size",
+    "compress_ratio",
+    "swa_block_size",
+    "extra_block_size",
+)
+
+
+def _launch_on_hopper(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
+    """From the pages, or by way of a copy of their rows in bf16, as ``core/measured.py`` says."""
+    values = dict(zip(_NAMES, args, strict=False))
+    if not gathers(values):
+        return _launch_prefill(launch, True, *args)
+    swa = Source(values["swa_cache"], values["swa_block_table"], values["swa_block_size"])
+    extra = None
+    if values["extra_cache"] is not None:
+        extra = Source(
+            values["extra_cache"], values["extra_block_table"], values["extra_block_size"]
+        )
+    tokens = (values["positions"], values["req_indices"])
+    numbers = (values["window_size"], values["compress_ratio"])
+    call = Prefill(*tokens, swa, extra, values["topk_indices"], *numbers)
+    given = gather_rows(launch, call, None, 1)
+    lists = (given.kv, given.slots, given.lens)
+    scale = values["softmax_scale"]
+    out, _, lse = launch_gathered_keys(launch, values["q"], *lists, values["attn_sink"], scale)
+    return out, lse
 
 
 def _results(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +160,7 @@ def _launch_prefill(
     if on_hopper:
         kernels = hopper.kernels()
         assert kernels is not None  # ``hopper.runs`` has asked
-        launch(kernels[1])[grid](*tensors, **constants, num_warps=hopper.WARPS)
+        launch(kernels.prefill)[grid](*tensors, **constants, num_warps=hopper.WARPS)
         return results
     launch(prefill_keys_kernel)[grid](
         *tensors,
@@ -134,7 +179,7 @@ def _launch_prefill(
 
 def _call(*args: Any) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(args[0]):
-        return _launch_prefill(at_once, True, *args)
+        return _launch_on_hopper(at_once, *args)
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:

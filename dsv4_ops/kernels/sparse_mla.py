@@ -12,8 +12,9 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.choice import AUTO, not_ours
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.tiles import KEY_TILE, PROGRAMS, head_tiles
-from dsv4_ops.core.types import SparseMla
+from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 from dsv4_ops.kernels import foreign, hopper
+from dsv4_ops.kernels.gathered_launch import gathered_keys
 from dsv4_ops.kernels.join_splits import join_splits_kernel
 from dsv4_ops.kernels.launch import EMULATE, Launch, at_once, traced
 from dsv4_ops.kernels.split_launch import Splits, launch_split_keys
@@ -108,6 +109,24 @@ def sparse_mla_decode_paged(
     extra = (extra_cache, extra_block_table, extra_lens)
     op = "sparse_mla_decode_paged"
     return _attend(launch, op, q, swa, extra, req_indices, *rest, **settings)
+
+
+def sparse_mla_gathered(
+    launch: Launch,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    attn_sink: Tensor | None,
+    *,
+    softmax_scale: float,
+    impl: str = AUTO,
+) -> SparseMlaGathered:
+    rows = (q, kv, indices, lens, attn_sink)
+    if not (supported(q) and hopper.runs(launch, q, True)):
+        not_ours("sparse_mla_gathered", impl, "off Hopper, in packages, or with such queries")
+        return reference.sparse_mla_gathered(*rows, softmax_scale=softmax_scale)
+    return SparseMlaGathered(*gathered_keys(launch, *rows, softmax_scale))
 
 
 def supported(q: Tensor, *caches: Tensor) -> bool:

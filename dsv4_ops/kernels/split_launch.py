@@ -119,7 +119,7 @@ def launch_split_keys(
     if on_hopper:
         kernels = hopper.kernels()
         assert kernels is not None  # ``hopper.runs`` has asked
-        launch(kernels[0])[grid](*tensors, **constants, num_warps=hopper.WARPS)
+        launch(kernels.split)[grid](*tensors, **constants, num_warps=hopper.WARPS)
         return results
     launch(split_keys_kernel)[grid](
         *tensors,

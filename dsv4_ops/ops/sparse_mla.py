@@ -34,7 +34,8 @@ _SOURCE = "FlashMLA flash_mla_with_kvcache as vLLM 0.33 calls it; lse of no key 
 
 _Settings = dict[str, Any]
 _LOWERING = {"cpu": "decompose", "cuda": "choices"}
-DECODE_PROVIDERS, _GATHERED = ("triton", "flash_mla", "reference"), ("flash_mla", "reference")
+DECODE_PROVIDERS = ("triton", "flash_mla", "reference")
+"""Of all ops of this file."""
 
 _sparse_mla_decode = define_op(
     OpSpec(
@@ -88,7 +89,7 @@ _sparse_mla_gathered = define_op(
         lowering=_LOWERING,
         dynamic=("num_tokens", "num_rows", "topk"),
         source="FlashMLA flash_mla_sparse_fwd; lse in natural logarithms",
-        providers=_GATHERED,
+        providers=DECODE_PROVIDERS,
     )
 )
 
@@ -352,8 +353,9 @@ def sparse_mla_gathered(
         lens: How many leading entries of ``indices`` count, [num_tokens], int32.
         attn_sink: Logit that joins the denominator, [num_heads], float32; None for none.
         softmax_scale: What q . k is multiplied by.
-        impl: What runs: "flash_mla" FlashMLA, "reference" the definition; "auto" the definition,
-            unless FlashMLA is there and was faster at these sizes on an H200.
+        impl: What runs: "triton" our kernel, which is for Hopper, bfloat16 and rows of 512 values;
+            "flash_mla" FlashMLA, "reference" the definition. "auto" takes our kernel, and where it
+            does not run the definition.
 
     Returns:
         out: [num_tokens, num_heads, width], the dtype of q; 0 without any key.
@@ -367,11 +369,12 @@ def sparse_mla_gathered(
         ValueError: shapes that disagree, or several devices.
         TypeError: a dtype other than the ones above.
         NotImplementedError: an ``impl`` that does not take the call: FlashMLA has 64 or 128 heads
-            and bfloat16 rows of 512 values.
+            and bfloat16 rows of 512 values, our kernel such rows on Hopper, not in packages.
         ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
-    Compile: gathers and matrix products, or the call of FlashMLA's op; dynamic in num_tokens,
-        num_rows and topk, which have "auto" take the former; CUDA graphs and export: yes.
+    Compile: a call of our kernel or of FlashMLA's op, or gathers and matrix products, which
+        AOTInductor packages have; dynamic in num_tokens, num_rows and topk; CUDA graphs and export:
+        yes.
 
     Source: FlashMLA ``flash_mla_sparse_fwd``.
 
@@ -391,7 +394,7 @@ def sparse_mla_gathered(
     checks.tensor("lens", lens, torch.int32, "num_tokens")
     checks.at_least(1, topk=indices.shape[1])
     check_sink(checks, attn_sink)
-    check_impl(checks.op, _GATHERED, impl, q.device, {"q": q})
+    check_impl(checks.op, DECODE_PROVIDERS, impl, q.device, {"q": q})
     return SparseMlaGathered(
         *_sparse_mla_gathered(
             q, kv, indices, lens, attn_sink, softmax_scale=softmax_scale, impl=impl

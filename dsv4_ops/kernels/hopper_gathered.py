@@ -1,0 +1,136 @@
+"""Attention of every token over listed bf16 rows, for Hopper, by one program per SM, which takes
+one token and tile of heads after the other: a partition copies, two attend. The keys of the next
+item are on their way while the results of this one are written."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from dsv4_ops.kernels.hopper_attend import HEADS, LOGIT_ROW, VALUE_ROW, WIDTH
+from dsv4_ops.kernels.hopper_copies import COPYING, copy_items, list_length, pairs_of
+from dsv4_ops.kernels.hopper_finish import inverse_of, store_lse
+from dsv4_ops.kernels.hopper_pairs import (
+    LEFT,
+    RIGHT,
+    allocate,
+    attend_even,
+    attend_odd,
+    whole_total,
+)
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+
+ATTENDING = gl.constexpr(208)
+"""Registers of the threads that attend; those that copy get the rest."""
+
+_WRITTEN = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+)
+"""As a product has its rows, but eight values beside one another are a thread's."""
+
+
+@gluon.jit
+def _write(out, sums, inverse, row, heads, FIRST: gl.constexpr):
+    """Half of the results of as many heads, from dimension FIRST on."""
+    factor = gl.convert_layout(inverse, VALUE_ROW)
+    values = (sums * factor[:, None]).to(out.dtype.element_ty)
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, _WRITTEN))
+    dim = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, _WRITTEN))
+    goal = out + (row + head)[:, None] * (2 * WIDTH) + dim[None, :]
+    gl.store(goal, gl.convert_layout(values, _WRITTEN), mask=(head < heads)[:, None])
+
+
+@gluon.jit
+def _attend(
+    HALF: gl.constexpr,
+    lists,
+    items,
+    num_heads,
+    goal,
+    shared,
+    SCALE: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+):
+    out, lse, max_logits, attn_sink = goal
+    asked, answered = shared[5][4].index(0), shared[5][5].index(0)
+    tiles = lists[3][2]
+    item = gl.program_id(0)
+    turn = item * 0
+    first = item * 0
+    next_length = list_length(lists, item)
+    while item < items:
+        pairs = pairs_of(next_length)
+        after = item + gl.num_programs(0)
+        next_length = list_length(lists, gl.minimum(after, items - 1))
+        mbarrier.wait(asked, turn & 1)
+        fence_async_shared()
+        if HALF == LEFT:
+            sums, largest, total = attend_even(first, pairs, turn, SCALE, shared)
+        else:
+            sums, largest, total = attend_odd(first, pairs, turn, SCALE, shared)
+        mbarrier.arrive(answered)
+        first += pairs
+        total = whole_total(HALF, first, turn, total, shared)
+        first_head = (item % tiles) * HEADS
+        heads = num_heads - first_head  # no more are written
+        row = (item // tiles).to(gl.int64) * num_heads + first_head
+        inverse = inverse_of(largest, total, attn_sink, first_head, heads, HAS_SINK)
+        if HALF == LEFT:
+            store_lse(lse, row, largest, total, heads)
+            head = gl.arange(0, HEADS, LOGIT_ROW)
+            gl.store(max_logits + row + head, largest / _LOG2_E, mask=head < heads)
+        _write(out, sums, inverse, row, heads, HALF * WIDTH)
+        turn += 1
+        item = after
+
+
+@gluon.jit
+def hopper_gathered_keys_kernel(
+    q,
+    q_stride,
+    q_head_stride,
+    out,
+    lse,
+    max_logits,
+    attn_sink,
+    kv,
+    kv_stride,
+    num_rows,
+    indices,
+    indices_stride,
+    column_stride,
+    lens,
+    len_stride,
+    width,
+    num_tokens,
+    num_heads,
+    SOFTMAX_SCALE: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+):
+    """Rows and queries begin at multiples of 16 bytes, and have no gaps between their values."""
+    shared = allocate(COPYING + 1)
+    num_heads = gl.to_tensor(num_heads)
+    tiles = (num_heads + HEADS - 1) // HEADS
+    items = num_tokens * tiles
+    queries = (q, q_stride, q_head_stride, num_heads)
+    rows = (kv, gl.to_tensor(kv_stride).to(gl.int64), gl.to_tensor(num_rows))
+    strides = (gl.to_tensor(indices_stride), gl.to_tensor(column_stride))
+    counts = (lens, gl.to_tensor(len_stride), tiles)
+    lists = (indices, strides, gl.to_tensor(width), counts)
+    goal = (out, lse, max_logits, attn_sink)
+    SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
+    gl.warp_specialize(
+        [
+            (copy_items, (queries, rows, lists, items, shared)),
+            (_attend, (LEFT, lists, items, num_heads, goal, shared, SCALE, HAS_SINK)),
+            (_attend, (RIGHT, lists, items, num_heads, goal, shared, SCALE, HAS_SINK)),
+        ],
+        [4, 4],
+        [ATTENDING, ATTENDING],
+    )
