@@ -45,6 +45,7 @@ TILES_IN_REGISTERS = {
 # kernels of which an SM holds one program: sums, or keys to merge, fill its registers; or there is
 # only one program
 ONE_PER_SM = {
+    "hopper_gathered_keys_kernel",
     "hopper_prefill_keys_kernel",
     "hopper_split_keys_kernel",
     "merge_groups_kernel",

@@ -66,10 +66,10 @@ def test_an_explicit_impl_never_falls_back_on_cpu(name):
 
 def test_an_unknown_impl_is_refused():
     case = testing.cases(GATHERED)[0]
-    text = "sparse_mla_gathered: impl must be 'auto', 'flash_mla' or 'reference', got 'triton'. "
-    assert message(ValueError, GATHERED, case, impl="triton") == text + "Pass one of these."
-    text = "sparse_mla_gathered: impl must be a str, got int. "
-    text += "Pass 'auto', 'flash_mla' or 'reference'."
+    allowed = "'auto', 'triton', 'flash_mla' or 'reference'"
+    text = f"sparse_mla_gathered: impl must be {allowed}, got 'deep_gemm'. Pass one of these."
+    assert message(ValueError, GATHERED, case, impl="deep_gemm") == text
+    text = f"sparse_mla_gathered: impl must be a str, got int. Pass {allowed}."
     assert message(TypeError, GATHERED, case, impl=3) == text
 
 
@@ -147,7 +147,7 @@ def test_a_broken_deep_gemm_is_not_left_behind(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", LIBRARY_OPS["flash_mla"])
 def test_what_flash_mla_does_not_take_is_refused(name, on_cpu):
     heads = CASES[name](0, 8)
-    others = "'auto', 'triton' or 'reference'" if name != GATHERED else "'auto' or 'reference'"
+    others = "'auto', 'triton' or 'reference'"
     assert message(NotImplementedError, name, heads, impl="flash_mla") == (
         f"{name}: impl must be {others} with 8 heads, got 'flash_mla'. FlashMLA takes 64 or 128."
     )
@@ -163,8 +163,8 @@ def test_what_flash_mla_does_not_take_is_refused(name, on_cpu):
 def test_rows_that_flash_mla_does_not_take_are_refused(on_cpu):
     case = testing.cases(GATHERED)[0]
     assert message(NotImplementedError, GATHERED, case, impl="flash_mla") == (
-        "sparse_mla_gathered: impl must be 'auto' or 'reference' with torch.float32 rows of 2 "
-        "values, got 'flash_mla'. FlashMLA takes bfloat16 rows of 512."
+        "sparse_mla_gathered: impl must be 'auto', 'triton' or 'reference' with torch.float32 rows "
+        "of 2 values, got 'flash_mla'. FlashMLA takes bfloat16 rows of 512."
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from dsv4_ops import providers
-from dsv4_ops.core import choice
+from dsv4_ops.core import choice, measured
 from dsv4_ops.core.measured import RULES, Sizes
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels.prepare_prefill import Prefill, Source, find_spans, list_rows
@@ -287,59 +287,63 @@ def test_layouts_that_flash_mla_does_not_read_are_refused(on_cpu):
     )
 
 
-def test_sizes_that_rules_ask_of_a_prefill():
-    """Keys of a token, and rows that are gathered: of the window those of the tokens and of a
-    window before each request, as far as the tables go."""
+def test_rows_and_keys_that_a_copy_is_of():
+    """Of the window the rows of the tokens and of a window before each request, as far as the
+    tables go."""
     case = wide(prefill_case(0, 40, 64, "C4", **SMALL), 2, 100, 3)
-    assert Sizes.of(PREFILL, values_of(case)) == (40, 64, 140, False, 2 * 3 * 64 + 40 + 2 * 69)
+    values = values_of(case)
+    assert Sizes.of(PREFILL, values) == (40, 64, 140, False)
+    assert measured.workspace_rows(values) == 2 * 103 * 64
+    assert measured.gathered_rows(values) == 2 * 3 * 64 + 40 + 2 * 69
     every = but(case, topk_indices=None)
-    assert Sizes.of(PREFILL, values_of(every)).columns == 0  # no rule is about C128
-    none = but(every, extra_cache=None, extra_block_table=None)
-    assert Sizes.of(PREFILL, values_of(none)) == (40, 64, 0, False, 40 + 2 * 69)
-    short = wide(case, 2, 1, 3)
-    assert Sizes.of(PREFILL, values_of(short)).gathered == 2 * 3 * 64 + 2 * 64
+    assert Sizes.of(PREFILL, values_of(every)).columns == 0  # of C128 nothing was measured
+    none = values_of(but(every, extra_cache=None, extra_block_table=None))
+    assert Sizes.of(PREFILL, none) == (40, 64, 70, False)
+    assert measured.gathered_rows(none) == 40 + 2 * 69
+    assert measured.gathered_rows(values_of(wide(case, 2, 1, 3))) == 2 * 3 * 64 + 2 * 64
 
 
-@pytest.mark.parametrize("heads", [64, 128])
-def test_auto_gathers_no_more_rows_than_pay(heads, on_cpu, monkeypatch):
-    monkeypatch.setattr(choice, "_other_device", lambda device: "")
-    monkeypatch.setattr(choice, "unusable", lambda library: "")
-    (rule,) = (rule for rule in RULES if (rule.op, rule.heads) == (PREFILL, heads))
-    changed = {"longest": 300, "max_reqs": 1}
-    case = prefill_case(0, 4, heads, "C4", topk=512, **changed)
-    first = {name: case.tensors[PLACES[name]][:1] for name in PER_TOKEN}
-    many = {name: each.expand(rule.tokens, *each.shape[1:]) for name, each in first.items()}
-    case = but(case, **many)
+def prefill(tokens, heads, topk, blocks):
+    """Shapes of a prefill of one request, whose tables have so many pages of 64 rows."""
 
-    def impl(each: Case) -> str:
-        return providers.choice_of(PREFILL, *each.tensors, **each.settings).impl
+    def ints(*shape):
+        return torch.empty(shape, dtype=torch.int32, device="meta")
 
-    columns = (rule.gathered * rule.tokens - rule.tokens - 127) // 64
-    assert impl(wide(case, 1, 10**4, columns)) == "flash_mla"
-    assert impl(wide(case, 1, 10**4, columns + 1)) == "triton"
-    fewer = but(case, **{name: each[1:] for name, each in many.items()})
-    assert impl(fewer) == "triton"
+    return {
+        "q": torch.empty(tokens, heads, 512, device="meta"),
+        "swa_block_table": ints(1, 512),
+        "swa_block_size": 64,
+        "extra_cache": ints(1) if blocks else None,
+        "extra_block_table": ints(1, blocks) if blocks else None,
+        "extra_block_size": 64,
+        "topk_indices": ints(tokens, topk) if topk else None,
+        "window_size": 128,
+    }
 
 
-def test_symbolic_tables_have_auto_take_ours(flash_mla, monkeypatch):
-    """Of a batch whose tokens are known: the tables' sizes decide what is gathered."""
-    monkeypatch.setattr(choice, "_other_device", lambda device: "")
-    seen = []
-    monkeypatch.setattr(choice, "ours", lambda spec: seen.append(spec.name) or "reference")
-    case = prefill_case(1, 6, 64, "C4", **SMALL)
-    rule = next(rule for rule in RULES if rule.op == PREFILL)
-    monkeypatch.setattr(choice, "RULES", (rule._replace(tokens=1, columns=1, gathered=10**6),))
-    compiled = torch.compile(
-        lambda *tensors: ops.sparse_mla_prefill(*tensors, **case.settings).out, fullgraph=True
-    )
-    tensors = list(wide(case, 2, 5, 4).tensors)
-    for name in ("swa_block_table", "extra_block_table"):
-        torch._dynamo.mark_dynamic(tensors[PLACES[name]], 1)
-    compiled(*tensors)
-    assert seen
-    assert flash_mla.calls == []
-    torch._dynamo.reset()
-    torch.compile(lambda *t: ops.sparse_mla_prefill(*t, **case.settings).out, dynamic=False)(
-        *case.tensors
-    )
-    assert flash_mla.calls == ["prefill"]
+@pytest.mark.parametrize(
+    ("sizes", "copies"),
+    [
+        ((512, 64, 512, 80), True),  # 102 us, from the pages 118 (H200, 2026-11-22)
+        ((256, 64, 512, 80), False),  # 59, 57
+        ((256, 64, 1024, 80), True),  # 85, 91
+        ((256, 128, 512, 80), True),  # 100, 115
+        ((128, 128, 1024, 80), True),  # 83, 90
+        ((128, 128, 512, 80), False),  # 56, 56
+        ((64, 128, 1024, 80), False),  # 48, 47
+        ((2048, 64, 0, 0), True),  # 133, 179
+        ((256, 64, 0, 0), False),  # 25, 23
+        ((2048, 64, 0, 80), False),  # all rows of C128: not measured
+        ((512, 64, 512, 2000), False),  # 128000 rows take 64 us
+        ((2048, 64, 512, 2000), True),
+        ((2**17, 64, 1024, 80), False),  # more lists than 512 MiB
+        ((2**14, 64, 512, 2**14), False),  # more rows than 1 GiB
+    ],
+)
+def test_a_prefill_copies_where_that_is_faster(sizes, copies):
+    assert measured.gathers(prefill(*sizes)) is copies
+
+
+def test_no_library_is_faster_in_a_prefill():
+    """``auto`` has ours, and a graph for any size too."""
+    assert all(rule.op != PREFILL for rule in RULES)

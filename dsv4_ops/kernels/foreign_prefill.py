@@ -1,5 +1,5 @@
-"""The rows and lists that FlashMLA's prefill is given of paged FP8 caches: two small kernels around
-our gathers."""
+"""The rows and lists that a prefill over bf16 rows is given of paged FP8 caches, Hopper's or
+FlashMLA's: two small kernels around our gathers."""
 
 import torch
 import triton

@@ -23,8 +23,8 @@ WARPS = 4
 
 
 def runs(launch: Launch, q: Tensor, coded: bool) -> bool:
-    """Whether such a call has a Gluon kernel: one over FP8 caches or listed rows, on Hopper, and not
-    in a package."""
+    """Whether such a call has a Gluon kernel: over FP8 caches or listed rows, on Hopper, and not in
+    a package."""
     if EMULATE or not coded or launch is torch.library.wrap_triton:
         return False
     return _hopper(launch, q.device) and kernels() is not None

@@ -38,11 +38,12 @@ def sparse_mla_prefill(
     if not supported(q, *caches):
         not_ours("sparse_mla_prefill", impl, "with such queries or caches")
         return reference.sparse_mla_prefill(q, *swa, *extra, attn_sink, **settings)
-    return _attend(launch, q, *swa, *extra, attn_sink, **settings)
+    return _attend(launch, impl == AUTO, q, *swa, *extra, attn_sink, **settings)
 
 
 def _attend(
     launch: Launch,
+    by_size: bool,
     q: Tensor,
     swa_cache: Tensor,
     positions: Tensor,
@@ -73,4 +74,4 @@ def _attend(
     swa = (q, swa_cache, positions, req_indices, swa_table)
     extra = (extra_cache, extra_table, topk_indices, attn_sink)
     sizes = (softmax_scale, window_size, compress_ratio, swa_block_size, extra_block_size, coded)
-    return SparseMla(*prefill_keys(launch, *swa, *extra, *sizes))
+    return SparseMla(*prefill_keys(launch, by_size, *swa, *extra, *sizes))

@@ -25,23 +25,24 @@ LISTED = 512
 """Selected rows that are looked through at a time for the last one that counts."""
 
 _SCHEMA = (
-    "(Tensor q, Tensor swa_cache, Tensor positions, Tensor req_indices, Tensor swa_block_table, "
-    "Tensor? extra_cache, Tensor? extra_block_table, Tensor? topk_indices, Tensor? attn_sink, "
-    "float softmax_scale, int window_size, int compress_ratio, int swa_block_size, "
-    "int extra_block_size, bool coded) -> (Tensor, Tensor)"
+    "(bool by_size, Tensor q, Tensor swa_cache, Tensor positions, Tensor req_indices, "
+    "Tensor swa_block_table, Tensor? extra_cache, Tensor? extra_block_table, "
+    "Tensor? topk_indices, Tensor? attn_sink, float softmax_scale, int window_size, "
+    "int compress_ratio, int swa_block_size, int extra_block_size, bool coded) -> (Tensor, Tensor)"
 )
 
 
-def prefill_keys(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
-    """Attend with the kernel that is made for the device; see ``_launch_prefill``."""
+def prefill_keys(launch: Launch, by_size: bool, *args: Any) -> tuple[Tensor, Tensor]:
+    """Attend with the kernel that is made for the device; see ``_launch_prefill``. Where sizes may
+    decide, Hopper's may read a copy of the rows, and bits depend on how many tokens there are."""
     q, coded = args[0], args[14]
     on_hopper = hopper.runs(launch, q, coded)
     if on_hopper and launch is traced:
-        results: tuple[Tensor, Tensor] = hopper_prefill_keys(*args)
+        results: tuple[Tensor, Tensor] = hopper_prefill_keys(by_size, *args)
         return results
-    if on_hopper:
-        return _launch_on_hopper(launch, *args)
-    return _launch_prefill(launch, False, *args)
+    if on_hopper and by_size:
+        return _launch_by_size(launch, *args)
+    return _launch_prefill(launch, on_hopper, *args)
 
 
 _NAMES = (
@@ -62,7 +63,7 @@ _NAMES = (
 )
 
 
-def _launch_on_hopper(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
+def _launch_by_size(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
     """From the pages, or by way of a copy of their rows in bf16, as ``core/measured.py`` says."""
     values = dict(zip(_NAMES, args, strict=False))
     if not gathers(values):
@@ -178,12 +179,15 @@ def _launch_prefill(
 
 
 def _call(*args: Any) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device_of(args[0]):
-        return _launch_on_hopper(at_once, *args)
+    by_size, q, *_ = args
+    with torch.cuda.device_of(q):
+        if by_size:
+            return _launch_by_size(at_once, *args[1:])
+        return _launch_prefill(at_once, True, *args[1:])
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    return _results(args[0])
+    return _results(args[1])
 
 
 hopper_prefill_keys = foreign.define("_hopper_prefill_keys", _SCHEMA, _call, _fake)

@@ -34,16 +34,15 @@ _TYPES = {
     torch.int64: "*i64",
 }
 SPILLS = {
-    "hopper_prefill_keys_kernel": 128,
-    "hopper_split_keys_kernel": 128,
+    "hopper_gathered_keys_kernel": 128,
+    "hopper_split_keys_kernel": 16,
     "prefill_keys_kernel": 64,
 }
 """Bytes that a kernel may spill: none but where all registers hold sums or rows under way, and the
 few that are spilled are addresses, read once per block of keys."""
 
-_USAGE = re.compile(
-    r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.S
-)
+_SPILLED = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
+_USAGE = re.compile(_SPILLED + r".*?Used (\d+) registers", re.S)
 
 
 @dataclass(frozen=True)
@@ -185,6 +184,12 @@ def _prefill(cache: Tensor, topk: Tensor | None, **settings: Any) -> tuple[Any, 
     return (queries, cache, *tokens, table, *rows), settings | chosen
 
 
+def _listed() -> tuple[Any, ...]:
+    """Arguments of ``sparse_mla_gathered``."""
+    q, kv = (_tensor(*shape, 512, dtype=torch.bfloat16) for shape in ((2048, 64), (8192,)))
+    return (q, kv, _tensor(2048, 640), _tensor(2048), None), {"softmax_scale": 512**-0.5}
+
+
 def _indexer(*between: Tensor, **settings: Any) -> tuple[Any, ...]:
     """Arguments of the indexer's ops that take FP8 queries, and ``between`` further ones."""
     q = _tensor(8, 64, 128, dtype=torch.float8_e4m3fn)
@@ -247,8 +252,10 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "sparse_mla_decode_paged, flash_mla": _attention(
             True, main, turned=True, **{**pages, "extra_block_size": 2, "impl": "flash_mla"}
         ),
+        "sparse_mla_gathered": _listed(),
         "sparse_mla_plan": ((tokens, tokens), {"num_heads": 64, "num_programs": 132}),
         "sparse_mla_prefill": _prefill(main, _tensor(2048, 512), **pages),
+        "sparse_mla_prefill, pages": _prefill(main, _tensor(2048, 512), **pages, impl="triton"),
         "sparse_mla_prefill, all rows": _prefill(main, None, **{**pages, "extra_block_size": 2}),
         "sparse_mla_prefill, flash_mla": _prefill(
             main, _tensor(2048, 512), **pages, impl="flash_mla"
