@@ -71,6 +71,20 @@ def test_steps_of_any_size_are_inputs_of_an_exported_layer(heads: int, tmp_path:
             assert all(map(torch.equal, written, expected[1:]))
 
 
+def test_steps_of_any_size_are_inputs_of_one_graph() -> None:
+    torch._dynamo.reset()
+    layer = SmallLayer("c128", SPEC)
+    poison(layer)
+    held = tuple(caches_of(layer).values())
+    compiled = torch.compile(OfStep(layer), fullgraph=True, dynamic=True, backend="aot_eager")
+    with changed(layer, plan_heads=HEADS), torch._dynamo.config.patch(error_on_recompile=True):
+        for counts, padding in STEPS:
+            step = layer.step(*Engine(layer).batch(counts, padding))
+            x, ours, theirs = hidden(counts, padding), *(map(torch.clone, held) for _ in range(2))
+            actual = compiled(x, step, tuple(ours))
+            assert torch.equal(actual, OfStep(layer)(x, step, tuple(theirs)))
+
+
 def test_compiled_steps_of_any_size_have_the_plan_of_eager_ones() -> None:
     torch._dynamo.reset()
     layer = SmallLayer("c128", SPEC)

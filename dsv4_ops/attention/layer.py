@@ -47,9 +47,9 @@ def attention_layer(
         weights: Parameters of the layer.
         caches: Caches of the layer. The tensors of a kind of layer it is not may be None, here and
             in ``inputs`` and ``weights``.
-        step: From ``build_attention_step``. Its plan, if it has one for "c128", decides how their
-            keys are shared in the schedule "decode", and nothing else: one of another step with as
-            many tokens gives the same attention, less evenly spread.
+        step: From ``build_attention_step``. A plan in it decides how programs share the keys of a
+            "c128" layer in the schedule "decode", and nothing else: that of another step of as many
+            tokens gives the same attention, less evenly spread.
         schedule: "decode" splits the keys of few tokens over the GPU (``sparse_mla_decode``);
             "prefill" gives many tokens a program each and reads the block tables themselves
             (``sparse_mla_prefill``). Both take any batch, and their results agree up to rounding.

@@ -44,8 +44,8 @@ class CompressedStep:
     slot of the row that a token completes, or -1; ``block_table``: pages of the compressed rows,
     and of the indexer's keys. ``state_slot_mapping`` int64 [num_tokens] and ``state_block_table``:
     the same for the states of every token. ``plan`` int32 [num_tokens + programs, 4]: how the keys
-    of all tokens are shared among programs, from ``sparse_mla_plan`` with its own num_programs, or
-    None. Only layers of kind "c128" go by it, in the schedule "decode".
+    of all tokens are shared among programs, from ``sparse_mla_plan`` with the default of
+    num_programs, or None. Only layers of kind "c128" go by it, in the schedule "decode".
     """
 
     lens: Tensor
@@ -111,7 +111,7 @@ def build_attention_step(
             for none. They attend to all rows of a request, so that without one a long context
             among short ones is what all wait for: 64 requests of 100 to 128k tokens take each such
             layer of 64 heads 36.7 us on an H200, with a plan 22.9. A step makes it once for all
-            of them, in 4 to 5 us. Not worth it where contexts are nearly equal, or up to 8k. With
+            of them, in 4 to 5 us. Not worth it where all contexts are nearly equal, or short. With
             ``batch_invariant`` and impl "flash_mla" nothing goes by a plan, and
             ``attention_layer`` refuses it.
 

@@ -161,9 +161,8 @@ class IndexerRow(ComputeRow):
 @dataclass(kw_only=True)
 class LayerRow(ComputeRow):
     """A decode step of an attention layer of ``heads`` heads, for requests of ``context`` tokens,
-    or of up to as many.
-    ``stages`` and ``anchor_stages`` are device times of its stages, each in a graph of its own;
-    ``anchor_us`` is that of all the anchor's stages, in one graph."""
+    ragged ones of up to as many. ``stages`` and ``anchor_stages`` are device times of its stages,
+    each in a graph of its own; ``anchor_us`` is that of all the anchor's stages, in one graph."""
 
     context: int
     heads: int
