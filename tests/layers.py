@@ -60,7 +60,7 @@ def sizes_of(spec: LayerSpec, kind: str) -> Sizes:
 class SmallLayer(nn.Module):
     """Projections, the attention layer between them, and the output projection."""
 
-    schedule, state_rings = "decode", False
+    schedule, state_rings, plan_heads = "decode", False, 0
 
     def __init__(self, kind: str, spec: LayerSpec, device: str = "cpu") -> None:
         super().__init__()
@@ -104,10 +104,9 @@ class SmallLayer(nn.Module):
     def step(self, *batch: Tensor) -> Any:
         """query_start_loc, seq_lens, slot_mapping, tables of window, rows and states."""
         starts, lens, slots, swa, rows, states = batch
-        tables = BlockTables(swa=swa, c4=rows, c128=rows)
-        return build_attention_step(
-            self.spec, starts, lens, slots, tables, StateTables(c4=states, c128=states)
-        )
+        tables, held = BlockTables(swa=swa, c4=rows, c128=rows), StateTables(c4=states, c128=states)
+        heads = self.plan_heads
+        return build_attention_step(self.spec, starts, lens, slots, tables, held, plan_heads=heads)
 
     def attend(self, inputs: dict[str, Tensor], *batch: Tensor) -> Tensor:
         """Grouped outputs of projected tokens."""

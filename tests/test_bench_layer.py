@@ -350,7 +350,7 @@ def test_selection_does_not_hang_on_rounding():
 
 def test_costs_by_hand():
     """One request of C4 at 16384 tokens: 128 + 512 rows of 584 bytes, 4096 + 1 keys of 132."""
-    moved, flop = cost("c4", FLASH, 1, 16384)
+    moved, flop = cost("c4", FLASH, (16384,))
     queries = 2 * 64 * 512 * 2 + 512 * 2 + 64 * (128 * 2 + 4)
     projections = 2 * 1024 * 4 + 2 * 256 * 4  # read, and written to the states
     older = 7 * 2 * (512 + 128) * 4  # a half of each row of kv and of score
@@ -361,9 +361,11 @@ def test_costs_by_hand():
 
 def test_cases_of_a_run():
     cases = chosen_cases(CASES, smoke=False)
-    assert len(cases) == 2 * (4 + 5 + 5)
+    assert len(cases) == 2 * (4 + 5 + 5) + 4
     assert str(cases[0]) == "window, Flash, 1 x 16384 tokens"
-    assert str(cases[-1]) == "c128, Pro, 8 x 131072 tokens"
+    assert str(cases[27]) == "c128, Pro, 8 x 131072 tokens"
+    assert not any(case.variant or " to " in case.shape for case in cases[:28])
+    assert str(cases[-1]) == "c128, Flash, 64 x 128 to 128896 tokens, planned"
     rows = [
         LayerRow(
             case=case.case, shape=case.shape, variant="", requests=case.requests, rows=case.rows,

@@ -116,6 +116,7 @@ def test_what_does_not_fit_is_said_in_short():
         ("save_compressor_states_kernel", "compressor"),
         ("qnorm_rope_kv_insert_kernel", "insert"),
         ("triton_poi_fused_add_div_sum_13", "norms, routers, streams, metadata"),
+        ("sparse_mla_plan_kernel_0", "norms, routers, streams, metadata"),
     ],
 )
 def test_stage_of_a_kernel(kernel, stage):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import HIDDEN, KINDS, SPEC, Engine, SmallLayer, caches_of, poison
+from layers import HEADS, HIDDEN, KINDS, SPEC, Engine, SmallLayer, caches_of, poison
 from test_compiled_cache import cache_sized_buffers
 from test_export import RUN_IN_PYTHON
 from torch import Tensor
@@ -64,12 +64,13 @@ def run_beside(layer: SmallLayer, call: Any) -> None:
             assert int((cache != left).sum()) < int((left != 0xFF).sum()) // 20
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_graph_for_steps_of_all_sizes(kind: str) -> None:
-    """Nothing opaque, no graph break, no recompile, no copy of a cache."""
+@pytest.mark.parametrize(("kind", "plan_heads"), [*((kind, 0) for kind in KINDS), ("c128", HEADS)])
+def test_one_graph_for_steps_of_all_sizes(kind: str, plan_heads: int) -> None:
+    """Nothing opaque, no graph break, no recompile, no copy of a cache; with a plan too."""
     torch._dynamo.reset()
     counters.clear()
     layer = SmallLayer(kind, SPEC)
+    layer.plan_heads = plan_heads
     how = {"window": "inductor", "c4": "eager", "c128": "aot_eager"}[kind]
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=how)
     counts, padding = STEPS[0]

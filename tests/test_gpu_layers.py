@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from layers import (
+    HEADS,
     KINDS,
     LENGTH,
     PLAIN,
@@ -29,7 +30,8 @@ from test_layers import CUTS, assert_close
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from dsv4_ops.attention import LayerSpec
+import dsv4_ops as ops
+from dsv4_ops.attention import LayerInputs, LayerSpec, attention_layer
 from dsv4_ops.lowering.inspect import (
     build_package,
     compile_and_get_code,
@@ -43,18 +45,25 @@ pytestmark = [
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 each_kind = pytest.mark.parametrize("kind", KINDS)
+PLANNED = [*((kind, 0) for kind in KINDS), ("c128", HEADS)]
+with_plans = pytest.mark.parametrize(("kind", "plan_heads"), PLANNED)
 
 
-def on_device(kind: str, spec: LayerSpec) -> tuple[SmallLayer, list[dict[str, Tensor]]]:
+def on_device(
+    kind: str, spec: LayerSpec, plan_heads: int = 0
+) -> tuple[SmallLayer, list[dict[str, Tensor]]]:
     layer = SmallLayer(kind, spec, DEVICE)
+    layer.plan_heads = plan_heads
     return layer, projected(layer, hidden_states().to(DEVICE))
 
 
-@each_kind
+@with_plans
 @pytest.mark.parametrize(("spec", "budget"), [(PLAIN, 1e-5), (SPEC, 0.01)], ids=["plain", "fp8"])
-def test_kernels_give_what_the_formulas_say(kind: str, spec: LayerSpec, budget: float) -> None:
+def test_kernels_give_what_the_formulas_say(
+    kind: str, plan_heads: int, spec: LayerSpec, budget: float
+) -> None:
     """FP8 matrix units keep some 14 bits of a score: close ones are not compared."""
-    layer, inputs = on_device(kind, spec)
+    layer, inputs = on_device(kind, spec, plan_heads)
     outputs = in_chunks(layer, inputs[:2], [[LENGTH], [LENGTH]])
     for rows, out in zip(inputs, outputs, strict=False):
         want = oracle(layer, rows)
@@ -83,13 +92,36 @@ def test_cuts_pages_and_company_change_no_bit(kind: str) -> None:
     assert torch.equal(alone, crowded[2])
 
 
-@each_kind
-def test_any_cut_into_steps_gives_the_same(kind: str) -> None:
-    layer, inputs = on_device(kind, SPEC)
+@with_plans
+def test_any_cut_into_steps_gives_the_same(kind: str, plan_heads: int) -> None:
+    layer, inputs = on_device(kind, SPEC, plan_heads)
     whole = in_chunks(layer, inputs[:3], [[LENGTH]] * 3)
     outputs = in_chunks(layer, inputs[:3], CUTS, padding=3, seed=5)
     for out, expected in zip(outputs, whole, strict=True):
         assert_close(out.cpu(), expected[: len(out)].cpu(), 0.01)
+
+
+@pytest.mark.parametrize("spec", [replace(PLAIN, dtype=torch.bfloat16), SPEC], ids=["bf16", "fp8"])
+def test_plans_change_only_rounding(spec: LayerSpec) -> None:
+    """That of the step, and that of another one of as many tokens; each call writes the same to the
+    same slots."""
+    layer, inputs = on_device("c128", spec)
+    poison(layer)
+    counts = [37, 1, 50, 5]
+    step = layer.step(*(tensor.to(DEVICE) for tensor in Engine(layer).batch(counts)))
+    parts = list(zip(inputs, counts, strict=True))
+    given = {name: torch.cat([rows[name][:n] for rows, n in parts]) for name in inputs[0]}
+    held = (LayerInputs(**given), layer.attention.weights, layer.attention.caches)
+    other = (torch.arange(sum(counts), device=DEVICE) * 7 % 300).int()
+    rows = step.c128.lens
+    plans = [ops.sparse_mla_plan(lens, rows, num_heads=HEADS) for lens in (step.swa_lens, other)]
+    assert not torch.equal(*plans)
+    out, *planned = (
+        attention_layer(spec, "c128", *held, replace(step, c128=replace(step.c128, plan=plan)))
+        for plan in (None, *plans)
+    )
+    for each in planned:
+        assert_close(each, out, 0.01)
 
 
 def steps_beside(layer: SmallLayer, call, steps) -> None:
@@ -111,11 +143,12 @@ def steps_beside(layer: SmallLayer, call, steps) -> None:
     assert addresses == [cache.data_ptr() for cache in caches_of(layer).values()]
 
 
-@each_kind
-def test_one_graph_for_steps_of_all_sizes(kind: str) -> None:
+@with_plans
+def test_one_graph_for_steps_of_all_sizes(kind: str, plan_heads: int) -> None:
     torch._dynamo.reset()
     counters.clear()
     layer = SmallLayer(kind, SPEC, DEVICE)
+    layer.plan_heads = plan_heads
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     counts, padding = STEPS[0]
     batch = [tensor.to(DEVICE) for tensor in Engine(layer).batch(counts, padding)]
@@ -126,12 +159,13 @@ def test_one_graph_for_steps_of_all_sizes(kind: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@each_kind
-def test_captured_decode_steps(kind: str) -> None:
+@with_plans
+def test_captured_decode_steps(kind: str, plan_heads: int) -> None:
     """One CUDA graph, replayed over inputs that change in place: 20 steps across windows of 4 and
     16 and over used pages, without a host sync."""
     torch._dynamo.reset()
     layer = SmallLayer(kind, SPEC, DEVICE)
+    layer.plan_heads = plan_heads
     compiled = torch.compile(layer, fullgraph=True, dynamic=False, options=GRAPHS)
     static: list[Tensor] = []
     calls = 0
@@ -155,9 +189,11 @@ def test_captured_decode_steps(kind: str) -> None:
 
 
 def test_a_package_of_every_kind(tmp_path: Path) -> None:
-    """Exported with dynamic sizes; run where dsv4_ops is never imported, on the caller's caches."""
-    for kind in KINDS:
+    """Exported with dynamic sizes; run where dsv4_ops is never imported, on the caller's caches. A
+    step with a plan makes it there."""
+    for kind, plan_heads in PLANNED:
         layer = SmallLayer(kind, SPEC, DEVICE)
+        layer.plan_heads = plan_heads
         poison(layer)
         engine, inputs, expected = Engine(layer), [], []
         for counts, padding in STEPS:
@@ -171,8 +207,8 @@ def test_a_package_of_every_kind(tmp_path: Path) -> None:
         )
         shapes = (dims[0], dims[1:])
         program = torch.export.export(Packaged(layer), inputs[0], dynamic_shapes=shapes)
-        package = build_package(program, tmp_path / f"{kind}.pt2")
-        paths = [tmp_path / f"{kind}{number}.pt" for number in range(len(STEPS))]
+        package = build_package(program, tmp_path / f"{kind}{plan_heads}.pt2")
+        paths = [tmp_path / f"{kind}{plan_heads}_{number}.pt" for number in range(len(STEPS))]
         for path, given in zip(paths, inputs, strict=True):
             torch.save(given, path)
         command = [sys.executable, "-c", RUN_IN_PYTHON, package, *paths]

@@ -92,6 +92,7 @@ def test_steps_can_be_exported(step):
     names = {str(node.target) for node in program.graph.nodes}
     for op in ("token_map", "compress_and_insert", "indexer_select", "sinkhorn"):
         assert f"dsv4_ops.{op}.default" in names
+    assert ("dsv4_ops.sparse_mla_plan.default" in names) == (step is v4.decode_step)
     # torch 2.13 writes guards on fields of dataclasses that are no Python
     got = program.module(check_guards=False)(batch, cache.tensors)
     want = step(reference(), batch, eager.tensors)

@@ -10,6 +10,7 @@ from torch import Tensor
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.attention.step import AttentionStep
 from dsv4_ops.attention.tensors import LayerInputs
+from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.choice import (
     AUTO,
     TRITON,
@@ -19,9 +20,11 @@ from dsv4_ops.core.choice import (
     not_ours,
     require,
 )
+from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
-from dsv4_ops.core.tiles import LARGEST_TOPK
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.tiles import LARGEST_TOPK, PLAN_COLUMNS, PROGRAMS, programs_per_tile
 from dsv4_ops.ops.indexer import PROVIDERS as INDEXER_PROVIDERS
 from dsv4_ops.ops.mla_prefill import PREFILL_PROVIDERS
 from dsv4_ops.ops.sparse_mla import DECODE_PROVIDERS
@@ -75,6 +78,27 @@ def check_layer_impl(
         taken = {"layout": spec.indexer_layout, "block_size": spec.page_size(kind)}
         indexer_q = cast(Tensor, inputs.indexer_q)
         check_impl(_OP, INDEXER_PROVIDERS, impl, q.device, {"q": indexer_q, **taken})
+    if kind == "c128" and schedule == "decode" and step.c128.plan is not None:
+        _check_plan(spec, q, step.c128.plan)
+
+
+def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor) -> None:
+    """It is of a step of as many tokens and heads, and something goes by it. The op would take one
+    for fewer tokens, whose last ones then have no programs."""
+    name, num_tokens, num_heads = "step.c128.plan", q.shape[0], int(q.shape[1])
+    ignored = f"for impl {FLASH_MLA!r}" if spec.impl == FLASH_MLA else ""
+    ignored = "with batch_invariant" if spec.batch_invariant else ignored
+    if ignored:
+        advice = "Build the step with plan_heads=0"
+        raise refusal(ValueError, _OP, name, f"be None {ignored}", "a tensor", advice)
+    checks = Checks(_OP)
+    checks.tensor("inputs.q", q, q.dtype, "num_tokens", "num_heads", "head_dim")
+    checks.tensor(name, plan, torch.int32, "num_pieces", PLAN_COLUMNS)
+    num_pieces = num_tokens + programs_per_tile(num_heads, PROGRAMS)
+    if plan.shape[0] != num_pieces:
+        rule = f"have {known(num_pieces)} rows for {known(num_tokens)} tokens of {num_heads} heads"
+        advice = f"Build each step with plan_heads={num_heads}"
+        raise refusal(ValueError, _OP, name, rule, known(plan.shape[0]), advice)
 
 
 def _check_prefill(spec: LayerSpec, kind: str, q: Tensor, step: AttentionStep) -> None:

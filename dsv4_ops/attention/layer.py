@@ -47,7 +47,9 @@ def attention_layer(
         weights: Parameters of the layer.
         caches: Caches of the layer. The tensors of a kind of layer it is not may be None, here and
             in ``inputs`` and ``weights``.
-        step: From ``build_attention_step``.
+        step: From ``build_attention_step``. A plan in it decides how programs share the keys of a
+            "c128" layer in the schedule "decode", and nothing else: that of another step of as many
+            tokens gives the same attention, less evenly spread.
         schedule: "decode" splits the keys of few tokens over the GPU (``sparse_mla_decode``);
             "prefill" gives many tokens a program each and reads the block tables themselves
             (``sparse_mla_prefill``). Both take any batch, and their results agree up to rounding.
@@ -68,7 +70,9 @@ def attention_layer(
 
     Raises:
         ValueError, TypeError: a tensor that is missing, or of another shape or dtype than the
-            configuration says; as the ops it is made of. Nothing is written then.
+            configuration says; a plan of another number of tokens or heads, with
+            ``batch_invariant`` or for impl "flash_mla"; as the ops it is made of. Nothing is
+            written then.
         NotImplementedError, ImportError, RuntimeError: a ``spec.impl`` that does not take the
             layer, or does not run here. Nothing is written then either.
 

@@ -66,6 +66,7 @@ def attend(
             step.req_indices,
             step.c128.block_table,
             weights.attn_sink,
+            step.c128.plan,
             **settings,
         ).out
     extra: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)

@@ -15,7 +15,14 @@ from torch import Tensor
 from dsv4_ops.attention import LayerSpec
 from dsv4_ops.bench import anchors, report
 from dsv4_ops.bench.layer_anchors import AnchorStages, Libraries, anchor_calls, load, note
-from dsv4_ops.bench.layer_cases import FLASH, PRO, LayerWork, Model, layer_cases
+from dsv4_ops.bench.layer_cases import (
+    FLASH,
+    PRO,
+    LayerWork,
+    Model,
+    layer_cases,
+    ragged_cases,
+)
 from dsv4_ops.bench.layer_check import compare
 from dsv4_ops.bench.layer_stages import Results, our_stages
 from dsv4_ops.bench.measure import ComputeBench, floor_notes, notes_of, run_cases
@@ -23,7 +30,7 @@ from dsv4_ops.bench.memory import Copies
 from dsv4_ops.bench.options import add_cases
 from dsv4_ops.bench.plot import layer_panels, try_plot
 from dsv4_ops.bench.report import Report, one_line
-from dsv4_ops.bench.rows import COMPUTE_CPU_COLUMNS, LAYER_CUDA_COLUMNS, LayerRow
+from dsv4_ops.bench.rows import COMPUTE_CPU_COLUMNS, COMPUTE_CUDA_COLUMNS, LayerRow
 from dsv4_ops.bench.timing import host_us
 from dsv4_ops.bench.work import Case, Work, Written
 from dsv4_ops.metadata import AttentionSpec
@@ -34,6 +41,7 @@ CASES = ("window", "c4", "c128")
 _SMOKE_CASES = ("window",)
 _SIZES = ((1, 16384), (8, 16384), (64, 16384), (128, 16384))
 _LONG = ((8, 131072),)
+_RAGGED = (8, 64)
 _SMALL = Model("small", 4, LayerSpec(attention=AttentionSpec(index_topk=64), num_groups=2))
 
 
@@ -50,6 +58,8 @@ def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
     for kind in groups:
         sizes = _SIZES if kind == "window" else (*_SIZES, *_LONG)
         found += layer_cases(kind, (FLASH, PRO), sizes)
+        if kind == "c128":
+            found += ragged_cases((FLASH,), _RAGGED)
     return found
 
 
@@ -163,7 +173,7 @@ def finish(
         "every output was that of the references on the CPU, within the tolerances of FlashMLA's "
         "tests"
     )
-    columns = LAYER_CUDA_COLUMNS if cuda else COMPUTE_CPU_COLUMNS
+    columns = COMPUTE_CUDA_COLUMNS if cuda else COMPUTE_CPU_COLUMNS
     shown = [replace(row, stages=_words(row.stages), anchor_stages=_words(row.anchor_stages))
              for row in measured]  # fmt: skip
     notes = [
@@ -172,7 +182,7 @@ def finish(
     ]
     parts = [report.table(shown, columns)]
     if cuda:
-        parts.append(report.table(shown, ("case", "shape", "stages", "anchor_stages")))
+        parts.append(report.table(shown, ("case", "shape", "variant", "stages", "anchor_stages")))
     output.write_text(report.text(title, output, *parts, *notes))
     if with_plot:
         title = f"Attention layer, decode · {output.stamp['device']}"
@@ -188,6 +198,7 @@ def _words(stages: Any) -> Any:
 _NOTES = (
     "Shapes are model, requests x context. Every request finishes a window in this step: of four "
     "steps of C4, or 128 of C128, that is the most expensive one.",
+    "planned: the plan that the step makes once for all its C128 layers was made before.",
     "FLOP of the indexer's FP8 products count half.",
     "stages: each alone in a graph of its own; together they have more launches, and no overlap.",
     f"anchor: the same step by the kernels of {anchors.VERSION}, its FlashMLA and DeepGEMM, and "

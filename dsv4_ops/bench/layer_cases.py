@@ -22,7 +22,7 @@ from dsv4_ops.attention import (
     attention_layer,
     build_attention_step,
 )
-from dsv4_ops.bench.batches import rotating_sets
+from dsv4_ops.bench.batches import mixed_lengths, rotating_sets
 from dsv4_ops.bench.cache_cases import filled_pages
 from dsv4_ops.bench.token_check import Tolerance, outside
 from dsv4_ops.bench.work import Args, Case, Work
@@ -38,7 +38,7 @@ TOKEN_COSINE = 1e-4
 """The cosine difference of any one token: a few other selected rows make it a hundred times as
 large."""
 
-INPUTS, WEIGHTS, CACHES, GROUP = 6, 6, 5, 5
+INPUTS, WEIGHTS, CACHES, GROUP = 6, 6, 5, 6
 """Tensors of LayerInputs, LayerWeights, LayerCaches and CompressedStep. The arguments of a call are
 the first three, then the tensors of AttentionStep, its C4 group before its C128 group."""
 
@@ -46,6 +46,7 @@ _STEP = INPUTS + WEIGHTS + CACHES
 
 _MAX_SETS = 8
 _ROPE_ROWS = 64  # the table repeats: angles of a small position are as good as of a large one
+_LONGEST = 131072
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,20 @@ class Model:
 
 FLASH = Model("Flash", 64, LayerSpec.deepseek_v4_flash())
 PRO = Model("Pro", 128, LayerSpec.deepseek_v4_pro())
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The requests of a step: their contexts, in tables for ``longest`` tokens; with ``plan`` the
+    step has one."""
+
+    contexts: tuple[int, ...]
+    longest: int
+    plan: bool = False
+
+    @property
+    def count(self) -> int:
+        return len(self.contexts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,23 +126,51 @@ def layer_cases(kind: str, models: Sequence[Model], sizes: Sequence[tuple[int, i
     cases = []
     for model in models:
         for requests, context in sizes:
-            cases.append(
-                Case(
-                    kind,
-                    f"{model.name}, {requests} x {context} tokens",
-                    functools.partial(layer_work, kind, model, requests, context),
-                    rows=requests,
-                    requests=requests,
-                    plotted=context == sizes[0][1],
-                    labels={"context": context, "heads": model.heads},
-                )
-            )
+            alike = Requests((context,) * requests, context)
+            shape, plotted = f"{requests} x {context} tokens", context == sizes[0][1]
+            cases.append(_case(kind, model, alike, shape, plotted=plotted))
     return cases
 
 
-def cost(kind: str, model: Model, requests: int, context: int) -> tuple[int, int]:
+def ragged_cases(models: Sequence[Model], sizes: Sequence[int]) -> list[Case]:
+    """C128 layers of requests of very different length, mostly short, each at the end of a window:
+    without a plan, and with one that their step made before."""
+    cases = []
+    for model in models:
+        for requests in sizes:
+            generator = torch.Generator().manual_seed(requests)
+            drawn = mixed_lengths(requests, longest=_LONGEST, generator=generator).tolist()
+            ratio = model.spec.ratio("c128")
+            contexts = tuple(-(-context // ratio) * ratio for context in drawn)
+            shape = f"{requests} x {min(contexts)} to {max(contexts)} tokens"
+            steps = [Requests(contexts, _LONGEST, plan) for plan in (False, True)]
+            cases += [_case("c128", model, step, shape) for step in steps]
+    return cases
+
+
+def _case(
+    kind: str, model: Model, requests: Requests, shape: str, *, plotted: bool = False
+) -> Case:
+    return Case(
+        kind,
+        f"{model.name}, {shape}",
+        functools.partial(layer_work, kind, model, requests),
+        rows=requests.count,
+        requests=requests.count,
+        variant="planned" if requests.plan else "",
+        plotted=plotted,
+        labels={"context": requests.longest, "heads": model.heads},
+    )
+
+
+def cost(kind: str, model: Model, contexts: Sequence[int]) -> tuple[int, int]:
     """Bytes that must move and FLOP, those of FP8 products counted half: they take half the
     time."""
+    moved, flop = zip(*(_cost(kind, model, context) for context in contexts), strict=True)
+    return sum(moved), sum(flop)
+
+
+def _cost(kind: str, model: Model, context: int) -> tuple[int, int]:
     spec, dim = model.spec, MainLayout.head_dim
     row, index_row = MainLayout(1).row_bytes, IndexerLayout(1).row_bytes
     keys, flop = min(context, spec.attention.window_size), 0
@@ -145,15 +188,13 @@ def cost(kind: str, model: Model, requests: int, context: int) -> tuple[int, int
             flop += rows * INDEX_HEADS * IndexerLayout.head_dim  # half of 2
     moved += keys * row
     flop += 4 * model.heads * keys * dim
-    return requests * moved, requests * flop
+    return moved, flop
 
 
-def layer_work(
-    kind: str, model: Model, requests: int, context: int, device: torch.device
-) -> LayerWork:
+def layer_work(kind: str, model: Model, requests: Requests, device: torch.device) -> LayerWork:
     """Every input set has caches and tables of its own; weights are shared."""
-    moved, flop = cost(kind, model, requests, context)
-    draw = _Draw(kind, model, requests, context, device)
+    moved, flop = cost(kind, model, requests.contexts)
+    draw = _Draw(kind, model, requests, device)
     count = min(rotating_sets(moved, device), _MAX_SETS)
     weights = draw.weights()
     return LayerWork(
@@ -185,19 +226,18 @@ def differs(_: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> st
 class _Draw:
     """Random inputs of one case."""
 
-    def __init__(
-        self, kind: str, model: Model, requests: int, context: int, device: torch.device
-    ) -> None:
+    def __init__(self, kind: str, model: Model, requests: Requests, device: torch.device) -> None:
         self.kind, self.spec, self.heads = kind, model.spec, model.heads
-        self.requests, self.context, self.device = requests, context, device
-        self.generator = torch.Generator(device).manual_seed(requests + context)
+        self.requests, self.contexts = requests.count, requests.contexts
+        self.longest, self.plan, self.device = requests.longest, requests.plan, device
+        self.generator = torch.Generator(device).manual_seed(self.requests + self.longest)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device, generator=self.generator)
 
     def weights(self) -> tuple[Tensor | None, ...]:
         table = self.spec.rope_table(self.kind, _ROPE_ROWS, self.device)
-        table = table.repeat(-(-self.context // _ROPE_ROWS), 1)
+        table = table.repeat(-(-self.longest // _ROPE_ROWS), 1)
         found: list[Tensor | None] = [table, self.normal(self.heads)]
         for dim, there in (
             (MainLayout.head_dim, self.kind != "window"),
@@ -236,30 +276,34 @@ class _Draw:
 
     def table(self, tokens_per_page: int, pages: int) -> Tensor:
         """The last ``pages`` blocks of every request on pages of random order."""
-        columns = -(-self.context // tokens_per_page)
-        used = min(pages, columns)
-        order = torch.randperm(
-            self.requests * used, device=self.device, generator=self.generator, dtype=torch.int32
+        columns = torch.arange(-(-self.longest // tokens_per_page), device=self.device)
+        stops = -(-self.lens()[:, None] // tokens_per_page)
+        used = (columns < stops) & (columns >= stops - pages)
+        table = torch.full(used.shape, -1, dtype=torch.int32, device=self.device)
+        table[used] = torch.randperm(
+            int(used.sum()), device=self.device, generator=self.generator, dtype=torch.int32
         )
-        table = torch.full((self.requests, columns), -1, dtype=torch.int32, device=self.device)
-        table[:, columns - used :] = order.view(self.requests, used)
         return table
+
+    def lens(self) -> Tensor:
+        return torch.tensor(self.contexts, dtype=torch.int32, device=self.device)
 
     def step(self) -> AttentionStep:
         attention = self.spec.attention
         size = attention.swa_page_size
         swa = self.table(size, attention.window_size // size + 1)
-        rows = self.table(attention.page_tokens, self.context)
+        rows = self.table(attention.page_tokens, self.longest)
         states = {
             kind: self.table(self.spec.state_page_size(kind), self.state_pages(kind))
             for kind in ("c4", "c128")
         }
-        last = self.context - 1
-        slots = swa[:, last // size].long() * size + last % size
+        last = self.lens()[:, None].long() - 1
+        slots = (swa.gather(1, last // size) * size + last % size).flatten()
         starts = torch.arange(self.requests + 1, dtype=torch.int32, device=self.device)
-        lens = torch.full((self.requests,), self.context, dtype=torch.int32, device=self.device)
         tables = BlockTables(swa=swa, c4=rows, c128=rows.clone())
-        return build_attention_step(self.spec, starts, lens, slots, tables, StateTables(**states))
+        given = (starts, self.lens(), slots, tables, StateTables(**states))
+        heads = self.heads if self.plan else 0
+        return build_attention_step(self.spec, *given, plan_heads=heads)
 
     def state_pages(self, kind: str) -> int:
         window = self.spec.ratio(kind) * (2 if kind == "c4" else 1)
@@ -290,10 +334,11 @@ class _Draw:
     def indexer_keys(self, layout: IndexerLayout, step: AttentionStep, toward: Tensor) -> Tensor:
         """Keys of which as many point ``toward`` as are selected, by far more than the others: no
         rounding of a score changes the selection."""
-        rows, table = self.context // self.spec.attention.c4_ratio, step.c4.block_table
+        table = step.c4.block_table
         cache = layout.allocate(int(table.max()) + 1, self.device)
-        row = torch.arange(rows, device=self.device)
-        for request in range(self.requests):
+        for request, context in enumerate(self.contexts):
+            rows = context // self.spec.attention.c4_ratio
+            row = torch.arange(rows, device=self.device)
             share = torch.rand(rows, device=self.device, generator=self.generator) / 2
             order = torch.randperm(rows - 1, device=self.device, generator=self.generator)
             share[order[: self.spec.attention.index_topk]] += 1  # not the row of this step

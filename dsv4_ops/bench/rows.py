@@ -160,9 +160,9 @@ class IndexerRow(ComputeRow):
 
 @dataclass(kw_only=True)
 class LayerRow(ComputeRow):
-    """A decode step of an attention layer of ``heads`` heads, for requests of ``context`` tokens.
-    ``stages`` and ``anchor_stages`` are device times of its stages, each in a graph of its own;
-    ``anchor_us`` is that of all the anchor's stages, in one graph."""
+    """A decode step of an attention layer of ``heads`` heads, for requests of ``context`` tokens,
+    ragged ones of up to as many. ``stages`` and ``anchor_stages`` are device times of its stages,
+    each in a graph of its own; ``anchor_us`` is that of all the anchor's stages, in one graph."""
 
     context: int
     heads: int
@@ -192,5 +192,4 @@ SPARSE_MLA_CUDA_COLUMNS = (
     *_HOST,
     "anchor_agrees",
 )
-LAYER_CUDA_COLUMNS = tuple(name for name in COMPUTE_CUDA_COLUMNS if name != "variant")
 COMPUTE_CPU_COLUMNS = (*_CASE, "compiled_us", "eager_us", "speedup", "anchor_agrees")

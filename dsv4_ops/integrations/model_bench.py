@@ -242,9 +242,11 @@ def _bound(function: Callable[..., Any], *args: Any, **settings: Any) -> Callabl
 
 def _metadata(model: Any, batch: Any, cache: Any) -> Any:
     """What all layers share, as the compiled step has it in front of them."""
-    from dsv4_ops.integrations.transformers.steps import build_step, tokens_of
+    from dsv4_ops.integrations.transformers.steps import build_step, plan_heads, tokens_of
 
-    return build_step(model.dsv4_ops_spec.layers, *tokens_of(batch, cache), cache)
+    spec = model.dsv4_ops_spec
+    heads = plan_heads(spec, "decode", batch.tokens.shape[0])
+    return build_step(spec.layers, *tokens_of(batch, cache), cache, heads)
 
 
 def _profile(row: ModelRow, call: Callable[[], Any], metadata: Callable[[], Any]) -> None:

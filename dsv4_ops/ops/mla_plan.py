@@ -38,7 +38,8 @@ def sparse_mla_plan(
 
     Without a plan ``sparse_mla_decode`` cuts every token into the same number of splits, and a long
     context in a batch of short ones is what all wait for. One plan serves all layers with the same
-    lens; give it to ``sparse_mla_decode`` or ``sparse_mla_decode_paged`` as ``plan``.
+    lens; give it to ``sparse_mla_decode`` or ``sparse_mla_decode_paged`` as ``plan``, or have it
+    made with a step (``dsv4_ops.attention.build_attention_step``).
 
     Args:
         swa_lens: Rows of the window that every token sees, [num_tokens], int32; below 0 counts as

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from dsv4_ops.attention import LayerSpec
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.choice import REFERENCE
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
+from dsv4_ops.core.libraries import FLASH_MLA
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.integrations.transformers.recipe import Recipe
@@ -36,7 +38,8 @@ class ModelSpec:
     ``layers``: of the attention; ``kinds``: of every layer; ``recipe`` and ``kv``: as they were
     given to ``patch``; ``step_layers``: ``layers`` as ``batch_invariant`` and ``impl`` want
     them;
-    ``dtype``: of the model.
+    ``dtype``: of the model; ``plan_heads``: query heads that decodes are planned for, 0 for no
+    plan.
     """
 
     layers: LayerSpec
@@ -45,6 +48,7 @@ class ModelSpec:
     kv: str
     step_layers: LayerSpec
     dtype: torch.dtype
+    plan_heads: int
 
     @classmethod
     def of(
@@ -56,6 +60,7 @@ class ModelSpec:
         *,
         batch_invariant: bool = False,
         impl: str = "auto",
+        plan: bool = True,
     ) -> ModelSpec:
         """The specification of ``config``, or the error of ``op`` that says why there is none."""
         _check_model(op, config)
@@ -85,7 +90,10 @@ class ModelSpec:
         dtype = getattr(config, "dtype", None)
         if not isinstance(dtype, torch.dtype):  # a configuration that no model was made of
             dtype = _DTYPE_OF_KV[kv]
-        return cls(layers, kinds, recipe, kv, step_layers, dtype)
+        goes_by_it = not batch_invariant and impl not in (FLASH_MLA, REFERENCE)
+        planned = plan and goes_by_it and "c128" in kinds
+        plan_heads = config.num_attention_heads if planned else 0
+        return cls(layers, kinds, recipe, kv, step_layers, dtype, plan_heads)
 
     def rope_table(self, kind: str, num_positions: int, device: torch.device) -> Tensor:
         """Cosines and sines for layers of a kind."""

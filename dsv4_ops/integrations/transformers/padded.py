@@ -14,7 +14,7 @@ from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.config import ModelSpec
-from dsv4_ops.integrations.transformers.steps import build_step, check_cache
+from dsv4_ops.integrations.transformers.steps import build_step, check_cache, plan_heads
 
 OP = "model"
 
@@ -53,7 +53,9 @@ def padded_step(
     before.copy_(torch.where(ends > 0, ends, before))
     rows = torch.arange(batch, dtype=torch.int32, device=before.device)[:, None]
     tokens = TokenMap(torch.where(there, rows, -1).flatten(), positions.flatten())
-    return build_step(spec.layers, tokens, ends[:, None].expand(shape).flatten(), cache.tensors)
+    heads = plan_heads(spec, "decode" if length == 1 else "prefill", batch)
+    ends = ends[:, None].expand(shape).flatten()
+    return build_step(spec.layers, tokens, ends, cache.tensors, heads)
 
 
 def check_inputs(

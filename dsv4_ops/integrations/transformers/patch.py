@@ -25,6 +25,7 @@ def patch(
     precision: str | Recipe = "serve",
     impl: str = "auto",
     batch_invariant: bool = False,
+    plan: bool = True,
 ) -> Any:
     """Let a ``DeepseekV4ForCausalLM`` run from a ``PagedCache``.
 
@@ -42,6 +43,10 @@ def patch(
             "flash_mla" and "deep_gemm" these libraries in what they can do, "reference" the
             definitions; "auto" what is fastest here.
         batch_invariant: Whether a request's attention is bit-equal whatever its neighbours are.
+        plan: Whether decodes share the keys of their C128 layers by a plan, made once a step
+            (``build_attention_step``): for requests of different lengths. Where all are about as
+            long it gains nothing, and costs a few microseconds. There is none with
+            ``batch_invariant``, nor for an ``impl`` that would not go by it.
 
     Returns:
         ``model``.
@@ -60,8 +65,10 @@ def patch(
     config = getattr(model, "config", model)
     checks = Checks("patch")
     checks.flag("batch_invariant", batch_invariant)
+    checks.flag("plan", plan)
     checks.one_of("impl", impl, *IMPLS, belongs_to="shall run")
-    spec = ModelSpec.of("patch", config, kv, precision, batch_invariant=batch_invariant, impl=impl)
+    chosen: dict[str, Any] = {"batch_invariant": batch_invariant, "impl": impl, "plan": plan}
+    spec = ModelSpec.of("patch", config, kv, precision, **chosen)
     _check_model(model)
     replaced = _Replacements(model)
     for name, hook in generation.HOOKS.items():

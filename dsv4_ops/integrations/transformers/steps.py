@@ -18,7 +18,7 @@ from dsv4_ops.attention import (
 )
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.types import TokenMap
+from dsv4_ops.core.types import MAX_REQUESTS, TokenMap
 from dsv4_ops.integrations.transformers.config import ModelSpec
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 from dsv4_ops.metadata import BlockTables
@@ -106,7 +106,8 @@ def _run(
     checks.tensor("batch.seq_lens", batch.seq_lens, torch.int32, "num_reqs")
     checks.tensor("batch.rows", batch.rows, torch.int32, "num_reqs")
     check_cache(op, spec, cache)
-    step = build_step(spec.layers, *tokens_of(batch, cache), cache)
+    heads = plan_heads(spec, schedule, batch.tokens.shape[0])
+    step = build_step(spec.layers, *tokens_of(batch, cache), cache, heads)
     return run_layers(model.model, spec, batch.tokens, None, step, cache, schedule, state_rings)
 
 
@@ -138,6 +139,11 @@ def _kind_of(caches: LayerCaches) -> str:
     return "c128" if caches.indexer is None else "c4"
 
 
+def plan_heads(spec: ModelSpec, schedule: str, num_tokens: int) -> int:
+    """Query heads to plan a step for: a decode, of no more tokens than a plan may have."""
+    return spec.plan_heads if schedule == "decode" and num_tokens <= MAX_REQUESTS else 0
+
+
 def tokens_of(batch: StepBatch, cache: CacheTensors) -> tuple[TokenMap, Tensor]:
     """Row of the cache and position of every token, and the tokens of its request after the
     step."""
@@ -152,7 +158,7 @@ def tokens_of(batch: StepBatch, cache: CacheTensors) -> tuple[TokenMap, Tensor]:
 
 
 def build_step(
-    spec: LayerSpec, tokens: TokenMap, ends: Tensor, cache: CacheTensors
+    spec: LayerSpec, tokens: TokenMap, ends: Tensor, cache: CacheTensors, heads: int
 ) -> AttentionStep:
     """What all layers of a step share, where window and states are rings.
 
@@ -161,6 +167,7 @@ def build_step(
         tokens: Row of the cache and position of every token, -1 for padding.
         ends: Tokens of the request of every token, those of the step included.
         cache: The caches and their tables.
+        heads: From ``plan_heads``.
     """
     tables, window = cache.tables, cache.layers[0].swa
     page = spec.attention.swa_page_size
@@ -182,6 +189,7 @@ def build_step(
         slots,
         BlockTables(swa=tables.swa, c4=tables.compressed, c128=tables.compressed),
         StateTables(c4=tables.c4_states, c128=tables.c128_states),
+        plan_heads=heads,
     )
     groups = {kind: getattr(step, kind) for kind in ("c4", "c128")}
     for layer in cache.layers:
