@@ -97,6 +97,7 @@ def choice_of(op: str, *args: Any, **kwargs: Any) -> Choice:
         ValueError: no such op.
         TypeError: arguments that the function does not take.
         ImportError, RuntimeError: an ``impl`` that does not run here, and why.
+        NotImplementedError: one that does not take the call.
 
     Example:
         >>> import torch

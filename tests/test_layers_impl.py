@@ -106,7 +106,7 @@ def test_a_prefill_of_no_workspace_is_refused_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch, flash_mla: Any
 ) -> None:
     monkeypatch.setattr(layers, "HEADS", 64)
-    monkeypatch.setattr(choice, "WORKSPACE_ROWS", 100)
+    monkeypatch.setattr(choice, "MOST_GATHERED", 100)
     monkeypatch.setattr(SmallLayer, "schedule", "prefill")
     with pytest.raises(NotImplementedError) as caught:
         refused(replace(SPEC, impl="flash_mla"), SPEC)

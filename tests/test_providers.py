@@ -148,9 +148,13 @@ def test_a_broken_deep_gemm_is_not_left_behind(monkeypatch, tmp_path):
 def test_what_flash_mla_does_not_take_is_refused(name, on_cpu):
     heads = CASES[name](0, 8)
     others = "'auto', 'triton' or 'reference'"
-    assert message(NotImplementedError, name, heads, impl="flash_mla") == (
-        f"{name}: impl must be {others} with 8 heads, got 'flash_mla'. FlashMLA takes 64 or 128."
-    )
+    text = f"{name}: impl must be {others} with 8 heads, got 'flash_mla'. FlashMLA takes 64 or 128."
+    assert message(NotImplementedError, name, heads, impl="flash_mla") == text
+    settings = {"layout": "v4_fp8", "num_splits": 0, "batch_invariant": False, **heads.settings}
+    known = {key: settings[key] for key in OPS[name].parameters if key in settings}
+    with pytest.raises(NotImplementedError) as error:  # as exported programs call it
+        OPS[name].op(*heads.tensors, **known, impl="flash_mla")
+    assert str(error.value) == text
     if name in (GATHERED, PREFILL):
         return
     case = CASES[name](0)

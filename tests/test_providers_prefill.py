@@ -256,20 +256,56 @@ def wide(case: Case, requests: int, swa: int, extra: int) -> Case:
     return but(case, **sizes)
 
 
+ROOM = (
+    "sparse_mla_prefill: impl must be 'auto', 'triton' or 'reference' with block tables of 1048704 "
+    "rows, got 'flash_mla'. FlashMLA has room for 1048576 rows of all requests."
+)
+
+
 def test_a_workspace_that_is_too_large_is_refused(on_cpu, monkeypatch):
     """2 requests of 2^18 rows of the window and as many compressed ones fit; a page more not."""
     case = prefill_case(0, 2, 64, "C4", **SMALL)
-    text = (
-        "sparse_mla_prefill: impl must be 'auto', 'triton' or 'reference' with block tables of "
-        "1048704 rows, got 'flash_mla'. FlashMLA has room for 1048576 rows of all requests."
-    )
     large = wide(case, 2, 4096, 4097)
-    assert message(NotImplementedError, PREFILL, large, impl="flash_mla") == text
+    assert message(NotImplementedError, PREFILL, large, impl="flash_mla") == ROOM
     assert choice.limit(PREFILL, "flash_mla", values_of(wide(case, 2, 4096, 4096))) is None
     monkeypatch.setattr(choice, "unusable", lambda library: "")
     found = providers.choice_of(PREFILL, *large.tensors, **case.settings)
     advice = "FlashMLA has room for 1048576 rows of all requests"
     assert found == ("triton", f"{advice}: the call is with block tables of 1048704 rows")
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_tables_of_any_size_are_refused_where_they_are_too_large(public, flash_mla):
+    """In a graph whose sizes are symbols, and in calls of the op without the public function."""
+    case = prefill_case(0, 6, 64, "C4", **SMALL)
+    run = ops.sparse_mla_prefill if public else OPS[PREFILL].op
+    settings = {**case.settings, "layout": "v4_fp8", "impl": "flash_mla"}
+    few, more = (wide(case, 2, *blocks).tensors for blocks in ((5, 4), (4096, 4097)))
+    compiled = torch.compile(lambda *tensors: run(*tensors, **settings), dynamic=True)
+    compiled(*few)
+    for called in (lambda *tensors: run(*tensors, **settings), compiled):
+        with pytest.raises(NotImplementedError) as error:
+            called(*more)
+        assert str(error.value) == ROOM
+    assert flash_mla.calls == ["prefill"]
+
+
+def test_an_exported_program_has_room_for_no_more_rows(flash_mla):
+    case = prefill_case(0, 6, 64, "C4", **SMALL)
+
+    class Call(torch.nn.Module):
+        def forward(self, *tensors):
+            return tuple(ops.sparse_mla_prefill(*tensors, **case.settings, impl="flash_mla"))
+
+    dynamic = [None] * len(PLACES)
+    for name in ("swa_block_table", "extra_block_table"):
+        dynamic[PLACES[name]] = {1: torch.export.Dim(name, min=2)}
+    few = wide(case, 2, 5, 4)
+    program = torch.export.export(Call(), few.tensors, dynamic_shapes=(tuple(dynamic),))
+    check(PREFILL, few, program.module()(*few.tensors))
+    with pytest.raises(NotImplementedError) as error:
+        program.module()(*wide(case, 2, 4096, 4097).tensors)
+    assert str(error.value) == ROOM
 
 
 def values_of(case: Case) -> dict[str, object]:

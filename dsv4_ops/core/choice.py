@@ -16,6 +16,7 @@ import torch
 import torch.compiler.config as compiler_config
 
 from dsv4_ops.core import libraries
+from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
 from dsv4_ops.core.measured import MOST_GATHERED, RULES, Sizes, workspace_rows
@@ -75,9 +76,15 @@ def check_impl(
             ValueError, op, "impl", f"be {_either(allowed)}", repr(impl), "Pass one of these"
         )
     check_device(op, impl, device)
-    found = limit(op, impl, values) if impl in LIBRARIES else None
+    check_limit(op, providers, impl, values)
+
+
+def check_limit(op: str, providers: Sequence[str], impl: str, values: Values) -> None:
+    """What was asked for takes such a call, whoever asked: the op checks it again where it runs, as
+    the sizes of an exported program are not known before."""
+    found = limit(op, impl, values, asking=True) if impl in LIBRARIES else None
     if found is not None:
-        others = [each for each in allowed if each != impl]
+        others = [each for each in (AUTO, *providers) if each != impl]
         rule = f"be {_either(others)} {found.what}"
         raise refusal(NotImplementedError, op, "impl", rule, repr(impl), found.advice)
 
@@ -96,12 +103,27 @@ def check_device(op: str, impl: str, device: torch.device) -> None:
         raise refusal(RuntimeError, op, "impl", rule, repr(impl), advice)
 
 
-def limit(op: str, library: str, values: Values) -> Limit | None:
-    """What ``library`` does not take of a call of ``op``."""
-    return _flash_mla_limit(op, values) if library == FLASH_MLA else _deep_gemm_limit(values)
+def limit(op: str, library: str, values: Values, *, asking: bool = False) -> Limit | None:
+    """What ``library`` does not take of a call of ``op``; sizes that are symbols are within its
+    limits, unless ``asking``."""
+    if library == FLASH_MLA:
+        return _flash_mla_limit(op, values, asking)
+    return _deep_gemm_limit(values)
 
 
-def _flash_mla_limit(op: str, values: Values) -> Limit | None:
+def _above(size: Any, most: int, asking: bool) -> bool:
+    """Whether a size is above ``most``. Asking a symbol is a guard of the graph; exported programs
+    have none."""
+    if isinstance(size, int):
+        return size > most
+    if not asking or torch.compiler.is_exporting():
+        return False
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # brings sympy
+
+    return guard_or_false(size > most)
+
+
+def _flash_mla_limit(op: str, values: Values, asking: bool) -> Limit | None:
     q = values["q"]
     heads, width, tokens = int(q.shape[1]), int(q.shape[2]), q.shape[0]
     if op == "sparse_mla_gathered":
@@ -113,13 +135,13 @@ def _flash_mla_limit(op: str, values: Values) -> Limit | None:
         return Limit(f"with layout {values['layout']!r}", "FlashMLA reads the layout 'v4_fp8'")
     elif op == "sparse_mla_prefill":
         rows = workspace_rows(values)
-        if isinstance(rows, int) and rows > MOST_GATHERED:
-            what = f"with block tables of {rows} rows"
+        if _above(rows, MOST_GATHERED, asking):
+            what = f"with block tables of {known(rows)} rows"
             return Limit(what, f"FlashMLA has room for {MOST_GATHERED} rows of all requests")
     elif values["num_splits"] != 0 or values["batch_invariant"]:
         return Limit("with num_splits or batch_invariant", "FlashMLA decides itself what it splits")
-    elif isinstance(tokens, int) and tokens > FLASH_MLA_TOKENS:
-        return Limit(f"with {tokens} tokens", f"FlashMLA decodes up to {FLASH_MLA_TOKENS}")
+    elif _above(tokens, FLASH_MLA_TOKENS, asking):
+        return Limit(f"with {known(tokens)} tokens", f"FlashMLA decodes up to {FLASH_MLA_TOKENS}")
     if heads not in FLASH_MLA_HEADS:
         return Limit(f"with {heads} heads", "FlashMLA takes 64 or 128")
     return None
@@ -157,10 +179,12 @@ def choose(spec: OpSpec, values: Values) -> Choice:
     Raises:
         ImportError, RuntimeError: a library was asked for that cannot be loaded, or does not run
             here.
+        NotImplementedError: one that does not take the call.
     """
     impl, device = values["impl"], values["q"].device
     check_device(spec.name, impl, device)
     if impl in LIBRARIES:
+        check_limit(spec.name, spec.providers, impl, values)
         require(spec.name, impl)
         return Choice(impl, "asked for")
     if impl != AUTO:

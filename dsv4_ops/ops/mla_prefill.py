@@ -91,8 +91,8 @@ def sparse_mla_prefill(
             FlashMLA over it, "reference" the definition; "auto" ours, unless FlashMLA is there and
             was faster at these sizes on an H200. What runs may change bits, and "auto" goes by the
             number of tokens. "flash_mla" has memory for all rows that the block tables name, of
-            which at most 2**20 are allowed where sizes are known, and for the keys of every token,
-            4 bytes each: without ``topk_indices`` as many as a row of the table names.
+            which at most 2**20 are allowed (a package does not count them), and for the keys of
+            every token, 4 bytes each: without ``topk_indices`` as many as a row of the table names.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key, so for padding.
