@@ -63,24 +63,34 @@ def test_a_column_that_no_row_has_is_left_out(tmp_path):
         "anchor_our_gather_us": 99.0, "context": 17023,
         "gathered_rows": 4894,
     }  # fmt: skip
+    later = {**whole, "gathered_us": 80.0, "flash_mla_us": 105.8, "whole_times_flash_mla": 1.02}
 
     def table(*rows):
         lines = "\n".join(json.dumps(row) for row in rows)
         (tmp_path / "sparse_mla.jsonl").write_text(lines)
         written = page.page("<!-- table: prefill -->\n<!-- /table -->", tmp_path).splitlines()
-        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in written[1:5]]
+        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in written[1:6]]
 
     assert table(prefill)[0] == [
         "tokens x heads, keys", "ours, us", "compiled for any size", "of the floor"
     ]  # fmt: skip
     heading, lines, *cells = table(whole, prefill)
-    assert heading[3:-1] == [
+    named = [
         "FlashMLA", "vLLM's gather", "its indices", "gather, indices and FlashMLA",
-        "that over ours", "with our gather in place of vLLM's", "context, rows gathered",
+        "that over ours", "with our gather in place of vLLM's",
     ]  # fmt: skip
+    assert heading[3:-1] == [*named, "context, rows gathered"]
     assert len(lines) == len(heading)
-    assert cells[0][3:-1] == ["90.0", "11.0", "5.00", "108", "6.90", "99.0", "17023, 4894"]
+    numbers = ["90.0", "11.0", "5.00", "108", "6.90", "99.0"]
+    assert cells[0][3:-1] == [*numbers, "17023, 4894"]
     assert cells[1][3:-1] == ["-"] * 7
+    heading, _, *cells = table(later, whole, prefill)  # rows from before ours had FlashMLA
+    with_it = ["ours with FlashMLA", "vLLM's sequence over that"]
+    named.insert(1, "our kernel over its rows")
+    assert heading[3:-1] == [*named, *with_it, "context, rows gathered"]
+    assert cells[0][3:-1] == ["90.0", "80.0", *numbers[1:], "106", "1.02", "17023, 4894"]
+    assert cells[1][3:-1] == ["90.0", "-", *numbers[1:], "-", "-", "17023, 4894"]
+    assert cells[2][3:-1] == ["-"] * 10
 
 
 def test_a_table_without_rows_and_one_that_is_not_known_are_refused(tmp_path):

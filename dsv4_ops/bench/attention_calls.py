@@ -10,6 +10,7 @@ import dsv4_ops
 from dsv4_ops.bench.attention_draws import PAGE, PAGE_128, WINDOW
 from dsv4_ops.bench.work import Args, ours_on
 from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.libraries import FLASH_MLA
 from dsv4_ops.core.types import SparseMla
 
 SCALE = MainLayout.head_dim**-0.5
@@ -43,8 +44,12 @@ def decode(*tensors: Any) -> SparseMla:
 
 
 def prefill(*tensors: Any) -> SparseMla:
-    chosen = {**PREFILL_SETTINGS, "impl": ours_on(tensors[0])}
-    return dsv4_ops.sparse_mla_prefill(*tensors, **chosen)
+    """By size: no library is faster."""
+    return dsv4_ops.sparse_mla_prefill(*tensors, **PREFILL_SETTINGS)
+
+
+def prefill_with_flash_mla(*tensors: Any) -> SparseMla:
+    return dsv4_ops.sparse_mla_prefill(*tensors, **PREFILL_SETTINGS, impl=FLASH_MLA)
 
 
 def decode_paged(*tensors: Any) -> SparseMla:

@@ -106,11 +106,14 @@ _ATTENTION = (
 )
 _PREFILL = (
     *_ATTENTION[:4],
+    ("our kernel over its rows", us("gathered_us")),
     ("vLLM's gather", us("anchor_gather_us")),
     ("its indices", us("anchor_combine_us")),
     ("gather, indices and FlashMLA", us("anchor_whole_us")),
     ("that over ours", us("whole_times_faster")),
     ("with our gather in place of vLLM's", us("anchor_our_gather_us")),
+    ("ours with FlashMLA", us("flash_mla_us")),
+    ("vLLM's sequence over that", us("whole_times_flash_mla")),
     ("context, rows gathered", _gathered),
     _ATTENTION[4],
 )

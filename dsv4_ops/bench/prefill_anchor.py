@@ -154,6 +154,12 @@ class WholePrefill:
         )[0]
         return out
 
+    def attend_ours(self) -> Tensor:
+        """Our kernel over it."""
+        rows = self.workspace.view(-1, MainLayout.head_dim)
+        lists = (self.indices, self.lens, self.sink)
+        return dsv4_ops.sparse_mla_gathered(self.q, rows, *lists, softmax_scale=self.scale).out
+
     def whole(self) -> Tensor:
         """All of it."""
         self.gather()

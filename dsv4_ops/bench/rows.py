@@ -138,6 +138,9 @@ class SparseMlaRow(ComputeRow):
     combined indices and FlashMLA in one graph, ``anchor_gather_us`` and ``anchor_combine_us`` are
     the first two in graphs of their own. ``whole_times_faster`` is the whole over ``compiled_us``.
     ``anchor_our_gather_us`` is the whole with our gather in the place of vLLM's in Triton.
+    ``flash_mla_us`` is our op with ``impl="flash_mla"`` from the same pages, called without a
+    compiler as for ``eager_us``; ``whole_times_flash_mla`` is the whole over that. ``gathered_us``
+    is ``sparse_mla_gathered``, ours, where ``anchor_us`` is FlashMLA.
     """
 
     heads: int
@@ -149,6 +152,9 @@ class SparseMlaRow(ComputeRow):
     anchor_whole_us: float | None = None
     whole_times_faster: float | None = None
     anchor_our_gather_us: float | None = None
+    flash_mla_us: float | None = None
+    whole_times_flash_mla: float | None = None
+    gathered_us: float | None = None
 
 
 @dataclass(kw_only=True)
@@ -185,6 +191,9 @@ SPARSE_MLA_CUDA_COLUMNS = (
     "anchor_whole_us",
     "whole_times_faster",
     "anchor_our_gather_us",
+    "flash_mla_us",
+    "whole_times_flash_mla",
+    "gathered_us",
     "context",
     "gathered_rows",
     "floor_us",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.bench import anchors, flash_mla, report
+from dsv4_ops.bench import WrongResult, anchors, flash_mla, report
+from dsv4_ops.bench.attention_calls import prefill_with_flash_mla
 from dsv4_ops.bench.attention_cases import (
     decode_cases,
     mtp_cases,
@@ -26,7 +28,9 @@ from dsv4_ops.bench.prefill_anchor import OurGather, PrefillWork, whole_prefills
 from dsv4_ops.bench.report import Report, one_line
 from dsv4_ops.bench.rows import COMPUTE_CPU_COLUMNS, SPARSE_MLA_CUDA_COLUMNS, SparseMlaRow
 from dsv4_ops.bench.token_check import Tolerance, outside
-from dsv4_ops.bench.work import Case, Work, Written
+from dsv4_ops.bench.work import Case, Work, Written, checked
+from dsv4_ops.core.choice import unusable
+from dsv4_ops.core.libraries import FLASH_MLA
 
 CASES = ("decode", "window", "mtp", "paged", "ragged", "prefill")
 """Groups of cases, in the order in which they are measured."""
@@ -34,6 +38,11 @@ CASES = ("decode", "window", "mtp", "paged", "ragged", "prefill")
 DECODE_OUT, DECODE_LSE = Tolerance(1e-3, 2.01 / 128, 5e-6), Tolerance(1e-6, 8.01 / 65536)
 PREFILL_OUT = Tolerance(8e-4, 3.01 / 128, 7e-6)
 """Tolerances of FlashMLA's own tests."""
+
+_PREFILL_LSE = Tolerance(1.5e-5, 8.01 / 65536)
+"""As in ``tests/test_gpu_providers.py``: only our op has the lse of a prefill in known units."""
+
+_OURS_WITH_IT = "ours with FlashMLA"
 
 _SMOKE_CASES = ("decode",)
 _BATCHES = (1, 2, 8, 32, 64, 128, 256)
@@ -113,11 +122,12 @@ class Bench(ComputeBench[SparseMlaRow]):
         super()._time_anchor(row, work, written, ours, expected)
         if self.modules is None or not isinstance(work, PrefillWork):
             return
-        try:
-            self._time_whole(row, work, ours)
-        except Exception as error:  # a broken peer is a row, not the end of the run
-            texts = [row.anchor_error, f"whole: {one_line(error)}"]
-            row.anchor_error = "; ".join(text for text in texts if text)
+        for name, part in (("whole", self._time_whole), (_OURS_WITH_IT, self._time_ours_with_it)):
+            try:
+                part(row, work, ours)
+            except Exception as error:  # noqa: PERF203 # a broken peer is a row, not the end
+                texts = [row.anchor_error, f"{name}: {one_line(error)}"]
+                row.anchor_error = "; ".join(text for text in texts if text)
 
     def _time_whole(self, row: SparseMlaRow, work: PrefillWork, ours: Sequence[Tensor]) -> None:
         """vLLM's way from FP8 pages, and its parts in the order in which they need each other."""
@@ -127,8 +137,13 @@ class Bench(ComputeBench[SparseMlaRow]):
             whole_prefills(self.modules, cache, work)
             for cache in (self.cache, OurGather(self.cache))
         )
-        for name, calls in (("whole", held), ("with our gather", ours_first)):
-            if found := outside(name, calls[0].whole(), ours[0], PREFILL_OUT):
+        results = {
+            "whole": held[0].whole(),
+            "with our gather": ours_first[0].whole(),
+            "our kernel": held[0].attend_ours(),
+        }
+        for name, result in results.items():
+            if found := outside(name, result, ours[0], PREFILL_OUT):
                 row.anchor_agrees = False
                 row.anchor_note = f"{row.anchor_note}; {found}"
         if self.cold is None:
@@ -136,9 +151,28 @@ class Bench(ComputeBench[SparseMlaRow]):
         row.anchor_gather_us = self.graph_us([each.gather for each in held], repeated=False)
         row.anchor_combine_us = self.graph_us([each.combine for each in held])
         row.anchor_whole_us = self.graph_us([each.whole for each in held])
+        row.gathered_us = self.graph_us([each.attend_ours for each in held])
         row.anchor_our_gather_us = self.graph_us([each.whole for each in ours_first])
         if row.compiled_us:
             row.whole_times_faster = row.anchor_whole_us / row.compiled_us
+
+    def _time_ours_with_it(
+        self, row: SparseMlaRow, work: PrefillWork, ours: Sequence[Tensor]
+    ) -> None:
+        """Our op with ``impl="flash_mla"``: the library is the anchor's, which is loaded."""
+        if reason := unusable(FLASH_MLA):
+            row.anchor_note = f"{row.anchor_note}; {_OURS_WITH_IT}: {reason}"
+            return
+        call = prefill_with_flash_mla
+        results = checked(work, Written(work), call)
+        pairs = zip(("out", "lse"), results, ours, (PREFILL_OUT, _PREFILL_LSE), strict=True)
+        if found := [text for pair in pairs if (text := outside(*pair))]:
+            raise WrongResult("; ".join(found))
+        if self.cold is None:
+            return
+        row.flash_mla_us = self.graph_us([functools.partial(call, *args) for args in work.sets])
+        if row.anchor_whole_us:
+            row.whole_times_flash_mla = row.anchor_whole_us / row.flash_mla_us
 
 
 def finish(
@@ -170,6 +204,8 @@ _NOTES = (
     "anchor_whole_us: of prefill, from FP8 pages as ours: vLLM's gather of gathered_rows to bf16, "
     "its combined indices and FlashMLA, in one graph; anchor_us is FlashMLA without the others. "
     "anchor_gather_us and anchor_combine_us: in graphs of their own. anchor_our_gather_us: the "
-    "whole with our gather in the place of vLLM's in Triton.",
+    "whole with our gather in the place of vLLM's in Triton. gathered_us: our kernel over "
+    "the rows and indices that FlashMLA has for anchor_us. flash_mla_us: our op with "
+    'impl="flash_mla", eager.',
     "anchor_agrees: with our results, within the tolerances of its own tests.",
 )
