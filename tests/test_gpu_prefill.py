@@ -97,8 +97,10 @@ def rows_of(case: Case, chosen: slice | list[int]) -> Case:
 @each_mode
 @pytest.mark.parametrize("heads", [8, 64, 128])
 def test_a_token_has_the_same_bits_in_every_batch(mode: str, heads: int) -> None:
-    """Alone, in chunks, in another order, and in another call; tokens of NaN beside it."""
+    """Alone, in chunks, in another order, and in another call; tokens of NaN beside it. "auto" may
+    read a copy of the rows where there are many tokens."""
     case = prefill_case(9, 200, heads, mode)
+    case = Case(case.name, case.tensors, {**case.settings, "impl": "triton"})
     whole = kernel(PREFILL, case)
     assert all(map(equal, whole, kernel(PREFILL, case)))
     order = torch.randperm(200, generator=generator(1)).tolist()

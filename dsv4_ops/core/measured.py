@@ -101,7 +101,7 @@ def gathers(values: Mapping[str, Any]) -> bool:
     if columns == 0 or rows > MOST_GATHERED or tokens * columns > MOST_LISTED:
         return False
     keys = tokens * head_tiles(int(values["q"].shape[1])) * columns
-    return _CALLS + _ROW * gathered_rows(values) < _ENTRY * keys
+    return bool(_CALLS + _ROW * gathered_rows(values) < _ENTRY * keys)
 
 
 def workspace_rows(values: Mapping[str, Any]) -> Any:
