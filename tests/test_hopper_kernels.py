@@ -137,6 +137,14 @@ def test_what_the_triton_kernel_promises(what, name):
 
 
 @each_decode
+@pytest.mark.usefixtures("emulates")
+def test_a_program_joins_several_heads(name, monkeypatch):
+    """As where a plan has many tokens: here 8 of 9 heads, and the last again and again."""
+    monkeypatch.setattr("dsv4_ops.kernels.sparse_mla.JOINING", 1)
+    interpret_mla.plans(name, case_of(name, 4, 5, 9))
+
+
+@each_decode
 def test_pieces_that_are_none_write_nothing(name):
     """One of them wrong in each of its numbers, of a token that has no others."""
     good = [[0, 0, 1, 0], [1, 0, 2, 4], [1, 1, 2, 4]]

@@ -90,6 +90,23 @@ def test_a_split_that_saves_no_more_than_one_block_is_no_split():
     assert launched(64, (8, 0), width=0) == [("split_keys", (64, 1))]
 
 
+def test_heads_are_joined_together_where_a_plan_leaves_few_to_join():
+    """No more than 1024 programs, or 8 heads of a program."""
+
+    def joins(tokens, heads):
+        args, settings = arguments(tokens, heads=heads)
+        plan = torch.empty(tokens + 132, 4, dtype=torch.int32, device="meta")
+        launch = Launches((9, 0))
+        OPS["sparse_mla_decode"].launcher("triton")(launch, *args[:8], plan, *args[9:], **settings)
+        return launch.made[1]
+
+    for tokens, heads, programs in (
+        (8, 64, 64), (16, 64, 64), (32, 64, 32), (64, 64, 16), (128, 64, 8), (1000, 128, 16),
+        (64, 100, 13), (1, 1, 1),
+    ):  # fmt: skip
+        assert joins(tokens, heads) == ("join_splits_kernel", (tokens, programs))
+
+
 def test_packages_have_kernels_that_inductor_compiles():
     q = torch.empty(1, 1, 512, dtype=torch.bfloat16)
     assert not hopper.runs(torch.library.wrap_triton, q, True)

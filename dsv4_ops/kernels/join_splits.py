@@ -35,12 +35,12 @@ def join_splits_kernel(
     ROPE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """The splits of one token and head, weighed by their sums, SPLITS at a time; nothing to do for
-    tokens of one split. With HAS_PLAN the row of a token says where its pieces are; with TURNED the
-    result is rounded and its last ROPE values are rotated back."""
-    head = tl.program_id(1)
+    """The splits of a token and a GROUP of heads, weighed by their sums, SPLITS at a time; nothing
+    to do for tokens of one split. With HAS_PLAN the row of a token says where its pieces are; with
+    TURNED the result is rounded and its last ROPE values are rotated back."""
     if HAS_PLAN:
         piece = plan + tl.program_id(0).to(tl.int64) * plan_stride
         token = tl.load(piece).to(tl.int64)
@@ -61,33 +61,39 @@ def join_splits_kernel(
                 cos_sin_cache, position, num_positions, HEAD_DIM, HEAD_DIM, ROPE
             )
         dim = tl.arange(0, HEAD_DIM)
-        summed = tl.zeros((HEAD_DIM,), dtype=tl.float32)
-        largest = tl.full((), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((), dtype=tl.float32)
-        first = 0
-        while first < splits:
-            part = first + tl.arange(0, SPLITS)
-            there = part < splits
-            row = (place + part) * num_heads + head
-            logs = tl.load(partial_lse + row, mask=there, other=float("-inf"))
-            parts = partial + row[:, None] * HEAD_DIM + dim[None, :]
-            loaded = tl.load(parts, mask=there[:, None], other=0.0).to(tl.float32)
-            peaks = tl.load(partial_peak + row, mask=there, other=0.0)
-            highest = tl.maximum(largest, tl.max(logs, axis=0))
-            origin = tl.where(highest == float("-inf"), 0.0, highest)
-            factor, weights = tl.exp2(largest - origin), tl.exp2(logs - origin)
-            total = total * factor + tl.sum(weights, axis=0)
-            summed = summed * factor + tl.sum(loaded * (weights * peaks)[:, None], axis=0)
-            largest = highest
-            first += SPLITS
-        sink = float("-inf")
-        if HAS_SINK:
-            sink = tl.load(attn_sink + head) * _LOG2_E
-        below = denominator(largest, total, sink)
-        goal = token * num_heads + head
-        values = round_to_bf16(summed / below, EMULATE)
-        if TURNED:
-            turned = rotate_tail(values.to(tl.float32), known, cos, sin, HEAD_DIM, EMULATE, True)
-            values = round_to_bf16(turned, EMULATE)
-        tl.store(out + goal * HEAD_DIM + dim, values)
-        tl.store(lse + goal, log2_sum(largest, total) / _LOG2_E)
+        for each in tl.static_range(GROUP):
+            head = tl.program_id(1) * GROUP + each
+            if GROUP > 1:  # behind the last head it once more, with the same results
+                head = tl.minimum(head, num_heads - 1)
+            summed = tl.zeros((HEAD_DIM,), dtype=tl.float32)
+            largest = tl.full((), float("-inf"), dtype=tl.float32)
+            total = tl.zeros((), dtype=tl.float32)
+            first = 0
+            while first < splits:
+                part = first + tl.arange(0, SPLITS)
+                there = part < splits
+                row = (place + part) * num_heads + head
+                logs = tl.load(partial_lse + row, mask=there, other=float("-inf"))
+                parts = partial + row[:, None] * HEAD_DIM + dim[None, :]
+                loaded = tl.load(parts, mask=there[:, None], other=0.0).to(tl.float32)
+                peaks = tl.load(partial_peak + row, mask=there, other=0.0)
+                highest = tl.maximum(largest, tl.max(logs, axis=0))
+                origin = tl.where(highest == float("-inf"), 0.0, highest)
+                factor, weights = tl.exp2(largest - origin), tl.exp2(logs - origin)
+                total = total * factor + tl.sum(weights, axis=0)
+                summed = summed * factor + tl.sum(loaded * (weights * peaks)[:, None], axis=0)
+                largest = highest
+                first += SPLITS
+            sink = float("-inf")
+            if HAS_SINK:
+                sink = tl.load(attn_sink + head) * _LOG2_E
+            below = denominator(largest, total, sink)
+            goal = token * num_heads + head
+            values = round_to_bf16(summed / below, EMULATE)
+            if TURNED:
+                turned = rotate_tail(
+                    values.to(tl.float32), known, cos, sin, HEAD_DIM, EMULATE, True
+                )
+                values = round_to_bf16(turned, EMULATE)
+            tl.store(out + goal * HEAD_DIM + dim, values)
+            tl.store(lse + goal, log2_sum(largest, total) / _LOG2_E)
