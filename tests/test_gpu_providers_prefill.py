@@ -16,7 +16,6 @@ from torch import Tensor
 
 from dsv4_ops import providers
 from dsv4_ops.bench import choice as bench_choice
-from dsv4_ops.core.measured import RULES
 from dsv4_ops.kernels import foreign_prefill, prepare_prefill
 from dsv4_ops.kernels.prepare_prefill import Prefill, Source
 from dsv4_ops.lowering.inspect import compile_and_get_code
@@ -161,21 +160,15 @@ def test_nothing_synchronises() -> None:
 
 
 @pytest.mark.parametrize("heads", [64, 128])
-def test_auto_takes_the_library_where_the_table_says_so(heads: int) -> None:
-    (rule,) = (rule for rule in RULES if (rule.op, rule.heads) == (PREFILL, heads))
-    sizes = {"topk": rule.columns - 128, "max_reqs": 2}
-    case = prefill_case(1, rule.tokens, heads, "C4", **sizes).on(DEVICE)
-    assert providers.choice_of(PREFILL, *case.tensors, **case.settings).impl == "flash_mla"
-    auto, explicit = call(PREFILL, case), call(PREFILL, case, impl="flash_mla")
+def test_auto_has_ours_where_the_library_runs(heads: int) -> None:
+    """By way of a copy of many tokens' rows, or from the pages: neither is FlashMLA's bits."""
+    case = prefill_case(1, 512, heads, "C4", max_reqs=2).on(DEVICE)
+    assert providers.choice_of(PREFILL, *case.tensors, **case.settings).impl == "triton"
+    auto, theirs = call(PREFILL, case), call(PREFILL, case, impl="flash_mla")
     ours = call(PREFILL, case, impl="triton")
-    for left, right, other in zip(auto, explicit, ours, strict=True):
-        assert torch.equal(left, right)
+    for left, right, other in zip(auto, theirs, ours, strict=True):
+        torch.testing.assert_close(left, right, atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(left, other, atol=2e-2, rtol=2e-2)
-    fewer = [
-        each[1:] if place in PER_TOKEN and each is not None else each
-        for place, each in enumerate(case.tensors)
-    ]
-    assert providers.choice_of(PREFILL, *fewer, **case.settings).impl == "triton"
 
 
 def test_the_benchmark_of_the_table_runs() -> None:
