@@ -14,6 +14,7 @@ from gpu_attention import DECODE, decode_case
 from providers_on_cpu import (
     CASES,
     LIBRARY_OPS,
+    MODULE,
     check,
     plan_of,
 )
@@ -160,11 +161,11 @@ import fake_flash_mla, dsv4_ops as ops
 from dsv4_ops.core import choice
 from gpu_attention import decode_case
 choice.DEVICES = ("cuda", "cpu")
-usable = sys.argv[1] == "1"
+usable, build = sys.argv[1] == "1", sys.argv[2] == "build"
 choice.unusable = lambda library: "" if usable else "gone"
 case = decode_case(1, 7, 64)
 run = torch.compile(lambda *t: ops.sparse_mla_decode(*t, **case.settings, impl="flash_mla").out)
-if usable:
+if usable and build:
     with fake_flash_mla.registered():
         run(*case.tensors[:8])
 else:
@@ -175,18 +176,22 @@ print(fake_flash_mla.calls, counters["aot_autograd"]["autograd_cache_hit"])
 
 
 @pytest.mark.slow
-def test_cached_code_of_a_library_is_found_by_processes_that_have_it(tmp_path):
-    """The second process has not traced the call; one without the library must not find it."""
+@pytest.mark.parametrize("kind", ["build", "module"])
+def test_cached_code_of_a_library_is_found_by_processes_that_have_it(kind, tmp_path):
+    """The second process has not traced the call; one without the library must not find it. Of a
+    module, whose functions are no ops, the code calls ours."""
+    if kind == "module":
+        (tmp_path / "flash_mla.py").write_text(MODULE)
     env = {
         **os.environ,
         "ATEN_CPU_CAPABILITY": "default",
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": ":".join(sys.path),
+        "PYTHONPATH": ":".join([*sys.path, str(tmp_path), "tests"]),
     }
 
     def process(usable: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-c", CACHED, usable],
+            [sys.executable, "-c", CACHED, usable, kind],
             capture_output=True,
             text=True,
             env=env,

@@ -269,20 +269,22 @@ def not_ours(op: str, impl: str, what: str) -> None:
         raise refusal(NotImplementedError, op, "impl", rule, repr(impl), advice)
 
 
-def prepare(spec: OpSpec, values: Values) -> None:
+def prepare(spec: OpSpec, values: Values) -> list[str]:
     """What must be known before compiled code is looked up in a cache: code that calls a library
-    was made by a trace that loaded it, and the process that finds it in a cache has not.
+    was made by a trace that loaded it, and the process that finds it in a cache has not. Libraries
+    that such code may call, which are loaded.
 
     The fake of an op is the first to see a call that is compiled.
     """
     if torch.compiler.is_exporting() or values["q"].device.type not in DEVICES:
-        return
-    choose(spec, values)
+        return []
+    impl = choose(spec, values).impl
+    called = [impl] if impl in LIBRARIES else []
     known = Sizes.of(spec.name, values) is not None
     for library in spec.providers:  # max_autotune, which is not known yet, may choose any of them
         open_to_all = known and values["impl"] == AUTO and library in LIBRARIES
-        if open_to_all and limit(spec.name, library, values) is None:
-            unusable(library)
+        if open_to_all and limit(spec.name, library, values) is None and not unusable(library):
+            called.append(library)
     found = {name: libraries.find_name(name) for name in LIBRARIES}
     state = ",".join(f"{name}:{place}" for name, place in found.items() if place != "none")
     present = compiler_config.cache_key_tag.split(";")
@@ -291,6 +293,7 @@ def prepare(spec: OpSpec, values: Values) -> None:
     wanted = [*kept, _TAG + state] if state else kept
     if present != wanted:
         compiler_config.cache_key_tag = ";".join(wanted)
+    return called
 
 
 def _either(words: Sequence[str]) -> str:

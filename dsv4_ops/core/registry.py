@@ -162,7 +162,8 @@ def _fake_rule(spec: OpSpec) -> Callable[..., Any]:
     @functools.wraps(spec.meta)
     def rule(*args: Any, **kwargs: Any) -> Any:
         if spec.has_choice:
-            choice.prepare(spec, choice.arguments(spec, args, kwargs))
+            for library in choice.prepare(spec, choice.arguments(spec, args, kwargs)):
+                spec.launcher(library)  # whose ops such code calls
         if spec.has_kernel and _on_cuda(args, kwargs):
             _load_kernels(spec.stem)
         return spec.meta(*args, **kwargs)
