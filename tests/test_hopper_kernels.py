@@ -138,10 +138,11 @@ def test_what_the_triton_kernel_promises(what, name):
 
 @each_decode
 @pytest.mark.usefixtures("emulates")
-def test_a_program_joins_several_heads(name, monkeypatch):
-    """As where a plan has many tokens: here 8 of 9 heads, and the last again and again."""
+@pytest.mark.parametrize("what", ["plans", "hostile"])
+def test_a_program_joins_several_tokens(name, what, monkeypatch):
+    """As where a plan has many: here 9 tokens by two programs, the second of which has one."""
     monkeypatch.setattr("dsv4_ops.kernels.sparse_mla.JOINING", 1)
-    interpret_mla.plans(name, case_of(name, 4, 5, 9))
+    getattr(interpret_mla, what)(name, case_of(name, 4, 9, 3))
 
 
 @each_decode

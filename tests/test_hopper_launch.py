@@ -90,8 +90,8 @@ def test_a_split_that_saves_no_more_than_one_block_is_no_split():
     assert launched(64, (8, 0), width=0) == [("split_keys", (64, 1))]
 
 
-def test_heads_are_joined_together_where_a_plan_leaves_few_to_join():
-    """No more than 1024 programs, or 8 heads of a program."""
+def test_tokens_are_joined_together_where_a_plan_leaves_few_to_join():
+    """No more than 2048 programs, or 8 tokens of each."""
 
     def joins(tokens, heads):
         args, settings = arguments(tokens, heads=heads)
@@ -101,10 +101,10 @@ def test_heads_are_joined_together_where_a_plan_leaves_few_to_join():
         return launch.made[1]
 
     for tokens, heads, programs in (
-        (8, 64, 64), (16, 64, 64), (32, 64, 32), (64, 64, 16), (128, 64, 8), (1000, 128, 16),
-        (64, 100, 13), (1, 1, 1),
+        (8, 64, 8), (32, 64, 32), (64, 64, 32), (65, 64, 33), (128, 64, 32), (1000, 128, 125),
+        (64, 100, 16), (1, 1, 1),
     ):  # fmt: skip
-        assert joins(tokens, heads) == ("join_splits_kernel", (tokens, programs))
+        assert joins(tokens, heads) == ("join_splits_kernel", (programs, heads))
 
 
 def test_packages_have_kernels_that_inductor_compiles():

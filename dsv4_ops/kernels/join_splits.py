@@ -38,40 +38,47 @@ def join_splits_kernel(
     GROUP: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """The splits of a token and a GROUP of heads, weighed by their sums, SPLITS at a time; nothing
+    """The splits of a GROUP of tokens and a head, weighed by their sums, SPLITS at a time; nothing
     to do for tokens of one split. With HAS_PLAN the row of a token says where its pieces are; with
     TURNED the result is rounded and its last ROPE values are rotated back."""
-    if HAS_PLAN:
-        piece = plan + tl.program_id(0).to(tl.int64) * plan_stride
-        token = tl.load(piece).to(tl.int64)
-        split = tl.load(piece + plan_column_stride)
-        splits = tl.load(piece + 2 * plan_column_stride)
-        place = tl.load(piece + 3 * plan_column_stride).to(tl.int64)
-        real = (token >= 0) & (token < num_tokens) & (split == 0)
-        real &= (place >= 0) & (place <= room - splits)
-        splits = tl.where(real, splits, 1)
-    else:
-        token = tl.program_id(0).to(tl.int64)
-        place = token * splits
-    if splits > 1:
-        if TURNED:  # ahead of what takes as long to arrive
-            position = tl.load(positions + token * positions_stride)
-            position = tl.where(position >= 0, position, num_positions)
-            known, cos, sin = load_tail_angles(
-                cos_sin_cache, position, num_positions, HEAD_DIM, HEAD_DIM, ROPE
-            )
-        dim = tl.arange(0, HEAD_DIM)
-        for each in tl.static_range(GROUP):
-            head = tl.program_id(1) * GROUP + each
-            if GROUP > 1:  # behind the last head it once more, with the same results
-                head = tl.minimum(head, num_heads - 1)
+    head = tl.program_id(1)
+    first_token = tl.program_id(0)
+    several = True
+    if GROUP > 1:  # of a plan: most tokens are one piece, and programs that do nothing take time
+        every = first_token + tl.arange(0, GROUP) * tl.num_programs(0)
+        spot = plan + every.to(tl.int64) * plan_stride + 2 * plan_column_stride
+        several = tl.max(tl.load(spot, mask=every < num_tokens, other=1), 0) > 1
+    for each in tl.static_range(GROUP):
+        number = first_token + each * tl.num_programs(0)
+        wanted = several & (number < num_tokens)
+        if HAS_PLAN:
+            piece = plan + number.to(tl.int64) * plan_stride
+            token = tl.load(piece, mask=wanted, other=-1).to(tl.int64)
+            split = tl.load(piece + plan_column_stride, mask=wanted, other=0)
+            pieces = tl.load(piece + 2 * plan_column_stride, mask=wanted, other=1)
+            place = tl.load(piece + 3 * plan_column_stride, mask=wanted, other=0).to(tl.int64)
+            real = (token >= 0) & (token < num_tokens) & (split == 0)
+            real &= (place >= 0) & (place <= room - pieces)
+            pieces = tl.where(real, pieces, 1)
+        else:
+            token = number.to(tl.int64)
+            place = token * splits
+            pieces = splits
+        if pieces > 1:
+            if TURNED:  # ahead of what takes as long to arrive
+                position = tl.load(positions + token * positions_stride)
+                position = tl.where(position >= 0, position, num_positions)
+                known, cos, sin = load_tail_angles(
+                    cos_sin_cache, position, num_positions, HEAD_DIM, HEAD_DIM, ROPE
+                )
+            dim = tl.arange(0, HEAD_DIM)
             summed = tl.zeros((HEAD_DIM,), dtype=tl.float32)
             largest = tl.full((), float("-inf"), dtype=tl.float32)
             total = tl.zeros((), dtype=tl.float32)
             first = 0
-            while first < splits:
+            while first < pieces:
                 part = first + tl.arange(0, SPLITS)
-                there = part < splits
+                there = part < pieces
                 row = (place + part) * num_heads + head
                 logs = tl.load(partial_lse + row, mask=there, other=float("-inf"))
                 parts = partial + row[:, None] * HEAD_DIM + dim[None, :]

@@ -39,8 +39,8 @@ FIXED_SPLIT = 4
 JOINED, MOST_JOINED = 8, 16
 """Splits that are joined at a time, of few or of many."""
 
-JOINING, MOST_GROUPED = 1024, 8
-"""Programs that join where there is a plan, if that takes no more heads of each."""
+JOINING, MOST_GROUPED = 2048, 8
+"""Programs that join where there is a plan, if that takes no more tokens of each."""
 
 JOIN_WARPS = 2
 """Warps of a program that joins, each thread of which then reads 8 values of a split; whatever the
@@ -308,7 +308,7 @@ def _join(
     if plan is None:  # of a symbolic number: nothing to join if it turns out to be 1
         joins = 1 + (num_tokens - 1) * torch.sym_min(splits - 1, 1)
     group = _grouped(num_tokens, num_heads, plan)
-    launch(join_splits_kernel)[(joins, -(-num_heads // group))](
+    launch(join_splits_kernel)[(joins if group == 1 else -(-joins // group), num_heads)](
         out,
         lse,
         partial,
@@ -335,8 +335,8 @@ def _join(
 
 
 def _grouped(num_tokens: int, num_heads: int, plan: Tensor | None) -> int:
-    """Heads that a program joins one after the other. By a plan most tokens of a large batch are
-    one piece, and programs that find nothing to join take 0.7 ns each."""
+    """Tokens whose splits a program joins. By a plan most tokens of a large batch are one piece,
+    and programs that find nothing to join take 0.7 ns each."""
     if plan is None or not isinstance(num_tokens, int):
         return 1
     return min(MOST_GROUPED, triton.next_power_of_2(max(num_tokens * num_heads // JOINING, 1)))
