@@ -55,8 +55,8 @@ def sparse_mla_prefill(
     layout: str = MainLayout.tag,
     impl: str = "auto",
 ) -> SparseMla:
-    """Attend to the window and to compressed rows, straight from the paged caches: no gathered
-    copy, no index matrix, no chunks, unless FlashMLA runs it.
+    """Attend to the window and to compressed rows, straight from the paged caches: no index matrix,
+    no chunks; and no gathered copy, unless one is faster.
 
     The window of a token is its own position and the ``window_size - 1`` before it. Compressed
     rows are those that ``topk_indices`` selects (C4), or without it all that the token may see
@@ -87,12 +87,12 @@ def sparse_mla_prefill(
         swa_block_size: Rows per page of ``swa_cache``. At least 1.
         extra_block_size: Rows per page of ``extra_cache``. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
-        impl: What runs: "triton" our kernel, "flash_mla" a gather of the rows to bfloat16 and
-            FlashMLA over it, "reference" the definition; "auto" ours, unless FlashMLA is there and
-            was faster at these sizes on an H200. What runs may change bits, and "auto" goes by the
-            number of tokens. "flash_mla" has memory for all rows that the block tables name, of
-            which at most 2**20 are allowed (a package does not count them), and for the keys of
-            every token, 4 bytes each: without ``topk_indices`` as many as a row of the table names.
+        impl: What runs: "triton" our kernel that reads the pages, "flash_mla" a gather of the rows
+            to bfloat16 and FlashMLA over it, "reference" the definition. "auto" takes ours; on
+            Hopper, where it is faster at these sizes, over such a copy too. What runs may change
+            bits, and "auto" goes by the number of tokens. A copy has memory for all rows that the
+            block tables name, of which there may be 2**20, and for the keys of every token, 4 bytes
+            each: for FlashMLA without ``topk_indices`` as many as a row of the table names.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key, so for padding.
@@ -113,13 +113,13 @@ def sparse_mla_prefill(
         ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
     Compile: on CUDA our Triton kernel in the graph and in AOTInductor packages; on Hopper, with FP8
-        caches, graphs call an op that launches one in Gluon; float32 queries,
-        rows of another width than 512 and other devices get the reference: gathers and matrix
-        products. FlashMLA is a call of its own op, in AOTInductor packages too, which then need
+        caches, graphs call an op that launches those in Gluon, and decides by the sizes of each
+        call whether rows are copied; float32 queries, rows of another width than 512 and other
+        devices get the reference: gathers and matrix products. FlashMLA is a call of its own op, in AOTInductor packages too, which then need
         that library; kernels of ours gather the rows that tokens of the batch may see, into a
         workspace whose size the block tables' shapes decide, and list them. Dynamic in num_tokens,
-        num_reqs and the blocks of both tables, which have "auto" take ours, and in the pages of the
-        caches; CUDA graphs and export: yes.
+        num_reqs, the blocks of both tables and the pages of the caches; CUDA graphs and export:
+        yes.
 
     Source: the attention of vLLM 0.33's prefill chunks, which gathers rows to bf16, combines top-k
         and window indices, and calls FlashMLA's ``flash_mla_sparse_fwd``.
