@@ -115,11 +115,11 @@ def sparse_mla_prefill(
     Compile: on CUDA our Triton kernel in the graph and in AOTInductor packages; on Hopper, with FP8
         caches, graphs call an op that launches those in Gluon, and decides by the sizes of each
         call whether rows are copied; float32 queries, rows of another width than 512 and other
-        devices get the reference: gathers and matrix products. FlashMLA is a call of its own op, in AOTInductor packages too, which then need
-        that library; kernels of ours gather the rows that tokens of the batch may see, into a
-        workspace whose size the block tables' shapes decide, and list them. Dynamic in num_tokens,
-        num_reqs, the blocks of both tables and the pages of the caches; CUDA graphs and export:
-        yes.
+        devices get the reference: gathers and matrix products. FlashMLA is a call of its own op, in
+        AOTInductor packages too, which then need that library; kernels of ours gather the rows that
+        tokens of the batch may see, into a workspace whose size the block tables' shapes decide,
+        and list them. Dynamic in num_tokens, num_reqs, the blocks of both tables and the pages of
+        the caches; CUDA graphs and export: yes.
 
     Source: the attention of vLLM 0.33's prefill chunks, which gathers rows to bf16, combines top-k
         and window indices, and calls FlashMLA's ``flash_mla_sparse_fwd``.
