@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dsv4_ops.core.choice import DEVICES, REFERENCE, ours
 from dsv4_ops.core.libraries import LIBRARIES
-from dsv4_ops.core.measured import MEASURED_BY, RULES, Rule
+from dsv4_ops.core.measured import NOTES, MEASURED_BY, RULES, Rule
 from dsv4_ops.core.providers import probe
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import OPS, OpSpec
@@ -30,6 +30,8 @@ def explain(op: str | None = None) -> str:
 
 def _of(spec: OpSpec) -> list[str]:
     lines = [spec.name, f"  elsewhere  {REFERENCE}", f"  {DEVICES[0]:<9}  {ours(spec)}"]
+    if spec.name in NOTES:
+        lines.append(f"  {'':<9}  {NOTES[spec.name]}")
     for library in LIBRARIES:
         if library not in spec.providers:
             continue
@@ -44,8 +46,7 @@ def _of(spec: OpSpec) -> list[str]:
 def _text(rule: Rule) -> str:
     heads = "any heads" if rule.heads is None else f"{rule.heads} heads"
     plan = ", with a plan of flash_mla_plan" if rule.planned else ""
-    rows = f", for up to {rule.gathered} gathered rows per token" if rule.gathered else ""
     ours_us, theirs_us = rule.measured
     figures = f"{theirs_us} us there where ours takes {ours_us}"
     sizes = f"{heads}, from {rule.tokens} tokens and {rule.columns} columns on"
-    return f"{sizes}{plan}{rows} ({figures})"
+    return f"{sizes}{plan} ({figures})"

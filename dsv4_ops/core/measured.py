@@ -85,6 +85,15 @@ _CALLS, _ROW, _ENTRY = 12_000.0, 0.5, 0.06
 launches and for each row, and that it saves for each key of a token and tile of heads: each is
 dequantised once and not by every token that sees it."""
 
+NOTES = {
+    "sparse_mla_prefill": (
+        "on Hopper over a copy of its rows in bf16, where that is faster: "
+        f"{_CALLS / 1000:g} us and {_ROW} ns a row, for {_ENTRY} ns a key of a token and 64 heads"
+    ),
+    "sparse_mla_gathered": "on Hopper; on other GPUs and in AOTInductor packages the reference",
+}
+"""What is to be said of our own kernels, by op."""
+
 RULES = (Rule("indexer_logits", "deep_gemm", 64, False, 32, 2048, (2**20, _STORED), (36.7, 32.2)),)
 """None of sparse MLA's decode: in ``bench sparse_mla`` of 2026-11-22 FlashMLA was slower wherever
 both had a plan or both made it in the call; with a plan beside ours without one it was faster in a
