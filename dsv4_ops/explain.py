@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dsv4_ops.core.choice import DEVICES, REFERENCE, ours
 from dsv4_ops.core.libraries import LIBRARIES
-from dsv4_ops.core.measured import NOTES, MEASURED_BY, RULES, Rule
+from dsv4_ops.core.measured import MEASURED_BY, NOTES, RULES, Rule
 from dsv4_ops.core.providers import probe
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import OPS, OpSpec

@@ -147,8 +147,8 @@ def test_explain_says_what_auto_takes_and_why_not_a_library(capsys):
     prefill = run(capsys, "explain", "sparse_mla_prefill")[1].splitlines()
     assert prefill[2:4] == [
         "  cuda       triton",
-        "             on Hopper over a copy of its rows in bf16, where that is faster: 12 us and 0.5 ns "
-        "a row, for 0.06 ns a key of a token and 64 heads",
+        " " * 13 + "on Hopper over a copy of its rows in bf16, where that is faster: 12 us and "
+        "0.5 ns a row, for 0.06 ns a key of a token and 64 heads",
     ]
 
 
