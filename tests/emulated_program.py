@@ -52,13 +52,15 @@ class _Barrier:
     phase: int = 0
     """Phases that are complete."""
     next_clock: np.ndarray = field(default_factory=lambda: np.zeros(MOST))
+    seen: dict[int, float] = field(default_factory=dict)
+    """When partitions saw the present phase."""
     clock: np.ndarray = field(default_factory=lambda: np.zeros(MOST))
 
 
 @dataclass
 class _Access:
     time: float
-    """Of the clock of its partition; inf while a product is under way."""
+    """Of the clock of its partition; inf while a product or a copy is under way."""
     fences: dict[int, float] = field(default_factory=dict)
     """Partitions that had a fence when they knew of it, and when the first was."""
 
@@ -283,6 +285,11 @@ class Program:
         if barrier.arrived == barrier.count:
             barrier.arrived, barrier.clock = 0, barrier.next_clock
             barrier.phase += 1
+            for number, time in barrier.seen.items():
+                if number != me.number and barrier.clock[number] < time:
+                    what = f"partition {number} may miss a phase of {bar.memory.name} {bar.box}"
+                    raise EmulationError(what)
+            barrier.seen.clear()
         me.clock[me.number] += 1
 
     def wait(self, bar: Shared, phase: Any, pred: Any = True, deps: Any = ()) -> None:
@@ -295,6 +302,8 @@ class Program:
         where = f"phase {parity} of barrier {bar.memory.name} {place}"
         self.switch(where, lambda: barrier.phase & 1 != parity)
         me.clock = np.maximum(me.clock, barrier.clock)
+        me.clock[me.number] += 1
+        barrier.seen[me.number] = me.clock[me.number]
 
     def allocate(self, dtype: Any, shape: Any, layout: Any, value: Value | None = None) -> Shared:
         memory = _Memory(self, f"{len(self.memories)}: {dtype}{list(shape)}")

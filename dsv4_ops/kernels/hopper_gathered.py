@@ -74,9 +74,9 @@ def _attend(
             sums, largest, total = attend_even(first, pairs, turn, SCALE, shared)
         else:
             sums, largest, total = attend_odd(first, pairs, turn, SCALE, shared)
-        mbarrier.arrive(answered)
         first += pairs
         total = whole_total(HALF, first, turn, total, shared)
+        mbarrier.arrive(answered)  # behind the totals: the other cannot hand over another before
         first_head = (item % tiles) * HEADS
         heads = num_heads - first_head  # no more are written
         row = (item // tiles).to(gl.int64) * num_heads + first_head
