@@ -53,7 +53,7 @@ def fuzz(name: str, examples: int) -> None:
 
 def main(examples: int) -> None:
     for name, spec in OPS.items():
-        if spec.has_kernel:
+        if spec.has_kernel and name != "sparse_mla_gathered":  # in Gluon: test_hopper_gathered.py
             for case in testing.cases(name):
                 check(name, case)
             fuzz(name, examples)

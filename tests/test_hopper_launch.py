@@ -91,7 +91,7 @@ def test_a_split_that_saves_no_more_than_one_block_is_no_split():
 
 
 def test_tokens_are_joined_together_where_a_plan_leaves_few_to_join():
-    """No more than 2048 programs, or 8 tokens of each."""
+    """About 2048 programs, or 8 tokens of each."""
 
     def joins(tokens, heads):
         args, settings = arguments(tokens, heads=heads)

@@ -26,7 +26,8 @@ def test_kernels_equal_their_references_in_the_interpreter():
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)},
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert {line.split()[0] for line in done.stdout.splitlines()} == KERNEL_OPS
+    interpreted = {line.split()[0] for line in done.stdout.splitlines()}
+    assert interpreted == KERNEL_OPS - {"sparse_mla_gathered"}
 
 
 # kernels that keep as many bytes under way in registers as other programs would add: 14 warps or

@@ -51,7 +51,7 @@ def attention_layer(
             "c128" layer in the schedule "decode", and nothing else: that of another step of as many
             tokens gives the same attention, less evenly spread.
         schedule: "decode" splits the keys of few tokens over the GPU (``sparse_mla_decode``);
-            "prefill" gives many tokens a program each and reads the block tables themselves
+            "prefill" is for many tokens, and reads the block tables themselves
             (``sparse_mla_prefill``). Both take any batch, and their results agree up to rounding.
             The kernels of "decode" undo the rotation of a bfloat16 output of the model's sizes
             themselves; in FP8, and of "prefill", that is a kernel behind them.

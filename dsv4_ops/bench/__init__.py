@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import PurePath
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
     except SystemExit as stop:  # argparse has worded the error, or printed the help
         return stop.code if isinstance(stop.code, int) else 2
-    options.command = " ".join(["python -m dsv4_ops bench", *_recorded(arguments)])
+    options.command = "python -m dsv4_ops bench " + shlex.join(_recorded(arguments))
     try:
         _module(options.bench).run(options)
     except BenchError as error:

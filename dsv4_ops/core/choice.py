@@ -280,9 +280,9 @@ def prepare(spec: OpSpec, values: Values) -> list[str]:
         return []
     impl = choose(spec, values).impl
     called = [impl] if impl in LIBRARIES else []
-    known = Sizes.of(spec.name, values) is not None
+    sized = Sizes.of(spec.name, values) is not None
     for library in spec.providers:  # max_autotune, which is not known yet, may choose any of them
-        open_to_all = known and values["impl"] == AUTO and library in LIBRARIES
+        open_to_all = sized and values["impl"] == AUTO and library in LIBRARIES
         if open_to_all and limit(spec.name, library, values) is None and not unusable(library):
             called.append(library)
     found = {name: libraries.find_name(name) for name in LIBRARIES}

@@ -98,7 +98,9 @@ RULES = (Rule("indexer_logits", "deep_gemm", 64, False, 32, 2048, (2**20, _STORE
 """None of sparse MLA's decode: in ``bench sparse_mla`` of 2026-11-22 FlashMLA was slower wherever
 both had a plan or both made it in the call; with a plan beside ours without one it was faster in a
 row, C128 of 64 ragged tokens. None of selections, where ours is faster. None of prefills and of
-gathered rows, where ours is: there and in timing scripts, from 128 tokens on."""
+gathered rows, where ours is: there and in timing scripts, from 128 tokens on. That is where our
+kernels in Gluon run: an AOTInductor package has those in Triton, of gathered rows the reference,
+unless it is asked for FlashMLA."""
 
 
 def gathers(values: Mapping[str, Any]) -> bool:

@@ -40,7 +40,7 @@ JOINED, MOST_JOINED = 8, 16
 """Splits that are joined at a time, of few or of many."""
 
 JOINING, MOST_GROUPED = 2048, 8
-"""Programs that join where there is a plan, if that takes no more tokens of each."""
+"""About as many programs join where there is a plan, if that takes no more tokens of each."""
 
 JOIN_WARPS = 2
 """Warps of a program that joins, each thread of which then reads 8 values of a split; whatever the

@@ -55,8 +55,8 @@ def sparse_mla_prefill(
     layout: str = MainLayout.tag,
     impl: str = "auto",
 ) -> SparseMla:
-    """Attend to the window and to compressed rows, straight from the paged caches: no index matrix,
-    no chunks; and no gathered copy, unless one is faster.
+    """Attend to the window and to compressed rows, straight from the paged caches: no gathered
+    copy, no index matrix, no chunks, unless that is faster or FlashMLA runs it.
 
     The window of a token is its own position and the ``window_size - 1`` before it. Compressed
     rows are those that ``topk_indices`` selects (C4), or without it all that the token may see
@@ -90,9 +90,11 @@ def sparse_mla_prefill(
         impl: What runs: "triton" our kernel that reads the pages, "flash_mla" a gather of the rows
             to bfloat16 and FlashMLA over it, "reference" the definition. "auto" takes ours; on
             Hopper, where it is faster at these sizes, over such a copy too. What runs may change
-            bits, and "auto" goes by the number of tokens. A copy has memory for all rows that the
-            block tables name, of which there may be 2**20, and for the keys of every token, 4 bytes
-            each: for FlashMLA without ``topk_indices`` as many as a row of the table names.
+            bits, and "auto" goes by the number of tokens, and by time on the GPU: a copy's five
+            launches take the host 0.5 to 0.9 ms where nothing captures them. A copy has memory for
+            all rows that the block tables name, of which there may be 2**20, and for the keys of
+            every token, 4 bytes each: for FlashMLA without ``topk_indices`` as many as a row of the
+            table names.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key, so for padding.

@@ -35,7 +35,6 @@ _SOURCE = "FlashMLA flash_mla_with_kvcache as vLLM 0.33 calls it; lse of no key 
 _Settings = dict[str, Any]
 _LOWERING = {"cpu": "decompose", "cuda": "choices"}
 DECODE_PROVIDERS = ("triton", "flash_mla", "reference")
-"""Of all ops of this file."""
 
 _sparse_mla_decode = define_op(
     OpSpec(
@@ -372,9 +371,8 @@ def sparse_mla_gathered(
             and bfloat16 rows of 512 values, our kernel such rows on Hopper, not in packages.
         ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
-    Compile: a call of our kernel or of FlashMLA's op, or gathers and matrix products, which
-        AOTInductor packages have; dynamic in num_tokens, num_rows and topk; CUDA graphs and export:
-        yes.
+    Compile: a call of our kernel or of FlashMLA's op, or, as in AOTInductor packages, gathers and
+        products; dynamic in num_tokens, num_rows and topk; CUDA graphs and export: yes.
 
     Source: FlashMLA ``flash_mla_sparse_fwd``.
 
