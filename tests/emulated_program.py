@@ -16,13 +16,10 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from emulated_barriers import MOST, Barrier
 from emulated_memory import load, poison
 from emulated_values import EmulationError, Value, from_bits, storage
 from triton.experimental.gluon import language as gl
-
-MOST = 8
-"""Partitions of a program, at most."""
-
 
 THREADS = 128
 """Threads of a partition."""
@@ -43,18 +40,6 @@ class Partition:
     """Those that nobody has waited for."""
     copies: list[tuple[Shared, Value]] = field(default_factory=list)
     """Those that nothing says the arrival of."""
-
-
-@dataclass
-class _Barrier:
-    count: int
-    arrived: int = 0
-    phase: int = 0
-    """Phases that are complete."""
-    next_clock: np.ndarray = field(default_factory=lambda: np.zeros(MOST))
-    seen: dict[int, float] = field(default_factory=dict)
-    """When partitions saw the present phase."""
-    clock: np.ndarray = field(default_factory=lambda: np.zeros(MOST))
 
 
 @dataclass
@@ -191,7 +176,7 @@ class Program:
         self.live = [self.running]
         self.failure: BaseException | None = None
         self.memories: list[_Memory] = []
-        self.barriers: dict[tuple[_Memory, Any], _Barrier] = {}
+        self.barriers: dict[tuple[_Memory, Any], Barrier] = {}
 
     def switch(self, waits_for: str = "", goes_on: Callable[[], bool] | None = None) -> None:
         """Let another partition go on, or this one; with ``goes_on`` not before it is true."""
@@ -265,9 +250,9 @@ class Program:
                     part.turn.release()
 
     def init(self, bar: Shared, count: int) -> None:
-        self.barriers[bar.memory, bar.box] = _Barrier(int(count))
+        self.barriers[bar.memory, bar.box] = Barrier(int(count))
 
-    def _barrier(self, bar: Shared) -> _Barrier:
+    def _barrier(self, bar: Shared) -> Barrier:
         barrier = self.barriers.get((bar.memory, bar.box))
         if barrier is None:
             raise EmulationError(f"{bar.memory.name} at {bar.box} is no barrier")
@@ -278,18 +263,7 @@ class Program:
         if not pred:
             return
         me, barrier = self.running, self._barrier(bar)
-        barrier.next_clock = np.maximum(barrier.next_clock, me.clock)
-        barrier.arrived += int(count)
-        if barrier.arrived > barrier.count:
-            raise EmulationError(f"too many arrivals at {bar.memory.name} {bar.box}")
-        if barrier.arrived == barrier.count:
-            barrier.arrived, barrier.clock = 0, barrier.next_clock
-            barrier.phase += 1
-            for number, time in barrier.seen.items():
-                if number != me.number and barrier.clock[number] < time:
-                    what = f"partition {number} may miss a phase of {bar.memory.name} {bar.box}"
-                    raise EmulationError(what)
-            barrier.seen.clear()
+        barrier.arrive(me.number, me.clock, int(count), f"{bar.memory.name} {bar.box}")
         me.clock[me.number] += 1
 
     def wait(self, bar: Shared, phase: Any, pred: Any = True, deps: Any = ()) -> None:
