@@ -7,9 +7,10 @@ import torch
 from bench_fakes import pretend
 from fake_attention import Cache, FlashMLA
 
-from dsv4_ops.bench import attention_calls, attention_cases, measure, sparse_mla
+from dsv4_ops.bench import attention_calls, attention_cases, measure, prefill_cases, sparse_mla
 from dsv4_ops.bench.attention_calls import prefill_with_flash_mla
-from dsv4_ops.bench.attention_cases import prefill_cases, window_cases
+from dsv4_ops.bench.attention_cases import window_cases
+from dsv4_ops.bench.prefill_cases import dense_cases, selecting_cases
 from dsv4_ops.bench.sparse_mla import Bench
 from dsv4_ops.core import choice
 from dsv4_ops.core.types import SparseMla
@@ -22,7 +23,8 @@ def bench(monkeypatch):
     """Of a GPU with FlashMLA, which is not behind ``impl=``; ours is the reference."""
     monkeypatch.setattr(measure, "compiled_op", lambda function: function)
     monkeypatch.setattr(attention_calls, "ours_on", lambda tensor: "reference")
-    made = pretend(monkeypatch, Bench(torch.device("cpu"), None, budget_s=0.0), attention_cases)
+    made = Bench(torch.device("cpu"), None, budget_s=0.0)
+    made = pretend(monkeypatch, made, attention_cases, prefill_cases)
     made.modules, made.cache = FlashMLA(), Cache()
     return made
 
@@ -37,20 +39,27 @@ def usable(bench, flash_mla, monkeypatch):
 
 
 def prefill_of_16():
-    return prefill_cases((16,), ((64, 64),), prefix=512)[0]
+    return selecting_cases((16,), ((64, 64),), prefix=512)[0]
 
 
-def test_ours_with_flashmla_is_timed_beside_the_sequence(usable, monkeypatch):
+def dense_prefill_of_16():
+    """Positions 639 to 654: 5 rows of 128 tokens each; the step ends before a sixth."""
+    return dense_cases((16,), (64,), prefix=512)[0]
+
+
+@pytest.mark.parametrize("make", [prefill_of_16, dense_prefill_of_16])
+def test_ours_with_flashmla_is_timed_beside_the_sequence(usable, monkeypatch, make):
     """Over all input sets, as is our kernel over the rows that vLLM gathers."""
     calls = []
 
-    def call(*args):
+    def call(ratio, *args):
         calls.append(id(args[0]))
-        return prefill_with_flash_mla(*args)
+        return prefill_with_flash_mla(ratio, *args)
 
     monkeypatch.setattr(sparse_mla, "prefill_with_flash_mla", call)
-    row = usable.measure(prefill_of_16())
+    row = usable.measure(make())
     assert row.error is row.anchor_error is None
+    assert row.anchor_agrees is True
     assert (row.flash_mla_us, row.whole_times_flash_mla, row.gathered_us) == (4.0, 1.0, 4.0)
     assert fake_flash_mla.calls == ["prefill"] * len(calls)
     assert len(set(calls)) == row.input_sets == 3
@@ -91,3 +100,19 @@ def test_without_the_library_or_an_anchor_it_is_absent(bench, monkeypatch):
     bench.modules = None
     row = bench.measure(prefill_of_16())
     assert row.flash_mla_us is row.anchor_note is row.error is None
+
+
+def test_a_dense_prefill_sees_the_rows_that_are_finished(monkeypatch):
+    """Position 766 has 5 rows of 128 tokens, 767 the sixth: of one request of 768 + 16 - 1."""
+    case = dense_cases((16,), (4,), prefix=640)[0]
+    assert (case.labels["context"], case.labels["gathered_rows"]) == (783, 6 + 143)
+    monkeypatch.setattr(prefill_cases, "rotating_sets", lambda *_: 1)
+    work = case.build(torch.device("cpu"))
+    (_, kv, indices, lens, _), mine = work.anchor_sets[0], work.sets[0]
+    assert mine[2].tolist() == [*range(767, 783)]
+    assert mine[7] is None
+    assert (kv.shape, indices.shape) == ((149, 1, 512), (16, 1, 256))
+    assert lens.tolist() == [134] * 16
+    assert indices[3, 0, :136].tolist() == [*range(9, 137), *range(6), -1, -1]
+    assert work.flop == 2 * 4 * 16 * 134 * 1024
+    assert work.moved_bytes == (6 + 143) * 584 + 16 * 4 * 512 * 4

@@ -9,7 +9,7 @@ import torch
 from bench_fakes import FakeCapture, pretend
 from fake_attention import Cache, FlashMLA
 
-from dsv4_ops.bench import WrongResult, attention_cases, main, measure, timing
+from dsv4_ops.bench import WrongResult, attention_cases, main, measure, prefill_cases, timing
 from dsv4_ops.bench.attention_cases import ragged, uniform
 from dsv4_ops.bench.plot import mla_panels
 from dsv4_ops.bench.report import stamp
@@ -152,7 +152,8 @@ def test_results_that_are_not_written_are_found(monkeypatch):
 
 @pytest.fixture
 def pretend_cuda(monkeypatch, uncompiled):
-    bench = pretend(monkeypatch, Bench(CPU, None, budget_s=0.0), attention_cases)
+    bench = Bench(CPU, None, budget_s=0.0)
+    pretend(monkeypatch, bench, attention_cases, prefill_cases)
     bench.modules, bench.cache = FlashMLA(), Cache()
     return bench
 
@@ -281,7 +282,7 @@ def test_the_whole_run_has_all_sizes():
     assert {case.variant for case in of["ragged"]} == {
         kind + plan for kind in ("C4", "C128") for plan in plans
     }
-    assert [(case.rows, case.requests) for case in of["prefill"]] == [(512, 1), (2048, 1)] * 2
+    assert [(case.rows, case.requests) for case in of["prefill"]] == [(512, 1), (2048, 1)] * 4
 
 
 def test_costs_are_those_of_the_roofline():

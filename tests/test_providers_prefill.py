@@ -332,7 +332,7 @@ def test_rows_and_keys_that_a_copy_is_of():
     assert measured.workspace_rows(values) == 2 * 103 * 64
     assert measured.gathered_rows(values) == 2 * 3 * 64 + 40 + 2 * 69
     every = but(case, topk_indices=None)
-    assert Sizes.of(PREFILL, values_of(every)).columns == 0  # of C128 nothing was measured
+    assert Sizes.of(PREFILL, values_of(every)) == (40, 64, 70 + 3 * 64, False)
     none = values_of(but(every, extra_cache=None, extra_block_table=None))
     assert Sizes.of(PREFILL, none) == (40, 64, 70, False)
     assert measured.gathered_rows(none) == 40 + 2 * 69
@@ -369,7 +369,9 @@ def prefill(tokens, heads, topk, blocks):
         ((64, 128, 1024, 80), False),  # 48, 47
         ((2048, 64, 0, 0), True),  # 133, 179
         ((256, 64, 0, 0), False),  # 25, 23
-        ((2048, 64, 0, 80), False),  # all rows of C128: not measured
+        ((512, 64, 0, 16), True),  # all rows of a table
+        ((256, 128, 0, 16), True),
+        ((256, 64, 0, 80), False),  # of which a request may have a few
         ((512, 64, 512, 2000), False),  # 128000 rows take 64 us
         ((2048, 64, 512, 2000), True),
         ((2**17, 64, 1024, 80), False),  # more lists than 512 MiB

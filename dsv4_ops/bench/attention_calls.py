@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 import dsv4_ops
-from dsv4_ops.bench.attention_draws import PAGE, PAGE_128, WINDOW
+from dsv4_ops.bench.attention_draws import C4, C128, PAGE, PAGE_128, PAGES, WINDOW
 from dsv4_ops.bench.work import Args, ours_on
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.libraries import FLASH_MLA
@@ -15,16 +15,17 @@ from dsv4_ops.core.types import SparseMla
 
 SCALE = MainLayout.head_dim**-0.5
 
-PREFILL_RATIO = 4
 
-PREFILL_SETTINGS: dict[str, Any] = {
-    "softmax_scale": SCALE,
-    "window_size": WINDOW,
-    "compress_ratio": PREFILL_RATIO,
-    "swa_block_size": PAGE,
-    "extra_block_size": PAGE,
-    "layout": MainLayout.tag,
-}
+def prefill_settings(ratio: int) -> dict[str, Any]:
+    """Keyword arguments of a prefill."""
+    return {
+        "softmax_scale": SCALE,
+        "window_size": WINDOW,
+        "compress_ratio": ratio,
+        "swa_block_size": PAGE,
+        "extra_block_size": PAGES[ratio],
+        "layout": MainLayout.tag,
+    }
 
 
 def settings(extra_block_size: int) -> dict[str, Any]:
@@ -43,13 +44,18 @@ def decode(*tensors: Any) -> SparseMla:
     return dsv4_ops.sparse_mla_decode(*tensors, **settings(PAGE), impl=ours_on(tensors[0]))
 
 
-def prefill(*tensors: Any) -> SparseMla:
+def prefill_c4(*tensors: Any) -> SparseMla:
     """By size: no library is faster."""
-    return dsv4_ops.sparse_mla_prefill(*tensors, **PREFILL_SETTINGS)
+    return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(C4))
 
 
-def prefill_with_flash_mla(*tensors: Any) -> SparseMla:
-    return dsv4_ops.sparse_mla_prefill(*tensors, **PREFILL_SETTINGS, impl=FLASH_MLA)
+def prefill_c128(*tensors: Any) -> SparseMla:
+    """By size, too."""
+    return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(C128))
+
+
+def prefill_with_flash_mla(ratio: int, *tensors: Any) -> SparseMla:
+    return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(ratio), impl=FLASH_MLA)
 
 
 def decode_paged(*tensors: Any) -> SparseMla:

@@ -1,4 +1,4 @@
-"""Cases of sparse MLA: decode steps of several shapes, ragged ones, and prefill."""
+"""Cases of sparse MLA: decode steps of several shapes, and ragged ones."""
 
 from __future__ import annotations
 
@@ -11,32 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import dsv4_ops
 from dsv4_ops.bench import flash_mla
 from dsv4_ops.bench.attention_calls import (
-    PREFILL_RATIO,
-    PREFILL_SETTINGS,
     SCALE,
     decode,
     decode_paged,
     plan_and_decode,
     plan_and_decode_paged,
     plan_of,
-    prefill,
     settings,
 )
-from dsv4_ops.bench.attention_draws import PAGE, PAGE_128, WINDOW, Draw, slots
+from dsv4_ops.bench.attention_draws import C4, C128, PAGE, PAGE_128, WINDOW, Draw, slots
 from dsv4_ops.bench.batches import mixed_lengths, rotating_sets
-from dsv4_ops.bench.prefill_anchor import Context, PrefillWork
 from dsv4_ops.bench.token_check import ByToken
 from dsv4_ops.bench.work import Args, Case, Work
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.types import SparseMla
 
-_DENSE_RATIO = 128
 _SELECTED_FROM = 4  # times as many rows as are selected
 _LONGEST = 131072
-_PREFIX = 16384
 _EDGE_TOKENS = 24
 
 
@@ -74,15 +67,6 @@ _PLANNING = "planning counted"
 _BY_TOKEN = (0, 2, 3, 5, 6)  # of both ops
 _LISTED, _PAGED = "sparse_mla_decode", "sparse_mla_decode_paged"
 DECODE = Form(decode, ByToken(_LISTED, settings(PAGE), _BY_TOKEN, _listed_values))
-PREFILL = Form(
-    prefill,
-    ByToken(
-        "sparse_mla_prefill",
-        PREFILL_SETTINGS,
-        (0, 2, 3, 7),
-        lambda args: (WINDOW + int(args[7].shape[1])) * MainLayout.head_dim,
-    ),
-)
 PAGED = Form(decode_paged, ByToken(_PAGED, settings(PAGE_128), _BY_TOKEN, _paged_values))
 
 
@@ -135,12 +119,13 @@ def ragged(tokens: int, heads: int, width: int, ratio: int) -> Shape:
 def decode_cases(batches: Sequence[int], heads: Sequence[int], widths: Sequence[int]) -> list[Case]:
     """Hostile entries, then full lists of every shape."""
     edges = functools.partial(_edge_work, heads[0], widths[0])
-    cases = [_case("decode", uniform(_EDGE_TOKENS, heads[0], widths[0]), edges, "hostile")]
+    cases = [shape_case("decode", uniform(_EDGE_TOKENS, heads[0], widths[0]), edges, "hostile")]
     for count in heads:
         for width in widths:
             shapes = [uniform(tokens, count, width) for tokens in batches]
             cases += [
-                _case("decode", shape, functools.partial(decode_work, shape)) for shape in shapes
+                shape_case("decode", shape, functools.partial(decode_work, shape))
+                for shape in shapes
             ]
     return cases
 
@@ -148,37 +133,38 @@ def decode_cases(batches: Sequence[int], heads: Sequence[int], widths: Sequence[
 def window_cases(batches: Sequence[int], heads: int) -> list[Case]:
     """Layers without compressed rows."""
     shapes = [uniform(tokens, heads, 0) for tokens in batches]
-    return [_case("window", shape, functools.partial(decode_work, shape)) for shape in shapes]
+    return [shape_case("window", shape, functools.partial(decode_work, shape)) for shape in shapes]
 
 
 def mtp_cases(requests: Sequence[int], heads: int, width: int, per_request: int) -> list[Case]:
     """Several tokens of a request, each with its own selection, as in speculative decoding."""
     shapes = [uniform(count * per_request, heads, width) for count in requests]
     of = functools.partial(functools.partial, decode_work, per_request=per_request)
-    return [_case("mtp", shape, of(shape), f"{per_request} a request") for shape in shapes]
+    return [shape_case("mtp", shape, of(shape), f"{per_request} a request") for shape in shapes]
 
 
 def paged_cases(batches: Sequence[int], heads: int, width: int) -> list[Case]:
     """C128 layers of requests of equal length: all rows of a block table of pages of 2."""
     shapes = [uniform(tokens, heads, width) for tokens in batches]
-    return [_case("paged", shape, functools.partial(paged_work, shape)) for shape in shapes]
+    return [shape_case("paged", shape, functools.partial(paged_work, shape)) for shape in shapes]
 
 
 def ragged_cases(batches: Sequence[int], heads: int, widths: tuple[int, int]) -> list[Case]:
     """Requests of very different length: C4, then C128."""
     cases = []
     for tokens in batches:
-        selected = ragged(tokens, heads, widths[0], PREFILL_RATIO)
-        dense = ragged(tokens, heads, widths[1], _DENSE_RATIO)
+        selected = ragged(tokens, heads, widths[0], C4)
+        dense = ragged(tokens, heads, widths[1], C128)
         selects = functools.partial(decode_work, selected)
         walks = functools.partial(paged_work, dense)
+        counted = functools.partial(planning, selects)
         cases += [
-            _case("ragged", selected, selects, "C4"),
-            _case("ragged", selected, functools.partial(planned, selects, 6), "C4, planned"),
-            _case("ragged", selected, functools.partial(planning, selects), f"C4, {_PLANNING}"),
-            _case("ragged", dense, walks, "C128"),
-            _case("ragged", dense, functools.partial(planned, walks, 5), "C128, planned"),
-            _case("ragged", dense, functools.partial(planning, walks), f"C128, {_PLANNING}"),
+            shape_case("ragged", selected, selects, "C4"),
+            shape_case("ragged", selected, functools.partial(planned, selects, 6), "C4, planned"),
+            shape_case("ragged", selected, counted, f"C4, {_PLANNING}"),
+            shape_case("ragged", dense, walks, "C128"),
+            shape_case("ragged", dense, functools.partial(planned, walks, 5), "C128, planned"),
+            shape_case("ragged", dense, functools.partial(planning, walks), f"C128, {_PLANNING}"),
         ]
     return cases
 
@@ -198,33 +184,10 @@ def planning(build: Callable[[torch.device], Work], device: torch.device) -> Wor
     return dataclasses.replace(work, call=call, anchor=functools.partial(anchor, planned=False))
 
 
-def prefill_cases(
-    tokens: Sequence[int], models: Sequence[tuple[int, int]], prefix: int = _PREFIX
-) -> list[Case]:
-    """One request behind a prefix, for models of (heads, top-k)."""
-    cases = []
-    for heads, width in models:
-        for count in tokens:
-            shape = uniform(count, heads, width)
-            case = _case("prefill", shape, functools.partial(prefill_work, shape, prefix))
-            context = _context(count, prefix)
-            labels = {
-                **case.labels,
-                "context": context.length,
-                "gathered_rows": context.compressed + context.window,
-            }
-            cases.append(dataclasses.replace(case, requests=1, labels=labels))
-    return cases
-
-
-def _context(tokens: int, prefix: int) -> Context:
-    """Whole pages of the window cache are behind, and a whole window before the first token."""
-    return Context(tokens, -(-prefix // PAGE) * PAGE + WINDOW - 1 + tokens, PREFILL_RATIO)
-
-
-def _case(
+def shape_case(
     group: str, shape: Shape, build: Callable[[torch.device], Work], variant: str = ""
 ) -> Case:
+    """A case of a group of cases, named by its shape; hostile ones are checked alone."""
     return Case(
         group,
         f"{shape.tokens} x {shape.heads} heads, {shape.keys}",
@@ -290,64 +253,6 @@ def paged_work(shape: Shape, device: torch.device) -> Work:
         theirs.append(flash_mla.decode_arguments(q, *swa, *extra, sink, block_sizes=sizes))
     anchor = functools.partial(flash_mla.decode_call, theirs, SCALE)
     return PAGED.work(sets, cost, anchor=anchor, anchor_sets=theirs)
-
-
-def prefill_work(shape: Shape, prefix: int, device: torch.device) -> PrefillWork:
-    """Tokens behind a prefix of one request: each has its window and selects from the prefix; the
-    anchor gets the rows gathered in bf16."""
-    draw, tokens = Draw(device, shape.tokens), shape.tokens
-    context = _context(tokens, prefix)
-    compressed, window = prefix // PREFILL_RATIO, tokens + WINDOW - 1
-    cost = shape.cost(rows=compressed + window)
-    count = rotating_sets(cost[0], device)
-    lens = [draw.lens(values) for values in (shape.swa_lens, shape.extra_lens)]
-    sink = draw.sink(shape.heads)
-    sets: list[Args] = []
-    theirs: list[Args] = []
-    first = torch.arange(tokens, device=device)[:, None]
-    before = -(-prefix // PAGE)  # pages of the window cache that are gone
-    positions = before * PAGE + WINDOW - 1 + torch.arange(tokens, device=device)
-    request = torch.zeros(tokens, dtype=torch.int32, device=device)
-    for _ in range(count):
-        q = draw.queries(tokens, shape.heads)
-        sources = []
-        for high, held_rows, rows, length in (
-            (window, window, first + torch.arange(WINDOW, device=device), lens[0]),
-            (
-                compressed,
-                context.compressed,
-                draw.rows(tokens, shape.width, compressed),
-                lens[1],
-            ),
-        ):
-            cache, table = draw.cache(PAGE, (1, -(-held_rows // PAGE)))
-            sources.append((cache, length, table, high, rows))
-        (swa_cache, _, held, *_), (extra_cache, _, table, _, rows) = sources
-        pages = torch.cat([held.new_full((1, before), -1), held], 1)
-        mine = (q, swa_cache, positions, request, pages, extra_cache, table, rows.int(), sink)
-        sets.append(mine)
-        theirs.append((q, *_gathered(*sources), sink))
-    work = PREFILL.work(
-        sets,
-        cost,
-        anchor=functools.partial(flash_mla.prefill_call, SCALE),
-        anchor_sets=theirs,
-        anchor_note=context.note,
-    )
-    return PrefillWork(**vars(work), context=context, scale=SCALE)
-
-
-def _gathered(swa: Any, extra: Any) -> tuple[Tensor, Tensor]:
-    """bf16 rows [num_rows, 1, 512], compressed ones first, and every token's of them."""
-    dense = []
-    for cache, _, table, high, _ in (extra, swa):
-        length = torch.tensor([high], dtype=torch.int32, device=cache.device)
-        gathered = dsv4_ops.gather_k_cache(
-            cache, length, None, table, block_size=PAGE, num_rows=high
-        )
-        dense.append(gathered[0])
-    indices = torch.cat([extra[4], swa[4] + extra[3]], 1).to(torch.int32)
-    return torch.cat(dense)[:, None].contiguous(), indices[:, None].contiguous()
 
 
 def _edge_work(heads: int, width: int, device: torch.device) -> Work:

@@ -15,6 +15,10 @@ from dsv4_ops.core.layout import MainLayout
 WINDOW, PAGE, PAGE_128 = 128, 64, 2
 """Keys of the window, and rows per page of its and C4's caches and of C128's."""
 
+C4, C128 = 4, 128
+PAGES = {C4: PAGE, C128: PAGE_128}
+"""Rows per page of a compressed cache, by the tokens of a row."""
+
 
 class Draw:
     """Random inputs on one device."""

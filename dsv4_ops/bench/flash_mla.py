@@ -79,8 +79,10 @@ def decode_call(
 def prefill_call(scale: float, library: Any) -> Callable[..., Any]:
     """Prefill over gathered rows. The unit of its lse differs between documents: left out."""
 
-    def call(q: Tensor, kv: Tensor, indices: Tensor, sink: Tensor) -> Tensor:
-        out: Tensor = library.sparse_prefill(q, kv, indices, scale=scale, attn_sink=sink)[0]
+    def call(q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, sink: Tensor) -> Tensor:
+        out: Tensor = library.sparse_prefill(
+            q, kv, indices, scale=scale, attn_sink=sink, topk_length=lens
+        )[0]
         return out
 
     return call

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dsv4_ops
-from dsv4_ops.bench.attention_draws import PAGE, WINDOW
+from dsv4_ops.bench.attention_draws import PAGE, PAGES, WINDOW
 from dsv4_ops.bench.work import Work
 from dsv4_ops.core.layout import MainLayout
 
@@ -35,6 +35,11 @@ class Context(NamedTuple):
         return self.length // self.ratio
 
     @property
+    def block_size(self) -> int:
+        """Compressed rows of a page."""
+        return PAGES[self.ratio]
+
+    @property
     def window(self) -> int:
         """Window rows that are gathered."""
         return self.tokens + min(self.length - self.tokens, WINDOW - 1)
@@ -44,9 +49,10 @@ class Context(NamedTuple):
         """What the anchor's times are of."""
         return (
             "anchor_us is FlashMLA alone, over bf16 rows gathered before; anchor_whole_us is "
-            f"vLLM's gather of {self.compressed} C4 and {self.window} window rows to bf16, of one "
-            f"request of {self.length} tokens, its combined indices, and FlashMLA. Its gather is "
-            "the kernel in Triton, where on an NVIDIA GPU it takes another in the CuTe DSL"
+            f"vLLM's gather of {self.compressed} C{self.ratio} and {self.window} window rows to "
+            f"bf16, of one request of {self.length} tokens, its combined indices, and FlashMLA. "
+            "Its gather is the kernel in Triton, where on an NVIDIA GPU it takes another in the "
+            "CuTe DSL"
         )
 
 
@@ -99,9 +105,10 @@ class WholePrefill:
     ) -> None:
         self.flash_mla, self.cache, self.workspace = flash_mla, cache, workspace
         self.context, self.scale = work.context, work.scale
-        self.q, self.swa, _, _, swa_table, self.extra, table, self.selected, self.sink = work.sets[
-            place
-        ]
+        self.q, self.swa, positions, _, swa_table, self.extra, table, selected, self.sink = (
+            work.sets[place]
+        )
+        self.selected = self._every(positions) if selected is None else selected
         self.swa_table, self.table = swa_table.contiguous(), table.contiguous()
         device = self.q.device
 
@@ -112,6 +119,12 @@ class WholePrefill:
         self.gather_lens = ints(self.context.window)
         self.indices = self.lens = ints()
 
+    def _every(self, positions: Tensor) -> Tensor:
+        """The selection of a layer that attends to all rows, which a server makes once a step."""
+        row = torch.arange(self.context.compressed, dtype=torch.int32, device=positions.device)
+        visible = (positions + 1) // self.context.ratio
+        return torch.where(row < visible[:, None], row, -1).to(torch.int32)
+
     @staticmethod
     def rows(context: Context) -> tuple[int, int]:
         """Rows of the workspace of a request, and at which of them the window starts: those of a
@@ -121,13 +134,14 @@ class WholePrefill:
 
     def gather(self) -> None:
         """Compressed rows, then those of the window."""
-        gather, view = self.cache.dequantize_and_gather_k_cache, MainLayout(PAGE).kernel_view
+        gather, size = self.cache.dequantize_and_gather_k_cache, self.context.block_size
         counts = self.seq_lens // self.context.ratio  # in every layer
         start = self.rows(self.context)[1]
-        compressed, window = (view(pages)[:, :, 0] for pages in (self.extra, self.swa))
+        compressed = MainLayout(size).kernel_view(self.extra)[:, :, 0]
+        window = MainLayout(PAGE).kernel_view(self.swa)[:, :, 0]
         gather(
             self.workspace, compressed, seq_lens=counts, gather_lens=None, block_table=self.table,
-            block_size=PAGE, offset=0,
+            block_size=size, offset=0,
         )  # fmt: skip
         gather(
             self.workspace, window, seq_lens=self.seq_lens, gather_lens=self.gather_lens,

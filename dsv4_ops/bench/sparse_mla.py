@@ -17,7 +17,6 @@ from dsv4_ops.bench.attention_cases import (
     decode_cases,
     mtp_cases,
     paged_cases,
-    prefill_cases,
     ragged_cases,
     window_cases,
 )
@@ -25,6 +24,7 @@ from dsv4_ops.bench.measure import ComputeBench, floor_notes, notes_of, run_case
 from dsv4_ops.bench.options import add_cases
 from dsv4_ops.bench.plot import mla_panels, try_plot
 from dsv4_ops.bench.prefill_anchor import OurGather, PrefillWork, whole_prefills
+from dsv4_ops.bench.prefill_cases import dense_cases, selecting_cases
 from dsv4_ops.bench.report import Report, one_line
 from dsv4_ops.bench.rows import COMPUTE_CPU_COLUMNS, SPARSE_MLA_CUDA_COLUMNS, SparseMlaRow
 from dsv4_ops.bench.token_check import Tolerance, outside
@@ -62,7 +62,10 @@ def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
             "mtp": lambda: mtp_cases((3,), 4, 64, 2),
             "paged": lambda: paged_cases((3,), 4, 64),
             "ragged": lambda: ragged_cases((6,), 4, (64, 128)),
-            "prefill": lambda: prefill_cases((16,), ((4, 64),), prefix=512),
+            "prefill": lambda: [
+                *selecting_cases((16,), ((4, 64),), prefix=512),
+                *dense_cases((16,), (4,), prefix=512),
+            ],
         }
         return [case for group in groups for case in small[group]()]
     makers: dict[str, Callable[[], list[Case]]] = {
@@ -71,7 +74,10 @@ def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
         "mtp": lambda: mtp_cases((8, 32, 64, 128), 64, 512, 2),
         "paged": lambda: paged_cases((8, 64), 64, 1024),
         "ragged": lambda: ragged_cases((8, 64, 128), 64, (512, 1024)),
-        "prefill": lambda: prefill_cases((512, 2048), ((64, 512), (128, 1024))),
+        "prefill": lambda: [
+            *selecting_cases((512, 2048), ((64, 512), (128, 1024))),
+            *dense_cases((512, 2048), (64, 128)),
+        ],
     }
     return [case for group in groups for case in makers[group]()]
 
@@ -163,7 +169,7 @@ class Bench(ComputeBench[SparseMlaRow]):
         if reason := unusable(FLASH_MLA):
             row.anchor_note = f"{row.anchor_note}; {_OURS_WITH_IT}: {reason}"
             return
-        call = prefill_with_flash_mla
+        call = functools.partial(prefill_with_flash_mla, work.context.ratio)
         results = checked(work, Written(work), call)
         pairs = zip(("out", "lse"), results, ours, (PREFILL_OUT, _PREFILL_LSE), strict=True)
         if found := [text for pair in pairs if (text := outside(*pair))]:

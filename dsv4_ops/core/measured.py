@@ -85,6 +85,10 @@ _CALLS, _ROW, _ENTRY = 12_000.0, 0.5, 0.06
 launches and for each row, and that it saves for each key of a token and tile of heads: each is
 dequantised once and not by every token that sees it."""
 
+_TILES = 512
+"""Tokens times tiles of heads from which a prefill whose tokens see all rows of a table copies
+them."""
+
 NOTES = {
     "sparse_mla_prefill": (
         "on Hopper over a copy of its rows in bf16, where that is faster: "
@@ -106,13 +110,16 @@ unless it is asked for FlashMLA."""
 def gathers(values: Mapping[str, Any]) -> bool:
     """Whether a prefill copies its rows to bf16 before it attends, on Hopper: where that takes
     less time than to dequantise them for every token, and its memory is no more than
-    ``MOST_LISTED`` and ``MOST_GATHERED``. Without a selection it does not: of all rows of a table
-    nothing was measured."""
+    ``MOST_LISTED`` and ``MOST_GATHERED``. Of all rows of a table only values say how many there
+    are: it does from ``_TILES`` on, where a copy for the window alone takes as long."""
     tokens, columns, rows = values["q"].shape[0], _prefilled(values), workspace_rows(values)
-    if columns == 0 or rows > MOST_GATHERED or tokens * columns > MOST_LISTED:
+    if rows > MOST_GATHERED or tokens * columns > MOST_LISTED:
         return False
-    keys = tokens * head_tiles(int(values["q"].shape[1])) * columns
-    return bool(_CALLS + _ROW * gathered_rows(values) < _ENTRY * keys)
+    tiles = tokens * head_tiles(int(values["q"].shape[1]))
+    every = values["extra_cache"] is not None and values["topk_indices"] is None
+    if every and tiles < _TILES:
+        return False
+    return bool(_CALLS + _ROW * gathered_rows(values) < _ENTRY * tiles * columns)
 
 
 def workspace_rows(values: Mapping[str, Any]) -> Any:
@@ -152,8 +159,8 @@ def _columns(op: str, values: Mapping[str, Any]) -> Any:
 
 
 def _prefilled(values: Mapping[str, Any]) -> Any:
-    """0 without a selection among compressed rows."""
-    selected, window = values["topk_indices"], values["window_size"]
-    if selected is None:
-        return window if values["extra_cache"] is None else 0
-    return window + selected.shape[1]
+    selected, table = values["topk_indices"], values["extra_block_table"]
+    columns = values["window_size"]
+    if selected is not None:
+        return columns + selected.shape[1]
+    return columns if table is None else columns + table.shape[1] * values["extra_block_size"]

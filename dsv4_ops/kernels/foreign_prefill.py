@@ -104,7 +104,8 @@ def list_rows_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Rows of the workspace that a token sees, -1 for those that do not exist, and the places up to
-    the last of them."""
+    the last of them. Of all rows of a table nothing is written where none is finished, but to the
+    end of ``COLUMNS``: nobody reads behind the last, and a table is for the longest request."""
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, COLUMNS)
     position = tl.load(positions + token * position_stride)
@@ -117,8 +118,11 @@ def list_rows_kernel(
     first_row = request * (extra_rows + swa_rows)
     first_place = tl.minimum(position, swa_rows - 1) - (swa_width - 1)
     visible = (position + 1) // COMPRESS_RATIO
+    last = padded
+    if HAS_EXTRA and not HAS_TOPK:
+        last = tl.minimum(padded, swa_width + visible)
     begin, length = 0, 0
-    while begin < padded:
+    while begin < last:
         column = begin + lane
         place = first_place + column
         seen = real & (column < swa_width) & (place >= 0) & (place > position - WINDOW_SIZE)

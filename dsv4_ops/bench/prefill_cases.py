@@ -1,0 +1,158 @@
+"""Cases of sparse MLA's prefill: one request behind a prefix, that selects from its compressed rows
+(C4) or sees all of them (C128)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+import dsv4_ops
+from dsv4_ops.bench import flash_mla
+from dsv4_ops.bench.attention_calls import SCALE, prefill_c4, prefill_c128, prefill_settings
+from dsv4_ops.bench.attention_cases import Form, Shape, shape_case, uniform
+from dsv4_ops.bench.attention_draws import C4, C128, PAGE, PAGES, WINDOW, Draw
+from dsv4_ops.bench.batches import rotating_sets
+from dsv4_ops.bench.prefill_anchor import Context, PrefillWork
+from dsv4_ops.bench.token_check import ByToken
+from dsv4_ops.bench.work import Args, Case
+from dsv4_ops.core.layout import MainLayout, round_up
+
+PREFIX, LONG_PREFIX = 16384, 131072
+"""Tokens of a request before those of the step."""
+
+_CALLS = {C4: prefill_c4, C128: prefill_c128}
+_TILE = 128
+"""FlashMLA's lists are as wide as a multiple of this."""
+
+
+def _values(args: Args) -> int:
+    """Values of the keys of a token: of its selection, or of a table of pages of C128."""
+    table, selected = args[6], args[7]
+    width = table.shape[1] * PAGES[C128] if selected is None else selected.shape[1]
+    return int(WINDOW + width) * MainLayout.head_dim
+
+
+def _form(ratio: int) -> Form:
+    check = ByToken("sparse_mla_prefill", prefill_settings(ratio), (0, 2, 3, 7), _values)
+    return Form(_CALLS[ratio], check)
+
+
+def selecting_cases(
+    tokens: Sequence[int], models: Sequence[tuple[int, int]], prefix: int = PREFIX
+) -> list[Case]:
+    """Layers of C4, for models of (heads, top-k)."""
+    return [
+        _case(uniform(count, heads, width), _context(count, prefix, C4), prefix, "")
+        for heads, width in models
+        for count in tokens
+    ]
+
+
+def dense_cases(
+    tokens: Sequence[int], heads: Sequence[int], prefix: int = LONG_PREFIX
+) -> list[Case]:
+    """Layers of C128: every token sees all rows that are finished."""
+    return [_dense(count, each, prefix) for each in heads for count in tokens]
+
+
+def _dense(tokens: int, heads: int, prefix: int) -> Case:
+    context = _context(tokens, prefix, C128)
+    first = context.length - tokens
+    seen = tuple((first + token + 1) // C128 for token in range(tokens))
+    shape = Shape(heads, context.compressed, (WINDOW,) * tokens, seen)
+    return _case(shape, context, prefix, "C128")
+
+
+def _context(tokens: int, prefix: int, ratio: int) -> Context:
+    """Whole pages of the window cache are behind, and a whole window before the first token."""
+    return Context(tokens, round_up(prefix, PAGE) + WINDOW - 1 + tokens, ratio)
+
+
+def _case(shape: Shape, context: Context, prefix: int, variant: str) -> Case:
+    build = functools.partial(prefill_work, shape, context, prefix)
+    case = shape_case("prefill", shape, build, variant)
+    gathered = context.compressed + context.window
+    labels = {**case.labels, "context": context.length, "gathered_rows": gathered}
+    return dataclasses.replace(case, requests=1, labels=labels)
+
+
+class _Rows(NamedTuple):
+    """Rows of a request: their pages, how many of them FlashMLA is given, and every token's of
+    those, -1 for none."""
+
+    cache: Tensor
+    table: Tensor
+    block_size: int
+    held: int
+    listed: Tensor
+
+    def dense(self) -> Tensor:
+        """The rows in bf16."""
+        length = torch.tensor([self.held], dtype=torch.int32, device=self.table.device)
+        size = self.block_size
+        return dsv4_ops.gather_k_cache(
+            self.cache, length, None, self.table, block_size=size, num_rows=self.held
+        )[0]
+
+
+def prefill_work(shape: Shape, context: Context, prefix: int, device: torch.device) -> PrefillWork:
+    """Tokens behind a prefix of one request: each has its window and rows of the prefix; the anchor
+    gets the rows gathered in bf16."""
+    draw, tokens, ratio = Draw(device, shape.tokens), shape.tokens, context.ratio
+    selectable = prefix // ratio if ratio == C4 else context.compressed
+    entries = None if ratio == C4 else 0  # of lists, which C128 has none of
+    cost = shape.cost(entries, selectable + context.window)
+    count, sink = rotating_sets(cost[0], device), draw.sink(shape.heads)
+    lens = draw.lens(shape.swa_lens) + draw.lens(shape.extra_lens)
+    before = round_up(prefix, PAGE) // PAGE  # pages of the window cache that are gone
+    step = torch.arange(tokens, device=device)
+    positions = context.length - tokens + step
+    request = torch.zeros(tokens, dtype=torch.int32, device=device)
+    sets: list[Args] = []
+    theirs: list[Args] = []
+    for _ in range(count):
+        q = draw.queries(tokens, shape.heads)
+        listed = step[:, None] + torch.arange(WINDOW, device=device)
+        cache, last = draw.cache(PAGE, (1, -(-context.window // PAGE)))
+        swa = _Rows(cache, last, PAGE, context.window, listed)
+        extra = _compressed(draw, shape, context, selectable)
+        pages = torch.cat([last.new_full((1, before), -1), last], 1)
+        selected = extra.listed.int() if ratio == C4 else None
+        compressed = (extra.cache, extra.table, selected)
+        sets.append((q, swa.cache, positions, request, pages, *compressed, sink))
+        theirs.append((q, *_gathered(swa, extra), lens, sink))
+    work = _form(ratio).work(
+        sets,
+        cost,
+        anchor=functools.partial(flash_mla.prefill_call, SCALE),
+        anchor_sets=theirs,
+        anchor_note=context.note,
+    )
+    return PrefillWork(**vars(work), context=context, scale=SCALE)
+
+
+def _compressed(draw: Draw, shape: Shape, context: Context, selectable: int) -> _Rows:
+    """Compressed rows of the request: a selection of its first ones, or all that a token sees."""
+    size = PAGES[context.ratio]
+    cache, table = draw.cache(size, (1, -(-context.compressed // size)))
+    if context.ratio == C4:
+        listed = draw.rows(shape.tokens, shape.width, selectable)
+    else:
+        row = torch.arange(shape.width, device=draw.device)
+        listed = torch.where(row < draw.lens(shape.extra_lens)[:, None], row, -1)
+    return _Rows(cache, table, size, selectable, listed)
+
+
+def _gathered(swa: _Rows, extra: _Rows) -> tuple[Tensor, Tensor]:
+    """bf16 rows [num_rows, 1, 512], compressed ones first, and every token's of them."""
+    rows = torch.cat([extra.dense(), swa.dense()])
+    indices = torch.cat([swa.listed + extra.held, extra.listed], 1)
+    width = indices.shape[1]
+    indices = pad(indices, (0, round_up(width, _TILE) - width), value=-1).to(torch.int32)
+    return rows[:, None].contiguous(), indices[:, None].contiguous()
