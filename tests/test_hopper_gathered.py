@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="published for Linux only")
 import emulate_gluon as emulated
 
 from dsv4_ops.kernels import gathered_launch, prefill_launch, prepare_prefill
+from dsv4_ops.kernels.launch import at_once
 
 KERNEL = "hopper_gathered_keys_kernel"
 
@@ -153,7 +154,7 @@ def test_queries_and_rows_of_any_strides():
     assert all(map(equal, kernel(GATHERED, Case("views", views, case.settings)), expected))
     transposed = (q.permute(2, 0, 1).contiguous().permute(1, 2, 0), *case.tensors[1:])
     assert all(map(equal, kernel(GATHERED, Case("t", transposed, case.settings)), expected))
-    assert gathered_launch.copied(q) is q
+    assert gathered_launch.copied(at_once, q) is q
 
 
 def test_other_rows_have_the_reference():

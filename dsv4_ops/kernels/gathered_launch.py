@@ -12,6 +12,7 @@ from dsv4_ops.core.layout import CACHE_ALIGNMENT
 from dsv4_ops.core.tiles import PROGRAMS, head_tiles
 from dsv4_ops.kernels import foreign, hopper
 from dsv4_ops.kernels.launch import Launch, at_once, traced
+from dsv4_ops.kernels.packaged import packaged
 
 Results = tuple[Tensor, Tensor, Tensor]
 """``out``, ``max_logits`` and ``lse``."""
@@ -54,11 +55,20 @@ def _steps(values: Tensor) -> list[int]:
     return [step if size > 1 else 0 for size, step in sizes]
 
 
-def copied(values: Tensor) -> Tensor:
+def copied(launch: Launch, values: Tensor) -> Tensor:
     """``values`` as copies of 16 bytes can read them."""
     if values.stride(-1) != 1 or any(step % _STEP for step in _steps(values)):
         values = values.contiguous()
-    return values if values.data_ptr() % CACHE_ALIGNMENT == 0 else values.clone()
+    return values if _starts_well(launch, values) else values.clone()
+
+
+def _starts_well(launch: Launch, values: Tensor) -> bool:
+    """Whether the address is as it has to be; in a package, which copies inputs whose storage's is
+    not, by where in its storage a tensor is."""
+    if launch is not packaged:
+        return values.data_ptr() % CACHE_ALIGNMENT == 0
+    offset = values.storage_offset()
+    return isinstance(offset, int) and offset * values.dtype.itemsize % CACHE_ALIGNMENT == 0
 
 
 def _programs(launch: Launch, device: torch.device) -> int:
@@ -84,8 +94,8 @@ def launch_gathered_keys(
         return results
     kernels = hopper.kernels()
     assert kernels is not None  # ``hopper.runs`` has asked
-    q, kv = copied(q), copied(kv)
-    launch(kernels.gathered)[(min(items, _programs(launch, q.device)),)](
+    q, kv = copied(launch, q), copied(launch, kv)
+    launch(kernels.gathered)[(torch.sym_min(items, _programs(launch, q.device)),)](
         q,
         *_steps(q),
         out,

@@ -2,12 +2,13 @@
 
 Their loads, their dequantisation and their matrix products have warps of their own, which plain
 Triton does not express. Inductor knows no Gluon kernel: compiled code calls an op that launches
-it, and an AOTInductor package keeps the Triton kernel, so that it needs nothing else.
+it, and an AOTInductor package holds its binary (``packaged.py``), so that it needs nothing else.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,8 @@ WARPS = 4
 
 
 def runs(launch: Launch, q: Tensor, coded: bool) -> bool:
-    """Whether such a call has a Gluon kernel: over FP8 caches or listed rows, on Hopper, and not in
-    a package."""
+    """Whether such a call has a Gluon kernel: over FP8 caches or listed rows, on Hopper, and not
+    where a trace can hold nothing but kernels in Triton."""
     if EMULATE or not coded or launch is torch.library.wrap_triton:
         return False
     return _hopper(launch, q.device) and kernels() is not None
@@ -49,11 +50,11 @@ class Kernels(NamedTuple):
 def kernels() -> Kernels | None:
     """None with a triton that has no such Gluon."""
     try:
-        from dsv4_ops.kernels.hopper_gathered import hopper_gathered_keys_kernel
-        from dsv4_ops.kernels.hopper_prefill import hopper_prefill_keys_kernel
-        from dsv4_ops.kernels.hopper_split import hopper_split_keys_kernel
+        return Kernels(*map(_kernel, Kernels._fields))
     except (ImportError, AttributeError, TypeError):
         return None
-    return Kernels(
-        hopper_split_keys_kernel, hopper_prefill_keys_kernel, hopper_gathered_keys_kernel
-    )
+
+
+def _kernel(name: str) -> Any:
+    module = importlib.import_module(f"dsv4_ops.kernels.hopper_{name}")
+    return getattr(module, f"hopper_{name}_keys_kernel")

@@ -9,8 +9,8 @@ import torch
 from triton import knobs
 
 Launch = Callable[[Any], Any]
-"""``at_once``, ``traced`` or ``torch.library.wrap_triton``: a package has nothing but kernels that
-Inductor compiles."""
+"""``at_once``, ``traced``, ``packaged.packaged`` for an AOTInductor package, or
+``torch.library.wrap_triton``."""
 
 EMULATE = bool(knobs.runtime.interpret)
 """Under TRITON_INTERPRET=1 the e4m3 cast is done in integers."""

@@ -40,9 +40,14 @@ def prefill_keys(launch: Launch, by_size: bool, *args: Any) -> tuple[Tensor, Ten
     if on_hopper and launch is traced:
         results: tuple[Tensor, Tensor] = hopper_prefill_keys(by_size, *args)
         return results
-    if on_hopper and by_size:
+    if on_hopper and by_size and _sizes_are_known(q, *args[4:8]):
         return _launch_by_size(launch, *args)
     return _launch_prefill(launch, on_hopper, *args)
+
+
+def _sizes_are_known(*tensors: Tensor | None) -> bool:
+    """In a package for any size they are not, and it reads the pages."""
+    return all(isinstance(size, int) for each in tensors if each is not None for size in each.shape)
 
 
 _NAMES = (

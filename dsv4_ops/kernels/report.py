@@ -18,21 +18,12 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, StateLayout
 from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels import binary
+from dsv4_ops.kernels.binary import Argument
 
-_TYPES = {
-    torch.uint8: "*u8",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
 SPILLS = {
     "hopper_gathered_keys_kernel": 128,
     "hopper_split_keys_kernel": 16,
@@ -301,32 +292,17 @@ def recorded(
     return launches
 
 
-def _scalar(value: float) -> str:
-    if isinstance(value, float):
-        return "fp64"  # as Inductor passes them
-    return "i64" if value >= 2**31 else "i32"
-
-
 def compiled(launch: _Launch, capability: int) -> Any:
     """The kernel as Triton compiles it for these arguments."""
-    names, options = launch.kernel.arg_names, dict(launch.kwargs)
-    values = dict(zip(names, launch.args, strict=False))
-    constants = {name: options.pop(name) for name in names if name in options}
-    signature, attributes = {}, {}
-    for place, name in enumerate(names):
-        value = values.get(name)
-        is_tensor = isinstance(value, Tensor)
-        if name in constants or (not is_tensor and value == 1):
-            signature[name] = "constexpr"
-            constants.setdefault(name, value)
-            continue
-        signature[name] = _TYPES[value.dtype] if is_tensor else _scalar(value)
-        if is_tensor or (isinstance(value, int) and value % 16 == 0):
-            attributes[place,] = [["tt.divisibility", 16]]
-    places = {(names.index(name),): value for name, value in constants.items()}
-    kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
-    source = kind(launch.kernel, signature, places, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    arguments = [_known(value) for value in launch.args]
+    return binary.compiled(launch.kernel, arguments, launch.kwargs, capability)
+
+
+def _known(value: Any) -> Argument | int:
+    """Of a number 1 Triton makes a constant."""
+    if isinstance(value, Tensor):
+        return Argument.tensor(value.dtype)
+    return 1 if value == 1 else Argument.number(value)
 
 
 def report(capability: int = 90) -> list[KernelReport]:

@@ -3,17 +3,22 @@
 from torch._inductor import aoti_compile_and_package, aoti_load_package, config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.dependencies import StarDep, WeakDep
-from torch._inductor.ir import Pointwise
+from torch._inductor.ir import ExternKernel, MutationOutput, NoneLayout, Pointwise
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V, ops
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 __all__ = [
+    "ExternKernel",
     "FloorDiv",
     "ModularIndexing",
+    "MutationOutput",
+    "NoneLayout",
+    "OrderedSet",
     "Pointwise",
     "SchedulerNode",
     "StarDep",

@@ -7,8 +7,6 @@ import importlib
 import sys
 from typing import Any
 
-import torch
-
 from dsv4_ops.core.choice import AUTO
 from dsv4_ops.core.refusal import refusal
 
@@ -30,11 +28,17 @@ def packaging() -> bool:
 
 
 def launch() -> Any:
-    """How the launchers of our kernels are traced: a package has none but those that Inductor
-    compiles."""
-    from dsv4_ops.kernels.launch import traced
+    """How the launchers of our kernels are traced: in a package each launch of a kernel that
+    Inductor does not compile is an op."""
+    if not packaging():
+        from dsv4_ops.kernels.launch import traced
 
-    return torch.library.wrap_triton if packaging() else traced
+        return traced
+    from dsv4_ops.kernels.packaged import packaged
+    from dsv4_ops.lowering import gluon
+
+    gluon.register()
+    return packaged
 
 
 def fits(op: str, library: str, impl: str) -> bool:

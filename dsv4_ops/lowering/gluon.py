@@ -1,0 +1,231 @@
+"""Launches of kernels in Gluon in an AOTInductor package: each kernel's binary, and C++ that calls
+it. Inductor compiles and packs kernels in Triton alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from dsv4_ops.kernels import binary, hopper
+from dsv4_ops.kernels.binary import Argument
+from dsv4_ops.kernels.packaged import ALIGNED, Rest, kernel_of, launch_hopper
+from dsv4_ops.lowering import _compat
+from dsv4_ops.lowering._compat import V
+
+_ALIGNMENT = 16
+
+_written: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""Kernels that the C++ of a graph holds."""
+
+_registered: list[Any] = []
+
+
+def register() -> None:
+    """Tell Inductor about the op, once."""
+    if not _registered:
+        _registered.append(launch_hopper)
+        _compat.register_lowering(launch_hopper, type_promotion_kind=None)(_lower)
+
+
+def _lower(
+    name: str,
+    written: Sequence[Any],
+    read: Sequence[Any],
+    numbers: Sequence[Any],
+    grid: Sequence[Any],
+    text: str,
+) -> None:
+    GluonCall(name, written, read, numbers, grid, text)
+
+
+class Binary(NamedTuple):
+    """What a launch needs of a compiled kernel.
+
+    Args:
+        code: For the GPU.
+        function: Its name in that.
+        warps: Of a program, all partitions counted.
+        shared: Bytes of shared memory of a program.
+        types: Of every argument, ``"constexpr"`` of those that are none of the binary's.
+    """
+
+    code: bytes
+    function: str
+    warps: int
+    shared: int
+    types: tuple[str, ...]
+
+    @property
+    def symbol(self) -> str:
+        """A name that no other binary has."""
+        return f"dsv4_ops_{self.function}_{hashlib.sha256(self.code).hexdigest()[:16]}"
+
+
+def binary_of(kernel: Any, arguments: Sequence[Argument | int], options: dict[str, Any]) -> Binary:
+    """A kernel compiled for Hopper."""
+    major, minor = hopper.CAPABILITY
+    made = binary.compiled(kernel, arguments, options, 10 * major + minor)
+    data = made.metadata
+    types = tuple(made.src.signature.values())[: len(arguments)]
+    return Binary(made.asm["cubin"], data.name, data.num_warps, data.shared, types)
+
+
+class GluonCall(_compat.ExternKernel):
+    """One launch."""
+
+    def __init__(
+        self,
+        name: str,
+        written: Sequence[Any],
+        read: Sequence[Any],
+        numbers: Sequence[Any],
+        grid: Sequence[Any],
+        text: str,
+    ) -> None:
+        realized = [self.realize_input(each) for each in (*written, *read)]
+        inputs = [self.unwrap_storage_for_input(each) for each in realized]
+        self.device = inputs[0].get_device()
+        layout = _compat.NoneLayout(device=self.device)
+        super().__init__(None, layout, inputs, (*numbers, *grid))
+        self.name_of_kernel, self.text = name, text
+        self.num_written, self.num_numbers = len(written), len(numbers)
+        self.mutation_outputs = [
+            _compat.MutationOutput(_compat.NoneLayout(device=self.device), each, self)
+            for each in written
+        ]
+        V.graph.register_operation(self)
+
+    @property
+    def tensors(self) -> list[Any]:
+        """Those that it writes, then those that it reads."""
+        return list(self.inputs)
+
+    def get_outputs(self) -> list[Any]:
+        return list(self.mutation_outputs)
+
+    def get_device(self) -> torch.device | None:
+        return self.device
+
+    def get_unbacked_symbol_defs(self) -> Any:
+        return _compat.OrderedSet()
+
+    def codegen(self, wrapper: Any) -> None:
+        if V.graph.cpp_wrapper:
+            self._codegen_cpp(wrapper)
+        else:
+            wrapper.writeline(self._python(wrapper))
+
+    def _python(self, wrapper: Any) -> str:
+        """Inductor may run a graph in Python before it packs it."""
+        tensors = [each.codegen_reference() for each in self.tensors]
+        sizes = [wrapper.codegen_sizevar(each) for each in self.constant_args]
+        lists = [
+            *(tensors[: self.num_written], tensors[self.num_written :]),
+            *(sizes[: self.num_numbers], sizes[self.num_numbers :]),
+        ]
+        given = ", ".join(f"[{', '.join(each)}]" for each in lists)
+        op = "torch.ops.dsv4_ops._launch_hopper.default"
+        return f"{op}({self.name_of_kernel!r}, {given}, {self.text!r})"
+
+    def _ordered(self, of_tensors: list[Any], of_numbers: Sequence[Any]) -> list[Any]:
+        """In the order of the kernel's arguments."""
+        split = self.num_written
+        return Rest.of(self.text).arguments(of_tensors[:split], of_tensors[split:], of_numbers)
+
+    def _codegen_cpp(self, wrapper: Any) -> None:
+        numbers = self.constant_args[: self.num_numbers]
+        known = [Argument.tensor(each.get_dtype(), _aligned(each)) for each in self.tensors]
+        arguments = self._ordered(known, [_known(each) for each in numbers])
+        kernel = kernel_of(self.name_of_kernel)
+        for name in ALIGNED.get(self.name_of_kernel, ()):
+            place = kernel.arg_names.index(name)
+            arguments[place] = arguments[place]._replace(multiple=True)
+        made = binary_of(kernel, arguments, Rest.of(self.text).options)
+        held = _written.setdefault(wrapper, set())
+        if made.symbol not in held:
+            held.add(made.symbol)
+            for line in definition(made):
+                wrapper.header.writeline(line)
+        references = [each.codegen_reference() for each in self.tensors]
+        sizes = [wrapper.codegen_sizevar(each) for each in self.constant_args]
+        given = self._ordered(references, sizes[: self.num_numbers])
+        for line in call(made, given, sizes[self.num_numbers :]):
+            wrapper.writeline(line)
+
+
+def _aligned(tensor: Any) -> bool:
+    """Whether its address is known to be: inputs that are not are copied by the package."""
+    if tensor.get_name() in V.graph.unaligned_buffers:
+        return False
+    start = tensor.get_layout().offset * tensor.get_dtype().itemsize
+    return bool(V.graph.sizevars.statically_known_multiple_of(start, _ALIGNMENT))
+
+
+def _known(number: Any) -> Argument | int:
+    """Symbols are sizes and strides, which are below 2**31, as Inductor takes them to be."""
+    if not getattr(number, "free_symbols", ()):
+        return 1 if int(number) == 1 else Argument.number(int(number))
+    return Argument("i32", bool(V.graph.sizevars.statically_known_multiple_of(number, _ALIGNMENT)))
+
+
+def definition(made: Binary) -> list[str]:
+    """C++ that holds the binary and loads it, once for each GPU."""
+    code = "".join(f"\\{byte:03o}" for byte in made.code)  # no digit behind it is part of it
+    name = made.symbol
+    return [
+        f'alignas(16) static const char {name}_code[] = "{code}";',
+        f"static CUfunction {name}(int32_t device) {{",
+        "    static std::mutex guard;",
+        "    static std::unordered_map<int32_t, CUfunction> loaded;",
+        "    std::lock_guard<std::mutex> lock(guard);",
+        "    auto& kernel = loaded[device];",
+        "    if (kernel == nullptr) {",
+        f"        const void* code = {name}_code;",
+        f'        kernel = loadKernel(code, "{made.function}", {made.shared});',
+        "    }",
+        "    return kernel;",
+        "}",
+    ]
+
+
+_NUMBERS = {"i32": "int32_t", "i64": "int64_t"}
+
+
+def call(made: Binary, arguments: Sequence[str], grid: Sequence[str]) -> list[str]:
+    """C++ that launches it, where there is something to launch. Behind the arguments a kernel of
+    Triton has two addresses of memory for itself, which these do without."""
+    lines, places = ["{"], []
+    for place, (kind, value) in enumerate(zip(made.types, arguments, strict=True)):
+        if kind == "constexpr":
+            continue
+        name = f"dsv4_ops_{place}"
+        if kind.startswith("*"):
+            lines.append(f"    const auto& {name}_tensor = {value};")
+            lines.append(f"    const void* {name} = {name}_tensor.data_ptr();")
+        else:
+            lines.append(f"    {_NUMBERS[kind]} {name} = static_cast<{_NUMBERS[kind]}>({value});")
+        places.append(f"const_cast<void*>(static_cast<const void*>(&{name}))")
+    sizes = [*grid, "1", "1"][:3]
+    axes = "xyz"
+    lines += [
+        f"    uint32_t dsv4_ops_{axis} = static_cast<uint32_t>({size});"
+        for axis, size in zip(axes, sizes, strict=True)
+    ]
+    names = [f"dsv4_ops_{axis}" for axis in axes]
+    return [
+        *lines,
+        "    void* dsv4_ops_scratch[] = {nullptr, nullptr};",
+        "    void* dsv4_ops_all[] = {",
+        *(f"        {place}," for place in places),
+        "        &dsv4_ops_scratch[0], &dsv4_ops_scratch[1],",
+        "    };",
+        f"    if ({' && '.join(names)}) {{",
+        f"        launchKernel({made.symbol}(this->device_idx_), {', '.join(names)}, {made.warps},",
+        f"                     {made.shared}, dsv4_ops_all, stream);",
+        "    }",
+        "}",
+    ]
