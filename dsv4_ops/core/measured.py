@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from dsv4_ops.core.tiles import head_tiles
 
 MEASURED_BY = "python -m dsv4_ops.bench.choice, 2026-11-22"
@@ -80,10 +82,10 @@ _STORED = 2**23
 MOST_LISTED, MOST_GATHERED = 2**27, 2**20
 """Entries of lists and rows in bf16 that a prefill may store: 512 MiB and 1 GiB."""
 
-_CALLS, _ROW, _ENTRY = 12_000.0, 0.5, 0.06
-"""Nanoseconds that a prefill on an H200 takes to copy rows before it attends to them, for its
-launches and for each row, and that it saves for each key of a token and tile of heads: each is
-dequantised once and not by every token that sees it."""
+_CALLS, _ROW, _ENTRY = 1_200_000, 50, 6
+"""Hundredths of a nanosecond that a prefill on an H200 takes to copy rows before it attends to
+them, for its launches and for each row, and that it saves for each key of a token and tile of
+heads: each is dequantised once and not by every token that sees it."""
 
 _TILES = 512
 """Tokens times tiles of heads from which a prefill whose tokens see all rows of a table copies
@@ -92,7 +94,8 @@ them."""
 NOTES = {
     "sparse_mla_prefill": (
         "on Hopper over a copy of its rows in bf16, where that is faster: "
-        f"{_CALLS / 1000:g} us and {_ROW} ns a row, for {_ENTRY} ns a key of a token and 64 heads"
+        f"{_CALLS / 1e5:g} us and {_ROW / 100} ns a row, for {_ENTRY / 100} ns a key of a token "
+        "and 64 heads"
     ),
     "sparse_mla_gathered": "on Hopper; on other GPUs and in AOTInductor packages the reference",
 }
@@ -107,19 +110,29 @@ kernels in Gluon run: an AOTInductor package has those in Triton, of gathered ro
 unless it is asked for FlashMLA."""
 
 
-def gathers(values: Mapping[str, Any]) -> bool:
+def gathers(values: Mapping[str, Any]) -> Any:
     """Whether a prefill copies its rows to bf16 before it attends, on Hopper: where that takes
     less time than to dequantise them for every token, and its memory is no more than
     ``MOST_LISTED`` and ``MOST_GATHERED``. Of all rows of a table only values say how many there
-    are: it does from ``_TILES`` on, where a copy for the window alone takes as long."""
+    are: it does from ``_TILES`` on, where a copy for the window alone takes as long.
+
+    Returns:
+        1 or 0, or of symbolic sizes a symbol that is one of them.
+    """
     tokens, columns, rows = values["q"].shape[0], _prefilled(values), workspace_rows(values)
-    if rows > MOST_GATHERED or tokens * columns > MOST_LISTED:
-        return False
     tiles = tokens * head_tiles(int(values["q"].shape[1]))
     every = values["extra_cache"] is not None and values["topk_indices"] is None
-    if every and tiles < _TILES:
-        return False
-    return bool(_CALLS + _ROW * gathered_rows(values) < _ENTRY * tiles * columns)
+    return (
+        _positive(_ENTRY * tiles * columns - _CALLS - _ROW * gathered_rows(values))
+        * _positive(MOST_GATHERED + 1 - rows)
+        * _positive(MOST_LISTED + 1 - tokens * columns)
+        * _positive(tiles + 1 - _TILES if every else 1)
+    )
+
+
+def _positive(number: Any) -> Any:
+    """1 or 0; a comparison would fix what is a symbol."""
+    return torch.sym_max(0, torch.sym_min(1, number))
 
 
 def workspace_rows(values: Mapping[str, Any]) -> Any:
@@ -139,7 +152,7 @@ def gathered_rows(values: Mapping[str, Any]) -> Any:
     """Rows that a prefill copies at most, of requests as long as their tables."""
     (window, compressed), num_reqs = _rows_named(values), values["swa_block_table"].shape[0]
     rows = values["q"].shape[0] + num_reqs * (values["window_size"] - 1)
-    return compressed + min(window, rows)
+    return compressed + torch.sym_min(window, rows)
 
 
 def _columns(op: str, values: Mapping[str, Any]) -> Any:

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.kernels.kv_cache import dequantize_and_gather_k_cache
-from dsv4_ops.kernels.launch import Launch
+from dsv4_ops.kernels.kv_cache import gather_wanted
+from dsv4_ops.kernels.launch import Launch, Where
 from dsv4_ops.kernels.pages import MAX_POSITIONS, find_real, locate_positions
 from dsv4_ops.kernels.prepare_prefill import Prefill, Rows, Source, Spans
 
@@ -169,37 +169,50 @@ def list_rows_kernel(
             tl.store(sink_out + lane, value, mask=given)
 
 
-def gather_rows(launch: Launch, call: Prefill, sink: torch.Tensor | None, multiple: int) -> Rows:
+def gather_rows(
+    launch: Launch, call: Prefill, sink: torch.Tensor | None, multiple: int, wanted: int = 1
+) -> Rows:
     """``prepare_prefill.gather_rows`` by two kernels and a gather of each cache; rows of the
-    workspace that nobody sees stay as they are."""
+    workspace that nobody sees stay as they are. ``wanted`` is 0 where it is not: then nothing is
+    launched, and there is no memory."""
+    if not (isinstance(wanted, int) and wanted == 1):
+        launch = Where(launch, wanted)
     spans = find_spans(launch, call)
     swa, extra = call.swa, call.extra
     num_reqs, held = swa.block_table.shape[0], call.extra_rows + swa.rows
-    kv = swa.cache.new_empty((num_reqs, held, MainLayout.head_dim), dtype=torch.bfloat16)
+    kv = swa.cache.new_empty((num_reqs * held * wanted, MainLayout.head_dim), dtype=torch.bfloat16)
     if extra is not None:
-        _gather(launch, kv, extra, spans.compressed, None, 0)
-    _gather(launch, kv, swa, spans.ends, spans.counts, call.extra_rows)
-    return Rows(kv.view(-1, MainLayout.head_dim), *list_rows(launch, call, spans, sink, multiple))
+        _gather(launch, kv, held, extra, spans.compressed, None, 0)
+    _gather(launch, kv, held, swa, spans.ends, spans.counts, call.extra_rows)
+    return Rows(kv, *list_rows(launch, call, spans, sink, multiple, wanted))
 
 
 def _gather(
     launch: Launch,
     kv: torch.Tensor,
+    held: int,
     source: Source,
     ends: torch.Tensor,
     counts: torch.Tensor | None,
     offset: int,
 ) -> None:
-    dequantize_and_gather_k_cache(
+    """The rows of a cache to those of ``held`` of every request that start at ``offset``."""
+    num_reqs, columns = source.block_table.shape
+    if num_reqs == 0 or columns == 0:
+        return
+    width = MainLayout.head_dim
+    gather_wanted(
         launch,
         kv,
+        (held * width, width, 1),
+        held,
         source.cache,
         ends,
         counts,
         source.block_table,
+        num_reqs=num_reqs,
         block_size=source.block_size,
         offset=offset,
-        layout=MainLayout.tag,
     )
 
 
@@ -227,11 +240,16 @@ def find_spans(launch: Launch, call: Prefill) -> Spans:
 
 
 def list_rows(
-    launch: Launch, call: Prefill, spans: Spans, sink: torch.Tensor | None, multiple: int
+    launch: Launch,
+    call: Prefill,
+    spans: Spans,
+    sink: torch.Tensor | None,
+    multiple: int,
+    wanted: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """``prepare_prefill.list_rows``, and the sink, as one kernel."""
     num_tokens, padded = call.positions.shape[0], call.padded(multiple)
-    slots = call.req_indices.new_empty((num_tokens, padded))
+    slots = call.req_indices.new_empty((num_tokens * wanted, padded))
     lens = call.req_indices.new_empty(num_tokens)
     finite = None if sink is None else torch.empty_like(sink, memory_format=torch.contiguous_format)
     swa, (swa_width, extra_width) = call.swa, call.widths

@@ -52,7 +52,7 @@ def _results(q: Tensor) -> Results:
 def _steps(values: Tensor) -> list[int]:
     """Strides of all dimensions but the last; 0 of those that have one place."""
     sizes = zip(values.shape[:-1], values.stride()[:-1], strict=True)
-    return [step if size > 1 else 0 for size, step in sizes]
+    return [0 if isinstance(size, int) and size <= 1 else step for size, step in sizes]
 
 
 def copied(launch: Launch, values: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def copied(launch: Launch, values: Tensor) -> Tensor:
 def _starts_well(launch: Launch, values: Tensor) -> bool:
     """Whether the address is as it has to be; in a package, which copies inputs whose storage's is
     not, by where in its storage a tensor is."""
-    if launch is not packaged:
+    if getattr(launch, "base", launch) is not packaged:
         return values.data_ptr() % CACHE_ALIGNMENT == 0
     offset = values.storage_offset()
     return isinstance(offset, int) and offset * values.dtype.itemsize % CACHE_ALIGNMENT == 0
@@ -85,10 +85,11 @@ def launch_gathered_keys(
     lens: Tensor,
     attn_sink: Tensor | None,
     softmax_scale: float,
+    results: Results | None = None,
 ) -> Results:
     """By a program per SM at most."""
     num_tokens, num_heads = q.shape[0], int(q.shape[1])
-    out, max_logits, lse = results = _results(q)
+    out, max_logits, lse = results = _results(q) if results is None else results
     items = num_tokens * head_tiles(num_heads)
     if items == 0:
         return results

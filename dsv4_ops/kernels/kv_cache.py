@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dsv4_ops.core.checks import Checks
@@ -56,16 +58,45 @@ def dequantize_and_gather_k_cache(
     main = MainLayout(block_size)
     Checks("dequantize_and_gather_k_cache").page_start("k_cache", k_cache, main)
     num_reqs, num_rows = out.shape[0], out.shape[1]
-    room = num_rows - offset
-    if num_reqs == 0 or room <= 0:
+    if num_reqs == 0 or num_rows <= offset:
         return
+    gather_wanted(
+        launch,
+        out,
+        out.stride(),
+        num_rows,
+        k_cache,
+        seq_lens,
+        gather_lens,
+        block_table,
+        num_reqs=num_reqs,
+        block_size=block_size,
+        offset=offset,
+    )
+
+
+def gather_wanted(
+    launch: Launch,
+    out: torch.Tensor,
+    strides: Sequence[int],
+    num_rows: int,
+    k_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor | None,
+    block_table: torch.Tensor,
+    *,
+    num_reqs: int,
+    block_size: int,
+    offset: int,
+) -> None:
+    """``dequantize_and_gather_k_cache`` to a workspace of ``num_rows`` rows of every request, of
+    which there are some."""
+    main, room = MainLayout(block_size), num_rows - offset
     wanted = seq_lens if gather_lens is None else gather_lens
     tiles = num_reqs * ((room + WORKSPACE_ROWS - 1) // WORKSPACE_ROWS)
     launch(gather_wanted_kernel)[torch.sym_min(tiles, PROGRAMS),](
         out,
-        out.stride(0),
-        out.stride(1),
-        out.stride(2),
+        *strides,
         room,
         offset,
         k_cache,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,3 +25,22 @@ def traced(kernel: Any) -> Any:
     """The kernel as a graph keeps it. Launchers of kernels that Inductor does not know ask for this
     function, and trace an op instead."""
     return torch.library.wrap_triton(kernel)
+
+
+class Where:
+    """A launch that happens if a number is 1 and not if it is 0, which may be a symbol: of no
+    program."""
+
+    def __init__(self, base: Launch, wanted: Any) -> None:
+        self.base, self.wanted = base, wanted
+
+    def __call__(self, kernel: Any) -> Any:
+        return _Counted(self.base(kernel), self.wanted)
+
+
+class _Counted:
+    def __init__(self, kernel: Any, wanted: Any) -> None:
+        self.kernel, self.wanted = kernel, wanted
+
+    def __getitem__(self, grid: Sequence[Any]) -> Any:
+        return self.kernel[(grid[0] * self.wanted, *grid[1:])]

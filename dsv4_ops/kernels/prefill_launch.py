@@ -3,6 +3,7 @@ Gluon, from the pages or from a copy of their rows."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from dsv4_ops.core.measured import gathers
 from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, head_tiles
 from dsv4_ops.kernels import foreign, hopper
 from dsv4_ops.kernels.foreign_prefill import gather_rows
-from dsv4_ops.kernels.gathered_launch import launch_gathered_keys
-from dsv4_ops.kernels.launch import EMULATE, Launch, at_once, traced
+from dsv4_ops.kernels.gathered_launch import Results, launch_gathered_keys
+from dsv4_ops.kernels.launch import EMULATE, Launch, Where, at_once, traced
 from dsv4_ops.kernels.prefill_keys import prefill_keys_kernel
 from dsv4_ops.kernels.prepare_prefill import Prefill, Source
 
@@ -40,14 +41,9 @@ def prefill_keys(launch: Launch, by_size: bool, *args: Any) -> tuple[Tensor, Ten
     if on_hopper and launch is traced:
         results: tuple[Tensor, Tensor] = hopper_prefill_keys(by_size, *args)
         return results
-    if on_hopper and by_size and _sizes_are_known(q, *args[4:8]):
+    if on_hopper and by_size:
         return _launch_by_size(launch, *args)
     return _launch_prefill(launch, on_hopper, *args)
-
-
-def _sizes_are_known(*tensors: Tensor | None) -> bool:
-    """In a package for any size they are not, and it reads the pages."""
-    return all(isinstance(size, int) for each in tensors if each is not None for size in each.shape)
 
 
 _NAMES = (
@@ -69,10 +65,22 @@ _NAMES = (
 
 
 def _launch_by_size(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
-    """From the pages, or by way of a copy of their rows in bf16, as ``core/measured.py`` says."""
+    """From the pages, or by way of a copy of their rows in bf16, as ``core/measured.py`` says. Of
+    symbolic sizes that is a symbol: then both ways are there, and one has no programs."""
     values = dict(zip(_NAMES, args, strict=False))
-    if not gathers(values):
-        return _launch_prefill(launch, True, *args)
+    wanted = gathers(values)
+    if not isinstance(wanted, int):
+        out, lse = _launch_prefill(Where(launch, 1 - wanted), True, *args)
+        return _attend_to_copy(launch, wanted, values, (out, torch.empty_like(lse), lse))
+    if wanted:
+        return _attend_to_copy(launch, wanted, values, None)
+    return _launch_prefill(launch, True, *args)
+
+
+def _attend_to_copy(
+    launch: Launch, wanted: int, values: Mapping[str, Any], results: Results | None
+) -> tuple[Tensor, Tensor]:
+    """Copy the rows, and attend to them."""
     swa = Source(values["swa_cache"], values["swa_block_table"], values["swa_block_size"])
     extra = None
     if values["extra_cache"] is not None:
@@ -82,10 +90,12 @@ def _launch_by_size(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
     tokens = (values["positions"], values["req_indices"])
     numbers = (values["window_size"], values["compress_ratio"])
     call = Prefill(*tokens, swa, extra, values["topk_indices"], *numbers)
-    given = gather_rows(launch, call, None, 1)
+    given = gather_rows(launch, call, None, 1, wanted)
     lists = (given.kv, given.slots, given.lens)
-    scale = values["softmax_scale"]
-    out, _, lse = launch_gathered_keys(launch, values["q"], *lists, values["attn_sink"], scale)
+    if results is not None:
+        launch = Where(launch, wanted)
+    rest = (values["attn_sink"], values["softmax_scale"], results)
+    out, _, lse = launch_gathered_keys(launch, values["q"], *lists, *rest)
     return out, lse
 
 
