@@ -169,7 +169,7 @@ def test_other_rows_have_the_reference():
 def copies(monkeypatch):
     """Prefills of any size copy their rows: by the gather that the kernels' means."""
 
-    def gather_rows(launch, call, sink, multiple):
+    def gather_rows(launch, call, sink, multiple, wanted):
         return prepare_prefill.gather_rows(call, sink, multiple)
 
     monkeypatch.setattr(prefill_launch, "gathers", lambda values: True)

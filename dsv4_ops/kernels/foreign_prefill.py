@@ -205,7 +205,7 @@ def _gather(
         launch,
         kv,
         (held * width, width, 1),
-        held,
+        offset + source.rows,
         source.cache,
         ends,
         counts,

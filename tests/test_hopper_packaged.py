@@ -1,0 +1,223 @@
+"""What an AOTInductor package has of kernels in Gluon: their binaries, and C++ that calls them. The
+GPU is played by C++ that does what can be told of every argument."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gpu_attention import generator, integers
+from helpers import i32
+
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.kernels import gathered_launch, hopper, packaged, prefill_launch
+from dsv4_ops.lowering import gluon
+from dsv4_ops.lowering.inspect import build_package, load_package
+
+PLAYED = """
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+using CUfunction = const void*;
+static CUfunction loadKernel(const void* start, const std::string& name, uint32_t shared) {
+    bool elf = !std::memcmp(start, "\\177ELF", 4);
+    return elf && name == "hopper_gathered_keys_kernel" && shared > 200000 ? start : nullptr;
+}
+template <class T> static T value(void** all, int place) { return *static_cast<T*>(all[place]); }
+static float wide(uint16_t bits) {
+    uint32_t word = uint32_t(bits) << 16;
+    float made;
+    std::memcpy(&made, &word, 4);
+    return made;
+}
+static void launchKernel(CUfunction kernel, uint32_t x, uint32_t y, uint32_t z, uint32_t warps,
+                         uint32_t shared, void** all, void*) {
+    auto q = value<uint16_t*>(all, 0), out = value<uint16_t*>(all, 3);
+    auto lse = value<float*>(all, 4), largest = value<float*>(all, 5);
+    auto sink = value<float*>(all, 6);
+    auto kv = value<uint16_t*>(all, 7);
+    auto indices = value<int32_t*>(all, 10), lens = value<int32_t*>(all, 12);
+    int32_t stride = value<int32_t>(all, 1), head = value<int32_t>(all, 2);
+    int32_t tokens = value<int32_t>(all, 14), heads = value<int32_t>(all, 15);
+    for (int t = 0; t < tokens; ++t)
+        for (int h = 0; h < heads; ++h) {
+            int place = t * heads + h;
+            std::copy_n(q + t * stride + h * head, 512, out + place * 512);
+            int row = indices[t * value<int32_t>(all, 11)];
+            lse[place] = wide(kv[row * value<int32_t>(all, 8)]) + sink[h];
+            largest[place] = lens[t] + 1e3f * value<int32_t>(all, 13) + value<int32_t>(all, 9);
+        }
+    bool well = kernel && shared > 200000 && !value<void*>(all, 16) && !value<void*>(all, 17);
+    lse[0] = well ? x + 1000.0f * y + 10000.0f * z + 100000.0f * warps : 0;
+}
+"""
+"""Its third to fifth results are copies of what it is given: a launch of a token too few, of other
+strides or in another order shows."""
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """The driver, in C++."""
+    definition = gluon.definition
+    monkeypatch.setattr(gluon, "definition", lambda made: [*PLAYED.splitlines(), *definition(made)])
+    gluon.register()
+
+
+class Gathered(torch.nn.Module):
+    """As the trace of a package calls it."""
+
+    def forward(self, q, kv, indices, lens, sink):
+        rows = (q, kv, indices[:, 1:], lens)
+        return gathered_launch.launch_gathered_keys(packaged.packaged, *rows, sink, 0.1)
+
+
+def rows_of(tokens, heads=8, width=65, rows=40):
+    made = generator(tokens)
+    q = torch.randn(tokens, heads, 2, 512, generator=made).bfloat16()[:, :, 1]
+    kv = torch.randn(rows, 512, generator=made).bfloat16()
+    indices, lens = integers(made, 0, rows, tokens, width), integers(made, 0, width, tokens)
+    return q, kv, indices, lens, torch.randn(heads, generator=made)
+
+
+@pytest.mark.slow
+def test_a_package_launches_the_binary(played, tmp_path):
+    """For any number of tokens, of which 132 programs take turns; queries have gaps."""
+    given, tokens = rows_of(7), torch.export.Dim("tokens", min=2)
+    dims = {0: tokens}
+    program = torch.export.export(Gathered(), given, dynamic_shapes=(dims, None, dims, dims, None))
+    run = load_package(build_package(program, tmp_path / "gathered.pt2"))
+    for count in (7, 2, 200):
+        q, kv, indices, lens, sink = given = rows_of(count)
+        out, largest, lse = run(*given)
+        assert torch.equal(out, q)
+        assert torch.equal(largest, (lens + 1e3 * 64 + 40)[:, None].expand(-1, 8))
+        assert lse[0, 0] == min(count, 132) + 1000 + 10000 + 12 * 100000
+        want = kv[indices[:, 1].long(), 0].float()[:, None] + sink
+        assert torch.equal(lse.flatten()[1:], want.flatten()[1:])
+
+
+class Taken:
+    """A kernel that takes down what it is called with, and doubles queries."""
+
+    def __init__(self, names):
+        self.arg_names, self.calls = names, []
+
+    def __getitem__(self, grid):
+        return functools.partial(self.call, grid)
+
+    def call(self, grid, *args, **options):
+        q, out = args[0], args[3]
+        out.copy_(2 * q)
+        self.calls.append((grid, args, options))
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """In the place of the kernel over listed rows."""
+    kernels = hopper.kernels()
+    kernel = Taken(kernels.gathered.arg_names)
+    made = hopper.Kernels(kernels.split, kernels.prefill, kernel)
+    monkeypatch.setattr(hopper, "kernels", lambda: made)
+    return kernel
+
+
+def test_an_op_of_a_launch_is_the_launch(taken):
+    """Every argument in its place, the ones that stand for none too: without a sink the kernel is
+    given a tensor that it writes to."""
+    q, kv, indices, lens, sink = rows_of(5)
+    for given in (sink, None):
+        expected = gathered_launch.launch_gathered_keys(
+            lambda kernel: kernel, q, kv, indices, lens, given, 0.25
+        )
+        actual = gathered_launch.launch_gathered_keys(
+            packaged.packaged, q, kv, indices, lens, given, 0.25
+        )
+        (grid, args, options), (again, others, rest) = taken.calls[-2:]
+        assert (grid, options) == (again, rest)
+        assert options == {"SOFTMAX_SCALE": 0.25, "HAS_SINK": given is not None, "num_warps": 4}
+        results = dict(zip(map(id, expected), map(id, actual), strict=True))
+        for one, other in zip(args, others, strict=True):
+            if isinstance(one, torch.Tensor):
+                assert results.get(id(one), id(one)) == id(other) or torch.equal(one, other)
+            else:
+                assert one == other
+        assert torch.equal(actual[0], 2 * q)
+
+
+@pytest.mark.slow
+def test_compiled_as_python(taken):
+    """Inductor runs a graph in Python first where it is told to tune kernels then."""
+    gluon.register()
+    given, tokens = rows_of(6), torch.export.Dim("tokens", min=2)
+    dims = {0: tokens}
+    shapes = (dims, None, dims, dims, None)
+    program = torch.export.export(Gathered(), given, dynamic_shapes=shapes)
+    compiled = torch.compile(program.module(), fullgraph=True, dynamic=True)
+    for count in (6, 9):
+        given = rows_of(count)
+        assert torch.equal(compiled(*given)[0], 2 * given[0])
+        (grid, args, _) = taken.calls[-1]
+        assert (grid, args[-2:]) == ((count,), (count, 8))
+
+
+class Prefill(torch.nn.Module):
+    """Of any size: from the pages or by way of a copy."""
+
+    def forward(self, *tensors):
+        numbers = (0.1, 128, 4, 64, 64, True)
+        return prefill_launch._launch_by_size(packaged.packaged, *tensors, *numbers)
+
+
+def launches_of(program, sizes):
+    """The programs of all launches, and the bytes of all that is allocated, at sizes."""
+    launches, held = [], 0
+    for node in program.graph.nodes:
+        if node.target is torch.ops.dsv4_ops._launch_hopper.default:
+            launches.append((node.args[0], node.args[4]))
+        elif "triton_kernel_wrapper" in str(node.target):
+            launches.append(("triton", node.kwargs["grid"][0]))
+        elif node.target is torch.ops.aten.new_empty.default:
+            value = node.meta["val"]
+            held += math.prod(at(each, sizes) for each in value.shape) * value.dtype.itemsize
+    return [(name, math.prod(at(each, sizes) for each in grid)) for name, grid in launches], held
+
+
+def at(size, sizes):
+    """A node of a graph, a symbol or a number."""
+    value = size.meta["val"] if isinstance(size, torch.fx.Node) else size
+    return int(value if isinstance(value, int) else value.node.expr.subs(sizes))
+
+
+def test_a_prefill_of_any_size_has_both_ways():
+    """Of 64 heads, 128 + 512 keys and 5120 compressed rows: 256 tokens read the pages, 2048 a copy
+    of them, and not of a table of more than 2^20 rows. What is not wanted has no programs, and no
+    memory for rows and lists. Nothing is made a number."""
+    made, heads = generator(0), 64
+    cache = MainLayout(64).allocate(9, "cpu")
+    tokens, pages = torch.export.Dim("tokens", min=2), torch.export.Dim("pages", min=2)
+    given = (
+        *(torch.randn(7, heads, 512, generator=made).bfloat16(), cache, torch.arange(7)),
+        *(i32([0] * 7), integers(made, 0, 9, 1, 11), cache, integers(made, 0, 9, 1, 80)),
+        *(integers(made, 0, 9, 7, 512), torch.zeros(heads)),
+    )
+    first = {0: tokens}
+    dims = (first, None, first, first, {1: pages}, None, None, first, None)
+    program = torch.export.export(Prefill(), given, dynamic_shapes=(dims,))
+    tensors = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    symbols = [tensors[0].shape[0].node.expr, tensors[4].shape[1].node.expr]
+    few, many, far = (
+        launches_of(program, dict(zip(symbols, sizes, strict=True)))
+        for sizes in ((256, 300), (2048, 300), (2048, 17000))
+    )
+    names = ["prefill", "triton", "triton", "triton", "triton", "gathered"]
+    for found, programs in ((few, 256), (far, 2048)):
+        assert found[0] == [*zip(names, (programs, 0, 0, 0, 0, 0), strict=True)]
+    # spans of 1 request; 640 and 2400 groups of 8 rows, for up to 2112 programs; lists
+    assert many[0] == [*zip(names, (0, 1, 640, 2112, 2048, 132), strict=True)]
+    rows = 300 * 64 + 80 * 64
+    assert many[1] - few[1] > rows * 1024 + 2048 * 640 * 4
+    assert few[1] < 256 * (heads * (1024 + 8) + 8) + 1000
