@@ -128,7 +128,7 @@ def sparse_mla_gathered(
 ) -> SparseMlaGathered:
     rows = (q, kv, indices, lens, attn_sink)
     if not (supported(q) and hopper.runs(launch, q, True)):
-        not_ours("sparse_mla_gathered", impl, "off Hopper, in packages, or with such queries")
+        not_ours("sparse_mla_gathered", impl, "off Hopper, or with such queries")
         return reference.sparse_mla_gathered(*rows, softmax_scale=softmax_scale)
     return SparseMlaGathered(*gathered_keys(launch, *rows, softmax_scale))
 

@@ -93,8 +93,7 @@ def sparse_mla_prefill(
             bits, and "auto" goes by the number of tokens, and by time on the GPU: a copy's five
             launches take the host 0.5 to 0.9 ms where nothing captures them. A copy has memory for
             all rows that the block tables name, of which there may be 2**20, and for the keys of
-            every token, 4 bytes each: for FlashMLA without ``topk_indices`` as many as a row of the
-            table names.
+            every token, 4 bytes each: without ``topk_indices`` as many as a row of the table names.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key, so for padding.
@@ -115,13 +114,13 @@ def sparse_mla_prefill(
         ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
     Compile: on CUDA our Triton kernel in the graph and in AOTInductor packages; on Hopper, with FP8
-        caches, graphs call an op that launches those in Gluon, and decides by the sizes of each
-        call whether rows are copied; float32 queries, rows of another width than 512 and other
-        devices get the reference: gathers and matrix products. FlashMLA is a call of its own op, in
-        AOTInductor packages too, which then need that library; kernels of ours gather the rows that
-        tokens of the batch may see, into a workspace whose size the block tables' shapes decide,
-        and list them. Dynamic in num_tokens, num_reqs, the blocks of both tables and the pages of
-        the caches; CUDA graphs and export: yes.
+        caches, graphs call an op that launches those in Gluon, packages hold their binaries, and
+        both decide by the sizes of each call whether rows are copied; float32 queries, rows of
+        another width than 512 and other devices get the reference: gathers and matrix products.
+        FlashMLA is a call of its own op, in AOTInductor packages too, which then need that library;
+        kernels of ours gather the rows that tokens of the batch may see, into a workspace whose
+        size the block tables' shapes decide, and list them. Dynamic in num_tokens, num_reqs, the
+        blocks of both tables and the pages of the caches; CUDA graphs and export: yes.
 
     Source: the attention of vLLM 0.33's prefill chunks, which gathers rows to bf16, combines top-k
         and window indices, and calls FlashMLA's ``flash_mla_sparse_fwd``.

@@ -173,9 +173,10 @@ def sparse_mla_decode(
         ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
     Compile: on CUDA our Triton kernels (one over splits, one that joins them) in the graph and in
-        AOTInductor packages; on Hopper with FP8 caches one op in Gluon; float32 queries, rows not
-        of 512 values, angles of another rope_dim than 64 and other devices get the reference:
-        gathers and products, and Inductor may keep the output in float32 until it is rotated.
+        AOTInductor packages; on Hopper with FP8 caches that over splits is in Gluon: graphs call
+        one op that launches both, and packages hold its binary; float32 queries, rows not of 512
+        values, angles of another rope_dim than 64 and other devices get the reference: gathers and
+        products, and Inductor may keep the output in float32 until it is rotated.
         FlashMLA is a call of its own op, in AOTInductor packages too, which then need that library;
         slots that do not exist become -1 before it, and a rotation is undone behind it. It plans in
         every call without a ``FlashMlaPlan``. Dynamic in num_tokens, the pages of the caches, both
@@ -368,11 +369,11 @@ def sparse_mla_gathered(
         ValueError: shapes that disagree, or several devices.
         TypeError: a dtype other than the ones above.
         NotImplementedError: an ``impl`` that does not take the call: FlashMLA has 64 or 128 heads
-            and bfloat16 rows of 512 values, our kernel such rows on Hopper, not in packages.
+            and bfloat16 rows of 512 values, our kernel such rows on Hopper.
         ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
-    Compile: a call of our kernel or of FlashMLA's op, or, as in AOTInductor packages, gathers and
-        products; dynamic in num_tokens, num_rows and topk; CUDA graphs and export: yes.
+    Compile: a call of our kernel, whose binary AOTInductor packages hold, of FlashMLA's op, or
+        gathers and products; dynamic in num_tokens, num_rows and topk; CUDA graphs and export: yes.
 
     Source: FlashMLA ``flash_mla_sparse_fwd``.
 
