@@ -14,14 +14,13 @@ from helpers import i32
 
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels import gathered_launch, hopper, packaged, prefill_launch
+from dsv4_ops.kernels.binary import Argument
 from dsv4_ops.lowering import gluon
 from dsv4_ops.lowering.inspect import build_package, load_package
 
 PLAYED = """
 #include <algorithm>
-#include <mutex>
 #include <string>
-#include <unordered_map>
 using CUfunction = const void*;
 static CUfunction loadKernel(const void* start, const std::string& name, uint32_t shared) {
     bool elf = !std::memcmp(start, "\\177ELF", 4);
@@ -36,6 +35,7 @@ static float wide(uint16_t bits) {
 }
 static void launchKernel(CUfunction kernel, uint32_t x, uint32_t y, uint32_t z, uint32_t warps,
                          uint32_t shared, void** all, void*) {
+    if (!kernel) return;
     auto q = value<uint16_t*>(all, 0), out = value<uint16_t*>(all, 3);
     auto lse = value<float*>(all, 4), largest = value<float*>(all, 5);
     auto sink = value<float*>(all, 6);
@@ -51,7 +51,8 @@ static void launchKernel(CUfunction kernel, uint32_t x, uint32_t y, uint32_t z, 
             lse[place] = wide(kv[row * value<int32_t>(all, 8)]) + sink[h];
             largest[place] = lens[t] + 1e3f * value<int32_t>(all, 13) + value<int32_t>(all, 9);
         }
-    bool well = kernel && shared > 200000 && !value<void*>(all, 16) && !value<void*>(all, 17);
+    bool well = shared > 200000 && !value<void*>(all, 16) && !value<void*>(all, 17);
+    well &= (reinterpret_cast<uintptr_t>(q) | reinterpret_cast<uintptr_t>(kv)) % 16 == 0;
     lse[0] = well ? x + 1000.0f * y + 10000.0f * z + 100000.0f * warps : 0;
 }
 """
@@ -98,6 +99,80 @@ def test_a_package_launches_the_binary(played, tmp_path):
         assert lse[0, 0] == min(count, 132) + 1000 + 10000 + 12 * 100000
         want = kv[indices[:, 1].long(), 0].float()[:, None] + sink
         assert torch.equal(lse.flatten()[1:], want.flatten()[1:])
+
+
+class Moved(torch.nn.Module):
+    """Queries that Inductor would like to have other strides, or at another address."""
+
+    def forward(self, x, y, flat, kv, indices, lens, sink):
+        queries, keys = moved(x, y, flat)
+        found = []
+        for q, rows in ((queries[0], kv), (queries[1], kv), (queries[2], keys)):
+            lists = (indices, lens, sink, 0.1)
+            results = gathered_launch.launch_gathered_keys(packaged.packaged, q, rows, *lists)
+            found += [results[0], results[2]]
+        return tuple(found)
+
+
+def moved(x, y, flat):
+    """Sums of permuted tensors; a product of a transposed one; views of all but the start."""
+    heads, tokens, width = y.shape
+    odd = flat[1 : 1 + y.numel()].view(tokens, heads, width)
+    queries = (x.permute(2, 0, 1) + y.permute(1, 0, 2), y.transpose(0, 1) * 2, odd)
+    return queries, flat[3 : 3 + 40 * width].view(40, width)
+
+
+@pytest.mark.slow
+def test_strides_and_addresses_are_what_the_kernel_is_told(played, tmp_path):
+    """Whatever Inductor would make of them; keys are an input that starts at an odd address."""
+    tokens, heads = 7, 8
+    _, kv, indices, lens, sink = rows_of(tokens, heads)
+    made = generator(3)
+    x, y, flat = (
+        torch.randn(shape, generator=made).bfloat16()
+        for shape in ((heads, 512, tokens), (heads, tokens, 512), (50000,))
+    )
+    room = torch.zeros(kv.numel() + 1).bfloat16()
+    shifted = room[1:].view(kv.shape).copy_(kv)
+    given = (x, y, flat, shifted, indices, lens, sink)
+    program = torch.export.export(Moved(), given)
+    found = load_package(build_package(program, tmp_path / "moved.pt2"))(*given)
+    queries, keys = moved(x, y, flat)
+    for q, rows, out, lse in zip(queries, (kv, kv, keys), found[::2], found[1::2], strict=True):
+        assert torch.equal(out, q)
+        assert lse[0, 0] == tokens + 1000 + 10000 + 12 * 100000
+        want = rows[indices[:, 0].long(), 0].float()[:, None] + sink
+        assert torch.equal(lse.flatten()[1:], want.flatten()[1:])
+
+
+class Bytes(torch.nn.Module):
+    """A window alone, for which the kernel is given the cache twice, over a view of it."""
+
+    def forward(self, q, cache, positions, requests, table, sink):
+        tensors = (q, cache.view(torch.uint8), positions, requests, table, None, None, None, sink)
+        numbers = (0.1, 128, 4, 64, 64, True)
+        return prefill_launch._launch_prefill(packaged.packaged, True, *tensors, *numbers)
+
+
+@pytest.mark.slow
+def test_a_tensor_that_the_code_owns_is_freed_once(played, tmp_path):
+    cache = MainLayout(64).allocate(9, "cpu").view(torch.float8_e4m3fn)
+    tokens = (torch.arange(7), i32([0] * 7), torch.zeros(1, 11, dtype=torch.int32))
+    given = (torch.randn(7, 64, 512).bfloat16(), cache, *tokens, torch.zeros(64))
+    run = load_package(build_package(torch.export.export(Bytes(), given), tmp_path / "bytes.pt2"))
+    for _ in range(3):
+        assert [result.shape for result in run(*given)] == [(7, 64, 512), (7, 64)]
+
+
+def test_a_kernel_that_needs_memory_is_refused(monkeypatch):
+    class Made:
+        class metadata:
+            global_scratch_size, profile_scratch_size = 0, 64
+
+    monkeypatch.setattr(gluon.binary, "compiled", lambda *_: Made)
+    monkeypatch.setattr(gluon, "_binaries", {})
+    with pytest.raises(RuntimeError, match="was compiled to need memory for itself"):
+        gluon.binary_of(hopper.kernels().split, [Argument("i32")], {})
 
 
 class Taken:

@@ -18,9 +18,11 @@ _described: set[Any] = set()
 _AUTOGRAD = (DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA)
 
 
-def define(name: str, schema: str, call: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(
+    name: str, schema: str, call: Callable[..., Any], fake: Callable[..., Any], *tags: torch.Tag
+) -> Any:
     """An op of ours that stays whole in a graph and makes one call of a library."""
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _library.impl(name, call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4_ops::{name}", fake, lib=_library)
     return getattr(torch.ops.dsv4_ops, name).default

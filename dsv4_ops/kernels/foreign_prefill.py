@@ -174,7 +174,7 @@ def gather_rows(
 ) -> Rows:
     """``prepare_prefill.gather_rows`` by two kernels and a gather of each cache; rows of the
     workspace that nobody sees stay as they are. ``wanted`` is 0 where it is not: then nothing is
-    launched, and there is no memory."""
+    launched, and there is no memory for rows and lists."""
     if not (isinstance(wanted, int) and wanted == 1):
         launch = Where(launch, wanted)
     spans = find_spans(launch, call)

@@ -22,7 +22,8 @@ WRITTEN = frozenset({"out", "lse", "max_logits", "partial", "partial_lse", "part
 """Parameters of the kernels in Gluon that they write to."""
 
 ALIGNED = {"gathered": ("q", "kv")}
-"""Parameters that a launcher has aligned to 16 bytes, by kernel."""
+"""Parameters that have to be at multiples of 16 bytes, by kernel: in a package the lowering copies
+those that are not, as Inductor drops a ``clone`` that changes nothing but the address."""
 
 
 class Rest(NamedTuple):
@@ -115,4 +116,7 @@ def _call(
         kernel_of(name)[tuple(grid)](*rest.arguments(written, read, numbers), **rest.options)
 
 
-launch_hopper = foreign.define("_launch_hopper", _SCHEMA, _call, lambda *_: None)
+launch_hopper = foreign.define(
+    "_launch_hopper", _SCHEMA, _call, lambda *_: None, torch.Tag.needs_exact_strides
+)
+"""Strides are among its numbers: Inductor must not choose others."""

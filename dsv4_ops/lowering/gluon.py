@@ -21,6 +21,9 @@ _ALIGNMENT = 16
 _written: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """Kernels that the C++ of a graph holds."""
 
+_binaries: dict[Any, Binary] = {}
+"""Kernels that were compiled, by what is known of their arguments."""
+
 _registered: list[Any] = []
 
 
@@ -39,7 +42,21 @@ def _lower(
     grid: Sequence[Any],
     text: str,
 ) -> None:
-    GluonCall(name, written, read, numbers, grid, text)
+    lists = {"written": list(written), "read": list(read)}
+    rest, names = Rest.of(text), kernel_of(name).arg_names
+    for parameter in ALIGNED.get(name, ()):
+        kind, place = rest.order[names.index(parameter)]
+        lists[kind][place] = _with_alignment(lists[kind][place])
+    GluonCall(name, lists["written"], lists["read"], numbers, grid, text)
+
+
+def _with_alignment(tensor: Any) -> Any:
+    """A tensor, or a copy that has its strides."""
+    kernel = _compat.ExternKernel
+    tensor = kernel.realize_input(tensor)
+    if _aligned(kernel.unwrap_storage_for_input(tensor)):
+        return tensor
+    return kernel.require_exact_strides(kernel.copy_input(tensor), tensor.get_stride())
 
 
 class Binary(NamedTuple):
@@ -67,11 +84,21 @@ class Binary(NamedTuple):
 
 def binary_of(kernel: Any, arguments: Sequence[Argument | int], options: dict[str, Any]) -> Binary:
     """A kernel compiled for Hopper."""
-    major, minor = hopper.CAPABILITY
-    made = binary.compiled(kernel, arguments, options, 10 * major + minor)
-    data = made.metadata
-    types = tuple(made.src.signature.values())[: len(arguments)]
-    return Binary(made.asm["cubin"], data.name, data.num_warps, data.shared, types)
+    key = (kernel.__name__, *arguments, *sorted(options.items()))
+    if key not in _binaries:
+        major, minor = hopper.CAPABILITY
+        made = binary.compiled(kernel, arguments, options, 10 * major + minor)
+        data = made.metadata
+        if data.global_scratch_size or data.profile_scratch_size:
+            raise RuntimeError(
+                f"{kernel.__name__} was compiled to need memory for itself, which a package does "
+                "not have for it. Unset what of Triton instruments kernels, such as TRITON_* "
+                "variables."
+            )
+        types = tuple(made.src.signature.values())[: len(arguments)]
+        code = made.asm["cubin"]
+        _binaries[key] = Binary(code, data.name, data.num_warps, data.shared, types)
+    return _binaries[key]
 
 
 class GluonCall(_compat.ExternKernel):
@@ -140,20 +167,17 @@ class GluonCall(_compat.ExternKernel):
         numbers = self.constant_args[: self.num_numbers]
         known = [Argument.tensor(each.get_dtype(), _aligned(each)) for each in self.tensors]
         arguments = self._ordered(known, [_known(each) for each in numbers])
-        kernel = kernel_of(self.name_of_kernel)
-        for name in ALIGNED.get(self.name_of_kernel, ()):
-            place = kernel.arg_names.index(name)
-            arguments[place] = arguments[place]._replace(multiple=True)
-        made = binary_of(kernel, arguments, Rest.of(self.text).options)
+        options = Rest.of(self.text).options
+        made = binary_of(kernel_of(self.name_of_kernel), arguments, options)
         held = _written.setdefault(wrapper, set())
         if made.symbol not in held:
             held.add(made.symbol)
             for line in definition(made):
                 wrapper.header.writeline(line)
-        references = [each.codegen_reference() for each in self.tensors]
+        tensors = [each.codegen_reference() for each in self.tensors]
         sizes = [wrapper.codegen_sizevar(each) for each in self.constant_args]
-        given = self._ordered(references, sizes[: self.num_numbers])
-        for line in call(made, given, sizes[self.num_numbers :]):
+        places = self._ordered([*range(len(tensors))], sizes[: self.num_numbers])
+        for line in call(made, tensors, places, sizes[self.num_numbers :]):
             wrapper.writeline(line)
 
 
@@ -173,10 +197,15 @@ def _known(number: Any) -> Argument | int:
 
 
 def definition(made: Binary) -> list[str]:
-    """C++ that holds the binary and loads it, once for each GPU."""
+    """C++ that holds the binary and loads it, once for each GPU. It stays loaded when the package
+    is not any more."""
     code = "".join(f"\\{byte:03o}" for byte in made.code)  # no digit behind it is part of it
     name = made.symbol
     return [
+        f"#ifndef {name.upper()}",  # two graphs may be one file
+        f"#define {name.upper()}",
+        "#include <mutex>",
+        "#include <unordered_map>",
         f'alignas(16) static const char {name}_code[] = "{code}";',
         f"static CUfunction {name}(int32_t device) {{",
         "    static std::mutex guard;",
@@ -189,23 +218,33 @@ def definition(made: Binary) -> list[str]:
         "    }",
         "    return kernel;",
         "}",
+        "#endif",
     ]
 
 
 _NUMBERS = {"i32": "int32_t", "i64": "int64_t"}
 
 
-def call(made: Binary, arguments: Sequence[str], grid: Sequence[str]) -> list[str]:
-    """C++ that launches it, where there is something to launch. Behind the arguments a kernel of
-    Triton has two addresses of memory for itself, which these do without."""
+def call(
+    made: Binary, tensors: Sequence[str], arguments: Sequence[str | int], grid: Sequence[str]
+) -> list[str]:
+    """C++ that launches it, where there is something to launch.
+
+    Args:
+        made: The kernel.
+        tensors: What they are called in C++, which may own them: each is said once.
+        arguments: In the kernel's order: places of tensors, and numbers in C++.
+        grid: Numbers of programs.
+    """
     lines, places = ["{"], []
+    for number, tensor in enumerate(tensors):
+        lines.append(f"    const auto& dsv4_ops_tensor_{number} = {tensor};")
     for place, (kind, value) in enumerate(zip(made.types, arguments, strict=True)):
         if kind == "constexpr":
             continue
         name = f"dsv4_ops_{place}"
         if kind.startswith("*"):
-            lines.append(f"    const auto& {name}_tensor = {value};")
-            lines.append(f"    const void* {name} = {name}_tensor.data_ptr();")
+            lines.append(f"    const void* {name} = dsv4_ops_tensor_{value}.data_ptr();")
         else:
             lines.append(f"    {_NUMBERS[kind]} {name} = static_cast<{_NUMBERS[kind]}>({value});")
         places.append(f"const_cast<void*>(static_cast<const void*>(&{name}))")
@@ -218,6 +257,7 @@ def call(made: Binary, arguments: Sequence[str], grid: Sequence[str]) -> list[st
     names = [f"dsv4_ops_{axis}" for axis in axes]
     return [
         *lines,
+        # behind its arguments a kernel of Triton has two addresses of memory for itself
         "    void* dsv4_ops_scratch[] = {nullptr, nullptr};",
         "    void* dsv4_ops_all[] = {",
         *(f"        {place}," for place in places),
