@@ -172,15 +172,14 @@ def sparse_mla_decode(
             up to 8192 tokens and the layout "v4_fp8", and decides itself what it splits.
         ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
-    Compile: on CUDA our Triton kernels (one over splits, one that joins them) in graphs and in
-        packages; on Hopper with FP8 caches that over splits is in Gluon: graphs call one op that
-        launches both, packages hold its binary; float32 queries, rows not of 512 values, angles of
-        another rope_dim than 64 and other devices get the reference: gathers and products, and
-        Inductor may keep the output in float32 until it is rotated. FlashMLA is a call of its own
-        op, in packages too, which then need that library; slots that do not exist become -1 before
-        it, and a rotation is undone behind it. It plans in every call without a ``FlashMlaPlan``.
-        Dynamic in num_tokens, the pages of the caches, both widths and num_positions, which have
-        "auto" take ours; CUDA graphs and export: yes.
+    Compile: on CUDA our Triton kernels, of splits and of their join; on Hopper with FP8 caches the
+        first is in Gluon: graphs call an op that launches both, packages hold its binary; float32
+        queries, rows not of 512 values, angles of another rope_dim than 64 and other devices get
+        the reference: gathers and products, and Inductor may keep the output in float32 until it is
+        rotated. FlashMLA is a call of its own op, in packages too, which then need that library;
+        slots that do not exist become -1 before it, and a rotation is undone behind it. It plans in
+        every call without a ``FlashMlaPlan``. Dynamic in num_tokens, the pages of the caches, both
+        widths and num_positions, which have "auto" take ours; CUDA graphs and export: yes.
 
     Source: FlashMLA ``flash_mla_with_kvcache`` with ``indices`` and ``extra_indices_in_kvcache``.
         The lse of a token without keys is -inf here, +inf there.
