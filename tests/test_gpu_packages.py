@@ -95,3 +95,27 @@ def test_a_package_for_any_number_of_tokens(kind: str, tmp_path: Path) -> None:
             assert all(map(equal, actual, kernel(name, case)))
         moved = [shifted(each) if place in per_token else each for place, each in enumerate(given)]
         assert all(map(equal, run(*moved), actual))
+
+
+class Moved(torch.nn.Module):
+    """Queries that Inductor would like to have other strides, and some that start at an odd
+    address."""
+
+    def forward(self, x: Tensor, y: Tensor, flat: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        call = OPS[GATHERED].op
+        odd = flat[1:].view(y.shape[1], y.shape[0], y.shape[2])
+        queries = (x.permute(2, 0, 1) + y.permute(1, 0, 2), y.transpose(0, 1) * 2, odd)
+        return tuple(each for q in queries for each in call(q, *rest, softmax_scale=0.05))
+
+
+def test_strides_and_addresses_are_what_the_kernel_is_told(tmp_path: Path) -> None:
+    """Keys, entries and lens are inputs that start at odd addresses when they are exported."""
+    heads, tokens = 64, 40
+    _, *rest = hostile_gathered(1, tokens, heads, 300).on(DEVICE).tensors
+    shapes = ((heads, 512, tokens), (heads, tokens, 512), (heads * tokens * 512 + 1,))
+    made = [torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes]
+    given = (*made, *map(shifted, rest))
+    module = Moved()
+    program = torch.export.export(module, given)
+    run = load_package(build_package(program, tmp_path / "moved.pt2"))
+    assert all(map(equal, run(*given), module(*given)))
