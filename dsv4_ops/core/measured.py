@@ -95,7 +95,7 @@ NOTES = {
     "sparse_mla_prefill": (
         "on Hopper over a copy of its rows in bf16, where that is faster: "
         f"{_CALLS / 1e5:g} us and {_ROW / 100} ns a row, for {_ENTRY / 100} ns a key of a token "
-        "and 64 heads"
+        f"and 64 heads; of all rows of a table from {_TILES} tokens of 64 heads on"
     ),
     "sparse_mla_gathered": "on Hopper; on other GPUs the reference",
 }
