@@ -7,16 +7,21 @@ import math
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="published for Linux only")
 
-from gpu_attention import generator, integers
+from gpu_attention import DECODE, GATHERED, case_of, gathered_case, generator, integers
+from gpu_prefill import PREFILL, prefill_case
 from helpers import i32
 
 from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels import gathered_launch, hopper, packaged, prefill_launch
 from dsv4_ops.kernels.binary import Argument
 from dsv4_ops.lowering import gluon
 from dsv4_ops.lowering.inspect import build_package, load_package
+from dsv4_ops.testing.compare import equal
+
+emulate_gluon = pytest.importorskip("emulate_gluon", reason="triton is published for Linux only")
 
 PLAYED = """
 #include <algorithm>
@@ -56,8 +61,8 @@ static void launchKernel(CUfunction kernel, uint32_t x, uint32_t y, uint32_t z, 
     lse[0] = well ? x + 1000.0f * y + 10000.0f * z + 100000.0f * warps : 0;
 }
 """
-"""Its third to fifth results are copies of what it is given: a launch of a token too few, of other
-strides or in another order shows."""
+"""Results say what it was given: a launch of a token too few, of other strides, of another address
+or with arguments in another order shows."""
 
 
 @pytest.fixture
@@ -143,6 +148,42 @@ def test_strides_and_addresses_are_what_the_kernel_is_told(played, tmp_path):
         assert lse[0, 0] == tokens + 1000 + 10000 + 12 * 100000
         want = rows[indices[:, 0].long(), 0].float()[:, None] + sink
         assert torch.equal(lse.flatten()[1:], want.flatten()[1:])
+
+
+class Projected(torch.nn.Module):
+    """The same of any number of tokens, and a product of matrices: every stride is of a symbol."""
+
+    def forward(self, x, y, hidden, weight, kv, indices, lens, sink):
+        found = []
+        projected = (hidden @ weight).view(indices.shape[0], 8, 512)
+        queries = (x.permute(2, 0, 1) + y.permute(1, 0, 2), projected, y.transpose(0, 1) * 2)
+        for q in queries:
+            lists = (torch.where(indices >= 0, indices, -1), lens, sink, 0.1)
+            out, _, lse = gathered_launch.launch_gathered_keys(packaged.packaged, q, kv, *lists)
+            found += [q, out, lse]
+        return tuple(found)
+
+
+@pytest.mark.slow
+def test_strides_of_any_number_of_tokens(played, tmp_path):
+    def arguments(count):
+        made = generator(count)
+        shapes = ((8, 512, count), (8, count, 512), (count, 64), (64, 4096))
+        tensors = [torch.randn(shape, generator=made).bfloat16() for shape in shapes]
+        return (*tensors, *rows_of(count)[1:])
+
+    tokens = torch.export.Dim("tokens", min=2)
+    dims = ({2: tokens}, {1: tokens}, {0: tokens}, None, None, {0: tokens}, {0: tokens}, None)
+    program = torch.export.export(Projected(), arguments(7), dynamic_shapes=dims)
+    run = load_package(build_package(program, tmp_path / "projected.pt2"))
+    for count in (7, 2, 150):
+        given = arguments(count)
+        found, (kv, indices, _, sink) = run(*given), given[4:]
+        want = kv[indices[:, 0].long(), 0].float()[:, None] + sink
+        for q, out, lse in zip(found[::3], found[1::3], found[2::3], strict=True):
+            assert torch.equal(out, q)
+            assert lse[0, 0] == min(count, 132) + 1000 + 10000 + 12 * 100000
+            assert torch.equal(lse.flatten()[1:], want.flatten()[1:])
 
 
 class Bytes(torch.nn.Module):
@@ -296,3 +337,49 @@ def test_a_prefill_of_any_size_has_both_ways():
     rows = 300 * 64 + 80 * 64
     assert many[1] - few[1] > rows * 1024 + 2048 * 640 * 4
     assert few[1] < 256 * (heads * (1024 + 8) + 8) + 1000
+
+
+class Watched:
+    """A launch whose kernels are emulated, that takes down which arguments of them change."""
+
+    capability = hopper.CAPABILITY
+
+    def __init__(self):
+        self.emulator, self.changed = emulate_gluon.Emulator(0), {}
+
+    def __call__(self, kernel):
+        return WatchedKernel(self, kernel)
+
+
+class WatchedKernel:
+    def __init__(self, launch, kernel):
+        self.launch, self.kernel = launch, kernel
+
+    def __getitem__(self, grid):
+        return functools.partial(self.call, grid)
+
+    def call(self, grid, *args, **options):
+        names = zip(self.kernel.arg_names, args, strict=False)
+        tensors = {name: each for name, each in names if isinstance(each, torch.Tensor)}
+        before = {name: each.clone() for name, each in tensors.items()}
+        self.launch.emulator(self.kernel)[grid](*args, **options)
+        if self.kernel in hopper.kernels():
+            changed = {name for name in tensors if not equal(tensors[name], before[name])}
+            self.launch.changed.setdefault(self.kernel.__name__, set()).update(changed)
+
+
+def test_what_kernels_write_is_said():
+    """Inductor reorders what it is not told of. Every argument has memory of its own."""
+    launch = Watched()
+    calls = [(DECODE, case_of(DECODE, 1, 3, 8, num_splits=count)) for count in (1, 3)]
+    calls += [(PREFILL, prefill_case(1, 3, 8, "C4", topk=70, longest=300))]
+    calls += [(GATHERED, gathered_case(1, 3, 8, 70))]
+    for name, case in calls:
+        OPS[name].station("kernels")(launch, *case.tensors, **case.settings)
+    outputs = {"out", "lse"}
+    assert launch.changed == {
+        "hopper_split_keys_kernel": {*outputs, "partial", "partial_lse", "partial_peak"},
+        "hopper_prefill_keys_kernel": outputs,
+        "hopper_gathered_keys_kernel": {*outputs, "max_logits"},
+    }
+    assert set.union(*launch.changed.values()) == packaged.WRITTEN
