@@ -38,6 +38,7 @@ from emulated_values import (
     permute,
     reshape,
     rounded_to_bf16,
+    scanned,
     smallest,
     split,
     tensor,
@@ -87,6 +88,7 @@ class _Language:
     full, arange, to_tensor = staticmethod(full), staticmethod(arange), staticmethod(tensor)
     reshape, permute, join = staticmethod(reshape), staticmethod(permute), staticmethod(join)
     split, expand_dims = staticmethod(split), staticmethod(expand_dims)
+    associative_scan = staticmethod(scanned)
     convert_layout, static_range = staticmethod(convert_layout), range
 
     def __init__(self, program: Program) -> None:

@@ -107,6 +107,51 @@ def test_tokens_are_joined_together_where_a_plan_leaves_few_to_join():
         assert joins(tokens, heads) == ("join_splits_kernel", (programs, heads))
 
 
+def paged(tokens, capability=(9, 0), heads=64, columns=256, planned=False, **changed):
+    """Launches of a call with block tables of pages of 2 rows."""
+    args, settings = arguments(tokens, heads=heads)
+    table = torch.empty(tokens, columns, dtype=torch.int32, device="meta")
+    plan = torch.empty(tokens + 132, 4, dtype=torch.int32, device="meta") if planned else None
+    settings |= {"extra_block_size": 2, **changed}
+    lens = args[6]
+    launch = Launches(capability)
+    OPS["sparse_mla_decode_paged"].launcher("triton")(
+        launch, *args[:4], args[4], lens, lens, table, None, plan, None, None, **settings
+    )
+    return [(name.removesuffix("_kernel"), grid) for name, grid in launch.made]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "programs", "joining"),
+    [
+        (32, 64, (132, 1), 16),
+        (120, 64, (132, 1), 16),
+        (60, 8, (132, 1), 60),
+        (16, 128, (66, 2), 8),
+        (60, 128, (66, 2), 8),
+        (40, 160, (44, 3), 6),
+    ],
+)
+def test_batches_with_tables_are_cut_by_their_lens(tokens, heads, programs, joining):
+    """A program for each SM whatever the tables' width, and about 1024 that join."""
+    cut = [("hopper_split_keys", programs), ("join_listed", (joining, heads))]
+    assert paged(tokens, heads=heads) == cut
+    assert paged(tokens, heads=heads, columns=4096) == cut
+
+
+def test_what_is_not_cut():
+    """Fewer tokens, more, tables of a block, a plan, splits that are told, one GPU's bits; and the
+    kernel for other GPUs."""
+    cut = {"join_listed"}
+    for tokens, changed in (
+        (31, {}), (15, {"heads": 128}), (121, {}), (61, {"heads": 128}), (64, {"columns": 32}),
+        (64, {"planned": True}), (64, {"num_splits": 2}), (64, {"batch_invariant": True}),
+        (64, {"capability": (10, 0)}), (64, {"capability": (8, 0)}),
+    ):  # fmt: skip
+        assert not cut & {name for name, _ in paged(tokens, **changed)}, (tokens, changed)
+    assert paged(64, columns=33)[1][0] == "join_listed"
+
+
 def test_packages_have_kernels_that_inductor_compiles():
     q = torch.empty(1, 1, 512, dtype=torch.bfloat16)
     assert not hopper.runs(torch.library.wrap_triton, q, True)

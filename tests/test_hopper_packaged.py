@@ -2,20 +2,19 @@
 GPU is played by C++ that does what can be told of every argument."""
 
 import functools
-import math
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="published for Linux only")
 
-from gpu_attention import DECODE, GATHERED, case_of, gathered_case, generator, integers
+from gpu_attention import DECODE, GATHERED, PAGED, case_of, gathered_case, generator, integers
 from gpu_prefill import PREFILL, prefill_case
 from helpers import i32
 
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.kernels import gathered_launch, hopper, packaged, prefill_launch
+from dsv4_ops.kernels import gathered_launch, hopper, packaged, prefill_launch, sparse_mla
 from dsv4_ops.kernels.binary import Argument
 from dsv4_ops.lowering import gluon
 from dsv4_ops.lowering.inspect import build_package, load_package
@@ -280,65 +279,6 @@ def test_compiled_as_python(taken):
         assert (grid, args[-2:]) == ((count,), (count, 8))
 
 
-class Prefill(torch.nn.Module):
-    """Of any size: from the pages or by way of a copy."""
-
-    def forward(self, *tensors):
-        numbers = (0.1, 128, 4, 64, 64, True)
-        return prefill_launch._launch_by_size(packaged.packaged, *tensors, *numbers)
-
-
-def launches_of(program, sizes):
-    """The programs of all launches, and the bytes of all that is allocated, at sizes."""
-    launches, held = [], 0
-    for node in program.graph.nodes:
-        if node.target is torch.ops.dsv4_ops._launch_hopper.default:
-            launches.append((node.args[0], node.args[4]))
-        elif "triton_kernel_wrapper" in str(node.target):
-            launches.append(("triton", node.kwargs["grid"][0]))
-        elif node.target is torch.ops.aten.new_empty.default:
-            value = node.meta["val"]
-            held += math.prod(at(each, sizes) for each in value.shape) * value.dtype.itemsize
-    return [(name, math.prod(at(each, sizes) for each in grid)) for name, grid in launches], held
-
-
-def at(size, sizes):
-    """A node of a graph, a symbol or a number."""
-    value = size.meta["val"] if isinstance(size, torch.fx.Node) else size
-    return int(value if isinstance(value, int) else value.node.expr.subs(sizes))
-
-
-def test_a_prefill_of_any_size_has_both_ways():
-    """Of 64 heads, 128 + 512 keys and 5120 compressed rows: 256 tokens read the pages, 2048 a copy
-    of them, and not of a table of more than 2^20 rows. What is not wanted has no programs, and no
-    memory for rows and lists. Nothing is made a number."""
-    made, heads = generator(0), 64
-    cache = MainLayout(64).allocate(9, "cpu")
-    tokens, pages = torch.export.Dim("tokens", min=2), torch.export.Dim("pages", min=2)
-    given = (
-        *(torch.randn(7, heads, 512, generator=made).bfloat16(), cache, torch.arange(7)),
-        *(i32([0] * 7), integers(made, 0, 9, 1, 11), cache, integers(made, 0, 9, 1, 80)),
-        *(integers(made, 0, 9, 7, 512), torch.zeros(heads)),
-    )
-    first = {0: tokens}
-    dims = (first, None, first, first, {1: pages}, None, None, first, None)
-    program = torch.export.export(Prefill(), given, dynamic_shapes=(dims,))
-    tensors = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
-    symbols = [tensors[0].shape[0].node.expr, tensors[4].shape[1].node.expr]
-    few, many, far = (
-        launches_of(program, dict(zip(symbols, sizes, strict=True)))
-        for sizes in ((256, 300), (2048, 300), (2048, 17000))
-    )
-    names = ["prefill", "triton", "triton", "triton", "triton", "gathered"]
-    for found, programs in ((few, 256), (far, 2048)):
-        assert found[0] == [*zip(names, (programs, 0, 0, 0, 0, 0), strict=True)]
-    # spans of 1 request; 640 and 2400 groups of 8 rows, for up to 2112 programs; lists
-    assert many[0] == [*zip(names, (0, 1, 640, 2112, 2048, 132), strict=True)]
-    rows = 300 * 64 + 80 * 64
-    assert many[1] - few[1] > rows * 1024 + 2048 * 640 * 4
-    assert few[1] < 256 * (heads * (1024 + 8) + 8) + 1000
-
-
 class Watched:
     """A launch whose kernels are emulated, that takes down which arguments of them change."""
 
@@ -368,17 +308,19 @@ class WatchedKernel:
             self.launch.changed.setdefault(self.kernel.__name__, set()).update(changed)
 
 
-def test_what_kernels_write_is_said():
+def test_what_kernels_write_is_said(monkeypatch):
     """Inductor reorders what it is not told of. Every argument has memory of its own."""
+    monkeypatch.setattr(sparse_mla, "LEAST_CUT", 1)
     launch = Watched()
     calls = [(DECODE, case_of(DECODE, 1, 3, 8, num_splits=count)) for count in (1, 3)]
+    calls += [(PAGED, case_of(PAGED, 1, 3, 8))]
     calls += [(PREFILL, prefill_case(1, 3, 8, "C4", topk=70, longest=300))]
     calls += [(GATHERED, gathered_case(1, 3, 8, 70))]
     for name, case in calls:
         OPS[name].station("kernels")(launch, *case.tensors, **case.settings)
     outputs = {"out", "lse"}
     assert launch.changed == {
-        "hopper_split_keys_kernel": {*outputs, "partial", "partial_lse", "partial_peak"},
+        "hopper_split_keys_kernel": {*outputs, "partial", "partial_lse", "partial_peak", "joins"},
         "hopper_prefill_keys_kernel": outputs,
         "hopper_gathered_keys_kernel": {*outputs, "max_logits"},
     }

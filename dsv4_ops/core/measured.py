@@ -103,9 +103,9 @@ NOTES = {
 
 RULES = (Rule("indexer_logits", "deep_gemm", 64, False, 32, 2048, (2**20, _STORED), (36.7, 32.2)),)
 """None of sparse MLA's decode: in ``bench sparse_mla`` of 2026-11-22 FlashMLA was slower wherever
-both had a plan or both made it in the call; with a plan beside ours without one it was faster in a
-row, C128 of 64 ragged tokens. None of selections, where ours is faster. None of prefills and of
-gathered rows, where ours is: there and in timing scripts, from one token on, within 3 % in two."""
+both had a plan, both made it in the call, or it had one and ours none. None of selections, where
+ours is faster. None of prefills and of gathered rows, where ours is: there and in timing scripts,
+from one token on, within 3 % in two."""
 
 
 def gathers(values: Mapping[str, Any]) -> Any:
@@ -121,14 +121,14 @@ def gathers(values: Mapping[str, Any]) -> Any:
     tiles = tokens * head_tiles(int(values["q"].shape[1]))
     every = values["extra_cache"] is not None and values["topk_indices"] is None
     return (
-        _positive(_ENTRY * tiles * columns - _CALLS - _ROW * gathered_rows(values))
-        * _positive(MOST_GATHERED + 1 - rows)
-        * _positive(MOST_LISTED + 1 - tokens * columns)
-        * _positive(tiles + 1 - _TILES if every else 1)
+        positive(_ENTRY * tiles * columns - _CALLS - _ROW * gathered_rows(values))
+        * positive(MOST_GATHERED + 1 - rows)
+        * positive(MOST_LISTED + 1 - tokens * columns)
+        * positive(tiles + 1 - _TILES if every else 1)
     )
 
 
-def _positive(number: Any) -> Any:
+def positive(number: Any) -> Any:
     """1 or 0; a comparison would fix what is a symbol."""
     return torch.sym_max(0, torch.sym_min(1, number))
 

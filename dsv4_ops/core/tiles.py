@@ -25,6 +25,22 @@ PLAN_COLUMNS = 4
 """Columns of a plan: token, piece of the token, pieces of the token, first partial result."""
 
 
+LEAST_CUT, MOST_CUT = 32, 120
+"""Tokens times tiles of heads from which on, and up to which, Hopper's kernel cuts a batch by its
+lens where no plan is given. Beyond, too few SMs are left for further pieces."""
+
+CUT_SIZES, CUT_STEPS = 16, 4
+"""Sizes of pieces that it looks at, and how many of an octave."""
+
+JOIN_TILES = 2
+"""Tiles of keys in the time of a join, to which partial results add as much again if they are as
+many as the programs."""
+
+JOIN_COLUMNS = 4
+"""Columns of a list of joins: token, pieces, first partial result, and one that is not used; the
+first row is the number of the others."""
+
+
 def head_tiles(num_heads: int) -> int:
     """Programs that share the keys of one token."""
     return (num_heads + HEAD_TILE - 1) // HEAD_TILE

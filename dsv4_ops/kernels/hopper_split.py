@@ -14,6 +14,7 @@ from dsv4_ops.kernels.hopper_attend import (
     attend_right,
     load_half_queries,
 )
+from dsv4_ops.kernels.hopper_cut import cut_batch, cut_tokens
 from dsv4_ops.kernels.hopper_finish import finish_left, finish_right, part_left, part_right
 from dsv4_ops.kernels.hopper_rows import KEYS, dequantise
 from dsv4_ops.kernels.hopper_split_rows import count_blocks, find_rows, place_rows
@@ -144,6 +145,9 @@ def hopper_split_keys_kernel(
     num_tokens,
     num_heads,
     splits,
+    joins,
+    by_lens,
+    cut_programs,
     SOFTMAX_SCALE: gl.constexpr,
     SWA_BLOCK_SIZE: gl.constexpr,
     EXTRA_BLOCK_SIZE: gl.constexpr,
@@ -151,6 +155,7 @@ def hopper_split_keys_kernel(
     PAGED: gl.constexpr,
     HAS_SINK: gl.constexpr,
     HAS_PLAN: gl.constexpr,
+    CUTS: gl.constexpr,
     TURNED: gl.constexpr,
     ROW: gl.constexpr,
     SCALE_BYTES: gl.constexpr,
@@ -168,6 +173,22 @@ def hopper_split_keys_kernel(
         if not real:
             return
         spot = first + split
+    elif CUTS:
+        if by_lens > 0:
+            token, split, splits, first = cut_batch(
+                (swa_lens, swa_len_stride),
+                (extra_lens, extra_len_stride),
+                (req_indices, req_stride),
+                (swa_width, extra_width, num_reqs),
+                num_tokens,
+                cut_programs,
+                joins,
+            )
+        else:
+            token, split, splits, first = cut_tokens(splits, joins)
+        if token >= num_tokens:
+            return
+        spot = gl.where(splits > 1, first + split, 0)
     else:
         token = (gl.program_id(0) // splits).to(gl.int64)
         split = gl.program_id(0) % splits

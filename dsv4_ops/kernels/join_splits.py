@@ -1,4 +1,4 @@
-"""The kernel that joins the splits of sparse attention."""
+"""The kernels that join the splits of sparse attention."""
 
 import triton
 import triton.language as tl
@@ -8,6 +8,72 @@ from dsv4_ops.kernels.fp8 import round_to_bf16
 from dsv4_ops.kernels.rotation import load_tail_angles, rotate_tail
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _join(
+    out,
+    lse,
+    partial,
+    partial_lse,
+    partial_peak,
+    attn_sink,
+    positions,
+    positions_stride,
+    cos_sin_cache,
+    num_positions,
+    token,
+    place,
+    pieces,
+    head,
+    num_heads,
+    HAS_SINK: tl.constexpr,
+    TURNED: tl.constexpr,
+    ROPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """Partial results of a token and a head from ``place`` on, weighed by their sums,
+    SPLITS at a time. With TURNED the result is rounded and its last ROPE values are rotated
+    back."""
+    if TURNED:  # ahead of what takes as long to arrive
+        position = tl.load(positions + token * positions_stride)
+        position = tl.where(position >= 0, position, num_positions)
+        known, cos, sin = load_tail_angles(
+            cos_sin_cache, position, num_positions, HEAD_DIM, HEAD_DIM, ROPE
+        )
+    dim = tl.arange(0, HEAD_DIM)
+    summed = tl.zeros((HEAD_DIM,), dtype=tl.float32)
+    largest = tl.full((), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((), dtype=tl.float32)
+    first = 0
+    while first < pieces:
+        part = first + tl.arange(0, SPLITS)
+        there = part < pieces
+        row = (place + part) * num_heads + head
+        logs = tl.load(partial_lse + row, mask=there, other=float("-inf"))
+        parts = partial + row[:, None] * HEAD_DIM + dim[None, :]
+        loaded = tl.load(parts, mask=there[:, None], other=0.0).to(tl.float32)
+        peaks = tl.load(partial_peak + row, mask=there, other=0.0)
+        highest = tl.maximum(largest, tl.max(logs, axis=0))
+        origin = tl.where(highest == float("-inf"), 0.0, highest)
+        factor, weights = tl.exp2(largest - origin), tl.exp2(logs - origin)
+        total = total * factor + tl.sum(weights, axis=0)
+        summed = summed * factor + tl.sum(loaded * (weights * peaks)[:, None], axis=0)
+        largest = highest
+        first += SPLITS
+    sink = float("-inf")
+    if HAS_SINK:
+        sink = tl.load(attn_sink + head) * _LOG2_E
+    below = denominator(largest, total, sink)
+    goal = token * num_heads + head
+    values = round_to_bf16(summed / below, EMULATE)
+    if TURNED:
+        turned = rotate_tail(values.to(tl.float32), known, cos, sin, HEAD_DIM, EMULATE, True)
+        values = round_to_bf16(turned, EMULATE)
+    tl.store(out + goal * HEAD_DIM + dim, values)
+    tl.store(lse + goal, log2_sum(largest, total) / _LOG2_E)
 
 
 @triton.jit
@@ -38,9 +104,8 @@ def join_splits_kernel(
     GROUP: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """The splits of a GROUP of tokens and a head, weighed by their sums, SPLITS at a time; nothing
-    to do for tokens of one split. With HAS_PLAN the row of a token says where its pieces are; with
-    TURNED the result is rounded and its last ROPE values are rotated back."""
+    """The splits of a GROUP of tokens and a head; nothing to do for tokens of one split. With
+    HAS_PLAN the row of a token says where its pieces are."""
     head = tl.program_id(1)
     first_token = tl.program_id(0)
     several = True
@@ -65,42 +130,49 @@ def join_splits_kernel(
             place = token * splits
             pieces = splits
         if pieces > 1:
-            if TURNED:  # ahead of what takes as long to arrive
-                position = tl.load(positions + token * positions_stride)
-                position = tl.where(position >= 0, position, num_positions)
-                known, cos, sin = load_tail_angles(
-                    cos_sin_cache, position, num_positions, HEAD_DIM, HEAD_DIM, ROPE
-                )
-            dim = tl.arange(0, HEAD_DIM)
-            summed = tl.zeros((HEAD_DIM,), dtype=tl.float32)
-            largest = tl.full((), float("-inf"), dtype=tl.float32)
-            total = tl.zeros((), dtype=tl.float32)
-            first = 0
-            while first < pieces:
-                part = first + tl.arange(0, SPLITS)
-                there = part < pieces
-                row = (place + part) * num_heads + head
-                logs = tl.load(partial_lse + row, mask=there, other=float("-inf"))
-                parts = partial + row[:, None] * HEAD_DIM + dim[None, :]
-                loaded = tl.load(parts, mask=there[:, None], other=0.0).to(tl.float32)
-                peaks = tl.load(partial_peak + row, mask=there, other=0.0)
-                highest = tl.maximum(largest, tl.max(logs, axis=0))
-                origin = tl.where(highest == float("-inf"), 0.0, highest)
-                factor, weights = tl.exp2(largest - origin), tl.exp2(logs - origin)
-                total = total * factor + tl.sum(weights, axis=0)
-                summed = summed * factor + tl.sum(loaded * (weights * peaks)[:, None], axis=0)
-                largest = highest
-                first += SPLITS
-            sink = float("-inf")
-            if HAS_SINK:
-                sink = tl.load(attn_sink + head) * _LOG2_E
-            below = denominator(largest, total, sink)
-            goal = token * num_heads + head
-            values = round_to_bf16(summed / below, EMULATE)
-            if TURNED:
-                turned = rotate_tail(
-                    values.to(tl.float32), known, cos, sin, HEAD_DIM, EMULATE, True
-                )
-                values = round_to_bf16(turned, EMULATE)
-            tl.store(out + goal * HEAD_DIM + dim, values)
-            tl.store(lse + goal, log2_sum(largest, total) / _LOG2_E)
+            _join(
+                out, lse, partial, partial_lse, partial_peak, attn_sink,
+                positions, positions_stride, cos_sin_cache, num_positions,
+                token, place, pieces, head, num_heads,
+                HAS_SINK, TURNED, ROPE, HEAD_DIM, SPLITS, EMULATE,
+            )  # fmt: skip
+
+
+@triton.jit
+def join_listed_kernel(
+    out,
+    lse,
+    partial,
+    partial_lse,
+    partial_peak,
+    attn_sink,
+    joins,
+    positions,
+    positions_stride,
+    cos_sin_cache,
+    num_positions,
+    num_heads,
+    HAS_SINK: tl.constexpr,
+    TURNED: tl.constexpr,
+    ROPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """The splits of the tokens in a list, which programs of a head share."""
+    head = tl.program_id(1)
+    number = tl.program_id(0)
+    stop = tl.load(joins)
+    while number < stop:
+        row = joins + (number + 1) * COLUMNS
+        token = tl.load(row).to(tl.int64)
+        pieces = tl.load(row + 1)
+        place = tl.load(row + 2).to(tl.int64)
+        _join(
+            out, lse, partial, partial_lse, partial_peak, attn_sink,
+            positions, positions_stride, cos_sin_cache, num_positions,
+            token, place, pieces, head, num_heads,
+            HAS_SINK, TURNED, ROPE, HEAD_DIM, SPLITS, EMULATE,
+        )  # fmt: skip
+        number += tl.num_programs(0)

@@ -18,7 +18,7 @@ _SCHEMA = (
     "-> ()"
 )
 
-WRITTEN = frozenset({"out", "lse", "max_logits", "partial", "partial_lse", "partial_peak"})
+WRITTEN = frozenset({"out", "lse", "max_logits", "partial", "partial_lse", "partial_peak", "joins"})
 """Parameters of the kernels in Gluon that they write to."""
 
 ALIGNED = {"gathered": ("q", "kv")}

@@ -232,6 +232,9 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "sparse_mla_decode_paged, 2 tokens": _attention(
             True, main, count=2, **{**pages, "extra_block_size": 2}
         ),
+        "sparse_mla_decode_paged, 64 tokens": _attention(
+            True, main, count=64, turned=True, **{**pages, "extra_block_size": 2}
+        ),
         "sparse_mla_decode, planned": _attention(False, main, planned=True, **pages),
         "sparse_mla_decode, turned": _attention(False, main, turned=True, **pages),
         "sparse_mla_decode_paged, turned": _attention(
@@ -331,8 +334,10 @@ def launches(
 ) -> list[_Launch]:
     """What any GPU is given, and after it what else one of capability ``where`` is."""
     anywhere = recorded(op, args, settings)
-    here = recorded(op, args, settings, where)
-    return anywhere + [each for each in here if each.kernel.is_gluon()]
+    known = {each.kernel for each in anywhere}
+    return anywhere + [
+        each for each in recorded(op, args, settings, where) if each.kernel not in known
+    ]
 
 
 def _usage(kernel: Any, capability: int) -> tuple[int, int]:

@@ -6,26 +6,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.choice import AUTO, not_ours
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.core.tiles import KEY_TILE, PROGRAMS, head_tiles
+from dsv4_ops.core.measured import positive
+from dsv4_ops.core.tiles import (
+    JOIN_COLUMNS,
+    KEY_TILE,
+    LEAST_CUT,
+    MOST_CUT,
+    PROGRAMS,
+    head_tiles,
+    programs_per_tile,
+)
 from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 from dsv4_ops.kernels import foreign, hopper
+from dsv4_ops.kernels import join_launch as joining
 from dsv4_ops.kernels.gathered_launch import gathered_keys
-from dsv4_ops.kernels.join_splits import join_splits_kernel
-from dsv4_ops.kernels.launch import EMULATE, Launch, at_once, traced
-from dsv4_ops.kernels.split_launch import Splits, launch_split_keys
+from dsv4_ops.kernels.launch import Launch, at_once, traced
+from dsv4_ops.kernels.split_launch import Cut, launch_split_keys
 from dsv4_ops.reference import sparse_mla as reference
 
 WIDTH = MainLayout.head_dim
 """Values per row, which the kernel's tiles are made for."""
-
-ROPE = WIDTH - MainLayout.code_dim
-"""Values per row that are rotated back: the last of the tiles."""
 
 KEYS = KEY_TILE
 """Keys per block."""
@@ -33,18 +38,11 @@ KEYS = KEY_TILE
 HALF_BLOCK_TIME = 0.6
 """Time of half a block of keys over that of a block. Measured: 0.55, and more splits to join."""
 
+LEAST_UNITS = 4
+"""Key blocks of the tables that a batch is cut for by its lens."""
+
 FIXED_SPLIT = 4
 """Key blocks per split of a batch-invariant call."""
-
-JOINED, MOST_JOINED = 8, 16
-"""Splits that are joined at a time, of few or of many."""
-
-JOINING, MOST_GROUPED = 2048, 8
-"""About as many programs join where there is a plan, if that takes no more tokens of each."""
-
-JOIN_WARPS = 2
-"""Warps of a program that joins, each thread of which then reads 8 values of a split; whatever the
-batch, so that it decides no bit."""
 
 _WHAT = "with such queries, caches or angles"
 
@@ -142,7 +140,7 @@ def supported(q: Tensor, *caches: Tensor) -> bool:
 
 def turns(cos_sin_cache: Tensor | None) -> bool:
     """Whether the kernel rotates as many values back: those of its last tile, or none."""
-    return cos_sin_cache is None or int(cos_sin_cache.shape[1]) == ROPE
+    return cos_sin_cache is None or int(cos_sin_cache.shape[1]) == joining.ROPE
 
 
 def num_splits_of(
@@ -240,11 +238,15 @@ def _split_and_join(
         unit = unit_of_splits(num_tokens * wide, widths)
     units = _units(widths, unit)
     splits = num_splits_of(num_tokens * wide, units, unit, num_splits, batch_invariant)
-    room, programs = 0, num_tokens * splits
+    room, programs, cut = 0, num_tokens * splits, None
     if plan is not None:
         splits, programs = 1, plan.shape[0]
+    elif on_hopper and req_indices is not None and num_splits == 0 and not batch_invariant:
+        cut = _cut(q, units, wide)
     joined = plan is not None or not (isinstance(splits, int) and splits == 1)
-    if joined:
+    if cut is not None:
+        room, programs = PROGRAMS, programs + cut.by_lens * (cut.programs - programs)
+    elif joined:
         # more than one split, and the batch decides: then no more programs than PROGRAMS
         room = programs if num_splits > 0 or batch_invariant else PROGRAMS
         if plan is not None:
@@ -268,10 +270,30 @@ def _split_and_join(
         plan,
         *angles,
         *sizes,
+        cut=cut,
     )
-    if joined:
-        _join(launch, results, attn_sink, plan, *angles, splits)
+    if cut is not None:
+        joining.join_listed(launch, results, attn_sink, cut.joins, *angles)
+    elif joined:
+        joining.join(launch, results, attn_sink, plan, *angles, splits)
     return results[0], results[1]
+
+
+def _cut(q: Tensor, units: int, wide: int) -> Cut | None:
+    """How a batch with block tables is cut by its lens, None if it is not: few tokens are cut by
+    the tables' widths alone, which takes no time, and of many each has an SM. Of symbolic sizes a
+    symbol says which."""
+    num_tokens = q.shape[0]
+    programs = num_tokens * wide
+    by_lens = (
+        positive(programs + 1 - LEAST_CUT)
+        * positive(MOST_CUT + 1 - programs)
+        * positive(units + 1 - LEAST_UNITS)
+    )
+    if isinstance(by_lens, int) and by_lens == 0:
+        return None
+    joins = q.new_empty((num_tokens + 1, JOIN_COLUMNS), dtype=torch.int32)
+    return Cut(by_lens, programs_per_tile(int(q.shape[1]), PROGRAMS), joins)
 
 
 def _call(*args: Any, **settings: Any) -> tuple[Tensor, Tensor]:
@@ -286,62 +308,3 @@ def _fake(q: Tensor, *_: Any, **settings: Any) -> tuple[Tensor, Tensor]:
 
 hopper_split_keys = foreign.define("_hopper_split_keys", _SCHEMA, _call, _fake)
 """All launches of a call, which then know its sizes, also in a graph for any number of tokens."""
-
-
-def _join(
-    launch: Launch,
-    results: Splits,
-    attn_sink: Tensor | None,
-    plan: Tensor | None,
-    positions: Tensor | None,
-    cos_sin_cache: Tensor | None,
-    splits: int,
-) -> None:
-    """Write the results of the tokens that have several splits."""
-    out, lse, partial, partial_lse, partial_peak = results
-    num_tokens, num_heads, head_dim = out.shape[0], int(out.shape[1]), int(out.shape[2])
-    rotation: tuple[Any, ...] = (lse, 0, lse, 0)
-    if positions is not None and cos_sin_cache is not None:
-        table = cos_sin_cache.contiguous()
-        rotation = (positions, positions.stride(0), table, table.shape[0])
-    joins = num_tokens
-    if plan is None:  # of a symbolic number: nothing to join if it turns out to be 1
-        joins = 1 + (num_tokens - 1) * torch.sym_min(splits - 1, 1)
-    group = _grouped(num_tokens, num_heads, plan)
-    launch(join_splits_kernel)[(joins if group == 1 else -(-joins // group), num_heads)](
-        out,
-        lse,
-        partial,
-        partial_lse,
-        partial_peak,
-        lse if attn_sink is None else attn_sink.contiguous(),
-        lse if plan is None else plan,
-        *((0, 0) if plan is None else plan.stride()),
-        *rotation,
-        partial.shape[0],
-        num_tokens,
-        num_heads,
-        splits,
-        HAS_SINK=attn_sink is not None,
-        HAS_PLAN=plan is not None,
-        TURNED=positions is not None,
-        ROPE=ROPE,
-        HEAD_DIM=head_dim,
-        SPLITS=_joined(splits),
-        GROUP=group,
-        EMULATE=EMULATE,
-        num_warps=JOIN_WARPS,
-    )
-
-
-def _grouped(num_tokens: int, num_heads: int, plan: Tensor | None) -> int:
-    """Tokens whose splits a program joins. By a plan most tokens of a large batch are one piece,
-    and programs that find nothing to join take 0.7 ns each."""
-    if plan is None or not isinstance(num_tokens, int):
-        return 1
-    return min(MOST_GROUPED, triton.next_power_of_2(max(num_tokens * num_heads // JOINING, 1)))
-
-
-def _joined(splits: int) -> int:
-    """Splits that are joined at a time; of a symbolic number nothing is known."""
-    return MOST_JOINED if isinstance(splits, int) and splits > JOINED else JOINED

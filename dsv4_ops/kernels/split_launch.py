@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,20 @@ WARPS = 8
 Splits = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """``out``, ``lse``, and of every partial result its values, the logarithm of its sum, and what its
 values are multiples of."""
+
+
+class Cut(NamedTuple):
+    """A batch that is cut by its lens on Hopper.
+
+    Args:
+        by_lens: 1, or 0 for as many splits of each token as are said, or a symbol.
+        programs: Programs for each tile of heads.
+        joins: int32 [1 + tokens, JOIN_COLUMNS], where the kernel lists tokens of several pieces.
+    """
+
+    by_lens: Any
+    programs: int
+    joins: Tensor
 
 
 def _results(q: Tensor, room: int) -> Splits:
@@ -52,10 +66,12 @@ def launch_split_keys(
     splits: int,
     programs: int,
     room: int,
+    *,
+    cut: Cut | None,
 ) -> Splits:
-    """``programs`` programs for each tile of heads, of ``splits`` splits a token or as the plan
-    says; ``extra_indices`` is a block table with ``req_indices``, ``room`` the number of partial
-    results."""
+    """``programs`` programs for each tile of heads, of ``splits`` splits a token or as the plan or
+    the cut says; ``extra_indices`` is a block table with ``req_indices``, ``room`` the number of
+    partial results."""
     num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
     if on_hopper and q.stride(2) != 1:
         q = q.contiguous()
@@ -119,7 +135,9 @@ def launch_split_keys(
     if on_hopper:
         kernels = hopper.kernels()
         assert kernels is not None  # ``hopper.runs`` has asked
-        launch(kernels.split)[grid](*tensors, **constants, num_warps=hopper.WARPS)
+        cuts = (lens, 0, 0) if cut is None else (cut.joins, cut.by_lens, cut.programs)
+        constants["CUTS"] = cut is not None
+        launch(kernels.split)[grid](*tensors, *cuts, **constants, num_warps=hopper.WARPS)
         return results
     launch(split_keys_kernel)[grid](
         *tensors,

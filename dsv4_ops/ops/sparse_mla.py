@@ -133,7 +133,7 @@ def sparse_mla_decode(
         attn_sink: Logit that joins the denominator, [num_heads], float32; None for none. inf makes
             the output 0, -inf has no effect.
         plan: How to share the keys of all tokens among programs, [num_pieces, 4], int32, from
-            ``sparse_mla_plan`` for as many tokens and heads; None to cut every token alike. Which
+            ``sparse_mla_plan`` for as many tokens and heads; None to have the call decide. Which
             lens it was made of changes only the speed. What another tensor in its place gives is
             undefined, but in bounds. Or a ``FlashMlaPlan`` for the sizes of this call, from
             ``dsv4_ops.providers.flash_mla_plan``, which nothing but FlashMLA reads.

@@ -1,0 +1,125 @@
+"""How a batch is cut by its lens: the oracle, in plain Python, and a kernel that writes down what
+each program finds."""
+
+import math
+
+import torch
+from helpers import INT32_MAX, INT32_MIN, i32
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dsv4_ops.kernels.hopper_cut import cut_batch
+
+BLOCK, SIZES, JOIN = 64, 16, 2
+WIDTHS = (128, 4096)
+HOSTILE = [0, 1, 63, 64, 65, 128, 129, 4095, 4096, 4097, -1, INT32_MIN, INT32_MAX]
+
+
+@gluon.jit
+def written_cut_kernel(
+    found, joins, swa, extra, requests, swa_width, extra_width, num_reqs, num_tokens, programs
+):
+    token, split, count, first = cut_batch(
+        (swa, 1),
+        (extra, 1),
+        (requests, 1),
+        (swa_width, extra_width, num_reqs),
+        num_tokens,
+        programs,
+        joins,
+    )
+    row = found + gl.program_id(0) * 4
+    gl.store(row, token.to(gl.int32))
+    gl.store(row + 1, split)
+    gl.store(row + 2, count)
+    gl.store(row + 3, first)
+
+
+def cut(kernel, swa, extra, requests, num_reqs, programs, device="cpu"):
+    """(token, piece, pieces, first partial result) of each program, None for none; and the tokens
+    to be joined as (token, pieces, first partial result)."""
+    tokens = len(swa)
+    found = torch.full((programs, 4), -7, dtype=torch.int32, device=device)
+    joins = torch.full((tokens + 1, 4), -7, dtype=torch.int32, device=device)
+    given = [i32(values).to(device) for values in (swa, extra, requests)]
+    kernel[(programs, 1)](
+        found, joins, *given, *WIDTHS, num_reqs, tokens, programs, num_warps=4
+    )  # fmt: skip
+    rows = [tuple(row) if row[0] < tokens else None for row in found.tolist()]
+    count = int(joins[0, 0])
+    listed = [tuple(row) for row in joins[1 : count + 1, :3].tolist()]
+    assert (joins[count + 1 :] == -7).all()
+    return [row if row is None or row[2] > 1 else row[:3] for row in rows], listed
+
+
+def blocks(swa, extra, requests, num_reqs):
+    def clipped(value, width):
+        return -(-min(max(value, 0), width) // BLOCK)
+
+    return [
+        clipped(window, WIDTHS[0])
+        + (clipped(more, WIDTHS[1]) if 0 <= request < num_reqs else 0)
+        for window, more, request in zip(swa, extra, requests, strict=True)
+    ]  # fmt: skip
+
+
+def further_pieces(count, size):
+    return max(-(-count // size), 1) - 1
+
+
+def size_of_pieces(counts, programs):
+    """The mean, up to 16 times as much in steps of a quarter of an octave, and the longest."""
+    longest = max(*counts, 1)
+    mean = max(math.ceil(sum(counts) / programs), 1)
+    sizes = [
+        min(math.ceil(mean * (4 + index % 4) * 2 ** (index // 4) / 4), longest)
+        for index in range(SIZES - 1)
+    ]
+    best = None
+    for size in [*sizes, longest]:
+        further = sum(further_pieces(count, size) for count in counts)
+        time = (size + (JOIN if further else 0)) * programs + 3 * further
+        if len(counts) + further <= max(programs, len(counts)) and (best is None or time < best[0]):
+            best = time, size
+    return best[1]
+
+
+def expected(swa, extra, requests, num_reqs, programs):
+    counts = blocks(swa, extra, requests, num_reqs)
+    size = size_of_pieces(counts, programs)
+    pieces = [1 + further_pieces(count, size) for count in counts]
+    joins, places = [], []
+    place = 0
+    for token, count in enumerate(pieces):
+        places.append(place)
+        if count > 1:
+            joins.append((token, count, place))
+            place += count
+
+    def row(token, piece):
+        whole = (token, piece, pieces[token])
+        return whole if pieces[token] == 1 else (*whole, places[token])
+
+    rows = [row(token, 0) for token in range(len(pieces))]
+    rows += [row(token, each) for token in range(len(pieces)) for each in range(1, pieces[token])]
+    return rows + [None] * (programs - len(rows)), joins
+
+
+def drawn(seed, tokens):
+    """Lens at the edges of blocks and hostile ones, requests that exist and that do not."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def among(values, count):
+        return [
+            values[index] for index in torch.randint(len(values), (count,), generator=generator)
+        ]
+
+    longest = among([64, 300, 4096], 1)[0]
+    lens = torch.randint(0, longest + 1, (tokens,), generator=generator).tolist()
+    wild = among([False, False, False, True], tokens)
+    extra = [
+        hostile if is_wild else length
+        for hostile, is_wild, length in zip(among(HOSTILE, tokens), wild, lens, strict=True)
+    ]
+    requests = among([0, 1, tokens - 1, tokens, -1, INT32_MIN, INT32_MAX, 0, 0, 0, 0], tokens)
+    return among(HOSTILE, tokens), extra, requests, tokens

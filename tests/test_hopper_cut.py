@@ -1,0 +1,134 @@
+"""Batches that Hopper's decode cuts by their lens, its source run over numpy."""
+
+import functools
+
+import pytest
+import torch
+
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.core.tiles import LEAST_CUT, MOST_CUT, PROGRAMS
+
+pytest.importorskip("triton", reason="published for Linux only")
+
+import test_hopper_kernels as calls
+from gpu_attention import PAGED, case_of, turned
+
+from dsv4_ops.kernels import sparse_mla, split_launch
+
+cuts = pytest.importorskip("hopper_cuts", reason="triton is published for Linux only")
+emulated = pytest.importorskip("emulate_gluon")
+
+
+def cut(swa, extra, requests, num_reqs, programs):
+    kernel = emulated.Emulator()(cuts.written_cut_kernel)
+    return cuts.cut(kernel, swa, extra, requests, num_reqs, programs)
+
+
+def of_blocks(*counts):
+    """Tokens of as many blocks, the first in the window."""
+    window = [64 * (count > 0) for count in counts]
+    return window, [64 * max(count - 1, 0) for count in counts], list(range(len(counts)))
+
+
+def test_a_long_token_among_short_ones():
+    """10 blocks for 4 programs: 3 each would be 3 pieces of 8 blocks, one more than there are
+    programs; 4 each take (4 + 2) * 4 + 3 = 27, whole tokens 8 * 4 = 32."""
+    rows, joins = cut(*of_blocks(1, 8, 1), 3, 4)
+    assert rows == [(0, 0, 1), (1, 0, 2, 0), (2, 0, 1), (1, 1, 2, 0)]
+    assert joins == [(1, 2, 0)]
+
+
+def test_tokens_are_left_whole_where_a_join_takes_longer():
+    """7 blocks for 8 programs: 1 each takes (1 + 2) * 8 + 3 * 4 = 36, 2 each (2 + 2) * 8 + 3 = 35,
+    whole tokens 3 * 8 = 24."""
+    rows, joins = cut(*of_blocks(2, 3, 2), 3, 8)
+    assert rows == [(0, 0, 1), (1, 0, 1), (2, 0, 1)] + [None] * 5
+    assert joins == []
+
+
+def test_several_tokens_of_several_pieces():
+    """40 blocks for 8 programs: 5 each would be 11 pieces, 7 (6.25, rounded up) each 9. 8 each are
+    7, of which 3 are further ones: (8 + 2) * 8 + 3 * 3 = 89. 13 each: (13 + 2) * 8 + 3 * 2."""
+    rows, joins = cut(*of_blocks(1, 22, 1, 16), 4, 8)
+    assert rows[:4] == [(0, 0, 1), (1, 0, 3, 0), (2, 0, 1), (3, 0, 2, 3)]
+    assert rows[4:] == [(1, 1, 3, 0), (1, 2, 3, 0), (3, 1, 2, 3), None]
+    assert joins == [(1, 3, 0), (3, 2, 3)]
+
+
+def test_rows_of_requests_that_do_not_exist_have_no_weight():
+    """Padding of a captured batch: as many rows of tables as they like."""
+    swa, extra, _ = of_blocks(1, 8, 1)
+    rows, joins = cut(swa, [4096, *extra[1:]], [-1, 1, 2], 3, 4)
+    assert rows == [(0, 0, 1), (1, 0, 2, 0), (2, 0, 1), (1, 1, 2, 0)]
+    assert joins == [(1, 2, 0)]
+    assert cut([0] * 3, [4096] * 3, [3, -(2**31), 2**31 - 1], 3, 4)[0][:3] == [
+        (token, 0, 1) for token in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "programs"), [(1, 132), (2, 3), (33, 132), (32, 66), (120, 132), (40, 44), (7, 7)]
+)
+def test_every_program_finds_what_the_others_leave(tokens, programs):
+    for seed in range(3):
+        given = cuts.drawn(seed, tokens)
+        rows, joins = cut(*given, programs)
+        assert (rows, joins) == cuts.expected(*given, programs)
+
+
+def test_the_oracle_leaves_no_piece_out():
+    """Each piece of a token once, and no place of a partial result twice."""
+    for seed in range(50):
+        tokens = 1 + seed * 119 // 49
+        rows, joins = cuts.expected(*cuts.drawn(seed, tokens), PROGRAMS)
+        pieces = sorted(row[:2] for row in rows if row is not None)
+        counts = {row[0]: row[2] for row in rows if row is not None}
+        assert pieces == [(token, each) for token in range(tokens) for each in range(counts[token])]
+        places = [place + each for _, count, place in joins for each in range(count)]
+        assert places == list(range(len(places)))
+        assert len(places) <= PROGRAMS
+
+
+def test_a_batch_that_is_cut_has_a_program_for_every_token():
+    for tiles in range(1, 33):
+        assert MOST_CUT // tiles <= PROGRAMS // tiles
+    assert LEAST_CUT <= MOST_CUT
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "programs"), [(5, 8, 132), (3, 128, 18), (4, 65, 9), (6, 8, 6), (2, 8, 3)]
+)
+def test_batches_cut_by_their_lens(tokens, heads, programs, monkeypatch):
+    """Hostile lens, requests and pages, with and without a rotation, in any schedule."""
+    monkeypatch.setattr(sparse_mla, "LEAST_CUT", 1)
+    monkeypatch.setattr(sparse_mla, "PROGRAMS", programs)
+    for seed in range(3):
+        case = case_of(PAGED, seed, tokens, heads)
+        calls.check(PAGED, case, seed)
+        calls.check(PAGED, turned(case), seed)
+    emulator = emulated.Emulator(0)
+    OPS[PAGED].station("kernels")(emulator, *case.tensors, **case.settings)
+    assert emulator.launched == ["hopper_split_keys_kernel", "join_listed_kernel"]
+
+
+@pytest.mark.parametrize(("tokens", "heads", "splits"), [(5, 8, 0), (3, 65, 2), (2, 8, 1)])
+def test_splits_where_a_package_might_cut(tokens, heads, splits, monkeypatch):
+    """As many of each token, listed to be joined if they are several."""
+    cut = functools.partial(split_launch.Cut, 0, 132)
+    room = torch.full((tokens + 1, 4), -7, dtype=torch.int32)
+    monkeypatch.setattr(sparse_mla, "_cut", lambda *_: cut(room))
+    monkeypatch.setattr(sparse_mla, "num_splits_of", lambda *_: splits or 5)
+    for seed in range(2):
+        calls.check(PAGED, case_of(PAGED, seed, tokens, heads), seed)
+    listed = room[: int(room[0, 0]) + 1, :3].tolist()[1:]
+    count = splits or 5
+    joins = [[token, count, token * count] for token in range(tokens)]
+    assert listed == (joins if count > 1 else [])
+
+
+def test_drawn_calls_cut_by_their_lens(monkeypatch):
+    monkeypatch.setattr(sparse_mla, "LEAST_CUT", 1)
+    monkeypatch.setattr(sparse_mla, "LEAST_UNITS", 1)
+    for name, chosen in calls.SETTINGS:
+        if name == PAGED and chosen["num_splits"] == 0 and not chosen["batch_invariant"]:
+            calls.test_drawn_calls(name, chosen)

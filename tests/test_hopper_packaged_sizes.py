@@ -1,0 +1,129 @@
+"""What an AOTInductor package for any number of tokens launches on Hopper, size by size."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="published for Linux only")
+
+from gpu_attention import generator, integers
+from helpers import i32
+
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.kernels import hopper, packaged, prefill_launch, sparse_mla
+
+
+class Prefill(torch.nn.Module):
+    """Of any size: from the pages or by way of a copy."""
+
+    def forward(self, *tensors):
+        numbers = (0.1, 128, 4, 64, 64, True)
+        return prefill_launch._launch_by_size(packaged.packaged, *tensors, *numbers)
+
+
+def launches_of(program, sizes):
+    """The programs of all launches, and the bytes of all that is allocated, at sizes."""
+    launches, held = [], 0
+    for node in program.graph.nodes:
+        if node.target is torch.ops.dsv4_ops._launch_hopper.default:
+            launches.append((node.args[0], node.args[4]))
+        elif "triton_kernel_wrapper" in str(node.target):
+            launches.append(("triton", node.kwargs["grid"][0]))
+        elif node.target is torch.ops.aten.new_empty.default:
+            value = node.meta["val"]
+            held += math.prod(at(each, sizes) for each in value.shape) * value.dtype.itemsize
+    return [(name, math.prod(at(each, sizes) for each in grid)) for name, grid in launches], held
+
+
+def at(size, sizes):
+    """A node of a graph, a symbol or a number."""
+    value = size.meta["val"] if isinstance(size, torch.fx.Node) else size
+    return int(value if isinstance(value, int) else value.node.expr.subs(sizes))
+
+
+def test_a_prefill_of_any_size_has_both_ways():
+    """Of 64 heads, 128 + 512 keys and 5120 compressed rows: 256 tokens read the pages, 2048 a copy
+    of them, and not of a table of more than 2^20 rows. What is not wanted has no programs, and no
+    memory for rows and lists. Nothing is made a number."""
+    made, heads = generator(0), 64
+    cache = MainLayout(64).allocate(9, "cpu")
+    tokens, pages = torch.export.Dim("tokens", min=2), torch.export.Dim("pages", min=2)
+    given = (
+        *(torch.randn(7, heads, 512, generator=made).bfloat16(), cache, torch.arange(7)),
+        *(i32([0] * 7), integers(made, 0, 9, 1, 11), cache, integers(made, 0, 9, 1, 80)),
+        *(integers(made, 0, 9, 7, 512), torch.zeros(heads)),
+    )
+    first = {0: tokens}
+    dims = (first, None, first, first, {1: pages}, None, None, first, None)
+    program = torch.export.export(Prefill(), given, dynamic_shapes=(dims,))
+    tensors = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    symbols = [tensors[0].shape[0].node.expr, tensors[4].shape[1].node.expr]
+    few, many, far = (
+        launches_of(program, dict(zip(symbols, sizes, strict=True)))
+        for sizes in ((256, 300), (2048, 300), (2048, 17000))
+    )
+    names = ["prefill", "triton", "triton", "triton", "triton", "gathered"]
+    for found, programs in ((few, 256), (far, 2048)):
+        assert found[0] == [*zip(names, (programs, 0, 0, 0, 0, 0), strict=True)]
+    # spans of 1 request; 640 and 2400 groups of 8 rows, for up to 2112 programs; lists
+    assert many[0] == [*zip(names, (0, 1, 640, 2112, 2048, 132), strict=True)]
+    rows = 300 * 64 + 80 * 64
+    assert many[1] - few[1] > rows * 1024 + 2048 * 640 * 4
+    assert few[1] < 256 * (heads * (1024 + 8) + 8) + 1000
+
+
+class OnHopper:
+    """What a package is traced with, of tensors that are on no GPU."""
+
+    capability = hopper.CAPABILITY
+
+    def __call__(self, kernel):
+        return packaged.packaged(kernel)
+
+
+class Paged(torch.nn.Module):
+    """Decode with block tables, of any number of tokens."""
+
+    def forward(self, *tensors):
+        numbers = {"softmax_scale": 0.1, "swa_block_size": 64, "extra_block_size": 2}
+        more = {"layout": MainLayout.tag, "num_splits": 0, "batch_invariant": False}
+        return sparse_mla._split_and_join(
+            OnHopper(), *tensors, None, None, None, None, **numbers, **more
+        )
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+def test_a_decode_of_any_size_is_cut_where_its_programs_are_few(heads):
+    """2 blocks of the window and 3 of 150 rows, of 1 or 2 programs a token. Splits for 132 programs
+    below 32 (of 30 programs in threes: two blocks each), a cut for all SMs from there to 120, one
+    program each beyond. About 1024 programs join, whatever there is to join."""
+    made = generator(0)
+    main, pages = MainLayout(64).allocate(9, "cpu"), MainLayout(2).allocate(9, "cpu")
+    given = (
+        torch.randn(7, heads, 512, generator=made).bfloat16(),
+        *(main, integers(made, 0, 9, 7, 128), i32([0] * 7)),
+        *(pages, integers(made, 0, 9, 7, 75), i32([0] * 7), i32([0] * 7)),
+    )
+    tokens = torch.export.Dim("tokens", min=2)
+    first = {0: tokens}
+    dims = (first, None, first, first, None, first, first, first)
+    program = torch.export.export(Paged(), given, dynamic_shapes=(dims,))
+    (symbol,) = program.range_constraints
+    tiles = heads // 64
+    for programs, wanted in (
+        (2, 5),
+        (30, 3),
+        (32, None),
+        (64, None),
+        (120, None),
+        (132, 1),
+        (600, 1),
+    ):
+        count = programs // tiles
+        found, _ = launches_of(program, {symbol: count})
+        pieces = 132 if wanted is None else wanted * programs
+        joins = min(count, 1024 // heads) * heads
+        assert found == [("split", pieces), ("triton", joins)], programs
+    kept, _ = launches_of(program, {symbol: 122 // tiles})
+    assert kept[0][1] == 122
