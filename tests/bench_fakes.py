@@ -32,3 +32,8 @@ def pretend(monkeypatch, bench, *case_modules):
     bench.cold = object()
     bench.copies = SimpleNamespace(bytes_per_us=4e6, us=lambda moved: 2.0)
     return bench
+
+
+def unpackaged(form, device):
+    """Stands in for a package: the call that it is made of."""
+    return form.case(form.exported).build(device).call

@@ -7,12 +7,21 @@ import torch
 from bench_fakes import pretend
 from fake_attention import Cache, FlashMLA
 
-from dsv4_ops.bench import attention_calls, attention_cases, measure, prefill_cases, sparse_mla
-from dsv4_ops.bench.attention_calls import prefill_with_flash_mla
+from dsv4_ops.bench import (
+    WrongResult,
+    attention_calls,
+    attention_cases,
+    measure,
+    prefill_cases,
+    sparse_mla,
+    ways,
+)
+from dsv4_ops.bench.attention_calls import prefill_by_copy, prefill_with_flash_mla
 from dsv4_ops.bench.attention_cases import window_cases
 from dsv4_ops.bench.prefill_cases import dense_cases, selecting_cases
 from dsv4_ops.bench.sparse_mla import Bench
 from dsv4_ops.core import choice
+from dsv4_ops.core.registry import OPS
 from dsv4_ops.core.types import SparseMla
 
 pytest_plugins = ("providers_on_cpu",)
@@ -116,3 +125,129 @@ def test_a_dense_prefill_sees_the_rows_that_are_finished(monkeypatch):
     assert indices[3, 0, :136].tolist() == [*range(9, 137), *range(6), -1, -1]
     assert work.flop == 2 * 4 * 16 * 134 * 1024
     assert work.moved_bytes == (6 + 143) * 584 + 16 * 4 * 512 * 4
+
+
+def test_a_prefill_must_read_what_its_tokens_select():
+    """One token has 64 of 128 rows and a window of its own."""
+    work = selecting_cases((1,), ((4, 64),), prefix=512)[0].build(torch.device("cpu"))
+    assert work.moved_bytes == (64 + 128) * 584 + 4 * 512 * 4 + (64 + 128) * 4
+
+
+def test_a_wide_block_table_changes_nothing_but_its_width():
+    """Absent entries behind those of the request, in ours and in what the anchor gathers."""
+    cases = [dense_cases((16,), (4,), 640, rows)[0] for rows in (0, 64)]
+    works = [case.build(torch.device("cpu")) for case in cases]
+    fits, wide = (work.sets[0] for work in works)
+    assert (fits[6].shape, wide[6].shape) == ((1, 3), (1, 32))
+    assert wide[6][0].tolist() == [*fits[6][0].tolist(), *[-1] * 29]
+    for place in set(range(9)) - {6, 7}:
+        assert torch.equal(fits[place], wide[place])
+    assert works[0].moved_bytes == works[1].moved_bytes
+    assert cases[0].labels == cases[1].labels
+    left, right = (work.expected() for work in works)
+    assert torch.allclose(left[0], right[0], atol=1e-2)
+    variant = "C128, behind 640 tokens"
+    assert [case.variant for case in cases] == [variant, f"{variant}, table of 64 rows"]
+
+
+def from_pages(ratio, *args):
+    """Stands in for the kernel: on a CPU there is none."""
+    return prefill_with(attention_calls.prefill_settings(ratio), *args)
+
+
+def prefill_with(settings, *args):
+    return SparseMla(*OPS["sparse_mla_prefill"].reference(*args, **settings))
+
+
+@pytest.fixture
+def hopper(bench, monkeypatch):
+    """A Hopper GPU without an anchor."""
+    monkeypatch.setattr(ways, "on_hopper", lambda q: True)
+    monkeypatch.setattr(ways, "prefill_from_pages", from_pages)
+    monkeypatch.setattr(ways, "prefill_by_copy", from_pages)
+    bench.modules = None
+    return bench
+
+
+@pytest.mark.parametrize("make", [prefill_of_16, dense_prefill_of_16])
+def test_both_ways_of_a_prefill_are_timed_over_all_input_sets(hopper, monkeypatch, make):
+    calls = {"prefill_from_pages": [], "prefill_by_copy": []}
+    for name, seen in calls.items():
+
+        def call(ratio, *args, seen=seen):
+            seen.append(id(args[0]))
+            return from_pages(ratio, *args)
+
+        monkeypatch.setattr(ways, name, call)
+    row = hopper.measure(make())
+    assert row.error is row.note is row.anchor_us is None
+    assert (row.compiled_us, row.pages_us, row.copied_us) == (4.0, 4.0, 4.0)
+    assert [len(set(seen)) for seen in calls.values()] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("prefill_from_pages", "from the pages ("), ("prefill_by_copy", "by a copy (")],
+)
+def test_a_way_that_differs_is_wrong_before_anything_is_timed(hopper, monkeypatch, name, said):
+    def wrong(ratio, *args):
+        found = from_pages(ratio, *args)
+        found.out[-1, 1] *= 1.05
+        return found
+
+    monkeypatch.setattr(ways, name, wrong)
+    row = hopper.measure(prefill_of_16())
+    assert row.error.startswith(said)
+    assert row.compiled_us is row.pages_us is row.copied_us is None
+    with pytest.raises(WrongResult):
+        hopper.raise_failures()
+
+
+def test_a_way_that_does_not_run_is_a_note(hopper, monkeypatch):
+    def broken(ratio, *args):
+        raise NotImplementedError("too many rows")
+
+    monkeypatch.setattr(ways, "prefill_by_copy", broken)
+    row = hopper.measure(prefill_of_16())
+    assert row.note == "by a copy: NotImplementedError: too many rows"
+    assert (row.error, row.compiled_us, row.pages_us, row.copied_us) == (None, 4.0, 4.0, None)
+    hopper.raise_failures()
+
+
+def test_only_prefills_on_hopper_have_two_ways(bench, hopper, monkeypatch):
+    row = hopper.measure(window_cases((3,), 4)[0])
+    assert row.pages_us is row.copied_us is row.note is None
+    monkeypatch.setattr(ways, "on_hopper", attention_calls.on_hopper)
+    row = hopper.measure(prefill_of_16())
+    assert row.pages_us is row.copied_us is row.error is None
+    assert row.note == "pages_us and copied_us are of a Hopper GPU, which this is not"
+    hopper.cold = hopper.copies = None
+    row = hopper.measure(prefill_of_16())  # on a CPU nothing is missing
+    assert row.pages_us is row.note is row.error is None
+
+
+@pytest.mark.parametrize("make", [prefill_of_16, dense_prefill_of_16])
+def test_the_way_by_a_copy_is_asked_for_as_the_launcher_does(monkeypatch, make):
+    """Its rows and lists by ops of torch, its attention by the reference: they agree with the
+    reference of the prefill if every argument is in its place."""
+    pytest.importorskip("triton", reason="published for Linux only")
+    from dsv4_ops.kernels import launch, prefill_launch, prepare_prefill
+
+    asked = []
+
+    def rows(how, call, sink, multiple, wanted):
+        asked.append((how, wanted))
+        return prepare_prefill.gather_rows(call, sink, multiple)
+
+    def attend(how, *args):
+        *given, results = args
+        asked.append((how, results))
+        scale = given.pop()
+        return OPS["sparse_mla_gathered"].reference(*given, softmax_scale=scale)
+
+    monkeypatch.setattr(prefill_launch, "gather_rows", rows)
+    monkeypatch.setattr(prefill_launch, "launch_gathered_keys", attend)
+    work = make().build(torch.device("cpu"))
+    results = prefill_by_copy(work.context.ratio, *work.sets[0])
+    assert asked == [(launch.at_once, 1), (launch.at_once, None)]
+    assert work.difference(work.sets[0], results, work.expected()) is None

@@ -6,17 +6,27 @@ import json
 
 import pytest
 import torch
-from bench_fakes import FakeCapture, pretend
+from bench_fakes import FakeCapture, pretend, unpackaged
 from fake_attention import Cache, FlashMLA
 
-from dsv4_ops.bench import WrongResult, attention_cases, main, measure, prefill_cases, timing
+from dsv4_ops.bench import (
+    WrongResult,
+    attention_cases,
+    gathered_cases,
+    main,
+    measure,
+    packages,
+    prefill_cases,
+    timing,
+    ways,
+)
 from dsv4_ops.bench.attention_cases import ragged, uniform
 from dsv4_ops.bench.plot import mla_panels
 from dsv4_ops.bench.report import stamp
 from dsv4_ops.bench.rows import SparseMlaRow
 from dsv4_ops.bench.sparse_mla import CASES, Bench, chosen_cases
 from dsv4_ops.bench.token_check import Tolerance, outside
-from dsv4_ops.core.types import SparseMla
+from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 
 CPU = torch.device("cpu")
 STAMP = set(stamp(CPU, ""))
@@ -26,7 +36,9 @@ STAMP = set(stamp(CPU, ""))
 def uncompiled(monkeypatch):
     """Stand the ops themselves in for the compiled ones, so that a run takes seconds."""
     monkeypatch.setattr(measure, "compiled_op", lambda function: function)
-    monkeypatch.setattr(measure, "wall_us", lambda *_, **__: timing.Timing(2.0, 1.0, 3.0))
+    monkeypatch.setattr(packages, "build", unpackaged)
+    for module in (measure, ways):
+        monkeypatch.setattr(module, "wall_us", lambda *_, **__: timing.Timing(2.0, 1.0, 3.0))
 
 
 def smoke(folder, *more):
@@ -81,10 +93,11 @@ def changed(**results):
 
     def corrupted(call):
         def wrong(*args):
-            found = call(*args)._asdict()
+            found = call(*args)
             for name, change in results.items():
-                found[name][-1, 1] = change(found[name][-1, 1])
-            return SparseMla(**found)
+                each = getattr(found, name)
+                each[-1, 1] = change(each[-1, 1])
+            return found
 
         return wrong
 
@@ -100,8 +113,8 @@ def test_an_error_over_the_budget_is_not_timed(monkeypatch, group, result, chang
     monkeypatch.setattr(measure, "compiled_op", changed(**{result: change}))
     monkeypatch.setattr(measure, "wall_us", lambda *_, **__: pytest.fail("timed a wrong result"))
     row = Bench(CPU, None, budget_s=0.0).measure(timed(group))
-    number = ("out", "lse").index(result)
-    assert f"result {number} is " in row.error
+    fields = (SparseMlaGathered if group == "gathered" else SparseMla)._fields
+    assert f"result {fields.index(result)} is " in row.error
     assert "budgets from float64" in row.error
     assert row.error.startswith("compiled (")
     assert row.error.endswith("The case was not timed.")
@@ -153,7 +166,7 @@ def test_results_that_are_not_written_are_found(monkeypatch):
 @pytest.fixture
 def pretend_cuda(monkeypatch, uncompiled):
     bench = Bench(CPU, None, budget_s=0.0)
-    pretend(monkeypatch, bench, attention_cases, prefill_cases)
+    pretend(monkeypatch, bench, attention_cases, prefill_cases, gathered_cases)
     bench.modules, bench.cache = FlashMLA(), Cache()
     return bench
 
@@ -171,13 +184,15 @@ def test_a_cuda_row_adds_up(pretend_cuda, case):
     assert (row.host_us, row.anchor_host_us, row.times_faster) == (6.0, 6.0, 1.0)
     assert row.anchor_agrees is True
     assert 0 <= row.anchor_max_diff < 1e-3
-    assert (row.anchor_note is None) == (case.case != "prefill")
+    gathers = "prefill" in (case.case, case.variant)
+    assert (row.anchor_note is None) == (not gathers)
     whole = (row.anchor_gather_us, row.anchor_combine_us, row.anchor_whole_us)
     whole += (row.anchor_our_gather_us,)
     assert whole == ((4.0,) * 4 if case.case == "prefill" else (None,) * 4)
     assert row.whole_times_faster == (1.0 if case.case == "prefill" else None)
     plans = len(pretend_cuda.modules.plans)
-    assert plans > 1 if "planning" in case.variant else plans == (case.case != "prefill")
+    planned = not gathers and "gathered" not in (case.case, case.variant)
+    assert plans > 1 if "planning" in case.variant else plans == planned
     json.dumps(vars(row))
 
 
@@ -274,15 +289,36 @@ def test_the_whole_run_has_all_sizes():
         (rows, "128") for rows in batches
     ]
     assert [case.rows for case in of["mtp"]] == [16, 64, 128, 256]
-    assert [(case.rows, case.labels["keys"]) for case in of["paged"]] == [
-        (8, "128+1024"),
-        (64, "128+1024"),
-    ]
+    lengths = [f"{rows} rows each" for rows in (16, 128, 512)]
+    assert [(case.rows, case.variant) for case in of["paged"]] == list(
+        itertools.product((8, 32, 64, 128), (*lengths, ""))
+    )
     plans = ("", ", planned", ", planning counted")
     assert {case.variant for case in of["ragged"]} == {
         kind + plan for kind in ("C4", "C128") for plan in plans
     }
-    assert [(case.rows, case.requests) for case in of["prefill"]] == [(512, 1), (2048, 1)] * 4
+    some, most = (8, 32, 48, 64, 96, 128, 256), (1, 8, 64, 128, 256, 512, 2048)
+    assert [case.rows for case in of["ragged"]] == [rows for rows in some for _ in range(6)]
+    every = [(case.rows, case.labels["heads"], case.variant) for case in of["prefill"]]
+    assert every == [
+        *((rows, heads, kind) for kind in ("", "C128") for heads in (64, 128) for rows in most),
+        *((rows, 64, "C128, behind 2048 tokens") for rows in (64, 512, 2048)),
+        *((rows, 64, "C128, behind 2048 tokens, table of 8192 rows") for rows in (64, 512, 2048)),
+    ]
+    assert {case.requests for case in of["prefill"]} == {1}
+    keys = {case.labels["keys"] for case in of["prefill"] if case.rows == 512}
+    assert keys == {"128+512", "128+1024", "128+1028", "128+20"}
+    models = ((64, "128"), (64, "640"), (128, "1152"))
+    assert [(case.rows, case.labels["heads"], case.labels["keys"]) for case in of["gathered"]] == [
+        (rows, *model) for model in models for rows in (1, 8, 32, 128, 512, 2048)
+    ]
+    few, many = (2, 8, 64, 256), (2, 8, 64, 256, 512, 2048)
+    forms = (("decode", few), ("paged", few), ("prefill", many), ("gathered", many))
+    assert [(case.variant, case.rows) for case in of["packages"]] == [
+        (name, rows) for name, sizes in forms for rows in sizes
+    ]
+    assert {case.labels["keys"] for case in of["packages"]} == {"128+512", "128+1024", "640"}
+    assert {case.labels["heads"] for case in of["packages"]} == {64}
 
 
 def test_costs_are_those_of_the_roofline():
@@ -295,8 +331,9 @@ def test_costs_are_those_of_the_roofline():
         assert moved / 1e6 == pytest.approx(megabytes, abs=0.05)
         assert flop / 1e9 == pytest.approx(gflop, abs=0.005)
     assert uniform(1, 2, 0).cost() == (128 * 584 + 2 * 512 * 4 + 128 * 4, 2 * 2 * 128 * 1024)
-    paged = case_of("paged").build(CPU)  # 3 tokens of 4 heads, 64 rows on 32 pages of 2
-    assert paged.moved_bytes == 3 * (192 * 584 + 4 * 512 * 4 + (128 + 32) * 4)
+    for case, rows in zip(chosen_cases(("paged",), smoke=True), (7, 64), strict=True):
+        moved = (128 + rows) * 584 + 4 * 512 * 4 + (128 + -(-rows // 2)) * 4  # on pages of 2
+        assert case.build(CPU).moved_bytes == 3 * moved
     prefill = case_of("prefill").build(CPU)  # 16 tokens share 128 rows and a window of 143
     keys = 16 * (128 + 64)
     assert prefill.moved_bytes == (128 + 143) * 584 + 16 * 4 * 512 * 4 + keys * 4

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import dsv4_ops
@@ -11,7 +14,7 @@ from dsv4_ops.bench.attention_draws import C4, C128, PAGE, PAGE_128, PAGES, WIND
 from dsv4_ops.bench.work import Args, ours_on
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.libraries import FLASH_MLA
-from dsv4_ops.core.types import SparseMla
+from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 
 SCALE = MainLayout.head_dim**-0.5
 
@@ -56,6 +59,38 @@ def prefill_c128(*tensors: Any) -> SparseMla:
 
 def prefill_with_flash_mla(ratio: int, *tensors: Any) -> SparseMla:
     return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(ratio), impl=FLASH_MLA)
+
+
+def prefill_from_pages(ratio: int, *tensors: Any) -> SparseMla:
+    """Every token dequantises its own keys, whatever the size."""
+    return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(ratio), impl="triton")
+
+
+def prefill_by_copy(ratio: int, *tensors: Any) -> SparseMla:
+    """By way of a copy of the rows in bf16, whatever the size: no ``impl`` asks for that alone."""
+    launch, prefill = _kernels("launch"), _kernels("prefill_launch")
+    names = inspect.signature(dsv4_ops.sparse_mla_prefill).parameters
+    values = {**dict(zip(names, tensors, strict=False)), **prefill_settings(ratio)}
+    with torch.cuda.device_of(tensors[0]):
+        return SparseMla(*prefill.attend_to_copy(launch.at_once, 1, values, None))
+
+
+def on_hopper(q: Tensor) -> bool:
+    """Whether our kernels in Gluon run over FP8 caches for such queries."""
+    try:
+        return bool(_kernels("hopper").runs(_kernels("launch").at_once, q, True))
+    except ImportError:  # no triton
+        return False
+
+
+def _kernels(module: str) -> Any:
+    """Loaded when they are needed: they bring triton."""
+    return importlib.import_module(f"dsv4_ops.kernels.{module}")
+
+
+def gathered(*tensors: Any) -> SparseMlaGathered:
+    """By size: no library is faster."""
+    return dsv4_ops.sparse_mla_gathered(*tensors, softmax_scale=SCALE)
 
 
 def decode_paged(*tensors: Any) -> SparseMla:

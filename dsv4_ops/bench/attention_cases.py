@@ -143,10 +143,18 @@ def mtp_cases(requests: Sequence[int], heads: int, width: int, per_request: int)
     return [shape_case("mtp", shape, of(shape), f"{per_request} a request") for shape in shapes]
 
 
-def paged_cases(batches: Sequence[int], heads: int, width: int) -> list[Case]:
-    """C128 layers of requests of equal length: all rows of a block table of pages of 2."""
-    shapes = [uniform(tokens, heads, width) for tokens in batches]
-    return [shape_case("paged", shape, functools.partial(paged_work, shape)) for shape in shapes]
+def paged_cases(
+    batches: Sequence[int], heads: int, width: int, lengths: Sequence[int]
+) -> list[Case]:
+    """C128 layers of requests of equal length: the first rows of block tables of pages of 2."""
+    cases = []
+    for tokens in batches:
+        for rows in lengths:
+            shape = Shape(heads, width, (WINDOW,) * tokens, (rows,) * tokens)
+            build = functools.partial(paged_work, shape)
+            variant = "" if rows == width else f"{rows} rows each"
+            cases.append(shape_case("paged", shape, build, variant))
+    return cases
 
 
 def ragged_cases(batches: Sequence[int], heads: int, widths: tuple[int, int]) -> list[Case]:

@@ -28,9 +28,15 @@ class Draw:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def queries(self, tokens: int, heads: int) -> Tensor:
-        shape = (tokens, heads, MainLayout.head_dim)
-        q = torch.randn(shape, device=self.device, generator=self.generator)
-        return q.clamp_(-1, 1).bfloat16()
+        return self._values(tokens, heads, MainLayout.head_dim)
+
+    def keys(self, count: int) -> Tensor:
+        """Rows in bf16."""
+        return self._values(count, MainLayout.head_dim)
+
+    def _values(self, *shape: int) -> Tensor:
+        values = torch.randn(shape, device=self.device, generator=self.generator)
+        return values.clamp_(-1, 1).bfloat16()
 
     def sink(self, heads: int) -> Tensor:
         return torch.randn(heads, device=self.device, generator=self.generator)

@@ -6,7 +6,7 @@ import argparse
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -84,6 +84,23 @@ class OpBench(ABC, Generic[Row]):
     ) -> None:
         """Keep in the row how the anchor's results differ."""
 
+    def check_more(
+        self, row: Row, work: Work, written: Written, expected: Sequence[Tensor], case: Case
+    ) -> Mapping[str, Callable[..., Any]]:
+        """Check other calls of ours that leave the same, before anything is timed; those that run
+        here, by the field of their time."""
+        return {}
+
+    def time_more(
+        self,
+        row: Row,
+        work: Work,
+        written: Written,
+        calls: Mapping[str, Callable[..., Any]],
+        case: Case,
+    ) -> None:
+        """Time what ``check_more`` found."""
+
     def measure(self, case: Case) -> Row:
         """Check, then time one case. A failure is kept in the row and ends the run with an error
         after the last case."""
@@ -133,12 +150,14 @@ class OpBench(ABC, Generic[Row]):
         check("eager", work, checked(work, written, work.call), expected, case)
         ours = checked(work, written, compiled)
         check("compiled", work, ours, expected, case)
+        more = self.check_more(row, work, written, expected, case)
         if not case.timed:
             return
         if self.copies is not None:
             self._time_cuda(row, work, written, compiled, case, self.copies)
         else:
             self._time_cpu(row, work, compiled)
+        self.time_more(row, work, written, more, case)
         self._time_anchor(row, work, written, ours, expected)
 
     def _time_cpu(self, row: Row, work: Work, compiled: Callable[..., Any]) -> None:
@@ -290,10 +309,10 @@ def floor_notes(rows: Sequence[OpRow], flop_per_us: float, *more: str) -> list[s
 def notes_of(rows: Sequence[OpRow], left_out: Sequence[str]) -> list[str]:
     """Errors and notes of a run, with the cases of each."""
     notes = []
-    for field in ("error", "anchor_error", "anchor_note"):
+    for field in ("error", "anchor_error", "anchor_note", "package_error", "note"):
         by_text: dict[str, list[str]] = {}
         for row in rows:
-            if text := getattr(row, field):
+            if text := getattr(row, field, None):
                 where = " ".join(part for part in (row.case, row.shape, row.variant) if part)
                 by_text.setdefault(text, []).append(where)
         notes += [f"{field}: {text} ({'; '.join(where)})" for text, where in by_text.items()]

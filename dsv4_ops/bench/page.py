@@ -20,7 +20,7 @@ from typing import Any
 from dsv4_ops.bench import plot
 
 Row = dict[str, Any]
-_MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.S)
+_MARKED = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- /table -->)", re.S)
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,14 @@ class Table:
     columns: Sequence[tuple[str, Callable[[Row], str]]]
     cases: tuple[str, ...] = ()
     chosen: Callable[[Row], bool] = bool
+
+    def kept(self, rows: Iterable[Row]) -> list[Row]:
+        """The rows that belong to it."""
+        return [
+            row
+            for row in rows
+            if (not self.cases or row["case"] in self.cases) and self.chosen(row)
+        ]
 
 
 def number(value: float | None) -> str:
@@ -97,6 +105,11 @@ def _gathered(row: Row) -> str:
     return f"{row['context']}, {row['gathered_rows']}"
 
 
+def _long_prefill(row: Row) -> bool:
+    """Of a step that is mostly prefill, behind the longest prefix."""
+    return int(row["rows"]) >= 512 and "behind" not in (row.get("variant") or "")
+
+
 _ATTENTION = (
     ("tokens x heads, keys", _label),
     ("ours, us", us("eager_us")),
@@ -116,6 +129,19 @@ _PREFILL = (
     ("vLLM's sequence over that", us("whole_times_flash_mla")),
     ("context, rows gathered", _gathered),
     _ATTENTION[4],
+)
+_WAYS = (
+    ("tokens x heads, keys", _label),
+    ("ours, by size, us", us("compiled_us")),
+    ("from the pages", us("pages_us")),
+    ("by a copy", us("copied_us")),
+    ("FlashMLA alone", us("anchor_us")),
+    ("gather, indices and FlashMLA", us("anchor_whole_us")),
+    ("that over ours", us("whole_times_faster")),
+)
+_BESIDE_ONE = (
+    ("that over ours", us("times_faster")),
+    ("of the floor", share("pct_of_floor")),
 )
 _CACHE = (
     ("rows", _tried),
@@ -149,7 +175,30 @@ TABLES = {
         (("kind: tokens x heads, keys", _tried), *_ATTENTION[1:]),
         ("window", "mtp", "paged", "ragged"),
     ),
-    "prefill": Table("sparse_mla", _PREFILL, ("prefill",)),
+    "prefill": Table("sparse_mla", _PREFILL, ("prefill",), _long_prefill),
+    "ways": Table("sparse_mla", _WAYS, ("prefill",)),
+    "gathered": Table(
+        "sparse_mla",
+        (
+            ("tokens x heads, keys", _label),
+            ("ours, us", us("compiled_us")),
+            ("FlashMLA", us("anchor_us")),
+            *_BESIDE_ONE,
+        ),
+        ("gathered",),
+    ),
+    "packages": Table(
+        "sparse_mla",
+        (
+            ("form", lambda row: str(row["variant"])),
+            ("tokens x heads, keys", lambda row: str(row["shape"])),
+            ("package, us", us("package_us")),
+            ("compiled for any size", us("compiled_us")),
+            ("eager", us("eager_us")),
+            ("FlashMLA", us("anchor_us")),
+        ),
+        ("packages",),
+    ),
     "compressor": Table(
         "compressor",
         (
@@ -169,6 +218,16 @@ TABLES = {
             ("of the floor", share("pct_of_floor")),
         ),
         ("select",),
+    ),
+    "logits": Table(
+        "indexer",
+        (
+            ("requests x context", _label),
+            ("ours, us", us("compiled_us")),
+            ("DeepGEMM", us("anchor_us")),
+            *_BESIDE_ONE,
+        ),
+        ("logits",),
     ),
     "layer": Table(
         "layer",
@@ -227,9 +286,7 @@ def draw(folder: Path) -> None:
 
 def markdown(table: Table, rows: Iterable[Row]) -> str:
     """The table, and under it what its rows were measured on and with."""
-    kept = [
-        row for row in rows if (not table.cases or row["case"] in table.cases) and table.chosen(row)
-    ]
+    kept = table.kept(rows)
     if not kept:
         raise ValueError(
             f"page: rows must hold some of {table.file}, got none. Run its benchmark, or drop the "
@@ -257,7 +314,8 @@ def _origins(rows: Sequence[Row]) -> list[str]:
 
 
 def page(text: str, folder: Path) -> str:
-    """``text`` with its tables written anew from the rows in ``folder``."""
+    """``text`` with its tables written anew from the rows in ``folder``. One that shows nothing yet
+    may stay so until it has rows."""
 
     def table(found: re.Match[str]) -> str:
         if found[2] not in TABLES:
@@ -265,8 +323,9 @@ def page(text: str, folder: Path) -> str:
                 f"page: table must be one of {', '.join(TABLES)}, got {found[2]!r}. "
                 "Correct the name in the page."
             )
-        chosen = TABLES[found[2]]
-        return found[1] + markdown(chosen, rows_of(folder, chosen.file)) + found[3]
+        chosen, opened, shown, closed = TABLES[found[2]], found[1], found[3], found[4]
+        kept = chosen.kept(rows_of(folder, chosen.file))
+        return opened + (markdown(chosen, kept) if kept or shown else "") + closed
 
     return _MARKED.sub(table, text)
 

@@ -55,18 +55,22 @@ def selecting_cases(
 
 
 def dense_cases(
-    tokens: Sequence[int], heads: Sequence[int], prefix: int = LONG_PREFIX
+    tokens: Sequence[int], heads: Sequence[int], prefix: int = LONG_PREFIX, table_rows: int = 0
 ) -> list[Case]:
-    """Layers of C128: every token sees all rows that are finished."""
-    return [_dense(count, each, prefix) for each in heads for count in tokens]
+    """Layers of C128: every token sees all rows that are finished. Block tables fit, or have room
+    for ``table_rows``."""
+    return [_dense(count, each, prefix, table_rows) for each in heads for count in tokens]
 
 
-def _dense(tokens: int, heads: int, prefix: int) -> Case:
+def _dense(tokens: int, heads: int, prefix: int, table_rows: int) -> Case:
     context = _context(tokens, prefix, C128)
     first = context.length - tokens
     seen = tuple((first + token + 1) // C128 for token in range(tokens))
     shape = Shape(heads, context.compressed, (WINDOW,) * tokens, seen)
-    return _case(shape, context, prefix, "C128")
+    variant = "C128" if prefix == LONG_PREFIX else f"C128, behind {prefix} tokens"
+    if table_rows:
+        variant = f"{variant}, table of {table_rows} rows"
+    return _case(shape, context, prefix, variant, table_rows)
 
 
 def _context(tokens: int, prefix: int, ratio: int) -> Context:
@@ -74,8 +78,8 @@ def _context(tokens: int, prefix: int, ratio: int) -> Context:
     return Context(tokens, round_up(prefix, PAGE) + WINDOW - 1 + tokens, ratio)
 
 
-def _case(shape: Shape, context: Context, prefix: int, variant: str) -> Case:
-    build = functools.partial(prefill_work, shape, context, prefix)
+def _case(shape: Shape, context: Context, prefix: int, variant: str, table_rows: int = 0) -> Case:
+    build = functools.partial(prefill_work, shape, context, prefix, table_rows)
     case = shape_case("prefill", shape, build, variant)
     gathered = context.compressed + context.window
     labels = {**case.labels, "context": context.length, "gathered_rows": gathered}
@@ -101,46 +105,68 @@ class _Rows(NamedTuple):
         )[0]
 
 
-def prefill_work(shape: Shape, context: Context, prefix: int, device: torch.device) -> PrefillWork:
+def prefill_work(
+    shape: Shape, context: Context, prefix: int, table_rows: int, device: torch.device
+) -> PrefillWork:
     """Tokens behind a prefix of one request: each has its window and rows of the prefix; the anchor
     gets the rows gathered in bf16."""
-    draw, tokens, ratio = Draw(device, shape.tokens), shape.tokens, context.ratio
-    selectable = prefix // ratio if ratio == C4 else context.compressed
-    entries = None if ratio == C4 else 0  # of lists, which C128 has none of
-    cost = shape.cost(entries, selectable + context.window)
-    count, sink = rotating_sets(cost[0], device), draw.sink(shape.heads)
+    draw, ratio = Draw(device, shape.tokens), context.ratio
     lens = draw.lens(shape.swa_lens) + draw.lens(shape.extra_lens)
-    before = round_up(prefix, PAGE) // PAGE  # pages of the window cache that are gone
-    step = torch.arange(tokens, device=device)
-    positions = context.length - tokens + step
-    request = torch.zeros(tokens, dtype=torch.int32, device=device)
-    sets: list[Args] = []
-    theirs: list[Args] = []
-    for _ in range(count):
-        q = draw.queries(tokens, shape.heads)
-        listed = step[:, None] + torch.arange(WINDOW, device=device)
-        cache, last = draw.cache(PAGE, (1, -(-context.window // PAGE)))
-        swa = _Rows(cache, last, PAGE, context.window, listed)
-        extra = _compressed(draw, shape, context, selectable)
-        pages = torch.cat([last.new_full((1, before), -1), last], 1)
-        selected = extra.listed.int() if ratio == C4 else None
-        compressed = (extra.cache, extra.table, selected)
-        sets.append((q, swa.cache, positions, request, pages, *compressed, sink))
-        theirs.append((q, *_gathered(swa, extra), lens, sink))
+    one_set = functools.partial(
+        _one_set, draw, shape, context, prefix, table_rows, lens, draw.sink(shape.heads)
+    )
+    pairs = [one_set()]
+    selected = pairs[0][0][7]
+    seen = context.compressed if selected is None else int(selected.unique().numel())
+    entries = None if ratio == C4 else 0  # of lists, which C128 has none of
+    cost = shape.cost(entries, seen + context.window)
+    pairs += [one_set() for _ in range(rotating_sets(cost[0], device) - 1)]
     work = _form(ratio).work(
-        sets,
+        [ours for ours, _ in pairs],
         cost,
         anchor=functools.partial(flash_mla.prefill_call, SCALE),
-        anchor_sets=theirs,
+        anchor_sets=[theirs for _, theirs in pairs],
         anchor_note=context.note,
     )
     return PrefillWork(**vars(work), context=context, scale=SCALE)
 
 
-def _compressed(draw: Draw, shape: Shape, context: Context, selectable: int) -> _Rows:
-    """Compressed rows of the request: a selection of its first ones, or all that a token sees."""
+def _one_set(
+    draw: Draw,
+    shape: Shape,
+    context: Context,
+    prefix: int,
+    table_rows: int,
+    lens: Tensor,
+    sink: Tensor,
+) -> tuple[Args, Args]:
+    """Arguments of ours and of the anchor."""
+    tokens, ratio, device = shape.tokens, context.ratio, draw.device
+    before = round_up(prefix, PAGE) // PAGE  # pages of the window cache that are gone
+    step = torch.arange(tokens, device=device)
+    positions = context.length - tokens + step
+    request = torch.zeros(tokens, dtype=torch.int32, device=device)
+    q = draw.queries(tokens, shape.heads)
+    listed = step[:, None] + torch.arange(WINDOW, device=device)
+    cache, last = draw.cache(PAGE, (1, -(-context.window // PAGE)))
+    swa = _Rows(cache, last, PAGE, context.window, listed)
+    selectable = prefix // ratio if ratio == C4 else context.compressed
+    extra = _compressed(draw, shape, context, selectable, table_rows)
+    pages = torch.cat([last.new_full((1, before), -1), last], 1)
+    selected = extra.listed.int() if ratio == C4 else None
+    compressed = (extra.cache, extra.table, selected)
+    ours = (q, swa.cache, positions, request, pages, *compressed, sink)
+    return ours, (q, *_gathered(swa, extra), lens, sink)
+
+
+def _compressed(
+    draw: Draw, shape: Shape, context: Context, selectable: int, table_rows: int
+) -> _Rows:
+    """Compressed rows of the request: a selection of its first ones, or all that a token sees. The
+    block table is that of longer requests where it has more rows."""
     size = PAGES[context.ratio]
     cache, table = draw.cache(size, (1, -(-context.compressed // size)))
+    table = pad(table, (0, max(0, table_rows // size - table.shape[1])), value=-1)
     if context.ratio == C4:
         listed = draw.rows(shape.tokens, shape.width, selectable)
     else:

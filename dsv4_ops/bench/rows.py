@@ -140,7 +140,13 @@ class SparseMlaRow(ComputeRow):
     ``anchor_our_gather_us`` is the whole with our gather in the place of vLLM's in Triton.
     ``flash_mla_us`` is our op with ``impl="flash_mla"`` from the same pages, called without a
     compiler as for ``eager_us``; ``whole_times_flash_mla`` is the whole over that. ``gathered_us``
-    is ``sparse_mla_gathered``, ours, where ``anchor_us`` is FlashMLA.
+    is ``sparse_mla_gathered``, ours, where ``anchor_us`` is FlashMLA. ``pages_us`` and
+    ``copied_us`` are the two ways of our op on Hopper, from the FP8 pages and by way of a copy of
+    the rows in bf16, at sizes for which ``compiled_us`` may have the other; ``note`` says why one
+    is missing.
+
+    ``package_us`` is an AOTInductor package for any number of tokens, timed as ``compiled_us``;
+    ``package_error`` says what stood in the way of building or running it.
     """
 
     heads: int
@@ -155,6 +161,12 @@ class SparseMlaRow(ComputeRow):
     flash_mla_us: float | None = None
     whole_times_flash_mla: float | None = None
     gathered_us: float | None = None
+    pages_us: float | None = None
+    copied_us: float | None = None
+    note: str | None = None
+    package_us: float | None = None
+    package_error: str | None = None
+    package_us_range: list[float] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -186,6 +198,9 @@ COMPUTE_CUDA_COLUMNS = (*_CASE, *_TIMES, "floor_us", "pct_of_floor", *_HOST, "an
 SPARSE_MLA_CUDA_COLUMNS = (
     *_CASE,
     *_TIMES,
+    "package_us",
+    "pages_us",
+    "copied_us",
     "anchor_gather_us",
     "anchor_combine_us",
     "anchor_whole_us",
@@ -202,3 +217,4 @@ SPARSE_MLA_CUDA_COLUMNS = (
     "anchor_agrees",
 )
 COMPUTE_CPU_COLUMNS = (*_CASE, "compiled_us", "eager_us", "speedup", "anchor_agrees")
+SPARSE_MLA_CPU_COLUMNS = (*COMPUTE_CPU_COLUMNS[:-1], "package_us", COMPUTE_CPU_COLUMNS[-1])

@@ -20,19 +20,22 @@ from dsv4_ops.bench.attention_cases import (
     ragged_cases,
     window_cases,
 )
-from dsv4_ops.bench.measure import ComputeBench, floor_notes, notes_of, run_cases
+from dsv4_ops.bench.gathered_cases import ROWS, gathered_cases
+from dsv4_ops.bench.measure import floor_notes, notes_of, run_cases
 from dsv4_ops.bench.options import add_cases
+from dsv4_ops.bench.packages import GROUP, forms, package_cases
 from dsv4_ops.bench.plot import mla_panels, try_plot
 from dsv4_ops.bench.prefill_anchor import OurGather, PrefillWork, whole_prefills
-from dsv4_ops.bench.prefill_cases import dense_cases, selecting_cases
+from dsv4_ops.bench.prefill_cases import PREFIX, dense_cases, selecting_cases
 from dsv4_ops.bench.report import Report, one_line
-from dsv4_ops.bench.rows import COMPUTE_CPU_COLUMNS, SPARSE_MLA_CUDA_COLUMNS, SparseMlaRow
+from dsv4_ops.bench.rows import SPARSE_MLA_CPU_COLUMNS, SPARSE_MLA_CUDA_COLUMNS, SparseMlaRow
 from dsv4_ops.bench.token_check import Tolerance, outside
+from dsv4_ops.bench.ways import WaysBench
 from dsv4_ops.bench.work import Case, Work, Written, checked
 from dsv4_ops.core.choice import unusable
 from dsv4_ops.core.libraries import FLASH_MLA
 
-CASES = ("decode", "window", "mtp", "paged", "ragged", "prefill")
+CASES = ("decode", "window", "mtp", "paged", "ragged", "prefill", "gathered", GROUP)
 """Groups of cases, in the order in which they are measured."""
 
 DECODE_OUT, DECODE_LSE = Tolerance(1e-3, 2.01 / 128, 5e-6), Tolerance(1e-6, 8.01 / 65536)
@@ -46,6 +49,10 @@ _OURS_WITH_IT = "ours with FlashMLA"
 
 _SMOKE_CASES = ("decode",)
 _BATCHES = (1, 2, 8, 32, 64, 128, 256)
+_PREFILLS = (1, 8, 64, 128, 256, 512, 2048)
+_SHORT_PREFIX, _TABLE_ROWS = 2048, 8192  # rows of C128 of 1M tokens
+_GATHERED = (1, 8, 32, 128, 512, 2048)
+_PACKAGED, _LARGE = (2, 8, 64, 256), (512, 2048)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,26 +67,51 @@ def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
             "decode": lambda: decode_cases((2, 8), (4,), (64,)),
             "window": lambda: window_cases((3,), 4),
             "mtp": lambda: mtp_cases((3,), 4, 64, 2),
-            "paged": lambda: paged_cases((3,), 4, 64),
+            "paged": lambda: paged_cases((3,), 4, 64, (7, 64)),
             "ragged": lambda: ragged_cases((6,), 4, (64, 128)),
             "prefill": lambda: [
                 *selecting_cases((16,), ((4, 64),), prefix=512),
                 *dense_cases((16,), (4,), prefix=512),
+                *dense_cases((16,), (4,), prefix=512, table_rows=32),
             ],
+            "gathered": lambda: gathered_cases((3,), ((4, 128),), rows=256),
+            GROUP: _small_packages,
         }
         return [case for group in groups for case in small[group]()]
     makers: dict[str, Callable[[], list[Case]]] = {
         "decode": lambda: decode_cases(_BATCHES, (64, 128), (512, 1024)),
         "window": lambda: window_cases(_BATCHES, 64),
         "mtp": lambda: mtp_cases((8, 32, 64, 128), 64, 512, 2),
-        "paged": lambda: paged_cases((8, 64), 64, 1024),
-        "ragged": lambda: ragged_cases((8, 64, 128), 64, (512, 1024)),
+        "paged": lambda: paged_cases((8, 32, 64, 128), 64, 1024, (16, 128, 512, 1024)),
+        "ragged": lambda: ragged_cases((8, 32, 48, 64, 96, 128, 256), 64, (512, 1024)),
         "prefill": lambda: [
-            *selecting_cases((512, 2048), ((64, 512), (128, 1024))),
-            *dense_cases((512, 2048), (64, 128)),
+            *selecting_cases(_PREFILLS, ((64, 512), (128, 1024))),
+            *dense_cases(_PREFILLS, (64, 128)),
+            *dense_cases((64, 512, 2048), (64,), _SHORT_PREFIX),
+            *dense_cases((64, 512, 2048), (64,), _SHORT_PREFIX, _TABLE_ROWS),
         ],
+        "gathered": lambda: gathered_cases(_GATHERED, ((64, 128), (64, 640), (128, 1152))),
+        GROUP: _packages,
     }
     return [case for group in groups for case in makers[group]()]
+
+
+def _packages() -> list[Case]:
+    made = forms(64, 512, 1024, 640, prefix=PREFIX, rows=ROWS, exported=64)
+    more = {"prefill": _LARGE, "gathered": _LARGE}
+    return [
+        case
+        for name, form in made.items()
+        for case in package_cases(form, (*_PACKAGED, *more.get(name, ())))
+    ]
+
+
+def _small_packages() -> list[Case]:
+    made = forms(4, 64, 64, 128, prefix=512, rows=256, exported=3)
+    more = {"prefill": 70}  # of another number of pages
+    return [
+        case for name, form in made.items() for case in package_cases(form, (2, more.get(name, 5)))
+    ]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -88,10 +120,9 @@ def run(options: argparse.Namespace) -> None:
     run_cases(options, chosen_cases(groups, smoke=options.smoke), Bench, finish)
 
 
-class Bench(ComputeBench[SparseMlaRow]):
+class Bench(WaysBench):
     """FlashMLA agrees within the tolerances of its own tests."""
 
-    row_type = SparseMlaRow
     cache: Any = None  # vLLM's cache ops, or why there are none
 
     def load(self, folder: Path) -> Any:
@@ -108,7 +139,8 @@ class Bench(ComputeBench[SparseMlaRow]):
         ours: Sequence[Tensor],
         expected: Sequence[Tensor],
     ) -> None:
-        out = PREFILL_OUT if row.case == "prefill" else DECODE_OUT
+        kind = row.variant if row.case == GROUP else row.case
+        out = PREFILL_OUT if kind in ("prefill", "gathered") else DECODE_OUT
         pairs = zip(("out", "lse"), theirs, ours, (out, DECODE_LSE), strict=False)
         found = [text for pair in pairs if (text := outside(*pair))]
         row.anchor_agrees = not found
@@ -191,7 +223,7 @@ def finish(
         "Sparse MLA, microseconds; before timing every result was within 1.5 times the error of "
         "the reference against float64, or of one rounding"
     )
-    columns = SPARSE_MLA_CUDA_COLUMNS if cuda else COMPUTE_CPU_COLUMNS
+    columns = SPARSE_MLA_CUDA_COLUMNS if cuda else SPARSE_MLA_CPU_COLUMNS
     notes = [
         *floor_notes(output.rows, Bench.flop_per_us, *_NOTES),
         *notes_of(output.rows, left_out),
@@ -213,5 +245,11 @@ _NOTES = (
     "whole with our gather in the place of vLLM's in Triton. gathered_us: our kernel over "
     "the rows and indices that FlashMLA has for anchor_us. flash_mla_us: our op with "
     'impl="flash_mla", eager.',
+    "pages_us and copied_us: of prefill on Hopper, our two ways, from the FP8 pages and by way of "
+    "a copy of the rows in bf16, eager; compiled_us and eager_us have the one that sizes choose.",
+    "gathered: sparse_mla_gathered and FlashMLA over the same bf16 rows and indices; the floor has "
+    "each row that a call lists once.",
+    "package_us: an AOTInductor package of the form that the variant names, made once for any "
+    "number of tokens, timed as compiled_us.",
     "anchor_agrees: with our results, within the tolerances of its own tests.",
 )

@@ -71,13 +71,13 @@ def _launch_by_size(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
     wanted = gathers(values)
     if not isinstance(wanted, int):
         out, lse = _launch_prefill(Where(launch, 1 - wanted), True, *args)
-        return _attend_to_copy(launch, wanted, values, (out, torch.empty_like(lse), lse))
+        return attend_to_copy(launch, wanted, values, (out, torch.empty_like(lse), lse))
     if wanted:
-        return _attend_to_copy(launch, wanted, values, None)
+        return attend_to_copy(launch, wanted, values, None)
     return _launch_prefill(launch, True, *args)
 
 
-def _attend_to_copy(
+def attend_to_copy(
     launch: Launch, wanted: int, values: Mapping[str, Any], results: Results | None
 ) -> tuple[Tensor, Tensor]:
     """Copy the rows, and attend to them."""
