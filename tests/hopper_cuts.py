@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from dsv4_ops.kernels.hopper_cut import cut_batch
 
-BLOCK, SIZES, JOIN = 64, 16, 2
+BLOCK, SIZES, JOIN, MOST_BLOCKS = 64, 16, 2, 2**15
 WIDTHS = (128, 4096)
 HOSTILE = [0, 1, 63, 64, 65, 128, 129, 4095, 4096, 4097, -1, INT32_MIN, INT32_MAX]
 
@@ -35,7 +35,7 @@ def written_cut_kernel(
     gl.store(row + 3, first)
 
 
-def cut(kernel, swa, extra, requests, num_reqs, programs, device="cpu"):
+def cut(kernel, swa, extra, requests, num_reqs, programs, device="cpu", widths=WIDTHS):
     """(token, piece, pieces, first partial result) of each program, None for none; and the tokens
     to be joined as (token, pieces, first partial result)."""
     tokens = len(swa)
@@ -43,7 +43,7 @@ def cut(kernel, swa, extra, requests, num_reqs, programs, device="cpu"):
     joins = torch.full((tokens + 1, 4), -7, dtype=torch.int32, device=device)
     given = [i32(values).to(device) for values in (swa, extra, requests)]
     kernel[(programs, 1)](
-        found, joins, *given, *WIDTHS, num_reqs, tokens, programs, num_warps=4
+        found, joins, *given, *widths, num_reqs, tokens, programs, num_warps=4
     )  # fmt: skip
     rows = [tuple(row) if row[0] < tokens else None for row in found.tolist()]
     count = int(joins[0, 0])
@@ -52,13 +52,16 @@ def cut(kernel, swa, extra, requests, num_reqs, programs, device="cpu"):
     return [row if row is None or row[2] > 1 else row[:3] for row in rows], listed
 
 
-def blocks(swa, extra, requests, num_reqs):
+def blocks(swa, extra, requests, num_reqs, widths):
     def clipped(value, width):
-        return -(-min(max(value, 0), width) // BLOCK)
+        return min(-(-min(max(value, 0), width) // BLOCK), MOST_BLOCKS)
 
     return [
-        clipped(window, WIDTHS[0])
-        + (clipped(more, WIDTHS[1]) if 0 <= request < num_reqs else 0)
+        min(
+            clipped(window, widths[0])
+            + (clipped(more, widths[1]) if 0 <= request < num_reqs else 0),
+            MOST_BLOCKS,
+        )
         for window, more, request in zip(swa, extra, requests, strict=True)
     ]  # fmt: skip
 
@@ -68,7 +71,7 @@ def further_pieces(count, size):
 
 
 def size_of_pieces(counts, programs):
-    """The mean, up to 16 times as much in steps of a quarter of an octave, and the longest."""
+    """The mean, up to 12 times as much, of each power of two four steps, and the longest."""
     longest = max(*counts, 1)
     mean = max(math.ceil(sum(counts) / programs), 1)
     sizes = [
@@ -84,8 +87,8 @@ def size_of_pieces(counts, programs):
     return best[1]
 
 
-def expected(swa, extra, requests, num_reqs, programs):
-    counts = blocks(swa, extra, requests, num_reqs)
+def expected(swa, extra, requests, num_reqs, programs, widths=WIDTHS):
+    counts = blocks(swa, extra, requests, num_reqs, widths)
     size = size_of_pieces(counts, programs)
     pieces = [1 + further_pieces(count, size) for count in counts]
     joins, places = [], []

@@ -13,15 +13,15 @@ pytest.importorskip("triton", reason="published for Linux only")
 import test_hopper_kernels as calls
 from gpu_attention import PAGED, case_of, turned
 
-from dsv4_ops.kernels import sparse_mla, split_launch
+from dsv4_ops.kernels import join_launch, sparse_mla, split_launch
 
 cuts = pytest.importorskip("hopper_cuts", reason="triton is published for Linux only")
 emulated = pytest.importorskip("emulate_gluon")
 
 
-def cut(swa, extra, requests, num_reqs, programs):
+def cut(swa, extra, requests, num_reqs, programs, widths=cuts.WIDTHS):
     kernel = emulated.Emulator()(cuts.written_cut_kernel)
-    return cuts.cut(kernel, swa, extra, requests, num_reqs, programs)
+    return cuts.cut(kernel, swa, extra, requests, num_reqs, programs, widths=widths)
 
 
 def of_blocks(*counts):
@@ -76,6 +76,24 @@ def test_every_program_finds_what_the_others_leave(tokens, programs):
         assert (rows, joins) == cuts.expected(*given, programs)
 
 
+@pytest.mark.parametrize(
+    "widths", [(128, 2**22), (2**22, 2**22), (128, 2**31 - 1), (2**31 - 1,) * 2]
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_tables_for_millions_of_rows(seed, widths):
+    """Contexts of a whole number of pieces and a row more or less, of more blocks than a cut goes
+    by, and of as many rows as an int32 holds, of which adding 63 would make less than none."""
+    made = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 700, (40,), generator=made)
+    numbers = torch.randint(1, 90, (40,), generator=made)
+    near = torch.randint(-1, 2, (40,), generator=made)
+    extra = (64 * sizes * numbers + near).tolist()
+    extra[::13] = [2**31 - 1, 2**22, 2**21 + 65, 2**31 - 64]
+    swa = [128, 2**31 - 1, 0, 2**22] * 10
+    given = swa, extra, list(range(40)), 40
+    assert cut(*given, 132, widths) == cuts.expected(*given, 132, widths)
+
+
 def test_the_oracle_leaves_no_piece_out():
     """Each piece of a token once, and no place of a partial result twice."""
     for seed in range(50):
@@ -102,6 +120,7 @@ def test_batches_cut_by_their_lens(tokens, heads, programs, monkeypatch):
     """Hostile lens, requests and pages, with and without a rotation, in any schedule."""
     monkeypatch.setattr(sparse_mla, "LEAST_CUT", 1)
     monkeypatch.setattr(sparse_mla, "PROGRAMS", programs)
+    monkeypatch.setattr(join_launch, "LISTED", 2 * heads)  # programs join several tokens
     for seed in range(3):
         case = case_of(PAGED, seed, tokens, heads)
         calls.check(PAGED, case, seed)

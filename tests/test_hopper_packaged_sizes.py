@@ -12,6 +12,8 @@ from helpers import i32
 
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels import hopper, packaged, prefill_launch, sparse_mla
+from dsv4_ops.kernels.binary import Argument
+from dsv4_ops.lowering import gluon
 
 
 class Prefill(torch.nn.Module):
@@ -73,6 +75,20 @@ def test_a_prefill_of_any_size_has_both_ways():
     assert few[1] < 256 * (heads * (1024 + 8) + 8) + 1000
 
 
+def paged_program(heads, columns, tokens, dims):
+    """Decode with block tables, exported; ``dims`` of tokens, and of columns."""
+    made = generator(0)
+    main, pages = MainLayout(64).allocate(9, "cpu"), MainLayout(2).allocate(9, "cpu")
+    given = (
+        torch.randn(tokens, heads, 512, generator=made).bfloat16(),
+        *(main, integers(made, 0, 9, tokens, 128), i32([0] * tokens)),
+        *(pages, integers(made, 0, 9, tokens, columns), i32([0] * tokens), i32([0] * tokens)),
+    )
+    first, second = dims
+    shapes = (first, None, first, first, None, {**first, **second}, first, first)
+    return torch.export.export(Paged(), given, dynamic_shapes=(shapes,))
+
+
 class OnHopper:
     """What a package is traced with, of tensors that are on no GPU."""
 
@@ -98,17 +114,8 @@ def test_a_decode_of_any_size_is_cut_where_its_programs_are_few(heads):
     """2 blocks of the window and 3 of 150 rows, of 1 or 2 programs a token. Splits for 132 programs
     below 32 (of 30 programs in threes: two blocks each), a cut for all SMs from there to 120, one
     program each beyond. About 1024 programs join, whatever there is to join."""
-    made = generator(0)
-    main, pages = MainLayout(64).allocate(9, "cpu"), MainLayout(2).allocate(9, "cpu")
-    given = (
-        torch.randn(7, heads, 512, generator=made).bfloat16(),
-        *(main, integers(made, 0, 9, 7, 128), i32([0] * 7)),
-        *(pages, integers(made, 0, 9, 7, 75), i32([0] * 7), i32([0] * 7)),
-    )
-    tokens = torch.export.Dim("tokens", min=2)
-    first = {0: tokens}
-    dims = (first, None, first, first, None, first, first, first)
-    program = torch.export.export(Paged(), given, dynamic_shapes=(dims,))
+    tokens = {0: torch.export.Dim("tokens", min=2)}
+    program = paged_program(heads, 75, 7, (tokens, {}))
     (symbol,) = program.range_constraints
     tiles = heads // 64
     for programs, wanted in (
@@ -127,3 +134,47 @@ def test_a_decode_of_any_size_is_cut_where_its_programs_are_few(heads):
         assert found == [("split", pieces), ("triton", joins)], programs
     kept, _ = launches_of(program, {symbol: 122 // tiles})
     assert kept[0][1] == 122
+
+
+def compiled(program):
+    """The kernel of each launch of a package, for what the graph knows of its arguments."""
+
+    def known(value):
+        value = value.meta["val"] if isinstance(value, torch.fx.Node) else value
+        if isinstance(value, torch.Tensor):
+            return Argument.tensor(value.dtype)
+        expression = value if isinstance(value, int) else value.node.expr
+        if getattr(expression, "free_symbols", ()):
+            return Argument("i32")
+        return 1 if int(expression) == 1 else Argument.number(int(expression))
+
+    for node in program.graph.nodes:
+        if node.target is torch.ops.dsv4_ops._launch_hopper.default:
+            name, *lists, _, text = node.args
+            rest = packaged.Rest.of(text)
+            arguments = rest.arguments(*([known(each) for each in values] for values in lists))
+            yield gluon.binary_of(packaged.kernel_of(name), arguments, rest.options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "columns", "tokens", "dynamic"),
+    [
+        (64, 75, 7, "tokens"),
+        (64, 75, 100, "columns"),
+        (64, 75, 40, "columns"),
+        (128, 75, 40, "both"),
+        (64, 0, 7, "tokens"),
+        (64 * 67, 75, 1, "nothing"),
+    ],
+)
+def test_what_is_known_of_a_decode_compiles(heads, columns, tokens, dynamic):
+    """Splits, programs and whether to cut are each a symbol, a number, or 1, which Triton makes a
+    constant."""
+    some = {"tokens": ("tokens",), "columns": ("columns",), "both": ("tokens", "columns")}
+    dims = tuple(
+        {place: torch.export.Dim(name, min=2)} if name in some.get(dynamic, ()) else {}
+        for place, name in enumerate(("tokens", "columns"))
+    )
+    made = list(compiled(paged_program(heads, columns, tokens, dims)))
+    assert [each.function for each in made] == ["hopper_split_keys_kernel"]

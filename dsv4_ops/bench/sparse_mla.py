@@ -90,7 +90,10 @@ def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
             *dense_cases((64, 512, 2048), (64,), _SHORT_PREFIX),
             *dense_cases((64, 512, 2048), (64,), _SHORT_PREFIX, _TABLE_ROWS),
         ],
-        "gathered": lambda: gathered_cases(_GATHERED, ((64, 128), (64, 640), (128, 1152))),
+        "gathered": lambda: [
+            *gathered_cases(_GATHERED, ((64, 128), (64, 640), (128, 1152))),
+            *gathered_cases((512, 2048, 8192), ((64, 512), (64, 1024), (128, 1024))),
+        ],
         GROUP: _packages,
     }
     return [case for group in groups for case in makers[group]()]

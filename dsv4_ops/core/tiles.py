@@ -30,11 +30,11 @@ LEAST_CUT, MOST_CUT = 32, 120
 lens where no plan is given. Beyond, too few SMs are left for further pieces."""
 
 CUT_SIZES, CUT_STEPS = 16, 4
-"""Sizes of pieces that it looks at, and how many of an octave."""
+"""Sizes of pieces that it looks at, and how many from a size to twice that."""
 
 JOIN_TILES = 2
-"""Tiles of keys in the time of a join, to which partial results add as much again if they are as
-many as the programs."""
+"""Tiles of keys in the time of a join, to which further pieces add three more if they are as many
+as the programs."""
 
 JOIN_COLUMNS = 4
 """Columns of a list of joins: token, pieces, first partial result, and one that is not used; the

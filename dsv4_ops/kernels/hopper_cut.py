@@ -18,8 +18,8 @@ _SIZES, _STEPS = gl.constexpr(tiles.CUT_SIZES), gl.constexpr(tiles.CUT_STEPS)
 _JOIN = gl.constexpr(tiles.JOIN_TILES)
 _COLUMNS = gl.constexpr(tiles.JOIN_COLUMNS)
 _MOST_TILES = gl.constexpr(2**15)
-"""Blocks of a token that its cut goes by: times are less than _NEVER then, and what is divided by
-way of float32 is exact."""
+"""Blocks of each list of a token that its cut goes by: times are less than _NEVER then, and pieces
+by way of float32 are exact."""
 
 _NEVER = gl.constexpr(2**24)
 _BOTH = gl.constexpr(gl.BlockedLayout([tiles.CUT_SIZES // 4, _MOST // 32], [1, 32], [4, 1], [1, 0]))
@@ -46,7 +46,8 @@ def _loaded(values, lane, num_tokens):
 
 @gluon.jit
 def _tiles(found, width):
-    return (gl.minimum(gl.maximum(found, 0), width) + KEYS - 1) // KEYS
+    counted = gl.minimum(gl.minimum(gl.maximum(found, 0), width), _MOST_TILES * KEYS)
+    return (counted + KEYS - 1) // KEYS
 
 
 @gluon.jit
@@ -57,7 +58,7 @@ def _pieces(tiles, size):
 
 @gluon.jit
 def _size(index, mean, longest):
-    """The sizes that are looked at: the mean and up to 16 times as much, each octave in as many
+    """The sizes that are looked at: the mean and up to 12 times as much, of each power of two four
     steps, and at last one that leaves all tokens whole."""
     size = ((mean * (_STEPS + index % _STEPS) << (index // _STEPS)) + _STEPS - 1) // _STEPS
     return gl.where(index == _SIZES - 1, longest, gl.minimum(size, longest))
@@ -69,7 +70,7 @@ def _size_of_pieces(tiles, room, programs):
     time, with that of a join; the smallest of several such. Code that runs once takes as long to
     fetch as to run: no more of it than has to be."""
     longest = gl.maximum(gl.max(tiles, 0), 1)
-    mean = _pieces(gl.sum(tiles, 0), programs) + 1
+    mean = _pieces(gl.sum(tiles, 0), gl.to_tensor(programs)) + 1
     index = gl.arange(0, _SIZES, _OF_SIZES)
     sizes = _size(index, mean, longest)
     further = gl.sum(_pieces(tiles[None, :], sizes[:, None]), 1)

@@ -102,6 +102,12 @@ def _rows(place, blocks, keys, existing, barriers, SIZES: gl.constexpr):
 
 
 @gluon.jit
+def _tiles(length):
+    """Blocks of so many keys, which may be the most that an int32 holds."""
+    return length // KEYS + gl.where(length % KEYS > 0, 1, 0)
+
+
+@gluon.jit
 def hopper_split_keys_kernel(
     q,
     q_stride,
@@ -174,6 +180,7 @@ def hopper_split_keys_kernel(
             return
         spot = first + split
     elif CUTS:
+        splits = gl.to_tensor(splits)  # a number that is known is a constant
         if by_lens > 0:
             token, split, splits, first = cut_batch(
                 (swa_lens, swa_len_stride),
@@ -204,8 +211,8 @@ def hopper_split_keys_kernel(
             request = gl.load(req_indices + token * req_stride).to(gl.int64)
             extra_len = gl.where((request >= 0) & (request < num_reqs), extra_len, 0)
             request = gl.where(extra_len > 0, request, 0)
-    swa_tiles = (swa_len + KEYS - 1) // KEYS
-    tiles = (swa_tiles + (extra_len + KEYS - 1) // KEYS).to(gl.int64)
+    swa_tiles = _tiles(swa_len)
+    tiles = (swa_tiles + _tiles(extra_len)).to(gl.int64)
     first_tile = (tiles * split // splits).to(gl.int32)
     stop = (tiles * (split + 1) // splits).to(gl.int32)
     blocks, window_blocks = count_blocks(first_tile, stop, swa_tiles)

@@ -39,7 +39,7 @@ HALF_BLOCK_TIME = 0.6
 """Time of half a block of keys over that of a block. Measured: 0.55, and more splits to join."""
 
 LEAST_UNITS = 4
-"""Key blocks of the tables that a batch is cut for by its lens."""
+"""Key blocks of all lists of a token from which on a batch is cut by its lens."""
 
 FIXED_SPLIT = 4
 """Key blocks per split of a batch-invariant call."""
@@ -283,6 +283,8 @@ def _cut(q: Tensor, units: int, wide: int) -> Cut | None:
     """How a batch with block tables is cut by its lens, None if it is not: few tokens are cut by
     the tables' widths alone, which takes no time, and of many each has an SM. Of symbolic sizes a
     symbol says which."""
+    if isinstance(units, int) and units < LEAST_UNITS:
+        return None
     num_tokens = q.shape[0]
     programs = num_tokens * wide
     by_lens = (

@@ -37,11 +37,11 @@ def sparse_mla_plan(
     tokens see very different numbers of keys.
 
     Without a plan ``sparse_mla_decode`` cuts every token into the same number of splits, and a long
-    context in a batch of short ones is what all wait for. Only ``sparse_mla_decode_paged`` on
-    Hopper, of 32 to 120 tokens times tiles of 64 heads, then cuts by lens itself, in every layer
-    again. One plan serves all layers with the same lens; give it to ``sparse_mla_decode`` or
-    ``sparse_mla_decode_paged`` as ``plan``, or have it made with a step
-    (``dsv4_ops.attention.build_attention_step``).
+    context in a batch of short ones is what all wait for. Only ``sparse_mla_decode_paged`` over FP8
+    caches on Hopper, of 32 to 120 tokens times tiles of 64 heads and lists of 4 blocks of 64 keys
+    or more, then cuts by lens itself, in every layer again. One plan serves all layers with the
+    same lens; give it to ``sparse_mla_decode`` or ``sparse_mla_decode_paged`` as ``plan``, or have
+    it made with a step (``dsv4_ops.attention.build_attention_step``).
 
     Args:
         swa_lens: Rows of the window that every token sees, [num_tokens], int32; below 0 counts as
