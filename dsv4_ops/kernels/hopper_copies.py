@@ -85,29 +85,26 @@ def _copy_queries(q, item, turn, lists, shared):
 
 
 @gluon.jit
-def ask(lists, item):
-    """The entries of an item's first two blocks, and how many count."""
-    return _find(lists, item, 0), _find(lists, item, 1), list_length(lists, item)
-
-
-@gluon.jit
-def copy_items(q, rows, lists, items, asked, shared):
+def copy_items(q, rows, lists, items, shared):
     """The partition that fills the buffers, for one item after the other: halves of blocks in the
     order in which they are used, and which rows exist; the others are zeros. The queries of an item
     come behind its first keys, which do not have to wait until those before are answered. What is
-    asked of lists arrives while the copies before go on; of the first item it was ``asked``."""
+    asked of lists arrives while the copies before go on."""
     keys, existing, full, used = shared[1], shared[2], shared[5][0], shared[5][1]
     item = gl.program_id(0)
     turn = item * 0
     pair = item * 0
-    next_even, next_odd, next_length = asked
+    next_even = _find(lists, item, 0)
+    next_odd = _find(lists, item, 1)
+    next_length = list_length(lists, item)
     _copy_queries(q, item, turn, lists, shared)
     while item < items:
         length = next_length
         after = item + gl.num_programs(0)
-        after_even, after_odd = next_even, next_odd
-        if after < items:  # of the only one nothing waits for this
-            after_even, after_odd, next_length = ask(lists, after)
+        there = gl.minimum(after, items - 1)
+        after_even = _find(lists, there, 0)
+        after_odd = _find(lists, there, 1)
+        next_length = list_length(lists, there)
         first = pair
         end = first + pairs_of(length)
         while pair < end:
@@ -115,14 +112,14 @@ def copy_items(q, rows, lists, items, asked, shared):
             block = 2 * (pair - first)
             even = _rows_of(rows, next_even, block, length)
             odd = _rows_of(rows, next_odd, block + 1, length)
+            next_even = _find(lists, item, block + 2)
+            next_odd = _find(lists, item, block + 3)
             mbarrier.wait(used[LEFT].index(0), phase)
             existing.index(0).store(even)
             _copy(0, LEFT, phase, even, rows, keys, full, used)
             mbarrier.wait(used[RIGHT].index(1), phase)
             existing.index(1).store(odd)
             _copy(1, RIGHT, phase, odd, rows, keys, full, used)
-            next_even = _find(lists, item, block + 2)
-            next_odd = _find(lists, item, block + 3)
             _copy(0, RIGHT, phase, even, rows, keys, full, used)
             if (block == 0) & (turn > 0):
                 _copy_queries(q, item, turn, lists, shared)

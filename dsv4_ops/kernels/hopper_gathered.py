@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from dsv4_ops.kernels.hopper_attend import HEADS, LOGIT_ROW, VALUE_ROW, WIDTH
-from dsv4_ops.kernels.hopper_copies import COPYING, ask, copy_items, list_length, pairs_of
+from dsv4_ops.kernels.hopper_copies import COPYING, copy_items, list_length, pairs_of
 from dsv4_ops.kernels.hopper_finish import inverse_of, store_lse
 from dsv4_ops.kernels.hopper_pairs import (
     LEFT,
@@ -114,6 +114,7 @@ def hopper_gathered_keys_kernel(
     HAS_SINK: gl.constexpr,
 ):
     """Rows and queries begin at multiples of 16 bytes, and have no gaps between their values."""
+    shared = allocate(COPYING + 1)
     num_heads = gl.to_tensor(num_heads)
     tiles = (num_heads + HEADS - 1) // HEADS
     items = num_tokens * tiles
@@ -123,12 +124,10 @@ def hopper_gathered_keys_kernel(
     counts = (lens, gl.to_tensor(len_stride), tiles)
     lists = (indices, strides, gl.to_tensor(width), counts)
     goal = (out, lse, max_logits, attn_sink)
-    asked = ask(lists, gl.program_id(0))  # arrives while the partitions start
-    shared = allocate(COPYING + 1)
     SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
     gl.warp_specialize(
         [
-            (copy_items, (queries, rows, lists, items, asked, shared)),
+            (copy_items, (queries, rows, lists, items, shared)),
             (_attend, (LEFT, lists, items, num_heads, goal, shared, SCALE, HAS_SINK)),
             (_attend, (RIGHT, lists, items, num_heads, goal, shared, SCALE, HAS_SINK)),
         ],
