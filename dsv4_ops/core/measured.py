@@ -102,10 +102,11 @@ NOTES = {
 """What is to be said of our own kernels, by op."""
 
 RULES = (Rule("indexer_logits", "deep_gemm", 64, False, 32, 2048, (2**20, _STORED), (36.7, 32.2)),)
-"""None of sparse MLA's decode: in ``bench sparse_mla`` of 2026-11-22 FlashMLA was slower wherever
-both had a plan, both made it in the call, or it had one and ours none. None of selections, where
-ours is faster. None of prefills and of gathered rows, where ours is: there and in timing scripts,
-from one token on, within 3 % in two."""
+"""None of sparse MLA's decode: in ``bench sparse_mla`` of 2026-11-22 FlashMLA was slower in every
+row, with a plan that its time does not count too. None of selections, where ours is faster. None of
+prefills, where ours was, but for one token and for 256 and 128 of C128, by 3 to 7 %. None of
+gathered rows: FlashMLA alone takes 3 to 10 % less of up to 128 tokens, without the kernels that
+make lists safe for it, with which it was not timed there."""
 
 
 def gathers(values: Mapping[str, Any]) -> Any:
