@@ -309,8 +309,10 @@ def test_the_whole_run_has_all_sizes():
     keys = {case.labels["keys"] for case in of["prefill"] if case.rows == 512}
     assert keys == {"128+512", "128+1024", "128+1028", "128+20"}
     models = ((64, "128"), (64, "640"), (128, "1152"))
+    flash_mla_has = ((64, "512"), (64, "1024"), (128, "1024"))
     assert [(case.rows, case.labels["heads"], case.labels["keys"]) for case in of["gathered"]] == [
-        (rows, *model) for model in models for rows in (1, 8, 32, 128, 512, 2048)
+        *((rows, *model) for model in models for rows in (1, 8, 32, 128, 512, 2048)),
+        *((rows, *model) for model in flash_mla_has for rows in (512, 2048, 8192)),
     ]
     few, many = (2, 8, 64, 256), (2, 8, 64, 256, 512, 2048)
     forms = (("decode", few), ("paged", few), ("prefill", many), ("gathered", many))
