@@ -162,9 +162,7 @@ def compiled(program):
     [
         (64, 75, 7, "tokens"),
         (64, 75, 100, "columns"),
-        (64, 75, 40, "columns"),
         (128, 75, 40, "both"),
-        (64, 0, 7, "tokens"),
         (64 * 67, 75, 1, "nothing"),
     ],
 )
