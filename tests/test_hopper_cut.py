@@ -16,7 +16,7 @@ from gpu_attention import PAGED, case_of, turned
 from dsv4_ops.kernels import join_launch, sparse_mla, split_launch
 
 cuts = pytest.importorskip("hopper_cuts", reason="triton is published for Linux only")
-emulated = pytest.importorskip("emulate_gluon")
+emulated = pytest.importorskip("emulate_gluon", reason="triton is published for Linux only")
 
 
 def cut(swa, extra, requests, num_reqs, programs, widths=cuts.WIDTHS):

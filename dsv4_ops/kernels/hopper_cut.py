@@ -67,8 +67,8 @@ def _size(index, mean, longest):
 @gluon.jit
 def _size_of_pieces(tiles, room, programs):
     """Of the sizes that give no more than ``room`` further pieces the one that takes the least
-    time, with that of a join; the smallest of several such. Code that runs once takes as long to
-    fetch as to run: no more of it than has to be."""
+    time, with that of a join; the smallest of several such. All programs wait for this: no more
+    code than has to be."""
     longest = gl.maximum(gl.max(tiles, 0), 1)
     mean = _pieces(gl.sum(tiles, 0), gl.to_tensor(programs)) + 1
     index = gl.arange(0, _SIZES, _OF_SIZES)
