@@ -134,7 +134,10 @@ def _stand_ins(program: Program) -> dict[int, Any]:
         MBarrierLayout=lambda *_: "layout",
     )
     copies = types.SimpleNamespace(
-        async_copy_global_to_shared=program.copy, mbarrier_arrive=program.copies_arrive
+        async_copy_global_to_shared=program.copy,
+        mbarrier_arrive=program.copies_arrive,
+        commit_group=program.commit_copies,
+        wait_group=program.wait_copies,
     )
     language = _Language(program)
     return {

@@ -40,6 +40,8 @@ class Partition:
     """Those that nobody has waited for."""
     copies: list[tuple[Shared, Value]] = field(default_factory=list)
     """Those that nothing says the arrival of."""
+    groups: list[int] = field(default_factory=list)
+    """Where groups of them end."""
 
 
 @dataclass
@@ -340,13 +342,28 @@ class Program:
         """Tell a barrier that all copies so far have arrived: every thread does."""
         self.switch()
         assert not increment_count
+        self._arrived(len(self.running.copies))
+        self.arrive(bar, count=THREADS)
+
+    def commit_copies(self) -> None:
+        """What was copied since the last group is the next."""
+        self.running.groups.append(len(self.running.copies))
+
+    def wait_copies(self, outstanding: int = 0) -> None:
+        """Wait for all groups but so many of the last ones."""
+        self.switch()
+        groups = self.running.groups
+        done = groups[: len(groups) - int(outstanding)]
+        self._arrived(done[-1] if done else 0)
+
+    def _arrived(self, count: int) -> None:
         me = self.running
-        for part, value in me.copies:
+        for part, value in me.copies[:count]:
             del part.memory.accesses[me.number, "write", part.box]
             self.touch(part, "write")
             part.bits[...] = value.bits()
-        me.copies.clear()
-        self.arrive(bar, count=THREADS)
+        del me.copies[:count]
+        me.groups = [end - count for end in me.groups if end > count]
 
     def product(
         self, left: Any, right: Any, sums: Any, *, use_acc: Any = True, is_async: bool = False

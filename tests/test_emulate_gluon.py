@@ -10,6 +10,7 @@ gluon = pytest.importorskip(
 hopper = pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 emulated = pytest.importorskip("emulate_gluon")
 gl, mbarrier, fence_async_shared = gluon.language, hopper.mbarrier, hopper.fence_async_shared
+async_copy = pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere").async_copy
 warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
 EmulationError = emulated.EmulationError
 
@@ -184,3 +185,29 @@ def test_a_phase_that_may_be_missed_is_found_in_every_schedule(seed):
     emulated.Emulator(seed)(_phases_kernel)[(1,)](out, 1)
     with pytest.raises(EmulationError, match=r"partition 0 may miss a phase|deadlock"):
         emulated.Emulator(seed)(_phases_kernel)[(1,)](out, 2)
+
+
+@gluon.jit
+def _groups_kernel(source, out, BEHIND: gl.constexpr, COMMITS: gl.constexpr):
+    """Two groups of copies; the first is read when all but BEHIND groups have arrived."""
+    rows = gl.allocate_shared_memory(gl.int32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    lane = gl.arange(0, 64, LINE)
+    async_copy.async_copy_global_to_shared(rows.index(0), source + lane, mask=lane < 60)
+    async_copy.commit_group()
+    async_copy.async_copy_global_to_shared(rows.index(1), source + 64 + lane)
+    if COMMITS:
+        async_copy.commit_group()
+    async_copy.wait_group(BEHIND)
+    gl.store(out + lane, rows.index(0).load(LINE))
+    async_copy.wait_group(0)
+    gl.store(out + 64 + lane, rows.index(1).load(LINE))
+
+
+def test_groups_of_copies_arrive_when_they_are_waited_for():
+    source, out = torch.arange(1, 129, dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    emulated.Emulator()(_groups_kernel)[(1,)](source, out, BEHIND=1, COMMITS=True)
+    assert out.tolist() == [*range(1, 61), 0, 0, 0, 0, *range(65, 129)], "no mask: zeros"
+    with pytest.raises(EmulationError, match="race: read by partition 0 and write by 0"):
+        emulated.Emulator()(_groups_kernel)[(1,)](source, out, BEHIND=2, COMMITS=True)
+    with pytest.raises(EmulationError, match="race: read by partition 0 and write by 0"):
+        emulated.Emulator()(_groups_kernel)[(1,)](source, out, BEHIND=0, COMMITS=False)

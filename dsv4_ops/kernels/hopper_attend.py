@@ -57,6 +57,13 @@ def allocate():
 
 
 @gluon.jit
+def allocate_heads(COUNT: gl.constexpr):
+    """Shared memory for so many values of every head."""
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.float32, [COUNT, HEADS], LINE)
+
+
+@gluon.jit
 def load_half_queries(queries, q, heads, FIRST: gl.constexpr, asked):
     """Bring the half of the queries from dimension FIRST on to shared memory, of as many heads;
     zeros for the others. Each partition that attends brings one, and both are ``asked``."""

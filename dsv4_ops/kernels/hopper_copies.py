@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dsv4_ops.kernels.hopper_attend import HEADS, WIDTH
+from dsv4_ops.kernels.hopper_finish import ask_sinks
 from dsv4_ops.kernels.hopper_pairs import LEFT, RIGHT
 from dsv4_ops.kernels.hopper_rows import KEYS
 
@@ -56,40 +57,51 @@ def _copy(block: gl.constexpr, HALF: gl.constexpr, phase, row, rows, keys, full,
     first, stride, _num_rows = rows
     dim = HALF * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, _COPIED))
     start = first + row.to(gl.int64) * stride
-    mbarrier.wait(used[HALF].index(block), phase)
+    mbarrier.wait(used[HALF][block], phase)
     async_copy.async_copy_global_to_shared(
         keys[HALF].index(block), start[:, None] + dim[None, :], mask=(row >= 0)[:, None]
     )
-    async_copy.mbarrier_arrive(full[HALF].index(block), increment_count=False)
-    mbarrier.arrive(full[HALF].index(block))
+    async_copy.mbarrier_arrive(full[HALF][block], increment_count=False)
+    mbarrier.arrive(full[HALF][block])
 
 
 @gluon.jit
-def _copy_queries(q, item, turn, lists, shared):
-    """Of the heads that there are; the rows of others are zeros."""
-    first, stride, head_stride, num_heads = q
-    queries, asked, answered = shared[0].index(0), shared[5][4].index(0), shared[5][5].index(0)
+def copy_half_queries(q, item, turn, HALF: gl.constexpr, lists, shared, HAS_SINK: gl.constexpr):
+    """A half of the rows of the heads that there are, and with the left one their sinks; the rows
+    of others are zeros."""
+    first, stride, head_stride, num_heads, attn_sink = q
+    queries, asked = shared[0].index(0), shared[5][4]
     tiles = lists[3][2]
     token = (item // tiles).to(gl.int64)
-    head = (item % tiles) * HEADS + gl.arange(0, HEADS, _ROW)
+    first_head = (item % tiles) * HEADS
+    head = first_head + gl.arange(0, HEADS, _ROW)
+    dim = HALF * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, _COPIED))
     start = first + token * stride + head.to(gl.int64) * head_stride
-    there = (head < num_heads)[:, None]
-    mbarrier.wait(answered, (turn & 1) ^ 1)
-    for half in gl.static_range(2):
-        dim = half * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, _COPIED))
-        async_copy.async_copy_global_to_shared(
-            queries.slice(half * WIDTH, WIDTH, dim=1), start[:, None] + dim[None, :], mask=there
-        )
+    if HAS_SINK and HALF == LEFT:
+        ask_sinks(shared[4][2].index(turn & 1), attn_sink, first_head, num_heads - first_head)
+    async_copy.async_copy_global_to_shared(
+        queries.slice(HALF * WIDTH, WIDTH, dim=1),
+        start[:, None] + dim[None, :],
+        mask=(head < num_heads)[:, None],
+    )
     async_copy.mbarrier_arrive(asked, increment_count=False)
     mbarrier.arrive(asked)
 
 
 @gluon.jit
-def copy_items(q, rows, lists, items, shared):
+def _copy_queries(q, item, turn, lists, shared, HAS_SINK: gl.constexpr):
+    mbarrier.wait(shared[5][5], (turn & 1) ^ 1)
+    copy_half_queries(q, item, turn, LEFT, lists, shared, HAS_SINK)
+    copy_half_queries(q, item, turn, RIGHT, lists, shared, HAS_SINK)
+
+
+@gluon.jit
+def copy_items(q, rows, lists, items, shared, HAS_SINK: gl.constexpr):
     """The partition that fills the buffers, for one item after the other: halves of blocks in the
     order in which they are used, and which rows exist; the others are zeros. The queries of an item
-    come behind its first keys, which do not have to wait until those before are answered. What is
-    asked of lists arrives while the copies before go on."""
+    come behind its first keys, which do not have to wait until those before are answered; those of
+    the first item the other partitions ask for, which would wait for them anyway. What is asked of
+    lists arrives while the copies before go on."""
     keys, existing, full, used = shared[1], shared[2], shared[5][0], shared[5][1]
     item = gl.program_id(0)
     turn = item * 0
@@ -97,7 +109,6 @@ def copy_items(q, rows, lists, items, shared):
     next_even = _find(lists, item, 0)
     next_odd = _find(lists, item, 1)
     next_length = list_length(lists, item)
-    _copy_queries(q, item, turn, lists, shared)
     while item < items:
         length = next_length
         after = item + gl.num_programs(0)
@@ -114,15 +125,15 @@ def copy_items(q, rows, lists, items, shared):
             odd = _rows_of(rows, next_odd, block + 1, length)
             next_even = _find(lists, item, block + 2)
             next_odd = _find(lists, item, block + 3)
-            mbarrier.wait(used[LEFT].index(0), phase)
+            mbarrier.wait(used[LEFT][0], phase)
             existing.index(0).store(even)
             _copy(0, LEFT, phase, even, rows, keys, full, used)
-            mbarrier.wait(used[RIGHT].index(1), phase)
+            mbarrier.wait(used[RIGHT][1], phase)
             existing.index(1).store(odd)
             _copy(1, RIGHT, phase, odd, rows, keys, full, used)
             _copy(0, RIGHT, phase, even, rows, keys, full, used)
             if (block == 0) & (turn > 0):
-                _copy_queries(q, item, turn, lists, shared)
+                _copy_queries(q, item, turn, lists, shared, HAS_SINK)
             _copy(1, LEFT, phase, odd, rows, keys, full, used)
             pair += 1
         next_even = after_even

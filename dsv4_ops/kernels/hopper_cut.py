@@ -65,12 +65,10 @@ def _size(index, mean, longest):
 
 
 @gluon.jit
-def _size_of_pieces(tiles, room, programs):
+def _size_of_pieces(tiles, mean, longest, room, programs):
     """Of the sizes that give no more than ``room`` further pieces the one that takes the least
     time, with that of a join; the smallest of several such. All programs wait for this: no more
     code than has to be."""
-    longest = gl.maximum(gl.max(tiles, 0), 1)
-    mean = _pieces(gl.sum(tiles, 0), gl.to_tensor(programs)) + 1
     index = gl.arange(0, _SIZES, _OF_SIZES)
     sizes = _size(index, mean, longest)
     further = gl.sum(_pieces(tiles[None, :], sizes[:, None]), 1)
@@ -92,11 +90,27 @@ def cut_batch(swa, extra, requests, widths, num_tokens, programs, joins):
     tiles = _tiles(_loaded(extra, lane, num_tokens), widths[1])
     tiles = gl.where((request >= 0) & (request < widths[2]), tiles, 0)
     tiles = gl.minimum(tiles + _tiles(_loaded(swa, lane, num_tokens), widths[0]), _MOST_TILES)
-    size = _size_of_pieces(tiles, gl.maximum(programs - num_tokens, 0), programs)
+    longest = gl.maximum(gl.max(tiles, 0), 1)
+    mean = _pieces(gl.sum(tiles, 0), gl.to_tensor(programs)) + 1
+    number = gl.program_id(0)
+    joined, token = number * 0, gl.minimum(number, num_tokens)
+    split, count, first = joined, joined + 1, joined
+    if longest > mean + _JOIN:  # else no pieces and their join take less than the longest token
+        size = _size_of_pieces(tiles, mean, longest, gl.maximum(programs - num_tokens, 0), programs)
+        joined, place, token, split, count, first = _piece(tiles, size, number, num_tokens)
+        listed = (gl.program_id(1) == 0) & (number < num_tokens) & (count > 1)
+        _list_join(joins, place, token, count, first, listed)
+    gl.store(joins, joined, mask=(gl.program_id(1) == 0) & (number == 0))
+    return token.to(gl.int64), split, count, first
+
+
+@gluon.jit
+def _piece(tiles, size, number, num_tokens):
+    """How many tokens are to be joined and how many of them are before the one of a program; then
+    what ``cut_batch`` returns."""
     lane = gl.arange(0, TOKENS, _LINE)
     more = _pieces(gl.convert_layout(tiles, _LINE), size)
     several = gl.where(more > 0, 65536, 0)
-    number = gl.program_id(0)
     further = number - num_tokens
     past = gl.where((lane < num_tokens) & (gl.associative_scan(more, 0, _plus) <= further), 1, 0)
     packed = gl.sum(several + past, 0)
@@ -105,12 +119,8 @@ def cut_batch(swa, extra, requests, widths, num_tokens, programs, joins):
     packed = gl.sum(gl.where(lane < token, several + more, 0), 0)
     place, skipped = packed >> 16, packed & 65535
     count = gl.sum(gl.where(lane == token, more, 0), 0) + 1
-    first = place + skipped
     split = gl.where(further < 0, 0, further - skipped + 1)
-    lists = gl.program_id(1) == 0
-    gl.store(joins, joined, mask=lists & (number == 0))
-    _list_join(joins, place, token, count, first, lists & (further < 0) & (count > 1))
-    return token.to(gl.int64), split, count, first
+    return joined, place, token, split, count, place + skipped
 
 
 @gluon.jit

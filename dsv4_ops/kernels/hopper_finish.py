@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dsv4_ops.kernels.hopper_attend import HEADS, LOGIT_ROW, VALUE_ROW, WIDTH
@@ -15,6 +16,7 @@ _ROWS, _ROPE = gl.constexpr(16), gl.constexpr(64)
 
 _OUT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 _PAIRS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+_LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
@@ -84,12 +86,19 @@ def _scale_of(peak):
 
 
 @gluon.jit
-def inverse_of(largest, total, attn_sink, first_head, heads, HAS_SINK: gl.constexpr):
-    """By what the sums of as many heads are multiplied at last."""
-    head = gl.arange(0, HEADS, LOGIT_ROW)
+def ask_sinks(sinks, attn_sink, first_head, heads):
+    """Copies of the sinks of as many heads, before the keys: at the end results would wait for
+    them, and until then no thread has a register for one."""
+    head = gl.arange(0, HEADS, _LINE)
+    async_copy.async_copy_global_to_shared(sinks, attn_sink + first_head + head, mask=head < heads)
+
+
+@gluon.jit
+def inverse_of(largest, total, sinks, HAS_SINK: gl.constexpr):
+    """By what the sums of heads are multiplied at last."""
     sink = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
     if HAS_SINK:
-        sink = gl.load(attn_sink + first_head + head, mask=head < heads, other=0.0) * _LOG2_E
+        sink = sinks.load(LOGIT_ROW) * _LOG2_E
     origin = gl.where(largest == float("-inf"), 0.0, largest)
     return 1.0 / gl.where(total == 0.0, 1.0, total + gl.exp2(sink - origin))
 
@@ -107,9 +116,11 @@ def finish_left(
 ):
     """Results of a token whose keys were all here: the left half, and ``lse``, of as many heads.
     The queries are not needed any more: what is stored goes through their memory."""
-    out, lse, attn_sink, row, first_head = goal
+    out, lse, row, first_head = goal
     _full, _empty, weighed, taken, _asked = barriers
-    inverse = inverse_of(largest, total, attn_sink, first_head, heads, HAS_SINK)
+    if HAS_SINK:
+        async_copy.wait_group(0)
+    inverse = inverse_of(largest, total, exchange[1].index(0), HAS_SINK)
     mbarrier.wait(taken, (blocks & 1) ^ 1)
     exchange[0].store(inverse)
     mbarrier.arrive(weighed)

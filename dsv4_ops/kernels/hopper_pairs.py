@@ -34,10 +34,10 @@ LEFT, RIGHT = gl.constexpr(0), gl.constexpr(1)
 def allocate(ARRIVALS: gl.constexpr):
     """Shared memory of a program: the queries; the left and the right half of the keys of a pair
     of blocks and which of them exist; the weights of both blocks, the largest logits so far, and
-    totals of this token and the one before. Barriers, of each block: of each half whether its keys
-    are there (so many ARRIVALS say so) and whether they have been used, whether its largest logits
-    are known, and whether it is weighed. Of a token: whether its queries are there, and whether
-    they have been used."""
+    totals and sinks of this token and the one before. Barriers, of each block: of each half whether
+    its keys are there (so many ARRIVALS say so) and whether they have been used, whether its
+    largest logits are known, and whether it is weighed. Of a token: whether its queries are there,
+    and whether they have been used."""
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     queries = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, 2 * WIDTH], ROWS)
@@ -47,32 +47,35 @@ def allocate(ARRIVALS: gl.constexpr):
     existing = gl.allocate_shared_memory(gl.int32, [2, KEYS], LINE)
     peaks = gl.allocate_shared_memory(gl.float32, [2, HEADS], LINE)
     totals = gl.allocate_shared_memory(gl.float32, [4, HEADS], LINE)
-    full_left = _barriers(2, ARRIVALS)
-    full_right = _barriers(2, ARRIVALS)
-    used_left = _barriers(2, 1)
-    used_right = _barriers(2, 1)
-    peaked = _barriers(2, 1)
-    weighed = _barriers(2, 1)
-    asked = _barriers(1, ARRIVALS)
-    answered = _barriers(1, 2)
+    sinks = gl.allocate_shared_memory(gl.float32, [2, HEADS], LINE)
+    full_left = (_barrier(ARRIVALS), _barrier(ARRIVALS))
+    full_right = (_barrier(ARRIVALS), _barrier(ARRIVALS))
+    used_left = (_barrier(1), _barrier(1))
+    used_right = (_barrier(1), _barrier(1))
+    peaked = (_barrier(1), _barrier(1))
+    weighed = (_barrier(1), _barrier(1))
+    asked = _barrier(2 * ARRIVALS)
+    answered = _barrier(2)
     barriers = ((full_left, full_right), (used_left, used_right), peaked, weighed, asked, answered)
-    return queries, (left, right), existing, weights, (peaks, totals), barriers
+    return queries, (left, right), existing, weights, (peaks, totals, sinks), barriers
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(COUNT):
-        mbarrier.init(made.index(place), count=ARRIVALS)
+def _barrier(ARRIVALS: gl.constexpr):
+    """By itself: between those of one allocation the threads would wait for each other."""
+    made = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(made, count=ARRIVALS)
     return made
 
 
 @gluon.jit
-def _logits(block, phase, FIRST: gl.constexpr, scale, queries, keys, existing, full):
+def _logits(
+    block, BLOCK: gl.constexpr, phase, FIRST: gl.constexpr, scale, queries, keys, existing, full
+):
     """The half that comes first is multiplied first."""
     nothing = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
     SECOND: gl.constexpr = 1 - FIRST
-    mbarrier.wait(full[FIRST].index(block), phase)
+    mbarrier.wait(full[FIRST][BLOCK], phase)
     fence_async_shared()
     product = warpgroup_mma(
         queries.slice(FIRST * WIDTH, WIDTH, dim=1),
@@ -81,7 +84,7 @@ def _logits(block, phase, FIRST: gl.constexpr, scale, queries, keys, existing, f
         use_acc=False,
         is_async=True,
     )
-    mbarrier.wait(full[SECOND].index(block), phase)
+    mbarrier.wait(full[SECOND][BLOCK], phase)
     fence_async_shared()
     product = warpgroup_mma(
         queries.slice(SECOND * WIDTH, WIDTH, dim=1),
@@ -108,7 +111,7 @@ def _times(total, factor):
 def _hand_over(block: gl.constexpr, weights, rounded, weighed):
     weights.index(block).store(rounded)
     fence_async_shared()
-    mbarrier.arrive(weighed.index(block))
+    mbarrier.arrive(weighed[block])
 
 
 @gluon.jit
@@ -124,28 +127,28 @@ def attend_even(first, pairs, turn, scale, shared):
     pair = first + pairs * 0
     while pair < first + pairs:
         phase = pair & 1
-        logits = _logits(0, phase, LEFT, scale, queries.index(0), keys, existing, full)
+        logits = _logits(0, 0, phase, LEFT, scale, queries.index(0), keys, existing, full)
         highest = gl.maximum(largest, gl.max(logits, axis=1))
         peaks.index(0).store(highest)
-        mbarrier.arrive(peaked.index(0))
+        mbarrier.arrive(peaked[0])
         share = gl.exp2(logits - _origin(highest)[:, None])
         factor = gl.exp2(largest - _origin(highest))
         total = _times(total, factor) + sums_of_threads(share)
         sums = sums * gl.convert_layout(factor, VALUE_ROW)[:, None]
         operand = gl.convert_layout(share.to(gl.bfloat16), WEIGHTS)
         summed = warpgroup_mma(operand, keys[LEFT].index(0), sums, is_async=True)
-        mbarrier.wait(peaked.index(1), (pair + turn) & 1)
+        mbarrier.wait(peaked[1], (pair + turn) & 1)
         largest = peaks.index(1).load(LOGIT_ROW)
         factor = gl.exp2(highest - _origin(largest))
         _hand_over(0, weights, (share * factor[:, None]).to(gl.bfloat16), weighed)
         total = _times(total, factor)
         sums = warpgroup_mma_wait(0, deps=(summed,))
-        mbarrier.arrive(used[LEFT].index(0))
+        mbarrier.arrive(used[LEFT][0])
         sums = sums * gl.convert_layout(factor, VALUE_ROW)[:, None]
-        mbarrier.wait(weighed.index(1), phase)
+        mbarrier.wait(weighed[1], phase)
         summed = warpgroup_mma(weights.index(1), keys[LEFT].index(1), sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=(summed,))
-        mbarrier.arrive(used[LEFT].index(1))
+        mbarrier.arrive(used[LEFT][1])
         pair += 1
     return sums, largest, gl.convert_layout(gl.sum(total, axis=1), LOGIT_ROW)
 
@@ -164,12 +167,12 @@ def attend_odd(first, pairs, turn, scale, shared):
         phase = pair & 1
         none = pair >> 28  # 0: of a constant, descriptors would be kept in registers
         asked = queries.index(none)
-        logits = _logits(none + 1, phase, RIGHT, scale, asked, keys, existing, full)
+        logits = _logits(none + 1, 1, phase, RIGHT, scale, asked, keys, existing, full)
         highest = gl.max(logits, axis=1)
-        mbarrier.wait(peaked.index(0), (pair + turn) & 1)
+        mbarrier.wait(peaked[0], (pair + turn) & 1)
         highest = gl.maximum(highest, peaks.index(0).load(LOGIT_ROW))
         peaks.index(1).store(highest)
-        mbarrier.arrive(peaked.index(1))
+        mbarrier.arrive(peaked[1])
         share = gl.exp2(logits - _origin(highest)[:, None])
         rounded = share.to(gl.bfloat16)
         _hand_over(1, weights, rounded, weighed)
@@ -180,11 +183,11 @@ def attend_odd(first, pairs, turn, scale, shared):
         operand = gl.convert_layout(rounded, WEIGHTS)
         summed = warpgroup_mma(operand, keys[RIGHT].index(none + 1), sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=(summed,))
-        mbarrier.arrive(used[RIGHT].index(1))
-        mbarrier.wait(weighed.index(0), phase)
+        mbarrier.arrive(used[RIGHT][1])
+        mbarrier.wait(weighed[0], phase)
         summed = warpgroup_mma(weights.index(none), keys[RIGHT].index(none), sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=(summed,))
-        mbarrier.arrive(used[RIGHT].index(0))
+        mbarrier.arrive(used[RIGHT][0])
         pair += 1
     return sums, largest, gl.convert_layout(gl.sum(total, axis=1), LOGIT_ROW)
 
@@ -195,6 +198,6 @@ def whole_total(block: gl.constexpr, pairs, turn, total, shared):
     totals, peaked = shared[4][1], shared[5][2]
     place = 2 * (turn & 1)
     totals.index(place + block).store(total)
-    mbarrier.arrive(peaked.index(block))
-    mbarrier.wait(peaked.index(1 - block), (pairs + turn) & 1)
+    mbarrier.arrive(peaked[block])
+    mbarrier.wait(peaked[1 - block], (pairs + turn) & 1)
     return total + totals.index(place + (1 - block)).load(LOGIT_ROW)

@@ -3,17 +3,19 @@ the three partitions of ``hopper_split.py``."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dsv4_ops.kernels.hopper_attend import (
     HEADS,
     WIDTH,
     allocate,
+    allocate_heads,
     attend_left,
     attend_right,
     load_half_queries,
 )
-from dsv4_ops.kernels.hopper_finish import finish_left, finish_right
+from dsv4_ops.kernels.hopper_finish import ask_sinks, finish_left, finish_right
 from dsv4_ops.kernels.hopper_prefill_rows import find_rows, place_rows
 from dsv4_ops.kernels.hopper_rows import KEYS, dequantise
 from dsv4_ops.kernels.hopper_split import ATTENDING, DEQUANTISING
@@ -32,11 +34,15 @@ def _left(
     exchange,
     barriers,
     blocks,
+    attn_sink,
     goal,
     heads,
     SCALE: gl.constexpr,
     HAS_SINK: gl.constexpr,
 ):
+    if HAS_SINK:
+        ask_sinks(exchange[1].index(0), attn_sink, goal[3], heads)
+        async_copy.commit_group()
     load_half_queries(queries.index(0), q, heads, 0, barriers[4])
     mbarrier.wait(barriers[4], 0)
     sums, largest, total = attend_left(
@@ -175,12 +181,12 @@ def hopper_prefill_keys_kernel(
         ),
         (visible, extra_len, chosen, topk_column_stride),
     )
-    exchange = (factors, factors)
+    exchange = (factors, allocate_heads(1))
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads
     heads = num_heads - first_head  # no more are read and written
     here = (q + token * q_stride + first_head.to(gl.int64) * q_head_stride, q_head_stride)
-    left = (out, lse, attn_sink, row, first_head)
+    left = (out, lse, row, first_head)
     right = (out, row, first_head)
     SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
     gl.warp_specialize(
@@ -196,6 +202,7 @@ def hopper_prefill_keys_kernel(
                     exchange,
                     barriers,
                     blocks,
+                    attn_sink,
                     left,
                     heads,
                     SCALE,

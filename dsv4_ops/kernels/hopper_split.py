@@ -4,18 +4,26 @@ the matrix products of these."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dsv4_ops.kernels.hopper_attend import (
     HEADS,
     WIDTH,
     allocate,
+    allocate_heads,
     attend_left,
     attend_right,
     load_half_queries,
 )
 from dsv4_ops.kernels.hopper_cut import cut_batch, cut_tokens
-from dsv4_ops.kernels.hopper_finish import finish_left, finish_right, part_left, part_right
+from dsv4_ops.kernels.hopper_finish import (
+    ask_sinks,
+    finish_left,
+    finish_right,
+    part_left,
+    part_right,
+)
 from dsv4_ops.kernels.hopper_rows import KEYS, dequantise
 from dsv4_ops.kernels.hopper_split_rows import count_blocks, find_rows, place_rows
 
@@ -35,12 +43,17 @@ def _left(
     exchange,
     barriers,
     blocks,
+    attn_sink,
     goals,
     splits,
     heads,
     SCALE: gl.constexpr,
     HAS_SINK: gl.constexpr,
 ):
+    if HAS_SINK:
+        if splits == 1:
+            ask_sinks(exchange[1].index(0), attn_sink, goals[0][3], heads)
+            async_copy.commit_group()
     load_half_queries(queries.index(0), q, heads, 0, barriers[4])
     mbarrier.wait(barriers[4], 0)
     sums, largest, total = attend_left(
@@ -82,11 +95,11 @@ def _right(
 ):
     cos_sin_cache, positions, num_positions = rotation
     load_half_queries(queries.index(0), q, heads, WIDTH, barriers[4])
+    position = gl.to_tensor(0).to(gl.int64)
+    if TURNED:
+        position = gl.load(positions)  # before the keys, as the sinks
     sums = attend_right(blocks, keys, weights, exchange[0], barriers)
     if splits == 1:
-        position = gl.to_tensor(0).to(gl.int64)
-        if TURNED:
-            position = gl.load(positions)
         turn = (cos_sin_cache, position, num_positions)
         finish_right(
             sums, blocks, goals[0], turn, heads, queries.index(0), exchange, barriers, TURNED
@@ -218,7 +231,7 @@ def hopper_split_keys_kernel(
     blocks, window_blocks = count_blocks(first_tile, stop, swa_tiles)
 
     queries, keys, existing, weights, factors, barriers = allocate()
-    peaks = gl.allocate_shared_memory(gl.float32, [2, HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    peaks = allocate_heads(2)  # of a partial result, or sinks
 
     SIZES: gl.constexpr = (
         ROW,
@@ -247,7 +260,7 @@ def hopper_split_keys_kernel(
     heads = num_heads - first_head  # no more are read and written
     here = (q + token * q_stride + first_head.to(gl.int64) * q_head_stride, q_head_stride)
     left = (
-        (out, lse, attn_sink, row, first_head),
+        (out, lse, row, first_head),
         (partial, partial_lse, partial_peak, part, first_head),
     )
     right = ((out, row, first_head), (partial, part, first_head))
@@ -266,6 +279,7 @@ def hopper_split_keys_kernel(
                     exchange,
                     barriers,
                     blocks,
+                    attn_sink,
                     left,
                     splits,
                     heads,

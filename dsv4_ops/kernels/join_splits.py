@@ -37,7 +37,10 @@ def _join(
     """Partial results of a token and a head from ``place`` on, weighed by their sums,
     SPLITS at a time. With TURNED the result is rounded and its last ROPE values are rotated
     back."""
-    if TURNED:  # ahead of what takes as long to arrive
+    sink = float("-inf")
+    if HAS_SINK:  # ahead of what takes as long to arrive
+        sink = tl.load(attn_sink + head) * _LOG2_E
+    if TURNED:
         position = tl.load(positions + token * positions_stride)
         position = tl.where(position >= 0, position, num_positions)
         known, cos, sin = load_tail_angles(
@@ -63,9 +66,6 @@ def _join(
         summed = summed * factor + tl.sum(loaded * (weights * peaks)[:, None], axis=0)
         largest = highest
         first += SPLITS
-    sink = float("-inf")
-    if HAS_SINK:
-        sink = tl.load(attn_sink + head) * _LOG2_E
     below = denominator(largest, total, sink)
     goal = token * num_heads + head
     values = round_to_bf16(summed / below, EMULATE)

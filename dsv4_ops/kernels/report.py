@@ -25,7 +25,7 @@ from dsv4_ops.kernels import binary
 from dsv4_ops.kernels.binary import Argument
 
 SPILLS = {
-    "hopper_gathered_keys_kernel": 128,
+    "hopper_gathered_keys_kernel": 100,
     "hopper_split_keys_kernel": 16,
     "prefill_keys_kernel": 64,
 }
