@@ -30,6 +30,11 @@ MODES = {"C4": (4, 64), "C128": (128, 2), "window": (1, 64)}  # ratio, rows of a
 BAD = (-1, INT32_MIN, INT32_MAX)
 
 
+def in_one_piece(case: Case) -> Case:
+    """The same call, the keys of no token in splits: "auto" cuts those of few."""
+    return Case(f"{case.name}, in one piece", case.tensors, {**case.settings, "impl": "triton"})
+
+
 def requests_of(made: torch.Generator, tokens: int, longest: int) -> tuple[Tensor, Tensor]:
     """Positions and requests of ragged requests: first chunks and later ones, some of one token."""
     positions, owners = [], []

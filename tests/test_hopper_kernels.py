@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from gpu_attention import DECODE, PAGED, case_of, decode_case, magnified, turned
-from gpu_prefill import MODES, PREFILL, prefill_case, with_plan
+from gpu_prefill import MODES, PREFILL, in_one_piece, prefill_case, with_plan
 from helpers import INT32_MAX, INT32_MIN, i32, i64, strided
 from hypothesis import HealthCheck, given, settings
 
@@ -51,8 +51,10 @@ def kernel(name, case, seed=0):
 
 
 def check(name, case, seed=0):
-    actual, expected = kernel(name, case, seed), case.run(OPS[name].reference)
-    assert_agrees(f"{name}, {case.name}", OPS[name].station("testing"), case, actual, expected)
+    expected = case.run(OPS[name].reference)
+    for each in (case, in_one_piece(case)) if name == PREFILL else (case,):
+        actual = kernel(name, each, seed)
+        assert_agrees(f"{name}, {each.name}", OPS[name].station("testing"), case, actual, expected)
 
 
 def near(name, case):

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton", reason="published for Linux only")
 
 from gpu_attention import DECODE, GATHERED, PAGED, case_of, gathered_case, generator, integers
-from gpu_prefill import PREFILL, prefill_case
+from gpu_prefill import PREFILL, in_one_piece, prefill_case
 from helpers import i32
 
 from dsv4_ops.core.layout import MainLayout
@@ -314,14 +314,16 @@ def test_what_kernels_write_is_said(monkeypatch):
     launch = Watched()
     calls = [(DECODE, case_of(DECODE, 1, 3, 8, num_splits=count)) for count in (1, 3)]
     calls += [(PAGED, case_of(PAGED, 1, 3, 8))]
-    calls += [(PREFILL, prefill_case(1, 3, 8, "C4", topk=70, longest=300))]
+    prefill = prefill_case(1, 3, 8, "C4", topk=70, longest=300)
+    calls += [(PREFILL, prefill), (PREFILL, in_one_piece(prefill))]
     calls += [(GATHERED, gathered_case(1, 3, 8, 70))]
     for name, case in calls:
         OPS[name].station("kernels")(launch, *case.tensors, **case.settings)
     outputs = {"out", "lse"}
+    parts = {"partial", "partial_lse", "partial_peak"}
     assert launch.changed == {
-        "hopper_split_keys_kernel": {*outputs, "partial", "partial_lse", "partial_peak", "joins"},
-        "hopper_prefill_keys_kernel": outputs,
+        "hopper_split_keys_kernel": {*outputs, *parts, "joins"},
+        "hopper_prefill_keys_kernel": {*outputs, *parts},
         "hopper_gathered_keys_kernel": {*outputs, "max_logits"},
     }
     assert set.union(*launch.changed.values()) == packaged.WRITTEN

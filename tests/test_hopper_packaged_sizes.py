@@ -47,7 +47,8 @@ def at(size, sizes):
 def test_a_prefill_of_any_size_has_both_ways():
     """Of 64 heads, 128 + 512 keys and 5120 compressed rows: 256 tokens read the pages, 2048 a copy
     of them, and not of a table of more than 2^20 rows. What is not wanted has no programs, and no
-    memory for rows and lists. Nothing is made a number."""
+    memory for rows and lists. Nothing is made a number. The 10 blocks of few tokens are cut for 132
+    programs: of 40 tokens in threes, the longest of which has 4, of 66 in two."""
     made, heads = generator(0), 64
     cache = MainLayout(64).allocate(9, "cpu")
     tokens, pages = torch.export.Dim("tokens", min=2), torch.export.Dim("pages", min=2)
@@ -65,14 +66,19 @@ def test_a_prefill_of_any_size_has_both_ways():
         launches_of(program, dict(zip(symbols, sizes, strict=True)))
         for sizes in ((256, 300), (2048, 300), (2048, 17000))
     )
-    names = ["prefill", "triton", "triton", "triton", "triton", "gathered"]
-    for found, programs in ((few, 256), (far, 2048)):
-        assert found[0] == [*zip(names, (programs, 0, 0, 0, 0, 0), strict=True)]
+    names = ["prefill", "triton", "triton", "triton", "triton", "triton", "gathered"]
+    for found, programs in ((few, 256), (far, 2048)):  # a head of one token finds nothing to join
+        assert found[0] == [*zip(names, (programs, heads, 0, 0, 0, 0, 0), strict=True)]
     # spans of 1 request; 640 and 2400 groups of 8 rows, for up to 2112 programs; lists
-    assert many[0] == [*zip(names, (0, 1, 640, 2112, 2048, 132), strict=True)]
+    assert many[0] == [*zip(names, (0, 0, 1, 640, 2112, 2048, 132), strict=True)]
+    for count, splits in ((2, 10), (13, 10), (14, 5), (40, 3), (66, 2), (67, 1)):
+        found, _ = launches_of(program, dict(zip(symbols, (count, 300), strict=True)))
+        joins = heads * (count if splits > 1 else 1)
+        assert found[:3] == [("prefill", count * splits), ("triton", joins), ("triton", 0)], count
     rows = 300 * 64 + 80 * 64
     assert many[1] - few[1] > rows * 1024 + 2048 * 640 * 4
-    assert few[1] < 256 * (heads * (1024 + 8) + 8) + 1000
+    parts = 132 * heads * (1024 + 8)
+    assert few[1] < 256 * (heads * (1024 + 8) + 8) + parts + 1000
 
 
 def paged_program(heads, columns, tokens, dims):

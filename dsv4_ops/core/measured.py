@@ -95,7 +95,7 @@ NOTES = {
     "sparse_mla_prefill": (
         "on Hopper over a copy of its rows in bf16, where that is faster: "
         f"{_CALLS / 1e5:g} us and {_ROW / 100} ns a row, for {_ENTRY / 100} ns a key of a token "
-        f"and 64 heads; of all rows of a table from {_TILES} tokens of 64 heads on"
+        f"and 64 heads; of all rows of a table from {_TILES} tokens of 64 heads on; the keys of few tokens in splits"
     ),
     "sparse_mla_gathered": "on Hopper; on other GPUs the reference",
 }
@@ -118,7 +118,7 @@ def gathers(values: Mapping[str, Any]) -> Any:
     Returns:
         1 or 0, or of symbolic sizes a symbol that is one of them.
     """
-    tokens, columns, rows = values["q"].shape[0], _prefilled(values), workspace_rows(values)
+    tokens, columns, rows = values["q"].shape[0], prefilled(values), workspace_rows(values)
     tiles = tokens * head_tiles(int(values["q"].shape[1]))
     every = values["extra_cache"] is not None and values["topk_indices"] is None
     return (
@@ -162,7 +162,7 @@ def _columns(op: str, values: Mapping[str, Any]) -> Any:
     if op == "indexer_select":
         return values["block_table"].shape[1] * values["block_size"]
     if op == "sparse_mla_prefill":
-        return _prefilled(values)
+        return prefilled(values)
     columns = values["swa_indices"].shape[1]
     if op == "sparse_mla_decode_paged":
         return columns + values["extra_block_table"].shape[1] * values["extra_block_size"]
@@ -170,7 +170,8 @@ def _columns(op: str, values: Mapping[str, Any]) -> Any:
     return columns if extra is None else columns + extra.shape[1]
 
 
-def _prefilled(values: Mapping[str, Any]) -> Any:
+def prefilled(values: Mapping[str, Any]) -> Any:
+    """Keys that a token of a prefill has at most."""
     selected, table = values["topk_indices"], values["extra_block_table"]
     columns = values["window_size"]
     if selected is not None:

@@ -1,63 +1,21 @@
 """Attention of one token over its window and compressed rows, for Hopper: ``prefill_keys.py`` in
-the three partitions of ``hopper_split.py``."""
+the three partitions of ``hopper_split.py``, and as there with the keys cut into splits."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dsv4_ops.kernels.hopper_attend import (
-    HEADS,
-    WIDTH,
-    allocate,
-    allocate_heads,
-    attend_left,
-    attend_right,
-    load_half_queries,
-)
-from dsv4_ops.kernels.hopper_finish import ask_sinks, finish_left, finish_right
+from dsv4_ops.kernels.hopper_attend import HEADS, allocate, allocate_heads
 from dsv4_ops.kernels.hopper_prefill_rows import find_rows, place_rows
 from dsv4_ops.kernels.hopper_rows import KEYS, dequantise
-from dsv4_ops.kernels.hopper_split import ATTENDING, DEQUANTISING
+from dsv4_ops.kernels.hopper_split import (
+    ATTENDING,
+    DEQUANTISING,
+    attend_and_finish_left,
+    attend_and_finish_right,
+)
 from dsv4_ops.kernels.pages import MAX_POSITIONS
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def _left(
-    q,
-    queries,
-    keys,
-    existing,
-    weights,
-    exchange,
-    barriers,
-    blocks,
-    attn_sink,
-    goal,
-    heads,
-    SCALE: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-):
-    if HAS_SINK:
-        ask_sinks(exchange[1].index(0), attn_sink, goal[3], heads)
-        async_copy.commit_group()
-    load_half_queries(queries.index(0), q, heads, 0, barriers[4])
-    mbarrier.wait(barriers[4], 0)
-    sums, largest, total = attend_left(
-        blocks, SCALE, queries, keys, existing, weights, exchange[0], barriers
-    )
-    finish_left(
-        sums, largest, total, blocks, goal, heads, queries.index(0), exchange, barriers, HAS_SINK
-    )
-
-
-@gluon.jit
-def _right(q, queries, keys, weights, exchange, barriers, blocks, goal, heads):
-    load_half_queries(queries.index(0), q, heads, WIDTH, barriers[4])
-    sums = attend_right(blocks, keys, weights, exchange[0], barriers)
-    finish_right(sums, blocks, goal, goal, heads, queries.index(0), exchange, barriers, False)
 
 
 @gluon.jit
@@ -114,6 +72,10 @@ def hopper_prefill_keys_kernel(
     topk,
     num_reqs,
     num_heads,
+    partial,
+    partial_lse,
+    partial_peak,
+    splits,
     SOFTMAX_SCALE: gl.constexpr,
     WINDOW_SIZE: gl.constexpr,
     COMPRESS_RATIO: gl.constexpr,
@@ -126,8 +88,10 @@ def hopper_prefill_keys_kernel(
     ROW: gl.constexpr,
     SCALE_BYTES: gl.constexpr,
 ):
-    """The arguments are those of ``prefill_keys_kernel``; ``q_dim_stride`` is 1."""
-    token = gl.program_id(0).to(gl.int64)
+    """The arguments are those of ``prefill_keys_kernel``; ``q_dim_stride`` is 1. Programs are
+    ``splits`` times as many as tokens: a partial result each, if there are several."""
+    token = (gl.program_id(0) // splits).to(gl.int64)
+    split = gl.program_id(0) % splits
     position = gl.load(positions + token * position_stride)
     request = gl.load(req_indices + token * req_stride).to(gl.int64)
     real = (position >= 0) & (position < MAX_POSITIONS)
@@ -147,7 +111,9 @@ def hopper_prefill_keys_kernel(
         else:
             held = gl.to_tensor(max_extra_blocks).to(gl.int64) * EXTRA_BLOCK_SIZE
             extra_len = gl.minimum(visible.to(gl.int64), held).to(gl.int32)
-    blocks = window_blocks + (extra_len + KEYS - 1) // KEYS
+    blocks = (window_blocks + (extra_len + KEYS - 1) // KEYS).to(gl.int64)
+    first_block = (blocks * split // splits).to(gl.int32)
+    stop = (blocks * (split + 1) // splits).to(gl.int32)
 
     queries, keys, existing, weights, factors, barriers = allocate()
 
@@ -162,7 +128,7 @@ def hopper_prefill_keys_kernel(
     swa_pages = swa_table + request * swa_table_stride
     extra_pages = extra_table + request * extra_table_stride
     place = (
-        (window_blocks, length, swa_len),
+        (window_blocks, length, swa_len, first_block, stop),
         (
             swa_cache,
             swa_page_stride,
@@ -181,18 +147,23 @@ def hopper_prefill_keys_kernel(
         ),
         (visible, extra_len, chosen, topk_column_stride),
     )
-    exchange = (factors, allocate_heads(1))
+    exchange = (factors, allocate_heads(2))
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads
     heads = num_heads - first_head  # no more are read and written
     here = (q + token * q_stride + first_head.to(gl.int64) * q_head_stride, q_head_stride)
-    left = (out, lse, row, first_head)
-    right = (out, row, first_head)
+    part = gl.program_id(0).to(gl.int64) * num_heads
+    left = (
+        (out, lse, row, first_head),
+        (partial, partial_lse, partial_peak, part, first_head),
+    )
+    right = ((out, row, first_head), (partial, part, first_head))
+    unturned = (lse, positions, position_stride)
     SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
     gl.warp_specialize(
         [
             (
-                _left,
+                attend_and_finish_left,
                 (
                     here,
                     queries,
@@ -201,16 +172,33 @@ def hopper_prefill_keys_kernel(
                     weights,
                     exchange,
                     barriers,
-                    blocks,
+                    stop - first_block,
                     attn_sink,
                     left,
+                    splits,
                     heads,
                     SCALE,
                     HAS_SINK,
                 ),
             ),
-            (_right, (here, queries, keys, weights, exchange, barriers, blocks, right, heads)),
-            (_rows, (place, blocks, keys, existing, barriers, SIZES)),
+            (
+                attend_and_finish_right,
+                (
+                    here,
+                    queries,
+                    keys,
+                    weights,
+                    exchange,
+                    barriers,
+                    stop - first_block,
+                    right,
+                    unturned,
+                    splits,
+                    heads,
+                    False,
+                ),
+            ),
+            (_rows, (place, stop - first_block, keys, existing, barriers, SIZES)),
         ],
         [4, 4],
         [ATTENDING, DEQUANTISING],

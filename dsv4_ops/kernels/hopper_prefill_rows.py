@@ -9,8 +9,10 @@ from dsv4_ops.kernels.hopper_rows import HALF, KEYS, ROW_LAYOUT
 
 @gluon.jit
 def _columns(place, block, FIRST: gl.constexpr):
-    """Places of the keys of half a block in the window or behind it, and which of the two."""
+    """Places of the keys of half a block of a split in the window or behind it, and which of the
+    two."""
     window_blocks = place[0][0]
+    block = block + place[0][3]
     in_window = block < window_blocks
     column = gl.where(in_window, block, block - window_blocks) * KEYS + FIRST
     return column + gl.arange(0, HALF, ROW_LAYOUT), in_window
@@ -20,10 +22,10 @@ def _columns(place, block, FIRST: gl.constexpr):
 def find_rows(place, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
     """The selected rows of the half of a block that begins with its key FIRST, or where it is."""
     HAS_TOPK: gl.constexpr = SIZES[5]
-    column, _in_window = _columns(place, block, FIRST)
+    column, in_window = _columns(place, block, FIRST)
     if HAS_TOPK:
         _visible, extra_len, selected, step = place[3]
-        wanted = (column < extra_len) & (block >= place[0][0])
+        wanted = (column < extra_len) & (in_window == 0)
         column = gl.load(selected + column.to(gl.int64) * step, mask=wanted, other=-1)
     return column
 
@@ -37,7 +39,7 @@ def place_rows(place, block, FIRST: gl.constexpr, found, SIZES: gl.constexpr):
     EXTRA_BLOCK_SIZE: gl.constexpr = SIZES[3]
     HAS_EXTRA: gl.constexpr = SIZES[4]
     HAS_TOPK: gl.constexpr = SIZES[5]
-    _window_blocks, length, swa_len = place[0]
+    _window_blocks, length, swa_len, first_block, stop = place[0]
     cache, page_stride, blocks, entry, step, columns = place[1]
     column, in_window = _columns(place, block, FIRST)
     spot = (length - swa_len + column).to(gl.uint32)
@@ -61,7 +63,7 @@ def place_rows(place, block, FIRST: gl.constexpr, found, SIZES: gl.constexpr):
         step = gl.where(in_window, step, extra[4])
         columns = gl.where(in_window, columns, extra[5])
         block_size = gl.where(in_window, SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE)
-    wanted = wanted & (page_column < columns.to(gl.uint32))
+    wanted = wanted & (page_column < columns.to(gl.uint32)) & (first_block + block < stop)
     page = gl.load(entry + page_column.to(gl.int64) * step, mask=wanted, other=-1).to(gl.uint32)
     exists = page < blocks.to(gl.uint32)
     page = gl.where(exists, page, 0).to(gl.int64)

@@ -34,7 +34,7 @@ ATTENDING, DEQUANTISING = gl.constexpr(160), gl.constexpr(152)
 
 
 @gluon.jit
-def _left(
+def attend_and_finish_left(
     q,
     queries,
     keys,
@@ -50,6 +50,8 @@ def _left(
     SCALE: gl.constexpr,
     HAS_SINK: gl.constexpr,
 ):
+    """The partition that has the logits, and writes the left half: of results where there is one
+    split, else of a partial result."""
     if HAS_SINK:
         if splits == 1:
             ask_sinks(exchange[1].index(0), attn_sink, goals[0][3], heads)
@@ -79,7 +81,7 @@ def _left(
 
 
 @gluon.jit
-def _right(
+def attend_and_finish_right(
     q,
     queries,
     keys,
@@ -93,6 +95,7 @@ def _right(
     heads,
     TURNED: gl.constexpr,
 ):
+    """The partition that writes the right half likewise."""
     cos_sin_cache, positions, num_positions = rotation
     load_half_queries(queries.index(0), q, heads, WIDTH, barriers[4])
     position = gl.to_tensor(0).to(gl.int64)
@@ -269,7 +272,7 @@ def hopper_split_keys_kernel(
     gl.warp_specialize(
         [
             (
-                _left,
+                attend_and_finish_left,
                 (
                     here,
                     queries,
@@ -288,7 +291,7 @@ def hopper_split_keys_kernel(
                 ),
             ),
             (
-                _right,
+                attend_and_finish_right,
                 (
                     here,
                     queries,

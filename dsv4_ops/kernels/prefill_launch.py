@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.core.measured import gathers
-from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, head_tiles
+from dsv4_ops.core.measured import gathers, prefilled
+from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles
 from dsv4_ops.kernels import foreign, hopper
 from dsv4_ops.kernels.foreign_prefill import gather_rows
 from dsv4_ops.kernels.gathered_launch import Results, launch_gathered_keys
+from dsv4_ops.kernels.join_launch import join
 from dsv4_ops.kernels.launch import EMULATE, Launch, Where, at_once, traced
 from dsv4_ops.kernels.prefill_keys import prefill_keys_kernel
 from dsv4_ops.kernels.prepare_prefill import Prefill, Source
+from dsv4_ops.kernels.sparse_mla import num_splits_of
+from dsv4_ops.kernels.split_launch import partial_results
 
 WARPS = 8
 """Warps of a program of the kernel in Triton."""
@@ -69,12 +72,21 @@ def _launch_by_size(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
     symbolic sizes that is a symbol: then both ways are there, and one has no programs."""
     values = dict(zip(_NAMES, args, strict=False))
     wanted = gathers(values)
-    if not isinstance(wanted, int):
-        out, lse = _launch_prefill(Where(launch, 1 - wanted), True, *args)
-        return attend_to_copy(launch, wanted, values, (out, torch.empty_like(lse), lse))
-    if wanted:
+    if isinstance(wanted, int) and wanted:
         return attend_to_copy(launch, wanted, values, None)
-    return _launch_prefill(launch, True, *args)
+    splits = _splits(values)
+    if isinstance(wanted, int):
+        return _launch_prefill(launch, True, *args, splits=splits)
+    out, lse = _launch_prefill(Where(launch, 1 - wanted), True, *args, splits=splits)
+    return attend_to_copy(launch, wanted, values, (out, torch.empty_like(lse), lse))
+
+
+def _splits(values: Mapping[str, Any]) -> Any:
+    """Splits of the keys of every token, as a decode of so many has them; a symbol of symbolic
+    sizes. Few tokens leave SMs idle otherwise."""
+    window, q = values["window_size"], values["q"]
+    blocks = -(-window // KEY_TILE) - (window - prefilled(values)) // KEY_TILE
+    return num_splits_of(q.shape[0] * head_tiles(int(q.shape[1])), blocks, KEY_TILE, 0, False)
 
 
 def attend_to_copy(
@@ -122,8 +134,9 @@ def _launch_prefill(
     swa_block_size: int,
     extra_block_size: int,
     coded: bool,
+    splits: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """``out`` and ``lse``, by a program for each token and tile of heads."""
+    """``out`` and ``lse``, by a program for each split of a token and tile of heads."""
     num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
     if on_hopper and q.stride(2) != 1:
         q = q.contiguous()
@@ -176,7 +189,12 @@ def _launch_prefill(
     if on_hopper:
         kernels = hopper.kernels()
         assert kernels is not None  # ``hopper.runs`` has asked
-        launch(kernels.prefill)[grid](*tensors, **constants, num_warps=hopper.WARPS)
+        grid = (num_tokens * splits, grid[1])
+        joined = not (isinstance(splits, int) and splits == 1)
+        parts = partial_results(q, PROGRAMS) if joined else (results[1],) * 3
+        launch(kernels.prefill)[grid](*tensors, *parts, splits, **constants, num_warps=hopper.WARPS)
+        if joined:
+            join(launch, (*results, *parts), attn_sink, None, None, None, splits)
         return results
     launch(prefill_keys_kernel)[grid](
         *tensors,

@@ -26,6 +26,7 @@ from dsv4_ops.kernels.binary import Argument
 
 SPILLS = {
     "hopper_gathered_keys_kernel": 100,
+    "hopper_prefill_keys_kernel": 8,
     "hopper_split_keys_kernel": 16,
     "prefill_keys_kernel": 64,
 }
@@ -165,11 +166,13 @@ def _attention(
     return (*queries, extra, *rows, *rest), settings | chosen
 
 
-def _prefill(cache: Tensor, topk: Tensor | None, **settings: Any) -> tuple[Any, ...]:
-    """Arguments of ``sparse_mla_prefill``, 2048 tokens of 4 requests."""
+def _prefill(
+    cache: Tensor, topk: Tensor | None, *, count: int = 2048, **settings: Any
+) -> tuple[Any, ...]:
+    """Arguments of ``sparse_mla_prefill``, ``count`` tokens of 4 requests."""
     extra = MainLayout(settings["extra_block_size"]).allocate(1024, "meta")
-    queries, table = _tensor(2048, 64, 512, dtype=torch.bfloat16), _tensor(4, 256)
-    tokens = (_tensor(2048, dtype=torch.int64), _tensor(2048))
+    queries, table = _tensor(count, 64, 512, dtype=torch.bfloat16), _tensor(4, 256)
+    tokens = (_tensor(count, dtype=torch.int64), _tensor(count))
     rows = (extra, table, topk, _tensor(64, dtype=torch.float32))
     chosen = {"softmax_scale": 512**-0.5, "window_size": 128, "compress_ratio": 4}
     return (queries, cache, *tokens, table, *rows), settings | chosen
@@ -251,6 +254,10 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "sparse_mla_prefill": _prefill(main, _tensor(2048, 512), **pages),
         "sparse_mla_prefill, pages": _prefill(main, _tensor(2048, 512), **pages, impl="triton"),
         "sparse_mla_prefill, all rows": _prefill(main, None, **{**pages, "extra_block_size": 2}),
+        "sparse_mla_prefill, 8 tokens": _prefill(main, _tensor(8, 512), count=8, **pages),
+        "sparse_mla_prefill, all rows of 8 tokens": _prefill(
+            main, None, count=8, **{**pages, "extra_block_size": 2}
+        ),
         "sparse_mla_prefill, flash_mla": _prefill(
             main, _tensor(2048, 512), **pages, impl="flash_mla"
         ),

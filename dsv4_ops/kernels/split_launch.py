@@ -35,12 +35,16 @@ class Cut(NamedTuple):
     joins: Tensor
 
 
-def _results(q: Tensor, room: int) -> Splits:
-    rows, heads, width = q.shape[0], int(q.shape[1]), int(q.shape[2])
+def partial_results(q: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of so many splits the values, the logarithm of their sum, what values are multiples of."""
+    heads, width = int(q.shape[1]), int(q.shape[2])
     parts = q.new_empty((room, heads, width), dtype=torch.float16)
-    floats = (q.new_empty((count, heads), dtype=torch.float32) for count in (rows, room, room))
-    lse, partial_lse, partial_peak = floats
-    return q.new_empty(q.shape), lse, parts, partial_lse, partial_peak
+    return parts, *(q.new_empty((room, heads), dtype=torch.float32) for _ in range(2))
+
+
+def _results(q: Tensor, room: int) -> Splits:
+    lse = q.new_empty((q.shape[0], int(q.shape[1])), dtype=torch.float32)
+    return q.new_empty(q.shape), lse, *partial_results(q, room)
 
 
 def launch_split_keys(

@@ -1,0 +1,41 @@
+"""Into how many splits a prefill on Hopper cuts the keys of its tokens."""
+
+import pytest
+from gpu_prefill import PREFILL, in_one_piece, prefill_case
+
+from dsv4_ops.core.registry import OPS
+
+pytest.importorskip("triton", reason="triton is published for Linux only")
+hopper = pytest.importorskip("dsv4_ops.kernels.hopper")
+
+
+def test_keys_of_few_tokens_are_cut():
+    """128 + 70 keys are 2 blocks and 2 more: a join takes the time of one, so that 2 splits are of
+    2 blocks each and 4 of one. In one piece if a token is to have the same bits in every batch."""
+    for tokens, heads, splits in ((1, 8, 4), (33, 64, 4), (34, 64, 2), (33, 65, 2), (67, 64, 1)):
+        case = prefill_case(1, tokens, heads, "C4", topk=70, longest=300)
+        for each, expected in ((case, splits), (in_one_piece(case), 1)):
+            launched = launches(each)
+            joined = [("join_splits_kernel", (tokens, heads))] if expected > 1 else []
+            wide = -(-heads // 64)
+            assert launched == [("hopper_prefill_keys_kernel", (tokens * expected, wide)), *joined]
+
+
+def launches(case):
+    """Names and grids; nothing runs."""
+    found = []
+
+    def launch(kernel):
+        return GridOf(kernel, found)
+
+    launch.capability = hopper.CAPABILITY
+    OPS[PREFILL].station("kernels")(launch, *case.tensors, **case.settings)
+    return found
+
+
+class GridOf:
+    def __init__(self, kernel, found):
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid):
+        return lambda *_, **__: self.found.append((self.kernel.__name__, grid))
