@@ -113,9 +113,10 @@ def test_decode_metadata_is_three_kernels():
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
-def test_hostile_values_stay_in_bounds():
-    """The compiled kernels on hostile inputs under compute-sanitizer, without the caching allocator
-    to hide a stray read."""
+@pytest.mark.parametrize("name", OPS)
+def test_hostile_values_stay_in_bounds(name):
+    """The compiled op on hostile inputs under compute-sanitizer, without the caching allocator to
+    hide a stray read."""
     script = Path(__file__).parent / "sanitize.py"
     done = subprocess.run(
         [
@@ -126,6 +127,7 @@ def test_hostile_values_stay_in_bounds():
             "9",
             sys.executable,
             str(script),
+            name,
         ],
         capture_output=True,
         text=True,

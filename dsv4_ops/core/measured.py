@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsv4_ops.core.tiles import head_tiles
+from dsv4_ops.core.tiles import PROGRAMS, head_tiles
 
 MEASURED_BY = "python -m dsv4_ops.bench.choice, 2026-11-22"
 """Where the rules come from: torch 2.11.0+cu130, the FlashMLA and DeepGEMM of vLLM 0.22.1, CUDA
@@ -95,7 +95,8 @@ NOTES = {
     "sparse_mla_prefill": (
         "on Hopper over a copy of its rows in bf16, where that is faster: "
         f"{_CALLS / 1e5:g} us and {_ROW / 100} ns a row, for {_ENTRY / 100} ns a key of a token "
-        f"and 64 heads; of all rows of a table from {_TILES} tokens of 64 heads on; the keys of few tokens in splits"
+        f"and 64 heads; of all rows of a table from {_TILES} tokens of 64 heads on; else with the "
+        f"keys of up to {PROGRAMS // 2} tokens of 64 heads in splits"
     ),
     "sparse_mla_gathered": "on Hopper; on other GPUs the reference",
 }

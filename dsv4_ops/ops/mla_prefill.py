@@ -60,9 +60,9 @@ def sparse_mla_prefill(
 
     The window of a token is its own position and the ``window_size - 1`` before it. Compressed
     rows are those that ``topk_indices`` selects (C4), or without it all that the token may see
-    (C128). It takes any batch, and on Hopper few tokens take little longer than in
-    ``sparse_mla_decode``, as there they have their keys split likewise; elsewhere a program for
-    each token and 64 heads makes it the form for many tokens.
+    (C128). It takes any batch. A program attends for one token and 64 heads, and on Hopper "auto"
+    splits the keys of few tokens over more of them; elsewhere few tokens are
+    ``sparse_mla_decode``'s, which always does.
 
     Args:
         q: Queries with RoPE applied, [num_tokens, num_heads, 512], bfloat16, any strides; for the
@@ -91,10 +91,11 @@ def sparse_mla_prefill(
         impl: What runs: "triton" our kernel that reads the pages, "flash_mla" a gather of the rows
             to bfloat16 and FlashMLA over it, "reference" the definition. "auto" takes ours; on
             Hopper, where it is faster at these sizes, over such a copy too, or with the keys of few
-            tokens split. What runs may change bits, and "auto" goes by the number of tokens, and by
-            time on the GPU: a copy's five launches take the host 0.5 to 0.9 ms where nothing captures them. A copy has memory for
-            all rows that the block tables name, of which there may be 2**20, and for the keys of
-            every token, 4 bytes each: without ``topk_indices`` as many as a row of the table names.
+            tokens in splits. What runs may change bits, and "auto" goes by the number of tokens,
+            and by time on the GPU: a copy's five launches take the host 0.5 to 0.9 ms where nothing
+            captures them. A copy has memory for all rows that the block tables name, of which there
+            may be 2**20, and for the keys of every token, 4 bytes each: without ``topk_indices`` as
+            many as a row of the table names.
 
     Returns:
         out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key, so for padding.
