@@ -371,7 +371,11 @@ def prefill(tokens, heads, topk, blocks):
         ((256, 64, 0, 0), False),  # 25, 23
         ((512, 64, 0, 16), True),  # all rows of a table
         ((256, 128, 0, 16), True),
-        ((256, 64, 0, 80), False),  # of which a request may have a few
+        ((256, 64, 0, 16), True),  # 88, 97 (H200, 2026-11-23)
+        ((133, 64, 0, 16), True),  # not measured: the 133rd begins when others are done
+        ((128, 64, 0, 16), False),  # 51, 51
+        ((64, 64, 0, 128), False),  # 23, 14 if the request has 17 of 8192
+        ((512, 64, 0, 128), True),  # 60, 55 likewise
         ((512, 64, 512, 2000), False),  # 128000 rows take 64 us
         ((2048, 64, 512, 2000), True),
         ((2**17, 64, 1024, 80), False),  # more lists than 512 MiB

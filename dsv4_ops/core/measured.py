@@ -85,11 +85,12 @@ MOST_LISTED, MOST_GATHERED = 2**27, 2**20
 _CALLS, _ROW, _ENTRY = 1_200_000, 50, 6
 """Hundredths of a nanosecond that a prefill on an H200 takes to copy rows before it attends to
 them, for its launches and for each row, and that it saves for each key of a token and tile of
-heads: each is dequantised once and not by every token that sees it."""
+heads: each is dequantised once and not by every token that sees it. The last SMs' tokens take as
+long as others before."""
 
-_TILES = 512
+_TILES = PROGRAMS + 1
 """Tokens times tiles of heads from which a prefill whose tokens see all rows of a table copies
-them."""
+them: each SM has a token of fewer."""
 
 NOTES = {
     "sparse_mla_prefill": (
@@ -103,27 +104,26 @@ NOTES = {
 """What is to be said of our own kernels, by op."""
 
 RULES = (Rule("indexer_logits", "deep_gemm", 64, False, 32, 2048, (2**20, _STORED), (36.7, 32.2)),)
-"""None of sparse MLA's decode: in ``bench sparse_mla`` of 2026-11-22 FlashMLA was slower in every
-row, with a plan that its time does not count too. None of selections, where ours is faster. None of
-prefills, where ours was, but for one token and for 256 and 128 of C128, by 3 to 7 %. None of
-gathered rows: FlashMLA alone takes 3 to 10 % less of up to 128 tokens, without the kernels that
-make lists safe for it, with which it was not timed there."""
+"""None of sparse MLA: in ``bench sparse_mla`` of 2026-11-23 FlashMLA was slower than the way that
+ours takes in every row, with a plan of its own that its time does not count, and over bf16 rows
+without the kernels that make lists safe for it. None of selections, where ours is faster."""
 
 
 def gathers(values: Mapping[str, Any]) -> Any:
     """Whether a prefill copies its rows to bf16 before it attends, on Hopper: where that takes
     less time than to dequantise them for every token, and its memory is no more than
     ``MOST_LISTED`` and ``MOST_GATHERED``. Of all rows of a table only values say how many there
-    are: it does from ``_TILES`` on, where a copy for the window alone takes as long.
+    are: it does from ``_TILES`` on, though a short request in a wide table takes less from pages.
 
     Returns:
         1 or 0, or of symbolic sizes a symbol that is one of them.
     """
     tokens, columns, rows = values["q"].shape[0], prefilled(values), workspace_rows(values)
     tiles = tokens * head_tiles(int(values["q"].shape[1]))
+    rounds = (tiles + PROGRAMS - 1) // PROGRAMS
     every = values["extra_cache"] is not None and values["topk_indices"] is None
     return (
-        positive(_ENTRY * tiles * columns - _CALLS - _ROW * gathered_rows(values))
+        positive(_ENTRY * rounds * PROGRAMS * columns - _CALLS - _ROW * gathered_rows(values))
         * positive(MOST_GATHERED + 1 - rows)
         * positive(MOST_LISTED + 1 - tokens * columns)
         * positive(tiles + 1 - _TILES if every else 1)
