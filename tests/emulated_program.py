@@ -353,7 +353,7 @@ class Program:
         """Wait for all groups but so many of the last ones."""
         self.switch()
         groups = self.running.groups
-        done = groups[: len(groups) - int(outstanding)]
+        done = groups[: max(len(groups) - int(outstanding), 0)]
         self._arrived(done[-1] if done else 0)
 
     def _arrived(self, count: int) -> None:

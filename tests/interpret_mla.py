@@ -9,6 +9,7 @@ from gpu_prefill import (
     MODES,
     PREFILL,
     hostile_plan,
+    in_one_piece,
     plain_case,
     plan_of,
     prefill_case,
@@ -41,7 +42,7 @@ def prefills() -> None:
 def chunks() -> None:
     """A token has the same bits alone and in its batch."""
     for mode in MODES:
-        case = prefill_case(2, 4, 8, mode, **SMALL)
+        case = in_one_piece(prefill_case(2, 4, 8, mode, **SMALL))
         whole = kernel(PREFILL, case)
         tensors = list(case.tensors)
         for place in (0, 2, 3, 7):

@@ -46,6 +46,16 @@ def test_tokens_are_left_whole_where_a_join_takes_longer():
     assert joins == []
 
 
+def test_where_a_program_looks_no_further():
+    """Of 132 programs the mean is 1. 3 blocks take (1 + 2) * 132 + 3 * 2, whole tokens 3 * 132; 4
+    take (1 + 2) * 132 + 3 * 3, (2 + 2) * 132 + 3, or whole 4 * 132."""
+    assert cut(*of_blocks(3, 1), 2, 132) == ([(0, 0, 1), (1, 0, 1)] + [None] * 130, [])
+    rows, joins = cut(*of_blocks(4, 1), 2, 132)
+    pieces = [(0, piece, 4, 0) for piece in range(4)]
+    assert rows == [pieces[0], (1, 0, 1), *pieces[1:]] + [None] * 127
+    assert joins == [(0, 4, 0)]
+
+
 def test_several_tokens_of_several_pieces():
     """40 blocks for 8 programs: 5 each would be 11 pieces, 7 (6.25, rounded up) each 9. 8 each are
     7, of which 3 are further ones: (8 + 2) * 8 + 3 * 3 = 89. 13 each: (13 + 2) * 8 + 3 * 2."""

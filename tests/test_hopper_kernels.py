@@ -175,6 +175,7 @@ def test_short_prefills_and_tokens_by_themselves():
 def test_long_prefills(mode):
     check(PREFILL, prefill_case(0, 12, 8, mode, max_reqs=2))
     check(PREFILL, prefill_case(1, 3, 128, mode, topk=600, window=100, max_reqs=1))
+    check(PREFILL, prefill_case(2, 3, 8, mode, topk=70, window=300, max_reqs=1))
 
 
 def test_positions_that_no_token_has():
@@ -201,13 +202,13 @@ def test_the_last_selected_row_counts():
 
 @each_op
 def test_every_schedule_gives_the_same_bits(name):
+    cases = [turned(case_of(name, 5, 3, 8, num_splits=3))] if name != PREFILL else []
     if name == PREFILL:
-        case = prefill_case(2, 4, 8, "C4")
-    else:
-        case = turned(case_of(name, 5, 3, 8, num_splits=3))
-    results = [kernel(name, case, seed) for seed in range(6)]
-    for other in results[1:]:
-        assert all(map(equal, results[0], other))
+        cases += [prefill_case(2, 4, 8, "C4"), in_one_piece(prefill_case(2, 4, 8, "C4"))]
+    for case in cases:
+        results = [kernel(name, case, seed) for seed in range(6)]
+        for other in results[1:]:
+            assert all(map(equal, results[0], other))
 
 
 LENS = [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, -1, INT32_MIN, INT32_MAX]

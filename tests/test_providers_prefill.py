@@ -360,6 +360,9 @@ def prefill(tokens, heads, topk, blocks):
 @pytest.mark.parametrize(
     ("sizes", "copies"),
     [
+        ((1, 64, 2048, 80), False),  # few tokens have splits
+        ((33, 128, 4096, 80), False),
+        ((67, 64, 2048, 80), True),  # not measured
         ((512, 64, 512, 80), True),  # 102 us, from the pages 118 (H200, 2026-11-22)
         ((256, 64, 512, 80), False),  # 59, 57
         ((256, 64, 1024, 80), True),  # 85, 91

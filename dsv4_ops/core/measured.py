@@ -111,9 +111,10 @@ without the kernels that make lists safe for it. None of selections, where ours 
 
 def gathers(values: Mapping[str, Any]) -> Any:
     """Whether a prefill copies its rows to bf16 before it attends, on Hopper: where that takes
-    less time than to dequantise them for every token, and its memory is no more than
-    ``MOST_LISTED`` and ``MOST_GATHERED``. Of all rows of a table only values say how many there
-    are: it does from ``_TILES`` on, though a short request in a wide table takes less from pages.
+    less time than to dequantise them for every token, which tokens too few for all SMs do in
+    splits, and its memory is no more than ``MOST_LISTED`` and ``MOST_GATHERED``. Of all rows of a
+    table only values say how many there are: the same goes for as many from ``_TILES`` on, though
+    a short request in a wide table takes less from the pages.
 
     Returns:
         1 or 0, or of symbolic sizes a symbol that is one of them.
@@ -124,6 +125,7 @@ def gathers(values: Mapping[str, Any]) -> Any:
     every = values["extra_cache"] is not None and values["topk_indices"] is None
     return (
         positive(_ENTRY * rounds * PROGRAMS * columns - _CALLS - _ROW * gathered_rows(values))
+        * positive(2 * tiles - PROGRAMS)
         * positive(MOST_GATHERED + 1 - rows)
         * positive(MOST_LISTED + 1 - tokens * columns)
         * positive(tiles + 1 - _TILES if every else 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.measured import gathers, prefilled
-from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles
+from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles, programs_per_tile
 from dsv4_ops.kernels import foreign, hopper
 from dsv4_ops.kernels.foreign_prefill import gather_rows
 from dsv4_ops.kernels.gathered_launch import Results, launch_gathered_keys
@@ -191,7 +191,8 @@ def _launch_prefill(
         assert kernels is not None  # ``hopper.runs`` has asked
         grid = (num_tokens * splits, grid[1])
         joined = not (isinstance(splits, int) and splits == 1)
-        parts = partial_results(q, PROGRAMS) if joined else (results[1],) * 3
+        room = programs_per_tile(num_heads, PROGRAMS)
+        parts = partial_results(q, room) if joined else (results[1],) * 3
         launch(kernels.prefill)[grid](*tensors, *parts, splits, **constants, num_warps=hopper.WARPS)
         if joined:
             join(launch, (*results, *parts), attn_sink, None, None, None, splits)

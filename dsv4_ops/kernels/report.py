@@ -167,14 +167,21 @@ def _attention(
 
 
 def _prefill(
-    cache: Tensor, topk: Tensor | None, *, count: int = 2048, **settings: Any
+    cache: Tensor,
+    topk: Tensor | None,
+    *,
+    count: int = 2048,
+    window: int | None = None,
+    **settings: Any,
 ) -> tuple[Any, ...]:
-    """Arguments of ``sparse_mla_prefill``, ``count`` tokens of 4 requests."""
+    """Arguments of ``sparse_mla_prefill``, ``count`` tokens of 4 requests; with only a window if it
+    is said."""
     extra = MainLayout(settings["extra_block_size"]).allocate(1024, "meta")
     queries, table = _tensor(count, 64, 512, dtype=torch.bfloat16), _tensor(4, 256)
     tokens = (_tensor(count, dtype=torch.int64), _tensor(count))
-    rows = (extra, table, topk, _tensor(64, dtype=torch.float32))
-    chosen = {"softmax_scale": 512**-0.5, "window_size": 128, "compress_ratio": 4}
+    rows = (extra, table, topk) if window is None else (None, None, None)
+    rows = (*rows, _tensor(64, dtype=torch.float32))
+    chosen = {"softmax_scale": 512**-0.5, "window_size": window or 128, "compress_ratio": 4}
     return (queries, cache, *tokens, table, *rows), settings | chosen
 
 
@@ -257,6 +264,9 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "sparse_mla_prefill, 8 tokens": _prefill(main, _tensor(8, 512), count=8, **pages),
         "sparse_mla_prefill, all rows of 8 tokens": _prefill(
             main, None, count=8, **{**pages, "extra_block_size": 2}
+        ),
+        "sparse_mla_prefill, a window of 8 tokens": _prefill(
+            main, None, count=8, window=512, **pages
         ),
         "sparse_mla_prefill, flash_mla": _prefill(
             main, _tensor(2048, 512), **pages, impl="flash_mla"

@@ -151,7 +151,7 @@ def num_splits_of(
         return num_splits
     if batch_invariant:
         return (units + FIXED_SPLIT - 1) // FIXED_SPLIT
-    most = torch.sym_max(1, torch.sym_min(units, PROGRAMS // programs))
+    most = torch.sym_max(1, torch.sym_min(units, PROGRAMS // torch.sym_max(programs, 1)))
     longest = (units + most - 1) // most
     splits = (units + longest - 1) // longest  # no more than the longest of them makes worthwhile
     saved = units - longest  # a join takes as long as a block
