@@ -10,14 +10,24 @@ from triton.experimental.gluon import language as gl
 
 from dsv4_ops.kernels.hopper_cut import cut_batch
 
-BLOCK, SIZES, JOIN, MOST_BLOCKS = 64, 16, 2, 2**15
+BLOCK, SIZES, JOIN, START, MOST_BLOCKS = 64, 16, 2, 4, 2**15
 WIDTHS = (128, 4096)
 HOSTILE = [0, 1, 63, 64, 65, 128, 129, 4095, 4096, 4097, -1, INT32_MIN, INT32_MAX]
 
 
 @gluon.jit
 def written_cut_kernel(
-    found, joins, swa, extra, requests, swa_width, extra_width, num_reqs, num_tokens, programs
+    found,
+    joins,
+    swa,
+    extra,
+    requests,
+    swa_width,
+    extra_width,
+    num_reqs,
+    num_tokens,
+    at_once,
+    TOKENS: gl.constexpr,
 ):
     token, split, count, first = cut_batch(
         (swa, 1),
@@ -25,8 +35,9 @@ def written_cut_kernel(
         (requests, 1),
         (swa_width, extra_width, num_reqs),
         num_tokens,
-        programs,
+        at_once,
         joins,
+        TOKENS,
     )
     row = found + gl.program_id(0) * 4
     gl.store(row, token.to(gl.int32))
@@ -35,16 +46,25 @@ def written_cut_kernel(
     gl.store(row + 3, first)
 
 
-def cut(kernel, swa, extra, requests, num_reqs, programs, device="cpu", widths=WIDTHS):
+def cut(kernel, given, programs, device="cpu", widths=WIDTHS, at_once=None):
     """(token, piece, pieces, first partial result) of each program, None for none; and the tokens
-    to be joined as (token, pieces, first partial result)."""
-    tokens = len(swa)
+    to be joined as (token, pieces, first partial result). ``given`` are lens of both lists, rows of
+    tables, and how many of those there are."""
+    tokens = len(given[0])
     found = torch.full((programs, 4), -7, dtype=torch.int32, device=device)
     joins = torch.full((tokens + 1, 4), -7, dtype=torch.int32, device=device)
-    given = [i32(values).to(device) for values in (swa, extra, requests)]
+    tensors = [i32(values).to(device) for values in given[:3]]
     kernel[(programs, 1)](
-        found, joins, *given, *widths, num_reqs, tokens, programs, num_warps=4
-    )  # fmt: skip
+        found,
+        joins,
+        *tensors,
+        *widths,
+        given[3],
+        tokens,
+        programs if at_once is None else at_once,
+        TOKENS=128 if tokens <= 128 else 256,
+        num_warps=4,
+    )
     rows = [tuple(row) if row[0] < tokens else None for row in found.tolist()]
     count = int(joins[0, 0])
     listed = [tuple(row) for row in joins[1 : count + 1, :3].tolist()]
@@ -70,10 +90,10 @@ def further_pieces(count, size):
     return max(-(-count // size), 1) - 1
 
 
-def size_of_pieces(counts, programs):
+def size_of_pieces(counts, programs, at_once):
     """The mean, up to 12 times as much, of each power of two four steps, and the longest."""
-    longest = max(*counts, 1)
-    mean = max(math.ceil(sum(counts) / programs), 1)
+    longest, total, tokens = max(*counts, 1), sum(counts), len(counts)
+    mean = max(math.ceil(total / at_once), 1)
     sizes = [
         min(math.ceil(mean * (4 + index % 4) * 2 ** (index // 4) / 4), longest)
         for index in range(SIZES - 1)
@@ -81,15 +101,29 @@ def size_of_pieces(counts, programs):
     best = None
     for size in [*sizes, longest]:
         further = sum(further_pieces(count, size) for count in counts)
-        time = (size + (JOIN if further else 0)) * programs + 3 * further
-        if len(counts) + further <= max(programs, len(counts)) and (best is None or time < best[0]):
+        shared = total + START * (tokens + further - at_once)
+        time = max(size * at_once, shared) + (JOIN if further else 0) * at_once + 3 * further
+        if tokens + further <= max(programs, tokens) and (best is None or time < best[0]):
             best = time, size
     return best[1]
 
 
-def expected(swa, extra, requests, num_reqs, programs, widths=WIDTHS):
+def order(counts, size, programs, at_once):
+    """Tokens in the order of their programs: as they are, or those of several pieces, then those of
+    so many fourteenths of one."""
+    if programs <= at_once:
+        return list(range(len(counts)))
+    classes = [0 if count > size else 15 - count * 14 // size for count in counts]
+    return sorted(range(len(counts)), key=classes.__getitem__)  # which keeps the order of equals
+
+
+def expected(swa, extra, requests, num_reqs, programs, widths=WIDTHS, at_once=None):
+    at_once = programs if at_once is None else at_once
     counts = blocks(swa, extra, requests, num_reqs, widths)
-    size = size_of_pieces(counts, programs)
+    tokens, longest = len(counts), max(*counts, 1)
+    if longest <= math.ceil(sum(counts) / max(at_once, tokens)) + JOIN:  # all about as long
+        return [(token, 0, 1) for token in range(tokens)] + [None] * (programs - tokens), []
+    size = size_of_pieces(counts, programs, at_once)
     pieces = [1 + further_pieces(count, size) for count in counts]
     joins, places = [], []
     place = 0
@@ -103,8 +137,8 @@ def expected(swa, extra, requests, num_reqs, programs, widths=WIDTHS):
         whole = (token, piece, pieces[token])
         return whole if pieces[token] == 1 else (*whole, places[token])
 
-    rows = [row(token, 0) for token in range(len(pieces))]
-    rows += [row(token, each) for token in range(len(pieces)) for each in range(1, pieces[token])]
+    tokens = order(counts, size, programs, at_once)
+    rows = [row(token, each) for token in tokens for each in range(pieces[token])]
     return rows + [None] * (programs - len(rows)), joins
 
 

@@ -20,13 +20,27 @@ def tiles_of(swa_lens: Sequence[int], extra_lens: Sequence[int] | None) -> list[
 
 
 def piece_size(tiles: Sequence[int], programs: int) -> int:
-    """33 sizes in steps of an eighth of the mean, the last of them the longest token; every round
-    of programs takes as long as 4 blocks and a piece."""
-    mean, longest = max(1, up(sum(tiles), programs)), max([1, *tiles])
+    """33 sizes in steps of an eighth of the mean, the last of them the longest token. All programs
+    take as long as their number times a piece, or as all blocks and 4 for each piece but as many as
+    there are programs; and 3 for each further piece, of which there are no more than programs
+    without a first one, or a quarter of all programs."""
+    total = sum(tiles)
+    mean, longest = max(1, up(total, programs)), max([1, *tiles])
     sizes = [min(mean + k * up(mean, 8), longest) for k in range(32)] + [longest]
-    rounds = [up(sum(max(1, up(count, size)) for count in tiles), programs) for size in sizes]
-    costs = [n * (4 + size) for n, size in zip(rounds, sizes, strict=True)]
+    costs: list[float] = []
+    for size in sizes:
+        count = sum(max(1, up(each, size)) for each in tiles)
+        shared = total + 4 * (count - programs)
+        further = count - len(tiles)
+        fits = further <= max(programs - len(tiles), programs // 4)
+        costs.append(max(size * programs, shared) + 3 * further if fits else float("inf"))
     return sizes[costs.index(min(costs))]
+
+
+def order_of(tiles: Sequence[int], size: int) -> list[int]:
+    """Tokens of several pieces, then of so many fourteenths of one; of equals the first first."""
+    shares = [15 if count > size else count * 14 // size for count in tiles]
+    return sorted(range(len(tiles)), key=lambda token: -shares[token])
 
 
 def sparse_mla_plan(
@@ -39,9 +53,9 @@ def sparse_mla_plan(
     programs = programs_of(num_heads, num_programs)
     tiles = tiles_of(swa_lens, extra_lens)
     size, first, further, start = piece_size(tiles, programs), [], [], 0
-    for token, count in enumerate(tiles):
-        pieces = max(1, up(count, size))
-        mine = [[token, piece, pieces, start] for piece in range(pieces)]
+    for token in order_of(tiles, size):
+        pieces = max(1, up(tiles[token], size))
+        mine = [[token, piece, pieces, start if pieces > 1 else 0] for piece in range(pieces)]
         first, further = [*first, mine[0]], [*further, *mine[1:]]
         start += pieces if pieces > 1 else 0
     return first + further + [[-1] * 4] * (programs - len(further))

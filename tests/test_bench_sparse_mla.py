@@ -285,25 +285,27 @@ def test_the_whole_run_has_all_sizes():
     grid = itertools.product((64, 128), ("128+512", "128+1024"), batches)
     found = [(case.labels["heads"], case.labels["keys"], case.rows) for case in of["decode"]]
     assert found == list(grid)
-    assert [(case.rows, case.labels["keys"]) for case in of["window"]] == [
-        (rows, "128") for rows in batches
-    ]
+    assert [case.rows for case in of["window"]] == [*batches]
+    assert {case.labels["keys"] for case in of["window"]} == {"128"}
     assert [case.rows for case in of["mtp"]] == [16, 64, 128, 256]
     lengths = [f"{rows} rows each" for rows in (16, 128, 512)]
-    assert [(case.rows, case.variant) for case in of["paged"]] == list(
-        itertools.product((8, 32, 64, 128), (*lengths, ""))
-    )
+    assert [(case.rows, case.variant) for case in of["paged"]] == [
+        *itertools.product((8, 32, 64, 128), (*lengths, "")),
+        *itertools.product((64, 128), (lengths[0], "")),
+    ]
     plans = ("", ", planned", ", planning counted")
     assert {case.variant for case in of["ragged"]} == {
         kind + plan for kind in ("C4", "C128") for plan in plans
     }
-    some, most = (8, 32, 48, 64, 96, 128, 256), (1, 8, 64, 128, 256, 512, 2048)
+    some = (8, 32, 48, 64, 96, 128, 256, 512, 8, 32, 64, 96, 128, 256)
+    most, short = (1, 8, 64, 128, 256, 512, 2048), "behind 2048 tokens"
     assert [case.rows for case in of["ragged"]] == [rows for rows in some for _ in range(6)]
     every = [(case.rows, case.labels["heads"], case.variant) for case in of["prefill"]]
     assert every == [
         *((rows, heads, kind) for kind in ("", "C128") for heads in (64, 128) for rows in most),
-        *((rows, 64, "C128, behind 2048 tokens") for rows in (64, 512, 2048)),
-        *((rows, 64, "C128, behind 2048 tokens, table of 8192 rows") for rows in (64, 512, 2048)),
+        *((rows, 64, f"C128, {short}") for rows in (64, 512, 2048)),
+        *((rows, 64, f"C128, {short}, table of 8192 rows") for rows in (64, 128, 512, 2048)),
+        *((rows, 64, "C128, behind 983040 tokens") for rows in (64, 128)),
     ]
     assert {case.requests for case in of["prefill"]} == {1}
     keys = {case.labels["keys"] for case in of["prefill"] if case.rows == 512}

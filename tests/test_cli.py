@@ -148,8 +148,8 @@ def test_explain_says_what_auto_takes_and_why_not_a_library(capsys):
     assert prefill[2:4] == [
         "  cuda       triton",
         " " * 13 + "on Hopper over a copy of its rows in bf16, where that is faster: 12 us and "
-        "0.5 ns a row, for 0.06 ns a key of a token and 64 heads; of all rows of a table from 133 "
-        "tokens of 64 heads on; else with the keys of up to 66 tokens of 64 heads in splits",
+        "0.5 ns a row, for 0.06 ns a key of a token and 64 heads, all rows of a table counted; "
+        "else with the keys of up to 66 tokens of 64 heads in splits",
     ]
 
 

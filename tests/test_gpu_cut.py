@@ -27,8 +27,19 @@ def test_programs_find_their_pieces(programs: int) -> None:
     for seed in range(60):
         tokens = 1 + (7 * seed) % min(programs, 120)
         given = cuts.drawn(seed, tokens)
-        found = cuts.cut(cuts.written_cut_kernel, *given, programs, DEVICE)
+        found = cuts.cut(cuts.written_cut_kernel, given, programs, DEVICE)
         assert found == cuts.expected(*given, programs), (seed, tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "at_once"), [(61, 66), (121, 132), (128, 66), (129, 66), (256, 132)]
+)
+def test_programs_find_their_pieces_beyond_those_at_once(tokens: int, at_once: int) -> None:
+    programs = tokens + 32 * at_once // 132
+    for seed in range(20):
+        given = cuts.drawn(seed, tokens)
+        found = cuts.cut(cuts.written_cut_kernel, given, programs, DEVICE, at_once=at_once)
+        assert found == cuts.expected(*given, programs, at_once=at_once), (seed, tokens)
 
 
 @pytest.mark.parametrize("widths", [(128, 2**22), (2**31 - 1, 2**31 - 1)])
@@ -41,7 +52,7 @@ def test_tables_for_millions_of_rows(widths: tuple[int, int]) -> None:
         *(64 * 37 * count + count % 3 - 1 for count in range(37)),
     ]
     given = [128, 2**31 - 1, 0, 2**22] * 10, extra, list(range(40)), 40
-    found = cuts.cut(cuts.written_cut_kernel, *given, 132, DEVICE, widths)
+    found = cuts.cut(cuts.written_cut_kernel, given, 132, DEVICE, widths)
     assert found == cuts.expected(*given, 132, widths)
 
 
@@ -55,13 +66,16 @@ def lengths(case: Case, long: int, short: int, every: int) -> Case:
 
 
 @pytest.mark.parametrize("heads", [8, 64, 65, 128])
-@pytest.mark.parametrize("tokens", [31, 32, 60, 61, 120, 121])
+@pytest.mark.parametrize("tokens", [31, 32, 60, 61, 120, 121, 128, 129, 256, 257])
 def test_batches_of_any_lens(tokens: int, heads: int) -> None:
     """Around the numbers of tokens from which and up to which batches are cut."""
     agrees(PAGED, paged_case(tokens, tokens, heads))
 
 
-@pytest.mark.parametrize(("tokens", "heads"), [(32, 64), (50, 64), (119, 64), (16, 128), (57, 100)])
+@pytest.mark.parametrize(
+    ("tokens", "heads"),
+    [(32, 64), (50, 64), (119, 64), (16, 128), (57, 100), (64, 128), (150, 64), (140, 100)],
+)
 @pytest.mark.parametrize(("long", "every"), [(2048, 40), (900, 7), (70, 2), (0, 1)])
 def test_long_contexts_among_short_ones(tokens: int, heads: int, long: int, every: int) -> None:
     case = lengths(paged_case(long, tokens, heads, columns=1024), long, 9, every)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.core.tiles import LEAST_CUT, MOST_CUT, PROGRAMS
+from dsv4_ops.core.tiles import AT_ONCE, LEAST_CUT, PROGRAMS
 
 pytest.importorskip("triton", reason="published for Linux only")
 
@@ -19,9 +19,9 @@ cuts = pytest.importorskip("hopper_cuts", reason="triton is published for Linux 
 emulated = pytest.importorskip("emulate_gluon", reason="triton is published for Linux only")
 
 
-def cut(swa, extra, requests, num_reqs, programs, widths=cuts.WIDTHS):
+def cut(swa, extra, requests, num_reqs, programs, **more):
     kernel = emulated.Emulator()(cuts.written_cut_kernel)
-    return cuts.cut(kernel, swa, extra, requests, num_reqs, programs, widths=widths)
+    return cuts.cut(kernel, (swa, extra, requests, num_reqs), programs, **more)
 
 
 def of_blocks(*counts):
@@ -34,7 +34,7 @@ def test_a_long_token_among_short_ones():
     """10 blocks for 4 programs: 3 each would be 3 pieces of 8 blocks, one more than there are
     programs; 4 each take (4 + 2) * 4 + 3 = 27, whole tokens 8 * 4 = 32."""
     rows, joins = cut(*of_blocks(1, 8, 1), 3, 4)
-    assert rows == [(0, 0, 1), (1, 0, 2, 0), (2, 0, 1), (1, 1, 2, 0)]
+    assert rows == [(0, 0, 1), (1, 0, 2, 0), (1, 1, 2, 0), (2, 0, 1)]
     assert joins == [(1, 2, 0)]
 
 
@@ -52,7 +52,7 @@ def test_where_a_program_looks_no_further():
     assert cut(*of_blocks(3, 1), 2, 132) == ([(0, 0, 1), (1, 0, 1)] + [None] * 130, [])
     rows, joins = cut(*of_blocks(4, 1), 2, 132)
     pieces = [(0, piece, 4, 0) for piece in range(4)]
-    assert rows == [pieces[0], (1, 0, 1), *pieces[1:]] + [None] * 127
+    assert rows == [*pieces, (1, 0, 1)] + [None] * 127
     assert joins == [(0, 4, 0)]
 
 
@@ -60,8 +60,8 @@ def test_several_tokens_of_several_pieces():
     """40 blocks for 8 programs: 5 each would be 11 pieces, 7 (6.25, rounded up) each 9. 8 each are
     7, of which 3 are further ones: (8 + 2) * 8 + 3 * 3 = 89. 13 each: (13 + 2) * 8 + 3 * 2."""
     rows, joins = cut(*of_blocks(1, 22, 1, 16), 4, 8)
-    assert rows[:4] == [(0, 0, 1), (1, 0, 3, 0), (2, 0, 1), (3, 0, 2, 3)]
-    assert rows[4:] == [(1, 1, 3, 0), (1, 2, 3, 0), (3, 1, 2, 3), None]
+    assert rows[:4] == [(0, 0, 1), (1, 0, 3, 0), (1, 1, 3, 0), (1, 2, 3, 0)]
+    assert rows[4:] == [(2, 0, 1), (3, 0, 2, 3), (3, 1, 2, 3), None]
     assert joins == [(1, 3, 0), (3, 2, 3)]
 
 
@@ -69,11 +69,38 @@ def test_rows_of_requests_that_do_not_exist_have_no_weight():
     """Padding of a captured batch: as many rows of tables as they like."""
     swa, extra, _ = of_blocks(1, 8, 1)
     rows, joins = cut(swa, [4096, *extra[1:]], [-1, 1, 2], 3, 4)
-    assert rows == [(0, 0, 1), (1, 0, 2, 0), (2, 0, 1), (1, 1, 2, 0)]
+    assert rows == [(0, 0, 1), (1, 0, 2, 0), (1, 1, 2, 0), (2, 0, 1)]
     assert joins == [(1, 2, 0)]
     assert cut([0] * 3, [4096] * 3, [3, -(2**31), 2**31 - 1], 3, 4)[0][:3] == [
         (token, 0, 1) for token in range(3)
     ]
+
+
+def test_more_tokens_than_run_at_once_take_the_longest_first():
+    """16 blocks of 5 tokens for 2 at once, and one more program than tokens. 8 each (the mean):
+    (16 + 4 * (6 - 2)) + 2 * 2 + 3 = 39, as 10; whole (12): 16 + 4 * 3 = 28 is the least. Of 14ths
+    of 12 blocks 12 are 14 and 1 is 1; those of 1 keep their order."""
+    rows, joins = cut(*of_blocks(1, 1, 12, 1, 1), 5, 6, at_once=2)
+    assert rows == [(token, 0, 1) for token in (2, 0, 1, 3, 4)] + [None]
+    assert joins == []
+
+
+def test_a_token_that_takes_longer_than_its_share_is_cut_beyond_what_runs_at_once():
+    """44 blocks of 5 tokens for 4 at once. 11 each (the mean): 4 pieces of 40 blocks, more than
+    there are programs; 14 (13.75): 3 pieces, max(14 * 4, 44 + 4 * 3) + 2 * 4 + 3 * 2 = 70, as 17;
+    20: 2 pieces, max(20 * 4, 44 + 4 * 2) + 8 + 3 = 91; whole 160."""
+    rows, joins = cut(*of_blocks(1, 1, 40, 1, 1), 5, 7, at_once=4)
+    assert rows[:3] == [(2, piece, 3, 0) for piece in range(3)]
+    assert rows[3:] == [(token, 0, 1) for token in (0, 1, 3, 4)]
+    assert joins == [(2, 3, 0)]
+
+
+def test_tokens_about_as_long_as_each_other_keep_their_order():
+    """A mean of 3 of 5 tokens: 5 blocks are no more than that and a join, 6 are."""
+    given = of_blocks(1, 2, 3, 5, 4)
+    assert cut(*given, 5, 6, at_once=2) == ([(token, 0, 1) for token in range(5)] + [None], [])
+    rows, _ = cut(*of_blocks(1, 2, 2, 6, 4), 5, 6, at_once=2)
+    assert [row[0] for row in rows if row] == [3, 4, 1, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +111,18 @@ def test_every_program_finds_what_the_others_leave(tokens, programs):
         given = cuts.drawn(seed, tokens)
         rows, joins = cut(*given, programs)
         assert (rows, joins) == cuts.expected(*given, programs)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "programs", "at_once"),
+    [(3, 4, 2), (121, 153, 132), (64, 80, 66), (128, 144, 66), (129, 145, 66), (256, 288, 132)],
+)
+def test_every_program_finds_what_the_others_leave_beyond_those_at_once(tokens, programs, at_once):
+    for seed in range(3):
+        given = cuts.drawn(seed, tokens)
+        assert cut(*given, programs, at_once=at_once) == cuts.expected(
+            *given, programs, at_once=at_once
+        )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +140,7 @@ def test_tables_for_millions_of_rows(seed, widths):
     extra[::13] = [2**31 - 1, 2**22, 2**21 + 65, 2**31 - 64]
     swa = [128, 2**31 - 1, 0, 2**22] * 10
     given = swa, extra, list(range(40)), 40
-    assert cut(*given, 132, widths) == cuts.expected(*given, 132, widths)
+    assert cut(*given, 132, widths=widths) == cuts.expected(*given, 132, widths)
 
 
 def test_the_oracle_leaves_no_piece_out():
@@ -118,9 +157,20 @@ def test_the_oracle_leaves_no_piece_out():
 
 
 def test_a_batch_that_is_cut_has_a_program_for_every_token():
-    for tiles in range(1, 33):
-        assert MOST_CUT // tiles <= PROGRAMS // tiles
-    assert LEAST_CUT <= MOST_CUT
+    """As many programs as SMs, or more than tokens, and places for all partial results: a token
+    of several pieces has a further one."""
+    for wide in (1, 2, 3, 16, 40):
+        for tokens in (*range(1, 140), 255, 256):
+            q = torch.empty(tokens, 64 * wide, 1, device="meta")
+            cut = sparse_mla._cut(q, 18, wide)
+            assert (cut is not None) == (tokens * wide >= LEAST_CUT)
+            if cut is None:
+                continue
+            further = cut.programs - tokens
+            assert 0 <= further <= PROGRAMS - min(tokens, further)
+            assert (cut.programs <= cut.at_once) == (tokens * wide <= AT_ONCE)
+            assert cut.by_lens == 1
+        assert sparse_mla._cut(torch.empty(257, 64 * wide, 1, device="meta"), 18, wide) is None
 
 
 @pytest.mark.parametrize(
@@ -143,7 +193,7 @@ def test_batches_cut_by_their_lens(tokens, heads, programs, monkeypatch):
 @pytest.mark.parametrize(("tokens", "heads", "splits"), [(5, 8, 0), (3, 65, 2), (2, 8, 1)])
 def test_splits_where_a_package_might_cut(tokens, heads, splits, monkeypatch):
     """As many of each token, listed to be joined if they are several."""
-    cut = functools.partial(split_launch.Cut, 0, 132)
+    cut = functools.partial(split_launch.Cut, 0, 132, 132)
     room = torch.full((tokens + 1, 4), -7, dtype=torch.int32)
     monkeypatch.setattr(sparse_mla, "_cut", lambda *_: cut(room))
     monkeypatch.setattr(sparse_mla, "num_splits_of", lambda *_: splits or 5)

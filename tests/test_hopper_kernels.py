@@ -142,7 +142,7 @@ def test_what_the_triton_kernel_promises(what, name):
 @pytest.mark.usefixtures("emulates")
 @pytest.mark.parametrize("what", ["plans", "hostile"])
 def test_a_program_joins_several_tokens(name, what, monkeypatch):
-    """As where a plan has many: here 9 tokens by two programs, the second of which has one."""
+    """As where a plan has many: here all of 9 tokens."""
     monkeypatch.setattr("dsv4_ops.kernels.join_launch.JOINING", 1)
     getattr(interpret_mla, what)(name, case_of(name, 4, 9, 3))
 

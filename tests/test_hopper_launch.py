@@ -90,21 +90,22 @@ def test_a_split_that_saves_no_more_than_one_block_is_no_split():
     assert launched(64, (8, 0), width=0) == [("split_keys", (64, 1))]
 
 
-def test_tokens_are_joined_together_where_a_plan_leaves_few_to_join():
-    """About 2048 programs, or 8 tokens of each."""
+def test_programs_that_join_by_a_plan():
+    """One for each token, up to 2048 with those of other heads, and for each 32 rows that are no
+    first pieces of a batch of as many tokens."""
 
-    def joins(tokens, heads):
+    def joins(tokens, heads, programs):
         args, settings = arguments(tokens, heads=heads)
-        plan = torch.empty(tokens + 132, 4, dtype=torch.int32, device="meta")
+        plan = torch.empty(tokens + programs, 4, dtype=torch.int32, device="meta")
         launch = Launches((9, 0))
         OPS["sparse_mla_decode"].launcher("triton")(launch, *args[:8], plan, *args[9:], **settings)
         return launch.made[1]
 
-    for tokens, heads, programs in (
-        (8, 64, 8), (32, 64, 32), (64, 64, 32), (65, 64, 33), (128, 64, 32), (1000, 128, 125),
-        (64, 100, 16), (1, 1, 1),
+    for tokens, heads, programs, joining in (
+        (8, 64, 132, 8), (1, 64, 132, 5), (31, 64, 132, 31), (1000, 64, 132, 32), (64, 128, 66, 16),
+        (64, 100, 66, 20), (1, 1, 1, 1), (9, 8, 5000, 157), (3000, 1, 132, 2048),
     ):  # fmt: skip
-        assert joins(tokens, heads) == ("join_splits_kernel", (programs, heads))
+        assert joins(tokens, heads, programs) == ("join_splits_kernel", (joining, heads))
 
 
 def paged(tokens, capability=(9, 0), heads=64, columns=256, planned=False, **changed):
@@ -130,10 +131,16 @@ def paged(tokens, capability=(9, 0), heads=64, columns=256, planned=False, **cha
         (16, 128, (66, 2), 8),
         (60, 128, (66, 2), 8),
         (40, 160, (44, 3), 6),
+        (121, 64, (154, 1), 16),
+        (256, 64, (289, 1), 16),
+        (61, 128, (77, 2), 8),
+        (256, 128, (272, 2), 8),
+        (41, 160, (52, 3), 6),
     ],
 )
 def test_batches_with_tables_are_cut_by_their_lens(tokens, heads, programs, joining):
-    """A program for each SM whatever the tables' width, and about 1024 that join."""
+    """A program for each SM whatever the tables' width, or of more tokens one for each and a
+    quarter of the SMs for further pieces; and about 1024 that join."""
     cut = [("hopper_split_keys", programs), ("join_listed", (joining, heads))]
     assert paged(tokens, heads=heads) == cut
     assert paged(tokens, heads=heads, columns=4096) == cut
@@ -144,7 +151,7 @@ def test_what_is_not_cut():
     kernel for other GPUs."""
     cut = {"join_listed"}
     for tokens, changed in (
-        (31, {}), (15, {"heads": 128}), (121, {}), (61, {"heads": 128}), (64, {"columns": 32}),
+        (31, {}), (15, {"heads": 128}), (257, {}), (257, {"heads": 128}), (64, {"columns": 32}),
         (64, {"planned": True}), (64, {"num_splits": 2}), (64, {"batch_invariant": True}),
         (64, {"capability": (10, 0)}), (64, {"capability": (8, 0)}),
     ):  # fmt: skip

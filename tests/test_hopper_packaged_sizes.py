@@ -118,28 +118,33 @@ class Paged(torch.nn.Module):
 @pytest.mark.parametrize("heads", [64, 128])
 def test_a_decode_of_any_size_is_cut_where_its_programs_are_few(heads):
     """2 blocks of the window and 3 of 150 rows, of 1 or 2 programs a token. Splits for 132 programs
-    below 32 (of 30 programs in threes: two blocks each), a cut for all SMs from there to 120, one
-    program each beyond. About 1024 programs join, whatever there is to join."""
+    below 32 (of 30 programs in threes: two blocks each), a cut for all SMs from there to 120, and
+    for a program each and a quarter of the SMs beyond; one program each of more than 256 tokens.
+    About 1024 programs join, whatever there is to join."""
     tokens = {0: torch.export.Dim("tokens", min=2)}
     program = paged_program(heads, 75, 7, (tokens, {}))
     (symbol,) = program.range_constraints
     tiles = heads // 64
+    beyond = 132 // tiles // 4
     for programs, wanted in (
-        (2, 5),
-        (30, 3),
-        (32, None),
-        (64, None),
-        (120, None),
-        (132, 1),
-        (600, 1),
+        (2, 5 * 2),
+        (30, 3 * 30),
+        (32, 132),
+        (64, 132),
+        (120, 132),
+        (122, 122 + beyond * tiles),
+        (132, 132 + beyond * tiles),
+        (256, 256 + beyond * tiles),
+        (256 * tiles, (256 + beyond) * tiles),
+        (257 * tiles, 257 * tiles),
+        (1000, 1000),
     ):
         count = programs // tiles
         found, _ = launches_of(program, {symbol: count})
-        pieces = 132 if wanted is None else wanted * programs
         joins = min(count, 1024 // heads) * heads
-        assert found == [("split", pieces), ("triton", joins)], programs
+        assert found == [("split", wanted), ("triton", joins)], programs
     kept, _ = launches_of(program, {symbol: 122 // tiles})
-    assert kept[0][1] == 122
+    assert kept[0][1] == 122 + beyond * tiles
 
 
 def compiled(program):

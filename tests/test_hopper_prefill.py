@@ -1,8 +1,10 @@
 """Into how many splits a prefill on Hopper cuts the keys of its tokens."""
 
 import pytest
+import torch
 from gpu_prefill import PREFILL, in_one_piece, prefill_case
 
+from dsv4_ops.core.measured import gathers
 from dsv4_ops.core.registry import OPS
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
@@ -19,6 +21,31 @@ def test_keys_of_few_tokens_are_cut():
             joined = [("join_splits_kernel", (tokens, heads))] if expected > 1 else []
             wide = -(-heads // 64)
             assert launched == [("hopper_prefill_keys_kernel", (tokens * expected, wide)), *joined]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pages", "copied"),
+    [(100, 747, 0), (100, 748, 1), (66, 4096, 0), (67, 4096, 1), (133, 300, 0), (133, 400, 1)],
+)
+def test_wide_tables_are_copied(tokens, pages, copied):
+    """100 tokens take 132 * 0.06 ns a key of 128 and the table's rows, a copy 12 us and 0.5 ns of
+    those rows and 227: as long at 1496 rows, 748 pages of 2. Up to 66 tokens have splits, 133 take
+    as long as 264."""
+
+    def made(*shape):
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    values = {
+        "q": made(tokens, 64, 512),
+        "swa_block_table": made(1, 9000),
+        "swa_block_size": 64,
+        "extra_cache": made(1, 1),
+        "extra_block_table": made(1, pages),
+        "extra_block_size": 2,
+        "topk_indices": None,
+        "window_size": 128,
+    }
+    assert gathers(values) == copied
 
 
 def launches(case):

@@ -55,8 +55,8 @@ def test_more_tiles_of_heads_than_programs() -> None:
 
 
 def test_the_default_is_an_h200() -> None:
-    """132 programs, of 128 heads 66: 132 blocks are one each, or two."""
-    lens = i32([132 * 64])
+    """132 programs, of 128 heads 66: 1320 blocks are ten each, or twenty."""
+    lens = i32([1320 * 64])
     assert ops.sparse_mla_plan(lens, num_heads=64)[:132, 2].unique().tolist() == [132]
     assert ops.sparse_mla_plan(lens, num_heads=128)[:66, 2].unique().tolist() == [66]
     assert ops.sparse_mla_plan(lens, num_heads=64).shape == (133, 4)
@@ -65,22 +65,21 @@ def test_the_default_is_an_h200() -> None:
 
 def test_the_window_and_the_rows_round_up_apart() -> None:
     """1 + 1 blocks of one key each, although two keys fit in one; below 0 is none."""
-    whole = [[0, 0, 2, 0], [1, 0, 1, 2], [0, 1, 2, 0]]
+    whole = [[0, 0, 2, 0], [1, 0, 1, 0], [0, 1, 2, 0]]
     assert plan_of([1, 64], [1, -9], num_heads=1, num_programs=3) == [*whole, ABSENT, ABSENT]
     assert plan_of([2, 64], None, num_heads=1, num_programs=3)[:2] == [[0, 0, 1, 0], [1, 0, 1, 0]]
 
 
 def test_partial_results_lie_behind_each_other() -> None:
-    """7, 1, 0, 5 and 2 blocks on 12 programs: pieces of up to 2, so that a round takes as long as
-    4 + 2 blocks. Tokens of one piece have no partial result, and where theirs would begin is where
-    that of the next token does."""
+    """7, 1, 0, 5 and 2 blocks on 12 programs: pieces of up to 2 take 2 * 12 + 3 * 5 = 39, of up to
+    3 take 3 * 12 + 3 * 3 = 45. Tokens of 2 blocks or more come first, then those of 1, of 0."""
     rows = plan_of([7 * 64, 1, 0, 5 * 64, 2 * 64], num_heads=64, num_programs=12)
     assert rows == [
         [0, 0, 4, 0],
-        [1, 0, 1, 4],
-        [2, 0, 1, 4],
         [3, 0, 3, 4],
-        [4, 0, 1, 7],
+        [4, 0, 1, 0],
+        [1, 0, 1, 0],
+        [2, 0, 1, 0],
         [0, 1, 4, 0],
         [0, 2, 4, 0],
         [0, 3, 4, 0],
@@ -90,17 +89,26 @@ def test_partial_results_lie_behind_each_other() -> None:
     ]
 
 
-def test_a_round_of_longer_pieces_or_two_of_shorter_ones() -> None:
-    """15 blocks on 5 programs: pieces of 3 make two rounds, each as long as 4 + 3 blocks; whole
-    tokens one, of 4 + 7. With a token of 20 and one of 10 the mean is 8: two rounds of 4 + 8 blocks
-    are no longer than one of 4 + 20."""
+def test_few_longer_pieces_or_more_shorter_ones() -> None:
+    """5 programs and as many tokens: one further piece. Of 15 blocks pieces of 5 take 5 * 5 + 3, of
+    6 take 33 and whole tokens 35. Of 20, 10, 1, 2 and 7 blocks pieces of 10 take 53, of 11 take 58.
+    One program more and 2 further pieces are as many as there may be: of 6 programs and 4 tokens
+    of 16, 10, 1 and 7 blocks (a mean of 6) pieces of 8 take 6 * 8 + 3 * 2, of 6 would be 3."""
     rows = plan_of([7 * 64, 1, 0, 5 * 64, 2 * 64], num_heads=64, num_programs=5)
-    assert rows == [[token, 0, 1, 0] for token in range(5)] + [ABSENT] * 5
-    tiles = [20, 10, 1, 2, 7]
-    rows = plan_of([64 * count for count in tiles], num_heads=64, num_programs=5)
-    assert [row[2] for row in rows[:5]] == [3, 2, 1, 1, 1]
-    rows = plan_of([64 * count for count in (16, 10, 1, 2, 7)], num_heads=64, num_programs=5)
-    assert [row[2] for row in rows[:5]] == [1, 1, 1, 1, 1]  # 4 + 16 are less than twice 4 + 8
+    ordered = [[token, 0, 1, 0] for token in (3, 4, 1, 2)]
+    assert rows == [[0, 0, 2, 0], *ordered, [0, 1, 2, 0], *[ABSENT] * 4]
+    rows = plan_of([64 * count for count in (20, 10, 1, 2, 7)], num_heads=64, num_programs=5)
+    assert [row[::2] for row in rows[:5]] == [[0, 2], [1, 1], [4, 1], [3, 1], [2, 1]]
+    rows = plan_of([64 * count for count in (16, 10, 1, 7)], num_heads=64, num_programs=6)
+    assert [row[::2] for row in rows[:4]] == [[0, 2], [1, 2], [3, 1], [2, 1]]
+
+
+def test_longer_tokens_come_first() -> None:
+    """More tokens than programs, and no further pieces of so few: of 14ths of 31 blocks 31 are 14,
+    30 are 13, 3 and 4 are 1, 1 is 0; those of a class keep their order."""
+    tiles = [3, 30, 1, 31, 1, 4]
+    rows = plan_of([64 * count for count in tiles], num_heads=64, num_programs=2)
+    assert [row[0] for row in rows] == [3, 1, 0, 5, 2, 4, -1, -1]
 
 
 def test_no_token_and_no_keys() -> None:
@@ -115,6 +123,18 @@ def test_lens_that_overflow_int32() -> None:
     assert rows == [[0, 0, 1, 0], [1, 0, 1, 0], [2, 0, 1, 0], ABSENT, ABSENT]
     rows = plan_of([INT32_MAX], [INT32_MIN], num_heads=64, num_programs=7)
     assert rows == [[0, piece, 7, 0] for piece in range(7)] + [ABSENT]
+
+
+def test_tokens_of_several_pieces_come_before_those_of_just_one() -> None:
+    """150 tokens of 8 blocks and at last one of 40 on 132 programs: pieces of 10, the mean, take
+    1240 + 4 * (154 - 132) + 3 * 3 or 10 * 132. The last one comes first: joins look no further than
+    as many rows as there are programs."""
+    rows = plan_of([64 * 8] * 150 + [64 * 40], num_heads=64)
+    assert rows[0] == [150, 0, 4, 0]
+    assert [row[:3] for row in rows[1:151]] == [[token, 0, 1] for token in range(150)]
+    assert [row[1] for row in rows[151:154]] == [1, 2, 3]
+    rows = plan_of([64 * 10] * 150 + [64 * 40], num_heads=64)
+    assert rows[0][:3] == [150, 0, 4]
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -134,7 +154,10 @@ def test_properties(
     assert rows == oracle.sparse_mla_plan(swa, more, num_heads=num_heads, num_programs=num_programs)
     programs = oracle.programs_of(num_heads, num_programs)
     assert len(rows) == len(lens) + programs
-    assert [row[:2] for row in rows[: len(lens)]] == [[token, 0] for token in range(len(lens))]
+    assert sorted(row[:2] for row in rows[: len(lens)]) == [
+        [token, 0] for token in range(len(lens))
+    ]
+    assert all(row[2] <= 1 for row in rows[programs : len(lens)])
     real = [row for row in rows if row != ABSENT]
     assert rows == real + [ABSENT] * (len(rows) - len(real))
     assert all(value >= 0 for row in real for value in row)
@@ -144,6 +167,7 @@ def test_properties(
         mine = [row[1:] for row in real if row[0] == token]
         pieces = len(mine)
         assert mine == [[piece, pieces, mine[0][2]] for piece in range(pieces)]
+        assert pieces > 1 or mine[0][2] == 0
         bounds = [count * piece // pieces for piece in range(pieces + 1)]  # as the kernel cuts
         assert all(right - left <= size for left, right in pairwise(bounds))
         if pieces > 1:
@@ -151,16 +175,20 @@ def test_properties(
             assert not used & places
             used |= places
     assert used == set(range(len(used)))
-    assert len(used) <= 2 * programs
+    assert len(used) <= programs
 
 
-def test_the_room_is_nearly_used() -> None:
-    """63 tokens of 66 blocks and 66 of none on 64 programs: pieces of up to 65, the mean, make
-    three rounds, and so would whole tokens. Two of each long token, 126 partial results of the 128
-    that there is room for."""
-    rows = plan_of([64 * 66] * 63 + [0] * 66, num_heads=64, num_programs=64)
-    assert sum(row[2] == 2 for row in rows) == 126
-    assert rows[62][3] == 124
+def test_partial_results_of_as_many_pieces_as_programs() -> None:
+    """32 tokens of 66000 blocks on 64 programs: two pieces of each."""
+    rows = plan_of([64 * 66000] * 32, num_heads=64, num_programs=64)
+    assert [row[2:] for row in rows[:32]] == [[2, 2 * token] for token in range(32)]
+
+
+def test_tokens_that_would_make_another_round_in_two_stay_whole() -> None:
+    """40 tokens of 18 blocks and 24 of 4 on 66 programs: in pieces of 13, the mean, or more the
+    former would be 80."""
+    rows = plan_of([64 * 18] * 40 + [64 * 4] * 24, num_heads=128)
+    assert [row[2] for row in rows] == [1] * 64 + [-1] * 66
 
 
 @pytest.mark.parametrize("seed", range(8))

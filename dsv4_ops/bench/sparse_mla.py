@@ -51,6 +51,7 @@ _SMOKE_CASES = ("decode",)
 _BATCHES = (1, 2, 8, 32, 64, 128, 256)
 _PREFILLS = (1, 8, 64, 128, 256, 512, 2048)
 _SHORT_PREFIX, _TABLE_ROWS = 2048, 8192  # rows of C128 of 1M tokens
+_LARGEST_PREFIX = 983040  # FlashMLA has room for 1048576 rows, the window's among them
 _GATHERED = (1, 8, 32, 128, 512, 2048)
 _PACKAGED, _LARGE = (2, 8, 64, 256), (512, 2048)
 
@@ -82,13 +83,20 @@ def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
         "decode": lambda: decode_cases(_BATCHES, (64, 128), (512, 1024)),
         "window": lambda: window_cases(_BATCHES, 64),
         "mtp": lambda: mtp_cases((8, 32, 64, 128), 64, 512, 2),
-        "paged": lambda: paged_cases((8, 32, 64, 128), 64, 1024, (16, 128, 512, 1024)),
-        "ragged": lambda: ragged_cases((8, 32, 48, 64, 96, 128, 256), 64, (512, 1024)),
+        "paged": lambda: [
+            *paged_cases((8, 32, 64, 128), 64, 1024, (16, 128, 512, 1024)),
+            *paged_cases((64, 128), 128, 1024, (16, 1024)),
+        ],
+        "ragged": lambda: [
+            *ragged_cases((8, 32, 48, 64, 96, 128, 256, 512), 64, (512, 1024)),
+            *ragged_cases((8, 32, 64, 96, 128, 256), 128, (1024, 1024)),
+        ],
         "prefill": lambda: [
             *selecting_cases(_PREFILLS, ((64, 512), (128, 1024))),
             *dense_cases(_PREFILLS, (64, 128)),
             *dense_cases((64, 512, 2048), (64,), _SHORT_PREFIX),
-            *dense_cases((64, 512, 2048), (64,), _SHORT_PREFIX, _TABLE_ROWS),
+            *dense_cases((64, 128, 512, 2048), (64,), _SHORT_PREFIX, _TABLE_ROWS),
+            *dense_cases((64, 128), (64,), _LARGEST_PREFIX),
         ],
         "gathered": lambda: [
             *gathered_cases(_GATHERED, ((64, 128), (64, 640), (128, 1152))),

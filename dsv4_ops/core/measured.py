@@ -88,16 +88,12 @@ them, for its launches and for each row, and that it saves for each key of a tok
 heads: each is dequantised once and not by every token that sees it. The last SMs' tokens take as
 long as others before."""
 
-_TILES = PROGRAMS + 1
-"""Tokens times tiles of heads from which a prefill whose tokens see all rows of a table copies
-them: each SM has a token of fewer."""
-
 NOTES = {
     "sparse_mla_prefill": (
         "on Hopper over a copy of its rows in bf16, where that is faster: "
         f"{_CALLS / 1e5:g} us and {_ROW / 100} ns a row, for {_ENTRY / 100} ns a key of a token "
-        f"and 64 heads; of all rows of a table from {_TILES} tokens of 64 heads on; else with the "
-        f"keys of up to {PROGRAMS // 2} tokens of 64 heads in splits"
+        f"and 64 heads, all rows of a table counted; else with the keys of up to {PROGRAMS // 2} "
+        "tokens of 64 heads in splits"
     ),
     "sparse_mla_gathered": "on Hopper; on other GPUs the reference",
 }
@@ -113,8 +109,8 @@ def gathers(values: Mapping[str, Any]) -> Any:
     """Whether a prefill copies its rows to bf16 before it attends, on Hopper: where that takes
     less time than to dequantise them for every token, which tokens too few for all SMs do in
     splits, and its memory is no more than ``MOST_LISTED`` and ``MOST_GATHERED``. Of all rows of a
-    table only values say how many there are: the same goes for as many from ``_TILES`` on, though
-    a short request in a wide table takes less from the pages.
+    table only values say how many there are: this goes by as many as it has room for, though a
+    short request in a wide table takes less from the pages.
 
     Returns:
         1 or 0, or of symbolic sizes a symbol that is one of them.
@@ -122,13 +118,11 @@ def gathers(values: Mapping[str, Any]) -> Any:
     tokens, columns, rows = values["q"].shape[0], prefilled(values), workspace_rows(values)
     tiles = tokens * head_tiles(int(values["q"].shape[1]))
     rounds = (tiles + PROGRAMS - 1) // PROGRAMS
-    every = values["extra_cache"] is not None and values["topk_indices"] is None
     return (
         positive(_ENTRY * rounds * PROGRAMS * columns - _CALLS - _ROW * gathered_rows(values))
         * positive(2 * tiles - PROGRAMS)
         * positive(MOST_GATHERED + 1 - rows)
         * positive(MOST_LISTED + 1 - tokens * columns)
-        * positive(tiles + 1 - _TILES if every else 1)
     )
 
 

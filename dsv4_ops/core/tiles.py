@@ -24,17 +24,28 @@ PLAN_SIZES, PLAN_STEPS = 33, 8
 PLAN_COLUMNS = 4
 """Columns of a plan: token, piece of the token, pieces of the token, first partial result."""
 
+CLASSES = 16
+"""Classes of tokens by their length: those of several pieces, and of so many fourteenths of one."""
 
-LEAST_CUT, MOST_CUT = 32, 120
-"""Tokens times tiles of heads from which on, and up to which, Hopper's kernel cuts a batch by its
-lens where no plan is given. Beyond, too few SMs are left for further pieces."""
+
+LEAST_CUT, MOST_CUT = 32, 256
+"""Tokens times tiles of heads from which on, and tokens up to which, Hopper's kernel cuts a batch
+by its lens where no plan is given."""
+
+AT_ONCE = 120
+"""Tokens times tiles of heads up to which pieces are no more than the SMs. Beyond, too few SMs are
+left for further pieces, and programs take the longest tokens first."""
+
+FURTHER_SHARE = 4
+"""Of more pieces than run at once no more are further ones than the programs over this: a token in
+two that are as long as others in one makes another round."""
 
 CUT_SIZES, CUT_STEPS = 16, 4
 """Sizes of pieces that it looks at, and how many from a size to twice that."""
 
-JOIN_TILES = 2
-"""Tiles of keys in the time of a join, to which further pieces add three more if they are as many
-as the programs."""
+JOIN_TILES, FURTHER_TILES = 2, 3
+"""Tiles of keys in the time of a join, and how many more if further pieces are as many as the
+programs."""
 
 JOIN_COLUMNS = 4
 """Columns of a list of joins: token, pieces, first partial result, and one that is not used; the

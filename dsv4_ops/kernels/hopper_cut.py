@@ -5,32 +5,21 @@ needed for a plan, and contexts of different length take as long as their sum.
 Every warp does the same, as it would wait longer for the others; they share the sizes of pieces
 that are looked at."""
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dsv4_ops.core import tiles
 from dsv4_ops.kernels.hopper_rows import KEYS
 
-_MOST = triton.next_power_of_2(tiles.MOST_CUT)
-TOKENS = gl.constexpr(_MOST)
 _SIZES, _STEPS = gl.constexpr(tiles.CUT_SIZES), gl.constexpr(tiles.CUT_STEPS)
-_JOIN = gl.constexpr(tiles.JOIN_TILES)
+_JOIN, _FURTHER = gl.constexpr(tiles.JOIN_TILES), gl.constexpr(tiles.FURTHER_TILES)
+_START, _CLASSES = gl.constexpr(tiles.START_TILES), gl.constexpr(tiles.CLASSES)
 _COLUMNS = gl.constexpr(tiles.JOIN_COLUMNS)
 _MOST_TILES = gl.constexpr(2**15)
 """Blocks of each list of a token that its cut goes by: times are less than _NEVER then, and pieces
 by way of float32 are exact."""
 
 _NEVER = gl.constexpr(2**24)
-_BOTH = gl.constexpr(gl.BlockedLayout([tiles.CUT_SIZES // 4, _MOST // 32], [1, 32], [4, 1], [1, 0]))
-"""Sizes by tokens: a warp has a quarter of the sizes and all tokens."""
-
-_OF_TOKENS, _OF_SIZES = (
-    gl.constexpr(gl.SliceLayout(0, _BOTH.value)),
-    gl.constexpr(gl.SliceLayout(1, _BOTH.value)),
-)
-_LINE = gl.constexpr(gl.BlockedLayout([_MOST // 32], [32], [4], [0]))
-"""The same of tokens alone, as scans want it."""
 
 
 @gluon.jit
@@ -65,62 +54,93 @@ def _size(index, mean, longest):
 
 
 @gluon.jit
-def _size_of_pieces(tiles, mean, longest, room, programs):
-    """Of the sizes that give no more than ``room`` further pieces the one that takes the least
-    time, with that of a join; the smallest of several such. All programs wait for this: no more
-    code than has to be."""
-    index = gl.arange(0, _SIZES, _OF_SIZES)
+def _size_of_pieces(tiles, total, longest, num_tokens, programs, BOTH: gl.constexpr):
+    """Of the sizes that give no more further pieces than there is room for the one that takes the
+    least time, with that of a join and, of more pieces than run at once, that of their starts; the
+    smallest of several such. All programs wait for this: no more code than has to be."""
+    index = gl.arange(0, _SIZES, gl.SliceLayout(1, BOTH))
+    mean = gl.maximum((total + programs - 1) // programs, 1)
     sizes = _size(index, mean, longest)
     further = gl.sum(_pieces(tiles[None, :], sizes[:, None]), 1)
-    time = (sizes + gl.where(further > 0, _JOIN, 0)) * programs + 3 * further
-    time = gl.where(further <= room, time, _NEVER)
+    shared = total + _START * (num_tokens + further - programs)
+    time = gl.maximum(sizes * programs, shared) + gl.where(further > 0, _JOIN, 0) * programs
+    room = gl.maximum(gl.num_programs(0) - num_tokens, 0)
+    time = gl.where(further <= room, time + _FURTHER * further, _NEVER)
     return _size(gl.min(time * _SIZES + index, 0) % _SIZES, mean, longest)
 
 
 @gluon.jit
-def cut_batch(swa, extra, requests, widths, num_tokens, programs, joins):
+def cut_batch(swa, extra, requests, widths, num_tokens, programs, joins, TOKENS: gl.constexpr):
     """The token of this program or ``num_tokens`` for none, which of its pieces it is, of how many,
-    and the first partial result of the token: first pieces of all tokens, then the further ones.
-    What is to be joined is listed in ``joins``: how many tokens, and of each the token, its pieces
-    and its first partial result. ``swa``, ``extra`` and ``requests`` are the lens and the rows of
-    tables of all tokens with their strides, ``widths`` those of the lists and the number of rows.
-    What a program reads for itself later has arrived with them."""
-    lane = gl.arange(0, TOKENS, _OF_TOKENS)
+    and the first partial result of the token. What is to be joined is listed in ``joins``: how many
+    tokens, and of each the token, its pieces and its first partial result. ``swa``, ``extra`` and
+    ``requests`` are the lens and the rows of tables of all tokens with their strides, ``widths``
+    those of the lists and the number of rows, ``programs`` those that run at once. What a program
+    reads for itself later has arrived with them."""
+    # sizes by tokens: a warp has a quarter of the sizes and all of up to TOKENS tokens
+    BOTH: gl.constexpr = gl.BlockedLayout([_SIZES // 4, TOKENS // 32], [1, 32], [4, 1], [1, 0])
+    lane = gl.arange(0, TOKENS, gl.SliceLayout(0, BOTH))
     request = _loaded(requests, lane, num_tokens)
     tiles = _tiles(_loaded(extra, lane, num_tokens), widths[1])
     tiles = gl.where((request >= 0) & (request < widths[2]), tiles, 0)
     tiles = gl.minimum(tiles + _tiles(_loaded(swa, lane, num_tokens), widths[0]), _MOST_TILES)
-    longest = gl.maximum(gl.max(tiles, 0), 1)
-    mean = _pieces(gl.sum(tiles, 0), gl.to_tensor(programs)) + 1
+    longest, total = gl.maximum(gl.max(tiles, 0), 1), gl.sum(tiles, 0)
     number = gl.program_id(0)
     joined, token = number * 0, gl.minimum(number, num_tokens)
     split, count, first = joined, joined + 1, joined
-    if longest > mean + _JOIN:  # else no pieces and their join take less than the longest token
-        size = _size_of_pieces(tiles, mean, longest, gl.maximum(programs - num_tokens, 0), programs)
-        joined, place, token, split, count, first = _piece(tiles, size, number, num_tokens)
-        listed = (gl.program_id(1) == 0) & (number < num_tokens) & (count > 1)
+    # else pieces and their join take no less than the longest token, and no order is better
+    if (longest - _JOIN - 1) * gl.maximum(programs, num_tokens) >= total:
+        size = _size_of_pieces(tiles, total, longest, num_tokens, programs, BOTH)
+        joined, place, token, split, count, first = _piece(
+            tiles, size, number, num_tokens, programs, TOKENS, BOTH
+        )
+        listed = (gl.program_id(1) == 0) & (token < num_tokens) & (split == 0) & (count > 1)
         _list_join(joins, place, token, count, first, listed)
     gl.store(joins, joined, mask=(gl.program_id(1) == 0) & (number == 0))
     return token.to(gl.int64), split, count, first
 
 
 @gluon.jit
-def _piece(tiles, size, number, num_tokens):
+def _class(tiles, size):
+    """How short a token is: 0 if it has several pieces of that size."""
+    shares = tiles * (_CLASSES - 2) // size
+    return gl.where(tiles > size, 0, _CLASSES - 1 - gl.minimum(shares, _CLASSES - 2))
+
+
+@gluon.jit
+def _piece(tiles, size, number, num_tokens, programs, TOKENS: gl.constexpr, BOTH: gl.constexpr):
     """How many tokens are to be joined and how many of them are before the one of a program; then
-    what ``cut_batch`` returns."""
-    lane = gl.arange(0, TOKENS, _LINE)
-    more = _pieces(gl.convert_layout(tiles, _LINE), size)
-    several = gl.where(more > 0, 65536, 0)
-    further = number - num_tokens
-    past = gl.where((lane < num_tokens) & (gl.associative_scan(more, 0, _plus) <= further), 1, 0)
+    what ``cut_batch`` returns. Pieces of a token follow each other, tokens theirs; where not all
+    run at once the longer tokens come first, by classes."""
+    LINE: gl.constexpr = gl.BlockedLayout([TOKENS // 32], [32], [4], [0])  # as scans want it
+    lane = gl.arange(0, TOKENS, LINE)
+    of_token = gl.convert_layout(tiles, LINE)
+    more = _pieces(of_token, size)
+    here, local = gl.where(lane < num_tokens, more + 1, 0), number
+    if gl.num_programs(0) > programs:
+        chosen, before = _class_of(tiles, size, number, num_tokens, TOKENS, BOTH)
+        here = gl.where(_class(of_token, size) == chosen, here, 0)
+        local = number - before
+    past = gl.where((lane < num_tokens) & (gl.associative_scan(here, 0, _plus) <= local), 1, 0)
+    several = gl.where(more > 0, 2**20, 0)
     packed = gl.sum(several + past, 0)
-    joined = packed >> 16
-    token = gl.where(further < 0, number, packed & 65535)
-    packed = gl.sum(gl.where(lane < token, several + more, 0), 0)
-    place, skipped = packed >> 16, packed & 65535
+    joined, token = packed >> 20, packed % 1024
     count = gl.sum(gl.where(lane == token, more, 0), 0) + 1
-    split = gl.where(further < 0, 0, further - skipped + 1)
+    packed = gl.sum(gl.where(lane < token, several + more * 1024 + here, 0), 0)
+    place, skipped, split = packed >> 20, (packed >> 10) % 1024, local - packed % 1024
     return joined, place, token, split, count, place + skipped
+
+
+@gluon.jit
+def _class_of(tiles, size, number, num_tokens, TOKENS: gl.constexpr, BOTH: gl.constexpr):
+    """The class of a program's token, _CLASSES for none, and the pieces of those before it."""
+    lane = gl.arange(0, TOKENS, gl.SliceLayout(0, BOTH))
+    index = gl.arange(0, _CLASSES, gl.SliceLayout(1, BOTH))
+    pieces = gl.where(lane < num_tokens, _pieces(tiles, size) + 1, 0)
+    as_long = _class(tiles, size)[None, :] <= index[:, None]
+    through = gl.sum(gl.where(as_long, pieces[None, :], 0), 1)
+    last = gl.max(gl.where(through <= number, through * (2 * _CLASSES) + index + 1, 0), 0)
+    return last % (2 * _CLASSES), last // (2 * _CLASSES)
 
 
 @gluon.jit

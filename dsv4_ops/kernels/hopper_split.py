@@ -178,14 +178,18 @@ def hopper_split_keys_kernel(
     HAS_SINK: gl.constexpr,
     HAS_PLAN: gl.constexpr,
     CUTS: gl.constexpr,
+    LANES: gl.constexpr,
     TURNED: gl.constexpr,
     ROW: gl.constexpr,
     SCALE_BYTES: gl.constexpr,
 ):
     """The arguments are those of ``split_keys_kernel``; ``q_dim_stride`` is 1, and splits are of
-    whole blocks. A program ends at once if its row of a plan is no piece."""
+    whole blocks. LANES are no fewer than tokens that are cut by their lens. A program ends at once
+    if its row of a plan is no piece; further pieces come first, as they are of the longest
+    tokens."""
     if HAS_PLAN:
-        piece = plan + gl.program_id(0).to(gl.int64) * plan_stride
+        number = (gl.program_id(0) + num_tokens) % gl.num_programs(0)
+        piece = plan + number.to(gl.int64) * plan_stride
         token = gl.load(piece).to(gl.int64)
         split = gl.load(piece + plan_column_stride)
         splits = gl.load(piece + 2 * plan_column_stride)
@@ -206,6 +210,7 @@ def hopper_split_keys_kernel(
                 num_tokens,
                 cut_programs,
                 joins,
+                LANES,
             )
         else:
             token, split, splits, first = cut_tokens(splits, joins)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from dsv4_ops.core.layout import MainLayout
@@ -20,8 +19,9 @@ ROPE = MainLayout.head_dim - MainLayout.code_dim
 JOINED, MOST_JOINED = 8, 16
 """Splits that are joined at a time, of few or of many."""
 
-JOINING, MOST_GROUPED = 2048, 8
-"""About as many programs join where there is a plan, if that takes no more tokens of each."""
+JOINING, GROUPED = 2048, 32
+"""About as many programs join by a plan, none of which looks at more of its rows; no more than
+there are tokens if those are enough."""
 
 LISTED = 1024
 """Programs that join what a list says, if there are as many heads of tokens: more of them take
@@ -45,11 +45,13 @@ def join(
     out, lse, partial, partial_lse, partial_peak = results
     num_tokens, num_heads, head_dim = out.shape[0], int(out.shape[1]), int(out.shape[2])
     rotation = _rotation(lse, positions, cos_sin_cache)
-    joins = num_tokens
     if plan is None:  # of a symbolic number: nothing to join if it turns out to be 1
-        joins = 1 + (num_tokens - 1) * torch.sym_min(splits - 1, 1)
-    group = grouped(num_tokens, num_heads, plan)
-    launch(join_splits_kernel)[(joins if group == 1 else -(-joins // group), num_heads)](
+        joins = programs = 1 + (num_tokens - 1) * torch.sym_min(splits - 1, 1)
+    else:  # of a plan for more tokens too, whose other rows are no fewer than tokens to be joined
+        joins = plan.shape[0] - num_tokens
+        most = torch.sym_min(num_tokens, max(JOINING // num_heads, 1))
+        programs = torch.sym_max(most, (joins + GROUPED - 1) // GROUPED)
+    launch(join_splits_kernel)[(programs, num_heads)](
         out,
         lse,
         partial,
@@ -61,6 +63,7 @@ def join(
         *rotation,
         partial.shape[0],
         num_tokens,
+        joins,
         num_heads,
         splits,
         HAS_SINK=attn_sink is not None,
@@ -69,7 +72,7 @@ def join(
         ROPE=ROPE,
         HEAD_DIM=head_dim,
         SPLITS=_joined(splits),
-        GROUP=group,
+        GROUP=GROUPED,
         EMULATE=EMULATE,
         num_warps=JOIN_WARPS,
     )
@@ -116,14 +119,6 @@ def _rotation(
         return (lse, 0, lse, 0)
     table = cos_sin_cache.contiguous()
     return (positions, positions.stride(0), table, table.shape[0])
-
-
-def grouped(num_tokens: int, num_heads: int, plan: Tensor | None) -> int:
-    """Tokens whose splits a program joins. By a plan most tokens of a large batch are one piece,
-    and programs that find nothing to join take 0.7 ns each."""
-    if plan is None or not isinstance(num_tokens, int):
-        return 1
-    return min(MOST_GROUPED, triton.next_power_of_2(max(num_tokens * num_heads // JOINING, 1)))
 
 
 def _joined(splits: int) -> int:

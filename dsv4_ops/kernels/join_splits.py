@@ -93,6 +93,7 @@ def join_splits_kernel(
     num_positions,
     room,
     num_tokens,
+    joins,
     num_heads,
     splits,
     HAS_SINK: tl.constexpr,
@@ -104,38 +105,41 @@ def join_splits_kernel(
     GROUP: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """The splits of a GROUP of tokens and a head; nothing to do for tokens of one split. With
-    HAS_PLAN the row of a token says where its pieces are."""
+    """The splits of a token and a head; nothing to do for tokens of one split. With HAS_PLAN those
+    of the tokens whose first pieces are in up to GROUP of the first ``joins`` rows: most are one
+    piece, and programs that find nothing to join take time."""
     head = tl.program_id(1)
-    first_token = tl.program_id(0)
-    several = True
-    if GROUP > 1:  # of a plan: most tokens are one piece, and programs that do nothing take time
-        every = first_token + tl.arange(0, GROUP) * tl.num_programs(0)
+    if HAS_PLAN:
+        lane = tl.arange(0, GROUP)
+        every = tl.program_id(0) + lane * tl.num_programs(0)
         spot = plan + every.to(tl.int64) * plan_stride + 2 * plan_column_stride
-        several = tl.max(tl.load(spot, mask=every < num_tokens, other=1), 0) > 1
-    for each in tl.static_range(GROUP):
-        number = first_token + each * tl.num_programs(0)
-        wanted = several & (number < num_tokens)
-        if HAS_PLAN:
+        several = tl.load(spot, mask=every < joins, other=1) > 1
+        each = tl.min(tl.where(several, lane, GROUP), 0)
+        while each < GROUP:
+            number = tl.program_id(0) + each * tl.num_programs(0)
             piece = plan + number.to(tl.int64) * plan_stride
-            token = tl.load(piece, mask=wanted, other=-1).to(tl.int64)
-            split = tl.load(piece + plan_column_stride, mask=wanted, other=0)
-            pieces = tl.load(piece + 2 * plan_column_stride, mask=wanted, other=1)
-            place = tl.load(piece + 3 * plan_column_stride, mask=wanted, other=0).to(tl.int64)
+            token = tl.load(piece).to(tl.int64)
+            split = tl.load(piece + plan_column_stride)
+            pieces = tl.load(piece + 2 * plan_column_stride)
+            place = tl.load(piece + 3 * plan_column_stride).to(tl.int64)
             real = (token >= 0) & (token < num_tokens) & (split == 0)
             real &= (place >= 0) & (place <= room - pieces)
-            pieces = tl.where(real, pieces, 1)
-        else:
-            token = number.to(tl.int64)
-            place = token * splits
-            pieces = splits
-        if pieces > 1:
-            _join(
-                out, lse, partial, partial_lse, partial_peak, attn_sink,
-                positions, positions_stride, cos_sin_cache, num_positions,
-                token, place, pieces, head, num_heads,
-                HAS_SINK, TURNED, ROPE, HEAD_DIM, SPLITS, EMULATE,
-            )  # fmt: skip
+            if real:
+                _join(
+                    out, lse, partial, partial_lse, partial_peak, attn_sink,
+                    positions, positions_stride, cos_sin_cache, num_positions,
+                    token, place, pieces, head, num_heads,
+                    HAS_SINK, TURNED, ROPE, HEAD_DIM, SPLITS, EMULATE,
+                )  # fmt: skip
+            each = tl.min(tl.where(several & (lane > each), lane, GROUP), 0)
+    elif splits > 1:
+        token = tl.program_id(0).to(tl.int64)
+        _join(
+            out, lse, partial, partial_lse, partial_peak, attn_sink,
+            positions, positions_stride, cos_sin_cache, num_positions,
+            token, token * splits, splits, head, num_heads,
+            HAS_SINK, TURNED, ROPE, HEAD_DIM, SPLITS, EMULATE,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -8,6 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_ops.core.tiles import (
+    CLASSES,
+    FURTHER_SHARE,
+    FURTHER_TILES,
     KEY_TILE,
     PLAN_COLUMNS,
     PLAN_SIZES,
@@ -48,14 +51,33 @@ def _candidates(
 
 @triton.jit
 def _best_size(
-    counts, sizes, programs, SIZES: tl.constexpr, CANDIDATES: tl.constexpr, START: tl.constexpr
+    counts,
+    sizes,
+    total,
+    num_tokens,
+    programs,
+    SIZES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    START: tl.constexpr,
+    FURTHER: tl.constexpr,
+    SHARE: tl.constexpr,
 ):
     """That of which so many pieces take the least time; the smallest of several."""
     index = tl.arange(0, CANDIDATES)
-    rounds = ((counts + programs - 1) // programs).to(tl.int64)
-    time = rounds * (START + sizes) * CANDIDATES + index
-    least = tl.min(tl.where(index < SIZES, time, 2**62), axis=0) % CANDIDATES
+    shared, further = total + START * (counts - programs), counts - num_tokens
+    time = tl.maximum(sizes.to(tl.int64) * programs, shared) + FURTHER * further
+    looked_at = (index < SIZES) & (further <= tl.maximum(programs - num_tokens, programs // SHARE))
+    least = tl.min(tl.where(looked_at, time * CANDIDATES + index, 2**62), axis=0) % CANDIDATES
     return tl.sum(tl.where(index == least.to(tl.int32), sizes, 0), axis=0)
+
+
+@triton.jit
+def _of_class(tiles, there, size, CLASSES: tl.constexpr):
+    """1 where a token is of a class, the longest first, [tokens, CLASSES]."""
+    shares = tl.minimum(tiles * (CLASSES - 2) // size, CLASSES - 2)
+    number = tl.where(tiles > size, 0, CLASSES - 1 - shares)
+    same = number[:, None] == tl.arange(0, CLASSES)[None, :]
+    return (there[:, None] & same).to(tl.int32)
 
 
 @triton.jit
@@ -81,11 +103,15 @@ def sparse_mla_plan_kernel(
     CANDIDATES: tl.constexpr,
     STEPS: tl.constexpr,
     START: tl.constexpr,
+    FURTHER: tl.constexpr,
+    SHARE: tl.constexpr,
+    CLASSES: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
 ):
-    """Rows of first pieces, of further ones, and of none, as the reference has them. Lens are read
+    """Rows of first pieces, of further ones, and of none, as the reference has them: only tokens of
+    the first class have several pieces, so that theirs are in the order of tokens. Lens are read
     here and in no function: they decide where rows go, and torch would take them for written to."""
     lane = tl.arange(0, TOKENS)
     total = tl.zeros((), tl.int64)
@@ -116,7 +142,22 @@ def sparse_mla_plan_kernel(
         pieces = _pieces(tiles[None, :], sizes[:, None])
         counts += tl.sum(tl.where(there[None, :], pieces, 0), axis=1)
         first += TOKENS
-    size = _best_size(counts, sizes, programs, SIZES, CANDIDATES, START)
+    size = _best_size(
+        counts, sizes, total, num_tokens, programs, SIZES, CANDIDATES, START, FURTHER, SHARE
+    )
+    members = tl.zeros((CLASSES,), tl.int32)
+    first = 0
+    while first < num_tokens:
+        token = first + lane
+        there = token < num_tokens
+        lens = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
+        tiles = _tiles(lens, KEYS)
+        if HAS_EXTRA:
+            lens = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
+            tiles += _tiles(lens, KEYS)
+        members += tl.sum(_of_class(tiles, there, size, CLASSES), axis=0)
+        first += TOKENS
+    next_place = tl.cumsum(members, axis=0) - members
     stop = num_tokens + programs
     row = num_tokens  # of the next further piece
     shared = 0  # partial results of the tokens before
@@ -131,9 +172,12 @@ def sparse_mla_plan_kernel(
             tiles += _tiles(lens, KEYS)
         pieces = tl.where(there, _pieces(tiles, size), 1)
         parts = tl.where(pieces > 1, pieces, 0)
-        before = shared + tl.cumsum(parts, axis=0) - parts
+        before = tl.where(pieces > 1, shared + tl.cumsum(parts, axis=0) - parts, 0)
+        same = _of_class(tiles, there, size, CLASSES)
+        place = tl.sum(same * (next_place[None, :] + tl.cumsum(same, axis=0) - 1), axis=1)
+        next_place += tl.sum(same, axis=0)
         further = row + tl.cumsum(pieces - 1, axis=0) - (pieces - 1)
-        _store_rows(plan, token, there, token, tl.zeros_like(token), pieces, before, COLUMNS)
+        _store_rows(plan, place, there, token, tl.zeros_like(token), pieces, before, COLUMNS)
         piece = 1
         most = tl.max(pieces, axis=0)
         while piece < most:
@@ -177,6 +221,9 @@ def sparse_mla_plan(
         CANDIDATES=triton.next_power_of_2(PLAN_SIZES),
         STEPS=PLAN_STEPS,
         START=START_TILES,
+        FURTHER=FURTHER_TILES,
+        SHARE=FURTHER_SHARE,
+        CLASSES=CLASSES,
         TOKENS=TOKENS,
         COLUMNS=PLAN_COLUMNS,
         HAS_EXTRA=extra_lens is not None,

@@ -13,6 +13,8 @@ from dsv4_ops.core.choice import AUTO, not_ours
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.measured import positive
 from dsv4_ops.core.tiles import (
+    AT_ONCE,
+    FURTHER_SHARE,
     JOIN_COLUMNS,
     KEY_TILE,
     LEAST_CUT,
@@ -281,21 +283,22 @@ def _split_and_join(
 
 def _cut(q: Tensor, units: int, wide: int) -> Cut | None:
     """How a batch with block tables is cut by its lens, None if it is not: few tokens are cut by
-    the tables' widths alone, which takes no time, and of many each has an SM. Of symbolic sizes a
-    symbol says which."""
+    the tables' widths alone, which takes no time. Of symbolic sizes a symbol says which."""
     if isinstance(units, int) and units < LEAST_UNITS:
         return None
     num_tokens = q.shape[0]
-    programs = num_tokens * wide
     by_lens = (
-        positive(programs + 1 - LEAST_CUT)
-        * positive(MOST_CUT + 1 - programs)
+        positive(num_tokens * wide + 1 - LEAST_CUT)
+        * positive(MOST_CUT + 1 - num_tokens)
         * positive(units + 1 - LEAST_UNITS)
     )
     if isinstance(by_lens, int) and by_lens == 0:
         return None
+    at_once = programs_per_tile(int(q.shape[1]), PROGRAMS)
+    beyond = positive(num_tokens * wide - AT_ONCE)
+    programs = at_once + beyond * (num_tokens + at_once // FURTHER_SHARE - at_once)
     joins = q.new_empty((num_tokens + 1, JOIN_COLUMNS), dtype=torch.int32)
-    return Cut(by_lens, programs_per_tile(int(q.shape[1]), PROGRAMS), joins)
+    return Cut(by_lens, programs, at_once, joins)
 
 
 def _call(*args: Any, **settings: Any) -> tuple[Tensor, Tensor]:

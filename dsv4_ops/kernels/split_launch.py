@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, head_tiles
+from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, MOST_CUT, head_tiles
 from dsv4_ops.kernels import hopper
 from dsv4_ops.kernels.launch import EMULATE, Launch
 from dsv4_ops.kernels.split_keys import split_keys_kernel
@@ -27,11 +27,13 @@ class Cut(NamedTuple):
     Args:
         by_lens: 1, or 0 for as many splits of each token as are said, or a symbol.
         programs: Programs for each tile of heads.
+        at_once: How many of them run at once.
         joins: int32 [1 + tokens, JOIN_COLUMNS], where the kernel lists tokens of several pieces.
     """
 
     by_lens: Any
-    programs: int
+    programs: Any
+    at_once: int
     joins: Tensor
 
 
@@ -139,8 +141,9 @@ def launch_split_keys(
     if on_hopper:
         kernels = hopper.kernels()
         assert kernels is not None  # ``hopper.runs`` has asked
-        cuts = (lens, 0, 0) if cut is None else (cut.joins, cut.by_lens, cut.programs)
-        constants["CUTS"] = cut is not None
+        cuts = (lens, 0, 0) if cut is None else (cut.joins, cut.by_lens, cut.at_once)
+        few = cut is None or (isinstance(num_tokens, int) and num_tokens <= MOST_CUT // 2)
+        constants |= {"CUTS": cut is not None, "LANES": MOST_CUT // 2 if few else MOST_CUT}
         launch(kernels.split)[grid](*tensors, *cuts, **constants, num_warps=hopper.WARPS)
         return results
     launch(split_keys_kernel)[grid](

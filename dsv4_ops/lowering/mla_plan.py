@@ -15,9 +15,9 @@ def _sparse_mla_plan(
     swa_lens: Tensor, extra_lens: Tensor | None, *, num_heads: int, num_programs: int
 ) -> Tensor:
     programs = programs_per_tile(num_heads, num_programs)
-    counts, first_further = reference.pieces(swa_lens, extra_lens, programs)
+    order, counts, first_further = reference.pieces(swa_lens, extra_lens, programs)
     found = torch.ops.dsv4_ops.token_map.default(first_further, counts - 1, num_tokens=programs)
-    return reference.rows(counts, *found)
+    return reference.rows(order, counts, *found)
 
 
 sparse_mla_plan = TritonKernel(_sparse_mla_plan)

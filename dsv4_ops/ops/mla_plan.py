@@ -38,10 +38,10 @@ def sparse_mla_plan(
 
     Without a plan ``sparse_mla_decode`` cuts every token into the same number of splits, and a long
     context in a batch of short ones is what all wait for. Only ``sparse_mla_decode_paged`` over FP8
-    caches on Hopper, of 32 to 120 tokens times tiles of 64 heads and lists of 4 blocks of 64 keys
-    or more, then cuts by lens itself, in every layer again. One plan serves all layers with the
-    same lens; give it to ``sparse_mla_decode`` or ``sparse_mla_decode_paged`` as ``plan``, or have
-    it made with a step (``dsv4_ops.attention.build_attention_step``).
+    caches on Hopper, of 32 tokens times tiles of 64 heads or more, up to 256 tokens, and of lists
+    of 4 blocks of 64 keys or more, then cuts by lens itself, in every layer again. One plan serves
+    all layers with the same lens; give it to ``sparse_mla_decode`` or ``sparse_mla_decode_paged``
+    as ``plan``, or have it made with a step (``dsv4_ops.attention.build_attention_step``).
 
     Args:
         swa_lens: Rows of the window that every token sees, [num_tokens], int32; below 0 counts as
@@ -54,13 +54,16 @@ def sparse_mla_plan(
     Returns:
         int32 [num_tokens + programs, 4], where programs is num_programs divided by the tiles of 64
         heads, at least 1. A row is a piece: its token, which piece of the token it is, how many
-        the token has, and where in a buffer the partial results of the token begin. Row t is the
-        first piece of token t; behind the first ones are the others, then rows of -1. Every token
-        has at least one piece, also without keys.
+        the token has, and where in a buffer the partial results of the token begin, 0 of one piece.
+        The first pieces of all tokens come first, those of several pieces before others, which are
+        in the order of how many fourteenths of the longest piece they have, the longest first;
+        tokens that are equal in that are in their order. Behind them are the further pieces in that
+        order, then rows of -1. Every token has at least one piece, also without keys.
 
-        Of some sizes of pieces from the mean on, the plan has the one whose rounds of programs
-        would take the least time: few longer pieces that all run at once, rather than more of
-        them that make a second round.
+        Of some sizes of pieces from the mean on, the plan has the one that would take the least
+        time: as long as a piece, or as all pieces with the starts of their programs take on so many
+        programs. There are no more further pieces than programs without a first one, or than a
+        quarter of the programs: a token in two makes another round of programs.
 
         A piece is a share of its token's keys, not a range, so a plan made of other lens gives the
         same attention, only less evenly spread.
@@ -81,8 +84,8 @@ def sparse_mla_plan(
     Example:
         >>> import torch, dsv4_ops
         >>> lens = torch.tensor([64, 0, 640], dtype=torch.int32)
-        >>> dsv4_ops.sparse_mla_plan(lens, num_heads=64, num_programs=2).tolist()
-        [[0, 0, 1, 0], [1, 0, 1, 0], [2, 0, 2, 0], [2, 1, 2, 0], [-1, -1, -1, -1]]
+        >>> dsv4_ops.sparse_mla_plan(lens, num_heads=64, num_programs=4)[:5].tolist()
+        [[2, 0, 2, 0], [0, 0, 1, 0], [1, 0, 1, 0], [2, 1, 2, 0], [-1, -1, -1, -1]]
     """
     checks = Checks("sparse_mla_plan")
     checks.tensor("swa_lens", swa_lens, torch.int32, "num_tokens")

@@ -16,21 +16,22 @@ def _cases() -> list[Case]:
     absent = [-1] * 4
     return [
         Case(
-            "one long token",  # 11 tiles on 2 programs: pieces of up to 6, two rounds
+            # 11 tiles on 4 programs, one of which is left: pieces of up to 5 or more
+            "one long token",
             (i32([64, 0, 640]), None),
-            two,
-            ([[0, 0, 1, 0], [1, 0, 1, 0], [2, 0, 2, 0], [2, 1, 2, 0], absent],),
+            {"num_heads": 64, "num_programs": 4},
+            ([[2, 0, 2, 0], [0, 0, 1, 0], [1, 0, 1, 0], [2, 1, 2, 0], *[absent] * 3],),
         ),
         Case(
-            # 1 + 1, 10 + 0, 9 + 1 tiles on 6 programs: pieces of up to 4 are two rounds, of 5 one
+            # 1 + 1, 10 + 0, 9 + 1 tiles on 6 programs: pieces of up to 5 leave one
             "two long tokens",
             (i32([1, 640, 576]), i32([64, -5, 1])),
             {"num_heads": 8, "num_programs": 6},
             (
                 [
-                    [0, 0, 1, 0],
                     [1, 0, 2, 0],
                     [2, 0, 2, 2],
+                    [0, 0, 1, 0],
                     [1, 1, 2, 0],
                     [2, 1, 2, 2],
                     *[absent] * 4,
