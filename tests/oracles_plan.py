@@ -52,10 +52,16 @@ def sparse_mla_plan(
 ) -> list[list[int]]:
     programs = programs_of(num_heads, num_programs)
     tiles = tiles_of(swa_lens, extra_lens)
-    size, first, further, start = piece_size(tiles, programs), [], [], 0
+    size, start = piece_size(tiles, programs), 0
+    first: list[list[int]] = []
+    further: list[list[int]] = []
+    whole: list[list[int]] = []
     for token in order_of(tiles, size):
         pieces = max(1, up(tiles[token], size))
-        mine = [[token, piece, pieces, start if pieces > 1 else 0] for piece in range(pieces)]
+        if pieces == 1:
+            whole.append([token, 0, 1, 0])
+            continue
+        mine = [[token, piece, pieces, start] for piece in range(pieces)]
         first, further = [*first, mine[0]], [*further, *mine[1:]]
-        start += pieces if pieces > 1 else 0
-    return first + further + [[-1] * 4] * (programs - len(further))
+        start += pieces
+    return first + further + whole + [[-1] * 4] * (programs - len(further))

@@ -111,7 +111,7 @@ def test_a_plan_by_hand(name: str) -> None:
     step = build(plan_heads=4)
     assert step.swa_lens.tolist() == [8, 8, 3, 0]
     assert step.c128.lens.tolist() == [3, 3, 0, 0]
-    pieces = [[0, 0, 2, 0], [1, 0, 2, 2], [2, 0, 1, 0], [3, 0, 1, 0], [0, 1, 2, 0], [1, 1, 2, 2]]
+    pieces = [[0, 0, 2, 0], [1, 0, 2, 2], [0, 1, 2, 0], [1, 1, 2, 2], [2, 0, 1, 0], [3, 0, 1, 0]]
     assert step.c128.plan.dtype == torch.int32
     assert step.c128.plan.tolist() == pieces + [[-1] * 4] * (4 + 132 - 6)
     assert build(plan_heads=65).c128.plan.tolist() == pieces + [[-1] * 4] * (4 + 66 - 6)

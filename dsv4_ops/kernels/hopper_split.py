@@ -185,11 +185,9 @@ def hopper_split_keys_kernel(
 ):
     """The arguments are those of ``split_keys_kernel``; ``q_dim_stride`` is 1, and splits are of
     whole blocks. LANES are no fewer than tokens that are cut by their lens. A program ends at once
-    if its row of a plan is no piece; further pieces come first, as they are of the longest
-    tokens."""
+    if its row of a plan is no piece."""
     if HAS_PLAN:
-        number = (gl.program_id(0) + num_tokens) % gl.num_programs(0)
-        piece = plan + number.to(gl.int64) * plan_stride
+        piece = plan + gl.program_id(0).to(gl.int64) * plan_stride
         token = gl.load(piece).to(gl.int64)
         split = gl.load(piece + plan_column_stride)
         splits = gl.load(piece + 2 * plan_column_stride)

@@ -110,9 +110,9 @@ def sparse_mla_plan_kernel(
     COLUMNS: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
 ):
-    """Rows of first pieces, of further ones, and of none, as the reference has them: only tokens of
-    the first class have several pieces, so that theirs are in the order of tokens. Lens are read
-    here and in no function: they decide where rows go, and torch would take them for written to."""
+    """Rows in the order of the reference: only tokens of the first class have several pieces, so
+    that theirs are in the order of tokens. Lens are read here and in no function: they decide where
+    rows go, and torch would take them for written to."""
     lane = tl.arange(0, TOKENS)
     total = tl.zeros((), tl.int64)
     longest = tl.full((), 1, tl.int32)
@@ -146,6 +146,7 @@ def sparse_mla_plan_kernel(
         counts, sizes, total, num_tokens, programs, SIZES, CANDIDATES, START, FURTHER, SHARE
     )
     members = tl.zeros((CLASSES,), tl.int32)
+    more = 0  # pieces but the first ones
     first = 0
     while first < num_tokens:
         token = first + lane
@@ -156,10 +157,12 @@ def sparse_mla_plan_kernel(
             lens = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
             tiles += _tiles(lens, KEYS)
         members += tl.sum(_of_class(tiles, there, size, CLASSES), axis=0)
+        more += tl.sum(tl.where(there, _pieces(tiles, size) - 1, 0), axis=0)
         first += TOKENS
-    next_place = tl.cumsum(members, axis=0) - members
+    longer = tl.arange(0, CLASSES) == 0  # of several pieces, which come first, then their others
+    next_place = tl.cumsum(members, axis=0) - members + tl.where(longer, 0, more)
+    row = tl.sum(tl.where(longer, members, 0), axis=0)  # of the next further piece
     stop = num_tokens + programs
-    row = num_tokens  # of the next further piece
     shared = 0  # partial results of the tokens before
     first = 0
     while first < num_tokens:
@@ -190,6 +193,7 @@ def sparse_mla_plan_kernel(
         shared += tl.sum(parts, axis=0)
         row += tl.sum(pieces - 1, axis=0)
         first += TOKENS
+    row = num_tokens + more
     while row < stop:
         spot = row + lane
         none = tl.zeros_like(spot) - 1

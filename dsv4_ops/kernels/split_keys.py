@@ -103,8 +103,7 @@ def split_keys_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     there = head < num_heads
     if HAS_PLAN:
-        number = (tl.program_id(0) + num_tokens) % tl.num_programs(0)  # the longest tokens first
-        piece = plan + number.to(tl.int64) * plan_stride
+        piece = plan + tl.program_id(0).to(tl.int64) * plan_stride
         token = tl.load(piece).to(tl.int64)
         split = tl.load(piece + plan_column_stride)
         splits = tl.load(piece + 2 * plan_column_stride)

@@ -55,10 +55,10 @@ def sparse_mla_plan(
         int32 [num_tokens + programs, 4], where programs is num_programs divided by the tiles of 64
         heads, at least 1. A row is a piece: its token, which piece of the token it is, how many
         the token has, and where in a buffer the partial results of the token begin, 0 of one piece.
-        The first pieces of all tokens come first, those of several pieces before others, which are
-        in the order of how many fourteenths of the longest piece they have, the longest first;
-        tokens that are equal in that are in their order. Behind them are the further pieces in that
-        order, then rows of -1. Every token has at least one piece, also without keys.
+        The first pieces of tokens that have several come first, then their further ones, tokens of
+        one piece, and rows of -1. Those of one piece are in the order of how many fourteenths of
+        the longest piece they have, the longest first; tokens that are equal in that, and all of
+        several pieces, are in their own. Every token has at least one piece, also without keys.
 
         Of some sizes of pieces from the mean on, the plan has the one that would take the least
         time: as long as a piece, or as all pieces with the starts of their programs take on so many
@@ -85,7 +85,7 @@ def sparse_mla_plan(
         >>> import torch, dsv4_ops
         >>> lens = torch.tensor([64, 0, 640], dtype=torch.int32)
         >>> dsv4_ops.sparse_mla_plan(lens, num_heads=64, num_programs=4)[:5].tolist()
-        [[2, 0, 2, 0], [0, 0, 1, 0], [1, 0, 1, 0], [2, 1, 2, 0], [-1, -1, -1, -1]]
+        [[2, 0, 2, 0], [2, 1, 2, 0], [0, 0, 1, 0], [1, 0, 1, 0], [-1, -1, -1, -1]]
     """
     checks = Checks("sparse_mla_plan")
     checks.tensor("swa_lens", swa_lens, torch.int32, "num_tokens")

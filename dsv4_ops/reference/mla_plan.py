@@ -69,16 +69,23 @@ def _piece_size(tiles: Tensor, programs: int) -> Tensor:
 
 
 def rows(order: Tensor, counts: Tensor, places: Tensor, index: Tensor) -> Tensor:
-    """The plan: the first piece of every token in ``order``, then the further ones, of which
-    ``places`` and ``index`` are the tokens' places in the order and how many of theirs are before;
-    -1 for those that are none."""
-    place = torch.arange(counts.shape[0], dtype=torch.int32, device=counts.device)
+    """The plan: the first pieces of those tokens in ``order`` that have several; their further
+    ones, of which ``places`` and ``index`` are the tokens' places in the order and how many of
+    theirs are before; tokens of one piece; -1 for none."""
+    num_tokens = counts.shape[0]
+    place = torch.arange(num_tokens, dtype=torch.int32, device=counts.device)
     places = torch.cat([place, places])
     piece = torch.cat([torch.zeros_like(place), index.to(torch.int32) + 1])
-    if counts.shape[0] == 0:
+    if num_tokens == 0:
         return places[:, None].expand(-1, 4).contiguous()
     shared = torch.where(counts > 1, counts, 0)
     before = torch.where(counts > 1, shared.cumsum(0).to(torch.int32) - shared, 0)
     exists, place = places >= 0, places.clamp(min=0)
     columns = (take(order, place), piece, take(counts, place), take(before, place))
-    return torch.stack([torch.where(exists, column, -1) for column in columns], 1)
+    found = torch.stack([torch.where(exists, column, -1) for column in columns], 1)
+    several, further = (counts > 1).sum(), (counts - 1).sum()
+    row = torch.arange(found.shape[0], device=counts.device)
+    whole = (row >= several + further) & (row < num_tokens + further)
+    behind = (row >= several) & (row < several + further)
+    row = torch.where(behind, row + num_tokens - several, torch.where(whole, row - further, row))
+    return found.index_select(0, row)

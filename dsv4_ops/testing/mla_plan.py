@@ -20,7 +20,7 @@ def _cases() -> list[Case]:
             "one long token",
             (i32([64, 0, 640]), None),
             {"num_heads": 64, "num_programs": 4},
-            ([[2, 0, 2, 0], [0, 0, 1, 0], [1, 0, 1, 0], [2, 1, 2, 0], *[absent] * 3],),
+            ([[2, 0, 2, 0], [2, 1, 2, 0], [0, 0, 1, 0], [1, 0, 1, 0], *[absent] * 3],),
         ),
         Case(
             # 1 + 1, 10 + 0, 9 + 1 tiles on 6 programs: pieces of up to 5 leave one
@@ -31,9 +31,9 @@ def _cases() -> list[Case]:
                 [
                     [1, 0, 2, 0],
                     [2, 0, 2, 2],
-                    [0, 0, 1, 0],
                     [1, 1, 2, 0],
                     [2, 1, 2, 2],
+                    [0, 0, 1, 0],
                     *[absent] * 4,
                 ],
             ),
