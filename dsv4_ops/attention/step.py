@@ -109,10 +109,11 @@ def build_attention_step(
         state_tables: Pages of every request in the states.
         plan_heads: Query heads of the C128 layers, to make them a plan (``sparse_mla_plan``); 0
             for none. They attend to all rows of a request, so that without one a long context
-            among short ones can be what all wait for: 128 requests of 100 to 128k tokens take each
-            such layer of 64 heads 49.6 us on an H200, with a plan 45.9. A step makes it once for
-            all of them, in 4 to 5 us. Not worth it where all contexts are nearly equal, or short,
-            nor for 32 to 120 requests on Hopper, whose kernel then cuts the batch by itself. With
+            among short ones can be what all wait for: 512 requests of 100 to 128k tokens take each
+            such layer of 64 heads 106 us on an H200, with a plan 79. A step makes it once for all
+            of them, in 7 to 8 us of up to 128 requests. Not worth it where all contexts are nearly
+            equal, or short, or few, and worth little for 32 to 256 requests on Hopper, whose kernel
+            then cuts the batch by itself. With
             ``batch_invariant`` and impl "flash_mla" nothing goes by a plan, and
             ``attention_layer`` refuses it.
 
