@@ -13,7 +13,7 @@ import pytest
 import torch
 from error_rows import CALLABLES, FUNCTIONS, ROWS, TABLE, Row, valid_arguments
 from error_rows_cache import CONSTRUCTORS
-from helpers import i64
+from helpers import i32, i64
 from torch import Tensor
 
 import dsv4_ops as ops
@@ -92,15 +92,16 @@ def test_as_many_requests_as_the_limit_allows() -> None:
 
 
 def test_as_many_tokens_in_a_plan_as_the_limit_allows() -> None:
-    """All with one block of keys, but for the last with as many as all others."""
+    """All with one block of keys, but for the last with 8 times as many as all others. It comes
+    first, in two pieces where a quarter of the programs is one."""
     lens = torch.ones(LIMIT, dtype=torch.int32)
-    lens[-1] = 64 * (LIMIT - 1)
-    plan = ops.sparse_mla_plan(lens, num_heads=64, num_programs=2)
-    ones = [[token, 0, 1, 0] for token in range(LIMIT - 1)]
-    assert plan.tolist() == [*ones, [LIMIT - 1, 0, 1, 0], [-1] * 4, [-1] * 4]
-    plan = ops.sparse_mla_plan(lens, num_heads=64, num_programs=4)
-    halves = [[LIMIT - 1, 0, 2, 0], [LIMIT - 1, 1, 2, 0]]
-    assert plan.tolist() == [*ones, *halves, *[[-1] * 4] * 3]
+    lens[-1] = 64 * 8 * (LIMIT - 1)
+    ones = i32([[token, 0, 1, 0] for token in range(LIMIT - 1)])
+    for programs, pieces in ((2, 1), (4, 2)):
+        long = [[LIMIT - 1, piece, pieces, 0] for piece in range(pieces)]
+        none = [[-1] * 4] * (programs + 1 - pieces)
+        plan = ops.sparse_mla_plan(lens, num_heads=64, num_programs=programs)
+        assert torch.equal(plan, torch.cat([i32(long), ones, i32(none)]))
 
 
 COMPILED = {
