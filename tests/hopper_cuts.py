@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from dsv4_ops.kernels.hopper_cut import cut_batch
 
-BLOCK, SIZES, JOIN, START, MOST_BLOCKS = 64, 16, 2, 4, 2**15
+BLOCK, SIZES, JOIN, FURTHER, START, MOST_BLOCKS = 64, 16, 2, 1, 4, 2**15
 WIDTHS = (128, 4096)
 HOSTILE = [0, 1, 63, 64, 65, 128, 129, 4095, 4096, 4097, -1, INT32_MIN, INT32_MAX]
 
@@ -62,7 +62,7 @@ def cut(kernel, given, programs, device="cpu", widths=WIDTHS, at_once=None):
         given[3],
         tokens,
         programs if at_once is None else at_once,
-        TOKENS=128 if tokens <= 128 else 256,
+        TOKENS=next(lanes for lanes in (32, 64, 128, 256) if lanes >= tokens),
         num_warps=4,
     )
     rows = [tuple(row) if row[0] < tokens else None for row in found.tolist()]
@@ -102,7 +102,8 @@ def size_of_pieces(counts, programs, at_once):
     for size in [*sizes, longest]:
         further = sum(further_pieces(count, size) for count in counts)
         shared = total + START * (tokens + further - at_once)
-        time = max(size * at_once, shared) + (JOIN if further else 0) * at_once + 3 * further
+        joined = (JOIN if further else 0) * at_once + FURTHER * further
+        time = max(size * at_once, shared) + joined
         if tokens + further <= max(programs, tokens) and (best is None or time < best[0]):
             best = time, size
     return best[1]

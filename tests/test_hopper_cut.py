@@ -32,14 +32,14 @@ def of_blocks(*counts):
 
 def test_a_long_token_among_short_ones():
     """10 blocks for 4 programs: 3 each would be 3 pieces of 8 blocks, one more than there are
-    programs; 4 each take (4 + 2) * 4 + 3 = 27, whole tokens 8 * 4 = 32."""
+    programs; 4 each take (4 + 2) * 4 + 1 = 25, whole tokens 8 * 4 = 32."""
     rows, joins = cut(*of_blocks(1, 8, 1), 3, 4)
     assert rows == [(0, 0, 1), (1, 0, 2, 0), (1, 1, 2, 0), (2, 0, 1)]
     assert joins == [(1, 2, 0)]
 
 
 def test_tokens_are_left_whole_where_a_join_takes_longer():
-    """7 blocks for 8 programs: 1 each takes (1 + 2) * 8 + 3 * 4 = 36, 2 each (2 + 2) * 8 + 3 = 35,
+    """7 blocks for 8 programs: 1 each takes (1 + 2) * 8 + 4 = 28, 2 each (2 + 2) * 8 + 1 = 33,
     whole tokens 3 * 8 = 24."""
     rows, joins = cut(*of_blocks(2, 3, 2), 3, 8)
     assert rows == [(0, 0, 1), (1, 0, 1), (2, 0, 1)] + [None] * 5
@@ -47,8 +47,8 @@ def test_tokens_are_left_whole_where_a_join_takes_longer():
 
 
 def test_where_a_program_looks_no_further():
-    """Of 132 programs the mean is 1. 3 blocks take (1 + 2) * 132 + 3 * 2, whole tokens 3 * 132; 4
-    take (1 + 2) * 132 + 3 * 3, (2 + 2) * 132 + 3, or whole 4 * 132."""
+    """Of 132 programs the mean is 1. 3 blocks take (1 + 2) * 132 + 2, whole tokens 3 * 132; 4 take
+    (1 + 2) * 132 + 3, (2 + 2) * 132 + 1, or whole 4 * 132."""
     assert cut(*of_blocks(3, 1), 2, 132) == ([(0, 0, 1), (1, 0, 1)] + [None] * 130, [])
     rows, joins = cut(*of_blocks(4, 1), 2, 132)
     pieces = [(0, piece, 4, 0) for piece in range(4)]
@@ -58,7 +58,7 @@ def test_where_a_program_looks_no_further():
 
 def test_several_tokens_of_several_pieces():
     """40 blocks for 8 programs: 5 each would be 11 pieces, 7 (6.25, rounded up) each 9. 8 each are
-    7, of which 3 are further ones: (8 + 2) * 8 + 3 * 3 = 89. 13 each: (13 + 2) * 8 + 3 * 2."""
+    7, of which 3 are further ones: (8 + 2) * 8 + 3 = 83. 13 each: (13 + 2) * 8 + 2."""
     rows, joins = cut(*of_blocks(1, 22, 1, 16), 4, 8)
     assert rows[:4] == [(0, 0, 1), (1, 0, 3, 0), (1, 1, 3, 0), (1, 2, 3, 0)]
     assert rows[4:] == [(2, 0, 1), (3, 0, 2, 3), (3, 1, 2, 3), None]
@@ -78,7 +78,7 @@ def test_rows_of_requests_that_do_not_exist_have_no_weight():
 
 def test_more_tokens_than_run_at_once_take_the_longest_first():
     """16 blocks of 5 tokens for 2 at once, and one more program than tokens. 8 each (the mean):
-    (16 + 4 * (6 - 2)) + 2 * 2 + 3 = 39, as 10; whole (12): 16 + 4 * 3 = 28 is the least. Of 14ths
+    (16 + 4 * (6 - 2)) + 2 * 2 + 1 = 37, as 10; whole (12): 16 + 4 * 3 = 28 is the least. Of 14ths
     of 12 blocks 12 are 14 and 1 is 1; those of 1 keep their order."""
     rows, joins = cut(*of_blocks(1, 1, 12, 1, 1), 5, 6, at_once=2)
     assert rows == [(token, 0, 1) for token in (2, 0, 1, 3, 4)] + [None]
@@ -87,8 +87,8 @@ def test_more_tokens_than_run_at_once_take_the_longest_first():
 
 def test_a_token_that_takes_longer_than_its_share_is_cut_beyond_what_runs_at_once():
     """44 blocks of 5 tokens for 4 at once. 11 each (the mean): 4 pieces of 40 blocks, more than
-    there are programs; 14 (13.75): 3 pieces, max(14 * 4, 44 + 4 * 3) + 2 * 4 + 3 * 2 = 70, as 17;
-    20: 2 pieces, max(20 * 4, 44 + 4 * 2) + 8 + 3 = 91; whole 160."""
+    there are programs; 14 (13.75): 3 pieces, max(14 * 4, 44 + 4 * 3) + 2 * 4 + 2 = 66, as 17; 20:
+    2 pieces, max(20 * 4, 44 + 4 * 2) + 8 + 1 = 89; whole 160."""
     rows, joins = cut(*of_blocks(1, 1, 40, 1, 1), 5, 7, at_once=4)
     assert rows[:3] == [(2, piece, 3, 0) for piece in range(3)]
     assert rows[3:] == [(token, 0, 1) for token in (0, 1, 3, 4)]

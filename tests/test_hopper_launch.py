@@ -21,21 +21,26 @@ DECODE = {**SETTINGS, "num_splits": 0, "batch_invariant": False}
 
 
 class Launches:
-    """A launch that takes down kernels and grids, on a GPU of a capability."""
+    """A launch that takes down kernels and grids, and constants of each, on a GPU of a
+    capability."""
 
     def __init__(self, capability):
-        self.capability, self.made = capability, []
+        self.capability, self.made, self.constants = capability, [], {}
 
     def __call__(self, kernel):
-        return Grid(self.made, kernel)
+        return Grid(self, kernel)
 
 
 class Grid:
-    def __init__(self, made, kernel):
-        self.made, self.kernel = made, kernel
+    def __init__(self, launches, kernel):
+        self.launches, self.name = launches, kernel.__name__
 
     def __getitem__(self, grid):
-        return lambda *args, **kwargs: self.made.append((self.kernel.__name__, grid))
+        def launch(*args, **constants):
+            self.launches.made.append((self.name, grid))
+            self.launches.constants[self.name] = constants
+
+        return launch
 
 
 def arguments(tokens, width=512, heads=64, layout="v4_fp8", device="meta"):
@@ -108,7 +113,23 @@ def test_programs_that_join_by_a_plan():
         assert joins(tokens, heads, programs) == ("join_splits_kernel", (joining, heads))
 
 
-def paged(tokens, capability=(9, 0), heads=64, columns=256, planned=False, **changed):
+@pytest.mark.parametrize(
+    ("tokens", "splits", "step"), [(66, 2, 2), (33, 4, 4), (16, 5, 8), (8, 10, 16), (4, 10, 16)]
+)
+def test_splits_that_are_joined_at_a_time(tokens, splits, step):
+    """No more than there are, of a call that knows its size; by a plan up to 4 or 8."""
+    launch = Launches((9, 0))
+    args, settings = arguments(tokens)
+    OPS["sparse_mla_decode"].launcher("triton")(launch, *args, **settings)
+    assert launch.made[0][1] == (tokens * splits, 1)
+    assert launch.constants["join_splits_kernel"]["SPLITS"] == step
+    plan = torch.empty(tokens + 132, 4, dtype=torch.int32, device="meta")
+    OPS["sparse_mla_decode"].launcher("triton")(launch, *args[:8], plan, *args[9:], **settings)
+    constants = launch.constants["join_splits_kernel"]
+    assert (constants["FEW"], constants["SPLITS"]) == (4, 8)
+
+
+def paged_launch(tokens, capability=(9, 0), heads=64, columns=256, planned=False, **changed):
     """Launches of a call with block tables of pages of 2 rows."""
     args, settings = arguments(tokens, heads=heads)
     table = torch.empty(tokens, columns, dtype=torch.int32, device="meta")
@@ -119,6 +140,11 @@ def paged(tokens, capability=(9, 0), heads=64, columns=256, planned=False, **cha
     OPS["sparse_mla_decode_paged"].launcher("triton")(
         launch, *args[:4], args[4], lens, lens, table, None, plan, None, None, **settings
     )
+    return launch
+
+
+def paged(*args, **changed):
+    launch = paged_launch(*args, **changed)
     return [(name.removesuffix("_kernel"), grid) for name, grid in launch.made]
 
 
@@ -144,6 +170,16 @@ def test_batches_with_tables_are_cut_by_their_lens(tokens, heads, programs, join
     cut = [("hopper_split_keys", programs), ("join_listed", (joining, heads))]
     assert paged(tokens, heads=heads) == cut
     assert paged(tokens, heads=heads, columns=4096) == cut
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lanes"), [(32, 32), (33, 64), (64, 64), (65, 128), (128, 128), (129, 256)]
+)
+def test_lanes_that_cut_are_no_more_than_tokens_need(tokens, lanes):
+    constants = paged_launch(tokens).constants
+    assert constants["hopper_split_keys_kernel"]["LANES"] == lanes
+    join = constants["join_listed_kernel"]
+    assert (join["FEW"], join["SPLITS"]) == (4, 8)
 
 
 def test_what_is_not_cut():

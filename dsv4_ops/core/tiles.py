@@ -21,6 +21,10 @@ on an H200: 10 us, of 2 to 3 a tile."""
 PLAN_SIZES, PLAN_STEPS = 33, 8
 """Sizes of pieces that a plan looks at, and into how many steps it cuts their mean."""
 
+PLAN_FURTHER_TILES = 3
+"""Tiles of keys in the time that joins take if further pieces are as many as the programs, as a
+plan reckons it."""
+
 PLAN_COLUMNS = 4
 """Columns of a plan: token, piece of the token, pieces of the token, first partial result."""
 
@@ -43,7 +47,7 @@ two that are as long as others in one makes another round."""
 CUT_SIZES, CUT_STEPS = 16, 4
 """Sizes of pieces that it looks at, and how many from a size to twice that."""
 
-JOIN_TILES, FURTHER_TILES = 2, 3
+JOIN_TILES, FURTHER_TILES = 2, 1
 """Tiles of keys in the time of a join, and how many more if further pieces are as many as the
 programs."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from dsv4_ops.core.layout import MainLayout
@@ -16,8 +17,9 @@ from dsv4_ops.kernels.split_launch import Splits
 ROPE = MainLayout.head_dim - MainLayout.code_dim
 """Values per row that are rotated back: the last of the tiles."""
 
-JOINED, MOST_JOINED = 8, 16
-"""Splits that are joined at a time, of few or of many."""
+FEW_JOINED, JOINED, MOST_JOINED = 4, 8, 16
+"""Splits that are joined at a time: the first where there are no more, the last where a call knows
+that there are more than the second."""
 
 JOINING, GROUPED = 2048, 32
 """About as many programs join by a plan, none of which looks at more of its rows; no more than
@@ -71,7 +73,8 @@ def join(
         TURNED=positions is not None,
         ROPE=ROPE,
         HEAD_DIM=head_dim,
-        SPLITS=_joined(splits),
+        FEW=FEW_JOINED,
+        SPLITS=_joined(splits) if plan is None else JOINED,
         GROUP=GROUPED,
         EMULATE=EMULATE,
         num_warps=JOIN_WARPS,
@@ -104,6 +107,7 @@ def join_listed(
         TURNED=positions is not None,
         ROPE=ROPE,
         HEAD_DIM=head_dim,
+        FEW=FEW_JOINED,
         SPLITS=JOINED,
         COLUMNS=JOIN_COLUMNS,
         EMULATE=EMULATE,
@@ -123,4 +127,6 @@ def _rotation(
 
 def _joined(splits: int) -> int:
     """Splits that are joined at a time; of a symbolic number nothing is known."""
-    return MOST_JOINED if isinstance(splits, int) and splits > JOINED else JOINED
+    if not isinstance(splits, int):
+        return JOINED
+    return min(max(triton.next_power_of_2(splits), 2), MOST_JOINED)

@@ -77,6 +77,48 @@ def _join(
 
 
 @triton.jit
+def _join_pieces(
+    out,
+    lse,
+    partial,
+    partial_lse,
+    partial_peak,
+    attn_sink,
+    positions,
+    positions_stride,
+    cos_sin_cache,
+    num_positions,
+    token,
+    place,
+    pieces,
+    head,
+    num_heads,
+    HAS_SINK: tl.constexpr,
+    TURNED: tl.constexpr,
+    ROPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FEW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """The same with the size of a step by the number of pieces: loads of none take time too."""
+    if pieces <= FEW:
+        _join(
+            out, lse, partial, partial_lse, partial_peak, attn_sink,
+            positions, positions_stride, cos_sin_cache, num_positions,
+            token, place, pieces, head, num_heads,
+            HAS_SINK, TURNED, ROPE, HEAD_DIM, FEW, EMULATE,
+        )  # fmt: skip
+    else:
+        _join(
+            out, lse, partial, partial_lse, partial_peak, attn_sink,
+            positions, positions_stride, cos_sin_cache, num_positions,
+            token, place, pieces, head, num_heads,
+            HAS_SINK, TURNED, ROPE, HEAD_DIM, SPLITS, EMULATE,
+        )  # fmt: skip
+
+
+@triton.jit
 def join_splits_kernel(
     out,
     lse,
@@ -101,6 +143,7 @@ def join_splits_kernel(
     TURNED: tl.constexpr,
     ROPE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    FEW: tl.constexpr,
     SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
     EMULATE: tl.constexpr,
@@ -125,11 +168,11 @@ def join_splits_kernel(
             real = (token >= 0) & (token < num_tokens) & (split == 0)
             real &= (place >= 0) & (place <= room - pieces)
             if real:
-                _join(
+                _join_pieces(
                     out, lse, partial, partial_lse, partial_peak, attn_sink,
                     positions, positions_stride, cos_sin_cache, num_positions,
                     token, place, pieces, head, num_heads,
-                    HAS_SINK, TURNED, ROPE, HEAD_DIM, SPLITS, EMULATE,
+                    HAS_SINK, TURNED, ROPE, HEAD_DIM, FEW, SPLITS, EMULATE,
                 )  # fmt: skip
             each = tl.min(tl.where(several & (lane > each), lane, GROUP), 0)
     elif splits > 1:
@@ -160,6 +203,7 @@ def join_listed_kernel(
     TURNED: tl.constexpr,
     ROPE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    FEW: tl.constexpr,
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EMULATE: tl.constexpr,
@@ -173,10 +217,10 @@ def join_listed_kernel(
         token = tl.load(row).to(tl.int64)
         pieces = tl.load(row + 1)
         place = tl.load(row + 2).to(tl.int64)
-        _join(
+        _join_pieces(
             out, lse, partial, partial_lse, partial_peak, attn_sink,
             positions, positions_stride, cos_sin_cache, num_positions,
             token, place, pieces, head, num_heads,
-            HAS_SINK, TURNED, ROPE, HEAD_DIM, SPLITS, EMULATE,
+            HAS_SINK, TURNED, ROPE, HEAD_DIM, FEW, SPLITS, EMULATE,
         )  # fmt: skip
         number += tl.num_programs(0)

@@ -10,9 +10,9 @@ from torch import Tensor
 from dsv4_ops.core.tiles import (
     CLASSES,
     FURTHER_SHARE,
-    FURTHER_TILES,
     KEY_TILE,
     PLAN_COLUMNS,
+    PLAN_FURTHER_TILES,
     PLAN_SIZES,
     PLAN_STEPS,
     START_TILES,
@@ -64,6 +64,7 @@ def _best_size(
 ):
     """That of which so many pieces take the least time; the smallest of several."""
     index = tl.arange(0, CANDIDATES)
+    counts = counts.to(tl.int64)  # programs may be so many that START times as many are too many
     shared, further = total + START * (counts - programs), counts - num_tokens
     time = tl.maximum(sizes.to(tl.int64) * programs, shared) + FURTHER * further
     looked_at = (index < SIZES) & (further <= tl.maximum(programs - num_tokens, programs // SHARE))
@@ -225,7 +226,7 @@ def sparse_mla_plan(
         CANDIDATES=triton.next_power_of_2(PLAN_SIZES),
         STEPS=PLAN_STEPS,
         START=START_TILES,
-        FURTHER=FURTHER_TILES,
+        FURTHER=PLAN_FURTHER_TILES,
         SHARE=FURTHER_SHARE,
         CLASSES=CLASSES,
         TOKENS=TOKENS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from dsv4_ops.core.layout import MainLayout
@@ -15,6 +16,10 @@ from dsv4_ops.kernels.split_keys import split_keys_kernel
 
 WARPS = 8
 """Warps of a program of the kernel in Triton."""
+
+LEAST_LANES = 32
+"""Lanes of programs that cut a batch, of which each has a token, if there are no more tokens: of
+more than needed, programs start up to 0.7 us later."""
 
 Splits = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """``out``, ``lse``, and of every partial result its values, the logarithm of its sum, and what its
@@ -142,8 +147,10 @@ def launch_split_keys(
         kernels = hopper.kernels()
         assert kernels is not None  # ``hopper.runs`` has asked
         cuts = (lens, 0, 0) if cut is None else (cut.joins, cut.by_lens, cut.at_once)
-        few = cut is None or (isinstance(num_tokens, int) and num_tokens <= MOST_CUT // 2)
-        constants |= {"CUTS": cut is not None, "LANES": MOST_CUT // 2 if few else MOST_CUT}
+        constants |= {
+            "CUTS": cut is not None,
+            "LANES": LEAST_LANES if cut is None else _lanes(num_tokens),
+        }
         launch(kernels.split)[grid](*tensors, *cuts, **constants, num_warps=hopper.WARPS)
         return results
     launch(split_keys_kernel)[grid](
@@ -160,3 +167,10 @@ def launch_split_keys(
         num_warps=WARPS,
     )
     return results
+
+
+def _lanes(num_tokens: int) -> int:
+    """A power of two that is no less; of a symbolic number nothing is known."""
+    if not isinstance(num_tokens, int):
+        return MOST_CUT
+    return min(max(triton.next_power_of_2(num_tokens), LEAST_LANES), MOST_CUT)

@@ -8,8 +8,8 @@ from torch import Tensor
 from dsv4_ops.core.tiles import (
     CLASSES,
     FURTHER_SHARE,
-    FURTHER_TILES,
     KEY_TILE,
+    PLAN_FURTHER_TILES,
     PLAN_SIZES,
     PLAN_STEPS,
     START_TILES,
@@ -62,7 +62,7 @@ def _piece_size(tiles: Tensor, programs: int) -> Tensor:
     sizes = torch.where(index == PLAN_SIZES - 1, longest, sizes)
     counts = ((tiles + sizes[:, None] - 1) // sizes[:, None]).clamp(min=1).sum(1)
     shared, further = total + START_TILES * (counts - programs), counts - num_tokens
-    time = torch.maximum(sizes * programs, shared) + FURTHER_TILES * further
+    time = torch.maximum(sizes * programs, shared) + PLAN_FURTHER_TILES * further
     most = torch.sym_max(programs - num_tokens, programs // FURTHER_SHARE)
     least = torch.where(further <= most, time * _PACKED + index, 2**62).amin() % _PACKED
     return torch.where(index == least, sizes, 0).sum()
