@@ -85,7 +85,7 @@ def chosen_cases(groups: Sequence[str], *, smoke: bool) -> list[Case]:
         "mtp": lambda: mtp_cases((8, 32, 64, 128), 64, 512, 2),
         "paged": lambda: [
             *paged_cases((8, 32, 64, 128), 64, 1024, (16, 128, 512, 1024)),
-            *paged_cases((64, 128), 128, 1024, (16, 1024)),
+            *paged_cases((24, 32, 64, 128), 128, 1024, (16, 1024)),
         ],
         "ragged": lambda: [
             *ragged_cases((8, 32, 48, 64, 96, 128, 256, 512), 64, (512, 1024)),
