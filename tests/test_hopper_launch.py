@@ -122,7 +122,8 @@ def test_splits_that_are_joined_at_a_time(tokens, splits, step):
     args, settings = arguments(tokens)
     OPS["sparse_mla_decode"].launcher("triton")(launch, *args, **settings)
     assert launch.made[0][1] == (tokens * splits, 1)
-    assert launch.constants["join_splits_kernel"]["SPLITS"] == step
+    constants = launch.constants["join_splits_kernel"]
+    assert (constants["FEW"], constants["SPLITS"]) == (step, step)
     plan = torch.empty(tokens + 132, 4, dtype=torch.int32, device="meta")
     OPS["sparse_mla_decode"].launcher("triton")(launch, *args[:8], plan, *args[9:], **settings)
     constants = launch.constants["join_splits_kernel"]
@@ -217,6 +218,8 @@ def test_joins_of_any_number_of_tokens(tokens, joins):
         OPS["sparse_mla_decode"].launcher("triton")(launch, *fakes, **settings)
     (name, (programs, _)), (join, (grid, heads)) = launch.made
     assert (name, join) == ("hopper_split_keys_kernel", "join_splits_kernel")
+    constants = launch.constants[join]
+    assert (constants["FEW"], constants["SPLITS"]) == (4, 8)
     assert isinstance(grid, torch.SymInt)
     assert int(grid) == joins
     assert int(heads) == 64

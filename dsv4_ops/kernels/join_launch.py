@@ -53,6 +53,7 @@ def join(
         joins = plan.shape[0] - num_tokens
         most = torch.sym_min(num_tokens, max(JOINING // num_heads, 1))
         programs = torch.sym_max(most, (joins + GROUPED - 1) // GROUPED)
+    few, step = (FEW_JOINED, JOINED) if plan is not None else _steps(splits)
     launch(join_splits_kernel)[(programs, num_heads)](
         out,
         lse,
@@ -73,8 +74,8 @@ def join(
         TURNED=positions is not None,
         ROPE=ROPE,
         HEAD_DIM=head_dim,
-        FEW=FEW_JOINED,
-        SPLITS=_joined(splits) if plan is None else JOINED,
+        FEW=few,
+        SPLITS=step,
         GROUP=GROUPED,
         EMULATE=EMULATE,
         num_warps=JOIN_WARPS,
@@ -125,8 +126,9 @@ def _rotation(
     return (positions, positions.stride(0), table, table.shape[0])
 
 
-def _joined(splits: int) -> int:
-    """Splits that are joined at a time; of a symbolic number nothing is known."""
+def _steps(splits: int) -> tuple[int, int]:
+    """Splits that are joined at a time if they are few, and if not; the same of a known number."""
     if not isinstance(splits, int):
-        return JOINED
-    return min(max(triton.next_power_of_2(splits), 2), MOST_JOINED)
+        return FEW_JOINED, JOINED
+    step = min(max(triton.next_power_of_2(splits), 2), MOST_JOINED)
+    return step, step

@@ -101,8 +101,15 @@ def _join_pieces(
     SPLITS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """The same with the size of a step by the number of pieces: loads of none take time too."""
-    if pieces <= FEW:
+    """The same in steps of FEW if there are no more pieces: loads of none take time too."""
+    if FEW == SPLITS:
+        _join(
+            out, lse, partial, partial_lse, partial_peak, attn_sink,
+            positions, positions_stride, cos_sin_cache, num_positions,
+            token, place, pieces, head, num_heads,
+            HAS_SINK, TURNED, ROPE, HEAD_DIM, SPLITS, EMULATE,
+        )  # fmt: skip
+    elif pieces <= FEW:
         _join(
             out, lse, partial, partial_lse, partial_peak, attn_sink,
             positions, positions_stride, cos_sin_cache, num_positions,
@@ -177,11 +184,11 @@ def join_splits_kernel(
             each = tl.min(tl.where(several & (lane > each), lane, GROUP), 0)
     elif splits > 1:
         token = tl.program_id(0).to(tl.int64)
-        _join(
+        _join_pieces(
             out, lse, partial, partial_lse, partial_peak, attn_sink,
             positions, positions_stride, cos_sin_cache, num_positions,
             token, token * splits, splits, head, num_heads,
-            HAS_SINK, TURNED, ROPE, HEAD_DIM, SPLITS, EMULATE,
+            HAS_SINK, TURNED, ROPE, HEAD_DIM, FEW, SPLITS, EMULATE,
         )  # fmt: skip
 
 
