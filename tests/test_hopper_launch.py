@@ -219,7 +219,7 @@ def test_joins_of_any_number_of_tokens(tokens, joins):
     (name, (programs, _)), (join, (grid, heads)) = launch.made
     assert (name, join) == ("hopper_split_keys_kernel", "join_splits_kernel")
     constants = launch.constants[join]
-    assert (constants["FEW"], constants["SPLITS"]) == (4, 8)
+    assert (constants["FEW"], constants["SPLITS"]) == (8, 8)
     assert isinstance(grid, torch.SymInt)
     assert int(grid) == joins
     assert int(heads) == 64

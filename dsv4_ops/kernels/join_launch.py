@@ -18,8 +18,8 @@ ROPE = MainLayout.head_dim - MainLayout.code_dim
 """Values per row that are rotated back: the last of the tiles."""
 
 FEW_JOINED, JOINED, MOST_JOINED = 4, 8, 16
-"""Splits that are joined at a time: the first where there are no more, the last where a call knows
-that there are more than the second."""
+"""Splits that are joined at a time: of lists and plans the first where there are no more, the last
+where a call knows that there are more than the second."""
 
 JOINING, GROUPED = 2048, 32
 """About as many programs join by a plan, none of which looks at more of its rows; no more than
@@ -127,8 +127,9 @@ def _rotation(
 
 
 def _steps(splits: int) -> tuple[int, int]:
-    """Splits that are joined at a time if they are few, and if not; the same of a known number."""
-    if not isinstance(splits, int):
-        return FEW_JOINED, JOINED
-    step = min(max(triton.next_power_of_2(splits), 2), MOST_JOINED)
+    """Splits that are joined at a time, twice as they are not told apart by their number: it is
+    known, or a symbol, and then the kernel is not to decide."""
+    step = JOINED
+    if isinstance(splits, int):
+        step = min(max(triton.next_power_of_2(splits), 2), MOST_JOINED)
     return step, step
