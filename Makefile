@@ -1,6 +1,8 @@
 # make test  the whole test suite       make lint  formatting, types, import rule       make venv  both need it
 # make demo  stock Hugging Face beside ours on a small DeepSeek-V4, measured here; minutes
 # make kernels  registers and spills of every kernel, from its sm_90 cubin; fails if any spills
+# make test-gpu PART=1/3  a third of the GPU suite in at most 9 minutes, with the Python that has torch
+# make smoke  the newest torch, Triton and transformers on the CPU: kernels, six ops, a model's step
 # A fresh machine needs Python 3.10+, a C++ compiler and make; the first run builds its own environment.
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,18 +10,34 @@ VENV ?= .venv
 WORKERS ?= auto
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+# for pip, such as `-c .ci/constraints.txt`
+PIP_ARGS ?=
+# of test-gpu: the Python of the machine, processes that share the GPU, seconds of a call
+GPU_PYTHON ?= python3
+GPU_WORKERS ?= 14
+GPU_SECONDS ?= 510
+PART ?= 1/1
 
 BIN := $(VENV)/bin
+NEWEST ?= .venv-newest
+NEWEST_STAMP := $(NEWEST)/.installed
 TEST_STAMP := $(VENV)/.installed-test
 DEV_STAMP := $(VENV)/.installed-dev
 
 # Inductor's pool of compile workers costs more than it saves on small graphs
 export TORCHINDUCTOR_COMPILE_THREADS = 1
 
-.PHONY: test demo lint kernels venv
+.PHONY: test test-gpu smoke demo lint kernels venv
 
 test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+
+# Tests that started may end later than GPU_SECONDS.
+test-gpu:
+	$(GPU_PYTHON) -m pytest -q -m gpu tests -n $(GPU_WORKERS) --dist worksteal --part $(PART) --stop-after $(GPU_SECONDS) $(PYTEST_ARGS)
+
+smoke: $(NEWEST_STAMP)
+	$(NEWEST)/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m smoke tests $(PYTEST_ARGS)
 
 # waiting threads that spin would take the core from the compiler
 demo: $(TEST_STAMP)
@@ -41,10 +59,18 @@ $(BIN)/python:
 
 # Python compiles what is imported; pip would compile all, for a quarter of its time.
 $(TEST_STAMP): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --no-compile -e '.[test]'
+	$(BIN)/python -m pip install --no-compile $(PIP_ARGS) -e '.[test]'
+	touch $@
+
+# torch without the CUDA libraries that a CPU does not need: gigabytes
+$(NEWEST_STAMP): pyproject.toml .ci/newest.txt .ci/newest-needs.txt .ci/cuda_stubs.py
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --no-compile -r .ci/newest-needs.txt
+	$(NEWEST)/bin/python -m pip install --no-compile --no-deps -r .ci/newest.txt -e .
+	$(NEWEST)/bin/python .ci/cuda_stubs.py "$$($(NEWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	touch $@
 
 # The dev extra holds the test extra, so this satisfies both stamps.
 $(DEV_STAMP): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --no-compile -e '.[dev]'
+	$(BIN)/python -m pip install --no-compile $(PIP_ARGS) -e '.[dev]'
 	touch $(TEST_STAMP) $@

@@ -1,7 +1,14 @@
 """Settings of the whole test run, made before anything imports torch."""
 
+import contextlib
+import fcntl
 import gc
 import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,3 +48,71 @@ def _ours_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         from dsv4_ops.core import choice
 
         monkeypatch.setattr(choice, "RULES", ())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("dsv4_ops", "long suites in several calls")
+    group.addoption("--part", metavar="K/N", help="run every N-th test, from the K-th on")
+    group.addoption(
+        "--stop-after", type=float, metavar="S", help="skip what is left after S seconds"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seconds = config.getoption("--stop-after")
+    if seconds is not None:  # workers are told the end, not the time that is left
+        os.environ.setdefault("DSV4_OPS_STOP_AT", str(time.time() + seconds))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = config.getoption("--part")
+    if chosen is not None:
+        part, _, parts = chosen.partition("/")
+        if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+            raise pytest.UsageError(f"--part must be K/N with 1 <= K <= N, got {chosen!r}")
+        items[:] = items[int(part) - 1 :: int(parts)]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    end = os.environ.get("DSV4_OPS_STOP_AT")
+    if end is not None and time.time() > float(end):
+        pytest.skip("not run: --stop-after is over")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a test the moment it fails: a call that is killed prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        reason = str(report.longrepr).strip().rpartition("\n")[2]
+        print(f"\nFAILED {report.nodeid} ({report.when}): {reason}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """Hold a lock that the workers of this machine share."""
+    with Path(tempfile.gettempdir(), f"dsv4_ops_{name}.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture
+def gpu_memory_alone() -> Iterator[None]:
+    """For tests that take 10 GB and more: one at a time, so that an 80 GB GPU holds all workers."""
+    with _alone("gpu_memory"):
+        yield
+        _give_back_gpu_memory(0)
+
+
+@pytest.fixture(autouse=True)
+def _gpu_memory_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers share a GPU: what one keeps for later, the others lack."""
+    yield
+    if request.node.get_closest_marker("gpu") is not None:
+        _give_back_gpu_memory(2**30)
+
+
+def _give_back_gpu_memory(kept: int) -> None:
+    import torch
+
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > kept:
+        gc.collect()
+        torch.cuda.empty_cache()

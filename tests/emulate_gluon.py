@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from emulated_memory import load, pointer_to, store
-from emulated_program import Program
+from emulated_program import Program, Shared
 from emulated_values import (
     EmulationError,
     Value,
@@ -50,6 +50,8 @@ from triton import JITFunction
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from dsv4_ops.kernels import triton_compat
 
 
 def _e4m3() -> np.ndarray:
@@ -134,7 +136,6 @@ def _stand_ins(program: Program) -> dict[int, Any]:
         MBarrierLayout=lambda *_: "layout",
     )
     copies = types.SimpleNamespace(
-        async_copy_global_to_shared=program.copy,
         mbarrier_arrive=program.copies_arrive,
         commit_group=program.commit_copies,
         wait_group=program.wait_copies,
@@ -145,6 +146,8 @@ def _stand_ins(program: Program) -> dict[int, Any]:
         id(tl): language,
         id(hopper.mbarrier): barriers,
         id(async_copy): copies,
+        id(triton_compat.async_load): program.copy,
+        id(triton_compat.reinterpret): Shared.reinterpret,
         id(hopper.fence_async_shared): program.fence,
         id(hopper.warpgroup_mma): program.product,
         id(hopper.warpgroup_mma_wait): program.wait_products,

@@ -116,7 +116,7 @@ class Shared:
         axes = tuple(self.axes[dim] for dim in order)
         return Shared(self.memory, self.bits.transpose(order), self.dtype, self.box, axes)
 
-    def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
+    def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
         """The same bytes, row by row."""
         bits = self.bits.view(storage(dtype))
         assert list(bits.shape) == list(shape)

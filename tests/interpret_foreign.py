@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import fake_flash_mla
+import interpreter_masks  # noqa: F401  # before any kernel runs
 import torch
 from fake_deep_gemm import FakeDeepGemm, indexer_call
 from gpu_attention import (

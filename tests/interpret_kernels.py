@@ -3,6 +3,7 @@ TRITON_INTERPRET=1. Prints the number of calls per op."""
 
 import sys
 
+import interpreter_masks  # noqa: F401  # before any kernel runs
 import torch
 from hypothesis import HealthCheck, given, settings
 

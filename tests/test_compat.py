@@ -1,7 +1,8 @@
-"""The private names of torch that we rely on exist in the installed version; CI and the GPU machine
-cover 2.13 and 2.11."""
+"""The private names of torch that we rely on exist in the installed version; CI
+covers 2.13 and 2.15, the GPU machine 2.11."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 import dsv4_ops
 from dsv4_ops.lowering import _compat
+
+pytestmark = pytest.mark.smoke
 
 PACKAGE = Path(dsv4_ops.__file__).parent
 
@@ -52,4 +55,61 @@ def test_inductor_is_imported_in_one_file_only():
             offenders += [
                 f"{path.name}: {name}" for name in names if name.startswith("torch._inductor")
             ]
+    assert offenders == []
+
+
+def test_every_kernel_is_launched_with_fusion_set(monkeypatch):
+    """Triton 3.10 turns it off by default: at once, in graphs and in binaries it is said."""
+    binary = pytest.importorskip("dsv4_ops.kernels.binary", reason="needs triton")
+    from dsv4_ops.kernels import launch, triton_compat
+
+    asked = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: asked.append((grid, args, options))
+
+    monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: kernel)
+    monkeypatch.setattr(launch, "takes_options_in_graphs", lambda: True)
+    launch.at_once(Kernel())[(2,)](1, num_warps=4)
+    launch.traced(Kernel())[(3,)](2)
+    assert asked == [
+        ((2,), (1,), {"num_warps": 4, **triton_compat.FUSION}),
+        ((3,), (2,), triton_compat.FUSION),
+    ]
+    monkeypatch.setattr(launch, "takes_options_in_graphs", lambda: False)
+    launch.traced(Kernel())[(4,)](3)
+    assert asked[2] == ((4,), (3,), {})
+    given = {}
+    monkeypatch.setattr(binary.triton, "compile", lambda source, **rest: given.update(rest))
+    from dsv4_ops.kernels.indexer_topk import select_logits_kernel
+
+    names = select_logits_kernel.arg_names
+    constants = dict.fromkeys(names, 1)
+    binary.compiled(select_logits_kernel, [], constants, 90)
+    assert given["options"] == triton_compat.FUSION
+
+
+def test_graphs_take_options_where_torch_says_so():
+    """On torch 2.15 a traced launch carries FUSION to Inductor; on older ones it may not."""
+    compat = pytest.importorskip("dsv4_ops.kernels.triton_compat", reason="needs triton")
+    newer = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+    assert compat.takes_options_in_graphs() is newer
+
+
+def test_triton_is_imported_by_its_old_names_in_one_file_only():
+    """What moved between Triton's releases is looked up in kernels/triton_compat.py."""
+    moved = ("async_copy_global_to_shared", "_reinterpret", "GluonASTSource", "knobs", "get_ptxas")
+    offenders = [
+        f"{path.name}: {name}"
+        for path in (PACKAGE / "kernels").glob("*.py")
+        for name in moved
+        if path.name != "triton_compat.py" and f"import {name}" in path.read_text()
+    ]
+    offenders += [
+        path.name
+        for path in (PACKAGE / "kernels").glob("*.py")
+        if path.name != "triton_compat.py"
+        and re.search(r"\._reinterpret\(|copy_global_to", path.read_text())
+    ]
     assert offenders == []

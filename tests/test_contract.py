@@ -20,7 +20,19 @@ from dsv4_ops.testing.compare import assert_precise
 
 NIGHTLY = os.environ.get("DSV4_OPS_NIGHTLY") == "1"
 EXAMPLES = 20_000 if NIGHTLY else 200
-each_op = pytest.mark.parametrize("name", OPS)
+SMOKE = {
+    "apply_rope",
+    "compressed_slot_mapping",
+    "indexer_topk",
+    "quantize_and_insert_k_cache",
+    "sinkhorn",
+    "token_map",
+}
+"""One op of each way to a lowering and of each hazard: `make smoke` runs these."""
+
+each_op = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.smoke] * (name in SMOKE)) for name in OPS]
+)
 
 
 ORACLES = {

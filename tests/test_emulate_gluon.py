@@ -12,7 +12,7 @@ emulated = pytest.importorskip("emulate_gluon")
 gl, mbarrier, fence_async_shared = gluon.language, hopper.mbarrier, hopper.fence_async_shared
 async_copy = pytest.importorskip("triton.experimental.gluon.language.nvidia.ampere").async_copy
 warpgroup_mma, warpgroup_mma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait
-EmulationError = emulated.EmulationError
+EmulationError, async_load = emulated.EmulationError, emulated.triton_compat.async_load
 
 SEEDS = range(5)
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -192,9 +192,9 @@ def _groups_kernel(source, out, BEHIND: gl.constexpr, COMMITS: gl.constexpr):
     """Two groups of copies; the first is read when all but BEHIND groups have arrived."""
     rows = gl.allocate_shared_memory(gl.int32, [2, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     lane = gl.arange(0, 64, LINE)
-    async_copy.async_copy_global_to_shared(rows.index(0), source + lane, mask=lane < 60)
+    async_load(rows.index(0), source + lane, mask=lane < 60)
     async_copy.commit_group()
-    async_copy.async_copy_global_to_shared(rows.index(1), source + 64 + lane)
+    async_load(rows.index(1), source + 64 + lane)
     if COMMITS:
         async_copy.commit_group()
     async_copy.wait_group(BEHIND)

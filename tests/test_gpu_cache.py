@@ -254,7 +254,7 @@ def test_package_writes_the_callers_cache(tmp_path):
 
 
 @pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
-def test_caches_beyond_4_gib(compile_it):
+def test_caches_beyond_4_gib(gpu_memory_alone, compile_it):
     """Slots whose bytes lie past 2^31 and 2^32, and row offsets past 2^31 elements."""
     layout, plain_layout = MainLayout(64), PlainLayout(64)
     blocks = math.ceil(5 * 2**30 / layout.page_bytes)

@@ -286,7 +286,7 @@ def test_compiled_steps_write_in_place(kind: str, fused: bool, dynamic: bool) ->
     assert allocated == int(long), "nothing but the pooled channels of long windows"
 
 
-def test_pages_beyond_4_gib() -> None:
+def test_pages_beyond_4_gib(gpu_memory_alone: None) -> None:
     """States and a cache whose last pages lie past 2^32 bytes, and 2^31 float32 values."""
     kind = "C4"
     weights = {name: t.to(DEVICE) for name, t in random_weights(kind, 1).items()}

@@ -300,7 +300,7 @@ def test_memory_does_not_grow_with_the_context():
     assert torch.cuda.max_memory_allocated() - before < 16 * 2**20  # of logits it were 128 MiB
 
 
-def test_pages_beyond_4_gib():
+def test_pages_beyond_4_gib(gpu_memory_alone):
     layout = IndexerLayout(64)
     blocks = 5 * 2**30 // layout.page_bytes
     small = Batch(num_tokens=4, max_rows=2048, seed=5)

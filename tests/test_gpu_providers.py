@@ -137,7 +137,7 @@ def test_strided_queries_and_lists():
         assert torch.equal(left, right)
 
 
-def test_a_cache_beyond_4_gib():
+def test_a_cache_beyond_4_gib(gpu_memory_alone):
     layout, blocks = MainLayout(64), 120_000
     cache = layout.allocate(blocks, DEVICE)
     assert cache.nbytes > 2**32

@@ -211,7 +211,7 @@ def test_rotation_and_quantisation_over_many_values():
     assert (left != right).float().mean() < 1e-3, "only a contracted sum may change a code"
 
 
-def test_queries_beyond_32_bits():
+def test_queries_beyond_32_bits(gpu_memory_alone):
     """2^31 elements and more, in and out, and more programs than 65535."""
     num_tokens, heads = 66000, 64
     table = ops.rope_cos_sin_cache(64, **YARN, device="cuda")

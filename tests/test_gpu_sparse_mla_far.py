@@ -45,7 +45,7 @@ def far_slots(layout: Layout, blocks: int) -> Tensor:
 
 @both_ops
 @pytest.mark.parametrize("kind", ["v4_fp8", "plain"])
-def test_caches_beyond_4_gib(name: str, kind: str) -> None:
+def test_caches_beyond_4_gib(gpu_memory_alone: None, name: str, kind: str) -> None:
     """Rows whose bytes lie past 2^31 and 2^32, of plain rows whose elements do: what the same rows
     of a small cache give."""
     made, layout = generator(3), MainLayout(64) if kind == "v4_fp8" else PlainLayout(64)
@@ -93,7 +93,7 @@ def test_caches_beyond_4_gib(name: str, kind: str) -> None:
     torch.cuda.empty_cache()
 
 
-def test_queries_beyond_4_gib() -> None:
+def test_queries_beyond_4_gib(gpu_memory_alone: None) -> None:
     """The last of 33,000 tokens of 128 heads, whose queries and output lie past 2^31 elements."""
     tokens, made = 33000, generator(4)
     case = decode_case(4, 8, 128, None)

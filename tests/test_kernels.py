@@ -63,6 +63,7 @@ ONE_PER_SM = {
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_no_kernel_spills_registers():
     from dsv4_ops.kernels import report
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
+
+from dsv4_ops.kernels.triton_compat import FUSION, GluonASTSource, GPUTarget
 
 _MULTIPLE = 16
 """Bytes of an address, or a number, that what Triton is told of them is a multiple of."""
@@ -64,7 +64,7 @@ def compiled(
     Returns:
         Triton's ``CompiledKernel``. Constants are not among its parameters.
     """
-    names, options = kernel.arg_names, dict(options)
+    names, options = kernel.arg_names, {**FUSION, **options}
     constants = {name: options.pop(name) for name in names if name in options}
     signature, attributes = {}, {}
     for place, (name, argument) in enumerate(zip(names, arguments, strict=False)):

@@ -12,6 +12,7 @@ from dsv4_ops.kernels.hopper_attend import HEADS, WIDTH
 from dsv4_ops.kernels.hopper_finish import ask_sinks
 from dsv4_ops.kernels.hopper_pairs import LEFT, RIGHT
 from dsv4_ops.kernels.hopper_rows import KEYS
+from dsv4_ops.kernels.triton_compat import async_load
 
 _COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """Eight threads copy a line of a row, 16 bytes each."""
@@ -58,9 +59,7 @@ def _copy(block: gl.constexpr, HALF: gl.constexpr, phase, row, rows, keys, full,
     dim = HALF * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, _COPIED))
     start = first + row.to(gl.int64) * stride
     mbarrier.wait(used[HALF][block], phase)
-    async_copy.async_copy_global_to_shared(
-        keys[HALF].index(block), start[:, None] + dim[None, :], mask=(row >= 0)[:, None]
-    )
+    async_load(keys[HALF].index(block), start[:, None] + dim[None, :], mask=(row >= 0)[:, None])
     async_copy.mbarrier_arrive(full[HALF][block], increment_count=False)
     mbarrier.arrive(full[HALF][block])
 
@@ -79,7 +78,7 @@ def copy_half_queries(q, item, turn, HALF: gl.constexpr, lists, shared, HAS_SINK
     start = first + token * stride + head.to(gl.int64) * head_stride
     if HAS_SINK and HALF == LEFT:
         ask_sinks(shared[4][2].index(turn & 1), attn_sink, first_head, num_heads - first_head)
-    async_copy.async_copy_global_to_shared(
+    async_load(
         queries.slice(HALF * WIDTH, WIDTH, dim=1),
         start[:, None] + dim[None, :],
         mask=(head < num_heads)[:, None],

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dsv4_ops.kernels.hopper_attend import HEADS, LOGIT_ROW, VALUE_ROW, WIDTH
+from dsv4_ops.kernels.triton_compat import async_load, reinterpret
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LEAST_PEAK, _MOST_PEAK = gl.constexpr(1e-30), gl.constexpr(1e37)
@@ -90,7 +91,7 @@ def ask_sinks(sinks, attn_sink, first_head, heads):
     """Copies of the sinks of as many heads, before the keys: at the end results would wait for
     them, and until then no thread has a register for one."""
     head = gl.arange(0, HEADS, _LINE)
-    async_copy.async_copy_global_to_shared(sinks, attn_sink + first_head + head, mask=head < heads)
+    async_load(sinks, attn_sink + first_head + head, mask=head < heads)
 
 
 @gluon.jit
@@ -163,7 +164,7 @@ def part_left(sums, largest, total, blocks, goal, heads, queries, exchange, barr
     mbarrier.wait(taken, blocks & 1)
     scale = exchange[1].index(1).load(VALUE_ROW)
     gl.store(partial_peak + start + head, gl.convert_layout(scale, LOGIT_ROW), mask=head < heads)
-    stage = queries._reinterpret(gl.float16, [HEADS, 2 * WIDTH], queries.layout)
+    stage = reinterpret(queries, gl.float16, [HEADS, 2 * WIDTH], queries.layout)
     _store(
         partial,
         stage.slice(0, WIDTH, dim=1),
@@ -187,7 +188,7 @@ def part_right(sums, blocks, goal, heads, queries, exchange, barriers):
     scale = _scale_of(peak)
     exchange[1].index(1).store(scale)
     mbarrier.arrive(taken)
-    stage = queries._reinterpret(gl.float16, [HEADS, 2 * WIDTH], queries.layout)
+    stage = reinterpret(queries, gl.float16, [HEADS, 2 * WIDTH], queries.layout)
     _store(
         partial,
         stage.slice(WIDTH, WIDTH, dim=1),

@@ -9,6 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from dsv4_ops.kernels.triton_compat import reinterpret
+
 HALF = gl.constexpr(32)
 """Keys that are on their way at a time."""
 
@@ -114,7 +116,7 @@ def store_half(buffer, FIRST: gl.constexpr, half):
     middle = _widen(codes1, scales1, 0, 2)
     right = _widen(codes2, scales1, 2, 1)
     row = _beside(left, _beside(middle, _beside(right, rope)))
-    stored = buffer._reinterpret(gl.int32, [KEYS, 256], _STORED)
+    stored = reinterpret(buffer, gl.int32, [KEYS, 256], _STORED)
     stored.slice(FIRST, HALF, dim=0).store(row)
 
 

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from triton import knobs
+
+from dsv4_ops.kernels.triton_compat import FUSION, INTERPRETED, takes_options_in_graphs
 
 Launch = Callable[[Any], Any]
 """``at_once``, ``traced``, ``packaged.packaged`` for an AOTInductor package, or
 ``torch.library.wrap_triton``."""
 
-EMULATE = bool(knobs.runtime.interpret)
+EMULATE = INTERPRETED
 """Under TRITON_INTERPRET=1 the e4m3 cast is done in integers."""
 
 
 def at_once(kernel: Any) -> Any:
     """The kernel, to be called as it is."""
-    return kernel
+    return _Fused(kernel)
 
 
 def traced(kernel: Any) -> Any:
     """The kernel as a graph keeps it. Launchers of kernels that Inductor does not know ask for this
     function, and trace an op instead."""
-    return torch.library.wrap_triton(kernel)
+    wrapped = torch.library.wrap_triton(kernel)
+    return _Fused(wrapped) if takes_options_in_graphs() else wrapped
+
+
+class _Fused:
+    """A kernel that is compiled with ``FUSION`` whatever Triton's default is."""
+
+    __slots__ = ("kernel",)
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return functools.partial(self.kernel[grid], **FUSION)
 
 
 class Where:

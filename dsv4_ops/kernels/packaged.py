@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.kernels import foreign, hopper
+from dsv4_ops.kernels.launch import traced
 
 _SCHEMA = (
     "(str kernel, Tensor(a!)[] written, Tensor[] read, SymInt[] numbers, SymInt[] grid, str rest) "
@@ -55,7 +56,7 @@ def packaged(kernel: Any) -> Any:
     """The kernel as the trace of a package keeps it."""
     if kernel in (hopper.kernels() or ()):
         return _Launch(kernel)
-    return torch.library.wrap_triton(kernel)
+    return traced(kernel)
 
 
 class _Launch:
