@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: 0 done, 1 found problems, 2 bad usage."""
+    """Run one command; return its exit status: 0 done, 1 found problems, 2 bad usage, 141 nobody
+    reads its output any more."""
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `list | head`: what is left to print goes nowhere, at exit too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+    return status
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["bench"]:
         return _bench(arguments[1:])
@@ -16,11 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _demo(arguments[1:])
     options = _parser().parse_args(arguments)
     if options.command == "list":
-        return _list(options.markdown)
+        return _list(options.markdown, options.json)
     if options.command == "show":
-        return _show(options.op)
+        return _show(options.op, options.json)
     if options.command == "explain":
-        return _explain(options.op)
+        return _explain(options.op, options.json)
     if options.command == "kernels":
         return _kernels(options.capability)
     return _doctor(options.json, options.selftest)
@@ -35,13 +48,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dsv4_ops {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     listing = commands.add_parser("list", help="table of all ops")
-    listing.add_argument("--markdown", action="store_true", help="as the README's table")
+    form = listing.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="as the README's table")
+    form.add_argument("--json", action="store_true", help="machine-readable")
     show = commands.add_parser("show", help="signature, docs and source lines of an op")
     show.add_argument("op", metavar="OP", help="name of an op, as in `list`")
+    show.add_argument("--json", action="store_true", help="machine-readable")
     explain = commands.add_parser(
         "explain", help="what impl='auto' takes here, and from which sizes on"
     )
     explain.add_argument("op", metavar="OP", nargs="?", help="an op with a choice; default: all")
+    explain.add_argument("--json", action="store_true", help="machine-readable")
     doctor = commands.add_parser(
         "doctor", help="what works on this machine; exit status 1 if not all"
     )
@@ -62,38 +79,40 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _list(markdown: bool) -> int:
+def _list(markdown: bool, as_json: bool) -> int:
     from dsv4_ops import passport
 
-    print(passport.markdown_table() if markdown else passport.table())
+    if as_json:
+        print(json.dumps(passport.records(), indent=2))
+    else:
+        print(passport.markdown_table() if markdown else passport.table())
     return 0
 
 
-def _show(name: str) -> int:
+def _show(name: str, as_json: bool) -> int:
     from dsv4_ops import passport
 
     try:
-        print(passport.describe(name))
+        print(json.dumps(passport.facts(name), indent=2) if as_json else passport.describe(name))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def _explain(name: str | None) -> int:
-    from dsv4_ops.explain import explain
+def _explain(name: str | None, as_json: bool) -> int:
+    from dsv4_ops import explain
 
     try:
-        print(explain(name))
+        text = json.dumps(explain.records(name), indent=2) if as_json else explain.explain(name)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    print(text)
     return 0
 
 
 def _doctor(as_json: bool, selftest: bool) -> int:
-    import json
-
     from dsv4_ops import doctor
 
     report = doctor.collect(selftest=selftest)
@@ -107,7 +126,7 @@ def _kernels(capability: int) -> int:
     except ImportError as error:
         print(f"kernels: triton must be installed, got {error}. Install triton.", file=sys.stderr)
         return 2
-    reports = report.report(capability)
+    reports = report.report(capability, lambda text: print(text, file=sys.stderr, flush=True))
     print(report.table(reports))
     spilling = [item.kernel for item in report.spilling(reports)]
     if spilling:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dsv4_ops.core.choice import DEVICES, REFERENCE, ours
 from dsv4_ops.core.libraries import LIBRARIES
 from dsv4_ops.core.measured import MEASURED_BY, NOTES, RULES, Rule
@@ -17,6 +19,35 @@ def explain(op: str | None = None) -> str:
     Raises:
         ValueError: no such op, or one that runs in one way only.
     """
+    lines = [line for spec in _chosen(op) for line in (*_of(spec), "")]
+    return "\n".join([*lines, f"measured on an H200 by: {MEASURED_BY}"])
+
+
+def records(op: str | None = None) -> list[dict[str, Any]]:
+    """``explain`` for machines: by op what runs it elsewhere and on CUDA, and its libraries, each
+    with the sizes that it is taken from and whether it is usable here.
+
+    Raises:
+        ValueError: as ``explain``.
+    """
+    found = []
+    for spec in _chosen(op):
+        libraries = {}
+        for library in LIBRARIES:
+            if library in spec.providers:
+                here = probe(library)
+                taken = [rule._asdict() for rule in _rules(spec, library)]
+                libraries[library] = {
+                    "usable": here.usable,
+                    "reason": here.reason,
+                    "taken_from": taken,
+                }
+        each = {"op": spec.name, "elsewhere": REFERENCE, DEVICES[0]: ours(spec)}
+        found.append({**each, "note": NOTES.get(spec.name, ""), "libraries": libraries})
+    return found
+
+
+def _chosen(op: str | None) -> list[OpSpec]:
     specs = [spec for spec in OPS.values() if spec.has_choice]
     if op is not None:
         names = [spec.name for spec in specs]
@@ -24,8 +55,11 @@ def explain(op: str | None = None) -> str:
             rule = "be one of " + ", ".join(names)
             raise refusal(ValueError, "explain", "op", rule, repr(op), "Others have no choice")
         specs = [OPS[op]]
-    lines = [line for spec in specs for line in (*_of(spec), "")]
-    return "\n".join([*lines, f"measured on an H200 by: {MEASURED_BY}"])
+    return specs
+
+
+def _rules(spec: OpSpec, library: str) -> list[Rule]:
+    return [rule for rule in RULES if (rule.op, rule.library) == (spec.name, library)]
 
 
 def _of(spec: OpSpec) -> list[str]:
@@ -35,8 +69,10 @@ def _of(spec: OpSpec) -> list[str]:
     for library in LIBRARIES:
         if library not in spec.providers:
             continue
-        rules = [rule for rule in RULES if (rule.op, rule.library) == (spec.name, library)]
-        when = "; ".join(map(_text, rules)) or "only if asked for: the table has no size"
+        when = (
+            "; ".join(map(_text, _rules(spec, library)))
+            or "only if asked for: the table has no size"
+        )
         found = probe(library)
         state = "usable" if found.usable else "not usable"
         lines += [f"  {library:<9}  {when}", f"  {'':<9}  {state}: {found.reason}"]

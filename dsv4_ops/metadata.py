@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.ints import INT64_MAX
+from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.ops.batch import split_decodes_and_prefills, token_map
 from dsv4_ops.ops.chunking import max_prefill_chunks, prefill_row_bounds, split_prefill_chunks
@@ -53,7 +55,8 @@ class AttentionSpec:
         index_topk: Rows that the indexer selects.
         next_n: Most tokens of a decode request: 1 + speculative tokens.
         max_model_len: Longest request, in tokens.
-        indexer_workspace: Key rows of the indexer's prefill workspace.
+        indexer_workspace: Key rows of the indexer's prefill workspace, no fewer than the longest
+            request has: max_model_len // c4_ratio.
         max_logits_bytes: Bytes of indexer logits of one prefill chunk.
     """
 
@@ -70,10 +73,17 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         checks = Checks("AttentionSpec")
-        checks.at_least(4, max_logits_bytes=self.max_logits_bytes)
-        checks.at_least(1, **vars(self))
+        sizes = dict(vars(self))
+        logits = sizes.pop("max_logits_bytes")
+        checks.at_least(4, most=INT64_MAX, max_logits_bytes=logits)
+        checks.at_least(1, **sizes)
         both = math.lcm(self.c4_ratio, self.c128_ratio)
         checks.divides("lcm(c4_ratio, c128_ratio)", both, "page_tokens", self.page_tokens)
+        rows, held = self.max_model_len // self.c4_ratio, self.indexer_workspace
+        if held < rows:
+            rule = f"be at least max_model_len // c4_ratio = {rows}"
+            advice = "Raise it, or lower max_model_len: a chunk has all keys of a request"
+            raise refusal(ValueError, "AttentionSpec", "indexer_workspace", rule, held, advice)
 
     @classmethod
     def deepseek_v4_flash(cls, *, next_n: int = 1, max_model_len: int = 1048576) -> AttentionSpec:

@@ -32,6 +32,19 @@ def rows() -> list[tuple[str, ...]]:
     ]
 
 
+def records() -> list[dict[str, Any]]:
+    """``rows`` for machines."""
+    return [
+        {
+            "op": name,
+            "lowering": spec.lowering,
+            "providers": list(spec.providers),
+            "dynamic": list(spec.dynamic),
+        }
+        for name, spec in OPS.items()
+    ]
+
+
 def table() -> str:
     """``rows`` in columns."""
     lines = [_HEADER, *rows()]
@@ -49,8 +62,8 @@ def markdown_table() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def describe(name: str) -> str:
-    """Passport of the op ``name``: signature, schema, lowering, stations and docstring.
+def facts(name: str) -> dict[str, str]:
+    """Passport of the op ``name`` by fact: signature, schema, lowering, stations and docstring.
 
     Raises:
         ValueError: no such op; the message names close matches.
@@ -64,20 +77,31 @@ def describe(name: str) -> str:
         )
     spec = OPS[name]
     function = spec.station("ops")
-    lowering = ", ".join(f"{device}: {kind}" for device, kind in spec.lowering.items())
-    facts = [
-        ("schema", f"dsv4_ops::{spec.schema}"),
-        ("lowering", lowering),
-        ("opaque", spec.opaque_because or "no"),
-        ("providers", ", ".join(spec.providers)),
-        ("dynamic", ", ".join(spec.dynamic)),
-        ("source", spec.source),
-        *((layer, _place(spec, layer)) for layer in STATIONS),
-    ]
-    width = max(len(fact) for fact, _ in facts)
-    lines = [_signature(function), ""]
-    lines += [f"{fact:<{width}}  {value}" for fact, value in facts]
-    return "\n".join([*lines, "", inspect.getdoc(function) or "no docstring"])
+    return {
+        "signature": _signature(function),
+        "schema": f"dsv4_ops::{spec.schema}",
+        "lowering": ", ".join(f"{device}: {kind}" for device, kind in spec.lowering.items()),
+        "opaque": spec.opaque_because or "no",
+        "gradient": spec.gradient,
+        "providers": ", ".join(spec.providers),
+        "dynamic": ", ".join(spec.dynamic),
+        "source": spec.source,
+        **{layer: _place(spec, layer) for layer in STATIONS},
+        "doc": inspect.getdoc(function) or "no docstring",
+    }
+
+
+def describe(name: str) -> str:
+    """``facts`` for people.
+
+    Raises:
+        ValueError: as ``facts``.
+    """
+    found = facts(name)
+    signature, doc = found.pop("signature"), found.pop("doc")
+    width = max(map(len, found))
+    lines = [f"{fact:<{width}}  {value}" for fact, value in found.items()]
+    return "\n".join([signature, "", *lines, "", doc])
 
 
 def _signature(function: Any) -> str:

@@ -13,6 +13,7 @@ from error_rows_c4_step import C4_TABLE
 from error_rows_cache import CACHE_TABLE
 from error_rows_compressor import COMPRESSOR_TABLE
 from error_rows_indexer import INDEXER_TABLE
+from error_rows_metadata import METADATA_TABLE
 from error_rows_mla import MLA_TABLE
 from error_rows_prefill import PREFILL_TABLE
 from error_rows_rope import ROPE_TABLE
@@ -264,19 +265,11 @@ TABLE: dict[str, list[tuple[str, dict[str, Any], type[Exception], str]]] = {
     "dense_compressed_indices": [
         ("too few requests of tokens", {"req_indices": FEW}, ValueError, FEW_TOKENS),
     ],
-    "AttentionSpec": [
-        (
-            "pages of no whole C128 rows",
-            {"page_tokens": 130},
-            ValueError,
-            "page_tokens must be a multiple of lcm(c4_ratio, c128_ratio) = 128, got 130. "
-            "Use page_tokens = 256.",
-        ),
-    ],
     **C4_TABLE,
     **CACHE_TABLE,
     **COMPRESSOR_TABLE,
     **INDEXER_TABLE,
+    **METADATA_TABLE,
     **MLA_TABLE,
     **PREFILL_TABLE,
     **ROPE_TABLE,
@@ -373,6 +366,12 @@ def int_rows(op: str, name: str, *, optional: bool) -> Iterator[Row]:
     for low in (least - 1, -(2**40)) if op != "AttentionSpec" else (least - 1,):
         text = f"{op}: {name} must be at least {least}, got {low}. Pass {least} or more."
         yield Row(f"{name} is {low}", op, {name: low}, ValueError, text)
+    most = 2**63 - 1 if name in ("max_logits_bytes", "workspace_size") else 2**31 - 1
+    why = "Indices are int32, so that larger ones address nothing."
+    for high in (most + 1, 2**80):
+        text = f"{op}: {name} must be at most {most}, got {high}. "
+        text += why if most == 2**31 - 1 else "Numbers are int64."
+        yield Row(f"{name} is {high}", op, {name: high}, ValueError, text)
 
 
 def impl_rows(op: str) -> Iterator[Row]:

@@ -21,15 +21,8 @@ def narrow(name: str, limit_name: str, limit: int, columns: int) -> str:
     return text + f"Widen it with columns of -1, or lower {limit_name}."
 
 
-def beyond_int32(name: str) -> Entry:
-    text = "must be at most 2147483647, got 2147483648. "
-    why = "Indices are int32, so that larger ones address nothing."
-    return (f"{name} beyond int32", {name: 2**31}, ValueError, f"{name} {text}{why}")
-
-
 SPARSE_TABLE: dict[str, list[Entry]] = {
     "combine_topk_swa_indices": [
-        *map(beyond_int32, ("window_size", "workspace_rows", "swa_offset")),
         (
             "topk wider than the columns",
             {"topk": 3},
@@ -44,7 +37,6 @@ SPARSE_TABLE: dict[str, list[Entry]] = {
         ),
     ],
     "mixed_sparse_indices": [
-        *map(beyond_int32, ("swa_block_span", "compressed_block_span")),
         (
             "topk wider than the columns",
             {"topk": 3},

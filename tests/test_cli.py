@@ -160,6 +160,46 @@ def test_explain_refuses_an_op_without_a_choice(capsys):
     )
 
 
+def test_list_show_and_explain_for_machines(capsys):
+    listed = json.loads(run(capsys, "list", "--json")[1])
+    assert [each["op"] for each in listed] == list(OPS)
+    assert all(each["lowering"] == OPS[each["op"]].lowering for each in listed)
+    shown = json.loads(run(capsys, "show", "token_map", "--json")[1])
+    assert shown["schema"] == f"dsv4_ops::{OPS['token_map'].schema}"
+    assert shown["doc"].partition("Args:")[1]
+    explained = json.loads(run(capsys, "explain", "--json")[1])
+    assert [each["op"] for each in explained] == [n for n, spec in OPS.items() if spec.has_choice]
+    (logits,) = json.loads(run(capsys, "explain", "indexer_logits", "--json")[1])
+    assert logits["libraries"]["deep_gemm"]["usable"] is False
+    assert logits["libraries"]["deep_gemm"]["taken_from"][0]["heads"] == 64
+    for command in ("show", "explain"):
+        assert run(capsys, command, "no_such_op", "--json") == (2, "")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    """`list | head -1` in a shell."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    for flags in ((), ("-u",)):
+        command = [sys.executable, *flags, "-m", "dsv4_ops", "list"]
+        with subprocess.Popen(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE) as process:
+            assert process.communicate(timeout=300) == (None, b"")
+        assert process.returncode == 141
+    os.close(writer)
+
+
+def test_kernels_says_what_it_compiles(capsys, monkeypatch):
+    report = pytest.importorskip("dsv4_ops.kernels.report")
+    monkeypatch.setattr(report, "launches", lambda *given: [])
+    assert main(["kernels"]) == 0
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    names = list(report.examples())
+    assert lines[0] == f"kernels: compiling {names[0]} (1 of {len(names)})"
+    assert len(lines) == len(names)
+    assert captured.out.startswith("op ")
+
+
 def test_version_in_a_fresh_process():
     result = python("-m", "dsv4_ops", "--version")
     assert (result.returncode, result.stdout) == (0, f"dsv4_ops {__version__}\n")

@@ -162,6 +162,14 @@ COMPILED = {
         "sparse_mla_prefill: extra_block_table must be None without extra_cache, got a tensor. "
         "Pass both or neither.",
     ),
+    "int64": Row(
+        "compiled",
+        "split_prefill_chunks",
+        {"workspace_size": 2**63},
+        ValueError,
+        f"split_prefill_chunks: workspace_size must be at most {2**63 - 1}, got {2**63}. "
+        "Numbers are int64.",
+    ),
     "limit": Row(
         "compiled",
         "sparse_mla_plan",

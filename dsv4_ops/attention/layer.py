@@ -11,7 +11,7 @@ from dsv4_ops.attention.impl import check_layer_impl, selector
 from dsv4_ops.attention.output import attend, attend_whole, grouped, model_sizes, turns_back
 from dsv4_ops.attention.spec import LayerSpec, check_kind
 from dsv4_ops.attention.step import AttentionStep, CompressedStep
-from dsv4_ops.attention.tensors import LayerCaches, LayerInputs, LayerWeights
+from dsv4_ops.attention.tensors import LayerCaches, LayerInputs, LayerWeights, without_gradients
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.core.types import IndexerQuery, QuantizedGroups
@@ -26,6 +26,7 @@ from dsv4_ops.ops.qnorm import qnorm_rope_kv_insert
 from dsv4_ops.ops.rope import ROPE_DIM, apply_rope
 
 
+@without_gradients
 def attention_layer(
     spec: LayerSpec,
     kind: str,
@@ -74,7 +75,8 @@ def attention_layer(
             ``batch_invariant`` or for impl "flash_mla"; as the ops it is made of. Nothing is
             written then.
         NotImplementedError, ImportError, RuntimeError: a ``spec.impl`` that does not take the
-            layer, or does not run here. Nothing is written then either.
+            layer, or does not run here. Nothing is written then either. NotImplementedError in
+            backward, too: an input or a weight may require gradients, but none is computed.
 
     Example:
         >>> import torch

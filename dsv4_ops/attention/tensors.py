@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsv4_ops.attention.spec import LayerSpec
+from dsv4_ops.core.gradient import differentiated, without_derivative
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,33 @@ class LayerCaches:
         return cls(**{name: layout.allocate(pages[name], device) for name, layout in layouts})
 
 
-for _pytree_class in (LayerInputs, LayerWeights, LayerCaches):
+_CLASSES = (LayerInputs, LayerWeights, LayerCaches)
+for _pytree_class in _CLASSES:
     pytree.register_dataclass(
         _pytree_class, serialized_type_name=f"dsv4_ops.{_pytree_class.__name__}"
     )
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def without_gradients(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``function`` of the tensors of a layer, out of autograd's sight: caches keep no history, and
+    what it returns raises in backward where a tensor required gradients."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        held = [each for each in (*args, *kwargs.values()) if isinstance(each, _CLASSES)]
+        tied = differentiated([tensor for each in held for tensor in vars(each).values()])
+        if not tied:
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            result = function(*args, **kwargs)
+        copy = functools.partial(without_derivative, function.__name__, sources=tied)
+        copies: _R = pytree.tree_map_only(Tensor, copy, result)
+        return copies
+
+    return call

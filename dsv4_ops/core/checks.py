@@ -142,9 +142,9 @@ class Checks:
         """``value`` is a number that ``dtype``, that of ``owner``, has."""
         held(self.op, name, value, owner, dtype)
 
-    def at_least(self, minimum: int, **values: int) -> None:
-        """Every value is an int of at least ``minimum``."""
-        at_least(self.op, minimum, **values)
+    def at_least(self, minimum: int, *, most: int = INT32_MAX, **values: int) -> None:
+        """Every value is an int of at least ``minimum`` and at most ``most``."""
+        at_least(self.op, minimum, most=most, **values)
 
     def at_most(self, name: str, value: int, limit_name: str, limit: int) -> None:
         """``value`` is at most ``limit``, which is what ``limit_name`` says."""
@@ -153,15 +153,6 @@ class Checks:
                 f"{self.op}: {name} must be at most {limit_name} = {known(limit)}, got "
                 f"{known(value)}. Lower {name}, or raise {limit_name}."
             )
-
-    def fits_int32(self, **values: int) -> None:
-        """Every value is at most 2^31 - 1, so that what it multiplies stays within 64 bits."""
-        for name, value in values.items():
-            if value > INT32_MAX:
-                raise ValueError(
-                    f"{self.op}: {name} must be at most {INT32_MAX}, got {known(value)}. "
-                    "Indices are int32, so that larger ones address nothing."
-                )
 
     def columns(self, name: str, value: Tensor, limit_name: str, limit: int) -> None:
         """``value`` has at least ``limit`` columns, which is what ``limit_name`` says."""

@@ -6,9 +6,13 @@ import math
 
 import torch
 
+from dsv4_ops.core.types import INT32_MAX
 
-def at_least(op: str, minimum: int, **values: int) -> None:
-    """Every value is an int of at least ``minimum``."""
+INT64_MAX = 2**63 - 1
+
+
+def at_least(op: str, minimum: int, *, most: int = INT32_MAX, **values: int) -> None:
+    """Every value is an int of at least ``minimum`` and at most ``most``."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
             raise TypeError(
@@ -20,6 +24,23 @@ def at_least(op: str, minimum: int, **values: int) -> None:
                 f"{op}: {name} must be at least {known(minimum)}, got {known(value)}. "
                 f"Pass {known(minimum)} or more."
             )
+        if _known_above(value, most):
+            kind = (
+                "Indices are int32, so that larger ones address nothing"
+                if most == INT32_MAX
+                else "Numbers are int64"
+            )
+            raise ValueError(f"{op}: {name} must be at most {most}, got {known(value)}. {kind}.")
+
+
+def _known_above(value: int, most: int) -> bool:
+    """Whether ``value`` exceeds ``most``: of a symbol in a trace False, and no guard. Nothing of
+    such sizes is there to trace with."""
+    if not torch.compiler.is_compiling():
+        return value > most
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(value > most)
 
 
 def above(op: str, limit: int, **values: float) -> None:

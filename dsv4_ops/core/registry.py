@@ -28,12 +28,13 @@ import torch
 import torch._functorch.config as functorch_config
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from dsv4_ops.core import choice
+from dsv4_ops.core import choice, gradient
 
 NAMESPACE = "dsv4_ops"
 LOWERING_KINDS = ("decompose", "pointwise", "triton", "choices")
 
 _library = torch.library.Library(NAMESPACE, "DEF")
+gradient.define(_library)
 
 
 class LoweringStation(Protocol):
@@ -61,6 +62,7 @@ class OpSpec:
         source: Where the semantics come from.
         providers: Executions that ``impl=`` can choose among.
         opaque_because: Why the op stays an opaque call on some device; empty if it never does.
+        gradient: What autograd makes of it, one of ``gradient.KINDS``.
     """
 
     stem: str
@@ -72,6 +74,7 @@ class OpSpec:
     source: str
     providers: tuple[str, ...] = ("reference",)
     opaque_because: str = ""
+    gradient: str = gradient.REFUSED
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +86,11 @@ class OpSpec:
                     f"for {device}. "
                     f"Correct the passport of {self.name}."
                 )
+        if self.gradient not in gradient.KINDS:
+            raise ValueError(
+                f"define_op: gradient must be one of {gradient.KINDS}, got {self.gradient!r}. "
+                f"Correct the passport of {self.name}."
+            )
 
     @property
     def op(self) -> torch._ops.OpOverload:
@@ -154,6 +162,9 @@ def define_op(spec: OpSpec) -> torch._ops.OpOverload:
     torch.library.register_torch_dispatch(
         qualified, FunctionalTensorMode, _trace_rule(spec), lib=_library
     )
+    if spec.gradient != gradient.INTEGERS:
+        rule = gradient.autograd_rule(spec.name, spec.op, spec.gradient, spec.reference)
+        _library.impl(spec.name, rule, "Autograd", with_keyset=True)
     OPS[spec.name] = spec
     return spec.op
 

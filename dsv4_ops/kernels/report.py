@@ -328,11 +328,13 @@ def _known(value: Any) -> Argument | int:
     return 1 if value == 1 else Argument.number(value)
 
 
-def report(capability: int = 90) -> list[KernelReport]:
-    """Compile every kernel for a compute capability (90: H100 and H200) and read what it needs."""
-    reports = []
+def report(capability: int = 90, progress: Callable[[str], object] = str) -> list[KernelReport]:
+    """Compile every kernel for a compute capability (90: H100 and H200) and read what it needs;
+    tell ``progress`` which is next."""
+    reports, cases = [], examples()
     where = divmod(capability, 10)
-    for name, (args, settings) in examples().items():
+    for number, (name, (args, settings)) in enumerate(cases.items(), 1):
+        progress(f"kernels: compiling {name} ({number} of {len(cases)})")
         for launch in launches(name.partition(",")[0], args, settings, where):
             kernel = compiled(launch, capability)
             spills, registers = _usage(kernel, capability)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.types import FlattenedDecode, TokenMap
 from dsv4_ops.meta import batch as meta
@@ -22,6 +23,7 @@ _split_decodes_and_prefills = define_op(
         lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs",),
         source="vLLM 0.33 split_decodes_and_prefills; semantics re-derived, on device tensors",
+        gradient=INTEGERS,
     )
 )
 
@@ -83,6 +85,7 @@ _token_map = define_op(
         lowering={"cpu": "pointwise", "cuda": "pointwise"},
         dynamic=("num_reqs", "num_tokens"),
         source="vLLM 0.33 compute_token_to_req_indices and the position arithmetic of its builders",
+        gradient=INTEGERS,
     )
 )
 
@@ -142,6 +145,7 @@ _flatten_decode = define_op(
         lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs", "num_tokens"),
         source="vLLM 0.33 fused decode metadata; replaces its uniform, variable and native paths",
+        gradient=INTEGERS,
     )
 )
 
@@ -206,6 +210,7 @@ _expand_block_table = define_op(
         lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs", "max_blocks", "num_tokens"),
         source="vLLM 0.33 decode flattening: one block-table row per token",
+        gradient=INTEGERS,
     )
 )
 
@@ -257,6 +262,7 @@ _mtp_seq_lens = define_op(
         lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs",),
         source="vLLM 0.33 native multi-token lengths, made right for requests shorter than next_n",
+        gradient=INTEGERS,
     )
 )
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import INTEGERS
+from dsv4_ops.core.ints import INT64_MAX
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.types import PrefillChunks, PrefillRowBounds
 from dsv4_ops.meta import chunking as meta
@@ -25,6 +27,7 @@ _split_prefill_chunks = define_op(
         lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs",),
         source="vLLM 0.33 split_indexer_prefill_chunks; the plan as tensors, without a loop",
+        gradient=INTEGERS,
     )
 )
 
@@ -199,7 +202,7 @@ def max_prefill_chunks(
     """
     checks = Checks("max_prefill_chunks")
     checks.at_least(0, num_reqs=num_reqs, num_tokens=num_tokens, max_seq_len=max_seq_len)
-    checks.at_least(4, max_logits_bytes=max_logits_bytes)
+    checks.at_least(4, most=INT64_MAX, max_logits_bytes=max_logits_bytes)
     smallest_piece = max(1, max_logits_bytes // 4 // max(1, max_seq_len))
     return max(1, min(num_tokens, num_reqs + num_tokens // smallest_piece))
 
@@ -215,6 +218,7 @@ _prefill_row_bounds = define_op(
         lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs"),
         source="vLLM 0.33 build_prefill_chunk_metadata, for the whole batch at once",
+        gradient=INTEGERS,
     )
 )
 
@@ -279,6 +283,7 @@ _prefill_chunk_row_bounds = define_op(
         lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs"),
         source="vLLM 0.33 build_prefill_chunk_metadata, with the chunk as a device tensor",
+        gradient=INTEGERS,
     )
 )
 
@@ -356,8 +361,8 @@ def _check_tokens(checks: Checks, positions: Tensor, req_indices: Tensor, seq_le
 def _check_budgets(
     checks: Checks, workspace_size: int, max_logits_bytes: int, request_offset: int
 ) -> None:
-    checks.at_least(1, workspace_size=workspace_size)
-    checks.at_least(4, max_logits_bytes=max_logits_bytes)
+    checks.at_least(1, most=INT64_MAX, workspace_size=workspace_size)
+    checks.at_least(4, most=INT64_MAX, max_logits_bytes=max_logits_bytes)
     checks.at_least(0, request_offset=request_offset)
 
 

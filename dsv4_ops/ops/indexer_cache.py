@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.types import IndexerKeys
@@ -167,6 +168,7 @@ _gather_indexer_k = define_op(
         dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
         source="vLLM 0.33 cp_gather_indexer_k_quant_cache, with bounds",
         providers=("triton", "reference"),
+        gradient=INTEGERS,
     )
 )
 

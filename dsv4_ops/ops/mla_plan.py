@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.tiles import PROGRAMS
 from dsv4_ops.meta import mla_plan as meta
@@ -22,6 +23,7 @@ _sparse_mla_plan = define_op(
         dynamic=("num_tokens",),
         source="what FlashMLA's get_mla_metadata is for; the plan itself is ours",
         providers=("triton", "reference"),
+        gradient=INTEGERS,
     )
 )
 

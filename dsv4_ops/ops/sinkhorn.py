@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import REFERENCE
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.meta import sinkhorn as meta
@@ -23,6 +24,7 @@ _sinkhorn = define_op(
         reference=reference.sinkhorn,
         lowering={"cpu": "pointwise", "cuda": "pointwise"},
         dynamic=("num_tokens",),
+        gradient=REFERENCE,
         source="DeepSeek-V4 manifold-constrained hyper-connections, Sinkhorn-Knopp",
     )
 )
@@ -54,8 +56,8 @@ def sinkhorn(
         TypeError: a dtype other than float32.
 
     Compile: Inductor IR, one kernel that computes all iterations in registers (the sums of
-        Inductor's own code take a kernel each on a GPU); dynamic in num_tokens; CUDA graphs and
-        export: yes.
+        Inductor's own code take a kernel each on a GPU), or the formula's own ops where its
+        derivative is asked for; dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's hyper-connections.
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.meta import slot_mapping as meta
 from dsv4_ops.reference import slot_mapping as reference
@@ -21,6 +22,7 @@ _compressed_slot_mapping = define_op(
         lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs", "max_blocks"),
         source="vLLM 0.33 get_compressed_slot_mapping; semantics re-derived",
+        gradient=INTEGERS,
     )
 )
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.layout import INDEX_ALIGNMENT
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.types import TopkIndices
@@ -23,6 +24,7 @@ _combine_topk_swa_indices = define_op(
         lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs"),
         source="vLLM 0.33 combine_topk_swa_indices, with bounds and per-token requests",
+        gradient=INTEGERS,
     )
 )
 
@@ -101,7 +103,6 @@ def combine_topk_swa_indices(
         1, window_size=window_size, compress_ratio=compress_ratio, workspace_rows=workspace_rows
     )
     checks.at_least(0, topk=topk, swa_offset=swa_offset)
-    checks.fits_int32(window_size=window_size, workspace_rows=workspace_rows, swa_offset=swa_offset)
     checks.columns("topk_indices", topk_indices, "topk", topk)
     return TopkIndices(
         *_combine_topk_swa_indices(
@@ -134,6 +135,7 @@ _mixed_sparse_indices = define_op(
         dynamic=("num_decode_tokens", "num_prefill_tokens", "num_reqs", "max_blocks"),
         source="vLLM 0.33 build_flashinfer_mixed_sparse_indices, with bounds and per-token "
         "requests",
+        gradient=INTEGERS,
     )
 )
 
@@ -264,10 +266,8 @@ def mixed_sparse_indices(
     checks.columns_of("decode_swa_indices", decode_swa_indices, INDEX_ALIGNMENT)
     if swa_block_span is not None:
         checks.at_least(swa_block_size, swa_block_span=swa_block_span)
-        checks.fits_int32(swa_block_span=swa_block_span)
     if compressed_block_span is not None:
         checks.at_least(compressed_block_size, compressed_block_span=compressed_block_span)
-        checks.fits_int32(compressed_block_span=compressed_block_span)
     return TopkIndices(
         *_mixed_sparse_indices(
             decode_swa_indices,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.types import SwaIndices
 from dsv4_ops.meta import swa as meta
@@ -22,6 +23,7 @@ _swa_indices_and_lens = define_op(
         lowering={"cpu": "pointwise", "cuda": "pointwise"},
         dynamic=("num_tokens", "num_reqs", "max_blocks"),
         source="vLLM 0.33 _compute_swa_indices_and_lens_kernel; semantics re-derived",
+        gradient=INTEGERS,
     )
 )
 
@@ -97,6 +99,7 @@ _prefill_gather_lens = define_op(
         lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs",),
         source="vLLM 0.33 _compute_prefill_metadata_kernel; semantics re-derived",
+        gradient=INTEGERS,
     )
 )
 

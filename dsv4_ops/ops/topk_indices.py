@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.types import TopkIndices
 from dsv4_ops.meta import topk_indices as meta
@@ -24,6 +25,7 @@ _global_topk_indices_and_lens = define_op(
         dynamic=("num_tokens", "num_reqs", "max_blocks", "topk"),
         source="vLLM 0.33 compute_global_topk_indices_and_lens, with the bounds its newer "
         "tests demand",
+        gradient=INTEGERS,
     )
 )
 
@@ -92,6 +94,7 @@ _dense_compressed_indices = define_op(
         lowering={"cpu": "pointwise", "cuda": "pointwise"},
         dynamic=("num_tokens", "num_reqs", "max_blocks"),
         source="vLLM 0.33 build_c128a_topk_metadata; semantics re-derived",
+        gradient=INTEGERS,
     )
 )
 

@@ -35,12 +35,23 @@ def materialized(values: Tensor) -> Tensor:
 def masked_index(values: Tensor, mask: Tensor, indices: list[Tensor], fill: float) -> Tensor:
     """``values[indices]`` where ``mask``, else ``fill``; where it is False the indices may be
     anything."""
+    if _nowhere(values, len(indices)):
+        shape = torch.broadcast_shapes(*(index.shape for index in indices))
+        return values.new_full((*shape, *values.shape[len(indices) :]), fill)
     found: Tensor = torch.ops.aten._unsafe_masked_index.default(values, mask, indices, fill)
     return found
 
 
+def _nowhere(values: Tensor, dims: int) -> bool:
+    """Whether no index of the first ``dims`` dimensions exists. Inductor bounds an index by the
+    last one, which it has not the range for; a size that it knows to be 0 is no symbol."""
+    return any(isinstance(size, int) and size == 0 for size in values.shape[:dims])
+
+
 def take(values: Tensor, index: Tensor) -> Tensor:
     """``values[index]`` for indices in range by construction: compiled code checks none of them."""
+    if _nowhere(values, 1):
+        return values.new_zeros((*index.shape, *values.shape[1:]))
     taken: Tensor = torch.ops.aten._unsafe_index.Tensor(values, [index])
     return taken
 

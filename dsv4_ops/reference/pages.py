@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import QuantizedLayout
-from dsv4_ops.reference.common import materialized, table_entries, take
+from dsv4_ops.reference.common import masked_index, materialized, table_entries, take
 
 
 def words(values: Tensor) -> Tensor:
@@ -68,8 +68,7 @@ def gather_rows(cache: Tensor, pages: Tensor, rows: Tensor, columns: Tensor) -> 
     exists = ((pages >= 0) & (pages < cache.shape[0])).unsqueeze(-1)
     column = take(columns, torch.where(exists.squeeze(-1), rows, 0))
     page, exists, column = torch.broadcast_tensors(pages.unsqueeze(-1), exists, column)
-    found: Tensor = torch.ops.aten._unsafe_masked_index.default(cache, exists, [page, column], 0)
-    return found
+    return masked_index(cache, exists, [page, column], 0)
 
 
 def locate(

@@ -37,6 +37,7 @@ from dsv4_ops.testing.calls import (
 )
 from dsv4_ops.testing.case import Case, results
 from dsv4_ops.testing.compare import assert_agrees, assert_same, equal
+from dsv4_ops.testing.gradient import check_gradient
 
 
 def assert_contract(
@@ -63,6 +64,7 @@ def assert_contract(
     check_cases(spec, device)
     check_opcheck(spec, device)
     check_fake(spec, device)
+    check_gradient(spec, device)
     compiled = CompiledOp(spec, device)
     compiled.check_cases()
     compiled.fuzz(examples)

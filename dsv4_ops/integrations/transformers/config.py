@@ -188,6 +188,9 @@ def _attention(config: Any) -> AttentionSpec:
         page_tokens=-(-AttentionSpec.page_tokens // both) * both,
         index_topk=config.index_topk,
         max_model_len=config.max_position_embeddings,
+        indexer_workspace=max(
+            AttentionSpec.indexer_workspace, config.max_position_embeddings // ratios[0]
+        ),
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsv4_ops.core.gradient import differentiated, without_derivative
 from dsv4_ops.integrations.transformers.attention import attention, linear_float32
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.config import ModelSpec
@@ -58,9 +60,11 @@ def model_forward(spec: ModelSpec) -> Maker:
                 hidden = run_layers(
                     self, spec, ids, embeddings, step, tensors, schedule, state_rings=several
                 )
-            return MoeModelOutputWithPast(
-                last_hidden_state=hidden.view(*shape, -1), past_key_values=past_key_values
-            )
+            hidden = hidden.view(*shape, -1)
+            trained = differentiated(chain((inputs_embeds,), self.parameters()))
+            if trained:
+                hidden = without_derivative("PagedCache", hidden, trained)
+            return MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
         return forward
 
@@ -128,9 +132,6 @@ def _connection_forward(before: Forward) -> Forward:
         count = self.hc_mult
         flat = self.input_norm(hidden_streams.flatten(2).float())
         weights = torch.nn.functional.linear(flat, self.fn.float())
-        if weights.requires_grad:  # our op has no derivative
-            found: tuple[Tensor, Tensor, Tensor] = before(self, hidden_streams)
-            return found
         sizes = [count, count, count * count]
         pre, post, mix = (
             part * scale + base
@@ -140,7 +141,10 @@ def _connection_forward(before: Forward) -> Forward:
         )
         collapsed = ((pre.sigmoid() + self.hc_eps)[..., None] * hidden_streams).sum(2)
         matrices = sinkhorn(
-            mix.flatten(0, 1), num_streams=count, iterations=self.hc_sinkhorn_iters, eps=self.hc_eps
+            mix.flatten(0, 1).float(),
+            num_streams=count,
+            iterations=self.hc_sinkhorn_iters,
+            eps=self.hc_eps,
         )
         shape = (*hidden_streams.shape[:2], count, count)
         return 2 * post.sigmoid(), matrices.view(shape), collapsed.to(hidden_streams.dtype)
