@@ -45,12 +45,14 @@ from dsv4_ops.ops.compressor_states import (
     save_compressor_states_functional,
 )
 from dsv4_ops.ops.compressor_step import save_and_compress, save_and_compress_functional
+from dsv4_ops.ops.context_parallel import cp_seq_lens
 from dsv4_ops.ops.indexer import indexer_logits, indexer_logits_ragged, indexer_quantize_q
 from dsv4_ops.ops.indexer_cache import (
     gather_indexer_k,
     quantize_and_insert_indexer_k,
     quantize_and_insert_indexer_k_functional,
 )
+from dsv4_ops.ops.indexer_schedule import paged_mqa_logits_metadata
 from dsv4_ops.ops.indexer_topk import indexer_select, indexer_topk
 from dsv4_ops.ops.kv_cache import (
     dequantize_and_gather_k_cache,
@@ -104,6 +106,7 @@ __all__ = [
     "compress_and_insert",
     "compress_and_insert_functional",
     "compressed_slot_mapping",
+    "cp_seq_lens",
     "dense_compressed_indices",
     "dequantize_and_gather_k_cache",
     "expand_block_table",
@@ -125,6 +128,7 @@ __all__ = [
     "mixed_sparse_indices",
     "mtp_seq_lens",
     "pack_seq",
+    "paged_mqa_logits_metadata",
     "plan_prefill_chunks",
     "prefill_chunk_row_bounds",
     "prefill_gather_lens",

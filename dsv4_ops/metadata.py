@@ -18,12 +18,13 @@ from torch.utils import _pytree as pytree
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.ints import INT64_MAX
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.types import TokenMap
+from dsv4_ops.core.types import ABSENT, PrefillChunks, TokenMap
 from dsv4_ops.ops.batch import split_decodes_and_prefills, token_map
 from dsv4_ops.ops.chunking import max_prefill_chunks, prefill_row_bounds, split_prefill_chunks
 from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 from dsv4_ops.ops.swa import prefill_gather_lens, swa_indices_and_lens
 from dsv4_ops.ops.topk_indices import dense_compressed_indices
+from dsv4_ops.reference.common import gather_rows
 
 COMPILE_OPTIONS = {"triton.autotune_pointwise": False, "triton.enable_pdl": True}
 """``torch.compile(build, options=COMPILE_OPTIONS)``: steadiest on a GPU up to 512 tokens.
@@ -108,7 +109,8 @@ class AttentionSpec:
     @property
     def max_c128_rows(self) -> int:
         """Width of a row of C128 slots: every compressed row of the longest request, padded."""
-        return _round_up(-(-self.max_model_len // self.c128_ratio), _ROW_MULTIPLE)
+        rows = -(-self.max_model_len // self.c128_ratio)
+        return rows + -rows % _ROW_MULTIPLE
 
     def max_chunks(self, *, num_reqs: int, num_tokens: int) -> int:
         """Indexer chunks that a batch of this size can need at most."""
@@ -154,6 +156,7 @@ class DecodeMetadata(_Tensors):
     ``c128_indices`` int32 [num_tokens, max_c128_rows]: slots of all visible C128 rows.
     ``c4_slot_mapping``,
     ``c128_slot_mapping`` int64: slot of the compressed row that the token completes, or -1.
+        ``is_valid_token`` bool: whether the token is one of a request, and no padding.
     """
 
     req_indices: Tensor
@@ -166,6 +169,7 @@ class DecodeMetadata(_Tensors):
     c128_indices: Tensor
     c4_slot_mapping: Tensor
     c128_slot_mapping: Tensor
+    is_valid_token: Tensor
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ class PrefillMetadata(_Tensors):
     int32 [num_reqs]: trailing positions whose window keys are needed; ``c4_cu_seq_lens`` int32
     [num_reqs + 1], ``c4_row_start`` and ``c4_row_stop`` int32 [num_tokens]: rows of the gathered
     indexer keys; ``chunks`` int32 [max_chunks, 4] and ``num_chunks`` int32 [1]: the indexer's chunk
-    plan over the whole batch.
+    plan over the requests behind the first num_decodes.
     """
 
     req_indices: Tensor
@@ -197,6 +201,7 @@ class PrefillMetadata(_Tensors):
     c4_row_stop: Tensor
     chunks: Tensor
     num_chunks: Tensor
+    is_valid_token: Tensor
 
 
 _FIELDS = {
@@ -216,6 +221,7 @@ def build_decode_metadata(
     seq_lens: Tensor,
     slot_mapping: Tensor,
     block_tables: BlockTables,
+    is_valid_token: Tensor | None = None,
 ) -> DecodeMetadata:
     """Build what a decode step's layers need: uniform, ragged and MTP batches alike.
 
@@ -227,6 +233,8 @@ def build_decode_metadata(
         slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens
             that write nothing.
         block_tables: Pages of every request in every cache group.
+        is_valid_token: False for tokens to be taken for padding wherever they lie, [num_tokens],
+            bool; None for those behind the last request only.
 
     Returns:
         ``DecodeMetadata`` of num_tokens rows.
@@ -249,7 +257,8 @@ def build_decode_metadata(
         >>> metadata.c4_lens.tolist(), metadata.c128_indices.shape
         ([50], torch.Size([1, 128]))
     """
-    rows = token_rows(spec, query_start_loc, seq_lens, slot_mapping, block_tables)
+    op, batch = "build_decode_metadata", (query_start_loc, seq_lens, slot_mapping, block_tables)
+    rows = token_rows(op, spec, *batch, is_valid_token)
     dense = dense_compressed_indices(
         rows["positions"],
         rows["req_indices"],
@@ -267,8 +276,10 @@ def build_prefill_metadata(
     seq_lens: Tensor,
     slot_mapping: Tensor,
     block_tables: BlockTables,
+    is_valid_token: Tensor | None = None,
     *,
     max_chunks: int,
+    num_decodes: int | Tensor = 0,
 ) -> PrefillMetadata:
     """Build what the layers of a step with prefills need; decodes, if any, come first in the batch.
 
@@ -280,7 +291,12 @@ def build_prefill_metadata(
         slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens
             that write nothing.
         block_tables: Pages of every request in every cache group.
+        is_valid_token: False for tokens to be taken for padding wherever they lie, [num_tokens],
+            bool; None for those behind the last request only.
         max_chunks: Capacity of the chunk plan, from ``AttentionSpec.max_chunks``.
+        num_decodes: Requests in front that the chunk plan leaves out. An int, where the host knows
+            it; or int32, on the device, the result of ``split_decodes_and_prefills`` or its first
+            entry, so that one graph plans for any mixture.
 
     Returns:
         ``PrefillMetadata`` of num_tokens rows.
@@ -288,17 +304,12 @@ def build_prefill_metadata(
     Raises:
         ValueError, TypeError: as the ops it is made of.
     """
-    rows = token_rows(spec, query_start_loc, seq_lens, slot_mapping, block_tables)
+    op, batch = "build_prefill_metadata", (query_start_loc, seq_lens, slot_mapping, block_tables)
+    rows = token_rows(op, spec, *batch, is_valid_token)
     bounds = prefill_row_bounds(
         rows["positions"], rows["req_indices"], seq_lens, compress_ratio=spec.c4_ratio
     )
-    plan = split_prefill_chunks(
-        seq_lens.clamp(min=0) // spec.c4_ratio,
-        query_start_loc[1:] - query_start_loc[:-1],
-        workspace_size=spec.indexer_workspace,
-        max_logits_bytes=spec.max_logits_bytes,
-        max_chunks=max_chunks,
-    )
+    plan = _plan_chunks(op, spec, query_start_loc, seq_lens, max_chunks, num_decodes)
     return PrefillMetadata(
         **rows,
         split=split_decodes_and_prefills(query_start_loc, decode_threshold=spec.next_n),
@@ -311,15 +322,51 @@ def build_prefill_metadata(
     )
 
 
+def _plan_chunks(
+    op: str,
+    spec: AttentionSpec,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_chunks: int,
+    num_decodes: int | Tensor,
+) -> PrefillChunks:
+    """Of the requests behind the decodes, by their numbers in the batch."""
+    rows, queries = seq_lens.clamp(min=0) // spec.c4_ratio, query_start_loc.diff()
+    budgets = {"workspace_size": spec.indexer_workspace, "max_logits_bytes": spec.max_logits_bytes}
+    num_reqs, checks = seq_lens.shape[0], Checks(op)
+    if not isinstance(num_decodes, Tensor):
+        checks.at_least(0, num_decodes=num_decodes)
+        checks.at_most("num_decodes", num_decodes, "num_reqs", num_reqs)
+        budgets |= {"max_chunks": max_chunks, "request_offset": num_decodes}
+        return split_prefill_chunks(rows[num_decodes:], queries[num_decodes:], **budgets)
+    checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
+    checks.tensor("num_decodes", num_decodes, torch.int32, "num_rest + 1")
+    first = num_decodes[:1].clamp(0, num_reqs)
+    # the prefills move to the front; what they leave behind is as empty as a padding request
+    request = first + torch.arange(num_reqs, device=seq_lens.device)
+    rows, queries = (gather_rows(each, request, request < num_reqs) for each in (rows, queries))
+    plan = split_prefill_chunks(rows, queries, **budgets, max_chunks=max_chunks)
+    used = torch.arange(max_chunks, device=seq_lens.device)[:, None] < plan.num_chunks
+    numbers = torch.where(used, (plan.chunks[:, :2] + first).clamp(max=num_reqs), 0)
+    return PrefillChunks(torch.cat((numbers, plan.chunks[:, 2:]), 1), plan.num_chunks)
+
+
 def token_rows(
+    op: str,
     spec: AttentionSpec,
     query_start_loc: Tensor,
     seq_lens: Tensor,
     slot_mapping: Tensor,
     block_tables: BlockTables,
+    is_valid_token: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The fields that decode and prefill share, from one token map."""
     tokens = token_map(query_start_loc, seq_lens, num_tokens=slot_mapping.shape[0])
+    if is_valid_token is not None:
+        checks = Checks(op)
+        checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
+        checks.tensor("is_valid_token", is_valid_token, torch.bool, "num_tokens")
+        tokens = TokenMap(*(torch.where(is_valid_token, each, ABSENT) for each in tokens))
     return rows_of_tokens(spec, tokens, slot_mapping, block_tables)
 
 
@@ -359,8 +406,5 @@ def rows_of_tokens(
         "swa_indices": window.indices,
         "swa_lens": window.lens,
         **completed,
+        "is_valid_token": tokens.req_indices >= 0,
     }
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -23,12 +23,20 @@ from dsv4_ops.core.choice import (
     require,
 )
 from dsv4_ops.core.ints import at_least
-from dsv4_ops.core.libraries import FLASH_MLA, LIBRARIES, VARIABLES
+from dsv4_ops.core.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES, VARIABLES
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.core.types import FlashMlaPlan
 
-__all__ = ["LIBRARIES", "VARIABLES", "Choice", "FlashMlaPlan", "choice_of", "flash_mla_plan"]
+__all__ = [
+    "LIBRARIES",
+    "VARIABLES",
+    "Choice",
+    "FlashMlaPlan",
+    "choice_of",
+    "deep_gemm_num_sms",
+    "flash_mla_plan",
+]
 
 _OP = "flash_mla_plan"
 
@@ -80,6 +88,20 @@ def flash_mla_plan(
         num_tokens, num_heads, swa_width, extra_width, torch.device(device)
     )
     return made
+
+
+def deep_gemm_num_sms() -> int:
+    """SMs that DeepGEMM's logits run on, which ``paged_mqa_logits_metadata`` makes a schedule for.
+
+    Loads the library: ask once, outside of compiled code.
+
+    Raises:
+        ImportError, RuntimeError: DeepGEMM does not run here, and why.
+    """
+    require("deep_gemm_num_sms", DEEP_GEMM)
+    adapter = importlib.import_module("dsv4_ops.kernels.deep_gemm")
+    found: int = adapter.num_sms()
+    return found
 
 
 def choice_of(op: str, *args: Any, **kwargs: Any) -> Choice:

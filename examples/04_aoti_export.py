@@ -1,13 +1,15 @@
-"""The decode step as an AOTInductor package, and a C++ program that generates with it.
+"""Prefill and decode as AOTInductor packages, and a C++ program that generates with them.
 
-``export_decode`` compiles a patched Hugging Face model into one file. ``aoti_runner/`` is linked to
-libtorch only: it reads from the file which tensors the step takes, makes the caches, feeds it
-prompts byte by byte, and prints greedy tokens. They are compared with those of the Hugging Face
-model, which has never seen our code.
+``export_prefill`` and ``export_decode`` compile a patched Hugging Face model into a file each.
+``aoti_runner/`` is linked to libtorch only: it reads from the files which tensors the steps take,
+makes the caches, has the one package take the prompts, in chunks, and the other generate, and
+prints greedy tokens. They are compared with those of the Hugging Face model, which has never seen
+our code.
 
-    python examples/04_aoti_export.py                        # a minute or two
-    python examples/04_aoti_export.py --package decode.pt2   # written there, or used if it is there
-    build/aoti_runner decode.pt2 16 "Beautiful is better"    # no Python from here on
+    python examples/04_aoti_export.py                        # two minutes or three
+    python examples/04_aoti_export.py --package decode.pt2 --prefill prefill.pt2
+                                               # written there, or used if they are there
+    build/aoti_runner --prefill prefill.pt2 decode.pt2 16 "Beautiful is"   # no Python from here on
 """
 
 from __future__ import annotations
@@ -28,19 +30,23 @@ from dsv4_ops.integrations import transformers as v4
 
 SOURCE = Path(__file__).parent / "aoti_runner"
 PROMPTS = ("Beautiful is better than ugly.", "In the face of ambiguity,")
-REQUESTS, MAX_LEN = 2, 512  # what the package is for
+REQUESTS, MAX_LEN = 2, 512  # what the packages are for
+MAX_TOKENS = 32  # of a prefill: the prompts come in two chunks
 
 
-def export(path: Path, device: str) -> None:
+def export(step: str, path: Path, device: str) -> None:
     """The package, unless it is there."""
     if path.exists():
         print(f"{path} is there: used as it is", flush=True)
         return
-    print("exporting and compiling the decode step: a minute or two", flush=True)
+    print(f"exporting and compiling the {step} step: a minute or two", flush=True)
     begun = time.perf_counter()
     model = v4.patch(small_model(device=device), kv="fp32", precision="reference")
     cache = v4.PagedCache.for_model(model, max_batch=REQUESTS, max_len=MAX_LEN)
-    v4.export_decode(model, cache, path=path)
+    if step == "prefill":
+        v4.export_prefill(model, cache, path=path, max_tokens=MAX_TOKENS)
+    else:
+        v4.export_decode(model, cache, path=path)
     size, seconds = path.stat().st_size / 1e6, time.perf_counter() - begun
     print(f"{path}: {size:.1f} MB, the weights among them, after {seconds:.0f} s", flush=True)
 
@@ -79,11 +85,11 @@ def build_directly(folder: Path) -> Path:
     return program
 
 
-def generate(program: Path, package: Path, count: int) -> list[list[int]]:
+def generate(program: Path, prefill: Path, package: Path, count: int) -> list[list[int]]:
     """Greedy tokens of every prompt, from the C++ program."""
-    command = [program, package, str(count), *PROMPTS]
+    command = [program, "--prefill", prefill, package, str(count), *PROMPTS]
     ended = subprocess.run(command, check=True, capture_output=True, text=True)
-    print("aoti_runner:", ended.stderr.strip(), flush=True)
+    print("aoti_runner:", ended.stderr.strip().replace("\n", ", "), flush=True)
     return [[int(token) for token in line.split()] for line in ended.stdout.splitlines()]
 
 
@@ -102,7 +108,8 @@ def differing(found: list[list[int]]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--package", type=Path, help="where the package is, or is to be")
+    parser.add_argument("--package", type=Path, help="where the decode is, or is to be")
+    parser.add_argument("--prefill", type=Path, help="where the prefill is, or is to be")
     parser.add_argument("--build", type=Path, help="where to build the C++ program")
     parser.add_argument("--tokens", type=int, default=16, help="to generate per prompt")
     parser.add_argument("--direct", action="store_true", help="do not ask for CMake")
@@ -110,12 +117,14 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         package = args.package or Path(temporary) / "decode.pt2"
+        prefill = args.prefill or Path(temporary) / "prefill.pt2"
         folder = args.build or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        export(package, args.device)
+        export("prefill", prefill, args.device)
+        export("decode", package, args.device)
         program = build_directly(folder) if args.direct else build(folder)
         linked = subprocess.run(["ldd", program], capture_output=True, text=True).stdout
-        found = generate(program, package.resolve(), args.tokens)
+        found = generate(program, prefill.resolve(), package.resolve(), args.tokens)
     wrong = differing(found)
     for prompt, tokens in zip(PROMPTS, found, strict=True):
         print(f"{prompt!r} goes on with {tokens}")
@@ -127,7 +136,8 @@ def main() -> int:
         return 1
     print(
         f"shown: a C++ program linked to libtorch, not to Python, generates the {args.tokens} "
-        f"tokens that Hugging Face does, for each of {len(PROMPTS)} prompts in one ragged batch"
+        f"tokens that Hugging Face does, for each of {len(PROMPTS)} prompts in one ragged batch, "
+        "after a prefill of both in chunks"
     )
     return 0
 

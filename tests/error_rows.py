@@ -17,6 +17,7 @@ from error_rows_metadata import METADATA_TABLE
 from error_rows_mla import MLA_TABLE
 from error_rows_prefill import PREFILL_TABLE
 from error_rows_rope import ROPE_TABLE
+from error_rows_schedule import SCHEDULE_TABLE
 from error_rows_sinkhorn import SINKHORN_TABLE
 from error_rows_sparse import SPARSE_TABLE
 from error_rows_valid import COUNTS, MINIMUM, ORDER, SUMS, TENSORS, valid_tensor, valid_value
@@ -273,6 +274,7 @@ TABLE: dict[str, list[tuple[str, dict[str, Any], type[Exception], str]]] = {
     **MLA_TABLE,
     **PREFILL_TABLE,
     **ROPE_TABLE,
+    **SCHEDULE_TABLE,
     **SINKHORN_TABLE,
     **SPARSE_TABLE,
 }

@@ -17,6 +17,7 @@ QUERY = {
     "weights": Valid(torch.ones(5, 2), "[num_tokens, num_heads]"),
 }
 LENS = Valid(i32([1, 2, 0, 1, 1]), "[num_tokens]")
+SCHEDULE = Valid(i32([[0, 0], [2, 1], [5, 0]]), "[num_sms + 1, 2]")
 OWN |= {
     "indexer_quantize_q": {
         **TABLE,
@@ -27,7 +28,7 @@ OWN |= {
             "torch.bfloat16 or torch.float32",
         ),
     },
-    "indexer_logits": {**QUERY, "k_cache": INDEXER, "lens": LENS},
+    "indexer_logits": {**QUERY, "k_cache": INDEXER, "lens": LENS, "schedule": SCHEDULE},
     "indexer_logits_ragged": {
         **QUERY,
         "k": Valid(torch.ones(4, 128, dtype=torch.uint8), "[num_k, 128]"),
@@ -36,7 +37,7 @@ OWN |= {
         "row_stop": Valid(i32([1, 1, 2, 3, 4]), "[num_tokens]"),
     },
     "indexer_topk": {"logits": Valid(torch.ones(5, 4), "[num_tokens, num_rows]"), "lens": LENS},
-    "indexer_select": {**QUERY, "k_cache": INDEXER},
+    "indexer_select": {**QUERY, "k_cache": INDEXER, "schedule": SCHEDULE},
 }
 COUNTS |= {"num_heads": "the heads of the queries", "num_k": "the gathered keys"}
 

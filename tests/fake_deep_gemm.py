@@ -3,6 +3,7 @@
 import torch
 from fake_flash_mla import require
 from helpers import i32
+from oracles_plan import paged_mqa_logits_metadata as planned
 
 import dsv4_ops as ops
 from dsv4_ops.core.layout import IndexerLayout
@@ -14,14 +15,18 @@ class FakeDeepGemm:
     is past the lens as it was."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls = self.schedules = 0
 
     def get_num_sms(self) -> int:
         return 132
 
     def get_paged_mqa_logits_metadata(self, lens, block, num_sms):
         require(lens.dim() == 2 and lens.is_contiguous() and lens.dtype == torch.int32, "lens")
-        return lens.clone()
+        self.schedules += 1
+        return self.schedule_of(lens, block, num_sms)
+
+    def schedule_of(self, lens, block, num_sms):
+        return i32(planned(lens[:, -1].tolist(), block_size=block, num_sms=num_sms))
 
     def fp8_fp4_paged_mqa_logits(
         self, q, kv_cache, weights, lens, table, schedule, columns, clean_logits
@@ -29,7 +34,7 @@ class FakeDeepGemm:
         self.calls += 1
         (codes, scales), (b, next_n, heads, dim) = q, q[0].shape
         require(scales is None and not clean_logits, "the mode")
-        require(torch.equal(schedule, lens), "a stale schedule")
+        require(torch.equal(schedule, self.schedule_of(lens, 64, 132)), "a stale schedule")
         require((next_n, dim) == (1, 128) and heads in (32, 64) and codes.is_contiguous(), "q")
         require(kv_cache.shape[1:] == (64, 1, 132) and kv_cache.stride(0) % 4 == 0, "the cache")
         require(weights.shape == (b, heads) and weights.is_contiguous(), "the weights")

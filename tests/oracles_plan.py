@@ -1,4 +1,5 @@
-"""The plan of sparse MLA once more in plain Python integers: what the docstring says."""
+"""The plan of sparse MLA, DeepGEMM's schedule and lengths on ranks once more in plain Python
+integers: what the docstrings say."""
 
 from collections.abc import Sequence
 
@@ -65,3 +66,45 @@ def sparse_mla_plan(
         first, further = [*first, mine[0]], [*further, *mine[1:]]
         start += pieces
     return first + further + whole + [[-1] * 4] * (programs - len(further))
+
+
+def paged_mqa_logits_metadata(
+    seq_lens: Sequence[int], *, block_size: int, num_sms: int
+) -> list[list[int]]:
+    """Every SM in turn takes its run of splits, row after row."""
+    left = [up(max(length, 0), 256) for length in seq_lens]
+    share, longer = divmod(sum(left), num_sms)
+    schedule, row, split = [], 0, 0
+    for sm in range(num_sms + 1):
+        while row < len(left) and split == left[row]:
+            row, split = row + 1, 0
+        schedule.append([row, split])
+        run = share + (sm < longer) if sm < num_sms else 0
+        while run > 0:
+            taken = min(run, left[row] - split)
+            run, split = run - taken, split + taken
+            if split == left[row]:
+                row, split = row + 1, 0
+    return schedule
+
+
+def cp_seq_lens(
+    seq_lens: Sequence[int],
+    cp_rank: Sequence[int] | None,
+    *,
+    cp_world_size: int,
+    cp_interleave: int,
+) -> list[int] | list[list[int]]:
+    """The turns that a rank has begun, and of the last one what there is of it."""
+
+    def owned(length: int, rank: int) -> int:
+        if not 0 <= rank < cp_world_size:
+            return 0
+        round_, first = cp_interleave * cp_world_size, rank * cp_interleave
+        begun = up(max(length - first, 0), round_)
+        missing = first + (begun - 1) * round_ + cp_interleave - length if begun else 0
+        return begun * cp_interleave - max(missing, 0)
+
+    if cp_rank is not None:
+        return [owned(length, cp_rank[0]) for length in seq_lens]
+    return [[owned(length, rank) for rank in range(cp_world_size)] for length in seq_lens]

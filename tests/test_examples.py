@@ -7,6 +7,7 @@ that Inductor's cache serves all but the first of them.
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -109,21 +110,33 @@ def test_examples_of_the_compiled_step(tmp_path):
 @pytest.mark.usefixtures("without_vectors")
 def test_package_and_cpp_runner(tmp_path):
     """With CMake where there is one, and by the compiler alone."""
-    package = tmp_path / "decode.pt2"
+    package, prefill = tmp_path / "decode.pt2", tmp_path / "prefill.pt2"
     shown = "shown: a C++ program linked to libtorch, not to Python, generates the 16 tokens that"
-    lines = run("04_aoti_export.py", "--package", package, "--build", tmp_path / "build")
+    packages = ["--package", package, "--prefill", prefill]
+    lines = run("04_aoti_export.py", *packages, "--build", tmp_path / "build")
     assert lines[-1].startswith(shown)
-    assert package.exists()
-    if shutil.which("cmake"):
-        assert not any("CMake fails" in line for line in lines)
-        options = ["--package", package, "--build", tmp_path / "direct", "--direct"]
-        assert run("04_aoti_export.py", *options)[-1].startswith(shown)
+    assert any("prompts in 2 steps" in line for line in lines)
     program = tmp_path / "build" / "aoti_runner"
     for arguments, message in [
-        ([], "usage: aoti_runner PACKAGE NUM_TOKENS PROMPT"),
+        ([], "usage: aoti_runner [--prefill PACKAGE] PACKAGE NUM_TOKENS PROMPT"),
+        (["--prefill", prefill], "usage: aoti_runner"),
+        (["--prefill", package, package, "1", "a"], "--prefill is no package of export_prefill"),
         ([package, "1", "a", "b", "c"], "more prompts than the package has requests"),
         ([package, "600", "a"], "longer than the package's longest request"),
     ]:
         ended = subprocess.run([program, *arguments], capture_output=True, text=True)
         assert ended.returncode != 0
         assert message in ended.stderr
+    calls = [(program, []), (program, ["--prefill", prefill])]
+    if shutil.which("cmake"):
+        assert not any("CMake fails" in line for line in lines)
+        (tmp_path / "direct").mkdir()
+        example = runpy.run_path(str(EXAMPLES / "04_aoti_export.py"))
+        calls.append((example["build_directly"](tmp_path / "direct"), ["--prefill", prefill]))
+    given = [package, "5", "Beautiful is", "In"]
+    tokens = [
+        subprocess.run([each, *how, *given], capture_output=True, text=True, check=True).stdout
+        for each, how in calls
+    ]
+    assert len(tokens[0].splitlines()) == 2
+    assert set(tokens) == {tokens[0]}

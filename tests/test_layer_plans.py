@@ -306,9 +306,31 @@ def test_a_step_is_a_pytree_with_and_without_a_plan(plan: Tensor | None) -> None
     layer, inputs = layer_of("c128", SPEC)
     step = given_plan(a_call(layer, inputs)[-1], plan)
     flat, spec = pytree.tree_flatten(step)
-    assert len(flat) == 16 + (plan is not None)
+    assert len(flat) == 17 + (plan is not None)
     again = pytree.tree_unflatten(flat, pytree.treespec_loads(pytree.treespec_dumps(spec)))
     assert isinstance(again, AttentionStep)
     assert again.c128.plan is plan
     doubled = pytree.tree_map(lambda leaf: leaf * 2, step)
     assert doubled.c128.plan is None if plan is None else torch.equal(doubled.c128.plan, plan * 2)
+
+
+def test_a_step_makes_the_schedule_of_deep_gemm_once() -> None:
+    """16 tokens' rows by hand: 15 of 100 rows on tables of 64 rows have a split each, the token of
+    no request none; two SMs have 8 and 7 of them, and a third none of two."""
+    spec = replace(SPEC, impl="deep_gemm", schedule_sms=2)
+    page = spec.page_size("c4")
+    table = torch.zeros(16, 64 // page, dtype=torch.int32)
+    lens = torch.full((16,), 400, dtype=torch.int32)
+    lens[3] = 0
+    starts = torch.arange(17, dtype=torch.int32)
+    args = (starts, lens, torch.arange(16), BlockTables(table, table, table))
+    step = build_attention_step(spec, *args, StateTables(table, table))
+    assert step.c4.schedule is not None
+    assert step.c4.schedule.tolist() == [[0, 0], [9, 0], [16, 0]]
+    assert step.c128.schedule is None
+    plain = build_attention_step(SPEC, *args, StateTables(table, table))
+    assert plain.c4.schedule is None
+    with pytest.raises(
+        ValueError, match="LayerSpec: schedule_sms must be 0 for impl 'auto', got 2"
+    ):
+        replace(SPEC, schedule_sms=2)

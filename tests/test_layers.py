@@ -217,7 +217,32 @@ def test_a_step_is_the_same_from_metadata() -> None:
         again = attention_step(SPEC, metadata, slots, tables, held)
         pairs = zip(leaves(again), leaves(step), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
-    assert len(leaves(step)) == 16
+    assert len(leaves(step)) == 17
+
+
+def test_invalid_tokens_write_nothing_and_see_nothing() -> None:
+    """Whatever their slot: as if they were padding of slot -1."""
+    layer, _ = layer_of("c4", SPEC)
+    starts, lens, slots, swa, rows, states = Engine(layer).batch([3, 1, 0, 9], 2)
+    tables, held = BlockTables(swa=swa, c4=rows, c128=rows), StateTables(c4=states, c128=states)
+    valid = torch.arange(len(slots)) % 3 != 1
+    batch = (starts, lens, slots, tables)
+    step = build_attention_step(SPEC, *batch, held, valid)
+    for name in ("req_indices", "positions", "slot_mapping"):
+        assert getattr(step, name)[~valid].tolist() == [-1] * int((~valid).sum())
+    assert not step.swa_lens[~valid].any()
+    for group in (step.c4, step.c128):
+        assert not group.lens[~valid].any()
+        assert bool((group.slot_mapping[~valid] == -1).all())
+        assert bool((group.state_slot_mapping[~valid] == -1).all())
+    whole = build_attention_step(SPEC, *batch, held)
+    assert torch.equal(step.slot_mapping[valid], slots[valid])
+    assert step.is_valid_token is not None
+    assert torch.equal(step.is_valid_token, valid & whole.is_valid_token)
+    decode = build_decode_metadata(SPEC.attention, *batch, valid)
+    again = attention_step(SPEC, decode, slots, tables, held)
+    pairs = zip(leaves(again), leaves(step), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
 
 
 @pytest.mark.parametrize("kind", ["c4", "c128"])

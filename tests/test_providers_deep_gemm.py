@@ -50,6 +50,34 @@ def test_the_adapter_selects_what_the_reference_selects(topk, slots, deep_gemm):
     assert deep_gemm.calls == 1
 
 
+def test_a_schedule_of_the_step_is_not_made_again(deep_gemm):
+    """The stand-in refuses any other than that of the lens that count; other executions ignore
+    it."""
+    queries, lens, rows = indexer_call(3)
+    counted = torch.where((rows[0] >= 0) & (rows[0] < 3), lens, 0).clamp(max=256)
+    sizes = {"block_size": 64, "num_sms": providers.deep_gemm_num_sms()}
+    schedule = ops.paged_mqa_logits_metadata(counted, **sizes)
+    settings = {"block_size": 64, "num_rows": 256}
+    want = reference_logits(*queries, lens, *rows, **settings)
+    for impl in ("deep_gemm", "reference"):
+        found = ops.indexer_logits(*queries, lens, *rows, schedule, **settings, impl=impl)
+        assert torch.equal(found, want)
+    assert (deep_gemm.calls, deep_gemm.schedules) == (1, 0)
+    ops.indexer_logits(*queries, lens, *rows, **settings, impl="deep_gemm")
+    assert (deep_gemm.calls, deep_gemm.schedules) == (2, 1)
+    positions = lens.clamp(max=1000).long() * 4 - 1
+    settings = {"block_size": 64, "compress_ratio": 4, "topk": 60}
+    found = ops.indexer_select(*queries, positions, *rows, schedule, **settings, impl="deep_gemm")
+    assert torch.equal(found, reference_select(*queries, positions, *rows, **settings))
+    assert (deep_gemm.calls, deep_gemm.schedules) == (3, 1)
+    text = (
+        "indexer_logits: schedule must have 133 rows, for the SMs that DeepGEMM uses here, got 132"
+    )
+    with pytest.raises(ValueError, match=text):
+        ops.indexer_select(*queries, positions, *rows, schedule[1:], **settings, impl="deep_gemm")
+    assert deep_gemm.calls == 3
+
+
 def test_an_older_deep_gemm_has_another_name(deep_gemm, monkeypatch):
     newer = deep_gemm.fp8_fp4_paged_mqa_logits
     older = SimpleNamespace(

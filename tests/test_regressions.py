@@ -3,6 +3,7 @@
 Each test fails if the bug is put back. Rows 8, 9, 10 and 12 belong to stages that are not here.
 """
 
+import torch
 from helpers import assert_exact, call, i32, i64, rows32
 
 import dsv4_ops as ops
@@ -157,6 +158,37 @@ def test_row_7_row_stride_depends_on_the_batch() -> None:
 
 
 def test_row_11_context_parallel_lengths_localised_before_expansion() -> None:
+    """Three new tokens see 7, 8 and 9 keys; of two ranks, in turns of one position, rank 0 has 4, 4
+    and 5 of them and rank 1 has 3, 4 and 4. The 9 localised first are 5 and 4, which counted back
+    would be 3, 4, 5 and 2, 3, 4: the last tokens' keys are missing."""
+    flat = ops.flatten_decode(i32([0, 3]), i32([9]), num_tokens=4)
+    assert_exact(flat.seq_lens, i32([7, 8, 9, 0]))
+    for rank, lens in ((0, [4, 4, 5, 0]), (1, [3, 4, 4, 0])):
+        assert_exact(ops.cp_seq_lens(flat.seq_lens, i32([rank]), cp_world_size=2), i32(lens))
+    both = ops.cp_seq_lens(flat.seq_lens, cp_world_size=2)
+    assert_exact(both, i32([[4, 3], [4, 4], [5, 4], [0, 0]]))
+
+
+def test_row_11_local_lengths_are_the_slots_of_the_rank() -> None:
+    """What a rank has stored of the first 1, 2, .. 40 positions is as long as its lens say, without
+    gaps, wherever turns and pages end."""
+    position, length = torch.arange(40), torch.arange(1, 41, dtype=torch.int32)
+    batch = (position, torch.zeros_like(length), i32([[5, 2, 9, 7, 3, 8, 6, 4, 1, 0]]))
+    for ranks, turn in ((2, 1), (2, 4), (4, 2), (3, 2)):
+        sizes = {"cp_world_size": ranks, "cp_interleave": turn}
+        lens = ops.cp_seq_lens(length, **sizes)
+        for rank in range(ranks):
+            owned = torch.where(position // turn % ranks == rank, position, -1)
+            slots = ops.compressed_slot_mapping(
+                *batch, owned, block_size=4, compress_ratio=1, **sizes
+            )
+            assert_exact(lens[:, rank], (slots >= 0).cumsum(0).int())
+            pages = batch[2][0, (lens[:, rank] - 1).clamp(min=0) // 4]
+            last = pages * 4 + (lens[:, rank] - 1) % 4
+            assert_exact(slots[slots >= 0], last[slots >= 0].long())
+
+
+def test_row_11_context_parallel_slots_of_several_new_tokens() -> None:
     """Eight new tokens of a sequence of 16, two ranks, turns of 4: rank 0 owns positions 8..11.
 
     It completes its second row at position 11. Localising the length first (16 -> 8) would place

@@ -135,17 +135,22 @@ def test_inputs_of_a_package_have_names():
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("export", "changed", "message"),
     [
-        ({"path": "decode.so"}, 'export_decode: path must end in ".pt2", got '),
-        ({"num_reqs": 0}, "export_decode: num_reqs must be at least 1, got 0"),
-        ({"tokens_per_request": 0}, "export_decode: tokens_per_request must be at least 1"),
+        ("export_decode", {"path": "decode.so"}, 'path must end in ".pt2", got '),
+        ("export_decode", {"num_reqs": 0}, "num_reqs must be at least 1, got 0"),
+        ("export_decode", {"tokens_per_request": 0}, "tokens_per_request must be at least 1"),
+        ("export_prefill", {"path": "prefill"}, 'path must end in ".pt2", got '),
+        ("export_prefill", {"num_reqs": 0}, "num_reqs must be at least 1, got 0"),
+        ("export_prefill", {"max_tokens": 1}, "max_tokens must be at least 2, got 1"),
     ],
 )
-def test_errors_of_export(tmp_path, changed, message):
-    settings = {"path": tmp_path / "decode.pt2", **changed}
-    with pytest.raises(ValueError, match=message):
-        v4.export_decode(reference(), new_cache(), **settings)
+def test_errors_of_export(tmp_path, export, changed, message):
+    settings = {"path": tmp_path / "step.pt2", **changed}
+    with pytest.raises(ValueError, match=f"{export}: {message}"):
+        getattr(v4, export)(reference(), new_cache(), **settings)
+    with pytest.raises(ValueError, match=f"{export}: model must be patched"):
+        getattr(v4, export)(torch.nn.Linear(1, 1), new_cache(), path=tmp_path / "step.pt2")
     assert not list(tmp_path.iterdir())
 
 

@@ -8,10 +8,16 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
+from helpers import i32
 from hf_models import Engine, expected, new_cache, reference, text
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers.export import DecodeModule
+from dsv4_ops.integrations.transformers.export import (
+    DecodeModule,
+    PrefillModule,
+    padding_batch,
+    prefill_shapes,
+)
 
 START, STEPS = 20, 30
 
@@ -120,3 +126,36 @@ def test_the_exported_step():
     pairs = zip(*(tree_leaves(cache.tensors) for cache in caches), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
     assert engines[0].worst(expected()) < 1e-4
+
+
+def test_the_exported_prefill_takes_any_number_of_tokens():
+    """The module behind ``export_prefill``: prompts, chunks, decodes among them, a single token, as
+    many as it was exported for."""
+    caches = [cache_of(max_len=200, max_chunk=100, num_pages=2) for _ in range(2)]
+    engines = [Engine(reference(), cache, text()) for cache in caches]
+    inputs = v4.decode_inputs(padding_batch(caches[0], 2, 7), caches[0])
+    program = torch.export.export(
+        PrefillModule(reference(), caches[0]),
+        inputs,
+        dynamic_shapes=prefill_shapes(inputs, 120),
+        strict=False,
+    )
+    (size,) = program.range_constraints.values()
+    assert (size.lower, size.upper) == (1, 120)
+    step = program.module(check_guards=False)
+
+    def exported(model, batch, tensors):
+        return step(*v4.decode_inputs(batch, caches[0]))
+
+    for counts in ({0: 9, 1: 40}, {0: 1}, {0: 100, 1: 20}, {1: 1, 0: 2}, {0: 30, 1: 70}):
+        padding = 2 - len(counts)
+        engines[0].prefill(counts, padding=padding, step=exported)
+        engines[1].prefill(counts, padding=padding)
+    for ours, eager in zip(engines[0].logits, engines[1].logits, strict=True):
+        assert all(torch.equal(logits, eager[at]) for at, logits in ours.items())
+    pairs = zip(*(tree_leaves(cache.tensors) for cache in caches), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert engines[0].worst(expected()) < 1e-4
+    one = v4.StepBatch(text()[0, 142:143], i32([0, 1, 1]), i32([143, 0]), i32([0, -1]))
+    logits = exported(None, one, None)
+    torch.testing.assert_close(logits[0], expected()[0, 142], rtol=0, atol=1e-4)

@@ -78,8 +78,21 @@ def check_layer_impl(
         taken = {"layout": spec.indexer_layout, "block_size": spec.page_size(kind)}
         indexer_q = cast(Tensor, inputs.indexer_q)
         check_impl(_OP, INDEXER_PROVIDERS, impl, q.device, {"q": indexer_q, **taken})
+        _check_schedule(spec, step)
     if kind == "c128" and schedule == "decode" and step.c128.plan is not None:
         _check_plan(spec, q, step.c128.plan)
+
+
+def _check_schedule(spec: LayerSpec, step: AttentionStep) -> None:
+    """It is for the SMs of the layer's own specification; each layer makes its own without one."""
+    name, schedule, wanted = "step.c4.schedule", step.c4.schedule, spec.schedule_sms
+    if schedule is None:
+        return
+    checks = Checks(_OP)
+    checks.tensor(name, schedule, torch.int32, "num_sms + 1", 2)
+    if schedule.shape[0] != wanted + 1:
+        rule, advice = f"have {wanted + 1} rows", "Build each step with the layer's own LayerSpec"
+        raise refusal(ValueError, _OP, name, rule, schedule.shape[0], advice)
 
 
 def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor) -> None:

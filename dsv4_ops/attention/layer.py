@@ -316,6 +316,7 @@ def select(
         step.positions,
         step.req_indices,
         step.c4.block_table,
+        step.c4.schedule,
         block_size=spec.page_size("c4"),
         compress_ratio=spec.attention.c4_ratio,
         topk=spec.attention.index_topk,

@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.choice import AUTO, IMPLS
 from dsv4_ops.core.layout import IndexerLayout, Layout, MainLayout, PlainLayout, StateLayout
-from dsv4_ops.core.libraries import FLASH_MLA
+from dsv4_ops.core.libraries import DEEP_GEMM, FLASH_MLA
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.metadata import AttentionSpec
@@ -47,6 +47,9 @@ class LayerSpec:
         impl: What runs those of the layer's ops that have this execution, the selection and the
             attention: "triton", "flash_mla", "deep_gemm" or "reference". The others, and with
             "auto" all, run what is fastest, or ours with ``batch_invariant``.
+        schedule_sms: SMs that a step makes DeepGEMM's schedule for, which its C4 layers then share:
+            ``providers.deep_gemm_num_sms()``. 0 for none; each layer then makes its own. Only with
+            the impl "deep_gemm".
     """
 
     attention: AttentionSpec = field(default_factory=AttentionSpec)
@@ -65,6 +68,7 @@ class LayerSpec:
     scale_layout: str | None = None
     batch_invariant: bool = False
     impl: str = AUTO
+    schedule_sms: int = 0
 
     def __post_init__(self) -> None:
         checks = Checks("LayerSpec")
@@ -80,6 +84,10 @@ class LayerSpec:
         checks.instance("yarn", self.yarn, YarnScaling)
         checks.flag("batch_invariant", self.batch_invariant)
         checks.one_of("impl", self.impl, *IMPLS, belongs_to="shall run")
+        checks.at_least(0, schedule_sms=self.schedule_sms)
+        if self.schedule_sms and self.impl != DEEP_GEMM:
+            rule, advice = f"be 0 for impl {self.impl!r}", "Only DeepGEMM goes by a schedule"
+            raise refusal(ValueError, "LayerSpec", "schedule_sms", rule, self.schedule_sms, advice)
         if self.impl == FLASH_MLA:
             taken = {"layout": self.layout, "batch_invariant": self.batch_invariant}
             for name, other in (("layout", MainLayout.tag), ("batch_invariant", False)):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.types import TokenMap
+from dsv4_ops.core.types import ABSENT, TokenMap
 from dsv4_ops.metadata import (
     BlockTables,
     DecodeMetadata,
@@ -17,6 +18,7 @@ from dsv4_ops.metadata import (
     rows_of_tokens,
     token_rows,
 )
+from dsv4_ops.ops.indexer_schedule import paged_mqa_logits_metadata
 from dsv4_ops.ops.mla_plan import sparse_mla_plan
 from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 
@@ -46,6 +48,9 @@ class CompressedStep:
     the same for the states of every token. ``plan`` int32 [num_tokens + programs, 4]: how the keys
     of all tokens are shared among programs, from ``sparse_mla_plan`` with the default of
     num_programs, or None. Only layers of kind "c128" go by it, in the schedule "decode".
+    ``schedule`` int32 [num_sms + 1, 2]: how DeepGEMM shares the indexer's keys, from
+    ``paged_mqa_logits_metadata``, or None. Only layers of kind "c4" go by it; of another step, or
+    with other lens than these, it has DeepGEMM write where it must not.
     """
 
     lens: Tensor
@@ -54,6 +59,7 @@ class CompressedStep:
     state_slot_mapping: Tensor
     state_block_table: Tensor
     plan: Tensor | None = None
+    schedule: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,8 @@ class AttentionStep:
     ``slot_mapping`` int64: slot in the window cache, -1 for tokens that write nothing to any cache.
     ``swa_indices`` int32 [num_tokens, window_size] and ``swa_lens``: slots of the window.
     ``swa_block_table`` int32 [num_reqs, max_blocks]: pages of the window cache, which only the
-    schedule "prefill" reads.
+    schedule "prefill" reads. ``is_valid_token`` bool: whether the token is one of a request, and no
+    padding; no layer reads it.
     """
 
     req_indices: Tensor
@@ -75,6 +82,7 @@ class AttentionStep:
     c4: CompressedStep
     c128: CompressedStep
     swa_block_table: Tensor | None = None
+    is_valid_token: Tensor | None = None
 
 
 for _pytree_class in (StateTables, CompressedStep, AttentionStep):
@@ -90,6 +98,7 @@ def build_attention_step(
     slot_mapping: Tensor,
     block_tables: BlockTables,
     state_tables: StateTables,
+    is_valid_token: Tensor | None = None,
     *,
     plan_heads: int = 0,
 ) -> AttentionStep:
@@ -107,6 +116,9 @@ def build_attention_step(
         block_tables: Pages of every request in the window and compressed caches. Of a kind of layer
             that the model does not have: any table, [num_reqs, 0] too.
         state_tables: Pages of every request in the states.
+        is_valid_token: False for tokens to be taken for padding wherever they lie, [num_tokens],
+            bool, as captured steps of a fixed number of tokens have them; they write nothing,
+            whatever their slot. None for those behind the last request only.
         plan_heads: Query heads of the C128 layers, to make them a plan (``sparse_mla_plan``); 0
             for none. They attend to all rows of a request, so that without one a long context
             among short ones can be what all wait for: 512 requests of 100 to 128k tokens take each
@@ -121,7 +133,8 @@ def build_attention_step(
         ``AttentionStep`` of num_tokens rows.
 
     Raises:
-        ValueError, TypeError: as the ops it is made of; with a plan more than 16383 tokens.
+        ValueError, TypeError: as the ops it is made of; with a plan or a schedule more than 16383
+            tokens.
 
     Example:
         >>> import torch
@@ -139,8 +152,11 @@ def build_attention_step(
         >>> step.c4.lens.tolist(), step.c4.slot_mapping.tolist(), step.c128.lens.tolist()
         ([49, 50], [-1, 49], [1, 1])
     """
-    rows = token_rows(spec.attention, query_start_loc, seq_lens, slot_mapping, block_tables)
-    plan = _plan("build_attention_step", rows, plan_heads)
+    op, batch = "build_attention_step", (query_start_loc, seq_lens, slot_mapping, block_tables)
+    rows = token_rows(op, spec.attention, *batch, is_valid_token)
+    plan = _plan(op, rows, plan_heads)
+    if is_valid_token is not None:
+        slot_mapping = torch.where(is_valid_token, slot_mapping, ABSENT)
     return _step(spec, rows, slot_mapping, block_tables, state_tables, plan)
 
 
@@ -171,6 +187,7 @@ def attention_step(
     """
     rows = {name: getattr(metadata, name) for name in _ROWS}
     plan = _plan("attention_step", rows, plan_heads)
+    slot_mapping = torch.where(metadata.is_valid_token, slot_mapping, ABSENT)
     return _step(spec, rows, slot_mapping, block_tables, state_tables, plan)
 
 
@@ -215,6 +232,7 @@ _ROWS = (
     "c128_lens",
     "c4_slot_mapping",
     "c128_slot_mapping",
+    "is_valid_token",
 )
 
 
@@ -224,6 +242,16 @@ def _plan(op: str, rows: dict[str, Tensor], num_heads: int) -> Tensor | None:
     if num_heads == 0:
         return None
     return sparse_mla_plan(rows["swa_lens"], rows["c128_lens"], num_heads=num_heads)
+
+
+def _schedule(spec: LayerSpec, rows: dict[str, Tensor], table: Tensor) -> Tensor | None:
+    """Of the lens that count in a selection: of requests that the table has, and as long as it."""
+    if spec.schedule_sms == 0:
+        return None
+    page, request = spec.page_size("c4"), rows["req_indices"]
+    real = (request >= 0) & (request < table.shape[0])
+    lens = torch.where(real, rows["c4_lens"], 0).clamp(max=table.shape[1] * page)
+    return paged_mqa_logits_metadata(lens, block_size=page, num_sms=spec.schedule_sms)
 
 
 def _step(
@@ -249,7 +277,8 @@ def _step(
             compress_ratio=1,
         )
         lens, slots = rows[f"{kind}_lens"], rows[f"{kind}_slot_mapping"]
-        compressed[kind] = CompressedStep(lens, slots, table, state_slots, states, plan)
+        schedule = _schedule(spec, rows, table) if kind == "c4" else None
+        compressed[kind] = CompressedStep(lens, slots, table, state_slots, states, plan, schedule)
     return AttentionStep(
         req_indices=rows["req_indices"],
         positions=rows["positions"],
@@ -257,5 +286,6 @@ def _step(
         swa_indices=rows["swa_indices"],
         swa_lens=rows["swa_lens"],
         swa_block_table=block_tables.swa,
+        is_valid_token=rows["is_valid_token"],
         **compressed,
     )

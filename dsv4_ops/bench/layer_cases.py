@@ -38,7 +38,7 @@ TOKEN_COSINE = 1e-4
 """The cosine difference of any one token: a few other selected rows make it a hundred times as
 large."""
 
-INPUTS, WEIGHTS, CACHES, GROUP = 6, 6, 5, 6
+INPUTS, WEIGHTS, CACHES, GROUP = 6, 6, 5, 7
 """Tensors of LayerInputs, LayerWeights, LayerCaches and CompressedStep. The arguments of a call are
 the first three, then the tensors of AttentionStep, its C4 group before its C128 group."""
 

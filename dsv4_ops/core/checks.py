@@ -317,6 +317,14 @@ class Checks:
                 f"{known(value)}. Use {name} = {known(value + divisor - value % divisor)}."
             )
 
+    def divisor(self, name: str, value: int, whole_name: str, whole: int) -> None:
+        """``value`` divides ``whole``, which is what ``whole_name`` says."""
+        if whole % value != 0:
+            raise ValueError(
+                f"{self.op}: {name} must divide {whole_name} = {known(whole)}, got {known(value)}. "
+                f"Use a power of two up to {known(whole)}."
+            )
+
     def above(self, limit: int, **values: float) -> None:
         """Every value is a finite number above ``limit``."""
         above(self.op, limit, **values)

@@ -11,6 +11,9 @@ HEAD_TILE = 64
 PROGRAMS = 132
 """Programs that a small batch is cut into: the SMs of an H200."""
 
+SCHEDULE_KEYS = 256
+"""Keys of a split of DeepGEMM's schedule."""
+
 LARGEST_TOPK = 4096
 """Columns that our selection makes at most. For more the reference sorts, with the same result."""
 

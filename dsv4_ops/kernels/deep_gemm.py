@@ -1,8 +1,8 @@
 """DeepGEMM behind the lightning indexer: its logits of paged keys, and our selection among them.
 
 DeepGEMM checks no value: pages that do not exist are replaced by page 0 before, and what they gave
-by -inf after. Its schedule is made in every call. It compiles its kernels when they first run, and
-its functions are no ops of torch: no package can call them.
+by -inf after. Its schedule is made in every call, unless the call has one of the step. It compiles
+its kernels when they first run, and its functions are no ops of torch: no package can call them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from dsv4_ops.core import libraries
 from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.core.refusal import refusal
 from dsv4_ops.kernels import foreign
 from dsv4_ops.kernels.prepare import fill_absent, list_pages
 from dsv4_ops.reference.common import valid_tokens, visible_rows
 
 _LOGITS = (
-    "(Tensor q, Tensor k_cache, Tensor weights, Tensor lens, Tensor pages, int block_size, "
-    "SymInt num_rows) -> Tensor"
+    "(Tensor q, Tensor k_cache, Tensor weights, Tensor lens, Tensor pages, Tensor? schedule, "
+    "int block_size, SymInt num_rows) -> Tensor"
 )
 
 
@@ -34,12 +35,27 @@ def lowered() -> dict[Any, Any]:
     return {}
 
 
+def num_sms() -> int:
+    """SMs that the library's kernels run on."""
+    return int(libraries.load(libraries.DEEP_GEMM).get_num_sms())
+
+
+def check_sms(op: str, name: str, schedule: Tensor) -> None:
+    """A schedule for as many SMs as the library uses."""
+    wanted = num_sms() + 1
+    if schedule.shape[0] != wanted:
+        rule = f"have {wanted} rows, for the SMs that DeepGEMM uses here"
+        advice = "Make it for providers.deep_gemm_num_sms()"
+        raise refusal(ValueError, op, name, rule, schedule.shape[0], advice)
+
+
 def _logits(
     q: Tensor,
     k_cache: Tensor,
     weights: Tensor,
     lens: Tensor,
     pages: Tensor,
+    schedule: Tensor | None,
     block_size: int,
     num_rows: int,
 ) -> Tensor:
@@ -49,7 +65,11 @@ def _logits(
         return weights.new_empty((num_tokens, num_rows))
     library = libraries.load(libraries.DEEP_GEMM)
     lens = lens[:, None]
-    schedule = library.get_paged_mqa_logits_metadata(lens, block_size, library.get_num_sms())
+    if schedule is None:
+        schedule = library.get_paged_mqa_logits_metadata(lens, block_size, library.get_num_sms())
+    else:
+        check_sms("indexer_logits", "schedule", schedule)
+        schedule = schedule.contiguous()
     view = IndexerLayout(block_size).kernel_view(k_cache)
     last = (weights, lens, pages, schedule, columns)
     if hasattr(library, "fp8_fp4_paged_mqa_logits"):
@@ -80,6 +100,7 @@ def indexer_logits(
     lens: Tensor,
     req_indices: Tensor,
     block_table: Tensor,
+    schedule: Tensor | None = None,
     *,
     block_size: int,
     num_rows: int,
@@ -95,7 +116,14 @@ def indexer_logits(
     else:
         pages, counted = kernels.list_pages(launch, *listed)
     found: Tensor = logits(
-        q.contiguous(), k_cache, weights.contiguous(), counted, pages, block_size, num_rows
+        q.contiguous(),
+        k_cache,
+        weights.contiguous(),
+        counted,
+        pages,
+        schedule,
+        block_size,
+        num_rows,
     )
     absent = (*table, counted, num_blocks, block_size)
     if kernels is None:
@@ -112,6 +140,7 @@ def indexer_select(
     positions: Tensor,
     req_indices: Tensor,
     block_table: Tensor,
+    schedule: Tensor | None = None,
     *,
     block_size: int,
     compress_ratio: int,
@@ -122,7 +151,7 @@ def indexer_select(
     num_reqs, max_blocks = block_table.shape
     valid = valid_tokens(positions, req_indices, num_reqs)
     lens = torch.where(valid, visible_rows(positions, compress_ratio), 0)
-    tensors = (q, weights, k_cache, lens, req_indices, block_table)
+    tensors = (q, weights, k_cache, lens, req_indices, block_table, schedule)
     sizes = {"block_size": block_size, "num_rows": max_blocks * block_size}
     found = indexer_logits(launch, *tensors, **sizes)
     chosen: Tensor = torch.ops.dsv4_ops.indexer_topk(found, lens, topk=topk)

@@ -173,6 +173,7 @@ def indexer_logits(
     lens: torch.Tensor,
     req_indices: torch.Tensor,
     block_table: torch.Tensor,
+    schedule: torch.Tensor | None = None,
     *,
     block_size: int,
     num_rows: int,

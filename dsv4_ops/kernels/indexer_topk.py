@@ -147,6 +147,7 @@ def indexer_select(
     positions: torch.Tensor,
     req_indices: torch.Tensor,
     block_table: torch.Tensor,
+    schedule: torch.Tensor | None = None,
     *,
     block_size: int,
     compress_ratio: int,

@@ -22,6 +22,7 @@ def indexer_logits(
     lens: Tensor,
     req_indices: Tensor,
     block_table: Tensor,
+    schedule: Tensor | None = None,
     *,
     block_size: int,
     num_rows: int,

@@ -36,7 +36,8 @@ _indexer_logits = define_op(
     OpSpec(
         stem="indexer",
         schema="indexer_logits(Tensor q, Tensor weights, Tensor k_cache, Tensor lens, "
-        "Tensor req_indices, Tensor block_table, *, int block_size, SymInt num_rows, "
+        "Tensor req_indices, Tensor block_table, Tensor? schedule=None, *, int block_size, "
+        "SymInt num_rows, "
         'str layout, str impl="auto") -> Tensor',
         meta=meta.indexer_logits,
         reference=reference.indexer_logits,
@@ -142,6 +143,7 @@ def indexer_logits(
     lens: Tensor,
     req_indices: Tensor,
     block_table: Tensor,
+    schedule: Tensor | None = None,
     *,
     block_size: int,
     num_rows: int,
@@ -167,6 +169,11 @@ def indexer_logits(
             rows.
         block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
             strides.
+        schedule: How DeepGEMM shares the keys among SMs, [num_sms + 1, 2], int32, from
+            ``paged_mqa_logits_metadata``, so that a step makes it once; None to have it made in the
+            call. Of just the lens that count here: 0 for tokens of no request, and no more than
+            num_rows and max_blocks * block_size. DeepGEMM checks nothing: by one of other lens it
+            reads and writes where it must not. Whatever else runs goes by none.
         block_size: Rows per page, 64 for DeepGEMM. At least 1.
         num_rows: Columns of the result, a capacity. At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
@@ -191,7 +198,7 @@ def indexer_logits(
 
     Compile: on CUDA one Triton kernel of ours; on CPU, and everywhere for the layout "plain", the
         reference: masked loads and a matrix product, over a gathered key per score. DeepGEMM is a
-        call in the graph, its schedule made in it; it is in no AOTInductor package. It adds the
+        call in the graph, and in no AOTInductor package. It adds the
         products of the heads in another order, in float32 as well. Dynamic in all tensor sizes and
         num_rows, which have "auto" take ours; CUDA graphs and export: yes.
 
@@ -217,6 +224,7 @@ def indexer_logits(
     checks.tensor("lens", lens, torch.int32, "num_tokens")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
+    check_schedule(checks, schedule)
     taken = {"layout": layout, "block_size": block_size}
     check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
     logits: Tensor = _indexer_logits(
@@ -226,6 +234,7 @@ def indexer_logits(
         lens,
         req_indices,
         block_table,
+        schedule,
         block_size=block_size,
         num_rows=num_rows,
         layout=layout,
@@ -298,6 +307,12 @@ def check_paged(
     check_query(checks, q, weights, q.dtype)
     checks.rows("k_cache", k_cache, block_size)
     checks.tensor("k_cache", k_cache, q.dtype, "num_blocks", "block_size", DIM)
+
+
+def check_schedule(checks: Checks, schedule: Tensor | None) -> None:
+    """A schedule for some number of SMs, if there is one."""
+    if schedule is not None:
+        checks.tensor("schedule", schedule, torch.int32, "num_sms + 1", 2)
 
 
 def check_query(

@@ -10,7 +10,7 @@ from dsv4_ops.core.choice import check_impl
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.meta import indexer_topk as meta
-from dsv4_ops.ops.indexer import PROVIDERS, check_paged
+from dsv4_ops.ops.indexer import PROVIDERS, check_paged, check_schedule
 from dsv4_ops.reference import indexer_topk as reference
 
 _KERNELS = {"cpu": "decompose", "cuda": "triton"}
@@ -31,7 +31,8 @@ _indexer_select = define_op(
     OpSpec(
         stem="indexer_topk",
         schema="indexer_select(Tensor q, Tensor weights, Tensor k_cache, Tensor positions, "
-        "Tensor req_indices, Tensor block_table, *, int block_size, int compress_ratio, "
+        "Tensor req_indices, Tensor block_table, Tensor? schedule=None, *, int block_size, "
+        "int compress_ratio, "
         'int topk, str layout, bool slots=False, str impl="auto") -> Tensor',
         meta=meta.indexer_select,
         reference=reference.indexer_select,
@@ -90,6 +91,7 @@ def indexer_select(
     positions: Tensor,
     req_indices: Tensor,
     block_table: Tensor,
+    schedule: Tensor | None = None,
     *,
     block_size: int,
     compress_ratio: int,
@@ -120,6 +122,8 @@ def indexer_select(
             rows.
         block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
             strides.
+        schedule: For DeepGEMM, as ``indexer_logits`` takes it: of the complete rows of every token,
+            no more than max_blocks * block_size. None to have it made in the call.
         block_size: Rows per page, 64 for DeepGEMM. At least 1.
         compress_ratio: Tokens of a compressed row, 4. At least 1.
         topk: Rows to choose, 512 (Flash) or 1024 (Pro). At least 0.
@@ -176,6 +180,7 @@ def indexer_select(
     checks.tensor("positions", positions, torch.int64, "num_tokens")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
+    check_schedule(checks, schedule)
     taken = {"layout": layout, "block_size": block_size}
     check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
     indices: Tensor = _indexer_select(
@@ -185,6 +190,7 @@ def indexer_select(
         positions,
         req_indices,
         block_table,
+        schedule,
         block_size=block_size,
         compress_ratio=compress_ratio,
         topk=topk,

@@ -53,6 +53,7 @@ def indexer_select(
     positions: Tensor,
     req_indices: Tensor,
     block_table: Tensor,
+    schedule: Tensor | None = None,
     *,
     block_size: int,
     compress_ratio: int,

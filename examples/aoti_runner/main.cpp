@@ -1,15 +1,18 @@
-// Generates with a package of dsv4_ops.integrations.transformers.export_decode. No Python, nor dsv4_ops, is needed:
+// Generates with packages of dsv4_ops.integrations.transformers. No Python, nor dsv4_ops, is needed:
 //
-//     aoti_runner PACKAGE NUM_TOKENS PROMPT [PROMPT ...]
+//     aoti_runner [--prefill PACKAGE] PACKAGE NUM_TOKENS PROMPT [PROMPT ...]
 //
-// Every prompt is a request of its own; the package decodes all of them in one step, wherever each of them is. The
-// tokens of the demo's model are bytes, after a first token 256. Prints a line of NUM_TOKENS greedy tokens per prompt.
+// Every prompt is a request of its own; the package of export_decode decodes all of them in one step, wherever each of
+// them is. With a package of export_prefill for a cache of the same sizes, that one takes the prompts, in chunks if they
+// are longer than it takes at once; without one, they are decoded too. The tokens of the demo's model are bytes, after a
+// first token 256. Prints a line of NUM_TOKENS greedy tokens per prompt.
 
 #include <ATen/ATen.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <iostream>
 #include <map>
@@ -38,13 +41,15 @@ at::ScalarType dtype_of(const std::string& name) {
   return dtypes.at(name);
 }
 
+using Metadata = std::unordered_map<std::string, std::string>;
+
 // Inputs of the package, made from its metadata: "name:dtype:sizes;..." in the order in which it takes them, and
 // "table:ring;..." for the page tables, whose entry [row, block] is row * ring + block % ring.
 struct Inputs {
   std::vector<at::Tensor> tensors;
   std::map<std::string, at::Tensor> by_name;
 
-  explicit Inputs(const std::unordered_map<std::string, std::string>& metadata) {
+  explicit Inputs(const Metadata& metadata) {
     const auto device = at::Device(metadata.at("AOTI_DEVICE_KEY"));
     for (const auto& described : split(metadata.at("dsv4_ops.inputs"), ';')) {
       const auto fields = split(described, ':');
@@ -69,61 +74,120 @@ struct Inputs {
 struct Request {
   std::vector<int64_t> tokens;  // the prompt, then what is generated
   size_t prompt = 0;
+  size_t done = 0;  // tokens whose keys are in the caches
 };
 
 at::Tensor int32s(const std::vector<int32_t>& values) { return at::tensor(values, at::kInt); }
 
-// One step: a token of every request; requests that the package has beyond ours are padding, of row -1.
-std::vector<int64_t> step(
-    torch::inductor::AOTIModelPackageLoader& loader, Inputs& inputs, const std::vector<Request>& requests, size_t place) {
+// One step: the next tokens of every request, of which it has done so many; requests that the package has beyond ours
+// are padding, of row -1. The caches among the inputs are written. A request that has no token left gets its next one,
+// the greedy one. A package of export_prefill takes just these tokens and gives logits of every request's last one; one
+// of export_decode takes a fixed number of them and gives logits of each.
+void step(
+    torch::inductor::AOTIModelPackageLoader& loader, bool prefills, Inputs& inputs, std::vector<Request>& requests,
+    const std::vector<size_t>& counts) {
   const auto total = static_cast<size_t>(inputs.by_name.at("seq_lens").size(0));
-  std::vector<int64_t> tokens(inputs.by_name.at("tokens").size(0), 0);
+  std::vector<int64_t> tokens;
   std::vector<int32_t> starts(total + 1), lens(total, 0), rows(total, -1);
   for (size_t request = 0; request < total; ++request) {
-    starts[request + 1] = static_cast<int32_t>(std::min(request + 1, requests.size()));
     if (request < requests.size()) {
-      tokens[request] = requests[request].tokens.at(place);
-      lens[request] = static_cast<int32_t>(place + 1);
+      auto& each = requests[request];
+      const auto first = each.tokens.begin() + static_cast<std::ptrdiff_t>(each.done);
+      tokens.insert(tokens.end(), first, first + static_cast<std::ptrdiff_t>(counts[request]));
+      each.done += counts[request];
+      lens[request] = static_cast<int32_t>(each.done);
       rows[request] = static_cast<int32_t>(request);
     }
+    starts[request + 1] = static_cast<int32_t>(tokens.size());
   }
-  inputs.by_name.at("tokens").copy_(at::tensor(tokens, at::kLong));
+  auto given = inputs.tensors;
+  auto& fed = inputs.by_name.at("tokens");
+  if (prefills) {  // the tokens are the first input
+    given.at(0) = at::tensor(tokens, at::kLong).to(fed.device());
+  } else {
+    tokens.resize(fed.size(0), 0);
+    fed.copy_(at::tensor(tokens, at::kLong));
+  }
   inputs.by_name.at("query_start_loc").copy_(int32s(starts));
   inputs.by_name.at("seq_lens").copy_(int32s(lens));
   inputs.by_name.at("rows").copy_(int32s(rows));
-  const auto logits = loader.run(inputs.tensors).at(0);  // the caches among the inputs are written in place
-  const auto best = logits.argmax(-1).cpu();
-  return {best.data_ptr<int64_t>(), best.data_ptr<int64_t>() + requests.size()};
+  const auto best = loader.run(given).at(0).argmax(-1).cpu();
+  for (size_t request = 0; request < requests.size(); ++request) {
+    auto& each = requests[request];
+    if (counts[request] > 0 && each.done == each.tokens.size()) {
+      const auto row = prefills ? static_cast<int64_t>(request) : starts[request + 1] - 1;
+      each.tokens.push_back(best.data_ptr<int64_t>()[row]);
+    }
+  }
 }
 
-int run(const std::string& package, size_t count, const std::vector<std::string>& prompts) {
+// All prompts, as many tokens at a time as the package takes. Returns the steps that took.
+size_t prefill(const std::string& package, Inputs& inputs, const Metadata& decode, std::vector<Request>& requests) {
+  torch::inductor::AOTIModelPackageLoader loader(package);
+  const auto metadata = loader.get_metadata();
+  const auto most = metadata.find("dsv4_ops.max_tokens");
+  if (most == metadata.end()) {
+    throw std::runtime_error("--prefill is no package of export_prefill");
+  }
+  const auto sizes = [](const Metadata& of) {  // of all inputs but the first one, the tokens
+    const auto& described = of.at("dsv4_ops.inputs");
+    return described.substr(described.find(';')) + of.at("dsv4_ops.rings") + of.at("AOTI_DEVICE_KEY");
+  };
+  if (sizes(metadata) != sizes(decode)) {
+    throw std::runtime_error("the packages are for caches or requests of different sizes");
+  }
+  const auto chunk = static_cast<size_t>(std::stoull(metadata.at("dsv4_ops.max_chunk")));
+  size_t steps = 0;
+  while (true) {
+    auto room = static_cast<size_t>(std::stoull(most->second));
+    std::vector<size_t> counts;
+    for (const auto& request : requests) {
+      counts.push_back(std::min({request.prompt - std::min(request.done, request.prompt), chunk, room}));
+      room -= counts.back();
+    }
+    if (room == static_cast<size_t>(std::stoull(most->second))) {
+      return steps;
+    }
+    step(loader, true, inputs, requests, counts);
+    ++steps;
+  }
+}
+
+int run(
+    const std::string& package, const std::string& prefill_package, size_t count,
+    const std::vector<std::string>& prompts) {
   torch::inductor::AOTIModelPackageLoader loader(package);
   const auto metadata = loader.get_metadata();
   Inputs inputs(metadata);
   std::vector<Request> requests;
-  size_t steps = 0;
+  size_t longest = 0;
   for (const auto& prompt : prompts) {
-    Request request{{FIRST_TOKEN}, prompt.size() + 1};
+    Request request{{FIRST_TOKEN}, prompt.size() + 1, 0};
     for (const unsigned char byte : prompt) {
       request.tokens.push_back(byte);
     }
-    steps = std::max(steps, request.prompt + count - 1);
+    longest = std::max(longest, request.prompt + count - 1);
     requests.push_back(request);
   }
   if (requests.size() > static_cast<size_t>(inputs.by_name.at("seq_lens").size(0))) {
     throw std::runtime_error("more prompts than the package has requests");
   }
-  if (steps > std::stoull(metadata.at("dsv4_ops.max_len"))) {
+  if (longest > std::stoull(metadata.at("dsv4_ops.max_len"))) {
     throw std::runtime_error("prompt and tokens are longer than the package's longest request");
   }
+  if (!prefill_package.empty()) {
+    const auto chunks = prefill(prefill_package, inputs, metadata, requests);
+    std::cerr << "prompts in " << chunks << " steps\n";
+  }
   const auto begin = std::chrono::steady_clock::now();
-  for (size_t place = 0; place < steps; ++place) {
-    const auto next = step(loader, inputs, requests, place);
-    for (size_t request = 0; request < requests.size(); ++request) {
-      if (requests[request].tokens.size() == place + 1) {
-        requests[request].tokens.push_back(next[request]);
-      }
+  size_t steps = 0;
+  const auto open = [&](const Request& request) { return request.tokens.size() < request.prompt + count; };
+  for (; std::any_of(requests.begin(), requests.end(), open); ++steps) {
+    std::vector<size_t> counts;
+    for (const auto& request : requests) {
+      counts.push_back(open(request) ? 1 : 0);
     }
+    step(loader, false, inputs, requests, counts);
   }
   const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - begin;
   for (const auto& request : requests) {
@@ -132,19 +196,25 @@ int run(const std::string& package, size_t count, const std::vector<std::string>
     }
     std::cout << "\n";
   }
-  std::cerr << steps << " steps of " << took.count() / static_cast<double>(steps) << " ms\n";
+  std::cerr << steps << " steps of " << took.count() / static_cast<double>(std::max<size_t>(steps, 1)) << " ms\n";
   return 0;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc < 4) {
-    std::cerr << "usage: aoti_runner PACKAGE NUM_TOKENS PROMPT [PROMPT ...]\n";
+  std::vector<std::string> arguments(argv + 1, argv + argc);
+  std::string prefill_package;
+  if (arguments.size() > 1 && arguments[0] == "--prefill") {
+    prefill_package = arguments[1];
+    arguments.erase(arguments.begin(), arguments.begin() + 2);
+  }
+  if (arguments.size() < 3) {
+    std::cerr << "usage: aoti_runner [--prefill PACKAGE] PACKAGE NUM_TOKENS PROMPT [PROMPT ...]\n";
     return 2;
   }
   try {
-    return run(argv[1], std::stoul(argv[2]), {argv + 3, argv + argc});
+    return run(arguments[0], prefill_package, std::stoul(arguments[1]), {arguments.begin() + 2, arguments.end()});
   } catch (const std::exception& error) {
     std::cerr << "aoti_runner: " << error.what() << "\n";
     return 1;

@@ -16,7 +16,12 @@ Example:
 """
 
 from dsv4_ops.integrations.transformers.cache import OutOfPages, PagedCache
-from dsv4_ops.integrations.transformers.export import decode_inputs, export_decode, input_names
+from dsv4_ops.integrations.transformers.export import (
+    decode_inputs,
+    export_decode,
+    export_prefill,
+    input_names,
+)
 from dsv4_ops.integrations.transformers.patch import patch, unpatch
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.steps import decode_step, prefill_step
@@ -38,6 +43,7 @@ __all__ = [
     "decode_inputs",
     "decode_step",
     "export_decode",
+    "export_prefill",
     "input_names",
     "patch",
     "prefill_step",

@@ -1,10 +1,11 @@
-"""The decode step of a patched model as an AOTInductor package."""
+"""The steps of a patched model as AOTInductor packages."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,12 @@ from dsv4_ops.attention import LayerCaches
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.cache import PagedCache
-from dsv4_ops.integrations.transformers.steps import check_cache, decode_step, spec_of
+from dsv4_ops.integrations.transformers.steps import (
+    check_cache,
+    decode_step,
+    prefill_step,
+    spec_of,
+)
 from dsv4_ops.integrations.transformers.tensors import (
     CacheTensors,
     PageTables,
@@ -53,14 +59,24 @@ class DecodeModule(nn.Module):
             LayerCaches(**{name: next(caches) for name in names}) for names in self._names
         )
         rope = RopeTables(self.window_rope, self.compressed_rope)
-        cache = CacheTensors(PageTables(*tables), rope, layers)
-        rings = self.state_rings
-        return decode_step(self.model, StepBatch(*batch), cache, state_rings=rings)
+        return self.step(StepBatch(*batch), CacheTensors(PageTables(*tables), rope, layers))
+
+    def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
+        """What the package computes."""
+        return decode_step(self.model, batch, cache, state_rings=self.state_rings)
+
+
+class PrefillModule(DecodeModule):
+    """``prefill_step`` over the same list of tensors."""
+
+    def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
+        """What the package computes."""
+        return prefill_step(self.model, batch, cache)
 
 
 def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
-    """What a package of ``export_decode`` takes: the batch, the page tables, the caches of every
-    layer, in the order that ``input_names`` names them.
+    """What a package of ``export_decode`` or ``export_prefill`` takes: the batch, the page tables,
+    the caches of every layer, in the order that ``input_names`` names them.
 
     Args:
         batch: The step.
@@ -118,42 +134,114 @@ def export_decode(
         NotImplementedError: experts that need Python, as Hugging Face's "grouped_mm" does in
             float32 and on a CPU. Nothing is compiled then.
     """
-    checks = Checks("export_decode")
-    count = cache.max_batch if num_reqs is None else num_reqs
-    checks.at_least(1, num_reqs=count, tokens_per_request=tokens_per_request)
-    target = Path(path)
-    if target.suffix != ".pt2":
-        rule = 'end in ".pt2"'
-        raise refusal(ValueError, "export_decode", "path", rule, repr(str(path)), "Rename it")
-    spec = spec_of("export_decode", model)
-    check_cache("export_decode", spec, cache.tensors)
-    device = cache.device
-    total = count * tokens_per_request
-    steps = torch.arange(count + 1, dtype=torch.int32, device=device) * tokens_per_request
-    batch = StepBatch(
-        torch.zeros(total, dtype=torch.int64, device=device),
-        steps,
-        torch.zeros(count, dtype=torch.int32, device=device),
-        torch.full((count,), -1, dtype=torch.int32, device=device),
-    )
-    inputs = decode_inputs(batch, cache)
+    op = "export_decode"
+    Checks(op).at_least(1, tokens_per_request=tokens_per_request)
+    count, target = _checked(op, model, cache, path, num_reqs)
+    inputs = decode_inputs(padding_batch(cache, count, count * tokens_per_request), cache)
     module = DecodeModule(model, cache, state_rings=tokens_per_request > 1)
     program = torch.export.export(module, inputs, strict=False)
-    _check_exportable(program)
+    return _package(op, program, target, _metadata(model, cache, inputs))
+
+
+@torch.no_grad()
+def export_prefill(
+    model: Any,
+    cache: PagedCache,
+    *,
+    path: str | os.PathLike[str],
+    num_reqs: int | None = None,
+    max_tokens: int | None = None,
+) -> Path:
+    """Compile ``prefill_step`` into an AOTInductor package for steps of any number of tokens: whole
+    prompts, chunks of them, decodes among them.
+
+    Beside a package of ``export_decode`` for a cache of the same sizes it serves requests without
+    Python: both take the same caches and tables, and either may run any step. Each has the weights.
+
+    Args:
+        model: A patched model. Its weights become part of the package.
+        cache: A cache of the sizes that the package is for: rows, pages, longest request and chunk.
+        path: Where the package goes; ends in ".pt2".
+        num_reqs: Requests of a step, padding requests included; ``max_batch`` of the cache by
+            default.
+        max_tokens: Most tokens of a step, at least 2; by default as many as num_reqs chunks of
+            ``max_chunk`` tokens. The package does not check it.
+
+    Returns:
+        The path. The package takes the tensors of ``decode_inputs``, from 1 to max_tokens tokens,
+        and returns the logits of the last token of every request, [num_reqs, vocab_size]; it writes
+        the caches in place. Of a request it takes up to ``max_chunk`` tokens in a step. Its
+        metadata is that of ``export_decode``, where the size of the tokens reads "num_tokens", and
+        has max_tokens and max_chunk.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as ``export_decode``.
+    """
+    op = "export_prefill"
+    count, target = _checked(op, model, cache, path, num_reqs)
+    most = max(count * cache.max_chunk, 2) if max_tokens is None else max_tokens
+    Checks(op).at_least(2, max_tokens=most)
+    example = min(most, 2 * count + 1)  # a size of its own, neither 0 nor 1
+    inputs = decode_inputs(padding_batch(cache, count, example), cache)
+    program = torch.export.export(
+        PrefillModule(model, cache),
+        inputs,
+        dynamic_shapes=prefill_shapes(inputs, most),
+        strict=False,
+    )
+    more = {"dsv4_ops.max_tokens": str(most), "dsv4_ops.max_chunk": str(cache.max_chunk)}
+    described = _metadata(model, cache, inputs, {"tokens": "num_tokens"})
+    return _package(op, program, target, described | more)
+
+
+def prefill_shapes(inputs: Sequence[Tensor], max_tokens: int) -> tuple[Any, ...]:
+    """``dynamic_shapes`` of ``PrefillModule``: the tokens are the first input."""
+    num_tokens = torch.export.Dim("num_tokens", min=1, max=max_tokens)
+    return (({0: num_tokens}, *(None for _ in inputs[1:])),)
+
+
+def _checked(
+    op: str, model: Any, cache: PagedCache, path: str | os.PathLike[str], num_reqs: int | None
+) -> tuple[int, Path]:
+    """Requests of a step, and where the package goes."""
+    count, target = cache.max_batch if num_reqs is None else num_reqs, Path(path)
+    Checks(op).at_least(1, num_reqs=count)
+    if target.suffix != ".pt2":
+        rule = 'end in ".pt2"'
+        raise refusal(ValueError, op, "path", rule, repr(str(path)), "Rename it")
+    check_cache(op, spec_of(op, model), cache.tensors)
+    return count, target
+
+
+def padding_batch(cache: PagedCache, count: int, num_tokens: int) -> StepBatch:
+    """A step of padding requests."""
+    steps = torch.arange(count + 1, device=cache.device) * num_tokens // count
+    return StepBatch(
+        torch.zeros(num_tokens, dtype=torch.int64, device=cache.device),
+        steps.to(torch.int32),
+        torch.zeros(count, dtype=torch.int32, device=cache.device),
+        torch.full((count,), -1, dtype=torch.int32, device=cache.device),
+    )
+
+
+def _package(
+    op: str, program: torch.export.ExportedProgram, target: Path, metadata: dict[str, str]
+) -> Path:
+    _check_exportable(op, program)
     from dsv4_ops.lowering._compat import aoti_compile_and_package
 
-    settings = {"aot_inductor.metadata": _metadata(model, cache, inputs)}
+    settings = {"aot_inductor.metadata": metadata}
     made = aoti_compile_and_package(program, package_path=str(target), inductor_configs=settings)
     return Path(made)
 
 
-def _check_exportable(program: torch.export.ExportedProgram) -> None:
+def _check_exportable(op: str, program: torch.export.ExportedProgram) -> None:
     """Every op of the program exists where a package runs: transformers has one in Python."""
     for node in program.graph.nodes:
         if str(node.target).startswith("transformers."):
             raise refusal(
                 NotImplementedError,
-                "export_decode",
+                op,
                 "model",
                 "be made of ops that exist without Python",
                 f"the op {node.target}",
@@ -161,13 +249,19 @@ def _check_exportable(program: torch.export.ExportedProgram) -> None:
             )
 
 
-def _metadata(model: Any, cache: PagedCache, inputs: Sequence[Tensor]) -> dict[str, str]:
-    """What a program needs to make the inputs of a package."""
+def _metadata(
+    model: Any,
+    cache: PagedCache,
+    inputs: Sequence[Tensor],
+    sizes: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, str]:
+    """What a program needs to make the inputs of a package; ``sizes`` are those that vary."""
     rings = dict(cache.rings)
     if cache.owns_pages:
         rings["compressed"] = cache.blocks_per_row
     described = [
-        f"{name}:{str(tensor.dtype).removeprefix('torch.')}:{'x'.join(map(str, tensor.shape))}"
+        f"{name}:{str(tensor.dtype).removeprefix('torch.')}:"
+        + sizes.get(name, "x".join(map(str, tensor.shape)))
         for name, tensor in zip(input_names(cache), inputs, strict=True)
     ]
     return {

@@ -87,7 +87,7 @@ def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors) -> Tensor:
     Raises:
         ValueError, TypeError: as ``decode_step``.
 
-    Compile: as ``decode_step``.
+    Compile: as ``decode_step``; ``export_prefill`` makes a package for any number of tokens.
     """
     hidden = _run("prefill_step", model, batch, cache, "prefill", True)
     last = (batch.query_start_loc[1:] - 1).clamp(0, max(hidden.shape[0] - 1, 0))

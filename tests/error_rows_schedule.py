@@ -1,0 +1,48 @@
+"""Rows of ``error_rows.TABLE`` for DeepGEMM's schedule and for lengths on ranks."""
+
+from collections.abc import Iterator
+
+import torch
+from error_rows_cache import Entry
+from error_rows_valid import NUMBERS, OWN, Valid
+from helpers import i32
+
+OWN |= {
+    "cp_seq_lens": {
+        "seq_lens": Valid(i32([9, 7, 4]), "[num_seqs]"),
+        "cp_rank": Valid(i32([1]), "[1]"),
+    }
+}
+NUMBERS |= {"num_sms": 132}
+
+
+def divisor_rows() -> Iterator[Entry]:
+    for size in (48, 512):
+        text = f"block_size must divide the keys of a split = 256, got {size}. "
+        yield (
+            f"pages of {size}",
+            {"block_size": size},
+            ValueError,
+            f"{text}Use a power of two up to 256.",
+        )
+
+
+SCHEDULE_TABLE: dict[str, list[Entry]] = {
+    "cp_seq_lens": [
+        (
+            "a rank for every sequence",
+            {"cp_rank": i32([0, 1, 0])},
+            ValueError,
+            "cp_rank must have shape [1], got [3]. Pass exactly 1 entries in dimension 0.",
+        ),
+    ],
+    "paged_mqa_logits_metadata": [
+        *divisor_rows(),
+        (
+            "too many rows",
+            {"seq_lens": torch.zeros(16384, dtype=torch.int32)},
+            ValueError,
+            "num_reqs must be at most 16383, got 16384. Split the batch.",
+        ),
+    ],
+}
