@@ -77,6 +77,8 @@ def transformers_frequencies(base, dim, factor, original, fast, slow):
         (10000.0, 64, 40.0, 4096, 32.0, 1.0),
         (500000.0, 128, 8.0, 8192, 4.0, 1.0),
         (1000.0, 8, 2.0, 300, 64.0, 0.5),
+        (1.5, 64, 4.0, 10**9, 32.0, 1.0),  # the ramp begins past the last pair
+        (10000.0, 64, 4.0, 2, 32.0, 1.0),  # and ends before the first
     ],
 )
 def test_table_is_that_of_transformers(numbers):
@@ -91,7 +93,6 @@ def test_table_is_that_of_transformers(numbers):
 def test_a_ramp_of_no_width_is_a_step():
     step = ops.YarnScaling(factor=4.0, original_positions=10**9, beta_fast=32.0)
     assert step.slowdowns(2, 10000.0) == [1.0]
-    assert set(step.slowdowns(64, 1.5)) == {1.0}, "every pair turns often enough"
     slow = ops.YarnScaling(factor=4.0, original_positions=1)
     assert slow.slowdowns(8, 10000.0) == [1.0, 0.25, 0.25, 0.25]
 

@@ -3,14 +3,23 @@ anything is written."""
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_structure,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
-from hf_models import expected, new_cache, reference, text
+from hf_models import Engine, expected, new_cache, reference, text
 
 from dsv4_ops.demo.model import small_config
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.stock_model import YARN
 
 CLOSE = 1e-5
 LENGTH = 12
@@ -61,10 +70,7 @@ PLACES = (
     "position_ids must have shape [2 or 1, 12], got {}. Pass a position per token, or None to go "
     "on where the cache ends."
 )
-OTHER = (
-    "past_key_values must have the configuration and the precision of the model, got others. "
-    "Make the cache with PagedCache.for_model."
-)
+OTHER = "cache must have the model's {0}={1}, got {0}={2}. Make it with PagedCache.for_model."
 RECORDED = "{} must be False with a PagedCache, got True. Pass another cache, or none."
 REFUSED_CALLS = [
     *[
@@ -132,10 +138,15 @@ REFUSED_CALLS = [
         "cache must have the layers of the model, window, c4, c128, got window, c4. "
         "Make it with PagedCache.for_model.",
     ),
-    ({}, {"config": small_config(sliding_window=64)}, OTHER),
-    ({}, {"config": small_config(compress_rope_theta=10000.0)}, OTHER),
-    ({}, {"config": small_config(index_topk=8)}, OTHER),
-    ({}, {"precision": "serve"}, OTHER),
+    *[
+        ({}, {"config": small_config(**{field: value})}, OTHER.format(name, held, value))
+        for field, name, held, value in [
+            ("sliding_window", "window_size", 128, 64),
+            ("compress_rope_theta", "compress_rope_theta", 160000.0, 10000.0),
+            ("index_topk", "index_topk", 16, 8),
+        ]
+    ],
+    ({}, {"precision": "serve"}, OTHER.format("angles", "torch.float32", "exact")),
     (
         {},
         {"num_pages": 2},
@@ -154,6 +165,42 @@ def test_calls_that_are_refused_write_nothing(given, sizes, message):
         reference()(**{"input_ids": ids(), "past_key_values": cache, **given})
     assert str(raised.value).startswith(f"model: {message}")
     assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
+
+
+@pytest.mark.parametrize("step", [v4.decode_step, v4.prefill_step])
+@pytest.mark.parametrize(
+    ("changed", "name", "held", "value"),
+    [
+        ({"sliding_window": 64}, "window_size", 128, 64),
+        ({"rope_theta": 500000.0}, "rope_theta", 10000.0, 500000.0),
+        ({"rope_parameters": {**YARN, "factor": 4.0}}, "factor", 16.0, 4.0),
+        ({"precision": "serve"}, "angles", "torch.float32", "exact"),
+    ],
+)
+def test_steps_refuse_the_cache_of_another_model(step, changed, name, held, value):
+    """They see tensors only, of the same shapes whatever the window or the rotations are."""
+    fields = {key: given for key, given in changed.items() if key != "precision"}
+    settings = {"kv": "fp32", "precision": changed.get("precision", "reference")}
+    cache = v4.PagedCache(small_config(**fields), max_batch=2, max_len=64, **settings)
+    batch = Engine(reference(), cache, text()).batch({0: 1, 1: 3})
+    before = leaves(cache)
+    with pytest.raises(ValueError, match="cache must have the model's") as raised:
+        step(reference(), batch, cache.tensors)
+    assert str(raised.value) == f"{step.__name__}: {OTHER.format(name, held, value)}"
+    assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
+
+
+def test_what_a_cache_was_made_for_is_part_of_its_structure():
+    """Not a leaf: graphs, exported programs and packages hold it as a constant."""
+    tensors = cache_of().tensors
+    values, structure = tree_flatten(tensors)
+    assert all(isinstance(value, torch.Tensor) for value in values)
+    assert tree_unflatten(values, treespec_loads(treespec_dumps(structure))) == tensors
+    other = v4.PagedCache(small_config(sliding_window=64), max_batch=2, max_len=64, kv="fp32")
+    assert tree_structure(other.tensors) != structure
+    assert tree_structure(cache_of(max_len=64).tensors) == structure
+    names = [str(path[0]) for path, _ in tree_flatten_with_path(tensors)[0]]
+    assert {*names} == {".tables", ".rope", ".layers"}
 
 
 def test_rows_of_a_pool_have_pages_once_reserved():

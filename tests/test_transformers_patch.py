@@ -164,6 +164,10 @@ def llama():
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=1, **sizes))
 
 
+def compiled():
+    return torch.compile(small_model())
+
+
 A_MODEL = "Pass a DeepseekV4ForCausalLM or its configuration."
 REFUSED = {
     "patched": (
@@ -183,6 +187,20 @@ REFUSED = {
         {},
         NotImplementedError,
         f"model_type must be 'deepseek_v4', got NoneType. {A_MODEL}",
+    ),
+    "name": (
+        lambda: "deepseek-ai/DeepSeek-V4-Flash",
+        {},
+        TypeError,
+        "model must be a model, got its name. "
+        "Load it first: DeepseekV4ForCausalLM.from_pretrained('deepseek-ai/DeepSeek-V4-Flash').",
+    ),
+    "compiled": (
+        compiled,
+        {},
+        TypeError,
+        "model must be a DeepseekV4ForCausalLM, got OptimizedModule. "
+        "Compile it once it is patched.",
     ),
     "base model": (
         lambda: small_model().model,

@@ -51,10 +51,9 @@ class YarnScaling:
             period = self.original_positions / (2 * math.pi * turns)
             return rope_dim * math.log(period) / (2 * math.log(theta))
 
-        low, high = (
-            min(max(bound, 0), rope_dim - 1)
-            for bound in (math.floor(pair_of(self.beta_fast)), math.ceil(pair_of(self.beta_slow)))
-        )
+        # each clamped at its own end only, as in the official code: a ramp outside turns round
+        low = max(math.floor(pair_of(self.beta_fast)), 0)
+        high = min(math.ceil(pair_of(self.beta_slow)), rope_dim - 1)
         width = high - low if high != low else COLLAPSED_RAMP
         ramps = (min(max((pair - low) / width, 0.0), 1.0) for pair in range(rope_dim // 2))
         return [ramp / self.factor + 1 - ramp for ramp in ramps]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.attention import LayerInputs, LayerWeights, attention_layer
 from dsv4_ops.integrations.transformers.config import KIND_OF_TYPE, ModelSpec
+from dsv4_ops.integrations.transformers.modules import is_linear
 from dsv4_ops.integrations.transformers.steps import LayerContext
 
 
@@ -51,13 +52,17 @@ def _inputs(module: Any, spec: ModelSpec, x: Tensor) -> LayerInputs:
 
 
 def _kv_score(compressor: Any, spec: ModelSpec, x: Tensor) -> Tensor:
-    project = linear_float32 if spec.recipe.compressor_float32 else _linear
-    both = [project(x, layer.weight) for layer in (compressor.kv_proj, compressor.gate_proj)]
+    exactly = spec.recipe.compressor_float32
+    both = [_projected(layer, x, exactly) for layer in (compressor.kv_proj, compressor.gate_proj)]
     return torch.cat(both, -1).to(torch.float32)
 
 
-def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.nn.functional.linear(x.to(weight.dtype), weight)
+def _projected(layer: Any, x: Tensor, exactly: bool) -> Tensor:
+    """What a projection returns: what was put in its place, or around it, in its own precision."""
+    if exactly and is_linear(layer):
+        return linear_float32(x, layer.weight)
+    out: Tensor = layer(x.to(layer.weight.dtype) if type(layer) is torch.nn.Linear else x)
+    return out
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:

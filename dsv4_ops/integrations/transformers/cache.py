@@ -98,6 +98,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
                 compressed=self.spec.rope_table("c4", max_len, self.device),
             ),
             layers=tuple(self._layer(kind, pages) for kind in self.spec.kinds),
+            made_for=self.spec.fingerprint,
         )
         mark_static(self.seq_lens, *pytree.tree_leaves(self.tensors))
 

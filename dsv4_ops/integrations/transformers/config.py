@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,12 @@ from dsv4_ops.core.libraries import FLASH_MLA
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.integrations.transformers.rotary import (
+    check_frequencies,
+    check_rope,
+    rounded_table,
+    yarn_of,
+)
 from dsv4_ops.metadata import AttentionSpec
 from dsv4_ops.ops.rope import ROPE_DIM
 
@@ -36,10 +42,9 @@ class ModelSpec:
     """What of a model its cache and its steps depend on.
 
     ``layers``: of the attention; ``kinds``: of every layer; ``recipe`` and ``kv``: as they were
-    given to ``patch``; ``step_layers``: ``layers`` as ``batch_invariant`` and ``impl`` want
-    them;
+    given to ``patch``; ``step_layers``: ``layers`` as ``batch_invariant`` and ``impl`` want them;
     ``dtype``: of the model; ``plan_heads``: query heads that decodes are planned for, 0 for no
-    plan.
+    plan; ``fingerprint``: what a cache depends on, "name=value" joined by "; ".
     """
 
     layers: LayerSpec
@@ -49,6 +54,7 @@ class ModelSpec:
     step_layers: LayerSpec
     dtype: torch.dtype
     plan_heads: int
+    fingerprint: str
 
     @classmethod
     def of(
@@ -68,6 +74,7 @@ class ModelSpec:
         checks.one_of("kv", kv, *_DTYPE_OF_KV, belongs_to="the cache shall hold")
         recipe = Recipe.named(op, precision)
         _check_sizes(op, config, kv)
+        check_rope(op, config)
         layout, indexer_layout = PlainLayout.tag, PlainLayout.tag
         if kv == "fp8":
             layout, indexer_layout = MainLayout.tag, IndexerLayout.tag
@@ -79,11 +86,12 @@ class ModelSpec:
             eps=config.rms_norm_eps,
             rope_theta=float(config.rope_parameters["main"]["rope_theta"]),
             compress_rope_theta=float(config.rope_parameters["compress"]["rope_theta"]),
-            yarn=_yarn(op, config.rope_parameters["compress"]),
+            yarn=yarn_of(op, config),
             layout=layout,
             indexer_layout=indexer_layout,
             dtype=_DTYPE_OF_KV[kv],
         )
+        check_frequencies(op, config, layers)
         kinds = tuple(KIND_OF_TYPE[kind] for kind in config.layer_types)
         _check_flash_mla(op, impl, kv, batch_invariant)
         step_layers = replace(layers, batch_invariant=batch_invariant, impl=impl)
@@ -93,13 +101,14 @@ class ModelSpec:
         goes_by_it = not batch_invariant and impl not in (FLASH_MLA, REFERENCE)
         planned = plan and goes_by_it and "c128" in kinds
         plan_heads = config.num_attention_heads if planned else 0
-        return cls(layers, kinds, recipe, kv, step_layers, dtype, plan_heads)
+        fingerprint = _fingerprint(layers, kinds, None if recipe.rope_float32 else dtype)
+        return cls(layers, kinds, recipe, kv, step_layers, dtype, plan_heads, fingerprint)
 
     def rope_table(self, kind: str, num_positions: int, device: torch.device) -> Tensor:
         """Cosines and sines for layers of a kind."""
         if self.recipe.rope_float32:
             return self.layers.rope_table(kind, num_positions, device)
-        return _rounded_table(self.layers, kind, num_positions, self.dtype).to(device)
+        return rounded_table(self.layers, kind, num_positions, self.dtype).to(device)
 
 
 def require_transformers(op: str) -> Any:
@@ -194,34 +203,14 @@ def _attention(config: Any) -> AttentionSpec:
     )
 
 
-def _yarn(op: str, rope: dict[str, Any]) -> YarnScaling | None:
-    if rope["rope_type"] == "default":
-        return None
-    if rope["rope_type"] != "yarn" or rope.get("attention_factor", 1.0) != 1.0:
-        raise refusal(
-            NotImplementedError,
-            op,
-            "config.rope_parameters['compress']",
-            "be 'default', or 'yarn' with attention_factor 1.0",
-            {name: rope.get(name) for name in ("rope_type", "attention_factor")},
-            "Other rotary embeddings are unknown to this version",
-        )
-    return YarnScaling(
-        factor=float(rope["factor"]),
-        original_positions=int(rope["original_max_position_embeddings"]),
-        beta_fast=float(rope.get("beta_fast") or 32),
-        beta_slow=float(rope.get("beta_slow") or 1),
-    )
-
-
-def _rounded_table(layers: LayerSpec, kind: str, num_positions: int, dtype: torch.dtype) -> Tensor:
-    """Angles in float32, as Hugging Face multiplies them, and their cosines and sines rounded to
-    the dtype of the model."""
-    theta = layers.rope_theta if kind == "window" else layers.compress_rope_theta
-    pairs = torch.arange(0, layers.rope_dim, 2, dtype=torch.float32) / layers.rope_dim
-    frequencies = 1.0 / theta**pairs
-    if kind != "window" and layers.yarn is not None:
-        slowdowns = layers.yarn.slowdowns(layers.rope_dim, theta)
-        frequencies = frequencies * torch.tensor(slowdowns, dtype=torch.float32)
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
-    return torch.cat([angles.cos(), angles.sin()], -1).to(dtype).to(torch.float32)
+def _fingerprint(layers: LayerSpec, kinds: tuple[str, ...], rope_dtype: torch.dtype | None) -> str:
+    """All that decides what the tensors of a cache hold, but for weights: of a model that differs
+    in any of it, a cache would be read as what it is not."""
+    values: dict[str, Any] = {"layers": ",".join(kinds), "angles": rope_dtype or "exact"}
+    parts: list[LayerSpec | AttentionSpec | YarnScaling] = [layers.attention, layers]
+    for part in parts if layers.yarn is None else [*parts, layers.yarn]:
+        values |= {field.name: getattr(part, field.name) for field in fields(part)}
+    for name in ("attention", "batch_invariant", "impl"):  # shown already, and not the cache's
+        del values[name]
+    values["yarn"] = layers.yarn is not None
+    return "; ".join(f"{name}={value}" for name, value in values.items())

@@ -50,6 +50,7 @@ class DecodeModule(nn.Module):
         tensors = cache.tensors
         self.register_buffer("window_rope", tensors.rope.window, persistent=False)
         self.register_buffer("compressed_rope", tensors.rope.compressed, persistent=False)
+        self._made_for = tensors.made_for
         self._names = tuple(_cache_names(layer) for layer in tensors.layers)
 
     def forward(self, *tensors: Tensor) -> Tensor:
@@ -59,7 +60,8 @@ class DecodeModule(nn.Module):
             LayerCaches(**{name: next(caches) for name in names}) for names in self._names
         )
         rope = RopeTables(self.window_rope, self.compressed_rope)
-        return self.step(StepBatch(*batch), CacheTensors(PageTables(*tables), rope, layers))
+        cache = CacheTensors(PageTables(*tables), rope, layers, self._made_for)
+        return self.step(StepBatch(*batch), cache)
 
     def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
         """What the package computes."""
@@ -124,9 +126,9 @@ def export_decode(
 
     Returns:
         The path. The package takes the tensors of ``decode_inputs`` and returns the logits; it
-        writes the caches in place. Its metadata names its inputs, their dtypes and sizes, and the
-        rings of the page tables (entry [row, block] is row * ring + block % ring; pages of a pool
-        are no ring).
+        writes the caches in place. Its metadata names its inputs, their dtypes and sizes, the rings
+        of the page tables (entry [row, block] is row * ring + block % ring; pages of a pool are no
+        ring), and what caches have to be made for (``CacheTensors.made_for``): it checks none.
 
     Raises:
         ValueError, TypeError: a model that is not patched, a cache of another model or ``kv``,
@@ -268,5 +270,6 @@ def _metadata(
         "dsv4_ops.inputs": ";".join(described),
         "dsv4_ops.rings": ";".join(f"{name}:{rings[name]}" for name in _TABLES if name in rings),
         "dsv4_ops.max_len": str(cache.max_len),
+        "dsv4_ops.made_for": cache.tensors.made_for,
         "dsv4_ops.vocab_size": str(model.config.vocab_size),
     }

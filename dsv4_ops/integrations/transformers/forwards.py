@@ -2,125 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsv4_ops.core.gradient import differentiated, without_derivative
 from dsv4_ops.integrations.transformers.attention import attention, linear_float32
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.config import ModelSpec
-from dsv4_ops.integrations.transformers.padded import check_inputs, padded_step
+from dsv4_ops.integrations.transformers.modules import (
+    Forward,
+    Maker,
+    check_modules,
+    class_of,
+    has_plain_weight,
+    own_forward,
+    unwrapped,
+)
+from dsv4_ops.integrations.transformers.padded import OP, check_inputs, padded_step
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.steps import run_layers
 from dsv4_ops.ops.sinkhorn import MAX_ITERATIONS, MAX_STREAMS, sinkhorn
 
-Forward = Callable[..., Any]
-Maker = Callable[[Forward], Forward]
 
-
-def model_forward(spec: ModelSpec) -> Maker:
+def model_forward(spec: ModelSpec, before: Forward) -> Forward:
     """``DeepseekV4Model.forward``, by the kind of its cache."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
-    def make(before: Forward) -> Forward:
-        def forward(
-            self: Any,
-            input_ids: Tensor | None = None,
-            attention_mask: Tensor | None = None,
-            position_ids: Tensor | None = None,
-            past_key_values: Any = None,
-            inputs_embeds: Tensor | None = None,
-            **rest: Any,
-        ) -> Any:
-            if not isinstance(past_key_values, PagedCache):
-                return before(
-                    self,
-                    input_ids=input_ids,
-                    attention_mask=attention_mask,
-                    position_ids=position_ids,
-                    past_key_values=past_key_values,
-                    inputs_embeds=inputs_embeds,
-                    **rest,
-                )
-            check_inputs(self.config, input_ids, inputs_embeds, rest)
-            given = input_ids if input_ids is not None else inputs_embeds
-            assert given is not None
-            shape = (given.shape[0], given.shape[1])
-            with torch.no_grad():
-                step = padded_step(spec, shape, attention_mask, position_ids, past_key_values)
-                ids = None if input_ids is None else input_ids.flatten()
-                embeddings = None if inputs_embeds is None else inputs_embeds.flatten(0, 1)
-                several = bool(shape[1] > 1)  # of a symbolic length a guard
-                schedule = "prefill" if several else "decode"
-                tensors = past_key_values.tensors
-                hidden = run_layers(
-                    self, spec, ids, embeddings, step, tensors, schedule, state_rings=several
-                )
-            hidden = hidden.view(*shape, -1)
-            trained = differentiated(chain((inputs_embeds,), self.parameters()))
-            if trained:
-                hidden = without_derivative("PagedCache", hidden, trained)
-            return MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **rest: Any,
+    ) -> Any:
+        if not isinstance(past_key_values, PagedCache):
+            return before(
+                self,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                **rest,
+            )
+        check_inputs(self.config, input_ids, inputs_embeds, rest)
+        check_modules(OP, self, past_key_values.device)
+        given = input_ids if input_ids is not None else inputs_embeds
+        assert given is not None
+        shape = (given.shape[0], given.shape[1])
+        with torch.no_grad():
+            step = padded_step(spec, shape, attention_mask, position_ids, past_key_values)
+            ids = None if input_ids is None else input_ids.flatten()
+            embeddings = None if inputs_embeds is None else inputs_embeds.flatten(0, 1)
+            several = bool(shape[1] > 1)  # of a symbolic length a guard
+            schedule = "prefill" if several else "decode"
+            tensors = past_key_values.tensors
+            hidden = run_layers(
+                self, spec, ids, embeddings, step, tensors, schedule, state_rings=several
+            )
+        hidden = hidden.view(*shape, -1)
+        trained = differentiated(chain((inputs_embeds,), self.parameters()))
+        if trained:
+            hidden = without_derivative("PagedCache", hidden, trained)
+        return MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
 
-        return forward
-
-    return make
+    return forward
 
 
-def attention_forward(spec: ModelSpec) -> Maker:
+def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
     """``DeepseekV4Attention.forward``: ours where ``run_layers`` calls it."""
 
-    def make(before: Forward) -> Forward:
-        def forward(self: Any, hidden_states: Tensor, *args: Any, **rest: Any) -> Any:
-            context = rest.pop("dsv4_ops", None)
-            if context is None:
-                return before(self, hidden_states, *args, **rest)
-            return attention(self, spec, hidden_states, context), None
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **rest: Any) -> Any:
+        context = rest.pop("dsv4_ops", None)
+        if context is None:
+            return before(self, hidden_states, *args, **rest)
+        return attention(self, spec, hidden_states, context), None
 
-        return forward
-
-    return make
+    return forward
 
 
-def of_recipe(model: Any, recipe: Recipe) -> Iterator[tuple[Any, Maker]]:
-    """Modules whose forward is replaced, and by what: those of the recipe, and hyper-connections,
-    whose Sinkhorn iterations are one kernel then."""
-    config = model.config
+def of_model(model: Any, spec: ModelSpec) -> Iterator[tuple[Any, str, Maker]]:
+    """Modules of which a method is replaced, its name, and by what: the model and its attention,
+    what the recipe says, and hyper-connections, whose Sinkhorn iterations are one kernel then.
+
+    Modules are found by the forward of their class, wherever an adapter put them. The recipe leaves
+    those alone that have another.
+    """
+    recipe, config = spec.recipe, model.config
+    ours: dict[str | None, Maker] = {
+        "DeepseekV4Model": partial(model_forward, spec),
+        "DeepseekV4Attention": partial(attention_forward, spec),
+    }
+    makers: dict[str | None, Maker] = {}
     if config.hc_mult <= MAX_STREAMS and config.hc_sinkhorn_iters <= MAX_ITERATIONS:
-        for layer in model.model.layers:
-            yield layer.attn_hc, _connection_forward
-            yield layer.ffn_hc, _connection_forward
-    if recipe.logits_float32:
-        yield model.lm_head, lambda before: _logits_forward
+        makers["DeepseekV4HyperConnection"] = _connection_forward
     if recipe.norms_float32:
-        for module in model.modules():
-            if type(module).__name__ == "DeepseekV4RMSNorm":
-                yield module, lambda before: _norm_forward
-    for layer in model.model.layers:
-        if recipe.streams_float32:
-            yield layer, lambda before: _layer_forward
-        if recipe.router_float32:
-            yield layer.mlp.gate, lambda before: _router_forward
-        if recipe.swiglu_float32 or not recipe.shared_expert_clamp:
-            yield layer.mlp.shared_experts, _shared_experts_forward(recipe)
+        makers["DeepseekV4RMSNorm"] = _norm_forward
+    if recipe.streams_float32:
+        makers["DeepseekV4DecoderLayer"] = _layer_forward
+    if recipe.router_float32:
+        makers["DeepseekV4TopKRouter"] = makers["DeepseekV4HashRouter"] = _router_forward
+    if recipe.swiglu_float32 or not recipe.shared_expert_clamp:
+        makers["DeepseekV4MLP"] = partial(_shared_experts_forward, recipe)
+    for module in model.modules():
+        found = class_of(module)
+        if found in ours:
+            yield module, "forward", ours[found]
+        elif found in makers and own_forward(module) is None:
+            yield module, "forward", makers[found]
+        elif found == "DeepseekV4Experts" and recipe.swiglu_float32:
+            yield module, "_apply_gate", _experts_gate
+    head = unwrapped(model.lm_head)
+    if recipe.logits_float32 and type(head) is nn.Linear and own_forward(head) is None:
+        yield head, "forward", _logits_forward
 
 
-def gates_of_recipe(model: Any, recipe: Recipe) -> Iterator[tuple[Any, Maker]]:
-    """Experts whose activation the recipe replaces."""
-    if recipe.swiglu_float32:
-        for layer in model.model.layers:
-            yield layer.mlp.experts, lambda before: _experts_gate
+def _logits_forward(before: Forward) -> Forward:
+    def forward(self: Any, hidden: Tensor) -> Tensor:
+        if not has_plain_weight(self):
+            found: Tensor = before(self, hidden)
+            return found
+        return linear_float32(hidden, self.weight)
+
+    return forward
 
 
-def _logits_forward(self: Any, hidden: Tensor) -> Tensor:
-    return linear_float32(hidden, self.weight)
+def _norm_forward(_: Forward) -> Forward:
+    return _norm
 
 
-def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+def _norm(self: Any, hidden_states: Tensor) -> Tensor:
     values = hidden_states.float()
     scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + self.variance_epsilon)
     normed: Tensor = (values * scale * self.weight.float()).to(hidden_states.dtype)
@@ -152,7 +170,11 @@ def _connection_forward(before: Forward) -> Forward:
     return forward
 
 
-def _layer_forward(
+def _layer_forward(_: Forward) -> Forward:
+    return _layer
+
+
+def _layer(
     self: Any, hidden_states: Tensor, input_ids: Tensor | None = None, **rest: Any
 ) -> Tensor:
     post, mix, collapsed = self.attn_hc(hidden_states)
@@ -171,7 +193,11 @@ def _mixed(post: Tensor, mix: Tensor, out: Tensor, streams: Tensor) -> Tensor:
     return (added + kept).to(streams.dtype)
 
 
-def _router_forward(self: Any, hidden_states: Tensor, input_ids: Tensor | None = None) -> Any:
+def _router_forward(_: Forward) -> Forward:
+    return _router
+
+
+def _router(self: Any, hidden_states: Tensor, input_ids: Tensor | None = None) -> Any:
     logits = linear_float32(hidden_states.reshape(-1, self.hidden_dim), self.weight)
     scores = self.score_fn(logits)
     if input_ids is not None:
@@ -184,12 +210,16 @@ def _router_forward(self: Any, hidden_states: Tensor, input_ids: Tensor | None =
     return logits, weights * self.routed_scaling_factor, chosen
 
 
-def _experts_gate(self: Any, gate_up: Tensor) -> Tensor:
+def _experts_gate(_: Forward) -> Forward:
+    return _gated
+
+
+def _gated(self: Any, gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return _swiglu(self, gate, up, self.limit)
 
 
-def _shared_experts_forward(recipe: Recipe) -> Maker:
+def _shared_experts_forward(recipe: Recipe, _: Forward) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         limit = self.limit if recipe.shared_expert_clamp else float("inf")
         gate, up = self.gate_proj(x), self.up_proj(x)
@@ -200,7 +230,7 @@ def _shared_experts_forward(recipe: Recipe) -> Maker:
         projected: Tensor = self.down_proj(out)
         return projected
 
-    return lambda before: forward
+    return forward
 
 
 def _swiglu(module: Any, gate: Tensor, up: Tensor, limit: float) -> Tensor:

@@ -97,11 +97,6 @@ def _check(
         rule = f"hold {spec.kv!r} keys like the model"
         raise refusal(ValueError, OP, "past_key_values", rule, repr(cache.spec.kv), advice)
     check_cache(OP, spec, cache.tensors)
-    held = (cache.spec.layers, cache.spec.recipe.rope_float32)
-    if held != (spec.layers, spec.recipe.rope_float32):
-        advice = "Make the cache with PagedCache.for_model"
-        rule = "have the configuration and the precision of the model"
-        raise refusal(ValueError, OP, "past_key_values", rule, "others", advice)
     # of the host's books, not of the inputs: in a graph they would compile anew at every request
     if not torch.compiler.is_compiling() and not cache.requests and cache.lacking_pages(None, 1):
         advice = "Give each row of the batch its pages with add and reserve"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MethodType
 from typing import Any
-
-from torch import nn
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.choice import IMPLS
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers import forwards, generation
-from dsv4_ops.integrations.transformers.config import ModelSpec
+from dsv4_ops.integrations.transformers.config import ModelSpec, require_transformers
+from dsv4_ops.integrations.transformers.modules import Maker, Replacement, check_placement
 from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.integrations.transformers.rotary import check_rotary
 
 _SPEC, _REPLACED = "dsv4_ops_spec", "_dsv4_ops_replaced"
 
@@ -32,7 +30,14 @@ def patch(
     Forwards are replaced on the instances; parameters, state dict and classes stay as they are. A
     call with another cache, or with none, still runs Hugging Face's attention. ``generate`` makes a
     ``PagedCache`` where it would make a ``DynamicCache`` or a ``StaticCache``; ask for Hugging
-    Face's own with ``cache_implementation="dynamic"``.
+    Face's own with ``cache_implementation="dynamic"``. A patched model is copied, saved and pickled
+    as any other is.
+
+    Hooks, adapters of PEFT, parametrizations and modules that you put in place of others run, put
+    there before or after. What is not a plain ``nn.Linear`` keeps its own precision. Of each
+    attention layer ops do the work of ``q_b_norm`` and ``compressor``, of which only projections
+    are called: steps refuse a change there. The model is on one device: what accelerate split or
+    offloaded is refused. Hugging Face's tensor parallel works (``tp_plan="auto"``).
 
     Args:
         model: The model. It is changed, and returned.
@@ -54,7 +59,8 @@ def patch(
         ``model``.
 
     Raises:
-        NotImplementedError: another architecture, layer type or size than this version knows.
+        NotImplementedError: another architecture, layer type, rotary embedding or size than this
+            version knows; a model that is split or offloaded.
         ValueError, TypeError: an argument that is none of those above, or a model that is patched.
 
     Example:
@@ -64,6 +70,9 @@ def patch(
         >>> model.dsv4_ops_spec.kinds
         ('window', 'c4', 'c128')
     """
+    if isinstance(model, str):
+        advice = f"Load it first: DeepseekV4ForCausalLM.from_pretrained({model!r})"
+        raise refusal(TypeError, "patch", "model", "be a model", "its name", advice)
     config = getattr(model, "config", model)
     checks = Checks("patch")
     checks.flag("batch_invariant", batch_invariant)
@@ -72,16 +81,12 @@ def patch(
     chosen: dict[str, Any] = {"batch_invariant": batch_invariant, "impl": impl, "plan": plan}
     spec = ModelSpec.of("patch", config, kv, precision, **chosen)
     _check_model(model)
-    replaced = _Replacements(model)
+    check_rotary("patch", model, spec.layers)
+    replaced = _Replacements()
     for name, hook in generation.HOOKS.items():
         replaced.method(model, name, hook)
-    replaced.forward(model.model, forwards.model_forward(spec))
-    for layer in model.model.layers:
-        replaced.forward(layer.self_attn, forwards.attention_forward(spec))
-    for module, forward in forwards.of_recipe(model, spec.recipe):
-        replaced.forward(module, forward)
-    for experts, gate in forwards.gates_of_recipe(model, spec.recipe):
-        replaced.method(experts, "_apply_gate", gate)
+    for module, name, make in list(forwards.of_model(model, spec)):
+        replaced.method(module, name, make)
     setattr(model, _SPEC, spec)
     setattr(model, _REPLACED, replaced)
     return model
@@ -97,7 +102,7 @@ def unpatch(model: Any) -> Any:
         ``model``.
 
     Raises:
-        ValueError: it is not patched.
+        ValueError: it is not patched, or something replaced a forward of ours since.
     """
     replaced = getattr(model, _REPLACED, None)
     if replaced is None:
@@ -111,15 +116,15 @@ def unpatch(model: Any) -> Any:
 
 
 def _check_model(model: Any) -> None:
-    if not isinstance(getattr(model, "model", None), nn.Module) or not hasattr(model, "lm_head"):
-        raise refusal(
-            TypeError,
-            "patch",
-            "model",
-            "be a DeepseekV4ForCausalLM",
-            type(model).__name__,
-            "Pass the model with its output projection",
-        )
+    architecture = require_transformers("patch").DeepseekV4ForCausalLM
+    if not isinstance(model, architecture):
+        advice = "Pass the model with its output projection"
+        if hasattr(model, "get_base_model"):
+            advice = "Pass model.get_base_model()"
+        elif hasattr(model, "_orig_mod"):
+            advice = "Compile it once it is patched"
+        rule = "be a DeepseekV4ForCausalLM"
+        raise refusal(TypeError, "patch", "model", rule, type(model).__name__, advice)
     if hasattr(model, _SPEC):
         raise refusal(
             ValueError,
@@ -129,42 +134,31 @@ def _check_model(model: Any) -> None:
             "a patched one",
             "Call unpatch first",
         )
+    check_placement("patch", model)
 
 
 class _Replacements:
-    """Attributes that instances got, and those they had before."""
+    """Methods that instances got."""
 
-    def __init__(self, model: Any) -> None:
-        self.undone: list[tuple[Any, str, Any]] = []
+    def __init__(self) -> None:
+        self.made: list[Replacement] = []
 
-    def forward(self, module: Any, make: Callable[[Any], Callable[..., Any]]) -> None:
-        """Replace a forward by what ``make`` makes of the one before."""
-        self.method(module, "forward", make)
-
-    def method(self, module: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-        """The same for another method, or one that the instance does not have."""
-        before = module.__dict__.get(name)
-        self.undone.append((module, name, before))
-        setattr(module, name, MethodType(make(_unbound(module, name, before)), module))
+    def method(self, module: Any, name: str, make: Maker) -> None:
+        """Replace a method, or one that the instance does not have, by what ``make`` makes of the
+        one before."""
+        self.made.append(Replacement(module, name, make, vars(module).get(name)))
+        setattr(module, name, self.made[-1])
 
     def undo(self) -> None:
         """Put everything back."""
-        for module, name, before in reversed(self.undone):
-            if before is None:
-                delattr(module, name)
+        for one in self.made:
+            if vars(one.module).get(one.name) is not one:
+                what = f"{one.name} of {type(one.module).__name__}"
+                rule, advice = "be the one that patch set", "Take off first what was put on last"
+                raise refusal(ValueError, "unpatch", what, rule, "another", advice)
+        for one in reversed(self.made):
+            if one.before is None:
+                delattr(one.module, one.name)
             else:
-                setattr(module, name, before)
-        self.undone.clear()
-
-
-def _unbound(module: Any, name: str, before: Any) -> Callable[..., Any]:
-    """The method before, as a function of the instance: a copy of the model then calls its own."""
-    if before is None:
-        return getattr(type(module), name, None) or _missing
-    if isinstance(before, MethodType) and before.__self__ is module:
-        return before.__func__
-    return lambda _, *args, **rest: before(*args, **rest)
-
-
-def _missing(*_: Any, **__: Any) -> Any:
-    raise AttributeError("dsv4_ops replaced a method that the class does not have")
+                setattr(one.module, one.name, one.before)
+        self.made.clear()

@@ -17,13 +17,17 @@ from dsv4_ops.attention import (
     attention_step_of_tokens,
 )
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.choice import check_device
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import MAX_REQUESTS, TokenMap
 from dsv4_ops.integrations.transformers.config import ModelSpec
+from dsv4_ops.integrations.transformers.modules import check_body, check_modules
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 from dsv4_ops.metadata import BlockTables
 from dsv4_ops.ops.batch import token_map
 from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
+
+_FOR_MODEL = "Make it with PagedCache.for_model"
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ def decode_step(
     Raises:
         ValueError, TypeError: a model that is not patched, a cache of another ``kv`` or
             model, tensors of other shapes or dtypes. Nothing is written then.
+        NotImplementedError, RuntimeError: modules that were changed where ops do their work, an
+            ``impl`` that the device cannot run. Nothing is written then.
 
     Compile: ``torch.compile(decode_step, fullgraph=True)`` is one graph, and one CUDA graph;
         ``torch.export`` takes it too (``export_decode``).
@@ -106,6 +112,8 @@ def _run(
     checks.tensor("batch.seq_lens", batch.seq_lens, torch.int32, "num_reqs")
     checks.tensor("batch.rows", batch.rows, torch.int32, "num_reqs")
     check_cache(op, spec, cache)
+    check_body(op, model)
+    check_modules(op, model.model, cache.tables.swa.device)
     heads = plan_heads(spec, schedule, batch.tokens.shape[0])
     step = build_step(spec.layers, *tokens_of(batch, cache), cache, heads)
     return run_layers(model.model, spec, batch.tokens, None, step, cache, schedule, state_rings)
@@ -120,7 +128,7 @@ def spec_of(op: str, model: Any) -> ModelSpec:
 
 
 def check_cache(op: str, spec: ModelSpec, cache: CacheTensors) -> None:
-    """The cache has the layers of the model; their caches are checked by the layers."""
+    """The cache was made for such a model; the shapes of its tensors are checked by the layers."""
     found = tuple(_kind_of(layer) for layer in cache.layers)
     if found != spec.kinds:
         raise refusal(
@@ -129,8 +137,19 @@ def check_cache(op: str, spec: ModelSpec, cache: CacheTensors) -> None:
             "cache",
             "have the layers of the model, " + ", ".join(spec.kinds),
             ", ".join(found),
-            "Make it with PagedCache.for_model",
+            _FOR_MODEL,
         )
+    if cache.made_for != spec.fingerprint:
+        wanted, held = _named(spec.fingerprint), _named(cache.made_for)
+        others = [name for name in wanted if wanted[name] != held.get(name)]
+        rule = "have the model's " + ", ".join(f"{name}={wanted[name]}" for name in others)
+        actual = ", ".join(f"{name}={held.get(name)}" for name in others)
+        raise refusal(ValueError, op, "cache", rule, actual, _FOR_MODEL)
+    check_device(op, spec.step_layers.impl, cache.tables.swa.device)
+
+
+def _named(fingerprint: str) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in fingerprint.split("; "))
 
 
 def _kind_of(caches: LayerCaches) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -56,14 +58,45 @@ class RopeTables:
 
 @dataclass(frozen=True)
 class CacheTensors:
-    """All tensors of a ``PagedCache`` that a step reads or writes; ``layers`` are written."""
+    """All tensors of a ``PagedCache`` that a step reads or writes; ``layers`` are written.
+
+    ``made_for``: what of the model the cache depends on, ``ModelSpec.fingerprint``; a step refuses
+    that of another. It is no leaf, but part of the structure: a graph holds it as a constant.
+    """
 
     tables: PageTables
     rope: RopeTables
     layers: tuple[LayerCaches, ...]
+    made_for: str
 
 
-for _pytree_class in (StepBatch, PageTables, RopeTables, CacheTensors):
+_CACHE = ("tables", "rope", "layers")
+
+
+def _flatten(cache: CacheTensors) -> tuple[list[Any], str]:
+    return [getattr(cache, name) for name in _CACHE], cache.made_for
+
+
+def _flatten_with_keys(cache: CacheTensors) -> tuple[list[tuple[Any, Any]], str]:
+    keys = [(pytree.GetAttrKey(name), getattr(cache, name)) for name in _CACHE]
+    return keys, cache.made_for
+
+
+def _unflatten(values: Iterable[Any], made_for: str) -> CacheTensors:
+    tables, rope, layers = values
+    return CacheTensors(tables, rope, layers, made_for)
+
+
+pytree.register_pytree_node(
+    CacheTensors,
+    _flatten,
+    _unflatten,
+    serialized_type_name="dsv4_ops.transformers.CacheTensors",
+    to_dumpable_context=str,
+    from_dumpable_context=str,
+    flatten_with_keys_fn=_flatten_with_keys,
+)
+for _pytree_class in (StepBatch, PageTables, RopeTables):
     pytree.register_dataclass(
         _pytree_class, serialized_type_name=f"dsv4_ops.transformers.{_pytree_class.__name__}"
     )

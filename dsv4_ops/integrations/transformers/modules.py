@@ -1,0 +1,199 @@
+"""What a step asks of the modules of a model: those that it calls may be anything, of those whose
+work its ops do none may be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _globals
+
+from dsv4_ops.core.refusal import refusal
+
+Forward = Callable[..., Any]
+Maker = Callable[[Forward], Forward]
+
+_CODE = "transformers.models.deepseek_v4.modeling_deepseek_v4"
+_ONE_DEVICE = "Load the model on one device, without offloading, and make its cache there"
+_CHANGED = "be Hugging Face's own, without hooks, as ops do its work"
+
+
+class Replacement:
+    """A method of an instance in place of the one it had; it is copied and pickled with it.
+
+    Args:
+        module: The instance.
+        name: Of the method.
+        make: Makes the method, a function of the instance, of the one before; can be pickled.
+        before: What the instance itself had by that name, or None.
+    """
+
+    def __init__(self, module: Any, name: str, make: Maker, before: Any) -> None:
+        self.module, self.name, self.make, self.before = module, name, make, before
+        self.function = make(_unbound(module, name, before))
+
+    def __call__(self, *args: Any, **rest: Any) -> Any:
+        return self.function(self.module, *args, **rest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Replacement, (self.module, self.name, self.make, self.before)
+
+
+def _unbound(module: Any, name: str, before: Any) -> Forward:
+    """The method before, as a function of the instance: a copy of the model then calls its own."""
+    if before is None:
+        return getattr(type(module), name, None) or _missing
+    if isinstance(before, MethodType) and before.__self__ is module:
+        return before.__func__
+    return lambda _, *args, **rest: before(*args, **rest)
+
+
+def _missing(*_: Any, **__: Any) -> Any:
+    raise AttributeError("dsv4_ops replaced a method that the class does not have")
+
+
+def class_of(module: Any) -> str | None:
+    """Class of Hugging Face's DeepSeek-V4 whose forward a module's class has, or None."""
+    forward = type(module).forward
+    return str(forward.__qualname__).split(".")[0] if forward.__module__ == _CODE else None
+
+
+def own_forward(module: Any) -> Any:
+    """What the instance had for a forward before ours, or got after it."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, Replacement):
+        forward = forward.before
+    return None if forward is None or _stays(vars(module).get("_hf_hook")) else forward
+
+
+def _stays(hook: Any) -> bool:
+    """Whether a hook of accelerate, which is a forward of the instance, loads no weights."""
+    return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
+
+
+def is_linear(module: Any) -> bool:
+    """Whether a module is a product with its weight and nothing else, so that the product may be
+    one of another precision."""
+    return (
+        type(module) is nn.Linear
+        and has_plain_weight(module)
+        and "forward" not in vars(module)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (_globals._global_forward_hooks or _globals._global_forward_pre_hooks)
+    )
+
+
+def has_plain_weight(linear: nn.Linear) -> bool:
+    """Whether it is a product with the values of its weight: not quantised, nor distributed."""
+    return linear.bias is None and not hasattr(type(linear.weight), "__tensor_flatten__")
+
+
+def unwrapped(module: Any) -> Any:
+    """The module that adapters wrapped."""
+    while "base_layer" in module._modules:
+        module = module.base_layer
+    return module
+
+
+def check_modules(op: str, body: Any, device: torch.device) -> None:
+    """The ops may do the work of the modules that they do it for, of every layer.
+
+    Args:
+        op: Public function that was called.
+        body: The ``DeepseekV4Model`` of a patched model.
+        device: Of the cache.
+    """
+    if own_forward(body) is not None:
+        raise _changed(op, "model.model", "a forward of its own")
+    for index, layer in enumerate(body.layers):
+        attention = unwrapped(layer.self_attn)
+        name = f"model.layers.{index}.self_attn"
+        _check_hook(op, name, attention)
+        if own_forward(attention) is not None:
+            raise _changed(op, name, "a forward of its own")
+        for part, module in _replaced(attention):
+            found = _change(module)
+            if found:
+                raise _changed(op, f"{name}.{part}", found)
+        weight: Tensor = attention.sinks
+        if weight.device != device:
+            rule = f"be on the cache's device, {device}"
+            raise refusal(ValueError, op, name, rule, weight.device, _ONE_DEVICE)
+
+
+def check_placement(op: str, model: Any) -> None:
+    """The model is where it runs, all of it: attention is replaced without the hooks that would
+    fetch it or what it is given."""
+    for name, module in model.named_modules():
+        _check_hook(op, name or "model", module)
+        if class_of(module) == "DeepseekV4Model":
+            layers = [unwrapped(layer.self_attn) for layer in module.layers]
+            others = [type(one).__name__ for one in layers if not _is_attention(one)]
+            if others:
+                rule = "have Hugging Face's attention in every layer"
+                advice = "Other layers are unknown to this version"
+                raise refusal(NotImplementedError, op, name, rule, others[0], advice)
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    if len(devices) > 1:
+        raise refusal(
+            NotImplementedError, op, "model", "be on one device", ", ".join(devices), _ONE_DEVICE
+        )
+
+
+def _check_hook(op: str, name: str, module: Any) -> None:
+    hook = vars(module).get("_hf_hook")
+    if hook is not None and not _stays(hook):
+        rule = "have no hook of accelerate that loads weights or sends inputs"
+        raise refusal(NotImplementedError, op, name, rule, type(hook).__name__, _ONE_DEVICE)
+
+
+def _is_attention(module: Any) -> bool:
+    return class_of(module) == "DeepseekV4Attention"
+
+
+def check_body(op: str, model: Any) -> None:
+    """A step by itself calls the layers: of the model around them nothing may be expected."""
+    if not hasattr(model.model, "layers"):  # whose inner model is the one that was patched
+        rule = "be the DeepseekV4ForCausalLM that was patched"
+        advice = "Pass model.get_base_model()"
+        raise refusal(TypeError, op, "model", rule, type(model).__name__, advice)
+    for name, module in (("model", model), ("model.model", model.model)):
+        hooks = module._forward_hooks or module._forward_pre_hooks
+        if hooks or own_forward(module) is not None:
+            rule = "have no hooks, nor a forward of its own, as they are not called"
+            advice = "Call the model itself with past_key_values=cache, or remove them"
+            raise refusal(NotImplementedError, op, name, rule, "one", advice)
+
+
+def _replaced(attention: Any) -> Iterator[tuple[str, Any]]:
+    """Modules of an attention layer that steps do not call."""
+    yield "q_b_norm", attention.q_b_norm
+    compressor = attention.compressor
+    if compressor is None:
+        return
+    yield "compressor", compressor
+    yield "compressor.kv_norm", compressor.kv_norm
+    yield "compressor.rotary_emb", compressor.rotary_emb
+    indexer = getattr(compressor, "indexer", None)
+    if indexer is not None:
+        yield "compressor.indexer", indexer
+        yield "compressor.indexer.kv_norm", indexer.kv_norm
+        yield "compressor.indexer.rotary_emb", indexer.rotary_emb
+        if hasattr(indexer, "scorer"):
+            yield "compressor.indexer.scorer", indexer.scorer
+
+
+def _change(module: Any) -> str | None:
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "a hook"
+    if own_forward(module) is not None:
+        return "a forward of its own"
+    return None if class_of(module) else type(module).__name__
+
+
+def _changed(op: str, name: str, found: str) -> Exception:
+    advice = "Undo that, or pass Hugging Face's cache"
+    return refusal(NotImplementedError, op, name, _CHANGED, found, advice)

@@ -1,0 +1,128 @@
+"""Hugging Face's rotary embeddings: those that ours are, or a refusal."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.attention import LayerSpec
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.yarn import YarnScaling
+
+_KNOWN = {"main": ("default",), "compress": ("default", "yarn")}
+"""Types of rotary embeddings that are known, by their label: of layers with a window only, and of
+those with a compressor."""
+
+_UNKNOWN = "Other rotary embeddings are unknown to this version"
+
+
+def check_rope(op: str, config: Any) -> None:
+    """The configuration has rotary embeddings of known types."""
+    for label in _KNOWN:
+        rope = config.rope_parameters.get(label)
+        found = rope.get("rope_type") if isinstance(rope, dict) else None
+        if found not in _KNOWN[label]:
+            raise _refused(op, label, {"rope_type": found})
+
+
+def yarn_of(op: str, config: Any) -> YarnScaling | None:
+    """YaRN of layers with a compressor, or None."""
+    rope = config.rope_parameters["compress"]
+    if rope["rope_type"] == "default":
+        return None
+    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    factor = rope.get("factor")
+    if factor is None:
+        factor = config.max_position_embeddings / original
+    try:
+        return YarnScaling(
+            factor=float(factor),
+            original_positions=int(original),
+            beta_fast=float(rope.get("beta_fast") or 32),
+            beta_slow=float(rope.get("beta_slow") or 1),
+        )
+    except ValueError as error:
+        raise _refused(op, "compress", rope) from error
+
+
+def check_frequencies(op: str, config: Any, layers: LayerSpec) -> None:
+    """Hugging Face, which reads more of a configuration than we do, and not the same in each of its
+    versions, makes the frequencies of ``layers`` from it, and scales no magnitudes."""
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
+
+    with torch.device("cpu"):
+        # a copy: it writes defaults into the configuration
+        rotary = DeepseekV4RotaryEmbedding(copy.deepcopy(config))
+    for label, mistaken in _mistakes(rotary, layers):
+        given = config.rope_parameters[label]
+        found = {"rope_type": given["rope_type"], **mistaken}
+        raise _refused(op, label, found)
+
+
+def check_rotary(op: str, model: Any, layers: LayerSpec) -> None:
+    """Every rotary embedding that a model holds has the frequencies of ``layers``: configurations
+    change, and buffers too, after a model was made."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "DeepseekV4RotaryEmbedding":
+            for label, mistaken in _mistakes(module, layers):
+                rule = f"be that of config.rope_parameters[{label!r}]"
+                advice = "Make the model from the configuration that it has now"
+                raise refusal(ValueError, op, name, rule, mistaken, advice)
+
+
+def _mistakes(rotary: Any, layers: LayerSpec) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Labels of a rotary embedding that is not ours, and how it differs."""
+    for label in _KNOWN:
+        scaling = float(getattr(rotary, f"{label}_attention_scaling"))
+        theirs = getattr(rotary, f"{label}_inv_freq").detach()
+        if scaling != 1.0:
+            yield label, {"attention_factor": scaling}
+        elif 2 * len(theirs) != layers.rope_dim:
+            yield label, {"rotated values": f"{2 * len(theirs)}, not {layers.rope_dim}"}
+        elif not theirs.is_meta:
+            pair = _first_other(theirs.cpu(), layers, label)
+            if pair is not None:
+                yield label, {f"frequency of pair {pair}": float(theirs[pair])}
+
+
+def _first_other(theirs: Tensor, layers: LayerSpec, label: str) -> int | None:
+    """First pair with another frequency than ours: beyond what Hugging Face's arithmetic in float32
+    rounds (a power its exponent, YaRN what it subtracts from 1 before it divides), and a cast of
+    the whole model."""
+    yarn = layers.yarn if label == "compress" else None
+    theta = layers.rope_theta if label == "main" else layers.compress_rope_theta
+    slowdowns = yarn.slowdowns(layers.rope_dim, theta) if yarn else [1.0] * len(theirs)
+    powers = [theta ** (-2 * pair / layers.rope_dim) for pair in range(len(theirs))]
+    ours = torch.tensor(powers, dtype=torch.float64) * torch.tensor(slowdowns, dtype=torch.float64)
+    steps = abs(math.log(theta)) + (yarn.factor if yarn else 0.0) + 8.0
+    held = torch.finfo(theirs.dtype)
+    relative = torch.finfo(torch.float32).eps * steps + held.eps
+    bound = relative * ours + held.eps * held.smallest_normal
+    others = ((theirs.double() - ours).abs() > bound).nonzero()
+    return int(others[0]) if len(others) else None
+
+
+def rounded_table(layers: LayerSpec, kind: str, num_positions: int, dtype: torch.dtype) -> Tensor:
+    """Angles in float32, as Hugging Face multiplies them, and their cosines and sines rounded to
+    the dtype of the model."""
+    theta = layers.rope_theta if kind == "window" else layers.compress_rope_theta
+    pairs = torch.arange(0, layers.rope_dim, 2, dtype=torch.float32) / layers.rope_dim
+    frequencies = 1.0 / theta**pairs
+    if kind != "window" and layers.yarn is not None:
+        slowdowns = layers.yarn.slowdowns(layers.rope_dim, theta)
+        frequencies = frequencies * torch.tensor(slowdowns, dtype=torch.float32)
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+    return torch.cat([angles.cos(), angles.sin()], -1).to(dtype).to(torch.float32)
+
+
+def _refused(op: str, label: str, found: object) -> Exception:
+    rule = "be 'default'"
+    if label == "compress":
+        rule += ", or 'yarn' with attention_factor 1.0"
+    name = f"config.rope_parameters[{label!r}]"
+    return refusal(NotImplementedError, op, name, rule, found, _UNKNOWN)
