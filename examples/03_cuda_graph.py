@@ -75,6 +75,7 @@ class Decoder:
             self.batch.tokens[: len(LENGTHS)] = tokens[-1]
             self.batch.seq_lens.add_(self.grows)
             tokens.append(step()[: len(LENGTHS)].argmax(-1))
+        self.cache.raise_if_dropped()  # no step looks at values, nor waits: this does
         finish(self.cache.device)
         return torch.stack(tokens, 1).tolist(), (time.perf_counter() - begun) / steps
 

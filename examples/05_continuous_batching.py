@@ -99,6 +99,7 @@ def main() -> int:
         )
     record, scheduler = serve(engine, args)
     print(record.summary(scheduler))
+    engine.cache.raise_if_dropped()
     if args.plot:
         record.plot(args.plot, PAGES)
         print(f"plot: {args.plot}")

@@ -81,6 +81,7 @@ class Check:
                     )
                     place += 1
                 done[request] += count
+        self.cache.raise_if_dropped()
 
     def batch(self, counts: list[int], done: list[int], drawn: Drawn) -> v4.StepBatch:
         """The next tokens of every request; a request without tokens rests."""

@@ -85,6 +85,7 @@ def main() -> int:
         for number in steps:
             with record_function(f"eager step {number}"):
                 stages.run(model, batch, cache)
+    cache.raise_if_dropped()
     profiler.export_chrome_trace(str(args.trace))
     stages.seconds.clear()  # measured without the profiler
     for _ in steps:

@@ -41,7 +41,7 @@ def test_running_out_changes_nothing():
     paged.add("a", 300)
     before = [leaf.clone() for leaf in torch.utils._pytree.tree_leaves(paged.tensors)]
     for attempt in (lambda: paged.add("b", 1), lambda: paged.reserve("a", 513)):
-        with pytest.raises(OutOfPages, match="must need at most 0 more pages, of 2, got 1"):
+        with pytest.raises(OutOfPages, match="into the free pages, 0 of 2, got tokens for 1 more"):
             attempt()
     assert paged.requests == {"a": 0}
     assert paged.num_free_pages == 0
@@ -138,6 +138,20 @@ def test_what_hugging_face_asks():
     with pytest.raises(NotImplementedError, match="beams must not reorder its rows"):
         paged.reorder_cache(torch.tensor([0]))
     assert repr(paged).startswith("PagedCache(3 layers, max_batch=3, max_len=1000, num_pages=2")
+    assert repr(paged).endswith(
+        "device='cpu'; 20.8 MiB: window 18.0 MiB, compressed 264.0 KiB, indexer 64.0 KiB, states "
+        "2.0 MiB, tables 504.7 KiB)"
+    )
+
+
+def test_rings_are_bounded_by_default():
+    """Window keys of a long request would else take most of the memory."""
+    assert cache(max_len=100_000, max_batch=1).max_chunk == 2048
+    assert cache(max_len=100_000, max_batch=1, max_chunk=4096).max_chunk == 4096
+    assert cache(max_len=100).max_chunk == 100
+    parts = cache().memory()
+    held = torch.utils._pytree.tree_leaves(cache().tensors)
+    assert sum(parts.values()) == sum(tensor.nbytes for tensor in held) + 2 * 3 * 4
 
 
 @pytest.mark.parametrize(

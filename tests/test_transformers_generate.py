@@ -279,14 +279,14 @@ REFUSED = {
         lambda: cache_of(num_pages=3, max_len=600),
         {"max_new_tokens": 400},
         v4.OutOfPages,
-        "max_length must need at most 3 more pages, of 3, got 4. "
+        "max_length must fit into the free pages, 3 of 3, got tokens for 4 more pages. "
         "Free a request, or pass a smaller max_new_tokens.",
     ),
     "no pages for more": (
         lambda: added("a", "b", num_pages=3, max_len=600),
         {"max_new_tokens": 400},
         v4.OutOfPages,
-        "max_length must need at most 3 more pages, of 3, got 4. "
+        "max_length must fit into the free pages, 3 of 3, got tokens for 4 more pages. "
         "Free a request, or pass a smaller max_new_tokens.",
     ),
     "a row of nobody": (

@@ -23,6 +23,7 @@ from hf_models import (
 
 from dsv4_ops.demo.model import small_model
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers import steps
 
 CLOSE = 1e-4  # logits have a standard deviation of one
 
@@ -186,16 +187,18 @@ def test_steps_of_no_more_tokens_than_may_be_taken_back_keep_their_states_at_onc
         assert "save_compressor_states" not in called.names
 
 
-def test_too_long_a_chunk_does_not_spoil_other_requests():
-    """Of a request with more tokens than ``max_chunk`` the last ones are taken; a padded batch is
-    refused."""
+def test_too_long_a_chunk_does_not_spoil_other_requests(monkeypatch):
+    """Where values are not read, of a request with more tokens than ``max_chunk`` the last ones are
+    taken and the others counted; a padded batch is refused."""
     model, tokens = reference(), text()
+    monkeypatch.setattr(steps, "values_are_free", lambda *tensors: False)
     cache = new_cache(max_chunk=64)
     engine = Engine(model, cache, tokens)
     engine.prefill({0: 64})
     engine.prefill({1: 3, 2: LENGTH})
     engine.decode({0: 1, 1: 1})
     del engine.logits[2][LENGTH - 1]
+    assert int(cache.tensors.dropped) == LENGTH - 65
     assert engine.worst(expected()) < CLOSE
     with pytest.raises(ValueError, match="sequence_length must be at most max_chunk of the cache"):
         model(tokens[:, :65], past_key_values=cache)

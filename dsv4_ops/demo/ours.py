@@ -53,7 +53,9 @@ class Ours:
         batch = v4.StepBatch(
             self.prompts.flatten(), self.starts * length, self.seq_lens.clone(), self.rows
         )
-        return v4.prefill_step(self.model, batch, self.cache.tensors)
+        logits = v4.prefill_step(self.model, batch, self.cache.tensors)
+        self.cache.raise_if_dropped()
+        return logits
 
     def arguments(self, tokens: Tensor) -> tuple[Any, ...]:
         """What ``step`` takes for the next tokens; every call is a step further."""

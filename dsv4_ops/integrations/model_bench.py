@@ -242,11 +242,16 @@ def _bound(function: Callable[..., Any], *args: Any, **settings: Any) -> Callabl
 
 def _metadata(model: Any, batch: Any, cache: Any) -> Any:
     """What all layers share, as the compiled step has it in front of them."""
+    from dsv4_ops.integrations.transformers.dropped import count_dropped, storable
     from dsv4_ops.integrations.transformers.steps import build_step, plan_heads, tokens_of
 
     spec = model.dsv4_ops_spec
     heads = plan_heads(spec, "decode", batch.tokens.shape[0])
-    return build_step(spec.layers, *tokens_of(batch, cache), cache, heads)
+    tokens, ends, wanted = tokens_of(batch, cache)
+    kept = storable(tokens, cache, spec.layers.attention.page_tokens)
+    step = build_step(spec.layers, kept, ends, cache, heads)
+    count_dropped(cache, wanted, step.positions >= 0)
+    return step
 
 
 def _profile(row: ModelRow, call: Callable[[], Any], metadata: Callable[[], Any]) -> None:

@@ -44,7 +44,7 @@ async_load = (
 )
 
 
-@builtin
+@builtin  # type: ignore[untyped-decorator]  # Gluon has no types
 def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
     """Read shared memory as another dtype, shape and layout.
 

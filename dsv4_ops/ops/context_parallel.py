@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.meta import context_parallel as meta
 from dsv4_ops.reference import context_parallel as reference
@@ -20,6 +21,7 @@ _cp_seq_lens = define_op(
         lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_seqs",),
         source="vLLM 0.33 get_dcp_local_seq_lens; semantics re-derived",
+        gradient=INTEGERS,
     )
 )
 
@@ -71,7 +73,6 @@ def cp_seq_lens(
     if cp_rank is not None:
         checks.tensor("cp_rank", cp_rank, torch.int32, 1)
     checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
-    checks.fits_int32(cp_world_size=cp_world_size, cp_interleave=cp_interleave)
     lens: Tensor = _cp_seq_lens(
         seq_lens, cp_rank, cp_world_size=cp_world_size, cp_interleave=cp_interleave
     )

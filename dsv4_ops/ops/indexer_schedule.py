@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.tiles import SCHEDULE_KEYS
 from dsv4_ops.meta import indexer_schedule as meta
@@ -21,6 +22,7 @@ _paged_mqa_logits_metadata = define_op(
         lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs",),
         source="DeepGEMM's get_paged_mqa_logits_metadata for one query per row",
+        gradient=INTEGERS,
     )
 )
 

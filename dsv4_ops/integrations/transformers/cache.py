@@ -22,6 +22,10 @@ Cache: Any = require_transformers("dsv4_ops.integrations.transformers").Cache
 
 __all__ = ["OutOfPages", "PagedCache"]
 
+DEFAULT_CHUNK = 2048
+"""Most tokens of a request in a step unless the cache is told: rings of the window's keys for
+longer chunks would soon be larger than all else."""
+
 
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     """Caches of all layers of a model, for ``max_batch`` requests of up to ``max_len`` tokens.
@@ -40,8 +44,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         max_len: Most tokens of a request. At least 1.
         num_pages: Pages of the pool; None gives every row its own pages for ``max_len`` tokens, so
             that none can run out.
-        max_chunk: Most tokens of a request in one step, ``max_len`` by default. Memory of the
-            window's keys grows with it.
+        max_chunk: Most tokens of a request in one step; None takes ``max_len``, but no more than
+            2048. Memory of the window's keys grows with it (``docs/memory.md``).
         next_n: Most tokens of a step that may be taken back (speculative decoding), plus one.
         kv: "fp8", "bf16" or "fp32": what keys are stored as; that of ``patch``.
         precision: That of ``patch``.
@@ -77,8 +81,12 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     ) -> None:
         super().__init__(layers=[])
         checks = Checks("PagedCache")
+        if isinstance(config, torch.nn.Module):
+            rule, advice = "be a DeepseekV4Config", "Call PagedCache.for_model(model, ...)"
+            found = type(config).__name__
+            raise refusal(TypeError, "PagedCache", "config", rule, found, advice)
         checks.at_least(1, max_batch=max_batch, max_len=max_len, next_n=next_n)
-        chunk = max_len if max_chunk is None else max_chunk
+        chunk = min(max_len, DEFAULT_CHUNK) if max_chunk is None else max_chunk
         checks.at_least(1, max_chunk=chunk)
         checks.device_name("device", device)
         self.spec = ModelSpec.of("PagedCache", config, kv, precision)
@@ -91,6 +99,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self._pool = PagePool(max_batch, pages, self.blocks_per_row)
         self.rings = ring_pages(self.spec, max_len, chunk, next_n)
         self.seq_lens = torch.zeros(max_batch, dtype=torch.int32, device=self.device)
+        self.written = torch.zeros_like(self.seq_lens)  # where each row ended at most
         self.tensors = CacheTensors(
             tables=self._tables(),
             rope=RopeTables(
@@ -99,8 +108,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             ),
             layers=tuple(self._layer(kind, pages) for kind in self.spec.kinds),
             made_for=self.spec.fingerprint,
+            dropped=torch.zeros(1, dtype=torch.int64, device=self.device),
         )
-        mark_static(self.seq_lens, *pytree.tree_leaves(self.tensors))
+        mark_static(self.seq_lens, self.written, *pytree.tree_leaves(self.tensors))
 
     @classmethod
     def for_model(cls, model: Any, **sizes: Any) -> PagedCache:
@@ -167,7 +177,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         """
         row = self._pool.add(request, self._blocks("add", num_tokens))
         self._store_pages(request)
-        self.seq_lens[row] = 0
+        self._forget(row)
         return row
 
     def reserve(self, request: Hashable, num_tokens: int) -> None:
@@ -191,9 +201,34 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     def free(self, request: Hashable) -> None:
         """Take back the row and the pages of a request."""
         row = self._pool.free(request)
-        self.seq_lens[row] = 0
+        self._forget(row)
         if not self.owns_pages:
             self.tensors.tables.compressed[row] = -1
+
+    def raise_if_dropped(self) -> None:
+        """Fail if a step could not store all of its tokens, and count anew.
+
+        Steps count such tokens on the device, in graphs too, and wait for nothing; this waits for
+        the device. Call it where results are used: every step, every hundred, or at the end.
+
+        Raises:
+            RuntimeError: tokens were dropped since the last call. Their own logits and all later
+                ones of their requests mean nothing; those of other requests are right.
+        """
+        dropped = int(self.tensors.dropped)
+        if dropped:
+            self.tensors.dropped.zero_()
+            rule = "have stored all tokens of its steps"
+            advice = (
+                "Reserve pages, keep requests within max_len, give each a row of its own, and pass "
+                "positions without gaps"
+            )
+            found = f"{dropped} dropped"
+            raise refusal(RuntimeError, "raise_if_dropped", "the cache", rule, found, advice)
+
+    def _forget(self, row: int) -> None:
+        self.seq_lens[row] = 0
+        self.written[row] = 0
 
     def _blocks(self, op: str, num_tokens: int) -> int:
         checks = Checks(op)
@@ -229,10 +264,38 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         return len(self.tensors.layers)
 
     def __repr__(self) -> str:
+        parts = self.memory()
+        shown = ", ".join(f"{name} {readable(size)}" for name, size in parts.items())
         return (
             f"PagedCache({len(self)} layers, max_batch={self.max_batch}, max_len={self.max_len}, "
-            f"num_pages={self.num_pages}, kv={self.spec.kv!r}, device={str(self.device)!r})"
+            f"num_pages={self.num_pages}, max_chunk={self.max_chunk}, kv={self.spec.kv!r}, "
+            f"device={str(self.device)!r}; {readable(sum(parts.values()))}: {shown})"
         )
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of all tensors, by part.
+
+        Returns:
+            "window": the window's keys; they grow with ``max_batch`` and ``max_chunk``.
+            "compressed" and "indexer": compressed keys and those of the indexer; they grow with
+            ``num_pages``. "states": unfinished windows; they grow with ``max_batch``. "tables":
+            rotary embeddings, page tables, lengths.
+
+        Example:
+            >>> from dsv4_ops.demo.model import small_config
+            >>> from dsv4_ops.integrations.transformers import PagedCache
+            >>> PagedCache(small_config(), max_batch=1, max_len=256).memory()["window"]
+            449280
+        """
+        names = {"swa": "window", "indexer_states": "states"}
+        parts = dict.fromkeys(("window", "compressed", "indexer", "states", "tables"), 0)
+        for layer in self.tensors.layers:
+            for name, tensor in vars(layer).items():
+                if tensor is not None:
+                    parts[names.get(name, name)] += tensor.nbytes
+        others = (self.tensors.tables, self.tensors.rope, self.tensors.dropped, self.seq_lens)
+        parts["tables"] = sum(leaf.nbytes for leaf in pytree.tree_leaves((*others, self.written)))
+        return parts
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
         """Tokens of the longest row, a tensor of no dimension."""
@@ -257,12 +320,41 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     def reset(self) -> None:
         """Forget all tokens; requests keep their rows and pages."""
         self.seq_lens.zero_()
+        self.written.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Refuse: rows share no pages, so that beams would have to be copied."""
         rule = "not reorder its rows"
         advice = "Search without beams, or pass cache_implementation='dynamic'"
         raise refusal(NotImplementedError, "PagedCache", "beams", rule, "beam search", advice)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether ``crop`` works."""
+        return False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse: what a row needs of the tokens before may be overwritten."""
+        advice = "Pass position_ids that go back, as far as next_n allows"
+        self._refuse("crop", advice)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refuse: the number of rows is fixed."""
+        self._refuse("batch_repeat_interleave", "Make a cache with as many rows")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Refuse, too."""
+        self._refuse("batch_select_indices", "Free the requests that have ended")
+
+    def _refuse(self, name: str, advice: str) -> None:
+        rule = "be of another cache"
+        raise refusal(NotImplementedError, "PagedCache", name, rule, "a PagedCache", advice)
+
+
+def readable(size: int) -> str:
+    """Bytes in the largest unit that they fill."""
+    unit = min(max(size.bit_length() - 1, 0) // 10, 3)
+    return f"{size / 1024**unit:.{1 if unit else 0}f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
 
 
 def ring_pages(spec: ModelSpec, max_len: int, max_chunk: int, next_n: int) -> dict[str, int]:

@@ -55,12 +55,12 @@ class DecodeModule(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         """Logits, [num_tokens, vocab_size]; the tensors are those of ``decode_inputs``."""
-        batch, tables, caches = tensors[:4], tensors[4:8], iter(tensors[8:])
+        batch, tables, dropped, caches = tensors[:4], tensors[4:8], tensors[8], iter(tensors[9:])
         layers = tuple(
             LayerCaches(**{name: next(caches) for name in names}) for names in self._names
         )
         rope = RopeTables(self.window_rope, self.compressed_rope)
-        cache = CacheTensors(PageTables(*tables), rope, layers, self._made_for)
+        cache = CacheTensors(PageTables(*tables), rope, layers, dropped, self._made_for)
         return self.step(StepBatch(*batch), cache)
 
     def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
@@ -78,7 +78,7 @@ class PrefillModule(DecodeModule):
 
 def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
     """What a package of ``export_decode`` or ``export_prefill`` takes: the batch, the page tables,
-    the caches of every layer, in the order that ``input_names`` names them.
+    the counter of dropped tokens, the caches of every layer, in the order of ``input_names``.
 
     Args:
         batch: The step.
@@ -88,14 +88,14 @@ def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
     caches = [
         getattr(layer, name) for layer in cache.tensors.layers for name in _cache_names(layer)
     ]
-    return (*(getattr(batch, name) for name in _BATCH), *tables, *caches)
+    return (*(getattr(batch, name) for name in _BATCH), *tables, cache.tensors.dropped, *caches)
 
 
 def input_names(cache: PagedCache) -> tuple[str, ...]:
     """Names of the inputs of a package, such as "tokens", "tables.swa", "layers.1.indexer"."""
     layers = enumerate(cache.tensors.layers)
     caches = [f"layers.{index}.{name}" for index, layer in layers for name in _cache_names(layer)]
-    return (*_BATCH, *(f"tables.{name}" for name in _TABLES), *caches)
+    return (*_BATCH, *(f"tables.{name}" for name in _TABLES), "dropped", *caches)
 
 
 def _cache_names(layer: LayerCaches) -> tuple[str, ...]:
@@ -126,9 +126,11 @@ def export_decode(
 
     Returns:
         The path. The package takes the tensors of ``decode_inputs`` and returns the logits; it
-        writes the caches in place. Its metadata names its inputs, their dtypes and sizes, the rings
-        of the page tables (entry [row, block] is row * ring + block % ring; pages of a pool are no
-        ring), and what caches have to be made for (``CacheTensors.made_for``): it checks none.
+        writes the caches in place, and adds to "dropped" what it could not store: read that after
+        the last step, or every now and then. Its metadata names its inputs, their dtypes and sizes,
+        the rings of the page tables (entry [row, block] is row * ring + block % ring; pages of a
+        pool are no ring), and what caches have to be made for (``CacheTensors.made_for``): it
+        checks none.
 
     Raises:
         ValueError, TypeError: a model that is not patched, a cache of another model or ``kv``,

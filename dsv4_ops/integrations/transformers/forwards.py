@@ -58,16 +58,24 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
         assert given is not None
         shape = (given.shape[0], given.shape[1])
         with torch.no_grad():
-            step = padded_step(spec, shape, attention_mask, position_ids, past_key_values)
-            ids = None if input_ids is None else input_ids.flatten()
-            embeddings = None if inputs_embeds is None else inputs_embeds.flatten(0, 1)
+            vocab_size, cache = self.config.vocab_size, past_key_values
+            placed = padded_step(
+                spec, shape, input_ids, attention_mask, position_ids, cache, vocab_size
+            )
+            ids, embeddings = placed.take(input_ids), placed.take(inputs_embeds)
             several = bool(shape[1] > 1)  # of a symbolic length a guard
             schedule = "prefill" if several else "decode"
-            tensors = past_key_values.tensors
             hidden = run_layers(
-                self, spec, ids, embeddings, step, tensors, schedule, state_rings=several
+                self,
+                spec,
+                ids,
+                embeddings,
+                placed.step,
+                cache.tensors,
+                schedule,
+                state_rings=several,
             )
-        hidden = hidden.view(*shape, -1)
+            hidden = placed.give_back(hidden, shape)
         trained = differentiated(chain((inputs_embeds,), self.parameters()))
         if trained:
             hidden = without_derivative("PagedCache", hidden, trained)

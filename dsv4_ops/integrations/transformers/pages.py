@@ -77,12 +77,15 @@ class PagePool:
                 "Make the cache with a larger max_len",
             )
         if missing > len(self.free_pages):
-            rule = f"need at most {len(self.free_pages)} more pages, of {self.num_pages}"
-            raise refusal(
-                OutOfPages,
-                op,
-                "num_tokens",
-                rule,
-                missing,
-                "Free a request, or wait for one to end",
-            )
+            advice = "Free a request, or wait for one to end"
+            sizes = (len(self.free_pages), self.num_pages, missing)
+            raise out_of_pages(op, "num_tokens", *sizes, advice)
+
+
+def out_of_pages(
+    op: str, argument: str, free: int, pages: int, missing: int, advice: str
+) -> OutOfPages:
+    """The error for tokens that take more pages than are free."""
+    rule = f"fit into the free pages, {free} of {pages}"
+    found = f"tokens for {missing} more page{'s' if missing > 1 else ''}"
+    return refusal(OutOfPages, op, argument, rule, found, advice)

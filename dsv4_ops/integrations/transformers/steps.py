@@ -20,7 +20,15 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.choice import check_device
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import MAX_REQUESTS, TokenMap
+from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.config import ModelSpec
+from dsv4_ops.integrations.transformers.dropped import (
+    check_batch,
+    count_dropped,
+    in_vocabulary,
+    storable,
+    values_are_free,
+)
 from dsv4_ops.integrations.transformers.modules import check_body, check_modules
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 from dsv4_ops.metadata import BlockTables
@@ -43,14 +51,15 @@ class LayerContext:
 
 @torch.no_grad()
 def decode_step(
-    model: Any, batch: StepBatch, cache: CacheTensors, *, state_rings: bool = True
+    model: Any, batch: StepBatch, cache: CacheTensors | PagedCache, *, state_rings: bool = True
 ) -> Tensor:
     """Logits of every token of a step of few tokens per request: decode, speculative decode.
 
     Args:
         model: A patched ``DeepseekV4ForCausalLM``.
         batch: The tokens, and what they belong to.
-        cache: ``PagedCache.tensors``, with pages reserved for all tokens of ``batch``.
+        cache: A ``PagedCache``, or its ``tensors``, with pages reserved for all tokens of
+            ``batch``.
         state_rings: Whether a request may have more tokens in ``batch`` than the ``next_n`` of the
             cache. False saves launches: with FP8 caches, all that a C4 layer writes is then one.
 
@@ -58,11 +67,17 @@ def decode_step(
         [num_tokens, vocab_size]. Rows of padding tokens are finite and mean nothing.
 
     Mutates: the caches, at the positions of the step. ``batch`` carries the lengths; those of the
-        ``PagedCache`` are neither read nor written.
+        ``PagedCache`` are neither read nor written. ``cache.dropped`` counts tokens that could not
+        be stored: past ``max_len``, on pages that are not reserved, of a request whose row an
+        earlier one has, of more than ``max_chunk`` in the step, or missing between
+        ``query_start_loc`` and ``tokens``. They are taken for padding, and nothing else is written
+        in their place. An id outside the vocabulary counts too, and is read as id 0.
 
     Raises:
         ValueError, TypeError: a model that is not patched, a cache of another ``kv`` or
-            model, tensors of other shapes or dtypes. Nothing is written then.
+            model, tensors of other shapes or dtypes. In an eager call on a CPU also what
+            ``cache.dropped`` counts elsewhere: there values are not read, for a device would have
+            to be waited for (``PagedCache.raise_if_dropped``). Nothing is written then.
         NotImplementedError, RuntimeError: modules that were changed where ops do their work, an
             ``impl`` that the device cannot run. Nothing is written then.
 
@@ -75,15 +90,15 @@ def decode_step(
 
 
 @torch.no_grad()
-def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors) -> Tensor:
+def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors | PagedCache) -> Tensor:
     """Logits of the last token of every request, for steps with whole prompts or chunks of them;
     decodes may be among them.
 
     Args:
         model: A patched ``DeepseekV4ForCausalLM``.
         batch: The tokens, and what they belong to. At most ``max_chunk`` of a request; of more, the
-            earlier ones are taken for padding.
-        cache: ``PagedCache.tensors``, with pages reserved for all tokens of ``batch``.
+            earlier ones are dropped.
+        cache: As for ``decode_step``.
 
     Returns:
         [num_reqs, vocab_size]. Rows of requests without tokens mean nothing.
@@ -96,15 +111,25 @@ def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors) -> Tensor:
     Compile: as ``decode_step``; ``export_prefill`` makes a package for any number of tokens.
     """
     hidden = _run("prefill_step", model, batch, cache, "prefill", True)
-    last = (batch.query_start_loc[1:] - 1).clamp(0, max(hidden.shape[0] - 1, 0))
-    logits: Tensor = model.lm_head(hidden.index_select(0, last))
+    if hidden.shape[0] == 0:
+        last_hidden = hidden.new_zeros(batch.seq_lens.shape[0], hidden.shape[1])
+    else:
+        last = (batch.query_start_loc[1:] - 1).clamp(0, hidden.shape[0] - 1)
+        last_hidden = hidden.index_select(0, last)
+    logits: Tensor = model.lm_head(last_hidden)
     return logits
 
 
 def _run(
-    op: str, model: Any, batch: StepBatch, cache: CacheTensors, schedule: str, state_rings: bool
+    op: str,
+    model: Any,
+    batch: StepBatch,
+    given: CacheTensors | PagedCache,
+    schedule: str,
+    state_rings: bool,
 ) -> Tensor:
     spec = spec_of(op, model)
+    cache = _tensors_of(op, given)
     checks = Checks(op)
     checks.tensor("batch.tokens", batch.tokens, torch.int64, "num_tokens")
     starts = batch.query_start_loc
@@ -114,9 +139,29 @@ def _run(
     check_cache(op, spec, cache)
     check_body(op, model)
     check_modules(op, model.model, cache.tables.swa.device)
-    heads = plan_heads(spec, schedule, batch.tokens.shape[0])
-    step = build_step(spec.layers, *tokens_of(batch, cache), cache, heads)
+    vocab_size, page_tokens = model.config.vocab_size, spec.layers.attention.page_tokens
+    if values_are_free(*vars(batch).values(), cache.tables.compressed):
+        sizes = (page_tokens, most_tokens(spec.layers, cache))
+        check_batch(op, batch, cache, vocab_size, sizes)
+    num_tokens = batch.tokens.shape[0]
+    if num_tokens == 0 or batch.rows.shape[0] == 0:
+        cache.dropped.add_((starts[1:] - starts[:-1]).clamp(min=0).sum())
+        return starts.new_zeros(num_tokens, model.config.hidden_size, dtype=spec.dtype)
+    tokens, ends, wanted = tokens_of(batch, cache)
+    heads = plan_heads(spec, schedule, num_tokens)
+    step = build_step(spec.layers, storable(tokens, cache, page_tokens), ends, cache, heads)
+    stored = (step.positions >= 0) & in_vocabulary(batch.tokens, vocab_size)
+    count_dropped(cache, wanted, stored)
     return run_layers(model.model, spec, batch.tokens, None, step, cache, schedule, state_rings)
+
+
+def _tensors_of(op: str, cache: CacheTensors | PagedCache) -> CacheTensors:
+    if isinstance(cache, PagedCache):
+        return cache.tensors
+    if isinstance(cache, CacheTensors):
+        return cache
+    advice = "Make one with PagedCache.for_model"
+    raise refusal(TypeError, op, "cache", "be a PagedCache", type(cache).__name__, advice)
 
 
 def spec_of(op: str, model: Any) -> ModelSpec:
@@ -163,17 +208,26 @@ def plan_heads(spec: ModelSpec, schedule: str, num_tokens: int) -> int:
     return spec.plan_heads if schedule == "decode" and num_tokens <= MAX_REQUESTS else 0
 
 
-def tokens_of(batch: StepBatch, cache: CacheTensors) -> tuple[TokenMap, Tensor]:
-    """Row of the cache and position of every token, and the tokens of its request after the
-    step."""
+def tokens_of(batch: StepBatch, cache: CacheTensors) -> tuple[TokenMap, Tensor, Tensor]:
+    """Row of the cache and position of every token; the tokens of its request after the step; and
+    the tokens of every request in the step, were all of them there."""
     num_rows = cache.tables.swa.shape[0]
-    found = token_map(batch.query_start_loc, batch.seq_lens, num_tokens=batch.tokens.shape[0])
+    starts, request_rows = batch.query_start_loc, batch.rows
+    # starts that decrease have more tokens than there are places
+    counts = (starts[1:] - starts[:-1]).abs()
+    live = (counts > 0) & (batch.seq_lens > 0) & (request_rows >= 0) & (request_rows < num_rows)
+    index = torch.arange(request_rows.shape[0], dtype=torch.int32, device=starts.device)
+    owner = torch.where(live, request_rows, -1 - index)
+    taken = ((owner[:, None] == owner) & (index[:, None] > index)).any(1)
+    owner = torch.where(taken, -1, owner)
+    found = token_map(starts, batch.seq_lens, num_tokens=batch.tokens.shape[0])
     request = found.req_indices.clamp(min=0)
-    row = batch.rows.index_select(0, request)
-    there = (found.req_indices >= 0) & (row >= 0) & (row < num_rows)
+    row = owner.index_select(0, request)
+    there = (found.req_indices >= 0) & (row >= 0)
     rows = torch.where(there, row, -1)
     positions = torch.where(there, found.positions, -1)
-    return TokenMap(rows, positions), batch.seq_lens.index_select(0, request)
+    ends = batch.seq_lens.index_select(0, request)
+    return TokenMap(rows, positions), ends, torch.where(live, counts, 0)
 
 
 def build_step(
@@ -183,16 +237,15 @@ def build_step(
 
     Args:
         spec: The model's attention configuration.
-        tokens: Row of the cache and position of every token, -1 for padding.
+        tokens: Row of the cache and position of every token, -1 for padding: ``storable`` ones.
         ends: Tokens of the request of every token, those of the step included.
         cache: The caches and their tables.
         heads: From ``plan_heads``.
     """
     tables, window = cache.tables, cache.layers[0].swa
     page = spec.attention.swa_page_size
-    longest = _ring(window, tables.swa, page) - spec.attention.window_size + 1
     if _is_ring(window, tables.swa):
-        late = tokens.positions >= ends - longest
+        late = tokens.positions >= ends - most_tokens(spec, cache)
         tokens = TokenMap(*(torch.where(late, values, -1) for values in tokens))
     slots = compressed_slot_mapping(
         tokens.positions,
@@ -217,6 +270,14 @@ def build_step(
             page = spec.state_page_size(kind)
             groups[kind] = _last_states(getattr(step, kind), tokens, ends, layer.states, page)
     return replace(step, **groups)
+
+
+def most_tokens(spec: LayerSpec, cache: CacheTensors) -> int:
+    """Of a request in one step: at least ``max_chunk``, and what its pages hold beyond."""
+    window, table, page = cache.layers[0].swa, cache.tables.swa, spec.attention.swa_page_size
+    if not _is_ring(window, table):
+        return table.shape[1] * page
+    return _ring(window, table, page) - spec.attention.window_size + 1
 
 
 def _last_states(
@@ -254,7 +315,8 @@ def run_layers(
     Args:
         body: The ``DeepseekV4Model`` of a patched model.
         spec: Its specification.
-        tokens: Token ids, [num_tokens]; those of padding tokens are not read.
+        tokens: Token ids, [num_tokens]; those of padding tokens are not read. Ids outside the
+            vocabulary are read as 0.
         embeddings: [num_tokens, hidden_size], in place of the ids' own.
         step: From ``build_step``.
         cache: The caches.
@@ -262,7 +324,10 @@ def run_layers(
         state_rings: Whether a request may have more tokens in the step than the ``next_n`` of the
             cache: they then write where its rings of states are still read.
     """
-    ids = None if tokens is None else torch.where(step.positions >= 0, tokens, 0)[None]
+    ids = None
+    if tokens is not None:
+        read = (step.positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)
+        ids = torch.where(read, tokens, 0)[None]
     hidden = body.embed_tokens(ids) if embeddings is None else embeddings[None]
     streams = hidden.unsqueeze(2).expand(-1, -1, body.config.hc_mult, -1).contiguous()
     for kind, layer, caches in zip(spec.kinds, body.layers, cache.layers, strict=True):

@@ -18,9 +18,10 @@ class StepBatch:
 
     ``tokens`` int64 [num_tokens]: token ids, request after request; those of padding tokens are not
     read. ``query_start_loc`` int32 [num_reqs + 1]: first token of every request and one past the
-    last. ``seq_lens`` int32 [num_reqs]: tokens of every request, those of the step included; 0
-    marks a padding request. ``rows`` int32 [num_reqs]: row of the cache of every request; no two
-    requests share one. -1, or any row that the cache does not have, makes it a padding request.
+    last; tokens behind that are padding. ``seq_lens`` int32 [num_reqs]: tokens of every request,
+    those of the step included; 0 marks a padding request. ``rows`` int32 [num_reqs]: row of the
+    cache of every request; no two requests share one. -1, or any row that the cache does not have,
+    makes it a padding request.
     """
 
     tokens: Tensor
@@ -60,6 +61,8 @@ class RopeTables:
 class CacheTensors:
     """All tensors of a ``PagedCache`` that a step reads or writes; ``layers`` are written.
 
+    ``dropped`` int64 [1]: steps add the tokens that they could not store
+    (``PagedCache.raise_if_dropped``).
     ``made_for``: what of the model the cache depends on, ``ModelSpec.fingerprint``; a step refuses
     that of another. It is no leaf, but part of the structure: a graph holds it as a constant.
     """
@@ -67,10 +70,11 @@ class CacheTensors:
     tables: PageTables
     rope: RopeTables
     layers: tuple[LayerCaches, ...]
+    dropped: Tensor
     made_for: str
 
 
-_CACHE = ("tables", "rope", "layers")
+_CACHE = ("tables", "rope", "layers", "dropped")
 
 
 def _flatten(cache: CacheTensors) -> tuple[list[Any], str]:
@@ -83,8 +87,8 @@ def _flatten_with_keys(cache: CacheTensors) -> tuple[list[tuple[Any, Any]], str]
 
 
 def _unflatten(values: Iterable[Any], made_for: str) -> CacheTensors:
-    tables, rope, layers = values
-    return CacheTensors(tables, rope, layers, made_for)
+    tables, rope, layers, dropped = values
+    return CacheTensors(tables, rope, layers, dropped, made_for)
 
 
 pytree.register_pytree_node(
