@@ -1,5 +1,6 @@
 # make test  the whole test suite       make lint  formatting, types, import rule       make venv  both need it
 # make demo  stock Hugging Face beside ours on a small DeepSeek-V4, measured here; minutes
+# make figures  README, docs/performance.md and plots, written anew from the rows in benchmarks/
 # make kernels  registers and spills of every kernel, from its sm_90 cubin; fails if any spills
 # make test-gpu PART=1/3  a third of the GPU suite in at most 9 minutes, with the Python that has torch
 # make smoke  the newest torch, Triton and transformers on the CPU: kernels, six ops, a model's step
@@ -27,7 +28,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 # Inductor's pool of compile workers costs more than it saves on small graphs
 export TORCHINDUCTOR_COMPILE_THREADS = 1
 
-.PHONY: test test-gpu smoke demo lint kernels venv
+.PHONY: test test-gpu smoke demo figures lint kernels venv
 
 test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
@@ -42,6 +43,9 @@ smoke: $(NEWEST_STAMP)
 # waiting threads that spin would take the core from the compiler
 demo: $(TEST_STAMP)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m dsv4_ops demo $(DEMO_ARGS)
+
+figures: $(TEST_STAMP)
+	$(BIN)/python -m dsv4_ops.bench.page
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -189,4 +189,4 @@ def test_the_whole_run_has_all_sizes_and_a_panel_per_batch(pretend_cuda):
     rows = [pretend_cuda.measure(case) for case in chosen_cases(CASES, smoke=True) if case.timed]
     panels = indexer_panels(rows, cuda=True)
     assert [panel.title for panel in panels] == ["2 requests", "5 requests"]
-    assert [len(panel.series) for panel in panels] == [3, 3]
+    assert [len(panel.series) for panel in panels] == [2, 2]

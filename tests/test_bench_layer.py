@@ -375,6 +375,8 @@ def test_cases_of_a_run():
     ]  # fmt: skip
     panels = layer_panels(rows, cuda=True)
     assert [panel.title for panel in panels] == [
-        f"{kind}, {heads} heads" for kind in CASES for heads in (64, 128)
+        f"{name}, {heads} heads"
+        for name in ("sliding window", "C4 (4 tokens a row)", "C128 (128 tokens a row)")
+        for heads in (64, 128)
     ]
     assert [x for x, _ in panels[2].series[0].points] == [1, 8, 64, 128]

@@ -11,7 +11,9 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 import transformers
 
 from dsv4_ops.bench import main
+from dsv4_ops.bench.plot import model_panels
 from dsv4_ops.bench.report import Report
+from dsv4_ops.bench.rows import ModelRow
 from dsv4_ops.demo.model import small_model
 from dsv4_ops.integrations import model_bench
 from dsv4_ops.integrations import transformers as v4
@@ -90,7 +92,7 @@ def test_one_row_is_measured(tmp_path):
 
 
 def test_what_does_not_fit_is_said_in_short():
-    row = model_bench.ModelRow(batch=1, context=4, layers=4, weights_gb=1.0)
+    row = ModelRow(batch=1, context=4, layers=4, weights_gb=1.0)
 
     class Full:
         device = torch.device("cpu")
@@ -125,13 +127,13 @@ def test_stage_of_a_kernel(kernel, stage):
 
 def test_panels_leave_out_what_was_not_measured():
     rows = [
-        model_bench.ModelRow(batch=batch, context=4096, layers=4, weights_gb=1.0, step_ms=2.0)
+        ModelRow(batch=batch, context=4096, layers=4, weights_gb=1.0, step_ms=2.0)
         for batch in (8, 1)
     ]
-    (panel,) = model_bench.panels(rows)
+    (panel,) = model_panels(rows)
     assert panel.title == "4k tokens of context"
     assert {series.label: series.points for series in panel.series} == {
-        "patched, one CUDA graph": [(1, 2.0), (8, 2.0)],
+        "ours: patched, compiled, one CUDA graph": [(1, 2.0), (8, 2.0)],
     }
 
 

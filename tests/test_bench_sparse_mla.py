@@ -388,8 +388,9 @@ def test_panels_are_heads_by_keys_with_floor_and_anchor(pretend_cuda):
     rows += [dataclasses.replace(row, heads=128) for row in rows if row.plotted]
     panels = mla_panels(rows, cuda=True)
     assert [panel.title for panel in panels] == ["4 heads, 128+64 keys", "128 heads, 128+64 keys"]
-    labels = ["ours, compiled", "FlashMLA of vLLM 0.22.1", "floor"]
+    labels = ["ours, compiled", "floor: the bytes at copy bandwidth, or the FLOP"]
     assert [line.label for line in panels[1].series] == labels
+    assert panels[1].baseline == "FlashMLA of vLLM 0.22.1"
     assert [x for x, _ in panels[0].series[0].points] == [2, 8]
 
 

@@ -18,10 +18,14 @@ BENCHES = {
     "compressor": "the KV compressor, decode and prefill: beside its floor",
     "model": "a decode step of a whole model: patched, and Hugging Face's own",
     "layer": "an attention layer between its projections, decode: beside its floor and peers",
+    "precision": "logits of every mode of a patched model: beside float32 Hugging Face's",
 }
 """Name of a benchmark, a module with ``add_options`` and ``run``, and what it measures."""
 
-_ELSEWHERE = {"model": "dsv4_ops.integrations.model_bench"}
+_ELSEWHERE = {
+    "model": "dsv4_ops.integrations.model_bench",
+    "precision": "dsv4_ops.demo.precision",
+}
 """Benchmarks that are no module of this package: they need what is above it."""
 
 

@@ -1,287 +1,75 @@
-"""Tables of ``docs/performance.md``, written from the rows of a GPU:
+"""Figures of ``README.md`` and ``docs/performance.md``, written from the stored rows:
 
-    python -m dsv4_ops.bench.page docs/performance.md benchmarks/h200
+    python -m dsv4_ops.bench.page [--check]
 
-replaces what is between ``<!-- table: NAME -->`` and ``<!-- /table -->``, leaves the text around,
-and draws the plots beside the rows, but for that of the model, which ``bench model`` draws.
+replaces what is between ``<!-- table: NAME -->`` and ``<!-- /table -->`` and between
+``<!-- = NAME -->`` and ``<!-- / -->`` (``figures.py``), leaves the text around, and draws every
+plot whose rows are others than those it shows. ``--check`` writes nothing, names what it would
+write, and exits with 1 if there is any.
+
+A file may have rows of several runs: the newest of each point is shown, whatever it says.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from dsv4_ops.bench import plot
+from dsv4_ops.bench.figures import FIGURES
+from dsv4_ops.bench.stored import Row, Stored
+from dsv4_ops.bench.tables import TABLES, Table
 
-Row = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "docs/performance.md")
+_FIGURE = re.compile(r"(<!-- = (\w+) -->)(.*?)(<!-- / -->)", re.S)
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- /table -->)", re.S)
-
-
-@dataclass(frozen=True)
-class Table:
-    """What a table shows.
-
-    Args:
-        file: Name of the JSONL file, without its suffix.
-        columns: Heading and cell of each column.
-        cases: Cases that belong to it; empty for all.
-        chosen: Whether a row of these cases does.
-    """
-
-    file: str
-    columns: Sequence[tuple[str, Callable[[Row], str]]]
-    cases: tuple[str, ...] = ()
-    chosen: Callable[[Row], bool] = bool
-
-    def kept(self, rows: Iterable[Row]) -> list[Row]:
-        """The rows that belong to it."""
-        return [
-            row
-            for row in rows
-            if (not self.cases or row["case"] in self.cases) and self.chosen(row)
-        ]
-
-
-def number(value: float | None) -> str:
-    """Three digits; a dash for nothing."""
-    if value is None:
-        return "-"
-    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
-    return f"{value:.{digits}f}"
-
-
-def percent(value: float | None) -> str:
-    """A share, as it is measured."""
-    return "-" if value is None else f"{number(value)} %" if value < 10 else f"{value:.0f} %"
-
-
-def _of_theirs(row: Row) -> str:
-    theirs = row["anchor_us"]
-    return percent(100 * row["compiled_us"] / theirs if theirs else None)
-
-
-def us(field: str) -> Callable[[Row], str]:
-    """A column of microseconds."""
-    return lambda row: number(row.get(field))
-
-
-def share(field: str) -> Callable[[Row], str]:
-    """A column of percentages."""
-    return lambda row: percent(row.get(field))
-
-
-def _label(row: Row) -> str:
-    return f"{row['shape']}, {row['variant']}" if row.get("variant") else str(row["shape"])
-
-
-def _tried(row: Row) -> str:
-    return f"{row['case']}: {_label(row)}"
-
-
-def _times(row: Row) -> str:
-    """How many times the floor."""
-    return number(row["compiled_us"] / row["floor_us"]) if row.get("floor_us") else "-"
-
-
-def _shape(row: Row) -> str:
-    return f"{row['batch']} x {row['context'] // 1024}k"
-
-
-def _theirs(row: Row) -> str:
-    if row.get("stock_ms") is None:
-        return "out of memory"
-    return f"{number(row['stock_ms'])}, {number(row['stock_busy_ms'])}, {row['stock_kernels']}"
-
-
-def _gathered(row: Row) -> str:
-    if row.get("gathered_rows") is None:
-        return "-"
-    return f"{row['context']}, {row['gathered_rows']}"
-
-
-def _long_prefill(row: Row) -> bool:
-    """Of a step that is mostly prefill, behind the longest prefix."""
-    return int(row["rows"]) >= 512 and "behind" not in (row.get("variant") or "")
-
-
-_ATTENTION = (
-    ("tokens x heads, keys", _label),
-    ("ours, us", us("eager_us")),
-    ("compiled for any size", us("compiled_us")),
-    ("FlashMLA", us("anchor_us")),
-    ("of the floor", share("pct_of_floor")),
-)
-_PREFILL = (
-    *_ATTENTION[:4],
-    ("our kernel over its rows", us("gathered_us")),
-    ("vLLM's gather", us("anchor_gather_us")),
-    ("its indices", us("anchor_combine_us")),
-    ("gather, indices and FlashMLA", us("anchor_whole_us")),
-    ("that over ours", us("whole_times_faster")),
-    ("with our gather in place of vLLM's", us("anchor_our_gather_us")),
-    ("ours with FlashMLA", us("flash_mla_us")),
-    ("vLLM's sequence over that", us("whole_times_flash_mla")),
-    ("context, rows gathered", _gathered),
-    _ATTENTION[4],
-)
-_WAYS = (
-    ("tokens x heads, keys", _label),
-    ("ours, by size, us", us("compiled_us")),
-    ("from the pages", us("pages_us")),
-    ("by a copy", us("copied_us")),
-    ("FlashMLA alone", us("anchor_us")),
-    ("gather, indices and FlashMLA", us("anchor_whole_us")),
-    ("that over ours", us("whole_times_faster")),
-)
-_BESIDE_ONE = (
-    ("that over ours", us("times_faster")),
-    ("of the floor", share("pct_of_floor")),
-)
-_CACHE = (
-    ("rows", _tried),
-    ("ours, us", us("compiled_us")),
-    ("vLLM", us("anchor_us")),
-    ("copy of as many bytes", us("copy_us")),
-    ("of that copy", share("pct_of_copy")),
-    ("of a copy of 256 MiB", share("pct_of_bandwidth")),
-)
-TABLES = {
-    "metadata": Table(
-        "metadata",
-        (
-            ("requests x tokens, context", lambda row: f"{row['requests']} x {row['next_n']}, "
-             f"{row['context']}"),
-            ("ours on the device, us", us("device_us")),
-            ("on the host", us("host_us")),
-            ("vLLM on the device", us("anchor_device_us")),
-            ("on the host", us("anchor_host_us")),
-        ),
-    ),
-    "caches": Table(
-        "kv_cache",
-        _CACHE,
-        ("insert", "gather", "gather_all", "indexer_insert", "indexer_gather", "plain_insert"),
-    ),
-    "indices": Table("kv_cache", _CACHE[:3], ("combine", "mixed", "fused")),
-    "decode": Table("sparse_mla", _ATTENTION, ("decode",)),
-    "other_decode": Table(
-        "sparse_mla",
-        (("kind: tokens x heads, keys", _tried), *_ATTENTION[1:]),
-        ("window", "mtp", "paged", "ragged"),
-    ),
-    "prefill": Table("sparse_mla", _PREFILL, ("prefill",), _long_prefill),
-    "ways": Table("sparse_mla", _WAYS, ("prefill",)),
-    "gathered": Table(
-        "sparse_mla",
-        (
-            ("tokens x heads, keys", _label),
-            ("ours, us", us("compiled_us")),
-            ("FlashMLA", us("anchor_us")),
-            *_BESIDE_ONE,
-        ),
-        ("gathered",),
-    ),
-    "packages": Table(
-        "sparse_mla",
-        (
-            ("form", lambda row: str(row["variant"])),
-            ("tokens x heads, keys", lambda row: str(row["shape"])),
-            ("package, us", us("package_us")),
-            ("compiled for any size", us("compiled_us")),
-            ("eager", us("eager_us")),
-            ("FlashMLA", us("anchor_us")),
-        ),
-        ("packages",),
-    ),
-    "compressor": Table(
-        "compressor",
-        (
-            ("kind: step", _tried),
-            ("us", us("compiled_us")),
-            ("times the floor", _times),
-            ("copy of as many bytes", us("copy_us")),
-        ),
-        chosen=lambda row: row["rows"] >= 128,
-    ),
-    "indexer": Table(
-        "indexer",
-        (
-            ("requests x context", _label),
-            ("ours, us", us("compiled_us")),
-            ("DeepGEMM's logits and `torch.topk`", us("anchor_us")),
-            ("of the floor", share("pct_of_floor")),
-        ),
-        ("select",),
-    ),
-    "logits": Table(
-        "indexer",
-        (
-            ("requests x context", _label),
-            ("ours, us", us("compiled_us")),
-            ("DeepGEMM", us("anchor_us")),
-            *_BESIDE_ONE,
-        ),
-        ("logits",),
-    ),
-    "layer": Table(
-        "layer",
-        (
-            ("kind: model, requests x context", _tried),
-            ("ours, us", us("compiled_us")),
-            ("peers", us("anchor_us")),
-            ("ours of theirs", _of_theirs),
-            ("kernels", lambda row: str(row["kernels"])),
-        ),
-    ),
-    "model": Table(
-        "model",
-        (
-            ("requests x context", _shape),
-            ("theirs: ms, busy, kernels", _theirs),
-            ("theirs, compiled", us("stock_compiled_ms")),
-            ("patched, eager", us("eager_ms")),
-            ("one CUDA graph: ms, busy", lambda row: f"{number(row['step_ms'])}, "
-             f"{number(row['busy_ms'])}"),
-            ("times faster", us("times_faster")),
-            ("kernels per layer", lambda row: f"{row['kernels_per_layer']:.0f}"),
-            ("metadata", share("metadata_pct")),
-            ("of the floor", share("pct_of_floor")),
-        ),
-    ),
-}  # fmt: skip
-"""Every table by the name that the page calls it."""
 
 
 _CALL, _STEP = "microseconds per call", "microseconds per step"
 PLOTS: dict[str, tuple[Callable[..., list[plot.Panel]], str, str]] = {
-    "metadata": (plot.metadata_panels, "Decode metadata of one step", _STEP),
-    "kv_cache": (plot.cache_panels, "Cache ops", _CALL),
-    "sparse_mla": (plot.mla_panels, "Sparse MLA", _CALL),
-    "compressor": (plot.compressor_panels, "KV compressor", _STEP),
-    "indexer": (plot.indexer_panels, "Lightning indexer", _CALL),
-    "layer": (plot.layer_panels, "An attention layer between its projections", _STEP),
-}
+    "metadata": (plot.metadata_panels, "Metadata of a decode step", _STEP),
+    "kv_cache": (plot.cache_panels, "FP8 cache: inserts and gathers", _CALL),
+    "sparse_mla": (plot.mla_panels, "Sparse MLA, decode from an FP8 cache", _CALL),
+    "compressor": (plot.compressor_panels, "KV compressor, one step", _STEP),
+    "indexer": (plot.indexer_panels, "Lightning indexer, decode, top 512", _CALL),
+    "layer": (plot.layer_panels, "Decode step of a layer between its projections", _STEP),
+    "model": (
+        plot.model_panels, "Decode step of 4 layers of DeepSeek-V4-Flash's sizes", "ms per step",
+    ),
+}  # fmt: skip
 """Panels, title and axis of the plot of each file of rows."""
 
 
-def rows_of(folder: Path, file: str) -> list[Row]:
-    """The rows of a benchmark."""
-    return [json.loads(line) for line in (folder / f"{file}.jsonl").read_text().splitlines()]
+@dataclass(frozen=True)
+class Plot:
+    """What a plot shows."""
+
+    panels: Sequence[plot.Panel]
+    title: str
+    ylabel: str
+
+    @property
+    def digest(self) -> str:
+        """A hash of it."""
+        return plot.digest_of(self.panels, title=self.title, ylabel=self.ylabel)
 
 
-def draw(folder: Path) -> None:
-    """Every plot, from the rows that measured something."""
-    for file, (panels, title, axis) in PLOTS.items():
-        rows = rows_of(folder, file)
+def plots(stored: Stored) -> dict[str, Plot]:
+    """Every plot, from the rows that measured something, by its name."""
+    found = {}
+    for file, (panels, title, ylabel) in PLOTS.items():
+        rows = stored.rows(file)
         measured = [SimpleNamespace(**row) for row in rows if row.get("error") is None]
-        drawn, named = panels(measured, cuda=True), f"{title} · {rows[0]['device']}"
-        plot.try_plot(drawn, folder / f"{file}.png", title=named, ylabel=axis)
+        devices = ", ".join(dict.fromkeys(str(row["device"]) for row in rows))
+        only = {} if file == "model" else {"cuda": True}
+        found[file] = Plot(panels(measured, **only), f"{title} · {devices}", ylabel)
+    return found
 
 
 def markdown(table: Table, rows: Iterable[Row]) -> str:
@@ -297,7 +85,7 @@ def markdown(table: Table, rows: Iterable[Row]) -> str:
     lines = ["| " + " | ".join(name for name, _ in shown) + " |"]
     lines.append("| --- " * len(shown) + "|")
     lines += ["| " + " | ".join(cells) + " |" for cells in zip(*(c for _, c in shown), strict=True)]
-    return "\n".join([*lines, "", *_origins(kept), ""])
+    return "\n".join([*lines, *(["", *_origins(kept)] if table.origins else []), ""])
 
 
 def _origins(rows: Sequence[Row]) -> list[str]:
@@ -305,6 +93,8 @@ def _origins(rows: Sequence[Row]) -> list[str]:
     found: dict[tuple[str, ...], int] = {}
     for row in rows:
         versions = f"{row['device']}, torch {row['torch']}, triton {row['triton']}"
+        if row.get("transformers"):
+            versions += f", transformers {row['transformers']}"
         key = (versions, row["date"][:10], row["sources"], row["command"])
         found[key] = found.get(key, 0) + 1
     return [
@@ -313,9 +103,9 @@ def _origins(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def page(text: str, folder: Path) -> str:
-    """``text`` with its tables written anew from the rows in ``folder``. One that shows nothing yet
-    may stay so until it has rows."""
+def page(text: str, stored: Stored) -> str:
+    """``text`` with its tables and figures written anew from the stored rows. A table that shows
+    nothing yet may stay so until it has rows."""
 
     def table(found: re.Match[str]) -> str:
         if found[2] not in TABLES:
@@ -324,13 +114,55 @@ def page(text: str, folder: Path) -> str:
                 "Correct the name in the page."
             )
         chosen, opened, shown, closed = TABLES[found[2]], found[1], found[3], found[4]
-        kept = chosen.kept(rows_of(folder, chosen.file))
+        kept = chosen.kept(stored.rows(chosen.file))
         return opened + (markdown(chosen, kept) if kept or shown else "") + closed
 
-    return _MARKED.sub(table, text)
+    def figure(found: re.Match[str]) -> str:
+        if found[2] not in FIGURES:
+            raise ValueError(
+                f"page: figure must be one of {', '.join(FIGURES)}, got {found[2]!r}. "
+                "Correct the name in the page."
+            )
+        return found[1] + FIGURES[found[2]](stored) + found[4]
+
+    return _FIGURE.sub(figure, _MARKED.sub(table, text))
+
+
+def stale(root: Path = ROOT) -> list[Path]:
+    """Pages and plots that do not show the stored rows."""
+    stored = Stored(root / "benchmarks")
+    pages = [root / name for name in PAGES]
+    found = [path for path in pages if page(path.read_text(), stored) != path.read_text()]
+    drawn = {stored.path(file).with_suffix(".png"): shown for file, shown in plots(stored).items()}
+    return found + [path for path, shown in drawn.items() if plot.shown_by(path) != shown.digest]
+
+
+def write(root: Path = ROOT) -> list[Path]:
+    """Write and draw what is stale, and return it.
+
+    Raises:
+        ImportError: A plot is stale and matplotlib is missing.
+    """
+    stored, found = Stored(root / "benchmarks"), stale(root)
+    shown = plots(stored)
+    for path in found:
+        if path.suffix == ".md":
+            path.write_text(page(path.read_text(), stored))
+        else:
+            drawn = shown[path.stem]
+            plot.plot(drawn.panels, path, title=drawn.title, ylabel=drawn.ylabel)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write what is stale, or name it and exit with 1 (``--check``)."""
+    parser = argparse.ArgumentParser(prog="python -m dsv4_ops.bench.page", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if it would")
+    check = parser.parse_args(argv).check
+    for path in (found := stale() if check else write()):
+        print(f"{'stale' if check else 'written'}: {path.relative_to(ROOT)}")
+    return 1 if check and found else 0
 
 
 if __name__ == "__main__":
-    target, rows = map(Path, sys.argv[1:3])
-    target.write_text(page(target.read_text(), rows))
-    draw(rows)
+    sys.exit(main())

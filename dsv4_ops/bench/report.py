@@ -32,6 +32,7 @@ def stamp(device: torch.device, command: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "triton": _version("triton"),
+        "transformers": _version("transformers"),
         "python": platform.python_version(),
         "dsv4_ops": __version__,
         "commit": _commit(),

@@ -188,6 +188,41 @@ class LayerRow(ComputeRow):
     anchor_stages: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(kw_only=True)
+class ModelRow:
+    """A decode step of one token per request. ``*_ms`` are times between a call and the next with
+    the device never idle on purpose, ``busy_ms`` the sum of what ran on the device. ``floor_ms``
+    is the time to read all weights but the embeddings. ``metadata_us`` is what all layers share of
+    a step, in a graph of its own; ``times_faster`` compares with ``stock_ms``."""
+
+    batch: int
+    context: int
+    layers: int
+    weights_gb: float
+    stock_ms: float | None = None
+    stock_busy_ms: float | None = None
+    stock_kernels: int | None = None
+    stock_error: str | None = None
+    stock_compiled_ms: float | None = None
+    eager_ms: float | None = None
+    step_ms: float | None = None
+    busy_ms: float | None = None
+    kernels: int | None = None
+    kernels_per_layer: float | None = None
+    times_faster: float | None = None
+    metadata_us: float | None = None
+    metadata_pct: float | None = None
+    floor_ms: float | None = None
+    pct_of_floor: float | None = None
+    compile_s: float | None = None
+    max_diff: float | None = None
+    error: str | None = None
+    stages: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.context} tokens"
+
+
 _CASE = ("case", "shape", "variant")
 _TIMES = ("compiled_us", "eager_us", "anchor_us", "times_faster")
 _HOST = ("kernels", "host_us", "anchor_host_us")

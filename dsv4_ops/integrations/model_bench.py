@@ -6,15 +6,15 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dsv4_ops.bench import report
 from dsv4_ops.bench.options import chosen_device, sizes
-from dsv4_ops.bench.plot import Panel, Series, try_plot
+from dsv4_ops.bench.plot import model_panels, try_plot
 from dsv4_ops.bench.report import Report, one_line, stamp
+from dsv4_ops.bench.rows import ModelRow
 from dsv4_ops.bench.timing import device_activities, summary
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 
@@ -23,41 +23,6 @@ _POINTS = dict.fromkeys((1, 8, 32, 128), _CONTEXTS)
 _BYTES_PER_US = 4.3e6
 _STEPS, _WARM = 30, 4
 _STOCK_STEPS = 5
-
-
-@dataclass(kw_only=True)
-class ModelRow:
-    """A decode step of one token per request. ``*_ms`` are times between a call and the next with
-    the device never idle on purpose, ``busy_ms`` the sum of what ran on the device. ``floor_ms``
-    is the time to read all weights but the embeddings. ``metadata_us`` is what all layers share of
-    a step, in a graph of its own; ``times_faster`` compares with ``stock_ms``."""
-
-    batch: int
-    context: int
-    layers: int
-    weights_gb: float
-    stock_ms: float | None = None
-    stock_busy_ms: float | None = None
-    stock_kernels: int | None = None
-    stock_error: str | None = None
-    stock_compiled_ms: float | None = None
-    eager_ms: float | None = None
-    step_ms: float | None = None
-    busy_ms: float | None = None
-    kernels: int | None = None
-    kernels_per_layer: float | None = None
-    times_faster: float | None = None
-    metadata_us: float | None = None
-    metadata_pct: float | None = None
-    floor_ms: float | None = None
-    pct_of_floor: float | None = None
-    compile_s: float | None = None
-    max_diff: float | None = None
-    error: str | None = None
-    stages: dict[str, float] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"{self.batch} x {self.context} tokens"
 
 
 COLUMNS = (
@@ -121,28 +86,7 @@ def run(options: argparse.Namespace) -> None:
     output.write_text(report.text(title, output, *parts))
     if not options.no_plot:
         title = f"Decode step of 4 layers · {output.stamp['device']}"
-        try_plot(panels(output.rows), output.path(".png"), title=title, ylabel="ms per step")
-
-
-def panels(rows: Sequence[ModelRow]) -> list[Panel]:
-    """Steps against requests, a panel per context."""
-    lines = (
-        ("Hugging Face, eager", "#c8553d", "-", "stock_ms"),
-        ("patched, eager", "#0b6e99", ":", "eager_ms"),
-        ("patched, one CUDA graph", "#0b6e99", "-", "step_ms"),
-        ("reading all weights", "#7a7a7a", "--", "floor_ms"),
-    )
-    found = []
-    for context in sorted({row.context for row in rows}):
-        chosen = sorted((row for row in rows if row.context == context), key=lambda row: row.batch)
-        series = []
-        for label, color, line, name in lines:
-            measured = [(row.batch, getattr(row, name)) for row in chosen]
-            points = [(batch, ms) for batch, ms in measured if ms is not None]
-            if points:
-                series.append(Series(label, color, line, points))
-        found.append(Panel(f"{context // 1024}k tokens of context", "requests", series))
-    return found
+        try_plot(model_panels(output.rows), output.path(".png"), title=title, ylabel="ms per step")
 
 
 def _row(model: Any, batch: int, context: int) -> ModelRow:
