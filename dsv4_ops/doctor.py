@@ -20,7 +20,7 @@ from typing import Any
 Section = dict[str, Any]
 Problems = list[str]
 
-SUPPORTED_TORCH = ((2, 11), (2, 14))
+SUPPORTED_TORCH = ((2, 11), (2, 16))
 """First supported and first unsupported version of torch; pyproject.toml says the same."""
 
 _SELFTEST_SECONDS = 300

@@ -29,8 +29,8 @@ class Stages:
         self.watch("hyper-connections and norms", body.hc_head, *body.layers)
         for layer in body.layers:
             self.watch("attention ops", layer.self_attn)
-            own = [m for m in layer.self_attn.modules() if not [*m.children()]]
-            self.watch("projections of attention", *own)
+            named = layer.self_attn.named_modules()
+            self.watch("projections of attention", *(m for name, m in named if projects(name, m)))
             self.watch("experts and routers", layer.mlp)
 
     def watch(self, stage: str, *modules: nn.Module) -> None:
@@ -60,6 +60,15 @@ class Stages:
         if self.open:
             self.seconds[self.open[-1][0]] += now - self.last
         self.last = now
+
+
+def projects(name: str, module: nn.Module) -> bool:
+    """Whether a step calls it as a module; the compressors' projections are float32 unless they
+    have hooks, and other norms are part of an op."""
+    if name in ("q_a_norm", "kv_norm"):
+        return True
+    of_compressor = "compressor" in name and name.endswith(("kv_proj", "gate_proj"))
+    return isinstance(module, nn.Linear) and not of_compressor
 
 
 def name_kernels() -> None:

@@ -20,6 +20,7 @@ STAMP = {
     "threads",
     "torch",
     "triton",
+    "transformers",
     "python",
     "dsv4_ops",
     "commit",

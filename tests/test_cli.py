@@ -274,13 +274,13 @@ def test_doctor_finds_an_overwritten_cache_key_tag():
     assert any("lacks 'dsv4_ops=" in text for text in report["problems"])
 
 
-@pytest.mark.parametrize("version", ["2.10.1", "2.14.0a0+git123", "3.0"])
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0a0+git123", "3.0"])
 def test_doctor_refuses_a_torch_out_of_range(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", version)
     problems = []
     assert doctor._torch(problems)["in range"] is False
     assert version in problems[0]
-    assert 'pip install "torch>=2.11,<2.14"' in problems[0]
+    assert 'pip install "torch>=2.11,<2.16"' in problems[0]
 
 
 def test_the_supported_range_is_that_of_pyproject():

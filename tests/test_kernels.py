@@ -98,10 +98,10 @@ def test_kernels_prints_a_table(capsys, monkeypatch):
     from dsv4_ops.kernels import report
 
     made = report.KernelReport("op", "some_kernel", 4, 32, 0, 128)
-    monkeypatch.setattr(report, "report", lambda capability: [made])
+    monkeypatch.setattr(report, "report", lambda capability, progress: [made])
     assert main(["kernels"]) == 0
     assert "some_kernel" in capsys.readouterr().out
     spilling = report.KernelReport("op", "other_kernel", 4, 255, 16, 128)
-    monkeypatch.setattr(report, "report", lambda capability: [made, spilling])
+    monkeypatch.setattr(report, "report", lambda capability, progress: [made, spilling])
     assert main(["kernels", "--capability", "80"]) == 1
     assert "spilled in other_kernel" in capsys.readouterr().err

@@ -127,8 +127,8 @@ def test_invalid_tokens_are_padding_by_hand():
 
 def plan_behind(num_decodes):
     """Of two decodes of 96 and 8 rows, prefills of 40, 24 and 80 rows with 10, 4 and 20 queries,
-    and a padding request; a workspace of 64 rows, 800 logits."""
-    spec = AttentionSpec(indexer_workspace=64, max_logits_bytes=3200)
+    and a padding request; a workspace of 96 rows, 800 logits."""
+    spec = AttentionSpec(max_model_len=384, indexer_workspace=96, max_logits_bytes=3200)
     starts, lens = i32([0, 1, 2, 12, 16, 36, 36]), i32([384, 33, 163, 96, 320, 0])
     table = torch.zeros(6, 8, dtype=torch.int32)
     batch = (starts, lens, torch.full((36,), -1), BlockTables(table, table, table))
@@ -138,7 +138,7 @@ def plan_behind(num_decodes):
 def test_a_chunk_plan_leaves_out_the_decodes_by_hand():
     """Requests 2 and 3 are 40 + 24 = 64 rows and 14 queries, 896 logits of 800: apart. Request 4,
     of 80 rows, is cut into pieces of 800 // 80 = 10 queries. In front of it all decodes: 96 rows
-    are too many for one chunk with anything, 8 + 40 rows and 11 queries are 528 logits."""
+    fill a chunk, 8 + 40 rows and 11 queries are 528 logits."""
     prefills = [[2, 3, 0, 10], [3, 4, 0, 4], [4, 5, 0, 10], [4, 5, 10, 20]]
     split = split_decodes_and_prefills(i32([0, 1, 2, 12, 16, 36, 36]), decode_threshold=1)
     assert split.tolist() == [2, 4, 2, 34]
@@ -160,7 +160,7 @@ def test_a_chunk_plan_leaves_out_the_decodes_by_hand():
 def test_decodes_known_to_the_host_and_to_the_device_give_one_plan(num_decodes):
     for seed in range(30):
         inputs = random_inputs(seed, num_reqs=6, num_tokens=90, max_query=40)
-        spec = dataclasses.replace(SPEC, indexer_workspace=700, max_logits_bytes=4 * 9000)
+        spec = dataclasses.replace(SPEC, indexer_workspace=1024, max_logits_bytes=4 * 9000)
         host, device = (
             build_prefill_metadata(
                 spec, *inputs[:3], tables_of(inputs), max_chunks=MAX_CHUNKS, num_decodes=number

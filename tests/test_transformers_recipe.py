@@ -316,7 +316,7 @@ def test_drift_of_attention_layers(dtype, kv, precision, budget, record_property
     model = v4.patch(small_model(dtype=BF16, **FORCED).to(dtype), kv=kv, precision=precision)
     cache = new_cache(model, max_batch=2, max_len=64)
     spec = model.dsv4_ops_spec
-    step = padded_step(spec, (2, LENGTH), None, None, cache)
+    step = padded_step(spec, (2, LENGTH), None, None, None, cache, 0).step
 
     def their_cache(of):
         return simulated_cache(of) if simulated else transformers.DynamicCache(config=of.config)
@@ -361,7 +361,7 @@ def test_stored_keys_are_the_official_recipes():
     truth()(ids(), past_key_values=simulated_cache(truth(), written))
     model = v4.patch(small_model(dtype=BF16, **FORCED).float(), kv="fp8", precision="serve")
     cache = new_cache(model, max_batch=2, max_len=64)
-    step = padded_step(model.dsv4_ops_spec, (2, LENGTH), None, None, cache)
+    step = padded_step(model.dsv4_ops_spec, (2, LENGTH), None, None, None, cache, 0).step
     tables, inputs = cache.tensors.tables, attentions(truth(), simulated_cache(truth()))
     for index, kind in enumerate(model.dsv4_ops_spec.kinds):
         caches, rope = cache.tensors.layers[index], cache.tensors.rope.of(kind)

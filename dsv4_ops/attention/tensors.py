@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -105,7 +105,9 @@ def without_gradients(function: Callable[_P, _R]) -> Callable[_P, _R]:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         held = [each for each in (*args, *kwargs.values()) if isinstance(each, _CLASSES)]
-        tied = differentiated([tensor for each in held for tensor in vars(each).values()])
+        # by name: Dynamo of torch 2.11 does not trace vars() of a frozen dataclass
+        names = [(each, field.name) for each in held for field in fields(each)]
+        tied = differentiated([getattr(each, name) for each, name in names])
         if not tied:
             return function(*args, **kwargs)
         with torch.no_grad():
