@@ -146,12 +146,13 @@ def test_reference_is_within_the_budget_of_float64(name):
 
 @each_op
 def test_compiled_equals_the_reference(name):
-    """One graph, nothing opaque, no recompile over drawn batches of any size; of functional forms
-    fewer, which are the same code behind a copy."""
+    """One graph, nothing opaque, no recompile over drawn batches of any size."""
+    twin = name.endswith("_functional") and name != "quantize_and_insert_k_cache_functional"
+    if twin and not NIGHTLY:
+        pytest.skip("a copy and the code of its op, as the twin that runs shows; nightly runs all")
     compiled = contract.CompiledOp(OPS[name])
     compiled.check_cases()
-    share = 4 if name.endswith("_functional") and not NIGHTLY else 1
-    compiled.fuzz(EXAMPLES // share, derandomize=not NIGHTLY)
+    compiled.fuzz(EXAMPLES, derandomize=not NIGHTLY)
 
 
 @pytest.mark.parametrize("name", ["compressed_slot_mapping", "swa_indices_and_lens", "token_map"])

@@ -57,8 +57,12 @@ def _missing(*_: Any, **__: Any) -> Any:
 
 def class_of(module: Any) -> str | None:
     """Class of Hugging Face's DeepSeek-V4 whose forward a module's class has, or None."""
-    forward = type(module).forward
-    return str(forward.__qualname__).split(".")[0] if forward.__module__ == _CODE else None
+    kind, forward = type(module), type(module).forward
+    if forward.__module__ == _CODE:
+        return str(forward.__qualname__).split(".")[0]
+    # what Dynamo of torch 2.15 makes of a forward under @torch.no_grad()
+    decorated = forward.__module__ == "torch.utils._contextlib"
+    return kind.__name__ if decorated and kind.__module__ == _CODE else None
 
 
 def own_forward(module: Any) -> Any:
