@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.choice import check_impl
-from dsv4_ops.core.ints import INT64_MAX
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OpSpec, define_op
 from dsv4_ops.core.types import SparseMla
@@ -144,8 +143,12 @@ def sparse_mla_prefill(
     """
     checks = check_queries("sparse_mla_prefill", q, layout)
     checks.above(0, softmax_scale=softmax_scale)
-    checks.at_least(1, most=INT64_MAX, window_size=window_size)  # wider than the table: all of it
-    checks.at_least(1, compress_ratio=compress_ratio, extra_block_size=extra_block_size)
+    checks.at_least(
+        1,
+        window_size=window_size,
+        compress_ratio=compress_ratio,
+        extra_block_size=extra_block_size,
+    )
     check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
     checks.tensor("positions", positions, torch.int64, "num_tokens")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
