@@ -14,6 +14,8 @@ from hf_models import LENGTH, REQUESTS, Engine, expected, new_cache, reference, 
 from dsv4_ops.demo.model import small_model
 from dsv4_ops.integrations import transformers as v4
 
+NEWEST = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
 STEPS, BUDGET = 200, 6
 
 
@@ -60,6 +62,7 @@ def test_one_graph_over_200_steps_of_a_changing_batch():
 
 
 @pytest.mark.smoke
+@pytest.mark.skipif(not NEWEST, reason="test_examples.py compiles one on the other stacks")
 def test_a_decode_step_of_the_newest_stack():
     """Inductor's code of a whole step, all kinds of layers in it, and Hugging Face's logits."""
     model, cache, tokens = reference(), new_cache(), text()
