@@ -140,8 +140,8 @@ def _run(
     check_body(op, model)
     check_modules(op, model.model, cache.tables.swa.device)
     vocab_size, page_tokens = model.config.vocab_size, spec.layers.attention.page_tokens
-    given = (batch.tokens, starts, batch.seq_lens, batch.rows)
-    if values_are_free(*given, cache.tables.compressed):
+    of_batch = (batch.tokens, starts, batch.seq_lens, batch.rows)
+    if values_are_free(*of_batch, cache.tables.compressed):
         sizes = (page_tokens, most_tokens(spec.layers, cache))
         check_batch(op, batch, cache, vocab_size, sizes)
     num_tokens = batch.tokens.shape[0]
