@@ -31,6 +31,12 @@ def expected() -> Tensor:
 
 
 @lru_cache
+def stock() -> Any:
+    """The small model as Hugging Face has it."""
+    return small_model()
+
+
+@lru_cache
 def reference() -> Any:
     """The patched model that follows Hugging Face."""
     return v4.patch(small_model(), kv="fp32", precision="reference")

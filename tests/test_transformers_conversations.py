@@ -1,7 +1,6 @@
 """Conversations through ``generate`` on one cache, batches of any padding against each request
 alone, and what of them is refused."""
 
-from functools import lru_cache
 from pathlib import Path
 from random import Random
 
@@ -13,9 +12,8 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
 import transformers
-from hf_models import new_cache, reference
+from hf_models import new_cache, reference, stock
 
-from dsv4_ops.demo.model import small_model
 from dsv4_ops.demo.text import PAD
 from dsv4_ops.integrations import memory
 from dsv4_ops.integrations import transformers as v4
@@ -28,11 +26,6 @@ RECORD = {"output_logits": True, "return_dict_in_generate": True, "do_sample": F
 def _no_grad():
     with torch.no_grad():
         yield
-
-
-@lru_cache
-def stock():
-    return small_model()
 
 
 class Conversation:

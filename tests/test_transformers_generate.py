@@ -13,7 +13,7 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 
 import transformers
 from helpers import Called
-from hf_models import new_cache, reference, text
+from hf_models import new_cache, reference, stock, text
 
 from dsv4_ops.demo.model import small_model
 from dsv4_ops.demo.text import PAD
@@ -27,11 +27,6 @@ GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_
 def _no_grad():
     with torch.no_grad():
         yield
-
-
-@lru_cache
-def stock():
-    return small_model()
 
 
 def ids():

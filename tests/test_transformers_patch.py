@@ -2,7 +2,6 @@
 calls without a ``PagedCache``. Calls with one are in ``test_transformers_calls.py``."""
 
 from copy import deepcopy
-from functools import lru_cache
 from types import MethodType
 
 import pytest
@@ -12,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
 import transformers
-from hf_models import expected, new_cache, text
+from hf_models import expected, new_cache, stock, text
 
 from dsv4_ops.demo.model import small_config, small_model
 from dsv4_ops.integrations import transformers as v4
@@ -33,11 +32,6 @@ def ids(rows=2):
 
 def cache_of(model=None, **sizes):
     return new_cache(model, **{"max_batch": 2, "max_len": 64, **sizes})
-
-
-@lru_cache
-def stock():
-    return small_model()
 
 
 def patched(**settings):
