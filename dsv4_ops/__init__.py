@@ -60,6 +60,7 @@ from dsv4_ops.ops.kv_cache import (
     quantize_and_insert_k_cache,
     quantize_and_insert_k_cache_functional,
 )
+from dsv4_ops.ops.mla_metadata import flash_mla_metadata
 from dsv4_ops.ops.mla_plan import sparse_mla_plan
 from dsv4_ops.ops.mla_prefill import sparse_mla_prefill
 from dsv4_ops.ops.pack import pack_seq, unpack_seq
@@ -110,6 +111,7 @@ __all__ = [
     "dense_compressed_indices",
     "dequantize_and_gather_k_cache",
     "expand_block_table",
+    "flash_mla_metadata",
     "flatten_decode",
     "gather_indexer_k",
     "gather_k_cache",

@@ -35,6 +35,7 @@ __all__ = [
     "FlashMlaPlan",
     "choice_of",
     "deep_gemm_num_sms",
+    "flash_mla_num_sm_parts",
     "flash_mla_plan",
 ]
 
@@ -52,12 +53,12 @@ def flash_mla_plan(
     """How FlashMLA shares the keys of a decode among programs, for every call of these sizes.
 
     Without it FlashMLA plans in every call, which took 15 to 70 microseconds on an H200. Its own
-    plans are right for one set of lengths only, and wrong without a word for another. This one is
-    made for full lists: it depends on no tensor's values, so it never gets stale, and a call of
-    other sizes raises. Make it once per size of batch, outside of compiled code, and pass it to
-    ``sparse_mla_decode`` of all layers and steps; for ``sparse_mla_decode_paged`` ``extra_width``
-    is max_blocks * extra_block_size. It costs time where lists are much shorter than their width:
-    FlashMLA then looks at every entry.
+    plans, which ``dsv4_ops.flash_mla_metadata`` makes too, are right for one set of lengths only,
+    and wrong without a word for another. This one is made for full lists: it depends on no tensor's
+    values, so it never gets stale, and a call of other sizes raises. Make it once per size of
+    batch, outside of compiled code, and pass it to ``sparse_mla_decode`` of all layers and steps;
+    for ``sparse_mla_decode_paged`` ``extra_width`` is max_blocks * extra_block_size. It costs time
+    where lists are much shorter than their width: FlashMLA then looks at every entry.
 
     Args:
         num_tokens: Tokens of the batch, 1 to 8192.
@@ -78,16 +79,41 @@ def flash_mla_plan(
     if num_tokens > FLASH_MLA_TOKENS:
         rule = f"be at most {FLASH_MLA_TOKENS}"
         raise refusal(ValueError, _OP, "num_tokens", rule, num_tokens, "Split the batch")
-    if num_heads not in FLASH_MLA_HEADS:
-        raise refusal(
-            ValueError, _OP, "num_heads", "be 64 or 128", num_heads, "FlashMLA takes no other"
-        )
+    _check_heads(_OP, num_heads)
     require(_OP, FLASH_MLA)
     adapter = importlib.import_module("dsv4_ops.kernels.flash_mla")
     made: FlashMlaPlan = adapter.plan_for(
         num_tokens, num_heads, swa_width, extra_width, torch.device(device)
     )
     return made
+
+
+def flash_mla_num_sm_parts(num_heads: int, device: torch.device | str = "cuda") -> int:
+    """Parts that FlashMLA cuts a decode of one query per token into, which ``flash_mla_metadata``
+    is made for.
+
+    Loads the library: ask once, outside of compiled code.
+
+    Args:
+        num_heads: Heads of the queries, 64 or 128.
+        device: The GPU that the decode runs on.
+
+    Raises:
+        ValueError: another number of heads.
+        ImportError, RuntimeError: FlashMLA does not run here, and why.
+    """
+    op = "flash_mla_num_sm_parts"
+    _check_heads(op, num_heads)
+    require(op, FLASH_MLA)
+    adapter = importlib.import_module("dsv4_ops.kernels.flash_mla")
+    found: int = adapter.num_sm_parts(torch.device(device), num_heads)
+    return found
+
+
+def _check_heads(op: str, num_heads: int) -> None:
+    if num_heads not in FLASH_MLA_HEADS:
+        advice = "FlashMLA takes no other"
+        raise refusal(ValueError, op, "num_heads", "be 64 or 128", num_heads, advice)
 
 
 def deep_gemm_num_sms() -> int:

@@ -1,9 +1,10 @@
-"""Rows of ``error_rows.TABLE`` for DeepGEMM's schedule and for lengths on ranks."""
+"""Rows of ``error_rows.TABLE`` for the schedules of libraries and for lengths on ranks."""
 
 from collections.abc import Iterator
 
 import torch
 from error_rows_cache import Entry
+from error_rows_mla import LENS
 from error_rows_valid import NUMBERS, OWN, Valid
 from helpers import i32
 
@@ -11,9 +12,10 @@ OWN |= {
     "cp_seq_lens": {
         "seq_lens": Valid(i32([9, 7, 4]), "[num_seqs]"),
         "cp_rank": Valid(i32([1]), "[1]"),
-    }
+    },
+    "flash_mla_metadata": {"swa_lens": LENS, "extra_lens": LENS},
 }
-NUMBERS |= {"num_sms": 132}
+NUMBERS |= {"num_sms": 132, "num_sm_parts": 66, "swa_width": 128, "extra_width": 512}
 
 
 def divisor_rows() -> Iterator[Entry]:
@@ -28,6 +30,14 @@ def divisor_rows() -> Iterator[Entry]:
 
 
 SCHEDULE_TABLE: dict[str, list[Entry]] = {
+    "flash_mla_metadata": [
+        (
+            "a width of no list",
+            {"extra_lens": None},
+            ValueError,
+            "extra_width must be 0 without extra_lens, got 512. Pass both or neither.",
+        ),
+    ],
     "cp_seq_lens": [
         (
             "a rank for every sequence",

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import oracles_plan as oracle
 import torch
 from torch import Tensor
 
@@ -23,6 +24,8 @@ PREFILL = (
 )
 PARTS = 3
 calls: list[str] = []
+plans: list[int] = []
+"""Tokens of the calls that it planned itself."""
 
 
 def require(fact: bool, what: str) -> None:
@@ -65,15 +68,16 @@ def attended(
     return out.to(q.dtype), logits.amax(-1), lse
 
 
-def planned(b: int, heads: int, *lists: tuple[Tensor, Tensor | None] | None) -> Tensor:
-    """A plan that remembers what it was made of."""
-    told = [b, heads]
-    for pair in lists:
-        slots, lens = pair if pair is not None else (None, None)
-        width = 0 if slots is None else slots.shape[2]
-        told += [width, width * b if lens is None else int(lens.sum()) if lens is not None else 0]
-    row = torch.tensor([*told, 0, 0], dtype=torch.int32)
-    return row.expand(PARTS, 8).contiguous()
+def planned(b: int, *lists: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Its plan of these lists, which is wrong for all others."""
+    widths = [slots.shape[2] for slots, _ in lists] + [0]
+    lens = [
+        [width] * b if counts is None else counts.tolist()
+        for width, (_, counts) in zip(widths, lists, strict=False)
+    ]
+    sizes = {"swa_width": widths[0], "extra_width": widths[1], "num_sm_parts": PARTS}
+    rows = torch.tensor(oracle.flash_mla_metadata(*lens, **sizes), dtype=torch.int32)
+    return rows[:PARTS].contiguous(), rows[PARTS:].flatten()[: b + 1].contiguous()
 
 
 def decode(
@@ -88,12 +92,14 @@ def decode(
     require(heads in (64, 128) and q.dtype == torch.bfloat16, "the heads")
     require(sink is None or sink.is_contiguous(), "the sink")
     pairs = [(indices, lens)] + ([] if extra_kv is None else [(extra_indices, extra_lens)])
-    wanted = planned(b, heads, *pairs, *[None] * (2 - len(pairs)))
+    wanted = planned(b, *pairs)
     if schedule is None:
-        schedule, splits = wanted, torch.arange(b + 1, dtype=torch.int32)
+        plans.append(b)
+        schedule, splits = wanted
     require(schedule.is_contiguous() and splits.is_contiguous(), "a plan with gaps")
     require(schedule.shape == (PARTS, 8) and splits.shape == (b + 1,), "a plan of other sizes")
-    require(torch.equal(schedule, wanted), "a stale plan")
+    same = torch.equal(schedule, wanted[0]) and torch.equal(splits, wanted[1])
+    require(same, "a stale plan")
     keys, counts = keys_of(kv, indices, lens)
     if extra_kv is not None:
         more, some = keys_of(extra_kv, extra_indices, extra_lens)

@@ -1,5 +1,5 @@
-"""The plan of sparse MLA, DeepGEMM's schedule and lengths on ranks once more in plain Python
-integers: what the docstrings say."""
+"""The plan of sparse MLA, the schedules of DeepGEMM and FlashMLA and lengths on ranks once more in
+plain Python integers: what the docstrings say."""
 
 from collections.abc import Sequence
 
@@ -108,3 +108,40 @@ def cp_seq_lens(
     if cp_rank is not None:
         return [owned(length, cp_rank[0]) for length in seq_lens]
     return [[owned(length, rank) for rank in range(cp_world_size)] for length in seq_lens]
+
+
+def flash_mla_metadata(
+    swa_lens: Sequence[int],
+    extra_lens: Sequence[int] | None = None,
+    *,
+    swa_width: int,
+    extra_width: int = 0,
+    num_sm_parts: int,
+) -> list[list[int]]:
+    """Parts one after the other take what they have time for; and, in rows of 8, the splits before
+    each token."""
+
+    def blocks(length: int, width: int) -> int:
+        return up(min(max(length, 0), width), 64)
+
+    counts = [max(blocks(length, swa_width), 1) for length in swa_lens]
+    for token, length in enumerate(extra_lens or ()):
+        counts[token] += blocks(length, extra_width)
+    time = up(sum(count + 5 for count in counts), num_sm_parts) + 5
+    parts, splits = [], [0]
+    token = block = shared = 0
+    for _ in range(num_sm_parts):
+        first, begin, before, left = token, block, shared, time
+        while token < len(counts) and left >= counts[token] - block + 5:
+            left -= counts[token] - block + 5
+            splits.append(splits[-1] + shared + 1)
+            token, block, shared = token + 1, 0, 0
+        if token < len(counts) and left > 5:
+            block, shared = block + left - 5, shared + 1
+        last, end = (token, block) if block else (token - 1, ([0, *counts])[token])
+        cut = [begin > 0, bool(block)]
+        if first == last:
+            cut = [any(cut)] * 2
+        parts.append([first, last, begin, end, before, *map(int, cut), 0])
+    splits += [0] * (-len(splits) % 8)
+    return parts + [splits[first : first + 8] for first in range(0, len(splits), 8)]

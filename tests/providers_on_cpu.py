@@ -16,6 +16,7 @@ from dsv4_ops import providers, testing
 from dsv4_ops.core import choice, libraries
 from dsv4_ops.core.measured import Rule
 from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels import flash_mla as adapter
 from dsv4_ops.testing.compare import assert_agrees
 
 LIBRARY_OPS = {
@@ -62,9 +63,17 @@ def on_cpu(monkeypatch):
 
 
 @pytest.fixture
+def no_kernels(monkeypatch):
+    """What takes no library runs the reference."""
+    monkeypatch.setattr(choice, "ours", lambda spec: choice.REFERENCE)
+
+
+@pytest.fixture
 def flash_mla(on_cpu, monkeypatch):
     monkeypatch.setattr(choice, "unusable", lambda library: "")
+    monkeypatch.setattr(adapter, "num_sm_parts", lambda device, heads: fake_flash_mla.PARTS)
     fake_flash_mla.calls.clear()
+    fake_flash_mla.plans.clear()
     with fake_flash_mla.registered():
         yield fake_flash_mla
     torch._dynamo.reset()
@@ -108,6 +117,7 @@ def flash_mla_module(on_cpu, monkeypatch, tmp_path):
     monkeypatch.setattr(choice, "unusable", lambda library: "")
     libraries.load.cache_clear()
     fake_flash_mla.calls.clear()
+    fake_flash_mla.plans.clear()
     yield
     libraries.load.cache_clear()
     sys.modules.pop("flash_mla", None)

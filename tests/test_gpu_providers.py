@@ -38,6 +38,7 @@ from dsv4_ops.bench import choice as bench_choice
 from dsv4_ops.core import choice, libraries
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels import flash_mla as adapter
 from dsv4_ops.lowering import measure
 from dsv4_ops.lowering.inspect import (
     build_package,
@@ -199,6 +200,96 @@ def test_a_plan_of_other_sizes_raises():
     shorter = plan._replace(schedule=torch.cat([plan.schedule[:-42], plan.schedule[-34:]]))
     with pytest.raises(RuntimeError):
         planned(case, shorter)
+
+
+LENS = ("none", "one key", "random", "mostly none", "whole blocks", "full", "one long")
+
+
+def lens_of(what: str, tokens: int, width: int) -> Tensor:
+    made = torch.Generator().manual_seed(tokens)
+    drawn = torch.randint(0, width + 1, (tokens,), generator=made)
+    return {
+        "none": drawn * 0,
+        "one key": drawn * 0 + 1,
+        "random": drawn,
+        "mostly none": torch.where(drawn * 8 > width, 0, drawn * 8),
+        "whole blocks": drawn // 64 * 64,
+        "full": drawn * 0 + width,
+        "one long": torch.where(torch.arange(tokens) == tokens // 2, width, 7),
+    }[what].to(DEVICE, torch.int32)
+
+
+def their_metadata(heads: int, swa_lens: Tensor, extra_lens: Tensor | None, width: int):
+    """What FlashMLA plans for such lens."""
+    tokens, page = swa_lens.shape[0], MainLayout(64).allocate(1, DEVICE)
+    q = torch.zeros(tokens, 1, heads, 512, dtype=torch.bfloat16, device=DEVICE)
+    view = adapter.kernel_view(page, 64)
+    slots = [torch.full((tokens, 1, n), -1, device=DEVICE).int() for n in (128, width)]
+    extra = (None, None, None) if extra_lens is None else (view, slots[1], extra_lens)
+    settings = (None, None, None, *extra, 512, SCALE)
+    return adapter.decode(q, view, slots[0], swa_lens, *settings)[2:]
+
+
+@pytest.mark.parametrize("extra", [None, 512, 8192])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (2, 128), (33, 64), (150, 128), (2000, 64)])
+def test_our_metadata_is_that_of_flash_mla(tokens, heads, extra):
+    """Integer for integer, but for the last column, which it leaves as it was; compiled once for
+    any number of tokens as well."""
+    parts = providers.flash_mla_num_sm_parts(heads)
+    compiled = torch.compile(ops.flash_mla_metadata, fullgraph=True, dynamic=True)
+    for window in LENS:
+        for what in LENS if extra else ("none",):
+            swa = lens_of(window, tokens, 128)
+            lens = lens_of(what, tokens + 1, extra)[:-1].contiguous() if extra else None
+            schedule, num_splits = their_metadata(heads, swa, lens, extra or 64)
+            sizes = {"swa_width": 128, "extra_width": extra or 0, "num_sm_parts": parts}
+            for make in (ops.flash_mla_metadata, compiled):
+                ours = make(swa, lens, **sizes)
+                assert torch.equal(ours[:parts, :7], schedule[:, :7]), (window, what)
+                assert torch.equal(ours[parts:].flatten()[: tokens + 1], num_splits)
+
+
+@pytest.mark.parametrize("extra", [None, 512])
+@pytest.mark.parametrize("name", [DECODE, PAGED])
+def test_a_captured_step_makes_its_metadata(name, extra):
+    """Once for two calls; bit-equal to what FlashMLA plans itself, and following the lens."""
+
+    def run(case):
+        q, _, swa, swa_lens = case.tensors[:4]
+        lens, width = None, 0
+        if name == PAGED:
+            lens = case.tensors[5]
+            width = case.tensors[7].shape[1] * case.settings["extra_block_size"]
+        elif extra:
+            lens, width = case.tensors[6], case.tensors[5].shape[1]
+        plan = ops.flash_mla_metadata(
+            swa_lens,
+            lens,
+            swa_width=swa.shape[1],
+            extra_width=width,
+            num_sm_parts=providers.flash_mla_num_sm_parts(q.shape[1]),
+        )
+        place = 9 if name == PAGED else 8
+        tensors = [*case.tensors[:place], plan, *case.tensors[place + 1 :]]
+        settings = {**case.settings, "impl": "flash_mla"}
+        return [getattr(ops, name)(*tensors, **settings) for _ in range(2)]
+
+    def drawn(seed):
+        if name == PAGED:
+            return paged_case(seed, 33, 64).on(DEVICE)
+        return decode_case(seed, 33, 64, extra).on(DEVICE)
+
+    case = drawn(1)
+    graph, outputs = captured(lambda: run(case))
+    for seed in range(3):
+        for tensor, new in zip(case.tensors, drawn(seed + 5).tensors, strict=True):
+            if tensor is not None:
+                tensor.copy_(new)
+        graph.replay()
+        own = call(name, case, impl="flash_mla")
+        for found in outputs:
+            check(name, case, found)
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, own, strict=True))
 
 
 def run_of(name: str, case: Case, present: list[int], **settings):

@@ -83,23 +83,58 @@ def test_the_reference_can_be_asked_for() -> None:
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("kind", ["window", "c128"])
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize("sm_parts", [0, 3])
+@pytest.mark.parametrize("kind", ["window", "c4", "c128"])
 def test_flash_mla_runs_both_schedules(
-    monkeypatch: pytest.MonkeyPatch, flash_mla: Any, kind: str
+    monkeypatch: pytest.MonkeyPatch, flash_mla: Any, kind: str, sm_parts: int
 ) -> None:
-    """Of its 64 heads."""
+    """Of its 64 heads; with parts it plans nothing, and refuses metadata that it would not have
+    made."""
     monkeypatch.setattr(layers, "HEADS", 64)
     layer = SmallLayer(kind, SPEC)
     inputs, outputs = projected(layer, hidden_states()[:1]), {}
     for impl in ("reference", "flash_mla"):
         for layer.schedule in ("decode", "prefill"):
-            layer.spec = replace(SPEC, impl=impl)
+            parts = sm_parts if impl == "flash_mla" else 0
+            layer.spec = replace(SPEC, impl=impl, sm_parts=parts)
             poison(layer)
             (outputs[impl, layer.schedule],) = in_chunks(layer, inputs, [[LENGTH]])
     assert flash_mla.calls == ["decode", "prefill"]
+    assert len(flash_mla.plans) == (0 if sm_parts else 1)
     for schedule in ("decode", "prefill"):
         expected = outputs["reference", schedule]
         torch.testing.assert_close(outputs["flash_mla", schedule], expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["window", "c4", "c128"])
+def test_metadata_of_other_parts_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, flash_mla: Any, kind: str
+) -> None:
+    monkeypatch.setattr(layers, "HEADS", 64)
+    layer = SmallLayer(kind, replace(SPEC, impl="flash_mla", sm_parts=3))
+    (inputs,) = projected(layer, hidden_states()[:1])
+    batch = Engine(layer, 1).batch([LENGTH])
+    step = layer.step(*batch)
+    monkeypatch.setattr(layer, "step", lambda *given: step)
+    layer.spec = replace(layer.spec, sm_parts=4)
+    before = {name: cache.clone() for name, cache in caches_of(layer).items()}
+    name = "step.plan" if kind == "window" else f"step.{kind}.plan"
+    rows = LENGTH // 8 + 1
+    with pytest.raises(ValueError, match="must have") as caught:
+        layer.attend(inputs, *batch)
+    assert str(caught.value) == (
+        f"attention_layer: {name} must have {rows + 4} rows for {LENGTH} tokens, got {rows + 3}. "
+        "Build each step with the layer's own LayerSpec."
+    )
+    assert flash_mla.calls == []
+    for name, cache in caches_of(layer).items():
+        assert torch.equal(cache.view(torch.uint8), before[name].view(torch.uint8))
+
+
+def test_only_flash_mla_goes_by_its_metadata() -> None:
+    with pytest.raises(ValueError, match="LayerSpec: sm_parts must be 0 for impl 'auto', got 3"):
+        replace(SPEC, sm_parts=3)
 
 
 def test_a_prefill_of_no_workspace_is_refused_before_anything_is_written(

@@ -85,6 +85,101 @@ def test_a_plan_serves_every_call_of_its_sizes(flash_mla):
         check(DECODE, case, planned(case, plan))
 
 
+def metadata_of(name, case, **changed):
+    """Of the lens that FlashMLA gets from such a call."""
+    tensors, paged = case.tensors, name == PAGED
+    extra = tensors[5] if paged else tensors[6]
+    table = tensors[7] if paged else tensors[5]
+    width = table.shape[1] * (case.settings["extra_block_size"] if paged else 1)
+    sizes = {"swa_width": tensors[2].shape[1], "extra_width": width}
+    sizes["num_sm_parts"] = fake_flash_mla.PARTS
+    made = {"swa_lens": tensors[3], "extra_lens": extra, **sizes}
+    return ops.flash_mla_metadata(**{**made, **changed})
+
+
+def planned_as(name, case, plan, **settings):
+    place = {DECODE: 8, PAGED: 9}[name]
+    tensors = [*case.tensors[:place], plan, *case.tensors[place + 1 :]]
+    return getattr(ops, name)(*tensors, **{**case.settings, "impl": "flash_mla", **settings})
+
+
+@pytest.mark.parametrize("name", [DECODE, PAGED])
+def test_metadata_of_the_lens_is_not_made_again(name, flash_mla):
+    """The stand-in refuses any other than its own."""
+    case = CASES[name](5)
+    metadata = metadata_of(name, case)
+    check(name, case, planned_as(name, case, metadata))
+    assert (flash_mla.calls, flash_mla.plans) == (["decode"], [])
+    assert providers.flash_mla_num_sm_parts(64, "cpu") == flash_mla.PARTS
+    call(name, case, impl="flash_mla")
+    assert flash_mla.plans == [7]
+    other = metadata_of(name, case, swa_lens=case.tensors[3] + 64)
+    assert not torch.equal(other, metadata)
+    with pytest.raises(RuntimeError, match="FlashMLA would misread a stale plan"):
+        planned_as(name, case, other)
+
+
+def test_metadata_is_ignored_where_flash_mla_does_not_run():
+    """ "auto" takes no library on a CPU."""
+    case = CASES[DECODE](5)
+    check(DECODE, case, planned_as(DECODE, case, metadata_of(DECODE, case), impl="auto"))
+
+
+def test_metadata_of_a_window_alone(flash_mla):
+    case = decode_case(3, 9, 64, extra=None)
+    sizes = {"swa_width": case.tensors[2].shape[1], "num_sm_parts": flash_mla.PARTS}
+    metadata = ops.flash_mla_metadata(case.tensors[3], **sizes)
+    check(DECODE, case, planned_as(DECODE, case, metadata))
+    assert flash_mla.plans == []
+
+
+def test_metadata_is_made_in_one_graph_with_the_call(flash_mla):
+    case = decode_case(5, 7, 64)
+
+    def both(*tensors):
+        given = type(case)("given", tensors, case.settings)
+        return planned_as(DECODE, given, metadata_of(DECODE, given))
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=False)
+    check(DECODE, case, compiled(*case.tensors))
+    assert flash_mla.plans == []
+
+
+def test_wrong_metadata_is_refused(flash_mla):
+    case = decode_case(1, 7, 64)
+    metadata = metadata_of(DECODE, case)
+    for wrong, settings, error, text in (
+        (
+            metadata,
+            {"impl": "triton"},
+            ValueError,
+            "be a tensor of sparse_mla_plan for impl 'triton', got one of flash_mla_metadata. Pass "
+            "impl='flash_mla', or leave it out.",
+        ),
+        (
+            metadata[:1],
+            {},
+            ValueError,
+            "have more than 1 rows for as many tokens, got 1. Make it with flash_mla_metadata of "
+            "the lens of this call.",
+        ),
+        (
+            metadata.long(),
+            {},
+            TypeError,
+            "be torch.int32, got torch.int64. Cast it with .to(torch.int32).",
+        ),
+    ):
+        with pytest.raises(error) as caught:
+            planned_as(DECODE, case, wrong, **settings)
+        assert str(caught.value) == f"sparse_mla_decode: plan must {text}"
+    with pytest.raises(RuntimeError, match="FlashMLA would misread a plan of other sizes"):
+        planned_as(DECODE, case, metadata[1:])
+    assert flash_mla.calls == ["decode"]
+    with pytest.raises(ValueError, match="flash_mla_num_sm_parts: num_heads must be 64 or 128"):
+        providers.flash_mla_num_sm_parts(32)
+
+
 @pytest.mark.parametrize("name", ["num_tokens", "num_heads", "swa_width", "extra_width"])
 def test_a_plan_of_other_sizes_is_refused(name, flash_mla):
     case = decode_case(1, 7, 64)
@@ -113,8 +208,8 @@ def test_a_plan_goes_with_its_kernel(flash_mla):
     tensors[8] = ops.sparse_mla_plan(tensors[3], tensors[6], num_heads=64)
     mixed = type(case)("ours", tuple(tensors), case.settings)
     assert message(ValueError, DECODE, mixed, impl="flash_mla") == (
-        "sparse_mla_decode: plan must be one of flash_mla_plan for impl 'flash_mla', got a tensor. "
-        "Make it with flash_mla_plan, or leave it out."
+        "sparse_mla_decode: plan must be one of flash_mla_metadata or flash_mla_plan for impl "
+        "'flash_mla', got another. Make it with one of these, or leave it out."
     )
 
 

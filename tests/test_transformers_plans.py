@@ -1,6 +1,8 @@
 """Decodes of a patched model plan the attention of its C128 layers: which steps do, that no result
 changes, and how to leave it. Compiled and exported: tests/test_transformers_compiled.py."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import Called
@@ -12,7 +14,9 @@ from hf_models import REQUESTS, Engine, expected, new_cache, reference, text
 from dsv4_ops.demo.model import LAYER_TYPES, small_model
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers import steps
+from dsv4_ops.integrations.transformers.config import ModelSpec
 
+pytest_plugins = ("providers_on_cpu",)
 MIXED, SHORT = {0: 130, 1: 3, 2: 20}, {0: 1, 1: 2, 2: 1}
 
 
@@ -98,3 +102,44 @@ def test_what_a_plan_is_not():
     with pytest.raises(TypeError) as caught:
         patched(plan=64)
     assert str(caught.value) == "patch: plan must be a bool, got int. Pass True or False."
+
+
+METADATA = {"flash_mla": "flash_mla_metadata", "deep_gemm": "paged_mqa_logits_metadata"}
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize(("impl", "made"), [("flash_mla", (3, 0)), ("deep_gemm", (1, 1))])
+def test_steps_share_what_a_library_would_make_in_every_layer(
+    request, monkeypatch, impl: str, made: tuple[int, int]
+):
+    """FlashMLA's metadata for each kind of layer in decodes, DeepGEMM's schedule in all steps; the
+    stand-ins refuse any other than their own, of which they make none. No logit changes."""
+    library = request.getfixturevalue(impl)
+    types = [LAYER_TYPES[layer % 3] for layer in range(4)]
+    small = partial(small_model, layer_types=types, num_attention_heads=64, index_n_heads=64)
+    logits = []
+    for shared in (True, False):
+        with monkeypatch.context() as unshared:
+            if not shared:
+                unshared.setattr(ModelSpec, "scheduled", lambda spec, device: spec)
+            model = v4.patch(small(dtype=torch.bfloat16), impl=impl)
+        own = len(library.plans) if impl == "flash_mla" else library.schedules
+        engine = Engine(model, new_cache(model), text())
+        counts = []
+        for step, batch in ((engine.decode, SHORT), (engine.prefill, MIXED)):
+            with Called() as called:
+                step(batch, padding=1)
+            counts.append(called.names.count(METADATA[impl]))
+        own = (len(library.plans) if impl == "flash_mla" else library.schedules) - own
+        assert tuple(counts) == (made if shared else (0, 0))
+        assert (own == 0) == shared
+        logits.append(engine.logits)
+    for ours, theirs in zip(*logits, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[place], theirs[place]) for place in ours)
+
+
+def test_a_model_is_patched_where_its_library_is_not():
+    """It may be moved to where it is."""
+    spec = v4.patch(small_model(dtype=torch.bfloat16), impl="deep_gemm").dsv4_ops_spec
+    assert spec.step_layers.schedule_sms == 0

@@ -24,7 +24,13 @@ from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.tiles import LARGEST_TOPK, PLAN_COLUMNS, PROGRAMS, programs_per_tile
+from dsv4_ops.core.tiles import (
+    LARGEST_TOPK,
+    METADATA_COLUMNS,
+    PLAN_COLUMNS,
+    PROGRAMS,
+    programs_per_tile,
+)
 from dsv4_ops.ops.indexer import PROVIDERS as INDEXER_PROVIDERS
 from dsv4_ops.ops.mla_prefill import PREFILL_PROVIDERS
 from dsv4_ops.ops.sparse_mla import DECODE_PROVIDERS
@@ -40,6 +46,15 @@ def attender(spec: LayerSpec) -> str:
 def compressed_table(step: AttentionStep, kind: str) -> Tensor | None:
     """Pages of the compressed rows that such a layer attends to."""
     return {"c4": step.c4.block_table, "c128": step.c128.block_table}.get(kind)
+
+
+def plan_of(spec: LayerSpec, step: AttentionStep, kind: str) -> Tensor | None:
+    """The plan that such a layer goes by, in the schedule "decode": ours is of C128 layers only."""
+    if kind == "c128":
+        return step.c128.plan
+    if spec.sm_parts == 0:
+        return None
+    return step.c4.plan if kind == "c4" else step.plan
 
 
 def attender_of_many(spec: LayerSpec, q: Tensor) -> str:
@@ -79,8 +94,12 @@ def check_layer_impl(
         indexer_q = cast(Tensor, inputs.indexer_q)
         check_impl(_OP, INDEXER_PROVIDERS, impl, q.device, {"q": indexer_q, **taken})
         _check_schedule(spec, step)
-    if kind == "c128" and schedule == "decode" and step.c128.plan is not None:
-        _check_plan(spec, q, step.c128.plan)
+    plan = plan_of(spec, step, kind)
+    if schedule == "decode" and plan is not None:
+        if spec.sm_parts:
+            _check_metadata(spec, q, kind, plan)
+        else:
+            _check_plan(spec, q, plan)
 
 
 def _check_schedule(spec: LayerSpec, step: AttentionStep) -> None:
@@ -112,6 +131,19 @@ def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor) -> None:
         rule = f"have {known(num_pieces)} rows for {known(num_tokens)} tokens of {num_heads} heads"
         advice = f"Build each step with plan_heads={num_heads}"
         raise refusal(ValueError, _OP, name, rule, known(plan.shape[0]), advice)
+
+
+def _check_metadata(spec: LayerSpec, q: Tensor, kind: str, metadata: Tensor) -> None:
+    """It is of a step of as many tokens, and of as many parts."""
+    name = "step.plan" if kind == "window" else f"step.{kind}.plan"
+    checks = Checks(_OP)
+    checks.tensor(name, metadata, torch.int32, "num_rows", METADATA_COLUMNS)
+    num_tokens = q.shape[0]
+    num_rows = spec.sm_parts + num_tokens // METADATA_COLUMNS + 1
+    if metadata.shape[0] != num_rows:
+        rule = f"have {known(num_rows)} rows for {known(num_tokens)} tokens"
+        advice = "Build each step with the layer's own LayerSpec"
+        raise refusal(ValueError, _OP, name, rule, known(metadata.shape[0]), advice)
 
 
 def _check_prefill(spec: LayerSpec, kind: str, q: Tensor, step: AttentionStep) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dsv4_ops.attention.impl import attender, attender_of_many, compressed_table
+from dsv4_ops.attention.impl import attender, attender_of_many, compressed_table, plan_of
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.attention.step import AttentionStep
 from dsv4_ops.attention.tensors import LayerCaches, LayerWeights
@@ -58,6 +58,7 @@ def attend(
     }
     if turned:
         settings |= {"positions": step.positions, "cos_sin_cache": weights.cos_sin_cache}
+    plan = plan_of(spec, step, kind)
     if kind == "c128":
         return sparse_mla_decode_paged(
             *window,
@@ -66,14 +67,14 @@ def attend(
             step.req_indices,
             step.c128.block_table,
             weights.attn_sink,
-            step.c128.plan,
+            plan,
             **settings,
         ).out
     extra: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if slots is not None:
         # no more are selected than there are; to count the selected ones would take a reduction
         extra = (caches.compressed, slots, step.c4.lens)
-    return sparse_mla_decode(*window, *extra, weights.attn_sink, **settings).out
+    return sparse_mla_decode(*window, *extra, weights.attn_sink, plan, **settings).out
 
 
 def attend_whole(

@@ -50,6 +50,10 @@ class LayerSpec:
         schedule_sms: SMs that a step makes DeepGEMM's schedule for, which its C4 layers then share:
             ``providers.deep_gemm_num_sms()``. 0 for none; each layer then makes its own. Only with
             the impl "deep_gemm".
+        sm_parts: Parts that a step makes FlashMLA's tile scheduler metadata for, one for every
+            kind of layer, which its layers in the schedule "decode" then share:
+            ``providers.flash_mla_num_sm_parts(num_heads)``. 0 for none; FlashMLA then plans in
+            each layer. Only with the impl "flash_mla".
     """
 
     attention: AttentionSpec = field(default_factory=AttentionSpec)
@@ -69,6 +73,7 @@ class LayerSpec:
     batch_invariant: bool = False
     impl: str = AUTO
     schedule_sms: int = 0
+    sm_parts: int = 0
 
     def __post_init__(self) -> None:
         checks = Checks("LayerSpec")
@@ -84,10 +89,13 @@ class LayerSpec:
         checks.instance("yarn", self.yarn, YarnScaling)
         checks.flag("batch_invariant", self.batch_invariant)
         checks.one_of("impl", self.impl, *IMPLS, belongs_to="shall run")
-        checks.at_least(0, schedule_sms=self.schedule_sms)
+        checks.at_least(0, schedule_sms=self.schedule_sms, sm_parts=self.sm_parts)
         if self.schedule_sms and self.impl != DEEP_GEMM:
             rule, advice = f"be 0 for impl {self.impl!r}", "Only DeepGEMM goes by a schedule"
             raise refusal(ValueError, "LayerSpec", "schedule_sms", rule, self.schedule_sms, advice)
+        if self.sm_parts and self.impl != FLASH_MLA:
+            rule, advice = f"be 0 for impl {self.impl!r}", "Only FlashMLA goes by its metadata"
+            raise refusal(ValueError, "LayerSpec", "sm_parts", rule, self.sm_parts, advice)
         if self.impl == FLASH_MLA:
             taken = {"layout": self.layout, "batch_invariant": self.batch_invariant}
             for name, other in (("layout", MainLayout.tag), ("batch_invariant", False)):

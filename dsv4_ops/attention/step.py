@@ -19,6 +19,7 @@ from dsv4_ops.metadata import (
     token_rows,
 )
 from dsv4_ops.ops.indexer_schedule import paged_mqa_logits_metadata
+from dsv4_ops.ops.mla_metadata import flash_mla_metadata
 from dsv4_ops.ops.mla_plan import sparse_mla_plan
 from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 
@@ -47,7 +48,8 @@ class CompressedStep:
     and of the indexer's keys. ``state_slot_mapping`` int64 [num_tokens] and ``state_block_table``:
     the same for the states of every token. ``plan`` int32 [num_tokens + programs, 4]: how the keys
     of all tokens are shared among programs, from ``sparse_mla_plan`` with the default of
-    num_programs, or None. Only layers of kind "c128" go by it, in the schedule "decode".
+    num_programs, or None. Only layers of kind "c128" go by it, in the schedule "decode". Or, with
+    the impl "flash_mla", that of ``flash_mla_metadata``, which layers of kind "c4" go by as well.
     ``schedule`` int32 [num_sms + 1, 2]: how DeepGEMM shares the indexer's keys, from
     ``paged_mqa_logits_metadata``, or None. Only layers of kind "c4" go by it; of another step, or
     with other lens than these, it has DeepGEMM write where it must not.
@@ -71,7 +73,8 @@ class AttentionStep:
     ``swa_indices`` int32 [num_tokens, window_size] and ``swa_lens``: slots of the window.
     ``swa_block_table`` int32 [num_reqs, max_blocks]: pages of the window cache, which only the
     schedule "prefill" reads. ``is_valid_token`` bool: whether the token is one of a request, and no
-    padding; no layer reads it.
+    padding; no layer reads it. ``plan``: that of ``flash_mla_metadata`` for layers of kind
+    "window", or None; of another step, or with other lens than these, FlashMLA leaves out keys.
     """
 
     req_indices: Tensor
@@ -83,6 +86,7 @@ class AttentionStep:
     c128: CompressedStep
     swa_block_table: Tensor | None = None
     is_valid_token: Tensor | None = None
+    plan: Tensor | None = None
 
 
 for _pytree_class in (StateTables, CompressedStep, AttentionStep):
@@ -244,6 +248,25 @@ def _plan(op: str, rows: dict[str, Tensor], num_heads: int) -> Tensor | None:
     return sparse_mla_plan(rows["swa_lens"], rows["c128_lens"], num_heads=num_heads)
 
 
+def _metadata(
+    spec: LayerSpec, rows: dict[str, Tensor], kind: str, table: Tensor | None = None
+) -> Tensor | None:
+    """FlashMLA's, of the lens that it gets from a layer of such a kind."""
+    if spec.sm_parts == 0:
+        return None
+    width = 0
+    if table is not None:
+        selected = spec.attention.index_topk
+        width = selected if kind == "c4" else table.shape[1] * spec.page_size(kind)
+    return flash_mla_metadata(
+        rows["swa_lens"],
+        rows[f"{kind}_lens"] if width else None,
+        swa_width=rows["swa_indices"].shape[1],
+        extra_width=width,
+        num_sm_parts=spec.sm_parts,
+    )
+
+
 def _schedule(spec: LayerSpec, rows: dict[str, Tensor], table: Tensor) -> Tensor | None:
     """Of the lens that count in a selection: of requests that the table has, and as long as it."""
     if spec.schedule_sms == 0:
@@ -278,6 +301,7 @@ def _step(
         )
         lens, slots = rows[f"{kind}_lens"], rows[f"{kind}_slot_mapping"]
         schedule = _schedule(spec, rows, table) if kind == "c4" else None
+        plan = _metadata(spec, rows, kind, table) if plan is None else plan
         compressed[kind] = CompressedStep(lens, slots, table, state_slots, states, plan, schedule)
     return AttentionStep(
         req_indices=rows["req_indices"],
@@ -287,5 +311,6 @@ def _step(
         swa_lens=rows["swa_lens"],
         swa_block_table=block_tables.swa,
         is_valid_token=rows["is_valid_token"],
+        plan=_metadata(spec, rows, "window"),
         **compressed,
     )

@@ -22,6 +22,7 @@ from dsv4_ops.core.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
 from dsv4_ops.core.measured import MOST_GATHERED, RULES, Sizes, workspace_rows
 from dsv4_ops.core.providers import probe
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.tiles import is_of_ours
 
 if TYPE_CHECKING:
     from dsv4_ops.core.registry import OpSpec
@@ -202,8 +203,7 @@ def choose(spec: OpSpec, values: Values) -> Choice:
 
 def takes_no_library(values: Values) -> bool:
     """Whether the call has a plan of ``sparse_mla_plan``, which nothing but our kernel goes by."""
-    plan = values.get("plan")
-    return plan is not None and plan.dim() == 2
+    return is_of_ours(values.get("plan"))
 
 
 def ours(spec: OpSpec) -> str:
@@ -214,7 +214,7 @@ def ours(spec: OpSpec) -> str:
 def given_to(impl: str, values: Values) -> dict[str, Any]:
     """``values`` without a plan that is FlashMLA's, unless ``impl`` is."""
     plan = values.get("plan")
-    foreign = plan is not None and plan.dim() == 1 and impl != FLASH_MLA
+    foreign = plan is not None and not is_of_ours(plan) and impl != FLASH_MLA
     return {**values, "plan": None} if foreign else dict(values)
 
 

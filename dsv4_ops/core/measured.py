@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsv4_ops.core.tiles import PROGRAMS, head_tiles
+from dsv4_ops.core.tiles import PROGRAMS, head_tiles, is_of_ours
 
 MEASURED_BY = "python -m dsv4_ops.bench.choice, 2026-11-22"
 """Where the rules come from: torch 2.11.0+cu130, the FlashMLA and DeepGEMM of vLLM 0.22.1, CUDA
@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
         columns = _columns(op, values)
         if not all(isinstance(size, int) for size in (q.shape[0], columns)):
             return None
-        planned = plan is not None and plan.dim() == 1
+        planned = plan is not None and not is_of_ours(plan)
         return cls(q.shape[0], int(q.shape[1]), columns, planned)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 KEY_TILE = 64
 """Keys that a program takes at a time."""
 
@@ -13,6 +15,14 @@ PROGRAMS = 132
 
 SCHEDULE_KEYS = 256
 """Keys of a split of DeepGEMM's schedule."""
+
+METADATA_COLUMNS = 8
+"""Columns of FlashMLA's tile scheduler metadata: first and last token of a part, its first block
+and the one behind its last, its first split, whether first and last token are split, and one that
+is not used."""
+
+PART_OVERHEAD = 5
+"""Blocks of keys in the time that FlashMLA reckons for a token beside its own."""
 
 LARGEST_TOPK = 4096
 """Columns that our selection makes at most. For more the reference sorts, with the same result."""
@@ -57,6 +67,12 @@ programs."""
 JOIN_COLUMNS = 4
 """Columns of a list of joins: token, pieces, first partial result, and one that is not used; the
 first row is the number of the others."""
+
+
+def is_of_ours(plan: Tensor | None) -> bool:
+    """Whether a plan is one of ``sparse_mla_plan``: FlashMLA's have one dimension if they are for
+    sizes, and more columns if they are for lens."""
+    return plan is not None and plan.dim() == 2 and int(plan.shape[1]) == PLAN_COLUMNS
 
 
 def head_tiles(num_heads: int) -> int:

@@ -190,10 +190,11 @@ def _metadata(model: Any, batch: Any, cache: Any) -> Any:
     from dsv4_ops.integrations.transformers.steps import build_step, plan_heads, tokens_of
 
     spec = model.dsv4_ops_spec
-    heads = plan_heads(spec, "decode", batch.tokens.shape[0])
+    num_tokens = batch.tokens.shape[0]
+    heads, layers = plan_heads(spec, "decode", num_tokens), spec.layers_for("decode", num_tokens)
     tokens, ends, wanted = tokens_of(batch, cache)
     kept = storable(tokens, cache, spec.layers.attention.page_tokens)
-    step = build_step(spec.layers, kept, ends, cache, heads)
+    step = build_step(layers, kept, ends, cache, heads)
     count_dropped(cache, wanted, step.positions >= 0)
     return step
 

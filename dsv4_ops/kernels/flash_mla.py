@@ -2,8 +2,9 @@
 
 FlashMLA checks no value: a slot that does not exist is made -1 before, which it skips. Its
 planner reads the lengths, so that a plan is right for one set of lengths only. Here it plans in
-every call, or is given a plan of ``flash_mla_plan``, which is made for sizes: it is told nothing
-of lengths then, and entries past them are -1 as well.
+every call, or is given a plan: one of ``flash_mla_metadata`` is of the call's lengths, one of
+``flash_mla_plan`` for its sizes, and it is told nothing of lengths then, and entries past them are
+-1 as well.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from dsv4_ops.core import libraries
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import CACHE_ALIGNMENT, KEY_BLOCK, MainLayout
+from dsv4_ops.core.tiles import METADATA_COLUMNS
 from dsv4_ops.core.types import ABSENT, FlashMlaPlan, SparseMla, SparseMlaGathered
 from dsv4_ops.kernels import foreign, prepare_prefill
 from dsv4_ops.kernels.prepare import Listed, Prepared, list_slots, no_key
@@ -28,9 +30,6 @@ KEYS = 64
 
 _SCHEDULE = 5
 """Place of the schedule among the arguments of the decode."""
-
-PLAN_COLUMNS = 8
-"""Integers of a row of its schedule."""
 
 _DECODE = (
     "(Tensor q, Tensor kv, Tensor indices, Tensor? lens, Tensor? attn_sink, Tensor? schedule, "
@@ -80,7 +79,9 @@ def _prefill(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _decode_fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, queries, heads, _ = q.shape
     lse = q.new_empty((tokens, queries, heads), dtype=torch.float32).transpose(1, 2)
-    schedule = q.new_empty((_parts(q.device, int(heads)), PLAN_COLUMNS), dtype=torch.int32)
+    schedule = q.new_empty(
+        (num_sm_parts(q.device, int(heads)), METADATA_COLUMNS), dtype=torch.int32
+    )
     num_splits = q.new_empty((tokens + 1,), dtype=torch.int32)
     return q.new_empty((tokens, queries, heads, WIDTH)), lse, schedule, num_splits
 
@@ -91,7 +92,7 @@ def _prefill_fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return (q.new_empty((*per_head, WIDTH)), *logs)  # type: ignore[return-value]
 
 
-def _parts(device: torch.device, heads: int) -> int:
+def num_sm_parts(device: torch.device, heads: int) -> int:
     """Parts that the work is cut into: one per 64 heads on every SM."""
     if device.type != "cuda":
         return 1
@@ -317,9 +318,14 @@ def _attend(
     if extra_cache is not None and extra is not None and given.extra_slots is not None:
         more, more_slots = kernel_view(extra_cache, extra.block_size), given.extra_slots[:, None]
     if plan is not None:
-        rows = plan.shape[0] - num_tokens - 1
-        schedule, num_splits = plan[:rows].view(-1, PLAN_COLUMNS), plan[rows:]
-        lens = extra_lens = None
+        if plan.dim() == 1:
+            lens = extra_lens = None
+            size = plan.shape[0] - num_tokens - 1
+        else:
+            size = (plan.shape[0] - num_tokens // METADATA_COLUMNS - 1) * METADATA_COLUMNS
+        numbers = plan.reshape(-1)
+        schedule = numbers.narrow(0, 0, size).view(-1, METADATA_COLUMNS)
+        num_splits = numbers.narrow(0, size, num_tokens + 1)
     out, lse, _, _ = decode(
         _dense(q)[:, None],
         kernel_view(swa_cache, window.block_size),

@@ -10,7 +10,7 @@ from dsv4_ops.core.choice import check_impl
 from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.tiles import PLAN_COLUMNS
+from dsv4_ops.core.tiles import METADATA_COLUMNS, PLAN_COLUMNS
 from dsv4_ops.core.types import FlashMlaPlan
 
 
@@ -66,15 +66,23 @@ def check_plan(
     if isinstance(plan, FlashMlaPlan):
         _check_flash_mla_plan(checks, plan, impl, widths)
         plan = plan.schedule
+    elif _is_metadata(plan):
+        _check_goes_to_flash_mla(checks, impl, "one of flash_mla_metadata")
+        checks.tensor("plan", plan, torch.int32, "num_rows", METADATA_COLUMNS)
+        rows_of_splits = checks.sizes["num_tokens"] // METADATA_COLUMNS + 1
+        if plan.shape[0] <= rows_of_splits:
+            rule = f"have more than {known(rows_of_splits)} rows for as many tokens"
+            advice = "Make it with flash_mla_metadata of the lens of this call"
+            raise refusal(ValueError, checks.op, "plan", rule, known(plan.shape[0]), advice)
     else:
         if impl == "flash_mla":
             raise refusal(
                 ValueError,
                 checks.op,
                 "plan",
-                "be one of flash_mla_plan for impl 'flash_mla'",
-                "a tensor",
-                "Make it with flash_mla_plan, or leave it out",
+                "be one of flash_mla_metadata or flash_mla_plan for impl 'flash_mla'",
+                "another",
+                "Make it with one of these, or leave it out",
             )
         checks.tensor("plan", plan, torch.int32, "num_pieces", PLAN_COLUMNS)
         checks.rows_for_tokens("plan", plan)
@@ -83,19 +91,23 @@ def check_plan(
     return plan
 
 
+def _is_metadata(plan: Tensor) -> bool:
+    wide = isinstance(plan, Tensor) and plan.dim() == 2
+    return wide and int(plan.shape[1]) == METADATA_COLUMNS
+
+
+def _check_goes_to_flash_mla(checks: Checks, impl: str, actual: str) -> None:
+    if impl not in ("auto", "flash_mla"):
+        rule = f"be a tensor of sparse_mla_plan for impl {impl!r}"
+        advice = "Pass impl='flash_mla', or leave it out"
+        raise refusal(ValueError, checks.op, "plan", rule, actual, advice)
+
+
 def _check_flash_mla_plan(
     checks: Checks, plan: FlashMlaPlan, impl: str, widths: tuple[int, int]
 ) -> None:
     """It was made for such a call: FlashMLA would read past the lists of another."""
-    if impl not in ("auto", "flash_mla"):
-        raise refusal(
-            ValueError,
-            checks.op,
-            "plan",
-            f"be a tensor of sparse_mla_plan for impl {impl!r}",
-            "a FlashMlaPlan",
-            "Pass impl='flash_mla', or leave it out",
-        )
+    _check_goes_to_flash_mla(checks, impl, "a FlashMlaPlan")
     checks.tensor("plan.schedule", plan.schedule, torch.int32, "size")
     sizes = {
         "num_tokens": checks.sizes["num_tokens"],

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.attention import LayerSpec
+from dsv4_ops.core import choice
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.choice import REFERENCE
+from dsv4_ops.core.choice import FLASH_MLA_HEADS, REFERENCE
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
-from dsv4_ops.core.libraries import FLASH_MLA
+from dsv4_ops.core.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.types import MAX_REQUESTS
 from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.rotary import (
@@ -25,6 +27,7 @@ from dsv4_ops.integrations.transformers.rotary import (
 )
 from dsv4_ops.metadata import AttentionSpec
 from dsv4_ops.ops.rope import ROPE_DIM
+from dsv4_ops.providers import deep_gemm_num_sms, flash_mla_num_sm_parts
 
 KIND_OF_TYPE = {
     "sliding_attention": "window",
@@ -43,8 +46,9 @@ class ModelSpec:
 
     ``layers``: of the attention; ``kinds``: of every layer; ``recipe`` and ``kv``: as they were
     given to ``patch``; ``step_layers``: ``layers`` as ``batch_invariant`` and ``impl`` want them;
-    ``dtype``: of the model; ``plan_heads``: query heads that decodes are planned for, 0 for no
-    plan; ``fingerprint``: what a cache depends on, "name=value" joined by "; ".
+    ``dtype``: of the model; ``num_heads``: of its queries; ``plan_heads``: those that decodes are
+    planned for, 0 for no plan; ``fingerprint``: what a cache depends on, "name=value" joined by
+    "; ".
     """
 
     layers: LayerSpec
@@ -53,6 +57,7 @@ class ModelSpec:
     kv: str
     step_layers: LayerSpec
     dtype: torch.dtype
+    num_heads: int
     plan_heads: int
     fingerprint: str
 
@@ -100,9 +105,32 @@ class ModelSpec:
             dtype = _DTYPE_OF_KV[kv]
         goes_by_it = not batch_invariant and impl not in (FLASH_MLA, REFERENCE)
         planned = plan and goes_by_it and "c128" in kinds
-        plan_heads = config.num_attention_heads if planned else 0
+        num_heads = config.num_attention_heads
+        plan_heads = num_heads if planned else 0
         fingerprint = _fingerprint(layers, kinds, None if recipe.rope_float32 else dtype)
-        return cls(layers, kinds, recipe, kv, step_layers, dtype, plan_heads, fingerprint)
+        steps = (step_layers, dtype, num_heads, plan_heads)
+        return cls(layers, kinds, recipe, kv, *steps, fingerprint)
+
+    def scheduled(self, device: torch.device) -> ModelSpec:
+        """With the parts that a library's schedules are for, if it is there: its layers then share
+        what each would make. ``device``: where the model is."""
+        layers = self.step_layers
+        if layers.impl not in LIBRARIES or choice.unusable(layers.impl):
+            return self
+        if layers.impl == DEEP_GEMM:
+            layers = replace(layers, schedule_sms=deep_gemm_num_sms())
+        elif self.num_heads in FLASH_MLA_HEADS:
+            # a model that is somewhere else yet will be moved
+            runs = device.type in choice.DEVICES
+            device = device if runs else torch.device(choice.DEVICES[0])
+            layers = replace(layers, sm_parts=flash_mla_num_sm_parts(self.num_heads, device))
+        return replace(self, step_layers=layers)
+
+    def layers_for(self, schedule: str, num_tokens: int) -> LayerSpec:
+        """What a step is built by: with a library's schedules where its layers take them."""
+        if num_tokens > MAX_REQUESTS or (schedule != "decode" and self.step_layers.sm_parts):
+            return self.layers
+        return self.step_layers
 
     def rope_table(self, kind: str, num_positions: int, device: torch.device) -> Tensor:
         """Cosines and sines for layers of a kind."""
@@ -203,6 +231,9 @@ def _attention(config: Any) -> AttentionSpec:
     )
 
 
+_OF_STEPS = ("batch_invariant", "impl", "schedule_sms", "sm_parts")
+
+
 def _fingerprint(layers: LayerSpec, kinds: tuple[str, ...], rope_dtype: torch.dtype | None) -> str:
     """All that decides what the tensors of a cache hold, but for weights: of a model that differs
     in any of it, a cache would be read as what it is not."""
@@ -210,7 +241,7 @@ def _fingerprint(layers: LayerSpec, kinds: tuple[str, ...], rope_dtype: torch.dt
     parts: list[LayerSpec | AttentionSpec | YarnScaling] = [layers.attention, layers]
     for part in parts if layers.yarn is None else [*parts, layers.yarn]:
         values |= {field.name: getattr(part, field.name) for field in fields(part)}
-    for name in ("attention", "batch_invariant", "impl"):  # shown already, and not the cache's
+    for name in ("attention", *_OF_STEPS):  # shown already, and not the cache's
         del values[name]
     values["yarn"] = layers.yarn is not None
     return "; ".join(f"{name}={value}" for name, value in values.items())

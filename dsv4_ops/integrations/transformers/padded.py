@@ -121,9 +121,10 @@ def padded_step(
     written.copy_(torch.where(ends > 0, furthest, written))
     before.copy_(torch.where(ends > 0, ends, before))
     count_dropped(cache.tensors, wanted, stored)
-    heads = plan_heads(spec, "decode" if length == 1 else "prefill", batch)
+    schedule = "decode" if length == 1 else "prefill"
+    heads, layers = plan_heads(spec, schedule, batch), spec.layers_for(schedule, batch * length)
     ends = ends[:, None].expand(shape).flatten()
-    step = build_step(spec.layers, tokens, ends, cache.tensors, heads)
+    step = build_step(layers, tokens, ends, cache.tensors, heads)
     return PaddedStep(step, places)
 
 

@@ -82,6 +82,7 @@ def patch(
     spec = ModelSpec.of("patch", config, kv, precision, **chosen)
     _check_model(model)
     check_rotary("patch", model, spec.layers)
+    spec = spec.scheduled(next(model.parameters()).device)
     replaced = _Replacements()
     for name, hook in generation.HOOKS.items():
         replaced.method(model, name, hook)

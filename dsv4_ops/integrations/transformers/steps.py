@@ -150,7 +150,8 @@ def _run(
         return starts.new_zeros(num_tokens, model.config.hidden_size, dtype=spec.dtype)
     tokens, ends, wanted = tokens_of(batch, cache)
     heads = plan_heads(spec, schedule, num_tokens)
-    step = build_step(spec.layers, storable(tokens, cache, page_tokens), ends, cache, heads)
+    layers = spec.layers_for(schedule, num_tokens)
+    step = build_step(layers, storable(tokens, cache, page_tokens), ends, cache, heads)
     stored = (step.positions >= 0) & in_vocabulary(batch.tokens, vocab_size)
     count_dropped(cache, wanted, stored)
     return run_layers(model.model, spec, batch.tokens, None, step, cache, schedule, state_rings)
@@ -237,7 +238,7 @@ def build_step(
     """What all layers of a step share, where window and states are rings.
 
     Args:
-        spec: The model's attention configuration.
+        spec: From ``ModelSpec.layers_for``.
         tokens: Row of the cache and position of every token, -1 for padding: ``storable`` ones.
         ends: Tokens of the request of every token, those of the step included.
         cache: The caches and their tables.
