@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
@@ -128,7 +129,8 @@ def test_package_and_cpp_runner(tmp_path):
         assert ended.returncode != 0
         assert message in ended.stderr
     calls = [(program, []), (program, ["--prefill", prefill])]
-    if shutil.which("cmake"):
+    # CMake's files of a CUDA build ask for CUDA's compiler
+    if shutil.which("cmake") and (torch.version.cuda is None or shutil.which("nvcc")):
         assert not any("CMake fails" in line for line in lines)
         (tmp_path / "direct").mkdir()
         example = runpy.run_path(str(EXAMPLES / "04_aoti_export.py"))

@@ -129,6 +129,30 @@ def test_package_on_a_gpu(drift, tmp_path):
     assert float(torch.stack(difference).max()) < 0.3
 
 
+def test_a_package_of_prefills_on_a_gpu(drift, tmp_path):
+    """Steps of several sizes by one package, decodes among them: the logits of the model, and a
+    cache that the model goes on with."""
+    model, _, _ = drift
+    ours, theirs = (cache_of(model, num_pages=None) for _ in range(2))
+    path = v4.export_prefill(model, ours, path=tmp_path / "prefill.pt2")
+    run = load_package(path, run_single_threaded=True)
+    engine = Engine(model, ours, text())
+    difference = []
+    for counts in ((60, 1, 7), (1, 140, 1), (1, 1, 1), (130, 2, 90), (1, 1, 1)):
+        batch = engine.batch(dict(enumerate(counts)))
+        want = v4.prefill_step(model, batch, ours.tensors)
+        got = run(*v4.decode_inputs(batch, theirs))
+        difference.append((got - want).square().mean().sqrt())
+        for request, count in enumerate(counts):
+            engine.done[request] += count
+    batch = engine.batch(dict.fromkeys(range(REQUESTS), 1))
+    want, got = (v4.decode_step(model, batch, cache.tensors) for cache in (ours, theirs))
+    difference.append((got - want).square().mean().sqrt())
+    assert not ours.tensors.dropped.any()
+    assert not theirs.tensors.dropped.any()
+    assert float(torch.stack(difference).max()) < 0.3
+
+
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
 

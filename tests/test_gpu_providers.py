@@ -233,8 +233,8 @@ def their_metadata(heads: int, swa_lens: Tensor, extra_lens: Tensor | None, widt
 @pytest.mark.parametrize("extra", [None, 512, 8192])
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (2, 128), (33, 64), (150, 128), (2000, 64)])
 def test_our_metadata_is_that_of_flash_mla(tokens, heads, extra):
-    """Integer for integer, but for the last column, which it leaves as it was; compiled once for
-    any number of tokens as well."""
+    """Integer for integer, but for what nothing reads: the last column, and where a part without
+    work begins. Compiled once for any number of tokens as well."""
     parts = providers.flash_mla_num_sm_parts(heads)
     compiled = torch.compile(ops.flash_mla_metadata, fullgraph=True, dynamic=True)
     for window in LENS:
@@ -242,6 +242,7 @@ def test_our_metadata_is_that_of_flash_mla(tokens, heads, extra):
             swa = lens_of(window, tokens, 128)
             lens = lens_of(what, tokens + 1, extra)[:-1].contiguous() if extra else None
             schedule, num_splits = their_metadata(heads, swa, lens, extra or 64)
+            schedule[:, 2] = torch.where(schedule[:, 0] < tokens, schedule[:, 2], 0)
             sizes = {"swa_width": 128, "extra_width": extra or 0, "num_sm_parts": parts}
             for make in (ops.flash_mla_metadata, compiled):
                 ours = make(swa, lens, **sizes)
@@ -249,8 +250,7 @@ def test_our_metadata_is_that_of_flash_mla(tokens, heads, extra):
                 assert torch.equal(ours[parts:].flatten()[: tokens + 1], num_splits)
 
 
-@pytest.mark.parametrize("extra", [None, 512])
-@pytest.mark.parametrize("name", [DECODE, PAGED])
+@pytest.mark.parametrize(("name", "extra"), [(DECODE, None), (DECODE, 512), (PAGED, None)])
 def test_a_captured_step_makes_its_metadata(name, extra):
     """Once for two calls; bit-equal to what FlashMLA plans itself, and following the lens."""
 
@@ -290,6 +290,44 @@ def test_a_captured_step_makes_its_metadata(name, extra):
         for found in outputs:
             check(name, case, found)
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, own, strict=True))
+
+
+@pytest.mark.parametrize("impl", ["flash_mla", "deep_gemm"])
+def test_a_patched_model_shares_the_schedules_of_a_library(impl, monkeypatch):
+    """One compiled graph for decodes that end and begin; no bit of an eager step changes."""
+    pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+    from hf_models import REQUESTS, Engine, new_cache, text
+
+    from dsv4_ops.demo.model import small_model
+    from dsv4_ops.integrations import transformers as v4
+    from dsv4_ops.integrations.transformers.config import ModelSpec
+
+    sizes = {"num_attention_heads": 64, "index_n_heads": 64, "dtype": torch.bfloat16}
+    sizes |= {"mlp_layer_types": ["hash_moe"] * 3, "index_topk": 128}  # no choices that round
+    logits = {}
+    for shared in (True, False):
+        with monkeypatch.context() as unshared, torch.no_grad():
+            if not shared:
+                unshared.setattr(ModelSpec, "scheduled", lambda spec, device: spec)
+            model = v4.patch(small_model(device=DEVICE, **sizes), impl=impl)
+        layers = model.dsv4_ops_spec.step_layers
+        assert bool(layers.sm_parts or layers.schedule_sms) == shared
+        steps = {"eager": v4.decode_step}
+        if shared:
+            steps["compiled"] = torch.compile(v4.decode_step, fullgraph=True, dynamic=False)
+        for name, step in steps.items():
+            engine = Engine(model, new_cache(model), text())
+            engine.prefill({0: 130, 1: 3, 2: 64})
+            found = []
+            for _ in range(6):
+                batch = engine.batch(dict.fromkeys(range(REQUESTS), 1))
+                with torch.no_grad():
+                    found.append(step(model, batch, engine.cache.tensors).clone())
+                engine.done = [done + 1 for done in engine.done]
+            logits[name, shared] = torch.stack(found)
+    assert torch.equal(logits["eager", True], logits["eager", False])
+    drift = logits["compiled", True] - logits["eager", True]
+    assert float(drift.square().mean().sqrt()) < 0.3  # of logits of one, as in test_gpu_model
 
 
 def run_of(name: str, case: Case, present: list[int], **settings):
