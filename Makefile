@@ -1,4 +1,6 @@
-# make test  the whole test suite       make lint  formatting, types, import rule       make venv  both need it
+# make test  what a change must pass, and CI runs       make lint  formatting, types, import rule
+# make test-all  nightly: every example, package and variant, 20000 drawn calls per op; hours
+# make venv  the environment that both need
 # make demo  stock Hugging Face beside ours on a small DeepSeek-V4, measured here; minutes
 # make figures  README, docs/performance.md and plots, written anew from the rows in benchmarks/
 # make kernels  registers and spills of every kernel, from its sm_90 cubin; fails if any spills
@@ -30,10 +32,13 @@ DEV_STAMP := $(VENV)/.installed-dev
 # Inductor's pool of compile workers costs more than it saves on small graphs
 export TORCHINDUCTOR_COMPILE_THREADS = 1
 
-.PHONY: test test-gpu smoke demo figures lint kernels venv
+.PHONY: test test-all test-gpu smoke demo figures lint kernels venv
 
 test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+
+test-all: export DSV4_OPS_NIGHTLY = 1
+test-all: test
 
 # Tests that started may end later than GPU_SECONDS.
 test-gpu:

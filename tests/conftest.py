@@ -71,6 +71,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
             raise pytest.UsageError(f"--part must be K/N with 1 <= K <= N, got {chosen!r}")
         items[:] = items[int(part) - 1 :: int(parts)]
+    for item in items:
+        nightly = item.get_closest_marker("nightly")
+        if nightly is not None and os.environ.get("DSV4_OPS_NIGHTLY") != "1":
+            (shown_by,) = nightly.args
+            item.add_marker(pytest.mark.skip(reason=f"in make test-all only: {shown_by}"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

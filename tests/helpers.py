@@ -1,5 +1,6 @@
 """What the test files share: tensors from lists, exact comparison, layouts and random batches."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -9,6 +10,9 @@ import oracles
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+NIGHTLY = os.environ.get("DSV4_OPS_NIGHTLY") == "1"
+"""Of `make test-all`: more draws, and tests marked nightly."""
 
 INT32_MIN = -(2**31)
 INT32_MAX = 2**31 - 1

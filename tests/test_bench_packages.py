@@ -47,6 +47,7 @@ def rows_of(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("the tests below time stand-ins, and test_export.py builds packages")
 def test_a_package_of_every_form_is_built_once_and_timed(tmp_path, monkeypatch, capsys):
     """Exported with 3 tokens, run with fewer and more. -O0 and no vectors, two of the four left as
     exported programs: a fraction of the time."""

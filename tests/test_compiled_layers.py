@@ -97,6 +97,7 @@ class Packaged(torch.nn.Module):
         return (self.layer.on_caches(x, tensors[:6], tensors[6:]),)
 
 
+@pytest.mark.nightly("test_examples.py packages a model with all of these layers")
 def test_a_package_runs_where_dsv4_ops_is_never_imported(tmp_path: Path) -> None:
     """A C4 layer, exported once with dynamic sizes; every step in another process, which writes to
     the caches that it loads."""

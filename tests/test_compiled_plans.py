@@ -45,7 +45,13 @@ def any_size(tree: Any) -> Any:
     return [any_size(value) for value in held if value is not None]
 
 
-@pytest.mark.parametrize("heads", [0, HEADS], ids=["none", "a plan"])
+@pytest.mark.parametrize(
+    "heads",
+    [
+        pytest.param(0, id="none", marks=pytest.mark.nightly("a step with a plan is one too")),
+        pytest.param(HEADS, id="a plan"),
+    ],
+)
 def test_steps_of_any_size_are_inputs_of_an_exported_layer(heads: int, tmp_path: Path) -> None:
     """And of its package. A plan has rows for the tokens, a symbol, and for the programs."""
     layer = SmallLayer("c128", PLAIN)

@@ -1,7 +1,7 @@
 """Every script of examples/ as a stranger runs it: it ends well, and says what it showed.
 
-Those that compile the decode step do it in one test, one after the other: the step is the same, so
-that Inductor's cache serves all but the first of them.
+Those that compile the decode step but for the first do it in one nightly test, one after the other:
+the step is the same, so that Inductor's cache serves all but the first of them.
 """
 
 import json
@@ -60,6 +60,7 @@ def test_ops_eager():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("test_transformers_model.py draws schedules")
 def test_fuzz_your_model():
     last = run("06_fuzz_your_model.py", "--examples", 4)[-1]
     found = r"request \d, token 3 is off by [\d.]+ in \[.*\]"
@@ -81,13 +82,19 @@ def test_continuous_batching_in_eager():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_vectors")
-def test_examples_of_the_compiled_step(tmp_path):
+def test_compile_decode():
     lines = run("02_compile_decode.py")
     shown = (
         r"shown: graphs = 1, graph breaks = 0, recompiles = 0 in (\d+) steps; 0 tokens differ .*"
     )
     assert int(re.fullmatch(shown, lines[-1]).group(1)) >= 64
 
+
+@pytest.mark.slow
+@pytest.mark.nightly("02_compile_decode.py compiles the step that these run")
+@pytest.mark.usefixtures("without_vectors")
+def test_examples_of_the_compiled_step(tmp_path):
+    run("02_compile_decode.py")
     plot = tmp_path / "pages.png"
     lines = run("05_continuous_batching.py", "--steps", 100, "--check", "--plot", plot)
     assert "compiled, from Inductor's cache, in" in "\n".join(lines)

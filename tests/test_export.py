@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import NIGHTLY
 from metadata_batches import SPEC, random_inputs, tables_of
 
 from dsv4_ops.core.registry import OPS, OpSpec
@@ -105,7 +106,9 @@ PARTS = 4
 def test_every_op_survives_export(part, runner, tmp_path):
     """Many ops in one package: none of them needs a registration where the package runs, and those
     that write do so to the caller's tensors, in Python and in C++."""
-    ops = [Packaged(spec) for spec in list(OPS.values())[part::PARTS]]
+    twins = not NIGHTLY  # a copy and the code of their ops
+    names = [name for name in OPS if not (twins and name.endswith("_functional"))]
+    ops = [Packaged(OPS[name]) for name in names[part::PARTS]]
     inputs = [tensor for op in ops for tensor in op.inputs]
 
     def run_ops(*tensors):

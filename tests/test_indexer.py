@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import NIGHTLY
 from hypothesis import HealthCheck, assume, given, settings
 from oracles_indexer import indexer_select as oracle
 from test_contract import patterns
@@ -342,10 +343,12 @@ def plain_only(name, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["indexer_logits", "indexer_select"])
 def test_plain_layout_is_compiled_and_packaged(name, monkeypatch):
-    """The contract compiles one configuration of an op, the FP8 layout."""
+    """The contract compiles one configuration of an op, the FP8 layout. Packages hold the code of
+    another trace of the same lowering; test_export.py builds them of all ops."""
     spec = plain_only(name, monkeypatch)
     compiled = contract.CompiledOp(spec)
     compiled.check_cases()
     compiled.fuzz(50)
     contract.check_fusion(spec)
-    contract.check_package(spec)
+    if NIGHTLY:
+        contract.check_package(spec)

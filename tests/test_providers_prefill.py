@@ -274,7 +274,10 @@ def test_a_workspace_that_is_too_large_is_refused(on_cpu, monkeypatch):
     assert found == ("triton", f"{advice}: the call is with block tables of 1048704 rows")
 
 
-@pytest.mark.parametrize("public", [True, False])
+@pytest.mark.parametrize(
+    "public",
+    [True, pytest.param(False, marks=pytest.mark.nightly("the public function calls the op"))],
+)
 def test_tables_of_any_size_are_refused_where_they_are_too_large(public, flash_mla):
     """In a graph whose sizes are symbols, and in calls of the op without the public function."""
     case = prefill_case(0, 6, 64, "C4", **SMALL)
