@@ -95,7 +95,7 @@ def check_opcheck(spec: OpSpec, device: str = "cpu", *, traces: int | None = Non
     """Schema, fake and AOT dispatch agree with the op, as ``torch.library.opcheck`` sees it.
     ``traces`` bounds how many calls AOT dispatch, which takes nearly all of the time, is asked
     of."""
-    traced = set()
+    traced: set[tuple[Any, ...]] = set()
     for case in station(spec).cases():
         moved = case.on(device).copy()
         checks = _opchecks(moved.tensors)
