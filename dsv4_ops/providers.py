@@ -89,8 +89,8 @@ def flash_mla_plan(
 
 
 def flash_mla_num_sm_parts(num_heads: int, device: torch.device | str = "cuda") -> int:
-    """Parts that FlashMLA cuts a decode of one query per token into, which ``flash_mla_metadata``
-    is made for.
+    """Parts that FlashMLA cuts a decode of one query per token into on Hopper, which
+    ``flash_mla_metadata`` is made for.
 
     Loads the library: ask once, outside of compiled code.
 

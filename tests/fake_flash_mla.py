@@ -77,7 +77,7 @@ def planned(b: int, *lists: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tenso
     ]
     sizes = {"swa_width": widths[0], "extra_width": widths[1], "num_sm_parts": PARTS}
     rows = torch.tensor(oracle.flash_mla_metadata(*lens, **sizes), dtype=torch.int32)
-    return rows[:PARTS].contiguous(), rows[PARTS:].flatten()[: b + 1].contiguous()
+    return rows[:PARTS].clone(), rows[PARTS:].flatten()[: b + 1].clone()
 
 
 def decode(
@@ -96,6 +96,7 @@ def decode(
     if schedule is None:
         plans.append(b)
         schedule, splits = wanted
+    require(schedule.storage_offset() % 8 == 0, "rows of a plan anywhere")
     require(schedule.is_contiguous() and splits.is_contiguous(), "a plan with gaps")
     require(schedule.shape == (PARTS, 8) and splits.shape == (b + 1,), "a plan of other sizes")
     same = torch.equal(schedule, wanted[0]) and torch.equal(splits, wanted[1])

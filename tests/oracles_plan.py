@@ -118,8 +118,8 @@ def flash_mla_metadata(
     extra_width: int = 0,
     num_sm_parts: int,
 ) -> list[list[int]]:
-    """Parts one after the other take what they have time for; and, in rows of 8, the splits before
-    each token."""
+    """Parts one after the other take what they have time for; and, in rows of 8 for each token and
+    one more, the splits before each."""
 
     def blocks(length: int, width: int) -> int:
         return up(min(max(length, 0), width), 64)
@@ -143,5 +143,5 @@ def flash_mla_metadata(
         if first == last:
             cut = [any(cut)] * 2
         parts.append([first, last, begin, end, before, *map(int, cut), 0])
-    splits += [0] * (-len(splits) % 8)
+    splits += [0] * (7 * len(splits))
     return parts + [splits[first : first + 8] for first in range(0, len(splits), 8)]

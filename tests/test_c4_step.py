@@ -118,7 +118,7 @@ def test_a_call_that_saves_a_state_where_it_reads_one_is_left_out() -> None:
     assert STATION.determined(flipped)
 
 
-@pytest.mark.nightly("test_contract.py compares it with the reference, as each of the four")
+@pytest.mark.nightly("test_contract.py compares both sides with references, within the budget")
 def test_compiled_it_is_the_four_ops_compiled() -> None:
     """Bit for bit, without a recompile."""
     torch._dynamo.reset()

@@ -17,7 +17,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing import contract
 from dsv4_ops.testing.compare import assert_precise
 
-EXAMPLES = 20_000 if NIGHTLY else 200
+EXAMPLES = 20_000 if NIGHTLY else 120
 SMOKE = {
     "apply_rope",
     "compressed_slot_mapping",

@@ -1,7 +1,8 @@
 """Every script of examples/ as a stranger runs it: it ends well, and says what it showed.
 
-Those that compile the decode step but for the first do it in one nightly test, one after the other:
-the step is the same, so that Inductor's cache serves all but the first of them.
+`make test` runs 01, 02 and 05, which is eager there; `make test-all` all of them. Those that
+compile the decode step do it in one test, one after the other: the step is the same, so that
+Inductor's cache serves all but the first of them.
 """
 
 import json
@@ -60,7 +61,7 @@ def test_ops_eager():
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("test_transformers_model.py draws schedules")
+@pytest.mark.nightly("test_transformers_model.py draws schedules; no other runs the script")
 def test_fuzz_your_model():
     last = run("06_fuzz_your_model.py", "--examples", 4)[-1]
     found = r"request \d, token 3 is off by [\d.]+ in \[.*\]"
@@ -91,7 +92,7 @@ def test_compile_decode():
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("02_compile_decode.py compiles the step that these run")
+@pytest.mark.nightly("02 compiles the step of 03, 05 and 07; no other runs 03 and 07")
 @pytest.mark.usefixtures("without_vectors")
 def test_examples_of_the_compiled_step(tmp_path):
     run("02_compile_decode.py")
@@ -115,6 +116,7 @@ def test_examples_of_the_compiled_step(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("the demo packages a model, test_export.py runs packages in C++")
 @pytest.mark.usefixtures("without_vectors")
 def test_package_and_cpp_runner(tmp_path):
     """With CMake where there is one, and by the compiler alone."""

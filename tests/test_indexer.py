@@ -341,7 +341,13 @@ def plain_only(name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["indexer_logits", "indexer_select"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("indexer_logits", marks=pytest.mark.nightly("the selection has its logits")),
+        "indexer_select",
+    ],
+)
 def test_plain_layout_is_compiled_and_packaged(name, monkeypatch):
     """The contract compiles one configuration of an op, the FP8 layout. Packages hold the code of
     another trace of the same lowering; test_export.py builds them of all ops."""

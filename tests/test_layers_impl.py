@@ -120,7 +120,7 @@ def test_metadata_of_other_parts_is_refused_before_anything_is_written(
     layer.spec = replace(layer.spec, sm_parts=4)
     before = {name: cache.clone() for name, cache in caches_of(layer).items()}
     name = "step.plan" if kind == "window" else f"step.{kind}.plan"
-    rows = LENGTH // 8 + 1
+    rows = LENGTH + 1
     with pytest.raises(ValueError, match="must have") as caught:
         layer.attend(inputs, *batch)
     assert str(caught.value) == (
@@ -130,6 +130,22 @@ def test_metadata_of_other_parts_is_refused_before_anything_is_written(
     assert flash_mla.calls == []
     for name, cache in caches_of(layer).items():
         assert torch.equal(cache.view(torch.uint8), before[name].view(torch.uint8))
+
+
+def test_plans_and_metadata_do_not_mix(monkeypatch: pytest.MonkeyPatch, flash_mla: Any) -> None:
+    monkeypatch.setattr(layers, "HEADS", 64)
+    layer = SmallLayer("c128", replace(SPEC, impl="flash_mla", sm_parts=3))
+    (inputs,) = projected(layer, hidden_states()[:1])
+    batch = Engine(layer, 1).batch([LENGTH])
+    step = layer.step(*batch)
+    monkeypatch.setattr(layer, "plan_heads", 64)
+    with pytest.raises(ValueError, match="plan_heads must be 0 with sm_parts, got 64"):
+        layer.step(*batch)
+    monkeypatch.setattr(layer, "step", lambda *given: step)
+    layer.spec = replace(layer.spec, sm_parts=0)
+    with pytest.raises(ValueError, match=r"step\.c128\.plan must be None without sm_parts"):
+        layer.attend(inputs, *batch)
+    assert flash_mla.calls == []
 
 
 def test_only_flash_mla_goes_by_its_metadata() -> None:

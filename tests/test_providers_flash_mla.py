@@ -122,7 +122,17 @@ def test_metadata_of_the_lens_is_not_made_again(name, flash_mla):
 def test_metadata_is_ignored_where_flash_mla_does_not_run():
     """ "auto" takes no library on a CPU."""
     case = CASES[DECODE](5)
-    check(DECODE, case, planned_as(DECODE, case, metadata_of(DECODE, case), impl="auto"))
+    metadata = metadata_of(DECODE, case)
+    check(DECODE, case, planned_as(DECODE, case, metadata, impl="auto"))
+    values = choice.arguments(OPS[DECODE], case.tensors, case.settings) | {"plan": metadata}
+    assert not choice.takes_no_library(values)
+    assert choice.Sizes.of(DECODE, values).planned
+    assert choice.given_to("flash_mla", values)["plan"] is metadata
+    assert choice.given_to("triton", values)["plan"] is None
+    ours = ops.sparse_mla_plan(case.tensors[3], case.tensors[6], num_heads=64)
+    assert choice.takes_no_library(values | {"plan": ours})
+    assert choice.given_to("triton", values | {"plan": ours})["plan"] is ours
+    assert not choice.Sizes.of(DECODE, values | {"plan": ours}).planned
 
 
 def test_metadata_of_a_window_alone(flash_mla):
@@ -130,6 +140,16 @@ def test_metadata_of_a_window_alone(flash_mla):
     sizes = {"swa_width": case.tensors[2].shape[1], "num_sm_parts": flash_mla.PARTS}
     metadata = ops.flash_mla_metadata(case.tensors[3], **sizes)
     check(DECODE, case, planned_as(DECODE, case, metadata))
+    assert flash_mla.plans == []
+
+
+def test_metadata_at_any_place_of_a_buffer(flash_mla):
+    """FlashMLA reads its rows whole, from multiples of 32 bytes."""
+    case = CASES[DECODE](5)
+    metadata = metadata_of(DECODE, case)
+    buffer = torch.zeros(metadata.numel() + 3, dtype=torch.int32)
+    moved = buffer[3:].view(metadata.shape).copy_(metadata)
+    check(DECODE, case, planned_as(DECODE, case, moved))
     assert flash_mla.plans == []
 
 
@@ -160,7 +180,7 @@ def test_wrong_metadata_is_refused(flash_mla):
             metadata[:1],
             {},
             ValueError,
-            "have more than 1 rows for as many tokens, got 1. Make it with flash_mla_metadata of "
+            "have more than 8 rows for as many tokens, got 1. Make it with flash_mla_metadata of "
             "the lens of this call.",
         ),
         (
@@ -175,7 +195,12 @@ def test_wrong_metadata_is_refused(flash_mla):
         assert str(caught.value) == f"sparse_mla_decode: plan must {text}"
     with pytest.raises(RuntimeError, match="FlashMLA would misread a plan of other sizes"):
         planned_as(DECODE, case, metadata[1:])
-    assert flash_mla.calls == ["decode"]
+    shorter = metadata_of(
+        DECODE, case, swa_lens=case.tensors[3][:6], extra_lens=case.tensors[6][:6]
+    )
+    with pytest.raises(RuntimeError, match="FlashMLA would misread a plan of other sizes"):
+        planned_as(DECODE, case, shorter)
+    assert flash_mla.calls == ["decode"] * 2
     with pytest.raises(ValueError, match="flash_mla_num_sm_parts: num_heads must be 64 or 128"):
         providers.flash_mla_num_sm_parts(32)
 
@@ -230,8 +255,18 @@ def test_a_plan_needs_sizes_that_flash_mla_takes(arguments, text):
     assert str(caught.value) == f"flash_mla_plan: {text}"
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", LIBRARY_OPS["flash_mla"])
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [
+        *((name, False) for name in LIBRARY_OPS["flash_mla"]),
+        (DECODE, True),
+        *(
+            pytest.param(name, True, marks=pytest.mark.nightly("a decode is of any size"))
+            for name in LIBRARY_OPS["flash_mla"]
+            if name != DECODE
+        ),
+    ],
+)
 def test_compiled_code_calls_the_op_of_the_library(name, dynamic, flash_mla):
     case = CASES[name](3)
     present = [place for place, tensor in enumerate(case.tensors) if tensor is not None]

@@ -276,7 +276,7 @@ def test_a_workspace_that_is_too_large_is_refused(on_cpu, monkeypatch):
 
 @pytest.mark.parametrize(
     "public",
-    [True, pytest.param(False, marks=pytest.mark.nightly("the public function calls the op"))],
+    [True, pytest.param(False, marks=pytest.mark.nightly("an exported program has the op alone"))],
 )
 def test_tables_of_any_size_are_refused_where_they_are_too_large(public, flash_mla):
     """In a graph whose sizes are symbols, and in calls of the op without the public function."""

@@ -1,6 +1,9 @@
 """Decodes of a patched model plan the attention of its C128 layers: which steps do, that no result
 changes, and how to leave it. Compiled and exported: tests/test_transformers_compiled.py."""
 
+import copy
+import pickle
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -137,6 +140,24 @@ def test_steps_share_what_a_library_would_make_in_every_layer(
     for ours, theirs in zip(*logits, strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[place], theirs[place]) for place in ours)
+
+
+@pytest.mark.usefixtures("deep_gemm")
+def test_a_pickled_model_has_no_schedules_of_another_gpu():
+    """Its layers make their own, as those of another process may have other SMs."""
+    model = v4.patch(small_model(dtype=torch.bfloat16, index_n_heads=64), impl="deep_gemm")
+    spec = model.dsv4_ops_spec
+    assert spec.step_layers.schedule_sms == 132
+    other = pickle.loads(pickle.dumps(model)).dsv4_ops_spec
+    assert other == replace(spec, step_layers=replace(spec.step_layers, schedule_sms=0))
+    assert copy.deepcopy(model).dsv4_ops_spec is spec
+
+
+@pytest.mark.usefixtures("deep_gemm")
+def test_a_model_without_indexers_has_no_schedule():
+    types = [LAYER_TYPES[0], LAYER_TYPES[2]]
+    model = v4.patch(small_model(dtype=torch.bfloat16, layer_types=types), impl="deep_gemm")
+    assert model.dsv4_ops_spec.step_layers.schedule_sms == 0
 
 
 def test_a_model_is_patched_where_its_library_is_not():

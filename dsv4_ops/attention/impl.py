@@ -98,6 +98,9 @@ def check_layer_impl(
     if schedule == "decode" and plan is not None:
         if spec.sm_parts:
             _check_metadata(spec, q, kind, plan)
+        elif isinstance(plan, Tensor) and plan.shape[1:] == (METADATA_COLUMNS,):
+            name, advice = "step.c128.plan", "Build each step with the layer's own LayerSpec"
+            raise refusal(ValueError, _OP, name, "be None without sm_parts", "metadata", advice)
         else:
             _check_plan(spec, q, plan)
 
@@ -139,7 +142,7 @@ def _check_metadata(spec: LayerSpec, q: Tensor, kind: str, metadata: Tensor) -> 
     checks = Checks(_OP)
     checks.tensor(name, metadata, torch.int32, "num_rows", METADATA_COLUMNS)
     num_tokens = q.shape[0]
-    num_rows = spec.sm_parts + num_tokens // METADATA_COLUMNS + 1
+    num_rows = spec.sm_parts + num_tokens + 1
     if metadata.shape[0] != num_rows:
         rule = f"have {known(num_rows)} rows for {known(num_tokens)} tokens"
         advice = "Build each step with the layer's own LayerSpec"

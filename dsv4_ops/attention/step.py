@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import ABSENT, TokenMap
 from dsv4_ops.metadata import (
     BlockTables,
@@ -74,7 +75,7 @@ class AttentionStep:
     ``swa_block_table`` int32 [num_reqs, max_blocks]: pages of the window cache, which only the
     schedule "prefill" reads. ``is_valid_token`` bool: whether the token is one of a request, and no
     padding; no layer reads it. ``plan``: that of ``flash_mla_metadata`` for layers of kind
-    "window", or None; of another step, or with other lens than these, FlashMLA leaves out keys.
+    "window", or None; of other lens than these, FlashMLA leaves out keys or reads behind lists.
     """
 
     req_indices: Tensor
@@ -158,7 +159,7 @@ def build_attention_step(
     """
     op, batch = "build_attention_step", (query_start_loc, seq_lens, slot_mapping, block_tables)
     rows = token_rows(op, spec.attention, *batch, is_valid_token)
-    plan = _plan(op, rows, plan_heads)
+    plan = _plan(op, spec, rows, plan_heads)
     if is_valid_token is not None:
         slot_mapping = torch.where(is_valid_token, slot_mapping, ABSENT)
     return _step(spec, rows, slot_mapping, block_tables, state_tables, plan)
@@ -190,7 +191,7 @@ def attention_step(
         ValueError, TypeError: as the ops it is made of.
     """
     rows = {name: getattr(metadata, name) for name in _ROWS}
-    plan = _plan("attention_step", rows, plan_heads)
+    plan = _plan("attention_step", spec, rows, plan_heads)
     slot_mapping = torch.where(metadata.is_valid_token, slot_mapping, ABSENT)
     return _step(spec, rows, slot_mapping, block_tables, state_tables, plan)
 
@@ -223,7 +224,7 @@ def attention_step_of_tokens(
         ValueError, TypeError: as the ops it is made of.
     """
     rows = rows_of_tokens(spec.attention, tokens, slot_mapping, block_tables)
-    plan = _plan("attention_step_of_tokens", rows, plan_heads)
+    plan = _plan("attention_step_of_tokens", spec, rows, plan_heads)
     return _step(spec, rows, slot_mapping, block_tables, state_tables, plan)
 
 
@@ -240,9 +241,12 @@ _ROWS = (
 )
 
 
-def _plan(op: str, rows: dict[str, Tensor], num_heads: int) -> Tensor | None:
+def _plan(op: str, spec: LayerSpec, rows: dict[str, Tensor], num_heads: int) -> Tensor | None:
     """Of the C128 layers; the others attend to about as many keys in every token."""
     Checks(op).at_least(0, plan_heads=num_heads)
+    if num_heads and spec.sm_parts:
+        rule, advice = "be 0 with sm_parts", "FlashMLA goes by its metadata, not by a plan of ours"
+        raise refusal(ValueError, op, "plan_heads", rule, num_heads, advice)
     if num_heads == 0:
         return None
     return sparse_mla_plan(rows["swa_lens"], rows["c128_lens"], num_heads=num_heads)

@@ -322,8 +322,10 @@ def _attend(
             lens = extra_lens = None
             size = plan.shape[0] - num_tokens - 1
         else:
-            size = (plan.shape[0] - num_tokens // METADATA_COLUMNS - 1) * METADATA_COLUMNS
+            size = (plan.shape[0] - num_tokens - 1) * METADATA_COLUMNS
         numbers = plan.reshape(-1)
+        if numbers.storage_offset() % METADATA_COLUMNS:  # rows are read whole
+            numbers = numbers.clone()
         schedule = numbers.narrow(0, 0, size).view(-1, METADATA_COLUMNS)
         num_splits = numbers.narrow(0, size, num_tokens + 1)
     out, lse, _, _ = decode(

@@ -15,5 +15,4 @@ def flash_mla_metadata(
     extra_width: int,
     num_sm_parts: int,
 ) -> Tensor:
-    rows_of_splits = swa_lens.shape[0] // METADATA_COLUMNS + 1
-    return swa_lens.new_empty((num_sm_parts + rows_of_splits, METADATA_COLUMNS))
+    return swa_lens.new_empty((num_sm_parts + swa_lens.shape[0] + 1, METADATA_COLUMNS))

@@ -69,7 +69,7 @@ def check_plan(
     elif _is_metadata(plan):
         _check_goes_to_flash_mla(checks, impl, "one of flash_mla_metadata")
         checks.tensor("plan", plan, torch.int32, "num_rows", METADATA_COLUMNS)
-        rows_of_splits = checks.sizes["num_tokens"] // METADATA_COLUMNS + 1
+        rows_of_splits = checks.sizes["num_tokens"] + 1
         if plan.shape[0] <= rows_of_splits:
             rule = f"have more than {known(rows_of_splits)} rows for as many tokens"
             advice = "Make it with flash_mla_metadata of the lens of this call"

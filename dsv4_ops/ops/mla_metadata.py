@@ -58,15 +58,16 @@ def flash_mla_metadata(
         num_sm_parts: Parts: ``dsv4_ops.providers.flash_mla_num_sm_parts``. At least 1.
 
     Returns:
-        int32 [num_sm_parts + num_tokens // 8 + 1, 8], dense. The first num_sm_parts rows are
+        int32 [num_sm_parts + num_tokens + 1, 8], dense. The first num_sm_parts rows are
         FlashMLA's tile_scheduler_metadata: first token of a part, its last one, the block of the
         first one at which it begins, the block of the last one before which it ends, how many
         parts before it share its first token, whether the first and whether the last token is
-        split, and 0. A part without work begins at num_tokens. In the rows behind them are, one
-        after the other, FlashMLA's num_splits: partial results of all tokens before each, and in
-        all, num_tokens + 1 numbers, and 0 up to the end of the row.
+        split, and 0. A part without work begins at num_tokens. The numbers behind them begin with
+        FlashMLA's num_splits: partial results of all tokens before each, and in all, num_tokens + 1
+        of them; the others are 0. FlashMLA so refuses it in a call of another number of tokens.
 
-        With lens other than those it was made of FlashMLA leaves out keys, without a word.
+        With lens other than those it was made of FlashMLA leaves out keys, or reads behind lists,
+        without a word.
 
     Mutates: nothing.
 
@@ -78,8 +79,8 @@ def flash_mla_metadata(
     Compile: decomposes to prefix sums and gathers; dynamic in num_tokens; CUDA graphs and export:
         yes. No host synchronisation: a captured graph makes the metadata of the lens that it finds.
 
-    Source: what FlashMLA's ``flash_mla_with_kvcache`` leaves in the ``FlashMLASchedMeta`` that it
-        is given with ``indices``, ``topk_length`` and ``extra_topk_length``; semantics only.
+    Source: what FlashMLA's ``flash_mla_with_kvcache``, given ``indices``, ``topk_length`` and
+        ``extra_topk_length``, leaves in its ``FlashMLASchedMeta`` on Hopper; semantics only.
 
     Example:
         >>> import torch, dsv4_ops
@@ -87,7 +88,7 @@ def flash_mla_metadata(
         >>> made = dsv4_ops.flash_mla_metadata(lens, swa_width=640, num_sm_parts=2)
         >>> made[0].tolist(), made[1].tolist()  # 11 counted each, and 5: blocks 0 to 4 of token 1
         ([0, 1, 0, 5, 0, 0, 1, 0], [1, 1, 5, 10, 1, 1, 1, 0])
-        >>> made[2:].flatten()[:3].tolist()
+        >>> made[2:].flatten()[:3].tolist()  # num_splits
         [0, 1, 3]
     """
     checks = Checks("flash_mla_metadata")

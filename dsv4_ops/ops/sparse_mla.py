@@ -135,8 +135,10 @@ def sparse_mla_decode(
         plan: How to share the keys of all tokens among programs, [num_pieces, 4], int32, from
             ``sparse_mla_plan`` for as many tokens and heads; None to have the call decide. Which
             lens it was made of changes only the speed. What another tensor in its place gives is
-            undefined, but in bounds. Or a ``FlashMlaPlan`` for the sizes of this call, from
-            ``dsv4_ops.providers.flash_mla_plan``, which nothing but FlashMLA reads.
+            undefined, but in bounds. Or what nothing but FlashMLA reads: its own plan for the lens
+            of this call and no other, from ``flash_mla_metadata`` of them, [num_rows, 8], which it
+            does not check; or a ``FlashMlaPlan`` for the sizes of this call, from
+            ``dsv4_ops.providers.flash_mla_plan``.
         positions: Absolute position of every query, [num_tokens], int64, to have the rotation of
             the output undone where it is computed; None to leave it, and then no ``cos_sin_cache``.
             Rows of a position below 0 or past the table are not rotated.
@@ -178,7 +180,7 @@ def sparse_mla_decode(
         the reference: gathers and products, and Inductor may keep the output in float32 until it is
         rotated. FlashMLA is a call of its own op, in packages too, which then need that library;
         slots that do not exist become -1 before it, and a rotation is undone behind it. It plans in
-        every call without a ``FlashMlaPlan``. Dynamic in num_tokens, the pages of the caches, both
+        every call without one of its plans. Dynamic in num_tokens, the pages of the caches, both
         widths and num_positions, which have "auto" take ours; CUDA graphs and export: yes.
 
     Source: FlashMLA ``flash_mla_with_kvcache`` with ``indices`` and ``extra_indices_in_kvcache``.

@@ -64,10 +64,8 @@ def flash_mla_metadata(
     cuts = torch.where(begin_block > 0, begin, last)
     token = torch.arange(num_tokens + 1, device=first.device)
     num_splits = (token + (cuts < first[:, None]).sum(1)).to(torch.int32)
-    whole_rows = pad(
-        torch.cat([rows.flatten(), num_splits]), (0, -(num_tokens + 1) % METADATA_COLUMNS)
-    )
-    return whole_rows.view(-1, METADATA_COLUMNS)
+    behind = pad(num_splits, (0, (num_tokens + 1) * (METADATA_COLUMNS - 1)))
+    return torch.cat([rows, behind.view(-1, METADATA_COLUMNS)])
 
 
 def _blocks(lens: Tensor, width: int) -> Tensor:

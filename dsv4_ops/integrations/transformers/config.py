@@ -117,9 +117,9 @@ class ModelSpec:
         layers = self.step_layers
         if layers.impl not in LIBRARIES or choice.unusable(layers.impl):
             return self
-        if layers.impl == DEEP_GEMM:
+        if layers.impl == DEEP_GEMM and "c4" in self.kinds:
             layers = replace(layers, schedule_sms=deep_gemm_num_sms())
-        elif self.num_heads in FLASH_MLA_HEADS:
+        elif layers.impl == FLASH_MLA and self.num_heads in FLASH_MLA_HEADS:
             # a model that is somewhere else yet will be moved
             runs = device.type in choice.DEVICES
             device = device if runs else torch.device(choice.DEVICES[0])
@@ -127,10 +127,24 @@ class ModelSpec:
         return replace(self, step_layers=layers)
 
     def layers_for(self, schedule: str, num_tokens: int) -> LayerSpec:
-        """What a step is built by: with a library's schedules where its layers take them."""
-        if num_tokens > MAX_REQUESTS or (schedule != "decode" and self.step_layers.sm_parts):
+        """What a step is built by: with a library's schedules where its layers take them. The
+        number of tokens is looked at only where it matters: it would be a guard of a graph."""
+        layers = self.step_layers
+        if layers.sm_parts and schedule != "decode":
             return self.layers
-        return self.step_layers
+        if layers.schedule_sms and num_tokens > MAX_REQUESTS:
+            return self.layers
+        return layers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without the parts of schedules: a copy may be of another process, on another GPU, where
+        its layers make their own."""
+        plain = replace(self.step_layers, schedule_sms=0, sm_parts=0)
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return ModelSpec, tuple((values | {"step_layers": plain}).values())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelSpec:
+        return self
 
     def rope_table(self, kind: str, num_positions: int, device: torch.device) -> Tensor:
         """Cosines and sines for layers of a kind."""

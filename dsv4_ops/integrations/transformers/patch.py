@@ -46,7 +46,8 @@ def patch(
             "reference" what Hugging Face does; or a ``Recipe``.
         impl: What runs the selection and the attention: "triton" our kernels,
             "flash_mla" and "deep_gemm" these libraries in what they can do, "reference" the
-            definitions; "auto" what is fastest here.
+            definitions; "auto" what is fastest here. What a library would plan in every layer is
+            then made once a step, for the SMs that it uses when the model is patched.
         batch_invariant: Whether a request's attention is bit-equal whatever its neighbours are.
         plan: Whether decodes share the keys of their C128 layers by a plan, made once a step
             (``build_attention_step``): for requests of different lengths. Where all are about as
