@@ -29,6 +29,7 @@ from dsv4_ops.core.tiles import (
     METADATA_COLUMNS,
     PLAN_COLUMNS,
     PROGRAMS,
+    is_metadata,
     programs_per_tile,
 )
 from dsv4_ops.ops.indexer import PROVIDERS as INDEXER_PROVIDERS
@@ -98,7 +99,7 @@ def check_layer_impl(
     if schedule == "decode" and plan is not None:
         if spec.sm_parts:
             _check_metadata(spec, q, kind, plan)
-        elif isinstance(plan, Tensor) and plan.shape[1:] == (METADATA_COLUMNS,):
+        elif isinstance(plan, Tensor) and is_metadata(plan):
             name, advice = "step.c128.plan", "Build each step with the layer's own LayerSpec"
             raise refusal(ValueError, _OP, name, "be None without sm_parts", "metadata", advice)
         else:

@@ -75,6 +75,11 @@ def is_of_ours(plan: Tensor | None) -> bool:
     return plan is not None and plan.dim() == 2 and int(plan.shape[1]) == PLAN_COLUMNS
 
 
+def is_metadata(plan: Tensor | None) -> bool:
+    """Whether a plan is one of ``flash_mla_metadata``."""
+    return plan is not None and plan.dim() == 2 and int(plan.shape[1]) == METADATA_COLUMNS
+
+
 def head_tiles(num_heads: int) -> int:
     """Programs that share the keys of one token."""
     return (num_heads + HEAD_TILE - 1) // HEAD_TILE

@@ -10,7 +10,7 @@ from dsv4_ops.core.choice import check_impl
 from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.tiles import METADATA_COLUMNS, PLAN_COLUMNS
+from dsv4_ops.core.tiles import METADATA_COLUMNS, PLAN_COLUMNS, is_metadata
 from dsv4_ops.core.types import FlashMlaPlan
 
 
@@ -66,7 +66,7 @@ def check_plan(
     if isinstance(plan, FlashMlaPlan):
         _check_flash_mla_plan(checks, plan, impl, widths)
         plan = plan.schedule
-    elif _is_metadata(plan):
+    elif isinstance(plan, Tensor) and is_metadata(plan):
         _check_goes_to_flash_mla(checks, impl, "one of flash_mla_metadata")
         checks.tensor("plan", plan, torch.int32, "num_rows", METADATA_COLUMNS)
         rows_of_splits = checks.sizes["num_tokens"] + 1
@@ -89,11 +89,6 @@ def check_plan(
     checks.without("num_splits", num_splits, 0, "a plan")
     checks.without("batch_invariant", batch_invariant, False, "a plan")
     return plan
-
-
-def _is_metadata(plan: Tensor) -> bool:
-    wide = isinstance(plan, Tensor) and plan.dim() == 2
-    return wide and int(plan.shape[1]) == METADATA_COLUMNS
 
 
 def _check_goes_to_flash_mla(checks: Checks, impl: str, actual: str) -> None:
