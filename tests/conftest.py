@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     end = os.environ.get("DSV4_OPS_STOP_AT")
     if end is not None and time.time() > float(end):
-        pytest.skip("not run: --stop-after is over")
+        pytest.skip(f"not run, --stop-after is over: {item.nodeid}")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

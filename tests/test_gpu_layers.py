@@ -188,36 +188,34 @@ def test_captured_decode_steps(kind: str, plan_heads: int) -> None:
     assert calls == 20
 
 
-def test_a_package_of_every_kind(tmp_path: Path) -> None:
+@with_plans
+def test_a_package_of_every_kind(kind: str, plan_heads: int, tmp_path: Path) -> None:
     """Exported with dynamic sizes; run where dsv4_ops is never imported, on the caller's caches. A
     step with a plan makes it there."""
-    for kind, plan_heads in PLANNED:
-        layer = SmallLayer(kind, SPEC, DEVICE)
-        layer.plan_heads = plan_heads
-        poison(layer)
-        engine, inputs, expected = Engine(layer), [], []
-        for counts, padding in STEPS:
-            batch = [tensor.to(DEVICE) for tensor in engine.batch(counts, padding)]
-            caches = [cache.clone() for cache in caches_of(layer).values()]
-            inputs.append((hidden(counts, padding).to(DEVICE), *batch, *caches))
-            expected.append(layer(*inputs[-1][:7]))
-            engine.finish(counts)
-        dims = tuple(
-            dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO) for tensor in inputs[0]
-        )
-        shapes = (dims[0], dims[1:])
-        program = torch.export.export(Packaged(layer), inputs[0], dynamic_shapes=shapes)
-        package = build_package(program, tmp_path / f"{kind}{plan_heads}.pt2")
-        paths = [tmp_path / f"{kind}{plan_heads}_{number}.pt" for number in range(len(STEPS))]
-        for path, given in zip(paths, inputs, strict=True):
-            torch.save(given, path)
-        command = [sys.executable, "-c", RUN_IN_PYTHON, package, *paths]
-        subprocess.run(command, check=True, cwd=tmp_path)
-        run = load_package(package)
-        for path, given, want in zip(paths, inputs, expected, strict=True):
-            out, *after = torch.load(f"{path}.out")
-            torch.testing.assert_close(out.float(), want.float(), rtol=0.02, atol=0.05)
-            (here,) = run(*given)
-            assert torch.equal(out, here)
-            for left, right in zip(after[7:], given[7:], strict=True):
-                assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+    layer = SmallLayer(kind, SPEC, DEVICE)
+    layer.plan_heads = plan_heads
+    poison(layer)
+    engine, inputs, expected = Engine(layer), [], []
+    for counts, padding in STEPS:
+        batch = [tensor.to(DEVICE) for tensor in engine.batch(counts, padding)]
+        caches = [cache.clone() for cache in caches_of(layer).values()]
+        inputs.append((hidden(counts, padding).to(DEVICE), *batch, *caches))
+        expected.append(layer(*inputs[-1][:7]))
+        engine.finish(counts)
+    dims = tuple(dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO) for tensor in inputs[0])
+    shapes = (dims[0], dims[1:])
+    program = torch.export.export(Packaged(layer), inputs[0], dynamic_shapes=shapes)
+    package = build_package(program, tmp_path / f"{kind}{plan_heads}.pt2")
+    paths = [tmp_path / f"{kind}{plan_heads}_{number}.pt" for number in range(len(STEPS))]
+    for path, given in zip(paths, inputs, strict=True):
+        torch.save(given, path)
+    command = [sys.executable, "-c", RUN_IN_PYTHON, package, *paths]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    run = load_package(package)
+    for path, given, want in zip(paths, inputs, expected, strict=True):
+        out, *after = torch.load(f"{path}.out")
+        torch.testing.assert_close(out.float(), want.float(), rtol=0.02, atol=0.05)
+        (here,) = run(*given)
+        assert torch.equal(out, here)
+        for left, right in zip(after[7:], given[7:], strict=True):
+            assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
