@@ -25,7 +25,7 @@ BIN := $(VENV)/bin
 NEWEST ?= .venv-newest
 NEWEST_STAMP := $(NEWEST)/.installed
 # the longest first, so that no process waits for another
-SMOKE := $(addprefix tests/test_,kernels.py transformers_compiled.py contract.py compat.py)
+SMOKE := $(addprefix tests/,kernels/interpreter/test_kernels.py transformers/test_compiled.py ops/test_contract.py kernels/test_compat.py)
 TEST_STAMP := $(VENV)/.installed-test
 DEV_STAMP := $(VENV)/.installed-dev
 
@@ -49,10 +49,10 @@ smoke: $(NEWEST_STAMP)
 
 # waiting threads that spin would take the core from the compiler
 demo: $(TEST_STAMP)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m dsv4_ops demo $(DEMO_ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m examples.demo $(DEMO_ARGS)
 
 figures: $(TEST_STAMP)
-	$(BIN)/python -m dsv4_ops.bench.page
+	$(BIN)/python -m benchmarks.page
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

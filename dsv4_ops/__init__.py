@@ -39,49 +39,61 @@ from dsv4_ops.ops.chunking import (
     prefill_row_bounds,
     split_prefill_chunks,
 )
-from dsv4_ops.ops.compressor import compress_and_insert, compress_and_insert_functional
-from dsv4_ops.ops.compressor_states import (
+from dsv4_ops.ops.compressor import (
+    compress_and_insert,
+    compress_and_insert_functional,
+    save_and_compress,
+    save_and_compress_functional,
     save_compressor_states,
     save_compressor_states_functional,
 )
-from dsv4_ops.ops.compressor_step import save_and_compress, save_and_compress_functional
 from dsv4_ops.ops.context_parallel import cp_seq_lens
-from dsv4_ops.ops.indexer import indexer_logits, indexer_logits_ragged, indexer_quantize_q
-from dsv4_ops.ops.indexer_cache import (
+from dsv4_ops.ops.indexer import (
     gather_indexer_k,
+    indexer_logits,
+    indexer_logits_ragged,
+    indexer_quantize_q,
+    indexer_select,
+    indexer_topk,
+    paged_mqa_logits_metadata,
     quantize_and_insert_indexer_k,
     quantize_and_insert_indexer_k_functional,
 )
-from dsv4_ops.ops.indexer_schedule import paged_mqa_logits_metadata
-from dsv4_ops.ops.indexer_topk import indexer_select, indexer_topk
+from dsv4_ops.ops.indices import (
+    combine_topk_swa_indices,
+    dense_compressed_indices,
+    global_topk_indices_and_lens,
+    mixed_sparse_indices,
+    prefill_gather_lens,
+    swa_indices_and_lens,
+)
 from dsv4_ops.ops.kv_cache import (
     dequantize_and_gather_k_cache,
     gather_k_cache,
+    insert_k_cache,
+    insert_k_cache_functional,
     quantize_and_insert_k_cache,
     quantize_and_insert_k_cache_functional,
 )
-from dsv4_ops.ops.mla_metadata import flash_mla_metadata
-from dsv4_ops.ops.mla_plan import sparse_mla_plan
-from dsv4_ops.ops.mla_prefill import sparse_mla_prefill
 from dsv4_ops.ops.pack import pack_seq, unpack_seq
-from dsv4_ops.ops.plain_cache import insert_k_cache, insert_k_cache_functional
-from dsv4_ops.ops.qnorm import qnorm_rope_kv_insert, qnorm_rope_kv_insert_functional
 from dsv4_ops.ops.rope import (
     apply_rope,
     inverse_rope_group,
     inverse_rope_group_quantize,
+    qnorm_rope_kv_insert,
+    qnorm_rope_kv_insert_functional,
     rope_cos_sin_cache,
 )
 from dsv4_ops.ops.sinkhorn import sinkhorn
 from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
-from dsv4_ops.ops.sparse_indices import combine_topk_swa_indices, mixed_sparse_indices
 from dsv4_ops.ops.sparse_mla import (
+    flash_mla_metadata,
     sparse_mla_decode,
     sparse_mla_decode_paged,
     sparse_mla_gathered,
+    sparse_mla_plan,
+    sparse_mla_prefill,
 )
-from dsv4_ops.ops.swa import prefill_gather_lens, swa_indices_and_lens
-from dsv4_ops.ops.topk_indices import dense_compressed_indices, global_topk_indices_and_lens
 
 _extend_cache_key(__version__)
 

@@ -23,10 +23,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["bench"]:
-        return _bench(arguments[1:])
-    if arguments[:1] == ["demo"]:
-        return _demo(arguments[1:])
     options = _parser().parse_args(arguments)
     if options.command == "list":
         return _list(options.markdown, options.json)
@@ -72,28 +68,24 @@ def _parser() -> argparse.ArgumentParser:
     kernels.add_argument(
         "--capability", type=int, default=90, help="compute capability, default: %(default)s"
     )
-    commands.add_parser(
-        "demo", help="stock Hugging Face beside ours on a small model; see `demo --help`"
-    )
-    commands.add_parser("bench", help="check results, then time them; see `bench --help`")
     return parser
 
 
 def _list(markdown: bool, as_json: bool) -> int:
-    from dsv4_ops import passport
+    from dsv4_ops.cli import show
 
     if as_json:
-        print(json.dumps(passport.records(), indent=2))
+        print(json.dumps(show.records(), indent=2))
     else:
-        print(passport.markdown_table() if markdown else passport.table())
+        print(show.markdown_table() if markdown else show.table())
     return 0
 
 
 def _show(name: str, as_json: bool) -> int:
-    from dsv4_ops import passport
+    from dsv4_ops.cli import show
 
     try:
-        print(json.dumps(passport.facts(name), indent=2) if as_json else passport.describe(name))
+        print(json.dumps(show.facts(name), indent=2) if as_json else show.describe(name))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -101,7 +93,7 @@ def _show(name: str, as_json: bool) -> int:
 
 
 def _explain(name: str | None, as_json: bool) -> int:
-    from dsv4_ops import explain
+    from dsv4_ops.cli import explain
 
     try:
         text = json.dumps(explain.records(name), indent=2) if as_json else explain.explain(name)
@@ -113,7 +105,7 @@ def _explain(name: str | None, as_json: bool) -> int:
 
 
 def _doctor(as_json: bool, selftest: bool) -> int:
-    from dsv4_ops import doctor
+    from dsv4_ops.cli import doctor
 
     report = doctor.collect(selftest=selftest)
     print(json.dumps(report, indent=2, default=str) if as_json else doctor.render(report))
@@ -122,7 +114,7 @@ def _doctor(as_json: bool, selftest: bool) -> int:
 
 def _kernels(capability: int) -> int:
     try:
-        from dsv4_ops.kernels import report
+        from dsv4_ops.cli import kernels as report
     except ImportError as error:
         print(f"kernels: triton must be installed, got {error}. Install triton.", file=sys.stderr)
         return 2
@@ -132,25 +124,6 @@ def _kernels(capability: int) -> int:
     if spilling:
         print(f"kernels: registers are spilled in {', '.join(spilling)}", file=sys.stderr)
     return 1 if spilling else 0
-
-
-def _bench(arguments: list[str]) -> int:
-    try:
-        from dsv4_ops.bench import main as bench
-    except ImportError as error:
-        print(
-            f"bench: its libraries must be installed, got {type(error).__name__}: {error}. "
-            "Run `pip install '.[bench]'` in the source tree.",
-            file=sys.stderr,
-        )
-        return 2
-    return bench(arguments)
-
-
-def _demo(arguments: list[str]) -> int:
-    from dsv4_ops.demo.run import main as demo
-
-    return demo(arguments)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,13 @@ import torch
 from torch import Tensor
 
 import dsv4_ops
+from dsv4_ops.attention.metadata import (
+    AttentionSpec,
+    BlockTables,
+    DecodeMetadata,
+    build_decode_metadata,
+)
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.metadata import AttentionSpec, BlockTables, DecodeMetadata, build_decode_metadata
 
 PAGE = 4  # rows of a page of the cache
 SPEC = AttentionSpec(

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from dsv4_ops.demo.model import small_model
-from dsv4_ops.demo.text import ByteTokenizer, real_text
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import small_model
+from dsv4_ops.testing.text import ByteTokenizer, real_text
 
 ROWS, TOKENS = 6, 16  # of a step: requests, two of them padding here; tokens
 PROMPTS, CHUNK = (3, 40, 100, 150), 3  # lengths; tokens of a prompt per step

@@ -22,10 +22,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from torch import Tensor
 
-from dsv4_ops.cache import mark_static
-from dsv4_ops.demo.model import small_model
-from dsv4_ops.demo.text import ByteTokenizer, real_text
+from dsv4_ops.attention.caches import mark_static
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import small_model
+from dsv4_ops.testing.text import ByteTokenizer, real_text
 
 ROWS, TOKENS = 6, 16  # of a step: requests, tokens
 LENGTHS = (3, 12, 7, 10)  # of the prompts; the other two requests are padding

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 
-from dsv4_ops.demo.model import small_model
-from dsv4_ops.demo.text import ByteTokenizer
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import small_model
+from dsv4_ops.testing.text import ByteTokenizer
 
 SOURCE = Path(__file__).parent / "aoti_runner"
 PROMPTS = ("Beautiful is better than ugly.", "In the face of ambiguity,")

@@ -23,8 +23,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4_ops.demo.model import small_model
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import small_model
 
 REQUESTS, LENGTH = 2, 136
 CLOSE = 1e-4  # logits have a standard deviation of one

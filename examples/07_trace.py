@@ -25,8 +25,8 @@ import torch
 from step_stages import REST, Stages, finish, kernel_seconds, name_kernels
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dsv4_ops.demo.model import small_model
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import small_model
 
 ROWS, TOKENS, LENGTH = 6, 16, 200  # of a step: requests, tokens; of a request: tokens before it
 

@@ -45,7 +45,7 @@ def _ours_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """A test that loads FlashMLA or DeepGEMM as a peer leaves it loaded: ``impl="auto"`` takes ours
     in all tests but those of the choice."""
     if "providers" not in request.node.nodeid:
-        from dsv4_ops.core import choice
+        from dsv4_ops.dispatch import choice
 
         monkeypatch.setattr(choice, "RULES", ())
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import oracles
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.oracles import batch as oracles
 
 NIGHTLY = os.environ.get("DSV4_OPS_NIGHTLY") == "1"
 """Of `make test-all`: more draws, and tests marked nightly."""

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4_ops import __version__, doctor, passport
+from dsv4_ops import __version__
 from dsv4_ops.__main__ import main
-from dsv4_ops.core import providers
+from dsv4_ops.cli import doctor, show
 from dsv4_ops.core.registry import OPS
+from dsv4_ops.dispatch import probes
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("ops", "meta", "reference", "lowering", "testing")
@@ -125,15 +126,6 @@ def test_bad_usage_exits_with_2(capsys, arguments):
     assert "usage:" in capsys.readouterr().err
 
 
-def test_bench_gets_every_argument_as_it_is(monkeypatch):
-    from dsv4_ops import bench
-
-    seen = []
-    monkeypatch.setattr(bench, "main", lambda argv: seen.append(argv) or 3, raising=False)
-    assert main(["bench", "metadata", "--smoke", "--help"]) == 3
-    assert seen == [["metadata", "--smoke", "--help"]]
-
-
 def test_explain_says_what_auto_takes_and_why_not_a_library(capsys):
     status, out = run(capsys, "explain")
     assert status == 0
@@ -155,9 +147,8 @@ def test_explain_says_what_auto_takes_and_why_not_a_library(capsys):
 
 def test_explain_refuses_an_op_without_a_choice(capsys):
     assert main(["explain", "token_map"]) == 2
-    assert "explain: op must be one of sparse_mla_decode" in capsys.readouterr().err.replace(
-        "indexer_logits, indexer_select, sparse_mla_prefill, ", ""
-    )
+    choices = ", ".join(name for name, spec in OPS.items() if spec.has_choice)
+    assert f"explain: op must be one of {choices}, got 'token_map'" in capsys.readouterr().err
 
 
 def test_list_show_and_explain_for_machines(capsys):
@@ -189,7 +180,7 @@ def test_a_reader_that_leaves_is_no_error():
 
 
 def test_kernels_says_what_it_compiles(capsys, monkeypatch):
-    report = pytest.importorskip("dsv4_ops.kernels.report")
+    report = pytest.importorskip("dsv4_ops.cli.kernels")
     monkeypatch.setattr(report, "launches", lambda *given: [])
     assert main(["kernels"]) == 0
     captured = capsys.readouterr()
@@ -222,7 +213,7 @@ def test_doctor_json_parses_and_says_the_same(capsys):
     assert report["lowerings"]["ops"] == len(OPS)
     assert report["lowerings"]["active"] is True
     assert report["cache"]["included"] is True
-    assert set(report["providers"]) == set(providers.NAMES)
+    assert set(report["providers"]) == set(probes.NAMES)
 
 
 def test_doctor_selftest_compiles_in_a_fresh_process():
@@ -242,12 +233,12 @@ def test_doctor_reports_a_failed_selftest(monkeypatch):
     "target",
     [
         "platform.platform",
-        "dsv4_ops.core.providers.probe",
-        "dsv4_ops.core.providers.no_gpu_reason",
-        "dsv4_ops.core.providers.probe_all",
+        "dsv4_ops.dispatch.probes.probe",
+        "dsv4_ops.dispatch.probes.no_gpu_reason",
+        "dsv4_ops.dispatch.probes.probe_all",
         "torch._library.simple_registry.find_torch_dispatch_rule",
         "dsv4_ops.core.fingerprint.source_hash",
-        "dsv4_ops.doctor.linked_libraries",
+        "dsv4_ops.cli.doctor.linked_libraries",
     ],
 )
 @pytest.mark.parametrize("form", [[], ["--json"]])
@@ -345,7 +336,7 @@ def test_linked_libraries_reports_a_compiler_that_fails():
 
 def test_a_probe_imports_nothing():
     code = (
-        "import sys; from dsv4_ops.core.providers import NAMES, probe_all\n"
+        "import sys; from dsv4_ops.dispatch.probes import NAMES, probe_all\n"
         "before = set(sys.modules); probe_all(); new = set(sys.modules) - before\n"
         "assert not new & set(NAMES), new"
     )
@@ -354,17 +345,17 @@ def test_a_probe_imports_nothing():
 
 
 def test_a_probe_never_raises(monkeypatch):
-    monkeypatch.setattr(providers.importlib.util, "find_spec", fails)
-    for provider in providers.probe_all(load=True):
+    monkeypatch.setattr(probes.importlib.util, "find_spec", fails)
+    for provider in probes.probe_all(load=True):
         assert not provider.usable
         assert "broken on purpose" in provider.reason
 
 
 def test_a_library_that_fails_to_import_is_unusable_once_asked(monkeypatch):
-    monkeypatch.setattr(providers.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(providers.importlib, "import_module", fails)
-    assert providers.probe("transformers").usable
-    broken = providers.probe("transformers", load=True)
+    monkeypatch.setattr(probes.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(probes.importlib, "import_module", fails)
+    assert probes.probe("transformers").usable
+    broken = probes.probe("transformers", load=True)
     assert (broken.usable, broken.reason) == (
         False,
         "import failed: Exception: broken on purpose",
@@ -372,23 +363,23 @@ def test_a_library_that_fails_to_import_is_unusable_once_asked(monkeypatch):
 
 
 def test_a_gpu_library_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(providers.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(providers, "no_gpu_reason", lambda: "no driver")
+    monkeypatch.setattr(probes.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(probes, "no_gpu_reason", lambda: "no driver")
     where = " (found: module deep_gemm)"
-    assert providers.probe("deep_gemm").reason == f"needs a CUDA device: no driver{where}"
-    monkeypatch.setattr(providers, "no_gpu_reason", lambda: "")
+    assert probes.probe("deep_gemm").reason == f"needs a CUDA device: no driver{where}"
+    monkeypatch.setattr(probes, "no_gpu_reason", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert providers.probe("deep_gemm").reason == (
+    assert probes.probe("deep_gemm").reason == (
         f"needs compute capability 9.0 or later; this GPU has 8.0{where}"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert providers.probe("deep_gemm").usable
+    assert probes.probe("deep_gemm").usable
 
 
 def test_an_unknown_provider_is_refused():
     with pytest.raises(ValueError, match=r"probe: name must be one of triton, .* got 'numpy'"):
-        providers.probe("numpy")
+        probes.probe("numpy")
 
 
 def test_the_markdown_table_has_one_line_per_op():
-    assert len(passport.markdown_table().splitlines()) == len(OPS) + 2
+    assert len(show.markdown_table().splitlines()) == len(OPS) + 2

@@ -32,7 +32,7 @@ class Block:
 sys.meta_path.insert(0, Block())
 import dsv4_ops
 import dsv4_ops.attention
-import dsv4_ops.metadata
+import dsv4_ops.attention.metadata
 print(dsv4_ops.token_map(torch.tensor([0, 1]).int(), torch.tensor([5]).int(), num_tokens=1))
 """
 

@@ -8,9 +8,10 @@ import pytest
 
 import dsv4_ops
 from dsv4_ops.core import registry
-from dsv4_ops.core.registry import OPS, OpSpec, define_op
-from dsv4_ops.testing.audit import audit
+from dsv4_ops.core.registry import OPS, OpSpec
+from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.testing.case import OpTesting
+from dsv4_ops.testing.contract.audit import audit
 
 HOST_FUNCTIONS = {"plan_prefill_chunks", "max_prefill_chunks", "rope_cos_sin_cache"}
 SPEC = OPS["prefill_gather_lens"]
@@ -28,16 +29,18 @@ def test_public_functions_and_ops_are_the_same_set():
 
 def broken(monkeypatch, layer: str, station) -> list[str]:
     """Audit of a copy of SPEC whose ``layer`` holds ``station``."""
-    found = {name: SPEC.station(name) for name in ("ops", "lowering", "testing")} | {layer: station}
-    monkeypatch.setattr(OpSpec, "station", lambda self, name: found[name])
+    found = {name: SPEC.implementation(name) for name in ("ops", "lowering", "testing")} | {
+        layer: station
+    }
+    monkeypatch.setattr(OpSpec, "implementation", lambda self, name: found[name])
     return audit(SPEC)
 
 
-def test_audit_reports_a_missing_station(monkeypatch):
-    def station(self, layer):
+def test_audit_reports_a_missing_implementation(monkeypatch):
+    def missing(self, layer):
         raise AttributeError("module has no attribute")
 
-    monkeypatch.setattr(OpSpec, "station", station)
+    monkeypatch.setattr(OpSpec, "implementation", missing)
     problems = audit(SPEC)
     for layer in ("ops", "lowering", "testing"):
         assert any(problem.startswith(f"no {layer} station") for problem in problems)

@@ -11,19 +11,10 @@ from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.attention.step import AttentionStep
 from dsv4_ops.attention.tensors import LayerInputs
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.choice import (
-    AUTO,
-    TRITON,
-    check_device,
-    check_impl,
-    impl_for,
-    not_ours,
-    require,
-)
 from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
-from dsv4_ops.core.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import AUTO, TRITON
 from dsv4_ops.core.tiles import (
     LARGEST_TOPK,
     METADATA_COLUMNS,
@@ -32,9 +23,10 @@ from dsv4_ops.core.tiles import (
     is_metadata,
     programs_per_tile,
 )
+from dsv4_ops.dispatch.choice import check_device, check_impl, impl_for, not_ours, require
+from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
 from dsv4_ops.ops.indexer import PROVIDERS as INDEXER_PROVIDERS
-from dsv4_ops.ops.mla_prefill import PREFILL_PROVIDERS
-from dsv4_ops.ops.sparse_mla import DECODE_PROVIDERS
+from dsv4_ops.ops.sparse_mla import DECODE_PROVIDERS, PREFILL_PROVIDERS
 
 _OP = "attention_layer"
 

@@ -16,14 +16,10 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.core.types import IndexerQuery, QuantizedGroups
 from dsv4_ops.ops.c4_step import insert_c4_step
-from dsv4_ops.ops.compressor import compress_and_insert
-from dsv4_ops.ops.compressor_states import save_compressor_states
-from dsv4_ops.ops.compressor_step import save_and_compress
-from dsv4_ops.ops.indexer import indexer_quantize_q
-from dsv4_ops.ops.indexer_topk import indexer_select
-from dsv4_ops.ops.plain_cache import insert_k_cache
-from dsv4_ops.ops.qnorm import qnorm_rope_kv_insert
-from dsv4_ops.ops.rope import ROPE_DIM, apply_rope
+from dsv4_ops.ops.compressor import compress_and_insert, save_and_compress, save_compressor_states
+from dsv4_ops.ops.indexer import indexer_quantize_q, indexer_select
+from dsv4_ops.ops.kv_cache import insert_k_cache
+from dsv4_ops.ops.rope import ROPE_DIM, apply_rope, qnorm_rope_kv_insert
 
 
 @without_gradients
@@ -81,7 +77,7 @@ def attention_layer(
     Example:
         >>> import torch
         >>> from dsv4_ops.attention import *
-        >>> from dsv4_ops.metadata import BlockTables
+        >>> from dsv4_ops.attention.metadata import BlockTables
         >>> spec = LayerSpec.deepseek_v4_flash(num_groups=1)
         >>> pages, none = torch.arange(4, dtype=torch.int32)[None], torch.zeros(1, 0).int()
         >>> step = build_attention_step(

@@ -13,14 +13,13 @@ from dsv4_ops.attention.step import AttentionStep
 from dsv4_ops.attention.tensors import LayerCaches, LayerWeights
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.types import QuantizedGroups
-from dsv4_ops.ops.mla_prefill import sparse_mla_prefill
 from dsv4_ops.ops.rope import (
     ROPE_DIM,
     apply_rope,
     inverse_rope_group,
     inverse_rope_group_quantize,
 )
-from dsv4_ops.ops.sparse_mla import sparse_mla_decode, sparse_mla_decode_paged
+from dsv4_ops.ops.sparse_mla import sparse_mla_decode, sparse_mla_decode_paged, sparse_mla_prefill
 
 
 def model_sizes(spec: LayerSpec, q: Tensor) -> bool:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4_ops.attention.metadata import AttentionSpec
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.choice import AUTO, IMPLS
 from dsv4_ops.core.layout import IndexerLayout, Layout, MainLayout, PlainLayout, StateLayout
-from dsv4_ops.core.libraries import DEEP_GEMM, FLASH_MLA
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.yarn import YarnScaling
-from dsv4_ops.metadata import AttentionSpec
+from dsv4_ops.dispatch.choice import IMPLS
+from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA
 from dsv4_ops.ops.rope import ROPE_DIM, rope_cos_sin_cache
 
 KINDS = ("window", "c4", "c128")

@@ -8,21 +8,20 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dsv4_ops.attention.spec import LayerSpec
-from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.types import ABSENT, TokenMap
-from dsv4_ops.metadata import (
+from dsv4_ops.attention.metadata import (
     BlockTables,
     DecodeMetadata,
     PrefillMetadata,
     rows_of_tokens,
     token_rows,
 )
-from dsv4_ops.ops.indexer_schedule import paged_mqa_logits_metadata
-from dsv4_ops.ops.mla_metadata import flash_mla_metadata
-from dsv4_ops.ops.mla_plan import sparse_mla_plan
+from dsv4_ops.attention.spec import LayerSpec
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.types import ABSENT, TokenMap
+from dsv4_ops.ops.indexer import paged_mqa_logits_metadata
 from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
+from dsv4_ops.ops.sparse_mla import flash_mla_metadata, sparse_mla_plan
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def build_attention_step(
     Example:
         >>> import torch
         >>> from dsv4_ops.attention import LayerSpec, StateTables, build_attention_step
-        >>> from dsv4_ops.metadata import BlockTables
+        >>> from dsv4_ops.attention.metadata import BlockTables
         >>> table = torch.arange(64, dtype=torch.int32)[None]
         >>> step = build_attention_step(
         ...     LayerSpec.deepseek_v4_flash(),

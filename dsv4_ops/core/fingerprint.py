@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.compiler.config as compiler_config
 
-_CODE_LAYERS = ("core", "kernels", "lowering", "meta", "ops", "reference")
+_CODE_LAYERS = ("core", "dispatch", "kernels", "lowering", "meta", "ops", "reference")
 
 
 def source_hash() -> str:

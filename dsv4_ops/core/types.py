@@ -17,7 +17,7 @@ ABSENT = -1
 
 class FlashMlaPlan(NamedTuple):
     """How FlashMLA shares keys among programs, for calls of these sizes; see
-    ``dsv4_ops.providers.flash_mla_plan``."""
+    ``dsv4_ops.dispatch.providers.flash_mla_plan``."""
 
     schedule: Tensor
     num_tokens: int

@@ -1,4 +1,5 @@
-"""The one importer of Inductor's names; tests/test_compat.py imports each on supported torches."""
+"""The one importer of Inductor's names; tests/kernels/test_compat.py imports each on supported
+torches."""
 
 from torch._inductor import aoti_compile_and_package, aoti_load_package, config
 from torch._inductor.cpp_builder import get_cpp_compiler

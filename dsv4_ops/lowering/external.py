@@ -7,15 +7,15 @@ import importlib
 import sys
 from typing import Any
 
-from dsv4_ops.core.choice import AUTO
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import AUTO
 
 _lowered: set[Any] = set()
 
 
 def adapter(library: str) -> Any:
-    """``kernels/<library>.py``."""
-    return importlib.import_module(f"dsv4_ops.kernels.{library}")
+    """``kernels/external/<library>.py``."""
+    return importlib.import_module(f"dsv4_ops.kernels.external.{library}")
 
 
 def packaging() -> bool:
@@ -31,10 +31,10 @@ def launch() -> Any:
     """How the launchers of our kernels are traced: in a package each launch of a kernel that
     Inductor does not compile is an op."""
     if not packaging():
-        from dsv4_ops.kernels.launch import traced
+        from dsv4_ops.kernels.launcher import traced
 
         return traced
-    from dsv4_ops.kernels.packaged import packaged
+    from dsv4_ops.kernels.aot.launch_op import packaged
     from dsv4_ops.lowering import gluon
 
     gluon.register()
@@ -70,7 +70,7 @@ def prepare(library: str) -> None:
 
 
 def _call_of(theirs: Any) -> Any:
-    from dsv4_ops.kernels.foreign import trailing
+    from dsv4_ops.kernels.opaque_op import trailing
     from dsv4_ops.lowering import _compat
 
     call = _compat.fallback_handler(theirs)

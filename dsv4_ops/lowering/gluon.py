@@ -10,9 +10,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from dsv4_ops.kernels import binary, hopper
-from dsv4_ops.kernels.binary import Argument
-from dsv4_ops.kernels.packaged import ALIGNED, Rest, kernel_of, launch_hopper
+from dsv4_ops.kernels.aot import compile
+from dsv4_ops.kernels.aot.compile import Argument
+from dsv4_ops.kernels.aot.launch_op import ALIGNED, Rest, kernel_of, launch_hopper
+from dsv4_ops.kernels.sparse_mla.hopper import support
 from dsv4_ops.lowering import _compat
 from dsv4_ops.lowering._compat import V
 
@@ -86,8 +87,8 @@ def binary_of(kernel: Any, arguments: Sequence[Argument | int], options: dict[st
     """A kernel compiled for Hopper."""
     key = (kernel.__name__, *arguments, *sorted(options.items()))
     if key not in _binaries:
-        major, minor = hopper.CAPABILITY
-        made = binary.compiled(kernel, arguments, options, 10 * major + minor)
+        major, minor = support.CAPABILITY
+        made = compile.compiled(kernel, arguments, options, 10 * major + minor)
         data = made.metadata
         if data.global_scratch_size or data.profile_scratch_size:
             raise RuntimeError(

@@ -1,9 +1,55 @@
-"""Lowerings of the lightning indexer's queries and logits: our kernels or DeepGEMM on CUDA,
-elsewhere the references."""
+"""Lowerings of the lightning indexer."""
 
-from dsv4_ops.lowering.kinds import Choices, TritonKernel
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.lowering.kinds import Choices, Decompose, TritonKernel
 from dsv4_ops.reference import indexer as reference
+
+quantize_and_insert_indexer_k = TritonKernel(reference.quantize_and_insert_indexer_k)
+
+
+def _quantize_and_insert_indexer_k_functional(
+    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, block_size: int, layout: str
+) -> Tensor:
+    written = k_cache.clone(memory_format=torch.contiguous_format)
+    torch.ops.dsv4_ops.quantize_and_insert_indexer_k.default(
+        k, written, slot_mapping, block_size=block_size, layout=layout
+    )
+    return written
+
+
+quantize_and_insert_indexer_k_functional = Decompose(_quantize_and_insert_indexer_k_functional)
+
+
+def _gather_indexer_k(
+    k_cache: Tensor,
+    cu_seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    num_rows: int,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    # as an op of its own, the search stays out of the loop over the bytes of a row
+    req_indices, positions = torch.ops.dsv4_ops.token_map.default(
+        cu_seq_lens, cu_seq_lens[1:] - cu_seq_lens[:-1], num_tokens=num_rows
+    )
+    return reference.keys_at(k_cache, req_indices, positions, block_table, block_size=block_size)
+
+
+gather_indexer_k = TritonKernel(_gather_indexer_k)
+
+
+paged_mqa_logits_metadata = Decompose(reference.paged_mqa_logits_metadata)
+
 
 indexer_quantize_q = TritonKernel(reference.indexer_quantize_q)
 indexer_logits = Choices(reference.indexer_logits)
 indexer_logits_ragged = TritonKernel(reference.indexer_logits_ragged)
+
+
+indexer_topk = TritonKernel(reference.indexer_topk)
+indexer_select = Choices(reference.indexer_select)

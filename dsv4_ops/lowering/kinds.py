@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dsv4_ops.core import choice, libraries
-from dsv4_ops.core.registry import OPS, OpSpec
+from dsv4_ops.core.registry import OPS, REFERENCE, OpSpec
+from dsv4_ops.dispatch import choice, libraries
 from dsv4_ops.reference.common import buffers_by
 
 _registered: set[Any] = set()
@@ -89,7 +89,7 @@ class TritonKernel:
         from dsv4_ops.lowering import external
 
         with mode:
-            return spec.station("kernels")(external.launch(), *args, **kwargs)
+            return spec.implementation("kernels")(external.launch(), *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Choices:
         values = choice.arguments(spec, args, kwargs)
         impl = self._impl(spec, values)
         values = choice.given_to(impl, values)
-        if impl == choice.REFERENCE:
+        if impl == REFERENCE:
             return _traced(mode, self.function, (), values)
         from dsv4_ops.lowering import external
 
@@ -127,11 +127,11 @@ class Choices:
 
 def _refuse_misplaced(spec: OpSpec, name: str, written: Any) -> None:
     """A view made in the graph, at an offset that is a symbol: torch would rebuild it at offset 0
-    and have the kernel write to another layer (tests/test_upstream.py)."""
+    and have the kernel write to another layer (tests/compile/test_upstream.py)."""
     offset = written.storage_offset()
     if not written.is_base_tensor() and isinstance(offset, torch.SymInt):
         raise ValueError(
             f"{spec.name}: {name} must be at a constant offset of its storage when compiled, got "
             f"offset {offset}. Pass one tensor per layer, such as those of "
-            "dsv4_ops.cache.PagedKVCache, or compile with dynamic=False."
+            "dsv4_ops.attention.caches.PagedKVCache, or compile with dynamic=False."
         )

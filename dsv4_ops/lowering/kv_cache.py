@@ -1,5 +1,4 @@
-"""Lowerings of the FP8 key cache: our kernels on CUDA, elsewhere the references as scatters and
-masked loads."""
+"""Lowerings of paged caches of keys."""
 
 from __future__ import annotations
 
@@ -25,3 +24,15 @@ def _quantize_and_insert_k_cache_functional(
 
 
 quantize_and_insert_k_cache_functional = Decompose(_quantize_and_insert_k_cache_functional)
+
+
+insert_k_cache = TritonKernel(reference.insert_k_cache)
+
+
+def _insert_k_cache_functional(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> Tensor:
+    written = k_cache.clone(memory_format=torch.contiguous_format)
+    torch.ops.dsv4_ops.insert_k_cache.default(k, written, slot_mapping)
+    return written
+
+
+insert_k_cache_functional = Decompose(_insert_k_cache_functional)

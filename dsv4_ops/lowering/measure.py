@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dsv4_ops.core import choice
-from dsv4_ops.core.choice import Values
-from dsv4_ops.core.libraries import LIBRARIES
-from dsv4_ops.core.registry import OPS, OpSpec
+from dsv4_ops.core.registry import AUTO, OPS, OpSpec
+from dsv4_ops.dispatch import choice
+from dsv4_ops.dispatch.choice import Values
+from dsv4_ops.dispatch.libraries import LIBRARIES
 
 _CALLS, _REPLAYS, _MOST_BLOCKS = 4, 9, 4096
 
@@ -30,7 +30,7 @@ def fastest(spec: OpSpec, values: Values) -> str | None:
     max_autotune, of sizes that are symbols, and where no library runs."""
     if values["q"].device.type not in choice.DEVICES:
         return None
-    if values["impl"] != choice.AUTO or not _asked_for() or choice.takes_no_library(values):
+    if values["impl"] != AUTO or not _asked_for() or choice.takes_no_library(values):
         return None
     signature = _signature(values)
     if signature is None or torch.cuda.is_current_stream_capturing():
@@ -82,7 +82,7 @@ def _time_of(spec: OpSpec, impl: str, values: dict[str, Any]) -> float:
     if impl == "reference":
         call: Callable[[], Any] = functools.partial(spec.reference, **given)
     else:
-        from dsv4_ops.kernels.launch import at_once
+        from dsv4_ops.kernels.launcher import at_once
 
         call = functools.partial(spec.launcher(impl), at_once, **given)
     try:

@@ -1,4 +1,4 @@
-"""Fakes of the FP8 key cache."""
+"""Fakes of paged caches of keys."""
 
 from __future__ import annotations
 
@@ -49,3 +49,11 @@ def gather_k_cache(
     if layout == "plain":
         return k_cache.new_empty((*rows, k_cache.shape[2]))
     return k_cache.new_empty((*rows, MainLayout.head_dim), dtype=torch.bfloat16)
+
+
+def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
+    return None
+
+
+def insert_k_cache_functional(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> Tensor:
+    return k_cache.new_empty(k_cache.shape)

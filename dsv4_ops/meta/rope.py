@@ -1,4 +1,4 @@
-"""Fakes of the rotary embedding."""
+"""Fakes of rotary embeddings and the fused query norm."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import ACTIVATION_BLOCK, TOKEN_ALIGNMENT, round_up
-from dsv4_ops.core.types import QuantizedGroups
+from dsv4_ops.core.types import InsertedQuery, QuantizedGroups
 
 
 def apply_rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool) -> Tensor:
@@ -36,3 +36,33 @@ def inverse_rope_group_quantize(
         return QuantizedGroups(values, o.new_empty(shape, dtype=torch.float32))
     shape = (num_groups, num_scales // 4, padded)
     return QuantizedGroups(values, o.new_empty(shape, dtype=torch.int32))
+
+
+def qnorm_rope_kv_insert(
+    q: Tensor,
+    kv: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    eps: float,
+    block_size: int,
+    layout: str,
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def qnorm_rope_kv_insert_functional(
+    q: Tensor,
+    kv: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    eps: float,
+    block_size: int,
+    layout: str,
+) -> InsertedQuery:
+    return InsertedQuery(q.new_empty(q.shape), k_cache.new_empty(k_cache.shape))

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
-from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.core.types import FlattenedDecode, TokenMap
+from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import batch as meta
 from dsv4_ops.reference import batch as reference
 

@@ -8,10 +8,11 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.core.types import C4Step
+from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import c4_step as meta
-from dsv4_ops.ops import indexer, qnorm
+from dsv4_ops.ops import indexer, rope
 from dsv4_ops.ops.compressor import DIMENSIONS, check_states, check_tokens
 from dsv4_ops.reference import c4_step as reference
 
@@ -182,12 +183,12 @@ def insert_c4_step(
         block_size=block_size,
     )
     checks.above(0, eps=eps)
-    qnorm.check_query(checks, q, kv)
+    rope.check_query(checks, q, kv)
     check_tokens(checks, positions, req_indices, slot_mapping, state_block_table)
     checks.tensor("state_slot_mapping", state_slot_mapping, torch.int64, "num_tokens")
     checks.tensor("swa_slot_mapping", swa_slot_mapping, torch.int64, "num_slots")
     checks.no_more_than_tokens("swa_slot_mapping", swa_slot_mapping)
-    checks.rotation(positions, cos_sin_cache, qnorm.ROPE_DIM)
+    checks.rotation(positions, cos_sin_cache, rope.ROPE_DIM)
     swa_dims = ("num_swa_blocks", "swa_page_bytes")
     checks.pages("swa_cache", swa_cache, MainLayout(swa_block_size), swa_dims, "swa_block_size")
     checks.pages("k_cache", k_cache, MainLayout(block_size))

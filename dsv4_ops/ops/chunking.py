@@ -11,8 +11,9 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.ints import INT64_MAX
-from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.core.types import PrefillChunks, PrefillRowBounds
+from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import chunking as meta
 from dsv4_ops.reference import chunking as reference
 

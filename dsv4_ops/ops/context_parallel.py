@@ -7,7 +7,8 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
-from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import context_parallel as meta
 from dsv4_ops.reference import context_parallel as reference
 

@@ -1,4 +1,4 @@
-"""The lightning indexer's queries and logits."""
+"""The lightning indexer: its FP8 key cache, logits, top-k and schedules."""
 
 from __future__ import annotations
 
@@ -6,12 +6,315 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.choice import check_impl
+from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
-from dsv4_ops.core.registry import OpSpec, define_op
-from dsv4_ops.core.types import IndexerQuery
+from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.tiles import SCHEDULE_KEYS
+from dsv4_ops.core.types import IndexerKeys, IndexerQuery
+from dsv4_ops.dispatch.choice import check_impl
+from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import indexer as meta
 from dsv4_ops.reference import indexer as reference
+
+_INSERT = "(Tensor k, Tensor{} k_cache, Tensor slot_mapping, *, int block_size, str layout) -> {}"
+_SOURCE = "vLLM 0.33, the store of its indexer compressor; values that it leaves open decided here"
+
+_quantize_and_insert_indexer_k = define_op(
+    OpSpec(
+        stem="indexer",
+        schema="quantize_and_insert_indexer_k" + _INSERT.format("(a!)", "()"),
+        meta=meta.quantize_and_insert_indexer_k,
+        reference=reference.quantize_and_insert_indexer_k,
+        lowering={"cpu": "decompose", "cuda": "triton"},
+        dynamic=("num_tokens", "num_blocks"),
+        source=_SOURCE,
+        providers=("triton", "reference"),
+    )
+)
+_quantize_and_insert_indexer_k_functional = define_op(
+    OpSpec(
+        stem="indexer",
+        schema="quantize_and_insert_indexer_k_functional" + _INSERT.format("", "Tensor"),
+        meta=meta.quantize_and_insert_indexer_k_functional,
+        reference=reference.quantize_and_insert_indexer_k_functional,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_tokens", "num_blocks"),
+        source=_SOURCE,
+    )
+)
+
+
+def quantize_and_insert_indexer_k(
+    k: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    block_size: int,
+    layout: str = IndexerLayout.tag,
+) -> None:
+    """Quantise the indexer keys of every token to FP8 and write each to its slot of the cache.
+
+    Args:
+        k: Keys with RoPE applied, [num_rows, 128], bfloat16, any strides; at least num_tokens rows,
+            more are ignored.
+        k_cache: Paged cache, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
+            Pages may lie apart, at multiples of 16 bytes.
+        slot_mapping: Slot of every token, page * block_size + row, [num_tokens], int64. Slots below
+            0 and past the last page are skipped.
+        block_size: Rows per page, 64 for DeepGEMM. At least 1.
+        layout: Tag of the cache's layout, "v4_indexer_fp8".
+
+    Returns:
+        Nothing.
+
+    Mutates: ``k_cache``: the 128 codes and the 4 scale bytes of every slot that is written; no
+        other byte. One scale for the whole row, float32, the smallest power of two, 2^-22 at least,
+        with which the largest magnitude is at most 448. NaN, infinities and tokens that share a
+        slot: as ``quantize_and_insert_k_cache``.
+
+    Raises:
+        ValueError: shapes that disagree, a cache that is not of this layout, ``block_size`` below
+            1, an unknown layout, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: in place, never a copy of the cache; on CUDA our Triton kernel in the graph and in
+        AOTInductor packages, on CPU scatters of Inductor; dynamic in num_tokens and num_blocks;
+        CUDA graphs and export: yes.
+
+    Source: vLLM 0.33, the store of its indexer compressor; DeepGEMM's paged key layout.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import IndexerLayout
+        >>> layout = IndexerLayout(block_size=64)
+        >>> k_cache = layout.allocate(num_blocks=2)
+        >>> k = torch.full((1, 128), 3.0, dtype=torch.bfloat16)
+        >>> dsv4_ops.quantize_and_insert_indexer_k(k, k_cache, torch.tensor([65]), block_size=64)
+        >>> k_cache.view(-1)[layout.data_offset(65) :][:2].tolist()
+        [124, 124]
+        >>> k_cache.view(-1)[layout.scale_offset(65) :][:4].view(torch.float32).tolist()
+        [0.0078125]
+    """
+    _check_insert("quantize_and_insert_indexer_k", k, k_cache, slot_mapping, block_size, layout)
+    _quantize_and_insert_indexer_k(k, k_cache, slot_mapping, block_size=block_size, layout=layout)
+
+
+def quantize_and_insert_indexer_k_functional(
+    k: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    block_size: int,
+    layout: str = IndexerLayout.tag,
+) -> Tensor:
+    """``quantize_and_insert_indexer_k`` into a copy of the cache; for tests and for reading.
+
+    Args:
+        k: As for ``quantize_and_insert_indexer_k``, as are the arguments below.
+        k_cache: Cache to copy, [num_blocks, page_bytes], uint8.
+        slot_mapping: Slot of every token, [num_tokens], int64.
+        block_size: Rows per page. At least 1.
+        layout: Tag of the cache's layout, "v4_indexer_fp8".
+
+    Returns:
+        The new cache, [num_blocks, page_bytes], uint8, dense.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: as ``quantize_and_insert_indexer_k``.
+        TypeError: as ``quantize_and_insert_indexer_k``.
+
+    Compile: a copy and ``quantize_and_insert_indexer_k``; dynamic in num_tokens and num_blocks;
+        CUDA graphs and export: yes.
+
+    Source: vLLM 0.33, the store of its indexer compressor.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import IndexerLayout
+        >>> k_cache = IndexerLayout(block_size=64).allocate(num_blocks=1)
+        >>> k, slots = torch.ones(1, 128, dtype=torch.bfloat16), torch.tensor([0])
+        >>> dsv4_ops.quantize_and_insert_indexer_k_functional(
+        ...     k, k_cache, slots, block_size=64
+        ... )[0, :2]
+        tensor([120, 120], dtype=torch.uint8)
+    """
+    name = "quantize_and_insert_indexer_k_functional"
+    _check_insert(name, k, k_cache, slot_mapping, block_size, layout)
+    written: Tensor = _quantize_and_insert_indexer_k_functional(
+        k, k_cache, slot_mapping, block_size=block_size, layout=layout
+    )
+    return written
+
+
+def _check_insert(
+    op: str, k: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int, layout: str
+) -> None:
+    checks = Checks(op)
+    checks.at_least(1, block_size=block_size)
+    checks.one_of("layout", layout, IndexerLayout.tag)
+    checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
+    checks.tensor("k", k, torch.bfloat16, "num_rows", IndexerLayout.head_dim)
+    checks.rows_for_tokens("k", k)
+    checks.pages("k_cache", k_cache, IndexerLayout(block_size))
+
+
+_gather_indexer_k = define_op(
+    OpSpec(
+        stem="indexer",
+        schema="gather_indexer_k(Tensor k_cache, Tensor cu_seq_lens, Tensor block_table, *, "
+        "int block_size, SymInt num_rows, str layout) -> (Tensor, Tensor)",
+        meta=meta.gather_indexer_k,
+        reference=reference.gather_indexer_k,
+        lowering={"cpu": "decompose", "cuda": "triton"},
+        dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
+        source="vLLM 0.33 cp_gather_indexer_k_quant_cache, with bounds",
+        providers=("triton", "reference"),
+        gradient=INTEGERS,
+    )
+)
+
+
+def gather_indexer_k(
+    k_cache: Tensor,
+    cu_seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    num_rows: int,
+    layout: str = IndexerLayout.tag,
+) -> IndexerKeys:
+    """The indexer keys of all requests, one behind the other: what DeepGEMM's ragged logits take.
+
+    Args:
+        k_cache: Paged cache, [num_blocks, page_bytes], uint8, as for
+            ``quantize_and_insert_indexer_k``.
+        cu_seq_lens: First result row of every request, and the end, [num_reqs + 1], int32,
+            non-decreasing; ``dsv4_ops.prefill_row_bounds`` gives it.
+        block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
+            strides.
+        block_size: Rows per page. At least 1.
+        num_rows: Rows of the result, a capacity. At least 0.
+        layout: Tag of the cache's layout, "v4_indexer_fp8".
+
+    Returns:
+        ``IndexerKeys(k, scales)``: uint8 [num_rows, 128] e4m3 codes, whose values are
+        ``k.view(torch.float8_e4m3fn)``, and float32 [num_rows] scales. Rows that belong to no
+        request or lie on no page are zeros.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, an
+            unknown layout, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: on CUDA one Triton kernel of ours, on CPU a search and masked loads; dynamic in all
+        tensor sizes and num_rows; CUDA graphs and export: yes.
+
+    Source: vLLM 0.33 ``cp_gather_indexer_k_quant_cache``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import IndexerLayout
+        >>> k_cache = IndexerLayout(block_size=64).allocate(num_blocks=2)
+        >>> k = torch.full((1, 128), 3.0, dtype=torch.bfloat16)
+        >>> dsv4_ops.quantize_and_insert_indexer_k(k, k_cache, torch.tensor([65]), block_size=64)
+        >>> cu_seq_lens = torch.tensor([0, 2], dtype=torch.int32)
+        >>> block_table = torch.tensor([[1]], dtype=torch.int32)
+        >>> keys = dsv4_ops.gather_indexer_k(
+        ...     k_cache, cu_seq_lens, block_table, block_size=64, num_rows=3
+        ... )
+        >>> keys.k[:, 0].tolist(), keys.scales.tolist()
+        ([0, 124, 0], [0.0, 0.0078125, 0.0])
+    """
+    checks = Checks("gather_indexer_k")
+    checks.at_least(1, block_size=block_size)
+    checks.at_least(0, num_rows=num_rows)
+    checks.one_of("layout", layout, IndexerLayout.tag)
+    checks.pages("k_cache", k_cache, IndexerLayout(block_size))
+    checks.tensor("cu_seq_lens", cu_seq_lens, torch.int32, "num_reqs + 1")
+    checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
+    checks.request_limit()
+    return IndexerKeys(
+        *_gather_indexer_k(
+            k_cache,
+            cu_seq_lens,
+            block_table,
+            block_size=block_size,
+            num_rows=num_rows,
+            layout=layout,
+        )
+    )
+
+
+_paged_mqa_logits_metadata = define_op(
+    OpSpec(
+        stem="indexer",
+        schema="paged_mqa_logits_metadata(Tensor seq_lens, *, int block_size, int num_sms) "
+        "-> Tensor",
+        meta=meta.paged_mqa_logits_metadata,
+        reference=reference.paged_mqa_logits_metadata,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_reqs",),
+        source="DeepGEMM's get_paged_mqa_logits_metadata for one query per row",
+        gradient=INTEGERS,
+    )
+)
+
+
+def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int) -> Tensor:
+    """Share the keys of a step's indexer among SMs as DeepGEMM does.
+
+    A row of keys is cut into splits of 256. All splits of all rows, one row after the other, are
+    dealt out in runs that differ by no more than one split; the longer ones come first. DeepGEMM's
+    paged logits go by such a schedule; ours need none.
+
+    Args:
+        seq_lens: Keys that every row of queries may see, [num_reqs], int32; below 0 counts as 0. In
+            a step whose tokens are scored one by one, as ``indexer_logits`` does, a row is a token.
+            Of lens [num_reqs, next_n] with next_n up to 2 DeepGEMM takes the last column.
+        block_size: Rows of a page: 64, or another divisor of 256. The schedule does not depend on
+            it.
+        num_sms: SMs that the logits run on, DeepGEMM's ``get_num_sms()``. At least 1.
+
+    Returns:
+        int32 [num_sms + 1, 2], dense: row and split at which every SM begins, and, last, (num_reqs,
+        0). An SM ends where the next one begins, so that one without work begins where it ends.
+        A run begins in a row that has keys, or behind all rows.
+
+        These are the integers of DeepGEMM's ``get_paged_mqa_logits_metadata`` as vLLM 0.22 brings
+        it. Later versions give the longer runs to the last SMs; their logits take this schedule
+        too. Where DeepGEMM adds in 32 bits, this adds in 64.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: wrong shape, numbers out of range, a ``block_size`` that does not divide 256, or
+            more than 16383 rows.
+        TypeError: a dtype other than int32, or a number that is no int.
+
+    Compile: decomposes to a prefix sum and one reduction; dynamic in num_reqs; CUDA graphs and
+        export: yes. No host synchronisation: a captured graph makes the schedule of the lens that
+        it finds.
+
+    Source: DeepGEMM's ``get_paged_mqa_logits_metadata``; semantics only.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> lens = torch.tensor([1000, 300, 0, 600], dtype=torch.int32)  # 4, 2, 0 and 3 splits
+        >>> dsv4_ops.paged_mqa_logits_metadata(lens, block_size=64, num_sms=4).tolist()
+        [[0, 0], [0, 3], [1, 1], [3, 1], [4, 0]]
+    """
+    checks = Checks("paged_mqa_logits_metadata")
+    checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
+    checks.at_least(1, block_size=block_size, num_sms=num_sms)
+    checks.divisor("block_size", block_size, "the keys of a split", SCHEDULE_KEYS)
+    checks.request_limit()
+    schedule: Tensor = _paged_mqa_logits_metadata(seq_lens, block_size=block_size, num_sms=num_sms)
+    return schedule
+
 
 DIM = IndexerLayout.head_dim
 
@@ -320,3 +623,191 @@ def check_query(
 ) -> None:
     checks.tensor("q", q, dtype, "num_tokens", "num_heads", DIM)
     checks.tensor("weights", weights, torch.float32, "num_tokens", "num_heads")
+
+
+_indexer_topk_KERNELS = {"cpu": "decompose", "cuda": "triton"}
+
+_indexer_topk = define_op(
+    OpSpec(
+        stem="indexer",
+        schema="indexer_topk(Tensor logits, Tensor lens, *, int topk) -> Tensor",
+        meta=meta.indexer_topk,
+        reference=reference.indexer_topk,
+        lowering=_indexer_topk_KERNELS,
+        dynamic=("num_tokens", "num_rows"),
+        source="DeepSeek-V4's lightning indexer; the order of ties and of the result decided here",
+        providers=("triton", "reference"),
+    )
+)
+_indexer_select = define_op(
+    OpSpec(
+        stem="indexer",
+        schema="indexer_select(Tensor q, Tensor weights, Tensor k_cache, Tensor positions, "
+        "Tensor req_indices, Tensor block_table, Tensor? schedule=None, *, int block_size, "
+        "int compress_ratio, "
+        'int topk, str layout, bool slots=False, str impl="auto") -> Tensor',
+        meta=meta.indexer_select,
+        reference=reference.indexer_select,
+        lowering={"cpu": "decompose", "cuda": "choices"},
+        dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks"),
+        source="DeepSeek-V4's lightning indexer; the order of ties and of the result decided here",
+        providers=PROVIDERS,
+    )
+)
+
+
+def indexer_topk(logits: Tensor, lens: Tensor, *, topk: int) -> Tensor:
+    """The best columns of every row of logits.
+
+    Args:
+        logits: Scores, [num_tokens, num_rows], float32, any strides; ``indexer_logits`` gives them.
+        lens: Columns of every row that are candidates, [num_tokens], int32; what is behind them may
+            be anything.
+        topk: Columns of the result. At least 0.
+
+    Returns:
+        int32 [num_tokens, topk], dense: the ``topk`` candidates with the highest score, in
+        ascending order, then -1. Of equal scores the lower column is chosen first. -0 equals 0, NaN
+        is below every number, and a score of -inf is no candidate.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, ``topk`` below 0, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: on CUDA our Triton kernels (for topk up to 4096), on CPU the topk and sort of torch
+        over loops of Inductor; dynamic in all tensor sizes; CUDA graphs and export: yes.
+
+    Source: DeepSeek-V4's lightning indexer. Other libraries leave both orders open.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 9.0], [0.0, -torch.inf, 1.0, 9.0, 9.0]])
+        >>> lens = torch.tensor([4, 3], dtype=torch.int32)
+        >>> dsv4_ops.indexer_topk(logits, lens, topk=2).tolist()
+        [[1, 2], [0, 2]]
+    """
+    checks = Checks("indexer_topk")
+    checks.at_least(0, topk=topk)
+    checks.tensor("logits", logits, torch.float32, "num_tokens", "num_rows")
+    checks.tensor("lens", lens, torch.int32, "num_tokens")
+    indices: Tensor = _indexer_topk(logits, lens, topk=topk)
+    return indices
+
+
+def indexer_select(
+    q: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    schedule: Tensor | None = None,
+    *,
+    block_size: int,
+    compress_ratio: int,
+    topk: int,
+    layout: str = IndexerLayout.tag,
+    slots: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    """The compressed rows that every token attends to: scores and selection in one, decodes and
+    prefills alike.
+
+    Our kernels do not store scores: memory and launches do not grow with the context. The
+    reference, which the layout "plain" takes everywhere, gathers keys and stores their scores. A
+    token's rows depend on no other token.
+
+    Args:
+        q: Queries, [num_tokens, num_heads, 128], float8_e4m3fn, any strides; from
+            ``indexer_quantize_q``, as are the weights. For the layout "plain" bfloat16 or float32,
+            rotated by ``apply_rope``.
+        weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
+            strides. Those of plain queries are the weights of the heads, times a softmax_scale if
+            the caller likes: a factor above 0 of all of them selects the same rows.
+        k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``. Pages
+            may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size, 128], of
+            the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
+        positions: Absolute position of every token, [num_tokens], int64; below 0: no row.
+        req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
+            rows.
+        block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
+            strides.
+        schedule: For DeepGEMM, as ``indexer_logits`` takes it: of the complete rows of every token,
+            no more than max_blocks * block_size. None to have it made in the call.
+        block_size: Rows per page, 64 for DeepGEMM. At least 1.
+        compress_ratio: Tokens of a compressed row, 4. At least 1.
+        topk: Rows to choose, 512 (Flash) or 1024 (Pro). At least 0.
+        layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
+        slots: Whether the result has cache slots, for ``sparse_mla_decode``, in place of rows of
+            the request. That saves the kernel of a translation behind the selection.
+        impl: What runs: "triton" our kernels, "deep_gemm" DeepGEMM's logits and our selection among
+            them, "reference" the definition; "auto" ours, unless DeepGEMM is there and was faster
+            at these sizes on an H200.
+
+    Returns:
+        int32 [num_tokens, topk], dense: rows of the request, ascending, then -1, for
+        ``sparse_mla_prefill``. Candidates are the (position + 1) // compress_ratio rows that are
+        complete, as far as their pages exist; scores are those of ``indexer_logits``, and ties and
+        NaN as in ``indexer_topk``. If there are no more than ``topk`` candidates, all of them. With
+        ``slots``, what ``global_topk_indices_and_lens`` makes of these rows, at their places: page
+        * block_size + row in the page, -1 where there is no row and for slots beyond int32.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, or
+            several devices.
+        TypeError: a dtype other than the ones above.
+        NotImplementedError, ImportError, RuntimeError: as ``indexer_logits``.
+
+    Compile: on CUDA our Triton kernels (for topk up to 4096); on CPU, and everywhere for the layout
+        "plain", the reference: the matrix product, topk and sort of torch over loops of Inductor.
+        With DeepGEMM a call and our kernels behind it, in no AOTInductor package; its scores are
+        rounded otherwise, so that it may choose others among rows that nearly tie. Dynamic in all
+        tensor sizes, which have "auto" take ours; CUDA graphs and export: yes.
+
+    Source: DeepSeek-V4's lightning indexer. Other libraries leave the order of ties open.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import IndexerLayout
+        >>> k_cache = IndexerLayout(block_size=4).allocate(num_blocks=1)
+        >>> k = torch.tensor([[1.0], [-1.0], [2.0]]).expand(3, 128).to(torch.bfloat16)
+        >>> dsv4_ops.quantize_and_insert_indexer_k(k, k_cache, torch.arange(3), block_size=4)
+        >>> q, weights = torch.ones(1, 1, 128).to(torch.float8_e4m3fn), torch.ones(1, 1)
+        >>> zeros = torch.zeros(1, 1, dtype=torch.int32)
+        >>> dsv4_ops.indexer_select(
+        ...     q, weights, k_cache, torch.tensor([11]), zeros[0], zeros, block_size=4,
+        ...     compress_ratio=4, topk=2
+        ... )
+        tensor([[0, 2]], dtype=torch.int32)
+    """
+    checks = Checks("indexer_select")
+    checks.at_least(1, compress_ratio=compress_ratio)
+    checks.at_least(0, topk=topk)
+    checks.flag("slots", slots)
+    check_paged(checks, q, weights, k_cache, block_size=block_size, layout=layout)
+    checks.tensor("positions", positions, torch.int64, "num_tokens")
+    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
+    check_schedule(checks, schedule)
+    taken = {"layout": layout, "block_size": block_size}
+    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
+    indices: Tensor = _indexer_select(
+        q,
+        weights,
+        k_cache,
+        positions,
+        req_indices,
+        block_table,
+        schedule,
+        block_size=block_size,
+        compress_ratio=compress_ratio,
+        topk=topk,
+        layout=layout,
+        slots=slots,
+        impl=impl,
+    )
+    return indices

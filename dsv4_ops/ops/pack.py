@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import pack as meta
 from dsv4_ops.reference import pack as reference
 

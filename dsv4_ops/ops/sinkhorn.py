@@ -8,7 +8,8 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import REFERENCE
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import sinkhorn as meta
 from dsv4_ops.reference import sinkhorn as reference
 

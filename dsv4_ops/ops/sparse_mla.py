@@ -1,4 +1,4 @@
-"""Sparse MLA: attention of every token over the cache rows that its index lists name."""
+"""Sparse MLA: decode, gathered rows, prefill, and their schedules."""
 
 from __future__ import annotations
 
@@ -8,21 +8,356 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.choice import check_impl
+from dsv4_ops.core.gradient import INTEGERS
+from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.core.registry import OpSpec, define_op
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.tiles import METADATA_COLUMNS, PLAN_COLUMNS, PROGRAMS, is_metadata
 from dsv4_ops.core.types import FlashMlaPlan, SparseMla, SparseMlaGathered
+from dsv4_ops.dispatch.choice import check_impl
+from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import sparse_mla as meta
-from dsv4_ops.ops.mla_checks import (
-    check_cache,
-    check_decode,
-    check_lists,
-    check_none,
-    check_plan,
-    check_sink,
-    check_turn,
-)
 from dsv4_ops.reference import sparse_mla as reference
+
+
+def check_decode(
+    op: str,
+    q: Tensor,
+    softmax_scale: float,
+    providers: tuple[str, ...],
+    impl: str,
+    *,
+    layout: str,
+    num_splits: int,
+    batch_invariant: bool,
+) -> Checks:
+    """Checks of ``op``, its layout and queries checked, and what it runs with."""
+    checks = check_queries(op, q, layout)
+    check_splits(checks, num_splits, batch_invariant)
+    taken = {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
+    check_impl(op, providers, impl, q.device, {"q": q, **taken})
+    checks.above(0, softmax_scale=softmax_scale)
+    return checks
+
+
+def check_queries(op: str, q: Tensor, layout: str) -> Checks:
+    checks = Checks(op)
+    checks.one_of("layout", layout, MainLayout.tag, "plain")
+    if layout == MainLayout.tag:
+        checks.tensor("q", q, torch.bfloat16, "num_tokens", "num_heads", MainLayout.head_dim)
+    else:
+        checks.floats("q", q, torch.bfloat16, torch.float32)
+        checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", "width")
+    return checks
+
+
+def check_splits(checks: Checks, num_splits: int, batch_invariant: bool) -> None:
+    """The settings that decide how keys are cut."""
+    checks.at_least(0, num_splits=num_splits)
+    checks.flag("batch_invariant", batch_invariant)
+
+
+def check_plan(
+    checks: Checks,
+    plan: Tensor | FlashMlaPlan | None,
+    num_splits: int,
+    batch_invariant: bool,
+    impl: str,
+    widths: tuple[int, int],
+) -> Tensor | None:
+    """The plan as the op takes it, if there is one; nothing else decides then, and it is one of
+    those that ``impl`` goes by."""
+    if plan is None:
+        return None
+    if isinstance(plan, FlashMlaPlan):
+        _check_flash_mla_plan(checks, plan, impl, widths)
+        plan = plan.schedule
+    elif isinstance(plan, Tensor) and is_metadata(plan):
+        _check_goes_to_flash_mla(checks, impl, "one of flash_mla_metadata")
+        checks.tensor("plan", plan, torch.int32, "num_rows", METADATA_COLUMNS)
+        rows_of_splits = checks.sizes["num_tokens"] + 1
+        if plan.shape[0] <= rows_of_splits:
+            rule = f"have more than {known(rows_of_splits)} rows for as many tokens"
+            advice = "Make it with flash_mla_metadata of the lens of this call"
+            raise refusal(ValueError, checks.op, "plan", rule, known(plan.shape[0]), advice)
+    else:
+        if impl == "flash_mla":
+            raise refusal(
+                ValueError,
+                checks.op,
+                "plan",
+                "be one of flash_mla_metadata or flash_mla_plan for impl 'flash_mla'",
+                "another",
+                "Make it with one of these, or leave it out",
+            )
+        checks.tensor("plan", plan, torch.int32, "num_pieces", PLAN_COLUMNS)
+        checks.rows_for_tokens("plan", plan)
+    checks.without("num_splits", num_splits, 0, "a plan")
+    checks.without("batch_invariant", batch_invariant, False, "a plan")
+    return plan
+
+
+def _check_goes_to_flash_mla(checks: Checks, impl: str, actual: str) -> None:
+    if impl not in ("auto", "flash_mla"):
+        rule = f"be a tensor of sparse_mla_plan for impl {impl!r}"
+        advice = "Pass impl='flash_mla', or leave it out"
+        raise refusal(ValueError, checks.op, "plan", rule, actual, advice)
+
+
+def _check_flash_mla_plan(
+    checks: Checks, plan: FlashMlaPlan, impl: str, widths: tuple[int, int]
+) -> None:
+    """It was made for such a call: FlashMLA would read past the lists of another."""
+    _check_goes_to_flash_mla(checks, impl, "a FlashMlaPlan")
+    checks.tensor("plan.schedule", plan.schedule, torch.int32, "size")
+    sizes = {
+        "num_tokens": checks.sizes["num_tokens"],
+        "num_heads": checks.sizes["num_heads"],
+        "swa_width": widths[0],
+        "extra_width": widths[1],
+    }
+    for name, size in sizes.items():
+        if getattr(plan, name) != size:
+            raise refusal(
+                ValueError,
+                checks.op,
+                "plan",
+                f"be made for {name} = {known(size)}",
+                f"one for {known(getattr(plan, name))}",
+                "Make one of flash_mla_plan for every size of batch",
+            )
+
+
+def check_cache(
+    checks: Checks, source: str, q: Tensor, cache: Tensor, block_size: int, layout: str
+) -> None:
+    """One of the two caches."""
+    size_name, blocks = f"{source}_block_size", f"num_{source}_blocks"
+    checks.at_least(1, **{size_name: block_size})
+    if layout == MainLayout.tag:
+        dims = (blocks, f"{source}_page_bytes")
+        checks.pages(f"{source}_cache", cache, MainLayout(block_size), dims, size_name)
+        return
+    checks.rows(f"{source}_cache", cache, block_size, (blocks, size_name, "width"), size_name)
+    checks.tensor(f"{source}_cache", cache, q.dtype, blocks, size_name, "width")
+
+
+def check_lists(checks: Checks, source: str, indices: Tensor, lens: Tensor) -> None:
+    """Slots of one of the two caches and how many count."""
+    checks.tensor(f"{source}_indices", indices, torch.int32, "num_tokens", f"{source}_width")
+    checks.tensor(f"{source}_lens", lens, torch.int32, "num_tokens")
+    checks.at_least(1, **{f"{source}_width": indices.shape[1]})
+
+
+def check_none(checks: Checks, *extra: Tensor | None) -> None:
+    """All three of the extra cache are None."""
+    names = ("extra_cache", "extra_indices", "extra_lens")
+    missing = next(name for name, value in zip(names, extra, strict=True) if value is None)
+    for name, value in zip(names, extra, strict=True):
+        if value is not None:
+            checks.comes_with(name, missing, None)
+
+
+def check_sink(checks: Checks, attn_sink: Tensor | None) -> None:
+    """The sink, if there is one."""
+    if attn_sink is not None:
+        checks.tensor("attn_sink", attn_sink, torch.float32, "num_heads")
+
+
+def check_turn(
+    checks: Checks, q: Tensor, positions: Tensor | None, cos_sin_cache: Tensor | None
+) -> None:
+    """What the output is rotated back by, if it is."""
+    if positions is not None and cos_sin_cache is not None:
+        checks.rotation(positions, cos_sin_cache)
+        checks.even("cos_sin_cache", cos_sin_cache, "width", q.shape[2])
+    elif positions is not None:
+        checks.comes_with("positions", "cos_sin_cache", cos_sin_cache)
+    elif cos_sin_cache is not None:
+        checks.comes_with("cos_sin_cache", "positions", positions)
+
+
+_sparse_mla_plan = define_op(
+    OpSpec(
+        stem="sparse_mla",
+        schema="sparse_mla_plan(Tensor swa_lens, Tensor? extra_lens, *, int num_heads, "
+        "int num_programs) -> Tensor",
+        meta=meta.sparse_mla_plan,
+        reference=reference.sparse_mla_plan,
+        lowering={"cpu": "decompose", "cuda": "triton"},
+        dynamic=("num_tokens",),
+        source="what FlashMLA's get_mla_metadata is for; the plan itself is ours",
+        providers=("triton", "reference"),
+        gradient=INTEGERS,
+    )
+)
+
+
+def sparse_mla_plan(
+    swa_lens: Tensor,
+    extra_lens: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_programs: int = PROGRAMS,
+) -> Tensor:
+    """Cut the keys of every token into pieces of about the same size, for decode batches whose
+    tokens see very different numbers of keys.
+
+    Without a plan ``sparse_mla_decode`` cuts every token into the same number of splits, and a long
+    context in a batch of short ones is what all wait for. Only ``sparse_mla_decode_paged`` over FP8
+    caches on Hopper, of 32 tokens times tiles of 64 heads or more, up to 256 tokens, and of lists
+    of 4 blocks of 64 keys or more, then cuts by lens itself, in every layer again. One plan serves
+    all layers with the same lens; give it to ``sparse_mla_decode`` or ``sparse_mla_decode_paged``
+    as ``plan``, or have it made with a step (``dsv4_ops.attention.build_attention_step``).
+
+    Args:
+        swa_lens: Rows of the window that every token sees, [num_tokens], int32; below 0 counts as
+            0.
+        extra_lens: Rows of the compressed cache that every token sees, [num_tokens], int32; None
+            for layers that have only a window.
+        num_heads: Heads of the queries that the plan is for. At least 1.
+        num_programs: Programs that run at a time, the SMs of the device. At least 1.
+
+    Returns:
+        int32 [num_tokens + programs, 4], where programs is num_programs divided by the tiles of 64
+        heads, at least 1. A row is a piece: its token, which piece of the token it is, how many
+        the token has, and where in a buffer the partial results of the token begin, 0 of one piece.
+        The first pieces of tokens that have several come first, then their further ones, tokens of
+        one piece, and rows of -1. Those of one piece are in the order of how many fourteenths of
+        the longest piece they have, the longest first; tokens that are equal in that, and all of
+        several pieces, are in their own. Every token has at least one piece, also without keys.
+
+        Of some sizes of pieces from the mean on, the plan has the one that would take the least
+        time: as long as a piece, or as all pieces with the starts of their programs take on so many
+        programs. There are no more further pieces than programs without a first one, or than a
+        quarter of the programs: a token in two makes another round of programs.
+
+        A piece is a share of its token's keys, not a range, so a plan made of other lens gives the
+        same attention, only less evenly spread.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: lens of different lengths or devices, numbers below 1, or more than 16383
+            tokens.
+        TypeError: a dtype other than int32.
+
+    Compile: on CUDA our Triton kernel, of one program, in the graph and in AOTInductor packages; on
+        the CPU prefix sums, which are aten calls, and the search of ``token_map``; dynamic in
+        num_tokens; CUDA graphs and export: yes.
+
+    Source: takes the place of FlashMLA's ``get_mla_metadata``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> lens = torch.tensor([64, 0, 640], dtype=torch.int32)
+        >>> dsv4_ops.sparse_mla_plan(lens, num_heads=64, num_programs=4)[:5].tolist()
+        [[2, 0, 2, 0], [2, 1, 2, 0], [0, 0, 1, 0], [1, 0, 1, 0], [-1, -1, -1, -1]]
+    """
+    checks = Checks("sparse_mla_plan")
+    checks.tensor("swa_lens", swa_lens, torch.int32, "num_tokens")
+    if extra_lens is not None:
+        checks.tensor("extra_lens", extra_lens, torch.int32, "num_tokens")
+    checks.at_least(1, num_heads=num_heads, num_programs=num_programs)
+    checks.request_limit("num_tokens")
+    plan: Tensor = _sparse_mla_plan(
+        swa_lens, extra_lens, num_heads=num_heads, num_programs=num_programs
+    )
+    return plan
+
+
+_flash_mla_metadata = define_op(
+    OpSpec(
+        stem="sparse_mla",
+        schema="flash_mla_metadata(Tensor swa_lens, Tensor? extra_lens, *, int swa_width, "
+        "int extra_width, int num_sm_parts) -> Tensor",
+        meta=meta.flash_mla_metadata,
+        reference=reference.flash_mla_metadata,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_tokens",),
+        source="the planner in FlashMLA's sparse_decode_fwd, for one query per row",
+        gradient=INTEGERS,
+    )
+)
+
+
+def flash_mla_metadata(
+    swa_lens: Tensor,
+    extra_lens: Tensor | None = None,
+    *,
+    swa_width: int,
+    extra_width: int = 0,
+    num_sm_parts: int,
+) -> Tensor:
+    """Share the keys of a sparse decode among SMs as FlashMLA does.
+
+    The keys of a token are cut into blocks of 64: those of its window, at least one, and behind
+    them those of its selected rows. Tokens are dealt out in their order. A part takes as many
+    blocks as all tokens have divided by the parts, where every token counts 5 blocks more, and
+    splits the token that it does not finish.
+
+    One tensor serves all layers of a kind in a step: pass it as ``plan`` to ``sparse_mla_decode``
+    or ``sparse_mla_decode_paged`` with the impl "flash_mla". FlashMLA then plans nothing in the
+    call.
+
+    Args:
+        swa_lens: Rows of the window that every token sees, [num_tokens], int32; below 0 counts as
+            0, above ``swa_width`` as that.
+        extra_lens: Rows of the compressed cache that every token sees, [num_tokens], int32, within
+            ``extra_width`` likewise; None for layers with a window only.
+        swa_width: Columns of ``swa_indices``. At least 1.
+        extra_width: Columns of ``extra_indices``, or max_blocks * extra_block_size of a block
+            table; 0 without ``extra_lens``. Memory grows with num_tokens times both widths / 64.
+        num_sm_parts: Parts: ``dsv4_ops.dispatch.providers.flash_mla_num_sm_parts``. At least 1.
+
+    Returns:
+        int32 [num_sm_parts + num_tokens + 1, 8], dense. The first num_sm_parts rows are
+        FlashMLA's tile_scheduler_metadata: first token of a part, its last one, the block of the
+        first one at which it begins, the block of the last one before which it ends, how many
+        parts before it share its first token, whether the first and whether the last token is
+        split, and 0. A part without work begins at num_tokens. The numbers behind them begin with
+        FlashMLA's num_splits: partial results of all tokens before each, and in all, num_tokens + 1
+        of them; the others are 0. FlashMLA so refuses it in a call of another number of tokens.
+
+        With lens other than those it was made of FlashMLA leaves out keys, or reads behind lists,
+        without a word.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: lens of different lengths or devices, numbers out of range, or an
+            ``extra_width`` without ``extra_lens``.
+        TypeError: a dtype other than int32, or a number that is no int.
+
+    Compile: decomposes to prefix sums and gathers; dynamic in num_tokens; CUDA graphs and export:
+        yes. No host synchronisation: a captured graph makes the metadata of the lens that it finds.
+
+    Source: what FlashMLA's ``flash_mla_with_kvcache``, given ``indices``, ``topk_length`` and
+        ``extra_topk_length``, leaves in its ``FlashMLASchedMeta`` on Hopper; semantics only.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> lens = torch.tensor([64, 640], dtype=torch.int32)  # 1 and 10 blocks, 6 and 15 counted
+        >>> made = dsv4_ops.flash_mla_metadata(lens, swa_width=640, num_sm_parts=2)
+        >>> made[0].tolist(), made[1].tolist()  # 11 counted each, and 5: blocks 0 to 4 of token 1
+        ([0, 1, 0, 5, 0, 0, 1, 0], [1, 1, 5, 10, 1, 1, 1, 0])
+        >>> made[2:].flatten()[:3].tolist()  # num_splits
+        [0, 1, 3]
+    """
+    checks = Checks("flash_mla_metadata")
+    checks.tensor("swa_lens", swa_lens, torch.int32, "num_tokens")
+    if extra_lens is not None:
+        checks.tensor("extra_lens", extra_lens, torch.int32, "num_tokens")
+    checks.at_least(0 if extra_lens is None else 1, extra_width=extra_width)
+    if extra_lens is None and extra_width != 0:
+        rule, advice = "be 0 without extra_lens", "Pass both or neither"
+        raise refusal(ValueError, checks.op, "extra_width", rule, known(extra_width), advice)
+    checks.at_least(1, swa_width=swa_width, num_sm_parts=num_sm_parts)
+    sizes = {"swa_width": swa_width, "extra_width": extra_width, "num_sm_parts": num_sm_parts}
+    made: Tensor = _flash_mla_metadata(swa_lens, extra_lens, **sizes)
+    return made
+
 
 _SETTINGS = (
     "float softmax_scale, int swa_block_size, int extra_block_size, str layout, int num_splits, "
@@ -138,7 +473,7 @@ def sparse_mla_decode(
             undefined, but in bounds. Or what nothing but FlashMLA reads: its own plan for the lens
             of this call and no other, from ``flash_mla_metadata`` of them, [num_rows, 8], which it
             does not check; or a ``FlashMlaPlan`` for the sizes of this call, from
-            ``dsv4_ops.providers.flash_mla_plan``.
+            ``dsv4_ops.dispatch.providers.flash_mla_plan``.
         positions: Absolute position of every query, [num_tokens], int64, to have the rotation of
             the output undone where it is computed; None to leave it, and then no ``cos_sin_cache``.
             Rows of a position below 0 or past the table are not rotated.
@@ -398,5 +733,189 @@ def sparse_mla_gathered(
     return SparseMlaGathered(
         *_sparse_mla_gathered(
             q, kv, indices, lens, attn_sink, softmax_scale=softmax_scale, impl=impl
+        )
+    )
+
+
+PREFILL_PROVIDERS = ("triton", "flash_mla", "reference")
+
+_sparse_mla_prefill = define_op(
+    OpSpec(
+        stem="sparse_mla",
+        schema=(
+            "sparse_mla_prefill(Tensor q, Tensor swa_cache, Tensor positions, Tensor req_indices, "
+            "Tensor swa_block_table, Tensor? extra_cache, Tensor? extra_block_table, "
+            "Tensor? topk_indices, Tensor? attn_sink, *, float softmax_scale, int window_size, "
+            "int compress_ratio, int swa_block_size, int extra_block_size, str layout, "
+            'str impl="auto") '
+            "-> (Tensor out, Tensor lse)"
+        ),
+        meta=meta.sparse_mla_prefill,
+        reference=reference.sparse_mla_prefill,
+        lowering={"cpu": "decompose", "cuda": "choices"},
+        dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks"),
+        source="vLLM 0.33's prefill: gather, combine and flash_mla_sparse_fwd, as one op",
+        providers=PREFILL_PROVIDERS,
+    )
+)
+
+
+def sparse_mla_prefill(
+    q: Tensor,
+    swa_cache: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    swa_block_table: Tensor,
+    extra_cache: Tensor | None = None,
+    extra_block_table: Tensor | None = None,
+    topk_indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    *,
+    softmax_scale: float,
+    window_size: int,
+    compress_ratio: int = 1,
+    swa_block_size: int,
+    extra_block_size: int = 1,
+    layout: str = MainLayout.tag,
+    impl: str = "auto",
+) -> SparseMla:
+    """Attend to the window and to compressed rows, straight from the paged caches: no gathered
+    copy, no index matrix, no chunks, unless that is faster or FlashMLA runs it.
+
+    The window of a token is its own position and the ``window_size - 1`` before it. Compressed
+    rows are those that ``topk_indices`` selects (C4), or without it all that the token may see
+    (C128). It takes any batch. A program attends for one token and 64 heads, and on Hopper "auto"
+    splits the keys of few tokens over more of them; elsewhere few tokens are
+    ``sparse_mla_decode``'s, which always does.
+
+    Args:
+        q: Queries with RoPE applied, [num_tokens, num_heads, 512], bfloat16, any strides; for the
+            layout "plain" of any width and dtype that the caches have.
+        swa_cache: Cache of the window, [num_swa_blocks, page_bytes], uint8, from
+            ``MainLayout.allocate``; or of ``PlainLayout``. Holds the rows of this batch already.
+        positions: Position of every token in its request, [num_tokens], int64; -1 for padding.
+        req_indices: Request of every token, [num_tokens], int32; -1 for padding.
+        swa_block_table: Page of every (request, block) of the window cache, [num_reqs,
+            max_swa_blocks], int32. Pages before the window may be missing.
+        extra_cache: Compressed cache of the same layout, [num_extra_blocks, page_bytes]; None for
+            a layer with only a window, and then neither of the next two.
+        extra_block_table: Page of every (request, block) of it, [num_reqs, max_extra_blocks],
+            int32.
+        topk_indices: Rows of its request that a token attends to, [num_tokens, topk], int32, as
+            ``indexer_select`` gives them. Rows that do not exist, or that the token may not see
+            yet, are skipped. None for all rows.
+        attn_sink: Logit that joins the denominator, [num_heads], float32; None for none.
+        softmax_scale: What q . k is multiplied by. Above 0.
+        window_size: Keys of the window, the token's own included. At least 1.
+        compress_ratio: Positions per compressed row; a token sees (position + 1) // compress_ratio
+            rows. At least 1.
+        swa_block_size: Rows per page of ``swa_cache``. At least 1.
+        extra_block_size: Rows per page of ``extra_cache``. At least 1.
+        layout: Tag of both caches' layout, "v4_fp8" or "plain".
+        impl: What runs: "triton" our kernel that reads the pages, "flash_mla" a gather of the rows
+            to bfloat16 and FlashMLA over it, "reference" the definition. "auto" takes ours; on
+            Hopper, where it is faster at these sizes, over such a copy too, or with the keys of few
+            tokens in splits. What runs may change bits, and "auto" goes by the number of tokens,
+            and by time on the GPU: a copy's five launches take the host 0.5 to 0.9 ms where nothing
+            captures them. A copy has memory for all rows that the block tables name, of which there
+            may be 2**20, and for the keys of every token, 4 bytes each: without ``topk_indices`` as
+            many as a row of the table names.
+
+    Returns:
+        out: [num_tokens, num_heads, 512], the dtype of q; 0 without any key, so for padding.
+            Rotated as the values are: only ``sparse_mla_decode`` can undo that itself, here
+            ``inverse_rope_group`` does it behind.
+        lse: Natural logarithm of the sum of exp(logit) over the keys, without the sink,
+            [num_tokens, num_heads], float32; -inf without any key.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, caches that are not of the layout, a number out of range,
+            or several devices.
+        TypeError: a dtype other than the ones above.
+        NotImplementedError: an ``impl`` that does not take the call: FlashMLA has 64 or 128 heads,
+            the layout "v4_fp8", and a workspace of up to 2^20 rows (1 GiB), which are all that the
+            block tables have columns for; our kernel has rows of 512 bfloat16 values.
+        ImportError, RuntimeError: an ``impl`` that does not run here, and why.
+
+    Compile: on CUDA our Triton kernel in the graph and in AOTInductor packages; on Hopper, with FP8
+        caches, graphs call an op that launches those in Gluon, packages hold their binaries, and
+        both decide by the sizes of each call whether rows are copied; float32 queries, rows of
+        another width than 512 and other devices get the reference: gathers and matrix products.
+        FlashMLA is a call of its own op, in AOTInductor packages too, which then need that library;
+        kernels of ours gather the rows that tokens of the batch may see, into a workspace whose
+        size the block tables' shapes decide, and list them. Dynamic in num_tokens, num_reqs, the
+        blocks of both tables and the pages of the caches; CUDA graphs and export: yes.
+
+    Source: the attention of vLLM 0.33's prefill chunks, which gathers rows to bf16, combines top-k
+        and window indices, and calls FlashMLA's ``flash_mla_sparse_fwd``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import PlainLayout
+        >>> cache = PlainLayout(block_size=2, width=4, dtype=torch.float32).allocate(num_blocks=2)
+        >>> cache[1, 0], cache[1, 1] = 2.0, 4.0
+        >>> q, positions = torch.zeros(2, 1, 4), torch.tensor([0, 1])
+        >>> requests, table = torch.zeros(2).int(), torch.tensor([[1]]).int()
+        >>> out, lse = dsv4_ops.sparse_mla_prefill(
+        ...     q, cache, positions, requests, table,
+        ...     softmax_scale=0.5, window_size=2, swa_block_size=2, layout="plain",
+        ... )
+        >>> out[:, 0, 0].tolist()
+        [2.0, 3.0]
+    """
+    checks = check_queries("sparse_mla_prefill", q, layout)
+    checks.above(0, softmax_scale=softmax_scale)
+    checks.at_least(
+        1,
+        window_size=window_size,
+        compress_ratio=compress_ratio,
+        extra_block_size=extra_block_size,
+    )
+    check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
+    checks.tensor("positions", positions, torch.int64, "num_tokens")
+    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tensor("swa_block_table", swa_block_table, torch.int32, "num_reqs", "max_swa_blocks")
+    if extra_cache is not None and extra_block_table is not None:
+        check_cache(checks, "extra", q, extra_cache, extra_block_size, layout)
+        dims = ("num_reqs", "max_extra_blocks")
+        checks.tensor("extra_block_table", extra_block_table, torch.int32, *dims)
+    elif extra_cache is not None:
+        checks.comes_with("extra_cache", "extra_block_table", None)
+    elif extra_block_table is not None:
+        checks.comes_with("extra_block_table", "extra_cache", None)
+    if topk_indices is not None:
+        checks.comes_with("topk_indices", "extra_cache", extra_cache)
+        checks.tensor("topk_indices", topk_indices, torch.int32, "num_tokens", "topk")
+        checks.at_least(1, topk=topk_indices.shape[1])
+    check_sink(checks, attn_sink)
+    taken = {
+        "q": q,
+        "swa_block_table": swa_block_table,
+        "swa_block_size": swa_block_size,
+        "extra_block_table": extra_block_table,
+        "extra_block_size": extra_block_size,
+        "layout": layout,
+    }
+    check_impl("sparse_mla_prefill", PREFILL_PROVIDERS, impl, q.device, taken)
+    return SparseMla(
+        *_sparse_mla_prefill(
+            q,
+            swa_cache,
+            positions,
+            req_indices,
+            swa_block_table,
+            extra_cache,
+            extra_block_table,
+            topk_indices,
+            attn_sink,
+            softmax_scale=softmax_scale,
+            window_size=window_size,
+            compress_ratio=compress_ratio,
+            swa_block_size=swa_block_size,
+            extra_block_size=extra_block_size,
+            layout=layout,
+            impl=impl,
         )
     )

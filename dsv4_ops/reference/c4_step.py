@@ -6,9 +6,9 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.types import C4Step
-from dsv4_ops.reference.compressor_step import save_and_compress
+from dsv4_ops.reference.compressor import save_and_compress
 from dsv4_ops.reference.indexer import indexer_quantize_q
-from dsv4_ops.reference.qnorm import qnorm_rope_kv_insert
+from dsv4_ops.reference.rope import qnorm_rope_kv_insert
 
 
 def insert_c4_step(

@@ -1,4 +1,4 @@
-"""Compressed keys: the row that a finished window becomes."""
+"""References of the KV compressor."""
 
 from __future__ import annotations
 
@@ -8,11 +8,56 @@ from torch import Tensor
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.types import ABSENT
 from dsv4_ops.reference.common import masked_index, materialized, take, valid_tokens
-from dsv4_ops.reference.indexer_cache import quantize_and_insert_indexer_k_functional
-from dsv4_ops.reference.kv_cache import quantize_and_insert_k_cache_functional
-from dsv4_ops.reference.pages import locate
-from dsv4_ops.reference.plain_cache import insert_k_cache_functional
+from dsv4_ops.reference.indexer import quantize_and_insert_indexer_k_functional
+from dsv4_ops.reference.kv_cache import (
+    insert_k_cache_functional,
+    quantize_and_insert_k_cache_functional,
+)
+from dsv4_ops.reference.pages import locate, scatter_rows
 from dsv4_ops.reference.rotation import rotate_tail
+
+
+def save_compressor_states_functional(
+    kv_score: Tensor,
+    ape: Tensor,
+    states: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    *,
+    compress_ratio: int,
+    block_size: int,
+) -> Tensor:
+    width = ape.shape[1]
+    exists = positions >= 0
+    bias = take(ape, torch.where(exists, positions, 0) % compress_ratio)
+    rows = torch.cat([kv_score[:, :width], kv_score[:, width:] + bias], 1)
+    slots = torch.where(exists, slot_mapping, ABSENT)
+    row = torch.arange(block_size, device=states.device)[:, None]
+    columns = row * (2 * width) + torch.arange(2 * width, device=states.device)
+    return scatter_rows(states, rows, slots, block_size, columns)
+
+
+def save_compressor_states(
+    kv_score: Tensor,
+    ape: Tensor,
+    states: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    *,
+    compress_ratio: int,
+    block_size: int,
+) -> None:
+    states.copy_(
+        save_compressor_states_functional(
+            kv_score,
+            ape,
+            states,
+            slot_mapping,
+            positions,
+            compress_ratio=compress_ratio,
+            block_size=block_size,
+        )
+    )
 
 
 def finishing_tokens(
@@ -172,4 +217,103 @@ def compress_and_insert(
             block_size=block_size,
             layout=layout,
         )
+    )
+
+
+def save_and_compress_functional(
+    kv_score: Tensor,
+    ape: Tensor,
+    states: Tensor,
+    state_block_table: Tensor,
+    state_slot_mapping: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    norm_weight: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_ratio: int,
+    overlap: bool,
+    eps: float,
+    state_block_size: int,
+    block_size: int,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    written = compress_and_insert_functional(
+        kv_score,
+        ape,
+        states,
+        state_block_table,
+        positions,
+        req_indices,
+        norm_weight,
+        cos_sin_cache,
+        k_cache,
+        slot_mapping,
+        compress_ratio=compress_ratio,
+        overlap=overlap,
+        eps=eps,
+        state_block_size=state_block_size,
+        block_size=block_size,
+        layout=layout,
+    )
+    saved = save_compressor_states_functional(
+        kv_score,
+        ape,
+        states,
+        state_slot_mapping,
+        positions,
+        compress_ratio=compress_ratio,
+        block_size=state_block_size,
+    )
+    return saved, written
+
+
+def save_and_compress(
+    kv_score: Tensor,
+    ape: Tensor,
+    states: Tensor,
+    state_block_table: Tensor,
+    state_slot_mapping: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    norm_weight: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_ratio: int,
+    overlap: bool,
+    eps: float,
+    state_block_size: int,
+    block_size: int,
+    layout: str,
+) -> None:
+    compress_and_insert(
+        kv_score,
+        ape,
+        states,
+        state_block_table,
+        positions,
+        req_indices,
+        norm_weight,
+        cos_sin_cache,
+        k_cache,
+        slot_mapping,
+        compress_ratio=compress_ratio,
+        overlap=overlap,
+        eps=eps,
+        state_block_size=state_block_size,
+        block_size=block_size,
+        layout=layout,
+    )
+    save_compressor_states(
+        kv_score,
+        ape,
+        states,
+        state_slot_mapping,
+        positions,
+        compress_ratio=compress_ratio,
+        block_size=state_block_size,
     )

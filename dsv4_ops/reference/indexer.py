@@ -1,17 +1,85 @@
-"""Lightning indexer: queries in FP8, and the scores of compressed rows."""
+"""References of the lightning indexer."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
-from dsv4_ops.core.types import IndexerQuery
-from dsv4_ops.reference.common import dense
-from dsv4_ops.reference.pages import gather_rows, locate, row_columns
-from dsv4_ops.reference.plain_cache import gathered_bits
-from dsv4_ops.reference.quantization import bf16_bits, from_bytes, quantize, scale_values
+from dsv4_ops.core.tiles import SCHEDULE_KEYS
+from dsv4_ops.core.types import ABSENT, INT32_MAX, IndexerQuery
+from dsv4_ops.reference.batch import token_map
+from dsv4_ops.reference.common import dense, valid_tokens, visible_rows
+from dsv4_ops.reference.indices import global_topk_indices_and_lens
+from dsv4_ops.reference.kv_cache import gathered_bits
+from dsv4_ops.reference.pages import gather_rows, locate, row_columns, scatter_rows
+from dsv4_ops.reference.quantization import bf16_bits, from_bytes, quantize, scale_values, to_bytes
 from dsv4_ops.reference.rotation import rotate_tail
+
+
+def quantize_and_insert_indexer_k_functional(
+    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, block_size: int, layout: str
+) -> Tensor:
+    indexer = IndexerLayout(block_size)
+    codes, scales = quantize(bf16_bits(k[: slot_mapping.shape[0]]), indexer.quant_block)
+    parts = {0: codes, indexer.data_bytes: to_bytes(scales << 23, indexer.scale_bytes)}
+    for byte, values in parts.items():
+        columns = row_columns(indexer, byte, values.shape[1], k_cache.device)
+        k_cache = scatter_rows(k_cache, values, slot_mapping, block_size, columns)
+    return k_cache.clone(memory_format=torch.contiguous_format)
+
+
+def quantize_and_insert_indexer_k(
+    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, block_size: int, layout: str
+) -> None:
+    k_cache.copy_(
+        quantize_and_insert_indexer_k_functional(
+            k, k_cache, slot_mapping, block_size=block_size, layout=layout
+        )
+    )
+
+
+def gather_indexer_k(
+    k_cache: Tensor,
+    cu_seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    num_rows: int,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    lens = cu_seq_lens[1:] - cu_seq_lens[:-1]
+    req_indices, positions = token_map(cu_seq_lens, lens, num_tokens=num_rows)
+    return keys_at(k_cache, req_indices, positions, block_table, block_size=block_size)
+
+
+def keys_at(
+    k_cache: Tensor, req_indices: Tensor, positions: Tensor, block_table: Tensor, *, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of one cache row per (request, position); zeros where there is none."""
+    indexer = IndexerLayout(block_size)
+    pages, rows = locate(block_table, req_indices, positions, req_indices >= 0, block_size)
+
+    def stored(byte: int, width: int) -> Tensor:
+        columns = row_columns(indexer, byte, width, k_cache.device)
+        return gather_rows(k_cache, pages, rows, columns)
+
+    scales = from_bytes(stored(indexer.data_bytes, indexer.scale_bytes), indexer.scale_bytes)
+    return stored(0, indexer.data_bytes), scales.squeeze(-1).view(torch.float32)
+
+
+def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int) -> Tensor:
+    splits = (seq_lens.long().clamp(min=0) + SCHEDULE_KEYS - 1) // SCHEDULE_KEYS
+    before = torch.nn.functional.pad(splits.cumsum(0), (1, 0))
+    sm = torch.arange(num_sms + 1, device=seq_lens.device)
+    share, rest = splits.sum() // num_sms, splits.sum() % num_sms
+    start = (sm * share + torch.minimum(sm, rest))[:, None]
+    # all comparisons at once: a search would wait for one load after the other
+    reached = before <= start
+    request = reached.sum(1) - 1
+    split = start[:, 0] - torch.where(reached, before, 0).amax(1)
+    return torch.stack((request, split), 1).to(torch.int32)
 
 
 def indexer_quantize_q(
@@ -94,3 +162,74 @@ def indexer_logits_ragged(
     inside = (row >= row_start.unsqueeze(1)) & (row < row_stop.unsqueeze(1))
     found = scores(q.to(torch.float32), weights, numbers(k)) * scales
     return torch.where(inside, found, -torch.inf)
+
+
+ABSENT_KEY = -(2**31)
+"""Key of what is no candidate, below that of any score."""
+
+_NAN_KEY = ABSENT_KEY + 1
+_INFINITY = 0x7F800000
+
+
+def sortable(scores: Tensor) -> Tensor:
+    """int32 keys in the order of float32 scores: -0 is 0, and NaN is below every number."""
+    bits = scores.view(torch.int32)
+    magnitude = bits & INT32_MAX
+    keys = torch.where(bits < 0, -magnitude - 1, bits)
+    keys = torch.where(magnitude == 0, 0, keys)
+    return torch.where(magnitude > _INFINITY, _NAN_KEY, keys)
+
+
+def best(keys: Tensor, topk: int) -> Tensor:
+    """Ascending columns of the ``topk`` largest keys of every row, of equal ones the first, then
+    -1."""
+    column = torch.arange(keys.shape[1], device=keys.device)
+    # key and column in one integer, whose order leaves no tie
+    order = (keys.to(torch.int64) << 32) | (INT32_MAX - column)
+    order = pad(order, (0, topk), value=torch.iinfo(torch.int64).min)
+    chosen = order.topk(topk, dim=1, sorted=False).values
+    last = torch.where(chosen >> 32 > ABSENT_KEY, INT32_MAX - (chosen & INT32_MAX), INT32_MAX)
+    columns = last.sort(dim=1).values
+    return torch.where(columns < INT32_MAX, columns, ABSENT).to(torch.int32)
+
+
+def indexer_topk(logits: Tensor, lens: Tensor, *, topk: int) -> Tensor:
+    column = torch.arange(logits.shape[1], device=logits.device)
+    candidate = (column < lens.unsqueeze(1)) & (logits != -torch.inf)
+    return best(torch.where(candidate, sortable(logits), ABSENT_KEY), topk)
+
+
+def indexer_select(
+    q: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    schedule: Tensor | None = None,
+    *,
+    block_size: int,
+    compress_ratio: int,
+    topk: int,
+    layout: str,
+    slots: bool = False,
+    impl: str = "auto",
+) -> Tensor:
+    num_reqs, max_blocks = block_table.shape
+    valid = valid_tokens(positions, req_indices, num_reqs)
+    lens = torch.where(valid, visible_rows(positions, compress_ratio), 0)
+    scores, exists = paged_scores(
+        q,
+        weights,
+        k_cache,
+        lens,
+        req_indices,
+        block_table,
+        block_size,
+        max_blocks * block_size,
+        layout,
+    )
+    rows = best(torch.where(exists, sortable(scores), ABSENT_KEY), topk)
+    if not slots:
+        return rows
+    return global_topk_indices_and_lens(rows, req_indices, block_table, block_size=block_size)[0]

@@ -1,4 +1,4 @@
-"""FP8 key cache of DeepSeek-V4: quantise and insert, gather and dequantise."""
+"""References of paged caches of keys."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.reference.pages import gather_rows, locate, row_columns, scatter_rows
-from dsv4_ops.reference.plain_cache import gathered_bits
+from dsv4_ops.reference.pages import gather_rows, locate, row_columns, scatter_rows, words
 from dsv4_ops.reference.quantization import (
     bf16_bits,
     dequantize,
@@ -138,3 +137,27 @@ def gather_k_cache(
         layout=layout,
     )
     return bits.view(k_cache.dtype if layout == "plain" else torch.bfloat16)
+
+
+def page_columns(k_cache: Tensor) -> Tensor:
+    """int64 [block_size, width]: where in its page the values of every row are."""
+    block_size, width = k_cache.shape[1], k_cache.shape[2]
+    row = torch.arange(block_size, device=k_cache.device)[:, None]
+    return row * width + torch.arange(width, device=k_cache.device)
+
+
+def insert_k_cache_functional(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> Tensor:
+    rows = k[: slot_mapping.shape[0]]
+    block_size, columns = k_cache.shape[1], page_columns(k_cache)
+    # the written tensor is no view of another dtype: Inductor would convert values into it
+    written = scatter_rows(k_cache.flatten(1), rows, slot_mapping, block_size, columns)
+    return written.view(k_cache.shape)
+
+
+def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
+    k_cache.copy_(insert_k_cache_functional(k, k_cache, slot_mapping))
+
+
+def gathered_bits(k_cache: Tensor, pages: Tensor, rows: Tensor) -> Tensor:
+    """Words [..., width] at (page, row); zeros where the page does not exist."""
+    return gather_rows(words(k_cache).flatten(1), pages, rows, page_columns(k_cache))

@@ -1,15 +1,181 @@
-"""Sparse MLA: every token attends to the rows that its own index lists name; keys are values."""
+"""References of sparse MLA."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from dsv4_ops.core.tiles import (
+    CLASSES,
+    FURTHER_SHARE,
+    KEY_TILE,
+    METADATA_COLUMNS,
+    PART_OVERHEAD,
+    PLAN_FURTHER_TILES,
+    PLAN_SIZES,
+    PLAN_STEPS,
+    START_TILES,
+    programs_per_tile,
+)
 from dsv4_ops.core.types import SparseMla, SparseMlaGathered
-from dsv4_ops.reference.common import masked_index
+from dsv4_ops.reference.batch import token_map
+from dsv4_ops.reference.common import masked_index, take, valid_tokens, visible_rows
 from dsv4_ops.reference.kv_cache import row_bits
 from dsv4_ops.reference.pages import locate, words
 from dsv4_ops.reference.rotation import rotate_tail
+
+_PACKED = 2 * PLAN_SIZES
+
+
+def sparse_mla_plan(
+    swa_lens: Tensor, extra_lens: Tensor | None, *, num_heads: int, num_programs: int
+) -> Tensor:
+    programs = programs_per_tile(num_heads, num_programs)
+    order, counts, first_further = pieces(swa_lens, extra_lens, programs)
+    return rows(order, counts, *token_map(first_further, counts - 1, num_tokens=programs))
+
+
+def pieces(
+    swa_lens: Tensor, extra_lens: Tensor | None, programs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens, longer ones first and before all those of several pieces; their pieces; and how
+    many of those but the first ones there are before each and in all, int32."""
+    tiles = _tiles(swa_lens)
+    if extra_lens is not None:
+        tiles = tiles + _tiles(extra_lens)
+    size = _piece_size(tiles, programs)
+    shares = tiles * (CLASSES - 2) // size
+    order = shares.where(tiles <= size, CLASSES - 1).argsort(stable=True, descending=True)
+    counts = ((tiles[order] + size - 1) // size).clamp(min=1)
+    first_further = torch.nn.functional.pad((counts - 1).cumsum(0), (1, 0))
+    return order.to(torch.int32), counts.to(torch.int32), first_further.to(torch.int32)
+
+
+def _tiles(lens: Tensor) -> Tensor:
+    return (lens.long().clamp(min=0) + KEY_TILE - 1) // KEY_TILE
+
+
+def _piece_size(tiles: Tensor, programs: int) -> Tensor:
+    """Of some sizes from the mean on that make no more further pieces than programs are left, or a
+    share of all, the one that takes the least time: of one piece, or of a program's share of all of
+    them with their starts; and of the joins. The smallest of several."""
+    total, num_tokens = tiles.sum(), tiles.shape[0]
+    mean = ((total + programs - 1) // programs).clamp(min=1)
+    longest = torch.nn.functional.pad(tiles, (0, 1)).amax().clamp(min=1)
+    index = torch.arange(PLAN_SIZES, device=tiles.device)
+    step = (mean + PLAN_STEPS - 1) // PLAN_STEPS
+    sizes = torch.minimum(mean + index * step, longest)
+    sizes = torch.where(index == PLAN_SIZES - 1, longest, sizes)
+    counts = ((tiles + sizes[:, None] - 1) // sizes[:, None]).clamp(min=1).sum(1)
+    shared, further = total + START_TILES * (counts - programs), counts - num_tokens
+    time = torch.maximum(sizes * programs, shared) + PLAN_FURTHER_TILES * further
+    most = torch.sym_max(programs - num_tokens, programs // FURTHER_SHARE)
+    least = torch.where(further <= most, time * _PACKED + index, 2**62).amin() % _PACKED
+    return torch.where(index == least, sizes, 0).sum()
+
+
+def rows(order: Tensor, counts: Tensor, places: Tensor, index: Tensor) -> Tensor:
+    """The plan: the first pieces of those tokens in ``order`` that have several; their further
+    ones, of which ``places`` and ``index`` are the tokens' places in the order and how many of
+    theirs are before; tokens of one piece; -1 for none."""
+    num_tokens = counts.shape[0]
+    place = torch.arange(num_tokens, dtype=torch.int32, device=counts.device)
+    places = torch.cat([place, places])
+    piece = torch.cat([torch.zeros_like(place), index.to(torch.int32) + 1])
+    if num_tokens == 0:
+        return places[:, None].expand(-1, 4).contiguous()
+    shared = torch.where(counts > 1, counts, 0)
+    before = torch.where(counts > 1, shared.cumsum(0).to(torch.int32) - shared, 0)
+    exists, place = places >= 0, places.clamp(min=0)
+    columns = (take(order, place), piece, take(counts, place), take(before, place))
+    found = torch.stack([torch.where(exists, column, -1) for column in columns], 1)
+    several, further = (counts > 1).sum(), (counts - 1).sum()
+    row = torch.arange(found.shape[0], device=counts.device)
+    whole = (row >= several + further) & (row < num_tokens + further)
+    behind = (row >= several) & (row < several + further)
+    row = torch.where(behind, row + num_tokens - several, torch.where(whole, row - further, row))
+    return found.index_select(0, row)
+
+
+def flash_mla_metadata(
+    swa_lens: Tensor,
+    extra_lens: Tensor | None,
+    *,
+    swa_width: int,
+    extra_width: int,
+    num_sm_parts: int,
+) -> Tensor:
+    """A token takes a place for each of its blocks and for its overhead, one token behind the
+    other, so that a place says both token and block. From where a part begins follows where it
+    ends, and with that where the next one begins."""
+    num_tokens = swa_lens.shape[0]
+    blocks = _blocks(swa_lens, swa_width).clamp(min=1)
+    most = _blocks_of(swa_width)
+    if extra_lens is not None:
+        blocks = blocks + _blocks(extra_lens, extra_width)
+        most = most + _blocks_of(extra_width)
+    first = pad((blocks + PART_OVERHEAD).cumsum(0), (1, 0))
+    last = first[-1]
+    payload = (last + num_sm_parts - 1) // num_sm_parts + PART_OVERHEAD
+    place = torch.arange(num_tokens * (most + PART_OVERHEAD) + 1, device=first.device)
+    # the largest first place of a token up to each place
+    floor = torch.zeros_like(place).index_copy(0, first, first).cummax(0).values
+    reached = (place + payload).clamp(max=last)
+    after = torch.maximum(reached - PART_OVERHEAD, floor.index_select(0, reached))
+    after = torch.where(place + payload >= last, last, after)
+    begins = _iterate(after, num_sm_parts)
+    begin = begins[:-1]
+    passed = (first[1:] <= begins[:, None]).sum(1)
+    block = begins - first.index_select(0, passed)
+    begin_token, begin_block = passed[:-1], block[:-1]
+    end_token = torch.where(block[1:] > 0, passed[1:], passed[1:] - 1)
+    stop = end_token.clamp(min=0)
+    whole = first.index_select(0, (stop + 1).clamp(max=num_tokens)) - first.index_select(0, stop)
+    whole = (whole - PART_OVERHEAD).clamp(min=0)
+    end_block = torch.where(block[1:] > 0, block[1:], whole)
+    # parts that begin inside of the token, up to this one
+    inside = (begin > first.index_select(0, begin_token)[:, None]) & (begin <= begin[:, None])
+    splits = torch.where(begin_block > 0, inside.sum(1), 0)
+    cut_before, cut_behind = begin_block > 0, end_block != whole
+    alone = begin_token == end_token
+    columns = (
+        begin_token,
+        end_token,
+        begin_block,
+        end_block,
+        splits,
+        cut_before | (alone & cut_behind),
+        cut_behind | (alone & cut_before),
+        torch.zeros_like(splits),
+    )
+    rows = torch.stack([column.to(torch.int32) for column in columns], 1)
+    cuts = torch.where(begin_block > 0, begin, last)
+    token = torch.arange(num_tokens + 1, device=first.device)
+    num_splits = (token + (cuts < first[:, None]).sum(1)).to(torch.int32)
+    behind = pad(num_splits, (0, (num_tokens + 1) * (METADATA_COLUMNS - 1)))
+    return torch.cat([rows, behind.view(-1, METADATA_COLUMNS)])
+
+
+def _blocks(lens: Tensor, width: int) -> Tensor:
+    return (lens.long().clamp(0, width) + KEY_TILE - 1) // KEY_TILE
+
+
+def _blocks_of(width: int) -> int:
+    """Most blocks of a list of ``width`` columns, at least one."""
+    most: int = torch.sym_max((width + KEY_TILE - 1) // KEY_TILE, 1)
+    return most
+
+
+def _iterate(after: Tensor, count: int) -> Tensor:
+    """0, after[0], after[after[0]] and so on, ``count`` times: by powers of two of the function, as
+    places for all at once."""
+    index = torch.arange(count + 1, device=after.device)
+    place = torch.zeros_like(index)
+    for bit in range(count.bit_length()):
+        place = torch.where((index >> bit) & 1 > 0, after.index_select(0, place), place)
+        after = after.index_select(0, after)
+    return place
 
 
 def listed(indices: Tensor, lens: Tensor) -> Tensor:
@@ -184,3 +350,87 @@ def sparse_mla_gathered(
     keys = masked_index(words(kv), mask, [rows, column], 0).view(kv.dtype)
     out, largest, lse = attend(q, keys, exists, attn_sink, softmax_scale)
     return SparseMlaGathered(out, largest, lse)
+
+
+def window_keys(
+    cache: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    *,
+    window_size: int,
+    block_size: int,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    """Keys [num_tokens, window_size, head_dim] up to every token's own, and which exist."""
+    back = torch.arange(1 - window_size, 1, device=positions.device)
+    wanted = valid_tokens(positions, req_indices, block_table.shape[0])[:, None]
+    place = torch.where(wanted, positions[:, None] + back, -1)
+    pages, rows = locate(block_table, req_indices[:, None], place, wanted, block_size)
+    return stored_keys(cache, pages, rows, block_size=block_size, layout=layout)
+
+
+def compressed_keys(
+    cache: Tensor,
+    topk_indices: Tensor | None,
+    positions: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    *,
+    compress_ratio: int,
+    block_size: int,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    """Keys of the selected rows, or of all of the block table, and which of them a token sees."""
+    if topk_indices is None:
+        row = torch.arange(block_table.shape[1] * block_size, device=positions.device)[None, :]
+    else:
+        row = topk_indices.long()
+    visible = visible_rows(positions, compress_ratio)[:, None]
+    wanted = valid_tokens(positions, req_indices, block_table.shape[0])[:, None]
+    wanted = wanted & (row >= 0) & (row < visible)
+    pages, rows = locate(block_table, req_indices[:, None], row, wanted, block_size)
+    return stored_keys(cache, pages, rows.expand(pages.shape), block_size=block_size, layout=layout)
+
+
+def sparse_mla_prefill(
+    q: Tensor,
+    swa_cache: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    swa_block_table: Tensor,
+    extra_cache: Tensor | None,
+    extra_block_table: Tensor | None,
+    topk_indices: Tensor | None,
+    attn_sink: Tensor | None,
+    *,
+    softmax_scale: float,
+    window_size: int,
+    compress_ratio: int,
+    swa_block_size: int,
+    extra_block_size: int,
+    layout: str,
+    impl: str = "auto",
+) -> SparseMla:
+    swa = window_keys(
+        swa_cache,
+        positions,
+        req_indices,
+        swa_block_table,
+        window_size=window_size,
+        block_size=swa_block_size,
+        layout=layout,
+    )
+    extra = None
+    if extra_cache is not None and extra_block_table is not None:
+        extra = compressed_keys(
+            extra_cache,
+            topk_indices,
+            positions,
+            req_indices,
+            extra_block_table,
+            compress_ratio=compress_ratio,
+            block_size=extra_block_size,
+            layout=layout,
+        )
+    return over_both(q, swa, extra, attn_sink, softmax_scale)

@@ -1,6 +1,6 @@
 """Named cases, hypothesis strategies and the contract of every op - for our tests and for yours.
 
-    from dsv4_ops.testing import assert_contract, batches, station
+    from dsv4_ops.testing import assert_contract, batches, op_testing
 
     assert_contract("swa_indices_and_lens")          # everything an op promises, on this machine
     @given(batches())                                # ragged batches with padding, boundaries and
@@ -19,42 +19,42 @@ from dsv4_ops.testing.case import Case, OpTesting
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-    from dsv4_ops.testing.batches import Batch
+    from dsv4_ops.testing.strategies.batches import Batch
 
-__all__ = ["Case", "OpTesting", "assert_contract", "batches", "cases", "station", "strategy"]
+__all__ = ["Case", "OpTesting", "assert_contract", "batches", "cases_of", "op_testing", "strategy"]
 
 
-def station(op: str) -> OpTesting:
+def op_testing(op: str) -> OpTesting:
     """Cases, configurations and strategy of the op called ``op``."""
     from dsv4_ops.core.registry import OPS
 
     if op not in OPS:
         raise ValueError(
-            f"station: op must be a name in the registry, got {op!r}. See `python -m dsv4_ops "
+            f"op_testing: op must be a name in the registry, got {op!r}. See `python -m dsv4_ops "
             "list`."
         )
-    found: OpTesting = OPS[op].station("testing")
+    found: OpTesting = OPS[op].implementation("testing")
     return found
 
 
-def cases(op: str) -> list[Case]:
+def cases_of(op: str) -> list[Case]:
     """Named cases of ``op``, those with hand-computed results first."""
-    return station(op).cases()
+    return op_testing(op).cases()
 
 
 def strategy(op: str) -> SearchStrategy[Case]:
     """Hypothesis strategy of calls of ``op`` over batch structure and configuration."""
-    return station(op).strategy()
+    return op_testing(op).strategy()
 
 
 def batches(**settings: Any) -> SearchStrategy[Batch]:
-    """Hypothesis strategy of whole batches; see ``dsv4_ops.testing.batches.batches``."""
-    from dsv4_ops.testing.batches import batches as make
+    """Hypothesis strategy of whole batches; see ``dsv4_ops.testing.strategies.batches.batches``."""
+    from dsv4_ops.testing.strategies.batches import batches as make
 
     return make(**settings)
 
 
 def assert_contract(op: str, **settings: Any) -> None:
-    """Check everything that an op promises; see ``dsv4_ops.testing.contract.assert_contract``."""
+    """Check everything that an op promises, as ``testing/contract/checks.py`` says."""
     # by name: the contract stands on top of the layers, this package near the bottom
-    importlib.import_module("dsv4_ops.testing.contract").assert_contract(op, **settings)
+    importlib.import_module("dsv4_ops.testing.contract.checks").assert_contract(op, **settings)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from continuous_batching.scheduler import Plan, Request, Scheduler
-from dsv4_ops.demo.model import small_model
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import small_model
 
 
 class Engine:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from continuous_batching.scheduler import Request
-from dsv4_ops.demo.text import BOS, real_text
+from dsv4_ops.testing.text import BOS, real_text
 
 
 @dataclass(frozen=True)

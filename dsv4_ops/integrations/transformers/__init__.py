@@ -6,7 +6,7 @@ batch metadata inside, one CUDA graph, one AOTInductor package. Weights, state d
 
 Example:
     >>> import torch
-    >>> from dsv4_ops.demo.model import small_model
+    >>> from dsv4_ops.testing.models import small_model
     >>> from dsv4_ops.integrations import transformers as v4
     >>> model = v4.patch(small_model(), kv="fp32", precision="reference")
     >>> cache = v4.PagedCache.for_model(model, max_batch=2, max_len=512)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsv4_ops.attention import LayerCaches
-from dsv4_ops.cache import mark_static
+from dsv4_ops.attention.caches import mark_static
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.config import ModelSpec, require_transformers
@@ -56,7 +56,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             does not know.
 
     Example:
-        >>> from dsv4_ops.demo.model import small_config
+        >>> from dsv4_ops.testing.models import small_config
         >>> from dsv4_ops.integrations.transformers import PagedCache
         >>> cache = PagedCache(small_config(), max_batch=4, max_len=1024, num_pages=8)
         >>> cache.add("a request", num_tokens=300), cache.num_free_pages
@@ -282,7 +282,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             rotary embeddings, page tables, lengths.
 
         Example:
-            >>> from dsv4_ops.demo.model import small_config
+            >>> from dsv4_ops.testing.models import small_config
             >>> from dsv4_ops.integrations.transformers import PagedCache
             >>> PagedCache(small_config(), max_batch=1, max_len=256).memory()["window"]
             449280

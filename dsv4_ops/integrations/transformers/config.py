@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.attention import LayerSpec
-from dsv4_ops.core import choice
+from dsv4_ops.attention.metadata import AttentionSpec
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.choice import FLASH_MLA_HEADS, REFERENCE
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
-from dsv4_ops.core.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import REFERENCE
 from dsv4_ops.core.types import MAX_REQUESTS
 from dsv4_ops.core.yarn import YarnScaling
+from dsv4_ops.dispatch import choice
+from dsv4_ops.dispatch.choice import FLASH_MLA_HEADS
+from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
+from dsv4_ops.dispatch.providers import deep_gemm_num_sms, flash_mla_num_sm_parts
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.rotary import (
     check_frequencies,
@@ -25,9 +28,7 @@ from dsv4_ops.integrations.transformers.rotary import (
     rounded_table,
     yarn_of,
 )
-from dsv4_ops.metadata import AttentionSpec
 from dsv4_ops.ops.rope import ROPE_DIM
-from dsv4_ops.providers import deep_gemm_num_sms, flash_mla_num_sm_parts
 
 KIND_OF_TYPE = {
     "sliding_attention": "window",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.choice import IMPLS
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.dispatch.choice import IMPLS
 from dsv4_ops.integrations.transformers import forwards, generation
 from dsv4_ops.integrations.transformers.config import ModelSpec, require_transformers
 from dsv4_ops.integrations.transformers.modules import Maker, Replacement, check_placement
@@ -65,7 +65,7 @@ def patch(
         ValueError, TypeError: an argument that is none of those above, or a model that is patched.
 
     Example:
-        >>> from dsv4_ops.demo.model import small_model
+        >>> from dsv4_ops.testing.models import small_model
         >>> from dsv4_ops.integrations.transformers import patch
         >>> model = patch(small_model(), kv="fp32", precision="reference")
         >>> model.dsv4_ops_spec.kinds

@@ -16,10 +16,11 @@ from dsv4_ops.attention import (
     StateTables,
     attention_step_of_tokens,
 )
+from dsv4_ops.attention.metadata import BlockTables
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.choice import check_device
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import MAX_REQUESTS, TokenMap
+from dsv4_ops.dispatch.choice import check_device
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.config import ModelSpec
 from dsv4_ops.integrations.transformers.dropped import (
@@ -31,7 +32,6 @@ from dsv4_ops.integrations.transformers.dropped import (
 )
 from dsv4_ops.integrations.transformers.modules import check_body, check_modules
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
-from dsv4_ops.metadata import BlockTables
 from dsv4_ops.ops.batch import token_map
 from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 

@@ -1,0 +1,79 @@
+"""DeepGEMM as an anchor: the logits of its lightning indexer, planned before they are timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.baselines import vllm_metadata
+from benchmarks.harness.work import Args
+from dsv4_ops.core.layout import IndexerLayout
+
+
+def load(folder: Path) -> Any:
+    """The bundle's DeepGEMM, of vLLM 0.22.1. Raises whatever stands in the way."""
+    return vllm_metadata.library(folder).load_deep_gemm()[0]
+
+
+def arguments(
+    q: Tensor, weights: Tensor, k_cache: Tensor, lens: Tensor, table: Tensor, *, block_size: int
+) -> Args:
+    """Queries, keys and lengths as DeepGEMM takes them, one query per request."""
+    view = IndexerLayout(block_size).kernel_view(k_cache)
+    return q[:, None], view, weights, lens[:, None].contiguous(), table
+
+
+def logits_call(sets: Sequence[Args], block_size: int, library: Any) -> Callable[..., Tensor]:
+    """Logits of one input set; unwritten past the lengths. The plan depends on the lengths, which
+    all sets share."""
+    lens, table = sets[0][3:]
+    plan = library.get_paged_mqa_logits_metadata(lens, block_size, library.get_num_sms())
+    num_rows, function = table.shape[1] * block_size, _function(library)
+
+    def call(q: Tensor, k_cache: Tensor, weights: Tensor, lens: Tensor, table: Tensor) -> Tensor:
+        return function(q, k_cache, weights, lens, table, plan, num_rows)
+
+    return call
+
+
+def select_call(
+    sets: Sequence[Args], block_size: int, topk: int, library: Any
+) -> Callable[..., Tensor]:
+    """Rows selected with DeepGEMM: PyTorch's top k of its logits, in any order. All rows of all
+    requests exist, so that nothing has to be masked."""
+    logits = logits_call(sets, block_size, library)
+
+    def call(*args: Tensor) -> Tensor:
+        found = logits(*args)
+        return found.topk(min(topk, found.shape[1]), sorted=False).indices
+
+    return call
+
+
+def _function(library: Any) -> Callable[..., Tensor]:
+    """The paged logits under their newer or their older name."""
+    if not hasattr(library, "fp8_fp4_paged_mqa_logits"):
+        function = library.fp8_paged_mqa_logits
+        return lambda *args: function(*args, False)
+
+    def call(
+        q: Tensor, k_cache: Tensor, weights: Tensor, lens: Tensor, table: Tensor, plan: Any,
+        num_rows: int,
+    ) -> Any:  # fmt: skip
+        return library.fp8_fp4_paged_mqa_logits(
+            q=(q, None),
+            kv_cache=k_cache,
+            weights=weights,
+            context_lens=lens,
+            block_table=table,
+            schedule_meta=plan,
+            max_context_len=num_rows,
+            clean_logits=False,
+            logits_dtype=torch.float32,
+        )
+
+    return call

@@ -1,0 +1,230 @@
+"""vLLM 0.22.1's metadata builders on our batches: what a server runs before every decode step.
+
+The kernels are third-party files loaded at run time from a carried bundle; the order of the calls
+and the host work between them are written here, after the builders' behaviour. It is a lower bound
+of what vLLM pays: the token-to-request copy is made once (three builders make one each), the C4
+slots once (two builders compute them), and left out are the clamped copies of the block tables, the
+DeepGEMM and FlashMLA plans, and the Python around it all. Contents differ in two points: vLLM gets
+``positions`` ready-made, and for next_n = 4 it copies a block-table row per token for the indexer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.batches import Batch
+from benchmarks.harness.timing import Activity, Capture, Timing, device_activities, host_us
+from dsv4_ops.attention.metadata import AttentionSpec, DecodeMetadata
+
+VERSION = "vLLM 0.22.1"
+_MAX_BATCHED_TOKENS = 8192  # vLLM's default on an H200: buffers are refilled to their end
+_NATIVE_NEXT_N = (1, 2)  # what DeepGEMM's paged kernel takes on Hopper; others are flattened
+_NEEDED = ("comp", "swa", "idx", "fms")
+_POISON = -7
+
+
+class AnchorMismatch(RuntimeError):
+    """The anchors' result differs from ours."""
+
+
+@dataclass(frozen=True)
+class AnchorResult:
+    """Cost of the builder sequence of one step."""
+
+    device_us: Timing | None
+    host_us: Timing | None
+    activities: Sequence[Activity]
+    note: str | None = None
+
+
+def library(folder: Path) -> Any:
+    """The bundle's loader, ``anchor_lib``."""
+    scripts = (folder / "bench").resolve()
+    if not (scripts / "anchor_lib.py").is_file():
+        raise FileNotFoundError(
+            f"no anchor_lib.py in {folder.name}/bench: make it with make_bundle.sh"
+        )
+    os.environ["ANCHOR_DIR"] = str(scripts.parent)
+    if str(scripts) not in sys.path:
+        sys.path.insert(0, str(scripts))
+    return importlib.import_module("anchor_lib")
+
+
+def load(folder: Path, needed: Sequence[str] = _NEEDED) -> Any:
+    """The vLLM modules of the bundle. Raises whatever stands in the way of the ``needed`` ones."""
+    modules = library(folder).load_vllm_triton()
+    failed = {name: text for name, text in modules.errors.items() if name in needed}
+    if failed:
+        raise ImportError(f"anchor modules failed to load: {failed}")
+    return modules
+
+
+class BuilderSequence:
+    """The builders' persistent buffers for one batch, and a step over them."""
+
+    def __init__(self, modules: Any, spec: AttentionSpec, batch: Batch) -> None:
+        self.modules, self.spec, self.batch = modules, spec, batch
+        device, tokens = batch.seq_lens.device, batch.tokens
+        cuda = device.type == "cuda"
+        capacity = max(tokens, _MAX_BATCHED_TOKENS if cuda else 2 * tokens)
+        columns = batch.block_tables.c4.shape[1]
+
+        def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(shape, _POISON, dtype=dtype, device=device)
+
+        self.query_start_loc_cpu = batch.query_start_loc.cpu()
+        self.token_to_req = buffer(capacity)
+        self.is_valid = buffer(capacity, dtype=torch.bool)
+        self.swa_indices = buffer(capacity, 1, spec.window_size)
+        self.swa_lens = buffer(capacity)
+        self.c4_lens = buffer(capacity)
+        self.c4_slots = buffer(capacity, dtype=torch.int64)
+        self.c128_slots = buffer(capacity, dtype=torch.int64)
+        self.c128_indices = buffer(tokens, spec.max_c128_rows)
+        self.c128_lens = buffer(capacity)
+        self.c128_prefill = buffer(1, spec.max_c128_rows)
+        self.indexer = SimpleNamespace(
+            decode_seq_lens_buffer=buffer(capacity),
+            decode_lens_buffer=buffer(capacity),
+            expanded_block_table_buffer=buffer(tokens, columns),
+            offsets_buffer=torch.arange(batch.next_n, dtype=torch.int32, device=device),
+            arange_buffer=torch.arange(capacity, dtype=torch.int32, device=device),
+        )
+        self.indexer_lens = self.c4_lens
+
+    def step(self) -> None:
+        """Everything, as a server calls it."""
+        self.map_tokens()
+        self.device_step()
+
+    def map_tokens(self) -> None:
+        """Request of every token: built on the host, copied to the device from pinned memory."""
+        lengths = torch.diff(self.query_start_loc_cpu)
+        requests = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths)
+        if self.token_to_req.is_cuda:
+            requests = requests.pin_memory()
+        self.token_to_req[: requests.shape[0]].copy_(requests, non_blocking=True)
+
+    def device_step(self) -> None:
+        """What can be captured: the builders of window, indexer, C4 and C128 layers."""
+        self._window()
+        self._indexer()
+        tables = self.batch.block_tables
+        self._slots(tables.c4, self.spec.c4_page_size, self.spec.c4_ratio, self.c4_slots)
+        self._slots(tables.c128, self.spec.c128_page_size, self.spec.c128_ratio, self.c128_slots)
+        self._dense()
+
+    def _window(self) -> None:
+        batch, tokens = self.batch, self.batch.tokens
+        table = batch.block_tables.swa
+        self.is_valid[:tokens].copy_(batch.slot_mapping >= 0)
+        self.swa_lens[tokens:] = 0
+        self.modules.swa._compute_swa_indices_and_lens_kernel[(tokens,)](
+            self.swa_indices, self.swa_indices.stride(0), self.swa_lens, self.spec.window_size,
+            batch.query_start_loc, batch.seq_lens, self.token_to_req, self.is_valid,
+            table, table.stride(0), self.spec.swa_page_size, TRITON_BLOCK_SIZE=1024,
+        )  # fmt: skip
+
+    def _indexer(self) -> None:
+        """Lengths for the indexer: [num_reqs, next_n] natively, [num_tokens] when flattened."""
+        batch, requests = self.batch, self.batch.requests
+        decode_lens = self.indexer.decode_lens_buffer[:requests]
+        torch.diff(batch.query_start_loc, out=decode_lens)
+        decode_lens_cpu = torch.diff(self.query_start_loc_cpu)
+        longest = int(decode_lens_cpu.max().item())
+        lens = self.modules.idx.DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors(
+            self.indexer, seq_lens=batch.seq_lens, block_table=batch.block_tables.c4,
+            decode_lens=decode_lens, decode_lens_cpu=decode_lens_cpu,
+            query_start_loc=batch.query_start_loc[:-1], num_decodes=requests,
+            num_decode_tokens=batch.tokens, use_native=batch.next_n in _NATIVE_NEXT_N,
+            next_n=batch.next_n, max_decode_len=longest,
+        )[0]  # fmt: skip
+        if batch.next_n > 1:  # a buffer of the builder's own
+            lens //= self.spec.c4_ratio
+        else:  # the runner's tensor, which must not change
+            self.c4_lens[:requests] = lens // self.spec.c4_ratio
+            self.c4_lens[requests : batch.tokens] = 0
+            lens = self.c4_lens[: batch.tokens]
+        self.indexer_lens = lens
+
+    def _slots(self, table: Tensor, page_size: int, ratio: int, out: Tensor) -> None:
+        batch = self.batch
+        self.modules.comp.get_compressed_slot_mapping(
+            batch.tokens, batch.query_start_loc, batch.seq_lens, table, page_size, ratio, out=out
+        )
+
+    def _dense(self) -> None:
+        batch, spec = self.batch, self.spec
+        self.modules.fms.build_c128a_topk_metadata(
+            batch.positions, spec.c128_ratio, batch.tokens, self.token_to_req,
+            batch.block_tables.c128, spec.c128_page_size, batch.slot_mapping, self.c128_indices,
+            self.c128_lens, self.c128_prefill, max_compressed_tokens=spec.max_c128_rows,
+        )  # fmt: skip
+
+    def check(self, expected: DecodeMetadata) -> None:
+        """Compare the buffers after a step with our metadata, exactly."""
+        tokens = self.batch.tokens
+        pairs = {
+            "req_indices": self.token_to_req[:tokens],
+            "swa_indices": self.swa_indices[:tokens, 0],
+            "swa_lens": self.swa_lens[:tokens],
+            "c4_lens": self.indexer_lens.reshape(-1),
+            "c4_slot_mapping": self.c4_slots[:tokens],
+            "c128_slot_mapping": self.c128_slots[:tokens],
+            "c128_indices": self.c128_indices,
+            "c128_lens": self.c128_lens[:tokens],
+        }
+        for name, theirs in pairs.items():
+            ours = getattr(expected, name)
+            if not torch.equal(theirs.cpu(), ours.cpu()):
+                raise AnchorMismatch(f"{name} of {VERSION} differs from ours")
+
+
+def measure(
+    modules: Any,
+    spec: AttentionSpec,
+    batches: Sequence[Batch],
+    expected: DecodeMetadata,
+    capture_calls: int,
+) -> AnchorResult:
+    """Check a step over the first batch against ``expected``; on a GPU, time steps over all."""
+    sequences = [BuilderSequence(modules, spec, batch) for batch in batches]
+    first = sequences[0]
+    first.step()
+    first.check(expected)
+    if not first.token_to_req.is_cuda:
+        return AnchorResult(None, None, ())
+    for sequence in sequences[1:]:
+        sequence.map_tokens()
+    host = host_us(first.step)
+    activities = device_activities(first.step)
+    device, note = _device_us(sequences, activities, capture_calls)
+    first.check(expected)
+    return AnchorResult(device, host, activities, note)
+
+
+def _device_us(
+    sequences: Sequence[BuilderSequence], activities: Sequence[Activity], capture_calls: int
+) -> tuple[Timing, str | None]:
+    """A graph of the device steps plus the profiled copy; all profiled if capture fails."""
+    copies = sum(activity.us for activity in activities if "HtoD" in activity.name)
+    steps = [sequences[call % len(sequences)].device_step for call in range(capture_calls)]
+    try:
+        inside = Capture(steps).device_us()
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        profiled = sum(activity.us for activity in activities)
+        reason = str(error).partition("\n")[0][:120]
+        note = f"anchor device time is a sum of profiled kernels: capture failed ({reason})"
+        return Timing(profiled, profiled, profiled), note
+    return Timing(*(us + copies for us in inside)), None

@@ -1,0 +1,105 @@
+"""The table of ``docs/memory.md``, from caches whose tensors are allocated nowhere:
+
+    python -m benchmarks.cache_sizes docs/memory.md
+
+replaces what is between ``<!-- table: memory -->`` and ``<!-- /table -->``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from benchmarks.baselines.stock_model import LAYER_TYPES, filled_cache
+from dsv4_ops.testing.models import YARN
+
+GIB = 2**30
+_MARKED = re.compile(r"(<!-- table: memory -->\n)(.*?)(<!-- /table -->)", re.S)
+_SLIDING, _C4, _C128, _ = LAYER_TYPES
+_PARTS = ("window", "compressed", "indexer", "states", "tables")
+
+MODELS = {
+    "Flash": [_SLIDING, _SLIDING, *[_C4, _C128] * 20, _C4],
+    "Pro": [_C128, *[_C128, _C4] * 30],
+}
+"""Types of the layers as released: what memory depends on, as all else is of one size in both."""
+
+BATCHES = ((1, 2**20), (8, 2**17), (64, 2**15), (64, 2**12))
+"""Requests, and tokens of each."""
+
+
+def config_of(name: str) -> Any:
+    """The configuration of a released model."""
+    from transformers import DeepseekV4Config
+
+    layers = MODELS[name]
+    return DeepseekV4Config(
+        num_hidden_layers=len(layers), layer_types=list(layers), rope_parameters=dict(YARN)
+    )
+
+
+def ours(config: Any, batch: int, tokens: int, max_chunk: int | None = None) -> dict[str, int]:
+    """Bytes of a ``PagedCache`` in FP8, by part."""
+    from dsv4_ops.integrations.transformers import PagedCache
+
+    return PagedCache(
+        config, max_batch=batch, max_len=tokens, max_chunk=max_chunk, device="meta"
+    ).memory()
+
+
+def theirs(config: Any, batch: int, tokens: int) -> int:
+    """Bytes of Hugging Face's cache in bfloat16 after as many tokens."""
+    from transformers import DeepseekV4ForCausalLM  # its module names the types of its layers
+
+    del DeepseekV4ForCausalLM
+    model = SimpleNamespace(config=config, device=torch.device("meta"))
+    cache = filled_cache(model, batch=batch, context=tokens)
+    held = pytree.tree_leaves([list(vars(layer).values()) for layer in cache.layers])
+    tensors = {id(tensor): tensor for tensor in held if isinstance(tensor, Tensor)}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def rows() -> Iterable[tuple[str, ...]]:
+    """Lines of the table."""
+    from dsv4_ops.integrations.transformers.generation import chunk_of
+
+    for name in MODELS:
+        config = config_of(name)
+        for batch, tokens in BATCHES:
+            other = theirs(config, batch, tokens)
+            chunks = dict.fromkeys((min(tokens, 2048), chunk_of(batch, tokens)))
+            for chunk in chunks:
+                parts = ours(config, batch, tokens, chunk)
+                size = f"{batch} x {tokens // 1024}k" if tokens < 2**20 else f"{batch} x 1M"
+                figures = [sum(parts.values()), *(parts[part] for part in _PARTS), other]
+                yield (name, size, str(chunk), *(_gib(figure) for figure in figures))
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def page(text: str, lines: Iterable[tuple[str, ...]]) -> str:
+    """``text`` with a table of ``lines``."""
+    titles = ("model", "requests", "max_chunk", "GiB", *_PARTS, "Hugging Face")
+    whole = (titles, tuple("---" for _ in titles), *lines)
+    table = "".join("| " + " | ".join(line) + " |\n" for line in whole)
+    return _MARKED.sub(lambda found: found[1] + table + found[3], text)
+
+
+def main(path: str) -> None:
+    """Write the table of the page at ``path``."""
+    target = Path(path)
+    target.write_text(page(target.read_text(), rows()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,1 @@
+"""Inputs of every benchmark, and the checks of their results."""

@@ -1,0 +1,114 @@
+"""The calls of sparse MLA that are measured."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dsv4_ops
+from benchmarks.cases.attention_draws import C4, C128, PAGE, PAGE_128, PAGES, WINDOW
+from benchmarks.harness.work import Args, ours_on
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.types import SparseMla, SparseMlaGathered
+from dsv4_ops.dispatch.libraries import FLASH_MLA
+
+SCALE = MainLayout.head_dim**-0.5
+
+
+def prefill_settings(ratio: int) -> dict[str, Any]:
+    """Keyword arguments of a prefill."""
+    return {
+        "softmax_scale": SCALE,
+        "window_size": WINDOW,
+        "compress_ratio": ratio,
+        "swa_block_size": PAGE,
+        "extra_block_size": PAGES[ratio],
+        "layout": MainLayout.tag,
+    }
+
+
+def settings(extra_block_size: int) -> dict[str, Any]:
+    """Keyword arguments of the op."""
+    return {
+        "softmax_scale": SCALE,
+        "swa_block_size": PAGE,
+        "extra_block_size": extra_block_size,
+        "layout": MainLayout.tag,
+        "num_splits": 0,
+        "batch_invariant": False,
+    }
+
+
+def decode(*tensors: Any) -> SparseMla:
+    return dsv4_ops.sparse_mla_decode(*tensors, **settings(PAGE), impl=ours_on(tensors[0]))
+
+
+def prefill_c4(*tensors: Any) -> SparseMla:
+    """By size: no library is faster."""
+    return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(C4))
+
+
+def prefill_c128(*tensors: Any) -> SparseMla:
+    """By size, too."""
+    return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(C128))
+
+
+def prefill_with_flash_mla(ratio: int, *tensors: Any) -> SparseMla:
+    return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(ratio), impl=FLASH_MLA)
+
+
+def prefill_from_pages(ratio: int, *tensors: Any) -> SparseMla:
+    """Every token dequantises its own keys, whatever the size."""
+    return dsv4_ops.sparse_mla_prefill(*tensors, **prefill_settings(ratio), impl="triton")
+
+
+def prefill_by_copy(ratio: int, *tensors: Any) -> SparseMla:
+    """By way of a copy of the rows in bf16, whatever the size: no ``impl`` asks for that alone."""
+    launch, prefill = _kernels("launcher"), _kernels("sparse_mla.prefill")
+    names = inspect.signature(dsv4_ops.sparse_mla_prefill).parameters
+    values = {**dict(zip(names, tensors, strict=False)), **prefill_settings(ratio)}
+    with torch.cuda.device_of(tensors[0]):
+        return SparseMla(*prefill.attend_to_copy(launch.at_once, 1, values, None))
+
+
+def on_hopper(q: Tensor) -> bool:
+    """Whether our kernels in Gluon run over FP8 caches for such queries."""
+    try:
+        return bool(
+            _kernels("sparse_mla.hopper.support").runs(_kernels("launcher").at_once, q, True)
+        )
+    except ImportError:  # no triton
+        return False
+
+
+def _kernels(module: str) -> Any:
+    """Loaded when they are needed: they bring triton."""
+    return importlib.import_module(f"dsv4_ops.kernels.{module}")
+
+
+def gathered(*tensors: Any) -> SparseMlaGathered:
+    """By size: no library is faster."""
+    return dsv4_ops.sparse_mla_gathered(*tensors, softmax_scale=SCALE)
+
+
+def decode_paged(*tensors: Any) -> SparseMla:
+    chosen = {**settings(PAGE_128), "impl": ours_on(tensors[0])}
+    return dsv4_ops.sparse_mla_decode_paged(*tensors, **chosen)
+
+
+def plan_and_decode(*tensors: Any) -> SparseMla:
+    return decode(*tensors, plan_of(tensors, 6))
+
+
+def plan_and_decode_paged(*tensors: Any) -> SparseMla:
+    return decode_paged(*tensors, plan_of(tensors, 5))
+
+
+def plan_of(args: Args, lens: int) -> Tensor:
+    """A plan; argument ``lens`` counts the compressed rows."""
+    plan: Tensor = dsv4_ops.sparse_mla_plan(args[3], args[lens], num_heads=args[0].shape[1])
+    return plan

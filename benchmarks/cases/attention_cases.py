@@ -1,0 +1,278 @@
+"""Cases of sparse MLA: decode steps of several shapes, and ragged ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.baselines import flash_mla
+from benchmarks.cases.attention_calls import (
+    SCALE,
+    decode,
+    decode_paged,
+    plan_and_decode,
+    plan_and_decode_paged,
+    plan_of,
+    settings,
+)
+from benchmarks.cases.attention_draws import C4, C128, PAGE, PAGE_128, WINDOW, Draw, slots
+from benchmarks.cases.token_check import ByToken
+from benchmarks.harness.batches import mixed_lengths, rotating_sets
+from benchmarks.harness.work import Args, Case, Work
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.types import SparseMla
+
+_SELECTED_FROM = 4  # times as many rows as are selected
+_LONGEST = 131072
+_EDGE_TOKENS = 24
+
+
+def _listed_values(args: Args) -> int:
+    """Values of the keys of a token, of lists."""
+    width = args[2].shape[1] + (0 if args[5] is None else args[5].shape[1])
+    return int(width) * MainLayout.head_dim
+
+
+def _paged_values(args: Args) -> int:
+    """The same, of a list and a block table."""
+    return int(args[2].shape[1] + args[7].shape[1] * PAGE_128) * MainLayout.head_dim
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to call the op, and what its results are compared with."""
+
+    call: Callable[..., SparseMla]
+    check: ByToken
+
+    def work(self, sets: Sequence[Args], cost: tuple[int, int], **more: Any) -> Work:
+        return Work(
+            call=self.call,
+            sets=sets,
+            moved_bytes=cost[0],
+            flop=cost[1],
+            reference=self.check.reference,
+            difference=self.check.differences,
+            **more,
+        )
+
+
+_PLANNING = "planning counted"
+_BY_TOKEN = (0, 2, 3, 5, 6)  # of both ops
+_LISTED, _PAGED = "sparse_mla_decode", "sparse_mla_decode_paged"
+DECODE = Form(decode, ByToken(_LISTED, settings(PAGE), _BY_TOKEN, _listed_values))
+PAGED = Form(decode_paged, ByToken(_PAGED, settings(PAGE_128), _BY_TOKEN, _paged_values))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens that each attend to their own rows.
+
+    Args:
+        heads: Query heads.
+        width: Columns of the compressed rows' indices; 0 for a window alone.
+        swa_lens: Rows of the window of every token.
+        extra_lens: Compressed rows of every token.
+    """
+
+    heads: int
+    width: int
+    swa_lens: tuple[int, ...]
+    extra_lens: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.swa_lens)
+
+    @property
+    def keys(self) -> str:
+        return f"{WINDOW}+{self.width}" if self.width else str(WINDOW)
+
+    def cost(self, index_bytes: int | None = None, rows: int | None = None) -> tuple[int, int]:
+        """Bytes and FLOP of a call: every token reads its own rows, unless only ``rows`` differ."""
+        keys = sum(self.swa_lens) + sum(self.extra_lens)
+        queries = self.tokens * self.heads * MainLayout.head_dim
+        moved = (keys if rows is None else rows) * MainLayout(PAGE).row_bytes + 2 * 2 * queries
+        moved += 4 * keys if index_bytes is None else index_bytes
+        return moved, 2 * self.heads * keys * (MainLayout.head_dim + MainLayout.head_dim)
+
+
+def uniform(tokens: int, heads: int, width: int) -> Shape:
+    """Every list is full."""
+    return Shape(heads, width, (WINDOW,) * tokens, (width,) * tokens)
+
+
+def ragged(tokens: int, heads: int, width: int, ratio: int) -> Shape:
+    """Contexts from 100 to 128k tokens, mostly short."""
+    generator = torch.Generator().manual_seed(tokens)
+    contexts = mixed_lengths(tokens, longest=_LONGEST, generator=generator).tolist()
+    swa = tuple(min(context, WINDOW) for context in contexts)
+    return Shape(heads, width, swa, tuple(min(context // ratio, width) for context in contexts))
+
+
+def decode_cases(batches: Sequence[int], heads: Sequence[int], widths: Sequence[int]) -> list[Case]:
+    """Hostile entries, then full lists of every shape."""
+    edges = functools.partial(_edge_work, heads[0], widths[0])
+    cases = [shape_case("decode", uniform(_EDGE_TOKENS, heads[0], widths[0]), edges, "hostile")]
+    for count in heads:
+        for width in widths:
+            shapes = [uniform(tokens, count, width) for tokens in batches]
+            cases += [
+                shape_case("decode", shape, functools.partial(decode_work, shape))
+                for shape in shapes
+            ]
+    return cases
+
+
+def window_cases(batches: Sequence[int], heads: int) -> list[Case]:
+    """Layers without compressed rows."""
+    shapes = [uniform(tokens, heads, 0) for tokens in batches]
+    return [shape_case("window", shape, functools.partial(decode_work, shape)) for shape in shapes]
+
+
+def mtp_cases(requests: Sequence[int], heads: int, width: int, per_request: int) -> list[Case]:
+    """Several tokens of a request, each with its own selection, as in speculative decoding."""
+    shapes = [uniform(count * per_request, heads, width) for count in requests]
+    of = functools.partial(functools.partial, decode_work, per_request=per_request)
+    return [shape_case("mtp", shape, of(shape), f"{per_request} a request") for shape in shapes]
+
+
+def paged_cases(
+    batches: Sequence[int], heads: int, width: int, lengths: Sequence[int]
+) -> list[Case]:
+    """C128 layers of requests of equal length: the first rows of block tables of pages of 2."""
+    cases = []
+    for tokens in batches:
+        for rows in lengths:
+            shape = Shape(heads, width, (WINDOW,) * tokens, (rows,) * tokens)
+            build = functools.partial(paged_work, shape)
+            variant = "" if rows == width else f"{rows} rows each"
+            cases.append(shape_case("paged", shape, build, variant))
+    return cases
+
+
+def ragged_cases(batches: Sequence[int], heads: int, widths: tuple[int, int]) -> list[Case]:
+    """Requests of very different length: C4, then C128."""
+    cases = []
+    for tokens in batches:
+        selected = ragged(tokens, heads, widths[0], C4)
+        dense = ragged(tokens, heads, widths[1], C128)
+        selects = functools.partial(decode_work, selected)
+        walks = functools.partial(paged_work, dense)
+        counted = functools.partial(planning, selects)
+        cases += [
+            shape_case("ragged", selected, selects, "C4"),
+            shape_case("ragged", selected, functools.partial(planned, selects, 6), "C4, planned"),
+            shape_case("ragged", selected, counted, f"C4, {_PLANNING}"),
+            shape_case("ragged", dense, walks, "C128"),
+            shape_case("ragged", dense, functools.partial(planned, walks, 5), "C128, planned"),
+            shape_case("ragged", dense, functools.partial(planning, walks), f"C128, {_PLANNING}"),
+        ]
+    return cases
+
+
+def planned(build: Callable[[torch.device], Work], lens: int, device: torch.device) -> Work:
+    """The same with a plan, which a step makes once for all layers; argument ``lens`` counts the
+    compressed rows."""
+    work = build(device)
+    return dataclasses.replace(work, sets=[(*args, plan_of(args, lens)) for args in work.sets])
+
+
+def planning(build: Callable[[torch.device], Work], device: torch.device) -> Work:
+    """The same with the plans of both sides made in the call."""
+    work = build(device)
+    anchor: Any = work.anchor
+    call = {decode: plan_and_decode, decode_paged: plan_and_decode_paged}[work.call]
+    return dataclasses.replace(work, call=call, anchor=functools.partial(anchor, planned=False))
+
+
+def shape_case(
+    group: str, shape: Shape, build: Callable[[torch.device], Work], variant: str = ""
+) -> Case:
+    """A case of a group of cases, named by its shape; hostile ones are checked alone."""
+    return Case(
+        group,
+        f"{shape.tokens} x {shape.heads} heads, {shape.keys}",
+        build,
+        rows=shape.tokens,
+        requests=shape.tokens,
+        variant=variant,
+        timed=variant != "hostile",
+        plotted=group == "decode",
+        labels={"heads": shape.heads, "keys": shape.keys},
+    )
+
+
+def decode_work(shape: Shape, device: torch.device, per_request: int = 1) -> Work:
+    """Window and selected rows by their slots."""
+    draw, cost = Draw(device, shape.tokens), shape.cost()
+    count, tokens = rotating_sets(cost[0], device), shape.tokens
+    swa_cache, swa_tables = draw.cache(PAGE, (count, tokens, WINDOW // PAGE + 1))
+    swa_lens, sink = draw.lens(shape.swa_lens), draw.sink(shape.heads)
+    candidates = _SELECTED_FROM * shape.width
+    if shape.width:
+        pages = -(-candidates // PAGE)
+        extra_cache, extra_tables = draw.cache(PAGE, (count, tokens, pages))
+        extra_lens = draw.lens(shape.extra_lens)
+    sets: list[Args] = []
+    for place in range(count):
+        rows = draw.window(tokens, swa_tables.shape[2])
+        swa = (swa_cache, slots(swa_tables[place], rows, PAGE, swa_lens), swa_lens)
+        extra: tuple[Tensor | None, ...] = (None, None, None)
+        if shape.width:
+            rows = draw.rows(tokens, shape.width, candidates)
+            extra = (extra_cache, slots(extra_tables[place], rows, PAGE, extra_lens), extra_lens)
+        sets.append((draw.queries(tokens, shape.heads), *swa, *extra, sink))
+    theirs = [
+        flash_mla.decode_arguments(*args, block_sizes=(PAGE, PAGE), per_request=per_request)
+        for args in sets
+    ]
+    anchor = functools.partial(flash_mla.decode_call, theirs, SCALE)
+    return DECODE.work(sets, cost, anchor=anchor, anchor_sets=theirs)
+
+
+def paged_work(shape: Shape, device: torch.device) -> Work:
+    """The window, and the first rows of a block table; the anchor gets their slots ready-made."""
+    draw, tokens = Draw(device, shape.tokens), shape.tokens
+    read = sum(-(-length // PAGE_128) for length in shape.extra_lens) + sum(shape.swa_lens)
+    cost, columns = shape.cost(4 * read), -(-shape.width // PAGE_128)
+    count = rotating_sets(cost[0], device)
+    swa_cache, swa_tables = draw.cache(PAGE, (count, tokens, WINDOW // PAGE + 1))
+    extra_cache, tables = draw.cache(PAGE_128, (count, tokens, columns))
+    swa_lens, extra_lens = draw.lens(shape.swa_lens), draw.lens(shape.extra_lens)
+    requests = torch.arange(tokens, dtype=torch.int32, device=device)
+    row = torch.arange(shape.width, device=device).expand(tokens, -1)
+    sink = draw.sink(shape.heads)
+    sets: list[Args] = []
+    theirs: list[Args] = []
+    for place in range(count):
+        rows = draw.window(tokens, swa_tables.shape[2])
+        q, table = draw.queries(tokens, shape.heads), tables[place].clone()
+        swa = (swa_cache, slots(swa_tables[place], rows, PAGE, swa_lens), swa_lens)
+        sets.append((q, *swa, extra_cache, extra_lens, requests, table, sink))
+        extra = (extra_cache, slots(table, row, PAGE_128, extra_lens), extra_lens)
+        sizes = (PAGE, PAGE_128)
+        theirs.append(flash_mla.decode_arguments(q, *swa, *extra, sink, block_sizes=sizes))
+    anchor = functools.partial(flash_mla.decode_call, theirs, SCALE)
+    return PAGED.work(sets, cost, anchor=anchor, anchor_sets=theirs)
+
+
+def _edge_work(heads: int, width: int, device: torch.device) -> Work:
+    """Slots that do not exist between those that do, lists that are empty or end in the middle."""
+    work = decode_work(uniform(_EDGE_TOKENS, heads, width), device)
+    q, swa_cache, swa, _, extra_cache, extra, _, sink = work.sets[0]
+    absent = torch.tensor([-1, -(2**31), 2**31 - 1, 10**6 * PAGE], device=device).to(torch.int32)
+    for listed in (swa, extra):
+        listed[::3, ::5] = absent[torch.arange(listed[0, ::5].shape[0], device=device) % 4]
+    lens = torch.tensor([0, 1, 63, 65, 2**31 - 1, -1], device=device).to(torch.int32)
+    # clones: Dynamo guards on the base of a view
+    swa_lens = lens.repeat(_EDGE_TOKENS // 6).clone()
+    extra_lens = lens.repeat_interleave(_EDGE_TOKENS // 6).clone()
+    args = (q, swa_cache, swa, swa_lens, extra_cache, extra, extra_lens, sink)
+    return DECODE.work([args], (0, 0))

@@ -1,0 +1,347 @@
+"""Cases of the cache ops: inserts, gathers, and inserts behind an elementwise producer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dsv4_ops
+from benchmarks.harness.batches import rotating_sets
+from benchmarks.harness.work import Case, Work
+from dsv4_ops.core.layout import IndexerLayout, Layout, MainLayout, PlainLayout, QuantizedLayout
+from dsv4_ops.reference import kv_cache as reference
+
+BLOCK_SIZE = 64
+MAIN, INDEXER, PLAIN = MainLayout(BLOCK_SIZE), IndexerLayout(BLOCK_SIZE), PlainLayout(BLOCK_SIZE)
+
+_POOL_PAGES = 4096
+_SMOKE_PAGES = 64
+_FILLED_PAGES = 512  # pages that are filled together: bounds the memory of the reference
+_CONSECUTIVE_FROM = 2048
+_EDGE_TOKENS = 37
+_EDGE_PAGES = 19
+_PLOTTED_REQUESTS = (1, 4)
+_RAGGED_ROWS = (2733, 100, 32768, 1195, 229, 14300, 523, 6250)
+
+
+def insert_main(k: Tensor, k_cache: Tensor, slots: Tensor) -> None:
+    dsv4_ops.quantize_and_insert_k_cache(k, k_cache, slots, block_size=BLOCK_SIZE)
+
+
+def insert_indexer(k: Tensor, k_cache: Tensor, slots: Tensor) -> None:
+    dsv4_ops.quantize_and_insert_indexer_k(k, k_cache, slots, block_size=BLOCK_SIZE)
+
+
+def insert_plain(k: Tensor, k_cache: Tensor, slots: Tensor) -> None:
+    dsv4_ops.insert_k_cache(k, k_cache, slots)
+
+
+def produce_and_insert(x: Tensor, w: Tensor, k_cache: Tensor, slots: Tensor) -> None:
+    """As the package compiles it: the producer's kernel, then ours."""
+    dsv4_ops.quantize_and_insert_k_cache(x * w, k_cache, slots, block_size=BLOCK_SIZE)
+
+
+def produce_and_scatter(x: Tensor, w: Tensor, k_cache: Tensor, slots: Tensor) -> None:
+    """The reference, which Inductor compiles to scatters that it may fuse with the producer."""
+    reference.quantize_and_insert_k_cache(
+        x * w, k_cache, slots, block_size=BLOCK_SIZE, layout=MAIN.tag
+    )
+
+
+def gather_into(out: Tensor, k_cache: Tensor, seq_lens: Tensor, block_table: Tensor) -> None:
+    dsv4_ops.dequantize_and_gather_k_cache(
+        out, k_cache, seq_lens, None, block_table, block_size=BLOCK_SIZE
+    )
+
+
+def gather_all(k_cache: Tensor, seq_lens: Tensor, block_table: Tensor, num_rows: int) -> Tensor:
+    return dsv4_ops.gather_k_cache(
+        k_cache, seq_lens, None, block_table, block_size=BLOCK_SIZE, num_rows=num_rows
+    )
+
+
+def gather_indexer(
+    k_cache: Tensor, cu_seq_lens: Tensor, block_table: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    return dsv4_ops.gather_indexer_k(
+        k_cache, cu_seq_lens, block_table, block_size=BLOCK_SIZE, num_rows=num_rows
+    )
+
+
+def _anchor_insert(modules: Any) -> Callable[..., Any]:
+    return functools.partial(modules.cache.quantize_and_insert_k_cache, block_size=BLOCK_SIZE)
+
+
+def _anchor_produce(modules: Any) -> Callable[..., Any]:
+    insert = _anchor_insert(modules)
+    return lambda x, w, k_cache, slots: insert(x * w, k_cache, slots)
+
+
+def _anchor_gather(modules: Any) -> Callable[..., Any]:
+    gather = modules.cache.dequantize_and_gather_k_cache_triton
+    return lambda out, k_cache, seq_lens, block_table: gather(
+        out, k_cache, seq_lens, None, block_table, BLOCK_SIZE, 0
+    )
+
+
+@dataclass(frozen=True)
+class _Insert:
+    """An insert: op, layout, values per key, vLLM's kernel; with a producer, keys are ``x * w``."""
+
+    call: Callable[..., Any]
+    layout: Layout
+    width: int
+    anchor: Callable[[Any], Callable[..., Any]] | None = None
+    produced: bool = False
+    eager: bool = True
+
+    def keys(self, tokens: int, device: torch.device, generator: torch.Generator) -> list[Tensor]:
+        """Leading arguments of the call."""
+        keys = [random_keys(tokens, self.width, device, generator)]
+        if self.produced:
+            keys.append(random_keys(1, self.width, device, generator)[0].clone())
+        return keys
+
+    def work(self, sets: list[tuple[Any, ...]], tokens: int) -> Work:
+        moved = tokens * (self.width * 2 + self.layout.row_bytes + 8)
+        return Work(
+            call=self.call,
+            sets=sets,
+            moved_bytes=moved + self.produced * self.width * 2,
+            written=(1 + self.produced,),
+            anchor=self.anchor,
+            eager=self.eager,
+        )
+
+
+_INSERTS = {
+    "insert": _Insert(insert_main, MAIN, 512, _anchor_insert),
+    "indexer_insert": _Insert(insert_indexer, INDEXER, 128),
+    "plain_insert": _Insert(insert_plain, PLAIN, 512),
+    "kernel": _Insert(produce_and_insert, MAIN, 512, _anchor_produce, produced=True),
+    "scatter": _Insert(produce_and_scatter, MAIN, 512, produced=True, eager=False),
+}
+
+
+def insert_cases(case: str, tokens: tuple[int, ...], *, smoke: bool) -> list[Case]:
+    """Slots that do not exist, then random slots, then consecutive ones for many tokens."""
+    insert, pages = _INSERTS[case], _SMOKE_PAGES if smoke else _POOL_PAGES
+    edges = functools.partial(_insert_edges, insert)
+    cases = [Case(case, "slots that do not exist", edges, rows=_EDGE_TOKENS, timed=False)]
+    for variant in ("random", "consecutive"):
+        for count in tokens:
+            if variant == "consecutive" and (case != "insert" or count < _CONSECUTIVE_FROM):
+                continue
+            build = functools.partial(
+                _insert_work, insert, count, pages, consecutive=variant == "consecutive"
+            )
+            shape = f"{count} token{'s' * (count > 1)}"
+            plotted = variant == "random"
+            cases.append(Case(case, shape, build, rows=count, variant=variant, plotted=plotted))
+    return cases
+
+
+def fused_cases(tokens: tuple[int, ...], *, smoke: bool) -> list[Case]:
+    """An insert of ``x * w``: producer and kernel, and Inductor's scatter."""
+    pages = _SMOKE_PAGES if smoke else _POOL_PAGES
+    cases = []
+    for count in reversed(tokens):  # Inductor chooses block sizes for the first batch that it sees
+        for variant in ("kernel", "scatter"):
+            build = functools.partial(
+                _insert_work, _INSERTS[variant], count, pages, consecutive=False
+            )
+            shape = f"{count} token{'s' * (count > 1)}"
+            cases.append(Case("fused", shape, build, rows=count, variant=variant))
+    for variant in ("kernel", "scatter"):
+        edges = functools.partial(_insert_edges, _INSERTS[variant])
+        shape = "slots that do not exist"
+        cases.append(Case("fused", shape, edges, _EDGE_TOKENS, variant=variant, timed=False))
+    return cases
+
+
+def _insert_work(
+    insert: _Insert, tokens: int, pages: int, device: torch.device, *, consecutive: bool
+) -> Work:
+    generator = torch.Generator(device).manual_seed(tokens)
+    cache = junk_pages(insert.layout, pages, device, generator)
+    slots_in_all = pages * BLOCK_SIZE
+    moved = insert.work([], tokens).moved_bytes
+    sets: list[tuple[Any, ...]] = []
+    for place in range(rotating_sets(moved, device)):
+        if consecutive:
+            start = place * tokens % (slots_in_all - tokens + 1)
+            slots = torch.arange(start, start + tokens, device=device)
+        else:
+            slots = torch.randperm(slots_in_all, generator=generator, device=device)
+            slots = slots[:tokens].clone()
+        sets.append((*insert.keys(tokens, device, generator), cache, slots))
+    return insert.work(sets, tokens)
+
+
+def _insert_edges(insert: _Insert, device: torch.device) -> Work:
+    """Slots below 0 and past the cache between ordinary ones."""
+    generator = torch.Generator(device).manual_seed(1)
+    cache = junk_pages(insert.layout, _EDGE_PAGES, device, generator)
+    slots_in_all = _EDGE_PAGES * BLOCK_SIZE
+    slots = torch.randperm(slots_in_all, generator=generator, device=device)[:_EDGE_TOKENS].clone()
+    absent = (-1, -7, -(2**63), slots_in_all, slots_in_all + 5, 2**40, 2**63 - 1, -1)
+    slots[: 4 * len(absent) : 4] = torch.tensor(absent, device=device)
+    keys = insert.keys(_EDGE_TOKENS, device, generator)
+    return insert.work([(*keys, cache, slots)], _EDGE_TOKENS)
+
+
+def gather_cases(shapes: tuple[tuple[int, int], ...], *, smoke: bool) -> list[Case]:
+    """Gathers into a workspace: pages that do not exist, requests of equal length, a ragged
+    batch."""
+    cases = [Case("gather", "pages that do not exist", _gather_edges, rows=150, timed=False)]
+    for requests, rows in shapes:
+        build = functools.partial(_gather_work, (rows,) * requests, rows, smoke=smoke)
+        shape, plotted = f"{requests}x{rows} rows", requests in _PLOTTED_REQUESTS
+        cases.append(Case("gather", shape, build, rows=rows, requests=requests, plotted=plotted))
+    lens = tuple(-(-length // 64) for length in _RAGGED_ROWS) if smoke else _RAGGED_ROWS
+    build = functools.partial(_gather_work, lens, max(lens), smoke=smoke)
+    shape = f"8 x {min(lens)}..{max(lens)} rows"
+    cases.append(Case("gather", shape, build, rows=sum(lens), requests=8, variant="ragged"))
+    return cases
+
+
+def gather_all_cases(shapes: tuple[tuple[int, int], ...], *, smoke: bool) -> list[Case]:
+    """Gathers that return a dense result."""
+    cases = []
+    for requests, rows in shapes:
+        build = functools.partial(
+            _gather_work, (rows,) * requests, rows, smoke=smoke, functional=True
+        )
+        shape = f"{requests}x{rows} rows"
+        cases.append(Case("gather_all", shape, build, rows=rows, requests=requests))
+    return cases
+
+
+def _gather_work(
+    lens: tuple[int, ...],
+    num_rows: int,
+    device: torch.device,
+    *,
+    smoke: bool,
+    functional: bool = False,
+) -> Work:
+    generator = torch.Generator(device).manual_seed(sum(lens))
+    columns = -(-max(lens) // BLOCK_SIZE)
+    read = sum(lens) * MAIN.row_bytes + 4 * len(lens) * (columns + 1)
+    written = (len(lens) * num_rows if functional else sum(lens)) * MAIN.head_dim * 2
+    count = rotating_sets(read + written, device)
+    cache, tables = paged(MAIN, count, len(lens), columns, device, generator, smoke=smoke)
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    sets: list[tuple[Any, ...]] = []
+    for table in tables:
+        if functional:
+            sets.append((cache, seq_lens.clone(), table, num_rows))
+        else:
+            sets.append((_workspace(len(lens), num_rows, device), cache, seq_lens.clone(), table))
+    if functional:
+        return Work(gather_all, sets, read + written)
+    return Work(gather_into, sets, read + written, written=(0,), anchor=_anchor_gather)
+
+
+def _gather_edges(device: torch.device) -> Work:
+    """Pages that do not exist, an empty request, one longer than its table and the workspace."""
+    generator = torch.Generator(device).manual_seed(1)
+    cache = filled_pages(MAIN, insert_main, _EDGE_PAGES, device, generator)
+    table = torch.tensor(
+        [[3, -1], [0, 1], [_EDGE_PAGES, 7], [2**31 - 1, _EDGE_PAGES - 1], [5, -(2**31)]],
+        dtype=torch.int32,
+        device=device,
+    )
+    seq_lens = torch.tensor([100, 0, 128, 90, 1000], dtype=torch.int32, device=device)
+    return Work(
+        gather_into, [(_workspace(5, 150, device), cache, seq_lens, table)], 0, written=(0,)
+    )
+
+
+def indexer_gather_cases(shapes: tuple[tuple[int, int], ...], *, smoke: bool) -> list[Case]:
+    """Gathers of the indexer's keys, one request behind the other."""
+    cases = []
+    for requests, rows in shapes:
+        build = functools.partial(_indexer_gather_work, requests, rows, smoke=smoke)
+        shape = f"{requests * rows} rows"
+        cases.append(Case("indexer_gather", shape, build, rows=requests * rows, requests=requests))
+    return cases
+
+
+def _indexer_gather_work(requests: int, rows: int, device: torch.device, *, smoke: bool) -> Work:
+    generator = torch.Generator(device).manual_seed(rows)
+    columns = -(-rows // BLOCK_SIZE)
+    total = requests * rows
+    moved = 2 * total * INDEXER.row_bytes + 4 * requests * (columns + 1)
+    count = rotating_sets(moved, device)
+    cache, tables = paged(INDEXER, count, requests, columns, device, generator, smoke=smoke)
+    starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * rows
+    sets = [(cache, starts.clone(), table, total) for table in tables]
+    return Work(gather_indexer, sets, moved)
+
+
+def paged(
+    layout: QuantizedLayout,
+    count: int,
+    requests: int,
+    columns: int,
+    device: torch.device,
+    generator: torch.Generator,
+    *,
+    smoke: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """A filled cache, and ``count`` block tables of random pages of which no two share one."""
+    needed = requests * columns
+    pages = max(_SMOKE_PAGES if smoke else _POOL_PAGES, count * needed)
+    insert = insert_main if layout is MAIN else insert_indexer
+    cache = filled_pages(layout, insert, pages, device, generator)
+    order = torch.randperm(pages, generator=generator, device=device, dtype=torch.int32)
+    tables = [
+        order[place * needed : (place + 1) * needed].view(requests, columns).clone()
+        for place in range(count)
+    ]
+    return cache, tables
+
+
+def filled_pages(
+    layout: QuantizedLayout,
+    insert: Callable[..., Any],
+    pages: int,
+    device: torch.device,
+    generator: torch.Generator,
+) -> Tensor:
+    """A cache whose rows are ordinary keys."""
+    cache = layout.allocate(pages, device)
+    for start in range(0, pages, _FILLED_PAGES):
+        part = cache[start : start + _FILLED_PAGES]
+        slots = torch.arange(part.shape[0] * layout.block_size, device=device)
+        insert(random_keys(slots.shape[0], layout.head_dim, device, generator), part, slots)
+    return cache
+
+
+def junk_pages(
+    layout: Layout, pages: int, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """A cache of random bytes: a byte that an insert must not touch shows if it does."""
+    cache = layout.allocate(pages, device)
+    junk = torch.randint(0, 256, (cache.nbytes,), dtype=torch.uint8, device=device,
+                         generator=generator)  # fmt: skip
+    cache.view(torch.uint8).view(-1).copy_(junk)
+    return cache
+
+
+def random_keys(
+    tokens: int, width: int, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    return (torch.randn(tokens, width, device=device, generator=generator) * 0.3).bfloat16()
+
+
+def _workspace(requests: int, rows: int, device: torch.device) -> Tensor:
+    """Filled with a value that no gather may leave where it writes, or change where it does not."""
+    shape = (requests, rows, MAIN.head_dim)
+    return torch.full(shape, -7.0, dtype=torch.bfloat16, device=device)

@@ -1,0 +1,256 @@
+"""Cases of the compressor: states saved and finished windows compressed, in decode and prefill."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dsv4_ops
+from benchmarks.cases.cache_cases import junk_pages
+from benchmarks.cases.compressor_check import differences
+from benchmarks.harness.batches import rotating_sets
+from benchmarks.harness.work import Args, Case, Work
+from dsv4_ops.core.layout import IndexerLayout, MainLayout, QuantizedLayout, StateLayout
+from dsv4_ops.reference.compressor import compress_and_insert, save_compressor_states
+
+_EPS = 1e-6
+_ROPE_DIM = 64
+_CONTEXT = 4096  # position of the first window that a decode step is in: a multiple of the ratios
+_STATES, _CACHE = 2, 9  # arguments that a call writes to
+_EDGE_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A compressor of DeepSeek-V4."""
+
+    ratio: int
+    overlap: bool
+    state_block_size: int
+    layout: QuantizedLayout
+
+    @property
+    def width(self) -> int:
+        """Values of kv, and of score, per token."""
+        return self.layout.head_dim * (2 if self.overlap else 1)
+
+    @property
+    def window(self) -> int:
+        """Tokens that a compressed row is made of."""
+        return self.ratio * (2 if self.overlap else 1)
+
+    @property
+    def states(self) -> StateLayout:
+        return StateLayout(self.state_block_size, 2 * self.width)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keyword arguments of ``save_and_compress``."""
+        return {
+            "compress_ratio": self.ratio,
+            "overlap": self.overlap,
+            "eps": _EPS,
+            "state_block_size": self.state_block_size,
+            "block_size": self.layout.block_size,
+            "layout": self.layout.tag,
+        }
+
+
+KINDS = {
+    "c4": Kind(4, True, 4, MainLayout(64)),
+    "c4_indexer": Kind(4, True, 4, IndexerLayout(64)),
+    "c128": Kind(128, False, 8, MainLayout(2)),
+}
+
+
+@functools.cache
+def save_and_compress(kind: str) -> Callable[..., None]:
+    """What a layer does in every step, for one kind of compressor."""
+    settings = KINDS[kind].settings
+
+    def call(
+        kv_score: Tensor,
+        ape: Tensor,
+        states: Tensor,
+        state_slots: Tensor,
+        positions: Tensor,
+        req_indices: Tensor,
+        state_table: Tensor,
+        norm_weight: Tensor,
+        cos_sin_cache: Tensor,
+        k_cache: Tensor,
+        slots: Tensor,
+    ) -> None:
+        dsv4_ops.save_and_compress(
+            kv_score, ape, states, state_table, state_slots, positions, req_indices, norm_weight,
+            cos_sin_cache, k_cache, slots, **settings,
+        )  # fmt: skip
+
+    return call
+
+
+def reference(kind: str, *args: Any) -> None:
+    """The same by the references, of which the second gets only the tokens that finish a window:
+    it takes their rows from the saved states, and its memory does not grow with the others."""
+    kv_score, ape, states, state_slots, positions, req_indices, table, *_, slots = args
+    norm_weight, cos_sin_cache, cache = args[7:10]
+    spec = KINDS[kind]
+    save_compressor_states(
+        kv_score, ape, states, state_slots, positions,
+        compress_ratio=spec.ratio, block_size=spec.state_block_size,
+    )  # fmt: skip
+    finishing = ((positions + 1) % spec.ratio == 0).nonzero()[:, 0]
+    compress_and_insert(
+        kv_score[finishing], ape, states, table, positions[finishing], req_indices[finishing],
+        norm_weight, cos_sin_cache, cache, slots[finishing], **spec.settings,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """Tokens of a step: position and request of each. Every earlier token that they need is in the
+    states."""
+
+    positions: tuple[int, ...]
+    req_indices: tuple[int, ...]
+
+    @property
+    def requests(self) -> int:
+        return max(self.req_indices) + 1
+
+    def finished(self, kind: Kind) -> int:
+        return sum((position + 1) % kind.ratio == 0 for position in self.positions)
+
+
+def decode_step(kind: Kind, requests: int, *, finishing: bool) -> Step:
+    """A token of every request: all at the end of a window, or one of ``ratio`` of them."""
+    last = kind.ratio - 1
+    offsets = [last if finishing else request % kind.ratio for request in range(requests)]
+    return Step(tuple(_CONTEXT + offset for offset in offsets), tuple(range(requests)))
+
+
+def prefill_step(tokens: int) -> Step:
+    """A whole request."""
+    return Step(tuple(range(tokens)), (0,) * tokens)
+
+
+def compressor_cases(kind: str, decode: Sequence[int], prefill: Sequence[int]) -> list[Case]:
+    """Tokens and slots that do not exist, decode steps, prefill."""
+    spec = KINDS[kind]
+    edges = functools.partial(_edge_work, kind)
+    cases = [Case(kind, "absent slots and padding", edges, rows=_EDGE_TOKENS, timed=False)]
+    for variant in ("spread", "finishing"):
+        for requests in decode:
+            step = decode_step(spec, requests, finishing=variant == "finishing")
+            cases.append(_case(kind, f"decode, {requests}", step, variant))
+    cases += [_case(kind, f"prefill, {tokens}", prefill_step(tokens)) for tokens in prefill]
+    return cases
+
+
+def _case(kind: str, shape: str, step: Step, variant: str = "") -> Case:
+    build = functools.partial(step_work, kind, step)
+    return Case(
+        kind, shape, build, rows=len(step.positions), requests=step.requests, variant=variant,
+        plotted=variant != "spread",
+    )  # fmt: skip
+
+
+def moved_bytes(kind: Kind, step: Step) -> int:
+    """Bytes that must move: projections in, states and rows out; of the windows that are finished
+    what is in the states only; what says where."""
+    tokens, dim = len(step.positions), kind.layout.head_dim
+    here = set(zip(step.req_indices, step.positions, strict=True))
+    stored, finished = 0, step.finished(kind)
+    for request, position in here:
+        if (position + 1) % kind.ratio == 0:
+            window = range(max(position - kind.window + 1, 0), position)
+            stored += sum((request, place) not in here for place in window)
+    projections = tokens * 2 * kind.width * 4
+    rows = finished * (kind.layout.row_bytes + _ROPE_DIM * 4)
+    pages = -(-stored // kind.state_block_size)
+    return 2 * projections + stored * 2 * dim * 4 + rows + pages * 4 + tokens * (8 + 8 + 8 + 4)
+
+
+def step_work(kind: str, step: Step, device: torch.device) -> Work:
+    """Every input set has states and a cache of its own."""
+    spec, tokens = KINDS[kind], len(step.positions)
+    moved = moved_bytes(spec, step)
+    generator = torch.Generator(device).manual_seed(tokens)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    angles = normal(max(step.positions) + 1, _ROPE_DIM // 2)
+    weights = normal(spec.layout.head_dim), torch.cat([angles.cos(), angles.sin()], 1)
+    ape = normal(spec.ratio, spec.width)
+    positions = torch.tensor(step.positions, device=device)
+    requests = torch.tensor(step.req_indices, dtype=torch.int32, device=device)
+    sets: list[Args] = []
+    for _ in range(rotating_sets(moved, device)):
+        states, table = _states(spec, step, device, generator)
+        pages = table[requests.long(), positions // spec.state_block_size].long()
+        state_slots = pages * spec.state_block_size + positions % spec.state_block_size
+        cache, slots = _cache(spec, step, positions, device, generator)
+        where = (state_slots, positions.clone(), requests.clone(), table)
+        sets.append((normal(tokens, 2 * spec.width), ape, states, *where, *weights, cache, slots))
+    return Work(
+        save_and_compress(kind),
+        sets,
+        moved,
+        written=(_STATES, _CACHE),
+        reference=functools.partial(reference, kind),
+        difference=functools.partial(differences, spec.layout, spec.settings),
+    )
+
+
+def _states(
+    kind: Kind, step: Step, device: torch.device, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """States full of values, and a table of random pages for the tokens that a step can need."""
+    size = kind.state_block_size
+    first = max(min(step.positions) - kind.window + 1, 0) // size
+    last = (max(step.positions) // kind.ratio + 1) * kind.ratio // size
+    needed = step.requests * (last - first)
+    layout = kind.states
+    states = torch.randn(layout.shape(needed), device=device, generator=generator)
+    table = torch.full((step.requests, last), -1, dtype=torch.int32, device=device)
+    order = torch.randperm(needed, device=device, generator=generator, dtype=torch.int32)
+    table[:, first:] = order.view(step.requests, last - first)
+    return states, table
+
+
+def _cache(
+    kind: Kind,
+    step: Step,
+    positions: Tensor,
+    device: torch.device,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """A cache of random bytes, and a random slot for every token that finishes a window."""
+    size, finished = kind.layout.block_size, step.finished(kind)
+    pages = max(2, step.requests, -(-finished // size))
+    order = torch.randperm(pages * size, device=device, generator=generator)
+    finishes = (positions + 1) % kind.ratio == 0
+    slots = torch.where(finishes, order[finishes.cumsum(0) - 1], -1)
+    return junk_pages(kind.layout, pages, device, generator), slots
+
+
+def _edge_work(kind: str, device: torch.device) -> Work:
+    """Padding, requests and slots that do not exist, pages that are missing, one window of many."""
+    spec = KINDS[kind]
+    work = step_work(kind, decode_step(spec, _EDGE_TOKENS, finishing=True), device)
+    args = list(work.sets[0])
+    _, _, _, state_slots, positions, requests, table, _, _, _, slots = args
+    state_slots[::5] = torch.tensor([-1, 2**40, -(2**63), 2**63 - 1, -7], device=device)
+    positions[1::8], requests[2::8], slots[3::8] = -1, _EDGE_TOKENS, -1
+    table[4::8] = -1
+    slots[7] = 2**62
+    return Work(
+        work.call, [tuple(args)], 0, written=work.written, reference=work.reference,
+        difference=work.difference,
+    )  # fmt: skip

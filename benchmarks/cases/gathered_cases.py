@@ -1,0 +1,76 @@
+"""Cases of sparse MLA over bf16 rows that were gathered before: the form of FlashMLA's sparse
+prefill."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.baselines import flash_mla
+from benchmarks.cases.attention_calls import SCALE, gathered
+from benchmarks.cases.attention_draws import Draw
+from benchmarks.cases.token_check import ByToken
+from benchmarks.harness.batches import rotating_sets
+from benchmarks.harness.work import Args, Case, Work
+from dsv4_ops.core.layout import MainLayout
+
+ROWS = 8192
+"""Rows of the workspace of an input set: those of a request of C4 of some 30k tokens."""
+
+
+def _values(args: Args) -> int:
+    """Values of the keys of a token."""
+    return int(args[2].shape[1]) * MainLayout.head_dim
+
+
+_CHECK = ByToken("sparse_mla_gathered", {"softmax_scale": SCALE}, (0, 2, 3), _values)
+
+
+def gathered_cases(
+    tokens: Sequence[int], models: Sequence[tuple[int, int]], rows: int = ROWS
+) -> list[Case]:
+    """Full lists of different rows, for (heads, keys of a token)."""
+    return [_case(count, heads, keys, rows) for heads, keys in models for count in tokens]
+
+
+def _case(tokens: int, heads: int, keys: int, rows: int) -> Case:
+    return Case(
+        "gathered",
+        f"{tokens} x {heads} heads, {keys} keys",
+        functools.partial(gathered_work, tokens, heads, keys, rows),
+        rows=tokens,
+        labels={"heads": heads, "keys": str(keys)},
+    )
+
+
+def cost(heads: int, listed: Tensor) -> tuple[int, int]:
+    """Bytes and FLOP of a call: it reads each row that it lists once, and writes the output."""
+    queries, width = listed.shape[0] * heads * MainLayout.head_dim, MainLayout.head_dim
+    moved = 2 * int(listed.unique().numel()) * width + 2 * 2 * queries + listed.nbytes
+    return moved, 2 * heads * listed.numel() * (width + width)
+
+
+def gathered_work(tokens: int, heads: int, keys: int, rows: int, device: torch.device) -> Work:
+    """Every token lists rows of its own anywhere in a workspace, which every input set has."""
+    draw = Draw(device, tokens)
+    listed = draw.rows(tokens, keys, rows).int()
+    moved, flop = cost(heads, listed)
+    lens, sink = draw.lens((keys,) * tokens), draw.sink(heads)
+    sets: list[Args] = []
+    for _ in range(rotating_sets(moved, device)):
+        q, kv = draw.queries(tokens, heads), draw.keys(rows)
+        sets.append((q, kv, listed, lens, sink))
+        listed = draw.rows(tokens, keys, rows).int()
+    return Work(
+        call=gathered,
+        sets=sets,
+        moved_bytes=moved,
+        flop=flop,
+        anchor=functools.partial(flash_mla.prefill_call, SCALE),
+        anchor_sets=[(q, kv[:, None], listed[:, None], *rest) for q, kv, listed, *rest in sets],
+        reference=_CHECK.reference,
+        difference=_CHECK.differences,
+    )

@@ -1,0 +1,134 @@
+"""Cases of the lightning indexer in decode: logits, and rows selected without any."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dsv4_ops
+from benchmarks.baselines import deep_gemm
+from benchmarks.cases.cache_cases import BLOCK_SIZE, INDEXER, paged
+from benchmarks.cases.token_check import ByToken
+from benchmarks.harness.batches import rotating_sets
+from benchmarks.harness.work import Args, Case, Work, ours_on
+
+HEADS = 64
+TOPK = 512
+_RATIO = 4
+_EDGE_TOKENS, _EDGE_CONTEXT = 12, 8192
+_BY_TOKEN = (0, 1, 3, 4)
+_PAGES = {"block_size": BLOCK_SIZE, "layout": INDEXER.tag}
+_SELECT = {**_PAGES, "compress_ratio": _RATIO, "topk": TOPK}
+
+
+def logits(
+    q: Tensor, weights: Tensor, k_cache: Tensor, lens: Tensor, requests: Tensor, table: Tensor
+) -> Tensor:
+    num_rows = table.shape[1] * BLOCK_SIZE
+    return dsv4_ops.indexer_logits(
+        q, weights, k_cache, lens, requests, table, block_size=BLOCK_SIZE, num_rows=num_rows,
+        impl=ours_on(q),
+    )  # fmt: skip
+
+
+def select(
+    q: Tensor, weights: Tensor, k_cache: Tensor, positions: Tensor, requests: Tensor, table: Tensor
+) -> Tensor:
+    return dsv4_ops.indexer_select(
+        q, weights, k_cache, positions, requests, table, block_size=BLOCK_SIZE,
+        compress_ratio=_RATIO, topk=TOPK, impl=ours_on(q),
+    )  # fmt: skip
+
+
+_CALLS: dict[str, Callable[..., Tensor]] = {"logits": logits, "select": select}
+
+
+def indexer_cases(
+    group: str, batches: Sequence[int], contexts: Sequence[int], *, smoke: bool
+) -> list[Case]:
+    """What does not exist, then requests of equal context."""
+    edges = functools.partial(_edge_work, group, smoke=smoke)
+    context = _EDGE_CONTEXT // (4 if smoke else 1)
+    cases = [_case(group, _EDGE_TOKENS, context, edges, "hostile")]
+    for tokens in batches:
+        for context in contexts:
+            build = functools.partial(indexer_work, group, tokens, context, smoke=smoke)
+            cases.append(_case(group, tokens, context, build))
+    return cases
+
+
+def _case(
+    group: str,
+    tokens: int,
+    context: int,
+    build: Callable[[torch.device], Work],
+    variant: str = "",
+) -> Case:
+    return Case(
+        group, f"{tokens} x {context} tokens", build, rows=tokens, requests=tokens,
+        variant=variant, timed=not variant, plotted=True, labels={"context": context},
+    )  # fmt: skip
+
+
+def cost(group: str, tokens: int, rows: int) -> tuple[int, int]:
+    """Bytes and FLOP of a call: the keys of every request, its pages, queries, weights, result."""
+    result = 4 * (rows if group == "logits" else TOPK)
+    vectors = HEADS * (INDEXER.head_dim + 4) + 8
+    moved = rows * INDEXER.row_bytes + -(-rows // BLOCK_SIZE) * 4 + vectors + result
+    return tokens * moved, 2 * tokens * rows * HEADS * INDEXER.head_dim
+
+
+def indexer_work(
+    group: str, tokens: int, context: int, device: torch.device, *, smoke: bool
+) -> Work:
+    generator = torch.Generator(device).manual_seed(context)
+    rows = context // _RATIO
+    moved, flop = cost(group, tokens, rows)
+    count, columns = rotating_sets(moved, device), -(-rows // BLOCK_SIZE)
+    cache, tables = paged(INDEXER, count, tokens, columns, device, generator, smoke=smoke)
+    lens = torch.full((tokens,), rows, dtype=torch.int32, device=device)
+    where = lens if group == "logits" else lens.long() * _RATIO - 1
+    requests = torch.arange(tokens, dtype=torch.int32, device=device)
+    sets: list[Args] = []
+    theirs: list[Args] = []
+    for table in tables:
+        q = torch.randn(tokens, HEADS, INDEXER.head_dim, device=device, generator=generator)
+        weights = torch.randn(tokens, HEADS, device=device, generator=generator)
+        query = (q.to(torch.float8_e4m3fn), weights)
+        sets.append((*query, cache, where, requests, table))
+        theirs.append(deep_gemm.arguments(*query, cache, lens, table, block_size=BLOCK_SIZE))
+    anchor: Callable[..., Any] = functools.partial(deep_gemm.logits_call, theirs, BLOCK_SIZE)
+    if group == "select":
+        anchor = functools.partial(deep_gemm.select_call, theirs, BLOCK_SIZE, TOPK)
+    return _work(
+        group, sets, moved_bytes=moved, flop=flop, anchor=anchor, anchor_sets=theirs,
+    )  # fmt: skip
+
+
+def _work(group: str, sets: Sequence[Args], **more: Any) -> Work:
+    rows = sets[0][5].shape[1] * BLOCK_SIZE
+    settings = _SELECT if group == "select" else {**_PAGES, "num_rows": rows}
+    check = ByToken(
+        f"indexer_{group}", settings, _BY_TOKEN, lambda args: max(rows * INDEXER.head_dim, 1)
+    )
+    return Work(
+        _CALLS[group], sets, reference=check.reference, difference=check.differences, **more
+    )
+
+
+def _edge_work(group: str, device: torch.device, *, smoke: bool) -> Work:
+    """Tokens that see nothing, few rows or more than the table has; requests and pages that do not
+    exist."""
+    context = _EDGE_CONTEXT // (4 if smoke else 1)
+    work = indexer_work(group, _EDGE_TOKENS, context, device, smoke=smoke)
+    q, weights, cache, where, requests, table = work.sets[0]
+    seen = [0, 1, TOPK - 1, TOPK + 1, 2**28, -1] * (_EDGE_TOKENS // 6)
+    lens = torch.tensor(seen, device=device)
+    where.copy_(lens if group == "logits" else lens * _RATIO - 1)
+    requests[2], requests[9] = -1, _EDGE_TOKENS  # of tokens that see rows
+    table[3, ::2], table[4, 1::3] = -1, 2**30
+    return _work(group, [(q, weights, cache, where, requests, table)], moved_bytes=0)

@@ -1,0 +1,351 @@
+"""Cases of a whole attention layer in decode: the stages between its projections, one step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dsv4_ops
+from benchmarks.cases.cache_cases import filled_pages
+from benchmarks.cases.token_check import Tolerance, outside
+from benchmarks.harness.batches import mixed_lengths, rotating_sets
+from benchmarks.harness.work import Args, Case, Work
+from dsv4_ops.attention import (
+    AttentionStep,
+    CompressedStep,
+    LayerCaches,
+    LayerInputs,
+    LayerSpec,
+    LayerWeights,
+    StateTables,
+    attention_layer,
+    build_attention_step,
+)
+from dsv4_ops.attention.metadata import BlockTables
+from dsv4_ops.core.layout import IndexerLayout, MainLayout
+
+INDEX_HEADS = 64
+OUT = Tolerance(1e-3, 2.01 / 128, 2e-5)
+"""What the output may differ by from the references on the CPU: as in FlashMLA's own tests, with
+room for an e4m3 code of a row that the step writes."""
+
+TOKEN_COSINE = 1e-4
+"""The cosine difference of any one token: a few other selected rows make it a hundred times as
+large."""
+
+INPUTS, WEIGHTS, CACHES, GROUP = 6, 6, 5, 7
+"""Tensors of LayerInputs, LayerWeights, LayerCaches and CompressedStep. The arguments of a call are
+the first three, then the tensors of AttentionStep, its C4 group before its C128 group."""
+
+_STEP = INPUTS + WEIGHTS + CACHES
+
+_MAX_SETS = 8
+_ROPE_ROWS = 64  # the table repeats: angles of a small position are as good as of a large one
+_LONGEST = 131072
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of a released model the cases depend on."""
+
+    name: str
+    heads: int
+    spec: LayerSpec
+
+
+FLASH = Model("Flash", 64, LayerSpec.deepseek_v4_flash())
+PRO = Model("Pro", 128, LayerSpec.deepseek_v4_pro())
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The requests of a step: their contexts, in tables for ``longest`` tokens; with ``plan`` the
+    step has one."""
+
+    contexts: tuple[int, ...]
+    longest: int
+    plan: bool = False
+
+    @property
+    def count(self) -> int:
+        return len(self.contexts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWork(Work):
+    """A ``Work`` that knows its layer, for stages and anchors."""
+
+    kind: str
+    spec: LayerSpec
+
+
+def step_of(args: Args) -> AttentionStep:
+    """The step among the arguments of a call."""
+    req_indices, positions, slot_mapping, swa_indices, swa_lens, *groups = args[_STEP:]
+    return AttentionStep(
+        req_indices=req_indices,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        swa_indices=swa_indices,
+        swa_lens=swa_lens,
+        c4=CompressedStep(*groups[:GROUP]),
+        c128=CompressedStep(*groups[GROUP:]),
+    )
+
+
+def parts_of(args: Args) -> tuple[LayerInputs, LayerWeights, LayerCaches, AttentionStep]:
+    """What ``attention_layer`` takes, from the arguments of a call."""
+    rest = args[INPUTS:]
+    return (
+        LayerInputs(*args[:INPUTS]),
+        LayerWeights(*rest[:WEIGHTS]),
+        LayerCaches(*rest[WEIGHTS : WEIGHTS + CACHES]),
+        step_of(args),
+    )
+
+
+@functools.cache
+def layer_call(kind: str, spec: LayerSpec) -> Callable[..., Tensor]:
+    """A layer as a function of tensors."""
+
+    def call(*args: Any) -> Tensor:
+        out = attention_layer(spec, kind, *parts_of(args), state_rings=False)
+        assert isinstance(out, Tensor)
+        return out
+
+    return call
+
+
+def layer_cases(kind: str, models: Sequence[Model], sizes: Sequence[tuple[int, int]]) -> list[Case]:
+    """Decode steps of (requests, context), every request at the end of a window."""
+    cases = []
+    for model in models:
+        for requests, context in sizes:
+            alike = Requests((context,) * requests, context)
+            shape, plotted = f"{requests} x {context} tokens", context == sizes[0][1]
+            cases.append(_case(kind, model, alike, shape, plotted=plotted))
+    return cases
+
+
+def ragged_cases(models: Sequence[Model], sizes: Sequence[int]) -> list[Case]:
+    """C128 layers of requests of very different length, mostly short, each at the end of a window:
+    without a plan, and with one that their step made before."""
+    cases = []
+    for model in models:
+        for requests in sizes:
+            generator = torch.Generator().manual_seed(requests)
+            drawn = mixed_lengths(requests, longest=_LONGEST, generator=generator).tolist()
+            ratio = model.spec.ratio("c128")
+            contexts = tuple(-(-context // ratio) * ratio for context in drawn)
+            shape = f"{requests} x {min(contexts)} to {max(contexts)} tokens"
+            steps = [Requests(contexts, _LONGEST, plan) for plan in (False, True)]
+            cases += [_case("c128", model, step, shape) for step in steps]
+    return cases
+
+
+def _case(
+    kind: str, model: Model, requests: Requests, shape: str, *, plotted: bool = False
+) -> Case:
+    return Case(
+        kind,
+        f"{model.name}, {shape}",
+        functools.partial(layer_work, kind, model, requests),
+        rows=requests.count,
+        requests=requests.count,
+        variant="planned" if requests.plan else "",
+        plotted=plotted,
+        labels={"context": requests.longest, "heads": model.heads},
+    )
+
+
+def cost(kind: str, model: Model, contexts: Sequence[int]) -> tuple[int, int]:
+    """Bytes that must move and FLOP, those of FP8 products counted half: they take half the
+    time."""
+    moved, flop = zip(*(_cost(kind, model, context) for context in contexts), strict=True)
+    return sum(moved), sum(flop)
+
+
+def _cost(kind: str, model: Model, context: int) -> tuple[int, int]:
+    spec, dim = model.spec, MainLayout.head_dim
+    row, index_row = MainLayout(1).row_bytes, IndexerLayout(1).row_bytes
+    keys, flop = min(context, spec.attention.window_size), 0
+    moved = 2 * model.heads * dim * 2 + 2 * dim + 4 * keys + row
+    if kind != "window":
+        rows, width = context // spec.ratio(kind), spec.compressor_width(kind, dim)
+        selected = min(rows, spec.attention.index_topk) if kind == "c4" else rows
+        before = (2 if kind == "c4" else 1) * spec.ratio(kind) - 1
+        keys += selected
+        moved += 2 * 8 * width + before * 8 * dim + row
+        if kind == "c4":
+            index_width = spec.compressor_width(kind, IndexerLayout.head_dim)
+            moved += 2 * 8 * index_width + before * 8 * IndexerLayout.head_dim
+            moved += (rows + 1) * index_row + INDEX_HEADS * (2 * IndexerLayout.head_dim + 4)
+            flop += rows * INDEX_HEADS * IndexerLayout.head_dim  # half of 2
+    moved += keys * row
+    flop += 4 * model.heads * keys * dim
+    return moved, flop
+
+
+def layer_work(kind: str, model: Model, requests: Requests, device: torch.device) -> LayerWork:
+    """Every input set has caches and tables of its own; weights are shared."""
+    moved, flop = cost(kind, model, requests.contexts)
+    draw = _Draw(kind, model, requests, device)
+    count = min(rotating_sets(moved, device), _MAX_SETS)
+    weights = draw.weights()
+    return LayerWork(
+        call=layer_call(kind, model.spec),
+        sets=[draw.arguments(weights) for _ in range(count)],
+        moved_bytes=moved,
+        flop=flop,
+        difference=differs,
+        anchor_note=None,
+        kind=kind,
+        spec=model.spec,
+    )
+
+
+def differs(_: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
+    """How far the outputs are apart."""
+    ours, want = actual[0], expected[0].to(actual[0].device)
+    found = outside("out", ours, want, OUT)
+    if found:
+        return found
+    left, right = ours.double().flatten(1), want.double().flatten(1)
+    cosine = 1 - 2 * (left * right).sum(1) / (left * left + right * right).sum(1)
+    token = int(cosine.argmax())
+    if not float(cosine[token]) <= TOKEN_COSINE:
+        return f"out: cosine difference {float(cosine[token]):.2g} of token {token}"
+    return None
+
+
+class _Draw:
+    """Random inputs of one case."""
+
+    def __init__(self, kind: str, model: Model, requests: Requests, device: torch.device) -> None:
+        self.kind, self.spec, self.heads = kind, model.spec, model.heads
+        self.requests, self.contexts = requests.count, requests.contexts
+        self.longest, self.plan, self.device = requests.longest, requests.plan, device
+        self.generator = torch.Generator(device).manual_seed(self.requests + self.longest)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, generator=self.generator)
+
+    def weights(self) -> tuple[Tensor | None, ...]:
+        table = self.spec.rope_table(self.kind, _ROPE_ROWS, self.device)
+        table = table.repeat(-(-self.longest // _ROPE_ROWS), 1)
+        found: list[Tensor | None] = [table, self.normal(self.heads)]
+        for dim, there in (
+            (MainLayout.head_dim, self.kind != "window"),
+            (IndexerLayout.head_dim, self.kind == "c4"),
+        ):
+            width = self.spec.compressor_width(self.kind, dim)
+            ape = self.normal(self.spec.ratio(self.kind), width)
+            found += [ape, 1 + self.normal(dim) * 0.1] if there else [None, None]
+        return tuple(found)
+
+    def arguments(self, weights: tuple[Tensor | None, ...]) -> Args:
+        step = self.step()
+        toward = torch.zeros(self.requests, IndexerLayout.head_dim, device=self.device)
+        toward[:, : IndexerLayout.head_dim // 2] = self.normal(
+            self.requests, IndexerLayout.head_dim // 2
+        ).sign()  # the half that is not rotated
+        caches = self.caches(step, toward)
+        shared = (step.req_indices, step.positions, step.slot_mapping, step.swa_indices)
+        groups = (*vars(step.c4).values(), *vars(step.c128).values())
+        return (*self.inputs(toward), *weights, *caches, *shared, step.swa_lens, *groups)
+
+    def inputs(self, toward: Tensor) -> tuple[Tensor | None, ...]:
+        """Projections. The indexer's queries all look for keys that point ``toward``."""
+        tokens, dim, index_dim = self.requests, MainLayout.head_dim, IndexerLayout.head_dim
+        found: list[Tensor | None] = [None] * INPUTS
+        found[0] = self.normal(tokens, self.heads, dim).bfloat16()
+        found[1] = self.normal(tokens, dim).bfloat16()
+        if self.kind != "window":
+            found[2] = self.normal(tokens, 2 * self.spec.compressor_width(self.kind, dim))
+        if self.kind == "c4":
+            noise = self.normal(tokens, INDEX_HEADS, index_dim)
+            found[3] = (toward[:, None] + 0.25 * noise).bfloat16()
+            found[4] = self.normal(tokens, INDEX_HEADS).abs()
+            found[5] = self.normal(tokens, 2 * self.spec.compressor_width(self.kind, index_dim))
+        return tuple(found)
+
+    def table(self, tokens_per_page: int, pages: int) -> Tensor:
+        """The last ``pages`` blocks of every request on pages of random order."""
+        columns = torch.arange(-(-self.longest // tokens_per_page), device=self.device)
+        stops = -(-self.lens()[:, None] // tokens_per_page)
+        used = (columns < stops) & (columns >= stops - pages)
+        table = torch.full(used.shape, -1, dtype=torch.int32, device=self.device)
+        table[used] = torch.randperm(
+            int(used.sum()), device=self.device, generator=self.generator, dtype=torch.int32
+        )
+        return table
+
+    def lens(self) -> Tensor:
+        return torch.tensor(self.contexts, dtype=torch.int32, device=self.device)
+
+    def step(self) -> AttentionStep:
+        attention = self.spec.attention
+        size = attention.swa_page_size
+        swa = self.table(size, attention.window_size // size + 1)
+        rows = self.table(attention.page_tokens, self.longest)
+        states = {
+            kind: self.table(self.spec.state_page_size(kind), self.state_pages(kind))
+            for kind in ("c4", "c128")
+        }
+        last = self.lens()[:, None].long() - 1
+        slots = (swa.gather(1, last // size) * size + last % size).flatten()
+        starts = torch.arange(self.requests + 1, dtype=torch.int32, device=self.device)
+        tables = BlockTables(swa=swa, c4=rows, c128=rows.clone())
+        given = (starts, self.lens(), slots, tables, StateTables(**states))
+        heads = self.heads if self.plan else 0
+        return build_attention_step(self.spec, *given, plan_heads=heads)
+
+    def state_pages(self, kind: str) -> int:
+        window = self.spec.ratio(kind) * (2 if kind == "c4" else 1)
+        return window // self.spec.state_page_size(kind) + 1
+
+    def caches(self, step: AttentionStep, toward: Tensor) -> tuple[Tensor | None, ...]:
+        layouts = self.spec.layouts(self.kind)
+        found: dict[str, Tensor] = {}
+        for name, layout in layouts.items():
+            if isinstance(layout, MainLayout):
+                table = step.swa_indices if name == "swa" else self._group(step).block_table
+                pages = int(table.max()) // (layout.block_size if name == "swa" else 1) + 1
+                insert = functools.partial(
+                    dsv4_ops.quantize_and_insert_k_cache, block_size=layout.block_size
+                )
+                found[name] = filled_pages(layout, insert, pages, self.device, self.generator)
+            elif isinstance(layout, IndexerLayout):
+                found[name] = self.indexer_keys(layout, step, toward)
+            else:
+                pages = int(self._group(step).state_block_table.max()) + 1
+                found[name] = self.normal(*layout.shape(pages))
+        names = ("swa", "compressed", "states", "indexer", "indexer_states")
+        return tuple(found.get(name) for name in names)
+
+    def _group(self, step: AttentionStep) -> CompressedStep:
+        return step.c4 if self.kind == "c4" else step.c128
+
+    def indexer_keys(self, layout: IndexerLayout, step: AttentionStep, toward: Tensor) -> Tensor:
+        """Keys of which as many point ``toward`` as are selected, by far more than the others: no
+        rounding of a score changes the selection."""
+        table = step.c4.block_table
+        cache = layout.allocate(int(table.max()) + 1, self.device)
+        for request, context in enumerate(self.contexts):
+            rows = context // self.spec.attention.c4_ratio
+            row = torch.arange(rows, device=self.device)
+            share = torch.rand(rows, device=self.device, generator=self.generator) / 2
+            order = torch.randperm(rows - 1, device=self.device, generator=self.generator)
+            share[order[: self.spec.attention.index_topk]] += 1  # not the row of this step
+            key = toward[request] * share[:, None] + 0.25 * self.normal(rows, toward.shape[1])
+            page = table[request, row // layout.block_size].long()
+            slots = page * layout.block_size + row % layout.block_size
+            dsv4_ops.quantize_and_insert_indexer_k(
+                key.bfloat16(), cache, slots, block_size=layout.block_size
+            )
+        return cache

@@ -1,0 +1,128 @@
+"""Whether the stages of an anchor leave what ours leave: rows of caches byte for byte, or no value
+by more than a step of its code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases.compressor_check import CODE_STEP, ROPE_STEP, steps_apart
+from benchmarks.harness.work import differing_bytes
+from dsv4_ops.core.layout import Layout, QuantizedLayout, StateLayout
+from dsv4_ops.reference.pages import gather_rows, row_columns, scatter_rows
+from dsv4_ops.testing.cases.compressor import row_values
+
+_SPOILED = 0x5A
+
+
+@dataclass
+class Found:
+    """What a comparison found: ``wrong`` is outside of what rounding does, ``notes`` inside."""
+
+    wrong: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, name: str, different: int, total: int, wrong: str | None) -> None:
+        """Keep a difference of some of ``total`` bytes."""
+        if wrong:
+            self.wrong.append(f"{name}: {wrong}")
+        elif different:
+            self.notes.append(
+                f"{name}: {different} of {total} bytes differ, no value by more than a step"
+            )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a cache that a stage writes, in the anchor's copy of it and in ours."""
+
+    name: str
+    layout: Layout
+    theirs: Tensor
+    ours: Tensor
+    slots: Tensor
+
+    def spoil(self) -> None:
+        """Overwrite the anchor's, so that one that it does not write shows."""
+        slots, size = self.slots, self.layout.block_size
+        if isinstance(self.layout, StateLayout):
+            self.layout.rows(self.theirs)[slots // size, slots % size] = torch.nan
+            return
+        for columns in self._columns():
+            rows = self.theirs.new_full((slots.shape[0], columns.shape[1]), _SPOILED)
+            self.theirs.copy_(scatter_rows(self.theirs, rows, slots, size, columns))
+
+    def compare(self, found: Found) -> None:
+        """Bytes of the rows, then values."""
+        if isinstance(self.layout, StateLayout):
+            wrong = differing_bytes([self.theirs], [self.ours])
+            text = f"{wrong} of {self.ours.nbytes} bytes differ" if wrong else None
+            found.add(self.name, wrong, self.ours.nbytes, text)
+            return
+        assert isinstance(self.layout, QuantizedLayout)
+        theirs, ours = self._bytes(self.theirs), self._bytes(self.ours)
+        different, total = differing_bytes(theirs, ours), sum(part.nbytes for part in ours)
+        wrong_values = None
+        if different:
+            pairs = zip(
+                ("codes", "rope"),
+                row_values(self.layout, *ours),
+                row_values(self.layout, *theirs),
+                (CODE_STEP, ROPE_STEP),
+                strict=True,
+            )
+            wrong_values = next((text for pair in pairs if (text := steps_apart(*pair))), None)
+        found.add(self.name, different, total, wrong_values)
+
+    def _columns(self) -> tuple[Tensor, Tensor]:
+        layout = self.layout
+        assert isinstance(layout, QuantizedLayout)
+        device = self.theirs.device
+        return (
+            row_columns(layout, 0, layout.data_bytes, device),
+            row_columns(layout, layout.data_bytes, layout.scale_bytes, device),
+        )
+
+    def _bytes(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        pages, rows = self.slots // self.layout.block_size, self.slots % self.layout.block_size
+        data, scales = (gather_rows(cache, pages, rows, part) for part in self._columns())
+        return data, scales
+
+
+class Stages(Protocol):
+    """The anchor's stages of an input set."""
+
+    def written(self, name: str) -> list[Rows]:
+        """The rows that a stage writes."""
+
+    def compare(self, name: str, found: Found) -> None:
+        """Compare what else a stage left with ours."""
+
+
+def compare(held: Stages, calls: Mapping[str, Callable[[], Any]]) -> Found:
+    """Run the stages in their order, and compare what each leaves."""
+    found = Found()
+    for name, call in calls.items():
+        for rows in held.written(name):
+            rows.spoil()
+        call()
+        for rows in held.written(name):
+            rows.compare(found)
+        held.compare(name, found)
+    return found
+
+
+def compare_codes(
+    name: str, theirs: tuple[Tensor, Tensor], ours: tuple[Tensor, Tensor], found: Found
+) -> None:
+    """The same for e4m3 codes [..., n] and what a row of them is multiplied with, [...]."""
+    different, total = differing_bytes(theirs, ours), sum(part.nbytes for part in ours)
+    wrong = None
+    if different:
+        left, right = (codes.float() * factor[..., None] for codes, factor in (ours, theirs))
+        wrong = steps_apart("codes", left.flatten(0, -2), right.flatten(0, -2), CODE_STEP)
+    found.add(name, different, total, wrong)

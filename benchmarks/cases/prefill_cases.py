@@ -1,0 +1,184 @@
+"""Cases of sparse MLA's prefill: one request behind a prefix, that selects from its compressed rows
+(C4) or sees all of them (C128)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+import dsv4_ops
+from benchmarks.baselines import flash_mla
+from benchmarks.baselines.prefill import Context, PrefillWork
+from benchmarks.cases.attention_calls import SCALE, prefill_c4, prefill_c128, prefill_settings
+from benchmarks.cases.attention_cases import Form, Shape, shape_case, uniform
+from benchmarks.cases.attention_draws import C4, C128, PAGE, PAGES, WINDOW, Draw
+from benchmarks.cases.token_check import ByToken
+from benchmarks.harness.batches import rotating_sets
+from benchmarks.harness.work import Args, Case
+from dsv4_ops.core.layout import MainLayout, round_up
+
+PREFIX, LONG_PREFIX = 16384, 131072
+"""Tokens of a request before those of the step."""
+
+_CALLS = {C4: prefill_c4, C128: prefill_c128}
+_TILE = 128
+"""FlashMLA's lists are as wide as a multiple of this."""
+
+
+def _values(args: Args) -> int:
+    """Values of the keys of a token: of its selection, or of a table of pages of C128."""
+    table, selected = args[6], args[7]
+    width = table.shape[1] * PAGES[C128] if selected is None else selected.shape[1]
+    return int(WINDOW + width) * MainLayout.head_dim
+
+
+def _form(ratio: int) -> Form:
+    check = ByToken("sparse_mla_prefill", prefill_settings(ratio), (0, 2, 3, 7), _values)
+    return Form(_CALLS[ratio], check)
+
+
+def selecting_cases(
+    tokens: Sequence[int], models: Sequence[tuple[int, int]], prefix: int = PREFIX
+) -> list[Case]:
+    """Layers of C4, for models of (heads, top-k)."""
+    return [
+        _case(uniform(count, heads, width), _context(count, prefix, C4), prefix, "")
+        for heads, width in models
+        for count in tokens
+    ]
+
+
+def dense_cases(
+    tokens: Sequence[int], heads: Sequence[int], prefix: int = LONG_PREFIX, table_rows: int = 0
+) -> list[Case]:
+    """Layers of C128: every token sees all rows that are finished. Block tables fit, or have room
+    for ``table_rows``."""
+    return [_dense(count, each, prefix, table_rows) for each in heads for count in tokens]
+
+
+def _dense(tokens: int, heads: int, prefix: int, table_rows: int) -> Case:
+    context = _context(tokens, prefix, C128)
+    first = context.length - tokens
+    seen = tuple((first + token + 1) // C128 for token in range(tokens))
+    shape = Shape(heads, context.compressed, (WINDOW,) * tokens, seen)
+    variant = "C128" if prefix == LONG_PREFIX else f"C128, behind {prefix} tokens"
+    if table_rows:
+        variant = f"{variant}, table of {table_rows} rows"
+    return _case(shape, context, prefix, variant, table_rows)
+
+
+def _context(tokens: int, prefix: int, ratio: int) -> Context:
+    """Whole pages of the window cache are behind, and a whole window before the first token."""
+    return Context(tokens, round_up(prefix, PAGE) + WINDOW - 1 + tokens, ratio)
+
+
+def _case(shape: Shape, context: Context, prefix: int, variant: str, table_rows: int = 0) -> Case:
+    build = functools.partial(prefill_work, shape, context, prefix, table_rows)
+    case = shape_case("prefill", shape, build, variant)
+    gathered = context.compressed + context.window
+    labels = {**case.labels, "context": context.length, "gathered_rows": gathered}
+    return dataclasses.replace(case, requests=1, labels=labels)
+
+
+class _Rows(NamedTuple):
+    """Rows of a request: their pages, how many of them FlashMLA is given, and every token's of
+    those, -1 for none."""
+
+    cache: Tensor
+    table: Tensor
+    block_size: int
+    held: int
+    listed: Tensor
+
+    def dense(self) -> Tensor:
+        """The rows in bf16."""
+        length = torch.tensor([self.held], dtype=torch.int32, device=self.table.device)
+        size = self.block_size
+        return dsv4_ops.gather_k_cache(
+            self.cache, length, None, self.table, block_size=size, num_rows=self.held
+        )[0]
+
+
+def prefill_work(
+    shape: Shape, context: Context, prefix: int, table_rows: int, device: torch.device
+) -> PrefillWork:
+    """Tokens behind a prefix of one request: each has its window and rows of the prefix; the anchor
+    gets the rows gathered in bf16."""
+    draw, ratio = Draw(device, shape.tokens), context.ratio
+    lens = draw.lens(shape.swa_lens) + draw.lens(shape.extra_lens)
+    one_set = functools.partial(
+        _one_set, draw, shape, context, prefix, table_rows, lens, draw.sink(shape.heads)
+    )
+    pairs = [one_set()]
+    selected = pairs[0][0][7]
+    seen = context.compressed if selected is None else int(selected.unique().numel())
+    entries = None if ratio == C4 else 0  # of lists, which C128 has none of
+    cost = shape.cost(entries, seen + context.window)
+    pairs += [one_set() for _ in range(rotating_sets(cost[0], device) - 1)]
+    work = _form(ratio).work(
+        [ours for ours, _ in pairs],
+        cost,
+        anchor=functools.partial(flash_mla.prefill_call, SCALE),
+        anchor_sets=[theirs for _, theirs in pairs],
+        anchor_note=context.note,
+    )
+    return PrefillWork(**vars(work), context=context, scale=SCALE)
+
+
+def _one_set(
+    draw: Draw,
+    shape: Shape,
+    context: Context,
+    prefix: int,
+    table_rows: int,
+    lens: Tensor,
+    sink: Tensor,
+) -> tuple[Args, Args]:
+    """Arguments of ours and of the anchor."""
+    tokens, ratio, device = shape.tokens, context.ratio, draw.device
+    before = round_up(prefix, PAGE) // PAGE  # pages of the window cache that are gone
+    step = torch.arange(tokens, device=device)
+    positions = context.length - tokens + step
+    request = torch.zeros(tokens, dtype=torch.int32, device=device)
+    q = draw.queries(tokens, shape.heads)
+    listed = step[:, None] + torch.arange(WINDOW, device=device)
+    cache, last = draw.cache(PAGE, (1, -(-context.window // PAGE)))
+    swa = _Rows(cache, last, PAGE, context.window, listed)
+    selectable = prefix // ratio if ratio == C4 else context.compressed
+    extra = _compressed(draw, shape, context, selectable, table_rows)
+    pages = torch.cat([last.new_full((1, before), -1), last], 1)
+    selected = extra.listed.int() if ratio == C4 else None
+    compressed = (extra.cache, extra.table, selected)
+    ours = (q, swa.cache, positions, request, pages, *compressed, sink)
+    return ours, (q, *_gathered(swa, extra), lens, sink)
+
+
+def _compressed(
+    draw: Draw, shape: Shape, context: Context, selectable: int, table_rows: int
+) -> _Rows:
+    """Compressed rows of the request: a selection of its first ones, or all that a token sees. The
+    block table is that of longer requests where it has more rows."""
+    size = PAGES[context.ratio]
+    cache, table = draw.cache(size, (1, -(-context.compressed // size)))
+    table = pad(table, (0, max(0, table_rows // size - table.shape[1])), value=-1)
+    if context.ratio == C4:
+        listed = draw.rows(shape.tokens, shape.width, selectable)
+    else:
+        row = torch.arange(shape.width, device=draw.device)
+        listed = torch.where(row < draw.lens(shape.extra_lens)[:, None], row, -1)
+    return _Rows(cache, table, size, selectable, listed)
+
+
+def _gathered(swa: _Rows, extra: _Rows) -> tuple[Tensor, Tensor]:
+    """bf16 rows [num_rows, 1, 512], compressed ones first, and every token's of them."""
+    rows = torch.cat([extra.dense(), swa.dense()])
+    indices = torch.cat([swa.listed + extra.held, extra.listed], 1)
+    width = indices.shape[1]
+    indices = pad(indices, (0, round_up(width, _TILE) - width), value=-1).to(torch.int32)
+    return rows[:, None].contiguous(), indices[:, None].contiguous()

@@ -1,0 +1,98 @@
+"""Comparison of ops whose tokens are independent: a budget against float64 for ours, a tolerance
+for an anchor. Tokens are looked at a part at a time, which bounds the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.work import Args, differing_bytes, tensors
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.contract.compare import assert_agrees
+
+_VALUES = 2**26  # of the keys of a part, in float64
+
+
+@dataclass(frozen=True)
+class ByToken:
+    """The calls of one op.
+
+    Args:
+        op: Name of the op.
+        settings: Its keyword arguments.
+        places: Arguments that have a row per token.
+        values: Values of the keys that one token sees, of an input set.
+    """
+
+    op: str
+    settings: dict[str, Any]
+    places: tuple[int, ...]
+    values: Callable[[Args], int]
+
+    def reference(self, *args: Any) -> list[Tensor]:
+        """What the reference makes of a call, on the device of its tensors."""
+        function = OPS[self.op].reference
+        results = [tensors(function(*part, **self.settings)) for _, part in self._parts(args)]
+        return [torch.cat(parts) for parts in zip(*results, strict=True)]
+
+    def differences(
+        self, args: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]
+    ) -> str | None:
+        """How far results are from what the reference's errors allow."""
+        if not differing_bytes(actual, expected):
+            return None
+        station = OPS[self.op].implementation("testing")
+        for tokens, part in self._parts(args):
+            pair = [[result[tokens] for result in results] for results in (actual, expected)]
+            try:
+                assert_agrees(self.op, station, Case("bench", part, self.settings), *pair)
+            except AssertionError as error:
+                return f"tokens from {tokens.start}: {str(error).partition(chr(10))[0]}"
+        return None
+
+    def _parts(self, args: Args) -> Iterator[tuple[slice, Args]]:
+        """Slices of tokens and the call for each."""
+        step = max(1, _VALUES // self.values(args))
+        for start in range(0, args[0].shape[0], step):
+            tokens = slice(start, start + step)
+            yield (
+                tokens,
+                tuple(
+                    arg[tokens] if place in self.places and arg is not None else arg
+                    for place, arg in enumerate(args)
+                ),
+            )
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """An element passes by its absolute or by its relative difference; ``cosine`` bounds
+    1 - 2 ab / (aa + bb) over all."""
+
+    absolute: float
+    relative: float
+    cosine: float | None = None
+
+
+def outside(name: str, theirs: Tensor, ours: Tensor, tolerance: Tolerance) -> str | None:
+    """How two results differ by more than ``tolerance``."""
+    if theirs.shape != ours.shape:
+        return f"{name} is {list(theirs.shape)}, not {list(ours.shape)}"
+    left, right = theirs.double(), ours.double()
+    error = (left - right).abs()
+    fails = ~((error <= tolerance.absolute) | (error <= tolerance.relative * right.abs()))
+    fails &= left != right  # infinities agree with themselves; NaN agrees with nothing
+    if bool(fails.any()):
+        worst = float(error[fails].nan_to_num(torch.inf).max())
+        return f"{name}: {int(fails.sum())} of {fails.numel()} differ, by up to {worst:.2g}"
+    if tolerance.cosine is not None and error.numel():
+        both = (left * left + right * right).sum()
+        cosine = float(1 - 2 * (left * right).sum() / both) if float(both) else 0.0
+        if cosine > tolerance.cosine:
+            return f"{name}: cosine difference {cosine:.2g}"
+    return None

@@ -1,0 +1,141 @@
+"""Ours beside the libraries, adapters and all: where the table of ``impl="auto"`` comes from
+(``dispatch/crossovers.py``). Run it on the GPU as ``python -m benchmarks.choice``; what finds the
+libraries is in ``dsv4_ops.dispatch.providers``."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.harness.timing import Capture
+from dsv4_ops.core.layout import IndexerLayout, MainLayout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.dispatch.choice import ours, unusable
+from dsv4_ops.dispatch.libraries import LIBRARIES
+from dsv4_ops.lowering.measure import example
+
+_SETS, _BLOCKS = 4, 3000
+_DECODE, _PAGED, _GATHERED = "sparse_mla_decode", "sparse_mla_decode_paged", "sparse_mla_gathered"
+_PREFILL = "sparse_mla_prefill"
+_INDEXER = ("indexer_logits", "indexer_select")
+
+Like = dict[str, Any]
+
+SIZES: dict[str, list[tuple[int, int, int]]] = {
+    _DECODE: [
+        (tokens, heads, extra)
+        for heads, some in ((64, (64, 96, 128, 256, 512)), (128, (32, 48, 64, 128, 256, 512)))
+        for extra in (512, 1024)
+        for tokens in some
+    ],
+    _PAGED: [(tokens, heads, 1024) for heads in (64, 128) for tokens in (128, 256, 512)],
+    _PREFILL: [
+        (tokens, heads, rows)
+        for heads, rows in ((64, 512), (128, 512), (128, 1024))
+        for tokens in (256, 512, 2048)
+    ],
+    _GATHERED: [(1, 64, 128), (1, 128, 640), (16, 64, 640), (64, 64, 640)],
+    **{
+        op: [(32, 64, 32768), (64, 64, 16384), (128, 64, 8192), (128, 64, 16384), (512, 64, 2048)]
+        for op in _INDEXER
+    },
+}
+"""Tokens, heads, and rows of the compressed cache, of the list, or of a request."""
+
+CONTEXT = 16384
+"""Positions before the tokens of a prefill, which are of one request of C4."""
+
+
+def like(op: str, tokens: int, heads: int, rows: int, device: str = "cuda") -> Like:
+    """Shapes of such a call, as ``example`` takes them."""
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.int32) -> Any:
+        return shape, dtype, torch.device(device)
+
+    if op in _INDEXER:
+        pages = IndexerLayout(64).shape(_BLOCKS)
+        found = {
+            "q": tensor(tokens, heads, 128, dtype=torch.float8_e4m3fn),
+            "weights": tensor(tokens, heads, dtype=torch.float32),
+            "k_cache": tensor(*pages, dtype=torch.uint8),
+            "req_indices": tensor(tokens),
+            "block_table": tensor(tokens, rows // 64),
+            "block_size": 64,
+            "layout": IndexerLayout.tag,
+        }
+        if op == "indexer_logits":
+            return {**found, "lens": tensor(tokens), "num_rows": rows}
+        positions = tensor(tokens, dtype=torch.int64)
+        return {**found, "positions": positions, "compress_ratio": 4, "topk": 512}
+    found = {
+        "q": tensor(tokens, heads, 512, dtype=torch.bfloat16),
+        "attn_sink": tensor(heads, dtype=torch.float32),
+        "softmax_scale": 512**-0.5,
+    }
+    if op == _GATHERED:
+        lists = {"indices": tensor(tokens, rows), "lens": tensor(tokens)}
+        return {**found, "kv": tensor(30000, 512, dtype=torch.bfloat16), **lists}
+    if op == _PREFILL:
+        return {**found, **_prefill(tensor, tokens, rows)}
+    size = 2 if op == _PAGED else 64
+    window = {"swa_indices": tensor(tokens, 128), "swa_lens": tensor(tokens)}
+    for source, rows_of_page in (("swa", 64), ("extra", size)):
+        pages = MainLayout(rows_of_page).shape(_BLOCKS * 64 // rows_of_page)
+        found |= {f"{source}_cache": tensor(*pages, dtype=torch.uint8)}
+        found |= {f"{source}_block_size": rows_of_page}
+    table = {"req_indices": tensor(tokens), "extra_block_table": tensor(tokens, rows // size)}
+    extra = table if op == _PAGED else {"extra_indices": tensor(tokens, rows)}
+    rest = {"layout": MainLayout.tag, "num_splits": 0, "batch_invariant": False}
+    none = {"positions": None, "cos_sin_cache": None, "plan": tensor(1)}
+    return {**found, **window, **extra, "extra_lens": tensor(tokens), **rest, **none}
+
+
+def _prefill(tensor: Callable[..., Any], tokens: int, rows: int) -> Like:
+    """Tokens of one request that select ``rows`` each."""
+    context, ratio, size = CONTEXT + tokens, 4, 64
+    found: Like = {}
+    for source, held in (("swa", context), ("extra", context // ratio)):
+        pages = MainLayout(size).shape(_BLOCKS)
+        found |= {f"{source}_cache": tensor(*pages, dtype=torch.uint8)}
+        found |= {f"{source}_block_table": tensor(1, -(-held // size))}
+        found |= {f"{source}_block_size": size}
+    batch = {"positions": tensor(tokens, dtype=torch.int64), "req_indices": tensor(tokens)}
+    numbers = {"window_size": 128, "compress_ratio": ratio, "layout": MainLayout.tag}
+    return {**found, **batch, "topk_indices": tensor(tokens, rows), **numbers}
+
+
+def device_us(op: str, impl: str, sets: list[Like], *, planned: bool = False) -> float:
+    """Microseconds of a call in a CUDA graph over rotating inputs."""
+    run = OPS[op].reference
+    if impl != "reference":
+        run = functools.partial(OPS[op].launcher(impl), lambda kernel: kernel)
+    changed = {"plan": None} if "plan" in sets[0] and not planned else {}
+    calls = [functools.partial(run, **{**made, **changed}) for made in sets]
+    return Capture(calls).device_us().median
+
+
+def main() -> int:
+    """Print a line per op and sizes; exit status 1 if no library runs here."""
+    able = [name for name in LIBRARIES if not unusable(name)]
+    for name in set(LIBRARIES) - set(able):
+        print(f"{name}: {unusable(name)}", file=sys.stderr)
+    for op, sizes in SIZES.items():
+        spec = OPS[op]
+        for library in (name for name in able if name in spec.providers):
+            for each in sizes:
+                sets = [example(op, like(op, *each)) for _ in range(_SETS)]
+                times = {ours(spec): device_us(op, ours(spec), sets)}
+                times[library] = device_us(op, library, sets)
+                if "plan" in sets[0]:
+                    times[f"{library}, planned"] = device_us(op, library, sets, planned=True)
+                text = ", ".join(f"{name} {us:.1f}" for name, us in times.items())
+                print(f"{op}, {each[0]} tokens, {each[1]} heads, {each[2]} rows: {text}")
+    return 0 if able else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

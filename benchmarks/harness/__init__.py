@@ -1,0 +1,1 @@
+"""Timing, rows, reports and plots."""

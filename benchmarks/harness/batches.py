@@ -1,0 +1,108 @@
+"""Decode batches as a server sees them: mixed contexts, scattered pages, full-width tables."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.attention.metadata import AttentionSpec, BlockTables, DecodeMetadata
+
+SHORTEST_CONTEXT = 100
+_MAX_SETS = 32
+_CAPTURED_CALLS = 8  # at least so many per CUDA graph, so that its launch does not count
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs of one decode step in which every request has ``next_n`` tokens."""
+
+    requests: int
+    next_n: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    slot_mapping: Tensor
+    block_tables: BlockTables
+    positions: Tensor
+    """int64 [num_tokens]. Our builder derives it; the anchors get it ready-made, as from vLLM."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step."""
+        return self.requests * self.next_n
+
+    def arguments(self, device: torch.device | None = None) -> tuple[Tensor, ...]:
+        """The six tensors of ``build_decode_metadata``, moved to ``device`` if given."""
+        tables = self.block_tables
+        vectors = (self.query_start_loc, self.seq_lens, self.slot_mapping)
+        tensors = (*vectors, tables.swa, tables.c4, tables.c128)
+        return tensors if device is None else tuple(tensor.to(device) for tensor in tensors)
+
+
+def mixed_lengths(requests: int, *, longest: int, generator: torch.Generator) -> Tensor:
+    """Log-uniform lengths from ``SHORTEST_CONTEXT`` to ``longest``: mostly short, a few long."""
+    low, high = math.log(min(SHORTEST_CONTEXT, longest)), math.log(longest)
+    draw = torch.rand(requests, generator=generator, dtype=torch.float64)
+    return (low + (high - low) * draw).exp().round().clamp(max=longest).to(torch.int32)
+
+
+def draw_batch(
+    spec: AttentionSpec, lengths: Tensor, *, next_n: int, device: torch.device, seed: int
+) -> Batch:
+    """A batch of requests with these ``lengths`` (context included) and distinct random pages."""
+    requests = lengths.shape[0]
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def table(page_tokens: int) -> Tensor:
+        columns = -(-spec.max_model_len // page_tokens)
+        pages = torch.randperm(
+            requests * columns, generator=generator, device=device, dtype=torch.int32
+        )
+        return pages.view(requests, columns).clone()
+
+    tables = BlockTables(
+        swa=table(spec.swa_page_size), c4=table(spec.page_tokens), c128=table(spec.page_tokens)
+    )
+    seq_lens = lengths.clamp(min=next_n).to(device, torch.int32)
+    positions = (seq_lens[:, None].long() - next_n) + torch.arange(next_n, device=device)
+    pages = tables.swa.gather(1, positions // spec.swa_page_size).long()
+    slots = pages * spec.swa_page_size + positions % spec.swa_page_size
+    starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * next_n
+    # clones: Dynamo guards on the base of a view, and the base of next_n = 1 has a size of 1
+    slots, positions = slots.reshape(-1).clone(), positions.reshape(-1).clone()
+    return Batch(requests, next_n, starts, seq_lens, slots, tables, positions)
+
+
+def input_bytes(spec: AttentionSpec, batch: Batch) -> int:
+    """Bytes that any builder must read: request and token vectors, each needed page id once."""
+    last = batch.seq_lens.long() - 1
+    first = (last - (batch.next_n - 1) - (spec.window_size - 1)).clamp(min=0)
+    window_pages = last // spec.swa_page_size - first // spec.swa_page_size + 1
+    dense_pages = -(-((last + 1) // spec.c128_ratio) // spec.c128_page_size)
+    completed = sum(
+        int(((batch.positions + 1) % ratio == 0).sum())
+        for ratio in (spec.c4_ratio, spec.c128_ratio)
+    )
+    vectors = (batch.query_start_loc, batch.seq_lens, batch.slot_mapping)
+    page_ids = int(window_pages.sum()) + int(dense_pages.sum()) + completed
+    return sum(tensor.nbytes for tensor in vectors) + 4 * page_ids
+
+
+def output_bytes(metadata: DecodeMetadata) -> int:
+    """Bytes that any builder must write."""
+    return sum(tensor.nbytes for tensor in vars(metadata).values())
+
+
+def rotating_sets(step_bytes: int, device: torch.device) -> int:
+    """Input sets to rotate through: three times the L2 where 32 sets can do that; one on a CPU."""
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(_MAX_SETS, max(2, -(-3 * cache // step_bytes)))
+
+
+def captured_calls(sets: int) -> int:
+    """Calls of a CUDA graph that goes through ``sets`` input sets: a multiple of them."""
+    return sets * math.ceil(_CAPTURED_CALLS / sets)

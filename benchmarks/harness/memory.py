@@ -1,0 +1,60 @@
+"""What the memory can do: copies of any number of bytes, from and to memory outside the L2."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from benchmarks.harness.batches import captured_calls, rotating_sets
+from benchmarks.harness.timing import Capture
+from dsv4_ops.core.layout import round_up
+
+_LARGE = 2**28  # from 512 MiB on an H200 copies at two thirds of its bandwidth
+_VECTOR = 16
+
+
+class ColdCache:
+    """Called, it empties the L2 by reading a buffer of four times its size: no line left in it is
+    one that must be written back."""
+
+    def __init__(self, device: torch.device) -> None:
+        size = 4 * torch.cuda.get_device_properties(device).L2_cache_size
+        self.buffer = torch.zeros(size // 4, dtype=torch.int32, device=device)
+
+    def __call__(self) -> None:
+        torch.sum(self.buffer)
+
+
+class Copies:
+    """Times of copies on the device, measured where they are first asked for.
+
+    ``bytes_per_us`` is the bandwidth of a copy of 256 MiB, bytes read plus bytes written.
+    """
+
+    def __init__(self, device: torch.device, cold: ColdCache) -> None:
+        self.device, self.cold = device, cold
+        self._known: dict[int, float] = {}
+        self.bytes_per_us = 2 * _LARGE / self.us(2 * _LARGE)
+
+    def us(self, moved_bytes: int) -> float:
+        """Time of a copy that reads half of ``moved_bytes`` and writes as many."""
+        size = round_up(max(moved_bytes // 2, 1), _VECTOR)
+        if size not in self._known:
+            self._known[size] = self._measured(size)
+        return self._known[size]
+
+    def _measured(self, size: int) -> float:
+        """The faster of a memcpy and of a kernel that reads and writes as much: some sizes are slow
+        in one of them."""
+        sets = rotating_sets(2 * size, self.device)
+        source = torch.zeros(sets, size // 8, dtype=torch.int64, device=self.device)
+        target = torch.empty_like(source)
+        copies = [functools.partial(target[place].copy_, source[place]) for place in range(sets)]
+        kernels = [
+            functools.partial(torch.neg, source[place], out=target[place]) for place in range(sets)
+        ]
+        repeats = captured_calls(sets) // sets
+        return min(
+            Capture(calls * repeats).device_us(self.cold).median for calls in (copies, kernels)
+        )

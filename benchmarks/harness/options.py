@@ -1,0 +1,74 @@
+"""Options that benchmarks share, and what their values mean."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness.work import Case
+from benchmarks.run import BenchError
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every benchmark has."""
+    add = parser.add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: CUDA if any")
+    add("--smoke", action="store_true", help="small and short, on CPU by default")
+    add("--anchor", type=Path, metavar="DIR", help="bundle of vLLM's kernels to run beside ours")
+    add("--out", type=Path, default=Path("out/bench"), metavar="DIR", help="default: %(default)s")
+    add("--threads", type=size, metavar="N", help="CPU threads; default: torch's")
+    add("--no-plot", action="store_true", help="table and JSONL only")
+
+
+def add_cases(parser: argparse.ArgumentParser, groups: Sequence[str]) -> None:
+    """Add the options of a benchmark of groups of cases."""
+
+    def chosen(text: str) -> tuple[str, ...]:
+        named = text.split(",")
+        for name in named:
+            if name not in groups:
+                raise argparse.ArgumentTypeError(f"must be among {','.join(groups)}, got {name!r}")
+        return tuple(name for name in groups if name in named)
+
+    add = parser.add_argument
+    add("--cases", type=chosen, metavar="A,B,..", help=f"any of {','.join(groups)}; default: all")
+    add("--match", metavar="TEXT", help="only cases whose names hold this: 'Pro', '64 x'")
+    add("--max-seconds", type=size, metavar="N", help="start no case later than that")
+
+
+def matching(options: argparse.Namespace, cases: Sequence[Case]) -> Sequence[Case]:
+    """The cases of ``--match``, and those that are not timed."""
+    if not options.match:
+        return cases
+    found = [case for case in cases if not case.timed or options.match in str(case)]
+    if not any(case.timed for case in found):
+        raise BenchError(f"--match {options.match}: no case has it; --max-seconds 1 lists them")
+    return found
+
+
+def chosen_device(options: argparse.Namespace) -> torch.device:
+    """The device of ``--device`` and ``--smoke``; sets the threads of ``--threads``."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    name = options.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() and not options.smoke else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BenchError("--device cuda: torch sees no CUDA device")
+    return torch.device(name)
+
+
+def size(text: str) -> int:
+    """An int of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def sizes(text: str) -> Sequence[int]:
+    """Ints of at least 1, sorted, once each."""
+    return tuple(sorted({size(part) for part in text.split(",")}))

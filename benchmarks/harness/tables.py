@@ -1,0 +1,282 @@
+"""Tables of the pages: which rows they have, and what of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.harness.stored import Row, number, percent
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a table shows.
+
+    Args:
+        file: Name of the JSONL file, without its suffix.
+        origins: Whether the runs of its rows are named below it.
+        columns: Heading and cell of each column.
+        cases: Cases that belong to it; empty for all.
+        chosen: Whether a row of these cases does.
+    """
+
+    file: str
+    columns: Sequence[tuple[str, Callable[[Row], str]]]
+    cases: tuple[str, ...] = ()
+    chosen: Callable[[Row], bool] = bool
+    origins: bool = True
+
+    def kept(self, rows: Iterable[Row]) -> list[Row]:
+        """The rows that belong to it."""
+        return [
+            row
+            for row in rows
+            if (not self.cases or row["case"] in self.cases) and self.chosen(row)
+        ]
+
+
+def _of_theirs(row: Row) -> str:
+    theirs = row["anchor_us"]
+    return percent(100 * row["compiled_us"] / theirs if theirs else None)
+
+
+def us(field: str) -> Callable[[Row], str]:
+    """A column of microseconds."""
+    return lambda row: number(row.get(field))
+
+
+def share(field: str) -> Callable[[Row], str]:
+    """A column of percentages."""
+    return lambda row: percent(row.get(field))
+
+
+def _label(row: Row) -> str:
+    return f"{row['shape']}, {row['variant']}" if row.get("variant") else str(row["shape"])
+
+
+def _tried(row: Row) -> str:
+    return f"{row['case']}: {_label(row)}"
+
+
+def _times(row: Row) -> str:
+    """How many times the floor."""
+    return number(row["compiled_us"] / row["floor_us"]) if row.get("floor_us") else "-"
+
+
+def _shape(row: Row) -> str:
+    return f"{row['batch']} x {row['context'] // 1024}k"
+
+
+def _theirs(row: Row) -> str:
+    if row.get("stock_ms") is None:
+        return "out of memory"
+    return f"{number(row['stock_ms'])}, {number(row['stock_busy_ms'])}, {row['stock_kernels']}"
+
+
+def _kernels(row: Row) -> str:
+    return f"{row.get('stock_kernels') or '-'}, {row['kernels']}"
+
+
+_SHORT = ((1, 4096), (1, 131072), (8, 4096), (8, 32768), (32, 32768), (128, 4096))
+
+
+def _mode(row: Row) -> str:
+    if row["runs"] != "patched":
+        return f"{row['runs']}, {row['weights']}"
+    default = " (default)" if (row["kv"], row["precision"]) == ("fp8", "serve") else ""
+    return f"ours, {row['weights']}, kv {row['kv']}, {row['precision']}{default}"
+
+
+def _fixed(row: Row, field: str, form: str) -> str:
+    """A share with as many digits as its neighbours, beside which it is read."""
+    return "-" if row.get(field) is None else f"{row[field]:{form}} %"
+
+
+def _gathered(row: Row) -> str:
+    if row.get("gathered_rows") is None:
+        return "-"
+    return f"{row['context']}, {row['gathered_rows']}"
+
+
+def _long_prefill(row: Row) -> bool:
+    """Of a step that is mostly prefill, behind the longest prefix."""
+    return int(row["rows"]) >= 512 and "behind" not in (row.get("variant") or "")
+
+
+_ATTENTION = (
+    ("tokens x heads, keys", _label),
+    ("ours, us", us("eager_us")),
+    ("compiled for any size", us("compiled_us")),
+    ("FlashMLA", us("anchor_us")),
+    ("of the floor", share("pct_of_floor")),
+)
+_PREFILL = (
+    *_ATTENTION[:4],
+    ("our kernel over its rows", us("gathered_us")),
+    ("vLLM's gather", us("anchor_gather_us")),
+    ("its indices", us("anchor_combine_us")),
+    ("gather, indices and FlashMLA", us("anchor_whole_us")),
+    ("that over ours", us("whole_times_faster")),
+    ("with our gather in place of vLLM's", us("anchor_our_gather_us")),
+    ("ours with FlashMLA", us("flash_mla_us")),
+    ("vLLM's sequence over that", us("whole_times_flash_mla")),
+    ("context, rows gathered", _gathered),
+    _ATTENTION[4],
+)
+_WAYS = (
+    ("tokens x heads, keys", _label),
+    ("ours, by size, us", us("compiled_us")),
+    ("from the pages", us("pages_us")),
+    ("by a copy", us("copied_us")),
+    ("FlashMLA alone", us("anchor_us")),
+    ("gather, indices and FlashMLA", us("anchor_whole_us")),
+    ("that over ours", us("whole_times_faster")),
+)
+_BESIDE_ONE = (
+    ("that over ours", us("times_faster")),
+    ("of the floor", share("pct_of_floor")),
+)
+_PRECISION = (
+    ("what runs, weights", _mode),
+    ("path", lambda row: str(row["case"])),
+    ("rms", share("rms_pct")),
+    ("median token", share("median_pct")),
+    ("largest, deviations", us("max_std")),
+    ("same argmax", lambda row: _fixed(row, "argmax_pct", ".1f")),
+    ("KL, 0.001 nats", us("kl_millinats")),
+)
+_CACHE = (
+    ("rows", _tried),
+    ("ours, us", us("compiled_us")),
+    ("vLLM", us("anchor_us")),
+    ("copy of as many bytes", us("copy_us")),
+    ("of that copy", share("pct_of_copy")),
+    ("of a copy of 256 MiB", share("pct_of_bandwidth")),
+)
+TABLES = {
+    "metadata": Table(
+        "metadata",
+        (
+            ("requests x tokens, context", lambda row: f"{row['requests']} x {row['next_n']}, "
+             f"{row['context']}"),
+            ("ours on the device, us", us("device_us")),
+            ("on the host", us("host_us")),
+            ("vLLM on the device", us("anchor_device_us")),
+            ("on the host", us("anchor_host_us")),
+        ),
+    ),
+    "caches": Table(
+        "kv_cache",
+        _CACHE,
+        ("insert", "gather", "gather_all", "indexer_insert", "indexer_gather", "plain_insert"),
+    ),
+    "indices": Table("kv_cache", _CACHE[:3], ("combine", "mixed", "fused")),
+    "decode": Table("sparse_mla", _ATTENTION, ("decode",)),
+    "other_decode": Table(
+        "sparse_mla",
+        (("kind: tokens x heads, keys", _tried), *_ATTENTION[1:]),
+        ("window", "mtp", "paged", "ragged"),
+    ),
+    "prefill": Table("sparse_mla", _PREFILL, ("prefill",), _long_prefill),
+    "ways": Table("sparse_mla", _WAYS, ("prefill",)),
+    "gathered": Table(
+        "sparse_mla",
+        (
+            ("tokens x heads, keys", _label),
+            ("ours, us", us("compiled_us")),
+            ("FlashMLA", us("anchor_us")),
+            *_BESIDE_ONE,
+        ),
+        ("gathered",),
+    ),
+    "packages": Table(
+        "sparse_mla",
+        (
+            ("form", lambda row: str(row["variant"])),
+            ("tokens x heads, keys", lambda row: str(row["shape"])),
+            ("package, us", us("package_us")),
+            ("compiled for any size", us("compiled_us")),
+            ("eager", us("eager_us")),
+            ("FlashMLA", us("anchor_us")),
+        ),
+        ("packages",),
+    ),
+    "compressor": Table(
+        "compressor",
+        (
+            ("kind: step", _tried),
+            ("us", us("compiled_us")),
+            ("times the floor", _times),
+            ("copy of as many bytes", us("copy_us")),
+        ),
+        chosen=lambda row: row["rows"] >= 128,
+    ),
+    "indexer": Table(
+        "indexer",
+        (
+            ("requests x context", _label),
+            ("ours, us", us("compiled_us")),
+            ("DeepGEMM's logits and `torch.topk`", us("anchor_us")),
+            ("of the floor", share("pct_of_floor")),
+        ),
+        ("select",),
+    ),
+    "logits": Table(
+        "indexer",
+        (
+            ("requests x context", _label),
+            ("ours, us", us("compiled_us")),
+            ("DeepGEMM", us("anchor_us")),
+            *_BESIDE_ONE,
+        ),
+        ("logits",),
+    ),
+    "layer": Table(
+        "layer",
+        (
+            ("kind: model, requests x context", _tried),
+            ("ours, us", us("compiled_us")),
+            ("peers", us("anchor_us")),
+            ("ours of theirs", _of_theirs),
+            ("kernels", lambda row: str(row["kernels"])),
+        ),
+    ),
+    "model": Table(
+        "model",
+        (
+            ("requests x context", _shape),
+            ("theirs: ms, busy, kernels", _theirs),
+            ("theirs, compiled", us("stock_compiled_ms")),
+            ("patched, eager", us("eager_ms")),
+            ("one CUDA graph: ms, busy", lambda row: f"{number(row['step_ms'])}, "
+             f"{number(row['busy_ms'])}"),
+            ("times faster", us("times_faster")),
+            ("kernels per layer", lambda row: f"{row['kernels_per_layer']:.0f}"),
+            ("metadata", share("metadata_pct")),
+            ("of the floor", share("pct_of_floor")),
+        ),
+    ),
+    "model_short": Table(
+        "model",
+        (
+            ("requests x context", _shape),
+            ("Hugging Face, ms", us("stock_ms")),
+            ("the same compiled", us("stock_compiled_ms")),
+            ("ours, ms", us("step_ms")),
+            ("times faster: eager", us("times_faster")),
+            ("compiled", lambda row: number(
+                row["stock_compiled_ms"] / row["step_ms"] if row.get("stock_compiled_ms") else None
+            )),
+            ("kernels: theirs, ours", _kernels),
+        ),
+        chosen=lambda row: (row["batch"], row["context"]) in _SHORT,
+        origins=False,
+    ),
+    "precision_random": Table("precision", _PRECISION, chosen=lambda row: row["model"] == "random"),
+    "precision_trained": Table(
+        "precision",
+        (*_PRECISION, ("perplexity", lambda row: _fixed(row, "perplexity_pct", "+.2f"))),
+        chosen=lambda row: row["model"] == "trained",
+    ),
+}  # fmt: skip
+"""Every table by the name that the page calls it."""

@@ -1,0 +1,186 @@
+"""A case of a benchmark as calls over rotating inputs, and the comparison of what they leave."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.timing import Call
+from benchmarks.run import WrongResult
+
+Args = tuple[Any, ...]
+Difference = Callable[[Args, Sequence[Tensor], Sequence[Tensor]], "str | None"]
+"""(input set, what a call left, what the reference leaves) -> how they differ, or None."""
+
+_POISON = 0x5A
+
+
+def same_bytes(_: Args, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
+    """The ``Difference`` of results that must be equal."""
+    wrong = differing_bytes(actual, expected)
+    total = sum(tensor.nbytes for tensor in expected)
+    return f"{wrong} of {total} bytes differ from the reference" if wrong else None
+
+
+@dataclass(frozen=True)
+class Work:
+    """Inputs of a case, on their device.
+
+    Args:
+        call: The op as a function of one input set, on any device; on a CPU it is the reference.
+        sets: Input sets of equal shapes to rotate through.
+        moved_bytes: Bytes that a call must read and write.
+        written: Which arguments a call writes to; none if it returns its results.
+        anchor: vLLM's function of the same arguments, from its modules.
+        anchor_sets: The anchor's arguments, where they are not ``sets``.
+        anchor_note: What the anchor leaves out.
+        eager: Whether the time without a compiler means something.
+        flop: Floating-point operations of the products of a call.
+        reference: What to compare with, called with a copy of an input set on its device; None for
+            ``call`` on a CPU.
+        difference: How results are compared.
+    """
+
+    call: Callable[..., Any]
+    sets: Sequence[Args]
+    moved_bytes: int
+    written: tuple[int, ...] = ()
+    anchor: Callable[[Any], Callable[..., Any]] | None = None
+    anchor_sets: Sequence[Args] = ()
+    anchor_note: str | None = None
+    eager: bool = True
+    flop: int = 0
+    reference: Callable[..., Any] | None = None
+    difference: Difference = same_bytes
+
+    def results(self, call: Callable[..., Any], args: Args) -> list[Tensor]:
+        """What ``call`` leaves: its results, or the arguments that it writes to."""
+        returned = call(*args)
+        return [args[place] for place in self.written] or tensors(returned)
+
+    def expected(self, place: int = 0) -> list[Tensor]:
+        """What the reference leaves for an input set."""
+        device = "cpu" if self.reference is None else None
+        copies = tuple(
+            arg.to(device or arg.device, copy=True) if isinstance(arg, Tensor) else arg
+            for arg in self.sets[place]
+        )
+        return self.results(self.reference or self.call, copies)
+
+    def of_anchor(self) -> Work:
+        """The same with the arguments that the anchor takes."""
+        return dataclasses.replace(self, sets=self.anchor_sets or self.sets)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row to measure. ``build`` draws its inputs; a case that is not ``timed`` is only
+    checked. ``labels`` are fields that only rows of this benchmark have."""
+
+    case: str
+    shape: str
+    build: Callable[[torch.device], Work]
+    rows: int
+    requests: int = 1
+    variant: str = ""
+    timed: bool = True
+    plotted: bool = False
+    labels: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return ", ".join(part for part in (self.case, self.shape, self.variant) if part)
+
+
+class Written:
+    """The tensors that the calls of a case write to, and what they held at first.
+
+    ``groups`` are those of one input set; sets that write to the same tensors have one group.
+    """
+
+    def __init__(self, work: Work) -> None:
+        chosen = [[args[place] for place in work.written] for args in work.sets]
+        by_id = {tuple(id(tensor) for tensor in group): group for group in chosen if group}
+        self.groups: list[list[Tensor]] = list(by_id.values())
+        self._first = self.copies()
+
+    def copies(self) -> list[list[Tensor]]:
+        """What they hold now."""
+        return [[tensor.clone() for tensor in group] for group in self.groups]
+
+    def reset(self) -> None:
+        """Give them their first contents."""
+        for group, contents in zip(self.groups, self._first, strict=True):
+            for tensor, first in zip(group, contents, strict=True):
+                tensor.copy_(first)
+
+
+def tensors(returned: Any) -> list[Tensor]:
+    """The tensors that an op returned."""
+    if returned is None:
+        return []
+    return [returned] if isinstance(returned, Tensor) else list(returned)
+
+
+def poison(results: Sequence[Tensor]) -> None:
+    """Overwrite results, so that memory that the next call leaves unwritten shows."""
+    for result in results:
+        result.view(torch.uint8).fill_(_POISON)
+
+
+def checked(work: Work, written: Written, call: Call) -> list[Tensor]:
+    """What ``call`` leaves for the first input set, from the first contents or over poison."""
+    written.reset()
+    if not work.written:
+        poison(work.results(call, work.sets[0]))  # freed at once: the next call gets this memory
+    return work.results(call, work.sets[0])
+
+
+def differing_bytes(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> int:
+    """How many bytes of two lists of tensors differ.
+
+    Raises:
+        WrongResult: they differ in number, shape or dtype.
+    """
+    kinds = [
+        [(tensor.dtype, list(tensor.shape)) for tensor in result] for result in (actual, expected)
+    ]
+    if kinds[0] != kinds[1]:
+        raise WrongResult(f"result is {kinds[0]}, the reference has {kinds[1]}")
+    wrong = 0
+    for got, want in zip(actual, expected, strict=True):
+        ours, theirs = got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)
+        theirs = theirs.to(ours.device)
+        if not torch.equal(ours, theirs):
+            wrong += int((ours != theirs).sum())
+    return wrong
+
+
+def check(
+    name: str,
+    work: Work,
+    actual: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    case: object,
+    place: int = 0,
+) -> None:
+    """What an input set left is what the reference allows, or nothing is timed.
+
+    Raises:
+        WrongResult: it is not.
+    """
+    try:
+        difference = work.difference(work.sets[place], actual, expected)
+    except WrongResult as error:
+        difference = str(error)
+    if difference:
+        raise WrongResult(f"{name} ({case}): {difference}. The case was not timed.")
+
+
+def ours_on(tensor: Tensor) -> str:
+    """The ``impl`` that is timed beside its peers: ours, also where they are loaded."""
+    return "triton" if tensor.is_cuda else "auto"

@@ -1,0 +1,298 @@
+"""``bench model``: a decode step of a whole model, Hugging Face's own and patched."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.harness import report
+from benchmarks.harness.options import chosen_device, sizes
+from benchmarks.harness.plot import model_panels, try_plot
+from benchmarks.harness.report import Report, one_line, stamp
+from benchmarks.harness.rows import ModelRow
+from benchmarks.harness.timing import device_activities, summary
+from dsv4_ops.core.layout import IndexerLayout, MainLayout
+
+_CONTEXTS = (4096, 32768, 131072)
+_POINTS = dict.fromkeys((1, 8, 32, 128), _CONTEXTS)
+_BYTES_PER_US = 4.3e6
+_STEPS, _WARM = 30, 4
+_STOCK_STEPS = 5
+
+
+COLUMNS = (
+    "batch", "context", "stock_ms", "stock_busy_ms", "stock_kernels", "stock_compiled_ms",
+    "eager_ms", "step_ms", "busy_ms", "kernels", "kernels_per_layer", "times_faster",
+    "metadata_us", "metadata_pct", "floor_ms", "pct_of_floor", "stock_error", "error",
+)  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only this benchmark has."""
+    parser.add_argument("--batches", type=sizes, metavar="A,B,..", help="default: 1,8,32,128")
+    parser.add_argument("--experts", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--contexts", type=sizes, metavar="A,B,..", help="default: 4k, 32k, 128k")
+    parser.add_argument(
+        "--stock-compiled",
+        action="store_true",
+        help="also compile Hugging Face's step, one graph per point: most of a minute each",
+    )
+    parser.add_argument("--max-seconds", type=int, metavar="N", help="start no batch later")
+
+
+@torch.no_grad()
+def run(options: argparse.Namespace) -> None:
+    """Time every point; rows and the table go to ``options.out``."""
+    from benchmarks.baselines.stock_model import flash_shaped, keep_float32
+    from dsv4_ops.integrations import transformers as v4
+
+    device = chosen_device(options)
+    output: Report[ModelRow] = Report(options.out, "model", stamp(device, options.command))
+    small = {"hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 64}
+    small |= {"o_lora_rank": 64, "moe_intermediate_size": 64, "vocab_size": 260}
+    cpu = device.type == "cpu"
+    model = flash_shaped(num_experts=options.experts, device=device, **(small if cpu else {}))
+    points = {2: (512,)} if cpu else _POINTS
+    chosen = options.batches or tuple(points)
+    rows = [
+        _row(model, batch, context)
+        for batch in chosen
+        for context in options.contexts or points.get(batch, _CONTEXTS)
+    ]
+    for row in report.progress(rows, "Hugging Face's own"):
+        _measure_stock(row, model, compiled=options.stock_compiled)
+    v4.patch(keep_float32(model))
+    start = time.perf_counter()
+    for batch in report.progress(chosen, "patched, requests"):
+        of_batch = [row for row in rows if row.batch == batch]
+        if options.max_seconds and time.perf_counter() - start > options.max_seconds:
+            for row in of_batch:
+                row.error = "not started: --max-seconds"
+        else:
+            try:
+                _measure_patched(of_batch, model)
+            except Exception as error:  # a row that says so, not the end of the run
+                for row in of_batch:
+                    row.error = row.error or one_line(error)
+        for row in of_batch:
+            output.add(row)
+    title = "A decode step of a model with 4 layers of DeepSeek-V4-Flash's sizes"
+    parts = [report.table(output.rows, COLUMNS), *_stages(output.rows), *_NOTES]
+    output.write_text(report.text(title, output, *parts))
+    if not options.no_plot:
+        title = f"Decode step of 4 layers · {output.stamp['device']}"
+        try_plot(model_panels(output.rows), output.path(".png"), title=title, ylabel="ms per step")
+
+
+def _row(model: Any, batch: int, context: int) -> ModelRow:
+    weights = sum(weight.nbytes for weight in model.parameters())
+    embeddings = model.get_input_embeddings().weight.nbytes
+    return ModelRow(
+        batch=batch,
+        context=context,
+        layers=len(model.model.layers),
+        weights_gb=weights / 1e9,
+        floor_ms=(weights - embeddings) / _BYTES_PER_US / 1e3,
+    )
+
+
+def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None:
+    """A few steps from a filled cache, which grows as it does in use. Compiled, one step again and
+    again from the same cache: in use it would compile ten graphs and more."""
+    from benchmarks.baselines.stock_model import filled_cache, same_again
+
+    try:
+        cache = filled_cache(model, batch=row.batch, context=row.context)
+        ids = torch.arange(row.batch, device=model.device)[:, None]
+
+        def step() -> Any:
+            return model(ids, past_key_values=cache, use_cache=True).logits
+
+        row.stock_ms = _median_ms(step, model.device, _STOCK_STEPS)
+        if model.device.type == "cuda":
+            activities = device_activities(step)
+            row.stock_kernels = len(activities)
+            row.stock_busy_ms = sum(activity.us for activity in activities) / 1e3
+        if compiled:
+            torch._dynamo.reset()
+            whole: Callable[..., Any] = torch.compile(model, dynamic=False)
+
+            def compiled_step() -> Any:
+                return whole(ids, past_key_values=same_again(cache), use_cache=True).logits
+
+            row.stock_compiled_ms = _median_ms(compiled_step, model.device, _STOCK_STEPS)
+    except torch.OutOfMemoryError as error:  # what it asked for; the rest is what others hold
+        row.stock_error = one_line(error).partition(" GPU ")[0]
+    except RuntimeError as error:
+        row.stock_error = one_line(error)
+    finally:
+        cache = None
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measure_patched(rows: Sequence[ModelRow], model: Any) -> None:
+    """One cache and one compiled step for all contexts of a batch."""
+    from dsv4_ops.integrations import transformers as v4
+
+    batch, longest = rows[0].batch, max(row.context for row in rows)
+    cuda = model.device.type == "cuda"
+    cache = v4.PagedCache.for_model(model, max_batch=batch, max_len=longest + 256, max_chunk=256)
+    _fill(cache)
+    torch._dynamo.reset()
+    options: dict[str, Any] = {}
+    if cuda:
+        options = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
+    compiled = torch.compile(v4.decode_step, fullgraph=True, dynamic=False, options=options)
+    metadata = torch.compile(_metadata, fullgraph=True, dynamic=False, options=options)
+    for row in rows:
+        step = _batch(model, batch, row.context)
+        eager = v4.decode_step(model, step, cache.tensors, state_rings=False)
+        eager_call = _bound(v4.decode_step, model, step, cache.tensors, state_rings=False)
+        row.eager_ms = _median_ms(eager_call, model.device, 3)
+        start = time.perf_counter()
+        for _ in range(_WARM):
+            out = compiled(model, step, cache.tensors, state_rings=False)
+            metadata(model, step, cache.tensors)
+        row.compile_s = time.perf_counter() - start
+        row.max_diff = float((out - eager).abs().max())
+        if cuda:
+            torch.cuda.set_sync_debug_mode("error")
+        call = _bound(compiled, model, step, cache.tensors, state_rings=False)
+        try:
+            call()
+        finally:
+            if cuda:
+                torch.cuda.set_sync_debug_mode("default")
+        row.step_ms = _median_ms(call, model.device, _STEPS)
+        shared = _bound(metadata, model, step, cache.tensors)
+        row.metadata_us = 1e3 * _median_ms(shared, model.device, _STEPS)
+        if cuda:
+            _profile(row, call, shared)
+        if row.stock_ms:
+            row.times_faster = row.stock_ms / row.step_ms
+        row.metadata_pct = 100 * row.metadata_us / 1e3 / row.step_ms
+        row.pct_of_floor = 100 * (row.floor_ms or 0.0) / row.step_ms
+
+
+def _bound(function: Callable[..., Any], *args: Any, **settings: Any) -> Callable[[], Any]:
+    return lambda: function(*args, **settings)
+
+
+def _metadata(model: Any, batch: Any, cache: Any) -> Any:
+    """What all layers share, as the compiled step has it in front of them."""
+    from dsv4_ops.integrations.transformers.dropped import count_dropped, storable
+    from dsv4_ops.integrations.transformers.steps import build_step, plan_heads, tokens_of
+
+    spec = model.dsv4_ops_spec
+    num_tokens = batch.tokens.shape[0]
+    heads, layers = plan_heads(spec, "decode", num_tokens), spec.layers_for("decode", num_tokens)
+    tokens, ends, wanted = tokens_of(batch, cache)
+    kept = storable(tokens, cache, spec.layers.attention.page_tokens)
+    step = build_step(layers, kept, ends, cache, heads)
+    count_dropped(cache, wanted, step.positions >= 0)
+    return step
+
+
+def _profile(row: ModelRow, call: Callable[[], Any], metadata: Callable[[], Any]) -> None:
+    activities = device_activities(call)
+    row.kernels, row.busy_ms = len(activities), sum(a.us for a in activities) / 1e3
+    row.kernels_per_layer = row.kernels / row.layers
+    row.metadata_us = sum(activity.us for activity in device_activities(metadata))
+    spent: dict[str, float] = defaultdict(float)
+    for activity in activities:
+        spent[stage_of(activity.name)] += activity.us
+    row.stages = dict(sorted(spent.items(), key=lambda item: -item[1]))
+
+
+_STAGES = {
+    "experts": ("cutlass13device_kernel", "grouped_gemm", "grouped_mm"),
+    "attention": ("split_keys", "join_splits", "prefill_keys"),
+    "indexer": ("select_keys", "indexer", "merge_groups", "merge_parts", "quantize_query"),
+    "compressor": ("compress_and_insert", "compressor_states", "pool_windows", "insert_pooled"),
+    "insert": ("qnorm_rope", "insert"),
+    "projections": ("nvjet", "cublas", "gemm", "gemv", "splitKreduce", "bmm", "cutlass"),
+}
+
+
+def stage_of(name: str) -> str:
+    """Part of a step that a kernel belongs to, by its name."""
+    found = (stage for stage, parts in _STAGES.items() if any(part in name for part in parts))
+    return next(found, "norms, routers, streams, metadata")
+
+
+def _stages(rows: Sequence[ModelRow]) -> list[str]:
+    lines = [
+        f"{row.batch} x {row.context}: "
+        + ", ".join(f"{name} {us:.0f}" for name, us in row.stages.items())
+        for row in rows
+        if row.stages
+    ]
+    return ["Microseconds of a step by stage:\n" + "\n".join(lines)] if lines else []
+
+
+def _batch(model: Any, batch: int, context: int) -> Any:
+    """The next token of requests of ``context`` tokens."""
+    from dsv4_ops.integrations import transformers as v4
+
+    rows = torch.arange(batch, dtype=torch.int32, device=model.device)
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=model.device)
+    return v4.StepBatch(rows.long(), starts, torch.full_like(rows, context + 1), rows)
+
+
+def _fill(cache: Any) -> None:
+    """Random keys in every row of every page, and random states."""
+    from dsv4_ops import quantize_and_insert_indexer_k, quantize_and_insert_k_cache
+
+    spec, attention = cache.spec.layers, cache.spec.layers.attention
+    for kind, layer in zip(cache.spec.kinds, cache.tensors.layers, strict=True):
+        size = {"swa": attention.swa_page_size}
+        if kind != "window":
+            size |= {"compressed": spec.page_size(kind), "indexer": spec.page_size(kind)}
+        for name, rows in size.items():
+            pages = getattr(layer, name)
+            if pages is None:
+                continue
+            index = name == "indexer"
+            insert = quantize_and_insert_indexer_k if index else quantize_and_insert_k_cache
+            dim = IndexerLayout.head_dim if index else MainLayout.head_dim
+            keys = torch.randn(2**16, dim, dtype=torch.bfloat16, device=cache.device)
+            for first in range(0, pages.shape[0] * rows, 2**16):
+                slots = torch.arange(first, first + 2**16, device=cache.device)
+                insert(keys, pages, slots, block_size=rows)
+        for states in (layer.states, layer.indexer_states):
+            if states is not None:
+                states.normal_()
+
+
+def _median_ms(call: Callable[[], Any], device: torch.device, steps: int) -> float:
+    """Time from one call to the next: the host never waits between them."""
+    call()
+    samples = []
+    for _ in range(3):
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            call()
+        _wait(device)
+        samples.append((time.perf_counter() - start) / steps * 1e6)
+    return float(summary(samples).median) / 1e3
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+_NOTES = (
+    "stock_compiled: Hugging Face's step compiled, again and again from one state of its cache.",
+    "stock: Hugging Face's eager model on a DynamicCache of that many tokens. eager: patched, not "
+    "compiled. step: patched, compiled, one CUDA graph, metadata included, no host sync.",
+    "Caches hold random keys; one compiled step serves all contexts of a batch. max_diff: compiled "
+    "and eager logits; near ties of routers and selections fall differently.",
+)

@@ -1,0 +1,169 @@
+"""AOTInductor packages of sparse MLA: one per form, exported once for any number of tokens and
+measured beside the calls that it was made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import Dim
+
+from benchmarks.cases.attention_cases import decode_cases, paged_cases
+from benchmarks.cases.gathered_cases import gathered_cases
+from benchmarks.cases.prefill_cases import selecting_cases
+from benchmarks.harness import report
+from benchmarks.harness.work import Case, Work, tensors
+from dsv4_ops.lowering.inspect import build_package, load_package
+
+GROUP = "packages"
+
+_TOKENS = "tokens"
+_MOST_TOKENS = 8192
+_GATHERED_BEFORE = "anchor_us is FlashMLA alone, over bf16 rows gathered before"
+
+Dims = Mapping[int, str]
+"""Dimensions of an argument that a package takes in any size, by number; equal names are one."""
+
+_PER_TOKEN: Dims = {0: _TOKENS}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A call that is exported once.
+
+    Args:
+        name: What the rows call it.
+        case: The case of so many tokens.
+        dims: Of every argument.
+        exported: Tokens that it is exported with.
+        anchor_note: What the anchor leaves out.
+    """
+
+    name: str
+    case: Callable[[int], Case]
+    dims: Sequence[Dims]
+    exported: int
+    anchor_note: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageWork(Work):
+    """A ``Work`` that a package is measured with."""
+
+    form: Form
+
+
+_SWA: tuple[Dims, ...] = ({0: "swa_pages"}, _PER_TOKEN, _PER_TOKEN)
+_PAGES: Dims = {0: "extra_pages"}
+_DIMS: dict[str, tuple[Dims, ...]] = {
+    "decode": (_PER_TOKEN, *_SWA, _PAGES, _PER_TOKEN, _PER_TOKEN, {}),
+    "paged": (_PER_TOKEN, *_SWA, _PAGES, _PER_TOKEN, _PER_TOKEN, {0: "requests"}, {}),
+    "prefill": (
+        _PER_TOKEN, *_SWA, {1: "swa_columns"}, _PAGES, {1: "extra_columns"}, _PER_TOKEN, {},
+    ),
+    "gathered": (_PER_TOKEN, {0: "rows"}, _PER_TOKEN, _PER_TOKEN, {}),
+}  # fmt: skip
+"""Caches, tables and workspaces of the cases differ in size."""
+
+
+def forms(
+    heads: int, selected: int, dense: int, keys: int, *, prefix: int, rows: int, exported: int
+) -> dict[str, Form]:
+    """Decode of ``selected`` rows, of ``dense`` rows by block tables, prefill of ``selected`` rows
+    behind ``prefix`` tokens, and ``keys`` of gathered ``rows``."""
+    cases: dict[str, Callable[[int], Case]] = {
+        "decode": lambda count: decode_cases((count,), (heads,), (selected,))[-1],
+        "paged": lambda count: paged_cases((count,), heads, dense, (dense,))[0],
+        "prefill": lambda count: selecting_cases((count,), ((heads, selected),), prefix)[0],
+        "gathered": lambda count: gathered_cases((count,), ((heads, keys),), rows)[0],
+    }
+    notes = {"prefill": _GATHERED_BEFORE}
+    return {
+        name: Form(name, case, _DIMS[name], exported, notes.get(name))
+        for name, case in cases.items()
+    }
+
+
+def package_cases(form: Form, tokens: Sequence[int]) -> list[Case]:
+    """The cases of a form of so many tokens, with its package beside them."""
+    return [_case(form, form.case(count)) for count in tokens]
+
+
+def _case(form: Form, case: Case) -> Case:
+    build = functools.partial(package_work, form, case.build)
+    return dataclasses.replace(case, case=GROUP, variant=form.name, build=build, plotted=False)
+
+
+def package_work(
+    form: Form, build: Callable[[torch.device], Work], device: torch.device
+) -> PackageWork:
+    """The same inputs and calls."""
+    work = build(device)
+    same = {field.name: getattr(work, field.name) for field in dataclasses.fields(Work)}
+    return PackageWork(**{**same, "anchor_note": form.anchor_note}, form=form)
+
+
+class Packages:
+    """The packages of a run: each is built when it is first asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[str, Callable[..., Any] | Exception] = {}
+
+    def of(self, form: Form) -> Callable[..., Any]:
+        """The package of a form. Raises what stood in the way of building it, every time."""
+        if form.name not in self._made:
+            try:
+                self._made[form.name] = build(form, self._device)
+            except Exception as error:  # kept: it would take as long again; its frames hold inputs
+                self._made[form.name] = error.with_traceback(None)
+        made = self._made[form.name]
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+
+class _Call(torch.nn.Module):
+    """A call, whose results are a tuple."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensors(self.call(*given)))
+
+
+def build(form: Form, device: torch.device) -> Callable[..., Any]:
+    """Export a form, compile its package and load it as CUDA graphs can capture it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{form.name}.pt2"
+        steps: dict[str, Callable[[Any], Any]] = {
+            "export": functools.partial(_exported, form),
+            "compile": lambda program: build_package(program, path),
+            "load": lambda package: load_package(package, run_single_threaded=True),
+        }
+        made: Any = device
+        for name in report.progress(list(steps), f"package of {form.name}"):
+            made = steps[name](made)
+    loaded: Callable[..., Any] = made
+    return loaded
+
+
+def _exported(form: Form, device: torch.device) -> torch.export.ExportedProgram:
+    work = form.case(form.exported).build(device)
+    names = {name for dims in form.dims for name in dims.values()}
+    symbols = {
+        name: Dim(name, min=2, max=_MOST_TOKENS if name == _TOKENS else None) for name in names
+    }
+    shapes = tuple({place: symbols[name] for place, name in dims.items()} for dims in form.dims)
+    return torch.export.export(
+        _Call(work.call), tuple(work.sets[0]), dynamic_shapes=(shapes,), strict=False
+    )

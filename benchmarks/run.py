@@ -1,0 +1,91 @@
+"""Benchmarks: ``python -m benchmarks NAME``. Each checks its results before timing anything."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+BENCHES = {
+    "metadata": "decode metadata of one step: compiled, eager, and beside vLLM's builders",
+    "kv_cache": "cache inserts, gathers and sparse indices: compiled, eager, and beside vLLM's",
+    "sparse_mla": "sparse attention, decode and prefill: beside its floor and FlashMLA",
+    "indexer": "the lightning indexer, decode: beside its floor and DeepGEMM",
+    "compressor": "the KV compressor, decode and prefill: beside its floor",
+    "model": "a decode step of a whole model: patched, and Hugging Face's own",
+    "layer": "an attention layer between its projections, decode: beside its floor and peers",
+    "precision": "logits of every mode of a patched model: beside float32 Hugging Face's",
+}
+"""Name of a benchmark, a module with ``add_options`` and ``run``, and what it measures."""
+
+
+class BenchError(RuntimeError):
+    """Ends a benchmark with a message and an exit status."""
+
+    status = 2
+
+
+class WrongResult(BenchError):
+    """A result differs from its reference: the case is not timed and the run fails."""
+
+    status = 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one benchmark. Exit status: 0, 1 (wrong result), 2 (bad arguments), 130 (interrupted)."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit as stop:  # argparse has worded the error, or printed the help
+        return stop.code if isinstance(stop.code, int) else 2
+    options.command = "python -m benchmarks " + shlex.join(_recorded(arguments))
+    try:
+        _module(options.bench).run(options)
+    except BenchError as error:
+        print(f"bench {options.bench}: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        print(f"bench {options.bench}: interrupted, see {options.out}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _recorded(arguments: Sequence[str]) -> list[str]:
+    """Arguments as the rows keep them: without ``--out``, and of ``--anchor`` only the name of the
+    folder. Rows are published; where a machine keeps its files is not."""
+    kept: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        option, equals, value = argument.partition("=")
+        if not _abbreviates(option, "--out", "--anchor"):
+            kept.append(argument)
+            continue
+        value = value if equals else next(rest)
+        if _abbreviates(option, "--anchor"):
+            kept += ["--anchor", PurePath(value).name or "."]
+    return kept
+
+
+def _abbreviates(option: str, *names: str) -> bool:
+    """Whether argparse takes ``option`` for one of ``names``."""
+    return len(option) > 2 and any(name.startswith(option) for name in names)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from benchmarks.harness.options import add_common
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    benches = parser.add_subparsers(dest="bench", metavar="NAME", required=True)
+    for name, measures in BENCHES.items():
+        bench = benches.add_parser(name, help=measures, description=measures)
+        add_common(bench)
+        _module(name).add_options(bench)
+    return parser
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"benchmarks.{name}")

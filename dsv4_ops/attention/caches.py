@@ -1,0 +1,88 @@
+"""Caches in a form that compiled and captured graphs write in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from dsv4_ops.core.ints import at_least
+from dsv4_ops.core.layout import Layout
+
+
+def mark_static(*tensors: Tensor) -> None:
+    """Promise torch.compile that these tensors keep their addresses.
+
+    CUDA graphs write to an argument in place only if they know that; they are skipped otherwise.
+    Buffers of modules, and so a ``PagedKVCache``, need no mark. Mark before the first compile.
+
+    Args:
+        tensors: Caches that reach the compiled function as arguments.
+    """
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor)
+
+
+class PagedKVCache(nn.Module):
+    """One paged cache per layer, all of one layout, as buffers.
+
+    Buffers have fixed addresses for CUDA graphs, and one tensor per layer keeps clear of a
+    miscompilation of torch: an op that writes to ``cache[layer]`` of a stacked graph input with
+    symbolic sizes would write to layer 0. (Our ops refuse that on CUDA; on CPU they are right, but
+    copy the layer.) Buffers follow ``.to(device)`` and are not part of the state dict.
+
+    Args:
+        layout: Byte layout of a cache, from ``dsv4_ops.core.layout``.
+        num_layers: Layers that have such a cache. At least 1.
+        num_blocks: Pages per layer. At least 0.
+        device: Where the caches live.
+
+    Example:
+        >>> from dsv4_ops.attention.caches import PagedKVCache
+        >>> from dsv4_ops.core.layout import MainLayout
+        >>> caches = PagedKVCache(MainLayout(block_size=64), num_layers=2, num_blocks=8)
+        >>> len(caches), caches[1].shape, caches.layout.tag
+        (2, torch.Size([8, 37440]), 'v4_fp8')
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(layout, Layout):
+            raise TypeError(
+                f"PagedKVCache: layout must be a layout, got {type(layout).__name__}. "
+                "Pass one of dsv4_ops.core.layout, such as MainLayout(block_size=64)."
+            )
+        at_least("PagedKVCache", 1, num_layers=num_layers)
+        at_least("PagedKVCache", 0, num_blocks=num_blocks)
+        self.layout = layout
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        for layer in range(num_layers):
+            cache = layout.allocate(num_blocks, device)
+            self.register_buffer(f"layer_{layer}", cache, persistent=False)
+
+    def __getitem__(self, layer: int) -> Tensor:
+        if not -self.num_layers <= layer < self.num_layers:
+            raise IndexError(
+                f"PagedKVCache: layer must be in {-self.num_layers}..{self.num_layers - 1}, got "
+                f"{layer}. Construct it with more layers."
+            )
+        cache: Tensor = getattr(self, f"layer_{layer % self.num_layers}")
+        return cache
+
+    def __len__(self) -> int:
+        return self.num_layers
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[layer] for layer in range(self.num_layers))
+
+    def extra_repr(self) -> str:
+        return f"{self.layout}, num_layers={self.num_layers}, num_blocks={self.num_blocks}"

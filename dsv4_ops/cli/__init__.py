@@ -1,0 +1,1 @@
+"""The command line: list, show, explain, doctor, kernels."""

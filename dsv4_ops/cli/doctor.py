@@ -1,0 +1,344 @@
+"""What this machine and installation can do: ``collect``, ``render`` and ``healthy``.
+
+A probe that fails becomes a line with its error and a problem, never an exception.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+Section = dict[str, Any]
+Problems = list[str]
+
+SUPPORTED_TORCH = ((2, 11), (2, 16))
+"""First supported and first unsupported version of torch; pyproject.toml says the same."""
+
+_SELFTEST_SECONDS = 300
+_LIBSTDCXX = "libstdc++.so"
+_PROBE_SOURCE = """#include <stdexcept>
+extern "C" void dsv4_ops_probe(int fail) { if (fail) throw std::runtime_error("probe"); }
+"""
+
+
+def collect(*, selftest: bool = False) -> dict[str, Any]:
+    """Probe this machine.
+
+    Args:
+        selftest: Also compile an op in a fresh process and import the optional libraries.
+            Takes seconds.
+
+    Returns:
+        One entry per section, and ``problems``: what is wrong and what to do about it.
+    """
+    problems: Problems = []
+    probes: dict[str, Callable[[Problems], Section]] = {
+        "system": _system,
+        "torch": _torch,
+        "gpu": _gpu,
+        "providers": lambda problems: _providers(problems, selftest),
+        "lowerings": lambda problems: _lowerings(problems, selftest),
+        "cache": _cache,
+        "aot_inductor": _aot_inductor,
+    }
+    report: dict[str, Any] = {
+        name: _guarded(name, probe, problems) for name, probe in probes.items()
+    }
+    report["problems"] = problems
+    return report
+
+
+def _guarded(name: str, probe: Callable[[Problems], Section], problems: Problems) -> Section:
+    try:
+        return probe(problems)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        problems.append(
+            f"the {name} probe failed with {said}. "
+            "Report it with the output of `python -m dsv4_ops doctor --json`."
+        )
+        return {"error": said}
+
+
+def healthy(report: dict[str, Any]) -> bool:
+    """Whether ``report`` names no problem."""
+    return not report["problems"]
+
+
+def render(report: dict[str, Any]) -> str:
+    """``report`` as text."""
+    lines = []
+    for name, section in report.items():
+        if name == "problems":
+            continue
+        lines.append(name)
+        width = max((len(key) for key in section), default=0)
+        lines += [f"  {key:<{width}}  {_text(value)}" for key, value in section.items()]
+    lines.append("problems" if report["problems"] else "no problems found")
+    lines += [f"  {number}. {text}" for number, text in enumerate(report["problems"], 1)]
+    return "\n".join(lines)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        usable = "usable" if value["usable"] else "not usable"
+        return f"{usable:<10}  {value['version'] or '-':<12}  {value['reason']}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "-" if value is None else str(value)
+
+
+def _system(problems: Problems) -> Section:
+    from dsv4_ops._version import __version__
+
+    return {
+        "dsv4_ops": f"{__version__} in {Path(__file__).resolve().parents[1]}",
+        "os": platform.platform(),
+        "python": f"{platform.python_version()} ({sys.executable})",
+    }
+
+
+def _torch(problems: Problems) -> Section:
+    import torch
+
+    from dsv4_ops.dispatch.probes import probe
+
+    first, last = SUPPORTED_TORCH
+    supported = f"{first[0]}.{first[1]} up to, not including, {last[0]}.{last[1]}"
+    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    in_range = first <= found < last
+    if not in_range:
+        problems.append(
+            f"torch {torch.__version__} is outside the supported range, {supported}. "
+            "Install one inside it: "
+            f'pip install "torch>={first[0]}.{first[1]},<{last[0]}.{last[1]}".'
+        )
+    return {
+        "version": str(torch.__version__),
+        "cuda build": torch.version.cuda,
+        "triton": probe("triton").version,
+        "supported": supported,
+        "in range": in_range,
+    }
+
+
+def _gpu(problems: Problems) -> Section:
+    import torch
+
+    from dsv4_ops.dispatch.probes import no_gpu_reason
+
+    reason = no_gpu_reason()
+    if reason:
+        return {"none": reason}
+    section: Section = {}
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        section[f"cuda:{index}"] = (
+            f"{device.name}, {device.multi_processor_count} SMs, "
+            f"{device.total_memory / 2**30:.1f} GiB, sm_{device.major}{device.minor}"
+        )
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+    section["driver supports CUDA"] = f"{driver // 1000}.{driver % 1000 // 10}" if driver else None
+    return section
+
+
+def _providers(problems: Problems, load: bool) -> Section:
+    from dsv4_ops.dispatch.probes import probe_all
+
+    return {provider.name: asdict(provider) for provider in probe_all(load=load)}
+
+
+def _lowerings(problems: Problems, run_selftest: bool) -> Section:
+    from torch._library.simple_registry import find_torch_dispatch_rule
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    import dsv4_ops
+    from dsv4_ops.core.registry import OPS
+
+    inactive = [
+        name
+        for name, spec in OPS.items()
+        if find_torch_dispatch_rule(spec.op, FunctionalTensorMode) is None
+    ]
+    section: Section = {
+        "ops": len(OPS),
+        "active": bool(OPS) and not inactive,
+        "without trace rule": inactive,
+        "self-test": "not run, only trace rules looked up; `doctor --selftest` compiles an op",
+    }
+    if not OPS or inactive:
+        problems.append(
+            f"these ops have no trace rule and compile to opaque calls: {_text(inactive)}. "
+            f"Reinstall dsv4_ops {dsv4_ops.__version__} and a supported torch."
+        )
+    if run_selftest:
+        section["self-test"] = outcome = _selftest_outcome()
+        if outcome != "passed":
+            section["active"] = False
+            problems.append(
+                f"the compile self-test failed: {outcome}. Run it with the traceback: "
+                f'{sys.executable} -c "import dsv4_ops.cli.doctor as d; d.selftest()".'
+            )
+    return section
+
+
+def selftest() -> None:
+    """Compile ``token_map`` on CPU and check result and code; raises if something is wrong.
+
+    Resets torch's compiler: run it in a process of its own, as ``collect(selftest=True)`` does.
+    """
+    import torch
+
+    import dsv4_ops
+
+    def positions(query_start_loc: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+        return dsv4_ops.token_map(query_start_loc, seq_lens, num_tokens=5).positions
+
+    from dsv4_ops.lowering._compat import run_and_get_code
+
+    query_start_loc = torch.tensor([0, 3, 4], dtype=torch.int32)
+    seq_lens = torch.tensor([10, 7], dtype=torch.int32)
+    compiled = torch.compile(positions, fullgraph=True)
+    result, codes = run_and_get_code(compiled, query_start_loc, seq_lens)
+    if result.tolist() != [7, 8, 9, 6, -1]:
+        raise RuntimeError(f"compiled token_map gave {result.tolist()}")
+    if not codes:
+        raise RuntimeError("the compiler returned no code to look at")
+    if any("torch.ops.dsv4_ops" in code for code in codes):
+        raise RuntimeError(
+            "the generated code calls torch.ops.dsv4_ops: the lowering is not active"
+        )
+
+
+def _selftest_outcome() -> str:
+    """``selftest`` in a fresh process without caches: its first compile must be lowered."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", "import dsv4_ops.cli.doctor as d; d.selftest()"],
+            env={**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"},
+            cwd=Path(__file__).resolve().parents[2],
+            capture_output=True,
+            text=True,
+            timeout=_SELFTEST_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    if child.returncode == 0:
+        return "passed"
+    said = child.stderr.strip().splitlines() or ["no message"]
+    return f"exit status {child.returncode}: {said[-1]}"
+
+
+def _cache(problems: Problems) -> Section:
+    import torch.compiler.config as compiler_config
+
+    from dsv4_ops._version import __version__
+    from dsv4_ops.core.fingerprint import source_hash
+
+    tag, ours = compiler_config.cache_key_tag, f"dsv4_ops={__version__}:{source_hash()}"
+    included = ours in tag.split(";")
+    if not included:
+        problems.append(
+            f"torch.compiler.config.cache_key_tag is {tag!r} and lacks {ours!r}: "
+            "caches may serve code of other lowerings. "
+            "Append to the tag instead of replacing it, and restart the process."
+        )
+    from dsv4_ops.lowering._compat import cache_dir
+
+    folder = Path(cache_dir())
+    if not os.access(folder, os.W_OK):
+        problems.append(
+            f"the cache folder {folder} is not writable. "
+            "Set TORCHINDUCTOR_CACHE_DIR to one that is."
+        )
+    return {"cache_key_tag": tag, "ours": ours, "included": included, "folder": str(folder)}
+
+
+def _aot_inductor(problems: Problems) -> Section:
+    section: Section = {"CXX": os.environ.get("CXX") or None}
+    try:
+        from dsv4_ops.lowering._compat import get_cpp_compiler
+
+        compiler = get_cpp_compiler()
+    except Exception as error:
+        section["compiler"] = f"none: {type(error).__name__}"
+        problems.append(
+            "torch finds no C++ compiler: neither CPU code nor AOTInductor packages can be built. "
+            "Install g++, or set CXX to the path of a compiler (a path alone, without options)."
+        )
+        return section
+    section["compiler"] = shutil.which(compiler) or compiler
+    if sys.platform != "linux":
+        section["links libstdc++"] = f"not checked on {sys.platform}"
+        return section
+    try:
+        needed = linked_libraries(compiler)
+    except RuntimeError as error:
+        section["links libstdc++"] = str(error)
+        problems.append(f"{error}. Install g++ and its C++ library, or set CXX to one that works.")
+        return section
+    dynamic = any(library.startswith(_LIBSTDCXX) for library in needed)
+    section["links libstdc++"] = "dynamically" if dynamic else "statically or not at all"
+    section["needed libraries"] = needed
+    if not dynamic:
+        problems.append(
+            "export CXX=g++ (a compiler that links libstdc++ dynamically); "
+            f"AOTInductor packages built with this one, {compiler}, crash at load."
+        )
+    return section
+
+
+def linked_libraries(compiler: str) -> list[str]:
+    """Libraries that a C++ shared library built with ``compiler`` needs at load.
+
+    Args:
+        compiler: The compiler's command, options allowed.
+
+    Returns:
+        The NEEDED entries; without ``readelf`` only whether libstdc++ is mentioned.
+
+    Raises:
+        RuntimeError: the compiler does not build a shared library.
+    """
+    with tempfile.TemporaryDirectory(prefix="dsv4_ops_doctor_") as folder:
+        source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
+        source.write_text(_PROBE_SOURCE)
+        command = [*shlex.split(compiler), "-shared", "-fPIC", str(source), "-o", str(library)]
+        try:
+            built = subprocess.run(
+                command, capture_output=True, text=True, timeout=120, check=False
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise RuntimeError(f"{compiler} does not run: {error}") from error
+        if built.returncode != 0 or not library.is_file():
+            said = built.stderr.strip().splitlines() or ["no message"]
+            raise RuntimeError(f"{compiler} builds no shared library: {said[0]}")
+        return _needed(library)
+
+
+def _needed(library: Path) -> list[str]:
+    readelf = shutil.which("readelf")
+    if readelf is None:
+        return [_LIBSTDCXX] if _LIBSTDCXX.encode() in library.read_bytes() else []
+    listing = subprocess.run(
+        [readelf, "-d", str(library)],
+        env={**os.environ, "LC_ALL": "C"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    lines = (line for line in listing.splitlines() if "(NEEDED)" in line)
+    return [line.partition("[")[2].partition("]")[0] for line in lines]

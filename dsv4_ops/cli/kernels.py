@@ -1,0 +1,410 @@
+"""Registers, spills and shared memory of every kernel, from its cubin; needs no GPU.
+
+Each launcher is called with meta tensors of typical sizes and a ``launch`` that takes the arguments
+down instead of launching; what Triton would specialise on is then compiled for the architecture
+asked for, and read with the ptxas that Triton brings.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import IndexerLayout, MainLayout, StateLayout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels.aot import compile
+from dsv4_ops.kernels.aot.compile import Argument
+from dsv4_ops.kernels.common.triton_compat import ptxas, version
+
+SPILLS = {
+    "hopper_gathered_keys_kernel": 100,
+    "hopper_prefill_keys_kernel": 8,
+    "hopper_split_keys_kernel": 16,
+    "prefill_keys_kernel": 64,
+}
+"""Bytes that a kernel may spill: none but where all registers hold sums or rows under way, and the
+few that are spilled are addresses, read once per block of keys."""
+
+SPILLS_SINCE = {(3, 9): {"select_logits_kernel": 16}}
+"""Further bytes that the code of newer Triton spills; seen in 3.9.0."""
+
+_SPILLED = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
+_USAGE = re.compile(_SPILLED + r".*?Used (\d+) registers", re.S)
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What one kernel needs.
+
+    Args:
+        op: Op whose launcher launches it.
+        kernel: Name of the kernel.
+        warps: Warps per program.
+        registers: Registers per thread.
+        spills: Bytes stored to and loaded from spilled registers, per thread.
+        shared: Bytes of shared memory per program.
+    """
+
+    op: str
+    kernel: str
+    warps: int
+    registers: int
+    spills: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class _Launch:
+    kernel: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+_C4_LAYOUTS = (MainLayout, MainLayout, IndexerLayout)
+"""Of the window, of compressed rows and of the indexer's keys."""
+
+
+def _tensor(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _insert(width: int, cache: Tensor, **settings: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    k, slots = _tensor(128, width, dtype=torch.bfloat16), _tensor(128, dtype=torch.int64)
+    return (k, cache, slots), settings
+
+
+def _gather(*first: Tensor, whole: bool = False, **settings: Any) -> tuple[Any, ...]:
+    """Arguments of a gather, of all rows if ``whole``."""
+    return (*first, _tensor(4), None if whole else _tensor(4), _tensor(4, 160)), settings
+
+
+def _qnorm(cache: Tensor, layout: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    q, kv = _tensor(128, 64, 512, dtype=torch.bfloat16), _tensor(128, 512, dtype=torch.bfloat16)
+    slots, table = _tensor(128, dtype=torch.int64), _tensor(2**20, 64, dtype=torch.float32)
+    return (q, kv, cache, slots, slots, table), {"eps": 1e-6, "block_size": 64, "layout": layout}
+
+
+def _compress(cache: Tensor, overlap: bool, **settings: Any) -> tuple[Any, ...]:
+    """Arguments of ``compress_and_insert``: C4 if ``overlap``, else C128."""
+    head_dim = IndexerLayout.head_dim if settings["layout"] == IndexerLayout.tag else 512
+    ratio, rows, width = (4, 4, 2 * head_dim) if overlap else (128, 8, head_dim)
+    floats: dict[str, Any] = {"dtype": torch.float32}
+    slots = _tensor(128, dtype=torch.int64)
+    tensors = (
+        _tensor(128, 2 * width, **floats),
+        _tensor(ratio, width, **floats),
+        StateLayout(rows, 2 * width).allocate(1024, "meta"),
+        _tensor(4, 160),
+        slots,
+        _tensor(128),
+        _tensor(head_dim, **floats),
+        _tensor(2**20, 64, **floats),
+        cache,
+        slots,
+    )
+    settings |= {"compress_ratio": ratio, "overlap": overlap, "state_block_size": rows}
+    return tensors, {**settings, "eps": 1e-6}
+
+
+def _step(cache: Tensor, overlap: bool, **settings: Any) -> tuple[Any, ...]:
+    """Arguments of ``save_and_compress``, likewise."""
+    tensors, settings = _compress(cache, overlap, **settings)
+    return (*tensors[:4], tensors[-1], *tensors[4:]), settings
+
+
+def _c4_step() -> tuple[Any, ...]:
+    """Arguments of ``insert_c4_step``."""
+    window, main, keys = (kind(64).allocate(1024, "meta") for kind in _C4_LAYOUTS)
+    (q, kv, _, slots, positions, table), _ = _qnorm(window, MainLayout.tag)
+    of_main, settings = _step(main, True, block_size=64, layout=MainLayout.tag)
+    of_indexer, _ = _step(keys, True, block_size=64, layout=IndexerLayout.tag)
+    kv_score, ape, states, state_table, _, _, req_indices, weight, *_ = of_main
+    indexer_score, indexer_ape, indexer_states, _, _, _, _, indexer_weight, *_ = of_indexer
+    queries = _tensor(128, 64, 128, dtype=torch.bfloat16), _tensor(128, 64, dtype=torch.bfloat16)
+    of_window = (window, slots, ape, weight, states, main)
+    written = (*of_window, indexer_ape, indexer_weight, indexer_states, keys)
+    tokens = (state_table, slots, slots, positions, req_indices, table)
+    del settings["overlap"], settings["layout"]
+    sizes = {"softmax_scale": 0.01, "swa_block_size": 64}
+    return (q, kv, kv_score, *queries, indexer_score, *written, *tokens), settings | sizes
+
+
+def _save() -> tuple[Any, ...]:
+    """Arguments of ``save_compressor_states``, of C4."""
+    floats: dict[str, Any] = {"dtype": torch.float32}
+    states = StateLayout(4, 2048).allocate(1024, "meta")
+    slots = _tensor(128, dtype=torch.int64)
+    kv_score, ape = _tensor(128, 2048, **floats), _tensor(4, 1024, **floats)
+    return (kv_score, ape, states, slots, slots), {"compress_ratio": 4, "block_size": 4}
+
+
+def _attention(
+    paged: bool,
+    cache: Tensor,
+    *,
+    planned: bool = False,
+    turned: bool = False,
+    count: int = 8,
+    **settings: Any,
+) -> tuple[Any, ...]:
+    """Arguments of ``sparse_mla_decode`` or of its paged form: ``count`` tokens, window and 512
+    rows."""
+    tokens, size = _tensor(count), settings["extra_block_size"]
+    queries = (_tensor(count, 64, 512, dtype=torch.bfloat16), cache, _tensor(count, 128), tokens)
+    extra = MainLayout(size).allocate(1024, "meta") if cache.dim() == 2 else cache
+    rows = (tokens, tokens, _tensor(4, 256)) if paged else (_tensor(count, 512), tokens)
+    chosen: dict[str, Any] = {"softmax_scale": 512**-0.5, "num_splits": 0, "batch_invariant": False}
+    plan = _tensor(count + 132, 4) if planned else None
+    floats: dict[str, Any] = {"dtype": torch.float32}
+    rotation = (_tensor(count, dtype=torch.int64), _tensor(2**20, 64, **floats))
+    rest = (_tensor(64, **floats), plan, *(rotation if turned else (None, None)))
+    return (*queries, extra, *rows, *rest), settings | chosen
+
+
+def _prefill(
+    cache: Tensor,
+    topk: Tensor | None,
+    *,
+    count: int = 2048,
+    window: int | None = None,
+    **settings: Any,
+) -> tuple[Any, ...]:
+    """Arguments of ``sparse_mla_prefill``, ``count`` tokens of 4 requests; with only a window if it
+    is said."""
+    extra = MainLayout(settings["extra_block_size"]).allocate(1024, "meta")
+    queries, table = _tensor(count, 64, 512, dtype=torch.bfloat16), _tensor(4, 256)
+    tokens = (_tensor(count, dtype=torch.int64), _tensor(count))
+    rows = (extra, table, topk) if window is None else (None, None, None)
+    rows = (*rows, _tensor(64, dtype=torch.float32))
+    chosen: dict[str, Any] = {
+        "softmax_scale": 512**-0.5,
+        "window_size": window or 128,
+        "compress_ratio": 4,
+    }
+    return (queries, cache, *tokens, table, *rows), settings | chosen
+
+
+def _listed() -> tuple[Any, ...]:
+    """Arguments of ``sparse_mla_gathered``."""
+    q, kv = (_tensor(*shape, 512, dtype=torch.bfloat16) for shape in ((2048, 64), (8192,)))
+    return (q, kv, _tensor(2048, 640), _tensor(2048), None), {"softmax_scale": 512**-0.5}
+
+
+def _indexer(*between: Tensor, **settings: Any) -> tuple[Any, ...]:
+    """Arguments of the indexer's ops that take FP8 queries, and ``between`` further ones."""
+    q = _tensor(8, 64, 128, dtype=torch.float8_e4m3fn)
+    return (q, _tensor(8, 64, dtype=torch.float32), *between), settings
+
+
+def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments of a typical call of every op that has a kernel; "op, variant" for further ones."""
+    main = MainLayout(64).allocate(1024, "meta")
+    indexer = IndexerLayout(64).allocate(1024, "meta")
+    plain = _tensor(1024, 64, 512, dtype=torch.bfloat16)
+    out = _tensor(4, 8192, 512, dtype=torch.bfloat16)
+    fp8: dict[str, Any] = {"block_size": 64, "layout": MainLayout.tag}
+    pages_of_2 = MainLayout(2).allocate(1024, "meta")
+    rows: dict[str, Any] = {"num_rows": 8192, "offset": 0}
+    pages: dict[str, Any] = {"swa_block_size": 64, "extra_block_size": 64, "layout": MainLayout.tag}
+    keys: dict[str, Any] = {"block_size": 64, "layout": IndexerLayout.tag}
+    tokens, positions, pages_table = _tensor(8), _tensor(8, dtype=torch.int64), _tensor(8, 512)
+    logits = _tensor(8, 32768, dtype=torch.float32)
+    angles, scales = _tensor(2**20, 64, dtype=torch.float32), _tensor(8192, dtype=torch.float32)
+    queries = _tensor(8, 64, 128, dtype=torch.bfloat16), _tensor(8, 64, dtype=torch.bfloat16)
+    gathered = _tensor(8192, 128, dtype=torch.uint8), scales, tokens, tokens
+    chosen: dict[str, Any] = {"compress_ratio": 4, "topk": 512, **keys}
+    return {
+        "quantize_and_insert_k_cache": _insert(512, main, **fp8),
+        "quantize_and_insert_k_cache, C128": _insert(512, pages_of_2, **{**fp8, "block_size": 2}),
+        "dequantize_and_gather_k_cache": _gather(out, main, offset=0, **fp8),
+        "dequantize_and_gather_k_cache, whole": _gather(out, main, whole=True, offset=0, **fp8),
+        "gather_k_cache": _gather(main, **rows, **fp8),
+        "gather_k_cache, whole": _gather(main, whole=True, **rows, **fp8),
+        "gather_k_cache, plain": _gather(plain, **rows, block_size=64, layout="plain"),
+        "insert_k_cache": _insert(512, plain),
+        "quantize_and_insert_indexer_k": _insert(128, indexer, **keys),
+        "save_compressor_states": _save(),
+        "compress_and_insert": _compress(main, True, **fp8),
+        "compress_and_insert, C128": _compress(pages_of_2, False, **{**fp8, "block_size": 2}),
+        "compress_and_insert, indexer": _compress(indexer, True, **keys),
+        "compress_and_insert, plain": _compress(plain, False, block_size=64, layout="plain"),
+        "save_and_compress": _step(main, True, **fp8),
+        "save_and_compress, C128": _step(pages_of_2, False, **{**fp8, "block_size": 2}),
+        "save_and_compress, indexer": _step(indexer, True, **keys),
+        "insert_c4_step": _c4_step(),
+        "qnorm_rope_kv_insert": _qnorm(main, MainLayout.tag),
+        "qnorm_rope_kv_insert, plain": _qnorm(plain, "plain"),
+        "sparse_mla_decode": _attention(False, main, **pages),
+        "sparse_mla_decode, plain": _attention(False, plain, **{**pages, "layout": "plain"}),
+        "sparse_mla_decode_paged": _attention(True, main, **{**pages, "extra_block_size": 2}),
+        "sparse_mla_decode, 2 tokens": _attention(False, main, count=2, **pages),
+        "sparse_mla_decode_paged, 2 tokens": _attention(
+            True, main, count=2, **{**pages, "extra_block_size": 2}
+        ),
+        "sparse_mla_decode_paged, 64 tokens": _attention(
+            True, main, count=64, turned=True, **{**pages, "extra_block_size": 2}
+        ),
+        "sparse_mla_decode, planned": _attention(False, main, planned=True, **pages),
+        "sparse_mla_decode, turned": _attention(False, main, turned=True, **pages),
+        "sparse_mla_decode_paged, turned": _attention(
+            True, main, turned=True, **{**pages, "extra_block_size": 2}
+        ),
+        "sparse_mla_decode, flash_mla": _attention(
+            False, main, turned=True, **pages, impl="flash_mla"
+        ),
+        "sparse_mla_decode_paged, flash_mla": _attention(
+            True, main, turned=True, **{**pages, "extra_block_size": 2, "impl": "flash_mla"}
+        ),
+        "sparse_mla_gathered": _listed(),
+        "sparse_mla_plan": ((tokens, tokens), {"num_heads": 64, "num_programs": 132}),
+        "sparse_mla_prefill": _prefill(main, _tensor(2048, 512), **pages),
+        "sparse_mla_prefill, pages": _prefill(main, _tensor(2048, 512), **pages, impl="triton"),
+        "sparse_mla_prefill, all rows": _prefill(main, None, **{**pages, "extra_block_size": 2}),
+        "sparse_mla_prefill, 8 tokens": _prefill(main, _tensor(8, 512), count=8, **pages),
+        "sparse_mla_prefill, all rows of 8 tokens": _prefill(
+            main, None, count=8, **{**pages, "extra_block_size": 2}
+        ),
+        "sparse_mla_prefill, a window of 8 tokens": _prefill(
+            main, None, count=8, window=512, **pages
+        ),
+        "sparse_mla_prefill, flash_mla": _prefill(
+            main, _tensor(2048, 512), **pages, impl="flash_mla"
+        ),
+        "sparse_mla_prefill, flash_mla, all rows": _prefill(
+            main, None, **{**pages, "extra_block_size": 2, "impl": "flash_mla"}
+        ),
+        "indexer_quantize_q": ((*queries, positions, angles), {"softmax_scale": 0.01}),
+        "indexer_logits": _indexer(indexer, tokens, tokens, pages_table, num_rows=32768, **keys),
+        "indexer_logits_ragged": _indexer(*gathered),
+        "indexer_select": _indexer(indexer, positions, tokens, pages_table, **chosen),
+        "indexer_select, slots": _indexer(
+            indexer, positions, tokens, pages_table, **chosen, slots=True
+        ),
+        "indexer_select, top 1024": _indexer(
+            indexer, positions, tokens, pages_table, **{**chosen, "topk": 1024, "slots": True}
+        ),
+        "indexer_logits, deep_gemm": _indexer(
+            indexer, tokens, tokens, pages_table, num_rows=32768, **keys, impl="deep_gemm"
+        ),
+        "indexer_topk": ((logits, tokens), {"topk": 512}),
+        "gather_indexer_k": ((indexer, _tensor(5), _tensor(4, 160)), {"num_rows": 8192, **keys}),
+    }
+
+
+def recorded(
+    op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int] | None = None
+) -> list[_Launch]:
+    """The launches that the launcher of ``op`` makes, or of the library in ``impl``, on a GPU of
+    the capability ``where``."""
+    launches: list[_Launch] = []
+
+    class Recorder:
+        capability = where
+
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            return lambda *args, **kwargs: launches.append(_Launch(self.kernel, args, kwargs))
+
+    OPS[op].launcher(settings.get("impl", "triton"))(Recorder, *args, **settings)
+    return launches
+
+
+def compiled(launch: _Launch, capability: int) -> Any:
+    """The kernel as Triton compiles it for these arguments."""
+    arguments = [_known(value) for value in launch.args]
+    return compile.compiled(launch.kernel, arguments, launch.kwargs, capability)
+
+
+def _known(value: Any) -> Argument | int:
+    """Of a number 1 Triton makes a constant."""
+    if isinstance(value, Tensor):
+        return Argument.tensor(value.dtype)
+    return 1 if value == 1 else Argument.number(value)
+
+
+def report(capability: int = 90, progress: Callable[[str], object] = str) -> list[KernelReport]:
+    """Compile every kernel for a compute capability (90: H100 and H200) and read what it needs;
+    tell ``progress`` which is next."""
+    reports, cases = [], examples()
+    where = divmod(capability, 10)
+    for number, (name, (args, settings)) in enumerate(cases.items(), 1):
+        progress(f"kernels: compiling {name} ({number} of {len(cases)})")
+        for launch in launches(name.partition(",")[0], args, settings, where):
+            kernel = compiled(launch, capability)
+            spills, registers = _usage(kernel, capability)
+            reports.append(
+                KernelReport(
+                    op=name,
+                    kernel=launch.kernel.__name__,
+                    warps=launch.kwargs["num_warps"],
+                    registers=registers,
+                    spills=spills,
+                    shared=kernel.metadata.shared,
+                )
+            )
+    return reports
+
+
+def launches(
+    op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int]
+) -> list[_Launch]:
+    """What any GPU is given, and after it what else one of capability ``where`` is."""
+    anywhere = recorded(op, args, settings)
+    known = {each.kernel for each in anywhere}
+    return anywhere + [
+        each for each in recorded(op, args, settings, where) if each.kernel not in known
+    ]
+
+
+def _usage(kernel: Any, capability: int) -> tuple[int, int]:
+    """Spilled bytes and registers per thread."""
+    architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(kernel.asm["ptx"])
+        done = subprocess.run(
+            [ptxas(capability), "-v", f"--gpu-name={architecture}", path, "-o", "/dev/null"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    found = _USAGE.search(done.stderr)
+    if found is None:
+        raise RuntimeError(
+            f"report: ptxas must state its usage, got {done.stderr!r}. Update triton."
+        )
+    return int(found[1]) + int(found[2]), int(found[3])
+
+
+def spilling(reports: list[KernelReport]) -> list[KernelReport]:
+    """The kernels that spill more than ``SPILLS`` and ``SPILLS_SINCE`` grant them."""
+    granted = dict(SPILLS)
+    for since, more in SPILLS_SINCE.items():
+        if version() >= since:
+            granted |= more
+    return [item for item in reports if item.spills > granted.get(item.kernel, 0)]
+
+
+def table(reports: list[KernelReport]) -> str:
+    """``reports`` in columns."""
+    header = ("op", "kernel", "warps", "registers", "spill bytes", "shared bytes")
+    rows = [
+        (item.op, item.kernel, *map(str, (item.warps, item.registers, item.spills, item.shared)))
+        for item in reports
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (header, *rows)
+    ]
+    return "\n".join(lines)

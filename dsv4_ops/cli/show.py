@@ -1,0 +1,150 @@
+"""The registry for people: the table of all ops, and everything about one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dsv4_ops
+from dsv4_ops.core.registry import OPS, OpSpec
+
+STATIONS = ("ops", "meta", "reference", "lowering", "testing")
+_HEADER = ("op", "lowering on CPU", "lowering on CUDA", "providers", "dynamic dims")
+_ROOT = Path(dsv4_ops.__file__).resolve().parent.parent
+
+
+def rows() -> list[tuple[str, ...]]:
+    """One row per op: name, kind of lowering on CPU and CUDA, providers, dynamic dimensions."""
+    return [
+        (
+            name,
+            spec.lowering.get("cpu", "-"),
+            spec.lowering.get("cuda", "-"),
+            ", ".join(spec.providers),
+            ", ".join(spec.dynamic),
+        )
+        for name, spec in OPS.items()
+    ]
+
+
+def records() -> list[dict[str, Any]]:
+    """``rows`` for machines."""
+    return [
+        {
+            "op": name,
+            "lowering": spec.lowering,
+            "providers": list(spec.providers),
+            "dynamic": list(spec.dynamic),
+        }
+        for name, spec in OPS.items()
+    ]
+
+
+def table() -> str:
+    """``rows`` in columns."""
+    lines = [_HEADER, *rows()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def markdown_table() -> str:
+    """``rows`` as the README prints them."""
+    lines = [_HEADER, ("---",) * len(_HEADER)]
+    lines += [(f"`{name}`", *cells) for name, *cells in rows()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def facts(name: str) -> dict[str, str]:
+    """Passport of the op ``name`` by fact: signature, schema, lowering, stations and docstring.
+
+    Raises:
+        ValueError: no such op; the message names close matches.
+    """
+    if name not in OPS:
+        close = difflib.get_close_matches(name, OPS, n=3, cutoff=0.5)
+        hint = f"Did you mean {' or '.join(close)}? " if close else ""
+        raise ValueError(
+            f"show: op must be a name in the registry, got {name!r}. "
+            f"{hint}`python -m dsv4_ops list` prints all of them."
+        )
+    spec = OPS[name]
+    function = spec.implementation("ops")
+    return {
+        "signature": _signature(function),
+        "schema": f"dsv4_ops::{spec.schema}",
+        "lowering": ", ".join(f"{device}: {kind}" for device, kind in spec.lowering.items()),
+        "opaque": spec.opaque_because or "no",
+        "gradient": spec.gradient,
+        "providers": ", ".join(spec.providers),
+        "dynamic": ", ".join(spec.dynamic),
+        "source": spec.source,
+        **{layer: _place(spec, layer) for layer in STATIONS},
+        "doc": inspect.getdoc(function) or "no docstring",
+    }
+
+
+def describe(name: str) -> str:
+    """``facts`` for people.
+
+    Raises:
+        ValueError: as ``facts``.
+    """
+    found = facts(name)
+    signature, doc = found.pop("signature"), found.pop("doc")
+    width = max(map(len, found))
+    lines = [f"{fact:<{width}}  {value}" for fact, value in found.items()]
+    return "\n".join([signature, "", *lines, "", doc])
+
+
+def _signature(function: Any) -> str:
+    """As in the source: postponed annotations are strings, and would print with quotes."""
+    name: str = function.__name__
+    return name + re.sub(r"'([^']*)'", r"\1", str(inspect.signature(function)))
+
+
+def _place(spec: OpSpec, layer: str) -> str:
+    """file:line of what ``layer`` holds for the op, and of the functions inside it."""
+    try:
+        station = spec.implementation(layer)
+    except (ImportError, AttributeError) as error:
+        return f"missing ({error})"
+    if inspect.isroutine(station):
+        return _line(station)
+    inner = ", ".join(f"{part} at {_line(function)}" for part, function in _parts(station))
+    where = _assignment(spec.module(layer), spec.name)
+    return f"{where} ({type(station).__name__}: {inner})" if inner else where
+
+
+def _parts(station: Any) -> Iterator[tuple[str, Any]]:
+    for part in ("function", "cases", "make", "strategy"):
+        function = getattr(station, part, None)
+        if inspect.isfunction(function):  # no method: all stations share it
+            yield part, function
+
+
+def _line(function: Any) -> str:
+    function = inspect.unwrap(function)
+    return f"{_relative(inspect.getsourcefile(function))}:{inspect.getsourcelines(function)[1]}"
+
+
+def _assignment(module: str, name: str) -> str:
+    """file:line of ``name = ...`` in a loaded module."""
+    file = inspect.getsourcefile(sys.modules[module])
+    assignment = re.compile(rf"{name}\s*(:.*)?=")
+    for number, line in enumerate(Path(file or "").read_text().splitlines(), 1):
+        if assignment.match(line):
+            return f"{_relative(file)}:{number}"
+    return _relative(file)
+
+
+def _relative(file: str | None) -> str:
+    path = Path(file or "").resolve()
+    return path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else str(path)

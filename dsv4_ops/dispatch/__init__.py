@@ -1,0 +1,1 @@
+"""Which implementation runs a call (``impl=``), and why not another."""

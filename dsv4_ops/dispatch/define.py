@@ -1,0 +1,127 @@
+"""Register ops: one ``define_op(OpSpec(...))`` per op, and nothing else registers anything.
+
+How a lowering takes effect without an import of Inductor and without a call by the user
+------------------------------------------------------------------------------------------
+``torch.library.register_torch_dispatch`` attaches a rule to the pair (op,
+``FunctionalTensorMode``). Every graph that AOTAutograd traces - for ``torch.compile`` and for
+AOTInductor - passes through that mode before Inductor lowers anything, so the rule is the first
+code that sees the op inside a compiler. It loads ``dsv4_ops.lowering.<stem>`` at that moment, then
+either traces the decomposition in place of the op or makes sure that Inductor knows the lowering.
+Importing ``dsv4_ops`` therefore loads torch only, and the first compile of a process is already
+lowered.
+
+``torch.export`` keeps the op whole: an exported program names the stage, and is lowered when it is
+compiled. The switch that tells the two apart is the one ``torch.library.triton_op`` uses;
+``torch.compiler.is_exporting()`` is also true while AOTInductor compiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+from dsv4_ops.core import gradient
+from dsv4_ops.core.registry import NAMESPACE, OPS, REFERENCE, TRITON, LoweringStation, OpSpec
+from dsv4_ops.dispatch import choice
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+gradient.define(_library)
+
+
+def define_op(spec: OpSpec) -> torch._ops.OpOverload:
+    """Register schema, reference, fake and trace rule of ``spec``; return the overload to call."""
+    if spec.name in OPS:
+        raise ValueError(
+            f"define_op: name must be new, got {spec.name!r} twice. Rename one of the two ops."
+        )
+    _library.define(spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
+    anywhere = _launch_rule(spec) if spec.has_choice else spec.reference
+    _library.impl(spec.name, anywhere, "CompositeExplicitAutograd")
+    if spec.has_kernel and not spec.has_choice:
+        _library.impl(spec.name, _launch_rule(spec), "CUDA")
+    qualified = f"{NAMESPACE}::{spec.name}"
+    fake = _fake_rule(spec) if spec.has_kernel or spec.has_choice else spec.meta
+    torch.library.register_fake(qualified, fake, lib=_library)
+    torch.library.register_torch_dispatch(
+        qualified, FunctionalTensorMode, _trace_rule(spec), lib=_library
+    )
+    if spec.gradient != gradient.INTEGERS:
+        rule = gradient.autograd_rule(spec.name, spec.op, spec.gradient, spec.reference)
+        _library.impl(spec.name, rule, "Autograd", with_keyset=True)
+    OPS[spec.name] = spec
+    return spec.op
+
+
+def _fake_rule(spec: OpSpec) -> Callable[..., Any]:
+    @functools.wraps(spec.meta)
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        if spec.has_choice:
+            for library in choice.prepare(spec, choice.arguments(spec, args, kwargs)):
+                spec.launcher(library)  # whose ops such code calls
+        if spec.has_kernel and _on_cuda(args, kwargs):
+            _load_kernels(spec.stem)
+        return spec.meta(*args, **kwargs)
+
+    return rule
+
+
+def _on_cuda(args: Any, kwargs: Any) -> bool:
+    tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+    return next(tensors).device.type == "cuda"
+
+
+@functools.cache
+def _load_kernels(stem: str) -> None:
+    """Define the ops that the launchers of ``stem`` trace: compiled code that is found in a cache
+    calls them, though nothing was traced in this process."""
+    with contextlib.suppress(ModuleNotFoundError):  # triton; whoever launches a kernel says so
+        importlib.import_module(f"dsv4_ops.kernels.{stem}")
+
+
+def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
+    """What runs an op called outside a compiler: its kernel, the library that is chosen, or its
+    reference where triton is missing."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        impl = TRITON
+        if spec.has_choice:
+            kwargs = choice.arguments(spec, args, kwargs)
+            args, impl = (), choice.choose(spec, kwargs).impl
+            kwargs = choice.given_to(impl, kwargs)
+        if impl == REFERENCE:
+            return spec.reference(*args, **kwargs)
+        try:
+            launcher = spec.launcher(impl)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != "triton":
+                raise
+            if kwargs.get("impl") == TRITON:
+                raise choice.no_triton(spec.name) from error
+            return spec.reference(*args, **kwargs)
+        first = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        with torch.cuda.device_of(first):
+            return launcher(_at_once(), *args, **kwargs)
+
+    return rule
+
+
+@functools.cache
+def _at_once() -> Any:
+    return importlib.import_module("dsv4_ops.kernels.launcher").at_once
+
+
+def _trace_rule(spec: OpSpec) -> Callable[..., Any]:
+    def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not functorch_config.decompose_custom_triton_ops:
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        station: LoweringStation = spec.implementation("lowering")
+        return station.trace(mode, op, types, args, kwargs or {})
+
+    return rule

@@ -1,0 +1,168 @@
+"""Libraries behind ``impl=``: what a call runs with, and FlashMLA's plans.
+
+FlashMLA is found as the module ``flash_mla``, as the build that vLLM brings, or as the library that
+the environment variable DSV4_OPS_FLASH_MLA names (``/path/to/_flashmla_C.abi3.so``); DeepGEMM as
+the module ``deep_gemm``, as vLLM's, or in the folder that DSV4_OPS_DEEP_GEMM names. ``python -m
+dsv4_ops doctor`` says which was found, or why none runs. Nothing is loaded before it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import torch
+
+from dsv4_ops.core.ints import at_least
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.core.types import FlashMlaPlan
+from dsv4_ops.dispatch.choice import (
+    FLASH_MLA_HEADS,
+    FLASH_MLA_TOKENS,
+    Choice,
+    arguments,
+    choose,
+    require,
+)
+from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES, VARIABLES
+
+__all__ = [
+    "LIBRARIES",
+    "VARIABLES",
+    "Choice",
+    "FlashMlaPlan",
+    "choice_of",
+    "deep_gemm_num_sms",
+    "flash_mla_num_sm_parts",
+    "flash_mla_plan",
+]
+
+_OP = "flash_mla_plan"
+
+
+def flash_mla_plan(
+    num_tokens: int,
+    *,
+    num_heads: int,
+    swa_width: int,
+    extra_width: int = 0,
+    device: torch.device | str = "cuda",
+) -> FlashMlaPlan:
+    """How FlashMLA shares the keys of a decode among programs, for every call of these sizes.
+
+    Without it FlashMLA plans in every call, which took 15 to 70 microseconds on an H200. Its own
+    plans, which ``dsv4_ops.flash_mla_metadata`` makes too, are right for one set of lengths only,
+    and wrong without a word for another. This one is made for full lists: it depends on no tensor's
+    values, so it never gets stale, and a call of other sizes raises. Make it once per size of
+    batch, outside of compiled code, and pass it to ``sparse_mla_decode`` of all layers and steps;
+    for ``sparse_mla_decode_paged`` ``extra_width`` is max_blocks * extra_block_size. It costs time
+    where lists are much shorter than their width: FlashMLA then looks at every entry.
+
+    Args:
+        num_tokens: Tokens of the batch, 1 to 8192.
+        num_heads: Heads of the queries, 64 or 128.
+        swa_width: Columns of ``swa_indices``. At least 1.
+        extra_width: Columns of ``extra_indices``; 0 for layers with a window only.
+        device: The GPU that the plan is for.
+
+    Returns:
+        ``FlashMlaPlan``: ``schedule``, int32 [size], opaque; and the sizes that it was made for.
+
+    Raises:
+        ValueError, TypeError: a number out of range.
+        ImportError, RuntimeError: FlashMLA does not run here, and why.
+    """
+    at_least(_OP, 1, num_tokens=num_tokens, swa_width=swa_width)
+    at_least(_OP, 0, extra_width=extra_width)
+    if num_tokens > FLASH_MLA_TOKENS:
+        rule = f"be at most {FLASH_MLA_TOKENS}"
+        raise refusal(ValueError, _OP, "num_tokens", rule, num_tokens, "Split the batch")
+    _check_heads(_OP, num_heads)
+    require(_OP, FLASH_MLA)
+    adapter = importlib.import_module("dsv4_ops.kernels.external.flash_mla")
+    made: FlashMlaPlan = adapter.plan_for(
+        num_tokens, num_heads, swa_width, extra_width, torch.device(device)
+    )
+    return made
+
+
+def flash_mla_num_sm_parts(num_heads: int, device: torch.device | str = "cuda") -> int:
+    """Parts that FlashMLA cuts a decode of one query per token into on Hopper, which
+    ``flash_mla_metadata`` is made for.
+
+    Loads the library: ask once, outside of compiled code.
+
+    Args:
+        num_heads: Heads of the queries, 64 or 128.
+        device: The GPU that the decode runs on.
+
+    Raises:
+        ValueError: another number of heads.
+        ImportError, RuntimeError: FlashMLA does not run here, and why.
+    """
+    op = "flash_mla_num_sm_parts"
+    _check_heads(op, num_heads)
+    require(op, FLASH_MLA)
+    adapter = importlib.import_module("dsv4_ops.kernels.external.flash_mla")
+    found: int = adapter.num_sm_parts(torch.device(device), num_heads)
+    return found
+
+
+def _check_heads(op: str, num_heads: int) -> None:
+    if num_heads not in FLASH_MLA_HEADS:
+        advice = "FlashMLA takes no other"
+        raise refusal(ValueError, op, "num_heads", "be 64 or 128", num_heads, advice)
+
+
+def deep_gemm_num_sms() -> int:
+    """SMs that DeepGEMM's logits run on, which ``paged_mqa_logits_metadata`` makes a schedule for.
+
+    Loads the library: ask once, outside of compiled code.
+
+    Raises:
+        ImportError, RuntimeError: DeepGEMM does not run here, and why.
+    """
+    require("deep_gemm_num_sms", DEEP_GEMM)
+    adapter = importlib.import_module("dsv4_ops.kernels.external.deep_gemm")
+    found: int = adapter.num_sms()
+    return found
+
+
+def choice_of(op: str, *args: Any, **kwargs: Any) -> Choice:
+    """What a call of ``op`` runs with, and why; the op does not run.
+
+    Args:
+        op: Name of an op that has ``impl``.
+        *args: Arguments of the public function of that name.
+        **kwargs: Its settings, with or without ``impl``.
+
+    Returns:
+        ``Choice(impl, reason)``.
+
+    Raises:
+        ValueError: no such op.
+        TypeError: arguments that the function does not take.
+        ImportError, RuntimeError: an ``impl`` that does not run here, and why.
+        NotImplementedError: one that does not take the call.
+
+    Example:
+        >>> import torch
+        >>> from dsv4_ops.dispatch.providers import choice_of
+        >>> kv, q = torch.zeros(2, 512), torch.zeros(1, 64, 512)
+        >>> lists = torch.zeros(1, 1).int(), torch.ones(1).int()
+        >>> choice_of("sparse_mla_gathered", q, kv, *lists, softmax_scale=1.0)
+        Choice(impl='reference', reason='no kernel runs on cpu')
+    """
+    names = [name for name, spec in OPS.items() if spec.has_choice]
+    if op not in names:
+        rule = "be one of " + ", ".join(names)
+        raise refusal(ValueError, "choice_of", "op", rule, repr(op), "Other ops run one way only")
+    spec = OPS[op]
+    bound = inspect.signature(spec.implementation("ops")).bind(*args, **kwargs)
+    bound.apply_defaults()
+    values = dict(bound.arguments)
+    if isinstance(values.get("plan"), FlashMlaPlan):
+        values["plan"] = values["plan"].schedule
+    return choose(spec, arguments(spec, (), values))

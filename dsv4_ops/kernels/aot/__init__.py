@@ -1,0 +1,1 @@
+"""Gluon kernels inside AOTInductor packages."""

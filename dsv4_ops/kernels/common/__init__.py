@@ -1,0 +1,1 @@
+"""Device functions that several stems use, and the names of Triton that moved."""

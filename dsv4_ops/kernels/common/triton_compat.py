@@ -1,0 +1,80 @@
+"""The one home of Triton's and Gluon's names that moved between releases, 3.6 to 3.9.
+
+Each entry says in which versions a name was seen. ``tests/kernels/test_compat.py`` looks for all of
+them in the installed one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+__all__ = [
+    "FUSION",
+    "INTERPRETED",
+    "GPUTarget",
+    "GluonASTSource",
+    "async_load",
+    "ptxas",
+    "reinterpret",
+    "takes_options_in_graphs",
+    "version",
+]
+
+FUSION = {"enable_fp_fusion": True}
+"""Option of every kernel: ``a * b + c`` may become one FMA. Triton's default up to 3.9, which warns
+that 3.10 turns it off; our bits and figures were measured with it."""
+
+INTERPRETED = bool(knobs.runtime.interpret)
+"""Whether kernels run in Triton's interpreter, under TRITON_INTERPRET=1 (3.6 to 3.9)."""
+
+# async_copy_global_to_shared: 3.6, 3.7; both names: 3.8; the old one only raises: 3.9.
+async_load = (
+    async_copy.async_load
+    if hasattr(async_copy, "async_load")
+    else async_copy.async_copy_global_to_shared
+)
+
+
+@builtin  # type: ignore[untyped-decorator]  # Gluon has no types
+def reinterpret(memory: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+    """Read shared memory as another dtype, shape and layout.
+
+    The descriptor's method is ``_reinterpret`` in 3.6 to 3.8, ``reinterpret`` since 3.9.
+    """
+    method = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
+
+
+def version() -> tuple[int, int]:
+    """Of the installed Triton, such as (3, 9)."""
+    major, minor, *_ = triton.__version__.split(".")
+    return int(major), int(minor)
+
+
+def ptxas(capability: int) -> str:
+    """Path of the ptxas that Triton takes for a compute capability, such as 90.
+
+    ``get_ptxas(arch)``, 3.6 to 3.9. Since 3.9 one wheel has several, for older and newer GPUs.
+    """
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return str(get_ptxas(capability).path)
+
+
+@functools.cache
+def takes_options_in_graphs() -> bool:
+    """Whether a traced launch may have options of the backend as keyword arguments.
+
+    Since torch 2.15. Older torch refuses them; its Triton (up to 3.8) fuses by default.
+    """
+    from torch._higher_order_ops.triton_kernel_wrap import TritonKernelWrapperMutation
+
+    return "launch_kwargs" in inspect.signature(TritonKernelWrapperMutation.__call__).parameters

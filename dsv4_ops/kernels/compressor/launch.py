@@ -1,0 +1,360 @@
+"""Launch the kernels of the compressor: states, compressed rows, or both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import IndexerLayout, MainLayout, QuantizedLayout, StateLayout
+from dsv4_ops.kernels.compressor.pool_long import insert_pooled_kernel, pool_windows_kernel
+from dsv4_ops.kernels.compressor.pool_short import compress_and_insert_kernel
+from dsv4_ops.kernels.compressor.save_states import save_compressor_states
+from dsv4_ops.kernels.launcher import EMULATE, Launch
+
+VALUES = 4
+"""Most consecutive channels of a thread: 16 bytes."""
+
+DEPTH, LONG_DEPTH = 8, 16
+"""Most rows of a short and of a long window that a thread reads at a time: all of C4's."""
+
+CHANNELS = 64
+"""Channels of a long window that a program reads."""
+
+SHORT_WARPS, LONG_WARPS, INSERT_WARPS = 1, 2, 4
+"""Warps of a program: few, as each repeats what is done once per row. Of a short window as many as
+its channels fill."""
+
+MAX_WARPS = 16
+
+SHORT_WINDOW = 32
+"""Most rows of a window that is short: it takes less than a look at a token does."""
+
+SHORT_TOKENS, LONG_TOKENS, INSERT_TOKENS = 4, 128, 32
+"""Tokens that a program looks at together."""
+
+SAVE_COLUMNS, SHORT_SAVED, LONG_SAVED, INSERT_SAVED = 1024, 32, 64, 16
+"""Most values of a row of states that a program saves, and values per thread: more where a program
+has many registers, and an SM few programs."""
+
+SHORT_TOKENS_SAVED, CHANNELS_SAVED, LONG_WARPS_SAVED = 8, 32, 1
+"""``SHORT_TOKENS``, ``CHANNELS`` and ``LONG_WARPS`` where other programs save states."""
+
+MIXED_WARPS = 4
+"""Warps with which not all programs that look for windows run at once: those that save states then
+come between them, else behind them."""
+
+SAVED_EARLY = 7
+"""Eighths of the tokens whose states are saved while long windows are read; the others' are while
+their rows are finished."""
+
+SHORT_APART, LONG_APART = 0, 2
+"""How far apart programs are that look for windows where others save states: ``find_role``."""
+
+SHORT_PROGRAMS, LONG_PROGRAMS, INSERT_PROGRAMS = 8 * 132 + 1, 33, 133
+"""Programs below which each gets fewer tokens; odd."""
+
+FEW_TOKENS = 2176
+"""Tokens below which 2 programs more per 128 look for long windows: all tokens of a decode may
+finish one, and 1 in a ratio of a prefill's."""
+
+
+def compress_and_insert(
+    launch: Launch,
+    kv_score: Tensor,
+    ape: Tensor,
+    states: Tensor,
+    state_block_table: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    norm_weight: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_ratio: int,
+    overlap: bool,
+    eps: float,
+    state_block_size: int,
+    block_size: int,
+    layout: str,
+) -> None:
+    launch_windows(
+        launch,
+        "compress_and_insert",
+        kv_score,
+        ape,
+        states,
+        state_block_table,
+        None,
+        positions,
+        req_indices,
+        norm_weight,
+        cos_sin_cache,
+        k_cache,
+        slot_mapping,
+        compress_ratio=compress_ratio,
+        overlap=overlap,
+        eps=eps,
+        state_block_size=state_block_size,
+        block_size=block_size,
+        layout=layout,
+    )
+
+
+def launch_windows(
+    launch: Launch,
+    op: str,
+    kv_score: Tensor,
+    ape: Tensor,
+    states: Tensor,
+    state_block_table: Tensor,
+    state_slot_mapping: Tensor | None,
+    positions: Tensor,
+    req_indices: Tensor,
+    norm_weight: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_ratio: int,
+    overlap: bool,
+    eps: float,
+    state_block_size: int,
+    block_size: int,
+    layout: str,
+) -> None:
+    """``compress_and_insert``; with a ``state_slot_mapping``, further programs save the states."""
+    width, head_dim = int(ape.shape[1]), int(norm_weight.shape[0])
+    checks = Checks(op)
+    checks.page_start("states", states, StateLayout(state_block_size, max(2 * width, 1)))
+    quantized = _quantized(layout, block_size)
+    if quantized is not None:
+        checks.page_start("k_cache", k_cache, quantized)
+    num_tokens, num_reqs = positions.shape[0], state_block_table.shape[0]
+    if num_tokens == 0 or head_dim == 0:
+        return
+    if num_reqs == 0 or k_cache.shape[0] == 0:  # no window has a place
+        if state_slot_mapping is not None:
+            save_compressor_states(
+                launch,
+                kv_score,
+                ape,
+                states,
+                state_slot_mapping,
+                positions,
+                compress_ratio=compress_ratio,
+                block_size=state_block_size,
+            )
+        return
+    if kv_score.stride(1) != 1:
+        kv_score = kv_score.contiguous()
+    rows = (
+        kv_score,
+        int(kv_score.stride(0)),
+        ape.contiguous(),
+        states,
+        int(states.stride(0)),
+        states.shape[0],
+        state_block_table,
+        state_block_table.stride(0),
+        state_block_table.stride(1),
+        num_reqs,
+        state_block_table.shape[1],
+    )
+    tokens = (positions, positions.stride(0), req_indices, req_indices.stride(0))
+    rotation = (norm_weight.contiguous(), cos_sin_cache.contiguous(), cos_sin_cache.shape[0])
+    pages = (k_cache, int(k_cache.stride(0)), k_cache.shape[0])
+    slots = (slot_mapping, slot_mapping.stride(0), num_tokens)
+    own = slot_mapping if state_slot_mapping is None else state_slot_mapping
+    state_slots = (own, own.stride(0))
+    num_rows = compress_ratio * (2 if overlap else 1)
+    window: dict[str, Any] = {
+        "RATIO": compress_ratio,
+        "NUM_ROWS": num_rows,
+        "WIDTH": width,
+        "HEAD_DIM": head_dim,
+        "STATE_BLOCK": state_block_size,
+        "BLOCK_SIZE": block_size,
+    }
+    finish: dict[str, Any] = {
+        "DIM": triton.next_power_of_2(head_dim),
+        "ROPE": int(cos_sin_cache.shape[1]),
+        "EPS": float(eps),
+        "ROW_STRIDE": 0 if quantized else int(k_cache.stride(1)),
+        "CODE_DIM": quantized.code_dim if quantized else 0,
+        "QUANT_BLOCK": quantized.quant_block if quantized else 0,
+        "DATA_BYTES": quantized.data_bytes if quantized else 0,
+        "SCALE_BYTES": quantized.scale_bytes if quantized else 0,
+        "FLOAT_SCALES": layout == IndexerLayout.tag,
+        "EMULATE": EMULATE,
+    }
+    if num_rows <= SHORT_WINDOW:
+        threads = rows_of_threads(window, finish["DIM"], SHORT_WARPS, DEPTH)
+        save = save_tiles(state_slot_mapping is not None, width, threads["num_warps"], SHORT_SAVED)
+        looked_at = SHORT_TOKENS if state_slot_mapping is None else SHORT_TOKENS_SAVED
+        programs = looking_programs(num_tokens, looked_at, SHORT_PROGRAMS)
+        launch(compress_and_insert_kernel)[programs + num_tiles(num_tokens, save),](
+            *rows,
+            *tokens,
+            *rotation,
+            *pages,
+            *slots,
+            *state_slots,
+            TOKENS=looked_at,
+            APART=SHORT_APART if threads["num_warps"] >= MIXED_WARPS else 1,
+            **window,
+            **finish,
+            **threads,
+            **save,
+        )
+        return
+    pooled = kv_score.new_empty((num_tokens, head_dim))
+    saves = state_slot_mapping is not None
+    channels = min(CHANNELS_SAVED if saves else CHANNELS, finish["DIM"])
+    parts = (head_dim + channels - 1) // channels
+    warps = LONG_WARPS_SAVED if saves else LONG_WARPS
+    threads = rows_of_threads(window, channels, warps, LONG_DEPTH)
+    save = save_tiles(state_slot_mapping is not None, width, threads["num_warps"], LONG_SAVED)
+    programs, num_early = _long_programs(num_tokens), num_tokens * SAVED_EARLY // 8
+    grid = (programs * parts + num_tiles(num_early, save),) if saves else (programs, parts)
+    launch(pool_windows_kernel)[grid](
+        *rows,
+        *tokens,
+        pages[2],
+        *slots,
+        *state_slots,
+        num_early,
+        pooled,
+        CHANNELS=channels,
+        EMULATE=EMULATE,
+        TOKENS=LONG_TOKENS,
+        APART=LONG_APART,
+        **window,
+        **threads,
+        **save,
+    )
+    del window["NUM_ROWS"]
+    save = save_tiles(state_slot_mapping is not None, width, INSERT_WARPS, INSERT_SAVED)
+    programs = looking_programs(num_tokens, INSERT_TOKENS, INSERT_PROGRAMS)
+    launch(insert_pooled_kernel)[programs + num_tiles(num_tokens - num_early, save),](
+        pooled,
+        num_reqs,
+        *tokens,
+        *rotation,
+        *pages,
+        *slots,
+        *rows[:6],
+        *state_slots,
+        num_early,
+        TOKENS=INSERT_TOKENS,
+        **window,
+        **finish,
+        **save,
+        num_warps=INSERT_WARPS,
+    )
+
+
+def save_tiles(saves: bool, width: int, warps: int, values: int) -> dict[str, int]:
+    """How programs of some warps share the states of all tokens among them, if a call saves any."""
+    if not saves:
+        return {"SAVE_TOKENS": 0, "SAVE_COLUMNS": 0, "SAVE_PARTS": 0}
+    columns = min(SAVE_COLUMNS, triton.next_power_of_2(2 * width))
+    return {
+        "SAVE_TOKENS": max(warps * 32 * values // columns, 1),
+        "SAVE_COLUMNS": columns,
+        "SAVE_PARTS": (2 * width + columns - 1) // columns,
+    }
+
+
+def num_tiles(num_tokens: int, save: dict[str, int]) -> int:
+    tokens = save["SAVE_TOKENS"]
+    return (num_tokens + tokens - 1) // tokens * save["SAVE_PARTS"] if tokens else 0
+
+
+def _quantized(layout: str, block_size: int) -> QuantizedLayout | None:
+    if layout == MainLayout.tag:
+        return MainLayout(block_size)
+    return IndexerLayout(block_size) if layout == IndexerLayout.tag else None
+
+
+def rows_of_threads(
+    window: dict[str, int], channels: int, warps: int, deepest: int
+) -> dict[str, Any]:
+    """How the rows of some channels of a window lie in the threads of a program."""
+    rows = triton.next_power_of_2(window["NUM_ROWS"])
+    warps = min(max(warps, channels // (32 * VALUES)), MAX_WARPS)
+    values, groups = min(VALUES, channels), 1
+    if rows > deepest:
+        groups = min(max(32 * warps * values // channels, 1), rows)
+    elif channels < 32 * warps * values:
+        values = max(channels // (32 * warps), 1)
+    depth = min(rows // groups, deepest)
+    return {
+        "DEPTH": depth,
+        "GROUPS": groups,
+        "CHUNKS": rows // (depth * groups),
+        "VALUES": values,
+        "ONE_PAGE": window["RATIO"] % depth == 0 and window["STATE_BLOCK"] % depth == 0,
+        "num_warps": warps,
+    }
+
+
+def _long_programs(num_tokens: int) -> int:
+    """Programs that look for long windows, for each part of a window's channels."""
+    few = torch.sym_max(FEW_TOKENS - num_tokens, 0) // 128 * 2
+    return looking_programs(num_tokens, LONG_TOKENS, LONG_PROGRAMS + few)
+
+
+def looking_programs(num_tokens: int, tokens: int, least: int) -> int:
+    """Programs, an odd number where there are fewer than tokens: those that finish a window, an
+    even number of tokens apart, then are of different programs."""
+    odd = (num_tokens + tokens - 1) // tokens // 2 * 2 + 1
+    return torch.sym_min(num_tokens, torch.sym_max(odd, least))
+
+
+def save_and_compress(
+    launch: Launch,
+    kv_score: Tensor,
+    ape: Tensor,
+    states: Tensor,
+    state_block_table: Tensor,
+    state_slot_mapping: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    norm_weight: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_ratio: int,
+    overlap: bool,
+    eps: float,
+    state_block_size: int,
+    block_size: int,
+    layout: str,
+) -> None:
+    launch_windows(
+        launch,
+        "save_and_compress",
+        kv_score,
+        ape,
+        states,
+        state_block_table,
+        state_slot_mapping,
+        positions,
+        req_indices,
+        norm_weight,
+        cos_sin_cache,
+        k_cache,
+        slot_mapping,
+        compress_ratio=compress_ratio,
+        overlap=overlap,
+        eps=eps,
+        state_block_size=state_block_size,
+        block_size=block_size,
+        layout=layout,
+    )

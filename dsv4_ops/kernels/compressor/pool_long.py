@@ -1,0 +1,287 @@
+"""Windows of many rows: each program reads a few channels of one, and a second kernel finishes the
+rows, because only the norm needs all channels. Both may save states too: the memory has little to
+do while programs look for windows, and while they finish them."""
+
+import triton
+import triton.language as tl
+
+from dsv4_ops.kernels.common.rope import load_tail_angles
+from dsv4_ops.kernels.compressor.pooling import find_finishing, finish_row, pool_window
+from dsv4_ops.kernels.compressor.save_states import (  # by name: Inductor copies kernels
+    find_role,
+    save_tile,
+)
+
+
+@triton.jit
+def pool_windows_kernel(
+    kv_score,
+    kv_stride,
+    ape,
+    states,
+    state_page_stride,
+    num_state_blocks,
+    state_block_table,
+    table_stride,
+    column_stride,
+    num_reqs,
+    state_columns,
+    positions,
+    position_stride,
+    req_indices,
+    request_stride,
+    num_blocks,
+    slot_mapping,
+    slot_stride,
+    num_tokens,
+    state_slots,
+    state_slot_stride,
+    num_early,
+    pooled,
+    RATIO: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    VALUES: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
+    EMULATE: tl.constexpr,
+    SAVE_TOKENS: tl.constexpr,
+    SAVE_COLUMNS: tl.constexpr,
+    SAVE_PARTS: tl.constexpr,
+    APART: tl.constexpr,
+):
+    """Weighted sums of CHANNELS channels of every window that a token finishes, to the row of that
+    token in ``pooled`` [num_tokens, HEAD_DIM]; further programs save states where SAVE_TOKENS is
+    above 0, of the first ``num_early`` tokens."""
+    PARTS: tl.constexpr = (HEAD_DIM + CHANNELS - 1) // CHANNELS
+    tile, block, part, programs = find_role(
+        tl.program_id(0),
+        tl.program_id(1),
+        tl.num_programs(0),
+        num_tokens,
+        num_early,
+        SAVE_TOKENS,
+        SAVE_PARTS,
+        PARTS,
+        APART,
+    )
+    if SAVE_TOKENS > 0:
+        if tile >= 0:
+            save_tile(
+                tile // SAVE_PARTS * SAVE_TOKENS,
+                tile % SAVE_PARTS,
+                num_early,
+                kv_score,
+                kv_stride,
+                1,
+                ape,
+                states,
+                state_page_stride,
+                num_state_blocks,
+                state_slots,
+                state_slot_stride,
+                positions,
+                position_stride,
+                STATE_BLOCK,
+                RATIO,
+                WIDTH,
+                SAVE_TOKENS,
+                SAVE_COLUMNS,
+            )
+    first_channel = part * CHANNELS
+    channel = first_channel + tl.arange(0, CHANNELS)
+    lane = tl.arange(0, TOKENS)
+    while block < num_tokens:
+        candidate = block + lane * programs
+        given, each = candidate < num_tokens, candidate.to(tl.int64)
+        slots = tl.load(slot_mapping + each * slot_stride, mask=given, other=-1)
+        places = tl.load(positions + each * position_stride, mask=given, other=-1)
+        owners = tl.load(req_indices + each * request_stride, mask=given, other=-1)
+        finishes = find_finishing(slots, places, owners, num_reqs, num_blocks, RATIO, BLOCK_SIZE)
+        left = tl.sum(finishes.to(tl.int32), axis=0)
+        while left > 0:
+            chosen = tl.min(tl.where(finishes, lane, TOKENS), axis=0)
+            finishes = finishes & (lane != chosen)
+            left -= 1
+            token = block + chosen * programs
+            index = token.to(tl.int64)
+            if SAVE_TOKENS > 0:  # in one warp: a load is a further wait ahead of the rows
+                position = tl.sum(tl.where(lane == chosen, places, 0), axis=0).to(tl.int32)
+                request = tl.sum(tl.where(lane == chosen, owners, 0), axis=0).to(tl.int64)
+            else:  # in two: sums over them are barriers
+                position = tl.load(positions + index * position_stride).to(tl.int32)
+                request = tl.load(req_indices + index * request_stride).to(tl.int64)
+            values = pool_window(
+                token,
+                request,
+                position,
+                kv_score,
+                kv_stride,
+                ape,
+                states,
+                state_page_stride,
+                num_state_blocks,
+                state_block_table,
+                table_stride,
+                column_stride,
+                state_columns,
+                positions,
+                position_stride,
+                req_indices,
+                request_stride,
+                first_channel,
+                RATIO,
+                NUM_ROWS,
+                WIDTH,
+                HEAD_DIM,
+                CHANNELS,
+                STATE_BLOCK,
+                CHUNKS,
+                DEPTH,
+                GROUPS,
+                VALUES,
+                ONE_PAGE,
+                EMULATE,
+            )
+            tl.store(pooled + index * HEAD_DIM + channel, values, mask=channel < HEAD_DIM)
+        block += TOKENS * programs
+
+
+@triton.jit
+def insert_pooled_kernel(
+    pooled,
+    num_reqs,
+    positions,
+    position_stride,
+    req_indices,
+    request_stride,
+    norm_weight,
+    cos_sin_cache,
+    num_positions,
+    k_cache,
+    page_stride,
+    num_blocks,
+    slot_mapping,
+    slot_stride,
+    num_tokens,
+    kv_score,
+    kv_stride,
+    ape,
+    states,
+    state_page_stride,
+    num_state_blocks,
+    state_slots,
+    state_slot_stride,
+    num_early,
+    RATIO: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    CODE_DIM: tl.constexpr,
+    QUANT_BLOCK: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    FLOAT_SCALES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EMULATE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
+    SAVE_TOKENS: tl.constexpr,
+    SAVE_COLUMNS: tl.constexpr,
+    SAVE_PARTS: tl.constexpr,
+):
+    """Norm, rotation and store of every window that a token finishes; further programs save states
+    where SAVE_TOKENS is above 0, of the tokens from ``num_early`` on."""
+    tile, block, _part, programs = find_role(
+        tl.program_id(0),
+        tl.program_id(1),
+        tl.num_programs(0),
+        num_tokens,
+        num_tokens - num_early,
+        SAVE_TOKENS,
+        SAVE_PARTS,
+        1,
+        1,
+    )
+    if SAVE_TOKENS > 0:
+        if tile >= 0:
+            save_tile(
+                num_early + tile // SAVE_PARTS * SAVE_TOKENS,
+                tile % SAVE_PARTS,
+                num_tokens,
+                kv_score,
+                kv_stride,
+                1,
+                ape,
+                states,
+                state_page_stride,
+                num_state_blocks,
+                state_slots,
+                state_slot_stride,
+                positions,
+                position_stride,
+                STATE_BLOCK,
+                RATIO,
+                WIDTH,
+                SAVE_TOKENS,
+                SAVE_COLUMNS,
+            )
+    channel = tl.arange(0, DIM)
+    lane = tl.arange(0, TOKENS)
+    while block < num_tokens:
+        candidate = block + lane * programs
+        given, each = candidate < num_tokens, candidate.to(tl.int64)
+        slots = tl.load(slot_mapping + each * slot_stride, mask=given, other=-1)
+        places = tl.load(positions + each * position_stride, mask=given, other=-1)
+        owners = tl.load(req_indices + each * request_stride, mask=given, other=-1)
+        finishes = find_finishing(slots, places, owners, num_reqs, num_blocks, RATIO, BLOCK_SIZE)
+        left = tl.sum(finishes.to(tl.int32), axis=0)
+        while left > 0:
+            chosen = tl.min(tl.where(finishes, lane, TOKENS), axis=0)
+            finishes = finishes & (lane != chosen)
+            left -= 1
+            index = (block + chosen * programs).to(tl.int64)
+            slot = tl.load(slot_mapping + index * slot_stride)
+            position = tl.load(positions + index * position_stride).to(tl.int32)
+            source = pooled + index * HEAD_DIM + channel
+            values = tl.load(source, mask=channel < HEAD_DIM, other=0.0)
+            weights = tl.load(norm_weight + channel, mask=channel < HEAD_DIM, other=0.0)
+            known, cos, sin = 0, 0, 0
+            if ROPE > 0:
+                first = position.to(tl.uint32) // RATIO * RATIO
+                known, cos, sin = load_tail_angles(
+                    cos_sin_cache, first.to(tl.int32), num_positions, HEAD_DIM, DIM, ROPE
+                )
+            finish_row(
+                values,
+                weights,
+                known,
+                cos,
+                sin,
+                slot,
+                k_cache,
+                page_stride,
+                HEAD_DIM,
+                DIM,
+                ROPE,
+                EPS,
+                BLOCK_SIZE,
+                ROW_STRIDE,
+                CODE_DIM,
+                QUANT_BLOCK,
+                DATA_BYTES,
+                SCALE_BYTES,
+                FLOAT_SCALES,
+                EMULATE,
+            )
+        block += TOKENS * programs

@@ -1,0 +1,1 @@
+"""Adapters of FlashMLA and DeepGEMM; see ``kernels/opaque_op.py``."""

@@ -1,0 +1,161 @@
+"""DeepGEMM behind the lightning indexer: its logits of paged keys, and our selection among them.
+
+DeepGEMM checks no value: pages that do not exist are replaced by page 0 before, and what they gave
+by -inf after. Its schedule is made in every call, unless the call has one of the step. It compiles
+its kernels when they first run, and its functions are no ops of torch: no package can call them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.dispatch import libraries
+from dsv4_ops.kernels import opaque_op
+from dsv4_ops.reference.common import valid_tokens, visible_rows
+from dsv4_ops.reference.sanitize import fill_absent, list_pages
+
+_LOGITS = (
+    "(Tensor q, Tensor k_cache, Tensor weights, Tensor lens, Tensor pages, Tensor? schedule, "
+    "int block_size, SymInt num_rows) -> Tensor"
+)
+
+
+def packaged() -> bool:
+    """Whether an AOTInductor package can call the library."""
+    return False
+
+
+def lowered() -> dict[Any, Any]:
+    """The library's own op for each of ours: it has none."""
+    return {}
+
+
+def num_sms() -> int:
+    """SMs that the library's kernels run on."""
+    return int(libraries.load(libraries.DEEP_GEMM).get_num_sms())
+
+
+def check_sms(op: str, name: str, schedule: Tensor) -> None:
+    """A schedule for as many SMs as the library uses."""
+    wanted = num_sms() + 1
+    if schedule.shape[0] != wanted:
+        rule = f"have {wanted} rows, for the SMs that DeepGEMM uses here"
+        advice = "Make it for providers.deep_gemm_num_sms()"
+        raise refusal(ValueError, op, name, rule, schedule.shape[0], advice)
+
+
+def _logits(
+    q: Tensor,
+    k_cache: Tensor,
+    weights: Tensor,
+    lens: Tensor,
+    pages: Tensor,
+    schedule: Tensor | None,
+    block_size: int,
+    num_rows: int,
+) -> Tensor:
+    """Of rows past the lens anything."""
+    num_tokens, columns = q.shape[0], min(pages.shape[1] * block_size, num_rows)
+    if num_tokens == 0 or columns == 0 or k_cache.shape[0] == 0:
+        return weights.new_empty((num_tokens, num_rows))
+    library = libraries.load(libraries.DEEP_GEMM)
+    lens = lens[:, None]
+    if schedule is None:
+        schedule = library.get_paged_mqa_logits_metadata(lens, block_size, library.get_num_sms())
+    else:
+        check_sms("indexer_logits", "schedule", schedule)
+        schedule = schedule.contiguous()
+    view = IndexerLayout(block_size).kernel_view(k_cache)
+    last = (weights, lens, pages, schedule, columns)
+    if hasattr(library, "fp8_fp4_paged_mqa_logits"):
+        found = library.fp8_fp4_paged_mqa_logits(
+            (q[:, None], None), view, *last, clean_logits=False
+        )
+    else:
+        found = library.fp8_paged_mqa_logits(q[:, None], view, *last, clean_logits=False)
+    if columns == num_rows:
+        return found[:, :num_rows].contiguous()
+    wide: Tensor = weights.new_empty((num_tokens, num_rows))
+    wide[:, :columns] = found[:, :columns]
+    return wide
+
+
+def _logits_fake(q: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty((q.shape[0], rest[-1]), dtype=torch.float32)
+
+
+logits = opaque_op.define("_deep_gemm_logits", _LOGITS, _logits, _logits_fake)
+
+
+def indexer_logits(
+    launch: Any,
+    q: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    lens: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    schedule: Tensor | None = None,
+    *,
+    block_size: int,
+    num_rows: int,
+    **settings: Any,
+) -> Tensor:
+    num_tokens, num_blocks = q.shape[0], k_cache.shape[0]
+    if num_tokens == 0 or num_rows == 0:
+        return weights.new_empty((num_tokens, num_rows))
+    kernels, table = opaque_op.kernels(q.device), (block_table, req_indices)
+    listed = (*table, lens, num_blocks, torch.sym_min(block_table.shape[1] * block_size, num_rows))
+    if kernels is None:
+        pages, counted = list_pages(*listed)
+    else:
+        pages, counted = kernels.list_pages(launch, *listed)
+    found: Tensor = logits(
+        q.contiguous(),
+        k_cache,
+        weights.contiguous(),
+        counted,
+        pages,
+        schedule,
+        block_size,
+        num_rows,
+    )
+    absent = (*table, counted, num_blocks, block_size)
+    if kernels is None:
+        return fill_absent(found, *absent)
+    filled: Tensor = kernels.fill_absent(launch, found, *absent)
+    return filled
+
+
+def indexer_select(
+    launch: Any,
+    q: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    schedule: Tensor | None = None,
+    *,
+    block_size: int,
+    compress_ratio: int,
+    topk: int,
+    slots: bool = False,
+    **settings: Any,
+) -> Tensor:
+    num_reqs, max_blocks = block_table.shape
+    valid = valid_tokens(positions, req_indices, num_reqs)
+    lens = torch.where(valid, visible_rows(positions, compress_ratio), 0)
+    tensors = (q, weights, k_cache, lens, req_indices, block_table, schedule)
+    sizes = {"block_size": block_size, "num_rows": max_blocks * block_size}
+    found = indexer_logits(launch, *tensors, **sizes)
+    chosen: Tensor = torch.ops.dsv4_ops.indexer_topk(found, lens, topk=topk)
+    if slots:
+        translate = torch.ops.dsv4_ops.global_topk_indices_and_lens
+        chosen, _ = translate(chosen, req_indices, block_table, block_size=block_size)
+    return chosen

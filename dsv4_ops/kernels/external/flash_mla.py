@@ -1,0 +1,352 @@
+"""FlashMLA behind the sparse MLA ops: our arguments as it takes them, its results as ours.
+
+FlashMLA checks no value: a slot that does not exist is made -1 before, which it skips. Its
+planner reads the lengths, so that a plan is right for one set of lengths only. Here it plans in
+every call, or is given a plan: one of ``flash_mla_metadata`` is of the call's lengths, one of
+``flash_mla_plan`` for its sizes, and it is told nothing of lengths then, and entries past them are
+-1 as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import CACHE_ALIGNMENT, KEY_BLOCK, MainLayout
+from dsv4_ops.core.tiles import METADATA_COLUMNS
+from dsv4_ops.core.types import ABSENT, FlashMlaPlan, SparseMla, SparseMlaGathered
+from dsv4_ops.dispatch import libraries
+from dsv4_ops.kernels import opaque_op
+from dsv4_ops.reference import bf16_workspace
+from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source
+from dsv4_ops.reference.sanitize import Listed, Prepared, list_slots, no_key
+from dsv4_ops.reference.sparse_mla import turned_back
+
+WIDTH = MainLayout.head_dim
+KEYS = 64
+"""Keys that FlashMLA takes at a time: lists are padded to a multiple."""
+
+_SCHEDULE = 5
+"""Place of the schedule among the arguments of the decode."""
+
+_DECODE = (
+    "(Tensor q, Tensor kv, Tensor indices, Tensor? lens, Tensor? attn_sink, Tensor? schedule, "
+    "Tensor? num_splits, Tensor? extra_kv, Tensor? extra_indices, Tensor? extra_lens, int d_v, "
+    "float scale) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_PREFILL = (
+    "(Tensor q, Tensor kv, Tensor indices, float scale, int d_v, Tensor? attn_sink, Tensor? lens) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+
+
+def _library() -> Any:
+    return libraries.load(libraries.FLASH_MLA)
+
+
+def packaged() -> bool:
+    """Whether an AOTInductor package can call the library: a build that registers ops."""
+    return isinstance(_library(), torch._ops._OpNamespace)
+
+
+def _decode(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    library = _library()
+    if packaged():
+        op = library.sparse_decode_fwd.default
+        found = op(*arguments, *opaque_op.trailing(op, len(arguments)))
+    else:  # DeepSeek's own module
+        found = library.flash_mla_interface.flash_mla_cuda.sparse_decode_fwd(*arguments)
+    out, lse, schedule, num_splits = found
+    if arguments[_SCHEDULE] is not None:  # an op returns none of its arguments
+        schedule, num_splits = schedule.new_empty(0), num_splits.new_empty(0)
+    return out, lse, schedule, num_splits
+
+
+def _prefill(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    library = _library()
+    if packaged():
+        op = library.sparse_prefill_fwd.default
+        out, max_logits, lse = op(*arguments, *opaque_op.trailing(op, len(arguments)))[:3]
+    else:
+        q, kv, indices, scale, d_v, sink, lens = arguments
+        found = library.flash_mla_sparse_fwd(q, kv, indices, scale, d_v, sink, lens)
+        out, max_logits, lse = found[:3]
+    return out, max_logits, lse
+
+
+def _decode_fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, queries, heads, _ = q.shape
+    lse = q.new_empty((tokens, queries, heads), dtype=torch.float32).transpose(1, 2)
+    schedule = q.new_empty(
+        (num_sm_parts(q.device, int(heads)), METADATA_COLUMNS), dtype=torch.int32
+    )
+    num_splits = q.new_empty((tokens + 1,), dtype=torch.int32)
+    return q.new_empty((tokens, queries, heads, WIDTH)), lse, schedule, num_splits
+
+
+def _prefill_fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    per_head = q.shape[:2]
+    logs = (q.new_empty(per_head, dtype=torch.float32) for _ in range(2))
+    return (q.new_empty((*per_head, WIDTH)), *logs)  # type: ignore[return-value]
+
+
+def num_sm_parts(device: torch.device, heads: int) -> int:
+    """Parts that the work is cut into: one per 64 heads on every SM."""
+    if device.type != "cuda":
+        return 1
+    return max(torch.cuda.get_device_properties(device).multi_processor_count * 64 // heads, 1)
+
+
+decode = opaque_op.define("_flash_mla_decode", _DECODE, _decode, _decode_fake)
+prefill = opaque_op.define("_flash_mla_prefill", _PREFILL, _prefill, _prefill_fake)
+
+
+def lowered() -> dict[Any, Any]:
+    """The library's own op for each of ours, for compiled code to call."""
+    if not packaged():
+        return {}
+    library = _library()
+    pairs = {
+        decode: (library.sparse_decode_fwd.default, _decode_fake),
+        prefill: (library.sparse_prefill_fwd.default, lambda *args: list(_prefill_fake(*args))),
+    }
+    for theirs, fake in pairs.values():
+        opaque_op.describe(theirs, fake)
+    return {ours: theirs for ours, (theirs, _) in pairs.items()}
+
+
+def sparse_mla_decode(
+    launch: Any,
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    extra_cache: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_lens: Tensor | None,
+    attn_sink: Tensor | None,
+    plan: Tensor | None,
+    positions: Tensor | None,
+    cos_sin_cache: Tensor | None,
+    *,
+    swa_block_size: int,
+    extra_block_size: int,
+    softmax_scale: float,
+    **settings: Any,
+) -> SparseMla:
+    window = Listed(swa_indices, swa_lens, swa_cache.shape[0], swa_block_size)
+    extra = None
+    if extra_cache is not None and extra_indices is not None and extra_lens is not None:
+        extra = Listed(extra_indices, extra_lens, extra_cache.shape[0], extra_block_size)
+    rest = (attn_sink, plan, positions, cos_sin_cache, softmax_scale)
+    return _attend(launch, q, swa_cache, window, extra_cache, extra, *rest)
+
+
+def sparse_mla_decode_paged(
+    launch: Any,
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    extra_cache: Tensor,
+    extra_lens: Tensor,
+    req_indices: Tensor,
+    extra_block_table: Tensor,
+    attn_sink: Tensor | None,
+    plan: Tensor | None,
+    positions: Tensor | None,
+    cos_sin_cache: Tensor | None,
+    *,
+    swa_block_size: int,
+    extra_block_size: int,
+    softmax_scale: float,
+    **settings: Any,
+) -> SparseMla:
+    """Over lists of the rows that our kernel finds by walking the block table."""
+    window = Listed(swa_indices, swa_lens, swa_cache.shape[0], swa_block_size)
+    blocks = extra_cache.shape[0]
+    extra = Listed(extra_block_table, extra_lens, blocks, extra_block_size, req_indices)
+    rest = (attn_sink, plan, positions, cos_sin_cache, softmax_scale)
+    return _attend(launch, q, swa_cache, window, extra_cache, extra, *rest)
+
+
+def sparse_mla_gathered(
+    launch: Any,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    attn_sink: Tensor | None,
+    *,
+    softmax_scale: float,
+    **settings: Any,
+) -> SparseMlaGathered:
+    if q.shape[0] == 0:
+        logs = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
+        return SparseMlaGathered(q.new_empty(q.shape), *logs)
+    given = _prepared(launch, Listed(indices, lens, kv.shape[0], 1), None, attn_sink, KEY_BLOCK)
+    rows, slots = _some(kv)[:, None], given.slots[:, None]
+    out, max_logits, lse = prefill(
+        _dense(q), rows, slots, softmax_scale, WIDTH, given.sink, given.lens
+    )
+    lse = no_key(lse)
+    return SparseMlaGathered(out, torch.where(lse == -torch.inf, -torch.inf, max_logits), lse)
+
+
+def sparse_mla_prefill(
+    launch: Any,
+    q: Tensor,
+    swa_cache: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    swa_block_table: Tensor,
+    extra_cache: Tensor | None,
+    extra_block_table: Tensor | None,
+    topk_indices: Tensor | None,
+    attn_sink: Tensor | None,
+    *,
+    softmax_scale: float,
+    window_size: int,
+    compress_ratio: int,
+    swa_block_size: int,
+    extra_block_size: int,
+    **settings: Any,
+) -> SparseMla:
+    """Over a copy in bf16 of the rows that the call may see, gathered in the call."""
+    if q.shape[0] == 0:
+        return _of_no_token(q)
+    swa, extra = Source(swa_cache, swa_block_table, swa_block_size), None
+    if extra_cache is not None and extra_block_table is not None:
+        extra = Source(extra_cache, extra_block_table, extra_block_size)
+    for name, source in (("swa_cache", swa), ("extra_cache", extra or swa)):
+        layout = MainLayout(source.block_size)
+        Checks("sparse_mla_prefill").page_start(name, source.cache, layout)
+    numbers = (window_size, compress_ratio)
+    call = Prefill(positions, req_indices, swa, extra, topk_indices, *numbers)
+    given = _gathered(launch, call, attn_sink)
+    rows, slots = _some(given.kv)[:, None], given.slots[:, None]
+    out, _, lse = prefill(_dense(q), rows, slots, softmax_scale, WIDTH, given.sink, given.lens)
+    kernels = opaque_op.kernels(q.device)
+    if kernels is None:
+        return SparseMla(out, no_key(lse))
+    kernels.finish_heads(launch, out, lse, None, None)
+    return SparseMla(out, lse)
+
+
+def _gathered(launch: Any, call: Prefill, sink: Tensor | None) -> Rows:
+    kernels = opaque_op.kernels(call.positions.device, "sparse_mla.bf16_workspace")
+    if kernels is None:
+        return bf16_workspace.gather_rows(call, sink, KEY_BLOCK)
+    made: Rows = kernels.gather_rows(launch, call, sink, KEY_BLOCK)
+    return made
+
+
+def _dense(q: Tensor) -> Tensor:
+    """Queries without gaps that start where FlashMLA's copies can: at a multiple of 16 bytes."""
+    q = q.contiguous()
+    return q if q.storage_offset() * q.itemsize % CACHE_ALIGNMENT == 0 else q.clone()
+
+
+def _some(kv: Tensor) -> Tensor:
+    """At least a row: what is skipped is read nevertheless."""
+    return kv.new_zeros((1, WIDTH)) if kv.shape[0] == 0 else kv.contiguous()
+
+
+def _of_no_token(q: Tensor) -> SparseMla:
+    return SparseMla(q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32))
+
+
+def plan_for(
+    num_tokens: int, num_heads: int, swa_width: int, extra_width: int, device: torch.device
+) -> FlashMlaPlan:
+    """The plan that FlashMLA makes of full lists, by a call over lists without any key."""
+    q = torch.zeros(num_tokens, num_heads, WIDTH, dtype=torch.bfloat16, device=device)
+    page = MainLayout(KEYS).allocate(1, device)
+
+    def absent(width: int) -> tuple[Tensor, Tensor, None]:
+        shape = (num_tokens, 1, width + -width % KEYS)
+        slots = torch.full(shape, ABSENT, dtype=torch.int32, device=device)
+        return kernel_view(page, KEYS), slots, None
+
+    extra = absent(extra_width) if extra_width else (None, None, None)
+    settings = (None, None, None, None, *extra, WIDTH, WIDTH**-0.5)
+    _, _, schedule, num_splits = decode(q[:, None], *absent(swa_width)[:2], *settings)
+    made = torch.cat([schedule.reshape(-1), num_splits.reshape(-1)])
+    return FlashMlaPlan(made, num_tokens, num_heads, swa_width, extra_width)
+
+
+def kernel_view(cache: Tensor, block_size: int) -> Tensor:
+    """The view [num_blocks, block_size, 1, 584] of a cache, made of views that compilers know."""
+    layout = MainLayout(block_size)
+    if cache.shape[0] == 0:  # what is skipped is read nevertheless
+        cache = layout.allocate(1, cache.device)
+    used = cache.narrow(1, 0, block_size * layout.row_bytes)
+    return used.view(cache.shape[0], block_size, 1, layout.row_bytes)
+
+
+def _prepared(
+    launch: Any, window: Listed, extra: Listed | None, sink: Tensor | None, multiple: int
+) -> Prepared:
+    kernels = opaque_op.kernels(window.indices.device)
+    if kernels is None:
+        return list_slots(window, extra, sink, multiple)
+    made: Prepared = kernels.list_slots(launch, window, extra, sink, multiple)
+    return made
+
+
+def _attend(
+    launch: Any,
+    q: Tensor,
+    swa_cache: Tensor,
+    window: Listed,
+    extra_cache: Tensor | None,
+    extra: Listed | None,
+    attn_sink: Tensor | None,
+    plan: Tensor | None,
+    positions: Tensor | None,
+    cos_sin_cache: Tensor | None,
+    softmax_scale: float,
+) -> SparseMla:
+    num_tokens = q.shape[0]
+    if num_tokens == 0:
+        return _of_no_token(q)
+    given = _prepared(launch, window, extra, attn_sink, KEYS)
+    lens, extra_lens = given.lens, given.extra_lens
+    schedule = num_splits = more = more_slots = None
+    if extra_cache is not None and extra is not None and given.extra_slots is not None:
+        more, more_slots = kernel_view(extra_cache, extra.block_size), given.extra_slots[:, None]
+    if plan is not None:
+        if plan.dim() == 1:
+            lens = extra_lens = None
+            size = plan.shape[0] - num_tokens - 1
+        else:
+            size = (plan.shape[0] - num_tokens - 1) * METADATA_COLUMNS
+        numbers = plan.reshape(-1)
+        if numbers.storage_offset() % METADATA_COLUMNS:  # rows are read whole
+            numbers = numbers.clone()
+        schedule = numbers.narrow(0, 0, size).view(-1, METADATA_COLUMNS)
+        num_splits = numbers.narrow(0, size, num_tokens + 1)
+    out, lse, _, _ = decode(
+        _dense(q)[:, None],
+        kernel_view(swa_cache, window.block_size),
+        given.slots[:, None],
+        lens,
+        given.sink,
+        schedule,
+        num_splits,
+        more,
+        more_slots,
+        extra_lens,
+        WIDTH,
+        softmax_scale,
+    )
+    out, lse = out.squeeze(1), lse.squeeze(2)
+    kernels = opaque_op.kernels(q.device)
+    turned = cos_sin_cache is None or int(cos_sin_cache.shape[1]) == WIDTH - MainLayout.code_dim
+    if kernels is None or not turned:
+        return turned_back(SparseMla(out, no_key(lse)), positions, cos_sin_cache)
+    kernels.finish_heads(launch, out, lse, positions, cos_sin_cache)
+    return SparseMla(out, lse)

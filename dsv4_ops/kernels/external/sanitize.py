@@ -1,0 +1,361 @@
+"""What FlashMLA and DeepGEMM do not check, checked before they run, and their results as ours
+after: one small kernel each."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.rope import load_angles, rotate_pairs_back
+from dsv4_ops.kernels.launcher import EMULATE, Launch
+from dsv4_ops.reference.sanitize import Listed, Prepared
+
+ROPE = MainLayout.head_dim - MainLayout.code_dim
+"""Values of a head that are rotated back."""
+
+COLUMNS, WARPS = 256, 2
+"""Entries of a list per program."""
+
+FINISHED_HEADS = 16
+"""Heads of a token per program that finishes them."""
+
+FILLED = 1024
+"""Logits of a token per program."""
+
+_LARGEST_SINK = tl.constexpr(1e30)
+"""Instead of inf, which FlashMLA subtracts from the inf that is its lse of no key."""
+
+
+@triton.jit
+def list_slots_kernel(
+    swa_indices,
+    swa_stride,
+    swa_column_stride,
+    swa_lens,
+    swa_len_stride,
+    swa_width,
+    swa_blocks,
+    swa_out,
+    swa_padded,
+    swa_lens_out,
+    extra_indices,
+    extra_stride,
+    extra_column_stride,
+    extra_lens,
+    extra_len_stride,
+    extra_width,
+    extra_blocks,
+    extra_out,
+    extra_padded,
+    extra_lens_out,
+    req_indices,
+    req_stride,
+    num_reqs,
+    sink,
+    sink_out,
+    num_heads,
+    SWA_BLOCK_SIZE: tl.constexpr,
+    EXTRA_BLOCK_SIZE: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
+    PAGED: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Both lists of a token with -1 for what does not count, and how many entries may; unsigned, a
+    slot below 0 is past every page."""
+    token = tl.program_id(0).to(tl.int64)
+    swa_tiles = (swa_padded + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(1)
+    lane = tl.arange(0, COLUMNS)
+    if tile < swa_tiles:
+        column = tile * COLUMNS + lane
+        length = tl.load(swa_lens + token * swa_len_stride)
+        length = tl.minimum(tl.maximum(length, 0), swa_width)
+        wanted = column < length
+        entry = swa_indices + token * swa_stride + column.to(tl.int64) * swa_column_stride
+        slot = tl.load(entry, mask=wanted, other=-1)
+        exists = wanted & (slot.to(tl.uint32) // SWA_BLOCK_SIZE < swa_blocks)
+        slot = tl.where(exists, slot, -1)
+        tl.store(swa_out + token * swa_padded + column, slot, mask=column < swa_padded)
+        tl.store(swa_lens_out + token, length, mask=tile == 0)
+        if HAS_SINK:
+            if (tile == 0) & (token == 0):
+                given = lane < num_heads
+                value = tl.load(sink + lane, mask=given, other=0.0)
+                value = tl.where(value > _LARGEST_SINK, _LARGEST_SINK, value)
+                tl.store(sink_out + lane, value, mask=given)
+    elif HAS_EXTRA:
+        column = (tile - swa_tiles) * COLUMNS + lane
+        length = tl.load(extra_lens + token * extra_len_stride)
+        length = tl.minimum(tl.maximum(length, 0), extra_width)
+        wanted = column < length
+        row, place = token, column
+        if PAGED:
+            row = tl.load(req_indices + token * req_stride).to(tl.int64)
+            real = (row >= 0) & (row < num_reqs)
+            row, wanted, place = tl.where(real, row, 0), wanted & real, column // EXTRA_BLOCK_SIZE
+        entry = extra_indices + row * extra_stride + place.to(tl.int64) * extra_column_stride
+        slot = tl.load(entry, mask=wanted, other=-1)
+        if PAGED:
+            fits = slot.to(tl.uint32) < 2147483648 // EXTRA_BLOCK_SIZE
+            exists = wanted & fits & (slot.to(tl.uint32) < extra_blocks)
+            slot = tl.where(exists, slot, 0) * EXTRA_BLOCK_SIZE + column % EXTRA_BLOCK_SIZE
+        else:
+            exists = wanted & (slot.to(tl.uint32) // EXTRA_BLOCK_SIZE < extra_blocks)
+        slot = tl.where(exists, slot, -1)
+        tl.store(extra_out + token * extra_padded + column, slot, mask=column < extra_padded)
+        tl.store(extra_lens_out + token, length, mask=tile == swa_tiles)
+
+
+@triton.jit
+def finish_heads_kernel(
+    out,
+    lse,
+    positions,
+    position_stride,
+    cos_sin_cache,
+    num_positions,
+    num_heads,
+    TURNED: tl.constexpr,
+    ROPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """An lse of no key is -inf; the last ROPE values of every head are rotated back."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    given = head < num_heads
+    place = token * num_heads + head
+    logs = tl.load(lse + place, mask=given, other=0.0)
+    tl.store(lse + place, tl.where(logs == float("inf"), float("-inf"), logs), mask=given)
+    if TURNED:
+        position = tl.load(positions + token * position_stride)
+        known, cos, sin = load_angles(cos_sin_cache, position, num_positions, ROPE)
+        if known:
+            tail = (HEAD_DIM - ROPE) + tl.arange(0, ROPE)
+            goal = out + place[:, None] * HEAD_DIM + tail[None, :]
+            values = tl.load(goal, mask=given[:, None], other=0.0).to(tl.float32)
+            even, odd = tl.split(tl.reshape(values, (HEADS, ROPE // 2, 2)))
+            left, right = rotate_pairs_back(even, odd, cos[None, :], sin[None, :], EMULATE)
+            turned = tl.reshape(tl.join(left, right), (HEADS, ROPE))
+            tl.store(goal, round_to_bf16(turned, EMULATE), mask=given[:, None])
+
+
+@triton.jit
+def list_pages_kernel(
+    block_table,
+    table_stride,
+    column_stride,
+    max_blocks,
+    num_reqs,
+    num_blocks,
+    req_indices,
+    request_stride,
+    lens,
+    lens_stride,
+    most,
+    out,
+    lens_out,
+    COLUMNS: tl.constexpr,
+):
+    """Pages of a token's request, page 0 for those that do not exist, and its rows."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    request = tl.load(req_indices + token * request_stride).to(tl.int64)
+    real = (request >= 0) & (request < num_reqs)
+    length = tl.where(real, tl.load(lens + token * lens_stride), 0)
+    length = tl.minimum(tl.maximum(length, 0), most)
+    inside = real & (column < max_blocks)
+    entry = tl.where(real, request, 0) * table_stride + column.to(tl.int64) * column_stride
+    page = tl.load(block_table + entry, mask=inside, other=0)
+    page = tl.where((page >= 0) & (page < num_blocks), page, 0)
+    tl.store(out + token * max_blocks + column, page, mask=column < max_blocks)
+    tl.store(lens_out + token, length, mask=tl.program_id(1) == 0)
+
+
+@triton.jit
+def fill_absent_kernel(
+    block_table,
+    table_stride,
+    column_stride,
+    num_reqs,
+    num_blocks,
+    req_indices,
+    request_stride,
+    lens,
+    logits,
+    logits_stride,
+    num_columns,
+    BLOCK_SIZE: tl.constexpr,
+    FILLED: tl.constexpr,
+):
+    """-inf for rows past the ``lens`` that the library had, and on pages that do not exist. Logits
+    are not read."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * FILLED + tl.arange(0, FILLED)
+    request = tl.load(req_indices + token * request_stride).to(tl.int64)
+    real = (request >= 0) & (request < num_reqs)
+    count = tl.load(lens + token)
+    seen = real & (row < count)
+    entry = tl.where(real, request, 0) * table_stride
+    entry += (row // BLOCK_SIZE).to(tl.int64) * column_stride
+    page = tl.load(block_table + entry, mask=seen, other=-1)
+    absent = (page < 0) | (page >= num_blocks)
+    goal = logits + token * logits_stride + row
+    tl.store(goal, float("-inf"), mask=absent & (row < num_columns))
+
+
+def list_slots(
+    launch: Launch,
+    window: Listed,
+    extra: Listed | None,
+    sink: torch.Tensor | None,
+    multiple: int,
+) -> Prepared:
+    """``prepare.list_slots`` as one kernel."""
+    indices, lens = window.indices, window.lens
+    num_tokens, width = indices.shape
+    slots = indices.new_empty((num_tokens, width + -width % multiple))
+    swa_lens = lens.new_empty(num_tokens)
+    more, more_width, requests = window, 0, lens
+    extra_slots, extra_lens, padded = slots, swa_lens, 0
+    if extra is not None:
+        more, more_width = extra, extra.width()
+        # at least a block: of a list of no columns nobody would store the length
+        padded = torch.sym_max(more_width + -more_width % multiple, multiple)
+        extra_slots = indices.new_empty((num_tokens, padded))
+        extra_lens = lens.new_empty(num_tokens)
+        requests = lens if extra.req_indices is None else extra.req_indices
+    finite = None if sink is None else torch.empty_like(sink, memory_format=torch.contiguous_format)
+    tiles = (slots.shape[1] + COLUMNS - 1) // COLUMNS + (padded + COLUMNS - 1) // COLUMNS
+    launch(list_slots_kernel)[(num_tokens, tiles)](
+        indices,
+        indices.stride(0),
+        indices.stride(1),
+        lens,
+        lens.stride(0),
+        width,
+        window.num_blocks,
+        slots,
+        slots.shape[1],
+        swa_lens,
+        more.indices,
+        more.indices.stride(0),
+        more.indices.stride(1),
+        more.lens,
+        more.lens.stride(0),
+        more_width,
+        more.num_blocks,
+        extra_slots,
+        padded,
+        extra_lens,
+        requests,
+        requests.stride(0),
+        more.indices.shape[0],
+        lens if sink is None else sink.contiguous(),
+        swa_lens if finite is None else finite,
+        0 if sink is None else sink.shape[0],
+        SWA_BLOCK_SIZE=window.block_size,
+        EXTRA_BLOCK_SIZE=more.block_size,
+        HAS_EXTRA=extra is not None,
+        PAGED=extra is not None and extra.req_indices is not None,
+        HAS_SINK=sink is not None,
+        COLUMNS=COLUMNS,
+        num_warps=WARPS,
+    )
+    if extra is None:
+        return Prepared(slots, swa_lens, None, None, finite)
+    return Prepared(slots, swa_lens, extra_slots, extra_lens, finite)
+
+
+def finish_heads(
+    launch: Launch,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    positions: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+) -> None:
+    """``prepare.finish_heads`` as one kernel that writes to ``out`` and ``lse``, which are dense;
+    of angles of ``ROPE`` columns."""
+    num_tokens, num_heads = lse.shape
+    turned, given = False, (lse, 0, lse, 0)
+    if positions is not None and cos_sin_cache is not None:
+        table, turned = cos_sin_cache.contiguous(), True
+        given = (positions, positions.stride(0), table, table.shape[0])
+    launch(finish_heads_kernel)[(num_tokens, triton.cdiv(int(num_heads), FINISHED_HEADS))](
+        out,
+        lse,
+        *given,
+        num_heads,
+        TURNED=turned,
+        ROPE=ROPE,
+        HEAD_DIM=MainLayout.head_dim,
+        HEADS=FINISHED_HEADS,
+        EMULATE=EMULATE,
+        num_warps=WARPS,
+    )
+
+
+def list_pages(
+    launch: Launch,
+    block_table: torch.Tensor,
+    req_indices: torch.Tensor,
+    lens: torch.Tensor,
+    num_blocks: int,
+    most: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``prepare.list_pages`` as one kernel."""
+    num_tokens, (num_reqs, max_blocks) = lens.shape[0], block_table.shape
+    pages = block_table.new_empty((num_tokens, max_blocks))
+    counted = lens.new_empty(num_tokens)
+    tiles = torch.sym_max((max_blocks + COLUMNS - 1) // COLUMNS, 1)  # one stores the lengths
+    launch(list_pages_kernel)[(num_tokens, tiles)](
+        block_table,
+        block_table.stride(0),
+        block_table.stride(1),
+        max_blocks,
+        num_reqs,
+        num_blocks,
+        req_indices,
+        req_indices.stride(0),
+        lens,
+        lens.stride(0),
+        most,
+        pages,
+        counted,
+        COLUMNS=COLUMNS,
+        num_warps=WARPS,
+    )
+    return pages, counted
+
+
+def fill_absent(
+    launch: Launch,
+    logits: torch.Tensor,
+    block_table: torch.Tensor,
+    req_indices: torch.Tensor,
+    counted: torch.Tensor,
+    num_blocks: int,
+    block_size: int,
+) -> torch.Tensor:
+    """``prepare.fill_absent`` as one kernel that writes to ``logits``."""
+    num_tokens, num_columns = logits.shape
+    launch(fill_absent_kernel)[(num_tokens, (num_columns + FILLED - 1) // FILLED)](
+        block_table,
+        block_table.stride(0),
+        block_table.stride(1),
+        block_table.shape[0],
+        num_blocks,
+        req_indices,
+        req_indices.stride(0),
+        counted,
+        logits,
+        logits.stride(0),
+        num_columns,
+        BLOCK_SIZE=block_size,
+        FILLED=FILLED,
+        num_warps=WARPS,
+    )
+    return logits

@@ -1,0 +1,170 @@
+"""Kernels and launchers of the lightning indexer's key cache."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.core.types import INT32_MAX
+from dsv4_ops.kernels.common.paging import locate_positions, prefetch_column
+from dsv4_ops.kernels.kv_cache.quantize_insert import insert
+from dsv4_ops.kernels.launcher import Launch
+
+INSERT_TOKENS = 16
+"""Tokens per program of the insert."""
+
+ROWS, WARPS = 32, 1
+"""Rows and warps per program of the gather: its reductions stay within a warp."""
+
+PROBES = 32
+"""Request boundaries that a program of the gather looks at together."""
+
+_BEFORE_ALL = tl.constexpr(-INT32_MAX - 1)
+
+
+def quantize_and_insert_indexer_k(
+    launch: Launch,
+    k: torch.Tensor,
+    k_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    block_size: int,
+    layout: str,
+) -> None:
+    indexer = IndexerLayout(block_size)
+    checks = Checks("quantize_and_insert_indexer_k")
+    insert(
+        launch, checks, k, k_cache, slot_mapping, indexer, tokens=INSERT_TOKENS, float_scales=True
+    )
+
+
+@triton.jit
+def _count_boundaries(cu_seq_lens, cu_stride, index, low, high):
+    """How many boundaries are at or before each row, known to be ``low`` to ``high``."""
+    half = 1
+    while half * 2 <= high - low:
+        half *= 2
+    count = tl.zeros_like(index) + low
+    while half > 0:
+        candidate = count + half
+        known = candidate <= high
+        boundary = tl.load(
+            cu_seq_lens + (candidate - 1).to(tl.int64) * cu_stride, mask=known, other=0
+        )
+        count = tl.where(known & (boundary <= index), candidate, count)
+        half //= 2
+    return count
+
+
+@triton.jit
+def gather_indexer_kernel(
+    out,
+    scales_out,
+    num_rows,
+    k_cache,
+    page_stride,
+    num_blocks,
+    cu_seq_lens,
+    cu_stride,
+    num_reqs,
+    block_table,
+    table_stride,
+    column_stride,
+    max_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    ROWS: tl.constexpr,
+    PROBES: tl.constexpr,
+):
+    """A tile of rows per program, which loads PROBES boundaries at once: all, or one of every so
+    many. Its rows search only where a boundary may lie between them."""
+    begin = tl.program_id(0) * ROWS
+    index = begin + tl.arange(0, ROWS)
+    boundaries = num_reqs + 1
+    step = (boundaries + PROBES - 1) // PROBES
+    probe = (tl.arange(0, PROBES) + 1) * step
+    known = probe <= boundaries
+    boundary = tl.load(cu_seq_lens + (probe - 1).to(tl.int64) * cu_stride, mask=known, other=0)
+    prefetch_column(
+        block_table, table_stride, column_stride, num_reqs, max_blocks, begin, BLOCK_SIZE
+    )
+    before = known & (boundary <= begin)
+    low = tl.sum(before.to(tl.int32), 0) * step
+    high = tl.sum((known & (boundary <= begin + ROWS - 1)).to(tl.int32), 0) * step + step - 1
+    high = tl.minimum(high, boundaries)
+    count = tl.zeros_like(index) + low
+    first = tl.zeros_like(index) + tl.max(tl.where(before, boundary, _BEFORE_ALL), 0)
+    if low < high:
+        count = _count_boundaries(cu_seq_lens, cu_stride, index, low, high)
+        first = tl.load(cu_seq_lens + (tl.maximum(count, 1) - 1).to(tl.int64) * cu_stride)
+    there = index < num_rows
+    wanted = (count > 0) & (count <= num_reqs) & there
+    request = tl.where(wanted, count - 1, 0).to(tl.int64)
+    page, row, exists = locate_positions(
+        block_table,
+        table_stride,
+        column_stride,
+        request,
+        index.to(tl.int64) - first,
+        wanted,
+        max_blocks,
+        num_blocks,
+        BLOCK_SIZE,
+    )
+    start = k_cache + page * page_stride
+    lane = tl.arange(0, DATA_BYTES)[None, :]
+    codes = tl.load(
+        (start + row * DATA_BYTES)[:, None] + lane,
+        mask=exists[:, None],
+        other=0,
+        eviction_policy="evict_first",
+    )
+    scales = (start + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES).to(
+        tl.pointer_type(tl.int32), bitcast=True
+    )
+    scale = tl.load(scales, mask=exists, other=0, eviction_policy="evict_first")
+    target = index.to(tl.int64)
+    tl.store(out + target[:, None] * DATA_BYTES + lane, codes, mask=there[:, None])
+    tl.store(scales_out.to(tl.pointer_type(tl.int32), bitcast=True) + target, scale, mask=there)
+
+
+def gather_indexer_k(
+    launch: Launch,
+    k_cache: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    block_size: int,
+    num_rows: int,
+    layout: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    indexer = IndexerLayout(block_size)
+    Checks("gather_indexer_k").page_start("k_cache", k_cache, indexer)
+    codes = k_cache.new_empty((num_rows, indexer.head_dim))
+    scales = k_cache.new_empty((num_rows,), dtype=torch.float32)
+    if num_rows == 0:
+        return codes, scales
+    launch(gather_indexer_kernel)[(num_rows + ROWS - 1) // ROWS,](
+        codes,
+        scales,
+        num_rows,
+        k_cache,
+        k_cache.stride(0),
+        k_cache.shape[0],
+        cu_seq_lens,
+        cu_seq_lens.stride(0),
+        block_table.shape[0],
+        block_table,
+        block_table.stride(0),
+        block_table.stride(1),
+        block_table.shape[1],
+        BLOCK_SIZE=block_size,
+        DATA_BYTES=indexer.data_bytes,
+        SCALE_BYTES=indexer.scale_bytes,
+        ROWS=ROWS,
+        PROBES=PROBES,
+        num_warps=WARPS,
+    )
+    return codes, scales

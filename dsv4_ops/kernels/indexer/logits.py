@@ -1,0 +1,334 @@
+"""Kernels and launchers of the lightning indexer's queries and logits."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import IndexerLayout, PlainLayout
+from dsv4_ops.core.registry import AUTO
+from dsv4_ops.dispatch.choice import not_ours
+from dsv4_ops.kernels.indexer.quantize_q import quantize_query_kernel  # by name: Inductor copies
+from dsv4_ops.kernels.indexer.score_tile import (
+    find_pages,
+    find_tile,
+    load_codes,
+    load_query,
+    load_weights,
+    score_codes,
+)
+from dsv4_ops.kernels.launcher import EMULATE, Launch
+from dsv4_ops.reference import indexer as reference
+
+DIM = IndexerLayout.head_dim
+
+QUANTIZED_HEADS = 16
+"""Heads of a token that a program quantises."""
+
+STEP = 128
+"""Keys that are scored at a time: the matrix unit wants 64 or a multiple."""
+
+ROWS = 512
+"""Logits of a token per program."""
+
+TOKENS = 8
+"""Queries that a program scores its keys with, where queries share keys."""
+
+STAGES = 4
+
+WARPS = 4
+
+
+def tile(num_heads: int) -> dict[str, int]:
+    """Heads as the matrix unit takes them, and keys that are scored at a time."""
+    heads = max(16, triton.next_power_of_2(num_heads))
+    return {"HEADS": heads, "STEP": min(STEP, max(64 * STEP // heads, 16))}
+
+
+def indexer_quantize_q(
+    launch: Launch,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, num_heads = q.shape[0], q.shape[1]
+    codes = q.new_empty(q.shape, dtype=torch.uint8)
+    scaled = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
+    if num_tokens != 0 and num_heads != 0:
+        tiles = (num_heads + QUANTIZED_HEADS - 1) // QUANTIZED_HEADS
+        launch(quantize_query_kernel)[num_tokens * tiles,](
+            q,
+            q.stride(0),
+            q.stride(1),
+            q.stride(2),
+            num_heads,
+            weights,
+            weights.stride(0),
+            weights.stride(1),
+            positions,
+            positions.stride(0),
+            cos_sin_cache,
+            cos_sin_cache.stride(0),
+            cos_sin_cache.stride(1),
+            cos_sin_cache.shape[0],
+            codes,
+            scaled,
+            SOFTMAX_SCALE=float(softmax_scale),
+            ROPE_DIM=int(cos_sin_cache.shape[1]),
+            DIM=DIM,
+            HEADS=QUANTIZED_HEADS,
+            EMULATE=EMULATE,
+            num_warps=WARPS,
+        )
+    return codes.view(torch.float8_e4m3fn), scaled
+
+
+@triton.jit
+def indexer_logits_kernel(
+    q,
+    token_stride,
+    head_stride,
+    dim_stride,
+    num_heads,
+    weights,
+    weight_token_stride,
+    weight_head_stride,
+    k_cache,
+    page_stride,
+    num_blocks,
+    lens,
+    lens_stride,
+    req_indices,
+    request_stride,
+    block_table,
+    table_stride,
+    column_stride,
+    num_reqs,
+    max_blocks,
+    out,
+    num_rows,
+    BLOCK_SIZE: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    HEADS: tl.constexpr,
+    STEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    spans = (num_rows + ROWS - 1) // ROWS
+    token = (tl.program_id(0) // spans).to(tl.int64)
+    first = tl.program_id(0) % spans * ROWS
+    request = tl.load(req_indices + token * request_stride).to(tl.int64)
+    real = (request >= 0) & (request < num_reqs)
+    request = tl.where(real, request, 0)
+    count = tl.where(real, tl.load(lens + token * lens_stride), 0)
+    lane = tl.arange(0, STEP)
+    target = out + token * num_rows
+    if first < count:
+        query = load_query(
+            q, token_stride, head_stride, dim_stride, token, num_heads, HEADS, DATA_BYTES, EMULATE
+        )
+        weight = load_weights(
+            weights, weight_token_stride, weight_head_stride, token, num_heads, HEADS
+        )
+        held = tl.cast(max_blocks, tl.int64) * BLOCK_SIZE
+        stop = tl.minimum(tl.minimum(count, num_rows), held).to(tl.int32)
+        table = block_table + request * table_stride
+        pages = find_pages(table, column_stride, first, stop, BLOCK_SIZE, STEP, ROWS)
+        for tile in tl.range(0, ROWS // STEP, num_stages=STAGES):
+            codes_at, scale_at, exists = find_tile(
+                k_cache,
+                page_stride,
+                num_blocks,
+                table,
+                column_stride,
+                pages,
+                first,
+                tile,
+                stop,
+                BLOCK_SIZE,
+                DATA_BYTES,
+                SCALE_BYTES,
+                STEP,
+            )
+            codes = load_codes(codes_at, 1, exists, DATA_BYTES, EMULATE)
+            scale = tl.load(scale_at, mask=exists, other=0.0)
+            score = score_codes(codes, scale, query, weight)
+            row = first + tile * STEP + lane
+            score = tl.where(exists & (row < stop), score, float("-inf"))
+            tl.store(target + row, score, mask=row < num_rows)
+    else:
+        row = first + tl.arange(0, ROWS)
+        tl.store(target + row, float("-inf"), mask=row < num_rows)
+
+
+def indexer_logits(
+    launch: Launch,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k_cache: torch.Tensor,
+    lens: torch.Tensor,
+    req_indices: torch.Tensor,
+    block_table: torch.Tensor,
+    schedule: torch.Tensor | None = None,
+    *,
+    block_size: int,
+    num_rows: int,
+    layout: str,
+    impl: str = AUTO,
+) -> torch.Tensor:
+    if layout == PlainLayout.tag:
+        not_ours("indexer_logits", impl, "with layout 'plain'")
+        tensors = (q, weights, k_cache, lens, req_indices, block_table)
+        sizes = {"block_size": block_size, "num_rows": num_rows}
+        return reference.indexer_logits(*tensors, **sizes, layout=layout)
+    indexer = IndexerLayout(block_size)
+    Checks("indexer_logits").page_start("k_cache", k_cache, indexer)
+    num_tokens, num_heads = q.shape[0], q.shape[1]
+    out = q.new_empty((num_tokens, num_rows), dtype=torch.float32)
+    if num_tokens == 0 or num_rows == 0:
+        return out
+    sizes = tile(int(num_heads))
+    launch(indexer_logits_kernel)[num_tokens * ((num_rows + ROWS - 1) // ROWS),](
+        q.view(torch.uint8),
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        num_heads,
+        weights,
+        weights.stride(0),
+        weights.stride(1),
+        k_cache,
+        k_cache.stride(0),
+        k_cache.shape[0],
+        lens,
+        lens.stride(0),
+        req_indices,
+        req_indices.stride(0),
+        block_table,
+        block_table.stride(0),
+        block_table.stride(1),
+        block_table.shape[0],
+        block_table.shape[1],
+        out,
+        num_rows,
+        BLOCK_SIZE=block_size,
+        DATA_BYTES=indexer.data_bytes,
+        SCALE_BYTES=indexer.scale_bytes,
+        ROWS=ROWS,
+        STAGES=STAGES,
+        EMULATE=EMULATE,
+        num_warps=WARPS,
+        **sizes,
+    )
+    return out
+
+
+@triton.jit
+def indexer_logits_ragged_kernel(
+    q,
+    token_stride,
+    head_stride,
+    dim_stride,
+    num_heads,
+    weights,
+    weight_token_stride,
+    weight_head_stride,
+    k,
+    row_stride,
+    byte_stride,
+    scales,
+    scale_stride,
+    row_start,
+    start_stride,
+    row_stop,
+    stop_stride,
+    out,
+    num_tokens,
+    num_k,
+    DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    STEP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """A tile of keys stays while the queries of a tile of tokens come by."""
+    tiles = (num_k + STEP - 1) // STEP
+    first = tl.program_id(0) // tiles * TOKENS
+    row = tl.program_id(0) % tiles * STEP + tl.arange(0, STEP)
+    exists = row < num_k
+    every = tl.minimum(first + tl.arange(0, TOKENS), num_tokens - 1).to(tl.int64)
+    low = tl.min(tl.load(row_start + every * start_stride))
+    high = tl.max(tl.load(row_stop + every * stop_stride))
+    if (low < tl.max(row) + 1) & (high > tl.min(row)):
+        codes_at = k + row.to(tl.int64) * row_stride
+        codes = load_codes(codes_at, byte_stride, exists, DIM, EMULATE)
+        scale = tl.load(scales + row.to(tl.int64) * scale_stride, mask=exists, other=0.0)
+        for index in tl.range(0, TOKENS, num_stages=STAGES):
+            token = tl.minimum(first + index, num_tokens - 1).to(tl.int64)
+            start = tl.load(row_start + token * start_stride)
+            stop = tl.load(row_stop + token * stop_stride)
+            query = load_query(
+                q, token_stride, head_stride, dim_stride, token, num_heads, HEADS, DIM, EMULATE
+            )
+            weight = load_weights(
+                weights, weight_token_stride, weight_head_stride, token, num_heads, HEADS
+            )
+            score = score_codes(codes, scale, query, weight)
+            score = tl.where((row >= start) & (row < stop), score, float("-inf"))
+            tl.store(out + token * num_k + row, score, mask=exists)
+    else:
+        place = every[:, None] * num_k + row[None, :]
+        tl.store(out + place, float("-inf"), mask=exists[None, :])
+
+
+def indexer_logits_ragged(
+    launch: Launch,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k: torch.Tensor,
+    scales: torch.Tensor,
+    row_start: torch.Tensor,
+    row_stop: torch.Tensor,
+) -> torch.Tensor:
+    num_tokens, num_heads, num_k = q.shape[0], q.shape[1], k.shape[0]
+    out = q.new_empty((num_tokens, num_k), dtype=torch.float32)
+    if num_tokens == 0 or num_k == 0:
+        return out
+    sizes = tile(int(num_heads))
+    step = sizes["STEP"]
+    programs = ((num_tokens + TOKENS - 1) // TOKENS) * ((num_k + step - 1) // step)
+    launch(indexer_logits_ragged_kernel)[programs,](
+        q.view(torch.uint8),
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        num_heads,
+        weights,
+        weights.stride(0),
+        weights.stride(1),
+        k,
+        k.stride(0),
+        k.stride(1),
+        scales,
+        scales.stride(0),
+        row_start,
+        row_start.stride(0),
+        row_stop,
+        row_stop.stride(0),
+        out,
+        num_tokens,
+        num_k,
+        DIM=DIM,
+        TOKENS=TOKENS,
+        STAGES=STAGES,
+        EMULATE=EMULATE,
+        num_warps=WARPS,
+        **sizes,
+    )
+    return out

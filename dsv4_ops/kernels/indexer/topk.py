@@ -1,0 +1,208 @@
+"""Launchers of the lightning indexer's selection: a first pass over parts of rows, and merges."""
+
+from typing import Any
+
+import torch
+import triton
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import IndexerLayout, PlainLayout
+from dsv4_ops.core.registry import AUTO
+from dsv4_ops.core.tiles import LARGEST_TOPK
+from dsv4_ops.dispatch.choice import not_ours
+from dsv4_ops.kernels.indexer import logits as indexer
+from dsv4_ops.kernels.indexer.topk_merge import merge_groups_kernel, merge_parts_kernel
+from dsv4_ops.kernels.indexer.topk_partial import select_keys_kernel, select_logits_kernel
+from dsv4_ops.kernels.launcher import EMULATE, Launch
+from dsv4_ops.reference import indexer as reference
+
+PROGRAMS = 396
+"""Programs of the first pass, each with a scratch row: three per SM of an H200."""
+
+CAPACITY = 2048
+"""Keys of a scratch row, unless twice topk is more."""
+
+MERGED = 4096
+"""Keys that are merged together, at least."""
+
+GROUPS = 8
+"""Most groups that the lists of a row are merged in where they have more keys than that."""
+
+WIDE, WIDE_GROUP = 1024, 8192
+"""From lists of how many keys on few groups fit into MERGED keys, and keys of such a group that are
+merged together: as few passes as those of short lists have, for rows of up to 32768 keys."""
+
+LEAST = 256
+"""Keys of a part, at least."""
+
+LOGITS_STEP, LOGITS_LEAST = 512, 2048
+"""The same for logits that are read."""
+
+STAGES = 3
+
+
+def warps_for(capacity: int) -> int:
+    """Warps that have 16 of the keys in every thread."""
+    return min(max(capacity // 512, 4), 16)
+
+
+class _Scratch:
+    """Scratch rows and the plan of the parts of every row, and what is launched with them."""
+
+    def __init__(self, launch: Launch, like: torch.Tensor, num_rows: int, topk: int) -> None:
+        self.launch, self.topk = launch, topk
+        self.num_tokens = like.shape[0]
+        self.width = triton.next_power_of_2(topk)
+        self.capacity = max(CAPACITY, 2 * self.width)
+        self.together = max(MERGED, self.capacity)
+        self.groups = min(max(self.together // self.width, 2), GROUPS)
+        self.grouped = max(self.together, WIDE_GROUP if self.width >= WIDE else 0)
+        self.keys = like.new_empty((PROGRAMS, self.capacity), dtype=torch.int32)
+        self.indices = like.new_empty((PROGRAMS, self.capacity), dtype=torch.int32)
+        self.plan = like.new_empty((self.num_tokens, 3), dtype=torch.int32)
+        self.out = like.new_empty((self.num_tokens, topk), dtype=torch.int32)
+        self.rows = torch.sym_min(self.num_tokens, PROGRAMS)
+        self.splits = torch.sym_max(1, torch.sym_min(num_rows, PROGRAMS // self.num_tokens))
+        self.programs = torch.sym_min(self.num_tokens * self.splits, PROGRAMS)
+
+    def arguments(self) -> tuple[Any, ...]:
+        tensors = (self.keys, self.indices, self.plan, self.out)
+        return (*tensors, self.num_tokens, self.splits, self.topk)
+
+    def sizes(self) -> dict[str, int]:
+        return {
+            "WIDTH": self.width,
+            "CAPACITY": self.capacity,
+            "MOST": self.capacity // 2,
+            "MERGED": self.together,
+            "GROUPS": self.groups,
+            "GROUPED": self.grouped,
+            "num_warps": warps_for(self.capacity),
+        }
+
+    def merged(self, pages: tuple[Any, ...], block_size: int, slots: bool) -> torch.Tensor:
+        """Merge the lists of the parts, into rows or into ``slots``; ``pages`` are the requests and
+        the block table, with their strides and its columns. Launches that would find nothing to do
+        are left out; where sizes are symbols they have one program."""
+        lists, known = (self.keys, self.indices, self.plan), isinstance(self.splits, int)
+        sizes = {"GROUPS": self.groups, "WIDTH": self.width, "STRIDE": self.capacity}
+        if not known or self.splits * self.topk > self.together:
+            long = torch.sym_min(1, torch.sym_max(0, self.splits * self.topk - self.together))
+            self.launch(merge_groups_kernel)[1 + (self.rows * self.groups - 1) * long,](
+                *lists,
+                self.num_tokens,
+                self.topk,
+                **sizes,
+                MERGED=self.together,
+                CAPACITY=self.grouped,
+                num_warps=warps_for(self.grouped),
+            )
+        if not known or self.splits > 1:
+            self.launch(merge_parts_kernel)[
+                1 + (self.rows - 1) * torch.sym_min(1, self.splits - 1),
+            ](
+                *lists,
+                self.out,
+                self.num_tokens,
+                self.topk,
+                *pages,
+                **sizes,
+                CAPACITY=self.together,
+                BLOCK_SIZE=block_size,
+                SLOTS=slots,
+                num_warps=warps_for(self.together),
+            )
+        return self.out
+
+
+def indexer_topk(
+    launch: Launch, logits: torch.Tensor, lens: torch.Tensor, *, topk: int
+) -> torch.Tensor:
+    num_tokens, num_columns = logits.shape
+    if topk > LARGEST_TOPK:
+        return reference.indexer_topk(logits, lens, topk=topk)
+    if num_tokens == 0 or topk == 0:
+        return logits.new_empty((num_tokens, topk), dtype=torch.int32)
+    most = (num_columns + LOGITS_LEAST - 1) // LOGITS_LEAST
+    scratch = _Scratch(launch, logits, most, topk)
+    launch(select_logits_kernel)[scratch.programs,](
+        logits,
+        logits.stride(0),
+        logits.stride(1),
+        num_columns,
+        lens,
+        lens.stride(0),
+        *scratch.arguments(),
+        STEP=LOGITS_STEP,
+        LEAST=LOGITS_LEAST,
+        **scratch.sizes(),
+    )
+    return scratch.merged((lens, 0, lens, 0, 0, 0), 1, False)  # without slots no page is looked at
+
+
+def indexer_select(
+    launch: Launch,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k_cache: torch.Tensor,
+    positions: torch.Tensor,
+    req_indices: torch.Tensor,
+    block_table: torch.Tensor,
+    schedule: torch.Tensor | None = None,
+    *,
+    block_size: int,
+    compress_ratio: int,
+    topk: int,
+    layout: str,
+    slots: bool = False,
+    impl: str = AUTO,
+) -> torch.Tensor:
+    pages, plain = IndexerLayout(block_size), layout == PlainLayout.tag
+    if not plain:
+        Checks("indexer_select").page_start("k_cache", k_cache, pages)
+    num_tokens, num_heads, max_blocks = q.shape[0], int(q.shape[1]), block_table.shape[1]
+    if plain or topk > LARGEST_TOPK or num_heads == 0:
+        what = f"with layout 'plain', without heads, or topk above {LARGEST_TOPK}"
+        not_ours("indexer_select", impl, what)
+        tensors = (q, weights, k_cache, positions, req_indices, block_table)
+        sizes = {"block_size": block_size, "compress_ratio": compress_ratio, "topk": topk}
+        return reference.indexer_select(*tensors, **sizes, layout=layout, slots=slots)
+    if num_tokens == 0 or topk == 0:
+        return q.new_empty((num_tokens, topk), dtype=torch.int32)
+    most = (max_blocks * block_size + LEAST - 1) // LEAST
+    scratch = _Scratch(launch, q, most, topk)
+    sizes = {**indexer.tile(num_heads), **scratch.sizes()}
+    # no fewer rows of a product than its warps take, and room for two tiles
+    sizes["STEP"] = min(max(sizes["STEP"], 16 * sizes["num_warps"]), scratch.capacity // 2)
+    table = (block_table, block_table.stride(0), block_table.stride(1))
+    requests = (req_indices, req_indices.stride(0))
+    launch(select_keys_kernel)[scratch.programs,](
+        q.view(torch.uint8),
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        num_heads,
+        weights,
+        weights.stride(0),
+        weights.stride(1),
+        k_cache,
+        k_cache.stride(0),
+        k_cache.shape[0],
+        positions,
+        positions.stride(0),
+        *requests,
+        *table,
+        block_table.shape[0],
+        max_blocks,
+        *scratch.arguments(),
+        RATIO=compress_ratio,
+        BLOCK_SIZE=block_size,
+        DATA_BYTES=pages.data_bytes,
+        SCALE_BYTES=pages.scale_bytes,
+        LEAST=LEAST,
+        STAGES=STAGES,
+        SLOTS=slots,
+        EMULATE=EMULATE,
+        **sizes,
+    )
+    return scratch.merged((*requests, *table, max_blocks), block_size, slots)

@@ -1,0 +1,177 @@
+"""Launchers of the FP8 key cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.kernels.kv_cache import plain
+from dsv4_ops.kernels.kv_cache.dequant_gather import gather_all_kernel, gather_wanted_kernel
+from dsv4_ops.kernels.kv_cache.quantize_insert import insert
+from dsv4_ops.kernels.launcher import EMULATE, Launch
+
+INSERT_TOKENS = 4
+"""Tokens per program of the insert: 8 values per thread and token."""
+
+WORKSPACE_ROWS, WORKSPACE_WARPS = 8, 2
+"""Rows per tile and warps per program of the gather into a workspace."""
+
+REQUESTS = 32
+"""Requests whose lengths a program of that gather looks at together."""
+
+PROGRAMS = 16 * 132
+"""Most programs of that gather: what an H200 holds at once."""
+
+DENSE_ROWS, DENSE_WARPS = 4, 2
+"""Rows and warps per program of the gather that writes every row."""
+
+
+def quantize_and_insert_k_cache(
+    launch: Launch,
+    k: torch.Tensor,
+    k_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    block_size: int,
+    layout: str,
+) -> None:
+    main = MainLayout(block_size)
+    checks = Checks("quantize_and_insert_k_cache")
+    insert(launch, checks, k, k_cache, slot_mapping, main, tokens=INSERT_TOKENS, float_scales=False)
+
+
+def dequantize_and_gather_k_cache(
+    launch: Launch,
+    out: torch.Tensor,
+    k_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor | None,
+    block_table: torch.Tensor,
+    *,
+    block_size: int,
+    offset: int,
+    layout: str,
+) -> None:
+    main = MainLayout(block_size)
+    Checks("dequantize_and_gather_k_cache").page_start("k_cache", k_cache, main)
+    num_reqs, num_rows = out.shape[0], out.shape[1]
+    if num_reqs == 0 or num_rows <= offset:
+        return
+    gather_wanted(
+        launch,
+        out,
+        out.stride(),
+        num_rows,
+        k_cache,
+        seq_lens,
+        gather_lens,
+        block_table,
+        num_reqs=num_reqs,
+        block_size=block_size,
+        offset=offset,
+    )
+
+
+def gather_wanted(
+    launch: Launch,
+    out: torch.Tensor,
+    strides: Sequence[int],
+    num_rows: int,
+    k_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor | None,
+    block_table: torch.Tensor,
+    *,
+    num_reqs: int,
+    block_size: int,
+    offset: int,
+) -> None:
+    """``dequantize_and_gather_k_cache`` to a workspace of ``num_rows`` rows of every request, of
+    which there are some."""
+    main, room = MainLayout(block_size), num_rows - offset
+    wanted = seq_lens if gather_lens is None else gather_lens
+    tiles = num_reqs * ((room + WORKSPACE_ROWS - 1) // WORKSPACE_ROWS)
+    launch(gather_wanted_kernel)[torch.sym_min(tiles, PROGRAMS),](
+        out,
+        *strides,
+        room,
+        offset,
+        k_cache,
+        k_cache.stride(0),
+        k_cache.shape[0],
+        seq_lens,
+        seq_lens.stride(0),
+        wanted,
+        wanted.stride(0),
+        block_table,
+        block_table.stride(0),
+        block_table.stride(1),
+        block_table.shape[1],
+        num_reqs,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=main.head_dim,
+        CODE_DIM=main.code_dim,
+        QUANT_BLOCK=main.quant_block,
+        DATA_BYTES=main.data_bytes,
+        SCALE_BYTES=main.scale_bytes,
+        EMULATE=EMULATE,
+        WHOLE=gather_lens is None,
+        ROWS=WORKSPACE_ROWS,
+        REQUESTS=REQUESTS,
+        num_warps=WORKSPACE_WARPS,
+    )
+
+
+def gather_k_cache(
+    launch: Launch,
+    k_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor | None,
+    block_table: torch.Tensor,
+    *,
+    block_size: int,
+    num_rows: int,
+    offset: int,
+    layout: str,
+) -> torch.Tensor:
+    wanted = seq_lens if gather_lens is None else gather_lens
+    if layout == "plain":
+        return plain.gather(
+            launch, k_cache, seq_lens, wanted, block_table, num_rows=num_rows, offset=offset
+        )
+    main = MainLayout(block_size)
+    Checks("gather_k_cache").page_start("k_cache", k_cache, main)
+    num_reqs = seq_lens.shape[0]
+    out = k_cache.new_empty((num_reqs, num_rows, main.head_dim), dtype=torch.bfloat16)
+    if num_reqs == 0 or num_rows == 0:
+        return out
+    launch(gather_all_kernel)[(num_rows + DENSE_ROWS - 1) // DENSE_ROWS, num_reqs](
+        out,
+        num_rows,
+        offset,
+        k_cache,
+        k_cache.stride(0),
+        k_cache.shape[0],
+        seq_lens,
+        seq_lens.stride(0),
+        wanted,
+        wanted.stride(0),
+        block_table,
+        block_table.stride(0),
+        block_table.stride(1),
+        block_table.shape[1],
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=main.head_dim,
+        CODE_DIM=main.code_dim,
+        QUANT_BLOCK=main.quant_block,
+        DATA_BYTES=main.data_bytes,
+        SCALE_BYTES=main.scale_bytes,
+        EMULATE=EMULATE,
+        WHOLE=gather_lens is None,
+        ROWS=DENSE_ROWS,
+        num_warps=DENSE_WARPS,
+    )
+    return out

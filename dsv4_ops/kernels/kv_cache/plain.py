@@ -1,0 +1,172 @@
+"""Kernels and launchers of unquantised rows: copies of words, bit for bit."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_ops.kernels.common.paging import locate_positions, place_slots
+from dsv4_ops.kernels.launcher import Launch
+
+ROWS = 4
+"""Rows per program."""
+
+WIDTH = 512
+"""Values of a row per program."""
+
+WARPS = 4
+
+
+@triton.constexpr_function
+def word_pointer(size):
+    """Pointer to the integers of ``size`` bytes, 2 or 4."""
+    return tl.pointer_type(tl.int16 if size == 2 else tl.int32)
+
+
+@triton.jit
+def insert_rows_kernel(
+    k,
+    row_stride,
+    dim_stride,
+    k_cache,
+    page_stride,
+    cache_row_stride,
+    slot_mapping,
+    slot_stride,
+    num_tokens,
+    num_blocks,
+    block_size,
+    width,
+    WORD_BYTES: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    dim = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH))[None, :]
+    source = k.to(word_pointer(WORD_BYTES), bitcast=True)
+    source += token.to(tl.int64)[:, None] * row_stride + dim.to(tl.int64) * dim_stride
+    given = token < num_tokens
+    words = tl.load(source, mask=given[:, None] & (dim < width), other=0)
+    slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=given, other=-1)
+    page, row, exists = place_slots(slot, num_blocks, block_size)
+    target = k_cache.to(word_pointer(WORD_BYTES), bitcast=True)
+    target += (page * page_stride + row * cache_row_stride)[:, None] + dim
+    tl.store(target, words, mask=exists[:, None] & (dim < width))
+
+
+@triton.jit
+def gather_rows_kernel(
+    out,
+    num_rows,
+    offset,
+    k_cache,
+    page_stride,
+    cache_row_stride,
+    num_blocks,
+    seq_lens,
+    seq_stride,
+    gather_lens,
+    gather_stride,
+    block_table,
+    table_stride,
+    column_stride,
+    max_blocks,
+    block_size,
+    width,
+    WORD_BYTES: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Every row of a dense result, zeros included."""
+    request = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    dim = (tl.program_id(2) * WIDTH + tl.arange(0, WIDTH))[None, :]
+    index = rows - offset
+    count = tl.load(gather_lens + request * gather_stride).to(tl.int64)
+    length = tl.load(seq_lens + request * seq_stride).to(tl.int64)
+    page, row, exists = locate_positions(
+        block_table,
+        table_stride,
+        column_stride,
+        request,
+        length - count + index,
+        (index >= 0) & (index < count) & (rows < num_rows),
+        max_blocks,
+        num_blocks,
+        block_size,
+    )
+    source = k_cache.to(word_pointer(WORD_BYTES), bitcast=True)
+    source += (page * page_stride + row * cache_row_stride)[:, None] + dim
+    words = tl.load(source, mask=exists[:, None] & (dim < width), other=0)
+    target = out.to(word_pointer(WORD_BYTES), bitcast=True)
+    target += (request * num_rows + rows.to(tl.int64))[:, None] * width + dim
+    tl.store(target, words, mask=(rows < num_rows)[:, None] & (dim < width))
+
+
+def insert_k_cache(
+    launch: Launch, k: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    # sizes of a page and a row are configuration: as constants they tell Triton what is aligned
+    num_tokens, width = slot_mapping.shape[0], int(k_cache.shape[2])
+    if num_tokens == 0 or k_cache.numel() == 0:
+        return
+    grid = ((num_tokens + ROWS - 1) // ROWS, (width + WIDTH - 1) // WIDTH)
+    launch(insert_rows_kernel)[grid](
+        k,
+        k.stride(0),
+        k.stride(1),
+        k_cache,
+        k_cache.stride(0),
+        k_cache.stride(1),
+        slot_mapping,
+        slot_mapping.stride(0),
+        num_tokens,
+        k_cache.shape[0],
+        int(k_cache.shape[1]),
+        width,
+        WORD_BYTES=k.element_size(),
+        ROWS=ROWS,
+        WIDTH=WIDTH,
+        num_warps=WARPS,
+    )
+
+
+def gather(
+    launch: Launch,
+    k_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    gather_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    num_rows: int,
+    offset: int,
+) -> torch.Tensor:
+    """``gather_k_cache`` of a plain cache."""
+    num_reqs, width = seq_lens.shape[0], int(k_cache.shape[2])
+    out = k_cache.new_empty((num_reqs, num_rows, width))
+    if num_reqs == 0 or num_rows == 0 or width == 0:
+        return out
+    grid = ((num_rows + ROWS - 1) // ROWS, num_reqs, (width + WIDTH - 1) // WIDTH)
+    launch(gather_rows_kernel)[grid](
+        out,
+        num_rows,
+        offset,
+        k_cache,
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.shape[0],
+        seq_lens,
+        seq_lens.stride(0),
+        gather_lens,
+        gather_lens.stride(0),
+        block_table,
+        block_table.stride(0),
+        block_table.stride(1),
+        block_table.shape[1],
+        int(k_cache.shape[1]),
+        width,
+        WORD_BYTES=k_cache.element_size(),
+        ROWS=ROWS,
+        WIDTH=WIDTH,
+        num_warps=WARPS,
+    )
+    return out

@@ -1,0 +1,146 @@
+"""The quantising insert of both FP8 layouts: one kernel, rows of whole blocks."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import QuantizedLayout
+from dsv4_ops.kernels.common.fp8 import quantize  # by name: Inductor copies kernels, not modules
+from dsv4_ops.kernels.common.paging import place_slots
+from dsv4_ops.kernels.launcher import EMULATE, Launch
+
+WARPS = 4
+
+
+@triton.jit
+def insert_codes(
+    source,
+    dim_stride,
+    given,
+    start,
+    row,
+    exists,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CODE_DIM: tl.constexpr,
+    QUANT_BLOCK: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    FLOAT_SCALES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """Codes and scales of the bf16 rows at ``source`` that are ``given``, into ``row`` of the pages
+    at ``start``, as far as they exist."""
+    group = tl.arange(0, HEAD_DIM // QUANT_BLOCK)[None, :]
+    coded = group < CODE_DIM // QUANT_BLOCK
+    dim = group[:, :, None] * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, None, :]
+    values = tl.load(
+        source[:, None, None] + dim.to(tl.int64) * dim_stride,
+        mask=given[:, None, None] & coded[:, :, None],
+        other=0.0,
+    )
+    codes, scale = quantize(values.to(tl.float32), EMULATE)
+    data = start + row * DATA_BYTES
+    there = exists[:, None, None] & coded[:, :, None]
+    tl.store(data[:, None, None] + dim, codes, mask=there)
+    scales = (start + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES)[:, None]
+    if FLOAT_SCALES:
+        floats = scales.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.store(floats + group, scale << 23, mask=exists[:, None])
+    else:
+        padded = tl.where(coded, scale, 0).to(tl.uint8)
+        tl.store(scales + group, padded, mask=exists[:, None] & (group < SCALE_BYTES))
+
+
+@triton.jit
+def quantize_and_insert_kernel(
+    k,
+    row_stride,
+    dim_stride,
+    k_cache,
+    page_stride,
+    slot_mapping,
+    slot_stride,
+    num_tokens,
+    num_blocks,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CODE_DIM: tl.constexpr,
+    QUANT_BLOCK: tl.constexpr,
+    DATA_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    FLOAT_SCALES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    given = token < num_tokens
+    slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=given, other=-1)
+    page, row, exists = place_slots(slot, num_blocks, BLOCK_SIZE)
+    source = k + token.to(tl.int64) * row_stride
+    start = k_cache + page * page_stride
+    if CODE_DIM < HEAD_DIM:
+        # RoPE, apart: its words keep the layout that they are loaded in; first: not behind stores
+        lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
+        words = source.to(tl.pointer_type(tl.int16), bitcast=True)
+        rope = words[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
+        rope_words = tl.load(rope, mask=given[:, None], other=0)
+    insert_codes(
+        source,
+        dim_stride,
+        given,
+        start,
+        row,
+        exists,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        CODE_DIM,
+        QUANT_BLOCK,
+        DATA_BYTES,
+        SCALE_BYTES,
+        FLOAT_SCALES,
+        EMULATE,
+    )
+    if CODE_DIM < HEAD_DIM:
+        target = (start + row * DATA_BYTES + CODE_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
+        tl.store(target[:, None] + lane, rope_words, mask=exists[:, None])
+
+
+def insert(
+    launch: Launch,
+    checks: Checks,
+    k: torch.Tensor,
+    k_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: QuantizedLayout,
+    *,
+    tokens: int,
+    float_scales: bool,
+) -> None:
+    """Launch the quantising insert for any quantised layout, ``tokens`` tokens per program."""
+    checks.page_start("k_cache", k_cache, layout)
+    num_tokens = slot_mapping.shape[0]
+    if num_tokens == 0 or k_cache.shape[0] == 0:
+        return
+    launch(quantize_and_insert_kernel)[(num_tokens + tokens - 1) // tokens,](
+        k,
+        k.stride(0),
+        k.stride(1),
+        k_cache,
+        k_cache.stride(0),
+        slot_mapping,
+        slot_mapping.stride(0),
+        num_tokens,
+        k_cache.shape[0],
+        BLOCK_SIZE=layout.block_size,
+        HEAD_DIM=layout.head_dim,
+        CODE_DIM=layout.code_dim,
+        QUANT_BLOCK=layout.quant_block,
+        DATA_BYTES=layout.data_bytes,
+        SCALE_BYTES=layout.scale_bytes,
+        FLOAT_SCALES=float_scales,
+        TOKENS=tokens,
+        EMULATE=EMULATE,
+        num_warps=WARPS,
+    )

@@ -1,0 +1,296 @@
+"""The rows and lists that a prefill over bf16 rows is given of paged FP8 caches, Hopper's or
+FlashMLA's: two small kernels around our gathers."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.kernels.common.paging import MAX_POSITIONS, find_real, locate_positions
+from dsv4_ops.kernels.kv_cache.launch import gather_wanted
+from dsv4_ops.kernels.launcher import Launch, Where
+from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source, Spans
+
+TOKENS, SPAN_WARPS = 1024, 8
+"""Tokens that a program looks at together for those of its request."""
+
+COLUMNS, WARPS = 1024, 4
+"""Entries of a token's list that are made together: all of 128 + 512 keys, and no fewer than
+heads."""
+
+_LARGEST_SINK = tl.constexpr(1e30)
+"""Instead of inf, as in ``foreign_lists``."""
+
+
+@triton.jit
+def find_spans_kernel(
+    positions,
+    position_stride,
+    req_indices,
+    request_stride,
+    num_tokens,
+    swa_rows,
+    extra_rows,
+    ends,
+    counts,
+    compressed,
+    WINDOW_SIZE: tl.constexpr,
+    COMPRESS_RATIO: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Rows of a request that some token may see, by the positions of all its tokens."""
+    request = tl.program_id(0)
+    length = tl.zeros((TOKENS,), tl.int64)
+    first = tl.full((TOKENS,), MAX_POSITIONS, tl.int64)
+    begin = 0
+    while begin < num_tokens:
+        token = begin + tl.arange(0, TOKENS)
+        known, token = token < num_tokens, token.to(tl.int64)
+        position = tl.load(positions + token * position_stride, mask=known, other=-1)
+        owner = tl.load(req_indices + token * request_stride, mask=known, other=-1)
+        mine = (owner == request) & (position >= 0) & (position < MAX_POSITIONS)
+        length = tl.maximum(length, tl.where(mine, position + 1, 0))
+        start = tl.maximum(position - (WINDOW_SIZE - 1), 0)
+        first = tl.minimum(first, tl.where(mine, start, MAX_POSITIONS))
+        begin += TOKENS
+    longest = tl.max(length, 0)
+    end = tl.minimum(longest, swa_rows)
+    count = tl.maximum(end - tl.min(first, 0), 0)
+    rows = tl.minimum(longest // COMPRESS_RATIO, extra_rows)
+    tl.store(ends + request, end.to(tl.int32))
+    tl.store(counts + request, count.to(tl.int32))
+    tl.store(compressed + request, rows.to(tl.int32))
+
+
+@triton.jit
+def list_rows_kernel(
+    positions,
+    position_stride,
+    req_indices,
+    request_stride,
+    num_reqs,
+    ends,
+    counts,
+    swa_table,
+    swa_table_stride,
+    swa_column_stride,
+    swa_max_blocks,
+    swa_blocks,
+    swa_rows,
+    swa_width,
+    extra_table,
+    extra_table_stride,
+    extra_column_stride,
+    extra_max_blocks,
+    extra_blocks,
+    extra_rows,
+    extra_width,
+    chosen,
+    chosen_stride,
+    chosen_column_stride,
+    out,
+    padded,
+    lens_out,
+    sink,
+    sink_out,
+    num_heads,
+    WINDOW_SIZE: tl.constexpr,
+    COMPRESS_RATIO: tl.constexpr,
+    SWA_BLOCK_SIZE: tl.constexpr,
+    EXTRA_BLOCK_SIZE: tl.constexpr,
+    HAS_EXTRA: tl.constexpr,
+    HAS_TOPK: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Rows of the workspace that a token sees, -1 for those that do not exist, and the places up to
+    the last of them. Of all rows of a table nothing is written where none is finished, but to the
+    end of ``COLUMNS``: nobody reads behind the last, and a table is for the longest request."""
+    token = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, COLUMNS)
+    position = tl.load(positions + token * position_stride)
+    request = tl.load(req_indices + token * request_stride)
+    real = find_real(position, request, num_reqs)
+    request = tl.where(real, request, 0).to(tl.int64)
+    position = tl.where(real, position, 0)
+    start = tl.load(ends + request, mask=real, other=0)
+    start = start - tl.load(counts + request, mask=real, other=0)
+    first_row = request * (extra_rows + swa_rows)
+    first_place = tl.minimum(position, swa_rows - 1) - (swa_width - 1)
+    visible = (position + 1) // COMPRESS_RATIO
+    last = padded
+    if HAS_EXTRA and not HAS_TOPK:
+        last = tl.minimum(padded, swa_width + visible)
+    begin, length = 0, 0
+    while begin < last:
+        column = begin + lane
+        place = first_place + column
+        seen = real & (column < swa_width) & (place >= 0) & (place > position - WINDOW_SIZE)
+        _, _, exists = locate_positions(
+            swa_table,
+            swa_table_stride,
+            swa_column_stride,
+            request,
+            place,
+            seen,
+            swa_max_blocks,
+            swa_blocks,
+            SWA_BLOCK_SIZE,
+        )
+        row = tl.where(exists, first_row + extra_rows + place - start, -1)
+        if HAS_EXTRA:
+            entry = (column - swa_width).to(tl.int64)
+            seen = real & (entry >= 0) & (entry < extra_width)
+            if HAS_TOPK:
+                at = chosen + token * chosen_stride + entry * chosen_column_stride
+                entry = tl.load(at, mask=seen, other=-1).to(tl.int64)
+            seen = seen & (entry >= 0) & (entry < visible)
+            _, _, exists = locate_positions(
+                extra_table,
+                extra_table_stride,
+                extra_column_stride,
+                request,
+                entry,
+                seen,
+                extra_max_blocks,
+                extra_blocks,
+                EXTRA_BLOCK_SIZE,
+            )
+            row = tl.where(exists, first_row + entry, row)
+        tl.store(out + token * padded + column, row.to(tl.int32), mask=column < padded)
+        length = tl.maximum(length, tl.max(tl.where(row >= 0, column + 1, 0), 0))
+        begin += COLUMNS
+    tl.store(lens_out + token, length)
+    if HAS_SINK:
+        if token == 0:
+            given = lane < num_heads
+            value = tl.load(sink + lane, mask=given, other=0.0)
+            value = tl.where(value > _LARGEST_SINK, _LARGEST_SINK, value)
+            tl.store(sink_out + lane, value, mask=given)
+
+
+def gather_rows(
+    launch: Launch, call: Prefill, sink: torch.Tensor | None, multiple: int, wanted: int = 1
+) -> Rows:
+    """``prepare_prefill.gather_rows`` by two kernels and a gather of each cache; rows of the
+    workspace that nobody sees stay as they are. ``wanted`` is 0 where it is not: then nothing is
+    launched, and there is no memory for rows and lists."""
+    if not (isinstance(wanted, int) and wanted == 1):
+        launch = Where(launch, wanted)
+    spans = find_spans(launch, call)
+    swa, extra = call.swa, call.extra
+    num_reqs, held = swa.block_table.shape[0], call.extra_rows + swa.rows
+    kv = swa.cache.new_empty((num_reqs * held * wanted, MainLayout.head_dim), dtype=torch.bfloat16)
+    if extra is not None:
+        _gather(launch, kv, held, extra, spans.compressed, None, 0)
+    _gather(launch, kv, held, swa, spans.ends, spans.counts, call.extra_rows)
+    return Rows(kv, *list_rows(launch, call, spans, sink, multiple, wanted))
+
+
+def _gather(
+    launch: Launch,
+    kv: torch.Tensor,
+    held: int,
+    source: Source,
+    ends: torch.Tensor,
+    counts: torch.Tensor | None,
+    offset: int,
+) -> None:
+    """The rows of a cache to those of ``held`` of every request that start at ``offset``."""
+    num_reqs, columns = source.block_table.shape
+    if num_reqs == 0 or columns == 0:
+        return
+    width = MainLayout.head_dim
+    gather_wanted(
+        launch,
+        kv,
+        (held * width, width, 1),
+        offset + source.rows,
+        source.cache,
+        ends,
+        counts,
+        source.block_table,
+        num_reqs=num_reqs,
+        block_size=source.block_size,
+        offset=offset,
+    )
+
+
+def find_spans(launch: Launch, call: Prefill) -> Spans:
+    """``prepare_prefill.find_spans`` as one kernel."""
+    num_reqs = call.swa.block_table.shape[0]
+    spans = Spans(*(call.req_indices.new_empty(num_reqs) for _ in range(3)))
+    if num_reqs == 0:
+        return spans
+    launch(find_spans_kernel)[(num_reqs,)](
+        call.positions,
+        call.positions.stride(0),
+        call.req_indices,
+        call.req_indices.stride(0),
+        call.positions.shape[0],
+        call.swa.rows,
+        call.extra_rows,
+        *spans,
+        WINDOW_SIZE=call.window_size,
+        COMPRESS_RATIO=call.compress_ratio,
+        TOKENS=TOKENS,
+        num_warps=SPAN_WARPS,
+    )
+    return spans
+
+
+def list_rows(
+    launch: Launch,
+    call: Prefill,
+    spans: Spans,
+    sink: torch.Tensor | None,
+    multiple: int,
+    wanted: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """``prepare_prefill.list_rows``, and the sink, as one kernel."""
+    num_tokens, padded = call.positions.shape[0], call.padded(multiple)
+    slots = call.req_indices.new_empty((num_tokens * wanted, padded))
+    lens = call.req_indices.new_empty(num_tokens)
+    finite = None if sink is None else torch.empty_like(sink, memory_format=torch.contiguous_format)
+    swa, (swa_width, extra_width) = call.swa, call.widths
+    extra = swa if call.extra is None else call.extra
+    chosen = extra.block_table if call.topk_indices is None else call.topk_indices
+    launch(list_rows_kernel)[(num_tokens,)](
+        call.positions,
+        call.positions.stride(0),
+        call.req_indices,
+        call.req_indices.stride(0),
+        swa.block_table.shape[0],
+        spans.ends,
+        spans.counts,
+        *_table(swa),
+        swa.rows,
+        swa_width,
+        *_table(extra),
+        call.extra_rows,
+        extra_width,
+        chosen,
+        *chosen.stride(),
+        slots,
+        padded,
+        lens,
+        spans.ends if sink is None else sink.contiguous(),
+        lens if finite is None else finite,
+        0 if sink is None else sink.shape[0],
+        WINDOW_SIZE=call.window_size,
+        COMPRESS_RATIO=call.compress_ratio,
+        SWA_BLOCK_SIZE=swa.block_size,
+        EXTRA_BLOCK_SIZE=extra.block_size,
+        HAS_EXTRA=call.extra is not None,
+        HAS_TOPK=call.topk_indices is not None,
+        HAS_SINK=sink is not None,
+        COLUMNS=COLUMNS,
+        num_warps=WARPS,
+    )
+    return slots, lens, finite
+
+
+def _table(source: Source) -> tuple[torch.Tensor | int, ...]:
+    """A block table as the kernel takes it, and the pages of the cache."""
+    table = source.block_table
+    return (table, *table.stride(), table.shape[1], source.cache.shape[0])

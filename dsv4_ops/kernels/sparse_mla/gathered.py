@@ -1,0 +1,130 @@
+"""The launch of Hopper's kernel that attends to listed bf16 rows: of a tensor, or of a copy that is
+made of paged FP8 caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import CACHE_ALIGNMENT
+from dsv4_ops.core.tiles import PROGRAMS, head_tiles
+from dsv4_ops.kernels import opaque_op
+from dsv4_ops.kernels.aot.launch_op import packaged
+from dsv4_ops.kernels.launcher import Launch, at_once, traced
+from dsv4_ops.kernels.sparse_mla.hopper import support
+
+Results = tuple[Tensor, Tensor, Tensor]
+"""``out``, ``max_logits`` and ``lse``."""
+
+_STEP = 16
+"""Strides that Triton knows to be multiples of 16 bytes are multiples of as many values."""
+
+_SCHEMA = (
+    "(Tensor q, Tensor kv, Tensor indices, Tensor lens, Tensor? attn_sink, float softmax_scale) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+
+
+def gathered_keys(
+    launch: Launch,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    attn_sink: Tensor | None,
+    softmax_scale: float,
+) -> Results:
+    """Attend to listed rows of ``kv``; where a graph is traced, by an op that knows its sizes."""
+    arguments = (q, kv, indices, lens, attn_sink, softmax_scale)
+    if launch is traced:
+        results: Results = hopper_gathered_keys(*arguments)
+        return results
+    return launch_gathered_keys(launch, *arguments)
+
+
+def _results(q: Tensor) -> Results:
+    per_head = (q.shape[0], int(q.shape[1]))
+    logs = (q.new_empty(per_head, dtype=torch.float32) for _ in range(2))
+    return q.new_empty(q.shape), *logs
+
+
+def _steps(values: Tensor) -> list[int]:
+    """Strides of all dimensions but the last; 0 of those that have one place."""
+    sizes = zip(values.shape[:-1], values.stride()[:-1], strict=True)
+    return [0 if isinstance(size, int) and size <= 1 else step for size, step in sizes]
+
+
+def copied(launch: Launch, values: Tensor) -> Tensor:
+    """``values`` as copies of 16 bytes can read them."""
+    if values.stride(-1) != 1 or any(step % _STEP for step in _steps(values)):
+        values = values.contiguous()
+    return values if _starts_well(launch, values) else values.clone()
+
+
+def _starts_well(launch: Launch, values: Tensor) -> bool:
+    """Whether the address is as it has to be; in a package ``lowering/gluon.py`` sees to that."""
+    is_packaged = getattr(launch, "base", launch) is packaged
+    return is_packaged or values.data_ptr() % CACHE_ALIGNMENT == 0
+
+
+def _programs(launch: Launch, device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return getattr(launch, "programs", PROGRAMS)
+
+
+def launch_gathered_keys(
+    launch: Launch,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lens: Tensor,
+    attn_sink: Tensor | None,
+    softmax_scale: float,
+    results: Results | None = None,
+) -> Results:
+    """By a program per SM at most."""
+    num_tokens, num_heads = q.shape[0], int(q.shape[1])
+    out, max_logits, lse = results = _results(q) if results is None else results
+    items = num_tokens * head_tiles(num_heads)
+    if items == 0:
+        return results
+    kernels = support.kernels()
+    assert kernels is not None  # ``hopper.runs`` has asked
+    q, kv = copied(launch, q), copied(launch, kv)
+    launch(kernels.gathered)[(torch.sym_min(items, _programs(launch, q.device)),)](
+        q,
+        *_steps(q),
+        out,
+        lse,
+        max_logits,
+        lse if attn_sink is None else attn_sink.contiguous(),
+        kv,
+        *_steps(kv),
+        kv.shape[0],
+        indices,
+        *indices.stride(),
+        lens,
+        lens.stride(0),
+        indices.shape[1],
+        num_tokens,
+        num_heads,
+        SOFTMAX_SCALE=float(softmax_scale),
+        HAS_SINK=attn_sink is not None,
+        num_warps=support.WARPS,
+    )
+    return results
+
+
+def _call(*args: Any) -> Results:
+    with torch.cuda.device_of(args[0]):
+        return launch_gathered_keys(at_once, *args)
+
+
+def _fake(*args: Any) -> Results:
+    return _results(args[0])
+
+
+hopper_gathered_keys = opaque_op.define("_hopper_gathered_keys", _SCHEMA, _call, _fake)

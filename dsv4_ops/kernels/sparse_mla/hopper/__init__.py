@@ -1,0 +1,1 @@
+"""The kernels in Gluon, for Hopper."""

@@ -1,0 +1,61 @@
+"""Sparse MLA by kernels in Gluon, on Hopper: where they run, and how a graph calls them.
+
+Their loads, their dequantisation and their matrix products have warps of their own, which plain
+Triton does not express. Inductor knows no Gluon kernel: compiled code calls an op that launches
+it, and an AOTInductor package holds its binary (``packaged.py``), so that it needs nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.kernels.launcher import EMULATE, Launch
+
+CAPABILITY = (9, 0)
+"""Compute capability of the matrix unit that the kernels are made for."""
+
+WARPS = 4
+"""Warps of the first of their three partitions."""
+
+
+def runs(launch: Launch, q: Tensor, coded: bool) -> bool:
+    """Whether such a call has a Gluon kernel: over FP8 caches or listed rows, on Hopper, and not
+    where a trace can hold nothing but kernels in Triton."""
+    if EMULATE or not coded or launch is torch.library.wrap_triton:
+        return False
+    return _hopper(launch, q.device) and kernels() is not None
+
+
+def _hopper(launch: Launch, device: torch.device) -> bool:
+    if device.type == "cuda":
+        nvidia = torch.version.hip is None  # AMD's GPUs have such numbers too
+        return nvidia and torch.cuda.get_device_capability(device) == CAPABILITY
+    return getattr(launch, "capability", None) == CAPABILITY  # a report of what would be launched
+
+
+class Kernels(NamedTuple):
+    """The kernels of decode, of prefill from FP8 pages, and over listed bf16 rows."""
+
+    split: Any
+    prefill: Any
+    gathered: Any
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """None with a triton that has no such Gluon."""
+    try:
+        return Kernels(*map(_kernel, Kernels._fields))
+    except (ImportError, AttributeError, TypeError):
+        return None
+
+
+def _kernel(name: str) -> Any:
+    phase = "decode" if name == "split" else name
+    module = importlib.import_module(f"dsv4_ops.kernels.sparse_mla.hopper.{phase}_kernel")
+    return getattr(module, f"hopper_{name}_keys_kernel")

@@ -1,0 +1,249 @@
+"""Attention of one token over blocks of keys, for a tile of heads; keys are values.
+
+A row of 512 values is four tiles, because Triton wants powers of two: codes 0..255, 256..383 and
+384..447, and the RoPE values. Each is dequantised to bf16 once and serves both matrix products.
+"""
+
+import triton
+import triton.language as tl
+
+from dsv4_ops.kernels.common.fp8 import (
+    round_to_bf16,  # by name: Inductor copies kernels, not modules
+)
+
+LINES = tl.constexpr(8)
+"""Cache lines of a row that are asked for, at most."""
+
+
+@triton.jit
+def multiply_add(left, right, sums, EMULATE: tl.constexpr):
+    """``sums`` and a bf16 matrix product, in float32; Triton's interpreter has no bf16 product."""
+    if EMULATE:
+        return sums + tl.dot(left.to(tl.float32), right.to(tl.float32))
+    return tl.dot(left, right, sums)
+
+
+@triton.jit
+def _load_codes(
+    data,
+    scales,
+    exists,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUANT_BLOCK: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """bf16 [keys, WIDTH] dequantised values from dimension FIRST on; zeros for keys that do not
+    exist."""
+    GROUPS: tl.constexpr = WIDTH // QUANT_BLOCK
+    dim = FIRST + tl.arange(0, WIDTH)[None, :]
+    codes = tl.load(data[:, None] + dim, mask=exists[:, None], other=0)
+    group = FIRST // QUANT_BLOCK + tl.arange(0, GROUPS)[None, :]
+    scale = tl.load(scales[:, None] + group, mask=exists[:, None], other=0)
+    codes = tl.reshape(codes, (codes.shape[0], GROUPS, QUANT_BLOCK))
+    values = codes.to(tl.float8e4nv, bitcast=True)
+    # a power of two: its product with an e4m3 value is exact in bf16
+    if EMULATE:  # Triton's interpreter reads the NaN codes as 480, and has no bf16 arithmetic
+        numbers = tl.where((codes & 0x7F) == 0x7F, float("nan"), values.to(tl.float32))
+        factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        scaled = (numbers * factor[:, :, None]).to(tl.bfloat16)
+    else:
+        factor = (scale.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
+        # by way of float32: the direct conversion from float16 takes a slow unit, value by value
+        numbers = values.to(tl.float16).to(tl.float32).to(tl.bfloat16)
+        scaled = numbers * factor[:, :, None]
+    return tl.reshape(scaled, (codes.shape[0], WIDTH))
+
+
+@triton.jit
+def _load_values(row, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """bf16 [keys, WIDTH] stored values from dimension FIRST on; zeros where there is no key."""
+    dim = FIRST + tl.arange(0, WIDTH)[None, :]
+    return tl.load(row[:, None] + dim, mask=exists[:, None], other=0.0)
+
+
+@triton.jit
+def load_keys(
+    cache,
+    page_stride,
+    page,
+    row,
+    exists,
+    block_size,
+    ROW: tl.constexpr,
+    CODE_DIM: tl.constexpr,
+    QUANT_BLOCK: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """The four tiles of int64 rows of int64 pages. ``ROW`` is the step from row to row of a page;
+    without scales the cache is plain."""
+    start = cache + page * page_stride
+    data = start + row * ROW
+    if SCALE_BYTES > 0:
+        scales = start + block_size * ROW + row * SCALE_BYTES
+        k0 = _load_codes(data, scales, exists, 0, 256, QUANT_BLOCK, EMULATE)
+        k1 = _load_codes(data, scales, exists, 256, 128, QUANT_BLOCK, EMULATE)
+        k2 = _load_codes(data, scales, exists, 384, 64, QUANT_BLOCK, EMULATE)
+        rope = (data + CODE_DIM).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        k3 = _load_values(rope, exists, 0, 64)
+    else:
+        k0 = _load_values(data, exists, 0, 256)
+        k1 = _load_values(data, exists, 256, 128)
+        k2 = _load_values(data, exists, 384, 64)
+        k3 = _load_values(data, exists, 448, 64)
+    return k0, k1, k2, k3
+
+
+@triton.jit
+def softmax_step(logits, largest, total):
+    """Weights of the logits [heads, keys], in powers of two, against the largest so far; the factor
+    of what was summed before, and the new maximum and total."""
+    highest = tl.maximum(largest, tl.max(logits, axis=1))
+    origin = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(logits - origin[:, None])
+    factor = tl.exp2(largest - origin)
+    return weights, factor, highest, total * factor + tl.sum(weights, axis=1)
+
+
+@triton.jit
+def apart(values, EMULATE: tl.constexpr):
+    """``values``, out of the sight of Triton, which makes one sum of a product and what is added to
+    it."""
+    if EMULATE:
+        return values
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [values], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def again(values, EMULATE: tl.constexpr):
+    """The int32 ``values``, as if unknown: what is computed from them is computed here, and not
+    held in registers since it was computed before."""
+    if EMULATE:
+        return values
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [values], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def prefetch(pointers, wanted, EMULATE: tl.constexpr):
+    """Have the cache lines of the wanted pointers brought to L2. Zeros, which must reach a store:
+    torch analyses no kernel with assembly that is more than a function of its operands, and Triton
+    drops the function whose value nobody needs."""
+    flags = wanted.to(tl.int32)
+    if EMULATE:
+        return flags * 0
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [pointers, flags],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def prefetch_keys(
+    cache,
+    page_stride,
+    page,
+    row,
+    exists,
+    block_size,
+    ROW: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """What ``load_keys`` of these rows will read: the zeros of ``prefetch``. Rows begin anywhere in
+    a line, so the last bytes of one may be in a line that is not asked for."""
+    LINE: tl.constexpr = 128
+    start = cache + page * page_stride
+    data = (start + row * ROW).to(tl.pointer_type(tl.uint8), bitcast=True)
+    line = tl.arange(0, LINES)[None, :]
+    USED: tl.constexpr = (ROW_BYTES + LINE - 1) // LINE
+    target = data[:, None] + line * LINE
+    asked = line < USED
+    if SCALE_BYTES > 0:
+        scales = start + block_size * ROW + row * SCALE_BYTES
+        target = tl.where(line == USED, scales[:, None], target)
+        asked = line <= USED
+    return prefetch(target, exists[:, None] & asked, EMULATE)
+
+
+@triton.jit
+def attend(
+    q0,
+    q1,
+    q2,
+    q3,
+    out0,
+    out1,
+    out2,
+    out3,
+    largest,
+    total,
+    k0,
+    k1,
+    k2,
+    k3,
+    exists,
+    scale,
+    always,
+    EMULATE: tl.constexpr,
+):
+    """The running sums after one block of keys; ``scale`` includes log2(e), and
+    ``always`` is true, which Triton must not see.
+
+    Triton gives all warps to the rows of a product that leads to another product, and with 64 rows
+    both warp groups would compute the same. It does not look behind the end of a branch, nor,
+    through ``apart``, for the sum of the four.
+    """
+    logits = tl.zeros((q0.shape[0], exists.shape[0]), dtype=tl.float32)
+    if always:
+        part0 = apart(multiply_add(q0, tl.trans(k0), logits, EMULATE), EMULATE)
+        part1 = apart(multiply_add(q1, tl.trans(k1), logits, EMULATE), EMULATE)
+        part2 = apart(multiply_add(q2, tl.trans(k2), logits, EMULATE), EMULATE)
+        part3 = apart(multiply_add(q3, tl.trans(k3), logits, EMULATE), EMULATE)
+        logits = (part0 + part1) + (part2 + part3)
+    logits = tl.where(exists[None, :], logits * scale, float("-inf"))
+    weights, factor, largest, total = softmax_step(logits, largest, total)
+    rounded = round_to_bf16(weights, EMULATE)
+    out0 = multiply_add(rounded, k0, out0 * factor[:, None], EMULATE)
+    out1 = multiply_add(rounded, k1, out1 * factor[:, None], EMULATE)
+    out2 = multiply_add(rounded, k2, out2 * factor[:, None], EMULATE)
+    out3 = multiply_add(rounded, k3, out3 * factor[:, None], EMULATE)
+    return out0, out1, out2, out3, largest, total
+
+
+@triton.jit
+def log2_sum(largest, total):
+    """Binary logarithm of a sum of ``total`` weights against ``largest``; -inf of no weight."""
+    return tl.where(largest == float("-inf"), 0.0, largest) + tl.log2(total)
+
+
+@triton.jit
+def denominator(largest, total, sink):
+    """What the summed values are divided by; 1 where there was no key, whatever the sink."""
+    origin = tl.where(largest == float("-inf"), 0.0, largest)
+    return tl.where(total == 0.0, 1.0, total + tl.exp2(sink - origin))
+
+
+@triton.jit
+def load_heads(heads, there, dim_stride, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """Values of every head from dimension FIRST on; zeros for heads that are not there."""
+    dim = (FIRST + tl.arange(0, WIDTH))[None, :].to(tl.int64)
+    return tl.load(heads + dim * dim_stride, mask=there[:, None], other=0.0)
+
+
+@triton.jit
+def store_heads(target, there, values, FIRST: tl.constexpr, EMULATE: tl.constexpr):
+    """Write the float32 values of every head from dimension FIRST on."""
+    dim = FIRST + tl.arange(0, values.shape[1])[None, :]
+    if target.dtype.element_ty == tl.bfloat16:
+        values = round_to_bf16(values, EMULATE)
+    tl.store(target + dim, values, mask=there[:, None])

@@ -1,0 +1,581 @@
+"""Build index matrices: sliding windows, top-k slots and their combinations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import INTEGERS
+from dsv4_ops.core.layout import INDEX_ALIGNMENT
+from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.types import SwaIndices, TopkIndices
+from dsv4_ops.dispatch.define import define_op
+from dsv4_ops.meta import indices as meta
+from dsv4_ops.reference import indices as reference
+
+_swa_indices_and_lens = define_op(
+    OpSpec(
+        stem="indices",
+        schema="swa_indices_and_lens(Tensor positions, Tensor req_indices, Tensor "
+        "block_table, *, int block_size, "
+        "int window_size) -> (Tensor, Tensor)",
+        meta=meta.swa_indices_and_lens,
+        reference=reference.swa_indices_and_lens,
+        lowering={"cpu": "pointwise", "cuda": "pointwise"},
+        dynamic=("num_tokens", "num_reqs", "max_blocks"),
+        source="vLLM 0.33 _compute_swa_indices_and_lens_kernel; semantics re-derived",
+        gradient=INTEGERS,
+    )
+)
+
+
+def swa_indices_and_lens(
+    positions: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    window_size: int,
+) -> SwaIndices:
+    """Cache slots of the sliding window of every token, decode and prefill alike.
+
+    The window of a token at position p is max(p - window_size + 1, 0) .. p, oldest first.
+
+    Args:
+        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
+            padding.
+        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+            padding.
+        block_table: Page of every logical block of the window cache, [num_reqs, max_blocks], int32,
+            any strides.
+        block_size: Rows per page. At least 1.
+        window_size: Keys of a full window, the token itself included. At least 1.
+
+    Returns:
+        ``SwaIndices(indices, lens)``: int32 [num_tokens, window_size] slots, -1 past the window,
+        and int32 [num_tokens] window lengths. Padding tokens have a row of -1 and length 0. A key
+        whose page lies past the table, is negative, or has slots beyond int32 is -1 inside the
+        window.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, sizes out of range, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: pointwise lowering (one masked table read per entry); dynamic in all tensor sizes; CUDA
+        graphs and export: yes.
+
+    Source: vLLM 0.33 ``_compute_swa_indices_and_lens_kernel``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> block_table = torch.tensor([[7, 3], [2, 5]], dtype=torch.int32)
+        >>> positions, req_indices = torch.tensor([5, 1]), torch.tensor([0, 1], dtype=torch.int32)
+        >>> window = dsv4_ops.swa_indices_and_lens(
+        ...     positions, req_indices, block_table, block_size=4, window_size=4
+        ... )
+        >>> window.indices.tolist()
+        [[30, 31, 12, 13], [8, 9, -1, -1]]
+    """
+    checks = Checks("swa_indices_and_lens")
+    checks.tensor("positions", positions, torch.int64, "num_tokens")
+    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
+    checks.at_least(1, block_size=block_size, window_size=window_size)
+    return SwaIndices(
+        *_swa_indices_and_lens(
+            positions, req_indices, block_table, block_size=block_size, window_size=window_size
+        )
+    )
+
+
+_prefill_gather_lens = define_op(
+    OpSpec(
+        stem="indices",
+        schema="prefill_gather_lens(Tensor query_start_loc, Tensor seq_lens, *, int "
+        "window_size) -> Tensor",
+        meta=meta.prefill_gather_lens,
+        reference=reference.prefill_gather_lens,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_reqs",),
+        source="vLLM 0.33 _compute_prefill_metadata_kernel; semantics re-derived",
+        gradient=INTEGERS,
+    )
+)
+
+
+def prefill_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, *, window_size: int) -> Tensor:
+    """Trailing positions of every request whose window keys its query tokens need.
+
+    Args:
+        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
+            non-decreasing.
+        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
+            request.
+        window_size: Keys of a full window, the token itself included. At least 1.
+
+    Returns:
+        int32 [num_reqs]: query length + min(context length, window_size - 1), never more than the
+        request has.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, sizes out of range, or several devices.
+        TypeError: a dtype other than int32.
+
+    Compile: decomposes to one pointwise kernel; dynamic in num_reqs; CUDA graphs and export: yes.
+
+    Source: vLLM 0.33 ``_compute_prefill_metadata_kernel``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> query_start_loc = torch.tensor([0, 2, 4], dtype=torch.int32)
+        >>> seq_lens = torch.tensor([9, 3], dtype=torch.int32)
+        >>> dsv4_ops.prefill_gather_lens(query_start_loc, seq_lens, window_size=4).tolist()
+        [5, 3]
+    """
+    checks = Checks("prefill_gather_lens")
+    checks.tensor("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")
+    checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
+    checks.at_least(1, window_size=window_size)
+    result: Tensor = _prefill_gather_lens(query_start_loc, seq_lens, window_size=window_size)
+    return result
+
+
+_global_topk_indices_and_lens = define_op(
+    OpSpec(
+        stem="indices",
+        schema="global_topk_indices_and_lens(Tensor topk_indices, Tensor req_indices, Tensor "
+        "block_table, *, "
+        "int block_size) -> (Tensor, Tensor)",
+        meta=meta.global_topk_indices_and_lens,
+        reference=reference.global_topk_indices_and_lens,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_tokens", "num_reqs", "max_blocks", "topk"),
+        source="vLLM 0.33 compute_global_topk_indices_and_lens, with the bounds its newer "
+        "tests demand",
+        gradient=INTEGERS,
+    )
+)
+
+
+def global_topk_indices_and_lens(
+    topk_indices: Tensor, req_indices: Tensor, block_table: Tensor, *, block_size: int
+) -> TopkIndices:
+    """Translate each token's selected compressed rows from request-local numbers to cache slots.
+
+    Args:
+        topk_indices: Selected rows inside the request, [num_tokens, topk], int32; negative means
+            unused.
+        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+            padding.
+        block_table: Page of every logical block of the compressed cache, [num_reqs, max_blocks],
+            int32, any strides.
+        block_size: Compressed rows per page. At least 1.
+
+    Returns:
+        ``TopkIndices(indices, lens)``: int32 [num_tokens, topk] slots at unchanged places, -1 for
+        unused entries, rows past the table, negative pages and slots beyond int32; and int32
+        [num_tokens], one past the last valid entry.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, ``block_size`` below 1, or several devices.
+        TypeError: a dtype other than int32.
+
+    Compile: decomposes to one kernel (masked load and a row maximum); dynamic in all tensor sizes;
+        CUDA graphs and export: yes.
+
+    Source: vLLM 0.33 ``compute_global_topk_indices_and_lens``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> topk_indices = torch.tensor([[0, 64, -1, -1]], dtype=torch.int32)
+        >>> block_table = torch.tensor([[10, 11]], dtype=torch.int32)
+        >>> req_indices = torch.zeros(1, dtype=torch.int32)
+        >>> result = dsv4_ops.global_topk_indices_and_lens(
+        ...     topk_indices, req_indices, block_table, block_size=64
+        ... )
+        >>> result.indices.tolist(), result.lens.tolist()
+        ([[640, 704, -1, -1]], [2])
+    """
+    checks = Checks("global_topk_indices_and_lens")
+    checks.tensor("topk_indices", topk_indices, torch.int32, "num_tokens", "topk")
+    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
+    checks.at_least(1, block_size=block_size)
+    return TopkIndices(
+        *_global_topk_indices_and_lens(
+            topk_indices, req_indices, block_table, block_size=block_size
+        )
+    )
+
+
+_dense_compressed_indices = define_op(
+    OpSpec(
+        stem="indices",
+        schema="dense_compressed_indices(Tensor positions, Tensor req_indices, Tensor "
+        "block_table, *, int block_size, "
+        "int compress_ratio, int max_compressed) -> (Tensor, Tensor)",
+        meta=meta.dense_compressed_indices,
+        reference=reference.dense_compressed_indices,
+        lowering={"cpu": "pointwise", "cuda": "pointwise"},
+        dynamic=("num_tokens", "num_reqs", "max_blocks"),
+        source="vLLM 0.33 build_c128a_topk_metadata; semantics re-derived",
+        gradient=INTEGERS,
+    )
+)
+
+
+def dense_compressed_indices(
+    positions: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    compress_ratio: int,
+    max_compressed: int,
+) -> TopkIndices:
+    """Cache slots of all compressed rows that every token may see: what C128 layers attend to.
+
+    Args:
+        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
+            padding.
+        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+            padding.
+        block_table: Page of every logical block of the compressed cache, [num_reqs, max_blocks],
+            int32, any strides.
+        block_size: Compressed rows per page. At least 1.
+        compress_ratio: Positions per compressed row. At least 1.
+        max_compressed: Width of the result, from the configured longest request; it never depends
+            on the batch.
+
+    Returns:
+        ``TopkIndices(indices, lens)``: int32 [num_tokens, max_compressed] slots of rows 0, 1, ..,
+        -1 past the visible ones; and int32 [num_tokens], min((position + 1) // compress_ratio,
+        max_compressed). Padding tokens have a row of -1 and length 0. A row past the table, on a
+        negative page or with a slot beyond int32 is -1.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, sizes out of range, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: pointwise lowering (one masked table read per entry); dynamic in all tensor sizes; CUDA
+        graphs and export: yes.
+
+    Source: vLLM 0.33 ``build_c128a_topk_metadata``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> block_table = torch.tensor([[4, 9]], dtype=torch.int32)
+        >>> positions, req_indices = torch.tensor([383]), torch.zeros(1, dtype=torch.int32)
+        >>> dsv4_ops.dense_compressed_indices(
+        ...     positions,
+        ...     req_indices,
+        ...     block_table,
+        ...     block_size=2,
+        ...     compress_ratio=128,
+        ...     max_compressed=4,
+        ... ).indices.tolist()
+        [[8, 9, 18, -1]]
+    """
+    checks = Checks("dense_compressed_indices")
+    checks.tensor("positions", positions, torch.int64, "num_tokens")
+    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
+    checks.at_least(
+        1, block_size=block_size, compress_ratio=compress_ratio, max_compressed=max_compressed
+    )
+    return TopkIndices(
+        *_dense_compressed_indices(
+            positions,
+            req_indices,
+            block_table,
+            block_size=block_size,
+            compress_ratio=compress_ratio,
+            max_compressed=max_compressed,
+        )
+    )
+
+
+_combine_topk_swa_indices = define_op(
+    OpSpec(
+        stem="indices",
+        schema="combine_topk_swa_indices(Tensor topk_indices, Tensor positions, Tensor "
+        "req_indices, Tensor seq_lens, Tensor gather_lens, *, int window_size, int "
+        "compress_ratio, int topk, int workspace_rows, int swa_offset) -> (Tensor, Tensor)",
+        meta=meta.combine_topk_swa_indices,
+        reference=reference.combine_topk_swa_indices,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_tokens", "num_reqs"),
+        source="vLLM 0.33 combine_topk_swa_indices, with bounds and per-token requests",
+        gradient=INTEGERS,
+    )
+)
+
+
+def combine_topk_swa_indices(
+    topk_indices: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    seq_lens: Tensor,
+    gather_lens: Tensor,
+    *,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    workspace_rows: int,
+    swa_offset: int,
+) -> TopkIndices:
+    """Rows of a gathered workspace that every token attends to: its selected compressed rows, then
+    its window.
+
+    The workspace is [num_reqs, workspace_rows, 512] seen as one list of rows. Request b has its
+    compressed rows at b * workspace_rows and the window rows that
+    ``dequantize_and_gather_k_cache`` put there at b * workspace_rows + swa_offset.
+
+    Args:
+        topk_indices: Selected rows inside the request, [num_tokens, columns], int32, of which the
+            first ``topk`` columns count. Entries outside 0..swa_offset-1 are holes.
+        positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
+            padding.
+        req_indices: Request of every token, counted from the workspace's first, [num_tokens],
+            int32; outside 0..num_reqs-1 means padding.
+        seq_lens: Length of every request, [num_reqs], int32.
+        gather_lens: Window rows gathered of every request, the last ones, [num_reqs], int32.
+        window_size: Keys in a full window, the token's own included. At least 1.
+        compress_ratio: Positions per compressed row. At least 1.
+        topk: Selected rows per token at most; 0 for layers with only a window.
+        workspace_rows: Rows of the workspace per request. At least 1.
+        swa_offset: Row at which the window rows of a request start. At least 0.
+
+    Returns:
+        ``TopkIndices(indices, lens)``: int32 [num_tokens, topk + window_size rounded up to 128]
+        with -1 for holes and behind the end; and int32 [num_tokens], the columns that count:
+        min((position + 1) // compress_ratio, topk) + min(position + 1, window_size). A window row
+        that was not gathered or lies past the workspace, and an index beyond int32, is a hole.
+        Padding tokens have a row of -1 and length 0.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, fewer than ``topk`` columns, sizes out of range, or
+            several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: decomposes to one kernel; dynamic in num_tokens and num_reqs; CUDA graphs and export:
+        yes.
+
+    Source: vLLM 0.33 ``combine_topk_swa_indices``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> i32 = lambda values: torch.tensor(values, dtype=torch.int32)
+        >>> result = dsv4_ops.combine_topk_swa_indices(
+        ...     i32([[1, 0]]), torch.tensor([7]), i32([0]), i32([9]), i32([5]), window_size=4,
+        ...     compress_ratio=4, topk=2, workspace_rows=20, swa_offset=8,
+        ... )
+        >>> result.indices[0, :7].tolist(), result.lens.tolist(), result.indices.shape[1]
+        ([1, 0, 8, 9, 10, 11, -1], [6], 128)
+    """
+    checks = Checks("combine_topk_swa_indices")
+    checks.tensor("topk_indices", topk_indices, torch.int32, "num_tokens", "columns")
+    checks.tensor("positions", positions, torch.int64, "num_tokens")
+    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
+    checks.tensor("gather_lens", gather_lens, torch.int32, "num_reqs")
+    checks.at_least(
+        1, window_size=window_size, compress_ratio=compress_ratio, workspace_rows=workspace_rows
+    )
+    checks.at_least(0, topk=topk, swa_offset=swa_offset)
+    checks.columns("topk_indices", topk_indices, "topk", topk)
+    return TopkIndices(
+        *_combine_topk_swa_indices(
+            topk_indices,
+            positions,
+            req_indices,
+            seq_lens,
+            gather_lens,
+            window_size=window_size,
+            compress_ratio=compress_ratio,
+            topk=topk,
+            workspace_rows=workspace_rows,
+            swa_offset=swa_offset,
+        )
+    )
+
+
+_mixed_sparse_indices = define_op(
+    OpSpec(
+        stem="indices",
+        schema="mixed_sparse_indices(Tensor decode_swa_indices, Tensor? "
+        "decode_compressed_indices, Tensor? decode_compressed_lens, Tensor prefill_topk_indices, "
+        "Tensor positions, Tensor req_indices, Tensor swa_block_table, Tensor? "
+        "compressed_block_table, *, int swa_block_size, int compressed_block_size, int "
+        "window_size, int compress_ratio, int topk, bool decode_compressed_indices_are_local, "
+        "int? swa_block_span, int? compressed_block_span) -> (Tensor, Tensor)",
+        meta=meta.mixed_sparse_indices,
+        reference=reference.mixed_sparse_indices,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_decode_tokens", "num_prefill_tokens", "num_reqs", "max_blocks"),
+        source="vLLM 0.33 build_flashinfer_mixed_sparse_indices, with bounds and per-token "
+        "requests",
+        gradient=INTEGERS,
+    )
+)
+
+
+def mixed_sparse_indices(
+    decode_swa_indices: Tensor,
+    decode_compressed_indices: Tensor | None,
+    decode_compressed_lens: Tensor | None,
+    prefill_topk_indices: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    swa_block_table: Tensor,
+    compressed_block_table: Tensor | None,
+    *,
+    swa_block_size: int,
+    compressed_block_size: int,
+    window_size: int,
+    compress_ratio: int,
+    topk: int,
+    decode_compressed_indices_are_local: bool = False,
+    swa_block_span: int | None = None,
+    compressed_block_span: int | None = None,
+) -> TopkIndices:
+    """One index matrix for a batch of decode tokens followed by prefill tokens: FlashInfer's
+    layout.
+
+    Args:
+        decode_swa_indices: Window slots of the decode tokens, [num_decode_tokens, swa_width],
+            int32; swa_width is a multiple of 4 and at least ``window_size``. Negative: none.
+        decode_compressed_indices: Compressed rows of the decode tokens, [num_decode_tokens,
+            columns], int32: cache slots, or rows inside the request. None: no compressed rows.
+        decode_compressed_lens: Columns of them that count, [num_decode_tokens], int32. None: all of
+            them, or up to the last one that exists if they are rows inside the request.
+        prefill_topk_indices: Selected rows inside the request of the prefill tokens,
+            [num_prefill_tokens, columns], int32, of which the first ``topk`` columns count.
+        positions: Absolute position of every token, [num_tokens], int64, num_tokens =
+            num_decode_tokens + num_prefill_tokens; outside 0..2**31-2 means padding.
+        req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
+            padding.
+        swa_block_table: Page of every logical block of the window cache, [num_reqs, max_blocks],
+            int32, any strides.
+        compressed_block_table: The same of the compressed cache; None: one table for both.
+        swa_block_size: Rows per page of the window cache. At least 1.
+        compressed_block_size: Rows per page of the compressed cache. At least 1.
+        window_size: Keys in a full window. At least 1.
+        compress_ratio: Positions per compressed row. At least 1.
+        topk: Selected rows per prefill token at most. At least 0.
+        decode_compressed_indices_are_local: Whether they are rows inside the request.
+        swa_block_span: Rows from the start of one page of the window cache to the next, where pages
+            of several caches are packed together. None: ``swa_block_size``.
+        compressed_block_span: The same of the compressed cache.
+
+    Returns:
+        ``TopkIndices(indices, lens)``: int32 [num_tokens, swa_width + max(topk, columns) rounded up
+        to 4], window slots first, -1 for holes; and int32 [num_tokens], swa_width plus the
+        compressed columns that count. The window always counts swa_width columns, unlike in
+        ``combine_topk_swa_indices``. Slots past a table, on negative pages or beyond int32 are
+        holes. Padding tokens have a row of -1 and length 0.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, widths or sizes out of range, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: decomposes to masked loads, a row maximum and a concatenation; dynamic in the tokens,
+        num_reqs and table widths; CUDA graphs and export: yes.
+
+    Source: vLLM 0.33 ``build_flashinfer_mixed_sparse_indices``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> i32 = lambda values: torch.tensor(values, dtype=torch.int32)
+        >>> result = dsv4_ops.mixed_sparse_indices(
+        ...     i32([[130, 131, -1, -1]]), None, None, i32([[1, 0]]), torch.tensor([5, 7]),
+        ...     i32([0, 1]), i32([[7, 3], [2, 5]]), None, swa_block_size=64,
+        ...     compressed_block_size=64, window_size=4, compress_ratio=4, topk=2,
+        ...     swa_block_span=73,
+        ... )
+        >>> result.indices.tolist()
+        [[148, 149, -1, -1, -1, -1, -1, -1], [150, 151, 152, 153, 129, 128, -1, -1]]
+        >>> result.lens.tolist()
+        [4, 6]
+    """
+    checks = Checks("mixed_sparse_indices")
+    int32 = torch.int32
+    checks.tensor("decode_swa_indices", decode_swa_indices, int32, "num_decode_tokens", "swa_width")
+    if decode_compressed_indices is not None:
+        checks.tensor(
+            "decode_compressed_indices",
+            decode_compressed_indices,
+            int32,
+            "num_decode_tokens",
+            "compressed_width",
+        )
+    if decode_compressed_lens is not None:
+        checks.comes_with(
+            "decode_compressed_lens", "decode_compressed_indices", decode_compressed_indices
+        )
+        checks.tensor("decode_compressed_lens", decode_compressed_lens, int32, "num_decode_tokens")
+    checks.tensor(
+        "prefill_topk_indices", prefill_topk_indices, int32, "num_prefill_tokens", "columns"
+    )
+    checks.sizes["num_tokens"] = decode_swa_indices.shape[0] + prefill_topk_indices.shape[0]
+    checks.owners["num_tokens"] = "decode_swa_indices and prefill_topk_indices"
+    checks.tensor("positions", positions, torch.int64, "num_tokens")
+    checks.tensor("req_indices", req_indices, int32, "num_tokens")
+    checks.tensor("swa_block_table", swa_block_table, int32, "num_reqs", "max_blocks")
+    if compressed_block_table is not None:
+        checks.tensor(
+            "compressed_block_table",
+            compressed_block_table,
+            int32,
+            "num_reqs",
+            "max_compressed_blocks",
+        )
+    checks.at_least(
+        1,
+        swa_block_size=swa_block_size,
+        compressed_block_size=compressed_block_size,
+        window_size=window_size,
+        compress_ratio=compress_ratio,
+    )
+    checks.at_least(0, topk=topk)
+    checks.flag("decode_compressed_indices_are_local", decode_compressed_indices_are_local)
+    checks.columns("prefill_topk_indices", prefill_topk_indices, "topk", topk)
+    checks.columns("decode_swa_indices", decode_swa_indices, "window_size", window_size)
+    checks.columns_of("decode_swa_indices", decode_swa_indices, INDEX_ALIGNMENT)
+    if swa_block_span is not None:
+        checks.at_least(swa_block_size, swa_block_span=swa_block_span)
+    if compressed_block_span is not None:
+        checks.at_least(compressed_block_size, compressed_block_span=compressed_block_span)
+    return TopkIndices(
+        *_mixed_sparse_indices(
+            decode_swa_indices,
+            decode_compressed_indices,
+            decode_compressed_lens,
+            prefill_topk_indices,
+            positions,
+            req_indices,
+            swa_block_table,
+            compressed_block_table,
+            swa_block_size=swa_block_size,
+            compressed_block_size=compressed_block_size,
+            window_size=window_size,
+            compress_ratio=compress_ratio,
+            topk=topk,
+            decode_compressed_indices_are_local=decode_compressed_indices_are_local,
+            swa_block_span=swa_block_span,
+            compressed_block_span=compressed_block_span,
+        )
+    )

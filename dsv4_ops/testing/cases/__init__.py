@@ -1,0 +1,1 @@
+"""Cases, configurations and strategy of every op, one file per stem."""

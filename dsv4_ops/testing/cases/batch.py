@@ -1,0 +1,155 @@
+"""Cases and strategies of the batch stages; the hand-computed ones are the worked examples of their
+documentation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsv4_ops.testing.case import Case, OpTesting, i32
+
+
+def _batch(draw: Any, min_size: int) -> Any:
+    from dsv4_ops.testing.strategies.batches import batches
+
+    return draw(batches(min_size=min_size))
+
+
+def _split_cases() -> list[Case]:
+    ragged, padded = i32([0, 2, 4, 5, 12]), i32([0, 2, 4, 4, 4])
+    one_by_one = {"decode_threshold": 2, "require_uniform": False}
+    uniform = {"decode_threshold": 2, "require_uniform": True}
+    return [
+        Case("ragged", (ragged,), one_by_one, ([3, 1, 5, 7],)),
+        Case("ragged, uniform", (ragged,), uniform, ([2, 2, 4, 8],)),
+        Case("padding requests are decodes", (padded,), uniform, ([4, 0, 4, 0],)),
+        Case("prefill first", (i32([0, 5, 6]),), one_by_one, ([0, 2, 0, 6],)),
+        Case("no request", (i32([0]),), one_by_one, ([0, 0, 0, 0],)),
+        Case("empty request first", (i32([0, 0, 2, 3, 5]),), uniform, ([2, 2, 2, 3],)),
+    ]
+
+
+def _split_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    return Case("drawn", (_batch(draw, min_size).query_start_loc,), settings)
+
+
+split_decodes_and_prefills = OpTesting(
+    cases=_split_cases,
+    settings=tuple(
+        {"decode_threshold": threshold, "require_uniform": uniform}
+        for threshold in (2, 1, 4)
+        for uniform in (True, False)
+    ),
+    make=_split_call,
+)
+
+_QUERY_START_LOC, _SEQ_LENS = [0, 3, 4, 8, 8], [10, 7, 12, 0]
+
+
+def _token_map_cases() -> list[Case]:
+    worked = (i32(_QUERY_START_LOC), i32(_SEQ_LENS))
+    requests = [0, 0, 0, 1, 2, 2, 2, 2, -1, -1]
+    positions = [7, 8, 9, 6, 8, 9, 10, 11, -1, -1]
+    return [
+        Case("worked example", worked, {"num_tokens": 10}, (requests, positions)),
+        Case("batch cut off", worked, {"num_tokens": 5}, (requests[:5], positions[:5])),
+        Case(
+            "shorter than its query",
+            (i32([0, 3]), i32([2])),
+            {"num_tokens": 3},
+            ([-1, 0, 0], [-1, 0, 1]),
+        ),
+        Case(
+            "padding request with tokens",
+            (i32([0, 2, 3]), i32([0, 5])),
+            {"num_tokens": 3},
+            ([-1, -1, 1], [-1, -1, 4]),
+        ),
+        Case("no request", (i32([0]), i32([])), {"num_tokens": 2}, ([-1, -1], [-1, -1])),
+    ]
+
+
+def _token_map_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    batch = _batch(draw, min_size)
+    settings = {**settings, "num_tokens": batch.num_tokens}
+    return Case("drawn", (batch.query_start_loc, batch.seq_lens), settings)
+
+
+token_map = OpTesting(cases=_token_map_cases, settings=({},), make=_token_map_call)
+
+
+def _flatten_cases() -> list[Case]:
+    worked = (i32(_QUERY_START_LOC), i32(_SEQ_LENS))
+    requests = [0, 0, 0, 1, 2, 2, 2, 2, -1, -1]
+    lens, compressed = [8, 9, 10, 7, 9, 10, 11, 12, 0, 0], [2, 2, 2, 1, 2, 2, 2, 3, 0, 0]
+    uniform = (i32([0, 2, 4, 4]), i32([10, 7, 0]))
+    return [
+        Case("variable", worked, {"num_tokens": 10, "compress_ratio": 1}, (lens, requests)),
+        Case("compressed", worked, {"num_tokens": 10, "compress_ratio": 4}, (compressed, requests)),
+        Case(
+            "uniform, padded",
+            uniform,
+            {"num_tokens": 6, "compress_ratio": 1},
+            ([9, 10, 6, 7, 0, 0], [0, 0, 1, 1, -1, -1]),
+        ),
+    ]
+
+
+flatten_decode = OpTesting(
+    cases=_flatten_cases,
+    settings=({"compress_ratio": 4}, {"compress_ratio": 1}, {"compress_ratio": 128}),
+    make=_token_map_call,
+)
+
+
+def _expand_cases() -> list[Case]:
+    return [
+        Case(
+            "padding rows are 0",
+            (i32([[7, 3], [2, 5]]), i32([1, 0, -1, 2, 1])),
+            {},
+            ([[2, 5], [7, 3], [0, 0], [0, 0], [2, 5]],),
+        ),
+        Case(
+            "entries are not interpreted",
+            (i32([[-1, 2**31 - 1]]), i32([0])),
+            {},
+            ([[-1, 2**31 - 1]],),
+        ),
+    ]
+
+
+def _expand_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    batch = _batch(draw, min_size)
+    return Case("drawn", (batch.block_table, batch.req_indices), settings)
+
+
+expand_block_table = OpTesting(cases=_expand_cases, settings=({},), make=_expand_call)
+
+
+def _mtp_cases() -> list[Case]:
+    tensors = (i32([0, 2, 3, 3]), i32([10, 7, 0]))
+    return [
+        Case(
+            "shorter than next_n",
+            tensors,
+            {"next_n": 2, "compress_ratio": 1},
+            ([[9, 10], [7, 0], [0, 0]],),
+        ),
+        Case(
+            "compressed", tensors, {"next_n": 2, "compress_ratio": 4}, ([[2, 2], [1, 0], [0, 0]],)
+        ),
+    ]
+
+
+def _mtp_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    batch = _batch(draw, min_size)
+    return Case("drawn", (batch.query_start_loc, batch.seq_lens), settings)
+
+
+mtp_seq_lens = OpTesting(
+    cases=_mtp_cases,
+    settings=tuple(
+        {"next_n": n, "compress_ratio": ratio} for n in (4, 1, 2) for ratio in (4, 1, 128)
+    ),
+    make=_mtp_call,
+)

@@ -1,0 +1,370 @@
+"""Cases and strategies of what a C4 layer writes before it selects rows: those of a whole step of
+its compressor, with the queries, the window and the indexer beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import IndexerLayout, MainLayout, QuantizedLayout, StateLayout
+from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64
+from dsv4_ops.testing.cases import compressor
+from dsv4_ops.testing.cases.compressor import filled_states
+from dsv4_ops.testing.cases.rope import qnorm_rope_kv_insert
+
+NAMES = (
+    "q",
+    "kv",
+    "kv_score",
+    "indexer_q",
+    "indexer_weights",
+    "indexer_kv_score",
+    "swa_cache",
+    "swa_slot_mapping",
+    "ape",
+    "norm_weight",
+    "states",
+    "k_cache",
+    "indexer_ape",
+    "indexer_norm_weight",
+    "indexer_states",
+    "indexer_cache",
+    "state_block_table",
+    "state_slot_mapping",
+    "slot_mapping",
+    "positions",
+    "req_indices",
+    "cos_sin_cache",
+)
+"""The tensors of a call, in their order."""
+
+_QUERIES = ("q", "kv", "swa_cache", "swa_slot_mapping", "positions", "cos_sin_cache")
+_INDEXER_QUERIES = ("indexer_q", "indexer_weights", "positions", "cos_sin_cache")
+_COMPRESSOR = (
+    "kv_score",
+    "ape",
+    "states",
+    "state_block_table",
+    "state_slot_mapping",
+    "positions",
+    "req_indices",
+    "norm_weight",
+    "cos_sin_cache",
+    "k_cache",
+    "slot_mapping",
+)
+_OF_INDEXER = {
+    **{name: f"indexer_{name}" for name in ("kv_score", "ape", "states", "norm_weight")},
+    "k_cache": "indexer_cache",
+}
+MAIN, INDEXER = MainLayout.tag, IndexerLayout.tag
+
+
+def parts(case: Case) -> dict[str, Case]:
+    """The calls of the four ops that a call is made of: "queries", "compressor",
+    "indexer_compressor" and "indexer_queries". Their tensors are those of ``case``."""
+    held, settings = dict(zip(NAMES, case.tensors, strict=True)), case.settings
+    shared = {name: settings[name] for name in ("compress_ratio", "eps", "state_block_size")}
+    shared |= {"overlap": True, "block_size": settings["block_size"]}
+    window = {"eps": settings["eps"], "block_size": settings["swa_block_size"], "layout": MAIN}
+    scale = {"softmax_scale": settings["softmax_scale"]}
+    of_indexer = [_OF_INDEXER.get(name, name) for name in _COMPRESSOR]
+    calls: dict[str, tuple[Sequence[str], dict[str, Any]]] = {
+        "queries": (_QUERIES, window),
+        "compressor": (_COMPRESSOR, {**shared, "layout": MAIN}),
+        "indexer_compressor": (of_indexer, {**shared, "layout": INDEXER}),
+        "indexer_queries": (_INDEXER_QUERIES, scale),
+    }
+    return {
+        part: Case(part, tuple(held[name] for name in names), chosen)
+        for part, (names, chosen) in calls.items()
+    }
+
+
+def _precise(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None, ...]:
+    """float64 results of what ``readable`` reads: of the queries and the rows of compressors."""
+    calls = parts(Case("precise", tensors, settings))
+    queries, *compressors = (
+        calls[part] for part in ("queries", "compressor", "indexer_compressor")
+    )
+    assert qnorm_rope_kv_insert.precise is not None
+    q, _ = qnorm_rope_kv_insert.precise(*queries.tensors, **queries.settings)
+    main, indexer = (
+        compressor.precise_step(*call.tensors, **call.settings) for call in compressors
+    )
+    return q, None, None, None, *main, *indexer
+
+
+def _readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The results and the window cache as they are, then what is readable of the compressors'."""
+    *exact, states, k_cache, indexer_states, indexer_cache = outcome
+    calls = parts(case)
+    main = compressor.readable_step(calls["compressor"], (states, k_cache))
+    indexer = (indexer_states, indexer_cache)
+    return *exact, *main, *compressor.readable_step(calls["indexer_compressor"], indexer)
+
+
+def _determined(case: Case) -> bool:
+    """Whether neither compressor saves a state where a window reads another."""
+    calls = parts(case)
+    return all(compressor.determined(calls[part]) for part in ("compressor", "indexer_compressor"))
+
+
+_CODE, _SCALE = 0x78, 119
+"""1 is 256 times the smallest scale under which it has a code, 2^-8."""
+
+
+def _page(layout: QuantizedLayout, *signs: int) -> list[int]:
+    """A page whose rows hold 1 or -1 throughout, or nothing for 0."""
+    page = torch.zeros(layout.page_bytes, dtype=torch.uint8)
+    for row, sign in enumerate(signs):
+        if sign == 0:
+            continue
+        data, scales = layout.data_offset(row), layout.scale_offset(row)
+        rope = data + layout.code_dim
+        page[data:rope] = _CODE if sign > 0 else _CODE | 0x80
+        ones = torch.full(((layout.data_bytes - layout.code_dim) // 2,), float(sign)).bfloat16()
+        page[rope : data + layout.data_bytes] = ones.view(torch.uint8)
+        if isinstance(layout, MainLayout):
+            page[scales : scales + layout.num_scales] = _SCALE
+        else:
+            page[scales : scales + 4] = torch.tensor([2.0**-8]).view(torch.uint8)
+    return [int(byte) for byte in page]
+
+
+def _state_page(head_dim: int, *kv: float | None) -> list[float]:
+    """A page of two rows of states, of one value of kv and biased scores of 0.5; None is empty."""
+    layout = StateLayout(2, 4 * head_dim)
+    page = torch.zeros(1, layout.page_bytes // 4)
+    for row, value in enumerate(kv):
+        if value is not None:
+            layout.rows(page)[0, row, : 2 * head_dim] = value
+            layout.rows(page)[0, row, 2 * head_dim :] = 0.5
+    return [float(value) for value in page[0]]
+
+
+def _left(states: Sequence[Sequence[float | None]], *rows: int) -> tuple[Any, ...]:
+    """What both compressors leave: pages of states, and a page of the cache."""
+    left: tuple[Any, ...] = ()
+    for layout in (MainLayout(2), IndexerLayout(2)):
+        pages = [_state_page(layout.head_dim, *page) for page in states]
+        left = (*left, pages, [_page(layout, *rows)])
+    return left
+
+
+_SMALL = {
+    "eps": 1e-6,
+    "softmax_scale": 0.5,
+    "compress_ratio": 2,
+    "state_block_size": 2,
+    "swa_block_size": 2,
+    "block_size": 2,
+}
+
+
+def _tensors() -> dict[str, Tensor]:
+    """Four tokens of one request, all channels alike, none rotated: windows of kv 1 and 3, and of
+    1, 3, -6 and -8; keys 1, -1, 1 and -1; queries 4 and -4; queries of the indexer 3."""
+    signs = torch.tensor([1.0, -1.0])
+    tensors = {
+        "q": 4 * signs[None, :, None].repeat(4, 1, 512).bfloat16(),
+        "kv": signs.repeat(2)[:, None].repeat(1, 512).bfloat16(),
+        "indexer_q": torch.full((4, 1, 128), 3.0).bfloat16(),
+        "indexer_weights": torch.tensor([[1.0], [-2.0], [1.0], [-2.0]]),
+        "swa_cache": torch.zeros(MainLayout(2).shape(2), dtype=torch.uint8),
+        "swa_slot_mapping": i64([3, 0, -1]),
+        "k_cache": torch.zeros(MainLayout(2).shape(1), dtype=torch.uint8),
+        "indexer_cache": torch.zeros(IndexerLayout(2).shape(1), dtype=torch.uint8),
+        "state_block_table": i32([[0, 1]]),
+        "state_slot_mapping": i64([1, -1, 2, 0]),
+        "slot_mapping": i64([-1, 1, -1, 0]),
+        "positions": i64([0, 1, 2, 3]),
+        "req_indices": i32([0] * 4),
+        "cos_sin_cache": torch.zeros(0, 64),
+    }
+    kv = torch.tensor([[1.0, 0.0], [3.0, 0.0], [-6.0, 0.0], [-8.0, 0.0]])
+    for prefix, dim in (("", 512), ("indexer_", 128)):
+        tensors |= {
+            f"{prefix}kv_score": kv.repeat_interleave(2 * dim, 1),
+            f"{prefix}ape": torch.full((2, 2 * dim), 0.5),
+            f"{prefix}norm_weight": torch.ones(dim),
+            f"{prefix}states": StateLayout(2, 4 * dim).allocate(2),
+        }
+    return tensors
+
+
+_CACHES = ("swa_cache", "states", "k_cache", "indexer_states", "indexer_cache")
+_OF_TOKENS = (
+    *("q", "kv", "kv_score", "indexer_q", "indexer_weights", "indexer_kv_score"),
+    *("swa_slot_mapping", "state_slot_mapping", "slot_mapping", "positions", "req_indices"),
+)
+
+
+def _worked(name: str, expected: Any = None, **changed: Tensor) -> Case:
+    tensors = {**_tensors(), **changed}
+    return Case(name, tuple(tensors[each] for each in NAMES), _SMALL, expected)
+
+
+def _cases() -> list[Case]:
+    # a row of one value over the root of its mean square is its sign
+    normed, tensors = [[[1.0] * 512, [-1.0] * 512]] * 4, _tensors()
+    # 3 is 384 times its scale of 2^-7, which goes into the weight
+    codes, scaled = [[[384.0] * 128]] * 4, [[0.00390625], [-0.0078125]] * 2
+    queries = (normed, codes, scaled)
+    window = [_page(MainLayout(2), -1), _page(MainLayout(2), 0, 1)]
+    without = [_page(MainLayout(2))] * 2
+    saved: tuple[tuple[float, ...], ...] = ((-8.0, 1.0), (-6.0,))
+    whole, kept = (*queries, window, *_left(saved, -1, 1)), (*queries, window, *_left(saved))
+    hostile, late = i64([2**40, -(2**63), 2**63 - 1, 4]), i64([2**31 - 1, 2**63 - 1, -1, -(2**63)])
+    slots = ("swa_slot_mapping", "state_slot_mapping", "slot_mapping")
+    last = {name: tensors[name][3:] for name in _OF_TOKENS}
+    last |= {"swa_slot_mapping": i64([2]), "state_slot_mapping": i64([3])}
+    old: list[list[float | None]] = [[1.0, 1.0], [1.0, None]]
+    last |= {
+        name: torch.tensor([_state_page(dim, *page) for page in old])
+        for name, dim in (("states", 512), ("indexer_states", 128))
+    }
+    return [
+        _worked("two windows", whole),
+        _worked("no slot for a row", kept, slot_mapping=i64([-1, 2, 0, -2])),
+        _worked("no request", kept, req_indices=i32([-1, 1, 0, 2])),
+        _worked("no table", kept, state_block_table=tensors["state_block_table"][:0]),
+        _worked(
+            "hostile slots",
+            (*queries, without, *_left([[], []])),
+            **dict.fromkeys(slots, hostile),
+        ),
+        _worked(
+            "padding has no row, and a late token a state",
+            (*queries, window, *_left([[None, 1.0], []])),
+            positions=late,
+        ),
+        _worked(
+            "three rows of the last window from the states",
+            (
+                *(result[3:] for result in (normed, codes, scaled)),
+                [_page(MainLayout(2)), _page(MainLayout(2), -1)],
+                *_left([[1.0, 1.0], [1.0, -8.0]], -1),
+            ),
+            **last,
+        ),
+        _worked(
+            "no token",
+            ([], [], [], without, *_left([[], []])),
+            **{name: tensors[name][:0] for name in _OF_TOKENS},
+        ),
+        _worked(
+            "no page",
+            (*queries, [], [], [], [], []),
+            **{name: tensors[name][:0] for name in _CACHES},
+        ),
+        _worked(
+            "no head of the indexer",
+            (normed, [[]] * 4, [[]] * 4, *whole[3:]),
+            indexer_q=tensors["indexer_q"][:, :0],
+            indexer_weights=tensors["indexer_weights"][:, :0],
+        ),
+        _worked("weights of 16 bits", whole, indexer_weights=tensors["indexer_weights"].bfloat16()),
+    ]
+
+
+def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    """A drawn step of the compressor, and around it queries, window and indexer."""
+    from dsv4_ops.testing.strategies.caches import generator
+
+    of_step = {name: settings[name] for name in ("compress_ratio", "eps", "state_block_size")}
+    of_step |= {"overlap": True, "block_size": settings["block_size"], "layout": MAIN}
+    step = compressor.save_and_compress.make(draw, of_step, min_size)
+    tensors: dict[str, Any] = dict(zip(_COMPRESSOR, step.tensors, strict=True))
+    num_tokens = tensors["positions"].shape[0]
+    tensors |= _drawn_window(draw, settings, num_tokens, min_size)
+    tensors |= _drawn_indexer(draw, settings, tensors, generator(draw), min_size)
+    return Case("drawn", tuple(tensors[name] for name in NAMES), settings)
+
+
+def _drawn_window(
+    draw: Any, settings: dict[str, Any], num_tokens: int, min_size: int
+) -> dict[str, Tensor]:
+    """Queries and keys, and the window cache with the slots of the first tokens."""
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator, keys, random_bytes, slots
+
+    num_heads = max(draw(st.sampled_from((3, 0, 1, 2, 5))), min_size)
+    num_blocks = max(draw(st.sampled_from((6, 0, 1, 2))), min_size)
+    num_slots = max(num_tokens - draw(st.sampled_from((0, 0, 1, 4))), min(num_tokens, min_size))
+    size = settings["swa_block_size"]
+    q = draw(keys(num_rows=num_tokens * num_heads, width=512, special=512))
+    return {
+        "q": q.view(num_tokens, num_heads, 512),
+        "kv": draw(keys(num_rows=num_tokens, width=512, special=512)),
+        "swa_cache": random_bytes(generator(draw), num_blocks, MainLayout(size).page_bytes),
+        "swa_slot_mapping": draw(slots(num_tokens=num_slots, num_slots=num_blocks * size)),
+    }
+
+
+def _drawn_indexer(
+    draw: Any,
+    settings: dict[str, Any],
+    tensors: dict[str, Any],
+    seed: torch.Generator,
+    min_size: int,
+) -> dict[str, Tensor]:
+    """The indexer's queries and compressor; its cache and states may have fewer pages, so that
+    slots and tables point past them alone."""
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import keys, random_bytes
+
+    num_tokens, (num_blocks, _) = tensors["positions"].shape[0], tensors["k_cache"].shape
+    num_pages, ratio = tensors["states"].shape[0], settings["compress_ratio"]
+    num_blocks, num_pages = (
+        max(number - draw(st.sampled_from((0, 1))), min(number, max(min_size, 1)))
+        for number in (num_blocks, num_pages)
+    )
+    num_heads = 4 if min_size else draw(st.sampled_from((1, 3, 4, 17)))
+    q = draw(keys(num_rows=num_tokens * num_heads, width=128, special=128))
+    weights = torch.randn(num_tokens, num_heads, generator=seed)
+    if min_size or draw(st.booleans()):
+        weights = weights.to(torch.bfloat16)
+    table, size = tensors["state_block_table"], settings["state_block_size"]
+    page_bytes = IndexerLayout(settings["block_size"]).page_bytes
+    return {
+        "indexer_q": q.view(num_tokens, num_heads, 128),
+        "indexer_weights": weights,
+        "indexer_kv_score": torch.randn(num_tokens, 512, generator=seed),
+        "indexer_ape": torch.randn(ratio, 256, generator=seed),
+        "indexer_norm_weight": torch.randn(128, generator=seed),
+        "indexer_states": filled_states(size, table, num_pages, 512, seed),
+        "indexer_cache": random_bytes(seed, num_blocks, page_bytes),
+    }
+
+
+def _settings(eps: float, ratio: int, *sizes: int) -> dict[str, Any]:
+    state_block_size, swa_block_size, block_size = sizes
+    return {
+        "eps": eps,
+        "softmax_scale": 128**-0.5 / 4,
+        "compress_ratio": ratio,
+        "state_block_size": state_block_size,
+        "swa_block_size": swa_block_size,
+        "block_size": block_size,
+    }
+
+
+insert_c4_step = OpTesting(
+    cases=_cases,
+    settings=(
+        _settings(1e-6, 4, 4, 64, 64),
+        _settings(1e-6, 4, 4, 256, 64),
+        _settings(0.25, 4, 5, 2, 3),
+        _settings(1e-6, 2, 1, 3, 64),
+    ),
+    make=_call,
+    precise=_precise,
+    readable=_readable,
+    determined=_determined,
+)

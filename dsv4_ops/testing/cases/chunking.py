@@ -1,0 +1,141 @@
+"""Cases and strategies of the prefill chunking stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsv4_ops.testing.case import Case, OpTesting, i32, i64
+
+
+def _split_cases() -> list[Case]:
+    worked = (i32([100, 50, 400]), i32([10, 5, 40]))
+    settings = {
+        "workspace_size": 160,
+        "max_logits_bytes": 16000,
+        "max_chunks": 6,
+        "request_offset": 2,
+    }
+    plan = [[2, 4, 0, 15], [4, 5, 0, 10], [4, 5, 10, 20], [4, 5, 20, 30], [4, 5, 30, 40], [0] * 4]
+    return [
+        Case("worked example", worked, settings, (plan, [5])),
+        Case("overflow is reported", worked, {**settings, "max_chunks": 2}, (plan[:2], [5])),
+        Case("no request", (i32([]), i32([])), settings, ([[0] * 4] * 6, [0])),
+        Case("nothing to do", (i32([0, 0]), i32([0, 0])), settings, ([[0] * 4] * 6, [0])),
+        Case(
+            "no keys yet",
+            (i32([0, 0]), i32([3, 2])),
+            settings,
+            ([[2, 4, 0, 5]] + [[0] * 4] * 5, [1]),
+        ),
+    ]
+
+
+def _split_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.batches import lengths
+
+    kinds = st.tuples(lengths(), st.integers(0, 60)) | st.sampled_from(
+        ((-3, 4), (5, -1), (0, 0), (400, 40))
+    )
+    lens = draw(st.lists(kinds, min_size=min_size, max_size=14))
+    return Case(
+        "drawn", (i32([rows for rows, _ in lens]), i32([query for _, query in lens])), settings
+    )
+
+
+split_prefill_chunks = OpTesting(
+    cases=_split_cases,
+    settings=tuple(
+        {
+            "workspace_size": rows,
+            "max_logits_bytes": size,
+            "max_chunks": chunks,
+            "request_offset": offset,
+        }
+        for rows, size, chunks, offset in (
+            (160, 16000, 7, 2),
+            (1, 4, 3, 0),
+            (1000, 2**29, 5, 0),
+            (300, 4000, 40, 1),
+        )
+    ),
+    make=_split_call,
+)
+
+_TOKENS = (
+    i64([6, 7, 8, 8, 9, 10, 11, 12]),
+    i32([0, 0, 0, 1, 1, 1, 1, 1]),
+    i32([9, 13]),
+)
+
+
+def _bounds_cases() -> list[Case]:
+    start, stop = [0, 0, 0, 2, 2, 2, 2, 2], [1, 2, 2, 4, 4, 4, 5, 5]
+    hostile = (i64([12, -1, 3, 2**31 - 1]), i32([0, 0, 5, 0]), i32([9, -4]))
+    return [
+        Case("worked example", _TOKENS, {"compress_ratio": 4}, ([0, 2, 5], start, stop)),
+        Case(
+            "never past the request",
+            hostile,
+            {"compress_ratio": 4},
+            ([0, 2, 2], [0] * 4, [2, 0, 0, 0]),
+        ),
+    ]
+
+
+def _bounds_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from dsv4_ops.testing.strategies.batches import batches
+
+    batch = draw(batches(min_size=min_size))
+    return Case("drawn", (batch.positions, batch.req_indices, batch.seq_lens), settings)
+
+
+prefill_row_bounds = OpTesting(
+    cases=_bounds_cases,
+    settings=({"compress_ratio": 4}, {"compress_ratio": 1}, {"compress_ratio": 128}),
+    make=_bounds_call,
+)
+
+
+def _chunk_cases() -> list[Case]:
+    query_start_loc = i32([0, 3, 8])
+    whole, second, none = i32([0, 2, 2, 5]), i32([1, 2, 0, 2]), i32([0, 0, 0, 0])
+    ratio = {"compress_ratio": 4}
+    rows = [0, 0, 0, 2, 2, 0, 0, 0]
+    return [
+        Case(
+            "query slice",
+            (*_TOKENS, query_start_loc, whole),
+            ratio,
+            ([0, 2, 5], rows, [0, 0, 2, 4, 4, 0, 0, 0]),
+        ),
+        Case(
+            "second request",
+            (*_TOKENS, query_start_loc, second),
+            ratio,
+            ([0, 0, 3], [0] * 8, [0, 0, 0, 2, 2, 0, 0, 0]),
+        ),
+        Case(
+            "unused chunk", (*_TOKENS, query_start_loc, none), ratio, ([0, 0, 0], [0] * 8, [0] * 8)
+        ),
+    ]
+
+
+def _chunk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.batches import batches
+
+    batch = draw(batches(min_size=min_size))
+    bounds = draw(st.lists(st.integers(0, 13), min_size=4, max_size=4))
+    chunk = i32([min(bounds[:2]), max(bounds[:2]), min(bounds[2:]), max(bounds[2:])])
+    tensors = (batch.positions, batch.req_indices, batch.seq_lens, batch.query_start_loc, chunk)
+    return Case("drawn", tensors, settings)
+
+
+prefill_chunk_row_bounds = OpTesting(
+    cases=_chunk_cases,
+    settings=({"compress_ratio": 4}, {"compress_ratio": 1}, {"compress_ratio": 128}),
+    make=_chunk_call,
+)

@@ -1,0 +1,577 @@
+"""Cases and strategies of the KV compressor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import FP8_MAX, IndexerLayout, MainLayout, QuantizedLayout, StateLayout
+from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64
+
+_TINY = {"compress_ratio": 2, "block_size": 1}
+_PAGE = StateLayout(1, 4).page_bytes // 4
+
+
+def _page(*row: float) -> list[float]:
+    return [*row, *[7.0] * (_PAGE - 4)]
+
+
+def _cases() -> list[Case]:
+    kv_score = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])
+    ape = torch.tensor([[0.5, -1.0], [10.0, 20.0]])
+    states = torch.full((3, _PAGE), 7.0)
+    kept, sevens = (kv_score, ape, states), _page(7, 7, 7, 7)
+
+    def case(name: str, slots: list[int], positions: list[int], *rows: list[float]) -> Case:
+        return Case(name, (*kept, i64(slots), i64(positions)), _TINY, (list(rows),))
+
+    even, odd = _page(1, 2, 3.5, 3), _page(5, 6, 17, 28)
+    return [
+        case("an even and an odd position", [2, 0], [4, 9], odd, sevens, even),
+        case("no slot", [-1, 3], [4, 5], *[sevens] * 3),
+        case("no position", [0, 1], [-1, 7], sevens, odd, sevens),
+        case("a late position", [0, -1], [2**63 - 2, 1], even, sevens, sevens),
+        Case("no token", (kv_score[:0], ape, states, i64([]), i64([])), _TINY, (states.tolist(),)),
+        Case("no page", (kv_score, ape, states[:0], i64([0, 1]), i64([0, 1])), _TINY, ([],)),
+    ]
+
+
+def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator, slots
+
+    num_tokens = max(draw(st.sampled_from((0, 1, 2, 3, 5, 9, 17))), min_size)
+    num_blocks = max(draw(st.sampled_from((0, 1, 2, 3, 8))), min_size)
+    width = 512 if min_size else draw(st.sampled_from((512, 1, 24)))
+    seed, layout = generator(draw), StateLayout(settings["block_size"], 2 * width)
+    kv_score = torch.randn(num_tokens, 2 * width, generator=seed)
+    kv_score *= torch.exp2(torch.randint(-40, 40, (num_tokens, 1), generator=seed).float())
+    if num_tokens:  # kv is copied bit for bit
+        bits = kv_score.view(torch.int32)
+        for token in draw(st.lists(st.integers(0, num_tokens - 1), max_size=4)):
+            pattern = draw(st.sampled_from((0x7FC00001, 0x7F800001, -(2**31), 0x7F800000, 1)))
+            bits[token, draw(st.integers(0, width - 1))] = pattern
+    ape = torch.randn(settings["compress_ratio"], width, generator=seed)
+    states = torch.randn(num_blocks, layout.page_bytes // 4, generator=seed)
+    chosen = draw(slots(num_tokens=num_tokens, num_slots=num_blocks * layout.block_size))
+    positions = torch.randint(0, 10**6, (num_tokens,), generator=seed)
+    if num_tokens:
+        for token in draw(st.lists(st.integers(0, num_tokens - 1), max_size=3)):
+            positions[token] = draw(st.sampled_from((-1, -128, -(2**63), 2**40, 2**63 - 1)))
+    return Case("drawn", (kv_score, ape, states, chosen, positions), settings)
+
+
+save_compressor_states = OpTesting(
+    cases=_cases,
+    settings=tuple(
+        {"compress_ratio": ratio, "block_size": size} for ratio, size in ((4, 4), (128, 8), (1, 3))
+    ),
+    make=_call,
+)
+save_compressor_states_functional = save_compressor_states
+
+
+FP32_UNIT, FP8_UNIT = 2.0**-24, 2.0**-4
+ROUNDINGS = 8
+"""Roundings of float32 between the states and a row, each of about the size of the row: exponential
+(of a rounded difference; two), product, sums, quotient, root, two products of the norm, rotation.
+"""
+
+_compressor_TINY = {
+    "compress_ratio": 2,
+    "overlap": False,
+    "eps": 1e-30,
+    "state_block_size": 2,
+    "block_size": 2,
+    "layout": "plain",
+}
+
+
+def written_slots(case: Case) -> list[tuple[int, int]]:
+    """(token, slot) of every row that the op writes."""
+    *_, table, positions, req_indices, _, _, k_cache, slot_mapping = case.tensors
+    assert table is not None
+    assert k_cache is not None
+    num_slots = k_cache.shape[0] * case.settings["block_size"]
+    ratio, found = case.settings["compress_ratio"], []
+    columns = (_list(positions), _list(req_indices), _list(slot_mapping))
+    for token, (position, request, slot) in enumerate(zip(*columns, strict=True)):
+        known = 0 <= position < 2**31 - 1 and 0 <= request < table.shape[0]
+        if known and position % ratio == ratio - 1 and 0 <= slot < num_slots:
+            found.append((token, slot))
+    return found
+
+
+def _list(tensor: Tensor | None) -> list[int]:
+    assert tensor is not None
+    values: list[int] = tensor.tolist()
+    return values
+
+
+def _state_rows(case: Case, token: int) -> tuple[Tensor, Tensor]:
+    """kv and biased score of the rows of a finished window that exist, [rows, head_dim]."""
+    kv_score, ape, states, table, positions, req_indices, norm_weight = case.tensors[:7]
+    assert kv_score is not None
+    assert ape is not None
+    assert states is not None
+    assert table is not None
+    assert norm_weight is not None
+    ratio, size = case.settings["compress_ratio"], case.settings["state_block_size"]
+    width, dim = ape.shape[1], norm_weight.shape[0]
+    position, request = _list(positions)[token], _list(req_indices)[token]
+    kv, score = [], []
+    num_rows = ratio * (2 if case.settings["overlap"] else 1)
+    for row in range(num_rows):
+        back = num_rows - 1 - row
+        place, other, left = position - back, token - back, 0 if row < ratio else width - dim
+        if place < 0:
+            continue
+        same = other >= 0 and _list(positions)[other] == place
+        if same and _list(req_indices)[other] == request:
+            values = kv_score[other].clone()
+            values[width:] += ape[place % ratio]  # as stored: rounded to float32
+        else:
+            column = place // size
+            page = int(table[request, column]) if column < table.shape[1] else -1
+            if not 0 <= page < states.shape[0]:
+                continue
+            values = StateLayout(size, 2 * width).rows(states)[page, place % size]
+        kv.append(values[left : left + dim])
+        score.append(values[width + left : width + left + dim])
+    return torch.stack(kv).double(), torch.stack(score).double()
+
+
+def _exact_row(case: Case, token: int) -> tuple[Tensor, Tensor]:
+    """A compressed key in float64, and the size of what is rounded on the way to it."""
+    norm_weight, cos_sin_cache, positions = case.tensors[6], case.tensors[7], case.tensors[4]
+    assert norm_weight is not None
+    assert cos_sin_cache is not None
+    kv, score = _state_rows(case, token)
+    weight = (score - score.amax(0)).exp()
+    weight = weight / weight.sum(0)
+    row = (weight * kv).sum(0)
+    scale = norm_weight.double() * (row.square().mean() + case.settings["eps"]).rsqrt()
+    size = (weight * kv.abs()).sum(0) * scale.abs()
+    row = row * scale
+    ratio = case.settings["compress_ratio"]
+    first, rope = _list(positions)[token] // ratio * ratio, cos_sin_cache.shape[1]
+    if first < cos_sin_cache.shape[0] and rope:
+        cos, sin = cos_sin_cache[first].double().chunk(2)
+        even, odd = row[-rope::2].clone(), row[-rope + 1 :: 2].clone()
+        row[-rope::2], row[-rope + 1 :: 2] = even * cos - odd * sin, odd * cos + even * sin
+    return row, size.nan_to_num().amax().expand_as(row)
+
+
+def _exact(value: Tensor, size: Tensor, unit: float) -> Exact:
+    """One rounding of the result, and those of float32 before it, in units of the result."""
+    return Exact(value, value.abs() + ROUNDINGS * (FP32_UNIT / unit) * size)
+
+
+def precise(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None, ...]:
+    """float64 results of what ``readable`` reads."""
+    case = Case("precise", tensors, settings)
+    k_cache, norm_weight = case.tensors[8], case.tensors[6]
+    assert k_cache is not None
+    assert norm_weight is not None
+    pairs = [_exact_row(case, token) for token, _ in written_slots(case)]
+    empty = norm_weight.new_empty((0, norm_weight.shape[0]), dtype=torch.float64)
+    values = torch.stack([value for value, _ in pairs]) if pairs else empty
+    sizes = torch.stack([size for _, size in pairs]) if pairs else empty
+    layout = _quantized(settings)
+    if layout is None:
+        return _exact(values, sizes, torch.finfo(k_cache.dtype).eps / 2), None
+    codes, size = values[:, : layout.code_dim], sizes[:, : layout.code_dim]
+    blocks = codes.unflatten(1, (-1, layout.quant_block))
+    amax = blocks.nan_to_num(0.0).abs().amax(-1, keepdim=True).clamp(min=1e-4)
+    step = torch.exp2(torch.ceil(torch.log2(amax / FP8_MAX))).expand_as(blocks).flatten(1)
+    magnitude = codes.abs() + step * 2.0**-6 + ROUNDINGS * (FP32_UNIT / FP8_UNIT) * size
+    coded = Exact(codes, magnitude, FP8_UNIT)
+    rope, rope_size = values[:, layout.code_dim :], sizes[:, layout.code_dim :]
+    return coded, _exact(rope, rope_size, 2.0**-8), None
+
+
+def readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The values of written rows, of a quantised cache codes over scales and RoPE apart; then the
+    cache without the bytes that depend on floats."""
+    (cache,) = outcome
+    rest = cache.clone(memory_format=torch.contiguous_format)
+    slots = [slot for _, slot in written_slots(case)]
+    layout = _quantized(case.settings)
+    if layout is None:
+        rows = rest.flatten(0, 1)
+        values = rows[slots].clone()
+        rows[slots] = 0
+        return values, rest
+    flat = rest.view(-1)
+    data = torch.empty(len(slots), layout.data_bytes, dtype=torch.uint8, device=cache.device)
+    scales = data.new_empty(len(slots), layout.scale_bytes)
+    scale_bytes = layout.num_scales if isinstance(layout, MainLayout) else layout.scale_bytes
+    for row, slot in enumerate(slots):
+        for part, start in ((data, layout.data_offset(slot)), (scales, layout.scale_offset(slot))):
+            part[row] = flat[start : start + part.shape[1]]
+            flat[start : start + (part.shape[1] if part is data else scale_bytes)] = 0
+    return *row_values(layout, data, scales), rest
+
+
+def row_values(layout: QuantizedLayout, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes times their scales, float32, and bfloat16 values behind them, of the bytes of rows."""
+    factor = scales.view(torch.float32)
+    if isinstance(layout, MainLayout):
+        factor = torch.exp2(scales[:, : layout.num_scales].float() - 127)
+    codes = data[:, : layout.code_dim].contiguous().view(torch.float8_e4m3fn).float()
+    values = codes.unflatten(1, (-1, layout.quant_block)) * factor.unsqueeze(-1)
+    return values.flatten(1), data[:, layout.code_dim :].contiguous().view(torch.bfloat16)
+
+
+def _quantized(settings: dict[str, Any]) -> QuantizedLayout | None:
+    if settings["layout"] == "plain":
+        return None
+    kind = MainLayout if settings["layout"] == MainLayout.tag else IndexerLayout
+    return kind(settings["block_size"])
+
+
+def worked(name: str, expected: Any = None, **changed: Any) -> Case:
+    """Four tokens of one request, windows of two: kv (1, 3) and (3, 5), then (0, 0) and (6, -8),
+    all with the same score; no rotation."""
+    tensors = {
+        "kv_score": torch.tensor([[1.0, 3, 0, 0], [3, 5, 0, 0], [0, 0, 0, 0], [6, -8, 0, 0]]),
+        "ape": torch.zeros(2, 2),
+        "states": StateLayout(2, 4).allocate(2),
+        "state_block_table": i32([[0, 1]]),
+        "positions": i64([0, 1, 2, 3]),
+        "req_indices": i32([0] * 4),
+        "norm_weight": torch.tensor([1.0, 2.0]),
+        "cos_sin_cache": torch.zeros(0, 2),
+        "k_cache": torch.full((1, 2, 2), 7.0),
+        "slot_mapping": i64([-1, 0, -1, 1]),
+    }
+    settings = {key: changed.pop(key) for key in [*changed] if key in _compressor_TINY}
+    tensors.update(changed)
+    return Case(name, tuple(tensors.values()), {**_compressor_TINY, **settings}, expected)
+
+
+def _compressor_cases() -> list[Case]:
+    # a row over the root of its mean square: with one value that is its sign, times the weight
+    states = StateLayout(2, 4).allocate(2)
+    StateLayout(2, 4).rows(states)[1, 0] = torch.tensor([-4.0, 5.0, 0.0, 100.0])
+    one = {"norm_weight": torch.tensor([0.5]), "ape": torch.zeros(2, 1)}
+    one |= {"cos_sin_cache": torch.zeros(0, 0), "k_cache": torch.full((1, 2, 1), 7.0)}
+    one |= {"kv_score": torch.tensor([[1.0, 0], [3, 0], [0, 0], [-6, 0]])}
+    one |= {"states": StateLayout(2, 2).allocate(2)}
+    turned = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])  # window 1 by a quarter
+    level = torch.tensor([[1.0, 1, 0, 0], [1, 1, 0, 0], [3, 4, 0, 0], [3, 2, 0, 0]])
+    return [
+        worked("one channel", ([[[0.5], [-0.5]]],), **one),
+        worked("no slot", ([[[7.0] * 2] * 2],), slot_mapping=i64([-1, 2, 0, -2])),
+        worked("no request", ([[[7.0] * 2] * 2],), req_indices=i32([-1, 1, 0, 2])),
+        worked(
+            "a quarter turn at the first position of the window",
+            ([[[1.0, 1.0], [-1.0, 1.0]]],),
+            kv_score=level,
+            norm_weight=torch.ones(2),
+            cos_sin_cache=turned,
+        ),
+        worked("two channels"),
+        worked(
+            "the last token of a window from the states",
+            kv_score=torch.tensor([[2.0, 1.0, 0.0, 100.0]]),
+            states=states,
+            positions=i64([3]),
+            req_indices=i32([0]),
+            slot_mapping=i64([1]),
+        ),
+        worked(
+            "no token",
+            ([[[7.0] * 2] * 2],),
+            kv_score=torch.zeros(0, 4),
+            positions=i64([]),
+            req_indices=i32([]),
+            slot_mapping=i64([]),
+        ),
+        worked("no page", ([],), k_cache=torch.zeros(0, 2, 2)),
+        worked("bfloat16", k_cache=torch.full((1, 2, 2), 7.0, dtype=torch.bfloat16)),
+    ]
+
+
+def _tokens(draw: Any, ratio: int, min_size: int) -> tuple[int, Tensor, Tensor]:
+    """Requests, and positions and requests of tokens: most requests end at or next to the end of a
+    window, some are empty, some tokens are padding or hostile."""
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.batches import HOSTILE_POSITIONS, HOSTILE_REQUESTS
+
+    positions: list[int] = []
+    requests: list[int] = []
+    few = max(draw(st.sampled_from((3, 3, 0))), min_size)
+    counts = draw(st.lists(st.sampled_from((1, 2, 3, 5, 9, 0)), min_size=few, max_size=6))
+    for request, count in enumerate(counts):
+        windows = draw(st.sampled_from((1, 2, 3, 7)))
+        stop = windows * ratio + draw(st.sampled_from((0, 0, 1, -1, 3)))
+        start = max(stop - count, 0)
+        positions += range(start, start + count)
+        requests += [request] * count
+    padding = draw(st.sampled_from((0, 0, 1, 3)))
+    padding = max(padding, min_size - len(positions))
+    positions += [-1] * padding
+    requests += [-1] * padding
+    if positions:
+        tokens = st.lists(st.integers(0, len(positions) - 1), max_size=2)
+        for token in draw(tokens):
+            positions[token] = draw(st.sampled_from((*HOSTILE_POSITIONS, 2 * ratio - 1)))
+        for token in draw(tokens):
+            requests[token] = draw(st.sampled_from((*HOSTILE_REQUESTS, len(counts), 0)))
+    shape = (len(positions),)
+    return len(counts), i64(positions).reshape(shape), i32(requests).reshape(shape)
+
+
+def _compressor_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.batches import tables
+    from dsv4_ops.testing.strategies.caches import generator, slots
+
+    num_reqs, positions, req_indices = _tokens(draw, settings["compress_ratio"], min_size)
+    num_tokens = positions.shape[0]
+    layout, seed = _quantized(settings), generator(draw)
+    dim = layout.head_dim if layout else 24
+    width = dim * (2 if settings["overlap"] else 1)
+    enough = num_tokens // settings["block_size"] + 2
+    num_blocks = max(draw(st.sampled_from((enough, enough, enough, enough, 1, 0))), min_size)
+    num_pages = max(draw(st.sampled_from((9, 40, 0, 1))), min_size)
+    num_positions = max(draw(st.sampled_from((700, 40, 0))), min_size)
+    kv_score = torch.randn(num_tokens, 2 * width, generator=seed)
+    kv_score[:, width:] *= draw(st.sampled_from((1.0, 10.0)))
+    drawn_table = draw(tables(num_reqs=num_reqs, min_size=min_size))
+    states, table = _states(settings, drawn_table, num_pages, 2 * width, seed)
+    angle = torch.rand(num_positions, 32 if layout else 4, generator=seed) * 6.3
+    if layout is None:
+        k_cache = torch.randn(num_blocks, settings["block_size"], dim, generator=seed)
+        k_cache = k_cache if draw(st.booleans()) or min_size else k_cache.bfloat16()
+    else:
+        shape = layout.shape(num_blocks)
+        k_cache = torch.randint(0, 256, shape, generator=seed, dtype=torch.uint8)
+    tensors = (
+        kv_score,
+        torch.randn(settings["compress_ratio"], width, generator=seed),
+        states,
+        table,
+        positions,
+        req_indices,
+        torch.randn(dim, generator=seed),
+        torch.cat([angle.cos(), angle.sin()], 1),
+        k_cache,
+        draw(slots(num_tokens=num_tokens, num_slots=num_blocks * settings["block_size"])),
+    )
+    return Case("drawn", tensors, settings)
+
+
+def _states(
+    settings: dict[str, Any], table: Tensor, num_pages: int, width: int, seed: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """States whose unused pages and padding are NaN, and a table with pages of them and hostile
+    entries."""
+    usual = (table >= 0) & (table < 5000)
+    table = torch.where(usual, table % max(num_pages, 1), table)
+    return filled_states(settings["state_block_size"], table, num_pages, width, seed), table
+
+
+def filled_states(
+    block_size: int, table: Tensor, num_pages: int, width: int, seed: torch.Generator
+) -> Tensor:
+    """Pages of states; padding, and pages that ``table`` does not name, are NaN."""
+    layout = StateLayout(block_size, width)
+    states = torch.full(layout.shape(num_pages), float("nan"))
+    shape = (num_pages, layout.block_size, width)
+    rows = torch.randn(shape, generator=seed)
+    layout.rows(states).copy_(rows)
+    used = table[(table >= 0) & (table < num_pages)].long()
+    unused = torch.ones(num_pages, dtype=torch.bool)
+    unused[used] = False
+    states[unused] = float("nan")
+    return states
+
+
+def _settings(ratio: int, overlap: bool, layout: str, *sizes: int) -> dict[str, Any]:
+    state_block_size, block_size = sizes
+    return {
+        "compress_ratio": ratio,
+        "overlap": overlap,
+        "eps": 1e-6,
+        "state_block_size": state_block_size,
+        "block_size": block_size,
+        "layout": layout,
+    }
+
+
+compress_and_insert = OpTesting(
+    cases=_compressor_cases,
+    settings=(
+        _settings(4, True, "v4_fp8", 4, 64),
+        _settings(4, True, "v4_indexer_fp8", 4, 64),
+        _settings(4, True, "plain", 4, 3),
+        _settings(128, False, "plain", 8, 40),
+        _settings(2, False, "plain", 1, 64),
+        _settings(128, False, "v4_fp8", 8, 2),
+        _settings(3, True, "plain", 5, 64),
+    ),
+    make=_compressor_call,
+    precise=precise,
+    readable=readable,
+)
+compress_and_insert_functional = compress_and_insert
+
+
+_STATES, _SLOTS = 2, 4
+"""Places of the states and of their slots."""
+
+
+def _windows_of(case: Case) -> Case:
+    """The call of ``compress_and_insert`` that is part of a step."""
+    tensors = (*case.tensors[:_SLOTS], *case.tensors[_SLOTS + 1 :])
+    return Case(case.name, tensors, case.settings)
+
+
+def precise_step(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None, ...]:
+    """float64 results of what ``readable_step`` reads: states are exact."""
+    windows = _windows_of(Case("precise", tensors, settings))
+    return None, *precise(*windows.tensors, **settings)
+
+
+def readable_step(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The states, then what is readable of the cache."""
+    states, cache = outcome
+    return states, *readable(_windows_of(case), [cache])
+
+
+def read_slots(case: Case) -> set[int]:
+    """Slots of the states that the windows of a call of ``compress_and_insert`` read."""
+    states, table, positions, req_indices = case.tensors[2:6]
+    assert states is not None
+    assert table is not None
+    assert positions is not None
+    assert req_indices is not None
+    ratio, size = case.settings["compress_ratio"], case.settings["state_block_size"]
+    tokens = list(zip(req_indices.tolist(), positions.tolist(), strict=True))
+    found = set()
+    for token, _ in written_slots(case):
+        request, position = tokens[token]
+        for back in range(ratio * (2 if case.settings["overlap"] else 1)):
+            place, other = position - back, token - back
+            column = place // size
+            if place < 0 or column >= table.shape[1]:
+                continue
+            if other < 0 or tokens[other] != (request, place):
+                found.add(int(table[request, column]) * size + place % size)
+    return {slot for slot in found if 0 <= slot < states.shape[0] * size}
+
+
+def determined(case: Case) -> bool:
+    """Whether no state is saved where a window reads another."""
+    slots = case.tensors[_SLOTS]
+    assert slots is not None
+    return not read_slots(_windows_of(case)) & {int(slot) for slot in slots}
+
+
+def _compressor_step_page(*rows: Sequence[float]) -> list[float]:
+    """A page of rows of two values, and its padding."""
+    values = [value for row in rows for value in row]
+    return values + [0.0] * (StateLayout(2, 2).page_bytes // 4 - len(values))
+
+
+def _worked(name: str, slots: Sequence[int], expected: Any = None, **changed: Any) -> Case:
+    """Four tokens of one request, of one channel each: windows of two, kv 1 and 3, then 0 and -6.
+    All scores are 0, and biased by 0.5."""
+    one = {
+        "kv_score": torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 0.0], [-6.0, 0.0]]),
+        "ape": torch.full((2, 1), 0.5),
+        "states": StateLayout(2, 2).allocate(2),
+        "norm_weight": torch.tensor([0.5]),
+        "cos_sin_cache": torch.zeros(0, 0),
+        "k_cache": torch.full((1, 2, 1), 7.0),
+    }
+    windows = worked(name, **{**one, **changed})
+    tensors = (*windows.tensors[:_SLOTS], i64([*slots]), *windows.tensors[_SLOTS:])
+    return Case(name, tensors, windows.settings, expected)
+
+
+def _compressor_step_cases() -> list[Case]:
+    # a row of one value over the root of its mean square is its sign, times the weight
+    rows, kept, zero = [[[0.5], [-0.5]]], [[[7.0], [7.0]]], _compressor_step_page()
+    old = StateLayout(2, 2).allocate(2)
+    StateLayout(2, 2).rows(old)[1, 0] = torch.tensor([-9.0, 0.5])
+    last = {
+        "kv_score": torch.tensor([[3.0, 0.0]]),
+        "positions": i64([3]),
+        "req_indices": i32([0]),
+        "slot_mapping": i64([1]),
+    }
+    none = {name: tensor[:0] for name, tensor in last.items()}
+    saved = [_compressor_step_page([-6.0, 0.5], [1.0, 0.5]), _compressor_step_page([0.0, 0.5])]
+    return [
+        _worked("two windows", [1, -1, 2, 0], (saved, rows)),
+        _worked("no slot for a state", [-1, 4, 2**40, -(2**63)], ([zero, zero], rows)),
+        _worked(
+            "no slot for a row", [1, -1, 2, 0], (saved, kept), slot_mapping=i64([-1, 2, 0, -2])
+        ),
+        _worked("no request", [1, -1, 2, 0], (saved, kept), req_indices=i32([-1, 1, 0, 2])),
+        _worked(
+            "padding has neither, and a late token a state",
+            [0, 1, 2, 3],
+            ([zero, _compressor_step_page([0.0, 0.5], [-6.0, 0.5])], kept),
+            positions=i64([-1, -(2**63), 2**31 - 1, 2**63 - 1]),
+        ),
+        _worked(
+            "its own state beside that of the token before",
+            [3],
+            ([zero, _compressor_step_page([-9.0, 0.5], [3.0, 0.5])], [[[7.0], [-0.5]]]),
+            states=old,
+            **last,
+        ),
+        _worked("no token", [], ([zero, zero], kept), **none),
+        _worked("no page", [1, -1, 2, 0], (saved, []), k_cache=torch.zeros(0, 2, 1)),
+        _worked("no page of states", [1, -1, 2, 0], ([], rows), states=old[:0]),
+        _worked("no table", [1, -1, 2, 0], (saved, kept), state_block_table=i32([[0, 1]])[:0]),
+        _worked("bfloat16", [1, -1, 2, 0], k_cache=torch.full((1, 2, 1), 7.0).bfloat16()),
+    ]
+
+
+def _compressor_step_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    """A drawn call of the windows; slots of states that its windows read are left out."""
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import slots
+
+    windows = compress_and_insert.make(draw, settings, min_size)
+    states, positions = windows.tensors[2], windows.tensors[4]
+    assert states is not None
+    assert positions is not None
+    num_tokens, num_slots = positions.shape[0], states.shape[0] * settings["state_block_size"]
+    read = read_slots(windows)
+    free = sorted(set(range(num_slots)) - read)
+    if draw(st.booleans()):  # next to what is read
+        free = sorted(free, key=lambda slot: _distance(slot, read))[: num_tokens + 2]
+    places = draw(slots(num_tokens=num_tokens, num_slots=len(free)))
+    there = (places >= 0) & (places < len(free))
+    chosen = torch.where(there, i64([*free, -1])[torch.where(there, places, -1)], places)
+    outside = (places >= len(free)) & (places < num_slots)
+    tensors = (*windows.tensors[:_SLOTS], torch.where(outside, -1, chosen))
+    return Case("drawn", (*tensors, *windows.tensors[_SLOTS:]), settings)
+
+
+def _distance(slot: int, read: set[int]) -> int:
+    return min((abs(slot - other) for other in read), default=0)
+
+
+save_and_compress = OpTesting(
+    cases=_compressor_step_cases,
+    settings=compress_and_insert.settings,
+    make=_compressor_step_call,
+    precise=precise_step,
+    readable=readable_step,
+    determined=determined,
+)
+save_and_compress_functional = save_and_compress

@@ -1,0 +1,638 @@
+"""Cases and strategies of the lightning indexer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import IndexerLayout, PlainLayout
+from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64
+from dsv4_ops.testing.float64.indexer import Scores, paged_scores
+
+_TAG = IndexerLayout.tag
+_PAGES_OF_1 = {"block_size": 1, "layout": _TAG}
+
+
+def worked_page() -> list[int]:
+    """A page of one row: 3, -0.3, 0.01 and zeros, scale 2^-7."""
+    return [0x7C, 0xE2, 0x3A] + [0] * 125 + [0, 0, 0x00, 0x3C] + [0] * 444
+
+
+def _insert_cases() -> list[Case]:
+    k = torch.zeros(1, 128, dtype=torch.bfloat16)
+    k[0, :3] = torch.tensor([3.0, -0.3, 0.01])
+    empty = torch.zeros(2, 576, dtype=torch.uint8)
+    return [
+        Case("worked row", (k, empty, i64([1])), _PAGES_OF_1, ([[0] * 576, worked_page()],)),
+        Case("no slot", (k, empty + 7, i64([-3])), _PAGES_OF_1, ([[7] * 576] * 2,)),
+        Case("no token", (k[:0], empty + 7, i64([])), _PAGES_OF_1, ([[7] * 576] * 2,)),
+    ]
+
+
+def _insert_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator, keys, random_bytes, slots
+
+    num_tokens = max(draw(st.sampled_from((0, 1, 2, 3, 5, 9, 17))), min_size)
+    num_blocks = max(draw(st.sampled_from((0, 1, 2, 3, 8))), min_size)
+    num_rows = num_tokens + draw(st.sampled_from((0, 0, 1, 4)))
+    k = draw(keys(num_rows=num_rows, width=128, special=128))
+    page_bytes = IndexerLayout(settings["block_size"]).page_bytes
+    cache = random_bytes(generator(draw), num_blocks, page_bytes)
+    num_slots = num_blocks * settings["block_size"]
+    return Case(
+        "drawn", (k, cache, draw(slots(num_tokens=num_tokens, num_slots=num_slots))), settings
+    )
+
+
+quantize_and_insert_indexer_k = OpTesting(
+    cases=_insert_cases,
+    settings=tuple({"block_size": size, "layout": _TAG} for size in (64, 1, 3)),
+    make=_insert_call,
+)
+quantize_and_insert_indexer_k_functional = quantize_and_insert_indexer_k
+
+
+def _gather_cases() -> list[Case]:
+    cache = torch.tensor([[0xFF] * 576, worked_page()], dtype=torch.uint8)
+    codes, nothing = worked_page()[:128], [0] * 128
+    return [
+        Case(
+            "two requests, room to spare",
+            (cache, i32([0, 1, 4]), i32([[1, 0, 0], [-1, 1, 2]])),
+            {**_PAGES_OF_1, "num_rows": 6},
+            (
+                [codes, nothing, codes, nothing, nothing, nothing],
+                [0.0078125, 0.0, 0.0078125, 0.0, 0.0, 0.0],
+            ),
+        ),
+        Case(
+            "no request",
+            (cache, i32([0]), i32([]).reshape(0, 3)),
+            {**_PAGES_OF_1, "num_rows": 1},
+            ([nothing], [0.0]),
+        ),
+        *(
+            _many_requests(f"{count} requests of a key", cache, [1] * count)
+            for count in (31, 32, 33)
+        ),
+        _many_requests("a key for two requests of three", cache, [0, 1, 1] * 30),
+        _many_requests("few keys of many requests", cache, ([0] * 99 + [1, 0]) * 20),
+    ]
+
+
+def _many_requests(name: str, cache: Tensor, lens: list[int]) -> Case:
+    """Pages of one row: those of odd requests exist."""
+    starts = [sum(lens[:place]) for place in range(len(lens) + 1)]
+    table = [[place % 2 or -1] for place in range(len(lens))]
+    found = [place % 2 for place, length in enumerate(lens) if length] + [0, 0]
+    codes = [worked_page()[:128] if there else [0] * 128 for there in found]
+    return Case(
+        name,
+        (cache, i32(starts), i32(table)),
+        {**_PAGES_OF_1, "num_rows": len(found)},
+        (codes, [0.0078125 * there for there in found]),
+    )
+
+
+def _gather_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator, random_bytes, requests
+
+    num_blocks = max(draw(st.sampled_from((0, 1, 2, 3, 8))), min_size)
+    page_bytes = IndexerLayout(settings["block_size"]).page_bytes
+    cache = random_bytes(generator(draw), num_blocks, page_bytes)
+    _, lens, table = draw(requests(num_blocks=num_blocks, min_size=min_size))
+    start = torch.tensor([draw(st.sampled_from((0, 0, 2)))])
+    cu_seq_lens = torch.cat([start, lens.clamp(0, 90)]).cumsum(0).to(torch.int32)
+    num_rows = max(draw(st.sampled_from((0, 1, 7, 40, 150))), min_size)
+    return Case("drawn", (cache, cu_seq_lens, table), {**settings, "num_rows": num_rows})
+
+
+gather_indexer_k = OpTesting(
+    cases=_gather_cases,
+    settings=tuple({"block_size": size, "layout": _TAG} for size in (64, 1, 3)),
+    make=_gather_call,
+)
+
+
+_LENS = (0, 1, 255, 256, 257, 1000, 4096, 262144, 2**31 - 1, -1, -(2**31))
+
+
+def _cases() -> list[Case]:
+    four, one = ({"block_size": 64, "num_sms": count} for count in (4, 1))
+    return [
+        # 4, 2, 0 and 3 splits: runs of 3, 2, 2, 2
+        Case(
+            "worked example",
+            (i32([1000, 300, 0, 600]),),
+            four,
+            ([[0, 0], [0, 3], [1, 1], [3, 1], [4, 0]],),
+        ),
+        # 0, 0, 1, 0, 1, 0 splits: no run begins in a row without keys
+        Case(
+            "fewer splits than SMs",
+            (i32([0, -9, 1, 0, 256, 0]),),
+            four,
+            ([[2, 0], [4, 0], [6, 0], [6, 0], [6, 0]],),
+        ),
+        Case("no keys", (i32([0, 0, -1]),), four, ([[3, 0]] * 5,)),
+        Case("no request", (i32([]),), four, ([[0, 0]] * 5,)),
+        Case("one SM", (i32([257, 1]),), one, ([[0, 0], [2, 0]],)),
+        # 3 * 2^23 splits: 6291456 each, and 2^23 = 8388608 in a row
+        Case(
+            "longest",
+            (i32([2**31 - 1] * 3),),
+            four,
+            ([[0, 0], [0, 6291456], [1, 4194304], [2, 2097152], [3, 0]],),
+        ),
+        Case("beyond 32 bits", (i32([2**31 - 1] * 600),), {"block_size": 64, "num_sms": 132}),
+    ]
+
+
+def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    size = max(draw(st.sampled_from((3, 0, 1, 2, 7, 33, 150))), min_size)
+    lens = [draw(st.sampled_from(_LENS)) for _ in range(size)]
+    return Case("drawn", (i32(lens),), settings)
+
+
+paged_mqa_logits_metadata = OpTesting(
+    cases=_cases,
+    settings=(
+        {"block_size": 64, "num_sms": 132},
+        {"block_size": 64, "num_sms": 5},
+        {"block_size": 32, "num_sms": 1},
+    ),
+    make=_call,
+)
+
+
+ONE = 0x38
+"""The e4m3 code of 1."""
+
+TAG, PLAIN = IndexerLayout.tag, PlainLayout.tag
+
+
+def _quantize_cases() -> list[Case]:
+    q = torch.full((2, 1, 128), 3.0, dtype=torch.bfloat16)
+    q[:, :, 126], q[:, :, 127] = 1.0, 2.0
+    quarter = torch.tensor([[0.0, 1.0]])  # by which the last pair turns
+    weights = torch.tensor([[1.0], [-2.0]])
+    # 2^-7 is the scale of 3: 384, 128, 256, and turned -256 and 128
+    rows = [[[384.0] * 126 + pair] for pair in ([-256.0, 128.0], [128.0, 256.0])]
+    scale = {"softmax_scale": 0.5}
+    nothing = torch.zeros(1, 2, 128, dtype=torch.bfloat16)
+    ones = torch.ones(1, 2, dtype=torch.bfloat16)
+    return [
+        Case(
+            "a quarter turn, and no such position",
+            (q, weights, i64([0, 1]), quarter),
+            scale,
+            (rows, [[0.00390625], [-0.0078125]]),
+        ),
+        Case(
+            "zeros have the smallest scale",
+            (nothing, ones, i64([-1]), quarter),
+            scale,
+            ([[[0.0] * 128] * 2], [[2.0**-23] * 2]),
+        ),
+        Case("no token", (q[:0], weights[:0], i64([]), quarter), scale, ([], [])),
+        Case("no head", (q[:, :0], weights[:, :0], i64([0, 1]), quarter), scale, ([[], []],) * 2),
+        Case("no pair", (q, weights, i64([0, 1]), quarter[:, :0]), scale),
+    ]
+
+
+def _quantize_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.float64.rope import positions, tables
+    from dsv4_ops.testing.strategies.caches import generator, keys
+
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5))), min_size)
+    num_heads = 4 if min_size else draw(st.sampled_from((1, 3, 4, 17)))
+    rope_dim = 64 if min_size else draw(st.sampled_from((64, 128, 2, 0)))
+    table = tables(draw, rope_dim=rope_dim, min_size=min_size)
+    q = draw(keys(num_rows=num_tokens * num_heads, width=128, special=128))
+    weights = torch.randn(num_tokens, num_heads, generator=generator(draw))
+    if min_size or draw(st.booleans()):
+        weights = weights.to(torch.bfloat16)
+    places = positions(draw, num_tokens=num_tokens, num_positions=table.shape[0])
+    return Case("drawn", (q.view(num_tokens, num_heads, 128), weights, places, table), settings)
+
+
+indexer_quantize_q = OpTesting(
+    cases=_quantize_cases,
+    settings=({"softmax_scale": 128**-0.5 / 4}, {"softmax_scale": 128**-0.5 / 8}),
+    make=_quantize_call,
+)
+
+
+def tiny_query(num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Two heads of ones and of minus ones, and their weights 0.5 and 2: a key of ones scores 64, a
+    key of minus ones 256."""
+    q = torch.ones(num_tokens, 2, 128)
+    q[:, 1] = -1
+    return q.to(torch.float8_e4m3fn), torch.tensor([[0.5, 2.0]]).repeat(num_tokens, 1)
+
+
+def tiny_cache() -> Tensor:
+    """Two pages of two keys: of ones, of minus ones with scale 2; of NaN, of ones with scale 4."""
+    cache = torch.zeros(IndexerLayout(2).shape(2), dtype=torch.uint8)
+    cache[0, :128], cache[0, 128:256] = ONE, ONE | 0x80
+    cache[1, :128], cache[1, 128:256] = 0x7F, ONE
+    for page, scales in enumerate(([1.0, 2.0], [1.0, 4.0])):
+        cache[page, 256:264] = torch.tensor(scales).view(torch.uint8)
+    return cache
+
+
+def beyond_int32() -> tuple[Tensor, ...]:
+    """Tensors of ``indexer_select`` over pages of 64 rows: the last one whose slots int32 holds,
+    the one behind it, and the first."""
+    cache, last = IndexerLayout(64).allocate(1).expand(2**26, -1), 2**31 // 64 - 1
+    table = i32([[last, last + 1, 0]])
+    return (*tiny_query(2), cache, i64([191, 79]), i32([0, 0]), table)
+
+
+def with_layouts(cases: list[Case]) -> list[Case]:
+    """Cases over the tiny cache, then the same over plain caches of the same keys."""
+    found = [Case(c.name, c.tensors, {**c.settings, "layout": TAG}, c.expected) for c in cases]
+    for dtype in (torch.float32, torch.bfloat16):
+        keys = torch.tensor([[1.0, -2.0], [torch.nan, 4.0]], dtype=dtype)
+        cache = keys[:, :, None].repeat(1, 1, 128)
+        for case in cases:
+            q, weights, _, *rest = case.tensors
+            assert q is not None
+            tensors = (q.to(dtype), weights, cache, *rest)
+            settings = {**case.settings, "layout": PLAIN}
+            found.append(Case(f"plain {dtype}: {case.name}", tensors, settings, case.expected))
+    return found
+
+
+def _logits_cases() -> list[Case]:
+    inf = torch.inf
+    table = i32([[1, 0], [0, 9]])
+    lens, requests = i32([3, 4, 2, -5, 9]), i32([1, 1, 2, 0, -1])
+    rows = [[64.0, 512.0, -inf]] * 2 + [[-inf] * 3] * 3
+    settings = {"block_size": 2, "num_rows": 3}
+    none = (*tiny_query(0), tiny_cache(), i32([]), i32([]), table)
+    cases = [
+        Case(
+            "pages and requests that do not exist",
+            (*tiny_query(5), tiny_cache(), lens, requests, table),
+            settings,
+            (rows,),
+        ),
+        Case(
+            "behind an unread NaN",
+            (*tiny_query(2), tiny_cache(), i32([2, 4]), i32([0, 0]), i32([[0, 1]])),
+            {"block_size": 2, "num_rows": 2},
+            ([[64.0, 512.0]] * 2,),
+        ),
+        Case("no token", none, settings, ([],)),
+        Case(
+            "no column",
+            (*tiny_query(1), tiny_cache(), i32([2]), i32([0]), table),
+            {"block_size": 2, "num_rows": 0},
+            ([[]],),
+        ),
+        Case(
+            "no page in the table",
+            (*tiny_query(1), tiny_cache(), i32([2]), i32([0]), i32([[]])),
+            settings,
+            ([[-inf] * 3],),
+        ),
+    ]
+    return with_layouts(cases)
+
+
+def _logits_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.indexer_batches import pages_of
+
+    paged = draw(pages_of(settings=settings, min_size=min_size))
+    num_tokens = paged.positions.shape[0]
+    lens = (paged.positions.clamp(-2, 2**20) + 1).to(torch.int32)
+    if num_tokens:
+        for token in draw(st.lists(st.integers(0, num_tokens - 1), max_size=2)):
+            lens[token] = draw(st.sampled_from((0, -1, -(2**31), 2**31 - 1)))
+    num_rows = max(draw(st.sampled_from((0, 1, 5, 40, 130))), min_size)
+    tensors = (paged.q, paged.weights, paged.cache, lens, paged.req_indices, paged.table)
+    return Case("drawn", tensors, {**settings, "num_rows": num_rows})
+
+
+def _precise_logits(
+    q: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    lens: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    num_rows: int,
+    layout: str,
+) -> tuple[Exact]:
+    tensors = (q, weights, k_cache, lens, req_indices, block_table)
+    return (paged_scores(*tensors, block_size, num_rows, layout).exact(),)
+
+
+indexer_logits = OpTesting(
+    cases=_logits_cases,
+    settings=(
+        *({"block_size": size, "layout": TAG} for size in (64, 2, 3)),
+        *({"block_size": size, "layout": PLAIN} for size in (64, 3)),
+    ),
+    make=_logits_call,
+    precise=_precise_logits,
+)
+
+
+def _ragged_cases() -> list[Case]:
+    k = torch.stack([torch.full((128,), code, dtype=torch.uint8) for code in (ONE, 0xB8, 0x7F)])
+    scales = torch.tensor([1.0, 2.0, torch.inf])
+    inf = torch.inf
+    starts, stops = i32([0, 1, -7, 2, 2**31 - 1]), i32([1, 2, 2, 1, 2**31 - 1])
+    rows = [[64.0, -inf, -inf], [-inf, 512.0, -inf], [64.0, 512.0, -inf], *[[-inf] * 3] * 2]
+    return [
+        Case("spans", (*tiny_query(5), k, scales, starts, stops), {}, (rows,)),
+        Case("no key", (*tiny_query(5), k[:0], scales[:0], starts, stops), {}, ([[]] * 5,)),
+        Case("no token", (*tiny_query(0), k, scales, starts[:0], stops[:0]), {}, ([],)),
+    ]
+
+
+def _ragged_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator
+    from dsv4_ops.testing.strategies.indexer_batches import codes, query
+
+    exact, seed = draw(st.booleans()), generator(draw)
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 9, 18))), min_size)
+    num_k = max(draw(st.sampled_from((7, 0, 1, 2, 40, 130))), min_size)
+    q, weights = query(
+        seed, num_tokens, 16 if min_size else draw(st.sampled_from((1, 3, 16))), exact
+    )
+    scales = torch.exp2(torch.randint(-3, 3, (num_k,), generator=seed).float())
+    bounds = torch.randint(-2, num_k + 3, (2, num_tokens), generator=seed, dtype=torch.int32)
+    start, stop = bounds.sort(0).values if draw(st.booleans()) else bounds
+    keys = codes(seed, (num_k, 128), exact)
+    return Case("drawn", (q, weights, keys, scales, start.clone(), stop.clone()), settings)
+
+
+def _precise_ragged(
+    q: Tensor, weights: Tensor, k: Tensor, scales: Tensor, row_start: Tensor, row_stop: Tensor
+) -> tuple[Exact]:
+    row = torch.arange(k.shape[0], device=q.device)
+    inside = (row >= row_start[:, None]) & (row < row_stop[:, None])
+    keys = k.view(torch.float8_e4m3fn).to(torch.float64).expand(q.shape[0], -1, -1)
+    return (Scores.of(q, weights, keys, scales.expand(q.shape[0], -1), inside).exact(),)
+
+
+indexer_logits_ragged = OpTesting(
+    cases=_ragged_cases, settings=({},), make=_ragged_call, precise=_precise_ragged
+)
+
+
+_SPECIAL = (torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, -1e-45, 3e38)
+
+
+def _topk_cases() -> list[Case]:
+    nan, inf = torch.nan, torch.inf
+    logits = torch.tensor(
+        [
+            [1.0, 3.0, 2.0, 2.0, 2.0, 9.0],
+            [-0.0, 0.0, -1.0, 0.0, nan, nan],
+            [nan, -inf, -3e38, nan, inf, nan],
+            [5.0] * 6,
+            [5.0] * 6,
+            [-1e-45, 1e-45, -1e-45, 0.0, -0.0, 7.0],
+        ]
+    )
+    lens = i32([5, 6, 5, 2**31 - 1, -3, 6])
+    rows = [[1, 2, 3], [0, 1, 3], [0, 2, 4], [0, 1, 2], [-1, -1, -1], [1, 3, 5]]
+    three = {"topk": 3}
+    return [
+        Case("ties, NaN, zeros and infinities", (logits, lens), three, (rows,)),
+        Case(
+            "fewer candidates than topk",
+            (logits[:3], i32([2, 1, 2])),
+            three,
+            ([[0, 1, -1], [0, -1, -1], [0, -1, -1]],),
+        ),
+        Case("no column", (logits[:2, :0], lens[:2]), three, ([[-1] * 3] * 2,)),
+        Case("no row", (logits[:0], lens[:0]), three, ([],)),
+    ]
+
+
+def _topk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator
+
+    seed = generator(draw)
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 6))), min_size)
+    num_rows = max(draw(st.sampled_from((40, 0, 1, 2, 7, 130, 600))), min_size)
+    logits = torch.randn(num_tokens, num_rows, generator=seed)
+    if draw(st.booleans()):
+        logits = (logits * 2).round()
+    if logits.numel():
+        for place in draw(st.lists(st.integers(0, logits.numel() - 1), max_size=6)):
+            logits.view(-1)[place] = draw(st.sampled_from(_SPECIAL))
+    near = st.sampled_from((0, 1, settings["topk"], settings["topk"] + 1, num_rows, -1, 2**31 - 1))
+    lens = i32([draw(near) for _ in range(num_tokens)]).reshape(num_tokens)
+    return Case("drawn", (logits, lens), settings)
+
+
+indexer_topk = OpTesting(
+    cases=_topk_cases,
+    settings=({"topk": 5}, {"topk": 1}, {"topk": 128}, {"topk": 512}),
+    make=_topk_call,
+)
+
+
+def _select_cases() -> list[Case]:
+    settings = {"block_size": 2, "compress_ratio": 4, "topk": 2}
+    table = i32([[0, 1], [1, 9], [0, 0]])
+    requests = i32([0, 0, 0, 1, 2, 2, 3, -1, 0, 0])
+    positions = i64([2, 11, 15, 31, 15, 2**31 - 1, 15, 15, -1, -4])
+    # scores of request 0: 64, 512, NaN, 256
+    rows = [[-1, -1], [0, 1], [1, 3], [0, 1], [1, 3], *[[-1, -1]] * 5]
+    none = (*tiny_query(0), tiny_cache(), i64([]), i32([]), table)
+    cases = [
+        Case(
+            "what does not exist, NaN and ties",
+            (*tiny_query(10), tiny_cache(), positions, requests, table),
+            settings,
+            (rows,),
+        ),
+        Case(
+            "NaN if there is nothing else",
+            (*tiny_query(1), tiny_cache(), i64([7]), i32([0]), i32([[1, 1]])),
+            settings,
+            ([[0, 1]],),
+        ),
+        Case(
+            "more room than candidates",
+            (*tiny_query(2), tiny_cache(), i64([11, 3]), i32([0, 0]), i32([[-1, 1]])),
+            {**settings, "topk": 3},
+            ([[2, -1, -1], [-1, -1, -1]],),
+        ),
+        Case("no token", none, settings, ([],)),
+        Case(
+            "no page in the table",
+            (*tiny_query(1), tiny_cache(), i64([7]), i32([0]), i32([[]])),
+            settings,
+            ([[-1, -1]],),
+        ),
+        Case(
+            "no head: all scores are equal",
+            (*(part[:, :0] for part in tiny_query(1)), tiny_cache(), i64([15]), i32([0]), table),
+            settings,
+            ([[0, 1]],),
+        ),
+        Case(
+            "slots of what does not exist, NaN and ties",
+            (*tiny_query(10), tiny_cache(), positions, requests, table),
+            {**settings, "slots": True},
+            ([[-1, -1], [0, 1], [1, 3], [2, 3], [1, 1], *[[-1, -1]] * 5],),
+        ),
+        Case(
+            "slots around pages that do not exist, and no further row",
+            (
+                *tiny_query(3),
+                tiny_cache(),
+                i64([31, 31, 3]),
+                i32([0, 1, 0]),
+                i32([[1, -1, 2**31 - 1, 0], [-(2**31), 2, 0, -1]]),
+            ),
+            {**settings, "topk": 3, "slots": True},
+            # scores of request 0: NaN, 256 in page 1, 64, 512 in page 0; of request 1: 64, 512
+            ([[3, 0, 1], [0, 1, -1], [2, -1, -1]],),
+        ),
+    ]
+    return with_layouts(cases)
+
+
+def _select_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from dsv4_ops.testing.strategies.indexer_batches import pages_of
+
+    return Case("drawn", tuple(draw(pages_of(settings=settings, min_size=min_size))), settings)
+
+
+def _scores(
+    q: Tensor,
+    weights: Tensor,
+    k_cache: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    compress_ratio: int,
+    topk: int,
+    layout: str,
+    slots: bool = False,
+) -> Scores:
+    real = (positions >= 0) & (positions < 2**31 - 1)
+    lens = torch.where(real, (positions.clamp(-1, 2**31) + 1) // compress_ratio, 0)
+    num_rows = block_table.shape[1] * block_size
+    tensors = (q, weights, k_cache, lens, req_indices, block_table)
+    return paged_scores(*tensors, block_size, num_rows, layout)
+
+
+def _ranked(scores: Tensor) -> Tensor:
+    """NaN below every number."""
+    return torch.where(scores.isnan(), -torch.inf, scores)
+
+
+def _rows_of(
+    slots: Tensor, candidate: Tensor, req_indices: Tensor, block_table: Tensor, block_size: int
+) -> Tensor:
+    """Rows that have these slots, each behind the one before it; of a slot that none of them has,
+    the number of rows."""
+    num_rows, rows = candidate.shape[1], []
+    row = torch.arange(num_rows, device=slots.device)
+    pages = block_table[req_indices.clamp(0, len(block_table) - 1)][:, row // block_size].long()
+    there = torch.where(candidate, pages * block_size + row % block_size, -1)
+    for wanted, held in zip(slots.tolist(), there.tolist(), strict=True):
+        left = iter(enumerate(held))
+        rows.append(
+            [
+                slot if slot < 0 else next((row for row, has in left if has == slot), num_rows)
+                for slot in wanted
+            ]
+        )
+    return slots.new_tensor(rows).view(slots.shape)
+
+
+def _readable_selection(case: Case, outcome: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The indices where scores are exact; else the chosen scores in descending order, and that the
+    result is a selection: rounding may choose another of two close scores."""
+    tensors = [tensor for tensor in case.tensors if tensor is not None]
+    found, indices = _scores(*tensors, **case.settings), outcome[0].long()
+    if found.is_exact:
+        return tuple(outcome)
+    if case.settings.get("slots") and bool(found.candidate.any()):
+        requests, table = tensors[4:]
+        indices = _rows_of(indices, found.candidate, requests, table, case.settings["block_size"])
+    there = indices >= 0
+    if found.value.shape[1] == 0:
+        return torch.zeros(indices.shape, dtype=torch.float64, device=indices.device), outcome[0]
+    place = indices.clamp(0, found.value.shape[1] - 1)
+    chosen = torch.where(there, _ranked(found.value).gather(1, place), -torch.inf)
+    behind = torch.cat([there.new_zeros(len(there), 1), indices[:, 1:] <= indices[:, :-1]], 1)
+    wrong = (behind | ~found.candidate.gather(1, place) | (place != indices)) & there
+    return chosen.sort(1, descending=True).values, there.int() + 2 * wrong
+
+
+def _precise_selection(*tensors: Tensor, **settings: Any) -> tuple[Exact | None, ...]:
+    found = _scores(*tensors, **settings)
+    if found.is_exact:
+        return (None,)
+    num_tokens, num_rows = found.value.shape
+    topk = settings["topk"]
+    if num_rows == 0:
+        nothing = found.value.new_zeros((num_tokens, topk))
+        return Exact(nothing, nothing), None
+    padding = found.value.new_full((num_tokens, topk), -torch.inf)
+    value = torch.cat([_ranked(found.value), padding], 1).sort(1, descending=True).values[:, :topk]
+    exact = found.exact()
+    magnitude = exact.magnitude.amax(1, keepdim=True)
+    return Exact(value, magnitude, exact.unit), None
+
+
+indexer_select = OpTesting(
+    cases=_select_cases,
+    settings=(
+        *(
+            {
+                "block_size": size,
+                "compress_ratio": ratio,
+                "topk": topk,
+                "layout": layout,
+                "slots": slots,
+            }
+            for layout, size, ratio, topk, slots in (
+                (TAG, 64, 4, 16, False),
+                (TAG, 64, 4, 16, True),
+                (TAG, 2, 4, 3, False),
+                (TAG, 3, 1, 20, True),
+                (TAG, 64, 1, 128, True),
+                (TAG, 64, 128, 512, False),
+                (PLAIN, 64, 4, 16, True),
+                (PLAIN, 3, 1, 20, False),
+            )
+        ),
+    ),
+    make=_select_call,
+    precise=_precise_selection,
+    readable=_readable_selection,
+)

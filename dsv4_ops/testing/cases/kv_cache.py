@@ -1,0 +1,238 @@
+"""Cases and strategies of paged caches of keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.testing.case import Case, OpTesting, i32, i64
+
+_TAG = MainLayout.tag
+_PAGES_OF_1 = {"block_size": 1, "layout": _TAG}
+
+
+def worked_row() -> Tensor:
+    """bf16 [1, 512]: the block of the documentation, 448, just above 448, infinity, NaN, RoPE."""
+    k = torch.zeros(1, 512, dtype=torch.bfloat16)
+    k[0, :3] = torch.tensor([3.0, -0.3, 0.01])
+    k[0, 64], k[0, 128] = 448.0, -450.0
+    k[0, 192], k[0, 193] = float("inf"), 1.0
+    k[0, 256], k[0, 257] = float("nan"), 2.0
+    k[0, 448], k[0, 511] = 1.0, -2.0
+    return k
+
+
+def worked_bytes() -> list[int]:
+    """The page of one row that ``worked_row`` becomes, padding of 0 included."""
+    page = [0] * 1152
+    page[:3] = [0x7C, 0xE2, 0x3A]
+    page[64], page[128] = 0x7E, 0xF6  # 448 / 1; -450 / 2 = -225, rounded to 224
+    page[192] = 0x7E
+    page[256], page[257] = 0x7F, 0x78  # NaN does not count: 2 / 2^-7 = 256
+    page[448:450], page[574:576] = [0x80, 0x3F], [0x00, 0xC0]
+    page[576:584] = [120, 127, 128, 247, 120, 105, 105, 0]
+    return page
+
+
+def _insert_cases() -> list[Case]:
+    empty = torch.zeros(2, 1152, dtype=torch.uint8)
+    k = worked_row()
+    return [
+        Case("worked row", (k, empty, i64([1])), _PAGES_OF_1, ([[0] * 1152, worked_bytes()],)),
+        Case("no slot", (k, empty + 7, i64([-1])), _PAGES_OF_1, ([[7] * 1152] * 2,)),
+        Case("past the end", (k, empty + 7, i64([2])), _PAGES_OF_1, ([[7] * 1152] * 2,)),
+        Case("no token", (k[:0], empty, i64([])), _PAGES_OF_1, ([[0] * 1152] * 2,)),
+        Case("no page", (k, empty[:0], i64([0])), _PAGES_OF_1, ([],)),
+        Case("more rows", (k.repeat(3, 1), empty, i64([-1, 0])), _PAGES_OF_1),
+    ]
+
+
+def _insert_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator, keys, random_bytes, slots
+
+    num_tokens = draw(st.sampled_from((0, 1, 2, 3, 5, 9, 17)))
+    num_blocks = draw(st.sampled_from((0, 1, 2, 3, 8)))
+    num_tokens, num_blocks = max(num_tokens, min_size), max(num_blocks, min_size)
+    num_rows = num_tokens + draw(st.sampled_from((0, 0, 1, 4)))
+    page_bytes = MainLayout(settings["block_size"]).page_bytes
+    k = draw(keys(num_rows=num_rows, width=512, special=448))
+    cache = random_bytes(generator(draw), num_blocks, page_bytes)
+    num_slots = num_blocks * settings["block_size"]
+    return Case(
+        "drawn", (k, cache, draw(slots(num_tokens=num_tokens, num_slots=num_slots))), settings
+    )
+
+
+quantize_and_insert_k_cache = OpTesting(
+    cases=_insert_cases,
+    settings=tuple({"block_size": size, "layout": _TAG} for size in (64, 2, 1, 3)),
+    make=_insert_call,
+)
+quantize_and_insert_k_cache_functional = quantize_and_insert_k_cache
+
+
+def _worked_cache() -> Tensor:
+    page = torch.tensor(worked_bytes(), dtype=torch.uint8)
+    return torch.stack([torch.full_like(page, 0xFF), page])
+
+
+def _worked_values() -> list[float]:
+    """``worked_row`` read back, its NaN left out."""
+    row = [0.0] * 512
+    row[:3] = [3.0, -0.3125, 0.009765625]
+    row[64], row[128], row[192], row[257] = 448.0, -448.0, float("inf"), 2.0
+    row[448], row[511] = 1.0, -2.0
+    return row
+
+
+def _without_nan(cache: Tensor) -> Tensor:
+    copy = cache.clone()
+    copy[1, 256] = 0
+    return copy
+
+
+def _gather_cases() -> list[Case]:
+    cache, zeros = _without_nan(_worked_cache()), [0.0] * 512
+    lens = (i32([3, 2]), i32([2, 3]), i32([[7, 1, -1], [1, 1, 0]]))
+    out = torch.full((2, 4, 512), 5.0, dtype=torch.bfloat16)
+    fives, row = [5.0] * 512, _worked_values()
+    settings = {**_PAGES_OF_1, "offset": 1}
+    return [
+        Case(
+            "page, no page, before the start",
+            (out, cache, *lens),
+            settings,
+            ([[fives, row, zeros, fives], [fives, zeros, row, row]],),
+        ),
+        Case("all rows", (out, cache, lens[0], None, lens[2]), settings),
+        Case("no room", (out, cache, *lens), {**settings, "offset": 4}, (out.tolist(),)),
+        Case(
+            "no request",
+            (out[:0], cache, i32([]), i32([]), i32([]).reshape(0, 3)),
+            settings,
+            ([],),
+        ),
+    ]
+
+
+def _gather_all_cases() -> list[Case]:
+    cache, zeros = _without_nan(_worked_cache()), [0.0] * 512
+    lens = (i32([3, 2]), i32([2, 3]), i32([[7, 1, -1], [1, 1, 0]]))
+    row, settings = _worked_values(), {**_PAGES_OF_1, "offset": 1, "num_rows": 4}
+    rows = torch.arange(8, dtype=torch.float32).reshape(2, 2, 2)
+    plain = {"block_size": 2, "layout": "plain", "offset": 0, "num_rows": 3}
+    return [
+        Case(
+            "page, no page, before the start",
+            (cache, *lens),
+            settings,
+            ([[zeros, row, zeros, zeros], [zeros, zeros, row, row]],),
+        ),
+        Case("no row", (cache, *lens), {**settings, "num_rows": 1}, ([[zeros]] * 2,)),
+        Case(
+            "plain rows",
+            (rows, i32([3]), None, i32([[1, 0]])),
+            plain,
+            ([[[4.0, 5.0], [6.0, 7.0], [0.0, 1.0]]],),
+        ),
+    ]
+
+
+def _gather_tensors(draw: Any, settings: dict[str, Any], min_size: int) -> tuple[Any, ...]:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator, random_bytes, random_keys, requests
+
+    num_blocks = max(draw(st.sampled_from((0, 1, 2, 3, 8))), min_size)
+    block_size, seed = settings["block_size"], generator(draw)
+    if settings["layout"] == _TAG:
+        cache = random_bytes(seed, num_blocks, MainLayout(block_size).page_bytes)
+    else:
+        cache = random_keys(seed, num_blocks * block_size, 24).view(num_blocks, block_size, 24)
+    seq_lens, gather_lens, table = draw(requests(num_blocks=num_blocks, min_size=min_size))
+    given = gather_lens if min_size or draw(st.booleans()) else None
+    return cache, seq_lens, given, table
+
+
+def _gather_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator, random_keys
+
+    tensors = _gather_tensors(draw, settings, min_size)
+    num_reqs = tensors[1].shape[0]
+    num_rows = settings["offset"] + max(draw(st.sampled_from((2, 0, 1, 7, 20))), min_size)
+    out = random_keys(generator(draw), num_reqs * num_rows, 512).view(num_reqs, num_rows, 512)
+    return Case("drawn", (out, *tensors), settings)
+
+
+def _gather_all_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    tensors = _gather_tensors(draw, settings, min_size)
+    num_rows = settings["offset"] + max(draw(st.sampled_from((2, 0, 1, 7, 20))), min_size)
+    return Case("drawn", tensors, {**settings, "num_rows": num_rows})
+
+
+dequantize_and_gather_k_cache = OpTesting(
+    cases=_gather_cases,
+    settings=tuple(
+        {"block_size": size, "layout": _TAG, "offset": offset}
+        for size, offset in ((64, 3), (64, 0), (2, 1), (3, 5))
+    ),
+    make=_gather_call,
+)
+gather_k_cache = OpTesting(
+    cases=_gather_all_cases,
+    settings=tuple(
+        {"block_size": size, "layout": layout, "offset": offset}
+        for size, layout, offset in (
+            (64, _TAG, 3),
+            (2, _TAG, 0),
+            (4, "plain", 1),
+            (64, "plain", 0),
+        )
+    ),
+    make=_gather_all_call,
+)
+
+
+def _cases() -> list[Case]:
+    k = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    cache = torch.full((2, 2, 2), 9.0)
+    written = [[[9.0, 9.0], [9.0, 9.0]], [[9.0, 9.0], [1.0, 2.0]]]
+    return [
+        Case("fp32", (k, cache, i64([3, -1])), {}, (written,)),
+        Case("bf16", (k.bfloat16(), cache.bfloat16(), i64([3, 4])), {}, (written,)),
+        Case("no slot", (k, cache, i64([-1, 4])), {}, (cache.tolist(),)),
+        Case("no token", (k, cache, i64([])), {}, (cache.tolist(),)),
+        Case("no page", (k, cache[:0], i64([0])), {}, ([],)),
+    ]
+
+
+def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator, keys, random_keys, slots
+
+    num_tokens = max(draw(st.sampled_from((0, 1, 2, 3, 5, 9, 17))), min_size)
+    num_blocks = max(draw(st.sampled_from((0, 1, 2, 3, 8))), min_size)
+    num_rows = num_tokens + draw(st.sampled_from((0, 0, 1, 4)))
+    width = 512 if min_size else draw(st.sampled_from((512, 1, 24)))
+    block_size = 4 if min_size else draw(st.sampled_from((1, 4, 64)))
+    k = draw(keys(num_rows=num_rows, width=width, special=0))
+    seed = generator(draw)
+    cache = random_keys(seed, num_blocks * block_size, width).view(num_blocks, block_size, width)
+    if not min_size and draw(st.booleans()):
+        k, cache = k.float(), cache.float()
+    order = draw(slots(num_tokens=num_tokens, num_slots=num_blocks * block_size))
+    return Case("drawn", (k, cache, order), settings)
+
+
+insert_k_cache = OpTesting(cases=_cases, settings=({},), make=_call)
+insert_k_cache_functional = insert_k_cache

@@ -1,0 +1,60 @@
+"""Cases and strategies of the slot stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsv4_ops.testing.case import Case, OpTesting, i32, i64
+
+_PLAIN = {"block_size": 64, "compress_ratio": 4, "cp_world_size": 1, "cp_interleave": 1}
+
+
+def _cases() -> list[Case]:
+    positions = i64([7, 8, 9, 6, 8, 9, 10, 11])
+    requests = i32([0, 0, 0, 1, 2, 2, 2, 2])
+    table = i32([[5], [6], [9]])
+    own = i64([0, 1, 2, 3, 4, 5, 6, 7])
+    replayed = i64([-1, 1, 2, 3, 4, 5, 6, 7])
+    return [
+        Case(
+            "worked example",
+            (positions, requests, table, own),
+            _PLAIN,
+            ([321, -1, -1, -1, -1, -1, -1, 578],),
+        ),
+        Case(
+            "PAD in, PAD out", (positions, requests, table, replayed), _PLAIN, ([-1] * 7 + [578],)
+        ),
+        Case(
+            "beyond int32",
+            (i64([3]), i32([0]), i32([[50_000_000]]), i64([0])),
+            _PLAIN,
+            ([3_200_000_000],),
+        ),
+        Case(
+            "two ranks, 4 positions in turn",
+            (i64([3, 7, 11, 15]), i32([0, 0, 0, 0]), i32([[5]]), i64([0, -1, 1, -1])),
+            {**_PLAIN, "cp_world_size": 2, "cp_interleave": 4},
+            ([320, -1, 321, -1],),
+        ),
+    ]
+
+
+def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from dsv4_ops.testing.strategies.batches import batches
+
+    batch = draw(batches(min_size=min_size))
+    tensors = (batch.positions, batch.req_indices, batch.block_table, batch.slot_mapping)
+    return Case("drawn", tensors, settings)
+
+
+compressed_slot_mapping = OpTesting(
+    cases=_cases,
+    settings=(
+        _PLAIN,
+        {**_PLAIN, "block_size": 2, "compress_ratio": 128},
+        {**_PLAIN, "cp_world_size": 2, "cp_interleave": 4},
+        {**_PLAIN, "block_size": 3, "compress_ratio": 1, "cp_world_size": 3, "cp_interleave": 5},
+    ),
+    make=_call,
+)

@@ -1,0 +1,720 @@
+"""Cases and strategies of sparse MLA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import MainLayout, PlainLayout
+from dsv4_ops.reference import sparse_mla as reference
+from dsv4_ops.reference.kv_cache import quantize_and_insert_k_cache
+from dsv4_ops.testing.case import Case, OpTesting, i32, i64
+from dsv4_ops.testing.float64.rope import positions, tables, worked_table
+from dsv4_ops.testing.float64.sparse_mla import exact_attention, exact_over_both, turned_exact
+
+_LENS = (0, 1, 63, 64, 65, 128, 640, 8192, 2**31 - 1, -1, -(2**31))
+
+
+def _cases() -> list[Case]:
+    two = {"num_heads": 64, "num_programs": 2}
+    absent = [-1] * 4
+    return [
+        Case(
+            # 11 tiles on 4 programs, one of which is left: pieces of up to 5 or more
+            "one long token",
+            (i32([64, 0, 640]), None),
+            {"num_heads": 64, "num_programs": 4},
+            ([[2, 0, 2, 0], [2, 1, 2, 0], [0, 0, 1, 0], [1, 0, 1, 0], *[absent] * 3],),
+        ),
+        Case(
+            # 1 + 1, 10 + 0, 9 + 1 tiles on 6 programs: pieces of up to 5 leave one
+            "two long tokens",
+            (i32([1, 640, 576]), i32([64, -5, 1])),
+            {"num_heads": 8, "num_programs": 6},
+            (
+                [
+                    [1, 0, 2, 0],
+                    [2, 0, 2, 2],
+                    [1, 1, 2, 0],
+                    [2, 1, 2, 2],
+                    [0, 0, 1, 0],
+                    *[absent] * 4,
+                ],
+            ),
+        ),
+        Case(
+            "programs shared by two tiles of heads",
+            (i32([640]), None),
+            {"num_heads": 65, "num_programs": 5},
+            ([[0, 0, 2, 0], [0, 1, 2, 0], absent],),
+        ),
+        Case("more heads than programs", (i32([640]), None), {"num_heads": 129, "num_programs": 2}),
+        Case(
+            "no keys",
+            (i32([0, -1]), i32([0, 0])),
+            two,
+            ([[0, 0, 1, 0], [1, 0, 1, 0], *[absent] * 2],),
+        ),
+        Case("no token", (i32([]), None), two, ([absent] * 2,)),
+        Case("longest", (i32([2**31 - 1] * 3), i32([2**31 - 1] * 3)), two),
+    ]
+
+
+def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 7, 130))), min_size)
+    lens = [
+        torch.tensor([draw(st.sampled_from(_LENS)) for _ in range(num_tokens)], dtype=torch.int32)
+        for _ in range(2)
+    ]
+    if not min_size and draw(st.booleans()):
+        return Case("drawn", (lens[0], None), settings)
+    return Case("drawn", tuple(lens), settings)
+
+
+sparse_mla_plan = OpTesting(
+    cases=_cases,
+    settings=(
+        {"num_heads": 64, "num_programs": 132},
+        {"num_heads": 128, "num_programs": 132},
+        {"num_heads": 8, "num_programs": 3},
+        {"num_heads": 8, "num_programs": 1},
+    ),
+    make=_call,
+)
+
+
+_mla_metadata_LENS = (0, 1, 63, 64, 65, 127, 128, 512, 8192, 2**31 - 1, -1, -(2**31))
+_UNUSED = [[0] * 8] * 2
+
+
+def _mla_metadata_cases() -> list[Case]:
+    window = {"swa_width": 128, "extra_width": 0}
+    both = {"swa_width": 128, "extra_width": 512}
+    return [
+        Case(
+            # 2 + 8 and 1 + 0 blocks, 5 more for each: 21 on 3 parts are 7 each, and 5
+            "a split token",
+            (i32([128, 64]), i32([512, 0])),
+            {**both, "num_sm_parts": 3},
+            (
+                [
+                    [0, 0, 0, 7, 0, 1, 1, 0],
+                    [0, 0, 7, 10, 1, 1, 1, 0],
+                    [1, 1, 0, 1, 0, 0, 0, 0],
+                    [0, 2, 3, 0, 0, 0, 0, 0],
+                    *_UNUSED,
+                ],
+            ),
+        ),
+        Case(
+            # a token has a block without any key too: 6 and 7 are 13, 13 on 4 parts are 4, and 5
+            "parts without work",
+            (i32([-7, 200]), None),
+            {**window, "num_sm_parts": 4},
+            (
+                [
+                    [0, 0, 0, 1, 0, 0, 0, 0],
+                    [1, 1, 0, 2, 0, 0, 0, 0],
+                    [2, 1, 0, 2, 0, 0, 0, 0],
+                    [2, 1, 0, 2, 0, 0, 0, 0],
+                    [0, 1, 2, 0, 0, 0, 0, 0],
+                    *_UNUSED,
+                ],
+            ),
+        ),
+        Case(
+            # 10 places each: 5 + 10 are behind all of the first and before the 6th of the second
+            "less than an overhead is left",
+            (i32([320, 320]), None),
+            {"swa_width": 320, "extra_width": 0, "num_sm_parts": 2},
+            (
+                [
+                    [0, 0, 0, 5, 0, 0, 0, 0],
+                    [1, 1, 0, 5, 0, 0, 0, 0],
+                    [0, 1, 2, 0, 0, 0, 0, 0],
+                    *_UNUSED,
+                ],
+            ),
+        ),
+        Case(
+            "no token",
+            (i32([]), i32([])),
+            {**both, "num_sm_parts": 2},
+            ([[0, -1, 0, 0, 0, 0, 0, 0], [0, -1, 0, 0, 0, 0, 0, 0], [0] * 8],),
+        ),
+        Case("seven tokens", (i32([128] * 7), i32([512] * 7)), {**both, "num_sm_parts": 132}),
+        Case("eight tokens", (i32([1] * 8), i32([9000] * 8)), {**both, "num_sm_parts": 66}),
+    ]
+
+
+def _mla_metadata_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 7, 8, 130))), min_size)
+    lens = [
+        torch.tensor(
+            [draw(st.sampled_from(_mla_metadata_LENS)) for _ in range(num_tokens)],
+            dtype=torch.int32,
+        )
+        for _ in range(2)
+    ]
+    return Case("drawn", (lens[0], lens[1] if settings["extra_width"] else None), settings)
+
+
+flash_mla_metadata = OpTesting(
+    cases=_mla_metadata_cases,
+    settings=(
+        {"swa_width": 128, "extra_width": 512, "num_sm_parts": 132},
+        {"swa_width": 128, "extra_width": 0, "num_sm_parts": 66},
+        {"swa_width": 1, "extra_width": 8192, "num_sm_parts": 5},
+        {"swa_width": 100, "extra_width": 37, "num_sm_parts": 1},
+    ),
+    make=_mla_metadata_call,
+)
+
+
+TAG = MainLayout.tag
+SCALE = 512**-0.5
+HEADS = 8
+BARE = (None, None, None)
+"""No plan, and no rotation to undo."""
+
+
+def _settings(
+    swa: int, extra: int, *, layout: str = TAG, num_splits: int = 0, invariant: bool = False
+) -> dict[str, Any]:
+    return {
+        "softmax_scale": SCALE,
+        "swa_block_size": swa,
+        "extra_block_size": extra,
+        "layout": layout,
+        "num_splits": num_splits,
+        "batch_invariant": invariant,
+    }
+
+
+def one_key_page(value: float) -> Tensor:
+    """uint8 [1, 1152]: a cache of one row, all of whose values are ``value``."""
+    page = MainLayout(1).allocate(1)
+    row = torch.full((1, 512), value, dtype=torch.bfloat16)
+    slot = torch.zeros(1, dtype=torch.int64)
+    quantize_and_insert_k_cache(row, page, slot, block_size=1, layout=TAG)
+    return page
+
+
+def _lists(*tensors: Any) -> tuple[Tensor, ...]:
+    return tuple(i32(values) for values in tensors)
+
+
+def _decode_cases() -> list[Case]:
+    q, twos, fours = torch.zeros(1, 2, 512, dtype=torch.bfloat16), one_key_page(2), one_key_page(4)
+    half, sixes = [[1.0] * 512, [0.0] * 512], [[[2.0] * 512, [0.0] * 512]]
+    back = [1.0, -1.0, 1.0, -3.0]  # two pairs (1, 1), by a quarter turn and by (cos, sin) = (-1, 2)
+    turned = [[1.0] * 448 + back + [1.0] * 60, [0.0] * 512]
+    plan = i32([[0, 0, 2, 0], [1, 0, 1, 2], [0, 1, 2, 0]])
+    hostile = i64([1, -1, 2, 2**63 - 1])
+    sink = torch.tensor([0.0, torch.inf])
+    swa, none = _lists([[0, 7]], [1]), _lists([[-1, 0]], [1])
+    settings, empty = _settings(1, 1), tuple(tensor[:0] for tensor in swa)
+    one = (twos, *_lists([[0, 7]] * 4, [1] * 4))
+    negative = -torch.inf
+    return [
+        Case(
+            "one key",
+            (q, twos, *swa, None, None, None, sink, *BARE),
+            settings,
+            ([half], [[0.0, 0.0]]),
+        ),
+        Case(
+            "turned back, positions that do not exist",
+            (q.repeat(4, 1, 1), *one, None, None, None, sink, None, hostile, worked_table()),
+            settings,
+            ([turned, half, half, half], [[0.0, 0.0]] * 4),
+        ),
+        Case(
+            "one key, of the compressed cache",
+            (q, twos, *none, fours, *swa, sink, *BARE),
+            settings,
+            (sixes, [[0.0, 0.0]]),
+        ),
+        Case(
+            "no key",
+            (q, twos, *none, fours, *none, sink, *BARE),
+            settings,
+            ([[[0.0] * 512] * 2], [[negative] * 2]),
+        ),
+        Case("no token", (q[:0], twos, *empty, fours, *empty, sink, *BARE), settings),
+        Case(
+            "plan of a longer batch",
+            (q, twos, *swa, fours, *swa, sink, plan, None, None),
+            settings,
+        ),
+        Case(
+            "turned back, with a plan",
+            (q, twos, *swa, fours, *swa, sink, plan, i64([1]), worked_table()),
+            settings,
+        ),
+        Case("no sink", (q, twos, *swa, fours, *swa, None, *BARE), settings),
+    ]
+
+
+def _paged_cases() -> list[Case]:
+    q, twos, fours = torch.zeros(1, 1, 512, dtype=torch.bfloat16), one_key_page(2), one_key_page(4)
+    swa, sink = _lists([[0]], [0]), torch.zeros(1)
+    settings = _settings(1, 1)
+    row, nothing = ([[[2.0] * 512]], [[0.0]]), ([[[0.0] * 512]], [[-torch.inf]])
+    back = [2.0, -2.0, 2.0, -6.0]  # two pairs (2, 2)
+    turned = ([[[2.0] * 448 + back + [2.0] * 60]], [[0.0]])
+    return [
+        Case(
+            name,
+            (q, twos, *swa, fours, *_lists([lens], [request], [[9, 0, 0]]), sink, *rotation),
+            settings,
+            expected,
+        )
+        for name, lens, request, rotation, expected in (
+            ("page that does not exist, then one that does", 2, 0, BARE, row),
+            ("turned back", 2, 0, (None, i64([1]), worked_table()), turned),
+            ("no such position", 2, 0, (None, i64([2]), worked_table()), row),
+            ("no row", 0, 0, BARE, nothing),
+            ("no request", 3, -1, BARE, nothing),
+            ("request past the table", 3, 1, BARE, nothing),
+            ("past the table", 2**31 - 1, 0, BARE, None),
+        )
+    ]
+
+
+def _gathered_cases() -> list[Case]:
+    q, kv = torch.zeros(1, 1, 2), torch.tensor([[1.0, 0.0], [0.0, 2.0], [torch.nan, torch.nan]])
+    scale = {"softmax_scale": 1.0}
+    both = (*_lists([[1, -1, 2]], [2]), torch.zeros(1))
+    past = (*_lists([[3, -1, 2]], [2]), torch.zeros(1))
+    return [
+        Case("one key", (q, kv, *both), scale, ([[[0.0, 1.0]]], [[0.0]], [[0.0]])),
+        Case("no key", (q, kv, *past), scale, ([[[0.0, 0.0]]], [[-torch.inf]], [[-torch.inf]])),
+        Case("no sink", (q, kv, *both[:2], None), scale),
+        Case("no token", (q[:0], kv, both[0][:0], both[1][:0], None), scale),
+    ]
+
+
+def _filled(seed: torch.Generator, block_size: int, num_blocks: int) -> tuple[Tensor, list[int]]:
+    """A FP8 cache of random bytes with keys in two of three slots, and these slots."""
+    from dsv4_ops.testing.strategies.caches import random_bytes
+
+    layout = MainLayout(block_size)
+    cache = random_bytes(seed, num_blocks, layout.page_bytes)
+    count = num_blocks * block_size
+    slots = torch.randperm(count, generator=seed)[: (2 * count + 2) // 3]
+    keys = torch.randn(len(slots), 512, generator=seed).to(torch.bfloat16)
+    quantize_and_insert_k_cache(keys, cache, slots, block_size=block_size, layout=TAG)
+    return cache, slots.tolist()
+
+
+def _plain(
+    seed: torch.Generator, block_size: int, num_blocks: int, dtype: torch.dtype, width: int
+) -> tuple[Tensor, list[int]]:
+    """A plain cache with keys in every other slot and NaN in the others."""
+    cache = PlainLayout(block_size, width, dtype).allocate(num_blocks)
+    cache.copy_(torch.randn(cache.shape, generator=seed))
+    cache.view(-1, width)[1::2] = torch.nan
+    return cache, list(range(0, num_blocks * block_size, 2))
+
+
+def full_cache(
+    seed: torch.Generator, settings: dict[str, Any], size: str, num_blocks: int, q: Tensor
+) -> Tensor:
+    """A cache with a key in every slot, its block size the setting ``size``."""
+    block_size = settings[size]
+    keys = torch.randn(num_blocks * block_size, q.shape[2], generator=seed).to(q.dtype)
+    if settings["layout"] != TAG:
+        return keys.view(num_blocks, block_size, q.shape[2])
+    cache = MainLayout(block_size).allocate(num_blocks)
+    slots = torch.arange(num_blocks * block_size)
+    quantize_and_insert_k_cache(keys, cache, slots, block_size=block_size, layout=TAG)
+    return cache
+
+
+def _cache(
+    seed: torch.Generator, settings: dict[str, Any], size: str, num_blocks: int, q: Tensor
+) -> tuple[Tensor, list[int]]:
+    if settings["layout"] == TAG:
+        return _filled(seed, settings[size], num_blocks)
+    return _plain(seed, settings[size], num_blocks, q.dtype, q.shape[2])
+
+
+def _listed(draw: Any, seed: torch.Generator, num_tokens: int, slots: list[int], least: int) -> Any:
+    """Index lists of some width with hostile entries, and their lens."""
+    from hypothesis import strategies as st
+
+    width = max(draw(st.sampled_from((3, 1, 64, 65, 130))), least)
+    picked = torch.randint(0, max(len(slots), 1), (num_tokens, width), generator=seed)
+    indices = torch.tensor(slots or [-1], dtype=torch.int32)[picked]
+    lens = [
+        draw(st.sampled_from((width, 0, 1, width - 1, 2**31 - 1, -1))) for _ in range(num_tokens)
+    ]
+    if indices.numel():
+        for place in draw(st.lists(st.integers(0, indices.numel() - 1), max_size=6)):
+            indices.view(-1)[place] = draw(st.sampled_from((-1, -(2**31), 2**31 - 1, 10**6)))
+    return indices, i32(lens).reshape(num_tokens)
+
+
+def queries(draw: Any, seed: torch.Generator, settings: dict[str, Any], least: int) -> Tensor:
+    from hypothesis import strategies as st
+
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5))), least)
+    plain = settings["layout"] != TAG
+    single = plain and draw(st.booleans())
+    shape = (num_tokens, HEADS, 24 if single else 512)
+    return torch.randn(shape, generator=seed).to(torch.float32 if single else torch.bfloat16)
+
+
+def sink_of(seed: torch.Generator) -> Tensor:
+    sink = torch.randn(HEADS, generator=seed)
+    sink[0], sink[1] = torch.inf, -torch.inf
+    return sink
+
+
+def _plan(draw: Any, settings: dict[str, Any], num_tokens: int, least: int) -> Tensor | None:
+    """A plan of lens that are not those of the call, or none."""
+    from hypothesis import strategies as st
+
+    free = settings["num_splits"] == 0 and not settings["batch_invariant"]
+    if not free or not (least or draw(st.booleans())):
+        return None
+    lens = [draw(st.sampled_from((64, 0, 500, 8192, 2**31 - 1, -1))) for _ in range(num_tokens)]
+    programs = draw(st.sampled_from((132, 1, 3)))
+    of = i32(lens).reshape(num_tokens)
+    return reference.sparse_mla_plan(of, None, num_heads=HEADS, num_programs=programs)
+
+
+def _rotation(draw: Any, q: Tensor, least: int) -> tuple[Tensor | None, Tensor | None]:
+    """Hostile positions and a table to rotate the output back by, or neither."""
+    from hypothesis import strategies as st
+
+    if not (least or draw(st.booleans())):
+        return None, None
+    width = q.shape[2]
+    sizes = [4, width, 0]
+    if width == MainLayout.head_dim:
+        sizes = [64] if least else [64, 64, 64, 4]  # 4 goes to the reference
+    table = tables(draw, rope_dim=draw(st.sampled_from(sizes)), min_size=least)
+    return positions(draw, num_tokens=q.shape[0], num_positions=table.shape[0]), table
+
+
+def _decode_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator
+
+    seed = generator(draw)
+    q = queries(draw, seed, settings, min_size)
+    tensors: list[Tensor | None] = []
+    for size in ("swa_block_size", "extra_block_size"):
+        num_blocks = max(draw(st.sampled_from((2, 1, 3, 5))), min_size)
+        cache, slots = _cache(seed, settings, size, num_blocks, q)
+        tensors += [cache, *_listed(draw, seed, q.shape[0], slots, min_size)]
+    if not min_size and draw(st.booleans()):
+        tensors[3:] = [None, None, None]
+    sink = sink_of(seed) if min_size or draw(st.booleans()) else None
+    plan = _plan(draw, settings, q.shape[0], min_size)
+    rotation = _rotation(draw, q, min_size)
+    return Case("drawn", (q, *tensors, sink, plan, *rotation), settings)
+
+
+def _paged_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.batches import HOSTILE_PAGES
+    from dsv4_ops.testing.strategies.caches import generator
+
+    seed = generator(draw)
+    q = queries(draw, seed, settings, min_size)
+    num_tokens = q.shape[0]
+    swa, slots = _cache(seed, settings, "swa_block_size", max(2, min_size), q)
+    listed = _listed(draw, seed, num_tokens, slots, min_size)
+    num_blocks = max(draw(st.sampled_from((4, 1, 3))), min_size)
+    extra = full_cache(seed, settings, "extra_block_size", num_blocks, q)
+    num_reqs, max_blocks = (max(draw(st.sampled_from((2, 1, 0, 3))), min_size) for _ in range(2))
+    table = torch.randint(0, num_blocks, (num_reqs, max_blocks), generator=seed).to(torch.int32)
+    if table.numel():
+        for place in draw(st.lists(st.integers(0, table.numel() - 1), max_size=3)):
+            table.view(-1)[place] = draw(st.sampled_from((*HOSTILE_PAGES, num_blocks)))
+    requests = [draw(st.sampled_from((0, 1, -1, num_reqs, 2**31 - 1))) for _ in range(num_tokens)]
+    lens = [draw(st.sampled_from((0, 1, 2, 5, 70, 2**31 - 1, -1))) for _ in range(num_tokens)]
+    walked = (i32(lens).reshape(num_tokens), i32(requests).reshape(num_tokens), table)
+    rest = (sink_of(seed), _plan(draw, settings, num_tokens, min_size))
+    rotation = _rotation(draw, q, min_size)
+    return Case("drawn", (q, swa, *listed, extra, *walked, *rest, *rotation), settings)
+
+
+def _gathered_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator
+
+    seed = generator(draw)
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5))), min_size)
+    num_rows = max(draw(st.sampled_from((9, 1, 2, 64))), min_size)
+    dtype = torch.bfloat16 if min_size or draw(st.booleans()) else torch.float32
+    q = torch.randn(num_tokens, HEADS, 32, generator=seed).to(dtype)
+    kv = torch.randn(num_rows, 32, generator=seed).to(dtype)
+    kv[1::2] = torch.nan
+    slots = list(range(0, num_rows, 2))
+    lists = _listed(draw, seed, num_tokens, slots, min_size)
+    sink = sink_of(seed) if min_size or draw(st.booleans()) else None
+    return Case("drawn", (q, kv, *lists, sink), settings)
+
+
+def _precise_decode(
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    extra_cache: Tensor | None,
+    extra_indices: Any,
+    extra_lens: Any,
+    attn_sink: Tensor | None,
+    plan: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
+    **settings: Any,
+) -> Any:
+    layout, extra = settings["layout"], None
+    if extra_cache is not None:
+        size = settings["extra_block_size"]
+        extra = reference.indexed_keys(
+            extra_cache, extra_indices, extra_lens, block_size=size, layout=layout
+        )
+    size = settings["swa_block_size"]
+    swa = reference.indexed_keys(swa_cache, swa_indices, swa_lens, block_size=size, layout=layout)
+    out, lse = exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
+    return turned_exact(out, positions, cos_sin_cache), lse
+
+
+def _precise_paged(
+    q: Tensor,
+    swa_cache: Tensor,
+    swa_indices: Tensor,
+    swa_lens: Tensor,
+    extra_cache: Tensor,
+    extra_lens: Tensor,
+    req_indices: Tensor,
+    table: Tensor,
+    attn_sink: Tensor | None,
+    plan: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos_sin_cache: Tensor | None = None,
+    **settings: Any,
+) -> Any:
+    layout, size = settings["layout"], settings["swa_block_size"]
+    swa = reference.indexed_keys(swa_cache, swa_indices, swa_lens, block_size=size, layout=layout)
+    size = settings["extra_block_size"]
+    extra = reference.paged_keys(
+        extra_cache, extra_lens, req_indices, table, block_size=size, layout=layout
+    )
+    out, lse = exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
+    return turned_exact(out, positions, cos_sin_cache), lse
+
+
+def _precise_gathered(
+    q: Tensor, kv: Tensor, indices: Tensor, lens: Tensor, sink: Tensor | None, **settings: Any
+) -> Any:
+    exists = reference.listed(indices, lens) & (indices < kv.shape[0])
+    keys = kv[torch.where(exists, indices, 0)]
+    return exact_attention(q, keys, exists, sink, settings["softmax_scale"])
+
+
+_ALL = (
+    _settings(64, 64),
+    _settings(64, 2, num_splits=1),
+    _settings(64, 3, num_splits=5),
+    _settings(64, 64, invariant=True),
+    _settings(4, 2, layout="plain"),
+)
+sparse_mla_decode = OpTesting(
+    cases=_decode_cases, settings=_ALL, make=_decode_call, precise=_precise_decode
+)
+sparse_mla_decode_paged = OpTesting(
+    cases=_paged_cases,
+    settings=(_settings(64, 2), *_ALL),
+    make=_paged_call,
+    precise=_precise_paged,
+)
+sparse_mla_gathered = OpTesting(
+    cases=_gathered_cases,
+    settings=({"softmax_scale": 0.25},),
+    make=_gathered_call,
+    precise=_precise_gathered,
+)
+
+
+def _mla_prefill_settings(
+    window: int, ratio: int, swa: int, extra: int, *, layout: str = TAG
+) -> dict[str, Any]:
+    return {
+        "softmax_scale": SCALE,
+        "window_size": window,
+        "compress_ratio": ratio,
+        "swa_block_size": swa,
+        "extra_block_size": extra,
+        "layout": layout,
+    }
+
+
+def _i64(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _mla_prefill_cases() -> list[Case]:
+    pages = torch.cat([one_key_page(value) for value in (2, 4, 6)])
+    q, sink = torch.zeros(1, 1, 512, dtype=torch.bfloat16), torch.zeros(1)
+    settings = _mla_prefill_settings(2, 2, 1, 1)
+    request, table = i32([0]), i32([[0, 1, 2]])
+    out_of = {value: [[[float(value)] * 512]] for value in (0, 2, 3, 4, 5)}
+    one, nothing = [[0.0]], [[-torch.inf]]
+    two = [[float(torch.tensor(2.0).log())]]
+
+    def call(position: int, *extra: Tensor | None, **changed: Tensor) -> tuple[Any, ...]:
+        swa = changed.get("table", table)
+        return (q, pages, _i64([position]), changed.get("request", request), swa, *extra, None)
+
+    none = (None, None, None)
+    return [
+        Case("first token", call(0, *none), settings, (out_of[2], one)),
+        Case("second token sees the first", call(1, *none), settings, (out_of[3], two)),
+        Case("third no longer sees the first", call(2, *none), settings, (out_of[5], two)),
+        Case("padding", call(-1, *none), settings, (out_of[0], nothing)),
+        Case("past any request", call(2**31 - 1, *none), settings, (out_of[0], nothing)),
+        Case("no request", call(1, *none, request=i32([1])), settings, (out_of[0], nothing)),
+        Case(
+            "page of the window that is gone",
+            call(2, *none, table=i32([[-1, -1, 1]])),
+            settings,
+            (out_of[4], one),
+        ),
+        Case(
+            "compressed row 0 alone, all rows of which the token sees one",
+            call(2, pages, i32([[0, 1, 2]]), None, table=i32([[3, 3, 3]])),
+            settings,
+            (out_of[2], one),
+        ),
+        Case(
+            "selected rows, of which only row 0 may be seen yet",
+            call(2, pages, i32([[1, 0, 2]]), i32([[1, 0, -1]]), table=i32([[3, 3, 3]])),
+            settings,
+            (out_of[4], one),
+        ),
+        Case("sink", (*call(1, *none)[:-1], sink), settings),
+        Case(
+            "no token",
+            (q[:0], pages, _i64([]), request[:0], table, pages, table, i32([[0]])[:0], sink),
+            settings,
+        ),
+    ]
+
+
+def _table(draw: Any, seed: Any, rows: int, columns: int, num_blocks: int) -> Tensor:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.batches import HOSTILE_PAGES
+
+    table = torch.randint(0, num_blocks, (rows, columns), generator=seed).to(torch.int32)
+    if table.numel():
+        for place in draw(st.lists(st.integers(0, table.numel() - 1), max_size=3)):
+            table.view(-1)[place] = draw(st.sampled_from((*HOSTILE_PAGES, num_blocks)))
+    return table
+
+
+def _selected(draw: Any, seed: Any, num_tokens: int, num_rows: int, least: int) -> Tensor:
+    from hypothesis import strategies as st
+
+    width = max(draw(st.sampled_from((5, 1, 64, 65, 130))), least)
+    chosen = torch.randint(-1, num_rows + 1, (num_tokens, width), generator=seed).to(torch.int32)
+    if chosen.numel():
+        for place in draw(st.lists(st.integers(0, chosen.numel() - 1), max_size=4)):
+            chosen.view(-1)[place] = draw(st.sampled_from((-(2**31), 2**31 - 1, 10**6)))
+    return chosen
+
+
+def _mla_prefill_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator
+
+    seed = generator(draw)
+    q = queries(draw, seed, settings, min_size)
+    num_tokens = q.shape[0]
+    num_reqs = max(draw(st.sampled_from((2, 1, 0, 3))), min_size)
+    tensors: list[Tensor | None] = []
+    for size in ("swa_block_size", "extra_block_size"):
+        num_blocks = max(draw(st.sampled_from((4, 1, 3))), min_size)
+        columns = max(draw(st.sampled_from((3, 1, 5))), min_size)
+        cache = full_cache(seed, settings, size, num_blocks, q)
+        tensors += [cache, _table(draw, seed, num_reqs, columns, num_blocks)]
+    last = settings["swa_block_size"] * 4
+    places = st.sampled_from((last - 1, 0, 1, 2, settings["window_size"], last, -1, 2**31 - 1))
+    positions = _i64([draw(places) for _ in range(num_tokens)]).reshape(num_tokens)
+    requests = [draw(st.sampled_from((0, 1, -1, num_reqs, 2**31 - 1))) for _ in range(num_tokens)]
+    token = (positions, i32(requests).reshape(num_tokens))
+    swa_cache, swa_table, extra_cache, extra_table = tensors
+    chosen = None
+    if min_size or draw(st.booleans()):
+        chosen = _selected(draw, seed, num_tokens, last // settings["compress_ratio"], min_size)
+    elif draw(st.booleans()):
+        extra_cache = extra_table = None
+    sink = sink_of(seed) if min_size or draw(st.booleans()) else None
+    assert q.shape[1] == HEADS
+    window = (q, swa_cache, *token, swa_table)
+    return Case("drawn", (*window, extra_cache, extra_table, chosen, sink), settings)
+
+
+def _precise(
+    q: Tensor,
+    swa_cache: Tensor,
+    positions: Tensor,
+    req_indices: Tensor,
+    swa_block_table: Tensor,
+    extra_cache: Tensor | None,
+    extra_block_table: Any,
+    topk_indices: Tensor | None,
+    attn_sink: Tensor | None,
+    **settings: Any,
+) -> Any:
+    shared, extra = (positions, req_indices), None
+    layout = settings["layout"]
+    swa = reference.window_keys(
+        swa_cache,
+        *shared,
+        swa_block_table,
+        window_size=settings["window_size"],
+        block_size=settings["swa_block_size"],
+        layout=layout,
+    )
+    if extra_cache is not None:
+        extra = reference.compressed_keys(
+            extra_cache,
+            topk_indices,
+            *shared,
+            extra_block_table,
+            compress_ratio=settings["compress_ratio"],
+            block_size=settings["extra_block_size"],
+            layout=layout,
+        )
+    return exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
+
+
+sparse_mla_prefill = OpTesting(
+    cases=_mla_prefill_cases,
+    settings=(
+        _mla_prefill_settings(128, 4, 64, 64),
+        _mla_prefill_settings(100, 3, 16, 2),
+        _mla_prefill_settings(1, 128, 64, 2),
+        _mla_prefill_settings(7, 2, 4, 2, layout="plain"),
+    ),
+    make=_mla_prefill_call,
+    precise=_precise,
+)

@@ -1,0 +1,72 @@
+"""What an op lacks to be complete: every station there, with the same parameters, documented and
+testable."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.testing.case import OpTesting
+
+SECTIONS = ("Args:", "Returns:", "Mutates:", "Raises:", "Compile:", "Source:", "Example:")
+DEVICES = ("cpu", "cuda")
+
+
+def audit(spec: OpSpec) -> list[str]:
+    """Everything that is wrong with the passport of an op; empty if it is complete."""
+    problems = [
+        f"no lowering kind for {device}" for device in DEVICES if device not in spec.lowering
+    ]
+    if not spec.source:
+        problems.append("no source of the semantics")
+    stations = {}
+    for layer in ("ops", "lowering", "testing"):
+        try:
+            stations[layer] = spec.implementation(layer)
+        except (ImportError, AttributeError) as error:  # noqa: PERF203 # the others still count
+            problems.append(f"no {layer} station: {error}")
+    schema = _schema_parameters(spec)
+    functions: dict[str, Callable[..., Any]] = {"meta": spec.meta, "reference": spec.reference}
+    if "ops" in stations:
+        functions["ops"] = stations["ops"]
+        problems += _docstring_problems(stations["ops"])
+    if "lowering" in stations:
+        functions["lowering"] = stations["lowering"].function
+        if stations["lowering"].kind not in spec.lowering.values():
+            problems.append(
+                f"the lowering is {stations['lowering'].kind}, the passport says {spec.lowering}"
+            )
+    for layer, function in functions.items():
+        if list(inspect.signature(function).parameters) != schema:
+            problems.append(
+                f"parameters of {layer} are {list(inspect.signature(function).parameters)}, "
+                f"not {schema}"
+            )
+    if "testing" in stations:
+        problems += _testing_problems(stations["testing"])
+    return problems
+
+
+def _schema_parameters(spec: OpSpec) -> list[str]:
+    schema = torch._C.parse_schema(f"dsv4_ops::{spec.schema}")
+    return [argument.name for argument in schema.arguments]
+
+
+def _docstring_problems(function: Callable[..., Any]) -> list[str]:
+    text = inspect.getdoc(function) or ""
+    return [f"docstring has no {section!r}" for section in SECTIONS if section not in text]
+
+
+def _testing_problems(station: OpTesting) -> list[str]:
+    problems = []
+    if not any(case.expected is not None for case in station.cases()):
+        problems.append("no case with a hand-computed result")
+    if not station.settings:
+        problems.append("no configuration to draw")
+    if not callable(station.make):
+        problems.append("no hypothesis strategy")
+    return problems

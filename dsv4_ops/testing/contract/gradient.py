@@ -1,0 +1,98 @@
+"""What autograd is told of an op: a derivative, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.gradient import INTEGERS, REFUSED
+from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.testing.case import Case, results
+from dsv4_ops.testing.contract.compare import assert_agrees
+from dsv4_ops.testing.strategies.calls import Results, reference, station
+
+Call = Callable[..., Results]
+
+
+def check_gradient(spec: OpSpec, device: str = "cpu") -> None:
+    """An op without a derivative computes what it does for inputs that require gradients, and
+    raises where one is asked for; it raises at once where a tensor that is written to would lose
+    it."""
+    cases = [case for case in station(spec).cases() if any(map(_is_float, case.tensors))]
+    assert bool(cases) == (spec.gradient != INTEGERS), (
+        f"{spec.name}: gradient is {spec.gradient!r}, of {len(cases)} cases with floats"
+    )
+    if not cases or spec.gradient != REFUSED:
+        return
+    case = min(cases, key=_size).on(device)
+    places = [place for place, tensor in enumerate(case.tensors) if _is_float(tensor)]
+    written = [place for place in places if place in spec.mutated]
+    read = [place for place in places if place not in written]
+    if spec.op._schema.returns and read:
+        given = _recorded(case, read)
+        outcome = results(
+            spec.op(*given, **case.settings), *(given[place] for place in spec.mutated)
+        )
+        assert not any(given[place].requires_grad for place in written), f"{spec.name}: history"
+        detached = tuple(result.detach() for result in outcome)
+        assert_agrees(
+            f"{spec.name}, recorded", station(spec), case, detached, reference(spec, case)
+        )
+        if not any(map(_is_float, outcome)):
+            return  # whole numbers, as of an argmax
+    for asked in ([read] if read else []) + [[place] for place in written]:
+        for form in (_backward, _vjp, _jvp):
+            _assert_refused(spec, case, asked, form)
+
+
+def _assert_refused(
+    spec: OpSpec, case: Case, places: list[int], form: Callable[[Call, Results], Any]
+) -> None:
+    def call(*values: Tensor) -> Results:
+        tensors = list(case.copy().tensors)
+        for place, value in zip(places, values, strict=True):
+            tensors[place] = value
+        return tuple(filter(_is_float, results(spec.op(*tensors, **case.settings))))
+
+    values = tuple(each for place in places if (each := case.tensors[place]) is not None)
+    what = f"{spec.name}, inputs {places}, {form.__name__}"
+    try:
+        form(call, tuple(value.clone() for value in values))
+        message = "no error"
+    except NotImplementedError as error:
+        message = str(error)
+    assert message.startswith(f"{spec.name}: "), f"{what}: {message}"
+
+
+def _backward(call: Call, values: Results) -> Any:
+    found = call(*(value.requires_grad_() for value in values))
+    torch.autograd.backward(found, tuple(map(torch.ones_like, found)))
+
+
+def _vjp(call: Call, values: Results) -> Any:
+    found, pull = torch.func.vjp(call, *values)[:2]
+    return pull(tuple(map(torch.ones_like, found)))
+
+
+def _jvp(call: Call, values: Results) -> Any:
+    return torch.func.jvp(call, values, tuple(map(torch.ones_like, values)))
+
+
+def _size(case: Case) -> tuple[bool, int]:
+    """To order cases by: those with something in every tensor, then the smallest."""
+    sizes = [tensor.numel() for tensor in case.tensors if tensor is not None]
+    return 0 in sizes, sum(sizes)
+
+
+def _recorded(case: Case, places: list[int]) -> list[Any]:
+    tensors: list[Any] = list(case.copy().tensors)
+    for place in places:
+        tensors[place].requires_grad_()
+    return tensors
+
+
+def _is_float(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_floating_point()

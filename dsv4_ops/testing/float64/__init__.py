@@ -1,0 +1,1 @@
+"""What float ops compute, in float64, with the magnitudes that were rounded on the way."""

@@ -1,0 +1,94 @@
+"""What the cases of rotated rows share: tables, positions, and the rotation in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.testing.case import Exact, i64
+
+FP32_UNIT = 2.0**-24
+
+
+def worked_table() -> Tensor:
+    """[2, 64]: position 0 turns nothing, position 1 the first pair by a quarter and the second by a
+    half, stretched: (0, 1) and (-1, 2)."""
+    table = torch.zeros(2, 64)
+    table[:, :32] = 1.0
+    table[1, 0], table[1, 32], table[1, 1], table[1, 33] = 0.0, 1.0, -1.0, 2.0
+    return table
+
+
+def worked_row() -> list[float]:
+    """512 values of which position 1 of ``worked_table`` turns the four that are not 0 or 5."""
+    row = [5.0, *[0.0] * 511]
+    row[448:452] = [1.0, 2.0, 3.0, 4.0]
+    return row
+
+
+def turned_row(*, inverse: bool = False) -> list[float]:
+    """``worked_row`` at position 1: (1, 2) and (3, 4) turned, or turned back."""
+    row = worked_row()
+    row[448:452] = [2.0, -1.0, 5.0, -10.0] if inverse else [-2.0, 1.0, -11.0, 2.0]
+    return row
+
+
+def tables(draw: Any, *, rope_dim: int, min_size: int) -> Tensor:
+    """Cosines and sines of random angles, [num_positions, rope_dim]."""
+    from hypothesis import strategies as st
+
+    num_positions = max(draw(st.sampled_from((130, 0, 1, 2, 5, 9, 33))), min_size)
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    angles = torch.rand(num_positions, rope_dim // 2, generator=seed) * 7
+    angles[:1] = 0
+    return torch.cat([angles.cos(), angles.sin()], 1)
+
+
+def positions(draw: Any, *, num_tokens: int, num_positions: int) -> Tensor:
+    """A run of positions as a request has it, some of them padding, hostile or past the table."""
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.batches import HOSTILE_POSITIONS
+
+    start = draw(st.integers(0, max(num_positions - 1, 0)))
+    values = [start + token for token in range(num_tokens)]
+    if num_tokens:
+        for token in draw(st.lists(st.integers(0, num_tokens - 1), max_size=4)):
+            values[token] = draw(
+                st.sampled_from(
+                    (*HOSTILE_POSITIONS, 0, num_positions - 1, num_positions, 2**63 - 1)
+                )
+            )
+    return i64(values).reshape(num_tokens)
+
+
+def exact_rotation(
+    values: Tensor, places: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotated float64 ``values`` [num_tokens, num_heads, dim] for positions ``places``, and the sum
+    of the absolute products that each is made of."""
+    table, rope_dim = cos_sin_cache.to(torch.float64), cos_sin_cache.shape[1]
+    rotated, products = values.clone(), values.abs()
+    for token, place in enumerate(places.tolist()):
+        if not 0 <= place < table.shape[0]:
+            continue
+        rows = values[token, :, values.shape[2] - rope_dim :]
+        cos, sin = table[place, : rope_dim // 2], table[place, rope_dim // 2 :]
+        sin = -sin if inverse else sin
+        even, odd = rows[:, 0::2], rows[:, 1::2]
+        first, second = (even * cos, -odd * sin), (odd * cos, even * sin)
+        for out, pair in (
+            (rotated, (sum(first), sum(second))),
+            (products, [left.abs() + right.abs() for left, right in (first, second)]),
+        ):
+            tail = torch.stack([torch.as_tensor(half) for half in pair], -1).flatten(1)
+            out[token, :, values.shape[2] - rope_dim :] = tail
+    return rotated, products
+
+
+def exact(value: Tensor, products: Tensor, dtype: torch.dtype, roundings: int = 2) -> Exact:
+    """One rounding to ``dtype``, after some ``roundings`` to float32 of ``products``."""
+    unit = torch.finfo(dtype).eps / 2
+    return Exact(value, value.abs() + roundings * (FP32_UNIT / unit) * products)

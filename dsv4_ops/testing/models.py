@@ -1,0 +1,149 @@
+"""A small DeepSeek-V4 with every type of layer, and weights in which nothing is neutral."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.testing.text import BOS, EOS, PAD, VOCAB_SIZE
+
+if TYPE_CHECKING:
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+SLIDING = "sliding_attention"
+SPARSE = "compressed_sparse_attention"
+HEAVY = "heavily_compressed_attention"
+LAYER_TYPES = (SLIDING, SPARSE, HEAVY)
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 65536,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+"""Scaling of the rotations of compressed layers, as released."""
+
+# What weights that are no matrix are drawn from, by a part of their name: centre and half width of
+# a uniform distribution. Norms of keys are large, so that attention is sharp and a single key shows
+# in the logits; sinks are then as large as the other logits of a head together.
+_RANGES = {
+    "sinks": (5.0, 3.0),
+    "position_bias": (0.0, 1.7),
+    "e_score_correction_bias": (0.0, 0.4),
+    "compressor.kv_norm": (4.0, 1.0),
+    "self_attn.kv_norm": (2.5, 1.0),
+    "norm.weight": (1.0, 0.5),  # of all other norms
+    "_hc.base": (0.0, 2.0),
+    "_hc.scale": (1.0, 0.5),
+    "hc_head.hc_base": (0.0, 2.0),
+    "hc_head.hc_scale": (1.0, 0.5),
+}
+
+
+def small_config(**changed: Any) -> DeepseekV4Config:
+    """Three layers, one of each type, with the released rates, window, head and rotation sizes.
+
+    Args:
+        changed: Fields of ``DeepseekV4Config`` to replace. The types of further layers repeat the
+            three unless ``layer_types`` says otherwise.
+
+    Raises:
+        ImportError: transformers is missing or has no DeepSeek-V4.
+    """
+    config_class, _ = require_transformers()
+    layers = changed.get("num_hidden_layers", len(changed.get("layer_types", LAYER_TYPES)))
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        "hidden_size": 128,
+        "num_hidden_layers": layers,
+        "layer_types": [LAYER_TYPES[layer % 3] for layer in range(layers)],
+        "mlp_layer_types": ["hash_moe" if layer == 0 else "moe" for layer in range(layers)],
+        "num_attention_heads": 4,
+        "head_dim": 512,
+        "q_lora_rank": 64,
+        "o_groups": 2,
+        "o_lora_rank": 64,
+        "index_n_heads": 16,
+        "index_head_dim": 128,
+        "index_topk": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "rope_parameters": dict(YARN),
+        "tie_word_embeddings": False,
+        "attn_implementation": "eager",
+        # the default, compiled in float32, is an operator in Python, which no package can call
+        "experts_implementation": "batched_mm",
+    }
+    return config_class(**{**settings, **changed})
+
+
+def small_model(
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **changed: Any,
+) -> DeepseekV4ForCausalLM:
+    """Hugging Face's model of ``small_config(**changed)`` in evaluation mode, nothing patched.
+
+    Every weight is drawn from ``seed`` and its name, so that two models share the weights that
+    they both have, on any machine. Sinks, biases, norms and hyper-connections are drawn too, and
+    all of them show in the logits, whose standard deviation is near one.
+
+    Args:
+        seed: Of the weights.
+        dtype: Of the weights, but for those that Hugging Face keeps in float32.
+        device: Of the weights.
+        changed: As for ``small_config``.
+
+    Raises:
+        ImportError: transformers is missing or has no DeepSeek-V4.
+    """
+    _, model_class = require_transformers()
+    model = model_class(small_config(**changed)).eval().requires_grad_(False)
+    kept = set(model._keep_in_fp32_modules_strict)
+    state = model.state_dict()  # parameters and persistent buffers, as a checkpoint has them
+    for name, weight in state.items():
+        weight.copy_(_draw(name, weight, model.config.n_routed_experts, seed))
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        if name in state and weight.is_floating_point() and kept.isdisjoint(name.split(".")):
+            weight.data = weight.data.to(dtype)
+    model.config.dtype = dtype
+    return model.to(device)
+
+
+def require_transformers() -> tuple[Any, Any]:
+    """Hugging Face's classes of DeepSeek-V4: configuration and model.
+
+    Raises:
+        ImportError: transformers is missing or has no DeepSeek-V4.
+    """
+    try:
+        from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+    except ImportError as error:
+        raise ImportError(
+            "demo: transformers must have DeepSeek-V4 (5.17 or later), "
+            f"got {type(error).__name__}: {error}. Run `pip install 'dsv4_ops[transformers]'`."
+        ) from error
+    return DeepseekV4Config, DeepseekV4ForCausalLM
+
+
+def _draw(name: str, weight: Tensor, num_experts: int, seed: int) -> Tensor:
+    """Values of a weight. From uniform draws only: these have the same bits on every machine."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    if name.endswith("tid2eid"):
+        keys = torch.rand(len(weight), num_experts, generator=generator)
+        return keys.argsort(dim=1, stable=True)[:, : weight.shape[1]]
+    found = next((found for part, found in _RANGES.items() if part in name), None)
+    deviation = 1.0 if "embed_tokens" in name else 1.0 / math.sqrt(weight.shape[-1])
+    centre, half = found or (0.0, math.sqrt(3.0) * deviation)
+    return centre + half * (2.0 * torch.rand(weight.shape, generator=generator) - 1.0)

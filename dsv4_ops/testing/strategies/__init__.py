@@ -1,0 +1,1 @@
+"""Hypothesis strategies over batch structure, and what they are made of."""

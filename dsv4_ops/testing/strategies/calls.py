@@ -1,0 +1,115 @@
+"""How the contract calls an op: the public function with its settings bound, and tensors for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.tiles import PLAN_COLUMNS
+from dsv4_ops.testing.case import Case, OpTesting
+
+Results = tuple[Tensor, ...]
+
+
+def station(spec: OpSpec) -> OpTesting:
+    station: OpTesting = spec.implementation("testing")
+    return station
+
+
+def changed(spec: OpSpec, tensor: Tensor) -> Tensor:
+    """Other values for ``tensor`` that make sense to the op."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        return tensor.view(torch.uint8).flip(0).view(tensor.dtype)
+    if "plan" in spec.parameters and tensor.shape[1:] == (PLAN_COLUMNS,):
+        # every token in one piece, as a plan of short lens has it
+        first = tensor[:, 1:2] == 0
+        whole = torch.cat([tensor[:, :2], tensor[:, 1:2] + 1, tensor[:, :1] * 0], 1)
+        return torch.where(first, whole, torch.full_like(tensor, -1))
+    if "slot_mapping" in spec.parameters or tensor.is_floating_point():  # keeps slots distinct
+        return tensor.flip(0)
+    return torch.div(tensor * 2, 3, rounding_mode="floor")  # keeps query_start_loc non-decreasing
+
+
+def stays_determined(spec: OpSpec, case: Case) -> bool:
+    """Whether a call has one outcome with other values too."""
+    determined = station(spec).determined
+    if determined is None:
+        return True
+    tensors = tuple(None if each is None else changed(spec, each) for each in case.tensors)
+    return determined(Case("changed", tensors, case.settings))
+
+
+def as_case(spec: OpSpec, settings: dict[str, Any], tensors: Sequence[Tensor]) -> Case:
+    """The call of the op that the bound public function makes with ``tensors``; a copy."""
+    capacities = dict.fromkeys(sizes(spec.schema), tensors[-1].shape[0])
+    given = tensors[: len(tensors) - len(capacities)]
+    return Case("called", tuple(given), {**settings, **capacities}).copy()
+
+
+def reference(spec: OpSpec, case: Case) -> Results:
+    """What the reference makes of ``case``, on the device of its tensors."""
+    return case.run(spec.reference, spec.mutated)
+
+
+def sizes(schema: str) -> list[str]:
+    """Keyword arguments that are capacities: sizes of results, which change from call to call."""
+    return [name for name in ("num_tokens", "num_rows") if f"SymInt {name}" in schema]
+
+
+def with_sizes(spec: OpSpec, settings: dict[str, Any]) -> Callable[..., Any]:
+    """The public function with ``settings`` bound; a capacity comes from the length of one more
+    tensor."""
+    public, capacities = spec.implementation("ops"), sizes(spec.schema)
+    if not capacities:
+        return lambda *tensors: public(*tensors, **settings)
+    (size,) = capacities
+    return lambda *tensors: public(*tensors[:-1], **settings, **{size: tensors[-1].shape[0]})
+
+
+def sized_tensors(case: Case) -> tuple[Tensor, ...]:
+    """The tensors of a case, and one for its capacity if it has one."""
+    tensors = tuple(tensor for tensor in case.tensors if tensor is not None)
+    capacities = [
+        case.settings[name] for name in ("num_tokens", "num_rows") if name in case.settings
+    ]
+    device = tensors[0].device
+    return (*tensors, *(torch.empty(size, dtype=torch.uint8, device=device) for size in capacities))
+
+
+def primer(
+    station: OpTesting,
+    settings: dict[str, Any],
+    *,
+    skip: int = 0,
+    keep: Callable[[Case], bool] | None = None,
+) -> Case:
+    """A drawn call, of those that ``keep`` keeps, in which as many sizes differ as can: export
+    takes equal sizes for one."""
+    from hypothesis import HealthCheck, Phase, given
+    from hypothesis import settings as profile
+
+    drawn: list[Case] = []
+
+    @profile(
+        max_examples=100,
+        database=None,
+        derandomize=True,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(station.strategy(settings=settings, min_size=2))
+    def collect(case: Case) -> None:
+        drawn.append(case)
+
+    collect()
+
+    def differing(case: Case) -> int:
+        return len({size for tensor in sized_tensors(case) for size in tensor.shape})
+
+    kept = [case for case in drawn if keep is None or keep(case)]
+    return sorted(kept, key=differing, reverse=True)[skip]

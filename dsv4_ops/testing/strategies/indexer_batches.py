@@ -1,0 +1,123 @@
+"""Hypothesis strategies of the lightning indexer: queries, and caches full of keys."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dsv4_ops.core.layout import IndexerLayout, PlainLayout
+from dsv4_ops.testing.float64.indexer import LARGEST_INTEGER
+from dsv4_ops.testing.strategies.batches import HOSTILE_PAGES, batches
+from dsv4_ops.testing.strategies.caches import generator, random_bytes
+
+_PLAIN = (torch.float32, torch.bfloat16)
+_SPECIAL = (torch.nan, torch.inf, -torch.inf)
+
+
+def values(seed: torch.Generator, shape: tuple[int, ...], exact: bool) -> Tensor:
+    """Small integers of which many rows are alike, or normal numbers."""
+    if not exact:
+        return torch.randn(shape, generator=seed)
+    few = torch.randint(-2, 3, (3, *shape[1:]), generator=seed)
+    rows = torch.randint(-LARGEST_INTEGER, LARGEST_INTEGER + 1, shape, generator=seed)
+    which = torch.randint(0, 5, shape[:1], generator=seed)
+    return torch.where((which < 3).view(-1, *[1] * (len(shape) - 1)), few[which % 3], rows).float()
+
+
+def codes(seed: torch.Generator, shape: tuple[int, ...], exact: bool) -> Tensor:
+    """uint8 e4m3 codes of such values."""
+    return values(seed, shape, exact).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def query(
+    seed: torch.Generator,
+    num_tokens: int,
+    num_heads: int,
+    exact: bool,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> tuple[Tensor, Tensor]:
+    """Queries of ``dtype`` and their weights."""
+    q = values(seed, (num_tokens, num_heads, 128), exact).to(dtype)
+    if exact:
+        return q, torch.randint(-8, 17, (num_tokens, num_heads), generator=seed) / 8
+    return q, torch.randn(num_tokens, num_heads, generator=seed)
+
+
+class Paged(NamedTuple):
+    """The tensors of a call over a paged cache."""
+
+    q: Tensor
+    weights: Tensor
+    cache: Tensor
+    positions: Tensor
+    req_indices: Tensor
+    table: Tensor
+
+
+@st.composite
+def pages_of(draw: Any, *, settings: dict[str, Any], min_size: int) -> Paged:
+    """Queries of a ragged batch, and a cache with keys in all of its rows; of those that sum
+    exactly, some are NaN or infinite."""
+    exact, seed = draw(st.booleans()), generator(draw)
+    batch = draw(batches(min_size=min_size, max_query=4))
+    num_blocks = max(draw(st.sampled_from((0, 1, 2, 3, 8))), min_size)
+    table = batch.block_table % max(num_blocks, 1)
+    if table.numel():
+        for entry in draw(st.lists(st.integers(0, table.numel() - 1), max_size=4)):
+            table.view(-1)[entry] = draw(st.sampled_from((*HOSTILE_PAGES, num_blocks)))
+    if settings["layout"] == PlainLayout.tag:
+        dtype = torch.float32 if min_size else draw(st.sampled_from(_PLAIN))
+        cache = _plain_cache(draw, seed, settings["block_size"], num_blocks, dtype, exact)
+    else:
+        dtype = torch.float8_e4m3fn
+        cache = _coded_cache(draw, seed, settings["block_size"], num_blocks, exact)
+    num_heads = 16 if min_size else draw(st.sampled_from((1, 3, 16)))
+    q, weights = query(seed, batch.num_tokens, num_heads, exact, dtype)
+    return Paged(q, weights, cache, batch.positions, batch.req_indices, table)
+
+
+def _some_rows(num_blocks: int, block_size: int) -> st.SearchStrategy[list[int]]:
+    """Rows of a cache, most of them where short requests have theirs."""
+    pages = st.integers(0, num_blocks - 1)
+    places = st.sampled_from((0, 1, 2, 3, block_size - 1))
+    rows = st.tuples(pages, places).map(lambda at: at[0] * block_size + at[1] % block_size)
+    return st.lists(rows, max_size=4)
+
+
+def _coded_cache(
+    draw: Any, seed: torch.Generator, block_size: int, num_blocks: int, exact: bool
+) -> Tensor:
+    layout = IndexerLayout(block_size)
+    cache = random_bytes(seed, num_blocks, layout.page_bytes)
+    rows, data = num_blocks * block_size, block_size * layout.data_bytes
+    keys = codes(seed, (rows, 128), exact)
+    scales = torch.exp2(torch.randint(-3, 3, (rows,), generator=seed).float())
+    if exact and rows:
+        for row in draw(_some_rows(num_blocks, block_size)):
+            keys[row, draw(st.integers(0, 127))] = draw(st.sampled_from((0x7F, 0xFF, 0x80)))
+        for row in draw(_some_rows(num_blocks, block_size)):
+            scales[row] = draw(st.sampled_from(_SPECIAL))
+    cache[:, :data] = keys.view(num_blocks, data)
+    cache[:, data : data + 4 * block_size] = scales.view(torch.uint8).view(
+        num_blocks, 4 * block_size
+    )
+    return cache
+
+
+def _plain_cache(
+    draw: Any,
+    seed: torch.Generator,
+    block_size: int,
+    num_blocks: int,
+    dtype: torch.dtype,
+    exact: bool,
+) -> Tensor:
+    rows = num_blocks * block_size
+    keys = values(seed, (rows, 128), exact)
+    if exact and rows:
+        for row in draw(_some_rows(num_blocks, block_size)):
+            keys[row, draw(st.integers(0, 127))] = draw(st.sampled_from((*_SPECIAL, -0.0)))
+    return keys.to(dtype).view(num_blocks, block_size, 128)

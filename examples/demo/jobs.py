@@ -1,0 +1,131 @@
+"""Long measurements in processes of their own, side by side: each mostly keeps one core busy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.testing.models import small_model
+from dsv4_ops.testing.text import prompts
+from examples.demo import measure, ours, stock
+from examples.demo.measure import Captured, Failed, Graphs, attempt
+from examples.demo.ours import Package
+from examples.demo.progress import Progress
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_REQUESTS = 2
+PROMPT_LENGTH = 100  # 64 steps then cross token 128: a window of keys and a C128 window are full
+COUNT_BACKEND = "eager"
+JOB_SECONDS = 1200
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is run: the model's layers, its device, the decode steps."""
+
+    device: torch.device
+    layers: int
+    steps: int
+
+    def model(self) -> Any:
+        """Without an end token: requests go on for all steps, also in generate."""
+        return small_model(device=self.device, num_hidden_layers=self.layers, eos_token_id=None)
+
+    def prompts(self) -> Tensor:
+        """int64 [NUM_REQUESTS, PROMPT_LENGTH]."""
+        return torch.tensor(prompts(NUM_REQUESTS, PROMPT_LENGTH), device=self.device)
+
+    def ours(self, model: Any) -> ours.Ours:
+        """``model`` patched in the reference mode, with a cache for all steps."""
+        from dsv4_ops.integrations import transformers as v4
+
+        patched = v4.patch(model, kv="fp32", precision="reference")
+        return ours.Ours(patched, self.prompts(), max_len=PROMPT_LENGTH + self.steps)
+
+
+def count_stock(work: Work, progress: Progress) -> Graphs:
+    """Graphs that decoding takes with stock Hugging Face."""
+    return measure.count_graphs(
+        stock.Stock(work.model(), work.prompts()),
+        work.steps,
+        backend=COUNT_BACKEND,
+        progress=lambda text: progress.say(f"  stock, {text}"),
+    )
+
+
+def build_package(work: Work, progress: Progress) -> Package:
+    """The AOTInductor package of our decode step."""
+    return ours.package(work.ours(work.model()), work.steps, progress.say)
+
+
+def capture_stock(work: Work, progress: Progress) -> Captured:
+    """Stock's decode step in a CUDA graph: a capture that fails may spoil its process."""
+    return measure.capture(stock.Stock(work.model(), work.prompts()), work.steps)
+
+
+JOBS: dict[str, tuple[Callable[[Work, Progress], Any], type]] = {
+    "count-stock": (count_stock, Graphs),
+    "capture-stock": (capture_stock, Captured),
+    "package": (build_package, Package),
+}
+"""What a process does, and what it gives."""
+
+
+class Job:
+    """A job in a process of its own; as a context manager it ends with the block.
+
+    Args:
+        name: One of ``JOBS``.
+        work: What to run.
+        progress: Whose clock its lines have.
+    """
+
+    def __init__(self, name: str, work: Work, progress: Progress) -> None:
+        self.made = JOBS[name][1]
+        options = [f"--steps={work.steps}", f"--layers={work.layers}", f"--device={work.device}"]
+        hidden = [f"--job={name}", f"--since={progress.since}"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "examples.demo", *options, *hidden],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+        )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def result(self) -> Any:
+        """Wait for what it gives; ``Failed`` if it raised or ended without a result."""
+
+        def wait() -> dict[str, Any]:
+            out, _ = self.process.communicate(timeout=JOB_SECONDS)
+            if not out.strip():
+                raise RuntimeError(f"its process ended with {self.process.returncode}")
+            found: dict[str, Any] = json.loads(out.splitlines()[-1])
+            return found
+
+        found = attempt(wait)
+        if isinstance(found, Failed):
+            return found
+        return Failed(**found) if "error" in found else self.made(**found)
+
+
+def run_job(name: str, work: Work, progress: Progress) -> None:
+    """Do a job and print what it gives, or its error, as JSON."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch's own, while it exports
+    print(json.dumps(asdict(attempt(lambda: JOBS[name][0](work, progress)))))

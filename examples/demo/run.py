@@ -1,0 +1,197 @@
+"""``python -m examples.demo``: both sides measured on this machine, then the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops._version import __version__
+from dsv4_ops.testing.models import LAYER_TYPES, require_transformers
+from dsv4_ops.testing.text import real_text
+from examples.demo import measure, stock, table
+from examples.demo.jobs import JOBS, NUM_REQUESTS, PROMPT_LENGTH, Job, Work, run_job
+from examples.demo.measure import Failed, Side, Unmeasured, attempt
+from examples.demo.progress import Progress
+
+MIN_STEPS, MAX_STEPS = 8, 4096
+MAX_LAYERS = 61
+GENERATED = 8  # tokens asked of generate
+
+NEEDS_GPU = Unmeasured("needs a GPU")
+NOT_BUILT = Unmeasured("left out by --fast")
+TOO_LONG = Unmeasured("a compile per graph")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demo; 0 if the patched model did all it should, 1 if not, 2 for bad usage."""
+    options = _parser().parse_args(argv)
+    # the pool of compile workers costs more than it saves on one graph
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    progress = Progress(options.since)
+    try:
+        require_transformers()
+        work = Work(_device(options.device), options.layers, options.steps)
+    except (ImportError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.job:
+        run_job(options.job, work, progress)
+        return 0
+    return _report(run(work, with_package=not options.fast, progress=progress), options.out)
+
+
+def _report(found: table.Demo, out: Path | None) -> int:
+    print(table.render(found))
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(table.as_json(found), indent=2) + "\n")
+    wrong = table.problems(found)
+    for line in wrong:
+        print(f"demo: {line}", file=sys.stderr)
+    if not wrong:
+        print(f"The patched model gave stock Hugging Face's tokens. {found.seconds:.0f} s in all.")
+    return 1 if wrong else 0
+
+
+def run(work: Work, *, with_package: bool, progress: Progress) -> table.Demo:
+    """Measure both sides."""
+    steps = work.steps
+    with progress.during(f"build a small DeepSeek-V4 on {work.device}"):
+        model, ids = work.model(), work.prompts()
+        theirs = stock.Stock(model, ids)
+    with progress.during("stock: decode, export, static cache"):
+        expected, stock_found = _eager(theirs, model, ids, steps)
+        stock_found["package"] = _stock_package(theirs)
+        stock_found["host_syncs"] = _on_gpu(work, lambda: measure.host_syncs(theirs, steps))
+        stock_found["cuda_graph"] = _on_gpu(work, lambda: _captured_apart(work, progress))
+    with progress.during("ours: decode, static cache"):
+        side = work.ours(model)
+        eager, found = _eager(side, model, ids, steps)
+    compiled = torch.compile(side.step, fullgraph=True, backend="inductor")
+    with ExitStack() as stack:
+        progress.say("stock: compile decode and count graphs, in a process of its own")
+        count = stack.enter_context(Job("count-stock", work, progress))
+        if with_package:
+            progress.say("ours: AOTInductor package of the decode step, in a process of its own")
+            package = stack.enter_context(Job("package", work, progress))
+        with progress.during("ours: compile the decode step with Inductor"):
+            found["graphs"] = attempt(
+                lambda: measure.count_graphs(side, steps, backend="inductor", compiled=compiled)
+            )
+        with progress.during("wait for the other processes"):
+            stock_found["graphs"] = count.result()
+            found["package"] = package.result() if with_package else NOT_BUILT
+    with progress.during("ours: compiled decode"):
+        found["compiled_speed"] = attempt(lambda: measure.tokens_per_second(side, steps, compiled))
+        found["host_syncs"] = _on_gpu(work, lambda: measure.host_syncs(side, steps, compiled))
+        found["cuda_graph"] = _on_gpu(work, lambda: measure.capture(side, steps, compiled))
+    return table.Demo(
+        setting=_setting(work),
+        stock=table.Figures(compiled_speed=TOO_LONG, **stock_found),
+        ours=table.Figures(**found),
+        logits_difference=(expected.logits - eager.logits).abs().max().item(),
+        seconds=progress.seconds,
+    )
+
+
+def _eager(
+    side: Side, model: Any, ids: Tensor, steps: int
+) -> tuple[measure.Decoded, dict[str, Any]]:
+    """What needs no compiler."""
+    decoded = measure.decode(side, steps)
+    static = attempt(lambda: stock.generated(model, ids, GENERATED, cache_implementation="static"))
+    speed = measure.tokens_per_second(side, steps)
+    return decoded, {
+        "tokens": decoded.tokens,
+        "eager_speed": speed,
+        "static_generate": static,
+    }
+
+
+def _on_gpu(work: Work, call: Callable[[], Any]) -> Any:
+    return attempt(call) if work.device.type == "cuda" else NEEDS_GPU
+
+
+def _captured_apart(work: Work, progress: Progress) -> Any:
+    with Job("capture-stock", work, progress) as job:
+        return job.result()
+
+
+def _stock_package(side: stock.Stock) -> Unmeasured | Failed:
+    exported = attempt(lambda: stock.export_step(side))
+    if isinstance(exported, Failed):
+        return exported
+    return Unmeasured("its export works, no package was built")
+
+
+def _setting(work: Work) -> table.Setting:
+    import transformers
+
+    cuda = work.device.type == "cuda"
+    name = torch.cuda.get_device_name(work.device) if cuda else f"CPU ({platform.machine()})"
+    return table.Setting(
+        device=name,
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        dsv4_ops=__version__,
+        num_requests=NUM_REQUESTS,
+        prompt=real_text(40),
+        prompt_length=PROMPT_LENGTH,
+        steps=work.steps,
+        generated=GENERATED,
+        layers=work.layers,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
+    add = parser.add_argument
+    add("--steps", type=_steps, default=64, metavar="N", help="decode steps, default: %(default)s")
+    add(
+        "--layers", type=_layers, default=len(LAYER_TYPES), metavar="N",
+        help="layers, of each type in turn, default: %(default)s",
+    )  # fmt: skip
+    add("--device", default="auto", help="auto, cpu or cuda; default: a GPU if there is one")
+    add("--fast", action="store_true", help="leave out the AOTInductor package")
+    add("--out", type=Path, metavar="FILE", help="write all measurements there, as JSON")
+    add("--job", choices=tuple(JOBS), help=argparse.SUPPRESS)
+    add("--since", type=float, help=argparse.SUPPRESS)
+    return parser
+
+
+def _steps(text: str) -> int:
+    value = int(text)
+    if not MIN_STEPS <= value <= MAX_STEPS:
+        raise argparse.ArgumentTypeError(f"must be {MIN_STEPS} to {MAX_STEPS}, got {value}")
+    return value
+
+
+def _layers(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= MAX_LAYERS:
+        raise argparse.ArgumentTypeError(f"must be 1 to {MAX_LAYERS}, got {value}")
+    return value
+
+
+def _device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if available else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise ValueError(
+            f"demo: --device must be auto, cpu or cuda, got {name!r}. Pass one of these."
+        )
+    if name == "cuda" and not available:
+        raise ValueError("demo: --device must be one that torch sees, got cuda. Pass --device cpu.")
+    return torch.device(name)

@@ -1,0 +1,245 @@
+"""The demo's table: what was measured of both sides, in words, and as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from examples.demo.measure import CHUNK_STEPS, Captured, Failed, Graphs, Unmeasured
+from examples.demo.ours import Package
+
+Tokens = list[list[int]]
+
+LOGITS_WITHIN = 1e-4
+"""What the reference mode promises in float32."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What was run, and where."""
+
+    device: str
+    threads: int
+    torch: str
+    transformers: str
+    dsv4_ops: str
+    num_requests: int
+    prompt: str
+    """How the first one begins."""
+    prompt_length: int
+    steps: int
+    generated: int
+    """Tokens of each request that ``generate`` is asked for."""
+    layers: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Measurements of one side."""
+
+    tokens: Tokens
+    """Greedy tokens, eager."""
+    eager_speed: float
+    """Tokens per second."""
+    compiled_speed: float | Unmeasured | Failed
+    graphs: Graphs | Failed
+    host_syncs: float | Unmeasured | Failed
+    """Per decode step, eager for stock and compiled for ours."""
+    cuda_graph: Captured | Unmeasured | Failed
+    static_generate: Tokens | Failed
+    """What ``generate(cache_implementation="static")`` gives."""
+    package: Package | Unmeasured | Failed
+
+
+@dataclass(frozen=True)
+class Demo:
+    """All that the demo measured."""
+
+    setting: Setting
+    stock: Figures
+    ours: Figures
+    logits_difference: float
+    """Largest difference of a logit, eager, ours from stock."""
+    seconds: float
+
+
+Row = tuple[str, str, str]
+
+
+def rows(demo: Demo) -> list[Row]:
+    """The table's rows: what is measured, stock, ours."""
+    expected = demo.stock.tokens
+
+    def both(name: str, describe: Callable[[Figures], str]) -> Row:
+        return name, describe(demo.stock), describe(demo.ours)
+
+    return [
+        both("compiled decode: graphs", lambda side: _graphs(side.graphs, _graph_count)),
+        both("  graph breaks", lambda side: _graphs(side.graphs, lambda found: str(found.breaks))),
+        both(
+            f"  recompiles over {demo.setting.steps} steps",
+            lambda side: _graphs(side.graphs, lambda found: str(found.recompiles)),
+        ),
+        both("  at torch's recompile limit", lambda side: _graphs(side.graphs, _limit)),
+        both("host syncs per step", lambda side: _or_reason(side.host_syncs, _number)),
+        both("CUDA graph", lambda side: _captured(side.cuda_graph, expected)),
+        (
+            "greedy tokens",
+            f"{_count(expected)} (reference)",
+            same(demo.ours.tokens, expected) + f", logits within {demo.logits_difference:.1e}",
+        ),
+        both("  compiled", lambda side: _graphs(side.graphs, lambda g: same(g.tokens, expected))),
+        both("tokens/s, eager", lambda side: _number(side.eager_speed)),
+        both("tokens/s, compiled", lambda side: _or_reason(side.compiled_speed, _number)),
+        both(
+            "generate(cache_implementation='static')",
+            lambda side: _or_reason(side.static_generate, lambda found: same(found, expected)),
+        ),
+        both(
+            "torch.export and AOTInductor package", lambda side: _or_reason(side.package, _package)
+        ),
+        both(
+            "  its tokens, in a process with torch only",
+            lambda side: (
+                same(side.package.tokens, expected)
+                if isinstance(side.package, Package) and not side.package.imported
+                else "-"
+            ),
+        ),
+    ]
+
+
+def render(demo: Demo) -> str:
+    """The table and what it was measured on, as text."""
+    header: Row = ("", "stock Hugging Face", "dsv4_ops")
+    table = [header, *rows(demo)]
+    widths = [max(len(row[column]) for row in table) for column in range(2)]
+    lines = [
+        f"{name:<{widths[0]}}  {stock:<{widths[1]}}  {ours}".rstrip() for name, stock, ours in table
+    ]
+    rule = "-" * max(map(len, lines))
+    setting = demo.setting
+    under = [
+        f"{setting.num_requests} requests with prompts of {setting.prompt_length} tokens, "
+        f"{setting.prompt!r} and so on, {setting.steps} decode steps",
+        f"{setting.layers} layers, float32 weights and caches, reference mode, "
+        "experts of both in batched_mm",
+        "compiled side by side, in processes of their own",
+        f"tokens/s: best of chunks of {CHUNK_STEPS} steps",
+        f"{setting.device}, {setting.threads} threads, torch {setting.torch}, "
+        f"transformers {setting.transformers}, dsv4_ops {setting.dsv4_ops}",
+    ]
+    return "\n".join([lines[0], rule, *lines[1:], rule, *_failures(demo), *under])
+
+
+def problems(demo: Demo) -> list[str]:
+    """What the patched model should have done and did not, a line each."""
+    return [*_wrong_tokens(demo), *_wrong_graphs(demo.ours)]
+
+
+def as_json(demo: Demo) -> dict[str, Any]:
+    """All measurements and the rows, for ``json.dumps``."""
+    table = [dict(zip(("name", "stock", "ours"), row, strict=True)) for row in rows(demo)]
+    return {**asdict(demo), "table": table, "problems": problems(demo)}
+
+
+def same(tokens: Tokens, expected: Tokens) -> str:
+    """How many of ``tokens`` are the expected ones; of requests, the first tokens may be all that
+    was asked for."""
+    total = _count(tokens)
+    equal = sum(
+        token == wanted
+        for row, wanted_row in zip(tokens, expected, strict=True)
+        for token, wanted in zip(row, wanted_row, strict=False)
+    )
+    return f"{total} of {total} the same" if equal == total else f"only {equal} of {total} the same"
+
+
+def _failures(demo: Demo) -> Iterator[str]:
+    for name, side in (("stock Hugging Face", demo.stock), ("dsv4_ops", demo.ours)):
+        for field in fields(side):
+            found = getattr(side, field.name)
+            if isinstance(found, Failed):
+                yield f"{name}, {field.name}: {textwrap.shorten(found.error, 110)}"
+
+
+def _wrong_tokens(demo: Demo) -> Iterator[str]:
+    ours, expected = demo.ours, demo.stock.tokens
+    first = [row[: demo.setting.generated] for row in expected]
+    results = {
+        "eager decode": (ours.tokens, expected),
+        "compiled decode": (ours.graphs, expected),
+        "the CUDA graph": (ours.cuda_graph, expected),
+        "generate with a static cache": (ours.static_generate, first),
+        "the AOTInductor package": (ours.package, expected),
+    }
+    for name, (result, wanted) in results.items():
+        if isinstance(result, Failed):
+            yield f"{name} failed with {result.error}"
+        elif not isinstance(result, Unmeasured):
+            tokens = result if isinstance(result, list) else result.tokens
+            if tokens != wanted:
+                said = f"{same(tokens, wanted)}, {_count(wanted)} expected"
+                yield f"greedy tokens of {name} differ from stock Hugging Face: {said}"
+    if not demo.logits_difference <= LOGITS_WITHIN:  # NaN is none
+        yield f"logits differ from stock Hugging Face by {demo.logits_difference:.1e}"
+
+
+def _wrong_graphs(ours: Figures) -> Iterator[str]:
+    if isinstance(ours.graphs, Graphs) and (ours.graphs.graphs, ours.graphs.breaks) != (1, 0):
+        yield f"decode compiled to {ours.graphs.graphs} graphs, {ours.graphs.breaks} breaks, not 1"
+    for name in ("host_syncs", "compiled_speed"):
+        found = getattr(ours, name)
+        if isinstance(found, Failed):
+            yield f"{name} failed with {found.error}"
+    if isinstance(ours.host_syncs, float) and ours.host_syncs > 0:
+        yield f"a decode step waits for the device {_number(ours.host_syncs)} times, not 0"
+    if isinstance(ours.package, Package) and ours.package.imported:
+        yield f"the package's process imported {', '.join(ours.package.imported[:3])}"
+
+
+def _or_reason(found: Any, describe: Callable[[Any], str]) -> str:
+    if isinstance(found, Unmeasured):
+        return f"not measured: {found.reason}"
+    if isinstance(found, Failed):
+        return f"fails: {found.error.partition(':')[0]}"
+    return describe(found)
+
+
+def _graphs(found: Graphs | Failed, describe: Callable[[Graphs], str]) -> str:
+    return _or_reason(found, describe)
+
+
+def _graph_count(found: Graphs) -> str:
+    return f"{found.graphs} ({found.backend}, {found.seconds:.0f} s)"
+
+
+def _limit(found: Graphs) -> str:
+    if found.fails_at is None:
+        return f"runs (limit {found.limit})"
+    return f"fails at step {found.fails_at} (limit {found.limit})"
+
+
+def _captured(found: Captured | Unmeasured | Failed, expected: Tokens) -> str:
+    if isinstance(found, Failed):
+        return f"no: {found.error.partition(':')[0]}"
+
+    def describe(captured: Captured) -> str:
+        result = same(captured.tokens, expected)
+        return f"no: replayed, {result}" if result.startswith("only") else f"yes, {result}"
+
+    return _or_reason(found, describe)
+
+
+def _package(found: Package) -> str:
+    return f"{found.megabytes:.1f} MB in {found.seconds:.0f} s"
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}" if value < 100 and value != int(value) else f"{value:.0f}"
+
+
+def _count(tokens: Tokens) -> int:
+    return sum(map(len, tokens))

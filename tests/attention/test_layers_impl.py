@@ -1,0 +1,189 @@
+"""What runs those ops of a layer that have a choice."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from dsv4_ops.attention import LayerSpec
+from dsv4_ops.attention.impl import attender_of_many
+from dsv4_ops.dispatch import choice
+from tests.support import layers
+from tests.support.layers import (
+    LENGTH,
+    SPEC,
+    Engine,
+    SmallLayer,
+    caches_of,
+    hidden_states,
+    in_chunks,
+    poison,
+    projected,
+)
+
+pytest_plugins = ("tests.support.providers_on_cpu",)
+
+
+def refused(spec: LayerSpec, base: LayerSpec) -> None:
+    """What a layer made for ``base`` says of ``spec``; its caches must stay as they were."""
+    layer = SmallLayer("c4", base)
+    (inputs,) = projected(layer, hidden_states()[:1])
+    before = {name: cache.clone() for name, cache in caches_of(layer).items()}
+    layer.spec = spec
+    try:
+        layer.attend(inputs, *Engine(layer, 1).batch([LENGTH]))
+    finally:
+        for name, cache in caches_of(layer).items():
+            assert torch.equal(cache.view(torch.uint8), before[name].view(torch.uint8))
+
+
+@pytest.mark.parametrize("impl", ["triton", "flash_mla", "deep_gemm"])
+def test_what_runs_on_gpus_only_is_refused_before_anything_is_written(impl: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        refused(replace(SPEC, impl=impl), SPEC)
+    assert str(caught.value) == (
+        f"attention_layer: impl must be 'auto' or 'reference' on cpu, got {impl!r}. "
+        "Move the tensors to a CUDA device."
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "what"),
+    [
+        (SPEC, {"index_topk": 4097}, "index_topk above 4096"),
+        (replace(SPEC, indexer_layout="plain"), {}, "indexer_layout 'plain'"),
+    ],
+    ids=["topk", "layout"],
+)
+def test_what_our_selection_does_not_take_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, base: LayerSpec, changes: dict[str, int], what: str
+) -> None:
+    monkeypatch.setattr(choice, "DEVICES", ("cuda", "cpu"))
+    spec = replace(base, attention=replace(base.attention, **changes), impl="triton")
+    with pytest.raises(NotImplementedError) as caught:
+        refused(spec, base)
+    assert str(caught.value) == (
+        f"attention_layer: impl must be 'auto' or 'reference' with {what}, got 'triton'. "
+        "Our kernels do not take them, and the reference was not asked for."
+    )
+
+
+def test_the_reference_can_be_asked_for() -> None:
+    layer = SmallLayer("c4", SPEC)
+    inputs = projected(layer, hidden_states()[:1])
+    outputs = []
+    for impl in ("auto", "reference"):
+        layer.spec = replace(SPEC, impl=impl)
+        poison(layer)
+        outputs += in_chunks(layer, inputs, [[LENGTH]])
+    assert outputs[0].isfinite().all()
+    assert outputs[0].any()
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize("sm_parts", [0, 3])
+@pytest.mark.parametrize("kind", ["window", "c4", "c128"])
+def test_flash_mla_runs_both_schedules(
+    monkeypatch: pytest.MonkeyPatch, flash_mla: Any, kind: str, sm_parts: int
+) -> None:
+    """Of its 64 heads; with parts it plans nothing, and refuses metadata that it would not have
+    made."""
+    monkeypatch.setattr(layers, "HEADS", 64)
+    layer = SmallLayer(kind, SPEC)
+    inputs, outputs = projected(layer, hidden_states()[:1]), {}
+    for impl in ("reference", "flash_mla"):
+        for layer.schedule in ("decode", "prefill"):
+            parts = sm_parts if impl == "flash_mla" else 0
+            layer.spec = replace(SPEC, impl=impl, sm_parts=parts)
+            poison(layer)
+            (outputs[impl, layer.schedule],) = in_chunks(layer, inputs, [[LENGTH]])
+    assert flash_mla.calls == ["decode", "prefill"]
+    assert len(flash_mla.plans) == (0 if sm_parts else 1)
+    for schedule in ("decode", "prefill"):
+        expected = outputs["reference", schedule]
+        torch.testing.assert_close(outputs["flash_mla", schedule], expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["window", "c4", "c128"])
+def test_metadata_of_other_parts_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, flash_mla: Any, kind: str
+) -> None:
+    monkeypatch.setattr(layers, "HEADS", 64)
+    layer = SmallLayer(kind, replace(SPEC, impl="flash_mla", sm_parts=3))
+    (inputs,) = projected(layer, hidden_states()[:1])
+    batch = Engine(layer, 1).batch([LENGTH])
+    step = layer.step(*batch)
+    monkeypatch.setattr(layer, "step", lambda *given: step)
+    layer.spec = replace(layer.spec, sm_parts=4)
+    before = {name: cache.clone() for name, cache in caches_of(layer).items()}
+    name = "step.plan" if kind == "window" else f"step.{kind}.plan"
+    rows = LENGTH + 1
+    with pytest.raises(ValueError, match="must have") as caught:
+        layer.attend(inputs, *batch)
+    assert str(caught.value) == (
+        f"attention_layer: {name} must have {rows + 4} rows for {LENGTH} tokens, got {rows + 3}. "
+        "Build each step with the layer's own LayerSpec."
+    )
+    assert flash_mla.calls == []
+    for name, cache in caches_of(layer).items():
+        assert torch.equal(cache.view(torch.uint8), before[name].view(torch.uint8))
+
+
+def test_plans_and_metadata_do_not_mix(monkeypatch: pytest.MonkeyPatch, flash_mla: Any) -> None:
+    monkeypatch.setattr(layers, "HEADS", 64)
+    layer = SmallLayer("c128", replace(SPEC, impl="flash_mla", sm_parts=3))
+    (inputs,) = projected(layer, hidden_states()[:1])
+    batch = Engine(layer, 1).batch([LENGTH])
+    step = layer.step(*batch)
+    monkeypatch.setattr(layer, "plan_heads", 64)
+    with pytest.raises(ValueError, match="plan_heads must be 0 with sm_parts, got 64"):
+        layer.step(*batch)
+    monkeypatch.setattr(layer, "step", lambda *given: step)
+    layer.spec = replace(layer.spec, sm_parts=0)
+    with pytest.raises(ValueError, match=r"step\.c128\.plan must be None without sm_parts"):
+        layer.attend(inputs, *batch)
+    assert flash_mla.calls == []
+
+
+def test_only_flash_mla_goes_by_its_metadata() -> None:
+    with pytest.raises(ValueError, match="LayerSpec: sm_parts must be 0 for impl 'auto', got 3"):
+        replace(SPEC, sm_parts=3)
+
+
+def test_a_prefill_of_no_workspace_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, flash_mla: Any
+) -> None:
+    monkeypatch.setattr(layers, "HEADS", 64)
+    monkeypatch.setattr(choice, "MOST_GATHERED", 100)
+    monkeypatch.setattr(SmallLayer, "schedule", "prefill")
+    with pytest.raises(NotImplementedError) as caught:
+        refused(replace(SPEC, impl="flash_mla"), SPEC)
+    assert "FlashMLA has room for 100 rows of all requests." in str(caught.value)
+    assert flash_mla.calls == []
+
+
+def test_what_does_not_depend_on_the_batch_is_no_choice_of_auto() -> None:
+    """On a GPU, where the size of a batch would choose; other layouts have none."""
+    q = torch.empty(600, 64, 512, device="meta")
+    invariant = replace(SPEC, batch_invariant=True)
+    assert attender_of_many(invariant, q) == "auto"
+    cuda = SimpleNamespace(device=torch.device("cuda"))
+    for name in ("auto", "deep_gemm"):  # which runs no attention
+        assert attender_of_many(replace(invariant, impl=name), cast(Any, cuda)) == "triton"
+    for spec in (SPEC, replace(invariant, layout="plain")):
+        assert attender_of_many(spec, cast(Any, cuda)) == "auto"
+    for name in ("triton", "reference"):
+        assert attender_of_many(replace(invariant, impl=name), cast(Any, cuda)) == name
+
+
+def test_specs_of_layers_that_flash_mla_does_not_take_are_refused() -> None:
+    for name, value, other in (("layout", "plain", "v4_fp8"), ("batch_invariant", True, False)):
+        with pytest.raises(NotImplementedError) as caught:
+            LayerSpec(impl="flash_mla", **{name: value})
+        assert str(caught.value) == (
+            f"LayerSpec: {name} must be {other!r} for impl 'flash_mla', got {value!r}. "
+            "FlashMLA runs nothing else."
+        )

@@ -1,0 +1,145 @@
+"""``bench model``: its stock cache is what Hugging Face's own code leaves, its rows and names."""
+
+import argparse
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+import transformers
+
+from benchmarks import model as model_bench
+from benchmarks.baselines.stock_model import filled_cache, flash_shaped, keep_float32, same_again
+from benchmarks.harness.plot import model_panels
+from benchmarks.harness.report import Report
+from benchmarks.harness.rows import ModelRow
+from benchmarks.run import main
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import small_model
+
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "o_groups": 2,
+    "q_lora_rank": 32,
+    "o_lora_rank": 16,
+    "moe_intermediate_size": 32,
+    "vocab_size": 50,
+    "index_n_heads": 16,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def shapes(cache):
+    """Of all tensors, and the counts, of every layer."""
+    found = []
+    for layer in cache.layers:
+        for name, value in vars(layer).items():
+            entries = value if isinstance(value, dict) else {"": value}
+            for entry, kept in entries.items():
+                shown = tuple(kept.shape) if isinstance(kept, torch.Tensor) else kept
+                if not isinstance(kept, (torch.dtype, torch.device)):
+                    found.append((type(layer).__name__, name, entry, shown))
+    return sorted(found, key=str)
+
+
+def test_the_filled_cache_is_as_a_prefill_leaves_it():
+    model = small_model()
+    cache = transformers.DynamicCache(config=model.config)
+    model(torch.arange(256).repeat(2, 1), past_key_values=cache, use_cache=True)
+    assert shapes(filled_cache(model, batch=2, context=256)) == shapes(cache)
+
+
+def test_a_step_leaves_the_cache_that_was_copied():
+    model = small_model()
+    cache = filled_cache(model, batch=2, context=256)
+    before, token = shapes(cache), torch.zeros(2, 1, dtype=torch.int64)
+    logits = [
+        model(token, past_key_values=same_again(cache), use_cache=True).logits for _ in range(2)
+    ]
+    assert torch.equal(*logits)
+    assert shapes(cache) == before
+    model(token, past_key_values=cache, use_cache=True)
+    assert shapes(cache) != before
+
+
+def test_one_row_is_measured(tmp_path):
+    model = flash_shaped(num_experts=8, device=torch.device("cpu"), **SMALL)
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    row = model_bench._row(model, 2, 256)
+    model_bench._measure_stock(row, model)
+    assert row.stock_error is None
+    assert row.stock_ms > 0
+    assert str(row) == "2 x 256 tokens"
+    v4.patch(keep_float32(model))
+    assert model.model.layers[0].self_attn.sinks.dtype == torch.float32
+    cache = v4.PagedCache.for_model(model, max_batch=2, max_len=300, max_chunk=64)
+    model_bench._fill(cache)
+    batch = model_bench._batch(model, 2, 256)
+    logits = v4.decode_step(model, batch, cache.tensors)
+    assert logits.isfinite().all()
+    assert 0.1 < logits.std() < 10
+    output = Report(tmp_path, "model", {"device": "here"})
+    output.add(row)
+    assert json.loads(output.path(".jsonl").read_text())["context"] == 256
+
+
+def test_what_does_not_fit_is_said_in_short():
+    row = ModelRow(batch=1, context=4, layers=4, weights_gb=1.0)
+
+    class Full:
+        device = torch.device("cpu")
+
+        def __getattr__(self, name):
+            raise torch.OutOfMemoryError("Tried to allocate 2 GiB. GPU 0 has less. And so on")
+
+    model_bench._measure_stock(row, Full())
+    assert row.stock_error == "OutOfMemoryError: Tried to allocate 2 GiB."
+    assert row.stock_ms is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stage"),
+    [
+        ("_ZN7cutlass13device_kernelIN2at4cuda6detail25enable_3x_kernel", "experts"),
+        ("nvjet_sm90_tst_64x8_64x16_2x1_v_bz_TNT", "projections"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "projections"),
+        ("split_keys_kernel", "attention"),
+        ("select_keys_kernel", "indexer"),
+        ("merge_groups_kernel", "indexer"),
+        ("insert_c4_step_kernel", "insert"),
+        ("save_compressor_states_kernel", "compressor"),
+        ("qnorm_rope_kv_insert_kernel", "insert"),
+        ("triton_poi_fused_add_div_sum_13", "norms, routers, streams, metadata"),
+        ("sparse_mla_plan_kernel_0", "norms, routers, streams, metadata"),
+    ],
+)
+def test_stage_of_a_kernel(kernel, stage):
+    assert model_bench.stage_of(kernel) == stage
+
+
+def test_panels_leave_out_what_was_not_measured():
+    rows = [
+        ModelRow(batch=batch, context=4096, layers=4, weights_gb=1.0, step_ms=2.0)
+        for batch in (8, 1)
+    ]
+    (panel,) = model_panels(rows)
+    assert panel.title == "4k tokens of context"
+    assert {series.label: series.points for series in panel.series} == {
+        "ours: patched, compiled, one CUDA graph": [(1, 2.0), (8, 2.0)],
+    }
+
+
+def test_options(capsys):
+    parser = argparse.ArgumentParser()
+    model_bench.add_options(parser)
+    assert parser.parse_args(["--batches", "8,1"]).batches == (1, 8)
+    assert main(["model", "--batches", "0"]) == 2
+    assert "must be at least 1" in capsys.readouterr().err

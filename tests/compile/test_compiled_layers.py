@@ -1,0 +1,130 @@
+"""Attention layers as compiled graphs and as an AOTInductor package: metadata, projections, caches
+and attention in one, with dynamic sizes, caches written in place.
+
+On a CPU, Inductor takes a minute for the code of one C4 layer: that is packaged, a window layer is
+compiled, and of the others only the graphs are taken. On a GPU all are compiled and packaged.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, opaque_calls
+from tests.compile.test_compiled_cache import cache_sized_buffers
+from tests.compile.test_export import RUN_IN_PYTHON
+from tests.support.layers import HEADS, HIDDEN, KINDS, SPEC, Engine, SmallLayer, caches_of, poison
+
+pytestmark = pytest.mark.slow
+# tokens of every request, and padding: prefill, a mixture, decodes, speculative decodes
+STEPS = (([5, 2, 0, 9], 3), ([1, 17, 6, 1], 0), ([1, 1, 1, 1], 2), ([3, 3, 2, 0], 0))
+
+
+@contextmanager
+def scalar_code() -> Iterator[None]:
+    """Half the code for g++: what is looked at here is not its speed."""
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        yield
+
+
+def hidden(counts: list[int], padding: int) -> Tensor:
+    tokens = sum(counts) + padding
+    return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
+
+
+def run_beside(layer: SmallLayer, call: Any) -> None:
+    """Every step of a layer by ``call``, and of its twin in eager mode: bf16 that a compiler keeps
+    in float32 between two stages may move a code."""
+    twin = SmallLayer(layer.kind, layer.spec)
+    engines = Engine(layer), Engine(twin)
+    poison(layer)
+    poison(twin)
+    addresses = {name: cache.data_ptr() for name, cache in caches_of(layer).items()}
+    for counts, padding in STEPS:
+        x = hidden(counts, padding)
+        batches = [engine.batch(counts, padding) for engine in engines]
+        actual, expected = call(x, *batches[0]), twin(x, *batches[1])
+        assert not actual[sum(counts) :].any()
+        torch.testing.assert_close(actual.float(), expected.float(), rtol=0.02, atol=0.03)
+        for engine in engines:
+            engine.finish(counts)
+    assert addresses == {name: cache.data_ptr() for name, cache in caches_of(layer).items()}
+    for name, cache in caches_of(layer).items():
+        left = caches_of(twin)[name]
+        if cache.dtype == torch.float32:
+            torch.testing.assert_close(cache, left, rtol=1e-5, atol=1e-5, equal_nan=True)
+        else:
+            assert int((cache != left).sum()) < int((left != 0xFF).sum()) // 20
+
+
+@pytest.mark.parametrize(("kind", "plan_heads"), [*((kind, 0) for kind in KINDS), ("c128", HEADS)])
+def test_one_graph_for_steps_of_all_sizes(kind: str, plan_heads: int) -> None:
+    """Nothing opaque, no graph break, no recompile, no copy of a cache; with a plan too."""
+    torch._dynamo.reset()
+    counters.clear()
+    layer = SmallLayer(kind, SPEC)
+    layer.plan_heads = plan_heads
+    how = {"window": "inductor", "c4": "eager", "c128": "aot_eager"}[kind]
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=how)
+    counts, padding = STEPS[0]
+    batch = Engine(layer).batch(counts, padding)
+    # a float that starts as a symbol and ends as a constant has the graph traced twice
+    settings = {"error_on_recompile": True, "specialize_float": True}
+    with scalar_code(), torch._dynamo.config.patch(settings):
+        if kind == "window":
+            _, code = compile_and_get_code(compiled, hidden(counts, padding), *batch)
+            assert opaque_calls(code) == []
+            assert cache_sized_buffers(code, layer.attention.swa_cache) == []
+        run_beside(layer, compiled)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+class Packaged(torch.nn.Module):
+    """The layer as a function of a batch and of its caches."""
+
+    def __init__(self, layer: SmallLayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, *tensors: Tensor) -> tuple[Tensor]:
+        return (self.layer.on_caches(x, tensors[:6], tensors[6:]),)
+
+
+@pytest.mark.nightly("test_examples.py packages a model with all of these layers")
+def test_a_package_runs_where_dsv4_ops_is_never_imported(tmp_path: Path) -> None:
+    """A C4 layer, exported once with dynamic sizes; every step in another process, which writes to
+    the caches that it loads."""
+    layer = SmallLayer("c4", SPEC)
+    poison(layer)
+    engine, inputs, expected = Engine(layer), [], []
+    for number, (counts, padding) in enumerate(STEPS):
+        caches = [cache.clone() for cache in caches_of(layer).values()]
+        given = (hidden(counts, padding), *engine.batch(counts, padding), *caches)
+        inputs.append(given)
+        torch.save(given, tmp_path / f"{number}.pt")
+        expected.append(layer(*given[:7]))
+        engine.finish(counts)
+    dims = tuple(dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO) for tensor in inputs[0])
+    program = torch.export.export(Packaged(layer), inputs[0], dynamic_shapes=(dims[0], dims[1:]))
+    with scalar_code():
+        package = build_package(program, tmp_path / "layer.pt2")
+    paths = [tmp_path / f"{number}.pt" for number in range(len(STEPS))]
+    command = [sys.executable, "-c", RUN_IN_PYTHON, package, *paths]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    for given, want, path in zip(inputs, expected, paths, strict=True):
+        out, *after = torch.load(f"{path}.out")
+        torch.testing.assert_close(out.float(), want.float(), rtol=0.02, atol=0.03)
+        written = [
+            int((left.view(torch.uint8) != right.view(torch.uint8)).sum())
+            for left, right in zip(after[7:], given[7:], strict=True)
+        ]
+        tokens = int(given[1][-1])
+        # a key in the window, and two states
+        assert min(written[0], written[2], written[4]) >= 500 * tokens

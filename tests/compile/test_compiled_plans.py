@@ -1,0 +1,115 @@
+"""Steps with a plan as inputs and as results of compiled, exported and packaged code; the kernel by
+the plans of layers, in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsv4_ops.attention import AttentionStep, LayerCaches, LayerInputs, attention_layer
+from dsv4_ops.lowering.inspect import build_package, load_package
+from tests.attention.test_layer_plans import changed
+from tests.attention.test_layers import leaves
+from tests.compile.test_compiled_layers import STEPS, hidden, scalar_code
+from tests.support.layers import HEADS, PLAIN, SPEC, Engine, SmallLayer, caches_of, poison
+
+pytestmark = pytest.mark.slow
+
+
+class OfStep(nn.Module):
+    """A layer as a function of hidden states, a step and caches."""
+
+    def __init__(self, layer: SmallLayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, step: AttentionStep, caches: tuple[Tensor, ...]) -> Tensor:
+        layer = self.layer
+        given, held = LayerInputs(**layer.project(x)), LayerCaches(*caches)
+        return attention_layer(layer.spec, "c128", given, layer.attention.weights, held, step)
+
+
+def any_size(tree: Any) -> Any:
+    """``dynamic_shapes`` of dataclasses and tuples of tensors."""
+    if isinstance(tree, Tensor):
+        return dict.fromkeys(range(tree.dim()), torch.export.Dim.AUTO)
+    if isinstance(tree, tuple):
+        return tuple(map(any_size, tree))
+    held = [getattr(tree, field.name) for field in fields(tree)]
+    return [any_size(value) for value in held if value is not None]
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [
+        pytest.param(0, id="none", marks=pytest.mark.nightly("a step with a plan is one too")),
+        pytest.param(HEADS, id="a plan"),
+    ],
+)
+def test_steps_of_any_size_are_inputs_of_an_exported_layer(heads: int, tmp_path: Path) -> None:
+    """And of its package. A plan has rows for the tokens, a symbol, and for the programs."""
+    layer = SmallLayer("c128", PLAIN)
+    poison(layer)
+    caches, inputs = tuple(cache.clone() for cache in caches_of(layer).values()), []
+    with changed(layer, plan_heads=heads):
+        for counts, padding in (([5, 2, 0, 9], 3), ([1, 1, 1, 1], 0)):
+            batch = Engine(layer).batch(counts, padding)
+            inputs.append((hidden(counts, padding), layer.step(*batch), caches))
+    program = torch.export.export(
+        OfStep(layer), inputs[0], dynamic_shapes=any_size(inputs[0]), strict=False
+    )
+    with scalar_code():
+        package = load_package(build_package(program, tmp_path / "layer.pt2"))
+    for x, step, _ in inputs:
+        results = []
+        for call in (OfStep(layer), program.module(check_guards=False), package):
+            own = tuple(cache.clone() for cache in caches)
+            results.append((call(x, step, own), *(cache.view(torch.uint8) for cache in own)))
+        expected, *others = results
+        for out, *written in others:
+            torch.testing.assert_close(out, expected[0], rtol=0, atol=3e-6)
+            assert all(map(torch.equal, written, expected[1:]))
+
+
+def test_steps_of_any_size_are_inputs_of_one_graph() -> None:
+    torch._dynamo.reset()
+    layer = SmallLayer("c128", SPEC)
+    poison(layer)
+    held = tuple(caches_of(layer).values())
+    compiled = torch.compile(OfStep(layer), fullgraph=True, dynamic=True, backend="aot_eager")
+    with changed(layer, plan_heads=HEADS), torch._dynamo.config.patch(error_on_recompile=True):
+        for counts, padding in STEPS:
+            step = layer.step(*Engine(layer).batch(counts, padding))
+            x, ours, theirs = hidden(counts, padding), *(map(torch.clone, held) for _ in range(2))
+            actual = compiled(x, step, tuple(ours))
+            assert torch.equal(actual, OfStep(layer)(x, step, tuple(theirs)))
+
+
+def test_compiled_steps_of_any_size_have_the_plan_of_eager_ones() -> None:
+    torch._dynamo.reset()
+    layer = SmallLayer("c128", SPEC)
+    with changed(layer, plan_heads=HEADS), scalar_code():
+        compiled = torch.compile(layer.step, fullgraph=True, dynamic=True)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for counts, padding in STEPS:
+                batch = Engine(layer).batch(counts, padding)
+                step, expected = compiled(*batch), layer.step(*batch)
+                assert step.c128.plan.shape == (sum(counts) + padding + 132, 4)
+                assert all(map(torch.equal, leaves(step), leaves(expected)))
+
+
+def test_the_kernel_attends_by_the_plans_of_layers() -> None:
+    pytest.importorskip("triton", reason="triton is published for Linux only")
+    script = Path(__file__).parents[1] / "kernels/interpreter/interpret_layers.py"
+    hidden = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env={**os.environ, **hidden}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.splitlines() == ["3 calls"]

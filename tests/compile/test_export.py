@@ -1,0 +1,214 @@
+"""AOTInductor packages: run where dsv4_ops is never imported, in Python and in a C++ program linked
+to libtorch only."""
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4_ops.attention.metadata import build_decode_metadata
+from dsv4_ops.core.registry import OPS, OpSpec
+from dsv4_ops.lowering.inspect import build_package
+from dsv4_ops.testing.case import results
+from dsv4_ops.testing.contract import checks
+from dsv4_ops.testing.contract.compare import assert_agrees
+from dsv4_ops.testing.strategies.calls import as_case, reference, station
+from tests.helpers import NIGHTLY
+from tests.support.metadata_batches import SPEC, random_inputs, tables_of
+
+pytestmark = pytest.mark.slow
+
+
+def decode(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return build_decode_metadata(SPEC, *inputs[:3], tables_of(inputs)).as_tuple()
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> Path:
+    """The decode metadata build, exported once for the tests of this file."""
+    program = checks.export_dynamic(decode, random_inputs(0, num_reqs=5, num_tokens=23))
+    names = {node.target for node in program.graph.nodes}
+    assert OPS["token_map"].op in names, "an exported program names the stages"
+    return build_package(program, tmp_path_factory.mktemp("package") / "decode_metadata.pt2")
+
+
+BATCHES = [(1, 9, 31), (2, 3, 8), (3, 40, 120)]
+
+RUN_IN_PYTHON = """
+import sys, torch, torch._inductor
+run = torch._inductor.aoti_load_package(sys.argv[1])
+for path in sys.argv[2:]:
+    inputs = torch.load(path)
+    torch.save([*run(*inputs), *inputs], path + ".out")
+assert not any(name.startswith("dsv4_ops") for name in sys.modules)
+"""
+
+
+def test_package_runs_where_dsv4_ops_is_never_imported(package, tmp_path):
+    paths = []
+    for seed, num_reqs, num_tokens in BATCHES:
+        paths.append(tmp_path / f"{seed}.pt")
+        torch.save(random_inputs(seed, num_reqs=num_reqs, num_tokens=num_tokens), paths[-1])
+    subprocess.run([sys.executable, "-c", RUN_IN_PYTHON, package, *paths], check=True, cwd=tmp_path)
+    for path in paths:
+        inputs = torch.load(path)
+        checks.assert_same("package", torch.load(f"{path}.out"), (*decode(*inputs), *inputs))
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory) -> Path:
+    """The C++ program, compiled once for the tests of this file."""
+    return build_cpp_runner(tmp_path_factory.mktemp("runner"))
+
+
+def test_package_runs_in_a_cpp_program(package, runner, tmp_path):
+    linked = subprocess.run(["ldd", runner], check=True, capture_output=True, text=True).stdout
+    assert "libtorch_cpu" in linked
+    assert "libpython" not in linked
+    assert "libtorch_python" not in linked
+    for seed, num_reqs, num_tokens in BATCHES:
+        inputs = random_inputs(seed, num_reqs=num_reqs, num_tokens=num_tokens)
+        write_tensors(tmp_path / "inputs", inputs)
+        subprocess.run([runner, package, tmp_path / "inputs", tmp_path / "outputs"], check=True)
+        outputs = read_tensors(tmp_path / "outputs")
+        checks.assert_same("C++", outputs, (*decode(*inputs), *inputs))
+
+
+class Packaged:
+    """One op of a package of several."""
+
+    def __init__(self, spec: OpSpec) -> None:
+        self.spec = spec
+        self.call, self.inputs = checks.bound_call(spec)
+        self.case = as_case(spec, dict(station(spec).settings[0]), self.inputs)
+        self.expected = reference(spec, self.case)
+        self.num_results = len(self.expected) - len(spec.mutated)
+
+    def assert_agrees(self, runtime: str, returned, inputs) -> None:
+        """What the package returned, and its inputs as it left them."""
+        what = f"{self.spec.name}, {runtime}"
+        written = [inputs[place] for place in self.spec.mutated]
+        agreed = (*returned, *written), self.expected
+        assert_agrees(what, station(self.spec), self.case, *agreed)
+        for place, (before, after) in enumerate(zip(self.inputs, inputs, strict=True)):
+            changes = place in self.spec.mutated
+            assert checks.equal(before, after) != changes, f"{what}: argument {place}"
+
+
+PARTS = 4
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_op_survives_export(part, runner, tmp_path):
+    """Many ops in one package: none of them needs a registration where the package runs, and those
+    that write do so to the caller's tensors, in Python and in C++."""
+    twins = not NIGHTLY  # a copy and the code of their ops
+    kept = "quantize_and_insert_k_cache_functional"
+    names = [name for name in OPS if not (twins and name.endswith("_functional")) or name == kept]
+    ops = [Packaged(OPS[name]) for name in names[part::PARTS]]
+    inputs = [tensor for op in ops for tensor in op.inputs]
+
+    def run_ops(*tensors):
+        rest = iter(tensors)
+        given = [[next(rest) for _ in op.inputs] for op in ops]
+        return sum((results(op.call(*own)) for op, own in zip(ops, given, strict=True)), ())
+
+    program = checks.export_dynamic(run_ops, inputs)
+    # -O0, checks of the inputs, and no vectors, of which every loop has several forms: a fraction
+    # of the time; test_contract.py and test_indexer.py compile as users do
+    with torch._inductor.config.patch({"aot_inductor.debug_compile": True, "cpp.simdlen": 1}):
+        package = build_package(program, tmp_path / "part.pt2")
+    torch.save(tuple(inputs), tmp_path / "in.pt")
+    write_tensors(tmp_path / "inputs", inputs)
+    subprocess.run(
+        [sys.executable, "-c", RUN_IN_PYTHON, package, tmp_path / "in.pt"], check=True, cwd=tmp_path
+    )
+    subprocess.run([runner, package, tmp_path / "inputs", tmp_path / "outputs"], check=True)
+    in_python, in_cpp = torch.load(tmp_path / "in.pt.out"), read_tensors(tmp_path / "outputs")
+    for runtime, outputs in (("Python", in_python), ("C++", in_cpp)):
+        rest = iter(outputs)
+        returned = [[next(rest) for _ in range(op.num_results)] for op in ops]
+        left = [[next(rest) for _ in op.inputs] for op in ops]
+        assert next(rest, None) is None
+        for op, *found in zip(ops, returned, left, strict=True):
+            op.assert_agrees(runtime, *found)
+
+
+def build_cpp_runner(folder: Path) -> Path:
+    """Compile tests/cpp/run_package.cpp with g++ against the libtorch of the installed wheel."""
+    root = Path(torch.__file__).parent
+    standard = "c++20" if torch.__version__ >= "2.12" else "c++17"
+    cuda = ["-ltorch_cuda", "-lc10_cuda"] if torch.version.cuda else []
+    program = folder / "run_package"
+    subprocess.run(
+        [
+            "g++",
+            f"-std={standard}",
+            "-O1",
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+            f"-I{root}/include",
+            f"-I{root}/include/torch/csrc/api/include",
+            Path(__file__).parents[1] / "cpp" / "run_package.cpp",
+            "-o",
+            program,
+            # without --no-as-needed the loader misses libtorch.so when the package asks for it
+            "-Wl,--no-as-needed",
+            f"-L{root}/lib",
+            f"-Wl,-rpath,{root}/lib",
+            "-ltorch",
+            "-ltorch_cpu",
+            "-lc10",
+            *cuda,
+        ],
+        check=True,
+        env={**os.environ, "LD_LIBRARY_PATH": f"{root}/lib"},
+    )
+    return program
+
+
+# in the order of DTYPES in cpp/run_package.cpp
+DTYPES = (
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bfloat16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.bool,
+)
+
+
+def write_tensors(path: Path, tensors) -> None:
+    chunks = [struct.pack("<q", len(tensors))]
+    for tensor in tensors:
+        sizes = (DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape)
+        values = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        chunks += [struct.pack(f"<{len(sizes)}q", *sizes), values]
+    path.write_bytes(b"".join(chunks))
+
+
+def read_tensors(path: Path) -> list[torch.Tensor]:
+    data, tensors = bytearray(path.read_bytes()), []
+
+    def ints(count: int) -> tuple[int, ...]:
+        values = struct.unpack_from(f"<{count}q", data)
+        del data[: 8 * count]
+        return values
+
+    for _ in range(ints(1)[0]):
+        dtype, rank = ints(2)
+        sizes = ints(rank)
+        numel = torch.Size(sizes).numel()
+        values = (
+            torch.frombuffer(data, dtype=DTYPES[dtype], count=numel)
+            if numel
+            else torch.empty(0, dtype=DTYPES[dtype])
+        )
+        tensors.append(values.reshape(sizes).clone())
+        values = None
+        del data[: numel * DTYPES[dtype].itemsize]
+    return tensors

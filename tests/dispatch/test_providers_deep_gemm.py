@@ -1,0 +1,152 @@
+"""DeepGEMM's adapter over a stand-in that refuses what the library would misread."""
+
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._inductor.config
+
+import dsv4_ops as ops
+from dsv4_ops.dispatch import choice, libraries, providers
+from dsv4_ops.lowering.inspect import (
+    build_package,
+    compile_and_get_code,
+    load_package,
+    opaque_calls,
+)
+from tests.fakes.deep_gemm import indexer_call
+from tests.support.providers_on_cpu import (
+    reference_logits,
+    reference_select,
+    rule_of,
+)
+
+pytest_plugins = ("tests.support.providers_on_cpu",)
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("num_rows", [0, 1, 100, 256, 300])
+def test_the_adapter_gives_the_logits_of_the_reference(num_rows, heads, deep_gemm):
+    queries, lens, rows = indexer_call(num_rows, heads=heads)
+    settings = {"block_size": 64, "num_rows": num_rows}
+    theirs = ops.indexer_logits(*queries, lens, *rows, **settings, impl="deep_gemm")
+    assert torch.equal(theirs, reference_logits(*queries, lens, *rows, **settings))
+    assert theirs.is_contiguous()
+    assert deep_gemm.calls == (num_rows > 0)
+
+
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("topk", [0, 1, 60, 300])
+def test_the_adapter_selects_what_the_reference_selects(topk, slots, deep_gemm):
+    queries, _, rows = indexer_call(topk)
+    positions = torch.tensor([1023, 800, 600, -1, 3, 2**62, 9, 9, 1023])
+    settings = {"block_size": 64, "compress_ratio": 4, "topk": topk, "slots": slots}
+    theirs = ops.indexer_select(*queries, positions, *rows, **settings, impl="deep_gemm")
+    assert torch.equal(theirs, reference_select(*queries, positions, *rows, **settings))
+    assert deep_gemm.calls == 1
+
+
+def test_a_schedule_of_the_step_is_not_made_again(deep_gemm):
+    """The stand-in refuses any other than that of the lens that count; other executions ignore
+    it."""
+    queries, lens, rows = indexer_call(3)
+    counted = torch.where((rows[0] >= 0) & (rows[0] < 3), lens, 0).clamp(max=256)
+    sizes = {"block_size": 64, "num_sms": providers.deep_gemm_num_sms()}
+    schedule = ops.paged_mqa_logits_metadata(counted, **sizes)
+    settings = {"block_size": 64, "num_rows": 256}
+    want = reference_logits(*queries, lens, *rows, **settings)
+    for impl in ("deep_gemm", "reference"):
+        found = ops.indexer_logits(*queries, lens, *rows, schedule, **settings, impl=impl)
+        assert torch.equal(found, want)
+    assert (deep_gemm.calls, deep_gemm.schedules) == (1, 0)
+    ops.indexer_logits(*queries, lens, *rows, **settings, impl="deep_gemm")
+    assert (deep_gemm.calls, deep_gemm.schedules) == (2, 1)
+    positions = lens.clamp(max=1000).long() * 4 - 1
+    settings = {"block_size": 64, "compress_ratio": 4, "topk": 60}
+    found = ops.indexer_select(*queries, positions, *rows, schedule, **settings, impl="deep_gemm")
+    assert torch.equal(found, reference_select(*queries, positions, *rows, **settings))
+    assert (deep_gemm.calls, deep_gemm.schedules) == (3, 1)
+    text = (
+        "indexer_logits: schedule must have 133 rows, for the SMs that DeepGEMM uses here, got 132"
+    )
+    with pytest.raises(ValueError, match=text):
+        ops.indexer_select(*queries, positions, *rows, schedule[1:], **settings, impl="deep_gemm")
+    assert deep_gemm.calls == 3
+
+
+def test_an_older_deep_gemm_has_another_name(deep_gemm, monkeypatch):
+    newer = deep_gemm.fp8_fp4_paged_mqa_logits
+    older = SimpleNamespace(
+        get_num_sms=deep_gemm.get_num_sms,
+        get_paged_mqa_logits_metadata=deep_gemm.get_paged_mqa_logits_metadata,
+        fp8_paged_mqa_logits=lambda q, *rest, **named: newer((q, None), *rest, **named),
+    )
+    monkeypatch.setitem(sys.modules, "deep_gemm", older)
+    libraries.load.cache_clear()
+    queries, lens, rows = indexer_call(7)
+    settings = {"block_size": 64, "num_rows": 256}
+    theirs = ops.indexer_logits(*queries, lens, *rows, **settings, impl="deep_gemm")
+    assert torch.equal(theirs, reference_logits(*queries, lens, *rows, **settings))
+
+
+def test_no_token_no_page_and_no_table(deep_gemm):
+    queries, lens, (requests, table) = indexer_call(0)
+    settings = {"block_size": 64, "num_rows": 70, "impl": "deep_gemm"}
+    none = [each[:0] for each in queries[:2]]
+    found = ops.indexer_logits(*none, queries[2], lens[:0], requests[:0], table, **settings)
+    assert found.shape == (0, 70)
+    for cache, held in ((queries[2][:0], table), (queries[2], table[:, :0])):
+        found = ops.indexer_logits(*queries[:2], cache, lens, requests, held, **settings)
+        assert bool((found == -torch.inf).all())
+    assert deep_gemm.calls == 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_code_calls_deep_gemm(dynamic, deep_gemm):
+    queries, _, rows = indexer_call(1)
+    positions = torch.arange(9) * 100
+    settings = {"block_size": 64, "compress_ratio": 4, "topk": 60, "slots": True}
+    compiled = torch.compile(
+        lambda *tensors: ops.indexer_select(*tensors, **settings, impl="deep_gemm") + 1,
+        fullgraph=True,
+        dynamic=dynamic,
+    )
+    actual, code = compile_and_get_code(compiled, *queries, positions, *rows)
+    assert torch.equal(actual, reference_select(*queries, positions, *rows, **settings) + 1)
+    assert deep_gemm.calls == 1
+    called = [line for line in opaque_calls(code) if not line.startswith("assert_")]
+    assert ["_deep_gemm_logits" in line for line in called] == [True]
+
+
+@pytest.mark.slow
+def test_deep_gemm_is_in_no_package(deep_gemm, tmp_path, monkeypatch):
+    queries, lens, rows = indexer_call(2)
+
+    def packaged(impl):
+        class Call(torch.nn.Module):
+            def forward(self, *tensors):
+                return ops.indexer_logits(*tensors, block_size=64, num_rows=256, impl=impl)
+
+        program = torch.export.export(Call(), (*queries, lens, *rows))
+        return build_package(program, tmp_path / f"{impl}.pt2")
+
+    text = "indexer_logits: impl must be another in an AOTInductor package, got 'deep_gemm'. "
+    text += "Its functions are no ops of torch, and a package calls nothing else."
+    with pytest.raises(Exception, match=re.escape(text)):
+        packaged("deep_gemm")
+    if torch.__version__ < "2.12":  # whose CPU packages do not compile with FP8 arguments
+        return
+    # auto takes ours there: here the reference, for want of a GPU
+    monkeypatch.setattr(choice, "RULES", (rule_of("indexer_logits", "deep_gemm", 1, 1),))
+    monkeypatch.setattr(choice, "_other_device", lambda device: "")
+    monkeypatch.setattr(choice, "ours", lambda spec: "reference")
+    case = (*queries, lens, *rows)
+    found = providers.choice_of("indexer_logits", *case, block_size=64, num_rows=256)
+    assert found.impl == "deep_gemm"
+    run = load_package(packaged("auto"))
+    expected = reference_logits(*case, block_size=64, num_rows=256)
+    torch.testing.assert_close(run(*case), expected, rtol=1e-4, atol=1e-3)
+    assert deep_gemm.calls == 0

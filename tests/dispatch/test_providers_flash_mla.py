@@ -1,0 +1,357 @@
+"""FlashMLA's adapter over a stand-in that refuses what the library would misread."""
+
+import pytest
+import torch
+import torch._inductor.config
+
+import dsv4_ops as ops
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.dispatch import choice, providers
+from dsv4_ops.lowering.inspect import (
+    build_package,
+    compile_and_get_code,
+    load_package,
+    opaque_calls,
+)
+from tests.fakes import flash_mla as fake_flash_mla
+from tests.support.attention_batches import DECODE, GATHERED, PAGED, decode_case
+from tests.support.prefill_batches import PREFILL
+from tests.support.providers_on_cpu import (
+    CASES,
+    LIBRARY_OPS,
+    call,
+    check,
+    message,
+    plan_of,
+    planned,
+    rule_of,
+)
+
+pytest_plugins = ("tests.support.providers_on_cpu",)
+pytestmark = pytest.mark.usefixtures("scalar_loops")
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("name", LIBRARY_OPS["flash_mla"])
+def test_the_adapter_gives_what_the_reference_gives(name, heads, flash_mla):
+    """Hostile slots and lens, lists of odd widths, NaN in unused rows, sinks of inf, tokens without
+    keys: the stand-in refuses what the library would misread."""
+    for seed in range(3):
+        case = CASES[name](seed, heads)
+        check(name, case, call(name, case, impl="flash_mla"))
+    assert flash_mla.calls
+
+
+def test_a_window_alone_and_widths_that_are_no_multiple(flash_mla):
+    case = decode_case(1, 3, 64, None)
+    check(DECODE, case, call(DECODE, case, impl="flash_mla"))
+    tensors = list(case.tensors)
+    tensors[2] = tensors[2][:, :37]
+    narrow = type(case)("narrow", tuple(tensors), case.settings)
+    check(DECODE, narrow, call(DECODE, narrow, impl="flash_mla"))
+
+
+def test_no_token_and_no_page(flash_mla):
+    case = decode_case(1, 3, 64)
+    per_token = (0, 2, 3, 5, 6)
+    tensors = [each[:0] if place in per_token else each for place, each in enumerate(case.tensors)]
+    out, lse = call(DECODE, type(case)("none", tuple(tensors), case.settings), impl="flash_mla")
+    assert (out.shape, lse.shape) == ((0, 64, 512), (0, 64))
+    assert flash_mla.calls == []
+    tensors = list(case.tensors)
+    tensors[1], tensors[4] = tensors[1][:0], tensors[4][:0]
+    empty = type(case)("no page", tuple(tensors), case.settings)
+    out, lse = call(DECODE, empty, impl="flash_mla")
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())
+
+
+def test_the_rotation_is_undone_behind_it(flash_mla):
+    table = ops.rope_cos_sin_cache(64, theta=10000.0)
+    positions = torch.tensor([0, 5, -1, 63, 64, 9, 2**62])
+    case = decode_case(2, 7, 64)
+    tensors = (*case.tensors[:-2], positions, table)
+    turned = type(case)("turned", tensors, case.settings)
+    check(DECODE, turned, call(DECODE, turned, impl="flash_mla"))
+
+
+def test_a_plan_serves_every_call_of_its_sizes(flash_mla):
+    """The lens of these differ: the stand-in refuses a plan that they decide."""
+    first, second = (decode_case(seed, 7, 64) for seed in (1, 2))
+    plan = plan_of(first)
+    assert len(flash_mla.calls) == 1
+    for case in (first, second):
+        check(DECODE, case, planned(case, plan))
+
+
+def metadata_of(name, case, **changed):
+    """Of the lens that FlashMLA gets from such a call."""
+    tensors, paged = case.tensors, name == PAGED
+    extra = tensors[5] if paged else tensors[6]
+    table = tensors[7] if paged else tensors[5]
+    width = table.shape[1] * (case.settings["extra_block_size"] if paged else 1)
+    sizes = {"swa_width": tensors[2].shape[1], "extra_width": width}
+    sizes["num_sm_parts"] = fake_flash_mla.PARTS
+    made = {"swa_lens": tensors[3], "extra_lens": extra, **sizes}
+    return ops.flash_mla_metadata(**{**made, **changed})
+
+
+def planned_as(name, case, plan, **settings):
+    place = {DECODE: 8, PAGED: 9}[name]
+    tensors = [*case.tensors[:place], plan, *case.tensors[place + 1 :]]
+    return getattr(ops, name)(*tensors, **{**case.settings, "impl": "flash_mla", **settings})
+
+
+@pytest.mark.parametrize("name", [DECODE, PAGED])
+def test_metadata_of_the_lens_is_not_made_again(name, flash_mla):
+    """The stand-in refuses any other than its own."""
+    case = CASES[name](5)
+    metadata = metadata_of(name, case)
+    check(name, case, planned_as(name, case, metadata))
+    assert (flash_mla.calls, flash_mla.plans) == (["decode"], [])
+    assert providers.flash_mla_num_sm_parts(64, "cpu") == flash_mla.PARTS
+    call(name, case, impl="flash_mla")
+    assert flash_mla.plans == [7]
+    other = metadata_of(name, case, swa_lens=case.tensors[3] + 64)
+    assert not torch.equal(other, metadata)
+    with pytest.raises(RuntimeError, match="FlashMLA would misread a stale plan"):
+        planned_as(name, case, other)
+
+
+def test_metadata_is_ignored_where_flash_mla_does_not_run():
+    """ "auto" takes no library on a CPU."""
+    case = CASES[DECODE](5)
+    metadata = metadata_of(DECODE, case)
+    check(DECODE, case, planned_as(DECODE, case, metadata, impl="auto"))
+    values = choice.arguments(OPS[DECODE], case.tensors, case.settings) | {"plan": metadata}
+    assert not choice.takes_no_library(values)
+    assert choice.Sizes.of(DECODE, values).planned
+    assert choice.given_to("flash_mla", values)["plan"] is metadata
+    assert choice.given_to("triton", values)["plan"] is None
+    ours = ops.sparse_mla_plan(case.tensors[3], case.tensors[6], num_heads=64)
+    assert choice.takes_no_library(values | {"plan": ours})
+    assert choice.given_to("triton", values | {"plan": ours})["plan"] is ours
+    assert not choice.Sizes.of(DECODE, values | {"plan": ours}).planned
+
+
+def test_metadata_of_a_window_alone(flash_mla):
+    case = decode_case(3, 9, 64, extra=None)
+    sizes = {"swa_width": case.tensors[2].shape[1], "num_sm_parts": flash_mla.PARTS}
+    metadata = ops.flash_mla_metadata(case.tensors[3], **sizes)
+    check(DECODE, case, planned_as(DECODE, case, metadata))
+    assert flash_mla.plans == []
+
+
+def test_metadata_at_any_place_of_a_buffer(flash_mla):
+    """FlashMLA reads its rows whole, from multiples of 32 bytes."""
+    case = CASES[DECODE](5)
+    metadata = metadata_of(DECODE, case)
+    buffer = torch.zeros(metadata.numel() + 3, dtype=torch.int32)
+    moved = buffer[3:].view(metadata.shape).copy_(metadata)
+    check(DECODE, case, planned_as(DECODE, case, moved))
+    assert flash_mla.plans == []
+
+
+def test_metadata_is_made_in_one_graph_with_the_call(flash_mla):
+    case = decode_case(5, 7, 64)
+
+    def both(*tensors):
+        given = type(case)("given", tensors, case.settings)
+        return planned_as(DECODE, given, metadata_of(DECODE, given))
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=False)
+    check(DECODE, case, compiled(*case.tensors))
+    assert flash_mla.plans == []
+
+
+def test_wrong_metadata_is_refused(flash_mla):
+    case = decode_case(1, 7, 64)
+    metadata = metadata_of(DECODE, case)
+    for wrong, settings, error, text in (
+        (
+            metadata,
+            {"impl": "triton"},
+            ValueError,
+            "be a tensor of sparse_mla_plan for impl 'triton', got one of flash_mla_metadata. Pass "
+            "impl='flash_mla', or leave it out.",
+        ),
+        (
+            metadata[:1],
+            {},
+            ValueError,
+            "have more than 8 rows for as many tokens, got 1. Make it with flash_mla_metadata of "
+            "the lens of this call.",
+        ),
+        (
+            metadata.long(),
+            {},
+            TypeError,
+            "be torch.int32, got torch.int64. Cast it with .to(torch.int32).",
+        ),
+    ):
+        with pytest.raises(error) as caught:
+            planned_as(DECODE, case, wrong, **settings)
+        assert str(caught.value) == f"sparse_mla_decode: plan must {text}"
+    with pytest.raises(RuntimeError, match="FlashMLA would misread a plan of other sizes"):
+        planned_as(DECODE, case, metadata[1:])
+    shorter = metadata_of(
+        DECODE, case, swa_lens=case.tensors[3][:6], extra_lens=case.tensors[6][:6]
+    )
+    with pytest.raises(RuntimeError, match="FlashMLA would misread a plan of other sizes"):
+        planned_as(DECODE, case, shorter)
+    assert flash_mla.calls == ["decode"] * 2
+    with pytest.raises(ValueError, match="flash_mla_num_sm_parts: num_heads must be 64 or 128"):
+        providers.flash_mla_num_sm_parts(32)
+
+
+@pytest.mark.parametrize("name", ["num_tokens", "num_heads", "swa_width", "extra_width"])
+def test_a_plan_of_other_sizes_is_refused(name, flash_mla):
+    case = decode_case(1, 7, 64)
+    plan = plan_of(case)
+    other = plan._replace(**{name: getattr(plan, name) + 1})
+    with pytest.raises(ValueError, match="plan must be made for") as caught:
+        planned(case, other)
+    assert str(caught.value) == (
+        f"sparse_mla_decode: plan must be made for {name} = {getattr(plan, name)}, got one for "
+        f"{getattr(other, name)}. Make one of flash_mla_plan for every size of batch."
+    )
+
+
+def test_a_plan_goes_with_its_kernel(flash_mla):
+    case = decode_case(1, 7, 64)
+    tensors = list(case.tensors)
+    tensors[8] = plan_of(case)
+    mixed = type(case)("theirs", tuple(tensors), case.settings)
+    assert message(ValueError, DECODE, mixed, impl="triton") == (
+        "sparse_mla_decode: plan must be a tensor of sparse_mla_plan for impl 'triton', got a "
+        "FlashMlaPlan. Pass impl='flash_mla', or leave it out."
+    )
+    assert message(ValueError, DECODE, mixed, num_splits=2) == (
+        "sparse_mla_decode: num_splits must be 0 with a plan, got 2. Pass one of the two."
+    )
+    tensors[8] = ops.sparse_mla_plan(tensors[3], tensors[6], num_heads=64)
+    mixed = type(case)("ours", tuple(tensors), case.settings)
+    assert message(ValueError, DECODE, mixed, impl="flash_mla") == (
+        "sparse_mla_decode: plan must be one of flash_mla_metadata or flash_mla_plan for impl "
+        "'flash_mla', got another. Make it with one of these, or leave it out."
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"num_tokens": 0}, "num_tokens must be at least 1, got 0. Pass 1 or more."),
+        ({"num_tokens": 8193}, "num_tokens must be at most 8192, got 8193. Split the batch."),
+        ({"num_heads": 32}, "num_heads must be 64 or 128, got 32. FlashMLA takes no other."),
+        ({"swa_width": 0}, "swa_width must be at least 1, got 0. Pass 1 or more."),
+        ({"extra_width": -1}, "extra_width must be at least 0, got -1. Pass 0 or more."),
+    ],
+)
+def test_a_plan_needs_sizes_that_flash_mla_takes(arguments, text):
+    sizes = {"num_tokens": 7, "num_heads": 64, "swa_width": 128, **arguments}
+    with pytest.raises(ValueError, match=r"^flash_mla_plan: ") as caught:
+        providers.flash_mla_plan(sizes.pop("num_tokens"), **sizes)
+    assert str(caught.value) == f"flash_mla_plan: {text}"
+
+
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [
+        *((name, False) for name in LIBRARY_OPS["flash_mla"]),
+        (DECODE, True),
+        *(
+            pytest.param(name, True, marks=pytest.mark.nightly("a decode is of any size"))
+            for name in LIBRARY_OPS["flash_mla"]
+            if name != DECODE
+        ),
+    ],
+)
+def test_compiled_code_calls_the_op_of_the_library(name, dynamic, flash_mla):
+    case = CASES[name](3)
+    present = [place for place, tensor in enumerate(case.tensors) if tensor is not None]
+
+    def run(*tensors):
+        given = list(case.tensors)
+        for place, tensor in zip(present, tensors, strict=True):
+            given[place] = tensor
+        return tuple(getattr(ops, name)(*given, **case.settings, impl="flash_mla"))
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
+    actual, code = compile_and_get_code(compiled, *(case.tensors[place] for place in present))
+    check(name, case, actual, "compiled")
+    op = "sparse_prefill_fwd" if name in (GATHERED, PREFILL) else "sparse_decode_fwd"
+    calls = [line for line in code.splitlines() if f"torch.ops._flashmla_C.{op}" in line]
+    assert len([line for line in calls if "#" not in line]) == 1, calls
+    assert [line for line in opaque_calls(code) if not line.startswith("assert_")] == []
+    if name != GATHERED:  # the caches are passed as they are
+        cache = case.tensors[1]
+        assert f"empty_strided_cpu(({cache.shape[0]}," not in code
+
+
+def test_a_symbolic_batch_has_auto_take_ours(flash_mla, monkeypatch):
+    """And is compiled once."""
+    monkeypatch.setattr(choice, "RULES", (rule_of(DECODE, "flash_mla", 2, 1),))
+    monkeypatch.setattr(choice, "_other_device", lambda device: "")
+    seen = []
+    monkeypatch.setattr(choice, "ours", lambda spec: seen.append(spec.name) or "reference")
+    compiled = torch.compile(
+        lambda *tensors: ops.sparse_mla_decode(*tensors, **case.settings).out,
+        fullgraph=True,
+        dynamic=True,
+    )
+    for tokens in (5, 9):
+        case = decode_case(1, tokens, 64)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            compiled(*case.tensors[:8])
+    assert seen
+    assert flash_mla.calls == []
+    torch._dynamo.reset()
+    case = decode_case(1, 5, 64)
+    torch.compile(lambda *t: ops.sparse_mla_decode(*t, **case.settings).out, dynamic=False)(
+        *case.tensors[:8]
+    )
+    assert flash_mla.calls == ["decode"]
+
+
+@pytest.mark.slow
+def test_a_package_needs_the_library_only(flash_mla, tmp_path):
+    """In this process; in one that has only torch and the library: tests/gpu/test_providers.py."""
+    case = decode_case(3, 7, 64)
+    given = case.tensors[:8]
+
+    class Call(torch.nn.Module):
+        def forward(self, *tensors):
+            return tuple(ops.sparse_mla_decode(*tensors, **case.settings, impl="flash_mla"))
+
+    program = torch.export.export(Call(), given, dynamic_shapes=None)
+    assert [node.target for node in program.graph.nodes if node.target is OPS[DECODE].op]
+    run = load_package(build_package(program, tmp_path / "decode.pt2"))
+    flash_mla.calls.clear()
+    check(DECODE, case, run(*given), "packaged")
+    assert flash_mla.calls == ["decode"]
+
+
+@pytest.mark.parametrize("name", LIBRARY_OPS["flash_mla"])
+def test_the_module_of_deepseek(name, flash_mla_module):
+    case = CASES[name](3)
+    check(name, case, call(name, case, impl="flash_mla"))
+    given = case.tensors[:8]
+    compiled = torch.compile(
+        lambda *tensors: getattr(ops, name)(*tensors, **case.settings, impl="flash_mla"),
+        fullgraph=True,
+    )
+    rest = case.tensors[len(given) :] if name in (PAGED, PREFILL) else ()
+    check(name, case, compiled(*given, *rest), "compiled")
+    assert len(fake_flash_mla.calls) == 2
+
+
+def test_the_module_of_deepseek_is_in_no_package(flash_mla_module, tmp_path):
+    case = CASES[GATHERED](3)
+
+    class Call(torch.nn.Module):
+        def forward(self, *tensors):
+            return tuple(ops.sparse_mla_gathered(*tensors, **case.settings, impl="flash_mla"))
+
+    program = torch.export.export(Call(), case.tensors)
+    with pytest.raises(Exception, match=r"impl must be another in an AOTInductor package"):
+        build_package(program, tmp_path / "call.pt2")

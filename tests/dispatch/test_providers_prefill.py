@@ -1,0 +1,391 @@
+"""FlashMLA behind ``sparse_mla_prefill``, over a stand-in that refuses what the library would
+misread: by hand, over drawn calls and over hostile ones, and what is refused. With the library:
+tests/gpu/test_providers_prefill.py."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import dsv4_ops as ops
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.dispatch import choice, crossovers, providers
+from dsv4_ops.dispatch.crossovers import Sizes
+from dsv4_ops.reference.bf16_workspace import Prefill, Source, find_spans, list_rows
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.cases.sparse_mla import one_key_page
+from tests.helpers import INT32_MAX, INT32_MIN, i32, i64, strided, widened
+from tests.support.attention_batches import generator, integers
+from tests.support.prefill_batches import MODES, PREFILL, prefill_case
+from tests.support.providers_on_cpu import CASES, call, check, message
+
+pytest_plugins = ("tests.support.providers_on_cpu",)
+
+SMALL = {"longest": 300, "max_reqs": 2, "window": 70, "topk": 70}
+SETTINGS = {
+    "softmax_scale": 1.0,
+    "window_size": 2,
+    "compress_ratio": 2,
+    "swa_block_size": 1,
+    "extra_block_size": 1,
+}
+PLACES = {name: place for place, name in enumerate(OPS[PREFILL].parameters[:9])}
+PER_TOKEN = ("q", "positions", "req_indices", "topk_indices")
+
+
+def but(case: Case, **changed: Tensor | None) -> Case:
+    tensors = list(case.tensors)
+    for name, value in changed.items():
+        tensors[PLACES[name]] = value
+    return Case(case.name, tuple(tensors), case.settings)
+
+
+def agrees(case: Case) -> None:
+    check(PREFILL, case, call(PREFILL, case, impl="flash_mla"))
+
+
+# --- by hand
+
+
+def by_hand(positions: list[int], requests: list[int], *extra: Tensor, **changed: object):
+    """Means of the keys 2, 4 and 6, which are pages 0, 1 and 2, and the sums of as many ones."""
+    pages = torch.cat([one_key_page(value) for value in (2, 4, 6)])
+    q = torch.zeros(len(positions), 64, 512, dtype=torch.bfloat16)
+    table = i32([[0, 1, 2, 0], [2, -1, 9, 1]])
+    given = (pages, *extra) if extra else ()
+    out, lse = ops.sparse_mla_prefill(
+        q, pages, i64(positions), i32(requests), table, *given,
+        **{**SETTINGS, **changed}, impl="flash_mla",
+    )  # fmt: skip
+    assert bool((out == out[:, :1, :1]).all())
+    assert bool((lse == lse[:, :1]).all())
+    return out[:, 0, 0].tolist(), [round(value, 4) for value in lse.exp()[:, 0].tolist()]
+
+
+def test_windows_by_hand(flash_mla):
+    """In any order; of request 1 only the first and the last page exist; padding and requests that
+    do not exist."""
+    positions = [2, 0, -1, 3, 1, 3, 0, 2, 2, INT32_MAX, 2**40, 1]
+    requests = [0, 0, 0, 0, 1, 1, 1, 1, -1, 0, 0, 2]
+    out, keys = by_hand(positions, requests)
+    assert out == [5, 2, 0, 4, 6, 4, 6, 0, 0, 0, 0, 0]
+    assert keys == [2, 1, 0, 2, 1, 1, 1, 0, 0, 0, 0, 0]
+    assert flash_mla.calls == ["prefill"]
+
+
+def test_selected_rows_by_hand(flash_mla):
+    """Of 2 positions each: the first of them at position 1. A row that is selected twice counts
+    twice, also beside the window; rows of the future and on no page do not."""
+    table, chosen = i32([[1, 2], [0, -1]]), i32([[0, 0, 1], [0, -5, 1], [1, 0, 0], [1, 0, 9]])
+    out, keys = by_hand([3, 0, 1, 3], [0, 0, 0, 1], table, chosen)
+    # 6 2 and 4 4 6;  2;  2 4 and 4 4;  page 1 and row 0, page 0
+    assert out == [pytest.approx(4.4, rel=4e-3), 2, 3.5, 3]
+    assert keys == [5, 1, 4, 2]
+
+
+def test_all_rows_by_hand(flash_mla):
+    out, keys = by_hand([3, 2, 0, 3, 9], [0, 0, 0, 1, 0], i32([[1, 2], [0, -1]]))
+    # 6 2 and 4 6;  4 6 and 4;  2;  4 and 2;  past the window's table: 4 6
+    assert out == [4.5, pytest.approx(14 / 3, rel=4e-3), 2, 3, 5]
+    assert keys == [4, 3, 1, 2, 2]
+
+
+def test_a_window_wider_than_the_table(flash_mla):
+    for size in (4, 5, 64, 2**31 - 1):
+        out, keys = by_hand([3, 0, 6, 2**31 - 2], [0, 0, 0, 0], window_size=size)
+        wide = size > 6
+        last = 14 / 4 if size > 2**31 - 2 else 0
+        assert out == [3.5, 2, 3.5 if wide else 2 if size == 4 else 4, last]
+        assert keys == [4, 1, 4 if wide else size - 3, 4 if last else 0]
+
+
+def test_what_is_gathered_by_hand():
+    """Windows of 3 of positions 5 and 9, and of position 1; rows of two positions. A request of no
+    token has none, one past its table none of the window."""
+    table = torch.zeros(4, 5, dtype=torch.int32)
+    source = Source(torch.empty(7, 0), table, 2)
+    positions, requests = i64([9, 5, 1, -1, 40, 7, 3]), i32([0, 0, 2, 0, 3, 9, -1])
+    made = Prefill(positions, requests, source, source, None, 3, 2)
+    spans = find_spans(made)
+    assert spans.ends.tolist() == [10, 0, 2, 10]
+    assert spans.counts.tolist() == [7, 0, 2, 0]
+    assert spans.compressed.tolist() == [5, 0, 1, 10]
+    slots, lens = list_rows(made, spans, 8)
+    assert slots.shape == (7, 16)  # 3 of the window and 10
+    # rows 0..9 of a request are compressed ones, 10 is the first of its window: position 3
+    assert slots[0].tolist() == [14, 15, 16, 0, 1, 2, 3, 4, *[-1] * 8]
+    assert slots[1].tolist() == [10, 11, 12, 0, 1, 2, *[-1] * 10]
+    assert slots[2].tolist() == [-1, 50, 51, 40, *[-1] * 12]
+    assert slots[4].tolist() == [-1] * 3 + list(range(60, 70)) + [-1] * 3
+    assert lens.tolist() == [8, 6, 4, 0, 13, 0, 0]
+    assert not (slots[[3, 5, 6]] >= 0).any()
+
+
+# --- against the reference
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_adapter_gives_what_the_reference_gives(mode, heads, flash_mla):
+    """Ragged requests, padding, pages that do not exist, NaN in unused pages, sinks of inf."""
+    for seed, tokens in ((0, 40), (1, 1), (2, 9)):
+        agrees(prefill_case(seed, tokens, heads, mode, **SMALL))
+    assert flash_mla.calls == ["prefill"] * 3
+
+
+@pytest.mark.parametrize("window", [1, 64, 129])
+@pytest.mark.parametrize("block", [1, 53, 256])
+def test_windows_and_page_sizes(window, block, flash_mla):
+    agrees(prefill_case(3, 12, 64, "C4", window=window, block=block, longest=300, topk=1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_in_any_order_without_a_sink(mode, flash_mla):
+    case = prefill_case(4, 30, 64, mode, **SMALL)
+    order = torch.randperm(30, generator=generator(1))
+    moved = {
+        name: case.tensors[PLACES[name]][order]
+        for name in PER_TOKEN
+        if case.tensors[PLACES[name]] is not None
+    }
+    expected = call(PREFILL, case, impl="flash_mla")
+    actual = call(PREFILL, but(case, **moved), impl="flash_mla")
+    for left, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(left, right[order], rtol=0, atol=0)
+    agrees(but(case, attn_sink=None))
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    seed=st.integers(0, 2**32),
+    mode=st.sampled_from(list(MODES)),
+    tokens=st.sampled_from((1, 2, 5, 9)),
+    window=st.sampled_from((1, 2, 5, 200)),
+    block=st.sampled_from((1, 4, 64)),
+    max_reqs=st.sampled_from((1, 3)),
+)
+def test_hostile_calls(flash_mla, seed, mode, tokens, window, block, max_reqs):
+    """Every integer is drawn from what exists and from what does not, in any mixture; without the
+    NaN of pages that no table has named before."""
+    sizes = {"window": window, "block": block, "max_reqs": max_reqs}
+    case = prefill_case(seed % 1000, tokens, 64, mode, longest=100, topk=3, cache_seed=1, **sizes)
+    made = generator(seed)
+
+    def drawn(tensor: Tensor, *values: int) -> Tensor:
+        pool = torch.tensor([*values, *range(-1, 9)], dtype=tensor.dtype)
+        wild = pool[integers(made, 0, len(pool), *tensor.shape).long()]
+        keep = torch.rand(tensor.shape, generator=made) < 0.5
+        return torch.where(keep, tensor, wild)
+
+    bad = (INT32_MIN, INT32_MAX)
+    changed = {
+        "positions": drawn(case.tensors[2], *bad, INT32_MAX - 1, 2**40, -(2**63), 2**63 - 1, 99),
+        "req_indices": drawn(case.tensors[3], *bad),
+        "swa_block_table": drawn(case.tensors[4], *bad),
+    }
+    changed["swa_cache"] = torch.where(case.tensors[1] == 0xFF, 0, case.tensors[1])
+    if case.tensors[5] is not None:
+        changed["extra_cache"] = torch.where(case.tensors[5] == 0xFF, 0, case.tensors[5])
+        changed["extra_block_table"] = drawn(case.tensors[6], *bad)
+    if case.tensors[7] is not None:
+        changed["topk_indices"] = drawn(case.tensors[7], *bad, 25, 24)
+    agrees(but(case, **changed))
+
+
+def test_arguments_of_any_strides(flash_mla):
+    case = prefill_case(3, 11, 64, "C4", **SMALL)
+    expected = call(PREFILL, case, impl="flash_mla")
+    tensors = dict(zip(PLACES, case.tensors, strict=True))
+    for name in ("positions", "req_indices"):
+        tensors[name] = strided(tensors[name])
+    for name in ("swa_block_table", "extra_block_table", "topk_indices"):
+        tensors[name] = strided(widened(tensors[name]))
+    tensors["q"] = tensors["q"].permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    actual = call(PREFILL, but(case, **tensors), impl="flash_mla")
+    for left, right in zip(actual, expected, strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_queries_at_any_address(name, flash_mla):
+    """The library copies from multiples of 16 bytes; dense queries may start between them."""
+    case = CASES[name](1)
+    q = case.tensors[0]
+    moved = torch.cat([q.new_zeros(1), q.flatten()])[1:].view(q.shape)
+    assert moved.is_contiguous()
+    assert moved.data_ptr() % 16 == 2
+    tensors = (moved, *case.tensors[1:])
+    expected = call(name, case, impl="flash_mla")
+    actual = call(name, Case(name, tensors, case.settings), impl="flash_mla")
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_batches_and_tables_of_nothing(flash_mla):
+    case = prefill_case(3, 5, 64, "C128", **SMALL)
+    per_token = {name: case.tensors[PLACES[name]][:0] for name in ("q", "positions", "req_indices")}
+    out, lse = call(PREFILL, but(case, **per_token), impl="flash_mla")
+    assert (out.shape, lse.shape) == ((0, 64, 512), (0, 64))
+    assert flash_mla.calls == []
+    tables = ("swa_block_table", "extra_block_table")
+    given = dict(zip(PLACES, case.tensors, strict=True))
+    for changed in (
+        {name: given[name][:0] for name in tables},  # no request
+        {name: given[name][:, :0] for name in tables},
+        {"swa_block_table": given["swa_block_table"][:, :0]},
+        {"extra_block_table": given["extra_block_table"][:, :0]},
+        {name: given[name][:0] for name in ("swa_cache", "extra_cache")},  # no page
+    ):
+        agrees(but(case, **changed))
+
+
+# --- what is refused, and what auto takes
+
+
+def wide(case: Case, requests: int, swa: int, extra: int) -> Case:
+    """The call with larger tables, of the first page."""
+    tables = {"swa_block_table": swa, "extra_block_table": extra}
+    sizes = {name: torch.zeros(requests, count).int() for name, count in tables.items()}
+    return but(case, **sizes)
+
+
+ROOM = (
+    "sparse_mla_prefill: impl must be 'auto', 'triton' or 'reference' with block tables of 1048704 "
+    "rows, got 'flash_mla'. FlashMLA has room for 1048576 rows of all requests."
+)
+
+
+def test_a_workspace_that_is_too_large_is_refused(on_cpu, monkeypatch):
+    """2 requests of 2^18 rows of the window and as many compressed ones fit; a page more not."""
+    case = prefill_case(0, 2, 64, "C4", **SMALL)
+    large = wide(case, 2, 4096, 4097)
+    assert message(NotImplementedError, PREFILL, large, impl="flash_mla") == ROOM
+    assert choice.limit(PREFILL, "flash_mla", values_of(wide(case, 2, 4096, 4096))) is None
+    monkeypatch.setattr(choice, "unusable", lambda library: "")
+    found = providers.choice_of(PREFILL, *large.tensors, **case.settings)
+    advice = "FlashMLA has room for 1048576 rows of all requests"
+    assert found == ("triton", f"{advice}: the call is with block tables of 1048704 rows")
+
+
+@pytest.mark.parametrize(
+    "public",
+    [True, pytest.param(False, marks=pytest.mark.nightly("an exported program has the op alone"))],
+)
+def test_tables_of_any_size_are_refused_where_they_are_too_large(public, flash_mla):
+    """In a graph whose sizes are symbols, and in calls of the op without the public function."""
+    case = prefill_case(0, 6, 64, "C4", **SMALL)
+    run = ops.sparse_mla_prefill if public else OPS[PREFILL].op
+    settings = {**case.settings, "layout": "v4_fp8", "impl": "flash_mla"}
+    few, more = (wide(case, 2, *blocks).tensors for blocks in ((5, 4), (4096, 4097)))
+    compiled = torch.compile(lambda *tensors: run(*tensors, **settings), dynamic=True)
+    compiled(*few)
+    for called in (lambda *tensors: run(*tensors, **settings), compiled):
+        with pytest.raises(NotImplementedError) as error:
+            called(*more)
+        assert str(error.value) == ROOM
+    assert flash_mla.calls == ["prefill"]
+
+
+def test_an_exported_program_has_room_for_no_more_rows(flash_mla):
+    case = prefill_case(0, 6, 64, "C4", **SMALL)
+
+    class Call(torch.nn.Module):
+        def forward(self, *tensors):
+            return tuple(ops.sparse_mla_prefill(*tensors, **case.settings, impl="flash_mla"))
+
+    dynamic = [None] * len(PLACES)
+    for name in ("swa_block_table", "extra_block_table"):
+        dynamic[PLACES[name]] = {1: torch.export.Dim(name, min=2)}
+    few = wide(case, 2, 5, 4)
+    program = torch.export.export(Call(), few.tensors, dynamic_shapes=(tuple(dynamic),))
+    check(PREFILL, few, program.module()(*few.tensors))
+    with pytest.raises(NotImplementedError) as error:
+        program.module()(*wide(case, 2, 4096, 4097).tensors)
+    assert str(error.value) == ROOM
+
+
+def values_of(case: Case) -> dict[str, object]:
+    return choice.arguments(OPS[PREFILL], case.tensors, case.settings)
+
+
+def test_layouts_that_flash_mla_does_not_read_are_refused(on_cpu):
+    q = torch.zeros(1, 64, 512, dtype=torch.bfloat16)
+    cache = torch.zeros(1, 1, 512, dtype=torch.bfloat16)
+    tensors = (q, cache, i64([0]), i32([0]), i32([[0]]))
+    case = Case("plain", tensors, {**SETTINGS, "layout": "plain"})
+    assert message(NotImplementedError, PREFILL, case, impl="flash_mla") == (
+        "sparse_mla_prefill: impl must be 'auto', 'triton' or 'reference' with layout 'plain', got "
+        "'flash_mla'. FlashMLA reads the layout 'v4_fp8'."
+    )
+
+
+def test_rows_and_keys_that_a_copy_is_of():
+    """Of the window the rows of the tokens and of a window before each request, as far as the
+    tables go."""
+    case = wide(prefill_case(0, 40, 64, "C4", **SMALL), 2, 100, 3)
+    values = values_of(case)
+    assert Sizes.of(PREFILL, values) == (40, 64, 140, False)
+    assert crossovers.workspace_rows(values) == 2 * 103 * 64
+    assert crossovers.gathered_rows(values) == 2 * 3 * 64 + 40 + 2 * 69
+    every = but(case, topk_indices=None)
+    assert Sizes.of(PREFILL, values_of(every)) == (40, 64, 70 + 3 * 64, False)
+    none = values_of(but(every, extra_cache=None, extra_block_table=None))
+    assert Sizes.of(PREFILL, none) == (40, 64, 70, False)
+    assert crossovers.gathered_rows(none) == 40 + 2 * 69
+    assert crossovers.gathered_rows(values_of(wide(case, 2, 1, 3))) == 2 * 3 * 64 + 2 * 64
+
+
+def prefill(tokens, heads, topk, blocks):
+    """Shapes of a prefill of one request, whose tables have so many pages of 64 rows."""
+
+    def ints(*shape):
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    return {
+        "q": torch.empty(tokens, heads, 512, device="meta"),
+        "swa_block_table": ints(1, 512),
+        "swa_block_size": 64,
+        "extra_cache": ints(1) if blocks else None,
+        "extra_block_table": ints(1, blocks) if blocks else None,
+        "extra_block_size": 64,
+        "topk_indices": ints(tokens, topk) if topk else None,
+        "window_size": 128,
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "copies"),
+    [
+        ((1, 64, 2048, 80), False),  # few tokens have splits
+        ((33, 128, 4096, 80), False),
+        ((67, 64, 2048, 80), True),  # not measured
+        ((512, 64, 512, 80), True),  # 102 us, from the pages 118 (H200, 2026-11-22)
+        ((256, 64, 512, 80), False),  # 59, 57
+        ((256, 64, 1024, 80), True),  # 85, 91
+        ((256, 128, 512, 80), True),  # 100, 115
+        ((128, 128, 1024, 80), True),  # 83, 90
+        ((128, 128, 512, 80), False),  # 56, 56
+        ((64, 128, 1024, 80), False),  # 48, 47
+        ((2048, 64, 0, 0), True),  # 133, 179
+        ((256, 64, 0, 0), False),  # 25, 23
+        ((512, 64, 0, 16), True),  # all rows of a table
+        ((256, 128, 0, 16), True),
+        ((256, 64, 0, 16), True),  # 88, 97 (H200, 2026-11-23)
+        ((133, 64, 0, 16), True),  # not measured: the 133rd begins when others are done
+        ((128, 64, 0, 16), False),  # 51, 51
+        ((64, 64, 0, 128), False),  # 23, 14 if the request has 17 of 8192
+        ((512, 64, 0, 128), True),  # 60, 55 likewise
+        ((512, 64, 512, 2000), False),  # 128000 rows take 64 us
+        ((2048, 64, 512, 2000), True),
+        ((2**17, 64, 1024, 80), False),  # more lists than 512 MiB
+        ((2**14, 64, 512, 2**14), False),  # more rows than 1 GiB
+    ],
+)
+def test_a_prefill_copies_where_that_is_faster(sizes, copies):
+    assert crossovers.gathers(prefill(*sizes)) == copies

@@ -1,0 +1,153 @@
+"""Every script of examples/ as a stranger runs it: it ends well, and says what it showed.
+
+`make test` runs 01, 02 and 05, which is eager there; `make test-all` all of them. Those that
+compile the decode step do it in one test, one after the other: the step is the same, so that
+Inductor's cache serves all but the first of them.
+"""
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("[0-9][0-9]_*.py"))
+
+
+@pytest.fixture
+def without_vectors(monkeypatch) -> None:
+    """Loops are compiled in one form, not in several: half of the time. The demo's and
+    test_transformers_compiled.py's steps have vectors."""
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+
+
+def run(script: str, *options: object, status: int = 0) -> list[str]:
+    """Lines that the example prints; its exit status is checked."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    ended = subprocess.run(
+        [sys.executable, EXAMPLES / script, *map(str, options)],
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )
+    assert ended.returncode == status, f"{script}\n{ended.stdout}\n{ended.stderr}"
+    return ended.stdout.splitlines()
+
+
+def test_every_script_says_what_it_shows_and_stays_short():
+    assert [name[:2] for name in SCRIPTS] == ["01", "02", "03", "04", "05", "06", "07"]
+    for name in SCRIPTS:
+        text = (EXAMPLES / name).read_text()
+        assert text.startswith('"""'), name
+        assert f"python examples/{name}" in text.split('"""')[1], name
+        assert 'print(f"shown: ' in text or 'f"shown: ' in text, name
+
+
+def test_ops_eager():
+    lines = run("01_ops_eager.py")
+    assert any(line.endswith("[3.594, 8.0, 16.0, 24.0, 0.0, 0.0]") for line in lines)
+    assert lines[-1] == "shown: 9 results of ragged steps on cpu, each as worked out by hand"
+
+
+@pytest.mark.slow
+@pytest.mark.nightly("test_transformers_model.py draws schedules; no other runs the script")
+def test_fuzz_your_model():
+    last = run("06_fuzz_your_model.py", "--examples", 4)[-1]
+    found = r"request \d, token 3 is off by [\d.]+ in \[.*\]"
+    assert re.fullmatch(
+        rf"shown: 4 schedules of .* right; the planted bug shrinks to: {found}", last
+    )
+
+
+def test_continuous_batching_in_eager():
+    lines = run(
+        "05_continuous_batching.py", "--eager", "--steps", 10, "--rate", 0.3, "--seed", 1, "--check"
+    )
+    assert re.fullmatch(
+        r"shown: \d+ steps of changing batches, eager, no page leaked, logits of \d+ requests "
+        r"bit-equal to each alone",
+        lines[-1],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_vectors")
+def test_compile_decode():
+    lines = run("02_compile_decode.py")
+    shown = (
+        r"shown: graphs = 1, graph breaks = 0, recompiles = 0 in (\d+) steps; 0 tokens differ .*"
+    )
+    assert int(re.fullmatch(shown, lines[-1]).group(1)) >= 64
+
+
+@pytest.mark.slow
+@pytest.mark.nightly("02 compiles the step of 03, 05 and 07; no other runs 03 and 07")
+@pytest.mark.usefixtures("without_vectors")
+def test_examples_of_the_compiled_step(tmp_path):
+    run("02_compile_decode.py")
+    plot = tmp_path / "pages.png"
+    lines = run("05_continuous_batching.py", "--steps", 100, "--check", "--plot", plot)
+    assert "compiled, from Inductor's cache, in" in "\n".join(lines)
+    assert re.search(
+        r"graphs = 1, recompiles = 0, no page leaked, logits of \d+ requests", lines[-1]
+    )
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+    trace = tmp_path / "trace.json"
+    lines = run("07_trace.py", "--trace", trace, "--steps", 2)
+    assert lines[-1].startswith("shown: of an eager step of ")
+    names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"compiled step 1", "eager step 1", "attention ops"} <= names
+    assert sum(name.startswith("fused ") for name in names) > 10
+
+    lines = run("03_cuda_graph.py", "--steps", 8, "--device", "cpu")
+    assert lines[-1].startswith("shown: no GPU here: compiled gives the tokens of the eager step")
+
+
+@pytest.mark.slow
+@pytest.mark.nightly("the demo packages a model, test_export.py runs packages in C++")
+@pytest.mark.usefixtures("without_vectors")
+def test_package_and_cpp_runner(tmp_path):
+    """With CMake where there is one, and by the compiler alone."""
+    package, prefill = tmp_path / "decode.pt2", tmp_path / "prefill.pt2"
+    shown = "shown: a C++ program linked to libtorch, not to Python, generates the 16 tokens that"
+    packages = ["--package", package, "--prefill", prefill]
+    lines = run("04_aoti_export.py", *packages, "--build", tmp_path / "build")
+    assert lines[-1].startswith(shown)
+    assert any("prompts in 2 steps" in line for line in lines)
+    program = tmp_path / "build" / "aoti_runner"
+    for arguments, message in [
+        ([], "usage: aoti_runner [--prefill PACKAGE] PACKAGE NUM_TOKENS PROMPT"),
+        (["--prefill", prefill], "usage: aoti_runner"),
+        (["--prefill", package, package, "1", "a"], "--prefill is no package of export_prefill"),
+        ([package, "1", "a", "b", "c"], "more prompts than the package has requests"),
+        ([package, "600", "a"], "longer than the package's longest request"),
+    ]:
+        ended = subprocess.run([program, *arguments], capture_output=True, text=True)
+        assert ended.returncode != 0
+        assert message in ended.stderr
+    calls = [(program, []), (program, ["--prefill", prefill])]
+    # CMake's files of a CUDA build ask for CUDA's compiler
+    if shutil.which("cmake") and (torch.version.cuda is None or shutil.which("nvcc")):
+        assert not any("CMake fails" in line for line in lines)
+        (tmp_path / "direct").mkdir()
+        example = runpy.run_path(str(EXAMPLES / "04_aoti_export.py"))
+        calls.append((example["build_directly"](tmp_path / "direct"), ["--prefill", prefill]))
+    given = [package, "5", "Beautiful is", "In"]
+    tokens = [
+        subprocess.run([each, *how, *given], capture_output=True, text=True, check=True).stdout
+        for each, how in calls
+    ]
+    assert len(tokens[0].splitlines()) == 2
+    assert set(tokens) == {tokens[0]}

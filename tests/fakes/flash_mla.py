@@ -1,0 +1,154 @@
+"""A stand-in for vLLM's build of FlashMLA on CPU: ops of the same names, schemas and registration,
+which compute what the library documents and refuse what it would misread."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.reference.sparse_mla import stored_keys
+from tests.oracles import plan as oracle
+
+NAMESPACE = "_flashmla_C"
+DECODE = (
+    "sparse_decode_fwd(Tensor _0, Tensor _1, Tensor _2, Tensor? _3, Tensor? _4, Tensor? _5, "
+    "Tensor? _6, Tensor? _7, Tensor? _8, Tensor? _9, int _10, float _11, Tensor? _12) "
+    "-> (Tensor _0, Tensor _1, Tensor? _2, Tensor? _3)"
+)
+PREFILL = (
+    "sparse_prefill_fwd(Tensor _0, Tensor _1, Tensor _2, float _3, int _4, Tensor? _5, "
+    "Tensor? _6, Tensor? _7) -> Tensor[] _0"
+)
+PARTS = 3
+calls: list[str] = []
+plans: list[int] = []
+"""Tokens of the calls that it planned itself."""
+
+
+def require(fact: bool, what: str) -> None:
+    if not fact:
+        raise RuntimeError(f"FlashMLA would misread {what}")
+
+
+def keys_of(view: Tensor, slots: Tensor, lens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Keys of the listed slots, and which count."""
+    blocks, size, one, row = view.shape
+    require((one, row) == (1, 584) and view.stride()[1:] == (584, 584, 1), "the cache")
+    pages = MainLayout(size).page_bytes
+    require(blocks == 1 or view.stride(0) == pages, "the padding of the pages")
+    require(slots.shape[2] % 64 == 0 and slots.stride(2) == 1, "lists of another width")
+    require(bool(((slots >= -1) & (slots < blocks * size)).all()), "slots that do not exist")
+    slots = slots[:, 0].long()
+    column = torch.arange(slots.shape[1])
+    counts = slots >= 0
+    if lens is not None:
+        require(lens.is_contiguous() and lens.dtype == torch.int32, "the lengths")
+        require(bool(((lens >= 0) & (lens <= slots.shape[1])).all()), "lengths out of range")
+        counts = counts & (column < lens[:, None])
+    cache = view.as_strided((blocks, 584 * size), (view.stride(0), 1))
+    pages = torch.where(counts, slots // size, -1)
+    keys, _ = stored_keys(cache, pages, slots % size, block_size=size, layout=MainLayout.tag)
+    keys = torch.where(counts[..., None], keys.float(), 0)
+    return keys, counts
+
+
+def attended(
+    q: Tensor, keys: Tensor, counts: Tensor, sink: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = torch.einsum("bhd,bkd->bhk", q.float(), keys) * scale
+    logits = logits.masked_fill(~counts[:, None], -math.inf)
+    lse = logits.logsumexp(-1)
+    lse = torch.where(lse == -math.inf, math.inf, lse)  # of no key
+    out = torch.einsum("bhk,bkd->bhd", torch.exp(logits - lse[..., None]), keys)
+    if sink is not None:
+        out = out / (1 + torch.exp(sink[None] - lse))[..., None]
+    return out.to(q.dtype), logits.amax(-1), lse
+
+
+def planned(b: int, *lists: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Its plan of these lists, which is wrong for all others."""
+    widths = [slots.shape[2] for slots, _ in lists] + [0]
+    lens = [
+        [width] * b if counts is None else counts.tolist()
+        for width, (_, counts) in zip(widths, lists, strict=False)
+    ]
+    sizes = {"swa_width": widths[0], "extra_width": widths[1], "num_sm_parts": PARTS}
+    rows = torch.tensor(oracle.flash_mla_metadata(*lens, **sizes), dtype=torch.int32)
+    return rows[:PARTS].clone(), rows[PARTS:].flatten()[: b + 1].clone()
+
+
+def decode(
+    q, kv, indices, lens, sink, schedule, splits, extra_kv, extra_indices, extra_lens, d_v, scale,
+    out,
+):  # fmt: skip
+    q.data_ptr()  # a trace that gets here is wrong
+    calls.append("decode")
+    b, queries, heads, width = q.shape
+    require(b > 0 and queries == 1 and (width, d_v) == (512, 512), "the queries")
+    require(q.is_contiguous() and q.data_ptr() % 16 == 0, "queries anywhere")
+    require(heads in (64, 128) and q.dtype == torch.bfloat16, "the heads")
+    require(sink is None or sink.is_contiguous(), "the sink")
+    pairs = [(indices, lens)] + ([] if extra_kv is None else [(extra_indices, extra_lens)])
+    wanted = planned(b, *pairs)
+    if schedule is None:
+        plans.append(b)
+        schedule, splits = wanted
+    require(schedule.storage_offset() % 8 == 0, "rows of a plan anywhere")
+    require(schedule.is_contiguous() and splits.is_contiguous(), "a plan with gaps")
+    require(schedule.shape == (PARTS, 8) and splits.shape == (b + 1,), "a plan of other sizes")
+    same = torch.equal(schedule, wanted[0]) and torch.equal(splits, wanted[1])
+    require(same, "a stale plan")
+    keys, counts = keys_of(kv, indices, lens)
+    if extra_kv is not None:
+        more, some = keys_of(extra_kv, extra_indices, extra_lens)
+        keys, counts = torch.cat([keys, more], 1), torch.cat([counts, some], 1)
+    found, _, lse = attended(q[:, 0], keys, counts, sink, scale)
+    return found[:, None], lse[:, None].transpose(1, 2), schedule, splits
+
+
+def prefill(q, kv, indices, scale, d_v, sink, lens, out):
+    q.data_ptr()
+    calls.append("prefill")
+    require(q.is_contiguous() and q.data_ptr() % 16 == 0, "queries anywhere")
+    require(q.shape[1] in (64, 128) and q.shape[2] == d_v == 512, "the queries")
+    require(kv.shape[1:] == (1, 512) and kv.is_contiguous(), "the rows")
+    require(indices.shape[1] == 1 and indices.shape[2] % 128 == 0, "lists of another width")
+    require(indices.shape[2] > 0 and indices.stride(2) == 1, "lists of another width")
+    require(lens.is_contiguous() and lens.dtype == indices.dtype == torch.int32, "the lengths")
+    require(bool(((lens >= 0) & (lens <= indices.shape[2])).all()), "lengths out of range")
+    require(sink is None or (sink.is_contiguous() and sink.dtype == torch.float32), "the sink")
+    slots = indices[:, 0].long()
+    require(bool(((slots >= -1) & (slots < kv.shape[0])).all()), "rows that do not exist")
+    counts = (slots >= 0) & (torch.arange(slots.shape[1]) < lens[:, None])
+    keys = torch.where(counts[..., None], kv[:, 0][slots.clamp(min=0)].float(), 0)
+    found, largest, lse = attended(q, keys, counts, sink, scale)
+    return [found, largest, lse]
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """With the ops registered, as functions without a device, which is how vLLM does it."""
+    from dsv4_ops.dispatch import libraries
+    from dsv4_ops.kernels import opaque_op
+    from dsv4_ops.lowering import _compat, external
+
+    library = torch.library.Library(NAMESPACE, "DEF")
+    for schema, function in ((DECODE, decode), (PREFILL, prefill)):
+        name = library.define(schema)
+        library.impl(name, function, "CompositeImplicitAutograd")
+    libraries.load.cache_clear()
+    try:
+        yield
+    finally:
+        libraries.load.cache_clear()
+        opaque_op._described.clear()
+        for op in external._lowered:
+            _compat.lowerings.pop(op, None)
+        external._lowered.clear()
+        if NAMESPACE in opaque_op._fragments:
+            opaque_op._fragments.pop(NAMESPACE)._destroy()
+        library._destroy()
+        delattr(torch.ops, NAMESPACE)

@@ -1,0 +1,250 @@
+"""Runs the Python source of Gluon kernels over numpy, as Triton's interpreter does for kernels of
+its own language: ``Emulator()(kernel)[grid](*args, **constexprs)`` with tensors on the CPU. It runs
+Triton kernels too that have no more than what is here.
+
+A kernel's functions run with other globals: ``gl`` and ``tl`` are ``_Language``, what they call is
+emulated likewise, and functions that hold assembly are those of ``ASSEMBLY``. Layouts mean nothing,
+and the threads of a partition are one: both are Triton's to check, when it compiles the kernel.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import types
+from collections.abc import Callable
+from numbers import Number
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton import JITFunction
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from dsv4_ops.kernels.common import triton_compat
+from tests.gluon_emulator.memory import load, pointer_to, store
+from tests.gluon_emulator.program import Program, Shared
+from tests.gluon_emulator.values import (
+    EmulationError,
+    Value,
+    arange,
+    convert_layout,
+    elementwise,
+    expand_dims,
+    full,
+    join,
+    largest,
+    maximum,
+    minimum,
+    permute,
+    reshape,
+    rounded_to_bf16,
+    scanned,
+    smallest,
+    split,
+    tensor,
+    total,
+    where,
+    widened,
+)
+
+
+def _e4m3() -> np.ndarray:
+    """The float32 value of every code of e4m3fn."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+
+def _widen_codes(words: Value, factor: Value) -> tuple[Value, Value]:
+    """``widen_codes`` of hopper_rows.py: lower bytes are earlier values."""
+    codes = np.ascontiguousarray(words.data).view(np.uint8).reshape(*words.shape, 4)
+    halves = np.ascontiguousarray(factor.data).view(np.uint16).reshape(*factor.shape, 2)
+    factors = widened(np.concatenate([halves, halves], -1))
+    with np.errstate(all="ignore"):
+        bits = rounded_to_bf16(_e4m3()[codes] * factors)
+    pairs = np.ascontiguousarray(bits).view(np.int32)
+    return words.like(pairs[..., 0]), words.like(pairs[..., 1])
+
+
+def _product(left: Value, right: Value, *_: Any) -> Value:
+    return left * right
+
+
+ASSEMBLY = {"widen_codes": _widen_codes, "_product": _product}
+"""What functions with assembly mean, by their names."""
+
+
+class _Language:
+    """``gl`` of a kernel that is emulated: what is not here are Triton's types."""
+
+    load, store, where = staticmethod(load), staticmethod(store), staticmethod(where)
+    maximum, minimum = staticmethod(maximum), staticmethod(minimum)
+    max, min, sum = staticmethod(largest), staticmethod(smallest), staticmethod(total)
+    exp2, log2 = elementwise(np.exp2), elementwise(np.log2)
+    exp, log, abs = elementwise(np.exp), elementwise(np.log), elementwise(np.abs)
+    exp2, log2, exp, log, abs = map(staticmethod, (exp2, log2, exp, log, abs))
+    full, arange, to_tensor = staticmethod(full), staticmethod(arange), staticmethod(tensor)
+    reshape, permute, join = staticmethod(reshape), staticmethod(permute), staticmethod(join)
+    split, expand_dims = staticmethod(split), staticmethod(expand_dims)
+    associative_scan = staticmethod(scanned)
+    convert_layout, static_range = staticmethod(convert_layout), range
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.allocate_shared_memory = program.allocate
+        self.warp_specialize = program.specialise
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("Layout"):
+            return lambda *_, **__: "layout"
+        found = getattr(gl, name)
+        if not isinstance(found, gl.dtype | type):
+            raise EmulationError(f"gl.{name} is not emulated")
+        return found
+
+    def program_id(self, axis: int) -> Value:
+        return tensor(self._program.ids[axis])
+
+    def num_programs(self, axis: int) -> Value:
+        return tensor(self._program.grid[axis])
+
+    def zeros(self, shape: Any, dtype: Any, layout: Any = None) -> Value:
+        return full(shape, 0, dtype)
+
+    def zeros_like(self, values: Value) -> Value:
+        return full(values.shape, 0, values.dtype)
+
+    def constexpr(self, value: Any) -> Any:
+        return value
+
+    def thread_barrier(self) -> None:
+        """Of the threads of a partition, which are one."""
+
+    barrier = thread_barrier
+
+
+def _stand_ins(program: Program) -> dict[int, Any]:
+    """What a kernel's module may have imported, by its id, and what it is here."""
+    barriers = types.SimpleNamespace(
+        init=program.init,
+        arrive=program.arrive,
+        wait=program.wait,
+        MBarrierLayout=lambda *_: "layout",
+    )
+    copies = types.SimpleNamespace(
+        mbarrier_arrive=program.copies_arrive,
+        commit_group=program.commit_copies,
+        wait_group=program.wait_copies,
+    )
+    language = _Language(program)
+    return {
+        id(gl): language,
+        id(tl): language,
+        id(hopper.mbarrier): barriers,
+        id(async_copy): copies,
+        id(triton_compat.async_load): program.copy,
+        id(triton_compat.reinterpret): Shared.reinterpret,
+        id(hopper.fence_async_shared): program.fence,
+        id(hopper.warpgroup_mma): program.product,
+        id(hopper.warpgroup_mma_wait): program.wait_products,
+    }
+
+
+class _Assignments(ast.NodeTransformer):
+    """A name that is assigned a number is a tensor, but for those that are annotated."""
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        value = ast.Call(ast.Name("_assigned", ast.Load()), [node.value], [])
+        return ast.copy_location(ast.Assign(node.targets, value), node)
+
+
+def _assigned(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_assigned, value))
+    return tensor(value) if isinstance(value, Number) else value
+
+
+@functools.cache
+def _code(function: JITFunction[Any]) -> types.CodeType:
+    """A module that defines the function, its lines numbered as in its file."""
+    source = function.fn.__code__
+    tree = ast.increment_lineno(function.parse(), source.co_firstlineno)
+    return compile(
+        ast.fix_missing_locations(_Assignments().visit(tree)), source.co_filename, "exec"
+    )
+
+
+class _Translated:
+    """The functions of kernels as functions of emulated values."""
+
+    def __init__(self, program: Program) -> None:
+        self.stand_ins = _stand_ins(program)
+        self.modules: dict[int, dict[str, Any]] = {}
+        self.functions: dict[int, Callable[..., Any]] = {}
+
+    def value(self, value: Any) -> Any:
+        if isinstance(value, JITFunction):
+            return self.function(value)
+        if isinstance(value, tl.constexpr):
+            return value.value
+        return self.stand_ins.get(id(value), value)
+
+    def function(self, source: JITFunction[Any]) -> Callable[..., Any]:
+        name = source.fn.__name__
+        if name in ASSEMBLY:
+            return ASSEMBLY[name]
+        if id(source) not in self.functions:
+            made: dict[str, Any] = {}
+            exec(_code(source), self.globals(source.fn), made)
+            self.functions[id(source)] = made[name]
+        return self.functions[id(source)]
+
+    def globals(self, source: Any) -> dict[str, Any]:
+        found = source.__globals__
+        if id(found) not in self.modules:
+            translated: dict[str, Any] = {"_assigned": _assigned}
+            self.modules[id(found)] = translated
+            translated.update({name: self.value(value) for name, value in found.items()})
+        return self.modules[id(found)]
+
+
+def _argument(name: str, value: Any) -> Any:
+    """As Triton passes it: a 1 is known when a kernel is compiled."""
+    if isinstance(value, torch.Tensor):
+        return pointer_to(name, value)
+    return value if value is None or value == 1 else tensor(value)
+
+
+class _Emulated:
+    def __init__(self, kernel: Any, random: Random) -> None:
+        self.kernel, self.random = kernel, random
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*args: Any, **constants: Any) -> None:
+            names = self.kernel.arg_names
+            given = {name: _argument(name, value) for name, value in zip(names, args, strict=False)}
+            given |= {name: value for name, value in constants.items() if name in names}
+            for ids in itertools.product(*map(range, grid)):
+                program = Program(ids, grid, self.random)
+                _Translated(program).function(self.kernel)(**given)
+                program.finish(program.running)
+
+        return run
+
+
+class Emulator:
+    """What launchers are given for ``launch``. ``seed`` decides the turns of partitions."""
+
+    capability = (9, 0)
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = Random(seed)
+        self.launched: list[str] = []
+
+    def __call__(self, kernel: Any) -> _Emulated:
+        self.launched.append(kernel.__name__)
+        return _Emulated(kernel, self.random)

@@ -1,0 +1,98 @@
+"""Memory that an emulated kernel reads and writes through pointers: every access is checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from triton.experimental.gluon import language as gl
+
+from tests.gluon_emulator.values import EmulationError, Value, as_type, from_bits, storage, tensor
+
+_TYPES = {
+    torch.uint8: gl.uint8,
+    torch.int32: gl.int32,
+    torch.int64: gl.int64,
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+}
+
+
+class Buffer:
+    """The bytes between the first and the last value of a tensor."""
+
+    def __init__(self, name: str, values: torch.Tensor) -> None:
+        pairs = zip(values.shape, values.stride(), strict=True)
+        count = 1 + sum((size - 1) * step for size, step in pairs) if values.numel() else 0
+        size, first = values.itemsize, values.storage_offset() * values.itemsize
+        everything = torch.empty(0, dtype=torch.uint8).set_(values.untyped_storage())
+        self.bytes = everything.numpy()[first : first + count * size]
+        self.name, self.start = name, values.data_ptr()
+
+    def words(self, addresses: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The buffer as words of the type, which of the addresses are inside, and at which word."""
+        size = dtype.primitive_bitwidth // 8
+        offsets = addresses - self.start
+        inside = (offsets >= 0) & (offsets <= len(self.bytes) - size)
+        skipped = -self.start % size
+        count = max(len(self.bytes) - skipped, 0) // size
+        words = self.bytes[skipped : skipped + count * size].view(storage(dtype))
+        return words, inside, (offsets - skipped) // size
+
+
+def pointer_to(name: str, values: torch.Tensor) -> Value:
+    """The address of the first value."""
+    buffer = Buffer(name, values)
+    return Value(np.int64(buffer.start), gl.pointer_type(_TYPES[values.dtype]), (buffer,))
+
+
+def _wanted(pointer: Value, mask: Any) -> np.ndarray:
+    """Which of the pointers are followed. They lead to words that begin where such may."""
+    wanted = tensor(True if mask is None else mask).data
+    assert pointer.dtype.is_ptr()
+    assert wanted.dtype == np.bool_
+    wanted = np.array(np.broadcast_to(wanted, pointer.data.shape))
+    if np.any(pointer.data[wanted] % (pointer.dtype.element_ty.primitive_bitwidth // 8)):
+        raise EmulationError(f"misaligned access to {pointer.buffers[0].name}")
+    return wanted
+
+
+def _found(pointer: Value, wanted: np.ndarray) -> Any:
+    """For every buffer its words, at which of the pointers they are wanted, and which."""
+    for buffer in pointer.buffers:
+        words, inside, place = buffer.words(pointer.data, pointer.dtype.element_ty)
+        here = wanted & inside
+        yield words, here, place[here]
+        wanted = wanted & ~inside
+    if wanted.any():
+        address = int(pointer.data[wanted][0])
+        places = (
+            f"{address - buffer.start} of {len(buffer.bytes)} in {buffer.name}"
+            for buffer in pointer.buffers
+        )
+        raise EmulationError(f"access out of bounds: byte {', or '.join(places)}")
+
+
+def load(pointer: Value, mask: Any = None, other: Any = None, **hints: Any) -> Value:
+    dtype, wanted = pointer.dtype.element_ty, _wanted(pointer, mask)
+    missing = poison(dtype) if other is None else Value(as_type(other, dtype), dtype).bits()
+    result = np.array(np.broadcast_to(missing, wanted.shape))
+    for words, here, place in _found(pointer, wanted):
+        result[here] = words[place]
+    return from_bits(result, dtype)
+
+
+def store(pointer: Value, value: Any, mask: Any = None, **hints: Any) -> None:
+    wanted = _wanted(pointer, mask)
+    bits = np.broadcast_to(tensor(value).to(pointer.dtype.element_ty).bits(), wanted.shape)
+    for words, here, place in _found(pointer, wanted):
+        words[place] = bits[here]
+
+
+def poison(dtype: Any) -> np.ndarray:
+    """What memory holds that nobody wrote: NaN, or a number that fits nothing."""
+    if dtype.is_floating():
+        return tensor(float("nan")).to(dtype).bits()
+    return np.asarray(0x7BADBEEF).astype(storage(dtype))

@@ -1,0 +1,41 @@
+"""The libraries of the peers' bundle as a user names them, for the GPU tests of ``impl=``."""
+
+import os
+import tempfile
+
+import pytest
+import torch
+
+from dsv4_ops.dispatch import choice, libraries
+from tests.gpu.test_cache import ANCHORS, anchor_lib
+
+BUILD = ANCHORS.resolve() / "_flashmla_C.abi3.so"
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """The bundle's libraries, as a user names them."""
+    monkeypatch.setenv("DSV4_OPS_FLASH_MLA", str(BUILD))
+    monkeypatch.setenv("DSV4_OPS_DEEP_GEMM", str(ANCHORS.resolve()))
+    home = anchor_lib().find_cuda_home()
+    if home:
+        monkeypatch.setenv("CUDA_HOME", home)
+    cache = os.path.join(tempfile.gettempdir(), f"dg_jit_{os.getuid()}")
+    os.environ.setdefault("DG_JIT_CACHE_DIR", cache)
+    for cached in (choice.unusable, libraries.load, libraries.find_name):
+        cached.cache_clear()  # of tests that had no such variables
+    torch._dynamo.reset()
+
+
+def captured(run):
+    """``run`` in a CUDA graph: the graph, and what it writes."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+    return graph, outputs

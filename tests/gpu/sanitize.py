@@ -1,0 +1,23 @@
+"""Runs a compiled op on hostile inputs; tests/gpu/test_contract.py starts it under
+compute-sanitizer."""
+
+import sys
+
+import torch
+
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.testing.contract import checks
+
+EXAMPLES = 10
+
+
+def main(name: str) -> None:
+    compiled = checks.CompiledOp(OPS[name], "cuda")
+    compiled.check_cases()
+    compiled.fuzz(EXAMPLES)
+    torch.cuda.synchronize()
+    print(f"{name}: all cases, {EXAMPLES} drawn batches")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,337 @@
+"""The caches on a GPU: one format with FlashMLA and vLLM, in-place writes in graphs and packages,
+caches beyond 4 GiB. Run there with ``pytest -m gpu tests``; ANCHOR_DIR names the peers' bundle."""
+
+import math
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dsv4_ops as ops
+from dsv4_ops.attention.caches import PagedKVCache, mark_static
+from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
+from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, load_package
+from dsv4_ops.testing.contract import checks
+from tests.compile.test_compiled_cache import LAYOUT, SLOTS, garbage, insert, keys
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+GRAPHS = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
+ANCHORS = Path(os.environ.get("ANCHOR_DIR", Path(__file__).parents[2] / ".anchor"))
+needs_anchors = pytest.mark.skipif(
+    not (ANCHORS / "bench" / "anchor_lib.py").is_file(),
+    reason="needs the bundle of vLLM's and FlashMLA's kernels, which is not part of the repository",
+)
+
+
+def anchor_lib():
+    os.environ["ANCHOR_DIR"] = str(ANCHORS.resolve())
+    sys.path.insert(0, str(ANCHORS.resolve() / "bench"))
+    return __import__("anchor_lib")
+
+
+def expected_cache(k, cache, slots):
+    return ops.quantize_and_insert_k_cache_functional(
+        k.cpu(), cache.cpu(), slots.cpu(), block_size=64
+    )
+
+
+@needs_anchors
+@pytest.mark.parametrize("block_size", [64, 256])
+def test_bytes_are_those_of_vllm(block_size):
+    """Four million values over 40 orders of magnitude; padding bytes and other rows stay as they
+    were in both."""
+    theirs_insert = anchor_lib().load_vllm_triton().cache.quantize_and_insert_k_cache
+    layout = MainLayout(block_size)
+    generator = torch.Generator("cuda").manual_seed(0)
+    scale = torch.exp2(torch.randint(-60, 60, (8192, 8, 1), generator=generator, device="cuda"))
+    k = torch.randn(8192, 8, 64, generator=generator, device="cuda") * scale
+    k = k.reshape(8192, 512).to(torch.bfloat16)
+    k[0], k[1, 64:128], k[2, :64] = 0, -0.0, 2.0**-130
+    powers = torch.arange(-20, 30, device="cuda")
+    k[100:150, 0] = (448 * torch.exp2(powers)).to(torch.bfloat16)
+    k[100:150, 1:64] = 0
+    slots = torch.randperm(256 * 64, generator=generator, device="cuda")[:8192]
+    slots[5] = -1
+    blocks = 256 * 64 // block_size
+    start = torch.randint(
+        0, 256, layout.shape(blocks), generator=generator, dtype=torch.uint8, device="cuda"
+    )
+    ours, theirs = start.clone(), start.clone()
+    ops.quantize_and_insert_k_cache(k, ours, slots, block_size=block_size)
+    theirs_insert(k, theirs, slots, block_size=block_size)
+    assert torch.equal(ours, theirs)
+
+
+@needs_anchors
+@pytest.mark.parametrize("block_size", [64, 256])
+def test_flash_mla_reads_our_bytes(block_size):
+    """FlashMLA's sparse decode over our cache equals attention over ``gather_k_cache`` of it,
+    within FlashMLA's own tolerance; the unused rows are NaN."""
+    flash_mla = anchor_lib().FlashMLA()
+    layout, heads, rows, topk = MainLayout(block_size), 64, 1024, 128
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    blocks = 2 * rows // block_size
+    cache = torch.full(layout.shape(blocks), 0xFF, dtype=torch.uint8, device="cuda")
+    k = (normal(rows, 512) / 10).clamp(-1, 1).to(torch.bfloat16)
+    slots = torch.randperm(2 * rows, generator=generator, device="cuda")[:rows]
+    ops.quantize_and_insert_k_cache(k, cache, slots, block_size=block_size)
+    q = (normal(8, 1, heads, 512) / 10).to(torch.bfloat16)
+    chosen = torch.stack(
+        [torch.randperm(rows, generator=generator, device="cuda")[:topk] for _ in range(8)]
+    )
+    indices = slots[chosen].to(torch.int32)[:, None]
+    scale = 512**-0.5
+    out, lse, _ = flash_mla.sparse_decode(q, layout.kernel_view(cache), indices, scale=scale)
+
+    table = torch.arange(blocks, dtype=torch.int32, device="cuda")[None]
+    lens = torch.tensor([2 * rows], dtype=torch.int32, device="cuda")
+    read = ops.gather_k_cache(cache, lens, None, table, block_size=block_size, num_rows=2 * rows)
+    keys_read = read[0][indices[:, 0].long()].double()
+    scores = torch.einsum("bhd,bkd->bhk", q[:, 0].double(), keys_read) * scale
+    expected = torch.einsum("bhk,bkd->bhd", scores.softmax(-1), keys_read)
+    torch.testing.assert_close(out[:, 0].double(), expected, atol=1e-3, rtol=2.01 / 128)
+    expected_lse = scores.logsumexp(-1)
+    torch.testing.assert_close(
+        lse.view(8, heads).double(), expected_lse, atol=1e-6, rtol=8.01 / 65536
+    )
+
+
+class Step(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.caches = PagedKVCache(LAYOUT, num_layers=2, num_blocks=5, device="cuda")
+
+    def forward(self, k, slots, lens, table):
+        insert(k, self.caches[1], slots)
+        first = ops.gather_k_cache(self.caches[1], lens, None, table, block_size=64, num_rows=320)
+        insert(k * 2, self.caches[1], slots)
+        return first, ops.gather_k_cache(
+            self.caches[1], lens, None, table, block_size=64, num_rows=320
+        )
+
+
+def test_captured_inserts_and_reads_keep_their_order():
+    """A module with a PagedKVCache under CUDA graphs: two inserts and two reads per replay, exact
+    against the CPU, addresses kept, no host sync."""
+    torch._dynamo.reset()
+    step = Step()
+    before = [cache.data_ptr() for cache in step.caches]
+    compiled = torch.compile(step, fullgraph=True, options=GRAPHS)
+    inputs = (keys(0), SLOTS, torch.tensor([320]).int(), torch.arange(5).int()[None])
+    static = tuple(tensor.cuda() for tensor in inputs)
+    cpu = Step().cpu()
+    for seed in range(8):
+        static[0].copy_(keys(seed))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if seed > 3 else "default")
+        try:
+            actual = compiled(*static)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        expected = cpu(keys(seed), *inputs[1:])
+        checks.assert_same("read", [tensor.cpu() for tensor in actual], expected)
+        assert torch.equal(step.caches[1].cpu(), cpu.caches[1])
+        assert not step.caches[0].any()
+    assert before == [cache.data_ptr() for cache in step.caches]
+
+
+@pytest.mark.parametrize("how", ["marked", "argument"])
+def test_a_cache_argument_is_written_in_place(how):
+    """A marked argument is captured; a plain one is written in place without CUDA graphs."""
+    torch._dynamo.reset()
+    cache, k, slots = garbage().cuda(), keys(0).cuda(), SLOTS.cuda()
+    start, address = cache.clone(), cache.data_ptr()
+    options = GRAPHS if how == "marked" else {}
+    if how == "marked":
+        mark_static(cache)
+    compiled = torch.compile(insert, fullgraph=True, dynamic=False, options=options)
+    _, code = compile_and_get_code(compiled, k, cache, slots)
+    for _ in range(3):
+        cache.copy_(start)
+        compiled(k, cache, slots)
+        assert torch.equal(cache.cpu(), expected_cache(k, start, slots))
+    assert cache.data_ptr() == address
+    assert "quantize_and_insert_kernel" in code
+    assert ".copy_(" not in code
+    assert "empty_strided_cuda((" not in code.partition("def call(")[2], "nothing is allocated"
+
+
+@pytest.mark.parametrize("where", ["graph", "buffer", "argument"])
+def test_a_layer_of_a_stacked_cache_is_the_one_that_is_written(where):
+    """Selected in a graph of fixed sizes, from a buffer, or before the call with any sizes."""
+    torch._dynamo.reset()
+    stacked = torch.stack([garbage() + layer for layer in range(3)]).cuda()
+    expected = stacked.clone()
+    expected[1] = expected_cache(keys(4), stacked[1], SLOTS).cuda()
+    k, slots = keys(4).cuda(), SLOTS.cuda()
+    if where == "graph":
+        call = torch.compile(lambda k, caches, slots: insert(k, caches[1], slots), dynamic=False)
+        call(k, stacked, slots)
+    elif where == "argument":
+        torch.compile(insert, fullgraph=True, dynamic=True)(k, stacked[1], slots)
+    else:
+        holder = torch.nn.Module()
+        holder.register_buffer("caches", stacked)
+        call = torch.compile(
+            lambda k, slots: insert(k, holder.caches[1], slots), fullgraph=True, dynamic=True
+        )
+        call(k, slots)
+    assert torch.equal(stacked, expected)
+
+
+def test_a_layer_at_a_symbolic_offset_is_refused():
+    """What torch would write to another layer (tests/compile/test_upstream.py)."""
+    torch._dynamo.reset()
+    stacked = torch.stack([garbage() + layer for layer in range(3)]).cuda()
+    before = stacked.clone()
+    compiled = torch.compile(
+        lambda k, caches, slots: insert(k, caches[1], slots), fullgraph=True, dynamic=True
+    )
+    message = (
+        "quantize_and_insert_k_cache: k_cache must be at a constant offset of its storage when "
+        "compiled, got offset"
+    )
+    with pytest.raises(Exception, match=message):
+        compiled(keys(4).cuda(), stacked, SLOTS.cuda())
+    assert torch.equal(stacked, before)
+
+
+def test_package_writes_the_callers_cache(tmp_path):
+    """AOTInductor: dynamic sizes, the kernels inside the package, the caller's tensors written, and
+    captured."""
+
+    def call(k, cache, indexer, k_indexer, slots, lens, table):
+        insert(k, cache, slots)
+        ops.quantize_and_insert_indexer_k(k_indexer, indexer, slots, block_size=64)
+        rows = ops.gather_k_cache(cache, lens, None, table, block_size=64, num_rows=99)
+        out = torch.zeros_like(rows)
+        ops.dequantize_and_gather_k_cache(out, cache, lens, None, table, block_size=64)
+        return rows, out
+
+    def inputs(seed, tokens, blocks):
+        generator = torch.Generator().manual_seed(seed)
+        slots = torch.randperm(blocks * 64, generator=generator)[:tokens]
+        lens = torch.randint(0, 64 * blocks, (3,), generator=generator).int()
+        table = torch.randint(-1, blocks + 1, (3, blocks + 2), generator=generator).int()
+        layouts = LAYOUT.allocate(blocks), IndexerLayout(64).allocate(blocks)
+        return (keys(seed, tokens), *layouts, keys(seed, tokens, 128), slots, lens, table)
+
+    static = tuple(tensor.cuda() for tensor in inputs(0, 7, 5))
+    package = build_package(checks.export_dynamic(call, static), tmp_path / "cache.pt2")
+    run = load_package(package)
+    for seed in range(4):
+        on_cpu = inputs(seed, 3 + 5 * seed, 2 + seed)
+        moved = tuple(tensor.cuda() for tensor in on_cpu)
+        actual = [tensor.cpu() for tensor in run(*moved)]
+        checks.assert_same("package", actual, call(*on_cpu))
+        checks.assert_same("written", [tensor.cpu() for tensor in moved], on_cpu)
+    run = load_package(package, run_single_threaded=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(*static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(*static)
+    for seed in range(10):
+        on_cpu = inputs(seed, 7, 5)
+        for tensor, fresh in zip(static, on_cpu, strict=True):
+            tensor.copy_(fresh)
+        graph.replay()
+        checks.assert_same("replay", [tensor.cpu() for tensor in captured], call(*on_cpu))
+        checks.assert_same("written", [tensor.cpu() for tensor in static], on_cpu)
+
+
+@pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
+def test_caches_beyond_4_gib(gpu_memory_alone, compile_it):
+    """Slots whose bytes lie past 2^31 and 2^32, and row offsets past 2^31 elements."""
+    layout, plain_layout = MainLayout(64), PlainLayout(64)
+    blocks = math.ceil(5 * 2**30 / layout.page_bytes)
+    cache, plain = layout.allocate(blocks, "cuda"), plain_layout.allocate(2**17, "cuda")
+    assert cache.nbytes > 2**32
+    assert plain.numel() > 2**32 - 1
+    borders = [2**31, 2**32, cache.numel()]
+    pages = [border // layout.page_bytes - back for border in borders for back in (1, 2, 3)]
+    slots = torch.tensor([page * 64 + row for page in pages for row in (0, 63)])
+    plain_slots = slots % (2**17 * 64) // 1
+    plain_slots[-1] = 2**17 * 64 - 1
+    k = keys(5, len(slots))
+    table = torch.tensor(pages, dtype=torch.int32)[:, None].cuda()
+    lens = torch.full((len(pages),), 64, dtype=torch.int32, device="cuda")
+    last = torch.tensor([[2**17 - 1]], dtype=torch.int32, device="cuda")
+
+    def run(k, cache, plain, slots, plain_slots, lens, table, last):
+        insert(k, cache, slots)
+        ops.insert_k_cache(k, plain, plain_slots)
+        out = torch.zeros(lens.shape[0], 64, 512, dtype=torch.bfloat16, device=k.device)
+        ops.dequantize_and_gather_k_cache(out, cache, lens, None, table, block_size=64)
+        dense = ops.gather_k_cache(cache, lens, None, table, block_size=64, num_rows=64)
+        rows = ops.gather_k_cache(
+            plain, lens[:1], None, last, block_size=64, num_rows=64, layout="plain"
+        )
+        return out, dense, rows
+
+    torch._dynamo.reset()
+    call = torch.compile(run, fullgraph=True) if compile_it else run
+    moved = (k.cuda(), cache, plain, slots.cuda(), plain_slots.cuda(), lens, table, last)
+    out, dense, rows = call(*moved)
+    small = layout.allocate(1)
+    ops.quantize_and_insert_k_cache(k[:2], small, torch.tensor([0, 63]), block_size=64)
+    assert torch.equal(out, dense)
+    ones = torch.tensor([64], dtype=torch.int32)
+    for index in range(len(pages)):
+        small = layout.allocate(1)
+        pair = k[2 * index : 2 * index + 2]
+        ops.quantize_and_insert_k_cache(pair, small, torch.tensor([0, 63]), block_size=64)
+        assert torch.equal(cache[pages[index]].cpu(), small[0]), pages[index]
+        table_of_one = torch.zeros(1, 1, dtype=torch.int32)
+        expected = ops.gather_k_cache(small, ones, None, table_of_one, block_size=64, num_rows=64)
+        assert torch.equal(out[index].cpu(), expected[0]), pages[index]
+    assert int(cache.count_nonzero(1).count_nonzero()) == len(pages), "no other page was written"
+    assert torch.equal(rows[0, -1].cpu(), k[-1])
+    del cache, plain, moved, out, dense, rows
+    torch.cuda.empty_cache()
+
+
+def test_garbage_in_unused_bytes_changes_nothing():
+    """Every byte of the cache that no wanted row owns is 0 in one run, 0xFF (NaN) in the other."""
+    slots = torch.arange(64, 64 + 40)
+    results = []
+    for fill in (0, 0xFF):
+        cache = torch.full(LAYOUT.shape(4), fill, dtype=torch.uint8, device="cuda")
+        insert(keys(3, 40).cuda(), cache, slots.cuda())
+        table = torch.tensor([[1, 3, -1]], dtype=torch.int32, device="cuda")
+        lens = torch.tensor([40], dtype=torch.int32, device="cuda")
+        results.append(ops.gather_k_cache(cache, lens, None, table, block_size=64, num_rows=64))
+        out = torch.zeros(1, 64, 512, dtype=torch.bfloat16, device="cuda")
+        ops.dequantize_and_gather_k_cache(out, cache, lens, None, table, block_size=64)
+        results.append(out)
+    assert not results[0].isnan().any()
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+
+
+@pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
+def test_a_cache_that_starts_between_multiples_of_16_is_refused(compile_it):
+    torch._dynamo.reset()
+    storage = torch.zeros(2 * LAYOUT.page_bytes + 16, dtype=torch.uint8, device="cuda")
+    cache = storage[8 : 8 + 2 * LAYOUT.page_bytes].view(2, LAYOUT.page_bytes)
+    call = torch.compile(insert, fullgraph=True) if compile_it else insert
+    message = (
+        "quantize_and_insert_k_cache: k_cache must have pages that start at multiples of 16 bytes, "
+        "got storage offset 8."
+    )
+    with pytest.raises(Exception, match=re.escape(message)):
+        call(keys(0).cuda(), cache, SLOTS.cuda())
+    assert not cache.any()

@@ -1,0 +1,186 @@
+"""Hopper's kernel over listed bf16 rows on a GPU: ``sparse_mla_gathered``, and prefills by way of a
+copy of their rows. Run there with ``pytest -m gpu tests``."""
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels.launcher import at_once
+from dsv4_ops.lowering.inspect import compile_and_get_code
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.contract.compare import equal
+from tests.gpu.test_prefill import on_device
+from tests.gpu.test_providers import hostile_gathered
+from tests.support.attention_batches import (
+    DEVICE,
+    GATHERED,
+    agrees,
+    gathered_case,
+    generator,
+    kernel,
+)
+from tests.support.prefill_batches import MODES, PREFILL, captured, prefill_case, replayed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+OURS = {"impl": "triton"}
+
+
+def ours(case: Case) -> tuple[Tensor, ...]:
+    """Of our kernel, or an error where it does not run."""
+    return kernel(GATHERED, Case(case.name, case.tensors, {**case.settings, **OURS}))
+
+
+@pytest.mark.parametrize("topk", [1, 64, 65, 300, 640, 1153])
+@pytest.mark.parametrize("heads", [1, 8, 64, 65, 128])
+@pytest.mark.parametrize("tokens", [1, 3, 140])
+def test_lists_and_heads_of_any_size(tokens: int, heads: int, topk: int) -> None:
+    """Programs of one item and of several, blocks and pairs of blocks that are not full."""
+    case = gathered_case(tokens + topk, tokens, heads, topk)
+    agrees(GATHERED, case, ours(case))
+
+
+@pytest.mark.parametrize("heads", [9, 64, 128])
+@pytest.mark.parametrize("topk", [100, 640])
+def test_hostile_values(topk: int, heads: int) -> None:
+    """Entries that are no rows, lens out of range, rows of NaN that nobody lists, no key at all."""
+    case = hostile_gathered(heads, 300, heads, topk)
+    agrees(GATHERED, case, ours(case))
+
+
+def test_many_items_of_a_program() -> None:
+    """Every phase of every barrier, many times; each result looked at on the device."""
+    case = gathered_case(1, 3000, 128, 260).on(DEVICE)
+    actual = ours(case)
+    expected = case.run(OPS[GATHERED].reference)
+    for left, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(left, right, rtol=2**-6, atol=2**-8)
+    for _ in range(20):
+        assert all(map(equal, ours(case), actual))
+
+
+@pytest.mark.parametrize("heads", [8, 128])
+def test_a_token_has_the_same_bits_in_every_batch(heads: int) -> None:
+    case = gathered_case(2, 400, heads, 300)
+    whole = ours(case)
+    q, kv, indices, lens, sink = case.tensors
+    order = torch.randperm(400, generator=generator(1))
+    some = Case("order", (q[order], kv, indices[order], lens[order], sink), case.settings)
+    assert all(equal(a, b[order.to(DEVICE)]) for a, b in zip(ours(some), whole, strict=True))
+    for start, stop in ((0, 1), (1, 64), (399, 400)):
+        part = (q[start:stop], kv, indices[start:stop], lens[start:stop], sink)
+        found = ours(Case("part", part, case.settings))
+        assert all(equal(a, b[start:stop]) for a, b in zip(found, whole, strict=True))
+    q[7], q[20] = math.nan, math.inf
+    others = [token for token in range(400) if token not in (7, 20)]
+    for left, right in zip(ours(case), whole, strict=True):
+        assert equal(left[others], right[others])
+
+
+def test_rows_and_queries_of_any_strides() -> None:
+    case = gathered_case(3, 20, 9, 130).on(DEVICE)
+    expected, (q, kv, indices, lens, sink) = ours(case), case.tensors
+    wide, rows = (torch.zeros(*each.shape[:-1], 525, device=DEVICE) for each in (q, kv))
+    wide, rows = wide.bfloat16()[..., 5:517], rows.bfloat16()[..., 1:513]
+    wide.copy_(q)
+    rows.copy_(kv)
+    lists = (indices.t().contiguous().t(), torch.stack([lens, lens], 1)[:, 0])
+    strided = (wide, rows, *lists, torch.stack([sink, sink], 1)[:, 0])
+    assert all(map(equal, ours(Case("strided", strided, case.settings)), expected))
+
+
+def test_no_token_and_no_row() -> None:
+    q, kv, indices, lens, sink = gathered_case(4, 5, 64, 70).on(DEVICE).tensors
+    scale = {"softmax_scale": 0.1}
+    assert ours(Case("none", (q[:0], kv, indices[:0], lens[:0], sink), scale))[0].shape[0] == 0
+    out, largest, lse = ours(Case("no row", (q, kv[:0], indices, lens, sink), scale))
+    assert (out == 0).all()
+    assert (largest == -math.inf).all()
+    assert (lse == -math.inf).all()
+
+
+def test_a_graph_of_any_size() -> None:
+    """One graph, which calls an op that launches the kernel."""
+    torch._dynamo.reset()
+    compiled = torch.compile(OPS[GATHERED].op, fullgraph=True, dynamic=True)
+    for tokens, topk in ((5, 70), (300, 640), (17, 129)):
+        case = gathered_case(tokens, tokens, 64, topk)
+        moved = case.on(DEVICE)
+        found = compiled(*moved.tensors, **moved.settings)
+        assert all(map(equal, found, ours(case)))
+    torch._dynamo.reset()
+    moved = gathered_case(2, 9, 64, 70).on(DEVICE)
+    fixed = torch.compile(lambda *args: OPS[GATHERED].op(*args, **moved.settings), fullgraph=True)
+    _, code = compile_and_get_code(fixed, *moved.tensors)
+    assert "_hopper_gathered_keys" in code
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsv4_ops.kernels.sparse_mla.prefill.gathers", lambda values: True)
+
+
+def by_copy(case: Case) -> tuple[Tensor, ...]:
+    moved = case.on(DEVICE)
+    return tuple(
+        OPS[PREFILL].implementation("kernels")(
+            at_once, *moved.tensors, **moved.settings, impl="auto"
+        )
+    )
+
+
+@pytest.mark.usefixtures("copies")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("heads", [8, 64, 65, 128])
+@pytest.mark.parametrize("tokens", [1, 64, 300])
+def test_prefills_by_way_of_a_copy(tokens: int, heads: int, mode: str) -> None:
+    """Hostile positions, requests, pages and selections."""
+    case = prefill_case(7 * tokens + heads, tokens, heads, mode)
+    on_device(case, by_copy(case))
+
+
+@pytest.mark.usefixtures("copies")
+@pytest.mark.parametrize("mode", MODES)
+def test_unused_bytes_change_nothing(mode: str) -> None:
+    zero, nan = (by_copy(prefill_case(5, 64, 64, mode, fill=fill)) for fill in (0, 0xFF))
+    assert not nan[0].isnan().any()
+    assert all(map(torch.equal, zero, nan))
+
+
+def test_a_graph_of_any_size_decides_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the eager op does: few tokens from the pages, many by way of a copy; bit for bit."""
+    made = []
+    launch = "dsv4_ops.kernels.sparse_mla.prefill.launch_gathered_keys"
+    from dsv4_ops.kernels.sparse_mla import gathered
+
+    def counted(*args):
+        made.append(args[1].shape[0])
+        return gathered.launch_gathered_keys(*args)
+
+    monkeypatch.setattr(launch, counted)
+    torch._dynamo.reset()
+    compiled = torch.compile(OPS[PREFILL].op, fullgraph=True, dynamic=True)
+    for tokens in (40, 700, 41, 1100):
+        case = prefill_case(tokens, tokens, 64, "C4", max_reqs=2)
+        eager = kernel(PREFILL, case)
+        moved = case.on(DEVICE)
+        assert all(map(equal, compiled(*moved.tensors, **moved.settings), eager))
+    assert made == [700, 700, 1100, 1100]
+
+
+def test_a_captured_prefill_by_way_of_a_copy() -> None:
+    """Other positions and selections in the same memory."""
+    cases = [prefill_case(seed, 700, 64, "C4", max_reqs=2) for seed in (1, 2, 3)]
+    static = list(cases[0].on(DEVICE).tensors)
+    op = functools.partial(OPS[PREFILL].op, **cases[0].settings)
+    op(*static)
+    replay = captured(lambda *tensors: op(*tensors), static, "torch")
+    for case in (*cases, cases[0]):
+        expected = kernel(PREFILL, case)
+        assert all(map(equal, replayed(replay, static, list(case.on(DEVICE).tensors)), expected))

@@ -1,0 +1,148 @@
+"""Plans of sparse MLA for decode on a GPU: the kernels with a plan against the reference, ragged
+batches, CUDA graphs, hostile plans. Run there with ``pytest -m gpu tests``."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import dsv4_ops as ops
+from dsv4_ops.lowering.inspect import compile_and_get_code
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.contract.compare import equal
+from tests.gpu.test_cache import GRAPHS
+from tests.support.attention_batches import (
+    DECODE,
+    DEVICE,
+    PAGED,
+    agrees,
+    case_of,
+    decode_case,
+    generator,
+    kernel,
+    launches_both,
+    paged_case,
+)
+from tests.support.prefill_batches import (
+    captured,
+    hostile_plan,
+    plan_of,
+    replayed,
+    stale_plan,
+    with_plan,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+both_ops = pytest.mark.parametrize("name", [DECODE, PAGED])
+
+
+def ragged(name: str, seed: int, tokens: int, heads: int) -> Case:
+    """Tokens of 0 to 8192 compressed rows."""
+    if name == DECODE:
+        return decode_case(seed, tokens, heads, 8192)
+    return paged_case(seed, tokens, heads, columns=4096)
+
+
+@both_ops
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("tokens", [1, 2, 17])
+def test_plans_of_ragged_batches(name: str, tokens: int, heads: int) -> None:
+    """A plan of these lens, of others, of one program and of thousands: each like no plan."""
+    case = ragged(name, tokens, tokens, heads)
+    agrees(name, case)
+    for plan in (
+        plan_of(case),
+        stale_plan(case, 3),
+        plan_of(case, 1),
+        stale_plan(case, 4, 7),
+        plan_of(case, 5000),
+    ):
+        agrees(name, with_plan(case, plan))
+
+
+@both_ops
+@pytest.mark.parametrize("heads", [8, 64, 65, 128])
+@pytest.mark.parametrize("tokens", [5, 64, 300])
+def test_plans_of_batches(name: str, tokens: int, heads: int) -> None:
+    case = case_of(name, tokens, tokens, heads)
+    for plan in (plan_of(case), stale_plan(case, 5)):
+        agrees(name, with_plan(case, plan))
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (3, 128), (64, 8), (300, 64)])
+def test_plans_of_a_window_only(tokens: int, heads: int) -> None:
+    case = decode_case(tokens, tokens, heads, None)
+    for plan in (plan_of(case), stale_plan(case, 5)):
+        agrees(DECODE, with_plan(case, plan))
+
+
+@both_ops
+def test_a_planned_call_has_the_same_bits_every_time(name: str) -> None:
+    case = case_of(name, 4, 40, 64)
+    case = with_plan(case, stale_plan(case, 1))
+    first = kernel(name, case)
+    for _ in range(5):
+        assert all(map(equal, kernel(name, case), first))
+
+
+@both_ops
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("heads", [64, 128])
+def test_hostile_plans_spoil_only_their_own_tokens(name: str, heads: int, seed: int) -> None:
+    """Rows of tokens, pieces and starts that do not exist: every bit of all other tokens."""
+    case = case_of(name, seed, 40, heads)
+    for plan in (plan_of(case), stale_plan(case, seed)):
+        expected = kernel(name, with_plan(case, plan))
+        victims = torch.randperm(40, generator=generator(seed))[:12]
+        others = [token for token in range(40) if token not in victims.tolist()]
+        for again in range(8):
+            spoiled = hostile_plan(plan, victims, 40, 10 * seed + again)
+            actual = kernel(name, with_plan(case, spoiled))
+            torch.cuda.synchronize()
+            for left, right in zip(actual, expected, strict=True):
+                assert equal(left[others], right[others])
+
+
+@both_ops
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_with_partial_results_anywhere(name: str, seed: int) -> None:
+    """They may overwrite what other tokens of several pieces have there, and nothing else."""
+    case = case_of(name, seed, 40, 64)
+    plan = stale_plan(case, seed)
+    expected = kernel(name, with_plan(case, plan))
+    victims = torch.arange(0, 40, 3)
+    several = plan[plan[:, 2] > 1, 0].tolist()
+    alone = [t for t in range(40) if t not in {*victims.tolist(), *several}]
+    assert alone
+    for again in range(8):
+        spoiled = hostile_plan(plan, victims, 40, 10 * seed + again, anywhere=True)
+        actual = kernel(name, with_plan(case, spoiled))
+        torch.cuda.synchronize()
+        for left, right in zip(actual, expected, strict=True):
+            assert equal(left[alone], right[alone])
+
+
+@both_ops
+@pytest.mark.parametrize("captured_by", ["inductor", "torch.cuda.graph"])
+def test_captured_plans_follow_their_lens(name: str, captured_by: str) -> None:
+    """The plan is made in the graph; lens, indices and queries change in place."""
+    torch._dynamo.reset()
+    case = case_of(name, 0, 32, 64)
+    op, numbers, lens = getattr(ops, name), case.settings, 6 if name == DECODE else 5
+
+    def step(*tensors: Tensor) -> tuple[Tensor, ...]:
+        plan = ops.sparse_mla_plan(tensors[3], tensors[lens], num_heads=64)
+        return tuple(op(*tensors, plan, **numbers))
+
+    static = [tensor.to(DEVICE) for tensor in case.tensors[:-3]]
+    options = GRAPHS if captured_by == "inductor" else {}
+    compiled = torch.compile(step, fullgraph=True, options=options)
+    _, code = compile_and_get_code(compiled, *static)
+    assert launches_both(code)
+    replay = captured(compiled, static, captured_by)
+    for seed in range(1, 6):
+        fresh = case_of(name, seed, 32, 64)
+        results = replayed(replay, static, list(fresh.tensors[:-3]))
+        agrees(name, fresh, results)

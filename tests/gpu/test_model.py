@@ -1,0 +1,187 @@
+"""A patched model on a GPU: against Hugging Face's on the CPU, captured, packaged."""
+
+from random import Random
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+from torch._dynamo.utils import counters
+
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.lowering.inspect import load_package
+from dsv4_ops.testing.models import small_model
+from tests.support.hf_models import LENGTH, REQUESTS, Engine, expected, random_counts, text
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def cache_of(model, **sizes):
+    return v4.PagedCache.for_model(
+        model, **{"max_batch": REQUESTS, "max_len": LENGTH, "num_pages": 6, **sizes}
+    )
+
+
+def forced(**settings):
+    """A model without discrete choices that rounding could turn: hash routers, and an indexer that
+    selects every row."""
+    return small_model(device="cuda", mlp_layer_types=["hash_moe"] * 3, index_topk=128, **settings)
+
+
+def test_reference_model_on_a_gpu():
+    model = v4.patch(small_model(device="cuda"), kv="fp32", precision="reference")
+    engine, rng = Engine(model, cache_of(model), text()), Random(0)
+    while min(engine.done) < LENGTH:
+        run = engine.decode if rng.random() < 0.5 else engine.prefill
+        run(random_counts(rng, engine.done, 130), padding=rng.randrange(3))
+    assert engine.worst(expected()) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def drift():
+    """Of bf16 with an FP8 cache, eager: root mean square of the difference from float32."""
+    want = forced()(text().cuda()).logits
+    model = v4.patch(forced(dtype=torch.bfloat16))
+    cache = cache_of(model)
+    engine = Engine(model, cache, text())
+    engine.prefill(dict.fromkeys(range(REQUESTS), 120))
+    for _ in range(20):
+        engine.decode(dict.fromkeys(range(REQUESTS), 1))
+    return model, want, rms(engine, want)
+
+
+def rms(engine, want):
+    squares = [
+        (logits - want[request, place]).float().square().mean()
+        for request, kept in enumerate(engine.logits)
+        for place, logits in kept.items()
+    ]
+    return float(torch.stack(squares).mean().sqrt())
+
+
+def test_captured_decode(drift, monkeypatch):
+    """One CUDA graph for 60 steps of a changing batch, without a host sync, as close to float32 as
+    eager is."""
+    model, want, eager = drift
+    assert eager < 0.3  # logits have a standard deviation of one
+    monkeypatch.setattr(torch._inductor.config.triton, "cudagraph_or_error", True)
+    step = torch.compile(v4.decode_step, fullgraph=True, mode="reduce-overhead")
+    cache, rng = cache_of(model), Random(1)
+    engine = Engine(model, cache, text())
+    engine.prefill(dict.fromkeys(range(REQUESTS), 120))
+    for request in range(REQUESTS):
+        cache.reserve(request, 200)
+    torch._dynamo.utils.counters.clear()
+    for place in range(60):
+        counts = dict.fromkeys(sorted(rng.sample(range(REQUESTS), rng.randint(1, REQUESTS))), 1)
+        padding = REQUESTS - len(counts)
+        batch = engine.batch(counts, padding=padding)
+        torch.cuda.synchronize()
+        if place > 3:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            logits = step(model, batch, cache.tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for row, request in enumerate(counts):
+            engine.logits[request][engine.done[request]] = logits[row].clone()
+            engine.done[request] += 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert rms(engine, want) < 1.5 * eager
+
+
+def test_package_on_a_gpu(drift, tmp_path):
+    """The package of decode, captured: the same logits as the model, and the same cache."""
+    model, _, _ = drift
+    ours, theirs = (cache_of(model, num_pages=None) for _ in range(2))
+    path = v4.export_decode(model, ours, path=tmp_path / "decode.pt2")
+    run = load_package(path, run_single_threaded=True)
+    engine = Engine(model, ours, text())
+    batch = engine.batch(dict.fromkeys(range(REQUESTS), 1))
+    inputs = v4.decode_inputs(batch, theirs)
+    run(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(*inputs)
+    difference = []
+    for place in range(40):
+        step = engine.batch(dict.fromkeys(range(REQUESTS), 1))
+        for into, new in zip(inputs, v4.decode_inputs(step, theirs)[:4], strict=False):
+            into.copy_(new)
+        graph.replay()
+        want = v4.decode_step(model, step, ours.tensors)
+        difference.append((captured - want).square().mean().sqrt())
+        for request in range(REQUESTS):
+            engine.done[request] = place + 1
+    assert float(torch.stack(difference).max()) < 0.3
+
+
+def test_a_package_of_prefills_on_a_gpu(drift, tmp_path):
+    """Steps of several sizes by one package, decodes among them: the logits of the model, and a
+    cache that the model goes on with."""
+    model, _, _ = drift
+    ours, theirs = (cache_of(model, num_pages=None) for _ in range(2))
+    path = v4.export_prefill(model, ours, path=tmp_path / "prefill.pt2")
+    run = load_package(path, run_single_threaded=True)
+    engine = Engine(model, ours, text())
+    difference = []
+    for counts in ((60, 1, 7), (1, 140, 1), (1, 1, 1), (130, 2, 90), (1, 1, 1)):
+        batch = engine.batch(dict(enumerate(counts)))
+        want = v4.prefill_step(model, batch, ours.tensors)
+        got = run(*v4.decode_inputs(batch, theirs))
+        difference.append((got - want).square().mean().sqrt())
+        for request, count in enumerate(counts):
+            engine.done[request] += count
+    batch = engine.batch(dict.fromkeys(range(REQUESTS), 1))
+    want, got = (v4.decode_step(model, batch, cache.tensors) for cache in (ours, theirs))
+    difference.append((got - want).square().mean().sqrt())
+    assert not ours.tensors.dropped.any()
+    assert not theirs.tensors.dropped.any()
+    assert float(torch.stack(difference).max()) < 0.3
+
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+
+
+def generated(model, ids, **more):
+    return model.generate(ids, **GREEDY, **more).tolist()
+
+
+def test_generate_compiles_by_itself():
+    """transformers compiles the decoding of a cache that says it is compileable."""
+    ids = text().cuda()[:2, :40]
+    want = generated(small_model(device="cuda"), ids)
+    model = v4.patch(small_model(device="cuda"), kv="fp32", precision="reference")
+    counters.clear()
+    assert generated(model, ids, past_key_values=cache_of(model)) == want
+    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert generated(model, ids, disable_compile=True) == want
+
+
+def test_generate_of_the_defaults():
+    """FP8 and the official recipe, a cache that ``generate`` makes, prompts of two lengths."""
+    model = v4.patch(small_model(device="cuda", dtype=torch.bfloat16))
+    ids = text().cuda()[:2, :40].clone()
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    whole = {"return_dict_in_generate": True, "output_logits": True, "attention_mask": mask}
+    eager = model.generate(ids, **GREEDY, **whole, disable_compile=True)
+    compiled = model.generate(ids, **GREEDY, **whole)
+    assert torch.equal(compiled.sequences[:, :41], eager.sequences[:, :41])  # of the same prefill
+    assert compiled.sequences.shape == (2, 52)
+    drift = (compiled.logits[1] - eager.logits[1]).float().square().mean().sqrt()
+    assert drift < 0.3  # of logits of one, as test_captured_decode allows

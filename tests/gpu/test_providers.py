@@ -1,0 +1,507 @@
+"""FlashMLA and DeepGEMM behind ``impl=`` on a GPU: the contract and upstream's numerics, hostile
+values, plans, graphs and packages. Run there with ``pytest -m gpu tests``; ANCHOR_DIR names the
+bundle that holds them."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+import dsv4_ops as ops
+from benchmarks import choice as bench_choice
+from dsv4_ops import testing
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.dispatch import choice, libraries, providers
+from dsv4_ops.kernels.external import flash_mla as adapter
+from dsv4_ops.lowering import measure
+from dsv4_ops.lowering.inspect import (
+    build_package,
+    compile_and_get_code,
+    load_package,
+    opaque_calls,
+)
+from dsv4_ops.lowering.measure import example
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.contract.compare import exact_results
+from tests.gpu.providers import BUILD, captured
+from tests.gpu.test_cache import GRAPHS, needs_anchors
+from tests.gpu.test_flash_mla import assert_upstream
+from tests.helpers import INT32_MAX, INT32_MIN, i32
+from tests.support.attention_batches import (
+    DECODE,
+    DEVICE,
+    GATHERED,
+    PAGED,
+    SCALE,
+    cache_of,
+    decode_case,
+    gathered_case,
+    generator,
+    keys_of,
+    normal,
+    paged_case,
+    settings_of,
+    turned,
+)
+from tests.support.prefill_batches import PREFILL, prefill_case
+from tests.support.providers_on_cpu import rule_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_anchors,
+    pytest.mark.usefixtures("found"),
+]
+pytest_plugins = ("tests.gpu.providers",)
+PER_TOKEN = {DECODE: (0, 2, 3, 5, 6), PAGED: (0, 2, 3, 5, 6)}
+
+
+def call(name: str, case: Case, **settings):
+    return getattr(ops, name)(*case.tensors, **{**case.settings, **settings})
+
+
+def check(name: str, case: Case, actual, deviation: float = 1.5) -> None:
+    """Upstream's criteria, which grow with the values, against float64; and our contract of tokens
+    without keys."""
+    out, *_, lse = actual
+    exact, *exact_logs = (each.value for each in exact_results(testing.op_testing(name), case))
+    no_key = exact_logs[-1] == -math.inf
+    assert torch.equal(lse == -math.inf, no_key), name
+    assert not out.isnan().any()
+    assert not out[no_key].any()
+    decoded = name not in (GATHERED, PREFILL)
+    atol, rtol, cosine = (1e-2, 2.01, 5e-6) if decoded else (8e-3, 3.01, 7e-6)
+    assert_upstream(name, out, exact, atol * deviation, rtol / 128, cosine)
+    near = 1e-5 * deviation
+    torch.testing.assert_close(lse.double(), exact_logs[-1], atol=near, rtol=8.01 / 65536)
+    if name == GATHERED:
+        torch.testing.assert_close(actual[1].double(), exact_logs[0], atol=near, rtol=8.01 / 65536)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra"), [((64, 64), 512), ((256, 64), None), ((256, 2), 1024), ((3, 7), 37)]
+)
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (2, 128), (33, 128), (150, 64)])
+def test_flash_mla_decodes(tokens, heads, extra, sizes):
+    """Ragged lens, slots that do not exist, NaN in unused rows, sinks of inf, tokens without any
+    key, widths that are no multiple of its tiles."""
+    pages = {"block": sizes[0], "extra_block": sizes[1]}
+    case = decode_case(tokens + heads, tokens, heads, extra, **pages).on(DEVICE)
+    check(DECODE, case, call(DECODE, case, impl="flash_mla"))
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (7, 128), (140, 64)])
+def test_flash_mla_decodes_pages(tokens, heads):
+    case = paged_case(tokens, tokens, heads).on(DEVICE)
+    check(PAGED, case, call(PAGED, case, impl="flash_mla"))
+
+
+@pytest.mark.parametrize("name", [DECODE, PAGED])
+def test_the_rotation_is_undone_behind_flash_mla(name):
+    case = turned(decode_case(5, 40, 64) if name == DECODE else paged_case(5, 40, 64)).on(DEVICE)
+    check(name, case, call(name, case, impl="flash_mla"))
+
+
+def hostile_gathered(seed: int, tokens: int, heads: int, topk: int) -> Case:
+    case = gathered_case(seed, tokens, heads, topk)
+    q, kv, indices, lens, sink = case.tensors
+    kv[1::2] = math.nan
+    indices = torch.where(indices >= 0, indices // 2 * 2, -1)
+    indices[:, 3::5] = i32([-2, INT32_MIN, len(kv), INT32_MAX])[torch.arange(tokens) % 4][:, None]
+    lens[::4] = i32([0, -5, INT32_MAX, topk + 1])[torch.arange(len(lens[::4])) % 4]
+    indices[1] = -1
+    behind = torch.arange(topk) >= lens[:, None]
+    return Case("hostile", (q, kv, torch.where(behind, 1, indices), lens, sink), case.settings)
+
+
+@pytest.mark.parametrize("topk", [640, 100])
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("make", [gathered_case, hostile_gathered])
+def test_flash_mla_attends_to_gathered_rows(make, heads, topk):
+    case = make(heads, 200, heads, topk).on(DEVICE)
+    check(GATHERED, case, call(GATHERED, case, impl="flash_mla"))
+
+
+def test_strided_queries_and_lists():
+    case = decode_case(9, 20, 64).on(DEVICE)
+    expected = call(DECODE, case, impl="flash_mla")
+    tensors = list(case.tensors)
+    for place in PER_TOKEN[DECODE]:
+        wide = torch.stack([tensors[place]] * 2, -1)
+        tensors[place] = wide[..., 1]
+    actual = call(DECODE, Case("strided", tuple(tensors), case.settings), impl="flash_mla")
+    for left, right in zip(actual, expected, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_a_cache_beyond_4_gib(gpu_memory_alone):
+    layout, blocks = MainLayout(64), 120_000
+    cache = layout.allocate(blocks, DEVICE)
+    assert cache.nbytes > 2**32
+    made = generator(0)
+    slots = torch.randint(0, blocks * 64, (256,), generator=made)
+    slots[:8] = torch.arange(blocks * 64 - 8, blocks * 64)
+    keys = keys_of(made, 256)
+    ops.quantize_and_insert_k_cache(keys.to(DEVICE), cache, slots.to(DEVICE), block_size=64)
+    indices = slots[None, :128].int().to(DEVICE)
+    lens = i32([128]).to(DEVICE)
+    q = normal(made, 1, 64, 512).to(DEVICE)
+    far = ops.sparse_mla_decode(
+        q, cache, indices, lens, softmax_scale=SCALE, swa_block_size=64, impl="flash_mla"
+    )
+    small = cache_of(layout, 4, torch.arange(256), keys).to(DEVICE)
+    near = ops.sparse_mla_decode(
+        q,
+        small,
+        torch.arange(128, device=DEVICE).int()[None],
+        lens,
+        softmax_scale=SCALE,
+        swa_block_size=64,
+        impl="flash_mla",
+    )
+    if len(set(slots.tolist())) == 256:
+        assert torch.equal(far.out, near.out)
+
+
+def plan_of(case: Case) -> providers.FlashMlaPlan:
+    q, _, swa, _, _, extra = case.tensors[:6]
+    width = 0 if extra is None else extra.shape[1]
+    return providers.flash_mla_plan(
+        q.shape[0], num_heads=q.shape[1], swa_width=swa.shape[1], extra_width=width
+    )
+
+
+def planned(case: Case, plan: providers.FlashMlaPlan, **settings):
+    tensors = [*case.tensors[:8], plan, *case.tensors[9:]]
+    return ops.sparse_mla_decode(*tensors, **{**case.settings, **settings}, impl="flash_mla")
+
+
+@pytest.mark.parametrize("extra", [None, 512])
+@pytest.mark.parametrize(("tokens", "heads"), [(33, 128), (300, 64)])
+def test_one_plan_is_right_for_any_lens(tokens, heads, extra):
+    plan = None
+    for seed in range(3):
+        case = decode_case(seed, tokens, heads, extra).on(DEVICE)
+        plan = plan or plan_of(case)
+        check(DECODE, case, planned(case, plan))
+
+
+def test_a_plan_of_other_sizes_raises():
+    case = decode_case(0, 33, 64).on(DEVICE)
+    plan = plan_of(case)
+    for field in ("num_tokens", "num_heads", "swa_width", "extra_width"):
+        with pytest.raises(ValueError, match=f"plan must be made for {field} = "):
+            planned(case, plan._replace(**{field: getattr(plan, field) + 64}))
+    # what only FlashMLA sees: a schedule for another number of programs
+    shorter = plan._replace(schedule=torch.cat([plan.schedule[:-42], plan.schedule[-34:]]))
+    with pytest.raises(RuntimeError):
+        planned(case, shorter)
+
+
+LENS = ("none", "one key", "random", "mostly none", "whole blocks", "full", "one long")
+
+
+def lens_of(what: str, tokens: int, width: int) -> Tensor:
+    made = torch.Generator().manual_seed(tokens)
+    drawn = torch.randint(0, width + 1, (tokens,), generator=made)
+    return {
+        "none": drawn * 0,
+        "one key": drawn * 0 + 1,
+        "random": drawn,
+        "mostly none": torch.where(drawn * 8 > width, 0, drawn * 8),
+        "whole blocks": drawn // 64 * 64,
+        "full": drawn * 0 + width,
+        "one long": torch.where(torch.arange(tokens) == tokens // 2, width, 7),
+    }[what].to(DEVICE, torch.int32)
+
+
+def their_metadata(heads: int, swa_lens: Tensor, extra_lens: Tensor | None, width: int):
+    """What FlashMLA plans for such lens."""
+    tokens, page = swa_lens.shape[0], MainLayout(64).allocate(1, DEVICE)
+    q = torch.zeros(tokens, 1, heads, 512, dtype=torch.bfloat16, device=DEVICE)
+    view = adapter.kernel_view(page, 64)
+    slots = [torch.full((tokens, 1, n), -1, device=DEVICE).int() for n in (128, width)]
+    extra = (None, None, None) if extra_lens is None else (view, slots[1], extra_lens)
+    settings = (None, None, None, *extra, 512, SCALE)
+    return adapter.decode(q, view, slots[0], swa_lens, *settings)[2:]
+
+
+@pytest.mark.parametrize("extra", [None, 512, 8192])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (2, 128), (33, 64), (150, 128), (2000, 64)])
+def test_our_metadata_is_that_of_flash_mla(tokens, heads, extra):
+    """Integer for integer, but for what nothing reads: the last column, and where a part without
+    work begins. Compiled once for any number of tokens as well."""
+    parts = providers.flash_mla_num_sm_parts(heads)
+    compiled = torch.compile(ops.flash_mla_metadata, fullgraph=True, dynamic=True)
+    for window in LENS:
+        for what in LENS if extra else ("none",):
+            swa = lens_of(window, tokens, 128)
+            lens = lens_of(what, tokens + 1, extra)[:-1].contiguous() if extra else None
+            schedule, num_splits = their_metadata(heads, swa, lens, extra or 64)
+            schedule[:, 2] = torch.where(schedule[:, 0] < tokens, schedule[:, 2], 0)
+            sizes = {"swa_width": 128, "extra_width": extra or 0, "num_sm_parts": parts}
+            for make in (ops.flash_mla_metadata, compiled):
+                ours = make(swa, lens, **sizes)
+                assert torch.equal(ours[:parts, :7], schedule[:, :7]), (window, what)
+                assert torch.equal(ours[parts:].flatten()[: tokens + 1], num_splits)
+
+
+@pytest.mark.parametrize(("name", "extra"), [(DECODE, None), (DECODE, 512), (PAGED, None)])
+def test_a_captured_step_makes_its_metadata(name, extra):
+    """Once for two calls; bit-equal to what FlashMLA plans itself, and following the lens."""
+
+    def run(case):
+        q, _, swa, swa_lens = case.tensors[:4]
+        lens, width = None, 0
+        if name == PAGED:
+            lens = case.tensors[5]
+            width = case.tensors[7].shape[1] * case.settings["extra_block_size"]
+        elif extra:
+            lens, width = case.tensors[6], case.tensors[5].shape[1]
+        plan = ops.flash_mla_metadata(
+            swa_lens,
+            lens,
+            swa_width=swa.shape[1],
+            extra_width=width,
+            num_sm_parts=providers.flash_mla_num_sm_parts(q.shape[1]),
+        )
+        place = 9 if name == PAGED else 8
+        tensors = [*case.tensors[:place], plan, *case.tensors[place + 1 :]]
+        settings = {**case.settings, "impl": "flash_mla"}
+        return [getattr(ops, name)(*tensors, **settings) for _ in range(2)]
+
+    def drawn(seed):
+        if name == PAGED:
+            return paged_case(seed, 33, 64).on(DEVICE)
+        return decode_case(seed, 33, 64, extra).on(DEVICE)
+
+    case = drawn(1)
+    graph, outputs = captured(lambda: run(case))
+    for seed in range(3):
+        for tensor, new in zip(case.tensors, drawn(seed + 5).tensors, strict=True):
+            if tensor is not None:
+                tensor.copy_(new)
+        graph.replay()
+        own = call(name, case, impl="flash_mla")
+        for found in outputs:
+            check(name, case, found)
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, own, strict=True))
+
+
+@pytest.mark.parametrize("impl", ["flash_mla", "deep_gemm"])
+def test_a_patched_model_shares_the_schedules_of_a_library(impl, monkeypatch):
+    """One compiled graph for decodes that end and begin; no bit of an eager step changes."""
+    pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+    from dsv4_ops.integrations import transformers as v4
+    from dsv4_ops.integrations.transformers.config import ModelSpec
+    from dsv4_ops.testing.models import small_model
+    from tests.support.hf_models import REQUESTS, Engine, new_cache, text
+
+    sizes = {"num_attention_heads": 64, "index_n_heads": 64, "dtype": torch.bfloat16}
+    sizes |= {"mlp_layer_types": ["hash_moe"] * 3, "index_topk": 128}  # no choices that round
+    logits = {}
+    for shared in (True, False):
+        with monkeypatch.context() as unshared, torch.no_grad():
+            if not shared:
+                unshared.setattr(ModelSpec, "scheduled", lambda spec, device: spec)
+            model = v4.patch(small_model(device=DEVICE, **sizes), impl=impl)
+        layers = model.dsv4_ops_spec.step_layers
+        assert bool(layers.sm_parts or layers.schedule_sms) == shared
+        steps = {"eager": v4.decode_step}
+        if shared:
+            steps["compiled"] = torch.compile(v4.decode_step, fullgraph=True, dynamic=False)
+        for name, step in steps.items():
+            engine = Engine(model, new_cache(model), text())
+            engine.prefill({0: 130, 1: 3, 2: 64})
+            found = []
+            for _ in range(6):
+                batch = engine.batch(dict.fromkeys(range(REQUESTS), 1))
+                with torch.no_grad():
+                    found.append(step(model, batch, engine.cache.tensors).clone())
+                engine.done = [done + 1 for done in engine.done]
+            logits[name, shared] = torch.stack(found)
+    assert torch.equal(logits["eager", True], logits["eager", False])
+    drift = logits["compiled", True] - logits["eager", True]
+    assert float(drift.square().mean().sqrt()) < 0.3  # of logits of one, as in test_gpu_model
+
+
+def run_of(name: str, case: Case, present: list[int], **settings):
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given = list(case.tensors)
+        for place, tensor in zip(present, tensors, strict=True):
+            given[place] = tensor
+        return tuple(getattr(ops, name)(*given, **{**case.settings, **settings}))
+
+    return run
+
+
+def present_in(case: Case) -> list[int]:
+    return [place for place, tensor in enumerate(case.tensors) if tensor is not None]
+
+
+CASES = {
+    DECODE: lambda seed: decode_case(seed, 21, 64),
+    PAGED: lambda seed: paged_case(seed, 21, 64),
+    PREFILL: lambda seed: prefill_case(seed, 21, 64, "C4"),
+    GATHERED: lambda seed: gathered_case(seed, 21, 64, 128),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [*((name, False) for name in CASES), (DECODE, True), (PREFILL, True)],
+)
+def test_compiled_and_captured(name, dynamic):
+    """One graph, the library's op in it; captured, and right after the inputs change in place."""
+    case, other = (CASES[name](seed).on(DEVICE) for seed in (3, 4))
+    present = present_in(case)
+    inputs = [case.tensors[place].clone() for place in present]
+    for tensor in inputs:
+        torch._dynamo.mark_static_address(tensor)
+    run = run_of(name, case, present, impl="flash_mla")
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, options=GRAPHS)
+    result, code = compile_and_get_code(compiled, *inputs)
+    assert "torch.ops._flashmla_C." in code
+    assert [line for line in opaque_calls(code) if not line.startswith("assert_")] == []
+    check(name, case, result)
+    compiled(*inputs)
+    for place, tensor in zip(present, inputs, strict=True):
+        if tensor.shape == other.tensors[place].shape:
+            tensor.copy_(other.tensors[place])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = [each.clone() for each in compiled(*inputs)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    given = list(case.tensors)
+    for place, tensor in zip(present, inputs, strict=True):
+        given[place] = tensor
+    check(name, Case("changed", tuple(given), case.settings), result)
+
+
+@pytest.mark.parametrize("with_plan", [False, True])
+def test_a_captured_call_follows_its_lens(with_plan):
+    """FlashMLA plans inside the graph, or has a plan that no lens decides."""
+    case = decode_case(1, 33, 64).on(DEVICE)
+    plan = plan_of(case) if with_plan else None
+    graph, outputs = captured(lambda: planned(case, plan))
+    for seed in range(3):
+        other = decode_case(seed + 5, 33, 64).on(DEVICE)
+        for tensor, new in zip(case.tensors, other.tensors, strict=True):
+            if tensor is not None:
+                tensor.copy_(new)
+        graph.replay()
+        check(DECODE, case, outputs)
+
+
+PACKAGED = """
+import sys, torch
+build, package, inputs = sys.argv[1:]
+torch.ops.load_library(build)
+run = torch._inductor.aoti_load_package(package, run_single_threaded=True)
+given, expected = torch.load(inputs)
+for left, right in zip(run(*given), expected):
+    assert torch.equal(left, right.to(left.device)), (left, right)
+assert not [name for name in sys.modules if name.startswith("dsv4_ops")]
+print("right")
+"""
+
+
+@pytest.mark.parametrize("name", [PAGED, PREFILL, GATHERED])
+def test_a_package_needs_the_library_only(name, tmp_path):
+    case = CASES[name](6).on(DEVICE)
+    present = present_in(case)
+    inputs = tuple(case.tensors[place] for place in present)
+
+    class Call(torch.nn.Module):
+        def forward(self, *tensors):
+            return run_of(name, case, present, impl="flash_mla")(*tensors)
+
+    program = torch.export.export(Call(), inputs)
+    path = build_package(program, tmp_path / "call.pt2")
+    expected = load_package(path)(*inputs)
+    check(name, case, expected)
+    torch.save((inputs, expected), tmp_path / "inputs.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", PACKAGED, BUILD, path, tmp_path / "inputs.pt"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip().endswith("right")
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_auto_takes_the_library_where_the_table_says_so(monkeypatch, planned):
+    rule = rule_of(DECODE, "flash_mla", 24, 640)._replace(planned=planned)
+    monkeypatch.setattr(choice, "RULES", (rule,))
+    case = decode_case(0, rule.tokens, 64, rule.columns - 128).on(DEVICE)
+    plan = plan_of(case) if planned else None
+    tensors = [*case.tensors[:8], plan, *case.tensors[9:]]
+    assert providers.choice_of(DECODE, *tensors, **case.settings).impl == rule.library
+    auto = ops.sparse_mla_decode(*tensors, **case.settings)
+    explicit = ops.sparse_mla_decode(*tensors, **case.settings, impl=rule.library)
+    check(DECODE, case, auto)
+    check(DECODE, case, explicit)
+    fewer = decode_case(0, 1, 64, 512).on(DEVICE)
+    assert providers.choice_of(DECODE, *fewer.tensors, **fewer.settings).impl == "triton"
+
+
+def test_a_symbolic_batch_has_auto_take_ours():
+    compiled = torch.compile(
+        lambda *tensors: ops.sparse_mla_decode(*tensors, **settings_of(64, 64)).out,
+        fullgraph=True,
+        dynamic=True,
+    )
+    for tokens in (150, 300):
+        case = decode_case(1, tokens, 128).on(DEVICE)
+        _, code = (
+            compile_and_get_code(compiled, *case.tensors[:8])
+            if tokens == 150
+            else (compiled(*case.tensors[:8]), "")
+        )
+        assert "_flashmla_C" not in code
+
+
+def test_max_autotune_measures():
+    """One of the executions that can run here, whichever was faster, and a result that is right."""
+    case = decode_case(0, 150, 128, 1024).on(DEVICE)
+    measure._measured.cache_clear()
+    compiled = torch.compile(
+        lambda *tensors: tuple(ops.sparse_mla_decode(*tensors, **case.settings)),
+        fullgraph=True,
+        dynamic=False,
+        options={"max_autotune": True},
+    )
+    with torch._inductor.config.patch(force_disable_caches=True):
+        result, code = compile_and_get_code(compiled, *case.tensors[:8])
+    check(DECODE, case, result)
+    assert measure._measured.cache_info().currsize == 1
+    values = choice.arguments(OPS[DECODE], case.tensors, case.settings)
+    chosen = measure._measured(DECODE, ("triton", "flash_mla"), measure._signature(values))
+    assert measure._measured.cache_info().misses == 1
+    assert ("_flashmla_C" in code) == (chosen == "flash_mla")
+
+
+def test_the_benchmark_of_the_table_runs():
+    for op, rows in ((DECODE, 512), (PAGED, 128), (GATHERED, 128)):
+        made = example(op, bench_choice.like(op, 64, 64, rows))
+        for impl in ("flash_mla", "reference" if op == GATHERED else "triton"):
+            assert bench_choice.device_us(op, impl, [made, made]) > 0
+        if op == DECODE:
+            assert bench_choice.device_us(op, "flash_mla", [made], planned=True) > 0
+    made = example("indexer_select", bench_choice.like("indexer_select", 64, 64, 1024))
+    assert bench_choice.device_us("indexer_select", "deep_gemm", [made, made]) > 0
+
+
+def test_both_libraries_run_here():
+    for name in libraries.LIBRARIES:
+        assert choice.unusable(name) == ""
+        assert OPS[DECODE].launcher("flash_mla")

@@ -1,0 +1,259 @@
+"""Rotation, norm, insert and packing on a GPU: bytes of the fused insert, kernels of the graphs,
+offsets beyond 32 bits. Run there with ``pytest -m gpu tests``."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+import dsv4_ops as ops
+from dsv4_ops import testing
+from dsv4_ops.attention.caches import PagedKVCache
+from dsv4_ops.core.layout import MainLayout, PlainLayout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.lowering.inspect import compile_and_get_code
+from dsv4_ops.testing.contract import checks
+from dsv4_ops.testing.contract.compare import assert_agrees
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+GRAPHS = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
+YARN = {"theta": 160000.0, "scaling": ops.YarnScaling()}
+FLOATS = (
+    "apply_rope",
+    "inverse_rope_group",
+    "inverse_rope_group_quantize",
+    "qnorm_rope_kv_insert",
+    "qnorm_rope_kv_insert_functional",
+)
+LAYOUTS = ("v4_fp8", "plain")
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(torch.bfloat16)
+
+
+def cache_of(layout: str, num_blocks: int, block_size: int = 64) -> torch.Tensor:
+    made = PlainLayout(block_size) if layout == "plain" else MainLayout(block_size)
+    cache = made.allocate(num_blocks, "cuda")
+    return cache.fill_(7 if layout == "plain" else 0xA5)
+
+
+def insert(kv, cache, slots, layout):
+    if layout == "plain":
+        ops.insert_k_cache(kv, cache, slots)
+    else:
+        ops.quantize_and_insert_k_cache(kv, cache, slots, block_size=64)
+
+
+@pytest.mark.parametrize("name", [*FLOATS, "pack_seq", "unpack_seq"])
+def test_eager_on_cuda_agrees_with_the_cpu(name):
+    """Drawn calls of every configuration, with NaN, infinities and hostile slots and positions:
+    the kernel, or the reference in separate kernels of torch, against the reference on the CPU."""
+    spec = OPS[name]
+
+    @settings(
+        max_examples=300,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(testing.strategy(name))
+    def compare(case):
+        expected = case.run(spec.reference, spec.mutated)
+        actual = [result.cpu() for result in case.on("cuda").run(spec.op, spec.mutated)]
+        assert_agrees(f"{name} on cuda", spec.implementation("testing"), case, actual, expected)
+
+    compare()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_tokens", [1, 5, 128, 8192])
+def test_insert_has_the_bytes_of_rotation_and_insert(layout, num_tokens):
+    """Four million values over 80 orders of two, late positions, tokens without a slot."""
+    table = ops.rope_cos_sin_cache(2**20, **YARN, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(num_tokens)
+    scale = torch.randint(-40, 40, (num_tokens, 8, 1), generator=generator, device="cuda")
+    kv = (normal(num_tokens, 8, 64).float() * torch.exp2(scale)).view(num_tokens, 512).bfloat16()
+    where = torch.randint(-3, 2**20 + 3, (num_tokens,), generator=generator, device="cuda")
+    slots = torch.randperm(256 * 64, generator=generator, device="cuda")[:num_tokens] - 2
+    fused, apart = cache_of(layout, 256), cache_of(layout, 256)
+    q = normal(num_tokens, 3, 512, seed=1)
+    ops.qnorm_rope_kv_insert(
+        q, kv, fused, slots, where, table, eps=1e-6, block_size=64, layout=layout
+    )
+    insert(ops.apply_rope(kv, where, table), apart, slots, layout)
+    assert torch.equal(fused, apart)
+    assert int((fused != cache_of(layout, 256)).sum()) > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_bf16_value_is_rotated_and_stored_as_on_the_cpu(layout):
+    """All 65536 patterns as the even value of a pair and as the odd one; NaN is 0x7FC0."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    generator = torch.Generator().manual_seed(3)
+    kv = torch.zeros(2048, 512, dtype=torch.bfloat16)
+    kv[:, 448:] = (
+        bits[torch.randperm(65536, generator=generator)]
+        .repeat(2)
+        .view(2048, 64)
+        .view(torch.bfloat16)
+    )
+    table = ops.rope_cos_sin_cache(2048, **YARN)
+    where, slots = torch.arange(2048), torch.randperm(2048, generator=generator)
+    q = torch.zeros(2048, 0, 512, dtype=torch.bfloat16)
+    on_cpu = cache_of(layout, 32).cpu()
+    cache = on_cpu.cuda()
+    options = {"eps": 1e-6, "block_size": 64, "layout": layout}
+    ops.qnorm_rope_kv_insert(q, kv, on_cpu, slots, where, table, **options)
+    moved = (tensor.cuda() for tensor in (slots, where, table))
+    ops.qnorm_rope_kv_insert(q.cuda(), kv.cuda(), cache, *moved, **options)
+    as_bytes = [tensor.contiguous().view(torch.uint8).cpu() for tensor in (cache, on_cpu)]
+    assert torch.equal(*as_bytes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_step_is_captured_and_exact(layout):
+    """A module with its caches under CUDA graphs: one launch of our kernel, the caller's cache, no
+    host sync, and a read behind it that sees the keys."""
+    torch._dynamo.reset()
+    made = PlainLayout(64) if layout == "plain" else MainLayout(64)
+    table = ops.rope_cos_sin_cache(4096, **YARN, device="cuda")
+    lens = torch.tensor([320], dtype=torch.int32, device="cuda")
+    pages = torch.arange(5, dtype=torch.int32, device="cuda")[None]
+
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.caches = PagedKVCache(made, num_layers=2, num_blocks=5, device="cuda")
+
+        def forward(self, q, kv, slots, where):
+            q = ops.qnorm_rope_kv_insert(
+                q, kv, self.caches[1], slots, where, table, eps=1e-6, block_size=64, layout=layout
+            )
+            rows = ops.gather_k_cache(
+                self.caches[1], lens, None, pages, block_size=64, num_rows=320, layout=layout
+            )
+            return q, rows
+
+    step, eager = Step(), Step()
+    address = step.caches[1].data_ptr()
+    compiled = torch.compile(step, fullgraph=True, options=GRAPHS)
+    static = [normal(9, 64, 512), normal(9, 512), torch.arange(9).cuda(), torch.arange(9).cuda()]
+    _, code = compile_and_get_code(compiled, *static)
+    assert code.count("def qnorm_rope_kv_insert_kernel(") == 1
+    eager(*static)
+    for seed in range(8):
+        static[0].copy_(normal(9, 64, 512, seed=seed))
+        static[1].copy_(normal(9, 512, seed=seed + 50))
+        static[2].copy_(torch.randperm(330)[:9] - 4)
+        static[3].copy_(torch.randint(-2, 4100, (9,)))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if seed > 3 else "default")
+        try:
+            actual = compiled(*static)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        expected = eager(*static)
+        torch.testing.assert_close(actual[0], expected[0], rtol=2**-7, atol=2**-9)
+        assert torch.equal(actual[1], expected[1])
+        assert torch.equal(step.caches[1], eager.caches[1])
+        assert not step.caches[0].any()
+    assert step.caches[1].data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "most"),
+    [
+        ("apply_rope", {}, 1),
+        # the rotation, and a copy that Inductor makes for the view
+        ("inverse_rope_group", {"num_groups": 8}, 2),
+        # rotation, maxima, codes; and the scales where they are padded and packed
+        ("inverse_rope_group_quantize", {"num_groups": 8, "scale_layout": "row"}, 3),
+        ("inverse_rope_group_quantize", {"num_groups": 8, "scale_layout": "column_padded"}, 4),
+        ("inverse_rope_group_quantize", {"num_groups": 8, "scale_layout": "ue8m0_packed"}, 5),
+    ],
+    ids=lambda value: str(value),
+)
+def test_graph_has_few_kernels(name, kwargs, most):
+    torch._dynamo.reset()
+    op = getattr(ops, name)
+    compiled = torch.compile(lambda *tensors: op(*tensors, **kwargs), fullgraph=True)
+    arguments = (
+        normal(129, 64, 512),
+        torch.arange(129, device="cuda"),
+        ops.rope_cos_sin_cache(4096, **YARN, device="cuda"),
+    )
+    _, code = compile_and_get_code(compiled, *arguments)
+    assert code.count("@triton.jit") <= most
+
+
+def test_rotation_and_quantisation_over_many_values():
+    """16 million values, compiled: the rows read back are within the budget of the reference."""
+    torch._dynamo.reset()
+    options = {"num_groups": 8, "scale_layout": "column_padded"}
+    compiled = torch.compile(
+        lambda *tensors: ops.inverse_rope_group_quantize(*tensors, **options), fullgraph=True
+    )
+    tensors = (
+        normal(511, 64, 512),
+        torch.arange(511, device="cuda") * 2000,
+        ops.rope_cos_sin_cache(2**20, **YARN, device="cuda"),
+    )
+    case = testing.Case("called", tensors, options)
+    station = testing.op_testing("inverse_rope_group_quantize")
+    actual, expected = compiled(*tensors), ops.inverse_rope_group_quantize(*tensors, **options)
+    assert_agrees("compiled", station, case, actual, expected)
+    left, right = (result.values.view(torch.uint8) for result in (actual, expected))
+    assert (left != right).float().mean() < 1e-3, "only a contracted sum may change a code"
+
+
+def test_queries_beyond_32_bits(gpu_memory_alone):
+    """2^31 elements and more, in and out, and more programs than 65535."""
+    num_tokens, heads = 66000, 64
+    table = ops.rope_cos_sin_cache(64, **YARN, device="cuda")
+    q = torch.zeros(num_tokens, heads, 512, dtype=torch.bfloat16, device="cuda")
+    assert q.numel() > 2**31
+    few = [0, 1, 32767, 32768, 65535, 65536, num_tokens - 1]
+    q[few] = normal(len(few), heads, 512)
+    where = torch.arange(num_tokens, device="cuda") % 64
+    cache, slots = cache_of("v4_fp8", 1100), torch.arange(num_tokens, device="cuda")
+    kv = normal(num_tokens, 512)
+    options = {"eps": 1e-6, "block_size": 64}
+    out = ops.qnorm_rope_kv_insert(q, kv, cache, slots, where, table, **options)
+    small = cache_of("v4_fp8", 1)
+    expected = ops.qnorm_rope_kv_insert(
+        q[few], kv[few], small, slots[: len(few)], where[few], table, **options
+    )
+    assert torch.equal(out[few], expected)
+    rest = torch.ones(num_tokens, dtype=torch.bool, device="cuda")
+    rest[few] = False
+    assert not out[rest].any()
+    apart = cache_of("v4_fp8", 1100)
+    insert(ops.apply_rope(kv, where, table), apart, slots, "v4_fp8")
+    assert torch.equal(cache, apart)
+    del q, out, kv, rest
+    torch.cuda.empty_cache()
+
+
+def test_a_page_that_starts_between_multiples_of_16_is_refused():
+    layout = MainLayout(64)
+    storage = torch.zeros(2 * layout.page_bytes + 16, dtype=torch.uint8, device="cuda")
+    cache = storage[8 : 8 + 2 * layout.page_bytes].view(2, layout.page_bytes)
+    index = torch.zeros(1, dtype=torch.int64, device="cuda")
+    table = ops.rope_cos_sin_cache(1, theta=10000.0, device="cuda")
+    call = torch.compile(
+        lambda *tensors: ops.qnorm_rope_kv_insert(*tensors, eps=1e-6, block_size=64),
+        fullgraph=True,
+    )
+    with pytest.raises(Exception, match="k_cache must have pages that start at multiples of 16"):
+        call(normal(1, 1, 512), normal(1, 512), cache, index, index, table)
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("name", [*FLOATS, "pack_seq", "unpack_seq"])
+def test_captured(name):
+    checks.check_cuda_graph(OPS[name])

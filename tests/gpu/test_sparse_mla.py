@@ -1,0 +1,281 @@
+"""Sparse MLA on a GPU: kernels against the reference on the CPU, batch invariance, CUDA graphs. Run
+there with ``pytest -m gpu tests``. Without a GPU the same code runs the reference."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import dsv4_ops as ops
+from dsv4_ops import testing
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.lowering.inspect import compile_and_get_code
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.cases.sparse_mla import BARE
+from dsv4_ops.testing.contract.compare import assert_agrees, equal
+from tests.gpu.test_cache import GRAPHS
+from tests.support.attention_batches import (
+    DECODE,
+    DEVICE,
+    GATHERED,
+    PAGED,
+    PER_TOKEN,
+    agrees,
+    agrees_when_drawn,
+    case_of,
+    decode_case,
+    gathered_case,
+    generator,
+    kernel,
+    launches_both,
+    magnified,
+    paged_case,
+    with_settings,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+both_ops = pytest.mark.parametrize("name", [DECODE, PAGED])
+
+
+@both_ops
+@pytest.mark.parametrize("part", range(4))
+def test_drawn_calls(name: str, part: int) -> None:
+    """Every configuration, plain layouts and one-head batches included."""
+    agrees_when_drawn(name, part)
+
+
+@both_ops
+@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 32, 64, 300])
+def test_batches(name: str, tokens: int, heads: int) -> None:
+    agrees(name, case_of(name, 7 * tokens + heads, tokens, heads))
+
+
+@both_ops
+@pytest.mark.parametrize("heads", [1, 12, 65])
+def test_head_counts_of_no_whole_tile(name: str, heads: int) -> None:
+    agrees(name, case_of(name, heads, 5, heads))
+
+
+@both_ops
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("num_splits", [0, 1, 7, 40])
+@pytest.mark.parametrize("tokens", [2, 40])
+def test_splits(name: str, tokens: int, num_splits: int, batch_invariant: bool) -> None:
+    """More splits than blocks of keys too."""
+    agrees(
+        name,
+        case_of(name, 3, tokens, 64, num_splits=num_splits, batch_invariant=batch_invariant),
+    )
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 7])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (3, 128), (64, 8), (300, 64)])
+def test_window_only(tokens: int, heads: int, num_splits: int) -> None:
+    agrees(DECODE, decode_case(tokens, tokens, heads, None, num_splits=num_splits))
+
+
+@pytest.mark.parametrize("sizes", [(256, 64), (64, 2), (1, 3), (53, 61)])
+@pytest.mark.parametrize("extra", [1, 63, 65, 1024])
+def test_page_sizes_and_widths(sizes: tuple[int, int], extra: int) -> None:
+    agrees(DECODE, decode_case(5, 9, 64, extra, block=sizes[0], extra_block=sizes[1]))
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+def test_one_token_of_a_million(heads: int) -> None:
+    """8192 compressed rows of one request: every SM has a split."""
+    case = paged_case(1, 1, heads, columns=4096)
+    case.tensors[5].fill_(8190)
+    case.tensors[6].fill_(0)
+    agrees(PAGED, case)
+    for num_splits in (1, 100, 200):
+        agrees(PAGED, with_settings(case, num_splits=num_splits))
+
+
+@both_ops
+@pytest.mark.parametrize("how", ["transposed", "gaps", "one for all"])
+def test_queries_of_any_strides(name: str, how: str) -> None:
+    case = case_of(name, 11, 6, 64)
+    q = case.tensors[0].to(DEVICE)
+    if how == "transposed":
+        view = q.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    elif how == "gaps":
+        view = torch.full((6, 65, 1025), math.nan, dtype=q.dtype, device=DEVICE)[:, 1:, 1::2]
+        view.copy_(q)
+    else:
+        view = q[:1].expand(6, 64, 512)
+    case = Case(case.name, (view.cpu().contiguous(), *case.tensors[1:]), case.settings)
+    rest = case.on(DEVICE)
+    agrees(name, case, tuple(OPS[name].op(view, *rest.tensors[1:], **rest.settings)))
+
+
+@both_ops
+def test_nothing_to_attend_with(name: str) -> None:
+    """No tokens, no heads."""
+    case = case_of(name, 2, 4, 8).on(DEVICE)
+    no_heads = (case.tensors[0][:, :0], *case.tensors[1:-4], case.tensors[-4][:0], *BARE)
+    for tensors in (no_heads, rows_of(case, slice(0, 0)).tensors):
+        out, lse = OPS[name].op(*tensors, **case.settings)
+        assert out.shape == tensors[0].shape
+        assert lse.shape == out.shape[:2]
+
+
+@both_ops
+@pytest.mark.parametrize("num_splits", [0, 1])
+def test_unused_bytes_change_nothing(name: str, num_splits: int) -> None:
+    """Rows, pages and padding bytes that no token reads are 0 in one run and NaN in the other."""
+    for tokens in (3, 64):
+        zero, nan = (
+            kernel(name, case_of(name, 5, tokens, 64, fill=fill, num_splits=num_splits))
+            for fill in (0, 0xFF)
+        )
+        assert not nan[0].isnan().any()
+        assert all(map(torch.equal, zero, nan))
+
+
+@both_ops
+@pytest.mark.parametrize("exponent", [-90, -30, 20, 110])
+def test_magnitudes_of_values(name: str, exponent: int) -> None:
+    """Partial results have less range than float32: keys times a power of two give every bit of
+    that multiple of the output, in any number of splits."""
+    for tokens, num_splits in ((1, 0), (5, 0), (5, 3), (5, 1)):
+        case = case_of(name, 8, tokens, 64, num_splits=num_splits)
+        out, lse = kernel(name, case)
+        assert out.count_nonzero() > out.numel() // 2 * (tokens > 1)
+        scaled, same = kernel(name, magnified(case, exponent))
+        assert torch.equal(scaled, out * 2.0**exponent)
+        assert torch.equal(same, lse)
+
+
+def test_an_infinite_value_leaves_the_other_dimensions_alone() -> None:
+    """Of one key that all heads see, half of them with a weight of 0. In one split float32 sums are
+    rounded once; both round the weights to bf16, against other maxima."""
+    case = decode_case(4, 6, 64, None, hostile=False)
+    layout = MainLayout(64)
+    slot = int(case.tensors[2][1, 0])
+    start = layout.data_offset(slot % 64) + layout.code_dim
+    case.tensors[1][slot // 64, start : start + 2] = torch.tensor([0x80, 0x7F]).byte()  # inf
+    whole, parts = (
+        kernel(DECODE, with_settings(case, num_splits=splits))[0][1] for splits in (1, 2)
+    )
+    code_dim = layout.code_dim
+    assert not parts[:, code_dim].isfinite().any()
+    others = [dim for dim in range(512) if dim != code_dim]
+    finite = whole[:, others].isfinite()
+    assert finite.any()
+    torch.testing.assert_close(
+        parts[:, others][finite], whole[:, others][finite], atol=2**-7, rtol=2**-6
+    )
+
+
+@both_ops
+def test_a_token_of_nan_leaves_the_others_alone(name: str) -> None:
+    case = case_of(name, 6, 40, 64).on(DEVICE)
+    before = kernel(name, case)
+    case.tensors[0][7], case.tensors[0][20] = math.nan, math.inf
+    after = kernel(name, case)
+    others = [token for token in range(40) if token not in (7, 20)]
+    for left, right in zip(before, after, strict=True):
+        assert torch.equal(left[others], right[others])
+
+
+def rows_of(case: Case, chosen: slice | list[int]) -> Case:
+    """The same call for some of the tokens."""
+    tensors = list(case.tensors)
+    for place in PER_TOKEN:
+        if tensors[place] is not None:
+            tensors[place] = tensors[place][chosen]
+    return Case(case.name, tuple(tensors), case.settings)
+
+
+@both_ops
+@pytest.mark.parametrize("heads", [8, 64, 128])
+@pytest.mark.parametrize(
+    "fixed", [{"batch_invariant": True}, {"num_splits": 1}, {"num_splits": 3}], ids=str
+)
+def test_a_token_has_the_same_bits_in_every_batch(name: str, heads: int, fixed: dict) -> None:
+    """Alone, in a batch of 200, in another order, and in another call of it."""
+    case = case_of(name, 9, 200, heads, **fixed)
+    whole = kernel(name, case)
+    assert all(map(equal, whole, kernel(name, case)))
+    order = torch.randperm(200, generator=generator(1)).tolist()
+    shuffled = kernel(name, rows_of(case, order))
+    assert all(equal(left, right[order]) for left, right in zip(shuffled, whole, strict=True))
+    for token in (*range(9), 57, 128, 131, 132, 198, 199):
+        alone = kernel(name, rows_of(case, slice(token, token + 1)))
+        for left, right in zip(alone, whole, strict=True):
+            assert equal(left[0], right[token]), token
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_gathered_agrees_with_the_cpu(tokens: int) -> None:
+    case = gathered_case(5, tokens, 64, 640)
+    agrees(GATHERED, case)
+    compiled = torch.compile(OPS[GATHERED].op, fullgraph=True)
+    moved = case.on(DEVICE)
+    agrees(GATHERED, case, tuple(compiled(*moved.tensors, **moved.settings)))
+
+
+class Layer(torch.nn.Module):
+    """A decode step of one layer whose caches are buffers."""
+
+    def __init__(self, name: str, case: Case) -> None:
+        super().__init__()
+        self.op, self.settings = getattr(ops, name), case.settings
+        self.register_buffer("swa_cache", case.tensors[1])
+        self.register_buffer("extra_cache", case.tensors[4])
+
+    def forward(self, q: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        swa = (self.swa_cache, *rest[:2])
+        return tuple(self.op(q, *swa, self.extra_cache, *rest[2:], **self.settings))
+
+
+def inputs_of(case: Case) -> tuple[Tensor, ...]:
+    """All but the caches, which are buffers, and what is none."""
+    return tuple(tensor for place, tensor in enumerate(case.tensors[:-3]) if place not in (1, 4))
+
+
+@both_ops
+@pytest.mark.parametrize("captured_by", ["inductor", "torch.cuda.graph"])
+@pytest.mark.parametrize("tokens", [4, 64])
+def test_captured_steps_follow_their_lens(name: str, captured_by: str, tokens: int) -> None:
+    """One compiled graph with our kernels, replayed after lens, indices and queries changed in
+    place, without a host sync."""
+    torch._dynamo.reset()
+    case = case_of(name, 0, tokens, 64)
+    layer, static = Layer(name, case).to(DEVICE), [t.to(DEVICE) for t in inputs_of(case)]
+    options = GRAPHS if captured_by == "inductor" else {}
+    step = torch.compile(layer, fullgraph=True, options=options)
+    _, code = compile_and_get_code(step, *static)
+    assert launches_both(code)
+    results: list[tuple[Tensor, ...]] = []
+    if captured_by == "inductor":
+        for _ in range(3):
+            step(*static)
+
+        def replay() -> None:
+            results[:] = [step(*static)]
+    else:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results.append(step(*static))
+        replay = graph.replay
+    for seed in range(1, 7):
+        fresh = case_of(name, seed, tokens, 64)  # over the same caches
+        assert all(torch.equal(fresh.tensors[place], case.tensors[place]) for place in (1, 4))
+        for tensor, value in zip(static, inputs_of(fresh), strict=True):
+            tensor.copy_(value)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            replay()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        expected = [tensor.to(DEVICE) for tensor in fresh.run(OPS[name].reference)]
+        station = testing.op_testing(name)
+        assert_agrees(f"replay {seed}", station, fresh.on(DEVICE), results[0], expected)

@@ -1,0 +1,243 @@
+"""The Gluon kernel over listed bf16 rows, its Python source run over numpy: the op
+``sparse_mla_gathered``, and prefills by way of a copy of their rows. A race or a deadlock of its
+partitions raises."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from dsv4_ops import testing
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.contract.compare import assert_agrees, equal
+from tests.helpers import INT32_MAX, INT32_MIN, i32
+from tests.support.attention_batches import GATHERED, gathered_case, generator, integers
+from tests.support.prefill_batches import MODES, PREFILL, prefill_case
+
+pytest.importorskip("triton", reason="published for Linux only")
+
+from dsv4_ops.kernels.launcher import at_once
+from dsv4_ops.kernels.sparse_mla import gathered, prefill
+from dsv4_ops.reference import bf16_workspace
+from tests.gluon_emulator import emulate as emulated
+
+KERNEL = "hopper_gathered_keys_kernel"
+
+
+def run(name, case, seed=0, programs=2):
+    """Results of the launcher, its kernel emulated by so many programs. What nobody writes is
+    NaN."""
+    emulator = emulated.Emulator(seed)
+    emulator.programs = programs
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = OPS[name].implementation("kernels")(emulator, *case.tensors, **case.settings)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return tuple(results), emulator.launched
+
+
+def kernel(name, case, seed=0, programs=2):
+    results, launched = run(name, case, seed, programs)
+    assert launched == ([KERNEL] if case.tensors[0].numel() else [])
+    return results
+
+
+def check(name, case, seed=0, programs=2):
+    actual, expected = kernel(name, case, seed, programs), case.run(OPS[name].reference)
+    assert_agrees(
+        f"{name}, {case.name}", OPS[name].implementation("testing"), case, actual, expected
+    )
+    assert not actual[0].isnan().any()
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5, 132])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "topk"),
+    [(1, 1, 1), (3, 64, 64), (2, 65, 65), (5, 8, 128), (3, 128, 129), (4, 12, 300), (2, 200, 70)],
+)
+def test_lists_and_heads_of_any_size(tokens, heads, topk, programs):
+    """Blocks, pairs of blocks and tiles of heads that are not full; programs of none, one and
+    several items."""
+    check(GATHERED, gathered_case(tokens, tokens, heads, topk), programs, programs)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_schedules(seed):
+    """Partitions take turns in other orders."""
+    check(GATHERED, gathered_case(seed, 4, 64, 260), seed, 1)
+
+
+def hostile(seed, tokens=6, heads=9, topk=200):
+    """Entries that are no rows, lens out of range, rows of NaN that nobody lists, no key at all."""
+    case = gathered_case(seed, tokens, heads, topk)
+    q, kv, indices, lens, sink = case.tensors
+    kv[::3] = math.nan
+    indices = torch.where(indices % 3 == 0, indices + 1, indices).clamp(max=len(kv) - 2)
+    indices[0, ::2] = i32([-1, INT32_MIN, len(kv), INT32_MAX]).repeat(topk // 8)
+    indices[1] = -1
+    lens[2:5] = i32([0, INT32_MIN, INT32_MAX])
+    sink[:4] = torch.tensor([math.inf, -math.inf, 0.0, 80.0])
+    return Case("hostile", (q, kv, indices, lens, sink), case.settings)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_hostile_values(seed):
+    case = hostile(seed)
+    out, largest, lse = kernel(GATHERED, case, seed)
+    expected = case.run(OPS[GATHERED].reference)
+    for actual, close in zip((out, largest, lse), expected, strict=True):
+        torch.testing.assert_close(actual, close, rtol=2**-6, atol=2**-8)
+    for token in (1, 2, 3):
+        assert (out[token] == 0).all()
+        assert (lse[token] == -math.inf).all()
+        assert (largest[token] == -math.inf).all()
+
+
+def test_a_token_of_nan_stays_alone():
+    case = gathered_case(3, 5, 64, 130)
+    whole = kernel(GATHERED, case, programs=1)
+    case.tensors[0][2] = math.nan
+    others = [0, 1, 3, 4]
+    for left, right in zip(kernel(GATHERED, case, programs=1), whole, strict=True):
+        assert equal(left[others], right[others])
+
+
+def test_a_token_has_the_same_bits_in_every_batch():
+    case = gathered_case(4, 6, 65, 130)
+    whole = kernel(GATHERED, case, programs=3)
+    q, kv, indices, lens, sink = case.tensors
+    for chosen in (slice(0, 1), slice(2, 6)):
+        some = Case("some", (q[chosen], kv, indices[chosen], lens[chosen], sink), case.settings)
+        for left, right in zip(kernel(GATHERED, some), whole, strict=True):
+            assert equal(left, right[chosen])
+
+
+def test_keys_in_another_order_and_twice():
+    """A row that is listed twice counts twice."""
+    case = gathered_case(1, 2, 8, 128)
+    q, kv, indices, lens, sink = case.tensors
+    twice = Case("twice", (q, kv, indices.repeat(1, 2), lens * 0 + 256, sink), case.settings)
+    once = Case("once", (q, kv, indices, lens * 0 + 128, sink), case.settings)
+    lse = [kernel(GATHERED, each)[2] for each in (twice, once)]
+    torch.testing.assert_close(lse[0], lse[1] + math.log(2), rtol=0, atol=1e-5)
+
+
+def test_logits_of_any_magnitude():
+    """The largest comes first, last, or in either block of a pair; sums against another maximum are
+    scaled, and none overflows."""
+    for place in (0, 63, 64, 127, 128, 191, 192, 255):
+        q, kv = torch.zeros(1, 1, 512).bfloat16(), torch.zeros(257, 512).bfloat16()
+        q[0, 0, 0], kv[:, 1] = 1.0, torch.arange(257) % 8
+        kv[:, 0] = -300.0
+        kv[place, 0] = 300.0
+        lists = (torch.arange(256).int()[None], i32([256]), None)
+        case = Case("peak", (q, kv, *lists), {"softmax_scale": 1.0})
+        out, largest, lse = kernel(GATHERED, case)
+        assert largest.item() == 300.0
+        assert lse.item() == 300.0
+        assert out[0, 0, 1].item() == place % 8
+
+
+def test_queries_and_rows_of_any_strides():
+    """Copies are of 16 bytes: what does not begin at such a place is copied before."""
+    case = gathered_case(2, 3, 9, 70)
+    expected = kernel(GATHERED, case)
+    q, kv, indices, lens, sink = case.tensors
+    wide = torch.zeros(3, 9, 520).bfloat16()
+    wide[..., 4:516] = q
+    rows = torch.zeros(len(kv), 513).bfloat16()
+    rows[:, 1:] = kv
+    lists = (indices.t().contiguous().t(), torch.stack([lens, lens], 1)[:, 0])
+    views = (wide[..., 4:516], rows[:, 1:], *lists, torch.stack([sink, sink], 1)[:, 0])
+    assert all(map(equal, kernel(GATHERED, Case("views", views, case.settings)), expected))
+    transposed = (q.permute(2, 0, 1).contiguous().permute(1, 2, 0), *case.tensors[1:])
+    assert all(map(equal, kernel(GATHERED, Case("t", transposed, case.settings)), expected))
+    assert gathered.copied(at_once, q) is q
+
+
+def test_other_rows_have_the_reference():
+    for case in testing.cases_of(GATHERED):
+        if case.tensors[0].shape[-1] != MainLayout.head_dim:
+            results, launched = run(GATHERED, case)
+            assert launched == []
+            assert all(map(equal, results, case.run(OPS[GATHERED].reference)))
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Prefills of any size copy their rows: by the gather that the kernels' means."""
+
+    def gather_rows(launch, call, sink, multiple, wanted):
+        return bf16_workspace.gather_rows(call, sink, multiple)
+
+    monkeypatch.setattr(prefill, "gathers", lambda values: True)
+    monkeypatch.setattr(prefill, "gather_rows", gather_rows)
+
+
+@pytest.mark.usefixtures("copies")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 65), (7, 8)])
+def test_prefills_by_way_of_a_copy(mode, tokens, heads):
+    """Hostile positions, requests, pages and selections; pages that nobody reads are NaN."""
+    check(PREFILL, prefill_case(tokens, tokens, heads, mode, topk=90, longest=400))
+
+
+@pytest.mark.usefixtures("copies")
+def test_named_prefills():
+    for case in testing.cases_of(PREFILL):
+        if case.settings["layout"] == MainLayout.tag:
+            check(PREFILL, case)
+
+
+@pytest.mark.usefixtures("copies")
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        each
+        for each in OPS[PREFILL].implementation("testing").settings
+        if each["layout"] == MainLayout.tag
+    ],
+)
+def test_prefills_that_are_drawn(chosen):
+    @settings(
+        max_examples=10,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(OPS[PREFILL].implementation("testing").strategy(settings=chosen))
+    def drawn(case):
+        check(PREFILL, case)
+
+    drawn()
+
+
+@pytest.mark.usefixtures("copies")
+def test_asked_for_our_kernel_a_prefill_reads_the_pages():
+    """Its bits must not depend on how many tokens there are."""
+    case = prefill_case(1, 3, 8, "C4", topk=20, longest=300)
+    args = (*case.tensors,)
+    launched = []
+    for impl in ("auto", "triton"):
+        emulator = emulated.Emulator(0)
+        OPS[PREFILL].implementation("kernels")(emulator, *args, **case.settings, impl=impl)
+        launched += emulator.launched
+    assert launched == [KERNEL, "hopper_prefill_keys_kernel"]
+
+
+def test_rows_of_lists_are_integers_of_any_tensor():
+    """Random lists of few rows: every count of a row."""
+    made = generator(0)
+    q, kv = torch.zeros(4, 1, 512).bfloat16(), torch.eye(4, 512).bfloat16()
+    indices, lens = integers(made, 0, 4, 4, 77), i32([77, 64, 1, 65])
+    case = Case("counts", (q, kv, indices, lens, None), {"softmax_scale": 1.0})
+    out = kernel(GATHERED, case)[0]
+    for token in range(4):
+        count = int(lens[token])
+        shares = torch.bincount(indices[token, :count].long(), minlength=4) / count
+        torch.testing.assert_close(out[token, 0, :4].float(), shares, rtol=2**-8, atol=1e-3)

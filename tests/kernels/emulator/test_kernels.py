@@ -1,0 +1,377 @@
+"""The Gluon kernels for Hopper, their Python source run over numpy, against the references; a race
+or a deadlock of their partitions raises. What Triton makes of them is checked on a GPU."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from dsv4_ops import testing
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.contract.checks import strided_copy
+from dsv4_ops.testing.contract.compare import assert_agrees, equal
+from tests.helpers import INT32_MAX, INT32_MIN, i32, i64, strided
+from tests.support.attention_batches import DECODE, PAGED, case_of, decode_case, magnified, turned
+from tests.support.prefill_batches import MODES, PREFILL, in_one_piece, prefill_case, with_plan
+
+emulated = pytest.importorskip(
+    "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
+)
+interpret_mla = pytest.importorskip("tests.kernels.interpreter.interpret_mla")
+
+KERNELS = {
+    DECODE: "hopper_split_keys_kernel",
+    PAGED: "hopper_split_keys_kernel",
+    PREFILL: "hopper_prefill_keys_kernel",
+}
+SETTINGS = [
+    (name, chosen)
+    for name in KERNELS
+    for chosen in OPS[name].implementation("testing").settings
+    if chosen["layout"] == MainLayout.tag
+]
+each_decode = pytest.mark.parametrize("name", [DECODE, PAGED])
+each_op = pytest.mark.parametrize("name", KERNELS)
+each_split = pytest.mark.parametrize("splits", [0, 1, 3])
+
+
+def kernel(name, case, seed=0):
+    """Results of the launcher, its kernels emulated. What nobody writes is NaN."""
+    emulator = emulated.Emulator(seed)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = OPS[name].implementation("kernels")(emulator, *case.tensors, **case.settings)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    table = case.tensors[-1]
+    if case.tensors[0].numel() and (name == PREFILL or table is None or table.shape[1] == 64):
+        assert emulator.launched[0] == KERNELS[name]
+    return tuple(results)
+
+
+def check(name, case, seed=0):
+    expected = case.run(OPS[name].reference)
+    for each in (case, in_one_piece(case)) if name == PREFILL else (case,):
+        actual = kernel(name, each, seed)
+        assert_agrees(
+            f"{name}, {each.name}", OPS[name].implementation("testing"), case, actual, expected
+        )
+
+
+def near(name, case):
+    """For results that are not finite, which float64 is not asked for."""
+    expected = case.run(OPS[name].reference)
+    for actual, close in zip(kernel(name, case), expected, strict=True):
+        torch.testing.assert_close(actual, close, rtol=2**-6, atol=2**-8, equal_nan=True)
+
+
+def replaced(case, **changed):
+    """The call of decode with other tensors."""
+    return with_tensors(
+        case, {OPS[DECODE].parameters.index(name): changed[name] for name in changed}
+    )
+
+
+def with_tensors(case, changed):
+    tensors = [changed.get(place, tensor) for place, tensor in enumerate(case.tensors)]
+    return Case(case.name, tuple(tensors), case.settings)
+
+
+@each_op
+def test_named_cases(name):
+    for case in testing.cases_of(name):
+        check(name, case)
+
+
+@pytest.mark.parametrize(("name", "chosen"), SETTINGS)
+def test_drawn_calls(name, chosen):
+    @settings(
+        max_examples=8,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(OPS[name].implementation("testing").strategy(settings=chosen))
+    def drawn(case):
+        check(name, case)
+
+    drawn()
+
+
+@each_decode
+@pytest.mark.parametrize(
+    ("tokens", "heads", "changed"),
+    [
+        (5, 8, {}),
+        (1, 128, {}),
+        (3, 9, {"num_splits": 1}),
+        (2, 65, {"num_splits": 7}),
+        (4, 64, {"batch_invariant": True}),
+        (1, 1, {"num_splits": 2}),
+    ],
+)
+def test_full_caches(name, tokens, heads, changed):
+    """Hostile indices, lens, pages, requests and sinks; rows that nobody lists are NaN."""
+    check(name, case_of(name, tokens, tokens, heads, **changed))
+
+
+@pytest.mark.parametrize("extra", [None, 70])
+@pytest.mark.parametrize("block", [1, 48, 256])
+def test_pages_of_any_size(extra, block):
+    check(DECODE, decode_case(1, 3, 8, extra, block=block, extra_block=48, num_splits=2))
+
+
+@pytest.fixture
+def emulates(monkeypatch):
+    """The checks of the Triton kernels, with these in their place."""
+    monkeypatch.setattr(interpret_mla, "kernel", kernel)
+    monkeypatch.setattr(interpret_mla, "check", check)
+
+
+@each_decode
+@pytest.mark.parametrize("what", ["plans", "hostile", "rotations", "odd_units", "magnitudes"])
+@pytest.mark.usefixtures("emulates")
+def test_what_the_triton_kernel_promises(what, name):
+    """Plans of these and of other lens, and hostile ones; every bit of the rotation, and of values
+    of any magnitude; splits of halves of blocks."""
+    tokens = {"plans": 5, "hostile": 5, "rotations": 3}.get(what, 2)
+    getattr(interpret_mla, what)(name, case_of(name, 3, tokens, 8))
+
+
+@each_decode
+@pytest.mark.usefixtures("emulates")
+@pytest.mark.parametrize("what", ["plans", "hostile"])
+def test_a_program_joins_several_tokens(name, what, monkeypatch):
+    """As where a plan has many: here all of 9 tokens."""
+    monkeypatch.setattr("dsv4_ops.kernels.sparse_mla.combine.JOINING", 1)
+    getattr(interpret_mla, what)(name, case_of(name, 4, 9, 3))
+
+
+@each_decode
+def test_pieces_that_are_none_write_nothing(name):
+    """One of them wrong in each of its numbers, of a token that has no others."""
+    good = [[0, 0, 1, 0], [1, 0, 2, 4], [1, 1, 2, 4]]
+    wrong = [[token, 0, count, 0] for token in (-1, 3, INT32_MAX, INT32_MIN) for count in (1, 2)]
+    wrong += [[2, split, 2, 0] for split in (-1, 2, INT32_MAX, INT32_MIN)]
+    wrong += [[2, split, 1, 0] for split in (-1, 1)]
+    wrong += [[2, 0, count, 0] for count in (0, -1, INT32_MIN, INT32_MAX)]
+    room = 2 * (len(wrong) + 4)
+    wrong += [[2, 0, 2, first] for first in (-1, INT32_MIN, room - 1, room)]
+    case = case_of(name, 5, 3, 9)
+    expected = kernel(name, with_plan(case, i32(good + [[-1] * 4] * len(wrong))))
+    assert [result.isnan().flatten(1).all(1).tolist() for result in expected] == [
+        [False, False, True]
+    ] * 2
+    assert all(map(equal, kernel(name, with_plan(case, i32(good + wrong))), expected))
+
+
+@pytest.mark.usefixtures("emulates")
+def test_short_prefills_and_tokens_by_themselves():
+    interpret_mla.prefills()
+    interpret_mla.chunks()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_long_prefills(mode):
+    check(PREFILL, prefill_case(0, 12, 8, mode, max_reqs=2))
+    check(PREFILL, prefill_case(1, 3, 128, mode, topk=600, window=100, max_reqs=1))
+    check(PREFILL, prefill_case(2, 3, 8, mode, topk=70, window=300, max_reqs=1))
+
+
+def test_positions_that_no_token_has():
+    """Some of them have the 32 bits of one that has."""
+    far = [-1, -200, 2**32 + 70, 70 - 2**32, INT32_MAX, 2**63 - 1, -(2**63), 70]
+    case = prefill_case(5, len(far), 8, "C128", longest=300, max_reqs=1)
+    case = with_tensors(case, {2: i64(far), 3: i32([0] * len(far))})
+    check(PREFILL, case)
+    assert kernel(PREFILL, case)[1].isfinite().all(1).tolist() == [False] * 7 + [True]
+
+
+def test_the_last_selected_row_counts():
+    """Wherever in the list it is, and alone: no page of the window exists."""
+    case, places = prefill_case(6, 6, 8, "C4", max_reqs=1), [0, 63, 64, 511, 512, 599]
+    rows = torch.full((6, 600), -1, dtype=torch.int32)
+    rows[torch.arange(6), places] = i32([7, 70, 130, 255, 300, 500])
+    window, extra = torch.full_like(case.tensors[4], -1), case.tensors[6]
+    exists = (extra >= 0) & (extra < len(case.tensors[5]))
+    changed = {4: window, 6: torch.where(exists, extra, extra[exists][0]), 7: rows}
+    case = with_tensors(case, {2: i64([2400] * 6), 3: i32([0] * 6), **changed})
+    check(PREFILL, case)
+    assert kernel(PREFILL, case)[1].isfinite().all()
+
+
+@each_op
+def test_every_schedule_gives_the_same_bits(name):
+    cases = [turned(case_of(name, 5, 3, 8, num_splits=3))] if name != PREFILL else []
+    if name == PREFILL:
+        cases += [prefill_case(2, 4, 8, "C4"), in_one_piece(prefill_case(2, 4, 8, "C4"))]
+    for case in cases:
+        results = [kernel(name, case, seed) for seed in range(6)]
+        for other in results[1:]:
+            assert all(map(equal, results[0], other))
+
+
+LENS = [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, -1, INT32_MIN, INT32_MAX]
+
+
+def listing(seed, tokens, heads=8, extra=130, **changed):
+    """A call all of whose indices name a row."""
+    case = decode_case(seed, tokens, heads, extra, hostile=False, **changed)
+    lists = {"swa_indices": case.tensors[2], "extra_indices": case.tensors[5]}
+    full = {
+        name: torch.where(rows < 0, rows.max(), rows)
+        for name, rows in lists.items()
+        if rows is not None
+    }
+    return replaced(case, **full)
+
+
+def lens_of(tokens, swa, extra):
+    return {"swa_lens": i32([swa] * tokens), "extra_lens": i32([extra] * tokens)}
+
+
+@pytest.mark.parametrize(("splits", "seed"), [(0, 0), (1, 1), (3, 2)])
+def test_lens_at_the_edges_of_blocks(splits, seed):
+    """Of the window and behind it, beside one another as a shuffle has them."""
+    order = torch.randperm(len(LENS), generator=torch.Generator().manual_seed(seed))
+    swa, extra = i32(LENS), i32(LENS)[order]
+    case = listing(seed, len(LENS), num_splits=splits)
+    case = replaced(case, swa_lens=swa, extra_lens=extra)
+    check(DECODE, case)
+    finite = kernel(DECODE, case)[1].isfinite().all(1)
+    assert torch.equal(finite, (swa > 0) | (extra > 0))
+
+
+@each_split
+def test_blocks_none_of_whose_keys_exist(splits):
+    """Before those that do, between them, behind them, and no others."""
+    case = listing(2, 4, num_splits=splits)
+    swa, extra = (case.tensors[place].clone() for place in (2, 5))
+    swa[0], swa[1, 64:], extra[1] = -1, 10**6, INT32_MAX
+    extra[2, :64], extra[2, 70:] = -1, INT32_MIN
+    swa[3], extra[3] = -1, -1
+    case = replaced(case, swa_indices=swa, extra_indices=extra, **lens_of(4, 128, 130))
+    check(DECODE, case)
+    assert kernel(DECODE, case)[1].isfinite().all(1).tolist() == [True, True, True, False]
+
+
+@each_split
+def test_a_slot_that_is_listed_often_counts_as_often(splits):
+    """The logarithm of the sum of 128 equal weights is that of one and the logarithm of 128."""
+    case = listing(3, 2, extra=None, num_splits=splits)
+    case = replaced(case, swa_indices=case.tensors[2][:, :1].expand(-1, 128), attn_sink=None)
+    (out, lse), (same, logs) = (
+        kernel(DECODE, replaced(case, swa_lens=i32([length] * 2))) for length in (1, 128)
+    )
+    torch.testing.assert_close(same, out)
+    torch.testing.assert_close(logs, lse + math.log(128))
+
+
+def spoiled(seed, splits):
+    """A call, a cache to spoil, and a slot of it that only the first token lists."""
+    case = listing(seed, 3, num_splits=splits)
+    extra = case.tensors[5].clone()
+    slot = int(extra[0, 69])
+    extra[1:][extra[1:] == slot] = -1
+    case = replaced(case, extra_indices=extra, **lens_of(3, 100, 70))
+    return case, case.tensors[4].clone(), slot
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("place", "value"), [(0, 0x7F), (255, 0xFF), (300, 0x7F), (447, 0xFF), (449, 0x7F), (575, 0xFF)]
+)
+def test_nan_is_seen_by_those_that_list_it(splits, place, value):
+    """A code that is NaN, or a byte that makes one of a RoPE value."""
+    case, cache, slot = spoiled(4, splits)
+    start = MainLayout(64).data_offset(slot)
+    cache.view(-1)[start + place] = value
+    if place > 448:
+        cache.view(-1)[start + place - 1] = 0xFF
+    near(DECODE, replaced(case, extra_cache=cache))
+    out, lse = kernel(DECODE, replaced(case, extra_cache=cache))
+    assert lse.isnan().all(1).tolist() == [True, False, False]
+    assert out[0].isnan().all(0).any()
+    assert not out[1:].isnan().any()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("byte", [0, 1, 254, 255])
+def test_scale_bytes_that_no_insert_writes(splits, byte):
+    """Of 0 every value is zero, of 255 infinite; 254 is 2^127."""
+    case, cache, slot = spoiled(5, splits)
+    start = MainLayout(64).scale_offset(slot)
+    cache.view(-1)[start : start + 7] = byte
+    near(DECODE, replaced(case, extra_cache=cache))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_sums_that_overflow_are_infinite_beside_those_that_do_not(splits):
+    """Of 64 keys and more, with values of 3e38 in one dimension and equal weights."""
+    case = listing(6, 2, 9, num_splits=splits)
+    caches, huge = {}, torch.tensor([3e38]).bfloat16().view(torch.uint8)
+    for name, place in (("swa_cache", 1), ("extra_cache", 4)):
+        cache = caches[name] = case.tensors[place].clone()
+        rows = cache[:, : 64 * 576].unflatten(1, (64, 576))
+        rows[..., 448 + 20 : 448 + 22] = huge
+    q = torch.zeros_like(case.tensors[0])
+    case = replaced(case, q=q, attn_sink=None, **caches, **lens_of(2, 128, 130))
+    near(DECODE, case)
+    out = kernel(DECODE, case)[0]
+    assert out[..., 458].isposinf().all()
+    assert out.isfinite().sum() == 2 * 9 * 511
+
+
+@each_decode
+@pytest.mark.parametrize("exponent", [-85, -20, 60, 118])
+def test_partial_results_of_any_magnitude(name, exponent):
+    """Beside such as are ordinary: of every token the heads and the splits have scales of their
+    own."""
+    check(name, magnified(case_of(name, 6, 2, 8, num_splits=3), exponent))
+
+
+@pytest.mark.parametrize("large", [slice(0, 2), slice(5, 7)], ids=["left", "right"])
+def test_partial_results_much_larger_in_one_half(large):
+    """By 2^40, more than the range of float16 has."""
+    case, caches = listing(7, 2, num_splits=3), {}
+    for name, place in (("swa_cache", 1), ("extra_cache", 4)):
+        caches[name] = case.tensors[place].clone()
+        scales = caches[name][:, 64 * 576 : 64 * 584].unflatten(1, (64, 8))
+        scales[..., large] += 40
+    q = case.tensors[0].clone()
+    q[..., large.start * 64 : large.stop * 64] = 0
+    check(DECODE, replaced(case, q=q, **caches))
+
+
+@pytest.mark.parametrize("mode", ["C4", "C128"])
+@pytest.mark.parametrize("more", [0, 100])
+def test_every_third_page_of_either_table_is_none(mode, more):
+    """One past the cache, whichever cache has more pages."""
+    case = prefill_case(3, 6, 8, mode, longest=1500, max_reqs=1, topk=130)
+    tensors = list(case.tensors)
+    for cache, table, pages in ((1, 4, more), (5, 6, 100 - more)):
+        further = tensors[cache][:1].expand(pages, -1)
+        tensors[cache] = torch.cat([tensors[cache], further])
+        tensors[table] = tensors[table].clone()
+        tensors[table][:, 1::3] = len(tensors[cache])
+    check(PREFILL, Case(mode, tuple(tensors), case.settings))
+
+
+@each_op
+def test_tensors_with_gaps_between_their_values(name):
+    """Those of the window not as those of the compressed rows."""
+    if name == PREFILL:
+        case = prefill_case(4, 5, 9, "C4", topk=70, longest=1500, max_reqs=2)
+    else:
+        case = turned(case_of(name, 4, 3, 9, num_splits=1 if name == PAGED else 2))
+    tensors = [tensor if tensor is None else strided_copy(tensor) for tensor in case.tensors]
+    for place in (2, 3, 4):
+        if tensors[place] is not None and tensors[place].dtype in (torch.int32, torch.int64):
+            tensors[place] = strided(case.tensors[place])
+    check(name, Case("gaps", tuple(tensors), case.settings))
+    tensors[0] = case.tensors[0].mT.contiguous().mT
+    check(name, Case("gaps in the queries", tuple(tensors), case.settings))

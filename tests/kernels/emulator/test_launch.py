@@ -1,0 +1,262 @@
+"""Where the Gluon kernels are launched, and what a graph has of them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.lowering.inspect import opaque_calls
+
+pytest.importorskip("triton")
+
+from dsv4_ops.kernels.sparse_mla.hopper import support
+
+SETTINGS = {"softmax_scale": 0.1, "swa_block_size": 64, "extra_block_size": 64}
+DECODE = {**SETTINGS, "num_splits": 0, "batch_invariant": False}
+
+
+class Launches:
+    """A launch that takes down kernels and grids, and constants of each, on a GPU of a
+    capability."""
+
+    def __init__(self, capability):
+        self.capability, self.made, self.constants = capability, [], {}
+
+    def __call__(self, kernel):
+        return Grid(self, kernel)
+
+
+class Grid:
+    def __init__(self, launches, kernel):
+        self.launches, self.name = launches, kernel.__name__
+
+    def __getitem__(self, grid):
+        def launch(*args, **constants):
+            self.launches.made.append((self.name, grid))
+            self.launches.constants[self.name] = constants
+
+        return launch
+
+
+def arguments(tokens, width=512, heads=64, layout="v4_fp8", device="meta"):
+    def made(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    cache = MainLayout(64).allocate(8, device)
+    if layout == "plain":
+        cache = made(8, 64, 512, dtype=torch.bfloat16)
+    window = (cache, made(tokens, 128), made(tokens))
+    extra = (cache, made(tokens, width), made(tokens)) if width else (None, None, None)
+    q = made(tokens, heads, 512, dtype=torch.bfloat16)
+    return (q, *window, *extra, None, None, None, None), {**DECODE, "layout": layout}
+
+
+def launched(tokens, capability=(9, 0), **changed):
+    launch = Launches(capability)
+    args, settings = arguments(tokens, **changed)
+    OPS["sparse_mla_decode"].launcher("triton")(launch, *args, **settings)
+    return [(name.removesuffix("_kernel"), grid) for name, grid in launch.made]
+
+
+def test_hopper_has_kernels_of_its_own():
+    assert launched(128) == [("hopper_split_keys", (128, 1))]  # one split each: nothing to join
+    assert launched(8) == [("hopper_split_keys", (80, 1)), ("join_splits", (8, 64))]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus_have_those_in_triton(capability):
+    assert launched(128, capability) == [("split_keys", (128, 1))]
+
+
+def test_plain_caches_have_those_in_triton():
+    assert launched(128, layout="plain") == [("split_keys", (128, 1))]
+
+
+def test_splits_are_of_whole_blocks_on_hopper():
+    """10 blocks for 132 programs; for a kernel in Triton 20 halves, which take it less time."""
+    assert launched(1) == [("hopper_split_keys", (10, 1)), ("join_splits", (1, 64))]
+    assert launched(1, (8, 0)) == [("split_keys", (20, 1)), ("join_splits", (1, 64))]
+    assert launched(16) == [("hopper_split_keys", (80, 1)), ("join_splits", (16, 64))]
+
+
+def test_a_split_that_saves_no_more_than_one_block_is_no_split():
+    """A join takes as long: two blocks of a window, whatever the tokens; three of each of 40 tokens
+    in three splits save two, in two splits not. Halves of the window's save one and a half."""
+    for tokens in (1, 8, 32, 64):
+        assert launched(tokens, width=0) == [("hopper_split_keys", (tokens, 1))]
+    assert launched(40, width=64) == [("hopper_split_keys", (120, 1)), ("join_splits", (40, 64))]
+    assert launched(60, width=64) == [("hopper_split_keys", (60, 1))]
+    assert launched(8, (8, 0), width=0) == [("split_keys", (32, 1)), ("join_splits", (8, 64))]
+    assert launched(64, (8, 0), width=0) == [("split_keys", (64, 1))]
+
+
+def test_programs_that_join_by_a_plan():
+    """One for each token, up to 2048 with those of other heads, and for each 32 rows that are no
+    first pieces of a batch of as many tokens."""
+
+    def joins(tokens, heads, programs):
+        args, settings = arguments(tokens, heads=heads)
+        plan = torch.empty(tokens + programs, 4, dtype=torch.int32, device="meta")
+        launch = Launches((9, 0))
+        OPS["sparse_mla_decode"].launcher("triton")(launch, *args[:8], plan, *args[9:], **settings)
+        return launch.made[1]
+
+    for tokens, heads, programs, joining in (
+        (8, 64, 132, 8), (1, 64, 132, 5), (31, 64, 132, 31), (1000, 64, 132, 32), (64, 128, 66, 16),
+        (64, 100, 66, 20), (1, 1, 1, 1), (9, 8, 5000, 157), (3000, 1, 132, 2048),
+    ):  # fmt: skip
+        assert joins(tokens, heads, programs) == ("join_splits_kernel", (joining, heads))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "splits", "step"), [(66, 2, 2), (33, 4, 4), (16, 5, 8), (8, 10, 16), (4, 10, 16)]
+)
+def test_splits_that_are_joined_at_a_time(tokens, splits, step):
+    """No more than there are, of a call that knows its size; by a plan up to 4 or 8."""
+    launch = Launches((9, 0))
+    args, settings = arguments(tokens)
+    OPS["sparse_mla_decode"].launcher("triton")(launch, *args, **settings)
+    assert launch.made[0][1] == (tokens * splits, 1)
+    constants = launch.constants["join_splits_kernel"]
+    assert (constants["FEW"], constants["SPLITS"]) == (step, step)
+    plan = torch.empty(tokens + 132, 4, dtype=torch.int32, device="meta")
+    OPS["sparse_mla_decode"].launcher("triton")(launch, *args[:8], plan, *args[9:], **settings)
+    constants = launch.constants["join_splits_kernel"]
+    assert (constants["FEW"], constants["SPLITS"]) == (4, 8)
+
+
+def paged_launch(tokens, capability=(9, 0), heads=64, columns=256, planned=False, **changed):
+    """Launches of a call with block tables of pages of 2 rows."""
+    args, settings = arguments(tokens, heads=heads)
+    table = torch.empty(tokens, columns, dtype=torch.int32, device="meta")
+    plan = torch.empty(tokens + 132, 4, dtype=torch.int32, device="meta") if planned else None
+    settings |= {"extra_block_size": 2, **changed}
+    lens = args[6]
+    launch = Launches(capability)
+    OPS["sparse_mla_decode_paged"].launcher("triton")(
+        launch, *args[:4], args[4], lens, lens, table, None, plan, None, None, **settings
+    )
+    return launch
+
+
+def paged(*args, **changed):
+    launch = paged_launch(*args, **changed)
+    return [(name.removesuffix("_kernel"), grid) for name, grid in launch.made]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "programs", "joining"),
+    [
+        (32, 64, (132, 1), 16),
+        (120, 64, (132, 1), 16),
+        (60, 8, (132, 1), 60),
+        (16, 128, (66, 2), 8),
+        (60, 128, (66, 2), 8),
+        (40, 160, (44, 3), 6),
+        (121, 64, (154, 1), 16),
+        (256, 64, (289, 1), 16),
+        (61, 128, (77, 2), 8),
+        (256, 128, (272, 2), 8),
+        (41, 160, (52, 3), 6),
+    ],
+)
+def test_batches_with_tables_are_cut_by_their_lens(tokens, heads, programs, joining):
+    """A program for each SM whatever the tables' width, or of more tokens one for each and a
+    quarter of the SMs for further pieces; and about 1024 that join."""
+    cut = [("hopper_split_keys", programs), ("join_listed", (joining, heads))]
+    assert paged(tokens, heads=heads) == cut
+    assert paged(tokens, heads=heads, columns=4096) == cut
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lanes"), [(32, 32), (33, 64), (64, 64), (65, 128), (128, 128), (129, 256)]
+)
+def test_lanes_that_cut_are_no_more_than_tokens_need(tokens, lanes):
+    constants = paged_launch(tokens).constants
+    assert constants["hopper_split_keys_kernel"]["LANES"] == lanes
+    join = constants["join_listed_kernel"]
+    assert (join["FEW"], join["SPLITS"]) == (4, 8)
+
+
+def test_what_is_not_cut():
+    """Fewer tokens, more, tables of a block, a plan, splits that are told, one GPU's bits; and the
+    kernel for other GPUs."""
+    cut = {"join_listed"}
+    for tokens, changed in (
+        (31, {}), (15, {"heads": 128}), (257, {}), (257, {"heads": 128}), (64, {"columns": 32}),
+        (64, {"planned": True}), (64, {"num_splits": 2}), (64, {"batch_invariant": True}),
+        (64, {"capability": (10, 0)}), (64, {"capability": (8, 0)}),
+    ):  # fmt: skip
+        assert not cut & {name for name, _ in paged(tokens, **changed)}, (tokens, changed)
+    assert paged(64, columns=33)[1][0] == "join_listed"
+
+
+def test_packages_have_kernels_that_inductor_compiles():
+    q = torch.empty(1, 1, 512, dtype=torch.bfloat16)
+    assert not support.runs(torch.library.wrap_triton, q, True)
+    assert support.runs(Launches((9, 0)), q, True)
+    assert not support.runs(Launches((9, 0)), q, False)
+    assert not support.runs(Launches(None), q, True)
+
+
+@pytest.mark.parametrize(("tokens", "joins"), [(8, 8), (66, 66), (67, 1), (200, 1)])
+def test_joins_of_any_number_of_tokens(tokens, joins):
+    """A graph for any number of tokens launches the kernel that joins for all of them, or for one
+    where that number turns out to leave one split."""
+    shapes = ShapeEnv()
+    args, settings = arguments(tokens, device="cpu")  # of meta tensors no size is a symbol
+    with FakeTensorMode(shape_env=shapes) as mode:
+        fakes = [
+            each if each is None else mode.from_tensor(each, static_shapes=False) for each in args
+        ]
+        launch = Launches((9, 0))
+        OPS["sparse_mla_decode"].launcher("triton")(launch, *fakes, **settings)
+    (name, (programs, _)), (join, (grid, heads)) = launch.made
+    assert (name, join) == ("hopper_split_keys_kernel", "join_splits_kernel")
+    constants = launch.constants[join]
+    assert (constants["FEW"], constants["SPLITS"]) == (8, 8)
+    assert isinstance(grid, torch.SymInt)
+    assert int(grid) == joins
+    assert int(heads) == 64
+    assert int(programs) >= tokens
+
+
+def test_launches_are_no_opaque_calls():
+    launch = "buf1 = torch.ops.dsv4_ops._hopper_split_keys.default(arg0)"
+    check = "assert_size_stride(buf2, (1,), (1,), 'torch.ops.dsv4_ops._hopper_split_keys.default')"
+    assert opaque_calls(f"{launch}\n    {check}\n") == []
+    call = "buf1 = torch.ops.dsv4_ops.sparse_mla_decode.default(arg0)"
+    assert opaque_calls(f"    {call}\n# {call}\n") == [call]
+
+
+CACHED = """
+import torch, dsv4_ops
+from torch._subclasses.fake_tensor import FakeTensorMode
+assert not hasattr(torch.ops.dsv4_ops, "_hopper_prefill_keys")
+with FakeTensorMode():
+    i32 = dict(dtype=torch.int32, device="cuda")
+    cache = torch.empty(4, 64 * 584, dtype=torch.uint8, device="cuda")
+    table = torch.empty(1, 4, **i32)
+    q = torch.empty(2, 8, 512, dtype=torch.bfloat16, device="cuda")
+    positions = torch.empty(2, dtype=torch.int64, device="cuda")
+    torch.ops.dsv4_ops.sparse_mla_prefill(
+        q, cache, positions, torch.empty(2, **i32), table, None, None, None, None,
+        softmax_scale=1.0, window_size=128, compress_ratio=1, swa_block_size=64,
+        extra_block_size=64, layout="v4_fp8",
+    )
+print(torch.ops.dsv4_ops._hopper_prefill_keys.default)
+"""
+
+
+def test_code_from_a_cache_finds_its_op():
+    """Compiled code that another process has cached is looked up when the fakes have run."""
+    run = subprocess.run(
+        [sys.executable, "-c", CACHED], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    assert "_hopper_prefill_keys" in run.stdout

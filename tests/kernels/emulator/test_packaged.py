@@ -1,0 +1,341 @@
+"""What an AOTInductor package has of kernels in Gluon: their binaries, and C++ that calls them. The
+GPU is played by C++ that does what can be told of every argument."""
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="published for Linux only")
+
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels.aot import launch_op
+from dsv4_ops.kernels.aot.compile import Argument
+from dsv4_ops.kernels.sparse_mla import decode, gathered
+from dsv4_ops.kernels.sparse_mla import prefill as prefill_launch
+from dsv4_ops.kernels.sparse_mla.hopper import support
+from dsv4_ops.lowering import gluon
+from dsv4_ops.lowering.inspect import build_package, load_package
+from dsv4_ops.testing.contract.compare import equal
+from tests.helpers import i32
+from tests.support.attention_batches import (
+    DECODE,
+    GATHERED,
+    PAGED,
+    case_of,
+    gathered_case,
+    generator,
+    integers,
+)
+from tests.support.prefill_batches import PREFILL, in_one_piece, prefill_case
+
+emulate_gluon = pytest.importorskip(
+    "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
+)
+
+PLAYED = """
+#include <algorithm>
+#include <string>
+using CUfunction = const void*;
+static CUfunction loadKernel(const void* start, const std::string& name, uint32_t shared) {
+    bool elf = !std::memcmp(start, "\\177ELF", 4);
+    return elf && name == "hopper_gathered_keys_kernel" && shared > 200000 ? start : nullptr;
+}
+template <class T> static T value(void** all, int place) { return *static_cast<T*>(all[place]); }
+static float wide(uint16_t bits) {
+    uint32_t word = uint32_t(bits) << 16;
+    float made;
+    std::memcpy(&made, &word, 4);
+    return made;
+}
+static void launchKernel(CUfunction kernel, uint32_t x, uint32_t y, uint32_t z, uint32_t warps,
+                         uint32_t shared, void** all, void*) {
+    if (!kernel) return;
+    auto q = value<uint16_t*>(all, 0), out = value<uint16_t*>(all, 3);
+    auto lse = value<float*>(all, 4), largest = value<float*>(all, 5);
+    auto sink = value<float*>(all, 6);
+    auto kv = value<uint16_t*>(all, 7);
+    auto indices = value<int32_t*>(all, 10), lens = value<int32_t*>(all, 12);
+    int32_t stride = value<int32_t>(all, 1), head = value<int32_t>(all, 2);
+    int32_t tokens = value<int32_t>(all, 14), heads = value<int32_t>(all, 15);
+    for (int t = 0; t < tokens; ++t)
+        for (int h = 0; h < heads; ++h) {
+            int place = t * heads + h;
+            std::copy_n(q + t * stride + h * head, 512, out + place * 512);
+            int row = indices[t * value<int32_t>(all, 11)];
+            lse[place] = wide(kv[row * value<int32_t>(all, 8)]) + sink[h];
+            largest[place] = lens[t] + 1e3f * value<int32_t>(all, 13) + value<int32_t>(all, 9);
+        }
+    bool well = shared > 200000 && !value<void*>(all, 16) && !value<void*>(all, 17);
+    well &= (reinterpret_cast<uintptr_t>(q) | reinterpret_cast<uintptr_t>(kv)) % 16 == 0;
+    lse[0] = well ? x + 1000.0f * y + 10000.0f * z + 100000.0f * warps : 0;
+}
+"""
+"""Results say what it was given: a launch of a token too few, of other strides, of another address
+or with arguments in another order shows."""
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """The driver, in C++."""
+    definition = gluon.definition
+    monkeypatch.setattr(gluon, "definition", lambda made: [*PLAYED.splitlines(), *definition(made)])
+    gluon.register()
+
+
+class Gathered(torch.nn.Module):
+    """As the trace of a package calls it."""
+
+    def forward(self, q, kv, indices, lens, sink):
+        rows = (q, kv, indices[:, 1:], lens)
+        return gathered.launch_gathered_keys(launch_op.packaged, *rows, sink, 0.1)
+
+
+def rows_of(tokens, heads=8, width=65, rows=40):
+    made = generator(tokens)
+    q = torch.randn(tokens, heads, 2, 512, generator=made).bfloat16()[:, :, 1]
+    kv = torch.randn(rows, 512, generator=made).bfloat16()
+    indices, lens = integers(made, 0, rows, tokens, width), integers(made, 0, width, tokens)
+    return q, kv, indices, lens, torch.randn(heads, generator=made)
+
+
+@pytest.mark.slow
+def test_a_package_launches_the_binary(played, tmp_path):
+    """For any number of tokens, of which 132 programs take turns; queries have gaps."""
+    given, tokens = rows_of(7), torch.export.Dim("tokens", min=2)
+    dims = {0: tokens}
+    program = torch.export.export(Gathered(), given, dynamic_shapes=(dims, None, dims, dims, None))
+    run = load_package(build_package(program, tmp_path / "gathered.pt2"))
+    for count in (7, 2, 200):
+        q, kv, indices, lens, sink = given = rows_of(count)
+        out, largest, lse = run(*given)
+        assert torch.equal(out, q)
+        assert torch.equal(largest, (lens + 1e3 * 64 + 40)[:, None].expand(-1, 8))
+        assert lse[0, 0] == min(count, 132) + 1000 + 10000 + 12 * 100000
+        want = kv[indices[:, 1].long(), 0].float()[:, None] + sink
+        assert torch.equal(lse.flatten()[1:], want.flatten()[1:])
+
+
+class Moved(torch.nn.Module):
+    """Queries that Inductor would like to have other strides, or at another address."""
+
+    def forward(self, x, y, flat, kv, indices, lens, sink):
+        queries, keys = moved(x, y, flat)
+        found = []
+        for q, rows in ((queries[0], kv), (queries[1], kv), (queries[2], keys)):
+            lists = (indices, lens, sink, 0.1)
+            results = gathered.launch_gathered_keys(launch_op.packaged, q, rows, *lists)
+            found += [results[0], results[2]]
+        return tuple(found)
+
+
+def moved(x, y, flat):
+    """Sums of permuted tensors; a product of a transposed one; views of all but the start."""
+    heads, tokens, width = y.shape
+    odd = flat[1 : 1 + y.numel()].view(tokens, heads, width)
+    queries = (x.permute(2, 0, 1) + y.permute(1, 0, 2), y.transpose(0, 1) * 2, odd)
+    return queries, flat[3 : 3 + 40 * width].view(40, width)
+
+
+@pytest.mark.slow
+def test_strides_and_addresses_are_what_the_kernel_is_told(played, tmp_path):
+    """Whatever Inductor would make of them; keys are an input that starts at an odd address."""
+    tokens, heads = 7, 8
+    _, kv, indices, lens, sink = rows_of(tokens, heads)
+    made = generator(3)
+    x, y, flat = (
+        torch.randn(shape, generator=made).bfloat16()
+        for shape in ((heads, 512, tokens), (heads, tokens, 512), (50000,))
+    )
+    room = torch.zeros(kv.numel() + 1).bfloat16()
+    shifted = room[1:].view(kv.shape).copy_(kv)
+    given = (x, y, flat, shifted, indices, lens, sink)
+    program = torch.export.export(Moved(), given)
+    found = load_package(build_package(program, tmp_path / "moved.pt2"))(*given)
+    queries, keys = moved(x, y, flat)
+    for q, rows, out, lse in zip(queries, (kv, kv, keys), found[::2], found[1::2], strict=True):
+        assert torch.equal(out, q)
+        assert lse[0, 0] == tokens + 1000 + 10000 + 12 * 100000
+        want = rows[indices[:, 0].long(), 0].float()[:, None] + sink
+        assert torch.equal(lse.flatten()[1:], want.flatten()[1:])
+
+
+class Projected(torch.nn.Module):
+    """The same of any number of tokens, and a product of matrices: every stride is of a symbol."""
+
+    def forward(self, x, y, hidden, weight, kv, indices, lens, sink):
+        found = []
+        projected = (hidden @ weight).view(indices.shape[0], 8, 512)
+        queries = (x.permute(2, 0, 1) + y.permute(1, 0, 2), projected, y.transpose(0, 1) * 2)
+        for q in queries:
+            lists = (torch.where(indices >= 0, indices, -1), lens, sink, 0.1)
+            out, _, lse = gathered.launch_gathered_keys(launch_op.packaged, q, kv, *lists)
+            found += [q, out, lse]
+        return tuple(found)
+
+
+@pytest.mark.slow
+def test_strides_of_any_number_of_tokens(played, tmp_path):
+    def arguments(count):
+        made = generator(count)
+        shapes = ((8, 512, count), (8, count, 512), (count, 64), (64, 4096))
+        tensors = [torch.randn(shape, generator=made).bfloat16() for shape in shapes]
+        return (*tensors, *rows_of(count)[1:])
+
+    tokens = torch.export.Dim("tokens", min=2)
+    dims = ({2: tokens}, {1: tokens}, {0: tokens}, None, None, {0: tokens}, {0: tokens}, None)
+    program = torch.export.export(Projected(), arguments(7), dynamic_shapes=dims)
+    run = load_package(build_package(program, tmp_path / "projected.pt2"))
+    for count in (7, 2, 150):
+        given = arguments(count)
+        found, (kv, indices, _, sink) = run(*given), given[4:]
+        want = kv[indices[:, 0].long(), 0].float()[:, None] + sink
+        for q, out, lse in zip(found[::3], found[1::3], found[2::3], strict=True):
+            assert torch.equal(out, q)
+            assert lse[0, 0] == min(count, 132) + 1000 + 10000 + 12 * 100000
+            assert torch.equal(lse.flatten()[1:], want.flatten()[1:])
+
+
+class Bytes(torch.nn.Module):
+    """A window alone, for which the kernel is given the cache twice, over a view of it."""
+
+    def forward(self, q, cache, positions, requests, table, sink):
+        tensors = (q, cache.view(torch.uint8), positions, requests, table, None, None, None, sink)
+        numbers = (0.1, 128, 4, 64, 64, True)
+        return prefill_launch._launch_prefill(launch_op.packaged, True, *tensors, *numbers)
+
+
+@pytest.mark.slow
+def test_a_tensor_that_the_code_owns_is_freed_once(played, tmp_path):
+    cache = MainLayout(64).allocate(9, "cpu").view(torch.float8_e4m3fn)
+    tokens = (torch.arange(7), i32([0] * 7), torch.zeros(1, 11, dtype=torch.int32))
+    given = (torch.randn(7, 64, 512).bfloat16(), cache, *tokens, torch.zeros(64))
+    run = load_package(build_package(torch.export.export(Bytes(), given), tmp_path / "bytes.pt2"))
+    for _ in range(3):
+        assert [result.shape for result in run(*given)] == [(7, 64, 512), (7, 64)]
+
+
+def test_a_kernel_that_needs_memory_is_refused(monkeypatch):
+    class Made:
+        class metadata:
+            global_scratch_size, profile_scratch_size = 0, 64
+
+    monkeypatch.setattr(gluon.binary, "compiled", lambda *_: Made)
+    monkeypatch.setattr(gluon, "_binaries", {})
+    with pytest.raises(RuntimeError, match="was compiled to need memory for itself"):
+        gluon.binary_of(support.kernels().split, [Argument("i32")], {})
+
+
+class Taken:
+    """A kernel that takes down what it is called with, and doubles queries."""
+
+    def __init__(self, names):
+        self.arg_names, self.calls = names, []
+
+    def __getitem__(self, grid):
+        return functools.partial(self.call, grid)
+
+    def call(self, grid, *args, **options):
+        q, out = args[0], args[3]
+        out.copy_(2 * q)
+        self.calls.append((grid, args, options))
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """In the place of the kernel over listed rows."""
+    kernels = support.kernels()
+    kernel = Taken(kernels.gathered.arg_names)
+    made = support.Kernels(kernels.split, kernels.prefill, kernel)
+    monkeypatch.setattr(support, "kernels", lambda: made)
+    return kernel
+
+
+def test_an_op_of_a_launch_is_the_launch(taken):
+    """Every argument in its place, the ones that stand for none too: without a sink the kernel is
+    given a tensor that it writes to."""
+    q, kv, indices, lens, sink = rows_of(5)
+    for given in (sink, None):
+        expected = gathered.launch_gathered_keys(
+            lambda kernel: kernel, q, kv, indices, lens, given, 0.25
+        )
+        actual = gathered.launch_gathered_keys(
+            launch_op.packaged, q, kv, indices, lens, given, 0.25
+        )
+        (grid, args, options), (again, others, rest) = taken.calls[-2:]
+        assert (grid, options) == (again, rest)
+        assert options == {"SOFTMAX_SCALE": 0.25, "HAS_SINK": given is not None, "num_warps": 4}
+        results = dict(zip(map(id, expected), map(id, actual), strict=True))
+        for one, other in zip(args, others, strict=True):
+            if isinstance(one, torch.Tensor):
+                assert results.get(id(one), id(one)) == id(other) or torch.equal(one, other)
+            else:
+                assert one == other
+        assert torch.equal(actual[0], 2 * q)
+
+
+@pytest.mark.slow
+def test_compiled_as_python(taken):
+    """Inductor runs a graph in Python first where it is told to tune kernels then."""
+    gluon.register()
+    given, tokens = rows_of(6), torch.export.Dim("tokens", min=2)
+    dims = {0: tokens}
+    shapes = (dims, None, dims, dims, None)
+    program = torch.export.export(Gathered(), given, dynamic_shapes=shapes)
+    compiled = torch.compile(program.module(), fullgraph=True, dynamic=True)
+    for count in (6, 9):
+        given = rows_of(count)
+        assert torch.equal(compiled(*given)[0], 2 * given[0])
+        (grid, args, _) = taken.calls[-1]
+        assert (grid, args[-2:]) == ((count,), (count, 8))
+
+
+class Watched:
+    """A launch whose kernels are emulated, that takes down which arguments of them change."""
+
+    capability = support.CAPABILITY
+
+    def __init__(self):
+        self.emulator, self.changed = emulate_gluon.Emulator(0), {}
+
+    def __call__(self, kernel):
+        return WatchedKernel(self, kernel)
+
+
+class WatchedKernel:
+    def __init__(self, launch, kernel):
+        self.launch, self.kernel = launch, kernel
+
+    def __getitem__(self, grid):
+        return functools.partial(self.call, grid)
+
+    def call(self, grid, *args, **options):
+        names = zip(self.kernel.arg_names, args, strict=False)
+        tensors = {name: each for name, each in names if isinstance(each, torch.Tensor)}
+        before = {name: each.clone() for name, each in tensors.items()}
+        self.launch.emulator(self.kernel)[grid](*args, **options)
+        if self.kernel in support.kernels():
+            changed = {name for name in tensors if not equal(tensors[name], before[name])}
+            self.launch.changed.setdefault(self.kernel.__name__, set()).update(changed)
+
+
+def test_what_kernels_write_is_said(monkeypatch):
+    """Inductor reorders what it is not told of. Every argument has memory of its own."""
+    monkeypatch.setattr(decode, "LEAST_CUT", 1)
+    launch = Watched()
+    calls = [(DECODE, case_of(DECODE, 1, 3, 8, num_splits=count)) for count in (1, 3)]
+    calls += [(PAGED, case_of(PAGED, 1, 3, 8))]
+    prefill = prefill_case(1, 3, 8, "C4", topk=70, longest=300)
+    calls += [(PREFILL, prefill), (PREFILL, in_one_piece(prefill))]
+    calls += [(GATHERED, gathered_case(1, 3, 8, 70))]
+    for name, case in calls:
+        OPS[name].implementation("kernels")(launch, *case.tensors, **case.settings)
+    outputs = {"out", "lse"}
+    parts = {"partial", "partial_lse", "partial_peak"}
+    assert launch.changed == {
+        "hopper_split_keys_kernel": {*outputs, *parts, "joins"},
+        "hopper_prefill_keys_kernel": {*outputs, *parts},
+        "hopper_gathered_keys_kernel": {*outputs, "max_logits"},
+    }
+    assert set.union(*launch.changed.values()) == launch_op.WRITTEN

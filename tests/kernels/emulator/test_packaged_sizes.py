@@ -1,0 +1,190 @@
+"""What an AOTInductor package for any number of tokens launches on Hopper, size by size."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="published for Linux only")
+
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.kernels.aot import launch_op
+from dsv4_ops.kernels.aot.compile import Argument
+from dsv4_ops.kernels.sparse_mla import decode, prefill
+from dsv4_ops.kernels.sparse_mla.hopper import support
+from dsv4_ops.lowering import gluon
+from tests.helpers import i32
+from tests.support.attention_batches import generator, integers
+
+
+class Prefill(torch.nn.Module):
+    """Of any size: from the pages or by way of a copy."""
+
+    def forward(self, *tensors):
+        numbers = (0.1, 128, 4, 64, 64, True)
+        return prefill._launch_by_size(launch_op.packaged, *tensors, *numbers)
+
+
+def launches_of(program, sizes):
+    """The programs of all launches, and the bytes of all that is allocated, at sizes."""
+    launches, held = [], 0
+    for node in program.graph.nodes:
+        if node.target is torch.ops.dsv4_ops._launch_hopper.default:
+            launches.append((node.args[0], node.args[4]))
+        elif "triton_kernel_wrapper" in str(node.target):
+            launches.append(("triton", node.kwargs["grid"][0]))
+        elif node.target is torch.ops.aten.new_empty.default:
+            value = node.meta["val"]
+            held += math.prod(at(each, sizes) for each in value.shape) * value.dtype.itemsize
+    return [(name, math.prod(at(each, sizes) for each in grid)) for name, grid in launches], held
+
+
+def at(size, sizes):
+    """A node of a graph, a symbol or a number."""
+    value = size.meta["val"] if isinstance(size, torch.fx.Node) else size
+    return int(value if isinstance(value, int) else value.node.expr.subs(sizes))
+
+
+def test_a_prefill_of_any_size_has_both_ways():
+    """Of 64 heads, 128 + 512 keys and 5120 compressed rows: 256 tokens read the pages, 2048 a copy
+    of them, and not of a table of more than 2^20 rows. What is not wanted has no programs, and no
+    memory for rows and lists. Nothing is made a number. The 10 blocks of few tokens are cut for 132
+    programs: of 40 tokens in threes, the longest of which has 4, of 66 in two."""
+    made, heads = generator(0), 64
+    cache = MainLayout(64).allocate(9, "cpu")
+    tokens, pages = torch.export.Dim("tokens", min=2), torch.export.Dim("pages", min=2)
+    given = (
+        *(torch.randn(7, heads, 512, generator=made).bfloat16(), cache, torch.arange(7)),
+        *(i32([0] * 7), integers(made, 0, 9, 1, 11), cache, integers(made, 0, 9, 1, 80)),
+        *(integers(made, 0, 9, 7, 512), torch.zeros(heads)),
+    )
+    first = {0: tokens}
+    dims = (first, None, first, first, {1: pages}, None, None, first, None)
+    program = torch.export.export(Prefill(), given, dynamic_shapes=(dims,))
+    tensors = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    symbols = [tensors[0].shape[0].node.expr, tensors[4].shape[1].node.expr]
+    few, many, far = (
+        launches_of(program, dict(zip(symbols, sizes, strict=True)))
+        for sizes in ((256, 300), (2048, 300), (2048, 17000))
+    )
+    names = ["prefill", "triton", "triton", "triton", "triton", "triton", "gathered"]
+    for found, programs in ((few, 256), (far, 2048)):  # a head of one token finds nothing to join
+        assert found[0] == [*zip(names, (programs, heads, 0, 0, 0, 0, 0), strict=True)]
+    # spans of 1 request; 640 and 2400 groups of 8 rows, for up to 2112 programs; lists
+    assert many[0] == [*zip(names, (0, 0, 1, 640, 2112, 2048, 132), strict=True)]
+    for count, splits in ((2, 10), (13, 10), (14, 5), (40, 3), (66, 2), (67, 1)):
+        found, _ = launches_of(program, dict(zip(symbols, (count, 300), strict=True)))
+        joins = heads * (count if splits > 1 else 1)
+        assert found[:3] == [("prefill", count * splits), ("triton", joins), ("triton", 0)], count
+    rows = 300 * 64 + 80 * 64
+    assert many[1] - few[1] > rows * 1024 + 2048 * 640 * 4
+    parts = 132 * heads * (1024 + 8)
+    assert few[1] < 256 * (heads * (1024 + 8) + 8) + parts + 1000
+
+
+def paged_program(heads, columns, tokens, dims):
+    """Decode with block tables, exported; ``dims`` of tokens, and of columns."""
+    made = generator(0)
+    main, pages = MainLayout(64).allocate(9, "cpu"), MainLayout(2).allocate(9, "cpu")
+    given = (
+        torch.randn(tokens, heads, 512, generator=made).bfloat16(),
+        *(main, integers(made, 0, 9, tokens, 128), i32([0] * tokens)),
+        *(pages, integers(made, 0, 9, tokens, columns), i32([0] * tokens), i32([0] * tokens)),
+    )
+    first, second = dims
+    shapes = (first, None, first, first, None, {**first, **second}, first, first)
+    return torch.export.export(Paged(), given, dynamic_shapes=(shapes,))
+
+
+class OnHopper:
+    """What a package is traced with, of tensors that are on no GPU."""
+
+    capability = support.CAPABILITY
+
+    def __call__(self, kernel):
+        return launch_op.packaged(kernel)
+
+
+class Paged(torch.nn.Module):
+    """Decode with block tables, of any number of tokens."""
+
+    def forward(self, *tensors):
+        numbers = {"softmax_scale": 0.1, "swa_block_size": 64, "extra_block_size": 2}
+        more = {"layout": MainLayout.tag, "num_splits": 0, "batch_invariant": False}
+        return decode._split_and_join(
+            OnHopper(), *tensors, None, None, None, None, **numbers, **more
+        )
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+def test_a_decode_of_any_size_is_cut_where_its_programs_are_few(heads):
+    """2 blocks of the window and 3 of 150 rows, of 1 or 2 programs a token. Splits for 132 programs
+    below 32 (of 30 programs in threes: two blocks each), a cut for all SMs from there to 120, and
+    for a program each and a quarter of the SMs beyond; one program each of more than 256 tokens.
+    About 1024 programs join, whatever there is to join."""
+    tokens = {0: torch.export.Dim("tokens", min=2)}
+    program = paged_program(heads, 75, 7, (tokens, {}))
+    (symbol,) = program.range_constraints
+    tiles = heads // 64
+    beyond = 132 // tiles // 4
+    for programs, wanted in (
+        (2, 5 * 2),
+        (30, 3 * 30),
+        (32, 132),
+        (64, 132),
+        (120, 132),
+        (122, 122 + beyond * tiles),
+        (132, 132 + beyond * tiles),
+        (256, 256 + beyond * tiles),
+        (256 * tiles, (256 + beyond) * tiles),
+        (257 * tiles, 257 * tiles),
+        (1000, 1000),
+    ):
+        count = programs // tiles
+        found, _ = launches_of(program, {symbol: count})
+        joins = min(count, 1024 // heads) * heads
+        assert found == [("split", wanted), ("triton", joins)], programs
+    kept, _ = launches_of(program, {symbol: 122 // tiles})
+    assert kept[0][1] == 122 + beyond * tiles
+
+
+def compiled(program):
+    """The kernel of each launch of a package, for what the graph knows of its arguments."""
+
+    def known(value):
+        value = value.meta["val"] if isinstance(value, torch.fx.Node) else value
+        if isinstance(value, torch.Tensor):
+            return Argument.tensor(value.dtype)
+        expression = value if isinstance(value, int) else value.node.expr
+        if getattr(expression, "free_symbols", ()):
+            return Argument("i32")
+        return 1 if int(expression) == 1 else Argument.number(int(expression))
+
+    for node in program.graph.nodes:
+        if node.target is torch.ops.dsv4_ops._launch_hopper.default:
+            name, *lists, _, text = node.args
+            rest = launch_op.Rest.of(text)
+            arguments = rest.arguments(*([known(each) for each in values] for values in lists))
+            yield gluon.binary_of(launch_op.kernel_of(name), arguments, rest.options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "columns", "tokens", "dynamic"),
+    [
+        (64, 75, 7, "tokens"),
+        (64, 75, 100, "columns"),
+        (128, 75, 40, "both"),
+        (64 * 67, 75, 1, "nothing"),
+    ],
+)
+def test_what_is_known_of_a_decode_compiles(heads, columns, tokens, dynamic):
+    """Splits, programs and whether to cut are each a symbol, a number, or 1, which Triton makes a
+    constant."""
+    some = {"tokens": ("tokens",), "columns": ("columns",), "both": ("tokens", "columns")}
+    dims = tuple(
+        {place: torch.export.Dim(name, min=2)} if name in some.get(dynamic, ()) else {}
+        for place, name in enumerate(("tokens", "columns"))
+    )
+    made = list(compiled(paged_program(heads, columns, tokens, dims)))
+    assert [each.function for each in made] == ["hopper_split_keys_kernel"]

@@ -1,0 +1,68 @@
+"""Into how many splits a prefill on Hopper cuts the keys of its tokens."""
+
+import pytest
+import torch
+
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.dispatch.crossovers import gathers
+from tests.support.prefill_batches import PREFILL, in_one_piece, prefill_case
+
+pytest.importorskip("triton", reason="triton is for Linux only")
+hopper = pytest.importorskip("dsv4_ops.kernels.sparse_mla.hopper.support")
+
+
+def test_keys_of_few_tokens_are_cut():
+    """128 + 70 keys are 2 blocks and 2 more: a join takes the time of one, so that 2 splits are of
+    2 blocks each and 4 of one. In one piece if a token is to have the same bits in every batch."""
+    for tokens, heads, splits in ((1, 8, 4), (33, 64, 4), (34, 64, 2), (33, 65, 2), (67, 64, 1)):
+        case = prefill_case(1, tokens, heads, "C4", topk=70, longest=300)
+        for each, expected in ((case, splits), (in_one_piece(case), 1)):
+            launched = launches(each)
+            joined = [("join_splits_kernel", (tokens, heads))] if expected > 1 else []
+            wide = -(-heads // 64)
+            assert launched == [("hopper_prefill_keys_kernel", (tokens * expected, wide)), *joined]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pages", "copied"),
+    [(100, 747, 0), (100, 748, 1), (66, 4096, 0), (67, 4096, 1), (133, 300, 0), (133, 400, 1)],
+)
+def test_wide_tables_are_copied(tokens, pages, copied):
+    """100 tokens take 132 * 0.06 ns a key of 128 and the table's rows, a copy 12 us and 0.5 ns of
+    those rows and 227: as long at 1496 rows, 748 pages of 2. Up to 66 tokens have splits, 133 take
+    as long as 264."""
+
+    def made(*shape):
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    values = {
+        "q": made(tokens, 64, 512),
+        "swa_block_table": made(1, 9000),
+        "swa_block_size": 64,
+        "extra_cache": made(1, 1),
+        "extra_block_table": made(1, pages),
+        "extra_block_size": 2,
+        "topk_indices": None,
+        "window_size": 128,
+    }
+    assert gathers(values) == copied
+
+
+def launches(case):
+    """Names and grids; nothing runs."""
+    found = []
+
+    def launch(kernel):
+        return GridOf(kernel, found)
+
+    launch.capability = hopper.CAPABILITY
+    OPS[PREFILL].implementation("kernels")(launch, *case.tensors, **case.settings)
+    return found
+
+
+class GridOf:
+    def __init__(self, kernel, found):
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, grid):
+        return lambda *_, **__: self.found.append((self.kernel.__name__, grid))

@@ -1,0 +1,216 @@
+"""Batches that Hopper's decode cuts by their lens, its source run over numpy."""
+
+import functools
+
+import pytest
+import torch
+
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.core.tiles import AT_ONCE, LEAST_CUT, PROGRAMS
+
+pytest.importorskip("triton", reason="published for Linux only")
+
+from dsv4_ops.kernels.sparse_mla import combine, decode
+from tests.kernels.emulator import test_kernels as calls
+from tests.support.attention_batches import PAGED, case_of, turned
+
+cuts = pytest.importorskip(
+    "tests.kernels.emulator.work_tiles", reason="triton is published for Linux only"
+)
+emulated = pytest.importorskip(
+    "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
+)
+
+
+def cut(swa, extra, requests, num_reqs, programs, **more):
+    kernel = emulated.Emulator()(cuts.written_cut_kernel)
+    return cuts.cut(kernel, (swa, extra, requests, num_reqs), programs, **more)
+
+
+def of_blocks(*counts):
+    """Tokens of as many blocks, the first in the window."""
+    window = [64 * (count > 0) for count in counts]
+    return window, [64 * max(count - 1, 0) for count in counts], list(range(len(counts)))
+
+
+def test_a_long_token_among_short_ones():
+    """10 blocks for 4 programs: 3 each would be 3 pieces of 8 blocks, one more than there are
+    programs; 4 each take (4 + 2) * 4 + 1 = 25, whole tokens 8 * 4 = 32."""
+    rows, joins = cut(*of_blocks(1, 8, 1), 3, 4)
+    assert rows == [(0, 0, 1), (1, 0, 2, 0), (1, 1, 2, 0), (2, 0, 1)]
+    assert joins == [(1, 2, 0)]
+
+
+def test_tokens_are_left_whole_where_a_join_takes_longer():
+    """7 blocks for 8 programs: 1 each takes (1 + 2) * 8 + 4 = 28, 2 each (2 + 2) * 8 + 1 = 33,
+    whole tokens 3 * 8 = 24."""
+    rows, joins = cut(*of_blocks(2, 3, 2), 3, 8)
+    assert rows == [(0, 0, 1), (1, 0, 1), (2, 0, 1)] + [None] * 5
+    assert joins == []
+
+
+def test_where_a_program_looks_no_further():
+    """Of 132 programs the mean is 1. 3 blocks take (1 + 2) * 132 + 2, whole tokens 3 * 132; 4 take
+    (1 + 2) * 132 + 3, (2 + 2) * 132 + 1, or whole 4 * 132."""
+    assert cut(*of_blocks(3, 1), 2, 132) == ([(0, 0, 1), (1, 0, 1)] + [None] * 130, [])
+    rows, joins = cut(*of_blocks(4, 1), 2, 132)
+    pieces = [(0, piece, 4, 0) for piece in range(4)]
+    assert rows == [*pieces, (1, 0, 1)] + [None] * 127
+    assert joins == [(0, 4, 0)]
+
+
+def test_several_tokens_of_several_pieces():
+    """40 blocks for 8 programs: 5 each would be 11 pieces, 7 (6.25, rounded up) each 9. 8 each are
+    7, of which 3 are further ones: (8 + 2) * 8 + 3 = 83. 13 each: (13 + 2) * 8 + 2."""
+    rows, joins = cut(*of_blocks(1, 22, 1, 16), 4, 8)
+    assert rows[:4] == [(0, 0, 1), (1, 0, 3, 0), (1, 1, 3, 0), (1, 2, 3, 0)]
+    assert rows[4:] == [(2, 0, 1), (3, 0, 2, 3), (3, 1, 2, 3), None]
+    assert joins == [(1, 3, 0), (3, 2, 3)]
+
+
+def test_rows_of_requests_that_do_not_exist_have_no_weight():
+    """Padding of a captured batch: as many rows of tables as they like."""
+    swa, extra, _ = of_blocks(1, 8, 1)
+    rows, joins = cut(swa, [4096, *extra[1:]], [-1, 1, 2], 3, 4)
+    assert rows == [(0, 0, 1), (1, 0, 2, 0), (1, 1, 2, 0), (2, 0, 1)]
+    assert joins == [(1, 2, 0)]
+    assert cut([0] * 3, [4096] * 3, [3, -(2**31), 2**31 - 1], 3, 4)[0][:3] == [
+        (token, 0, 1) for token in range(3)
+    ]
+
+
+def test_more_tokens_than_run_at_once_take_the_longest_first():
+    """16 blocks of 5 tokens for 2 at once, and one more program than tokens. 8 each (the mean):
+    (16 + 4 * (6 - 2)) + 2 * 2 + 1 = 37, as 10; whole (12): 16 + 4 * 3 = 28 is the least. Of 14ths
+    of 12 blocks 12 are 14 and 1 is 1; those of 1 keep their order."""
+    rows, joins = cut(*of_blocks(1, 1, 12, 1, 1), 5, 6, at_once=2)
+    assert rows == [(token, 0, 1) for token in (2, 0, 1, 3, 4)] + [None]
+    assert joins == []
+
+
+def test_a_token_that_takes_longer_than_its_share_is_cut_beyond_what_runs_at_once():
+    """44 blocks of 5 tokens for 4 at once. 11 each (the mean): 4 pieces of 40 blocks, more than
+    there are programs; 14 (13.75): 3 pieces, max(14 * 4, 44 + 4 * 3) + 2 * 4 + 2 = 66, as 17; 20:
+    2 pieces, max(20 * 4, 44 + 4 * 2) + 8 + 1 = 89; whole 160."""
+    rows, joins = cut(*of_blocks(1, 1, 40, 1, 1), 5, 7, at_once=4)
+    assert rows[:3] == [(2, piece, 3, 0) for piece in range(3)]
+    assert rows[3:] == [(token, 0, 1) for token in (0, 1, 3, 4)]
+    assert joins == [(2, 3, 0)]
+
+
+def test_tokens_about_as_long_as_each_other_keep_their_order():
+    """A mean of 3 of 5 tokens: 5 blocks are no more than that and a join, 6 are."""
+    given = of_blocks(1, 2, 3, 5, 4)
+    assert cut(*given, 5, 6, at_once=2) == ([(token, 0, 1) for token in range(5)] + [None], [])
+    rows, _ = cut(*of_blocks(1, 2, 2, 6, 4), 5, 6, at_once=2)
+    assert [row[0] for row in rows if row] == [3, 4, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "programs"), [(1, 132), (2, 3), (33, 132), (32, 66), (120, 132), (40, 44), (7, 7)]
+)
+def test_every_program_finds_what_the_others_leave(tokens, programs):
+    for seed in range(3):
+        given = cuts.drawn(seed, tokens)
+        rows, joins = cut(*given, programs)
+        assert (rows, joins) == cuts.expected(*given, programs)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "programs", "at_once"),
+    [(3, 4, 2), (121, 153, 132), (64, 80, 66), (128, 144, 66), (129, 145, 66), (256, 288, 132)],
+)
+def test_every_program_finds_what_the_others_leave_beyond_those_at_once(tokens, programs, at_once):
+    for seed in range(3):
+        given = cuts.drawn(seed, tokens)
+        assert cut(*given, programs, at_once=at_once) == cuts.expected(
+            *given, programs, at_once=at_once
+        )
+
+
+@pytest.mark.parametrize(
+    "widths", [(128, 2**22), (2**22, 2**22), (128, 2**31 - 1), (2**31 - 1,) * 2]
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_tables_for_millions_of_rows(seed, widths):
+    """Contexts of a whole number of pieces and a row more or less, of more blocks than a cut goes
+    by, and of as many rows as an int32 holds, of which adding 63 would make less than none."""
+    made = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 700, (40,), generator=made)
+    numbers = torch.randint(1, 90, (40,), generator=made)
+    near = torch.randint(-1, 2, (40,), generator=made)
+    extra = (64 * sizes * numbers + near).tolist()
+    extra[::13] = [2**31 - 1, 2**22, 2**21 + 65, 2**31 - 64]
+    swa = [128, 2**31 - 1, 0, 2**22] * 10
+    given = swa, extra, list(range(40)), 40
+    assert cut(*given, 132, widths=widths) == cuts.expected(*given, 132, widths)
+
+
+def test_the_oracle_leaves_no_piece_out():
+    """Each piece of a token once, and no place of a partial result twice."""
+    for seed in range(50):
+        tokens = 1 + seed * 119 // 49
+        rows, joins = cuts.expected(*cuts.drawn(seed, tokens), PROGRAMS)
+        pieces = sorted(row[:2] for row in rows if row is not None)
+        counts = {row[0]: row[2] for row in rows if row is not None}
+        assert pieces == [(token, each) for token in range(tokens) for each in range(counts[token])]
+        places = [place + each for _, count, place in joins for each in range(count)]
+        assert places == list(range(len(places)))
+        assert len(places) <= PROGRAMS
+
+
+def test_a_batch_that_is_cut_has_a_program_for_every_token():
+    """As many programs as SMs, or more than tokens, and places for all partial results: a token
+    of several pieces has a further one."""
+    for wide in (1, 2, 3, 16, 40):
+        for tokens in (*range(1, 140), 255, 256):
+            q = torch.empty(tokens, 64 * wide, 1, device="meta")
+            cut = decode._cut(q, 18, wide)
+            assert (cut is not None) == (tokens * wide >= LEAST_CUT)
+            if cut is None:
+                continue
+            further = cut.programs - tokens
+            assert 0 <= further <= PROGRAMS - min(tokens, further)
+            assert (cut.programs <= cut.at_once) == (tokens * wide <= AT_ONCE)
+            assert cut.by_lens == 1
+        assert decode._cut(torch.empty(257, 64 * wide, 1, device="meta"), 18, wide) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "programs"), [(5, 8, 132), (3, 128, 18), (4, 65, 9), (6, 8, 6), (2, 8, 3)]
+)
+def test_batches_cut_by_their_lens(tokens, heads, programs, monkeypatch):
+    """Hostile lens, requests and pages, with and without a rotation, in any schedule."""
+    monkeypatch.setattr(decode, "LEAST_CUT", 1)
+    monkeypatch.setattr(decode, "PROGRAMS", programs)
+    monkeypatch.setattr(combine, "LISTED", 2 * heads)  # programs join several tokens
+    for seed in range(3):
+        case = case_of(PAGED, seed, tokens, heads)
+        calls.check(PAGED, case, seed)
+        calls.check(PAGED, turned(case), seed)
+    emulator = emulated.Emulator(0)
+    OPS[PAGED].implementation("kernels")(emulator, *case.tensors, **case.settings)
+    assert emulator.launched == ["hopper_split_keys_kernel", "join_listed_kernel"]
+
+
+@pytest.mark.parametrize(("tokens", "heads", "splits"), [(5, 8, 0), (3, 65, 2), (2, 8, 1)])
+def test_splits_where_a_package_might_cut(tokens, heads, splits, monkeypatch):
+    """As many of each token, listed to be joined if they are several."""
+    cut = functools.partial(decode.Cut, 0, 132, 132)
+    room = torch.full((tokens + 1, 4), -7, dtype=torch.int32)
+    monkeypatch.setattr(decode, "_cut", lambda *_: cut(room))
+    monkeypatch.setattr(decode, "num_splits_of", lambda *_: splits or 5)
+    for seed in range(2):
+        calls.check(PAGED, case_of(PAGED, seed, tokens, heads), seed)
+    listed = room[: int(room[0, 0]) + 1, :3].tolist()[1:]
+    count = splits or 5
+    joins = [[token, count, token * count] for token in range(tokens)]
+    assert listed == (joins if count > 1 else [])
+
+
+def test_drawn_calls_cut_by_their_lens(monkeypatch):
+    monkeypatch.setattr(decode, "LEAST_CUT", 1)
+    monkeypatch.setattr(decode, "LEAST_UNITS", 1)
+    for name, chosen in calls.SETTINGS:
+        if name == PAGED and chosen["num_splits"] == 0 and not chosen["batch_invariant"]:
+            calls.test_drawn_calls(name, chosen)

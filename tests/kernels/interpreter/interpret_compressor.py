@@ -1,0 +1,99 @@
+"""The compressor's kernel in Triton's interpreter with few programs, so that each looks at many
+tokens, several times; tests/kernels/interpreter/test_compressor_kernels.py starts it with
+TRITON_INTERPRET=1."""
+
+import sys
+
+import torch
+
+from dsv4_ops.core.layout import StateLayout
+from dsv4_ops.kernels.compressor import launch as kernels
+from dsv4_ops.kernels.compressor.launch import save_and_compress
+from dsv4_ops.testing.case import Case
+from tests.kernels.interpreter.interpret_kernels import check, fuzz
+from tests.support.compressor_steps import SPECS, Engine, random_sequences, random_weights, together
+
+PROGRAMS = ((1, 1, 1), (2, 3, 2), (8, 1, 4), (4, 5, 1))
+"""Tokens that a program looks at, programs, rows that a thread reads at a time."""
+
+
+def long_prefill(kind: str, lens: list[int], seed: int) -> None:
+    """Requests of some of which every program finds a window, most of them of this call as a
+    whole."""
+    weights = random_weights(kind, seed)
+    sequences = random_sequences(kind, lens, seed)
+    ours, theirs = (Engine(kind, weights, lens) for _ in range(2))
+
+    def step(*tensors: torch.Tensor, **settings: object) -> None:
+        save_and_compress(lambda kernel: kernel, *tensors, **settings)
+
+    ours.step(sequences, padding=5, call=together(step))
+    theirs.step(sequences, padding=5)
+    assert torch.equal(ours.states.nan_to_num(), theirs.states.nan_to_num())
+    for request in range(len(lens)):
+        actual, expected = ours.rows(request), theirs.rows(request)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=3e-6)
+
+
+def nearly_whole_windows(kind: str, tokens: int, seed: int) -> None:
+    """Windows of a prefill, some with one row of another request or position, which is in the
+    states, or whose page does not exist."""
+    spec, made = SPECS[kind], torch.Generator().manual_seed(seed)
+    weights, size = random_weights(kind, seed), spec["state_block_size"]
+    width, pages = weights["ape"].shape[1], tokens // size + 1
+    positions, requests = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int32)
+    odd = torch.rand(tokens, generator=made) < 1.5 / spec["ratio"]
+    odd &= positions % spec["ratio"] != spec["ratio"] - 1
+    other = torch.rand(tokens, generator=made) < 0.5
+    requests[odd & other] = 1
+    positions[odd & ~other] += torch.randint(-9, 9, (int((odd & ~other).sum()),), generator=made)
+    finishes = (positions % spec["ratio"] == spec["ratio"] - 1) & (torch.arange(tokens) > 0)
+    order = torch.randperm(tokens, generator=made)
+    slots = torch.where(finishes, order[torch.arange(tokens)], -1)
+    table = torch.randint(-1, pages, (2, pages), generator=made, dtype=torch.int32)
+    tensors = (
+        torch.randn(tokens, 2 * width, generator=made),
+        weights["ape"],
+        torch.randn(StateLayout(size, 2 * width).shape(pages), generator=made),
+        table,
+        positions,
+        requests,
+        weights["norm_weight"],
+        weights["cos_sin_cache"],
+        torch.zeros(tokens, 1, spec["head_dim"]),
+        slots,
+    )
+    settings = {
+        "compress_ratio": spec["ratio"],
+        "overlap": spec["overlap"],
+        "eps": 1e-6,
+        "state_block_size": size,
+        "block_size": 1,
+        "layout": "plain",
+    }
+    check("compress_and_insert", Case("nearly whole windows", tensors, settings))
+
+
+def main(examples: int) -> None:
+    for number, (tokens, programs, depth) in enumerate(PROGRAMS):
+        kernels.MIXED_WARPS = (1, 99)[number % 2]
+        kernels.LONG_APART, kernels.SAVED_EARLY = ((2, 7), (0, 0), (1, 8), (3, 4))[number]
+        kernels.SHORT_SAVED = kernels.LONG_SAVED = kernels.INSERT_SAVED = 2**number
+        kernels.SHORT_TOKENS = kernels.LONG_TOKENS = kernels.INSERT_TOKENS = tokens
+        kernels.SHORT_TOKENS_SAVED = tokens
+        kernels.SHORT_PROGRAMS = kernels.LONG_PROGRAMS = kernels.INSERT_PROGRAMS = programs
+        kernels.FEW_TOKENS = 0
+        kernels.DEPTH = kernels.LONG_DEPTH = depth
+        fuzz("compress_and_insert", examples // 2)
+        fuzz("save_and_compress", examples - examples // 2)
+        fuzz("insert_c4_step", examples // 2)
+        long_prefill("C4 indexer", [50, 3, 61], tokens)
+        long_prefill("C128 narrow", [150, 3, 133], tokens)
+        nearly_whole_windows("C4 indexer", 60, tokens)
+        nearly_whole_windows("C128 narrow", 520, tokens)
+        print(tokens, programs, depth)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]))

@@ -1,0 +1,150 @@
+"""Kernels around the calls of FlashMLA and DeepGEMM in Triton's interpreter, over stand-ins of both
+that refuse what the libraries would misread; tests/dispatch/test_providers_compiled.py starts it
+with TRITON_INTERPRET=1. Prints what has passed."""
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
+from dsv4_ops import testing
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels import opaque_op
+from dsv4_ops.kernels.sparse_mla import bf16_workspace as kernels
+from dsv4_ops.reference import bf16_workspace
+from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.contract.compare import assert_agrees, equal
+from tests.fakes import flash_mla as fake_flash_mla
+from tests.fakes.deep_gemm import FakeDeepGemm, indexer_call
+from tests.helpers import INT32_MAX, INT32_MIN
+from tests.support.attention_batches import (
+    DECODE,
+    GATHERED,
+    PAGED,
+    decode_case,
+    gathered_case,
+    generator,
+    integers,
+    paged_case,
+    turned,
+)
+from tests.support.prefill_batches import MODES, PREFILL, prefill_case
+
+
+def launched(name: str, library: str, *tensors: object, **settings: object) -> object:
+    return OPS[name].launcher(library)(lambda kernel: kernel, *tensors, **settings)
+
+
+def attention() -> Iterator[tuple[str, Case]]:
+    for seed, tokens, heads in ((0, 7, 64), (1, 2, 128), (2, 1, 64)):
+        yield DECODE, decode_case(seed, tokens, heads, 70)
+        yield PAGED, paged_case(seed, tokens, heads, columns=150)
+        yield GATHERED, gathered_case(seed, tokens, heads, 300)
+    yield DECODE, decode_case(3, 5, 64, None)
+    yield DECODE, turned(decode_case(4, 7, 64))
+    yield PAGED, turned(paged_case(5, 7, 64, columns=20))
+    case = turned(decode_case(6, 7, 64))
+    yield DECODE, Case("other angles", (*case.tensors[:-1], case.tensors[-1][:, :8]), case.settings)
+    wide = [None if each is None else torch.stack([each] * 2, -1)[..., 0] for each in case.tensors]
+    kept = [wide[place] if place in (0, 2, 3, 5, 6, 7, 10) else each
+            for place, each in enumerate(case.tensors)]  # fmt: skip
+    yield DECODE, Case("strided", tuple(kept), case.settings)
+
+
+SMALL = {"longest": 300, "max_reqs": 2, "window": 70}
+
+
+def prefills() -> Iterator[tuple[str, Case]]:
+    """Few entries and tokens of a request at a time as well as all of them."""
+    for seed, mode in enumerate(MODES):
+        for tokens, heads in ((6, 64), (1, 128)):
+            yield PREFILL, prefill_case(seed, tokens, heads, mode, topk=70, **SMALL)
+    for seed, changed in enumerate(({"window": 200}, {"block": 7, "window": 1}, {"topk": 1})):
+        sizes = {"topk": 70, **SMALL, **changed}
+        case = prefill_case(seed, 9, 64, "C4", **sizes)
+        tensors = (*case.tensors[:-1], None)
+        yield PREFILL, Case("without a sink", tensors, case.settings)
+    case = prefill_case(5, 9, 64, "C4", topk=70, **SMALL)
+    wide = [None if each is None else torch.stack([each] * 2, -1)[..., 0] for each in case.tensors]
+    kept = [each if place in (1, 5, 8) else wide[place] for place, each in enumerate(case.tensors)]
+    yield PREFILL, Case("strided", tuple(kept), case.settings)
+    for what, cut in (("no request", slice(0, 0)), ("no column", (slice(None), slice(0, 0)))):
+        tables = [each[cut] if place in (4, 6) else each for place, each in enumerate(case.tensors)]
+        yield PREFILL, Case(what, tuple(tables), case.settings)
+
+
+def drawn(made: torch.Generator, tensor: Tensor | None, *values: int) -> Tensor | None:
+    """Four in ten entries replaced by ones that name nothing, or something else."""
+    if tensor is None:
+        return None
+    extremes = (INT32_MIN, INT32_MAX, INT32_MAX - 1)
+    pool = torch.tensor([*extremes, *values, *range(-1, 9)], dtype=tensor.dtype)
+    wild = pool[integers(made, 0, len(pool), *tensor.shape).long()]
+    return torch.where(torch.rand(tensor.shape, generator=made) < 0.6, tensor, wild)
+
+
+def hostile_prefill(seed: int) -> tuple[Prefill, Tensor]:
+    """With windows and ratios up to those of any table; and a sink."""
+    made, mode = generator(seed), list(MODES)[seed % 3]
+    sizes = {"block": (1, 4, 64, 53)[seed % 4], "topk": (3, 130)[seed % 2], "longest": 100}
+    tokens, max_reqs = int(integers(made, 1, 14, 1)), 1 + seed % 4
+    case = prefill_case(seed, tokens, 64, mode, cache_seed=1, max_reqs=max_reqs, **sizes)
+    _, swa_cache, positions, owners, swa_table, cache, table, chosen, sink = case.tensors
+    swa = Source(swa_cache, drawn(made, swa_table), sizes["block"])
+    extra = None
+    if cache is not None:
+        extra = Source(cache, drawn(made, table), case.settings["extra_block_size"])
+    batch = drawn(made, positions, 2**40, -(2**63), 2**63 - 1, 99), drawn(made, owners)
+    numbers = (
+        (1, 2, 5, 70, 200, 2**31 - 1, 2**31, 2**40)[seed % 8],
+        (4, 1, 2**31 - 1)[seed // 3 % 3],
+    )
+    return Prefill(*batch, swa, extra, drawn(made, chosen, 24, 25), *numbers), sink
+
+
+def counted(rows: Rows) -> Tensor:
+    """The lists as far as their lens go."""
+    column = torch.arange(rows.slots.shape[1])
+    return torch.where(column < rows.lens[:, None], rows.slots, -1)
+
+
+def lists(count: int) -> int:
+    """Every integer, and the bits of every row that a list names; a few entries at a time too."""
+    usual = kernels.COLUMNS, kernels.TOKENS
+    for seed in range(count):
+        kernels.COLUMNS, kernels.TOKENS = (usual, (64, 4))[seed // 2 % 2]
+        call, sink = hostile_prefill(seed)
+        expected = bf16_workspace.gather_rows(call, sink, 128)
+        actual = kernels.gather_rows(lambda kernel: kernel, call, sink, 128)
+        assert torch.equal(counted(actual), counted(expected)), seed
+        assert torch.equal(actual.lens, expected.lens), seed
+        assert torch.equal(actual.sink, expected.sink), seed
+        named = expected.slots[expected.slots >= 0].long()
+        assert equal(actual.kv[named], expected.kv[named]), seed
+    kernels.COLUMNS, kernels.TOKENS = usual
+    return count
+
+
+def main() -> None:
+    print("lists", lists(12))
+    assert opaque_op.kernels(torch.device("cpu")) is not None
+    with fake_flash_mla.registered():
+        for name, case in (*attention(), *prefills()):
+            actual = launched(name, "flash_mla", *case.tensors, **case.settings)
+            expected = case.run(OPS[name].reference)
+            assert_agrees(f"{name}, {case.name}", testing.op_testing(name), case, actual, expected)
+    print("flash_mla", len(fake_flash_mla.calls))
+    sys.modules["deep_gemm"] = FakeDeepGemm()
+    for seed, num_rows in enumerate((1, 100, 256, 300, 1500)):
+        queries, lens, rows = indexer_call(seed)
+        tensors, settings = (*queries, lens, *rows), {"block_size": 64, "num_rows": num_rows}
+        expected = OPS["indexer_logits"].reference(*tensors, **settings, layout="v4_indexer_fp8")
+        assert torch.equal(launched("indexer_logits", "deep_gemm", *tensors, **settings), expected)
+    print("deep_gemm", sys.modules["deep_gemm"].calls)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The indexer's selection in Triton's interpreter with small scratch rows, so that short rows
+already have parts, reductions and groups; tests/kernels/interpreter/test_indexer_kernels.py starts
+it with TRITON_INTERPRET=1. Prints how often each of these happened."""
+
+import itertools
+import sys
+from collections import Counter
+
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from dsv4_ops import testing
+from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels.indexer import logits as indexer
+from dsv4_ops.kernels.indexer import topk as launchers
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.cases.indexer import beyond_int32
+from tests.kernels.interpreter.interpret_kernels import check, fuzz
+
+SMALL = {
+    "PROGRAMS": 40,
+    "CAPACITY": 64,
+    "MERGED": 64,
+    "GROUPS": 3,
+    "WIDE": 32,
+    "WIDE_GROUP": 256,
+    "LEAST": 16,
+    "LOGITS_STEP": 16,
+    "LOGITS_LEAST": 16,
+}
+TOPK = 16
+happened: Counter[str] = Counter()
+
+
+def counted(name: str, kernel: object) -> object:
+    class Recorder:
+        def __getitem__(self, grid):
+            happened[name] += 1
+            return kernel[grid]
+
+    return Recorder()
+
+
+def long_rows(seed: int, kind: str, topk: int = TOPK) -> Case:
+    """Rows of up to 2500 logits: random, full of ties, ascending, descending, or constant."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows = int(torch.randint(500, 2500, (), generator=generator))
+    logits = torch.randn(3, num_rows, generator=generator)
+    if kind == "ties":
+        logits = logits.round()
+    elif kind != "random":
+        column = torch.arange(num_rows, dtype=torch.float32)
+        logits[:] = {"ascending": column, "descending": -column, "constant": 0 * column}[kind]
+    lens = torch.randint(0, num_rows + 1, (3,), generator=generator, dtype=torch.int32)
+    lens[0] = num_rows
+    logits[0, ::7] = -torch.inf
+    logits[1, 3:9] = torch.nan
+    lens[1] = num_rows // 8  # parts no longer than 40
+    return Case(kind, (logits, lens), {"topk": topk})
+
+
+def long_selection(seed: int, kind: str, topk: int = TOPK, pages: int = 20) -> Case:
+    """Slots of up to 20 pages of 64 rows of two requests, the second of which has entries that no
+    page has; the third token is padding, the fourth has few rows. Scores are whole numbers, many of
+    them equal; "ascending" or "descending" by row."""
+    generator = torch.Generator().manual_seed(seed)
+    cache, rows = IndexerLayout(64).allocate(2 * pages), 64 * pages
+    table = torch.randperm(2 * pages, generator=generator, dtype=torch.int32).view(2, pages)
+    scales = torch.randint(1, 50, (2 * pages, 64), generator=generator).float()
+    if kind != "random":
+        place = torch.arange(1, rows + 1).view(pages, 64).float()
+        scales[table.long()] = place if kind == "ascending" else rows + 1 - place
+    cache[:, : 64 * 128] = 0x38
+    cache[:, 64 * 128 : 64 * 132] = scales.view(torch.uint8)
+    table[1, ::3], table[1, 1::9], table[1, 2::9] = -1, 2**31 - 1, 2 * pages
+    q = torch.ones(5, 1, 128).to(torch.float8_e4m3fn)
+    positions = torch.tensor([rows - 1, rows - 1, rows - 1, 2 * topk, rows - 70])
+    requests = torch.tensor([0, 1, 2, 1, 1], dtype=torch.int32)
+    sizes = {"block_size": 64, "compress_ratio": 1, "topk": topk, "layout": IndexerLayout.tag}
+    tensors = (q, torch.ones(5, 1), cache, positions, requests, table)
+    return Case(f"{kind}, slots", tensors, {**sizes, "slots": True})
+
+
+def check_slots() -> None:
+    """One part, lists that fill at most half of what is merged at once and more, groups that are,
+    and groups that are not; each of random scores, and of those that rise or fall by row."""
+    kinds = itertools.cycle(("ascending", "descending"))
+    for kind in ("random", "ascending", "descending"):
+        check("indexer_select", long_selection(0, kind, pages=1))
+        check("indexer_select", long_selection(1, kind))
+        check("indexer_select", long_selection(2, kind, topk=40))
+    for name, value in (("GROUPS", 6), ("MERGED", 1024), ("PROGRAMS", 5)):
+        setattr(launchers, name, value)
+        for kind in ("random", next(kinds)):
+            check("indexer_select", long_selection(3, kind))
+            check("indexer_select", long_selection(4, kind, pages=4))
+            check("indexer_select", long_selection(5, kind, topk=40))
+        setattr(launchers, name, SMALL[name])
+    sizes = {"block_size": 64, "compress_ratio": 1, "topk": 130, "layout": IndexerLayout.tag}
+    spec, tensors = OPS["indexer_select"], beyond_int32()
+    found = spec.implementation("kernels")(lambda kernel: kernel, *tensors, **sizes, slots=True)
+    assert torch.equal(found, spec.reference(*tensors, **sizes, slots=True))
+
+
+def main(examples: int) -> None:
+    vars(launchers).update(SMALL)
+    indexer.STEP = 16
+    for name in ("merge_groups_kernel", "merge_parts_kernel"):
+        setattr(launchers, name, counted(name, getattr(launchers, name)))
+    for kind in ("random", "ties", "ascending", "descending", "constant"):
+        check("indexer_topk", long_rows(0, kind))
+        # two whole lists merged at once, and whole lists that are too many for it
+        launchers.MERGED = 128
+        check("indexer_topk", long_rows(1, kind))
+        check("indexer_topk", long_rows(2, kind, topk=40))
+        launchers.MERGED = SMALL["MERGED"]
+    check_slots()
+    for name in ("indexer_topk", "indexer_select"):
+        for case in testing.cases_of(name):
+            check(name, case)
+        fuzz(name, examples)
+    small = {"block_size": 64, "compress_ratio": 1, "topk": TOPK, "layout": IndexerLayout.tag}
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(testing.op_testing("indexer_select").strategy(settings=small))
+    def drawn(case: Case) -> None:
+        check("indexer_select", case)
+
+    drawn()
+    small["slots"] = True
+    drawn()
+    print(happened)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]))

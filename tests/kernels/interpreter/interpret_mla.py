@@ -1,0 +1,158 @@
+"""Sparse MLA in Triton's interpreter over longer batches than those that are drawn: prefill with
+several blocks of keys of both sources, decode with plans of these and other lens, hostile plans,
+with the rotation of the output undone, and with keys of any magnitude;
+tests/kernels/interpreter/test_mla_kernels.py starts it with TRITON_INTERPRET=1. Prints what has
+passed."""
+
+import torch
+from torch import Tensor
+
+import dsv4_ops as ops
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels.sparse_mla import decode
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.contract.compare import assert_agrees, equal
+from tests.kernels.interpreter.interpret_kernels import check
+from tests.support.attention_batches import DECODE, PAGED, case_of, magnified, turned, with_settings
+from tests.support.prefill_batches import (
+    MODES,
+    PREFILL,
+    hostile_plan,
+    in_one_piece,
+    plain_case,
+    plan_of,
+    prefill_case,
+    stale_plan,
+    with_plan,
+)
+
+SMALL = {"longest": 300, "max_reqs": 2, "window": 70, "topk": 70}
+
+
+def kernel(name: str, case: Case) -> tuple[Tensor, ...]:
+    launch = OPS[name].implementation("kernels")
+    return tuple(launch(lambda kernel: kernel, *case.tensors, **case.settings))
+
+
+def prefills() -> None:
+    for mode in MODES:
+        for seed, tokens, heads in ((0, 6, 8), (1, 2, 65)):
+            check(PREFILL, prefill_case(seed, tokens, heads, mode, **SMALL))
+
+
+def chunks() -> None:
+    """A token has the same bits alone and in its batch."""
+    for mode in MODES:
+        case = in_one_piece(prefill_case(2, 4, 8, mode, **SMALL))
+        whole = kernel(PREFILL, case)
+        tensors = list(case.tensors)
+        for place in (0, 2, 3, 7):
+            tensors[place] = None if tensors[place] is None else tensors[place][2:3]
+        alone = kernel(PREFILL, Case(mode, tuple(tensors), case.settings))
+        assert all(equal(left[0], right[2]) for left, right in zip(alone, whole, strict=True))
+
+
+def plans(name: str, case: Case) -> None:
+    for plan in (plan_of(case, 9), stale_plan(case, 0, 12), plan_of(case, 1)):
+        check(name, with_plan(case, plan))
+
+
+def hostile(name: str, case: Case) -> None:
+    """Every bit of all tokens but those whose rows are spoiled."""
+    tokens = case.tensors[0].shape[0]
+    plan, victims = stale_plan(case, 1, 12), torch.tensor([0, 3])
+    assert int((plan[:, 2] > 1).sum()) > 1
+    expected = kernel(name, with_plan(case, plan))
+    others = [token for token in range(tokens) if token not in victims.tolist()]
+    for seed in range(2):
+        spoiled = hostile_plan(plan, victims, tokens, seed)
+        actual = kernel(name, with_plan(case, spoiled))
+        for left, right in zip(actual, expected, strict=True):
+            assert equal(left[others], right[others])
+    kernel(name, with_plan(case, hostile_plan(plan, victims, tokens, 5, anywhere=True)))
+
+
+def rotations(name: str, case: Case) -> None:
+    """Every bit of the kernel and of ``inverse_rope_group`` behind it: in one split, in several, by
+    a plan, of whole and of partial tiles of heads."""
+    cases = [with_settings(case, num_splits=splits) for splits in (0, 1)]
+    cases += [with_plan(case, stale_plan(case, 1, 12)), case_of(name, 4, 1, 65, num_splits=1)]
+    for each in cases:
+        out, expected = rotated(name, turned(each))
+        assert not equal(out, expected)
+    out, expected = rotated(name, at_zero(turned(case)))
+    assert len(out.view(torch.int16).unique()) == 2, "zeros of both signs"
+
+
+def rotated(name: str, case: Case) -> tuple[Tensor, Tensor]:
+    """The output as it was and as ``inverse_rope_group`` and the kernel turn it."""
+    *bare, positions, table = case.tensors
+    out, lse = kernel(name, Case(case.name, (*bare, None, None), case.settings))
+    expected = ops.inverse_rope_group(out, positions, table, num_groups=1).view(out.shape)
+    actual = kernel(name, case)
+    assert equal(actual[0], expected)
+    assert equal(actual[1], lse)
+    return out, expected
+
+
+def magnitudes(name: str, case: Case) -> None:
+    """Every bit of the multiple: partial results are scaled to the range of float16."""
+    out, lse = kernel(name, case)
+    assert out.any()
+    for exponent in (-90, 110):
+        scaled, same = kernel(name, magnified(case, exponent))
+        assert equal(scaled, out * 2.0**exponent)
+        assert equal(same, lse)
+
+
+def odd_units(name: str, case: Case) -> None:
+    """Splits of one, three and seven halves of a block: alone, and behind whole blocks."""
+    tokens = int(case.tensors[0].shape[0])
+    many = decode.PROGRAMS
+    for splits in (20, 7, 3):
+        decode.PROGRAMS = tokens * splits
+        assert decode.unit_of_splits(tokens, [128, 512]) == decode.KEYS // 2
+        check(name, case)
+    decode.PROGRAMS = many
+
+
+def at_zero(case: Case) -> Case:
+    """Sinks of inf make zeros of all values, and at position 0 all sines are zero."""
+    *bare, sink, plan, positions, table = case.tensors
+    tensors = (*bare, sink.new_full(sink.shape, torch.inf), plan, positions * 0, table)
+    return Case(case.name, tensors, case.settings)
+
+
+def gaps(name: str) -> None:
+    """Compressed rows that are apart go to the reference: the kernel knows only dense rows."""
+    for case in plain_case(name):
+        expected = case.run(OPS[name].reference)
+        assert_agrees(name, OPS[name].implementation("testing"), case, kernel(name, case), expected)
+
+
+def main() -> None:
+    prefills()
+    chunks()
+    print("prefill")
+    for name in (DECODE, PAGED):
+        case = case_of(name, 3, 5, 8)
+        plans(name, case)
+        hostile(name, case)
+        print("plans", name)
+    for name in (DECODE, PAGED):
+        rotations(name, case_of(name, 3, 3, 8))
+        print("rotations", name)
+    for name in (DECODE, PAGED):
+        odd_units(name, case_of(name, 3, 2, 8))
+        print("units", name)
+    for name in (DECODE, PAGED):
+        magnitudes(name, case_of(name, 3, 2, 8))
+        print("magnitudes", name)
+    for name in (DECODE, PAGED, PREFILL):
+        gaps(name)
+        print("gaps", name)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,56 @@
+"""What drawn calls are too small for: programs of the compressor's kernel with many tokens."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import NIGHTLY
+
+pytest.importorskip("triton", reason="triton is published for Linux only")
+
+
+@pytest.mark.slow
+def test_programs_that_look_at_many_tokens() -> None:
+    script = Path(__file__).parent / "interpret_compressor.py"
+    done = subprocess.run(
+        [sys.executable, script, "6" if NIGHTLY else "3"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 4
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("num_tokens", [1, 7, 133, 1057, 8192, 16411, 100_000])
+def test_tokens_that_finish_a_window_are_of_different_programs(num_tokens: int, ratio: int) -> None:
+    """In a prefill they are a ratio apart; each program has at most its share of them."""
+    from dsv4_ops.kernels.compressor import launch as kernels
+
+    short = 2 * ratio <= kernels.SHORT_WINDOW
+    if short:
+        programs = kernels.looking_programs(
+            num_tokens, kernels.SHORT_TOKENS, kernels.SHORT_PROGRAMS
+        )
+    else:
+        programs = kernels._long_programs(num_tokens)
+    assert 1 <= programs <= num_tokens
+    for first in (0, 1, ratio - 1):
+        owners = [token % programs for token in range(first, num_tokens, ratio)]
+        share = -(-len(owners) // programs)
+        assert max((owners.count(program) for program in set(owners[:64])), default=0) <= share + 1
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [(1, 1), (8, 8), (128, 65), (1024, 51), (2048, 35), (2176, 33), (4096, 33), (8192, 65)],
+)
+def test_few_tokens_have_a_program_for_two_of_them(num_tokens: int, expected: int) -> None:
+    """All may finish a long window. From 2176 on there is a program for 128, 33 at least."""
+    from dsv4_ops.kernels.compressor import launch as kernels
+
+    assert kernels._long_programs(num_tokens) == expected

@@ -1,0 +1,64 @@
+"""The indexer's kernels in Triton's interpreter, where their scratch rows are small."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from dsv4_ops.core.registry import OPS
+from tests.helpers import NIGHTLY
+
+pytest.importorskip("triton", reason="triton is published for Linux only")
+
+
+class Grids(dict[str, torch.SymInt | int]):
+    """A launch that takes down the programs of every kernel."""
+
+    def __call__(self, kernel):
+        return Grid(self, kernel.__name__.removesuffix("_kernel"))
+
+
+class Grid:
+    def __init__(self, grids, name):
+        self.grids, self.name = grids, name
+
+    def __getitem__(self, grid):
+        (self.grids[self.name],) = grid
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "grouped", "parts"),
+    # 396 programs are 49, 6, 1 and 0 for each token; the lists of 8 and fewer are merged at once
+    [(8, 64, 8), (66, 1, 66), (200, 1, 1), (400, 1, 1)],
+)
+def test_merges_of_any_number_of_tokens(tokens, grouped, parts):
+    """A graph for any number of tokens merges for all of them, or launches one program where that
+    number turns out to leave nothing to merge."""
+    logits, lens = torch.empty(tokens, 200_000), torch.empty(tokens, dtype=torch.int32)
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        fakes = [mode.from_tensor(each, static_shapes=False) for each in (logits, lens)]
+        grids = Grids()
+        OPS["indexer_topk"].launcher("triton")(grids, *fakes, topk=512)
+    assert isinstance(grids["merge_groups"], torch.SymInt)
+    assert int(grids["merge_groups"]) == grouped
+    assert int(grids["merge_parts"]) == parts
+
+
+@pytest.mark.slow
+def test_parts_reductions_and_groups_choose_the_same_rows():
+    script = Path(__file__).parent / "interpret_indexer.py"
+    done = subprocess.run(
+        [sys.executable, script, "20" if NIGHTLY else "6"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "merge_groups_kernel" in done.stdout
+    assert "merge_parts_kernel" in done.stdout

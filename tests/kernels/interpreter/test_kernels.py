@@ -1,0 +1,109 @@
+"""Kernels without a GPU: their logic in Triton's interpreter, their cubins for sm_90."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dsv4_ops
+from dsv4_ops.__main__ import main
+from dsv4_ops.core.registry import OPS
+from tests.helpers import NIGHTLY
+
+pytest.importorskip("triton", reason="triton is published for Linux only")
+KERNEL_OPS = {name for name, spec in OPS.items() if spec.has_kernel}
+
+
+@pytest.mark.slow
+def test_kernels_equal_their_references_in_the_interpreter():
+    """Bytes and bits exactly, over drawn batches. The e4m3 cast of the hardware is only checked on
+    a GPU: the interpreter takes an integer one."""
+    script = Path(__file__).parent / "interpret_kernels.py"
+    done = subprocess.run(
+        [sys.executable, script, "12" if NIGHTLY else "6"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    interpreted = {line.split()[0] for line in done.stdout.splitlines()}
+    assert interpreted == KERNEL_OPS - {"sparse_mla_gathered"}
+
+
+# kernels that keep as many bytes under way in registers as other programs would add: 14 warps or
+# more per SM (Triton 3.7 takes more registers than 3.6: 12 where a join turns, 128 to 167)
+BYTES_IN_REGISTERS = {
+    "compress_and_insert_kernel",
+    "insert_c4_step_kernel",
+    "join_listed_kernel",
+    "join_splits_kernel",
+}
+
+# kernels that hold a tile of products, or the keys that they select from; two programs per SM
+TILES_IN_REGISTERS = {
+    "indexer_logits_kernel",
+    "indexer_logits_ragged_kernel",
+    "pool_windows_kernel",
+    "select_keys_kernel",
+    "select_logits_kernel",
+}
+
+# kernels of which an SM holds one program: sums, or keys to merge, fill its registers; or there is
+# only one program
+ONE_PER_SM = {
+    "hopper_gathered_keys_kernel",
+    "hopper_prefill_keys_kernel",
+    "hopper_split_keys_kernel",
+    "merge_groups_kernel",
+    "merge_parts_kernel",
+    "prefill_keys_kernel",
+    "sparse_mla_plan_kernel",
+    "split_keys_kernel",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+def test_no_kernel_spills_registers():
+    from dsv4_ops.cli import kernels
+
+    reports = kernels.report()
+    assert {item.op.partition(",")[0] for item in reports} == KERNEL_OPS
+    assert not kernels.spilling(reports)
+    for item in reports:
+        if item.kernel in ONE_PER_SM:
+            continue
+        limit = 144 if item.kernel in BYTES_IN_REGISTERS else 64
+        limit += 24 if "turned" in item.op else 0
+        if item.kernel in TILES_IN_REGISTERS:
+            limit = 65536 // (2 * 32 * item.warps) if item.warps > 4 else 255
+        assert item.registers <= limit, f"occupancy falls: {item}"
+
+
+def test_examples_cover_every_kernel():
+    from dsv4_ops.cli import kernels
+
+    launched = set()
+    for name, (args, settings) in kernels.examples().items():
+        launches = kernels.launches(name.partition(",")[0], args, settings, (9, 0))
+        launched |= {launch.kernel.__name__ for launch in launches}
+    written = set()
+    for path in Path(dsv4_ops.__file__).parent.glob("kernels/**/*.py"):
+        lines = path.read_text().splitlines()
+        written |= {line[4:].partition("(")[0] for line in lines if line.endswith("_kernel(")}
+    assert launched == {name for name in written if name.endswith("_kernel")}
+
+
+def test_kernels_prints_a_table(capsys, monkeypatch):
+    from dsv4_ops.cli import kernels
+
+    made = kernels.KernelReport("op", "some_kernel", 4, 32, 0, 128)
+    monkeypatch.setattr(kernels, "report", lambda capability, progress: [made])
+    assert main(["kernels"]) == 0
+    assert "some_kernel" in capsys.readouterr().out
+    spilling = kernels.KernelReport("op", "other_kernel", 4, 255, 16, 128)
+    monkeypatch.setattr(kernels, "report", lambda capability, progress: [made, spilling])
+    assert main(["kernels", "--capability", "80"]) == 1
+    assert "spilled in other_kernel" in capsys.readouterr().err

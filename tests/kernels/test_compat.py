@@ -1,0 +1,116 @@
+"""The private names of torch that we rely on exist in the installed version; CI
+covers 2.13 and 2.15, the GPU machine 2.11."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import dsv4_ops
+from dsv4_ops.lowering import _compat
+
+pytestmark = pytest.mark.smoke
+
+PACKAGE = Path(dsv4_ops.__file__).parent
+
+
+@pytest.mark.parametrize("name", _compat.__all__)
+def test_inductor_name_exists(name):
+    assert getattr(_compat, name) is not None
+
+
+def test_every_imported_name_is_listed():
+    tree = ast.parse((PACKAGE / "lowering" / "_compat.py").read_text())
+    imported = {
+        alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert imported == set(_compat.__all__)
+
+
+def test_trace_rule_machinery_exists():
+    import torch._functorch.config as functorch_config
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    assert functorch_config.decompose_custom_triton_ops is True
+    assert issubclass(FunctionalTensorMode, torch.utils._python_dispatch.TorchDispatchMode)
+    assert isinstance(torch.compiler.config.cache_key_tag, str)
+
+
+def test_atens_used_exist():
+    assert torch.ops.aten._unsafe_masked_index.default is not None
+    assert torch.ops.aten._unsafe_index.Tensor is not None
+
+
+def test_inductor_is_imported_in_one_file_only():
+    """One home for private imports: a torch upgrade touches one file."""
+    offenders = []
+    for path in PACKAGE.rglob("*.py"):
+        if path.name == "_compat.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            offenders += [
+                f"{path.name}: {name}" for name in names if name.startswith("torch._inductor")
+            ]
+    assert offenders == []
+
+
+def test_every_kernel_is_launched_with_fusion_set(monkeypatch):
+    """Triton 3.10 turns it off by default: at once, in graphs and in binaries it is said."""
+    binary = pytest.importorskip("dsv4_ops.kernels.aot.compile", reason="needs triton")
+    from dsv4_ops.kernels import launcher
+    from dsv4_ops.kernels.common import triton_compat
+
+    asked = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: asked.append((grid, args, options))
+
+    monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: kernel)
+    monkeypatch.setattr(launcher, "takes_options_in_graphs", lambda: True)
+    launcher.at_once(Kernel())[(2,)](1, num_warps=4)
+    launcher.traced(Kernel())[(3,)](2)
+    assert asked == [
+        ((2,), (1,), {"num_warps": 4, **triton_compat.FUSION}),
+        ((3,), (2,), triton_compat.FUSION),
+    ]
+    monkeypatch.setattr(launcher, "takes_options_in_graphs", lambda: False)
+    launcher.traced(Kernel())[(4,)](3)
+    assert asked[2] == ((4,), (3,), {})
+    given = {}
+    monkeypatch.setattr(binary.triton, "compile", lambda source, **rest: given.update(rest))
+    from dsv4_ops.kernels.indexer.topk import select_logits_kernel
+
+    names = select_logits_kernel.arg_names
+    constants = dict.fromkeys(names, 1)
+    binary.compiled(select_logits_kernel, [], constants, 90)
+    assert given["options"] == triton_compat.FUSION
+
+
+def test_graphs_take_options_where_torch_says_so():
+    """On torch 2.15 a traced launch carries FUSION to Inductor; on older ones it may not."""
+    compat = pytest.importorskip("dsv4_ops.kernels.common.triton_compat", reason="needs triton")
+    newer = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+    assert compat.takes_options_in_graphs() is newer
+
+
+def test_triton_is_imported_by_its_old_names_in_one_file_only():
+    """What moved between Triton's releases is looked up in kernels/common/triton_compat.py."""
+    moved = ("async_copy_global_to_shared", "_reinterpret", "GluonASTSource", "knobs", "get_ptxas")
+    offenders = [
+        f"{path.name}: {name}"
+        for path in (PACKAGE / "kernels").glob("*.py")
+        for name in moved
+        if path.name != "triton_compat.py" and f"import {name}" in path.read_text()
+    ]
+    offenders += [
+        path.name
+        for path in (PACKAGE / "kernels").glob("*.py")
+        if path.name != "triton_compat.py"
+        and re.search(r"\._reinterpret\(|copy_global_to", path.read_text())
+    ]
+    assert offenders == []

@@ -1,0 +1,108 @@
+"""What torch takes kernels to write to: an argument too many would be copied, or keep a compiled
+graph from being a CUDA graph."""
+
+import signal
+
+import pytest
+from torch._higher_order_ops import triton_kernel_wrap
+
+pytest.importorskip("triton", reason="triton is published for Linux only")
+
+from dsv4_ops.cli import kernels  # imports triton
+from dsv4_ops.kernels.sparse_mla.combine import join_listed_kernel
+
+SECONDS = 5.0
+# torch 2.11 analyses a kernel with its ints as constants
+INTS_ARE_CONSTANTS = hasattr(triton_kernel_wrap, "identify_mutated_tensors")
+WRITTEN = {
+    "compress_and_insert_kernel": {"k_cache"},
+    "fill_absent_kernel": {"logits"},
+    "find_spans_kernel": {"ends", "counts", "compressed"},
+    "finish_heads_kernel": {"out", "lse"},
+    "gather_all_kernel": {"out"},
+    "gather_indexer_kernel": {"out", "scales_out"},
+    "gather_rows_kernel": {"out"},
+    "gather_wanted_kernel": {"out"},
+    "indexer_logits_kernel": {"out"},
+    "indexer_logits_ragged_kernel": {"out"},
+    "insert_c4_step_kernel": {
+        *("q_out", "codes", "weights_out", "swa_cache"),
+        *("states", "k_cache", "indexer_states", "indexer_cache"),
+    },
+    "insert_pooled_kernel": {"k_cache"},
+    "insert_rows_kernel": {"k_cache"},
+    "join_listed_kernel": {"out", "lse"},
+    "join_splits_kernel": {"out", "lse"},
+    "list_pages_kernel": {"out", "lens_out"},
+    "list_rows_kernel": {"out", "lens_out", "sink_out"},
+    "list_slots_kernel": {"swa_out", "swa_lens_out", "extra_out", "extra_lens_out", "sink_out"},
+    "merge_groups_kernel": {"keys", "indices"},
+    "merge_parts_kernel": {"keys", "indices", "out"},
+    "pool_windows_kernel": {"pooled"},
+    "prefill_keys_kernel": {"out", "lse"},
+    "qnorm_rope_kv_insert_kernel": {"k_cache", "out"},
+    "quantize_and_insert_kernel": {"k_cache"},
+    "quantize_query_kernel": {"out", "weights_out"},
+    "save_compressor_states_kernel": {"states"},
+    "select_keys_kernel": {"keys", "indices", "plan", "out"},
+    "select_logits_kernel": {"keys", "indices", "plan", "out"},
+    "sparse_mla_plan_kernel": {"plan"},
+    "split_keys_kernel": {"out", "lse", "partial", "partial_lse", "partial_peak"},
+}
+
+
+class NoDevice:
+    """A driver for an H200 that is not there: enough to trace kernels."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def taken_for_written(launch):
+    """Tensors that torch takes for written to, as its version says."""
+    names = launch.kernel.arg_names
+    arguments = dict(zip(names, launch.args, strict=False))
+    arguments |= {name: value for name, value in launch.kwargs.items() if name in names}
+    if INTS_ARE_CONSTANTS:
+        return set(triton_kernel_wrap.identify_mutated_tensors(launch.kernel, arguments, {}))
+    found = triton_kernel_wrap.identify_accessed_tensors(launch.kernel, arguments, {})
+    return {item.name for item in found.read_writes.writes}
+
+
+@pytest.fixture
+def bounded(monkeypatch):
+    """A driver, and SECONDS of processor time."""
+    from triton.runtime import driver
+
+    monkeypatch.setattr(driver, "_active", NoDevice())
+
+    def too_long(*_):
+        pytest.fail(f"torch needs more than {SECONDS} s: it follows every path in the kernel")
+
+    before = signal.signal(signal.SIGVTALRM, too_long)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    yield
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    signal.signal(signal.SIGVTALRM, before)
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize("example", kernels.examples())
+def test_torch_takes_no_other_argument_for_written_to(example):
+    arguments, settings = kernels.examples()[example]
+    name = example.partition(",")[0]
+    launches = kernels.recorded(name, arguments, settings)
+    here = kernels.recorded(name, arguments, settings, (9, 0))
+    launches += [launch for launch in here if launch.kernel is join_listed_kernel]
+    found = [taken_for_written(launch) for launch in launches]
+    saved = {"states"} if example.startswith("save_and_compress") else set()
+    wanted = [WRITTEN[launch.kernel.__name__] for launch in launches]
+    wanted = [written | saved for written in wanted]
+    if example.startswith("sparse_mla_prefill, flash_mla"):
+        wanted[-1] = {"lse"}  # nothing is rotated back
+    if INTS_ARE_CONSTANTS:  # a branch of one kernel is left out; the kernel behind it has the store
+        assert all(left <= right for left, right in zip(found, wanted, strict=True)), found
+        found, wanted = set().union(*found), set().union(*wanted)
+    assert found == wanted

@@ -1,0 +1,234 @@
+"""What a C4 layer writes before it selects rows, in one op: the four ops that it is made of."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+import dsv4_ops as ops
+from dsv4_ops import testing
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.lowering.inspect import compile_and_get_code
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.cases.c4_step import NAMES
+from dsv4_ops.testing.contract.checks import strided_copy
+from dsv4_ops.testing.contract.compare import equal
+from dsv4_ops.testing.strategies.calls import primer, stays_determined
+from tests.compile.test_compiled_cache import cache_sized_buffers
+from tests.ops.test_contract import patterns
+from tests.oracles import c4_step as oracles
+
+SPEC = OPS["insert_c4_step"]
+CACHES = ("swa_cache", "states", "k_cache", "indexer_states", "indexer_cache")
+STATION = SPEC.implementation("testing")
+MODEL = STATION.settings[0]
+drawn = settings(
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def by_four_ops(*tensors: Tensor, **chosen: Any) -> tuple[Tensor, ...]:
+    """The three results; caches are written to."""
+    of = dict(zip(NAMES, tensors, strict=True))
+    tokens, rotation = (of["positions"], of["req_indices"]), of["cos_sin_cache"]
+    q = ops.qnorm_rope_kv_insert(
+        *(of["q"], of["kv"], of["swa_cache"], of["swa_slot_mapping"], of["positions"], rotation),
+        eps=chosen["eps"],
+        block_size=chosen["swa_block_size"],
+    )
+    for prefix, cache, layout in (
+        ("", "k_cache", "v4_fp8"),
+        ("indexer_", "indexer_cache", "v4_indexer_fp8"),
+    ):
+        ops.save_and_compress(
+            *(of[f"{prefix}{name}"] for name in ("kv_score", "ape", "states")),
+            *(of["state_block_table"], of["state_slot_mapping"], *tokens),
+            *(of[f"{prefix}norm_weight"], rotation, of[cache], of["slot_mapping"]),
+            overlap=True,
+            layout=layout,
+            **{name: chosen[name] for name in ("eps", "compress_ratio", "state_block_size")},
+            block_size=chosen["block_size"],
+        )
+    query = ops.indexer_quantize_q(
+        of["indexer_q"],
+        of["indexer_weights"],
+        of["positions"],
+        rotation,
+        softmax_scale=chosen["softmax_scale"],
+    )
+    return q, *query
+
+
+def outcome(
+    call: Callable[..., Any], case: Case, copied: Callable[[Tensor], Tensor] = torch.clone
+) -> tuple[Tensor, ...]:
+    """What a call of copies returns and leaves in the caches."""
+    return case.copy(copied).run(call, SPEC.mutated)
+
+
+def assert_equal(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> None:
+    names = ("q", "indexer_q", "indexer_weights", *CACHES)
+    for name, one, other in zip(names, left, right, strict=True):
+        assert one.dtype == other.dtype
+        assert equal(one, other), name
+
+
+def test_parameters_are_those_of_the_cases() -> None:
+    assert SPEC.parameters[: len(NAMES)] == NAMES
+    assert tuple(NAMES[place] for place in SPEC.mutated) == CACHES
+
+
+def test_it_is_the_four_ops_one_behind_the_other() -> None:
+    """Bit for bit, over drawn batches in which each of the caches is written to."""
+    written = dict.fromkeys(CACHES, 0)
+
+    @drawn
+    @given(testing.strategy("insert_c4_step"))
+    def compare(case: Case) -> None:
+        left = outcome(ops.insert_c4_step, case)
+        assert_equal(left, outcome(by_four_ops, case))
+        assert STATION.determined(case)
+        for name, cache in zip(CACHES, left[3:], strict=True):
+            before = case.tensors[NAMES.index(name)]
+            written[name] += not equal(cache, before)
+
+    compare()
+    assert min(written.values()) > 20, written
+
+
+def test_a_call_that_saves_a_state_where_it_reads_one_is_left_out() -> None:
+    """Of those whose inputs change in place under a CUDA graph."""
+    name = "three rows of the last window from the states"
+    case = next(case for case in testing.cases_of("insert_c4_step") if case.name == name)
+    assert STATION.determined(case)
+    tensors = dict(zip(NAMES, case.tensors, strict=True))
+    tensors["state_slot_mapping"] = torch.tensor([2])  # that of position 2
+    assert not STATION.determined(Case(name, tuple(tensors.values()), case.settings))
+    kept = primer(STATION, MODEL, keep=partial(stays_determined, SPEC))
+    flipped = Case("flipped", tuple(tensor.flip(0) for tensor in kept.tensors), MODEL)
+    assert STATION.determined(kept)
+    assert STATION.determined(flipped)
+
+
+@pytest.mark.nightly("test_contract.py compares both sides with references, within the budget")
+def test_compiled_it_is_the_four_ops_compiled() -> None:
+    """Bit for bit, without a recompile."""
+    torch._dynamo.reset()
+
+    def compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(
+            lambda *tensors: tuple(call(*tensors, **MODEL)), fullgraph=True, dynamic=True
+        )
+
+    one, four = compiled(ops.insert_c4_step), compiled(by_four_ops)
+
+    first = Case("first", primer(STATION, MODEL).tensors)
+    with torch.fx.experimental._config.patch(use_duck_shape=False):
+        assert_equal(outcome(one, first), outcome(four, first))
+
+    @settings(drawn, max_examples=40)
+    @given(STATION.strategy(settings=MODEL, min_size=2))
+    def compare(case: Case) -> None:
+        tensors = Case(case.name, case.tensors)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert_equal(outcome(one, tensors), outcome(four, tensors))
+
+    compare()
+
+
+def test_arguments_may_have_any_strides() -> None:
+    """Caches whose pages lie apart among them."""
+
+    @settings(drawn, max_examples=40)
+    @given(testing.strategy("insert_c4_step"))
+    def compare(case: Case) -> None:
+        tensors = case.copy(strided_copy).tensors
+        result = ops.insert_c4_step(*tensors, **case.settings)
+        caches = tuple(tensors[place] for place in SPEC.mutated)
+        assert_equal((*result, *caches), outcome(by_four_ops, case))
+
+    compare()
+
+
+@pytest.mark.slow
+def test_compiled_it_writes_all_caches_in_place() -> None:
+    """Nothing as large as one is allocated, and no copy goes back."""
+    torch._dynamo.reset()
+    tensors = list(primer(STATION, MODEL).copy().tensors)
+    for place in SPEC.mutated:  # larger than what a step computes
+        tensors[place] = torch.cat([tensors[place]] * 40)
+    case = Case("large caches", tuple(tensors), MODEL)
+    expected = outcome(by_four_ops, case)
+    compiled = torch.compile(
+        lambda *tensors: tuple(ops.insert_c4_step(*tensors, **MODEL)), fullgraph=True, dynamic=False
+    )
+    result, code = compile_and_get_code(compiled, *tensors)
+    left = (*result, *(tensors[place] for place in SPEC.mutated))
+    for place in (1, 2, 3, 4, 6):  # the others as rounding allows
+        assert equal(left[place], expected[place])
+    for place in SPEC.mutated:
+        assert cache_sized_buffers(code, tensors[place]) == []
+    assert ".copy_(" not in code
+
+
+def test_one_tensor_is_not_two_caches() -> None:
+    """The window's and the compressed rows' have one layout; the kernel writes both at once."""
+    case = primer(STATION, MODEL)
+    of = dict(zip(NAMES, case.tensors, strict=True))
+    of["k_cache"] = of["swa_cache"]
+    before = [tensor.clone() for tensor in of.values()]
+    with pytest.raises(ValueError, match=r"^insert_c4_step: k_cache must be another tensor than"):
+        ops.insert_c4_step(*of.values(), **case.settings)
+    assert all(map(equal, before, of.values()))
+
+
+def test_the_scale_is_that_of_the_model() -> None:
+    case = next(case for case in testing.cases_of("insert_c4_step") if case.name == "two windows")
+    given_none = {**case.settings, "softmax_scale": None}
+    *_, weights = ops.insert_c4_step(*case.copy().tensors, **given_none)
+    of = dict(zip(NAMES, case.tensors, strict=True))
+    query = ops.indexer_quantize_q(
+        of["indexer_q"], of["indexer_weights"], of["positions"], of["cos_sin_cache"]
+    )
+    assert torch.equal(weights, query.weights)
+    assert weights[0, 0] == 2.0**-7 * 128**-0.5
+
+
+def test_exact_bytes_and_float64_rows_are_those_of_the_oracles() -> None:
+    """Each part takes the tensors that are its own."""
+    rows = [0, 0]
+
+    @settings(drawn, max_examples=30)
+    @given(testing.strategy("insert_c4_step"))
+    def compare(case: Case) -> None:
+        bits, numbers = (
+            {name: convert(tensor) for name, tensor in zip(NAMES, case.tensors, strict=True)}
+            for convert in (patterns, Tensor.tolist)
+        )
+        bf16_weights = case.tensors[NAMES.index("indexer_weights")].dtype == torch.bfloat16
+        want = oracles.insert_c4_step(bits, numbers, bf16_weights=bf16_weights, **case.settings)
+        _, codes, weights, window, states, _, indexer_states, _ = outcome(ops.insert_c4_step, case)
+        assert patterns(codes) == want.indexer_q
+        assert patterns(weights) == want.indexer_weights
+        assert window.tolist() == want.swa_cache
+        assert patterns(states) == want.states
+        assert patterns(indexer_states) == want.indexer_states
+        exact = STATION.precise(*case.tensors, **case.settings)
+        _, main, rope, keys, tail = (each.value for each in exact if each is not None)
+        pairs = ((main, rope), want.rows), ((keys, tail), want.indexer_rows)
+        for number, (parts, expected) in enumerate(pairs):
+            actual = torch.cat(parts, -1)
+            wanted = torch.tensor(expected, dtype=torch.float64).reshape(actual.shape)
+            torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-12, equal_nan=True)
+            rows[number] += len(expected)
+
+    compare()
+    assert min(rows) > 20

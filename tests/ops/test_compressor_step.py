@@ -1,0 +1,235 @@
+"""A whole step of the compressor: by hand, beside the two ops in it, over sequences."""
+
+import math
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+import dsv4_ops as ops
+from dsv4_ops import testing
+from dsv4_ops.core.layout import MainLayout, StateLayout
+from dsv4_ops.lowering.inspect import compile_and_get_code
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.cases.compressor import read_slots
+from tests.compile.test_compiled_cache import cache_sized_buffers
+from tests.helpers import i32, i64, strided
+from tests.support.compressor_steps import (
+    KINDS,
+    LAYOUTS,
+    Engine,
+    random_sequences,
+    random_weights,
+    run_in_chunks,
+    together,
+)
+
+LN2, LN3 = math.log(2), math.log(3)
+drawn = settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+LENS = {"C4": [41, 0, 19, 4, 3], "C4 indexer": [41, 0, 19, 4, 3], "C128": [131, 127, 128, 0]}
+
+
+def unit(*row: float) -> list[float]:
+    """A row over the root of its mean square."""
+    root = math.sqrt(sum(value * value for value in row) / len(row))
+    return [value / root for value in row]
+
+
+def test_a_step_of_two_requests() -> None:
+    """Request 0 finishes the window that it began in the states, (4, 3) and (8, 9) with weights 1/4
+    and 3/4, 2/3 and 1/3; request 1 begins one. Each keeps its projections and biased scores."""
+    layout = StateLayout(block_size=2, width=4)
+    states = layout.allocate(3)
+    layout.rows(states)[2, 0] = torch.tensor([4.0, 3.0, 0.0, LN2])
+    k_cache = torch.full((2, 1, 2), 7.0)
+    assert (
+        ops.save_and_compress(
+            torch.tensor([[8.0, 9.0, 1.0, -1.0], [5.0, 6.0, 7.0, 8.0]]),
+            torch.tensor([[0.25, 0.5], [LN3 - 1, 1.0]]),
+            states,
+            i32([[2], [0]]),
+            i64([5, 0]),
+            i64([1, 0]),
+            i32([0, 1]),
+            torch.ones(2),
+            torch.zeros(0, 0),
+            k_cache,
+            i64([1, -1]),
+            compress_ratio=2,
+            overlap=False,
+            eps=1e-30,
+            state_block_size=2,
+            block_size=1,
+            layout="plain",
+        )
+        is None
+    )
+    expected = torch.zeros(3, 2, 4)
+    expected[2] = torch.tensor([[4.0, 3.0, 0.0, LN2], [8.0, 9.0, LN3, 0.0]])
+    expected[0, 0] = torch.tensor([5.0, 6.0, 7.25, 8.5])
+    torch.testing.assert_close(layout.rows(states), expected, rtol=2e-7, atol=0)
+    assert k_cache[0].tolist() == [[7.0, 7.0]]
+    torch.testing.assert_close(k_cache[1, 0], torch.tensor(unit(7, 5)), rtol=3e-7, atol=0)
+
+
+def by_two_ops(case: Case, compress_first: bool = False) -> list[torch.Tensor]:
+    """States and cache behind both ops."""
+    kv_score, ape, states, table, slots, positions, *rest = case.copy().tensors
+    sizes = {"block_size": case.settings["state_block_size"]}
+    sizes["compress_ratio"] = case.settings["compress_ratio"]
+    if not compress_first:
+        ops.save_compressor_states(kv_score, ape, states, slots, positions, **sizes)
+    ops.compress_and_insert(kv_score, ape, states, table, positions, *rest, **case.settings)
+    if compress_first:
+        ops.save_compressor_states(kv_score, ape, states, slots, positions, **sizes)
+    return [states, rest[-2]]
+
+
+def same_bytes(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    pairs = zip(left, right, strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+def test_a_step_is_what_its_two_ops_are_in_either_order() -> None:
+    """Drawn calls, none of which saves a state where one of its windows reads another."""
+    saved = [0]
+
+    @drawn
+    @given(testing.strategy("save_and_compress"))
+    def compare(case: Case) -> None:
+        written = case.copy()
+        ops.save_and_compress(*written.tensors, **case.settings)
+        result = [written.tensors[2], written.tensors[9]]
+        assert same_bytes(result, by_two_ops(case))
+        assert same_bytes(result, by_two_ops(case, compress_first=True))
+        saved[0] += not torch.equal(result[0].nan_to_num(), case.tensors[2].nan_to_num())
+
+    compare()
+    assert saved[0] > 50
+
+
+def test_drawn_calls_save_next_to_what_they_read() -> None:
+    """On the same pages, but not the same rows."""
+    beside = [0]
+
+    @drawn
+    @given(testing.strategy("save_and_compress"))
+    def look(case: Case) -> None:
+        windows = Case(case.name, (*case.tensors[:4], *case.tensors[5:]), case.settings)
+        size, read = case.settings["state_block_size"], read_slots(windows)
+        slots = {slot for slot in case.tensors[4].tolist() if slot >= 0}
+        assert not slots & read
+        beside[0] += bool({slot // size for slot in slots} & {slot // size for slot in read})
+
+    look()
+    assert beside[0] > 10
+
+
+def test_the_functional_form_writes_nothing() -> None:
+    @settings(drawn, max_examples=30)
+    @given(testing.strategy("save_and_compress"))
+    def compare(case: Case) -> None:
+        given_to = case.copy()
+        result = ops.save_and_compress_functional(*given_to.tensors, **case.settings)
+        assert same_bytes([*result], by_two_ops(case))
+        assert same_bytes(list(given_to.tensors), list(case.tensors))
+
+    compare()
+
+
+def test_arguments_may_have_any_strides() -> None:
+    @settings(drawn, max_examples=40)
+    @given(testing.strategy("save_and_compress"))
+    def compare(case: Case) -> None:
+        views = [
+            tensor if index in (2, 9) else strided(tensor)
+            for index, tensor in enumerate(case.copy().tensors)
+        ]
+        ops.save_and_compress(*views, **case.settings)
+        assert same_bytes([views[2], views[9]], by_two_ops(case))
+
+    compare()
+
+
+@pytest.mark.parametrize("kind", LENS)
+@pytest.mark.parametrize("seed", range(3))
+def test_any_cut_into_steps_gives_the_same_rows(kind: str, seed: int) -> None:
+    """Chunks that straddle windows, padding tokens, pages that are used again: as one pass of the
+    two ops."""
+    weights, sequences = random_weights(kind, 1), random_sequences(kind, LENS[kind], 2)
+    whole = Engine(kind, weights, LENS[kind])
+    whole.step(sequences)
+    engine = Engine(kind, weights, LENS[kind], seed=seed)
+    run_in_chunks(engine, sequences, Random(seed), (2, 9, 60)[seed], together())
+    for request in range(len(sequences)):
+        actual, expected = engine.rows(request), whole.rows(request)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+
+
+def in_place_arguments(kind: str) -> tuple[Any, ...]:
+    """Nine tokens of one request, the first at position 3."""
+    spec, weights = KINDS[kind], random_weights(kind, 1)
+    (kv_score,) = random_sequences(kind, [9], 2)
+    states = StateLayout(spec["state_block_size"], kv_score.shape[1]).allocate(200)
+    positions, requests = torch.arange(3, 12), torch.zeros(9, dtype=torch.int32)
+    table = torch.arange(4, dtype=torch.int32)[None]
+    norm = (weights["norm_weight"], weights["cos_sin_cache"])
+    cache = MainLayout(spec["block_size"]).allocate(200)
+    first = (kv_score, weights["ape"], states, table, positions)
+    return (*first, positions.clone(), requests, *norm, cache, positions * 7)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_writes_states_and_cache_in_place() -> None:
+    """Nothing as large as either is allocated, and no copy goes back."""
+    torch._dynamo.reset()
+    arguments = in_place_arguments("C4")
+    settings = {"compress_ratio": 4, "overlap": True, "eps": 1e-6, "state_block_size": 4}
+    settings |= {"block_size": 64, "layout": LAYOUTS["C4"]}
+    expected = by_two_ops(Case("nine tokens", arguments, settings))
+
+    def step(*tensors: torch.Tensor) -> None:
+        ops.save_and_compress(*tensors, **settings)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    _, code = compile_and_get_code(compiled, *arguments)
+    assert torch.equal(arguments[2], expected[0])
+    assert int((arguments[9] != expected[1]).sum()) <= 3
+    assert int(arguments[9].count_nonzero()) > 2 * 500
+    assert cache_sized_buffers(code, arguments[2]) == []
+    assert ".copy_(" not in code
+
+
+def test_a_plain_cache_of_pages_that_lie_apart() -> None:
+    """Pages of states and cache at a distance, with other values between them."""
+    case = next(c for c in testing.cases_of("save_and_compress") if c.name == "two windows")
+    expected, values = by_two_ops(case), case.tensors[2].shape[1]
+    wide, apart = torch.full((2, 2 * values), 3.0), torch.full((1, 5, 1), 3.0)
+    wide[:, :values], apart[:, 1:3] = case.tensors[2], case.tensors[9]
+    tensors = [*case.copy().tensors]
+    tensors[2], tensors[9] = wide[:, :values], apart[:, 1:3]
+    ops.save_and_compress(*tensors, **case.settings)
+    assert torch.equal(tensors[2], expected[0])
+    assert torch.equal(tensors[9], expected[1])
+    assert (wide[:, values:] == 3).all()
+    assert (apart[:, [0, 3, 4]] == 3).all()
+
+
+def test_slots_of_another_dtype_are_refused_before_anything_is_written() -> None:
+    case = next(c for c in testing.cases_of("save_and_compress") if c.name == "two windows")
+    tensors = [*case.copy().tensors]
+    tensors[4] = tensors[4].int()
+    with pytest.raises(
+        TypeError, match=r"state_slot_mapping must be torch\.int64, got torch\.int32"
+    ):
+        ops.save_and_compress(*tensors, **case.settings)
+    assert torch.equal(tensors[2], case.tensors[2])
+    assert torch.equal(tensors[9], case.tensors[9])

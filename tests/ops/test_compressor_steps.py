@@ -1,0 +1,215 @@
+"""The compressor over whole sequences: however they are cut into steps, the cache is the same."""
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import dsv4_ops as ops
+from dsv4_ops.core.layout import MainLayout, StateLayout
+from dsv4_ops.lowering.inspect import compile_and_get_code
+from tests.compile.test_compiled_cache import cache_sized_buffers
+from tests.oracles.compressor import compressed_rows
+from tests.support.compressor_steps import (
+    KINDS,
+    LAYOUTS,
+    SPECS,
+    Engine,
+    random_sequences,
+    random_weights,
+    run_in_chunks,
+)
+
+LENS = {
+    "C4": [41, 0, 19, 4, 3],
+    "C4 indexer": [41, 0, 19, 4, 3],
+    "C128": [131, 127, 128, 0],
+    "C128 narrow": [300, 127, 128, 0, 260],
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+# many steps, each of which costs the CPU a window for every token
+each_narrow = pytest.mark.parametrize("kind", ["C4", "C4 indexer", "C128 narrow"])
+
+
+def in_one_pass(kind: str, layout: str = "plain") -> tuple[Engine, list[torch.Tensor]]:
+    weights, sequences = random_weights(kind, 1), random_sequences(kind, LENS[kind], 2)
+    engine = Engine(kind, weights, LENS[kind], layout=layout)
+    engine.step(sequences)
+    return engine, sequences
+
+
+@each_kind
+def test_one_pass_is_what_the_oracle_says(kind: str) -> None:
+    """A prefill of several requests, none of whose states were there before."""
+    engine, sequences = in_one_pass(kind)
+    spec = SPECS[kind]
+    columns = [0, 1, spec["head_dim"] - 2, spec["head_dim"] - 1]
+    for request, rows in enumerate(sequences):
+        positions = list(range(len(rows)))
+        got = engine.rows(request)
+        expected = compressed_rows(
+            rows.tolist(),
+            engine.weights["ape"].tolist(),
+            [],
+            [[]],
+            positions,
+            [0] * len(rows),
+            engine.weights["norm_weight"].tolist(),
+            engine.weights["cos_sin_cache"][: len(rows)].tolist(),
+            positions,
+            num_slots=len(rows),
+            compress_ratio=spec["ratio"],
+            overlap=spec["overlap"],
+            eps=engine.eps,
+            state_block_size=4,
+        )
+        assert len(expected) == len(got) == len(rows) // spec["ratio"]
+        if expected:
+            want = torch.tensor(expected)
+            torch.testing.assert_close(got, want, rtol=0, atol=3e-6)
+            assert want[:, columns].abs().amax() > 0.1
+
+
+@each_narrow
+@pytest.mark.parametrize("seed", range(6))
+def test_any_cut_into_steps_gives_the_same_rows(kind: str, seed: int) -> None:
+    """Chunks that straddle windows, empty ones, padding tokens; states saved before or after, all
+    of them or those that are still needed; pages used again under stale table entries."""
+    whole, sequences = in_one_pass(kind)
+    engine = Engine(kind, whole.weights, LENS[kind], seed=seed)
+    run_in_chunks(engine, sequences, Random(seed), (2, 9, 60)[seed % 3])
+    for request in range(len(sequences)):
+        actual, expected = engine.rows(request), whole.rows(request)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+
+
+@each_narrow
+def test_decode_token_by_token_gives_the_same_rows(kind: str) -> None:
+    """A window is summed in one order, wherever its rows come from."""
+    whole, sequences = in_one_pass(kind)
+    engine = Engine(kind, whole.weights, LENS[kind])
+    for token in range(max(LENS[kind])):
+        engine.step([rows[token : token + 1] for rows in sequences], save_first=token % 2 == 0)
+    for request in range(len(sequences)):
+        torch.testing.assert_close(engine.rows(request), whole.rows(request), rtol=0, atol=1e-6)
+
+
+@each_narrow
+def test_several_tokens_per_request_and_step(kind: str) -> None:
+    """Speculative decoding: three tokens a step, of which one to three are kept."""
+    whole, sequences = in_one_pass(kind)
+    engine, rng = Engine(kind, whole.weights, LENS[kind]), Random(5)
+    while any(done < len(rows) for done, rows in zip(engine.done, sequences, strict=True)):
+        before = engine.done[:]
+        engine.step([rows[done : done + 3] for done, rows in zip(before, sequences, strict=True)])
+        for request, (start, stop) in enumerate(zip(before, engine.done, strict=True)):
+            engine.done[request] = start + min(stop - start, rng.randint(1, 3))
+    for request in range(len(sequences)):
+        torch.testing.assert_close(engine.rows(request), whole.rows(request), rtol=0, atol=1e-6)
+
+
+@each_kind
+def test_quantised_caches_differ_by_few_codes_between_cuts(kind: str) -> None:
+    whole, sequences = in_one_pass(kind, LAYOUTS[kind])
+    engine = Engine(kind, whole.weights, LENS[kind], layout=LAYOUTS[kind])
+    run_in_chunks(engine, sequences, Random(3), 9)
+    different = int((engine.cache != whole.cache).sum())
+    rows = sum(length // SPECS[kind]["ratio"] for length in LENS[kind])
+    assert different <= rows * SPECS[kind]["head_dim"] // 1000
+
+
+def test_what_a_request_leaves_behind_is_of_no_use_to_the_next() -> None:
+    """Two requests, one after the other, in the same pages: the second is as if it were alone."""
+    kind = "C4"
+    weights = random_weights(kind, 1)
+    first, second = random_sequences(kind, [37, 30], 4)
+    alone = Engine(kind, weights, [30])
+    alone.step([second])
+    engine = Engine(kind, weights, [37])
+    engine.step([first])
+    engine.done, engine.pages, engine.free = [0], {}, list(range(engine.states.shape[0]))
+    run_in_chunks(engine, [second], Random(1), 5)
+    torch.testing.assert_close(engine.rows(0), alone.rows(0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_compiled_steps_give_the_same_rows() -> None:
+    """Saving and compressing as one compiled graph, over steps of any size."""
+    torch._dynamo.reset()
+    kind = "C4"
+    whole, sequences = in_one_pass(kind)
+
+    def step(save: dict[str, Any], compress: dict[str, Any]) -> None:
+        ops.save_compressor_states(**save)
+        ops.compress_and_insert(**compress)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    kept: dict[str, Any] = {}
+
+    def save(*tensors: Any, **settings: Any) -> None:
+        names = ("kv_score", "ape", "states", "slot_mapping", "positions")
+        kept.update(zip(names, tensors, strict=True), **settings)
+
+    def compress(*tensors: Any, **settings: Any) -> None:
+        names = ("kv_score", "ape", "states", "state_block_table", "positions", "req_indices")
+        names += ("norm_weight", "cos_sin_cache", "k_cache", "slot_mapping")
+        compiled(kept, {**dict(zip(names, tensors, strict=True)), **settings})
+
+    engine, rng = Engine(kind, whole.weights, LENS[kind]), Random(2)
+    while any(done < len(rows) for done, rows in zip(engine.done, sequences, strict=True)):
+        chunks = [
+            rows[done : done + rng.choice((0, 2, 7))]
+            for done, rows in zip(engine.done, sequences, strict=True)
+        ]
+        engine.step(chunks, padding=3, call=(save, compress))
+    for request in range(len(sequences)):
+        torch.testing.assert_close(engine.rows(request), whole.rows(request), rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_compiled_steps_write_states_and_cache_in_place() -> None:
+    """Nothing as large as either is allocated, and no copy goes back."""
+    torch._dynamo.reset()
+    states, cache = StateLayout(4, 2048).allocate(200), MainLayout(64).allocate(200)
+    weights, (kv_score,) = random_weights("C4", 1), random_sequences("C4", [9], 2)
+    positions, requests = torch.arange(3, 12), torch.zeros(9, dtype=torch.int32)
+    table = torch.arange(4, dtype=torch.int32)[None]
+
+    def step(kv_score: torch.Tensor, states: torch.Tensor, cache: torch.Tensor) -> None:
+        ops.save_compressor_states(
+            kv_score,
+            weights["ape"],
+            states,
+            positions,
+            positions,
+            compress_ratio=4,
+            block_size=4,
+        )
+        ops.compress_and_insert(
+            kv_score,
+            weights["ape"],
+            states,
+            table,
+            positions,
+            requests,
+            weights["norm_weight"],
+            weights["cos_sin_cache"],
+            cache,
+            positions * 7,
+            compress_ratio=4,
+            overlap=True,
+            eps=1e-6,
+            state_block_size=4,
+            block_size=64,
+        )
+
+    expected = states.clone(), cache.clone()
+    step(kv_score, *expected)
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    _, code = compile_and_get_code(compiled, kv_score, states, cache)
+    assert torch.equal(states, expected[0])
+    assert int((cache != expected[1]).sum()) <= 3
+    assert int(cache.count_nonzero()) > 3 * 500
+    assert cache_sized_buffers(code, states) == []
+    assert ".copy_(" not in code

@@ -1,0 +1,393 @@
+"""The main cache: what a row is quantised to, where its bytes are, and what is read back.
+
+bf16 values are given by their bits.
+"""
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dsv4_ops as ops
+from dsv4_ops.core import layout
+from tests.helpers import i32, i64, maybe_strided, rows32, strided, widened
+from tests.oracles import kv as oracles
+
+CODES, BLOCK, WIDTH = 448, 64, 512
+ONE, ONE_CODE, ONE_SCALE = 0x3F80, 0x78, 119  # 1.0 is 256 * 2^-8
+BELOW = (-1, -2, -64, -(2**31), -(2**32), -(2**40), -(2**63))
+ABOVE = (2**31, 2**32, 2**32 + 1, 2**40, 2**63 - 1)
+
+# the first bf16 of a block, zeros behind -> scale byte, the first codes, zeros behind
+BLOCKS: dict[str, tuple[list[int], int, list[int]]] = {
+    "worked example": ([0x4040, 0xBE9A, 0x3C24], 120, [0x7C, 0xE2, 0x3A]),
+    "zeros": ([], 105, []),
+    "minus zeros": ([0x8000] * 64, 105, [0x80] * 64),
+    "minus zero under a large scale": ([0x43E0, 0x8000], 127, [0x7E, 0x80]),
+    "448": ([0x43E0], 127, [0x7E]),
+    "-448": ([0xC3E0], 127, [0xFE]),
+    "446 rounds up to 448": ([0x43DF], 127, [0x7E]),
+    "450, one step above 448": ([0x43E1], 128, [0x76]),
+    "-450": ([0xC3E1], 128, [0xF6]),
+    "largest value last": ([0] * 63 + [0x43E1], 128, [0] * 63 + [0x76]),
+    "smallest subnormals": ([0x0001, 0x8001, 0x007F, 0x807F], 105, [0x00, 0x80, 0x00, 0x80]),
+    # 448 * 2^-22, one step above, and the scale's floor: 2^-31 is the smallest code, 2^-32 a tie
+    "the smallest scale, full": ([0x38E0], 105, [0x7E]),
+    "just above the smallest scale": ([0x38E1], 106, [0x76]),
+    "below the smallest scale": ([0x3000, 0x2F80, 0x2F81, 0xB000], 105, [0x01, 0, 0x01, 0x81]),
+    "subnormal codes": (
+        [0x43E0, 0x3B00, 0x3B80, 0x3BC0, 0x3C60, 0x3C80, 0xBB00],
+        127,
+        [0x7E, 0x01, 0x02, 0x03, 0x07, 0x08, 0x81],
+    ),
+    "ties of subnormal codes": (
+        [0x43E0, 0x3A80, 0x3A81, 0x3B40, 0x3B3F, 0x3BA0, 0x3BA1, 0x3C70, 0x3C6F, 0xBA80],
+        127,
+        [0x7E, 0x00, 0x01, 0x02, 0x01, 0x02, 0x03, 0x08, 0x07, 0x80],
+    ),
+    "ties of normal codes": (
+        [0x43E0, 0x3F88, 0x3F89, 0x3F98, 0x3F97, 0xBF88, 0xBF98, 0x43D8, 0x43C8, 0x43D7],
+        127,
+        [0x7E, 0x38, 0x39, 0x3A, 0x39, 0xB8, 0xBA, 0x7E, 0x7C, 0x7D],
+    ),
+    "rounding up into the next power of two": ([0x43E0, 0x3FFC, 0x3FF7], 127, [0x7E, 0x40, 0x3F]),
+    "infinities": ([0x7F80, 0xFF80], 247, [0x7E, 0xFE]),
+    "finite beside infinite": (
+        [0x7F80, 0x7F7F, 0xFF7F, 0x7B80, ONE],
+        247,
+        [0x7E, 0x78, 0xF8, 0x38, 0x00],
+    ),
+    "the largest finite": ([0x7F7F], 247, [0x78]),
+    "448 * 2^119": ([0x7F60, 0xFF60], 246, [0x7E, 0xFE]),
+    "NaN of either sign": (
+        [0x7FC0, 0xFFC0, 0x7F81, 0xFF81, 0x7FFF, 0xFFFF, ONE],
+        ONE_SCALE,
+        [0x7F] * 6 + [ONE_CODE],
+    ),
+    "nothing but NaN": ([0xFFC0] * 64, 105, [0x7F] * 64),
+    "NaN beside infinity": ([0xFFC0, 0xFF80], 247, [0x7F, 0xFE]),
+}
+
+ROPE = [0x7F81, 0xFF81, 0x7FC1, 0xFFFF, 0x7F80, 0xFF80, 0x0001, 0x8000] + [0x1234] * 56
+ROPE_BYTES = [0x81, 0x7F, 0x81, 0xFF, 0xC1, 0x7F, 0xFF, 0xFF, 0x80, 0x7F, 0x80, 0xFF]
+ROPE_BYTES += [0x01, 0x00, 0x00, 0x80] + [0x34, 0x12] * 56
+
+# scale byte -> code -> bf16
+READS: dict[int, dict[int, int]] = {
+    127: {0x38: 0x3F80, 0xB8: 0xBF80, 0x00: 0x0000, 0x80: 0x8000, 0x7E: 0x43E0, 0xFE: 0xC3E0}
+    | {0x01: 0x3B00, 0x07: 0x3C60, 0x7F: oracles.NAN, 0xFF: oracles.NAN},
+    120: {0x7C: 0x4040, 0xE2: 0xBEA0, 0x3A: 0x3C20},  # 3.0, -0.3125, 0.009765625
+    105: {0x01: 0x3000},
+    # 256 * 2^120 and more is no bf16
+    247: {0x7E: 0x7F80, 0xFE: 0xFF80, 0x78: 0x7F80, 0x77: 0x7F70, 0x7F: oracles.NAN},
+    254: {0x38: 0x7F00, 0x40: 0x7F80},
+    255: {0x38: 0x7F80, 0x81: 0xFF80, 0x00: oracles.NAN, 0x80: oracles.NAN},  # times infinity
+    0: {0x7E: 0x0000, 0xB8: 0x8000, 0x7F: oracles.NAN},  # times zero
+    # the smallest bf16 is 2^-133; codes 2 and 6 lie between two
+    1: {0x38: 0x0080, 0x08: 0x0002, 0x04: 0x0001, 0x03: 0x0001, 0x02: 0x0000, 0x06: 0x0002}
+    | {0x81: 0x8000},
+    2: {0x01: 0x0000, 0x03: 0x0002},
+}
+
+
+def bf16(rows: Any, width: int = WIDTH) -> Tensor:
+    flat = torch.tensor(rows, dtype=torch.int32).to(torch.int16)
+    return flat.reshape(len(rows), width).view(torch.bfloat16)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16).to(torch.int32) & 0xFFFF
+
+
+def random_cache(seed: int, pages: int, block_size: int, gap: int = 0) -> tuple[Tensor, Tensor]:
+    """A cache full of random bytes, ``gap`` bytes between its pages, and all the memory of it."""
+    size = layout.MainLayout(block_size).page_bytes
+    memory = bytearray(Random(seed).randbytes((pages + 2) * (size + gap)))
+    base = torch.frombuffer(memory, dtype=torch.uint8).reshape(pages + 2, size + gap)
+    return base[1 : pages + 1, :size], base
+
+
+def row_of(block: list[int], at: int) -> list[int]:
+    """A row of ones with ``block`` as block number ``at``."""
+    row = [ONE] * CODES + ROPE
+    row[at * BLOCK : (at + 1) * BLOCK] = block + [0] * (BLOCK - len(block))
+    return row
+
+
+def check_insert(k: Tensor, cache: Tensor, base: Tensor, slots: Tensor, block_size: int) -> None:
+    """Both forms of the op against the oracle: every byte in and around the cache."""
+    expected = oracles.quantize_and_insert_k_cache(
+        bits(k).tolist(), cache.tolist(), slots.tolist(), block_size=block_size
+    )
+    want = torch.tensor(expected, dtype=torch.uint8).reshape(cache.shape)
+    before, k_before, slots_before = base.clone(), bits(k), slots.clone()
+    result = ops.quantize_and_insert_k_cache_functional(k, cache, slots, block_size=block_size)
+    assert torch.equal(base, before), "the functional op wrote to the cache"
+    assert result.is_contiguous()
+    assert torch.equal(result, want)
+    assert ops.quantize_and_insert_k_cache(k, cache, slots, block_size=block_size) is None
+    assert torch.equal(cache, want)
+    before.as_strided(cache.shape, cache.stride(), cache.storage_offset()).copy_(want)
+    assert torch.equal(base, before), "bytes outside the cache changed"
+    assert torch.equal(bits(k), k_before)
+    assert torch.equal(slots, slots_before)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "page_bytes"), [(64, 37440), (2, 1728), (256, 149760), (1, 1152), (72, 42048)]
+)
+def test_layout(block_size: int, page_bytes: int) -> None:
+    pages = layout.MainLayout(block_size)
+    assert pages == layout.MainLayout(block_size)
+    assert (pages.tag, pages.row_bytes, pages.page_bytes) == ("v4_fp8", 584, page_bytes)
+    last = 3 * block_size - 1
+    assert pages.data_offset(0) == 0
+    assert pages.scale_offset(0) == 576 * block_size
+    assert pages.data_offset(block_size) == page_bytes
+    assert pages.data_offset(last) == 2 * page_bytes + 576 * (block_size - 1)
+    assert pages.scale_offset(last) == 2 * page_bytes + 584 * block_size - 8
+    cache = pages.allocate(3)
+    assert (cache.dtype, cache.shape) == (torch.uint8, (3, page_bytes))
+    assert cache.is_contiguous()
+    assert not cache.any()
+
+
+def test_offsets_of_the_worked_slot() -> None:
+    pages = layout.MainLayout(64)
+    assert (pages.data_offset(130), pages.scale_offset(130)) == (76032, 111760)
+    cache = pages.allocate(3)
+    ops.quantize_and_insert_k_cache(
+        bf16([row_of([0x4040, 0xBE9A, 0x3C24], 0)]), cache, i64([130]), block_size=64
+    )
+    flat = cache.flatten().tolist()
+    assert flat[76032:76036] == [0x7C, 0xE2, 0x3A, 0x00]
+    assert flat[76096:76480] == [ONE_CODE] * 384
+    assert flat[76480:76608] == ROPE_BYTES
+    assert flat[111760:111768] == [120] + [ONE_SCALE] * 6 + [0]
+    written = {*range(76032, 76608), *range(111760, 111768)}
+    assert not any(byte for place, byte in enumerate(flat) if place not in written)
+
+
+@pytest.mark.parametrize("case", BLOCKS.values(), ids=BLOCKS)
+def test_a_block_becomes(case: tuple[list[int], int, list[int]]) -> None:
+    block, scale, codes = case
+    codes = codes + [0] * (BLOCK - len(codes))
+    assert oracles.quantize(block + [0] * (BLOCK - len(block))) == (scale, codes)
+    cache = torch.full((4, 1728), 0xA5, dtype=torch.uint8)
+    k = bf16([row_of(block, at) for at in range(7)])
+    ops.quantize_and_insert_k_cache(k, cache, torch.arange(7), block_size=2)
+    for at in range(7):
+        page = cache[at // 2].tolist()
+        data, scales = page[at % 2 * 576 :][:576], page[1152 + at % 2 * 8 :][:8]
+        want = [ONE_CODE] * CODES
+        want[at * BLOCK : (at + 1) * BLOCK] = codes
+        assert data == want + ROPE_BYTES
+        assert scales == [scale if block == at else ONE_SCALE for block in range(7)] + [0]
+    assert cache[3, 576:1152].eq(0xA5).all()
+    assert cache[3, 1160:].eq(0xA5).all()
+    assert cache[:, 1168:].eq(0xA5).all()
+
+
+def test_the_scale_is_the_smallest_that_holds_the_block() -> None:
+    powers = range(-22, 120)
+    rows = []
+    for power in powers:
+        full = (135 + power) << 7 | 0x60  # 448 * 2^power
+        tops = [full, full + 1, full - 1, full | 0x8000, full + 1 | 0x8000, full - 0x80, 0]
+        rows.append([value for top in tops for value in [0] * 5 + [top] + [0] * 58] + ROPE)
+    cache = torch.zeros(len(powers), 1152, dtype=torch.uint8)
+    ops.quantize_and_insert_k_cache(bf16(rows), cache, torch.arange(len(powers)), block_size=1)
+    for power, page in zip(powers, cache.tolist(), strict=True):
+        byte = 127 + power
+        half, half_code = (byte - 1, 0x7E) if byte > 105 else (105, 0x76)
+        assert page[576:584] == [byte, byte + 1, byte, byte, byte + 1, half, 105, 0]
+        codes = [0x7E, 0x76, 0x7E, 0xFE, 0xF6, half_code, 0]
+        assert page[5:CODES:BLOCK] == codes
+
+
+def test_every_magnitude_gets_the_scale_and_code_of_the_oracle() -> None:
+    tops = list(range(1 << 16))
+    tops += [0] * (-len(tops) % 7)
+    rows = [
+        [value for top in tops[at : at + 7] for value in [top] + [0] * 63] + [0] * 64
+        for at in range(0, len(tops), 7)
+    ]
+    table = layout.MainLayout(64)
+    pages = -(-len(rows) // 64)
+    cache = torch.zeros(pages, table.page_bytes, dtype=torch.uint8)
+    ops.quantize_and_insert_k_cache(bf16(rows), cache, torch.arange(len(rows)), block_size=64)
+    scales = cache[:, 36864:37376].reshape(-1, 8)[: len(rows), :7].flatten()
+    codes = cache[:, :36864].reshape(-1, 576)[: len(rows), :CODES:BLOCK].flatten()
+    want = [oracles.quantize([top]) for top in tops]
+    assert scales.tolist() == [scale for scale, _ in want]
+    assert codes.tolist() == [code for _, [code] in want]
+
+
+@pytest.mark.parametrize("scale", [105, 106, 127, 180, 246, 247])
+def test_every_value_under_a_scale_gets_the_code_of_the_oracle(scale: int) -> None:
+    top = min((scale + 8) << 7 | 0x60, 0x7F7F)
+    values = [value for value in range(1 << 16) if not top < value & 0x7FFF < 0x7F80]
+    values = [value for value in values if scale == 247 or value & 0x7FFF != 0x7F80]
+    values += [0] * (-len(values) % (63 * 7))
+    blocks = torch.tensor(values).reshape(-1, 7, 63)
+    tops = torch.full((len(blocks), 7, 1), top)
+    rope = torch.tensor([ROPE] * len(blocks))
+    rows = torch.cat((torch.cat((tops, blocks), 2).flatten(1), rope), 1).tolist()
+    cache = torch.zeros(len(rows), 1152, dtype=torch.uint8)
+    ops.quantize_and_insert_k_cache(bf16(rows), cache, torch.arange(len(rows)), block_size=1)
+    assert cache[:, 576:583].eq(scale).all()
+    codes = oracles.encoder(scale)
+    want = [[codes[value] for value in row[:CODES]] for row in rows]
+    assert cache[:, :CODES].tolist() == want
+
+
+def test_reading_a_code() -> None:
+    reads = [(scale, code, READS[scale][code]) for scale in READS for code in READS[scale]]
+    cache = torch.zeros(len(reads), 1152, dtype=torch.uint8)
+    for place, (scale, code, value) in enumerate(reads):
+        assert oracles.decode(code, scale) == value
+        cache[place, 64 * (place % 7) + 9] = code
+        cache[place, 576:583] = 127
+        cache[place, 576 + place % 7] = scale
+    table = rows32([range(len(reads))], len(reads))
+    rows = ops.gather_k_cache(
+        cache, i32([len(reads)]), None, table, block_size=1, num_rows=len(reads)
+    )
+    for place, (_, _, value) in enumerate(reads):
+        read = rows[0, place, 64 * (place % 7) + 9]
+        assert (oracles.NAN if read.isnan() else int(bits(read))) == value
+
+
+def test_every_code_under_every_scale_is_read_like_the_oracle() -> None:
+    cache = torch.zeros(3, 37440, dtype=torch.uint8)
+    blocks = torch.arange(3 * 64 * 7)  # four blocks to a scale
+    data, scales = cache[:, :36864].view(3, 64, 576), cache[:, 36864:37376].view(3, 64, 8)
+    codes = (blocks[:, None] % 4 * 64 + torch.arange(64)).to(torch.uint8)
+    data[:, :, :CODES] = codes.view(3, 64, CODES)
+    scales[:, :, :7] = (blocks // 4).to(torch.uint8).view(3, 64, 7)
+    scales[:, :, 7] = 0xEE
+    rope = torch.arange(3 * 64 * 64) * 5 + 0x7F00
+    data[:, :, CODES:] = rope.to(torch.int16).view(torch.uint8).view(3, 64, 128)
+    settings = {"block_size": 64, "num_rows": 192}
+    rows = ops.gather_k_cache(cache, i32([192]), None, i32([[2, 0, 1]]), **settings)[0]
+    expected = oracles.gather_k_cache(cache.tolist(), [192], None, [[2, 0, 1]], **settings)[0]
+    got, want = bits(rows), i32(expected)
+    got[:, :CODES][rows[:, :CODES].isnan()] = oracles.NAN
+    assert torch.equal(got, want)
+
+
+def test_a_row_is_read_back_within_half_a_step() -> None:
+    rng = Random(0)
+    rows = [
+        [rng.choice((0, 1)) << 15 | max(rng.randrange(low, high), 0) for _ in range(WIDTH)]
+        for low, high in [(0, 0x7F00), (0x3D00, 0x4300), (0x38E0 - 900, 0x38E0), (0, 0x80)] * 16
+    ]
+    k = bf16(rows)
+    cache = layout.MainLayout(64).allocate(1)
+    ops.quantize_and_insert_k_cache(k, cache, torch.arange(64), block_size=64)
+    back = ops.gather_k_cache(cache, i32([64]), None, i32([[0]]), block_size=64, num_rows=64)[0]
+    assert torch.equal(bits(back[:, CODES:]), bits(k[:, CODES:]))
+    before = k[:, :CODES].double().reshape(64, 7, BLOCK)
+    after = back[:, :CODES].double().reshape(64, 7, BLOCK)
+    scales = (cache[0, 36864:37376].view(64, 8)[:, :7].double() - 127).exp2()[..., None]
+    # three bits of mantissa: 2^-4 of a normal code's value, half of 2^-9 below
+    assert ((after - before).abs() <= torch.maximum(before.abs() / 16, scales / 1024)).all()
+    assert (before.abs() <= 448 * scales).all()
+
+
+@pytest.mark.parametrize("gap", [0, 16, 4096])
+@pytest.mark.parametrize("block_size", [64, 2, 256, 1])
+def test_rows_at_the_ends_of_pages(block_size: int, gap: int) -> None:
+    rng, end = Random(block_size), 3 * block_size
+    slots = dict.fromkeys((end - 1, -1, block_size, 0, end, 2 * block_size - 1, 2 * block_size))
+    k = bf16([[rng.getrandbits(16) for _ in range(WIDTH)] for _ in range(len(slots) + 2)])
+    cache, base = random_cache(block_size, 3, block_size, gap)
+    check_insert(k, cache, base, i64(list(slots)), block_size)
+
+
+@pytest.mark.parametrize("slot", [*BELOW, 6, 7, 8, 9, *ABOVE])
+def test_a_slot_outside_the_cache_writes_nothing(slot: int) -> None:
+    k = bf16([[0x7FC0] * WIDTH, [ONE] * WIDTH])
+    cache, base = random_cache(3, 3, 2, 16)
+    before = cache.clone()
+    check_insert(k, cache, base, i64([slot, 1]), 2)
+    assert torch.equal(cache[1:], before[1:])
+    check_insert(k, cache, base, i64([slot]), 2)
+
+
+STRIDED = {
+    "columns of a wider tensor": lambda k: widened(k),
+    "transposed": lambda k: strided(k),
+    "every other value": lambda k: torch.stack((k, k.neg()), 2).flatten(1)[:, ::2],
+    "every third row": lambda k: k.repeat_interleave(3, 0)[::3],
+    "one row for all": lambda k: k[:1].expand(k.shape),
+    "one value for all": lambda k: k[:, :1].expand(k.shape),
+}
+
+
+@pytest.mark.parametrize("view", STRIDED.values(), ids=STRIDED)
+def test_k_may_have_any_stride(view: Any) -> None:
+    rng = Random(5)
+    k = view(bf16([[rng.randrange(0x7F80) for _ in range(WIDTH)] for _ in range(6)]))
+    assert not k.is_contiguous()
+    cache, base = random_cache(4, 2, 2)
+    check_insert(k, cache, base, strided(i64([3, -1, 0, 2])), 2)
+
+
+def test_of_two_tokens_with_one_slot_other_rows_know_nothing() -> None:
+    rng = Random(6)
+    k = bf16([[rng.getrandbits(16) for _ in range(WIDTH)] for _ in range(4)])
+    cache, base = random_cache(6, 2, 2)
+    twice, once = base.clone(), base.clone()
+    ops.quantize_and_insert_k_cache(k, twice[1:3, :1728], i64([1, 3, 1, 0]), block_size=2)
+    ops.quantize_and_insert_k_cache(k, once[1:3, :1728], i64([-1, 3, 1, 0]), block_size=2)
+    for memory in (twice, once):
+        memory[1, 576:1152] = 0  # the row of slot 1 and its scales
+        memory[1, 1160:1168] = 0
+    assert torch.equal(twice, once)
+    again = ops.quantize_and_insert_k_cache_functional(k, cache, i64([1, 3, 1, 0]), block_size=2)
+    again[0, 576:1152] = again[0, 1160:1168] = 0
+    assert torch.equal(again, once[1:3, :1728])
+
+
+@pytest.mark.parametrize(("pages", "tokens", "rows"), [(2, 0, 0), (2, 0, 3), (0, 3, 3), (0, 0, 0)])
+def test_nothing_to_write(pages: int, tokens: int, rows: int) -> None:
+    cache, base = random_cache(7, pages, 2)
+    slots = torch.arange(tokens)
+    check_insert(torch.full((rows, WIDTH), 3.0).bfloat16(), cache, base, slots, 2)
+
+
+def random_values(rng: Random) -> list[int]:
+    """A row whose blocks are of one size each, with a few hostile values and RoPE of any bits."""
+    row = []
+    for _ in range(7):
+        top = rng.randrange(1, 0x7F80)
+        low = max(top - rng.choice((1, 300, 1200, 0x7F80)), 0)
+        row += [rng.choice((0, 0x8000)) | rng.randrange(low, top) for _ in range(BLOCK)]
+        if rng.random() < 0.3:
+            row[-1 - rng.randrange(BLOCK)] = rng.choice((0x7F80, 0xFF80, 0x7FC0, 0xFF81, 0x8000))
+    return row + [rng.getrandbits(16) for _ in range(64)]
+
+
+def test_random_batches() -> None:
+    for seed in range(200):
+        rng = Random(seed)
+        block_size, pages = rng.choice((1, 2, 2, 3, 4, 8)), rng.choice((0, 1, 2, 2, 3, 5))
+        end = pages * block_size
+        slots = rng.sample(range(-2, end + 3), rng.randrange(min(end + 5, 9)))
+        slots = [rng.choice((*BELOW, *ABOVE)) if rng.random() < 0.1 else s for s in slots]
+        rows = len(slots) + rng.choice((0, 0, 2))
+        k = bf16([random_values(rng) for _ in range(rows)])
+        cache, base = random_cache(seed, pages, block_size, rng.choice((0, 0, 16, 1024)))
+        check_insert(maybe_strided(rng, k), cache, base, maybe_strided(rng, i64(slots)), block_size)
+
+
+def test_a_cache_of_more_than_two_gigabytes() -> None:
+    memory = torch.empty(9 * 2**28, dtype=torch.uint8)  # reserved: only page 8 is ever touched
+    cache = memory.as_strided((9, 1728), (2**28, 1))
+    k = bf16([row_of([], 0)])
+    ops.quantize_and_insert_k_cache(k, cache, i64([17]), block_size=2)
+    back = ops.gather_k_cache(cache, i32([2]), None, i32([[8]]), block_size=2, num_rows=2)
+    assert torch.equal(bits(back[0, 1]), bits(k[0]))

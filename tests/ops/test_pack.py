@@ -1,0 +1,152 @@
+"""Ragged requests as a rectangle: dtypes, hostile boundaries, and the way back."""
+
+import pytest
+import torch
+
+import dsv4_ops as ops
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.lowering.inspect import compile_and_get_code
+from dsv4_ops.testing.contract import checks
+from tests.helpers import i32
+
+STARTS = i32([0, 3, 3, 4, 9, 9])
+FP8 = torch.float8_e4m3fn
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    if dtype == FP8:
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(FP8)
+    return (torch.randn(shape, generator=generator) * 50).to(dtype)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.dtype == FP8:
+        left, right = left.view(torch.uint8), right.view(torch.uint8)
+    return torch.equal(left, right)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+        FP8,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("trailing", [(), (4,), (2, 3), (0,)])
+def test_unpacked_is_what_was_packed(dtype, trailing):
+    """Every bit of every row, as long as next_n covers the longest request; padding is zeros."""
+    x = rows(11, *trailing, dtype=dtype)
+    packed = ops.pack_seq(x, STARTS, next_n=5)
+    assert packed.shape == (5, 5, *trailing)
+    assert packed.dtype == dtype
+    assert same_bits(packed[3], x[4:9])
+    assert not packed[:, 3:][:3].float().any()
+    back = ops.unpack_seq(packed, STARTS, num_tokens=11)
+    assert same_bits(back[:9], x[:9])
+    assert not back[9:].float().any()
+
+
+def test_tokens_from_next_n_on_are_left_out():
+    x = torch.arange(9)
+    packed = ops.pack_seq(x, STARTS, next_n=2)
+    assert packed.tolist() == [[0, 1], [0, 0], [3, 0], [4, 5], [0, 0]]
+    back = ops.unpack_seq(packed, STARTS, num_tokens=9)
+    assert back.tolist() == [0, 1, 0, 3, 4, 5, 0, 0, 0]
+
+
+def test_weights_are_packed_as_queries_are():
+    """Lengths that differ in the middle of the batch: row by row, queries keep their weights."""
+    q, weights = rows(9, 4, 8), rows(9, 4)
+    scores = (q.float().sum(-1) * weights.float()).sum(-1)
+    packed_q = ops.pack_seq(q, STARTS, next_n=5)
+    packed_weights = ops.pack_seq(weights, STARTS, next_n=5)
+    packed_scores = (packed_q.float().sum(-1) * packed_weights.float()).sum(-1)
+    assert torch.equal(ops.unpack_seq(packed_scores, STARTS, num_tokens=9), scores)
+
+
+HOSTILE = (
+    [0, 3, 2, 9, 9, 9],
+    [-5, -2, 4, 2**31 - 1, 2**31 - 1, 2**31 - 1],
+    [-(2**31), -(2**31), 0, 2, 2**31 - 1, 2**31 - 1],
+    [9, 9, 9, 9, 9, 0],
+    [2**31 - 2, 2**31 - 1, 2**31 - 1, -(2**31), 3, 5],
+)
+
+
+@pytest.mark.parametrize("starts", HOSTILE)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_hostile_boundaries_read_nothing_outside(starts, compiled):
+    """Every row that is found is a row of the input, between sentinels that are not."""
+    torch._dynamo.reset()
+    memory = torch.full((30,), -1.0)
+    memory[10:19] = torch.arange(1.0, 10.0)
+    x, where = memory[10:19], i32(starts)
+    packed_memory = torch.full((40,), -1.0)
+    packed_memory[10:25] = torch.arange(1.0, 16.0)
+    packed = packed_memory[10:25].view(5, 3)
+
+    def call(x, packed, where):
+        return (
+            ops.pack_seq(x, where, next_n=3, pad=0.0),
+            ops.unpack_seq(packed, where, num_tokens=9),
+        )
+
+    run = torch.compile(call, fullgraph=True) if compiled else call
+    forward, back = run(x, packed, where)
+    assert set(forward.flatten().tolist()) <= {0.0, *x.tolist()}
+    assert set(back.tolist()) <= {0.0, *packed.flatten().tolist()}
+
+
+def test_strides_change_nothing():
+    x = rows(9, 2, 6)
+    expected = ops.pack_seq(x, STARTS, next_n=3)
+    permuted = x.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    starts = torch.stack([STARTS, STARTS], 1)[:, 0]
+    actual = ops.pack_seq(permuted, starts, next_n=3)
+    assert torch.equal(actual, expected)
+    assert actual.is_contiguous()
+    back = ops.unpack_seq(expected, STARTS, num_tokens=9)
+    strided = expected.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)
+    assert torch.equal(ops.unpack_seq(strided, starts, num_tokens=9), back)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.bool, FP8], ids=str)
+def test_compiled_for_every_kind_of_dtype(dtype):
+    """One graph of one loop each way, for sizes that change."""
+    torch._dynamo.reset()
+
+    def call(x, starts):
+        packed = ops.pack_seq(x, starts, next_n=4)
+        return packed, ops.unpack_seq(packed, starts, num_tokens=x.shape[0])
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True)
+    first = (rows(11, 7, dtype=dtype), STARTS)
+    result, code = compile_and_get_code(compiled, *first)
+    assert code.count("async_compile.cpp_pybinding") <= 3
+    checks.assert_same("compiled", result, call(*first))
+    other = (rows(21, 7, dtype=dtype), i32([0, 2, 2, 9, 9, 9, 13, 18]))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        checks.assert_same("compiled", compiled(*other), call(*other))
+
+
+def test_padding_of_every_float():
+    x = rows(2, 3, dtype=torch.float32)
+    for pad in (float("-inf"), float("inf"), float("nan"), -0.0, 1e-40):
+        packed = ops.pack_seq(x, i32([0, 1, 2]), next_n=2, pad=pad)
+        expected = torch.full((2, 3), pad).view(torch.int32)
+        assert torch.equal(packed[:, 1].contiguous().view(torch.int32), expected)
+
+
+def test_passports_name_no_size_that_depends_on_values():
+    assert "SymInt num_tokens" in OPS["unpack_seq"].schema
+    assert "SymInt" not in OPS["pack_seq"].schema

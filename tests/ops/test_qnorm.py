@@ -1,0 +1,288 @@
+"""Norm, rotation and insert in one op: bytes of the cache, order of the writes, and the queries."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+import dsv4_ops as ops
+from dsv4_ops import testing
+from dsv4_ops.attention.caches import PagedKVCache
+from dsv4_ops.core.layout import MainLayout, PlainLayout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.lowering.inspect import compile_and_get_code
+from dsv4_ops.testing.contract.compare import assert_agrees
+from tests.compile.test_compiled_cache import cache_sized_buffers
+from tests.helpers import i64
+from tests.ops.test_contract import one_nan, patterns
+from tests.oracles import rope as oracles
+
+TABLE = ops.rope_cos_sin_cache(200, theta=160000.0, scaling=ops.YarnScaling())
+FP8 = {"eps": 1e-6, "block_size": 64}
+PLAIN = {**FP8, "layout": "plain"}
+SLOTS = i64([3, 70, -1, 100, 319, 320, 5])
+WHERE = i64([0, 199, 7, 200, -1, 128, 64])
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def garbage(layout: str) -> torch.Tensor:
+    if layout == "plain":
+        return normal(5, 64, 512, seed=9)
+    generator = torch.Generator().manual_seed(9)
+    return torch.randint(0, 256, MainLayout(64).shape(5), generator=generator, dtype=torch.uint8)
+
+
+def arguments(layout: str = "v4_fp8", heads: int = 3) -> list[torch.Tensor]:
+    return [normal(7, heads, 512), normal(7, 512, seed=1), garbage(layout), SLOTS, WHERE, TABLE]
+
+
+@pytest.mark.parametrize("layout", ["v4_fp8", "plain"])
+@pytest.mark.parametrize("name", ["qnorm_rope_kv_insert", "qnorm_rope_kv_insert_functional"])
+def test_cache_has_the_bytes_of_the_oracle(name, layout):
+    """Every byte of the cache, over drawn batches with NaN, infinities and hostile slots."""
+    spec = OPS[name]
+    options = {"eps": 1e-6, "block_size": 2, "layout": layout}
+
+    @settings(
+        max_examples=60,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(spec.implementation("testing").strategy(settings=options))
+    def compare(case):
+        _, cache = case.run(spec.op, spec.mutated)
+        _, kv, before, slots, where, table = case.tensors
+        rows = patterns(kv)[: len(slots)], patterns(before), slots.tolist()
+        positions = where.tolist()[: len(slots)]
+        expected = oracles.inserted(*rows, positions, table.tolist(), block_size=2, layout=layout)
+        if layout == "plain":
+            assert one_nan(patterns(cache)) == one_nan(expected)
+        else:
+            assert cache.tolist() == expected
+
+    compare()
+
+
+@pytest.mark.parametrize("layout", ["v4_fp8", "plain"])
+def test_it_is_the_rotation_and_then_the_insert(layout):
+    q, kv, cache, slots, where, table = arguments(layout)
+    apart = cache.clone()
+    rotated = ops.apply_rope(kv, where, table)
+    if layout == "plain":
+        ops.insert_k_cache(rotated, apart, slots)
+    else:
+        ops.quantize_and_insert_k_cache(rotated, apart, slots, block_size=64)
+    before = q.clone(), kv.clone()
+    ops.qnorm_rope_kv_insert(q, kv, cache, slots, where, table, **FP8, layout=layout)
+    assert torch.equal(cache, apart)
+    assert not torch.equal(cache, garbage(layout))
+    assert torch.equal(q, before[0])
+    assert torch.equal(kv, before[1])
+
+
+def test_queries_are_normalised_without_a_rounding_between():
+    """A cast between norm and rotation would round twice; every head has a mean square of 1."""
+    q, *rest = arguments(heads=64)
+    actual = ops.qnorm_rope_kv_insert(q * 7, *rest, **FP8)
+    norms = actual.double().square().mean(-1)
+    torch.testing.assert_close(norms, torch.ones_like(norms), rtol=2e-3, atol=0)
+    values = (q * 7).double()
+    normed = values / (values.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    cos, sin = TABLE.double()[WHERE.clamp(0, 199)].chunk(2, 1)
+    inside = ((WHERE >= 0) & (WHERE < 200))[:, None, None]
+    even, odd = normed[..., 448::2], normed[..., 449::2]
+    pairs = even * cos[:, None] - odd * sin[:, None], odd * cos[:, None] + even * sin[:, None]
+    tail = torch.where(inside, torch.stack(pairs, -1).flatten(-2), normed[..., 448:])
+    exact = torch.cat([normed[..., :448], tail], -1)
+    once = exact.to(torch.bfloat16)
+    assert (actual != once).float().mean() < 1e-3, "float32 decides few ties otherwise"
+    twice = ops.apply_rope(normed.to(torch.bfloat16), WHERE, TABLE)
+    assert (twice != once)[..., 448:].float().mean() > 0.1
+
+
+@pytest.mark.parametrize("mistake", ["weighted", "whole row", "no epsilon", "no rotation"])
+def test_the_budget_refuses_wrong_queries(mistake):
+    station = testing.op_testing("qnorm_rope_kv_insert")
+    tensors = arguments()
+    tensors[0] = tensors[0] * 2.0**-10  # of the size of the epsilon
+    case = testing.Case("called", tuple(tensors), {**FP8, "layout": "v4_fp8"})
+    outcome = case.run(ops.qnorm_rope_kv_insert, (2,))
+    assert_agrees("right", station, case, outcome, outcome)
+    values = tensors[0].float()
+    square = values.square().mean(-1, keepdim=True)
+    normed = values * torch.rsqrt(square + 1e-6)
+    wrong = {
+        "weighted": normed * 1.02,
+        "whole row": values * torch.rsqrt(square.mean(1, keepdim=True) + 1e-6),
+        "no epsilon": values * torch.rsqrt(square),
+        "no rotation": normed,
+    }[mistake]
+    if mistake != "no rotation":
+        wrong = ops.apply_rope(wrong, WHERE, TABLE)
+    with pytest.raises(AssertionError, match="budgets from float64"):
+        assert_agrees("wrong", station, case, (wrong.to(torch.bfloat16), outcome[1]), outcome)
+
+
+def test_a_wrong_byte_is_refused():
+    station = testing.op_testing("qnorm_rope_kv_insert")
+    case = testing.Case("called", tuple(arguments()), {**FP8, "layout": "v4_fp8"})
+    outcome = case.run(ops.qnorm_rope_kv_insert, (2,))
+    cache = outcome[1].clone()
+    cache[1, 6 * 576 + 448] ^= 1
+    with pytest.raises(AssertionError, match="result 1 differs"):
+        assert_agrees("wrong", station, case, (outcome[0], cache), outcome)
+
+
+def test_values_beyond_float32_become_zero():
+    q = torch.full((1, 1, 512), 3e38, dtype=torch.bfloat16)
+    where, rest = i64([5]), (normal(1, 512), garbage("v4_fp8"), i64([-1]))
+    assert not ops.qnorm_rope_kv_insert(q, *rest, where, TABLE, **FP8).any()
+    zero = ops.qnorm_rope_kv_insert(torch.zeros_like(q), *rest, where, TABLE, **FP8)
+    assert not zero.any()
+    assert not zero.isnan().any()
+
+
+def test_keys_behind_the_slots_are_not_written():
+    q, kv, cache, _, where, table = arguments()
+    kv[2:] = float("nan")
+    q_out = ops.qnorm_rope_kv_insert(q, kv, cache, i64([0, 1]), where, table, **FP8)
+    assert q_out.shape == (7, 3, 512)
+    expected = garbage("v4_fp8")
+    ops.quantize_and_insert_k_cache(
+        ops.apply_rope(kv[:2], where[:2], table), expected, i64([0, 1]), block_size=64
+    )
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("layout", ["v4_fp8", "plain"])
+def test_strides_change_nothing(layout):
+    q, kv, cache, slots, where, table = arguments(layout)
+    expected = cache.clone()
+    options = {**FP8, "layout": layout}
+    normed = ops.qnorm_rope_kv_insert(q, kv, expected, slots, where, table, **options)
+    strided = (
+        q.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+        torch.cat([kv, kv], 1)[:, 512:],
+        torch.cat([cache, cache], -2 if layout == "plain" else 1)[:, : cache.shape[1]],
+        torch.stack([slots, slots], 1)[:, 0],
+        torch.stack([where, where], 1)[:, 1],
+        table.t().contiguous().t(),
+    )
+    actual = ops.qnorm_rope_kv_insert(*strided, **options)
+    assert torch.equal(actual, normed)
+    assert actual.is_contiguous()
+    assert torch.equal(strided[2], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["v4_fp8", "plain"])
+@pytest.mark.parametrize("how", ["argument", "buffer"])
+def test_compiled_it_writes_the_cache_where_it_is(how, layout):
+    torch._dynamo.reset()
+    q, kv, cache, slots, where, table = arguments(layout)
+    options = {**FP8, "layout": layout}
+    expected, address = cache.clone(), cache.data_ptr()
+    normed = ops.qnorm_rope_kv_insert(q, kv, expected, slots, where, table, **options)
+    if how == "buffer":
+        shape = PlainLayout(64) if layout == "plain" else MainLayout(64)
+        caches = PagedKVCache(shape, num_layers=2, num_blocks=5)
+        caches[1].copy_(cache)
+        cache, address = caches[1], caches[1].data_ptr()
+
+    def call(q, kv, cache, slots, where, table):
+        written = caches[1] if how == "buffer" else cache
+        return ops.qnorm_rope_kv_insert(q, kv, written, slots, where, table, **options)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=False)
+    actual, code = compile_and_get_code(compiled, q, kv, cache, slots, where, table)
+    assert torch.equal(cache, expected)
+    assert cache.data_ptr() == address
+    assert_agrees(
+        "compiled",
+        testing.op_testing("qnorm_rope_kv_insert"),
+        testing.Case("called", tuple(arguments(layout)), options),
+        (actual, cache),
+        (normed, expected),
+    )
+    assert cache_sized_buffers(code, cache) == []
+    assert ".copy_(" not in code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dynamic",
+    [pytest.param(False, marks=pytest.mark.nightly("sizes that are symbols are the harder")), True],
+)
+def test_a_read_behind_it_sees_its_keys(dynamic):
+    """Two inserts into one slot, each followed by a read, and queries that depend on both."""
+    torch._dynamo.reset()
+    table = torch.arange(5, dtype=torch.int32)[None]
+    lens = torch.tensor([320], dtype=torch.int32)
+
+    def read(cache):
+        return ops.gather_k_cache(cache, lens, None, table, block_size=64, num_rows=320)
+
+    def step(q, kv, cache, slots, where, angles):
+        first = ops.qnorm_rope_kv_insert(q, kv, cache, slots, where, angles, **FP8)
+        between = read(cache)
+        second = ops.qnorm_rope_kv_insert(first, kv * 2, cache, slots, where, angles, **FP8)
+        return between, read(cache), second
+
+    inputs = arguments()
+    inputs[2] &= 0x3F  # small codes and scales: no NaN, no infinity
+    copies = [tensor.clone() for tensor in inputs]
+    expected = step(*copies)
+    actual = torch.compile(step, fullgraph=True, dynamic=dynamic)(*inputs)
+    assert torch.equal(inputs[2], copies[2])
+    for left, right in zip(actual[:2], expected[:2], strict=True):
+        assert torch.equal(left, right)
+    assert not torch.equal(expected[0], expected[1])
+    torch.testing.assert_close(actual[2], expected[2], rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.slow
+def test_epsilon_is_a_constant_of_the_graph():
+    """A float that Dynamo would trace as a symbol, under dynamic shapes, for two values."""
+    torch._dynamo.reset()
+    for eps in (1e-6, 0.25):
+
+        def call(*tensors, eps=eps):
+            return ops.qnorm_rope_kv_insert(*tensors, eps=eps, block_size=64)
+
+        compiled = torch.compile(call, fullgraph=True, dynamic=True)
+        expected = call(*arguments())
+        torch.testing.assert_close(compiled(*arguments()), expected, rtol=2**-7, atol=0)
+
+
+def test_one_launch_covers_heads_and_keys():
+    """Programs of the launcher: four keys each, then four heads of a token each."""
+    pytest.importorskip("triton", reason="triton is published for Linux only")
+    from dsv4_ops.kernels.rope import qnorm_rope_insert
+
+    def programs(num_tokens: int, num_heads: int, num_slots: int) -> list[int]:
+        launched = []
+
+        class Recorder:
+            def __init__(self, kernel) -> None:
+                assert kernel is qnorm_rope_insert.qnorm_rope_kv_insert_kernel
+
+            def __getitem__(self, grid):
+                return lambda *args, **kwargs: launched.append(grid[0])
+
+        q = torch.empty(num_tokens, num_heads, 512, dtype=torch.bfloat16)
+        cache, slots = MainLayout(64).allocate(1), torch.zeros(num_slots, dtype=torch.int64)
+        where = torch.zeros(num_tokens, dtype=torch.int64)
+        settings = {**FP8, "layout": "v4_fp8"}
+        qnorm_rope_insert.qnorm_rope_kv_insert(
+            Recorder, q, q[:, 0], cache, slots, where, TABLE, **settings
+        )
+        return launched
+
+    assert programs(5, 64, 5) == [5 * 16 + 2]
+    assert programs(70000, 1, 0) == [70000]
+    assert programs(3, 7, 1) == [3 * 2 + 1]
+    assert programs(0, 64, 0) == []

@@ -1,0 +1,323 @@
+"""The rotation: tables, pairs, the way back, and its FP8 form."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+import dsv4_ops as ops
+from dsv4_ops import testing
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.lowering.inspect import compile_and_get_code
+from dsv4_ops.reference import rotation
+from dsv4_ops.testing.contract import checks
+from dsv4_ops.testing.contract.compare import assert_agrees, assert_precise
+from tests.helpers import i64
+from tests.ops.test_contract import patterns
+from tests.oracles import rope as oracles
+
+YARN = {"theta": 160000.0, "scaling": ops.YarnScaling()}
+drawn = settings(
+    max_examples=40,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_table_of_window_layers():
+    """theta 10000: pair 0 turns by a radian per position, pair 16 by a hundredth."""
+    table = ops.rope_cos_sin_cache(4096, theta=10000.0)
+    assert table.shape == (4096, 64)
+    assert table.dtype == torch.float32
+    assert table[0].tolist() == [1.0] * 32 + [0.0] * 32
+    for position, (pair, turn) in product((1, 2, 4095), ((0, 1.0), (8, 0.1), (16, 0.01))):
+        assert table[position, pair].item() == oracles.f32(math.cos(position * turn))
+        assert table[position, 32 + pair].item() == oracles.f32(math.sin(position * turn))
+
+
+def test_slowdowns_of_yarn():
+    """64 ln(65536 / 64 pi) / 2 ln(160000) is 15.45 and 64 ln(65536 / 2 pi) / 2 ln(160000) is 24.71:
+    pairs to 15 keep their frequency, those from 25 on have a sixteenth, a ramp between."""
+    slowdowns = ops.YarnScaling().slowdowns(64, 160000.0)
+    assert slowdowns[:16] == [1.0] * 16
+    assert slowdowns[25:] == [0.0625] * 7
+    expected = [1 - ramp / 10 * 15 / 16 for ramp in range(1, 10)]
+    assert slowdowns[16:25] == pytest.approx(expected, rel=1e-15)
+    table = ops.rope_cos_sin_cache(2, **YARN)
+    frequency = 160000.0 ** (-40 / 64) * 0.53125
+    assert table[1, 52].item() == pytest.approx(math.sin(frequency), rel=1e-7)
+
+
+def transformers_frequencies(base, dim, factor, original, fast, slow):
+    """YaRN as transformers words it: a blend of interpolated and extrapolated frequencies."""
+
+    def correction(rotations):
+        return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(base))
+
+    low = max(math.floor(correction(fast)), 0)
+    high = min(math.ceil(correction(slow)), dim - 1)
+    powers = base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    extrapolation = 1 - ramp
+    return 1 / (factor * powers) * (1 - extrapolation) + 1 / powers * extrapolation
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (160000.0, 64, 16.0, 65536, 32.0, 1.0),
+        (10000.0, 64, 40.0, 4096, 32.0, 1.0),
+        (500000.0, 128, 8.0, 8192, 4.0, 1.0),
+        (1000.0, 8, 2.0, 300, 64.0, 0.5),
+        (1.5, 64, 4.0, 10**9, 32.0, 1.0),  # the ramp begins past the last pair
+        (10000.0, 64, 4.0, 2, 32.0, 1.0),  # and ends before the first
+    ],
+)
+def test_table_is_that_of_transformers(numbers):
+    base, dim, factor, original, fast, slow = numbers
+    scaling = ops.YarnScaling(factor, original, fast, slow)
+    table = ops.rope_cos_sin_cache(1000, theta=base, rope_dim=dim, scaling=scaling)
+    angles = torch.arange(1000, dtype=torch.float64)[:, None] * transformers_frequencies(*numbers)
+    expected = torch.cat([angles.cos(), angles.sin()], 1)
+    torch.testing.assert_close(table.double(), expected, atol=6e-8, rtol=0)
+
+
+def test_a_ramp_of_no_width_is_a_step():
+    step = ops.YarnScaling(factor=4.0, original_positions=10**9, beta_fast=32.0)
+    assert step.slowdowns(2, 10000.0) == [1.0]
+    slow = ops.YarnScaling(factor=4.0, original_positions=1)
+    assert slow.slowdowns(8, 10000.0) == [1.0, 0.25, 0.25, 0.25]
+
+
+def test_late_positions_have_exact_angles():
+    """A float32 angle at position 1048575 is off by up to 0.03; ours is right to the last bit."""
+    late = 2**20 - 1
+    row = ops.rope_cos_sin_cache(late + 1, theta=10000.0, rope_dim=4)[late].tolist()
+    angles = [float(late), late / 100]
+    expected = [*map(math.cos, angles), *map(math.sin, angles)]
+    assert row == [oracles.f32(value) for value in expected]
+
+
+def test_table_on_a_device():
+    table = ops.rope_cos_sin_cache(3, theta=10000.0, device="meta")
+    assert (table.device.type, table.shape) == ("meta", (3, 64))
+    assert ops.rope_cos_sin_cache(0, theta=10000.0, rope_dim=2).shape == (0, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rotation_is_float32_with_one_cast(dtype):
+    """Bit for bit against Python numbers: two rounded products, a rounded sum, and the cast."""
+    table, x = ops.rope_cos_sin_cache(70000, **YARN), normal(9, 96, seed=1, dtype=dtype)
+    positions = i64([0, 1, 2, 127, 128, 65535, 69999, 70000, -1])
+    actual = ops.apply_rope(x, positions, table).tolist()
+    rows = dict(enumerate(table[positions.clamp(0, 69999)].tolist()))
+    for token, position in enumerate(positions.tolist()):
+        values = x[token].tolist()
+        known = token if position in range(70000) else -1
+        tail = oracles.rotated(values[32:], known, [rows[index] for index in range(9)])
+        if dtype == torch.bfloat16:
+            tail = [oracles.value_of(oracles.bits_of(value)) for value in tail]
+        assert actual[token] == values[:32] + tail
+
+
+def test_back_is_the_inverse():
+    table, x = ops.rope_cos_sin_cache(4096, **YARN), normal(64, 2, 512, dtype=torch.float32)
+    positions = torch.arange(64) * 63
+    there = ops.apply_rope(x, positions, table)
+    assert (there - x)[1:, :, 448:].abs().max() > 1
+    torch.testing.assert_close(there.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=0)
+    back = ops.apply_rope(there, positions, table, inverse=True)
+    torch.testing.assert_close(back, x, rtol=0, atol=2e-6)
+
+
+def test_products_of_rotated_rows_depend_on_the_distance():
+    table = ops.rope_cos_sin_cache(1100, theta=10000.0)
+    q, k = normal(1, 64, seed=1, dtype=torch.float32), normal(1, 64, seed=2, dtype=torch.float32)
+
+    def product_at(query: int, key: int) -> float:
+        left = ops.apply_rope(q, i64([query]), table)
+        return (left * ops.apply_rope(k, i64([key]), table)).sum().item()
+
+    assert product_at(1033, 1003) == pytest.approx(product_at(30, 0), abs=1e-4)
+    assert product_at(30, 0) != pytest.approx(product_at(0, 30), abs=1e-2)
+
+
+@pytest.mark.parametrize("name", ["apply_rope", "inverse_rope_group"])
+def test_strides_change_nothing(name):
+    op = getattr(ops, name)
+    kwargs = {"num_groups": 2} if name == "inverse_rope_group" else {}
+    x, table = normal(5, 4, 128), ops.rope_cos_sin_cache(9, theta=10000.0, rope_dim=64)
+    positions = i64([3, -1, 8, 9, 0])
+    expected = op(x, positions, table, **kwargs)
+    permuted = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    sliced = torch.cat([x, x, x], 2)[:, :, 128:256]
+    columns = torch.stack([positions, positions], 1)[:, 1]
+    for values, where, angles in (
+        (permuted, columns, table.t().contiguous().t()),
+        (sliced, positions, torch.cat([table, table], 1)[:, 64:]),
+        (x[:, :1].expand(5, 4, 128), positions, table),
+    ):
+        wanted = expected if values is not None else None
+        if values.stride(1) == 0:
+            wanted = op(values.contiguous(), positions, table, **kwargs)
+        actual = op(values, where, angles, **kwargs)
+        assert torch.equal(actual, wanted)
+        assert actual.is_contiguous()
+
+
+def wrong_rotations():
+    """Mistakes that implementations make, as what they do to rows, cosines and sines."""
+
+    def table_in_bf16(rows, where, table, inverse):
+        return rotation.rotate_tail(rows, where, table.bfloat16().float(), inverse=inverse)
+
+    def other_way(rows, where, table, inverse):
+        return rotation.rotate_tail(rows, where, table, inverse=not inverse)
+
+    def halves(rows, where, table, inverse):
+        nope, rope = rows[..., :-64], rows[..., -64:]
+        pairs = rope.unflatten(-1, (2, 32)).transpose(-1, -2).flatten(-2)
+        mixed = rotation.rotate_tail(torch.cat([nope, pairs], -1), where, table, inverse=inverse)
+        back = mixed[..., -64:].unflatten(-1, (32, 2)).transpose(-1, -2).flatten(-2)
+        return torch.cat([nope, back], -1)
+
+    def leading(rows, where, table, inverse):
+        return rotation.rotate_tail(rows.flip(-1), where, table, inverse=inverse).flip(-1)
+
+    def clamped(rows, where, table, inverse):
+        inside = where.clamp(0, table.shape[0] - 1)
+        return rotation.rotate_tail(rows, inside, table, inverse=inverse)
+
+    return table_in_bf16, other_way, halves, leading, clamped
+
+
+@pytest.mark.parametrize(
+    ("wrong", "dtype"),
+    [
+        *((wrong, torch.float32) for wrong in wrong_rotations()),
+        *((wrong, torch.bfloat16) for wrong in wrong_rotations()[1:]),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_the_budget_refuses_a_wrong_rotation(wrong, dtype):
+    """But for a table in bf16, whose error a cast to bf16 covers: the float32 rows show it."""
+    station = testing.op_testing("apply_rope")
+    x, table = normal(64, 2, 512, dtype=dtype), ops.rope_cos_sin_cache(60, **YARN)
+    where = torch.arange(64)
+    case = testing.Case("called", (x, where, table), {"inverse": False})
+    expected = (ops.apply_rope(x, where, table),)
+    assert_agrees("right", station, case, expected, expected)
+    result = wrong(x.float(), where, table, False).to(dtype)
+    with pytest.raises(AssertionError, match="budgets from float64"):
+        assert_agrees("wrong", station, case, (result,), expected)
+
+
+def test_groups_are_heads_side_by_side():
+    o, table = normal(3, 8, 512), ops.rope_cos_sin_cache(9, **YARN)
+    where = i64([5, 0, 2**40])
+    heads = ops.apply_rope(o, where, table, inverse=True)
+    groups = ops.inverse_rope_group(o, where, table, num_groups=4)
+    assert groups.shape == (3, 4, 1024)
+    for group, side in product(range(4), range(2)):
+        part = groups[:, group, 512 * side : 512 * (side + 1)]
+        assert torch.equal(part, heads[:, 2 * group + side])
+
+
+LAYOUTS = ("row", "column_padded", "ue8m0_packed")
+
+
+@pytest.mark.parametrize("scale_layout", LAYOUTS)
+def test_fp8_form_has_the_bytes_of_the_oracle(scale_layout):
+    """Codes and scales of the bf16 rows of ``inverse_rope_group``, hostile values included."""
+    options = {"num_groups": 2, "scale_layout": scale_layout}
+
+    @drawn
+    @given(OPS["inverse_rope_group_quantize"].implementation("testing").strategy(settings=options))
+    def compare(case):
+        values, scales = case.run(OPS["inverse_rope_group_quantize"].op)
+        rows = patterns(ops.inverse_rope_group(*case.tensors, num_groups=2))
+        num_tokens = len(rows)
+        assert scales.is_contiguous()
+        by_token = scales if scale_layout == "row" else scales.transpose(1, 2)
+        padded = num_tokens if scale_layout == "row" else -(-num_tokens // 4) * 4
+        assert by_token.shape[1] == padded
+        assert not by_token[:, num_tokens:].any()
+        for token, group in product(range(num_tokens), range(2)):
+            codes, expected = oracles.quantized(rows[token][group])
+            assert values.view(torch.uint8)[group, token].tolist() == codes
+            stored = by_token[group, token].clone(memory_format=torch.contiguous_format)
+            if scale_layout == "ue8m0_packed":
+                assert stored.view(torch.uint8).tolist() == expected
+            else:
+                assert stored.tolist() == [2.0 ** (byte - 127) for byte in expected]
+
+    compare()
+
+
+def test_scales_view_of_the_matrix_product():
+    """[num_tokens, num_groups, blocks] with a token stride of 1."""
+    o, table = normal(5, 4, 512), ops.rope_cos_sin_cache(9, **YARN)
+    where, options = torch.arange(5), {"num_groups": 2}
+    column = ops.inverse_rope_group_quantize(
+        o, where, table, scale_layout="column_padded", **options
+    )
+    row = ops.inverse_rope_group_quantize(o, where, table, scale_layout="row", **options)
+    view = column.scales.permute(2, 0, 1)[:5]
+    assert view.stride() == (1, 64, 8)
+    assert torch.equal(view, row.scales.permute(1, 0, 2))
+    assert torch.equal(column.values.view(torch.uint8), row.values.view(torch.uint8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scale_layout", LAYOUTS)
+def test_fp8_form_compiled(scale_layout):
+    """On the CPU, where nothing is contracted, the bytes of the reference."""
+    torch._dynamo.reset()
+
+    def call(o, where, table):
+        return ops.inverse_rope_group_quantize(
+            o, where, table, num_groups=2, scale_layout=scale_layout
+        )
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True)
+    table = ops.rope_cos_sin_cache(9, **YARN)
+    for num_tokens in (5, 8, 2, 7):
+        arguments = (normal(num_tokens, 4, 512), torch.arange(num_tokens), table)
+        checks.assert_same("compiled", compiled(*arguments), call(*arguments))
+
+
+@pytest.mark.slow
+def test_rotation_compiles_to_one_loop():
+    """No copy, no concatenation: a single kernel for a producer, the rotation and a consumer."""
+    torch._dynamo.reset()
+
+    def call(x, where, table):
+        return -ops.apply_rope(x * 2, where, table)  # exact, however it is rounded between
+
+    arguments = (normal(5, 4, 512), torch.arange(5), ops.rope_cos_sin_cache(9, **YARN))
+    compiled = torch.compile(call, fullgraph=True)
+    result, code = compile_and_get_code(compiled, *arguments)
+    assert code.count("async_compile.cpp_pybinding") == 1
+    assert code.count("= empty_strided_cpu(") == 1
+    assert torch.equal(result, call(*arguments))
+
+
+def test_precise_is_tight():
+    """Half a unit in the last place more than a rounding is noticed."""
+    x, table = normal(4, 1, 128), ops.rope_cos_sin_cache(9, **YARN)
+    case = testing.Case("called", (x, torch.arange(4), table), {"inverse": False})
+    rotated = ops.apply_rope(*case.tensors)
+    station = testing.op_testing("apply_rope")
+    assert_precise("right", station, case, (rotated,))
+    steps = 2 * (torch.arange(128) == 100)
+    off = rotated.view(torch.int16) + steps.to(torch.int16)
+    with pytest.raises(AssertionError, match="budgets from float64"):
+        assert_precise("wrong", station, case, (off.view(torch.bfloat16),))

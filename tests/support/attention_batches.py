@@ -1,0 +1,244 @@
+"""Calls of sparse MLA for the GPU tests: full caches, ragged lens, hostile indices."""
+
+import math
+
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from torch import Tensor
+
+import dsv4_ops as ops
+from dsv4_ops import testing
+from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.cases.sparse_mla import BARE
+from dsv4_ops.testing.contract.compare import assert_agrees
+from tests.helpers import INT32_MAX, INT32_MIN, i32
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCALE = 512**-0.5
+WINDOW = 128
+DECODE, PAGED, GATHERED = "sparse_mla_decode", "sparse_mla_decode_paged", "sparse_mla_gathered"
+PER_TOKEN = (0, 2, 3, 5, 6)  # of the tensors of DECODE and of PAGED
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(made: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=made).to(torch.bfloat16)
+
+
+def integers(made: torch.Generator, low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high, shape, generator=made).int()
+
+
+def keys_of(made: torch.Generator, count: int, deviation: float = 1.5) -> Tensor:
+    """1.5 makes logits of a few units with normal queries; FlashMLA's tests have 0.1."""
+    return (normal(made, count, 512) * deviation).clamp(-10 * deviation, 10 * deviation)
+
+
+def cache_of(layout: MainLayout, blocks: int, slots: Tensor, k: Tensor, fill: int = 0xFF) -> Tensor:
+    """Rows in their slots, written by our op; every other byte is ``fill``: 0xFF is NaN."""
+    cache = layout.allocate(blocks, DEVICE)
+    size = layout.block_size
+    ops.quantize_and_insert_k_cache(k.to(DEVICE), cache, slots.to(DEVICE).long(), block_size=size)
+    used, (page, row) = torch.zeros(cache.shape, dtype=torch.bool), (slots // size, slots % size)
+    used[:, : 576 * size].view(blocks, size, 576)[page, row] = True
+    scales = used[:, 576 * size : 584 * size].view(blocks, size, 8)
+    scales[page, row] = (torch.arange(8) < 7).expand(len(slots), 8)
+    return torch.where(used, cache.cpu(), fill).to(torch.uint8)
+
+
+def ragged_lens(made: torch.Generator, tokens: int, width: int, hostile: bool) -> Tensor:
+    """None of the first token, all of the second."""
+    lens = integers(made, 0, width + 1, tokens)
+    lens[0], lens[1:2] = 0 if tokens > 1 else width // 3, width
+    if hostile:
+        lens[2::7] = torch.tensor([-1, INT32_MIN, INT32_MAX, width + 1]).int()[
+            integers(made, 0, 4, len(lens[2::7])).long()
+        ]
+    return lens
+
+
+def indices_of(
+    made: torch.Generator, slots: Tensor, unused: Tensor, lens: Tensor, width: int, *, hostile: bool
+) -> Tensor:
+    """Slots of rows that exist, 1 in 20 of them none; behind the lens slots of NaN."""
+    tokens, limit = len(lens), len(slots) + len(unused)
+    indices = slots[integers(made, 0, len(slots), tokens, width).long()].int()
+    none = torch.tensor([-1, -2, INT32_MIN, limit, limit + 1, INT32_MAX] if hostile else [-1]).int()
+    where = torch.rand(tokens, width, generator=made) < 0.05
+    indices = torch.where(where, none[integers(made, 0, len(none), tokens, width).long()], indices)
+    behind = torch.arange(width) >= lens[:, None]
+    rest = unused[integers(made, 0, len(unused), tokens, width).long()].int() if hostile else -1
+    return torch.where(behind, rest, indices)
+
+
+def split_slots(made: torch.Generator, count: int) -> tuple[Tensor, Tensor]:
+    order = torch.randperm(count, generator=made)
+    return order[: count // 2], order[count // 2 :]
+
+
+def settings_of(block: int, extra_block: int, **changed: object) -> dict[str, object]:
+    sizes = {"swa_block_size": block, "extra_block_size": extra_block}
+    rest = {"softmax_scale": SCALE, "layout": "v4_fp8", "num_splits": 0, "batch_invariant": False}
+    return {**sizes, **rest, **changed}
+
+
+def sink_of(made: torch.Generator, heads: int) -> Tensor:
+    sink = torch.randn(heads, generator=made) * 3
+    sink[1:4] = torch.tensor([math.inf, -math.inf, 1e30])[: len(sink[1:4])]
+    return sink
+
+
+def decode_case(
+    seed: int,
+    tokens: int,
+    heads: int,
+    extra: int | None = 512,
+    *,
+    block: int = 64,
+    extra_block: int = 64,
+    hostile: bool = True,
+    fill: int = 0xFF,
+    cache_seed: int = 0,
+    deviation: float = 1.5,
+    **changed: object,
+) -> Case:
+    """Ragged lens over caches of which half of the rows are NaN; ``extra`` None: window only."""
+    made, stored = generator(seed + 1), generator(cache_seed)
+    tensors: list[Tensor | None] = [normal(made, tokens, heads, 512)]
+    for size, count, width in ((block, 2048, WINDOW), (extra_block, 8192, extra)):
+        if width is None:
+            tensors += [None] * 3
+            continue
+        blocks = -(-count // size)
+        slots, unused = split_slots(stored, blocks * size)
+        k = keys_of(stored, len(slots), deviation)
+        cache = cache_of(MainLayout(size), blocks, slots, k, fill)
+        lens = ragged_lens(made, tokens, width, hostile)
+        tensors += [cache, indices_of(made, slots, unused, lens, width, hostile=hostile), lens]
+    tensors += [sink_of(made, heads), *BARE]
+    return Case("decode", tuple(tensors), settings_of(block, extra_block, **changed))
+
+
+def magnified(case: Case, exponent: int) -> Case:
+    """All keys times a power of two and the queries divided by it: the same weights, and values
+    that are multiples of what they were."""
+    q, swa_cache, *rest = case.tensors
+    layouts = [MainLayout(case.settings[f"{name}_block_size"]) for name in ("swa", "extra")]
+    rest[2] = None if rest[2] is None else _times(rest[2], layouts[1], exponent)
+    tensors = (q * 2.0**-exponent, _times(swa_cache, layouts[0], exponent), *rest)
+    return Case(case.name, tensors, case.settings)
+
+
+def _times(cache: Tensor, layout: MainLayout, exponent: int) -> Tensor:
+    """Scale bytes are exponents; RoPE values are bf16."""
+    cache = cache.clone()
+    data = layout.block_size * layout.data_bytes
+    rows = cache[:, :data].unflatten(1, (layout.block_size, layout.data_bytes))
+    rope = rows[..., layout.code_dim :].contiguous().view(torch.bfloat16)
+    rows[..., layout.code_dim :] = (rope * 2.0**exponent).view(torch.uint8)
+    scales = cache[:, data : layout.block_size * layout.row_bytes]
+    scales.copy_((scales.int() + exponent).clamp(0, 255))
+    return cache
+
+
+def paged_case(
+    seed: int,
+    tokens: int,
+    heads: int,
+    columns: int = 150,
+    *,
+    fill: int = 0xFF,
+    cache_seed: int = 0,
+    **changed: object,
+) -> Case:
+    """C128: pages of 2 rows, every other one NaN; tables with pages that do not exist."""
+    made, stored = generator(seed + 2), generator(cache_seed)
+    window = decode_case(seed, tokens, heads, None, fill=fill, cache_seed=cache_seed)
+    num_reqs = min(tokens, 5)
+    pages = torch.randperm(2 * num_reqs * columns, generator=stored)[: num_reqs * columns]
+    table = pages[torch.randperm(len(pages), generator=made)].view(num_reqs, columns).int()
+    slots = (pages[:, None] * 2 + torch.arange(2)).flatten()
+    cache = cache_of(MainLayout(2), 2 * len(pages), slots, keys_of(stored, len(slots)), fill)
+    for column, page in enumerate((-1, INT32_MIN, INT32_MAX, 2 * len(pages))):
+        table[column % num_reqs, 3 * column % columns] = page
+    requests = integers(made, 0, num_reqs, tokens)
+    requests[3::11] = i32([-1, num_reqs, INT32_MAX, INT32_MIN])[
+        integers(made, 0, 4, len(requests[3::11])).long()
+    ]
+    lens = ragged_lens(made, tokens, 2 * columns, hostile=True)
+    tensors = (*window.tensors[:4], cache, lens, requests, table, *window.tensors[-4:])
+    return Case("paged", tensors, settings_of(64, 2, **changed))
+
+
+def case_of(name: str, seed: int, tokens: int, heads: int, **changed: object) -> Case:
+    make = decode_case if name == DECODE else paged_case
+    return make(seed, tokens, heads, **changed)
+
+
+def turned(case: Case, seed: int = 0, num_positions: int = 5000) -> Case:
+    """The call with a rotation to undo; positions of every third token do not exist."""
+    made, tokens = generator(seed + 3), case.tensors[0].shape[0]
+    table = ops.rope_cos_sin_cache(num_positions, theta=10000.0)
+    positions = torch.randint(0, num_positions, (tokens,), generator=made)
+    bad = torch.tensor([-1, num_positions, INT32_MIN, 2**63 - 1, -(2**63), 2**40])
+    positions[2::3] = bad[torch.arange(len(positions[2::3])) % len(bad)]
+    return Case(case.name, (*case.tensors[:-2], positions, table), case.settings)
+
+
+def with_settings(case: Case, **changed: object) -> Case:
+    return Case(case.name, case.tensors, {**case.settings, **changed})
+
+
+def kernel(name: str, case: Case) -> tuple[Tensor, ...]:
+    return case.on(DEVICE).run(OPS[name].op)
+
+
+def agrees(name: str, case: Case, actual: tuple[Tensor, ...] | None = None) -> None:
+    """``actual``, or what the kernel gives, against the reference on the CPU; float64 on the
+    device."""
+    spec = OPS[name]
+    expected = [tensor.to(DEVICE) for tensor in case.run(spec.reference)]
+    actual = kernel(name, case) if actual is None else actual
+    station = spec.implementation("testing")
+    assert_agrees(f"{name}, {case.settings}", station, case.on(DEVICE), actual, expected)
+    assert not actual[0].isnan().any()
+
+
+def gathered_case(seed: int, tokens: int, heads: int, topk: int, deviation: float = 1.5) -> Case:
+    """Rows without NaN, and at least one key per token: FlashMLA masks less than we do."""
+    made = generator(seed)
+    kv = keys_of(made, 3000, deviation)
+    indices = integers(made, 0, len(kv), tokens, topk)
+    indices[:, 1:][torch.rand(tokens, topk - 1, generator=made) < 0.05] = -1
+    lens = integers(made, 1, topk + 1, tokens)
+    tensors = (normal(made, tokens, heads, 512), kv, indices, lens, sink_of(made, heads))
+    return Case("gathered", tensors, {"softmax_scale": SCALE})
+
+
+def agrees_when_drawn(name: str, part: int) -> None:
+    """75 of the calls that the op's strategy draws: a part, as most of their time is compiling."""
+    spec = OPS[name]
+
+    @seed(part)
+    @settings(
+        max_examples=75, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(testing.strategy(name))
+    def compare(case: Case) -> None:
+        expected = case.run(spec.reference)
+        actual = [tensor.cpu() for tensor in kernel(name, case)]
+        assert_agrees(name, spec.implementation("testing"), case, actual, expected)
+
+    compare()
+
+
+def launches_both(code: str) -> bool:
+    """Whether compiled code has the splits and their join: on Hopper one op, else two kernels."""
+    if torch.cuda.get_device_capability() == (9, 0):
+        return "_hopper_split_keys" in code
+    return "split_keys_kernel" in code and "join_splits_kernel" in code

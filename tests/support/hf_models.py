@@ -1,0 +1,121 @@
+"""Small models of Hugging Face's code, ragged batches of their requests, and steps of ours."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import small_model
+from tests.helpers import i32
+
+LENGTH, REQUESTS = 290, 3  # past the window and two windows of 128
+
+
+@lru_cache
+def text() -> Tensor:
+    """Tokens of every request."""
+    return torch.randint(0, 256, (REQUESTS, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@lru_cache
+@torch.no_grad()
+def expected() -> Tensor:
+    """Hugging Face's logits of every request, in float32, without a cache."""
+    logits: Tensor = small_model()(text()).logits
+    return logits
+
+
+@lru_cache
+def stock() -> Any:
+    """The small model as Hugging Face has it."""
+    return small_model()
+
+
+@lru_cache
+def reference() -> Any:
+    """The patched model that follows Hugging Face."""
+    return v4.patch(small_model(), kv="fp32", precision="reference")
+
+
+def new_cache(model: Any = None, **sizes: Any) -> v4.PagedCache:
+    return v4.PagedCache.for_model(
+        model or reference(), **{"max_batch": REQUESTS, "max_len": LENGTH, **sizes}
+    )
+
+
+class Engine:
+    """Runs requests in ragged steps and keeps the logits of every token.
+
+    Args:
+        model: Patched model.
+        cache: Its cache; a row and pages are taken as requests need them.
+        tokens: Of every request.
+    """
+
+    def __init__(self, model: Any, cache: v4.PagedCache, tokens: Tensor) -> None:
+        self.model, self.cache, self.tokens = model, cache, tokens
+        self.done = [0] * len(tokens)
+        self.logits: list[dict[int, Tensor]] = [{} for _ in tokens]
+
+    def batch(self, counts: dict[int, int], *, padding: int = 0) -> v4.StepBatch:
+        """The next ``counts[request]`` tokens of each request, then padding requests and tokens."""
+        ids, starts, lens, rows = [], [0], [], []
+        for request, count in counts.items():
+            if request not in self.cache.requests:
+                self.cache.add(request)
+            start, stop = self.done[request], self.done[request] + count
+            self.cache.reserve(request, stop)
+            ids += self.tokens[request, start:stop].tolist()
+            starts.append(starts[-1] + count)
+            lens.append(stop)
+            rows.append(self.cache.requests[request])
+        starts += [starts[-1]] * padding
+        lens += [0] * padding
+        rows += [-1] * padding
+        ids += [10**9] * padding  # never read
+        device = self.cache.device
+        tensors = (torch.tensor(ids), i32(starts), i32(lens), i32(rows))
+        return v4.StepBatch(*(tensor.to(device) for tensor in tensors))
+
+    def decode(self, counts: dict[int, int], *, padding: int = 0, step: Any = None) -> None:
+        """A step whose logits of every token are kept."""
+        batch = self.batch(counts, padding=padding)
+        logits = (step or v4.decode_step)(self.model, batch, self.cache.tensors)
+        place = 0
+        for request, count in counts.items():
+            for token in range(count):
+                self.logits[request][self.done[request] + token] = logits[place].clone()
+                place += 1
+            self.done[request] += count
+
+    def prefill(self, counts: dict[int, int], *, padding: int = 0, step: Any = None) -> None:
+        """A step whose logits of every request's last token are kept."""
+        batch = self.batch(counts, padding=padding)
+        logits = (step or v4.prefill_step)(self.model, batch, self.cache.tensors)
+        for place, (request, count) in enumerate(counts.items()):
+            self.done[request] += count
+            self.logits[request][self.done[request] - 1] = logits[place].clone()
+
+    def worst(self, want: Tensor) -> float:
+        """Largest difference of all logits kept."""
+        return max(
+            float((logits.cpu() - want[request, place]).abs().max())
+            for request, kept in enumerate(self.logits)
+            for place, logits in kept.items()
+        )
+
+
+def random_counts(rng: Random, done: list[int], most: int) -> dict[int, int]:
+    """Tokens of the requests of a step: decodes first, then chunks."""
+    open_requests = [request for request, count in enumerate(done) if count < LENGTH]
+    chosen = rng.sample(open_requests, rng.randint(1, len(open_requests)))
+    counts = {
+        request: min(rng.choice([1, 1, 2, 3, 5, 64, 127, 129]), most, LENGTH - done[request])
+        for request in chosen
+    }
+    return dict(sorted(counts.items(), key=lambda item: item[1]))

@@ -1,0 +1,149 @@
+"""Stand-ins for the libraries behind ``impl=``, on CPU: fixtures, and what their tests share."""
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch._inductor.config
+
+import dsv4_ops as ops
+from dsv4_ops import testing
+from dsv4_ops.core.registry import OPS, REFERENCE
+from dsv4_ops.dispatch import choice, libraries, providers
+from dsv4_ops.dispatch.crossovers import Rule
+from dsv4_ops.kernels.external import flash_mla as adapter
+from dsv4_ops.testing.contract.compare import assert_agrees
+from tests.fakes import flash_mla as fake_flash_mla
+from tests.fakes.deep_gemm import FakeDeepGemm
+from tests.support.attention_batches import (
+    DECODE,
+    GATHERED,
+    PAGED,
+    decode_case,
+    gathered_case,
+    paged_case,
+)
+from tests.support.prefill_batches import PREFILL, prefill_case
+
+LIBRARY_OPS = {
+    "flash_mla": (DECODE, PAGED, PREFILL, GATHERED),
+    "deep_gemm": ("indexer_logits", "indexer_select"),
+}
+UNUSABLE = choice.unusable
+CHOICES = [name for name, spec in OPS.items() if spec.has_choice]
+CASES = {
+    DECODE: lambda seed, heads=64: decode_case(seed, 7, heads),
+    PAGED: lambda seed, heads=64: paged_case(seed, 7, heads, columns=70),
+    PREFILL: lambda seed, heads=64: prefill_case(seed, 7, heads, "C4", longest=300, topk=70),
+    GATHERED: lambda seed, heads=64: gathered_case(seed, 7, heads, 130),
+}
+
+
+def call(name: str, case, **settings):
+    return getattr(ops, name)(*case.tensors, **{**case.settings, **settings})
+
+
+def message(error: type[Exception], name: str, case, **settings) -> str:
+    with pytest.raises(error) as caught:
+        call(name, case, **settings)
+    assert type(caught.value) is error
+    return str(caught.value)
+
+
+@pytest.fixture
+def scalar_loops():
+    """Vectors are not the point, and take the C++ compiler as long again."""
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        yield
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Executions may run on CPU, for their logic."""
+    monkeypatch.setattr(choice, "DEVICES", ("cuda", "cpu"))
+    torch._dynamo.reset()
+    UNUSABLE.cache_clear()
+    with torch._inductor.config.patch(force_disable_caches=True):  # of patched tables and choices
+        yield
+    UNUSABLE.cache_clear()
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """What takes no library runs the reference."""
+    monkeypatch.setattr(choice, "ours", lambda spec: REFERENCE)
+
+
+@pytest.fixture
+def flash_mla(on_cpu, monkeypatch):
+    monkeypatch.setattr(choice, "unusable", lambda library: "")
+    monkeypatch.setattr(adapter, "num_sm_parts", lambda device, heads: fake_flash_mla.PARTS)
+    fake_flash_mla.calls.clear()
+    fake_flash_mla.plans.clear()
+    with fake_flash_mla.registered():
+        yield fake_flash_mla
+    torch._dynamo.reset()
+
+
+def check(name: str, case, actual, what: str = "flash_mla") -> None:
+    expected = case.run(OPS[name].reference)
+    assert_agrees(f"{name}, {what}", testing.op_testing(name), case, actual, expected)
+
+
+def plan_of(case, **changed) -> providers.FlashMlaPlan:
+    q, _, swa, _, _, extra = case.tensors[:6]
+    sizes = {"num_heads": q.shape[1], "swa_width": swa.shape[1], "extra_width": extra.shape[1]}
+    return providers.flash_mla_plan(q.shape[0], **{**sizes, "device": "cpu", **changed})
+
+
+def planned(case, plan):
+    tensors = list(case.tensors)
+    tensors[8] = plan
+    return ops.sparse_mla_decode(*tensors, **case.settings, impl="flash_mla")
+
+
+MODULE = """
+import types
+from tests.fakes import flash_mla as fake_flash_mla
+
+def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length):
+    return fake_flash_mla.prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, None)
+
+cuda = types.SimpleNamespace(sparse_decode_fwd=lambda *given: fake_flash_mla.decode(*given, None))
+flash_mla_interface = types.SimpleNamespace(flash_mla_cuda=cuda)
+"""
+
+
+@pytest.fixture
+def flash_mla_module(on_cpu, monkeypatch, tmp_path):
+    """DeepSeek's own module, whose functions are no ops."""
+    (tmp_path / "flash_mla.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("DSV4_OPS_FLASH_MLA", raising=False)
+    monkeypatch.setattr(choice, "unusable", lambda library: "")
+    libraries.load.cache_clear()
+    fake_flash_mla.calls.clear()
+    fake_flash_mla.plans.clear()
+    yield
+    libraries.load.cache_clear()
+    sys.modules.pop("flash_mla", None)
+
+
+reference_logits = partial(ops.indexer_logits, impl="reference")
+reference_select = partial(ops.indexer_select, impl="reference")
+
+
+@pytest.fixture
+def deep_gemm(on_cpu, monkeypatch):
+    library = FakeDeepGemm()
+    monkeypatch.setattr(choice, "unusable", lambda library: "")
+    monkeypatch.setitem(sys.modules, "deep_gemm", library)
+    libraries.load.cache_clear()
+    yield library
+    libraries.load.cache_clear()
+    torch._dynamo.reset()
+
+
+def rule_of(op: str, library: str, tokens: int, columns: int) -> Rule:
+    return Rule(op, library, 64, False, tokens, columns, (0, 2**62), (2.0, 1.0))

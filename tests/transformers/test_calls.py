@@ -1,0 +1,210 @@
+"""Calls of a patched model with a ``PagedCache``: what it returns, and what it refuses before
+anything is written."""
+
+import pytest
+import torch
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_structure,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+from benchmarks.baselines.stock_model import YARN
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import small_config
+from tests.support.hf_models import Engine, expected, new_cache, reference, text
+
+CLOSE = 1e-5
+LENGTH = 12
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def ids():
+    return text()[:2, :LENGTH]
+
+
+def cache_of(**sizes):
+    return new_cache(**{"max_batch": 2, "max_len": 64, **sizes})
+
+
+def leaves(cache):
+    return [leaf.clone() for leaf in tree_leaves((cache.seq_lens, cache.tensors))]
+
+
+def test_outputs():
+    want = expected()[:2, :LENGTH]
+    for keep, place in ((2, slice(-2, None)), (torch.tensor([0, 3]), [0, 3])):
+        got = reference()(ids(), past_key_values=cache_of(), logits_to_keep=keep).logits
+        torch.testing.assert_close(got, want[:, place], rtol=0, atol=CLOSE)
+    cache = cache_of()
+    logits, returned = reference()(ids().int(), past_key_values=cache, return_dict=False)
+    torch.testing.assert_close(logits, want, rtol=0, atol=CLOSE)
+    assert returned is cache
+    masks = (torch.ones(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.bool))
+    for mask in masks:
+        got = reference()(ids(), attention_mask=mask, past_key_values=cache_of()).logits
+        torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
+    position = torch.arange(LENGTH)[None]
+    got = reference()(ids(), position_ids=position, past_key_values=cache_of()).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
+
+
+def zeros(*shape, dtype=torch.int64):
+    return torch.zeros(shape, dtype=dtype)
+
+
+MASK = "attention_mask must have shape [2, 12 or more], got {}. Pass the mask of the tokens, 0 for "
+PLACES = (
+    "position_ids must have shape [2 or 1, 12], got {}. Pass a position per token, or None to go "
+    "on where the cache ends."
+)
+OTHER = "cache must have the model's {0}={1}, got {0}={2}. Make it with PagedCache.for_model."
+RECORDED = "{} must be False with a PagedCache, got True. Pass another cache, or none."
+REFUSED_CALLS = [
+    *[
+        ({"attention_mask": torch.ones(shape)}, {}, MASK.format(list(shape)) + "padding.")
+        for shape in [(12,), (3, 12), (2, 11), (1, 12), (2, 1, 12, 12)]
+    ],
+    ({"attention_mask": {"a": None}}, {}, MASK.format("dict") + "padding."),
+    *[
+        ({"position_ids": zeros(*shape)}, {}, PLACES.format(list(shape)))
+        for shape in [(12,), (3, 12), (2, 11), (2, 1), (1, 2, 12)]
+    ],
+    ({"position_ids": [0]}, {}, PLACES.format("list")),
+    *[
+        ({name: True}, {}, RECORDED.format(name))
+        for name in ("output_hidden_states", "output_attentions", "output_router_logits")
+    ],
+    (
+        {"input_ids": zeros(12)},
+        {},
+        "input_ids must have shape [batch_size, sequence_length], got [12]. "
+        "Pass a tensor of 2 dimensions.",
+    ),
+    (
+        {"input_ids": zeros(2, 12, dtype=torch.float32)},
+        {},
+        "input_ids must be torch.int64 or torch.int32, got torch.float32. "
+        "Cast it with .to(torch.int64).",
+    ),
+    ({"input_ids": None}, {}, "input_ids must be given, got None. Pass input_ids or "),
+    (
+        {"input_ids": None, "inputs_embeds": torch.zeros(2, 12, 128)},
+        {},
+        "input_ids must be given to hash routers, got None. Pass input_ids beside inputs_embeds.",
+    ),
+    (
+        {"inputs_embeds": torch.zeros(2, 11, 128)},
+        {},
+        "inputs_embeds must have shape [batch_size, sequence_length, 128] with sequence_length = "
+        "12 as in input_ids, got [2, 11, 128]. Make them agree: sequence_length counts the "
+        "columns of a padded batch.",
+    ),
+    ({"input_ids": zeros(0, 12)}, {}, "batch_size must be at least 1, got 0. Pass 1 or more."),
+    ({"input_ids": zeros(2, 0)}, {}, "sequence_length must be at least 1, got 0. Pass 1 or more."),
+    (
+        {"input_ids": zeros(3, 12)},
+        {},
+        "batch_size must be at most max_batch of the cache = 2, got 3. "
+        "Lower batch_size, or raise max_batch of the cache.",
+    ),
+    (
+        {},
+        {"max_chunk": 11},
+        "sequence_length must be at most max_chunk of the cache = 11, got 12. "
+        "Lower sequence_length, or raise max_chunk of the cache.",
+    ),
+    (
+        {},
+        {"kv": "bf16"},
+        "past_key_values must hold 'fp32' keys like the model, got 'bf16'. "
+        "Make the cache with PagedCache.for_model.",
+    ),
+    (
+        {},
+        {"config": small_config(num_hidden_layers=2)},
+        "cache must have the layers of the model, window, c4, c128, got window, c4. "
+        "Make it with PagedCache.for_model.",
+    ),
+    *[
+        ({}, {"config": small_config(**{field: value})}, OTHER.format(name, held, value))
+        for field, name, held, value in [
+            ("sliding_window", "window_size", 128, 64),
+            ("compress_rope_theta", "compress_rope_theta", 160000.0, 10000.0),
+            ("index_topk", "index_topk", 16, 8),
+        ]
+    ],
+    ({}, {"precision": "serve"}, OTHER.format("angles", "torch.float32", "exact")),
+    (
+        {},
+        {"num_pages": 2},
+        "past_key_values must have requests, as its rows share pages, got none. "
+        "Give each row of the batch its pages with add and reserve.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "sizes", "message"), REFUSED_CALLS)
+def test_calls_that_are_refused_write_nothing(given, sizes, message):
+    sizes = {"kv": "fp32", "precision": "reference", "config": small_config(), **sizes}
+    cache = v4.PagedCache(sizes.pop("config"), max_batch=2, max_len=64, **sizes)
+    before = leaves(cache)
+    with pytest.raises((ValueError, TypeError, NotImplementedError)) as raised:
+        reference()(**{"input_ids": ids(), "past_key_values": cache, **given})
+    assert str(raised.value).startswith(f"model: {message}")
+    assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
+
+
+@pytest.mark.parametrize("step", [v4.decode_step, v4.prefill_step])
+@pytest.mark.parametrize(
+    ("changed", "name", "held", "value"),
+    [
+        ({"sliding_window": 64}, "window_size", 128, 64),
+        ({"rope_theta": 500000.0}, "rope_theta", 10000.0, 500000.0),
+        ({"rope_parameters": {**YARN, "factor": 4.0}}, "factor", 16.0, 4.0),
+        ({"precision": "serve"}, "angles", "torch.float32", "exact"),
+    ],
+)
+def test_steps_refuse_the_cache_of_another_model(step, changed, name, held, value):
+    """They see tensors only, of the same shapes whatever the window or the rotations are."""
+    fields = {key: given for key, given in changed.items() if key != "precision"}
+    settings = {"kv": "fp32", "precision": changed.get("precision", "reference")}
+    cache = v4.PagedCache(small_config(**fields), max_batch=2, max_len=64, **settings)
+    batch = Engine(reference(), cache, text()).batch({0: 1, 1: 3})
+    before = leaves(cache)
+    with pytest.raises(ValueError, match="cache must have the model's") as raised:
+        step(reference(), batch, cache.tensors)
+    assert str(raised.value) == f"{step.__name__}: {OTHER.format(name, held, value)}"
+    assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
+
+
+def test_what_a_cache_was_made_for_is_part_of_its_structure():
+    """Not a leaf: graphs, exported programs and packages hold it as a constant."""
+    tensors = cache_of().tensors
+    values, structure = tree_flatten(tensors)
+    assert all(isinstance(value, torch.Tensor) for value in values)
+    assert tree_unflatten(values, treespec_loads(treespec_dumps(structure))) == tensors
+    other = v4.PagedCache(small_config(sliding_window=64), max_batch=2, max_len=64, kv="fp32")
+    assert tree_structure(other.tensors) != structure
+    assert tree_structure(cache_of(max_len=64).tensors) == structure
+    names = [str(path[0]) for path, _ in tree_flatten_with_path(tensors)[0]]
+    assert {*names} == {".tables", ".rope", ".layers", ".dropped"}
+
+
+def test_rows_of_a_pool_have_pages_once_reserved():
+    cache = cache_of(num_pages=2)
+    for request in ("a", "b"):
+        cache.add(request, LENGTH)
+    got = reference()(ids(), past_key_values=cache).logits
+    torch.testing.assert_close(got, expected()[:2, :LENGTH], rtol=0, atol=CLOSE)

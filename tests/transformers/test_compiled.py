@@ -1,0 +1,177 @@
+"""Steps of a patched model under Dynamo and torch.export; Inductor's code of them is run by the
+examples (``test_examples.py``) and on a GPU (``test_gpu_model.py``)."""
+
+from random import Random
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import small_model
+from tests.support.hf_models import LENGTH, REQUESTS, Engine, expected, new_cache, reference, text
+
+NEWEST = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
+STEPS, BUDGET = 200, 6
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+class Padded(Engine):
+    """Steps of one shape: ``BUDGET`` tokens of up to ``REQUESTS`` requests."""
+
+    def batch(self, counts, *, padding=0):
+        made = super().batch(counts, padding=REQUESTS - len(counts))
+        missing = BUDGET - int(made.query_start_loc[-1]) - (REQUESTS - len(counts))
+        tokens = torch.cat([made.tokens, torch.zeros(missing, dtype=torch.int64)])
+        return v4.StepBatch(tokens, made.query_start_loc, made.seq_lens, made.rows)
+
+
+def test_one_graph_over_200_steps_of_a_changing_batch():
+    """Requests that start, rest, end and give their rows to others; decodes beside chunks."""
+    counter = CompileCounterWithBackend("eager")
+    step = torch.compile(v4.decode_step, fullgraph=True, backend=counter)
+    cache, rng = new_cache(num_pages=4, max_chunk=BUDGET), Random(0)
+    engine, finished = Padded(reference(), cache, text()), 0
+    for _ in range(STEPS):
+        waiting = [request for request, done in enumerate(engine.done) if done < LENGTH]
+        counts, left = {}, BUDGET - REQUESTS
+        for request in rng.sample(waiting, rng.randint(1, len(waiting))):
+            counts[request] = min(1 + rng.randint(0, left), LENGTH - engine.done[request])
+            left -= counts[request] - 1
+        engine.decode(dict(sorted(counts.items(), key=lambda item: item[1])), step=step)
+        for request in rng.sample(range(REQUESTS), REQUESTS):
+            over = engine.done[request] > 150 or rng.random() < 0.01
+            if request in cache.requests and over:
+                cache.free(request)
+                engine.done[request] = 0
+                finished += 1
+    assert finished > 2
+    assert counter.frame_count == 1
+    assert engine.worst(expected()) < 1e-4
+
+
+@pytest.mark.smoke
+@pytest.mark.skipif(not NEWEST, reason="test_examples.py compiles one on the other stacks")
+def test_a_decode_step_of_the_newest_stack():
+    """Inductor's code of a whole step, all kinds of layers in it, and Hugging Face's logits."""
+    model, cache, tokens = reference(), new_cache(), text()
+    model(tokens[:, :120], past_key_values=cache)
+    compiled = torch.compile(model, fullgraph=True)
+    out = compiled(tokens[:, 120:121], past_key_values=cache)
+    torch.testing.assert_close(out.logits, expected()[:, 120:121], rtol=0, atol=1e-4)
+
+
+@pytest.mark.smoke
+def test_hugging_faces_form_is_one_graph():
+    """Lengths live on the device, so that no step differs from the one before."""
+    counter = CompileCounterWithBackend("eager")
+    model, cache, tokens = reference(), new_cache(), text()
+    model(tokens[:, :120], past_key_values=cache)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for place in range(120, 150):
+        out = compiled(tokens[:, place : place + 1], past_key_values=cache)
+        want = expected()[:, place : place + 1]
+        torch.testing.assert_close(out.logits, want, rtol=0, atol=1e-4)
+    assert counter.frame_count == 1
+    assert cache.seq_lens.tolist() == [150] * REQUESTS
+
+
+@pytest.mark.parametrize("step", [v4.decode_step, v4.prefill_step])
+def test_steps_can_be_exported(step):
+    """The program names our stages and writes the cache that it is given."""
+    cache, eager = new_cache(), new_cache()
+    engine = Engine(reference(), cache, text())
+    batch = engine.batch({0: 3, 1: 2})
+
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = reference()
+
+        def forward(self, batch, tensors):
+            return step(self.model, batch, tensors)
+
+    program = torch.export.export(Step(), (batch, cache.tensors), strict=False)
+    names = {str(node.target) for node in program.graph.nodes}
+    for op in ("token_map", "compress_and_insert", "indexer_select", "sinkhorn"):
+        assert f"dsv4_ops.{op}.default" in names
+    assert ("dsv4_ops.sparse_mla_plan.default" in names) == (step is v4.decode_step)
+    # torch 2.13 writes guards on fields of dataclasses that are no Python
+    got = program.module(check_guards=False)(batch, cache.tensors)
+    want = step(reference(), batch, eager.tensors)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    pairs = zip(
+        torch.utils._pytree.tree_leaves(cache.tensors),
+        torch.utils._pytree.tree_leaves(eager.tensors),
+        strict=True,
+    )
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def test_inputs_of_a_package_have_names():
+    cache = new_cache()
+    batch = Engine(reference(), cache, text()).batch({0: 1})
+    names, tensors = v4.input_names(cache), v4.decode_inputs(batch, cache)
+    assert len(names) == len(tensors)
+    assert names[:6] == (
+        "tokens",
+        "query_start_loc",
+        "seq_lens",
+        "rows",
+        "tables.swa",
+        "tables.compressed",
+    )
+    found = dict(zip(names, tensors, strict=True))
+    assert found["dropped"] is cache.tensors.dropped
+    assert found["layers.1.indexer"] is cache.tensors.layers[1].indexer
+    assert "layers.0.compressed" not in names
+
+
+@pytest.mark.parametrize(
+    ("export", "changed", "message"),
+    [
+        ("export_decode", {"path": "decode.so"}, 'path must end in ".pt2", got '),
+        ("export_decode", {"num_reqs": 0}, "num_reqs must be at least 1, got 0"),
+        ("export_decode", {"tokens_per_request": 0}, "tokens_per_request must be at least 1"),
+        ("export_prefill", {"path": "prefill"}, 'path must end in ".pt2", got '),
+        ("export_prefill", {"num_reqs": 0}, "num_reqs must be at least 1, got 0"),
+        ("export_prefill", {"max_tokens": 1}, "max_tokens must be at least 2, got 1"),
+    ],
+)
+def test_errors_of_export(tmp_path, export, changed, message):
+    settings = {"path": tmp_path / "step.pt2", **changed}
+    with pytest.raises(ValueError, match=f"{export}: {message}"):
+        getattr(v4, export)(reference(), new_cache(), **settings)
+    with pytest.raises(ValueError, match=f"{export}: model must be patched"):
+        getattr(v4, export)(torch.nn.Linear(1, 1), new_cache(), path=tmp_path / "step.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_experts_that_need_python_are_refused(tmp_path):
+    """A package of them would be built, and fail where it runs."""
+    model = v4.patch(
+        small_model(experts_implementation="grouped_mm"), kv="fp32", precision="reference"
+    )
+    with pytest.raises(NotImplementedError, match="must be made of ops that exist without Python"):
+        v4.export_decode(model, new_cache(model), path=tmp_path / "decode.pt2")
+
+
+def test_prefill_compiles_twice_for_any_number_of_tokens():
+    """For the first one, and for all others."""
+    counter = CompileCounterWithBackend("eager")
+    step = torch.compile(v4.prefill_step, fullgraph=True, backend=counter)
+    engine = Engine(reference(), new_cache(num_pages=6, max_chunk=64), text())
+    for counts in ((5, 9, 30), (7, 20, 3), (1, 1, 64), (33, 2, 9), (4, 4, 4)):
+        engine.prefill(dict(enumerate(counts)), step=step)
+    assert counter.frame_count == 2
+    assert engine.worst(expected()) < 1e-4

@@ -1,0 +1,243 @@
+"""Conversations through ``generate`` on one cache, batches of any padding against each request
+alone, and what of them is refused."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+import transformers
+
+from benchmarks import cache_sizes
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.text import PAD
+from tests.support.hf_models import new_cache, reference, stock
+
+NEW, CLOSE = 5, 1e-4
+RECORD = {"output_logits": True, "return_dict_in_generate": True, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+class Conversation:
+    """Turns of a batch; every request knows its tokens, so that it can be run alone.
+
+    Args:
+        rows: Requests.
+        rng: Of new tokens.
+        sizes: Of the cache.
+    """
+
+    def __init__(self, rows, rng, **sizes):
+        self.rng, self.cache = rng, new_cache(max_batch=rows, max_len=400, **sizes)
+        self.ids = torch.zeros(rows, 0, dtype=torch.int64)
+        self.mask = torch.zeros(rows, 0, dtype=torch.int64)
+        self.ended_early = 0
+
+    def say(self, counts, padding=0):
+        """New tokens behind what is there, padded on the left to one length and more."""
+        width = max(counts) + padding
+        ids = torch.full((len(counts), width), PAD)
+        for row, count in enumerate(counts):
+            words = [self.rng.randrange(256) for _ in range(count)]
+            ids[row, width - count :] = torch.tensor(words)
+        self.ids = torch.cat([self.ids, ids], 1)
+        self.mask = torch.cat([self.mask, (ids != PAD).long()], 1)
+
+    def pad_anew(self):
+        """All padding to the left, as a tokenizer pads the text of a conversation."""
+        real = [row[there > 0] for row, there in zip(self.ids, self.mask, strict=True)]
+        width = max(map(len, real))
+        self.ids = torch.full((len(real), width), PAD)
+        self.mask = torch.zeros_like(self.ids)  # the model says PAD itself at times
+        for row, tokens in enumerate(real):
+            self.ids[row, width - len(tokens) :] = tokens
+            self.mask[row, width - len(tokens) :] = 1
+
+    def answer(self, eos=None, **given):
+        """Generate, check the logits of every token, and keep the answers."""
+        begin = self.ids.shape[1]
+        given = {"input_ids": self.ids, "attention_mask": self.mask, **RECORD, **given}
+        given |= {"eos_token_id": eos, "pad_token_id": PAD, "max_new_tokens": NEW}
+        out = reference().generate(past_key_values=self.cache, **given)
+        answers = out.sequences[:, -len(out.logits) :]
+        ended = answers == (-1 if eos is None else eos)
+        there = ended.cumsum(1) - ended.long() == 0
+        self.ended_early += int((~there).any())
+        self.ids = torch.cat([self.ids, answers], 1)
+        self.mask = torch.cat([self.mask, there.long()], 1)
+        logits = torch.stack(out.logits, 1)
+        for row, (ids, mask) in enumerate(zip(self.ids, self.mask, strict=True)):
+            count = int(there[row].sum())
+            want = stock()(ids[mask > 0][None]).logits[0, -count - 1 : -1]
+            torch.testing.assert_close(logits[row, :count], want, rtol=0, atol=CLOSE)
+            assert torch.equal(answers[row, :count], want.argmax(-1))
+        assert begin < self.ids.shape[1]
+        return answers
+
+
+def test_a_turn_after_an_early_end():
+    """The longest request goes on while others are padded."""
+    turns = Conversation(2, Random(1))
+    turns.say([9, 9])
+    eos = int(Conversation.answer(turns)[0, 1])
+    turns = Conversation(2, Random(1))
+    turns.say([9, 9])
+    turns.answer(eos)
+    assert turns.ended_early
+    assert turns.cache.seq_lens.tolist() == [11, 13]
+    turns.say([3, 6])
+    turns.answer(eos)
+    turns.say([8, 2], padding=2)
+    turns.pad_anew()
+    turns.answer(eos)
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_prompts_of_a_second_turn_are_padded_to_different_lengths(chunk):
+    turns = Conversation(3, Random(2))
+    turns.say([30, 12, 22])
+    turns.answer(prefill_chunk_size=chunk)
+    turns.say([5, 133, 2])
+    turns.answer(prefill_chunk_size=chunk)
+    turns.pad_anew()
+    turns.say([5, 1, 12])
+    turns.answer(prefill_chunk_size=chunk)
+
+
+@settings(max_examples=3, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_random_conversations(seed):
+    rng = Random(seed)
+    with torch.no_grad():
+        rows = rng.randint(2, 3)
+        sizes = rng.choice([{}, {"max_chunk": 32}, {"num_pages": 6}])
+        turns, eos = Conversation(rows, rng, **sizes), None
+        for _ in range(3):
+            longest = rng.choice([4, 20, 60])
+            turns.say([rng.randint(1, longest) for _ in range(rows)], rng.choice([0, 3]))
+            if rng.random() < 0.5:
+                turns.pad_anew()
+            answers = turns.answer(eos, prefill_chunk_size=rng.choice([None, 9, 50]))
+            eos = int(rng.choice(answers[:, :3].flatten().tolist()))
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_random_masks(seed):
+    """Calls of the model: padding anywhere, over several steps of one cache."""
+    rng = Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        cache, texts, seen = new_cache(max_batch=2, max_len=300), [[], []], [[], []]
+        for _ in range(4):
+            width = rng.choice([1, 2, 9, 70])
+            ids = torch.randint(0, 256, (2, width), generator=generator)
+            share = rng.choice([0.1, 0.5, 0.9])
+            mask = (torch.rand(2, width, generator=generator) < share).long()
+            logits = reference()(ids, attention_mask=mask, past_key_values=cache).logits
+            for row in (0, 1):
+                texts[row] += ids[row, mask[row] > 0].tolist()
+                seen[row].append(logits[row, mask[row] > 0])
+        for words, found in zip(texts, seen, strict=True):
+            if words:
+                want = stock()(torch.tensor([words])).logits[0]
+                torch.testing.assert_close(torch.cat(found), want, rtol=0, atol=CLOSE)
+        assert cache.seq_lens.tolist() == [len(words) for words in texts]
+
+
+def test_prompts_longer_than_a_chunk_are_cut():
+    turns = Conversation(2, Random(3), max_chunk=16)
+    turns.say([50, 33])
+    turns.answer()
+    ids = torch.randint(0, 256, (1, 40), generator=torch.Generator().manual_seed(0))
+    for settings_, most in (({}, 42), ({"prefill_chunk_size": 9}, 16)):
+        out = reference().generate(
+            ids, max_new_tokens=2, eos_token_id=None, pad_token_id=PAD, **RECORD, **settings_
+        )
+        assert out.past_key_values.max_chunk == most
+
+
+class Third(transformers.StoppingCriteria):
+    """Ends the first request at its third token; no padding follows of itself."""
+
+    def __call__(self, input_ids, scores, **rest):
+        done = torch.zeros(len(input_ids), dtype=torch.bool)
+        done[0] = input_ids.shape[1] >= 12
+        return done
+
+
+def test_other_criteria_than_an_end():
+    """Hugging Face pads behind them only where there is an end as well."""
+    for eos in (None, 258):
+        turns = Conversation(2, Random(4))
+        turns.say([9, 9])
+        given = {"eos_token_id": eos, "max_new_tokens": NEW, "stopping_criteria": [Third()]}
+        out = reference().generate(
+            turns.ids, pad_token_id=PAD, past_key_values=turns.cache, **given, **RECORD
+        )
+        assert (out.sequences[0, -1] == PAD) == (eos is not None)
+        assert turns.cache.seq_lens.tolist() == [13 if eos is None else 12, 13]
+
+
+def test_what_generate_refuses():
+    turns = Conversation(2, Random(5))
+    turns.say([9, 4])
+    model = reference()
+    given = {"max_new_tokens": 2, "eos_token_id": None, "pad_token_id": PAD}
+    right = {"attention_mask": turns.mask.flip(1), "past_key_values": turns.cache}
+    with pytest.raises(ValueError, match="attention_mask must be 1 in the last column"):
+        model.generate(turns.ids.flip(1), **right, **given)
+    assert turns.cache.seq_lens.tolist() == [0, 0]
+    turns.answer()
+    given["past_key_values"] = turns.cache
+    with pytest.raises(ValueError, match="must have more tokens than the cache in every row, got "):
+        model.generate(turns.ids[:, :9], attention_mask=turns.mask[:, :9], **given)
+    with pytest.raises(ValueError, match="must have more tokens than the cache in every row, got "):
+        model.generate(torch.tensor([[1, 2], [3, 4]]), **given)
+    mask = torch.ones(2, turns.ids.shape[1] + 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="must count tokens before input_ids that the cache has"):
+        model.generate(torch.tensor([[1], [3]]), attention_mask=mask, **given)
+
+
+def test_the_page_of_figures_is_that_of_the_code():
+    """Fails after a change: python -m benchmarks.cache_sizes docs/memory.md"""
+    text = (Path(__file__).parents[2] / "docs/memory.md").read_text()
+    lines = list(cache_sizes.rows())
+    assert cache_sizes.page(text, lines) == text
+    long = [line for line in lines if not line[1].endswith("x 4k")]
+    assert len(long) == 8
+    assert all(float(line[3]) < float(line[-1]) for line in long)
+
+
+def test_a_turn_of_new_tokens_only_gets_pages_for_all():
+    turns = Conversation(1, Random(6), num_pages=2)
+    turns.say([250])
+    turns.answer()
+    turns.say([20])
+    assert turns.cache.num_free_pages == 1
+    turns.answer(input_ids=turns.ids[:, -21:])
+    assert turns.cache.num_free_pages == 0
+    turns.cache.tensors.tables.compressed[0, 1] = -1  # as if another had taken it
+    turns.say([3])
+    with pytest.raises(ValueError, match="past_key_values must have pages for all tokens"):
+        turns.answer()
+
+
+def test_generate_says_what_was_dropped():
+    turns = Conversation(1, Random(7))
+    turns.say([5])
+    turns.cache.tensors.dropped.fill_(3)
+    with pytest.raises(RuntimeError, match="the cache must have stored all tokens of its steps"):
+        turns.answer()
+    turns.answer()
+    assert isinstance(turns.cache, v4.PagedCache)

@@ -1,0 +1,356 @@
+"""``generate`` of a patched model: the tokens of Hugging Face's own, from every kind of cache, and
+errors before anything is written."""
+
+from copy import deepcopy
+from functools import lru_cache
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+import transformers
+
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import small_model
+from dsv4_ops.testing.text import PAD
+from tests.helpers import Called
+from tests.support.hf_models import new_cache, reference, stock, text
+
+PROMPT, NEW = 12, 6
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def ids():
+    return text()[:2, :PROMPT]
+
+
+def cache_of(**sizes):
+    return new_cache(**{"max_batch": 2, "max_len": 64, **sizes})
+
+
+def generate(model, tokens=None, **settings):
+    return model.generate(ids() if tokens is None else tokens, **{**GREEDY, **settings})
+
+
+@lru_cache
+def wanted():
+    return generate(stock())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"cache_implementation": "static"},
+        {"prefill_chunk_size": 5},
+        {"cache_implementation": "dynamic"},
+        {"use_cache": False},
+    ],
+    ids=str,
+)
+def test_greedy_tokens(settings):
+    out = generate(reference(), return_dict_in_generate=True, **settings)
+    assert torch.equal(out.sequences, wanted())
+    cache = out.past_key_values
+    if settings.get("cache_implementation") == "dynamic":
+        assert type(cache) is transformers.DynamicCache
+    elif "use_cache" in settings:
+        assert cache is None
+    else:
+        assert isinstance(cache, v4.PagedCache)
+        assert cache.seq_lens.tolist() == [PROMPT + NEW - 1] * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        ({}, {}),
+        ({"max_batch": 5}, {}),
+        ({"max_len": PROMPT + NEW - 1}, {}),  # the last token is not stored
+        ({"max_chunk": 5}, {"prefill_chunk_size": 5}),
+        ({"num_pages": 2}, {}),
+    ],
+    ids=str,
+)
+def test_greedy_tokens_from_a_given_cache(sizes, settings):
+    cache = cache_of(**sizes)
+    assert torch.equal(generate(reference(), past_key_values=cache, **settings), wanted())
+    assert cache.seq_lens.tolist()[:2] == [PROMPT + NEW - 1] * 2
+    assert cache.requests == {0: 0, 1: 1}
+
+
+def test_requests_of_a_given_cache_get_more_pages():
+    cache = cache_of(max_len=600, num_pages=5)
+    for request in ("a", "b"):
+        cache.add(request, 1)
+    assert torch.equal(generate(reference(), past_key_values=cache), wanted())
+    assert (cache.num_free_pages, cache.requests) == (3, {"a": 0, "b": 1})
+
+
+def test_samples_with_a_seed():
+    found = []
+    for model, cache in (
+        (stock(), None),
+        (reference(), None),
+        (reference(), cache_of(max_batch=6)),
+    ):
+        torch.manual_seed(5)
+        sampling = {"do_sample": True, "num_return_sequences": 3, "temperature": 0.7, "top_k": 0}
+        found.append(generate(model, past_key_values=cache, **sampling))
+    assert found[0].shape == (6, PROMPT + NEW)
+    assert len(found[0].unique(dim=0)) == 6
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_a_streamer_gets_every_token():
+    class Streamer(transformers.generation.streamers.BaseStreamer):
+        def __init__(self):
+            self.seen, self.ended = [], False
+
+        def put(self, value):
+            self.seen += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    streamer = Streamer()
+    out = generate(reference(), ids()[:1], streamer=streamer)
+    assert streamer.seen == out[0].tolist()
+    assert streamer.ended
+
+
+def test_requests_that_end_early():
+    """Padding follows an end, as in Hugging Face's ``generate``."""
+    eos = int(wanted()[0, PROMPT + 2])
+    settings = {"eos_token_id": eos, "max_new_tokens": 10}
+    out, want = (generate(model, **settings) for model in (reference(), stock()))
+    assert (want[0] == PAD).any()
+    assert torch.equal(out, want)
+
+
+def test_embeddings():
+    """Without hash routers, which need ids."""
+    model = small_model(mlp_layer_types=["moe"] * 3)
+    embeddings = model.get_input_embeddings()(ids())
+    want = generate(model)[:, PROMPT:]
+    v4.patch(model, kv="fp32", precision="reference")
+    got = model.generate(inputs_embeds=embeddings, **GREEDY)
+    assert torch.equal(got[:, -NEW:], want)
+
+
+# Padding on the left, which Hugging Face's compressors take for tokens
+
+
+def padded(lens, width):
+    tokens = torch.full((len(lens), width), PAD)
+    for row, count in enumerate(lens):
+        tokens[row, width - count :] = text()[row, :count]
+    return tokens, (tokens != PAD).long()
+
+
+def logits_of_each(sequences, lens, width):
+    """Hugging Face's logits of the last ``NEW`` tokens, of every request alone."""
+    return torch.stack(
+        [
+            stock()(sequences[row : row + 1, width - count :]).logits[0, -NEW - 1 : -1]
+            for row, count in enumerate(lens)
+        ],
+        1,
+    )
+
+
+def check(out, lens, width):
+    want = logits_of_each(out.sequences, lens, width)
+    torch.testing.assert_close(torch.stack(out.logits), want, rtol=0, atol=1e-4)
+    assert torch.equal(out.sequences[:, -NEW:].T, want.argmax(-1))
+
+
+RECORD = {"output_logits": True, "return_dict_in_generate": True}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 5}, {"attention_mask": None}],
+    ids=str,
+)
+def test_left_padding(settings):
+    lens, width = [9, 5], 12
+    tokens, mask = padded(lens, width)
+    given = {"attention_mask": mask, **RECORD, **settings}
+    check(generate(reference(), tokens, **given), lens, width)
+    theirs = generate(stock(), tokens, attention_mask=mask, **RECORD)
+    want = logits_of_each(theirs.sequences, lens, width)
+    assert (torch.stack(theirs.logits) - want).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize(("lens", "padding"), [([12, 5], 0), ([9, 5], 3), ([61, 30], 21)])
+def test_a_conversation(lens, padding, chunk):
+    """Where all rows are padded, ``generate`` repeats the last tokens of the turn before; their
+    states are no longer all there."""
+    width = max(lens) + padding
+    tokens, mask = padded(lens, width)
+    cache = cache_of(max_len=300)
+    first = generate(reference(), tokens, attention_mask=mask, past_key_values=cache, **RECORD)
+    check(first, lens, width)
+    turn = text()[:2, 250:255]
+    tokens = torch.cat([first.sequences, turn], 1)
+    mask = torch.cat([mask, torch.ones(2, NEW + 5, dtype=torch.int64)], 1)
+    given = {"attention_mask": mask, "past_key_values": cache, "prefill_chunk_size": chunk}
+    check(generate(reference(), tokens, **given, **RECORD), lens, width)
+    assert cache.seq_lens.tolist() == [count + 2 * NEW + 4 for count in lens]
+
+
+def test_a_turn_of_new_tokens_only():
+    found = []
+    for model, cache in (
+        (reference(), cache_of()),
+        (stock(), transformers.DynamicCache(config=stock().config)),
+    ):
+        first = generate(model, past_key_values=cache)
+        turn = torch.cat([first[:, -1:], text()[:2, 50:55]], 1)
+        mask = torch.ones(2, PROMPT + NEW + 5, dtype=torch.int64)
+        found.append(generate(model, turn, past_key_values=cache, attention_mask=mask))
+    assert torch.equal(found[0], found[1])
+
+
+def test_copies_of_a_cache_share_a_prompt():
+    """As Hugging Face's guide to prompt caching has it."""
+    prompt = cache_of()
+    reference()(ids(), past_key_values=prompt)
+    for _ in range(2):
+        turn = torch.cat([ids(), text()[:2, 50:55]], 1)
+        cache = deepcopy(prompt)
+        got = generate(reference(), turn, past_key_values=cache)
+        assert torch.equal(got, generate(stock(), turn))
+        assert cache.seq_lens.tolist() == [PROMPT + 5 + NEW - 1] * 2
+        assert prompt.seq_lens.tolist() == [PROMPT] * 2
+
+
+# Errors
+
+
+def added(*requests, **sizes):
+    cache = cache_of(**sizes)
+    for request in requests:
+        cache.add(request)
+    return cache
+
+
+BEAMS = "num_beams must be 1 with a PagedCache, got 2. Pass cache_implementation='dynamic' instead."
+REFUSED = {
+    "too long": (
+        lambda: cache_of(max_len=PROMPT + NEW - 2),
+        {},
+        ValueError,
+        "max_length must be at most max_len of the cache = 16, got 17. "
+        "Lower max_length, or raise max_len of the cache.",
+    ),
+    "too wide": (
+        lambda: cache_of(max_batch=1),
+        {},
+        ValueError,
+        "batch size must be at most max_batch of the cache = 1, got 2. "
+        "Lower batch size, or raise max_batch of the cache.",
+    ),
+    "too many samples": (
+        cache_of,
+        {"do_sample": True, "num_return_sequences": 2},
+        ValueError,
+        "batch size must be at most max_batch of the cache = 2, got 4. "
+        "Lower batch size, or raise max_batch of the cache.",
+    ),
+    "no pages for all": (
+        lambda: cache_of(num_pages=3, max_len=600),
+        {"max_new_tokens": 400},
+        v4.OutOfPages,
+        "max_length must fit into the free pages, 3 of 3, got tokens for 4 more pages. "
+        "Free a request, or pass a smaller max_new_tokens.",
+    ),
+    "no pages for more": (
+        lambda: added("a", "b", num_pages=3, max_len=600),
+        {"max_new_tokens": 400},
+        v4.OutOfPages,
+        "max_length must fit into the free pages, 3 of 3, got tokens for 4 more pages. "
+        "Free a request, or pass a smaller max_new_tokens.",
+    ),
+    "a row of nobody": (
+        lambda: added("a", num_pages=3),
+        {},
+        ValueError,
+        "past_key_values must have a request in each of its first 2 rows, or none at all, got "
+        "none in row 1. Add requests, or free them all.",
+    ),
+    "beams": (cache_of, {"num_beams": 2}, NotImplementedError, BEAMS),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_errors_before_anything_is_written(case):
+    make, settings, error, message = REFUSED[case]
+    cache = make()
+
+    def state():
+        return [leaf.clone() for leaf in tree_leaves((cache.seq_lens, cache.tensors))]
+
+    before, requests, free = state(), cache.requests, cache.num_free_pages
+    with pytest.raises(error) as raised:
+        generate(reference(), past_key_values=cache, **settings)
+    assert str(raised.value) == f"generate: {message}"
+    assert all(torch.equal(old, new) for old, new in zip(before, state(), strict=True))
+    assert (cache.requests, cache.num_free_pages) == (requests, free)
+
+
+def test_beams():
+    beams = {"num_beams": 2, "num_return_sequences": 2}
+    assert torch.equal(generate(reference(), **beams), generate(stock(), **beams))
+    with pytest.raises(NotImplementedError) as raised:
+        generate(reference(), cache_implementation="static", **beams)
+    assert str(raised.value) == f"generate: {BEAMS}"
+
+
+def test_what_hugging_face_refuses():
+    cache = cache_of()
+    with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
+        generate(reference(), past_key_values=cache, cache_implementation="static")
+    assert cache.requests == {}
+    with pytest.raises(ValueError, match="not supported with stateful models"):
+        generate(reference(), prompt_lookup_num_tokens=3)
+    with pytest.raises(NotImplementedError, match="output_hidden_states must be False"):
+        generate(reference(), output_hidden_states=True, return_dict_in_generate=True)
+
+
+def test_states_of_prompts_are_saved_when_their_windows_were_read():
+    """They are kept in short rings; a single token overwrites nothing that it needs."""
+    compressor = {"save_and_compress", "compress_and_insert", "save_compressor_states"}
+    model = reference()
+    compressors = sum(1 + (kind == "c4") for kind in model.dsv4_ops_spec.kinds if kind != "window")
+    with Called() as called:
+        generate(model, max_new_tokens=2)
+    names = [name for name in called.names if name in compressor]
+    prompt, token = names[: 2 * compressors], names[2 * compressors :]
+    assert prompt == ["compress_and_insert", "save_compressor_states"] * compressors
+    assert token == ["save_and_compress"] * compressors
+    assert compressors > 1
+
+
+def test_transformers_compiles_it_by_itself():
+    """As it does on a GPU; with Dynamo alone, as all graphs are compiled elsewhere."""
+    torch._dynamo.reset()
+    counters.clear()
+    settings = transformers.CompileConfig(backend="eager", mode=None, fullgraph=True)
+    settings._compile_all_devices = True
+    out = generate(reference(), past_key_values=cache_of(), compile_config=settings)
+    assert torch.equal(out, wanted())
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()

@@ -1,0 +1,219 @@
+"""A patched model against Hugging Face's own, in float32: the same logits for every way to cut
+requests into steps."""
+
+import functools
+from random import Random
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers import steps
+from dsv4_ops.testing.models import small_model
+from tests.helpers import Called
+from tests.support.hf_models import (
+    LENGTH,
+    REQUESTS,
+    Engine,
+    expected,
+    new_cache,
+    random_counts,
+    reference,
+    text,
+)
+
+CLOSE = 1e-4  # logits have a standard deviation of one
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def test_prefill_then_64_decodes_as_hugging_face_calls_it():
+    """Past the end of the window, and past two windows of 128."""
+    model, cache, tokens = reference(), new_cache(max_len=LENGTH), text()
+    start = 200
+    got = [model(tokens[:, :start], past_key_values=cache, use_cache=True).logits]
+    for place in range(start, start + 64):
+        out = model(tokens[:, place : place + 1], past_key_values=cache, use_cache=True)
+        assert out.past_key_values is cache
+        got.append(out.logits)
+    got = torch.cat(got, 1)
+    want = expected()[:, : start + 64]
+    assert want.std() > 0.5
+    torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+    assert cache.seq_lens.tolist() == [start + 64] * REQUESTS
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_chunks_of_ragged_batches(seed):
+    """Decodes before chunks, requests that rest, padding requests, pages from a pool."""
+    rng = Random(seed)
+    most = rng.choice([65, 130])
+    cache = new_cache(num_pages=6, max_chunk=most)
+    engine = Engine(reference(), cache, text())
+    while min(engine.done) < LENGTH:
+        run = engine.decode if rng.random() < 0.5 else engine.prefill
+        run(random_counts(rng, engine.done, most), padding=rng.randrange(3))
+    assert engine.worst(expected()) < CLOSE
+
+
+def test_a_row_is_used_again():
+    """Pages and rings keep what a request left in them."""
+    cache, tokens = new_cache(max_batch=1, num_pages=2), text()
+    for request in range(2):
+        engine = Engine(reference(), cache, tokens)
+        engine.prefill({request: 131})
+        for _ in range(3):
+            engine.decode({request: 1})
+        assert engine.worst(expected()) < CLOSE
+        cache.free(request)
+    assert cache.num_free_pages == 2
+
+
+def test_speculative_tokens_are_taken_back():
+    """A step of three tokens, two of them wrong, then the right ones: states, windows, pages."""
+    cache, tokens = new_cache(next_n=3), text().clone()
+    engine = Engine(reference(), cache, tokens)
+    engine.prefill({0: 126, 1: 5, 2: 60})
+    rng = Random(3)
+    while max(engine.done) < 145:
+        engine.tokens = tokens.clone()
+        for request, done in enumerate(engine.done):
+            engine.tokens[request, done + 1 : done + 3] = rng.randrange(256)
+        engine.decode({0: 3, 1: 3, 2: 3})
+        for request in range(REQUESTS):
+            engine.done[request] -= 2
+            for place in (0, 1):
+                del engine.logits[request][engine.done[request] + place]
+    assert engine.worst(expected()) < CLOSE
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(side):
+    """Padding tokens change nothing, on either side; Hugging Face's own left padding does."""
+    lens = [40, 7, 33]
+    model, cache, width = reference(), new_cache(), 40
+    ids = torch.full((REQUESTS, width), 99)
+    mask = torch.zeros(REQUESTS, width, dtype=torch.int64)
+    for request, count in enumerate(lens):
+        place = slice(width - count, None) if side == "left" else slice(count)
+        ids[request, place], mask[request, place] = text()[request, :count], 1
+    got = model(ids, attention_mask=mask, past_key_values=cache).logits
+    for request, count in enumerate(lens):
+        place = slice(width - count, None) if side == "left" else slice(count)
+        want = expected()[request, :count]
+        torch.testing.assert_close(got[request, place], want, rtol=0, atol=CLOSE)
+    assert cache.seq_lens.tolist() == lens
+    following = torch.stack([text()[request, count] for request, count in enumerate(lens)])
+    mask = torch.cat([mask, torch.ones(REQUESTS, 1, dtype=torch.int64)], 1)
+    got = model(following[:, None], attention_mask=mask, past_key_values=cache).logits
+    for request, count in enumerate(lens):
+        torch.testing.assert_close(got[request, 0], expected()[request, count], rtol=0, atol=CLOSE)
+
+
+def test_given_positions():
+    """Positions go before the cache's lengths; below zero means padding."""
+    model, cache, tokens = reference(), new_cache(), text()
+    model(tokens[:, :10], past_key_values=cache)
+    places = torch.tensor([[9], [10], [-1]])
+    ids = tokens.gather(1, places.clamp(min=0))
+    got = model(ids, position_ids=places, past_key_values=cache).logits[:, 0]
+    for request in (0, 1):
+        want = expected()[request, int(places[request])]
+        torch.testing.assert_close(got[request], want, rtol=0, atol=CLOSE)
+    assert cache.seq_lens.tolist() == [10, 11, 10]
+
+
+def test_embeddings_in_place_of_ids():
+    """A hash router needs the ids, so that both are passed here."""
+    tokens = text()[:, :20]
+    plain = small_model(mlp_layer_types=["moe"] * 3)
+    want = plain(tokens).logits
+    v4.patch(plain, kv="fp32", precision="reference")
+    embeddings = plain.get_input_embeddings()(tokens)
+    cache = new_cache(plain)
+    got = plain(inputs_embeds=embeddings, past_key_values=cache).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
+
+
+def test_hostile_batches_touch_no_one_else():
+    """Rows that do not exist, token ids of padding, lengths beyond the cache, starts that are no
+    starts: other requests' logits stay as they are, bit for bit."""
+    model, tokens = reference(), text()
+    outs = []
+    for hostile in (False, True):
+        cache = new_cache(max_batch=2)
+        engine = Engine(model, cache, tokens)
+        engine.prefill({0: 130, 1: 20})
+        row = 7 if hostile else -1
+        batch = v4.StepBatch(
+            torch.tensor([int(tokens[0, 130]), -5, 2**40, 3]),
+            torch.tensor([0, 1, 2, 4], dtype=torch.int32),
+            torch.tensor([131, 2**31 - 1 if hostile else 0, -9], dtype=torch.int32),
+            torch.tensor([0, row, -(2**31)], dtype=torch.int32),
+        )
+        got = v4.decode_step(model, batch, cache.tensors)
+        assert got.isfinite().all()
+        torch.testing.assert_close(got[0], expected()[0, 130], rtol=0, atol=CLOSE)
+        engine.decode({1: 1})
+        assert engine.worst(expected()) < CLOSE
+        outs.append(
+            (got[0], [leaf.clone() for leaf in torch.utils._pytree.tree_leaves(cache.tensors)])
+        )
+    assert torch.equal(outs[0][0], outs[1][0])
+    for one, other in zip(outs[0][1], outs[1][1], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_steps_of_no_more_tokens_than_may_be_taken_back_keep_their_states_at_once():
+    """One token of every request, and two where two may be taken back; past several windows."""
+    model, tokens = reference(), text()
+    for next_n, counts in ((1, {0: 1, 1: 1}), (2, {0: 2, 1: 1})):
+        engine = Engine(model, new_cache(next_n=next_n), tokens)
+        engine.prefill({0: 118, 1: 3})
+        step = functools.partial(v4.decode_step, state_rings=False)
+        with Called() as called:
+            for _ in range(11):
+                engine.decode(counts, step=step)
+        assert engine.worst(expected()) < CLOSE
+        assert "save_and_compress" in called.names
+        assert "save_compressor_states" not in called.names
+
+
+def test_too_long_a_chunk_does_not_spoil_other_requests(monkeypatch):
+    """Where values are not read, of a request with more tokens than ``max_chunk`` the last ones are
+    taken and the others counted; a padded batch is refused."""
+    model, tokens = reference(), text()
+    monkeypatch.setattr(steps, "values_are_free", lambda *tensors: False)
+    cache = new_cache(max_chunk=64)
+    engine = Engine(model, cache, tokens)
+    engine.prefill({0: 64})
+    engine.prefill({1: 3, 2: LENGTH})
+    engine.decode({0: 1, 1: 1})
+    del engine.logits[2][LENGTH - 1]
+    assert int(cache.tensors.dropped) == LENGTH - 65
+    assert engine.worst(expected()) < CLOSE
+    with pytest.raises(ValueError, match="sequence_length must be at most max_chunk of the cache"):
+        model(tokens[:, :65], past_key_values=cache)
+
+
+def test_attention_is_batch_invariant():
+    """A request's logits are the same bits with any neighbours, in steps of one shape."""
+    model = v4.patch(small_model(), kv="fp32", precision="reference", batch_invariant=True)
+    seen = []
+    for neighbours in (text()[[0, 1, 2]], text()[[0, 2, 1]], text()[[0, 0, 0]]):
+        cache = new_cache(model)
+        engine = Engine(model, cache, neighbours.contiguous())
+        engine.prefill({0: 100, 1: 40, 2: 30})
+        for _ in range(10):
+            engine.decode({0: 1, 1: 1, 2: 1})
+        seen.append(torch.stack([engine.logits[0][place] for place in range(100, 110)]))
+    torch.testing.assert_close(seen[0], expected()[0, 100:110], rtol=0, atol=CLOSE)
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])

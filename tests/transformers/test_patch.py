@@ -1,0 +1,348 @@
+"""What a user of Hugging Face's model does with a patched one: patching, saving, copying, training,
+calls without a ``PagedCache``. Calls with one are in ``test_transformers_calls.py``."""
+
+from copy import deepcopy
+from types import MethodType
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+import transformers
+
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import small_config, small_model
+from tests.support.hf_models import expected, new_cache, stock, text
+
+CLOSE = 1e-5
+LENGTH = 12
+
+
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def ids(rows=2):
+    return text()[:rows, :LENGTH]
+
+
+def cache_of(model=None, **sizes):
+    return new_cache(model, **{"max_batch": 2, "max_len": 64, **sizes})
+
+
+def patched(**settings):
+    return v4.patch(small_model(), **{"kv": "fp32", "precision": "reference", **settings})
+
+
+def same(one, other):
+    return len(one) == len(other) and all(
+        a == b and torch.equal(x, y)
+        for (a, x), (b, y) in zip(one.items(), other.items(), strict=True)
+    )
+
+
+# Patching
+
+
+@pytest.mark.parametrize("precision", ["reference", "serve"])
+def test_a_state_dict_does_not_change(precision):
+    model = small_model()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    names = [name for name, _ in model.named_modules()]
+    kinds = [type(module) for module in model.modules()]
+    v4.patch(model, precision=precision)
+    assert same(before, model.state_dict())
+    assert [name for name, _ in model.named_modules()] == names
+    assert [type(module) for module in model.modules()] == kinds
+    v4.unpatch(model)
+    assert same(before, model.state_dict())
+
+
+def test_save_and_load(tmp_path, no_grad):
+    """A patched model is saved as any other is; what is loaded is not patched."""
+    model = patched()
+    model.save_pretrained(tmp_path)
+    assert not any("dsv4" in path.read_text() for path in tmp_path.glob("*.json"))
+    settings = {"experts_implementation": "batched_mm", "attn_implementation": "eager"}
+    loaded = transformers.DeepseekV4ForCausalLM.from_pretrained(tmp_path, **settings).eval()
+    assert same(dict(sorted(model.state_dict().items())), dict(sorted(loaded.state_dict().items())))
+    with pytest.raises(ValueError, match="model must be patched"):
+        v4.unpatch(loaded)
+    torch.testing.assert_close(loaded(ids()).logits, stock()(ids()).logits, rtol=0, atol=CLOSE)
+    v4.patch(loaded, kv="fp32", precision="reference")
+    got = loaded(ids(), past_key_values=cache_of(loaded)).logits
+    torch.testing.assert_close(got, expected()[:2, :LENGTH], rtol=0, atol=CLOSE)
+
+
+def test_a_copy_runs_its_own_weights(no_grad):
+    model = patched()
+    copy = deepcopy(model)
+    for weight in model.parameters():
+        weight.zero_()
+    want = expected()[:2, :LENGTH]
+    for cache in (None, cache_of(copy)):
+        got = copy(ids(), past_key_values=cache).logits
+        torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
+    assert not model(ids(), past_key_values=cache_of(model)).logits.any()
+    v4.unpatch(copy)
+    assert torch.equal(copy(ids()).logits, stock()(ids()).logits)
+    assert v4.unpatch(model) is model  # the copy's undoing left it alone
+
+
+def test_a_forward_that_an_instance_had_before(no_grad):
+    """Other tools replace forwards on instances too: theirs still run, in copies as well."""
+    model, calls = small_model(), []
+
+    def forward(self, *args, **rest):
+        calls.append(self)
+        return type(self).forward(self, *args, **rest)
+
+    model.model.forward = MethodType(forward, model.model)
+    theirs = model.model.forward
+    v4.patch(model, kv="fp32", precision="reference")
+    copy = deepcopy(model)
+    copy(ids())
+    model(ids())
+    assert [id(self) for self in calls] == [id(copy.model), id(model.model)]
+    v4.unpatch(model)
+    assert model.model.forward == theirs
+
+
+@pytest.mark.parametrize("precision", ["reference", "serve"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unpatching_gives_the_same_bits(precision, dtype, no_grad):
+    model = small_model(dtype=dtype)
+    before = model(ids()).logits
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    assert v4.patch(model, precision=precision) is model
+    model(ids(), past_key_values=cache_of(model))
+    assert v4.unpatch(model) is model
+    assert torch.equal(model(ids()).logits, before)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+
+
+@pytest.mark.parametrize("cache", ["none", "dynamic", "use_cache"])
+@pytest.mark.parametrize("precision", ["reference", "serve"])
+def test_calls_without_our_cache(cache, precision, no_grad):
+    model, tokens = patched(precision=precision), text()[:2, :140]
+    if cache == "none":
+        got = model(tokens, use_cache=False).logits
+    else:
+        given = transformers.DynamicCache(config=model.config) if cache == "dynamic" else None
+        out = model(tokens[:, :130], past_key_values=given, use_cache=True)
+        assert type(out.past_key_values) is transformers.DynamicCache
+        later = model(tokens[:, 130:], past_key_values=out.past_key_values)
+        got = torch.cat([out.logits, later.logits], 1)
+    torch.testing.assert_close(got, expected()[:2, :140], rtol=0, atol=CLOSE)
+
+
+def changed(**fields):
+    model = small_model()
+    for name, value in fields.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def with_factor(factor):
+    model = small_model()
+    model.config.rope_parameters["compress"]["attention_factor"] = factor
+    return model
+
+
+def llama():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_attention_heads=1, **sizes))
+
+
+def compiled():
+    return torch.compile(small_model())
+
+
+A_MODEL = "Pass a DeepseekV4ForCausalLM or its configuration."
+REFUSED = {
+    "patched": (
+        patched,
+        {},
+        ValueError,
+        "model must not be patched yet, got a patched one. Call unpatch first.",
+    ),
+    "architecture": (
+        llama,
+        {},
+        NotImplementedError,
+        f"model_type must be 'deepseek_v4', got llama. {A_MODEL}",
+    ),
+    "no model": (
+        lambda: None,
+        {},
+        NotImplementedError,
+        f"model_type must be 'deepseek_v4', got NoneType. {A_MODEL}",
+    ),
+    "name": (
+        lambda: "deepseek-ai/DeepSeek-V4-Flash",
+        {},
+        TypeError,
+        "model must be a model, got its name. "
+        "Load it first: DeepseekV4ForCausalLM.from_pretrained('deepseek-ai/DeepSeek-V4-Flash').",
+    ),
+    "compiled": (
+        compiled,
+        {},
+        TypeError,
+        "model must be a DeepseekV4ForCausalLM, got OptimizedModule. "
+        "Compile it once it is patched.",
+    ),
+    "base model": (
+        lambda: small_model().model,
+        {},
+        TypeError,
+        "model must be a DeepseekV4ForCausalLM, got DeepseekV4Model. "
+        "Pass the model with its output projection.",
+    ),
+    "configuration": (
+        small_config,
+        {},
+        TypeError,
+        "model must be a DeepseekV4ForCausalLM, got DeepseekV4Config. "
+        "Pass the model with its output projection.",
+    ),
+    "layer types": (
+        lambda: changed(layer_types=["sliding_attention", "linear_attention", "full_attention"]),
+        {},
+        NotImplementedError,
+        "config.layer_types must hold only 'sliding_attention', 'compressed_sparse_attention', "
+        "'heavily_compressed_attention', got 'full_attention', 'linear_attention'. "
+        "These layers are unknown to this version.",
+    ),
+    "head_dim": (
+        lambda: small_model(head_dim=128),
+        {},
+        NotImplementedError,
+        "kv must be 'bf16' or 'fp32' unless head_dim is 512 with 64 rotated, got 'fp8' with "
+        "head_dim 128 and 16 rotated. Pass another kv.",
+    ),
+    "index_head_dim": (
+        lambda: small_model(index_head_dim=64),
+        {"kv": "fp32"},
+        NotImplementedError,
+        "config.index_head_dim must be 128, got 64. "
+        "The indexer's cache has rows of that many values.",
+    ),
+    "rope": (
+        lambda: with_factor(1.25),
+        {},
+        NotImplementedError,
+        "config.rope_parameters['compress'] must be 'default', or 'yarn' with attention_factor "
+        "1.0, got {'rope_type': 'yarn', 'attention_factor': 1.25}. "
+        "Other rotary embeddings are unknown to this version.",
+    ),
+    "kv": (
+        small_model,
+        {"kv": "int8"},
+        ValueError,
+        "kv must be 'fp8' or 'bf16' or 'fp32', got 'int8'. Pass the kv that the cache shall hold.",
+    ),
+    "precision": (
+        small_model,
+        {"precision": "fast"},
+        ValueError,
+        "precision must be 'serve' or 'reference', got 'fast'. "
+        "Pass the precision that the model shall have, or a Recipe.",
+    ),
+    "impl": (
+        small_model,
+        {"impl": "cutlass"},
+        ValueError,
+        "impl must be 'auto' or 'triton' or 'flash_mla' or 'deep_gemm' or 'reference', got "
+        "'cutlass'. Pass the impl that shall run.",
+    ),
+    "FlashMLA without its layout": (
+        small_model,
+        {"kv": "bf16", "impl": "flash_mla"},
+        NotImplementedError,
+        "kv must be 'fp8' for impl 'flash_mla', got 'bf16'. FlashMLA runs nothing else.",
+    ),
+    "FlashMLA with splits of its own": (
+        lambda: small_model(head_dim=512),
+        {"impl": "flash_mla", "batch_invariant": True},
+        NotImplementedError,
+        "batch_invariant must be False for impl 'flash_mla', got True. FlashMLA runs nothing else.",
+    ),
+    "batch_invariant": (
+        small_model,
+        {"batch_invariant": 1},
+        TypeError,
+        "batch_invariant must be a bool, got int. Pass True or False.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_patch_refuses(case):
+    make, settings, error, message = REFUSED[case]
+    model = make()
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    before = [dict(vars(module)) for module in modules]
+    with pytest.raises(error) as raised:
+        v4.patch(model, **settings)
+    assert str(raised.value) == f"patch: {message}"
+    assert [dict(vars(module)) for module in modules] == before
+
+
+def test_an_unpatched_model_is_refused(no_grad):
+    model = small_model()
+    with pytest.raises(ValueError, match="be patched") as raised:
+        v4.unpatch(model)
+    assert str(raised.value) == (
+        "unpatch: model must be patched, got another. There is nothing to undo."
+    )
+    cache = cache_of()
+    with pytest.raises(ValueError, match="be patched") as raised:
+        model(ids(), past_key_values=cache)
+    assert str(raised.value) == "PagedCache: model must be patched, got another. Call patch first."
+    assert not cache.seq_lens.any()
+
+
+def test_a_head_dim_that_fp8_does_not_have(no_grad):
+    model = small_model(head_dim=128)
+    want = model(ids()).logits
+    v4.patch(model, kv="fp32", precision="reference")
+    got = model(ids(), past_key_values=cache_of(model)).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
+
+
+# Training
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("precision", ["reference", "serve"])
+def test_gradients_are_hugging_faces(precision, checkpointing):
+    grads = []
+    for settings in (None, {"kv": "fp32", "precision": precision}):
+        model = small_model().requires_grad_(True).train()
+        if settings:
+            v4.patch(model, **settings)
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        model(ids(), labels=ids(), use_cache=False).loss.backward()
+        grads.append({name: weight.grad for name, weight in model.named_parameters()})
+    own, ours = grads
+    assert sum(grad is not None for grad in own.values()) > 40
+    for name, grad in own.items():
+        torch.testing.assert_close(ours[name], grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_weights_that_require_gradients_run_from_our_cache():
+    """In training mode too, and outside of ``no_grad``."""
+    model = patched().requires_grad_(True).train()
+    out = model(ids(), past_key_values=cache_of(model), labels=ids())
+    want = stock()(ids(), labels=ids())
+    torch.testing.assert_close(out.logits, want.logits, rtol=0, atol=CLOSE)
+    torch.testing.assert_close(out.loss, want.loss, rtol=0, atol=CLOSE)
+    cache = out.past_key_values
+    assert not any(leaf.requires_grad for leaf in tree_leaves((cache.seq_lens, cache.tensors)))

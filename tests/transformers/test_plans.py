@@ -1,0 +1,166 @@
+"""Decodes of a patched model plan the attention of its C128 layers: which steps do, that no result
+changes, and how to leave it. Compiled and exported: tests/transformers/test_compiled.py."""
+
+import copy
+import pickle
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from tests.helpers import Called
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers import steps
+from dsv4_ops.integrations.transformers.config import ModelSpec
+from dsv4_ops.testing.models import LAYER_TYPES, small_model
+from tests.support.hf_models import REQUESTS, Engine, expected, new_cache, reference, text
+
+pytest_plugins = ("tests.support.providers_on_cpu",)
+MIXED, SHORT = {0: 130, 1: 3, 2: 20}, {0: 1, 1: 2, 2: 1}
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def patched(model=None, **settings):
+    return v4.patch(model or small_model(), kv="fp32", precision="reference", **settings)
+
+
+def plans(run) -> int:
+    """Plans that ``run`` makes."""
+    with Called() as called:
+        run()
+    return called.names.count("sparse_mla_plan")
+
+
+def test_decodes_make_one_plan_and_prefills_none():
+    engine = Engine(reference(), new_cache(), text())
+    assert plans(lambda: engine.prefill(MIXED, padding=1)) == 0
+    assert plans(lambda: engine.decode(SHORT, padding=2)) == 1
+    assert engine.worst(expected()) < 1e-4
+
+
+def test_one_plan_serves_all_layers():
+    model = patched(small_model(layer_types=[LAYER_TYPES[2]] * 3))
+    engine = Engine(model, new_cache(model), text())
+    with Called() as called:
+        engine.decode(SHORT)
+    assert called.names.count("sparse_mla_plan") == 1
+    assert called.names.count("sparse_mla_decode_paged") == 3
+
+
+def test_calls_of_hugging_faces_form_plan_their_decodes():
+    cache, tokens = new_cache(), text()
+    for start, stop, count in ((0, 50, 0), (50, 51, 1), (51, 53, 0)):
+        part = tokens[:, start:stop]
+        assert plans(lambda part=part: reference()(part, past_key_values=cache)) == count
+    assert cache.seq_lens.tolist() == [53] * REQUESTS
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings"),
+    [
+        ({}, {"plan": False}),
+        ({}, {"batch_invariant": True}),
+        ({}, {"impl": "reference"}),
+        ({"layer_types": [LAYER_TYPES[0], LAYER_TYPES[1]]}, {}),
+    ],
+    ids=["asked for none", "batch invariant", "reference", "no C128 layer"],
+)
+def test_a_model_that_goes_by_no_plan_makes_none(changed, settings):
+    model = patched(small_model(**changed), **settings)
+    assert model.dsv4_ops_spec.plan_heads == 0
+    engine = Engine(model, new_cache(model), text())
+    assert plans(lambda: engine.decode(SHORT)) == 0
+
+
+def test_a_plan_changes_no_logit_on_a_cpu():
+    found = []
+    for plan in (True, False):
+        model = patched(plan=plan)
+        engine = Engine(model, new_cache(model), text())
+        engine.prefill(MIXED)
+        for _ in range(3):
+            engine.decode(SHORT, padding=1)
+        found.append(torch.stack([row for kept in engine.logits for row in kept.values()]))
+    assert torch.equal(*found)
+
+
+def test_steps_of_more_tokens_than_a_plan_may_have_go_without(monkeypatch):
+    monkeypatch.setattr(steps, "MAX_REQUESTS", 4)
+    engine = Engine(reference(), new_cache(), text())
+    assert plans(lambda: engine.decode({0: 1, 1: 2, 2: 1})) == 1
+    assert plans(lambda: engine.decode({0: 1, 1: 2, 2: 2})) == 0
+    assert engine.worst(expected()) < 1e-4
+
+
+def test_what_a_plan_is_not():
+    with pytest.raises(TypeError) as caught:
+        patched(plan=64)
+    assert str(caught.value) == "patch: plan must be a bool, got int. Pass True or False."
+
+
+METADATA = {"flash_mla": "flash_mla_metadata", "deep_gemm": "paged_mqa_logits_metadata"}
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize(("impl", "made"), [("flash_mla", (3, 0)), ("deep_gemm", (1, 1))])
+def test_steps_share_what_a_library_would_make_in_every_layer(
+    request, monkeypatch, impl: str, made: tuple[int, int]
+):
+    """FlashMLA's metadata for each kind of layer in decodes, DeepGEMM's schedule in all steps; the
+    stand-ins refuse any other than their own, of which they make none. No logit changes."""
+    library = request.getfixturevalue(impl)
+    types = [LAYER_TYPES[layer % 3] for layer in range(4)]
+    small = partial(small_model, layer_types=types, num_attention_heads=64, index_n_heads=64)
+    logits = []
+    for shared in (True, False):
+        with monkeypatch.context() as unshared:
+            if not shared:
+                unshared.setattr(ModelSpec, "scheduled", lambda spec, device: spec)
+            model = v4.patch(small(dtype=torch.bfloat16), impl=impl)
+        own = len(library.plans) if impl == "flash_mla" else library.schedules
+        engine = Engine(model, new_cache(model), text())
+        counts = []
+        for step, batch in ((engine.decode, SHORT), (engine.prefill, MIXED)):
+            with Called() as called:
+                step(batch, padding=1)
+            counts.append(called.names.count(METADATA[impl]))
+        own = (len(library.plans) if impl == "flash_mla" else library.schedules) - own
+        assert tuple(counts) == (made if shared else (0, 0))
+        assert (own == 0) == shared
+        logits.append(engine.logits)
+    for ours, theirs in zip(*logits, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[place], theirs[place]) for place in ours)
+
+
+@pytest.mark.usefixtures("deep_gemm")
+def test_a_pickled_model_has_no_schedules_of_another_gpu():
+    """Its layers make their own, as those of another process may have other SMs."""
+    model = v4.patch(small_model(dtype=torch.bfloat16, index_n_heads=64), impl="deep_gemm")
+    spec = model.dsv4_ops_spec
+    assert spec.step_layers.schedule_sms == 132
+    other = pickle.loads(pickle.dumps(model)).dsv4_ops_spec
+    assert other == replace(spec, step_layers=replace(spec.step_layers, schedule_sms=0))
+    assert copy.deepcopy(model).dsv4_ops_spec is spec
+
+
+@pytest.mark.usefixtures("deep_gemm")
+def test_a_model_without_indexers_has_no_schedule():
+    types = [LAYER_TYPES[0], LAYER_TYPES[2]]
+    model = v4.patch(small_model(dtype=torch.bfloat16, layer_types=types), impl="deep_gemm")
+    assert model.dsv4_ops_spec.step_layers.schedule_sms == 0
+
+
+def test_a_model_is_patched_where_its_library_is_not():
+    """It may be moved to where it is."""
+    spec = v4.patch(small_model(dtype=torch.bfloat16), impl="deep_gemm").dsv4_ops_spec
+    assert spec.step_layers.schedule_sms == 0

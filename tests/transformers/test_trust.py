@@ -1,0 +1,332 @@
+"""Uses of a ``PagedCache`` that once gave other logits than a request alone, silently: right, or
+refused before anything is written, or counted where the host may not look."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+from torch.utils._pytree import tree_leaves
+
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers import padded, steps
+from tests.helpers import i32
+from tests.support.hf_models import expected, new_cache, reference, text
+
+CLOSE = 1e-4  # logits have a standard deviation of one
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Steps as in a graph, or on a device: nothing looks at values."""
+    monkeypatch.setattr(steps, "values_are_free", lambda *tensors: False)
+    monkeypatch.setattr(padded, "may_wait", lambda tensor: False)
+
+
+def leaves(cache):
+    return [leaf.clone() for leaf in tree_leaves((cache.seq_lens, cache.written, cache.tensors))]
+
+
+def spread(width, *places):
+    """Ids and a mask of ``width`` columns: tokens of each request where its ``places`` are."""
+    ids = torch.full((len(places), width), 99)
+    mask = torch.zeros(len(places), width, dtype=torch.int64)
+    for row, columns in enumerate(places):
+        ids[row, columns] = text()[row, : len(columns)]
+        mask[row, columns] = 1
+    return ids, mask
+
+
+def check_rows(logits, places, done=None):
+    for row, columns in enumerate(places):
+        start = 0 if done is None else done[row]
+        want = expected()[row, start : start + len(columns)]
+        torch.testing.assert_close(logits[row, columns], want, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("hole", [5, 127])
+def test_padding_among_tokens(hole):
+    """Windows of 4 and of 128 are cut by it."""
+    places = [
+        [column for column in range(150) if column not in (hole, 7, 140)],
+        list(range(0, 150, 2)),
+        list(range(150)),
+    ]
+    ids, mask = spread(150, *places)
+    cache = new_cache()
+    logits = reference()(ids, attention_mask=mask, past_key_values=cache).logits
+    check_rows(logits, places)
+    assert cache.seq_lens.tolist() == [147, 75, 150]
+
+
+def test_padding_in_embeddings_and_negative_positions():
+    places = [[0, 1, 4, 5, 6, 9], [1, 2, 3, 4, 5, 6, 7, 8]]
+    ids, mask = spread(10, *places)
+    model = reference()
+    positions = torch.where(mask > 0, mask.cumsum(1) - 1, -1)
+    logits = model(ids, position_ids=positions, past_key_values=new_cache()).logits
+    check_rows(logits, places)
+    embeddings = model.get_input_embeddings()(ids)
+    given = {"inputs_embeds": embeddings, "attention_mask": mask}
+    logits = model.model(input_ids=ids, past_key_values=new_cache(), **given).last_hidden_state
+    check_rows(model.lm_head(logits), places)
+
+
+# Positions
+
+
+def test_positions_with_a_gap_are_refused():
+    cache = new_cache(max_batch=1)
+    reference()(text()[2:, :40], past_key_values=cache)
+    cache.reset()  # rows of another owner stay where they are
+    model = reference()
+    model(text()[:1, :10], past_key_values=cache)
+    before = leaves(cache)
+    for positions in ([20, 21], [10, 12], [10, 9], [11, 12]):
+        given = {"position_ids": torch.tensor([positions]), "past_key_values": cache}
+        with pytest.raises(ValueError, match="position_ids must follow") as raised:
+            model(text()[:1, 10:12], **given)
+        assert str(raised.value) == (
+            "model: position_ids must follow each other from position 10 of row 0, where the cache "
+            f"ends, got {positions}. Pass them without a gap, or None; mark padding in "
+            "attention_mask."
+        )
+        assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
+    logits = model(
+        text()[:1, 10:12], position_ids=torch.tensor([[10, 11]]), past_key_values=cache
+    ).logits
+    torch.testing.assert_close(logits, expected()[:1, 10:12], rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize(("back", "held"), [(1, True), (2, True), (5, False), (200, False)])
+def test_positions_that_go_back(back, held):
+    """As far as the rings of states reach; a request may begin again."""
+    model, cache, end = reference(), new_cache(max_batch=1, max_chunk=64), 250
+    for start in range(0, end, 50):
+        model(text()[:1, start : start + 50], past_key_values=cache)
+    first = end - back
+    positions = torch.arange(first, first + 3)[None]
+    given = {"position_ids": positions, "past_key_values": cache}
+    if held:
+        logits = model(text()[:1, first : first + 3], **given).logits
+        want = expected()[:1, first : first + 3]
+        torch.testing.assert_close(logits, want, rtol=0, atol=CLOSE)
+    else:
+        with pytest.raises(ValueError, match="go back to a position whose states are still there"):
+            model(text()[:1, first : first + 3], **given)
+    begun = model(text()[:1, :9], position_ids=torch.arange(9)[None], past_key_values=cache).logits
+    torch.testing.assert_close(begun, expected()[:1, :9], rtol=0, atol=CLOSE)
+    logits = model(text()[:1, 9:12], past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected()[:1, 9:12], rtol=0, atol=CLOSE)
+
+
+@pytest.mark.usefixtures("unread")
+def test_a_graph_drops_and_counts_positions_behind_a_gap():
+    model, cache = reference(), new_cache(max_batch=2)
+    model(text()[:2, :10], past_key_values=cache)
+    positions = torch.tensor([[10, 12, 13], [10, 11, 12]])
+    logits = model(text()[:2, 10:13], position_ids=positions, past_key_values=cache).logits
+    torch.testing.assert_close(logits[1], expected()[1, 10:13], rtol=0, atol=CLOSE)
+    torch.testing.assert_close(logits[0, 0], expected()[0, 10], rtol=0, atol=CLOSE)
+    assert cache.seq_lens.tolist() == [11, 13]
+    with pytest.raises(RuntimeError, match="got 2 dropped"):
+        cache.raise_if_dropped()
+    cache.raise_if_dropped()
+    logits = model(text()[:1, 11:14], past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected()[:1, 11:14], rtol=0, atol=CLOSE)
+
+
+# What a cache has no room for
+
+
+def batch_of(tokens, starts, lens, rows):
+    return v4.StepBatch(torch.tensor(tokens), i32(starts), i32(lens), i32(rows))
+
+
+def pooled(**sizes):
+    cache = new_cache(**{"max_len": 270, "num_pages": 3, "max_chunk": 64, **sizes})
+    for request in range(3):
+        cache.add(request, 200)
+    return cache
+
+
+BATCHES = {
+    "past max_len": (
+        ([1, 2], [0, 1, 2], [10, 271], [0, 1]),
+        1,
+        "batch.seq_lens must be at most max_len of the cache = 270, got 271 of request 1. "
+        "Make the cache with a larger max_len.",
+    ),
+    "a page that is not reserved": (
+        ([1, 2, 3, 4], [0, 1, 4], [10, 258], [0, 1]),
+        2,
+        "batch.seq_lens must have pages for all tokens of row 1, got 258 of request 1. "
+        "Call reserve before the step.",
+    ),
+    "two requests on one row": (
+        ([1, 2, 3, 4], [0, 1, 3, 4], [10, 11, 12], [0, 2, 2]),
+        1,
+        "batch.rows must have a row of its own for every request, got row 2 for requests 1 and 2. "
+        "Add each of them.",
+    ),
+    "starts that end behind the tokens": (
+        ([1, 2], [0, 1, 5], [10, 11], [0, 1]),
+        3,
+        "batch.query_start_loc must end at the 2 of batch.tokens, or before its padding, got 5. "
+        "Pass the first token of every request and one past the last.",
+    ),
+    "starts that decrease": (
+        ([1, 2, 3, 4], [0, 4, 3], [10, 11], [0, 1]),
+        1,
+        "batch.query_start_loc must not decrease, got 3 after 4. "
+        "Pass the first token of every request and one past the last.",
+    ),
+    "starts that do not begin at 0": (
+        ([1, 2], [1, 1, 2], [10, 11], [0, 1]),
+        0,
+        "batch.query_start_loc must begin with 0, got 1. "
+        "Pass the first token of every request and one past the last.",
+    ),
+    "lengths without the step": (
+        ([1, 2, 3], [0, 1, 3], [10, 1], [0, 1]),
+        1,
+        "batch.seq_lens must count the 2 tokens that request 1 has in the step, got 1. "
+        "Pass the tokens of every request, those of the step included.",
+    ),
+    "an id outside the vocabulary": (
+        ([1, 260], [0, 1, 2], [10, 11], [0, 1]),
+        1,
+        "batch.tokens must be in 0..259, the vocabulary of the model, got 260. "
+        "Pass ids of the model's tokenizer.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+@pytest.mark.parametrize("name", ["decode_step", "prefill_step"])
+def test_batches_that_do_not_fit_are_refused(case, name):
+    parts, _, message = BATCHES[case]
+    cache = pooled()
+    before = leaves(cache)
+    with pytest.raises(ValueError, match="batch") as raised:
+        getattr(v4, name)(reference(), batch_of(*parts), cache)
+    assert str(raised.value) == f"{name}: {message}"
+    assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
+
+
+def test_a_chunk_that_is_too_long_is_refused():
+    cache = new_cache(max_chunk=64)
+    most = 65  # of four pages, one of which is cut: a window of 128 less one, and the chunk
+    batch = batch_of([1] * (most + 1), [0, most + 1], [most + 1], [0])
+    with pytest.raises(ValueError, match="at most max_chunk tokens in a step, here 65, got 66"):
+        v4.prefill_step(reference(), batch, cache)
+
+
+@pytest.mark.parametrize("case", BATCHES)
+@pytest.mark.usefixtures("unread")
+def test_graphs_count_what_they_drop(case):
+    """And leave other requests and their caches as they are."""
+    parts, count, _ = BATCHES[case]
+    alone = pooled()
+    wanted = v4.decode_step(reference(), batch_of([1], [0, 1], [10], [0]), alone)
+    cache = pooled()
+    logits = v4.decode_step(reference(), batch_of(*parts), cache)
+    assert logits.isfinite().all()
+    dropped = int(cache.tensors.dropped)
+    if case.startswith("starts that d"):  # which request has a token is not said
+        assert dropped >= count
+        return
+    assert dropped == count
+    torch.testing.assert_close(logits[0], wanted[0], rtol=0, atol=CLOSE)
+    if case == "two requests on one row":
+        other = batch_of([1, 2, 3], [0, 1, 3], [10, 11], [0, 2])
+        wanted = v4.decode_step(reference(), other, pooled())
+        torch.testing.assert_close(logits[:3], wanted, rtol=0, atol=CLOSE)
+
+
+def test_a_compiled_step_counts_too():
+    """In one graph, and two requests that change their rows."""
+    step = torch.compile(v4.decode_step, backend="eager", fullgraph=True, dynamic=False)
+    cache = pooled()
+    for rows in ([0, 1, 2], [0, 2, 2], [0, 0, 0]):
+        step(reference(), batch_of([1, 2, 3], [0, 1, 2, 3], [10, 11, 12], rows), cache)
+    assert int(cache.tensors.dropped) == 3
+
+
+def test_calls_that_do_not_fit_are_refused():
+    model, cache = reference(), pooled()
+    before = leaves(cache)
+    for start, ids, message in (
+        (230, text()[:, :50], "sequence_length must lead to at most max_len of the cache = 270 "),
+        (230, text()[:, :30], "past_key_values must have pages for all tokens, got 260 in row 0"),
+        (0, torch.full((1, 3), 260), "input_ids must be in 0..259, the vocabulary of the model, "),
+        (0, torch.full((1, 3), -1), "input_ids must be in 0..259, the vocabulary of the model, "),
+    ):
+        cache.seq_lens.fill_(start)
+        with pytest.raises(ValueError, match=f"^model: {message}"):
+            model(ids, past_key_values=cache)
+        cache.seq_lens.zero_()
+        assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
+
+
+@pytest.mark.usefixtures("unread")
+def test_graphs_of_calls_count_too():
+    step = reference()
+    cache = new_cache(max_len=12)
+    for start in range(0, 15, 5):
+        step(text()[:, start : start + 5], past_key_values=cache)
+    assert cache.seq_lens.tolist() == [12] * 3
+    assert int(cache.tensors.dropped) == 9
+    cache = new_cache(max_len=12)
+    assert step(torch.full((1, 2), 2**40), past_key_values=cache).logits.isfinite().all()
+    assert int(cache.tensors.dropped) == 2
+
+
+# Forms of the arguments
+
+
+def test_a_step_takes_the_cache_itself():
+    batch = batch_of(text()[0, :3].tolist(), [0, 3], [3], [0])
+    for name, want in (("decode_step", expected()[0, :3]), ("prefill_step", expected()[0, 2:3])):
+        cache = new_cache()
+        logits = getattr(v4, name)(reference(), batch, cache)
+        torch.testing.assert_close(logits, want, rtol=0, atol=CLOSE)
+        with pytest.raises(TypeError, match=f"{name}: cache must be a PagedCache, got NoneType"):
+            getattr(v4, name)(reference(), batch, None)
+
+
+def test_steps_without_tokens():
+    cache = new_cache()
+    batch = batch_of([], [0, 0], [0], [-1])
+    batch = v4.StepBatch(batch.tokens.long(), *list(vars(batch).values())[1:])
+    assert v4.decode_step(reference(), batch, cache).shape == (0, 260)
+    assert v4.prefill_step(reference(), batch, cache).shape == (1, 260)
+    assert not any(bool(leaf.any()) for leaf in tree_leaves(cache.tensors.layers))
+
+
+def test_a_cache_is_made_of_a_configuration():
+    with pytest.raises(TypeError) as raised:
+        v4.PagedCache(reference(), max_batch=1, max_len=8)
+    assert str(raised.value) == (
+        "PagedCache: config must be a DeepseekV4Config, got DeepseekV4ForCausalLM. "
+        "Call PagedCache.for_model(model, ...)."
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache: cache.crop(1),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.batch_select_indices(torch.tensor([0])),
+    ],
+)
+def test_what_hugging_faces_caches_do_and_ours_does_not(call):
+    with pytest.raises(NotImplementedError, match="must be of another cache, got a PagedCache"):
+        call(new_cache())
