@@ -51,7 +51,7 @@ def ours(config: Any, batch: int, tokens: int, max_chunk: int | None = None) -> 
     from dsv4_ops.integrations.transformers import PagedCache
 
     return PagedCache(
-        config, max_batch=batch, max_len=tokens, max_chunk=max_chunk, device="meta"
+        config, max_batch_size=batch, max_cache_len=tokens, max_chunk=max_chunk, device="meta"
     ).memory()
 
 

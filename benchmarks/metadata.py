@@ -341,7 +341,7 @@ def _static(arguments: Sequence[Tensor]) -> list[Tensor]:
 def _distinct_sizes(plan: Plan) -> Case:
     """A typical batch with no two sizes equal: Dynamo takes equal ones for one symbol."""
     spec = plan.spec
-    taken = {-(-spec.max_model_len // page) for page in (spec.page_tokens, spec.swa_page_size)}
+    taken = {-(-spec.max_model_len // page) for page in (spec.block_tokens, spec.swa_block_size)}
     requests = max(2, min(_CONTEXT_REQUESTS, max(case.requests for case in plan.cases)))
     while {requests, requests + 1, 2 * requests} & taken:
         requests += 1

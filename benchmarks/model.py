@@ -142,7 +142,9 @@ def _measure_patched(rows: Sequence[ModelRow], model: Any) -> None:
 
     batch, longest = rows[0].batch, max(row.context for row in rows)
     cuda = model.device.type == "cuda"
-    cache = v4.PagedCache.for_model(model, max_batch=batch, max_len=longest + 256, max_chunk=256)
+    cache = v4.PagedCache.for_model(
+        model, max_batch_size=batch, max_cache_len=longest + 256, max_chunk=256
+    )
     _fill(cache)
     torch._dynamo.reset()
     options: dict[str, Any] = {}
@@ -193,7 +195,7 @@ def _metadata(model: Any, batch: Any, cache: Any) -> Any:
     num_tokens = batch.tokens.shape[0]
     heads, layers = plan_heads(spec, "decode", num_tokens), spec.layers_for("decode", num_tokens)
     tokens, ends, wanted = tokens_of(batch, cache)
-    kept = storable(tokens, cache, spec.layers.attention.page_tokens)
+    kept = storable(tokens, cache, spec.layers.attention.block_tokens)
     step = build_step(layers, kept, ends, cache, heads)
     count_dropped(cache, wanted, step.positions >= 0)
     return step
@@ -251,9 +253,9 @@ def _fill(cache: Any) -> None:
 
     spec, attention = cache.spec.layers, cache.spec.layers.attention
     for kind, layer in zip(cache.spec.kinds, cache.tensors.layers, strict=True):
-        size = {"swa": attention.swa_page_size}
+        size = {"swa": attention.swa_block_size}
         if kind != "window":
-            size |= {"compressed": spec.page_size(kind), "indexer": spec.page_size(kind)}
+            size |= {"compressed": spec.block_size(kind), "indexer": spec.block_size(kind)}
         for name, rows in size.items():
             pages = getattr(layer, name)
             if pages is None:

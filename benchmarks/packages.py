@@ -60,7 +60,7 @@ class PackageWork(Work):
     form: Form
 
 
-_SWA: tuple[Dims, ...] = ({0: "swa_pages"}, _PER_TOKEN, _PER_TOKEN)
+_SWA: tuple[Dims, ...] = ({0: "swa_blocks"}, _PER_TOKEN, _PER_TOKEN)
 _PAGES: Dims = {0: "extra_pages"}
 _DIMS: dict[str, tuple[Dims, ...]] = {
     "decode": (_PER_TOKEN, *_SWA, _PAGES, _PER_TOKEN, _PER_TOKEN, {}),

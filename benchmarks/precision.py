@@ -234,7 +234,7 @@ class _Judge:
         try:
             sizes = self.sizes
             cache = v4.PagedCache.for_model(
-                model, max_batch=sizes.requests, max_len=sizes.prefill + sizes.decode
+                model, max_batch_size=sizes.requests, max_cache_len=sizes.prefill + sizes.decode
             )
             return self._through(lambda ids: model(ids, past_key_values=cache).logits)
         finally:

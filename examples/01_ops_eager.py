@@ -26,7 +26,7 @@ from dsv4_ops.core.layout import MainLayout
 
 PAGE = 4  # rows of a page of the cache
 SPEC = AttentionSpec(
-    window_size=4, c4_ratio=2, c128_ratio=4, page_tokens=8, swa_page_size=PAGE, max_model_len=16
+    window_size=4, c4_ratio=2, c128_ratio=4, block_tokens=8, swa_block_size=PAGE, max_model_len=16
 )
 
 

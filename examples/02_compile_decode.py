@@ -86,7 +86,7 @@ def main() -> int:
         small_model(device=args.device), kv="fp32", precision="reference", batch_invariant=True
     )
     cache = v4.PagedCache.for_model(
-        model, max_batch=ROWS, max_len=512, max_chunk=TOKENS, num_pages=4
+        model, max_batch_size=ROWS, max_cache_len=512, max_chunk=TOKENS, num_blocks=4
     )
     text, requests = real_text(sum(PROMPTS)), []
     for length in PROMPTS:

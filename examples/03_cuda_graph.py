@@ -38,7 +38,7 @@ class Decoder:
         model = small_model(device=device)
         self.model = v4.patch(model, kv="fp32", precision="reference", batch_invariant=True)
         self.cache = v4.PagedCache.for_model(
-            model, max_batch=ROWS, max_len=512, max_chunk=TOKENS, num_pages=len(LENGTHS)
+            model, max_batch_size=ROWS, max_cache_len=512, max_chunk=TOKENS, num_blocks=len(LENGTHS)
         )
         text, self.prompts = real_text(sum(LENGTHS)), []
         for number, length in enumerate(LENGTHS):

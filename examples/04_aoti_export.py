@@ -42,7 +42,7 @@ def export(step: str, path: Path, device: str) -> None:
     print(f"exporting and compiling the {step} step: a minute or two", flush=True)
     begun = time.perf_counter()
     model = v4.patch(small_model(device=device), kv="fp32", precision="reference")
-    cache = v4.PagedCache.for_model(model, max_batch=REQUESTS, max_len=MAX_LEN)
+    cache = v4.PagedCache.for_model(model, max_batch_size=REQUESTS, max_cache_len=MAX_LEN)
     if step == "prefill":
         v4.export_prefill(model, cache, path=path, max_tokens=MAX_TOKENS)
     else:

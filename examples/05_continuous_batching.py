@@ -1,12 +1,12 @@
 """Continuous batching: requests come and go, one compiled step of fixed shape serves them all.
 
-Requests arrive at random (Poisson), with log-normal lengths; some are cancelled; pages run out, and
-then requests wait or are preempted and start again. The scheduler (``continuous_batching/``) puts
-decodes first and fills the rest of each step's token budget with chunks of prompts. Whatever the
-batch is, the device runs the same graph: nothing is ever compiled again.
+Requests arrive at random (Poisson), with log-normal lengths; some are cancelled; blocks run out,
+and then requests wait or are preempted and start again. The scheduler, in ``continuous_batching/``,
+puts decodes first and fills the rest of each step's token budget with chunks of prompts. Whatever
+the batch is, the device runs the same graph: nothing is ever compiled again.
 
     python examples/05_continuous_batching.py                  # 200 steps
-    python examples/05_continuous_batching.py --steps 1000 --check --plot pages.png
+    python examples/05_continuous_batching.py --steps 1000 --check --plot blocks.png
     python examples/05_continuous_batching.py --eager          # no compiler
 
 ``--check`` runs every finished request again, alone, and compares the bits of all logits.
@@ -31,7 +31,7 @@ from torch._dynamo.utils import counters
 # of a step: requests, tokens; of a request: tokens. PyTorch's eager kernels round the last numbers
 # of a tensor otherwise where these do not fill a vector, so that bits need a multiple of 8 tokens.
 ROWS, TOKENS, MAX_LEN = 6, 16, 512
-PAGES = 4  # of 256 tokens: not enough for six requests
+BLOCKS = 4  # of 256 tokens: not enough for six requests
 
 
 def serve(engine: Engine, args: argparse.Namespace) -> tuple[Record, Scheduler]:
@@ -88,10 +88,15 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=50, help="steps between lines")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--check", action="store_true", help="run every request again, alone")
-    parser.add_argument("--plot", help="picture of pages and queue, needs matplotlib")
+    parser.add_argument("--plot", help="picture of blocks and queue, needs matplotlib")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    sizes = {"max_batch": ROWS, "max_len": MAX_LEN, "max_chunk": TOKENS, "num_pages": PAGES}
+    sizes = {
+        "max_batch_size": ROWS,
+        "max_cache_len": MAX_LEN,
+        "max_chunk": TOKENS,
+        "num_blocks": BLOCKS,
+    }
     engine = Engine(sizes, TOKENS, device=args.device, eager=args.eager, digests=args.check)
     if not args.eager:
         print(
@@ -101,11 +106,11 @@ def main() -> int:
     print(record.summary(scheduler))
     engine.cache.raise_if_dropped()
     if args.plot:
-        record.plot(args.plot, PAGES)
+        record.plot(args.plot, BLOCKS)
         print(f"plot: {args.plot}")
-    failed, free = [], engine.cache.num_free_pages
-    if free != PAGES or engine.cache.requests:
-        failed.append(f"{PAGES - free} pages leaked")
+    failed, free = [], engine.cache.num_free_blocks
+    if free != BLOCKS or engine.cache.requests:
+        failed.append(f"{BLOCKS - free} blocks leaked")
     if record.growth() > 20:
         failed.append("memory grows")
     checked = ""
@@ -123,7 +128,9 @@ def main() -> int:
         print("FAILED: " + "; ".join(failed))
         return 1
     made = "eager" if args.eager else f"graphs = {graphs}, recompiles = {graphs - 1}"
-    print(f"shown: {len(record.pages)} steps of changing batches, {made}, no page leaked{checked}")
+    print(
+        f"shown: {len(record.blocks)} steps of changing batches, {made}, no block leaked{checked}"
+    )
     return 0
 
 

@@ -62,7 +62,7 @@ class Check:
         stock = small_model(device=device)
         self.expected = stock(self.text, use_cache=False).logits
         self.model = v4.patch(stock, kv="fp32", precision="reference")
-        self.cache = v4.PagedCache.for_model(stock, max_batch=REQUESTS, max_len=LENGTH)
+        self.cache = v4.PagedCache.for_model(stock, max_batch_size=REQUESTS, max_cache_len=LENGTH)
 
     @torch.no_grad()
     def schedule(self, steps: list[Drawn]) -> None:

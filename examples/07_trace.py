@@ -67,7 +67,7 @@ def main() -> int:
     args = parser.parse_args()
     model = small_model(device=args.device)
     v4.patch(model, kv="fp32", precision="reference", batch_invariant=True)
-    sizes = {"max_batch": ROWS, "max_len": 512, "max_chunk": TOKENS, "num_pages": 4}
+    sizes = {"max_batch_size": ROWS, "max_cache_len": 512, "max_chunk": TOKENS, "num_blocks": 4}
     cache = v4.PagedCache.for_model(model, **sizes)
     batch, activities = decode_batch(cache), [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if args.device == "cuda" else []

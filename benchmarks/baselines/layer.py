@@ -212,7 +212,7 @@ class AnchorStages:
     def _window(self) -> Call:
         """Its fused query norm, RoPE and insert; without the extension the insert alone, of keys
         that are rotated before."""
-        step, swa, size = self.step, self.own["swa"], self.spec.attention.swa_page_size
+        step, swa, size = self.step, self.own["swa"], self.spec.attention.swa_block_size
         table = self.weights.cos_sin_cache
         if isinstance(self.libraries.extension, Exception):
             insert = self._library("vllm").quantize_and_insert_k_cache
@@ -298,7 +298,7 @@ class AnchorStages:
         return call
 
     def _logits(self) -> Call:
-        size, group = self.spec.page_size("c4"), self.group
+        size, group = self.spec.block_size("c4"), self.group
 
         def arguments() -> Args:
             assert self.query is not None
@@ -324,7 +324,7 @@ class AnchorStages:
     def _slots(self) -> Call:
         translate = self._library("vllm").compute_global_topk_indices_and_lens
         valid = torch.ones_like(self.step.req_indices, dtype=torch.bool)
-        group, size = self.group, self.spec.page_size("c4")
+        group, size = self.group, self.spec.block_size("c4")
 
         def call() -> None:
             found = translate(self.rows, self.step.req_indices, group.block_table, size, valid)
@@ -335,7 +335,7 @@ class AnchorStages:
     def _attention(self) -> Call:
         step, spec = self.step, self.spec
         if self.kind == "c128":
-            group, size = self.group, spec.page_size("c128")
+            group, size = self.group, spec.block_size("c128")
             dense = dsv4_ops.dense_compressed_indices(
                 step.positions,
                 step.req_indices,
@@ -345,8 +345,8 @@ class AnchorStages:
                 max_compressed=group.block_table.shape[1] * size,
             )
             self.extra = (self.own["compressed"], dense.indices, dense.lens)
-        page = 1 if self.kind == "window" else spec.page_size(self.kind)
-        sizes = (spec.attention.swa_page_size, page)
+        page = 1 if self.kind == "window" else spec.block_size(self.kind)
+        sizes = (spec.attention.swa_block_size, page)
 
         def arguments() -> Args:
             window = (self.own["swa"], step.swa_indices, step.swa_lens)

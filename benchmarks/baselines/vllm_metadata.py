@@ -132,7 +132,7 @@ class BuilderSequence:
         self.modules.swa._compute_swa_indices_and_lens_kernel[(tokens,)](
             self.swa_indices, self.swa_indices.stride(0), self.swa_lens, self.spec.window_size,
             batch.query_start_loc, batch.seq_lens, self.token_to_req, self.is_valid,
-            table, table.stride(0), self.spec.swa_page_size, TRITON_BLOCK_SIZE=1024,
+            table, table.stride(0), self.spec.swa_block_size, TRITON_BLOCK_SIZE=1024,
         )  # fmt: skip
 
     def _indexer(self) -> None:
@@ -157,10 +157,10 @@ class BuilderSequence:
             lens = self.c4_lens[: batch.tokens]
         self.indexer_lens = lens
 
-    def _slots(self, table: Tensor, page_size: int, ratio: int, out: Tensor) -> None:
+    def _slots(self, table: Tensor, block_size: int, ratio: int, out: Tensor) -> None:
         batch = self.batch
         self.modules.comp.get_compressed_slot_mapping(
-            batch.tokens, batch.query_start_loc, batch.seq_lens, table, page_size, ratio, out=out
+            batch.tokens, batch.query_start_loc, batch.seq_lens, table, block_size, ratio, out=out
         )
 
     def _dense(self) -> None:

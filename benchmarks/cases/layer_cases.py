@@ -290,11 +290,11 @@ class _Draw:
 
     def step(self) -> AttentionStep:
         attention = self.spec.attention
-        size = attention.swa_page_size
+        size = attention.swa_block_size
         swa = self.table(size, attention.window_size // size + 1)
-        rows = self.table(attention.page_tokens, self.longest)
+        rows = self.table(attention.block_tokens, self.longest)
         states = {
-            kind: self.table(self.spec.state_page_size(kind), self.state_pages(kind))
+            kind: self.table(self.spec.state_block_size(kind), self.state_blocks(kind))
             for kind in ("c4", "c128")
         }
         last = self.lens()[:, None].long() - 1
@@ -305,9 +305,9 @@ class _Draw:
         heads = self.heads if self.plan else 0
         return build_attention_step(self.spec, *given, plan_heads=heads)
 
-    def state_pages(self, kind: str) -> int:
+    def state_blocks(self, kind: str) -> int:
         window = self.spec.ratio(kind) * (2 if kind == "c4" else 1)
-        return window // self.spec.state_page_size(kind) + 1
+        return window // self.spec.state_block_size(kind) + 1
 
     def caches(self, step: AttentionStep, toward: Tensor) -> tuple[Tensor | None, ...]:
         layouts = self.spec.layouts(self.kind)

@@ -55,20 +55,20 @@ def draw_batch(
     requests = lengths.shape[0]
     generator = torch.Generator(device).manual_seed(seed)
 
-    def table(page_tokens: int) -> Tensor:
-        columns = -(-spec.max_model_len // page_tokens)
+    def table(block_tokens: int) -> Tensor:
+        columns = -(-spec.max_model_len // block_tokens)
         pages = torch.randperm(
             requests * columns, generator=generator, device=device, dtype=torch.int32
         )
         return pages.view(requests, columns).clone()
 
     tables = BlockTables(
-        swa=table(spec.swa_page_size), c4=table(spec.page_tokens), c128=table(spec.page_tokens)
+        swa=table(spec.swa_block_size), c4=table(spec.block_tokens), c128=table(spec.block_tokens)
     )
     seq_lens = lengths.clamp(min=next_n).to(device, torch.int32)
     positions = (seq_lens[:, None].long() - next_n) + torch.arange(next_n, device=device)
-    pages = tables.swa.gather(1, positions // spec.swa_page_size).long()
-    slots = pages * spec.swa_page_size + positions % spec.swa_page_size
+    pages = tables.swa.gather(1, positions // spec.swa_block_size).long()
+    slots = pages * spec.swa_block_size + positions % spec.swa_block_size
     starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * next_n
     # clones: Dynamo guards on the base of a view, and the base of next_n = 1 has a size of 1
     slots, positions = slots.reshape(-1).clone(), positions.reshape(-1).clone()
@@ -79,7 +79,7 @@ def input_bytes(spec: AttentionSpec, batch: Batch) -> int:
     """Bytes that any builder must read: request and token vectors, each needed page id once."""
     last = batch.seq_lens.long() - 1
     first = (last - (batch.next_n - 1) - (spec.window_size - 1)).clamp(min=0)
-    window_pages = last // spec.swa_page_size - first // spec.swa_page_size + 1
+    window_pages = last // spec.swa_block_size - first // spec.swa_block_size + 1
     dense_pages = -(-((last + 1) // spec.c128_ratio) // spec.c128_page_size)
     completed = sum(
         int(((batch.positions + 1) % ratio == 0).sum())

@@ -15,7 +15,7 @@ def mark_static(*tensors: Tensor) -> None:
     """Promise torch.compile that these tensors keep their addresses.
 
     CUDA graphs write to an argument in place only if they know that; they are skipped otherwise.
-    Buffers of modules, and so a ``PagedKVCache``, need no mark. Mark before the first compile.
+    Buffers of modules, and so a ``KVCacheBuffers``, need no mark. Mark before the first compile.
 
     Args:
         tensors: Caches that reach the compiled function as arguments.
@@ -24,7 +24,7 @@ def mark_static(*tensors: Tensor) -> None:
         torch._dynamo.mark_static_address(tensor)
 
 
-class PagedKVCache(nn.Module):
+class KVCacheBuffers(nn.Module):
     """One paged cache per layer, all of one layout, as buffers.
 
     Buffers have fixed addresses for CUDA graphs, and one tensor per layer keeps clear of a
@@ -39,9 +39,9 @@ class PagedKVCache(nn.Module):
         device: Where the caches live.
 
     Example:
-        >>> from dsv4_ops.attention.caches import PagedKVCache
+        >>> from dsv4_ops.attention.caches import KVCacheBuffers
         >>> from dsv4_ops.core.layout import MainLayout
-        >>> caches = PagedKVCache(MainLayout(block_size=64), num_layers=2, num_blocks=8)
+        >>> caches = KVCacheBuffers(MainLayout(block_size=64), num_layers=2, num_blocks=8)
         >>> len(caches), caches[1].shape, caches.layout.tag
         (2, torch.Size([8, 37440]), 'v4_fp8')
     """
@@ -57,11 +57,11 @@ class PagedKVCache(nn.Module):
         super().__init__()
         if not isinstance(layout, Layout):
             raise TypeError(
-                f"PagedKVCache: layout must be a layout, got {type(layout).__name__}. "
+                f"KVCacheBuffers: layout must be a layout, got {type(layout).__name__}. "
                 "Pass one of dsv4_ops.core.layout, such as MainLayout(block_size=64)."
             )
-        at_least("PagedKVCache", 1, num_layers=num_layers)
-        at_least("PagedKVCache", 0, num_blocks=num_blocks)
+        at_least("KVCacheBuffers", 1, num_layers=num_layers)
+        at_least("KVCacheBuffers", 0, num_blocks=num_blocks)
         self.layout = layout
         self.num_layers = num_layers
         self.num_blocks = num_blocks
@@ -72,7 +72,7 @@ class PagedKVCache(nn.Module):
     def __getitem__(self, layer: int) -> Tensor:
         if not -self.num_layers <= layer < self.num_layers:
             raise IndexError(
-                f"PagedKVCache: layer must be in {-self.num_layers}..{self.num_layers - 1}, got "
+                f"KVCacheBuffers: layer must be in {-self.num_layers}..{self.num_layers - 1}, got "
                 f"{layer}. Construct it with more layers."
             )
         cache: Tensor = getattr(self, f"layer_{layer % self.num_layers}")

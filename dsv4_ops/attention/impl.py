@@ -83,7 +83,7 @@ def check_layer_impl(
     elif impl == FLASH_MLA:
         _check_prefill(spec, kind, q, step)
     elif impl == DEEP_GEMM and kind == "c4":
-        taken = {"layout": spec.indexer_layout, "block_size": spec.page_size(kind)}
+        taken = {"layout": spec.indexer_layout, "block_size": spec.block_size(kind)}
         indexer_q = cast(Tensor, inputs.indexer_q)
         check_impl(_OP, INDEXER_PROVIDERS, impl, q.device, {"q": indexer_q, **taken})
         _check_schedule(spec, step)
@@ -147,9 +147,9 @@ def _check_prefill(spec: LayerSpec, kind: str, q: Tensor, step: AttentionStep) -
         "q": q,
         "layout": spec.layout,
         "swa_block_table": step.swa_block_table,
-        "swa_block_size": spec.attention.swa_page_size,
+        "swa_block_size": spec.attention.swa_block_size,
         "extra_block_table": compressed_table(step, kind),
-        "extra_block_size": 1 if kind == "window" else spec.page_size(kind),
+        "extra_block_size": 1 if kind == "window" else spec.block_size(kind),
     }
     check_impl("sparse_mla_prefill", PREFILL_PROVIDERS, FLASH_MLA, q.device, taken)
 

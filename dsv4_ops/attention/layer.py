@@ -88,7 +88,7 @@ def attention_layer(
         ...     BlockTables(swa=pages, c4=none, c128=none),
         ...     StateTables(c4=none, c128=none),
         ... )
-        >>> caches = LayerCaches.allocate(spec, "window", swa_pages=4)
+        >>> caches = LayerCaches.allocate(spec, "window", swa_blocks=4)
         >>> weights = LayerWeights(spec.rope_table("window", 16), torch.zeros(2))
         >>> q, kv = torch.ones(3, 2, 512).bfloat16(), torch.ones(3, 512).bfloat16()
         >>> out = attention_layer(spec, "window", LayerInputs(q, kv), weights, caches, step)
@@ -174,9 +174,9 @@ def _insert_c4(
         *(cast(Tensor, tensor) for tensor in tensors),
         eps=spec.eps,
         compress_ratio=spec.ratio("c4"),
-        state_block_size=spec.state_page_size("c4"),
-        swa_block_size=spec.attention.swa_page_size,
-        block_size=spec.page_size("c4"),
+        state_block_size=spec.state_block_size("c4"),
+        swa_block_size=spec.attention.swa_block_size,
+        block_size=spec.block_size("c4"),
     )
     return q, IndexerQuery(*query)
 
@@ -199,7 +199,7 @@ def insert_window(
             step.positions,
             table,
             eps=spec.eps,
-            block_size=spec.attention.swa_page_size,
+            block_size=spec.attention.swa_block_size,
             layout=spec.layout,
         )
     insert_k_cache(apply_rope(kv, step.positions, table), caches.swa, step.slot_mapping)
@@ -261,7 +261,7 @@ def _compress(
     """Store the rows that the step finishes, and what later steps need to finish theirs: in rings
     when the states that it overwrites have been read."""
     kv_score, ape, norm_weight, states, cache = (cast(Tensor, tensor) for tensor in tensors)
-    ratio, state_page_size = spec.ratio(kind), spec.state_page_size(kind)
+    ratio, state_block_size = spec.ratio(kind), spec.state_block_size(kind)
     before, own = (kv_score, ape, states, group.state_block_table), group.state_slot_mapping
     norm = (norm_weight, weights.cos_sin_cache)
     behind = (step.positions, step.req_indices, *norm, cache, group.slot_mapping)
@@ -269,8 +269,8 @@ def _compress(
         "compress_ratio": ratio,
         "overlap": kind == "c4",
         "eps": spec.eps,
-        "state_block_size": state_page_size,
-        "block_size": spec.page_size(kind),
+        "state_block_size": state_block_size,
+        "block_size": spec.block_size(kind),
         "layout": layout,
     }
     if not state_rings:
@@ -278,7 +278,13 @@ def _compress(
         return
     compress_and_insert(*before, *behind, **settings)
     save_compressor_states(
-        kv_score, ape, states, own, step.positions, compress_ratio=ratio, block_size=state_page_size
+        kv_score,
+        ape,
+        states,
+        own,
+        step.positions,
+        compress_ratio=ratio,
+        block_size=state_block_size,
     )
 
 
@@ -313,7 +319,7 @@ def select(
         step.req_indices,
         step.c4.block_table,
         step.c4.schedule,
-        block_size=spec.page_size("c4"),
+        block_size=spec.block_size("c4"),
         compress_ratio=spec.attention.c4_ratio,
         topk=spec.attention.index_topk,
         layout=spec.indexer_layout,

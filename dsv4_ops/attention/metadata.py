@@ -49,9 +49,9 @@ class AttentionSpec:
         window_size: Keys of the sliding window, the token itself included.
         c4_ratio: Positions per compressed row of the indexed (C4) layers.
         c128_ratio: Positions per compressed row of the dense (C128) layers.
-        page_tokens: Positions covered by a page of a compressed cache; its pages hold page_tokens
+        block_tokens: Positions covered by a page of a compressed cache; its pages hold block_tokens
             // ratio rows.
-        swa_page_size: Rows of a page of the window cache.
+        swa_block_size: Rows of a page of the window cache.
         index_topk: Rows that the indexer selects.
         next_n: Most tokens of a decode request: 1 + speculative tokens.
         max_model_len: Longest request, in tokens.
@@ -63,8 +63,8 @@ class AttentionSpec:
     window_size: int = 128
     c4_ratio: int = 4
     c128_ratio: int = 128
-    page_tokens: int = 256
-    swa_page_size: int = 64
+    block_tokens: int = 256
+    swa_block_size: int = 64
     index_topk: int = 512
     next_n: int = 1
     max_model_len: int = 1048576
@@ -78,7 +78,7 @@ class AttentionSpec:
         checks.at_least(4, most=INT64_MAX, max_logits_bytes=logits)
         checks.at_least(1, **sizes)
         both = math.lcm(self.c4_ratio, self.c128_ratio)
-        checks.divides("lcm(c4_ratio, c128_ratio)", both, "page_tokens", self.page_tokens)
+        checks.divides("lcm(c4_ratio, c128_ratio)", both, "block_tokens", self.block_tokens)
         rows, held = self.max_model_len // self.c4_ratio, self.indexer_workspace
         if held < rows:
             rule = f"be at least max_model_len // c4_ratio = {rows}"
@@ -98,12 +98,12 @@ class AttentionSpec:
     @property
     def c4_page_size(self) -> int:
         """Rows of a page of the C4 cache."""
-        return self.page_tokens // self.c4_ratio
+        return self.block_tokens // self.c4_ratio
 
     @property
     def c128_page_size(self) -> int:
         """Rows of a page of the C128 cache."""
-        return self.page_tokens // self.c128_ratio
+        return self.block_tokens // self.c128_ratio
 
     @property
     def max_c128_rows(self) -> int:
@@ -125,8 +125,8 @@ class AttentionSpec:
 class BlockTables:
     """Block tables of the cache groups, int32 [num_reqs, max_blocks of the group] each.
 
-    ``swa`` counts pages of ``swa_page_size`` positions, ``c4`` and ``c128`` pages of
-    ``page_tokens`` positions.
+    ``swa`` counts pages of ``swa_block_size`` positions, ``c4`` and ``c128`` pages of
+    ``block_tokens`` positions.
     """
 
     swa: Tensor
@@ -378,7 +378,7 @@ def rows_of_tokens(
         tokens.positions,
         tokens.req_indices,
         block_tables.swa,
-        block_size=spec.swa_page_size,
+        block_size=spec.swa_block_size,
         window_size=spec.window_size,
     )
     completed = {
@@ -387,7 +387,7 @@ def rows_of_tokens(
             tokens.req_indices,
             table,
             slot_mapping,
-            block_size=spec.page_tokens // ratio,
+            block_size=spec.block_tokens // ratio,
             compress_ratio=ratio,
         )
         for name, table, ratio in (

@@ -27,9 +27,9 @@ class AttentionLayer(nn.Module):
         cos_sin_cache: From ``spec.rope_table``, on ``device``; layers share it, until ``.to`` gives
             each one of its own.
         num_heads: Query heads.
-        swa_pages: Pages of the window cache.
-        compressed_pages: Pages of the compressed cache, and of the indexer's.
-        state_pages: Pages of the states, and of the indexer's.
+        swa_blocks: Pages of the window cache.
+        compressed_blocks: Pages of the compressed cache, and of the indexer's.
+        state_blocks: Pages of the states, and of the indexer's.
         device: Where parameters and caches live.
 
     Example:
@@ -37,7 +37,13 @@ class AttentionLayer(nn.Module):
         >>> spec = LayerSpec.deepseek_v4_flash()
         >>> table = spec.rope_table("c128", 4096)
         >>> layer = AttentionLayer(
-        ...     spec, "c128", table, num_heads=64, swa_pages=8, compressed_pages=16, state_pages=32
+        ...     spec,
+        ...     "c128",
+        ...     table,
+        ...     num_heads=64,
+        ...     swa_blocks=8,
+        ...     compressed_blocks=16,
+        ...     state_blocks=32,
         ... )
         >>> sorted(layer.state_dict()), layer.caches.compressed.shape
         (['ape', 'attn_sink', 'norm_weight'], torch.Size([16, 1728]))
@@ -50,9 +56,9 @@ class AttentionLayer(nn.Module):
         cos_sin_cache: Tensor,
         *,
         num_heads: int,
-        swa_pages: int,
-        compressed_pages: int = 0,
-        state_pages: int = 0,
+        swa_blocks: int,
+        compressed_blocks: int = 0,
+        state_blocks: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -73,9 +79,9 @@ class AttentionLayer(nn.Module):
         caches = LayerCaches.allocate(
             spec,
             kind,
-            swa_pages=swa_pages,
-            compressed_pages=compressed_pages,
-            state_pages=state_pages,
+            swa_blocks=swa_blocks,
+            compressed_blocks=compressed_blocks,
+            state_blocks=state_blocks,
             device=device,
         )
         self._cache_names = tuple(spec.layouts(kind))

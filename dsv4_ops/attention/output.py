@@ -49,8 +49,8 @@ def attend(
     window = (q, caches.swa, step.swa_indices, step.swa_lens)
     settings: dict[str, Any] = {
         "softmax_scale": spec.softmax_scale,
-        "swa_block_size": spec.attention.swa_page_size,
-        "extra_block_size": 1 if kind == "window" else spec.page_size(kind),
+        "swa_block_size": spec.attention.swa_block_size,
+        "extra_block_size": 1 if kind == "window" else spec.block_size(kind),
         "layout": spec.layout,
         "batch_invariant": spec.batch_invariant,
         "impl": attender(spec),
@@ -101,8 +101,8 @@ def attend_whole(
         softmax_scale=spec.softmax_scale,
         window_size=spec.attention.window_size,
         compress_ratio=1 if kind == "window" else spec.ratio(kind),
-        swa_block_size=spec.attention.swa_page_size,
-        extra_block_size=1 if kind == "window" else spec.page_size(kind),
+        swa_block_size=spec.attention.swa_block_size,
+        extra_block_size=1 if kind == "window" else spec.block_size(kind),
         layout=spec.layout,
         impl=attender_of_many(spec, q),
     ).out

@@ -138,11 +138,11 @@ class LayerSpec:
         """Positions per compressed row of a "c4" or "c128" layer."""
         return self.attention.c4_ratio if kind == "c4" else self.attention.c128_ratio
 
-    def page_size(self, kind: str) -> int:
+    def block_size(self, kind: str) -> int:
         """Rows per page of the compressed cache (and of the indexer's) of such a layer."""
-        return self.attention.page_tokens // self.ratio(kind)
+        return self.attention.block_tokens // self.ratio(kind)
 
-    def state_page_size(self, kind: str) -> int:
+    def state_block_size(self, kind: str) -> int:
         """Rows per page of the states of such a layer."""
         return self.c4_state_page_size if kind == "c4" else self.c128_state_page_size
 
@@ -153,9 +153,9 @@ class LayerSpec:
     def layouts(self, kind: str) -> dict[str, Layout]:
         """Layout of every cache that a layer of this kind has, by the names of ``LayerCaches``."""
         check_kind("LayerSpec.layouts", kind)
-        sizes = {"swa": self.attention.swa_page_size}
+        sizes = {"swa": self.attention.swa_block_size}
         if kind != "window":
-            sizes["compressed"] = self.page_size(kind)
+            sizes["compressed"] = self.block_size(kind)
         found: dict[str, Layout] = {
             name: MainLayout(size)
             if self.layout == MainLayout.tag
@@ -166,15 +166,15 @@ class LayerSpec:
             found["states"] = self._states(kind, self.head_dim)
         if kind == "c4":
             found["indexer"] = (
-                IndexerLayout(self.page_size(kind))
+                IndexerLayout(self.block_size(kind))
                 if self.indexer_layout == IndexerLayout.tag
-                else PlainLayout(self.page_size(kind), IndexerLayout.head_dim, self.dtype)
+                else PlainLayout(self.block_size(kind), IndexerLayout.head_dim, self.dtype)
             )
             found["indexer_states"] = self._states(kind, IndexerLayout.head_dim)
         return found
 
     def _states(self, kind: str, head_dim: int) -> StateLayout:
-        return StateLayout(self.state_page_size(kind), 2 * self.compressor_width(kind, head_dim))
+        return StateLayout(self.state_block_size(kind), 2 * self.compressor_width(kind, head_dim))
 
     def rope_table(
         self, kind: str, num_positions: int, device: torch.device | str | None = None

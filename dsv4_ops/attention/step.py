@@ -260,7 +260,7 @@ def _metadata(
     width = 0
     if table is not None:
         selected = spec.attention.index_topk
-        width = selected if kind == "c4" else table.shape[1] * spec.page_size(kind)
+        width = selected if kind == "c4" else table.shape[1] * spec.block_size(kind)
     return flash_mla_metadata(
         rows["swa_lens"],
         rows[f"{kind}_lens"] if width else None,
@@ -274,7 +274,7 @@ def _schedule(spec: LayerSpec, rows: dict[str, Tensor], table: Tensor) -> Tensor
     """Of the lens that count in a selection: of requests that the table has, and as long as it."""
     if spec.schedule_sms == 0:
         return None
-    page, request = spec.page_size("c4"), rows["req_indices"]
+    page, request = spec.block_size("c4"), rows["req_indices"]
     real = (request >= 0) & (request < table.shape[0])
     lens = torch.where(real, rows["c4_lens"], 0).clamp(max=table.shape[1] * page)
     return paged_mqa_logits_metadata(lens, block_size=page, num_sms=spec.schedule_sms)
@@ -299,7 +299,7 @@ def _step(
             rows["req_indices"],
             states,
             slot_mapping,
-            block_size=spec.state_page_size(kind),
+            block_size=spec.state_block_size(kind),
             compress_ratio=1,
         )
         lens, slots = rows[f"{kind}_lens"], rows[f"{kind}_slot_mapping"]

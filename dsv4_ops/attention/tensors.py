@@ -73,14 +73,14 @@ class LayerCaches:
         spec: LayerSpec,
         kind: str,
         *,
-        swa_pages: int,
-        compressed_pages: int = 0,
-        state_pages: int = 0,
+        swa_blocks: int,
+        compressed_blocks: int = 0,
+        state_blocks: int = 0,
         device: torch.device | str | None = None,
     ) -> LayerCaches:
         """Empty caches of a layer. The indexer's have as many pages as the others."""
-        pages = {"swa": swa_pages, "compressed": compressed_pages, "states": state_pages}
-        pages |= {"indexer": compressed_pages, "indexer_states": state_pages}
+        pages = {"swa": swa_blocks, "compressed": compressed_blocks, "states": state_blocks}
+        pages |= {"indexer": compressed_blocks, "indexer_states": state_blocks}
         layouts = spec.layouts(kind).items()
         return cls(**{name: layout.allocate(pages[name], device) for name, layout in layouts})
 

@@ -133,5 +133,5 @@ def _refuse_misplaced(spec: OpSpec, name: str, written: Any) -> None:
         raise ValueError(
             f"{spec.name}: {name} must be at a constant offset of its storage when compiled, got "
             f"offset {offset}. Pass one tensor per layer, such as those of "
-            "dsv4_ops.attention.caches.PagedKVCache, or compile with dynamic=False."
+            "dsv4_ops.attention.caches.KVCacheBuffers, or compile with dynamic=False."
         )

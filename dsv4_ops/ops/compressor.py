@@ -85,7 +85,7 @@ def save_compressor_states(
     Compile: in place, never a copy of the states; on CUDA our Triton kernel in the graph and in
         AOTInductor packages, on CPU a scatter of Inductor; dynamic in num_tokens and
         num_state_blocks; CUDA graphs and export: yes. Give CUDA graphs states in a
-        ``PagedKVCache``, or mark them with ``dsv4_ops.attention.caches.mark_static``.
+        ``KVCacheBuffers``, or mark them with ``dsv4_ops.attention.caches.mark_static``.
 
     Source: vLLM 0.33 ``save_partial_states``.
 

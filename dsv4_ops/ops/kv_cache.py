@@ -79,8 +79,8 @@ def quantize_and_insert_k_cache(
 
     Compile: in place, never a copy of the cache; on CUDA our Triton kernel in the graph and in
         AOTInductor packages, on CPU scatters of Inductor; dynamic in num_tokens and num_blocks;
-        CUDA graphs and export: yes. Give CUDA graphs a cache in a ``PagedKVCache``, or mark it with
-        ``dsv4_ops.attention.caches.mark_static``.
+        CUDA graphs and export: yes. For CUDA graphs put the cache into ``KVCacheBuffers``, or
+        mark it with ``dsv4_ops.attention.caches.mark_static``.
 
     Source: vLLM 0.33 ``quantize_and_insert_k_cache``; FlashMLA's 584-byte rows.
 

@@ -44,7 +44,7 @@ at::ScalarType dtype_of(const std::string& name) {
 using Metadata = std::unordered_map<std::string, std::string>;
 
 // Inputs of the package, made from its metadata: "name:dtype:sizes;..." in the order in which it takes them, and
-// "table:ring;..." for the page tables, whose entry [row, block] is row * ring + block % ring.
+// "table:ring;..." for the block tables, whose entry [row, block] is row * ring + block % ring.
 struct Inputs {
   std::vector<at::Tensor> tensors;
   std::map<std::string, at::Tensor> by_name;
@@ -172,7 +172,7 @@ int run(
   if (requests.size() > static_cast<size_t>(inputs.by_name.at("seq_lens").size(0))) {
     throw std::runtime_error("more prompts than the package has requests");
   }
-  if (longest > std::stoull(metadata.at("dsv4_ops.max_len"))) {
+  if (longest > std::stoull(metadata.at("dsv4_ops.max_cache_len"))) {
     throw std::runtime_error("prompt and tokens are longer than the package's longest request");
   }
   if (!prefill_package.empty()) {

@@ -13,12 +13,12 @@ from continuous_batching.scheduler import Request, Scheduler
 
 @dataclass
 class Record:
-    """Of a run: requests, and per step the pages in use, the requests in the queue and the memory
+    """Of a run: requests, and per step the blocks in use, the requests in the queue and the memory
     of the process in MB."""
 
     requests: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -27,28 +27,28 @@ class Record:
     def after_step(self, scheduler: Scheduler) -> None:
         """Note how things stand."""
         cache = scheduler.cache
-        self.pages.append(cache.num_pages - cache.num_free_pages)
+        self.blocks.append(cache.num_blocks - cache.num_free_blocks)
         self.waiting.append(len(scheduler.waiting))
         self.memory.append(resident())
 
     def line(self, scheduler: Scheduler) -> str:
         """How things stand, in words."""
         return (
-            f"step {len(self.pages):5}: {len(scheduler.running)} running, {self.waiting[-1]} "
-            f"waiting, {len(self.finished)} finished, pages {self.pages[-1]} of "
-            f"{scheduler.cache.num_pages}, {scheduler.preemptions} preempted, "
+            f"step {len(self.blocks):5}: {len(scheduler.running)} running, {self.waiting[-1]} "
+            f"waiting, {len(self.finished)} finished, blocks {self.blocks[-1]} of "
+            f"{scheduler.cache.num_blocks}, {scheduler.preemptions} preempted, "
             f"{self.memory[-1]:.0f} MB"
         )
 
     def summary(self, scheduler: Scheduler) -> str:
         """The whole run, in words."""
         cancelled = sum(request.status == "cancelled" for request in self.requests)
-        used = sum(self.pages) / len(self.pages)
+        used = sum(self.blocks) / len(self.blocks)
         return (
             f"{len(self.requests)} requests: {len(self.finished)} finished, {cancelled} cancelled, "
-            f"{scheduler.preemptions} times preempted; {scheduler.waits_for_pages} steps without "
-            f"pages for the next; {self.tokens / self.seconds:.0f} tokens/s; {used:.1f} of "
-            f"{scheduler.cache.num_pages} pages in use; memory {self.growth():+.1f} MB"
+            f"{scheduler.preemptions} times preempted; {scheduler.waits_for_blocks} steps without "
+            f"blocks for the next; {self.tokens / self.seconds:.0f} tokens/s; {used:.1f} of "
+            f"{scheduler.cache.num_blocks} blocks in use; memory {self.growth():+.1f} MB"
         )
 
     def growth(self) -> float:
@@ -57,17 +57,17 @@ class Record:
         second, last = self.memory[quarter : 2 * quarter], self.memory[-quarter:]
         return statistics.median(last) - statistics.median(second or last)
 
-    def plot(self, path: str, num_pages: int) -> None:
-        """Pages and queue over the steps, as a picture."""
+    def plot(self, path: str, num_blocks: int) -> None:
+        """Blocks and queue over the steps, as a picture."""
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
         figure, (top, bottom) = pyplot.subplots(2, sharex=True, figsize=(9, 5))
-        top.step(range(len(self.pages)), self.pages, where="post")
-        top.axhline(num_pages, color="grey", linestyle=":")
-        top.set_ylabel("pages in use")
+        top.step(range(len(self.blocks)), self.blocks, where="post")
+        top.axhline(num_blocks, color="grey", linestyle=":")
+        top.set_ylabel("blocks in use")
         bottom.step(range(len(self.waiting)), self.waiting, where="post", color="tab:orange")
         bottom.set_ylabel("requests waiting")
         bottom.set_xlabel("step")

@@ -4,9 +4,9 @@ The device runs one step of fixed shape over and over; everything that changes i
 the host, and reaches the device as the values of four small tensors (``StepBatch``). Policy:
 
 - decodes first, one token each; prompts fill the rest of the step's token budget in chunks;
-- first come, first served; a request starts when a row and pages for all it has to store are there;
-- a request that grows into a page that is not there preempts the youngest one: that one gives its
-  pages back, waits at the head of the queue, and later computes its tokens again.
+- first come, first served; a request starts once there are a row and blocks for all that it stores;
+- a request that grows into a block that is not there preempts the youngest one: that one gives its
+  blocks back, waits at the head of the queue, and later computes its tokens again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsv4_ops.integrations.transformers import OutOfPages, PagedCache, StepBatch
+from dsv4_ops.integrations.transformers import OutOfBlocks, PagedCache, StepBatch
 
 
 @dataclass(eq=False)
@@ -57,27 +57,27 @@ class Scheduler:
     """Requests in, steps out.
 
     Args:
-        cache: With ``num_pages`` for a shared pool. Its ``max_batch`` is the requests of a step.
+        cache: With ``num_blocks`` for a shared pool. A step has ``max_batch_size`` requests.
         num_tokens: Tokens of a step, padding included; at least one more than requests, so that
             prompts make progress beside any number of decodes.
         stop: Token that ends an output early.
     """
 
     def __init__(self, cache: PagedCache, *, num_tokens: int, stop: int | None = None) -> None:
-        if num_tokens <= cache.max_batch:
+        if num_tokens <= cache.max_batch_size:
             raise ValueError(
-                f"Scheduler: num_tokens must be more than the {cache.max_batch} rows of the cache, "
-                f"got {num_tokens}."
+                f"Scheduler: num_tokens must be more than the {cache.max_batch_size} rows of the "
+                f"cache, got {num_tokens}."
             )
         self.cache, self.num_tokens, self.stop = cache, num_tokens, stop
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
-        self.waits_for_pages = 0  # steps in which the head of the queue did
+        self.waits_for_blocks = 0  # steps in which the head of the queue did
         self.preemptions = 0
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that could never fit is refused here, not in the middle."""
-        most = min(self.cache.max_len, self.cache.num_pages * self._page)
+        most = min(self.cache.max_cache_len, self.cache.num_blocks * self._block)
         length = len(request.prompt) + request.max_new
         if not request.prompt or request.max_new < 1 or length > most:
             raise ValueError(
@@ -124,8 +124,8 @@ class Scheduler:
         return finished
 
     @property
-    def _page(self) -> int:
-        return self.cache.spec.layers.attention.page_tokens
+    def _block(self) -> int:
+        return self.cache.spec.layers.attention.block_tokens
 
     def _chunk(self, request: Request, budget: int, counts: dict[Request, int]) -> int:
         count = min(budget, request.left, self.cache.max_chunk)
@@ -138,17 +138,17 @@ class Scheduler:
         request = self.waiting[0]
         try:
             self.cache.add(request.name, len(request.tokens))
-        except OutOfPages:
-            self.waits_for_pages += len(self.running) < self.cache.max_batch
+        except OutOfBlocks:
+            self.waits_for_blocks += len(self.running) < self.cache.max_batch_size
             return False
         request.status = "running"
         self.running.append(self.waiting.popleft())
         return True
 
     def _reserve(self, request: Request) -> bool:
-        """A page for the next token; False if ``request`` was itself the youngest and had to go."""
+        """A block for the next token; False if ``request`` was the youngest and had to go."""
         while request.status == "running":
-            with suppress(OutOfPages):
+            with suppress(OutOfBlocks):
                 self.cache.reserve(request.name, request.stored + 1)
                 return True
             self._preempt(self.running[-1])
@@ -174,7 +174,7 @@ class Scheduler:
             rows.append(self.cache.requests[request.name])
             if count == request.left:
                 samples.append((request, len(tokens) - 1))
-        padding = self.cache.max_batch - len(rows)
+        padding = self.cache.max_batch_size - len(rows)
         batch = StepBatch(
             torch.tensor(tokens + [0] * (self.num_tokens - len(tokens))),
             _int32(starts + starts[-1:] * padding),

@@ -17,7 +17,7 @@ class Workload:
 
     Medians and spreads (``sigma``, of the logarithm) keep the shape of traces of chats, cut to what
     a small cache holds: most requests are short, a few ten times as long. Some prompts bring a
-    document with them: nearly a page of 256 tokens, which their outputs then overflow.
+    document with them: nearly a block of 256 tokens, which their outputs then overflow.
     """
 
     per_step: float = 0.13

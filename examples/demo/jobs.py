@@ -50,7 +50,7 @@ class Work:
         from dsv4_ops.integrations import transformers as v4
 
         patched = v4.patch(model, kv="fp32", precision="reference")
-        return ours.Ours(patched, self.prompts(), max_len=PROMPT_LENGTH + self.steps)
+        return ours.Ours(patched, self.prompts(), max_cache_len=PROMPT_LENGTH + self.steps)
 
 
 def count_stock(work: Work, progress: Progress) -> Graphs:

@@ -25,15 +25,17 @@ class Ours:
     Args:
         model: Patched.
         prompts: int64 [num_requests, length], on the device of the model.
-        max_len: Most tokens of a request.
+        max_cache_len: Most tokens of a request.
     """
 
-    def __init__(self, model: Any, prompts: Tensor, max_len: int) -> None:
+    def __init__(self, model: Any, prompts: Tensor, max_cache_len: int) -> None:
         from dsv4_ops.integrations import transformers as v4
 
         self.model, self.prompts = model, prompts
         num_requests = len(prompts)
-        self.cache = v4.PagedCache.for_model(model, max_batch=num_requests, max_len=max_len)
+        self.cache = v4.PagedCache.for_model(
+            model, max_batch_size=num_requests, max_cache_len=max_cache_len
+        )
         self.rows = torch.arange(num_requests, dtype=torch.int32, device=prompts.device)
         self.starts = torch.arange(num_requests + 1, dtype=torch.int32, device=prompts.device)
         self.seq_lens = torch.zeros_like(self.rows)

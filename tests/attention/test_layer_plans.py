@@ -318,7 +318,7 @@ def test_a_step_makes_the_schedule_of_deep_gemm_once() -> None:
     """16 tokens' rows by hand: 15 of 100 rows on tables of 64 rows have a split each, the token of
     no request none; two SMs have 8 and 7 of them, and a third none of two."""
     spec = replace(SPEC, impl="deep_gemm", schedule_sms=2)
-    page = spec.page_size("c4")
+    page = spec.block_size("c4")
     table = torch.zeros(16, 64 // page, dtype=torch.int32)
     lens = torch.full((16,), 400, dtype=torch.int32)
     lens[3] = 0

@@ -52,7 +52,7 @@ def test_decode_metadata_by_hand():
     """Two requests, one padding request, one padding token; pages of 4 window rows and 8 positions,
     ratios 2 and 4."""
     spec = AttentionSpec(
-        window_size=3, c4_ratio=2, c128_ratio=4, page_tokens=8, swa_page_size=4, max_model_len=16
+        window_size=3, c4_ratio=2, c128_ratio=4, block_tokens=8, swa_block_size=4, max_model_len=16
     )
     metadata = build_decode_metadata(
         spec,
@@ -88,7 +88,7 @@ def test_invalid_tokens_are_padding_by_hand():
     """The batch above, whose tokens 1 and 3 a captured step of a fixed size pads: token 1 completes
     its C4 and C128 rows no more. The caches' own slots say nothing about it."""
     spec = AttentionSpec(
-        window_size=3, c4_ratio=2, c128_ratio=4, page_tokens=8, swa_page_size=4, max_model_len=16
+        window_size=3, c4_ratio=2, c128_ratio=4, block_tokens=8, swa_block_size=4, max_model_len=16
     )
     table = i32([[7, 3], [2, 5]])
     batch = (

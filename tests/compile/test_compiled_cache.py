@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import dsv4_ops as ops
-from dsv4_ops.attention.caches import PagedKVCache, mark_static
+from dsv4_ops.attention.caches import KVCacheBuffers, mark_static
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.lowering.inspect import compile_and_get_code
 
@@ -50,7 +50,7 @@ def cache_sized_buffers(code: str, cache: torch.Tensor) -> list[str]:
 class WithBuffers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.caches = PagedKVCache(LAYOUT, num_layers=2, num_blocks=BLOCKS)
+        self.caches = KVCacheBuffers(LAYOUT, num_layers=2, num_blocks=BLOCKS)
         for layer, cache in enumerate(self.caches):
             cache.copy_(garbage() + layer)
 
@@ -189,12 +189,12 @@ def test_bits_of_nan_survive_compiled_copies():
 
 
 def test_paged_kv_cache_is_one_tensor_per_layer():
-    caches = PagedKVCache(LAYOUT, num_layers=3, num_blocks=2)
+    caches = KVCacheBuffers(LAYOUT, num_layers=3, num_blocks=2)
     assert len(list(caches)) == len(caches) == 3
     assert len({cache.data_ptr() for cache in caches}) == 3
     assert caches[-1] is caches[2]
     assert caches.state_dict() == {}
     assert "num_layers=3" in repr(caches)
-    with pytest.raises(IndexError, match=r"^PagedKVCache: layer must be in -3\.\.2, got 3\."):
+    with pytest.raises(IndexError, match=r"^KVCacheBuffers: layer must be in -3\.\.2, got 3\."):
         caches[3]
     assert caches.to("meta")[0].is_meta

@@ -75,7 +75,7 @@ def test_continuous_batching_in_eager():
         "05_continuous_batching.py", "--eager", "--steps", 10, "--rate", 0.3, "--seed", 1, "--check"
     )
     assert re.fullmatch(
-        r"shown: \d+ steps of changing batches, eager, no page leaked, logits of \d+ requests "
+        r"shown: \d+ steps of changing batches, eager, no block leaked, logits of \d+ requests "
         r"bit-equal to each alone",
         lines[-1],
     )
@@ -96,11 +96,11 @@ def test_compile_decode():
 @pytest.mark.usefixtures("without_vectors")
 def test_examples_of_the_compiled_step(tmp_path):
     run("02_compile_decode.py")
-    plot = tmp_path / "pages.png"
+    plot = tmp_path / "blocks.png"
     lines = run("05_continuous_batching.py", "--steps", 100, "--check", "--plot", plot)
     assert "compiled, from Inductor's cache, in" in "\n".join(lines)
     assert re.search(
-        r"graphs = 1, recompiles = 0, no page leaked, logits of \d+ requests", lines[-1]
+        r"graphs = 1, recompiles = 0, no block leaked, logits of \d+ requests", lines[-1]
     )
     assert plot.read_bytes().startswith(b"\x89PNG")
 

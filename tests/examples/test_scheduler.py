@@ -18,16 +18,16 @@ from continuous_batching.workload import Workload
 from dsv4_ops.integrations.transformers import PagedCache
 from dsv4_ops.testing.models import small_config
 
-ROWS, TOKENS, PAGE = 4, 7, 256
+ROWS, TOKENS, BLOCK = 4, 7, 256
 
 
-def new_cache(num_pages=3, max_len=700):
+def new_cache(num_blocks=3, max_cache_len=700):
     return PagedCache(
         small_config(),
-        max_batch=ROWS,
-        max_len=max_len,
+        max_batch_size=ROWS,
+        max_cache_len=max_cache_len,
         max_chunk=TOKENS,
-        num_pages=num_pages,
+        num_blocks=num_blocks,
         kv="fp32",
     )
 
@@ -61,7 +61,7 @@ class Rows:
         assert starts == sorted(starts)
         assert starts[-1] <= TOKENS
         counts = [stop - start for start, stop in pairwise(starts)]
-        self.pages(dict(zip(rows, lens, strict=True)))
+        self.blocks(dict(zip(rows, lens, strict=True)))
         results = [-1] * TOKENS
         for row, length, start, count in zip(rows, lens, starts, counts, strict=False):
             if row < 0:
@@ -74,13 +74,15 @@ class Rows:
             results[start + count - 1] = after(self.stored[row])
         return results
 
-    def pages(self, lens):
+    def blocks(self, lens):
         owned = self.cache.tensors.tables.compressed.tolist()
-        taken = [page for row in owned for page in row if page >= 0]
-        assert len(set(taken)) == len(taken), "a page has two owners"
+        taken = [block for row in owned for block in row if block >= 0]
+        assert len(set(taken)) == len(taken), "a block has two owners"
         for row, length in lens.items():
             if row >= 0:
-                assert sum(page >= 0 for page in owned[row]) * PAGE >= length, "a page is missing"
+                assert sum(block >= 0 for block in owned[row]) * BLOCK >= length, (
+                    "a block is missing"
+                )
 
 
 def run(scheduler, arrivals, leaving=None, most=20_000):
@@ -106,7 +108,7 @@ def run(scheduler, arrivals, leaving=None, most=20_000):
         number += 1
         assert number < most, "no progress"
     cache = scheduler.cache
-    assert cache.num_free_pages == cache.num_pages
+    assert cache.num_free_blocks == cache.num_blocks
     assert cache.requests == {}
     assert (cache.tensors.tables.compressed == -1).all()
     return number
@@ -122,9 +124,9 @@ REQUESTS = st.tuples(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(REQUESTS, min_size=1, max_size=9), st.integers(2, 6))
-def test_any_traffic_gets_what_each_request_gets_alone(drawn, num_pages):
-    """Prompts around a page, few pages, cancellations: outputs are right and no page is lost."""
-    scheduler = Scheduler(new_cache(num_pages), num_tokens=TOKENS)
+def test_any_traffic_gets_what_each_request_gets_alone(drawn, num_blocks):
+    """Prompts around a block, few blocks, cancellations: outputs are right and no block is lost."""
+    scheduler = Scheduler(new_cache(num_blocks), num_tokens=TOKENS)
     arrivals, leaving = [], {}
     for name, (step, prompt, output, leaves) in enumerate(drawn):
         request = Request(name, [(name * 31 + i) % 250 for i in range(prompt)], output)
@@ -144,8 +146,8 @@ def test_any_traffic_gets_what_each_request_gets_alone(drawn, num_pages):
 
 
 def test_the_youngest_is_preempted_and_starts_again():
-    """Two requests grow into their second page when there are three."""
-    scheduler = Scheduler(new_cache(num_pages=3), num_tokens=TOKENS)
+    """Two requests grow into their second block when there are three."""
+    scheduler = Scheduler(new_cache(num_blocks=3), num_tokens=TOKENS)
     old, young = (Request(name, [name] * 250, 60) for name in range(2))
     run(scheduler, [(0, old), (0, young)])
     assert (old.preempted, young.preempted, scheduler.preemptions) == (0, 1, 1)
@@ -153,19 +155,19 @@ def test_the_youngest_is_preempted_and_starts_again():
 
 
 def test_a_request_waits_for_pages_and_nobody_overtakes_it():
-    scheduler = Scheduler(new_cache(num_pages=2), num_tokens=TOKENS)
+    scheduler = Scheduler(new_cache(num_blocks=2), num_tokens=TOKENS)
     first, second, third = (Request(name, [name] * n, 3) for name, n in enumerate((300, 300, 5)))
     ended = []
     commit = scheduler.commit
     scheduler.commit = lambda *args: ended.extend(commit(*args))
     run(scheduler, [(0, first), (0, second), (0, third)])
-    assert scheduler.waits_for_pages > 0
+    assert scheduler.waits_for_blocks > 0
     assert ended[0] is first
     assert {second, third} == set(ended[1:])
 
 
 def test_a_cancelled_request_gives_everything_back_whatever_it_is_doing():
-    scheduler = Scheduler(new_cache(num_pages=2), num_tokens=TOKENS)
+    scheduler = Scheduler(new_cache(num_blocks=2), num_tokens=TOKENS)
     decoding, prefilling, waiting = (Request(name, [1] * n, 9) for name, n in enumerate((2, 99, 9)))
     for request in (decoding, prefilling, waiting):
         scheduler.submit(request)
@@ -179,7 +181,7 @@ def test_a_cancelled_request_gives_everything_back_whatever_it_is_doing():
         scheduler.cancel(request)  # once is enough
         assert request.status == "cancelled"
     assert scheduler.plan() is None
-    assert (scheduler.cache.num_free_pages, scheduler.cache.requests) == (2, {})
+    assert (scheduler.cache.num_free_blocks, scheduler.cache.requests) == (2, {})
 
 
 def test_an_output_ends_at_the_stop_token():
@@ -194,7 +196,7 @@ def test_an_output_ends_at_the_stop_token():
     ("prompt", "output"), [([], 5), ([1], 0), ([1] * 600, 169), ([1] * 600, 101)]
 )
 def test_what_never_fits_is_refused_at_once(prompt, output):
-    scheduler = Scheduler(new_cache(num_pages=3), num_tokens=TOKENS)
+    scheduler = Scheduler(new_cache(num_blocks=3), num_tokens=TOKENS)
     with pytest.raises(ValueError, match="together at most 700 tokens"):
         scheduler.submit(Request(0, prompt, output))
     assert not scheduler.waiting

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dsv4_ops as ops
-from dsv4_ops.attention.caches import PagedKVCache, mark_static
+from dsv4_ops.attention.caches import KVCacheBuffers, mark_static
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, load_package
 from dsv4_ops.testing.contract import checks
@@ -109,7 +109,7 @@ def test_flash_mla_reads_our_bytes(block_size):
 class Step(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.caches = PagedKVCache(LAYOUT, num_layers=2, num_blocks=5, device="cuda")
+        self.caches = KVCacheBuffers(LAYOUT, num_layers=2, num_blocks=5, device="cuda")
 
     def forward(self, k, slots, lens, table):
         insert(k, self.caches[1], slots)
@@ -121,7 +121,7 @@ class Step(torch.nn.Module):
 
 
 def test_captured_inserts_and_reads_keep_their_order():
-    """A module with a PagedKVCache under CUDA graphs: two inserts and two reads per replay, exact
+    """A module with a KVCacheBuffers under CUDA graphs: two inserts and two reads per replay, exact
     against the CPU, addresses kept, no host sync."""
     torch._dynamo.reset()
     step = Step()

@@ -291,14 +291,14 @@ def test_pages_beyond_4_gib(gpu_memory_alone: None) -> None:
     kind = "C4"
     weights = {name: t.to(DEVICE) for name, t in random_weights(kind, 1).items()}
     states_layout, layout = StateLayout(4, 2048), MainLayout(64)
-    state_pages = math.ceil(2**31 * 1.05 / states_layout.shape(1)[1])
+    state_blocks = math.ceil(2**31 * 1.05 / states_layout.shape(1)[1])
     cache_pages = math.ceil(5 * 2**30 / layout.page_bytes)
     small = decode_inputs(kind, weights, 3)
-    states = torch.zeros(states_layout.shape(state_pages), device=DEVICE)
+    states = torch.zeros(states_layout.shape(state_blocks), device=DEVICE)
     cache = layout.allocate(cache_pages, DEVICE)
     states[-40:] = small[1].to(DEVICE)
     cache[-16:] = small[5].to(DEVICE)
-    first_state, first_page = state_pages - 40, cache_pages - 16
+    first_state, first_page = state_blocks - 40, cache_pages - 16
     table = torch.where((small[2] >= 0) & (small[2] < 40), small[2] + first_state, -1).int()
     inputs = (small[0], states, table, small[3], small[4], cache)
     inputs += (small[6] + first_state * 4, small[7] + first_page * 64)

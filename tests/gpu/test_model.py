@@ -30,7 +30,7 @@ def _no_grad():
 
 def cache_of(model, **sizes):
     return v4.PagedCache.for_model(
-        model, **{"max_batch": REQUESTS, "max_len": LENGTH, "num_pages": 6, **sizes}
+        model, **{"max_batch_size": REQUESTS, "max_cache_len": LENGTH, "num_blocks": 6, **sizes}
     )
 
 
@@ -105,7 +105,7 @@ def test_captured_decode(drift, monkeypatch):
 def test_package_on_a_gpu(drift, tmp_path):
     """The package of decode, captured: the same logits as the model, and the same cache."""
     model, _, _ = drift
-    ours, theirs = (cache_of(model, num_pages=None) for _ in range(2))
+    ours, theirs = (cache_of(model, num_blocks=None) for _ in range(2))
     path = v4.export_decode(model, ours, path=tmp_path / "decode.pt2")
     run = load_package(path, run_single_threaded=True)
     engine = Engine(model, ours, text())
@@ -133,7 +133,7 @@ def test_a_package_of_prefills_on_a_gpu(drift, tmp_path):
     """Steps of several sizes by one package, decodes among them: the logits of the model, and a
     cache that the model goes on with."""
     model, _, _ = drift
-    ours, theirs = (cache_of(model, num_pages=None) for _ in range(2))
+    ours, theirs = (cache_of(model, num_blocks=None) for _ in range(2))
     path = v4.export_prefill(model, ours, path=tmp_path / "prefill.pt2")
     run = load_package(path, run_single_threaded=True)
     engine = Engine(model, ours, text())

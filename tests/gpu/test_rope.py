@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 
 import dsv4_ops as ops
 from dsv4_ops import testing
-from dsv4_ops.attention.caches import PagedKVCache
+from dsv4_ops.attention.caches import KVCacheBuffers
 from dsv4_ops.core.layout import MainLayout, PlainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
@@ -128,7 +128,7 @@ def test_compiled_step_is_captured_and_exact(layout):
     class Step(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.caches = PagedKVCache(made, num_layers=2, num_blocks=5, device="cuda")
+            self.caches = KVCacheBuffers(made, num_layers=2, num_blocks=5, device="cuda")
 
         def forward(self, q, kv, slots, where):
             q = ops.qnorm_rope_kv_insert(

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 
 import dsv4_ops as ops
 from dsv4_ops import testing
-from dsv4_ops.attention.caches import PagedKVCache
+from dsv4_ops.attention.caches import KVCacheBuffers
 from dsv4_ops.core.layout import MainLayout, PlainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import compile_and_get_code
@@ -189,7 +189,7 @@ def test_compiled_it_writes_the_cache_where_it_is(how, layout):
     normed = ops.qnorm_rope_kv_insert(q, kv, expected, slots, where, table, **options)
     if how == "buffer":
         shape = PlainLayout(64) if layout == "plain" else MainLayout(64)
-        caches = PagedKVCache(shape, num_layers=2, num_blocks=5)
+        caches = KVCacheBuffers(shape, num_layers=2, num_blocks=5)
         caches[1].copy_(cache)
         cache, address = caches[1], caches[1].data_ptr()
 

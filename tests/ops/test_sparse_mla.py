@@ -13,7 +13,7 @@ from torch import Tensor
 import dsv4_ops as ops
 from dsv4_ops import testing
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.testing.contract.compare import assert_agrees
+from dsv4_ops.testing.contract.compare import assert_agrees, exact_results
 from tests.helpers import BAD_POSITIONS, BAD_REQUESTS, INT32_MAX, LAST_POSITION, i32, i64, rows32
 from tests.oracles import mla as oracles
 from tests.oracles.mla import BF16, F32, KINDS, assert_attended, column, random_call
@@ -27,7 +27,7 @@ def check(call: oracles.Call) -> None:
     """The op, and the float64 results that the contract measures every execution against."""
     expected = call.expected()
     assert_attended(call.run(), expected, call.tensors["q"].dtype)
-    exact = testing.compare.exact_results(testing.op_testing(call.op), call.case())
+    exact = exact_results(testing.op_testing(call.op), call.case())
     names = ("out", "lse") if len(exact) == 2 else ("out", "largest", "lse")
     for name, result in zip(names, exact, strict=True):
         torch.testing.assert_close(result.value, column(expected, name), rtol=1e-9, atol=1e-12)

@@ -127,13 +127,13 @@ def copied(pages: Sequence[Sequence[int]]) -> list[Row]:
 
 
 def places(
-    slot_mapping: Sequence[int], num_pages: int, block_size: int
+    slot_mapping: Sequence[int], num_blocks: int, block_size: int
 ) -> list[tuple[int, int, int]]:
     """Token, page and row of every token that is written."""
     return [
         (token, slot // block_size, slot % block_size)
         for token, slot in enumerate(slot_mapping)
-        if 0 <= slot < num_pages * block_size
+        if 0 <= slot < num_blocks * block_size
     ]
 
 
@@ -196,11 +196,11 @@ insert_k_cache_functional = insert_k_cache
 
 
 def find_row(
-    position: int, table_row: Sequence[int], num_pages: int, block_size: int
+    position: int, table_row: Sequence[int], num_blocks: int, block_size: int
 ) -> tuple[int, int] | None:
     """Page and row of a position of a request, if they exist."""
     column = position // block_size
-    if position < 0 or column >= len(table_row) or not 0 <= table_row[column] < num_pages:
+    if position < 0 or column >= len(table_row) or not 0 <= table_row[column] < num_blocks:
         return None
     return table_row[column], position % block_size
 

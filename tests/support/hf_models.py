@@ -44,7 +44,7 @@ def reference() -> Any:
 
 def new_cache(model: Any = None, **sizes: Any) -> v4.PagedCache:
     return v4.PagedCache.for_model(
-        model or reference(), **{"max_batch": REQUESTS, "max_len": LENGTH, **sizes}
+        model or reference(), **{"max_batch_size": REQUESTS, "max_cache_len": LENGTH, **sizes}
     )
 
 
@@ -53,7 +53,7 @@ class Engine:
 
     Args:
         model: Patched model.
-        cache: Its cache; a row and pages are taken as requests need them.
+        cache: Its cache; a row and blocks are taken as requests need them.
         tokens: Of every request.
     """
 

@@ -29,8 +29,8 @@ SPEC = LayerSpec(
         window_size=8,
         c4_ratio=4,
         c128_ratio=16,
-        page_tokens=32,
-        swa_page_size=4,
+        block_tokens=32,
+        swa_block_size=4,
         index_topk=6,
         max_model_len=64,
     ),
@@ -82,7 +82,7 @@ class SmallLayer(nn.Module):
             self.register_buffer(f"{name}_proj", weight)
         self.names = tuple(widths)
         table = spec.rope_table(kind, spec.attention.max_model_len)
-        pages = {"swa_pages": 90, "compressed_pages": 16, "state_pages": 90}
+        pages = {"swa_blocks": 90, "compressed_blocks": 16, "state_blocks": 90}
         self.attention = AttentionLayer(spec, kind, table, num_heads=HEADS, **pages)
         for parameter in self.attention.parameters():
             parameter.data.copy_(torch.randn(parameter.shape, generator=made))
@@ -195,9 +195,9 @@ class Engine:
             stale = [[rng.choice(order) for _ in range(columns)] for _ in range(requests)]
             return Pages(size, i32(stale), order)
 
-        self.swa = pages("swa", spec.attention.swa_page_size)
-        self.rows = pages("compressed", spec.attention.page_tokens)
-        self.states = pages("states", spec.state_page_size(kind))
+        self.swa = pages("swa", spec.attention.swa_block_size)
+        self.rows = pages("compressed", spec.attention.block_tokens)
+        self.states = pages("states", spec.state_block_size(kind))
         self.kept = 2 * spec.ratio(kind) if kind == "c4" else spec.ratio(kind)
 
     def batch(self, counts: list[int], padding: int = 0) -> tuple[Tensor, ...]:

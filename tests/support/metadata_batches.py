@@ -32,8 +32,8 @@ def random_inputs(
         lens.append(query + context if query or rng.random() < 0.5 else 0)
     generator = torch.Generator().manual_seed(seed)
 
-    def table(page_tokens: int) -> Tensor:
-        columns = -(-spec.max_model_len // page_tokens)
+    def table(block_tokens: int) -> Tensor:
+        columns = -(-spec.max_model_len // block_tokens)
         pages = torch.randint(
             0, 60_000, (num_reqs, columns), generator=generator, dtype=torch.int32
         )
@@ -43,7 +43,7 @@ def random_inputs(
     slots = torch.randint(0, 10**6, (num_tokens,), generator=generator)
     slots[num_tokens - room :] = -1
     query_start_loc = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
-    tables = (table(spec.swa_page_size), table(spec.page_tokens), table(spec.page_tokens))
+    tables = (table(spec.swa_block_size), table(spec.block_tokens), table(spec.block_tokens))
     return query_start_loc, torch.tensor(lens, dtype=torch.int32), slots, *tables
 
 

@@ -23,7 +23,7 @@ def main(folder: Path) -> None:
     assert 2 * share.numel() == whole, "each process has half of the experts"
     for precision in ("reference", "serve"):
         v4.patch(model, kv="fp32", precision=precision)
-        cache = v4.PagedCache.for_model(model, max_batch=1, max_len=64)
+        cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=64)
         tokens, length = want["tokens"], want["tokens"].shape[1]
         got = model(tokens[:, : length - 1], past_key_values=cache).logits
         torch.testing.assert_close(got, want["logits"][:, :-1], rtol=0, atol=3e-5)

@@ -1,4 +1,4 @@
-"""Rows, pages and rings of the cache of a patched model."""
+"""Rows, blocks and rings of the cache of a patched model."""
 
 import math
 from random import Random
@@ -10,19 +10,21 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
-from dsv4_ops.integrations.transformers import OutOfPages, PagedCache
-from dsv4_ops.integrations.transformers.pages import PagePool
+from dsv4_ops.integrations.transformers import OutOfBlocks, PagedCache
+from dsv4_ops.integrations.transformers.blocks import BlockPool
 from dsv4_ops.testing.models import small_config
 
 
 def cache(**sizes):
-    return PagedCache(small_config(), **{"max_batch": 3, "max_len": 1000, "kv": "fp32", **sizes})
+    return PagedCache(
+        small_config(), **{"max_batch_size": 3, "max_cache_len": 1000, "kv": "fp32", **sizes}
+    )
 
 
 def test_pages_are_given_and_taken_back():
-    paged = cache(num_pages=5)
+    paged = cache(num_blocks=5)
     assert (paged.add("a", 257), paged.add("b", 256)) == (0, 1)
-    assert paged.num_free_pages == 2
+    assert paged.num_free_blocks == 2
     table = paged.tensors.tables.compressed
     assert table.tolist() == [[0, 1, -1, -1], [2, -1, -1, -1], [-1, -1, -1, -1]]
     paged.reserve("b", 257)
@@ -37,14 +39,16 @@ def test_pages_are_given_and_taken_back():
 
 
 def test_running_out_changes_nothing():
-    paged = cache(num_pages=2)
+    paged = cache(num_blocks=2)
     paged.add("a", 300)
     before = [leaf.clone() for leaf in torch.utils._pytree.tree_leaves(paged.tensors)]
     for attempt in (lambda: paged.add("b", 1), lambda: paged.reserve("a", 513)):
-        with pytest.raises(OutOfPages, match="into the free pages, 0 of 2, got tokens for 1 more"):
+        with pytest.raises(
+            OutOfBlocks, match="into the free blocks, 0 of 2, got tokens for 1 more"
+        ):
             attempt()
     assert paged.requests == {"a": 0}
-    assert paged.num_free_pages == 0
+    assert paged.num_free_blocks == 0
     for old, new in zip(before, torch.utils._pytree.tree_leaves(paged.tensors), strict=True):
         torch.testing.assert_close(new, old, rtol=0, atol=0)
 
@@ -53,7 +57,7 @@ def test_rows_run_out_too():
     paged = cache()
     for request in range(3):
         paged.add(request, 1000)
-    with pytest.raises(OutOfPages, match="one of at most 3 at a time"):
+    with pytest.raises(OutOfBlocks, match="one of at most 3 at a time"):
         paged.add(3)
 
 
@@ -61,29 +65,35 @@ def test_rows_run_out_too():
     ("call", "message"),
     [
         (lambda c: c.add("a"), "add: request must be a request that the cache does not have"),
-        (lambda c: c.add("b", 1001), "add: num_tokens must be at most max_len = 1000, got 1001"),
+        (
+            lambda c: c.add("b", 1001),
+            "add: num_tokens must be at most max_cache_len = 1000, got 1001",
+        ),
         (lambda c: c.reserve("b", 1), "reserve: request must be a request that was added"),
-        (lambda c: c.reserve("a", 1001), "reserve: num_tokens must be at most max_len = 1000"),
+        (
+            lambda c: c.reserve("a", 1001),
+            "reserve: num_tokens must be at most max_cache_len = 1000",
+        ),
         (lambda c: c.free("b"), "free: request must be a request that was added"),
         (lambda c: c.reserve("a", -1), "reserve: num_tokens must be at least 0, got -1"),
     ],
 )
 def test_errors(call, message):
-    paged = cache(num_pages=4)
+    paged = cache(num_blocks=4)
     paged.add("a")
     with pytest.raises(ValueError, match=message):
         call(paged)
-    assert paged.num_free_pages == 4
+    assert paged.num_free_blocks == 4
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_no_page_has_two_owners(seed):
+def test_no_block_has_two_owners(seed):
     rng = Random(seed)
-    pool, wanted = PagePool(3, 6, 4), {}
+    pool, wanted = BlockPool(3, 6, 4), {}
     for _ in range(40):
         request = rng.randrange(5)
         blocks = rng.randrange(6)
-        state = (dict(pool.rows), {name: list(pages) for name, pages in pool.pages.items()})
+        state = (dict(pool.rows), {name: list(blocks) for name, blocks in pool.blocks.items()})
         try:
             if rng.random() < 0.3:
                 pool.free(request)
@@ -94,27 +104,27 @@ def test_no_page_has_two_owners(seed):
             else:
                 pool.reserve(request, blocks)
                 wanted[request] = max(blocks, wanted[request])
-        except (ValueError, OutOfPages):
-            assert state == (pool.rows, pool.pages)
-        used = [page for pages in pool.pages.values() for page in pages]
-        assert sorted(used + pool.free_pages) == list(range(6))
-        assert {name: len(pages) for name, pages in pool.pages.items()} == wanted
+        except (ValueError, OutOfBlocks):
+            assert state == (pool.rows, pool.blocks)
+        used = [block for blocks in pool.blocks.values() for block in blocks]
+        assert sorted(used + pool.free_blocks) == list(range(6))
+        assert {name: len(blocks) for name, blocks in pool.blocks.items()} == wanted
         assert len(set(pool.rows.values())) == len(pool.rows)
         assert sorted([*pool.rows.values(), *pool.free_rows]) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("max_chunk", [1, 64, 65, 300, None])
 def test_rings_hold_a_chunk_and_what_it_reads(max_chunk):
-    """Wherever a chunk begins, its window's keys lie on different pages than it writes."""
+    """Wherever a chunk begins, its window's keys lie on different blocks than it writes."""
     paged = cache(max_chunk=max_chunk)
     chunk = max_chunk or 1000
     tables = paged.tensors.tables
     spans = {"swa": (64, chunk + 127), "c4_states": (4, 8), "c128_states": (8, 128)}
-    for name, (page, span) in spans.items():
+    for name, (block, span) in spans.items():
         table = getattr(tables, name)
-        assert table.shape == (3, math.ceil(1000 / page))
+        assert table.shape == (3, math.ceil(1000 / block))
         for start in range(0, 1000, 7):
-            blocks = range(start // page, min(start + span - 1, 999) // page + 1)
+            blocks = range(start // block, min(start + span - 1, 999) // block + 1)
             rows = table[:, blocks.start : blocks.stop]
             assert len(rows.unique()) == rows.numel()
     layer = paged.tensors.layers[0]
@@ -122,11 +132,11 @@ def test_rings_hold_a_chunk_and_what_it_reads(max_chunk):
 
 
 def test_rings_are_no_longer_than_requests():
-    assert cache(max_batch=1, max_len=50).tensors.layers[0].swa.shape[0] == 1
+    assert cache(max_batch_size=1, max_cache_len=50).tensors.layers[0].swa.shape[0] == 1
 
 
 def test_what_hugging_face_asks():
-    paged = cache(num_pages=2)
+    paged = cache(num_blocks=2)
     paged.seq_lens.copy_(torch.tensor([3, 7, 0]))
     assert paged.is_compileable
     assert paged.get_seq_length().shape == ()
@@ -137,7 +147,9 @@ def test_what_hugging_face_asks():
     assert paged.seq_lens.tolist() == [0, 0, 0]
     with pytest.raises(NotImplementedError, match="beams must not reorder its rows"):
         paged.reorder_cache(torch.tensor([0]))
-    assert repr(paged).startswith("PagedCache(3 layers, max_batch=3, max_len=1000, num_pages=2")
+    assert repr(paged).startswith(
+        "PagedCache(3 layers, max_batch_size=3, max_cache_len=1000, num_blocks=2"
+    )
     assert repr(paged).endswith(
         "device='cpu'; 20.8 MiB: window 18.0 MiB, compressed 264.0 KiB, indexer 64.0 KiB, states "
         "2.0 MiB, tables 504.7 KiB)"
@@ -146,9 +158,9 @@ def test_what_hugging_face_asks():
 
 def test_rings_are_bounded_by_default():
     """Window keys of a long request would else take most of the memory."""
-    assert cache(max_len=100_000, max_batch=1).max_chunk == 2048
-    assert cache(max_len=100_000, max_batch=1, max_chunk=4096).max_chunk == 4096
-    assert cache(max_len=100).max_chunk == 100
+    assert cache(max_cache_len=100_000, max_batch_size=1).max_chunk == 2048
+    assert cache(max_cache_len=100_000, max_batch_size=1, max_chunk=4096).max_chunk == 4096
+    assert cache(max_cache_len=100).max_chunk == 100
     parts = cache().memory()
     held = torch.utils._pytree.tree_leaves(cache().tensors)
     assert sum(parts.values()) == sum(tensor.nbytes for tensor in held) + 2 * 3 * 4
@@ -157,14 +169,14 @@ def test_rings_are_bounded_by_default():
 @pytest.mark.parametrize(
     ("sizes", "error", "message"),
     [
-        ({"max_batch": 0}, ValueError, "PagedCache: max_batch must be at least 1, got 0"),
-        ({"max_len": 0}, ValueError, "PagedCache: max_len must be at least 1, got 0"),
+        ({"max_batch_size": 0}, ValueError, "PagedCache: max_batch_size must be at least 1, got 0"),
+        ({"max_cache_len": 0}, ValueError, "PagedCache: max_cache_len must be at least 1, got 0"),
         ({"max_chunk": 0}, ValueError, "PagedCache: max_chunk must be at least 1"),
-        ({"num_pages": 0}, ValueError, "PagedCache: num_pages must be at least 1"),
+        ({"num_blocks": 0}, ValueError, "PagedCache: num_blocks must be at least 1"),
         ({"next_n": 0}, ValueError, "PagedCache: next_n must be at least 1"),
         ({"kv": "int8"}, ValueError, "PagedCache: kv must be 'fp8' or 'bf16' or 'fp32'"),
         ({"precision": "fast"}, ValueError, "PagedCache: precision must be 'serve' or"),
-        ({"max_len": 1.5}, TypeError, "PagedCache: max_len must be an int"),
+        ({"max_cache_len": 1.5}, TypeError, "PagedCache: max_cache_len must be an int"),
     ],
 )
 def test_bad_sizes(sizes, error, message):

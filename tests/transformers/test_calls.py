@@ -35,7 +35,7 @@ def ids():
 
 
 def cache_of(**sizes):
-    return new_cache(**{"max_batch": 2, "max_len": 64, **sizes})
+    return new_cache(**{"max_batch_size": 2, "max_cache_len": 64, **sizes})
 
 
 def leaves(cache):
@@ -116,8 +116,8 @@ REFUSED_CALLS = [
     (
         {"input_ids": zeros(3, 12)},
         {},
-        "batch_size must be at most max_batch of the cache = 2, got 3. "
-        "Lower batch_size, or raise max_batch of the cache.",
+        "batch_size must be at most max_batch_size of the cache = 2, got 3. "
+        "Lower batch_size, or raise max_batch_size of the cache.",
     ),
     (
         {},
@@ -148,9 +148,9 @@ REFUSED_CALLS = [
     ({}, {"precision": "serve"}, OTHER.format("angles", "torch.float32", "exact")),
     (
         {},
-        {"num_pages": 2},
-        "past_key_values must have requests, as its rows share pages, got none. "
-        "Give each row of the batch its pages with add and reserve.",
+        {"num_blocks": 2},
+        "past_key_values must have requests, as its rows share blocks, got none. "
+        "Give each row of the batch its blocks with add and reserve.",
     ),
 ]
 
@@ -158,7 +158,7 @@ REFUSED_CALLS = [
 @pytest.mark.parametrize(("given", "sizes", "message"), REFUSED_CALLS)
 def test_calls_that_are_refused_write_nothing(given, sizes, message):
     sizes = {"kv": "fp32", "precision": "reference", "config": small_config(), **sizes}
-    cache = v4.PagedCache(sizes.pop("config"), max_batch=2, max_len=64, **sizes)
+    cache = v4.PagedCache(sizes.pop("config"), max_batch_size=2, max_cache_len=64, **sizes)
     before = leaves(cache)
     with pytest.raises((ValueError, TypeError, NotImplementedError)) as raised:
         reference()(**{"input_ids": ids(), "past_key_values": cache, **given})
@@ -180,7 +180,7 @@ def test_steps_refuse_the_cache_of_another_model(step, changed, name, held, valu
     """They see tensors only, of the same shapes whatever the window or the rotations are."""
     fields = {key: given for key, given in changed.items() if key != "precision"}
     settings = {"kv": "fp32", "precision": changed.get("precision", "reference")}
-    cache = v4.PagedCache(small_config(**fields), max_batch=2, max_len=64, **settings)
+    cache = v4.PagedCache(small_config(**fields), max_batch_size=2, max_cache_len=64, **settings)
     batch = Engine(reference(), cache, text()).batch({0: 1, 1: 3})
     before = leaves(cache)
     with pytest.raises(ValueError, match="cache must have the model's") as raised:
@@ -195,15 +195,17 @@ def test_what_a_cache_was_made_for_is_part_of_its_structure():
     values, structure = tree_flatten(tensors)
     assert all(isinstance(value, torch.Tensor) for value in values)
     assert tree_unflatten(values, treespec_loads(treespec_dumps(structure))) == tensors
-    other = v4.PagedCache(small_config(sliding_window=64), max_batch=2, max_len=64, kv="fp32")
+    other = v4.PagedCache(
+        small_config(sliding_window=64), max_batch_size=2, max_cache_len=64, kv="fp32"
+    )
     assert tree_structure(other.tensors) != structure
-    assert tree_structure(cache_of(max_len=64).tensors) == structure
+    assert tree_structure(cache_of(max_cache_len=64).tensors) == structure
     names = [str(path[0]) for path, _ in tree_flatten_with_path(tensors)[0]]
     assert {*names} == {".tables", ".rope", ".layers", ".dropped"}
 
 
 def test_rows_of_a_pool_have_pages_once_reserved():
-    cache = cache_of(num_pages=2)
+    cache = cache_of(num_blocks=2)
     for request in ("a", "b"):
         cache.add(request, LENGTH)
     got = reference()(ids(), past_key_values=cache).logits

@@ -40,7 +40,7 @@ def test_one_graph_over_200_steps_of_a_changing_batch():
     """Requests that start, rest, end and give their rows to others; decodes beside chunks."""
     counter = CompileCounterWithBackend("eager")
     step = torch.compile(v4.decode_step, fullgraph=True, backend=counter)
-    cache, rng = new_cache(num_pages=4, max_chunk=BUDGET), Random(0)
+    cache, rng = new_cache(num_blocks=4, max_chunk=BUDGET), Random(0)
     engine, finished = Padded(reference(), cache, text()), 0
     for _ in range(STEPS):
         waiting = [request for request, done in enumerate(engine.done) if done < LENGTH]
@@ -170,7 +170,7 @@ def test_prefill_compiles_twice_for_any_number_of_tokens():
     """For the first one, and for all others."""
     counter = CompileCounterWithBackend("eager")
     step = torch.compile(v4.prefill_step, fullgraph=True, backend=counter)
-    engine = Engine(reference(), new_cache(num_pages=6, max_chunk=64), text())
+    engine = Engine(reference(), new_cache(num_blocks=6, max_chunk=64), text())
     for counts in ((5, 9, 30), (7, 20, 3), (1, 1, 64), (33, 2, 9), (4, 4, 4)):
         engine.prefill(dict(enumerate(counts)), step=step)
     assert counter.frame_count == 2

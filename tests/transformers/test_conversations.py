@@ -38,7 +38,7 @@ class Conversation:
     """
 
     def __init__(self, rows, rng, **sizes):
-        self.rng, self.cache = rng, new_cache(max_batch=rows, max_len=400, **sizes)
+        self.rng, self.cache = rng, new_cache(max_batch_size=rows, max_cache_len=400, **sizes)
         self.ids = torch.zeros(rows, 0, dtype=torch.int64)
         self.mask = torch.zeros(rows, 0, dtype=torch.int64)
         self.ended_early = 0
@@ -120,7 +120,7 @@ def test_random_conversations(seed):
     rng = Random(seed)
     with torch.no_grad():
         rows = rng.randint(2, 3)
-        sizes = rng.choice([{}, {"max_chunk": 32}, {"num_pages": 6}])
+        sizes = rng.choice([{}, {"max_chunk": 32}, {"num_blocks": 6}])
         turns, eos = Conversation(rows, rng, **sizes), None
         for _ in range(3):
             longest = rng.choice([4, 20, 60])
@@ -138,7 +138,7 @@ def test_random_masks(seed):
     rng = Random(seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        cache, texts, seen = new_cache(max_batch=2, max_len=300), [[], []], [[], []]
+        cache, texts, seen = new_cache(max_batch_size=2, max_cache_len=300), [[], []], [[], []]
         for _ in range(4):
             width = rng.choice([1, 2, 9, 70])
             ids = torch.randint(0, 256, (2, width), generator=generator)
@@ -220,16 +220,16 @@ def test_the_page_of_figures_is_that_of_the_code():
 
 
 def test_a_turn_of_new_tokens_only_gets_pages_for_all():
-    turns = Conversation(1, Random(6), num_pages=2)
+    turns = Conversation(1, Random(6), num_blocks=2)
     turns.say([250])
     turns.answer()
     turns.say([20])
-    assert turns.cache.num_free_pages == 1
+    assert turns.cache.num_free_blocks == 1
     turns.answer(input_ids=turns.ids[:, -21:])
-    assert turns.cache.num_free_pages == 0
+    assert turns.cache.num_free_blocks == 0
     turns.cache.tensors.tables.compressed[0, 1] = -1  # as if another had taken it
     turns.say([3])
-    with pytest.raises(ValueError, match="past_key_values must have pages for all tokens"):
+    with pytest.raises(ValueError, match="past_key_values must have blocks for all tokens"):
         turns.answer()
 
 

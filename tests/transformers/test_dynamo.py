@@ -30,7 +30,7 @@ def _no_grad():
 
 
 def cache_of(**sizes):
-    return new_cache(**{"max_batch": 2, "max_len": 64, **sizes})
+    return new_cache(**{"max_batch_size": 2, "max_cache_len": 64, **sizes})
 
 
 def decode(step, cache, steps=STEPS, **given):
@@ -46,7 +46,7 @@ def decode(step, cache, steps=STEPS, **given):
 
 
 def test_one_graph_for_caches_of_equal_sizes():
-    """Neither steps nor another cache, neither requests nor pages, compile again."""
+    """Neither steps nor another cache, neither requests nor blocks, compile again."""
     counter = CompileCounter()
     step = torch.compile(reference(), fullgraph=True, backend=counter)
     first, second = cache_of(), cache_of()
@@ -56,7 +56,7 @@ def test_one_graph_for_caches_of_equal_sizes():
     first.reset()
     decode(step, first, 3)
     assert counter.frame_count == 1
-    pooled = cache_of(num_pages=2)  # its tensors are as large
+    pooled = cache_of(num_blocks=2)  # its tensors are as large
     for requests in (("a", "b"), ("c", 5)):
         for request in requests:
             pooled.add(request, 64)
@@ -97,7 +97,9 @@ def test_a_growing_mask_compiles_twice():
 def test_errors_are_the_same_when_compiled():
     step = torch.compile(reference(), backend="eager")
     cache = cache_of()
-    with pytest.raises(Exception, match="batch_size must be at most max_batch of the cache = 2"):
+    with pytest.raises(
+        Exception, match="batch_size must be at most max_batch_size of the cache = 2"
+    ):
         step(text()[:3, :1], past_key_values=cache)
     assert not cache.seq_lens.any()
 
@@ -115,7 +117,7 @@ def assert_same_steps(engines):
 
 def test_the_exported_step():
     """The module behind ``export_decode``, over steps that cross a window of 128."""
-    caches = [cache_of(max_len=160, num_pages=2) for _ in range(2)]
+    caches = [cache_of(max_cache_len=160, num_blocks=2) for _ in range(2)]
     engines = [Engine(reference(), cache, text()) for cache in caches]
     for engine in engines:
         engine.prefill({0: 120, 1: 9})
@@ -137,7 +139,7 @@ def test_the_exported_step():
 def test_the_exported_prefill_takes_any_number_of_tokens():
     """The module behind ``export_prefill``: prompts, chunks, decodes among them, a single token, as
     many as it was exported for."""
-    caches = [cache_of(max_len=200, max_chunk=100, num_pages=2) for _ in range(2)]
+    caches = [cache_of(max_cache_len=200, max_chunk=100, num_blocks=2) for _ in range(2)]
     engines = [Engine(reference(), cache, text()) for cache in caches]
     inputs = v4.decode_inputs(padding_batch(caches[0], 2, 7), caches[0])
     program = torch.export.export(

@@ -34,7 +34,7 @@ def ids():
 
 
 def cache_of(**sizes):
-    return new_cache(**{"max_batch": 2, "max_len": 64, **sizes})
+    return new_cache(**{"max_batch_size": 2, "max_cache_len": 64, **sizes})
 
 
 def generate(model, tokens=None, **settings):
@@ -74,10 +74,10 @@ def test_greedy_tokens(settings):
     ("sizes", "settings"),
     [
         ({}, {}),
-        ({"max_batch": 5}, {}),
-        ({"max_len": PROMPT + NEW - 1}, {}),  # the last token is not stored
+        ({"max_batch_size": 5}, {}),
+        ({"max_cache_len": PROMPT + NEW - 1}, {}),  # the last token is not stored
         ({"max_chunk": 5}, {"prefill_chunk_size": 5}),
-        ({"num_pages": 2}, {}),
+        ({"num_blocks": 2}, {}),
     ],
     ids=str,
 )
@@ -89,11 +89,11 @@ def test_greedy_tokens_from_a_given_cache(sizes, settings):
 
 
 def test_requests_of_a_given_cache_get_more_pages():
-    cache = cache_of(max_len=600, num_pages=5)
+    cache = cache_of(max_cache_len=600, num_blocks=5)
     for request in ("a", "b"):
         cache.add(request, 1)
     assert torch.equal(generate(reference(), past_key_values=cache), wanted())
-    assert (cache.num_free_pages, cache.requests) == (3, {"a": 0, "b": 1})
+    assert (cache.num_free_blocks, cache.requests) == (3, {"a": 0, "b": 1})
 
 
 def test_samples_with_a_seed():
@@ -101,7 +101,7 @@ def test_samples_with_a_seed():
     for model, cache in (
         (stock(), None),
         (reference(), None),
-        (reference(), cache_of(max_batch=6)),
+        (reference(), cache_of(max_batch_size=6)),
     ):
         torch.manual_seed(5)
         sampling = {"do_sample": True, "num_return_sequences": 3, "temperature": 0.7, "top_k": 0}
@@ -200,7 +200,7 @@ def test_a_conversation(lens, padding, chunk):
     states are no longer all there."""
     width = max(lens) + padding
     tokens, mask = padded(lens, width)
-    cache = cache_of(max_len=300)
+    cache = cache_of(max_cache_len=300)
     first = generate(reference(), tokens, attention_mask=mask, past_key_values=cache, **RECORD)
     check(first, lens, width)
     turn = text()[:2, 250:255]
@@ -250,42 +250,42 @@ def added(*requests, **sizes):
 BEAMS = "num_beams must be 1 with a PagedCache, got 2. Pass cache_implementation='dynamic' instead."
 REFUSED = {
     "too long": (
-        lambda: cache_of(max_len=PROMPT + NEW - 2),
+        lambda: cache_of(max_cache_len=PROMPT + NEW - 2),
         {},
         ValueError,
-        "max_length must be at most max_len of the cache = 16, got 17. "
-        "Lower max_length, or raise max_len of the cache.",
+        "max_length must be at most max_cache_len of the cache = 16, got 17. "
+        "Lower max_length, or raise max_cache_len of the cache.",
     ),
     "too wide": (
-        lambda: cache_of(max_batch=1),
+        lambda: cache_of(max_batch_size=1),
         {},
         ValueError,
-        "batch size must be at most max_batch of the cache = 1, got 2. "
-        "Lower batch size, or raise max_batch of the cache.",
+        "batch size must be at most max_batch_size of the cache = 1, got 2. "
+        "Lower batch size, or raise max_batch_size of the cache.",
     ),
     "too many samples": (
         cache_of,
         {"do_sample": True, "num_return_sequences": 2},
         ValueError,
-        "batch size must be at most max_batch of the cache = 2, got 4. "
-        "Lower batch size, or raise max_batch of the cache.",
+        "batch size must be at most max_batch_size of the cache = 2, got 4. "
+        "Lower batch size, or raise max_batch_size of the cache.",
     ),
-    "no pages for all": (
-        lambda: cache_of(num_pages=3, max_len=600),
+    "no blocks for all": (
+        lambda: cache_of(num_blocks=3, max_cache_len=600),
         {"max_new_tokens": 400},
-        v4.OutOfPages,
-        "max_length must fit into the free pages, 3 of 3, got tokens for 4 more pages. "
+        v4.OutOfBlocks,
+        "max_length must fit into the free blocks, 3 of 3, got tokens for 4 more blocks. "
         "Free a request, or pass a smaller max_new_tokens.",
     ),
-    "no pages for more": (
-        lambda: added("a", "b", num_pages=3, max_len=600),
+    "no blocks for more": (
+        lambda: added("a", "b", num_blocks=3, max_cache_len=600),
         {"max_new_tokens": 400},
-        v4.OutOfPages,
-        "max_length must fit into the free pages, 3 of 3, got tokens for 4 more pages. "
+        v4.OutOfBlocks,
+        "max_length must fit into the free blocks, 3 of 3, got tokens for 4 more blocks. "
         "Free a request, or pass a smaller max_new_tokens.",
     ),
     "a row of nobody": (
-        lambda: added("a", num_pages=3),
+        lambda: added("a", num_blocks=3),
         {},
         ValueError,
         "past_key_values must have a request in each of its first 2 rows, or none at all, got "
@@ -303,12 +303,12 @@ def test_errors_before_anything_is_written(case):
     def state():
         return [leaf.clone() for leaf in tree_leaves((cache.seq_lens, cache.tensors))]
 
-    before, requests, free = state(), cache.requests, cache.num_free_pages
+    before, requests, free = state(), cache.requests, cache.num_free_blocks
     with pytest.raises(error) as raised:
         generate(reference(), past_key_values=cache, **settings)
     assert str(raised.value) == f"generate: {message}"
     assert all(torch.equal(old, new) for old, new in zip(before, state(), strict=True))
-    assert (cache.requests, cache.num_free_pages) == (requests, free)
+    assert (cache.requests, cache.num_free_blocks) == (requests, free)
 
 
 def test_beams():

@@ -1,5 +1,5 @@
 """Compressor, scores and selection of the lightning indexer against Hugging Face's in float32:
-requests of several lengths in one ragged batch, over permuted pages; theirs one by one."""
+requests of several lengths in one ragged batch, over permuted blocks; theirs one by one."""
 
 from random import Random
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ modeling = pytest.importorskip(
 HIDDEN, RESIDUAL, HEADS, TOPK = 64, 32, 16, 24
 RATIO, BLOCK_SIZE, NUM_ROWS = 4, 64, 128
 LENGTHS = (270, 130, 97, 47, 8, 3, 1)
-"""Rows on two pages and on one, more than TOPK and fewer, exactly TOPK, two, and none."""
+"""Rows on two blocks and on one, more than TOPK and fewer, exactly TOPK, two, and none."""
 
 SCALE = 128**-0.5 * HEADS**-0.5
 TOLERANCE = 1e-5
@@ -108,7 +108,7 @@ def theirs(layer: Layer, request: int, cuts: list[int]) -> Selection:
 
 
 class Ours:
-    """All requests, a ragged batch at a time: keys into their pages, then scores and rows."""
+    """All requests, a ragged batch at a time: keys into their blocks, then scores and rows."""
 
     def __init__(self, layer: Layer, *, layout: str = "plain", seed: int = 0) -> None:
         self.layout, weights, indexer = layout, layer.weights(), layer.indexer
@@ -144,16 +144,16 @@ class Ours:
         chunks = [rows[span] for rows, span in zip(self.kv_score, spans, strict=True)]
         self.engine.step(chunks, padding=padding, **order)
         query = self.query(batch(self.q), batch(self.factors), mapped.positions)
-        pages = (mapped.req_indices, self.engine.cache_table)
+        blocks = (mapped.req_indices, self.engine.cache_table)
         settings = {"block_size": BLOCK_SIZE, "layout": self.layout}
         scores = ops.indexer_logits(
-            *query, self.engine.cache, seen, *pages, num_rows=NUM_ROWS, **settings
+            *query, self.engine.cache, seen, *blocks, num_rows=NUM_ROWS, **settings
         )
         chosen = ops.indexer_select(
             *query,
             self.engine.cache,
             mapped.positions,
-            *pages,
+            *blocks,
             compress_ratio=RATIO,
             topk=TOPK,
             **settings,

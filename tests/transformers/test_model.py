@@ -35,7 +35,7 @@ def _no_grad():
 
 def test_prefill_then_64_decodes_as_hugging_face_calls_it():
     """Past the end of the window, and past two windows of 128."""
-    model, cache, tokens = reference(), new_cache(max_len=LENGTH), text()
+    model, cache, tokens = reference(), new_cache(max_cache_len=LENGTH), text()
     start = 200
     got = [model(tokens[:, :start], past_key_values=cache, use_cache=True).logits]
     for place in range(start, start + 64):
@@ -52,10 +52,10 @@ def test_prefill_then_64_decodes_as_hugging_face_calls_it():
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_chunks_of_ragged_batches(seed):
-    """Decodes before chunks, requests that rest, padding requests, pages from a pool."""
+    """Decodes before chunks, requests that rest, padding requests, blocks from a pool."""
     rng = Random(seed)
     most = rng.choice([65, 130])
-    cache = new_cache(num_pages=6, max_chunk=most)
+    cache = new_cache(num_blocks=6, max_chunk=most)
     engine = Engine(reference(), cache, text())
     while min(engine.done) < LENGTH:
         run = engine.decode if rng.random() < 0.5 else engine.prefill
@@ -64,8 +64,8 @@ def test_random_chunks_of_ragged_batches(seed):
 
 
 def test_a_row_is_used_again():
-    """Pages and rings keep what a request left in them."""
-    cache, tokens = new_cache(max_batch=1, num_pages=2), text()
+    """Blocks and rings keep what a request left in them."""
+    cache, tokens = new_cache(max_batch_size=1, num_blocks=2), text()
     for request in range(2):
         engine = Engine(reference(), cache, tokens)
         engine.prefill({request: 131})
@@ -73,11 +73,11 @@ def test_a_row_is_used_again():
             engine.decode({request: 1})
         assert engine.worst(expected()) < CLOSE
         cache.free(request)
-    assert cache.num_free_pages == 2
+    assert cache.num_free_blocks == 2
 
 
 def test_speculative_tokens_are_taken_back():
-    """A step of three tokens, two of them wrong, then the right ones: states, windows, pages."""
+    """A step of three tokens, two of them wrong, then the right ones: states, windows, blocks."""
     cache, tokens = new_cache(next_n=3), text().clone()
     engine = Engine(reference(), cache, tokens)
     engine.prefill({0: 126, 1: 5, 2: 60})
@@ -148,7 +148,7 @@ def test_hostile_batches_touch_no_one_else():
     model, tokens = reference(), text()
     outs = []
     for hostile in (False, True):
-        cache = new_cache(max_batch=2)
+        cache = new_cache(max_batch_size=2)
         engine = Engine(model, cache, tokens)
         engine.prefill({0: 130, 1: 20})
         row = 7 if hostile else -1

@@ -133,7 +133,7 @@ CHANGES = (hooked, adapted, replaced, parametrized)
 
 def run(model):
     tokens = text()[:2, :LENGTH]
-    cache = new_cache(model, max_batch=2, max_len=64)
+    cache = new_cache(model, max_batch_size=2, max_cache_len=64)
     first = model(tokens[:, :-1], past_key_values=cache).logits
     starts, ends, rows = ([0, 1, 2], [LENGTH] * 2, [0, 1])
     ints = (torch.tensor(each, dtype=torch.int32) for each in (starts, ends, rows))
@@ -188,10 +188,12 @@ def test_adapters_of_peft():
             logits.append(adapters(text()[:2, :LENGTH]).logits)
         else:
             logits.append(run(adapters.get_base_model()))
-            cache = new_cache(model, max_batch=2, max_len=64)
+            cache = new_cache(model, max_batch_size=2, max_cache_len=64)
             got = adapters(text()[:2, :LENGTH], past_key_values=cache).logits
             torch.testing.assert_close(got, logits[0], rtol=0, atol=CLOSE)
-            batch = Engine(model, new_cache(model, max_batch=2, max_len=64), text()).batch({0: 1})
+            batch = Engine(
+                model, new_cache(model, max_batch_size=2, max_cache_len=64), text()
+            ).batch({0: 1})
             with pytest.raises(TypeError, match=r"Pass model.get_base_model\(\)\.$"):
                 v4.decode_step(adapters, batch, cache.tensors)
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=CLOSE)
@@ -215,7 +217,9 @@ def test_which_linears_are_products():
 
 def refuses(model, message, error=NotImplementedError):
     """Of every way to take a step, before anything is written."""
-    cache = v4.PagedCache(small_config(), max_batch=2, max_len=64, kv="fp32", precision="reference")
+    cache = v4.PagedCache(
+        small_config(), max_batch_size=2, max_cache_len=64, kv="fp32", precision="reference"
+    )
     tensors = tree_leaves((cache.seq_lens, cache.tensors))
     before = [tensor.clone() for tensor in tensors]
     engine = Engine(model, cache, text())
@@ -277,10 +281,12 @@ def test_hooks_of_the_model_run_where_it_is_called():
     handle.remove()
     seen = []
     handle = model.model.register_forward_hook(lambda *args: seen.append(args))
-    cache = new_cache(model, max_batch=2, max_len=64)
+    cache = new_cache(model, max_batch_size=2, max_cache_len=64)
     model(tokens, past_key_values=cache)
     assert len(seen) == 1
-    batch = Engine(model, new_cache(model, max_batch=2, max_len=64), text()).batch({0: 1})
+    batch = Engine(model, new_cache(model, max_batch_size=2, max_cache_len=64), text()).batch(
+        {0: 1}
+    )
     for step in (v4.decode_step, v4.prefill_step):
         with pytest.raises(NotImplementedError) as raised:
             step(model, batch, cache.tensors)
@@ -291,7 +297,7 @@ def test_hooks_of_the_model_run_where_it_is_called():
         )
     handle.remove()
     model.model.norm.register_forward_hook(doubled)
-    got = model(tokens, past_key_values=new_cache(model, max_batch=2, max_len=64)).logits
+    got = model(tokens, past_key_values=new_cache(model, max_batch_size=2, max_cache_len=64)).logits
     torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
 
 
@@ -343,7 +349,7 @@ def test_weights_elsewhere_are_refused():
 def test_executions_of_a_gpu_are_refused_at_the_first_step(impl):
     """A model may be moved once it is patched."""
     model = v4.patch(small_model(), impl=impl)
-    cache = new_cache(model, max_batch=2, max_len=64)
+    cache = new_cache(model, max_batch_size=2, max_cache_len=64)
     with pytest.raises(RuntimeError) as raised:
         model(text()[:2, :3], past_key_values=cache)
     assert str(raised.value) == (

@@ -31,7 +31,7 @@ def ids(rows=2):
 
 
 def cache_of(model=None, **sizes):
-    return new_cache(model, **{"max_batch": 2, "max_len": 64, **sizes})
+    return new_cache(model, **{"max_batch_size": 2, "max_cache_len": 64, **sizes})
 
 
 def patched(**settings):

@@ -49,7 +49,9 @@ def only(flag, value=True):
 
 def run(model, length=LENGTH):
     tokens = ids()[:, :length]
-    return model(tokens, past_key_values=new_cache(model, max_batch=2, max_len=64)).logits
+    return model(
+        tokens, past_key_values=new_cache(model, max_batch_size=2, max_cache_len=64)
+    ).logits
 
 
 @lru_cache
@@ -200,7 +202,7 @@ def test_rotations(kind):
     name = "main" if kind == "window" else "compress"
     for on, dtype in ((True, F32), (False, BF16)):
         model = patched("rope_float32", on)
-        cache = new_cache(model, max_batch=1, max_len=3000)
+        cache = new_cache(model, max_batch_size=1, max_cache_len=3000)
         got = getattr(cache.tensors.rope, kind)
         want = torch.cat(rotary(torch.zeros(1, dtype=dtype), place, layer_type=name), -1)[0]
         assert got.dtype == F32
@@ -216,7 +218,7 @@ def test_compressor_projections(layer):
     """The states of a cache hold what was projected: keys, then gates with their biases."""
     for on in (True, False):
         model = patched("compressor_float32", on)
-        cache = new_cache(model, max_batch=1, max_len=8, max_chunk=8)
+        cache = new_cache(model, max_batch_size=1, max_cache_len=8, max_chunk=8)
         model(ids()[:1, :3], past_key_values=cache)
         compressor = model.model.layers[layer].self_attn.compressor
         width = 2 * compressor.kv_proj.out_features
@@ -314,7 +316,7 @@ def test_drift_of_attention_layers(dtype, kv, precision, budget, record_property
     simulated = kv == "fp8"
     theirs = small_model(dtype=BF16, **FORCED)
     model = v4.patch(small_model(dtype=BF16, **FORCED).to(dtype), kv=kv, precision=precision)
-    cache = new_cache(model, max_batch=2, max_len=64)
+    cache = new_cache(model, max_batch_size=2, max_cache_len=64)
     spec = model.dsv4_ops_spec
     step = padded_step(spec, (2, LENGTH), None, None, None, cache, 0).step
 
@@ -360,7 +362,7 @@ def test_stored_keys_are_the_official_recipes():
     written = {}
     truth()(ids(), past_key_values=simulated_cache(truth(), written))
     model = v4.patch(small_model(dtype=BF16, **FORCED).float(), kv="fp8", precision="serve")
-    cache = new_cache(model, max_batch=2, max_len=64)
+    cache = new_cache(model, max_batch_size=2, max_cache_len=64)
     step = padded_step(model.dsv4_ops_spec, (2, LENGTH), None, None, None, cache, 0).step
     tables, inputs = cache.tensors.tables, attentions(truth(), simulated_cache(truth()))
     for index, kind in enumerate(model.dsv4_ops_spec.kinds):

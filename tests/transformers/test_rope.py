@@ -69,7 +69,7 @@ def test_tables_are_hugging_faces_or_refused():
     rng, accepted, refused = Random(24), 0, 0
     for _ in range(250):
         config = small_config(rope_parameters=drawn(rng))
-        sizes = {"max_batch": 1, "max_len": LENGTH, "kv": "fp32"}
+        sizes = {"max_batch_size": 1, "max_cache_len": LENGTH, "kv": "fp32"}
         try:
             caches = {
                 precision: v4.PagedCache(config, precision=precision, **sizes)
@@ -111,7 +111,7 @@ def test_what_is_refused(case):
         given = {"main": {**given["main"], "original_max_position_embeddings": 4096}}
     config = small_config(rope_parameters=rope(**given))
     with pytest.raises(NotImplementedError) as raised:
-        v4.PagedCache(config, max_batch=1, max_len=64, kv="fp32")
+        v4.PagedCache(config, max_batch_size=1, max_cache_len=64, kv="fp32")
     start = f"PagedCache: config.rope_parameters['{label}'] must {rule}, got "
     assert str(raised.value).startswith(start)
     assert str(raised.value).endswith("Other rotary embeddings are unknown to this version.")
@@ -129,7 +129,9 @@ def test_logits_are_hugging_faces(given):
     model, tokens = small_model(rope_parameters=rope(**given)), text()[:1, :LENGTH]
     want = model(tokens).logits
     v4.patch(model, kv="fp32", precision="reference")
-    got = model(tokens, past_key_values=new_cache(model, max_batch=1, max_len=LENGTH)).logits
+    got = model(
+        tokens, past_key_values=new_cache(model, max_batch_size=1, max_cache_len=LENGTH)
+    ).logits
     torch.testing.assert_close(got, want, rtol=0, atol=3e-5)
 
 

@@ -82,7 +82,7 @@ def test_padding_in_embeddings_and_negative_positions():
 
 
 def test_positions_with_a_gap_are_refused():
-    cache = new_cache(max_batch=1)
+    cache = new_cache(max_batch_size=1)
     reference()(text()[2:, :40], past_key_values=cache)
     cache.reset()  # rows of another owner stay where they are
     model = reference()
@@ -107,7 +107,7 @@ def test_positions_with_a_gap_are_refused():
 @pytest.mark.parametrize(("back", "held"), [(1, True), (2, True), (5, False), (200, False)])
 def test_positions_that_go_back(back, held):
     """As far as the rings of states reach; a request may begin again."""
-    model, cache, end = reference(), new_cache(max_batch=1, max_chunk=64), 250
+    model, cache, end = reference(), new_cache(max_batch_size=1, max_chunk=64), 250
     for start in range(0, end, 50):
         model(text()[:1, start : start + 50], past_key_values=cache)
     first = end - back
@@ -128,7 +128,7 @@ def test_positions_that_go_back(back, held):
 
 @pytest.mark.usefixtures("unread")
 def test_a_graph_drops_and_counts_positions_behind_a_gap():
-    model, cache = reference(), new_cache(max_batch=2)
+    model, cache = reference(), new_cache(max_batch_size=2)
     model(text()[:2, :10], past_key_values=cache)
     positions = torch.tensor([[10, 12, 13], [10, 11, 12]])
     logits = model(text()[:2, 10:13], position_ids=positions, past_key_values=cache).logits
@@ -150,23 +150,23 @@ def batch_of(tokens, starts, lens, rows):
 
 
 def pooled(**sizes):
-    cache = new_cache(**{"max_len": 270, "num_pages": 3, "max_chunk": 64, **sizes})
+    cache = new_cache(**{"max_cache_len": 270, "num_blocks": 3, "max_chunk": 64, **sizes})
     for request in range(3):
         cache.add(request, 200)
     return cache
 
 
 BATCHES = {
-    "past max_len": (
+    "past max_cache_len": (
         ([1, 2], [0, 1, 2], [10, 271], [0, 1]),
         1,
-        "batch.seq_lens must be at most max_len of the cache = 270, got 271 of request 1. "
-        "Make the cache with a larger max_len.",
+        "batch.seq_lens must be at most max_cache_len of the cache = 270, got 271 of request 1. "
+        "Make the cache with a larger max_cache_len.",
     ),
-    "a page that is not reserved": (
+    "a block that is not reserved": (
         ([1, 2, 3, 4], [0, 1, 4], [10, 258], [0, 1]),
         2,
-        "batch.seq_lens must have pages for all tokens of row 1, got 258 of request 1. "
+        "batch.seq_lens must have blocks for all tokens of row 1, got 258 of request 1. "
         "Call reserve before the step.",
     ),
     "two requests on one row": (
@@ -222,7 +222,7 @@ def test_batches_that_do_not_fit_are_refused(case, name):
 
 def test_a_chunk_that_is_too_long_is_refused():
     cache = new_cache(max_chunk=64)
-    most = 65  # of four pages, one of which is cut: a window of 128 less one, and the chunk
+    most = 65  # of four blocks, one of which is cut: a window of 128 less one, and the chunk
     batch = batch_of([1] * (most + 1), [0, most + 1], [most + 1], [0])
     with pytest.raises(ValueError, match="at most max_chunk tokens in a step, here 65, got 66"):
         v4.prefill_step(reference(), batch, cache)
@@ -263,8 +263,12 @@ def test_calls_that_do_not_fit_are_refused():
     model, cache = reference(), pooled()
     before = leaves(cache)
     for start, ids, message in (
-        (230, text()[:, :50], "sequence_length must lead to at most max_len of the cache = 270 "),
-        (230, text()[:, :30], "past_key_values must have pages for all tokens, got 260 in row 0"),
+        (
+            230,
+            text()[:, :50],
+            "sequence_length must lead to at most max_cache_len of the cache = 270 ",
+        ),
+        (230, text()[:, :30], "past_key_values must have blocks for all tokens, got 260 in row 0"),
         (0, torch.full((1, 3), 260), "input_ids must be in 0..259, the vocabulary of the model, "),
         (0, torch.full((1, 3), -1), "input_ids must be in 0..259, the vocabulary of the model, "),
     ):
@@ -278,12 +282,12 @@ def test_calls_that_do_not_fit_are_refused():
 @pytest.mark.usefixtures("unread")
 def test_graphs_of_calls_count_too():
     step = reference()
-    cache = new_cache(max_len=12)
+    cache = new_cache(max_cache_len=12)
     for start in range(0, 15, 5):
         step(text()[:, start : start + 5], past_key_values=cache)
     assert cache.seq_lens.tolist() == [12] * 3
     assert int(cache.tensors.dropped) == 9
-    cache = new_cache(max_len=12)
+    cache = new_cache(max_cache_len=12)
     assert step(torch.full((1, 2), 2**40), past_key_values=cache).logits.isfinite().all()
     assert int(cache.tensors.dropped) == 2
 
@@ -312,7 +316,7 @@ def test_steps_without_tokens():
 
 def test_a_cache_is_made_of_a_configuration():
     with pytest.raises(TypeError) as raised:
-        v4.PagedCache(reference(), max_batch=1, max_len=8)
+        v4.PagedCache(reference(), max_batch_size=1, max_cache_len=8)
     assert str(raised.value) == (
         "PagedCache: config must be a DeepseekV4Config, got DeepseekV4ForCausalLM. "
         "Call PagedCache.for_model(model, ...)."

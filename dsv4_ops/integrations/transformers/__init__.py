@@ -9,13 +9,13 @@ Example:
     >>> from dsv4_ops.testing.models import small_model
     >>> from dsv4_ops.integrations import transformers as v4
     >>> model = v4.patch(small_model(), kv="fp32", precision="reference")
-    >>> cache = v4.PagedCache.for_model(model, max_batch=2, max_len=512)
+    >>> cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=512)
     >>> ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
     >>> model(ids, past_key_values=cache).logits.shape, cache.seq_lens.tolist()
     (torch.Size([2, 3, 260]), [3, 3])
 """
 
-from dsv4_ops.integrations.transformers.cache import OutOfPages, PagedCache
+from dsv4_ops.integrations.transformers.cache import OutOfBlocks, PagedCache
 from dsv4_ops.integrations.transformers.export import (
     decode_inputs,
     export_decode,
@@ -26,16 +26,16 @@ from dsv4_ops.integrations.transformers.patch import patch, unpatch
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.steps import decode_step, prefill_step
 from dsv4_ops.integrations.transformers.tensors import (
+    CacheTables,
     CacheTensors,
-    PageTables,
     RopeTables,
     StepBatch,
 )
 
 __all__ = [
+    "CacheTables",
     "CacheTensors",
-    "OutOfPages",
-    "PageTables",
+    "OutOfBlocks",
     "PagedCache",
     "Recipe",
     "RopeTables",

@@ -13,14 +13,14 @@ from dsv4_ops.attention import LayerCaches
 from dsv4_ops.attention.caches import mark_static
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.integrations.transformers.blocks import BlockPool, OutOfBlocks
 from dsv4_ops.integrations.transformers.config import ModelSpec, require_transformers
-from dsv4_ops.integrations.transformers.pages import OutOfPages, PagePool
 from dsv4_ops.integrations.transformers.recipe import Recipe
-from dsv4_ops.integrations.transformers.tensors import CacheTensors, PageTables, RopeTables
+from dsv4_ops.integrations.transformers.tensors import CacheTables, CacheTensors, RopeTables
 
 Cache: Any = require_transformers("dsv4_ops.integrations.transformers").Cache
 
-__all__ = ["OutOfPages", "PagedCache"]
+__all__ = ["OutOfBlocks", "PagedCache"]
 
 DEFAULT_CHUNK = 2048
 """Most tokens of a request in a step unless the cache is told: rings of the window's keys for
@@ -28,10 +28,10 @@ longer chunks would soon be larger than all else."""
 
 
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
-    """Caches of all layers of a model, for ``max_batch`` requests of up to ``max_len`` tokens.
+    """Caches of all layers, for ``max_batch_size`` requests of up to ``max_cache_len`` tokens.
 
     Every request has a row. Keys of the window and states of the compressors live in rings of fixed
-    size, one per row; compressed rows and the indexer's keys in pages of 256 tokens, from a pool
+    size, one per row; compressed rows and the indexer's keys in blocks of 256 tokens, from a pool
     that all rows share or, by default, each row's own. All sizes are fixed at construction and all
     tensors keep their addresses: a compiled step never recompiles, and CUDA graphs write in place.
 
@@ -40,12 +40,12 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     Args:
         config: ``DeepseekV4Config``.
-        max_batch: Rows. At least 1.
-        max_len: Most tokens of a request. At least 1.
-        num_pages: Pages of the pool; None gives every row its own pages for ``max_len`` tokens, so
-            that none can run out.
-        max_chunk: Most tokens of a request in one step; None takes ``max_len``, but no more than
-            2048. Memory of the window's keys grows with it (``docs/memory.md``).
+        max_batch_size: Rows. At least 1.
+        max_cache_len: Most tokens of a request. At least 1.
+        num_blocks: Blocks of the pool; None gives every row its own blocks for ``max_cache_len``
+            tokens, so that none can run out.
+        max_chunk: Most tokens of a request in one step; None takes ``max_cache_len``, but no more
+            than 2048. Memory of the window's keys grows with it (``docs/memory.md``).
         next_n: Most tokens of a step that may be taken back (speculative decoding), plus one.
         kv: "fp8", "bf16" or "fp32": what keys are stored as; that of ``patch``.
         precision: That of ``patch``.
@@ -58,11 +58,11 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     Example:
         >>> from dsv4_ops.testing.models import small_config
         >>> from dsv4_ops.integrations.transformers import PagedCache
-        >>> cache = PagedCache(small_config(), max_batch=4, max_len=1024, num_pages=8)
-        >>> cache.add("a request", num_tokens=300), cache.num_free_pages
+        >>> cache = PagedCache(small_config(), max_batch_size=4, max_cache_len=1024, num_blocks=8)
+        >>> cache.add("a request", num_tokens=300), cache.num_free_blocks
         (0, 6)
         >>> cache.free("a request")
-        >>> cache.num_free_pages
+        >>> cache.num_free_blocks
         8
     """
 
@@ -70,9 +70,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self,
         config: Any,
         *,
-        max_batch: int,
-        max_len: int,
-        num_pages: int | None = None,
+        max_batch_size: int,
+        max_cache_len: int,
+        num_blocks: int | None = None,
         max_chunk: int | None = None,
         next_n: int = 1,
         kv: str = "fp8",
@@ -85,28 +85,32 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             rule, advice = "be a DeepseekV4Config", "Call PagedCache.for_model(model, ...)"
             found = type(config).__name__
             raise refusal(TypeError, "PagedCache", "config", rule, found, advice)
-        checks.at_least(1, max_batch=max_batch, max_len=max_len, next_n=next_n)
-        chunk = min(max_len, DEFAULT_CHUNK) if max_chunk is None else max_chunk
+        checks.at_least(
+            1, max_batch_size=max_batch_size, max_cache_len=max_cache_len, next_n=next_n
+        )
+        chunk = min(max_cache_len, DEFAULT_CHUNK) if max_chunk is None else max_chunk
         checks.at_least(1, max_chunk=chunk)
         checks.device_name("device", device)
         self.spec = ModelSpec.of("PagedCache", config, kv, precision)
-        self.max_batch, self.max_len, self.max_chunk = max_batch, max_len, chunk
+        # not by their public names, which are properties of transformers 5.17's Cache
+        self._max_batch_size, self._max_cache_len = max_batch_size, max_cache_len
+        self.max_chunk = chunk
         self.device = torch.device("cpu" if device is None else device)
-        self.blocks_per_row = -(-max_len // self.spec.layers.attention.page_tokens)
-        self.owns_pages = num_pages is None
-        pages = max_batch * self.blocks_per_row if num_pages is None else num_pages
-        checks.at_least(1, num_pages=pages)
-        self._pool = PagePool(max_batch, pages, self.blocks_per_row)
-        self.rings = ring_pages(self.spec, max_len, chunk, next_n)
-        self.seq_lens = torch.zeros(max_batch, dtype=torch.int32, device=self.device)
+        self.blocks_per_row = -(-max_cache_len // self.spec.layers.attention.block_tokens)
+        self.owns_blocks = num_blocks is None
+        blocks = max_batch_size * self.blocks_per_row if num_blocks is None else num_blocks
+        checks.at_least(1, num_blocks=blocks)
+        self._pool = BlockPool(max_batch_size, blocks, self.blocks_per_row)
+        self.rings = ring_blocks(self.spec, max_cache_len, chunk, next_n)
+        self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
         self.written = torch.zeros_like(self.seq_lens)  # where each row ended at most
         self.tensors = CacheTensors(
             tables=self._tables(),
             rope=RopeTables(
-                window=self.spec.rope_table("window", max_len, self.device),
-                compressed=self.spec.rope_table("c4", max_len, self.device),
+                window=self.spec.rope_table("window", max_cache_len, self.device),
+                compressed=self.spec.rope_table("c4", max_cache_len, self.device),
             ),
-            layers=tuple(self._layer(kind, pages) for kind in self.spec.kinds),
+            layers=tuple(self._layer(kind, blocks) for kind in self.spec.kinds),
             made_for=self.spec.fingerprint,
             dropped=torch.zeros(1, dtype=torch.int64, device=self.device),
         )
@@ -124,30 +128,30 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         given = {"kv": spec.kv, "precision": spec.recipe, "device": model.device}
         return cls(model.config, **{**given, **sizes})
 
-    def _tables(self) -> PageTables:
+    def _tables(self) -> CacheTables:
         sizes = {
-            "swa": self.spec.layers.attention.swa_page_size,
+            "swa": self.spec.layers.attention.swa_block_size,
             "c4_states": self.spec.layers.c4_state_page_size,
             "c128_states": self.spec.layers.c128_state_page_size,
         }
-        row = torch.arange(self.max_batch, dtype=torch.int32)[:, None]
+        row = torch.arange(self.max_batch_size, dtype=torch.int32)[:, None]
         tables = {}
-        for name, page in sizes.items():
-            block = torch.arange(-(-self.max_len // page), dtype=torch.int32)
+        for name, block_size in sizes.items():
+            block = torch.arange(-(-self.max_cache_len // block_size), dtype=torch.int32)
             tables[name] = (row * self.rings[name] + block % self.rings[name]).to(self.device)
         blocks = torch.arange(self.blocks_per_row, dtype=torch.int32)
         owned = row * self.blocks_per_row + blocks
-        compressed = owned if self.owns_pages else torch.full_like(owned, -1)
-        return PageTables(compressed=compressed.to(self.device), **tables)
+        compressed = owned if self.owns_blocks else torch.full_like(owned, -1)
+        return CacheTables(compressed=compressed.to(self.device), **tables)
 
-    def _layer(self, kind: str, pages: int) -> LayerCaches:
+    def _layer(self, kind: str, blocks: int) -> LayerCaches:
         states = 0 if kind == "window" else self.rings[f"{kind}_states"]
         return LayerCaches.allocate(
             self.spec.layers,
             kind,
-            swa_pages=self.max_batch * self.rings["swa"],
-            compressed_pages=pages,
-            state_pages=self.max_batch * states,
+            swa_blocks=self.max_batch_size * self.rings["swa"],
+            compressed_blocks=blocks,
+            state_blocks=self.max_batch_size * states,
             device=self.device,
         )
 
@@ -159,21 +163,22 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         return dict(self._pool.rows)
 
     @property
-    def num_pages(self) -> int:
-        """Pages of the pool."""
-        return self._pool.num_pages
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self._pool.num_blocks
 
     @property
-    def num_free_pages(self) -> int:
-        """Pages of the pool that no request has."""
-        return len(self._pool.free_pages)
+    def num_free_blocks(self) -> int:
+        """Blocks of the pool that no request has."""
+        return len(self._pool.free_blocks)
 
     def add(self, request: Hashable, num_tokens: int = 0) -> int:
-        """Give a new request a row, and pages for ``num_tokens`` tokens.
+        """Give a new request a row, and blocks for ``num_tokens`` tokens.
 
         Raises:
-            OutOfPages: no row or not enough pages are left; the cache is as it was.
-            ValueError: the cache has the request already, or ``num_tokens`` exceeds ``max_len``.
+            OutOfBlocks: no row or not enough blocks are left; the cache is as it was.
+            ValueError: the cache has the request already, or ``num_tokens`` exceeds
+                ``max_cache_len``.
         """
         row = self._pool.add(request, self._blocks("add", num_tokens))
         self._store_pages(request)
@@ -181,28 +186,28 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         return row
 
     def reserve(self, request: Hashable, num_tokens: int) -> None:
-        """Make sure that a request has pages for ``num_tokens`` tokens in total.
+        """Make sure that a request has blocks for ``num_tokens`` tokens in total.
 
         Raises:
-            OutOfPages: not enough pages are left; the cache is as it was.
-            ValueError: no such request, or more than ``max_len`` tokens.
+            OutOfBlocks: not enough blocks are left; the cache is as it was.
+            ValueError: no such request, or more than ``max_cache_len`` tokens.
         """
-        before = len(self._pool.pages[self._pool.known("reserve", request)])
+        before = len(self._pool.blocks[self._pool.known("reserve", request)])
         blocks = self._blocks("reserve", num_tokens)
         if blocks > before:
             self._pool.reserve(request, blocks)
             self._store_pages(request)
 
-    def lacking_pages(self, request: Hashable, num_tokens: int) -> int:
-        """Pages that ``reserve`` would take, or that ``add`` would for a request not added yet."""
-        owned = len(self._pool.pages.get(request, ()))
-        return max(self._blocks("lacking_pages", num_tokens) - owned, 0)
+    def lacking_blocks(self, request: Hashable, num_tokens: int) -> int:
+        """Blocks that ``reserve`` would take, or that ``add`` would for a request not added yet."""
+        owned = len(self._pool.blocks.get(request, ()))
+        return max(self._blocks("lacking_blocks", num_tokens) - owned, 0)
 
     def free(self, request: Hashable) -> None:
-        """Take back the row and the pages of a request."""
+        """Take back the row and the blocks of a request."""
         row = self._pool.free(request)
         self._forget(row)
-        if not self.owns_pages:
+        if not self.owns_blocks:
             self.tensors.tables.compressed[row] = -1
 
     def raise_if_dropped(self) -> None:
@@ -220,8 +225,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             self.tensors.dropped.zero_()
             rule = "have stored all tokens of its steps"
             advice = (
-                "Reserve pages, keep requests within max_len, give each a row of its own, and pass "
-                "positions without gaps"
+                "Reserve blocks, keep requests within max_cache_len, give each a row of its own, "
+                "and pass positions without gaps"
             )
             found = f"{dropped} dropped"
             raise refusal(RuntimeError, "raise_if_dropped", "the cache", rule, found, advice)
@@ -233,15 +238,15 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     def _blocks(self, op: str, num_tokens: int) -> int:
         checks = Checks(op)
         checks.at_least(0, num_tokens=num_tokens)
-        checks.at_most("num_tokens", num_tokens, "max_len", self.max_len)
-        return 0 if self.owns_pages else -(-num_tokens // self.spec.layers.attention.page_tokens)
+        checks.at_most("num_tokens", num_tokens, "max_cache_len", self.max_cache_len)
+        return 0 if self.owns_blocks else -(-num_tokens // self.spec.layers.attention.block_tokens)
 
     def _store_pages(self, request: Hashable) -> None:
-        pages = self._pool.pages[request]
-        if pages:
+        blocks = self._pool.blocks[request]
+        if blocks:
             row = self._pool.rows[request]
-            stored = torch.tensor(pages, dtype=torch.int32)
-            self.tensors.tables.compressed[row, : len(pages)] = stored.to(self.device)
+            stored = torch.tensor(blocks, dtype=torch.int32)
+            self.tensors.tables.compressed[row, : len(blocks)] = stored.to(self.device)
 
     # What Hugging Face asks of a cache
 
@@ -258,7 +263,12 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     @property
     def max_batch_size(self) -> int:
         """Rows."""
-        return self.max_batch
+        return self._max_batch_size
+
+    @property
+    def max_cache_len(self) -> int:
+        """Most tokens of a request."""
+        return self._max_cache_len
 
     def __len__(self) -> int:
         return len(self.tensors.layers)
@@ -267,8 +277,9 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         parts = self.memory()
         shown = ", ".join(f"{name} {readable(size)}" for name, size in parts.items())
         return (
-            f"PagedCache({len(self)} layers, max_batch={self.max_batch}, max_len={self.max_len}, "
-            f"num_pages={self.num_pages}, max_chunk={self.max_chunk}, kv={self.spec.kv!r}, "
+            f"PagedCache({len(self)} layers, max_batch_size={self.max_batch_size}, "
+            f"max_cache_len={self.max_cache_len}, "
+            f"num_blocks={self.num_blocks}, max_chunk={self.max_chunk}, kv={self.spec.kv!r}, "
             f"device={str(self.device)!r}; {readable(sum(parts.values()))}: {shown})"
         )
 
@@ -276,15 +287,15 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         """Bytes of all tensors, by part.
 
         Returns:
-            "window": the window's keys; they grow with ``max_batch`` and ``max_chunk``.
+            "window": the window's keys; they grow with ``max_batch_size`` and ``max_chunk``.
             "compressed" and "indexer": compressed keys and those of the indexer; they grow with
-            ``num_pages``. "states": unfinished windows; they grow with ``max_batch``. "tables":
-            rotary embeddings, page tables, lengths.
+            ``num_blocks``. "states": unfinished windows; they grow with ``max_batch_size``.
+            "tables": rotary embeddings, block tables, lengths.
 
         Example:
             >>> from dsv4_ops.testing.models import small_config
             >>> from dsv4_ops.integrations.transformers import PagedCache
-            >>> PagedCache(small_config(), max_batch=1, max_len=256).memory()["window"]
+            >>> PagedCache(small_config(), max_batch_size=1, max_cache_len=256).memory()["window"]
             449280
         """
         names = {"swa": "window", "indexer_states": "states"}
@@ -303,11 +314,11 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Most tokens of a request."""
-        return self.max_len
+        return self.max_cache_len
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
         """The same, by its older name."""
-        return self.max_len
+        return self.max_cache_len
 
     def update(self, *_: Any, **__: Any) -> Any:
         """Refuse: only a patched model writes here, and does so itself."""
@@ -318,12 +329,12 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     get_mask_sizes = update
 
     def reset(self) -> None:
-        """Forget all tokens; requests keep their rows and pages."""
+        """Forget all tokens; requests keep their rows and blocks."""
         self.seq_lens.zero_()
         self.written.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Refuse: rows share no pages, so that beams would have to be copied."""
+        """Refuse: rows share no blocks, so that beams would have to be copied."""
         rule = "not reorder its rows"
         advice = "Search without beams, or pass cache_implementation='dynamic'"
         raise refusal(NotImplementedError, "PagedCache", "beams", rule, "beam search", advice)
@@ -357,8 +368,8 @@ def readable(size: int) -> str:
     return f"{size / 1024**unit:.{1 if unit else 0}f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
 
 
-def ring_pages(spec: ModelSpec, max_len: int, max_chunk: int, next_n: int) -> dict[str, int]:
-    """Pages per row of the window's keys and of the compressors' states.
+def ring_blocks(spec: ModelSpec, max_cache_len: int, max_chunk: int, next_n: int) -> dict[str, int]:
+    """Blocks per row of the window's keys and of the compressors' states.
 
     A chunk is stored before its first token's window is read, so that the window's ring holds both.
     States are read before those of the step are stored, or lie in other rows of the ring, and of a
@@ -366,14 +377,14 @@ def ring_pages(spec: ModelSpec, max_len: int, max_chunk: int, next_n: int) -> di
     """
     attention, layers = spec.layers.attention, spec.layers
     spans = {
-        "swa": (max_chunk + attention.window_size - 1, attention.swa_page_size),
+        "swa": (max_chunk + attention.window_size - 1, attention.swa_block_size),
         "c4_states": (kept_states(spec, "c4", next_n), layers.c4_state_page_size),
         "c128_states": (kept_states(spec, "c128", next_n), layers.c128_state_page_size),
     }
-    # a span that begins within a page touches one page more than it fills
+    # a span that begins within a block touches one block more than it fills
     return {
-        name: min((span - 1) // page + 2, -(-max_len // page))
-        for name, (span, page) in spans.items()
+        name: min((span - 1) // block + 2, -(-max_cache_len // block))
+        for name, (span, block) in spans.items()
     }
 
 

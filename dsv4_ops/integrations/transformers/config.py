@@ -237,7 +237,7 @@ def _attention(config: Any) -> AttentionSpec:
         window_size=config.sliding_window,
         c4_ratio=ratios[0],
         c128_ratio=ratios[1],
-        page_tokens=-(-AttentionSpec.page_tokens // both) * both,
+        block_tokens=-(-AttentionSpec.block_tokens // both) * both,
         index_topk=config.index_topk,
         max_model_len=config.max_position_embeddings,
         indexer_workspace=max(

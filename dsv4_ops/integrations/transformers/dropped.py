@@ -14,20 +14,20 @@ from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 
 
-def storable(tokens: TokenMap, cache: CacheTensors, page_tokens: int) -> TokenMap:
-    """The tokens below ``max_len`` whose page is reserved; the others become padding.
+def storable(tokens: TokenMap, cache: CacheTensors, block_tokens: int) -> TokenMap:
+    """The tokens below ``max_cache_len`` whose block is reserved; the others become padding.
 
     Args:
         tokens: Row of the cache and position of every token.
         cache: The cache that they go to.
-        page_tokens: Positions that a page of the pool covers.
+        block_tokens: Positions that a block of the pool covers.
     """
     slots = compressed_slot_mapping(
         tokens.positions,
         tokens.req_indices,
         cache.tables.compressed,
         tokens.positions,  # every token that exists is stored
-        block_size=page_tokens,
+        block_size=block_tokens,
         compress_ratio=1,
     )
     kept = (slots >= 0) & (tokens.positions < longest_request(cache))
@@ -35,7 +35,7 @@ def storable(tokens: TokenMap, cache: CacheTensors, page_tokens: int) -> TokenMa
 
 
 def longest_request(cache: CacheTensors) -> int:
-    """Its ``max_len``."""
+    """Its ``max_cache_len``."""
     return cache.rope.window.shape[0]
 
 
@@ -84,7 +84,7 @@ def check_batch(
         batch: The step.
         cache: The cache that it goes to.
         vocab_size: Ids that exist.
-        sizes: Positions of a page of the pool, and most tokens of a request in a step.
+        sizes: Positions of a block of the pool, and most tokens of a request in a step.
     """
     starts = batch.query_start_loc.tolist()
     _check_starts(op, starts, batch.tokens.shape[0])
@@ -136,7 +136,7 @@ def _check_request(
     cache: CacheTensors,
     sizes: tuple[int, int],
 ) -> None:
-    page_tokens, longest = sizes
+    block_tokens, longest = sizes
     name, of_request = "batch.seq_lens", f"{length} of request {request}"
     if length < count:
         rule = f"count the {count} tokens that request {request} has in the step"
@@ -144,17 +144,22 @@ def _check_request(
         raise refusal(ValueError, op, name, rule, length, advice)
     most = longest_request(cache)
     if length > most:
-        advice = "Make the cache with a larger max_len"
+        advice = "Make the cache with a larger max_cache_len"
         raise refusal(
-            ValueError, op, name, f"be at most max_len of the cache = {most}", of_request, advice
+            ValueError,
+            op,
+            name,
+            f"be at most max_cache_len of the cache = {most}",
+            of_request,
+            advice,
         )
     if count > longest:
         rule = f"give a request at most max_chunk tokens in a step, here {longest}"
         advice = "Cut the request into chunks, or make the cache with a larger max_chunk"
         found = f"{count} of request {request}"
         raise refusal(ValueError, op, "batch.query_start_loc", rule, found, advice)
-    pages = cache.tables.compressed[row, (length - count) // page_tokens :]
-    held = pages[: (length - 1) // page_tokens + 1 - (length - count) // page_tokens]
+    blocks = cache.tables.compressed[row, (length - count) // block_tokens :]
+    held = blocks[: (length - 1) // block_tokens + 1 - (length - count) // block_tokens]
     if bool((held < 0).any()):
-        rule = f"have pages for all tokens of row {row}"
+        rule = f"have blocks for all tokens of row {row}"
         raise refusal(ValueError, op, name, rule, of_request, "Call reserve before the step")

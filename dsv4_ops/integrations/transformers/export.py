@@ -22,8 +22,8 @@ from dsv4_ops.integrations.transformers.steps import (
     spec_of,
 )
 from dsv4_ops.integrations.transformers.tensors import (
+    CacheTables,
     CacheTensors,
-    PageTables,
     RopeTables,
     StepBatch,
 )
@@ -60,7 +60,7 @@ class DecodeModule(nn.Module):
             LayerCaches(**{name: next(caches) for name in names}) for names in self._names
         )
         rope = RopeTables(self.window_rope, self.compressed_rope)
-        cache = CacheTensors(PageTables(*tables), rope, layers, dropped, self._made_for)
+        cache = CacheTensors(CacheTables(*tables), rope, layers, dropped, self._made_for)
         return self.step(StepBatch(*batch), cache)
 
     def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
@@ -77,7 +77,7 @@ class PrefillModule(DecodeModule):
 
 
 def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
-    """What a package of ``export_decode`` or ``export_prefill`` takes: the batch, the page tables,
+    """What a package of ``export_decode`` or ``export_prefill`` takes: the batch, the block tables,
     the counter of dropped tokens, the caches of every layer, in the order of ``input_names``.
 
     Args:
@@ -116,9 +116,9 @@ def export_decode(
 
     Args:
         model: A patched model. Its weights become part of the package.
-        cache: A cache of the sizes that the package is for: rows, pages, longest request.
+        cache: A cache of the sizes that the package is for: rows, blocks, longest request.
         path: Where the package goes; ends in ".pt2".
-        num_reqs: Requests of a step, padding requests included; ``max_batch`` of the cache by
+        num_reqs: Requests of a step, padding requests included; ``max_batch_size`` of the cache by
             default.
         tokens_per_request: Most tokens of a request in a step: 1 + speculative tokens. A step has
             num_reqs * tokens_per_request tokens, padding tokens last. A package of 1 relies on it:
@@ -128,7 +128,7 @@ def export_decode(
         The path. The package takes the tensors of ``decode_inputs`` and returns the logits; it
         writes the caches in place, and adds to "dropped" what it could not store: read that after
         the last step, or every now and then. Its metadata names its inputs, their dtypes and sizes,
-        the rings of the page tables (entry [row, block] is row * ring + block % ring; pages of a
+        the rings of the block tables (entry [row, block] is row * ring + block % ring; blocks of a
         pool are no ring), and what caches have to be made for (``CacheTensors.made_for``): it
         checks none.
 
@@ -164,9 +164,9 @@ def export_prefill(
 
     Args:
         model: A patched model. Its weights become part of the package.
-        cache: A cache of the sizes that the package is for: rows, pages, longest request and chunk.
+        cache: A cache of the package's sizes: rows, blocks, longest request and chunk.
         path: Where the package goes; ends in ".pt2".
-        num_reqs: Requests of a step, padding requests included; ``max_batch`` of the cache by
+        num_reqs: Requests of a step, padding requests included; ``max_batch_size`` of the cache by
             default.
         max_tokens: Most tokens of a step, at least 2; by default as many as num_reqs chunks of
             ``max_chunk`` tokens. The package does not check it.
@@ -208,7 +208,7 @@ def _checked(
     op: str, model: Any, cache: PagedCache, path: str | os.PathLike[str], num_reqs: int | None
 ) -> tuple[int, Path]:
     """Requests of a step, and where the package goes."""
-    count, target = cache.max_batch if num_reqs is None else num_reqs, Path(path)
+    count, target = cache.max_batch_size if num_reqs is None else num_reqs, Path(path)
     Checks(op).at_least(1, num_reqs=count)
     if target.suffix != ".pt2":
         rule = 'end in ".pt2"'
@@ -261,7 +261,7 @@ def _metadata(
 ) -> dict[str, str]:
     """What a program needs to make the inputs of a package; ``sizes`` are those that vary."""
     rings = dict(cache.rings)
-    if cache.owns_pages:
+    if cache.owns_blocks:
         rings["compressed"] = cache.blocks_per_row
     described = [
         f"{name}:{str(tensor.dtype).removeprefix('torch.')}:"
@@ -271,7 +271,7 @@ def _metadata(
     return {
         "dsv4_ops.inputs": ";".join(described),
         "dsv4_ops.rings": ";".join(f"{name}:{rings[name]}" for name in _TABLES if name in rings),
-        "dsv4_ops.max_len": str(cache.max_len),
+        "dsv4_ops.max_cache_len": str(cache.max_cache_len),
         "dsv4_ops.made_for": cache.tensors.made_for,
         "dsv4_ops.vocab_size": str(model.config.vocab_size),
     }

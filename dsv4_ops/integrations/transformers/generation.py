@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.integrations.transformers.blocks import out_of_blocks
 from dsv4_ops.integrations.transformers.cache import DEFAULT_CHUNK, PagedCache
-from dsv4_ops.integrations.transformers.pages import out_of_pages
 
 Method = Callable[..., Any]
 
@@ -90,8 +90,8 @@ def prepare_cache(before: Method) -> Method:
         if ours and not searches and generation_config.use_cache is not False:
             made = PagedCache.for_model(
                 self,
-                max_batch=rows,
-                max_len=max_cache_length + 1,
+                max_batch_size=rows,
+                max_cache_len=max_cache_length + 1,
                 max_chunk=_chunk(generation_config, model_kwargs, rows, max_cache_length + 1),
             )
             model_kwargs[_CACHE] = made
@@ -106,38 +106,40 @@ def prepare_cache(before: Method) -> Method:
     return prepare
 
 
-def _chunk(generation_config: Any, model_kwargs: dict[str, Any], rows: int, max_len: int) -> int:
+def _chunk(
+    generation_config: Any, model_kwargs: dict[str, Any], rows: int, max_cache_len: int
+) -> int:
     """Most tokens of a request in a step: what the prompt or its chunks need, bounded; a power of
     two, as every other size of a cache is another graph."""
     mask = model_kwargs.get(_MASK)
-    columns = max_len if mask is None else mask.shape[1]
+    columns = max_cache_len if mask is None else mask.shape[1]
     prompt = getattr(generation_config, "_mask_length", columns)
-    most = min(prompt, generation_config.prefill_chunk_size or chunk_of(rows, max_len))
+    most = min(prompt, generation_config.prefill_chunk_size or chunk_of(rows, max_cache_len))
     rounded: int = 1 << (most - 1).bit_length()
-    return min(rounded, max_len)
+    return min(rounded, max_cache_len)
 
 
-def chunk_of(rows: int, max_len: int) -> int:
+def chunk_of(rows: int, max_cache_len: int) -> int:
     """Most tokens of a request in a step of a long prompt, in a cache that ``generate`` makes."""
-    return min(max_len, DEFAULT_CHUNK, max(_STEP // rows, _LEAST))
+    return min(max_cache_len, DEFAULT_CHUNK, max(_STEP // rows, _LEAST))
 
 
 def _make_room(cache: PagedCache, rows: int, length: int) -> None:
-    """Requests and pages for all tokens that ``generate`` may store, or an error and no change."""
+    """Requests and blocks for all tokens that ``generate`` may store, or an error and no change."""
     checks = Checks("generate")
-    checks.at_most("batch size", rows, "max_batch of the cache", cache.max_batch)
-    checks.at_most("max_length", length, "max_len of the cache", cache.max_len)
+    checks.at_most("batch size", rows, "max_batch_size of the cache", cache.max_batch_size)
+    checks.at_most("max_length", length, "max_cache_len of the cache", cache.max_cache_len)
     owners = {row: request for request, row in cache.requests.items()}
     vacant = [row for row in range(rows) if row not in owners]
     if owners and vacant:
         rule = f"have a request in each of its first {rows} rows, or none at all"
         advice = "Add requests, or free them all"
         raise refusal(ValueError, "generate", _CACHE, rule, f"none in row {vacant[0]}", advice)
-    lacking = sum(cache.lacking_pages(owners.get(row), length) for row in range(rows))
-    if lacking > cache.num_free_pages:
+    lacking = sum(cache.lacking_blocks(owners.get(row), length) for row in range(rows))
+    if lacking > cache.num_free_blocks:
         advice = "Free a request, or pass a smaller max_new_tokens"
-        sizes = (cache.num_free_pages, cache.num_pages, lacking)
-        raise out_of_pages("generate", "max_length", *sizes, advice)
+        sizes = (cache.num_free_blocks, cache.num_blocks, lacking)
+        raise out_of_blocks("generate", "max_length", *sizes, advice)
     for row in range(rows):
         if not owners:
             cache.add(row)

@@ -101,7 +101,7 @@ def padded_step(
         kept = kept & follows & can_go_on(spec, first, cache)
     rows = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
     tokens = TokenMap(*(torch.where(kept, of, -1).flatten() for of in (rows, first + column)))
-    tokens = storable(tokens, cache.tensors, spec.layers.attention.page_tokens)
+    tokens = storable(tokens, cache.tensors, spec.layers.attention.block_tokens)
     positions = tokens.positions.view(shape)
     stored = tokens.positions >= 0
     wanted = there.flatten()
@@ -134,18 +134,18 @@ def can_go_on(spec: ModelSpec, first: Tensor, cache: PagedCache) -> Tensor:
     batch, attention = first.shape[0], spec.layers.attention
     before = cache.seq_lens[:batch, None].to(torch.int64)
     end = torch.maximum(cache.written[:batch, None].to(torch.int64), before)
-    needed = {"swa": (first - attention.window_size + 1, attention.swa_page_size)}
+    needed = {"swa": (first - attention.window_size + 1, attention.swa_block_size)}
     for kind, windows in (("c4", 2), ("c128", 1)):
         if kind in spec.kinds:
             ratio = spec.layers.ratio(kind)
             begin = (first // ratio - windows + 1) * ratio
-            needed[f"{kind}_states"] = (begin, spec.layers.state_page_size(kind))
+            needed[f"{kind}_states"] = (begin, spec.layers.state_block_size(kind))
     there = torch.ones_like(first, dtype=torch.bool)
-    for name, (begin, page) in needed.items():
+    for name, (begin, block) in needed.items():
         ring, blocks = cache.rings[name], getattr(cache.tensors.tables, name).shape[1]
         if ring < blocks:  # as many of the last positions as it holds wherever they begin
             begin = begin.clamp(min=0)
-            there = there & ((begin >= end - (ring - 1) * page) | (begin >= first))
+            there = there & ((begin >= end - (ring - 1) * block) | (begin >= first))
     return (first == before) | ((first < before) & there)
 
 
@@ -182,11 +182,11 @@ def _refused(
             return refusal(ValueError, OP, "position_ids", rule, found, advice)
     length = int(first[row, 0]) + count
     found = f"{length} in row {row}"
-    if length > cache.max_len:
-        rule = f"lead to at most max_len of the cache = {cache.max_len} tokens"
-        advice = "Make the cache with a larger max_len"
+    if length > cache.max_cache_len:
+        rule = f"lead to at most max_cache_len of the cache = {cache.max_cache_len} tokens"
+        advice = "Make the cache with a larger max_cache_len"
         return refusal(ValueError, OP, "sequence_length", rule, found, advice)
-    rule = "have pages for all tokens"
+    rule = "have blocks for all tokens"
     return refusal(ValueError, OP, "past_key_values", rule, found, "Call reserve before the step")
 
 
@@ -227,7 +227,7 @@ def _check(
     batch, length = shape
     checks = Checks(OP)
     checks.at_least(1, batch_size=batch, sequence_length=length)
-    checks.at_most("batch_size", batch, "max_batch of the cache", cache.max_batch)
+    checks.at_most("batch_size", batch, "max_batch_size of the cache", cache.max_batch_size)
     checks.at_most("sequence_length", length, "max_chunk of the cache", cache.max_chunk)
     if cache.spec.kv != spec.kv:
         advice = "Make the cache with PagedCache.for_model"
@@ -235,9 +235,9 @@ def _check(
         raise refusal(ValueError, OP, "past_key_values", rule, repr(cache.spec.kv), advice)
     check_cache(OP, spec, cache.tensors)
     # of the host's books, not of the inputs: in a graph they would compile anew at every request
-    if not torch.compiler.is_compiling() and not cache.requests and cache.lacking_pages(None, 1):
-        advice = "Give each row of the batch its pages with add and reserve"
-        rule = "have requests, as its rows share pages"
+    if not torch.compiler.is_compiling() and not cache.requests and cache.lacking_blocks(None, 1):
+        advice = "Give each row of the batch its blocks with add and reserve"
+        rule = "have requests, as its rows share blocks"
         raise refusal(ValueError, OP, "past_key_values", rule, "none", advice)
     if attention_mask is not None and (
         not isinstance(attention_mask, Tensor)

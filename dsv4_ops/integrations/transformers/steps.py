@@ -58,7 +58,7 @@ def decode_step(
     Args:
         model: A patched ``DeepseekV4ForCausalLM``.
         batch: The tokens, and what they belong to.
-        cache: A ``PagedCache``, or its ``tensors``, with pages reserved for all tokens of
+        cache: A ``PagedCache``, or its ``tensors``, with blocks reserved for all tokens of
             ``batch``.
         state_rings: Whether a request may have more tokens in ``batch`` than the ``next_n`` of the
             cache. False saves launches: with FP8 caches, all that a C4 layer writes is then one.
@@ -68,8 +68,8 @@ def decode_step(
 
     Mutates: the caches, at the positions of the step. ``batch`` carries the lengths; those of the
         ``PagedCache`` are neither read nor written. ``cache.dropped`` counts tokens that could not
-        be stored: past ``max_len``, on pages that are not reserved, of a request whose row an
-        earlier one has, of more than ``max_chunk`` in the step, or missing between
+        be stored: past ``max_cache_len``, on blocks that are not reserved, of a request whose row
+        an earlier one has, of more than ``max_chunk`` in the step, or missing between
         ``query_start_loc`` and ``tokens``. They are taken for padding, and nothing else is written
         in their place. An id outside the vocabulary counts too, and is read as id 0.
 
@@ -139,10 +139,10 @@ def _run(
     check_cache(op, spec, cache)
     check_body(op, model)
     check_modules(op, model.model, cache.tables.swa.device)
-    vocab_size, page_tokens = model.config.vocab_size, spec.layers.attention.page_tokens
+    vocab_size, block_tokens = model.config.vocab_size, spec.layers.attention.block_tokens
     of_batch = (batch.tokens, starts, batch.seq_lens, batch.rows)
     if values_are_free(*of_batch, cache.tables.compressed):
-        sizes = (page_tokens, most_tokens(spec.layers, cache))
+        sizes = (block_tokens, most_tokens(spec.layers, cache))
         check_batch(op, batch, cache, vocab_size, sizes)
     num_tokens = batch.tokens.shape[0]
     if num_tokens == 0 or batch.rows.shape[0] == 0:
@@ -151,7 +151,7 @@ def _run(
     tokens, ends, wanted = tokens_of(batch, cache)
     heads = plan_heads(spec, schedule, num_tokens)
     layers = spec.layers_for(schedule, num_tokens)
-    step = build_step(layers, storable(tokens, cache, page_tokens), ends, cache, heads)
+    step = build_step(layers, storable(tokens, cache, block_tokens), ends, cache, heads)
     stored = (step.positions >= 0) & in_vocabulary(batch.tokens, vocab_size)
     count_dropped(cache, wanted, stored)
     return run_layers(model.model, spec, batch.tokens, None, step, cache, schedule, state_rings)
@@ -245,7 +245,7 @@ def build_step(
         heads: From ``plan_heads``.
     """
     tables, window = cache.tables, cache.layers[0].swa
-    page = spec.attention.swa_page_size
+    block = spec.attention.swa_block_size
     if _is_ring(window, tables.swa):
         late = tokens.positions >= ends - most_tokens(spec, cache)
         tokens = TokenMap(*(torch.where(late, values, -1) for values in tokens))
@@ -254,7 +254,7 @@ def build_step(
         tokens.req_indices,
         tables.swa,
         tokens.positions,  # every token that exists is stored
-        block_size=page,
+        block_size=block,
         compress_ratio=1,
     )
     step = attention_step_of_tokens(
@@ -269,37 +269,37 @@ def build_step(
     for layer in cache.layers:
         kind = _kind_of(layer)
         if layer.states is not None:
-            page = spec.state_page_size(kind)
-            groups[kind] = _last_states(getattr(step, kind), tokens, ends, layer.states, page)
+            block = spec.state_block_size(kind)
+            groups[kind] = _last_states(getattr(step, kind), tokens, ends, layer.states, block)
     return replace(step, **groups)
 
 
 def most_tokens(spec: LayerSpec, cache: CacheTensors) -> int:
-    """Of a request in one step: at least ``max_chunk``, and what its pages hold beyond."""
-    window, table, page = cache.layers[0].swa, cache.tables.swa, spec.attention.swa_page_size
+    """Of a request in one step: at least ``max_chunk``, and what its blocks hold beyond."""
+    window, table, block = cache.layers[0].swa, cache.tables.swa, spec.attention.swa_block_size
     if not _is_ring(window, table):
-        return table.shape[1] * page
-    return _ring(window, table, page) - spec.attention.window_size + 1
+        return table.shape[1] * block
+    return _ring(window, table, block) - spec.attention.window_size + 1
 
 
 def _last_states(
-    group: CompressedStep, tokens: TokenMap, ends: Tensor, states: Tensor, page: int
+    group: CompressedStep, tokens: TokenMap, ends: Tensor, states: Tensor, block: int
 ) -> CompressedStep:
     """Of a long chunk, the states that fit into the ring: no two tokens share a slot."""
     table = group.state_block_table
     if not _is_ring(states, table):
         return group
-    kept = tokens.positions >= ends - _ring(states, table, page)
+    kept = tokens.positions >= ends - _ring(states, table, block)
     return replace(group, state_slot_mapping=torch.where(kept, group.state_slot_mapping, -1))
 
 
-def _is_ring(pages: Tensor, table: Tensor) -> bool:
-    return pages.shape[0] // table.shape[0] < table.shape[1]
+def _is_ring(blocks: Tensor, table: Tensor) -> bool:
+    return blocks.shape[0] // table.shape[0] < table.shape[1]
 
 
-def _ring(pages: Tensor, table: Tensor, page: int) -> int:
+def _ring(blocks: Tensor, table: Tensor, block: int) -> int:
     """Positions that a ring holds wherever they begin."""
-    return (pages.shape[0] // table.shape[0] - 1) * page
+    return (blocks.shape[0] // table.shape[0] - 1) * block
 
 
 def run_layers(

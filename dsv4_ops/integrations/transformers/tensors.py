@@ -1,4 +1,4 @@
-"""The tensors of a step: its batch, the page tables, the caches."""
+"""The tensors of a step: its batch, the block tables, the caches."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class StepBatch:
 
 
 @dataclass(frozen=True)
-class PageTables:
-    """Block tables of all rows of a cache, int32 [max_batch, max_blocks of the group] each.
+class CacheTables:
+    """Block tables of all rows of a cache, int32 [max_batch_size, max_blocks of the group] each.
 
-    ``swa``: pages of the window cache, a ring per row. ``compressed``: pages of the compressed
+    ``swa``: blocks of the window cache, a ring per row. ``compressed``: blocks of the compressed
     caches and of the indexer's, from the pool; -1 where none is reserved. ``c4_states`` and
-    ``c128_states``: pages of the compressors' states, rings too.
+    ``c128_states``: blocks of the compressors' states, rings too.
     """
 
     swa: Tensor
@@ -67,7 +67,7 @@ class CacheTensors:
     that of another. It is no leaf, but part of the structure: a graph holds it as a constant.
     """
 
-    tables: PageTables
+    tables: CacheTables
     rope: RopeTables
     layers: tuple[LayerCaches, ...]
     dropped: Tensor
@@ -100,7 +100,7 @@ pytree.register_pytree_node(
     from_dumpable_context=str,
     flatten_with_keys_fn=_flatten_with_keys,
 )
-for _pytree_class in (StepBatch, PageTables, RopeTables):
+for _pytree_class in (StepBatch, CacheTables, RopeTables):
     pytree.register_dataclass(
         _pytree_class, serialized_type_name=f"dsv4_ops.transformers.{_pytree_class.__name__}"
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dsv4_ops.attention.caches import PagedKVCache
+from dsv4_ops.attention.caches import KVCacheBuffers
 from dsv4_ops.core.layout import IndexerLayout, Layout, MainLayout, PlainLayout, StateLayout
 from tests.helpers import i32, i64
 from tests.ops.error_rows.valid import INDEXER, INSERT_PLAIN, MAIN, QUANTIZE_INDEXER, QUANTIZE_K
@@ -256,8 +256,8 @@ CACHE_TABLE: dict[str, list[Entry]] = {
 }
 
 
-def caches(num_layers: int, num_blocks: int) -> PagedKVCache:
-    return PagedKVCache(MainLayout(2), num_layers=num_layers, num_blocks=num_blocks)
+def caches(num_layers: int, num_blocks: int) -> KVCacheBuffers:
+    return KVCacheBuffers(MainLayout(2), num_layers=num_layers, num_blocks=num_blocks)
 
 
 # what makes caches: who complains, call, error, message behind the name
@@ -292,8 +292,8 @@ CONSTRUCTORS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "width must be at least 1, got -1. Pass 1 or more.",
     ),
     (
-        "PagedKVCache",
-        lambda: PagedKVCache("v4_fp8", num_layers=1, num_blocks=1),
+        "KVCacheBuffers",
+        lambda: KVCacheBuffers("v4_fp8", num_layers=1, num_blocks=1),
         TypeError,
         "layout must be a layout, got str. Pass one of dsv4_ops.core.layout, such as "
         "MainLayout(block_size=64).",
@@ -310,7 +310,7 @@ CONSTRUCTORS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ),
     *(
         (
-            "PagedKVCache",
+            "KVCacheBuffers",
             lambda layers=layers: caches(layers, 1),
             ValueError,
             f"num_layers must be at least 1, got {layers}. Pass 1 or more.",
@@ -318,14 +318,14 @@ CONSTRUCTORS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         for layers in (0, -1)
     ),
     (
-        "PagedKVCache",
+        "KVCacheBuffers",
         lambda: caches(1, -1),
         ValueError,
         "num_blocks must be at least 0, got -1. Pass 0 or more.",
     ),
     *(
         (
-            "PagedKVCache",
+            "KVCacheBuffers",
             lambda layer=layer: caches(2, 1)[layer],
             IndexError,
             f"layer must be in -2..1, got {layer}. Construct it with more layers.",

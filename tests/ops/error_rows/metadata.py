@@ -6,10 +6,10 @@ METADATA_TABLE: dict[str, list[Entry]] = {
     "AttentionSpec": [
         (
             "pages of no whole C128 rows",
-            {"page_tokens": 130},
+            {"block_tokens": 130},
             ValueError,
-            "page_tokens must be a multiple of lcm(c4_ratio, c128_ratio) = 128, got 130. "
-            "Use page_tokens = 256.",
+            "block_tokens must be a multiple of lcm(c4_ratio, c128_ratio) = 128, got 130. "
+            "Use block_tokens = 256.",
         ),
         (
             "a workspace that the keys of a request do not fit into",
