@@ -59,6 +59,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/words.py
 
 kernels: $(TEST_STAMP)
 	$(BIN)/python -m dsv4_ops kernels

@@ -125,7 +125,7 @@ class Bench(ComputeBench[LayerRow]):
         row.anchor_note = note(self.modules, work.kind)
         try:
             self._run_anchors(row, work)
-        except Exception as error:  # a broken peer is a row, not the end of the run
+        except Exception as error:  # a broken baseline is a row, not the end of the run
             row.anchor_error = one_line(error)
 
     def _run_anchors(self, row: LayerRow, work: LayerWork) -> None:

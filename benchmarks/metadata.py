@@ -312,7 +312,7 @@ class Bench:
             result = vllm_metadata.measure(
                 self.modules, self.spec, batches, expected, captured_calls(len(batches))
             )
-        except Exception as error:  # a broken peer is a row, not the end of the run
+        except Exception as error:  # a broken baseline is a row, not the end of the run
             row.anchor_exact = False if isinstance(error, vllm_metadata.AnchorMismatch) else None
             row.anchor_error = one_line(error)
             return

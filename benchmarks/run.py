@@ -17,7 +17,7 @@ BENCHES = {
     "indexer": "the lightning indexer, decode: beside its floor and DeepGEMM",
     "compressor": "the KV compressor, decode and prefill: beside its floor",
     "model": "a decode step of a whole model: patched, and Hugging Face's own",
-    "layer": "an attention layer between its projections, decode: beside its floor and peers",
+    "layer": "an attention layer between its projections, decode: beside its floor and baselines",
     "precision": "logits of every mode of a patched model: beside float32 Hugging Face's",
 }
 """Name of a benchmark, a module with ``add_options`` and ``run``, and what it measures."""

@@ -177,7 +177,7 @@ class Bench(WaysBench):
         for name, part in (("whole", self._time_whole), (_OURS_WITH_IT, self._time_ours_with_it)):
             try:
                 part(row, work, ours)
-            except Exception as error:  # noqa: PERF203 # a broken peer is a row, not the end
+            except Exception as error:  # noqa: PERF203 # a broken baseline is a row, not the end
                 texts = [row.anchor_error, f"{name}: {one_line(error)}"]
                 row.anchor_error = "; ".join(text for text in texts if text)
 

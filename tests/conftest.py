@@ -42,8 +42,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores among them
 
 @pytest.fixture(autouse=True)
 def _ours_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that loads FlashMLA or DeepGEMM as a peer leaves it loaded: ``impl="auto"`` takes ours
-    in all tests but those of the choice."""
+    """A test that loads FlashMLA or DeepGEMM leaves it loaded: ``impl="auto"`` takes ours in all
+    tests but those of the choice."""
     if "providers" not in request.node.nodeid:
         from dsv4_ops.dispatch import choice
 

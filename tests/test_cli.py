@@ -75,7 +75,7 @@ def test_the_readme_quickstart_runs_and_prints_what_it_says(code):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_show_prints_the_passport(capsys, op):
+def test_show_prints_the_spec(capsys, op):
     status, out = run(capsys, "show", op)
     assert status == 0
     assert out.startswith(f"{op}(")
@@ -97,7 +97,7 @@ def test_show_says_where_a_lowering_gets_its_meaning(capsys):
     assert re.search(r"PointwiseIR: function at dsv4_ops/lowering/batch\.py:\d+", out)
 
 
-def test_show_says_missing_for_a_station_that_is_not_there(capsys, monkeypatch):
+def test_show_says_missing_for_a_layer_that_is_not_there(capsys, monkeypatch):
     from dsv4_ops.lowering import batch
 
     monkeypatch.delattr(batch, "mtp_seq_lens")

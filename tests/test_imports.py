@@ -94,3 +94,25 @@ def test_without_the_trace_rule_the_op_would_be_opaque(tmp_path):
     )
     logged = run(no_rule, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).stderr
     assert "torch.ops.dsv4_ops.flatten_decode" in logged
+
+
+EACH_ALONE = """
+import importlib, os, pkgutil, sys
+import torch, triton, triton.experimental.gluon, dsv4_ops
+
+names = [found.name for found in pkgutil.walk_packages(dsv4_ops.__path__, "dsv4_ops.")]
+for name in names:
+    if name.startswith("dsv4_ops.kernels"):
+        child = os.fork()
+        if not child:
+            importlib.import_module(name)
+            os._exit(0)
+        if os.waitpid(child, 0)[1]:
+            print(name)
+"""
+
+
+def test_each_module_of_kernels_can_be_the_first_that_is_imported():
+    pytest.importorskip("triton", reason="published for Linux only")
+    done = run(EACH_ALONE)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr[-2000:]

@@ -27,10 +27,10 @@ def test_public_functions_and_ops_are_the_same_set():
     assert public - HOST_FUNCTIONS == set(OPS)
 
 
-def broken(monkeypatch, layer: str, station) -> list[str]:
-    """Audit of a copy of SPEC whose ``layer`` holds ``station``."""
+def broken(monkeypatch, layer: str, held) -> list[str]:
+    """Audit of a copy of SPEC whose ``layer`` holds ``held``."""
     found = {name: SPEC.implementation(name) for name in ("ops", "lowering", "testing")} | {
-        layer: station
+        layer: held
     }
     monkeypatch.setattr(OpSpec, "implementation", lambda self, name: found[name])
     return audit(SPEC)
@@ -43,7 +43,7 @@ def test_audit_reports_a_missing_implementation(monkeypatch):
     monkeypatch.setattr(OpSpec, "implementation", missing)
     problems = audit(SPEC)
     for layer in ("ops", "lowering", "testing"):
-        assert any(problem.startswith(f"no {layer} station") for problem in problems)
+        assert any(problem.startswith(f"no {layer} implementation") for problem in problems)
 
 
 def test_audit_reports_other_parameter_names(monkeypatch):

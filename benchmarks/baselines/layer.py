@@ -1,4 +1,4 @@
-"""The same step of a layer by the peers' kernels that an anchor bundle holds."""
+"""The same step of a layer by the baselines' kernels that an anchor bundle holds."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ def anchor_calls(sets: Sequence[AnchorStages]) -> tuple[dict[str, list[Call]], l
                 call = make()
                 call()
                 found.setdefault(name, []).append(call)
-            except Exception as error:  # a broken peer is a note in the row
+            except Exception as error:  # a broken baseline is a note in the row
                 found.pop(name, None)
                 failed[name] = f"{name}: {one_line(error)}"
     whole = {name: calls for name, calls in found.items() if len(calls) == len(sets)}

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.harness.work import Args, differing_bytes
 from dsv4_ops.core.layout import QuantizedLayout
 from dsv4_ops.testing.case import Case
-from dsv4_ops.testing.cases import compressor as station
+from dsv4_ops.testing.cases import compressor as cases
 from dsv4_ops.testing.contract.compare import assert_agrees
 
 _SAMPLE = 16
@@ -42,7 +42,7 @@ def differences(
     tokens = finishing.nonzero()[:, 0]
     case = _case(settings, args, expected[0], tokens)
     ours, theirs = (results[1].cpu() for results in (actual, expected))
-    *values, rest = zip(*(station.readable(case, [c]) for c in (ours, theirs)), strict=True)
+    *values, rest = zip(*(cases.readable(case, [c]) for c in (ours, theirs)), strict=True)
     wrong = differing_bytes(rest[:1], rest[1:])
     if wrong:
         return f"{wrong} bytes around the compressed rows differ from the reference"
@@ -92,14 +92,14 @@ def _outside_budget(
     picked = torch.linspace(0, tokens.shape[0] - 1, min(_SAMPLE, tokens.shape[0])).long()
     case = _case(settings, args, states, tokens[picked.to(tokens.device)])
     mixed = theirs.clone()
-    for _, slot in station.written_slots(case):
+    for _, slot in cases.written_slots(case):
         for start, size in (
             (layout.data_offset(slot), layout.data_bytes),
             (layout.scale_offset(slot), layout.scale_bytes),
         ):
             mixed.view(-1)[start : start + size] = ours.view(-1)[start : start + size]
     try:
-        assert_agrees("compressor", station.compress_and_insert, case, [mixed], [theirs])
+        assert_agrees("compressor", cases.compress_and_insert, case, [mixed], [theirs])
     except AssertionError as error:
         return str(error).partition("\n")[0]
     return None

@@ -46,11 +46,11 @@ class ByToken:
         """How far results are from what the reference's errors allow."""
         if not differing_bytes(actual, expected):
             return None
-        station = OPS[self.op].implementation("testing")
+        op_testing = OPS[self.op].implementation("testing")
         for tokens, part in self._parts(args):
             pair = [[result[tokens] for result in results] for results in (actual, expected)]
             try:
-                assert_agrees(self.op, station, Case("bench", part, self.settings), *pair)
+                assert_agrees(self.op, op_testing, Case("bench", part, self.settings), *pair)
             except AssertionError as error:
                 return f"tokens from {tokens.start}: {str(error).partition(chr(10))[0]}"
         return None

@@ -240,7 +240,7 @@ class OpBench(ABC, Generic[Row]):
             device = Capture(_captured(call, theirs)).device_us(self.cold)
             row.anchor_us, row.anchor_us_range = device.median, [device.low, device.high]
             row.anchor_host_us = host_us(functools.partial(call, *theirs.sets[0])).median
-        except Exception as error:  # a broken peer is a row, not the end of the run
+        except Exception as error:  # a broken baseline is a row, not the end of the run
             row.anchor_error = one_line(error)
         if row.anchor_us and row.compiled_us:
             row.times_faster = row.anchor_us / row.compiled_us

@@ -1,5 +1,5 @@
-"""Pictures of a run against a size, a panel per kind of case: times over those of a peer, or
-microseconds on a log axis where there is no peer or the peer takes many times as long."""
+"""Pictures of a run against a size, a panel per kind of case: times over those of a baseline, or
+microseconds on a log axis where there is no baseline or the baseline takes many times as long."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _CPU = (
 _COPY = ("a copy of as many bytes", "copy_us")
 _FLASH_MLA = ("FlashMLA of vLLM 0.22.1", "anchor_us")
 _DEEP_GEMM = ("DeepGEMM's logits of vLLM 0.22.1 and torch.topk", "anchor_us")
-_PEERS = ("the kernels of vLLM 0.22.1, FlashMLA and DeepGEMM", "anchor_us")
+_BASELINES = ("the kernels of vLLM 0.22.1, FlashMLA and DeepGEMM", "anchor_us")
 _NAMES = {
     "window": "sliding window",
     "c4": "C4 (4 tokens a row)",
@@ -177,7 +177,9 @@ def layer_panels(rows: Sequence[LayerRow], *, cuda: bool) -> list[Panel]:
         chosen = [row for row in plotted if (row.case, row.heads) == (kind, heads)]
         chosen.sort(key=lambda row: row.requests)
         title = f"{_NAMES.get(kind, kind)}, {heads} heads"
-        panels.append(_panel(title, "requests", chosen, lines, lambda row: row.requests, _PEERS))
+        panels.append(
+            _panel(title, "requests", chosen, lines, lambda row: row.requests, _BASELINES)
+        )
     return panels
 
 

@@ -236,7 +236,7 @@ TABLES = {
         (
             ("kind: model, requests x context", _tried),
             ("ours, us", us("compiled_us")),
-            ("peers", us("anchor_us")),
+            ("baselines", us("anchor_us")),
             ("ours of theirs", _of_theirs),
             ("kernels", lambda row: str(row["kernels"])),
         ),

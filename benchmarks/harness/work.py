@@ -182,5 +182,5 @@ def check(
 
 
 def ours_on(tensor: Tensor) -> str:
-    """The ``impl`` that is timed beside its peers: ours, also where they are loaded."""
+    """The ``impl`` that is timed beside its baselines: ours, also where they are loaded."""
     return "triton" if tensor.is_cuda else "auto"

@@ -13,7 +13,7 @@ from typing import Any
 import dsv4_ops
 from dsv4_ops.core.registry import OPS, OpSpec
 
-STATIONS = ("ops", "meta", "reference", "lowering", "testing")
+LAYERS = ("ops", "meta", "reference", "lowering", "testing")
 _HEADER = ("op", "lowering on CPU", "lowering on CUDA", "providers", "dynamic dims")
 _ROOT = Path(dsv4_ops.__file__).resolve().parent.parent
 
@@ -63,7 +63,7 @@ def markdown_table() -> str:
 
 
 def facts(name: str) -> dict[str, str]:
-    """Passport of the op ``name`` by fact: signature, schema, lowering, stations and docstring.
+    """The op ``name`` by fact: signature, schema, lowering, source lines and docstring.
 
     Raises:
         ValueError: no such op; the message names close matches.
@@ -86,7 +86,7 @@ def facts(name: str) -> dict[str, str]:
         "providers": ", ".join(spec.providers),
         "dynamic": ", ".join(spec.dynamic),
         "source": spec.source,
-        **{layer: _place(spec, layer) for layer in STATIONS},
+        **{layer: _place(spec, layer) for layer in LAYERS},
         "doc": inspect.getdoc(function) or "no docstring",
     }
 
@@ -113,20 +113,20 @@ def _signature(function: Any) -> str:
 def _place(spec: OpSpec, layer: str) -> str:
     """file:line of what ``layer`` holds for the op, and of the functions inside it."""
     try:
-        station = spec.implementation(layer)
+        found = spec.implementation(layer)
     except (ImportError, AttributeError) as error:
         return f"missing ({error})"
-    if inspect.isroutine(station):
-        return _line(station)
-    inner = ", ".join(f"{part} at {_line(function)}" for part, function in _parts(station))
+    if inspect.isroutine(found):
+        return _line(found)
+    inner = ", ".join(f"{part} at {_line(function)}" for part, function in _parts(found))
     where = _assignment(spec.module(layer), spec.name)
-    return f"{where} ({type(station).__name__}: {inner})" if inner else where
+    return f"{where} ({type(found).__name__}: {inner})" if inner else where
 
 
-def _parts(station: Any) -> Iterator[tuple[str, Any]]:
+def _parts(found: Any) -> Iterator[tuple[str, Any]]:
     for part in ("function", "cases", "make", "strategy"):
-        function = getattr(station, part, None)
-        if inspect.isfunction(function):  # no method: all stations share it
+        function = getattr(found, part, None)
+        if inspect.isfunction(function):  # no method: all ops share it
             yield part, function
 
 

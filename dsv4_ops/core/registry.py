@@ -18,7 +18,7 @@ AUTO, TRITON, REFERENCE = "auto", "triton", "reference"
 LOWERING_KINDS = ("decompose", "pointwise", "triton", "choices")
 
 
-class LoweringStation(Protocol):
+class Lowering(Protocol):
     """What ``dsv4_ops.lowering.<stem>:<name>`` holds."""
 
     kind: str
@@ -30,7 +30,7 @@ class LoweringStation(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class OpSpec:
-    """The passport of an op.
+    """What an op is, and what may run it.
 
     Args:
         stem: File name of the op in every layer.
@@ -65,12 +65,12 @@ class OpSpec:
                 raise ValueError(
                     f"define_op: lowering kind must be one of {LOWERING_KINDS}, got {kind!r} "
                     f"for {device}. "
-                    f"Correct the passport of {self.name}."
+                    f"Correct the spec of {self.name}."
                 )
         if self.gradient not in gradient.KINDS:
             raise ValueError(
                 f"define_op: gradient must be one of {gradient.KINDS}, got {self.gradient!r}. "
-                f"Correct the passport of {self.name}."
+                f"Correct the spec of {self.name}."
             )
 
     @property

@@ -211,8 +211,8 @@ def ours(spec: OpSpec) -> str:
 def given_to(impl: str, values: Values) -> dict[str, Any]:
     """``values`` without a plan that is FlashMLA's, unless ``impl`` is."""
     plan = values.get("plan")
-    foreign = plan is not None and not is_of_ours(plan) and impl != FLASH_MLA
-    return {**values, "plan": None} if foreign else dict(values)
+    of_library = plan is not None and not is_of_ours(plan) and impl != FLASH_MLA
+    return {**values, "plan": None} if of_library else dict(values)
 
 
 def obstacle(op: str, library: str, values: Values) -> str:

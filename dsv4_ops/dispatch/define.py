@@ -28,7 +28,7 @@ import torch._functorch.config as functorch_config
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from dsv4_ops.core import gradient
-from dsv4_ops.core.registry import NAMESPACE, OPS, REFERENCE, TRITON, LoweringStation, OpSpec
+from dsv4_ops.core.registry import NAMESPACE, OPS, REFERENCE, TRITON, Lowering, OpSpec
 from dsv4_ops.dispatch import choice
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -121,7 +121,7 @@ def _trace_rule(spec: OpSpec) -> Callable[..., Any]:
     def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if not functorch_config.decompose_custom_triton_ops:
             return mode.__torch_dispatch__(op, types, args, kwargs)
-        station: LoweringStation = spec.implementation("lowering")
-        return station.trace(mode, op, types, args, kwargs or {})
+        lowering: Lowering = spec.implementation("lowering")
+        return lowering.trace(mode, op, types, args, kwargs or {})
 
     return rule

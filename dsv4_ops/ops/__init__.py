@@ -1,4 +1,4 @@
-"""Public functions and passports, one file per stem. Importing this package registers every op."""
+"""Public functions and specs of ops, one file per stem. Importing this registers every op."""
 
 from dsv4_ops.ops import (
     batch,

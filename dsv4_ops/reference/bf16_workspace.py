@@ -1,5 +1,5 @@
 """The rows and lists that a prefill over bf16 rows is given of paged FP8 caches, in ops of torch:
-for GPUs without triton, and what the kernels in ``foreign_prefill`` mean.
+for GPUs without triton, and what the kernels in ``kernels/sparse_mla/bf16_workspace.py`` mean.
 
 The workspace holds, for every request, first its compressed rows and then those of its window, as
 many of each as its block tables name; of these the rows are written that a token of the call may

@@ -1,5 +1,5 @@
 """What FlashMLA and DeepGEMM do not check, in ops of torch: for GPUs without triton, and what the
-kernels in ``foreign_lists`` mean."""
+kernels in ``kernels/external/sanitize.py`` mean."""
 
 from __future__ import annotations
 

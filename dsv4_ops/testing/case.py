@@ -61,7 +61,7 @@ class Exact(NamedTuple):
 
 @dataclass(frozen=True)
 class OpTesting:
-    """The testing station of an op.
+    """How an op is tested.
 
     Args:
         cases: Named cases; at least one with a hand-computed result.

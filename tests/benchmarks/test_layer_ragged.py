@@ -56,7 +56,7 @@ def test_costs_are_those_of_each_request():
 
 @each_plan
 def test_a_row_is_checked_and_adds_up(monkeypatch, plan):
-    """With the peers' stages, which take requests of any length."""
+    """With the baselines' stages, which take requests of any length."""
     monkeypatch.setattr(measure, "compiled_op", lambda function: function)
     monkeypatch.setattr(layer, "host_us", lambda call: timing.Timing(6.0, 5.0, 7.0))
     bench = pretend(monkeypatch, Bench(CPU, None, budget_s=0.0), layer_cases)

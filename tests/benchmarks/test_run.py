@@ -1,4 +1,4 @@
-"""The benchmark checks before it times, leaves whole files, survives missing extras and peers."""
+"""A benchmark checks before it times, leaves whole files, survives missing extras and baselines."""
 
 import dataclasses
 import json

@@ -16,7 +16,7 @@ from dsv4_ops.lowering.inspect import build_package
 from dsv4_ops.testing.case import results
 from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.contract.compare import assert_agrees
-from dsv4_ops.testing.strategies.calls import as_case, reference, station
+from dsv4_ops.testing.strategies.calls import as_case, op_testing, reference
 from tests.helpers import NIGHTLY
 from tests.support.metadata_batches import SPEC, random_inputs, tables_of
 
@@ -84,7 +84,7 @@ class Packaged:
     def __init__(self, spec: OpSpec) -> None:
         self.spec = spec
         self.call, self.inputs = checks.bound_call(spec)
-        self.case = as_case(spec, dict(station(spec).settings[0]), self.inputs)
+        self.case = as_case(spec, dict(op_testing(spec).settings[0]), self.inputs)
         self.expected = reference(spec, self.case)
         self.num_results = len(self.expected) - len(spec.mutated)
 
@@ -93,7 +93,7 @@ class Packaged:
         what = f"{self.spec.name}, {runtime}"
         written = [inputs[place] for place in self.spec.mutated]
         agreed = (*returned, *written), self.expected
-        assert_agrees(what, station(self.spec), self.case, *agreed)
+        assert_agrees(what, op_testing(self.spec), self.case, *agreed)
         for place, (before, after) in enumerate(zip(self.inputs, inputs, strict=True)):
             changes = place in self.spec.mutated
             assert checks.equal(before, after) != changes, f"{what}: argument {place}"

@@ -141,7 +141,7 @@ def test_the_benchmark_of_the_table_makes_calls(flash_mla, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_kernels_around_the_libraries():
-    script = ROOT / "tests/kernels/interpreter/interpret_foreign.py"
+    script = ROOT / "tests/kernels/interpreter/interpret_external.py"
     hidden = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [sys.executable, script],

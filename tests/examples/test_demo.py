@@ -14,12 +14,12 @@ import torch
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
-from dsv4_ops.__main__ import main
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing import models, text
 from examples.demo import jobs, measure, ours, run, stock, table
 from examples.demo.measure import Captured, Failed, Graphs, Unmeasured
 from examples.demo.progress import Progress
+from examples.demo.run import main
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_a_job_that_raises_prints_its_error(monkeypatch, capsys):
         raise OSError("no compiler")
 
     monkeypatch.setitem(jobs.JOBS, "package", (raises, ours.Package))
-    assert main(["demo", "--job=package", "--layers=1", "--steps=8", "--device=cpu"]) == 0
+    assert main(["--job=package", "--layers=1", "--steps=8", "--device=cpu"]) == 0
     assert json.loads(capsys.readouterr().out) == {"error": "OSError: no compiler"}
 
 
@@ -272,7 +272,7 @@ def test_all_measurements_are_json():
 def test_the_exit_status_says_whether_tokens_differ(monkeypatch, capsys, tmp_path, wrong, status):
     monkeypatch.setattr(run, "run", lambda *_, **__: fake_demo(**wrong))
     out = tmp_path / "new" / "demo.json"
-    assert main(["demo", "--device", "cpu", "--out", str(out)]) == status
+    assert main(["--device", "cpu", "--out", str(out)]) == status
     printed = capsys.readouterr()
     assert ("differ from stock Hugging Face" in printed.err) == bool(status)
     assert "16 (eager, 2 s)" in printed.out
@@ -290,16 +290,16 @@ def test_the_exit_status_says_whether_tokens_differ(monkeypatch, capsys, tmp_pat
 )
 def test_bad_options_are_refused(capsys, arguments, said):
     with pytest.raises(SystemExit) as ended:
-        main(["demo", *arguments])
+        main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["demo", "--device", "cuda"]) == 2
+    assert main(["--device", "cuda"]) == 2
     assert "--device must be one that torch sees, got cuda" in capsys.readouterr().err
-    assert main(["demo", "--device", "tpu"]) == 2
+    assert main(["--device", "tpu"]) == 2
     assert "--device must be auto, cpu or cuda, got 'tpu'" in capsys.readouterr().err
 
 
@@ -318,7 +318,7 @@ def test_a_long_task_says_that_it_goes_on():
 @pytest.mark.slow
 def test_the_demo_of_one_layer_from_end_to_end(tmp_path):
     out = tmp_path / "demo.json"
-    command = [sys.executable, "-m", "dsv4_ops", "demo", "--layers=1", "--steps=8"]
+    command = [sys.executable, "-m", "examples.demo", "--layers=1", "--steps=8"]
     ended = subprocess.run(
         [*command, "--device=cpu", f"--out={out}"], capture_output=True, text=True, timeout=900
     )
@@ -338,7 +338,7 @@ def test_the_demo_of_one_layer_from_end_to_end(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_demo_on_a_gpu(tmp_path):
     out = tmp_path / "demo.json"
-    assert main(["demo", "--fast", "--steps=40", "--device=cuda", f"--out={out}"]) == 0
+    assert main(["--fast", "--steps=40", "--device=cuda", f"--out={out}"]) == 0
     found = json.loads(out.read_text())
     assert found["ours"]["host_syncs"] == 0
     assert found["ours"]["cuda_graph"]["tokens"] == found["stock"]["tokens"]

@@ -1,4 +1,4 @@
-"""The libraries of the peers' bundle as a user names them, for the GPU tests of ``impl=``."""
+"""The libraries of the baselines' bundle as a user names them, for the GPU tests of ``impl=``."""
 
 import os
 import tempfile

@@ -1,5 +1,6 @@
 """The caches on a GPU: one format with FlashMLA and vLLM, in-place writes in graphs and packages,
-caches beyond 4 GiB. Run there with ``pytest -m gpu tests``; ANCHOR_DIR names the peers' bundle."""
+caches beyond 4 GiB. Run there with ``pytest -m gpu tests``; ANCHOR_DIR names the bundle of
+baselines."""
 
 import math
 import os

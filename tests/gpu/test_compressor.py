@@ -47,7 +47,7 @@ def on_device(case: Case) -> Case:
 def test_kernels_agree_with_the_reference(name: str) -> None:
     """Drawn calls of every configuration, the e4m3 cast of the hardware included."""
     spec = OPS[name]
-    station = spec.implementation("testing")
+    op_testing = spec.implementation("testing")
 
     @settings(
         max_examples=100 if name == "insert_c4_step" else 400,  # its reference takes half a second
@@ -60,9 +60,9 @@ def test_kernels_agree_with_the_reference(name: str) -> None:
     def compare(case: Case) -> None:
         expected = case.run(spec.reference, spec.mutated)
         actual = [tensor.cpu() for tensor in on_device(case).run(spec.op, spec.mutated)]
-        assert_agrees(name, station, case, actual, expected)
-        if station.precise is not None:
-            assert_precise(name, station, case, actual)
+        assert_agrees(name, op_testing, case, actual, expected)
+        if op_testing.precise is not None:
+            assert_precise(name, op_testing, case, actual)
 
     compare()
 
@@ -229,8 +229,8 @@ def agrees(kind: str, weights: Any, start: tuple[Any, ...], actual: tuple[Any, .
     tensors = (kv_score, cpu["ape"], expected[1], table, positions, requests)
     tensors += (cpu["norm_weight"], cpu["cos_sin_cache"], cache, slots)
     case = Case(kind, tensors, case_settings)
-    station = testing.op_testing("compress_and_insert")
-    assert_agrees(kind, station, case, (actual[5].cpu(),), (expected[5],))
+    op_testing = testing.op_testing("compress_and_insert")
+    assert_agrees(kind, op_testing, case, (actual[5].cpu(),), (expected[5],))
     assert not torch.equal(actual[5].cpu(), cache)
 
 

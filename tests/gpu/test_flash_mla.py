@@ -1,5 +1,5 @@
 """Sparse MLA against FlashMLA on a GPU, over caches that we allocated and wrote. Run there with
-``pytest -m gpu tests``; ANCHOR_DIR names the peers' bundle."""
+``pytest -m gpu tests``; ANCHOR_DIR names the baselines' bundle."""
 
 import math
 

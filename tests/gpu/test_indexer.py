@@ -351,10 +351,10 @@ def test_ragged_logits_are_those_of_the_pages(num_tokens, num_k):
 def test_plain_layout_takes_the_reference(name, monkeypatch):
     """Of float32 and bf16 within the budget of float64; compiled, and captured without a sync."""
     spec = plain_only(name, monkeypatch)
-    station = spec.implementation("testing")
-    for case in (case.on("cuda") for case in station.cases()):
+    op_testing = spec.implementation("testing")
+    for case in (case.on("cuda") for case in op_testing.cases()):
         if case.settings["layout"] == "plain":
-            assert_precise(name, station, case, case.run(spec.op))
+            assert_precise(name, op_testing, case, case.run(spec.op))
     checks.CompiledOp(spec, "cuda").fuzz(50)
     checks.check_cuda_graph(spec)
 

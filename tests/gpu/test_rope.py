@@ -204,9 +204,9 @@ def test_rotation_and_quantisation_over_many_values():
         ops.rope_cos_sin_cache(2**20, **YARN, device="cuda"),
     )
     case = testing.Case("called", tensors, options)
-    station = testing.op_testing("inverse_rope_group_quantize")
+    op_testing = testing.op_testing("inverse_rope_group_quantize")
     actual, expected = compiled(*tensors), ops.inverse_rope_group_quantize(*tensors, **options)
-    assert_agrees("compiled", station, case, actual, expected)
+    assert_agrees("compiled", op_testing, case, actual, expected)
     left, right = (result.values.view(torch.uint8) for result in (actual, expected))
     assert (left != right).float().mean() < 1e-3, "only a contracted sum may change a code"
 

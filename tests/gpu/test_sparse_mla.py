@@ -277,5 +277,5 @@ def test_captured_steps_follow_their_lens(name: str, captured_by: str, tokens: i
         finally:
             torch.cuda.set_sync_debug_mode("default")
         expected = [tensor.to(DEVICE) for tensor in fresh.run(OPS[name].reference)]
-        station = testing.op_testing(name)
-        assert_agrees(f"replay {seed}", station, fresh.on(DEVICE), results[0], expected)
+        op_testing = testing.op_testing(name)
+        assert_agrees(f"replay {seed}", op_testing, fresh.on(DEVICE), results[0], expected)

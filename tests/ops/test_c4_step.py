@@ -24,8 +24,8 @@ from tests.oracles import c4_step as oracles
 
 SPEC = OPS["insert_c4_step"]
 CACHES = ("swa_cache", "states", "k_cache", "indexer_states", "indexer_cache")
-STATION = SPEC.implementation("testing")
-MODEL = STATION.settings[0]
+OP_TESTING = SPEC.implementation("testing")
+MODEL = OP_TESTING.settings[0]
 drawn = settings(
     max_examples=80,
     deadline=None,
@@ -95,7 +95,7 @@ def test_it_is_the_four_ops_one_behind_the_other() -> None:
     def compare(case: Case) -> None:
         left = outcome(ops.insert_c4_step, case)
         assert_equal(left, outcome(by_four_ops, case))
-        assert STATION.determined(case)
+        assert OP_TESTING.determined(case)
         for name, cache in zip(CACHES, left[3:], strict=True):
             before = case.tensors[NAMES.index(name)]
             written[name] += not equal(cache, before)
@@ -108,14 +108,14 @@ def test_a_call_that_saves_a_state_where_it_reads_one_is_left_out() -> None:
     """Of those whose inputs change in place under a CUDA graph."""
     name = "three rows of the last window from the states"
     case = next(case for case in testing.cases_of("insert_c4_step") if case.name == name)
-    assert STATION.determined(case)
+    assert OP_TESTING.determined(case)
     tensors = dict(zip(NAMES, case.tensors, strict=True))
     tensors["state_slot_mapping"] = torch.tensor([2])  # that of position 2
-    assert not STATION.determined(Case(name, tuple(tensors.values()), case.settings))
-    kept = primer(STATION, MODEL, keep=partial(stays_determined, SPEC))
+    assert not OP_TESTING.determined(Case(name, tuple(tensors.values()), case.settings))
+    kept = primer(OP_TESTING, MODEL, keep=partial(stays_determined, SPEC))
     flipped = Case("flipped", tuple(tensor.flip(0) for tensor in kept.tensors), MODEL)
-    assert STATION.determined(kept)
-    assert STATION.determined(flipped)
+    assert OP_TESTING.determined(kept)
+    assert OP_TESTING.determined(flipped)
 
 
 @pytest.mark.nightly("test_contract.py compares both sides with references, within the budget")
@@ -130,12 +130,12 @@ def test_compiled_it_is_the_four_ops_compiled() -> None:
 
     one, four = compiled(ops.insert_c4_step), compiled(by_four_ops)
 
-    first = Case("first", primer(STATION, MODEL).tensors)
+    first = Case("first", primer(OP_TESTING, MODEL).tensors)
     with torch.fx.experimental._config.patch(use_duck_shape=False):
         assert_equal(outcome(one, first), outcome(four, first))
 
     @settings(drawn, max_examples=40)
-    @given(STATION.strategy(settings=MODEL, min_size=2))
+    @given(OP_TESTING.strategy(settings=MODEL, min_size=2))
     def compare(case: Case) -> None:
         tensors = Case(case.name, case.tensors)
         with torch._dynamo.config.patch(error_on_recompile=True):
@@ -162,7 +162,7 @@ def test_arguments_may_have_any_strides() -> None:
 def test_compiled_it_writes_all_caches_in_place() -> None:
     """Nothing as large as one is allocated, and no copy goes back."""
     torch._dynamo.reset()
-    tensors = list(primer(STATION, MODEL).copy().tensors)
+    tensors = list(primer(OP_TESTING, MODEL).copy().tensors)
     for place in SPEC.mutated:  # larger than what a step computes
         tensors[place] = torch.cat([tensors[place]] * 40)
     case = Case("large caches", tuple(tensors), MODEL)
@@ -181,7 +181,7 @@ def test_compiled_it_writes_all_caches_in_place() -> None:
 
 def test_one_tensor_is_not_two_caches() -> None:
     """The window's and the compressed rows' have one layout; the kernel writes both at once."""
-    case = primer(STATION, MODEL)
+    case = primer(OP_TESTING, MODEL)
     of = dict(zip(NAMES, case.tensors, strict=True))
     of["k_cache"] = of["swa_cache"]
     before = [tensor.clone() for tensor in of.values()]
@@ -221,7 +221,7 @@ def test_exact_bytes_and_float64_rows_are_those_of_the_oracles() -> None:
         assert window.tolist() == want.swa_cache
         assert patterns(states) == want.states
         assert patterns(indexer_states) == want.indexer_states
-        exact = STATION.precise(*case.tensors, **case.settings)
+        exact = OP_TESTING.precise(*case.tensors, **case.settings)
         _, main, rope, keys, tail = (each.value for each in exact if each is not None)
         pairs = ((main, rope), want.rows), ((keys, tail), want.indexer_rows)
         for number, (parts, expected) in enumerate(pairs):

@@ -259,7 +259,7 @@ def test_a_quantised_row_is_what_the_insert_makes_of_the_bfloat16_row(layout: st
 
 
 def test_arguments_may_have_any_strides() -> None:
-    station = testing.op_testing("compress_and_insert")
+    op_testing = testing.op_testing("compress_and_insert")
 
     @settings(drawn, max_examples=40)
     @given(testing.strategy("compress_and_insert"))
@@ -270,7 +270,7 @@ def test_arguments_may_have_any_strides() -> None:
             for index, tensor in enumerate(case.copy().tensors)
         ]
         ops.compress_and_insert(*views, **case.settings)
-        assert_agrees("strided", station, case, (views[8],), expected)
+        assert_agrees("strided", op_testing, case, (views[8],), expected)
 
     compare()
 

@@ -52,13 +52,13 @@ def select(tensors, *, topk=64, ratio=1, **settings):
 
 @pytest.mark.parametrize("name", ["indexer_select"])
 def test_selection_equals_the_oracle_where_scores_are_exact(name):
-    station = testing.op_testing(name)
+    op_testing = testing.op_testing(name)
     used = [0]
 
     @drawn
     @given(testing.strategy(name))
     def compare(case):
-        assume(len(station.precise(*case.tensors, **case.settings)) == 1)
+        assume(len(op_testing.precise(*case.tensors, **case.settings)) == 1)
         used[0] += 1
         lists = [patterns(tensor) for tensor in case.tensors]
         plain = case.settings["layout"] == "plain"
@@ -72,13 +72,13 @@ def test_selection_equals_the_oracle_where_scores_are_exact(name):
 
 
 def test_both_kinds_of_scores_are_drawn():
-    station, kinds = testing.op_testing("indexer_select"), []
+    op_testing, kinds = testing.op_testing("indexer_select"), []
 
     @drawn
     @given(testing.strategy("indexer_select"))
     def collect(case):
         if case.tensors[0].shape[0]:
-            kinds.append(len(station.precise(*case.tensors, **case.settings)))
+            kinds.append(len(op_testing.precise(*case.tensors, **case.settings)))
 
     collect()
     assert {1, 2} == set(kinds)
@@ -332,10 +332,10 @@ def test_plain_pages_may_lie_apart():
 
 def plain_only(name, monkeypatch):
     """The op, under a contract of its plain layout alone."""
-    spec, station = OPS[name], testing.op_testing(name)
-    plain = tuple(chosen for chosen in station.settings if chosen["layout"] == "plain")
+    spec, op_testing = OPS[name], testing.op_testing(name)
+    plain = tuple(chosen for chosen in op_testing.settings if chosen["layout"] == "plain")
     module = importlib.import_module(spec.module("testing"))
-    monkeypatch.setattr(module, name, replace(station, settings=plain))
+    monkeypatch.setattr(module, name, replace(op_testing, settings=plain))
     return spec
 
 

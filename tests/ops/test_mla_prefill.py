@@ -23,7 +23,7 @@ from tests.oracles.mla import BF16, F32, KINDS, assert_attended
 from tests.oracles.prefill import Prefill, batch, random_prefill
 
 INF, NAN = math.inf, math.nan
-STATION = testing.op_testing("sparse_mla_prefill")
+OP_TESTING = testing.op_testing("sparse_mla_prefill")
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -75,7 +75,7 @@ def whole(kind: str, seed: int, **changed: Any) -> Prefill:
 
 
 def same(call: Prefill, actual: Any, expected: Any) -> None:
-    assert_agrees("same", STATION, call.case(), tuple(actual), tuple(expected))
+    assert_agrees("same", OP_TESTING, call.case(), tuple(actual), tuple(expected))
 
 
 @each_kind
@@ -293,10 +293,10 @@ def test_the_budget_refuses_wrong_results(mistake: str) -> None:
     elif mistake == "log2":
         lse = lse / math.log(2)
     if mistake == "none":
-        assert_agrees("right", STATION, call.case(), (out, lse), outcome)
+        assert_agrees("right", OP_TESTING, call.case(), (out, lse), outcome)
         return
     with pytest.raises(AssertionError, match=r"budgets from float64|other NaN or infinities"):
-        assert_agrees("wrong", STATION, call.case(), (out, lse), outcome)
+        assert_agrees("wrong", OP_TESTING, call.case(), (out, lse), outcome)
 
 
 def test_dtypes_of_the_results() -> None:

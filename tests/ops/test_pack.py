@@ -147,6 +147,6 @@ def test_padding_of_every_float():
         assert torch.equal(packed[:, 1].contiguous().view(torch.int32), expected)
 
 
-def test_passports_name_no_size_that_depends_on_values():
+def test_schemas_name_no_size_that_depends_on_values():
     assert "SymInt num_tokens" in OPS["unpack_seq"].schema
     assert "SymInt" not in OPS["pack_seq"].schema

@@ -106,12 +106,12 @@ def test_queries_are_normalised_without_a_rounding_between():
 
 @pytest.mark.parametrize("mistake", ["weighted", "whole row", "no epsilon", "no rotation"])
 def test_the_budget_refuses_wrong_queries(mistake):
-    station = testing.op_testing("qnorm_rope_kv_insert")
+    op_testing = testing.op_testing("qnorm_rope_kv_insert")
     tensors = arguments()
     tensors[0] = tensors[0] * 2.0**-10  # of the size of the epsilon
     case = testing.Case("called", tuple(tensors), {**FP8, "layout": "v4_fp8"})
     outcome = case.run(ops.qnorm_rope_kv_insert, (2,))
-    assert_agrees("right", station, case, outcome, outcome)
+    assert_agrees("right", op_testing, case, outcome, outcome)
     values = tensors[0].float()
     square = values.square().mean(-1, keepdim=True)
     normed = values * torch.rsqrt(square + 1e-6)
@@ -124,17 +124,17 @@ def test_the_budget_refuses_wrong_queries(mistake):
     if mistake != "no rotation":
         wrong = ops.apply_rope(wrong, WHERE, TABLE)
     with pytest.raises(AssertionError, match="budgets from float64"):
-        assert_agrees("wrong", station, case, (wrong.to(torch.bfloat16), outcome[1]), outcome)
+        assert_agrees("wrong", op_testing, case, (wrong.to(torch.bfloat16), outcome[1]), outcome)
 
 
 def test_a_wrong_byte_is_refused():
-    station = testing.op_testing("qnorm_rope_kv_insert")
+    op_testing = testing.op_testing("qnorm_rope_kv_insert")
     case = testing.Case("called", tuple(arguments()), {**FP8, "layout": "v4_fp8"})
     outcome = case.run(ops.qnorm_rope_kv_insert, (2,))
     cache = outcome[1].clone()
     cache[1, 6 * 576 + 448] ^= 1
     with pytest.raises(AssertionError, match="result 1 differs"):
-        assert_agrees("wrong", station, case, (outcome[0], cache), outcome)
+        assert_agrees("wrong", op_testing, case, (outcome[0], cache), outcome)
 
 
 def test_values_beyond_float32_become_zero():

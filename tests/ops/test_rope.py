@@ -209,15 +209,15 @@ def wrong_rotations():
 )
 def test_the_budget_refuses_a_wrong_rotation(wrong, dtype):
     """But for a table in bf16, whose error a cast to bf16 covers: the float32 rows show it."""
-    station = testing.op_testing("apply_rope")
+    op_testing = testing.op_testing("apply_rope")
     x, table = normal(64, 2, 512, dtype=dtype), ops.rope_cos_sin_cache(60, **YARN)
     where = torch.arange(64)
     case = testing.Case("called", (x, where, table), {"inverse": False})
     expected = (ops.apply_rope(x, where, table),)
-    assert_agrees("right", station, case, expected, expected)
+    assert_agrees("right", op_testing, case, expected, expected)
     result = wrong(x.float(), where, table, False).to(dtype)
     with pytest.raises(AssertionError, match="budgets from float64"):
-        assert_agrees("wrong", station, case, (result,), expected)
+        assert_agrees("wrong", op_testing, case, (result,), expected)
 
 
 def test_groups_are_heads_side_by_side():
@@ -315,9 +315,9 @@ def test_precise_is_tight():
     x, table = normal(4, 1, 128), ops.rope_cos_sin_cache(9, **YARN)
     case = testing.Case("called", (x, torch.arange(4), table), {"inverse": False})
     rotated = ops.apply_rope(*case.tensors)
-    station = testing.op_testing("apply_rope")
-    assert_precise("right", station, case, (rotated,))
+    op_testing = testing.op_testing("apply_rope")
+    assert_precise("right", op_testing, case, (rotated,))
     steps = 2 * (torch.arange(128) == 100)
     off = rotated.view(torch.int16) + steps.to(torch.int16)
     with pytest.raises(AssertionError, match="budgets from float64"):
-        assert_precise("wrong", station, case, (off.view(torch.bfloat16),))
+        assert_precise("wrong", op_testing, case, (off.view(torch.bfloat16),))

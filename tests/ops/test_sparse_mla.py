@@ -392,9 +392,9 @@ def test_the_budget_refuses_wrong_results(mistake: str) -> None:
         lse = lse / math.log(2)
     elif mistake == "+inf":
         lse = lse.abs()
-    station = testing.op_testing("sparse_mla_decode")
+    op_testing = testing.op_testing("sparse_mla_decode")
     if mistake == "none":
-        assert_agrees("right", station, call.case(), (out, lse), outcome)
+        assert_agrees("right", op_testing, call.case(), (out, lse), outcome)
         return
     with pytest.raises(AssertionError, match=r"budgets from float64|other NaN or infinities"):
-        assert_agrees("wrong", station, call.case(), (out, lse), outcome)
+        assert_agrees("wrong", op_testing, call.case(), (out, lse), outcome)

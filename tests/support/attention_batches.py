@@ -204,8 +204,8 @@ def agrees(name: str, case: Case, actual: tuple[Tensor, ...] | None = None) -> N
     spec = OPS[name]
     expected = [tensor.to(DEVICE) for tensor in case.run(spec.reference)]
     actual = kernel(name, case) if actual is None else actual
-    station = spec.implementation("testing")
-    assert_agrees(f"{name}, {case.settings}", station, case.on(DEVICE), actual, expected)
+    op_testing = spec.implementation("testing")
+    assert_agrees(f"{name}, {case.settings}", op_testing, case.on(DEVICE), actual, expected)
     assert not actual[0].isnan().any()
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.kernels.launcher import traced
-from dsv4_ops.kernels.sparse_mla.hopper import support
 
 _SCHEMA = (
     "(str kernel, Tensor(a!)[] written, Tensor[] read, SymInt[] numbers, SymInt[] grid, str rest) "
@@ -55,7 +54,7 @@ class Rest(NamedTuple):
 
 def packaged(kernel: Any) -> Any:
     """The kernel as the trace of a package keeps it."""
-    if kernel in (support.kernels() or ()):
+    if kernel in (_kernels() or ()):
         return _Launch(kernel)
     return traced(kernel)
 
@@ -94,8 +93,14 @@ def _held(lists: dict[str, list[Any]], name: str, value: Any) -> tuple[str, int]
     return kind, len(lists[kind]) - 1
 
 
+def _kernels() -> Any:
+    from dsv4_ops.kernels.sparse_mla.hopper import support  # whose package imports this module
+
+    return support.kernels()
+
+
 def _named() -> list[tuple[str, Any]]:
-    kernels = support.kernels()
+    kernels = _kernels()
     assert kernels is not None  # ``hopper.runs`` has asked
     return list(kernels._asdict().items())
 

@@ -135,12 +135,12 @@ def finish_heads_kernel(
         known, cos, sin = load_angles(cos_sin_cache, position, num_positions, ROPE)
         if known:
             tail = (HEAD_DIM - ROPE) + tl.arange(0, ROPE)
-            goal = out + place[:, None] * HEAD_DIM + tail[None, :]
-            values = tl.load(goal, mask=given[:, None], other=0.0).to(tl.float32)
+            dst = out + place[:, None] * HEAD_DIM + tail[None, :]
+            values = tl.load(dst, mask=given[:, None], other=0.0).to(tl.float32)
             even, odd = tl.split(tl.reshape(values, (HEADS, ROPE // 2, 2)))
             left, right = rotate_pairs_back(even, odd, cos[None, :], sin[None, :], EMULATE)
             turned = tl.reshape(tl.join(left, right), (HEADS, ROPE))
-            tl.store(goal, round_to_bf16(turned, EMULATE), mask=given[:, None])
+            tl.store(dst, round_to_bf16(turned, EMULATE), mask=given[:, None])
 
 
 @triton.jit
@@ -203,8 +203,8 @@ def fill_absent_kernel(
     entry += (row // BLOCK_SIZE).to(tl.int64) * column_stride
     page = tl.load(block_table + entry, mask=seen, other=-1)
     absent = (page < 0) | (page >= num_blocks)
-    goal = logits + token * logits_stride + row
-    tl.store(goal, float("-inf"), mask=absent & (row < num_columns))
+    dst = logits + token * logits_stride + row
+    tl.store(dst, float("-inf"), mask=absent & (row < num_columns))
 
 
 def list_slots(

@@ -19,7 +19,7 @@ COLUMNS, WARPS = 1024, 4
 heads."""
 
 _LARGEST_SINK = tl.constexpr(1e30)
-"""Instead of inf, as in ``foreign_lists``."""
+"""Instead of inf, as in ``external/sanitize.py``."""
 
 
 @triton.jit

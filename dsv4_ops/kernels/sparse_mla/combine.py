@@ -84,13 +84,13 @@ def _join(
         largest = highest
         first += SPLITS
     below = denominator(largest, total, sink)
-    goal = token * num_heads + head
+    dst = token * num_heads + head
     values = round_to_bf16(summed / below, EMULATE)
     if TURNED:
         turned = rotate_tail(values.to(tl.float32), known, cos, sin, HEAD_DIM, EMULATE, True)
         values = round_to_bf16(turned, EMULATE)
-    tl.store(out + goal * HEAD_DIM + dim, values)
-    tl.store(lse + goal, log2_sum(largest, total) / _LOG2_E)
+    tl.store(out + dst * HEAD_DIM + dim, values)
+    tl.store(lse + dst, log2_sum(largest, total) / _LOG2_E)
 
 
 @triton.jit
@@ -179,8 +179,8 @@ def join_splits_kernel(
     if HAS_PLAN:
         lane = tl.arange(0, GROUP)
         every = tl.program_id(0) + lane * tl.num_programs(0)
-        spot = plan + every.to(tl.int64) * plan_stride + 2 * plan_column_stride
-        several = tl.load(spot, mask=every < joins, other=1) > 1
+        offset = plan + every.to(tl.int64) * plan_stride + 2 * plan_column_stride
+        several = tl.load(offset, mask=every < joins, other=1) > 1
         each = tl.min(tl.where(several, lane, GROUP), 0)
         while each < GROUP:
             number = tl.program_id(0) + each * tl.num_programs(0)

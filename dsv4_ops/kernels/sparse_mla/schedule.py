@@ -185,10 +185,10 @@ def sparse_mla_plan_kernel(
         piece = 1
         most = tl.max(pieces, axis=0)
         while piece < most:
-            spot = further + piece - 1
-            wanted = (piece < pieces) & (spot < stop)
+            offset = further + piece - 1
+            wanted = (piece < pieces) & (offset < stop)
             _store_rows(
-                plan, spot, wanted, token, tl.zeros_like(token) + piece, pieces, before, COLUMNS
+                plan, offset, wanted, token, tl.zeros_like(token) + piece, pieces, before, COLUMNS
             )
             piece += 1
         shared += tl.sum(parts, axis=0)
@@ -196,9 +196,9 @@ def sparse_mla_plan_kernel(
         first += TOKENS
     row = num_tokens + more
     while row < stop:
-        spot = row + lane
-        none = tl.zeros_like(spot) - 1
-        _store_rows(plan, spot, spot < stop, none, none, none, none, COLUMNS)
+        offset = row + lane
+        none = tl.zeros_like(offset) - 1
+        _store_rows(plan, offset, offset < stop, none, none, none, none, COLUMNS)
         row += TOKENS
 
 

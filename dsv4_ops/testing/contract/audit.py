@@ -1,4 +1,4 @@
-"""What an op lacks to be complete: every station there, with the same parameters, documented and
+"""What an op lacks to be complete: every layer there, with the same parameters, documented and
 testable."""
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ DEVICES = ("cpu", "cuda")
 
 
 def audit(spec: OpSpec) -> list[str]:
-    """Everything that is wrong with the passport of an op; empty if it is complete."""
+    """Everything that is wrong with the spec of an op; empty if it is complete."""
     problems = [
         f"no lowering kind for {device}" for device in DEVICES if device not in spec.lowering
     ]
     if not spec.source:
         problems.append("no source of the semantics")
-    stations = {}
+    found = {}
     for layer in ("ops", "lowering", "testing"):
         try:
-            stations[layer] = spec.implementation(layer)
+            found[layer] = spec.implementation(layer)
         except (ImportError, AttributeError) as error:  # noqa: PERF203 # the others still count
-            problems.append(f"no {layer} station: {error}")
+            problems.append(f"no {layer} implementation: {error}")
     schema = _schema_parameters(spec)
     functions: dict[str, Callable[..., Any]] = {"meta": spec.meta, "reference": spec.reference}
-    if "ops" in stations:
-        functions["ops"] = stations["ops"]
-        problems += _docstring_problems(stations["ops"])
-    if "lowering" in stations:
-        functions["lowering"] = stations["lowering"].function
-        if stations["lowering"].kind not in spec.lowering.values():
+    if "ops" in found:
+        functions["ops"] = found["ops"]
+        problems += _docstring_problems(found["ops"])
+    if "lowering" in found:
+        functions["lowering"] = found["lowering"].function
+        if found["lowering"].kind not in spec.lowering.values():
             problems.append(
-                f"the lowering is {stations['lowering'].kind}, the passport says {spec.lowering}"
+                f"the lowering is {found['lowering'].kind}, the spec says {spec.lowering}"
             )
     for layer, function in functions.items():
         if list(inspect.signature(function).parameters) != schema:
@@ -46,8 +46,8 @@ def audit(spec: OpSpec) -> list[str]:
                 f"parameters of {layer} are {list(inspect.signature(function).parameters)}, "
                 f"not {schema}"
             )
-    if "testing" in stations:
-        problems += _testing_problems(stations["testing"])
+    if "testing" in found:
+        problems += _testing_problems(found["testing"])
     return problems
 
 
@@ -61,12 +61,12 @@ def _docstring_problems(function: Callable[..., Any]) -> list[str]:
     return [f"docstring has no {section!r}" for section in SECTIONS if section not in text]
 
 
-def _testing_problems(station: OpTesting) -> list[str]:
+def _testing_problems(op_testing: OpTesting) -> list[str]:
     problems = []
-    if not any(case.expected is not None for case in station.cases()):
+    if not any(case.expected is not None for case in op_testing.cases()):
         problems.append("no case with a hand-computed result")
-    if not station.settings:
+    if not op_testing.settings:
         problems.append("no configuration to draw")
-    if not callable(station.make):
+    if not callable(op_testing.make):
         problems.append("no hypothesis strategy")
     return problems

@@ -31,10 +31,10 @@ from dsv4_ops.testing.strategies.calls import (
     Results,
     as_case,
     changed,
+    op_testing,
     primer,
     reference,
     sized_tensors,
-    station,
     stays_determined,
     with_sizes,
 )
@@ -77,12 +77,12 @@ def assert_contract(
 
 def check_cases(spec: OpSpec, device: str = "cpu") -> None:
     """The reference gives the hand-computed numbers."""
-    computed = [case for case in station(spec).cases() if case.expected is not None]
+    computed = [case for case in op_testing(spec).cases() if case.expected is not None]
     assert computed, f"{spec.name}: no case with a hand-computed result"
     for case in computed:
         assert case.expected is not None
         outcome = case.on(device).run(spec.op, spec.mutated)
-        if device != "cpu" and station(spec).precise is not None:
+        if device != "cpu" and op_testing(spec).precise is not None:
             _assert_outcome(f"{spec.name}, {case.name}", spec, case.on(device), outcome)
             continue
         values = tuple(result.tolist() for result in outcome)
@@ -96,7 +96,7 @@ def check_opcheck(spec: OpSpec, device: str = "cpu", *, traces: int | None = Non
     ``traces`` bounds how many calls AOT dispatch, which takes nearly all of the time, is asked
     of."""
     traced: set[tuple[Any, ...]] = set()
-    for case in station(spec).cases():
+    for case in op_testing(spec).cases():
         moved = case.on(device).copy()
         checks = _opchecks(moved.tensors)
         # check_compiled compares the results of every case
@@ -134,7 +134,7 @@ def _traced_as(case: Case) -> tuple[Any, ...]:
 def check_fake(spec: OpSpec, device: str = "cpu") -> None:
     """Fake results have the metadata of real ones: dense, strided, empty and size-1 inputs, plain
     and symbolic sizes."""
-    for case in station(spec).cases():
+    for case in op_testing(spec).cases():
         moved = case.on(device)
         for variant in (moved.copy(), moved.copy(strided_copy)):
             real = [
@@ -155,11 +155,11 @@ class CompiledOp:
     ) -> None:
         self.spec, self.device = spec, device
         self.layout = layout or torch.clone  # a view would be guarded on its base
-        self.settings = dict(station(spec).settings[0])
+        self.settings = dict(op_testing(spec).settings[0])
         self.call = with_sizes(spec, self.settings)
         torch._dynamo.reset()
         self.compiled = torch.compile(self.call, fullgraph=True, dynamic=True)
-        first = self._inputs(primer(station(spec), self.settings))
+        first = self._inputs(primer(op_testing(spec), self.settings))
         self.configured = self._configured(first)
         case = as_case(spec, self.settings, first)
         # sizes that happen to be equal in the first call must not be taken for one
@@ -197,7 +197,7 @@ class CompiledOp:
     def check_cases(self) -> None:
         """Every named case of the compiled configuration whose sizes torch.compile does not
         specialise on."""
-        for case in station(self.spec).cases():
+        for case in op_testing(self.spec).cases():
             same = all(self.settings[key] == case.settings.get(key) for key in self.settings)
             smallest = [0 if tensor is None else min(tensor.shape) for tensor in case.tensors]
             alike = self.configured == self._configured(sized_tensors(case))
@@ -216,7 +216,7 @@ class CompiledOp:
             verbosity=Verbosity.quiet,
             suppress_health_check=list(HealthCheck),
         )
-        @given(station(self.spec).strategy(settings=self.settings, min_size=2))
+        @given(op_testing(self.spec).strategy(settings=self.settings, min_size=2))
         def check(case: Case) -> None:
             self.check(case)
 
@@ -251,10 +251,10 @@ def check_fusion(spec: OpSpec, device: str = "cpu") -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(between, fullgraph=True, dynamic=True)
-    case = as_case(spec, dict(station(spec).settings[0]), inputs)
+    case = as_case(spec, dict(op_testing(spec).settings[0]), inputs)
     actual = compiled(*inputs)
     expected = reference(spec, case)
-    agreed = partial(assert_agrees, f"{spec.name}, fused", station(spec), case)
+    agreed = partial(assert_agrees, f"{spec.name}, fused", op_testing(spec), case)
     restored = []
     for left, right in zip(actual, expected, strict=True):
         if not right.is_floating_point():
@@ -273,7 +273,7 @@ def bound_call(
     keep: Callable[[Case], bool] | None = None,
 ) -> tuple[Callable[..., Any], Results]:
     """The public function as a function of tensors only, and tensors to call it with."""
-    testing = station(spec)
+    testing = op_testing(spec)
     settings = dict(testing.settings[0])
     case = primer(testing, settings, skip=skip, keep=keep).on(device)
     return with_sizes(spec, settings), tuple(tensor.clone() for tensor in sized_tensors(case))
@@ -290,7 +290,7 @@ def check_package(spec: OpSpec, device: str = "cpu") -> None:
         run = load_package(build_package(program, Path(folder) / f"{spec.name}.pt2"))
         for skip in range(5):
             _, other = bound_call(spec, device, skip=skip)
-            case = as_case(spec, dict(station(spec).settings[0]), other)
+            case = as_case(spec, dict(op_testing(spec).settings[0]), other)
             actual = _outcome(spec, run(*other), other)
             _assert_outcome(f"{spec.name}, packaged", spec, case, actual)
 
@@ -313,7 +313,7 @@ def check_cuda_graph(spec: OpSpec) -> None:
     for _ in range(3):
         for tensor in inputs:
             tensor.copy_(changed(spec, tensor))
-        case = as_case(spec, dict(station(spec).settings[0]), inputs)
+        case = as_case(spec, dict(op_testing(spec).settings[0]), inputs)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -350,7 +350,7 @@ def strided_copy(tensor: Tensor) -> Tensor:
 
 
 def _assert_outcome(what: str, spec: OpSpec, case: Case, actual: Results) -> None:
-    assert_agrees(what, station(spec), case, actual, reference(spec, case))
+    assert_agrees(what, op_testing(spec), case, actual, reference(spec, case))
 
 
 def _outcome(spec: OpSpec, result: Any, arguments: Sequence[Tensor]) -> Results:

@@ -29,18 +29,24 @@ def assert_same(what: str, actual: Any, expected: Any) -> None:
 
 
 def assert_agrees(
-    what: str, station: OpTesting, case: Case, actual: Sequence[Tensor], expected: Sequence[Tensor]
+    what: str,
+    op_testing: OpTesting,
+    case: Case,
+    actual: Sequence[Tensor],
+    expected: Sequence[Tensor],
 ) -> None:
     """``actual`` is what ``expected``, the outcome of the reference for ``case``, allows: equal, or
-    where ``station.precise`` says so within the budget of floats."""
-    if station.precise is None:
+    where ``op_testing.precise`` says so within the budget of floats."""
+    if op_testing.precise is None:
         assert_same(what, actual, expected)
         return
     for index, (left, right) in enumerate(zip(actual, expected, strict=True)):
         _assert_alike(what, index, left, right)
     case = case.copy()
-    read = station.readable or (lambda case, outcome: outcome)
-    pairs = zip(read(case, actual), read(case, expected), exact_results(station, case), strict=True)
+    read = op_testing.readable or (lambda case, outcome: outcome)
+    pairs = zip(
+        read(case, actual), read(case, expected), exact_results(op_testing, case), strict=True
+    )
     for index, (left, right, exact) in enumerate(pairs):
         if exact is None:
             _assert_equal(what, index, left, right)
@@ -48,20 +54,20 @@ def assert_agrees(
             _assert_within(what, index, left, right, exact)
 
 
-def assert_precise(what: str, station: OpTesting, case: Case, outcome: Sequence[Tensor]) -> None:
+def assert_precise(what: str, op_testing: OpTesting, case: Case, outcome: Sequence[Tensor]) -> None:
     """``outcome`` itself, of the reference, is within ROUNDINGS of float64."""
-    read = station.readable or (lambda case, outcome: outcome)
-    pairs = zip(read(case, outcome), exact_results(station, case), strict=True)
+    read = op_testing.readable or (lambda case, outcome: outcome)
+    pairs = zip(read(case, outcome), exact_results(op_testing, case), strict=True)
     for index, (result, exact) in enumerate(pairs):
         if exact is not None:
             perfect = exact.value.to(result.dtype)
             _assert_within(what, index, result, perfect, exact, ROUNDINGS)
 
 
-def exact_results(station: OpTesting, case: Case) -> tuple[Exact | None, ...]:
+def exact_results(op_testing: OpTesting, case: Case) -> tuple[Exact | None, ...]:
     """float64 results of ``case``, on the device of its tensors."""
-    assert station.precise is not None
-    return station.precise(*case.copy().tensors, **case.settings)
+    assert op_testing.precise is not None
+    return op_testing.precise(*case.copy().tensors, **case.settings)
 
 
 def equal(left: Tensor, right: Tensor) -> bool:

@@ -12,7 +12,7 @@ from dsv4_ops.core.gradient import INTEGERS, REFUSED
 from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.testing.case import Case, results
 from dsv4_ops.testing.contract.compare import assert_agrees
-from dsv4_ops.testing.strategies.calls import Results, reference, station
+from dsv4_ops.testing.strategies.calls import Results, op_testing, reference
 
 Call = Callable[..., Results]
 
@@ -21,7 +21,7 @@ def check_gradient(spec: OpSpec, device: str = "cpu") -> None:
     """An op without a derivative computes what it does for inputs that require gradients, and
     raises where one is asked for; it raises at once where a tensor that is written to would lose
     it."""
-    cases = [case for case in station(spec).cases() if any(map(_is_float, case.tensors))]
+    cases = [case for case in op_testing(spec).cases() if any(map(_is_float, case.tensors))]
     assert bool(cases) == (spec.gradient != INTEGERS), (
         f"{spec.name}: gradient is {spec.gradient!r}, of {len(cases)} cases with floats"
     )
@@ -39,7 +39,7 @@ def check_gradient(spec: OpSpec, device: str = "cpu") -> None:
         assert not any(given[place].requires_grad for place in written), f"{spec.name}: history"
         detached = tuple(result.detach() for result in outcome)
         assert_agrees(
-            f"{spec.name}, recorded", station(spec), case, detached, reference(spec, case)
+            f"{spec.name}, recorded", op_testing(spec), case, detached, reference(spec, case)
         )
         if not any(map(_is_float, outcome)):
             return  # whole numbers, as of an argmax

@@ -15,9 +15,9 @@ from dsv4_ops.testing.case import Case, OpTesting
 Results = tuple[Tensor, ...]
 
 
-def station(spec: OpSpec) -> OpTesting:
-    station: OpTesting = spec.implementation("testing")
-    return station
+def op_testing(spec: OpSpec) -> OpTesting:
+    op_testing: OpTesting = spec.implementation("testing")
+    return op_testing
 
 
 def changed(spec: OpSpec, tensor: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def changed(spec: OpSpec, tensor: Tensor) -> Tensor:
 
 def stays_determined(spec: OpSpec, case: Case) -> bool:
     """Whether a call has one outcome with other values too."""
-    determined = station(spec).determined
+    determined = op_testing(spec).determined
     if determined is None:
         return True
     tensors = tuple(None if each is None else changed(spec, each) for each in case.tensors)
@@ -81,7 +81,7 @@ def sized_tensors(case: Case) -> tuple[Tensor, ...]:
 
 
 def primer(
-    station: OpTesting,
+    op_testing: OpTesting,
     settings: dict[str, Any],
     *,
     skip: int = 0,
@@ -102,7 +102,7 @@ def primer(
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(station.strategy(settings=settings, min_size=2))
+    @given(op_testing.strategy(settings=settings, min_size=2))
     def collect(case: Case) -> None:
         drawn.append(case)
 

@@ -221,7 +221,7 @@ def test_a_kernel_that_needs_memory_is_refused(monkeypatch):
         class metadata:
             global_scratch_size, profile_scratch_size = 0, 64
 
-    monkeypatch.setattr(gluon.binary, "compiled", lambda *_: Made)
+    monkeypatch.setattr(gluon.compile, "compiled", lambda *_: Made)
     monkeypatch.setattr(gluon, "_binaries", {})
     with pytest.raises(RuntimeError, match="was compiled to need memory for itself"):
         gluon.binary_of(support.kernels().split, [Argument("i32")], {})

@@ -54,15 +54,15 @@ def find_rows(place, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
     PAGED: gl.constexpr = SIZES[5]
     column, in_window, end = _columns(place, block, FIRST)
     entry, step, length = place[1][3], place[1][4], place[1][5]
-    spot = column
+    offset = column
     if HAS_EXTRA:
         entry = gl.where(in_window, entry, place[2][3])
         step = gl.where(in_window, step, place[2][4])
         length = gl.where(in_window, length, place[2][5])
         if PAGED:
-            spot = gl.where(in_window, column, column // EXTRA_BLOCK_SIZE)
+            offset = gl.where(in_window, column, column // EXTRA_BLOCK_SIZE)
     wanted = column < gl.minimum(length, end)
-    return gl.load(entry + spot.to(gl.int64) * step, mask=wanted, other=-1)
+    return gl.load(entry + offset.to(gl.int64) * step, mask=wanted, other=-1)
 
 
 @gluon.jit
@@ -114,7 +114,7 @@ def attend_and_finish_left(
     barriers,
     blocks,
     attn_sink,
-    goals,
+    dsts,
     splits,
     heads,
     SCALE: gl.constexpr,
@@ -124,7 +124,7 @@ def attend_and_finish_left(
     split, else of a partial result."""
     if HAS_SINK:
         if splits == 1:
-            ask_sinks(exchange[1].index(0), attn_sink, goals[0][3], heads)
+            ask_sinks(exchange[1].index(0), attn_sink, dsts[0][3], heads)
             async_copy.commit_group()
     load_half_queries(queries.index(0), q, heads, 0, barriers[4])
     mbarrier.wait(barriers[4], 0)
@@ -137,7 +137,7 @@ def attend_and_finish_left(
             largest,
             total,
             blocks,
-            goals[0],
+            dsts[0],
             heads,
             queries.index(0),
             exchange,
@@ -146,7 +146,7 @@ def attend_and_finish_left(
         )
     else:
         part_left(
-            sums, largest, total, blocks, goals[1], heads, queries.index(0), exchange, barriers
+            sums, largest, total, blocks, dsts[1], heads, queries.index(0), exchange, barriers
         )
 
 
@@ -159,7 +159,7 @@ def attend_and_finish_right(
     exchange,
     barriers,
     blocks,
-    goals,
+    dsts,
     rotation,
     splits,
     heads,
@@ -175,10 +175,10 @@ def attend_and_finish_right(
     if splits == 1:
         turn = (cos_sin_cache, position, num_positions)
         finish_right(
-            sums, blocks, goals[0], turn, heads, queries.index(0), exchange, barriers, TURNED
+            sums, blocks, dsts[0], turn, heads, queries.index(0), exchange, barriers, TURNED
         )
     else:
-        part_right(sums, blocks, goals[1], heads, queries.index(0), exchange, barriers)
+        part_right(sums, blocks, dsts[1], heads, queries.index(0), exchange, barriers)
 
 
 @gluon.jit
@@ -266,7 +266,7 @@ def hopper_split_keys_kernel(
         real = (token >= 0) & (token < num_tokens) & (split >= 0) & (split < splits) & fits
         if not real:
             return
-        spot = first + split
+        offset = first + split
     elif CUTS:
         splits = gl.to_tensor(splits)  # a number that is known is a constant
         if by_lens > 0:
@@ -284,11 +284,11 @@ def hopper_split_keys_kernel(
             token, split, splits, first = cut_tokens(splits, joins)
         if token >= num_tokens:
             return
-        spot = gl.where(splits > 1, first + split, 0)
+        offset = gl.where(splits > 1, first + split, 0)
     else:
         token = (gl.program_id(0) // splits).to(gl.int64)
         split = gl.program_id(0) % splits
-        spot = gl.program_id(0)
+        offset = gl.program_id(0)
     swa_len = gl.load(swa_lens + token * swa_len_stride)
     swa_len = gl.minimum(gl.maximum(swa_len, 0), swa_width)
     extra_len = swa_len * 0
@@ -332,7 +332,7 @@ def hopper_split_keys_kernel(
     exchange = (factors, peaks)
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads
-    part = spot.to(gl.int64) * num_heads
+    part = offset.to(gl.int64) * num_heads
     heads = num_heads - first_head  # no more are read and written
     here = (q + token * q_stride + first_head.to(gl.int64) * q_head_stride, q_head_stride)
     left = (

@@ -34,8 +34,8 @@ def _store(target, stage, sums, factor, row, first_head, heads, FIRST: gl.conste
 def _store_rows(target, values, row, first_head, heads, part: gl.constexpr, FIRST: gl.constexpr):
     head = part * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, _OUT))
     dim = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, _OUT))
-    goal = target + (row + first_head + head)[:, None] * (2 * WIDTH) + dim[None, :]
-    gl.store(goal, gl.convert_layout(values, _OUT), mask=(head < heads)[:, None])
+    dst = target + (row + first_head + head)[:, None] * (2 * WIDTH) + dim[None, :]
+    gl.store(dst, gl.convert_layout(values, _OUT), mask=(head < heads)[:, None])
 
 
 @gluon.jit
@@ -113,11 +113,11 @@ def store_lse(lse, row, largest, total, heads):
 
 @gluon.jit
 def finish_left(
-    sums, largest, total, blocks, goal, heads, queries, exchange, barriers, HAS_SINK: gl.constexpr
+    sums, largest, total, blocks, dst, heads, queries, exchange, barriers, HAS_SINK: gl.constexpr
 ):
     """Results of a token whose keys were all here: the left half, and ``lse``, of as many heads.
     The queries are not needed any more: what is stored goes through their memory."""
-    out, lse, row, first_head = goal
+    out, lse, row, first_head = dst
     _full, _empty, weighed, taken, _asked = barriers
     if HAS_SINK:
         async_copy.wait_group(0)
@@ -133,10 +133,10 @@ def finish_left(
 
 @gluon.jit
 def finish_right(
-    sums, blocks, goal, rotation, heads, queries, exchange, barriers, TURNED: gl.constexpr
+    sums, blocks, dst, rotation, heads, queries, exchange, barriers, TURNED: gl.constexpr
 ):
     """The right half of the results, its last 64 values rotated back if TURNED."""
-    out, row, first_head = goal
+    out, row, first_head = dst
     _full, _empty, weighed, _taken, _asked = barriers
     mbarrier.wait(weighed, blocks & 1)
     stage = queries.slice(WIDTH, WIDTH, dim=1)
@@ -148,9 +148,9 @@ def finish_right(
 
 
 @gluon.jit
-def part_left(sums, largest, total, blocks, goal, heads, queries, exchange, barriers):
+def part_left(sums, largest, total, blocks, dst, heads, queries, exchange, barriers):
     """Partial results of a split: normalised, as multiples of the largest magnitude of the head."""
-    partial, partial_lse, partial_peak, row, first_head = goal
+    partial, partial_lse, partial_peak, row, first_head = dst
     _full, _empty, weighed, taken, _asked = barriers
     inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
     factor = gl.convert_layout(inverse, VALUE_ROW)
@@ -178,9 +178,9 @@ def part_left(sums, largest, total, blocks, goal, heads, queries, exchange, barr
 
 
 @gluon.jit
-def part_right(sums, blocks, goal, heads, queries, exchange, barriers):
+def part_right(sums, blocks, dst, heads, queries, exchange, barriers):
     """The right half of a partial result."""
-    partial, row, first_head = goal
+    partial, row, first_head = dst
     _full, _empty, weighed, taken, _asked = barriers
     mbarrier.wait(weighed, blocks & 1)
     factor = exchange[0].load(VALUE_ROW)

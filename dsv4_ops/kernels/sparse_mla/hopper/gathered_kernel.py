@@ -47,8 +47,8 @@ def _write_piece(out, stage, values, row, heads, FIRST: gl.constexpr):
     stage.store(values)
     head = gl.arange(0, HEADS, gl.SliceLayout(1, _WRITTEN))
     dim = FIRST + gl.arange(0, _PIECE, gl.SliceLayout(0, _WRITTEN))
-    goal = out + (row + head)[:, None] * (2 * WIDTH) + dim[None, :]
-    gl.store(goal, stage.load(_WRITTEN), mask=(head < heads)[:, None])
+    dst = out + (row + head)[:, None] * (2 * WIDTH) + dim[None, :]
+    gl.store(dst, stage.load(_WRITTEN), mask=(head < heads)[:, None])
 
 
 @gluon.jit
@@ -72,12 +72,12 @@ def _attend(
     lists,
     items,
     num_heads,
-    goal,
+    dst,
     shared,
     SCALE: gl.constexpr,
     HAS_SINK: gl.constexpr,
 ):
-    out, lse, max_logits = goal
+    out, lse, max_logits = dst
     asked, answered = shared[5][4], shared[5][5]
     sinks = shared[4][2]
     tiles = lists[3][2]
@@ -145,13 +145,13 @@ def hopper_gathered_keys_kernel(
     strides = (gl.to_tensor(indices_stride), gl.to_tensor(column_stride))
     counts = (lens, gl.to_tensor(len_stride), tiles)
     lists = (indices, strides, gl.to_tensor(width), counts)
-    goal = (out, lse, max_logits)
+    dst = (out, lse, max_logits)
     SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
     gl.warp_specialize(
         [
             (copy_items, (queries, rows, lists, items, shared, HAS_SINK)),
-            (_attend, (LEFT, queries, lists, items, num_heads, goal, shared, SCALE, HAS_SINK)),
-            (_attend, (RIGHT, queries, lists, items, num_heads, goal, shared, SCALE, HAS_SINK)),
+            (_attend, (LEFT, queries, lists, items, num_heads, dst, shared, SCALE, HAS_SINK)),
+            (_attend, (RIGHT, queries, lists, items, num_heads, dst, shared, SCALE, HAS_SINK)),
         ],
         [4, 4],
         [ATTENDING, ATTENDING],

@@ -49,9 +49,9 @@ def place_rows(place, block, FIRST: gl.constexpr, found, SIZES: gl.constexpr):
     _window_blocks, length, swa_len, first_block, stop = place[0]
     cache, page_stride, blocks, entry, step, columns = place[1]
     column, in_window = _columns(place, block, FIRST)
-    spot = (length - swa_len + column).to(gl.uint32)
+    offset = (length - swa_len + column).to(gl.uint32)
     wanted = in_window & (column < swa_len)
-    page_column, row = spot // SWA_BLOCK_SIZE, spot % SWA_BLOCK_SIZE
+    page_column, row = offset // SWA_BLOCK_SIZE, offset % SWA_BLOCK_SIZE
     block_size = gl.to_tensor(SWA_BLOCK_SIZE)
     if HAS_EXTRA:
         extra = place[2]

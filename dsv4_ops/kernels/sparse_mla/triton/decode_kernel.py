@@ -446,10 +446,10 @@ def split_keys_kernel(
         peak = tl.where(peak == float("inf"), 1.0, scale)  # beside infinite ones as they are
         inverse *= 1.0 / peak
         row = place.to(tl.int64) * num_heads + head
-        goal = partial + row[:, None] * HEAD_DIM
-        store_heads(goal, there, out0 * inverse, 0, EMULATE)
-        store_heads(goal, there, out1 * inverse, 256, EMULATE)
-        store_heads(goal, there, out2 * inverse, 384, EMULATE)
-        store_heads(goal, there, out3 * inverse, 448, EMULATE)
+        dst = partial + row[:, None] * HEAD_DIM
+        store_heads(dst, there, out0 * inverse, 0, EMULATE)
+        store_heads(dst, there, out1 * inverse, 256, EMULATE)
+        store_heads(dst, there, out2 * inverse, 384, EMULATE)
+        store_heads(dst, there, out3 * inverse, 448, EMULATE)
         tl.store(partial_lse + row, log2_total, mask=there)
         tl.store(partial_peak + row, tl.zeros_like(log2_total) + peak, mask=there)
