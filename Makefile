@@ -1,8 +1,10 @@
+# make check  errors, numbers by hand, oracles, fakes, the smallest kernels interpreted; a minute
 # make test  what a change must pass, and CI runs       make lint  formatting, types, import rule
 # make test-all  nightly: every example, package and variant, 20000 drawn calls per op; hours
-# make venv  the environment that both need
+# make docs  the site of docs/ into build/site; fails at any warning
+# make venv  the environment that all of them need
 # make demo  stock Hugging Face beside ours on a small DeepSeek-V4, measured here; minutes
-# make figures  README, docs/performance.md and plots, written anew from the rows in benchmarks/
+# make figures  figures of README and docs/, and plots, written anew from the rows in benchmarks/
 # make kernels  registers and spills of every kernel, from its sm_90 cubin; fails if any spills
 # make test-gpu PART=1/3  a third of the GPU suite in at most 9 minutes, with the Python that has torch
 # make smoke  the newest torch, Triton and transformers on the CPU: kernels, six ops, a model's step
@@ -32,7 +34,15 @@ DEV_STAMP := $(VENV)/.installed-dev
 # Inductor's pool of compile workers costs more than it saves on small graphs
 export TORCHINDUCTOR_COMPILE_THREADS = 1
 
-.PHONY: test test-all test-gpu smoke demo figures lint kernels venv
+.PHONY: check users-flags test test-all test-gpu smoke demo figures lint docs kernels venv
+
+check: export DSV4_OPS_EXAMPLES ?= 50
+check: $(TEST_STAMP)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal -m check tests/ops/test_contract.py tests/ops/test_errors.py tests/kernels/interpreter/test_kernels.py $(PYTEST_ARGS)
+
+# -O3 as users get it, not the -O2 of the tests' processes; no other cache has this code
+users-flags: $(TEST_STAMP)
+	DSV4_OPS_USERS_FLAGS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 2 tests/ops/test_contract.py -k 'compiled_equals and (token_map or quantize_and_insert_k_cache or sinkhorn) and not functional'
 
 test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
@@ -60,6 +70,10 @@ lint: $(DEV_STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/words.py
+
+# the variable silences an announcement of mkdocs-material about a later mkdocs
+docs: $(DEV_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 kernels: $(TEST_STAMP)
 	$(BIN)/python -m dsv4_ops kernels

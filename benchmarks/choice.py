@@ -1,5 +1,5 @@
-"""Ours beside the libraries, adapters and all: where the table of ``impl="auto"`` comes from
-(``dispatch/crossovers.py``). Run it on the GPU as ``python -m benchmarks.choice``; what finds the
+"""Ours beside the libraries, adapters and all: where ``impl="auto"`` takes a library (``is_faster``
+in ``dispatch/choice.py``). Run it on the GPU as ``python -m benchmarks.choice``; what finds the
 libraries is in ``dsv4_ops.dispatch.providers``."""
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def device_us(op: str, impl: str, sets: list[Like], *, planned: bool = False) ->
     """Microseconds of a call in a CUDA graph over rotating inputs."""
     run = OPS[op].reference
     if impl != "reference":
-        run = functools.partial(OPS[op].launcher(impl), lambda kernel: kernel)
+        from dsv4_ops.kernels.launcher import EAGER  # imports triton
+
+        run = functools.partial(OPS[op].launcher(impl), EAGER)
     changed = {"plan": None} if "plan" in sets[0] and not planned else {}
     calls = [functools.partial(run, **{**made, **changed}) for made in sets]
     return Capture(calls).device_us().median

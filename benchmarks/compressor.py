@@ -1,4 +1,4 @@
-"""``bench compressor``: states saved and windows compressed, beside their floor."""
+"""Benchmark the compressor, saved states and compressed windows, against its roofline."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""``bench indexer``: the lightning indexer in decode, beside its floor and DeepGEMM with
-``torch.topk``."""
+"""Benchmark the indexer in decode against its roofline, and DeepGEMM with ``torch.topk``."""
 
 from __future__ import annotations
 
@@ -15,7 +14,13 @@ from benchmarks.baselines import deep_gemm, vllm_metadata
 from benchmarks.cases.indexer_cases import indexer_cases
 from benchmarks.cases.token_check import Tolerance, outside
 from benchmarks.harness import report
-from benchmarks.harness.measure import FLOP_PER_US, ComputeBench, floor_notes, notes_of, run_cases
+from benchmarks.harness.measure import (
+    FLOP_PER_US,
+    ComputeBench,
+    notes_of,
+    roofline_notes,
+    run_cases,
+)
 from benchmarks.harness.options import add_cases
 from benchmarks.harness.plot import indexer_panels, try_plot
 from benchmarks.harness.report import Report
@@ -29,7 +34,7 @@ LOGITS = Tolerance(torch.inf, 0.0, 5e-6)
 """The tolerance of DeepGEMM's own tests."""
 
 SHARED = 0.99
-"""Share of the selected rows that the anchor selects too: FP8 products are
+"""Share of the selected rows that the baseline selects too: FP8 products are
 rounded, and which of two close scores is larger depends on it."""
 
 _SMOKE_CASES = ("select",)
@@ -66,7 +71,7 @@ class Bench(ComputeBench[IndexerRow]):
     def load(self, folder: Path) -> Any:
         return deep_gemm.load(folder)
 
-    def compare_anchor(
+    def compare_baseline(
         self,
         row: IndexerRow,
         theirs: Sequence[Tensor],
@@ -75,15 +80,15 @@ class Bench(ComputeBench[IndexerRow]):
     ) -> None:
         if row.case == "logits":
             found = outside("logits", theirs[0], ours[0], LOGITS)
-            row.anchor_max_diff = float((theirs[0].double() - ours[0].double()).abs().max())
+            row.baseline_max_diff = float((theirs[0].double() - ours[0].double()).abs().max())
         else:
             found = _not_shared(theirs[0], ours[0])
-        row.anchor_agrees = found is None
-        row.anchor_note = "; ".join(text for text in (row.anchor_note, found) if text) or None
+        row.baseline_agrees = found is None
+        row.baseline_note = "; ".join(text for text in (row.baseline_note, found) if text) or None
 
 
 def _not_shared(theirs: Tensor, ours: Tensor) -> str | None:
-    """How many of our rows the anchor does not select."""
+    """How many of our rows the baseline does not select."""
     there = ours >= 0
     found = (ours[:, :, None] == theirs[:, None].int()).any(-1) & there
     shared, total = int(found.sum()), int(there.sum())
@@ -101,7 +106,7 @@ def finish(
         "that the reference has against float64, or that the FP8 matrix unit allows"
     )
     columns = COMPUTE_CUDA_COLUMNS if cuda else COMPUTE_CPU_COLUMNS
-    notes = floor_notes(output.rows, Bench.flop_per_us, *_NOTES)
+    notes = roofline_notes(output.rows, Bench.flop_per_us, *_NOTES)
     notes += notes_of(output.rows, left_out)
     output.write_text(report.text(title, output, report.table(measured, columns), *notes))
     if with_plot:
@@ -112,8 +117,8 @@ def finish(
 
 _NOTES = (
     "Shapes are requests x context; 4 tokens are one row.",
-    f"anchor: {vllm_metadata.VERSION}'s DeepGEMM on the same inputs, its plan made before: logits; "
-    "of select, logits and torch.topk of them.",
-    "anchor_agrees: its logits are ours within the tolerance of its own tests; of our selected "
+    f"baseline: {vllm_metadata.VERSION}'s DeepGEMM on the same inputs, its plan made before: "
+    "logits; of select, logits and torch.topk of them.",
+    "baseline_agrees: its logits are ours within the tolerance of its own tests; of our selected "
     f"rows it selects {SHARED:.0%}.",
 )

@@ -1,4 +1,4 @@
-"""``bench kv_cache``: inserts, gathers and sparse indices beside their floor and vLLM's kernels."""
+"""Benchmark inserts, gathers and sparse indices against their roofline and vLLM."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ class Bench(OpBench[CacheRow]):
 
     def set_limits(self, row: CacheRow, work: Work, copies: Copies, us: float) -> None:
         row.copy_us = copies.us(work.moved_bytes)
-        row.floor_us = work.moved_bytes / copies.bytes_per_us
+        row.roofline_us = work.moved_bytes / copies.bytes_per_us
         row.pct_of_copy = 100 * row.copy_us / us
-        row.pct_of_bandwidth = 100 * row.floor_us / us
+        row.pct_of_bandwidth = 100 * row.roofline_us / us
 
-    def compare_anchor(
+    def compare_baseline(
         self,
         row: CacheRow,
         theirs: Sequence[Tensor],
@@ -107,9 +107,9 @@ class Bench(OpBench[CacheRow]):
         expected: Sequence[Tensor],
     ) -> None:
         wrong = differing_bytes(theirs, expected)
-        row.anchor_exact = wrong == 0
+        row.baseline_exact = wrong == 0
         if wrong:
-            row.anchor_note = f"{wrong} of {sum(item.nbytes for item in expected)} bytes differ"
+            row.baseline_note = f"{wrong} of {sum(item.nbytes for item in expected)} bytes differ"
 
 
 def finish(
@@ -120,7 +120,7 @@ def finish(
     measured = [row for row in output.rows if row.error is None]
     title = "Cache ops, microseconds; every result was checked byte for byte before timing"
     columns = CACHE_CUDA_COLUMNS if cuda else CACHE_CPU_COLUMNS
-    notes = [*copy_notes(output.rows, _ANCHOR), *notes_of(output.rows, left_out)]
+    notes = [*copy_notes(output.rows, _BASELINE), *notes_of(output.rows, left_out)]
     output.write_text(report.text(title, output, report.table(measured, columns), *notes))
     if with_plot:
         title = f"Cache ops · {output.stamp['device']}"
@@ -128,13 +128,13 @@ def finish(
         try_plot(panels, output.path(".png"), title=title, ylabel="microseconds per call")
 
 
-_ANCHOR = (
-    f"anchor: {vllm_metadata.VERSION}'s kernel on the same inputs; times_faster = anchor_us / "
+_BASELINE = (
+    f"baseline: {vllm_metadata.VERSION}'s kernel on the same inputs; times_faster = baseline_us / "
     "compiled_us.\n"
 )
 
 
-def copy_notes(rows: Sequence[CacheRow], anchor: str = "") -> list[str]:
+def copy_notes(rows: Sequence[CacheRow], baseline: str = "") -> list[str]:
     """What the columns of measured rows mean."""
     bandwidth = next((row.bandwidth_gbs for row in rows if row.bandwidth_gbs), None)
     if bandwidth is None:
@@ -142,8 +142,8 @@ def copy_notes(rows: Sequence[CacheRow], anchor: str = "") -> list[str]:
     return [
         "Device time per call in a CUDA graph over rotating inputs, L2 emptied before each "
         "replay.\n"
-        f"floor: bytes that must move / {bandwidth:.0f} GB/s, a copy of 256 MiB here. copy: "
+        f"roofline: bytes that must move / {bandwidth:.0f} GB/s, a copy of 256 MiB here. copy: "
         "the faster of a memcpy and a kernel that moves as many bytes.\n"
-        f"{anchor}"
+        f"{baseline}"
         "host: Python time of a call outside of a graph. kernels: what a compiled call runs."
     ]

@@ -1,4 +1,4 @@
-"""``bench layer``: an attention layer between its projections, one decode step as a CUDA graph."""
+"""Benchmark an attention layer in decode against its roofline and the baselines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.baselines.layer import AnchorStages, Libraries, anchor_calls, load, note
+from benchmarks.baselines.layer import BaselineStages, Libraries, baseline_calls, load, note
 from benchmarks.baselines.vllm_metadata import VERSION as VLLM
 from benchmarks.cases.layer_cases import (
     FLASH,
@@ -25,7 +25,7 @@ from benchmarks.cases.layer_cases import (
 from benchmarks.cases.layer_check import compare
 from benchmarks.cases.layer_stages import Results, our_stages
 from benchmarks.harness import report
-from benchmarks.harness.measure import ComputeBench, floor_notes, notes_of, run_cases
+from benchmarks.harness.measure import ComputeBench, notes_of, roofline_notes, run_cases
 from benchmarks.harness.memory import Copies
 from benchmarks.harness.options import add_cases
 from benchmarks.harness.plot import layer_panels, try_plot
@@ -71,14 +71,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 class Bench(ComputeBench[LayerRow]):
-    """The layer and its stages; the anchors stage by stage and in sequence."""
+    """The layer and its stages; the baselines stage by stage and in sequence."""
 
     row_type = LayerRow
 
     def load(self, folder: Path) -> Libraries:
         return load(folder)
 
-    def compare_anchor(
+    def compare_baseline(
         self,
         row: LayerRow,
         theirs: Sequence[Tensor],
@@ -86,7 +86,7 @@ class Bench(ComputeBench[LayerRow]):
         expected: Sequence[Tensor],
     ) -> None:
         """Of the attention; ``layer_check`` compares the stages."""
-        row.anchor_max_diff = float((theirs[0].double() - ours[0].double()).abs().max())
+        row.baseline_max_diff = float((theirs[0].double() - ours[0].double()).abs().max())
 
     def _time_cuda(
         self,
@@ -110,7 +110,7 @@ class Bench(ComputeBench[LayerRow]):
         for name, calls in by_stage.items():
             row.stages[name] = self.graph_us(calls)
 
-    def _time_anchor(
+    def _time_baseline(
         self,
         row: LayerRow,
         work: Work,
@@ -118,44 +118,44 @@ class Bench(ComputeBench[LayerRow]):
         ours: Sequence[Tensor],
         expected: Sequence[Tensor],
     ) -> None:
-        row.anchor_error = self.anchor_error
+        row.baseline_error = self.baseline_error
         if self.modules is None:
             return
         assert isinstance(work, LayerWork)
-        row.anchor_note = note(self.modules, work.kind)
+        row.baseline_note = note(self.modules, work.kind)
         try:
-            self._run_anchors(row, work)
+            self._run_baselines(row, work)
         except Exception as error:  # a broken baseline is a row, not the end of the run
-            row.anchor_error = one_line(error)
+            row.baseline_error = one_line(error)
 
-    def _run_anchors(self, row: LayerRow, work: LayerWork) -> None:
+    def _run_baselines(self, row: LayerRow, work: LayerWork) -> None:
         results: list[Results] = [our_stages(work.kind, work.spec, args)[1] for args in work.sets]
         sets = [
-            AnchorStages(self.modules, work.kind, work.spec, args, mine)
+            BaselineStages(self.modules, work.kind, work.spec, args, mine)
             for args, mine in zip(work.sets, results, strict=True)
         ]
-        stages, errors = anchor_calls(sets)
+        stages, errors = baseline_calls(sets)
         if errors:
-            row.anchor_error = "; ".join(errors)
+            row.baseline_error = "; ".join(errors)
         found = compare(sets[0], {name: calls[0] for name, calls in stages.items()})
-        row.anchor_note = "; ".join([str(row.anchor_note), *found.wrong, *found.notes])
+        row.baseline_note = "; ".join([str(row.baseline_note), *found.wrong, *found.notes])
         if sets[0].out is not None:
-            row.anchor_agrees = not found.wrong
-            self.compare_anchor(row, [sets[0].out], [results[0].out], [])
+            row.baseline_agrees = not found.wrong
+            self.compare_baseline(row, [sets[0].out], [results[0].out], [])
         elif found.wrong:
-            row.anchor_agrees = False
+            row.baseline_agrees = False
         if self.cold is None:
             return
         for name, calls in stages.items():
-            row.anchor_stages[name] = self.graph_us(calls)
+            row.baseline_stages[name] = self.graph_us(calls)
         if errors:
             return
         order = [[calls[place] for calls in stages.values()] for place in range(len(sets))]
         sequence = [functools.partial(_in_turn, calls) for calls in order]
-        row.anchor_us = self.graph_us(sequence)
-        row.anchor_host_us = host_us(sequence[0]).median
+        row.baseline_us = self.graph_us(sequence)
+        row.baseline_host_us = host_us(sequence[0]).median
         if row.compiled_us:
-            row.times_faster = row.anchor_us / row.compiled_us
+            row.times_faster = row.baseline_us / row.compiled_us
 
 
 def _in_turn(calls: Sequence[Callable[[], Any]]) -> Any:
@@ -175,15 +175,15 @@ def finish(
         "tests"
     )
     columns = COMPUTE_CUDA_COLUMNS if cuda else COMPUTE_CPU_COLUMNS
-    shown = [replace(row, stages=_words(row.stages), anchor_stages=_words(row.anchor_stages))
+    shown = [replace(row, stages=_words(row.stages), baseline_stages=_words(row.baseline_stages))
              for row in measured]  # fmt: skip
     notes = [
-        *floor_notes(output.rows, Bench.flop_per_us, *_NOTES),
+        *roofline_notes(output.rows, Bench.flop_per_us, *_NOTES),
         *notes_of(output.rows, left_out),
     ]
     parts = [report.table(shown, columns)]
     if cuda:
-        parts.append(report.table(shown, ("case", "shape", "variant", "stages", "anchor_stages")))
+        parts.append(report.table(shown, ("case", "shape", "variant", "stages", "baseline_stages")))
     output.write_text(report.text(title, output, *parts, *notes))
     if with_plot:
         title = f"Attention layer, decode · {output.stamp['device']}"
@@ -202,9 +202,9 @@ _NOTES = (
     "planned: the plan that the step makes once for all its C128 layers was made before.",
     "FLOP of the indexer's FP8 products count half.",
     "stages: each alone in a graph of its own; together they have more launches, and no overlap.",
-    f"anchor: the same step by the kernels of {VLLM}, its FlashMLA and DeepGEMM, and "
+    f"baseline: the same step by the kernels of {VLLM}, its FlashMLA and DeepGEMM, and "
     "torch.topk, one behind the other on one stream, where vLLM overlaps the compressors and the "
-    "indexer with the rest; plans made before. What else it does otherwise: anchor_note.",
-    "anchor_agrees: all stages left what ours leave: the same bytes in caches, or no value over a "
-    "step of its code away; attention within the tolerances of FlashMLA's own tests.",
+    "indexer with the rest; plans made before. What else it does otherwise: baseline_note.",
+    "baseline_agrees: all stages left what ours leave: the same bytes in caches, or no value over "
+    "a step of its code away; attention within the tolerances of FlashMLA's own tests.",
 )

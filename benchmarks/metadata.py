@@ -1,4 +1,4 @@
-"""``bench metadata``: a decode step's metadata beside its floor, eager PyTorch and vLLM."""
+"""Benchmark decode metadata against its roofline, eager PyTorch and vLLM."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from dsv4_ops.attention.metadata import (
 Builder = Callable[..., DecodeMetadata]
 
 BYTES_PER_US = 4.3e6
-"""Copy bandwidth measured on an H200, reads plus writes: what ``floor_us`` divides by."""
+"""Copy bandwidth measured on an H200, reads plus writes: what ``roofline_us`` divides by."""
 
 _CONTEXTS = (1024, 16384, 131072, 1048576)
 _CONTEXT_REQUESTS = 128
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
         options.out, "metadata", report.stamp(plan.device, options.command)
     )
     with torch.no_grad(), _compiler_settings(tuned=options.tuned):
-        bench = Bench(plan, options.anchor)
+        bench = Bench(plan, options.baseline)
         for case in report.progress(plan.cases, "metadata"):
             output.add(bench.measure(case))
     finish(output, plan, with_plot=not options.no_plot)
@@ -185,19 +185,19 @@ def poison(metadata: DecodeMetadata) -> None:
 class Bench:
     """The compiled functions of a run and the measurement of one case."""
 
-    def __init__(self, plan: Plan, anchor: Path | None) -> None:
+    def __init__(self, plan: Plan, baseline: Path | None) -> None:
         self.plan, self.spec, self.device = plan, plan.spec, plan.device
         self.cuda = plan.device.type == "cuda"
         self.eager = eager_builder(plan.spec)
         self.compiled = compiled_builder(plan.spec)
         self.captured = compiled_builder(plan.spec, "reduce-overhead") if self.cuda else None
         self.modules: Any = None
-        self.anchor_error: str | None = None
-        if anchor is not None:
+        self.baseline_error: str | None = None
+        if baseline is not None:
             try:
-                self.modules = vllm_metadata.load(anchor)
+                self.modules = vllm_metadata.load(baseline)
             except Exception as error:
-                self.anchor_error = one_line(error)
+                self.baseline_error = one_line(error)
         self._compile()
 
     def _compile(self) -> None:
@@ -236,7 +236,7 @@ class Bench:
             self._time_cuda(row, batches, expected, case, step_bytes)
         else:
             self._time_cpu(row, first)
-        self._time_anchor(row, batches, expected)
+        self._time_baseline(row, batches, expected)
         return row
 
     def _check_compiled(self, batch: Batch, expected: DecodeMetadata, case: Case) -> None:
@@ -268,8 +268,8 @@ class Bench:
         row.host_us, row.host_us_range = host.median, [host.low, host.high]
         device = self._device_us(batches, case)
         row.device_us, row.device_us_range = device.median, [device.low, device.high]
-        row.floor_us = step_bytes / BYTES_PER_US
-        row.pct_of_floor = 100 * row.floor_us / device.median
+        row.roofline_us = step_bytes / BYTES_PER_US
+        row.pct_of_roofline = 100 * row.roofline_us / device.median
         eager = wall_us(lambda: self.eager(*arguments), self.device, budget_s=0.1)
         row.eager_us, row.eager_speedup = eager.median, eager.median / (host.median + device.median)
 
@@ -302,10 +302,10 @@ class Bench:
         for call, output in enumerate(capture.outputs):
             check("CUDA graph replay", output, expected[call % len(expected)], case)
 
-    def _time_anchor(
+    def _time_baseline(
         self, row: MetadataRow, batches: Sequence[Batch], expected: DecodeMetadata
     ) -> None:
-        row.anchor_error = self.anchor_error
+        row.baseline_error = self.baseline_error
         if self.modules is None:
             return
         try:
@@ -313,19 +313,24 @@ class Bench:
                 self.modules, self.spec, batches, expected, captured_calls(len(batches))
             )
         except Exception as error:  # a broken baseline is a row, not the end of the run
-            row.anchor_exact = False if isinstance(error, vllm_metadata.AnchorMismatch) else None
-            row.anchor_error = one_line(error)
+            row.baseline_exact = (
+                False if isinstance(error, vllm_metadata.BaselineMismatch) else None
+            )
+            row.baseline_error = one_line(error)
             return
-        row.anchor_exact, row.anchor_note = True, result.note
+        row.baseline_exact, row.baseline_note = True, result.note
         if result.device_us is None or result.host_us is None:
             return
-        row.anchor_kernels = len(result.activities)
-        row.anchor_activities = [list(item) for item in result.activities]
-        row.anchor_device_us, row.anchor_host_us = result.device_us.median, result.host_us.median
+        row.baseline_kernels = len(result.activities)
+        row.baseline_activities = [list(item) for item in result.activities]
+        row.baseline_device_us, row.baseline_host_us = (
+            result.device_us.median,
+            result.host_us.median,
+        )
         assert row.device_us is not None
         assert row.host_us is not None
         assert row.call_us is not None
-        theirs = row.anchor_device_us + row.anchor_host_us
+        theirs = row.baseline_device_us + row.baseline_host_us
         row.speedup = theirs / (row.device_us + row.host_us)
         row.call_speedup = theirs / (row.device_us + row.call_us)
 
@@ -370,11 +375,11 @@ def finish(output: Report[MetadataRow], plan: Plan, *, with_plot: bool) -> None:
 
 def _notes(rows: Sequence[MetadataRow]) -> list[str]:
     notes = []
-    if any(row.anchor_device_us is not None for row in rows):
+    if any(row.baseline_device_us is not None for row in rows):
         notes.append(
-            f"anchor: {VLLM}'s builder sequence; for next_n = 4 it also expands the\n"
+            f"baseline: {VLLM}'s builder sequence; for next_n = 4 it also expands the\n"
             "indexer's block table, which ours does not need. kernels count copies and fills.\n"
-            "speedup = (anchor host + device) / (ours host + device), ours as a CUDA graph replay."
+            "speedup = (baseline host + device) / (ours host + device), ours a CUDA graph replay."
         )
-    notes += sorted({row.anchor_note for row in rows if row.anchor_note})
+    notes += sorted({row.baseline_note for row in rows if row.baseline_note})
     return notes

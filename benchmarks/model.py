@@ -1,4 +1,4 @@
-"""``bench model``: a decode step of a whole model, Hugging Face's own and patched."""
+"""Benchmark a decode step of a whole model, Hugging Face's own and patched."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STOCK_STEPS = 5
 COLUMNS = (
     "batch", "context", "stock_ms", "stock_busy_ms", "stock_kernels", "stock_compiled_ms",
     "eager_ms", "step_ms", "busy_ms", "kernels", "kernels_per_layer", "times_faster",
-    "metadata_us", "metadata_pct", "floor_ms", "pct_of_floor", "stock_error", "error",
+    "metadata_us", "metadata_pct", "roofline_ms", "pct_of_roofline", "stock_error", "error",
 )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def _row(model: Any, batch: int, context: int) -> ModelRow:
         context=context,
         layers=len(model.model.layers),
         weights_gb=weights / 1e9,
-        floor_ms=(weights - embeddings) / _BYTES_PER_US / 1e3,
+        roofline_ms=(weights - embeddings) / _BYTES_PER_US / 1e3,
     )
 
 
@@ -179,7 +179,7 @@ def _measure_patched(rows: Sequence[ModelRow], model: Any) -> None:
         if row.stock_ms:
             row.times_faster = row.stock_ms / row.step_ms
         row.metadata_pct = 100 * row.metadata_us / 1e3 / row.step_ms
-        row.pct_of_floor = 100 * (row.floor_ms or 0.0) / row.step_ms
+        row.pct_of_roofline = 100 * (row.roofline_ms or 0.0) / row.step_ms
 
 
 def _bound(function: Callable[..., Any], *args: Any, **settings: Any) -> Callable[[], Any]:

@@ -26,7 +26,7 @@ GROUP = "packages"
 
 _TOKENS = "tokens"
 _MOST_TOKENS = 8192
-_GATHERED_BEFORE = "anchor_us is FlashMLA alone, over bf16 rows gathered before"
+_GATHERED_BEFORE = "baseline_us is FlashMLA alone, over bf16 rows gathered before"
 
 Dims = Mapping[int, str]
 """Dimensions of an argument that a package takes in any size, by number; equal names are one."""
@@ -43,14 +43,14 @@ class Form:
         case: The case of so many tokens.
         dims: Of every argument.
         exported: Tokens that it is exported with.
-        anchor_note: What the anchor leaves out.
+        baseline_note: What the baseline leaves out.
     """
 
     name: str
     case: Callable[[int], Case]
     dims: Sequence[Dims]
     exported: int
-    anchor_note: str | None = None
+    baseline_note: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def package_work(
     """The same inputs and calls."""
     work = build(device)
     same = {field.name: getattr(work, field.name) for field in dataclasses.fields(Work)}
-    return PackageWork(**{**same, "anchor_note": form.anchor_note}, form=form)
+    return PackageWork(**{**same, "baseline_note": form.baseline_note}, form=form)
 
 
 class Packages:

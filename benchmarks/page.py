@@ -1,4 +1,4 @@
-"""Figures of ``README.md`` and ``docs/performance.md``, written from the stored rows:
+"""Figures of ``README.md`` and of pages of ``docs/``, written from the stored rows:
 
     python -m benchmarks.page [--check]
 
@@ -26,10 +26,13 @@ from benchmarks.harness.stored import Row, Stored
 from benchmarks.harness.tables import TABLES, Table
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/performance.md")
+PAGES = ("README.md", "docs/performance.md", "docs/limits.md")
 _FIGURE = re.compile(r"(<!-- = (\w+) -->)(.*?)(<!-- / -->)", re.S)
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- /table -->)", re.S)
 
+
+_RENAMED = (("python -m dsv4_ops bench", "python -m benchmarks"), ("--anchor ", "--baseline "))
+"""What stored commands were called, and are now."""
 
 _CALL, _STEP = "microseconds per call", "microseconds per step"
 PLOTS: dict[str, tuple[Callable[..., list[plot.Panel]], str, str]] = {
@@ -89,8 +92,10 @@ def markdown(table: Table, rows: Iterable[Row]) -> str:
 
 
 def _today(command: str) -> str:
-    """The command of a row, as it is called since benchmarks are outside the package."""
-    return command.replace("python -m dsv4_ops bench", "python -m benchmarks")
+    """The command of a row with the names of today."""
+    for before, now in _RENAMED:
+        command = command.replace(before, now)
+    return command
 
 
 def _origins(rows: Sequence[Row]) -> list[str]:

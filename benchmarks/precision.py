@@ -1,4 +1,4 @@
-"""``bench precision``: what each mode of a patched model costs, against float32 Hugging Face."""
+"""Measure the logit error of every mode of a patched model against float32 Hugging Face."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ from typing import Any
 BENCHES = {
     "metadata": "decode metadata of one step: compiled, eager, and beside vLLM's builders",
     "kv_cache": "cache inserts, gathers and sparse indices: compiled, eager, and beside vLLM's",
-    "sparse_mla": "sparse attention, decode and prefill: beside its floor and FlashMLA",
-    "indexer": "the lightning indexer, decode: beside its floor and DeepGEMM",
-    "compressor": "the KV compressor, decode and prefill: beside its floor",
+    "sparse_mla": "sparse attention, decode and prefill: against its roofline and FlashMLA",
+    "indexer": "the lightning indexer, decode: against its roofline and DeepGEMM",
+    "compressor": "the KV compressor, decode and prefill: against its roofline",
     "model": "a decode step of a whole model: patched, and Hugging Face's own",
-    "layer": "an attention layer between its projections, decode: beside its floor and baselines",
+    "layer": "an attention layer, decode: against its roofline and baselines",
     "precision": "logits of every mode of a patched model: beside float32 Hugging Face's",
 }
 """Name of a benchmark, a module with ``add_options`` and ``run``, and what it measures."""
@@ -55,18 +55,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _recorded(arguments: Sequence[str]) -> list[str]:
-    """Arguments as the rows keep them: without ``--out``, and of ``--anchor`` only the name of the
-    folder. Rows are published; where a machine keeps its files is not."""
+    """Arguments as the rows keep them: without ``--out``, and of ``--baseline`` only the folder's
+    name. Rows are published; where a machine keeps its files is not."""
     kept: list[str] = []
     rest = iter(arguments)
     for argument in rest:
         option, equals, value = argument.partition("=")
-        if not _abbreviates(option, "--out", "--anchor"):
+        if not _abbreviates(option, "--out", "--baseline"):
             kept.append(argument)
             continue
         value = value if equals else next(rest)
-        if _abbreviates(option, "--anchor"):
-            kept += ["--anchor", PurePath(value).name or "."]
+        if _abbreviates(option, "--baseline"):
+            kept += ["--baseline", PurePath(value).name or "."]
     return kept
 
 

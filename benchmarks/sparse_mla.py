@@ -1,4 +1,4 @@
-"""``bench sparse_mla``: sparse attention beside its floor and FlashMLA."""
+"""Benchmark sparse attention against its roofline and FlashMLA."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from benchmarks.cases.gathered_cases import ROWS, gathered_cases
 from benchmarks.cases.prefill_cases import PREFIX, dense_cases, selecting_cases
 from benchmarks.cases.token_check import Tolerance, outside
 from benchmarks.harness import report
-from benchmarks.harness.measure import floor_notes, notes_of, run_cases
+from benchmarks.harness.measure import notes_of, roofline_notes, run_cases
 from benchmarks.harness.options import add_cases
 from benchmarks.harness.plot import mla_panels, try_plot
 from benchmarks.harness.report import Report, one_line
@@ -146,7 +146,7 @@ class Bench(WaysBench):
             self.cache = error
         return flash_mla.load(folder)
 
-    def compare_anchor(
+    def compare_baseline(
         self,
         row: SparseMlaRow,
         theirs: Sequence[Tensor],
@@ -157,13 +157,13 @@ class Bench(WaysBench):
         out = PREFILL_OUT if kind in ("prefill", "gathered") else DECODE_OUT
         pairs = zip(("out", "lse"), theirs, ours, (out, DECODE_LSE), strict=False)
         found = [text for pair in pairs if (text := outside(*pair))]
-        row.anchor_agrees = not found
+        row.baseline_agrees = not found
         if theirs[0].shape == ours[0].shape:
-            row.anchor_max_diff = float((theirs[0].double() - ours[0].double()).abs().max())
-        notes = [row.anchor_note, *found] if row.anchor_note else found
-        row.anchor_note = "; ".join(notes) or None
+            row.baseline_max_diff = float((theirs[0].double() - ours[0].double()).abs().max())
+        notes = [row.baseline_note, *found] if row.baseline_note else found
+        row.baseline_note = "; ".join(notes) or None
 
-    def _time_anchor(
+    def _time_baseline(
         self,
         row: SparseMlaRow,
         work: Work,
@@ -171,15 +171,15 @@ class Bench(WaysBench):
         ours: Sequence[Tensor],
         expected: Sequence[Tensor],
     ) -> None:
-        super()._time_anchor(row, work, written, ours, expected)
+        super()._time_baseline(row, work, written, ours, expected)
         if self.modules is None or not isinstance(work, PrefillWork):
             return
         for name, part in (("whole", self._time_whole), (_OURS_WITH_IT, self._time_ours_with_it)):
             try:
                 part(row, work, ours)
             except Exception as error:  # noqa: PERF203 # a broken baseline is a row, not the end
-                texts = [row.anchor_error, f"{name}: {one_line(error)}"]
-                row.anchor_error = "; ".join(text for text in texts if text)
+                texts = [row.baseline_error, f"{name}: {one_line(error)}"]
+                row.baseline_error = "; ".join(text for text in texts if text)
 
     def _time_whole(self, row: SparseMlaRow, work: PrefillWork, ours: Sequence[Tensor]) -> None:
         """vLLM's way from FP8 pages, and its parts in the order in which they need each other."""
@@ -196,24 +196,24 @@ class Bench(WaysBench):
         }
         for name, result in results.items():
             if found := outside(name, result, ours[0], PREFILL_OUT):
-                row.anchor_agrees = False
-                row.anchor_note = f"{row.anchor_note}; {found}"
+                row.baseline_agrees = False
+                row.baseline_note = f"{row.baseline_note}; {found}"
         if self.cold is None:
             return
-        row.anchor_gather_us = self.graph_us([each.gather for each in held], repeated=False)
-        row.anchor_combine_us = self.graph_us([each.combine for each in held])
-        row.anchor_whole_us = self.graph_us([each.whole for each in held])
+        row.baseline_gather_us = self.graph_us([each.gather for each in held], repeated=False)
+        row.baseline_combine_us = self.graph_us([each.combine for each in held])
+        row.baseline_whole_us = self.graph_us([each.whole for each in held])
         row.gathered_us = self.graph_us([each.attend_ours for each in held])
-        row.anchor_our_gather_us = self.graph_us([each.whole for each in ours_first])
+        row.baseline_our_gather_us = self.graph_us([each.whole for each in ours_first])
         if row.compiled_us:
-            row.whole_times_faster = row.anchor_whole_us / row.compiled_us
+            row.whole_times_faster = row.baseline_whole_us / row.compiled_us
 
     def _time_ours_with_it(
         self, row: SparseMlaRow, work: PrefillWork, ours: Sequence[Tensor]
     ) -> None:
-        """Our op with ``impl="flash_mla"``: the library is the anchor's, which is loaded."""
+        """Our op with ``impl="flash_mla"``: the library is the baseline's, which is loaded."""
         if reason := unusable(FLASH_MLA):
-            row.anchor_note = f"{row.anchor_note}; {_OURS_WITH_IT}: {reason}"
+            row.baseline_note = f"{row.baseline_note}; {_OURS_WITH_IT}: {reason}"
             return
         call = functools.partial(prefill_with_flash_mla, work.context.ratio)
         results = checked(work, Written(work), call)
@@ -223,8 +223,8 @@ class Bench(WaysBench):
         if self.cold is None:
             return
         row.flash_mla_us = self.graph_us([functools.partial(call, *args) for args in work.sets])
-        if row.anchor_whole_us:
-            row.whole_times_flash_mla = row.anchor_whole_us / row.flash_mla_us
+        if row.baseline_whole_us:
+            row.whole_times_flash_mla = row.baseline_whole_us / row.flash_mla_us
 
 
 def finish(
@@ -239,7 +239,7 @@ def finish(
     )
     columns = SPARSE_MLA_CUDA_COLUMNS if cuda else SPARSE_MLA_CPU_COLUMNS
     notes = [
-        *floor_notes(output.rows, Bench.flop_per_us, *_NOTES),
+        *roofline_notes(output.rows, Bench.flop_per_us, *_NOTES),
         *notes_of(output.rows, left_out),
     ]
     output.write_text(report.text(title, output, report.table(measured, columns), *notes))
@@ -251,19 +251,19 @@ def finish(
 
 _NOTES = (
     "Shapes are tokens x heads, rows of the window + of the compressed cache.",
-    f"anchor: {VLLM}'s FlashMLA on the same inputs, its plan made before, or in the "
+    f"baseline: {VLLM}'s FlashMLA on the same inputs, its plan made before, or in the "
     "call where planning is counted, as ours then.",
-    "anchor_whole_us: of prefill, from FP8 pages as ours: vLLM's gather of gathered_rows to bf16, "
-    "its combined indices and FlashMLA, in one graph; anchor_us is FlashMLA without the others. "
-    "anchor_gather_us and anchor_combine_us: in graphs of their own. anchor_our_gather_us: the "
-    "whole with our gather in the place of vLLM's in Triton. gathered_us: our kernel over "
-    "the rows and indices that FlashMLA has for anchor_us. flash_mla_us: our op with "
+    "baseline_whole_us: of prefill, from FP8 caches as ours: vLLM's gather of gathered_rows to "
+    "bf16, its combined indices and FlashMLA, in one graph; baseline_us is FlashMLA alone. "
+    "baseline_gather_us and baseline_combine_us: in graphs of their own. baseline_our_gather_us: "
+    "the whole with our gather in the place of vLLM's in Triton. gathered_us: our kernel over "
+    "the rows and indices that FlashMLA has for baseline_us. flash_mla_us: our op with "
     'impl="flash_mla", eager.',
     "pages_us and copied_us: of prefill on Hopper, our two ways, from the FP8 pages and by way of "
     "a copy of the rows in bf16, eager; compiled_us and eager_us have the one that sizes choose.",
-    "gathered: sparse_mla_gathered and FlashMLA over the same bf16 rows and indices; the floor has "
-    "each row that a call lists once.",
+    "gathered: sparse_mla_gathered and FlashMLA over the same bf16 rows and indices; the roofline "
+    "has each row that a call lists once.",
     "package_us: an AOTInductor package of the form that the variant names, made once for any "
     "number of tokens, timed as compiled_us.",
-    "anchor_agrees: with our results, within the tolerances of its own tests.",
+    "baseline_agrees: with our results, within the tolerances of its own tests.",
 )

@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     listing = commands.add_parser("list", help="table of all ops")
     form = listing.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="as the README's table")
+    form.add_argument("--markdown", action="store_true", help="as the table in docs/api/index.md")
     form.add_argument("--json", action="store_true", help="machine-readable")
     show = commands.add_parser("show", help="signature, docs and source lines of an op")
     show.add_argument("op", metavar="OP", help="name of an op, as in `list`")

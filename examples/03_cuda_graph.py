@@ -32,7 +32,7 @@ LENGTHS = (3, 12, 7, 10)  # of the prompts; the other two requests are padding
 
 
 class Decoder:
-    """Requests that all decode, and the tensors of their step, at fixed addresses."""
+    """Requests that all decode, with the step's tensors at fixed addresses."""
 
     def __init__(self, device: str) -> None:
         model = small_model(device=device)
@@ -62,7 +62,7 @@ class Decoder:
         return torch.tensor(values, dtype=torch.int32, device=self.cache.device)
 
     def decode(self, step: Callable[[], Tensor], steps: int) -> tuple[list[list[int]], float]:
-        """Prefill, then ``steps`` calls of ``step``: tokens of every request, seconds per step."""
+        """Prefill, then run ``step`` ``steps`` times; return tokens and seconds per step."""
         starts = [sum(LENGTHS[:number]) for number in range(len(LENGTHS) + 1)]
         whole = torch.tensor([*chain(*self.prompts)], device=self.cache.device)
         lens, rows = self.int32([*LENGTHS]), self.int32([*range(len(LENGTHS))])
@@ -84,7 +84,7 @@ class Decoder:
         return lambda: step(self.model, self.batch, self.cache.tensors, state_rings=False)
 
     def captured(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """``step`` in a CUDA graph, after a call on a stream that is not the default one."""
+        """Capture ``step`` in a CUDA graph, after a warm-up on a side stream."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -35,7 +35,7 @@ MAX_TOKENS = 32  # of a prefill: the prompts come in two chunks
 
 
 def export(step: str, path: Path, device: str) -> None:
-    """The package, unless it is there."""
+    """Compile the package unless it exists."""
     if path.exists():
         print(f"{path} is there: used as it is", flush=True)
         return
@@ -52,13 +52,13 @@ def export(step: str, path: Path, device: str) -> None:
 
 
 def build(folder: Path) -> Path:
-    """The C++ program: by CMake if there is one, else by the compiler itself."""
+    """Build the C++ program with CMake, or directly with the compiler."""
     print("building aoti_runner", flush=True)
     return (shutil.which("cmake") and build_with_cmake(folder)) or build_directly(folder)
 
 
 def build_with_cmake(folder: Path) -> Path | None:
-    """None if CMake does not find what it wants: a CUDA build of torch asks for CUDA's compiler."""
+    """Build with CMake; None if it fails, as a CUDA build of torch does without nvcc."""
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
     for command in (["cmake", "-S", SOURCE, "-B", folder, prefix], ["cmake", "--build", folder]):
         ended = subprocess.run(command, capture_output=True, text=True)

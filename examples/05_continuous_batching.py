@@ -35,7 +35,7 @@ BLOCKS = 4  # of 256 tokens: not enough for six requests
 
 
 def serve(engine: Engine, args: argparse.Namespace) -> tuple[Record, Scheduler]:
-    """``args.steps`` steps of arrivals, then no more of them until all have left."""
+    """Run ``args.steps`` steps with arrivals, then until all requests have finished."""
     scheduler, record, leaving = engine.scheduler(), Record(), []
     arrivals = Workload(per_step=args.rate).arrivals(args.seed)
     arrival, request, leaves = next(arrivals)

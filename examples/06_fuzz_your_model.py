@@ -45,7 +45,7 @@ class Drawn:
 
 
 def schedules(largest: int) -> st.SearchStrategy[list[Drawn]]:
-    """Steps of chunks of at most ``largest`` tokens."""
+    """Strategy of steps with chunks of at most ``largest`` tokens."""
     edges = sorted({min(size, largest) for size in (0, 1, 2, 3, 4, 5, 7, 127, 128, 129)})
     counts = st.tuples(*[st.sampled_from(edges)] * REQUESTS)
     garbage = st.sampled_from([0, -1, 7, 2**31 - 1, -(2**31)])
@@ -66,7 +66,7 @@ class Check:
 
     @torch.no_grad()
     def schedule(self, steps: list[Drawn]) -> None:
-        """Run ``steps`` from empty requests; the first token that is wrong is an error."""
+        """Run ``steps`` from empty requests; raise at the first wrong token."""
         self.ran += 1
         done = [0] * REQUESTS
         for drawn in steps:
@@ -103,7 +103,7 @@ class Check:
         )
 
     def fuzz(self, examples: int, largest: int) -> str | None:
-        """What is wrong, in the shortest schedule that hypothesis finds; None if nothing is."""
+        """The failure of the shortest schedule that hypothesis finds, or None."""
 
         @settings(SETTINGS, max_examples=examples)
         @given(schedules(largest))

@@ -41,7 +41,7 @@ def decode_batch(cache: v4.PagedCache) -> v4.StepBatch:
 
 
 def timed(call: Callable[[], Any], args: argparse.Namespace) -> float:
-    """Seconds of a call."""
+    """Time a call in seconds."""
     call()
     finish(args.device)
     begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What ``07_trace.py`` tells apart in a step: stages of an eager one, kernels of a compiled one."""
+"""Stages of an eager step and kernels of a compiled one, for ``07_trace.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REST = "metadata: slots, windows, pages"
 
 
 class Stages:
-    """Seconds of every stage, those of stages within it not counted, from hooks on modules."""
+    """Seconds of every stage, nested stages excluded, from module hooks."""
 
     def __init__(self, model: Any) -> None:
         self.seconds: Counter[str] = Counter()
@@ -54,7 +54,7 @@ class Stages:
         self.end()
 
     def tick(self) -> None:
-        """Give the time since the last change to the stage that was running."""
+        """Charge the time since the last change to the running stage."""
         finish(self.device)
         now = time.perf_counter()
         if self.open:

@@ -37,7 +37,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores among them
         compiler, linker = _flags(*args, **kwargs)
         return ["O2" if flag == "O3" else flag for flag in compiler], linker
 
-    cpp_builder._get_optimization_cflags = _quicker
+    if os.environ.get("DSV4_OPS_USERS_FLAGS") != "1":
+        cpp_builder._get_optimization_cflags = _quicker
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def _ours_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if "providers" not in request.node.nodeid:
         from dsv4_ops.dispatch import choice
 
-        monkeypatch.setattr(choice, "RULES", ())
+        monkeypatch.setattr(choice, "is_faster", lambda *call: False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,6 +56,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--part", metavar="K/N", help="run every N-th test, from the K-th on")
     group.addoption(
         "--stop-after", type=float, metavar="S", help="skip what is left after S seconds"
+    )
+    group.addoption(
+        "--cpu-seconds", metavar="FILE", help="write what each test and file took of all cores"
     )
 
 
@@ -84,8 +88,40 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"not run, --stop-after is over: {item.nodeid}")
 
 
+_cpu_until_now = sum(os.times()[:4])
+_cpu_seconds: dict[str, float] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Any:
+    """Give every report the CPU time of its phase, that of ended child processes included."""
+    global _cpu_until_now
+    report = yield
+    report.cpu_seconds = -_cpu_until_now + (_cpu_until_now := sum(os.times()[:4]))
+    return report
+
+
+def pytest_terminal_summary(config: pytest.Config) -> None:
+    """Write the CPU seconds of files and tests, the largest first."""
+    path = config.getoption("--cpu-seconds")
+    if path is None or not _cpu_seconds:
+        return
+    files: dict[str, float] = {}
+    for test, seconds in _cpu_seconds.items():
+        file = test.partition("::")[0]
+        files[file] = files.get(file, 0.0) + seconds
+    rows = [("total", sum(files.values())), *_largest(files), *_largest(_cpu_seconds)]
+    Path(path).write_text("".join(f"{seconds:8.1f} {name}\n" for name, seconds in rows))
+
+
+def _largest(seconds: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(seconds.items(), key=lambda item: -item[1])
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Name a test the moment it fails: a call that is killed prints no summary."""
+    taken = getattr(report, "cpu_seconds", 0.0)
+    _cpu_seconds[report.nodeid] = _cpu_seconds.get(report.nodeid, 0.0) + taken
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         reason = str(report.longrepr).strip().rpartition("\n")[2]
         print(f"\nFAILED {report.nodeid} ({report.when}): {reason}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The command line: list, show, doctor, and the README's table, which is what `list` prints."""
+"""The command line: list, show, doctor."""
 
 import json
 import os
@@ -54,26 +54,6 @@ def test_list_has_a_row_for_every_op(capsys):
         assert line.endswith(", ".join(spec.dynamic))
 
 
-def test_the_readme_has_the_table_that_list_prints(capsys):
-    status, out = run(capsys, "list", "--markdown")
-    assert status == 0
-    readme = (ROOT / "README.md").read_text()
-    begin, end = "<!-- ops: python -m dsv4_ops list --markdown -->\n", "<!-- /ops -->"
-    assert readme.partition(begin)[2].partition(end)[0] == out
-
-
-QUICKSTARTS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-
-
-@pytest.mark.parametrize("code", QUICKSTARTS, ids=["model", "metadata", "cache"])
-def test_the_readme_quickstart_runs_and_prints_what_it_says(code):
-    printed = re.findall(r"print\(.*\)  # (.*)", code)
-    assert printed
-    result = python("-c", code)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == printed
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_show_prints_the_spec(capsys, op):
     status, out = run(capsys, "show", op)
@@ -86,8 +66,10 @@ def test_show_prints_the_spec(capsys, op):
     for layer in LAYERS:
         (place,) = re.findall(rf"^{layer} .*?(\S+\.py):(\d+)|^{layer} +missing", out, re.MULTILINE)
         file, line = place
-        if layer != "testing" or file:
-            assert op in (ROOT / file).read_text().splitlines()[int(line) - 1]
+        if layer == "meta":
+            assert "def " in (ROOT / file).read_text()  # ops share fakes
+        elif layer != "testing" or file:  # a twin is made from the op that writes
+            assert (OPS[op].twin_of or op) in (ROOT / file).read_text().splitlines()[int(line) - 1]
 
 
 def test_show_says_where_a_lowering_gets_its_meaning(capsys):
@@ -135,7 +117,8 @@ def test_explain_says_what_auto_takes_and_why_not_a_library(capsys):
     assert "64 heads, from 32 tokens" in out
     assert "not usable: " in out
     assert "sparse" not in out.partition("measured")[0]
-    assert "the table has no size" in run(capsys, "explain", "sparse_mla_decode")[1]
+    decode = run(capsys, "explain", "sparse_mla_decode")[1]
+    assert "only if asked for: it was faster at no size" in decode
     prefill = run(capsys, "explain", "sparse_mla_prefill")[1].splitlines()
     assert prefill[2:4] == [
         "  cuda       triton",

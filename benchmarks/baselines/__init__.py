@@ -1,1 +1,1 @@
-"""What we are compared with: vLLM, FlashMLA, DeepGEMM, Hugging Face."""
+"""Baselines: vLLM, FlashMLA, DeepGEMM and Hugging Face."""

@@ -1,4 +1,4 @@
-"""DeepGEMM as an anchor: the logits of its lightning indexer, planned before they are timed."""
+"""DeepGEMM as a baseline: the logits of its lightning indexer, planned before they are timed."""
 
 from __future__ import annotations
 

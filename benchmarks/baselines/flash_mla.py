@@ -1,4 +1,4 @@
-"""FlashMLA as an anchor: its calls on the inputs of our cases, planned before they are timed."""
+"""FlashMLA as a baseline: its calls on the inputs of our cases, planned before they are timed."""
 
 from __future__ import annotations
 

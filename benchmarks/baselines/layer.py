@@ -1,4 +1,4 @@
-"""The same step of a layer by the baselines' kernels that an anchor bundle holds."""
+"""A decode step of a layer on the baselines' kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NOTES = {
 
 
 class Libraries(NamedTuple):
-    """The anchors of a bundle; an exception where one of them failed to load. The last five are
+    """The baselines of a bundle; an exception where one of them failed to load. The last five are
     files that bundles did not always have."""
 
     vllm: Any
@@ -78,11 +78,11 @@ def load(folder: Path) -> Libraries:
 
 
 def note(libraries: Libraries, kind: str) -> str:
-    """What the anchor sequence of a kind of layer leaves out, or does otherwise than ours."""
+    """What the baseline sequence of a kind of layer leaves out, or does otherwise than ours."""
     text = f"{_NOTES[kind]}vLLM's inverse RoPE quantises to FP8, ours leaves bf16"
     if isinstance(libraries.extension, Exception):
         why = one_line(libraries.extension)
-        text = f"the anchors do without {_WITHOUT_EXTENSION} ({why}); {text}"
+        text = f"the baselines do without {_WITHOUT_EXTENSION} ({why}); {text}"
     return text
 
 
@@ -95,9 +95,9 @@ class Making(NamedTuple):
     behind: tuple[str, ...] = ()
 
 
-class AnchorStages:
-    """The anchor's step of one input set: each stage takes what the ones before it left, or what
-    ours left where a stage of the anchor does not run."""
+class BaselineStages:
+    """The baseline's step of one input set: each stage takes what the ones before it left, or what
+    ours left where a stage of the baseline does not run."""
 
     def __init__(
         self, libraries: Libraries, kind: str, spec: LayerSpec, args: Args, ours: Results
@@ -138,7 +138,7 @@ class AnchorStages:
         ]
 
     def written(self, name: str) -> list[Rows]:
-        """The rows that a stage writes to the anchor's copies of the caches."""
+        """The rows that a stage writes to the baseline's copies of the caches."""
         group, step = self.group, self.step
         of = {
             "window": (("swa", step.slot_mapping),),
@@ -377,7 +377,7 @@ class AnchorStages:
         return call
 
 
-def anchor_calls(sets: Sequence[AnchorStages]) -> tuple[dict[str, list[Call]], list[str]]:
+def baseline_calls(sets: Sequence[BaselineStages]) -> tuple[dict[str, list[Call]], list[str]]:
     """Calls of every stage over all input sets, and what stands in the way of the others. Every
     call has run once."""
     found: dict[str, list[Call]] = {}

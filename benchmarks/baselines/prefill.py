@@ -46,9 +46,9 @@ class Context(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What the anchor's times are of."""
+        """What the baseline's times are of."""
         return (
-            "anchor_us is FlashMLA alone, over bf16 rows gathered before; anchor_whole_us is "
+            "baseline_us is FlashMLA alone, over bf16 rows gathered before; baseline_whole_us is "
             f"vLLM's gather of {self.compressed} C{self.ratio} and {self.window} window rows to "
             f"bf16, of one request of {self.length} tokens, its combined indices, and FlashMLA. "
             "Its gather is the kernel in Triton, where on an NVIDIA GPU it takes another in the "

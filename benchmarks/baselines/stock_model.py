@@ -1,4 +1,4 @@
-"""Hugging Face's model of released sizes, and its cache as it is after many tokens."""
+"""Hugging Face's model of the released sizes, with a prefilled cache."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ _NEEDED = ("comp", "swa", "idx", "fms")
 _POISON = -7
 
 
-class AnchorMismatch(RuntimeError):
-    """The anchors' result differs from ours."""
+class BaselineMismatch(RuntimeError):
+    """The baselines' result differs from ours."""
 
 
 @dataclass(frozen=True)
-class AnchorResult:
+class BaselineResult:
     """Cost of the builder sequence of one step."""
 
     device_us: Timing | None
@@ -65,7 +65,7 @@ def load(folder: Path, needed: Sequence[str] = _NEEDED) -> Any:
     modules = library(folder).load_vllm_triton()
     failed = {name: text for name, text in modules.errors.items() if name in needed}
     if failed:
-        raise ImportError(f"anchor modules failed to load: {failed}")
+        raise ImportError(f"baseline modules failed to load: {failed}")
     return modules
 
 
@@ -120,8 +120,8 @@ class BuilderSequence:
         self._window()
         self._indexer()
         tables = self.batch.block_tables
-        self._slots(tables.c4, self.spec.c4_page_size, self.spec.c4_ratio, self.c4_slots)
-        self._slots(tables.c128, self.spec.c128_page_size, self.spec.c128_ratio, self.c128_slots)
+        self._slots(tables.c4, self.spec.c4_block_size, self.spec.c4_ratio, self.c4_slots)
+        self._slots(tables.c128, self.spec.c128_block_size, self.spec.c128_ratio, self.c128_slots)
         self._dense()
 
     def _window(self) -> None:
@@ -167,7 +167,7 @@ class BuilderSequence:
         batch, spec = self.batch, self.spec
         self.modules.fms.build_c128a_topk_metadata(
             batch.positions, spec.c128_ratio, batch.tokens, self.token_to_req,
-            batch.block_tables.c128, spec.c128_page_size, batch.slot_mapping, self.c128_indices,
+            batch.block_tables.c128, spec.c128_block_size, batch.slot_mapping, self.c128_indices,
             self.c128_lens, self.c128_prefill, max_compressed_tokens=spec.max_c128_rows,
         )  # fmt: skip
 
@@ -187,7 +187,7 @@ class BuilderSequence:
         for name, theirs in pairs.items():
             ours = getattr(expected, name)
             if not torch.equal(theirs.cpu(), ours.cpu()):
-                raise AnchorMismatch(f"{name} of {VERSION} differs from ours")
+                raise BaselineMismatch(f"{name} of {VERSION} differs from ours")
 
 
 def measure(
@@ -196,21 +196,21 @@ def measure(
     batches: Sequence[Batch],
     expected: DecodeMetadata,
     capture_calls: int,
-) -> AnchorResult:
+) -> BaselineResult:
     """Check a step over the first batch against ``expected``; on a GPU, time steps over all."""
     sequences = [BuilderSequence(modules, spec, batch) for batch in batches]
     first = sequences[0]
     first.step()
     first.check(expected)
     if not first.token_to_req.is_cuda:
-        return AnchorResult(None, None, ())
+        return BaselineResult(None, None, ())
     for sequence in sequences[1:]:
         sequence.map_tokens()
     host = host_us(first.step)
     activities = device_activities(first.step)
     device, note = _device_us(sequences, activities, capture_calls)
     first.check(expected)
-    return AnchorResult(device, host, activities, note)
+    return BaselineResult(device, host, activities, note)
 
 
 def _device_us(
@@ -225,6 +225,6 @@ def _device_us(
         torch.cuda.synchronize()
         profiled = sum(activity.us for activity in activities)
         reason = str(error).partition("\n")[0][:120]
-        note = f"anchor device time is a sum of profiled kernels: capture failed ({reason})"
+        note = f"baseline device time is a sum of profiled kernels: capture failed ({reason})"
         return Timing(profiled, profiled, profiled), note
     return Timing(*(us + copies for us in inside)), None

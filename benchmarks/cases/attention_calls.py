@@ -72,15 +72,13 @@ def prefill_by_copy(ratio: int, *tensors: Any) -> SparseMla:
     names = inspect.signature(dsv4_ops.sparse_mla_prefill).parameters
     values = {**dict(zip(names, tensors, strict=False)), **prefill_settings(ratio)}
     with torch.cuda.device_of(tensors[0]):
-        return SparseMla(*prefill.attend_to_copy(launch.at_once, 1, values, None))
+        return SparseMla(*prefill.attend_to_copy(launch.EAGER, 1, values, None))
 
 
 def on_hopper(q: Tensor) -> bool:
     """Whether our kernels in Gluon run over FP8 caches for such queries."""
     try:
-        return bool(
-            _kernels("sparse_mla.hopper.support").runs(_kernels("launcher").at_once, q, True)
-        )
+        return bool(_kernels("sparse_mla.hopper.support").runs(_kernels("launcher").EAGER, q, True))
     except ImportError:  # no triton
         return False
 

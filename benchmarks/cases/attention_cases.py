@@ -187,9 +187,9 @@ def planned(build: Callable[[torch.device], Work], lens: int, device: torch.devi
 def planning(build: Callable[[torch.device], Work], device: torch.device) -> Work:
     """The same with the plans of both sides made in the call."""
     work = build(device)
-    anchor: Any = work.anchor
+    baseline: Any = work.baseline
     call = {decode: plan_and_decode, decode_paged: plan_and_decode_paged}[work.call]
-    return dataclasses.replace(work, call=call, anchor=functools.partial(anchor, planned=False))
+    return dataclasses.replace(work, call=call, baseline=functools.partial(baseline, planned=False))
 
 
 def shape_case(
@@ -233,12 +233,12 @@ def decode_work(shape: Shape, device: torch.device, per_request: int = 1) -> Wor
         flash_mla.decode_arguments(*args, block_sizes=(PAGE, PAGE), per_request=per_request)
         for args in sets
     ]
-    anchor = functools.partial(flash_mla.decode_call, theirs, SCALE)
-    return DECODE.work(sets, cost, anchor=anchor, anchor_sets=theirs)
+    baseline = functools.partial(flash_mla.decode_call, theirs, SCALE)
+    return DECODE.work(sets, cost, baseline=baseline, baseline_sets=theirs)
 
 
 def paged_work(shape: Shape, device: torch.device) -> Work:
-    """The window, and the first rows of a block table; the anchor gets their slots ready-made."""
+    """The window, and the first rows of a block table; the baseline gets their slots ready-made."""
     draw, tokens = Draw(device, shape.tokens), shape.tokens
     read = sum(-(-length // PAGE_128) for length in shape.extra_lens) + sum(shape.swa_lens)
     cost, columns = shape.cost(4 * read), -(-shape.width // PAGE_128)
@@ -259,8 +259,8 @@ def paged_work(shape: Shape, device: torch.device) -> Work:
         extra = (extra_cache, slots(table, row, PAGE_128, extra_lens), extra_lens)
         sizes = (PAGE, PAGE_128)
         theirs.append(flash_mla.decode_arguments(q, *swa, *extra, sink, block_sizes=sizes))
-    anchor = functools.partial(flash_mla.decode_call, theirs, SCALE)
-    return PAGED.work(sets, cost, anchor=anchor, anchor_sets=theirs)
+    baseline = functools.partial(flash_mla.decode_call, theirs, SCALE)
+    return PAGED.work(sets, cost, baseline=baseline, baseline_sets=theirs)
 
 
 def _edge_work(heads: int, width: int, device: torch.device) -> Work:

@@ -73,16 +73,16 @@ def gather_indexer(
     )
 
 
-def _anchor_insert(modules: Any) -> Callable[..., Any]:
+def _baseline_insert(modules: Any) -> Callable[..., Any]:
     return functools.partial(modules.cache.quantize_and_insert_k_cache, block_size=BLOCK_SIZE)
 
 
-def _anchor_produce(modules: Any) -> Callable[..., Any]:
-    insert = _anchor_insert(modules)
+def _baseline_produce(modules: Any) -> Callable[..., Any]:
+    insert = _baseline_insert(modules)
     return lambda x, w, k_cache, slots: insert(x * w, k_cache, slots)
 
 
-def _anchor_gather(modules: Any) -> Callable[..., Any]:
+def _baseline_gather(modules: Any) -> Callable[..., Any]:
     gather = modules.cache.dequantize_and_gather_k_cache_triton
     return lambda out, k_cache, seq_lens, block_table: gather(
         out, k_cache, seq_lens, None, block_table, BLOCK_SIZE, 0
@@ -96,7 +96,7 @@ class _Insert:
     call: Callable[..., Any]
     layout: Layout
     width: int
-    anchor: Callable[[Any], Callable[..., Any]] | None = None
+    baseline: Callable[[Any], Callable[..., Any]] | None = None
     produced: bool = False
     eager: bool = True
 
@@ -114,16 +114,16 @@ class _Insert:
             sets=sets,
             moved_bytes=moved + self.produced * self.width * 2,
             written=(1 + self.produced,),
-            anchor=self.anchor,
+            baseline=self.baseline,
             eager=self.eager,
         )
 
 
 _INSERTS = {
-    "insert": _Insert(insert_main, MAIN, 512, _anchor_insert),
+    "insert": _Insert(insert_main, MAIN, 512, _baseline_insert),
     "indexer_insert": _Insert(insert_indexer, INDEXER, 128),
     "plain_insert": _Insert(insert_plain, PLAIN, 512),
-    "kernel": _Insert(produce_and_insert, MAIN, 512, _anchor_produce, produced=True),
+    "kernel": _Insert(produce_and_insert, MAIN, 512, _baseline_produce, produced=True),
     "scatter": _Insert(produce_and_scatter, MAIN, 512, produced=True, eager=False),
 }
 
@@ -245,7 +245,7 @@ def _gather_work(
             sets.append((_workspace(len(lens), num_rows, device), cache, seq_lens.clone(), table))
     if functional:
         return Work(gather_all, sets, read + written)
-    return Work(gather_into, sets, read + written, written=(0,), anchor=_anchor_gather)
+    return Work(gather_into, sets, read + written, written=(0,), baseline=_baseline_gather)
 
 
 def _gather_edges(device: torch.device) -> Work:

@@ -1,5 +1,4 @@
-"""What the compressor may differ by: nothing in the states and around the rows, a step of its code
-in a value, and the budget against float64 in the rows of a sample of tokens."""
+"""Check the compressor: states bit for bit, values within one code, sampled rows by float64."""
 
 from __future__ import annotations
 

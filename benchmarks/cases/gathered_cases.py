@@ -69,8 +69,8 @@ def gathered_work(tokens: int, heads: int, keys: int, rows: int, device: torch.d
         sets=sets,
         moved_bytes=moved,
         flop=flop,
-        anchor=functools.partial(flash_mla.prefill_call, SCALE),
-        anchor_sets=[(q, kv[:, None], listed[:, None], *rest) for q, kv, listed, *rest in sets],
+        baseline=functools.partial(flash_mla.prefill_call, SCALE),
+        baseline_sets=[(q, kv[:, None], listed[:, None], *rest) for q, kv, listed, *rest in sets],
         reference=_CHECK.reference,
         difference=_CHECK.differences,
     )

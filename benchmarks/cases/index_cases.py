@@ -115,14 +115,14 @@ def _combine_work(
     workspace_rows = rows + _WINDOW + tokens
     starts = torch.arange(requests + 1, dtype=torch.int32, device=device) * tokens
 
-    def anchor(modules: Any) -> Callable[..., Any]:
+    def baseline(modules: Any) -> Callable[..., Any]:
         function = modules.cache.combine_topk_swa_indices
         return lambda selected, _positions, _requests, seq_lens, gathered: function(
             selected, starts, seq_lens, gathered, _WINDOW, _RATIO, topk, workspace_rows, rows
         )
 
     sets = [one_set() for _ in range(1 if edges else rotating_sets(moved, device))]
-    return Work(combine(topk, workspace_rows, rows), sets, moved, anchor=anchor)
+    return Work(combine(topk, workspace_rows, rows), sets, moved, baseline=baseline)
 
 
 def mixed_cases(decode: int, prefill: int) -> list[Case]:

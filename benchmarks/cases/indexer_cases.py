@@ -101,11 +101,11 @@ def indexer_work(
         query = (q.to(torch.float8_e4m3fn), weights)
         sets.append((*query, cache, where, requests, table))
         theirs.append(deep_gemm.arguments(*query, cache, lens, table, block_size=BLOCK_SIZE))
-    anchor: Callable[..., Any] = functools.partial(deep_gemm.logits_call, theirs, BLOCK_SIZE)
+    baseline: Callable[..., Any] = functools.partial(deep_gemm.logits_call, theirs, BLOCK_SIZE)
     if group == "select":
-        anchor = functools.partial(deep_gemm.select_call, theirs, BLOCK_SIZE, TOPK)
+        baseline = functools.partial(deep_gemm.select_call, theirs, BLOCK_SIZE, TOPK)
     return _work(
-        group, sets, moved_bytes=moved, flop=flop, anchor=anchor, anchor_sets=theirs,
+        group, sets, moved_bytes=moved, flop=flop, baseline=baseline, baseline_sets=theirs,
     )  # fmt: skip
 
 

@@ -78,7 +78,7 @@ class Requests:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork(Work):
-    """A ``Work`` that knows its layer, for stages and anchors."""
+    """A ``Work`` that knows its layer, for stages and baselines."""
 
     kind: str
     spec: LayerSpec
@@ -203,7 +203,7 @@ def layer_work(kind: str, model: Model, requests: Requests, device: torch.device
         moved_bytes=moved,
         flop=flop,
         difference=differs,
-        anchor_note=None,
+        baseline_note=None,
         kind=kind,
         spec=model.spec,
     )

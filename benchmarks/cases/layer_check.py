@@ -1,5 +1,4 @@
-"""Whether the stages of an anchor leave what ours leave: rows of caches byte for byte, or no value
-by more than a step of its code."""
+"""Compare the caches that a baseline's stages and ours leave: byte for byte, or within one code."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a cache that a stage writes, in the anchor's copy of it and in ours."""
+    """The rows of a cache that a stage writes, in the baseline's copy of it and in ours."""
 
     name: str
     layout: Layout
@@ -47,7 +46,7 @@ class Rows:
     slots: Tensor
 
     def spoil(self) -> None:
-        """Overwrite the anchor's, so that one that it does not write shows."""
+        """Overwrite the baseline's, so that one that it does not write shows."""
         slots, size = self.slots, self.layout.block_size
         if isinstance(self.layout, StateLayout):
             self.layout.rows(self.theirs)[slots // size, slots % size] = torch.nan
@@ -94,7 +93,7 @@ class Rows:
 
 
 class Stages(Protocol):
-    """The anchor's stages of an input set."""
+    """The baseline's stages of an input set."""
 
     def written(self, name: str) -> list[Rows]:
         """The rows that a stage writes."""

@@ -1,4 +1,4 @@
-"""The stages of a layer one by one."""
+"""The stages of a layer, to time each on its own."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def _stage(name: str, kind: str, spec: LayerSpec) -> Callable[..., Any]:
         return stages.select(spec, query, *parts_of(args)[2:], slots=True)
 
     def attention(q: Tensor, slots: Tensor | None, *args: Any) -> Any:
-        turned = output.turns_back(spec, q)
-        return output.attend(spec, kind, q, slots, *parts_of(args)[1:], turned=turned)
+        fused = output.fuses_inverse_rope(spec, q)
+        return output.attend_decode(spec, kind, q, slots, *parts_of(args)[1:], inverse_rope=fused)
 
     def projected(out: Tensor, *args: Any) -> Any:
         _, weights, _, step = parts_of(args)
-        return output.grouped(spec, out, weights, step, turned=False)
+        return output.group_output(spec, out, weights, step, inverse_rope=False)
 
     found: dict[str, Callable[..., Any]] = {
         "window": window,
@@ -86,9 +86,9 @@ def our_stages(kind: str, spec: LayerSpec, args: Args) -> tuple[list[Stage], Res
     if kind == "c128":
         run("compressed", *args)
     out = run("attention", q, slots, *args)
-    if output.turns_back(spec, q):
+    if output.fuses_inverse_rope(spec, q):
         rest = parts_of(args)[1:]
-        out = output.attend(spec, kind, q, slots, *rest, turned=False)
+        out = output.attend_decode(spec, kind, q, slots, *rest, inverse_rope=False)
     else:
         run("output", out, *args)
     return found, Results(q, slots, out)

@@ -108,8 +108,10 @@ class _Rows(NamedTuple):
 def prefill_work(
     shape: Shape, context: Context, prefix: int, table_rows: int, device: torch.device
 ) -> PrefillWork:
-    """Tokens behind a prefix of one request: each has its window and rows of the prefix; the anchor
-    gets the rows gathered in bf16."""
+    """Tokens after a prefix of one request, which attend to their window and rows of the prefix.
+
+    The baseline gets the rows gathered in bf16.
+    """
     draw, ratio = Draw(device, shape.tokens), context.ratio
     lens = draw.lens(shape.swa_lens) + draw.lens(shape.extra_lens)
     one_set = functools.partial(
@@ -124,9 +126,9 @@ def prefill_work(
     work = _form(ratio).work(
         [ours for ours, _ in pairs],
         cost,
-        anchor=functools.partial(flash_mla.prefill_call, SCALE),
-        anchor_sets=[theirs for _, theirs in pairs],
-        anchor_note=context.note,
+        baseline=functools.partial(flash_mla.prefill_call, SCALE),
+        baseline_sets=[theirs for _, theirs in pairs],
+        baseline_note=context.note,
     )
     return PrefillWork(**vars(work), context=context, scale=SCALE)
 
@@ -140,7 +142,7 @@ def _one_set(
     lens: Tensor,
     sink: Tensor,
 ) -> tuple[Args, Args]:
-    """Arguments of ours and of the anchor."""
+    """Arguments of ours and of the baseline."""
     tokens, ratio, device = shape.tokens, context.ratio, draw.device
     before = round_up(prefix, PAGE) // PAGE  # pages of the window cache that are gone
     step = torch.arange(tokens, device=device)

@@ -1,5 +1,7 @@
-"""Comparison of ops whose tokens are independent: a budget against float64 for ours, a tolerance
-for an anchor. Tokens are looked at a part at a time, which bounds the memory."""
+"""Check ops with independent tokens: ours against float64, a baseline by a tolerance.
+
+Tokens are compared in chunks to bound memory.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Batch:
     slot_mapping: Tensor
     block_tables: BlockTables
     positions: Tensor
-    """int64 [num_tokens]. Our builder derives it; the anchors get it ready-made, as from vLLM."""
+    """int64 [num_tokens]. Our builder derives it; the baselines get it ready-made, as from vLLM."""
 
     @property
     def tokens(self) -> int:
@@ -80,13 +80,13 @@ def input_bytes(spec: AttentionSpec, batch: Batch) -> int:
     last = batch.seq_lens.long() - 1
     first = (last - (batch.next_n - 1) - (spec.window_size - 1)).clamp(min=0)
     window_pages = last // spec.swa_block_size - first // spec.swa_block_size + 1
-    dense_pages = -(-((last + 1) // spec.c128_ratio) // spec.c128_page_size)
+    c128_blocks = -(-((last + 1) // spec.c128_ratio) // spec.c128_block_size)
     completed = sum(
         int(((batch.positions + 1) % ratio == 0).sum())
         for ratio in (spec.c4_ratio, spec.c128_ratio)
     )
     vectors = (batch.query_start_loc, batch.seq_lens, batch.slot_mapping)
-    page_ids = int(window_pages.sum()) + int(dense_pages.sum()) + completed
+    page_ids = int(window_pages.sum()) + int(c128_blocks.sum()) + completed
     return sum(tensor.nbytes for tensor in vectors) + 4 * page_ids
 
 

@@ -1,6 +1,6 @@
-"""Figures inside sentences of the pages: each is reckoned from the stored rows by its name.
+"""Figures inside sentences of the generated pages, each computed from stored rows by name.
 
-``<!-- = NAME -->figure<!-- / -->`` in a page is written anew by ``python -m benchmarks.page``.
+``python -m benchmarks.page`` rewrites ``<!-- = NAME -->figure<!-- / -->`` in a page.
 """
 
 from __future__ import annotations
@@ -43,11 +43,16 @@ def _slower(stored: Stored) -> str:
     """Rows of the second table of decodes in which FlashMLA is faster."""
     cases = ("window", "mtp", "paged", "ragged")
     rows = [row for row in stored.rows("sparse_mla") if row["case"] in cases]
-    ratios = {f"{r['shape']}, {r['variant']}": r["compiled_us"] / r["anchor_us"] for r in rows}
+    ratios = {f"{r['shape']}, {r['variant']}": r["compiled_us"] / r["baseline_us"] for r in rows}
     slow = [f"{name} ({100 * (by - 1):.1f} %)" for name, by in ratios.items() if by > 1]
     if not slow:
         return "every row"
     return f"all but {len(slow)} of {len(rows)} rows (longer: {'; '.join(slow)})"
+
+
+def _slower_gathered(stored: Stored) -> str:
+    shares = values(stored, "sparse_mla", "compiled_us / baseline_us", case="gathered")
+    return percent(max(0.0, 100 * max(shares) - 100))
 
 
 def _fused(stored: Stored) -> str:
@@ -123,7 +128,7 @@ def _precision(field: str, model: str, form: Form, *, default: bool) -> Figure:
 
 def _layer(model: str, shape: str) -> Figure:
     return cell(
-        "layer", "compiled_us / anchor_us", form=_share, case="c4", shape=f"{model}, {shape}",
+        "layer", "compiled_us / baseline_us", form=_share, case="c4", shape=f"{model}, {shape}",
         variant="",
     )  # fmt: skip
 
@@ -164,26 +169,26 @@ FIGURES: dict[str, Figure] = {
     # metadata
     "metadata_us": span("metadata", "device_us", form=brief),
     "metadata_host_us": span("metadata", "host_us", form=brief),
-    "metadata_vllm_us": span("metadata", "anchor_device_us", form=brief),
-    "metadata_vllm_host_us": span("metadata", "anchor_host_us", form=brief),
-    "metadata_times": span("metadata", "anchor_device_us / device_us", form=brief),
+    "metadata_vllm_us": span("metadata", "baseline_device_us", form=brief),
+    "metadata_vllm_host_us": span("metadata", "baseline_host_us", form=brief),
+    "metadata_times": span("metadata", "baseline_device_us / device_us", form=brief),
     "metadata_times_whole": span(
-        "metadata", "anchor_device_us + anchor_host_us / device_us + host_us", form=brief
+        "metadata", "baseline_device_us + baseline_host_us / device_us + host_us", form=brief
     ),
     # caches
-    "insert_times": span("kv_cache", "anchor_us / compiled_us", form=brief, case="insert"),
-    "gather_times": span("kv_cache", "anchor_us / compiled_us", form=brief, case="gather"),
+    "insert_times": span("kv_cache", "baseline_us / compiled_us", form=brief, case="insert"),
+    "gather_times": span("kv_cache", "baseline_us / compiled_us", form=brief, case="gather"),
     "insert_host_us": span("kv_cache", "host_us", form=brief, case="insert"),
-    "insert_vllm_host_us": span("kv_cache", "anchor_host_us", form=brief, case="insert"),
+    "insert_vllm_host_us": span("kv_cache", "baseline_host_us", form=brief, case="insert"),
     "gather_bandwidth": span(
         "kv_cache", "pct_of_bandwidth", form=percent, case="gather",
         chosen=lambda row: row["shape"] in ("1x32768 rows", "4x8192 rows"),
     ),
     "copy_bandwidth_8192": span(
-        "kv_cache", "floor_us / copy_us", form=_share, case="gather", shape="1x8192 rows"
+        "kv_cache", "roofline_us / copy_us", form=_share, case="gather", shape="1x8192 rows"
     ),
     "copy_bandwidth_32768": span(
-        "kv_cache", "floor_us / copy_us", form=_share, case="gather", shape="1x32768 rows"
+        "kv_cache", "roofline_us / copy_us", form=_share, case="gather", shape="1x32768 rows"
     ),
     "gather_four_times": lambda stored: brief(
         values(stored, "kv_cache", "compiled_us", shape="1x32768 rows", case="gather")[0]
@@ -192,25 +197,25 @@ FIGURES: dict[str, Figure] = {
     "scatter_times": _fused,
     # sparse MLA, decode
     "decode_times": span(
-        "sparse_mla", "anchor_us / eager_us", "anchor_us / compiled_us", case="decode"
+        "sparse_mla", "baseline_us / eager_us", "baseline_us / compiled_us", case="decode"
     ),
     "decode_8_over_1": lambda stored: number(
         values(stored, "sparse_mla", "compiled_us", case="decode", shape=_heads(8, _C4))[0]
         / values(stored, "sparse_mla", "compiled_us", case="decode", shape=_heads(1, _C4))[0]
     ),
-    "decode_floor": most("sparse_mla", "pct_of_floor", form=percent, case="decode"),
-    "window_times": span("sparse_mla", "anchor_us / compiled_us", case="window"),
+    "decode_roofline": most("sparse_mla", "pct_of_roofline", form=percent, case="decode"),
+    "window_times": span("sparse_mla", "baseline_us / compiled_us", case="window"),
     "decode_slower": _slower,
     "ragged_times": span(
-        "sparse_mla", "anchor_us / compiled_us", case="ragged",
+        "sparse_mla", "baseline_us / compiled_us", case="ragged",
         chosen=lambda row: row["variant"] in ("C4", "C128"),
     ),
     "ragged_times_planned": span(
-        "sparse_mla", "anchor_us / compiled_us", case="ragged",
+        "sparse_mla", "baseline_us / compiled_us", case="ragged",
         chosen=lambda row: _suffix(row, ", planned"),
     ),
     "ragged_times_counted": span(
-        "sparse_mla", "anchor_us / compiled_us", case="ragged",
+        "sparse_mla", "baseline_us / compiled_us", case="ragged",
         chosen=lambda row: _suffix(row, "planning counted"),
     ),
     "ragged_64": _mla("compiled_us", "ragged", _heads(64, _PAGED), "C128"),
@@ -228,10 +233,10 @@ FIGURES: dict[str, Figure] = {
     "plan_us_128": _plan("compiled_us", chosen=lambda row: row["requests"] <= 128),
     "plan_us_256": _plan("compiled_us", chosen=lambda row: row["requests"] == 256),
     "plan_us_512": _plan("compiled_us", chosen=lambda row: row["requests"] == 512),
-    "plan_vllm_us": _plan("anchor_us", chosen=bool),
+    "plan_vllm_us": _plan("baseline_us", chosen=bool),
     "planned_costs_8": _planned_costs,
     # sparse MLA, prefill
-    "prefill_times": span("sparse_mla", "anchor_whole_us / compiled_us", case="prefill"),
+    "prefill_times": span("sparse_mla", "baseline_whole_us / compiled_us", case="prefill"),
     "prefill_times_c4_2048": _mla("whole_times_faster", "prefill", _heads(2048, _C4)),
     "prefill_times_short": _mla(
         "whole_times_faster", "prefill", _heads(2048, "128+32"), _BEHIND
@@ -241,19 +246,19 @@ FIGURES: dict[str, Figure] = {
         chosen=lambda row: row["shape"] != _heads(2048, _C4) and "behind" not in row["variant"],
     ),
     "prefill_floor_missed": span(
-        "sparse_mla", "pct_of_floor", form=percent, case="prefill", rows=2048,
+        "sparse_mla", "pct_of_roofline", form=percent, case="prefill", rows=2048,
         chosen=lambda row: row["shape"] != _heads(2048, _C4) and "behind" not in row["variant"],
     ),
     "prefill_share": span(
-        "sparse_mla", "compiled_us / anchor_whole_us", case="prefill",
+        "sparse_mla", "compiled_us / baseline_whole_us", case="prefill",
         chosen=lambda row: row["rows"] >= 512 and "behind" not in row["variant"],
     ),
     "prefill_share_our_gather": span(
-        "sparse_mla", "compiled_us / anchor_our_gather_us", case="prefill",
+        "sparse_mla", "compiled_us / baseline_our_gather_us", case="prefill",
         chosen=lambda row: row["rows"] >= 512 and "behind" not in row["variant"],
     ),
     "prefill_share_few": span(
-        "sparse_mla", "compiled_us / anchor_whole_us", case="prefill",
+        "sparse_mla", "compiled_us / baseline_whole_us", case="prefill",
         chosen=lambda row: row["rows"] <= 8,
     ),
     "prefill_one": _mla("compiled_us", "prefill", _heads(1, "128+1025"), "C128"),
@@ -269,17 +274,14 @@ FIGURES: dict[str, Figure] = {
     "long_64_pages": _mla("pages_us", "prefill", _heads(64, "128+7681"), _LONG),
     "long_128_copied": _mla("copied_us", "prefill", _heads(128, "128+7681"), _LONG),
     "long_128_pages": _mla("pages_us", "prefill", _heads(128, "128+7681"), _LONG),
-    "gathered_share": span("sparse_mla", "compiled_us / anchor_us", case="gathered"),
-    "gathered_worst": lambda stored: percent(
-        max(0.0, 100 * max(values(stored, "sparse_mla", "compiled_us / anchor_us", case="gathered"))
-            - 100)
-    ),
+    "gathered_share": span("sparse_mla", "compiled_us / baseline_us", case="gathered"),
+    "gathered_worst": _slower_gathered,
     "gathered_times_few": span(
-        "sparse_mla", "anchor_us / compiled_us", case="gathered",
+        "sparse_mla", "baseline_us / compiled_us", case="gathered",
         chosen=lambda row: row["rows"] <= 128,
     ),
     "gathered_times_many": span(
-        "sparse_mla", "anchor_us / compiled_us", case="gathered",
+        "sparse_mla", "baseline_us / compiled_us", case="gathered",
         chosen=lambda row: row["rows"] >= 512,
     ),
     "package_few_us": _packages(lambda row: row["rows"] <= 256),
@@ -292,17 +294,17 @@ FIGURES: dict[str, Figure] = {
     ),
     # compressor, indexer
     "compressor_floors": span(
-        "compressor", "compiled_us / floor_us", chosen=lambda row: row["rows"] >= 4096
+        "compressor", "compiled_us / roofline_us", chosen=lambda row: row["rows"] >= 4096
     ),
-    "indexer_times": span("indexer", "anchor_us / compiled_us", form=brief, case="select"),
-    "indexer_share": span("indexer", "compiled_us / anchor_us", case="select"),
+    "indexer_times": span("indexer", "baseline_us / compiled_us", form=brief, case="select"),
+    "indexer_share": span("indexer", "compiled_us / baseline_us", case="select"),
     # model
     "model_8_4k": _model("times_faster", 8, 4096, brief),
     "model_8_32k": _model("times_faster", 8, 32768, brief),
     "model_1_128k": _model("times_faster", 1, 131072, brief),
     "model_kernels": most("model", "kernels_per_layer", form=_whole),
     "model_metadata": most("model", "metadata_pct", form=percent),
-    "model_floor": span("model", "pct_of_floor", form=percent),
+    "model_roofline": span("model", "pct_of_roofline", form=percent),
     "model_eager_ms": span("model", "eager_ms", form=brief),
     "model_busy": _busy,
     "model_runs": _model_runs,
@@ -323,9 +325,9 @@ FIGURES: dict[str, Figure] = {
     "precision_decode_tokens": span("precision", "tokens", form=_whole, case="decode"),
     "precision_last": most("precision", "last", form=lambda value: f"{value + 1:.0f}"),
     # layer
-    "layer_window": span("layer", "compiled_us / anchor_us", form=_share, case="window"),
-    "layer_c4": span("layer", "compiled_us / anchor_us", case="c4"),
-    "layer_c128": span("layer", "compiled_us / anchor_us", form=_share, case="c128"),
+    "layer_window": span("layer", "compiled_us / baseline_us", form=_share, case="window"),
+    "layer_c4": span("layer", "compiled_us / baseline_us", case="c4"),
+    "layer_c128": span("layer", "compiled_us / baseline_us", form=_share, case="c128"),
     "layer_flash_8": _layer("Flash", "8 x 16384 tokens"),
     "layer_flash_64": _layer("Flash", "64 x 16384 tokens"),
     "layer_pro_8": _layer("Pro", "8 x 16384 tokens"),

@@ -1,4 +1,4 @@
-"""How an op is measured: checked, then timed beside its floor and an anchor, case by case."""
+"""Measure an op case by case: check it, then time it, its roofline and a baseline."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def compiled_op(function: Callable[..., Any]) -> Callable[..., Any]:
 class OpBench(ABC, Generic[Row]):
     """The compiled functions of a run and the measurement of one case.
 
-    A benchmark says what its rows are, what limits an op, and what its anchor is.
+    A benchmark says what its rows are, what limits an op, and what its baseline is.
     """
 
     row_type: ClassVar[type[Any]]
 
-    def __init__(self, device: torch.device, anchor: Path | None, *, budget_s: float) -> None:
+    def __init__(self, device: torch.device, baseline: Path | None, *, budget_s: float) -> None:
         self.device, self.budget_s = device, budget_s
         self.failures: list[Exception] = []
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         self.modules: Any = None
-        self.anchor_error: str | None = None
-        if anchor is not None:
+        self.baseline_error: str | None = None
+        if baseline is not None:
             try:
-                self.modules = self.load(anchor)
+                self.modules = self.load(baseline)
             except Exception as error:
-                self.anchor_error = one_line(error)
+                self.baseline_error = one_line(error)
         self.cold: ColdCache | None = None
         self.copies: Copies | None = None
         if device.type == "cuda":
@@ -73,17 +73,17 @@ class OpBench(ABC, Generic[Row]):
 
     @abstractmethod
     def load(self, folder: Path) -> Any:
-        """What ``Work.anchor`` is called with, from a bundle. Raises whatever stands in the way."""
+        """Load what ``Work.baseline`` is called with from a bundle; raise if that fails."""
 
     @abstractmethod
     def set_limits(self, row: Row, work: Work, copies: Copies, us: float) -> None:
-        """Fill in the floor of a case that took ``us``."""
+        """Fill in the roofline of a case that took ``us``."""
 
     @abstractmethod
-    def compare_anchor(
+    def compare_baseline(
         self, row: Row, theirs: Sequence[Tensor], ours: Sequence[Tensor], expected: Sequence[Tensor]
     ) -> None:
-        """Keep in the row how the anchor's results differ."""
+        """Keep in the row how the baseline's results differ."""
 
     def check_more(
         self, row: Row, work: Work, written: Written, expected: Sequence[Tensor], case: Case
@@ -159,7 +159,7 @@ class OpBench(ABC, Generic[Row]):
         else:
             self._time_cpu(row, work, compiled)
         self.time_more(row, work, written, more, case)
-        self._time_anchor(row, work, written, ours, expected)
+        self._time_baseline(row, work, written, ours, expected)
 
     def _time_cpu(self, row: Row, work: Work, compiled: Callable[..., Any]) -> None:
         args, budget = work.sets[0], self.budget_s
@@ -218,7 +218,7 @@ class OpBench(ABC, Generic[Row]):
             check(f"CUDA graph replay, {name}", work, results, expected, case, place)
         return capture.device_us(self.cold)
 
-    def _time_anchor(
+    def _time_baseline(
         self,
         row: Row,
         work: Work,
@@ -226,24 +226,24 @@ class OpBench(ABC, Generic[Row]):
         ours: Sequence[Tensor],
         expected: Sequence[Tensor],
     ) -> None:
-        if work.anchor is None:
+        if work.baseline is None:
             return
-        row.anchor_error = self.anchor_error
+        row.baseline_error = self.baseline_error
         if self.modules is None:
             return
-        row.anchor_note, theirs = work.anchor_note, work.of_anchor()
+        row.baseline_note, theirs = work.baseline_note, work.of_baseline()
         try:
-            call = work.anchor(self.modules)
-            self.compare_anchor(row, checked(theirs, written, call), ours, expected)
+            call = work.baseline(self.modules)
+            self.compare_baseline(row, checked(theirs, written, call), ours, expected)
             if self.cold is None:
                 return
             device = Capture(_captured(call, theirs)).device_us(self.cold)
-            row.anchor_us, row.anchor_us_range = device.median, [device.low, device.high]
-            row.anchor_host_us = host_us(functools.partial(call, *theirs.sets[0])).median
+            row.baseline_us, row.baseline_us_range = device.median, [device.low, device.high]
+            row.baseline_host_us = host_us(functools.partial(call, *theirs.sets[0])).median
         except Exception as error:  # a broken baseline is a row, not the end of the run
-            row.anchor_error = one_line(error)
-        if row.anchor_us and row.compiled_us:
-            row.times_faster = row.anchor_us / row.compiled_us
+            row.baseline_error = one_line(error)
+        if row.baseline_us and row.compiled_us:
+            row.times_faster = row.baseline_us / row.compiled_us
 
 
 def _captured(call: Call, work: Work) -> list[Call]:
@@ -259,8 +259,8 @@ class ComputeBench(OpBench[Computed]):
 
     def set_limits(self, row: Computed, work: Work, copies: Copies, us: float) -> None:
         row.flop = work.flop
-        row.floor_us = max(work.moved_bytes / copies.bytes_per_us, work.flop / self.flop_per_us)
-        row.pct_of_floor = 100 * row.floor_us / us
+        row.roofline_us = max(work.moved_bytes / copies.bytes_per_us, work.flop / self.flop_per_us)
+        row.pct_of_roofline = 100 * row.roofline_us / us
 
 
 Finish = Callable[[Report[Row], torch.device, Sequence[str], bool], None]
@@ -279,7 +279,7 @@ def run_cases(
     start, left_out = time.perf_counter(), []
     # a graph for one token and one request each, and one per configuration
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
-        bench = bench_type(device, options.anchor, budget_s=0.1 if options.smoke else 0.5)
+        bench = bench_type(device, options.baseline, budget_s=0.1 if options.smoke else 0.5)
         for case in report.progress(matching(options, cases), name):
             if options.max_seconds and time.perf_counter() - start > options.max_seconds:
                 left_out.append(str(case))
@@ -291,17 +291,17 @@ def run_cases(
     bench.raise_failures()
 
 
-def floor_notes(rows: Sequence[OpRow], flop_per_us: float, *more: str) -> list[str]:
+def roofline_notes(rows: Sequence[OpRow], flop_per_us: float, *more: str) -> list[str]:
     """What the columns of rows of a ``ComputeBench`` mean."""
     bandwidth = next((row.bandwidth_gbs for row in rows if row.bandwidth_gbs), None)
     if bandwidth is None:
         return []
     lines = [
         "Device time per call in a CUDA graph over rotating inputs, L2 emptied before each replay.",
-        f"floor: the longer of bytes that must move / {bandwidth:.0f} GB/s, a copy of 256 MiB "
+        f"roofline: the longer of bytes that must move / {bandwidth:.0f} GB/s, a copy of 256 MiB "
         f"here, and FLOP / {flop_per_us / 1e6:.0f} TFLOP/s.",
         *more,
-        "times_faster = anchor_us / compiled_us.",
+        "times_faster = baseline_us / compiled_us.",
         "host: Python time of a call outside of a graph. kernels: what a compiled call runs.",
     ]
     return ["\n".join(lines)]
@@ -310,7 +310,7 @@ def floor_notes(rows: Sequence[OpRow], flop_per_us: float, *more: str) -> list[s
 def notes_of(rows: Sequence[OpRow], left_out: Sequence[str]) -> list[str]:
     """Errors and notes of a run, with the cases of each."""
     notes = []
-    for field in ("error", "anchor_error", "anchor_note", "package_error", "note"):
+    for field in ("error", "baseline_error", "baseline_note", "package_error", "note"):
         by_text: dict[str, list[str]] = {}
         for row in rows:
             if text := getattr(row, field, None):

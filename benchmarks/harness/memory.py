@@ -1,4 +1,4 @@
-"""What the memory can do: copies of any number of bytes, from and to memory outside the L2."""
+"""Attainable memory bandwidth: copies of any size that miss the L2."""
 
 from __future__ import annotations
 

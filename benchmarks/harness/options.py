@@ -1,4 +1,4 @@
-"""Options that benchmarks share, and what their values mean."""
+"""Command line options that the benchmarks share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: CUDA if any")
     add("--smoke", action="store_true", help="small and short, on CPU by default")
-    add("--anchor", type=Path, metavar="DIR", help="bundle of vLLM's kernels to run beside ours")
+    add("--baseline", type=Path, metavar="DIR", help="bundle of vLLM's kernels to run beside ours")
     add("--out", type=Path, default=Path("out/bench"), metavar="DIR", help="default: %(default)s")
     add("--threads", type=size, metavar="N", help="CPU threads; default: torch's")
     add("--no-plot", action="store_true", help="table and JSONL only")

@@ -25,8 +25,8 @@ _OURS, _THEIRS, _LIMIT = "#0b6e99", "#c8553d", "#7a7a7a"
 _METADATA_CUDA = (
     ("ours, host + device", _OURS, "-", ("host_us", "device_us")),
     ("ours, device", _OURS, "--", ("device_us",)),
-    ("vLLM 0.22.1, host + device", _THEIRS, "-", ("anchor_host_us", "anchor_device_us")),
-    ("vLLM 0.22.1, device", _THEIRS, "--", ("anchor_device_us",)),
+    ("vLLM 0.22.1, host + device", _THEIRS, "-", ("baseline_host_us", "baseline_device_us")),
+    ("vLLM 0.22.1, device", _THEIRS, "--", ("baseline_device_us",)),
 )
 _METADATA_CPU = (
     ("compiled", _OURS, "-", ("call_us",)),
@@ -34,35 +34,35 @@ _METADATA_CPU = (
 )
 _CACHE_CUDA = (
     ("ours, compiled", _OURS, "-", ("compiled_us",)),
-    ("vLLM 0.22.1", _THEIRS, "-", ("anchor_us",)),
+    ("vLLM 0.22.1", _THEIRS, "-", ("baseline_us",)),
 )
 _MLA_CUDA = (
     ("ours, compiled", _OURS, "-", ("compiled_us",)),
-    ("floor: the bytes at copy bandwidth, or the FLOP", _LIMIT, "--", ("floor_us",)),
+    ("roofline: the bytes at copy bandwidth, or the FLOP", _LIMIT, "--", ("roofline_us",)),
 )
 _INDEXER_CUDA = (
     ("ours, indexer_select", _OURS, "-", ("compiled_us",)),
-    ("floor: the bytes at copy bandwidth, or the FLOP", _LIMIT, "--", ("floor_us",)),
+    ("roofline: the bytes at copy bandwidth, or the FLOP", _LIMIT, "--", ("roofline_us",)),
 )
 _LAYER_CUDA = (
     ("ours, the whole layer", _OURS, "-", ("compiled_us",)),
-    ("floor: the bytes at copy bandwidth, or the FLOP", _LIMIT, "--", ("floor_us",)),
+    ("roofline: the bytes at copy bandwidth, or the FLOP", _LIMIT, "--", ("roofline_us",)),
 )
 _MODEL = (
     ("ours: patched, compiled, one CUDA graph", _OURS, "-", ("step_ms",)),
     ("ours: patched, eager", _OURS, ":", ("eager_ms",)),
     ("Hugging Face, eager", _THEIRS, "-", ("stock_ms",)),
     ("Hugging Face, torch.compile", _THEIRS, "--", ("stock_compiled_ms",)),
-    ("reading all weights once", _LIMIT, "--", ("floor_ms",)),
+    ("reading all weights once", _LIMIT, "--", ("roofline_ms",)),
 )
 _CPU = (
     ("compiled", _OURS, "-", ("compiled_us",)),
     ("eager reference", _THEIRS, "-", ("eager_us",)),
 )
 _COPY = ("a copy of as many bytes", "copy_us")
-_FLASH_MLA = ("FlashMLA of vLLM 0.22.1", "anchor_us")
-_DEEP_GEMM = ("DeepGEMM's logits of vLLM 0.22.1 and torch.topk", "anchor_us")
-_BASELINES = ("the kernels of vLLM 0.22.1, FlashMLA and DeepGEMM", "anchor_us")
+_FLASH_MLA = ("FlashMLA of vLLM 0.22.1", "baseline_us")
+_DEEP_GEMM = ("DeepGEMM's logits of vLLM 0.22.1 and torch.topk", "baseline_us")
+_BASELINES = ("the kernels of vLLM 0.22.1, FlashMLA and DeepGEMM", "baseline_us")
 _NAMES = {
     "window": "sliding window",
     "c4": "C4 (4 tokens a row)",

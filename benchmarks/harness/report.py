@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: stamped JSONL rows and an aligned table; and its progress."""
+"""Output of a benchmark: JSONL rows with their provenance, an aligned table, and progress."""
 
 from __future__ import annotations
 

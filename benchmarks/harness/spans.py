@@ -1,4 +1,4 @@
-"""Figures of one field over many rows: their smallest and largest value, or the only one."""
+"""The range of one field over many rows, or its single value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of ``benchmarks/``, and how their numbers are written."""
+"""Stored result rows, and the format of their numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clocks: device time of CUDA graphs, host time of a call, and what a call runs on the device."""
+"""Timers: device time of CUDA graphs, host time of a call, and its device activities."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def host_us(call: Call) -> Timing:
     """What a call costs the Python thread of a server, which never waits for the results.
 
     Rounds are far shorter than the launch queue. No other work is put before them: some of the
-    anchors' copies wait for the stream, and that wait would be counted as theirs.
+    baselines' copies wait for the stream, and that wait would be counted as theirs.
     """
     samples: list[float] = []
     for _ in range(_ROUNDS + 1):  # the first round fills allocator caches

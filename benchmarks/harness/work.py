@@ -36,9 +36,9 @@ class Work:
         sets: Input sets of equal shapes to rotate through.
         moved_bytes: Bytes that a call must read and write.
         written: Which arguments a call writes to; none if it returns its results.
-        anchor: vLLM's function of the same arguments, from its modules.
-        anchor_sets: The anchor's arguments, where they are not ``sets``.
-        anchor_note: What the anchor leaves out.
+        baseline: vLLM's function of the same arguments, from its modules.
+        baseline_sets: The baseline's arguments, where they are not ``sets``.
+        baseline_note: What the baseline leaves out.
         eager: Whether the time without a compiler means something.
         flop: Floating-point operations of the products of a call.
         reference: What to compare with, called with a copy of an input set on its device; None for
@@ -50,9 +50,9 @@ class Work:
     sets: Sequence[Args]
     moved_bytes: int
     written: tuple[int, ...] = ()
-    anchor: Callable[[Any], Callable[..., Any]] | None = None
-    anchor_sets: Sequence[Args] = ()
-    anchor_note: str | None = None
+    baseline: Callable[[Any], Callable[..., Any]] | None = None
+    baseline_sets: Sequence[Args] = ()
+    baseline_note: str | None = None
     eager: bool = True
     flop: int = 0
     reference: Callable[..., Any] | None = None
@@ -72,9 +72,9 @@ class Work:
         )
         return self.results(self.reference or self.call, copies)
 
-    def of_anchor(self) -> Work:
-        """The same with the arguments that the anchor takes."""
-        return dataclasses.replace(self, sets=self.anchor_sets or self.sets)
+    def of_baseline(self) -> Work:
+        """The same with the arguments that the baseline takes."""
+        return dataclasses.replace(self, sets=self.baseline_sets or self.sets)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
-"""What a DeepSeek-V4 attention layer computes between its linear projections, as functions of
-tensors over the ops of this package.
+"""DeepSeek-V4 attention layers between their linear projections.
 
-``build_attention_step`` makes what all layers of a step share; ``attention_layer`` computes one
-layer of it: decode, speculative decode, prefill, chunks of it and mixed batches with one code, as
-every stage is per token. Both belong inside the model's ``torch.compile(fullgraph=True)`` graph.
-``AttentionLayer`` is the same with its parameters and caches in a module.
+``build_attention_step`` builds the metadata that all layers of a step share; ``attention_layer``
+runs one layer. Every stage is per token, so the same code serves decode, speculative decode,
+(chunked) prefill and mixed batches. Call both inside the model's
+``torch.compile(fullgraph=True)`` graph. ``AttentionLayer`` is the ``nn.Module`` form.
 """
 
 from dsv4_ops.attention.layer import attention_layer

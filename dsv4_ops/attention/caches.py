@@ -1,4 +1,4 @@
-"""Caches in a form that compiled and captured graphs write in place."""
+"""Cache buffers that compiled and captured graphs write in place."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from dsv4_ops.core.layout import Layout
 
 
 def mark_static(*tensors: Tensor) -> None:
-    """Promise torch.compile that these tensors keep their addresses.
+    """Tell torch.compile that these tensors keep their addresses.
 
-    CUDA graphs write to an argument in place only if they know that; they are skipped otherwise.
-    Buffers of modules, and so a ``KVCacheBuffers``, need no mark. Mark before the first compile.
+    Inductor skips CUDA graphs for a function that mutates an unmarked argument. Call this before
+    the first compile; module buffers (such as ``KVCacheBuffers``) need no mark.
 
     Args:
-        tensors: Caches that reach the compiled function as arguments.
+        tensors: Caches passed to the compiled function as arguments.
     """
     for tensor in tensors:
         torch._dynamo.mark_static_address(tensor)
 
 
 class KVCacheBuffers(nn.Module):
-    """One paged cache per layer, all of one layout, as buffers.
+    """One paged cache per layer, all of one layout, as non-persistent buffers.
 
-    Buffers have fixed addresses for CUDA graphs, and one tensor per layer keeps clear of a
-    miscompilation of torch: an op that writes to ``cache[layer]`` of a stacked graph input with
-    symbolic sizes would write to layer 0. (Our ops refuse that on CUDA; on CPU they are right, but
-    copy the layer.) Buffers follow ``.to(device)`` and are not part of the state dict.
+    Do not stack the layers into one tensor instead: torch miscompiles an op that writes to
+    ``cache[layer]`` of a graph input with symbolic sizes, which then writes to layer 0. (Our ops
+    refuse such a view on CUDA; on CPU they are correct but copy the layer.)
 
     Args:
         layout: Byte layout of a cache, from ``dsv4_ops.core.layout``.
-        num_layers: Layers that have such a cache. At least 1.
-        num_blocks: Pages per layer. At least 0.
-        device: Where the caches live.
+        num_layers: Number of layers. At least 1.
+        num_blocks: Blocks per layer. At least 0.
+        device: Device of the caches.
 
     Example:
         >>> from dsv4_ops.attention.caches import KVCacheBuffers

@@ -1,4 +1,4 @@
-"""What runs those ops of a layer that have a choice."""
+"""Implementations of a layer's ops, and the checks that they need."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from dsv4_ops.ops.sparse_mla import DECODE_PROVIDERS, PREFILL_PROVIDERS
 _OP = "attention_layer"
 
 
-def attender(spec: LayerSpec) -> str:
-    """What attends, in the schedule "decode"."""
+def decode_impl(spec: LayerSpec) -> str:
+    """Implementation of attention under the schedule "decode"."""
     return impl_for(DECODE_PROVIDERS, spec.impl)
 
 
 def compressed_table(step: AttentionStep, kind: str) -> Tensor | None:
-    """Pages of the compressed rows that such a layer attends to."""
+    """Block table of the compressed rows of a layer of this kind, or None."""
     return {"c4": step.c4.block_table, "c128": step.c128.block_table}.get(kind)
 
 
-def plan_of(spec: LayerSpec, step: AttentionStep, kind: str) -> Tensor | None:
-    """The plan that such a layer goes by, in the schedule "decode": ours is of C128 layers only."""
+def plan_for(spec: LayerSpec, step: AttentionStep, kind: str) -> Tensor | None:
+    """Split-KV schedule of a layer under the schedule "decode"; ours is for C128 layers only."""
     if kind == "c128":
         return step.c128.plan
     if spec.sm_parts == 0:
@@ -50,30 +50,30 @@ def plan_of(spec: LayerSpec, step: AttentionStep, kind: str) -> Tensor | None:
     return step.c4.plan if kind == "c4" else step.plan
 
 
-def attender_of_many(spec: LayerSpec, q: Tensor) -> str:
-    """What attends, in the schedule "prefill": as ``selector``."""
+def prefill_impl(spec: LayerSpec, q: Tensor) -> str:
+    """Implementation of attention under the schedule "prefill"."""
     return _fixed(spec, q, impl_for(PREFILL_PROVIDERS, spec.impl), spec.layout == MainLayout.tag)
 
 
-def selector(spec: LayerSpec, q: Tensor) -> str:
-    """What selects: where bits must not depend on the batch, nothing that its size decides."""
+def indexer_impl(spec: LayerSpec, q: Tensor) -> str:
+    """Implementation of the indexer's selection."""
     has_choice = spec.indexer_layout == IndexerLayout.tag
     return _fixed(spec, q, impl_for(INDEXER_PROVIDERS, spec.impl), has_choice)
 
 
 def _fixed(spec: LayerSpec, q: Tensor, impl: str, has_choice: bool) -> str:
-    """``impl``, or ours where "auto" would choose by the size of the batch and must not."""
-    chooses = impl == AUTO and has_choice and q.device.type == "cuda"
-    return TRITON if chooses and spec.batch_invariant else impl
+    """``impl``, or ours if batch invariance forbids "auto" to choose by batch size."""
+    by_size = impl == AUTO and has_choice and q.device.type == "cuda"
+    return TRITON if by_size and spec.batch_invariant else impl
 
 
 def check_layer_impl(
     spec: LayerSpec, kind: str, inputs: LayerInputs, step: AttentionStep, schedule: str
 ) -> None:
-    """What the ops would refuse after others have written."""
+    """Raise now what an op would only raise after another one has written to a cache."""
     impl, q = spec.impl, inputs.q
     check_device(_OP, impl, q.device)
-    if impl in LIBRARIES and not torch.compiler.is_compiling():  # a compiler asks before it runs
+    if impl in LIBRARIES and not torch.compiler.is_compiling():  # lowering checks it then
         require(_OP, impl)
     if impl == TRITON:
         _check_ours(spec, kind)
@@ -87,7 +87,7 @@ def check_layer_impl(
         indexer_q = cast(Tensor, inputs.indexer_q)
         check_impl(_OP, INDEXER_PROVIDERS, impl, q.device, {"q": indexer_q, **taken})
         _check_schedule(spec, step)
-    plan = plan_of(spec, step, kind)
+    plan = plan_for(spec, step, kind)
     if schedule == "decode" and plan is not None:
         if spec.sm_parts:
             _check_metadata(spec, q, kind, plan)
@@ -99,7 +99,7 @@ def check_layer_impl(
 
 
 def _check_schedule(spec: LayerSpec, step: AttentionStep) -> None:
-    """It is for the SMs of the layer's own specification; each layer makes its own without one."""
+    """The schedule, if any, is for the SM count of the layer's own spec."""
     name, schedule, wanted = "step.c4.schedule", step.c4.schedule, spec.schedule_sms
     if schedule is None:
         return
@@ -111,8 +111,10 @@ def _check_schedule(spec: LayerSpec, step: AttentionStep) -> None:
 
 
 def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor) -> None:
-    """It is of a step of as many tokens and heads, and something goes by it. The op would take one
-    for fewer tokens, whose last ones then have no programs."""
+    """The plan is used, and is for this many tokens and heads.
+
+    The op itself accepts a plan for fewer tokens, which leaves the last ones without work tiles.
+    """
     name, num_tokens, num_heads = "step.c128.plan", q.shape[0], int(q.shape[1])
     ignored = f"for impl {FLASH_MLA!r}" if spec.impl == FLASH_MLA else ""
     ignored = "with batch_invariant" if spec.batch_invariant else ignored
@@ -121,16 +123,16 @@ def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor) -> None:
         raise refusal(ValueError, _OP, name, f"be None {ignored}", "a tensor", advice)
     checks = Checks(_OP)
     checks.tensor("inputs.q", q, q.dtype, "num_tokens", "num_heads", "head_dim")
-    checks.tensor(name, plan, torch.int32, "num_pieces", PLAN_COLUMNS)
-    num_pieces = num_tokens + programs_per_tile(num_heads, PROGRAMS)
-    if plan.shape[0] != num_pieces:
-        rule = f"have {known(num_pieces)} rows for {known(num_tokens)} tokens of {num_heads} heads"
+    checks.tensor(name, plan, torch.int32, "num_work_tiles", PLAN_COLUMNS)
+    num_tiles = num_tokens + programs_per_tile(num_heads, PROGRAMS)
+    if plan.shape[0] != num_tiles:
+        rule = f"have {known(num_tiles)} rows for {known(num_tokens)} tokens of {num_heads} heads"
         advice = f"Build each step with plan_heads={num_heads}"
         raise refusal(ValueError, _OP, name, rule, known(plan.shape[0]), advice)
 
 
 def _check_metadata(spec: LayerSpec, q: Tensor, kind: str, metadata: Tensor) -> None:
-    """It is of a step of as many tokens, and of as many parts."""
+    """The metadata is for this many tokens and SM parts."""
     name = "step.plan" if kind == "window" else f"step.{kind}.plan"
     checks = Checks(_OP)
     checks.tensor(name, metadata, torch.int32, "num_rows", METADATA_COLUMNS)

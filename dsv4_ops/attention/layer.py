@@ -7,8 +7,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dsv4_ops.attention.impl import check_layer_impl, selector
-from dsv4_ops.attention.output import attend, attend_whole, grouped, model_sizes, turns_back
+from dsv4_ops.attention.impl import check_layer_impl, indexer_impl
+from dsv4_ops.attention.output import (
+    attend_decode,
+    attend_prefill,
+    fuses_inverse_rope,
+    group_output,
+    has_v4_sizes,
+)
 from dsv4_ops.attention.spec import LayerSpec, check_kind
 from dsv4_ops.attention.step import AttentionStep, CompressedStep
 from dsv4_ops.attention.tensors import LayerCaches, LayerInputs, LayerWeights, without_gradients
@@ -34,58 +40,52 @@ def attention_layer(
     schedule: str = "decode",
     state_rings: bool = True,
 ) -> Tensor | QuantizedGroups:
-    """Write the keys of a step's tokens to the layer's caches, and attend to them and to those of
-    the steps before.
+    """Insert a step's keys into the layer's caches and attend to all visible keys.
 
     Args:
         spec: The model's attention configuration.
         kind: "window", "c4" or "c128".
-        inputs: Projections of every token of the step.
+        inputs: Projection outputs of every token of the step.
         weights: Parameters of the layer.
-        caches: Caches of the layer. The tensors of a kind of layer it is not may be None, here and
-            in ``inputs`` and ``weights``.
-        step: From ``build_attention_step``. A plan in it decides how programs share the keys of a
-            "c128" layer in the schedule "decode", and nothing else: that of another step of as many
-            tokens gives the same attention, less evenly spread.
+        caches: Caches of the layer. Tensors that the kind does not use may be None, here and in
+            ``inputs`` and ``weights``.
+        step: From ``build_attention_step``. Its plan only balances the work of a "c128" layer under
+            the schedule "decode": the plan of another step with as many tokens gives the same
+            attention, less well balanced.
         schedule: "decode" splits the keys of few tokens over the GPU (``sparse_mla_decode``);
-            "prefill" is for many tokens, and reads the block tables themselves
-            (``sparse_mla_prefill``). Both take any batch, and their results agree up to rounding.
-            The kernels of "decode" undo the rotation of a bfloat16 output of the model's sizes
-            themselves; in FP8, and of "prefill", that is a kernel behind them.
-        state_rings: Whether a token may keep its states where a window of the step reads older
-            ones, as in short rings. States are then saved behind the windows, by another kernel;
-            False saves that launch, and in a decode of "c4" with FP8 caches all but one of those
-            before the selection (``insert_c4_step``).
+            "prefill" is for many tokens and reads the block tables (``sparse_mla_prefill``). Either
+            takes any batch; their results agree up to rounding. For bfloat16 output of the model's
+            sizes "decode" fuses the inverse RoPE; otherwise it is a kernel of its own.
+        state_rings: Whether the step may overwrite compressor states that it also reads, as in
+            short rings. If every request brings at most the cache's ``next_n`` tokens, pass False:
+            states are then saved without a launch of their own, and a "c4" decode with FP8 caches
+            does all its inserts in one launch (``insert_c4_step``).
 
     Returns:
-        The attention output as the grouped output projection takes it, [num_tokens, num_groups,
-        num_heads / num_groups * head_dim], dense, of the dtype of q, with the rotation undone; or
-        ``QuantizedGroups``, if ``spec.scale_layout`` says so. 0 for padding tokens.
+        The input of the grouped output projection after inverse RoPE, [num_tokens, num_groups,
+        num_heads / num_groups * head_dim], dense, in the dtype of q; with ``spec.scale_layout``,
+        ``QuantizedGroups``. 0 for padding tokens.
 
-    Mutates: ``caches``, at the slots of the step. Keys that a step writes are read in the same
-        step: by their own token and by those after it that may see them.
+    Mutates: ``caches``, at the slots of the step, before attention reads them.
 
     Raises:
-        ValueError, TypeError: a tensor that is missing, or of another shape or dtype than the
-            configuration says; a plan of another number of tokens or heads, with
-            ``batch_invariant`` or for impl "flash_mla"; as the ops it is made of. Nothing is
-            written then.
-        NotImplementedError, ImportError, RuntimeError: a ``spec.impl`` that does not take the
-            layer, or does not run here. Nothing is written then either. NotImplementedError in
-            backward, too: an input or a weight may require gradients, but none is computed.
+        ValueError, TypeError: a tensor is missing or does not match ``spec``; a plan is for another
+            number of tokens or heads, or would be ignored. Nothing is written.
+        NotImplementedError, ImportError, RuntimeError: ``spec.impl`` does not support the layer, or
+            is not available here. Nothing is written. Backward raises NotImplementedError.
 
     Example:
         >>> import torch
         >>> from dsv4_ops.attention import *
         >>> from dsv4_ops.attention.metadata import BlockTables
         >>> spec = LayerSpec.deepseek_v4_flash(num_groups=1)
-        >>> pages, none = torch.arange(4, dtype=torch.int32)[None], torch.zeros(1, 0).int()
+        >>> table, none = torch.arange(4, dtype=torch.int32)[None], torch.zeros(1, 0).int()
         >>> step = build_attention_step(
         ...     spec,
         ...     torch.tensor([0, 3], dtype=torch.int32),  # a prefill of three tokens
         ...     torch.tensor([3], dtype=torch.int32),
         ...     torch.tensor([0, 1, 2]),
-        ...     BlockTables(swa=pages, c4=none, c128=none),
+        ...     BlockTables(swa=table, c4=none, c128=none),
         ...     StateTables(c4=none, c128=none),
         ... )
         >>> caches = LayerCaches.allocate(spec, "window", swa_blocks=4)
@@ -100,18 +100,20 @@ def attention_layer(
     checks.one_of("schedule", schedule, "decode", "prefill")
     checks.flag("state_rings", state_rings)
     if schedule == "prefill":
-        pages: Any = step.swa_block_table
-        checks.tensor("step.swa_block_table", pages, torch.int32, "num_reqs", "max_swa_blocks")
+        table: Any = step.swa_block_table
+        checks.tensor("step.swa_block_table", table, torch.int32, "num_reqs", "max_swa_blocks")
     check_layer_impl(spec, kind, inputs, step, schedule)
     decode = schedule == "decode"
     q, query = insert(spec, kind, inputs, weights, caches, step, schedule, state_rings)
     selected = None if query is None else select(spec, query, caches, step, slots=decode)
-    turned = decode and turns_back(spec, q)
+    inverse_rope = decode and fuses_inverse_rope(spec, q)
     if decode:
-        out = attend(spec, kind, q, selected, weights, caches, step, turned=turned)
+        out = attend_decode(
+            spec, kind, q, selected, weights, caches, step, inverse_rope=inverse_rope
+        )
     else:
-        out = attend_whole(spec, kind, q, selected, weights, caches, step)
-    return grouped(spec, out, weights, step, turned=turned)
+        out = attend_prefill(spec, kind, q, selected, weights, caches, step)
+    return group_output(spec, out, weights, step, inverse_rope=inverse_rope)
 
 
 def insert(
@@ -124,11 +126,13 @@ def insert(
     schedule: str,
     state_rings: bool,
 ) -> tuple[Tensor, IndexerQuery | None]:
-    """Store what the layer keeps of the step; its queries, and those of an indexer. A decode of C4
-    does so in one launch, where that has its sizes and no window reads what the step overwrites."""
+    """Write the step to the layer's caches; return the queries of attention and indexer.
+
+    A C4 decode of the model's sizes takes one launch (``insert_c4_step``) without state rings.
+    """
     fp8 = (spec.layout, spec.indexer_layout) == (MainLayout.tag, IndexerLayout.tag)
-    together = kind == "c4" and schedule == "decode" and not state_rings
-    if together and fp8 and model_sizes(spec, inputs.q):
+    fused = kind == "c4" and schedule == "decode" and not state_rings
+    if fused and fp8 and has_v4_sizes(spec, inputs.q):
         return _insert_c4(spec, inputs, weights, caches, step)
     q = insert_window(spec, inputs, weights, caches, step)
     if kind != "window":
@@ -188,9 +192,9 @@ def insert_window(
     caches: LayerCaches,
     step: AttentionStep,
 ) -> Tensor:
-    """Normalise and rotate the queries; rotate the keys and store them."""
+    """Apply norm and RoPE to the queries; rotate the keys and insert them."""
     q, kv, table = inputs.q, inputs.kv, weights.cos_sin_cache
-    if model_sizes(spec, q):
+    if has_v4_sizes(spec, q):
         return qnorm_rope_kv_insert(
             q,
             kv,
@@ -217,7 +221,7 @@ def insert_compressed(
     step: AttentionStep,
     state_rings: bool,
 ) -> None:
-    """Store the compressed rows that the step finishes, and its states."""
+    """Insert the compressed rows that the step completes, and save its compressor states."""
     tensors = (
         inputs.kv_score,
         weights.ape,
@@ -237,7 +241,7 @@ def insert_indexer_keys(
     step: AttentionStep,
     state_rings: bool,
 ) -> None:
-    """The same for the indexer."""
+    """``insert_compressed`` for the indexer's keys."""
     tensors = (
         inputs.indexer_kv_score,
         weights.indexer_ape,
@@ -258,13 +262,12 @@ def _compress(
     layout: str,
     state_rings: bool,
 ) -> None:
-    """Store the rows that the step finishes, and what later steps need to finish theirs: in rings
-    when the states that it overwrites have been read."""
+    """Insert completed rows and save states; with state rings, save after all states are read."""
     kv_score, ape, norm_weight, states, cache = (cast(Tensor, tensor) for tensor in tensors)
     ratio, state_block_size = spec.ratio(kind), spec.state_block_size(kind)
-    before, own = (kv_score, ape, states, group.state_block_table), group.state_slot_mapping
+    source, state_slots = (kv_score, ape, states, group.state_block_table), group.state_slot_mapping
     norm = (norm_weight, weights.cos_sin_cache)
-    behind = (step.positions, step.req_indices, *norm, cache, group.slot_mapping)
+    target = (step.positions, step.req_indices, *norm, cache, group.slot_mapping)
     settings: dict[str, Any] = {
         "compress_ratio": ratio,
         "overlap": kind == "c4",
@@ -274,14 +277,14 @@ def _compress(
         "layout": layout,
     }
     if not state_rings:
-        save_and_compress(*before, own, *behind, **settings)
+        save_and_compress(*source, state_slots, *target, **settings)
         return
-    compress_and_insert(*before, *behind, **settings)
+    compress_and_insert(*source, *target, **settings)
     save_compressor_states(
         kv_score,
         ape,
         states,
-        own,
+        state_slots,
         step.positions,
         compress_ratio=ratio,
         block_size=state_block_size,
@@ -291,13 +294,13 @@ def _compress(
 def indexer_query(
     spec: LayerSpec, inputs: LayerInputs, weights: LayerWeights, step: AttentionStep
 ) -> IndexerQuery:
-    """The indexer's queries, rotated and in FP8 if its keys are, and the weights of their heads."""
+    """The indexer's rotated queries, in FP8 if its keys are, and its head weights."""
     q, head_weights = cast(Tensor, inputs.indexer_q), cast(Tensor, inputs.indexer_weights)
     table = weights.cos_sin_cache
     if spec.indexer_layout == IndexerLayout.tag:
         return indexer_quantize_q(q, head_weights, step.positions, table)
     q = apply_rope(q, step.positions, table)
-    return IndexerQuery(q, head_weights.to(torch.float32))  # a scale of all would change no choice
+    return IndexerQuery(q, head_weights.to(torch.float32))  # a common scale would not change top-k
 
 
 def select(
@@ -308,8 +311,10 @@ def select(
     *,
     slots: bool,
 ) -> Tensor:
-    """Rows that every token attends to, int32 [num_tokens, index_topk]: their ``slots``, as
-    ``attend`` takes them, or their places in the request, as ``attend_whole`` does."""
+    """Top-k rows of every token, int32 [num_tokens, index_topk].
+
+    Cache ``slots`` for ``attend_decode``, or row indices within the request for ``attend_prefill``.
+    """
     q, head_weights = query
     return indexer_select(
         q,
@@ -324,7 +329,7 @@ def select(
         topk=spec.attention.index_topk,
         layout=spec.indexer_layout,
         slots=slots,
-        impl=selector(spec, q),
+        impl=indexer_impl(spec, q),
     )
 
 
@@ -336,7 +341,7 @@ def _check(
     caches: LayerCaches,
     step: AttentionStep,
 ) -> None:
-    """Everything that an op would refuse after another one has written."""
+    """Raise now what an op would only raise after another one has written to a cache."""
     check_kind("attention_layer", kind)
     checks = Checks("attention_layer")
     fp8 = spec.layout == MainLayout.tag or spec.scale_layout is not None

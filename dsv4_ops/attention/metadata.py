@@ -1,9 +1,8 @@
-"""Everything one step's attention layers need, as plain functions of tensors over the ops of this
-package.
+"""Step metadata builders for decode and prefill.
 
-``build_decode_metadata`` and ``build_prefill_metadata`` hold no state and never look at the host:
-put them in front of the model inside the same ``torch.compile(fullgraph=True)`` graph, or compile,
-capture or export them by themselves.
+``build_decode_metadata`` and ``build_prefill_metadata`` are stateless and never synchronise with
+the host. Call them in the model's ``torch.compile(fullgraph=True)`` graph, or compile, capture or
+export them on their own.
 """
 
 from __future__ import annotations
@@ -26,38 +25,36 @@ from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 from dsv4_ops.reference.common import gather_rows
 
 COMPILE_OPTIONS = {"triton.autotune_pointwise": False, "triton.enable_pdl": True}
-"""``torch.compile(build, options=COMPILE_OPTIONS)``: steadiest on a GPU up to 512 tokens.
+"""Inductor options with the most stable GPU latency up to 512 tokens.
 
-Inductor's default tries two block sizes on the first batch it sees; for rows of 8192 slots one is
-twice as slow on large batches, and on a small first batch the choice is left to noise. Programmatic
-dependent launch (Hopper and later) lets a kernel start while the one before it ends. At 2048 tokens
-an H200 took 27 us with these options and 22 with the better block size of the default.
+By default Inductor picks one of two block sizes by timing the first batch; if that batch is small,
+noise may pick the one that is 2x slower on large batches. Programmatic dependent launch (Hopper and
+later) overlaps consecutive kernels.
 """
 
 _ROW_MULTIPLE = 128
-"""Index rows are padded to this many entries, as FlashMLA wants them."""
+"""FlashMLA requires index rows padded to a multiple of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What of a model's attention the metadata depends on: configuration, never a batch.
+    """The part of a model's attention configuration that step metadata depends on.
 
-    C4 layers attend to rows selected by the indexer, C128 layers to every compressed row; all
-    layers share the window.
+    All layers attend to a sliding window. C4 layers (CSA) also attend to the compressed rows that
+    their indexer selects, C128 layers (HCA) to every compressed row.
 
     Args:
-        window_size: Keys of the sliding window, the token itself included.
-        c4_ratio: Positions per compressed row of the indexed (C4) layers.
-        c128_ratio: Positions per compressed row of the dense (C128) layers.
-        block_tokens: Positions covered by a page of a compressed cache; its pages hold block_tokens
-            // ratio rows.
-        swa_block_size: Rows of a page of the window cache.
+        window_size: Keys in the sliding window, including the token itself.
+        c4_ratio: Positions per compressed row of C4 layers.
+        c128_ratio: Positions per compressed row of C128 layers.
+        block_tokens: Positions per block of a compressed cache: block_tokens // ratio rows.
+        swa_block_size: Rows per block of the window cache.
         index_topk: Rows that the indexer selects.
-        next_n: Most tokens of a decode request: 1 + speculative tokens.
-        max_model_len: Longest request, in tokens.
-        indexer_workspace: Key rows of the indexer's prefill workspace, no fewer than the longest
-            request has: max_model_len // c4_ratio.
-        max_logits_bytes: Bytes of indexer logits of one prefill chunk.
+        next_n: Maximum tokens of a decode request: 1 + speculative tokens.
+        max_model_len: Maximum request length in tokens.
+        indexer_workspace: Key rows of the indexer's prefill workspace; at least max_model_len //
+            c4_ratio.
+        max_logits_bytes: Maximum bytes of indexer logits per prefill chunk.
     """
 
     window_size: int = 128
@@ -77,42 +74,42 @@ class AttentionSpec:
         logits = sizes.pop("max_logits_bytes")
         checks.at_least(4, most=INT64_MAX, max_logits_bytes=logits)
         checks.at_least(1, **sizes)
-        both = math.lcm(self.c4_ratio, self.c128_ratio)
-        checks.divides("lcm(c4_ratio, c128_ratio)", both, "block_tokens", self.block_tokens)
-        rows, held = self.max_model_len // self.c4_ratio, self.indexer_workspace
-        if held < rows:
+        ratios = math.lcm(self.c4_ratio, self.c128_ratio)
+        checks.divides("lcm(c4_ratio, c128_ratio)", ratios, "block_tokens", self.block_tokens)
+        rows, workspace = self.max_model_len // self.c4_ratio, self.indexer_workspace
+        if workspace < rows:
             rule = f"be at least max_model_len // c4_ratio = {rows}"
-            advice = "Raise it, or lower max_model_len: a chunk has all keys of a request"
-            raise refusal(ValueError, "AttentionSpec", "indexer_workspace", rule, held, advice)
+            advice = "Raise it, or lower max_model_len: a chunk holds all keys of a request"
+            raise refusal(ValueError, "AttentionSpec", "indexer_workspace", rule, workspace, advice)
 
     @classmethod
     def deepseek_v4_flash(cls, *, next_n: int = 1, max_model_len: int = 1048576) -> AttentionSpec:
-        """DeepSeek-V4-Flash: 512 selected rows."""
+        """DeepSeek-V4-Flash: top-512."""
         return cls(index_topk=512, next_n=next_n, max_model_len=max_model_len)
 
     @classmethod
     def deepseek_v4_pro(cls, *, next_n: int = 1, max_model_len: int = 1048576) -> AttentionSpec:
-        """DeepSeek-V4-Pro: 1024 selected rows."""
+        """DeepSeek-V4-Pro: top-1024."""
         return cls(index_topk=1024, next_n=next_n, max_model_len=max_model_len)
 
     @property
-    def c4_page_size(self) -> int:
-        """Rows of a page of the C4 cache."""
+    def c4_block_size(self) -> int:
+        """Rows per block of the C4 cache."""
         return self.block_tokens // self.c4_ratio
 
     @property
-    def c128_page_size(self) -> int:
-        """Rows of a page of the C128 cache."""
+    def c128_block_size(self) -> int:
+        """Rows per block of the C128 cache."""
         return self.block_tokens // self.c128_ratio
 
     @property
     def max_c128_rows(self) -> int:
-        """Width of a row of C128 slots: every compressed row of the longest request, padded."""
+        """Width of ``c128_indices``: compressed rows of the longest request, padded."""
         rows = -(-self.max_model_len // self.c128_ratio)
         return rows + -rows % _ROW_MULTIPLE
 
     def max_chunks(self, *, num_reqs: int, num_tokens: int) -> int:
-        """Indexer chunks that a batch of this size can need at most."""
+        """Upper bound of the indexer chunks of a batch of this size."""
         return max_prefill_chunks(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
@@ -125,7 +122,7 @@ class AttentionSpec:
 class BlockTables:
     """Block tables of the cache groups, int32 [num_reqs, max_blocks of the group] each.
 
-    ``swa`` counts pages of ``swa_block_size`` positions, ``c4`` and ``c128`` pages of
+    A block of ``swa`` covers ``swa_block_size`` positions, one of ``c4`` or ``c128``
     ``block_tokens`` positions.
     """
 
@@ -135,27 +132,25 @@ class BlockTables:
 
 
 class _Tensors:
-    """What the metadata dataclasses share."""
-
     def as_tuple(self) -> tuple[Tensor, ...]:
-        """The tensors in the order of the fields: the form for an AOTInductor package, which knows
-        no class of ours."""
+        """The tensors in field order, as an AOTInductor package returns them."""
         return tuple(getattr(self, name) for name in _FIELDS[type(self).__name__])
 
 
 @dataclass(frozen=True)
 class DecodeMetadata(_Tensors):
-    """Per-token inputs of every attention layer of a decode step; [num_tokens, ...], padding rows
-    defined.
+    """Metadata of a decode step, [num_tokens, ...] each; padding rows are defined.
 
-    ``req_indices`` int32 and ``positions`` int64: request and position, -1 for padding.
-        ``seq_lens``, ``c4_lens``, ``c128_lens``
-    int32: visible rows of ratio 1, 4, 128. ``swa_indices`` int32 [num_tokens, window_size] and
-        ``swa_lens``: window slots.
-    ``c128_indices`` int32 [num_tokens, max_c128_rows]: slots of all visible C128 rows.
-    ``c4_slot_mapping``,
-    ``c128_slot_mapping`` int64: slot of the compressed row that the token completes, or -1.
-        ``is_valid_token`` bool: whether the token is one of a request, and no padding.
+    Attributes:
+        req_indices: Request of the token, int32; -1 for padding.
+        positions: Position of the token, int64; -1 for padding.
+        seq_lens, c4_lens, c128_lens: Visible positions, C4 rows and C128 rows, int32.
+        swa_indices: Slots of the sliding window, [num_tokens, window_size], int32.
+        swa_lens: Valid entries of ``swa_indices``, int32.
+        c128_indices: Slots of all visible C128 rows, [num_tokens, max_c128_rows], int32.
+        c4_slot_mapping, c128_slot_mapping: Slot of the compressed row that the token completes, or
+            -1, int64.
+        is_valid_token: False for padding, bool.
     """
 
     req_indices: Tensor
@@ -173,15 +168,19 @@ class DecodeMetadata(_Tensors):
 
 @dataclass(frozen=True)
 class PrefillMetadata(_Tensors):
-    """Inputs of every attention layer of a step with prefills (decodes first, then prefills).
+    """Metadata of a step with prefills; decodes come first in the batch.
 
-    As ``DecodeMetadata``, without ``c128_indices`` (the rows are 0, 1, .. ``c128_lens`` - 1:
-    kernels walk the block table, since a slot matrix of a long prefill would take gigabytes), and
-    with: ``split`` int32 [4] (decodes, prefills, decode tokens, prefill tokens); ``gather_lens``
-    int32 [num_reqs]: trailing positions whose window keys are needed; ``c4_cu_seq_lens`` int32
-    [num_reqs + 1], ``c4_row_start`` and ``c4_row_stop`` int32 [num_tokens]: rows of the gathered
-    indexer keys; ``chunks`` int32 [max_chunks, 4] and ``num_chunks`` int32 [1]: the indexer's chunk
-    plan over the requests behind the first num_decodes.
+    The fields of ``DecodeMetadata`` except ``c128_indices``, which would take gigabytes for a long
+    prefill (kernels walk the block table instead), and these, all int32:
+
+    Attributes:
+        split: Decodes, prefills, decode tokens, prefill tokens, [4].
+        gather_lens: Trailing positions whose window keys are needed, [num_reqs].
+        c4_cu_seq_lens: Offsets of the requests in the gathered indexer keys, [num_reqs + 1].
+        c4_row_start, c4_row_stop: Visible rows of the gathered indexer keys, [num_tokens].
+        chunks: The indexer's chunk plan for the requests after the first num_decodes,
+            [max_chunks, 4].
+        num_chunks: Valid rows of ``chunks``, [1].
     """
 
     req_indices: Tensor
@@ -222,24 +221,24 @@ def build_decode_metadata(
     block_tables: BlockTables,
     is_valid_token: Tensor | None = None,
 ) -> DecodeMetadata:
-    """Build what a decode step's layers need: uniform, ragged and MTP batches alike.
+    """Build the metadata of a decode step; batches may be uniform, ragged or MTP.
 
     Args:
         spec: The model's attention configuration.
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
-            request.
+        seq_lens: Length of every request including this step's tokens, [num_reqs], int32. 0 marks a
+            padding request.
         slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens
             that write nothing.
-        block_tables: Pages of every request in every cache group.
-        is_valid_token: False for tokens to be taken for padding wherever they lie, [num_tokens],
-            bool; None for those behind the last request only.
+        block_tables: Block tables of every cache group.
+        is_valid_token: False for tokens to treat as padding, [num_tokens], bool. With None, only
+            tokens after the last request are padding.
 
     Returns:
-        ``DecodeMetadata`` of num_tokens rows.
+        ``DecodeMetadata`` with num_tokens rows.
 
     Raises:
-        ValueError, TypeError: as the ops it is made of.
+        ValueError, TypeError: as the underlying ops.
 
     Example:
         >>> import torch
@@ -263,7 +262,7 @@ def build_decode_metadata(
         rows["positions"],
         rows["req_indices"],
         block_tables.c128,
-        block_size=spec.c128_page_size,
+        block_size=spec.c128_block_size,
         compress_ratio=spec.c128_ratio,
         max_compressed=spec.max_c128_rows,
     )
@@ -281,28 +280,25 @@ def build_prefill_metadata(
     max_chunks: int,
     num_decodes: int | Tensor = 0,
 ) -> PrefillMetadata:
-    """Build what the layers of a step with prefills need; decodes, if any, come first in the batch.
+    """Build the metadata of a step with prefills; decodes, if any, come first.
 
     Args:
-        spec: The model's attention configuration.
-        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
-        seq_lens: Tokens of every request, context included, [num_reqs], int32. 0 marks a padding
-            request.
-        slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens
-            that write nothing.
-        block_tables: Pages of every request in every cache group.
-        is_valid_token: False for tokens to be taken for padding wherever they lie, [num_tokens],
-            bool; None for those behind the last request only.
+        spec: As for ``build_decode_metadata``.
+        query_start_loc: As for ``build_decode_metadata``.
+        seq_lens: As for ``build_decode_metadata``.
+        slot_mapping: As for ``build_decode_metadata``.
+        block_tables: As for ``build_decode_metadata``.
+        is_valid_token: As for ``build_decode_metadata``.
         max_chunks: Capacity of the chunk plan, from ``AttentionSpec.max_chunks``.
-        num_decodes: Requests in front that the chunk plan leaves out. An int, where the host knows
-            it; or int32, on the device, the result of ``split_decodes_and_prefills`` or its first
-            entry, so that one graph plans for any mixture.
+        num_decodes: Leading requests that the chunk plan skips: an int, or an int32 tensor (the
+            result of ``split_decodes_and_prefills``, or its first entry), so that one graph serves
+            any mix.
 
     Returns:
-        ``PrefillMetadata`` of num_tokens rows.
+        ``PrefillMetadata`` with num_tokens rows.
 
     Raises:
-        ValueError, TypeError: as the ops it is made of.
+        ValueError, TypeError: as the underlying ops.
     """
     op, batch = "build_prefill_metadata", (query_start_loc, seq_lens, slot_mapping, block_tables)
     rows = token_rows(op, spec, *batch, is_valid_token)
@@ -330,7 +326,7 @@ def _plan_chunks(
     max_chunks: int,
     num_decodes: int | Tensor,
 ) -> PrefillChunks:
-    """Of the requests behind the decodes, by their numbers in the batch."""
+    """Plan chunks of the requests after the decodes, by request index in the batch."""
     rows, queries = seq_lens.clamp(min=0) // spec.c4_ratio, query_start_loc.diff()
     budgets = {"workspace_size": spec.indexer_workspace, "max_logits_bytes": spec.max_logits_bytes}
     num_reqs, checks = seq_lens.shape[0], Checks(op)
@@ -342,7 +338,7 @@ def _plan_chunks(
     checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
     checks.tensor("num_decodes", num_decodes, torch.int32, "num_rest + 1")
     first = num_decodes[:1].clamp(0, num_reqs)
-    # the prefills move to the front; what they leave behind is as empty as a padding request
+    # shift prefills to the front; the tail becomes padding requests
     request = first + torch.arange(num_reqs, device=seq_lens.device)
     rows, queries = (gather_rows(each, request, request < num_reqs) for each in (rows, queries))
     plan = split_prefill_chunks(rows, queries, **budgets, max_chunks=max_chunks)
@@ -360,7 +356,7 @@ def token_rows(
     block_tables: BlockTables,
     is_valid_token: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The fields that decode and prefill share, from one token map."""
+    """Compute the fields that decode and prefill metadata share."""
     tokens = token_map(query_start_loc, seq_lens, num_tokens=slot_mapping.shape[0])
     if is_valid_token is not None:
         checks = Checks(op)
@@ -373,7 +369,7 @@ def token_rows(
 def rows_of_tokens(
     spec: AttentionSpec, tokens: TokenMap, slot_mapping: Tensor, block_tables: BlockTables
 ) -> dict[str, Tensor]:
-    """The same where request and position of every token are known."""
+    """``token_rows`` from a token map."""
     window = swa_indices_and_lens(
         tokens.positions,
         tokens.req_indices,
@@ -395,7 +391,7 @@ def rows_of_tokens(
             ("c128", block_tables.c128, spec.c128_ratio),
         )
     }
-    # padding has position -1, hence length 0; a position is below the int32 length of its request
+    # padding has position -1, hence length 0; lengths fit int32
     length = (tokens.positions + 1).to(torch.int32)
     return {
         "req_indices": tokens.req_indices,

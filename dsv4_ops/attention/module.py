@@ -1,4 +1,4 @@
-"""An attention layer that holds its parameters and caches."""
+"""The ``nn.Module`` form of an attention layer."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ from dsv4_ops.core.types import QuantizedGroups
 
 
 class AttentionLayer(nn.Module):
-    """``attention_layer`` with its float32 parameters, and its caches as buffers: CUDA graphs and
-    AOTInductor packages write these in place.
+    """``attention_layer`` with its parameters, and its caches as non-persistent buffers.
 
-    Parameters are ``attn_sink`` and, if the kind has a compressor, ``ape``, ``norm_weight``,
-    ``indexer_ape`` and ``indexer_norm_weight``, as ``LayerWeights`` describes them: zeros and ones
-    until a state dict is loaded. Caches are no part of that.
+    CUDA graphs and AOTInductor packages write the caches in place. The float32 parameters are those
+    of ``LayerWeights`` that the kind has; norm weights are initialised to 1, all others to 0.
 
     Args:
         spec: The model's attention configuration.
         kind: "window", "c4" or "c128".
-        cos_sin_cache: From ``spec.rope_table``, on ``device``; layers share it, until ``.to`` gives
-            each one of its own.
+        cos_sin_cache: From ``spec.rope_table``, on ``device``. Layers may share it; ``.to`` gives
+            each layer its own copy.
         num_heads: Query heads.
-        swa_blocks: Pages of the window cache.
-        compressed_blocks: Pages of the compressed cache, and of the indexer's.
-        state_blocks: Pages of the states, and of the indexer's.
-        device: Where parameters and caches live.
+        swa_blocks: Blocks of the window cache.
+        compressed_blocks: Blocks of the compressed cache and of the indexer cache.
+        state_blocks: Blocks of the compressor states and of the indexer's.
+        device: Device of parameters and caches.
 
     Example:
         >>> from dsv4_ops.attention import AttentionLayer, LayerSpec
@@ -90,12 +88,12 @@ class AttentionLayer(nn.Module):
 
     @property
     def weights(self) -> LayerWeights:
-        """Parameters and table in the form of ``attention_layer``."""
+        """Parameters and RoPE table, as ``attention_layer`` takes them."""
         return LayerWeights(**{name: getattr(self, name) for name in self._weight_names})
 
     @property
     def caches(self) -> LayerCaches:
-        """Caches in the form of ``attention_layer``."""
+        """Caches, as ``attention_layer`` takes them."""
         return LayerCaches(**{name: getattr(self, f"{name}_cache") for name in self._cache_names})
 
     def forward(
@@ -111,11 +109,11 @@ class AttentionLayer(nn.Module):
         schedule: str = "decode",
         state_rings: bool = True,
     ) -> Tensor | QuantizedGroups:
-        """``attention_layer`` of this layer; the tensors are those of ``LayerInputs``."""
+        """Run ``attention_layer``; tensor arguments are the fields of ``LayerInputs``."""
         inputs = LayerInputs(q, kv, kv_score, indexer_q, indexer_weights, indexer_kv_score)
-        held = (self.weights, self.caches)
+        tensors = (inputs, self.weights, self.caches)
         return attention_layer(
-            self.spec, self.kind, inputs, *held, step, schedule=schedule, state_rings=state_rings
+            self.spec, self.kind, *tensors, step, schedule=schedule, state_rings=state_rings
         )
 
     def extra_repr(self) -> str:

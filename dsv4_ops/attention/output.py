@@ -1,4 +1,4 @@
-"""The last stages of a layer: attention over its caches, and its output for the projection."""
+"""The last stages of a layer: attention over its caches, and the grouped output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dsv4_ops.attention.impl import attender, attender_of_many, compressed_table, plan_of
+from dsv4_ops.attention.impl import compressed_table, decode_impl, plan_for, prefill_impl
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.attention.step import AttentionStep
 from dsv4_ops.attention.tensors import LayerCaches, LayerWeights
@@ -22,18 +22,18 @@ from dsv4_ops.ops.rope import (
 from dsv4_ops.ops.sparse_mla import sparse_mla_decode, sparse_mla_decode_paged, sparse_mla_prefill
 
 
-def model_sizes(spec: LayerSpec, q: Tensor) -> bool:
-    """Whether these are the sizes and the dtype of DeepSeek-V4, which the fused ops have."""
+def has_v4_sizes(spec: LayerSpec, q: Tensor) -> bool:
+    """Whether sizes and dtype are DeepSeek-V4's, as the fused ops require."""
     sizes = (spec.head_dim, spec.rope_dim) == (MainLayout.head_dim, ROPE_DIM)
     return sizes and q.dtype == torch.bfloat16
 
 
-def turns_back(spec: LayerSpec, q: Tensor) -> bool:
-    """Whether ``attend`` can undo the rotation of an output that nothing but that is done to."""
-    return spec.scale_layout is None and model_sizes(spec, q)
+def fuses_inverse_rope(spec: LayerSpec, q: Tensor) -> bool:
+    """Whether ``attend_decode`` can apply inverse RoPE in the attention kernel."""
+    return spec.scale_layout is None and has_v4_sizes(spec, q)
 
 
-def attend(
+def attend_decode(
     spec: LayerSpec,
     kind: str,
     q: Tensor,
@@ -42,10 +42,9 @@ def attend(
     caches: LayerCaches,
     step: AttentionStep,
     *,
-    turned: bool,
+    inverse_rope: bool,
 ) -> Tensor:
-    """Attention of few tokens, in C4 to the selected ``slots``; its rotation is undone by the
-    kernel that stores it if ``turned``."""
+    """Split-KV attention for few tokens; C4 layers attend to the selected ``slots``."""
     window = (q, caches.swa, step.swa_indices, step.swa_lens)
     settings: dict[str, Any] = {
         "softmax_scale": spec.softmax_scale,
@@ -53,11 +52,11 @@ def attend(
         "extra_block_size": 1 if kind == "window" else spec.block_size(kind),
         "layout": spec.layout,
         "batch_invariant": spec.batch_invariant,
-        "impl": attender(spec),
+        "impl": decode_impl(spec),
     }
-    if turned:
+    if inverse_rope:
         settings |= {"positions": step.positions, "cos_sin_cache": weights.cos_sin_cache}
-    plan = plan_of(spec, step, kind)
+    plan = plan_for(spec, step, kind)
     if kind == "c128":
         return sparse_mla_decode_paged(
             *window,
@@ -71,12 +70,12 @@ def attend(
         ).out
     extra: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
     if slots is not None:
-        # no more are selected than there are; to count the selected ones would take a reduction
+        # an upper bound of the selected rows; the exact count would take a reduction
         extra = (caches.compressed, slots, step.c4.lens)
     return sparse_mla_decode(*window, *extra, weights.attn_sink, plan, **settings).out
 
 
-def attend_whole(
+def attend_prefill(
     spec: LayerSpec,
     kind: str,
     q: Tensor,
@@ -85,8 +84,7 @@ def attend_whole(
     caches: LayerCaches,
     step: AttentionStep,
 ) -> Tensor:
-    """Attention of many tokens, in C4 to the ``selected`` rows of their requests; its rotation is
-    undone behind it."""
+    """Attention for many tokens; C4 layers attend to the ``selected`` rows of their requests."""
     table = compressed_table(step, kind)
     return sparse_mla_prefill(
         q,
@@ -104,23 +102,22 @@ def attend_whole(
         swa_block_size=spec.attention.swa_block_size,
         extra_block_size=1 if kind == "window" else spec.block_size(kind),
         layout=spec.layout,
-        impl=attender_of_many(spec, q),
+        impl=prefill_impl(spec, q),
     ).out
 
 
-def grouped(
-    spec: LayerSpec, out: Tensor, weights: LayerWeights, step: AttentionStep, *, turned: bool
+def group_output(
+    spec: LayerSpec, out: Tensor, weights: LayerWeights, step: AttentionStep, *, inverse_rope: bool
 ) -> Tensor | QuantizedGroups:
-    """The output for the grouped projection, its rotation undone; of one that is ``turned`` a
-    view."""
+    """Group the output for its projection; with ``inverse_rope`` done already, a view."""
     table, groups = weights.cos_sin_cache, spec.num_groups
     if spec.scale_layout is not None:
         return inverse_rope_group_quantize(
             out, step.positions, table, num_groups=groups, scale_layout=spec.scale_layout
         )
-    if not turned and out.dtype == torch.bfloat16:
+    if not inverse_rope and out.dtype == torch.bfloat16:
         return inverse_rope_group(out, step.positions, table, num_groups=groups)
-    if not turned:
+    if not inverse_rope:
         out = apply_rope(out, step.positions, table, inverse=True)
     tokens, heads, dim = out.shape
     return out.view(tokens, groups, heads // groups * dim)

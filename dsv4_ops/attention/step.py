@@ -1,4 +1,4 @@
-"""What all attention layers of a step share."""
+"""Step metadata shared by all attention layers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from dsv4_ops.ops.sparse_mla import flash_mla_metadata, sparse_mla_plan
 class StateTables:
     """Block tables of the compressors' states, int32 [num_reqs, max_state_blocks] each.
 
-    ``c4`` counts pages of ``c4_state_page_size`` positions, for the states of the indexer too;
-    ``c128`` pages of ``c128_state_page_size``. A layer reads no further back than its last two
-    windows of 4 or its last window of 128, so that earlier entries may be stale. Entries that hold
-    positions of the step are written to; -1 keeps none of those states. If the step never reads
-    older states there, ``attention_layer`` may be told (``state_rings=False``).
+    A block of ``c4`` covers ``c4_state_block_size`` positions (and serves the indexer's states
+    too), one of ``c128`` ``c128_state_block_size``. Layers read back at most two windows of 4 or
+    one window of 128, so earlier entries may be stale. The step's states are written to the blocks
+    of its positions; -1 discards them. If a step never overwrites states that it also reads, pass
+    ``state_rings=False`` to ``attention_layer``.
     """
 
     c4: Tensor
@@ -41,18 +41,20 @@ class StateTables:
 
 @dataclass(frozen=True)
 class CompressedStep:
-    """What layers with one kind of compressor share in a step.
+    """Metadata of a step for layers with one compression ratio.
 
-    ``lens`` int32 [num_tokens]: visible rows of every token. ``slot_mapping`` int64 [num_tokens]:
-    slot of the row that a token completes, or -1; ``block_table``: pages of the compressed rows,
-    and of the indexer's keys. ``state_slot_mapping`` int64 [num_tokens] and ``state_block_table``:
-    the same for the states of every token. ``plan`` int32 [num_tokens + programs, 4]: how the keys
-    of all tokens are shared among programs, from ``sparse_mla_plan`` with the default of
-    num_programs, or None. Only layers of kind "c128" go by it, in the schedule "decode". Or, with
-    the impl "flash_mla", that of ``flash_mla_metadata``, which layers of kind "c4" go by as well.
-    ``schedule`` int32 [num_sms + 1, 2]: how DeepGEMM shares the indexer's keys, from
-    ``paged_mqa_logits_metadata``, or None. Only layers of kind "c4" go by it; of another step, or
-    with other lens than these, it has DeepGEMM write where it must not.
+    Attributes:
+        lens: Visible compressed rows of every token, [num_tokens], int32.
+        slot_mapping: Slot of the compressed row that a token completes, or -1, [num_tokens], int64.
+        block_table: Block table of the compressed rows, and of the indexer keys.
+        state_slot_mapping: Slot of every token's compressor state, [num_tokens], int64.
+        state_block_table: Block table of the compressor states.
+        plan: Split-KV schedule under the schedule "decode", or None: from ``sparse_mla_plan`` (with
+            its default num_programs; "c128" layers only), or, with impl "flash_mla", from
+            ``flash_mla_metadata`` ("c4" and "c128").
+        schedule: DeepGEMM's schedule for the indexer of "c4" layers, [num_sms + 1, 2], int32, from
+            ``paged_mqa_logits_metadata``, or None. It must match ``lens``: with the schedule of
+            other lengths DeepGEMM writes out of bounds.
     """
 
     lens: Tensor
@@ -66,15 +68,20 @@ class CompressedStep:
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """What all attention layers of a step share; [num_tokens, ...], padding rows defined.
+    """Metadata of a step for all attention layers, [num_tokens, ...]; padding rows are defined.
 
-    ``req_indices`` int32 and ``positions`` int64: request and position, -1 for padding.
-    ``slot_mapping`` int64: slot in the window cache, -1 for tokens that write nothing to any cache.
-    ``swa_indices`` int32 [num_tokens, window_size] and ``swa_lens``: slots of the window.
-    ``swa_block_table`` int32 [num_reqs, max_blocks]: pages of the window cache, which only the
-    schedule "prefill" reads. ``is_valid_token`` bool: whether the token is one of a request, and no
-    padding; no layer reads it. ``plan``: that of ``flash_mla_metadata`` for layers of kind
-    "window", or None; of other lens than these, FlashMLA leaves out keys or reads behind lists.
+    Attributes:
+        req_indices: Request of the token, int32; -1 for padding.
+        positions: Position of the token, int64; -1 for padding.
+        slot_mapping: Slot in the window cache, int64; -1 for tokens that write to no cache.
+        swa_indices: Slots of the sliding window, [num_tokens, window_size], int32.
+        swa_lens: Valid entries of ``swa_indices``, int32.
+        c4, c128: Metadata for the layers with a compressor.
+        swa_block_table: Block table of the window cache, [num_reqs, max_blocks], int32; only the
+            schedule "prefill" reads it.
+        is_valid_token: False for padding, bool; no layer reads it.
+        plan: ``flash_mla_metadata`` for window layers, or None. It must match ``swa_lens``: with
+            other lengths FlashMLA skips keys or reads out of bounds.
     """
 
     req_indices: Tensor
@@ -106,39 +113,36 @@ def build_attention_step(
     *,
     plan_heads: int = 0,
 ) -> AttentionStep:
-    """Build what the attention layers of a step need: decodes, prefills and mixtures alike.
+    """Build the step metadata of all attention layers, for any mix of decodes and prefills.
 
     Args:
         spec: The model's attention configuration.
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
-        seq_lens: Tokens of every request, those of the step included, [num_reqs], int32. 0 marks a
+        seq_lens: Length of every request including this step's tokens, [num_reqs], int32. 0 marks a
             padding request.
         slot_mapping: Slot of every token in the window cache, [num_tokens], int64; -1 for tokens
-            that write nothing. No two tokens of a step share a slot, nor does a token share that of
-            one that it is still in the window of: the window of the first token of a chunk is read
-            after the last one was written.
-        block_tables: Pages of every request in the window and compressed caches. Of a kind of layer
-            that the model does not have: any table, [num_reqs, 0] too.
-        state_tables: Pages of every request in the states.
-        is_valid_token: False for tokens to be taken for padding wherever they lie, [num_tokens],
-            bool, as captured steps of a fixed number of tokens have them; they write nothing,
-            whatever their slot. None for those behind the last request only.
-        plan_heads: Query heads of the C128 layers, to make them a plan (``sparse_mla_plan``); 0
-            for none. They attend to all rows of a request, so that without one a long context
-            among short ones can be what all wait for: 512 requests of 100 to 128k tokens take each
-            such layer of 64 heads 106 us on an H200, with a plan 79. A step makes it once for all
-            of them, in 7 to 8 us of up to 128 requests. Not worth it where all contexts are nearly
-            equal, or short, or few, and worth little for 32 to 256 requests on Hopper, whose kernel
-            then cuts the batch by itself. With
-            ``batch_invariant`` and impl "flash_mla" nothing goes by a plan, and
-            ``attention_layer`` refuses it.
+            that write nothing. Slots must be distinct, and must not overwrite keys that are still
+            in the window of a token of the step: all keys are written before any window is read.
+        block_tables: Block tables of the window and compressed caches. For a layer kind that the
+            model lacks, pass any table, [num_reqs, 0] included.
+        state_tables: Block tables of the compressor states.
+        is_valid_token: False for tokens to treat as padding, [num_tokens], bool, such as those of a
+            captured step of fixed size; they write nothing, whatever their slot. With None, only
+            tokens after the last request are padding.
+        plan_heads: Query heads of the C128 layers, to build one split-KV schedule
+            (``sparse_mla_plan``) that they share; 0 for none. It balances requests of very
+            different lengths: on an H200, 512 requests of 100 to 128k tokens take a C128 layer of
+            64 heads 79 us instead of 106, and the plan takes 7 to 8 us a step up to 128 requests.
+            It does not pay for contexts that are few, short or nearly equal, and little for 32 to
+            256 requests on Hopper, whose kernel has its own tile scheduler. ``attention_layer``
+            refuses a plan that ``batch_invariant`` or impl "flash_mla" would ignore.
 
     Returns:
-        ``AttentionStep`` of num_tokens rows.
+        ``AttentionStep`` with num_tokens rows.
 
     Raises:
-        ValueError, TypeError: as the ops it is made of; with a plan or a schedule more than 16383
-            tokens.
+        ValueError, TypeError: as the underlying ops; more than 16383 tokens with a plan or a
+            schedule.
 
     Example:
         >>> import torch
@@ -173,21 +177,22 @@ def attention_step(
     *,
     plan_heads: int = 0,
 ) -> AttentionStep:
-    """``build_attention_step`` from metadata that is there already.
+    """``build_attention_step`` from existing metadata.
 
     Args:
-        spec: The model's attention configuration; ``metadata`` was built with its ``attention``.
-        metadata: From ``build_decode_metadata`` or ``build_prefill_metadata``.
-        slot_mapping: Slot of every token in the window cache, [num_tokens], int64.
-        block_tables: Pages of every request in the window and compressed caches.
-        state_tables: Pages of every request in the states.
+        spec: The model's attention configuration.
+        metadata: From ``build_decode_metadata`` or ``build_prefill_metadata``, built with
+            ``spec.attention``.
+        slot_mapping: As for ``build_attention_step``.
+        block_tables: As for ``build_attention_step``.
+        state_tables: As for ``build_attention_step``.
         plan_heads: As for ``build_attention_step``.
 
     Returns:
-        ``AttentionStep`` of num_tokens rows.
+        ``AttentionStep`` with num_tokens rows.
 
     Raises:
-        ValueError, TypeError: as the ops it is made of.
+        ValueError, TypeError: as ``build_attention_step``.
     """
     rows = {name: getattr(metadata, name) for name in _ROWS}
     plan = _plan("attention_step", spec, rows, plan_heads)
@@ -204,23 +209,24 @@ def attention_step_of_tokens(
     *,
     plan_heads: int = 0,
 ) -> AttentionStep:
-    """``build_attention_step`` where request and position of every token are known: batches that no
-    ``query_start_loc`` describes, such as padded [requests, tokens] inputs.
+    """``build_attention_step`` from the request and position of every token.
+
+    For batches without a ``query_start_loc``, such as padded [batch, length] inputs.
 
     Args:
         spec: The model's attention configuration.
-        tokens: Row of the tables and position of every token, -1 for padding. Tokens of a request
-            follow each other in the order of their positions.
-        slot_mapping: Slot of every token in the window cache, [num_tokens], int64.
-        block_tables: Pages of every request in the window and compressed caches.
-        state_tables: Pages of every request in the states.
+        tokens: Row in the block tables and position of every token, -1 for padding. The tokens of a
+            request must be adjacent and in the order of their positions.
+        slot_mapping: As for ``build_attention_step``.
+        block_tables: As for ``build_attention_step``.
+        state_tables: As for ``build_attention_step``.
         plan_heads: As for ``build_attention_step``.
 
     Returns:
-        ``AttentionStep`` of num_tokens rows.
+        ``AttentionStep`` with num_tokens rows.
 
     Raises:
-        ValueError, TypeError: as the ops it is made of.
+        ValueError, TypeError: as ``build_attention_step``.
     """
     rows = rows_of_tokens(spec.attention, tokens, slot_mapping, block_tables)
     plan = _plan("attention_step_of_tokens", spec, rows, plan_heads)
@@ -241,10 +247,10 @@ _ROWS = (
 
 
 def _plan(op: str, spec: LayerSpec, rows: dict[str, Tensor], num_heads: int) -> Tensor | None:
-    """Of the C128 layers; the others attend to about as many keys in every token."""
+    """Plan the C128 layers; other layers have nearly the same key count for every token."""
     Checks(op).at_least(0, plan_heads=num_heads)
     if num_heads and spec.sm_parts:
-        rule, advice = "be 0 with sm_parts", "FlashMLA goes by its metadata, not by a plan of ours"
+        rule, advice = "be 0 with sm_parts", "FlashMLA uses its own metadata"
         raise refusal(ValueError, op, "plan_heads", rule, num_heads, advice)
     if num_heads == 0:
         return None
@@ -254,7 +260,7 @@ def _plan(op: str, spec: LayerSpec, rows: dict[str, Tensor], num_heads: int) -> 
 def _metadata(
     spec: LayerSpec, rows: dict[str, Tensor], kind: str, table: Tensor | None = None
 ) -> Tensor | None:
-    """FlashMLA's, of the lens that it gets from a layer of such a kind."""
+    """FlashMLA's tile scheduler metadata for layers of this kind."""
     if spec.sm_parts == 0:
         return None
     width = 0
@@ -271,13 +277,13 @@ def _metadata(
 
 
 def _schedule(spec: LayerSpec, rows: dict[str, Tensor], table: Tensor) -> Tensor | None:
-    """Of the lens that count in a selection: of requests that the table has, and as long as it."""
+    """DeepGEMM's schedule, from lengths masked and clamped to the block table."""
     if spec.schedule_sms == 0:
         return None
-    page, request = spec.block_size("c4"), rows["req_indices"]
-    real = (request >= 0) & (request < table.shape[0])
-    lens = torch.where(real, rows["c4_lens"], 0).clamp(max=table.shape[1] * page)
-    return paged_mqa_logits_metadata(lens, block_size=page, num_sms=spec.schedule_sms)
+    block_size, request = spec.block_size("c4"), rows["req_indices"]
+    valid = (request >= 0) & (request < table.shape[0])
+    lens = torch.where(valid, rows["c4_lens"], 0).clamp(max=table.shape[1] * block_size)
+    return paged_mqa_logits_metadata(lens, block_size=block_size, num_sms=spec.schedule_sms)
 
 
 def _step(
@@ -293,7 +299,7 @@ def _step(
         ("c4", block_tables.c4, state_tables.c4, None),
         ("c128", block_tables.c128, state_tables.c128, c128_plan),
     ):
-        # every token has a row of states: a ratio of 1
+        # one state row per token, hence a ratio of 1
         state_slots = compressed_slot_mapping(
             rows["positions"],
             rows["req_indices"],

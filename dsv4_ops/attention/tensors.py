@@ -1,4 +1,4 @@
-"""The tensors of an attention layer: what projections give, parameters, caches."""
+"""Tensors of an attention layer: projection outputs, parameters and caches."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from dsv4_ops.core.gradient import differentiated, without_derivative
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What the projections of a layer give for every token.
+    """Projection outputs of a layer, one row per token.
 
-    ``q`` [num_tokens, num_heads, head_dim]: queries before their norm. ``kv`` [num_tokens,
-    head_dim]: keys after theirs. Both without RoPE, bfloat16 (of plain layouts: their dtype).
-    "c4" and "c128": ``kv_score`` float32 [num_tokens, 2 * width]: kv and score of the compressor;
-    width is 2 * head_dim for "c4", head_dim for "c128". "c4": ``indexer_q`` [num_tokens,
-    index_heads, 128], ``indexer_weights`` [num_tokens, index_heads] bfloat16 or float32,
-    and ``indexer_kv_score`` float32 [num_tokens, 512].
+    Attributes:
+        q: Queries before norm and RoPE, [num_tokens, num_heads, head_dim], bfloat16 (the spec's
+            dtype for plain layouts).
+        kv: Keys after norm, before RoPE, [num_tokens, head_dim], of the same dtype.
+        kv_score: "c4", "c128": the compressor's kv and score side by side, [num_tokens, 2 *
+            ``LayerSpec.compressor_width``], float32.
+        indexer_q: "c4": indexer queries, [num_tokens, index_heads, 128].
+        indexer_weights: "c4": head weights, [num_tokens, index_heads], bfloat16 or float32.
+        indexer_kv_score: "c4": ``kv_score`` of the indexer's compressor, [num_tokens, 512].
     """
 
     q: Tensor
@@ -37,12 +40,15 @@ class LayerInputs:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Parameters of a layer that are no projection, float32.
+    """Float32 parameters of a layer besides its projections.
 
-    ``cos_sin_cache`` [num_positions, rope_dim]: from ``LayerSpec.rope_table`` of its kind.
-    ``attn_sink`` [num_heads]. Of the compressor, ``ape`` [ratio, width]: position bias of the
-    scores, and ``norm_weight`` [head_dim]; ``indexer_ape`` and ``indexer_norm_weight``: of that of
-    the indexer.
+    Attributes:
+        cos_sin_cache: ``LayerSpec.rope_table`` of the kind, [num_positions, rope_dim].
+        attn_sink: Attention sink logits, [num_heads].
+        ape: Position bias of the compressor's scores, [ratio, width].
+        norm_weight: Weight of the compressor's norm, [head_dim].
+        indexer_ape: ``ape`` of the indexer's compressor.
+        indexer_norm_weight: ``norm_weight`` of the indexer's compressor.
     """
 
     cos_sin_cache: Tensor
@@ -55,10 +61,14 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class LayerCaches:
-    """Paged caches of a layer, written in place; their layouts are ``LayerSpec.layouts``.
+    """Paged caches of a layer, in the layouts of ``LayerSpec.layouts``; written in place.
 
-    ``swa``: keys of the window. ``compressed`` and ``states``: compressed keys, and the unfinished
-    windows of the compressor. ``indexer`` and ``indexer_states``: the same of the indexer.
+    Attributes:
+        swa: Sliding-window keys.
+        compressed: Compressed keys.
+        states: Compressor states of windows that are not complete yet.
+        indexer: Compressed indexer keys.
+        indexer_states: States of the indexer's compressor.
     """
 
     swa: Tensor
@@ -78,11 +88,11 @@ class LayerCaches:
         state_blocks: int = 0,
         device: torch.device | str | None = None,
     ) -> LayerCaches:
-        """Empty caches of a layer. The indexer's have as many pages as the others."""
-        pages = {"swa": swa_blocks, "compressed": compressed_blocks, "states": state_blocks}
-        pages |= {"indexer": compressed_blocks, "indexer_states": state_blocks}
+        """Allocate empty caches for one layer; the indexer gets as many blocks as the layer."""
+        blocks = {"swa": swa_blocks, "compressed": compressed_blocks, "states": state_blocks}
+        blocks |= {"indexer": compressed_blocks, "indexer_states": state_blocks}
         layouts = spec.layouts(kind).items()
-        return cls(**{name: layout.allocate(pages[name], device) for name, layout in layouts})
+        return cls(**{name: layout.allocate(blocks[name], device) for name, layout in layouts})
 
 
 _CLASSES = (LayerInputs, LayerWeights, LayerCaches)
@@ -97,15 +107,18 @@ _R = TypeVar("_R")
 
 
 def without_gradients(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """``function`` of the tensors of a layer, out of autograd's sight: caches keep no history, and
-    what it returns raises in backward where a tensor required gradients."""
+    """Run ``function`` without autograd; backward through its result raises.
+
+    Caches keep no autograd history. If a tensor of the layer requires a gradient, the result is
+    tied to it, so that backward fails instead of silently skipping the layer.
+    """
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         held = [each for each in (*args, *kwargs.values()) if isinstance(each, _CLASSES)]
-        # by name: Dynamo of torch 2.11 does not trace vars() of a frozen dataclass
+        # fields(): Dynamo in torch 2.11 cannot trace vars() of a frozen dataclass
         names = [(each, field.name) for each in held for field in fields(each)]
         tied = differentiated([getattr(each, name) for each, name in names])
         if not tied:

@@ -70,7 +70,7 @@ def _guarded(name: str, probe: Callable[[Problems], Section], problems: Problems
 
 
 def healthy(report: dict[str, Any]) -> bool:
-    """Whether ``report`` names no problem."""
+    """Whether ``report`` has no problems."""
     return not report["problems"]
 
 

@@ -1,4 +1,4 @@
-"""What ``impl="auto"`` takes on this machine, for people."""
+"""Print what ``impl="auto"`` chooses on this machine."""
 
 from __future__ import annotations
 
@@ -6,26 +6,35 @@ from typing import Any
 
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import OPS, REFERENCE, OpSpec
-from dsv4_ops.dispatch.choice import DEVICES, ours
-from dsv4_ops.dispatch.crossovers import MEASURED_BY, NOTES, RULES, Rule
+from dsv4_ops.dispatch.choice import DEEP_GEMM_FASTER, DEVICES, MEASURED_BY, ours
 from dsv4_ops.dispatch.libraries import LIBRARIES
+from dsv4_ops.dispatch.prefill import NOTE
 from dsv4_ops.dispatch.probes import probe
+
+NOTES = {
+    "sparse_mla_prefill": NOTE,
+    "sparse_mla_gathered": "on Hopper; on other GPUs the reference",
+}
+"""What is to be said of our own kernels, by op."""
 
 
 def explain(op: str | None = None) -> str:
-    """Executions of every op that has a choice, or of one: what runs it, from which sizes on a
-    library does, and whether that runs here.
+    """Describe the implementations of one op, or of every op that has several.
+
+    Says what runs the op, from which sizes on a library does, and whether that is available here.
 
     Raises:
-        ValueError: no such op, or one that runs in one way only.
+        ValueError: no such op, or an op with one implementation only.
     """
     lines = [line for spec in _chosen(op) for line in (*_of(spec), "")]
     return "\n".join([*lines, f"measured on an H200 by: {MEASURED_BY}"])
 
 
 def records(op: str | None = None) -> list[dict[str, Any]]:
-    """``explain`` for machines: by op what runs it elsewhere and on CUDA, and its libraries, each
-    with the sizes that it is taken from and whether it is usable here.
+    """``explain`` as JSON-compatible values.
+
+    Per op: what runs it on CUDA and elsewhere, and its libraries, each with the sizes from which it
+    is chosen and whether it is usable here.
 
     Raises:
         ValueError: as ``explain``.
@@ -36,11 +45,10 @@ def records(op: str | None = None) -> list[dict[str, Any]]:
         for library in LIBRARIES:
             if library in spec.providers:
                 here = probe(library)
-                taken = [rule._asdict() for rule in _rules(spec, library)]
                 libraries[library] = {
                     "usable": here.usable,
                     "reason": here.reason,
-                    "taken_from": taken,
+                    "taken_from": _faster(spec, library),
                 }
         each = {"op": spec.name, "elsewhere": REFERENCE, DEVICES[0]: ours(spec)}
         found.append({**each, "note": NOTES.get(spec.name, ""), "libraries": libraries})
@@ -58,8 +66,9 @@ def _chosen(op: str | None) -> list[OpSpec]:
     return specs
 
 
-def _rules(spec: OpSpec, library: str) -> list[Rule]:
-    return [rule for rule in RULES if (rule.op, rule.library) == (spec.name, library)]
+def _faster(spec: OpSpec, library: str) -> list[dict[str, Any]]:
+    rule = DEEP_GEMM_FASTER
+    return [rule] if (rule["op"], rule["library"]) == (spec.name, library) else []
 
 
 def _of(spec: OpSpec) -> list[str]:
@@ -70,8 +79,8 @@ def _of(spec: OpSpec) -> list[str]:
         if library not in spec.providers:
             continue
         when = (
-            "; ".join(map(_text, _rules(spec, library)))
-            or "only if asked for: the table has no size"
+            "; ".join(map(_text, _faster(spec, library)))
+            or "only if asked for: it was faster at no size"
         )
         found = probe(library)
         state = "usable" if found.usable else "not usable"
@@ -79,10 +88,7 @@ def _of(spec: OpSpec) -> list[str]:
     return lines
 
 
-def _text(rule: Rule) -> str:
-    heads = "any heads" if rule.heads is None else f"{rule.heads} heads"
-    plan = ", with a plan of flash_mla_plan" if rule.planned else ""
-    ours_us, theirs_us = rule.measured
-    figures = f"{theirs_us} us there where ours takes {ours_us}"
-    sizes = f"{heads}, from {rule.tokens} tokens and {rule.columns} columns on"
-    return f"{sizes}{plan} ({figures})"
+def _text(rule: dict[str, Any]) -> str:
+    ours_us, library_us = rule["measured"]
+    sizes = f"{rule['heads']} heads, from {rule['tokens']} tokens and {rule['columns']} columns on"
+    return f"{sizes} ({library_us} us there where ours takes {ours_us})"

@@ -23,6 +23,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels.aot import compile
 from dsv4_ops.kernels.aot.compile import Argument
 from dsv4_ops.kernels.common.triton_compat import ptxas, version
+from dsv4_ops.kernels.launcher import Launcher
 
 SPILLS = {
     "hopper_gathered_keys_kernel": 100,
@@ -30,11 +31,11 @@ SPILLS = {
     "hopper_split_keys_kernel": 16,
     "prefill_keys_kernel": 64,
 }
-"""Bytes that a kernel may spill: none but where all registers hold sums or rows under way, and the
-few that are spilled are addresses, read once per block of keys."""
+"""Allowed spill bytes; these kernels fill all registers with accumulators and tiles in flight, and
+spill a few addresses that they reload once per block of keys."""
 
 SPILLS_SINCE = {(3, 9): {"select_logits_kernel": 16}}
-"""Further bytes that the code of newer Triton spills; seen in 3.9.0."""
+"""Additional spill bytes by minimum Triton version."""
 
 _SPILLED = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
 _USAGE = re.compile(_SPILLED + r".*?Used (\d+) registers", re.S)
@@ -151,12 +152,11 @@ def _attention(
     cache: Tensor,
     *,
     planned: bool = False,
-    turned: bool = False,
+    inverse_rope: bool = False,
     count: int = 8,
     **settings: Any,
 ) -> tuple[Any, ...]:
-    """Arguments of ``sparse_mla_decode`` or of its paged form: ``count`` tokens, window and 512
-    rows."""
+    """Arguments of ``sparse_mla_decode`` (or ``_paged``): ``count`` tokens, window and 512 rows."""
     tokens, size = _tensor(count), settings["extra_block_size"]
     queries = (_tensor(count, 64, 512, dtype=torch.bfloat16), cache, _tensor(count, 128), tokens)
     extra = MainLayout(size).allocate(1024, "meta") if cache.dim() == 2 else cache
@@ -165,7 +165,7 @@ def _attention(
     plan = _tensor(count + 132, 4) if planned else None
     floats: dict[str, Any] = {"dtype": torch.float32}
     rotation = (_tensor(count, dtype=torch.int64), _tensor(2**20, 64, **floats))
-    rest = (_tensor(64, **floats), plan, *(rotation if turned else (None, None)))
+    rest = (_tensor(64, **floats), plan, *(rotation if inverse_rope else (None, None)))
     return (*queries, extra, *rows, *rest), settings | chosen
 
 
@@ -177,8 +177,7 @@ def _prefill(
     window: int | None = None,
     **settings: Any,
 ) -> tuple[Any, ...]:
-    """Arguments of ``sparse_mla_prefill``, ``count`` tokens of 4 requests; with only a window if it
-    is said."""
+    """Arguments of ``sparse_mla_prefill`` for 4 requests; window only if ``window`` is given."""
     extra = MainLayout(settings["extra_block_size"]).allocate(1024, "meta")
     queries, table = _tensor(count, 64, 512, dtype=torch.bfloat16), _tensor(4, 256)
     tokens = (_tensor(count, dtype=torch.int64), _tensor(count))
@@ -199,13 +198,13 @@ def _listed() -> tuple[Any, ...]:
 
 
 def _indexer(*between: Tensor, **settings: Any) -> tuple[Any, ...]:
-    """Arguments of the indexer's ops that take FP8 queries, and ``between`` further ones."""
+    """Arguments of the indexer's ops with FP8 queries, followed by ``between``."""
     q = _tensor(8, 64, 128, dtype=torch.float8_e4m3fn)
     return (q, _tensor(8, 64, dtype=torch.float32), *between), settings
 
 
 def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments of a typical call of every op that has a kernel; "op, variant" for further ones."""
+    """Arguments of a typical call of every op with a kernel; more are named "op, variant"."""
     main = MainLayout(64).allocate(1024, "meta")
     indexer = IndexerLayout(64).allocate(1024, "meta")
     plain = _tensor(1024, 64, 512, dtype=torch.bfloat16)
@@ -250,18 +249,18 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
             True, main, count=2, **{**pages, "extra_block_size": 2}
         ),
         "sparse_mla_decode_paged, 64 tokens": _attention(
-            True, main, count=64, turned=True, **{**pages, "extra_block_size": 2}
+            True, main, count=64, inverse_rope=True, **{**pages, "extra_block_size": 2}
         ),
         "sparse_mla_decode, planned": _attention(False, main, planned=True, **pages),
-        "sparse_mla_decode, turned": _attention(False, main, turned=True, **pages),
-        "sparse_mla_decode_paged, turned": _attention(
-            True, main, turned=True, **{**pages, "extra_block_size": 2}
+        "sparse_mla_decode, inverse RoPE": _attention(False, main, inverse_rope=True, **pages),
+        "sparse_mla_decode_paged, inverse RoPE": _attention(
+            True, main, inverse_rope=True, **{**pages, "extra_block_size": 2}
         ),
         "sparse_mla_decode, flash_mla": _attention(
-            False, main, turned=True, **pages, impl="flash_mla"
+            False, main, inverse_rope=True, **pages, impl="flash_mla"
         ),
         "sparse_mla_decode_paged, flash_mla": _attention(
-            True, main, turned=True, **{**pages, "extra_block_size": 2, "impl": "flash_mla"}
+            True, main, inverse_rope=True, **{**pages, "extra_block_size": 2, "impl": "flash_mla"}
         ),
         "sparse_mla_gathered": _listed(),
         "sparse_mla_plan": ((tokens, tokens), {"num_heads": 64, "num_programs": 132}),
@@ -302,20 +301,19 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
 def recorded(
     op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int] | None = None
 ) -> list[_Launch]:
-    """The launches that the launcher of ``op`` makes, or of the library in ``impl``, on a GPU of
-    the capability ``where``."""
+    """Record the launches of ``op``, or of library ``impl``, on a GPU of capability ``where``."""
     launches: list[_Launch] = []
 
     class Recorder:
-        capability = where
-
         def __init__(self, kernel: Any) -> None:
             self.kernel = kernel
 
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             return lambda *args, **kwargs: launches.append(_Launch(self.kernel, args, kwargs))
 
-    OPS[op].launcher(settings.get("impl", "triton"))(Recorder, *args, **settings)
+    OPS[op].launcher(settings.get("impl", "triton"))(
+        Launcher(Recorder, capability=where), *args, **settings
+    )
     return launches
 
 
@@ -326,15 +324,17 @@ def compiled(launch: _Launch, capability: int) -> Any:
 
 
 def _known(value: Any) -> Argument | int:
-    """Of a number 1 Triton makes a constant."""
+    """Triton specialises an argument of value 1 to a constant."""
     if isinstance(value, Tensor):
         return Argument.tensor(value.dtype)
     return 1 if value == 1 else Argument.number(value)
 
 
 def report(capability: int = 90, progress: Callable[[str], object] = str) -> list[KernelReport]:
-    """Compile every kernel for a compute capability (90: H100 and H200) and read what it needs;
-    tell ``progress`` which is next."""
+    """Compile every kernel for a compute capability and read its resource usage.
+
+    90 is H100 and H200; ``progress`` is told which kernel is next.
+    """
     reports, cases = [], examples()
     where = divmod(capability, 10)
     for number, (name, (args, settings)) in enumerate(cases.items(), 1):
@@ -387,7 +387,7 @@ def _usage(kernel: Any, capability: int) -> tuple[int, int]:
 
 
 def spilling(reports: list[KernelReport]) -> list[KernelReport]:
-    """The kernels that spill more than ``SPILLS`` and ``SPILLS_SINCE`` grant them."""
+    """Kernels that spill more than ``SPILLS`` and ``SPILLS_SINCE`` allow."""
     granted = dict(SPILLS)
     for since, more in SPILLS_SINCE.items():
         if version() >= since:

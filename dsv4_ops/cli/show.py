@@ -1,4 +1,4 @@
-"""The registry for people: the table of all ops, and everything about one."""
+"""Print the registry: the table of all ops, or everything about one op."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows() -> list[tuple[str, ...]]:
 
 
 def records() -> list[dict[str, Any]]:
-    """``rows`` for machines."""
+    """``rows`` as JSON-compatible values."""
     return [
         {
             "op": name,
@@ -56,7 +56,7 @@ def table() -> str:
 
 
 def markdown_table() -> str:
-    """``rows`` as the README prints them."""
+    """``rows`` as a Markdown table."""
     lines = [_HEADER, ("---",) * len(_HEADER)]
     lines += [(f"`{name}`", *cells) for name, *cells in rows()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -111,7 +111,9 @@ def _signature(function: Any) -> str:
 
 
 def _place(spec: OpSpec, layer: str) -> str:
-    """file:line of what ``layer`` holds for the op, and of the functions inside it."""
+    """file:line of what ``layer`` holds for the op, and of the functions inside it; of a twin, of
+    the op that it is made from."""
+    spec = OPS.get(spec.twin_of, spec)
     try:
         found = spec.implementation(layer)
     except (ImportError, AttributeError) as error:

@@ -12,10 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.torch_compat import (
+    OpOverload,
+    SingleLevelFunction,
+    any_requires_grad,
+    enable_single_level_autograd_function,
+    forward_mode,
+    redispatch,
+)
 
 INTEGERS = "integers"
 """No argument of the op is a float: autograd passes it by."""
@@ -42,7 +49,7 @@ def _not_written(op: str, name: str) -> NotImplementedError:
     return refusal(NotImplementedError, op, name, rule, "requires_grad=True", advice)
 
 
-class _Refused(torch.autograd.function._SingleLevelFunction):
+class _Refused(SingleLevelFunction):
     """The results of ``call``, whose derivative is an error.
 
     The dispatcher calls it at one level of ``torch.func``'s transforms at a time.
@@ -85,10 +92,12 @@ def define(library: torch.library.Library) -> None:
     library.define("_no_derivative(Tensor grad, str op) -> Tensor")
     library.impl("_no_derivative", _raise, "CompositeExplicitAutograd")
     library.impl("_no_derivative", _raise, "FuncTorchBatched")
-    library._register_fake("_no_derivative", lambda grad, op: grad.new_empty(()))
+    torch.library.register_fake(
+        "dsv4_ops::_no_derivative", lambda grad, op: grad.new_empty(()), lib=library
+    )
     library.define("_without_derivative(Tensor values, Tensor[] sources, str op) -> Tensor")
     library.impl("_without_derivative", _copy, "CompositeExplicitAutograd")
-    library._register_fake("_without_derivative", _copy)
+    torch.library.register_fake("dsv4_ops::_without_derivative", _copy, lib=library)
     library.impl("_without_derivative", _copy_autograd, "Autograd")
 
 
@@ -121,7 +130,7 @@ def without_derivative(op: str, values: Tensor, sources: Sequence[Tensor]) -> Te
 
 
 def autograd_rule(
-    name: str, op: torch._ops.OpOverload, kind: str, reference: Callable[..., Any]
+    name: str, op: OpOverload, kind: str, reference: Callable[..., Any]
 ) -> Callable[..., Any]:
     """What autograd calls in place of ``op``, with the keys that are left to dispatch to.
 
@@ -131,7 +140,6 @@ def autograd_rule(
         kind: ``REFUSED`` or ``REFERENCE``.
         reference: Eager implementation of the op.
     """
-    after, below = torch._C._after_autograd_keyset, op._handle.redispatch_boxed
     names = [argument.name for argument in op._schema.arguments]
     writes = [
         place
@@ -143,21 +151,21 @@ def autograd_rule(
     def rule(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         recorded = _recorded(args)
         if not recorded:
-            return below(keyset & after, *args, **kwargs)
+            return redispatch(op, keyset, *args, **kwargs)
         if kind == REFERENCE:
             return reference(*args, **kwargs)
         lost = [place for place in recorded if place in writes] if returns else recorded
         if lost:
             raise _not_written(name, names[lost[0]])
-        return _refused(name, lambda *given: below(keyset & after, *given, **kwargs), *args)
+        return _refused(name, lambda *given: redispatch(op, keyset, *given, **kwargs), *args)
 
     return rule
 
 
 def _recorded(args: Sequence[Any]) -> Sequence[int]:
     """Places of the tensors that autograd, of either mode, follows."""
-    forward = forward_ad._current_level >= 0
-    if not forward and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+    forward = forward_mode()
+    if not forward and not (torch.is_grad_enabled() and any_requires_grad(args)):
         return ()
     return [
         place

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from dsv4_ops.core.torch_compat import statically_known_true
 from dsv4_ops.core.types import INT32_MAX
 
 INT64_MAX = 2**63 - 1
@@ -38,8 +39,6 @@ def _known_above(value: int, most: int) -> bool:
     such sizes is there to trace with."""
     if not torch.compiler.is_compiling():
         return value > most
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
     return statically_known_true(value > most)
 
 

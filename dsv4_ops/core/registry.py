@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from dsv4_ops.core import gradient
+from dsv4_ops.core.torch_compat import OpOverload
 
 NAMESPACE = "dsv4_ops"
 AUTO, TRITON, REFERENCE = "auto", "triton", "reference"
@@ -35,7 +37,7 @@ class OpSpec:
     Args:
         stem: File name of the op in every layer.
         schema: ``name(arguments) -> results`` in the language of ``torch.library``.
-        meta: Fake implementation.
+        meta: Fake implementation. It has those parameters of the op that it needs.
         reference: Eager implementation on any device: the meaning of the op.
         lowering: Kind of lowering per device type; the lowering itself is
             ``dsv4_ops.lowering.<stem>:<name>``.
@@ -44,6 +46,7 @@ class OpSpec:
         providers: Executions that ``impl=`` can choose among.
         opaque_because: Why the op stays an opaque call on some device; empty if it never does.
         gradient: What autograd makes of it, one of ``gradient.KINDS``.
+        twin_of: The op that writes what this one returns; empty for others.
     """
 
     stem: str
@@ -56,6 +59,7 @@ class OpSpec:
     providers: tuple[str, ...] = ("reference",)
     opaque_because: str = ""
     gradient: str = gradient.REFUSED
+    twin_of: str = ""
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,9 +78,9 @@ class OpSpec:
             )
 
     @property
-    def op(self) -> torch._ops.OpOverload:
+    def op(self) -> OpOverload:
         """The registered overload."""
-        overload: torch._ops.OpOverload = getattr(torch.ops.dsv4_ops, self.name).default
+        overload: OpOverload = getattr(torch.ops.dsv4_ops, self.name).default
         return overload
 
     def module(self, layer: str) -> str:
@@ -87,6 +91,10 @@ class OpSpec:
 
     def implementation(self, layer: str) -> Any:
         """What ``layer`` holds for this op."""
+        if layer in ("meta", "reference"):
+            return getattr(self, layer)
+        if self.twin_of and layer == "lowering":
+            return importlib.import_module("dsv4_ops.lowering.kinds").twin(self.twin_of)
         return getattr(importlib.import_module(self.module(layer)), self.name)
 
     def launcher(self, impl: str) -> Callable[..., Any]:
@@ -102,6 +110,11 @@ class OpSpec:
     def parameters(self) -> tuple[str, ...]:
         """Names of all parameters, in order."""
         return tuple(argument.name for argument in self.op._schema.arguments)
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a call of the overload by name, with its defaults."""
+        names, defaults = _signature(self.op)
+        return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
     def places(self, name: str) -> list[int]:
         """Place of the parameter ``name``; empty if there is none."""
@@ -125,6 +138,17 @@ class OpSpec:
     def has_choice(self) -> bool:
         """Whether its callers choose among executions with ``impl``."""
         return self.lowering.get("cuda") == "choices"
+
+
+@functools.cache
+def _signature(op: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    schema = op._schema.arguments
+    defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
+    return tuple(each.name for each in schema), defaults
+
+
+def returns_nothing() -> None:
+    """Return nothing: the fake of every op that only writes to its arguments."""
 
 
 OPS: dict[str, OpSpec] = {}

@@ -11,7 +11,7 @@ HEAD_TILE = 64
 """Heads per program: what Hopper's matrix unit takes at a time."""
 
 PROGRAMS = 132
-"""Programs that a small batch is cut into: the SMs of an H200."""
+"""Work tiles that a small batch is split into: the SMs of an H200."""
 
 SCHEDULE_KEYS = 256
 """Keys of a split of DeepGEMM's schedule."""
@@ -28,50 +28,48 @@ LARGEST_TOPK = 4096
 """Columns that our selection makes at most. For more the reference sorts, with the same result."""
 
 START_TILES = 4
-"""Tiles of keys in the time that a program takes before its first and behind its last one. Measured
-on an H200: 10 us, of 2 to 3 a tile."""
+"""Cost of a program beside its tiles of keys, in tiles of keys: measured on an H200, 10 us of 2 to
+3 a tile."""
 
 PLAN_SIZES, PLAN_STEPS = 33, 8
-"""Sizes of pieces that a plan looks at, and into how many steps it cuts their mean."""
+"""Sizes of a split that a plan considers, and how many of them from a mean to twice that."""
 
-PLAN_FURTHER_TILES = 3
-"""Tiles of keys in the time that joins take if further pieces are as many as the programs, as a
-plan reckons it."""
+PLAN_EXTRA_SPLIT_TILES = 3
+"""Cost, in tiles of keys, of as many extra splits as programs, in a plan."""
 
 PLAN_COLUMNS = 4
-"""Columns of a plan: token, piece of the token, pieces of the token, first partial result."""
+"""Columns of a plan: token, split of the token, splits of the token, first partial result."""
 
 CLASSES = 16
-"""Classes of tokens by their length: those of several pieces, and of so many fourteenths of one."""
+"""Classes of tokens by their length: those of several splits, and fourteenths of one split."""
 
 
-LEAST_CUT, MOST_CUT = 32, 256
-"""Tokens times tiles of heads from which on, and tokens up to which, Hopper's kernel cuts a batch
-by its lens where no plan is given."""
+MIN_SCHEDULED_TILES, MAX_SCHEDULED_TOKENS = 32, 256
+"""Tokens times tiles of heads from which on, and tokens up to which, Hopper's kernel schedules a
+batch by its lengths where no plan is given."""
 
-AT_ONCE = 120
-"""Tokens times tiles of heads up to which pieces are no more than the SMs. Beyond, too few SMs are
-left for further pieces, and programs take the longest tokens first."""
+ONE_WAVE_TILES = 120
+"""Tokens times tiles of heads up to which all work tiles run in one wave. Beyond, too few SMs are
+left for extra splits, and the longest tokens are scheduled first."""
 
-FURTHER_SHARE = 4
-"""Of more pieces than run at once no more are further ones than the programs over this: a token in
-two that are as long as others in one makes another round."""
+EXTRA_SPLIT_SHARE = 4
+"""Beyond one wave, cap extra splits at the number of programs over this: a token in two that are as
+long as others in one makes another wave."""
 
-CUT_SIZES, CUT_STEPS = 16, 4
-"""Sizes of pieces that it looks at, and how many from a size to twice that."""
+SPLIT_SIZES, SPLIT_STEPS = 16, 4
+"""Sizes of a split that the tile scheduler considers, and how many from one to twice that."""
 
-JOIN_TILES, FURTHER_TILES = 2, 1
-"""Tiles of keys in the time of a join, and how many more if further pieces are as many as the
-programs."""
+COMBINE_TILES, EXTRA_SPLIT_TILES = 2, 1
+"""Cost, in tiles of keys, of a combine, and of as many extra splits as programs."""
 
-JOIN_COLUMNS = 4
-"""Columns of a list of joins: token, pieces, first partial result, and one that is not used; the
-first row is the number of the others."""
+COMBINE_COLUMNS = 4
+"""Columns of the list of tokens to combine: token, splits, first partial result, and one unused;
+the first row is the number of the others."""
 
 
 def is_of_ours(plan: Tensor | None) -> bool:
     """Whether a plan is one of ``sparse_mla_plan``: FlashMLA's have one dimension if they are for
-    sizes, and more columns if they are for lens."""
+    sizes, and more columns if they are for lengths."""
     return plan is not None and plan.dim() == 2 and int(plan.shape[1]) == PLAN_COLUMNS
 
 

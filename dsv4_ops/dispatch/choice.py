@@ -1,9 +1,8 @@
-"""Which execution an op runs with: what ``impl=`` asks for, or what is fastest here.
+"""Which implementation a call runs: the one that ``impl=`` names, or the fastest here.
 
-An explicit ``impl`` runs or raises; it is never replaced by another. ``impl="auto"`` takes ours,
-unless a library that is installed was faster on an H200 at these sizes
-(``dispatch/crossovers.py``). Sizes that are symbols while a graph is traced decide nothing, because
-asking them would fix them: a graph for any number of tokens has our kernel.
+An explicit ``impl`` runs or raises; it never becomes another. ``impl="auto"`` takes our kernels,
+unless an installed library was faster on an H200 at these sizes (``is_faster``). With dynamic
+shapes it takes our kernels: asking a symbol would guard it.
 """
 
 from __future__ import annotations
@@ -20,10 +19,14 @@ from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, REFERENCE, TRITON, OpSpec
 from dsv4_ops.core.tiles import is_of_ours
+from dsv4_ops.core.torch_compat import guard_or_false
 from dsv4_ops.dispatch import libraries
-from dsv4_ops.dispatch.crossovers import MOST_GATHERED, RULES, Sizes, workspace_rows
 from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
+from dsv4_ops.dispatch.prefill import MOST_GATHERED, workspace_rows
 from dsv4_ops.dispatch.probes import probe
+
+Values = Mapping[str, Any]
+"""Arguments of a call by name."""
 
 _TAG = "dsv4_ops_libraries="
 """What the part of Inductor's cache keys begins with that names the libraries."""
@@ -41,6 +44,39 @@ FLASH_MLA_TOKENS = 8192
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
 
 
+MEASURED_BY = "python -m benchmarks.choice, 2026-11-22"
+"""Where ``DEEP_GEMM_FASTER`` comes from: torch 2.11.0+cu130, the FlashMLA and DeepGEMM of vLLM
+0.22.1, CUDA graphs over rotating inputs whose L2 was not emptied."""
+
+DEEP_GEMM_FASTER: dict[str, Any] = {
+    "op": "indexer_logits",
+    "library": DEEP_GEMM,
+    "heads": 64,
+    "tokens": 32,
+    "columns": 2048,
+    "work": (2**20, 2**23),
+    "measured": (36.7, 32.2),
+}
+"""Where a library was faster than our kernels: the least tokens and columns, the least and most of
+their product (DeepGEMM stores float32 logits, here up to 32 MiB), and microseconds of ours and of
+the library at the least sizes."""
+
+
+def is_faster(op: str, library: str, values: Values) -> bool:
+    """Whether ``library`` was faster than our kernels on an H200 for such a call."""
+    rule = DEEP_GEMM_FASTER
+    if (op, library) != (rule["op"], rule["library"]):
+        return False
+    (tokens, heads, _), columns = values["q"].shape, values["num_rows"]
+    least, most = rule["work"]
+    return bool(
+        heads == rule["heads"]
+        and tokens >= rule["tokens"]
+        and columns >= rule["columns"]
+        and least <= tokens * columns <= most
+    )
+
+
 class Choice(NamedTuple):
     """What an op runs with, and why; see ``dsv4_ops.dispatch.providers.choice_of``."""
 
@@ -53,10 +89,6 @@ class Limit(NamedTuple):
 
     what: str
     advice: str
-
-
-Values = Mapping[str, Any]
-"""Arguments of a call by name, those of its defaults left out."""
 
 
 def check_impl(
@@ -116,8 +148,6 @@ def _above(size: Any, most: int, asking: bool) -> bool:
         return size > most
     if not asking or torch.compiler.is_exporting():
         return False
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # brings sympy
-
     return guard_or_false(size > most)
 
 
@@ -156,19 +186,6 @@ def _deep_gemm_limit(values: Values) -> Limit | None:
     if size != DEEP_GEMM_BLOCK:
         return Limit(f"with block_size {size}", f"DeepGEMM reads pages of {DEEP_GEMM_BLOCK} rows")
     return None
-
-
-def arguments(spec: OpSpec, args: Sequence[Any], kwargs: Values) -> dict[str, Any]:
-    """Arguments of a call of the overload by name, with its defaults."""
-    names, defaults = _signature(spec.op)
-    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-
-
-@functools.cache
-def _signature(op: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    schema = op._schema.arguments
-    defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
-    return tuple(each.name for each in schema), defaults
 
 
 def choose(spec: OpSpec, values: Values) -> Choice:
@@ -219,15 +236,19 @@ def obstacle(op: str, library: str, values: Values) -> str:
     """Why ``impl="auto"`` does not take ``library``; empty if it does."""
     if takes_no_library(values):
         return "the plan is ours"
-    sizes = Sizes.of(op, values)
-    if sizes is None:
+    if not _is_sized(values):
         return "sizes are symbols, and asking them would fix them"
     found = limit(op, library, values)
     if found is not None:
         return f"{found.advice}: the call is {found.what}"
-    if not any(rule.covers(op, library, sizes) for rule in RULES):
+    if not is_faster(op, library, values):
         return f"{library} was not faster at these sizes on an H200"
     return unusable(library) or _other_device(values["q"].device)
+
+
+def _is_sized(values: Values) -> bool:
+    """Whether the sizes that decide are no symbols."""
+    return all(isinstance(size, int) for size in (values["q"].shape[0], values.get("num_rows", 0)))
 
 
 def _other_device(device: torch.device) -> str:
@@ -277,7 +298,7 @@ def prepare(spec: OpSpec, values: Values) -> list[str]:
         return []
     impl = choose(spec, values).impl
     called = [impl] if impl in LIBRARIES else []
-    sized = Sizes.of(spec.name, values) is not None
+    sized = _is_sized(values)
     for library in spec.providers:  # max_autotune, which is not known yet, may choose any of them
         open_to_all = sized and values["impl"] == AUTO and library in LIBRARIES
         if open_to_all and limit(spec.name, library, values) is None and not unusable(library):

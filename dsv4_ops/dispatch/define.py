@@ -20,22 +20,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
-from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from dsv4_ops.core import gradient
 from dsv4_ops.core.registry import NAMESPACE, OPS, REFERENCE, TRITON, Lowering, OpSpec
+from dsv4_ops.core.torch_compat import (
+    FunctionalTensorMode,
+    OpOverload,
+    decomposes_triton_ops,
+)
 from dsv4_ops.dispatch import choice
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 gradient.define(_library)
 
 
-def define_op(spec: OpSpec) -> torch._ops.OpOverload:
+def define_op(spec: OpSpec) -> OpOverload:
     """Register schema, reference, fake and trace rule of ``spec``; return the overload to call."""
     if spec.name in OPS:
         raise ValueError(
@@ -47,8 +51,7 @@ def define_op(spec: OpSpec) -> torch._ops.OpOverload:
     if spec.has_kernel and not spec.has_choice:
         _library.impl(spec.name, _launch_rule(spec), "CUDA")
     qualified = f"{NAMESPACE}::{spec.name}"
-    fake = _fake_rule(spec) if spec.has_kernel or spec.has_choice else spec.meta
-    torch.library.register_fake(qualified, fake, lib=_library)
+    torch.library.register_fake(qualified, _fake_rule(spec), lib=_library)
     torch.library.register_torch_dispatch(
         qualified, FunctionalTensorMode, _trace_rule(spec), lib=_library
     )
@@ -60,14 +63,18 @@ def define_op(spec: OpSpec) -> torch._ops.OpOverload:
 
 
 def _fake_rule(spec: OpSpec) -> Callable[..., Any]:
+    """The fake, called with the arguments that it names."""
+    wanted = tuple(inspect.signature(spec.meta).parameters)
+
     @functools.wraps(spec.meta)
     def rule(*args: Any, **kwargs: Any) -> Any:
+        values = spec.arguments(args, kwargs)
         if spec.has_choice:
-            for library in choice.prepare(spec, choice.arguments(spec, args, kwargs)):
+            for library in choice.prepare(spec, values):
                 spec.launcher(library)  # whose ops such code calls
         if spec.has_kernel and _on_cuda(args, kwargs):
             _load_kernels(spec.stem)
-        return spec.meta(*args, **kwargs)
+        return spec.meta(**{name: values[name] for name in wanted})
 
     return rule
 
@@ -92,7 +99,7 @@ def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
     def rule(*args: Any, **kwargs: Any) -> Any:
         impl = TRITON
         if spec.has_choice:
-            kwargs = choice.arguments(spec, args, kwargs)
+            kwargs = spec.arguments(args, kwargs)
             args, impl = (), choice.choose(spec, kwargs).impl
             kwargs = choice.given_to(impl, kwargs)
         if impl == REFERENCE:
@@ -107,19 +114,19 @@ def _launch_rule(spec: OpSpec) -> Callable[..., Any]:
             return spec.reference(*args, **kwargs)
         first = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
         with torch.cuda.device_of(first):
-            return launcher(_at_once(), *args, **kwargs)
+            return launcher(_eager(), *args, **kwargs)
 
     return rule
 
 
 @functools.cache
-def _at_once() -> Any:
-    return importlib.import_module("dsv4_ops.kernels.launcher").at_once
+def _eager() -> Any:
+    return importlib.import_module("dsv4_ops.kernels.launcher").EAGER
 
 
 def _trace_rule(spec: OpSpec) -> Callable[..., Any]:
     def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not functorch_config.decompose_custom_triton_ops:
+        if not decomposes_triton_ops():
             return mode.__torch_dispatch__(op, types, args, kwargs)
         lowering: Lowering = spec.implementation("lowering")
         return lowering.trace(mode, op, types, args, kwargs or {})

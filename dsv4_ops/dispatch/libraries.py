@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from dsv4_ops.core.torch_compat import find_schema
+
 FLASH_MLA, DEEP_GEMM = "flash_mla", "deep_gemm"
 LIBRARIES = (FLASH_MLA, DEEP_GEMM)
 
@@ -78,7 +80,7 @@ def load(name: str) -> Any:
 
 
 def _find_flash_mla(given: str | None) -> Found | None:
-    if _registered(_DECODE):
+    if find_schema(_DECODE):
         return Found(f"ops {FLASH_MLA_OPS}, which this process has loaded", _flash_mla_ops)
     if given:
         path = Path(given)
@@ -97,21 +99,13 @@ def _build(path: Path) -> Found:
 
 def _load_build(path: Path) -> Any:
     torch.ops.load_library(str(path))
-    if not _registered(_DECODE):
+    if not find_schema(_DECODE):
         raise ImportError(f"{path} registers no op {_DECODE}")
     return _flash_mla_ops()
 
 
 def _flash_mla_ops() -> Any:
     return getattr(torch.ops, FLASH_MLA_OPS)
-
-
-def _registered(op: str) -> bool:
-    try:
-        torch._C._dispatch_find_schema_or_throw(op, "")
-    except RuntimeError:
-        return False
-    return True
 
 
 def _find_deep_gemm(given: str | None) -> Found | None:

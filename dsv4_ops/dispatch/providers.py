@@ -22,7 +22,6 @@ from dsv4_ops.dispatch.choice import (
     FLASH_MLA_HEADS,
     FLASH_MLA_TOKENS,
     Choice,
-    arguments,
     choose,
     require,
 )
@@ -165,4 +164,4 @@ def choice_of(op: str, *args: Any, **kwargs: Any) -> Choice:
     values = dict(bound.arguments)
     if isinstance(values.get("plan"), FlashMlaPlan):
         values["plan"] = values["plan"].schedule
-    return choose(spec, arguments(spec, (), values))
+    return choose(spec, spec.arguments((), values))

@@ -1,33 +1,82 @@
-"""How a launcher meets its kernel: called at once, or traced into a graph."""
+"""How launches meet their kernels: eagerly, traced into a graph, or packed into a package."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from dsv4_ops.core.layout import CACHE_ALIGNMENT
+from dsv4_ops.core.tiles import PROGRAMS
 from dsv4_ops.kernels.common.triton_compat import FUSION, INTERPRETED, takes_options_in_graphs
-
-Launch = Callable[[Any], Any]
-"""``at_once``, ``traced``, ``packaged.packaged`` for an AOTInductor package, or
-``torch.library.wrap_triton``."""
 
 EMULATE = INTERPRETED
 """Under TRITON_INTERPRET=1 the e4m3 cast is done in integers."""
 
 
-def at_once(kernel: Any) -> Any:
-    """The kernel, to be called as it is."""
-    return _Fused(kernel)
+class Launcher:
+    """What a launch knows of where it happens; ``launcher(kernel)[grid](...)`` launches.
+
+    Args:
+        wrap: Makes of a kernel what takes a grid.
+        opaque_gluon: Whether kernels in Gluon, which Inductor does not compile, have to be called
+            by ops that a graph keeps whole.
+        aligns_inputs: Whether tensors that a kernel wants aligned are copied elsewhere if they are
+            not: addresses are not known here.
+        capability: Compute capability of a GPU that is not here.
+        num_sms: Its SMs.
+    """
+
+    def __init__(
+        self,
+        wrap: Callable[[Any], Any],
+        *,
+        opaque_gluon: bool = False,
+        aligns_inputs: bool = False,
+        capability: tuple[int, int] | None = None,
+        num_sms: int = PROGRAMS,
+    ) -> None:
+        self.wrap, self.opaque_gluon, self.aligns_inputs = wrap, opaque_gluon, aligns_inputs
+        self._capability, self._num_sms = capability, num_sms
+
+    def __call__(self, kernel: Any) -> Any:
+        return self.wrap(kernel)
+
+    def capability(self, device: torch.device) -> tuple[int, int] | None:
+        """Compute capability, None off NVIDIA: AMD's numbers look alike."""
+        if device.type != "cuda":
+            return self._capability
+        return None if torch.version.hip else torch.cuda.get_device_capability(device)
+
+    def num_sms(self, device: torch.device) -> int:
+        """How many SMs there are."""
+        if device.type != "cuda":
+            return self._num_sms
+        return torch.cuda.get_device_properties(device).multi_processor_count
+
+    def is_aligned(self, values: Tensor) -> bool:
+        """Whether copies of 16 bytes can begin at the address of ``values``."""
+        return self.aligns_inputs or values.data_ptr() % CACHE_ALIGNMENT == 0
+
+    def predicated(self, flag: Any) -> Launcher:
+        """Launch if ``flag``, which may be a symbol, is 1; with an empty grid if it is 0."""
+        predicated = copy.copy(self)
+        predicated.wrap = lambda kernel: _Scaled(self.wrap(kernel), flag)
+        return predicated
 
 
-def traced(kernel: Any) -> Any:
-    """The kernel as a graph keeps it. Launchers of kernels that Inductor does not know ask for this
-    function, and trace an op instead."""
-    wrapped = torch.library.wrap_triton(kernel)
-    return _Fused(wrapped) if takes_options_in_graphs() else wrapped
+class _Scaled:
+    """A kernel whose grid is multiplied by 0 or 1."""
+
+    def __init__(self, kernel: Any, flag: Any) -> None:
+        self.kernel, self.flag = kernel, flag
+
+    def __getitem__(self, grid: Sequence[Any]) -> Any:
+        return self.kernel[(grid[0] * self.flag, *grid[1:])]
 
 
 class _Fused:
@@ -42,20 +91,13 @@ class _Fused:
         return functools.partial(self.kernel[grid], **FUSION)
 
 
-class Where:
-    """A launch that happens if a number is 1 and not if it is 0, which may be a symbol: of no
-    program."""
-
-    def __init__(self, base: Launch, wanted: Any) -> None:
-        self.base, self.wanted = base, wanted
-
-    def __call__(self, kernel: Any) -> Any:
-        return _Counted(self.base(kernel), self.wanted)
+def _wrap_triton(kernel: Any) -> Any:
+    wrapped = torch.library.wrap_triton(kernel)
+    return _Fused(wrapped) if takes_options_in_graphs() else wrapped
 
 
-class _Counted:
-    def __init__(self, kernel: Any, wanted: Any) -> None:
-        self.kernel, self.wanted = kernel, wanted
+EAGER = Launcher(_Fused)
+"""Launch now."""
 
-    def __getitem__(self, grid: Sequence[Any]) -> Any:
-        return self.kernel[(grid[0] * self.wanted, *grid[1:])]
+TRACED = Launcher(_wrap_triton, opaque_gluon=True)
+"""Keep launches in a graph whose kernels Inductor compiles."""

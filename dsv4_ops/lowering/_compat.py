@@ -1,11 +1,15 @@
-"""The one importer of Inductor's names; tests/kernels/test_compat.py imports each on supported
-torches."""
+"""Names of Inductor, which documents none: the only importer of them.
+
+Each was seen in torch 2.11, 2.13 and 2.15; ``tests/kernels/test_compat.py`` looks for them in the
+installed one. Names of other private parts of torch are in ``core/torch_compat.py``.
+"""
 
 from torch._inductor import aoti_compile_and_package, aoti_load_package, config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.ir import ExternKernel, MutationOutput, NoneLayout, Pointwise
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import run_and_get_code
@@ -27,6 +31,7 @@ __all__ = [
     "WeakDep",
     "aoti_compile_and_package",
     "aoti_load_package",
+    "benchmarker",
     "cache_dir",
     "config",
     "fallback_handler",

@@ -31,14 +31,14 @@ def launch() -> Any:
     """How the launchers of our kernels are traced: in a package each launch of a kernel that
     Inductor does not compile is an op."""
     if not packaging():
-        from dsv4_ops.kernels.launcher import traced
+        from dsv4_ops.kernels.launcher import TRACED
 
-        return traced
-    from dsv4_ops.kernels.aot.launch_op import packaged
+        return TRACED
+    from dsv4_ops.kernels.aot.launch_op import PACKAGED
     from dsv4_ops.lowering import gluon
 
     gluon.register()
-    return packaged
+    return PACKAGED
 
 
 def fits(op: str, library: str, impl: str) -> bool:

@@ -11,19 +11,6 @@ from dsv4_ops.reference import indexer as reference
 quantize_and_insert_indexer_k = TritonKernel(reference.quantize_and_insert_indexer_k)
 
 
-def _quantize_and_insert_indexer_k_functional(
-    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, block_size: int, layout: str
-) -> Tensor:
-    written = k_cache.clone(memory_format=torch.contiguous_format)
-    torch.ops.dsv4_ops.quantize_and_insert_indexer_k.default(
-        k, written, slot_mapping, block_size=block_size, layout=layout
-    )
-    return written
-
-
-quantize_and_insert_indexer_k_functional = Decompose(_quantize_and_insert_indexer_k_functional)
-
-
 def _gather_indexer_k(
     k_cache: Tensor,
     cu_seq_lens: Tensor,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 
 from dsv4_ops.core.registry import OPS, REFERENCE, OpSpec
 from dsv4_ops.dispatch import choice, libraries
+from dsv4_ops.dispatch.twins import on_copies
 from dsv4_ops.reference.common import buffers_by
 
 _registered: set[Any] = set()
@@ -28,6 +30,13 @@ class Decompose:
 
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return _traced(mode, self.function, args, kwargs)
+
+
+@functools.cache
+def twin(written: str) -> Decompose:
+    """The lowering of the functional twin of the op ``written``."""
+    spec = OPS[written]
+    return Decompose(on_copies(spec, spec.op))
 
 
 def _traced(mode: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -102,7 +111,7 @@ class Choices:
 
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         spec = OPS[op._schema.name.partition("::")[2]]
-        values = choice.arguments(spec, args, kwargs)
+        values = spec.arguments(args, kwargs)
         impl = self._impl(spec, values)
         values = choice.given_to(impl, values)
         if impl == REFERENCE:

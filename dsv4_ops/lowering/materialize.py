@@ -18,7 +18,7 @@ from dsv4_ops.core.registry import NAMESPACE
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _library.define("_materialize(Tensor values) -> Tensor")
 _library.impl("_materialize", torch.clone, "CompositeExplicitAutograd")
-_library._register_fake("_materialize", torch.empty_like)
+torch.library.register_fake(f"{NAMESPACE}::_materialize", torch.empty_like, lib=_library)
 _op = torch.ops.dsv4_ops._materialize.default
 _registered: list[bool] = []
 

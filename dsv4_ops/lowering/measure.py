@@ -1,33 +1,36 @@
-"""``impl="auto"`` under max_autotune: the candidates that can run here, timed on inputs of the
-sizes that are compiled."""
+"""``impl="auto"`` under max_autotune: Inductor's benchmarker times what can run here.
+
+Inductor's ``autotune_select_algorithm`` cannot make this choice. It takes candidates of one output,
+and these ops return tuples; and it chooses while Inductor lowers, when a candidate can only be an
+opaque call, whereas our kernels are traced into the graph, fused and packaged, before that.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
-import statistics
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from dsv4_ops.core.registry import AUTO, OPS, OpSpec
+from dsv4_ops.core.registry import AUTO, OPS, REFERENCE, OpSpec
+from dsv4_ops.core.torch_compat import disable_current_modes
 from dsv4_ops.dispatch import choice
 from dsv4_ops.dispatch.choice import Values
 from dsv4_ops.dispatch.libraries import LIBRARIES
 
-_CALLS, _REPLAYS, _MOST_BLOCKS = 4, 9, 4096
+_MOST_BLOCKS = 4096
+"""Most blocks of a cache that is measured."""
 
 Signature = tuple[tuple[str, Any], ...]
 
 
 def fastest(spec: OpSpec, values: Values) -> str | None:
-    """The fastest execution of such a call; None if there is nothing to measure: without
-    max_autotune, of sizes that are symbols, and where no library runs."""
+    """Return the fastest implementation of such a call, or None if there is nothing to measure:
+    without max_autotune, with dynamic shapes, and where no library runs."""
     if values["q"].device.type not in choice.DEVICES:
         return None
     if values["impl"] != AUTO or not _asked_for() or choice.takes_no_library(values):
@@ -67,64 +70,38 @@ def _measured(op: str, impls: tuple[str, ...], signature: Signature) -> str:
     given = dict(signature)
     device = given["q"][2]
     here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with _disable_current_modes(), torch.no_grad(), here:
+    with disable_current_modes(), torch.no_grad(), here:
         values = example(op, given)
         times = {impl: _time_of(OPS[op], impl, values) for impl in impls}
     return min(times, key=times.__getitem__)  # the first, which is ours, if none can run
 
 
 def _time_of(spec: OpSpec, impl: str, values: dict[str, Any]) -> float:
-    """Microseconds; endless if it cannot run."""
-    given = dict(values)
-    plan = given.get("plan")
-    if plan is not None and impl not in LIBRARIES:
-        given["plan"] = None
-    if impl == "reference":
-        call: Callable[[], Any] = functools.partial(spec.reference, **given)
-    else:
-        from dsv4_ops.kernels.launcher import at_once
+    """Milliseconds of a call in a CUDA graph, without launches from Python; infinite if it cannot
+    run."""
+    from dsv4_ops.kernels.launcher import EAGER
+    from dsv4_ops.lowering._compat import benchmarker
 
-        call = functools.partial(spec.launcher(impl), at_once, **given)
+    given = choice.given_to(impl, values)
+    run = spec.reference if impl == REFERENCE else functools.partial(spec.launcher(impl), EAGER)
     try:
-        return device_us(call)
-    except (RuntimeError, NotImplementedError):
+        run(**given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run(**given)
+        return float(benchmarker.benchmark_gpu(graph.replay))
+    except RuntimeError:
         return math.inf
 
 
-def device_us(call: Callable[[], Any]) -> float:
-    """Time of a call in a CUDA graph, so that launches from Python do not count."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for _ in range(_CALLS)]
-    graph.replay()
-    samples = []
-    for _ in range(_REPLAYS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        samples.append(start.elapsed_time(stop) * 1e3 / len(kept))
-    return float(statistics.median(samples))
-
-
 def example(op: str, like: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of these shapes: full lists of rows from all over the caches."""
-    made: dict[str, Any] = {}
-    for name, value in like.items():
-        made[name] = value
-        if isinstance(value, tuple) and len(value) == 3:
-            made[name] = _tensor(name, *value)
+    """Make arguments of these shapes: full lists of rows from all over the caches."""
+    made = {
+        name: _tensor(name, *value) if isinstance(value, tuple) and len(value) == 3 else value
+        for name, value in like.items()
+    }
     for name, rows in _rows(made).items():
-        most = max(rows, 1)
-        made[name].copy_(torch.randint(0, most, made[name].shape, device=made[name].device))
+        made[name].random_(0, max(rows, 1))
     for name in ("lens", "swa_lens", "extra_lens"):
         if isinstance(made.get(name), Tensor):
             made[name].fill_(_most(name, made))
@@ -167,7 +144,7 @@ def _tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch
 
 
 def _rows(made: dict[str, Any]) -> dict[str, int]:
-    """How many rows or pages the entries of each list choose among."""
+    """How many rows or blocks the entries of each list choose among."""
     found = {}
     for source in ("swa", "extra"):
         if isinstance(made.get(f"{source}_indices"), Tensor):

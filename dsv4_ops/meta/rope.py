@@ -6,23 +6,19 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import ACTIVATION_BLOCK, TOKEN_ALIGNMENT, round_up
-from dsv4_ops.core.types import InsertedQuery, QuantizedGroups
+from dsv4_ops.core.types import QuantizedGroups
 
 
-def apply_rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool) -> Tensor:
+def apply_rope(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def inverse_rope_group(
-    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int
-) -> Tensor:
+def inverse_rope_group(o: Tensor, num_groups: int) -> Tensor:
     num_tokens, num_heads, dim = o.shape
     return o.new_empty((num_tokens, num_groups, num_heads // num_groups * dim))
 
 
-def inverse_rope_group_quantize(
-    o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int, scale_layout: str
-) -> QuantizedGroups:
+def inverse_rope_group_quantize(o: Tensor, num_groups: int, scale_layout: str) -> QuantizedGroups:
     num_tokens, num_heads, dim = o.shape
     width = num_heads // num_groups * dim
     values = o.new_empty((num_groups, num_tokens, width), dtype=torch.float8_e4m3fn)
@@ -38,31 +34,5 @@ def inverse_rope_group_quantize(
     return QuantizedGroups(values, o.new_empty(shape, dtype=torch.int32))
 
 
-def qnorm_rope_kv_insert(
-    q: Tensor,
-    kv: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    *,
-    eps: float,
-    block_size: int,
-    layout: str,
-) -> Tensor:
+def qnorm_rope_kv_insert(q: Tensor) -> Tensor:
     return q.new_empty(q.shape)
-
-
-def qnorm_rope_kv_insert_functional(
-    q: Tensor,
-    kv: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    *,
-    eps: float,
-    block_size: int,
-    layout: str,
-) -> InsertedQuery:
-    return InsertedQuery(q.new_empty(q.shape), k_cache.new_empty(k_cache.shape))

@@ -9,38 +9,23 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout, StateLayout
-from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.registry import OpSpec, returns_nothing
 from dsv4_ops.core.types import CompressorStep
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.meta import compressor as meta
+from dsv4_ops.dispatch.twins import define_twin
 from dsv4_ops.reference import compressor as reference
-
-_SCHEMA = (
-    "(Tensor kv_score, Tensor ape, Tensor{} states, Tensor slot_mapping, Tensor positions, *, "
-    "int compress_ratio, int block_size) -> {}"
-)
 
 _save_compressor_states = define_op(
     OpSpec(
         stem="compressor",
-        schema="save_compressor_states" + _SCHEMA.format("(a!)", "()"),
-        meta=meta.save_compressor_states,
+        schema="save_compressor_states(Tensor kv_score, Tensor ape, Tensor(a!) states, Tensor "
+        "slot_mapping, Tensor positions, *, int compress_ratio, int block_size) -> ()",
+        meta=returns_nothing,
         reference=reference.save_compressor_states,
         lowering={"cpu": "decompose", "cuda": "triton"},
         dynamic=("num_tokens", "num_state_blocks"),
         source="vLLM 0.33 save_partial_states",
         providers=("triton", "reference"),
-    )
-)
-_save_compressor_states_functional = define_op(
-    OpSpec(
-        stem="compressor",
-        schema="save_compressor_states_functional" + _SCHEMA.format("", "Tensor"),
-        meta=meta.save_compressor_states_functional,
-        reference=reference.save_compressor_states_functional,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
-        dynamic=("num_tokens", "num_state_blocks"),
-        source="vLLM 0.33 save_partial_states",
     )
 )
 
@@ -110,61 +95,6 @@ def save_compressor_states(
     _save_compressor_states(kv_score, ape, states, slot_mapping, positions, **settings)
 
 
-def save_compressor_states_functional(
-    kv_score: Tensor,
-    ape: Tensor,
-    states: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    *,
-    compress_ratio: int,
-    block_size: int,
-) -> Tensor:
-    """``save_compressor_states`` into a copy of the states; for tests and for reading.
-
-    Args:
-        kv_score: As for ``save_compressor_states``, as are the arguments below.
-        ape: Position bias of the scores, [compress_ratio, width], float32.
-        states: States to copy, [num_state_blocks, page_bytes / 4], float32.
-        slot_mapping: Slot of every token in the states, [num_tokens], int64.
-        positions: Absolute position of every token, [num_tokens], int64.
-        compress_ratio: Tokens per window. At least 1.
-        block_size: Rows per page. At least 1.
-
-    Returns:
-        The new states, [num_state_blocks, page_bytes / 4], float32, dense.
-
-    Mutates: nothing.
-
-    Raises:
-        ValueError: as ``save_compressor_states``.
-        TypeError: as ``save_compressor_states``.
-
-    Compile: a copy and ``save_compressor_states``; dynamic in num_tokens and num_state_blocks; CUDA
-        graphs and export: yes.
-
-    Source: vLLM 0.33 ``save_partial_states``.
-
-    Example:
-        >>> import torch, dsv4_ops
-        >>> from dsv4_ops.core.layout import StateLayout
-        >>> states = StateLayout(block_size=1, width=2).allocate(num_blocks=1)
-        >>> kv_score, ape = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.25]])
-        >>> dsv4_ops.save_compressor_states_functional(
-        ...     kv_score, ape, states, torch.tensor([0]), torch.tensor([3]), compress_ratio=1,
-        ...     block_size=1
-        ... )[0, :2]
-        tensor([1.0000, 2.2500])
-    """
-    settings = {"compress_ratio": compress_ratio, "block_size": block_size}
-    name = "save_compressor_states_functional"
-    _check_save(name, kv_score, ape, states, slot_mapping, positions, **settings)
-    written: Tensor = _save_compressor_states_functional(
-        kv_score, ape, states, slot_mapping, positions, **settings
-    )
-    return written
-
-
 def _check_save(
     op: str,
     kv_score: Tensor,
@@ -188,12 +118,24 @@ def _check_save(
     )
 
 
-_compressor_SCHEMA = (
-    "(Tensor kv_score, Tensor ape, Tensor states, Tensor state_block_table, Tensor positions, "
-    "Tensor req_indices, Tensor norm_weight, Tensor cos_sin_cache, Tensor{} k_cache, "
-    "Tensor slot_mapping, *, int compress_ratio, bool overlap, float eps, int state_block_size, "
-    "int block_size, str layout) -> {}"
+save_compressor_states_functional = define_twin(
+    save_compressor_states,
+    Tensor,
+    check=_check_save,
+    example="""
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import StateLayout
+        >>> states = StateLayout(block_size=1, width=2).allocate(num_blocks=1)
+        >>> kv_score, ape = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.25]])
+        >>> dsv4_ops.save_compressor_states_functional(
+        ...     kv_score, ape, states, torch.tensor([0]), torch.tensor([3]), compress_ratio=1,
+        ...     block_size=1
+        ... )[0, :2]
+        tensor([1.0000, 2.2500])
+    """,
 )
+
+
 DIMENSIONS = (
     "num_tokens",
     "num_reqs",
@@ -207,24 +149,17 @@ DIMENSIONS = (
 _compress_and_insert = define_op(
     OpSpec(
         stem="compressor",
-        schema="compress_and_insert" + _compressor_SCHEMA.format("(a!)", "()"),
-        meta=meta.compress_and_insert,
+        schema="compress_and_insert(Tensor kv_score, Tensor ape, Tensor states, Tensor "
+        "state_block_table, Tensor positions, Tensor req_indices, Tensor norm_weight, "
+        "Tensor cos_sin_cache, Tensor(a!) k_cache, Tensor slot_mapping, *, int "
+        "compress_ratio, bool overlap, float eps, int state_block_size, int block_size,"
+        " str layout) -> ()",
+        meta=returns_nothing,
         reference=reference.compress_and_insert,
         lowering={"cpu": "decompose", "cuda": "triton"},
         dynamic=DIMENSIONS,
         source="vLLM 0.33 compress, norm, RoPE and store kernels; order of writes made irrelevant",
         providers=("triton", "reference"),
-    )
-)
-_compress_and_insert_functional = define_op(
-    OpSpec(
-        stem="compressor",
-        schema="compress_and_insert_functional" + _compressor_SCHEMA.format("", "Tensor"),
-        meta=meta.compress_and_insert_functional,
-        reference=reference.compress_and_insert_functional,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
-        dynamic=DIMENSIONS,
-        source="vLLM 0.33 compress, norm, RoPE and store kernels; order of writes made irrelevant",
     )
 )
 
@@ -350,98 +285,6 @@ def compress_and_insert(
     _compress_and_insert(*tensors, **settings)
 
 
-def compress_and_insert_functional(
-    kv_score: Tensor,
-    ape: Tensor,
-    states: Tensor,
-    state_block_table: Tensor,
-    positions: Tensor,
-    req_indices: Tensor,
-    norm_weight: Tensor,
-    cos_sin_cache: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    compress_ratio: int,
-    overlap: bool,
-    eps: float,
-    state_block_size: int,
-    block_size: int,
-    layout: str = MainLayout.tag,
-) -> Tensor:
-    """``compress_and_insert`` into a copy of the cache; for tests and for reading.
-
-    Args:
-        kv_score: As for ``compress_and_insert``, as are the arguments below.
-        ape: Position bias of the scores, [compress_ratio, width], float32.
-        states: Paged states, [num_state_blocks, page_bytes / 4], float32.
-        state_block_table: Page of every logical block of the states, [num_reqs, max_state_blocks],
-            int32.
-        positions: Absolute position of every token, [num_tokens], int64.
-        req_indices: Request of every token, [num_tokens], int32.
-        norm_weight: Weight of the RMSNorm, [head_dim], float32.
-        cos_sin_cache: Cosines and sines of every position, [num_positions, rope_dim], float32.
-        k_cache: Cache to copy, uint8, or bfloat16 or float32 of a plain one.
-        slot_mapping: Slot of the row that every token finishes, [num_tokens], int64.
-        compress_ratio: Tokens per window. At least 1.
-        overlap: Whether the window before counts too.
-        eps: Added to the mean square in the RMSNorm. Above 0.
-        state_block_size: Rows per page of the states. At least 1.
-        block_size: Rows per page of ``k_cache``. At least 1.
-        layout: Tag of the cache's layout, "v4_fp8", "v4_indexer_fp8" or "plain".
-
-    Returns:
-        The new cache, dense, of the shape and dtype of ``k_cache``.
-
-    Mutates: nothing.
-
-    Raises:
-        ValueError: as ``compress_and_insert``.
-        TypeError: as ``compress_and_insert``.
-
-    Compile: a copy and ``compress_and_insert``, dynamic in the same sizes; CUDA graphs and export:
-        yes.
-
-    Source: vLLM 0.33's fused compressor kernels.
-
-    Example:
-        >>> import torch, dsv4_ops
-        >>> from dsv4_ops.core.layout import PlainLayout, StateLayout
-        >>> k_cache = PlainLayout(block_size=1, width=2, dtype=torch.float32).allocate(1)
-        >>> dsv4_ops.compress_and_insert_functional(
-        ...     torch.tensor([[3.0, 4.0, 0.0, 0.0]]), torch.zeros(1, 2),
-        ...     StateLayout(1, 4).allocate(1), torch.tensor([[0]], dtype=torch.int32),
-        ...     torch.tensor([0]), torch.tensor([0], dtype=torch.int32), torch.ones(2),
-        ...     torch.zeros(0, 2), k_cache, torch.tensor([0]), compress_ratio=1, overlap=False,
-        ...     eps=1e-6, state_block_size=1, block_size=1, layout="plain"
-        ... )
-        tensor([[[0.8485, 1.1314]]])
-    """
-    tensors = (
-        kv_score,
-        ape,
-        states,
-        state_block_table,
-        positions,
-        req_indices,
-        norm_weight,
-        cos_sin_cache,
-        k_cache,
-        slot_mapping,
-    )
-    settings: dict[str, Any] = {
-        "compress_ratio": compress_ratio,
-        "overlap": overlap,
-        "eps": eps,
-        "state_block_size": state_block_size,
-        "block_size": block_size,
-        "layout": layout,
-    }
-    check_compress("compress_and_insert_functional", *tensors, **settings)
-    written: Tensor = _compress_and_insert_functional(*tensors, **settings)
-    return written
-
-
 def check_compress(
     op: str,
     kv_score: Tensor,
@@ -483,6 +326,26 @@ def check_compress(
     width = 2 * head_dim if overlap else head_dim
     check_states(checks, kv_score, ape, states, (compress_ratio, width, state_block_size))
     return checks
+
+
+compress_and_insert_functional = define_twin(
+    compress_and_insert,
+    Tensor,
+    check=check_compress,
+    example="""
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import PlainLayout, StateLayout
+        >>> k_cache = PlainLayout(block_size=1, width=2, dtype=torch.float32).allocate(1)
+        >>> dsv4_ops.compress_and_insert_functional(
+        ...     torch.tensor([[3.0, 4.0, 0.0, 0.0]]), torch.zeros(1, 2),
+        ...     StateLayout(1, 4).allocate(1), torch.tensor([[0]], dtype=torch.int32),
+        ...     torch.tensor([0]), torch.tensor([0], dtype=torch.int32), torch.ones(2),
+        ...     torch.zeros(0, 2), k_cache, torch.tensor([0]), compress_ratio=1, overlap=False,
+        ...     eps=1e-6, state_block_size=1, block_size=1, layout="plain"
+        ... )
+        tensor([[[0.8485, 1.1314]]])
+    """,
+)
 
 
 def check_tokens(
@@ -529,35 +392,20 @@ def _check_cache(checks: Checks, k_cache: Tensor, block_size: int, layout: str) 
     return int(kind.head_dim)
 
 
-_compressor_step_SCHEMA = (
-    "(Tensor kv_score, Tensor ape, Tensor{} states, Tensor state_block_table, "
-    "Tensor state_slot_mapping, Tensor positions, Tensor req_indices, Tensor norm_weight, "
-    "Tensor cos_sin_cache, Tensor{} k_cache, Tensor slot_mapping, *, int compress_ratio, "
-    "bool overlap, float eps, int state_block_size, int block_size, str layout) -> {}"
-)
-
 _save_and_compress = define_op(
     OpSpec(
         stem="compressor",
-        schema="save_and_compress" + _compressor_step_SCHEMA.format("(a!)", "(b!)", "()"),
-        meta=meta.save_and_compress,
+        schema="save_and_compress(Tensor kv_score, Tensor ape, Tensor(a!) states, Tensor "
+        "state_block_table, Tensor state_slot_mapping, Tensor positions, Tensor "
+        "req_indices, Tensor norm_weight, Tensor cos_sin_cache, Tensor(b!) k_cache, "
+        "Tensor slot_mapping, *, int compress_ratio, bool overlap, float eps, int "
+        "state_block_size, int block_size, str layout) -> ()",
+        meta=returns_nothing,
         reference=reference.save_and_compress,
         lowering={"cpu": "decompose", "cuda": "triton"},
         dynamic=DIMENSIONS,
         source="save_compressor_states and compress_and_insert with a launch less",
         providers=("triton", "reference"),
-    )
-)
-_save_and_compress_functional = define_op(
-    OpSpec(
-        stem="compressor",
-        schema="save_and_compress_functional"
-        + _compressor_step_SCHEMA.format("", "", "(Tensor, Tensor)"),
-        meta=meta.save_and_compress_functional,
-        reference=reference.save_and_compress_functional,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
-        dynamic=DIMENSIONS,
-        source="save_compressor_states and compress_and_insert with a launch less",
     )
 )
 
@@ -678,101 +526,6 @@ def save_and_compress(
     _save_and_compress(*tensors, **settings)
 
 
-def save_and_compress_functional(
-    kv_score: Tensor,
-    ape: Tensor,
-    states: Tensor,
-    state_block_table: Tensor,
-    state_slot_mapping: Tensor,
-    positions: Tensor,
-    req_indices: Tensor,
-    norm_weight: Tensor,
-    cos_sin_cache: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    compress_ratio: int,
-    overlap: bool,
-    eps: float,
-    state_block_size: int,
-    block_size: int,
-    layout: str = MainLayout.tag,
-) -> CompressorStep:
-    """``save_and_compress`` into copies of states and cache; for tests and for reading.
-
-    Args:
-        kv_score: As for ``save_and_compress``, as are the arguments below.
-        ape: Position bias of the scores, [compress_ratio, width], float32.
-        states: States to copy, [num_state_blocks, page_bytes / 4], float32.
-        state_block_table: Page of every logical block of the states, [num_reqs, max_state_blocks],
-            int32.
-        state_slot_mapping: Slot of every token's own row in the states, [num_tokens], int64.
-        positions: Absolute position of every token, [num_tokens], int64.
-        req_indices: Request of every token, [num_tokens], int32.
-        norm_weight: Weight of the RMSNorm, [head_dim], float32.
-        cos_sin_cache: Cosines and sines of every position, [num_positions, rope_dim], float32.
-        k_cache: Cache to copy, uint8, or bfloat16 or float32 of a plain one.
-        slot_mapping: Slot of the row that every token finishes, [num_tokens], int64.
-        compress_ratio: Tokens per window. At least 1.
-        overlap: Whether the window before counts too.
-        eps: Added to the mean square in the RMSNorm. Above 0.
-        state_block_size: Rows per page of the states. At least 1.
-        block_size: Rows per page of ``k_cache``. At least 1.
-        layout: Tag of the cache's layout, "v4_fp8", "v4_indexer_fp8" or "plain".
-
-    Returns:
-        ``states`` and ``k_cache``, new and dense, of the shapes and dtypes of the arguments.
-
-    Mutates: nothing.
-
-    Raises:
-        ValueError: as ``save_and_compress``.
-        TypeError: as ``save_and_compress``.
-
-    Compile: two copies and ``save_and_compress``, dynamic in the same sizes; CUDA graphs and
-        export: yes.
-
-    Source: as ``save_and_compress``.
-
-    Example:
-        >>> import torch, dsv4_ops
-        >>> from dsv4_ops.core.layout import PlainLayout, StateLayout
-        >>> new = dsv4_ops.save_and_compress_functional(
-        ...     torch.tensor([[3.0, 4.0, 0.0, 0.0]]), torch.ones(1, 2),
-        ...     StateLayout(1, 4).allocate(1), torch.tensor([[0]], dtype=torch.int32),
-        ...     torch.tensor([0]), torch.tensor([0]), torch.tensor([0], dtype=torch.int32),
-        ...     torch.ones(2), torch.zeros(0, 2), PlainLayout(1, 2, torch.float32).allocate(1),
-        ...     torch.tensor([0]), compress_ratio=1, overlap=False, eps=1e-6, state_block_size=1,
-        ...     block_size=1, layout="plain"
-        ... )
-        >>> new.states[0, :4].tolist(), new.k_cache
-        ([3.0, 4.0, 1.0, 1.0], tensor([[[0.8485, 1.1314]]]))
-    """
-    tensors = (
-        kv_score,
-        ape,
-        states,
-        state_block_table,
-        state_slot_mapping,
-        positions,
-        req_indices,
-        norm_weight,
-        cos_sin_cache,
-        k_cache,
-        slot_mapping,
-    )
-    settings: dict[str, Any] = {
-        "compress_ratio": compress_ratio,
-        "overlap": overlap,
-        "eps": eps,
-        "state_block_size": state_block_size,
-        "block_size": block_size,
-        "layout": layout,
-    }
-    _check_step("save_and_compress_functional", *tensors, **settings)
-    return CompressorStep(*_save_and_compress_functional(*tensors, **settings))
-
-
 def _check_step(
     op: str,
     kv_score: Tensor,
@@ -785,3 +538,24 @@ def _check_step(
 ) -> None:
     checks = check_compress(op, kv_score, ape, states, state_block_table, *others, **settings)
     checks.tensor("state_slot_mapping", state_slot_mapping, torch.int64, "num_tokens")
+
+
+save_and_compress_functional = define_twin(
+    save_and_compress,
+    CompressorStep,
+    check=_check_step,
+    example="""
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import PlainLayout, StateLayout
+        >>> new = dsv4_ops.save_and_compress_functional(
+        ...     torch.tensor([[3.0, 4.0, 0.0, 0.0]]), torch.ones(1, 2),
+        ...     StateLayout(1, 4).allocate(1), torch.tensor([[0]], dtype=torch.int32),
+        ...     torch.tensor([0]), torch.tensor([0]), torch.tensor([0], dtype=torch.int32),
+        ...     torch.ones(2), torch.zeros(0, 2), PlainLayout(1, 2, torch.float32).allocate(1),
+        ...     torch.tensor([0]), compress_ratio=1, overlap=False, eps=1e-6, state_block_size=1,
+        ...     block_size=1, layout="plain"
+        ... )
+        >>> new.states[0, :4].tolist(), new.k_cache
+        ([3.0, 4.0, 1.0, 1.0], tensor([[[0.8485, 1.1314]]]))
+    """,
+)

@@ -8,38 +8,28 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
-from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.registry import OpSpec, returns_nothing
 from dsv4_ops.core.tiles import SCHEDULE_KEYS
 from dsv4_ops.core.types import IndexerKeys, IndexerQuery
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
+from dsv4_ops.dispatch.twins import define_twin
 from dsv4_ops.meta import indexer as meta
 from dsv4_ops.reference import indexer as reference
 
-_INSERT = "(Tensor k, Tensor{} k_cache, Tensor slot_mapping, *, int block_size, str layout) -> {}"
 _SOURCE = "vLLM 0.33, the store of its indexer compressor; values that it leaves open decided here"
 
 _quantize_and_insert_indexer_k = define_op(
     OpSpec(
         stem="indexer",
-        schema="quantize_and_insert_indexer_k" + _INSERT.format("(a!)", "()"),
-        meta=meta.quantize_and_insert_indexer_k,
+        schema="quantize_and_insert_indexer_k(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, "
+        "*, int block_size, str layout) -> ()",
+        meta=returns_nothing,
         reference=reference.quantize_and_insert_indexer_k,
         lowering={"cpu": "decompose", "cuda": "triton"},
         dynamic=("num_tokens", "num_blocks"),
         source=_SOURCE,
         providers=("triton", "reference"),
-    )
-)
-_quantize_and_insert_indexer_k_functional = define_op(
-    OpSpec(
-        stem="indexer",
-        schema="quantize_and_insert_indexer_k_functional" + _INSERT.format("", "Tensor"),
-        meta=meta.quantize_and_insert_indexer_k_functional,
-        reference=reference.quantize_and_insert_indexer_k_functional,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
-        dynamic=("num_tokens", "num_blocks"),
-        source=_SOURCE,
     )
 )
 
@@ -99,55 +89,6 @@ def quantize_and_insert_indexer_k(
     _quantize_and_insert_indexer_k(k, k_cache, slot_mapping, block_size=block_size, layout=layout)
 
 
-def quantize_and_insert_indexer_k_functional(
-    k: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    block_size: int,
-    layout: str = IndexerLayout.tag,
-) -> Tensor:
-    """``quantize_and_insert_indexer_k`` into a copy of the cache; for tests and for reading.
-
-    Args:
-        k: As for ``quantize_and_insert_indexer_k``, as are the arguments below.
-        k_cache: Cache to copy, [num_blocks, page_bytes], uint8.
-        slot_mapping: Slot of every token, [num_tokens], int64.
-        block_size: Rows per page. At least 1.
-        layout: Tag of the cache's layout, "v4_indexer_fp8".
-
-    Returns:
-        The new cache, [num_blocks, page_bytes], uint8, dense.
-
-    Mutates: nothing.
-
-    Raises:
-        ValueError: as ``quantize_and_insert_indexer_k``.
-        TypeError: as ``quantize_and_insert_indexer_k``.
-
-    Compile: a copy and ``quantize_and_insert_indexer_k``; dynamic in num_tokens and num_blocks;
-        CUDA graphs and export: yes.
-
-    Source: vLLM 0.33, the store of its indexer compressor.
-
-    Example:
-        >>> import torch, dsv4_ops
-        >>> from dsv4_ops.core.layout import IndexerLayout
-        >>> k_cache = IndexerLayout(block_size=64).allocate(num_blocks=1)
-        >>> k, slots = torch.ones(1, 128, dtype=torch.bfloat16), torch.tensor([0])
-        >>> dsv4_ops.quantize_and_insert_indexer_k_functional(
-        ...     k, k_cache, slots, block_size=64
-        ... )[0, :2]
-        tensor([120, 120], dtype=torch.uint8)
-    """
-    name = "quantize_and_insert_indexer_k_functional"
-    _check_insert(name, k, k_cache, slot_mapping, block_size, layout)
-    written: Tensor = _quantize_and_insert_indexer_k_functional(
-        k, k_cache, slot_mapping, block_size=block_size, layout=layout
-    )
-    return written
-
-
 def _check_insert(
     op: str, k: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int, layout: str
 ) -> None:
@@ -158,6 +99,23 @@ def _check_insert(
     checks.tensor("k", k, torch.bfloat16, "num_rows", IndexerLayout.head_dim)
     checks.rows_for_tokens("k", k)
     checks.pages("k_cache", k_cache, IndexerLayout(block_size))
+
+
+quantize_and_insert_indexer_k_functional = define_twin(
+    quantize_and_insert_indexer_k,
+    Tensor,
+    check=_check_insert,
+    example="""
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import IndexerLayout
+        >>> k_cache = IndexerLayout(block_size=64).allocate(num_blocks=1)
+        >>> k, slots = torch.ones(1, 128, dtype=torch.bfloat16), torch.tensor([0])
+        >>> dsv4_ops.quantize_and_insert_indexer_k_functional(
+        ...     k, k_cache, slots, block_size=64
+        ... )[0, :2]
+        tensor([120, 120], dtype=torch.uint8)
+    """,
+)
 
 
 _gather_indexer_k = define_op(

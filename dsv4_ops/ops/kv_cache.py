@@ -7,35 +7,25 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout, PlainLayout
-from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.registry import OpSpec, returns_nothing
 from dsv4_ops.dispatch.define import define_op
+from dsv4_ops.dispatch.twins import define_twin
 from dsv4_ops.meta import kv_cache as meta
 from dsv4_ops.reference import kv_cache as reference
 
-_INSERT = "(Tensor k, Tensor{} k_cache, Tensor slot_mapping, *, int block_size, str layout) -> {}"
 _SOURCE = "vLLM 0.33 quantize_and_insert_k_cache; values that it leaves open are decided here"
 
 _quantize_and_insert_k_cache = define_op(
     OpSpec(
         stem="kv_cache",
-        schema="quantize_and_insert_k_cache" + _INSERT.format("(a!)", "()"),
-        meta=meta.quantize_and_insert_k_cache,
+        schema="quantize_and_insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, "
+        "*, int block_size, str layout) -> ()",
+        meta=returns_nothing,
         reference=reference.quantize_and_insert_k_cache,
         lowering={"cpu": "decompose", "cuda": "triton"},
         dynamic=("num_tokens", "num_blocks"),
         source=_SOURCE,
         providers=("triton", "reference"),
-    )
-)
-_quantize_and_insert_k_cache_functional = define_op(
-    OpSpec(
-        stem="kv_cache",
-        schema="quantize_and_insert_k_cache_functional" + _INSERT.format("", "Tensor"),
-        meta=meta.quantize_and_insert_k_cache_functional,
-        reference=reference.quantize_and_insert_k_cache_functional,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
-        dynamic=("num_tokens", "num_blocks"),
-        source=_SOURCE,
     )
 )
 
@@ -101,53 +91,6 @@ def quantize_and_insert_k_cache(
     _quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size=block_size, layout=layout)
 
 
-def quantize_and_insert_k_cache_functional(
-    k: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    block_size: int,
-    layout: str = MainLayout.tag,
-) -> Tensor:
-    """``quantize_and_insert_k_cache`` into a copy of the cache; for tests and for reading.
-
-    Args:
-        k: As for ``quantize_and_insert_k_cache``, as are the arguments below.
-        k_cache: Cache to copy, [num_blocks, page_bytes], uint8.
-        slot_mapping: Slot of every token, [num_tokens], int64.
-        block_size: Rows per page. At least 1.
-        layout: Tag of the cache's layout, "v4_fp8".
-
-    Returns:
-        The new cache, [num_blocks, page_bytes], uint8, dense.
-
-    Mutates: nothing.
-
-    Raises:
-        ValueError: as ``quantize_and_insert_k_cache``.
-        TypeError: as ``quantize_and_insert_k_cache``.
-
-    Compile: a copy and ``quantize_and_insert_k_cache``; dynamic in num_tokens and num_blocks; CUDA
-        graphs and export: yes.
-
-    Source: vLLM 0.33 ``quantize_and_insert_k_cache``.
-
-    Example:
-        >>> import torch, dsv4_ops
-        >>> from dsv4_ops.core.layout import MainLayout
-        >>> k_cache = MainLayout(block_size=64).allocate(num_blocks=1)
-        >>> k, slots = torch.ones(1, 512, dtype=torch.bfloat16), torch.tensor([0])
-        >>> dsv4_ops.quantize_and_insert_k_cache_functional(k, k_cache, slots, block_size=64)[0, :2]
-        tensor([120, 120], dtype=torch.uint8)
-    """
-    name = "quantize_and_insert_k_cache_functional"
-    _check_insert(name, k, k_cache, slot_mapping, block_size, layout)
-    written: Tensor = _quantize_and_insert_k_cache_functional(
-        k, k_cache, slot_mapping, block_size=block_size, layout=layout
-    )
-    return written
-
-
 def _check_insert(
     op: str, k: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int, layout: str
 ) -> None:
@@ -160,12 +103,27 @@ def _check_insert(
     checks.pages("k_cache", k_cache, MainLayout(block_size))
 
 
+quantize_and_insert_k_cache_functional = define_twin(
+    quantize_and_insert_k_cache,
+    Tensor,
+    check=_check_insert,
+    example="""
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import MainLayout
+        >>> k_cache = MainLayout(block_size=64).allocate(num_blocks=1)
+        >>> k, slots = torch.ones(1, 512, dtype=torch.bfloat16), torch.tensor([0])
+        >>> dsv4_ops.quantize_and_insert_k_cache_functional(k, k_cache, slots, block_size=64)[0, :2]
+        tensor([120, 120], dtype=torch.uint8)
+    """,
+)
+
+
 _dequantize_and_gather_k_cache = define_op(
     OpSpec(
         stem="kv_cache",
         schema="dequantize_and_gather_k_cache(Tensor(a!) out, Tensor k_cache, Tensor seq_lens, "
         "Tensor? gather_lens, Tensor block_table, *, int block_size, int offset, str layout) -> ()",
-        meta=meta.dequantize_and_gather_k_cache,
+        meta=returns_nothing,
         reference=reference.dequantize_and_gather_k_cache,
         lowering={"cpu": "decompose", "cuda": "triton"},
         dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
@@ -361,23 +319,12 @@ _insert_k_cache = define_op(
     OpSpec(
         stem="kv_cache",
         schema="insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping) -> ()",
-        meta=meta.insert_k_cache,
+        meta=returns_nothing,
         reference=reference.insert_k_cache,
         lowering={"cpu": "decompose", "cuda": "triton"},
         dynamic=("num_tokens", "num_blocks"),
         source=_plain_cache_SOURCE,
         providers=("triton", "reference"),
-    )
-)
-_insert_k_cache_functional = define_op(
-    OpSpec(
-        stem="kv_cache",
-        schema="insert_k_cache_functional(Tensor k, Tensor k_cache, Tensor slot_mapping) -> Tensor",
-        meta=meta.insert_k_cache_functional,
-        reference=reference.insert_k_cache_functional,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
-        dynamic=("num_tokens", "num_blocks"),
-        source=_plain_cache_SOURCE,
     )
 )
 
@@ -421,42 +368,22 @@ def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
     _insert_k_cache(k, k_cache, slot_mapping)
 
 
-def insert_k_cache_functional(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> Tensor:
-    """``insert_k_cache`` into a copy of the cache; for tests and for reading.
-
-    Args:
-        k: Keys, [num_rows, width], bfloat16 or float32, as for ``insert_k_cache``.
-        k_cache: Cache to copy, [num_blocks, block_size, width], of the dtype of ``k``.
-        slot_mapping: Slot of every token, [num_tokens], int64.
-
-    Returns:
-        The new cache, [num_blocks, block_size, width], dense.
-
-    Mutates: nothing.
-
-    Raises:
-        ValueError: as ``insert_k_cache``.
-        TypeError: as ``insert_k_cache``.
-
-    Compile: a copy and ``insert_k_cache``; dynamic in num_tokens and num_blocks; CUDA graphs and
-        export: yes.
-
-    Source: vLLM 0.33, the plain-row variants of its cache inserts.
-
-    Example:
-        >>> import torch, dsv4_ops
-        >>> k_cache, k = torch.zeros(1, 2, 2), torch.ones(1, 2)
-        >>> dsv4_ops.insert_k_cache_functional(k, k_cache, torch.tensor([1])).tolist()
-        [[[0.0, 0.0], [1.0, 1.0]]]
-    """
-    _check("insert_k_cache_functional", k, k_cache, slot_mapping)
-    written: Tensor = _insert_k_cache_functional(k, k_cache, slot_mapping)
-    return written
-
-
 def _check(op: str, k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
     checks = Checks(op)
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
     checks.rows("k_cache", k_cache)
     checks.tensor("k", k, k_cache.dtype, "num_rows", "width")
     checks.rows_for_tokens("k", k)
+
+
+insert_k_cache_functional = define_twin(
+    insert_k_cache,
+    Tensor,
+    check=_check,
+    example="""
+        >>> import torch, dsv4_ops
+        >>> k_cache, k = torch.zeros(1, 2, 2), torch.ones(1, 2)
+        >>> dsv4_ops.insert_k_cache_functional(k, k_cache, torch.tensor([1])).tolist()
+        [[[0.0, 0.0], [1.0, 1.0]]]
+    """,
+)

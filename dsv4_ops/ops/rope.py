@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.core.types import InsertedQuery, QuantizedGroups
 from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.dispatch.define import define_op
+from dsv4_ops.dispatch.twins import define_twin
 from dsv4_ops.meta import rope as meta
 from dsv4_ops.reference import rope as reference
 
@@ -294,31 +297,18 @@ def _check_groups(
 _qnorm_DIMENSIONS = ("num_tokens", "num_positions", "num_heads", "num_slots", "num_blocks")
 _SOURCE = "vLLM 0.33 fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, with bounds"
 
-_SCHEMA = (
-    "(Tensor q, Tensor kv, Tensor{} k_cache, Tensor slot_mapping, Tensor positions, "
-    "Tensor cos_sin_cache, *, float eps, int block_size, str layout) -> {}"
-)
 _qnorm_rope_kv_insert = define_op(
     OpSpec(
         stem="rope",
-        schema="qnorm_rope_kv_insert" + _SCHEMA.format("(a!)", "Tensor"),
+        schema="qnorm_rope_kv_insert(Tensor q, Tensor kv, Tensor(a!) k_cache, Tensor slot_mapping, "
+        "Tensor positions, Tensor cos_sin_cache, *, float eps, int block_size, str layout) "
+        "-> Tensor",
         meta=meta.qnorm_rope_kv_insert,
         reference=reference.qnorm_rope_kv_insert,
         lowering={"cpu": "decompose", "cuda": "triton"},
         dynamic=_qnorm_DIMENSIONS,
         source=_SOURCE,
         providers=("triton", "reference"),
-    )
-)
-_qnorm_rope_kv_insert_functional = define_op(
-    OpSpec(
-        stem="rope",
-        schema="qnorm_rope_kv_insert_functional" + _SCHEMA.format("", "(Tensor, Tensor)"),
-        meta=meta.qnorm_rope_kv_insert_functional,
-        reference=reference.qnorm_rope_kv_insert_functional,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
-        dynamic=_qnorm_DIMENSIONS,
-        source=_SOURCE,
     )
 )
 
@@ -389,28 +379,15 @@ def qnorm_rope_kv_insert(
         >>> q[0, 1, 510:], k_cache[2, 2 * 576 :][:2]
         (tensor([1., 1.], dtype=torch.bfloat16), tensor([120, 120], dtype=torch.uint8))
     """
-    _check_insert(
-        "qnorm_rope_kv_insert",
-        (q, kv, k_cache, slot_mapping, positions, cos_sin_cache),
-        eps,
-        block_size,
-        layout,
-    )
-    normed: Tensor = _qnorm_rope_kv_insert(
-        q,
-        kv,
-        k_cache,
-        slot_mapping,
-        positions,
-        cos_sin_cache,
-        eps=eps,
-        block_size=block_size,
-        layout=layout,
-    )
+    tensors = (q, kv, k_cache, slot_mapping, positions, cos_sin_cache)
+    settings: dict[str, Any] = {"eps": eps, "block_size": block_size, "layout": layout}
+    _check_insert("qnorm_rope_kv_insert", *tensors, **settings)
+    normed: Tensor = _qnorm_rope_kv_insert(*tensors, **settings)
     return normed
 
 
-def qnorm_rope_kv_insert_functional(
+def _check_insert(
+    op: str,
     q: Tensor,
     kv: Tensor,
     k_cache: Tensor,
@@ -420,73 +397,8 @@ def qnorm_rope_kv_insert_functional(
     *,
     eps: float,
     block_size: int,
-    layout: str = MainLayout.tag,
-) -> InsertedQuery:
-    """``qnorm_rope_kv_insert`` into a copy of the cache; for tests and for reading.
-
-    Args:
-        q: As for ``qnorm_rope_kv_insert``, as are the arguments below.
-        kv: Keys, [num_tokens, 512], bfloat16.
-        k_cache: Cache to copy, of this layout.
-        slot_mapping: Slot of the first num_slots tokens, [num_slots], int64.
-        positions: Absolute position of every token, [num_tokens], int64.
-        cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, 64], float32.
-        eps: Added to the mean square. Above 0.
-        block_size: Rows per page. At least 1.
-        layout: Tag of the cache's layout, "v4_fp8" or "plain".
-
-    Returns:
-        ``InsertedQuery(q, k_cache)``: the result of ``qnorm_rope_kv_insert``, and the new cache,
-        dense.
-
-    Mutates: nothing.
-
-    Raises:
-        ValueError: as ``qnorm_rope_kv_insert``.
-        TypeError: as ``qnorm_rope_kv_insert``.
-
-    Compile: a copy and ``qnorm_rope_kv_insert``; dynamic as that; CUDA graphs and export: yes.
-
-    Source: vLLM 0.33 ``fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert``.
-
-    Example:
-        >>> import torch, dsv4_ops
-        >>> from dsv4_ops.core.layout import PlainLayout
-        >>> rows = torch.full((1, 1, 512), 2.0, dtype=torch.bfloat16)
-        >>> inserted = dsv4_ops.qnorm_rope_kv_insert_functional(
-        ...     rows, rows[0], PlainLayout(1).allocate(1), torch.tensor([0]), torch.tensor([0]),
-        ...     dsv4_ops.rope_cos_sin_cache(1, theta=10000.0),
-        ...     eps=1e-6, block_size=1, layout="plain"
-        ... )
-        >>> inserted.q[0, 0, 0].item(), inserted.k_cache[0, 0, 0].item()
-        (1.0, 2.0)
-    """
-    _check_insert(
-        "qnorm_rope_kv_insert_functional",
-        (q, kv, k_cache, slot_mapping, positions, cos_sin_cache),
-        eps,
-        block_size,
-        layout,
-    )
-    return InsertedQuery(
-        *_qnorm_rope_kv_insert_functional(
-            q,
-            kv,
-            k_cache,
-            slot_mapping,
-            positions,
-            cos_sin_cache,
-            eps=eps,
-            block_size=block_size,
-            layout=layout,
-        )
-    )
-
-
-def _check_insert(
-    op: str, tensors: tuple[Tensor, ...], eps: float, block_size: int, layout: str
+    layout: str,
 ) -> None:
-    q, kv, k_cache, slot_mapping, positions, cos_sin_cache = tensors
     head_dim = MainLayout.head_dim
     checks = Checks(op)
     checks.above(0, eps=eps)
@@ -502,6 +414,25 @@ def _check_insert(
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_slots")
     checks.rotation(positions, cos_sin_cache, ROPE_DIM)
     checks.no_more_than_tokens("slot_mapping", slot_mapping)
+
+
+qnorm_rope_kv_insert_functional = define_twin(
+    qnorm_rope_kv_insert,
+    InsertedQuery,
+    check=_check_insert,
+    example="""
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import PlainLayout
+        >>> rows = torch.full((1, 1, 512), 2.0, dtype=torch.bfloat16)
+        >>> inserted = dsv4_ops.qnorm_rope_kv_insert_functional(
+        ...     rows, rows[0], PlainLayout(1).allocate(1), torch.tensor([0]), torch.tensor([0]),
+        ...     dsv4_ops.rope_cos_sin_cache(1, theta=10000.0),
+        ...     eps=1e-6, block_size=1, layout="plain"
+        ... )
+        >>> inserted.q[0, 0, 0].item(), inserted.k_cache[0, 0, 0].item()
+        (1.0, 2.0)
+    """,
+)
 
 
 def check_query(checks: Checks, q: Tensor, kv: Tensor) -> None:

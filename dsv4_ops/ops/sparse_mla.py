@@ -379,7 +379,7 @@ _sparse_mla_decode = define_op(
             f"Tensor? extra_lens, {_OPTIONS}, *, {_SETTINGS}) "
             "-> (Tensor out, Tensor lse)"
         ),
-        meta=meta.sparse_mla_decode,
+        meta=meta.sparse_mla,
         reference=reference.sparse_mla_decode,
         lowering=_LOWERING,
         dynamic=("num_tokens", "num_blocks", "swa_width", "extra_width", "num_positions"),
@@ -395,7 +395,7 @@ _sparse_mla_decode_paged = define_op(
             f"Tensor req_indices, Tensor extra_block_table, {_OPTIONS}, *, {_SETTINGS}) "
             "-> (Tensor out, Tensor lse)"
         ),
-        meta=meta.sparse_mla_decode_paged,
+        meta=meta.sparse_mla,
         reference=reference.sparse_mla_decode_paged,
         lowering=_LOWERING,
         dynamic=(
@@ -750,7 +750,7 @@ _sparse_mla_prefill = define_op(
             'str impl="auto") '
             "-> (Tensor out, Tensor lse)"
         ),
-        meta=meta.sparse_mla_prefill,
+        meta=meta.sparse_mla,
         reference=reference.sparse_mla_prefill,
         lowering={"cpu": "decompose", "cuda": "choices"},
         dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks"),

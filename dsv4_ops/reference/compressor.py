@@ -5,36 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.layout import IndexerLayout, MainLayout
+from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.core.types import ABSENT
 from dsv4_ops.reference.common import masked_index, materialized, take, valid_tokens
-from dsv4_ops.reference.indexer import quantize_and_insert_indexer_k_functional
-from dsv4_ops.reference.kv_cache import (
-    insert_k_cache_functional,
-    quantize_and_insert_k_cache_functional,
-)
+from dsv4_ops.reference.indexer import quantize_and_insert_indexer_k
+from dsv4_ops.reference.kv_cache import insert_k_cache, quantize_and_insert_k_cache
 from dsv4_ops.reference.pages import locate, scatter_rows
 from dsv4_ops.reference.rotation import rotate_tail
-
-
-def save_compressor_states_functional(
-    kv_score: Tensor,
-    ape: Tensor,
-    states: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    *,
-    compress_ratio: int,
-    block_size: int,
-) -> Tensor:
-    width = ape.shape[1]
-    exists = positions >= 0
-    bias = take(ape, torch.where(exists, positions, 0) % compress_ratio)
-    rows = torch.cat([kv_score[:, :width], kv_score[:, width:] + bias], 1)
-    slots = torch.where(exists, slot_mapping, ABSENT)
-    row = torch.arange(block_size, device=states.device)[:, None]
-    columns = row * (2 * width) + torch.arange(2 * width, device=states.device)
-    return scatter_rows(states, rows, slots, block_size, columns)
 
 
 def save_compressor_states(
@@ -47,17 +24,14 @@ def save_compressor_states(
     compress_ratio: int,
     block_size: int,
 ) -> None:
-    states.copy_(
-        save_compressor_states_functional(
-            kv_score,
-            ape,
-            states,
-            slot_mapping,
-            positions,
-            compress_ratio=compress_ratio,
-            block_size=block_size,
-        )
-    )
+    width = ape.shape[1]
+    exists = positions >= 0
+    bias = take(ape, torch.where(exists, positions, 0) % compress_ratio)
+    rows = torch.cat([kv_score[:, :width], kv_score[:, width:] + bias], 1)
+    slots = torch.where(exists, slot_mapping, ABSENT)
+    row = torch.arange(block_size, device=states.device)[:, None]
+    columns = row * (2 * width) + torch.arange(2 * width, device=states.device)
+    states.copy_(scatter_rows(states, rows, slots, block_size, columns))
 
 
 def finishing_tokens(
@@ -126,7 +100,7 @@ def _weighted_sum(kv: Tensor, score: Tensor, exists: Tensor) -> Tensor:
     return summed
 
 
-def compress_and_insert_functional(
+def compress_and_insert(
     kv_score: Tensor,
     ape: Tensor,
     states: Tensor,
@@ -144,7 +118,7 @@ def compress_and_insert_functional(
     state_block_size: int,
     block_size: int,
     layout: str,
-) -> Tensor:
+) -> None:
     # sizes of a row are configuration: compiled code takes them as constants
     num_reqs, head_dim = state_block_table.shape[0], int(norm_weight.shape[0])
     finishes = finishing_tokens(positions, req_indices, slot_mapping, num_reqs, compress_ratio)
@@ -168,106 +142,13 @@ def compress_and_insert_functional(
     first = torch.where(finishes, positions, 0) // compress_ratio * compress_ratio
     rows = rotate_tail(rows, first, cos_sin_cache)
     slots = torch.where(finishes, slot_mapping, ABSENT)
-    if layout == MainLayout.tag:
-        return quantize_and_insert_k_cache_functional(
-            rows.to(torch.bfloat16), k_cache, slots, block_size=block_size, layout=layout
-        )
+    if layout == PlainLayout.tag:
+        insert_k_cache(rows.to(k_cache.dtype), k_cache, slots)
+        return
+    insert = quantize_and_insert_k_cache
     if layout == IndexerLayout.tag:
-        return quantize_and_insert_indexer_k_functional(
-            rows.to(torch.bfloat16), k_cache, slots, block_size=block_size, layout=layout
-        )
-    return insert_k_cache_functional(rows.to(k_cache.dtype), k_cache, slots)
-
-
-def compress_and_insert(
-    kv_score: Tensor,
-    ape: Tensor,
-    states: Tensor,
-    state_block_table: Tensor,
-    positions: Tensor,
-    req_indices: Tensor,
-    norm_weight: Tensor,
-    cos_sin_cache: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    compress_ratio: int,
-    overlap: bool,
-    eps: float,
-    state_block_size: int,
-    block_size: int,
-    layout: str,
-) -> None:
-    k_cache.copy_(
-        compress_and_insert_functional(
-            kv_score,
-            ape,
-            states,
-            state_block_table,
-            positions,
-            req_indices,
-            norm_weight,
-            cos_sin_cache,
-            k_cache,
-            slot_mapping,
-            compress_ratio=compress_ratio,
-            overlap=overlap,
-            eps=eps,
-            state_block_size=state_block_size,
-            block_size=block_size,
-            layout=layout,
-        )
-    )
-
-
-def save_and_compress_functional(
-    kv_score: Tensor,
-    ape: Tensor,
-    states: Tensor,
-    state_block_table: Tensor,
-    state_slot_mapping: Tensor,
-    positions: Tensor,
-    req_indices: Tensor,
-    norm_weight: Tensor,
-    cos_sin_cache: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    compress_ratio: int,
-    overlap: bool,
-    eps: float,
-    state_block_size: int,
-    block_size: int,
-    layout: str,
-) -> tuple[Tensor, Tensor]:
-    written = compress_and_insert_functional(
-        kv_score,
-        ape,
-        states,
-        state_block_table,
-        positions,
-        req_indices,
-        norm_weight,
-        cos_sin_cache,
-        k_cache,
-        slot_mapping,
-        compress_ratio=compress_ratio,
-        overlap=overlap,
-        eps=eps,
-        state_block_size=state_block_size,
-        block_size=block_size,
-        layout=layout,
-    )
-    saved = save_compressor_states_functional(
-        kv_score,
-        ape,
-        states,
-        state_slot_mapping,
-        positions,
-        compress_ratio=compress_ratio,
-        block_size=state_block_size,
-    )
-    return saved, written
+        insert = quantize_and_insert_indexer_k
+    insert(rows.to(torch.bfloat16), k_cache, slots, block_size=block_size, layout=layout)
 
 
 def save_and_compress(

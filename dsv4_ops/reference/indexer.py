@@ -13,31 +13,18 @@ from dsv4_ops.reference.batch import token_map
 from dsv4_ops.reference.common import dense, valid_tokens, visible_rows
 from dsv4_ops.reference.indices import global_topk_indices_and_lens
 from dsv4_ops.reference.kv_cache import gathered_bits
-from dsv4_ops.reference.pages import gather_rows, locate, row_columns, scatter_rows
+from dsv4_ops.reference.pages import gather_rows, insert_parts, locate, row_columns
 from dsv4_ops.reference.quantization import bf16_bits, from_bytes, quantize, scale_values, to_bytes
 from dsv4_ops.reference.rotation import rotate_tail
-
-
-def quantize_and_insert_indexer_k_functional(
-    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, block_size: int, layout: str
-) -> Tensor:
-    indexer = IndexerLayout(block_size)
-    codes, scales = quantize(bf16_bits(k[: slot_mapping.shape[0]]), indexer.quant_block)
-    parts = {0: codes, indexer.data_bytes: to_bytes(scales << 23, indexer.scale_bytes)}
-    for byte, values in parts.items():
-        columns = row_columns(indexer, byte, values.shape[1], k_cache.device)
-        k_cache = scatter_rows(k_cache, values, slot_mapping, block_size, columns)
-    return k_cache.clone(memory_format=torch.contiguous_format)
 
 
 def quantize_and_insert_indexer_k(
     k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, block_size: int, layout: str
 ) -> None:
-    k_cache.copy_(
-        quantize_and_insert_indexer_k_functional(
-            k, k_cache, slot_mapping, block_size=block_size, layout=layout
-        )
-    )
+    indexer = IndexerLayout(block_size)
+    codes, scales = quantize(bf16_bits(k[: slot_mapping.shape[0]]), indexer.quant_block)
+    parts = {0: codes, indexer.data_bytes: to_bytes(scales << 23, indexer.scale_bytes)}
+    insert_parts(indexer, parts, k_cache, slot_mapping)
 
 
 def gather_indexer_k(

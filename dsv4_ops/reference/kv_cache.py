@@ -7,7 +7,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.reference.pages import gather_rows, locate, row_columns, scatter_rows, words
+from dsv4_ops.reference.pages import (
+    gather_rows,
+    insert_parts,
+    locate,
+    row_columns,
+    scatter_rows,
+    words,
+)
 from dsv4_ops.reference.quantization import (
     bf16_bits,
     dequantize,
@@ -17,15 +24,8 @@ from dsv4_ops.reference.quantization import (
 )
 
 
-def quantize_and_insert_k_cache_functional(
-    k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, block_size: int, layout: str
-) -> Tensor:
-    bits = bf16_bits(k[: slot_mapping.shape[0]])
-    return insert_bits(bits, k_cache, slot_mapping, block_size)
-
-
-def insert_bits(bits: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int) -> Tensor:
-    """A new cache with the keys whose bf16 patterns are ``bits``, int32 [num_tokens, 512]."""
+def insert_bits(bits: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int) -> None:
+    """Insert the keys whose bf16 patterns are ``bits``, int32 [num_tokens, 512]."""
     main = MainLayout(block_size)
     codes, scales = quantize(bits[:, : main.code_dim], main.quant_block)
     parts = {
@@ -33,20 +33,13 @@ def insert_bits(bits: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size:
         main.code_dim: to_bytes(bits[:, main.code_dim :], 2),
         main.data_bytes: pad(scales.to(torch.uint8), (0, main.scale_bytes - main.num_scales)),
     }
-    for byte, values in parts.items():
-        columns = row_columns(main, byte, values.shape[1], k_cache.device)
-        k_cache = scatter_rows(k_cache, values, slot_mapping, block_size, columns)
-    return k_cache.clone(memory_format=torch.contiguous_format)
+    insert_parts(main, parts, k_cache, slot_mapping)
 
 
 def quantize_and_insert_k_cache(
     k: Tensor, k_cache: Tensor, slot_mapping: Tensor, *, block_size: int, layout: str
 ) -> None:
-    k_cache.copy_(
-        quantize_and_insert_k_cache_functional(
-            k, k_cache, slot_mapping, block_size=block_size, layout=layout
-        )
-    )
+    insert_bits(bf16_bits(k[: slot_mapping.shape[0]]), k_cache, slot_mapping, block_size)
 
 
 def _gathered(
@@ -146,16 +139,12 @@ def page_columns(k_cache: Tensor) -> Tensor:
     return row * width + torch.arange(width, device=k_cache.device)
 
 
-def insert_k_cache_functional(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> Tensor:
+def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
     rows = k[: slot_mapping.shape[0]]
     block_size, columns = k_cache.shape[1], page_columns(k_cache)
     # the written tensor is no view of another dtype: Inductor would convert values into it
     written = scatter_rows(k_cache.flatten(1), rows, slot_mapping, block_size, columns)
-    return written.view(k_cache.shape)
-
-
-def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
-    k_cache.copy_(insert_k_cache_functional(k, k_cache, slot_mapping))
+    k_cache.copy_(written.view(k_cache.shape))
 
 
 def gathered_bits(k_cache: Tensor, pages: Tensor, rows: Tensor) -> Tensor:

@@ -51,6 +51,18 @@ def scatter_rows(
     return written
 
 
+def insert_parts(
+    layout: QuantizedLayout, parts: dict[int, Tensor], cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Insert rows given in parts: by its first byte, as ``row_columns`` counts, each part's
+    bytes."""
+    written = cache
+    for byte, values in parts.items():
+        columns = row_columns(layout, byte, values.shape[1], cache.device)
+        written = scatter_rows(written, values, slot_mapping, layout.block_size, columns)
+    cache.copy_(written)
+
+
 def row_columns(layout: QuantizedLayout, byte: int, width: int, device: torch.device) -> Tensor:
     """int64 [block_size, width]: where in its page the bytes ``byte``.. of every row are, counting
     the data of a row first and then its scales."""

@@ -13,10 +13,10 @@ from dsv4_ops.core.layout import (
     MainLayout,
     round_up,
 )
-from dsv4_ops.core.types import InsertedQuery, QuantizedGroups
+from dsv4_ops.core.types import QuantizedGroups
 from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.reference.common import dense
-from dsv4_ops.reference.kv_cache import insert_bits, insert_k_cache_functional
+from dsv4_ops.reference.kv_cache import insert_bits, insert_k_cache
 from dsv4_ops.reference.quantization import bf16_bits, from_bytes, quantize, scale_values
 from dsv4_ops.reference.rotation import rotate_tail
 
@@ -84,28 +84,6 @@ def _rotated_bits(kv: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tenso
     return torch.cat([bf16_bits(kv[:, :first]), rope_bits], 1)
 
 
-def qnorm_rope_kv_insert_functional(
-    q: Tensor,
-    kv: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    *,
-    eps: float,
-    block_size: int,
-    layout: str,
-) -> InsertedQuery:
-    rotated = rotate_tail(_normed(q, eps), positions, cos_sin_cache)
-    q_out = dense(rotated.to(torch.bfloat16))
-    num_slots = slot_mapping.shape[0]
-    bits = _rotated_bits(kv[:num_slots], positions[:num_slots], cos_sin_cache)
-    if layout == MainLayout.tag:
-        return InsertedQuery(q_out, insert_bits(bits, k_cache, slot_mapping, block_size))
-    rows = bits.to(torch.int16)
-    return InsertedQuery(q_out, insert_k_cache_functional(rows, k_cache, slot_mapping))
-
-
 def qnorm_rope_kv_insert(
     q: Tensor,
     kv: Tensor,
@@ -118,16 +96,11 @@ def qnorm_rope_kv_insert(
     block_size: int,
     layout: str,
 ) -> Tensor:
-    q_out, written = qnorm_rope_kv_insert_functional(
-        q,
-        kv,
-        k_cache,
-        slot_mapping,
-        positions,
-        cos_sin_cache,
-        eps=eps,
-        block_size=block_size,
-        layout=layout,
-    )
-    k_cache.copy_(written)
-    return q_out
+    rotated = rotate_tail(_normed(q, eps), positions, cos_sin_cache)
+    num_slots = slot_mapping.shape[0]
+    bits = _rotated_bits(kv[:num_slots], positions[:num_slots], cos_sin_cache)
+    if layout == MainLayout.tag:
+        insert_bits(bits, k_cache, slot_mapping, block_size)
+    else:
+        insert_k_cache(bits.to(torch.int16), k_cache, slot_mapping)
+    return dense(rotated.to(torch.bfloat16))

@@ -8,11 +8,11 @@ from torch.nn.functional import pad
 
 from dsv4_ops.core.tiles import (
     CLASSES,
-    FURTHER_SHARE,
+    EXTRA_SPLIT_SHARE,
     KEY_TILE,
     METADATA_COLUMNS,
     PART_OVERHEAD,
-    PLAN_FURTHER_TILES,
+    PLAN_EXTRA_SPLIT_TILES,
     PLAN_SIZES,
     PLAN_STEPS,
     START_TILES,
@@ -69,8 +69,8 @@ def _piece_size(tiles: Tensor, programs: int) -> Tensor:
     sizes = torch.where(index == PLAN_SIZES - 1, longest, sizes)
     counts = ((tiles + sizes[:, None] - 1) // sizes[:, None]).clamp(min=1).sum(1)
     shared, further = total + START_TILES * (counts - programs), counts - num_tokens
-    time = torch.maximum(sizes * programs, shared) + PLAN_FURTHER_TILES * further
-    most = torch.sym_max(programs - num_tokens, programs // FURTHER_SHARE)
+    time = torch.maximum(sizes * programs, shared) + PLAN_EXTRA_SPLIT_TILES * further
+    most = torch.sym_max(programs - num_tokens, programs // EXTRA_SPLIT_SHARE)
     least = torch.where(further <= most, time * _PACKED + index, 2**62).amin() % _PACKED
     return torch.where(index == least, sizes, 0).sum()
 

@@ -1,12 +1,13 @@
-"""Named cases, hypothesis strategies and the contract of every op - for our tests and for yours.
+"""Named cases, hypothesis strategies and the contract of every op, for our tests and yours.
 
-    from dsv4_ops.testing import assert_contract, batches, op_testing
+    from dsv4_ops.testing import assert_contract, batches
 
-    assert_contract("swa_indices_and_lens")          # everything an op promises, on this machine
-    @given(batches())                                # ragged batches with padding, boundaries and
-    hostile tables def test_my_integration(batch): ...
+    assert_contract("swa_indices_and_lens")  # everything that an op promises, on this machine
 
-``hypothesis`` is imported when a strategy is asked for, not with this package.
+    @given(batches())  # ragged batches with padding, boundary lengths and adversarial tables
+    def test_my_integration(batch): ...
+
+``hypothesis`` is imported only when a strategy is requested.
 """
 
 from __future__ import annotations
@@ -55,6 +56,6 @@ def batches(**settings: Any) -> SearchStrategy[Batch]:
 
 
 def assert_contract(op: str, **settings: Any) -> None:
-    """Check everything that an op promises, as ``testing/contract/checks.py`` says."""
-    # by name: the contract stands on top of the layers, this package near the bottom
+    """Run the contract of ``op``; see ``dsv4_ops.testing.contract.checks.assert_contract``."""
+    # by name: the contract is the top layer, this package near the bottom
     importlib.import_module("dsv4_ops.testing.contract.checks").assert_contract(op, **settings)

@@ -1,4 +1,4 @@
-"""What a test of an op is made of."""
+"""Test cases of an op, and how its results are compared."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of an op, with its result if that was computed by hand.
+    """One call of an op, with its hand-computed result if there is one.
 
-    ``tensors`` are all positional arguments; one that is optional may be None. Of an op that writes
-    to an argument, the result is that argument.
+    ``tensors`` are all positional arguments; optional ones may be None. Arguments that the op
+    writes to count as results.
     """
 
     name: str
@@ -40,17 +40,16 @@ class Case:
         """Call ``op`` with clones of the tensors; results, then the arguments that it writes to."""
         tensors = self.copy().tensors
         result = op(*tensors, **self.settings)
-        return results(result, *(tensors[place] for place in mutated))
+        return results(result, *(tensors[index] for index in mutated))
 
 
 class Exact(NamedTuple):
-    """A result in float64, and what its rounding errors are measured in.
+    """A float64 result, and the scale of its rounding errors.
 
     Args:
         value: The result, float64.
-        magnitude: Size of what was rounded on the way, float64, broadcastable to ``value``: of a
-            sum the sum of absolute terms, of a rotated pair its norm, of a normalised row its
-            largest value.
+        magnitude: Scale of the rounded intermediates, float64, broadcastable to ``value``: the sum
+            of absolute terms of a sum, the norm of a rotated pair, the amax of a normalised row.
         unit: Relative error of one rounding; None for that of the result's dtype.
     """
 
@@ -66,16 +65,15 @@ class OpTesting:
     Args:
         cases: Named cases; at least one with a hand-computed result.
         settings: Configurations (keyword arguments) worth testing; the first one is compiled.
-        make: (draw, settings, min_size) -> Case: the tensors of one call for a configuration.
-            ``min_size`` 2 keeps sizes that torch.compile would specialise on out.
+        make: (draw, settings, min_size) -> Case: one sampled call for a configuration.
+            ``min_size`` 2 avoids sizes that torch.compile specialises on.
         precise: (*tensors, **settings) -> for each result, then each written argument, its float64
-            value, or None where every execution gives the bits of the reference. Without it, all
-            results are exact. Else an execution may be 1.5 times as far from float64 as the
-            reference, or as one rounding is.
+            value, or None where every implementation must match the reference bit for bit. Errors
+            may be 1.5 times those of the reference or of one rounding. None: all results are exact.
         readable: (case, outcome) -> the outcome as tensors that ``precise`` describes, for bytes
-            that depend on floats, such as the codes of a quantised row.
-        determined: Whether a call has one outcome, of an op that leaves open what it reads where it
-            writes; without it, every call has. Drawn calls have.
+            that encode floats, such as the codes of a quantised row.
+        determined: Whether a call has a unique outcome, for ops that do not define what they read
+            where they also write. None: every call has. Sampled calls must have.
     """
 
     cases: Callable[[], list[Case]]
@@ -88,7 +86,7 @@ class OpTesting:
     def strategy(
         self, *, settings: dict[str, Any] | None = None, min_size: int = 0
     ) -> SearchStrategy[Case]:
-        """Calls over batch structure, for one configuration or for all of them."""
+        """Strategy of calls over batch structure, for one configuration or all of them."""
         from hypothesis import strategies as st
 
         @st.composite
@@ -100,7 +98,7 @@ class OpTesting:
 
 
 def results(result: Any, *written: Tensor | None) -> tuple[Tensor, ...]:
-    """Results of a call as a tuple, however many there are, followed by written arguments."""
+    """Results of a call as a tuple, followed by the arguments that it wrote to."""
     returned = () if result is None else (result,) if isinstance(result, Tensor) else tuple(result)
     return (*returned, *(tensor for tensor in written if tensor is not None))
 

@@ -1,4 +1,4 @@
-"""A small DeepSeek-V4 with every type of layer, and weights in which nothing is neutral."""
+"""A small random DeepSeek-V4 with every layer type, whose parameters all affect the logits."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
-"""Scaling of the rotations of compressed layers, as released."""
+"""The released YaRN scaling of layers with a compressor."""
 
-# What weights that are no matrix are drawn from, by a part of their name: centre and half width of
-# a uniform distribution. Norms of keys are large, so that attention is sharp and a single key shows
-# in the logits; sinks are then as large as the other logits of a head together.
+# Center and half width of the uniform distribution of non-matrix weights, by a part of their name.
+# Large key norms make attention sharp, so that a single key shows in the logits; sinks then weigh
+# as much as all other logits of a head.
 _RANGES = {
     "sinks": (5.0, 3.0),
     "position_bias": (0.0, 1.7),
@@ -46,11 +46,11 @@ _RANGES = {
 
 
 def small_config(**changed: Any) -> DeepseekV4Config:
-    """Three layers, one of each type, with the released rates, window, head and rotation sizes.
+    """Three layers, one per type, with the released rates, window, head_dim and RoPE size.
 
     Args:
-        changed: Fields of ``DeepseekV4Config`` to replace. The types of further layers repeat the
-            three unless ``layer_types`` says otherwise.
+        changed: Fields of ``DeepseekV4Config`` to override. More layers repeat the three types
+            unless ``layer_types`` is given.
 
     Raises:
         ImportError: transformers is missing or has no DeepSeek-V4.
@@ -80,7 +80,7 @@ def small_config(**changed: Any) -> DeepseekV4Config:
         "rope_parameters": dict(YARN),
         "tie_word_embeddings": False,
         "attn_implementation": "eager",
-        # the default, compiled in float32, is an operator in Python, which no package can call
+        # the default, compiled in float32, is a Python op, which a package cannot call
         "experts_implementation": "batched_mm",
     }
     return config_class(**{**settings, **changed})
@@ -93,16 +93,16 @@ def small_model(
     device: torch.device | str = "cpu",
     **changed: Any,
 ) -> DeepseekV4ForCausalLM:
-    """Hugging Face's model of ``small_config(**changed)`` in evaluation mode, nothing patched.
+    """Hugging Face's model of ``small_config(**changed)`` in evaluation mode, not patched.
 
-    Every weight is drawn from ``seed`` and its name, so that two models share the weights that
-    they both have, on any machine. Sinks, biases, norms and hyper-connections are drawn too, and
-    all of them show in the logits, whose standard deviation is near one.
+    Every weight depends on ``seed`` and its name only, so models of different sizes share the
+    weights that they have in common, on any machine. All weights, norms and sinks included, are
+    random and affect the logits, whose standard deviation is near one.
 
     Args:
-        seed: Of the weights.
-        dtype: Of the weights, but for those that Hugging Face keeps in float32.
-        device: Of the weights.
+        seed: Seed of the weights.
+        dtype: Dtype of the weights except those that Hugging Face keeps in float32.
+        device: Device of the weights.
         changed: As for ``small_config``.
 
     Raises:
@@ -122,7 +122,7 @@ def small_model(
 
 
 def require_transformers() -> tuple[Any, Any]:
-    """Hugging Face's classes of DeepSeek-V4: configuration and model.
+    """Import Hugging Face's DeepSeek-V4 configuration and model classes.
 
     Raises:
         ImportError: transformers is missing or has no DeepSeek-V4.
@@ -138,7 +138,7 @@ def require_transformers() -> tuple[Any, Any]:
 
 
 def _draw(name: str, weight: Tensor, num_experts: int, seed: int) -> Tensor:
-    """Values of a weight. From uniform draws only: these have the same bits on every machine."""
+    """Sample a weight, from uniform distributions only: these are bit-identical everywhere."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     if name.endswith("tid2eid"):
         keys = torch.rand(len(weight), num_experts, generator=generator)

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer, and English text that every Python brings."""
+"""A byte-level tokenizer, and English text from the standard library."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 
 BOS, EOS, PAD = 256, 257, 258
 VOCAB_SIZE = 260
-"""256 bytes, three specials, and one token to make it even."""
+"""256 bytes, three special tokens, and one unused token to make it even."""
 
 _MODULES = ("argparse", "textwrap", "difflib", "decimal", "logging", "pickle", "random")
-"""Modules of the standard library with long documentation, in the order they are read."""
+"""Standard library modules with long docstrings, in reading order."""
 
 
 class ByteTokenizer:
-    """A token per byte of UTF-8; the specials begin, end and pad a text.
+    """One token per UTF-8 byte, plus BOS, EOS and PAD.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.encode("one", bos=True)
@@ -31,28 +31,30 @@ class ByteTokenizer:
     bos_token_id, eos_token_id, pad_token_id = BOS, EOS, PAD
 
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
-        """Tokens of ``text``, after the beginning token if ``bos``."""
+        """Tokens of ``text``, with BOS in front if ``bos``."""
         return [BOS] * bos + list(text.encode())
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of ``tokens``: specials are left out, and what is no UTF-8 becomes U+FFFD.
+        """Text of ``tokens`` without special tokens; invalid UTF-8 becomes U+FFFD.
 
         Raises:
-            ValueError: A token is not one of the vocabulary.
+            ValueError: A token is outside the vocabulary.
         """
         found = list(tokens)
-        strange = next((token for token in found if not 0 <= token < VOCAB_SIZE), None)
-        if strange is not None:
+        invalid = next((token for token in found if not 0 <= token < VOCAB_SIZE), None)
+        if invalid is not None:
             raise ValueError(
-                f"ByteTokenizer.decode: tokens must be 0 to {VOCAB_SIZE - 1}, got {strange}. "
+                f"ByteTokenizer.decode: tokens must be 0 to {VOCAB_SIZE - 1}, got {invalid}. "
                 "Pass ids of a model with vocab_size=260."
             )
         return bytes(token for token in found if token < BOS).decode(errors="replace")
 
 
 def real_text(num_bytes: int) -> str:
-    """English text of ``num_bytes`` bytes, all ASCII: the Zen of Python, then documentation of the
-    standard library. Where a Python has less of it (no docstrings), what there is repeats."""
+    """ASCII English text of ``num_bytes`` bytes: the Zen of Python, then docstrings.
+
+    Repeats if the Python installation has too little (no docstrings).
+    """
     parts = ["Beautiful is better than ugly.\n"]
     size = 0
     for part in _sources():
@@ -65,8 +67,7 @@ def real_text(num_bytes: int) -> str:
 
 
 def prompts(num_prompts: int, num_tokens: int) -> list[list[int]]:
-    """That many different prompts of ``num_tokens`` tokens each, cut one after the other from
-    ``real_text``; the first token of each is the beginning token."""
+    """Consecutive prompts of ``num_tokens`` tokens each from ``real_text``, BOS first."""
     each = num_tokens - 1
     text = real_text(num_prompts * each)
     return [

@@ -1,4 +1,4 @@
-"""A small DeepSeek-V4, trained for minutes on text that every Python brings."""
+"""Train a small DeepSeek-V4 for minutes on text from the standard library."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from dsv4_ops.testing.models import require_transformers, small_config
 from dsv4_ops.testing.text import VOCAB_SIZE, ByteTokenizer
 
 _HELD_OUT_EVERY, _HELD_OUT = 10, 5
-"""Every tenth topic of the manual, from the sixth on: none of its paragraphs is trained on."""
+"""Every tenth topic of the manual is held out, starting at the sixth."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens to train on and held-out tokens, and a hash of both: Python versions differ."""
+    """Training and held-out tokens, and a hash of both, which depends on the Python version."""
 
     train: Tensor
     held_out: Tensor
     hash: str
 
     def windows(self, count: int, length: int) -> Tensor:
-        """That many different pieces of the held-out text, evenly spread: ``[count, length]``.
+        """Evenly spaced windows of the held-out text, [count, length].
 
         Raises:
-            ValueError: The text has no room for them.
+            ValueError: The text is too short.
         """
         if count * length > len(self.held_out):
             raise ValueError(
                 f"Text.windows: count * length must be at most {len(self.held_out)}, got "
-                f"{count} * {length}. Ask for fewer or shorter pieces."
+                f"{count} * {length}. Ask for fewer or shorter windows."
             )
         starts = [len(self.held_out) * index // count for index in range(count)]
         return torch.stack([self.held_out[start : start + length] for start in starts])
@@ -46,33 +46,33 @@ def manual() -> Text:
     """Python's own manual (``pydoc_data.topics``) as bytes, all ASCII.
 
     Raises:
-        ImportError: This Python came without it.
+        ImportError: This Python installation lacks it.
     """
     from pydoc_data.topics import topics
 
     names = sorted(topics)
-    judged = dict.fromkeys(_paragraphs(topics, names[_HELD_OUT::_HELD_OUT_EVERY]))
-    read = dict.fromkeys(part for part in _paragraphs(topics, names) if part not in judged)
-    parts = ["\n\n".join(found) for found in (read, judged)]
+    held_out = dict.fromkeys(_paragraphs(topics, names[_HELD_OUT::_HELD_OUT_EVERY]))
+    train = dict.fromkeys(part for part in _paragraphs(topics, names) if part not in held_out)
+    parts = ["\n\n".join(found) for found in (train, held_out)]
     encoded = [part.encode("ascii", "ignore").decode() for part in parts]
     tokens = [torch.tensor(ByteTokenizer().encode(part)) for part in encoded]
     return Text(tokens[0], tokens[1], hashlib.sha256("\0".join(encoded).encode()).hexdigest()[:16])
 
 
 def _paragraphs(topics: dict[str, str], names: Sequence[str]) -> Iterator[str]:
-    """Topics repeat parts of each other, word for word."""
+    """Yield paragraphs; topics share some of them verbatim."""
     for name in names:
         yield from topics[name].split("\n\n")
 
 
 def unigram_loss(text: Text) -> float:
-    """Nats per byte of the held-out text by the frequency of each byte in the other."""
+    """Nats per byte of the held-out text under the byte frequencies of the training text."""
     counts = torch.bincount(text.train, minlength=VOCAB_SIZE).double() + 1.0
     return float(-(counts / counts.sum()).log()[text.held_out].mean())
 
 
 def bigram_loss(text: Text) -> float:
-    """The same by the frequency of each byte behind each other one."""
+    """Nats per byte of the held-out text under the byte bigrams of the training text."""
     pairs = text.train[:-1] * VOCAB_SIZE + text.train[1:]
     counts = torch.bincount(pairs, minlength=VOCAB_SIZE**2).double().view(VOCAB_SIZE, -1) + 0.1
     chances = counts / counts.sum(1, keepdim=True)
@@ -81,7 +81,7 @@ def bigram_loss(text: Text) -> float:
 
 @dataclass(frozen=True)
 class Stage:
-    """``steps`` of ``batch`` pieces of ``length`` tokens."""
+    """``steps`` of ``batch`` sequences of ``length`` tokens."""
 
     steps: int
     batch: int
@@ -89,17 +89,17 @@ class Stage:
 
 
 STAGES = (Stage(steps=320, batch=4, length=256), Stage(steps=20, batch=1, length=512))
-"""Short pieces first, as they are cheaper; then as long as those that are judged."""
+"""Cheap short sequences first, then sequences of the evaluation's length."""
 SMOKE_STAGES = (Stage(steps=2, batch=2, length=32),)
 
 SIZES: dict[str, Any] = {
     "num_attention_heads": 2,
     "n_routed_experts": 4,
     "moe_intermediate_size": 256,
-    "index_topk": 64,  # fewer than there are, at the contexts of the benchmark
+    "index_topk": 64,  # below the number of rows at the benchmark's contexts
     "experts_implementation": "eager",
 }
-"""What the trained model has otherwise than ``small_config``."""
+"""Overrides of ``small_config`` for the trained model."""
 
 
 def trained_model(
@@ -109,15 +109,15 @@ def trained_model(
     seed: int = 0,
     report: Callable[[int, float], object] = lambda step, loss: None,
 ) -> tuple[Any, float]:
-    """Hugging Face's model in float32, trained by its own forward to predict the next byte.
+    """Train Hugging Face's float32 model on next-byte prediction with its own forward.
 
-    AdamW, with a warm-up and a cosine; all on the CPU, in one thread, from ``seed``. The indexer
-    gets no gradient, as its scores only choose rows: its weights stay as drawn.
+    AdamW with warm-up and cosine decay, on the CPU in one thread, deterministic in ``seed``. The
+    indexer keeps its initial weights: its scores only select rows and get no gradient.
 
     Args:
-        text: What is read; only ``text.train``.
-        stages: How long, one after the other.
-        seed: Of the weights and of the pieces.
+        text: The text; only ``text.train`` is used.
+        stages: Training stages, in order.
+        seed: Seed of weights and batches.
         report: Called with each step and its loss.
 
     Returns:
@@ -148,8 +148,8 @@ def _train(
             for group in optimizer.param_groups:
                 group["lr"] = 3e-3 * _rate(len(losses), total)
             starts = torch.randint(len(tokens) - stage.length - 1, (stage.batch,)).tolist()
-            pieces = torch.stack([tokens[start : start + stage.length + 1] for start in starts])
-            loss = next_byte_loss(model(pieces[:, :-1], use_cache=False).logits, pieces[:, 1:])
+            batch = torch.stack([tokens[start : start + stage.length + 1] for start in starts])
+            loss = next_byte_loss(model(batch[:, :-1], use_cache=False).logits, batch[:, 1:])
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -165,14 +165,14 @@ def next_byte_loss(logits: Tensor, following: Tensor) -> Tensor:
 
 
 def _rate(step: int, total: int, warm: int = 20) -> float:
-    """Share of the learning rate: up in ``warm`` steps, then down to a tenth by a cosine."""
+    """Learning rate factor: linear warm-up, then cosine decay to a tenth."""
     if step < warm:
         return (step + 1) / warm
     return 0.55 + 0.45 * math.cos(math.pi * (step - warm) / max(1, total - warm))
 
 
 def _route_evenly(model: Any) -> None:
-    """Experts of each token in the layers that look them up, which begin as zeros."""
+    """Assign random experts to tokens in hash-routed layers, whose tables start as zeros."""
     for name, table in model.named_buffers():
         if name.endswith("tid2eid"):
             picks = torch.rand(len(table), model.config.n_routed_experts).argsort(1)

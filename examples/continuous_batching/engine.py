@@ -44,7 +44,7 @@ class Engine:
         return Scheduler(self.cache, num_tokens=self.num_tokens, stop=stop)
 
     def run(self, scheduler: Scheduler, plan: Plan) -> list[Request]:
-        """Compute a step, and return the requests that it finished."""
+        """Run a step; return the requests that it finished."""
         begun, graphs = time.perf_counter(), counters["stats"]["unique_graphs"]
         logits = self.step(self.model, plan.batch, self.cache.tensors)
         if counters["stats"]["unique_graphs"] > graphs:

@@ -1,4 +1,4 @@
-"""What ``05_continuous_batching.py`` measures about itself, and its plot."""
+"""Statistics of ``05_continuous_batching.py``, and their plot."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Record:
     seconds: float = 0.0
 
     def after_step(self, scheduler: Scheduler) -> None:
-        """Note how things stand."""
+        """Record the current state."""
         cache = scheduler.cache
         self.blocks.append(cache.num_blocks - cache.num_free_blocks)
         self.waiting.append(len(scheduler.waiting))
         self.memory.append(resident())
 
     def line(self, scheduler: Scheduler) -> str:
-        """How things stand, in words."""
+        """Describe the current state."""
         return (
             f"step {len(self.blocks):5}: {len(scheduler.running)} running, {self.waiting[-1]} "
             f"waiting, {len(self.finished)} finished, blocks {self.blocks[-1]} of "
@@ -41,7 +41,7 @@ class Record:
         )
 
     def summary(self, scheduler: Scheduler) -> str:
-        """The whole run, in words."""
+        """Summarise the run."""
         cancelled = sum(request.status == "cancelled" for request in self.requests)
         used = sum(self.blocks) / len(self.blocks)
         return (
@@ -52,13 +52,13 @@ class Record:
         )
 
     def growth(self) -> float:
-        """MB by which the median of the last quarter of the steps exceeds that of the second."""
+        """Memory growth in MB: median of the last quarter of the steps minus that of the second."""
         quarter = max(1, len(self.memory) // 4)
         second, last = self.memory[quarter : 2 * quarter], self.memory[-quarter:]
         return statistics.median(last) - statistics.median(second or last)
 
     def plot(self, path: str, num_blocks: int) -> None:
-        """Blocks and queue over the steps, as a picture."""
+        """Plot blocks and queue over the steps."""
         import matplotlib
 
         matplotlib.use("Agg")

@@ -22,7 +22,7 @@ from dsv4_ops.integrations.transformers import OutOfBlocks, PagedCache, StepBatc
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and what became of it."""
+    """A request: its prompt and state."""
 
     name: int
     prompt: list[int]
@@ -34,12 +34,12 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens known so far; those after ``stored`` are still to be computed."""
+        """All known tokens; those after ``stored`` are not computed yet."""
         return self.prompt + self.output
 
     @property
     def left(self) -> int:
-        """Tokens to compute before the next one is known: 1 while decoding."""
+        """Tokens to compute before the next one can be sampled: 1 while decoding."""
         return len(self.prompt) + len(self.output) - self.stored
 
 
@@ -76,7 +76,7 @@ class Scheduler:
         self.preemptions = 0
 
     def submit(self, request: Request) -> None:
-        """Queue a request. One that could never fit is refused here, not in the middle."""
+        """Queue a request; raise if it could never fit."""
         most = min(self.cache.max_cache_len, self.cache.num_blocks * self._block)
         length = len(request.prompt) + request.max_new
         if not request.prompt or request.max_new < 1 or length > most:
@@ -87,7 +87,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def cancel(self, request: Request) -> None:
-        """Drop a request, whatever it is doing; one that has ended stays as it is."""
+        """Cancel a request; a finished one stays as it is."""
         if request in self.waiting:
             self.waiting.remove(request)
         elif request in self.running:
@@ -97,7 +97,7 @@ class Scheduler:
         request.status = "cancelled"
 
     def plan(self) -> Plan | None:
-        """The next step, or None if nobody wants one. Follow it with ``commit``."""
+        """Plan the next step, or return None if there is none. Follow it with ``commit``."""
         counts: dict[Request, int] = {}
         for request in [r for r in self.running if r.left == 1]:  # preempts only those after it
             if self._reserve(request):
@@ -134,7 +134,7 @@ class Scheduler:
         return count
 
     def _start(self) -> bool:
-        """Let the head of the queue run, if there is room for it."""
+        """Admit the head of the queue if there is capacity."""
         request = self.waiting[0]
         try:
             self.cache.add(request.name, len(request.tokens))
@@ -146,7 +146,7 @@ class Scheduler:
         return True
 
     def _reserve(self, request: Request) -> bool:
-        """A block for the next token; False if ``request`` was the youngest and had to go."""
+        """Reserve a block for the next token; False if ``request`` was preempted."""
         while request.status == "running":
             with suppress(OutOfBlocks):
                 self.cache.reserve(request.name, request.stored + 1)

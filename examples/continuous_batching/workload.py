@@ -1,4 +1,4 @@
-"""Requests as a server sees them: when they arrive, how long they are, and who gives up."""
+"""Server traffic: arrival times, lengths and cancellations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Workload:
     patience: int = 60
 
     def arrivals(self, seed: int) -> Iterator[tuple[float, Request, float | None]]:
-        """Without end: step of arrival, request, and the step in which it is cancelled or None."""
+        """Yield forever: arrival step, request, and cancellation step or None."""
         rng, text = Random(seed), real_text(100_000).encode()
         step, name = 0.0, 0
         while True:

@@ -59,7 +59,7 @@ def count_stock(work: Work, progress: Progress) -> Graphs:
         stock.Stock(work.model(), work.prompts()),
         work.steps,
         backend=COUNT_BACKEND,
-        progress=lambda text: progress.say(f"  stock, {text}"),
+        progress=lambda text: progress.say(f"  stock Hugging Face, {text}"),
     )
 
 

@@ -162,7 +162,8 @@ def count_graphs(
                 result = run(*arguments)
             except FailOnRecompileLimitHit:
                 fails_at = number
-                progress(f"step {number} fails at torch's limit of {default}; raised to {limit}")
+                reached = f"step {number} reaches torch's recompile limit of {default}"
+                progress(f"{reached}; counting goes on with {limit}")
                 changed: dict[str, Any] = {
                     "recompile_limit": limit,
                     "accumulated_recompile_limit": limit,

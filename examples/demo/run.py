@@ -57,9 +57,10 @@ def _report(found: table.Demo, out: Path | None) -> int:
         out.write_text(json.dumps(table.as_json(found), indent=2) + "\n")
     wrong = table.problems(found)
     for line in wrong:
-        print(f"demo: {line}", file=sys.stderr)
+        print(f"demo: dsv4_ops FAILED: {line}", file=sys.stderr)
     if not wrong:
-        print(f"The patched model gave stock Hugging Face's tokens. {found.seconds:.0f} s in all.")
+        done = "dsv4_ops: no failures, and all tokens are those of stock Hugging Face"
+        print(f"{done}. {found.seconds:.0f} s in all.")
     return 1 if wrong else 0
 
 
@@ -69,29 +70,29 @@ def run(work: Work, *, with_package: bool, progress: Progress) -> table.Demo:
     with progress.during(f"build a small DeepSeek-V4 on {work.device}"):
         model, ids = work.model(), work.prompts()
         theirs = stock.Stock(model, ids)
-    with progress.during("stock: decode, export, static cache"):
+    with progress.during("stock Hugging Face: decode, export, static cache"):
         expected, stock_found = _eager(theirs, model, ids, steps)
         stock_found["package"] = _stock_package(theirs)
         stock_found["host_syncs"] = _on_gpu(work, lambda: measure.host_syncs(theirs, steps))
         stock_found["cuda_graph"] = _on_gpu(work, lambda: _captured_apart(work, progress))
-    with progress.during("ours: decode, static cache"):
+    with progress.during("dsv4_ops: decode, static cache"):
         side = work.ours(model)
         eager, found = _eager(side, model, ids, steps)
     compiled = torch.compile(side.step, fullgraph=True, backend="inductor")
     with ExitStack() as stack:
-        progress.say("stock: compile decode and count graphs, in a process of its own")
+        progress.say("stock Hugging Face: compile decode and count graphs, in its own process")
         count = stack.enter_context(Job("count-stock", work, progress))
         if with_package:
-            progress.say("ours: AOTInductor package of the decode step, in a process of its own")
+            progress.say("dsv4_ops: AOTInductor package of the decode step, in its own process")
             package = stack.enter_context(Job("package", work, progress))
-        with progress.during("ours: compile the decode step with Inductor"):
+        with progress.during("dsv4_ops: compile the decode step with Inductor"):
             found["graphs"] = attempt(
                 lambda: measure.count_graphs(side, steps, backend="inductor", compiled=compiled)
             )
         with progress.during("wait for the other processes"):
             stock_found["graphs"] = count.result()
             found["package"] = package.result() if with_package else NOT_BUILT
-    with progress.during("ours: compiled decode"):
+    with progress.during("dsv4_ops: compiled decode"):
         found["compiled_speed"] = attempt(lambda: measure.tokens_per_second(side, steps, compiled))
         found["host_syncs"] = _on_gpu(work, lambda: measure.host_syncs(side, steps, compiled))
         found["cuda_graph"] = _on_gpu(work, lambda: measure.capture(side, steps, compiled))

@@ -27,7 +27,6 @@ from dsv4_ops.attention import (
 from dsv4_ops.attention.metadata import BlockTables, build_decode_metadata, build_prefill_metadata
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.core.types import FlashMlaPlan, TokenMap
-from dsv4_ops.dispatch import choice
 from tests.attention.test_layers import assert_close, each_precision, in_one_pass, layer_of, leaves
 from tests.helpers import i32
 from tests.support import layers
@@ -70,7 +69,7 @@ class Plans(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         spec = OPS.get(op._opname) if op.namespace == "dsv4_ops" else None
         if spec is not None and spec.name.startswith(("sparse_mla_decode", "sparse_mla_prefill")):
-            given = choice.arguments(spec, args, kwargs or {})
+            given = spec.arguments(args, kwargs or {})
             self.given.append((spec.name, given.get("plan")))
         return op(*args, **(kwargs or {}))
 
@@ -214,12 +213,12 @@ WRONG: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "of three columns": (
         lambda plan: plan[:, :3],
         ValueError,
-        "have shape [num_pieces, 4], got [141, 3]. Pass exactly 4 entries in dimension 1.",
+        "have shape [num_work_tiles, 4], got [141, 3]. Pass exactly 4 entries in dimension 1.",
     ),
     "of one dimension": (
         lambda plan: plan.flatten(),
         ValueError,
-        "have shape [num_pieces, 4], got [564]. Pass a tensor of 2 dimensions.",
+        "have shape [num_work_tiles, 4], got [564]. Pass a tensor of 2 dimensions.",
     ),
     "of another dtype": (
         lambda plan: plan.long(),
@@ -271,7 +270,7 @@ def test_a_plan_with_batch_invariance_is_refused_before_anything_is_written() ->
 def test_a_plan_for_flash_mla_is_refused_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch, flash_mla: Any
 ) -> None:
-    """It makes its own; in a prefill nothing goes by ours."""
+    """FlashMLA plans by itself; a prefill uses no plan."""
     monkeypatch.setattr(layers, "HEADS", 64)
     layer = SmallLayer("c128", SPEC)
     inputs = layers.projected(layer, layers.hidden_states()[:1])

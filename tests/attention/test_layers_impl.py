@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv4_ops.attention import LayerSpec
-from dsv4_ops.attention.impl import attender_of_many
+from dsv4_ops.attention.impl import prefill_impl
 from dsv4_ops.dispatch import choice
 from tests.support import layers
 from tests.support.layers import (
@@ -169,14 +169,14 @@ def test_what_does_not_depend_on_the_batch_is_no_choice_of_auto() -> None:
     """On a GPU, where the size of a batch would choose; other layouts have none."""
     q = torch.empty(600, 64, 512, device="meta")
     invariant = replace(SPEC, batch_invariant=True)
-    assert attender_of_many(invariant, q) == "auto"
+    assert prefill_impl(invariant, q) == "auto"
     cuda = SimpleNamespace(device=torch.device("cuda"))
     for name in ("auto", "deep_gemm"):  # which runs no attention
-        assert attender_of_many(replace(invariant, impl=name), cast(Any, cuda)) == "triton"
+        assert prefill_impl(replace(invariant, impl=name), cast(Any, cuda)) == "triton"
     for spec in (SPEC, replace(invariant, layout="plain")):
-        assert attender_of_many(spec, cast(Any, cuda)) == "auto"
+        assert prefill_impl(spec, cast(Any, cuda)) == "auto"
     for name in ("triton", "reference"):
-        assert attender_of_many(replace(invariant, impl=name), cast(Any, cuda)) == name
+        assert prefill_impl(replace(invariant, impl=name), cast(Any, cuda)) == name
 
 
 def test_specs_of_layers_that_flash_mla_does_not_take_are_refused() -> None:

@@ -274,4 +274,4 @@ def test_max_chunks_of_a_spec_is_enough():
 def test_presets():
     flash, pro = AttentionSpec.deepseek_v4_flash(next_n=2), AttentionSpec.deepseek_v4_pro()
     assert (flash.index_topk, pro.index_topk, flash.next_n) == (512, 1024, 2)
-    assert (flash.c4_page_size, flash.c128_page_size, flash.max_c128_rows) == (64, 2, 8192)
+    assert (flash.c4_block_size, flash.c128_block_size, flash.max_c128_rows) == (64, 2, 8192)

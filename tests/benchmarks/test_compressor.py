@@ -1,4 +1,4 @@
-"""The compressor benchmark: states byte for byte, rows within rounding, floors counted by hand."""
+"""The compressor benchmark: states byte for byte, rows within rounding, rooflines by hand."""
 
 import json
 
@@ -153,10 +153,10 @@ def test_a_write_for_a_slot_that_does_not_exist_is_found(monkeypatch, kind, plac
 def test_a_cuda_row_adds_up(monkeypatch, uncompiled, kind):
     bench = pretend(monkeypatch, Bench(CPU, None, budget_s=0.0), compressor_cases)
     row = bench.measure(case_of(kind, "decode, 8", "finishing"))
-    assert row.error is row.anchor_us is row.anchor_error is None
+    assert row.error is row.baseline_us is row.baseline_error is None
     assert (row.input_sets, row.kernels, row.compiled_us, row.host_us) == (3, 2, 4.0, 6.0)
-    assert (row.pct_of_copy, row.floor_us) == (50.0, row.moved_bytes / 4e6)
-    assert row.pct_of_bandwidth == pytest.approx(25 * row.floor_us)
+    assert (row.pct_of_copy, row.roofline_us) == (50.0, row.moved_bytes / 4e6)
+    assert row.pct_of_bandwidth == pytest.approx(25 * row.roofline_us)
     json.dumps(vars(row))
 
 

@@ -25,8 +25,8 @@ def bench(monkeypatch):
 def test_rows_and_lists_are_those_of_flashmla(monkeypatch):
     monkeypatch.setattr(gathered_cases, "rotating_sets", lambda *_: 3)
     work = CASE.build(CPU)
-    assert len(work.sets) == len(work.anchor_sets) == 3
-    for (q, kv, listed, lens, sink), theirs in zip(work.sets, work.anchor_sets, strict=True):
+    assert len(work.sets) == len(work.baseline_sets) == 3
+    for (q, kv, listed, lens, sink), theirs in zip(work.sets, work.baseline_sets, strict=True):
         assert (q.shape, kv.shape, listed.shape) == ((3, 4, 512), (256, 512), (3, 128))
         assert (kv.dtype, listed.dtype) == (torch.bfloat16, torch.int32)
         assert lens.tolist() == [128] * 3
@@ -54,20 +54,20 @@ def test_the_floor_has_a_row_once_that_several_tokens_list():
 
 def test_both_are_timed(bench):
     row = bench.measure(CASE)
-    assert row.error is row.anchor_error is row.anchor_note is None
+    assert row.error is row.baseline_error is row.baseline_note is None
     assert (row.shape, row.heads, row.keys) == ("3 x 4 heads, 128 keys", 4, "128")
-    assert (row.compiled_us, row.eager_us, row.anchor_us) == (4.0, 4.0, 4.0)
-    assert (row.times_faster, row.anchor_agrees) == (1.0, True)
-    assert row.pct_of_floor > 0
+    assert (row.compiled_us, row.eager_us, row.baseline_us) == (4.0, 4.0, 4.0)
+    assert (row.times_faster, row.baseline_agrees) == (1.0, True)
+    assert row.pct_of_roofline > 0
 
 
 def test_it_is_compared_within_the_tolerance_of_a_prefill(bench):
     """Over 2 of 128, as decodes may differ, is within 3 of 128."""
     bench.modules = FlashMLA(factor=1 + 2.5 / 128)
     row = bench.measure(CASE)
-    assert "cosine" in row.anchor_note
+    assert "cosine" in row.baseline_note
     bench.modules = FlashMLA(factor=1 + 3.5 / 128)
     row = bench.measure(CASE)
-    assert row.anchor_note.startswith("out: ")
-    assert "differ, by up to" in row.anchor_note
-    assert row.anchor_agrees is False
+    assert row.baseline_note.startswith("out: ")
+    assert "differ, by up to" in row.baseline_note
+    assert row.baseline_agrees is False

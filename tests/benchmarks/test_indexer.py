@@ -105,7 +105,7 @@ def test_what_does_not_exist_is_checked(tmp_path, monkeypatch, group, place):
 
 
 class DeepGEMM:
-    """The library that the anchor is loaded from, played by our op."""
+    """The library that the baseline is loaded from, played by our op."""
 
     def __init__(self, wrong=0.0):
         self.wrong, self.plans = wrong, []
@@ -157,21 +157,26 @@ def pretend_cuda(monkeypatch, uncompiled):
 def test_a_cuda_row_adds_up(pretend_cuda, group, library):
     pretend_cuda.modules = library()
     row = pretend_cuda.measure(timed(group))
-    assert row.error is row.anchor_error is None
-    assert (row.input_sets, row.compiled_us, row.anchor_us, row.times_faster) == (3, 4.0, 4.0, 1.0)
-    assert row.floor_us == max(row.moved_bytes / 4e6, row.flop / 1580e6) > 0
-    assert row.pct_of_floor == pytest.approx(25 * row.floor_us)
-    assert row.anchor_agrees is True
-    assert row.anchor_note is None
+    assert row.error is row.baseline_error is None
+    assert (row.input_sets, row.compiled_us, row.baseline_us, row.times_faster) == (
+        3,
+        4.0,
+        4.0,
+        1.0,
+    )
+    assert row.roofline_us == max(row.moved_bytes / 4e6, row.flop / 1580e6) > 0
+    assert row.pct_of_roofline == pytest.approx(25 * row.roofline_us)
+    assert row.baseline_agrees is True
+    assert row.baseline_note is None
     json.dumps(vars(row))
 
 
 @pytest.mark.parametrize(("group", "text"), [("logits", "cosine"), ("select", "rows are shared")])
-def test_an_anchor_that_differs_is_timed_and_said(pretend_cuda, group, text):
+def test_an_baseline_that_differs_is_timed_and_said(pretend_cuda, group, text):
     pretend_cuda.modules = DeepGEMM(wrong=10.0)
     row = pretend_cuda.measure(timed(group))
-    assert (row.anchor_agrees, row.anchor_us) == (False, 4.0)
-    assert text in row.anchor_note
+    assert (row.baseline_agrees, row.baseline_us) == (False, 4.0)
+    assert text in row.baseline_note
 
 
 def test_costs_are_those_of_the_roofline():

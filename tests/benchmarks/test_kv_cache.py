@@ -51,7 +51,7 @@ def test_smoke_leaves_table_rows_and_plot(tmp_path, capsys):
     for row in rows:
         assert row["moved_bytes"] == row["rows"] * (512 * 2 + 584 + 8)
         assert row["speedup"] == pytest.approx(row["eager_us"] / row["compiled_us"])
-        assert row["error"] is row["anchor_error"] is row["copy_us"] is None
+        assert row["error"] is row["baseline_error"] is row["copy_us"] is None
     text = (tmp_path / "kv_cache.txt").read_text()
     assert text.strip() in captured.out
     header = text.split("\n\n")[2].splitlines()[0].split()
@@ -162,7 +162,7 @@ def test_a_failing_op_is_a_row_and_an_error_at_the_end(tmp_path, monkeypatch, ca
 
 
 def vllm_modules(wrong_bytes=0):
-    """The kernels that the anchors are loaded from, played by ours."""
+    """The kernels that the baselines are loaded from, played by ours."""
 
     def insert(k, k_cache, slots, block_size):
         cache_cases.insert_main(k, k_cache, slots)
@@ -201,15 +201,15 @@ CUDA_CASES = [case for case in chosen_cases(CASES, smoke=True) if case.timed]
 @pytest.mark.parametrize("case", CUDA_CASES, ids=str)
 def test_a_cuda_row_adds_up(pretend_cuda, case):
     row = pretend_cuda.measure(case)
-    assert row.error is row.anchor_error is row.anchor_note is None
+    assert row.error is row.baseline_error is row.baseline_note is None
     assert (row.input_sets, row.kernels, row.compiled_us, row.copy_us) == (3, 2, 4.0, 2.0)
-    assert (row.pct_of_copy, row.floor_us) == (50.0, row.moved_bytes / 4e6)
-    assert row.pct_of_bandwidth == pytest.approx(25 * row.floor_us)
+    assert (row.pct_of_copy, row.roofline_us) == (50.0, row.moved_bytes / 4e6)
+    assert row.pct_of_bandwidth == pytest.approx(25 * row.roofline_us)
     assert (row.eager_us, row.host_us) == ((None,) * 2 if row.variant == "scatter" else (4.0, 6.0))
-    has_anchor = row.case in ("insert", "gather", "combine") or row.variant == "kernel"
-    expected = (True, 4.0, 1.0, 6.0) if has_anchor else (None,) * 4
-    anchor = (row.anchor_exact, row.anchor_us, row.times_faster, row.anchor_host_us)
-    assert anchor == expected
+    has_baseline = row.case in ("insert", "gather", "combine") or row.variant == "kernel"
+    expected = (True, 4.0, 1.0, 6.0) if has_baseline else (None,) * 4
+    baseline = (row.baseline_exact, row.baseline_us, row.times_faster, row.baseline_host_us)
+    assert baseline == expected
     json.dumps(vars(row))
 
 
@@ -225,20 +225,20 @@ def test_a_replay_that_writes_nothing_is_wrong(pretend_cuda, monkeypatch, group,
         pretend_cuda.raise_failures()
 
 
-def test_an_anchor_that_differs_is_timed_and_said(pretend_cuda):
+def test_an_baseline_that_differs_is_timed_and_said(pretend_cuda):
     pretend_cuda.modules = vllm_modules(wrong_bytes=3)
     row = pretend_cuda.measure(case_of("insert", "8 tokens", "random"))
-    assert (row.anchor_exact, row.anchor_us) == (False, 4.0)
-    assert row.anchor_note == "3 of 2396160 bytes differ"
+    assert (row.baseline_exact, row.baseline_us) == (False, 4.0)
+    assert row.baseline_note == "3 of 2396160 bytes differ"
     pretend_cuda.raise_failures()
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_a_missing_anchor_is_a_note_not_the_end(tmp_path):
-    options = ["--cases", "insert", "--anchor", str(tmp_path / "nowhere"), "--no-plot"]
+def test_a_missing_baseline_is_a_note_not_the_end(tmp_path):
+    options = ["--cases", "insert", "--baseline", str(tmp_path / "nowhere"), "--no-plot"]
     assert smoke(tmp_path, *options) == 0
     text = (tmp_path / "kv_cache.txt").read_text()
-    assert "anchor_error: FileNotFoundError: no anchor_lib.py in" in text
+    assert "baseline_error: FileNotFoundError: no anchor_lib.py in" in text
     assert "(insert 8 tokens random; insert 128 tokens random)" in text
 
 

@@ -1,5 +1,5 @@
 """The benchmark of whole layers checks before it times, times every stage, and says what its
-anchors leave out."""
+baselines leave out."""
 
 import dataclasses
 import json
@@ -106,7 +106,7 @@ STAGES = {
 }
 
 
-ANCHORS = {
+BASELINES = {
     "window": ["window", "attention", "inverse_rope_fp8"],
     "c4": [
         "window", "compressed", "indexer_keys", "indexer_query", "logits", "topk", "slots",
@@ -119,15 +119,20 @@ ANCHORS = {
 @each_kind
 def test_a_cuda_row_adds_up(pretend_cuda, kind):
     row = pretend_cuda.measure(timed(kind))
-    assert row.error is row.anchor_error is None
-    assert (row.input_sets, row.compiled_us, row.anchor_us, row.times_faster) == (3, 4.0, 4.0, 1.0)
+    assert row.error is row.baseline_error is None
+    assert (row.input_sets, row.compiled_us, row.baseline_us, row.times_faster) == (
+        3,
+        4.0,
+        4.0,
+        1.0,
+    )
     assert list(row.stages) == STAGES[kind]
-    assert list(row.anchor_stages) == ANCHORS[kind]
-    assert row.anchor_agrees
-    assert "inverse RoPE quantises to FP8, ours leaves bf16" in row.anchor_note
-    assert "do without" not in row.anchor_note
-    assert ("in the CuTe DSL" in row.anchor_note) == (kind != "window")
-    assert row.floor_us == max(row.moved_bytes / 4e6, row.flop / 790e6) > 0
+    assert list(row.baseline_stages) == BASELINES[kind]
+    assert row.baseline_agrees
+    assert "inverse RoPE quantises to FP8, ours leaves bf16" in row.baseline_note
+    assert "do without" not in row.baseline_note
+    assert ("in the CuTe DSL" in row.baseline_note) == (kind != "window")
+    assert row.roofline_us == max(row.moved_bytes / 4e6, row.flop / 790e6) > 0
 
 
 def test_quantised_groups_are_a_stage_of_their_own(pretend_cuda):
@@ -149,11 +154,12 @@ MISSING = FileNotFoundError("no such file in .anchor")
 def test_without_the_extension_the_row_says_what_is_left_out(pretend_cuda, kind):
     pretend_cuda.modules = pretend_cuda.modules._replace(extension=MISSING)
     row = pretend_cuda.measure(timed(kind))
-    assert row.anchor_error is None
-    assert row.anchor_agrees
-    assert list(row.anchor_stages) == ANCHORS[kind]
-    assert row.anchor_note.startswith(
-        "the anchors do without query norm and RoPE, RoPE of the keys (FileNotFoundError: no such "
+    assert row.baseline_error is None
+    assert row.baseline_agrees
+    assert list(row.baseline_stages) == BASELINES[kind]
+    assert row.baseline_note.startswith(
+        "the baselines do without query norm and RoPE, RoPE of the keys (FileNotFoundError: no "
+        "such "
     )
 
 
@@ -173,12 +179,12 @@ def test_without_a_file_the_stages_that_do_not_need_it_are_timed(pretend_cuda, l
     """What ours left stands in for what is missing, and no sequence is passed off as whole."""
     pretend_cuda.modules = pretend_cuda.modules._replace(**{library: MISSING})
     row = pretend_cuda.measure(timed("c4"))
-    assert list(row.anchor_stages) == [name for name in ANCHORS["c4"] if name not in lost]
+    assert list(row.baseline_stages) == [name for name in BASELINES["c4"] if name not in lost]
     text = f"{lost[0]}: ImportError: {library} failed to load: FileNotFoundError: no such file"
-    assert row.anchor_error.startswith(text)
-    assert row.error is row.anchor_us is row.times_faster is None
+    assert row.baseline_error.startswith(text)
+    assert row.error is row.baseline_us is row.times_faster is None
     assert row.compiled_us == 4.0
-    assert row.anchor_agrees == (None if "attention" in lost else True)
+    assert row.baseline_agrees == (None if "attention" in lost else True)
 
 
 def test_a_stage_that_fails_for_a_later_input_set_is_not_timed(pretend_cuda):
@@ -193,9 +199,9 @@ def test_a_stage_that_fails_for_a_later_input_set_is_not_timed(pretend_cuda):
     broken = SimpleNamespace(save_partial_states=third)
     pretend_cuda.modules = pretend_cuda.modules._replace(states=broken)
     row = pretend_cuda.measure(timed("c128"))
-    assert row.anchor_error == "compressed: RuntimeError: too many"
-    assert list(row.anchor_stages) == ["window", "attention", "inverse_rope_fp8"]
-    assert row.anchor_us is None
+    assert row.baseline_error == "compressed: RuntimeError: too many"
+    assert list(row.baseline_stages) == ["window", "attention", "inverse_rope_fp8"]
+    assert row.baseline_us is None
 
 
 def changed(module, name, change):
@@ -243,9 +249,9 @@ def test_a_stage_that_leaves_something_else_is_said(pretend_cuda, library):
     module = changed(getattr(pretend_cuda.modules, library), name, change)
     pretend_cuda.modules = pretend_cuda.modules._replace(**{library: module})
     row = pretend_cuda.measure(timed("c4"))
-    assert row.anchor_agrees is False
-    assert f"; {text}" in row.anchor_note
-    assert row.anchor_us == 4.0
+    assert row.baseline_agrees is False
+    assert f"; {text}" in row.baseline_note
+    assert row.baseline_us == 4.0
 
 
 def test_rows_that_are_not_written_are_found(pretend_cuda):
@@ -253,11 +259,11 @@ def test_rows_that_are_not_written_are_found(pretend_cuda):
     idle = SimpleNamespace(compress_norm_rope_store_triton=lambda **_: None)
     pretend_cuda.modules = pretend_cuda.modules._replace(compressor=idle)
     row = pretend_cuda.measure(timed("c128"))
-    assert row.anchor_agrees is False
-    assert "compressed: codes of 3 rows" in row.anchor_note
+    assert row.baseline_agrees is False
+    assert "compressed: codes of 3 rows" in row.baseline_note
     idle = SimpleNamespace(save_partial_states=lambda **_: None)
     pretend_cuda.modules = pretend_cuda.modules._replace(states=idle)
-    assert "states: " in pretend_cuda.measure(timed("c128")).anchor_note
+    assert "states: " in pretend_cuda.measure(timed("c128")).baseline_note
 
 
 def test_codes_one_step_away_are_a_note(pretend_cuda):
@@ -271,20 +277,20 @@ def test_codes_one_step_away_are_a_note(pretend_cuda):
     module = changed(module, "compress_norm_rope_store_triton", step)
     pretend_cuda.modules = pretend_cuda.modules._replace(compressor=module)
     row = pretend_cuda.measure(timed("c128"))
-    assert row.anchor_agrees
+    assert row.baseline_agrees
     found = re.search(
-        r"; compressed: (\d+) of 1752 bytes differ, no value by more than a step", row.anchor_note
+        r"; compressed: (\d+) of 1752 bytes differ, no value by more than a step", row.baseline_note
     )
     assert found
     assert int(found[1]) >= 1
 
 
-def test_an_anchor_that_disagrees_is_said(pretend_cuda):
+def test_an_baseline_that_disagrees_is_said(pretend_cuda):
     pretend_cuda.modules = pretend_cuda.modules._replace(flash_mla=SparseDecode(factor=1.1))
     row = pretend_cuda.measure(timed("c128"))
-    assert row.anchor_agrees is False
-    assert "attention: " in row.anchor_note
-    assert row.anchor_us == 4.0
+    assert row.baseline_agrees is False
+    assert "attention: " in row.baseline_note
+    assert row.baseline_us == 4.0
 
 
 @each_kind

@@ -13,7 +13,7 @@ from benchmarks.cases.layer_cases import Requests, cost, layer_work, parts_of
 from benchmarks.harness import measure, timing
 from benchmarks.harness.work import Case
 from benchmarks.layer import Bench, chosen_cases
-from tests.benchmarks.test_layer import ANCHORS, CPU, STAGES, OnePlan, SparseDecode, vllm
+from tests.benchmarks.test_layer import BASELINES, CPU, STAGES, OnePlan, SparseDecode, vllm
 from tests.fakes.timing import pretend
 from tests.fakes.vllm_ops import fakes
 
@@ -65,10 +65,10 @@ def test_a_row_is_checked_and_adds_up(monkeypatch, plan):
     build = functools.partial(layer_work, "c128", layer._SMALL, Requests(CONTEXTS, 2048, plan))
     labels = {"context": 2048, "heads": 4}
     row = bench.measure(Case("c128", "ragged", build, 3, 3, variant, labels=labels))
-    assert row.error is row.anchor_error is None
+    assert row.error is row.baseline_error is None
     assert row.variant == variant
-    assert (row.compiled_us, row.anchor_us, row.anchor_agrees) == (4.0, 4.0, True)
-    assert (list(row.stages), list(row.anchor_stages)) == (STAGES["c128"], ANCHORS["c128"])
+    assert (row.compiled_us, row.baseline_us, row.baseline_agrees) == (4.0, 4.0, True)
+    assert (list(row.stages), list(row.baseline_stages)) == (STAGES["c128"], BASELINES["c128"])
 
 
 def test_pairs_of_cases_differ_in_their_plan_only():

@@ -77,14 +77,14 @@ def test_a_package_of_every_form_is_built_once_and_timed(tmp_path, monkeypatch, 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_cuda_row_has_the_package_beside_the_others(bench, case):
     row = bench.measure(case)
-    assert row.error is row.anchor_error is row.package_error is None
+    assert row.error is row.baseline_error is row.package_error is None
     assert (row.case, row.variant in NAMES, row.input_sets) == ("packages", True, 3)
-    times = (row.package_us, row.compiled_us, row.eager_us, row.anchor_us)
+    times = (row.package_us, row.compiled_us, row.eager_us, row.baseline_us)
     assert (times, row.package_us_range) == ((4.0,) * 4, [3.0, 5.0])
-    assert row.anchor_agrees is True
-    assert row.anchor_whole_us is row.pages_us is row.note is None
-    alone = "anchor_us is FlashMLA alone, over bf16 rows gathered before"
-    assert row.anchor_note == (alone if row.variant == "prefill" else None)
+    assert row.baseline_agrees is True
+    assert row.baseline_whole_us is row.pages_us is row.note is None
+    alone = "baseline_us is FlashMLA alone, over bf16 rows gathered before"
+    assert row.baseline_note == (alone if row.variant == "prefill" else None)
 
 
 def test_sizes_that_differ_between_cases_are_symbols_of_the_package(monkeypatch):
@@ -199,7 +199,7 @@ def test_a_package_that_fails_when_it_runs_is_said(monkeypatch, bench, calls):
     assert row.package_error == "RuntimeError: cannot be captured"
     assert len(made) == calls + 1
     assert (row.error, row.package_us, row.package_us_range) == (None, None, [])
-    assert (row.compiled_us, row.anchor_us) == (4.0, 4.0)
+    assert (row.compiled_us, row.baseline_us) == (4.0, 4.0)
     bench.raise_failures()
 
 

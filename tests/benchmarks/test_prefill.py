@@ -62,12 +62,12 @@ def test_ours_with_flashmla_is_timed_beside_the_sequence(usable, monkeypatch, ma
 
     monkeypatch.setattr(sparse_mla, "prefill_with_flash_mla", call)
     row = usable.measure(make())
-    assert row.error is row.anchor_error is None
-    assert row.anchor_agrees is True
+    assert row.error is row.baseline_error is None
+    assert row.baseline_agrees is True
     assert (row.flash_mla_us, row.whole_times_flash_mla, row.gathered_us) == (4.0, 1.0, 4.0)
     assert fake_flash_mla.calls == ["prefill"] * len(calls)
     assert len(set(calls)) == row.input_sets == 3
-    assert "ours with FlashMLA" not in row.anchor_note
+    assert "ours with FlashMLA" not in row.baseline_note
     row = usable.measure(window_cases((3,), 4)[0])
     assert row.flash_mla_us is row.whole_times_flash_mla is None
 
@@ -83,27 +83,27 @@ def test_it_is_not_timed_if_it_differs(usable, monkeypatch, result, change):
 
     monkeypatch.setattr(sparse_mla, "prefill_with_flash_mla", wrong)
     row = usable.measure(prefill_of_16())
-    assert row.anchor_error.startswith(f"ours with FlashMLA: WrongResult: {result}: ")
+    assert row.baseline_error.startswith(f"ours with FlashMLA: WrongResult: {result}: ")
     assert row.flash_mla_us is row.whole_times_flash_mla is None
-    assert (row.error, row.anchor_agrees, row.anchor_whole_us) == (None, True, 4.0)
+    assert (row.error, row.baseline_agrees, row.baseline_whole_us) == (None, True, 4.0)
 
 
 def test_it_needs_nothing_of_vllms(usable):
     usable.cache = ImportError("no cache_utils.py")
     row = usable.measure(prefill_of_16())
-    assert row.anchor_error == "whole: ImportError: no cache_utils.py"
+    assert row.baseline_error == "whole: ImportError: no cache_utils.py"
     assert (row.flash_mla_us, row.whole_times_flash_mla) == (4.0, None)
 
 
-def test_without_the_library_or_an_anchor_it_is_absent(bench, monkeypatch):
+def test_without_the_library_or_an_baseline_it_is_absent(bench, monkeypatch):
     monkeypatch.setattr(sparse_mla, "unusable", lambda library: "not installed")
     row = bench.measure(prefill_of_16())
-    assert row.anchor_note.endswith("in the CuTe DSL; ours with FlashMLA: not installed")
-    assert row.anchor_error is None
+    assert row.baseline_note.endswith("in the CuTe DSL; ours with FlashMLA: not installed")
+    assert row.baseline_error is None
     assert row.flash_mla_us is row.whole_times_flash_mla is None
     bench.modules = None
     row = bench.measure(prefill_of_16())
-    assert row.flash_mla_us is row.anchor_note is row.error is None
+    assert row.flash_mla_us is row.baseline_note is row.error is None
 
 
 def test_a_dense_prefill_sees_the_rows_that_are_finished(monkeypatch):
@@ -112,7 +112,7 @@ def test_a_dense_prefill_sees_the_rows_that_are_finished(monkeypatch):
     assert (case.labels["context"], case.labels["gathered_rows"]) == (783, 6 + 143)
     monkeypatch.setattr(prefill_cases, "rotating_sets", lambda *_: 1)
     work = case.build(torch.device("cpu"))
-    (_, kv, indices, lens, _), mine = work.anchor_sets[0], work.sets[0]
+    (_, kv, indices, lens, _), mine = work.baseline_sets[0], work.sets[0]
     assert mine[2].tolist() == [*range(767, 783)]
     assert mine[7] is None
     assert (kv.shape, indices.shape) == ((149, 1, 512), (16, 1, 256))
@@ -129,7 +129,7 @@ def test_a_prefill_must_read_what_its_tokens_select():
 
 
 def test_a_wide_block_table_changes_nothing_but_its_width():
-    """Absent entries behind those of the request, in ours and in what the anchor gathers."""
+    """Absent entries behind those of the request, in ours and in what the baseline gathers."""
     cases = [dense_cases((16,), (4,), 640, rows)[0] for rows in (0, 64)]
     works = [case.build(torch.device("cpu")) for case in cases]
     fits, wide = (work.sets[0] for work in works)
@@ -156,7 +156,7 @@ def prefill_with(settings, *args):
 
 @pytest.fixture
 def hopper(bench, monkeypatch):
-    """A Hopper GPU without an anchor."""
+    """A Hopper GPU without an baseline."""
     monkeypatch.setattr(variants, "on_hopper", lambda q: True)
     monkeypatch.setattr(variants, "prefill_from_pages", from_pages)
     monkeypatch.setattr(variants, "prefill_by_copy", from_pages)
@@ -175,7 +175,7 @@ def test_both_ways_of_a_prefill_are_timed_over_all_input_sets(hopper, monkeypatc
 
         monkeypatch.setattr(variants, name, call)
     row = hopper.measure(make())
-    assert row.error is row.note is row.anchor_us is None
+    assert row.error is row.note is row.baseline_us is None
     assert (row.compiled_us, row.pages_us, row.copied_us) == (4.0, 4.0, 4.0)
     assert [len(set(seen)) for seen in calls.values()] == [3, 3]
 
@@ -246,5 +246,5 @@ def test_the_way_by_a_copy_is_asked_for_as_the_launcher_does(monkeypatch, make):
     monkeypatch.setattr(prefill, "launch_gathered_keys", attend)
     work = make().build(torch.device("cpu"))
     results = prefill_by_copy(work.context.ratio, *work.sets[0])
-    assert asked == [(launcher.at_once, 1), (launcher.at_once, None)]
+    assert asked == [(launcher.EAGER, 1), (launcher.EAGER, None)]
     assert work.difference(work.sets[0], results, work.expected()) is None

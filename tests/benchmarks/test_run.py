@@ -44,8 +44,8 @@ def uncompiled(monkeypatch):
         (["--out", "/home/me/out", "--smoke"], ["--smoke"]),
         (["--out=/home/me/out", "--smoke"], ["--smoke"]),
         (["--smoke", "--ou", "/home/me/out"], ["--smoke"]),
-        (["--anchor", "/home/me/.anchor", "--smoke"], ["--anchor", ".anchor", "--smoke"]),
-        (["--anc=x/.anchor/"], ["--anchor", ".anchor"]),
+        (["--baseline", "/home/me/.anchor", "--smoke"], ["--baseline", ".anchor", "--smoke"]),
+        (["--base=x/.anchor/"], ["--baseline", ".anchor"]),
         (["--cases", "decode", "--max-seconds", "9"], ["--cases", "decode", "--max-seconds", "9"]),
     ],
 )
@@ -82,11 +82,11 @@ def test_smoke_leaves_table_rows_and_plot(tmp_path, capsys):
         assert row["eager_us"] > 0
         assert row["eager_speedup"] == pytest.approx(row["eager_us"] / row["call_us"])
         assert row["command"] == "python -m benchmarks metadata --smoke"
-        assert row["device_us"] is row["anchor_error"] is None
+        assert row["device_us"] is row["baseline_error"] is None
     text = (tmp_path / "metadata.txt").read_text()
     assert text.strip() in capsys.readouterr().out
     assert "eager_speedup" in text
-    assert "anchor" not in text
+    assert "baseline" not in text
     assert (tmp_path / "metadata.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -170,23 +170,24 @@ def test_no_plot_is_obeyed(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_a_missing_anchor_is_a_row_not_the_end(tmp_path):
-    assert smoke(tmp_path, "--anchor", str(tmp_path / "nowhere"), "--no-plot") == 0
+def test_a_missing_baseline_is_a_row_not_the_end(tmp_path):
+    assert smoke(tmp_path, "--baseline", str(tmp_path / "nowhere"), "--no-plot") == 0
     assert all(
-        "FileNotFoundError: no anchor_lib.py in" in row["anchor_error"] for row in rows_of(tmp_path)
+        "FileNotFoundError: no anchor_lib.py in" in row["baseline_error"]
+        for row in rows_of(tmp_path)
     )
-    assert "anchor_error" in (tmp_path / "metadata.txt").read_text()
+    assert "baseline_error" in (tmp_path / "metadata.txt").read_text()
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_a_failing_anchor_is_a_row_not_the_end(tmp_path, monkeypatch):
+def test_a_failing_baseline_is_a_row_not_the_end(tmp_path, monkeypatch):
     def fail(*_):
         raise RuntimeError("no driver\nand more")
 
     monkeypatch.setattr(metadata.vllm_metadata, "load", lambda folder: object())
     monkeypatch.setattr(metadata.vllm_metadata, "measure", fail)
-    assert smoke(tmp_path, "--anchor", str(tmp_path), "--no-plot") == 0
-    assert {row["anchor_error"] for row in rows_of(tmp_path)} == {"RuntimeError: no driver"}
+    assert smoke(tmp_path, "--baseline", str(tmp_path), "--no-plot") == 0
+    assert {row["baseline_error"] for row in rows_of(tmp_path)} == {"RuntimeError: no driver"}
 
 
 class FakeCapture:
@@ -213,7 +214,7 @@ def pretend_cuda(monkeypatch, uncompiled):
     monkeypatch.setattr(
         metadata, "device_activities", lambda call: [timing.Activity("triton_poi", 2.0)] * 2
     )
-    monkeypatch.setattr(metadata.vllm_metadata, "measure", lambda *_: anchors_result())
+    monkeypatch.setattr(metadata.vllm_metadata, "measure", lambda *_: baselines_result())
     plan = dataclasses.replace(make_plan(options_of(4096)), cases=(Case(2, 2),))
     bench = metadata.Bench(plan, None)
     bench.cuda, bench.modules = True, object()
@@ -221,9 +222,9 @@ def pretend_cuda(monkeypatch, uncompiled):
     return bench
 
 
-def anchors_result():
+def baselines_result():
     device, host = timing.Timing(30.0, 29.0, 31.0), timing.Timing(170.0, 160.0, 180.0)
-    return metadata.vllm_metadata.AnchorResult(device, host, [timing.Activity("swa", 2.0)] * 12)
+    return metadata.vllm_metadata.BaselineResult(device, host, [timing.Activity("swa", 2.0)] * 12)
 
 
 def options_of(max_model_len):
@@ -243,8 +244,8 @@ def test_a_cuda_row_adds_up(pretend_cuda):
     row = pretend_cuda.measure(Case(2, 2))
     assert (row.kernels, row.call_kernels, row.input_sets) == (2, 2, 3)
     assert (row.device_us, row.host_us, row.call_us) == (4.0, 6.0, 6.0)
-    assert row.pct_of_floor == pytest.approx(100 * row.floor_us / 4.0)
-    assert (row.anchor_kernels, row.anchor_exact, row.anchor_error) == (12, True, None)
+    assert row.pct_of_roofline == pytest.approx(100 * row.roofline_us / 4.0)
+    assert (row.baseline_kernels, row.baseline_exact, row.baseline_error) == (12, True, None)
     assert row.speedup == pytest.approx(20.0)
     json.dumps(dataclasses.asdict(row))
 

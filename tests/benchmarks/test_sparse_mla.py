@@ -65,7 +65,7 @@ def test_smoke_leaves_table_rows_and_plot(tmp_path, capsys):
     ]
     for row in rows:
         assert row["speedup"] == pytest.approx(row["eager_us"] / row["compiled_us"])
-        assert row["error"] is row["anchor_error"] is row["floor_us"] is None
+        assert row["error"] is row["baseline_error"] is row["roofline_us"] is None
     text = (tmp_path / "sparse_mla.txt").read_text()
     assert text.strip() in captured.out
     header = text.split("\n\n")[2].splitlines()[0].split()
@@ -170,17 +170,17 @@ CUDA_CASES = [case for case in chosen_cases(CASES, smoke=True) if case.timed]
 @pytest.mark.parametrize("case", CUDA_CASES, ids=str)
 def test_a_cuda_row_adds_up(pretend_cuda, case):
     row = pretend_cuda.measure(case)
-    assert row.error is row.anchor_error is None
+    assert row.error is row.baseline_error is None
     assert (row.input_sets, row.kernels, row.compiled_us, row.eager_us) == (3, 2, 4.0, 4.0)
-    assert row.floor_us == max(row.moved_bytes / 4e6, row.flop / 790e6) > 0
-    assert row.pct_of_floor == pytest.approx(25 * row.floor_us)
-    assert (row.host_us, row.anchor_host_us, row.times_faster) == (6.0, 6.0, 1.0)
-    assert row.anchor_agrees is True
-    assert 0 <= row.anchor_max_diff < 1e-3
+    assert row.roofline_us == max(row.moved_bytes / 4e6, row.flop / 790e6) > 0
+    assert row.pct_of_roofline == pytest.approx(25 * row.roofline_us)
+    assert (row.host_us, row.baseline_host_us, row.times_faster) == (6.0, 6.0, 1.0)
+    assert row.baseline_agrees is True
+    assert 0 <= row.baseline_max_diff < 1e-3
     gathers = "prefill" in (case.case, case.variant)
-    assert (row.anchor_note is None) == (not gathers)
-    whole = (row.anchor_gather_us, row.anchor_combine_us, row.anchor_whole_us)
-    whole += (row.anchor_our_gather_us,)
+    assert (row.baseline_note is None) == (not gathers)
+    whole = (row.baseline_gather_us, row.baseline_combine_us, row.baseline_whole_us)
+    whole += (row.baseline_our_gather_us,)
     assert whole == ((4.0,) * 4 if case.case == "prefill" else (None,) * 4)
     assert row.whole_times_faster == (1.0 if case.case == "prefill" else None)
     plans = len(pretend_cuda.modules.plans)
@@ -189,16 +189,16 @@ def test_a_cuda_row_adds_up(pretend_cuda, case):
     json.dumps(vars(row))
 
 
-def test_an_anchor_that_differs_is_timed_and_said(pretend_cuda):
+def test_an_baseline_that_differs_is_timed_and_said(pretend_cuda):
     pretend_cuda.modules = FlashMLA(factor=1.1)
     row = pretend_cuda.measure(timed("decode"))
-    assert (row.anchor_agrees, row.anchor_us) == (False, 4.0)
-    assert row.anchor_note.startswith("out: ")
+    assert (row.baseline_agrees, row.baseline_us) == (False, 4.0)
+    assert row.baseline_note.startswith("out: ")
     pretend_cuda.raise_failures()
     row = pretend_cuda.measure(timed("prefill"))
-    assert "in the CuTe DSL; out: " in row.anchor_note
-    assert "; whole: " in row.anchor_note
-    assert (row.anchor_agrees, row.anchor_whole_us) == (False, 4.0)
+    assert "in the CuTe DSL; out: " in row.baseline_note
+    assert "; whole: " in row.baseline_note
+    assert (row.baseline_agrees, row.baseline_whole_us) == (False, 4.0)
 
 
 def test_the_whole_prefill_gathers_all_rows_of_the_request(pretend_cuda):
@@ -207,30 +207,30 @@ def test_the_whole_prefill_gathers_all_rows_of_the_request(pretend_cuda):
     assert (row.context, row.gathered_rows) == (655, 163 + 143)
     assert set(pretend_cuda.cache.gathered) == {163, 143}
     assert "vLLM's gather of 163 C4 and 143 window rows to bf16, of one request of 655" in (
-        row.anchor_note
+        row.baseline_note
     )
 
 
 def test_a_whole_prefill_of_other_rows_is_said(pretend_cuda):
     pretend_cuda.cache = Cache(missing=1)
     row = pretend_cuda.measure(timed("prefill"))
-    assert (row.anchor_agrees, row.anchor_whole_us) == (False, 4.0)
-    assert "; whole: " in row.anchor_note
+    assert (row.baseline_agrees, row.baseline_whole_us) == (False, 4.0)
+    assert "; whole: " in row.baseline_note
 
 
 def test_without_vllms_gather_flashmla_is_still_timed(pretend_cuda):
     pretend_cuda.cache = ImportError("no cache_utils.py")
     row = pretend_cuda.measure(timed("prefill"))
-    assert row.anchor_error == "whole: ImportError: no cache_utils.py"
-    assert (row.anchor_us, row.anchor_agrees) == (4.0, True)
-    assert row.anchor_whole_us is row.whole_times_faster is None
+    assert row.baseline_error == "whole: ImportError: no cache_utils.py"
+    assert (row.baseline_us, row.baseline_agrees) == (4.0, True)
+    assert row.baseline_whole_us is row.whole_times_faster is None
 
 
-def test_a_broken_anchor_is_a_note(pretend_cuda):
+def test_a_broken_baseline_is_a_note(pretend_cuda):
     pretend_cuda.modules = object()
     row = pretend_cuda.measure(timed("window"))
-    assert "AttributeError" in row.anchor_error
-    assert (row.anchor_us, row.compiled_us) == (None, 4.0)
+    assert "AttributeError" in row.baseline_error
+    assert (row.baseline_us, row.compiled_us) == (None, 4.0)
 
 
 def test_a_replay_that_writes_nothing_is_wrong(pretend_cuda, monkeypatch):
@@ -263,11 +263,11 @@ def test_a_replay_with_other_bits_is_compared_with_its_own_reference(pretend_cud
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_a_missing_anchor_is_a_note_not_the_end(tmp_path):
-    options = ["--cases", "window", "--anchor", str(tmp_path / "nowhere"), "--no-plot"]
+def test_a_missing_baseline_is_a_note_not_the_end(tmp_path):
+    options = ["--cases", "window", "--baseline", str(tmp_path / "nowhere"), "--no-plot"]
     assert smoke(tmp_path, *options) == 0
     text = (tmp_path / "sparse_mla.txt").read_text()
-    assert "anchor_error: FileNotFoundError: no anchor_lib.py in nowhere/bench" in text
+    assert "baseline_error: FileNotFoundError: no anchor_lib.py in nowhere/bench" in text
     assert str(tmp_path) not in text
 
 
@@ -375,13 +375,13 @@ def test_many_small_differences_are_a_cosine():
     assert outside("out", theirs[:5], ours, Tolerance(1.0, 1.0)) == "out is [5], not [1000]"
 
 
-def test_panels_are_heads_by_keys_with_floor_and_anchor(pretend_cuda):
+def test_panels_are_heads_by_keys_with_floor_and_baseline(pretend_cuda):
     cases = [case for case in CUDA_CASES if case.case in ("decode", "window")]
     rows = [pretend_cuda.measure(case) for case in cases]
     rows += [dataclasses.replace(row, heads=128) for row in rows if row.plotted]
     panels = mla_panels(rows, cuda=True)
     assert [panel.title for panel in panels] == ["4 heads, 128+64 keys", "128 heads, 128+64 keys"]
-    labels = ["ours, compiled", "floor: the bytes at copy bandwidth, or the FLOP"]
+    labels = ["ours, compiled", "roofline: the bytes at copy bandwidth, or the FLOP"]
     assert [line.label for line in panels[1].series] == labels
     assert panels[1].baseline == "FlashMLA of vLLM 0.22.1"
     assert [x for x, _ in panels[0].series[0].points] == [2, 8]

@@ -17,7 +17,6 @@ from dsv4_ops.testing.case import results
 from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.contract.compare import assert_agrees
 from dsv4_ops.testing.strategies.calls import as_case, op_testing, reference
-from tests.helpers import NIGHTLY
 from tests.support.metadata_batches import SPEC, random_inputs, tables_of
 
 pytestmark = pytest.mark.slow
@@ -99,17 +98,54 @@ class Packaged:
             assert checks.equal(before, after) != changes, f"{what}: argument {place}"
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_every_op_survives_export(name):
+    """The program names the op and runs it for all sizes, on the caller's tensors."""
+    op = Packaged(OPS[name])
+    program = checks.export_dynamic(op.call, op.inputs)
+    assert op.spec.op in {node.target for node in program.graph.nodes}
+    given = [tensor.clone() for tensor in op.inputs]
+    op.assert_agrees("exported", program.module()(*given), given)
+    _, other = checks.bound_call(op.spec, skip=1)
+    case = as_case(op.spec, dict(op_testing(op.spec).settings[0]), other)
+    expected = reference(op.spec, case)
+    returned = program.module()(*other)
+    actual = (*returned, *(other[place] for place in op.spec.mutated))
+    assert_agrees(f"{name}, other sizes", op_testing(op.spec), case, actual, expected)
+
+
+PACKAGED = [
+    "compress_and_insert",
+    "dequantize_and_gather_k_cache",
+    "indexer_topk",
+    "pack_seq",
+    "quantize_and_insert_k_cache",
+    "quantize_and_insert_k_cache_functional",
+    "sinkhorn",
+    "sparse_mla_decode",
+    "split_prefill_chunks",
+    "swa_indices_and_lens",
+]
+"""One op of every kind: IR, decomposed, a loop, a selection, bytes, states, several results, writes
+to the first and to a late argument, a functional twin."""
 PARTS = 4
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_every_op_survives_export(part, runner, tmp_path):
+def packages():
+    every = "test_contract.py compiles every op; one of every kind is in the package beside this"
+    parts = ([*OPS][part::PARTS] for part in range(PARTS))
+    nightly = pytest.mark.nightly(every)
+    return [
+        pytest.param(PACKAGED, id="one of every kind"),
+        *(pytest.param(names, id=str(part), marks=nightly) for part, names in enumerate(parts)),
+    ]
+
+
+@pytest.mark.parametrize("names", packages())
+def test_ops_survive_packages(names, runner, tmp_path):
     """Many ops in one package: none of them needs a registration where the package runs, and those
     that write do so to the caller's tensors, in Python and in C++."""
-    twins = not NIGHTLY  # a copy and the code of their ops
-    kept = "quantize_and_insert_k_cache_functional"
-    names = [name for name in OPS if not (twins and name.endswith("_functional")) or name == kept]
-    ops = [Packaged(OPS[name]) for name in names[part::PARTS]]
+    ops = [Packaged(OPS[name]) for name in names]
     inputs = [tensor for op in ops for tensor in op.inputs]
 
     def run_ops(*tensors):

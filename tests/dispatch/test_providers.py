@@ -11,7 +11,6 @@ import dsv4_ops as ops
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch import choice, libraries, providers
-from dsv4_ops.dispatch.crossovers import RULES, Sizes
 from tests.support.attention_batches import DECODE, GATHERED, decode_case
 from tests.support.prefill_batches import PREFILL
 from tests.support.providers_on_cpu import (
@@ -19,8 +18,8 @@ from tests.support.providers_on_cpu import (
     CHOICES,
     LIBRARY_OPS,
     UNUSABLE,
+    faster_from,
     message,
-    rule_of,
 )
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
@@ -185,7 +184,7 @@ def test_what_deep_gemm_does_not_take_is_refused(on_cpu):
 
 
 def test_auto_goes_by_the_table(on_cpu, monkeypatch):
-    monkeypatch.setattr(choice, "RULES", (rule_of(DECODE, "flash_mla", 6, 640),))
+    monkeypatch.setattr(choice, "is_faster", faster_from(DECODE, "flash_mla", 6))
     monkeypatch.setattr(choice, "_other_device", lambda device: "")
     case = decode_case(0, 7, 64)
     monkeypatch.setattr(choice, "unusable", lambda library: "not installed")
@@ -211,24 +210,28 @@ def test_choice_of_refuses_an_op_without_a_choice():
         providers.choice_of("token_map")
 
 
-def test_rules_are_about_ops_and_sizes_that_the_libraries_take():
-    for rule in RULES:
-        assert rule.library in OPS[rule.op].providers
-        assert rule.heads in (None, 32, 64, 128)
-        assert rule.tokens >= 1
-        ours, theirs = rule.measured
-        assert theirs < 0.97 * ours
-        least = Sizes(rule.tokens, rule.heads or 64, rule.columns, rule.planned)
-        assert rule.covers(rule.op, rule.library, least) == (
-            rule.work[0] <= rule.tokens * rule.columns
-        )
-        assert not rule.covers(rule.op, rule.library, least._replace(tokens=rule.tokens - 1))
-        assert not rule.covers(rule.op, rule.library, least._replace(planned=not rule.planned))
-        assert not rule.planned or rule.library == "flash_mla"
+def test_deep_gemm_is_taken_from_the_sizes_on_that_it_was_measured_at():
+    rule = choice.DEEP_GEMM_FASTER
+    ours, library = rule["measured"]
+    assert library < 0.97 * ours
+
+    def faster(tokens, columns, heads=64, op="indexer_logits", library="deep_gemm"):
+        values = {"q": torch.empty(tokens, heads, 128, device="meta"), "num_rows": columns}
+        return choice.is_faster(op, library, values)
+
+    assert faster(32, 32768)
+    assert faster(512, 2048)
+    assert not faster(31, 65536)
+    assert not faster(512, 2047)
+    assert not faster(32, 32767)
+    assert not faster(4097, 2048)
+    assert not faster(32, 32768, heads=32)
+    assert not faster(32, 32768, op="indexer_select")
+    assert not faster(32, 32768, library="flash_mla")
 
 
 def test_a_plan_of_ours_has_auto_take_ours(on_cpu, monkeypatch):
-    monkeypatch.setattr(choice, "RULES", (rule_of(DECODE, "flash_mla", 1, 1),))
+    monkeypatch.setattr(choice, "is_faster", faster_from(DECODE, "flash_mla", 1))
     monkeypatch.setattr(choice, "_other_device", lambda device: "")
     monkeypatch.setattr(choice, "unusable", lambda library: "")
     case = decode_case(1, 7, 64)

@@ -18,9 +18,9 @@ from dsv4_ops.lowering.inspect import (
 )
 from tests.fakes.deep_gemm import indexer_call
 from tests.support.providers_on_cpu import (
+    faster_from,
     reference_logits,
     reference_select,
-    rule_of,
 )
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
@@ -140,7 +140,7 @@ def test_deep_gemm_is_in_no_package(deep_gemm, tmp_path, monkeypatch):
     if torch.__version__ < "2.12":  # whose CPU packages do not compile with FP8 arguments
         return
     # auto takes ours there: here the reference, for want of a GPU
-    monkeypatch.setattr(choice, "RULES", (rule_of("indexer_logits", "deep_gemm", 1, 1),))
+    monkeypatch.setattr(choice, "is_faster", faster_from("indexer_logits", "deep_gemm", 1))
     monkeypatch.setattr(choice, "_other_device", lambda device: "")
     monkeypatch.setattr(choice, "ours", lambda spec: "reference")
     case = (*queries, lens, *rows)

@@ -21,10 +21,10 @@ from tests.support.providers_on_cpu import (
     LIBRARY_OPS,
     call,
     check,
+    faster_from,
     message,
     plan_of,
     planned,
-    rule_of,
 )
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
@@ -123,15 +123,13 @@ def test_metadata_is_ignored_where_flash_mla_does_not_run():
     case = CASES[DECODE](5)
     metadata = metadata_of(DECODE, case)
     check(DECODE, case, planned_as(DECODE, case, metadata, impl="auto"))
-    values = choice.arguments(OPS[DECODE], case.tensors, case.settings) | {"plan": metadata}
+    values = OPS[DECODE].arguments(case.tensors, case.settings) | {"plan": metadata}
     assert not choice.takes_no_library(values)
-    assert choice.Sizes.of(DECODE, values).planned
     assert choice.given_to("flash_mla", values)["plan"] is metadata
     assert choice.given_to("triton", values)["plan"] is None
     ours = ops.sparse_mla_plan(case.tensors[3], case.tensors[6], num_heads=64)
     assert choice.takes_no_library(values | {"plan": ours})
     assert choice.given_to("triton", values | {"plan": ours})["plan"] is ours
-    assert not choice.Sizes.of(DECODE, values | {"plan": ours}).planned
 
 
 def test_metadata_of_a_window_alone(flash_mla):
@@ -290,7 +288,7 @@ def test_compiled_code_calls_the_op_of_the_library(name, dynamic, flash_mla):
 
 def test_a_symbolic_batch_has_auto_take_ours(flash_mla, monkeypatch):
     """And is compiled once."""
-    monkeypatch.setattr(choice, "RULES", (rule_of(DECODE, "flash_mla", 2, 1),))
+    monkeypatch.setattr(choice, "is_faster", faster_from(DECODE, "flash_mla", 2))
     monkeypatch.setattr(choice, "_other_device", lambda device: "")
     seen = []
     monkeypatch.setattr(choice, "ours", lambda spec: seen.append(spec.name) or "reference")

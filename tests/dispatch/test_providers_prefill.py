@@ -10,8 +10,7 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.dispatch import choice, crossovers, providers
-from dsv4_ops.dispatch.crossovers import Sizes
+from dsv4_ops.dispatch import choice, prefill, providers
 from dsv4_ops.reference.bf16_workspace import Prefill, Source, find_spans, list_rows
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.sparse_mla import one_key_page
@@ -311,7 +310,7 @@ def test_an_exported_program_has_room_for_no_more_rows(flash_mla):
 
 
 def values_of(case: Case) -> dict[str, object]:
-    return choice.arguments(OPS[PREFILL], case.tensors, case.settings)
+    return OPS[PREFILL].arguments(case.tensors, case.settings)
 
 
 def test_layouts_that_flash_mla_does_not_read_are_refused(on_cpu):
@@ -330,18 +329,18 @@ def test_rows_and_keys_that_a_copy_is_of():
     tables go."""
     case = wide(prefill_case(0, 40, 64, "C4", **SMALL), 2, 100, 3)
     values = values_of(case)
-    assert Sizes.of(PREFILL, values) == (40, 64, 140, False)
-    assert crossovers.workspace_rows(values) == 2 * 103 * 64
-    assert crossovers.gathered_rows(values) == 2 * 3 * 64 + 40 + 2 * 69
+    assert prefill.prefilled(values) == 140
+    assert prefill.workspace_rows(values) == 2 * 103 * 64
+    assert prefill.gathered_rows(values) == 2 * 3 * 64 + 40 + 2 * 69
     every = but(case, topk_indices=None)
-    assert Sizes.of(PREFILL, values_of(every)) == (40, 64, 70 + 3 * 64, False)
+    assert prefill.prefilled(values_of(every)) == 70 + 3 * 64
     none = values_of(but(every, extra_cache=None, extra_block_table=None))
-    assert Sizes.of(PREFILL, none) == (40, 64, 70, False)
-    assert crossovers.gathered_rows(none) == 40 + 2 * 69
-    assert crossovers.gathered_rows(values_of(wide(case, 2, 1, 3))) == 2 * 3 * 64 + 2 * 64
+    assert prefill.prefilled(none) == 70
+    assert prefill.gathered_rows(none) == 40 + 2 * 69
+    assert prefill.gathered_rows(values_of(wide(case, 2, 1, 3))) == 2 * 3 * 64 + 2 * 64
 
 
-def prefill(tokens, heads, topk, blocks):
+def sizes_of(tokens, heads, topk, blocks):
     """Shapes of a prefill of one request, whose tables have so many pages of 64 rows."""
 
     def ints(*shape):
@@ -388,4 +387,4 @@ def prefill(tokens, heads, topk, blocks):
     ],
 )
 def test_a_prefill_copies_where_that_is_faster(sizes, copies):
-    assert crossovers.gathers(prefill(*sizes)) == copies
+    assert prefill.gathers(sizes_of(*sizes)) == copies

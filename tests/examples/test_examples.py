@@ -1,6 +1,6 @@
 """Every script of examples/ as a stranger runs it: it ends well, and says what it showed.
 
-`make test` runs 01, 02 and 05, which is eager there; `make test-all` all of them. Those that
+`make test` runs 01 and 05, which is eager there; `make test-all` all of them. Those that
 compile the decode step do it in one test, one after the other: the step is the same, so that
 Inductor's cache serves all but the first of them.
 """
@@ -82,6 +82,7 @@ def test_continuous_batching_in_eager():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("test_demo.py compiles a step, test_compiled.py has 200 steps in one graph")
 @pytest.mark.usefixtures("without_vectors")
 def test_compile_decode():
     lines = run("02_compile_decode.py")

@@ -13,7 +13,7 @@ def paged_cache(view):
 
 
 class FlashMLA:
-    """The library that the anchor is loaded from, played by our ops."""
+    """The library that the baseline is loaded from, played by our ops."""
 
     def __init__(self, factor=1.0):
         self.factor, self.plans = factor, []

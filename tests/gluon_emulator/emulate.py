@@ -26,7 +26,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from dsv4_ops.core.tiles import PROGRAMS
 from dsv4_ops.kernels.common import triton_compat
+from dsv4_ops.kernels.launcher import Launcher
 from tests.gluon_emulator.memory import load, pointer_to, store
 from tests.gluon_emulator.program import Program, Shared
 from tests.gluon_emulator.values import (
@@ -236,15 +238,15 @@ class _Emulated:
         return run
 
 
-class Emulator:
-    """What launchers are given for ``launch``. ``seed`` decides the turns of partitions."""
+class Emulator(Launcher):
+    """A launcher whose kernels are emulated, on an H200 of ``num_sms``. ``seed`` decides the turns
+    of partitions."""
 
-    capability = (9, 0)
-
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, num_sms: int = PROGRAMS) -> None:
+        super().__init__(self._emulated, capability=(9, 0), num_sms=num_sms)
         self.random = Random(seed)
         self.launched: list[str] = []
 
-    def __call__(self, kernel: Any) -> _Emulated:
+    def _emulated(self, kernel: Any) -> _Emulated:
         self.launched.append(kernel.__name__)
         return _Emulated(kernel, self.random)

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from dsv4_ops.dispatch import choice, libraries
-from tests.gpu.test_cache import ANCHORS, anchor_lib
+from tests.gpu.test_cache import BASELINES, anchor_lib
 
-BUILD = ANCHORS.resolve() / "_flashmla_C.abi3.so"
+BUILD = BASELINES.resolve() / "_flashmla_C.abi3.so"
 
 
 @pytest.fixture
 def found(monkeypatch):
     """The bundle's libraries, as a user names them."""
     monkeypatch.setenv("DSV4_OPS_FLASH_MLA", str(BUILD))
-    monkeypatch.setenv("DSV4_OPS_DEEP_GEMM", str(ANCHORS.resolve()))
+    monkeypatch.setenv("DSV4_OPS_DEEP_GEMM", str(BASELINES.resolve()))
     home = anchor_lib().find_cuda_home()
     if home:
         monkeypatch.setenv("CUDA_HOME", home)

@@ -23,16 +23,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 GRAPHS = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
-ANCHORS = Path(os.environ.get("ANCHOR_DIR", Path(__file__).parents[2] / ".anchor"))
-needs_anchors = pytest.mark.skipif(
-    not (ANCHORS / "bench" / "anchor_lib.py").is_file(),
+BASELINES = Path(os.environ.get("ANCHOR_DIR", Path(__file__).parents[2] / ".anchor"))
+needs_baselines = pytest.mark.skipif(
+    not (BASELINES / "bench" / "anchor_lib.py").is_file(),
     reason="needs the bundle of vLLM's and FlashMLA's kernels, which is not part of the repository",
 )
 
 
 def anchor_lib():
-    os.environ["ANCHOR_DIR"] = str(ANCHORS.resolve())
-    sys.path.insert(0, str(ANCHORS.resolve() / "bench"))
+    os.environ["ANCHOR_DIR"] = str(BASELINES.resolve())
+    sys.path.insert(0, str(BASELINES.resolve() / "bench"))
     return __import__("anchor_lib")
 
 
@@ -42,7 +42,7 @@ def expected_cache(k, cache, slots):
     )
 
 
-@needs_anchors
+@needs_baselines
 @pytest.mark.parametrize("block_size", [64, 256])
 def test_bytes_are_those_of_vllm(block_size):
     """Four million values over 40 orders of magnitude; padding bytes and other rows stay as they
@@ -69,7 +69,7 @@ def test_bytes_are_those_of_vllm(block_size):
     assert torch.equal(ours, theirs)
 
 
-@needs_anchors
+@needs_baselines
 @pytest.mark.parametrize("block_size", [64, 256])
 def test_flash_mla_reads_our_bytes(block_size):
     """FlashMLA's sparse decode over our cache equals attention over ``gather_k_cache`` of it,

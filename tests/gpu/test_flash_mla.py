@@ -11,7 +11,7 @@ from dsv4_ops import testing
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import exact_results
-from tests.gpu.test_cache import anchor_lib, needs_anchors
+from tests.gpu.test_cache import anchor_lib, needs_baselines
 from tests.support.attention_batches import (
     DECODE,
     DEVICE,
@@ -38,7 +38,7 @@ def assert_upstream(
     assert abs(float(apart)) <= cosine, what
 
 
-@needs_anchors
+@needs_baselines
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("sizes", [(64, 64), (256, 64), (256, 2)])
 @pytest.mark.parametrize("extra", [None, 512, 1024])
@@ -96,7 +96,7 @@ def test_flash_mla_agrees(
     torch.testing.assert_close(our_lse.double(), exact_lse, **logs)
 
 
-@needs_anchors
+@needs_baselines
 @pytest.mark.parametrize("topk", [128, 640])
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("deviation", [0.1, 1.5])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.kernels.launcher import at_once
+from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
@@ -129,9 +129,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> None:
 def by_copy(case: Case) -> tuple[Tensor, ...]:
     moved = case.on(DEVICE)
     return tuple(
-        OPS[PREFILL].implementation("kernels")(
-            at_once, *moved.tensors, **moved.settings, impl="auto"
-        )
+        OPS[PREFILL].implementation("kernels")(EAGER, *moved.tensors, **moved.settings, impl="auto")
     )
 
 

@@ -10,7 +10,7 @@ from dsv4_ops.reference.indexer import ABSENT_KEY, best, sortable
 from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.contract.compare import assert_precise
 from dsv4_ops.testing.float64.indexer import HOPPER_UNIT
-from tests.gpu.test_cache import GRAPHS, anchor_lib, needs_anchors
+from tests.gpu.test_cache import GRAPHS, anchor_lib, needs_baselines
 from tests.ops.test_indexer import plain_only
 
 pytestmark = [
@@ -359,7 +359,7 @@ def test_plain_layout_takes_the_reference(name, monkeypatch):
     checks.check_cuda_graph(spec)
 
 
-@needs_anchors
+@needs_baselines
 def test_logits_are_those_of_deep_gemm():
     """Within the tolerance of DeepGEMM's own tests."""
     deep_gemm, _ = anchor_lib().load_deep_gemm()

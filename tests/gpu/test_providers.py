@@ -28,7 +28,7 @@ from dsv4_ops.lowering.measure import example
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import exact_results
 from tests.gpu.providers import BUILD, captured
-from tests.gpu.test_cache import GRAPHS, needs_anchors
+from tests.gpu.test_cache import GRAPHS, needs_baselines
 from tests.gpu.test_flash_mla import assert_upstream
 from tests.helpers import INT32_MAX, INT32_MIN, i32
 from tests.support.attention_batches import (
@@ -48,12 +48,12 @@ from tests.support.attention_batches import (
     turned,
 )
 from tests.support.prefill_batches import PREFILL, prefill_case
-from tests.support.providers_on_cpu import rule_of
+from tests.support.providers_on_cpu import faster_from
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    needs_anchors,
+    needs_baselines,
     pytest.mark.usefixtures("found"),
 ]
 pytest_plugins = ("tests.gpu.providers",)
@@ -440,14 +440,13 @@ def test_a_package_needs_the_library_only(name, tmp_path):
 
 @pytest.mark.parametrize("planned", [False, True])
 def test_auto_takes_the_library_where_the_table_says_so(monkeypatch, planned):
-    rule = rule_of(DECODE, "flash_mla", 24, 640)._replace(planned=planned)
-    monkeypatch.setattr(choice, "RULES", (rule,))
-    case = decode_case(0, rule.tokens, 64, rule.columns - 128).on(DEVICE)
+    monkeypatch.setattr(choice, "is_faster", faster_from(DECODE, "flash_mla", 24))
+    case = decode_case(0, 24, 64, 512).on(DEVICE)
     plan = plan_of(case) if planned else None
     tensors = [*case.tensors[:8], plan, *case.tensors[9:]]
-    assert providers.choice_of(DECODE, *tensors, **case.settings).impl == rule.library
+    assert providers.choice_of(DECODE, *tensors, **case.settings).impl == "flash_mla"
     auto = ops.sparse_mla_decode(*tensors, **case.settings)
-    explicit = ops.sparse_mla_decode(*tensors, **case.settings, impl=rule.library)
+    explicit = ops.sparse_mla_decode(*tensors, **case.settings, impl="flash_mla")
     check(DECODE, case, auto)
     check(DECODE, case, explicit)
     fewer = decode_case(0, 1, 64, 512).on(DEVICE)
@@ -484,7 +483,7 @@ def test_max_autotune_measures():
         result, code = compile_and_get_code(compiled, *case.tensors[:8])
     check(DECODE, case, result)
     assert measure._measured.cache_info().currsize == 1
-    values = choice.arguments(OPS[DECODE], case.tensors, case.settings)
+    values = OPS[DECODE].arguments(case.tensors, case.settings)
     chosen = measure._measured(DECODE, ("triton", "flash_mla"), measure._signature(values))
     assert measure._measured.cache_info().misses == 1
     assert ("_flashmla_C" in code) == (chosen == "flash_mla")

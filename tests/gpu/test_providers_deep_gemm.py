@@ -14,14 +14,14 @@ from dsv4_ops.lowering.inspect import (
     build_package,
 )
 from tests.gpu.providers import captured
-from tests.gpu.test_cache import needs_anchors
+from tests.gpu.test_cache import needs_baselines
 from tests.gpu.test_indexer import Batch
 from tests.helpers import INT32_MAX, INT32_MIN
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    needs_anchors,
+    needs_baselines,
     pytest.mark.usefixtures("found"),
 ]
 pytest_plugins = ("tests.gpu.providers",)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks import choice as bench_choice
 from dsv4_ops.dispatch import providers
+from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.kernels.sparse_mla import bf16_workspace as kernels
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.lowering.measure import example
@@ -17,7 +18,7 @@ from dsv4_ops.reference import bf16_workspace
 from dsv4_ops.reference.bf16_workspace import Prefill, Source
 from dsv4_ops.testing.case import Case
 from tests.gpu.providers import captured
-from tests.gpu.test_cache import needs_anchors
+from tests.gpu.test_cache import needs_baselines
 from tests.gpu.test_providers import call, check, run_of
 from tests.helpers import INT32_MAX, INT32_MIN
 from tests.support.attention_batches import DEVICE, generator, integers
@@ -26,7 +27,7 @@ from tests.support.prefill_batches import MODES, PREFILL, prefill_case
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    needs_anchors,
+    needs_baselines,
     pytest.mark.usefixtures("found"),
 ]
 pytest_plugins = ("tests.gpu.providers",)
@@ -111,7 +112,7 @@ def test_lists_and_rows_are_those_of_the_definition(mode: str) -> None:
     given = (positions, owners, swa, extra, chosen)
     made = Prefill(*given, numbers["window_size"], numbers["compress_ratio"])
     expected = bf16_workspace.gather_rows(made, sink, 128)
-    actual = kernels.gather_rows(lambda kernel: kernel, made, sink, 128)
+    actual = kernels.gather_rows(EAGER, made, sink, 128)
     for name in ("lens", "sink"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
     column = torch.arange(actual.slots.shape[1], device=DEVICE)

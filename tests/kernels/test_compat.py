@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dsv4_ops
+from dsv4_ops.core import torch_compat
 from dsv4_ops.lowering import _compat
 
 pytestmark = pytest.mark.smoke
@@ -21,6 +22,42 @@ def test_inductor_name_exists(name):
     assert getattr(_compat, name) is not None
 
 
+@pytest.mark.parametrize("name", torch_compat.__all__)
+def test_private_name_exists(name):
+    assert getattr(torch_compat, name) is not None
+
+
+def test_what_is_private_answers():
+    assert torch_compat.decomposes_triton_ops() is True
+    assert torch_compat.any_requires_grad([torch.ones(1, requires_grad=True)])
+    assert not torch_compat.any_requires_grad([torch.ones(1)])
+    assert torch_compat.find_schema("dsv4_ops::token_map")
+    assert not torch_compat.find_schema("dsv4_ops::none")
+    assert not torch_compat.forward_mode()
+    assert torch_compat.guard_or_false(2 > 1)
+    assert torch_compat.statically_known_true(2 > 1)
+
+
+def test_private_torch_is_imported_in_two_files_only():
+    """In the folders that import no kernel."""
+    offenders = []
+    for folder in ("core", "dispatch", "ops", "meta", "reference", "lowering"):
+        for path in (PACKAGE / folder).rglob("*.py"):
+            if path.name in ("_compat.py", "torch_compat.py"):
+                continue
+            names = []
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom):
+                    names += [f"{node.module}.{alias.name}" for alias in node.names]
+                elif isinstance(node, ast.Import):
+                    names += [alias.name for alias in node.names]
+                elif isinstance(node, ast.Attribute):
+                    names.append(ast.unparse(node))
+            private = re.compile(r"torch(\.\w+)*\._(?!_)(?!schema|unsafe)")
+            offenders += [f"{path.name}: {name}" for name in names if private.match(name)]
+    assert [each for each in offenders if "torch.ops." not in each] == []
+
+
 def test_every_imported_name_is_listed():
     tree = ast.parse((PACKAGE / "lowering" / "_compat.py").read_text())
     imported = {
@@ -30,11 +67,9 @@ def test_every_imported_name_is_listed():
 
 
 def test_trace_rule_machinery_exists():
-    import torch._functorch.config as functorch_config
-    from torch._subclasses.functional_tensor import FunctionalTensorMode
-
-    assert functorch_config.decompose_custom_triton_ops is True
-    assert issubclass(FunctionalTensorMode, torch.utils._python_dispatch.TorchDispatchMode)
+    assert issubclass(
+        torch_compat.FunctionalTensorMode, torch.utils._python_dispatch.TorchDispatchMode
+    )
     assert isinstance(torch.compiler.config.cache_key_tag, str)
 
 
@@ -72,14 +107,14 @@ def test_every_kernel_is_launched_with_fusion_set(monkeypatch):
 
     monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: kernel)
     monkeypatch.setattr(launcher, "takes_options_in_graphs", lambda: True)
-    launcher.at_once(Kernel())[(2,)](1, num_warps=4)
-    launcher.traced(Kernel())[(3,)](2)
+    launcher.EAGER(Kernel())[(2,)](1, num_warps=4)
+    launcher.TRACED(Kernel())[(3,)](2)
     assert asked == [
         ((2,), (1,), {"num_warps": 4, **triton_compat.FUSION}),
         ((3,), (2,), triton_compat.FUSION),
     ]
     monkeypatch.setattr(launcher, "takes_options_in_graphs", lambda: False)
-    launcher.traced(Kernel())[(4,)](3)
+    launcher.TRACED(Kernel())[(4,)](3)
     assert asked[2] == ((4,), (3,), {})
     given = {}
     monkeypatch.setattr(binary.triton, "compile", lambda source, **rest: given.update(rest))

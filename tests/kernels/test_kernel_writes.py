@@ -9,7 +9,7 @@ from torch._higher_order_ops import triton_kernel_wrap
 pytest.importorskip("triton", reason="triton is published for Linux only")
 
 from dsv4_ops.cli import kernels  # imports triton
-from dsv4_ops.kernels.sparse_mla.combine import join_listed_kernel
+from dsv4_ops.kernels.sparse_mla.combine import combine_listed_kernel
 
 SECONDS = 5.0
 # torch 2.11 analyses a kernel with its ints as constants
@@ -31,8 +31,8 @@ WRITTEN = {
     },
     "insert_pooled_kernel": {"k_cache"},
     "insert_rows_kernel": {"k_cache"},
-    "join_listed_kernel": {"out", "lse"},
-    "join_splits_kernel": {"out", "lse"},
+    "combine_listed_kernel": {"out", "lse"},
+    "combine_splits_kernel": {"out", "lse"},
     "list_pages_kernel": {"out", "lens_out"},
     "list_rows_kernel": {"out", "lens_out", "sink_out"},
     "list_slots_kernel": {"swa_out", "swa_lens_out", "extra_out", "extra_lens_out", "sink_out"},
@@ -47,7 +47,7 @@ WRITTEN = {
     "select_keys_kernel": {"keys", "indices", "plan", "out"},
     "select_logits_kernel": {"keys", "indices", "plan", "out"},
     "sparse_mla_plan_kernel": {"plan"},
-    "split_keys_kernel": {"out", "lse", "partial", "partial_lse", "partial_peak"},
+    "split_keys_kernel": {"out", "lse", "partial", "partial_lse", "partial_scale"},
 }
 
 
@@ -95,7 +95,7 @@ def test_torch_takes_no_other_argument_for_written_to(example):
     name = example.partition(",")[0]
     launches = kernels.recorded(name, arguments, settings)
     here = kernels.recorded(name, arguments, settings, (9, 0))
-    launches += [launch for launch in here if launch.kernel is join_listed_kernel]
+    launches += [launch for launch in here if launch.kernel is combine_listed_kernel]
     found = [taken_for_written(launch) for launch in launches]
     saved = {"states"} if example.startswith("save_and_compress") else set()
     wanted = [WRITTEN[launch.kernel.__name__] for launch in launches]

@@ -1,5 +1,7 @@
 """Every op under the whole contract of ``dsv4_ops.testing.contract.checks``."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +19,8 @@ from tests.oracles import pack as oracles_pack
 from tests.oracles import plan as oracles_plan
 from tests.oracles import sparse as oracles_sparse
 
-EXAMPLES = 20_000 if NIGHTLY else 120
+EXAMPLES = 20_000 if NIGHTLY else int(os.environ.get("DSV4_OPS_EXAMPLES", 120))
+"""Sampled calls per op; `make check` takes fewer."""
 SMOKE = {
     "apply_rope",
     "compressed_slot_mapping",
@@ -84,6 +87,7 @@ def widths(name, case):
     return {}
 
 
+@pytest.mark.check
 @each_op
 def test_reference_gives_the_hand_computed_numbers(name):
     checks.check_cases(OPS[name])
@@ -94,6 +98,7 @@ def test_opcheck(name):
     checks.check_opcheck(OPS[name], traces=None if NIGHTLY else 2)
 
 
+@pytest.mark.check
 @each_op
 def test_fake_has_the_metadata_of_the_real_result(name):
     checks.check_fake(OPS[name])
@@ -109,6 +114,7 @@ drawn = settings(
 )
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", [name for name in OPS if name not in FLOATS])
 def test_reference_equals_the_oracle(name):
     """The oracle is plain Python over ints, written from the specification without sight of the
@@ -129,6 +135,7 @@ def test_reference_equals_the_oracle(name):
     compare()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", FLOATS)
 def test_reference_is_within_the_budget_of_float64(name):
     spec = OPS[name]
@@ -142,19 +149,28 @@ def test_reference_is_within_the_budget_of_float64(name):
     compare()
 
 
-LONG = {
-    "flash_mla_metadata",
-    "flatten_decode",
-    "gather_indexer_k",
-    "insert_c4_step",
-    "sparse_mla_plan",
-    "split_prefill_chunks",
+VECTORS = {
+    "apply_rope",
+    "compressed_slot_mapping",
+    "dense_compressed_indices",
+    "indexer_quantize_q",
+    "indexer_topk",
+    "inverse_rope_group_quantize",
+    "quantize_and_insert_k_cache",
+    "save_compressor_states",
+    "sinkhorn",
+    "sparse_mla_decode",
+    "swa_indices_and_lens",
+    "token_map",
 }
-"""Ops of long loops, of which the vector forms take g++ ten seconds; nightly runs compile them."""
+"""Ops compiled with vectors, as users get them: one of each kind of loop. Of the others `make test`
+compiles the scalar form, half of Inductor's work; `make test-all` has the vectors of all."""
+COMPILED_EXAMPLES = EXAMPLES if NIGHTLY else 40
+"""A call of compiled code is cheap, its reference is not: oracles see more of the reference."""
 
 
 def loops_of(name):
-    scalar = name in LONG and not NIGHTLY
+    scalar = name not in VECTORS and not NIGHTLY
     return torch._inductor.config.patch({"cpp.simdlen": 1} if scalar else {})
 
 
@@ -167,7 +183,7 @@ def test_compiled_equals_the_reference(name):
     with loops_of(name):
         compiled = checks.CompiledOp(OPS[name])
     compiled.check_cases()
-    compiled.fuzz(EXAMPLES, derandomize=not NIGHTLY)
+    compiled.fuzz(COMPILED_EXAMPLES, derandomize=not NIGHTLY)
 
 
 @pytest.mark.parametrize("name", ["compressed_slot_mapping", "swa_indices_and_lens", "token_map"])
@@ -179,8 +195,9 @@ def test_compiled_takes_column_slices(name):
 
 @pytest.mark.parametrize("name", ["compress_and_insert", "swa_indices_and_lens"])
 def test_compiled_loops_are_parallel(name):
-    """Two threads write what one would, however many this process has."""
-    with torch._inductor.config.patch("cpp.threads", 2):
+    """Two threads write what one would, however many this process has and however small the batch
+    that it is compiled for."""
+    with torch._inductor.config.patch({"cpp.threads": 2, "cpp.min_chunk_size": 1}):
         compiled = checks.CompiledOp(OPS[name])
         assert "#pragma omp parallel num_threads(2)" in compiled.code
         compiled.fuzz(20)
@@ -189,9 +206,23 @@ def test_compiled_loops_are_parallel(name):
 FUSED = [
     name for name, spec in OPS.items() if spec.mutated or "pointwise" in spec.lowering.values()
 ]
+FUSED_WRITERS = {
+    "insert_k_cache",
+    "quantize_and_insert_k_cache",
+    "save_compressor_states",
+}
+"""Writers whose fusion `make test` compiles: one tensor of bytes, one of rows, one of states."""
+SAME_WRITES = pytest.mark.nightly(
+    "writers of one row, one cache and states; test_compiled_cache.py has the order of writes"
+)
 
 
-@pytest.mark.parametrize("name", FUSED)
+def fused(name):
+    writer = OPS[name].mutated and name not in FUSED_WRITERS
+    return pytest.param(name, marks=[SAME_WRITES] * bool(writer))
+
+
+@pytest.mark.parametrize("name", [fused(name) for name in FUSED])
 def test_compiled_fuses_with_producers_and_consumers(name):
     with loops_of(name):
         checks.check_fusion(OPS[name])

@@ -22,6 +22,7 @@ TEMPLATE = re.compile(r"(?P<op>\w+): \w+ must [^.].*, got [^,].*\. [A-Z].*[^. ]\
 LIMIT = 16383
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_error(row: Row) -> None:
     arguments = {**valid_arguments(row.op), **row.spoiled}

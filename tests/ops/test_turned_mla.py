@@ -158,17 +158,17 @@ def test_a_layer_gives_the_bits_of_attention_and_rotation_apart(
     rows = projected(SmallLayer(kind, SPEC), hidden_states())[0]
     calls: list[tuple[Tensor, bool]] = []
 
-    def grouped(spec: Any, out: Tensor, *args: Any, turned: bool) -> Any:
-        calls.append((out, turned))
-        return output.grouped(spec, out, *args, turned=turned)
+    def group_output(spec: Any, out: Tensor, *args: Any, inverse_rope: bool) -> Any:
+        calls.append((out, inverse_rope))
+        return output.group_output(spec, out, *args, inverse_rope=inverse_rope)
 
-    monkeypatch.setattr(layer, "grouped", grouped)
+    monkeypatch.setattr(layer, "group_output", group_output)
     outs = []
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr(layer, "turns_back", lambda *_: False)
+            monkeypatch.setattr(layer, "fuses_inverse_rope", lambda *_: False)
         twin = SmallLayer(kind, SPEC)
         outs.append(in_chunks(twin, [rows], [[LENGTH]], padding=3)[0])
-    assert [turned for _, turned in calls] == [True, False]
+    assert [inverse_rope for _, inverse_rope in calls] == [True, False]
     assert torch.equal(*outs)
     assert not torch.equal(*(out for out, _ in calls))

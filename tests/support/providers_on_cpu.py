@@ -11,7 +11,6 @@ import dsv4_ops as ops
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS, REFERENCE
 from dsv4_ops.dispatch import choice, libraries, providers
-from dsv4_ops.dispatch.crossovers import Rule
 from dsv4_ops.kernels.external import flash_mla as adapter
 from dsv4_ops.testing.contract.compare import assert_agrees
 from tests.fakes import flash_mla as fake_flash_mla
@@ -145,5 +144,10 @@ def deep_gemm(on_cpu, monkeypatch):
     torch._dynamo.reset()
 
 
-def rule_of(op: str, library: str, tokens: int, columns: int) -> Rule:
-    return Rule(op, library, 64, False, tokens, columns, (0, 2**62), (2.0, 1.0))
+def faster_from(op: str, library: str, tokens: int):
+    """In place of ``choice.is_faster``: a library that is from so many tokens on."""
+
+    def is_faster(name, other, values):
+        return (name, other) == (op, library) and values["q"].shape[0] >= tokens
+
+    return is_faster

@@ -11,9 +11,8 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
+from tests.helpers import NEWEST
 from tests.support.hf_models import LENGTH, REQUESTS, Engine, expected, new_cache, reference, text
-
-NEWEST = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 STEPS, BUDGET = 200, 6
 
@@ -61,7 +60,7 @@ def test_one_graph_over_200_steps_of_a_changing_batch():
 
 
 @pytest.mark.smoke
-@pytest.mark.skipif(not NEWEST, reason="test_examples.py compiles one on the other stacks")
+@pytest.mark.skipif(not NEWEST, reason="test_demo.py compiles and packages one on other stacks")
 def test_a_decode_step_of_the_newest_stack():
     """Inductor's code of a whole step, all kinds of layers in it, and Hugging Face's logits."""
     model, cache, tokens = reference(), new_cache(), text()

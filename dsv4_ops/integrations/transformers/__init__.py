@@ -1,7 +1,7 @@
-"""Hugging Face's ``DeepseekV4ForCausalLM`` on the ops of this package.
+"""Run Hugging Face's ``DeepseekV4ForCausalLM`` on the ops of this package.
 
-``patch`` makes the model you have run from a ``PagedCache``: ragged batches, one graph with the
-batch metadata inside, one CUDA graph, one AOTInductor package. Weights, state dict,
+``patch`` lets a loaded model run from a ``PagedCache``: ragged batches, and a step with its
+metadata as one graph, one CUDA graph or one AOTInductor package. Weights, state dict,
 ``from_pretrained`` and ``generate`` stay as they are.
 
 Example:

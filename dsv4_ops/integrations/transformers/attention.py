@@ -1,4 +1,4 @@
-"""Hugging Face's attention module: its projections around our layer."""
+"""Hugging Face's attention projections around ``attention_layer``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4_ops.integrations.transformers.steps import LayerContext
 
 
 def attention(module: Any, spec: ModelSpec, hidden: Tensor, context: LayerContext) -> Tensor:
-    """What ``DeepseekV4Attention.forward`` returns first, for [1, num_tokens, hidden_size]."""
+    """Attention output of ``DeepseekV4Attention``, for [1, num_tokens, hidden_size]."""
     kind = KIND_OF_TYPE[module.layer_type]
     flat = hidden.flatten(0, 1)
     grouped = attention_layer(
@@ -27,7 +27,7 @@ def attention(module: Any, spec: ModelSpec, hidden: Tensor, context: LayerContex
         schedule=context.schedule,
         state_rings=context.state_rings,
     )
-    assert isinstance(grouped, Tensor)  # the layer quantises groups only if asked to
+    assert isinstance(grouped, Tensor)  # spec.scale_layout is None
     out: Tensor = module.o_b_proj(module.o_a_proj(grouped.to(hidden.dtype)).flatten(1))
     return out.view(hidden.shape)
 
@@ -52,22 +52,22 @@ def _inputs(module: Any, spec: ModelSpec, x: Tensor) -> LayerInputs:
 
 
 def _kv_score(compressor: Any, spec: ModelSpec, x: Tensor) -> Tensor:
-    exactly = spec.recipe.compressor_float32
-    both = [_projected(layer, x, exactly) for layer in (compressor.kv_proj, compressor.gate_proj)]
+    float32 = spec.recipe.compressor_float32
+    both = [_project(layer, x, float32) for layer in (compressor.kv_proj, compressor.gate_proj)]
     return torch.cat(both, -1).to(torch.float32)
 
 
-def _projected(layer: Any, x: Tensor, exactly: bool) -> Tensor:
-    """What a projection returns: what was put in its place, or around it, in its own precision."""
-    if exactly and is_linear(layer):
+def _project(layer: Any, x: Tensor, float32: bool) -> Tensor:
+    """Project ``x``; a replaced or wrapped layer keeps its own precision."""
+    if float32 and is_linear(layer):
         return linear_float32(x, layer.weight)
     out: Tensor = layer(x.to(layer.weight.dtype) if type(layer) is torch.nn.Linear else x)
     return out
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.mT`` with a float32 result: products of bfloat16 values are exact in it."""
-    differentiated = torch.is_grad_enabled() and x.requires_grad  # which torch.mm below cannot be
+    """``x @ weight.mT`` with a float32 result."""
+    differentiated = torch.is_grad_enabled() and x.requires_grad  # mm(out_dtype=) has no gradient
     if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and not differentiated:
         flat = x.reshape(-1, x.shape[-1])
         return torch.mm(flat, weight.mT, out_dtype=torch.float32).view(*x.shape[:-1], -1)
@@ -75,7 +75,7 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def head_weights(indexer: Any) -> Any:
-    """The projection of the indexer's weights of heads, wherever transformers keeps it."""
+    """The projection of the indexer's head weights; its owner depends on transformers' version."""
     owner = getattr(indexer, "scorer", indexer)
     return owner.weights_proj
 

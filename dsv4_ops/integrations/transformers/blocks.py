@@ -1,4 +1,4 @@
-"""Which request has which row and which blocks: bookkeeping of the host, without tensors."""
+"""Host-side allocation of cache rows and blocks to requests."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dsv4_ops.core.refusal import refusal
 
 
 class OutOfBlocks(RuntimeError):
-    """No block or no row is left; nothing was changed."""
+    """No free block or row is left; the cache is unchanged."""
 
 
 class BlockPool:
-    """Rows and blocks of a cache.
+    """Free lists of rows and blocks.
 
     Args:
-        num_rows: Requests that fit at a time.
-        num_blocks: Blocks that all of them share.
-        max_blocks: Blocks that a request can have at most.
+        num_rows: Maximum number of concurrent requests.
+        num_blocks: Blocks in the pool that they share.
+        max_blocks: Maximum blocks per request.
     """
 
     def __init__(self, num_rows: int, num_blocks: int, max_blocks: int) -> None:
@@ -28,7 +28,7 @@ class BlockPool:
         self.free_blocks = list(range(num_blocks - 1, -1, -1))
 
     def add(self, request: Hashable, num_blocks: int) -> int:
-        """A row, and ``num_blocks`` blocks, for a new request."""
+        """Give a new request a row and ``num_blocks`` blocks; return the row."""
         if request in self.rows:
             rule = "be a request that the cache does not have"
             raise refusal(ValueError, "add", "request", rule, repr(request), "Free it first")
@@ -43,7 +43,7 @@ class BlockPool:
         return self.rows[request]
 
     def reserve(self, request: Hashable, num_blocks: int) -> list[int]:
-        """Give a request as many blocks as it lacks of ``num_blocks``; return all of its blocks."""
+        """Grow a request to ``num_blocks`` blocks; return all of its blocks."""
         blocks = self.blocks[self.known("reserve", request)]
         self._check("reserve", num_blocks, len(blocks))
         while len(blocks) < num_blocks:
@@ -51,14 +51,14 @@ class BlockPool:
         return blocks
 
     def free(self, request: Hashable) -> int:
-        """Take row and blocks back; return the row."""
+        """Return a request's row and blocks to the pool; return the row."""
         row = self.rows.pop(self.known("free", request))
         self.free_rows.append(row)
         self.free_blocks += reversed(self.blocks.pop(request))
         return row
 
     def known(self, op: str, request: Hashable) -> Hashable:
-        """``request``, if it has a row."""
+        """Return ``request``, or raise if it has no row."""
         if request not in self.rows:
             rule = "be a request that was added and not freed"
             raise refusal(ValueError, op, "request", rule, repr(request), "Add it first")
@@ -68,14 +68,8 @@ class BlockPool:
         missing = num_blocks - owned
         if num_blocks > self.max_blocks:
             rule = f"need at most the {self.max_blocks} blocks of max_cache_len"
-            raise refusal(
-                ValueError,
-                op,
-                "num_tokens",
-                rule,
-                num_blocks,
-                "Make the cache with a larger max_cache_len",
-            )
+            advice = "Make the cache with a larger max_cache_len"
+            raise refusal(ValueError, op, "num_tokens", rule, num_blocks, advice)
         if missing > len(self.free_blocks):
             advice = "Free a request, or wait for one to end"
             sizes = (len(self.free_blocks), self.num_blocks, missing)
@@ -85,7 +79,7 @@ class BlockPool:
 def out_of_blocks(
     op: str, argument: str, free: int, blocks: int, missing: int, advice: str
 ) -> OutOfBlocks:
-    """The error for tokens that take more blocks than are free."""
+    """The error for tokens that need more blocks than are free."""
     rule = f"fit into the free blocks, {free} of {blocks}"
     found = f"tokens for {missing} more block{'s' if missing > 1 else ''}"
     return refusal(OutOfBlocks, op, argument, rule, found, advice)

@@ -1,4 +1,4 @@
-"""The cache of a patched model: paged, of fixed addresses, with its lengths on the device."""
+"""The cache of a patched model: paged, at fixed addresses, with lengths on the device."""
 
 from __future__ import annotations
 
@@ -23,37 +23,36 @@ Cache: Any = require_transformers("dsv4_ops.integrations.transformers").Cache
 __all__ = ["OutOfBlocks", "PagedCache"]
 
 DEFAULT_CHUNK = 2048
-"""Most tokens of a request in a step unless the cache is told: rings of the window's keys for
-longer chunks would soon be larger than all else."""
+"""Default ``max_chunk``: the rings of window keys grow with it."""
 
 
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
-    """Caches of all layers, for ``max_batch_size`` requests of up to ``max_cache_len`` tokens.
+    """KV caches of all layers, for ``max_batch_size`` requests of up to ``max_cache_len`` tokens.
 
-    Every request has a row. Keys of the window and states of the compressors live in rings of fixed
-    size, one per row; compressed rows and the indexer's keys in blocks of 256 tokens, from a pool
-    that all rows share or, by default, each row's own. All sizes are fixed at construction and all
-    tensors keep their addresses: a compiled step never recompiles, and CUDA graphs write in place.
+    Every request owns a row. Window keys and compressor states live in fixed-size rings, one per
+    row; compressed rows and indexer keys in blocks of 256 tokens, from a shared pool or, by
+    default, a fixed set per row. Sizes and addresses never change after construction, so compiled
+    steps do not recompile and CUDA graphs write in place.
 
-    Used as ``past_key_values`` of a patched model, row r belongs to row r of ``input_ids``; used
-    with ``StepBatch``, rows are those that ``add`` gives.
+    As ``past_key_values`` of a patched model, row r belongs to row r of ``input_ids``; with
+    ``StepBatch``, rows are those that ``add`` returns.
 
     Args:
         config: ``DeepseekV4Config``.
-        max_batch_size: Rows. At least 1.
-        max_cache_len: Most tokens of a request. At least 1.
-        num_blocks: Blocks of the pool; None gives every row its own blocks for ``max_cache_len``
-            tokens, so that none can run out.
-        max_chunk: Most tokens of a request in one step; None takes ``max_cache_len``, but no more
-            than 2048. Memory of the window's keys grows with it (``docs/memory.md``).
-        next_n: Most tokens of a step that may be taken back (speculative decoding), plus one.
-        kv: "fp8", "bf16" or "fp32": what keys are stored as; that of ``patch``.
-        precision: That of ``patch``.
-        device: Where the tensors live.
+        max_batch_size: Number of rows. At least 1.
+        max_cache_len: Maximum tokens of a request. At least 1.
+        num_blocks: Blocks in the shared pool. None gives every row its own blocks for
+            ``max_cache_len`` tokens.
+        max_chunk: Maximum tokens of a request in one step; min(``max_cache_len``, 2048) by default.
+            The memory of the window keys grows with it (``docs/memory.md``).
+        next_n: 1 + the maximum number of a step's tokens that may be rolled back (speculative
+            decoding).
+        kv: Storage of the keys, "fp8", "bf16" or "fp32"; as passed to ``patch``.
+        precision: As passed to ``patch``.
+        device: Device of the tensors.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: sizes out of range, or a model that this version
-            does not know.
+        ValueError, TypeError, NotImplementedError: a size out of range, or an unsupported model.
 
     Example:
         >>> from dsv4_ops.testing.models import small_config
@@ -92,7 +91,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         checks.at_least(1, max_chunk=chunk)
         checks.device_name("device", device)
         self.spec = ModelSpec.of("PagedCache", config, kv, precision)
-        # not by their public names, which are properties of transformers 5.17's Cache
+        # the public names are properties of transformers' Cache
         self._max_batch_size, self._max_cache_len = max_batch_size, max_cache_len
         self.max_chunk = chunk
         self.device = torch.device("cpu" if device is None else device)
@@ -103,7 +102,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self._pool = BlockPool(max_batch_size, blocks, self.blocks_per_row)
         self.rings = ring_blocks(self.spec, max_cache_len, chunk, next_n)
         self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
-        self.written = torch.zeros_like(self.seq_lens)  # where each row ended at most
+        self.written = torch.zeros_like(self.seq_lens)  # furthest end of each row so far
         self.tensors = CacheTensors(
             tables=self._tables(),
             rope=RopeTables(
@@ -118,21 +117,18 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     @classmethod
     def for_model(cls, model: Any, **sizes: Any) -> PagedCache:
-        """A cache for a patched model: ``kv``, ``precision`` and ``device`` are the model's."""
-        spec = getattr(model, "dsv4_ops_spec", None)
+        """Make a cache with the ``kv``, ``precision`` and ``device`` of a patched model."""
+        op, spec = "PagedCache.for_model", getattr(model, "dsv4_ops_spec", None)
         if spec is None:
-            rule = "be patched"
-            raise refusal(
-                ValueError, "PagedCache.for_model", "model", rule, "another", "Call patch first"
-            )
+            raise refusal(ValueError, op, "model", "be patched", "another", "Call patch first")
         given = {"kv": spec.kv, "precision": spec.recipe, "device": model.device}
         return cls(model.config, **{**given, **sizes})
 
     def _tables(self) -> CacheTables:
         sizes = {
             "swa": self.spec.layers.attention.swa_block_size,
-            "c4_states": self.spec.layers.c4_state_page_size,
-            "c128_states": self.spec.layers.c128_state_page_size,
+            "c4_states": self.spec.layers.c4_state_block_size,
+            "c128_states": self.spec.layers.c128_state_block_size,
         }
         row = torch.arange(self.max_batch_size, dtype=torch.int32)[:, None]
         tables = {}
@@ -159,66 +155,67 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     @property
     def requests(self) -> dict[Hashable, int]:
-        """Row of every request."""
+        """The row of every request."""
         return dict(self._pool.rows)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool."""
+        """Total blocks."""
         return self._pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of the pool that no request has."""
+        """Blocks that no request holds."""
         return len(self._pool.free_blocks)
 
     def add(self, request: Hashable, num_tokens: int = 0) -> int:
         """Give a new request a row, and blocks for ``num_tokens`` tokens.
 
         Raises:
-            OutOfBlocks: no row or not enough blocks are left; the cache is as it was.
-            ValueError: the cache has the request already, or ``num_tokens`` exceeds
+            OutOfBlocks: no row or not enough blocks are free; the cache is unchanged.
+            ValueError: the request is in the cache already, or ``num_tokens`` exceeds
                 ``max_cache_len``.
         """
         row = self._pool.add(request, self._blocks("add", num_tokens))
-        self._store_pages(request)
+        self._store_table(request)
         self._forget(row)
         return row
 
     def reserve(self, request: Hashable, num_tokens: int) -> None:
-        """Make sure that a request has blocks for ``num_tokens`` tokens in total.
+        """Grow a request's blocks to hold ``num_tokens`` tokens in total.
 
         Raises:
-            OutOfBlocks: not enough blocks are left; the cache is as it was.
-            ValueError: no such request, or more than ``max_cache_len`` tokens.
+            OutOfBlocks: not enough blocks are free; the cache is unchanged.
+            ValueError: unknown request, or more than ``max_cache_len`` tokens.
         """
         before = len(self._pool.blocks[self._pool.known("reserve", request)])
         blocks = self._blocks("reserve", num_tokens)
         if blocks > before:
             self._pool.reserve(request, blocks)
-            self._store_pages(request)
+            self._store_table(request)
 
     def lacking_blocks(self, request: Hashable, num_tokens: int) -> int:
-        """Blocks that ``reserve`` would take, or that ``add`` would for a request not added yet."""
+        """Blocks that ``reserve`` (or ``add``, for a new request) would take."""
         owned = len(self._pool.blocks.get(request, ()))
         return max(self._blocks("lacking_blocks", num_tokens) - owned, 0)
 
     def free(self, request: Hashable) -> None:
-        """Take back the row and the blocks of a request."""
+        """Release the row and the blocks of a request."""
         row = self._pool.free(request)
         self._forget(row)
         if not self.owns_blocks:
             self.tensors.tables.compressed[row] = -1
 
     def raise_if_dropped(self) -> None:
-        """Fail if a step could not store all of its tokens, and count anew.
+        """Raise if steps dropped tokens since the last call, and reset the counter.
 
-        Steps count such tokens on the device, in graphs too, and wait for nothing; this waits for
-        the device. Call it where results are used: every step, every hundred, or at the end.
+        Steps count dropped tokens on the device without synchronising, also in graphs; this call
+        synchronises. Call it where results are used: every step, every hundred steps, or at the
+        end.
 
         Raises:
-            RuntimeError: tokens were dropped since the last call. Their own logits and all later
-                ones of their requests mean nothing; those of other requests are right.
+            RuntimeError: tokens were dropped. Their logits and all later ones of their requests are
+                undefined; other requests are not affected.
         """
         dropped = int(self.tensors.dropped)
         if dropped:
@@ -241,33 +238,33 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         checks.at_most("num_tokens", num_tokens, "max_cache_len", self.max_cache_len)
         return 0 if self.owns_blocks else -(-num_tokens // self.spec.layers.attention.block_tokens)
 
-    def _store_pages(self, request: Hashable) -> None:
+    def _store_table(self, request: Hashable) -> None:
         blocks = self._pool.blocks[request]
         if blocks:
             row = self._pool.rows[request]
             stored = torch.tensor(blocks, dtype=torch.int32)
             self.tensors.tables.compressed[row, : len(blocks)] = stored.to(self.device)
 
-    # What Hugging Face asks of a cache
+    # Hugging Face's Cache interface
 
     @property
     def is_compileable(self) -> bool:
-        """Whether compiled calls keep working as the cache fills."""
+        """True: compiled calls do not recompile as the cache fills."""
         return True
 
     @property
     def is_initialized(self) -> bool:
-        """Whether all tensors are there."""
+        """True: all tensors are allocated at construction."""
         return True
 
     @property
     def max_batch_size(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self._max_batch_size
 
     @property
     def max_cache_len(self) -> int:
-        """Most tokens of a request."""
+        """Maximum tokens of a request."""
         return self._max_cache_len
 
     def __len__(self) -> int:
@@ -284,13 +281,13 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         )
 
     def memory(self) -> dict[str, int]:
-        """Bytes of all tensors, by part.
+        """Bytes of the tensors, by group.
 
         Returns:
-            "window": the window's keys; they grow with ``max_batch_size`` and ``max_chunk``.
-            "compressed" and "indexer": compressed keys and those of the indexer; they grow with
-            ``num_blocks``. "states": unfinished windows; they grow with ``max_batch_size``.
-            "tables": rotary embeddings, block tables, lengths.
+            "window": window keys; grows with ``max_batch_size`` and ``max_chunk``. "compressed" and
+            "indexer": compressed keys and indexer keys; grow with ``num_blocks``. "states":
+            compressor states; grows with ``max_batch_size``. "tables": RoPE tables, block tables,
+            lengths.
 
         Example:
             >>> from dsv4_ops.testing.models import small_config
@@ -309,52 +306,48 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         return parts
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """Tokens of the longest row, a tensor of no dimension."""
+        """Tokens of the longest row, as a 0-d tensor."""
         return self.seq_lens.amax()
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Most tokens of a request."""
+        """Maximum tokens of a request."""
         return self.max_cache_len
 
-    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        """The same, by its older name."""
-        return self.max_cache_len
+    get_max_cache_shape = get_max_length
 
     def update(self, *_: Any, **__: Any) -> Any:
-        """Refuse: only a patched model writes here, and does so itself."""
-        raise refusal(
-            ValueError, "PagedCache", "model", "be patched", "another", "Call patch first"
-        )
+        """Refuse: a patched model writes to the cache itself."""
+        advice = "Call patch first"
+        raise refusal(ValueError, "PagedCache", "model", "be patched", "another", advice)
 
     get_mask_sizes = update
 
     def reset(self) -> None:
-        """Forget all tokens; requests keep their rows and blocks."""
+        """Drop all tokens; requests keep their rows and blocks."""
         self.seq_lens.zero_()
         self.written.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Refuse: rows share no blocks, so that beams would have to be copied."""
+        """Refuse: rows share no blocks, so beams would have to be copied."""
         rule = "not reorder its rows"
         advice = "Search without beams, or pass cache_implementation='dynamic'"
         raise refusal(NotImplementedError, "PagedCache", "beams", rule, "beam search", advice)
 
     @property
     def is_croppable(self) -> bool:
-        """Whether ``crop`` works."""
+        """False."""
         return False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: what a row needs of the tokens before may be overwritten."""
-        advice = "Pass position_ids that go back, as far as next_n allows"
-        self._refuse("crop", advice)
+        """Refuse: the rings may have overwritten what earlier positions need."""
+        self._refuse("crop", "Pass position_ids that go back, as far as next_n allows")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refuse: the number of rows is fixed."""
         self._refuse("batch_repeat_interleave", "Make a cache with as many rows")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Refuse, too."""
+        """Refuse: rows do not move."""
         self._refuse("batch_select_indices", "Free the requests that have ended")
 
     def _refuse(self, name: str, advice: str) -> None:
@@ -363,25 +356,24 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
 
 def readable(size: int) -> str:
-    """Bytes in the largest unit that they fill."""
+    """Format bytes in the largest unit that they fill."""
     unit = min(max(size.bit_length() - 1, 0) // 10, 3)
     return f"{size / 1024**unit:.{1 if unit else 0}f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
 
 
 def ring_blocks(spec: ModelSpec, max_cache_len: int, max_chunk: int, next_n: int) -> dict[str, int]:
-    """Blocks per row of the window's keys and of the compressors' states.
+    """Blocks per row of the rings of window keys and compressor states.
 
-    A chunk is stored before its first token's window is read, so that the window's ring holds both.
-    States are read before those of the step are stored, or lie in other rows of the ring, and of a
-    step only the last ones are stored.
+    A chunk is stored before its first token reads its window, so the window ring holds both. States
+    are read before the step overwrites them, and only a step's last states are stored.
     """
     attention, layers = spec.layers.attention, spec.layers
     spans = {
         "swa": (max_chunk + attention.window_size - 1, attention.swa_block_size),
-        "c4_states": (kept_states(spec, "c4", next_n), layers.c4_state_page_size),
-        "c128_states": (kept_states(spec, "c128", next_n), layers.c128_state_page_size),
+        "c4_states": (kept_states(spec, "c4", next_n), layers.c4_state_block_size),
+        "c128_states": (kept_states(spec, "c128", next_n), layers.c128_state_block_size),
     }
-    # a span that begins within a block touches one block more than it fills
+    # an unaligned span touches one more block than it fills
     return {
         name: min((span - 1) // block + 2, -(-max_cache_len // block))
         for name, (span, block) in spans.items()
@@ -389,6 +381,6 @@ def ring_blocks(spec: ModelSpec, max_cache_len: int, max_chunk: int, next_n: int
 
 
 def kept_states(spec: ModelSpec, kind: str, next_n: int) -> int:
-    """Last positions of a request whose states later steps may read."""
+    """Trailing positions of a request whose states later steps may read."""
     windows = 2 if kind == "c4" else 1
     return windows * spec.layers.ratio(kind) + next_n - 1

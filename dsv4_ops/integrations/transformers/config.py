@@ -1,4 +1,4 @@
-"""From Hugging Face's configuration to ours."""
+"""Translate Hugging Face's configuration to a ``LayerSpec``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KIND_OF_TYPE = {
     "compressed_sparse_attention": "c4",
     "heavily_compressed_attention": "c128",
 }
-"""Our kind of layer for each of Hugging Face's layer types."""
+"""Layer kind for each of Hugging Face's layer types."""
 
 _DTYPE_OF_KV = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _OLDEST = (5, 17)
@@ -43,13 +43,17 @@ _OLDEST = (5, 17)
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What of a model its cache and its steps depend on.
+    """The configuration that a patched model's cache and steps depend on.
 
-    ``layers``: of the attention; ``kinds``: of every layer; ``recipe`` and ``kv``: as they were
-    given to ``patch``; ``step_layers``: ``layers`` as ``batch_invariant`` and ``impl`` want them;
-    ``dtype``: of the model; ``num_heads``: of its queries; ``plan_heads``: those that decodes are
-    planned for, 0 for no plan; ``fingerprint``: what a cache depends on, "name=value" joined by
-    "; ".
+    Attributes:
+        layers: Spec of the attention layers, which the cache follows.
+        kinds: Kind of every layer.
+        recipe, kv: As passed to ``patch``.
+        step_layers: ``layers`` with the ``batch_invariant`` and ``impl`` of ``patch``.
+        dtype: Dtype of the model.
+        num_heads: Query heads.
+        plan_heads: ``plan_heads`` of decode steps; 0 for no plan.
+        fingerprint: Everything that a cache depends on, as "name=value" joined by "; ".
     """
 
     layers: LayerSpec
@@ -74,7 +78,7 @@ class ModelSpec:
         impl: str = "auto",
         plan: bool = True,
     ) -> ModelSpec:
-        """The specification of ``config``, or the error of ``op`` that says why there is none."""
+        """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
         _check_model(op, config)
         checks = Checks(op)
         checks.one_of("kv", kv, *_DTYPE_OF_KV, belongs_to="the cache shall hold")
@@ -102,44 +106,44 @@ class ModelSpec:
         _check_flash_mla(op, impl, kv, batch_invariant)
         step_layers = replace(layers, batch_invariant=batch_invariant, impl=impl)
         dtype = getattr(config, "dtype", None)
-        if not isinstance(dtype, torch.dtype):  # a configuration that no model was made of
+        if not isinstance(dtype, torch.dtype):  # no model was made from this configuration
             dtype = _DTYPE_OF_KV[kv]
-        goes_by_it = not batch_invariant and impl not in (FLASH_MLA, REFERENCE)
-        planned = plan and goes_by_it and "c128" in kinds
+        takes_plan = not batch_invariant and impl not in (FLASH_MLA, REFERENCE)
         num_heads = config.num_attention_heads
-        plan_heads = num_heads if planned else 0
+        plan_heads = num_heads if plan and takes_plan and "c128" in kinds else 0
         fingerprint = _fingerprint(layers, kinds, None if recipe.rope_float32 else dtype)
         steps = (step_layers, dtype, num_heads, plan_heads)
         return cls(layers, kinds, recipe, kv, *steps, fingerprint)
 
     def scheduled(self, device: torch.device) -> ModelSpec:
-        """With the parts that a library's schedules are for, if it is there: its layers then share
-        what each would make. ``device``: where the model is."""
+        """Add the SM counts of a library's schedules, so that layers share one schedule per step.
+
+        Args:
+            device: Device of the model.
+        """
         layers = self.step_layers
         if layers.impl not in LIBRARIES or choice.unusable(layers.impl):
             return self
         if layers.impl == DEEP_GEMM and "c4" in self.kinds:
             layers = replace(layers, schedule_sms=deep_gemm_num_sms())
         elif layers.impl == FLASH_MLA and self.num_heads in FLASH_MLA_HEADS:
-            # a model that is somewhere else yet will be moved
-            runs = device.type in choice.DEVICES
-            device = device if runs else torch.device(choice.DEVICES[0])
+            if device.type not in choice.DEVICES:  # the model will be moved before it runs
+                device = torch.device(choice.DEVICES[0])
             layers = replace(layers, sm_parts=flash_mla_num_sm_parts(self.num_heads, device))
         return replace(self, step_layers=layers)
 
     def layers_for(self, schedule: str, num_tokens: int) -> LayerSpec:
-        """What a step is built by: with a library's schedules where its layers take them. The
-        number of tokens is looked at only where it matters: it would be a guard of a graph."""
+        """Spec to build a step with; it has a library's schedules where the layers take them."""
         layers = self.step_layers
         if layers.sm_parts and schedule != "decode":
             return self.layers
+        # compare num_tokens only if needed: the comparison guards a graph
         if layers.schedule_sms and num_tokens > MAX_REQUESTS:
             return self.layers
         return layers
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without the parts of schedules: a copy may be of another process, on another GPU, where
-        its layers make their own."""
+        """Pickle without SM counts: the copy may be loaded for another GPU."""
         plain = replace(self.step_layers, schedule_sms=0, sm_parts=0)
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return ModelSpec, tuple((values | {"step_layers": plain}).values())
@@ -155,7 +159,7 @@ class ModelSpec:
 
 
 def require_transformers(op: str) -> Any:
-    """The module ``transformers``, new enough for DeepSeek-V4."""
+    """Import ``transformers``, or raise if it is missing or too old for DeepSeek-V4."""
     advice = 'Install "dsv4_ops[transformers]"'
     try:
         import transformers
@@ -178,55 +182,33 @@ def _check_model(op: str, config: Any) -> None:
     unknown = sorted(set(config.layer_types) - set(KIND_OF_TYPE))
     if unknown:
         rule = "hold only " + ", ".join(map(repr, KIND_OF_TYPE))
-        raise refusal(
-            NotImplementedError,
-            op,
-            "config.layer_types",
-            rule,
-            ", ".join(map(repr, unknown)),
-            "These layers are unknown to this version",
-        )
+        found, advice = ", ".join(map(repr, unknown)), "These layers are unknown to this version"
+        raise refusal(NotImplementedError, op, "config.layer_types", rule, found, advice)
 
 
 def _check_flash_mla(op: str, impl: str, kv: str, batch_invariant: bool) -> None:
-    """FlashMLA reads its own layout and decides itself what it splits."""
+    """FlashMLA reads its own layout only, and chooses its splits by the batch."""
     if impl != "flash_mla" or (kv == "fp8" and not batch_invariant):
         return
     name, rule, value = ("kv", "be 'fp8'", repr(kv))
     if kv == "fp8":
         name, rule, value = ("batch_invariant", "be False", "True")
-    raise refusal(
-        NotImplementedError,
-        op,
-        name,
-        f"{rule} for impl 'flash_mla'",
-        value,
-        "FlashMLA runs nothing else",
-    )
+    rule, advice = f"{rule} for impl 'flash_mla'", "FlashMLA runs nothing else"
+    raise refusal(NotImplementedError, op, name, rule, value, advice)
 
 
 def _check_sizes(op: str, config: Any, kv: str) -> None:
-    if config.index_head_dim != IndexerLayout.head_dim and "compressed_sparse_attention" in (
-        config.layer_types
-    ):
-        raise refusal(
-            NotImplementedError,
-            op,
-            "config.index_head_dim",
-            f"be {IndexerLayout.head_dim}",
-            config.index_head_dim,
-            "The indexer's cache has rows of that many values",
-        )
+    has_indexer = "compressed_sparse_attention" in config.layer_types
+    if has_indexer and config.index_head_dim != IndexerLayout.head_dim:
+        name, rule = "config.index_head_dim", f"be {IndexerLayout.head_dim}"
+        advice = "The indexer's cache has rows of that many values"
+        raise refusal(NotImplementedError, op, name, rule, config.index_head_dim, advice)
     sizes = (config.head_dim, config.qk_rope_head_dim)
-    if kv == "fp8" and sizes != (MainLayout.head_dim, ROPE_DIM):
-        raise refusal(
-            NotImplementedError,
-            op,
-            "kv",
-            f"be 'bf16' or 'fp32' unless head_dim is {MainLayout.head_dim} with {ROPE_DIM} rotated",
-            f"{kv!r} with head_dim {sizes[0]} and {sizes[1]} rotated",
-            "Pass another kv",
-        )
+    wanted = (MainLayout.head_dim, ROPE_DIM)
+    if kv == "fp8" and sizes != wanted:
+        rule = f"be 'bf16' or 'fp32' unless head_dim is {wanted[0]} with {wanted[1]} rotated"
+        found = f"{kv!r} with head_dim {sizes[0]} and {sizes[1]} rotated"
+        raise refusal(NotImplementedError, op, "kv", rule, found, "Pass another kv")
 
 
 def _attention(config: Any) -> AttentionSpec:
@@ -250,13 +232,12 @@ _OF_STEPS = ("batch_invariant", "impl", "schedule_sms", "sm_parts")
 
 
 def _fingerprint(layers: LayerSpec, kinds: tuple[str, ...], rope_dtype: torch.dtype | None) -> str:
-    """All that decides what the tensors of a cache hold, but for weights: of a model that differs
-    in any of it, a cache would be read as what it is not."""
+    """Everything besides weights that decides what a cache's tensors mean."""
     values: dict[str, Any] = {"layers": ",".join(kinds), "angles": rope_dtype or "exact"}
     parts: list[LayerSpec | AttentionSpec | YarnScaling] = [layers.attention, layers]
     for part in parts if layers.yarn is None else [*parts, layers.yarn]:
         values |= {field.name: getattr(part, field.name) for field in fields(part)}
-    for name in ("attention", *_OF_STEPS):  # shown already, and not the cache's
+    for name in ("attention", *_OF_STEPS):  # listed field by field, or not about the cache
         del values[name]
     values["yarn"] = layers.yarn is not None
     return "; ".join(f"{name}={value}" for name, value in values.items())

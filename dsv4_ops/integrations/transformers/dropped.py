@@ -1,4 +1,4 @@
-"""Tokens that a step cannot store: refused where the host may read values, counted elsewhere."""
+"""Tokens that a step cannot store: an error in eager CPU calls, counted elsewhere."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 
 
 def storable(tokens: TokenMap, cache: CacheTensors, block_tokens: int) -> TokenMap:
-    """The tokens below ``max_cache_len`` whose block is reserved; the others become padding.
+    """Turn tokens beyond ``max_cache_len`` or without a reserved block into padding.
 
     Args:
-        tokens: Row of the cache and position of every token.
-        cache: The cache that they go to.
-        block_tokens: Positions that a block of the pool covers.
+        tokens: Cache row and position of every token.
+        cache: The cache that they are written to.
+        block_tokens: Positions per block of the pool.
     """
     slots = compressed_slot_mapping(
         tokens.positions,
@@ -35,19 +35,19 @@ def storable(tokens: TokenMap, cache: CacheTensors, block_tokens: int) -> TokenM
 
 
 def longest_request(cache: CacheTensors) -> int:
-    """Its ``max_cache_len``."""
+    """``max_cache_len`` of the cache."""
     return cache.rope.window.shape[0]
 
 
 def count_dropped(cache: CacheTensors, wanted: Tensor, stored: Tensor) -> None:
-    """Add to the counter of a cache the tokens of a step that it did not store.
+    """Add the tokens that a step did not store to the cache's counter.
 
     Args:
         cache: The cache.
-        wanted: Tokens to store, in any parts, which add up to them.
-        stored: Whether each token of the step is.
+        wanted: Counts that sum to the tokens to store.
+        stored: Whether each token of the step was stored.
     """
-    # one sum of both: one kernel
+    # one reduction kernel instead of two
     parts = torch.cat([wanted.to(torch.int32), -stored.to(torch.int32)])
     cache.dropped.add_(parts.sum())
 
@@ -58,15 +58,15 @@ def in_vocabulary(tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def values_are_free(*tensors: Tensor) -> bool:
-    """Whether the host may look at values and stop nothing: an eager call, tensors of a CPU."""
+    """Whether reading values costs no synchronisation: an eager call with CPU tensors."""
     if torch.compiler.is_compiling():
         return False
-    # no subclass: fake ones have no values
+    # exact type: fake tensors have no values
     return all(type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in tensors)
 
 
 def may_wait(tensor: Tensor) -> bool:
-    """Whether the host may look at values, if only once the device has computed them."""
+    """Whether the host can read values, possibly by synchronising with the device."""
     if torch.compiler.is_compiling() or type(tensor) is not Tensor:
         return False
     return tensor.device.type != "meta" and not (
@@ -77,14 +77,14 @@ def may_wait(tensor: Tensor) -> bool:
 def check_batch(
     op: str, batch: StepBatch, cache: CacheTensors, vocab_size: int, sizes: tuple[int, int]
 ) -> None:
-    """Refuse what a step could not store, by the values of its tensors.
+    """Raise if the cache cannot store a token of the step, by the values of its tensors.
 
     Args:
         op: Public function that was called.
         batch: The step.
-        cache: The cache that it goes to.
-        vocab_size: Ids that exist.
-        sizes: Positions of a block of the pool, and most tokens of a request in a step.
+        cache: The cache that it writes to.
+        vocab_size: Size of the vocabulary.
+        sizes: Positions per block of the pool, and maximum tokens of a request in a step.
     """
     starts = batch.query_start_loc.tolist()
     _check_starts(op, starts, batch.tokens.shape[0])
@@ -107,7 +107,7 @@ def check_batch(
 
 
 def unknown_id(op: str, name: str, ids: Tensor, vocab_size: int) -> ValueError:
-    """The error for ``ids``, one of which does not exist."""
+    """The error for ``ids``, one of which is outside the vocabulary."""
     wrong = int(ids[~in_vocabulary(ids, vocab_size)][0])
     rule = f"be in 0..{vocab_size - 1}, the vocabulary of the model"
     return refusal(ValueError, op, name, rule, wrong, "Pass ids of the model's tokenizer")
@@ -145,14 +145,8 @@ def _check_request(
     most = longest_request(cache)
     if length > most:
         advice = "Make the cache with a larger max_cache_len"
-        raise refusal(
-            ValueError,
-            op,
-            name,
-            f"be at most max_cache_len of the cache = {most}",
-            of_request,
-            advice,
-        )
+        rule = f"be at most max_cache_len of the cache = {most}"
+        raise refusal(ValueError, op, name, rule, of_request, advice)
     if count > longest:
         rule = f"give a request at most max_chunk tokens in a step, here {longest}"
         advice = "Cut the request into chunks, or make the cache with a larger max_chunk"

@@ -1,4 +1,4 @@
-"""The steps of a patched model as AOTInductor packages."""
+"""Compile the steps of a patched model to AOTInductor packages."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _TABLES = ("swa", "compressed", "c4_states", "c128_states")
 
 
 class DecodeModule(nn.Module):
-    """``decode_step`` over a flat list of tensors, which is what a package takes.
+    """``decode_step`` as a module of flat tensor arguments, as a package takes them.
 
     Args:
         model: A patched model.
-        cache: The cache whose sizes the step is for; it is not held, but for its RoPE tables.
+        cache: Gives the sizes; of its tensors only the RoPE tables are kept.
         state_rings: As for ``decode_step``.
     """
 
@@ -54,7 +54,7 @@ class DecodeModule(nn.Module):
         self._names = tuple(_cache_names(layer) for layer in tensors.layers)
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """Logits, [num_tokens, vocab_size]; the tensors are those of ``decode_inputs``."""
+        """Run the step on the tensors of ``decode_inputs``; return logits."""
         batch, tables, dropped, caches = tensors[:4], tensors[4:8], tensors[8], iter(tensors[9:])
         layers = tuple(
             LayerCaches(**{name: next(caches) for name in names}) for names in self._names
@@ -64,25 +64,27 @@ class DecodeModule(nn.Module):
         return self.step(StepBatch(*batch), cache)
 
     def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
-        """What the package computes."""
+        """The function to package."""
         return decode_step(self.model, batch, cache, state_rings=self.state_rings)
 
 
 class PrefillModule(DecodeModule):
-    """``prefill_step`` over the same list of tensors."""
+    """``prefill_step`` as a module of flat tensor arguments."""
 
     def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
-        """What the package computes."""
+        """The function to package."""
         return prefill_step(self.model, batch, cache)
 
 
 def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
-    """What a package of ``export_decode`` or ``export_prefill`` takes: the batch, the block tables,
-    the counter of dropped tokens, the caches of every layer, in the order of ``input_names``.
+    """Inputs of a package of ``export_decode`` or ``export_prefill``.
+
+    The batch, the block tables, the counter of dropped tokens, and the caches of every layer, in
+    the order of ``input_names``.
 
     Args:
         batch: The step.
-        cache: A cache of the sizes that the package was made for; it is written.
+        cache: A cache of the package's sizes; the package writes to it.
     """
     tables = [getattr(cache.tensors.tables, name) for name in _TABLES]
     caches = [
@@ -92,7 +94,7 @@ def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
 
 
 def input_names(cache: PagedCache) -> tuple[str, ...]:
-    """Names of the inputs of a package, such as "tokens", "tables.swa", "layers.1.indexer"."""
+    """Names of a package's inputs, such as "tokens", "tables.swa", "layers.1.indexer"."""
     layers = enumerate(cache.tensors.layers)
     caches = [f"layers.{index}.{name}" for index, layer in layers for name in _cache_names(layer)]
     return (*_BATCH, *(f"tables.{name}" for name in _TABLES), "dropped", *caches)
@@ -111,32 +113,29 @@ def export_decode(
     num_reqs: int | None = None,
     tokens_per_request: int = 1,
 ) -> Path:
-    """Compile ``decode_step`` into an AOTInductor package: no Python, nor this package, is needed
-    where it runs.
+    """Compile ``decode_step`` into an AOTInductor package that runs without Python.
 
     Args:
         model: A patched model. Its weights become part of the package.
         cache: A cache of the sizes that the package is for: rows, blocks, longest request.
-        path: Where the package goes; ends in ".pt2".
-        num_reqs: Requests of a step, padding requests included; ``max_batch_size`` of the cache by
-            default.
-        tokens_per_request: Most tokens of a request in a step: 1 + speculative tokens. A step has
-            num_reqs * tokens_per_request tokens, padding tokens last. A package of 1 relies on it:
-            of a request with more tokens it may read states that the step has overwritten.
+        path: Path of the package, ending in ".pt2".
+        num_reqs: Requests per step, padding requests included; ``max_batch_size`` by default.
+        tokens_per_request: Maximum tokens of a request in a step: 1 + speculative tokens. A step
+            has num_reqs * tokens_per_request tokens, padding last. A package for 1 does not check
+            it: with more tokens, a request may read states that the step has overwritten.
 
     Returns:
-        The path. The package takes the tensors of ``decode_inputs`` and returns the logits; it
-        writes the caches in place, and adds to "dropped" what it could not store: read that after
-        the last step, or every now and then. Its metadata names its inputs, their dtypes and sizes,
-        the rings of the block tables (entry [row, block] is row * ring + block % ring; blocks of a
-        pool are no ring), and what caches have to be made for (``CacheTensors.made_for``): it
-        checks none.
+        The path. The package takes the tensors of ``decode_inputs``, writes the caches in place and
+        returns the logits. It adds dropped tokens to "dropped", which the caller should read at the
+        end or every so often. Its metadata lists inputs, dtypes and sizes; the ring length of each
+        block table (entry [row, block] is row * ring + block % ring; a shared pool has none); and
+        ``CacheTensors.made_for``, which the package does not check.
 
     Raises:
-        ValueError, TypeError: a model that is not patched, a cache of another model or ``kv``,
-            sizes out of range, a path of another ending.
-        NotImplementedError: experts that need Python, as Hugging Face's "grouped_mm" does in
-            float32 and on a CPU. Nothing is compiled then.
+        ValueError, TypeError: the model is not patched, the cache is for another model or ``kv``, a
+            size is out of range, or the path does not end in ".pt2".
+        NotImplementedError: the experts need Python, as Hugging Face's "grouped_mm" does in float32
+            and on a CPU. Nothing is compiled.
     """
     op = "export_decode"
     Checks(op).at_least(1, tokens_per_request=tokens_per_request)
@@ -156,27 +155,26 @@ def export_prefill(
     num_reqs: int | None = None,
     max_tokens: int | None = None,
 ) -> Path:
-    """Compile ``prefill_step`` into an AOTInductor package for steps of any number of tokens: whole
-    prompts, chunks of them, decodes among them.
+    """Compile ``prefill_step`` into an AOTInductor package for any number of tokens.
 
-    Beside a package of ``export_decode`` for a cache of the same sizes it serves requests without
-    Python: both take the same caches and tables, and either may run any step. Each has the weights.
+    Steps may mix whole prompts, chunks and decodes. Together with a package of ``export_decode``
+    for a cache of the same sizes it serves requests without Python: both take the same caches and
+    tables. Each contains the weights.
 
     Args:
         model: A patched model. Its weights become part of the package.
         cache: A cache of the package's sizes: rows, blocks, longest request and chunk.
-        path: Where the package goes; ends in ".pt2".
-        num_reqs: Requests of a step, padding requests included; ``max_batch_size`` of the cache by
-            default.
-        max_tokens: Most tokens of a step, at least 2; by default as many as num_reqs chunks of
-            ``max_chunk`` tokens. The package does not check it.
+        path: Path of the package, ending in ".pt2".
+        num_reqs: Requests per step, padding requests included; ``max_batch_size`` by default.
+        max_tokens: Maximum tokens of a step, at least 2; num_reqs * ``max_chunk`` by default. The
+            package does not check it.
 
     Returns:
-        The path. The package takes the tensors of ``decode_inputs``, from 1 to max_tokens tokens,
-        and returns the logits of the last token of every request, [num_reqs, vocab_size]; it writes
-        the caches in place. Of a request it takes up to ``max_chunk`` tokens in a step. Its
-        metadata is that of ``export_decode``, where the size of the tokens reads "num_tokens", and
-        has max_tokens and max_chunk.
+        The path. The package takes the tensors of ``decode_inputs``, with 1 to max_tokens tokens
+        and up to ``max_chunk`` tokens per request, writes the caches in place and returns the
+        logits of the last token of every request, [num_reqs, vocab_size]. Its metadata is that of
+        ``export_decode``, with "num_tokens" as the size of the tokens, plus max_tokens and
+        max_chunk.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as ``export_decode``.
@@ -199,7 +197,7 @@ def export_prefill(
 
 
 def prefill_shapes(inputs: Sequence[Tensor], max_tokens: int) -> tuple[Any, ...]:
-    """``dynamic_shapes`` of ``PrefillModule``: the tokens are the first input."""
+    """``dynamic_shapes`` of ``PrefillModule``, whose first input is the tokens."""
     num_tokens = torch.export.Dim("num_tokens", min=1, max=max_tokens)
     return (({0: num_tokens}, *(None for _ in inputs[1:])),)
 
@@ -207,7 +205,7 @@ def prefill_shapes(inputs: Sequence[Tensor], max_tokens: int) -> tuple[Any, ...]
 def _checked(
     op: str, model: Any, cache: PagedCache, path: str | os.PathLike[str], num_reqs: int | None
 ) -> tuple[int, Path]:
-    """Requests of a step, and where the package goes."""
+    """Check the arguments; return the requests per step and the path."""
     count, target = cache.max_batch_size if num_reqs is None else num_reqs, Path(path)
     Checks(op).at_least(1, num_reqs=count)
     if target.suffix != ".pt2":
@@ -240,17 +238,12 @@ def _package(
 
 
 def _check_exportable(op: str, program: torch.export.ExportedProgram) -> None:
-    """Every op of the program exists where a package runs: transformers has one in Python."""
+    """Refuse transformers' ops that are implemented in Python."""
+    advice = 'Call model.set_experts_implementation("batched_mm"), or use bfloat16 on a GPU'
     for node in program.graph.nodes:
         if str(node.target).startswith("transformers."):
-            raise refusal(
-                NotImplementedError,
-                op,
-                "model",
-                "be made of ops that exist without Python",
-                f"the op {node.target}",
-                'Call model.set_experts_implementation("batched_mm"), or use bfloat16 on a GPU',
-            )
+            rule, found = "be made of ops that exist without Python", f"the op {node.target}"
+            raise refusal(NotImplementedError, op, "model", rule, found, advice)
 
 
 def _metadata(
@@ -259,7 +252,7 @@ def _metadata(
     inputs: Sequence[Tensor],
     sizes: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """What a program needs to make the inputs of a package; ``sizes`` are those that vary."""
+    """Metadata to allocate a package's inputs from; ``sizes`` are the dynamic ones."""
     rings = dict(cache.rings)
     if cache.owns_blocks:
         rings["compressed"] = cache.blocks_per_row

@@ -1,4 +1,4 @@
-"""What forwards of Hugging Face's modules are replaced by: makers that take the one before."""
+"""Replacement forwards of Hugging Face's modules, each made from the original one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dsv4_ops.ops.sinkhorn import MAX_ITERATIONS, MAX_STREAMS, sinkhorn
 
 
 def model_forward(spec: ModelSpec, before: Forward) -> Forward:
-    """``DeepseekV4Model.forward``, by the kind of its cache."""
+    """``DeepseekV4Model.forward`` that runs our layers with a ``PagedCache``."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     def forward(
@@ -63,7 +63,7 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
                 spec, shape, input_ids, attention_mask, position_ids, cache, vocab_size
             )
             ids, embeddings = placed.take(input_ids), placed.take(inputs_embeds)
-            several = bool(shape[1] > 1)  # of a symbolic length a guard
+            several = bool(shape[1] > 1)  # guards a symbolic length
             schedule = "prefill" if several else "decode"
             hidden = run_layers(
                 self,
@@ -85,7 +85,7 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
 
 
 def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
-    """``DeepseekV4Attention.forward``: ours where ``run_layers`` calls it."""
+    """``DeepseekV4Attention.forward`` that runs our layer when ``run_layers`` calls it."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **rest: Any) -> Any:
         context = rest.pop("dsv4_ops", None)
@@ -97,11 +97,11 @@ def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
 
 
 def of_model(model: Any, spec: ModelSpec) -> Iterator[tuple[Any, str, Maker]]:
-    """Modules of which a method is replaced, its name, and by what: the model and its attention,
-    what the recipe says, and hyper-connections, whose Sinkhorn iterations are one kernel then.
+    """Methods to replace: (module, method name, maker).
 
-    Modules are found by the forward of their class, wherever an adapter put them. The recipe leaves
-    those alone that have another.
+    The forwards of model, attention and hyper-connections (for the Sinkhorn kernel), and those that
+    the recipe changes. Modules are found by their class's forward, wherever an adapter put them;
+    the recipe skips modules with a forward of their own.
     """
     recipe, config = spec.recipe, model.config
     ours: dict[str | None, Maker] = {
@@ -196,7 +196,7 @@ def _layer(
 def _mixed(post: Tensor, mix: Tensor, out: Tensor, streams: Tensor) -> Tensor:
     """``post`` times the block's output, plus the streams through the transposed ``mix``."""
     added = post.float()[..., None] * out.float()[..., None, :]
-    # few streams: products and sums fuse with all around them, which a matrix product would not
+    # few streams: pointwise ops fuse with their neighbours, a matmul would not
     kept = (mix.float()[..., None] * streams.float()[..., None, :]).sum(-3)
     return (added + kept).to(streams.dtype)
 

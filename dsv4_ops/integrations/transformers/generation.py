@@ -1,4 +1,4 @@
-"""Methods of Hugging Face's ``generate`` that make its cache, its masks and its chunks."""
+"""Hooks into Hugging Face's ``generate``: its cache, masks and prefill chunks."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ Method = Callable[..., Any]
 _OURS = (None, "static", "hybrid")
 _CACHE, _MASK = "past_key_values", "attention_mask"
 
-# Tokens of all requests of a step of prompts, and the least of each: rings of the window's keys for
-# more would take most of the memory of a cache of many rows.
-_STEP, _LEAST = 16384, 256
+# Tokens of a prefill step over all rows, and the minimum per row: bounds the window rings' memory.
+_STEP_TOKENS, _MIN_CHUNK = 16384, 256
 
 
 @dataclass
 class _Call:
-    """A call of ``generate``: the caches that it fills, and the rows that have ended."""
+    """State of a ``generate`` call: the caches that it fills, and the finished rows."""
 
     caches: list[PagedCache] = field(default_factory=list)
     ended: Tensor | None = None
-    padded: Tensor | None = None  # rows whose last token is no token: they had ended before it
+    padded: Tensor | None = None  # rows whose last token is padding: they had ended before it
 
     def step(self, ended: Tensor) -> None:
-        """Note which rows end with the token just chosen, or have ended before."""
+        """Record which rows have ended, the token just chosen included."""
         before = torch.zeros_like(ended) if self.ended is None else self.ended
         self.padded, self.ended = before, before | ended
 
@@ -44,7 +43,7 @@ _CALL: ContextVar[_Call | None] = ContextVar("_CALL", default=None)
 
 
 def generate(before: Method) -> Method:
-    """``generate``: fails if not all tokens could be stored."""
+    """``generate``: raise if the cache dropped tokens."""
 
     @functools.wraps(before)
     def run(self: Any, *args: Any, **given: Any) -> Any:
@@ -62,7 +61,7 @@ def generate(before: Method) -> Method:
 
 
 def prepare_cache(before: Method) -> Method:
-    """``_prepare_cache_for_generation``: a ``PagedCache`` unless the user asks for another."""
+    """``_prepare_cache_for_generation``: make a ``PagedCache`` unless another is asked for."""
 
     def prepare(
         self: Any,
@@ -79,14 +78,8 @@ def prepare_cache(before: Method) -> Method:
         static = generation_config.cache_implementation is not None
         if searches and (isinstance(cache, PagedCache) or (ours and static)):
             rule, advice = "be 1 with a PagedCache", "Pass cache_implementation='dynamic' instead"
-            raise refusal(
-                NotImplementedError,
-                "generate",
-                "num_beams",
-                rule,
-                generation_config.num_beams,
-                advice,
-            )
+            beams = generation_config.num_beams
+            raise refusal(NotImplementedError, "generate", "num_beams", rule, beams, advice)
         if ours and not searches and generation_config.use_cache is not False:
             made = PagedCache.for_model(
                 self,
@@ -100,7 +93,7 @@ def prepare_cache(before: Method) -> Method:
             self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
         if isinstance(cache, PagedCache):
-            _make_room(cache, rows, max_cache_length)
+            _reserve_rows(cache, rows, max_cache_length)
         return found
 
     return prepare
@@ -109,8 +102,10 @@ def prepare_cache(before: Method) -> Method:
 def _chunk(
     generation_config: Any, model_kwargs: dict[str, Any], rows: int, max_cache_len: int
 ) -> int:
-    """Most tokens of a request in a step: what the prompt or its chunks need, bounded; a power of
-    two, as every other size of a cache is another graph."""
+    """``max_chunk`` of the cache: what the prompt needs, bounded.
+
+    A power of two, to compile few graphs: each cache size is a graph of its own.
+    """
     mask = model_kwargs.get(_MASK)
     columns = max_cache_len if mask is None else mask.shape[1]
     prompt = getattr(generation_config, "_mask_length", columns)
@@ -120,12 +115,12 @@ def _chunk(
 
 
 def chunk_of(rows: int, max_cache_len: int) -> int:
-    """Most tokens of a request in a step of a long prompt, in a cache that ``generate`` makes."""
-    return min(max_cache_len, DEFAULT_CHUNK, max(_STEP // rows, _LEAST))
+    """Largest ``max_chunk`` of a cache that ``generate`` makes."""
+    return min(max_cache_len, DEFAULT_CHUNK, max(_STEP_TOKENS // rows, _MIN_CHUNK))
 
 
-def _make_room(cache: PagedCache, rows: int, length: int) -> None:
-    """Requests and blocks for all tokens that ``generate`` may store, or an error and no change."""
+def _reserve_rows(cache: PagedCache, rows: int, length: int) -> None:
+    """Add requests and blocks for all tokens of ``generate``; on error nothing changes."""
     checks = Checks("generate")
     checks.at_most("batch size", rows, "max_batch_size of the cache", cache.max_batch_size)
     checks.at_most("max_length", length, "max_cache_len of the cache", cache.max_cache_len)
@@ -147,7 +142,7 @@ def _make_room(cache: PagedCache, rows: int, length: int) -> None:
 
 
 def stopping_criteria(before: Method) -> Method:
-    """``_get_stopping_criteria``: criteria that note which rows have ended, if padding follows."""
+    """``_get_stopping_criteria``: record finished rows if padding follows them."""
     from transformers import StoppingCriteriaList
 
     class Noted(StoppingCriteriaList):  # type: ignore[misc]  # transformers is partly untyped
@@ -162,7 +157,7 @@ def stopping_criteria(before: Method) -> Method:
 
     def get(self: Any, *args: Any, **given: Any) -> Any:
         criteria = before(self, *args, **given)
-        # as Hugging Face decides whether padding follows
+        # Hugging Face's own test
         pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         return Noted(criteria) if pads else criteria
 
@@ -170,8 +165,7 @@ def stopping_criteria(before: Method) -> Method:
 
 
 def prefill(before: Method) -> Method:
-    """``_prefill``: of a conversation, computes the columns from the first one on that a row of a
-    ``PagedCache`` lacks, in chunks that it has room for."""
+    """``_prefill``: compute only the columns that the cache lacks, in chunks of ``max_chunk``."""
 
     def run(
         self: Any,
@@ -193,22 +187,22 @@ def prefill(before: Method) -> Method:
         start = _first_column(mask, inputs.shape[1], cache)
         before_inputs = mask.shape[1] - inputs.shape[1]
         if before_inputs:
-            _make_room(cache, mask.shape[0], generation_config.max_length - 1 + before_inputs)
+            _reserve_rows(cache, mask.shape[0], generation_config.max_length - 1 + before_inputs)
         asked, forward = generation_config.prefill_chunk_size, self.__call__
         if asked and self._valid_auto_compile_criteria(model_kwargs, generation_config):
             forward = self.get_compiled_call(generation_config.compile_config)
         chunk = min(asked or mask.shape[1], cache.max_chunk)
         for begin in range(start, mask.shape[1], chunk):
             end = min(begin + chunk, mask.shape[1])
-            part, place = dict(model_kwargs), slice(begin - before_inputs, end - before_inputs)
+            kwargs, columns = dict(model_kwargs), slice(begin - before_inputs, end - before_inputs)
             for name in (_MASK, "position_ids"):
-                if part.get(name) is not None:
-                    part[name] = part[name][..., :end]
+                if kwargs.get(name) is not None:
+                    kwargs[name] = kwargs[name][..., :end]
             if embeddings is not None:
-                part["inputs_embeds"] = embeddings[:, place]
-            ids = input_ids if embeddings is not None else input_ids[:, place]
+                kwargs["inputs_embeds"] = embeddings[:, columns]
+            ids = input_ids if embeddings is not None else input_ids[:, columns]
             given = self.prepare_inputs_for_generation(
-                ids, is_first_iteration=is_first_iteration, **part
+                ids, is_first_iteration=is_first_iteration, **kwargs
             )
             outputs = forward(**given, return_dict=True)
         return outputs
@@ -219,8 +213,7 @@ def prefill(before: Method) -> Method:
 def _whole_mask(
     inputs: Tensor, generation_config: Any, model_kwargs: dict[str, Any], cache: PagedCache
 ) -> Tensor:
-    """The mask of all tokens; Hugging Face leaves one of ones only out, which rows of different
-    lengths need."""
+    """The mask of all tokens; rows of different lengths need it even if it is all ones."""
     mask: Tensor | None = model_kwargs.get(_MASK)
     if mask is None:
         columns = getattr(generation_config, "_mask_length", inputs.shape[1])
@@ -231,8 +224,7 @@ def _whole_mask(
 
 
 def _first_column(mask: Tensor, length: int, cache: PagedCache) -> int:
-    """The first column of ``mask`` that ``generate`` has to compute, of the last ``length`` ones;
-    or an error, if a row of the cache cannot go on with these."""
+    """The first column that ``generate`` must compute; raise if a row cannot continue there."""
     stored = cache.seq_lens[: mask.shape[0], None].to(mask.device)
     there = mask != 0
     new = there & (there.cumsum(1) > stored)
@@ -259,9 +251,11 @@ def _first_column(mask: Tensor, length: int, cache: PagedCache) -> int:
 
 
 def masks(before: Method) -> Method:
-    """``create_masks_for_generate``: a ``PagedCache`` needs the padding of the new tokens only, of
-    the same shape in every step; tokens that it stores already are padding too, and what follows
-    the end of a row."""
+    """``create_masks_for_generate``: with a ``PagedCache``, the padding of the new tokens only.
+
+    Tokens that the cache already stores and tokens after a row's end count as padding. The mask has
+    the same shape in every step.
+    """
 
     def make(self: Any, **given: Any) -> Any:
         mask: Tensor | None = given.get(_MASK)
@@ -274,10 +268,10 @@ def masks(before: Method) -> Method:
         batch, length = given["inputs_embeds"].shape[:2]
         new = None
         if mask is not None:
-            # in a conversation, tokens come twice
+            # a conversation passes stored tokens again
             stored = cache.seq_lens[: mask.shape[0], None].to(mask.device)
             new = mask * (mask.to(torch.int64).cumsum(1) > stored)
-            # contiguous: strides that grow with the mask would be another graph
+            # contiguous: strides that grow with the mask would recompile
             new = new[:, mask.shape[1] - length :].contiguous()
         call = _CALL.get()
         if call is not None and call.padded is not None:
@@ -296,4 +290,4 @@ HOOKS = {
     "_prefill": prefill,
     "create_masks_for_generate": masks,
 }
-"""What ``patch`` replaces of ``generate``."""
+"""Methods that ``patch`` replaces for ``generate``."""

@@ -1,5 +1,7 @@
-"""What a step asks of the modules of a model: those that it calls may be anything, of those whose
-work its ops do none may be changed."""
+"""Method replacement, and checks of the modules that our ops stand in for.
+
+A step may call modules of any kind, but modules that it replaces by ops must be unchanged.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ _CHANGED = "be Hugging Face's own, without hooks, as ops do its work"
 
 
 class Replacement:
-    """A method of an instance in place of the one it had; it is copied and pickled with it.
+    """A method replaced on an instance; copied and pickled with it.
 
     Args:
         module: The instance.
-        name: Of the method.
-        make: Makes the method, a function of the instance, of the one before; can be pickled.
-        before: What the instance itself had by that name, or None.
+        name: Name of the method.
+        make: Makes the new method from the old one, both functions of the instance; picklable.
+        before: The instance's own attribute of that name, or None.
     """
 
     def __init__(self, module: Any, name: str, make: Maker, before: Any) -> None:
@@ -43,7 +45,7 @@ class Replacement:
 
 
 def _unbound(module: Any, name: str, before: Any) -> Forward:
-    """The method before, as a function of the instance: a copy of the model then calls its own."""
+    """The old method as a function of the instance, so that a copied model calls its own."""
     if before is None:
         return getattr(type(module), name, None) or _missing
     if isinstance(before, MethodType) and before.__self__ is module:
@@ -56,31 +58,30 @@ def _missing(*_: Any, **__: Any) -> Any:
 
 
 def class_of(module: Any) -> str | None:
-    """Class of Hugging Face's DeepSeek-V4 whose forward a module's class has, or None."""
+    """Name of the Hugging Face DeepSeek-V4 class that defines a module's forward, or None."""
     kind, forward = type(module), type(module).forward
     if forward.__module__ == _CODE:
         return str(forward.__qualname__).split(".")[0]
-    # what Dynamo of torch 2.15 makes of a forward under @torch.no_grad()
+    # Dynamo in torch 2.15 wraps a forward under @torch.no_grad()
     decorated = forward.__module__ == "torch.utils._contextlib"
     return kind.__name__ if decorated and kind.__module__ == _CODE else None
 
 
 def own_forward(module: Any) -> Any:
-    """What the instance had for a forward before ours, or got after it."""
+    """An instance's own forward other than ours, or None."""
     forward = vars(module).get("forward")
     if isinstance(forward, Replacement):
         forward = forward.before
-    return None if forward is None or _stays(vars(module).get("_hf_hook")) else forward
+    return None if forward is None or _is_harmless(vars(module).get("_hf_hook")) else forward
 
 
-def _stays(hook: Any) -> bool:
-    """Whether a hook of accelerate, which is a forward of the instance, loads no weights."""
+def _is_harmless(hook: Any) -> bool:
+    """Whether accelerate's hook, which is a forward of the instance, loads no weights."""
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module is a product with its weight and nothing else, so that the product may be
-    one of another precision."""
+    """Whether a module is a plain linear layer without hooks, whose precision we may change."""
     return (
         type(module) is nn.Linear
         and has_plain_weight(module)
@@ -91,24 +92,24 @@ def is_linear(module: Any) -> bool:
 
 
 def has_plain_weight(linear: nn.Linear) -> bool:
-    """Whether it is a product with the values of its weight: not quantised, nor distributed."""
+    """Whether a linear layer has no bias and a weight that is not quantised or distributed."""
     return linear.bias is None and not hasattr(type(linear.weight), "__tensor_flatten__")
 
 
 def unwrapped(module: Any) -> Any:
-    """The module that adapters wrapped."""
+    """The module inside PEFT's adapters."""
     while "base_layer" in module._modules:
         module = module.base_layer
     return module
 
 
 def check_modules(op: str, body: Any, device: torch.device) -> None:
-    """The ops may do the work of the modules that they do it for, of every layer.
+    """Raise if a module that our ops replace was changed, or is on another device.
 
     Args:
         op: Public function that was called.
         body: The ``DeepseekV4Model`` of a patched model.
-        device: Of the cache.
+        device: Device of the cache.
     """
     if own_forward(body) is not None:
         raise _changed(op, "model.model", "a forward of its own")
@@ -129,8 +130,7 @@ def check_modules(op: str, body: Any, device: torch.device) -> None:
 
 
 def check_placement(op: str, model: Any) -> None:
-    """The model is where it runs, all of it: attention is replaced without the hooks that would
-    fetch it or what it is given."""
+    """Raise if a model is split or offloaded: our attention bypasses the hooks that load it."""
     for name, module in model.named_modules():
         _check_hook(op, name or "model", module)
         if class_of(module) == "DeepseekV4Model":
@@ -149,7 +149,7 @@ def check_placement(op: str, model: Any) -> None:
 
 def _check_hook(op: str, name: str, module: Any) -> None:
     hook = vars(module).get("_hf_hook")
-    if hook is not None and not _stays(hook):
+    if hook is not None and not _is_harmless(hook):
         rule = "have no hook of accelerate that loads weights or sends inputs"
         raise refusal(NotImplementedError, op, name, rule, type(hook).__name__, _ONE_DEVICE)
 
@@ -159,8 +159,8 @@ def _is_attention(module: Any) -> bool:
 
 
 def check_body(op: str, model: Any) -> None:
-    """A step by itself calls the layers: of the model around them nothing may be expected."""
-    if not hasattr(model.model, "layers"):  # whose inner model is the one that was patched
+    """Raise if the model around the layers has hooks or a forward, which steps do not call."""
+    if not hasattr(model.model, "layers"):  # a PEFT wrapper of the patched model
         rule = "be the DeepseekV4ForCausalLM that was patched"
         advice = "Pass model.get_base_model()"
         raise refusal(TypeError, op, "model", rule, type(model).__name__, advice)

@@ -1,4 +1,4 @@
-"""Hugging Face's padded batches, [batch, length], as steps."""
+"""Steps from Hugging Face's padded [batch, length] batches."""
 
 from __future__ import annotations
 
@@ -29,28 +29,27 @@ OP = "model"
 
 @dataclass(frozen=True)
 class PaddedStep:
-    """A step, and the column of the inputs of each of its tokens.
+    """A step, and where it holds the tokens of its padded inputs.
 
-    Ops find the token before another one by its place, so that the tokens of a row stand side by
-    side in a step wherever padding is among them. ``places`` int64 [batch, length]: where the step
-    has each column of the inputs, or None for the same place.
+    Ops take adjacent tokens as consecutive ones, so a step moves the padding of a row behind its
+    tokens. ``columns`` int64 [batch, length]: column of each input in the step; None if unmoved.
     """
 
     step: AttentionStep
-    places: Tensor | None
+    columns: Tensor | None
 
     def take(self, values: Tensor | None) -> Tensor | None:
-        """Inputs [batch, length, ...] as the tokens of the step."""
+        """Gather inputs [batch, length, ...] in the order of the step's tokens."""
         if values is None:
             return None
-        return _moved(values, self.places).flatten(0, 1)
+        return _moved(values, self.columns).flatten(0, 1)
 
     def give_back(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Values of the tokens of the step as those of the inputs, [batch, length, width]."""
+        """Return values of the step's tokens to the inputs' order, [batch, length, width]."""
         values = values.view(*shape, -1)
-        if self.places is None:
+        if self.columns is None:
             return values
-        return values.gather(1, self.places[..., None].expand_as(values))
+        return values.gather(1, self.columns[..., None].expand_as(values))
 
 
 def padded_step(
@@ -62,40 +61,40 @@ def padded_step(
     cache: PagedCache,
     vocab_size: int,
 ) -> PaddedStep:
-    """The step of a padded batch, and the lengths of the cache after it.
+    """Build the step of a padded batch and advance the cache's lengths.
 
     Args:
-        spec: The model's specification.
+        spec: The model's spec.
         shape: Batch and length of the inputs; row r of the batch is row r of the cache.
         ids: The inputs, if they are ids.
-        attention_mask: 0 for padding, anywhere, [batch, any length from that of the inputs on];
-            the last columns are those of the inputs. None if there is no padding.
-        position_ids: Positions, [batch or 1, length]; below 0 for padding too. Those of a row
-            follow each other, from where the row ends, or from a place before it whose states are
-            still there. None continues where every row of the cache ends.
-        cache: The cache; its lengths are written.
-        vocab_size: Ids that exist.
+        attention_mask: 0 for padding, anywhere, [batch, length or more]; its last columns are those
+            of the inputs. None if there is no padding.
+        position_ids: Positions, [batch or 1, length]; negative for padding. Each row must be
+            consecutive, from the row's end in the cache or from an earlier position whose states
+            are still there. None continues every row at its end.
+        cache: The cache; its lengths are updated.
+        vocab_size: Size of the vocabulary.
 
     Raises:
-        ValueError: as ``check_inputs``; in an eager call also tokens that the cache cannot store,
-            for which the device is waited for. In a graph they are counted (``cache.dropped``).
+        ValueError: as ``check_inputs``; in an eager call also for tokens that the cache cannot
+            store, which synchronises. A graph counts them instead (``cache.dropped``).
     """
     _check(spec, shape, attention_mask, position_ids, cache)
     batch, length = shape
     before, device = cache.seq_lens[:batch], cache.device
-    there = torch.ones(shape, dtype=torch.bool, device=device)
+    valid = torch.ones(shape, dtype=torch.bool, device=device)
     if attention_mask is not None:
-        there = attention_mask[:, attention_mask.shape[1] - length :] != 0
+        valid = attention_mask[:, attention_mask.shape[1] - length :] != 0
     if position_ids is not None:
         position_ids = position_ids.to(torch.int64).expand(batch, length)
-        there = there & (position_ids >= 0)
-    places = None
+        valid = valid & (position_ids >= 0)
+    columns = None
     if length > 1 and (attention_mask is not None or position_ids is not None):
-        places = _side_by_side(there)
+        columns = _padding_last(valid)
     column = torch.arange(length, device=device)
-    kept, first = column < there.sum(1, keepdim=True), before[:, None].to(torch.int64)
+    kept, first = column < valid.sum(1, keepdim=True), before[:, None].to(torch.int64)
     if position_ids is not None:
-        given = _moved(position_ids, places)
+        given = _moved(position_ids, columns)
         first = given[:, :1]
         follows = (given - first != column).cumsum(1) == 0
         kept = kept & follows & can_go_on(spec, first, cache)
@@ -104,17 +103,17 @@ def padded_step(
     tokens = storable(tokens, cache.tensors, spec.layers.attention.block_tokens)
     positions = tokens.positions.view(shape)
     stored = tokens.positions >= 0
-    wanted = there.flatten()
+    wanted = valid.flatten()
     if ids is not None:
-        known = in_vocabulary(ids, vocab_size) | ~there
-        stored = stored & _moved(known, places).flatten()
+        known = in_vocabulary(ids, vocab_size) | ~valid
+        stored = stored & _moved(known, columns).flatten()
     if may_wait(before) and bool(wanted.sum() > stored.sum()):
-        places_given = None if position_ids is None else _moved(position_ids, places)
-        lacking = there.sum(1) - positions.ge(0).sum(1)
-        wrong = None if ids is None else ids[there & ~in_vocabulary(ids, vocab_size)]
+        asked = None if position_ids is None else _moved(position_ids, columns)
+        lacking = valid.sum(1) - positions.ge(0).sum(1)
+        wrong = None if ids is None else ids[valid & ~in_vocabulary(ids, vocab_size)]
         if wrong is not None and wrong.numel():
             raise unknown_id(OP, "input_ids", wrong, vocab_size)
-        raise _refused(spec, int(lacking.argmax()), there, places_given, first, cache)
+        raise _refused(spec, int(lacking.argmax()), valid, asked, first, cache)
     ends = positions.amax(1).to(torch.int32) + 1
     written = cache.written[:batch]
     furthest = torch.where(first[:, 0] > 0, torch.maximum(written, ends), ends)
@@ -125,12 +124,15 @@ def padded_step(
     heads, layers = plan_heads(spec, schedule, batch), spec.layers_for(schedule, batch * length)
     ends = ends[:, None].expand(shape).flatten()
     step = build_step(layers, tokens, ends, cache.tensors, heads)
-    return PaddedStep(step, places)
+    return PaddedStep(step, columns)
 
 
 def can_go_on(spec: ModelSpec, first: Tensor, cache: PagedCache) -> Tensor:
-    """Whether rows can go on from positions ``first`` [batch, 1]: there is no gap behind their
-    tokens, and what the next token needs of those before it has not been overwritten."""
+    """Whether rows can continue at positions ``first`` [batch, 1].
+
+    There must be no gap, and the keys and states that the next token reads must not have been
+    overwritten in their rings.
+    """
     batch, attention = first.shape[0], spec.layers.attention
     before = cache.seq_lens[:batch, None].to(torch.int64)
     end = torch.maximum(cache.written[:batch, None].to(torch.int64), before)
@@ -143,41 +145,40 @@ def can_go_on(spec: ModelSpec, first: Tensor, cache: PagedCache) -> Tensor:
     there = torch.ones_like(first, dtype=torch.bool)
     for name, (begin, block) in needed.items():
         ring, blocks = cache.rings[name], getattr(cache.tensors.tables, name).shape[1]
-        if ring < blocks:  # as many of the last positions as it holds wherever they begin
+        if ring < blocks:  # an unaligned span fills one block less than the ring has
             begin = begin.clamp(min=0)
             there = there & ((begin >= end - (ring - 1) * block) | (begin >= first))
     return (first == before) | ((first < before) & there)
 
 
-def _side_by_side(there: Tensor) -> Tensor:
-    """Places for columns: tokens that are there first, each in the order of the inputs."""
-    absent = ~there
-    behind = there.sum(1, keepdim=True) + absent.cumsum(1) - 1
-    return torch.where(there, there.cumsum(1) - 1, behind)
+def _padding_last(valid: Tensor) -> Tensor:
+    """New column of every column: valid tokens first, each group in the order of the inputs."""
+    padding = valid.sum(1, keepdim=True) + (~valid).cumsum(1) - 1
+    return torch.where(valid, valid.cumsum(1) - 1, padding)
 
 
-def _moved(values: Tensor, places: Tensor | None) -> Tensor:
-    """``values`` [batch, length, ...] at their places."""
-    if places is None:
+def _moved(values: Tensor, columns: Tensor | None) -> Tensor:
+    """Scatter ``values`` [batch, length, ...] to their columns."""
+    if columns is None:
         return values
-    places = places.view(*places.shape, *[1] * (values.dim() - 2)).expand_as(values)
-    return values.scatter(1, places, values)
+    columns = columns.view(*columns.shape, *[1] * (values.dim() - 2)).expand_as(values)
+    return values.scatter(1, columns, values)
 
 
 def _refused(
-    spec: ModelSpec, row: int, there: Tensor, given: Tensor | None, first: Tensor, cache: PagedCache
+    spec: ModelSpec, row: int, valid: Tensor, given: Tensor | None, first: Tensor, cache: PagedCache
 ) -> ValueError:
-    """The error for a row that the cache cannot store all of."""
-    count, ends = int(there[row].sum()), int(cache.seq_lens[row])
+    """The error for a row that the cache cannot store completely."""
+    count, ends = int(valid[row].sum()), int(cache.seq_lens[row])
     if given is not None:
-        places = given[row, :count].tolist()
-        if places != list(range(places[0], places[0] + count)) or places[0] > ends:
+        asked = given[row, :count].tolist()
+        if asked != list(range(asked[0], asked[0] + count)) or asked[0] > ends:
             rule = f"follow each other from position {ends} of row {row}, where the cache ends"
             advice = "Pass them without a gap, or None; mark padding in attention_mask"
-            return refusal(ValueError, OP, "position_ids", rule, _brief(places), advice)
+            return refusal(ValueError, OP, "position_ids", rule, _brief(asked), advice)
         if not bool(can_go_on(spec, first, cache)[row]):
             rule = "go back to a position whose states are still there"
-            found = f"{places[0]} in row {row} of {ends} tokens"
+            found = f"{asked[0]} in row {row} of {ends} tokens"
             advice = "Make the cache with a larger next_n, or begin at 0"
             return refusal(ValueError, OP, "position_ids", rule, found, advice)
     length = int(first[row, 0]) + count
@@ -198,7 +199,7 @@ def _brief(values: list[int]) -> str:
 def check_inputs(
     config: Any, ids: Tensor | None, embeddings: Tensor | None, outputs: Mapping[str, Any]
 ) -> None:
-    """What a call without a step of ours would not have needed, or would have seen too late."""
+    """Raise for inputs and outputs that a step does not support."""
     checks = Checks(OP)
     if ids is not None:
         checks.floats("input_ids", ids, torch.int64, torch.int32)
@@ -234,7 +235,7 @@ def _check(
         rule = f"hold {spec.kv!r} keys like the model"
         raise refusal(ValueError, OP, "past_key_values", rule, repr(cache.spec.kv), advice)
     check_cache(OP, spec, cache.tensors)
-    # of the host's books, not of the inputs: in a graph they would compile anew at every request
+    # host-side state: in a graph it would recompile with every request
     if not torch.compiler.is_compiling() and not cache.requests and cache.lacking_blocks(None, 1):
         advice = "Give each row of the batch its blocks with add and reserve"
         rule = "have requests, as its rows share blocks"

@@ -1,4 +1,4 @@
-"""Forwards of a model's modules, replaced on the instances."""
+"""``patch`` and ``unpatch``: replace the forwards of a model's modules on the instances."""
 
 from __future__ import annotations
 
@@ -33,36 +33,37 @@ def patch(
     Face's own with ``cache_implementation="dynamic"``. A patched model is copied, saved and pickled
     as any other is.
 
-    Hooks, adapters of PEFT, parametrizations and modules that you put in place of others run, put
-    there before or after. What is not a plain ``nn.Linear`` keeps its own precision. Of each
-    attention layer ops do the work of ``q_b_norm`` and ``compressor``, of which only projections
-    are called: steps refuse a change there. The model is on one device: what accelerate split or
-    offloaded is refused. Hugging Face's tensor parallel works (``tp_plan="auto"``).
+    Hooks, PEFT adapters, parametrizations and replaced modules keep working, whether added before
+    or after. Layers other than a plain ``nn.Linear`` keep their own precision. Two exceptions: our
+    ops replace ``q_b_norm`` and ``compressor`` except for its projections, so steps refuse changes
+    there; and a model that accelerate split or offloaded is refused. Hugging Face's tensor parallel
+    works (``tp_plan="auto"``).
 
     Args:
         model: The model. It is changed, and returned.
-        kv: What keys are stored as: "fp8" (584 bytes per row, FlashMLA's layout), "bf16" or "fp32".
-        precision: "serve" computes what the official code computes where Hugging Face differs,
-            "reference" what Hugging Face does; or a ``Recipe``.
-        impl: What runs the selection and the attention: "triton" our kernels,
-            "flash_mla" and "deep_gemm" these libraries in what they can do, "reference" the
-            definitions; "auto" what is fastest here. What a library would plan in every layer is
-            then made once a step, for the SMs that it uses when the model is patched.
-        batch_invariant: Whether a request's attention is bit-equal whatever its neighbours are.
-        plan: Whether decodes share the keys of their C128 layers by a plan, made once a step
-            (``build_attention_step``): for requests of different lengths. Where all are about as
-            long it gains nothing, and costs 5 microseconds a step and up to 9 a C128 layer (256
-            tokens of 128 heads; 2 up to 64 of 64). There is none with ``batch_invariant``, for an
-            ``impl`` that would not go by it, nor for more than 16383 tokens: export with that limit
-            on their dimension, or without.
+        kv: Storage of the keys: "fp8" (584 bytes per row, FlashMLA's layout), "bf16" or "fp32".
+        precision: "serve" follows the official code where Hugging Face differs from it,
+            "reference" follows Hugging Face; or a ``Recipe``.
+        impl: Implementation of indexer selection and attention: "triton" (our kernels),
+            "flash_mla" or "deep_gemm" (for the ops that the library has), "reference", or "auto"
+            (the fastest one here). A library's schedule is built once per step, for the SMs that it
+            uses at the time of patching.
+        batch_invariant: Whether a request's attention is bit-identical whatever else is in the
+            batch.
+        plan: Whether decode steps build a split-KV schedule for their C128 layers, for requests of
+            different lengths (``build_attention_step``). For nearly equal lengths it gains nothing
+            and costs 5 us a step and up to 9 us a C128 layer (256 tokens of 128 heads; 2 us up to
+            64 tokens of 64 heads). Not used with ``batch_invariant``, impl "flash_mla" or
+            "reference", or more than 16383 tokens; export with that limit on the token dimension,
+            or without a plan.
 
     Returns:
         ``model``.
 
     Raises:
-        NotImplementedError: another architecture, layer type, rotary embedding or size than this
-            version knows; a model that is split or offloaded.
-        ValueError, TypeError: an argument that is none of those above, or a model that is patched.
+        NotImplementedError: an unsupported architecture, layer type, rotary embedding or size, or a
+            split or offloaded model.
+        ValueError, TypeError: an invalid argument, or a model that is patched already.
 
     Example:
         >>> from dsv4_ops.testing.models import small_model
@@ -95,7 +96,7 @@ def patch(
 
 
 def unpatch(model: Any) -> Any:
-    """Give a model its own forwards back.
+    """Restore a model's own forwards.
 
     Args:
         model: A patched model. It is changed, and returned.
@@ -108,9 +109,8 @@ def unpatch(model: Any) -> Any:
     """
     replaced = getattr(model, _REPLACED, None)
     if replaced is None:
-        raise refusal(
-            ValueError, "unpatch", "model", "be patched", "another", "There is nothing to undo"
-        )
+        advice = "There is nothing to undo"
+        raise refusal(ValueError, "unpatch", "model", "be patched", "another", advice)
     replaced.undo()
     delattr(model, _SPEC)
     delattr(model, _REPLACED)
@@ -128,31 +128,24 @@ def _check_model(model: Any) -> None:
         rule = "be a DeepseekV4ForCausalLM"
         raise refusal(TypeError, "patch", "model", rule, type(model).__name__, advice)
     if hasattr(model, _SPEC):
-        raise refusal(
-            ValueError,
-            "patch",
-            "model",
-            "not be patched yet",
-            "a patched one",
-            "Call unpatch first",
-        )
+        rule, advice = "not be patched yet", "Call unpatch first"
+        raise refusal(ValueError, "patch", "model", rule, "a patched one", advice)
     check_placement("patch", model)
 
 
 class _Replacements:
-    """Methods that instances got."""
+    """The methods replaced on a model's modules."""
 
     def __init__(self) -> None:
         self.made: list[Replacement] = []
 
     def method(self, module: Any, name: str, make: Maker) -> None:
-        """Replace a method, or one that the instance does not have, by what ``make`` makes of the
-        one before."""
+        """Replace a method by what ``make`` makes of the old one."""
         self.made.append(Replacement(module, name, make, vars(module).get(name)))
         setattr(module, name, self.made[-1])
 
     def undo(self) -> None:
-        """Put everything back."""
+        """Restore all methods, or raise and restore none."""
         for one in self.made:
             if vars(one.module).get(one.name) is not one:
                 what = f"{one.name} of {type(one.module).__name__}"

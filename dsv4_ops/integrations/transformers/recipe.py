@@ -1,4 +1,4 @@
-"""Where the official DeepSeek-V4 computes otherwise than Hugging Face does."""
+"""Numerical differences between the official DeepSeek-V4 and Hugging Face's."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dsv4_ops.core.checks import Checks
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a patched model computes as the official code does, not as Hugging Face does.
+    """Which computations follow the official code instead of Hugging Face.
 
-    ``Recipe.serve()`` follows the official code, ``Recipe.reference()`` Hugging Face. In float32
-    all but ``shared_expert_clamp`` make no difference. Not covered: the official code multiplies an
-    expert's weight in before its last projection, and simulates FP4 for the indexer; Hugging Face
-    multiplies after it, and our indexer takes FP8 (``kv="fp8"``) or no quantisation.
+    ``Recipe.serve()`` follows the official code, ``Recipe.reference()`` Hugging Face. For a float32
+    model only ``shared_expert_clamp`` makes a difference. Not covered: the official code applies an
+    expert's weight before its last projection (Hugging Face after it) and simulates FP4 in the
+    indexer (ours uses FP8 with ``kv="fp8"``, else no quantisation).
 
     Args:
-        norms_float32: Norms multiply by their weight in float32 and round once. Hugging Face does
-            since 5.18.
-        rope_float32: Cosines and sines in float32; otherwise rounded to the dtype of the model.
-        compressor_float32: Projections of the compressors with float32 results.
-        router_float32: Logits and scores of the routers in float32.
-        swiglu_float32: Activation of experts and shared experts in float32, rounded once.
-        streams_float32: The residual streams mixed in float32, rounded once.
-        logits_float32: Logits in float32.
-        shared_expert_clamp: The shared experts clamp as the routed ones do. Hugging Face does; of
-            the two public copies of the official code one does.
+        norms_float32: Norms multiply by their weight in float32 and round once, as Hugging Face
+            does since 5.18.
+        rope_float32: Keep cosines and sines in float32 instead of the model's dtype.
+        compressor_float32: Compressor projections have float32 results.
+        router_float32: Compute router logits and scores in float32.
+        swiglu_float32: Compute expert and shared-expert activations in float32, rounded once.
+        streams_float32: Mix the residual streams in float32, rounded once.
+        logits_float32: Compute logits in float32.
+        shared_expert_clamp: Clamp shared experts like routed ones, as do Hugging Face and one of
+            the two public copies of the official code.
     """
 
     norms_float32: bool
@@ -55,7 +55,7 @@ class Recipe:
 
     @classmethod
     def named(cls, op: str, precision: str | Recipe) -> Recipe:
-        """The recipe that ``precision`` says: a name, or one of this class."""
+        """Resolve ``precision``: "serve", "reference" or a ``Recipe``."""
         if isinstance(precision, Recipe):
             return precision
         asked = "the model shall have, or a Recipe"

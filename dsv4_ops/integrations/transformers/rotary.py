@@ -1,4 +1,4 @@
-"""Hugging Face's rotary embeddings: those that ours are, or a refusal."""
+"""Check that Hugging Face's rotary embeddings match ours."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.yarn import YarnScaling
 
 _KNOWN = {"main": ("default",), "compress": ("default", "yarn")}
-"""Types of rotary embeddings that are known, by their label: of layers with a window only, and of
-those with a compressor."""
+"""Supported RoPE types by label: "main" for window layers, "compress" for the others."""
 
 _UNKNOWN = "Other rotary embeddings are unknown to this version"
 
 
 def check_rope(op: str, config: Any) -> None:
-    """The configuration has rotary embeddings of known types."""
+    """Raise if the configuration has an unsupported RoPE type."""
     for label in _KNOWN:
         rope = config.rope_parameters.get(label)
         found = rope.get("rope_type") if isinstance(rope, dict) else None
@@ -31,7 +30,7 @@ def check_rope(op: str, config: Any) -> None:
 
 
 def yarn_of(op: str, config: Any) -> YarnScaling | None:
-    """YaRN of layers with a compressor, or None."""
+    """YaRN scaling of layers with a compressor, or None."""
     rope = config.rope_parameters["compress"]
     if rope["rope_type"] == "default":
         return None
@@ -51,8 +50,10 @@ def yarn_of(op: str, config: Any) -> YarnScaling | None:
 
 
 def check_frequencies(op: str, config: Any, layers: LayerSpec) -> None:
-    """Hugging Face, which reads more of a configuration than we do, and not the same in each of its
-    versions, makes the frequencies of ``layers`` from it, and scales no magnitudes."""
+    """Raise if Hugging Face derives other frequencies, or a scale, from the configuration.
+
+    It reads more of a configuration than we do, and differently across its versions.
+    """
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
     with torch.device("cpu"):
@@ -65,8 +66,7 @@ def check_frequencies(op: str, config: Any, layers: LayerSpec) -> None:
 
 
 def check_rotary(op: str, model: Any, layers: LayerSpec) -> None:
-    """Every rotary embedding that a model holds has the frequencies of ``layers``: configurations
-    change, and buffers too, after a model was made."""
+    """Raise if a rotary embedding of the model differs: buffers may change after construction."""
     for name, module in model.named_modules():
         if type(module).__name__ == "DeepseekV4RotaryEmbedding":
             for label, mistaken in _mistakes(module, layers):
@@ -76,40 +76,41 @@ def check_rotary(op: str, model: Any, layers: LayerSpec) -> None:
 
 
 def _mistakes(rotary: Any, layers: LayerSpec) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Labels of a rotary embedding that is not ours, and how it differs."""
+    """Yield the labels under which a rotary embedding differs from ours, and how."""
     for label in _KNOWN:
         scaling = float(getattr(rotary, f"{label}_attention_scaling"))
-        theirs = getattr(rotary, f"{label}_inv_freq").detach()
+        inv_freq = getattr(rotary, f"{label}_inv_freq").detach()
         if scaling != 1.0:
             yield label, {"attention_factor": scaling}
-        elif 2 * len(theirs) != layers.rope_dim:
-            yield label, {"rotated values": f"{2 * len(theirs)}, not {layers.rope_dim}"}
-        elif not theirs.is_meta:
-            pair = _first_other(theirs.cpu(), layers, label)
+        elif 2 * len(inv_freq) != layers.rope_dim:
+            yield label, {"rotated values": f"{2 * len(inv_freq)}, not {layers.rope_dim}"}
+        elif not inv_freq.is_meta:
+            pair = _first_difference(inv_freq.cpu(), layers, label)
             if pair is not None:
-                yield label, {f"frequency of pair {pair}": float(theirs[pair])}
+                yield label, {f"frequency of pair {pair}": float(inv_freq[pair])}
 
 
-def _first_other(theirs: Tensor, layers: LayerSpec, label: str) -> int | None:
-    """First pair with another frequency than ours: beyond what Hugging Face's arithmetic in float32
-    rounds (a power its exponent, YaRN what it subtracts from 1 before it divides), and a cast of
-    the whole model."""
+def _first_difference(inv_freq: Tensor, layers: LayerSpec, label: str) -> int | None:
+    """First pair whose frequency differs from ours by more than rounding.
+
+    Hugging Face computes in float32, where the power amplifies the rounding of its exponent and
+    YaRN that of 1 - ramp; and the whole model may have been cast.
+    """
     yarn = layers.yarn if label == "compress" else None
     theta = layers.rope_theta if label == "main" else layers.compress_rope_theta
-    slowdowns = yarn.slowdowns(layers.rope_dim, theta) if yarn else [1.0] * len(theirs)
-    powers = [theta ** (-2 * pair / layers.rope_dim) for pair in range(len(theirs))]
+    slowdowns = yarn.slowdowns(layers.rope_dim, theta) if yarn else [1.0] * len(inv_freq)
+    powers = [theta ** (-2 * pair / layers.rope_dim) for pair in range(len(inv_freq))]
     ours = torch.tensor(powers, dtype=torch.float64) * torch.tensor(slowdowns, dtype=torch.float64)
     steps = abs(math.log(theta)) + (yarn.factor if yarn else 0.0) + 8.0
-    held = torch.finfo(theirs.dtype)
-    relative = torch.finfo(torch.float32).eps * steps + held.eps
-    bound = relative * ours + held.eps * held.smallest_normal
-    others = ((theirs.double() - ours).abs() > bound).nonzero()
-    return int(others[0]) if len(others) else None
+    info = torch.finfo(inv_freq.dtype)
+    relative = torch.finfo(torch.float32).eps * steps + info.eps
+    bound = relative * ours + info.eps * info.smallest_normal
+    different = ((inv_freq.double() - ours).abs() > bound).nonzero()
+    return int(different[0]) if len(different) else None
 
 
 def rounded_table(layers: LayerSpec, kind: str, num_positions: int, dtype: torch.dtype) -> Tensor:
-    """Angles in float32, as Hugging Face multiplies them, and their cosines and sines rounded to
-    the dtype of the model."""
+    """Cosines and sines of float32 angles, rounded to the dtype as Hugging Face does."""
     theta = layers.rope_theta if kind == "window" else layers.compress_rope_theta
     pairs = torch.arange(0, layers.rope_dim, 2, dtype=torch.float32) / layers.rope_dim
     frequencies = 1.0 / theta**pairs

@@ -1,4 +1,4 @@
-"""Steps of a patched model as functions of tensors."""
+"""Decode and prefill steps of a patched model as functions of tensors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FOR_MODEL = "Make it with PagedCache.for_model"
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What an attention layer gets in place of Hugging Face's masks and cache."""
+    """Passed to an attention layer in place of Hugging Face's masks and cache."""
 
     step: AttentionStep
     caches: LayerCaches
@@ -53,36 +53,35 @@ class LayerContext:
 def decode_step(
     model: Any, batch: StepBatch, cache: CacheTensors | PagedCache, *, state_rings: bool = True
 ) -> Tensor:
-    """Logits of every token of a step of few tokens per request: decode, speculative decode.
+    """Compute the logits of every token of a (speculative) decode step.
 
     Args:
         model: A patched ``DeepseekV4ForCausalLM``.
-        batch: The tokens, and what they belong to.
+        batch: The step.
         cache: A ``PagedCache``, or its ``tensors``, with blocks reserved for all tokens of
             ``batch``.
-        state_rings: Whether a request may have more tokens in ``batch`` than the ``next_n`` of the
-            cache. False saves launches: with FP8 caches, all that a C4 layer writes is then one.
+        state_rings: Whether a request may bring more tokens than the cache's ``next_n``. If none
+            does, pass False; it saves launches (with FP8 caches a C4 layer inserts in one).
 
     Returns:
-        [num_tokens, vocab_size]. Rows of padding tokens are finite and mean nothing.
+        [num_tokens, vocab_size]. Rows of padding tokens are finite but undefined.
 
-    Mutates: the caches, at the positions of the step. ``batch`` carries the lengths; those of the
-        ``PagedCache`` are neither read nor written. ``cache.dropped`` counts tokens that could not
-        be stored: past ``max_cache_len``, on blocks that are not reserved, of a request whose row
-        an earlier one has, of more than ``max_chunk`` in the step, or missing between
-        ``query_start_loc`` and ``tokens``. They are taken for padding, and nothing else is written
-        in their place. An id outside the vocabulary counts too, and is read as id 0.
+    Mutates: the caches, at the positions of the step. Lengths come from ``batch``; those of the
+        ``PagedCache`` are neither read nor written. Tokens that cannot be stored are treated as
+        padding and counted in ``cache.dropped``: beyond ``max_cache_len``, without a reserved
+        block, in a row that an earlier request of the batch uses, beyond ``max_chunk``, or missing
+        between ``query_start_loc`` and ``tokens``. An id outside the vocabulary is counted too, and
+        read as id 0.
 
     Raises:
-        ValueError, TypeError: a model that is not patched, a cache of another ``kv`` or
-            model, tensors of other shapes or dtypes. In an eager call on a CPU also what
-            ``cache.dropped`` counts elsewhere: there values are not read, for a device would have
-            to be waited for (``PagedCache.raise_if_dropped``). Nothing is written then.
-        NotImplementedError, RuntimeError: modules that were changed where ops do their work, an
-            ``impl`` that the device cannot run. Nothing is written then.
+        ValueError, TypeError: the model is not patched, the cache is for another model or ``kv``, a
+            shape or dtype is wrong; in an eager CPU call also for tokens that cannot be stored
+            (elsewhere see ``PagedCache.raise_if_dropped``). Nothing is written.
+        NotImplementedError, RuntimeError: a module that our ops replace was changed, or the device
+            cannot run the ``impl``. Nothing is written.
 
-    Compile: ``torch.compile(decode_step, fullgraph=True)`` is one graph, and one CUDA graph;
-        ``torch.export`` takes it too (``export_decode``).
+    Compile: ``torch.compile(decode_step, fullgraph=True)`` gives one graph and one CUDA graph;
+        ``torch.export`` works too (``export_decode``).
     """
     hidden = _run("decode_step", model, batch, cache, "decode", state_rings)
     logits: Tensor = model.lm_head(hidden)
@@ -91,17 +90,16 @@ def decode_step(
 
 @torch.no_grad()
 def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors | PagedCache) -> Tensor:
-    """Logits of the last token of every request, for steps with whole prompts or chunks of them;
-    decodes may be among them.
+    """Compute the logits of every request's last token, for any mix of prefills and decodes.
 
     Args:
         model: A patched ``DeepseekV4ForCausalLM``.
-        batch: The tokens, and what they belong to. At most ``max_chunk`` of a request; of more, the
-            earlier ones are dropped.
+        batch: The step, with at most ``max_chunk`` tokens per request; of more, the first are
+            dropped.
         cache: As for ``decode_step``.
 
     Returns:
-        [num_reqs, vocab_size]. Rows of requests without tokens mean nothing.
+        [num_reqs, vocab_size]. Rows of requests without tokens are undefined.
 
     Mutates: as ``decode_step``.
 
@@ -167,7 +165,7 @@ def _tensors_of(op: str, cache: CacheTensors | PagedCache) -> CacheTensors:
 
 
 def spec_of(op: str, model: Any) -> ModelSpec:
-    """The specification that ``patch`` left at the model."""
+    """The spec that ``patch`` stored on the model."""
     spec = getattr(model, "dsv4_ops_spec", None)
     if not isinstance(spec, ModelSpec):
         raise refusal(ValueError, op, "model", "be patched", "another", "Call patch first")
@@ -175,17 +173,11 @@ def spec_of(op: str, model: Any) -> ModelSpec:
 
 
 def check_cache(op: str, spec: ModelSpec, cache: CacheTensors) -> None:
-    """The cache was made for such a model; the shapes of its tensors are checked by the layers."""
+    """Raise if the cache was made for another model; layers check the shapes of its tensors."""
     found = tuple(_kind_of(layer) for layer in cache.layers)
     if found != spec.kinds:
-        raise refusal(
-            ValueError,
-            op,
-            "cache",
-            "have the layers of the model, " + ", ".join(spec.kinds),
-            ", ".join(found),
-            _FOR_MODEL,
-        )
+        rule = "have the layers of the model, " + ", ".join(spec.kinds)
+        raise refusal(ValueError, op, "cache", rule, ", ".join(found), _FOR_MODEL)
     if cache.made_for != spec.fingerprint:
         wanted, held = _named(spec.fingerprint), _named(cache.made_for)
         others = [name for name in wanted if wanted[name] != held.get(name)]
@@ -206,16 +198,20 @@ def _kind_of(caches: LayerCaches) -> str:
 
 
 def plan_heads(spec: ModelSpec, schedule: str, num_tokens: int) -> int:
-    """Query heads to plan a step for: a decode, of no more tokens than a plan may have."""
+    """``plan_heads`` of a step: 0 for a prefill or more tokens than a plan supports."""
     return spec.plan_heads if schedule == "decode" and num_tokens <= MAX_REQUESTS else 0
 
 
 def tokens_of(batch: StepBatch, cache: CacheTensors) -> tuple[TokenMap, Tensor, Tensor]:
-    """Row of the cache and position of every token; the tokens of its request after the step; and
-    the tokens of every request in the step, were all of them there."""
+    """Map a batch's tokens to cache rows.
+
+    Returns:
+        Cache row and position of every token; the length of its request after the step; and the
+        query length of every request by ``query_start_loc``.
+    """
     num_rows = cache.tables.swa.shape[0]
     starts, request_rows = batch.query_start_loc, batch.rows
-    # starts that decrease have more tokens than there are places
+    # a decreasing start counts as dropped tokens
     counts = (starts[1:] - starts[:-1]).abs()
     live = (counts > 0) & (batch.seq_lens > 0) & (request_rows >= 0) & (request_rows < num_rows)
     index = torch.arange(request_rows.shape[0], dtype=torch.int32, device=starts.device)
@@ -235,12 +231,12 @@ def tokens_of(batch: StepBatch, cache: CacheTensors) -> tuple[TokenMap, Tensor, 
 def build_step(
     spec: LayerSpec, tokens: TokenMap, ends: Tensor, cache: CacheTensors, heads: int
 ) -> AttentionStep:
-    """What all layers of a step share, where window and states are rings.
+    """Build the step metadata for caches whose window and states are rings.
 
     Args:
         spec: From ``ModelSpec.layers_for``.
-        tokens: Row of the cache and position of every token, -1 for padding: ``storable`` ones.
-        ends: Tokens of the request of every token, those of the step included.
+        tokens: Cache row and position of every token, from ``storable``.
+        ends: Length of every token's request after the step.
         cache: The caches and their tables.
         heads: From ``plan_heads``.
     """
@@ -275,7 +271,7 @@ def build_step(
 
 
 def most_tokens(spec: LayerSpec, cache: CacheTensors) -> int:
-    """Of a request in one step: at least ``max_chunk``, and what its blocks hold beyond."""
+    """Maximum tokens of a request in one step: ``max_chunk``, rounded up to the ring's blocks."""
     window, table, block = cache.layers[0].swa, cache.tables.swa, spec.attention.swa_block_size
     if not _is_ring(window, table):
         return table.shape[1] * block
@@ -285,7 +281,7 @@ def most_tokens(spec: LayerSpec, cache: CacheTensors) -> int:
 def _last_states(
     group: CompressedStep, tokens: TokenMap, ends: Tensor, states: Tensor, block: int
 ) -> CompressedStep:
-    """Of a long chunk, the states that fit into the ring: no two tokens share a slot."""
+    """Keep only a chunk's last states, so that no two tokens share a slot of the ring."""
     table = group.state_block_table
     if not _is_ring(states, table):
         return group
@@ -298,7 +294,7 @@ def _is_ring(blocks: Tensor, table: Tensor) -> bool:
 
 
 def _ring(blocks: Tensor, table: Tensor, block: int) -> int:
-    """Positions that a ring holds wherever they begin."""
+    """Positions that a ring holds at any alignment."""
     return (blocks.shape[0] // table.shape[0] - 1) * block
 
 
@@ -312,19 +308,17 @@ def run_layers(
     schedule: str,
     state_rings: bool = True,
 ) -> Tensor:
-    """Hidden states before the output projection, [num_tokens, hidden_size].
+    """Run all layers; return the final hidden states, [num_tokens, hidden_size].
 
     Args:
         body: The ``DeepseekV4Model`` of a patched model.
-        spec: Its specification.
-        tokens: Token ids, [num_tokens]; those of padding tokens are not read. Ids outside the
-            vocabulary are read as 0.
-        embeddings: [num_tokens, hidden_size], in place of the ids' own.
+        spec: Its spec.
+        tokens: Token ids, [num_tokens]; ids of padding or outside the vocabulary are read as 0.
+        embeddings: [num_tokens, hidden_size], instead of those of ``tokens``.
         step: From ``build_step``.
         cache: The caches.
         schedule: "decode" or "prefill".
-        state_rings: Whether a request may have more tokens in the step than the ``next_n`` of the
-            cache: they then write where its rings of states are still read.
+        state_rings: As for ``attention_layer``.
     """
     ids = None
     if tokens is not None:

@@ -1,4 +1,4 @@
-"""The tensors of a step: its batch, the block tables, the caches."""
+"""Tensors of a step: its batch, block tables and caches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from dsv4_ops.attention import LayerCaches
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A step of a ragged batch: decodes, prefills, chunks of them, padding requests.
+    """A ragged batch of decodes, prefills, prefill chunks and padding requests.
 
-    ``tokens`` int64 [num_tokens]: token ids, request after request; those of padding tokens are not
-    read. ``query_start_loc`` int32 [num_reqs + 1]: first token of every request and one past the
-    last; tokens behind that are padding. ``seq_lens`` int32 [num_reqs]: tokens of every request,
-    those of the step included; 0 marks a padding request. ``rows`` int32 [num_reqs]: row of the
-    cache of every request; no two requests share one. -1, or any row that the cache does not have,
-    makes it a padding request.
+    Attributes:
+        tokens: Token ids, request after request, [num_tokens], int64.
+        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
+            Tokens after that are padding.
+        seq_lens: Length of every request including this step's tokens, [num_reqs], int32. 0 marks a
+            padding request.
+        rows: Cache row of every request, [num_reqs], int32; distinct. A row outside the cache, such
+            as -1, marks a padding request.
     """
 
     tokens: Tensor
@@ -34,9 +36,10 @@ class StepBatch:
 class CacheTables:
     """Block tables of all rows of a cache, int32 [max_batch_size, max_blocks of the group] each.
 
-    ``swa``: blocks of the window cache, a ring per row. ``compressed``: blocks of the compressed
-    caches and of the indexer's, from the pool; -1 where none is reserved. ``c4_states`` and
-    ``c128_states``: blocks of the compressors' states, rings too.
+    Attributes:
+        swa: Blocks of the window cache, a ring per row.
+        compressed: Blocks of compressed rows and indexer keys, from the pool; -1 if not reserved.
+        c4_states, c128_states: Blocks of the compressor states, a ring per row.
     """
 
     swa: Tensor
@@ -47,7 +50,7 @@ class CacheTables:
 
 @dataclass(frozen=True)
 class RopeTables:
-    """Cosines and sines of layers with a window only and of those with a compressor."""
+    """Cosines and sines of window layers and of layers with a compressor."""
 
     window: Tensor
     compressed: Tensor
@@ -59,12 +62,15 @@ class RopeTables:
 
 @dataclass(frozen=True)
 class CacheTensors:
-    """All tensors of a ``PagedCache`` that a step reads or writes; ``layers`` are written.
+    """All tensors of a ``PagedCache`` that a step reads or writes.
 
-    ``dropped`` int64 [1]: steps add the tokens that they could not store
-    (``PagedCache.raise_if_dropped``).
-    ``made_for``: what of the model the cache depends on, ``ModelSpec.fingerprint``; a step refuses
-    that of another. It is no leaf, but part of the structure: a graph holds it as a constant.
+    Attributes:
+        tables: Block tables.
+        rope: RoPE tables.
+        layers: Caches of every layer, written by steps.
+        dropped: Number of tokens that steps could not store, [1], int64.
+        made_for: ``ModelSpec.fingerprint`` of the model; steps refuse the cache of another model.
+            Part of the pytree's structure, so a constant in graphs.
     """
 
     tables: CacheTables

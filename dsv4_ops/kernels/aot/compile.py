@@ -67,15 +67,15 @@ def compiled(
     names, options = kernel.arg_names, {**FUSION, **options}
     constants = {name: options.pop(name) for name in names if name in options}
     signature, attributes = {}, {}
-    for place, (name, argument) in enumerate(zip(names, arguments, strict=False)):
+    for index, (name, argument) in enumerate(zip(names, arguments, strict=False)):
         if not isinstance(argument, Argument):
             constants[name] = argument
             continue
         signature[name] = argument.type
         if argument.multiple:
-            attributes[place,] = [["tt.divisibility", _MULTIPLE]]
+            attributes[index,] = [["tt.divisibility", _MULTIPLE]]
     signature = {name: signature.get(name, "constexpr") for name in names}
-    places = {(names.index(name),): value for name, value in constants.items()}
+    constexprs = {(names.index(name),): value for name, value in constants.items()}
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = kind(kernel, signature, places, attributes)
+    source = kind(kernel, signature, constexprs, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

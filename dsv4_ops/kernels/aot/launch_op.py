@@ -1,6 +1,5 @@
-"""How a launcher meets its kernels when an AOTInductor package is made: those in Triton are traced,
-which Inductor compiles; a launch of one in Gluon is an op, which ``lowering/gluon.py`` makes a call
-of the kernel's binary."""
+"""Launches in AOTInductor packages: kernels in Triton are traced, and Inductor compiles them; a
+launch of one in Gluon is an op, which ``lowering/gluon.py`` makes a call of the kernel's binary."""
 
 from __future__ import annotations
 
@@ -12,14 +11,16 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.kernels import opaque_op
-from dsv4_ops.kernels.launcher import traced
+from dsv4_ops.kernels.launcher import TRACED, Launcher
 
 _SCHEMA = (
     "(str kernel, Tensor(a!)[] written, Tensor[] read, SymInt[] numbers, SymInt[] grid, str rest) "
     "-> ()"
 )
 
-WRITTEN = frozenset({"out", "lse", "max_logits", "partial", "partial_lse", "partial_peak", "joins"})
+WRITTEN = frozenset(
+    {"out", "lse", "max_logits", "partial", "partial_lse", "partial_scale", "combine_list"}
+)
 """Parameters of the kernels in Gluon that they write to."""
 
 ALIGNED = {"gathered": ("q", "kv")}
@@ -31,7 +32,7 @@ class Rest(NamedTuple):
     """What of a launch is no tensor and no number that may be a symbol.
 
     Args:
-        order: For every argument the list that it is in and its place there.
+        order: For every argument the list that it is in and its index there.
         options: Keyword arguments: constants of the kernel, and warps.
     """
 
@@ -42,21 +43,23 @@ class Rest(NamedTuple):
     def of(cls, text: str) -> Rest:
         """What ``json.dumps`` made of one."""
         order, options = json.loads(text)
-        return cls([(kind, place) for kind, place in order], options)
+        return cls([(kind, index) for kind, index in order], options)
 
     def arguments(
         self, written: Sequence[Any], read: Sequence[Any], numbers: Sequence[Any]
     ) -> list[Any]:
         """The arguments in the kernel's order."""
         lists = {"written": written, "read": read, "numbers": numbers}
-        return [lists[kind][place] for kind, place in self.order]
+        return [lists[kind][index] for kind, index in self.order]
 
 
-def packaged(kernel: Any) -> Any:
-    """The kernel as the trace of a package keeps it."""
-    if kernel in (_kernels() or ()):
-        return _Launch(kernel)
-    return traced(kernel)
+def _wrap(kernel: Any) -> Any:
+    return _Launch(kernel) if kernel in (_kernels() or ()) else TRACED(kernel)
+
+
+PACKAGED = Launcher(_wrap, aligns_inputs=True)
+"""Keep launches in the graph of a package, those of Gluon kernels as ops; ``lowering/gluon.py``
+copies inputs that are not aligned."""
 
 
 class _Launch:
@@ -79,15 +82,15 @@ class _Launch:
 
 
 def _held(lists: dict[str, list[Any]], name: str, value: Any) -> tuple[str, int]:
-    """The list that holds an argument, and its place there. What is written is not read too: those
-    are tensors that nobody reads, in the place of ones that were not given."""
+    """The list that holds an argument, and its index there. What is written is not read too: those
+    are tensors that nobody reads, in lieu of ones that were not given."""
     if not isinstance(value, Tensor):
         lists["numbers"].append(value)
         return "numbers", len(lists["numbers"]) - 1
     for kind in ("written", "read"):
-        for place, each in enumerate(lists[kind]):
+        for index, each in enumerate(lists[kind]):
             if each is value:
-                return kind, place
+                return kind, index
     kind = "written" if name in WRITTEN else "read"
     lists[kind].append(value)
     return kind, len(lists[kind]) - 1
@@ -101,7 +104,7 @@ def _kernels() -> Any:
 
 def _named() -> list[tuple[str, Any]]:
     kernels = _kernels()
-    assert kernels is not None  # ``hopper.runs`` has asked
+    assert kernels is not None  # ``support.runs`` has asked
     return list(kernels._asdict().items())
 
 

@@ -1,7 +1,5 @@
-"""Launcher of the C4 layer's fused inserts."""
+"""Launches of the C4 layer's fused inserts."""
 
 from dsv4_ops.kernels.c4_step.launch import insert_c4_step
 
-__all__ = [
-    "insert_c4_step",
-]
+__all__ = ["insert_c4_step"]

@@ -30,18 +30,9 @@ def place_slots(slot, num_blocks, block_size):
 
 
 @triton.jit
-def locate_positions(
-    block_table,
-    table_stride,
-    column_stride,
-    request,
-    position,
-    wanted,
-    max_blocks,
-    num_blocks,
-    block_size,
-):
-    """int64 page and row of int64 positions of int64 requests, and which of them exist."""
+def locate_positions(table, request, position, wanted, num_blocks, block_size):
+    """int64 block and row of int64 positions of int64 requests, and which of them exist."""
+    block_table, table_stride, column_stride, max_blocks = table
     position = position.to(tl.uint64)
     size = tl.full((), block_size, tl.uint64)
     column, row = position // size, position % size
@@ -53,9 +44,10 @@ def locate_positions(
 
 
 @triton.jit
-def load_pages(table, column_stride, max_blocks, row, wanted, BLOCK_SIZE: tl.constexpr):
-    """Pages of int32 rows of a request, whose entries are at ``table``; -1 where none is wanted,
-    and of rows that are negative or behind the table."""
+def load_pages(entries, row, wanted, BLOCK_SIZE: tl.constexpr):
+    """Blocks of int32 rows of a request, -1 where none is wanted, and of rows that are negative or
+    behind the table. ``entries``: the request's row of the table, its stride and its columns."""
+    table, column_stride, max_blocks = entries
     column = row.to(tl.uint32, bitcast=True) // BLOCK_SIZE
     entry = column.to(tl.int64) * column_stride
     return tl.load(table + entry, mask=wanted & (column < max_blocks), other=-1)
@@ -65,22 +57,21 @@ def load_pages(table, column_stride, max_blocks, row, wanted, BLOCK_SIZE: tl.con
 def join_slots(page, row, BLOCK_SIZE: tl.constexpr):
     """int32 slots of such rows; -1 of pages that are negative or whose slots int32 does not
     hold."""
-    place = row.to(tl.uint32, bitcast=True) % BLOCK_SIZE
+    offset = row.to(tl.uint32, bitcast=True) % BLOCK_SIZE
     fits = (page >= 0) & (page <= 2**31 // BLOCK_SIZE - 1)
-    slot = tl.where(fits, page, 0) * BLOCK_SIZE + place.to(tl.int32, bitcast=True)
+    slot = tl.where(fits, page, 0) * BLOCK_SIZE + offset.to(tl.int32, bitcast=True)
     return tl.where(fits, slot, -1)
 
 
 @triton.jit
-def prefetch_column(
-    block_table, table_stride, column_stride, num_reqs, max_blocks, row, BLOCK_SIZE: tl.constexpr
-):
+def prefetch_column(table, num_reqs, row, BLOCK_SIZE: tl.constexpr):
     """Bring the page of ``row`` into the L2 for each of the first 32 requests, whichever has it.
 
     Programs that do so for their rows, while they wait for the lengths of the requests, bring most
     of the pages that they are going to look up. Volatile: what is loaded is not used. One program
     in eight pages will do, whose entries share 32 bytes.
     """
+    block_table, table_stride, column_stride, max_blocks = table
     column = row // BLOCK_SIZE
     request = tl.arange(0, 32)
     useful = (request < num_reqs) & (column < max_blocks) & (row % (8 * BLOCK_SIZE) == 0)

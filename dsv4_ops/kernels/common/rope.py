@@ -31,26 +31,17 @@ def _product(left, right, EMULATE: tl.constexpr):
     if EMULATE:
         return left * right
     return tl.inline_asm_elementwise(
-        "mul.rn.f32 $0, $1, $2;",
-        "=f,f,f",
-        [left, right],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [left, right], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
 @triton.jit
 def load_tail_angles(
-    cos_sin_cache,
-    position,
-    num_positions,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    ROPE: tl.constexpr,
+    angles, position, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ROPE: tl.constexpr
 ):
     """For the DIM / 2 pairs of a row at ``position``, not below 0: whether one is rotated, the last
-    ROPE of HEAD_DIM values, and its cosine and sine."""
+    ROPE of HEAD_DIM values, and its cosine and sine. ``angles`` is the dense table and its rows."""
+    cos_sin_cache, num_positions = angles
     pair = tl.arange(0, DIM // 2) - (HEAD_DIM - ROPE) // 2
     known = (pair >= 0) & (pair < ROPE // 2) & (position < num_positions)
     angle = cos_sin_cache + position.to(tl.int64) * ROPE + pair
@@ -60,11 +51,12 @@ def load_tail_angles(
 
 @triton.jit
 def rotate_tail(
-    values, known, cos, sin, DIM: tl.constexpr, EMULATE: tl.constexpr, BACK: tl.constexpr = False
+    values, rotation, DIM: tl.constexpr, EMULATE: tl.constexpr, INVERSE: tl.constexpr = False
 ):
-    """fp32 ``values`` [DIM] with the pairs that ``load_tail_angles`` knows rotated, or BACK."""
+    """Rotate the pairs of fp32 ``values`` [DIM] that ``load_tail_angles`` knows, or rotate back."""
+    known, cos, sin = rotation
     even, odd = tl.split(tl.reshape(values, (DIM // 2, 2)))
-    if BACK:
+    if INVERSE:
         left, right = rotate_pairs_back(even, odd, cos, sin, EMULATE)
     else:
         left, right = rotate_pairs(even, odd, cos, sin, EMULATE)
@@ -83,12 +75,12 @@ def load_angles(cos_sin_cache, position, num_positions, ROPE: tl.constexpr):
 
 
 @triton.jit
-def turn_back(values, known, cos, sin, EMULATE: tl.constexpr):
-    """fp32 ``values`` [rows, rope dim] of one position, rounded to bf16 and rotated back by its
-    angles: in float32, to be rounded once more."""
+def inverse_rope(values, known, cos, sin, EMULATE: tl.constexpr):
+    """Inverse RoPE of fp32 ``values`` [rows, rope dim] of one position, rounded to bf16 before: in
+    float32, to be rounded once more."""
     rounded = round_to_bf16(values, EMULATE).to(tl.float32)
     pairs = tl.reshape(rounded, (values.shape[0], values.shape[1] // 2, 2))
     even, odd = tl.split(pairs)
     left, right = rotate_pairs_back(even, odd, cos[None, :], sin[None, :], EMULATE)
-    turned = tl.join(tl.where(known, left, even), tl.where(known, right, odd))
-    return tl.reshape(turned, (values.shape[0], values.shape[1]))
+    pairs = tl.join(tl.where(known, left, even), tl.where(known, right, odd))
+    return tl.reshape(pairs, (values.shape[0], values.shape[1]))

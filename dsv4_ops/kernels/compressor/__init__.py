@@ -3,8 +3,4 @@
 from dsv4_ops.kernels.compressor.launch import compress_and_insert, save_and_compress
 from dsv4_ops.kernels.compressor.save_states import save_compressor_states
 
-__all__ = [
-    "compress_and_insert",
-    "save_and_compress",
-    "save_compressor_states",
-]
+__all__ = ["compress_and_insert", "save_and_compress", "save_compressor_states"]

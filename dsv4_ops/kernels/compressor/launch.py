@@ -10,10 +10,11 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, QuantizedLayout, StateLayout
+from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.compressor.pool_long import insert_pooled_kernel, pool_windows_kernel
 from dsv4_ops.kernels.compressor.pool_short import compress_and_insert_kernel
 from dsv4_ops.kernels.compressor.save_states import save_compressor_states
-from dsv4_ops.kernels.launcher import EMULATE, Launch
+from dsv4_ops.kernels.launcher import EMULATE, Launcher
 
 VALUES = 4
 """Most consecutive channels of a thread: 16 bytes."""
@@ -63,50 +64,26 @@ finish one, and 1 in a ratio of a prefill's."""
 
 
 def compress_and_insert(
-    launch: Launch,
+    launch: Launcher,
     kv_score: Tensor,
     ape: Tensor,
     states: Tensor,
     state_block_table: Tensor,
-    positions: Tensor,
-    req_indices: Tensor,
-    norm_weight: Tensor,
-    cos_sin_cache: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    compress_ratio: int,
-    overlap: bool,
-    eps: float,
-    state_block_size: int,
-    block_size: int,
-    layout: str,
+    *rest: Tensor,
+    **settings: Any,
 ) -> None:
-    launch_windows(
-        launch,
-        "compress_and_insert",
-        kv_score,
-        ape,
-        states,
-        state_block_table,
-        None,
-        positions,
-        req_indices,
-        norm_weight,
-        cos_sin_cache,
-        k_cache,
-        slot_mapping,
-        compress_ratio=compress_ratio,
-        overlap=overlap,
-        eps=eps,
-        state_block_size=state_block_size,
-        block_size=block_size,
-        layout=layout,
-    )
+    """``rest`` and ``settings`` as ``_launch``, without ``state_slot_mapping``."""
+    own = (kv_score, ape, states, state_block_table)
+    _launch(launch, "compress_and_insert", *own, None, *rest, **settings)
 
 
-def launch_windows(
-    launch: Launch,
+def save_and_compress(launch: Launcher, *tensors: Tensor, **settings: Any) -> None:
+    """``tensors`` and ``settings`` as ``_launch``."""
+    _launch(launch, "save_and_compress", *tensors, **settings)
+
+
+def _launch(
+    launch: Launcher,
     op: str,
     kv_score: Tensor,
     ape: Tensor,
@@ -137,40 +114,25 @@ def launch_windows(
     num_tokens, num_reqs = positions.shape[0], state_block_table.shape[0]
     if num_tokens == 0 or head_dim == 0:
         return
-    if num_reqs == 0 or k_cache.shape[0] == 0:  # no window has a place
+    if num_reqs == 0 or k_cache.shape[0] == 0:  # no window is stored
         if state_slot_mapping is not None:
             save_compressor_states(
                 launch,
-                kv_score,
-                ape,
-                states,
-                state_slot_mapping,
-                positions,
+                *(kv_score, ape, states, state_slot_mapping, positions),
                 compress_ratio=compress_ratio,
                 block_size=state_block_size,
             )
         return
     if kv_score.stride(1) != 1:
         kv_score = kv_score.contiguous()
-    rows = (
-        kv_score,
-        int(kv_score.stride(0)),
-        ape.contiguous(),
-        states,
-        int(states.stride(0)),
-        states.shape[0],
-        state_block_table,
-        state_block_table.stride(0),
-        state_block_table.stride(1),
-        num_reqs,
-        state_block_table.shape[1],
-    )
-    tokens = (positions, positions.stride(0), req_indices, req_indices.stride(0))
+    scores = (kv_score, int(kv_score.stride(0)), ape.contiguous())
+    of_states = (states, int(states.stride(0)), states.shape[0])
+    rows = (*scores, *of_states, *strided(state_block_table), num_reqs, state_block_table.shape[1])
+    tokens = strided(positions, req_indices)
     rotation = (norm_weight.contiguous(), cos_sin_cache.contiguous(), cos_sin_cache.shape[0])
     pages = (k_cache, int(k_cache.stride(0)), k_cache.shape[0])
-    slots = (slot_mapping, slot_mapping.stride(0), num_tokens)
-    own = slot_mapping if state_slot_mapping is None else state_slot_mapping
-    state_slots = (own, own.stride(0))
+    slots = (*strided(slot_mapping), num_tokens)
+    state_slots = strided(slot_mapping if state_slot_mapping is None else state_slot_mapping)
     num_rows = compress_ratio * (2 if overlap else 1)
     window: dict[str, Any] = {
         "RATIO": compress_ratio,
@@ -314,47 +276,3 @@ def looking_programs(num_tokens: int, tokens: int, least: int) -> int:
     even number of tokens apart, then are of different programs."""
     odd = (num_tokens + tokens - 1) // tokens // 2 * 2 + 1
     return torch.sym_min(num_tokens, torch.sym_max(odd, least))
-
-
-def save_and_compress(
-    launch: Launch,
-    kv_score: Tensor,
-    ape: Tensor,
-    states: Tensor,
-    state_block_table: Tensor,
-    state_slot_mapping: Tensor,
-    positions: Tensor,
-    req_indices: Tensor,
-    norm_weight: Tensor,
-    cos_sin_cache: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    compress_ratio: int,
-    overlap: bool,
-    eps: float,
-    state_block_size: int,
-    block_size: int,
-    layout: str,
-) -> None:
-    launch_windows(
-        launch,
-        "save_and_compress",
-        kv_score,
-        ape,
-        states,
-        state_block_table,
-        state_slot_mapping,
-        positions,
-        req_indices,
-        norm_weight,
-        cos_sin_cache,
-        k_cache,
-        slot_mapping,
-        compress_ratio=compress_ratio,
-        overlap=overlap,
-        eps=eps,
-        state_block_size=state_block_size,
-        block_size=block_size,
-        layout=layout,
-    )

@@ -61,39 +61,24 @@ def pool_windows_kernel(
     token in ``pooled`` [num_tokens, HEAD_DIM]; further programs save states where SAVE_TOKENS is
     above 0, of the first ``num_early`` tokens."""
     PARTS: tl.constexpr = (HEAD_DIM + CHANNELS - 1) // CHANNELS
+    WINDOW: tl.constexpr = (STATE_BLOCK, RATIO, WIDTH, NUM_ROWS, HEAD_DIM)
+    THREADS: tl.constexpr = (CHUNKS, DEPTH, GROUPS, VALUES, ONE_PAGE)
+    SAVE: tl.constexpr = (SAVE_TOKENS, SAVE_COLUMNS, SAVE_PARTS)
+    scores = (kv_score, kv_stride, 1)
+    saved = (states, state_page_stride, num_state_blocks)
+    state_table = (state_block_table, table_stride, column_stride, state_columns)
+    requests = (positions, position_stride, req_indices, request_stride, num_reqs)
+    inputs = (scores, ape, saved, state_table, requests)
+    program, part, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     tile, block, part, programs = find_role(
-        tl.program_id(0),
-        tl.program_id(1),
-        tl.num_programs(0),
-        num_tokens,
-        num_early,
-        SAVE_TOKENS,
-        SAVE_PARTS,
-        PARTS,
-        APART,
+        program, part, programs, num_tokens, num_early, SAVE, PARTS, APART
     )
     if SAVE_TOKENS > 0:
         if tile >= 0:
+            first = tile // SAVE_PARTS * SAVE_TOKENS
+            own = (state_slots, state_slot_stride)
             save_tile(
-                tile // SAVE_PARTS * SAVE_TOKENS,
-                tile % SAVE_PARTS,
-                num_early,
-                kv_score,
-                kv_stride,
-                1,
-                ape,
-                states,
-                state_page_stride,
-                num_state_blocks,
-                state_slots,
-                state_slot_stride,
-                positions,
-                position_stride,
-                STATE_BLOCK,
-                RATIO,
-                WIDTH,
-                SAVE_TOKENS,
-                SAVE_COLUMNS,
+                first, tile % SAVE_PARTS, num_early, scores, ape, saved, own, requests, WINDOW, SAVE
             )
     first_channel = part * CHANNELS
     channel = first_channel + tl.arange(0, CHANNELS)
@@ -102,9 +87,9 @@ def pool_windows_kernel(
         candidate = block + lane * programs
         given, each = candidate < num_tokens, candidate.to(tl.int64)
         slots = tl.load(slot_mapping + each * slot_stride, mask=given, other=-1)
-        places = tl.load(positions + each * position_stride, mask=given, other=-1)
+        found = tl.load(positions + each * position_stride, mask=given, other=-1)
         owners = tl.load(req_indices + each * request_stride, mask=given, other=-1)
-        finishes = find_finishing(slots, places, owners, num_reqs, num_blocks, RATIO, BLOCK_SIZE)
+        finishes = find_finishing(slots, found, owners, num_reqs, num_blocks, RATIO, BLOCK_SIZE)
         left = tl.sum(finishes.to(tl.int32), axis=0)
         while left > 0:
             chosen = tl.min(tl.where(finishes, lane, TOKENS), axis=0)
@@ -113,42 +98,13 @@ def pool_windows_kernel(
             token = block + chosen * programs
             index = token.to(tl.int64)
             if SAVE_TOKENS > 0:  # in one warp: a load is a further wait ahead of the rows
-                position = tl.sum(tl.where(lane == chosen, places, 0), axis=0).to(tl.int32)
+                position = tl.sum(tl.where(lane == chosen, found, 0), axis=0).to(tl.int32)
                 request = tl.sum(tl.where(lane == chosen, owners, 0), axis=0).to(tl.int64)
             else:  # in two: sums over them are barriers
                 position = tl.load(positions + index * position_stride).to(tl.int32)
                 request = tl.load(req_indices + index * request_stride).to(tl.int64)
             values = pool_window(
-                token,
-                request,
-                position,
-                kv_score,
-                kv_stride,
-                ape,
-                states,
-                state_page_stride,
-                num_state_blocks,
-                state_block_table,
-                table_stride,
-                column_stride,
-                state_columns,
-                positions,
-                position_stride,
-                req_indices,
-                request_stride,
-                first_channel,
-                RATIO,
-                NUM_ROWS,
-                WIDTH,
-                HEAD_DIM,
-                CHANNELS,
-                STATE_BLOCK,
-                CHUNKS,
-                DEPTH,
-                GROUPS,
-                VALUES,
-                ONE_PAGE,
-                EMULATE,
+                token, request, position, inputs, first_channel, WINDOW, CHANNELS, THREADS, EMULATE
             )
             tl.store(pooled + index * HEAD_DIM + channel, values, mask=channel < HEAD_DIM)
         block += TOKENS * programs
@@ -202,49 +158,35 @@ def insert_pooled_kernel(
 ):
     """Norm, rotation and store of every window that a token finishes; further programs save states
     where SAVE_TOKENS is above 0, of the tokens from ``num_early`` on."""
+    WINDOW: tl.constexpr = (STATE_BLOCK, RATIO, WIDTH)
+    FINISH: tl.constexpr = (DIM, ROPE, EPS)
+    SAVE: tl.constexpr = (SAVE_TOKENS, SAVE_COLUMNS, SAVE_PARTS)
+    FORMAT: tl.constexpr = (
+        BLOCK_SIZE, HEAD_DIM, CODE_DIM, QUANT_BLOCK, DATA_BYTES, SCALE_BYTES, FLOAT_SCALES
+    )  # fmt: skip
+    cache = (k_cache, page_stride, num_blocks, ROW_STRIDE)
+    scores = (kv_score, kv_stride, 1)
+    saved = (states, state_page_stride, num_state_blocks)
+    own = (state_slots, state_slot_stride)
+    requests = (positions, position_stride)
+    program, part, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     tile, block, _part, programs = find_role(
-        tl.program_id(0),
-        tl.program_id(1),
-        tl.num_programs(0),
-        num_tokens,
-        num_tokens - num_early,
-        SAVE_TOKENS,
-        SAVE_PARTS,
-        1,
-        1,
+        program, part, programs, num_tokens, num_tokens - num_early, SAVE, 1, 1
     )
     if SAVE_TOKENS > 0:
         if tile >= 0:
-            save_tile(
-                num_early + tile // SAVE_PARTS * SAVE_TOKENS,
-                tile % SAVE_PARTS,
-                num_tokens,
-                kv_score,
-                kv_stride,
-                1,
-                ape,
-                states,
-                state_page_stride,
-                num_state_blocks,
-                state_slots,
-                state_slot_stride,
-                positions,
-                position_stride,
-                STATE_BLOCK,
-                RATIO,
-                WIDTH,
-                SAVE_TOKENS,
-                SAVE_COLUMNS,
-            )
+            first = num_early + tile // SAVE_PARTS * SAVE_TOKENS
+            part = tile % SAVE_PARTS
+            save_tile(first, part, num_tokens, scores, ape, saved, own, requests, WINDOW, SAVE)
     channel = tl.arange(0, DIM)
     lane = tl.arange(0, TOKENS)
     while block < num_tokens:
         candidate = block + lane * programs
         given, each = candidate < num_tokens, candidate.to(tl.int64)
         slots = tl.load(slot_mapping + each * slot_stride, mask=given, other=-1)
-        places = tl.load(positions + each * position_stride, mask=given, other=-1)
+        found = tl.load(positions + each * position_stride, mask=given, other=-1)
         owners = tl.load(req_indices + each * request_stride, mask=given, other=-1)
-        finishes = find_finishing(slots, places, owners, num_reqs, num_blocks, RATIO, BLOCK_SIZE)
+        finishes = find_finishing(slots, found, owners, num_reqs, num_blocks, RATIO, BLOCK_SIZE)
         left = tl.sum(finishes.to(tl.int32), axis=0)
         while left > 0:
             chosen = tl.min(tl.where(finishes, lane, TOKENS), axis=0)
@@ -256,32 +198,10 @@ def insert_pooled_kernel(
             source = pooled + index * HEAD_DIM + channel
             values = tl.load(source, mask=channel < HEAD_DIM, other=0.0)
             weights = tl.load(norm_weight + channel, mask=channel < HEAD_DIM, other=0.0)
-            known, cos, sin = 0, 0, 0
+            rotation = 0, 0, 0
             if ROPE > 0:
                 first = position.to(tl.uint32) // RATIO * RATIO
-                known, cos, sin = load_tail_angles(
-                    cos_sin_cache, first.to(tl.int32), num_positions, HEAD_DIM, DIM, ROPE
-                )
-            finish_row(
-                values,
-                weights,
-                known,
-                cos,
-                sin,
-                slot,
-                k_cache,
-                page_stride,
-                HEAD_DIM,
-                DIM,
-                ROPE,
-                EPS,
-                BLOCK_SIZE,
-                ROW_STRIDE,
-                CODE_DIM,
-                QUANT_BLOCK,
-                DATA_BYTES,
-                SCALE_BYTES,
-                FLOAT_SCALES,
-                EMULATE,
-            )
+                angles = (cos_sin_cache, num_positions)
+                rotation = load_tail_angles(angles, first.to(tl.int32), HEAD_DIM, DIM, ROPE)
+            finish_row(values, weights, rotation, slot, cache, FINISH, FORMAT, EMULATE)
         block += TOKENS * programs

@@ -13,98 +13,40 @@ from dsv4_ops.kernels.compressor.save_states import (  # by name: Inductor copie
 
 @triton.jit
 def compress_and_insert(
-    program,
-    programs,
-    kv_score,
-    kv_stride,
-    ape,
-    states,
-    state_page_stride,
-    num_state_blocks,
-    state_block_table,
-    table_stride,
-    column_stride,
-    num_reqs,
-    state_columns,
-    positions,
-    position_stride,
-    req_indices,
-    request_stride,
-    norm_weight,
-    cos_sin_cache,
-    num_positions,
-    k_cache,
-    page_stride,
-    num_blocks,
-    slot_mapping,
-    slot_stride,
-    num_tokens,
-    state_slots,
-    state_slot_stride,
-    RATIO: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    ROPE: tl.constexpr,
-    EPS: tl.constexpr,
-    STATE_BLOCK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    CODE_DIM: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    FLOAT_SCALES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    VALUES: tl.constexpr,
-    ONE_PAGE: tl.constexpr,
-    EMULATE: tl.constexpr,
-    SAVE_TOKENS: tl.constexpr,
-    SAVE_COLUMNS: tl.constexpr,
-    SAVE_PARTS: tl.constexpr,
-    APART: tl.constexpr,
-):
+    program, programs, inputs, state_slots, norm_weight, angles, cache, slots,
+    WINDOW: tl.constexpr, FINISH: tl.constexpr, FORMAT: tl.constexpr, THREADS: tl.constexpr,
+    SAVE: tl.constexpr, TOKENS: tl.constexpr, APART: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
     """What the program number ``program`` of ``programs`` does: tokens far apart, as the tokens
     that finish a window are evenly spaced in a prefill."""
+    RATIO: tl.constexpr = WINDOW[1]
+    HEAD_DIM: tl.constexpr = WINDOW[4]
+    DIM: tl.constexpr = FINISH[0]
+    ROPE: tl.constexpr = FINISH[1]
+    SAVE_TOKENS: tl.constexpr = SAVE[0]
+    SAVE_PARTS: tl.constexpr = SAVE[2]
+    scores, ape, states, _, requests = inputs
+    positions, position_stride, req_indices, request_stride, num_reqs = requests
+    slot_mapping, slot_stride, num_tokens = slots
     lane = tl.arange(0, TOKENS)
     channel = tl.arange(0, DIM)
     tile, block, _part, programs = find_role(
-        program, 0, programs, num_tokens, num_tokens, SAVE_TOKENS, SAVE_PARTS, 1, APART
+        program, 0, programs, num_tokens, num_tokens, SAVE, 1, APART
     )
     if SAVE_TOKENS > 0:
         if tile >= 0:
+            first = tile // SAVE_PARTS * SAVE_TOKENS
+            part = tile % SAVE_PARTS
             save_tile(
-                tile // SAVE_PARTS * SAVE_TOKENS,
-                tile % SAVE_PARTS,
-                num_tokens,
-                kv_score,
-                kv_stride,
-                1,
-                ape,
-                states,
-                state_page_stride,
-                num_state_blocks,
-                state_slots,
-                state_slot_stride,
-                positions,
-                position_stride,
-                STATE_BLOCK,
-                RATIO,
-                WIDTH,
-                SAVE_TOKENS,
-                SAVE_COLUMNS,
+                first, part, num_tokens, scores, ape, states, state_slots, requests, WINDOW, SAVE
             )
     while block < num_tokens:
         candidate = block + lane * programs
         given, each = candidate < num_tokens, candidate.to(tl.int64)
-        slots = tl.load(slot_mapping + each * slot_stride, mask=given, other=-1)
-        places = tl.load(positions + each * position_stride, mask=given, other=-1)
+        found = tl.load(slot_mapping + each * slot_stride, mask=given, other=-1)
+        seen = tl.load(positions + each * position_stride, mask=given, other=-1)
         owners = tl.load(req_indices + each * request_stride, mask=given, other=-1)
-        finishes = find_finishing(slots, places, owners, num_reqs, num_blocks, RATIO, BLOCK_SIZE)
+        finishes = find_finishing(found, seen, owners, num_reqs, cache[2], RATIO, FORMAT[0])
         left = tl.sum(finishes.to(tl.int32), axis=0)
         while left > 0:
             chosen = tl.min(tl.where(finishes, lane, TOKENS), axis=0)
@@ -115,67 +57,13 @@ def compress_and_insert(
             slot = tl.load(slot_mapping + index * slot_stride)
             position = tl.load(positions + index * position_stride).to(tl.int32)
             request = tl.load(req_indices + index * request_stride).to(tl.int64)
-            known, cos, sin = 0, 0, 0  # read before the rows, to wait once
+            rotation = 0, 0, 0  # read before the rows, to wait once
             if ROPE > 0:
                 first = position.to(tl.uint32) // RATIO * RATIO
-                known, cos, sin = load_tail_angles(
-                    cos_sin_cache, first.to(tl.int32), num_positions, HEAD_DIM, DIM, ROPE
-                )
-            values = pool_window(
-                token,
-                request,
-                position,
-                kv_score,
-                kv_stride,
-                ape,
-                states,
-                state_page_stride,
-                num_state_blocks,
-                state_block_table,
-                table_stride,
-                column_stride,
-                state_columns,
-                positions,
-                position_stride,
-                req_indices,
-                request_stride,
-                0,
-                RATIO,
-                NUM_ROWS,
-                WIDTH,
-                HEAD_DIM,
-                DIM,
-                STATE_BLOCK,
-                CHUNKS,
-                DEPTH,
-                GROUPS,
-                VALUES,
-                ONE_PAGE,
-                EMULATE,
-            )
+                rotation = load_tail_angles(angles, first.to(tl.int32), HEAD_DIM, DIM, ROPE)
+            values = pool_window(token, request, position, inputs, 0, WINDOW, DIM, THREADS, EMULATE)
             weights = tl.load(norm_weight + channel, mask=channel < HEAD_DIM, other=0.0)
-            finish_row(
-                values,
-                weights,
-                known,
-                cos,
-                sin,
-                slot,
-                k_cache,
-                page_stride,
-                HEAD_DIM,
-                DIM,
-                ROPE,
-                EPS,
-                BLOCK_SIZE,
-                ROW_STRIDE,
-                CODE_DIM,
-                QUANT_BLOCK,
-                DATA_BYTES,
-                SCALE_BYTES,
-                FLOAT_SCALES,
-                EMULATE,
-            )
+            finish_row(values, weights, rotation, slot, cache, FINISH, FORMAT, EMULATE)
         block += TOKENS * programs
 
 
@@ -234,59 +122,31 @@ def compress_and_insert_kernel(
     SAVE_PARTS: tl.constexpr,
     APART: tl.constexpr,
 ):
+    FORMAT: tl.constexpr = (
+        BLOCK_SIZE, HEAD_DIM, CODE_DIM, QUANT_BLOCK, DATA_BYTES, SCALE_BYTES, FLOAT_SCALES
+    )  # fmt: skip
+    inputs = (
+        (kv_score, kv_stride, 1),
+        ape,
+        (states, state_page_stride, num_state_blocks),
+        (state_block_table, table_stride, column_stride, state_columns),
+        (positions, position_stride, req_indices, request_stride, num_reqs),
+    )
     compress_and_insert(
         tl.program_id(0),
         tl.num_programs(0),
-        kv_score,
-        kv_stride,
-        ape,
-        states,
-        state_page_stride,
-        num_state_blocks,
-        state_block_table,
-        table_stride,
-        column_stride,
-        num_reqs,
-        state_columns,
-        positions,
-        position_stride,
-        req_indices,
-        request_stride,
+        inputs,
+        (state_slots, state_slot_stride),
         norm_weight,
-        cos_sin_cache,
-        num_positions,
-        k_cache,
-        page_stride,
-        num_blocks,
-        slot_mapping,
-        slot_stride,
-        num_tokens,
-        state_slots,
-        state_slot_stride,
-        RATIO,
-        NUM_ROWS,
-        WIDTH,
-        HEAD_DIM,
-        DIM,
-        ROPE,
-        EPS,
-        STATE_BLOCK,
-        BLOCK_SIZE,
-        ROW_STRIDE,
-        CODE_DIM,
-        QUANT_BLOCK,
-        DATA_BYTES,
-        SCALE_BYTES,
-        FLOAT_SCALES,
+        (cos_sin_cache, num_positions),
+        (k_cache, page_stride, num_blocks, ROW_STRIDE),
+        (slot_mapping, slot_stride, num_tokens),
+        (STATE_BLOCK, RATIO, WIDTH, NUM_ROWS, HEAD_DIM),
+        (DIM, ROPE, EPS),
+        FORMAT,
+        (CHUNKS, DEPTH, GROUPS, VALUES, ONE_PAGE),
+        (SAVE_TOKENS, SAVE_COLUMNS, SAVE_PARTS),
         TOKENS,
-        CHUNKS,
-        DEPTH,
-        GROUPS,
-        VALUES,
-        ONE_PAGE,
-        EMULATE,
-        SAVE_TOKENS,
-        SAVE_COLUMNS,
-        SAVE_PARTS,
         APART,
+        EMULATE,
     )

@@ -59,7 +59,7 @@ def _logits(
     block_size: int,
     num_rows: int,
 ) -> Tensor:
-    """Of rows past the lens anything."""
+    """Logits; those past the lengths may be anything."""
     num_tokens, columns = q.shape[0], min(pages.shape[1] * block_size, num_rows)
     if num_tokens == 0 or columns == 0 or k_cache.shape[0] == 0:
         return weights.new_empty((num_tokens, num_rows))

@@ -94,7 +94,7 @@ def _prefill_fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def num_sm_parts(device: torch.device, heads: int) -> int:
-    """Parts that the work is cut into: one per 64 heads on every SM."""
+    """Parts that the work is split into: one per 64 heads on every SM."""
     if device.type != "cuda":
         return 1
     return max(torch.cuda.get_device_properties(device).multi_processor_count * 64 // heads, 1)
@@ -113,9 +113,9 @@ def lowered() -> dict[Any, Any]:
         decode: (library.sparse_decode_fwd.default, _decode_fake),
         prefill: (library.sparse_prefill_fwd.default, lambda *args: list(_prefill_fake(*args))),
     }
-    for theirs, fake in pairs.values():
-        opaque_op.describe(theirs, fake)
-    return {ours: theirs for ours, (theirs, _) in pairs.items()}
+    for library, fake in pairs.values():
+        opaque_op.describe(library, fake)
+    return {ours: library for ours, (library, _) in pairs.items()}
 
 
 def sparse_mla_decode(
@@ -345,8 +345,8 @@ def _attend(
     )
     out, lse = out.squeeze(1), lse.squeeze(2)
     kernels = opaque_op.kernels(q.device)
-    turned = cos_sin_cache is None or int(cos_sin_cache.shape[1]) == WIDTH - MainLayout.code_dim
-    if kernels is None or not turned:
+    rotates = cos_sin_cache is None or int(cos_sin_cache.shape[1]) == WIDTH - MainLayout.code_dim
+    if kernels is None or not rotates:
         return turned_back(SparseMla(out, no_key(lse)), positions, cos_sin_cache)
     kernels.finish_heads(launch, out, lse, positions, cos_sin_cache)
     return SparseMla(out, lse)

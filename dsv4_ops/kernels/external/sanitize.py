@@ -6,13 +6,14 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.kernels.arguments import listed, strided
 from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.rope import load_angles, rotate_pairs_back
-from dsv4_ops.kernels.launcher import EMULATE, Launch
+from dsv4_ops.kernels.launcher import EMULATE, Launcher
 from dsv4_ops.reference.sanitize import Listed, Prepared
 
 ROPE = MainLayout.head_dim - MainLayout.code_dim
-"""Values of a head that are rotated back."""
+"""Values of a head that inverse RoPE rotates."""
 
 COLUMNS, WARPS = 256, 2
 """Entries of a list per program."""
@@ -63,7 +64,7 @@ def list_slots_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Both lists of a token with -1 for what does not count, and how many entries may; unsigned, a
-    slot below 0 is past every page."""
+    slot below 0 is past every block."""
     token = tl.program_id(0).to(tl.int64)
     swa_tiles = (swa_padded + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(1)
@@ -90,12 +91,12 @@ def list_slots_kernel(
         length = tl.load(extra_lens + token * extra_len_stride)
         length = tl.minimum(tl.maximum(length, 0), extra_width)
         wanted = column < length
-        row, place = token, column
+        row, offset = token, column
         if PAGED:
             row = tl.load(req_indices + token * req_stride).to(tl.int64)
             real = (row >= 0) & (row < num_reqs)
-            row, wanted, place = tl.where(real, row, 0), wanted & real, column // EXTRA_BLOCK_SIZE
-        entry = extra_indices + row * extra_stride + place.to(tl.int64) * extra_column_stride
+            row, wanted, offset = tl.where(real, row, 0), wanted & real, column // EXTRA_BLOCK_SIZE
+        entry = extra_indices + row * extra_stride + offset.to(tl.int64) * extra_column_stride
         slot = tl.load(entry, mask=wanted, other=-1)
         if PAGED:
             fits = slot.to(tl.uint32) < 2147483648 // EXTRA_BLOCK_SIZE
@@ -117,30 +118,30 @@ def finish_heads_kernel(
     cos_sin_cache,
     num_positions,
     num_heads,
-    TURNED: tl.constexpr,
+    INVERSE_ROPE: tl.constexpr,
     ROPE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """An lse of no key is -inf; the last ROPE values of every head are rotated back."""
+    """An lse of no key is -inf; inverse RoPE of the last ROPE values of every head."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     given = head < num_heads
-    place = token * num_heads + head
-    logs = tl.load(lse + place, mask=given, other=0.0)
-    tl.store(lse + place, tl.where(logs == float("inf"), float("-inf"), logs), mask=given)
-    if TURNED:
+    index = token * num_heads + head
+    logs = tl.load(lse + index, mask=given, other=0.0)
+    tl.store(lse + index, tl.where(logs == float("inf"), float("-inf"), logs), mask=given)
+    if INVERSE_ROPE:
         position = tl.load(positions + token * position_stride)
         known, cos, sin = load_angles(cos_sin_cache, position, num_positions, ROPE)
         if known:
             tail = (HEAD_DIM - ROPE) + tl.arange(0, ROPE)
-            dst = out + place[:, None] * HEAD_DIM + tail[None, :]
+            dst = out + index[:, None] * HEAD_DIM + tail[None, :]
             values = tl.load(dst, mask=given[:, None], other=0.0).to(tl.float32)
             even, odd = tl.split(tl.reshape(values, (HEADS, ROPE // 2, 2)))
             left, right = rotate_pairs_back(even, odd, cos[None, :], sin[None, :], EMULATE)
-            turned = tl.reshape(tl.join(left, right), (HEADS, ROPE))
-            tl.store(dst, round_to_bf16(turned, EMULATE), mask=given[:, None])
+            values = tl.reshape(tl.join(left, right), (HEADS, ROPE))
+            tl.store(dst, round_to_bf16(values, EMULATE), mask=given[:, None])
 
 
 @triton.jit
@@ -160,7 +161,7 @@ def list_pages_kernel(
     lens_out,
     COLUMNS: tl.constexpr,
 ):
-    """Pages of a token's request, page 0 for those that do not exist, and its rows."""
+    """Blocks of a token's request, block 0 for those that do not exist, and its rows."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     request = tl.load(req_indices + token * request_stride).to(tl.int64)
@@ -191,7 +192,7 @@ def fill_absent_kernel(
     BLOCK_SIZE: tl.constexpr,
     FILLED: tl.constexpr,
 ):
-    """-inf for rows past the ``lens`` that the library had, and on pages that do not exist. Logits
+    """-inf for rows past the lengths that the library had, and in blocks that do not exist. Logits
     are not read."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * FILLED + tl.arange(0, FILLED)
@@ -208,11 +209,7 @@ def fill_absent_kernel(
 
 
 def list_slots(
-    launch: Launch,
-    window: Listed,
-    extra: Listed | None,
-    sink: torch.Tensor | None,
-    multiple: int,
+    launch: Launcher, window: Listed, extra: Listed | None, sink: torch.Tensor | None, multiple: int
 ) -> Prepared:
     """``prepare.list_slots`` as one kernel."""
     indices, lens = window.indices, window.lens
@@ -230,29 +227,17 @@ def list_slots(
         requests = lens if extra.req_indices is None else extra.req_indices
     finite = None if sink is None else torch.empty_like(sink, memory_format=torch.contiguous_format)
     tiles = (slots.shape[1] + COLUMNS - 1) // COLUMNS + (padded + COLUMNS - 1) // COLUMNS
+    swa_out, extra_out = (slots, slots.shape[1], swa_lens), (extra_slots, padded, extra_lens)
     launch(list_slots_kernel)[(num_tokens, tiles)](
-        indices,
-        indices.stride(0),
-        indices.stride(1),
-        lens,
-        lens.stride(0),
+        *strided(indices, lens),
         width,
         window.num_blocks,
-        slots,
-        slots.shape[1],
-        swa_lens,
-        more.indices,
-        more.indices.stride(0),
-        more.indices.stride(1),
-        more.lens,
-        more.lens.stride(0),
+        *swa_out,
+        *strided(more.indices, more.lens),
         more_width,
         more.num_blocks,
-        extra_slots,
-        padded,
-        extra_lens,
-        requests,
-        requests.stride(0),
+        *extra_out,
+        *strided(requests),
         more.indices.shape[0],
         lens if sink is None else sink.contiguous(),
         swa_lens if finite is None else finite,
@@ -271,7 +256,7 @@ def list_slots(
 
 
 def finish_heads(
-    launch: Launch,
+    launch: Launcher,
     out: torch.Tensor,
     lse: torch.Tensor,
     positions: torch.Tensor | None,
@@ -280,16 +265,16 @@ def finish_heads(
     """``prepare.finish_heads`` as one kernel that writes to ``out`` and ``lse``, which are dense;
     of angles of ``ROPE`` columns."""
     num_tokens, num_heads = lse.shape
-    turned, given = False, (lse, 0, lse, 0)
+    rotates, given = False, (lse, 0, lse, 0)
     if positions is not None and cos_sin_cache is not None:
-        table, turned = cos_sin_cache.contiguous(), True
+        table, rotates = cos_sin_cache.contiguous(), True
         given = (positions, positions.stride(0), table, table.shape[0])
     launch(finish_heads_kernel)[(num_tokens, triton.cdiv(int(num_heads), FINISHED_HEADS))](
         out,
         lse,
         *given,
         num_heads,
-        TURNED=turned,
+        INVERSE_ROPE=rotates,
         ROPE=ROPE,
         HEAD_DIM=MainLayout.head_dim,
         HEADS=FINISHED_HEADS,
@@ -299,7 +284,7 @@ def finish_heads(
 
 
 def list_pages(
-    launch: Launch,
+    launch: Launcher,
     block_table: torch.Tensor,
     req_indices: torch.Tensor,
     lens: torch.Tensor,
@@ -312,16 +297,10 @@ def list_pages(
     counted = lens.new_empty(num_tokens)
     tiles = torch.sym_max((max_blocks + COLUMNS - 1) // COLUMNS, 1)  # one stores the lengths
     launch(list_pages_kernel)[(num_tokens, tiles)](
-        block_table,
-        block_table.stride(0),
-        block_table.stride(1),
-        max_blocks,
+        *listed(block_table),
         num_reqs,
         num_blocks,
-        req_indices,
-        req_indices.stride(0),
-        lens,
-        lens.stride(0),
+        *strided(req_indices, lens),
         most,
         pages,
         counted,
@@ -332,7 +311,7 @@ def list_pages(
 
 
 def fill_absent(
-    launch: Launch,
+    launch: Launcher,
     logits: torch.Tensor,
     block_table: torch.Tensor,
     req_indices: torch.Tensor,
@@ -343,13 +322,10 @@ def fill_absent(
     """``prepare.fill_absent`` as one kernel that writes to ``logits``."""
     num_tokens, num_columns = logits.shape
     launch(fill_absent_kernel)[(num_tokens, (num_columns + FILLED - 1) // FILLED)](
-        block_table,
-        block_table.stride(0),
-        block_table.stride(1),
+        *strided(block_table),
         block_table.shape[0],
         num_blocks,
-        req_indices,
-        req_indices.stride(0),
+        *strided(req_indices),
         counted,
         logits,
         logits.stride(0),

@@ -7,9 +7,10 @@ import triton.language as tl
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.types import INT32_MAX
+from dsv4_ops.kernels.arguments import listed, paged, strided
 from dsv4_ops.kernels.common.paging import locate_positions, prefetch_column
 from dsv4_ops.kernels.kv_cache.quantize_insert import insert
-from dsv4_ops.kernels.launcher import Launch
+from dsv4_ops.kernels.launcher import Launcher
 
 INSERT_TOKENS = 16
 """Tokens per program of the insert."""
@@ -24,7 +25,7 @@ _BEFORE_ALL = tl.constexpr(-INT32_MAX - 1)
 
 
 def quantize_and_insert_indexer_k(
-    launch: Launch,
+    launch: Launcher,
     k: torch.Tensor,
     k_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -87,9 +88,8 @@ def gather_indexer_kernel(
     probe = (tl.arange(0, PROBES) + 1) * step
     known = probe <= boundaries
     boundary = tl.load(cu_seq_lens + (probe - 1).to(tl.int64) * cu_stride, mask=known, other=0)
-    prefetch_column(
-        block_table, table_stride, column_stride, num_reqs, max_blocks, begin, BLOCK_SIZE
-    )
+    table = (block_table, table_stride, column_stride, max_blocks)
+    prefetch_column(table, num_reqs, begin, BLOCK_SIZE)
     before = known & (boundary <= begin)
     low = tl.sum(before.to(tl.int32), 0) * step
     high = tl.sum((known & (boundary <= begin + ROWS - 1)).to(tl.int32), 0) * step + step - 1
@@ -102,17 +102,8 @@ def gather_indexer_kernel(
     there = index < num_rows
     wanted = (count > 0) & (count <= num_reqs) & there
     request = tl.where(wanted, count - 1, 0).to(tl.int64)
-    page, row, exists = locate_positions(
-        block_table,
-        table_stride,
-        column_stride,
-        request,
-        index.to(tl.int64) - first,
-        wanted,
-        max_blocks,
-        num_blocks,
-        BLOCK_SIZE,
-    )
+    position = index.to(tl.int64) - first
+    page, row, exists = locate_positions(table, request, position, wanted, num_blocks, BLOCK_SIZE)
     start = k_cache + page * page_stride
     lane = tl.arange(0, DATA_BYTES)[None, :]
     codes = tl.load(
@@ -131,7 +122,7 @@ def gather_indexer_kernel(
 
 
 def gather_indexer_k(
-    launch: Launch,
+    launch: Launcher,
     k_cache: torch.Tensor,
     cu_seq_lens: torch.Tensor,
     block_table: torch.Tensor,
@@ -150,16 +141,10 @@ def gather_indexer_k(
         codes,
         scales,
         num_rows,
-        k_cache,
-        k_cache.stride(0),
-        k_cache.shape[0],
-        cu_seq_lens,
-        cu_seq_lens.stride(0),
+        *paged(k_cache),
+        *strided(cu_seq_lens),
         block_table.shape[0],
-        block_table,
-        block_table.stride(0),
-        block_table.stride(1),
-        block_table.shape[1],
+        *listed(block_table),
         BLOCK_SIZE=block_size,
         DATA_BYTES=indexer.data_bytes,
         SCALE_BYTES=indexer.scale_bytes,

@@ -8,6 +8,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.dispatch.choice import not_ours
+from dsv4_ops.kernels.arguments import angles, paged, strided
 from dsv4_ops.kernels.indexer.quantize_q import quantize_query_kernel  # by name: Inductor copies
 from dsv4_ops.kernels.indexer.score_tile import (
     find_pages,
@@ -17,7 +18,7 @@ from dsv4_ops.kernels.indexer.score_tile import (
     load_weights,
     score_codes,
 )
-from dsv4_ops.kernels.launcher import EMULATE, Launch
+from dsv4_ops.kernels.launcher import EMULATE, Launcher
 from dsv4_ops.reference import indexer as reference
 
 DIM = IndexerLayout.head_dim
@@ -46,7 +47,7 @@ def tile(num_heads: int) -> dict[str, int]:
 
 
 def indexer_quantize_q(
-    launch: Launch,
+    launch: Launcher,
     q: torch.Tensor,
     weights: torch.Tensor,
     positions: torch.Tensor,
@@ -60,20 +61,10 @@ def indexer_quantize_q(
     if num_tokens != 0 and num_heads != 0:
         tiles = (num_heads + QUANTIZED_HEADS - 1) // QUANTIZED_HEADS
         launch(quantize_query_kernel)[num_tokens * tiles,](
-            q,
-            q.stride(0),
-            q.stride(1),
-            q.stride(2),
+            *strided(q),
             num_heads,
-            weights,
-            weights.stride(0),
-            weights.stride(1),
-            positions,
-            positions.stride(0),
-            cos_sin_cache,
-            cos_sin_cache.stride(0),
-            cos_sin_cache.stride(1),
-            cos_sin_cache.shape[0],
+            *strided(weights, positions),
+            *angles(cos_sin_cache),
             codes,
             scaled,
             SOFTMAX_SCALE=float(softmax_scale),
@@ -119,6 +110,10 @@ def indexer_logits_kernel(
     STAGES: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
+    cache = (k_cache, page_stride, num_blocks)
+    FORMAT: tl.constexpr = (BLOCK_SIZE, DATA_BYTES, SCALE_BYTES)
+    queries = (q, token_stride, head_stride, dim_stride, num_heads)
+    scaled = (weights, weight_token_stride, weight_head_stride)
     spans = (num_rows + ROWS - 1) // ROWS
     token = (tl.program_id(0) // spans).to(tl.int64)
     first = tl.program_id(0) % spans * ROWS
@@ -129,31 +124,15 @@ def indexer_logits_kernel(
     lane = tl.arange(0, STEP)
     target = out + token * num_rows
     if first < count:
-        query = load_query(
-            q, token_stride, head_stride, dim_stride, token, num_heads, HEADS, DATA_BYTES, EMULATE
-        )
-        weight = load_weights(
-            weights, weight_token_stride, weight_head_stride, token, num_heads, HEADS
-        )
+        query = load_query(queries, token, HEADS, DATA_BYTES, EMULATE)
+        weight = load_weights(scaled, token, num_heads, HEADS)
         held = tl.cast(max_blocks, tl.int64) * BLOCK_SIZE
         stop = tl.minimum(tl.minimum(count, num_rows), held).to(tl.int32)
-        table = block_table + request * table_stride
-        pages = find_pages(table, column_stride, first, stop, BLOCK_SIZE, STEP, ROWS)
+        entries = (block_table + request * table_stride, column_stride)
+        pages = find_pages(entries, first, stop, BLOCK_SIZE, STEP, ROWS)
         for tile in tl.range(0, ROWS // STEP, num_stages=STAGES):
             codes_at, scale_at, exists = find_tile(
-                k_cache,
-                page_stride,
-                num_blocks,
-                table,
-                column_stride,
-                pages,
-                first,
-                tile,
-                stop,
-                BLOCK_SIZE,
-                DATA_BYTES,
-                SCALE_BYTES,
-                STEP,
+                cache, entries, pages, first, tile, stop, FORMAT, STEP
             )
             codes = load_codes(codes_at, 1, exists, DATA_BYTES, EMULATE)
             scale = tl.load(scale_at, mask=exists, other=0.0)
@@ -167,7 +146,7 @@ def indexer_logits_kernel(
 
 
 def indexer_logits(
-    launch: Launch,
+    launch: Launcher,
     q: torch.Tensor,
     weights: torch.Tensor,
     k_cache: torch.Tensor,
@@ -199,19 +178,9 @@ def indexer_logits(
         q.stride(1),
         q.stride(2),
         num_heads,
-        weights,
-        weights.stride(0),
-        weights.stride(1),
-        k_cache,
-        k_cache.stride(0),
-        k_cache.shape[0],
-        lens,
-        lens.stride(0),
-        req_indices,
-        req_indices.stride(0),
-        block_table,
-        block_table.stride(0),
-        block_table.stride(1),
+        *strided(weights),
+        *paged(k_cache),
+        *strided(lens, req_indices, block_table),
         block_table.shape[0],
         block_table.shape[1],
         out,
@@ -258,6 +227,8 @@ def indexer_logits_ragged_kernel(
     EMULATE: tl.constexpr,
 ):
     """A tile of keys stays while the queries of a tile of tokens come by."""
+    queries = (q, token_stride, head_stride, dim_stride, num_heads)
+    scaled = (weights, weight_token_stride, weight_head_stride)
     tiles = (num_k + STEP - 1) // STEP
     first = tl.program_id(0) // tiles * TOKENS
     row = tl.program_id(0) % tiles * STEP + tl.arange(0, STEP)
@@ -273,22 +244,18 @@ def indexer_logits_ragged_kernel(
             token = tl.minimum(first + index, num_tokens - 1).to(tl.int64)
             start = tl.load(row_start + token * start_stride)
             stop = tl.load(row_stop + token * stop_stride)
-            query = load_query(
-                q, token_stride, head_stride, dim_stride, token, num_heads, HEADS, DIM, EMULATE
-            )
-            weight = load_weights(
-                weights, weight_token_stride, weight_head_stride, token, num_heads, HEADS
-            )
+            query = load_query(queries, token, HEADS, DIM, EMULATE)
+            weight = load_weights(scaled, token, num_heads, HEADS)
             score = score_codes(codes, scale, query, weight)
             score = tl.where((row >= start) & (row < stop), score, float("-inf"))
             tl.store(out + token * num_k + row, score, mask=exists)
     else:
-        place = every[:, None] * num_k + row[None, :]
-        tl.store(out + place, float("-inf"), mask=exists[None, :])
+        offset = every[:, None] * num_k + row[None, :]
+        tl.store(out + offset, float("-inf"), mask=exists[None, :])
 
 
 def indexer_logits_ragged(
-    launch: Launch,
+    launch: Launcher,
     q: torch.Tensor,
     weights: torch.Tensor,
     k: torch.Tensor,
@@ -309,18 +276,7 @@ def indexer_logits_ragged(
         q.stride(1),
         q.stride(2),
         num_heads,
-        weights,
-        weights.stride(0),
-        weights.stride(1),
-        k,
-        k.stride(0),
-        k.stride(1),
-        scales,
-        scales.stride(0),
-        row_start,
-        row_start.stride(0),
-        row_stop,
-        row_stop.stride(0),
+        *strided(weights, k, scales, row_start, row_stop),
         out,
         num_tokens,
         num_k,

@@ -9,29 +9,29 @@ from dsv4_ops.kernels.common.rope import rotate_pairs
 
 @triton.jit
 def quantize_queries(
-    program,
-    q,
-    token_stride,
-    head_stride,
-    dim_stride,
-    num_heads,
-    weights,
-    weight_token_stride,
-    weight_head_stride,
-    positions,
-    position_stride,
-    cos_sin_cache,
-    table_stride,
-    column_stride,
-    num_positions,
-    out,
-    weights_out,
-    SOFTMAX_SCALE: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    HEADS: tl.constexpr,
+    program, q, weights, positions, angles, out,
+    SOFTMAX_SCALE: tl.constexpr, ROPE_DIM: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
     EMULATE: tl.constexpr,
-):
+):  # fmt: skip
+    """Rotate and quantise a tile of heads of a token.
+
+    Args:
+        program: Which tile of which token.
+        q: Queries, the strides of tokens, heads and values, and the number of heads.
+        weights: Weights and the strides of tokens and heads.
+        positions: Positions and their stride.
+        angles: See ``kernels.common``.
+        out: Codes and scaled weights, dense.
+        SOFTMAX_SCALE: A factor of the weights.
+        ROPE_DIM: Values that are rotated, the last.
+        DIM: Values of a head.
+        HEADS: Heads of a tile.
+        EMULATE: Whether this runs in Triton's interpreter.
+    """
+    q, token_stride, head_stride, dim_stride, num_heads = q
+    weights, weight_token_stride, weight_head_stride = weights
+    cos_sin_cache, table_stride, column_stride, num_positions = angles
+    codes_out, weights_out = out
     tiles = (num_heads + HEADS - 1) // HEADS
     token = (program // tiles).to(tl.int64)
     head = program % tiles * HEADS + tl.arange(0, HEADS)
@@ -41,27 +41,27 @@ def quantize_queries(
     source += dim.to(tl.int64) * dim_stride
     values = tl.load(source, mask=given[:, None], other=0.0).to(tl.float32)
 
-    position = tl.load(positions + token * position_stride)
+    position = tl.load(positions[0] + token * positions[1])
     known = (position >= 0) & (position < num_positions)
     pair = tl.arange(0, DIM // 2) - (DIM - ROPE_DIM) // 2
-    turned = known & (pair >= 0)
+    in_rope = known & (pair >= 0)
     angle = cos_sin_cache + tl.where(known, position, 0) * table_stride
     column = pair.to(tl.int64) * column_stride
-    cos = tl.load(angle + column, mask=turned, other=1.0)[None, :]
-    sin = tl.load(angle + column + ROPE_DIM // 2 * column_stride, mask=turned, other=0.0)[None, :]
+    cos = tl.load(angle + column, mask=in_rope, other=1.0)[None, :]
+    sin = tl.load(angle + column + ROPE_DIM // 2 * column_stride, mask=in_rope, other=0.0)[None, :]
     even, odd = tl.split(tl.reshape(values, (HEADS, DIM // 2, 2)))
     first, second = rotate_pairs(even, odd, cos, sin, EMULATE)
-    turned = turned[None, :]
-    pairs = tl.join(tl.where(turned, first, even), tl.where(turned, second, odd))
+    in_rope = in_rope[None, :]
+    pairs = tl.join(tl.where(in_rope, first, even), tl.where(in_rope, second, odd))
     rotated = round_to_bf16(tl.reshape(pairs, (HEADS, DIM)), EMULATE).to(tl.float32)
 
     codes, scale = quantize(rotated, EMULATE)
-    place = token * num_heads + head
-    tl.store(out + place[:, None] * DIM + dim, codes, mask=given[:, None])
+    row = token * num_heads + head
+    tl.store(codes_out + row[:, None] * DIM + dim, codes, mask=given[:, None])
     at = token * weight_token_stride + head.to(tl.int64) * weight_head_stride
     weight = tl.load(weights + at, mask=given, other=0.0).to(tl.float32)
     weight = weight * (scale << 23).to(tl.float32, bitcast=True) * SOFTMAX_SCALE
-    tl.store(weights_out + place, weight, mask=given)
+    tl.store(weights_out + row, weight, mask=given)
 
 
 @triton.jit
@@ -90,22 +90,11 @@ def quantize_query_kernel(
 ):
     quantize_queries(
         tl.program_id(0),
-        q,
-        token_stride,
-        head_stride,
-        dim_stride,
-        num_heads,
-        weights,
-        weight_token_stride,
-        weight_head_stride,
-        positions,
-        position_stride,
-        cos_sin_cache,
-        table_stride,
-        column_stride,
-        num_positions,
-        out,
-        weights_out,
+        (q, token_stride, head_stride, dim_stride, num_heads),
+        (weights, weight_token_stride, weight_head_stride),
+        (positions, position_stride),
+        (cos_sin_cache, table_stride, column_stride, num_positions),
+        (out, weights_out),
         SOFTMAX_SCALE,
         ROPE_DIM,
         DIM,

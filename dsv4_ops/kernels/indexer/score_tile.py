@@ -11,23 +11,15 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def load_query(
-    q,
-    token_stride,
-    head_stride,
-    dim_stride,
-    token,
-    num_heads,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
-    """e4m3 [DIM, HEADS] of the int64 ``token``."""
+def load_query(q, token, HEADS: tl.constexpr, DIM: tl.constexpr, EMULATE: tl.constexpr):
+    """e4m3 [DIM, HEADS] of the int64 ``token``. ``q``: codes, the strides of tokens, heads and
+    values, and the number of heads."""
+    q, token_stride, head_stride, dim_stride, num_heads = q
     head = tl.arange(0, HEADS)
     there = head < num_heads
-    place = token * token_stride + head.to(tl.int64) * head_stride
+    row = token * token_stride + head.to(tl.int64) * head_stride
     lane = tl.arange(0, DIM).to(tl.int64) * dim_stride
-    source = q + place[:, None] + lane[None, :]
+    source = q + row[:, None] + lane[None, :]
     if EMULATE:
         codes = decoded(tl.load(source, mask=there[:, None], other=0))
     else:
@@ -37,8 +29,10 @@ def load_query(
 
 
 @triton.jit
-def load_weights(weights, token_stride, head_stride, token, num_heads, HEADS: tl.constexpr):
-    """float32 [HEADS] of the int64 ``token``; heads that do not exist count nothing."""
+def load_weights(weights, token, num_heads, HEADS: tl.constexpr):
+    """float32 [HEADS] of the int64 ``token``; heads that do not exist count nothing. ``weights``
+    with the strides of tokens and heads."""
+    weights, token_stride, head_stride = weights
     head = tl.arange(0, HEADS)
     at = token * token_stride + head.to(tl.int64) * head_stride
     return tl.load(weights + at, mask=head < num_heads, other=0.0)
@@ -52,14 +46,14 @@ def decoded(codes):
 
 
 @triton.jit
-def load_codes(place, byte_stride, exists, DIM: tl.constexpr, EMULATE: tl.constexpr):
-    """e4m3 [rows, DIM] keys at the pointers to bytes ``place``; anything where none exists, which
+def load_codes(start, byte_stride, exists, DIM: tl.constexpr, EMULATE: tl.constexpr):
+    """e4m3 [rows, DIM] keys at the pointers to bytes ``start``; anything where none exists, which
     touches no other row of a product."""
     lane = tl.arange(0, DIM)[None, :] * byte_stride
     if EMULATE:
-        codes = tl.load(place[:, None] + lane, mask=exists[:, None], other=0)
+        codes = tl.load(start[:, None] + lane, mask=exists[:, None], other=0)
         return decoded(codes)
-    codes = place.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+    codes = start.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
     return tl.load(codes[:, None] + lane, mask=exists[:, None])  # at once to shared memory
 
 
@@ -73,30 +67,24 @@ def score_codes(codes, scale, query, weight):
 
 @triton.jit
 def find_pages(
-    table,
-    column_stride,
-    start,
-    stop,
-    BLOCK_SIZE: tl.constexpr,
-    STEP: tl.constexpr,
-    ROWS: tl.constexpr,
+    entries, start, stop, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Entries of a row of a block table for at least ROWS rows of a cache from ``start`` on, a
-    multiple of STEP: one for each tile of STEP, or one for each page of tiles of two; -1 from
-    ``stop`` on. Loaded together and ahead: a load that waits for another in the loop over the tiles
-    would have the keys wait too."""
+    """``entries`` (a row of a block table, and its stride) of at least ROWS rows of a cache from
+    ``start`` on, a multiple of STEP: one for each tile of STEP, or one for each block of tiles of
+    two; -1 from ``stop`` on. Loaded together and ahead: a load that waits for another in the loop
+    over the tiles would have the keys wait too."""
     if BLOCK_SIZE % STEP == 0 or STEP == 2 * BLOCK_SIZE:
         SPAN: tl.constexpr = min(BLOCK_SIZE, STEP)
         row = start + tl.arange(0, max(ROWS // SPAN, 32)) * SPAN
-        return _load_page(table, column_stride, row, stop, BLOCK_SIZE)
+        return _load_page(entries, row, stop, BLOCK_SIZE)
     else:
         return start  # every tile loads its own
 
 
 @triton.jit
-def _load_page(table, column_stride, row, stop, BLOCK_SIZE: tl.constexpr):
+def _load_page(entries, row, stop, BLOCK_SIZE: tl.constexpr):
     column = (row // BLOCK_SIZE).to(tl.int64)
-    return tl.load(table + column * column_stride, mask=row < stop, other=-1)
+    return tl.load(entries[0] + column * entries[1], mask=row < stop, other=-1)
 
 
 @triton.jit
@@ -106,52 +94,40 @@ def _existing(page, num_blocks):
 
 @triton.jit
 def _pick(values, number):
-    place = tl.arange(0, values.shape[0])
-    return tl.sum(tl.where(place == number, values, 0), axis=0)
+    lane = tl.arange(0, values.shape[0])
+    return tl.sum(tl.where(lane == number, values, 0), axis=0)
 
 
 @triton.jit
-def find_tile(
-    k_cache,
-    page_stride,
-    num_blocks,
-    table,
-    column_stride,
-    pages,
-    start,
-    tile,
-    stop,
-    BLOCK_SIZE: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    STEP: tl.constexpr,
-):
+def find_tile(cache, entries, pages, start, tile, stop, FORMAT: tl.constexpr, STEP: tl.constexpr):
     """Pointers to the codes and to the scales of a tile of those of ``find_pages``, and which of
     its rows are in pages that exist. Addresses in 64 bits for every row would cost as much as the
-    products; small pages have them."""
+    products; small blocks have them. FORMAT: rows of a block, bytes of a row's codes and scale."""
+    BLOCK_SIZE: tl.constexpr = FORMAT[0]
+    k_cache, page_stride, num_blocks = cache
     lane = tl.arange(0, STEP)
     first = start + tile * STEP
     if BLOCK_SIZE % STEP == 0:
         page = _existing(_pick(pages, tile), num_blocks)
         exists = (page >= 0) & (lane >= 0)  # a value per lane
         row = first % BLOCK_SIZE + lane
-        place = page.to(tl.int64) * page_stride
+        base = page.to(tl.int64) * page_stride
     elif STEP == 2 * BLOCK_SIZE:
         near = _existing(_pick(pages, 2 * tile), num_blocks)
         far = _existing(_pick(pages, 2 * tile + 1), num_blocks)
         exists = tl.where(lane < BLOCK_SIZE, near, far) >= 0
         near, far = near.to(tl.int64) * page_stride, far.to(tl.int64) * page_stride
-        place = tl.where(lane < BLOCK_SIZE, near, far)
+        base = tl.where(lane < BLOCK_SIZE, near, far)
         row = lane % BLOCK_SIZE
     else:
-        page = _load_page(table, column_stride, first + lane, stop, BLOCK_SIZE)
+        page = _load_page(entries, first + lane, stop, BLOCK_SIZE)
         page = _existing(page, num_blocks)
         exists = page >= 0
-        place = page.to(tl.int64) * page_stride
+        base = page.to(tl.int64) * page_stride
         row = (first + lane) % BLOCK_SIZE
-    place = k_cache + place
-    scale = place + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES
-    return place + row * DATA_BYTES, scale.to(tl.pointer_type(tl.float32), bitcast=True), exists
+    base = k_cache + base
+    scale = base + BLOCK_SIZE * FORMAT[1] + row * FORMAT[2]
+    return base + row * FORMAT[1], scale.to(tl.pointer_type(tl.float32), bitcast=True), exists
 
 
 @triton.jit

@@ -10,10 +10,11 @@ from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.tiles import LARGEST_TOPK
 from dsv4_ops.dispatch.choice import not_ours
+from dsv4_ops.kernels.arguments import paged, strided
 from dsv4_ops.kernels.indexer import logits as indexer
 from dsv4_ops.kernels.indexer.topk_merge import merge_groups_kernel, merge_parts_kernel
 from dsv4_ops.kernels.indexer.topk_partial import select_keys_kernel, select_logits_kernel
-from dsv4_ops.kernels.launcher import EMULATE, Launch
+from dsv4_ops.kernels.launcher import EMULATE, Launcher
 from dsv4_ops.reference import indexer as reference
 
 PROGRAMS = 396
@@ -49,7 +50,7 @@ def warps_for(capacity: int) -> int:
 class _Scratch:
     """Scratch rows and the plan of the parts of every row, and what is launched with them."""
 
-    def __init__(self, launch: Launch, like: torch.Tensor, num_rows: int, topk: int) -> None:
+    def __init__(self, launch: Launcher, like: torch.Tensor, num_rows: int, topk: int) -> None:
         self.launch, self.topk = launch, topk
         self.num_tokens = like.shape[0]
         self.width = triton.next_power_of_2(topk)
@@ -116,7 +117,7 @@ class _Scratch:
 
 
 def indexer_topk(
-    launch: Launch, logits: torch.Tensor, lens: torch.Tensor, *, topk: int
+    launch: Launcher, logits: torch.Tensor, lens: torch.Tensor, *, topk: int
 ) -> torch.Tensor:
     num_tokens, num_columns = logits.shape
     if topk > LARGEST_TOPK:
@@ -126,22 +127,19 @@ def indexer_topk(
     most = (num_columns + LOGITS_LEAST - 1) // LOGITS_LEAST
     scratch = _Scratch(launch, logits, most, topk)
     launch(select_logits_kernel)[scratch.programs,](
-        logits,
-        logits.stride(0),
-        logits.stride(1),
+        *strided(logits),
         num_columns,
-        lens,
-        lens.stride(0),
+        *strided(lens),
         *scratch.arguments(),
         STEP=LOGITS_STEP,
         LEAST=LOGITS_LEAST,
         **scratch.sizes(),
     )
-    return scratch.merged((lens, 0, lens, 0, 0, 0), 1, False)  # without slots no page is looked at
+    return scratch.merged((lens, 0, lens, 0, 0, 0), 1, False)  # without slots no table is read
 
 
 def indexer_select(
-    launch: Launch,
+    launch: Launcher,
     q: torch.Tensor,
     weights: torch.Tensor,
     k_cache: torch.Tensor,
@@ -172,7 +170,7 @@ def indexer_select(
     most = (max_blocks * block_size + LEAST - 1) // LEAST
     scratch = _Scratch(launch, q, most, topk)
     sizes = {**indexer.tile(num_heads), **scratch.sizes()}
-    # no fewer rows of a product than its warps take, and room for two tiles
+    # no fewer rows of a product than its warps take, and capacity for two tiles
     sizes["STEP"] = min(max(sizes["STEP"], 16 * sizes["num_warps"]), scratch.capacity // 2)
     table = (block_table, block_table.stride(0), block_table.stride(1))
     requests = (req_indices, req_indices.stride(0))
@@ -182,14 +180,9 @@ def indexer_select(
         q.stride(1),
         q.stride(2),
         num_heads,
-        weights,
-        weights.stride(0),
-        weights.stride(1),
-        k_cache,
-        k_cache.stride(0),
-        k_cache.shape[0],
-        positions,
-        positions.stride(0),
+        *strided(weights),
+        *paged(k_cache),
+        *strided(positions),
         *requests,
         *table,
         block_table.shape[0],

@@ -9,24 +9,15 @@ from dsv4_ops.kernels.indexer.topk_threshold import exactly, pad_list, pad_resul
 
 
 @triton.jit
-def _load_entries(
-    keys,
-    indices,
-    row,
-    step,
-    entries,
-    width,
-    whole,
-    base,
-    start,
-    kept,
-    STRIDE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
-    """The ``kept`` keys of the list in ``row``, then entries from ``start`` on of the lists of
-    ``width`` keys in the rows ``row``, ``row + step`` .., of which there are ``entries``; and their
-    indices: if the lists are ``whole``, they count from ``base``. The quotient is exact: there are
-    fewer than 2**21 entries."""
+def _load_entries(scratch, lists, base, start, kept, CAPACITY: tl.constexpr):
+    """The ``kept`` keys of a list, then entries from ``start`` on of it and the lists behind it.
+
+    Their indices too: if the lists are whole, they count from ``base``. ``scratch``: keys, indices
+    and keys of a row. ``lists``: the row of the first, the step to the row of the next, entries in
+    all and of one, and whether lists are whole. The quotient is exact: there are fewer than 2**21
+    entries."""
+    keys, indices, stride = scratch
+    row, step, entries, width, whole = lists
     slot = scratch_slots(entries, CAPACITY)
     carried = slot < kept
     entry = start + slot - kept
@@ -34,8 +25,8 @@ def _load_entries(
     number = ((entry.to(tl.float32) + 0.5) * (1.0 / tl.maximum(width, 1).to(tl.float32))).to(
         tl.int32
     )
-    at = tl.where(carried, slot, number * step * STRIDE + (entry - number * width))
-    at += row * STRIDE
+    at = tl.where(carried, slot, number * step * stride + (entry - number * width))
+    at += row * stride
     key = tl.load(keys + at, mask=wanted, other=ABSENT_KEY)
     counted = (whole != 0) & (slot >= kept)
     index = tl.load(indices + at, mask=wanted & (counted == 0), other=0)
@@ -43,67 +34,38 @@ def _load_entries(
 
 
 @triton.jit
-def _merge(
-    keys,
-    indices,
-    row,
-    step,
-    lists,
-    width,
-    whole,
-    base,
-    topk,
-    STRIDE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-):
+def _merge(scratch, lists, base, topk, CAPACITY: tl.constexpr):
     """Merge lists into the first of them; how many were kept. CAPACITY keys are looked at together:
     the first list at least, which is therefore read before it is overwritten."""
-    entries = lists * width
+    keys, indices, stride = scratch
+    row, _, entries, _, _ = lists
     kept = 0
     start = 0
     while start < entries:
-        key, index = _load_entries(
-            keys, indices, row, step, entries, width, whole, base, start, kept, STRIDE, CAPACITY
-        )
+        key, index = _load_entries(scratch, lists, base, start, kept, CAPACITY)
         start += CAPACITY - kept
-        taken, place, kept = exactly(key, topk)
+        taken, dst, kept = exactly(key, topk)
         tl.debug_barrier()  # all was read
-        tl.store(keys + row * STRIDE + place, key, mask=taken)
-        tl.store(indices + row * STRIDE + place, index, mask=taken)
+        tl.store(keys + row * stride + dst, key, mask=taken)
+        tl.store(indices + row * stride + dst, index, mask=taken)
         tl.debug_barrier()  # all can be read
     return kept
 
 
 @triton.jit
-def _choose(
-    keys,
-    indices,
-    row,
-    step,
-    lists,
-    width,
-    whole,
-    table,
-    column_stride,
-    max_blocks,
-    out,
-    topk,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+def _choose(scratch, lists, entries, out, topk, SIZES: tl.constexpr):
     """The result row at ``out`` from lists of at most CAPACITY keys, as ``emit_list``."""
-    key, index = _load_entries(
-        keys, indices, row, step, lists * width, width, whole, 0, 0, 0, STRIDE, CAPACITY
-    )
+    WIDTH: tl.constexpr = SIZES[0]
+    CAPACITY: tl.constexpr = SIZES[1]
+    BLOCK_SIZE: tl.constexpr = SIZES[2]
+    SLOTS: tl.constexpr = SIZES[3]
+    key, index = _load_entries(scratch, lists, 0, 0, 0, CAPACITY)
     if SLOTS:  # of keys that are none the index is anything
-        page = load_pages(table, column_stride, max_blocks, index, index >= 0, BLOCK_SIZE)
-    taken, place, kept = exactly(key, topk)
+        page = load_pages(entries, index, index >= 0, BLOCK_SIZE)
+    taken, dst, kept = exactly(key, topk)
     if SLOTS:
         index = join_slots(page, index, BLOCK_SIZE)
-    tl.store(out + place, index, mask=taken)
+    tl.store(out + dst, index, mask=taken)
     pad_result(out, kept, topk, WIDTH)
 
 
@@ -132,9 +94,8 @@ def merge_groups_kernel(
         if lists > 0:
             row = token + group * size * num_tokens
             base = group * size * width
-            kept = _merge(
-                keys, indices, row, num_tokens, lists, width, whole, base, topk, STRIDE, CAPACITY
-            )
+            merged = (row, num_tokens, lists * width, width, whole)
+            kept = _merge((keys, indices, STRIDE), merged, base, topk, CAPACITY)
             pad_list(keys + row * STRIDE, kept, topk, WIDTH)
 
 
@@ -177,48 +138,15 @@ def merge_parts_kernel(
             step = size * num_tokens
             width = topk
             whole = 0
+        scratch = (keys, indices, STRIDE)
         if parts * width > CAPACITY:
-            width = _merge(keys, indices, token, step, parts, width, 0, 0, topk, STRIDE, CAPACITY)
+            lists = (token, step, parts * width, width, 0)
+            width = _merge(scratch, lists, 0, topk, CAPACITY)
             parts = 1
-        entries = parts * width
+        lists = (token, step, parts * width, width, whole)
         out += token.to(tl.int64) * topk
-        if entries <= CAPACITY // 2:
-            _choose(
-                keys,
-                indices,
-                token,
-                step,
-                parts,
-                width,
-                whole,
-                table,
-                column_stride,
-                max_blocks,
-                out,
-                topk,
-                WIDTH,
-                STRIDE,
-                CAPACITY // 2,
-                BLOCK_SIZE,
-                SLOTS,
-            )
+        entries = (table, column_stride, max_blocks)
+        if parts * width <= CAPACITY // 2:
+            _choose(scratch, lists, entries, out, topk, (WIDTH, CAPACITY // 2, BLOCK_SIZE, SLOTS))
         else:
-            _choose(
-                keys,
-                indices,
-                token,
-                step,
-                parts,
-                width,
-                whole,
-                table,
-                column_stride,
-                max_blocks,
-                out,
-                topk,
-                WIDTH,
-                STRIDE,
-                CAPACITY,
-                BLOCK_SIZE,
-                SLOTS,
-            )
+            _choose(scratch, lists, entries, out, topk, (WIDTH, CAPACITY, BLOCK_SIZE, SLOTS))

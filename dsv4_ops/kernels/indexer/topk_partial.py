@@ -3,7 +3,7 @@ the way or read.
 
 A program has a scratch row of CAPACITY keys and indices. Keys are put there as they come, present
 or not, so that nothing is counted in the loop that waits for loads; their indices follow from their
-places. When the row is full it is reduced to the best, MOST at most.
+offsets. When the row is full it is reduced to the best, MOST at most.
 
 Where keys go depends on how many a row has. Torch takes a pointer for written to if it leads to a
 store through a function, so that what says how many is loaded in no function of these.
@@ -35,44 +35,13 @@ def _write_plan(plan, token, split, parts, width, whole):
 
 
 @triton.jit
-def _finish(
-    keys,
-    indices,
-    out,
-    parts,
-    width,
-    fill,
-    head,
-    base,
-    topk,
-    table,
-    column_stride,
-    max_blocks,
-    WIDTH: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+def _finish(scratch, fill, head, base, parts, width, entries, out, topk, SIZES: tl.constexpr):
     """A row of one part is a result; the list of a part is merged later."""
+    keys, indices = scratch
     if parts == 1:
-        emit_list(
-            keys,
-            indices,
-            fill,
-            head,
-            base,
-            table,
-            column_stride,
-            max_blocks,
-            out,
-            topk,
-            WIDTH,
-            CAPACITY,
-            BLOCK_SIZE,
-            SLOTS,
-        )
+        emit_list(keys, indices, fill, head, base, entries, out, topk, SIZES)
     else:
-        pad_list(keys, fill, width, CAPACITY)
+        pad_list(keys, fill, width, SIZES[1])
 
 
 @triton.jit
@@ -125,8 +94,8 @@ def select_logits_kernel(
                 first = 0
                 while first < length:
                     column = start + first + lane
-                    place = source + column.to(tl.int64) * column_stride
-                    score = tl.load(place, mask=column < stop, other=float("-inf"))
+                    values = source + column.to(tl.int64) * column_stride
+                    score = tl.load(values, mask=column < stop, other=float("-inf"))
                     key = tl.where(score == float("-inf"), ABSENT_KEY, sortable(score))
                     tl.store(keys + fill + first + lane, key)
                     first += STEP
@@ -140,24 +109,10 @@ def select_logits_kernel(
                     fill = head
             row = out + token * topk
             base = start - fill
-            _finish(
-                keys,
-                indices,
-                row,
-                parts,
-                width,
-                fill,
-                head,
-                base,
-                topk,
-                None,
-                0,
-                0,
-                WIDTH,
-                CAPACITY,
-                1,
-                False,
-            )
+            scratch = (keys, indices)
+            of_row = (None, 0, 0)
+            SIZES: tl.constexpr = (WIDTH, CAPACITY, 1, False)
+            _finish(scratch, fill, head, base, parts, width, of_row, row, topk, SIZES)
         item += tl.num_programs(0)
 
 
@@ -207,6 +162,10 @@ def select_keys_kernel(
     SLOTS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
+    queries = (q, token_stride, head_stride, dim_stride, num_heads)
+    scaled = (weights, weight_token_stride, weight_head_stride)
+    cache = (k_cache, page_stride, num_blocks)
+    FORMAT: tl.constexpr = (BLOCK_SIZE, DATA_BYTES, SCALE_BYTES)
     program = tl.program_id(0)
     keys += program.to(tl.int64) * CAPACITY
     indices += program.to(tl.int64) * CAPACITY
@@ -242,21 +201,10 @@ def select_keys_kernel(
             else:
                 stop = start + tl.minimum(share, count - start)
                 low = tl.full((), ABSENT_KEY + 1, tl.int32)
-                query = load_query(
-                    q,
-                    token_stride,
-                    head_stride,
-                    dim_stride,
-                    token,
-                    num_heads,
-                    HEADS,
-                    DATA_BYTES,
-                    EMULATE,
-                )
-                weight = load_weights(
-                    weights, weight_token_stride, weight_head_stride, token, num_heads, HEADS
-                )
-                pages = find_pages(table, column_stride, start, stop, BLOCK_SIZE, STEP, CAPACITY)
+                query = load_query(queries, token, HEADS, DATA_BYTES, EMULATE)
+                weight = load_weights(scaled, token, num_heads, HEADS)
+                entries = (table, column_stride)
+                pages = find_pages(entries, start, stop, BLOCK_SIZE, STEP, CAPACITY)
                 while start < stop:
                     length = tl.minimum(stop - start, (CAPACITY - fill) // STEP * STEP)
                     tiles = (length + STEP - 1) // STEP
@@ -265,19 +213,7 @@ def select_keys_kernel(
                         0, CAPACITY // STEP if EMULATE else tiles, num_stages=STAGES
                     ):
                         codes_at, scale_at, exists = find_tile(
-                            k_cache,
-                            page_stride,
-                            num_blocks,
-                            table,
-                            column_stride,
-                            pages,
-                            start,
-                            tile,
-                            stop,
-                            BLOCK_SIZE,
-                            DATA_BYTES,
-                            SCALE_BYTES,
-                            STEP,
+                            cache, entries, pages, start, tile, stop, FORMAT, STEP
                         )
                         codes = load_codes(codes_at, 1, exists, DATA_BYTES, EMULATE)
                         scale = tl.load(scale_at, mask=exists, other=0.0)
@@ -287,9 +223,7 @@ def select_keys_kernel(
                         tl.store(keys + fill + slot, key, mask=slot < length)
                     start += length
                     fill += length
-                    pages = find_pages(
-                        table, column_stride, start, stop, BLOCK_SIZE, STEP, CAPACITY
-                    )
+                    pages = find_pages(entries, start, stop, BLOCK_SIZE, STEP, CAPACITY)
                     if (start < stop) | ((parts > 1) & (whole == 0)):
                         most = tl.where(start < stop, MOST, width)
                         head, low = reduce_list(
@@ -298,22 +232,8 @@ def select_keys_kernel(
                         fill = head
             row = out + token * topk
             base = start - fill
-            _finish(
-                keys,
-                indices,
-                row,
-                parts,
-                width,
-                fill,
-                head,
-                base,
-                topk,
-                table,
-                column_stride,
-                max_blocks,
-                WIDTH,
-                CAPACITY,
-                BLOCK_SIZE,
-                SLOTS,
-            )
+            scratch = (keys, indices)
+            of_row = (table, column_stride, max_blocks)
+            SIZES: tl.constexpr = (WIDTH, CAPACITY, BLOCK_SIZE, SLOTS)
+            _finish(scratch, fill, head, base, parts, width, of_row, row, topk, SIZES)
         item += tl.num_programs(0)

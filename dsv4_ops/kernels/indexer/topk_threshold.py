@@ -1,7 +1,7 @@
 """The best of many int32 keys, exactly: among equal ones those that come first.
 
-A row is cut into parts, each of which streams through its keys and keeps the best; then the lists
-of the parts are merged (``merge_lists.py``). Every list is in the order of the row, so that ties
+A row is split into parts, each of which streams through its keys and keeps the best; then the lists
+of the parts are merged (``topk_merge.py``). Every list is in the order of the row, so that ties
 need no index.
 """
 
@@ -28,7 +28,7 @@ def partition(
     GROUPED: tl.constexpr,
 ):
     """How many parts a row of ``count`` keys has, keys per part, the width of their lists, and
-    whether a list has every key of its part, in its place; one part if all fit. Lists are as wide
+    whether a list has every key of its part, in order; one part if all fit. Lists are as wide
     as MERGED keys allow, which are merged together, because the merge alone has to be exact; more
     are merged in GROUPS before, of GROUPED keys at a time."""
     share = (count + splits - 1) // splits
@@ -97,8 +97,8 @@ def _part(length, SHIFT: tl.constexpr):
 
 @triton.jit
 def best(key, low, topk, most):
-    """Which keys are the best, ``topk`` of those present or up to ``most``, the place of each of
-    them, in order, how many there are, and a value that none of them is below. Keys below ``low``
+    """Which keys are the best, ``topk`` of those present or up to ``most``; the offset of each of
+    them, in order; how many there are; and a value that none of them is below. Keys below ``low``
     are not among the best."""
     total = tl.sum((key >= low).to(tl.int32), axis=0)
     threshold = low - 1
@@ -107,29 +107,29 @@ def best(key, low, topk, most):
     if total > most:
         threshold, above_it = _threshold(key, low, total, topk, most)
         kept = tl.maximum(above_it, topk)
-    room = kept - above_it
+    needed = kept - above_it
     above = key > threshold
     equal = key == threshold
     # both counts in one scan
     seen = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
     equals = seen >> 16
-    taken = above | (equal & (equals <= room))
-    least = tl.where(room > 0, threshold, threshold + 1)
-    return taken, (seen & 0xFFFF) + tl.minimum(equals, room) - 1, kept, least
+    taken = above | (equal & (equals <= needed))
+    least = tl.where(needed > 0, threshold, threshold + 1)
+    return taken, (seen & 0xFFFF) + tl.minimum(equals, needed) - 1, kept, least
 
 
 @triton.jit
 def exactly(key, topk):
     """The ``topk`` best of those present, as ``best``."""
     low = tl.full((), ABSENT_KEY + 1, tl.int32)
-    taken, place, kept, _ = best(key, low, topk, topk)
-    return taken, place, kept
+    taken, dst, kept, _ = best(key, low, topk, topk)
+    return taken, dst, kept
 
 
 @triton.jit
 def scratch_slots(number, CAPACITY: tl.constexpr):
     """Slots of a scratch row, one after the other over the threads; ``number`` is not negative.
-    Triton would have each thread load four in a row, but store, where it cannot know that places
+    Triton would have each thread load four in a row, but store, where it cannot know that offsets
     follow each other, in this layout; and going from one to the other costs more than the
     selection. So it is not to see that slots follow each other, nor that they are the same
     everywhere, which would keep addresses in registers."""
@@ -138,8 +138,8 @@ def scratch_slots(number, CAPACITY: tl.constexpr):
 
 @triton.jit
 def _load_indices(indices, head, base, slot):
-    """Indices of the keys of a scratch row: those behind the first ``head`` are in their places,
-    from ``base`` on."""
+    """Indices of the keys of a scratch row: those behind the first ``head`` count from
+    ``base`` on."""
     index = tl.load(indices + slot, mask=slot < head, other=0)
     return tl.where(slot < head, index, base + slot)
 
@@ -152,43 +152,32 @@ def reduce_list(keys, indices, fill, head, base, low, topk, most, CAPACITY: tl.c
     tl.debug_barrier()  # all was written
     key = tl.load(keys + slot, mask=slot < fill, other=ABSENT_KEY)
     index = _load_indices(indices, head, base, slot)
-    taken, place, kept, least = best(key, low, topk, most)
+    taken, dst, kept, least = best(key, low, topk, most)
     tl.debug_barrier()  # all was read
-    tl.store(keys + place, key, mask=taken)
-    tl.store(indices + place, index, mask=taken)
+    tl.store(keys + dst, key, mask=taken)
+    tl.store(indices + dst, index, mask=taken)
     return kept, least
 
 
 @triton.jit
-def emit_list(
-    keys,
-    indices,
-    fill,
-    head,
-    base,
-    table,
-    column_stride,
-    max_blocks,
-    out,
-    topk,
-    WIDTH: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    """The result row at ``out`` from a scratch row; if SLOTS, the slots of the indices. Pages are
-    loaded for all of them before the best are known, which hides the time it takes."""
+def emit_list(keys, indices, fill, head, base, entries, out, topk, SIZES: tl.constexpr):
+    """The result row at ``out`` from a scratch row; if SLOTS, the slots of the indices. Blocks are
+    loaded for all of them before the best are known, which hides the time it takes. SIZES: WIDTH,
+    CAPACITY, BLOCK_SIZE and SLOTS."""
+    CAPACITY: tl.constexpr = SIZES[1]
+    BLOCK_SIZE: tl.constexpr = SIZES[2]
+    SLOTS: tl.constexpr = SIZES[3]
     slot = scratch_slots(fill, CAPACITY)
     tl.debug_barrier()  # all was written
     key = tl.load(keys + slot, mask=slot < fill, other=ABSENT_KEY)
     index = _load_indices(indices, head, base, slot)
     if SLOTS:
-        page = load_pages(table, column_stride, max_blocks, index, slot < fill, BLOCK_SIZE)
-    taken, place, kept = exactly(key, topk)
+        page = load_pages(entries, index, slot < fill, BLOCK_SIZE)
+    taken, dst, kept = exactly(key, topk)
     if SLOTS:
         index = join_slots(page, index, BLOCK_SIZE)
-    tl.store(out + place, index, mask=taken)
-    pad_result(out, kept, topk, WIDTH)
+    tl.store(out + dst, index, mask=taken)
+    pad_result(out, kept, topk, SIZES[0])
     tl.debug_barrier()  # all was read
 
 

@@ -9,30 +9,22 @@ from dsv4_ops.kernels.common.paging import locate_positions, prefetch_column
 
 @triton.jit
 def _copy_rows(
-    target,
-    dim_stride,
-    wanted,
-    k_cache,
-    page_stride,
-    page,
-    row,
-    exists,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CODE_DIM: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
+    target, dim_stride, wanted, cache, page, row, exists,
+    FORMAT: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
     """Dequantise cache rows into the wanted rows at ``target``, pointers to int16; zeros for rows
     that do not exist."""
+    HEAD_DIM: tl.constexpr = FORMAT[1]
+    CODE_DIM: tl.constexpr = FORMAT[2]
+    QUANT_BLOCK: tl.constexpr = FORMAT[3]
+    DATA_BYTES: tl.constexpr = FORMAT[4]
+    k_cache, page_stride, _ = cache
     group = tl.arange(0, HEAD_DIM // QUANT_BLOCK)[None, :]
     coded = group < CODE_DIM // QUANT_BLOCK
     dim = group[:, :, None] * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, None, :]
     start = k_cache + page * page_stride
     data = start + row * DATA_BYTES
-    scales = (start + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES)[:, None]
+    scales = (start + FORMAT[0] * DATA_BYTES + row * FORMAT[5])[:, None]
     scale = tl.load(scales + group, mask=exists[:, None] & coded, other=0)
     there = exists[:, None, None] & coded[:, :, None]
     codes = tl.load(data[:, None, None] + dim, mask=there, other=0)
@@ -40,10 +32,10 @@ def _copy_rows(
     rope = (data + CODE_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
     rope_words = tl.load(rope[:, None] + lane, mask=exists[:, None], other=0)
     words = dequantize(codes, scale, EMULATE)
-    place = target[:, None, None] + dim.to(tl.int64) * dim_stride
-    tl.store(place, words, mask=wanted[:, None, None] & coded[:, :, None])
-    place = target[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
-    tl.store(place, rope_words, mask=wanted[:, None])
+    dst = target[:, None, None] + dim.to(tl.int64) * dim_stride
+    tl.store(dst, words, mask=wanted[:, None, None] & coded[:, :, None])
+    dst = target[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
+    tl.store(dst, rope_words, mask=wanted[:, None])
 
 
 @triton.jit
@@ -52,7 +44,7 @@ def gather_wanted_kernel(
     out_stride,
     out_row_stride,
     out_dim_stride,
-    room,
+    capacity,
     offset,
     k_cache,
     page_stride,
@@ -78,20 +70,17 @@ def gather_wanted_kernel(
     REQUESTS: tl.constexpr,
 ):
     """Tiles of ROWS wanted rows, numbered through all requests, dealt to the programs in turn: the
-    work is even however ragged the batch, and grows with the wanted rows, not with the room.
+    work is even however ragged the batch, and grows with the wanted rows, not with the capacity.
 
     ``WHOLE``: all rows of a request are wanted, so that a row is a position."""
+    cache = (k_cache, page_stride, num_blocks)
+    table = (block_table, table_stride, column_stride, max_blocks)
+    FORMAT: tl.constexpr = (
+        BLOCK_SIZE, HEAD_DIM, CODE_DIM, QUANT_BLOCK, DATA_BYTES, SCALE_BYTES
+    )  # fmt: skip
     tile = tl.program_id(0)
     if WHOLE:
-        prefetch_column(
-            block_table,
-            table_stride,
-            column_stride,
-            num_reqs,
-            max_blocks,
-            tile * ROWS,
-            BLOCK_SIZE,
-        )
+        prefetch_column(table, num_reqs, tile * ROWS, BLOCK_SIZE)
     first = 0
     begin = 0
     while begin < num_reqs:
@@ -100,7 +89,7 @@ def gather_wanted_kernel(
         wanted = tl.load(gather_lens + requests * gather_stride, mask=known, other=0)
         if not WHOLE:
             lengths = tl.load(seq_lens + requests * seq_stride, mask=known, other=0)
-        tiles = (tl.minimum(tl.maximum(wanted, 0), room) + ROWS - 1) // ROWS
+        tiles = (tl.minimum(tl.maximum(wanted, 0), capacity) + ROWS - 1) // ROWS
         ends = first + tl.cumsum(tiles, 0)
         last = first + tl.sum(tiles, 0)
         while tile < last:
@@ -108,40 +97,17 @@ def gather_wanted_kernel(
             request = (begin + tl.sum(done.to(tl.int32), 0)).to(tl.int64)
             index = (tile - tl.max(tl.where(done, ends, first), 0)) * ROWS + tl.arange(0, ROWS)
             count = tl.sum(tl.where(requests == request, wanted, 0), 0)
-            inside = (index < count) & (index < room)
+            inside = (index < count) & (index < capacity)
             position = index.to(tl.int64)
             if not WHOLE:
                 length = tl.sum(tl.where(requests == request, lengths, 0), 0)
                 position += length.to(tl.int64) - count
             page, row, exists = locate_positions(
-                block_table,
-                table_stride,
-                column_stride,
-                request,
-                position,
-                inside,
-                max_blocks,
-                num_blocks,
-                BLOCK_SIZE,
+                table, request, position, inside, num_blocks, BLOCK_SIZE
             )
             start = out.to(tl.pointer_type(tl.int16), bitcast=True) + request * out_stride
-            _copy_rows(
-                start + (offset + index.to(tl.int64)) * out_row_stride,
-                out_dim_stride,
-                inside,
-                k_cache,
-                page_stride,
-                page,
-                row,
-                exists,
-                BLOCK_SIZE,
-                HEAD_DIM,
-                CODE_DIM,
-                QUANT_BLOCK,
-                DATA_BYTES,
-                SCALE_BYTES,
-                EMULATE,
-            )
+            target = start + (offset + index.to(tl.int64)) * out_row_stride
+            _copy_rows(target, out_dim_stride, inside, cache, page, row, exists, FORMAT, EMULATE)
             tile += tl.num_programs(0)
         first = last
         begin += REQUESTS
@@ -175,7 +141,7 @@ def gather_all_kernel(
 ):
     """Every row of a dense result, zeros included: one tile per program.
 
-    ``WHOLE``: all rows of a request are wanted, so that pages are looked up without its length."""
+    ``WHOLE``: all rows of a request are wanted, so that blocks are looked up without its length."""
     request = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     index = rows - offset
@@ -186,33 +152,13 @@ def gather_all_kernel(
         wanted = wanted & (index < count)
         length = tl.load(seq_lens + request * seq_stride)
         position += length.to(tl.int64) - count
-    page, row, exists = locate_positions(
-        block_table,
-        table_stride,
-        column_stride,
-        request,
-        position,
-        wanted,
-        max_blocks,
-        num_blocks,
-        BLOCK_SIZE,
-    )
+    FORMAT: tl.constexpr = (
+        BLOCK_SIZE, HEAD_DIM, CODE_DIM, QUANT_BLOCK, DATA_BYTES, SCALE_BYTES
+    )  # fmt: skip
+    table = (block_table, table_stride, column_stride, max_blocks)
+    page, row, exists = locate_positions(table, request, position, wanted, num_blocks, BLOCK_SIZE)
     exists = exists & (index < count)
     start = out.to(tl.pointer_type(tl.int16), bitcast=True)
-    _copy_rows(
-        start + (request * num_rows + rows) * HEAD_DIM,
-        1,
-        rows < num_rows,
-        k_cache,
-        page_stride,
-        page,
-        row,
-        exists,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        CODE_DIM,
-        QUANT_BLOCK,
-        DATA_BYTES,
-        SCALE_BYTES,
-        EMULATE,
-    )
+    target = start + (request * num_rows + rows) * HEAD_DIM
+    cache = (k_cache, page_stride, num_blocks)
+    _copy_rows(target, 1, rows < num_rows, cache, page, row, exists, FORMAT, EMULATE)

@@ -8,10 +8,11 @@ import torch
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.kernels.arguments import listed, paged, strided
 from dsv4_ops.kernels.kv_cache import plain
 from dsv4_ops.kernels.kv_cache.dequant_gather import gather_all_kernel, gather_wanted_kernel
 from dsv4_ops.kernels.kv_cache.quantize_insert import insert
-from dsv4_ops.kernels.launcher import EMULATE, Launch
+from dsv4_ops.kernels.launcher import EMULATE, Launcher
 
 INSERT_TOKENS = 4
 """Tokens per program of the insert: 8 values per thread and token."""
@@ -30,7 +31,7 @@ DENSE_ROWS, DENSE_WARPS = 4, 2
 
 
 def quantize_and_insert_k_cache(
-    launch: Launch,
+    launch: Launcher,
     k: torch.Tensor,
     k_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -44,7 +45,7 @@ def quantize_and_insert_k_cache(
 
 
 def dequantize_and_gather_k_cache(
-    launch: Launch,
+    launch: Launcher,
     out: torch.Tensor,
     k_cache: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -76,7 +77,7 @@ def dequantize_and_gather_k_cache(
 
 
 def gather_wanted(
-    launch: Launch,
+    launch: Launcher,
     out: torch.Tensor,
     strides: Sequence[int],
     num_rows: int,
@@ -91,25 +92,17 @@ def gather_wanted(
 ) -> None:
     """``dequantize_and_gather_k_cache`` to a workspace of ``num_rows`` rows of every request, of
     which there are some."""
-    main, room = MainLayout(block_size), num_rows - offset
+    main, capacity = MainLayout(block_size), num_rows - offset
     wanted = seq_lens if gather_lens is None else gather_lens
-    tiles = num_reqs * ((room + WORKSPACE_ROWS - 1) // WORKSPACE_ROWS)
+    tiles = num_reqs * ((capacity + WORKSPACE_ROWS - 1) // WORKSPACE_ROWS)
     launch(gather_wanted_kernel)[torch.sym_min(tiles, PROGRAMS),](
         out,
         *strides,
-        room,
+        capacity,
         offset,
-        k_cache,
-        k_cache.stride(0),
-        k_cache.shape[0],
-        seq_lens,
-        seq_lens.stride(0),
-        wanted,
-        wanted.stride(0),
-        block_table,
-        block_table.stride(0),
-        block_table.stride(1),
-        block_table.shape[1],
+        *paged(k_cache),
+        *strided(seq_lens, wanted),
+        *listed(block_table),
         num_reqs,
         BLOCK_SIZE=block_size,
         HEAD_DIM=main.head_dim,
@@ -126,7 +119,7 @@ def gather_wanted(
 
 
 def gather_k_cache(
-    launch: Launch,
+    launch: Launcher,
     k_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     gather_lens: torch.Tensor | None,
@@ -152,17 +145,9 @@ def gather_k_cache(
         out,
         num_rows,
         offset,
-        k_cache,
-        k_cache.stride(0),
-        k_cache.shape[0],
-        seq_lens,
-        seq_lens.stride(0),
-        wanted,
-        wanted.stride(0),
-        block_table,
-        block_table.stride(0),
-        block_table.stride(1),
-        block_table.shape[1],
+        *paged(k_cache),
+        *strided(seq_lens, wanted),
+        *listed(block_table),
         BLOCK_SIZE=block_size,
         HEAD_DIM=main.head_dim,
         CODE_DIM=main.code_dim,

@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4_ops.kernels.arguments import listed, strided
 from dsv4_ops.kernels.common.paging import locate_positions, place_slots
-from dsv4_ops.kernels.launcher import Launch
+from dsv4_ops.kernels.launcher import Launcher
 
 ROWS = 4
 """Rows per program."""
@@ -83,17 +84,10 @@ def gather_rows_kernel(
     index = rows - offset
     count = tl.load(gather_lens + request * gather_stride).to(tl.int64)
     length = tl.load(seq_lens + request * seq_stride).to(tl.int64)
-    page, row, exists = locate_positions(
-        block_table,
-        table_stride,
-        column_stride,
-        request,
-        length - count + index,
-        (index >= 0) & (index < count) & (rows < num_rows),
-        max_blocks,
-        num_blocks,
-        block_size,
-    )
+    position = length - count + index
+    wanted = (index >= 0) & (index < count) & (rows < num_rows)
+    table = (block_table, table_stride, column_stride, max_blocks)
+    page, row, exists = locate_positions(table, request, position, wanted, num_blocks, block_size)
     source = k_cache.to(word_pointer(WORD_BYTES), bitcast=True)
     source += (page * page_stride + row * cache_row_stride)[:, None] + dim
     words = tl.load(source, mask=exists[:, None] & (dim < width), other=0)
@@ -103,7 +97,7 @@ def gather_rows_kernel(
 
 
 def insert_k_cache(
-    launch: Launch, k: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor
+    launch: Launcher, k: torch.Tensor, k_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     # sizes of a page and a row are configuration: as constants they tell Triton what is aligned
     num_tokens, width = slot_mapping.shape[0], int(k_cache.shape[2])
@@ -111,14 +105,11 @@ def insert_k_cache(
         return
     grid = ((num_tokens + ROWS - 1) // ROWS, (width + WIDTH - 1) // WIDTH)
     launch(insert_rows_kernel)[grid](
-        k,
-        k.stride(0),
-        k.stride(1),
+        *strided(k),
         k_cache,
         k_cache.stride(0),
         k_cache.stride(1),
-        slot_mapping,
-        slot_mapping.stride(0),
+        *strided(slot_mapping),
         num_tokens,
         k_cache.shape[0],
         int(k_cache.shape[1]),
@@ -131,7 +122,7 @@ def insert_k_cache(
 
 
 def gather(
-    launch: Launch,
+    launch: Launcher,
     k_cache: torch.Tensor,
     seq_lens: torch.Tensor,
     gather_lens: torch.Tensor,
@@ -154,14 +145,8 @@ def gather(
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.shape[0],
-        seq_lens,
-        seq_lens.stride(0),
-        gather_lens,
-        gather_lens.stride(0),
-        block_table,
-        block_table.stride(0),
-        block_table.stride(1),
-        block_table.shape[1],
+        *strided(seq_lens, gather_lens),
+        *listed(block_table),
         int(k_cache.shape[1]),
         width,
         WORD_BYTES=k_cache.element_size(),

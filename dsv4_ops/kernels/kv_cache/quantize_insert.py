@@ -6,32 +6,25 @@ import triton.language as tl
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import QuantizedLayout
+from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.fp8 import quantize  # by name: Inductor copies kernels, not modules
 from dsv4_ops.kernels.common.paging import place_slots
-from dsv4_ops.kernels.launcher import EMULATE, Launch
+from dsv4_ops.kernels.launcher import EMULATE, Launcher
 
 WARPS = 4
 
 
 @triton.jit
 def insert_codes(
-    source,
-    dim_stride,
-    given,
-    start,
-    row,
-    exists,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CODE_DIM: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    FLOAT_SCALES: tl.constexpr,
-    EMULATE: tl.constexpr,
+    source, dim_stride, given, start, row, exists, FORMAT: tl.constexpr, EMULATE: tl.constexpr
 ):
-    """Codes and scales of the bf16 rows at ``source`` that are ``given``, into ``row`` of the pages
-    at ``start``, as far as they exist."""
+    """Codes and scales of the bf16 rows at ``source`` that are ``given``, into ``row`` of the
+    blocks at ``start``, as far as they exist."""
+    HEAD_DIM: tl.constexpr = FORMAT[1]
+    CODE_DIM: tl.constexpr = FORMAT[2]
+    QUANT_BLOCK: tl.constexpr = FORMAT[3]
+    DATA_BYTES: tl.constexpr = FORMAT[4]
+    SCALE_BYTES: tl.constexpr = FORMAT[5]
     group = tl.arange(0, HEAD_DIM // QUANT_BLOCK)[None, :]
     coded = group < CODE_DIM // QUANT_BLOCK
     dim = group[:, :, None] * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, None, :]
@@ -44,8 +37,8 @@ def insert_codes(
     data = start + row * DATA_BYTES
     there = exists[:, None, None] & coded[:, :, None]
     tl.store(data[:, None, None] + dim, codes, mask=there)
-    scales = (start + BLOCK_SIZE * DATA_BYTES + row * SCALE_BYTES)[:, None]
-    if FLOAT_SCALES:
+    scales = (start + FORMAT[0] * DATA_BYTES + row * SCALE_BYTES)[:, None]
+    if FORMAT[6]:
         floats = scales.to(tl.pointer_type(tl.int32), bitcast=True)
         tl.store(floats + group, scale << 23, mask=exists[:, None])
     else:
@@ -86,29 +79,17 @@ def quantize_and_insert_kernel(
         words = source.to(tl.pointer_type(tl.int16), bitcast=True)
         rope = words[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
         rope_words = tl.load(rope, mask=given[:, None], other=0)
-    insert_codes(
-        source,
-        dim_stride,
-        given,
-        start,
-        row,
-        exists,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        CODE_DIM,
-        QUANT_BLOCK,
-        DATA_BYTES,
-        SCALE_BYTES,
-        FLOAT_SCALES,
-        EMULATE,
-    )
+    FORMAT: tl.constexpr = (
+        BLOCK_SIZE, HEAD_DIM, CODE_DIM, QUANT_BLOCK, DATA_BYTES, SCALE_BYTES, FLOAT_SCALES
+    )  # fmt: skip
+    insert_codes(source, dim_stride, given, start, row, exists, FORMAT, EMULATE)
     if CODE_DIM < HEAD_DIM:
         target = (start + row * DATA_BYTES + CODE_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
         tl.store(target[:, None] + lane, rope_words, mask=exists[:, None])
 
 
 def insert(
-    launch: Launch,
+    launch: Launcher,
     checks: Checks,
     k: torch.Tensor,
     k_cache: torch.Tensor,
@@ -124,13 +105,10 @@ def insert(
     if num_tokens == 0 or k_cache.shape[0] == 0:
         return
     launch(quantize_and_insert_kernel)[(num_tokens + tokens - 1) // tokens,](
-        k,
-        k.stride(0),
-        k.stride(1),
+        *strided(k),
         k_cache,
         k_cache.stride(0),
-        slot_mapping,
-        slot_mapping.stride(0),
+        *strided(slot_mapping),
         num_tokens,
         k_cache.shape[0],
         BLOCK_SIZE=layout.block_size,

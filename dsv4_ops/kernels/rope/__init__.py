@@ -2,6 +2,4 @@
 
 from dsv4_ops.kernels.rope.qnorm_rope_insert import qnorm_rope_kv_insert
 
-__all__ = [
-    "qnorm_rope_kv_insert",
-]
+__all__ = ["qnorm_rope_kv_insert"]

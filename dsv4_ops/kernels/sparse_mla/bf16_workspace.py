@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.paging import MAX_POSITIONS, find_real, locate_positions
 from dsv4_ops.kernels.kv_cache.launch import gather_wanted
-from dsv4_ops.kernels.launcher import Launch, Where
+from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source, Spans
 
 TOKENS, SPAN_WARPS = 1024, 8
@@ -103,9 +104,11 @@ def list_rows_kernel(
     HAS_SINK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Rows of the workspace that a token sees, -1 for those that do not exist, and the places up to
+    """Rows of the workspace that a token sees, -1 for those that do not exist, and how many up to
     the last of them. Of all rows of a table nothing is written where none is finished, but to the
     end of ``COLUMNS``: nobody reads behind the last, and a table is for the longest request."""
+    swa = (swa_table, swa_table_stride, swa_column_stride, swa_max_blocks)
+    extra = (extra_table, extra_table_stride, extra_column_stride, extra_max_blocks)
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, COLUMNS)
     position = tl.load(positions + token * position_stride)
@@ -116,7 +119,7 @@ def list_rows_kernel(
     start = tl.load(ends + request, mask=real, other=0)
     start = start - tl.load(counts + request, mask=real, other=0)
     first_row = request * (extra_rows + swa_rows)
-    first_place = tl.minimum(position, swa_rows - 1) - (swa_width - 1)
+    first_offset = tl.minimum(position, swa_rows - 1) - (swa_width - 1)
     visible = (position + 1) // COMPRESS_RATIO
     last = padded
     if HAS_EXTRA and not HAS_TOPK:
@@ -124,20 +127,10 @@ def list_rows_kernel(
     begin, length = 0, 0
     while begin < last:
         column = begin + lane
-        place = first_place + column
-        seen = real & (column < swa_width) & (place >= 0) & (place > position - WINDOW_SIZE)
-        _, _, exists = locate_positions(
-            swa_table,
-            swa_table_stride,
-            swa_column_stride,
-            request,
-            place,
-            seen,
-            swa_max_blocks,
-            swa_blocks,
-            SWA_BLOCK_SIZE,
-        )
-        row = tl.where(exists, first_row + extra_rows + place - start, -1)
+        offset = first_offset + column
+        seen = real & (column < swa_width) & (offset >= 0) & (offset > position - WINDOW_SIZE)
+        _, _, exists = locate_positions(swa, request, offset, seen, swa_blocks, SWA_BLOCK_SIZE)
+        row = tl.where(exists, first_row + extra_rows + offset - start, -1)
         if HAS_EXTRA:
             entry = (column - swa_width).to(tl.int64)
             seen = real & (entry >= 0) & (entry < extra_width)
@@ -146,15 +139,7 @@ def list_rows_kernel(
                 entry = tl.load(at, mask=seen, other=-1).to(tl.int64)
             seen = seen & (entry >= 0) & (entry < visible)
             _, _, exists = locate_positions(
-                extra_table,
-                extra_table_stride,
-                extra_column_stride,
-                request,
-                entry,
-                seen,
-                extra_max_blocks,
-                extra_blocks,
-                EXTRA_BLOCK_SIZE,
+                extra, request, entry, seen, extra_blocks, EXTRA_BLOCK_SIZE
             )
             row = tl.where(exists, first_row + entry, row)
         tl.store(out + token * padded + column, row.to(tl.int32), mask=column < padded)
@@ -170,13 +155,13 @@ def list_rows_kernel(
 
 
 def gather_rows(
-    launch: Launch, call: Prefill, sink: torch.Tensor | None, multiple: int, wanted: int = 1
+    launch: Launcher, call: Prefill, sink: torch.Tensor | None, multiple: int, wanted: int = 1
 ) -> Rows:
     """``prepare_prefill.gather_rows`` by two kernels and a gather of each cache; rows of the
     workspace that nobody sees stay as they are. ``wanted`` is 0 where it is not: then nothing is
     launched, and there is no memory for rows and lists."""
     if not (isinstance(wanted, int) and wanted == 1):
-        launch = Where(launch, wanted)
+        launch = launch.predicated(wanted)
     spans = find_spans(launch, call)
     swa, extra = call.swa, call.extra
     num_reqs, held = swa.block_table.shape[0], call.extra_rows + swa.rows
@@ -188,7 +173,7 @@ def gather_rows(
 
 
 def _gather(
-    launch: Launch,
+    launch: Launcher,
     kv: torch.Tensor,
     held: int,
     source: Source,
@@ -216,17 +201,14 @@ def _gather(
     )
 
 
-def find_spans(launch: Launch, call: Prefill) -> Spans:
+def find_spans(launch: Launcher, call: Prefill) -> Spans:
     """``prepare_prefill.find_spans`` as one kernel."""
     num_reqs = call.swa.block_table.shape[0]
     spans = Spans(*(call.req_indices.new_empty(num_reqs) for _ in range(3)))
     if num_reqs == 0:
         return spans
     launch(find_spans_kernel)[(num_reqs,)](
-        call.positions,
-        call.positions.stride(0),
-        call.req_indices,
-        call.req_indices.stride(0),
+        *strided(call.positions, call.req_indices),
         call.positions.shape[0],
         call.swa.rows,
         call.extra_rows,
@@ -240,7 +222,7 @@ def find_spans(launch: Launch, call: Prefill) -> Spans:
 
 
 def list_rows(
-    launch: Launch,
+    launch: Launcher,
     call: Prefill,
     spans: Spans,
     sink: torch.Tensor | None,
@@ -256,10 +238,7 @@ def list_rows(
     extra = swa if call.extra is None else call.extra
     chosen = extra.block_table if call.topk_indices is None else call.topk_indices
     launch(list_rows_kernel)[(num_tokens,)](
-        call.positions,
-        call.positions.stride(0),
-        call.req_indices,
-        call.req_indices.stride(0),
+        *strided(call.positions, call.req_indices),
         swa.block_table.shape[0],
         spans.ends,
         spans.counts,
@@ -269,8 +248,7 @@ def list_rows(
         *_table(extra),
         call.extra_rows,
         extra_width,
-        chosen,
-        *chosen.stride(),
+        *strided(chosen),
         slots,
         padded,
         lens,

@@ -13,22 +13,23 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.tiles import (
-    AT_ONCE,
-    FURTHER_SHARE,
+    COMBINE_COLUMNS,
+    EXTRA_SPLIT_SHARE,
     HEAD_TILE,
-    JOIN_COLUMNS,
     KEY_TILE,
-    LEAST_CUT,
-    MOST_CUT,
+    MAX_SCHEDULED_TOKENS,
+    MIN_SCHEDULED_TILES,
+    ONE_WAVE_TILES,
     PROGRAMS,
     head_tiles,
     programs_per_tile,
 )
 from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 from dsv4_ops.dispatch.choice import not_ours
-from dsv4_ops.dispatch.crossovers import positive
+from dsv4_ops.dispatch.prefill import positive
 from dsv4_ops.kernels import opaque_op
-from dsv4_ops.kernels.launcher import EMULATE, Launch, at_once, traced
+from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.launcher import EAGER, EMULATE, Launcher
 from dsv4_ops.kernels.sparse_mla import combine
 from dsv4_ops.kernels.sparse_mla.gathered import gathered_keys
 from dsv4_ops.kernels.sparse_mla.hopper import support
@@ -39,141 +40,149 @@ WARPS = 8
 """Warps of a program of the kernel in Triton."""
 
 LEAST_LANES = 32
-"""Lanes of programs that cut a batch, of which each has a token, if there are no more tokens: of
-more than needed, programs start up to 0.7 us later."""
+"""Lanes of the tile scheduler, of which each has a token, if there are no more tokens: of more than
+needed, programs start up to 0.7 us later."""
 
 
-class Cut(NamedTuple):
-    """A batch that is cut by its lens on Hopper.
+class Call(NamedTuple):
+    """The tensors of a call; ``extra_indices`` is a block table with ``req_indices``."""
+
+    q: Tensor
+    swa_cache: Tensor
+    swa_indices: Tensor
+    swa_lens: Tensor
+    extra_cache: Tensor | None
+    extra_indices: Tensor | None
+    extra_lens: Tensor | None
+    req_indices: Tensor | None
+    attn_sink: Tensor | None
+    plan: Tensor | None
+    positions: Tensor | None
+    cos_sin_cache: Tensor | None
+
+    def widths(self, extra_block_size: int) -> list[int]:
+        """Most keys of a token in each of its lists."""
+        widths = [self.swa_indices.shape[1]]
+        if self.extra_indices is not None:
+            paged = self.req_indices is not None
+            widths.append(self.extra_indices.shape[1] * (extra_block_size if paged else 1))
+        return widths
+
+
+class TileSchedule(NamedTuple):
+    """A batch whose splits Hopper's kernel finds by itself.
 
     Args:
-        by_lens: 1, or 0 for as many splits of each token as are said, or a symbol.
+        by_lengths: 1, or 0 for as many splits of each token as are said, or a symbol.
         programs: Programs for each tile of heads.
-        at_once: How many of them run at once.
-        joins: int32 [1 + tokens, JOIN_COLUMNS], where the kernel lists tokens of several pieces.
+        wave: How many of them run at once.
+        combine_list: int32 [1 + tokens, COMBINE_COLUMNS], where the kernel lists tokens of several
+            splits.
     """
 
-    by_lens: Any
+    by_lengths: Any
     programs: Any
-    at_once: int
-    joins: Tensor
+    wave: int
+    combine_list: Tensor
 
 
-def partial_results(q: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
+class Work(NamedTuple):
+    """How a call is split.
+
+    Args:
+        on_hopper: Whether the kernel in Gluon runs it.
+        unit: Keys that splits are multiples of.
+        splits: Splits of every token, if neither a plan nor a schedule says them.
+        programs: Programs for each tile of heads.
+        capacity: How many partial results there may be; 0 if every token has one split.
+        schedule: How the kernel finds splits by the lengths, if it does.
+    """
+
+    on_hopper: bool
+    unit: int
+    splits: int
+    programs: int
+    capacity: int
+    schedule: TileSchedule | None
+
+
+def partial_results(q: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of so many splits the values, the logarithm of their sum, what values are multiples of."""
     heads, width = int(q.shape[1]), int(q.shape[2])
-    parts = q.new_empty((room, heads, width), dtype=torch.float16)
-    return parts, *(q.new_empty((room, heads), dtype=torch.float32) for _ in range(2))
-
-
-def _results(q: Tensor, room: int) -> combine.Splits:
-    lse = q.new_empty((q.shape[0], int(q.shape[1])), dtype=torch.float32)
-    return q.new_empty(q.shape), lse, *partial_results(q, room)
+    parts = q.new_empty((capacity, heads, width), dtype=torch.float16)
+    return parts, *(q.new_empty((capacity, heads), dtype=torch.float32) for _ in range(2))
 
 
 def launch_split_keys(
-    launch: Launch,
-    on_hopper: bool,
-    q: Tensor,
-    swa_cache: Tensor,
-    swa_indices: Tensor,
-    swa_lens: Tensor,
-    extra_cache: Tensor | None,
-    extra_indices: Tensor | None,
-    extra_lens: Tensor | None,
-    req_indices: Tensor | None,
-    attn_sink: Tensor | None,
-    plan: Tensor | None,
-    positions: Tensor | None,
-    cos_sin_cache: Tensor | None,
+    launch: Launcher,
+    call: Call,
+    work: Work,
+    *,
     softmax_scale: float,
     swa_block_size: int,
     extra_block_size: int,
     coded: bool,
-    unit: int,
-    splits: int,
-    programs: int,
-    room: int,
-    *,
-    cut: Cut | None,
 ) -> combine.Splits:
-    """``programs`` programs for each tile of heads, of ``splits`` splits a token or as the plan or
-    the cut says; ``extra_indices`` is a block table with ``req_indices``, ``room`` the number of
-    partial results."""
+    """Attend to the splits of every token: results of tokens of one, partial results of others."""
+    q, plan = call.q, call.plan
     num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
-    if on_hopper and q.stride(2) != 1:
+    if work.on_hopper and q.stride(2) != 1:
         q = q.contiguous()
-    results = _results(q, room)
-    lens = swa_lens if extra_lens is None else extra_lens
-    cache = swa_cache if extra_cache is None else extra_cache
-    indices = swa_indices if extra_indices is None else extra_indices
-    request = lens if req_indices is None else req_indices
-    work = lens if plan is None else plan
-    strides = (0, 0) if plan is None else plan.stride()
-    rotation: tuple[Any, ...] = (lens, 0, lens, 0)
-    if positions is not None and cos_sin_cache is not None:
-        table = cos_sin_cache.contiguous()
-        rotation = (positions, positions.stride(0), table, table.shape[0])
+    lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
+    results = (q.new_empty(q.shape), lse, *partial_results(q, work.capacity))
+    lens = call.swa_lens if call.extra_lens is None else call.extra_lens
+    cache = call.swa_cache if call.extra_cache is None else call.extra_cache
+    indices = call.swa_indices if call.extra_indices is None else call.extra_indices
+    requests = lens if call.req_indices is None else call.req_indices
     main = MainLayout(swa_block_size)
     tensors = (
-        q,
-        *q.stride(),
+        *strided(q),
         *results,
-        results[1] if attn_sink is None else attn_sink.contiguous(),
-        swa_cache,
-        swa_cache.stride(0),
-        swa_cache.shape[0],
-        swa_indices,
-        *swa_indices.stride(),
-        swa_lens,
-        swa_lens.stride(0),
-        swa_indices.shape[1],
-        cache,
-        cache.stride(0),
-        cache.shape[0],
-        indices,
-        *indices.stride(),
-        lens,
-        lens.stride(0),
-        indices.shape[1] * (1 if req_indices is None else extra_block_size),
-        request,
-        request.stride(0),
+        lse if call.attn_sink is None else call.attn_sink.contiguous(),
+        *_source(call.swa_cache, call.swa_indices, call.swa_lens),
+        call.swa_indices.shape[1],
+        *_source(cache, indices, lens),
+        call.widths(extra_block_size)[-1],
+        *strided(requests),
         indices.shape[0],
-        work,
-        *strides,
-        *rotation,
-        room,
+        lens if plan is None else plan,
+        *((0, 0) if plan is None else plan.stride()),
+        *combine.rotation_of(lens, call.positions, call.cos_sin_cache),
+        work.capacity,
         num_tokens,
         num_heads,
-        splits,
+        work.splits,
     )
     constants = {
         "SOFTMAX_SCALE": float(softmax_scale),  # Inductor would pass it as a float64
         "SWA_BLOCK_SIZE": swa_block_size,
         "EXTRA_BLOCK_SIZE": extra_block_size,
-        "HAS_EXTRA": extra_cache is not None,
-        "PAGED": req_indices is not None,
-        "HAS_SINK": attn_sink is not None,
+        "HAS_EXTRA": call.extra_cache is not None,
+        "PAGED": call.req_indices is not None,
+        "HAS_SINK": call.attn_sink is not None,
         "HAS_PLAN": plan is not None,
-        "TURNED": positions is not None,
+        "INVERSE_ROPE": call.positions is not None,
         "ROW": main.data_bytes if coded else head_dim,
         "SCALE_BYTES": main.scale_bytes if coded else 0,
     }
-    grid = (programs, head_tiles(num_heads))
-    if on_hopper:
+    grid = (work.programs, head_tiles(num_heads))
+    if work.on_hopper:
         kernels = support.kernels()
-        assert kernels is not None  # ``hopper.runs`` has asked
-        cuts = (lens, 0, 0) if cut is None else (cut.joins, cut.by_lens, cut.at_once)
+        assert kernels is not None  # ``support.runs`` has asked
+        schedule = work.schedule
+        scheduled = (lens, 0, 0)
+        if schedule is not None:
+            scheduled = (schedule.combine_list, schedule.by_lengths, schedule.wave)
         constants |= {
-            "CUTS": cut is not None,
-            "LANES": LEAST_LANES if cut is None else _lanes(num_tokens),
+            "SCHEDULED": schedule is not None,
+            "LANES": LEAST_LANES if schedule is None else _lanes(num_tokens),
         }
-        launch(kernels.split)[grid](*tensors, *cuts, **constants, num_warps=support.WARPS)
+        launch(kernels.split)[grid](*tensors, *scheduled, **constants, num_warps=support.WARPS)
         return results
     launch(split_keys_kernel)[grid](
         *tensors,
         **constants,
-        UNIT=unit,
+        UNIT=work.unit,
         HEAD_DIM=head_dim,
         ROW_BYTES=main.data_bytes if coded else 2 * head_dim,
         CODE_DIM=main.code_dim if coded else head_dim,
@@ -186,11 +195,17 @@ def launch_split_keys(
     return results
 
 
+def _source(cache: Tensor, indices: Tensor, lens: Tensor) -> tuple[Any, ...]:
+    """A cache and the lists of its keys, with their strides."""
+    lists = (indices, *indices.stride(), lens, lens.stride(0))
+    return (cache, cache.stride(0), cache.shape[0], *lists)
+
+
 def _lanes(num_tokens: int) -> int:
     """A power of two that is no less; of a symbolic number nothing is known."""
     if not isinstance(num_tokens, int):
-        return MOST_CUT
-    return min(max(triton.next_power_of_2(num_tokens), LEAST_LANES), MOST_CUT)
+        return MAX_SCHEDULED_TOKENS
+    return min(max(triton.next_power_of_2(num_tokens), LEAST_LANES), MAX_SCHEDULED_TOKENS)
 
 
 WIDTH = MainLayout.head_dim
@@ -200,10 +215,10 @@ KEYS = KEY_TILE
 """Keys per block."""
 
 HALF_BLOCK_TIME = 0.6
-"""Time of half a block of keys over that of a block. Measured: 0.55, and more splits to join."""
+"""Time of half a block of keys over that of a block. Measured: 0.55, and more splits to combine."""
 
 LEAST_UNITS = 4
-"""Key blocks of all lists of a token from which on a batch is cut by its lens."""
+"""Key blocks of all lists of a token from which on a batch is scheduled by its lengths."""
 
 FIXED_SPLIT = 4
 """Key blocks per split of a batch-invariant call."""
@@ -220,7 +235,7 @@ _SCHEMA = (
 
 
 def sparse_mla_decode(
-    launch: Launch,
+    launch: Launcher,
     q: Tensor,
     swa_cache: Tensor,
     swa_indices: Tensor,
@@ -249,7 +264,7 @@ def sparse_mla_decode(
 
 
 def sparse_mla_decode_paged(
-    launch: Launch,
+    launch: Launcher,
     q: Tensor,
     swa_cache: Tensor,
     swa_indices: Tensor,
@@ -278,7 +293,7 @@ def sparse_mla_decode_paged(
 
 
 def sparse_mla_gathered(
-    launch: Launch,
+    launch: Launcher,
     q: Tensor,
     kv: Tensor,
     indices: Tensor,
@@ -303,7 +318,7 @@ def supported(q: Tensor, *caches: Tensor) -> bool:
 
 
 def turns(cos_sin_cache: Tensor | None) -> bool:
-    """Whether the kernel rotates as many values back: those of its last tile, or none."""
+    """Whether the kernel's inverse RoPE is of so many values: those of its last tile, or none."""
     return cos_sin_cache is None or int(cos_sin_cache.shape[1]) == combine.ROPE
 
 
@@ -318,7 +333,7 @@ def num_splits_of(
     most = torch.sym_max(1, torch.sym_min(units, PROGRAMS // torch.sym_max(programs, 1)))
     longest = (units + most - 1) // most
     splits = (units + longest - 1) // longest  # no more than the longest of them makes worthwhile
-    saved = units - longest  # a join takes as long as a block
+    saved = units - longest  # a combine takes as long as a block
     return 1 + (splits - 1) * torch.sym_min(1, torch.sym_max(0, saved - KEYS // unit))
 
 
@@ -345,7 +360,7 @@ def _units(widths: Sequence[int], unit: int) -> int:
 
 
 def _attend(
-    launch: Launch,
+    launch: Launcher,
     op: str,
     q: Tensor,
     swa: tuple[Tensor, Tensor, Tensor],
@@ -353,7 +368,7 @@ def _attend(
     *rest: Tensor | None,
     **settings: Any,
 ) -> SparseMla:
-    """``rest`` and ``settings`` are those of ``_split_and_join``."""
+    """``rest`` and ``settings`` are those of ``_split_and_combine``."""
     num_tokens, num_heads = q.shape[0], int(q.shape[1])
     if num_tokens == 0 or num_heads == 0:
         lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
@@ -364,26 +379,14 @@ def _attend(
         Checks(op).page_start("swa_cache", swa[0], main)
         Checks(op).page_start("extra_cache", (extra or swa)[0], main)
     args = (q, *swa, *(extra or (None, None, None)), *rest)
-    if launch is traced and support.runs(launch, q, coded):
+    if launch.opaque_gluon and support.runs(launch, q, coded):
         return SparseMla(*hopper_split_keys(*args, **settings))
-    return SparseMla(*_split_and_join(launch, *args, **settings))
+    return SparseMla(*_split_and_combine(launch, *args, **settings))
 
 
-def _split_and_join(
-    launch: Launch,
-    q: Tensor,
-    swa_cache: Tensor,
-    swa_indices: Tensor,
-    swa_lens: Tensor,
-    extra_cache: Tensor | None,
-    extra_indices: Tensor | None,
-    extra_lens: Tensor | None,
-    req_indices: Tensor | None,
-    attn_sink: Tensor | None,
-    plan: Tensor | None,
-    positions: Tensor | None,
-    cos_sin_cache: Tensor | None,
-    *,
+def _split_and_combine(
+    launch: Launcher,
+    *tensors: Tensor | None,
     softmax_scale: float,
     swa_block_size: int,
     extra_block_size: int,
@@ -391,81 +394,84 @@ def _split_and_join(
     num_splits: int,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """``extra_indices`` is a block table with ``req_indices``."""
-    num_tokens, coded = q.shape[0], layout == MainLayout.tag
-    widths = [swa_indices.shape[1]]
-    if extra_indices is not None:
-        widths.append(extra_indices.shape[1] * (1 if req_indices is None else extra_block_size))
-    wide = head_tiles(int(q.shape[1]))
-    unit, on_hopper = KEYS, support.runs(launch, q, coded)
-    if plan is None and num_splits == 0 and not batch_invariant and not on_hopper:
-        unit = unit_of_splits(num_tokens * wide, widths)
-    units = _units(widths, unit)
-    splits = num_splits_of(num_tokens * wide, units, unit, num_splits, batch_invariant)
-    room, programs, cut = 0, num_tokens * splits, None
-    if plan is not None:
-        splits, programs = 1, plan.shape[0]
-    elif on_hopper and req_indices is not None and num_splits == 0 and not batch_invariant:
-        cut = _cut(q, units, wide)
-    joined = plan is not None or not (isinstance(splits, int) and splits == 1)
-    if cut is not None:
-        room, programs = PROGRAMS, programs + cut.by_lens * (cut.programs - programs)
-    elif joined:
-        # more than one split, and the batch decides: then no more programs than PROGRAMS
-        room = programs if num_splits > 0 or batch_invariant else PROGRAMS
-        if plan is not None:
-            # a token of several pieces has fewer than twice as many as its share of the programs
-            room = 2 * (programs - num_tokens)
-    turned = positions is not None and cos_sin_cache is not None
-    angles = (positions, cos_sin_cache) if turned else (None, None)
-    sizes = (softmax_scale, swa_block_size, extra_block_size, coded, unit, splits, programs, room)
+    """``tensors`` are those of ``Call``."""
+    call = Call(*tensors)  # type: ignore[arg-type]  # the first are never None
+    if call.positions is None or call.cos_sin_cache is None:
+        call = call._replace(positions=None, cos_sin_cache=None)
+    coded = layout == MainLayout.tag
+    on_hopper = support.runs(launch, call.q, coded)
+    work = _split(call, on_hopper, call.widths(extra_block_size), num_splits, batch_invariant)
     results = launch_split_keys(
         launch,
-        on_hopper,
-        q,
-        swa_cache,
-        swa_indices,
-        swa_lens,
-        extra_cache,
-        extra_indices,
-        extra_lens,
-        req_indices,
-        attn_sink,
-        plan,
-        *angles,
-        *sizes,
-        cut=cut,
+        call,
+        work,
+        softmax_scale=softmax_scale,
+        swa_block_size=swa_block_size,
+        extra_block_size=extra_block_size,
+        coded=coded,
     )
-    if cut is not None:
-        combine.join_listed(launch, results, attn_sink, cut.joins, *angles)
-    elif joined:
-        combine.join(launch, results, attn_sink, plan, *angles, splits)
+    rest = (call.positions, call.cos_sin_cache)
+    if work.schedule is not None:
+        written = work.schedule.combine_list
+        combine.combine_listed(launch, results, call.attn_sink, written, *rest)
+    elif call.plan is not None or not (isinstance(work.splits, int) and work.splits == 1):
+        combine.combine(launch, results, call.attn_sink, call.plan, *rest, work.splits)
     return results[0], results[1]
 
 
-def _cut(q: Tensor, units: int, wide: int) -> Cut | None:
-    """How a batch with block tables is cut by its lens, None if it is not: few tokens are cut by
-    the tables' widths alone, which takes no time. Of symbolic sizes a symbol says which."""
+def _split(
+    call: Call, on_hopper: bool, widths: Sequence[int], num_splits: int, batch_invariant: bool
+) -> Work:
+    """Choose splits: by a plan, by the lengths, or as many of every token as fill the GPU."""
+    num_tokens, wide = call.q.shape[0], head_tiles(int(call.q.shape[1]))
+    if call.plan is not None:
+        programs = call.plan.shape[0]
+        # a token of several splits has fewer than twice as many as its share of the programs
+        return Work(on_hopper, KEYS, 1, programs, 2 * (programs - num_tokens), None)
+    free = num_splits == 0 and not batch_invariant
+    unit = KEYS if on_hopper or not free else unit_of_splits(num_tokens * wide, widths)
+    units = _units(widths, unit)
+    splits = num_splits_of(num_tokens * wide, units, unit, num_splits, batch_invariant)
+    programs = num_tokens * splits
+    schedule = None
+    if on_hopper and free and call.req_indices is not None:
+        schedule = _schedule(call.q, units, wide)
+    if schedule is not None:
+        programs += schedule.by_lengths * (schedule.programs - programs)
+        return Work(on_hopper, unit, splits, programs, PROGRAMS, schedule)
+    # of more than one split, where the batch decides, no more programs than PROGRAMS
+    capacity = PROGRAMS if free else programs
+    if isinstance(splits, int) and splits == 1:
+        capacity = 0
+    return Work(on_hopper, unit, splits, programs, capacity, None)
+
+
+def _schedule(q: Tensor, units: int, wide: int) -> TileSchedule | None:
+    """How a batch with block tables is scheduled by its lengths, None if it is not.
+
+    Few tokens are split by the widths of the tables alone, which takes no time. Of symbolic sizes a
+    symbol says which.
+    """
     if isinstance(units, int) and units < LEAST_UNITS:
         return None
     num_tokens = q.shape[0]
-    by_lens = (
-        positive(num_tokens * wide + 1 - LEAST_CUT)
-        * positive(MOST_CUT + 1 - num_tokens)
+    by_lengths = (
+        positive(num_tokens * wide + 1 - MIN_SCHEDULED_TILES)
+        * positive(MAX_SCHEDULED_TOKENS + 1 - num_tokens)
         * positive(units + 1 - LEAST_UNITS)
     )
-    if isinstance(by_lens, int) and by_lens == 0:
+    if isinstance(by_lengths, int) and by_lengths == 0:
         return None
-    at_once = programs_per_tile(int(q.shape[1]), PROGRAMS)
-    beyond = positive(num_tokens * wide - AT_ONCE)
-    programs = at_once + beyond * (num_tokens + at_once // FURTHER_SHARE - at_once)
-    joins = q.new_empty((num_tokens + 1, JOIN_COLUMNS), dtype=torch.int32)
-    return Cut(by_lens, programs, at_once, joins)
+    wave = programs_per_tile(int(q.shape[1]), PROGRAMS)
+    beyond = positive(num_tokens * wide - ONE_WAVE_TILES)
+    programs = wave + beyond * (num_tokens + wave // EXTRA_SPLIT_SHARE - wave)
+    combine_list = q.new_empty((num_tokens + 1, COMBINE_COLUMNS), dtype=torch.int32)
+    return TileSchedule(by_lengths, programs, wave, combine_list)
 
 
 def _call(*args: Any, **settings: Any) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(args[0]):
-        return _split_and_join(at_once, *args, **settings)
+        return _split_and_combine(EAGER, *args, **settings)
 
 
 def _fake(q: Tensor, *_: Any, **settings: Any) -> tuple[Tensor, Tensor]:

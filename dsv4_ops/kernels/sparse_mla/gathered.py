@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.layout import CACHE_ALIGNMENT
-from dsv4_ops.core.tiles import PROGRAMS, head_tiles
+from dsv4_ops.core.tiles import head_tiles
 from dsv4_ops.kernels import opaque_op
-from dsv4_ops.kernels.aot.launch_op import packaged
-from dsv4_ops.kernels.launcher import Launch, at_once, traced
+from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.kernels.sparse_mla.hopper import support
 
 Results = tuple[Tensor, Tensor, Tensor]
@@ -28,7 +27,7 @@ _SCHEMA = (
 
 
 def gathered_keys(
-    launch: Launch,
+    launch: Launcher,
     q: Tensor,
     kv: Tensor,
     indices: Tensor,
@@ -38,7 +37,7 @@ def gathered_keys(
 ) -> Results:
     """Attend to listed rows of ``kv``; where a graph is traced, by an op that knows its sizes."""
     arguments = (q, kv, indices, lens, attn_sink, softmax_scale)
-    if launch is traced:
+    if launch.opaque_gluon:
         results: Results = hopper_gathered_keys(*arguments)
         return results
     return launch_gathered_keys(launch, *arguments)
@@ -51,32 +50,20 @@ def _results(q: Tensor) -> Results:
 
 
 def _steps(values: Tensor) -> list[int]:
-    """Strides of all dimensions but the last; 0 of those that have one place."""
+    """Strides of all dimensions but the last; 0 of those of size 1."""
     sizes = zip(values.shape[:-1], values.stride()[:-1], strict=True)
     return [0 if isinstance(size, int) and size <= 1 else step for size, step in sizes]
 
 
-def copied(launch: Launch, values: Tensor) -> Tensor:
+def copied(launch: Launcher, values: Tensor) -> Tensor:
     """``values`` as copies of 16 bytes can read them."""
     if values.stride(-1) != 1 or any(step % _STEP for step in _steps(values)):
         values = values.contiguous()
-    return values if _starts_well(launch, values) else values.clone()
-
-
-def _starts_well(launch: Launch, values: Tensor) -> bool:
-    """Whether the address is as it has to be; in a package ``lowering/gluon.py`` sees to that."""
-    is_packaged = getattr(launch, "base", launch) is packaged
-    return is_packaged or values.data_ptr() % CACHE_ALIGNMENT == 0
-
-
-def _programs(launch: Launch, device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return getattr(launch, "programs", PROGRAMS)
+    return values if launch.is_aligned(values) else values.clone()
 
 
 def launch_gathered_keys(
-    launch: Launch,
+    launch: Launcher,
     q: Tensor,
     kv: Tensor,
     indices: Tensor,
@@ -92,9 +79,9 @@ def launch_gathered_keys(
     if items == 0:
         return results
     kernels = support.kernels()
-    assert kernels is not None  # ``hopper.runs`` has asked
+    assert kernels is not None  # ``support.runs`` has asked
     q, kv = copied(launch, q), copied(launch, kv)
-    launch(kernels.gathered)[(torch.sym_min(items, _programs(launch, q.device)),)](
+    launch(kernels.gathered)[(torch.sym_min(items, launch.num_sms(q.device)),)](
         q,
         *_steps(q),
         out,
@@ -104,10 +91,7 @@ def launch_gathered_keys(
         kv,
         *_steps(kv),
         kv.shape[0],
-        indices,
-        *indices.stride(),
-        lens,
-        lens.stride(0),
+        *strided(indices, lens),
         indices.shape[1],
         num_tokens,
         num_heads,
@@ -120,7 +104,7 @@ def launch_gathered_keys(
 
 def _call(*args: Any) -> Results:
     with torch.cuda.device_of(args[0]):
-        return launch_gathered_keys(at_once, *args)
+        return launch_gathered_keys(EAGER, *args)
 
 
 def _fake(*args: Any) -> Results:

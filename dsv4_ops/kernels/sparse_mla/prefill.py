@@ -14,11 +14,12 @@ from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles, programs_per_tile
 from dsv4_ops.core.types import SparseMla
 from dsv4_ops.dispatch.choice import not_ours
-from dsv4_ops.dispatch.crossovers import gathers, prefilled
+from dsv4_ops.dispatch.prefill import gathers, prefilled
 from dsv4_ops.kernels import opaque_op
-from dsv4_ops.kernels.launcher import EMULATE, Launch, Where, at_once, traced
+from dsv4_ops.kernels.arguments import listed, strided
+from dsv4_ops.kernels.launcher import EAGER, EMULATE, Launcher
 from dsv4_ops.kernels.sparse_mla.bf16_workspace import gather_rows
-from dsv4_ops.kernels.sparse_mla.combine import join
+from dsv4_ops.kernels.sparse_mla.combine import combine
 from dsv4_ops.kernels.sparse_mla.decode import num_splits_of, partial_results, supported
 from dsv4_ops.kernels.sparse_mla.gathered import Results, launch_gathered_keys
 from dsv4_ops.kernels.sparse_mla.hopper import support
@@ -40,12 +41,12 @@ _SCHEMA = (
 )
 
 
-def prefill_keys(launch: Launch, by_size: bool, *args: Any) -> tuple[Tensor, Tensor]:
+def prefill_keys(launch: Launcher, by_size: bool, *args: Any) -> tuple[Tensor, Tensor]:
     """Attend with the kernel that is made for the device; see ``_launch_prefill``. Where sizes may
     decide, Hopper's may read a copy of the rows, and bits depend on how many tokens there are."""
     q, coded = args[0], args[14]
     on_hopper = support.runs(launch, q, coded)
-    if on_hopper and launch is traced:
+    if on_hopper and launch.opaque_gluon:
         results: tuple[Tensor, Tensor] = hopper_prefill_keys(by_size, *args)
         return results
     if on_hopper and by_size:
@@ -71,8 +72,9 @@ _NAMES = (
 )
 
 
-def _launch_by_size(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
-    """From the pages, or from a bfloat16 copy of their rows, as ``dispatch/crossovers.py`` says.
+def _launch_by_size(launch: Launcher, *args: Any) -> tuple[Tensor, Tensor]:
+    """From the cache, or from a bfloat16 copy of its rows, as ``dispatch/prefill.py`` decides.
+
     Of symbolic sizes that is a symbol: both variants are there, one without programs."""
     values = dict(zip(_NAMES, args, strict=False))
     wanted = gathers(values)
@@ -81,7 +83,7 @@ def _launch_by_size(launch: Launch, *args: Any) -> tuple[Tensor, Tensor]:
     splits = _splits(values)
     if isinstance(wanted, int):
         return _launch_prefill(launch, True, *args, splits=splits)
-    out, lse = _launch_prefill(Where(launch, 1 - wanted), True, *args, splits=splits)
+    out, lse = _launch_prefill(launch.predicated(1 - wanted), True, *args, splits=splits)
     return attend_to_copy(launch, wanted, values, (out, torch.empty_like(lse), lse))
 
 
@@ -94,7 +96,7 @@ def _splits(values: Mapping[str, Any]) -> Any:
 
 
 def attend_to_copy(
-    launch: Launch, wanted: int, values: Mapping[str, Any], results: Results | None
+    launch: Launcher, wanted: int, values: Mapping[str, Any], results: Results | None
 ) -> tuple[Tensor, Tensor]:
     """Copy the rows, and attend to them."""
     swa = Source(values["swa_cache"], values["swa_block_table"], values["swa_block_size"])
@@ -109,7 +111,7 @@ def attend_to_copy(
     given = gather_rows(launch, call, None, 1, wanted)
     lists = (given.kv, given.slots, given.lens)
     if results is not None:
-        launch = Where(launch, wanted)
+        launch = launch.predicated(wanted)
     rest = (values["attn_sink"], values["softmax_scale"], results)
     out, _, lse = launch_gathered_keys(launch, values["q"], *lists, *rest)
     return out, lse
@@ -121,7 +123,7 @@ def _results(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch_prefill(
-    launch: Launch,
+    launch: Launcher,
     on_hopper: bool,
     q: Tensor,
     swa_cache: Tensor,
@@ -150,29 +152,13 @@ def _launch_prefill(
     table = swa_table if extra_table is None else extra_table
     chosen = table if topk_indices is None else topk_indices
     tensors = (
-        q,
-        *q.stride(),
+        *strided(q),
         *results,
         results[1] if attn_sink is None else attn_sink.contiguous(),
-        positions,
-        positions.stride(0),
-        req_indices,
-        req_indices.stride(0),
-        swa_cache,
-        swa_cache.stride(0),
-        swa_cache.shape[0],
-        swa_table,
-        *swa_table.stride(),
-        swa_table.shape[1],
-        cache,
-        cache.stride(0),
-        cache.shape[0],
-        table,
-        *table.stride(),
-        table.shape[1],
-        chosen,
-        *chosen.stride(),
-        chosen.shape[1],
+        *strided(positions, req_indices),
+        *_source(swa_cache, swa_table),
+        *_source(cache, table),
+        *listed(chosen),
         swa_table.shape[0],
         num_heads,
     )
@@ -192,16 +178,16 @@ def _launch_prefill(
     grid = (num_tokens, head_tiles(num_heads))
     if on_hopper:
         kernels = support.kernels()
-        assert kernels is not None  # ``hopper.runs`` has asked
+        assert kernels is not None  # ``support.runs`` has asked
         grid = (num_tokens * splits, grid[1])
-        joined = not (isinstance(splits, int) and splits == 1)
-        room = programs_per_tile(num_heads, PROGRAMS)
-        parts = partial_results(q, room) if joined else (results[1],) * 3
+        several = not (isinstance(splits, int) and splits == 1)
+        capacity = programs_per_tile(num_heads, PROGRAMS)
+        parts = partial_results(q, capacity) if several else (results[1],) * 3
         launch(kernels.prefill)[grid](
             *tensors, *parts, splits, **constants, num_warps=support.WARPS
         )
-        if joined:
-            join(launch, (*results, *parts), attn_sink, None, None, None, splits)
+        if several:
+            combine(launch, (*results, *parts), attn_sink, None, None, None, splits)
         return results
     launch(prefill_keys_kernel)[grid](
         *tensors,
@@ -218,12 +204,18 @@ def _launch_prefill(
     return results
 
 
+def _source(cache: Tensor, table: Tensor) -> tuple[Any, ...]:
+    """A cache and its block table, with their strides."""
+    blocks = (cache, cache.stride(0), cache.shape[0])
+    return (*blocks, table, *table.stride(), table.shape[1])
+
+
 def _call(*args: Any) -> tuple[Tensor, Tensor]:
     by_size, q, *_ = args
     with torch.cuda.device_of(q):
         if by_size:
-            return _launch_by_size(at_once, *args[1:])
-        return _launch_prefill(at_once, True, *args[1:])
+            return _launch_by_size(EAGER, *args[1:])
+        return _launch_prefill(EAGER, True, *args[1:])
 
 
 def _fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -234,7 +226,7 @@ hopper_prefill_keys = opaque_op.define("_hopper_prefill_keys", _SCHEMA, _call, _
 
 
 def sparse_mla_prefill(
-    launch: Launch,
+    launch: Launcher,
     q: Tensor,
     swa_cache: Tensor,
     positions: Tensor,
@@ -258,7 +250,7 @@ def sparse_mla_prefill(
 
 
 def _attend(
-    launch: Launch,
+    launch: Launcher,
     by_size: bool,
     q: Tensor,
     swa_cache: Tensor,

@@ -1,4 +1,4 @@
-"""Kernel and launcher of the plan of sparse MLA: one program, as all pieces depend on all lens."""
+"""The plan of sparse MLA, made by one program: every split depends on all lengths."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch import Tensor
 
 from dsv4_ops.core.tiles import (
     CLASSES,
-    FURTHER_SHARE,
+    EXTRA_SPLIT_SHARE,
     KEY_TILE,
     PLAN_COLUMNS,
-    PLAN_FURTHER_TILES,
+    PLAN_EXTRA_SPLIT_TILES,
     PLAN_SIZES,
     PLAN_STEPS,
     START_TILES,
     programs_per_tile,
 )
-from dsv4_ops.kernels.launcher import Launch
+from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.launcher import Launcher
 
 TOKENS = 128
 """Tokens that the program looks at together."""
@@ -27,13 +28,14 @@ WARPS = 8
 
 
 @triton.jit
-def _tiles(lens, KEYS: tl.constexpr):
-    lens = tl.maximum(lens, 0)
-    return lens // KEYS + (lens % KEYS > 0).to(tl.int32)  # a sum could pass the largest int32
+def _tiles(lengths, KEYS: tl.constexpr):
+    lengths = tl.maximum(lengths, 0)
+    return lengths // KEYS + (lengths % KEYS > 0).to(tl.int32)  # a sum could pass the largest int32
 
 
 @triton.jit
-def _pieces(tiles, size):
+def _splits_of(tiles, size):
+    """Splits of ``size`` tiles or less."""
     return tl.maximum((tiles + size - 1) // size, 1)
 
 
@@ -41,7 +43,7 @@ def _pieces(tiles, size):
 def _candidates(
     total, longest, programs, SIZES: tl.constexpr, CANDIDATES: tl.constexpr, STEPS: tl.constexpr
 ):
-    """Sizes of pieces, of which the first SIZES are looked at."""
+    """Sizes of a split, of which the first SIZES are considered."""
     mean = tl.maximum((total + programs - 1) // programs, 1)
     index = tl.arange(0, CANDIDATES)
     sizes = mean + index.to(tl.int64) * ((mean + STEPS - 1) // STEPS)
@@ -59,16 +61,16 @@ def _best_size(
     SIZES: tl.constexpr,
     CANDIDATES: tl.constexpr,
     START: tl.constexpr,
-    FURTHER: tl.constexpr,
+    EXTRA: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """That of which so many pieces take the least time; the smallest of several."""
+    """The cheapest size; the smallest of several such."""
     index = tl.arange(0, CANDIDATES)
     counts = counts.to(tl.int64)  # programs may be so many that START times as many are too many
-    shared, further = total + START * (counts - programs), counts - num_tokens
-    time = tl.maximum(sizes.to(tl.int64) * programs, shared) + FURTHER * further
-    looked_at = (index < SIZES) & (further <= tl.maximum(programs - num_tokens, programs // SHARE))
-    least = tl.min(tl.where(looked_at, time * CANDIDATES + index, 2**62), axis=0) % CANDIDATES
+    shared, extra = total + START * (counts - programs), counts - num_tokens
+    cost = tl.maximum(sizes.to(tl.int64) * programs, shared) + EXTRA * extra
+    allowed = (index < SIZES) & (extra <= tl.maximum(programs - num_tokens, programs // SHARE))
+    least = tl.min(tl.where(allowed, cost * CANDIDATES + index, 2**62), axis=0) % CANDIDATES
     return tl.sum(tl.where(index == least.to(tl.int32), sizes, 0), axis=0)
 
 
@@ -82,11 +84,11 @@ def _of_class(tiles, there, size, CLASSES: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(plan, row, there, token, piece, pieces, before, COLUMNS: tl.constexpr):
+def _store_rows(plan, row, there, token, split, splits, before, COLUMNS: tl.constexpr):
     start = plan + row.to(tl.int64) * COLUMNS
     tl.store(start, token, mask=there)
-    tl.store(start + 1, piece, mask=there)
-    tl.store(start + 2, pieces, mask=there)
+    tl.store(start + 1, split, mask=there)
+    tl.store(start + 2, splits, mask=there)
     tl.store(start + 3, before, mask=there)
 
 
@@ -104,16 +106,16 @@ def sparse_mla_plan_kernel(
     CANDIDATES: tl.constexpr,
     STEPS: tl.constexpr,
     START: tl.constexpr,
-    FURTHER: tl.constexpr,
+    EXTRA: tl.constexpr,
     SHARE: tl.constexpr,
     CLASSES: tl.constexpr,
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
 ):
-    """Rows in the order of the reference: only tokens of the first class have several pieces, so
-    that theirs are in the order of tokens. Lens are read here and in no function: they decide where
-    rows go, and torch would take them for written to."""
+    """Rows in the order of the reference: only tokens of the first class have several splits, so
+    that theirs are in the order of tokens. Lengths are read here and in no function: they decide
+    where rows go, and torch would take them for written to."""
     lane = tl.arange(0, TOKENS)
     total = tl.zeros((), tl.int64)
     longest = tl.full((), 1, tl.int32)
@@ -121,11 +123,11 @@ def sparse_mla_plan_kernel(
     while first < num_tokens:
         token = first + lane
         there = token < num_tokens
-        lens = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
-        tiles = _tiles(lens, KEYS)
+        lengths = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
+        tiles = _tiles(lengths, KEYS)
         if HAS_EXTRA:
-            lens = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
-            tiles += _tiles(lens, KEYS)
+            lengths = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
+            tiles += _tiles(lengths, KEYS)
         total += tl.sum(tiles.to(tl.int64), axis=0)
         longest = tl.maximum(longest, tl.max(tiles, axis=0))
         first += TOKENS
@@ -135,66 +137,66 @@ def sparse_mla_plan_kernel(
     while first < num_tokens:
         token = first + lane
         there = token < num_tokens
-        lens = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
-        tiles = _tiles(lens, KEYS)
+        lengths = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
+        tiles = _tiles(lengths, KEYS)
         if HAS_EXTRA:
-            lens = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
-            tiles += _tiles(lens, KEYS)
-        pieces = _pieces(tiles[None, :], sizes[:, None])
-        counts += tl.sum(tl.where(there[None, :], pieces, 0), axis=1)
+            lengths = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
+            tiles += _tiles(lengths, KEYS)
+        splits = _splits_of(tiles[None, :], sizes[:, None])
+        counts += tl.sum(tl.where(there[None, :], splits, 0), axis=1)
         first += TOKENS
     size = _best_size(
-        counts, sizes, total, num_tokens, programs, SIZES, CANDIDATES, START, FURTHER, SHARE
+        counts, sizes, total, num_tokens, programs, SIZES, CANDIDATES, START, EXTRA, SHARE
     )
     members = tl.zeros((CLASSES,), tl.int32)
-    more = 0  # pieces but the first ones
+    extra = 0  # splits but the first ones
     first = 0
     while first < num_tokens:
         token = first + lane
         there = token < num_tokens
-        lens = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
-        tiles = _tiles(lens, KEYS)
+        lengths = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
+        tiles = _tiles(lengths, KEYS)
         if HAS_EXTRA:
-            lens = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
-            tiles += _tiles(lens, KEYS)
+            lengths = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
+            tiles += _tiles(lengths, KEYS)
         members += tl.sum(_of_class(tiles, there, size, CLASSES), axis=0)
-        more += tl.sum(tl.where(there, _pieces(tiles, size) - 1, 0), axis=0)
+        extra += tl.sum(tl.where(there, _splits_of(tiles, size) - 1, 0), axis=0)
         first += TOKENS
-    longer = tl.arange(0, CLASSES) == 0  # of several pieces, which come first, then their others
-    next_place = tl.cumsum(members, axis=0) - members + tl.where(longer, 0, more)
-    row = tl.sum(tl.where(longer, members, 0), axis=0)  # of the next further piece
+    longer = tl.arange(0, CLASSES) == 0  # of several splits, which come first, then their others
+    next_row = tl.cumsum(members, axis=0) - members + tl.where(longer, 0, extra)
+    extra_row = tl.sum(tl.where(longer, members, 0), axis=0)  # of the next extra split
     stop = num_tokens + programs
     shared = 0  # partial results of the tokens before
     first = 0
     while first < num_tokens:
         token = first + lane
         there = token < num_tokens
-        lens = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
-        tiles = _tiles(lens, KEYS)
+        lengths = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
+        tiles = _tiles(lengths, KEYS)
         if HAS_EXTRA:
-            lens = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
-            tiles += _tiles(lens, KEYS)
-        pieces = tl.where(there, _pieces(tiles, size), 1)
-        parts = tl.where(pieces > 1, pieces, 0)
-        before = tl.where(pieces > 1, shared + tl.cumsum(parts, axis=0) - parts, 0)
+            lengths = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
+            tiles += _tiles(lengths, KEYS)
+        splits = tl.where(there, _splits_of(tiles, size), 1)
+        parts = tl.where(splits > 1, splits, 0)
+        before = tl.where(splits > 1, shared + tl.cumsum(parts, axis=0) - parts, 0)
         same = _of_class(tiles, there, size, CLASSES)
-        place = tl.sum(same * (next_place[None, :] + tl.cumsum(same, axis=0) - 1), axis=1)
-        next_place += tl.sum(same, axis=0)
-        further = row + tl.cumsum(pieces - 1, axis=0) - (pieces - 1)
-        _store_rows(plan, place, there, token, tl.zeros_like(token), pieces, before, COLUMNS)
-        piece = 1
-        most = tl.max(pieces, axis=0)
-        while piece < most:
-            offset = further + piece - 1
-            wanted = (piece < pieces) & (offset < stop)
+        row = tl.sum(same * (next_row[None, :] + tl.cumsum(same, axis=0) - 1), axis=1)
+        next_row += tl.sum(same, axis=0)
+        others = extra_row + tl.cumsum(splits - 1, axis=0) - (splits - 1)
+        _store_rows(plan, row, there, token, tl.zeros_like(token), splits, before, COLUMNS)
+        split = 1
+        most = tl.max(splits, axis=0)
+        while split < most:
+            offset = others + split - 1
+            wanted = (split < splits) & (offset < stop)
             _store_rows(
-                plan, offset, wanted, token, tl.zeros_like(token) + piece, pieces, before, COLUMNS
+                plan, offset, wanted, token, tl.zeros_like(token) + split, splits, before, COLUMNS
             )
-            piece += 1
+            split += 1
         shared += tl.sum(parts, axis=0)
-        row += tl.sum(pieces - 1, axis=0)
+        extra_row += tl.sum(splits - 1, axis=0)
         first += TOKENS
-    row = num_tokens + more
+    row = num_tokens + extra
     while row < stop:
         offset = row + lane
         none = tl.zeros_like(offset) - 1
@@ -203,7 +205,7 @@ def sparse_mla_plan_kernel(
 
 
 def sparse_mla_plan(
-    launch: Launch,
+    launch: Launcher,
     swa_lens: Tensor,
     extra_lens: Tensor | None,
     *,
@@ -214,10 +216,7 @@ def sparse_mla_plan(
     plan = swa_lens.new_empty((num_tokens + programs, PLAN_COLUMNS), dtype=torch.int32)
     extra = swa_lens if extra_lens is None else extra_lens
     launch(sparse_mla_plan_kernel)[(1,)](
-        swa_lens,
-        swa_lens.stride(0),
-        extra,
-        extra.stride(0),
+        *strided(swa_lens, extra),
         plan,
         num_tokens,
         programs,
@@ -226,8 +225,8 @@ def sparse_mla_plan(
         CANDIDATES=triton.next_power_of_2(PLAN_SIZES),
         STEPS=PLAN_STEPS,
         START=START_TILES,
-        FURTHER=PLAN_FURTHER_TILES,
-        SHARE=FURTHER_SHARE,
+        EXTRA=PLAN_EXTRA_SPLIT_TILES,
+        SHARE=EXTRA_SPLIT_SHARE,
         CLASSES=CLASSES,
         TOKENS=TOKENS,
         COLUMNS=PLAN_COLUMNS,

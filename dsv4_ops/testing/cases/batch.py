@@ -1,5 +1,4 @@
-"""Cases and strategies of the batch stages; the hand-computed ones are the worked examples of their
-documentation."""
+"""Cases and strategies of the batch stages."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def _split_cases() -> list[Case]:
 
 
 def _split_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    return Case("drawn", (_batch(draw, min_size).query_start_loc,), settings)
+    return Case("sampled", (_batch(draw, min_size).query_start_loc,), settings)
 
 
 split_decodes_and_prefills = OpTesting(
@@ -71,7 +70,7 @@ def _token_map_cases() -> list[Case]:
 def _token_map_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     batch = _batch(draw, min_size)
     settings = {**settings, "num_tokens": batch.num_tokens}
-    return Case("drawn", (batch.query_start_loc, batch.seq_lens), settings)
+    return Case("sampled", (batch.query_start_loc, batch.seq_lens), settings)
 
 
 token_map = OpTesting(cases=_token_map_cases, settings=({},), make=_token_map_call)
@@ -120,7 +119,7 @@ def _expand_cases() -> list[Case]:
 
 def _expand_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     batch = _batch(draw, min_size)
-    return Case("drawn", (batch.block_table, batch.req_indices), settings)
+    return Case("sampled", (batch.block_table, batch.req_indices), settings)
 
 
 expand_block_table = OpTesting(cases=_expand_cases, settings=({},), make=_expand_call)
@@ -143,7 +142,7 @@ def _mtp_cases() -> list[Case]:
 
 def _mtp_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     batch = _batch(draw, min_size)
-    return Case("drawn", (batch.query_start_loc, batch.seq_lens), settings)
+    return Case("sampled", (batch.query_start_loc, batch.seq_lens), settings)
 
 
 mtp_seq_lens = OpTesting(

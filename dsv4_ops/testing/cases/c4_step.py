@@ -1,5 +1,4 @@
-"""Cases and strategies of what a C4 layer writes before it selects rows: those of a whole step of
-its compressor, with the queries, the window and the indexer beside it."""
+"""Cases and strategies of everything that a C4 layer writes before it selects rows."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ NAMES = (
     "req_indices",
     "cos_sin_cache",
 )
-"""The tensors of a call, in their order."""
+"""Tensor arguments of a call, in order."""
 
 _QUERIES = ("q", "kv", "swa_cache", "swa_slot_mapping", "positions", "cos_sin_cache")
 _INDEXER_QUERIES = ("indexer_q", "indexer_weights", "positions", "cos_sin_cache")
@@ -64,8 +63,10 @@ MAIN, INDEXER = MainLayout.tag, IndexerLayout.tag
 
 
 def parts(case: Case) -> dict[str, Case]:
-    """The calls of the four ops that a call is made of: "queries", "compressor",
-    "indexer_compressor" and "indexer_queries". Their tensors are those of ``case``."""
+    """The four op calls that make up ``case``.
+
+    "queries", "compressor", "indexer_compressor" and "indexer_queries"; they share its tensors.
+    """
     held, settings = dict(zip(NAMES, case.tensors, strict=True)), case.settings
     shared = {name: settings[name] for name in ("compress_ratio", "eps", "state_block_size")}
     shared |= {"overlap": True, "block_size": settings["block_size"]}
@@ -85,7 +86,7 @@ def parts(case: Case) -> dict[str, Case]:
 
 
 def _precise(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None, ...]:
-    """float64 results of what ``readable`` reads: of the queries and the rows of compressors."""
+    """float64 results of what ``readable`` reads: queries and compressed rows."""
     calls = parts(Case("precise", tensors, settings))
     queries, *compressors = (
         calls[part] for part in ("queries", "compressor", "indexer_compressor")
@@ -147,7 +148,7 @@ def _state_page(head_dim: int, *kv: float | None) -> list[float]:
 
 
 def _left(states: Sequence[Sequence[float | None]], *rows: int) -> tuple[Any, ...]:
-    """What both compressors leave: pages of states, and a page of the cache."""
+    """State and cache blocks that both compressors leave."""
     left: tuple[Any, ...] = ()
     for layout in (MainLayout(2), IndexerLayout(2)):
         pages = [_state_page(layout.head_dim, *page) for page in states]
@@ -166,8 +167,11 @@ _SMALL = {
 
 
 def _tensors() -> dict[str, Tensor]:
-    """Four tokens of one request, all channels alike, none rotated: windows of kv 1 and 3, and of
-    1, 3, -6 and -8; keys 1, -1, 1 and -1; queries 4 and -4; queries of the indexer 3."""
+    """Four tokens of one request with equal channels and no rotation.
+
+    Windows of kv 1 and 3, and of 1, 3, -6 and -8; keys 1, -1, 1 and -1; queries 4 and -4; indexer
+    queries 3.
+    """
     signs = torch.tensor([1.0, -1.0])
     tensors = {
         "q": 4 * signs[None, :, None].repeat(4, 1, 512).bfloat16(),
@@ -218,7 +222,10 @@ def _cases() -> list[Case]:
     without = [_page(MainLayout(2))] * 2
     saved: tuple[tuple[float, ...], ...] = ((-8.0, 1.0), (-6.0,))
     whole, kept = (*queries, window, *_left(saved, -1, 1)), (*queries, window, *_left(saved))
-    hostile, late = i64([2**40, -(2**63), 2**63 - 1, 4]), i64([2**31 - 1, 2**63 - 1, -1, -(2**63)])
+    adversarial, late = (
+        i64([2**40, -(2**63), 2**63 - 1, 4]),
+        i64([2**31 - 1, 2**63 - 1, -1, -(2**63)]),
+    )
     slots = ("swa_slot_mapping", "state_slot_mapping", "slot_mapping")
     last = {name: tensors[name][3:] for name in _OF_TOKENS}
     last |= {"swa_slot_mapping": i64([2]), "state_slot_mapping": i64([3])}
@@ -233,9 +240,9 @@ def _cases() -> list[Case]:
         _worked("no request", kept, req_indices=i32([-1, 1, 0, 2])),
         _worked("no table", kept, state_block_table=tensors["state_block_table"][:0]),
         _worked(
-            "hostile slots",
+            "adversarial slots",
             (*queries, without, *_left([[], []])),
-            **dict.fromkeys(slots, hostile),
+            **dict.fromkeys(slots, adversarial),
         ),
         _worked(
             "padding has no row, and a late token a state",
@@ -272,7 +279,7 @@ def _cases() -> list[Case]:
 
 
 def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    """A drawn step of the compressor, and around it queries, window and indexer."""
+    """A sampled step of the compressor, and around it queries, window and indexer."""
     from dsv4_ops.testing.strategies.caches import generator
 
     of_step = {name: settings[name] for name in ("compress_ratio", "eps", "state_block_size")}
@@ -280,12 +287,12 @@ def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     step = compressor.save_and_compress.make(draw, of_step, min_size)
     tensors: dict[str, Any] = dict(zip(_COMPRESSOR, step.tensors, strict=True))
     num_tokens = tensors["positions"].shape[0]
-    tensors |= _drawn_window(draw, settings, num_tokens, min_size)
-    tensors |= _drawn_indexer(draw, settings, tensors, generator(draw), min_size)
-    return Case("drawn", tuple(tensors[name] for name in NAMES), settings)
+    tensors |= _sampled_window(draw, settings, num_tokens, min_size)
+    tensors |= _sampled_indexer(draw, settings, tensors, generator(draw), min_size)
+    return Case("sampled", tuple(tensors[name] for name in NAMES), settings)
 
 
-def _drawn_window(
+def _sampled_window(
     draw: Any, settings: dict[str, Any], num_tokens: int, min_size: int
 ) -> dict[str, Tensor]:
     """Queries and keys, and the window cache with the slots of the first tokens."""
@@ -306,15 +313,17 @@ def _drawn_window(
     }
 
 
-def _drawn_indexer(
+def _sampled_indexer(
     draw: Any,
     settings: dict[str, Any],
     tensors: dict[str, Any],
     seed: torch.Generator,
     min_size: int,
 ) -> dict[str, Tensor]:
-    """The indexer's queries and compressor; its cache and states may have fewer pages, so that
-    slots and tables point past them alone."""
+    """The indexer's queries and compressor.
+
+    Its cache and states may have fewer blocks, so that only its slots and tables are out of range.
+    """
     from hypothesis import strategies as st
 
     from dsv4_ops.testing.strategies.caches import keys, random_bytes

@@ -40,7 +40,7 @@ def _split_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     )
     lens = draw(st.lists(kinds, min_size=min_size, max_size=14))
     return Case(
-        "drawn", (i32([rows for rows, _ in lens]), i32([query for _, query in lens])), settings
+        "sampled", (i32([rows for rows, _ in lens]), i32([query for _, query in lens])), settings
     )
 
 
@@ -72,12 +72,12 @@ _TOKENS = (
 
 def _bounds_cases() -> list[Case]:
     start, stop = [0, 0, 0, 2, 2, 2, 2, 2], [1, 2, 2, 4, 4, 4, 5, 5]
-    hostile = (i64([12, -1, 3, 2**31 - 1]), i32([0, 0, 5, 0]), i32([9, -4]))
+    adversarial = (i64([12, -1, 3, 2**31 - 1]), i32([0, 0, 5, 0]), i32([9, -4]))
     return [
         Case("worked example", _TOKENS, {"compress_ratio": 4}, ([0, 2, 5], start, stop)),
         Case(
             "never past the request",
-            hostile,
+            adversarial,
             {"compress_ratio": 4},
             ([0, 2, 2], [0] * 4, [2, 0, 0, 0]),
         ),
@@ -88,7 +88,7 @@ def _bounds_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     from dsv4_ops.testing.strategies.batches import batches
 
     batch = draw(batches(min_size=min_size))
-    return Case("drawn", (batch.positions, batch.req_indices, batch.seq_lens), settings)
+    return Case("sampled", (batch.positions, batch.req_indices, batch.seq_lens), settings)
 
 
 prefill_row_bounds = OpTesting(
@@ -131,7 +131,7 @@ def _chunk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     bounds = draw(st.lists(st.integers(0, 13), min_size=4, max_size=4))
     chunk = i32([min(bounds[:2]), max(bounds[:2]), min(bounds[2:]), max(bounds[2:])])
     tensors = (batch.positions, batch.req_indices, batch.seq_lens, batch.query_start_loc, chunk)
-    return Case("drawn", tensors, settings)
+    return Case("sampled", tensors, settings)
 
 
 prefill_chunk_row_bounds = OpTesting(

@@ -62,7 +62,7 @@ def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     if num_tokens:
         for token in draw(st.lists(st.integers(0, num_tokens - 1), max_size=3)):
             positions[token] = draw(st.sampled_from((-1, -128, -(2**63), 2**40, 2**63 - 1)))
-    return Case("drawn", (kv_score, ape, states, chosen, positions), settings)
+    return Case("sampled", (kv_score, ape, states, chosen, positions), settings)
 
 
 save_compressor_states = OpTesting(
@@ -113,7 +113,7 @@ def _list(tensor: Tensor | None) -> list[int]:
 
 
 def _state_rows(case: Case, token: int) -> tuple[Tensor, Tensor]:
-    """kv and biased score of the rows of a finished window that exist, [rows, head_dim]."""
+    """kv and biased score of the existing rows of a complete window, [rows, head_dim]."""
     kv_score, ape, states, table, positions, req_indices, norm_weight = case.tensors[:7]
     assert kv_score is not None
     assert ape is not None
@@ -146,7 +146,7 @@ def _state_rows(case: Case, token: int) -> tuple[Tensor, Tensor]:
 
 
 def _exact_row(case: Case, token: int) -> tuple[Tensor, Tensor]:
-    """A compressed key in float64, and the size of what is rounded on the way to it."""
+    """A compressed key in float64, and the scale of its rounding errors."""
     norm_weight, cos_sin_cache, positions = case.tensors[6], case.tensors[7], case.tensors[4]
     assert norm_weight is not None
     assert cos_sin_cache is not None
@@ -195,8 +195,10 @@ def precise(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None, ...
 
 
 def readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The values of written rows, of a quantised cache codes over scales and RoPE apart; then the
-    cache without the bytes that depend on floats."""
+    """The values of written rows, then the cache without the bytes that depend on floats.
+
+    Rows of a quantised cache are unscaled codes and RoPE values, separately.
+    """
     (cache,) = outcome
     rest = cache.clone(memory_format=torch.contiguous_format)
     slots = [slot for _, slot in written_slots(case)]
@@ -235,8 +237,10 @@ def _quantized(settings: dict[str, Any]) -> QuantizedLayout | None:
 
 
 def worked(name: str, expected: Any = None, **changed: Any) -> Case:
-    """Four tokens of one request, windows of two: kv (1, 3) and (3, 5), then (0, 0) and (6, -8),
-    all with the same score; no rotation."""
+    """Four tokens of one request with equal scores and no rotation.
+
+    Windows of two: kv (1, 3) and (3, 5), then (0, 0) and (6, -8).
+    """
     tensors = {
         "kv_score": torch.tensor([[1.0, 3, 0, 0], [3, 5, 0, 0], [0, 0, 0, 0], [6, -8, 0, 0]]),
         "ape": torch.zeros(2, 2),
@@ -262,7 +266,7 @@ def _compressor_cases() -> list[Case]:
     one |= {"cos_sin_cache": torch.zeros(0, 0), "k_cache": torch.full((1, 2, 1), 7.0)}
     one |= {"kv_score": torch.tensor([[1.0, 0], [3, 0], [0, 0], [-6, 0]])}
     one |= {"states": StateLayout(2, 2).allocate(2)}
-    turned = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])  # window 1 by a quarter
+    rotated = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])  # window 1 by a quarter
     level = torch.tensor([[1.0, 1, 0, 0], [1, 1, 0, 0], [3, 4, 0, 0], [3, 2, 0, 0]])
     return [
         worked("one channel", ([[[0.5], [-0.5]]],), **one),
@@ -273,7 +277,7 @@ def _compressor_cases() -> list[Case]:
             ([[[1.0, 1.0], [-1.0, 1.0]]],),
             kv_score=level,
             norm_weight=torch.ones(2),
-            cos_sin_cache=turned,
+            cos_sin_cache=rotated,
         ),
         worked("two channels"),
         worked(
@@ -298,11 +302,13 @@ def _compressor_cases() -> list[Case]:
 
 
 def _tokens(draw: Any, ratio: int, min_size: int) -> tuple[int, Tensor, Tensor]:
-    """Requests, and positions and requests of tokens: most requests end at or next to the end of a
-    window, some are empty, some tokens are padding or hostile."""
+    """Requests, most of which end at or next to a window's end, and their tokens.
+
+    Some requests are empty, some tokens are padding or adversarial.
+    """
     from hypothesis import strategies as st
 
-    from dsv4_ops.testing.strategies.batches import HOSTILE_POSITIONS, HOSTILE_REQUESTS
+    from dsv4_ops.testing.strategies.batches import ADVERSARIAL_POSITIONS, ADVERSARIAL_REQUESTS
 
     positions: list[int] = []
     requests: list[int] = []
@@ -321,9 +327,9 @@ def _tokens(draw: Any, ratio: int, min_size: int) -> tuple[int, Tensor, Tensor]:
     if positions:
         tokens = st.lists(st.integers(0, len(positions) - 1), max_size=2)
         for token in draw(tokens):
-            positions[token] = draw(st.sampled_from((*HOSTILE_POSITIONS, 2 * ratio - 1)))
+            positions[token] = draw(st.sampled_from((*ADVERSARIAL_POSITIONS, 2 * ratio - 1)))
         for token in draw(tokens):
-            requests[token] = draw(st.sampled_from((*HOSTILE_REQUESTS, len(counts), 0)))
+            requests[token] = draw(st.sampled_from((*ADVERSARIAL_REQUESTS, len(counts), 0)))
     shape = (len(positions),)
     return len(counts), i64(positions).reshape(shape), i32(requests).reshape(shape)
 
@@ -345,8 +351,8 @@ def _compressor_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case
     num_positions = max(draw(st.sampled_from((700, 40, 0))), min_size)
     kv_score = torch.randn(num_tokens, 2 * width, generator=seed)
     kv_score[:, width:] *= draw(st.sampled_from((1.0, 10.0)))
-    drawn_table = draw(tables(num_reqs=num_reqs, min_size=min_size))
-    states, table = _states(settings, drawn_table, num_pages, 2 * width, seed)
+    sampled_table = draw(tables(num_reqs=num_reqs, min_size=min_size))
+    states, table = _states(settings, sampled_table, num_pages, 2 * width, seed)
     angle = torch.rand(num_positions, 32 if layout else 4, generator=seed) * 6.3
     if layout is None:
         k_cache = torch.randn(num_blocks, settings["block_size"], dim, generator=seed)
@@ -366,14 +372,13 @@ def _compressor_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case
         k_cache,
         draw(slots(num_tokens=num_tokens, num_slots=num_blocks * settings["block_size"])),
     )
-    return Case("drawn", tensors, settings)
+    return Case("sampled", tensors, settings)
 
 
 def _states(
     settings: dict[str, Any], table: Tensor, num_pages: int, width: int, seed: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """States whose unused pages and padding are NaN, and a table with pages of them and hostile
-    entries."""
+    """States with NaN in unused blocks and padding, and a table with adversarial entries."""
     usual = (table >= 0) & (table < 5000)
     table = torch.where(usual, table % max(num_pages, 1), table)
     return filled_states(settings["state_block_size"], table, num_pages, width, seed), table
@@ -382,7 +387,7 @@ def _states(
 def filled_states(
     block_size: int, table: Tensor, num_pages: int, width: int, seed: torch.Generator
 ) -> Tensor:
-    """Pages of states; padding, and pages that ``table`` does not name, are NaN."""
+    """State blocks; padding and blocks that ``table`` does not name are NaN."""
     layout = StateLayout(block_size, width)
     states = torch.full(layout.shape(num_pages), float("nan"))
     shape = (num_pages, layout.block_size, width)
@@ -426,7 +431,7 @@ compress_and_insert_functional = compress_and_insert
 
 
 _STATES, _SLOTS = 2, 4
-"""Places of the states and of their slots."""
+"""Argument indices of the states and of their slots."""
 
 
 def _windows_of(case: Case) -> Case:
@@ -448,7 +453,7 @@ def readable_step(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def read_slots(case: Case) -> set[int]:
-    """Slots of the states that the windows of a call of ``compress_and_insert`` read."""
+    """Slots of the states that a ``compress_and_insert`` call reads."""
     states, table, positions, req_indices = case.tensors[2:6]
     assert states is not None
     assert table is not None
@@ -470,21 +475,23 @@ def read_slots(case: Case) -> set[int]:
 
 
 def determined(case: Case) -> bool:
-    """Whether no state is saved where a window reads another."""
+    """Whether no state is saved where a window reads another one."""
     slots = case.tensors[_SLOTS]
     assert slots is not None
     return not read_slots(_windows_of(case)) & {int(slot) for slot in slots}
 
 
 def _compressor_step_page(*rows: Sequence[float]) -> list[float]:
-    """A page of rows of two values, and its padding."""
+    """A block of rows of two values, and its padding."""
     values = [value for row in rows for value in row]
     return values + [0.0] * (StateLayout(2, 2).page_bytes // 4 - len(values))
 
 
 def _worked(name: str, slots: Sequence[int], expected: Any = None, **changed: Any) -> Case:
-    """Four tokens of one request, of one channel each: windows of two, kv 1 and 3, then 0 and -6.
-    All scores are 0, and biased by 0.5."""
+    """Four tokens of one request with one channel each.
+
+    Windows of two: kv 1 and 3, then 0 and -6. All scores are 0, with a bias of 0.5.
+    """
     one = {
         "kv_score": torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 0.0], [-6.0, 0.0]]),
         "ape": torch.full((2, 1), 0.5),
@@ -540,7 +547,7 @@ def _compressor_step_cases() -> list[Case]:
 
 
 def _compressor_step_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    """A drawn call of the windows; slots of states that its windows read are left out."""
+    """A sampled step that does not save states where its windows read."""
     from hypothesis import strategies as st
 
     from dsv4_ops.testing.strategies.caches import slots
@@ -559,7 +566,7 @@ def _compressor_step_call(draw: Any, settings: dict[str, Any], min_size: int) ->
     chosen = torch.where(there, i64([*free, -1])[torch.where(there, places, -1)], places)
     outside = (places >= len(free)) & (places < num_slots)
     tensors = (*windows.tensors[:_SLOTS], torch.where(outside, -1, chosen))
-    return Case("drawn", (*tensors, *windows.tensors[_SLOTS:]), settings)
+    return Case("sampled", (*tensors, *windows.tensors[_SLOTS:]), settings)
 
 
 def _distance(slot: int, read: set[int]) -> int:

@@ -36,7 +36,7 @@ def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     size = max(draw(st.sampled_from((3, 0, 1, 2, 33))), min_size)
     lens = i32([draw(st.sampled_from(_LENS)) for _ in range(size)])
     rank = None if not min_size and draw(st.booleans()) else i32([draw(st.sampled_from(_RANKS))])
-    return Case("drawn", (lens, rank), settings)
+    return Case("sampled", (lens, rank), settings)
 
 
 cp_seq_lens = OpTesting(

@@ -17,7 +17,7 @@ _PAGES_OF_1 = {"block_size": 1, "layout": _TAG}
 
 
 def worked_page() -> list[int]:
-    """A page of one row: 3, -0.3, 0.01 and zeros, scale 2^-7."""
+    """A block of one row: 3, -0.3, 0.01 and zeros, scale 2^-7."""
     return [0x7C, 0xE2, 0x3A] + [0] * 125 + [0, 0, 0x00, 0x3C] + [0] * 444
 
 
@@ -45,7 +45,7 @@ def _insert_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     cache = random_bytes(generator(draw), num_blocks, page_bytes)
     num_slots = num_blocks * settings["block_size"]
     return Case(
-        "drawn", (k, cache, draw(slots(num_tokens=num_tokens, num_slots=num_slots))), settings
+        "sampled", (k, cache, draw(slots(num_tokens=num_tokens, num_slots=num_slots))), settings
     )
 
 
@@ -86,7 +86,7 @@ def _gather_cases() -> list[Case]:
 
 
 def _many_requests(name: str, cache: Tensor, lens: list[int]) -> Case:
-    """Pages of one row: those of odd requests exist."""
+    """Blocks of one row; those of odd requests exist."""
     starts = [sum(lens[:place]) for place in range(len(lens) + 1)]
     table = [[place % 2 or -1] for place in range(len(lens))]
     found = [place % 2 for place, length in enumerate(lens) if length] + [0, 0]
@@ -111,7 +111,7 @@ def _gather_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     start = torch.tensor([draw(st.sampled_from((0, 0, 2)))])
     cu_seq_lens = torch.cat([start, lens.clamp(0, 90)]).cumsum(0).to(torch.int32)
     num_rows = max(draw(st.sampled_from((0, 1, 7, 40, 150))), min_size)
-    return Case("drawn", (cache, cu_seq_lens, table), {**settings, "num_rows": num_rows})
+    return Case("sampled", (cache, cu_seq_lens, table), {**settings, "num_rows": num_rows})
 
 
 gather_indexer_k = OpTesting(
@@ -160,7 +160,7 @@ def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
 
     size = max(draw(st.sampled_from((3, 0, 1, 2, 7, 33, 150))), min_size)
     lens = [draw(st.sampled_from(_LENS)) for _ in range(size)]
-    return Case("drawn", (i32(lens),), settings)
+    return Case("sampled", (i32(lens),), settings)
 
 
 paged_mqa_logits_metadata = OpTesting(
@@ -185,7 +185,7 @@ def _quantize_cases() -> list[Case]:
     q[:, :, 126], q[:, :, 127] = 1.0, 2.0
     quarter = torch.tensor([[0.0, 1.0]])  # by which the last pair turns
     weights = torch.tensor([[1.0], [-2.0]])
-    # 2^-7 is the scale of 3: 384, 128, 256, and turned -256 and 128
+    # 2^-7 is the scale of 3: 384, 128, 256, and rotated -256 and 128
     rows = [[[384.0] * 126 + pair] for pair in ([-256.0, 128.0], [128.0, 256.0])]
     scale = {"softmax_scale": 0.5}
     nothing = torch.zeros(1, 2, 128, dtype=torch.bfloat16)
@@ -224,7 +224,7 @@ def _quantize_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     if min_size or draw(st.booleans()):
         weights = weights.to(torch.bfloat16)
     places = positions(draw, num_tokens=num_tokens, num_positions=table.shape[0])
-    return Case("drawn", (q.view(num_tokens, num_heads, 128), weights, places, table), settings)
+    return Case("sampled", (q.view(num_tokens, num_heads, 128), weights, places, table), settings)
 
 
 indexer_quantize_q = OpTesting(
@@ -235,8 +235,10 @@ indexer_quantize_q = OpTesting(
 
 
 def tiny_query(num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Two heads of ones and of minus ones, and their weights 0.5 and 2: a key of ones scores 64, a
-    key of minus ones 256."""
+    """Two heads, of ones and of minus ones, with weights 0.5 and 2.
+
+    A key of ones scores 64, a key of minus ones 256.
+    """
     q = torch.ones(num_tokens, 2, 128)
     q[:, 1] = -1
     return q.to(torch.float8_e4m3fn), torch.tensor([[0.5, 2.0]]).repeat(num_tokens, 1)
@@ -253,15 +255,17 @@ def tiny_cache() -> Tensor:
 
 
 def beyond_int32() -> tuple[Tensor, ...]:
-    """Tensors of ``indexer_select`` over pages of 64 rows: the last one whose slots int32 holds,
-    the one behind it, and the first."""
+    """``indexer_select`` over blocks of 64 rows at the limit of int32 slots.
+
+    The last block whose slots fit int32, the next one, and the first.
+    """
     cache, last = IndexerLayout(64).allocate(1).expand(2**26, -1), 2**31 // 64 - 1
     table = i32([[last, last + 1, 0]])
     return (*tiny_query(2), cache, i64([191, 79]), i32([0, 0]), table)
 
 
 def with_layouts(cases: list[Case]) -> list[Case]:
-    """Cases over the tiny cache, then the same over plain caches of the same keys."""
+    """Cases over the tiny cache, then over plain caches of the same keys."""
     found = [Case(c.name, c.tensors, {**c.settings, "layout": TAG}, c.expected) for c in cases]
     for dtype in (torch.float32, torch.bfloat16):
         keys = torch.tensor([[1.0, -2.0], [torch.nan, 4.0]], dtype=dtype)
@@ -315,9 +319,9 @@ def _logits_cases() -> list[Case]:
 def _logits_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     from hypothesis import strategies as st
 
-    from dsv4_ops.testing.strategies.indexer_batches import pages_of
+    from dsv4_ops.testing.strategies.indexer_batches import paged_calls
 
-    paged = draw(pages_of(settings=settings, min_size=min_size))
+    paged = draw(paged_calls(settings=settings, min_size=min_size))
     num_tokens = paged.positions.shape[0]
     lens = (paged.positions.clamp(-2, 2**20) + 1).to(torch.int32)
     if num_tokens:
@@ -325,7 +329,7 @@ def _logits_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
             lens[token] = draw(st.sampled_from((0, -1, -(2**31), 2**31 - 1)))
     num_rows = max(draw(st.sampled_from((0, 1, 5, 40, 130))), min_size)
     tensors = (paged.q, paged.weights, paged.cache, lens, paged.req_indices, paged.table)
-    return Case("drawn", tensors, {**settings, "num_rows": num_rows})
+    return Case("sampled", tensors, {**settings, "num_rows": num_rows})
 
 
 def _precise_logits(
@@ -384,7 +388,7 @@ def _ragged_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     bounds = torch.randint(-2, num_k + 3, (2, num_tokens), generator=seed, dtype=torch.int32)
     start, stop = bounds.sort(0).values if draw(st.booleans()) else bounds
     keys = codes(seed, (num_k, 128), exact)
-    return Case("drawn", (q, weights, keys, scales, start.clone(), stop.clone()), settings)
+    return Case("sampled", (q, weights, keys, scales, start.clone(), stop.clone()), settings)
 
 
 def _precise_ragged(
@@ -448,7 +452,7 @@ def _topk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
             logits.view(-1)[place] = draw(st.sampled_from(_SPECIAL))
     near = st.sampled_from((0, 1, settings["topk"], settings["topk"] + 1, num_rows, -1, 2**31 - 1))
     lens = i32([draw(near) for _ in range(num_tokens)]).reshape(num_tokens)
-    return Case("drawn", (logits, lens), settings)
+    return Case("sampled", (logits, lens), settings)
 
 
 indexer_topk = OpTesting(
@@ -522,9 +526,9 @@ def _select_cases() -> list[Case]:
 
 
 def _select_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from dsv4_ops.testing.strategies.indexer_batches import pages_of
+    from dsv4_ops.testing.strategies.indexer_batches import paged_calls
 
-    return Case("drawn", tuple(draw(pages_of(settings=settings, min_size=min_size))), settings)
+    return Case("sampled", tuple(draw(paged_calls(settings=settings, min_size=min_size))), settings)
 
 
 def _scores(
@@ -556,8 +560,7 @@ def _ranked(scores: Tensor) -> Tensor:
 def _rows_of(
     slots: Tensor, candidate: Tensor, req_indices: Tensor, block_table: Tensor, block_size: int
 ) -> Tensor:
-    """Rows that have these slots, each behind the one before it; of a slot that none of them has,
-    the number of rows."""
+    """Rows of these slots, each after the previous one; num_rows for a slot without a row."""
     num_rows, rows = candidate.shape[1], []
     row = torch.arange(num_rows, device=slots.device)
     pages = block_table[req_indices.clamp(0, len(block_table) - 1)][:, row // block_size].long()
@@ -574,8 +577,10 @@ def _rows_of(
 
 
 def _readable_selection(case: Case, outcome: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The indices where scores are exact; else the chosen scores in descending order, and that the
-    result is a selection: rounding may choose another of two close scores."""
+    """The indices if scores are exact, else the selected scores in descending order.
+
+    Also whether the result is a valid selection: rounding may swap two close scores.
+    """
     tensors = [tensor for tensor in case.tensors if tensor is not None]
     found, indices = _scores(*tensors, **case.settings), outcome[0].long()
     if found.is_exact:

@@ -39,7 +39,7 @@ def _window_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     from dsv4_ops.testing.strategies.batches import batches
 
     batch = draw(batches(min_size=min_size))
-    return Case("drawn", (batch.positions, batch.req_indices, batch.block_table), settings)
+    return Case("sampled", (batch.positions, batch.req_indices, batch.block_table), settings)
 
 
 swa_indices_and_lens = OpTesting(
@@ -63,7 +63,7 @@ def _gather_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     from dsv4_ops.testing.strategies.batches import batches
 
     batch = draw(batches(min_size=min_size))
-    return Case("drawn", (batch.query_start_loc, batch.seq_lens), settings)
+    return Case("sampled", (batch.query_start_loc, batch.seq_lens), settings)
 
 
 prefill_gather_lens = OpTesting(
@@ -111,7 +111,7 @@ def _topk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     if selected.numel():
         for entry in draw(st.lists(st.integers(0, selected.numel() - 1), max_size=4)):
             selected.view(-1)[entry] = draw(st.sampled_from((-1, -(2**31), 2**31 - 1, 63, 64)))
-    return Case("drawn", (selected, batch.req_indices, batch.block_table), settings)
+    return Case("sampled", (selected, batch.req_indices, batch.block_table), settings)
 
 
 global_topk_indices_and_lens = OpTesting(
@@ -143,7 +143,7 @@ def _dense_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     from dsv4_ops.testing.strategies.batches import batches
 
     batch = draw(batches(min_size=min_size))
-    return Case("drawn", (batch.positions, batch.req_indices, batch.block_table), settings)
+    return Case("sampled", (batch.positions, batch.req_indices, batch.block_table), settings)
 
 
 dense_compressed_indices = OpTesting(
@@ -232,7 +232,7 @@ def _combine_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     if gather_lens.shape[0] and draw(st.booleans()):
         gather_lens[0] = draw(st.sampled_from((-1, -(2**31), 2**31 - 1)))
     tensors = (selected, batch.positions, batch.req_indices, batch.seq_lens, gather_lens)
-    return Case("drawn", tensors, settings)
+    return Case("sampled", tensors, settings)
 
 
 combine_topk_swa_indices = OpTesting(
@@ -323,7 +323,7 @@ def _mixed_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
         optional[:2] = [*optional[:keep], *[None] * (2 - keep)]
         optional[2] = table if draw(st.booleans()) else None
     tensors = (swa, *optional[:2], topk, batch.positions, batch.req_indices, batch.block_table)
-    return Case("drawn", (*tensors, optional[2]), settings)
+    return Case("sampled", (*tensors, optional[2]), settings)
 
 
 mixed_sparse_indices = OpTesting(

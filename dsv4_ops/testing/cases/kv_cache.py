@@ -26,7 +26,7 @@ def worked_row() -> Tensor:
 
 
 def worked_bytes() -> list[int]:
-    """The page of one row that ``worked_row`` becomes, padding of 0 included."""
+    """The block of one row that ``worked_row`` is quantised to, with zero padding."""
     page = [0] * 1152
     page[:3] = [0x7C, 0xE2, 0x3A]
     page[64], page[128] = 0x7E, 0xF6  # 448 / 1; -450 / 2 = -225, rounded to 224
@@ -64,7 +64,7 @@ def _insert_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     cache = random_bytes(generator(draw), num_blocks, page_bytes)
     num_slots = num_blocks * settings["block_size"]
     return Case(
-        "drawn", (k, cache, draw(slots(num_tokens=num_tokens, num_slots=num_slots))), settings
+        "sampled", (k, cache, draw(slots(num_tokens=num_tokens, num_slots=num_slots))), settings
     )
 
 
@@ -82,7 +82,7 @@ def _worked_cache() -> Tensor:
 
 
 def _worked_values() -> list[float]:
-    """``worked_row`` read back, its NaN left out."""
+    """``worked_row`` dequantised, without its NaN."""
     row = [0.0] * 512
     row[:3] = [3.0, -0.3125, 0.009765625]
     row[64], row[128], row[192], row[257] = 448.0, -448.0, float("inf"), 2.0
@@ -168,7 +168,7 @@ def _gather_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     num_reqs = tensors[1].shape[0]
     num_rows = settings["offset"] + max(draw(st.sampled_from((2, 0, 1, 7, 20))), min_size)
     out = random_keys(generator(draw), num_reqs * num_rows, 512).view(num_reqs, num_rows, 512)
-    return Case("drawn", (out, *tensors), settings)
+    return Case("sampled", (out, *tensors), settings)
 
 
 def _gather_all_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
@@ -176,7 +176,7 @@ def _gather_all_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case
 
     tensors = _gather_tensors(draw, settings, min_size)
     num_rows = settings["offset"] + max(draw(st.sampled_from((2, 0, 1, 7, 20))), min_size)
-    return Case("drawn", tensors, {**settings, "num_rows": num_rows})
+    return Case("sampled", tensors, {**settings, "num_rows": num_rows})
 
 
 dequantize_and_gather_k_cache = OpTesting(
@@ -231,7 +231,7 @@ def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     if not min_size and draw(st.booleans()):
         k, cache = k.float(), cache.float()
     order = draw(slots(num_tokens=num_tokens, num_slots=num_blocks * block_size))
-    return Case("drawn", (k, cache, order), settings)
+    return Case("sampled", (k, cache, order), settings)
 
 
 insert_k_cache = OpTesting(cases=_cases, settings=({},), make=_call)

@@ -12,7 +12,7 @@ from dsv4_ops.testing.case import Case, OpTesting, i32
 _BACK: dict[str, Any] = {}
 _FP8 = torch.float8_e4m3fn
 _SPARE = 3
-"""Sizes of rows, one per trailing dimension, that differ from the others."""
+"""Sizes of the trailing dimensions; all differ."""
 
 
 def _pack_cases() -> list[Case]:
@@ -75,7 +75,7 @@ def _filled(draw: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 _ROWS = {0.0: (torch.bfloat16, 2), 0.5: (torch.float32, 1), 7.0: (torch.uint8, 0)}
-"""Dtype and number of trailing dimensions of the rows, by the pad that they are drawn with."""
+"""Dtype and number of trailing dimensions of the rows, by the pad that they are sampled with."""
 
 
 def _pack_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
@@ -83,7 +83,7 @@ def _pack_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
 
     from dsv4_ops.testing.strategies.batches import batches
 
-    batch = draw(batches(min_size=min_size, hostile=False))
+    batch = draw(batches(min_size=min_size, adversarial=False))
     dtype, rank = _ROWS.get(settings["pad"], (torch.float32, 1))
     if not min_size:
         rank = draw(st.integers(0, 3))
@@ -92,7 +92,7 @@ def _pack_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
             dtype = draw(st.sampled_from(choices))
     trailing = tuple(_SPARE + axis for axis in range(rank))
     x = _filled(draw, (batch.num_tokens, *trailing), dtype)
-    return Case("drawn", (x, batch.query_start_loc), settings)
+    return Case("sampled", (x, batch.query_start_loc), settings)
 
 
 def _unpack_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
@@ -100,7 +100,7 @@ def _unpack_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
 
     from dsv4_ops.testing.strategies.batches import batches
 
-    batch = draw(batches(min_size=min_size, hostile=False))
+    batch = draw(batches(min_size=min_size, adversarial=False))
     dtype, rank = torch.bfloat16, 2
     if not min_size:
         rank = draw(st.integers(0, 3))
@@ -110,7 +110,7 @@ def _unpack_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     num_reqs = batch.seq_lens.shape[0]
     packed = _filled(draw, (num_reqs, next_n, *trailing), dtype)
     settings = {**settings, "num_tokens": batch.num_tokens}
-    return Case("drawn", (packed, batch.query_start_loc), settings)
+    return Case("sampled", (packed, batch.query_start_loc), settings)
 
 
 pack_seq = OpTesting(

@@ -14,8 +14,8 @@ from dsv4_ops.testing.float64.rope import (
     exact,
     exact_rotation,
     positions,
+    rotated_row,
     tables,
-    turned_row,
     worked_row,
     worked_table,
 )
@@ -23,7 +23,7 @@ from dsv4_ops.testing.float64.rope import (
 FP8_UNIT = 2.0**-4
 
 QUARTERS = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-"""No turn at position 0, a quarter of one at position 1."""
+"""Identity at position 0, a quarter turn at position 1."""
 
 
 def bf16(values: Any) -> Tensor:
@@ -35,19 +35,24 @@ def _rope_cases() -> list[Case]:
     rows = torch.tensor([[5.0, 1.0, 2.0], [5.0, 1.0, 2.0]])
     there, back = {"inverse": False}, {"inverse": True}
     heads, table = bf16([[worked_row()] * 3] * 2), worked_table()
-    turned, back_again = ([[turned_row(inverse=flag)] * 3] for flag in (False, True))
+    rotated, back_again = ([[rotated_row(inverse=flag)] * 3] for flag in (False, True))
     kept = [[worked_row()] * 3]
-    hostile = i64([-1, 2, 2**40, 2**63 - 1])
+    absent = i64([-1, 2, 2**40, 2**63 - 1])
     infinite = torch.tensor([[1.0, float("inf"), -0.0]] * 4)
     return [
         Case("a quarter turn", (rows, i64([0, 1]), QUARTERS), there, ([[5, 1, 2], [5, -2, 1]],)),
         Case("back", (rows, i64([1, 0]), QUARTERS), back, ([[5, 2, -1], [5, 1, 2]],)),
-        Case("heads", (heads, i64([0, 1]), table), there, (kept + turned,)),
+        Case("heads", (heads, i64([0, 1]), table), there, (kept + rotated,)),
         Case("heads back", (heads, i64([1, 0]), table), back, (back_again + kept,)),
-        Case("no such position", (rows.repeat(2, 1), hostile, QUARTERS), there, ([[5, 1, 2]] * 4,)),
+        Case(
+            "no such position",
+            (rows.repeat(2, 1), absent, QUARTERS),
+            there,
+            ([[5, 1, 2]] * 4,),
+        ),
         Case(
             "infinite, no position",
-            (infinite, hostile, QUARTERS),
+            (infinite, absent, QUARTERS),
             there,
             (infinite.tolist(),),
         ),
@@ -82,7 +87,7 @@ def _rope_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
         x = x[:, 0]
     table = tables(draw, rope_dim=rope_dim, min_size=min_size)
     where = positions(draw, num_tokens=num_tokens, num_positions=table.shape[0])
-    return Case("drawn", (x, where, table), settings)
+    return Case("sampled", (x, where, table), settings)
 
 
 def _rope_precise(
@@ -102,14 +107,14 @@ apply_rope = OpTesting(
 
 
 def _group_cases() -> list[Case]:
-    row, back = worked_row(), turned_row(inverse=True)
+    row, back = worked_row(), rotated_row(inverse=True)
     plain, table = [0.5] * 512, worked_table()
     o, where = bf16([[row, plain, plain, row]] * 2), i64([1, 0])
-    half = [*[0.5] * 448, 0.5, -0.5, 0.5, -1.5, *[0.5] * 60]  # (1/2, 1/2), twice, turned back
-    turned, kept = [back + half, half + back], [row + plain, plain + row]
-    one = [[turned[0] + turned[1]], [kept[0] + kept[1]]]
+    half = [*[0.5] * 448, 0.5, -0.5, 0.5, -1.5, *[0.5] * 60]  # (1/2, 1/2), twice, inverse RoPE
+    rotated, kept = [back + half, half + back], [row + plain, plain + row]
+    one = [[rotated[0] + rotated[1]], [kept[0] + kept[1]]]
     return [
-        Case("two groups", (o, where, table), {"num_groups": 2}, ([turned, kept],)),
+        Case("two groups", (o, where, table), {"num_groups": 2}, ([rotated, kept],)),
         Case("one group", (o, where, table), {"num_groups": 1}, (one,)),
         Case("no token", (o[:0], i64([]), table), {"num_groups": 2}, ([],)),
         Case("no head", (o[:, :0], where, table), {"num_groups": 2}, ([[[], []]] * 2,)),
@@ -132,7 +137,7 @@ def _grouped(
     o = _values(draw, num_tokens, heads * settings["num_groups"], dim, dim)
     table = tables(draw, rope_dim=rope_dim, min_size=min_size)
     where = positions(draw, num_tokens=num_tokens, num_positions=table.shape[0])
-    return Case("drawn", (o, where, table), settings)
+    return Case("sampled", (o, where, table), settings)
 
 
 def _group_precise(
@@ -153,8 +158,10 @@ inverse_rope_group = OpTesting(
 
 
 def _quantize_case(scale_layout: str, scales: Any) -> Case:
-    """Two heads of one group at position 0, not rotated: 3 and -0.3 in the first block, 900 in the
-    sixth, one value below the floor in the last."""
+    """Two heads of one group at position 0, which is not rotated.
+
+    3 and -0.3 in the first block, 900 in the sixth, a value below the smallest scale in the last.
+    """
     o = torch.zeros(1, 2, 512, dtype=torch.bfloat16)
     o[0, 0, 0], o[0, 0, 1], o[0, 1, 128], o[0, 1, 511] = 3.0, -0.3, 900.0, 2.0**-43
     row = [0.0] * 1024
@@ -206,7 +213,7 @@ def _quantize_precise(
 
 
 def _quantize_readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Values over their scales, float64, and the padding of the scales."""
+    """Unscaled values, float64, and the padding of the scales."""
     values, scales = outcome
     num_tokens, padding = values.shape[1], scales.new_empty(0)
     layout = case.settings["scale_layout"]
@@ -281,7 +288,7 @@ def _cases() -> list[Case]:
         Case(
             "no slot", (q, kv, cache, slots[:0], where, table), _FP8, (_normed(), [[0] * 1152] * 2)
         ),
-        Case("hostile", (q, kv, cache, far, far, table), _FP8, (ones, [[0] * 1152] * 2)),
+        Case("adversarial", (q, kv, cache, far, far, table), _FP8, (ones, [[0] * 1152] * 2)),
         Case("no head", (q[:, :0], kv, cache, slots, where, table), _FP8, ([[], []], pages)),
         Case("no page", (q, kv, cache[:0], slots, where, table), _FP8, (_normed(), [])),
         Case(
@@ -315,7 +322,7 @@ def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     table = tables(draw, rope_dim=64, min_size=min_size)
     where = positions(draw, num_tokens=num_tokens, num_positions=table.shape[0])
     tensors = (q.view(num_tokens, num_heads, 512), kv, cache, slot_mapping, where, table)
-    return Case("drawn", tensors, settings)
+    return Case("sampled", tensors, settings)
 
 
 def _precise(

@@ -34,9 +34,9 @@ def _sinkhorn_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     count = num_tokens * width
     special = st.sampled_from((0.0, -0.0, 30.0, -30.0, -math.inf, math.inf, math.nan))
     values = st.one_of(st.floats(-12, 12, width=32), st.floats(-2, 2, width=32), special)
-    drawn = draw(st.lists(values, min_size=count, max_size=count))
-    logits = torch.tensor(drawn, dtype=torch.float32).view(num_tokens, width)
-    return Case("drawn", (logits,), settings)
+    values_of_row = draw(st.lists(values, min_size=count, max_size=count))
+    logits = torch.tensor(values_of_row, dtype=torch.float32).view(num_tokens, width)
+    return Case("sampled", (logits,), settings)
 
 
 def _sinkhorn_precise(

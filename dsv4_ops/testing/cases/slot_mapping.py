@@ -45,7 +45,7 @@ def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
 
     batch = draw(batches(min_size=min_size))
     tensors = (batch.positions, batch.req_indices, batch.block_table, batch.slot_mapping)
-    return Case("drawn", tensors, settings)
+    return Case("sampled", tensors, settings)
 
 
 compressed_slot_mapping = OpTesting(

@@ -12,7 +12,7 @@ from dsv4_ops.reference import sparse_mla as reference
 from dsv4_ops.reference.kv_cache import quantize_and_insert_k_cache
 from dsv4_ops.testing.case import Case, OpTesting, i32, i64
 from dsv4_ops.testing.float64.rope import positions, tables, worked_table
-from dsv4_ops.testing.float64.sparse_mla import exact_attention, exact_over_both, turned_exact
+from dsv4_ops.testing.float64.sparse_mla import exact_attention, exact_inverse_rope, exact_over_both
 
 _LENS = (0, 1, 63, 64, 65, 128, 640, 8192, 2**31 - 1, -1, -(2**31))
 
@@ -22,14 +22,14 @@ def _cases() -> list[Case]:
     absent = [-1] * 4
     return [
         Case(
-            # 11 tiles on 4 programs, one of which is left: pieces of up to 5 or more
+            # 11 tiles on 4 programs: one is left for an extra split, of 5 tiles or more
             "one long token",
             (i32([64, 0, 640]), None),
             {"num_heads": 64, "num_programs": 4},
             ([[2, 0, 2, 0], [2, 1, 2, 0], [0, 0, 1, 0], [1, 0, 1, 0], *[absent] * 3],),
         ),
         Case(
-            # 1 + 1, 10 + 0, 9 + 1 tiles on 6 programs: pieces of up to 5 leave one
+            # 1 + 1, 10 + 0, 9 + 1 tiles on 6 programs: splits of up to 5 leave one
             "two long tokens",
             (i32([1, 640, 576]), i32([64, -5, 1])),
             {"num_heads": 8, "num_programs": 6},
@@ -71,8 +71,8 @@ def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
         for _ in range(2)
     ]
     if not min_size and draw(st.booleans()):
-        return Case("drawn", (lens[0], None), settings)
-    return Case("drawn", tuple(lens), settings)
+        return Case("sampled", (lens[0], None), settings)
+    return Case("sampled", tuple(lens), settings)
 
 
 sparse_mla_plan = OpTesting(
@@ -127,7 +127,7 @@ def _mla_metadata_cases() -> list[Case]:
             ),
         ),
         Case(
-            # 10 places each: 5 + 10 are behind all of the first and before the 6th of the second
+            # 10 entries each: 5 + 10 are after all of the first and before the 6th of the second
             "less than an overhead is left",
             (i32([320, 320]), None),
             {"swa_width": 320, "extra_width": 0, "num_sm_parts": 2},
@@ -162,7 +162,7 @@ def _mla_metadata_call(draw: Any, settings: dict[str, Any], min_size: int) -> Ca
         )
         for _ in range(2)
     ]
-    return Case("drawn", (lens[0], lens[1] if settings["extra_width"] else None), settings)
+    return Case("sampled", (lens[0], lens[1] if settings["extra_width"] else None), settings)
 
 
 flash_mla_metadata = OpTesting(
@@ -181,7 +181,7 @@ TAG = MainLayout.tag
 SCALE = 512**-0.5
 HEADS = 8
 BARE = (None, None, None)
-"""No plan, and no rotation to undo."""
+"""No plan and no inverse RoPE."""
 
 
 def _settings(
@@ -214,9 +214,9 @@ def _decode_cases() -> list[Case]:
     q, twos, fours = torch.zeros(1, 2, 512, dtype=torch.bfloat16), one_key_page(2), one_key_page(4)
     half, sixes = [[1.0] * 512, [0.0] * 512], [[[2.0] * 512, [0.0] * 512]]
     back = [1.0, -1.0, 1.0, -3.0]  # two pairs (1, 1), by a quarter turn and by (cos, sin) = (-1, 2)
-    turned = [[1.0] * 448 + back + [1.0] * 60, [0.0] * 512]
+    rotated = [[1.0] * 448 + back + [1.0] * 60, [0.0] * 512]
     plan = i32([[0, 0, 2, 0], [1, 0, 1, 2], [0, 1, 2, 0]])
-    hostile = i64([1, -1, 2, 2**63 - 1])
+    adversarial = i64([1, -1, 2, 2**63 - 1])
     sink = torch.tensor([0.0, torch.inf])
     swa, none = _lists([[0, 7]], [1]), _lists([[-1, 0]], [1])
     settings, empty = _settings(1, 1), tuple(tensor[:0] for tensor in swa)
@@ -230,10 +230,10 @@ def _decode_cases() -> list[Case]:
             ([half], [[0.0, 0.0]]),
         ),
         Case(
-            "turned back, positions that do not exist",
-            (q.repeat(4, 1, 1), *one, None, None, None, sink, None, hostile, worked_table()),
+            "inverse RoPE, positions that do not exist",
+            (q.repeat(4, 1, 1), *one, None, None, None, sink, None, adversarial, worked_table()),
             settings,
-            ([turned, half, half, half], [[0.0, 0.0]] * 4),
+            ([rotated, half, half, half], [[0.0, 0.0]] * 4),
         ),
         Case(
             "one key, of the compressed cache",
@@ -254,7 +254,7 @@ def _decode_cases() -> list[Case]:
             settings,
         ),
         Case(
-            "turned back, with a plan",
+            "inverse RoPE, with a plan",
             (q, twos, *swa, fours, *swa, sink, plan, i64([1]), worked_table()),
             settings,
         ),
@@ -268,7 +268,7 @@ def _paged_cases() -> list[Case]:
     settings = _settings(1, 1)
     row, nothing = ([[[2.0] * 512]], [[0.0]]), ([[[0.0] * 512]], [[-torch.inf]])
     back = [2.0, -2.0, 2.0, -6.0]  # two pairs (2, 2)
-    turned = ([[[2.0] * 448 + back + [2.0] * 60]], [[0.0]])
+    rotated = ([[[2.0] * 448 + back + [2.0] * 60]], [[0.0]])
     return [
         Case(
             name,
@@ -278,7 +278,7 @@ def _paged_cases() -> list[Case]:
         )
         for name, lens, request, rotation, expected in (
             ("page that does not exist, then one that does", 2, 0, BARE, row),
-            ("turned back", 2, 0, (None, i64([1]), worked_table()), turned),
+            ("inverse RoPE", 2, 0, (None, i64([1]), worked_table()), rotated),
             ("no such position", 2, 0, (None, i64([2]), worked_table()), row),
             ("no row", 0, 0, BARE, nothing),
             ("no request", 3, -1, BARE, nothing),
@@ -302,7 +302,7 @@ def _gathered_cases() -> list[Case]:
 
 
 def _filled(seed: torch.Generator, block_size: int, num_blocks: int) -> tuple[Tensor, list[int]]:
-    """A FP8 cache of random bytes with keys in two of three slots, and these slots."""
+    """An FP8 cache of random bytes with keys in two of three slots, and these slots."""
     from dsv4_ops.testing.strategies.caches import random_bytes
 
     layout = MainLayout(block_size)
@@ -347,7 +347,7 @@ def _cache(
 
 
 def _listed(draw: Any, seed: torch.Generator, num_tokens: int, slots: list[int], least: int) -> Any:
-    """Index lists of some width with hostile entries, and their lens."""
+    """Index lists with adversarial entries, and their lengths."""
     from hypothesis import strategies as st
 
     width = max(draw(st.sampled_from((3, 1, 64, 65, 130))), least)
@@ -379,7 +379,7 @@ def sink_of(seed: torch.Generator) -> Tensor:
 
 
 def _plan(draw: Any, settings: dict[str, Any], num_tokens: int, least: int) -> Tensor | None:
-    """A plan of lens that are not those of the call, or none."""
+    """A plan for other lengths than the call's, or none."""
     from hypothesis import strategies as st
 
     free = settings["num_splits"] == 0 and not settings["batch_invariant"]
@@ -392,7 +392,7 @@ def _plan(draw: Any, settings: dict[str, Any], num_tokens: int, least: int) -> T
 
 
 def _rotation(draw: Any, q: Tensor, least: int) -> tuple[Tensor | None, Tensor | None]:
-    """Hostile positions and a table to rotate the output back by, or neither."""
+    """Adversarial positions and a table for inverse RoPE, or neither."""
     from hypothesis import strategies as st
 
     if not (least or draw(st.booleans())):
@@ -422,13 +422,13 @@ def _decode_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     sink = sink_of(seed) if min_size or draw(st.booleans()) else None
     plan = _plan(draw, settings, q.shape[0], min_size)
     rotation = _rotation(draw, q, min_size)
-    return Case("drawn", (q, *tensors, sink, plan, *rotation), settings)
+    return Case("sampled", (q, *tensors, sink, plan, *rotation), settings)
 
 
 def _paged_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     from hypothesis import strategies as st
 
-    from dsv4_ops.testing.strategies.batches import HOSTILE_PAGES
+    from dsv4_ops.testing.strategies.batches import ADVERSARIAL_BLOCKS
     from dsv4_ops.testing.strategies.caches import generator
 
     seed = generator(draw)
@@ -442,13 +442,13 @@ def _paged_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     table = torch.randint(0, num_blocks, (num_reqs, max_blocks), generator=seed).to(torch.int32)
     if table.numel():
         for place in draw(st.lists(st.integers(0, table.numel() - 1), max_size=3)):
-            table.view(-1)[place] = draw(st.sampled_from((*HOSTILE_PAGES, num_blocks)))
+            table.view(-1)[place] = draw(st.sampled_from((*ADVERSARIAL_BLOCKS, num_blocks)))
     requests = [draw(st.sampled_from((0, 1, -1, num_reqs, 2**31 - 1))) for _ in range(num_tokens)]
     lens = [draw(st.sampled_from((0, 1, 2, 5, 70, 2**31 - 1, -1))) for _ in range(num_tokens)]
     walked = (i32(lens).reshape(num_tokens), i32(requests).reshape(num_tokens), table)
     rest = (sink_of(seed), _plan(draw, settings, num_tokens, min_size))
     rotation = _rotation(draw, q, min_size)
-    return Case("drawn", (q, swa, *listed, extra, *walked, *rest, *rotation), settings)
+    return Case("sampled", (q, swa, *listed, extra, *walked, *rest, *rotation), settings)
 
 
 def _gathered_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
@@ -466,7 +466,7 @@ def _gathered_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     slots = list(range(0, num_rows, 2))
     lists = _listed(draw, seed, num_tokens, slots, min_size)
     sink = sink_of(seed) if min_size or draw(st.booleans()) else None
-    return Case("drawn", (q, kv, *lists, sink), settings)
+    return Case("sampled", (q, kv, *lists, sink), settings)
 
 
 def _precise_decode(
@@ -492,7 +492,7 @@ def _precise_decode(
     size = settings["swa_block_size"]
     swa = reference.indexed_keys(swa_cache, swa_indices, swa_lens, block_size=size, layout=layout)
     out, lse = exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
-    return turned_exact(out, positions, cos_sin_cache), lse
+    return exact_inverse_rope(out, positions, cos_sin_cache), lse
 
 
 def _precise_paged(
@@ -517,7 +517,7 @@ def _precise_paged(
         extra_cache, extra_lens, req_indices, table, block_size=size, layout=layout
     )
     out, lse = exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
-    return turned_exact(out, positions, cos_sin_cache), lse
+    return exact_inverse_rope(out, positions, cos_sin_cache), lse
 
 
 def _precise_gathered(
@@ -620,12 +620,12 @@ def _mla_prefill_cases() -> list[Case]:
 def _table(draw: Any, seed: Any, rows: int, columns: int, num_blocks: int) -> Tensor:
     from hypothesis import strategies as st
 
-    from dsv4_ops.testing.strategies.batches import HOSTILE_PAGES
+    from dsv4_ops.testing.strategies.batches import ADVERSARIAL_BLOCKS
 
     table = torch.randint(0, num_blocks, (rows, columns), generator=seed).to(torch.int32)
     if table.numel():
         for place in draw(st.lists(st.integers(0, table.numel() - 1), max_size=3)):
-            table.view(-1)[place] = draw(st.sampled_from((*HOSTILE_PAGES, num_blocks)))
+            table.view(-1)[place] = draw(st.sampled_from((*ADVERSARIAL_BLOCKS, num_blocks)))
     return table
 
 
@@ -669,7 +669,7 @@ def _mla_prefill_call(draw: Any, settings: dict[str, Any], min_size: int) -> Cas
     sink = sink_of(seed) if min_size or draw(st.booleans()) else None
     assert q.shape[1] == HEADS
     window = (q, swa_cache, *token, swa_table)
-    return Case("drawn", (*window, extra_cache, extra_table, chosen, sink), settings)
+    return Case("sampled", (*window, extra_cache, extra_table, chosen, sink), settings)
 
 
 def _precise(

@@ -1,1 +1,1 @@
-"""The contract that every op is under, and how its results are compared."""
+"""The contract that every op must meet."""

@@ -1,5 +1,4 @@
-"""What an op lacks to be complete: every layer there, with the same parameters, documented and
-testable."""
+"""Audit an op: every layer present, with the same parameters, documented and testable."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def audit(spec: OpSpec) -> list[str]:
-    """Everything that is wrong with the spec of an op; empty if it is complete."""
+    """List the problems of an op's spec; empty if it is complete."""
     problems = [
         f"no lowering kind for {device}" for device in DEVICES if device not in spec.lowering
     ]
@@ -40,6 +39,9 @@ def audit(spec: OpSpec) -> list[str]:
             problems.append(
                 f"the lowering is {found['lowering'].kind}, the spec says {spec.lowering}"
             )
+    fake = list(inspect.signature(functions.pop("meta")).parameters)
+    if not set(fake) <= set(schema):
+        problems.append(f"parameters of meta are {fake}, not among {schema}")
     for layer, function in functions.items():
         if list(inspect.signature(function).parameters) != schema:
             problems.append(

@@ -1,7 +1,7 @@
-"""The contract every op is under, driven from the registry: a new op gets all of it for free.
+"""Checks that every op of the registry must pass.
 
-Each ``check_*`` raises AssertionError with the name of the op and what differs. ``assert_contract``
-runs all that this machine can: on a GPU also CUDA graphs.
+Each ``check_*`` raises AssertionError with the name of the op and the difference.
+``assert_contract`` runs all checks, on a GPU also CUDA graph capture.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def assert_contract(
     Args:
         op: Name in the registry.
         device: Where the compiled code runs; "cuda" adds CUDA graph capture.
-        examples: Drawn batches that the compiled op must agree with the reference on.
+        examples: Sampled batches that the compiled op must agree with the reference on.
         package: Also build and run an AOTInductor package (some ten seconds).
 
     Raises:
@@ -92,9 +92,10 @@ def check_cases(spec: OpSpec, device: str = "cpu") -> None:
 
 
 def check_opcheck(spec: OpSpec, device: str = "cpu", *, traces: int | None = None) -> None:
-    """Schema, fake and AOT dispatch agree with the op, as ``torch.library.opcheck`` sees it.
-    ``traces`` bounds how many calls AOT dispatch, which takes nearly all of the time, is asked
-    of."""
+    """``torch.library.opcheck`` passes: schema, fake and AOT dispatch agree with the op.
+
+    ``traces`` bounds the calls checked under AOT dispatch, which takes nearly all of the time.
+    """
     traced: set[tuple[Any, ...]] = set()
     for case in op_testing(spec).cases():
         moved = case.on(device).copy()
@@ -108,15 +109,14 @@ def check_opcheck(spec: OpSpec, device: str = "cpu", *, traces: int | None = Non
 
 
 def _opchecks(tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
-    """The parts of opcheck, AOT dispatch apart, that torch can run: its schema check compares the
-    inputs with allclose, which float8 has not."""
+    """The parts of opcheck besides AOT dispatch; test_schema needs allclose, which float8 lacks."""
     every = ("test_schema", "test_autograd_registration", "test_faketensor")
     float8 = any(tensor is not None and tensor.dtype == torch.float8_e4m3fn for tensor in tensors)
     return every[1:] if float8 else every
 
 
 def _traced_as(case: Case) -> tuple[Any, ...]:
-    """What a trace of ``case`` for any sizes depends on: sizes of 0 and 1 are numbers in it."""
+    """What a dynamic trace of ``case`` depends on; it specialises sizes 0 and 1."""
     inputs = (
         None
         if tensor is None
@@ -132,8 +132,7 @@ def _traced_as(case: Case) -> tuple[Any, ...]:
 
 
 def check_fake(spec: OpSpec, device: str = "cpu") -> None:
-    """Fake results have the metadata of real ones: dense, strided, empty and size-1 inputs, plain
-    and symbolic sizes."""
+    """Fake results have the metadata of real ones, for dense and strided inputs of any size."""
     for case in op_testing(spec).cases():
         moved = case.on(device)
         for variant in (moved.copy(), moved.copy(strided_copy)):
@@ -147,8 +146,7 @@ def check_fake(spec: OpSpec, device: str = "cpu") -> None:
 
 
 class CompiledOp:
-    """One op as one compiled callable: a single graph, nothing opaque, no recompile over sizes and
-    contents, arguments written in place."""
+    """An op compiled once: a single graph, no opaque calls, no recompiles, in-place writes."""
 
     def __init__(
         self, spec: OpSpec, device: str = "cpu", *, layout: Callable[[Tensor], Tensor] | None = None
@@ -162,7 +160,7 @@ class CompiledOp:
         first = self._inputs(primer(op_testing(spec), self.settings))
         self.configured = self._configured(first)
         case = as_case(spec, self.settings, first)
-        # sizes that happen to be equal in the first call must not be taken for one
+        # sizes that are equal by chance in the first call must not share a symbol
         with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined] # methods of config modules are made at import
             result, self.code = compile_and_get_code(self.compiled, *first)
         opaque = [] if spec.opaque_because else opaque_calls(self.code)
@@ -170,9 +168,8 @@ class CompiledOp:
         _assert_outcome(spec.name, spec, case, _outcome(spec, result, first))
 
     def _configured(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """What one compiled function is for: the dtypes, the pages of caches, and the widths of
-        floats, which kernels are made for."""
-        caches = [tensors[place] for place in self.spec.places("k_cache")]
+        """What a compiled function is specialised on: dtypes, block shapes and float widths."""
+        caches = [tensors[index] for index in self.spec.places("k_cache")]
         floats = [tensor for tensor in tensors if tensor.is_floating_point()]
         sizes = [tensor.shape[1:] for tensor in (*caches, *floats)]
         return [*(tensor.dtype for tensor in tensors), *sizes]
@@ -181,7 +178,7 @@ class CompiledOp:
         return tuple(self.layout(tensor) for tensor in sized_tensors(case.on(self.device)))
 
     def check(self, case: Case) -> None:
-        """The compiled op gives what the reference gives, and does not recompile for it."""
+        """The compiled op agrees with the reference and does not recompile."""
         inputs = self._inputs(case)
         before = [tensor.clone() for tensor in inputs]
         addresses = [tensor.data_ptr() for tensor in inputs]
@@ -190,13 +187,12 @@ class CompiledOp:
         called = as_case(self.spec, self.settings, before)
         _assert_outcome(f"{self.spec.name}, compiled", self.spec, called, actual)
         assert addresses == [tensor.data_ptr() for tensor in inputs], "an argument has moved"
-        for place, (tensor, copy) in enumerate(zip(inputs, before, strict=True)):
-            if place not in self.spec.mutated:
+        for index, (tensor, copy) in enumerate(zip(inputs, before, strict=True)):
+            if index not in self.spec.mutated:
                 assert equal(tensor, copy), f"{self.spec.name}: an input was modified"
 
     def check_cases(self) -> None:
-        """Every named case of the compiled configuration whose sizes torch.compile does not
-        specialise on."""
+        """Check named cases of this configuration whose sizes torch.compile keeps dynamic."""
         for case in op_testing(self.spec).cases():
             same = all(self.settings[key] == case.settings.get(key) for key in self.settings)
             smallest = [0 if tensor is None else min(tensor.shape) for tensor in case.tensors]
@@ -205,7 +201,7 @@ class CompiledOp:
                 self.check(case)
 
     def fuzz(self, examples: int, *, derandomize: bool = True) -> None:
-        """``examples`` drawn batches."""
+        """``examples`` sampled batches."""
         from hypothesis import HealthCheck, Verbosity, given, settings
 
         @settings(
@@ -224,13 +220,13 @@ class CompiledOp:
 
 
 def check_fusion(spec: OpSpec, device: str = "cpu") -> None:
-    """Compiled between a producer of its inputs and a consumer of its results, the op is right.
+    """The op is right when compiled with a producer of its inputs and a consumer of its results.
 
-    IR that reads a computed value in the wrong place fails only then.
+    IR that reads a computed value at the wrong index fails only then.
     """
     call, inputs = bound_call(spec, device)
-    # bools: under dynamic=True Dynamo takes captured ints for symbols, which no tuple contains
-    writes = tuple(place in spec.mutated for place in range(len(inputs)))
+    # bools: under dynamic=True Dynamo turns captured ints into symbols, which break `in`
+    writes = tuple(index in spec.mutated for index in range(len(inputs)))
 
     def produced(tensor: Tensor, written: bool) -> Tensor:
         if written or tensor.dtype == torch.float8_e4m3fn:
@@ -261,7 +257,7 @@ def check_fusion(spec: OpSpec, device: str = "cpu") -> None:
             assert_same(f"{spec.name}, fused", left, consumed(right))
         restored.append(consumed(left) if right.is_floating_point() else right)
     agreed(restored, expected)
-    in_place = [inputs[place] for place in spec.mutated]
+    in_place = [inputs[index] for index in spec.mutated]
     agreed([*restored[: len(restored) - len(in_place)], *in_place], expected)
 
 
@@ -272,7 +268,7 @@ def bound_call(
     skip: int = 0,
     keep: Callable[[Case], bool] | None = None,
 ) -> tuple[Callable[..., Any], Results]:
-    """The public function as a function of tensors only, and tensors to call it with."""
+    """The public function with its settings bound, and tensors to call it with."""
     testing = op_testing(spec)
     settings = dict(testing.settings[0])
     case = primer(testing, settings, skip=skip, keep=keep).on(device)
@@ -280,8 +276,7 @@ def bound_call(
 
 
 def check_package(spec: OpSpec, device: str = "cpu") -> None:
-    """Exported with dynamic sizes and packaged, the op gives what the reference gives, at other
-    sizes too, and writes to the caller's tensors."""
+    """A package with dynamic sizes agrees with the reference and writes to its arguments."""
     call, inputs = bound_call(spec, device)
     program = export_dynamic(call, inputs)
     named = [node.target for node in program.graph.nodes if node.target is spec.op]
@@ -296,8 +291,7 @@ def check_package(spec: OpSpec, device: str = "cpu") -> None:
 
 
 def check_cuda_graph(spec: OpSpec) -> None:
-    """Captured by torch.compile's CUDA graphs, the op is right after its inputs change in place,
-    without a host sync."""
+    """A CUDA graph replay is right after its inputs change in place, without a host sync."""
     call, inputs = bound_call(spec, "cuda", keep=partial(stays_determined, spec))
     for tensor in inputs:
         torch._dynamo.mark_static_address(tensor)
@@ -326,19 +320,21 @@ def check_cuda_graph(spec: OpSpec) -> None:
 def export_dynamic(
     call: Callable[..., Any], inputs: Sequence[Tensor]
 ) -> torch.export.ExportedProgram:
-    """Export ``call`` with every dimension of every input dynamic that the program does not fix."""
+    """Export ``call`` with every dimension dynamic that the program does not specialise."""
 
     class Call(torch.nn.Module):
         def forward(self, *tensors: Tensor) -> Results:
-            return results(call(*tensors))  # a NamedTuple has no name in a package
+            return results(call(*tensors))  # packages cannot return a NamedTuple
 
     dims = tuple(dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO) for tensor in inputs)
     return torch.export.export(Call(), tuple(inputs), dynamic_shapes=(dims,))
 
 
 def strided_copy(tensor: Tensor) -> Tensor:
-    """The same values in a view with gaps: a column slice of something wider, as schedulers pass
-    their tables; of bytes and floats, rows that still start at multiples of 16 bytes."""
+    """The same values as a column slice of a wider tensor, as schedulers pass their tables.
+
+    Rows of bytes and floats stay aligned to 16 bytes.
+    """
     before = 1 if not tensor.is_floating_point() else 16 // tensor.itemsize
     if tensor.dtype == torch.uint8:
         before = 16
@@ -355,7 +351,7 @@ def _assert_outcome(what: str, spec: OpSpec, case: Case, actual: Results) -> Non
 
 def _outcome(spec: OpSpec, result: Any, arguments: Sequence[Tensor]) -> Results:
     """Results of a call, and the arguments that it wrote to."""
-    return results(result, *(arguments[place] for place in spec.mutated))
+    return results(result, *(arguments[index] for index in spec.mutated))
 
 
 def _metadata(tensor: Tensor) -> tuple[Any, ...]:

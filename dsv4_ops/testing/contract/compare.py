@@ -1,4 +1,4 @@
-"""What makes two results of an op the same: every bit, or a budget measured against float64."""
+"""Compare results of an op: bit for bit, or within an error budget against float64."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from torch import Tensor
 from dsv4_ops.testing.case import Case, Exact, OpTesting, results
 
 SLACK = 1.5
-"""How many times the error of the reference an execution may have."""
+"""Allowed error of an implementation, in errors of the reference."""
 
 ROUNDINGS = 2 * SLACK
-"""How far the reference may be from float64: it may round twice, as attention rounds its weights
-and its output."""
+"""Allowed error of the reference, which may round twice: attention rounds P and its output."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -35,8 +34,10 @@ def assert_agrees(
     actual: Sequence[Tensor],
     expected: Sequence[Tensor],
 ) -> None:
-    """``actual`` is what ``expected``, the outcome of the reference for ``case``, allows: equal, or
-    where ``op_testing.precise`` says so within the budget of floats."""
+    """``actual`` equals the reference's ``expected``, or is within budget of float64.
+
+    ``op_testing.precise`` says which results have a budget.
+    """
     if op_testing.precise is None:
         assert_same(what, actual, expected)
         return
@@ -55,7 +56,7 @@ def assert_agrees(
 
 
 def assert_precise(what: str, op_testing: OpTesting, case: Case, outcome: Sequence[Tensor]) -> None:
-    """``outcome`` itself, of the reference, is within ROUNDINGS of float64."""
+    """The reference's own ``outcome`` is within ROUNDINGS of float64."""
     read = op_testing.readable or (lambda case, outcome: outcome)
     pairs = zip(read(case, outcome), exact_results(op_testing, case), strict=True)
     for index, (result, exact) in enumerate(pairs):
@@ -71,7 +72,7 @@ def exact_results(op_testing: OpTesting, case: Case) -> tuple[Exact | None, ...]
 
 
 def equal(left: Tensor, right: Tensor) -> bool:
-    """Equal bit for bit, but for the payload of NaN."""
+    """Whether tensors are bit-identical, except for NaN payloads."""
     if not left.is_floating_point():
         return torch.equal(left, right)
     if left.itemsize == 1:  # NaN of e4m3 has no payload
@@ -103,10 +104,8 @@ def _assert_within(
     value = exact.value.to(actual.device)
     rounded = value.to(actual.dtype)
     number = rounded.isfinite()
-    strange = equal(torch.where(number, 0.0, actual), torch.where(number, 0.0, rounded))
-    assert strange, (
-        f"{what}: result {index} has other NaN or infinities:\n{actual}\nexpected\n{value}"
-    )
+    same = equal(torch.where(number, 0.0, actual), torch.where(number, 0.0, rounded))
+    assert same, f"{what}: result {index} has other NaN or infinities:\n{actual}\nexpected\n{value}"
     if actual.numel() == 0:
         return
     unit = torch.finfo(actual.dtype).eps / 2 if exact.unit is None else exact.unit
@@ -115,17 +114,17 @@ def _assert_within(
         for tensor in (actual, reference)
     )
     worst = allowed.amax(-1, keepdim=True) if allowed.dim() else allowed
-    floor = torch.finfo(actual.dtype).smallest_normal * torch.finfo(actual.dtype).eps
+    subnormal = torch.finfo(actual.dtype).smallest_normal * torch.finfo(actual.dtype).eps
     magnitude = exact.magnitude.to(actual.device).abs().nan_to_num(0.0, 0.0, 0.0)
-    budget = slack * torch.maximum(worst, unit * magnitude) + floor
+    budget = slack * torch.maximum(worst, unit * magnitude) + subnormal
     excess = torch.where(number, error / budget, 0.0)
     assert bool((excess <= 1).all()), (
         f"{what}: result {index} is {float(excess.max()):.3g} budgets from float64 at "
-        f"{_place(excess)}: {float(actual.flatten()[excess.argmax()])}, reference "
+        f"{_index_of(excess)}: {float(actual.flatten()[excess.argmax()])}, reference "
         f"{float(reference.flatten()[excess.argmax()])}, float64 "
         f"{float(value.flatten()[excess.argmax()])}"
     )
 
 
-def _place(values: Tensor) -> list[int]:
+def _index_of(values: Tensor) -> list[int]:
     return [int(axis) for axis in torch.unravel_index(values.argmax(), values.shape)]

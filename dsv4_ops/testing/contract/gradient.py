@@ -1,4 +1,4 @@
-"""What autograd is told of an op: a derivative, or an error."""
+"""Check an op's autograd behaviour: a derivative, or an error."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Call = Callable[..., Results]
 
 
 def check_gradient(spec: OpSpec, device: str = "cpu") -> None:
-    """An op without a derivative computes what it does for inputs that require gradients, and
-    raises where one is asked for; it raises at once where a tensor that is written to would lose
-    it."""
+    """An op without a derivative runs on inputs that require gradients; backward raises.
+
+    It raises at once if it would write to a tensor that requires a gradient.
+    """
     cases = [case for case in op_testing(spec).cases() if any(map(_is_float, case.tensors))]
     assert bool(cases) == (spec.gradient != INTEGERS), (
         f"{spec.name}: gradient is {spec.gradient!r}, of {len(cases)} cases with floats"
@@ -28,37 +29,35 @@ def check_gradient(spec: OpSpec, device: str = "cpu") -> None:
     if not cases or spec.gradient != REFUSED:
         return
     case = min(cases, key=_size).on(device)
-    places = [place for place, tensor in enumerate(case.tensors) if _is_float(tensor)]
-    written = [place for place in places if place in spec.mutated]
-    read = [place for place in places if place not in written]
+    args = [arg for arg, tensor in enumerate(case.tensors) if _is_float(tensor)]
+    written = [arg for arg in args if arg in spec.mutated]
+    read = [arg for arg in args if arg not in written]
     if spec.op._schema.returns and read:
         given = _recorded(case, read)
-        outcome = results(
-            spec.op(*given, **case.settings), *(given[place] for place in spec.mutated)
-        )
-        assert not any(given[place].requires_grad for place in written), f"{spec.name}: history"
+        outcome = results(spec.op(*given, **case.settings), *(given[arg] for arg in spec.mutated))
+        assert not any(given[arg].requires_grad for arg in written), f"{spec.name}: history"
         detached = tuple(result.detach() for result in outcome)
         assert_agrees(
             f"{spec.name}, recorded", op_testing(spec), case, detached, reference(spec, case)
         )
         if not any(map(_is_float, outcome)):
-            return  # whole numbers, as of an argmax
-    for asked in ([read] if read else []) + [[place] for place in written]:
+            return  # integer results, as of an argmax
+    for asked in ([read] if read else []) + [[arg] for arg in written]:
         for form in (_backward, _vjp, _jvp):
             _assert_refused(spec, case, asked, form)
 
 
 def _assert_refused(
-    spec: OpSpec, case: Case, places: list[int], form: Callable[[Call, Results], Any]
+    spec: OpSpec, case: Case, args: list[int], form: Callable[[Call, Results], Any]
 ) -> None:
     def call(*values: Tensor) -> Results:
         tensors = list(case.copy().tensors)
-        for place, value in zip(places, values, strict=True):
-            tensors[place] = value
+        for arg, value in zip(args, values, strict=True):
+            tensors[arg] = value
         return tuple(filter(_is_float, results(spec.op(*tensors, **case.settings))))
 
-    values = tuple(each for place in places if (each := case.tensors[place]) is not None)
-    what = f"{spec.name}, inputs {places}, {form.__name__}"
+    values = tuple(each for arg in args if (each := case.tensors[arg]) is not None)
+    what = f"{spec.name}, inputs {args}, {form.__name__}"
     try:
         form(call, tuple(value.clone() for value in values))
         message = "no error"
@@ -82,15 +81,15 @@ def _jvp(call: Call, values: Results) -> Any:
 
 
 def _size(case: Case) -> tuple[bool, int]:
-    """To order cases by: those with something in every tensor, then the smallest."""
+    """Sort key: cases without empty tensors first, then by size."""
     sizes = [tensor.numel() for tensor in case.tensors if tensor is not None]
     return 0 in sizes, sum(sizes)
 
 
-def _recorded(case: Case, places: list[int]) -> list[Any]:
+def _recorded(case: Case, args: list[int]) -> list[Any]:
     tensors: list[Any] = list(case.copy().tensors)
-    for place in places:
-        tensors[place].requires_grad_()
+    for arg in args:
+        tensors[arg].requires_grad_()
     return tensors
 
 

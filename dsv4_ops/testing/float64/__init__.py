@@ -1,1 +1,1 @@
-"""What float ops compute, in float64, with the magnitudes that were rounded on the way."""
+"""float64 oracles of float ops, with the scales of their rounding errors."""

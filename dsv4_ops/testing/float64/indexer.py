@@ -13,17 +13,23 @@ from dsv4_ops.testing.case import Exact
 FP32_UNIT = 2.0**-24
 
 HOPPER_UNIT = 2.0**-12
-"""The FP8 matrix unit of Hopper aligns what it adds to the largest and keeps some 14 bits."""
+"""Hopper's FP8 tensor cores align the addends to the largest one and keep about 14 bits."""
 
 LARGEST_INTEGER = 4
-"""Products of integers up to this, and their sums over 128 values and 64 heads, are exact."""
+"""Sums over 128 values and 64 heads of products of integers up to this are exact in float32."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """float64 scores [num_tokens, num_keys], the sums of their absolute terms, which are those of
-    candidates, the relative error of a sum, and whether float32 has every intermediate sum
-    exactly."""
+    """float64 scores of all keys, [num_tokens, num_keys].
+
+    Attributes:
+        value: The scores; -inf where there is no candidate.
+        magnitude: Sums of the absolute terms.
+        candidate: Which keys the token may select.
+        unit: Relative error of a sum.
+        is_exact: Whether float32 represents every intermediate sum exactly.
+    """
 
     value: Tensor
     magnitude: Tensor
@@ -81,22 +87,24 @@ def paged_scores(
         if not 0 <= request < num_reqs:
             continue
         row = torch.arange(min(max(length, 0), num_rows, max_blocks * block_size), device=q.device)
-        page, place = block_table[request, row // block_size].long(), row % block_size
-        row = row[(page >= 0) & (page < k_cache.shape[0])]
-        page, place = block_table[request, row // block_size].long(), row % block_size
+        block, offset = block_table[request, row // block_size].long(), row % block_size
+        row = row[(block >= 0) & (block < k_cache.shape[0])]
+        block, offset = block_table[request, row // block_size].long(), row % block_size
         candidate[token, row] = True
         if layout == PlainLayout.tag:
-            keys[token, row] = k_cache[page, place].to(torch.float64)
+            keys[token, row] = k_cache[block, offset].to(torch.float64)
             continue
-        keys[token, row], scales[token, row] = _stored(k_cache, page, place, block_size)
+        keys[token, row], scales[token, row] = _stored(k_cache, block, offset, block_size)
     return Scores.of(q, weights, keys, scales, candidate)
 
 
-def _stored(k_cache: Tensor, page: Tensor, place: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """float64 keys [num_keys, 128] without their scales, and these, of FP8 pages."""
-    lane = torch.arange(IndexerLayout.data_bytes, device=page.device)
-    at = place[:, None] * IndexerLayout.data_bytes + lane
-    keys = k_cache[page[:, None], at].view(torch.float8_e4m3fn).to(torch.float64)
-    at = block_size * IndexerLayout.data_bytes + 4 * place[:, None] + lane[:4]
-    scales = k_cache[page[:, None], at].contiguous().view(torch.float32)
+def _stored(
+    k_cache: Tensor, block: Tensor, offset: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """Unscaled float64 keys [num_keys, 128] of FP8 blocks, and their scales."""
+    lane = torch.arange(IndexerLayout.data_bytes, device=block.device)
+    at = offset[:, None] * IndexerLayout.data_bytes + lane
+    keys = k_cache[block[:, None], at].view(torch.float8_e4m3fn).to(torch.float64)
+    at = block_size * IndexerLayout.data_bytes + 4 * offset[:, None] + lane[:4]
+    scales = k_cache[block[:, None], at].contiguous().view(torch.float32)
     return keys, scales.to(torch.float64)[:, 0]

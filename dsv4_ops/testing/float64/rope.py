@@ -1,4 +1,4 @@
-"""What the cases of rotated rows share: tables, positions, and the rotation in float64."""
+"""RoPE in float64, and the tables and positions that RoPE cases share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ FP32_UNIT = 2.0**-24
 
 
 def worked_table() -> Tensor:
-    """[2, 64]: position 0 turns nothing, position 1 the first pair by a quarter and the second by a
-    half, stretched: (0, 1) and (-1, 2)."""
+    """Table [2, 64] of two positions.
+
+    Position 0 is the identity; position 1 has (cos, sin) = (0, 1) and (-1, 2) in its first pairs.
+    """
     table = torch.zeros(2, 64)
     table[:, :32] = 1.0
     table[1, 0], table[1, 32], table[1, 1], table[1, 33] = 0.0, 1.0, -1.0, 2.0
@@ -22,14 +24,14 @@ def worked_table() -> Tensor:
 
 
 def worked_row() -> list[float]:
-    """512 values of which position 1 of ``worked_table`` turns the four that are not 0 or 5."""
+    """512 values; position 1 of ``worked_table`` changes the four that are not 0 or 5."""
     row = [5.0, *[0.0] * 511]
     row[448:452] = [1.0, 2.0, 3.0, 4.0]
     return row
 
 
-def turned_row(*, inverse: bool = False) -> list[float]:
-    """``worked_row`` at position 1: (1, 2) and (3, 4) turned, or turned back."""
+def rotated_row(*, inverse: bool = False) -> list[float]:
+    """``worked_row`` after RoPE, or inverse RoPE, at position 1."""
     row = worked_row()
     row[448:452] = [2.0, -1.0, 5.0, -10.0] if inverse else [-2.0, 1.0, -11.0, 2.0]
     return row
@@ -47,10 +49,10 @@ def tables(draw: Any, *, rope_dim: int, min_size: int) -> Tensor:
 
 
 def positions(draw: Any, *, num_tokens: int, num_positions: int) -> Tensor:
-    """A run of positions as a request has it, some of them padding, hostile or past the table."""
+    """Consecutive positions; some are padding, adversarial or past the table."""
     from hypothesis import strategies as st
 
-    from dsv4_ops.testing.strategies.batches import HOSTILE_POSITIONS
+    from dsv4_ops.testing.strategies.batches import ADVERSARIAL_POSITIONS
 
     start = draw(st.integers(0, max(num_positions - 1, 0)))
     values = [start + token for token in range(num_tokens)]
@@ -58,24 +60,26 @@ def positions(draw: Any, *, num_tokens: int, num_positions: int) -> Tensor:
         for token in draw(st.lists(st.integers(0, num_tokens - 1), max_size=4)):
             values[token] = draw(
                 st.sampled_from(
-                    (*HOSTILE_POSITIONS, 0, num_positions - 1, num_positions, 2**63 - 1)
+                    (*ADVERSARIAL_POSITIONS, 0, num_positions - 1, num_positions, 2**63 - 1)
                 )
             )
     return i64(values).reshape(num_tokens)
 
 
 def exact_rotation(
-    values: Tensor, places: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False
+    values: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotated float64 ``values`` [num_tokens, num_heads, dim] for positions ``places``, and the sum
-    of the absolute products that each is made of."""
+    """Rotate float64 ``values`` [num_tokens, num_heads, dim]; also return the error scale.
+
+    The error scale of a value is the sum of its absolute products.
+    """
     table, rope_dim = cos_sin_cache.to(torch.float64), cos_sin_cache.shape[1]
     rotated, products = values.clone(), values.abs()
-    for token, place in enumerate(places.tolist()):
-        if not 0 <= place < table.shape[0]:
+    for token, position in enumerate(positions.tolist()):
+        if not 0 <= position < table.shape[0]:
             continue
         rows = values[token, :, values.shape[2] - rope_dim :]
-        cos, sin = table[place, : rope_dim // 2], table[place, rope_dim // 2 :]
+        cos, sin = table[position, : rope_dim // 2], table[position, rope_dim // 2 :]
         sin = -sin if inverse else sin
         even, odd = rows[:, 0::2], rows[:, 1::2]
         first, second = (even * cos, -odd * sin), (odd * cos, even * sin)
@@ -89,6 +93,6 @@ def exact_rotation(
 
 
 def exact(value: Tensor, products: Tensor, dtype: torch.dtype, roundings: int = 2) -> Exact:
-    """One rounding to ``dtype``, after some ``roundings`` to float32 of ``products``."""
+    """Error scale of ``roundings`` of ``products`` to float32 and a final one to ``dtype``."""
     unit = torch.finfo(dtype).eps / 2
     return Exact(value, value.abs() + roundings * (FP32_UNIT / unit) * products)

@@ -1,4 +1,4 @@
-"""What sparse MLA gives in float64, from the formulas."""
+"""Sparse MLA in float64, from the formulas."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from dsv4_ops.testing.float64.rope import exact, exact_rotation
 def exact_attention(
     q: Tensor, keys: Tensor, exists: Tensor, attn_sink: Tensor | None, softmax_scale: float
 ) -> tuple[Exact, Exact, Exact]:
-    """Output, largest logit and log-sum-exp in float64, from the formulas.
+    """Output, row_max and log-sum-exp in float64.
 
-    A logit is rounded as a sum of products, when scaled, and when the largest is taken off: three
-    times its size, which the exponential makes relative errors of the weights. Those of a float32
-    output are followed by five more: exponential, product, sum, total, quotient; and the sums of
-    values and of weights round at every key, by chance up or down, which adds as the square root of
-    their number. In bf16 the rounding of weights and output hides all of them.
+    Error scale: a logit rounds as a dot product, when scaled, and when row_max is subtracted, which
+    become relative errors of P. A float32 output rounds five more times (exp, product, sum,
+    row_sum, quotient), and its sums over keys accumulate like a random walk, with the square root
+    of their number. In bf16 the rounding of P and of the output dominates.
     """
     query, value = q.to(torch.float64), keys.to(torch.float64)
     value = torch.where(exists[..., None], value, 0.0)
@@ -48,10 +47,10 @@ def exact_over_both(q: Tensor, swa: Any, extra: Any, sink: Any, scale: float) ->
     return out, lse
 
 
-def turned_exact(out: Exact, positions: Tensor | None, cos_sin_cache: Tensor | None) -> Exact:
+def exact_inverse_rope(out: Exact, positions: Tensor | None, cos_sin_cache: Tensor | None) -> Exact:
     """``out``, whose dtype is that of ``unit``, rotated back.
 
-    What was rounded of the two values of a pair is rotated with them, and rounded once more.
+    The error scale of a pair is rotated with it, and the result is rounded once more.
     """
     if positions is None or cos_sin_cache is None:
         return out

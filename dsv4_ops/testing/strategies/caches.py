@@ -1,5 +1,4 @@
-"""What the cases of the cache ops share: keys with special values, caches full of garbage, slots
-and tables that point past them."""
+"""Strategies of the cache ops: special key values, garbage caches, out-of-range slots."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from dsv4_ops.testing.case import i32
 
-HOSTILE_SLOTS = (-1, -2, -(2**63), 2**31, 2**40, 2**63 - 1)
+ADVERSARIAL_SLOTS = (-1, -2, -(2**63), 2**31, 2**40, 2**63 - 1)
 SPECIAL_BITS = (
     0x7F80, 0xFF80,  # infinities
     0x7FC0, 0xFF81,  # NaN, quiet and signalling
@@ -24,7 +23,7 @@ SPECIAL_BITS = (
 
 
 def generator(draw: Any) -> torch.Generator:
-    """Bulk contents from one drawn seed."""
+    """Generator of bulk contents, with a sampled seed."""
     return torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
 
 
@@ -36,8 +35,7 @@ def random_keys(seed: torch.Generator, num_rows: int, width: int) -> Tensor:
 
 @st.composite
 def keys(draw: Any, *, num_rows: int, width: int, special: int) -> Tensor:
-    """bf16 keys; some of the first ``special`` columns hold infinities, NaN, subnormals and
-    boundary values."""
+    """bf16 keys with special values in some of the first ``special`` columns."""
     values = random_keys(generator(draw), num_rows, width)
     if num_rows and special:
         bits = values.view(torch.int16)
@@ -58,16 +56,16 @@ def slots(draw: Any, *, num_tokens: int, num_slots: int) -> Tensor:
     order = torch.randperm(max(num_slots, num_tokens), generator=generator(draw))[:num_tokens]
     if num_tokens:
         for token in draw(st.lists(st.integers(0, num_tokens - 1), max_size=4)):
-            order[token] = draw(st.sampled_from((*HOSTILE_SLOTS, num_slots, num_slots + 7)))
+            order[token] = draw(st.sampled_from((*ADVERSARIAL_SLOTS, num_slots, num_slots + 7)))
     return order
 
 
 @st.composite
 def requests(draw: Any, *, num_blocks: int, min_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """seq_lens, gather_lens and block_table over a cache of ``num_blocks`` pages."""
-    from dsv4_ops.testing.strategies.batches import HOSTILE_PAGES, batches
+    from dsv4_ops.testing.strategies.batches import ADVERSARIAL_BLOCKS, batches
 
-    batch = draw(batches(min_size=min_size, hostile=False))
+    batch = draw(batches(min_size=min_size, adversarial=False))
     table = batch.block_table % max(num_blocks, 1)
     seq_lens = batch.seq_lens.clone()
     num_reqs = seq_lens.shape[0]
@@ -75,7 +73,7 @@ def requests(draw: Any, *, num_blocks: int, min_size: int) -> tuple[Tensor, Tens
     gather_lens = i32(gather).reshape(num_reqs)
     if table.numel():
         for entry in draw(st.lists(st.integers(0, table.numel() - 1), max_size=4)):
-            table.view(-1)[entry] = draw(st.sampled_from((*HOSTILE_PAGES, num_blocks)))
+            table.view(-1)[entry] = draw(st.sampled_from((*ADVERSARIAL_BLOCKS, num_blocks)))
     if num_reqs:
         for lens in (seq_lens, gather_lens):
             for request in draw(st.lists(st.integers(0, num_reqs - 1), max_size=1)):

@@ -1,4 +1,4 @@
-"""How the contract calls an op: the public function with its settings bound, and tensors for it."""
+"""Calls of an op in the contract: the public function with bound settings, and its tensors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def op_testing(spec: OpSpec) -> OpTesting:
 
 
 def changed(spec: OpSpec, tensor: Tensor) -> Tensor:
-    """Other values for ``tensor`` that make sense to the op."""
+    """Different values for ``tensor`` that are valid for the op."""
     if tensor.dtype == torch.float8_e4m3fn:
         return tensor.view(torch.uint8).flip(0).view(tensor.dtype)
     if "plan" in spec.parameters and tensor.shape[1:] == (PLAN_COLUMNS,):
-        # every token in one piece, as a plan of short lens has it
+        # one work tile per token, as in a plan of short lengths
         first = tensor[:, 1:2] == 0
         whole = torch.cat([tensor[:, :2], tensor[:, 1:2] + 1, tensor[:, :1] * 0], 1)
         return torch.where(first, whole, torch.full_like(tensor, -1))
@@ -35,7 +35,7 @@ def changed(spec: OpSpec, tensor: Tensor) -> Tensor:
 
 
 def stays_determined(spec: OpSpec, case: Case) -> bool:
-    """Whether a call has one outcome with other values too."""
+    """Whether a call keeps a unique outcome when its values change."""
     determined = op_testing(spec).determined
     if determined is None:
         return True
@@ -44,25 +44,27 @@ def stays_determined(spec: OpSpec, case: Case) -> bool:
 
 
 def as_case(spec: OpSpec, settings: dict[str, Any], tensors: Sequence[Tensor]) -> Case:
-    """The call of the op that the bound public function makes with ``tensors``; a copy."""
+    """Copy ``tensors`` into the case that the bound public function calls the op with."""
     capacities = dict.fromkeys(sizes(spec.schema), tensors[-1].shape[0])
     given = tensors[: len(tensors) - len(capacities)]
     return Case("called", tuple(given), {**settings, **capacities}).copy()
 
 
 def reference(spec: OpSpec, case: Case) -> Results:
-    """What the reference makes of ``case``, on the device of its tensors."""
+    """Run the reference on ``case``, on the device of its tensors."""
     return case.run(spec.reference, spec.mutated)
 
 
 def sizes(schema: str) -> list[str]:
-    """Keyword arguments that are capacities: sizes of results, which change from call to call."""
+    """Keyword arguments that are capacities: result sizes that vary from call to call."""
     return [name for name in ("num_tokens", "num_rows") if f"SymInt {name}" in schema]
 
 
 def with_sizes(spec: OpSpec, settings: dict[str, Any]) -> Callable[..., Any]:
-    """The public function with ``settings`` bound; a capacity comes from the length of one more
-    tensor."""
+    """The public function with ``settings`` bound.
+
+    A capacity is passed as the length of one more tensor.
+    """
     public, capacities = spec.implementation("ops"), sizes(spec.schema)
     if not capacities:
         return lambda *tensors: public(*tensors, **settings)
@@ -87,12 +89,14 @@ def primer(
     skip: int = 0,
     keep: Callable[[Case], bool] | None = None,
 ) -> Case:
-    """A drawn call, of those that ``keep`` keeps, in which as many sizes differ as can: export
-    takes equal sizes for one."""
+    """A sampled call that ``keep`` accepts, with as many distinct sizes as possible.
+
+    Export gives equal sizes one symbol.
+    """
     from hypothesis import HealthCheck, Phase, given
     from hypothesis import settings as profile
 
-    drawn: list[Case] = []
+    sampled: list[Case] = []
 
     @profile(
         max_examples=100,
@@ -104,12 +108,12 @@ def primer(
     )
     @given(op_testing.strategy(settings=settings, min_size=2))
     def collect(case: Case) -> None:
-        drawn.append(case)
+        sampled.append(case)
 
     collect()
 
     def differing(case: Case) -> int:
         return len({size for tensor in sized_tensors(case) for size in tensor.shape})
 
-    kept = [case for case in drawn if keep is None or keep(case)]
+    kept = [case for case in sampled if keep is None or keep(case)]
     return sorted(kept, key=differing, reverse=True)[skip]

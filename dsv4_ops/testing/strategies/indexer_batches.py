@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.testing.float64.indexer import LARGEST_INTEGER
-from dsv4_ops.testing.strategies.batches import HOSTILE_PAGES, batches
+from dsv4_ops.testing.strategies.batches import ADVERSARIAL_BLOCKS, batches
 from dsv4_ops.testing.strategies.caches import generator, random_bytes
 
 _PLAIN = (torch.float32, torch.bfloat16)
@@ -58,16 +58,18 @@ class Paged(NamedTuple):
 
 
 @st.composite
-def pages_of(draw: Any, *, settings: dict[str, Any], min_size: int) -> Paged:
-    """Queries of a ragged batch, and a cache with keys in all of its rows; of those that sum
-    exactly, some are NaN or infinite."""
+def paged_calls(draw: Any, *, settings: dict[str, Any], min_size: int) -> Paged:
+    """Queries of a ragged batch, and a cache with keys in all rows.
+
+    Some keys that sum exactly are NaN or infinite.
+    """
     exact, seed = draw(st.booleans()), generator(draw)
     batch = draw(batches(min_size=min_size, max_query=4))
     num_blocks = max(draw(st.sampled_from((0, 1, 2, 3, 8))), min_size)
     table = batch.block_table % max(num_blocks, 1)
     if table.numel():
         for entry in draw(st.lists(st.integers(0, table.numel() - 1), max_size=4)):
-            table.view(-1)[entry] = draw(st.sampled_from((*HOSTILE_PAGES, num_blocks)))
+            table.view(-1)[entry] = draw(st.sampled_from((*ADVERSARIAL_BLOCKS, num_blocks)))
     if settings["layout"] == PlainLayout.tag:
         dtype = torch.float32 if min_size else draw(st.sampled_from(_PLAIN))
         cache = _plain_cache(draw, seed, settings["block_size"], num_blocks, dtype, exact)
@@ -80,7 +82,7 @@ def pages_of(draw: Any, *, settings: dict[str, Any], min_size: int) -> Paged:
 
 
 def _some_rows(num_blocks: int, block_size: int) -> st.SearchStrategy[list[int]]:
-    """Rows of a cache, most of them where short requests have theirs."""
+    """Rows of a cache, most of them where short requests have their rows."""
     pages = st.integers(0, num_blocks - 1)
     places = st.sampled_from((0, 1, 2, 3, block_size - 1))
     rows = st.tuples(pages, places).map(lambda at: at[0] * block_size + at[1] % block_size)

@@ -19,7 +19,7 @@ from tests.support.prefill_batches import MODES, PREFILL, prefill_case
 
 pytest.importorskip("triton", reason="published for Linux only")
 
-from dsv4_ops.kernels.launcher import at_once
+from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.kernels.sparse_mla import gathered, prefill
 from dsv4_ops.reference import bf16_workspace
 from tests.gluon_emulator import emulate as emulated
@@ -30,8 +30,7 @@ KERNEL = "hopper_gathered_keys_kernel"
 def run(name, case, seed=0, programs=2):
     """Results of the launcher, its kernel emulated by so many programs. What nobody writes is
     NaN."""
-    emulator = emulated.Emulator(seed)
-    emulator.programs = programs
+    emulator = emulated.Emulator(seed, num_sms=programs)
     torch.use_deterministic_algorithms(True)
     try:
         results = OPS[name].implementation("kernels")(emulator, *case.tensors, **case.settings)
@@ -156,7 +155,7 @@ def test_queries_and_rows_of_any_strides():
     assert all(map(equal, kernel(GATHERED, Case("views", views, case.settings)), expected))
     transposed = (q.permute(2, 0, 1).contiguous().permute(1, 2, 0), *case.tensors[1:])
     assert all(map(equal, kernel(GATHERED, Case("t", transposed, case.settings)), expected))
-    assert gathered.copied(at_once, q) is q
+    assert gathered.copied(EAGER, q) is q
 
 
 def test_other_rows_have_the_reference():

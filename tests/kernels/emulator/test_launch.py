@@ -1,5 +1,6 @@
 """Where the Gluon kernels are launched, and what a graph has of them."""
 
+import functools
 import subprocess
 import sys
 
@@ -14,21 +15,20 @@ from dsv4_ops.lowering.inspect import opaque_calls
 
 pytest.importorskip("triton")
 
+from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.sparse_mla.hopper import support
 
 SETTINGS = {"softmax_scale": 0.1, "swa_block_size": 64, "extra_block_size": 64}
 DECODE = {**SETTINGS, "num_splits": 0, "batch_invariant": False}
 
 
-class Launches:
-    """A launch that takes down kernels and grids, and constants of each, on a GPU of a
+class Launches(Launcher):
+    """A launcher that takes down kernels and grids, and constants of each, on a GPU of a
     capability."""
 
     def __init__(self, capability):
-        self.capability, self.made, self.constants = capability, [], {}
-
-    def __call__(self, kernel):
-        return Grid(self, kernel)
+        super().__init__(functools.partial(Grid, self), capability=capability)
+        self.made, self.constants = [], {}
 
 
 class Grid:
@@ -65,7 +65,7 @@ def launched(tokens, capability=(9, 0), **changed):
 
 def test_hopper_has_kernels_of_its_own():
     assert launched(128) == [("hopper_split_keys", (128, 1))]  # one split each: nothing to join
-    assert launched(8) == [("hopper_split_keys", (80, 1)), ("join_splits", (8, 64))]
+    assert launched(8) == [("hopper_split_keys", (80, 1)), ("combine_splits", (8, 64))]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
@@ -79,9 +79,9 @@ def test_plain_caches_have_those_in_triton():
 
 def test_splits_are_of_whole_blocks_on_hopper():
     """10 blocks for 132 programs; for a kernel in Triton 20 halves, which take it less time."""
-    assert launched(1) == [("hopper_split_keys", (10, 1)), ("join_splits", (1, 64))]
-    assert launched(1, (8, 0)) == [("split_keys", (20, 1)), ("join_splits", (1, 64))]
-    assert launched(16) == [("hopper_split_keys", (80, 1)), ("join_splits", (16, 64))]
+    assert launched(1) == [("hopper_split_keys", (10, 1)), ("combine_splits", (1, 64))]
+    assert launched(1, (8, 0)) == [("split_keys", (20, 1)), ("combine_splits", (1, 64))]
+    assert launched(16) == [("hopper_split_keys", (80, 1)), ("combine_splits", (16, 64))]
 
 
 def test_a_split_that_saves_no_more_than_one_block_is_no_split():
@@ -89,9 +89,9 @@ def test_a_split_that_saves_no_more_than_one_block_is_no_split():
     in three splits save two, in two splits not. Halves of the window's save one and a half."""
     for tokens in (1, 8, 32, 64):
         assert launched(tokens, width=0) == [("hopper_split_keys", (tokens, 1))]
-    assert launched(40, width=64) == [("hopper_split_keys", (120, 1)), ("join_splits", (40, 64))]
+    assert launched(40, width=64) == [("hopper_split_keys", (120, 1)), ("combine_splits", (40, 64))]
     assert launched(60, width=64) == [("hopper_split_keys", (60, 1))]
-    assert launched(8, (8, 0), width=0) == [("split_keys", (32, 1)), ("join_splits", (8, 64))]
+    assert launched(8, (8, 0), width=0) == [("split_keys", (32, 1)), ("combine_splits", (8, 64))]
     assert launched(64, (8, 0), width=0) == [("split_keys", (64, 1))]
 
 
@@ -110,7 +110,7 @@ def test_programs_that_join_by_a_plan():
         (8, 64, 132, 8), (1, 64, 132, 5), (31, 64, 132, 31), (1000, 64, 132, 32), (64, 128, 66, 16),
         (64, 100, 66, 20), (1, 1, 1, 1), (9, 8, 5000, 157), (3000, 1, 132, 2048),
     ):  # fmt: skip
-        assert joins(tokens, heads, programs) == ("join_splits_kernel", (joining, heads))
+        assert joins(tokens, heads, programs) == ("combine_splits_kernel", (joining, heads))
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,12 @@ def test_splits_that_are_joined_at_a_time(tokens, splits, step):
     args, settings = arguments(tokens)
     OPS["sparse_mla_decode"].launcher("triton")(launch, *args, **settings)
     assert launch.made[0][1] == (tokens * splits, 1)
-    constants = launch.constants["join_splits_kernel"]
-    assert (constants["FEW"], constants["SPLITS"]) == (step, step)
+    constants = launch.constants["combine_splits_kernel"]
+    assert (constants["FEW"], constants["STEP"]) == (step, step)
     plan = torch.empty(tokens + 132, 4, dtype=torch.int32, device="meta")
     OPS["sparse_mla_decode"].launcher("triton")(launch, *args[:8], plan, *args[9:], **settings)
-    constants = launch.constants["join_splits_kernel"]
-    assert (constants["FEW"], constants["SPLITS"]) == (4, 8)
+    constants = launch.constants["combine_splits_kernel"]
+    assert (constants["FEW"], constants["STEP"]) == (4, 8)
 
 
 def paged_launch(tokens, capability=(9, 0), heads=64, columns=256, planned=False, **changed):
@@ -168,7 +168,7 @@ def paged(*args, **changed):
 def test_batches_with_tables_are_cut_by_their_lens(tokens, heads, programs, joining):
     """A program for each SM whatever the tables' width, or of more tokens one for each and a
     quarter of the SMs for further pieces; and about 1024 that join."""
-    cut = [("hopper_split_keys", programs), ("join_listed", (joining, heads))]
+    cut = [("hopper_split_keys", programs), ("combine_listed", (joining, heads))]
     assert paged(tokens, heads=heads) == cut
     assert paged(tokens, heads=heads, columns=4096) == cut
 
@@ -179,26 +179,25 @@ def test_batches_with_tables_are_cut_by_their_lens(tokens, heads, programs, join
 def test_lanes_that_cut_are_no_more_than_tokens_need(tokens, lanes):
     constants = paged_launch(tokens).constants
     assert constants["hopper_split_keys_kernel"]["LANES"] == lanes
-    join = constants["join_listed_kernel"]
-    assert (join["FEW"], join["SPLITS"]) == (4, 8)
+    join = constants["combine_listed_kernel"]
+    assert (join["FEW"], join["STEP"]) == (4, 8)
 
 
 def test_what_is_not_cut():
     """Fewer tokens, more, tables of a block, a plan, splits that are told, one GPU's bits; and the
     kernel for other GPUs."""
-    cut = {"join_listed"}
+    cut = {"combine_listed"}
     for tokens, changed in (
         (31, {}), (15, {"heads": 128}), (257, {}), (257, {"heads": 128}), (64, {"columns": 32}),
         (64, {"planned": True}), (64, {"num_splits": 2}), (64, {"batch_invariant": True}),
         (64, {"capability": (10, 0)}), (64, {"capability": (8, 0)}),
     ):  # fmt: skip
         assert not cut & {name for name, _ in paged(tokens, **changed)}, (tokens, changed)
-    assert paged(64, columns=33)[1][0] == "join_listed"
+    assert paged(64, columns=33)[1][0] == "combine_listed"
 
 
-def test_packages_have_kernels_that_inductor_compiles():
+def test_kernels_in_gluon_run_on_hopper_alone():
     q = torch.empty(1, 1, 512, dtype=torch.bfloat16)
-    assert not support.runs(torch.library.wrap_triton, q, True)
     assert support.runs(Launches((9, 0)), q, True)
     assert not support.runs(Launches((9, 0)), q, False)
     assert not support.runs(Launches(None), q, True)
@@ -217,9 +216,9 @@ def test_joins_of_any_number_of_tokens(tokens, joins):
         launch = Launches((9, 0))
         OPS["sparse_mla_decode"].launcher("triton")(launch, *fakes, **settings)
     (name, (programs, _)), (join, (grid, heads)) = launch.made
-    assert (name, join) == ("hopper_split_keys_kernel", "join_splits_kernel")
+    assert (name, join) == ("hopper_split_keys_kernel", "combine_splits_kernel")
     constants = launch.constants[join]
-    assert (constants["FEW"], constants["SPLITS"]) == (8, 8)
+    assert (constants["FEW"], constants["STEP"]) == (8, 8)
     assert isinstance(grid, torch.SymInt)
     assert int(grid) == joins
     assert int(heads) == 64

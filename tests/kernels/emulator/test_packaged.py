@@ -12,6 +12,7 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels.aot import launch_op
 from dsv4_ops.kernels.aot.compile import Argument
+from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.sparse_mla import decode, gathered
 from dsv4_ops.kernels.sparse_mla import prefill as prefill_launch
 from dsv4_ops.kernels.sparse_mla.hopper import support
@@ -89,7 +90,7 @@ class Gathered(torch.nn.Module):
 
     def forward(self, q, kv, indices, lens, sink):
         rows = (q, kv, indices[:, 1:], lens)
-        return gathered.launch_gathered_keys(launch_op.packaged, *rows, sink, 0.1)
+        return gathered.launch_gathered_keys(launch_op.PACKAGED, *rows, sink, 0.1)
 
 
 def rows_of(tokens, heads=8, width=65, rows=40):
@@ -125,7 +126,7 @@ class Moved(torch.nn.Module):
         found = []
         for q, rows in ((queries[0], kv), (queries[1], kv), (queries[2], keys)):
             lists = (indices, lens, sink, 0.1)
-            results = gathered.launch_gathered_keys(launch_op.packaged, q, rows, *lists)
+            results = gathered.launch_gathered_keys(launch_op.PACKAGED, q, rows, *lists)
             found += [results[0], results[2]]
         return tuple(found)
 
@@ -170,7 +171,7 @@ class Projected(torch.nn.Module):
         queries = (x.permute(2, 0, 1) + y.permute(1, 0, 2), projected, y.transpose(0, 1) * 2)
         for q in queries:
             lists = (torch.where(indices >= 0, indices, -1), lens, sink, 0.1)
-            out, _, lse = gathered.launch_gathered_keys(launch_op.packaged, q, kv, *lists)
+            out, _, lse = gathered.launch_gathered_keys(launch_op.PACKAGED, q, kv, *lists)
             found += [q, out, lse]
         return tuple(found)
 
@@ -203,7 +204,7 @@ class Bytes(torch.nn.Module):
     def forward(self, q, cache, positions, requests, table, sink):
         tensors = (q, cache.view(torch.uint8), positions, requests, table, None, None, None, sink)
         numbers = (0.1, 128, 4, 64, 64, True)
-        return prefill_launch._launch_prefill(launch_op.packaged, True, *tensors, *numbers)
+        return prefill_launch._launch_prefill(launch_op.PACKAGED, True, *tensors, *numbers)
 
 
 @pytest.mark.slow
@@ -258,10 +259,10 @@ def test_an_op_of_a_launch_is_the_launch(taken):
     q, kv, indices, lens, sink = rows_of(5)
     for given in (sink, None):
         expected = gathered.launch_gathered_keys(
-            lambda kernel: kernel, q, kv, indices, lens, given, 0.25
+            Launcher(lambda kernel: kernel), q, kv, indices, lens, given, 0.25
         )
         actual = gathered.launch_gathered_keys(
-            launch_op.packaged, q, kv, indices, lens, given, 0.25
+            launch_op.PACKAGED, q, kv, indices, lens, given, 0.25
         )
         (grid, args, options), (again, others, rest) = taken.calls[-2:]
         assert (grid, options) == (again, rest)
@@ -291,16 +292,13 @@ def test_compiled_as_python(taken):
         assert (grid, args[-2:]) == ((count,), (count, 8))
 
 
-class Watched:
-    """A launch whose kernels are emulated, that takes down which arguments of them change."""
-
-    capability = support.CAPABILITY
+class Watched(Launcher):
+    """A launcher whose kernels are emulated, that takes down which arguments of them change."""
 
     def __init__(self):
+        wrap = functools.partial(WatchedKernel, self)
+        super().__init__(wrap, capability=support.CAPABILITY)
         self.emulator, self.changed = emulate_gluon.Emulator(0), {}
-
-    def __call__(self, kernel):
-        return WatchedKernel(self, kernel)
 
 
 class WatchedKernel:
@@ -322,7 +320,7 @@ class WatchedKernel:
 
 def test_what_kernels_write_is_said(monkeypatch):
     """Inductor reorders what it is not told of. Every argument has memory of its own."""
-    monkeypatch.setattr(decode, "LEAST_CUT", 1)
+    monkeypatch.setattr(decode, "MIN_SCHEDULED_TILES", 1)
     launch = Watched()
     calls = [(DECODE, case_of(DECODE, 1, 3, 8, num_splits=count)) for count in (1, 3)]
     calls += [(PAGED, case_of(PAGED, 1, 3, 8))]
@@ -332,9 +330,9 @@ def test_what_kernels_write_is_said(monkeypatch):
     for name, case in calls:
         OPS[name].implementation("kernels")(launch, *case.tensors, **case.settings)
     outputs = {"out", "lse"}
-    parts = {"partial", "partial_lse", "partial_peak"}
+    parts = {"partial", "partial_lse", "partial_scale"}
     assert launch.changed == {
-        "hopper_split_keys_kernel": {*outputs, *parts, "joins"},
+        "hopper_split_keys_kernel": {*outputs, *parts, "combine_list"},
         "hopper_prefill_keys_kernel": {*outputs, *parts},
         "hopper_gathered_keys_kernel": {*outputs, "max_logits"},
     }

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="published for Linux only")
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.aot import launch_op
 from dsv4_ops.kernels.aot.compile import Argument
+from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.sparse_mla import decode, prefill
 from dsv4_ops.kernels.sparse_mla.hopper import support
 from dsv4_ops.lowering import gluon
@@ -22,7 +23,7 @@ class Prefill(torch.nn.Module):
 
     def forward(self, *tensors):
         numbers = (0.1, 128, 4, 64, 64, True)
-        return prefill._launch_by_size(launch_op.packaged, *tensors, *numbers)
+        return prefill._launch_by_size(launch_op.PACKAGED, *tensors, *numbers)
 
 
 def launches_of(program, sizes):
@@ -96,13 +97,8 @@ def paged_program(heads, columns, tokens, dims):
     return torch.export.export(Paged(), given, dynamic_shapes=(shapes,))
 
 
-class OnHopper:
-    """What a package is traced with, of tensors that are on no GPU."""
-
-    capability = support.CAPABILITY
-
-    def __call__(self, kernel):
-        return launch_op.packaged(kernel)
+ON_HOPPER = Launcher(launch_op.PACKAGED, aligns_inputs=True, capability=support.CAPABILITY)
+"""What a package is traced with, of tensors that are on no GPU."""
 
 
 class Paged(torch.nn.Module):
@@ -111,8 +107,8 @@ class Paged(torch.nn.Module):
     def forward(self, *tensors):
         numbers = {"softmax_scale": 0.1, "swa_block_size": 64, "extra_block_size": 2}
         more = {"layout": MainLayout.tag, "num_splits": 0, "batch_invariant": False}
-        return decode._split_and_join(
-            OnHopper(), *tensors, None, None, None, None, **numbers, **more
+        return decode._split_and_combine(
+            ON_HOPPER, *tensors, None, None, None, None, **numbers, **more
         )
 
 

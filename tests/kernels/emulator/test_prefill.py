@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.dispatch.crossovers import gathers
+from dsv4_ops.dispatch.prefill import gathers
 from tests.support.prefill_batches import PREFILL, in_one_piece, prefill_case
 
 pytest.importorskip("triton", reason="triton is for Linux only")
 hopper = pytest.importorskip("dsv4_ops.kernels.sparse_mla.hopper.support")
+launcher = pytest.importorskip("dsv4_ops.kernels.launcher")
 
 
 def test_keys_of_few_tokens_are_cut():
@@ -18,7 +19,7 @@ def test_keys_of_few_tokens_are_cut():
         case = prefill_case(1, tokens, heads, "C4", topk=70, longest=300)
         for each, expected in ((case, splits), (in_one_piece(case), 1)):
             launched = launches(each)
-            joined = [("join_splits_kernel", (tokens, heads))] if expected > 1 else []
+            joined = [("combine_splits_kernel", (tokens, heads))] if expected > 1 else []
             wide = -(-heads // 64)
             assert launched == [("hopper_prefill_keys_kernel", (tokens * expected, wide)), *joined]
 
@@ -51,11 +52,7 @@ def test_wide_tables_are_copied(tokens, pages, copied):
 def launches(case):
     """Names and grids; nothing runs."""
     found = []
-
-    def launch(kernel):
-        return GridOf(kernel, found)
-
-    launch.capability = hopper.CAPABILITY
+    launch = launcher.Launcher(lambda kernel: GridOf(kernel, found), capability=hopper.CAPABILITY)
     OPS[PREFILL].implementation("kernels")(launch, *case.tensors, **case.settings)
     return found
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.core.tiles import AT_ONCE, LEAST_CUT, PROGRAMS
+from dsv4_ops.core.tiles import MIN_SCHEDULED_TILES, ONE_WAVE_TILES, PROGRAMS
 
 pytest.importorskip("triton", reason="published for Linux only")
 
@@ -165,15 +165,15 @@ def test_a_batch_that_is_cut_has_a_program_for_every_token():
     for wide in (1, 2, 3, 16, 40):
         for tokens in (*range(1, 140), 255, 256):
             q = torch.empty(tokens, 64 * wide, 1, device="meta")
-            cut = decode._cut(q, 18, wide)
-            assert (cut is not None) == (tokens * wide >= LEAST_CUT)
+            cut = decode._schedule(q, 18, wide)
+            assert (cut is not None) == (tokens * wide >= MIN_SCHEDULED_TILES)
             if cut is None:
                 continue
             further = cut.programs - tokens
             assert 0 <= further <= PROGRAMS - min(tokens, further)
-            assert (cut.programs <= cut.at_once) == (tokens * wide <= AT_ONCE)
-            assert cut.by_lens == 1
-        assert decode._cut(torch.empty(257, 64 * wide, 1, device="meta"), 18, wide) is None
+            assert (cut.programs <= cut.wave) == (tokens * wide <= ONE_WAVE_TILES)
+            assert cut.by_lengths == 1
+        assert decode._schedule(torch.empty(257, 64 * wide, 1, device="meta"), 18, wide) is None
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_batch_that_is_cut_has_a_program_for_every_token():
 )
 def test_batches_cut_by_their_lens(tokens, heads, programs, monkeypatch):
     """Hostile lens, requests and pages, with and without a rotation, in any schedule."""
-    monkeypatch.setattr(decode, "LEAST_CUT", 1)
+    monkeypatch.setattr(decode, "MIN_SCHEDULED_TILES", 1)
     monkeypatch.setattr(decode, "PROGRAMS", programs)
     monkeypatch.setattr(combine, "LISTED", 2 * heads)  # programs join several tokens
     for seed in range(3):
@@ -190,15 +190,15 @@ def test_batches_cut_by_their_lens(tokens, heads, programs, monkeypatch):
         calls.check(PAGED, turned(case), seed)
     emulator = emulated.Emulator(0)
     OPS[PAGED].implementation("kernels")(emulator, *case.tensors, **case.settings)
-    assert emulator.launched == ["hopper_split_keys_kernel", "join_listed_kernel"]
+    assert emulator.launched == ["hopper_split_keys_kernel", "combine_listed_kernel"]
 
 
 @pytest.mark.parametrize(("tokens", "heads", "splits"), [(5, 8, 0), (3, 65, 2), (2, 8, 1)])
 def test_splits_where_a_package_might_cut(tokens, heads, splits, monkeypatch):
     """As many of each token, listed to be joined if they are several."""
-    cut = functools.partial(decode.Cut, 0, 132, 132)
+    cut = functools.partial(decode.TileSchedule, 0, 132, 132)
     room = torch.full((tokens + 1, 4), -7, dtype=torch.int32)
-    monkeypatch.setattr(decode, "_cut", lambda *_: cut(room))
+    monkeypatch.setattr(decode, "_schedule", lambda *_: cut(room))
     monkeypatch.setattr(decode, "num_splits_of", lambda *_: splits or 5)
     for seed in range(2):
         calls.check(PAGED, case_of(PAGED, seed, tokens, heads), seed)
@@ -209,7 +209,7 @@ def test_splits_where_a_package_might_cut(tokens, heads, splits, monkeypatch):
 
 
 def test_drawn_calls_cut_by_their_lens(monkeypatch):
-    monkeypatch.setattr(decode, "LEAST_CUT", 1)
+    monkeypatch.setattr(decode, "MIN_SCHEDULED_TILES", 1)
     monkeypatch.setattr(decode, "LEAST_UNITS", 1)
     for name, chosen in calls.SETTINGS:
         if name == PAGED and chosen["num_splits"] == 0 and not chosen["batch_invariant"]:

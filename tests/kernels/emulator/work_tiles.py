@@ -7,7 +7,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import cut_batch
+from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import schedule_by_lengths
 from tests.helpers import INT32_MAX, INT32_MIN, i32
 
 BLOCK, SIZES, JOIN, FURTHER, START, MOST_BLOCKS = 64, 16, 2, 1, 4, 2**15
@@ -29,7 +29,7 @@ def written_cut_kernel(
     at_once,
     TOKENS: gl.constexpr,
 ):
-    token, split, count, first = cut_batch(
+    token, split, count, first = schedule_by_lengths(
         (swa, 1),
         (extra, 1),
         (requests, 1),

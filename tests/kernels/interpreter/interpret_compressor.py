@@ -9,6 +9,7 @@ import torch
 from dsv4_ops.core.layout import StateLayout
 from dsv4_ops.kernels.compressor import launch as kernels
 from dsv4_ops.kernels.compressor.launch import save_and_compress
+from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.testing.case import Case
 from tests.kernels.interpreter.interpret_kernels import check, fuzz
 from tests.support.compressor_steps import SPECS, Engine, random_sequences, random_weights, together
@@ -25,7 +26,7 @@ def long_prefill(kind: str, lens: list[int], seed: int) -> None:
     ours, theirs = (Engine(kind, weights, lens) for _ in range(2))
 
     def step(*tensors: torch.Tensor, **settings: object) -> None:
-        save_and_compress(lambda kernel: kernel, *tensors, **settings)
+        save_and_compress(EAGER, *tensors, **settings)
 
     ours.step(sequences, padding=5, call=together(step))
     theirs.step(sequences, padding=5)

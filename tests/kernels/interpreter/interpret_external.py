@@ -12,6 +12,7 @@ import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels import opaque_op
+from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.kernels.sparse_mla import bf16_workspace as kernels
 from dsv4_ops.reference import bf16_workspace
 from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source
@@ -35,7 +36,7 @@ from tests.support.prefill_batches import MODES, PREFILL, prefill_case
 
 
 def launched(name: str, library: str, *tensors: object, **settings: object) -> object:
-    return OPS[name].launcher(library)(lambda kernel: kernel, *tensors, **settings)
+    return OPS[name].launcher(library)(EAGER, *tensors, **settings)
 
 
 def attention() -> Iterator[tuple[str, Case]]:
@@ -118,7 +119,7 @@ def lists(count: int) -> int:
         kernels.COLUMNS, kernels.TOKENS = (usual, (64, 4))[seed // 2 % 2]
         call, sink = hostile_prefill(seed)
         expected = bf16_workspace.gather_rows(call, sink, 128)
-        actual = kernels.gather_rows(lambda kernel: kernel, call, sink, 128)
+        actual = kernels.gather_rows(EAGER, call, sink, 128)
         assert torch.equal(counted(actual), counted(expected)), seed
         assert torch.equal(actual.lens, expected.lens), seed
         assert torch.equal(actual.sink, expected.sink), seed

@@ -11,6 +11,7 @@ import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
 from dsv4_ops import testing
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.testing.case import Case, results
 from dsv4_ops.testing.contract.compare import assert_agrees
 
@@ -33,7 +34,7 @@ def check(name: str, case: Case) -> None:
     case = tamed(name, case)
     expected = case.run(spec.reference, spec.mutated)
     copy = case.copy()
-    returned = spec.implementation("kernels")(lambda kernel: kernel, *copy.tensors, **copy.settings)
+    returned = spec.implementation("kernels")(EAGER, *copy.tensors, **copy.settings)
     actual = results(returned, *(copy.tensors[place] for place in spec.mutated))
     assert_agrees(f"{name}, {case.name}", spec.implementation("testing"), case, actual, expected)
 
@@ -53,8 +54,10 @@ def fuzz(name: str, examples: int) -> None:
     drawn()
 
 
-def main(examples: int) -> None:
+def main(examples: int, *names: str) -> None:
     for name, spec in OPS.items():
+        if names and name not in names:
+            continue
         if spec.has_kernel and name != "sparse_mla_gathered":  # in Gluon: test_hopper_gathered.py
             for case in testing.cases_of(name):
                 check(name, case)
@@ -64,4 +67,4 @@ def main(examples: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.kernels.sparse_mla import decode
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees, equal
@@ -31,7 +32,7 @@ SMALL = {"longest": 300, "max_reqs": 2, "window": 70, "topk": 70}
 
 def kernel(name: str, case: Case) -> tuple[Tensor, ...]:
     launch = OPS[name].implementation("kernels")
-    return tuple(launch(lambda kernel: kernel, *case.tensors, **case.settings))
+    return tuple(launch(EAGER, *case.tensors, **case.settings))
 
 
 def prefills() -> None:

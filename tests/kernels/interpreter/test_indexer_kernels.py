@@ -54,7 +54,7 @@ def test_merges_of_any_number_of_tokens(tokens, grouped, parts):
 def test_parts_reductions_and_groups_choose_the_same_rows():
     script = Path(__file__).parent / "interpret_indexer.py"
     done = subprocess.run(
-        [sys.executable, script, "20" if NIGHTLY else "6"],
+        [sys.executable, script, "20" if NIGHTLY else "1"],
         capture_output=True,
         text=True,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)},

@@ -16,7 +16,7 @@ METADATA_TABLE: dict[str, list[Entry]] = {
             {"indexer_workspace": 1023, "max_model_len": 4096},
             ValueError,
             "indexer_workspace must be at least max_model_len // c4_ratio = 1024, got 1023. "
-            "Raise it, or lower max_model_len: a chunk has all keys of a request.",
+            "Raise it, or lower max_model_len: a chunk holds all keys of a request.",
         ),
     ]
 }

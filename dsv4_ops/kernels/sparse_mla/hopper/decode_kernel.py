@@ -22,7 +22,7 @@ from dsv4_ops.kernels.sparse_mla.hopper.mma import (
     attend_right,
     load_half_queries,
 )
-from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import cut_batch, cut_tokens
+from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import schedule_by_lengths, schedule_evenly
 
 
 @gluon.jit
@@ -33,10 +33,10 @@ def count_blocks(first, stop, swa_tiles):
 
 
 @gluon.jit
-def _columns(place, block, FIRST: gl.constexpr):
+def _columns(where, block, FIRST: gl.constexpr):
     """Places in the list of the keys of half a block, whether the list is the window's, and how
     many of its keys are this split's."""
-    first, stop, swa_tiles, window_blocks = place[0]
+    first, stop, swa_tiles, window_blocks = where[0]
     in_window = block < window_blocks
     behind = gl.maximum(first, swa_tiles) + (block - window_blocks)
     number = gl.where(in_window, first + block, behind)
@@ -47,18 +47,18 @@ def _columns(place, block, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def find_rows(place, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
+def find_rows(where, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
     """What the lists say of the half of a block that begins with its key FIRST."""
     EXTRA_BLOCK_SIZE: gl.constexpr = SIZES[3]
     HAS_EXTRA: gl.constexpr = SIZES[4]
     PAGED: gl.constexpr = SIZES[5]
-    column, in_window, end = _columns(place, block, FIRST)
-    entry, step, length = place[1][3], place[1][4], place[1][5]
+    column, in_window, end = _columns(where, block, FIRST)
+    entry, step, length = where[1][3], where[1][4], where[1][5]
     offset = column
     if HAS_EXTRA:
-        entry = gl.where(in_window, entry, place[2][3])
-        step = gl.where(in_window, step, place[2][4])
-        length = gl.where(in_window, length, place[2][5])
+        entry = gl.where(in_window, entry, where[2][3])
+        step = gl.where(in_window, step, where[2][4])
+        length = gl.where(in_window, length, where[2][5])
         if PAGED:
             offset = gl.where(in_window, column, column // EXTRA_BLOCK_SIZE)
     wanted = column < gl.minimum(length, end)
@@ -66,30 +66,30 @@ def find_rows(place, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def place_rows(place, block, FIRST: gl.constexpr, found, SIZES: gl.constexpr):
-    """The rows that ``find_rows`` found: their pages, their places in them, -1 if they do not
-    exist, and how far behind the first row of a page its scales begin. Unsigned, a slot below 0 is
-    past every page, and divisions are shifts."""
+def locate_rows(where, block, FIRST: gl.constexpr, found, SIZES: gl.constexpr):
+    """The rows that ``find_rows`` found: their blocks, their rows in them, -1 if they do not
+    exist, and how far behind the first row of a block its scales begin. Unsigned, a slot below 0 is
+    past every block, and divisions are shifts."""
     ROW: gl.constexpr = SIZES[0]
     SWA_BLOCK_SIZE: gl.constexpr = SIZES[2]
     EXTRA_BLOCK_SIZE: gl.constexpr = SIZES[3]
     HAS_EXTRA: gl.constexpr = SIZES[4]
     PAGED: gl.constexpr = SIZES[5]
     found = found.to(gl.uint32)
-    cache, page_stride, blocks = place[1][0], place[1][1], place[1][2]
+    cache, page_stride, blocks = where[1][0], where[1][1], where[1][2]
     page, row = found // SWA_BLOCK_SIZE, found % SWA_BLOCK_SIZE
     block_size = gl.to_tensor(SWA_BLOCK_SIZE)
     if HAS_EXTRA:
-        column, in_window, _ = _columns(place, block, FIRST)
+        column, in_window, _ = _columns(where, block, FIRST)
         if PAGED:
             page = gl.where(in_window, page, found)
             row = gl.where(in_window, row, (column % EXTRA_BLOCK_SIZE).to(gl.uint32))
         else:
             page = gl.where(in_window, page, found // EXTRA_BLOCK_SIZE)
             row = gl.where(in_window, row, found % EXTRA_BLOCK_SIZE)
-        cache = gl.where(in_window, cache, place[2][0])
-        page_stride = gl.where(in_window, page_stride, place[2][1])
-        blocks = gl.where(in_window, blocks, place[2][2])
+        cache = gl.where(in_window, cache, where[2][0])
+        page_stride = gl.where(in_window, page_stride, where[2][1])
+        blocks = gl.where(in_window, blocks, where[2][2])
         block_size = gl.where(in_window, SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE)
     exists = page < blocks
     page = gl.where(exists, page, 0).to(gl.int64)
@@ -105,86 +105,55 @@ ATTENDING, DEQUANTISING = gl.constexpr(160), gl.constexpr(152)
 
 @gluon.jit
 def attend_and_finish_left(
-    q,
-    queries,
-    keys,
-    existing,
-    weights,
-    exchange,
-    barriers,
-    blocks,
-    attn_sink,
-    dsts,
-    splits,
-    heads,
-    SCALE: gl.constexpr,
-    HAS_SINK: gl.constexpr,
+    q, shared, blocks, attn_sink, dsts, splits, heads, SCALE: gl.constexpr, HAS_SINK: gl.constexpr
 ):
     """The partition that has the logits, and writes the left half: of results where there is one
-    split, else of a partial result."""
+    split, else of a partial result. ``shared``: queries, keys, which of them exist, P, what the
+    partitions exchange, and barriers."""
+    queries, keys, existing, weights, exchange, barriers = shared
     if HAS_SINK:
         if splits == 1:
             ask_sinks(exchange[1].index(0), attn_sink, dsts[0][3], heads)
             async_copy.commit_group()
     load_half_queries(queries.index(0), q, heads, 0, barriers[4])
     mbarrier.wait(barriers[4], 0)
-    sums, largest, total = attend_left(
+    sums, row_max, row_sum = attend_left(
         blocks, SCALE, queries, keys, existing, weights, exchange[0], barriers
     )
+    stage = queries.index(0)
     if splits == 1:
         finish_left(
-            sums,
-            largest,
-            total,
-            blocks,
-            dsts[0],
-            heads,
-            queries.index(0),
-            exchange,
-            barriers,
-            HAS_SINK,
+            sums, row_max, row_sum, blocks, dsts[0], heads, stage, exchange, barriers, HAS_SINK
         )
     else:
-        part_left(
-            sums, largest, total, blocks, dsts[1], heads, queries.index(0), exchange, barriers
-        )
+        part_left(sums, row_max, row_sum, blocks, dsts[1], heads, stage, exchange, barriers)
 
 
 @gluon.jit
 def attend_and_finish_right(
-    q,
-    queries,
-    keys,
-    weights,
-    exchange,
-    barriers,
-    blocks,
-    dsts,
-    rotation,
-    splits,
-    heads,
-    TURNED: gl.constexpr,
+    q, shared, blocks, dsts, rotation, splits, heads, INVERSE_ROPE: gl.constexpr
 ):
     """The partition that writes the right half likewise."""
+    queries, keys, _existing, weights, exchange, barriers = shared
     cos_sin_cache, positions, num_positions = rotation
     load_half_queries(queries.index(0), q, heads, WIDTH, barriers[4])
     position = gl.to_tensor(0).to(gl.int64)
-    if TURNED:
+    if INVERSE_ROPE:
         position = gl.load(positions)  # before the keys, as the sinks
     sums = attend_right(blocks, keys, weights, exchange[0], barriers)
     if splits == 1:
-        turn = (cos_sin_cache, position, num_positions)
+        angles = (cos_sin_cache, position, num_positions)
         finish_right(
-            sums, blocks, dsts[0], turn, heads, queries.index(0), exchange, barriers, TURNED
+            sums, blocks, dsts[0], angles, heads, queries.index(0), exchange, barriers, INVERSE_ROPE
         )
     else:
         part_right(sums, blocks, dsts[1], heads, queries.index(0), exchange, barriers)
 
 
 @gluon.jit
-def _rows(place, blocks, keys, existing, barriers, SIZES: gl.constexpr):
+def _rows(where, blocks, keys, existing, barriers, SIZES: gl.constexpr):
     full, empty, _weighed, _taken, _asked = barriers
-    dequantise(find_rows, place_rows, SIZES, place, blocks, keys, existing, full, empty)
+    dequantise(find_rows, locate_rows, SIZES, where, blocks, keys, existing, full, empty)
 
 
 @gluon.jit
@@ -203,7 +172,7 @@ def hopper_split_keys_kernel(
     lse,
     partial,
     partial_lse,
-    partial_peak,
+    partial_scale,
     attn_sink,
     swa_cache,
     swa_page_stride,
@@ -233,13 +202,13 @@ def hopper_split_keys_kernel(
     positions_stride,
     cos_sin_cache,
     num_positions,
-    room,
+    capacity,
     num_tokens,
     num_heads,
     splits,
-    joins,
-    by_lens,
-    cut_programs,
+    combine_list,
+    by_lengths,
+    wave,
     SOFTMAX_SCALE: gl.constexpr,
     SWA_BLOCK_SIZE: gl.constexpr,
     EXTRA_BLOCK_SIZE: gl.constexpr,
@@ -247,41 +216,41 @@ def hopper_split_keys_kernel(
     PAGED: gl.constexpr,
     HAS_SINK: gl.constexpr,
     HAS_PLAN: gl.constexpr,
-    CUTS: gl.constexpr,
+    SCHEDULED: gl.constexpr,
     LANES: gl.constexpr,
-    TURNED: gl.constexpr,
+    INVERSE_ROPE: gl.constexpr,
     ROW: gl.constexpr,
     SCALE_BYTES: gl.constexpr,
 ):
     """The arguments are those of ``split_keys_kernel``; ``q_dim_stride`` is 1, and splits are of
-    whole blocks. LANES are no fewer than tokens that are cut by their lens. A program ends at once
-    if its row of a plan is no piece."""
+    whole blocks. LANES are no fewer than tokens that are scheduled by their lengths. A program ends
+    at once if its row of a plan is no split."""
     if HAS_PLAN:
-        piece = plan + gl.program_id(0).to(gl.int64) * plan_stride
-        token = gl.load(piece).to(gl.int64)
-        split = gl.load(piece + plan_column_stride)
-        splits = gl.load(piece + 2 * plan_column_stride)
-        first = gl.load(piece + 3 * plan_column_stride)
-        fits = (splits == 1) | ((first >= 0) & (first <= room - splits))
+        tile = plan + gl.program_id(0).to(gl.int64) * plan_stride
+        token = gl.load(tile).to(gl.int64)
+        split = gl.load(tile + plan_column_stride)
+        splits = gl.load(tile + 2 * plan_column_stride)
+        first = gl.load(tile + 3 * plan_column_stride)
+        fits = (splits == 1) | ((first >= 0) & (first <= capacity - splits))
         real = (token >= 0) & (token < num_tokens) & (split >= 0) & (split < splits) & fits
         if not real:
             return
         offset = first + split
-    elif CUTS:
+    elif SCHEDULED:
         splits = gl.to_tensor(splits)  # a number that is known is a constant
-        if by_lens > 0:
-            token, split, splits, first = cut_batch(
+        if by_lengths > 0:
+            token, split, splits, first = schedule_by_lengths(
                 (swa_lens, swa_len_stride),
                 (extra_lens, extra_len_stride),
                 (req_indices, req_stride),
                 (swa_width, extra_width, num_reqs),
                 num_tokens,
-                cut_programs,
-                joins,
+                wave,
+                combine_list,
                 LANES,
             )
         else:
-            token, split, splits, first = cut_tokens(splits, joins)
+            token, split, splits, first = schedule_evenly(splits, combine_list)
         if token >= num_tokens:
             return
         offset = gl.where(splits > 1, first + split, 0)
@@ -307,38 +276,23 @@ def hopper_split_keys_kernel(
     blocks, window_blocks = count_blocks(first_tile, stop, swa_tiles)
 
     queries, keys, existing, weights, factors, barriers = allocate()
-    peaks = allocate_heads(2)  # of a partial result, or sinks
+    scales = allocate_heads(2)  # of a partial result, or sinks
 
-    SIZES: gl.constexpr = (
-        ROW,
-        SCALE_BYTES,
-        SWA_BLOCK_SIZE,
-        EXTRA_BLOCK_SIZE,
-        HAS_EXTRA,
-        PAGED,
-    )
+    SIZES: gl.constexpr = (ROW, SCALE_BYTES, SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE, HAS_EXTRA, PAGED)
     swa_slots = swa_indices + token * swa_stride
     swa = (swa_cache, swa_page_stride, swa_blocks, swa_slots, swa_column_stride, swa_len)
     extra_slots = extra_indices + (request if PAGED else token) * extra_stride
     extra = (
-        extra_cache,
-        extra_page_stride,
-        extra_blocks,
-        extra_slots,
-        extra_column_stride,
-        extra_len,
-    )
-    place = ((first_tile, stop, swa_tiles, window_blocks), swa, extra)
-    exchange = (factors, peaks)
+        extra_cache, extra_page_stride, extra_blocks, extra_slots, extra_column_stride, extra_len
+    )  # fmt: skip
+    where = ((first_tile, stop, swa_tiles, window_blocks), swa, extra)
+    shared = (queries, keys, existing, weights, (factors, scales), barriers)
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads
     part = offset.to(gl.int64) * num_heads
     heads = num_heads - first_head  # no more are read and written
     here = (q + token * q_stride + first_head.to(gl.int64) * q_head_stride, q_head_stride)
-    left = (
-        (out, lse, row, first_head),
-        (partial, partial_lse, partial_peak, part, first_head),
-    )
+    left = ((out, lse, row, first_head), (partial, partial_lse, partial_scale, part, first_head))
     right = ((out, row, first_head), (partial, part, first_head))
     rotation = (cos_sin_cache, positions + token * positions_stride, num_positions)
     SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
@@ -346,41 +300,13 @@ def hopper_split_keys_kernel(
         [
             (
                 attend_and_finish_left,
-                (
-                    here,
-                    queries,
-                    keys,
-                    existing,
-                    weights,
-                    exchange,
-                    barriers,
-                    blocks,
-                    attn_sink,
-                    left,
-                    splits,
-                    heads,
-                    SCALE,
-                    HAS_SINK,
-                ),
+                (here, shared, blocks, attn_sink, left, splits, heads, SCALE, HAS_SINK),
             ),
             (
                 attend_and_finish_right,
-                (
-                    here,
-                    queries,
-                    keys,
-                    weights,
-                    exchange,
-                    barriers,
-                    blocks,
-                    right,
-                    rotation,
-                    splits,
-                    heads,
-                    TURNED,
-                ),
+                (here, shared, blocks, right, rotation, splits, heads, INVERSE_ROPE),
             ),
-            (_rows, (place, blocks, keys, existing, barriers, SIZES)),
+            (_rows, (where, blocks, keys, existing, barriers, SIZES)),
         ],
         [4, 4],
         [ATTENDING, DEQUANTISING],

@@ -59,18 +59,18 @@ def _load_codes(data, exists, FIRST: gl.constexpr, GROUPS: gl.constexpr):
     """Words [row, GROUPS, 16] from group FIRST on."""
     group = FIRST + gl.arange(0, GROUPS, gl.SliceLayout(0, _GROUP_LAYOUT))
     word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(0, _WORD_LAYOUT)))
-    place = gl.expand_dims(gl.expand_dims(data, 1), 2) + gl.expand_dims(
+    start = gl.expand_dims(gl.expand_dims(data, 1), 2) + gl.expand_dims(
         gl.expand_dims(group * WORDS, 0), 2
     )
     wanted = gl.expand_dims(gl.expand_dims(exists, 1), 2)
-    return gl.load(place + gl.expand_dims(gl.expand_dims(word, 0), 0), mask=wanted, other=0)
+    return gl.load(start + gl.expand_dims(gl.expand_dims(word, 0), 0), mask=wanted, other=0)
 
 
 @gluon.jit
 def load_half(rows, ROW: gl.constexpr, SCALE_BYTES: gl.constexpr):
     """What a half of a block has: the codes in three parts, because tensors are powers of two, the
-    RoPE values, and the scale bytes. Zeros for rows that do not exist. ``rows`` are their pages,
-    their places in them, -1 if they do not exist, and how far behind the first row the scales
+    RoPE values, and the scale bytes. Zeros for rows that do not exist. ``rows`` are their blocks,
+    their rows in them, -1 if they do not exist, and how far behind the first row the scales
     begin."""
     page, row, tail = rows
     exists = row >= 0
@@ -123,41 +123,41 @@ def store_half(buffer, FIRST: gl.constexpr, half):
 @gluon.jit
 def dequantise(
     FIND: gl.constexpr,
-    PLACE: gl.constexpr,
+    LOCATE: gl.constexpr,
     SIZES: gl.constexpr,
-    place,
+    where,
     blocks,
     keys,
     existing,
     full,
     empty,
 ):
-    """The partition that fills the buffers. ``FIND(place, block, FIRST, SIZES)`` loads what says
-    where the rows of a half of a block are, and ``PLACE`` makes of it the rows as ``load_half``
+    """The partition that fills the buffers. ``FIND(where, block, FIRST, SIZES)`` loads what says
+    where the rows of a half of a block are, and ``LOCATE`` makes of it the rows as ``load_half``
     takes them: a block later, because whoever uses a loaded value waits for it. SIZES begins with
     ROW and SCALE_BYTES. Rows of a first half are loaded when that of the block before is stored,
     those of a second with the block: at once they would keep the matrix unit from shared memory."""
     ROW: gl.constexpr = SIZES[0]
     SCALE_BYTES: gl.constexpr = SIZES[1]
-    near = FIND(place, 0, 0, SIZES)
-    far = FIND(place, 0, HALF, SIZES)
-    next_near = FIND(place, 1, 0, SIZES)
-    next_far = FIND(place, 1, HALF, SIZES)
-    rows = PLACE(place, 0, 0, near, SIZES)
+    near = FIND(where, 0, 0, SIZES)
+    far = FIND(where, 0, HALF, SIZES)
+    next_near = FIND(where, 1, 0, SIZES)
+    next_far = FIND(where, 1, HALF, SIZES)
+    rows = LOCATE(where, 0, 0, near, SIZES)
     half = load_half(rows, ROW, SCALE_BYTES)
     there = rows[1]
     block = blocks * 0
     while block < blocks:
         buffer = block % 2
-        rows = PLACE(place, block, HALF, far, SIZES)
+        rows = LOCATE(where, block, HALF, far, SIZES)
         other = load_half(rows, ROW, SCALE_BYTES)
         other_there = rows[1]
-        later_near = FIND(place, block + 2, 0, SIZES)
-        later_far = FIND(place, block + 2, HALF, SIZES)
+        later_near = FIND(where, block + 2, 0, SIZES)
+        later_far = FIND(where, block + 2, HALF, SIZES)
         mbarrier.wait(empty.index(buffer), ((block // 2) & 1) ^ 1)
         store_half(keys.index(buffer), 0, half)
         existing.index(buffer).slice(0, HALF).store(there)
-        rows = PLACE(place, block + 1, 0, next_near, SIZES)
+        rows = LOCATE(where, block + 1, 0, next_near, SIZES)
         half = load_half(rows, ROW, SCALE_BYTES)
         there = rows[1]
         store_half(keys.index(buffer), HALF, other)

@@ -9,7 +9,7 @@ from dsv4_ops.kernels.common.triton_compat import async_load, reinterpret
 from dsv4_ops.kernels.sparse_mla.hopper.mma import HEADS, LOGIT_ROW, VALUE_ROW, WIDTH
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
-_LEAST_PEAK, _MOST_PEAK = gl.constexpr(1e-30), gl.constexpr(1e37)
+_MIN_SCALE, _MAX_SCALE = gl.constexpr(1e-30), gl.constexpr(1e37)
 """Scales of a partial result are between them: their inverses are ordinary float32 values."""
 
 _ROWS, _ROPE = gl.constexpr(16), gl.constexpr(64)
@@ -47,9 +47,9 @@ def _product(left, right):
 
 
 @gluon.jit
-def _store_turned(target, stage, sums, factor, row, first_head, heads, rotation):
-    """The right half likewise, with the last 64 values rotated back after the rounding:
-    ``kernels/common/rope.py`` says how."""
+def _store_rotated(target, stage, sums, factor, row, first_head, heads, rotation):
+    """The right half likewise, with inverse RoPE of its last 64 values after the rounding, as in
+    ``kernels/common/rope.py``."""
     cos_sin_cache, position, num_positions = rotation
     stage.store((sums * factor[:, None]).to(target.dtype.element_ty))
     pair = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, _PAIRS)) - (WIDTH - _ROPE) // 2
@@ -65,25 +65,25 @@ def _store_turned(target, stage, sums, factor, row, first_head, heads, rotation)
         right = _product(odd, cos) - _product(even, sin)
         left = gl.where(known[None, :], left, even)
         right = gl.where(known[None, :], right, odd)
-        turned = gl.reshape(gl.join(left, right), [_ROWS, WIDTH]).to(target.dtype.element_ty)
-        _store_rows(target, turned, row, first_head, heads, part, WIDTH)
+        values = gl.reshape(gl.join(left, right), [_ROWS, WIDTH]).to(target.dtype.element_ty)
+        _store_rows(target, values, row, first_head, heads, part, WIDTH)
 
 
 @gluon.jit
-def _log2_sum(largest, total):
-    return gl.where(largest == float("-inf"), 0.0, largest) + gl.log2(total)
+def _log2_sum(row_max, row_sum):
+    return gl.where(row_max == float("-inf"), 0.0, row_max) + gl.log2(row_sum)
 
 
 @gluon.jit
-def _peak(values):
-    """The largest magnitude of every head; NaN is left out."""
+def _amax(values):
+    """Amax of every head; NaN is left out."""
     return gl.max(gl.abs(values), axis=1)
 
 
 @gluon.jit
-def _scale_of(peak):
-    scale = gl.minimum(gl.maximum(peak, _LEAST_PEAK), _MOST_PEAK)
-    return gl.where(peak == float("inf"), 1.0, scale)  # beside infinite ones as they are
+def _scale_of(amax):
+    scale = gl.minimum(gl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
+    return gl.where(amax == float("inf"), 1.0, scale)  # beside infinite ones as they are
 
 
 @gluon.jit
@@ -95,25 +95,25 @@ def ask_sinks(sinks, attn_sink, first_head, heads):
 
 
 @gluon.jit
-def inverse_of(largest, total, sinks, HAS_SINK: gl.constexpr):
+def inverse_of(row_max, row_sum, sinks, HAS_SINK: gl.constexpr):
     """By what the sums of heads are multiplied at last."""
     sink = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
     if HAS_SINK:
         sink = sinks.load(LOGIT_ROW) * _LOG2_E
-    origin = gl.where(largest == float("-inf"), 0.0, largest)
-    return 1.0 / gl.where(total == 0.0, 1.0, total + gl.exp2(sink - origin))
+    origin = gl.where(row_max == float("-inf"), 0.0, row_max)
+    return 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum + gl.exp2(sink - origin))
 
 
 @gluon.jit
-def store_lse(lse, row, largest, total, heads):
+def store_lse(lse, row, row_max, row_sum, heads):
     """Natural logarithms of as many heads from ``row`` on."""
     head = gl.arange(0, HEADS, LOGIT_ROW)
-    gl.store(lse + row + head, _log2_sum(largest, total) / _LOG2_E, mask=head < heads)
+    gl.store(lse + row + head, _log2_sum(row_max, row_sum) / _LOG2_E, mask=head < heads)
 
 
 @gluon.jit
 def finish_left(
-    sums, largest, total, blocks, dst, heads, queries, exchange, barriers, HAS_SINK: gl.constexpr
+    sums, row_max, row_sum, blocks, dst, heads, queries, exchange, barriers, HAS_SINK: gl.constexpr
 ):
     """Results of a token whose keys were all here: the left half, and ``lse``, of as many heads.
     The queries are not needed any more: what is stored goes through their memory."""
@@ -121,11 +121,11 @@ def finish_left(
     _full, _empty, weighed, taken, _asked = barriers
     if HAS_SINK:
         async_copy.wait_group(0)
-    inverse = inverse_of(largest, total, exchange[1].index(0), HAS_SINK)
+    inverse = inverse_of(row_max, row_sum, exchange[1].index(0), HAS_SINK)
     mbarrier.wait(taken, (blocks & 1) ^ 1)
     exchange[0].store(inverse)
     mbarrier.arrive(weighed)
-    store_lse(lse, row + first_head, largest, total, heads)
+    store_lse(lse, row + first_head, row_max, row_sum, heads)
     stage = queries.slice(0, WIDTH, dim=1)
     factor = gl.convert_layout(inverse, VALUE_ROW)
     _store(out, stage, sums, factor, row, first_head, heads, 0)
@@ -133,48 +133,40 @@ def finish_left(
 
 @gluon.jit
 def finish_right(
-    sums, blocks, dst, rotation, heads, queries, exchange, barriers, TURNED: gl.constexpr
+    sums, blocks, dst, rotation, heads, queries, exchange, barriers, INVERSE_ROPE: gl.constexpr
 ):
-    """The right half of the results, its last 64 values rotated back if TURNED."""
+    """The right half of the results, with inverse RoPE of its last 64 values if INVERSE_ROPE."""
     out, row, first_head = dst
     _full, _empty, weighed, _taken, _asked = barriers
     mbarrier.wait(weighed, blocks & 1)
     stage = queries.slice(WIDTH, WIDTH, dim=1)
     factor = exchange[0].load(VALUE_ROW)
-    if TURNED:
-        _store_turned(out, stage, sums, factor, row, first_head, heads, rotation)
+    if INVERSE_ROPE:
+        _store_rotated(out, stage, sums, factor, row, first_head, heads, rotation)
     else:
         _store(out, stage, sums, factor, row, first_head, heads, WIDTH)
 
 
 @gluon.jit
-def part_left(sums, largest, total, blocks, dst, heads, queries, exchange, barriers):
-    """Partial results of a split: normalised, as multiples of the largest magnitude of the head."""
-    partial, partial_lse, partial_peak, row, first_head = dst
+def part_left(sums, row_max, row_sum, blocks, dst, heads, queries, exchange, barriers):
+    """Partial results of a split: normalised, as multiples of the head's amax."""
+    partial, partial_lse, partial_scale, row, first_head = dst
     _full, _empty, weighed, taken, _asked = barriers
-    inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
+    inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
     factor = gl.convert_layout(inverse, VALUE_ROW)
     mbarrier.wait(taken, (blocks & 1) ^ 1)
     exchange[0].store(inverse)
-    exchange[1].index(0).store(_peak(sums * factor[:, None]))
+    exchange[1].index(0).store(_amax(sums * factor[:, None]))
     mbarrier.arrive(weighed)
     head = gl.arange(0, HEADS, LOGIT_ROW)
     start = row + first_head
-    gl.store(partial_lse + start + head, _log2_sum(largest, total), mask=head < heads)
+    gl.store(partial_lse + start + head, _log2_sum(row_max, row_sum), mask=head < heads)
     mbarrier.wait(taken, blocks & 1)
     scale = exchange[1].index(1).load(VALUE_ROW)
-    gl.store(partial_peak + start + head, gl.convert_layout(scale, LOGIT_ROW), mask=head < heads)
+    gl.store(partial_scale + start + head, gl.convert_layout(scale, LOGIT_ROW), mask=head < heads)
     stage = reinterpret(queries, gl.float16, [HEADS, 2 * WIDTH], queries.layout)
-    _store(
-        partial,
-        stage.slice(0, WIDTH, dim=1),
-        sums,
-        factor * (1.0 / scale),
-        row,
-        first_head,
-        heads,
-        0,
-    )
+    stage = stage.slice(0, WIDTH, dim=1)
+    _store(partial, stage, sums, factor * (1.0 / scale), row, first_head, heads, 0)
 
 
 @gluon.jit
@@ -184,18 +176,10 @@ def part_right(sums, blocks, dst, heads, queries, exchange, barriers):
     _full, _empty, weighed, taken, _asked = barriers
     mbarrier.wait(weighed, blocks & 1)
     factor = exchange[0].load(VALUE_ROW)
-    peak = gl.maximum(_peak(sums * factor[:, None]), exchange[1].index(0).load(VALUE_ROW))
-    scale = _scale_of(peak)
+    amax = gl.maximum(_amax(sums * factor[:, None]), exchange[1].index(0).load(VALUE_ROW))
+    scale = _scale_of(amax)
     exchange[1].index(1).store(scale)
     mbarrier.arrive(taken)
     stage = reinterpret(queries, gl.float16, [HEADS, 2 * WIDTH], queries.layout)
-    _store(
-        partial,
-        stage.slice(WIDTH, WIDTH, dim=1),
-        sums,
-        factor * (1.0 / scale),
-        row,
-        first_head,
-        heads,
-        WIDTH,
-    )
+    stage = stage.slice(WIDTH, WIDTH, dim=1)
+    _store(partial, stage, sums, factor * (1.0 / scale), row, first_head, heads, WIDTH)

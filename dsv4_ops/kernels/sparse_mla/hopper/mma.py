@@ -114,7 +114,7 @@ def attend_left(blocks, scale, queries, keys, existing, weights, factors, barrie
         buffer = block % 2
         mbarrier.wait(full.index(buffer), (block // 2) & 1)
         rows = keys.index(buffer)
-        # of a constant place, descriptors would be kept in registers
+        # with a constant index, descriptors would be kept in registers
         asked = queries.index(block >> 28)
         product = warpgroup_mma(asked, rows.permute((1, 0)), nothing, use_acc=False, is_async=True)
         exists = existing.index(buffer).load(gl.SliceLayout(0, LOGITS))

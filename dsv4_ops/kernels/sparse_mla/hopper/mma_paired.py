@@ -196,8 +196,8 @@ def attend_odd(first, pairs, turn, scale, shared):
 def whole_total(block: gl.constexpr, pairs, turn, total, shared):
     """Totals of both partitions, which have the same largest logits at last. ``pairs`` so far."""
     totals, peaked = shared[4][1], shared[5][2]
-    place = 2 * (turn & 1)
-    totals.index(place + block).store(total)
+    first = 2 * (turn & 1)
+    totals.index(first + block).store(total)
     mbarrier.arrive(peaked[block])
     mbarrier.wait(peaked[1 - block], (pairs + turn) & 1)
-    return total + totals.index(place + (1 - block)).load(LOGIT_ROW)
+    return total + totals.index(first + (1 - block)).load(LOGIT_ROW)

@@ -1,4 +1,4 @@
-"""Sparse MLA prefill from FP8 pages in Gluon."""
+"""Sparse MLA prefill over paged FP8 caches in Gluon."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,51 +15,51 @@ from dsv4_ops.kernels.sparse_mla.hopper.mma import HEADS, allocate, allocate_hea
 
 
 @gluon.jit
-def _columns(place, block, FIRST: gl.constexpr):
-    """Places of the keys of half a block of a split in the window or behind it, and which of the
+def _columns(where, block, FIRST: gl.constexpr):
+    """Offsets of the keys of half a block of a split in the window or behind it, and which of the
     two."""
-    window_blocks = place[0][0]
-    block = block + place[0][3]
+    window_blocks = where[0][0]
+    block = block + where[0][3]
     in_window = block < window_blocks
     column = gl.where(in_window, block, block - window_blocks) * KEYS + FIRST
     return column + gl.arange(0, HALF, ROW_LAYOUT), in_window
 
 
 @gluon.jit
-def find_rows(place, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
+def find_rows(where, block, FIRST: gl.constexpr, SIZES: gl.constexpr):
     """The selected rows of the half of a block that begins with its key FIRST, or where it is."""
     HAS_TOPK: gl.constexpr = SIZES[5]
-    column, in_window = _columns(place, block, FIRST)
+    column, in_window = _columns(where, block, FIRST)
     if HAS_TOPK:
-        _visible, extra_len, selected, step = place[3]
+        _visible, extra_len, selected, step = where[3]
         wanted = (column < extra_len) & (in_window == 0)
         column = gl.load(selected + column.to(gl.int64) * step, mask=wanted, other=-1)
     return column
 
 
 @gluon.jit
-def place_rows(place, block, FIRST: gl.constexpr, found, SIZES: gl.constexpr):
-    """The rows that ``find_rows`` found, as in ``hopper_split_rows.py``. Unsigned, a page below 0
-    is past every page, and divisions are shifts."""
+def locate_rows(where, block, FIRST: gl.constexpr, found, SIZES: gl.constexpr):
+    """The rows that ``find_rows`` found, as in ``decode_kernel.py``. Unsigned, a block below 0
+    is past every block, and divisions are shifts."""
     ROW: gl.constexpr = SIZES[0]
     SWA_BLOCK_SIZE: gl.constexpr = SIZES[2]
     EXTRA_BLOCK_SIZE: gl.constexpr = SIZES[3]
     HAS_EXTRA: gl.constexpr = SIZES[4]
     HAS_TOPK: gl.constexpr = SIZES[5]
-    _window_blocks, length, swa_len, first_block, stop = place[0]
-    cache, page_stride, blocks, entry, step, columns = place[1]
-    column, in_window = _columns(place, block, FIRST)
+    _window_blocks, length, swa_len, first_block, stop = where[0]
+    cache, page_stride, blocks, entry, step, columns = where[1]
+    column, in_window = _columns(where, block, FIRST)
     offset = (length - swa_len + column).to(gl.uint32)
     wanted = in_window & (column < swa_len)
     page_column, row = offset // SWA_BLOCK_SIZE, offset % SWA_BLOCK_SIZE
     block_size = gl.to_tensor(SWA_BLOCK_SIZE)
     if HAS_EXTRA:
-        extra = place[2]
+        extra = where[2]
         picked = found.to(gl.uint32)
         if HAS_TOPK:
-            seen = picked < place[3][0].to(gl.uint32)
+            seen = picked < where[3][0].to(gl.uint32)
         else:
-            seen = column < place[3][1]
+            seen = column < where[3][1]
         wanted = gl.where(in_window, wanted, seen)
         page_column = gl.where(in_window, page_column, picked // EXTRA_BLOCK_SIZE)
         row = gl.where(in_window, row, picked % EXTRA_BLOCK_SIZE)
@@ -82,9 +82,9 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _rows(place, blocks, keys, existing, barriers, SIZES: gl.constexpr):
+def _rows(where, blocks, keys, existing, barriers, SIZES: gl.constexpr):
     full, empty, _weighed, _taken, _asked = barriers
-    dequantise(find_rows, place_rows, SIZES, place, blocks, keys, existing, full, empty)
+    dequantise(find_rows, locate_rows, SIZES, where, blocks, keys, existing, full, empty)
 
 
 @gluon.jit
@@ -137,7 +137,7 @@ def hopper_prefill_keys_kernel(
     num_heads,
     partial,
     partial_lse,
-    partial_peak,
+    partial_scale,
     splits,
     SOFTMAX_SCALE: gl.constexpr,
     WINDOW_SIZE: gl.constexpr,
@@ -180,88 +180,48 @@ def hopper_prefill_keys_kernel(
 
     queries, keys, existing, weights, factors, barriers = allocate()
 
-    SIZES: gl.constexpr = (
-        ROW,
-        SCALE_BYTES,
-        SWA_BLOCK_SIZE,
-        EXTRA_BLOCK_SIZE,
-        HAS_EXTRA,
-        HAS_TOPK,
-    )
+    SIZES: gl.constexpr = (ROW, SCALE_BYTES, SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE, HAS_EXTRA, HAS_TOPK)
     swa_pages = swa_table + request * swa_table_stride
     extra_pages = extra_table + request * extra_table_stride
-    place = (
+    columns = gl.to_tensor(max_swa_blocks)
+    swa = (swa_cache, swa_page_stride, swa_blocks, swa_pages, swa_column_stride, columns)
+    columns = gl.to_tensor(max_extra_blocks)
+    extra = (
+        extra_cache,
+        extra_page_stride,
+        extra_blocks,
+        extra_pages,
+        extra_column_stride,
+        columns,
+    )
+    where = (
         (window_blocks, length, swa_len, first_block, stop),
-        (
-            swa_cache,
-            swa_page_stride,
-            swa_blocks,
-            swa_pages,
-            swa_column_stride,
-            gl.to_tensor(max_swa_blocks),
-        ),
-        (
-            extra_cache,
-            extra_page_stride,
-            extra_blocks,
-            extra_pages,
-            extra_column_stride,
-            gl.to_tensor(max_extra_blocks),
-        ),
+        swa,
+        extra,
         (visible, extra_len, chosen, topk_column_stride),
     )
-    exchange = (factors, allocate_heads(2))
+    shared = (queries, keys, existing, weights, (factors, allocate_heads(2)), barriers)
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads
     heads = num_heads - first_head  # no more are read and written
     here = (q + token * q_stride + first_head.to(gl.int64) * q_head_stride, q_head_stride)
     part = gl.program_id(0).to(gl.int64) * num_heads
-    left = (
-        (out, lse, row, first_head),
-        (partial, partial_lse, partial_peak, part, first_head),
-    )
+    left = ((out, lse, row, first_head), (partial, partial_lse, partial_scale, part, first_head))
     right = ((out, row, first_head), (partial, part, first_head))
-    unturned = (lse, positions, position_stride)
+    no_rotation = (lse, positions, position_stride)
     SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
+    count = stop - first_block
     gl.warp_specialize(
         [
             (
                 attend_and_finish_left,
-                (
-                    here,
-                    queries,
-                    keys,
-                    existing,
-                    weights,
-                    exchange,
-                    barriers,
-                    stop - first_block,
-                    attn_sink,
-                    left,
-                    splits,
-                    heads,
-                    SCALE,
-                    HAS_SINK,
-                ),
+                (here, shared, count, attn_sink, left, splits, heads, SCALE, HAS_SINK),
             ),
             (
                 attend_and_finish_right,
-                (
-                    here,
-                    queries,
-                    keys,
-                    weights,
-                    exchange,
-                    barriers,
-                    stop - first_block,
-                    right,
-                    unturned,
-                    splits,
-                    heads,
-                    False,
-                ),
+                (here, shared, count, right, no_rotation, splits, heads, False),
             ),
-            (_rows, (place, stop - first_block, keys, existing, barriers, SIZES)),
+            (_rows, (where, count, keys, existing, barriers, SIZES)),
         ],
         [4, 4],
         [ATTENDING, DEQUANTISING],

@@ -2,7 +2,7 @@
 
 Their loads, their dequantisation and their matrix products have warps of their own, which plain
 Triton does not express. Inductor knows no Gluon kernel: compiled code calls an op that launches
-it, and an AOTInductor package holds its binary (``packaged.py``), so that it needs nothing else.
+it, and an AOTInductor package holds its binary (``kernels/aot``), so that it needs nothing else.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import functools
 import importlib
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from dsv4_ops.kernels.launcher import EMULATE, Launch
+from dsv4_ops.kernels.launcher import EMULATE, Launcher
 
 CAPABILITY = (9, 0)
 """Compute capability of the matrix unit that the kernels are made for."""
@@ -23,19 +22,11 @@ WARPS = 4
 """Warps of the first of their three partitions."""
 
 
-def runs(launch: Launch, q: Tensor, coded: bool) -> bool:
-    """Whether such a call has a Gluon kernel: over FP8 caches or listed rows, on Hopper, and not
-    where a trace can hold nothing but kernels in Triton."""
-    if EMULATE or not coded or launch is torch.library.wrap_triton:
+def runs(launch: Launcher, q: Tensor, coded: bool) -> bool:
+    """Whether such a call has a Gluon kernel: over FP8 caches or listed rows, on Hopper."""
+    if EMULATE or not coded or launch.capability(q.device) != CAPABILITY:
         return False
-    return _hopper(launch, q.device) and kernels() is not None
-
-
-def _hopper(launch: Launch, device: torch.device) -> bool:
-    if device.type == "cuda":
-        nvidia = torch.version.hip is None  # AMD's GPUs have such numbers too
-        return nvidia and torch.cuda.get_device_capability(device) == CAPABILITY
-    return getattr(launch, "capability", None) == CAPABILITY  # a report of what would be launched
+    return kernels() is not None
 
 
 class Kernels(NamedTuple):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.rope import load_angles, turn_back
+from dsv4_ops.kernels.common.rope import inverse_rope, load_angles
 from dsv4_ops.kernels.sparse_mla.triton.mainloop import (
     LINES,
     again,
@@ -19,46 +19,35 @@ from dsv4_ops.kernels.sparse_mla.triton.mainloop import (
 
 @triton.jit
 def rows_of(
-    unit,
-    swa_units,
-    stop,
-    swa_cache,
-    swa_page_stride,
-    swa_blocks,
-    swa_slots,
-    swa_step,
-    swa_len,
-    extra_cache,
-    extra_page_stride,
-    extra_blocks,
-    extra_slots,
-    extra_step,
-    extra_len,
-    SWA_BLOCK_SIZE: tl.constexpr,
-    EXTRA_BLOCK_SIZE: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-    PAGED: tl.constexpr,
-    KEYS: tl.constexpr,
-    UNIT: tl.constexpr,
+    unit, swa_units, stop, swa, extra, SIZES: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr
 ):
-    """Cache and stride of its pages, page and row of the keys of a block that begins with ``unit``,
-    whether they exist, and the size of the pages. A block ends where its split does, or the window.
-    Unsigned, a slot below 0 is past every page, and divisions are shifts."""
+    """The keys of a block that begins with ``unit``, as ``load_keys`` takes them.
+
+    A block ends where its split does, or the window. Unsigned, a slot below 0 is past every block
+    of the cache, and divisions are shifts. ``swa`` and ``extra``: cache, stride of its blocks,
+    their number, the token's list, its stride and its length. SIZES: SWA_BLOCK_SIZE,
+    EXTRA_BLOCK_SIZE, HAS_EXTRA and PAGED."""
+    SWA_BLOCK_SIZE: tl.constexpr = SIZES[0]
+    EXTRA_BLOCK_SIZE: tl.constexpr = SIZES[1]
+    HAS_EXTRA: tl.constexpr = SIZES[2]
+    PAGED: tl.constexpr = SIZES[3]
+    swa_cache, swa_page_stride, swa_blocks, swa_slots, swa_step, swa_len = swa
+    extra_cache, extra_page_stride, extra_blocks, extra_slots, extra_step, extra_len = extra
     in_window = unit < swa_units
     before = tl.where(in_window, 0, swa_units)
     column = (unit - before) * UNIT + tl.arange(0, KEYS)
-    length, entry, step, place = swa_len, swa_slots, swa_step, column
+    length, entry, step, offset = swa_len, swa_slots, swa_step, column
     if HAS_EXTRA:
         length = tl.where(in_window, swa_len, extra_len)
         entry = tl.where(in_window, swa_slots, extra_slots)
         step = tl.where(in_window, swa_step, extra_step)
         if PAGED:
-            place = tl.where(in_window, column, column // EXTRA_BLOCK_SIZE)
+            offset = tl.where(in_window, column, column // EXTRA_BLOCK_SIZE)
     if UNIT < KEYS:
         end = tl.where(in_window, tl.minimum(stop, swa_units), stop)
         length = tl.minimum(length, (end - before) * UNIT)
     wanted = column < length
-    found = tl.load(entry + place.to(tl.int64) * step, mask=wanted, other=-1).to(tl.uint32)
+    found = tl.load(entry + offset.to(tl.int64) * step, mask=wanted, other=-1).to(tl.uint32)
     page, row = found // SWA_BLOCK_SIZE, found % SWA_BLOCK_SIZE
     cache, page_stride, blocks, block_size = swa_cache, swa_page_stride, swa_blocks, SWA_BLOCK_SIZE
     if HAS_EXTRA:
@@ -77,85 +66,16 @@ def rows_of(
     return cache, page_stride, page, tl.where(exists, row, 0), exists, block_size
 
 
-@triton.jit
-def load_block(
-    unit,
-    swa_units,
-    stop,
-    swa_cache,
-    swa_page_stride,
-    swa_blocks,
-    swa_slots,
-    swa_step,
-    swa_len,
-    extra_cache,
-    extra_page_stride,
-    extra_blocks,
-    extra_slots,
-    extra_step,
-    extra_len,
-    SWA_BLOCK_SIZE: tl.constexpr,
-    EXTRA_BLOCK_SIZE: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-    PAGED: tl.constexpr,
-    ROW: tl.constexpr,
-    CODE_DIM: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    KEYS: tl.constexpr,
-    UNIT: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
-    """The four tiles of the keys of a block, and whether each exists."""
-    cache, page_stride, page, row, exists, block_size = rows_of(
-        unit,
-        swa_units,
-        stop,
-        swa_cache,
-        swa_page_stride,
-        swa_blocks,
-        swa_slots,
-        swa_step,
-        swa_len,
-        extra_cache,
-        extra_page_stride,
-        extra_blocks,
-        extra_slots,
-        extra_step,
-        extra_len,
-        SWA_BLOCK_SIZE,
-        EXTRA_BLOCK_SIZE,
-        HAS_EXTRA,
-        PAGED,
-        KEYS,
-        UNIT,
-    )
-    k0, k1, k2, k3 = load_keys(
-        cache,
-        page_stride,
-        page,
-        row,
-        exists,
-        block_size,
-        ROW,
-        CODE_DIM,
-        QUANT_BLOCK,
-        SCALE_BYTES,
-        EMULATE,
-    )
-    return k0, k1, k2, k3, exists
-
-
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
-_LEAST_PEAK, _MOST_PEAK = tl.constexpr(1e-30), tl.constexpr(1e37)
+_MIN_SCALE, _MAX_SCALE = tl.constexpr(1e-30), tl.constexpr(1e37)
 """Scales of a partial result are between them: their inverses are ordinary float32 values."""
 
 
 @triton.jit
-def _peak(values, EMULATE: tl.constexpr):
-    """The largest magnitude, of all heads: for one per head Triton gives the loop layouts that
-    spill. NaN is left out."""
+def _amax(values, EMULATE: tl.constexpr):
+    """Amax of all heads: for one per head Triton gives the loop layouts that spill. NaN is left
+    out."""
     magnitude = tl.abs(values)
     if EMULATE:  # numpy's maximum returns NaN where the hardware's returns the number
         magnitude = tl.where(magnitude != magnitude, 0.0, magnitude)
@@ -172,7 +92,7 @@ def split_keys_kernel(
     lse,
     partial,
     partial_lse,
-    partial_peak,
+    partial_scale,
     attn_sink,
     swa_cache,
     swa_page_stride,
@@ -202,7 +122,7 @@ def split_keys_kernel(
     positions_stride,
     cos_sin_cache,
     num_positions,
-    room,
+    capacity,
     num_tokens,
     num_heads,
     splits,
@@ -213,7 +133,7 @@ def split_keys_kernel(
     PAGED: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HAS_PLAN: tl.constexpr,
-    TURNED: tl.constexpr,
+    INVERSE_ROPE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROW: tl.constexpr,
     ROW_BYTES: tl.constexpr,
@@ -225,28 +145,30 @@ def split_keys_kernel(
     UNIT: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """One split of the keys of one token for a tile of heads. The window's keys come first, then
-    those of the extra cache; splits are cut between units of keys. A token of one split is finished
-    here, with TURNED rotated back too; of the others the normalised sums go to ``partial`` as
-    multiples of ``partial_peak``. With PAGED, ``extra_indices`` is a block table; with HAS_PLAN the
-    plan names token, split and number of splits."""
+    """One split of the keys of one token for a tile of heads.
+
+    The window's keys come first, then those of the extra cache; splits are of whole units of keys.
+    A token of one split is finished here, with inverse RoPE if INVERSE_ROPE; of the others the
+    normalised sums go to ``partial`` as multiples of ``partial_scale``. With PAGED,
+    ``extra_indices`` is a block table; with HAS_PLAN the plan names token, split and number of
+    splits."""
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     there = head < num_heads
     if HAS_PLAN:
-        piece = plan + tl.program_id(0).to(tl.int64) * plan_stride
-        token = tl.load(piece).to(tl.int64)
-        split = tl.load(piece + plan_column_stride)
-        splits = tl.load(piece + 2 * plan_column_stride)
-        first = tl.load(piece + 3 * plan_column_stride)
-        fits = (splits == 1) | ((first >= 0) & (first <= room - splits))
+        tile = plan + tl.program_id(0).to(tl.int64) * plan_stride
+        token = tl.load(tile).to(tl.int64)
+        split = tl.load(tile + plan_column_stride)
+        splits = tl.load(tile + 2 * plan_column_stride)
+        first = tl.load(tile + 3 * plan_column_stride)
+        fits = (splits == 1) | ((first >= 0) & (first <= capacity - splits))
         real = (token >= 0) & (token < num_tokens) & (split >= 0) & (split < splits) & fits
         if not real:
             return
-        place = first + split
+        offset = first + split
     else:
         token = (tl.program_id(0) // splits).to(tl.int64)
         split = tl.program_id(0) % splits
-        place = tl.program_id(0)
+        offset = tl.program_id(0)
     heads = q + token * q_stride + head[:, None].to(tl.int64) * q_head_stride
     q0 = load_heads(heads, there, q_dim_stride, 0, 256)
     q1 = load_heads(heads, there, q_dim_stride, 256, 128)
@@ -256,8 +178,8 @@ def split_keys_kernel(
     out1 = tl.zeros((HEADS, 128), dtype=tl.float32)
     out2 = tl.zeros((HEADS, 64), dtype=tl.float32)
     out3 = tl.zeros((HEADS, 64), dtype=tl.float32)
-    largest = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((HEADS,), dtype=tl.float32)
+    row_max = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros((HEADS,), dtype=tl.float32)
     asked = tl.zeros((KEYS, LINES), dtype=tl.int32)
     scale = SOFTMAX_SCALE * _LOG2_E
 
@@ -272,6 +194,14 @@ def split_keys_kernel(
             request = tl.load(req_indices + token * req_stride).to(tl.int64)
             extra_len = tl.where((request >= 0) & (request < num_reqs), extra_len, 0)
             request = tl.where(extra_len > 0, request, 0)
+    swa_slots = swa_indices + token * swa_stride
+    swa = (swa_cache, swa_page_stride, swa_blocks, swa_slots, swa_column_stride, swa_len)
+    extra_slots = extra_indices + (request if PAGED else token) * extra_stride
+    extra = (
+        extra_cache, extra_page_stride, extra_blocks, extra_slots, extra_column_stride, extra_len
+    )  # fmt: skip
+    SIZES: tl.constexpr = (SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE, HAS_EXTRA, PAGED)
+    FORMAT: tl.constexpr = (ROW, ROW_BYTES, CODE_DIM, QUANT_BLOCK, SCALE_BYTES)
     swa_units = (swa_len + UNIT - 1) // UNIT
     units = (swa_units + (extra_len + UNIT - 1) // UNIT).to(tl.int64)
     unit = (units * split // splits).to(tl.int32)
@@ -283,135 +213,32 @@ def split_keys_kernel(
         if UNIT < KEYS:
             crosses = (unit < swa_units) & (following > swa_units)
             following = tl.minimum(tl.where(crosses, swa_units, following), stop)
-        k0, k1, k2, k3, exists = load_block(
-            unit,
-            swa_units,
-            stop,
-            swa_cache,
-            swa_page_stride,
-            swa_blocks,
-            swa_indices + token * swa_stride,
-            swa_column_stride,
-            swa_len,
-            extra_cache,
-            extra_page_stride,
-            extra_blocks,
-            extra_indices + (request if PAGED else token) * extra_stride,
-            extra_column_stride,
-            extra_len,
-            SWA_BLOCK_SIZE,
-            EXTRA_BLOCK_SIZE,
-            HAS_EXTRA,
-            PAGED,
-            ROW,
-            CODE_DIM,
-            QUANT_BLOCK,
-            SCALE_BYTES,
-            KEYS,
-            UNIT,
-            EMULATE,
-        )
-        next_cache, next_stride, next_page, next_row, next_exists, next_size = rows_of(
-            following,
-            swa_units,
-            stop,
-            swa_cache,
-            swa_page_stride,
-            swa_blocks,
-            swa_indices + token * swa_stride,
-            swa_column_stride,
-            swa_len,
-            extra_cache,
-            extra_page_stride,
-            extra_blocks,
-            extra_indices + (request if PAGED else token) * extra_stride,
-            extra_column_stride,
-            extra_len,
-            SWA_BLOCK_SIZE,
-            EXTRA_BLOCK_SIZE,
-            HAS_EXTRA,
-            PAGED,
-            KEYS,
-            UNIT,
-        )
-        asked += prefetch_keys(
-            next_cache,
-            next_stride,
-            next_page,
-            next_row,
-            next_exists & (following < stop),
-            next_size,
-            ROW,
-            ROW_BYTES,
-            SCALE_BYTES,
-            EMULATE,
-        )
-        out0, out1, out2, out3, largest, total = attend(
-            q0,
-            q1,
-            q2,
-            q3,
-            out0,
-            out1,
-            out2,
-            out3,
-            largest,
-            total,
-            k0,
-            k1,
-            k2,
-            k3,
-            exists,
+        rows = rows_of(unit, swa_units, stop, swa, extra, SIZES, KEYS, UNIT)
+        keys = load_keys(rows, FORMAT, EMULATE)
+        ahead = rows_of(following, swa_units, stop, swa, extra, SIZES, KEYS, UNIT)
+        asked += prefetch_keys(ahead, following < stop, FORMAT, EMULATE)
+        out0, out1, out2, out3, row_max, row_sum = attend(
+            (q0, q1, q2, q3),
+            (out0, out1, out2, out3),
+            row_max,
+            row_sum,
+            keys,
+            rows[4],
             scale,
             unit >= 0,
             EMULATE,
         )
         unit = following
     if (UNIT < KEYS) & (unit < stop):  # the odd unit, in half the time of a block
-        k0, k1, k2, k3, exists = load_block(
-            unit,
-            swa_units,
-            stop,
-            swa_cache,
-            swa_page_stride,
-            swa_blocks,
-            swa_indices + token * swa_stride,
-            swa_column_stride,
-            swa_len,
-            extra_cache,
-            extra_page_stride,
-            extra_blocks,
-            extra_indices + (request if PAGED else token) * extra_stride,
-            extra_column_stride,
-            extra_len,
-            SWA_BLOCK_SIZE,
-            EXTRA_BLOCK_SIZE,
-            HAS_EXTRA,
-            PAGED,
-            ROW,
-            CODE_DIM,
-            QUANT_BLOCK,
-            SCALE_BYTES,
-            UNIT,
-            UNIT,
-            EMULATE,
-        )
-        out0, out1, out2, out3, largest, total = attend(
-            q0,
-            q1,
-            q2,
-            q3,
-            out0,
-            out1,
-            out2,
-            out3,
-            largest,
-            total,
-            k0,
-            k1,
-            k2,
-            k3,
-            exists,
+        rows = rows_of(unit, swa_units, stop, swa, extra, SIZES, UNIT, UNIT)
+        keys = load_keys(rows, FORMAT, EMULATE)
+        out0, out1, out2, out3, row_max, row_sum = attend(
+            (q0, q1, q2, q3),
+            (out0, out1, out2, out3),
+            row_max,
+            row_sum,
+            keys,
+            rows[4],
             scale,
             unit >= 0,
             EMULATE,
@@ -419,37 +246,37 @@ def split_keys_kernel(
 
     head = again(tl.program_id(1) + tl.zeros_like(head), EMULATE) * HEADS + tl.arange(0, HEADS)
     there = (head < num_heads) & (tl.sum(tl.sum(asked, axis=1), axis=0) == 0)  # that: always
-    log2_total = log2_sum(largest, total)
+    log2_total = log2_sum(row_max, row_sum)
     if splits == 1:
-        if TURNED:  # on their way while the other values are stored
+        if INVERSE_ROPE:  # on their way while the other values are stored
             position = tl.load(positions + token * positions_stride)
             known, cos, sin = load_angles(cos_sin_cache, position, num_positions, out3.shape[1])
         sink = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
         if HAS_SINK:
             sink = tl.load(attn_sink + head, mask=there, other=0.0) * _LOG2_E
-        factor = 1.0 / denominator(largest, total, sink)[:, None]
+        factor = 1.0 / denominator(row_max, row_sum, sink)[:, None]
         target = out + (token * num_heads + head[:, None]) * HEAD_DIM
         store_heads(target, there, out0 * factor, 0, EMULATE)
         store_heads(target, there, out1 * factor, 256, EMULATE)
         store_heads(target, there, out2 * factor, 384, EMULATE)
         rope = out3 * factor
-        if TURNED:
-            rope = turn_back(rope, known, cos, sin, EMULATE)
+        if INVERSE_ROPE:
+            rope = inverse_rope(rope, known, cos, sin, EMULATE)
         store_heads(target, there, rope, 448, EMULATE)
         tl.store(lse + token * num_heads + head, log2_total / _LOG2_E, mask=there)
     else:
-        inverse = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
-        peak = tl.maximum(_peak(out3 * inverse, EMULATE), _peak(out2 * inverse, EMULATE))
-        peak = tl.maximum(peak, _peak(out1 * inverse, EMULATE))
-        peak = tl.maximum(peak, _peak(out0 * inverse, EMULATE))
-        scale = tl.minimum(tl.maximum(peak, _LEAST_PEAK), _MOST_PEAK)
-        peak = tl.where(peak == float("inf"), 1.0, scale)  # beside infinite ones as they are
-        inverse *= 1.0 / peak
-        row = place.to(tl.int64) * num_heads + head
+        inverse = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+        amax = tl.maximum(_amax(out3 * inverse, EMULATE), _amax(out2 * inverse, EMULATE))
+        amax = tl.maximum(amax, _amax(out1 * inverse, EMULATE))
+        amax = tl.maximum(amax, _amax(out0 * inverse, EMULATE))
+        scale = tl.minimum(tl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
+        amax = tl.where(amax == float("inf"), 1.0, scale)  # beside infinite ones as they are
+        inverse *= 1.0 / amax
+        row = offset.to(tl.int64) * num_heads + head
         dst = partial + row[:, None] * HEAD_DIM
         store_heads(dst, there, out0 * inverse, 0, EMULATE)
         store_heads(dst, there, out1 * inverse, 256, EMULATE)
         store_heads(dst, there, out2 * inverse, 384, EMULATE)
         store_heads(dst, there, out3 * inverse, 448, EMULATE)
         tl.store(partial_lse + row, log2_total, mask=there)
-        tl.store(partial_peak + row, tl.zeros_like(log2_total) + peak, mask=there)
+        tl.store(partial_scale + row, tl.zeros_like(log2_total) + amax, mask=there)

@@ -63,21 +63,21 @@ def _load_values(row, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_keys(
-    cache,
-    page_stride,
-    page,
-    row,
-    exists,
-    block_size,
-    ROW: tl.constexpr,
-    CODE_DIM: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
-    """The four tiles of int64 rows of int64 pages. ``ROW`` is the step from row to row of a page;
-    without scales the cache is plain."""
+def load_keys(rows, FORMAT: tl.constexpr, EMULATE: tl.constexpr):
+    """The four tiles of a block of keys.
+
+    Args:
+        rows: The cache, the stride of its blocks, int64 blocks and rows, which of them exist, and
+            the rows of a block.
+        FORMAT: Step from row to row, bytes of a row, coded values, values of a scale, and bytes of
+            a row's scales; without scales the cache is plain.
+        EMULATE: Whether this runs in Triton's interpreter.
+    """
+    ROW: tl.constexpr = FORMAT[0]
+    CODE_DIM: tl.constexpr = FORMAT[2]
+    QUANT_BLOCK: tl.constexpr = FORMAT[3]
+    SCALE_BYTES: tl.constexpr = FORMAT[4]
+    cache, page_stride, page, row, exists, block_size = rows
     start = cache + page * page_stride
     data = start + row * ROW
     if SCALE_BYTES > 0:
@@ -96,20 +96,19 @@ def load_keys(
 
 
 @triton.jit
-def softmax_step(logits, largest, total):
-    """Weights of the logits [heads, keys], in powers of two, against the largest so far; the factor
-    of what was summed before, and the new maximum and total."""
-    highest = tl.maximum(largest, tl.max(logits, axis=1))
+def softmax_step(logits, row_max, row_sum):
+    """Weights of the logits [heads, keys], in powers of two, against the row_max so far; the factor
+    of what was summed before, and the new maximum and row_sum."""
+    highest = tl.maximum(row_max, tl.max(logits, axis=1))
     origin = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(logits - origin[:, None])
-    factor = tl.exp2(largest - origin)
-    return weights, factor, highest, total * factor + tl.sum(weights, axis=1)
+    factor = tl.exp2(row_max - origin)
+    return weights, factor, highest, row_sum * factor + tl.sum(weights, axis=1)
 
 
 @triton.jit
 def apart(values, EMULATE: tl.constexpr):
-    """``values``, out of the sight of Triton, which makes one sum of a product and what is added to
-    it."""
+    """``values``, opaque to Triton, which would contract a product and what is added to it."""
     if EMULATE:
         return values
     return tl.inline_asm_elementwise(
@@ -147,20 +146,14 @@ def prefetch(pointers, wanted, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def prefetch_keys(
-    cache,
-    page_stride,
-    page,
-    row,
-    exists,
-    block_size,
-    ROW: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    EMULATE: tl.constexpr,
-):
-    """What ``load_keys`` of these rows will read: the zeros of ``prefetch``. Rows begin anywhere in
-    a line, so the last bytes of one may be in a line that is not asked for."""
+def prefetch_keys(rows, wanted, FORMAT: tl.constexpr, EMULATE: tl.constexpr):
+    """What ``load_keys`` of these rows will read, if wanted: the zeros of ``prefetch``. Rows begin
+    anywhere in a line, so the last bytes of one may be in a line that is not asked for."""
+    ROW: tl.constexpr = FORMAT[0]
+    ROW_BYTES: tl.constexpr = FORMAT[1]
+    SCALE_BYTES: tl.constexpr = FORMAT[4]
+    cache, page_stride, page, row, exists, block_size = rows
+    exists = exists & wanted
     LINE: tl.constexpr = 128
     start = cache + page * page_stride
     data = (start + row * ROW).to(tl.pointer_type(tl.uint8), bitcast=True)
@@ -176,33 +169,17 @@ def prefetch_keys(
 
 
 @triton.jit
-def attend(
-    q0,
-    q1,
-    q2,
-    q3,
-    out0,
-    out1,
-    out2,
-    out3,
-    largest,
-    total,
-    k0,
-    k1,
-    k2,
-    k3,
-    exists,
-    scale,
-    always,
-    EMULATE: tl.constexpr,
-):
-    """The running sums after one block of keys; ``scale`` includes log2(e), and
-    ``always`` is true, which Triton must not see.
+def attend(q, out, row_max, row_sum, keys, exists, scale, always, EMULATE: tl.constexpr):
+    """The running sums after one block of keys; ``scale`` includes log2(e), and ``always`` is true,
+    which Triton must not see. ``q``, ``out`` and ``keys`` are four tiles each.
 
     Triton gives all warps to the rows of a product that leads to another product, and with 64 rows
     both warp groups would compute the same. It does not look behind the end of a branch, nor,
     through ``apart``, for the sum of the four.
     """
+    q0, q1, q2, q3 = q
+    out0, out1, out2, out3 = out
+    k0, k1, k2, k3 = keys
     logits = tl.zeros((q0.shape[0], exists.shape[0]), dtype=tl.float32)
     if always:
         part0 = apart(multiply_add(q0, tl.trans(k0), logits, EMULATE), EMULATE)
@@ -211,26 +188,26 @@ def attend(
         part3 = apart(multiply_add(q3, tl.trans(k3), logits, EMULATE), EMULATE)
         logits = (part0 + part1) + (part2 + part3)
     logits = tl.where(exists[None, :], logits * scale, float("-inf"))
-    weights, factor, largest, total = softmax_step(logits, largest, total)
+    weights, factor, row_max, row_sum = softmax_step(logits, row_max, row_sum)
     rounded = round_to_bf16(weights, EMULATE)
     out0 = multiply_add(rounded, k0, out0 * factor[:, None], EMULATE)
     out1 = multiply_add(rounded, k1, out1 * factor[:, None], EMULATE)
     out2 = multiply_add(rounded, k2, out2 * factor[:, None], EMULATE)
     out3 = multiply_add(rounded, k3, out3 * factor[:, None], EMULATE)
-    return out0, out1, out2, out3, largest, total
+    return out0, out1, out2, out3, row_max, row_sum
 
 
 @triton.jit
-def log2_sum(largest, total):
-    """Binary logarithm of a sum of ``total`` weights against ``largest``; -inf of no weight."""
-    return tl.where(largest == float("-inf"), 0.0, largest) + tl.log2(total)
+def log2_sum(row_max, row_sum):
+    """Binary logarithm of the sum of P; -inf where there was no key."""
+    return tl.where(row_max == float("-inf"), 0.0, row_max) + tl.log2(row_sum)
 
 
 @triton.jit
-def denominator(largest, total, sink):
+def denominator(row_max, row_sum, sink):
     """What the summed values are divided by; 1 where there was no key, whatever the sink."""
-    origin = tl.where(largest == float("-inf"), 0.0, largest)
-    return tl.where(total == 0.0, 1.0, total + tl.exp2(sink - origin))
+    origin = tl.where(row_max == float("-inf"), 0.0, row_max)
+    return tl.where(row_sum == 0.0, 1.0, row_sum + tl.exp2(sink - origin))
 
 
 @triton.jit

@@ -20,46 +20,33 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _rows_of(
-    tile,
-    swa_tiles,
-    length,
-    swa_len,
-    swa_cache,
-    swa_page_stride,
-    swa_blocks,
-    swa_pages,
-    swa_step,
-    max_swa_blocks,
-    extra_len,
-    visible,
-    extra_cache,
-    extra_page_stride,
-    extra_blocks,
-    extra_pages,
-    extra_step,
-    max_extra_blocks,
-    selected,
-    selected_step,
-    SWA_BLOCK_SIZE: tl.constexpr,
-    EXTRA_BLOCK_SIZE: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-    HAS_TOPK: tl.constexpr,
-    KEYS: tl.constexpr,
+    tile, swa_tiles, length, visible, swa, extra, selected, SIZES: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Cache and stride of its pages, page and row of every key of a block, whether it exists, and
-    the size of the pages. Unsigned, a page below 0 is past every page, and divisions are shifts."""
+    """The keys of a block, as ``load_keys`` takes them.
+
+    Unsigned, a block of the cache below 0 is past every other, and divisions are shifts. ``swa``
+    and ``extra``: cache, stride of its blocks, their number, the request's row of the block table,
+    its stride and its columns, and how many keys count. ``selected``: the token's list and its
+    stride. SIZES: SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE, HAS_EXTRA and HAS_TOPK."""
+    SWA_BLOCK_SIZE: tl.constexpr = SIZES[0]
+    EXTRA_BLOCK_SIZE: tl.constexpr = SIZES[1]
+    HAS_EXTRA: tl.constexpr = SIZES[2]
+    HAS_TOPK: tl.constexpr = SIZES[3]
+    swa_cache, swa_page_stride, swa_blocks, swa_pages, swa_step, max_swa_blocks, swa_len = swa
+    extra_cache, extra_page_stride, extra_blocks, extra_pages, extra_step, _, extra_len = extra
+    max_extra_blocks = extra[5]
     in_window = tile < swa_tiles
     column = tl.where(in_window, tile, tile - swa_tiles) * KEYS + tl.arange(0, KEYS)
-    place = (length - swa_len + column).to(tl.uint32)
+    position = (length - swa_len + column).to(tl.uint32)
     wanted = column < swa_len
-    block, row = place // SWA_BLOCK_SIZE, place % SWA_BLOCK_SIZE
+    block, row = position // SWA_BLOCK_SIZE, position % SWA_BLOCK_SIZE
     entry, step, columns = swa_pages, swa_step, max_swa_blocks
     cache, page_stride, blocks, block_size = swa_cache, swa_page_stride, swa_blocks, SWA_BLOCK_SIZE
     if HAS_EXTRA:
         picked = column
         seen = column < extra_len
         if HAS_TOPK:
-            listed = selected + column.to(tl.int64) * selected_step
+            listed = selected[0] + column.to(tl.int64) * selected[1]
             picked = tl.load(listed, mask=seen & (tile >= swa_tiles), other=-1)
         picked = picked.to(tl.uint32)
         if HAS_TOPK:
@@ -153,8 +140,8 @@ def prefill_keys_kernel(
     out1 = tl.zeros((HEADS, 128), dtype=tl.float32)
     out2 = tl.zeros((HEADS, 64), dtype=tl.float32)
     out3 = tl.zeros((HEADS, 64), dtype=tl.float32)
-    largest = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((HEADS,), dtype=tl.float32)
+    row_max = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros((HEADS,), dtype=tl.float32)
     asked = tl.zeros((KEYS, LINES), dtype=tl.int32)
     scale = SOFTMAX_SCALE * _LOG2_E
 
@@ -181,104 +168,33 @@ def prefill_keys_kernel(
             held = (length * 0).to(tl.int64) + max_extra_blocks  # may be a plain 1
             extra_len = tl.minimum(visible.to(tl.int64), held * EXTRA_BLOCK_SIZE).to(tl.int32)
         tiles += (extra_len + KEYS - 1) // KEYS
+    swa_pages = swa_table + request * swa_table_stride
+    extra_pages = extra_table + request * extra_table_stride
+    swa = (
+        swa_cache, swa_page_stride, swa_blocks, swa_pages, swa_column_stride, max_swa_blocks,
+        swa_len,
+    )  # fmt: skip
+    extra = (
+        extra_cache, extra_page_stride, extra_blocks, extra_pages, extra_column_stride,
+        max_extra_blocks, extra_len,
+    )  # fmt: skip
+    selected = (topk_indices + token * topk_stride, topk_column_stride)
+    SIZES: tl.constexpr = (SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE, HAS_EXTRA, HAS_TOPK)
+    FORMAT: tl.constexpr = (ROW, ROW_BYTES, CODE_DIM, QUANT_BLOCK, SCALE_BYTES)
     tile = tiles * 0
     while tile < tiles:
         # one loop over both sources: two would hold the sums in registers twice
-        cache, page_stride, page, row, exists, block_size = _rows_of(
-            tile,
-            swa_tiles,
-            length,
-            swa_len,
-            swa_cache,
-            swa_page_stride,
-            swa_blocks,
-            swa_table + request * swa_table_stride,
-            swa_column_stride,
-            max_swa_blocks,
-            extra_len,
-            visible,
-            extra_cache,
-            extra_page_stride,
-            extra_blocks,
-            extra_table + request * extra_table_stride,
-            extra_column_stride,
-            max_extra_blocks,
-            topk_indices + token * topk_stride,
-            topk_column_stride,
-            SWA_BLOCK_SIZE,
-            EXTRA_BLOCK_SIZE,
-            HAS_EXTRA,
-            HAS_TOPK,
-            KEYS,
-        )
-        k0, k1, k2, k3 = load_keys(
-            cache,
-            page_stride,
-            page,
-            row,
-            exists,
-            block_size,
-            ROW,
-            CODE_DIM,
-            QUANT_BLOCK,
-            SCALE_BYTES,
-            EMULATE,
-        )
-        next_cache, next_stride, next_page, next_row, next_exists, next_size = _rows_of(
-            tile + 1,
-            swa_tiles,
-            length,
-            swa_len,
-            swa_cache,
-            swa_page_stride,
-            swa_blocks,
-            swa_table + request * swa_table_stride,
-            swa_column_stride,
-            max_swa_blocks,
-            extra_len,
-            visible,
-            extra_cache,
-            extra_page_stride,
-            extra_blocks,
-            extra_table + request * extra_table_stride,
-            extra_column_stride,
-            max_extra_blocks,
-            topk_indices + token * topk_stride,
-            topk_column_stride,
-            SWA_BLOCK_SIZE,
-            EXTRA_BLOCK_SIZE,
-            HAS_EXTRA,
-            HAS_TOPK,
-            KEYS,
-        )
-        asked += prefetch_keys(
-            next_cache,
-            next_stride,
-            next_page,
-            next_row,
-            next_exists & (tile + 1 < tiles),
-            next_size,
-            ROW,
-            ROW_BYTES,
-            SCALE_BYTES,
-            EMULATE,
-        )
-        out0, out1, out2, out3, largest, total = attend(
-            q0,
-            q1,
-            q2,
-            q3,
-            out0,
-            out1,
-            out2,
-            out3,
-            largest,
-            total,
-            k0,
-            k1,
-            k2,
-            k3,
-            exists,
+        rows = _rows_of(tile, swa_tiles, length, visible, swa, extra, selected, SIZES, KEYS)
+        keys = load_keys(rows, FORMAT, EMULATE)
+        ahead = _rows_of(tile + 1, swa_tiles, length, visible, swa, extra, selected, SIZES, KEYS)
+        asked += prefetch_keys(ahead, tile + 1 < tiles, FORMAT, EMULATE)
+        out0, out1, out2, out3, row_max, row_sum = attend(
+            (q0, q1, q2, q3),
+            (out0, out1, out2, out3),
+            row_max,
+            row_sum,
+            keys,
+            rows[4],
             scale,
             tile >= 0,
             EMULATE,
@@ -289,10 +205,10 @@ def prefill_keys_kernel(
     sink = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
     if HAS_SINK:
         sink = tl.load(attn_sink + head, mask=there, other=0.0) * _LOG2_E
-    factor = 1.0 / denominator(largest, total, sink)[:, None]
+    factor = 1.0 / denominator(row_max, row_sum, sink)[:, None]
     target = out + (token * num_heads + head[:, None]) * HEAD_DIM
     store_heads(target, there, out0 * factor, 0, EMULATE)
     store_heads(target, there, out1 * factor, 256, EMULATE)
     store_heads(target, there, out2 * factor, 384, EMULATE)
     store_heads(target, there, out3 * factor, 448, EMULATE)
-    tl.store(lse + token * num_heads + head, log2_sum(largest, total) / _LOG2_E, mask=there)
+    tl.store(lse + token * num_heads + head, log2_sum(row_max, row_sum) / _LOG2_E, mask=there)

@@ -1,0 +1,80 @@
+"""Names that torch does not document: with ``lowering/_compat.py`` the only importer of them.
+
+Each is followed by the releases in which it was seen; ``tests/kernels/test_compat.py`` looks for
+them in the installed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._ops import OpOverload
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+__all__ = [
+    "FunctionalTensorMode",  # 2.11, 2.13, 2.15
+    "OpOverload",  # 2.11, 2.13, 2.15
+    "SingleLevelFunction",  # 2.11, 2.13, 2.15
+    "after_autograd",  # torch._C._after_autograd_keyset: 2.11, 2.13, 2.15
+    "any_requires_grad",  # torch._C._any_requires_grad: 2.11, 2.13, 2.15
+    "decomposes_triton_ops",  # decompose_custom_triton_ops: 2.11, 2.13, 2.15
+    "disable_current_modes",  # _disable_current_modes: 2.11, 2.13, 2.15
+    "enable_single_level_autograd_function",  # 2.11, 2.13, 2.15
+    "find_schema",  # torch._C._dispatch_find_schema_or_throw: 2.11, 2.13, 2.15
+    "forward_mode",  # forward_ad._current_level: 2.11, 2.13, 2.15
+    "guard_or_false",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
+    "redispatch",  # OpOverload._handle.redispatch_boxed: 2.11, 2.13, 2.15
+    "statically_known_true",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
+]
+
+SingleLevelFunction = torch.autograd.function._SingleLevelFunction
+after_autograd = torch._C._after_autograd_keyset
+
+
+def any_requires_grad(args: Sequence[Any]) -> bool:
+    """Whether a tensor among ``args`` requires a gradient."""
+    return bool(torch._C._any_requires_grad(*args))
+
+
+def decomposes_triton_ops() -> bool:
+    """Whether what is traced is for a compiler: the switch of ``torch.library.triton_op``."""
+    return bool(functorch_config.decompose_custom_triton_ops)
+
+
+def find_schema(qualified: str) -> bool:
+    """Whether an op of this name is registered."""
+    try:
+        torch._C._dispatch_find_schema_or_throw(qualified, "")
+    except RuntimeError:
+        return False
+    return True
+
+
+def forward_mode() -> bool:
+    """Whether forward-mode autograd is on."""
+    return forward_ad._current_level >= 0
+
+
+def guard_or_false(condition: Any) -> bool:
+    """``condition``, guarded; False where it cannot be."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # brings sympy
+
+    return guard_or_false(condition)
+
+
+def redispatch(op: OpOverload, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call what ``op`` has below autograd."""
+    return op._handle.redispatch_boxed(keyset & after_autograd, *args, **kwargs)
+
+
+def statically_known_true(condition: Any) -> bool:
+    """Whether ``condition`` holds of all values that its symbols may have; no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings sympy
+
+    return statically_known_true(condition)

@@ -1,0 +1,67 @@
+"""What a launch knows of where it happens."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is published for Linux only")
+
+from dsv4_ops.kernels.aot.launch_op import PACKAGED
+from dsv4_ops.kernels.launcher import EAGER, TRACED, Launcher
+from dsv4_ops.kernels.sparse_mla.decode import split_keys_kernel
+from dsv4_ops.kernels.sparse_mla.hopper import support
+
+CPU = torch.device("cpu")
+
+
+class Kernel:
+    """A kernel that takes down its grids."""
+
+    def __init__(self):
+        self.grids = []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *args: None
+
+
+def test_only_graphs_that_inductor_compiles_keep_gluon_kernels_opaque():
+    assert [each.opaque_gluon for each in (EAGER, TRACED, PACKAGED)] == [False, True, False]
+
+
+def test_only_packages_copy_inputs_that_are_not_aligned():
+    """A tensor of bytes from its second one on begins at an odd address."""
+    odd = torch.empty(64, dtype=torch.uint8)[1:]
+    assert not EAGER.is_aligned(odd)
+    assert EAGER.is_aligned(torch.empty(64, dtype=torch.uint8))
+    assert PACKAGED.is_aligned(odd)
+
+
+def test_a_device_that_is_not_here_is_what_was_said_of_it():
+    assert EAGER.capability(CPU) is None
+    assert EAGER.num_sms(CPU) == 132
+    told = Launcher(EAGER.wrap, capability=(9, 0), num_sms=78)
+    assert (told.capability(CPU), told.num_sms(CPU)) == ((9, 0), 78)
+
+
+def test_a_launch_whose_predicate_is_0_has_an_empty_grid():
+    kernel = Kernel()
+    launcher = Launcher(lambda each: each, capability=(9, 0))
+    for flag in (0, 1):
+        predicated = launcher.predicated(flag)
+        predicated(kernel)[(6, 4)]()
+        assert predicated.capability(CPU) == (9, 0)
+    launcher(kernel)[(2,)]()
+    assert kernel.grids == [(0, 4), (6, 4), (2,)]
+
+
+def test_predicates_multiply():
+    kernel = Kernel()
+    Launcher(lambda each: each).predicated(1).predicated(0)(kernel)[(3,)]()
+    assert kernel.grids == [(0,)]
+
+
+def test_a_package_calls_gluon_kernels_by_an_op():
+    kernels = support.kernels()
+    if kernels is None:
+        pytest.skip("this triton has no such Gluon")
+    assert type(PACKAGED(kernels.split)) is not type(PACKAGED(split_keys_kernel))
