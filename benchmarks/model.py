@@ -110,8 +110,8 @@ def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None
         cache = filled_cache(model, batch=row.batch, context=row.context)
         ids = torch.arange(row.batch, device=model.device)[:, None]
 
-        def step() -> Any:
-            return model(ids, past_key_values=cache, use_cache=True).logits
+        def step() -> Any:  # the cache by position: its name depends on transformers
+            return model(ids, None, None, cache, use_cache=True).logits
 
         row.stock_ms = _median_ms(step, model.device, _STOCK_STEPS)
         if model.device.type == "cuda":
@@ -123,7 +123,7 @@ def _measure_stock(row: ModelRow, model: Any, *, compiled: bool = False) -> None
             whole: Callable[..., Any] = torch.compile(model, dynamic=False)
 
             def compiled_step() -> Any:
-                return whole(ids, past_key_values=same_again(cache), use_cache=True).logits
+                return whole(ids, None, None, same_again(cache), use_cache=True).logits
 
             row.stock_compiled_ms = _median_ms(compiled_step, model.device, _STOCK_STEPS)
     except torch.OutOfMemoryError as error:  # what it asked for; the rest is what others hold

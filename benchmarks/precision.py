@@ -225,7 +225,8 @@ class _Judge:
         import transformers
 
         cache = transformers.DynamicCache(config=model.config)
-        return self._through(lambda ids: model(ids, past_key_values=cache, use_cache=True).logits)
+        # by position: its name depends on transformers
+        return self._through(lambda ids: model(ids, None, None, cache, use_cache=True).logits)
 
     def _patched(self, model: Any, kv: str, precision: str) -> Tensor:
         from dsv4_ops.integrations import transformers as v4
@@ -236,7 +237,7 @@ class _Judge:
             cache = v4.PagedCache.for_model(
                 model, max_batch_size=sizes.requests, max_cache_len=sizes.prefill + sizes.decode
             )
-            return self._through(lambda ids: model(ids, past_key_values=cache).logits)
+            return self._through(lambda ids: model(ids, cache=cache).logits)
         finally:
             v4.unpatch(model)
 

@@ -22,7 +22,8 @@ class Stock:
         self.cache: Any = None
 
         def step(tokens: Tensor, cache: Any) -> Tensor:
-            logits: Tensor = model(tokens, past_key_values=cache, use_cache=True).logits
+            # by position: its name depends on the version of transformers
+            logits: Tensor = model(tokens, None, None, cache, use_cache=True).logits
             return logits[:, -1]
 
         self.step: Callable[..., Tensor] = step

@@ -53,7 +53,7 @@ def shapes(cache):
 def test_the_filled_cache_is_as_a_prefill_leaves_it():
     model = small_model()
     cache = transformers.DynamicCache(config=model.config)
-    model(torch.arange(256).repeat(2, 1), past_key_values=cache, use_cache=True)
+    model(torch.arange(256).repeat(2, 1), cache=cache, use_cache=True)
     assert shapes(filled_cache(model, batch=2, context=256)) == shapes(cache)
 
 
@@ -61,12 +61,10 @@ def test_a_step_leaves_the_cache_that_was_copied():
     model = small_model()
     cache = filled_cache(model, batch=2, context=256)
     before, token = shapes(cache), torch.zeros(2, 1, dtype=torch.int64)
-    logits = [
-        model(token, past_key_values=same_again(cache), use_cache=True).logits for _ in range(2)
-    ]
+    logits = [model(token, cache=same_again(cache), use_cache=True).logits for _ in range(2)]
     assert torch.equal(*logits)
     assert shapes(cache) == before
-    model(token, past_key_values=cache, use_cache=True)
+    model(token, cache=cache, use_cache=True)
     assert shapes(cache) != before
 
 

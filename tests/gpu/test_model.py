@@ -166,7 +166,7 @@ def test_generate_compiles_by_itself():
     want = generated(small_model(device="cuda"), ids)
     model = v4.patch(small_model(device="cuda"), kv="fp32", precision="reference")
     counters.clear()
-    assert generated(model, ids, past_key_values=cache_of(model)) == want
+    assert generated(model, ids, cache=cache_of(model)) == want
     assert counters["stats"]["unique_graphs"] == 1
     assert counters["inductor"]["cudagraph_skips"] == 0
     assert generated(model, ids, disable_compile=True) == want

@@ -136,9 +136,7 @@ def test_a_loss_behind_our_cache_raises():
     model = v4.patch(small_model(), kv="fp32", precision="reference")
 
     def logits():
-        return model(
-            ids, past_key_values=new_cache(model, max_batch_size=2, max_cache_len=64)
-        ).logits
+        return model(ids, cache=new_cache(model, max_batch_size=2, max_cache_len=64)).logits
 
     want = logits()
     assert not want.requires_grad
@@ -155,4 +153,4 @@ def test_a_loss_behind_our_cache_raises():
     assert model.lm_head.weight.grad.any()
     model.requires_grad_(True)
     cache = new_cache(model, max_batch_size=2, max_cache_len=64)
-    assert model.generate(ids, past_key_values=cache, max_new_tokens=3).shape == (2, 9)
+    assert model.generate(ids, cache=cache, max_new_tokens=3).shape == (2, 9)

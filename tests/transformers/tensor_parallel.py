@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
         v4.patch(model, kv="fp32", precision=precision)
         cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=64)
         tokens, length = want["tokens"], want["tokens"].shape[1]
-        got = model(tokens[:, : length - 1], past_key_values=cache).logits
+        got = model(tokens[:, : length - 1], cache=cache).logits
         torch.testing.assert_close(got, want["logits"][:, :-1], rtol=0, atol=3e-5)
         ints = ([0, 1], [length], [0])
         last = [torch.tensor(values, dtype=torch.int32) for values in ints]

@@ -45,18 +45,18 @@ def leaves(cache):
 def test_outputs():
     want = expected()[:2, :LENGTH]
     for keep, place in ((2, slice(-2, None)), (torch.tensor([0, 3]), [0, 3])):
-        got = reference()(ids(), past_key_values=cache_of(), logits_to_keep=keep).logits
+        got = reference()(ids(), cache=cache_of(), logits_to_keep=keep).logits
         torch.testing.assert_close(got, want[:, place], rtol=0, atol=CLOSE)
     cache = cache_of()
-    logits, returned = reference()(ids().int(), past_key_values=cache, return_dict=False)
+    logits, returned = reference()(ids().int(), cache=cache, return_dict=False)
     torch.testing.assert_close(logits, want, rtol=0, atol=CLOSE)
     assert returned is cache
     masks = (torch.ones(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.bool))
     for mask in masks:
-        got = reference()(ids(), attention_mask=mask, past_key_values=cache_of()).logits
+        got = reference()(ids(), attention_mask=mask, cache=cache_of()).logits
         torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
     position = torch.arange(LENGTH)[None]
-    got = reference()(ids(), position_ids=position, past_key_values=cache_of()).logits
+    got = reference()(ids(), position_ids=position, cache=cache_of()).logits
     torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
 
 
@@ -128,7 +128,7 @@ REFUSED_CALLS = [
     (
         {},
         {"kv": "bf16"},
-        "past_key_values must hold 'fp32' keys like the model, got 'bf16'. "
+        "cache must hold 'fp32' keys like the model, got 'bf16'. "
         "Make the cache with PagedCache.for_model.",
     ),
     (
@@ -149,7 +149,7 @@ REFUSED_CALLS = [
     (
         {},
         {"num_blocks": 2},
-        "past_key_values must have requests, as its rows share blocks, got none. "
+        "cache must have requests, as its rows share blocks, got none. "
         "Give each row of the batch its blocks with add and reserve.",
     ),
 ]
@@ -161,7 +161,7 @@ def test_calls_that_are_refused_write_nothing(given, sizes, message):
     cache = v4.PagedCache(sizes.pop("config"), max_batch_size=2, max_cache_len=64, **sizes)
     before = leaves(cache)
     with pytest.raises((ValueError, TypeError, NotImplementedError)) as raised:
-        reference()(**{"input_ids": ids(), "past_key_values": cache, **given})
+        reference()(**{"input_ids": ids(), "cache": cache, **given})
     assert str(raised.value).startswith(f"model: {message}")
     assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
 
@@ -208,5 +208,5 @@ def test_rows_of_a_pool_have_pages_once_reserved():
     cache = cache_of(num_blocks=2)
     for request in ("a", "b"):
         cache.add(request, LENGTH)
-    got = reference()(ids(), past_key_values=cache).logits
+    got = reference()(ids(), cache=cache).logits
     torch.testing.assert_close(got, expected()[:2, :LENGTH], rtol=0, atol=CLOSE)

@@ -64,9 +64,9 @@ def test_one_graph_over_200_steps_of_a_changing_batch():
 def test_a_decode_step_of_the_newest_stack():
     """Inductor's code of a whole step, all kinds of layers in it, and Hugging Face's logits."""
     model, cache, tokens = reference(), new_cache(), text()
-    model(tokens[:, :120], past_key_values=cache)
+    model(tokens[:, :120], cache=cache)
     compiled = torch.compile(model, fullgraph=True)
-    out = compiled(tokens[:, 120:121], past_key_values=cache)
+    out = compiled(tokens[:, 120:121], cache=cache)
     torch.testing.assert_close(out.logits, expected()[:, 120:121], rtol=0, atol=1e-4)
 
 
@@ -75,10 +75,10 @@ def test_hugging_faces_form_is_one_graph():
     """Lengths live on the device, so that no step differs from the one before."""
     counter = CompileCounterWithBackend("eager")
     model, cache, tokens = reference(), new_cache(), text()
-    model(tokens[:, :120], past_key_values=cache)
+    model(tokens[:, :120], cache=cache)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for place in range(120, 150):
-        out = compiled(tokens[:, place : place + 1], past_key_values=cache)
+        out = compiled(tokens[:, place : place + 1], cache=cache)
         want = expected()[:, place : place + 1]
         torch.testing.assert_close(out.logits, want, rtol=0, atol=1e-4)
     assert counter.frame_count == 1

@@ -15,6 +15,7 @@ import transformers
 
 from benchmarks import cache_sizes
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.cache_argument import cache_argument
 from dsv4_ops.testing.text import PAD
 from tests.support.hf_models import new_cache, reference, stock
 
@@ -68,7 +69,7 @@ class Conversation:
         begin = self.ids.shape[1]
         given = {"input_ids": self.ids, "attention_mask": self.mask, **RECORD, **given}
         given |= {"eos_token_id": eos, "pad_token_id": PAD, "max_new_tokens": NEW}
-        out = reference().generate(past_key_values=self.cache, **given)
+        out = reference().generate(cache=self.cache, **given)
         answers = out.sequences[:, -len(out.logits) :]
         ended = answers == (-1 if eos is None else eos)
         there = ended.cumsum(1) - ended.long() == 0
@@ -144,7 +145,7 @@ def test_random_masks(seed):
             ids = torch.randint(0, 256, (2, width), generator=generator)
             share = rng.choice([0.1, 0.5, 0.9])
             mask = (torch.rand(2, width, generator=generator) < share).long()
-            logits = reference()(ids, attention_mask=mask, past_key_values=cache).logits
+            logits = reference()(ids, attention_mask=mask, cache=cache).logits
             for row in (0, 1):
                 texts[row] += ids[row, mask[row] > 0].tolist()
                 seen[row].append(logits[row, mask[row] > 0])
@@ -164,7 +165,7 @@ def test_prompts_longer_than_a_chunk_are_cut():
         out = reference().generate(
             ids, max_new_tokens=2, eos_token_id=None, pad_token_id=PAD, **RECORD, **settings_
         )
-        assert out.past_key_values.max_chunk == most
+        assert getattr(out, cache_argument()).max_chunk == most
 
 
 class Third(transformers.StoppingCriteria):
@@ -183,7 +184,7 @@ def test_other_criteria_than_an_end():
         turns.say([9, 9])
         given = {"eos_token_id": eos, "max_new_tokens": NEW, "stopping_criteria": [Third()]}
         out = reference().generate(
-            turns.ids, pad_token_id=PAD, past_key_values=turns.cache, **given, **RECORD
+            turns.ids, pad_token_id=PAD, cache=turns.cache, **given, **RECORD
         )
         assert (out.sequences[0, -1] == PAD) == (eos is not None)
         assert turns.cache.seq_lens.tolist() == [13 if eos is None else 12, 13]
@@ -194,12 +195,12 @@ def test_what_generate_refuses():
     turns.say([9, 4])
     model = reference()
     given = {"max_new_tokens": 2, "eos_token_id": None, "pad_token_id": PAD}
-    right = {"attention_mask": turns.mask.flip(1), "past_key_values": turns.cache}
+    right = {"attention_mask": turns.mask.flip(1), "cache": turns.cache}
     with pytest.raises(ValueError, match="attention_mask must be 1 in the last column"):
         model.generate(turns.ids.flip(1), **right, **given)
     assert turns.cache.seq_lens.tolist() == [0, 0]
     turns.answer()
-    given["past_key_values"] = turns.cache
+    given["cache"] = turns.cache
     with pytest.raises(ValueError, match="must have more tokens than the cache in every row, got "):
         model.generate(turns.ids[:, :9], attention_mask=turns.mask[:, :9], **given)
     with pytest.raises(ValueError, match="must have more tokens than the cache in every row, got "):
@@ -229,7 +230,7 @@ def test_a_turn_of_new_tokens_only_gets_pages_for_all():
     assert turns.cache.num_free_blocks == 0
     turns.cache.tensors.tables.compressed[0, 1] = -1  # as if another had taken it
     turns.say([3])
-    with pytest.raises(ValueError, match="past_key_values must have blocks for all tokens"):
+    with pytest.raises(ValueError, match="cache must have blocks for all tokens"):
         turns.answer()
 
 

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.cache_argument import cache_argument
 from dsv4_ops.integrations.transformers.export import (
     DecodeModule,
     PrefillModule,
@@ -36,13 +37,13 @@ def cache_of(**sizes):
 def decode(step, cache, steps=STEPS, **given):
     """Steps of one token; ``given`` are arguments as functions of the position."""
     tokens = text()[:2]
-    reference()(tokens[:, :START], past_key_values=cache)
+    reference()(tokens[:, :START], cache=cache)
     for place in range(START, START + steps):
         rest = {name: of(place) for name, of in given.items()}
-        out = step(tokens[:, place : place + 1], past_key_values=cache, use_cache=True, **rest)
+        out = step(tokens[:, place : place + 1], cache=cache, use_cache=True, **rest)
         want = expected()[:2, place : place + 1]
         torch.testing.assert_close(out.logits, want, rtol=0, atol=1e-4)
-        assert out.past_key_values is cache
+        assert getattr(out, cache_argument()) is cache
 
 
 def test_one_graph_for_caches_of_equal_sizes():
@@ -100,7 +101,7 @@ def test_errors_are_the_same_when_compiled():
     with pytest.raises(
         Exception, match="batch_size must be at most max_batch_size of the cache = 2"
     ):
-        step(text()[:3, :1], past_key_values=cache)
+        step(text()[:3, :1], cache=cache)
     assert not cache.seq_lens.any()
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 import transformers
 
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.cache_argument import cache_argument
 from dsv4_ops.testing.models import small_model
 from dsv4_ops.testing.text import PAD
 from tests.helpers import Called
@@ -60,7 +61,7 @@ def wanted():
 def test_greedy_tokens(settings):
     out = generate(reference(), return_dict_in_generate=True, **settings)
     assert torch.equal(out.sequences, wanted())
-    cache = out.past_key_values
+    cache = getattr(out, cache_argument())
     if settings.get("cache_implementation") == "dynamic":
         assert type(cache) is transformers.DynamicCache
     elif "use_cache" in settings:
@@ -83,7 +84,7 @@ def test_greedy_tokens(settings):
 )
 def test_greedy_tokens_from_a_given_cache(sizes, settings):
     cache = cache_of(**sizes)
-    assert torch.equal(generate(reference(), past_key_values=cache, **settings), wanted())
+    assert torch.equal(generate(reference(), cache=cache, **settings), wanted())
     assert cache.seq_lens.tolist()[:2] == [PROMPT + NEW - 1] * 2
     assert cache.requests == {0: 0, 1: 1}
 
@@ -92,7 +93,7 @@ def test_requests_of_a_given_cache_get_more_pages():
     cache = cache_of(max_cache_len=600, num_blocks=5)
     for request in ("a", "b"):
         cache.add(request, 1)
-    assert torch.equal(generate(reference(), past_key_values=cache), wanted())
+    assert torch.equal(generate(reference(), cache=cache), wanted())
     assert (cache.num_free_blocks, cache.requests) == (3, {"a": 0, "b": 1})
 
 
@@ -105,7 +106,7 @@ def test_samples_with_a_seed():
     ):
         torch.manual_seed(5)
         sampling = {"do_sample": True, "num_return_sequences": 3, "temperature": 0.7, "top_k": 0}
-        found.append(generate(model, past_key_values=cache, **sampling))
+        found.append(generate(model, cache=cache, **sampling))
     assert found[0].shape == (6, PROMPT + NEW)
     assert len(found[0].unique(dim=0)) == 6
     assert torch.equal(found[0], found[1])
@@ -201,12 +202,12 @@ def test_a_conversation(lens, padding, chunk):
     width = max(lens) + padding
     tokens, mask = padded(lens, width)
     cache = cache_of(max_cache_len=300)
-    first = generate(reference(), tokens, attention_mask=mask, past_key_values=cache, **RECORD)
+    first = generate(reference(), tokens, attention_mask=mask, cache=cache, **RECORD)
     check(first, lens, width)
     turn = text()[:2, 250:255]
     tokens = torch.cat([first.sequences, turn], 1)
     mask = torch.cat([mask, torch.ones(2, NEW + 5, dtype=torch.int64)], 1)
-    given = {"attention_mask": mask, "past_key_values": cache, "prefill_chunk_size": chunk}
+    given = {"attention_mask": mask, "cache": cache, "prefill_chunk_size": chunk}
     check(generate(reference(), tokens, **given, **RECORD), lens, width)
     assert cache.seq_lens.tolist() == [count + 2 * NEW + 4 for count in lens]
 
@@ -217,21 +218,21 @@ def test_a_turn_of_new_tokens_only():
         (reference(), cache_of()),
         (stock(), transformers.DynamicCache(config=stock().config)),
     ):
-        first = generate(model, past_key_values=cache)
+        first = generate(model, cache=cache)
         turn = torch.cat([first[:, -1:], text()[:2, 50:55]], 1)
         mask = torch.ones(2, PROMPT + NEW + 5, dtype=torch.int64)
-        found.append(generate(model, turn, past_key_values=cache, attention_mask=mask))
+        found.append(generate(model, turn, cache=cache, attention_mask=mask))
     assert torch.equal(found[0], found[1])
 
 
 def test_copies_of_a_cache_share_a_prompt():
     """As Hugging Face's guide to prompt caching has it."""
     prompt = cache_of()
-    reference()(ids(), past_key_values=prompt)
+    reference()(ids(), cache=prompt)
     for _ in range(2):
         turn = torch.cat([ids(), text()[:2, 50:55]], 1)
         cache = deepcopy(prompt)
-        got = generate(reference(), turn, past_key_values=cache)
+        got = generate(reference(), turn, cache=cache)
         assert torch.equal(got, generate(stock(), turn))
         assert cache.seq_lens.tolist() == [PROMPT + 5 + NEW - 1] * 2
         assert prompt.seq_lens.tolist() == [PROMPT] * 2
@@ -288,7 +289,7 @@ REFUSED = {
         lambda: added("a", num_blocks=3),
         {},
         ValueError,
-        "past_key_values must have a request in each of its first 2 rows, or none at all, got "
+        "cache must have a request in each of its first 2 rows, or none at all, got "
         "none in row 1. Add requests, or free them all.",
     ),
     "beams": (cache_of, {"num_beams": 2}, NotImplementedError, BEAMS),
@@ -305,7 +306,7 @@ def test_errors_before_anything_is_written(case):
 
     before, requests, free = state(), cache.requests, cache.num_free_blocks
     with pytest.raises(error) as raised:
-        generate(reference(), past_key_values=cache, **settings)
+        generate(reference(), cache=cache, **settings)
     assert str(raised.value) == f"generate: {message}"
     assert all(torch.equal(old, new) for old, new in zip(before, state(), strict=True))
     assert (cache.requests, cache.num_free_blocks) == (requests, free)
@@ -322,7 +323,7 @@ def test_beams():
 def test_what_hugging_face_refuses():
     cache = cache_of()
     with pytest.raises(ValueError, match="Passing both `cache_implementation`"):
-        generate(reference(), past_key_values=cache, cache_implementation="static")
+        generate(reference(), cache=cache, cache_implementation="static")
     assert cache.requests == {}
     with pytest.raises(ValueError, match="not supported with stateful models"):
         generate(reference(), prompt_lookup_num_tokens=3)
@@ -350,7 +351,7 @@ def test_transformers_compiles_it_by_itself():
     counters.clear()
     settings = transformers.CompileConfig(backend="eager", mode=None, fullgraph=True)
     settings._compile_all_devices = True
-    out = generate(reference(), past_key_values=cache_of(), compile_config=settings)
+    out = generate(reference(), cache=cache_of(), compile_config=settings)
     assert torch.equal(out, wanted())
     assert counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()

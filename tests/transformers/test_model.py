@@ -11,6 +11,7 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers import steps
+from dsv4_ops.integrations.transformers.cache_argument import cache_argument
 from dsv4_ops.testing.models import small_model
 from tests.helpers import Called
 from tests.support.hf_models import (
@@ -37,10 +38,10 @@ def test_prefill_then_64_decodes_as_hugging_face_calls_it():
     """Past the end of the window, and past two windows of 128."""
     model, cache, tokens = reference(), new_cache(max_cache_len=LENGTH), text()
     start = 200
-    got = [model(tokens[:, :start], past_key_values=cache, use_cache=True).logits]
+    got = [model(tokens[:, :start], cache=cache, use_cache=True).logits]
     for place in range(start, start + 64):
-        out = model(tokens[:, place : place + 1], past_key_values=cache, use_cache=True)
-        assert out.past_key_values is cache
+        out = model(tokens[:, place : place + 1], cache=cache, use_cache=True)
+        assert getattr(out, cache_argument()) is cache
         got.append(out.logits)
     got = torch.cat(got, 1)
     want = expected()[:, : start + 64]
@@ -104,7 +105,7 @@ def test_padding(side):
     for request, count in enumerate(lens):
         place = slice(width - count, None) if side == "left" else slice(count)
         ids[request, place], mask[request, place] = text()[request, :count], 1
-    got = model(ids, attention_mask=mask, past_key_values=cache).logits
+    got = model(ids, attention_mask=mask, cache=cache).logits
     for request, count in enumerate(lens):
         place = slice(width - count, None) if side == "left" else slice(count)
         want = expected()[request, :count]
@@ -112,7 +113,7 @@ def test_padding(side):
     assert cache.seq_lens.tolist() == lens
     following = torch.stack([text()[request, count] for request, count in enumerate(lens)])
     mask = torch.cat([mask, torch.ones(REQUESTS, 1, dtype=torch.int64)], 1)
-    got = model(following[:, None], attention_mask=mask, past_key_values=cache).logits
+    got = model(following[:, None], attention_mask=mask, cache=cache).logits
     for request, count in enumerate(lens):
         torch.testing.assert_close(got[request, 0], expected()[request, count], rtol=0, atol=CLOSE)
 
@@ -120,10 +121,10 @@ def test_padding(side):
 def test_given_positions():
     """Positions go before the cache's lengths; below zero means padding."""
     model, cache, tokens = reference(), new_cache(), text()
-    model(tokens[:, :10], past_key_values=cache)
+    model(tokens[:, :10], cache=cache)
     places = torch.tensor([[9], [10], [-1]])
     ids = tokens.gather(1, places.clamp(min=0))
-    got = model(ids, position_ids=places, past_key_values=cache).logits[:, 0]
+    got = model(ids, position_ids=places, cache=cache).logits[:, 0]
     for request in (0, 1):
         want = expected()[request, int(places[request])]
         torch.testing.assert_close(got[request], want, rtol=0, atol=CLOSE)
@@ -138,7 +139,7 @@ def test_embeddings_in_place_of_ids():
     v4.patch(plain, kv="fp32", precision="reference")
     embeddings = plain.get_input_embeddings()(tokens)
     cache = new_cache(plain)
-    got = plain(inputs_embeds=embeddings, past_key_values=cache).logits
+    got = plain(inputs_embeds=embeddings, cache=cache).logits
     torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
 
 
@@ -200,7 +201,7 @@ def test_too_long_a_chunk_does_not_spoil_other_requests(monkeypatch):
     assert int(cache.tensors.dropped) == LENGTH - 65
     assert engine.worst(expected()) < CLOSE
     with pytest.raises(ValueError, match="sequence_length must be at most max_chunk of the cache"):
-        model(tokens[:, :65], past_key_values=cache)
+        model(tokens[:, :65], cache=cache)
 
 
 def test_attention_is_batch_invariant():

@@ -134,7 +134,7 @@ CHANGES = (hooked, adapted, replaced, parametrized)
 def run(model):
     tokens = text()[:2, :LENGTH]
     cache = new_cache(model, max_batch_size=2, max_cache_len=64)
-    first = model(tokens[:, :-1], past_key_values=cache).logits
+    first = model(tokens[:, :-1], cache=cache).logits
     starts, ends, rows = ([0, 1, 2], [LENGTH] * 2, [0, 1])
     ints = (torch.tensor(each, dtype=torch.int32) for each in (starts, ends, rows))
     last = v4.decode_step(model, v4.StepBatch(tokens[:, -1], *ints), cache.tensors)
@@ -189,7 +189,7 @@ def test_adapters_of_peft():
         else:
             logits.append(run(adapters.get_base_model()))
             cache = new_cache(model, max_batch_size=2, max_cache_len=64)
-            got = adapters(text()[:2, :LENGTH], past_key_values=cache).logits
+            got = adapters(text()[:2, :LENGTH], cache=cache).logits
             torch.testing.assert_close(got, logits[0], rtol=0, atol=CLOSE)
             batch = Engine(
                 model, new_cache(model, max_batch_size=2, max_cache_len=64), text()
@@ -227,7 +227,7 @@ def refuses(model, message, error=NotImplementedError):
     calls = {
         "decode_step": lambda: v4.decode_step(model, batch, cache.tensors),
         "prefill_step": lambda: v4.prefill_step(model, batch, cache.tensors),
-        "model": lambda: model(text()[:2, :3], past_key_values=cache),
+        "model": lambda: model(text()[:2, :3], cache=cache),
     }
     for op, call in calls.items():
         with pytest.raises(error) as raised:
@@ -282,7 +282,7 @@ def test_hooks_of_the_model_run_where_it_is_called():
     seen = []
     handle = model.model.register_forward_hook(lambda *args: seen.append(args))
     cache = new_cache(model, max_batch_size=2, max_cache_len=64)
-    model(tokens, past_key_values=cache)
+    model(tokens, cache=cache)
     assert len(seen) == 1
     batch = Engine(model, new_cache(model, max_batch_size=2, max_cache_len=64), text()).batch(
         {0: 1}
@@ -292,12 +292,12 @@ def test_hooks_of_the_model_run_where_it_is_called():
             step(model, batch, cache.tensors)
         assert str(raised.value) == (
             f"{step.__name__}: model.model must have no hooks, nor a forward of its own, as they "
-            "are not called, got one. Call the model itself with past_key_values=cache, or remove "
+            "are not called, got one. Call the model itself with cache=cache, or remove "
             "them."
         )
     handle.remove()
     model.model.norm.register_forward_hook(doubled)
-    got = model(tokens, past_key_values=new_cache(model, max_batch_size=2, max_cache_len=64)).logits
+    got = model(tokens, cache=new_cache(model, max_batch_size=2, max_cache_len=64)).logits
     torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
 
 
@@ -351,7 +351,7 @@ def test_executions_of_a_gpu_are_refused_at_the_first_step(impl):
     model = v4.patch(small_model(), impl=impl)
     cache = new_cache(model, max_batch_size=2, max_cache_len=64)
     with pytest.raises(RuntimeError) as raised:
-        model(text()[:2, :3], past_key_values=cache)
+        model(text()[:2, :3], cache=cache)
     assert str(raised.value) == (
         f"model: impl must be 'auto' or 'reference' on cpu, got '{impl}'. "
         "Move the tensors to a CUDA device."

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 import transformers
 
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.cache_argument import cache_argument
 from dsv4_ops.testing.models import small_config, small_model
 from tests.support.hf_models import expected, new_cache, stock, text
 
@@ -74,7 +75,7 @@ def test_save_and_load(tmp_path, no_grad):
         v4.unpatch(loaded)
     torch.testing.assert_close(loaded(ids()).logits, stock()(ids()).logits, rtol=0, atol=CLOSE)
     v4.patch(loaded, kv="fp32", precision="reference")
-    got = loaded(ids(), past_key_values=cache_of(loaded)).logits
+    got = loaded(ids(), cache=cache_of(loaded)).logits
     torch.testing.assert_close(got, expected()[:2, :LENGTH], rtol=0, atol=CLOSE)
 
 
@@ -85,9 +86,9 @@ def test_a_copy_runs_its_own_weights(no_grad):
         weight.zero_()
     want = expected()[:2, :LENGTH]
     for cache in (None, cache_of(copy)):
-        got = copy(ids(), past_key_values=cache).logits
+        got = copy(ids(), cache=cache).logits
         torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
-    assert not model(ids(), past_key_values=cache_of(model)).logits.any()
+    assert not model(ids(), cache=cache_of(model)).logits.any()
     v4.unpatch(copy)
     assert torch.equal(copy(ids()).logits, stock()(ids()).logits)
     assert v4.unpatch(model) is model  # the copy's undoing left it alone
@@ -119,7 +120,7 @@ def test_unpatching_gives_the_same_bits(precision, dtype, no_grad):
     before = model(ids()).logits
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     assert v4.patch(model, precision=precision) is model
-    model(ids(), past_key_values=cache_of(model))
+    model(ids(), cache=cache_of(model))
     assert v4.unpatch(model) is model
     assert torch.equal(model(ids()).logits, before)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
@@ -133,9 +134,9 @@ def test_calls_without_our_cache(cache, precision, no_grad):
         got = model(tokens, use_cache=False).logits
     else:
         given = transformers.DynamicCache(config=model.config) if cache == "dynamic" else None
-        out = model(tokens[:, :130], past_key_values=given, use_cache=True)
-        assert type(out.past_key_values) is transformers.DynamicCache
-        later = model(tokens[:, 130:], past_key_values=out.past_key_values)
+        out = model(tokens[:, :130], cache=given, use_cache=True)
+        assert type(getattr(out, cache_argument())) is transformers.DynamicCache
+        later = model(tokens[:, 130:], cache=getattr(out, cache_argument()))
         got = torch.cat([out.logits, later.logits], 1)
     torch.testing.assert_close(got, expected()[:2, :140], rtol=0, atol=CLOSE)
 
@@ -302,7 +303,7 @@ def test_an_unpatched_model_is_refused(no_grad):
     )
     cache = cache_of()
     with pytest.raises(ValueError, match="be patched") as raised:
-        model(ids(), past_key_values=cache)
+        model(ids(), cache=cache)
     assert str(raised.value) == "PagedCache: model must be patched, got another. Call patch first."
     assert not cache.seq_lens.any()
 
@@ -311,7 +312,7 @@ def test_a_head_dim_that_fp8_does_not_have(no_grad):
     model = small_model(head_dim=128)
     want = model(ids()).logits
     v4.patch(model, kv="fp32", precision="reference")
-    got = model(ids(), past_key_values=cache_of(model)).logits
+    got = model(ids(), cache=cache_of(model)).logits
     torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
 
 
@@ -340,9 +341,9 @@ def test_gradients_are_hugging_faces(precision, checkpointing):
 def test_weights_that_require_gradients_run_from_our_cache():
     """In training mode too, and outside of ``no_grad``."""
     model = patched().requires_grad_(True).train()
-    out = model(ids(), past_key_values=cache_of(model), labels=ids())
+    out = model(ids(), cache=cache_of(model), labels=ids())
     want = stock()(ids(), labels=ids())
     torch.testing.assert_close(out.logits, want.logits, rtol=0, atol=CLOSE)
     torch.testing.assert_close(out.loss, want.loss, rtol=0, atol=CLOSE)
-    cache = out.past_key_values
+    cache = getattr(out, cache_argument())
     assert not any(leaf.requires_grad for leaf in tree_leaves((cache.seq_lens, cache.tensors)))

@@ -60,7 +60,7 @@ def test_calls_of_hugging_faces_form_plan_their_decodes():
     cache, tokens = new_cache(), text()
     for start, stop, count in ((0, 50, 0), (50, 51, 1), (51, 53, 0)):
         part = tokens[:, start:stop]
-        assert plans(lambda part=part: reference()(part, past_key_values=cache)) == count
+        assert plans(lambda part=part: reference()(part, cache=cache)) == count
     assert cache.seq_lens.tolist() == [53] * REQUESTS
 
 

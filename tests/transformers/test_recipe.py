@@ -14,6 +14,7 @@ import transformers
 
 import dsv4_ops
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.cache_argument import cache_argument
 from dsv4_ops.integrations.transformers.padded import padded_step
 from dsv4_ops.integrations.transformers.steps import LayerContext
 from dsv4_ops.testing.models import small_model
@@ -49,9 +50,7 @@ def only(flag, value=True):
 
 def run(model, length=LENGTH):
     tokens = ids()[:, :length]
-    return model(
-        tokens, past_key_values=new_cache(model, max_batch_size=2, max_cache_len=64)
-    ).logits
+    return model(tokens, cache=new_cache(model, max_batch_size=2, max_cache_len=64)).logits
 
 
 @lru_cache
@@ -219,7 +218,7 @@ def test_compressor_projections(layer):
     for on in (True, False):
         model = patched("compressor_float32", on)
         cache = new_cache(model, max_batch_size=1, max_cache_len=8, max_chunk=8)
-        model(ids()[:1, :3], past_key_values=cache)
+        model(ids()[:1, :3], cache=cache)
         compressor = model.model.layers[layer].self_attn.compressor
         width = 2 * compressor.kv_proj.out_features
         rows = cache.tensors.layers[layer].states.flatten(1)[0, : 3 * width].view(3, width)
@@ -290,7 +289,7 @@ def attentions(model, cache):
         )
         for layer in model.model.layers
     ]
-    model(ids(), past_key_values=cache)
+    model(ids(), cache=cache)
     for handle in handles:
         handle.remove()
     return seen
@@ -298,7 +297,7 @@ def attentions(model, cache):
 
 def in_bfloat16(rest, cache):
     given = {name: (cos.to(BF16), sin.to(BF16)) for name, (cos, sin) in rest.items()}
-    return {"position_embeddings": given, "past_key_values": cache}
+    return {"position_embeddings": given, cache_argument(): cache}
 
 
 @pytest.mark.parametrize(
@@ -349,7 +348,7 @@ def test_drift_of_a_model_in_bfloat16(precision, record_property):
 
 def test_drift_of_a_quantised_model(record_property):
     """In float32 only the stored keys, and queries in bfloat16, differ from Hugging Face."""
-    plain, want = truth()(ids()).logits, truth()(ids(), past_key_values=simulated_cache(truth()))
+    plain, want = truth()(ids()).logits, truth()(ids(), None, None, simulated_cache(truth()))
     model = v4.patch(small_model(dtype=BF16, **FORCED).float(), kv="fp8", precision="serve")
     drift, effect = rms(run(model), want.logits), rms(plain, want.logits)
     record_property("drift", f"{drift:.4f}, of all quantisation {effect:.4f}")
@@ -360,7 +359,7 @@ def test_stored_keys_are_the_official_recipes():
     """Quantised channels bit for bit, but for those where the last bits of a projection decide.
     Every layer gets what the quantised float32 model has before it."""
     written = {}
-    truth()(ids(), past_key_values=simulated_cache(truth(), written))
+    truth()(ids(), None, None, simulated_cache(truth(), written))
     model = v4.patch(small_model(dtype=BF16, **FORCED).float(), kv="fp8", precision="serve")
     cache = new_cache(model, max_batch_size=2, max_cache_len=64)
     step = padded_step(model.dsv4_ops_spec, (2, LENGTH), None, None, None, cache, 0).step

@@ -129,9 +129,7 @@ def test_logits_are_hugging_faces(given):
     model, tokens = small_model(rope_parameters=rope(**given)), text()[:1, :LENGTH]
     want = model(tokens).logits
     v4.patch(model, kv="fp32", precision="reference")
-    got = model(
-        tokens, past_key_values=new_cache(model, max_batch_size=1, max_cache_len=LENGTH)
-    ).logits
+    got = model(tokens, cache=new_cache(model, max_batch_size=1, max_cache_len=LENGTH)).logits
     torch.testing.assert_close(got, want, rtol=0, atol=3e-5)
 
 

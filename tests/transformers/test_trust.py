@@ -60,7 +60,7 @@ def test_padding_among_tokens(hole):
     ]
     ids, mask = spread(150, *places)
     cache = new_cache()
-    logits = reference()(ids, attention_mask=mask, past_key_values=cache).logits
+    logits = reference()(ids, attention_mask=mask, cache=cache).logits
     check_rows(logits, places)
     assert cache.seq_lens.tolist() == [147, 75, 150]
 
@@ -70,11 +70,11 @@ def test_padding_in_embeddings_and_negative_positions():
     ids, mask = spread(10, *places)
     model = reference()
     positions = torch.where(mask > 0, mask.cumsum(1) - 1, -1)
-    logits = model(ids, position_ids=positions, past_key_values=new_cache()).logits
+    logits = model(ids, position_ids=positions, cache=new_cache()).logits
     check_rows(logits, places)
     embeddings = model.get_input_embeddings()(ids)
     given = {"inputs_embeds": embeddings, "attention_mask": mask}
-    logits = model.model(input_ids=ids, past_key_values=new_cache(), **given).last_hidden_state
+    logits = model.model(input_ids=ids, cache=new_cache(), **given).last_hidden_state
     check_rows(model.lm_head(logits), places)
 
 
@@ -83,13 +83,13 @@ def test_padding_in_embeddings_and_negative_positions():
 
 def test_positions_with_a_gap_are_refused():
     cache = new_cache(max_batch_size=1)
-    reference()(text()[2:, :40], past_key_values=cache)
+    reference()(text()[2:, :40], cache=cache)
     cache.reset()  # rows of another owner stay where they are
     model = reference()
-    model(text()[:1, :10], past_key_values=cache)
+    model(text()[:1, :10], cache=cache)
     before = leaves(cache)
     for positions in ([20, 21], [10, 12], [10, 9], [11, 12]):
-        given = {"position_ids": torch.tensor([positions]), "past_key_values": cache}
+        given = {"position_ids": torch.tensor([positions]), "cache": cache}
         with pytest.raises(ValueError, match="position_ids must follow") as raised:
             model(text()[:1, 10:12], **given)
         assert str(raised.value) == (
@@ -98,9 +98,7 @@ def test_positions_with_a_gap_are_refused():
             "attention_mask."
         )
         assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
-    logits = model(
-        text()[:1, 10:12], position_ids=torch.tensor([[10, 11]]), past_key_values=cache
-    ).logits
+    logits = model(text()[:1, 10:12], position_ids=torch.tensor([[10, 11]]), cache=cache).logits
     torch.testing.assert_close(logits, expected()[:1, 10:12], rtol=0, atol=CLOSE)
 
 
@@ -109,10 +107,10 @@ def test_positions_that_go_back(back, held):
     """As far as the rings of states reach; a request may begin again."""
     model, cache, end = reference(), new_cache(max_batch_size=1, max_chunk=64), 250
     for start in range(0, end, 50):
-        model(text()[:1, start : start + 50], past_key_values=cache)
+        model(text()[:1, start : start + 50], cache=cache)
     first = end - back
     positions = torch.arange(first, first + 3)[None]
-    given = {"position_ids": positions, "past_key_values": cache}
+    given = {"position_ids": positions, "cache": cache}
     if held:
         logits = model(text()[:1, first : first + 3], **given).logits
         want = expected()[:1, first : first + 3]
@@ -120,25 +118,25 @@ def test_positions_that_go_back(back, held):
     else:
         with pytest.raises(ValueError, match="go back to a position whose states are still there"):
             model(text()[:1, first : first + 3], **given)
-    begun = model(text()[:1, :9], position_ids=torch.arange(9)[None], past_key_values=cache).logits
+    begun = model(text()[:1, :9], position_ids=torch.arange(9)[None], cache=cache).logits
     torch.testing.assert_close(begun, expected()[:1, :9], rtol=0, atol=CLOSE)
-    logits = model(text()[:1, 9:12], past_key_values=cache).logits
+    logits = model(text()[:1, 9:12], cache=cache).logits
     torch.testing.assert_close(logits, expected()[:1, 9:12], rtol=0, atol=CLOSE)
 
 
 @pytest.mark.usefixtures("unread")
 def test_a_graph_drops_and_counts_positions_behind_a_gap():
     model, cache = reference(), new_cache(max_batch_size=2)
-    model(text()[:2, :10], past_key_values=cache)
+    model(text()[:2, :10], cache=cache)
     positions = torch.tensor([[10, 12, 13], [10, 11, 12]])
-    logits = model(text()[:2, 10:13], position_ids=positions, past_key_values=cache).logits
+    logits = model(text()[:2, 10:13], position_ids=positions, cache=cache).logits
     torch.testing.assert_close(logits[1], expected()[1, 10:13], rtol=0, atol=CLOSE)
     torch.testing.assert_close(logits[0, 0], expected()[0, 10], rtol=0, atol=CLOSE)
     assert cache.seq_lens.tolist() == [11, 13]
     with pytest.raises(RuntimeError, match="got 2 dropped"):
         cache.raise_if_dropped()
     cache.raise_if_dropped()
-    logits = model(text()[:1, 11:14], past_key_values=cache).logits
+    logits = model(text()[:1, 11:14], cache=cache).logits
     torch.testing.assert_close(logits, expected()[:1, 11:14], rtol=0, atol=CLOSE)
 
 
@@ -268,13 +266,13 @@ def test_calls_that_do_not_fit_are_refused():
             text()[:, :50],
             "sequence_length must lead to at most max_cache_len of the cache = 270 ",
         ),
-        (230, text()[:, :30], "past_key_values must have blocks for all tokens, got 260 in row 0"),
+        (230, text()[:, :30], "cache must have blocks for all tokens, got 260 in row 0"),
         (0, torch.full((1, 3), 260), "input_ids must be in 0..259, the vocabulary of the model, "),
         (0, torch.full((1, 3), -1), "input_ids must be in 0..259, the vocabulary of the model, "),
     ):
         cache.seq_lens.fill_(start)
         with pytest.raises(ValueError, match=f"^model: {message}"):
-            model(ids, past_key_values=cache)
+            model(ids, cache=cache)
         cache.seq_lens.zero_()
         assert all(torch.equal(old, new) for old, new in zip(before, leaves(cache), strict=True))
 
@@ -284,11 +282,11 @@ def test_graphs_of_calls_count_too():
     step = reference()
     cache = new_cache(max_cache_len=12)
     for start in range(0, 15, 5):
-        step(text()[:, start : start + 5], past_key_values=cache)
+        step(text()[:, start : start + 5], cache=cache)
     assert cache.seq_lens.tolist() == [12] * 3
     assert int(cache.tensors.dropped) == 9
     cache = new_cache(max_cache_len=12)
-    assert step(torch.full((1, 2), 2**40), past_key_values=cache).logits.isfinite().all()
+    assert step(torch.full((1, 2), 2**40), cache=cache).logits.isfinite().all()
     assert int(cache.tensors.dropped) == 2
 
 

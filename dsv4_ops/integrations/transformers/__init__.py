@@ -11,7 +11,7 @@ Example:
     >>> model = v4.patch(small_model(), kv="fp32", precision="reference")
     >>> cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=512)
     >>> ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    >>> model(ids, past_key_values=cache).logits.shape, cache.seq_lens.tolist()
+    >>> model(ids, cache=cache).logits.shape, cache.seq_lens.tolist()
     (torch.Size([2, 3, 260]), [3, 3])
 """
 

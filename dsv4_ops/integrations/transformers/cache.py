@@ -34,7 +34,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     default, a fixed set per row. Sizes and addresses never change after construction, so compiled
     steps do not recompile and CUDA graphs write in place.
 
-    As ``past_key_values`` of a patched model, row r belongs to row r of ``input_ids``; with
+    As ``cache`` of a patched model, row r belongs to row r of ``input_ids``; with
     ``StepBatch``, rows are those that ``add`` returns.
 
     Args:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dsv4_ops.core.gradient import differentiated, without_derivative
 from dsv4_ops.integrations.transformers.attention import attention, linear_float32
 from dsv4_ops.integrations.transformers.cache import PagedCache
+from dsv4_ops.integrations.transformers.cache_argument import cache_argument
 from dsv4_ops.integrations.transformers.config import ModelSpec
 from dsv4_ops.integrations.transformers.modules import (
     Forward,
@@ -33,32 +34,37 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
     """``DeepseekV4Model.forward`` that runs our layers with a ``PagedCache``."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
+    name = cache_argument()
+
     def forward(
         self: Any,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
+        *,
+        past_key_values: Any = None,
         **rest: Any,
     ) -> Any:
-        if not isinstance(past_key_values, PagedCache):
+        cache = past_key_values if cache is None else cache
+        if not isinstance(cache, PagedCache):
             return before(
                 self,
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 inputs_embeds=inputs_embeds,
+                **{name: cache},
                 **rest,
             )
         check_inputs(self.config, input_ids, inputs_embeds, rest)
-        check_modules(OP, self, past_key_values.device)
+        check_modules(OP, self, cache.device)
         given = input_ids if input_ids is not None else inputs_embeds
         assert given is not None
         shape = (given.shape[0], given.shape[1])
         with torch.no_grad():
-            vocab_size, cache = self.config.vocab_size, past_key_values
+            vocab_size = self.config.vocab_size
             placed = padded_step(
                 spec, shape, input_ids, attention_mask, position_ids, cache, vocab_size
             )
@@ -79,7 +85,7 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
         trained = differentiated(chain((inputs_embeds,), self.parameters()))
         if trained:
             hidden = without_derivative("PagedCache", hidden, trained)
-        return MoeModelOutputWithPast(last_hidden_state=hidden, past_key_values=past_key_values)
+        return MoeModelOutputWithPast(last_hidden_state=hidden, **{name: cache})
 
     return forward
 

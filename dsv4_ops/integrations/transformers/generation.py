@@ -15,11 +15,12 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.blocks import out_of_blocks
 from dsv4_ops.integrations.transformers.cache import DEFAULT_CHUNK, PagedCache
+from dsv4_ops.integrations.transformers.cache_argument import cache_argument
 
 Method = Callable[..., Any]
 
 _OURS = (None, "static", "hybrid")
-_CACHE, _MASK = "past_key_values", "attention_mask"
+_MASK = "attention_mask"
 
 # Tokens of a prefill step over all rows, and the minimum per row: bounds the window rings' memory.
 _STEP_TOKENS, _MIN_CHUNK = 16384, 256
@@ -43,10 +44,12 @@ _CALL: ContextVar[_Call | None] = ContextVar("_CALL", default=None)
 
 
 def generate(before: Method) -> Method:
-    """``generate``: raise if the cache dropped tokens."""
+    """``generate``: take ``cache`` under any version's name; raise if the cache dropped tokens."""
 
     @functools.wraps(before)
     def run(self: Any, *args: Any, **given: Any) -> Any:
+        if "cache" in given:
+            given[cache_argument()] = given.pop("cache")
         call = _Call()
         token = _CALL.set(call)
         try:
@@ -72,7 +75,7 @@ def prepare_cache(before: Method) -> Method:
         max_cache_length: int,
     ) -> Any:
         rows = batch_size * (generation_config.num_return_sequences or 1)
-        cache = model_kwargs.get(_CACHE)
+        cache = model_kwargs.get(cache_argument())
         ours = cache is None and generation_config.cache_implementation in _OURS
         searches = (generation_config.num_beams or 1) > 1
         static = generation_config.cache_implementation is not None
@@ -87,7 +90,7 @@ def prepare_cache(before: Method) -> Method:
                 max_cache_len=max_cache_length + 1,
                 max_chunk=_chunk(generation_config, model_kwargs, rows, max_cache_length + 1),
             )
-            model_kwargs[_CACHE] = made
+            model_kwargs[cache_argument()] = made
             return None
         found = before(
             self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -129,7 +132,7 @@ def _reserve_rows(cache: PagedCache, rows: int, length: int) -> None:
     if owners and vacant:
         rule = f"have a request in each of its first {rows} rows, or none at all"
         advice = "Add requests, or free them all"
-        raise refusal(ValueError, "generate", _CACHE, rule, f"none in row {vacant[0]}", advice)
+        raise refusal(ValueError, "generate", "cache", rule, f"none in row {vacant[0]}", advice)
     lacking = sum(cache.lacking_blocks(owners.get(row), length) for row in range(rows))
     if lacking > cache.num_free_blocks:
         advice = "Free a request, or pass a smaller max_new_tokens"
@@ -174,7 +177,7 @@ def prefill(before: Method) -> Method:
         model_kwargs: dict[str, Any],
         is_first_iteration: bool = True,
     ) -> Any:
-        cache = model_kwargs.get(_CACHE)
+        cache = model_kwargs.get(cache_argument())
         if not isinstance(cache, PagedCache):
             return before(self, input_ids, generation_config, model_kwargs, is_first_iteration)
         cache.raise_if_dropped()
@@ -259,7 +262,7 @@ def masks(before: Method) -> Method:
 
     def make(self: Any, **given: Any) -> Any:
         mask: Tensor | None = given.get(_MASK)
-        cache = given.get(_CACHE)
+        cache = given.get(cache_argument())
         if not isinstance(cache, PagedCache):
             from transformers.masking_utils import create_masks_for_generate
 

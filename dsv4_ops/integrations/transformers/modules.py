@@ -168,7 +168,7 @@ def check_body(op: str, model: Any) -> None:
         hooks = module._forward_hooks or module._forward_pre_hooks
         if hooks or own_forward(module) is not None:
             rule = "have no hooks, nor a forward of its own, as they are not called"
-            advice = "Call the model itself with past_key_values=cache, or remove them"
+            advice = "Call the model itself with cache=cache, or remove them"
             raise refusal(NotImplementedError, op, name, rule, "one", advice)
 
 

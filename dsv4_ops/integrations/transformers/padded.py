@@ -188,7 +188,7 @@ def _refused(
         advice = "Make the cache with a larger max_cache_len"
         return refusal(ValueError, OP, "sequence_length", rule, found, advice)
     rule = "have blocks for all tokens"
-    return refusal(ValueError, OP, "past_key_values", rule, found, "Call reserve before the step")
+    return refusal(ValueError, OP, "cache", rule, found, "Call reserve before the step")
 
 
 def _brief(values: list[int]) -> str:
@@ -233,13 +233,13 @@ def _check(
     if cache.spec.kv != spec.kv:
         advice = "Make the cache with PagedCache.for_model"
         rule = f"hold {spec.kv!r} keys like the model"
-        raise refusal(ValueError, OP, "past_key_values", rule, repr(cache.spec.kv), advice)
+        raise refusal(ValueError, OP, "cache", rule, repr(cache.spec.kv), advice)
     check_cache(OP, spec, cache.tensors)
     # host-side state: in a graph it would recompile with every request
     if not torch.compiler.is_compiling() and not cache.requests and cache.lacking_blocks(None, 1):
         advice = "Give each row of the batch its blocks with add and reserve"
         rule = "have requests, as its rows share blocks"
-        raise refusal(ValueError, OP, "past_key_values", rule, "none", advice)
+        raise refusal(ValueError, OP, "cache", rule, "none", advice)
     if attention_mask is not None and (
         not isinstance(attention_mask, Tensor)
         or attention_mask.dim() != 2
