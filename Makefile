@@ -17,9 +17,10 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 # for pip, such as `-c .ci/constraints.txt`
 PIP_ARGS ?=
-# of test-gpu: the Python of the machine, processes that share the GPU, seconds of a call
+# of test-gpu: the Python of the machine, GPUs, processes on all of them, seconds of a call
 GPU_PYTHON ?= python3
-GPU_WORKERS ?= 14
+GPUS ?= 1
+GPU_WORKERS ?= $(shell expr 14 \* $(GPUS))
 GPU_SECONDS ?= 510
 PART ?= 1/1
 
@@ -52,7 +53,7 @@ test-all: test
 
 # Tests that started may end later than GPU_SECONDS.
 test-gpu:
-	$(GPU_PYTHON) -m pytest -q -m gpu tests -n $(GPU_WORKERS) --dist worksteal --part $(PART) --stop-after $(GPU_SECONDS) $(PYTEST_ARGS)
+	DSV4_OPS_GPUS=$(GPUS) $(GPU_PYTHON) -m pytest -q -m gpu tests -n $(GPU_WORKERS) --dist worksteal --part $(PART) --stop-after $(GPU_SECONDS) $(PYTEST_ARGS)
 
 smoke: $(NEWEST_STAMP)
 	$(NEWEST)/bin/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m smoke $(SMOKE) $(PYTEST_ARGS)

@@ -21,6 +21,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Threads that spin between loops take the core from those that work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+if "PYTEST_XDIST_WORKER" in os.environ and "DSV4_OPS_GPUS" in os.environ:  # and the GPUs
+    _number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(_number % int(os.environ["DSV4_OPS_GPUS"]))
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores among them
     os.environ["OMP_NUM_THREADS"] = "1"  # also in what tests start
 
@@ -138,7 +142,7 @@ def _alone(name: str) -> Iterator[None]:
 @pytest.fixture
 def gpu_memory_alone() -> Iterator[None]:
     """For tests that take 10 GB and more: one at a time, so that an 80 GB GPU holds all workers."""
-    with _alone("gpu_memory"):
+    with _alone("gpu_memory_" + os.environ.get("CUDA_VISIBLE_DEVICES", "")):
         yield
         _give_back_gpu_memory(0)
 
