@@ -20,7 +20,10 @@ LAYER_TYPES = (
 
 
 def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> Any:
-    """A bf16 model of DeepSeek-V4-Flash's sizes with few layers and experts, and random weights."""
+    """A bf16 model of DeepSeek-V4-Flash's sizes with few layers and experts, and random weights.
+
+    From 5.24 on transformers makes the parameters of ``keep_float32`` in float32 by itself.
+    """
     import transformers
 
     config = transformers.DeepseekV4Config(

@@ -70,7 +70,9 @@ def test_a_step_leaves_the_cache_that_was_copied():
 
 def test_one_row_is_measured(tmp_path):
     model = flash_shaped(num_experts=8, device=torch.device("cpu"), **SMALL)
-    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    kept = set(model._keep_in_fp32_modules_strict)  # transformers 5.24 makes them in float32
+    products = [w for name, w in model.named_parameters() if kept.isdisjoint(name.split("."))]
+    assert {weight.dtype for weight in products} == {torch.bfloat16}
     row = model_bench._row(model, 2, 256)
     model_bench._measure_stock(row, model)
     assert row.stock_error is None
