@@ -253,6 +253,11 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         return True
 
     @property
+    def is_linear(self) -> list[bool]:
+        """False for every layer: ``generate`` makes no masks for caches of linear attention."""
+        return [False] * len(self)
+
+    @property
     def is_initialized(self) -> bool:
         """True: all tensors are allocated at construction."""
         return True
