@@ -8,10 +8,10 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.dispatch.choice import IMPLS
 from dsv4_ops.integrations.transformers import forwards, generation
-from dsv4_ops.integrations.transformers.config import ModelSpec, require_transformers
+from dsv4_ops.integrations.transformers.architectures import spec_of_config
+from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, require_transformers
 from dsv4_ops.integrations.transformers.modules import Maker, Replacement, check_placement
 from dsv4_ops.integrations.transformers.recipe import Recipe
-from dsv4_ops.integrations.transformers.rotary import check_rotary
 
 _SPEC, _REPLACED = "dsv4_ops_spec", "_dsv4_ops_replaced"
 
@@ -81,10 +81,11 @@ def patch(
     checks.flag("plan", plan)
     checks.one_of("impl", impl, *IMPLS, belongs_to="shall run")
     chosen: dict[str, Any] = {"batch_invariant": batch_invariant, "impl": impl, "plan": plan}
-    spec = ModelSpec.of("patch", config, kv, precision, **chosen)
-    _check_model(model)
-    check_rotary("patch", model, spec.layers)
+    spec = spec_of_config("patch", config, kv, precision, **chosen)
+    _check_model(model, spec)
+    spec.check_model("patch", model)
     spec = spec.scheduled(next(model.parameters()).device)
+    spec.prepare(model)
     replaced = _Replacements()
     for name, hook in generation.HOOKS.items():
         replaced.method(model, name, hook)
@@ -112,20 +113,22 @@ def unpatch(model: Any) -> Any:
         advice = "There is nothing to undo"
         raise refusal(ValueError, "unpatch", "model", "be patched", "another", advice)
     replaced.undo()
+    getattr(model, _SPEC).restore(model)
     delattr(model, _SPEC)
     delattr(model, _REPLACED)
     return model
 
 
-def _check_model(model: Any) -> None:
-    architecture = require_transformers("patch").DeepseekV4ForCausalLM
-    if not isinstance(model, architecture):
+def _check_model(model: Any, spec: ModelSpec) -> None:
+    library = require_transformers("patch")
+    architectures = tuple(getattr(library, name) for name in spec.causal_lm)
+    if not isinstance(model, architectures):
         advice = "Pass the model with its output projection"
         if hasattr(model, "get_base_model"):
             advice = "Pass model.get_base_model()"
         elif hasattr(model, "_orig_mod"):
             advice = "Compile it once it is patched"
-        rule = "be a DeepseekV4ForCausalLM"
+        rule = "be a " + " or ".join(spec.causal_lm)
         raise refusal(TypeError, "patch", "model", rule, type(model).__name__, advice)
     if hasattr(model, _SPEC):
         rule, advice = "not be patched yet", "Call unpatch first"
