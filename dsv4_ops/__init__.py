@@ -10,10 +10,12 @@ from dsv4_ops.core.fingerprint import extend_cache_key as _extend_cache_key
 from dsv4_ops.core.types import (
     C4Step,
     CompressorStep,
+    ContextChunks,
     FlattenedDecode,
     IndexerKeys,
     IndexerQuery,
     InsertedQuery,
+    MergedStates,
     MlaAttention,
     PrefillChunks,
     PrefillRowBounds,
@@ -77,6 +79,15 @@ from dsv4_ops.ops.kv_cache import (
     quantize_and_insert_k_cache_functional,
 )
 from dsv4_ops.ops.mla import mla_decode
+from dsv4_ops.ops.mla_context import (
+    context_chunks,
+    max_context_chunks,
+    merge_attn_states,
+    merge_states,
+    mla_prefill,
+    mla_workspace_rows,
+    plan_context_chunks,
+)
 from dsv4_ops.ops.pack import pack_seq, unpack_seq
 from dsv4_ops.ops.rope import (
     apply_rope,
@@ -102,10 +113,12 @@ _extend_cache_key(__version__)
 __all__ = [
     "C4Step",
     "CompressorStep",
+    "ContextChunks",
     "FlattenedDecode",
     "IndexerKeys",
     "IndexerQuery",
     "InsertedQuery",
+    "MergedStates",
     "MlaAttention",
     "PrefillChunks",
     "PrefillRowBounds",
@@ -122,6 +135,7 @@ __all__ = [
     "compress_and_insert",
     "compress_and_insert_functional",
     "compressed_slot_mapping",
+    "context_chunks",
     "cp_seq_lens",
     "dense_compressed_indices",
     "dequantize_and_gather_k_cache",
@@ -141,12 +155,18 @@ __all__ = [
     "insert_k_cache_functional",
     "inverse_rope_group",
     "inverse_rope_group_quantize",
+    "max_context_chunks",
     "max_prefill_chunks",
+    "merge_attn_states",
+    "merge_states",
     "mixed_sparse_indices",
     "mla_decode",
+    "mla_prefill",
+    "mla_workspace_rows",
     "mtp_seq_lens",
     "pack_seq",
     "paged_mqa_logits_metadata",
+    "plan_context_chunks",
     "plan_prefill_chunks",
     "prefill_chunk_row_bounds",
     "prefill_gather_lens",

@@ -7,6 +7,8 @@ synchronisation, works on symbolic sizes, and stays on under ``torch.compile``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ _DIMENSIONS = {
     "width": "the values of a row",
     "head_dim": "the values of a compressed row",
     "num_heads": "the heads of the queries",
+    "num_parts": "the parts of the keys",
     "num_streams": "the residual streams",
     "num_index_heads": "the heads of the indexer's queries",
     "swa_width": "the window rows of a token",
@@ -342,6 +345,22 @@ class Checks:
     def above(self, limit: int, **values: float) -> None:
         """Every value is a finite number above ``limit``."""
         above(self.op, limit, **values)
+
+    def host_lens(self, name: str, values: Sequence[int] | Tensor) -> list[int]:
+        """``values``, lengths that are known on the host, as ints of at least 0."""
+        lens = list(values.tolist() if isinstance(values, Tensor) else values)
+        for index, length in enumerate(lens):
+            if isinstance(length, bool) or not isinstance(length, int):
+                raise TypeError(
+                    f"{self.op}: {name} must hold ints, got {type(length).__name__} at index "
+                    f"{index}. Convert the lengths with int()."
+                )
+            if length < 0:
+                raise ValueError(
+                    f"{self.op}: {name} must be non-negative, got {length} at index {index}. "
+                    "Give padding requests length 0."
+                )
+        return lens
 
     def instance(self, name: str, value: object, kind: type) -> None:
         """``value`` is a ``kind``, or None."""

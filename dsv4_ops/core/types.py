@@ -115,8 +115,25 @@ class QuantizedGroups(NamedTuple):
     scales: Tensor
 
 
+class ContextChunks(NamedTuple):
+    """Chunks of the contexts of a batch; see ``dsv4_ops.context_chunks``."""
+
+    local_starts: Tensor
+    cu_seq_lens: Tensor
+    local_cu_seq_lens: Tensor
+    num_chunks: Tensor
+
+
+class MergedStates(NamedTuple):
+    """Attention over several parts of the keys; see ``dsv4_ops.merge_attn_states``."""
+
+    out: Tensor
+    lse: Tensor
+
+
 class MlaAttention(NamedTuple):
-    """Attention output and its log-sum-exp; see ``dsv4_ops.mla_decode``."""
+    """Attention output and log-sum-exp; see ``dsv4_ops.mla_decode`` and
+    ``dsv4_ops.mla_prefill``."""
 
     out: Tensor
     lse: Tensor
