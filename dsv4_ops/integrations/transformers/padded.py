@@ -129,7 +129,7 @@ def padded_step(
         return _requests(shape, positions, rows)
 
     schedule = "decode" if length == 1 else "prefill"
-    step = spec.build_step(StepTokens(tokens, ends, requests), cache.tensors, schedule)
+    step = spec.build_step(StepTokens(tokens, ends, batch, requests), cache.tensors, schedule)
     return PaddedStep(step, columns)
 
 

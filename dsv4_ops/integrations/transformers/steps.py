@@ -192,18 +192,19 @@ def tokens_of(batch: StepBatch, cache: CacheTensors) -> tuple[StepTokens, Tensor
     owner = torch.where(live, request_rows, -1 - index)
     taken = ((owner[:, None] == owner) & (index[:, None] > index)).any(1)
     owner = torch.where(taken, -1, owner)
-    found = token_map(starts, batch.seq_lens, num_tokens=batch.tokens.shape[0])
-    request = found.req_indices.clamp(min=0)
+    mapped = token_map(starts, batch.seq_lens, num_tokens=batch.tokens.shape[0])
+    request = mapped.req_indices.clamp(min=0)
     row = owner.index_select(0, request)
-    there = (found.req_indices >= 0) & (row >= 0)
+    there = (mapped.req_indices >= 0) & (row >= 0)
     rows = torch.where(there, row, -1)
-    positions = torch.where(there, found.positions, -1)
+    positions = torch.where(there, mapped.positions, -1)
     ends = batch.seq_lens.index_select(0, request)
 
     def requests() -> Requests:
         return Requests(starts, torch.where(owner >= 0, batch.seq_lens, 0), owner)
 
-    return StepTokens(TokenMap(rows, positions), ends, requests), torch.where(live, counts, 0)
+    found = StepTokens(TokenMap(rows, positions), ends, request_rows.shape[0], requests)
+    return found, torch.where(live, counts, 0)
 
 
 def run_layers(

@@ -58,11 +58,13 @@ class StepTokens:
     Attributes:
         tokens: Cache row and position of every token; -1 for tokens that are not stored.
         ends: Length of every token's request after the step, [num_tokens], int32.
+        num_reqs: Requests of the step, padding included.
         requests: Returns the requests of the step, for families whose layers need them.
     """
 
     tokens: TokenMap
     ends: Tensor
+    num_reqs: int
     requests: Callable[[], Requests]
 
 
