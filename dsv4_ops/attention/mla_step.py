@@ -98,9 +98,7 @@ def build_mla_step(
     """
     tokens = token_map(query_start_loc, seq_lens, num_tokens=num_tokens)
     if is_valid_token is not None:
-        Checks("build_mla_step").tensor(
-            "is_valid_token", is_valid_token, torch.bool, "num_tokens"
-        )
+        Checks("build_mla_step").tensor("is_valid_token", is_valid_token, torch.bool, "num_tokens")
         tokens = TokenMap(*(torch.where(is_valid_token, each, ABSENT) for each in tokens))
     if spec.context == "absorbed":
         return mla_step_of_tokens(spec, tokens, block_table)

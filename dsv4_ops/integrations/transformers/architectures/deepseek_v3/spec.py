@@ -322,7 +322,7 @@ def _identity(weight: Tensor) -> tuple[int, int]:
 
 
 def _as_pairs(x: Tensor) -> Tensor:
-    """Move value i of each half to place 2 i, and 2 i + 1: the pairs that ``apply_rope`` rotates."""
+    """Move value i of the halves to places 2 i and 2 i + 1, as ``apply_rope`` takes pairs."""
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
