@@ -493,11 +493,11 @@ def test_a_changed_kv_b_proj_is_refused():
     cache, attention = new_cache(model), model.model.layers[1].self_attn
     handle = attention.kv_b_proj.register_forward_hook(lambda *_: None)
     name = "model.layers.1.self_attn.kv_b_proj must be Hugging Face's own, without hooks"
-    with pytest.raises(NotImplementedError, match=f"{name}.*got a hook"):
+    with pytest.raises(NotImplementedError, match=rf"{name}.*got a hook"):
         model(tokens()[:, :3], cache=cache)
     handle.remove()
     attention.kv_b_proj = nn.Sequential(attention.kv_b_proj)
-    with pytest.raises(NotImplementedError, match=f"{name}.*got Sequential"):
+    with pytest.raises(NotImplementedError, match=rf"{name}.*got Sequential"):
         model(tokens()[:, :3], cache=cache)
 
 

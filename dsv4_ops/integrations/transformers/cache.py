@@ -29,16 +29,17 @@ DEFAULT_CHUNK = 2048
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     """KV caches of all layers, for ``max_batch_size`` requests of up to ``max_cache_len`` tokens.
 
-    Every request owns a row. Window keys and compressor states live in fixed-size rings, one per
-    row; compressed rows and indexer keys in blocks of 256 tokens, from a shared pool or, by
-    default, a fixed set per row. Sizes and addresses never change after construction, so compiled
-    steps do not recompile and CUDA graphs write in place.
+    Every request owns a row. Of DeepSeek-V4, window keys and compressor states live in fixed-size
+    rings, one per row; compressed rows and indexer keys in blocks of 256 tokens, from a shared pool
+    or, by default, a fixed set per row. Of DeepSeek-V3 and V2, latents live in blocks of 64 tokens.
+    Sizes and addresses never change after construction, so compiled steps do not recompile and CUDA
+    graphs write in place.
 
     As ``cache`` of a patched model, row r belongs to row r of ``input_ids``; with
     ``StepBatch``, rows are those that ``add`` returns.
 
     Args:
-        config: ``DeepseekV4Config``.
+        config: ``DeepseekV4Config``, ``DeepseekV3Config`` or ``DeepseekV2Config``.
         max_batch_size: Number of rows. At least 1.
         max_cache_len: Maximum tokens of a request. At least 1.
         num_blocks: Blocks in the shared pool. None gives every row its own blocks for
@@ -46,8 +47,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         max_chunk: Maximum tokens of a request in one step; min(``max_cache_len``, 2048) by default.
             The memory of the window keys grows with it (``docs/memory.md``).
         next_n: 1 + the maximum number of a step's tokens that may be rolled back (speculative
-            decoding).
-        kv: Storage of the keys, "fp8", "bf16" or "fp32"; as passed to ``patch``.
+            decoding); of no account without rings.
+        kv: Storage of the keys; as passed to ``patch``.
         precision: As passed to ``patch``.
         device: Device of the tensors.
 
@@ -265,8 +266,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         Returns:
             "window": window keys; grows with ``max_batch_size`` and ``max_chunk``. "compressed" and
             "indexer": compressed keys and indexer keys; grow with ``num_blocks``. "states":
-            compressor states; grows with ``max_batch_size``. "tables": RoPE tables, block tables,
-            lengths.
+            compressor states; grows with ``max_batch_size``. "latents", in place of these, of
+            DeepSeek-V3 and V2. "tables": RoPE tables, block tables, lengths.
 
         Example:
             >>> from dsv4_ops.testing.models import small_config

@@ -25,7 +25,10 @@ def patch(
     batch_invariant: bool = False,
     plan: bool = True,
 ) -> Any:
-    """Let a ``DeepseekV4ForCausalLM`` run from a ``PagedCache``.
+    """Let a DeepSeek model of Hugging Face run from a ``PagedCache``.
+
+    ``DeepseekV4ForCausalLM``, ``DeepseekV3ForCausalLM`` (V3, R1, Kimi-K2) or
+    ``DeepseekV2ForCausalLM``.
 
     Forwards are replaced on the instances; parameters, state dict and classes stay as they are. A
     call with another cache, or with none, still runs Hugging Face's attention. ``generate`` makes a
@@ -35,13 +38,15 @@ def patch(
 
     Hooks, PEFT adapters, parametrizations and replaced modules keep working, whether added before
     or after. Layers other than a plain ``nn.Linear`` keep their own precision. Two exceptions: our
-    ops replace ``q_b_norm`` and ``compressor`` except for its projections, so steps refuse changes
-    there; and a model that accelerate split or offloaded is refused. Hugging Face's tensor parallel
-    works (``tp_plan="auto"``).
+    ops replace ``q_b_norm`` and ``compressor`` except for its projections, and ``kv_b_proj`` of V3
+    and V2, so steps refuse changes there; and a model that accelerate split or offloaded is
+    refused. Hugging Face's tensor parallel works (``tp_plan="auto"``).
 
     Args:
         model: The model. It is changed, and returned.
-        kv: Storage of the keys: "fp8" (584 bytes per row, FlashMLA's layout), "bf16" or "fp32".
+        kv: Storage of the keys: "fp8" (584 bytes per row, FlashMLA's layout), "bf16" or "fp32". Of
+            V3 and V2 "fp8" is 576 bytes per row with one scale per layer, and "ds_fp8" 656 bytes
+            with four scales.
         precision: "serve" follows the official code where Hugging Face differs from it,
             "reference" follows Hugging Face; or a ``Recipe``.
         impl: Implementation of indexer selection and attention: "triton" (our kernels),
@@ -55,7 +60,7 @@ def patch(
             and costs 5 us a step and up to 9 us a C128 layer (256 tokens of 128 heads; 2 us up to
             64 tokens of 64 heads). Not used with ``batch_invariant``, impl "flash_mla" or
             "reference", or more than 16383 tokens; export with that limit on the token dimension,
-            or without a plan.
+            or without a plan. V3 and V2 have none.
 
     Returns:
         ``model``.
