@@ -174,7 +174,7 @@ def run(spec, seed):
         garbage = torch.full((padding, blocks), 2147480000, dtype=torch.int32)
         step_table = torch.cat((block_table[rows], garbage))
         given = [torch.cat(each) for each in zip(*parts, strict=True)]
-        nan = [torch.full((padding, *each.shape[1:]), torch.nan) for each in given]
+        nan = [each.new_full((padding, *each.shape[1:]), torch.nan) for each in given]
         inputs = MlaInputs(*(torch.cat(each) for each in zip(given, nan, strict=True)))
         step = build_mla_step(
             spec, i32(starts), i32(lens), step_table, num_tokens=starts[-1] + padding

@@ -16,6 +16,7 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 from dsv4_ops.attention import MlaSpec
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers import padded, steps
+from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import MLA_YARN, small_mla_config, small_mla_model, small_model
 from tests.helpers import Called, i32
 from tests.support.hf_models import Engine, text
@@ -177,7 +178,7 @@ def drawn(rng):
     return version, changed
 
 
-@pytest.mark.nightly(shown_by="test_variants_with_expanded_contexts")
+@pytest.mark.nightly("test_variants_with_expanded_contexts draws schedules of eight configurations")
 @pytest.mark.parametrize("seed", range(20))
 def test_sampled_configurations(seed, monkeypatch):
     rng = Random(seed)
@@ -370,6 +371,25 @@ def test_prefill_compiles_twice_for_any_number_of_tokens():
     assert engine.worst(expected()) < CLOSE
 
 
+@pytest.mark.slow
+def test_a_package_decodes(tmp_path):
+    """Inductor's code of a whole step, absorbed attention of every layer in it, without our ops."""
+    changed = {"num_hidden_layers": 2}
+    want = small_mla_model(**changed)(tokens()).logits
+    model = v4.patch(small_mla_model(**changed), kv="fp32", precision="reference")
+    cache = new_cache(model, max_batch_size=2)
+    package = load_package(v4.export_decode(model, cache, path=tmp_path / "decode.pt2"))
+    engine = Engine(model, cache, tokens()[:2])
+    engine.prefill({0: 60, 1: 9})
+    for counts in ({0: 1, 1: 1}, {1: 1}, {0: 1, 1: 1}):
+        engine.decode(
+            counts,
+            padding=2 - len(counts),
+            step=lambda _, batch, __: package(*v4.decode_inputs(batch, cache)),
+        )
+    assert engine.worst(want) < CLOSE
+
+
 # Patching
 
 
@@ -504,10 +524,10 @@ def test_a_changed_kv_b_proj_is_refused():
 def test_caches_of_other_families_are_refused():
     """And of the family with another rotary embedding."""
     sizes = {"max_batch_size": 2, "max_cache_len": 64, "kv": "fp32", "precision": "reference"}
-    with pytest.raises(ValueError, match="^model: cache must have the layers of the model, mla"):
+    with pytest.raises(ValueError, match=r"^model: cache must have the layers of the model, mla"):
         reference()(tokens()[:2, :3], cache=v4.PagedCache(small_model().config, **sizes))
     config = small_mla_config(rope_parameters={**MLA_YARN, "rope_theta": 5.0})
-    with pytest.raises(ValueError, match="^model: cache must have the model's rope="):
+    with pytest.raises(ValueError, match=r"^model: cache must have the model's rope="):
         reference()(tokens()[:2, :3], cache=v4.PagedCache(config, **sizes))
 
 
