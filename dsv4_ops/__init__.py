@@ -8,6 +8,7 @@ Inductor lowerings take effect by themselves with ``torch.compile`` and AOTInduc
 from dsv4_ops._version import __version__
 from dsv4_ops.core.fingerprint import extend_cache_key as _extend_cache_key
 from dsv4_ops.core.types import (
+    AbsorbedWeights,
     C4Step,
     CompressorStep,
     ContextChunks,
@@ -17,6 +18,7 @@ from dsv4_ops.core.types import (
     InsertedQuery,
     MergedStates,
     MlaAttention,
+    PerTensor,
     PrefillChunks,
     PrefillRowBounds,
     QuantizedGroups,
@@ -78,7 +80,18 @@ from dsv4_ops.ops.kv_cache import (
     quantize_and_insert_k_cache,
     quantize_and_insert_k_cache_functional,
 )
-from dsv4_ops.ops.mla import mla_decode
+from dsv4_ops.ops.mla import (
+    mla_absorb_q,
+    mla_decode,
+    mla_dequantize_rows,
+    mla_gather_codes,
+    mla_gather_kv,
+    mla_insert_kv,
+    mla_insert_kv_functional,
+    mla_v_up,
+    quantize_per_tensor,
+    split_kv_b_proj,
+)
 from dsv4_ops.ops.mla_context import (
     context_chunks,
     max_context_chunks,
@@ -111,6 +124,7 @@ from dsv4_ops.ops.sparse_mla import (
 _extend_cache_key(__version__)
 
 __all__ = [
+    "AbsorbedWeights",
     "C4Step",
     "CompressorStep",
     "ContextChunks",
@@ -120,6 +134,7 @@ __all__ = [
     "InsertedQuery",
     "MergedStates",
     "MlaAttention",
+    "PerTensor",
     "PrefillChunks",
     "PrefillRowBounds",
     "QuantizedGroups",
@@ -160,8 +175,15 @@ __all__ = [
     "merge_attn_states",
     "merge_states",
     "mixed_sparse_indices",
+    "mla_absorb_q",
     "mla_decode",
+    "mla_dequantize_rows",
+    "mla_gather_codes",
+    "mla_gather_kv",
+    "mla_insert_kv",
+    "mla_insert_kv_functional",
     "mla_prefill",
+    "mla_v_up",
     "mla_workspace_rows",
     "mtp_seq_lens",
     "pack_seq",
@@ -177,6 +199,7 @@ __all__ = [
     "quantize_and_insert_indexer_k_functional",
     "quantize_and_insert_k_cache",
     "quantize_and_insert_k_cache_functional",
+    "quantize_per_tensor",
     "rope_cos_sin_cache",
     "save_and_compress",
     "save_and_compress_functional",
@@ -189,6 +212,7 @@ __all__ = [
     "sparse_mla_plan",
     "sparse_mla_prefill",
     "split_decodes_and_prefills",
+    "split_kv_b_proj",
     "split_prefill_chunks",
     "swa_indices_and_lens",
     "token_map",
