@@ -211,10 +211,10 @@ def max_context_chunks(
 
     Args:
         num_reqs: Most requests of a batch. At least 0.
-        max_model_len: Most tokens of one context. At least 0.
+        max_model_len: Most tokens of one context. At least 1.
         workspace_rows: Rows of a chunk on all ranks. At least cp_world_size * cp_interleave.
-        max_context_tokens: Most tokens of all contexts of a batch; None if nothing else bounds
-            them.
+        max_context_tokens: Most tokens of all contexts of a batch, at least 0; None if nothing else
+            bounds them.
         chunk_plan: "packed" or "equal".
         block_size: Rows of a block of the cache, which "equal" rounds to.
         cp_world_size: Ranks that share a sequence.
@@ -234,7 +234,8 @@ def max_context_chunks(
         64
     """
     checks = Checks("max_context_chunks")
-    checks.at_least(0, num_reqs=num_reqs, max_model_len=max_model_len)
+    checks.at_least(0, num_reqs=num_reqs)
+    checks.at_least(1, max_model_len=max_model_len)
     _check_plan(checks, workspace_rows, chunk_plan, block_size, cp_world_size, cp_interleave)
     total = num_reqs * max_model_len
     if max_context_tokens is not None:
@@ -552,12 +553,21 @@ def _check_plan(
     checks.one_of("chunk_plan", chunk_plan, *_PLANS, belongs_to="the chunks are read by")
     checks.at_least(1, block_size=block_size)
     checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
+    checks.at_least(1, workspace_rows=workspace_rows)
     least = cp_world_size * reference.local_turn(cp_world_size, cp_interleave)
-    checks.at_least(least, workspace_rows=workspace_rows)
+    if workspace_rows < least:
+        rule = f"be at least cp_world_size * cp_interleave = {known(least)}"
+        advice = "Raise it, or lower cp_interleave"
+        actual = known(workspace_rows)
+        raise refusal(ValueError, checks.op, "workspace_rows", rule, actual, advice)
 
 
 def _equal_size(checks: Checks, rows: int, num_reqs: int, block_size: int, round_: int) -> int:
     """Positions of every request in a chunk, whole blocks and rounds of the ranks."""
     align = math.lcm(block_size, round_)
-    checks.at_least(align * max(num_reqs, 1), most=INT64_MAX, workspace_rows=rows)
+    least = align * max(num_reqs, 1)
+    if rows < least:
+        rule = f"be at least {least} for an equal plan of {num_reqs} contexts"
+        advice = "Raise it, or pass chunk_plan='packed'"
+        raise refusal(ValueError, checks.op, "workspace_rows", rule, rows, advice)
     return rows // max(num_reqs, 1) // align * align
