@@ -247,6 +247,7 @@ def _prefill_cases() -> list[Case]:
     tensors = (q, k_nope, k_pe, v)
     causal, whole = ({"softmax_scale": 1.0, "causal": flag} for flag in (True, False))
     nothing = [[0.0]], [-INF]
+    garbage = i32([1, 2, 2, 3]), i32([-7, 1, 2, 2**31 - 1])
     return [
         Case(
             # token 0 has key 0, token 1 none, token 2 is padding; key 1 is nobody's
@@ -264,7 +265,13 @@ def _prefill_cases() -> list[Case]:
         ),
         Case(
             "bounds that do not exist",
-            (*tensors, i32([1, 2, 2, 3]), i32([-7, 1, 2, 2**31 - 1])),
+            (*tensors, *garbage),
+            whole,
+            ([nothing[0], [[2.0]], [[4.0]]], [nothing[1], [0.0], [0.0]]),
+        ),
+        Case(
+            "bounds that do not exist, bfloat16",
+            (*(each.to(torch.bfloat16) for each in tensors), *garbage),
             whole,
             ([nothing[0], [[2.0]], [[4.0]]], [nothing[1], [0.0], [0.0]]),
         ),
