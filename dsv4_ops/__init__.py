@@ -52,7 +52,12 @@ from dsv4_ops.ops.compressor import (
     save_compressor_states,
     save_compressor_states_functional,
 )
-from dsv4_ops.ops.context_parallel import cp_seq_lens
+from dsv4_ops.ops.context_parallel import (
+    cp_correct_out,
+    cp_row_indices,
+    cp_seq_lens,
+    cp_slot_mapping,
+)
 from dsv4_ops.ops.indexer import (
     gather_indexer_k,
     indexer_logits,
@@ -151,7 +156,10 @@ __all__ = [
     "compress_and_insert_functional",
     "compressed_slot_mapping",
     "context_chunks",
+    "cp_correct_out",
+    "cp_row_indices",
     "cp_seq_lens",
+    "cp_slot_mapping",
     "dense_compressed_indices",
     "dequantize_and_gather_k_cache",
     "expand_block_table",

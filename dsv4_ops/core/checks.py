@@ -24,6 +24,7 @@ _DIMENSIONS = {
     "num_blocks": "the pages of the cache",
     "num_rows": "the rows of the result",
     "num_k": "the gathered keys",
+    "cp_world_size": "the ranks that share a sequence",
     "width": "the values of a row",
     "head_dim": "the values of a compressed row",
     "num_heads": "the heads of the queries",

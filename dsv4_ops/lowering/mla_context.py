@@ -28,7 +28,8 @@ def _mla_prefill(
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """On the CPU the flash attention of torch, which keeps no logits; the mask of which keys a
-    token sees is the only memory that grows with tokens times keys."""
+    token sees is the only memory that grows with tokens times keys. In float32: of bfloat16 it
+    approximates exp, and the log-sum-exp is wrong in the fifth digit."""
     settings = {"softmax_scale": softmax_scale, "causal": causal}
     if q.device.type != "cpu":
         tensors = q, k_nope, k_pe, v, query_start_loc, cu_seq_lens
@@ -43,11 +44,12 @@ def _mla_prefill(
     numbers = k.isfinite().flatten(1).all(1) & v.isfinite().flatten(1).all(1)
     lost = pad((~numbers).cumsum(0), (1, 0))
     poisoned = take(lost, stop) > take(lost, start)
-    k, v_values = (torch.where(numbers[:, None, None], each, 0.0) for each in (k, v))
-    mask = torch.where(reference.visible(*found, num_k), 0.0, -torch.inf).to(q.dtype)
+    k, values = (torch.where(numbers[:, None, None], each, 0.0) for each in (k, v))
+    mask = torch.where(reference.visible(*found, num_k), 0.0, -torch.inf)
     width = max(int(q.shape[2]), int(v.shape[2]))
     heads_first = [
-        pad(each, (0, width - each.shape[2])).transpose(0, 1)[None] for each in (q, k, v_values)
+        pad(each.to(torch.float32), (0, width - each.shape[2])).transpose(0, 1)[None]
+        for each in (q, k, values)
     ]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         *heads_first, attn_mask=mask, scale=softmax_scale
@@ -55,7 +57,7 @@ def _mla_prefill(
     out, lse = out[0].transpose(0, 1)[:, :, : v.shape[2]], lse[0].transpose(0, 1)
     sees = start < stop
     out = torch.where(poisoned[..., None], torch.nan, torch.where(sees[..., None], out, 0.0))
-    return out, torch.where(poisoned, torch.nan, torch.where(sees, lse, -torch.inf))
+    return out.to(q.dtype), torch.where(poisoned, torch.nan, torch.where(sees, lse, -torch.inf))
 
 
 mla_prefill = Choices(_mla_prefill)

@@ -20,9 +20,9 @@ from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import mla_context as meta
 from dsv4_ops.reference import mla_context as reference
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+MERGED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLANS = ("packed", "equal")
-_BASES = ("e", "2")
+LSE_BASES = ("e", "2")
 MIN_WORKSPACE_ROWS = 65536
 """Rows from which on the rule for the workspace asks for no more than a block per sequence."""
 
@@ -77,8 +77,9 @@ def context_chunks(
     Returns:
         ``ContextChunks``, int32:
 
-        - local_starts [max_chunks, num_reqs]: first row that a rank gathers of each request, counted
-          among its rows of the request; its position is cp_world_size times that.
+        - local_starts [max_chunks, num_reqs]: first row that a rank gathers of each request,
+          counted among its rows of the request; the chunk's first position is cp_world_size times
+          that.
         - cu_seq_lens [max_chunks, num_reqs + 1]: where the positions of each request begin in the
           chunk, and how many there are in all. Requests without any are empty.
         - local_cu_seq_lens [max_chunks, num_reqs + 1]: the same of the rows that a rank gathers;
@@ -98,8 +99,8 @@ def context_chunks(
     Compile: decomposes to prefix sums and pointwise kernels; dynamic in num_reqs; CUDA graphs and
         export: yes. On the CPU the prefix sums call aten.cumsum.
 
-    Source: vLLM 0.22 ``MLACommonMetadataBuilder`` ("equal"), and what ``plan_mla_context_chunks`` of
-        later versions is for.
+    Source: vLLM 0.22 ``MLACommonMetadataBuilder`` ("equal"), and what ``plan_mla_context_chunks``
+        of later versions is for.
 
     Example:
         >>> import torch, dsv4_ops
@@ -210,10 +211,10 @@ def max_context_chunks(
 
     Args:
         num_reqs: Most requests of a batch. At least 0.
-        max_model_len: Most tokens of one context. At least 0.
+        max_model_len: Most tokens of one context. At least 1.
         workspace_rows: Rows of a chunk on all ranks. At least cp_world_size * cp_interleave.
-        max_context_tokens: Most tokens of all contexts of a batch; None if nothing else bounds
-            them.
+        max_context_tokens: Most tokens of all contexts of a batch, at least 0; None if nothing else
+            bounds them.
         chunk_plan: "packed" or "equal".
         block_size: Rows of a block of the cache, which "equal" rounds to.
         cp_world_size: Ranks that share a sequence.
@@ -233,7 +234,8 @@ def max_context_chunks(
         64
     """
     checks = Checks("max_context_chunks")
-    checks.at_least(0, num_reqs=num_reqs, max_model_len=max_model_len)
+    checks.at_least(0, num_reqs=num_reqs)
+    checks.at_least(1, max_model_len=max_model_len)
     _check_plan(checks, workspace_rows, chunk_plan, block_size, cp_world_size, cp_interleave)
     total = num_reqs * max_model_len
     if max_context_tokens is not None:
@@ -318,9 +320,8 @@ def merge_attn_states(
 ) -> MergedStates:
     """Merge attention over two parts of the keys.
 
-    A side whose log-sum-exp is -inf, +inf or NaN has no keys, and its output may hold anything. Keep
-    the running result of many merges in float32: a chain of bfloat16 ones loses half of its
-    precision within 16.
+    A side whose log-sum-exp is -inf, +inf or NaN has no keys, and its output may hold anything.
+    Keep the running result of many merges in float32: in bfloat16 each merge rounds it again.
 
     Args:
         prefix_out: Output over one part, [num_tokens, num_heads, width], bfloat16, float16 or
@@ -353,12 +354,12 @@ def merge_attn_states(
         (tensor([[[4.0000]]]), tensor([[1.3863]]))
     """
     checks = Checks("merge_attn_states")
-    checks.one_of("lse_base", lse_base, *_BASES, belongs_to="the log-sum-exps have")
+    checks.one_of("lse_base", lse_base, *LSE_BASES, belongs_to="the log-sum-exps have")
     for side, out, lse in (
         ("prefix", prefix_out, prefix_lse),
         ("suffix", suffix_out, suffix_lse),
     ):
-        checks.floats(f"{side}_out", out, *_FLOATS)
+        checks.floats(f"{side}_out", out, *MERGED_DTYPES)
         checks.tensor(f"{side}_out", out, out.dtype, "num_tokens", "num_heads", "width")
         checks.tensor(f"{side}_lse", lse, torch.float32, "num_tokens", "num_heads")
     return MergedStates(
@@ -414,8 +415,8 @@ def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str = "e") -> MergedSt
         MergedStates(out=tensor([[[2.]]]), lse=tensor([[2.0794]]))
     """
     checks = Checks("merge_states")
-    checks.one_of("lse_base", lse_base, *_BASES, belongs_to="the log-sum-exps have")
-    checks.floats("outs", outs, *_FLOATS)
+    checks.one_of("lse_base", lse_base, *LSE_BASES, belongs_to="the log-sum-exps have")
+    checks.floats("outs", outs, *MERGED_DTYPES)
     checks.tensor("outs", outs, outs.dtype, "num_parts", "num_tokens", "num_heads", "width")
     checks.tensor("lses", lses, torch.float32, "num_parts", "num_tokens", "num_heads")
     checks.at_least(1, num_parts=outs.shape[0])
@@ -455,9 +456,9 @@ def mla_prefill(
 ) -> MlaAttention:
     """Attend to expanded keys and values of ragged requests.
 
-    Over the new tokens of a step ``causal`` is True and ``cu_seq_lens`` is ``query_start_loc``; over
-    a chunk of the context it is False, and ``cu_seq_lens`` a row of ``context_chunks``. Merge the
-    results with ``merge_attn_states``.
+    Over the new tokens of a step ``causal`` is True and ``cu_seq_lens`` is ``query_start_loc``;
+    over a chunk of the context it is False, and ``cu_seq_lens`` a row of ``context_chunks``. Merge
+    the results with ``merge_attn_states``.
 
     Args:
         q: Queries, [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], bfloat16, float16
@@ -512,7 +513,7 @@ def mla_prefill(
     checks = Checks("mla_prefill")
     checks.above(0, softmax_scale=softmax_scale)
     checks.flag("causal", causal)
-    checks.floats("q", q, *_FLOATS)
+    checks.floats("q", q, *MERGED_DTYPES)
     checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", "qk_head_dim")
     checks.tensor("k_nope", k_nope, q.dtype, "num_k", "num_heads", "qk_nope_head_dim")
     checks.tensor("k_pe", k_pe, q.dtype, "num_k", "qk_rope_head_dim")
@@ -552,12 +553,21 @@ def _check_plan(
     checks.one_of("chunk_plan", chunk_plan, *_PLANS, belongs_to="the chunks are read by")
     checks.at_least(1, block_size=block_size)
     checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
+    checks.at_least(1, workspace_rows=workspace_rows)
     least = cp_world_size * reference.local_turn(cp_world_size, cp_interleave)
-    checks.at_least(least, workspace_rows=workspace_rows)
+    if workspace_rows < least:
+        rule = f"be at least cp_world_size * cp_interleave = {known(least)}"
+        advice = "Raise it, or lower cp_interleave"
+        actual = known(workspace_rows)
+        raise refusal(ValueError, checks.op, "workspace_rows", rule, actual, advice)
 
 
 def _equal_size(checks: Checks, rows: int, num_reqs: int, block_size: int, round_: int) -> int:
     """Positions of every request in a chunk, whole blocks and rounds of the ranks."""
     align = math.lcm(block_size, round_)
-    checks.at_least(align * max(num_reqs, 1), most=INT64_MAX, workspace_rows=rows)
+    least = align * max(num_reqs, 1)
+    if rows < least:
+        rule = f"be at least {least} for an equal plan of {num_reqs} contexts"
+        advice = "Raise it, or pass chunk_plan='packed'"
+        raise refusal(ValueError, checks.op, "workspace_rows", rule, rows, advice)
     return rows // max(num_reqs, 1) // align * align

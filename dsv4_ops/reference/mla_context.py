@@ -74,7 +74,7 @@ def merge_attn_states(
     *,
     lse_base: str,
 ) -> tuple[Tensor, Tensor]:
-    exp, log = _functions(lse_base)
+    exp, log = functions(lse_base)
     prefix, suffix = existing(prefix_lse), existing(suffix_lse)
     largest = torch.maximum(prefix, suffix)
     origin = torch.where(largest == -torch.inf, 0.0, largest)
@@ -86,7 +86,7 @@ def merge_attn_states(
 
 
 def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str) -> tuple[Tensor, Tensor]:
-    exp, log = _functions(lse_base)
+    exp, log = functions(lse_base)
     parts = existing(lses)
     largest = parts.amax(0)
     origin = torch.where(largest == -torch.inf, 0.0, largest)
@@ -95,7 +95,8 @@ def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str) -> tuple[Tensor, 
     return _over(weighted(outs, weights).sum(0), total).to(outs.dtype), origin + log(total)
 
 
-def _functions(lse_base: str) -> tuple[Any, Any]:
+def functions(lse_base: str) -> tuple[Any, Any]:
+    """exp and log to the base of log-sum-exps."""
     return (torch.exp, torch.log) if lse_base == NATURAL else (torch.exp2, torch.log2)
 
 

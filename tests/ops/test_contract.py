@@ -13,6 +13,7 @@ from dsv4_ops.testing.contract.compare import assert_precise
 from tests.helpers import NIGHTLY
 from tests.oracles import batch as oracles
 from tests.oracles import compressor as oracles_compressor
+from tests.oracles import context as oracles_context
 from tests.oracles import dense_mla as oracles_dense_mla
 from tests.oracles import indexer as oracles_indexer
 from tests.oracles import kv as oracles_kv
@@ -41,6 +42,7 @@ ORACLES = {
     **vars(oracles),
     **vars(oracles_compressor),
     **vars(oracles_dense_mla),
+    **vars(oracles_context),
     **vars(oracles_indexer),
     **vars(oracles_kv),
     **vars(oracles_pack),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ def _merge_cases() -> list[Case]:
     ]
 
 
-def _lse(draw: Any, seed: torch.Generator, *shape: int) -> Tensor:
+def merged_lses(draw: Any, seed: torch.Generator, *shape: int) -> Tensor:
     """Log-sum-exps from -60 to 60, some of them of no key."""
     from hypothesis import strategies as st
 
@@ -159,7 +160,7 @@ def _lse(draw: Any, seed: torch.Generator, *shape: int) -> Tensor:
     return lse
 
 
-def _out(lse: Tensor, seed: torch.Generator, width: int, dtype: torch.dtype) -> Tensor:
+def merged_out(lse: Tensor, seed: torch.Generator, width: int, dtype: torch.dtype) -> Tensor:
     """Outputs, NaN where there are no keys, in a view of wider rows."""
     out = torch.randn((*lse.shape, width), generator=seed)
     return torch.where(lse.isfinite()[..., None], out, NAN).to(dtype)
@@ -177,8 +178,8 @@ def _merge_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
         dtypes = [draw(st.sampled_from((torch.float32, torch.bfloat16))) for _ in range(2)]
     tensors: list[Tensor] = []
     for dtype in dtypes:
-        lse = _lse(draw, seed, num_tokens, 3)
-        tensors += [_out(lse, seed, 20, dtype), lse]
+        lse = merged_lses(draw, seed, num_tokens, 3)
+        tensors += [merged_out(lse, seed, 20, dtype), lse]
     return Case("sampled", tuple(tensors), settings)
 
 
@@ -221,8 +222,8 @@ def _states_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     num_parts = max(draw(st.sampled_from((4, 1, 2, 5))), min_size)
     num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 7))), min_size)
     dtype = torch.bfloat16 if min_size or draw(st.booleans()) else torch.float32
-    lses = _lse(draw, seed, num_parts, num_tokens, 3)
-    return Case("sampled", (_out(lses, seed, 20, dtype), lses), settings)
+    lses = merged_lses(draw, seed, num_parts, num_tokens, 3)
+    return Case("sampled", (merged_out(lses, seed, 20, dtype), lses), settings)
 
 
 def _precise_states(outs: Tensor, lses: Tensor, *, lse_base: str) -> Any:
@@ -246,6 +247,7 @@ def _prefill_cases() -> list[Case]:
     tensors = (q, k_nope, k_pe, v)
     causal, whole = ({"softmax_scale": 1.0, "causal": flag} for flag in (True, False))
     nothing = [[0.0]], [-INF]
+    garbage = i32([1, 2, 2, 3]), i32([-7, 1, 2, 2**31 - 1])
     return [
         Case(
             # token 0 has key 0, token 1 none, token 2 is padding; key 1 is nobody's
@@ -263,7 +265,13 @@ def _prefill_cases() -> list[Case]:
         ),
         Case(
             "bounds that do not exist",
-            (*tensors, i32([1, 2, 2, 3]), i32([-7, 1, 2, 2**31 - 1])),
+            (*tensors, *garbage),
+            whole,
+            ([nothing[0], [[2.0]], [[4.0]]], [nothing[1], [0.0], [0.0]]),
+        ),
+        Case(
+            "bounds that do not exist, bfloat16",
+            (*(each.to(torch.bfloat16) for each in tensors), *garbage),
             whole,
             ([nothing[0], [[2.0]], [[4.0]]], [nothing[1], [0.0], [0.0]]),
         ),
@@ -281,21 +289,17 @@ def ragged_prefill(
     seed: torch.Generator,
     lens: list[tuple[int, int]],
     *,
-    padding: tuple[int, int] = (2, 3),
+    padding: Sequence[int] = (2, 3),
     dtype: torch.dtype = torch.bfloat16,
     sizes: tuple[int, int, int, int] = (HEADS, NOPE, ROPE, VALUE),
 ) -> tuple[Tensor, ...]:
     """Tensors of a call for requests of (queries, keys), NaN in padding behind them."""
     heads, nope, rope, value = sizes
-    num_tokens, num_k = (
-        (sum(each) + extra for each, extra in zip(zip(*lens, strict=True), padding, strict=True))
-        if lens
-        else padding
-    )
     start_loc, cu_seq_lens = [0], [0]
     for queries, keys in lens:
         start_loc.append(start_loc[-1] + queries)
         cu_seq_lens.append(cu_seq_lens[-1] + keys)
+    num_tokens, num_k = start_loc[-1] + padding[0], cu_seq_lens[-1] + padding[1]
     q = torch.randn(num_tokens, heads, nope + rope, generator=seed)
     kv = torch.randn(num_k, heads, nope + value, generator=seed)
     k_pe = torch.randn(num_k, rope, generator=seed)
@@ -312,12 +316,12 @@ def _prefill_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     seed = generator(draw)
     sizes = st.tuples(st.sampled_from((1, 0, 2, 5, 17)), st.sampled_from((3, 0, 1, 16, 33, 70)))
     lens = draw(st.lists(sizes, min_size=min_size, max_size=5))
-    padding = tuple(max(draw(st.sampled_from((1, 0, 3))), min_size) for _ in range(2))
+    padding = [max(draw(st.sampled_from((1, 0, 3))), min_size) for _ in range(2)]
     dtype = torch.bfloat16 if min_size or draw(st.booleans()) else torch.float32
-    tensors = ragged_prefill(seed, lens, padding=padding, dtype=dtype)  # type: ignore[arg-type]
-    if draw(st.integers(0, 3)) == 0:  # of the last request: more keys than there are would be NaN
-        tensors[4][-1] += draw(st.sampled_from((-1, 0))) * (len(lens) > 0 and lens[-1][0] > 0)
-    return Case("sampled", tensors, settings)
+    q, *keys, start_loc, cu_seq_lens = ragged_prefill(seed, lens, padding=padding, dtype=dtype)
+    if draw(st.integers(0, 3)) == 0:  # bounds past the last token and the last key
+        q, *keys = (each[: max(each.shape[0] - 9, min_size)] for each in (q, *keys))
+    return Case("sampled", (q, *keys, start_loc, cu_seq_lens), settings)
 
 
 def _precise_prefill(*tensors: Tensor, **settings: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,20 @@ def exact_merge(outs: list[Tensor], lses: list[Tensor], lse_base: str) -> tuple[
     return Exact((weights * values).sum(0), magnitude), Exact(total / unit, size / unit)
 
 
+def exact_share(out: Tensor, lse: Tensor, lses: Tensor, lse_base: str) -> tuple[Exact, Exact]:
+    """One rank's part of a merge, and the log-sum-exp of all; errors as of ``exact_merge``."""
+    others = [torch.zeros_like(out)] * lses.shape[0]
+    _, total = exact_merge(others, list(lses), lse_base)
+    unit = 1.0 if lse_base == "e" else _LN_2
+    own = lse.to(torch.float64)
+    weight = torch.exp((own - total.value) * unit).where(own < torch.inf, 0.0).nan_to_num(0.0)
+    value = torch.where(weight[..., None] > 0, weight[..., None] * out.to(torch.float64), 0.0)
+    relative = torch.ones_like(weight)
+    if out.dtype == torch.float32:
+        relative = lses.shape[0] + 4 + 2 * ((own - total.value) * unit).abs().nan_to_num(0.0, 0.0)
+    return Exact(value, value.abs() * relative[..., None]), total
+
+
 def exact_prefill(
     q: Tensor,
     k_nope: Tensor,
@@ -48,13 +64,13 @@ def exact_prefill(
     causal: bool,
 ) -> tuple[Exact, Exact]:
     """Output and log-sum-exp, request by request; error scales as ``exact_attention`` has them."""
-    num_tokens, num_heads, width = q.shape
+    num_tokens, num_heads, _ = q.shape
     shape = (num_tokens, num_heads, v.shape[2])
     value, magnitude = (q.new_zeros(shape, dtype=torch.float64) for _ in range(2))
     total = q.new_full(shape[:2], -torch.inf, dtype=torch.float64)
     error = torch.zeros_like(total)
     starts, keys = query_start_loc.tolist(), cu_seq_lens.clamp(0, v.shape[0]).tolist()
-    for request, (first, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for request, (first, end) in enumerate(pairwise(starts)):
         key_start, key_end = keys[request], max(keys[request], keys[request + 1])
         for token in range(max(first, 0), min(end, num_tokens)):
             stop = key_end - (end - 1 - token) * causal
