@@ -103,6 +103,7 @@ def attend_absorbed(
         step.decode_lens,
         step.decode_req_indices,
         step.block_table,
+        step.decode_start_loc,
         kv_scale=cache.scale,
         softmax_scale=spec.softmax_scale,
         block_size=spec.block_size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 class MlaStep:
     """Metadata of a step for all dense MLA layers; padding rows are defined.
 
-    With the context "absorbed", every token counts as a decode and the fields from ``counts`` on
-    are None.
+    With the context "absorbed", every token counts as a decode: max_decode_tokens is num_tokens,
+    and the fields from ``counts`` on are None.
 
     Attributes:
         req_indices: Request of the token, [num_tokens], int32; -1 for padding.
@@ -31,6 +31,8 @@ class MlaStep:
         decode_lens: Rows that each decode token sees, [max_decode_tokens], int32; 0 for padding.
         decode_req_indices: Request of each decode token, [max_decode_tokens], int32.
         block_table: Block table of the cache, [num_reqs, max_blocks], int32.
+        decode_start_loc: First decode token of every request and one past the last, [num_reqs + 1],
+            int32; None where none has several. Tokens of a request can share its rows' reads.
         counts: Decodes, prefills, decode tokens, prefill tokens, [4], int32; the decode tokens are
             at most max_decode_tokens.
         prefill_start_loc: First prefill token of every request and one past the last,
@@ -46,6 +48,7 @@ class MlaStep:
     decode_lens: Tensor
     decode_req_indices: Tensor
     block_table: Tensor
+    decode_start_loc: Tensor | None = None
     counts: Tensor | None = None
     prefill_start_loc: Tensor | None = None
     chunks: ContextChunks | None = None
@@ -100,14 +103,66 @@ def build_mla_step(
     if is_valid_token is not None:
         Checks("build_mla_step").tensor("is_valid_token", is_valid_token, torch.bool, "num_tokens")
         tokens = TokenMap(*(torch.where(is_valid_token, each, ABSENT) for each in tokens))
+    return mla_step_of_tokens(spec, tokens, block_table, query_start_loc, seq_lens)
+
+
+def mla_step_of_tokens(
+    spec: MlaSpec,
+    tokens: TokenMap,
+    block_table: Tensor,
+    query_start_loc: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+) -> MlaStep:
+    """``build_mla_step`` from the request and position of every token.
+
+    Args:
+        spec: The model's attention configuration.
+        tokens: Row in the block table and position of every token, -1 for padding.
+        block_table: As for ``build_mla_step``.
+        query_start_loc: As for ``build_mla_step``. May be None with the context "absorbed": tokens
+            of a request then share no reads.
+        seq_lens: As for ``build_mla_step``; "absorbed" does not read it.
+
+    Returns:
+        ``MlaStep`` with num_tokens rows.
+
+    Raises:
+        ValueError, TypeError: as ``build_mla_step``; bounds that a chunked context needs are None.
+    """
+    step = MlaStep(
+        req_indices=tokens.req_indices,
+        positions=tokens.positions,
+        slot_mapping=_slots(spec, tokens, block_table),
+        decode_lens=(tokens.positions + 1).to(torch.int32),
+        decode_req_indices=tokens.req_indices,
+        block_table=block_table,
+        decode_start_loc=query_start_loc,
+    )
     if spec.context == "absorbed":
-        return mla_step_of_tokens(spec, tokens, block_table)
+        return step
+    if query_start_loc is None or seq_lens is None:
+        name = "query_start_loc" if query_start_loc is None else "seq_lens"
+        rule, advice = "be given for chunked contexts", "Pass the bounds of the requests"
+        raise refusal(ValueError, "mla_step_of_tokens", name, rule, "None", advice)
+    return _with_prefills(spec, step, query_start_loc, seq_lens)
+
+
+def _with_prefills(
+    spec: MlaSpec, step: MlaStep, query_start_loc: Tensor, seq_lens: Tensor
+) -> MlaStep:
+    """Keep the decodes as such; what follows them expands its context."""
+    num_tokens = step.positions.shape[0]
     counts = split_decodes_and_prefills(query_start_loc, decode_threshold=spec.next_n)
     num_decode_tokens = counts[2].clamp(max=spec.max_decode_tokens)
     decode = torch.arange(spec.max_decode_tokens, device=counts.device)
     there = (decode < num_decode_tokens) & (decode < num_tokens)
-    # an index, not a slice: its size does not depend on num_tokens
-    found = tokens if num_tokens == 0 else _rows(tokens, decode.clamp(max=num_tokens - 1))
+    lens, requests = step.decode_lens, step.decode_req_indices
+    if num_tokens > 0:
+        # an index, not a slice: its size does not depend on num_tokens
+        first = decode.clamp(max=num_tokens - 1)
+        lens, requests = lens.index_select(0, first), requests.index_select(0, first)
+    else:
+        lens, requests = (each.new_zeros(spec.max_decode_tokens) for each in (lens, requests))
     prefill_start_loc = torch.maximum(query_start_loc, num_decode_tokens)
     chunks = chunk_slots = None
     if spec.max_chunks:
@@ -120,52 +175,18 @@ def build_mla_step(
             chunk_plan=spec.chunk_plan,
             block_size=spec.block_size,
         )
-        chunk_slots = _chunk_slots(spec, chunks, block_table)
-    return MlaStep(
-        req_indices=tokens.req_indices,
-        positions=tokens.positions,
-        slot_mapping=_slots(spec, tokens, block_table),
-        decode_lens=torch.where(there, (found.positions + 1).to(torch.int32), 0),
-        decode_req_indices=torch.where(there, found.req_indices, ABSENT),
-        block_table=block_table,
+        chunk_slots = _chunk_slots(spec, chunks, step.block_table)
+    several = spec.next_n > 1
+    return replace(
+        step,
+        decode_lens=torch.where(there, lens, 0),
+        decode_req_indices=torch.where(there, requests, ABSENT),
+        decode_start_loc=torch.minimum(query_start_loc, num_decode_tokens) if several else None,
         counts=torch.cat((counts[:2], num_decode_tokens[None], counts[3:])),
         prefill_start_loc=prefill_start_loc,
         chunks=chunks,
         chunk_slots=chunk_slots,
     )
-
-
-def mla_step_of_tokens(spec: MlaSpec, tokens: TokenMap, block_table: Tensor) -> MlaStep:
-    """``build_mla_step`` from the request and position of every token, for absorbed contexts.
-
-    Args:
-        spec: The model's attention configuration, with the context "absorbed".
-        tokens: Row in the block table and position of every token, -1 for padding.
-        block_table: As for ``build_mla_step``.
-
-    Returns:
-        ``MlaStep`` with num_tokens rows.
-
-    Raises:
-        ValueError: the context is "chunked", which needs the requests' bounds; or as
-            ``build_mla_step``.
-    """
-    if spec.context != "absorbed":
-        rule, advice = "be 'absorbed'", "Call build_mla_step"
-        found = repr(spec.context)
-        raise refusal(ValueError, "mla_step_of_tokens", "spec.context", rule, found, advice)
-    return MlaStep(
-        req_indices=tokens.req_indices,
-        positions=tokens.positions,
-        slot_mapping=_slots(spec, tokens, block_table),
-        decode_lens=(tokens.positions + 1).to(torch.int32),
-        decode_req_indices=tokens.req_indices,
-        block_table=block_table,
-    )
-
-
-def _rows(tokens: TokenMap, index: Tensor) -> TokenMap:
-    return TokenMap(*(each.index_select(0, index) for each in tokens))
 
 
 def _slots(spec: MlaSpec, tokens: TokenMap, block_table: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ def test_the_step_of_a_mixed_batch():
     assert step.slot_mapping.tolist() == [28, 22, 23, 13, 14, 15, -1]
     assert step.decode_lens.tolist() == [5, 3, 4, 0]
     assert step.decode_req_indices.tolist() == [0, 1, 1, -1]
+    assert step.decode_start_loc.tolist() == [0, 1, 3, 3, 3]
     assert step.prefill_start_loc.tolist() == [3, 3, 3, 6, 6]
     assert step.chunks.cu_seq_lens.diff(dim=1).tolist() == [[0, 0, 4, 0], [0, 0, 1, 0]]
     assert step.chunks.num_chunks.tolist() == [2]
@@ -73,6 +74,8 @@ def test_the_step_of_absorbed_contexts():
     again = mla_step_of_tokens(SPEC, tokens, batch[2])
     assert torch.equal(again.decode_lens, step.decode_lens)
     assert torch.equal(again.slot_mapping, step.slot_mapping)
+    with pytest.raises(ValueError, match="seq_lens must be given for chunked contexts, got None"):
+        mla_step_of_tokens(chunked(), tokens, batch[2], batch[0])
 
 
 def test_decode_tokens_beyond_the_capacity_count_as_prefills():

@@ -10,12 +10,18 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v3")
 
 from dsv4_ops.attention import MlaSpec
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers import padded, steps
+from dsv4_ops.integrations.transformers.export import (
+    PrefillModule,
+    padding_batch,
+    prefill_shapes,
+)
 from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import MLA_YARN, small_mla_config, small_mla_model, small_model
 from tests.helpers import Called, i32
@@ -371,6 +377,31 @@ def test_prefill_compiles_twice_for_any_number_of_tokens():
     assert engine.worst(expected()) < CLOSE
 
 
+@pytest.mark.usefixtures("expands")
+def test_the_exported_prefill_takes_any_number_of_tokens():
+    """The module behind ``export_prefill``, with contexts expanded in chunks, and its caches."""
+    caches = [new_cache(max_batch_size=2, num_blocks=4) for _ in range(2)]
+    engines = [Engine(reference(), cache, tokens()) for cache in caches]
+    inputs = v4.decode_inputs(padding_batch(caches[0], 2, 7), caches[0])
+    shapes = prefill_shapes(inputs, 20_000)
+    module = PrefillModule(reference(), caches[0])
+    program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
+    (size,) = program.range_constraints.values()
+    assert (size.lower, size.upper) == (1, 20_000)
+    step = program.module(check_guards=False)
+    for counts in ({0: 9, 1: 40}, {0: 1}, {1: 1, 0: 20}, {0: 30, 1: 2}):
+        padding = 2 - len(counts)
+        engines[0].prefill(
+            counts,
+            padding=padding,
+            step=lambda _, batch, __: step(*v4.decode_inputs(batch, caches[0])),
+        )
+        engines[1].prefill(counts, padding=padding)
+    assert engines[0].worst(expected()) < CLOSE
+    pairs = zip(*(tree_leaves(engine.cache.tensors) for engine in engines), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
 @pytest.mark.slow
 def test_a_package_decodes(tmp_path):
     """Inductor's code of a whole step, absorbed attention of every layer in it, without our ops."""
@@ -517,8 +548,11 @@ def test_a_changed_kv_b_proj_is_refused():
         model(tokens()[:, :3], cache=cache)
     handle.remove()
     attention.kv_b_proj = nn.Sequential(attention.kv_b_proj)
-    with pytest.raises(NotImplementedError, match=rf"{name}.*got Sequential"):
+    with pytest.raises(NotImplementedError, match=rf"^model: {name}.*got Sequential"):
         model(tokens()[:, :3], cache=cache)
+    v4.unpatch(model)
+    with pytest.raises(NotImplementedError, match=rf"^patch: {name}.*got Sequential"):
+        v4.patch(model)
 
 
 def test_caches_of_other_families_are_refused():

@@ -142,14 +142,19 @@ def check_modules(op: str, spec: ModelSpec, body: Any, device: torch.device) -> 
         _check_hook(op, name, attention)
         if own_forward(attention) is not None:
             raise _changed(op, name, "a forward of its own")
-        for part, module in spec.skipped_modules(attention):
-            found = _change(module)
-            if found:
-                raise _changed(op, f"{name}.{part}", found)
+        check_skipped(op, spec, name, attention)
         weight: Tensor = next(attention.parameters())
         if weight.device != device:
             rule = f"be on the cache's device, {device}"
             raise refusal(ValueError, op, name, rule, weight.device, _ONE_DEVICE)
+
+
+def check_skipped(op: str, spec: ModelSpec, name: str, attention: Any) -> None:
+    """Raise if a module of an attention layer that steps do not call was changed."""
+    for part, module in spec.skipped_modules(attention):
+        found = _change(module)
+        if found:
+            raise _changed(op, f"{name}.{part}", found)
 
 
 def check_placement(op: str, model: Any) -> None:

@@ -150,10 +150,12 @@ def _requests(shape: tuple[int, int], positions: Tensor, rows: Tensor) -> Reques
     starts = torch.stack((begin[:-1], begin[:-1] + count), 1).flatten()
     ends = positions.amax(1).to(torch.int32) + 1
     padding = torch.zeros_like(ends)
+    index = 2 * torch.arange(batch, dtype=torch.int32, device=ends.device)[:, None]
     return Requests(
         torch.cat((starts, begin[-1:])),
         torch.stack((ends, padding), 1).flatten(),
         torch.stack((rows[:, 0], padding - 1), 1).flatten(),
+        index.expand(shape).flatten(),
     )
 
 

@@ -201,7 +201,8 @@ def tokens_of(batch: StepBatch, cache: CacheTensors) -> tuple[StepTokens, Tensor
     ends = batch.seq_lens.index_select(0, request)
 
     def requests() -> Requests:
-        return Requests(starts, torch.where(owner >= 0, batch.seq_lens, 0), owner)
+        lens = torch.where(owner >= 0, batch.seq_lens, 0)
+        return Requests(starts, lens, owner, mapped.req_indices)
 
     found = StepTokens(TokenMap(rows, positions), ends, request_rows.shape[0], requests)
     return found, torch.where(live, counts, 0)

@@ -44,11 +44,13 @@ class Requests:
         seq_lens: Length of every request including this step's tokens, [num_reqs], int32; 0 for
             padding.
         rows: Cache row of every request, [num_reqs], int32; -1 for padding.
+        indices: Request of every token, [num_tokens], int32; of no meaning for padding.
     """
 
     query_start_loc: Tensor
     seq_lens: Tensor
     rows: Tensor
+    indices: Tensor
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from dsv4_ops.attention import (
     MlaSpec,
     MlaStep,
     MlaWeights,
-    build_mla_step,
     mla_layer,
     mla_step_of_tokens,
 )
@@ -23,6 +22,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.torch_compat import statically_known_true
+from dsv4_ops.core.types import TokenMap
 from dsv4_ops.dispatch.libraries import LIBRARIES
 from dsv4_ops.integrations.transformers.architectures.base import (
     LayerContext,
@@ -36,7 +36,12 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v3.rotary import 
     softmax_scale,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3.tensors import MlaRope, MlaTables
-from dsv4_ops.integrations.transformers.modules import Maker, is_part, unwrapped
+from dsv4_ops.integrations.transformers.modules import (
+    Maker,
+    check_skipped,
+    is_part,
+    unwrapped,
+)
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
 from dsv4_ops.ops.mla import split_kv_b_proj
@@ -160,20 +165,20 @@ class MlaModelSpec(ModelSpec):
 
     def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> MlaStep:
         table, num_tokens = cache.tables.blocks, step.tokens.positions.shape[0]
-        short = num_tokens < self.layers.break_even * step.num_reqs
         # of an unknown size no guard is made: it may be any
-        if schedule == "decode" or statically_known_true(short):
+        if statically_known_true(num_tokens <= step.num_reqs):
             return mla_step_of_tokens(self.layers, step.tokens, table)
+        short = num_tokens < self.layers.break_even * step.num_reqs
+        absorbed = schedule == "decode" or statically_known_true(short)
         requests = step.requests()
-        row = requests.rows[:, None]
+        stored = step.tokens.positions >= 0
         owned = table.index_select(0, requests.rows.clamp(min=0))
-        return build_mla_step(
-            self.chunked(cache, step.num_reqs),
+        return mla_step_of_tokens(
+            self.layers if absorbed else self.chunked(cache, step.num_reqs),
+            TokenMap(torch.where(stored, requests.indices, -1), step.tokens.positions),
+            torch.where(requests.rows[:, None] >= 0, owned, -1),
             requests.query_start_loc,
             requests.seq_lens,
-            torch.where(row >= 0, owned, -1),
-            step.tokens.positions >= 0,
-            num_tokens=num_tokens,
         )
 
     def chunked(self, cache: CacheTensors, num_reqs: int) -> MlaSpec:
@@ -262,6 +267,8 @@ class MlaModelSpec(ModelSpec):
 
     def check_model(self, op: str, model: Any) -> None:
         check_rotary(op, model, self.rotary)
+        for index, attention in _attentions(model.model):
+            check_skipped(op, self, f"model.layers.{index}.self_attn", attention)
         has_experts = any(is_part(module, "Experts") for module in model.modules())
         experts = getattr(model.config, "_experts_implementation", None)
         if has_experts and experts == "eager":
