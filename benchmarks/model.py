@@ -6,6 +6,7 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -189,14 +190,12 @@ def _bound(function: Callable[..., Any], *args: Any, **settings: Any) -> Callabl
 def _metadata(model: Any, batch: Any, cache: Any) -> Any:
     """What all layers share, as the compiled step has it in front of them."""
     from dsv4_ops.integrations.transformers.dropped import count_dropped, storable
-    from dsv4_ops.integrations.transformers.steps import build_step, plan_heads, tokens_of
+    from dsv4_ops.integrations.transformers.steps import tokens_of
 
     spec = model.dsv4_ops_spec
-    num_tokens = batch.tokens.shape[0]
-    heads, layers = plan_heads(spec, "decode", num_tokens), spec.layers_for("decode", num_tokens)
-    tokens, ends, wanted = tokens_of(batch, cache)
-    kept = storable(tokens, cache, spec.layers.attention.block_tokens)
-    step = build_step(layers, kept, ends, cache, heads)
+    found, wanted = tokens_of(batch, cache)
+    kept = storable(found.tokens, cache, spec.block_tokens)
+    step = spec.build_step(replace(found, tokens=kept), cache, "decode")
     count_dropped(cache, wanted, step.positions >= 0)
     return step
 

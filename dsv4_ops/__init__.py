@@ -8,12 +8,17 @@ Inductor lowerings take effect by themselves with ``torch.compile`` and AOTInduc
 from dsv4_ops._version import __version__
 from dsv4_ops.core.fingerprint import extend_cache_key as _extend_cache_key
 from dsv4_ops.core.types import (
+    AbsorbedWeights,
     C4Step,
     CompressorStep,
+    ContextChunks,
     FlattenedDecode,
     IndexerKeys,
     IndexerQuery,
     InsertedQuery,
+    MergedStates,
+    MlaAttention,
+    PerTensor,
     PrefillChunks,
     PrefillRowBounds,
     QuantizedGroups,
@@ -47,7 +52,12 @@ from dsv4_ops.ops.compressor import (
     save_compressor_states,
     save_compressor_states_functional,
 )
-from dsv4_ops.ops.context_parallel import cp_seq_lens
+from dsv4_ops.ops.context_parallel import (
+    cp_correct_out,
+    cp_row_indices,
+    cp_seq_lens,
+    cp_slot_mapping,
+)
 from dsv4_ops.ops.indexer import (
     gather_indexer_k,
     indexer_logits,
@@ -75,6 +85,27 @@ from dsv4_ops.ops.kv_cache import (
     quantize_and_insert_k_cache,
     quantize_and_insert_k_cache_functional,
 )
+from dsv4_ops.ops.mla import (
+    mla_absorb_q,
+    mla_decode,
+    mla_dequantize_rows,
+    mla_gather_codes,
+    mla_gather_kv,
+    mla_insert_kv,
+    mla_insert_kv_functional,
+    mla_v_up,
+    quantize_per_tensor,
+    split_kv_b_proj,
+)
+from dsv4_ops.ops.mla_context import (
+    context_chunks,
+    max_context_chunks,
+    merge_attn_states,
+    merge_states,
+    mla_prefill,
+    mla_workspace_rows,
+    plan_context_chunks,
+)
 from dsv4_ops.ops.pack import pack_seq, unpack_seq
 from dsv4_ops.ops.rope import (
     apply_rope,
@@ -98,12 +129,17 @@ from dsv4_ops.ops.sparse_mla import (
 _extend_cache_key(__version__)
 
 __all__ = [
+    "AbsorbedWeights",
     "C4Step",
     "CompressorStep",
+    "ContextChunks",
     "FlattenedDecode",
     "IndexerKeys",
     "IndexerQuery",
     "InsertedQuery",
+    "MergedStates",
+    "MlaAttention",
+    "PerTensor",
     "PrefillChunks",
     "PrefillRowBounds",
     "QuantizedGroups",
@@ -119,7 +155,11 @@ __all__ = [
     "compress_and_insert",
     "compress_and_insert_functional",
     "compressed_slot_mapping",
+    "context_chunks",
+    "cp_correct_out",
+    "cp_row_indices",
     "cp_seq_lens",
+    "cp_slot_mapping",
     "dense_compressed_indices",
     "dequantize_and_gather_k_cache",
     "expand_block_table",
@@ -138,11 +178,25 @@ __all__ = [
     "insert_k_cache_functional",
     "inverse_rope_group",
     "inverse_rope_group_quantize",
+    "max_context_chunks",
     "max_prefill_chunks",
+    "merge_attn_states",
+    "merge_states",
     "mixed_sparse_indices",
+    "mla_absorb_q",
+    "mla_decode",
+    "mla_dequantize_rows",
+    "mla_gather_codes",
+    "mla_gather_kv",
+    "mla_insert_kv",
+    "mla_insert_kv_functional",
+    "mla_prefill",
+    "mla_v_up",
+    "mla_workspace_rows",
     "mtp_seq_lens",
     "pack_seq",
     "paged_mqa_logits_metadata",
+    "plan_context_chunks",
     "plan_prefill_chunks",
     "prefill_chunk_row_bounds",
     "prefill_gather_lens",
@@ -153,6 +207,7 @@ __all__ = [
     "quantize_and_insert_indexer_k_functional",
     "quantize_and_insert_k_cache",
     "quantize_and_insert_k_cache_functional",
+    "quantize_per_tensor",
     "rope_cos_sin_cache",
     "save_and_compress",
     "save_and_compress_functional",
@@ -165,6 +220,7 @@ __all__ = [
     "sparse_mla_plan",
     "sparse_mla_prefill",
     "split_decodes_and_prefills",
+    "split_kv_b_proj",
     "split_prefill_chunks",
     "swa_indices_and_lens",
     "token_map",

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dsv4_ops.attention.mla_spec import MlaSpec
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.core.gradient import differentiated, without_derivative
+from dsv4_ops.core.layout import MlaFp8Layout
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,62 @@ class LayerCaches:
         return cls(**{name: layout.allocate(blocks[name], device) for name, layout in layouts})
 
 
-_CLASSES = (LayerInputs, LayerWeights, LayerCaches)
+@dataclass(frozen=True)
+class MlaInputs:
+    """Projection outputs of a dense MLA layer, one row per token, in the spec's dtype.
+
+    Attributes:
+        q: Queries before RoPE, [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim].
+        kv_c: Latents after their norm, [num_tokens, kv_lora_rank].
+        k_pe: The key part that heads share, before RoPE, [num_tokens, qk_rope_head_dim].
+    """
+
+    q: Tensor
+    kv_c: Tensor
+    k_pe: Tensor
+
+
+@dataclass(frozen=True)
+class MlaWeights:
+    """Parameters of a dense MLA layer besides its projections.
+
+    Attributes:
+        cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, qk_rope_head_dim], float32.
+        w_uk_t: Keys' part of ``split_kv_b_proj``, [num_heads, qk_nope_head_dim, kv_lora_rank].
+        w_uv: Values' part, [num_heads, kv_lora_rank, v_head_dim].
+        w_kv_b: ``kv_b_proj.weight`` itself, [num_heads * (qk_nope_head_dim + v_head_dim),
+            kv_lora_rank], for chunked contexts.
+    """
+
+    cos_sin_cache: Tensor
+    w_uk_t: Tensor
+    w_uv: Tensor
+    w_kv_b: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MlaCache:
+    """Paged latent rows of a dense MLA layer, in ``MlaSpec.cache_layout``; written in place.
+
+    Attributes:
+        kv: The rows.
+        scale: Layout "mla_fp8": what codes are multiplied by, [1], float32. 1 until calibrated.
+    """
+
+    kv: Tensor
+    scale: Tensor | None = None
+
+    @classmethod
+    def allocate(
+        cls, spec: MlaSpec, num_blocks: int, device: torch.device | str | None = None
+    ) -> MlaCache:
+        """Allocate an empty cache for one layer."""
+        scaled = spec.layout == MlaFp8Layout.tag
+        scale = torch.ones(1, dtype=torch.float32, device=device) if scaled else None
+        return cls(spec.cache_layout().allocate(num_blocks, device), scale)
+
+
+_CLASSES = (LayerInputs, LayerWeights, LayerCaches, MlaInputs, MlaWeights, MlaCache)
 for _pytree_class in _CLASSES:
     pytree.register_dataclass(
         _pytree_class, serialized_type_name=f"dsv4_ops.{_pytree_class.__name__}"

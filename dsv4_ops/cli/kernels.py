@@ -197,6 +197,14 @@ def _listed() -> tuple[Any, ...]:
     return (q, kv, _tensor(2048, 640), _tensor(2048), None), {"softmax_scale": 512**-0.5}
 
 
+def _context(causal: bool) -> tuple[Any, ...]:
+    """Arguments of ``mla_prefill``: 2048 tokens of 4 requests and 16 heads, 8192 keys."""
+    floats: dict[str, Any] = {"dtype": torch.bfloat16}
+    q, kv = _tensor(2048, 16, 192, **floats), _tensor(8192, 16, 256, **floats)
+    tensors = (q, kv[..., :128], _tensor(8192, 64, **floats), kv[..., 128:])
+    return (*tensors, _tensor(5), _tensor(5)), {"softmax_scale": 192**-0.5, "causal": causal}
+
+
 def _indexer(*between: Tensor, **settings: Any) -> tuple[Any, ...]:
     """Arguments of the indexer's ops with FP8 queries, followed by ``between``."""
     q = _tensor(8, 64, 128, dtype=torch.float8_e4m3fn)
@@ -280,6 +288,8 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "sparse_mla_prefill, flash_mla, all rows": _prefill(
             main, None, **{**pages, "extra_block_size": 2, "impl": "flash_mla"}
         ),
+        "mla_prefill": _context(causal=True),
+        "mla_prefill, a chunk of the context": _context(causal=False),
         "indexer_quantize_q": ((*queries, positions, angles), {"softmax_scale": 0.01}),
         "indexer_logits": _indexer(indexer, tokens, tokens, pages_table, num_rows=32768, **keys),
         "indexer_logits_ragged": _indexer(*gathered),

@@ -7,11 +7,13 @@ synchronisation, works on symbolic sizes, and stays on under ``torch.compile``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from dsv4_ops.core.ints import above, at_least, held, known
-from dsv4_ops.core.layout import CACHE_ALIGNMENT, Layout, StateLayout
+from dsv4_ops.core.layout import CACHE_ALIGNMENT, Layout, MlaFp8Layout, StateLayout
 from dsv4_ops.core.types import INT32_MAX, MAX_REQUESTS
 
 _DIMENSIONS = {
@@ -22,9 +24,11 @@ _DIMENSIONS = {
     "num_blocks": "the pages of the cache",
     "num_rows": "the rows of the result",
     "num_k": "the gathered keys",
+    "cp_world_size": "the ranks that share a sequence",
     "width": "the values of a row",
     "head_dim": "the values of a compressed row",
     "num_heads": "the heads of the queries",
+    "num_parts": "the parts of the keys",
     "num_streams": "the residual streams",
     "num_index_heads": "the heads of the indexer's queries",
     "swa_width": "the window rows of a token",
@@ -35,6 +39,9 @@ _DIMENSIONS = {
     "extra_block_size": "the rows of a page of the compressed cache",
     "block_size": "the rows of a page",
     "page_bytes": "the bytes of a page",
+    "row_bytes": "the bytes of a row",
+    "kv_lora_rank": "the values of a latent",
+    "qk_nope_head_dim": "the values of a query without RoPE",
     "num_decode_tokens": "the decode tokens, which come first",
     "batch_size": "the rows of a padded batch",
     "sequence_length": "the columns of a padded batch",
@@ -154,6 +161,14 @@ class Checks:
                 f"{known(value)}. Lower {name}, or raise {limit_name}."
             )
 
+    def equal(self, name: str, value: int, wanted: int, partner: str) -> None:
+        """``value`` is ``wanted``, the only one that ``partner`` takes."""
+        if value != wanted:
+            raise ValueError(
+                f"{self.op}: {name} must be {known(wanted)} with {partner}, got {known(value)}. "
+                f"Pass {known(wanted)}."
+            )
+
     def columns(self, name: str, value: Tensor, limit_name: str, limit: int) -> None:
         """``value`` has at least ``limit`` columns, which is what ``limit_name`` says."""
         if value.shape[1] < limit:
@@ -246,7 +261,7 @@ class Checks:
         name: str,
         cache: Tensor,
         layout: Layout,
-        dims: tuple[str, str] = ("num_blocks", "page_bytes"),
+        dims: tuple[str, ...] = ("num_blocks", "page_bytes"),
         size_name: str = "block_size",
     ) -> None:
         """``cache`` is a paged cache of ``layout``: bytes that the attention libraries would
@@ -254,16 +269,20 @@ class Checks:
         ``size_name`` the argument with the rows of a page."""
         self.storage(name, cache, type(layout).__name__, layout.tag, layout.storage_dtype)
         self.tensor(name, cache, layout.storage_dtype, *dims)
-        _, entries = layout.shape(0)
-        if cache.shape[1] != entries:
+        _, *sizes = layout.shape(0)
+        if any(size != wanted for size, wanted in zip(cache.shape[1:], sizes, strict=True)):
+            entries = ", ".join([str(known(size)) for size in sizes])
             raise ValueError(
-                f"{self.op}: {name} must have shape [{dims[0]}, {known(entries)}] for "
+                f"{self.op}: {name} must have shape [{dims[0]}, {entries}] for "
                 f"layout {layout.tag!r} with {size_name} = {known(layout.block_size)}, got "
                 f"{list(cache.shape)}. Allocate it with {_allocate(layout)}, or correct "
                 f"{size_name}."
             )
-        page, entry = cache.stride()
-        if entry != 1 or page < entries or page * cache.itemsize % CACHE_ALIGNMENT != 0:
+        page, *strides = cache.stride()
+        wanted = [*sizes[1:], 1]  # of a row in its page, if there are rows
+        is_dense = all(stride == each for stride, each in zip(strides, wanted, strict=True))
+        inside = sizes[0] * wanted[0]
+        if not is_dense or page < inside or page * cache.itemsize % CACHE_ALIGNMENT != 0:
             raise ValueError(
                 f"{self.op}: {name} must have dense pages, none inside another, that start at "
                 f"multiples of {CACHE_ALIGNMENT} bytes, got strides {list(cache.stride())}. "
@@ -281,6 +300,12 @@ class Checks:
                 f"Allocate it with {_allocate(layout)}."
             )
 
+    def bytes_of_row(self, name: str, cache: Tensor) -> int:
+        """Bytes of a row of ``cache``, whose layout does not say."""
+        self.storage(name, cache, "MlaFp8Layout", MlaFp8Layout.tag, torch.uint8)
+        self.tensor(name, cache, torch.uint8, "num_blocks", "block_size", "row_bytes")
+        return int(cache.shape[2])
+
     def rows(
         self,
         name: str,
@@ -288,10 +313,11 @@ class Checks:
         block_size: int | None = None,
         dims: tuple[str, str, str] = ("num_blocks", "block_size", "width"),
         size_name: str = "block_size",
+        dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32),
     ) -> None:
-        """``cache`` is a plain paged cache of bf16 or fp32 rows; ``dims`` name its sizes,
-        ``size_name`` the argument with the rows of a page."""
-        self.storage(name, cache, "PlainLayout", "plain", torch.bfloat16, torch.float32)
+        """``cache`` is a plain paged cache of rows of one of the ``dtypes``; ``dims`` name its
+        sizes, ``size_name`` the argument with the rows of a page."""
+        self.storage(name, cache, "PlainLayout", "plain", *dtypes)
         self.tensor(name, cache, cache.dtype, *dims)
         if cache.shape[1] < 1:
             raise ValueError(
@@ -328,6 +354,22 @@ class Checks:
     def above(self, limit: int, **values: float) -> None:
         """Every value is a finite number above ``limit``."""
         above(self.op, limit, **values)
+
+    def host_lens(self, name: str, values: Sequence[int] | Tensor) -> list[int]:
+        """``values``, lengths that are known on the host, as ints of at least 0."""
+        lens = list(values.tolist() if isinstance(values, Tensor) else values)
+        for index, length in enumerate(lens):
+            if isinstance(length, bool) or not isinstance(length, int):
+                raise TypeError(
+                    f"{self.op}: {name} must hold ints, got {type(length).__name__} at index "
+                    f"{index}. Convert the lengths with int()."
+                )
+            if length < 0:
+                raise ValueError(
+                    f"{self.op}: {name} must be non-negative, got {length} at index {index}. "
+                    "Give padding requests length 0."
+                )
+        return lens
 
     def instance(self, name: str, value: object, kind: type) -> None:
         """``value`` is a ``kind``, or None."""
@@ -383,7 +425,8 @@ class Checks:
 
 def _allocate(layout: Layout) -> str:
     """The call that makes a cache of ``layout``. Dynamo cannot trace its repr."""
-    width = f", width={known(layout.width)}" if isinstance(layout, StateLayout) else ""
+    has_width = isinstance(layout, (StateLayout, MlaFp8Layout))
+    width = f", width={known(layout.width)}" if has_width else ""
     size = f"block_size={known(layout.block_size)}"
     return f"{type(layout).__name__}({size}{width}).allocate(num_blocks)"
 

@@ -115,6 +115,44 @@ class QuantizedGroups(NamedTuple):
     scales: Tensor
 
 
+class ContextChunks(NamedTuple):
+    """Chunks of the contexts of a batch; see ``dsv4_ops.context_chunks``."""
+
+    local_starts: Tensor
+    cu_seq_lens: Tensor
+    local_cu_seq_lens: Tensor
+    num_chunks: Tensor
+
+
+class MergedStates(NamedTuple):
+    """Attention over several parts of the keys; see ``dsv4_ops.merge_attn_states``."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class MlaAttention(NamedTuple):
+    """Attention output and log-sum-exp; see ``dsv4_ops.mla_decode`` and
+    ``dsv4_ops.mla_prefill``."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class PerTensor(NamedTuple):
+    """e4m3 codes with one scale; see ``dsv4_ops.quantize_per_tensor``."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+class AbsorbedWeights(NamedTuple):
+    """Weights of the absorbed projections; see ``dsv4_ops.split_kv_b_proj``."""
+
+    w_uk_t: Tensor
+    w_uv: Tensor
+
+
 class SparseMla(NamedTuple):
     """Attention output, and log-sum-exp without the sink; see ``dsv4_ops.sparse_mla_decode``."""
 

@@ -1,6 +1,9 @@
-"""Lowering of the lengths of a sequence on its ranks: pointwise aten."""
+"""Lowerings of sequences on several ranks: pointwise aten."""
 
 from dsv4_ops.lowering.kinds import Decompose
 from dsv4_ops.reference import context_parallel as reference
 
 cp_seq_lens = Decompose(reference.cp_seq_lens)
+cp_slot_mapping = Decompose(reference.cp_slot_mapping)
+cp_row_indices = Decompose(reference.cp_row_indices)
+cp_correct_out = Decompose(reference.cp_correct_out)

@@ -143,8 +143,8 @@ def plan_prefill_chunks(
     """
     checks = Checks("plan_prefill_chunks")
     _check_budgets(checks, workspace_size, max_logits_bytes, request_offset)
-    rows = _host_lens("seq_lens", seq_lens)
-    queries = _host_lens("query_lens", query_lens)
+    rows = checks.host_lens("seq_lens", seq_lens)
+    queries = checks.host_lens("query_lens", query_lens)
     if len(rows) != len(queries):
         raise ValueError(
             "plan_prefill_chunks: query_lens must have as many entries as seq_lens "
@@ -365,20 +365,3 @@ def _check_budgets(
     checks.at_least(1, most=INT64_MAX, workspace_size=workspace_size)
     checks.at_least(4, most=INT64_MAX, max_logits_bytes=max_logits_bytes)
     checks.at_least(0, request_offset=request_offset)
-
-
-def _host_lens(name: str, values: Sequence[int] | Tensor) -> list[int]:
-    lens = list(values.tolist() if isinstance(values, Tensor) else values)
-    for index, length in enumerate(lens):
-        if isinstance(length, bool) or not isinstance(length, int):
-            raise TypeError(
-                f"plan_prefill_chunks: {name} must hold ints, got {type(length).__name__} at "
-                f"index {index}. "
-                "Convert the lengths with int()."
-            )
-        if length < 0:
-            raise ValueError(
-                f"plan_prefill_chunks: {name} must be non-negative, got {length} at index {index}. "
-                "Give padding requests length 0."
-            )
-    return lens

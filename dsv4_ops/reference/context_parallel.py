@@ -1,9 +1,13 @@
-"""Lengths of a sequence on the ranks that share it."""
+"""What the ranks that share a sequence own of it, and their part of its attention."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from dsv4_ops.core.types import ABSENT
+from dsv4_ops.reference.common import gather_rows, table_entries, valid_tokens
+from dsv4_ops.reference.mla_context import existing, functions, weighted
 
 
 def cp_seq_lens(
@@ -18,3 +22,64 @@ def cp_seq_lens(
     turn = (rest - rank.long() * cp_interleave).clamp(0, cp_interleave)
     found = rounds * cp_interleave + turn
     return torch.where((rank >= 0) & (rank < cp_world_size), found, 0).to(torch.int32)
+
+
+def cp_slot_mapping(
+    positions: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    cp_rank: Tensor,
+    *,
+    block_size: int,
+    cp_world_size: int,
+    cp_interleave: int,
+) -> Tensor:
+    exists = valid_tokens(positions, req_indices, block_table.shape[0])
+    position = torch.where(exists, positions, 0)
+    row = position
+    if cp_world_size > 1:
+        owner, row = _placed(position, cp_world_size, cp_interleave)
+        exists = exists & (owner == cp_rank)
+    pages = table_entries(block_table, req_indices, row // block_size, exists).long()
+    return torch.where(pages >= 0, pages * block_size + row % block_size, ABSENT)
+
+
+def cp_row_indices(
+    req_indices: Tensor,
+    positions: Tensor,
+    local_starts: Tensor,
+    local_cu_seq_lens: Tensor,
+    *,
+    num_local_rows: int,
+    cp_world_size: int,
+    cp_interleave: int,
+) -> Tensor:
+    exists = valid_tokens(positions, req_indices, local_starts.shape[0])
+    owner, row = _placed(torch.where(exists, positions, 0), cp_world_size, cp_interleave)
+    start = gather_rows(local_starts, req_indices, exists).long()
+    first, last = (
+        gather_rows(local_cu_seq_lens, req_indices + end, exists).long() for end in (0, 1)
+    )
+    index = first + row - start
+    inside = (row >= start) & (index < last) & (index >= 0) & (index < num_local_rows)
+    return torch.where(exists & inside, owner * num_local_rows + index, ABSENT)
+
+
+def _placed(position: Tensor, cp_world_size: int, cp_interleave: int) -> tuple[Tensor, Tensor]:
+    """The rank that owns a position, and the row of the request that it has there."""
+    turns = position // cp_interleave
+    row = turns // cp_world_size * cp_interleave + position % cp_interleave
+    return turns % cp_world_size, row
+
+
+def cp_correct_out(
+    out: Tensor, lse: Tensor, lses: Tensor, *, lse_base: str
+) -> tuple[Tensor, Tensor]:
+    exp, log = functions(lse_base)
+    parts = existing(lses)
+    largest = parts.amax(0)
+    origin = torch.where(largest == -torch.inf, 0.0, largest)
+    total = exp(parts - origin).sum(0)
+    own = exp(existing(lse) - origin)
+    share = torch.where(own > 0, own / total, 0.0)
+    return weighted(out, share).to(out.dtype), origin + log(total)

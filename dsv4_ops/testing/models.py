@@ -1,4 +1,4 @@
-"""A small random DeepSeek-V4 with every layer type, whose parameters all affect the logits."""
+"""Small random DeepSeek models, whose parameters all affect the logits."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ YARN = {
     "beta_slow": 1.0,
 }
 """The released YaRN scaling of layers with a compressor."""
+
+MLA_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+"""The released YaRN scaling of DeepSeek-V3."""
 
 # Center and half width of the uniform distribution of non-matrix weights, by a part of their name.
 # Large key norms make attention sharp, so that a single key shows in the logits; sinks then weigh
@@ -109,7 +121,72 @@ def small_model(
         ImportError: transformers is missing or has no DeepSeek-V4.
     """
     _, model_class = require_transformers()
-    model = model_class(small_config(**changed)).eval().requires_grad_(False)
+    model: DeepseekV4ForCausalLM = _filled(
+        model_class(small_config(**changed)), seed, dtype, device
+    )
+    return model
+
+
+def small_mla_config(version: int = 3, **changed: Any) -> Any:
+    """Three layers, one dense and two of experts, with the released YaRN scaling.
+
+    Args:
+        version: 3 for ``DeepseekV3Config``, which Kimi-K2 has too, or 2 for ``DeepseekV2Config``.
+        changed: Fields of the configuration to override.
+    """
+    import transformers
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 64,
+        "max_position_embeddings": 163840,
+        "rope_parameters": dict(MLA_YARN),
+        "tie_word_embeddings": False,
+        "attn_implementation": "eager",
+        "experts_implementation": "batched_mm",
+    }
+    if version == 2:
+        settings |= {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.0}
+    return getattr(transformers, f"DeepseekV{version}Config")(**{**settings, **changed})
+
+
+def small_mla_model(
+    version: int = 3,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **changed: Any,
+) -> Any:
+    """Hugging Face's model of ``small_mla_config(version, **changed)``, as ``small_model``."""
+    import transformers
+
+    kind = getattr(transformers, f"DeepseekV{version}ForCausalLM")
+    return _filled(kind(small_mla_config(version, **changed)), seed, dtype, device)
+
+
+def _filled(model: Any, seed: int, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """Sample the weights of a model."""
+    model = model.eval().requires_grad_(False)
     kept = set(model._keep_in_fp32_modules_strict)
     state = model.state_dict()  # parameters and persistent buffers, as a checkpoint has them
     for name, weight in state.items():

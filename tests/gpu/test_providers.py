@@ -297,7 +297,7 @@ def test_a_patched_model_shares_the_schedules_of_a_library(impl, monkeypatch):
     """One compiled graph for decodes that end and begin; no bit of an eager step changes."""
     pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
     from dsv4_ops.integrations import transformers as v4
-    from dsv4_ops.integrations.transformers.config import ModelSpec
+    from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import DeepseekV4Spec
     from dsv4_ops.testing.models import small_model
     from tests.support.hf_models import REQUESTS, Engine, new_cache, text
 
@@ -307,7 +307,7 @@ def test_a_patched_model_shares_the_schedules_of_a_library(impl, monkeypatch):
     for shared in (True, False):
         with monkeypatch.context() as unshared, torch.no_grad():
             if not shared:
-                unshared.setattr(ModelSpec, "scheduled", lambda spec, device: spec)
+                unshared.setattr(DeepseekV4Spec, "scheduled", lambda spec, device: spec)
             model = v4.patch(small_model(device=DEVICE, **sizes), impl=impl)
         layers = model.dsv4_ops_spec.step_layers
         assert bool(layers.sm_parts or layers.schedule_sms) == shared

@@ -39,6 +39,7 @@ WRITTEN = {
     "merge_groups_kernel": {"keys", "indices"},
     "merge_parts_kernel": {"keys", "indices", "out"},
     "pool_windows_kernel": {"pooled"},
+    "mla_prefill_kernel": {"out", "lse"},
     "prefill_keys_kernel": {"out", "lse"},
     "qnorm_rope_kv_insert_kernel": {"k_cache", "out"},
     "quantize_and_insert_kernel": {"k_cache"},

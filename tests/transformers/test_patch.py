@@ -163,7 +163,8 @@ def compiled():
     return torch.compile(small_model())
 
 
-A_MODEL = "Pass a DeepseekV4ForCausalLM or its configuration."
+A_MODEL = "Pass a DeepSeek model for causal language modelling, or its configuration."
+FAMILIES = "'deepseek_v2' or 'deepseek_v3' or 'deepseek_v4'"
 REFUSED = {
     "patched": (
         patched,
@@ -175,13 +176,13 @@ REFUSED = {
         llama,
         {},
         NotImplementedError,
-        f"model_type must be 'deepseek_v4', got llama. {A_MODEL}",
+        f"model_type must be {FAMILIES}, got llama. {A_MODEL}",
     ),
     "no model": (
         lambda: None,
         {},
         NotImplementedError,
-        f"model_type must be 'deepseek_v4', got NoneType. {A_MODEL}",
+        f"model_type must be {FAMILIES}, got NoneType. {A_MODEL}",
     ),
     "name": (
         lambda: "deepseek-ai/DeepSeek-V4-Flash",

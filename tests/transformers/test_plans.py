@@ -14,8 +14,7 @@ from tests.helpers import Called
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.transformers import steps
-from dsv4_ops.integrations.transformers.config import ModelSpec
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import DeepseekV4Spec, spec
 from dsv4_ops.testing.models import LAYER_TYPES, small_model
 from tests.support.hf_models import REQUESTS, Engine, expected, new_cache, reference, text
 
@@ -94,7 +93,7 @@ def test_a_plan_changes_no_logit_on_a_cpu():
 
 
 def test_steps_of_more_tokens_than_a_plan_may_have_go_without(monkeypatch):
-    monkeypatch.setattr(steps, "MAX_REQUESTS", 4)
+    monkeypatch.setattr(spec, "MAX_REQUESTS", 4)
     engine = Engine(reference(), new_cache(), text())
     assert plans(lambda: engine.decode({0: 1, 1: 2, 2: 1})) == 1
     assert plans(lambda: engine.decode({0: 1, 1: 2, 2: 2})) == 0
@@ -124,7 +123,7 @@ def test_steps_share_what_a_library_would_make_in_every_layer(
     for shared in (True, False):
         with monkeypatch.context() as unshared:
             if not shared:
-                unshared.setattr(ModelSpec, "scheduled", lambda spec, device: spec)
+                unshared.setattr(DeepseekV4Spec, "scheduled", lambda spec, device: spec)
             model = v4.patch(small(dtype=torch.bfloat16), impl=impl)
         own = len(library.plans) if impl == "flash_mla" else library.schedules
         engine = Engine(model, new_cache(model), text())
@@ -146,11 +145,11 @@ def test_steps_share_what_a_library_would_make_in_every_layer(
 def test_a_pickled_model_has_no_schedules_of_another_gpu():
     """Its layers make their own, as those of another process may have other SMs."""
     model = v4.patch(small_model(dtype=torch.bfloat16, index_n_heads=64), impl="deep_gemm")
-    spec = model.dsv4_ops_spec
-    assert spec.step_layers.schedule_sms == 132
+    before = model.dsv4_ops_spec
+    assert before.step_layers.schedule_sms == 132
     other = pickle.loads(pickle.dumps(model)).dsv4_ops_spec
-    assert other == replace(spec, step_layers=replace(spec.step_layers, schedule_sms=0))
-    assert copy.deepcopy(model).dsv4_ops_spec is spec
+    assert other == replace(before, step_layers=replace(before.step_layers, schedule_sms=0))
+    assert copy.deepcopy(model).dsv4_ops_spec is before
 
 
 @pytest.mark.usefixtures("deep_gemm")
@@ -162,5 +161,5 @@ def test_a_model_without_indexers_has_no_schedule():
 
 def test_a_model_is_patched_where_its_library_is_not():
     """It may be moved to where it is."""
-    spec = v4.patch(small_model(dtype=torch.bfloat16), impl="deep_gemm").dsv4_ops_spec
-    assert spec.step_layers.schedule_sms == 0
+    patched = v4.patch(small_model(dtype=torch.bfloat16), impl="deep_gemm")
+    assert patched.dsv4_ops_spec.step_layers.schedule_sms == 0

@@ -316,7 +316,7 @@ def test_a_cache_is_made_of_a_configuration():
     with pytest.raises(TypeError) as raised:
         v4.PagedCache(reference(), max_batch_size=1, max_cache_len=8)
     assert str(raised.value) == (
-        "PagedCache: config must be a DeepseekV4Config, got DeepseekV4ForCausalLM. "
+        "PagedCache: config must be a configuration, got DeepseekV4ForCausalLM. "
         "Call PagedCache.for_model(model, ...)."
     )
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dsv4_ops.attention import LayerCaches
 from dsv4_ops.attention.caches import mark_static
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.integrations.transformers.architectures import spec_of_config
+from dsv4_ops.integrations.transformers.architectures.base import require_transformers
 from dsv4_ops.integrations.transformers.blocks import BlockPool, OutOfBlocks
-from dsv4_ops.integrations.transformers.config import ModelSpec, require_transformers
 from dsv4_ops.integrations.transformers.recipe import Recipe
-from dsv4_ops.integrations.transformers.tensors import CacheTables, CacheTensors, RopeTables
+from dsv4_ops.integrations.transformers.tensors import CacheTensors
 
 Cache: Any = require_transformers("dsv4_ops.integrations.transformers").Cache
 
@@ -29,16 +29,17 @@ DEFAULT_CHUNK = 2048
 class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     """KV caches of all layers, for ``max_batch_size`` requests of up to ``max_cache_len`` tokens.
 
-    Every request owns a row. Window keys and compressor states live in fixed-size rings, one per
-    row; compressed rows and indexer keys in blocks of 256 tokens, from a shared pool or, by
-    default, a fixed set per row. Sizes and addresses never change after construction, so compiled
-    steps do not recompile and CUDA graphs write in place.
+    Every request owns a row. Of DeepSeek-V4, window keys and compressor states live in fixed-size
+    rings, one per row; compressed rows and indexer keys in blocks of 256 tokens, from a shared pool
+    or, by default, a fixed set per row. Of DeepSeek-V3 and V2, latents live in blocks of 64 tokens.
+    Sizes and addresses never change after construction, so compiled steps do not recompile and CUDA
+    graphs write in place.
 
     As ``cache`` of a patched model, row r belongs to row r of ``input_ids``; with
     ``StepBatch``, rows are those that ``add`` returns.
 
     Args:
-        config: ``DeepseekV4Config``.
+        config: ``DeepseekV4Config``, ``DeepseekV3Config`` or ``DeepseekV2Config``.
         max_batch_size: Number of rows. At least 1.
         max_cache_len: Maximum tokens of a request. At least 1.
         num_blocks: Blocks in the shared pool. None gives every row its own blocks for
@@ -46,8 +47,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         max_chunk: Maximum tokens of a request in one step; min(``max_cache_len``, 2048) by default.
             The memory of the window keys grows with it (``docs/memory.md``).
         next_n: 1 + the maximum number of a step's tokens that may be rolled back (speculative
-            decoding).
-        kv: Storage of the keys, "fp8", "bf16" or "fp32"; as passed to ``patch``.
+            decoding); of no account without rings.
+        kv: Storage of the keys; as passed to ``patch``.
         precision: As passed to ``patch``.
         device: Device of the tensors.
 
@@ -81,7 +82,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         super().__init__(layers=[])
         checks = Checks("PagedCache")
         if isinstance(config, torch.nn.Module):
-            rule, advice = "be a DeepseekV4Config", "Call PagedCache.for_model(model, ...)"
+            rule, advice = "be a configuration", "Call PagedCache.for_model(model, ...)"
             found = type(config).__name__
             raise refusal(TypeError, "PagedCache", "config", rule, found, advice)
         checks.at_least(
@@ -90,26 +91,26 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         chunk = min(max_cache_len, DEFAULT_CHUNK) if max_chunk is None else max_chunk
         checks.at_least(1, max_chunk=chunk)
         checks.device_name("device", device)
-        self.spec = ModelSpec.of("PagedCache", config, kv, precision)
+        self.spec = spec_of_config("PagedCache", config, kv, precision)
         # the public names are properties of transformers' Cache
         self._max_batch_size, self._max_cache_len = max_batch_size, max_cache_len
         self.max_chunk = chunk
         self.device = torch.device("cpu" if device is None else device)
-        self.blocks_per_row = -(-max_cache_len // self.spec.layers.attention.block_tokens)
+        self.blocks_per_row = -(-max_cache_len // self.spec.block_tokens)
         self.owns_blocks = num_blocks is None
         blocks = max_batch_size * self.blocks_per_row if num_blocks is None else num_blocks
         checks.at_least(1, num_blocks=blocks)
         self._pool = BlockPool(max_batch_size, blocks, self.blocks_per_row)
-        self.rings = ring_blocks(self.spec, max_cache_len, chunk, next_n)
+        self.rings = self.spec.rings(max_cache_len, chunk, next_n)
         self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
         self.written = torch.zeros_like(self.seq_lens)  # furthest end of each row so far
         self.tensors = CacheTensors(
-            tables=self._tables(),
-            rope=RopeTables(
-                window=self.spec.rope_table("window", max_cache_len, self.device),
-                compressed=self.spec.rope_table("c4", max_cache_len, self.device),
+            tables=self.spec.tables(self._pool_table(), self.rings, max_cache_len),
+            rope=self.spec.rope_tables(max_cache_len, self.device),
+            layers=tuple(
+                self.spec.layer_caches(kind, max_batch_size, blocks, self.rings, self.device)
+                for kind in self.spec.kinds
             ),
-            layers=tuple(self._layer(kind, blocks) for kind in self.spec.kinds),
             made_for=self.spec.fingerprint,
             dropped=torch.zeros(1, dtype=torch.int64, device=self.device),
         )
@@ -124,32 +125,11 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         given = {"kv": spec.kv, "precision": spec.recipe, "device": model.device}
         return cls(model.config, **{**given, **sizes})
 
-    def _tables(self) -> CacheTables:
-        sizes = {
-            "swa": self.spec.layers.attention.swa_block_size,
-            "c4_states": self.spec.layers.c4_state_block_size,
-            "c128_states": self.spec.layers.c128_state_block_size,
-        }
+    def _pool_table(self) -> Tensor:
+        """Blocks of every row from the pool; -1 if not reserved."""
         row = torch.arange(self.max_batch_size, dtype=torch.int32)[:, None]
-        tables = {}
-        for name, block_size in sizes.items():
-            block = torch.arange(-(-self.max_cache_len // block_size), dtype=torch.int32)
-            tables[name] = (row * self.rings[name] + block % self.rings[name]).to(self.device)
-        blocks = torch.arange(self.blocks_per_row, dtype=torch.int32)
-        owned = row * self.blocks_per_row + blocks
-        compressed = owned if self.owns_blocks else torch.full_like(owned, -1)
-        return CacheTables(compressed=compressed.to(self.device), **tables)
-
-    def _layer(self, kind: str, blocks: int) -> LayerCaches:
-        states = 0 if kind == "window" else self.rings[f"{kind}_states"]
-        return LayerCaches.allocate(
-            self.spec.layers,
-            kind,
-            swa_blocks=self.max_batch_size * self.rings["swa"],
-            compressed_blocks=blocks,
-            state_blocks=self.max_batch_size * states,
-            device=self.device,
-        )
+        owned = row * self.blocks_per_row + torch.arange(self.blocks_per_row, dtype=torch.int32)
+        return (owned if self.owns_blocks else torch.full_like(owned, -1)).to(self.device)
 
     # Requests
 
@@ -204,7 +184,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         row = self._pool.free(request)
         self._forget(row)
         if not self.owns_blocks:
-            self.tensors.tables.compressed[row] = -1
+            self.tensors.tables.pool[row] = -1
 
     def raise_if_dropped(self) -> None:
         """Raise if steps dropped tokens since the last call, and reset the counter.
@@ -236,14 +216,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         checks = Checks(op)
         checks.at_least(0, num_tokens=num_tokens)
         checks.at_most("num_tokens", num_tokens, "max_cache_len", self.max_cache_len)
-        return 0 if self.owns_blocks else -(-num_tokens // self.spec.layers.attention.block_tokens)
+        return 0 if self.owns_blocks else -(-num_tokens // self.spec.block_tokens)
 
     def _store_table(self, request: Hashable) -> None:
         blocks = self._pool.blocks[request]
         if blocks:
             row = self._pool.rows[request]
             stored = torch.tensor(blocks, dtype=torch.int32)
-            self.tensors.tables.compressed[row, : len(blocks)] = stored.to(self.device)
+            self.tensors.tables.pool[row, : len(blocks)] = stored.to(self.device)
 
     # Hugging Face's Cache interface
 
@@ -291,8 +271,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         Returns:
             "window": window keys; grows with ``max_batch_size`` and ``max_chunk``. "compressed" and
             "indexer": compressed keys and indexer keys; grow with ``num_blocks``. "states":
-            compressor states; grows with ``max_batch_size``. "tables": RoPE tables, block tables,
-            lengths.
+            compressor states; grows with ``max_batch_size``. "latents", in place of these, of
+            DeepSeek-V3 and V2. "tables": RoPE tables, block tables, lengths.
 
         Example:
             >>> from dsv4_ops.testing.models import small_config
@@ -300,12 +280,12 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             >>> PagedCache(small_config(), max_batch_size=1, max_cache_len=256).memory()["window"]
             449280
         """
-        names = {"swa": "window", "indexer_states": "states"}
-        parts = dict.fromkeys(("window", "compressed", "indexer", "states", "tables"), 0)
+        groups = self.spec.memory_groups
+        parts = dict.fromkeys((*groups.values(), "tables"), 0)
         for layer in self.tensors.layers:
             for name, tensor in vars(layer).items():
                 if tensor is not None:
-                    parts[names.get(name, name)] += tensor.nbytes
+                    parts[groups[name]] += tensor.nbytes
         others = (self.tensors.tables, self.tensors.rope, self.tensors.dropped, self.seq_lens)
         parts["tables"] = sum(leaf.nbytes for leaf in pytree.tree_leaves((*others, self.written)))
         return parts
@@ -364,28 +344,3 @@ def readable(size: int) -> str:
     """Format bytes in the largest unit that they fill."""
     unit = min(max(size.bit_length() - 1, 0) // 10, 3)
     return f"{size / 1024**unit:.{1 if unit else 0}f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
-
-
-def ring_blocks(spec: ModelSpec, max_cache_len: int, max_chunk: int, next_n: int) -> dict[str, int]:
-    """Blocks per row of the rings of window keys and compressor states.
-
-    A chunk is stored before its first token reads its window, so the window ring holds both. States
-    are read before the step overwrites them, and only a step's last states are stored.
-    """
-    attention, layers = spec.layers.attention, spec.layers
-    spans = {
-        "swa": (max_chunk + attention.window_size - 1, attention.swa_block_size),
-        "c4_states": (kept_states(spec, "c4", next_n), layers.c4_state_block_size),
-        "c128_states": (kept_states(spec, "c128", next_n), layers.c128_state_block_size),
-    }
-    # an unaligned span touches one more block than it fills
-    return {
-        name: min((span - 1) // block + 2, -(-max_cache_len // block))
-        for name, (span, block) in spans.items()
-    }
-
-
-def kept_states(spec: ModelSpec, kind: str, next_n: int) -> int:
-    """Trailing positions of a request whose states later steps may read."""
-    windows = 2 if kind == "c4" else 1
-    return windows * spec.layers.ratio(kind) + next_n - 1

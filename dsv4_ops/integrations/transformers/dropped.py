@@ -25,7 +25,7 @@ def storable(tokens: TokenMap, cache: CacheTensors, block_tokens: int) -> TokenM
     slots = compressed_slot_mapping(
         tokens.positions,
         tokens.req_indices,
-        cache.tables.compressed,
+        cache.tables.pool,
         tokens.positions,  # every token that exists is stored
         block_size=block_tokens,
         compress_ratio=1,
@@ -36,7 +36,7 @@ def storable(tokens: TokenMap, cache: CacheTensors, block_tokens: int) -> TokenM
 
 def longest_request(cache: CacheTensors) -> int:
     """``max_cache_len`` of the cache."""
-    return cache.rope.window.shape[0]
+    return int(cache.rope.num_positions)
 
 
 def count_dropped(cache: CacheTensors, wanted: Tensor, stored: Tensor) -> None:
@@ -93,7 +93,7 @@ def check_batch(
         zip(batch.rows.tolist(), batch.seq_lens.tolist(), strict=True)
     ):
         first, last = starts[request], starts[request + 1]
-        if last == first or length <= 0 or not 0 <= row < cache.tables.swa.shape[0]:
+        if last == first or length <= 0 or not 0 <= row < cache.num_rows:
             continue
         if row in owners:
             rule = "have a row of its own for every request"
@@ -152,7 +152,7 @@ def _check_request(
         advice = "Cut the request into chunks, or make the cache with a larger max_chunk"
         found = f"{count} of request {request}"
         raise refusal(ValueError, op, "batch.query_start_loc", rule, found, advice)
-    blocks = cache.tables.compressed[row, (length - count) // block_tokens :]
+    blocks = cache.tables.pool[row, (length - count) // block_tokens :]
     held = blocks[: (length - 1) // block_tokens + 1 - (length - count) // block_tokens]
     if bool((held < 0).any()):
         rule = f"have blocks for all tokens of row {row}"

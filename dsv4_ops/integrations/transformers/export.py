@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsv4_ops.attention import LayerCaches
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.cache import PagedCache
@@ -21,15 +20,9 @@ from dsv4_ops.integrations.transformers.steps import (
     prefill_step,
     spec_of,
 )
-from dsv4_ops.integrations.transformers.tensors import (
-    CacheTables,
-    CacheTensors,
-    RopeTables,
-    StepBatch,
-)
+from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 _BATCH = ("tokens", "query_start_loc", "seq_lens", "rows")
-_TABLES = ("swa", "compressed", "c4_states", "c128_states")
 
 
 class DecodeModule(nn.Module):
@@ -41,26 +34,27 @@ class DecodeModule(nn.Module):
         state_rings: As for ``decode_step``.
     """
 
-    window_rope: Tensor
-    compressed_rope: Tensor
-
     def __init__(self, model: Any, cache: PagedCache, *, state_rings: bool = True) -> None:
         super().__init__()
         self.model, self.state_rings = model, state_rings
         tensors = cache.tensors
-        self.register_buffer("window_rope", tensors.rope.window, persistent=False)
-        self.register_buffer("compressed_rope", tensors.rope.compressed, persistent=False)
+        for name, table in vars(tensors.rope).items():
+            self.register_buffer(f"{name}_rope", table, persistent=False)
+        self._rope, self._rope_names = type(tensors.rope), tuple(vars(tensors.rope))
+        self._tables, self._num_tables = type(tensors.tables), len(_table_names(cache))
         self._made_for = tensors.made_for
-        self._names = tuple(_cache_names(layer) for layer in tensors.layers)
+        self._layers = tuple((type(layer), _cache_names(layer)) for layer in tensors.layers)
 
     def forward(self, *tensors: Tensor) -> Tensor:
         """Run the step on the tensors of ``decode_inputs``; return logits."""
-        batch, tables, dropped, caches = tensors[:4], tensors[4:8], tensors[8], iter(tensors[9:])
+        start = len(_BATCH) + self._num_tables
+        batch, tables, dropped = tensors[:4], tensors[4:start], tensors[start]
+        caches = iter(tensors[start + 1 :])
         layers = tuple(
-            LayerCaches(**{name: next(caches) for name in names}) for names in self._names
+            kind(**{name: next(caches) for name in names}) for kind, names in self._layers
         )
-        rope = RopeTables(self.window_rope, self.compressed_rope)
-        cache = CacheTensors(CacheTables(*tables), rope, layers, dropped, self._made_for)
+        rope = self._rope(**{name: getattr(self, f"{name}_rope") for name in self._rope_names})
+        cache = CacheTensors(self._tables(*tables), rope, layers, dropped, self._made_for)
         return self.step(StepBatch(*batch), cache)
 
     def step(self, batch: StepBatch, cache: CacheTensors) -> Tensor:
@@ -86,7 +80,7 @@ def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
         batch: The step.
         cache: A cache of the package's sizes; the package writes to it.
     """
-    tables = [getattr(cache.tensors.tables, name) for name in _TABLES]
+    tables = vars(cache.tensors.tables).values()
     caches = [
         getattr(layer, name) for layer in cache.tensors.layers for name in _cache_names(layer)
     ]
@@ -97,10 +91,14 @@ def input_names(cache: PagedCache) -> tuple[str, ...]:
     """Names of a package's inputs, such as "tokens", "tables.swa", "layers.1.indexer"."""
     layers = enumerate(cache.tensors.layers)
     caches = [f"layers.{index}.{name}" for index, layer in layers for name in _cache_names(layer)]
-    return (*_BATCH, *(f"tables.{name}" for name in _TABLES), "dropped", *caches)
+    return (*_BATCH, *(f"tables.{name}" for name in _table_names(cache)), "dropped", *caches)
 
 
-def _cache_names(layer: LayerCaches) -> tuple[str, ...]:
+def _table_names(cache: PagedCache) -> tuple[str, ...]:
+    return tuple(vars(cache.tensors.tables))
+
+
+def _cache_names(layer: Any) -> tuple[str, ...]:
     return tuple(name for name, tensor in vars(layer).items() if tensor is not None)
 
 
@@ -253,9 +251,10 @@ def _metadata(
     sizes: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
     """Metadata to allocate a package's inputs from; ``sizes`` are the dynamic ones."""
-    rings = dict(cache.rings)
+    tables, rings = vars(cache.tensors.tables), dict(cache.rings)
     if cache.owns_blocks:
-        rings["compressed"] = cache.blocks_per_row
+        pool = next(name for name, table in tables.items() if table is cache.tensors.tables.pool)
+        rings[pool] = cache.blocks_per_row
     described = [
         f"{name}:{str(tensor.dtype).removeprefix('torch.')}:"
         + sizes.get(name, "x".join(map(str, tensor.shape)))
@@ -263,7 +262,7 @@ def _metadata(
     ]
     return {
         "dsv4_ops.inputs": ";".join(described),
-        "dsv4_ops.rings": ";".join(f"{name}:{rings[name]}" for name in _TABLES if name in rings),
+        "dsv4_ops.rings": ";".join(f"{name}:{rings[name]}" for name in tables if name in rings),
         "dsv4_ops.max_cache_len": str(cache.max_cache_len),
         "dsv4_ops.made_for": cache.tensors.made_for,
         "dsv4_ops.vocab_size": str(model.config.vocab_size),

@@ -11,27 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from dsv4_ops.core.gradient import differentiated, without_derivative
-from dsv4_ops.integrations.transformers.attention import attention, linear_float32
+from dsv4_ops.integrations.transformers.architectures.base import ModelSpec
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.cache_argument import cache_argument
-from dsv4_ops.integrations.transformers.config import ModelSpec
 from dsv4_ops.integrations.transformers.modules import (
     Forward,
     Maker,
     check_modules,
-    class_of,
     has_plain_weight,
+    is_part,
+    linear_float32,
     own_forward,
     unwrapped,
 )
 from dsv4_ops.integrations.transformers.padded import OP, check_inputs, padded_step
-from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.steps import run_layers
-from dsv4_ops.ops.sinkhorn import MAX_ITERATIONS, MAX_STREAMS, sinkhorn
 
 
 def model_forward(spec: ModelSpec, before: Forward) -> Forward:
-    """``DeepseekV4Model.forward`` that runs our layers with a ``PagedCache``."""
+    """A model's forward that runs our layers with a ``PagedCache``."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     name = cache_argument()
@@ -59,7 +57,8 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
                 **rest,
             )
         check_inputs(self.config, input_ids, inputs_embeds, rest)
-        check_modules(OP, self, cache.device)
+        check_modules(OP, spec, self, cache.device)
+        spec.refresh(self)
         given = input_ids if input_ids is not None else inputs_embeds
         assert given is not None
         shape = (given.shape[0], given.shape[1])
@@ -91,13 +90,13 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
 
 
 def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
-    """``DeepseekV4Attention.forward`` that runs our layer when ``run_layers`` calls it."""
+    """An attention layer's forward that runs ours when ``run_layers`` calls it."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **rest: Any) -> Any:
         context = rest.pop("dsv4_ops", None)
         if context is None:
             return before(self, hidden_states, *args, **rest)
-        return attention(self, spec, hidden_states, context), None
+        return spec.attention(self, hidden_states, context), None
 
     return forward
 
@@ -105,36 +104,21 @@ def attention_forward(spec: ModelSpec, before: Forward) -> Forward:
 def of_model(model: Any, spec: ModelSpec) -> Iterator[tuple[Any, str, Maker]]:
     """Methods to replace: (module, method name, maker).
 
-    The forwards of model, attention and hyper-connections (for the Sinkhorn kernel), and those that
-    the recipe changes. Modules are found by their class's forward, wherever an adapter put them;
-    the recipe skips modules with a forward of their own.
+    The forwards of model and attention, those that the family replaces, and those that the recipe
+    changes in every family. Modules are found by their class's forward, wherever an adapter put
+    them; the recipe skips modules with a forward of their own.
     """
-    recipe, config = spec.recipe, model.config
-    ours: dict[str | None, Maker] = {
-        "DeepseekV4Model": partial(model_forward, spec),
-        "DeepseekV4Attention": partial(attention_forward, spec),
-    }
-    makers: dict[str | None, Maker] = {}
-    if config.hc_mult <= MAX_STREAMS and config.hc_sinkhorn_iters <= MAX_ITERATIONS:
-        makers["DeepseekV4HyperConnection"] = _connection_forward
-    if recipe.norms_float32:
-        makers["DeepseekV4RMSNorm"] = _norm_forward
-    if recipe.streams_float32:
-        makers["DeepseekV4DecoderLayer"] = _layer_forward
-    if recipe.router_float32:
-        makers["DeepseekV4TopKRouter"] = makers["DeepseekV4HashRouter"] = _router_forward
-    if recipe.swiglu_float32 or not recipe.shared_expert_clamp:
-        makers["DeepseekV4MLP"] = partial(_shared_experts_forward, recipe)
+    norms = spec.recipe.norms_float32
     for module in model.modules():
-        found = class_of(module)
-        if found in ours:
-            yield module, "forward", ours[found]
-        elif found in makers and own_forward(module) is None:
-            yield module, "forward", makers[found]
-        elif found == "DeepseekV4Experts" and recipe.swiglu_float32:
-            yield module, "_apply_gate", _experts_gate
+        if is_part(module, "Model"):
+            yield module, "forward", partial(model_forward, spec)
+        elif is_part(module, "Attention"):
+            yield module, "forward", partial(attention_forward, spec)
+        elif norms and is_part(module, "RMSNorm") and own_forward(module) is None:
+            yield module, "forward", _norm_forward
+    yield from spec.replacements(model)
     head = unwrapped(model.lm_head)
-    if recipe.logits_float32 and type(head) is nn.Linear and own_forward(head) is None:
+    if spec.recipe.logits_float32 and type(head) is nn.Linear and own_forward(head) is None:
         yield head, "forward", _logits_forward
 
 
@@ -157,98 +141,3 @@ def _norm(self: Any, hidden_states: Tensor) -> Tensor:
     scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + self.variance_epsilon)
     normed: Tensor = (values * scale * self.weight.float()).to(hidden_states.dtype)
     return normed
-
-
-def _connection_forward(before: Forward) -> Forward:
-    def forward(self: Any, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        count = self.hc_mult
-        flat = self.input_norm(hidden_streams.flatten(2).float())
-        weights = torch.nn.functional.linear(flat, self.fn.float())
-        sizes = [count, count, count * count]
-        pre, post, mix = (
-            part * scale + base
-            for part, scale, base in zip(
-                weights.split(sizes, -1), self.scale.unbind(), self.base.split(sizes), strict=True
-            )
-        )
-        collapsed = ((pre.sigmoid() + self.hc_eps)[..., None] * hidden_streams).sum(2)
-        matrices = sinkhorn(
-            mix.flatten(0, 1).float(),
-            num_streams=count,
-            iterations=self.hc_sinkhorn_iters,
-            eps=self.hc_eps,
-        )
-        shape = (*hidden_streams.shape[:2], count, count)
-        return 2 * post.sigmoid(), matrices.view(shape), collapsed.to(hidden_streams.dtype)
-
-    return forward
-
-
-def _layer_forward(_: Forward) -> Forward:
-    return _layer
-
-
-def _layer(
-    self: Any, hidden_states: Tensor, input_ids: Tensor | None = None, **rest: Any
-) -> Tensor:
-    post, mix, collapsed = self.attn_hc(hidden_states)
-    out, _ = self.self_attn(self.input_layernorm(collapsed), **rest)
-    streams = _mixed(post, mix, out, hidden_states)
-    post, mix, collapsed = self.ffn_hc(streams)
-    out = self.mlp(self.post_attention_layernorm(collapsed), input_ids=input_ids)
-    return _mixed(post, mix, out, streams)
-
-
-def _mixed(post: Tensor, mix: Tensor, out: Tensor, streams: Tensor) -> Tensor:
-    """``post`` times the block's output, plus the streams through the transposed ``mix``."""
-    added = post.float()[..., None] * out.float()[..., None, :]
-    # few streams: pointwise ops fuse with their neighbours, a matmul would not
-    kept = (mix.float()[..., None] * streams.float()[..., None, :]).sum(-3)
-    return (added + kept).to(streams.dtype)
-
-
-def _router_forward(_: Forward) -> Forward:
-    return _router
-
-
-def _router(self: Any, hidden_states: Tensor, input_ids: Tensor | None = None) -> Any:
-    logits = linear_float32(hidden_states.reshape(-1, self.hidden_dim), self.weight)
-    scores = self.score_fn(logits)
-    if input_ids is not None:
-        chosen = self.tid2eid[input_ids.reshape(-1)].long()
-    else:
-        biased = scores + self.e_score_correction_bias
-        chosen = torch.topk(biased, self.top_k, dim=-1, sorted=False).indices
-    weights = scores.gather(1, chosen)
-    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return logits, weights * self.routed_scaling_factor, chosen
-
-
-def _experts_gate(_: Forward) -> Forward:
-    return _gated
-
-
-def _gated(self: Any, gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return _swiglu(self, gate, up, self.limit)
-
-
-def _shared_experts_forward(recipe: Recipe, _: Forward) -> Forward:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        limit = self.limit if recipe.shared_expert_clamp else float("inf")
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if not recipe.swiglu_float32:
-            out = self.act_fn(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
-        else:
-            out = _swiglu(self, gate, up, limit)
-        projected: Tensor = self.down_proj(out)
-        return projected
-
-    return forward
-
-
-def _swiglu(module: Any, gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """The activation in float32, rounded once."""
-    active = module.act_fn(gate.float().clamp(max=limit))
-    product: Tensor = active * up.float().clamp(min=-limit, max=limit)
-    return product.to(gate.dtype)

@@ -5,9 +5,9 @@ A step may call modules of any kind, but modules that it replaces by ops must be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,17 @@ from torch.nn.modules import module as _globals
 
 from dsv4_ops.core.refusal import refusal
 
+if TYPE_CHECKING:
+    from dsv4_ops.integrations.transformers.architectures.base import ModelSpec
+
 Forward = Callable[..., Any]
 Maker = Callable[[Forward], Forward]
 
-_CODE = "transformers.models.deepseek_v4.modeling_deepseek_v4"
+_CODE = {
+    f"transformers.models.deepseek_v{version}.modeling_deepseek_v{version}": f"DeepseekV{version}"
+    for version in (2, 3, 4)
+}
+"""Prefix of the class names in each of Hugging Face's modelling files."""
 _ONE_DEVICE = "Load the model on one device, without offloading, and make its cache there"
 _CHANGED = "be Hugging Face's own, without hooks, as ops do its work"
 
@@ -58,13 +65,19 @@ def _missing(*_: Any, **__: Any) -> Any:
 
 
 def class_of(module: Any) -> str | None:
-    """Name of the Hugging Face DeepSeek-V4 class that defines a module's forward, or None."""
+    """Name of the Hugging Face DeepSeek class that defines a module's forward, or None."""
     kind, forward = type(module), type(module).forward
-    if forward.__module__ == _CODE:
+    if forward.__module__ in _CODE:
         return str(forward.__qualname__).split(".")[0]
     # Dynamo in torch 2.15 wraps a forward under @torch.no_grad()
     decorated = forward.__module__ == "torch.utils._contextlib"
-    return kind.__name__ if decorated and kind.__module__ == _CODE else None
+    return kind.__name__ if decorated and kind.__module__ in _CODE else None
+
+
+def is_part(module: Any, part: str) -> bool:
+    """Whether a module is Hugging Face's ``part``, such as "Attention", of any family."""
+    found = class_of(module)
+    return found is not None and any(found == prefix + part for prefix in _CODE.values())
 
 
 def own_forward(module: Any) -> Any:
@@ -96,6 +109,15 @@ def has_plain_weight(linear: nn.Linear) -> bool:
     return linear.bias is None and not hasattr(type(linear.weight), "__tensor_flatten__")
 
 
+def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.mT`` with a float32 result."""
+    differentiated = torch.is_grad_enabled() and x.requires_grad  # mm(out_dtype=) has no gradient
+    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and not differentiated:
+        flat = x.reshape(-1, x.shape[-1])
+        return torch.mm(flat, weight.mT, out_dtype=torch.float32).view(*x.shape[:-1], -1)
+    return torch.nn.functional.linear(x.float(), weight.float())
+
+
 def unwrapped(module: Any) -> Any:
     """The module inside PEFT's adapters."""
     while "base_layer" in module._modules:
@@ -103,12 +125,13 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
-def check_modules(op: str, body: Any, device: torch.device) -> None:
+def check_modules(op: str, spec: ModelSpec, body: Any, device: torch.device) -> None:
     """Raise if a module that our ops replace was changed, or is on another device.
 
     Args:
         op: Public function that was called.
-        body: The ``DeepseekV4Model`` of a patched model.
+        spec: Spec of the patched model.
+        body: The patched model without its head.
         device: Device of the cache.
     """
     if own_forward(body) is not None:
@@ -119,23 +142,28 @@ def check_modules(op: str, body: Any, device: torch.device) -> None:
         _check_hook(op, name, attention)
         if own_forward(attention) is not None:
             raise _changed(op, name, "a forward of its own")
-        for part, module in _replaced(attention):
-            found = _change(module)
-            if found:
-                raise _changed(op, f"{name}.{part}", found)
-        weight: Tensor = attention.sinks
+        check_skipped(op, spec, name, attention)
+        weight: Tensor = next(attention.parameters())
         if weight.device != device:
             rule = f"be on the cache's device, {device}"
             raise refusal(ValueError, op, name, rule, weight.device, _ONE_DEVICE)
+
+
+def check_skipped(op: str, spec: ModelSpec, name: str, attention: Any) -> None:
+    """Raise if a module of an attention layer that steps do not call was changed."""
+    for part, module in spec.skipped_modules(attention):
+        found = _change(module)
+        if found:
+            raise _changed(op, f"{name}.{part}", found)
 
 
 def check_placement(op: str, model: Any) -> None:
     """Raise if a model is split or offloaded: our attention bypasses the hooks that load it."""
     for name, module in model.named_modules():
         _check_hook(op, name or "model", module)
-        if class_of(module) == "DeepseekV4Model":
+        if is_part(module, "Model"):
             layers = [unwrapped(layer.self_attn) for layer in module.layers]
-            others = [type(one).__name__ for one in layers if not _is_attention(one)]
+            others = [type(one).__name__ for one in layers if not is_part(one, "Attention")]
             if others:
                 rule = "have Hugging Face's attention in every layer"
                 advice = "Other layers are unknown to this version"
@@ -154,14 +182,10 @@ def _check_hook(op: str, name: str, module: Any) -> None:
         raise refusal(NotImplementedError, op, name, rule, type(hook).__name__, _ONE_DEVICE)
 
 
-def _is_attention(module: Any) -> bool:
-    return class_of(module) == "DeepseekV4Attention"
-
-
 def check_body(op: str, model: Any) -> None:
     """Raise if the model around the layers has hooks or a forward, which steps do not call."""
     if not hasattr(model.model, "layers"):  # a PEFT wrapper of the patched model
-        rule = "be the DeepseekV4ForCausalLM that was patched"
+        rule = "be the model that was patched"
         advice = "Pass model.get_base_model()"
         raise refusal(TypeError, op, "model", rule, type(model).__name__, advice)
     for name, module in (("model", model), ("model.model", model.model)):
@@ -172,30 +196,12 @@ def check_body(op: str, model: Any) -> None:
             raise refusal(NotImplementedError, op, name, rule, "one", advice)
 
 
-def _replaced(attention: Any) -> Iterator[tuple[str, Any]]:
-    """Modules of an attention layer that steps do not call."""
-    yield "q_b_norm", attention.q_b_norm
-    compressor = attention.compressor
-    if compressor is None:
-        return
-    yield "compressor", compressor
-    yield "compressor.kv_norm", compressor.kv_norm
-    yield "compressor.rotary_emb", compressor.rotary_emb
-    indexer = getattr(compressor, "indexer", None)
-    if indexer is not None:
-        yield "compressor.indexer", indexer
-        yield "compressor.indexer.kv_norm", indexer.kv_norm
-        yield "compressor.indexer.rotary_emb", indexer.rotary_emb
-        if hasattr(indexer, "scorer"):
-            yield "compressor.indexer.scorer", indexer.scorer
-
-
 def _change(module: Any) -> str | None:
     if module._forward_hooks or module._forward_pre_hooks:
         return "a hook"
     if own_forward(module) is not None:
         return "a forward of its own"
-    return None if class_of(module) else type(module).__name__
+    return None if class_of(module) or is_linear(module) else type(module).__name__
 
 
 def _changed(op: str, name: str, found: str) -> Exception:

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.attention import AttentionStep
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import TokenMap
+from dsv4_ops.integrations.transformers.architectures.base import (
+    ModelSpec,
+    Requests,
+    StepTokens,
+)
 from dsv4_ops.integrations.transformers.cache import PagedCache
-from dsv4_ops.integrations.transformers.config import ModelSpec
 from dsv4_ops.integrations.transformers.dropped import (
     count_dropped,
     in_vocabulary,
@@ -22,7 +25,7 @@ from dsv4_ops.integrations.transformers.dropped import (
     storable,
     unknown_id,
 )
-from dsv4_ops.integrations.transformers.steps import build_step, check_cache, plan_heads
+from dsv4_ops.integrations.transformers.steps import check_cache
 
 OP = "model"
 
@@ -35,7 +38,7 @@ class PaddedStep:
     tokens. ``columns`` int64 [batch, length]: column of each input in the step; None if unmoved.
     """
 
-    step: AttentionStep
+    step: Any
     columns: Tensor | None
 
     def take(self, values: Tensor | None) -> Tensor | None:
@@ -100,7 +103,7 @@ def padded_step(
         kept = kept & follows & can_go_on(spec, first, cache)
     rows = torch.arange(batch, dtype=torch.int32, device=device)[:, None]
     tokens = TokenMap(*(torch.where(kept, of, -1).flatten() for of in (rows, first + column)))
-    tokens = storable(tokens, cache.tensors, spec.layers.attention.block_tokens)
+    tokens = storable(tokens, cache.tensors, spec.block_tokens)
     positions = tokens.positions.view(shape)
     stored = tokens.positions >= 0
     wanted = valid.flatten()
@@ -120,35 +123,40 @@ def padded_step(
     written.copy_(torch.where(ends > 0, furthest, written))
     before.copy_(torch.where(ends > 0, ends, before))
     count_dropped(cache.tensors, wanted, stored)
-    schedule = "decode" if length == 1 else "prefill"
-    heads, layers = plan_heads(spec, schedule, batch), spec.layers_for(schedule, batch * length)
     ends = ends[:, None].expand(shape).flatten()
-    step = build_step(layers, tokens, ends, cache.tensors, heads)
+
+    def requests() -> Requests:
+        return _requests(shape, positions, rows)
+
+    schedule = "decode" if length == 1 else "prefill"
+    step = spec.build_step(StepTokens(tokens, ends, batch, requests), cache.tensors, schedule)
     return PaddedStep(step, columns)
 
 
 def can_go_on(spec: ModelSpec, first: Tensor, cache: PagedCache) -> Tensor:
     """Whether rows can continue at positions ``first`` [batch, 1].
 
-    There must be no gap, and the keys and states that the next token reads must not have been
-    overwritten in their rings.
+    There must be no gap, and what the next token reads must not have been overwritten.
     """
-    batch, attention = first.shape[0], spec.layers.attention
-    before = cache.seq_lens[:batch, None].to(torch.int64)
-    end = torch.maximum(cache.written[:batch, None].to(torch.int64), before)
-    needed = {"swa": (first - attention.window_size + 1, attention.swa_block_size)}
-    for kind, windows in (("c4", 2), ("c128", 1)):
-        if kind in spec.kinds:
-            ratio = spec.layers.ratio(kind)
-            begin = (first // ratio - windows + 1) * ratio
-            needed[f"{kind}_states"] = (begin, spec.layers.state_block_size(kind))
-    there = torch.ones_like(first, dtype=torch.bool)
-    for name, (begin, block) in needed.items():
-        ring, blocks = cache.rings[name], getattr(cache.tensors.tables, name).shape[1]
-        if ring < blocks:  # an unaligned span fills one block less than the ring has
-            begin = begin.clamp(min=0)
-            there = there & ((begin >= end - (ring - 1) * block) | (begin >= first))
-    return (first == before) | ((first < before) & there)
+    before = cache.seq_lens[: first.shape[0], None].to(torch.int64)
+    return (first == before) | ((first < before) & spec.can_go_back(first, cache))
+
+
+def _requests(shape: tuple[int, int], positions: Tensor, rows: Tensor) -> Requests:
+    """Requests of a padded batch: the padding behind every row is a request of its own."""
+    batch, length = shape
+    count = positions.ge(0).sum(1, dtype=torch.int32)
+    begin = torch.arange(batch + 1, dtype=torch.int32, device=positions.device) * length
+    starts = torch.stack((begin[:-1], begin[:-1] + count), 1).flatten()
+    ends = positions.amax(1).to(torch.int32) + 1
+    padding = torch.zeros_like(ends)
+    index = 2 * torch.arange(batch, dtype=torch.int32, device=ends.device)[:, None]
+    return Requests(
+        torch.cat((starts, begin[-1:])),
+        torch.stack((ends, padding), 1).flatten(),
+        torch.stack((rows[:, 0], padding - 1), 1).flatten(),
+        index.expand(shape).flatten(),
+    )
 
 
 def _padding_last(valid: Tensor) -> Tensor:
@@ -204,7 +212,7 @@ def check_inputs(
     if ids is not None:
         checks.floats("input_ids", ids, torch.int64, torch.int32)
         checks.tensor("input_ids", ids, ids.dtype, "batch_size", "sequence_length")
-    elif embeddings is None or "hash_moe" in config.mlp_layer_types:
+    elif embeddings is None or "hash_moe" in getattr(config, "mlp_layer_types", ()):
         rule, advice = "be given", "Pass input_ids or inputs_embeds"
         if embeddings is not None:
             rule, advice = "be given to hash routers", "Pass input_ids beside inputs_embeds"

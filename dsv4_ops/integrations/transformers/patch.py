@@ -8,10 +8,10 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.dispatch.choice import IMPLS
 from dsv4_ops.integrations.transformers import forwards, generation
-from dsv4_ops.integrations.transformers.config import ModelSpec, require_transformers
+from dsv4_ops.integrations.transformers.architectures import spec_of_config
+from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, require_transformers
 from dsv4_ops.integrations.transformers.modules import Maker, Replacement, check_placement
 from dsv4_ops.integrations.transformers.recipe import Recipe
-from dsv4_ops.integrations.transformers.rotary import check_rotary
 
 _SPEC, _REPLACED = "dsv4_ops_spec", "_dsv4_ops_replaced"
 
@@ -25,7 +25,10 @@ def patch(
     batch_invariant: bool = False,
     plan: bool = True,
 ) -> Any:
-    """Let a ``DeepseekV4ForCausalLM`` run from a ``PagedCache``.
+    """Let a DeepSeek model of Hugging Face run from a ``PagedCache``.
+
+    ``DeepseekV4ForCausalLM``, ``DeepseekV3ForCausalLM`` (V3, R1, Kimi-K2) or
+    ``DeepseekV2ForCausalLM``.
 
     Forwards are replaced on the instances; parameters, state dict and classes stay as they are. A
     call with another cache, or with none, still runs Hugging Face's attention. ``generate`` makes a
@@ -35,13 +38,15 @@ def patch(
 
     Hooks, PEFT adapters, parametrizations and replaced modules keep working, whether added before
     or after. Layers other than a plain ``nn.Linear`` keep their own precision. Two exceptions: our
-    ops replace ``q_b_norm`` and ``compressor`` except for its projections, so steps refuse changes
-    there; and a model that accelerate split or offloaded is refused. Hugging Face's tensor parallel
-    works (``tp_plan="auto"``).
+    ops replace ``q_b_norm`` and ``compressor`` except for its projections, and ``kv_b_proj`` of V3
+    and V2, so steps refuse changes there; and a model that accelerate split or offloaded is
+    refused. Hugging Face's tensor parallel works (``tp_plan="auto"``).
 
     Args:
         model: The model. It is changed, and returned.
-        kv: Storage of the keys: "fp8" (584 bytes per row, FlashMLA's layout), "bf16" or "fp32".
+        kv: Storage of the keys: "fp8" (584 bytes per row, FlashMLA's layout), "bf16" or "fp32". Of
+            V3 and V2 "fp8" is 576 bytes per row with one scale per layer, and "ds_fp8" 656 bytes
+            with four scales.
         precision: "serve" follows the official code where Hugging Face differs from it,
             "reference" follows Hugging Face; or a ``Recipe``.
         impl: Implementation of indexer selection and attention: "triton" (our kernels),
@@ -55,7 +60,7 @@ def patch(
             and costs 5 us a step and up to 9 us a C128 layer (256 tokens of 128 heads; 2 us up to
             64 tokens of 64 heads). Not used with ``batch_invariant``, impl "flash_mla" or
             "reference", or more than 16383 tokens; export with that limit on the token dimension,
-            or without a plan.
+            or without a plan. V3 and V2 have none.
 
     Returns:
         ``model``.
@@ -81,10 +86,11 @@ def patch(
     checks.flag("plan", plan)
     checks.one_of("impl", impl, *IMPLS, belongs_to="shall run")
     chosen: dict[str, Any] = {"batch_invariant": batch_invariant, "impl": impl, "plan": plan}
-    spec = ModelSpec.of("patch", config, kv, precision, **chosen)
-    _check_model(model)
-    check_rotary("patch", model, spec.layers)
+    spec = spec_of_config("patch", config, kv, precision, **chosen)
+    _check_model(model, spec)
+    spec.check_model("patch", model)
     spec = spec.scheduled(next(model.parameters()).device)
+    spec.prepare(model)
     replaced = _Replacements()
     for name, hook in generation.HOOKS.items():
         replaced.method(model, name, hook)
@@ -112,20 +118,22 @@ def unpatch(model: Any) -> Any:
         advice = "There is nothing to undo"
         raise refusal(ValueError, "unpatch", "model", "be patched", "another", advice)
     replaced.undo()
+    getattr(model, _SPEC).restore(model)
     delattr(model, _SPEC)
     delattr(model, _REPLACED)
     return model
 
 
-def _check_model(model: Any) -> None:
-    architecture = require_transformers("patch").DeepseekV4ForCausalLM
-    if not isinstance(model, architecture):
+def _check_model(model: Any, spec: ModelSpec) -> None:
+    library = require_transformers("patch")
+    architectures = tuple(getattr(library, name) for name in spec.causal_lm)
+    if not isinstance(model, architectures):
         advice = "Pass the model with its output projection"
         if hasattr(model, "get_base_model"):
             advice = "Pass model.get_base_model()"
         elif hasattr(model, "_orig_mod"):
             advice = "Compile it once it is patched"
-        rule = "be a DeepseekV4ForCausalLM"
+        rule = "be a " + " or ".join(spec.causal_lm)
         raise refusal(TypeError, "patch", "model", rule, type(model).__name__, advice)
     if hasattr(model, _SPEC):
         rule, advice = "not be patched yet", "Call unpatch first"

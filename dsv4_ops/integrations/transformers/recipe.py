@@ -14,7 +14,8 @@ class Recipe:
     ``Recipe.serve()`` follows the official code, ``Recipe.reference()`` Hugging Face. For a float32
     model only ``shared_expert_clamp`` makes a difference. Not covered: the official code applies an
     expert's weight before its last projection (Hugging Face after it) and simulates FP4 in the
-    indexer (ours uses FP8 with ``kv="fp8"``, else no quantisation).
+    indexer (ours uses FP8 with ``kv="fp8"``, else no quantisation). Of DeepSeek-V3 and V2,
+    ``norms_float32``, ``rope_float32`` and ``logits_float32`` count; the rest has no counterpart.
 
     Args:
         norms_float32: Norms multiply by their weight in float32 and round once, as Hugging Face

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-
-from dsv4_ops.attention import LayerCaches
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,11 @@ class CacheTables:
     c4_states: Tensor
     c128_states: Tensor
 
+    @property
+    def pool(self) -> Tensor:
+        """The table whose blocks come from the pool."""
+        return self.compressed
+
 
 @dataclass(frozen=True)
 class RopeTables:
@@ -59,25 +63,40 @@ class RopeTables:
         """The table of a kind of layer."""
         return self.window if kind == "window" else self.compressed
 
+    @property
+    def num_positions(self) -> int:
+        """Rows of a table."""
+        return self.window.shape[0]
+
 
 @dataclass(frozen=True)
 class CacheTensors:
     """All tensors of a ``PagedCache`` that a step reads or writes.
 
     Attributes:
-        tables: Block tables.
-        rope: RoPE tables.
-        layers: Caches of every layer, written by steps.
+        tables: Block tables, of a class of the model's family: ``CacheTables`` for DeepSeek-V4.
+        rope: RoPE tables, such as ``RopeTables``.
+        layers: Caches of every layer, such as ``LayerCaches``, written by steps.
         dropped: Number of tokens that steps could not store, [1], int64.
-        made_for: ``ModelSpec.fingerprint`` of the model; steps refuse the cache of another model.
+        made_for: ``fingerprint`` of the model; steps refuse the cache of another model.
             Part of the pytree's structure, so a constant in graphs.
     """
 
-    tables: CacheTables
-    rope: RopeTables
-    layers: tuple[LayerCaches, ...]
+    tables: Any
+    rope: Any
+    layers: tuple[Any, ...]
     dropped: Tensor
     made_for: str
+
+    @property
+    def num_rows(self) -> int:
+        """``max_batch_size`` of the cache."""
+        return int(self.tables.pool.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self.dropped.device
 
 
 _CACHE = ("tables", "rope", "layers", "dropped")

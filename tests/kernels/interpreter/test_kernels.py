@@ -62,6 +62,7 @@ ONE_PER_SM = {
     "hopper_split_keys_kernel",
     "merge_groups_kernel",
     "merge_parts_kernel",
+    "mla_prefill_kernel",
     "prefill_keys_kernel",
     "sparse_mla_plan_kernel",
     "split_keys_kernel",

@@ -17,6 +17,7 @@ from tests.helpers import i32, i64
 from tests.ops.error_rows.c4_step import C4_TABLE
 from tests.ops.error_rows.cache import CACHE_TABLE
 from tests.ops.error_rows.compressor import COMPRESSOR_TABLE
+from tests.ops.error_rows.context import CONTEXT_TABLE
 from tests.ops.error_rows.indexer import INDEXER_TABLE
 from tests.ops.error_rows.metadata import METADATA_TABLE
 from tests.ops.error_rows.mla import MLA_TABLE
@@ -277,6 +278,7 @@ TABLE: dict[str, list[tuple[str, dict[str, Any], type[Exception], str]]] = {
     **C4_TABLE,
     **CACHE_TABLE,
     **COMPRESSOR_TABLE,
+    **CONTEXT_TABLE,
     **INDEXER_TABLE,
     **METADATA_TABLE,
     **MLA_TABLE,
@@ -376,7 +378,8 @@ def int_rows(op: str, name: str, *, optional: bool) -> Iterator[Row]:
     for low in (least - 1, -(2**40)) if op != "AttentionSpec" else (least - 1,):
         text = f"{op}: {name} must be at least {least}, got {low}. Pass {least} or more."
         yield Row(f"{name} is {low}", op, {name: low}, ValueError, text)
-    most = 2**63 - 1 if name in ("max_logits_bytes", "workspace_size") else 2**31 - 1
+    long = ("max_context_tokens", "max_logits_bytes", "workspace_size")
+    most = 2**63 - 1 if name in long else 2**31 - 1
     why = "Indices are int32, so that larger ones address nothing."
     for high in (most + 1, 2**80):
         text = f"{op}: {name} must be at most {most}, got {high}. "

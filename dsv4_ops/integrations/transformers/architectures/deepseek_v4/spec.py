@@ -1,15 +1,16 @@
-"""Translate Hugging Face's configuration to a ``LayerSpec``."""
+"""DeepSeek-V4: its configuration as a ``LayerSpec``, its caches and its steps."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dsv4_ops.attention import LayerSpec
+from dsv4_ops.attention import AttentionStep, LayerCaches, LayerSpec
 from dsv4_ops.attention.metadata import AttentionSpec
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
@@ -21,50 +22,57 @@ from dsv4_ops.dispatch import choice
 from dsv4_ops.dispatch.choice import FLASH_MLA_HEADS
 from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
 from dsv4_ops.dispatch.providers import deep_gemm_num_sms, flash_mla_num_sm_parts
-from dsv4_ops.integrations.transformers.recipe import Recipe
-from dsv4_ops.integrations.transformers.rotary import (
+from dsv4_ops.integrations.transformers.architectures.base import (
+    LayerContext,
+    ModelSpec,
+    StepTokens,
+)
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import rings
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4.attention import (
+    KIND_OF_TYPE,
+    attention,
+    skipped_modules,
+)
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4.forwards import replacements
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4.rotary import (
     check_frequencies,
     check_rope,
+    check_rotary,
     rounded_table,
     yarn_of,
 )
+from dsv4_ops.integrations.transformers.modules import Maker
+from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.integrations.transformers.tensors import CacheTables, CacheTensors, RopeTables
 from dsv4_ops.ops.rope import ROPE_DIM
 
-KIND_OF_TYPE = {
-    "sliding_attention": "window",
-    "compressed_sparse_attention": "c4",
-    "heavily_compressed_attention": "c128",
-}
-"""Layer kind for each of Hugging Face's layer types."""
-
 _DTYPE_OF_KV = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_OLDEST = (5, 17)
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """The configuration that a patched model's cache and steps depend on.
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV4Spec(ModelSpec):
+    """The configuration of a patched ``DeepseekV4ForCausalLM``.
 
     Attributes:
         layers: Spec of the attention layers, which the cache follows.
-        kinds: Kind of every layer.
-        recipe, kv: As passed to ``patch``.
         step_layers: ``layers`` with the ``batch_invariant`` and ``impl`` of ``patch``.
-        dtype: Dtype of the model.
         num_heads: Query heads.
         plan_heads: ``plan_heads`` of decode steps; 0 for no plan.
-        fingerprint: Everything that a cache depends on, as "name=value" joined by "; ".
     """
 
     layers: LayerSpec
-    kinds: tuple[str, ...]
-    recipe: Recipe
-    kv: str
     step_layers: LayerSpec
-    dtype: torch.dtype
     num_heads: int
     plan_heads: int
-    fingerprint: str
+
+    causal_lm = ("DeepseekV4ForCausalLM",)
+    memory_groups: ClassVar[dict[str, str]] = {
+        "swa": "window",
+        "compressed": "compressed",
+        "indexer": "indexer",
+        "states": "states",
+        "indexer_states": "states",
+    }
 
     @classmethod
     def of(
@@ -72,17 +80,15 @@ class ModelSpec:
         op: str,
         config: Any,
         kv: str,
-        precision: str | Recipe,
+        recipe: Recipe,
         *,
         batch_invariant: bool = False,
         impl: str = "auto",
         plan: bool = True,
-    ) -> ModelSpec:
+    ) -> DeepseekV4Spec:
         """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
-        _check_model(op, config)
-        checks = Checks(op)
-        checks.one_of("kv", kv, *_DTYPE_OF_KV, belongs_to="the cache shall hold")
-        recipe = Recipe.named(op, precision)
+        _check_layer_types(op, config)
+        Checks(op).one_of("kv", kv, *_DTYPE_OF_KV, belongs_to="the cache shall hold")
         _check_sizes(op, config, kv)
         check_rope(op, config)
         layout, indexer_layout = PlainLayout.tag, PlainLayout.tag
@@ -104,18 +110,24 @@ class ModelSpec:
         check_frequencies(op, config, layers)
         kinds = tuple(KIND_OF_TYPE[kind] for kind in config.layer_types)
         _check_flash_mla(op, impl, kv, batch_invariant)
-        step_layers = replace(layers, batch_invariant=batch_invariant, impl=impl)
         dtype = getattr(config, "dtype", None)
         if not isinstance(dtype, torch.dtype):  # no model was made from this configuration
             dtype = _DTYPE_OF_KV[kv]
         takes_plan = not batch_invariant and impl not in (FLASH_MLA, REFERENCE)
         num_heads = config.num_attention_heads
-        plan_heads = num_heads if plan and takes_plan and "c128" in kinds else 0
-        fingerprint = _fingerprint(layers, kinds, None if recipe.rope_float32 else dtype)
-        steps = (step_layers, dtype, num_heads, plan_heads)
-        return cls(layers, kinds, recipe, kv, *steps, fingerprint)
+        return cls(
+            kinds=kinds,
+            recipe=recipe,
+            kv=kv,
+            dtype=dtype,
+            fingerprint=_fingerprint(layers, kinds, None if recipe.rope_float32 else dtype),
+            layers=layers,
+            step_layers=replace(layers, batch_invariant=batch_invariant, impl=impl),
+            num_heads=num_heads,
+            plan_heads=num_heads if plan and takes_plan and "c128" in kinds else 0,
+        )
 
-    def scheduled(self, device: torch.device) -> ModelSpec:
+    def scheduled(self, device: torch.device) -> DeepseekV4Spec:
         """Add the SM counts of a library's schedules, so that layers share one schedule per step.
 
         Args:
@@ -132,6 +144,75 @@ class ModelSpec:
             layers = replace(layers, sm_parts=flash_mla_num_sm_parts(self.num_heads, device))
         return replace(self, step_layers=layers)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without SM counts: the copy may be loaded for another GPU."""
+        plain = replace(self.step_layers, schedule_sms=0, sm_parts=0)
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return _unpickled, (values | {"step_layers": plain},)
+
+    @property
+    def impl(self) -> str:
+        return self.step_layers.impl
+
+    @property
+    def block_tokens(self) -> int:
+        return self.layers.attention.block_tokens
+
+    # The cache
+
+    def rings(self, max_cache_len: int, max_chunk: int, next_n: int) -> dict[str, int]:
+        return rings.ring_blocks(self.layers, max_cache_len, max_chunk, next_n)
+
+    def tables(self, pool: Tensor, rings: dict[str, int], max_cache_len: int) -> CacheTables:
+        sizes = {
+            "swa": self.layers.attention.swa_block_size,
+            "c4_states": self.layers.c4_state_block_size,
+            "c128_states": self.layers.c128_state_block_size,
+        }
+        row = torch.arange(pool.shape[0], dtype=torch.int32)[:, None]
+        tables = {}
+        for name, block_size in sizes.items():
+            block = torch.arange(-(-max_cache_len // block_size), dtype=torch.int32)
+            tables[name] = (row * rings[name] + block % rings[name]).to(pool.device)
+        return CacheTables(compressed=pool, **tables)
+
+    def rope_tables(self, num_positions: int, device: torch.device) -> RopeTables:
+        return RopeTables(
+            window=self.rope_table("window", num_positions, device),
+            compressed=self.rope_table("c4", num_positions, device),
+        )
+
+    def rope_table(self, kind: str, num_positions: int, device: torch.device) -> Tensor:
+        """Cosines and sines for layers of a kind."""
+        if self.recipe.rope_float32:
+            return self.layers.rope_table(kind, num_positions, device)
+        return rounded_table(self.layers, kind, num_positions, self.dtype).to(device)
+
+    def layer_caches(
+        self, kind: str, num_rows: int, num_blocks: int, rings: dict[str, int], device: torch.device
+    ) -> LayerCaches:
+        states = 0 if kind == "window" else rings[f"{kind}_states"]
+        return LayerCaches.allocate(
+            self.layers,
+            kind,
+            swa_blocks=num_rows * rings["swa"],
+            compressed_blocks=num_blocks,
+            state_blocks=num_rows * states,
+            device=device,
+        )
+
+    def kind_of(self, caches: LayerCaches) -> str:
+        return rings.kind_of(caches)
+
+    # A step
+
+    def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> AttentionStep:
+        num_tokens = step.tokens.positions.shape[0]
+        decodes = schedule == "decode" and self.plan_heads > 0
+        heads = self.plan_heads if decodes and num_tokens <= MAX_REQUESTS else 0
+        layers = self.layers_for(schedule, num_tokens)
+        return rings.build_step(layers, step.tokens, step.ends, cache, heads)
+
     def layers_for(self, schedule: str, num_tokens: int) -> LayerSpec:
         """Spec to build a step with; it has a library's schedules where the layers take them."""
         layers = self.step_layers
@@ -142,43 +223,57 @@ class ModelSpec:
             return self.layers
         return layers
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without SM counts: the copy may be loaded for another GPU."""
-        plain = replace(self.step_layers, schedule_sms=0, sm_parts=0)
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return ModelSpec, tuple((values | {"step_layers": plain}).values())
+    def most_tokens(self, cache: CacheTensors) -> int:
+        return rings.most_tokens(self.layers, cache)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelSpec:
-        return self
+    def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
+        return rings.can_go_back(self.layers, self.kinds, first, cache)
 
-    def rope_table(self, kind: str, num_positions: int, device: torch.device) -> Tensor:
-        """Cosines and sines for layers of a kind."""
-        if self.recipe.rope_float32:
-            return self.layers.rope_table(kind, num_positions, device)
-        return rounded_table(self.layers, kind, num_positions, self.dtype).to(device)
+    # The model
+
+    def run_layers(
+        self,
+        body: Any,
+        hidden: Tensor,
+        ids: Tensor | None,
+        step: AttentionStep,
+        cache: CacheTensors,
+        schedule: str,
+        state_rings: bool,
+    ) -> Tensor:
+        streams = hidden.unsqueeze(2).expand(-1, -1, body.config.hc_mult, -1).contiguous()
+        for kind, layer, caches in zip(self.kinds, body.layers, cache.layers, strict=True):
+            context = LayerContext(step, caches, cache.rope.of(kind), schedule, state_rings)
+            streams = layer(
+                streams,
+                input_ids=ids,
+                dsv4_ops=context,
+                position_embeddings=None,
+                position_ids=None,
+                attention_mask=None,
+            )
+        states: Tensor = body.norm(body.hc_head(streams))
+        return states
+
+    def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
+        float32 = self.recipe.compressor_float32
+        return attention(module, self.step_layers, float32, hidden, context)
+
+    def replacements(self, model: Any) -> Iterator[tuple[Any, str, Maker]]:
+        return replacements(model, self.recipe)
+
+    def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
+        return skipped_modules(attention)
+
+    def check_model(self, op: str, model: Any) -> None:
+        check_rotary(op, model, self.layers)
 
 
-def require_transformers(op: str) -> Any:
-    """Import ``transformers``, or raise if it is missing or too old for DeepSeek-V4."""
-    advice = 'Install "dsv4_ops[transformers]"'
-    try:
-        import transformers
-    except ImportError as error:
-        raise refusal(
-            ImportError, op, "transformers", "be installed", "no such module", advice
-        ) from error
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if version < _OLDEST:
-        rule = "be " + ".".join(map(str, _OLDEST)) + " or newer"
-        raise refusal(ImportError, op, "transformers", rule, transformers.__version__, advice)
-    return transformers
+def _unpickled(values: dict[str, Any]) -> DeepseekV4Spec:
+    return DeepseekV4Spec(**values)
 
 
-def _check_model(op: str, config: Any) -> None:
-    advice = "Pass a DeepseekV4ForCausalLM or its configuration"
-    found = getattr(config, "model_type", type(config).__name__)
-    if found != "deepseek_v4":
-        raise refusal(NotImplementedError, op, "model_type", "be 'deepseek_v4'", found, advice)
+def _check_layer_types(op: str, config: Any) -> None:
     unknown = sorted(set(config.layer_types) - set(KIND_OF_TYPE))
     if unknown:
         rule = "hold only " + ", ".join(map(repr, KIND_OF_TYPE))

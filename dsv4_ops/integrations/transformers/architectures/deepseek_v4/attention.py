@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4_ops.attention import LayerInputs, LayerWeights, attention_layer
-from dsv4_ops.integrations.transformers.config import KIND_OF_TYPE, ModelSpec
-from dsv4_ops.integrations.transformers.modules import is_linear
-from dsv4_ops.integrations.transformers.steps import LayerContext
+from dsv4_ops.attention import LayerInputs, LayerSpec, LayerWeights, attention_layer
+from dsv4_ops.integrations.transformers.architectures.base import LayerContext
+from dsv4_ops.integrations.transformers.modules import is_linear, linear_float32
+
+KIND_OF_TYPE = {
+    "sliding_attention": "window",
+    "compressed_sparse_attention": "c4",
+    "heavily_compressed_attention": "c128",
+}
+"""Layer kind for each of Hugging Face's layer types."""
 
 
-def attention(module: Any, spec: ModelSpec, hidden: Tensor, context: LayerContext) -> Tensor:
-    """Attention output of ``DeepseekV4Attention``, for [1, num_tokens, hidden_size]."""
+def attention(
+    module: Any, spec: LayerSpec, float32: bool, hidden: Tensor, context: LayerContext
+) -> Tensor:
+    """Attention output of ``DeepseekV4Attention``, for [1, num_tokens, hidden_size].
+
+    Args:
+        module: The layer.
+        spec: Spec of the layers.
+        float32: Whether compressor projections have float32 results.
+        hidden: Hidden states.
+        context: The step, and the layer's part of the cache.
+    """
     kind = KIND_OF_TYPE[module.layer_type]
     flat = hidden.flatten(0, 1)
     grouped = attention_layer(
-        spec.step_layers,
+        spec,
         kind,
-        _inputs(module, spec, flat),
+        _inputs(module, spec, float32, flat),
         _weights(module, context.rope),
         context.caches,
         context.step,
@@ -32,18 +49,18 @@ def attention(module: Any, spec: ModelSpec, hidden: Tensor, context: LayerContex
     return out.view(hidden.shape)
 
 
-def _inputs(module: Any, spec: ModelSpec, x: Tensor) -> LayerInputs:
-    dtype = spec.layers.dtype
+def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInputs:
+    dtype = spec.dtype
     residual = module.q_a_norm(module.q_a_proj(x))
     q = module.q_b_proj(residual).unflatten(-1, (module.num_heads, module.head_dim))
     kv = module.kv_norm(module.kv_proj(x))
     found: dict[str, Tensor] = {"q": q.to(dtype), "kv": kv.to(dtype)}
     compressor = module.compressor
     if compressor is not None:
-        found["kv_score"] = _kv_score(compressor, spec, x)
+        found["kv_score"] = _kv_score(compressor, float32, x)
     indexer = getattr(compressor, "indexer", None)
     if indexer is not None:
-        found["indexer_kv_score"] = _kv_score(indexer, spec, x)
+        found["indexer_kv_score"] = _kv_score(indexer, float32, x)
         queries = indexer.q_b_proj(residual).unflatten(-1, (indexer.num_heads, indexer.head_dim))
         found["indexer_q"] = queries.to(dtype)
         weights = head_weights(indexer)(x)
@@ -51,8 +68,7 @@ def _inputs(module: Any, spec: ModelSpec, x: Tensor) -> LayerInputs:
     return LayerInputs(**found)
 
 
-def _kv_score(compressor: Any, spec: ModelSpec, x: Tensor) -> Tensor:
-    float32 = spec.recipe.compressor_float32
+def _kv_score(compressor: Any, float32: bool, x: Tensor) -> Tensor:
     both = [_project(layer, x, float32) for layer in (compressor.kv_proj, compressor.gate_proj)]
     return torch.cat(both, -1).to(torch.float32)
 
@@ -63,15 +79,6 @@ def _project(layer: Any, x: Tensor, float32: bool) -> Tensor:
         return linear_float32(x, layer.weight)
     out: Tensor = layer(x.to(layer.weight.dtype) if type(layer) is torch.nn.Linear else x)
     return out
-
-
-def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.mT`` with a float32 result."""
-    differentiated = torch.is_grad_enabled() and x.requires_grad  # mm(out_dtype=) has no gradient
-    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and not differentiated:
-        flat = x.reshape(-1, x.shape[-1])
-        return torch.mm(flat, weight.mT, out_dtype=torch.float32).view(*x.shape[:-1], -1)
-    return torch.nn.functional.linear(x.float(), weight.float())
 
 
 def head_weights(indexer: Any) -> Any:
@@ -88,3 +95,21 @@ def _weights(module: Any, rope: Tensor) -> LayerWeights:
             found[f"{prefix}ape"] = source.position_bias.float()
             found[f"{prefix}norm_weight"] = source.kv_norm.weight.float()
     return LayerWeights(rope, **found)
+
+
+def skipped_modules(attention: Any) -> Iterator[tuple[str, Any]]:
+    """Modules of an attention layer that steps do not call."""
+    yield "q_b_norm", attention.q_b_norm
+    compressor = attention.compressor
+    if compressor is None:
+        return
+    yield "compressor", compressor
+    yield "compressor.kv_norm", compressor.kv_norm
+    yield "compressor.rotary_emb", compressor.rotary_emb
+    indexer = getattr(compressor, "indexer", None)
+    if indexer is not None:
+        yield "compressor.indexer", indexer
+        yield "compressor.indexer.kv_norm", indexer.kv_norm
+        yield "compressor.indexer.rotary_emb", indexer.rotary_emb
+        if hasattr(indexer, "scorer"):
+            yield "compressor.indexer.scorer", indexer.scorer

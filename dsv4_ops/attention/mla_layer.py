@@ -1,0 +1,190 @@
+"""One dense MLA layer between its linear projections."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.attention.mla_spec import MlaSpec
+from dsv4_ops.attention.mla_step import MlaStep
+from dsv4_ops.attention.tensors import MlaCache, MlaInputs, MlaWeights, without_gradients
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import MlaFp8Layout
+from dsv4_ops.core.types import ContextChunks
+from dsv4_ops.dispatch.choice import impl_for
+from dsv4_ops.ops.mla import PROVIDERS as DECODE_PROVIDERS
+from dsv4_ops.ops.mla import mla_absorb_q, mla_decode, mla_gather_kv, mla_insert_kv, mla_v_up
+from dsv4_ops.ops.mla_context import PREFILL_PROVIDERS, merge_attn_states, mla_prefill
+from dsv4_ops.ops.rope import apply_rope
+
+
+@without_gradients
+def mla_layer(
+    spec: MlaSpec, inputs: MlaInputs, weights: MlaWeights, cache: MlaCache, step: MlaStep
+) -> Tensor:
+    """Insert a step's latents into the layer's cache and attend to all visible rows.
+
+    Decode tokens attend to latent rows with absorbed queries. Prefill tokens of a step with the
+    context "chunked" attend to expanded keys and values: those of the step first, those of the
+    context chunk by chunk.
+
+    Args:
+        spec: The model's attention configuration.
+        inputs: Projection outputs of every token of the step.
+        weights: Parameters of the layer.
+        cache: Cache of the layer.
+        step: From ``build_mla_step``.
+
+    Returns:
+        The input of the output projection, [num_tokens, num_heads * v_head_dim], dense, in the
+        dtype of q. 0 for padding tokens.
+
+    Mutates: ``cache``, at the slots of the step, before attention reads it.
+
+    Raises:
+        ValueError, TypeError: a tensor is missing or does not match ``spec``. Nothing is written.
+        NotImplementedError, RuntimeError: ``spec.impl`` is not available here. Backward raises
+            NotImplementedError.
+
+    Example:
+        >>> import torch
+        >>> from dsv4_ops.attention import *
+        >>> spec = MlaSpec(
+        ...     num_heads=1, softmax_scale=1.0, qk_nope_head_dim=2, qk_rope_head_dim=2,
+        ...     v_head_dim=1, kv_lora_rank=2, block_size=2, dtype=torch.float32,
+        ... )
+        >>> table = torch.tensor([[0]], dtype=torch.int32)
+        >>> start_loc, lens = torch.tensor([0, 2]).int(), torch.tensor([2]).int()
+        >>> step = build_mla_step(spec, start_loc, lens, table, num_tokens=2)
+        >>> weights = MlaWeights(torch.ones(4, 2), torch.eye(2)[None], torch.ones(1, 2, 1))
+        >>> kv_c = torch.tensor([[1.0, 1.0], [2.0, 2.0]])
+        >>> inputs = MlaInputs(torch.zeros(2, 1, 4), kv_c, torch.zeros(2, 2))
+        >>> mla_layer(spec, inputs, weights, MlaCache.allocate(spec, 1), step).tolist()
+        [[2.0], [3.0]]
+    """
+    _check(spec, inputs, weights, cache, step)
+    table = weights.cos_sin_cache
+    q = apply_rope(inputs.q, step.positions, table)
+    k_pe = apply_rope(inputs.k_pe, step.positions, table)
+    mla_insert_kv(
+        inputs.kv_c,
+        k_pe,
+        cache.kv,
+        step.slot_mapping,
+        cache.scale,
+        block_size=spec.block_size,
+        layout=spec.layout,
+    )
+    if step.prefill_start_loc is None:
+        return attend_absorbed(spec, q, weights, cache, step)
+    num_tokens, capacity = q.shape[0], step.decode_lens.shape[0]
+    if num_tokens == 0:
+        return q.new_zeros(0, spec.num_heads * spec.v_head_dim)
+    token = torch.arange(num_tokens, device=q.device)
+    # indices, not slices: capacity and num_tokens are not compared
+    first = torch.arange(capacity, device=q.device).clamp(max=num_tokens - 1)
+    decoded = attend_absorbed(spec, q.index_select(0, first), weights, cache, step)
+    decoded = decoded.index_select(0, token.clamp(max=capacity - 1))
+    prefilled = attend_expanded(spec, q, inputs.kv_c, k_pe, weights, cache, step)
+    is_decode = token < cast(Tensor, step.counts)[2]
+    return torch.where(is_decode[:, None], decoded, prefilled)
+
+
+def attend_absorbed(
+    spec: MlaSpec, q: Tensor, weights: MlaWeights, cache: MlaCache, step: MlaStep
+) -> Tensor:
+    """Attend to the cache's latent rows; ``q`` are the rotated queries of the decode tokens."""
+    nope, rope = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
+    attended = mla_decode(
+        mla_absorb_q(nope, rope, weights.w_uk_t),
+        cache.kv,
+        step.decode_lens,
+        step.decode_req_indices,
+        step.block_table,
+        step.decode_start_loc,
+        kv_scale=cache.scale,
+        softmax_scale=spec.softmax_scale,
+        block_size=spec.block_size,
+        kv_lora_rank=spec.kv_lora_rank,
+        layout=spec.layout,
+        batch_invariant=spec.batch_invariant,
+        impl=impl_for(DECODE_PROVIDERS, spec.impl),
+    )
+    return mla_v_up(attended.out, weights.w_uv)
+
+
+def attend_expanded(
+    spec: MlaSpec,
+    q: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    weights: MlaWeights,
+    cache: MlaCache,
+    step: MlaStep,
+) -> Tensor:
+    """Attend to expanded keys and values: the contexts', chunk by chunk, then the step's own."""
+    start_loc = cast(Tensor, step.prefill_start_loc)
+    w_kv_b = cast(Tensor, weights.w_kv_b)
+
+    def attend(kv_c: Tensor, k_pe: Tensor, cu_seq_lens: Tensor, causal: bool) -> tuple[Tensor, ...]:
+        heads = (spec.num_heads, spec.qk_nope_head_dim + spec.v_head_dim)
+        expanded = torch.nn.functional.linear(kv_c, w_kv_b).unflatten(-1, heads)
+        k_nope, v = expanded.split((spec.qk_nope_head_dim, spec.v_head_dim), -1)
+        return mla_prefill(
+            q,
+            k_nope,
+            k_pe,
+            v,
+            start_loc,
+            cu_seq_lens,
+            softmax_scale=spec.softmax_scale,
+            causal=causal,
+            impl=impl_for(PREFILL_PROVIDERS, spec.impl),
+        )
+
+    out, lse = attend(kv_c, k_pe, start_loc, True)
+    if step.chunk_slots is not None:
+        chunks = cast(ContextChunks, step.chunks)
+        merged = (out.to(torch.float32), lse)  # float32 until the last chunk
+        for chunk in range(step.chunk_slots.shape[0]):
+            rows = mla_gather_kv(
+                cache.kv,
+                step.chunk_slots[chunk],
+                cache.scale,
+                block_size=spec.block_size,
+                layout=spec.layout,
+            )
+            latent, rope = rows.split((spec.kv_lora_rank, spec.qk_rope_head_dim), -1)
+            part = attend(latent, rope, chunks.cu_seq_lens[chunk], False)
+            merged = merge_attn_states(*merged, *part)
+        out = merged[0].to(out.dtype)
+    return out.flatten(1)
+
+
+def _check(
+    spec: MlaSpec, inputs: MlaInputs, weights: MlaWeights, cache: MlaCache, step: MlaStep
+) -> None:
+    """Raise now what an op would only raise after the insert."""
+    checks = Checks("mla_layer")
+    heads, nope, rope = spec.num_heads, spec.qk_nope_head_dim, spec.qk_rope_head_dim
+    rank, value = spec.kv_lora_rank, spec.v_head_dim
+    checks.tensor("inputs.q", inputs.q, spec.dtype, "num_tokens", heads, nope + rope)
+    checks.tensor("inputs.kv_c", inputs.kv_c, spec.dtype, "num_tokens", rank)
+    checks.tensor("inputs.k_pe", inputs.k_pe, spec.dtype, "num_tokens", rope)
+    table = weights.cos_sin_cache
+    checks.tensor("weights.cos_sin_cache", table, torch.float32, "num_positions", rope)
+    checks.tensor("weights.w_uk_t", weights.w_uk_t, spec.dtype, heads, nope, rank)
+    checks.tensor("weights.w_uv", weights.w_uv, spec.dtype, heads, rank, value)
+    if step.prefill_start_loc is not None:
+        w_kv_b = cast(Tensor, weights.w_kv_b)
+        checks.tensor("weights.w_kv_b", w_kv_b, spec.dtype, heads * (nope + value), rank)
+    layout = spec.cache_layout()
+    shape = layout.shape(0)[1:]
+    checks.tensor("cache.kv", cache.kv, layout.storage_dtype, "num_blocks", *shape)
+    if cache.scale is not None:
+        checks.tensor("cache.scale", cache.scale, torch.float32, 1)
+    if spec.layout != MlaFp8Layout.tag:
+        checks.without("cache.scale", cache.scale, None, f"layout {spec.layout!r}")
+    checks.tensor("step.positions", step.positions, torch.int64, "num_tokens")

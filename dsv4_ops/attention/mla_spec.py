@@ -1,0 +1,136 @@
+"""Configuration of dense MLA layers (DeepSeek-V2, V3, R1, Kimi-K2)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import MLA_LAYOUTS, Layout, MlaDsFp8Layout, PlainLayout, mla_layout
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import AUTO
+from dsv4_ops.dispatch.choice import IMPLS
+
+CONTEXTS = ("absorbed", "chunked")
+"""How tokens of a prefill attend: to latent rows with absorbed queries, as decodes do, or to
+expanded keys and values, those of the context chunk by chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaSpec:
+    """Configuration shared by all dense MLA layers of a model.
+
+    Args:
+        num_heads: Query heads of this rank.
+        softmax_scale: Scale of the attention logits, with YaRN's mscale squared where the model
+            has it.
+        qk_nope_head_dim: Values of a query or key head that RoPE leaves alone.
+        qk_rope_head_dim: Values of a query head, and of the key part that heads share, that RoPE
+            rotates.
+        v_head_dim: Values of a value head.
+        kv_lora_rank: Values of the latent.
+        block_size: Rows per block of the cache.
+        layout: Layout tag of the cache: "plain", "mla_fp8" or "mla_ds_fp8".
+        dtype: Dtype of queries, latents and plain caches, bfloat16 or float32.
+        next_n: Maximum tokens of a decode request: 1 + speculative tokens.
+        context: "absorbed" or "chunked"; see ``break_even``.
+        max_decode_tokens: "chunked": rows that decodes have room for; decode tokens beyond are
+            computed with the prefills.
+        workspace_rows: "chunked": rows of a chunk of contexts; ``mla_workspace_rows``.
+        max_chunks: "chunked": chunks that a step has room for; 0 if no request has a context.
+            ``max_context_chunks`` bounds them. Each takes the expansion of ``workspace_rows`` rows
+            in every layer, empty or not. Contexts beyond are not attended to: read
+            ``MlaStep.chunks.num_chunks`` where they may be larger.
+        chunk_plan: "packed" or "equal"; as for ``context_chunks``.
+        batch_invariant: Whether the splits of a decode depend on its own length alone.
+        impl: Implementation of attention, for the ops that have it; "auto" the fastest.
+        cp_world_size: Decode context parallel ranks; only 1 so far.
+    """
+
+    num_heads: int
+    softmax_scale: float
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    kv_lora_rank: int = 512
+    block_size: int = 64
+    layout: str = PlainLayout.tag
+    dtype: torch.dtype = torch.bfloat16
+    next_n: int = 1
+    context: str = "absorbed"
+    max_decode_tokens: int = 1
+    workspace_rows: int = 65536
+    max_chunks: int = 1
+    chunk_plan: str = "packed"
+    batch_invariant: bool = False
+    impl: str = AUTO
+    cp_world_size: int = 1
+
+    def __post_init__(self) -> None:
+        checks = Checks("MlaSpec")
+        checks.at_least(
+            1,
+            num_heads=self.num_heads,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+            kv_lora_rank=self.kv_lora_rank,
+            block_size=self.block_size,
+            next_n=self.next_n,
+            max_decode_tokens=self.max_decode_tokens,
+            workspace_rows=self.workspace_rows,
+            cp_world_size=self.cp_world_size,
+        )
+        checks.at_least(0, max_chunks=self.max_chunks)
+        checks.above(0, softmax_scale=self.softmax_scale)
+        checks.one_of("layout", self.layout, *MLA_LAYOUTS, belongs_to="the cache has")
+        checks.one_of("context", self.context, *CONTEXTS, belongs_to="prefills shall have")
+        checks.one_of("chunk_plan", self.chunk_plan, "packed", "equal", belongs_to="steps have")
+        checks.one_of("impl", self.impl, *IMPLS, belongs_to="shall run")
+        checks.flag("batch_invariant", self.batch_invariant)
+        if self.dtype not in (torch.bfloat16, torch.float32):
+            rule = "be torch.bfloat16 or torch.float32"
+            raise refusal(TypeError, "MlaSpec", "dtype", rule, self.dtype, "Pass one of them")
+        sizes = (self.kv_lora_rank, self.width)
+        wanted = (MlaDsFp8Layout.kv_lora_rank, MlaDsFp8Layout.width)
+        if self.layout == MlaDsFp8Layout.tag and sizes != wanted:
+            rule = f"be another than {self.layout!r} unless a latent of {wanted[0]} has a row of "
+            found = f"{self.layout!r} for {sizes[0]} of {sizes[1]} values"
+            rule, advice = f"{rule}{wanted[1]} values", "Pass 'mla_fp8' or 'plain'"
+            raise refusal(NotImplementedError, "MlaSpec", "layout", rule, found, advice)
+        if self.cp_world_size != 1:
+            rule, advice = "be 1 so far", "Shard heads instead"
+            found = self.cp_world_size
+            raise refusal(NotImplementedError, "MlaSpec", "cp_world_size", rule, found, advice)
+
+    @classmethod
+    def deepseek_v3(cls, **changed: Any) -> MlaSpec:
+        """DeepSeek-V3 and R1: 128 heads, YaRN of factor 40; ``changed`` overrides fields."""
+        scale = 192**-0.5 * (0.1 * math.log(40.0) + 1.0) ** 2
+        return cls(**{"num_heads": 128, "softmax_scale": scale, **changed})
+
+    @property
+    def width(self) -> int:
+        """Values of a cache row: the latent, then the rotated part."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def break_even(self) -> int:
+        """Query tokens per request from which expanding a context takes less work: 171 for V3.
+
+        An absorbed query takes 2 * kv_lora_rank + qk_rope_head_dim products per key and head, an
+        expanded one qk_nope_head_dim + qk_rope_head_dim + v_head_dim, beside the expansion of the
+        key. Below it, or where absorbed queries are not the wider ones, "absorbed" is cheaper.
+        """
+        expanded = self.qk_nope_head_dim + self.v_head_dim
+        saved = 2 * self.kv_lora_rank - expanded
+        return -(-self.kv_lora_rank * expanded // saved) if saved > 0 else 2**31
+
+    def cache_layout(self) -> Layout:
+        """Layout of a layer's cache."""
+        if self.layout == PlainLayout.tag:
+            return PlainLayout(self.block_size, self.width, self.dtype)
+        return mla_layout(self.layout, self.block_size, self.width)

@@ -1,0 +1,210 @@
+"""Step metadata shared by all dense MLA layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dsv4_ops.attention.mla_spec import MlaSpec
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.types import ABSENT, ContextChunks, TokenMap
+from dsv4_ops.ops.batch import split_decodes_and_prefills, token_map
+from dsv4_ops.ops.mla_context import context_chunks
+from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
+
+
+@dataclass(frozen=True)
+class MlaStep:
+    """Metadata of a step for all dense MLA layers; padding rows are defined.
+
+    With the context "absorbed", every token counts as a decode: max_decode_tokens is num_tokens,
+    and the fields from ``counts`` on are None.
+
+    Attributes:
+        req_indices: Request of the token, [num_tokens], int32; -1 for padding.
+        positions: Position of the token, [num_tokens], int64; -1 for padding.
+        slot_mapping: Slot in the cache, [num_tokens], int64; -1 for tokens that write nothing.
+        decode_lens: Rows that each decode token sees, [max_decode_tokens], int32; 0 for padding.
+        decode_req_indices: Request of each decode token, [max_decode_tokens], int32.
+        block_table: Block table of the cache, [num_reqs, max_blocks], int32.
+        decode_start_loc: First decode token of every request and one past the last, [num_reqs + 1],
+            int32; None where none has several. Tokens of a request can share its rows' reads.
+        counts: Decodes, prefills, decode tokens, prefill tokens, [4], int32; the decode tokens are
+            at most max_decode_tokens.
+        prefill_start_loc: First prefill token of every request and one past the last,
+            [num_reqs + 1], int32; decodes have none.
+        chunks: The plan of the contexts, or None if there is no room for any.
+        chunk_slots: Slot of every row of each chunk, [max_chunks, workspace_rows], int64; -1 for
+            unused rows.
+    """
+
+    req_indices: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    decode_lens: Tensor
+    decode_req_indices: Tensor
+    block_table: Tensor
+    decode_start_loc: Tensor | None = None
+    counts: Tensor | None = None
+    prefill_start_loc: Tensor | None = None
+    chunks: ContextChunks | None = None
+    chunk_slots: Tensor | None = None
+
+
+pytree.register_dataclass(MlaStep, serialized_type_name="dsv4_ops.MlaStep")
+
+
+def build_mla_step(
+    spec: MlaSpec,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    is_valid_token: Tensor | None = None,
+    *,
+    num_tokens: int,
+) -> MlaStep:
+    """Build the step metadata of all dense MLA layers, for any mix of decodes and prefills.
+
+    Args:
+        spec: The model's attention configuration.
+        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
+            Decodes should come first: what follows a prefill is computed as one.
+        seq_lens: Length of every request including this step's tokens, [num_reqs], int32. 0 marks a
+            padding request.
+        block_table: Block table of the cache, [num_reqs, max_blocks], int32.
+        is_valid_token: False for tokens to treat as padding, [num_tokens], bool. With None, only
+            tokens after the last request are padding.
+        num_tokens: Tokens of the padded batch.
+
+    Returns:
+        ``MlaStep`` with num_tokens rows.
+
+    Raises:
+        ValueError, TypeError: as the underlying ops.
+
+    Example:
+        >>> import torch
+        >>> from dsv4_ops.attention import MlaSpec, build_mla_step
+        >>> step = build_mla_step(
+        ...     MlaSpec.deepseek_v3(block_size=4),
+        ...     torch.tensor([0, 1, 3], dtype=torch.int32),
+        ...     torch.tensor([5, 4], dtype=torch.int32),
+        ...     torch.tensor([[2, 7], [5, 0]], dtype=torch.int32),
+        ...     num_tokens=4,
+        ... )
+        >>> step.slot_mapping.tolist(), step.decode_lens.tolist()
+        ([28, 22, 23, -1], [5, 3, 4, 0])
+    """
+    tokens = token_map(query_start_loc, seq_lens, num_tokens=num_tokens)
+    if is_valid_token is not None:
+        Checks("build_mla_step").tensor("is_valid_token", is_valid_token, torch.bool, "num_tokens")
+        tokens = TokenMap(*(torch.where(is_valid_token, each, ABSENT) for each in tokens))
+    return mla_step_of_tokens(spec, tokens, block_table, query_start_loc, seq_lens)
+
+
+def mla_step_of_tokens(
+    spec: MlaSpec,
+    tokens: TokenMap,
+    block_table: Tensor,
+    query_start_loc: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+) -> MlaStep:
+    """``build_mla_step`` from the request and position of every token.
+
+    Args:
+        spec: The model's attention configuration.
+        tokens: Row in the block table and position of every token, -1 for padding.
+        block_table: As for ``build_mla_step``.
+        query_start_loc: As for ``build_mla_step``. May be None with the context "absorbed": tokens
+            of a request then share no reads.
+        seq_lens: As for ``build_mla_step``; "absorbed" does not read it.
+
+    Returns:
+        ``MlaStep`` with num_tokens rows.
+
+    Raises:
+        ValueError, TypeError: as ``build_mla_step``; bounds that a chunked context needs are None.
+    """
+    step = MlaStep(
+        req_indices=tokens.req_indices,
+        positions=tokens.positions,
+        slot_mapping=_slots(spec, tokens, block_table),
+        decode_lens=(tokens.positions + 1).to(torch.int32),
+        decode_req_indices=tokens.req_indices,
+        block_table=block_table,
+        decode_start_loc=query_start_loc,
+    )
+    if spec.context == "absorbed":
+        return step
+    if query_start_loc is None or seq_lens is None:
+        name = "query_start_loc" if query_start_loc is None else "seq_lens"
+        rule, advice = "be given for chunked contexts", "Pass the bounds of the requests"
+        raise refusal(ValueError, "mla_step_of_tokens", name, rule, "None", advice)
+    return _with_prefills(spec, step, query_start_loc, seq_lens)
+
+
+def _with_prefills(
+    spec: MlaSpec, step: MlaStep, query_start_loc: Tensor, seq_lens: Tensor
+) -> MlaStep:
+    """Keep the decodes as such; what follows them expands its context."""
+    num_tokens = step.positions.shape[0]
+    counts = split_decodes_and_prefills(query_start_loc, decode_threshold=spec.next_n)
+    num_decode_tokens = counts[2].clamp(max=spec.max_decode_tokens)
+    decode = torch.arange(spec.max_decode_tokens, device=counts.device)
+    there = (decode < num_decode_tokens) & (decode < num_tokens)
+    lens, requests = step.decode_lens, step.decode_req_indices
+    if num_tokens > 0:
+        # an index, not a slice: its size does not depend on num_tokens
+        first = decode.clamp(max=num_tokens - 1)
+        lens, requests = lens.index_select(0, first), requests.index_select(0, first)
+    else:
+        lens, requests = (each.new_zeros(spec.max_decode_tokens) for each in (lens, requests))
+    prefill_start_loc = torch.maximum(query_start_loc, num_decode_tokens)
+    chunks = chunk_slots = None
+    if spec.max_chunks:
+        prefill_lens = prefill_start_loc.diff()
+        context = torch.where(prefill_lens > 0, seq_lens - prefill_lens, 0).clamp(min=0)
+        chunks = context_chunks(
+            context,
+            workspace_rows=spec.workspace_rows,
+            max_chunks=spec.max_chunks,
+            chunk_plan=spec.chunk_plan,
+            block_size=spec.block_size,
+        )
+        chunk_slots = _chunk_slots(spec, chunks, step.block_table)
+    several = spec.next_n > 1
+    return replace(
+        step,
+        decode_lens=torch.where(there, lens, 0),
+        decode_req_indices=torch.where(there, requests, ABSENT),
+        decode_start_loc=torch.minimum(query_start_loc, num_decode_tokens) if several else None,
+        counts=torch.cat((counts[:2], num_decode_tokens[None], counts[3:])),
+        prefill_start_loc=prefill_start_loc,
+        chunks=chunks,
+        chunk_slots=chunk_slots,
+    )
+
+
+def _slots(spec: MlaSpec, tokens: TokenMap, block_table: Tensor) -> Tensor:
+    return compressed_slot_mapping(
+        tokens.positions,
+        tokens.req_indices,
+        block_table,
+        tokens.positions,  # every token that exists is stored
+        block_size=spec.block_size,
+        compress_ratio=1,
+    )
+
+
+def _chunk_slots(spec: MlaSpec, chunks: ContextChunks, block_table: Tensor) -> Tensor:
+    slots = []
+    for chunk in range(spec.max_chunks):
+        starts, cu_seq_lens = chunks.local_starts[chunk], chunks.cu_seq_lens[chunk]
+        ends = starts + cu_seq_lens.diff()
+        rows = token_map(cu_seq_lens, ends, num_tokens=spec.workspace_rows)
+        slots.append(_slots(spec, rows, block_table))
+    return torch.stack(slots)

@@ -1,0 +1,46 @@
+"""Model families: each translates its configuration and runs its layers.
+
+``base.ModelSpec`` is what the rest of the integration asks of a family; ``spec_of_config`` finds
+the family of a configuration. To add one, subclass ``ModelSpec`` and name it in ``FAMILIES``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, require_transformers
+from dsv4_ops.integrations.transformers.recipe import Recipe
+
+_HERE = "dsv4_ops.integrations.transformers.architectures"
+
+FAMILIES = {
+    "deepseek_v2": ("deepseek_v3", "MlaModelSpec"),
+    "deepseek_v3": ("deepseek_v3", "MlaModelSpec"),
+    "deepseek_v4": ("deepseek_v4", "DeepseekV4Spec"),
+}
+"""Module and class of every ``model_type``."""
+
+
+def spec_of_config(
+    op: str, config: Any, kv: str, precision: str | Recipe, **settings: Any
+) -> ModelSpec:
+    """Build the spec of ``config``; raise an error of ``op`` if it is not supported.
+
+    Args:
+        op: Public function that was called.
+        config: Configuration of a model.
+        kv: As passed to ``patch``.
+        precision: As passed to ``patch``.
+        settings: ``batch_invariant``, ``impl`` and ``plan`` of ``patch``.
+    """
+    require_transformers(op)
+    found = getattr(config, "model_type", type(config).__name__)
+    if found not in FAMILIES:
+        rule = "be " + " or ".join(map(repr, FAMILIES))
+        advice = "Pass a DeepSeek model for causal language modelling, or its configuration"
+        raise refusal(NotImplementedError, op, "model_type", rule, found, advice)
+    module, name = FAMILIES[found]
+    family: type[ModelSpec] = getattr(importlib.import_module(f"{_HERE}.{module}"), name)
+    return family.of(op, config, kv, Recipe.named(op, precision), **settings)

@@ -1,0 +1,228 @@
+"""What the integration asks of a model family."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.types import TokenMap
+from dsv4_ops.integrations.transformers.modules import Maker
+from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.integrations.transformers.tensors import CacheTensors
+
+_OLDEST = (5, 17)
+
+
+def require_transformers(op: str) -> Any:
+    """Import ``transformers``, or raise if it is missing or too old for DeepSeek-V4."""
+    advice = 'Install "dsv4_ops[transformers]"'
+    try:
+        import transformers
+    except ImportError as error:
+        raise refusal(
+            ImportError, op, "transformers", "be installed", "no such module", advice
+        ) from error
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version < _OLDEST:
+        rule = "be " + ".".join(map(str, _OLDEST)) + " or newer"
+        raise refusal(ImportError, op, "transformers", rule, transformers.__version__, advice)
+    return transformers
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The requests of a step, in the order of their tokens.
+
+    Attributes:
+        query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32.
+        seq_lens: Length of every request including this step's tokens, [num_reqs], int32; 0 for
+            padding.
+        rows: Cache row of every request, [num_reqs], int32; -1 for padding.
+        indices: Request of every token, [num_tokens], int32; of no meaning for padding.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    rows: Tensor
+    indices: Tensor
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """The tokens of a step in the cache.
+
+    Attributes:
+        tokens: Cache row and position of every token; -1 for tokens that are not stored.
+        ends: Length of every token's request after the step, [num_tokens], int32.
+        num_reqs: Requests of the step, padding included.
+        requests: Returns the requests of the step, for families whose layers need them.
+    """
+
+    tokens: TokenMap
+    ends: Tensor
+    num_reqs: int
+    requests: Callable[[], Requests]
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Passed to an attention layer in place of Hugging Face's masks and cache."""
+
+    step: Any
+    caches: Any
+    rope: Tensor
+    schedule: str
+    state_rings: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(ABC):
+    """The configuration of a patched model, and how its family runs a step.
+
+    Attributes:
+        kinds: Kind of every layer.
+        recipe, kv: As passed to ``patch``.
+        dtype: Dtype of the model.
+        fingerprint: Everything that a cache depends on, as "name=value" joined by "; ".
+    """
+
+    kinds: tuple[str, ...]
+    recipe: Recipe
+    kv: str
+    dtype: torch.dtype
+    fingerprint: str
+
+    causal_lm: ClassVar[tuple[str, ...]]
+    """Classes of transformers that ``patch`` takes."""
+    memory_groups: ClassVar[dict[str, str]]
+    """Group of ``PagedCache.memory`` of every cache of a layer, by its name."""
+
+    @classmethod
+    @abstractmethod
+    def of(
+        cls,
+        op: str,
+        config: Any,
+        kv: str,
+        recipe: Recipe,
+        *,
+        batch_invariant: bool = False,
+        impl: str = "auto",
+        plan: bool = True,
+    ) -> ModelSpec:
+        """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
+
+    def scheduled(self, device: torch.device) -> ModelSpec:
+        """Add what a library's schedules depend on, for a model on ``device``."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelSpec:
+        return self
+
+    @property
+    @abstractmethod
+    def impl(self) -> str:
+        """As passed to ``patch``."""
+
+    @property
+    @abstractmethod
+    def block_tokens(self) -> int:
+        """Positions per block of the pool."""
+
+    # The cache
+
+    @abstractmethod
+    def rings(self, max_cache_len: int, max_chunk: int, next_n: int) -> dict[str, int]:
+        """Blocks per row of every table whose blocks are a ring, by the name of the table."""
+
+    @abstractmethod
+    def tables(self, pool: Tensor, rings: dict[str, int], max_cache_len: int) -> Any:
+        """Make the block tables; ``pool`` is that of the shared blocks, on the cache's device."""
+
+    @abstractmethod
+    def rope_tables(self, num_positions: int, device: torch.device) -> Any:
+        """Make the cosines and sines of all layers."""
+
+    @abstractmethod
+    def layer_caches(
+        self, kind: str, num_rows: int, num_blocks: int, rings: dict[str, int], device: torch.device
+    ) -> Any:
+        """Allocate the caches of a layer."""
+
+    @abstractmethod
+    def kind_of(self, caches: Any) -> str:
+        """Kind of the layer that caches are for."""
+
+    # A step
+
+    @abstractmethod
+    def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> Any:
+        """Build what the layers of a step share; it has ``positions``, -1 for padding.
+
+        Args:
+            step: Its tokens.
+            cache: The caches and their tables.
+            schedule: "decode" or "prefill".
+        """
+
+    @abstractmethod
+    def most_tokens(self, cache: CacheTensors) -> int:
+        """Maximum tokens of a request in one step."""
+
+    @abstractmethod
+    def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
+        """Whether rows still have what tokens from positions ``first`` [batch, 1] on read.
+
+        Args:
+            first: Positions before the rows' ends.
+            cache: A ``PagedCache``.
+        """
+
+    # The model
+
+    @abstractmethod
+    def run_layers(
+        self,
+        body: Any,
+        hidden: Tensor,
+        ids: Tensor | None,
+        step: Any,
+        cache: CacheTensors,
+        schedule: str,
+        state_rings: bool,
+    ) -> Tensor:
+        """Run all layers on ``hidden`` [1, num_tokens, hidden_size]; return the normed states."""
+
+    @abstractmethod
+    def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
+        """Attention output of a Hugging Face layer, for [1, num_tokens, hidden_size]."""
+
+    @abstractmethod
+    def replacements(self, model: Any) -> Iterator[tuple[Any, str, Maker]]:
+        """Methods to replace besides those of model and attention: (module, name, maker)."""
+
+    @abstractmethod
+    def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
+        """Modules of an attention layer that steps do not call."""
+
+    def check_model(self, op: str, model: Any) -> None:
+        """Raise if a model of the right class differs from its configuration."""
+        return None
+
+    def prepare(self, model: Any) -> None:
+        """Add what steps read besides the weights, as non-persistent buffers of ``model``."""
+        return None
+
+    def restore(self, model: Any) -> None:
+        """Remove what ``prepare`` added."""
+        return None
+
+    def refresh(self, body: Any) -> None:
+        """Bring what ``prepare`` added up to date with the weights, before an eager step."""
+        return None

@@ -1,0 +1,86 @@
+"""Hugging Face's rotary embedding of a dense MLA model, as a table."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.integrations.transformers.modules import is_part
+
+_KNOWN = ("default", "linear", "yarn", "llama3")
+"""RoPE types whose frequencies do not depend on the length of a request."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Frequencies of the pairs, and what cosines and sines are multiplied by."""
+
+    frequencies: tuple[float, ...]
+    scaling: float
+
+    def table(self, num_positions: int, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+        """Cosines and sines, [num_positions, 2 * pairs], float32.
+
+        Args:
+            num_positions: Rows.
+            dtype: Round as Hugging Face does, to this dtype and from float32 angles; None for exact
+                angles.
+            device: Device of the table.
+        """
+        exact = torch.float64 if dtype is None else torch.float32
+        frequencies = torch.tensor(self.frequencies, dtype=exact)
+        angles = torch.arange(num_positions, dtype=exact)[:, None] * frequencies
+        table = torch.cat([angles.cos(), angles.sin()], -1) * self.scaling
+        return table.to(dtype or torch.float32).to(torch.float32).to(device)
+
+
+def rotary_of(op: str, config: Any) -> Rotary:
+    """The rotary embedding that Hugging Face makes from a configuration."""
+    parameters = config.rope_parameters
+    found = parameters.get("rope_type")
+    if found not in _KNOWN:
+        rule = "be " + " or ".join(map(repr, _KNOWN))
+        name, advice = "config.rope_parameters['rope_type']", "Other types depend on the length"
+        raise refusal(NotImplementedError, op, name, rule, repr(found), advice)
+    family = config.model_type
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    kind = getattr(modeling, f"{family.title().replace('_', '')}RotaryEmbedding")
+    with torch.device("cpu"):
+        made = kind(copy.deepcopy(config))  # a copy: it writes defaults into the configuration
+    frequencies = made.inv_freq.float().tolist()
+    if 2 * len(frequencies) != config.qk_rope_head_dim:
+        rule = f"rotate the {config.qk_rope_head_dim} values of qk_rope_head_dim"
+        found, advice = 2 * len(frequencies), "Set config.head_dim to qk_rope_head_dim"
+        raise refusal(NotImplementedError, op, "config.rope_parameters", rule, found, advice)
+    return Rotary(tuple(frequencies), float(made.attention_scaling))
+
+
+def softmax_scale(config: Any) -> float:
+    """Scale of the attention logits, with YaRN's mscale squared if the configuration has it."""
+    scale = float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
+    rope = config.rope_parameters
+    all_dim = rope.get("mscale_all_dim", 0)
+    if rope.get("rope_type", "default") == "default" or not all_dim or rope["factor"] <= 1:
+        return scale
+    return scale * float(0.1 * all_dim * math.log(rope["factor"]) + 1.0) ** 2
+
+
+def check_rotary(op: str, model: Any, rotary: Rotary) -> None:
+    """Raise if a rotary embedding of the model differs: buffers may change after construction."""
+    want = torch.tensor(rotary.frequencies, dtype=torch.float64)
+    for name, module in model.named_modules():
+        if not is_part(module, "RotaryEmbedding") or module.inv_freq.is_meta:
+            continue
+        found = module.inv_freq.detach().cpu()
+        bound = 4 * torch.finfo(found.dtype).eps * want  # the whole model may have been cast
+        same = found.shape == want.shape and float(module.attention_scaling) == rotary.scaling
+        if not same or bool(((found.double() - want).abs() > bound).any()):
+            rule, advice = "be that of config.rope_parameters", "Make the model from it"
+            raise refusal(ValueError, op, name, rule, "another", advice)

@@ -1,0 +1,352 @@
+"""Dense MLA models: configuration as an ``MlaSpec``, latent cache, steps and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.attention import (
+    MlaCache,
+    MlaInputs,
+    MlaSpec,
+    MlaStep,
+    MlaWeights,
+    mla_layer,
+    mla_step_of_tokens,
+)
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.torch_compat import statically_known_true
+from dsv4_ops.core.types import TokenMap
+from dsv4_ops.dispatch.libraries import LIBRARIES
+from dsv4_ops.integrations.transformers.architectures.base import (
+    LayerContext,
+    ModelSpec,
+    StepTokens,
+)
+from dsv4_ops.integrations.transformers.architectures.deepseek_v3.rotary import (
+    Rotary,
+    check_rotary,
+    rotary_of,
+    softmax_scale,
+)
+from dsv4_ops.integrations.transformers.architectures.deepseek_v3.tensors import MlaRope, MlaTables
+from dsv4_ops.integrations.transformers.modules import (
+    Maker,
+    check_skipped,
+    is_part,
+    unwrapped,
+)
+from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.integrations.transformers.tensors import CacheTensors
+from dsv4_ops.ops.mla import split_kv_b_proj
+from dsv4_ops.ops.mla_context import max_context_chunks, mla_workspace_rows
+
+_LAYOUT_OF_KV = {
+    "fp8": (MlaFp8Layout.tag, torch.bfloat16),
+    "ds_fp8": (MlaDsFp8Layout.tag, torch.bfloat16),
+    "bf16": (PlainLayout.tag, torch.bfloat16),
+    "fp32": (PlainLayout.tag, torch.float32),
+}
+"""Layout of the cache, and dtype that layers compute in."""
+
+_KEYS, _VALUES, _SOURCE = "dsv4_ops_w_uk_t", "dsv4_ops_w_uv", "_dsv4_ops_kv_b"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaModelSpec(ModelSpec):
+    """The configuration of a patched ``DeepseekV3ForCausalLM`` or ``DeepseekV2ForCausalLM``.
+
+    Attributes:
+        layers: Spec of the attention layers.
+        rotary: Frequencies and scale of the rotary embedding.
+        interleaved: Whether RoPE rotates pairs (2 i, 2 i + 1) rather than halves.
+    """
+
+    layers: MlaSpec
+    rotary: Rotary
+    interleaved: bool
+
+    causal_lm = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+    memory_groups: ClassVar[dict[str, str]] = {"kv": "latents", "scale": "latents"}
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        config: Any,
+        kv: str,
+        recipe: Recipe,
+        *,
+        batch_invariant: bool = False,
+        impl: str = "auto",
+        plan: bool = True,
+    ) -> MlaModelSpec:
+        """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
+        Checks(op).one_of("kv", kv, *_LAYOUT_OF_KV, belongs_to="the cache shall hold")
+        _check_config(op, config, kv, impl)
+        rotary = rotary_of(op, config)
+        layout, dtype = _LAYOUT_OF_KV[kv]
+        layers = MlaSpec(
+            num_heads=config.num_attention_heads,
+            softmax_scale=softmax_scale(config),
+            qk_nope_head_dim=config.qk_nope_head_dim,
+            qk_rope_head_dim=config.qk_rope_head_dim,
+            v_head_dim=config.v_head_dim,
+            kv_lora_rank=config.kv_lora_rank,
+            layout=layout,
+            dtype=dtype,
+            batch_invariant=batch_invariant,
+            impl=impl,
+        )
+        model_dtype = getattr(config, "dtype", None)
+        if not isinstance(model_dtype, torch.dtype):  # no model was made from this configuration
+            model_dtype = dtype
+        interleaved = bool(getattr(config, "rope_interleave", True))
+        kinds = ("mla",) * config.num_hidden_layers
+        angles = "exact" if recipe.rope_float32 else model_dtype
+        rope = sorted(config.rope_parameters.items())
+        held = {
+            "layers": len(kinds),
+            "kv_lora_rank": layers.kv_lora_rank,
+            "qk_rope_head_dim": layers.qk_rope_head_dim,
+            "block_size": layers.block_size,
+            "layout": layout,
+            "dtype": dtype,
+            "rope": ",".join(f"{name}:{value}" for name, value in rope),
+            "interleaved": interleaved,
+            "angles": angles,
+        }
+        return cls(
+            kinds=kinds,
+            recipe=recipe,
+            kv=kv,
+            dtype=model_dtype,
+            fingerprint="; ".join(f"{name}={value}" for name, value in held.items()),
+            layers=layers,
+            rotary=rotary,
+            interleaved=interleaved,
+        )
+
+    @property
+    def impl(self) -> str:
+        return self.layers.impl
+
+    @property
+    def block_tokens(self) -> int:
+        return self.layers.block_size
+
+    # The cache
+
+    def rings(self, max_cache_len: int, max_chunk: int, next_n: int) -> dict[str, int]:
+        return {}
+
+    def tables(self, pool: Tensor, rings: dict[str, int], max_cache_len: int) -> MlaTables:
+        return MlaTables(pool)
+
+    def rope_tables(self, num_positions: int, device: torch.device) -> MlaRope:
+        rounded = None if self.recipe.rope_float32 else self.dtype
+        return MlaRope(self.rotary.table(num_positions, rounded, device))
+
+    def layer_caches(
+        self, kind: str, num_rows: int, num_blocks: int, rings: dict[str, int], device: torch.device
+    ) -> MlaCache:
+        return MlaCache.allocate(self.layers, num_blocks, device)
+
+    def kind_of(self, caches: Any) -> str:
+        return "mla" if isinstance(caches, MlaCache) else type(caches).__name__
+
+    # A step
+
+    def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> MlaStep:
+        table, num_tokens = cache.tables.blocks, step.tokens.positions.shape[0]
+        # of an unknown size no guard is made: it may be any
+        if statically_known_true(num_tokens <= step.num_reqs):
+            return mla_step_of_tokens(self.layers, step.tokens, table)
+        short = num_tokens < self.layers.break_even * step.num_reqs
+        absorbed = schedule == "decode" or statically_known_true(short)
+        requests = step.requests()
+        stored = step.tokens.positions >= 0
+        owned = table.index_select(0, requests.rows.clamp(min=0))
+        return mla_step_of_tokens(
+            self.layers if absorbed else self.chunked(cache, step.num_reqs),
+            TokenMap(torch.where(stored, requests.indices, -1), step.tokens.positions),
+            torch.where(requests.rows[:, None] >= 0, owned, -1),
+            requests.query_start_loc,
+            requests.seq_lens,
+        )
+
+    def chunked(self, cache: CacheTensors, num_reqs: int) -> MlaSpec:
+        """Spec of a step that expands its contexts."""
+        size, num_rows = self.layers.block_size, cache.num_rows
+        longest = cache.rope.num_positions
+        # rows share no blocks, so that all contexts fit into the cache
+        capacity = cache.layers[0].kv.shape[0] * size
+        rows = mla_workspace_rows(max_model_len=longest, max_num_seqs=num_rows, block_size=size)
+        rows = min(rows, capacity)
+        chunks = max_context_chunks(
+            num_reqs=num_reqs,
+            max_model_len=longest,
+            workspace_rows=rows,
+            max_context_tokens=capacity,
+        )
+        return replace(
+            self.layers,
+            context="chunked",
+            max_decode_tokens=num_reqs,
+            workspace_rows=rows,
+            max_chunks=chunks,
+        )
+
+    def most_tokens(self, cache: CacheTensors) -> int:
+        return int(cache.tables.blocks.shape[1]) * self.layers.block_size
+
+    def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
+        return torch.ones_like(first, dtype=torch.bool)  # nothing is overwritten
+
+    # The model
+
+    def run_layers(
+        self,
+        body: Any,
+        hidden: Tensor,
+        ids: Tensor | None,
+        step: MlaStep,
+        cache: CacheTensors,
+        schedule: str,
+        state_rings: bool,
+    ) -> Tensor:
+        for layer, caches in zip(body.layers, cache.layers, strict=True):
+            context = LayerContext(step, caches, cache.rope.table, schedule, state_rings)
+            hidden = layer(
+                hidden,
+                dsv4_ops=context,
+                position_embeddings=None,
+                position_ids=None,
+                attention_mask=None,
+            )
+        states: Tensor = body.norm(hidden)
+        return states
+
+    def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
+        spec, x = self.layers, hidden.flatten(0, 1)
+        if module.q_lora_rank is None:
+            q = module.q_proj(x)
+        else:
+            q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(x)))
+        heads = (spec.num_heads, spec.qk_nope_head_dim + spec.qk_rope_head_dim)
+        q = q.unflatten(-1, heads)
+        latent = module.kv_a_proj_with_mqa(x)
+        kv_c, k_pe = latent.split((spec.kv_lora_rank, spec.qk_rope_head_dim), -1)
+        if not self.interleaved:
+            nope, rope = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
+            q, k_pe = torch.cat((nope, _as_pairs(rope)), -1), _as_pairs(k_pe)
+        kv_c = module.kv_a_layernorm(kv_c)
+        inputs = MlaInputs(*(each.to(spec.dtype) for each in (q, kv_c, k_pe)))
+        expands = context.step.prefill_start_loc is not None
+        weights = MlaWeights(
+            context.rope,
+            getattr(module, _KEYS),
+            getattr(module, _VALUES),
+            module.kv_b_proj.weight.to(spec.dtype) if expands else None,
+        )
+        attended = mla_layer(spec, inputs, weights, context.caches, context.step)
+        out: Tensor = module.o_proj(attended.to(hidden.dtype))
+        return out.view(hidden.shape)
+
+    def replacements(self, model: Any) -> Iterator[tuple[Any, str, Maker]]:
+        return iter(())
+
+    def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
+        yield "kv_b_proj", attention.kv_b_proj
+
+    def check_model(self, op: str, model: Any) -> None:
+        check_rotary(op, model, self.rotary)
+        for index, attention in _attentions(model.model):
+            check_skipped(op, self, f"model.layers.{index}.self_attn", attention)
+        has_experts = any(is_part(module, "Experts") for module in model.modules())
+        experts = getattr(model.config, "_experts_implementation", None)
+        if has_experts and experts == "eager":
+            rule = "be 'grouped_mm' or 'batched_mm', as a loop over experts is no graph"
+            advice = "Call model.set_experts_implementation('grouped_mm')"
+            name = "experts_implementation"
+            raise refusal(NotImplementedError, op, name, rule, "'eager'", advice)
+        for index, attention in _attentions(model.model):
+            if abs(attention.scaling - self.layers.softmax_scale) > 1e-6 * attention.scaling:
+                rule = f"be {self.layers.softmax_scale}, as config.rope_parameters has it"
+                name, advice = f"model.layers.{index}.self_attn.scaling", "Make the model from it"
+                raise refusal(ValueError, op, name, rule, attention.scaling, advice)
+
+    def prepare(self, model: Any) -> None:
+        for _, attention in _attentions(model.model):
+            self._split(attention)
+
+    def restore(self, model: Any) -> None:
+        for _, attention in _attentions(model.model):
+            for name in (_KEYS, _VALUES, _SOURCE):
+                delattr(attention, name)
+
+    def refresh(self, body: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for _, attention in _attentions(body):
+            if getattr(attention, _SOURCE) != _identity(attention.kv_b_proj.weight):
+                self._split(attention)
+
+    @torch.no_grad()
+    def _split(self, attention: Any) -> None:
+        """Keep the halves of ``kv_b_proj`` beside it, at fixed addresses."""
+        spec, weight = self.layers, attention.kv_b_proj.weight
+        halves = split_kv_b_proj(
+            weight,
+            num_heads=spec.num_heads,
+            qk_nope_head_dim=spec.qk_nope_head_dim,
+            v_head_dim=spec.v_head_dim,
+            dtype=spec.dtype,
+        )
+        for name, half in zip((_KEYS, _VALUES), halves, strict=True):
+            held = getattr(attention, name, None)
+            if held is None or (held.device, held.shape) != (half.device, half.shape):
+                attention.register_buffer(name, half, persistent=False)
+            else:
+                held.copy_(half)
+        setattr(attention, _SOURCE, _identity(weight))
+
+
+def _attentions(body: Any) -> Iterator[tuple[int, Any]]:
+    for index, layer in enumerate(body.layers):
+        yield index, unwrapped(layer.self_attn)
+
+
+def _identity(weight: Tensor) -> tuple[int, int]:
+    """What changes when a weight does."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def _as_pairs(x: Tensor) -> Tensor:
+    """Move value i of the halves to places 2 i and 2 i + 1, as ``apply_rope`` takes pairs."""
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def _check_config(op: str, config: Any, kv: str, impl: str) -> None:
+    if config.num_key_value_heads != config.num_attention_heads:
+        name, rule = "config.num_key_value_heads", f"be {config.num_attention_heads}, as heads are"
+        found, advice = config.num_key_value_heads, "Latent attention has one key per head"
+        raise refusal(NotImplementedError, op, name, rule, found, advice)
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    sizes = (config.kv_lora_rank, width)
+    if kv == "ds_fp8" and sizes != (MlaDsFp8Layout.kv_lora_rank, MlaDsFp8Layout.width):
+        rule = "be another than 'ds_fp8' unless kv_lora_rank is 512 with 64 rotated"
+        found = f"{kv!r} with kv_lora_rank {sizes[0]} and {config.qk_rope_head_dim} rotated"
+        raise refusal(NotImplementedError, op, "kv", rule, found, "Pass another kv")
+    if kv == "fp8" and width % 16:
+        rule = "be 'bf16' or 'fp32' unless kv_lora_rank + qk_rope_head_dim is a multiple of 16"
+        raise refusal(NotImplementedError, op, "kv", rule, f"{kv!r} with {width}", "Pass one")
+    if impl in LIBRARIES:
+        rule, advice = "be 'auto', 'triton' or 'reference' for dense MLA", "Pass one of them"
+        raise refusal(NotImplementedError, op, "impl", rule, repr(impl), advice)

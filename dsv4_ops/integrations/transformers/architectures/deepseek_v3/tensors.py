@@ -1,0 +1,42 @@
+"""Tables of the cache of a dense MLA model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class MlaTables:
+    """Block table of all rows of a cache, int32 [max_batch_size, max_blocks].
+
+    Attributes:
+        blocks: Blocks of latent rows, from the pool; -1 if not reserved.
+    """
+
+    blocks: Tensor
+
+    @property
+    def pool(self) -> Tensor:
+        """The table whose blocks come from the pool."""
+        return self.blocks
+
+
+@dataclass(frozen=True)
+class MlaRope:
+    """Cosines and sines of all layers, [max_cache_len, qk_rope_head_dim], float32."""
+
+    table: Tensor
+
+    @property
+    def num_positions(self) -> int:
+        """Rows of the table."""
+        return self.table.shape[0]
+
+
+for _pytree_class in (MlaTables, MlaRope):
+    pytree.register_dataclass(
+        _pytree_class, serialized_type_name=f"dsv4_ops.transformers.{_pytree_class.__name__}"
+    )

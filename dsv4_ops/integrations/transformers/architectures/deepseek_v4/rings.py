@@ -1,0 +1,153 @@
+"""Steps over caches whose window keys and compressor states are rings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.attention import (
+    AttentionStep,
+    CompressedStep,
+    LayerCaches,
+    LayerSpec,
+    StateTables,
+    attention_step_of_tokens,
+)
+from dsv4_ops.attention.metadata import BlockTables
+from dsv4_ops.core.types import TokenMap
+from dsv4_ops.integrations.transformers.tensors import CacheTensors
+from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
+
+
+def ring_blocks(
+    layers: LayerSpec, max_cache_len: int, max_chunk: int, next_n: int
+) -> dict[str, int]:
+    """Blocks per row of the rings of window keys and compressor states.
+
+    A chunk is stored before its first token reads its window, so the window ring holds both. States
+    are read before the step overwrites them, and only a step's last states are stored.
+    """
+    attention = layers.attention
+    spans = {
+        "swa": (max_chunk + attention.window_size - 1, attention.swa_block_size),
+        "c4_states": (kept_states(layers, "c4", next_n), layers.c4_state_block_size),
+        "c128_states": (kept_states(layers, "c128", next_n), layers.c128_state_block_size),
+    }
+    # an unaligned span touches one more block than it fills
+    return {
+        name: min((span - 1) // block + 2, -(-max_cache_len // block))
+        for name, (span, block) in spans.items()
+    }
+
+
+def kept_states(layers: LayerSpec, kind: str, next_n: int) -> int:
+    """Trailing positions of a request whose states later steps may read."""
+    windows = 2 if kind == "c4" else 1
+    return windows * layers.ratio(kind) + next_n - 1
+
+
+def kind_of(caches: LayerCaches) -> str:
+    """Kind of the layer that caches are for."""
+    if caches.compressed is None:
+        return "window"
+    return "c128" if caches.indexer is None else "c4"
+
+
+def build_step(
+    spec: LayerSpec, tokens: TokenMap, ends: Tensor, cache: CacheTensors, heads: int
+) -> AttentionStep:
+    """Build the step metadata for caches whose window and states are rings.
+
+    Args:
+        spec: From ``DeepseekV4Spec.layers_for``.
+        tokens: Cache row and position of every token, from ``storable``.
+        ends: Length of every token's request after the step.
+        cache: The caches and their tables.
+        heads: Query heads to plan C128 layers for, or 0.
+    """
+    tables, window = cache.tables, cache.layers[0].swa
+    block = spec.attention.swa_block_size
+    if _is_ring(window, tables.swa):
+        late = tokens.positions >= ends - most_tokens(spec, cache)
+        tokens = TokenMap(*(torch.where(late, values, -1) for values in tokens))
+    slots = compressed_slot_mapping(
+        tokens.positions,
+        tokens.req_indices,
+        tables.swa,
+        tokens.positions,  # every token that exists is stored
+        block_size=block,
+        compress_ratio=1,
+    )
+    step = attention_step_of_tokens(
+        spec,
+        tokens,
+        slots,
+        BlockTables(swa=tables.swa, c4=tables.compressed, c128=tables.compressed),
+        StateTables(c4=tables.c4_states, c128=tables.c128_states),
+        plan_heads=heads,
+    )
+    groups = {kind: getattr(step, kind) for kind in ("c4", "c128")}
+    for layer in cache.layers:
+        kind = kind_of(layer)
+        if layer.states is not None:
+            block = spec.state_block_size(kind)
+            groups[kind] = _last_states(getattr(step, kind), tokens, ends, layer.states, block)
+    return replace(step, **groups)
+
+
+def most_tokens(spec: LayerSpec, cache: CacheTensors) -> int:
+    """Maximum tokens of a request in one step: ``max_chunk``, rounded up to the ring's blocks."""
+    window, table, block = cache.layers[0].swa, cache.tables.swa, spec.attention.swa_block_size
+    if not _is_ring(window, table):
+        return table.shape[1] * block
+    return _ring(window, table, block) - spec.attention.window_size + 1
+
+
+def _last_states(
+    group: CompressedStep, tokens: TokenMap, ends: Tensor, states: Tensor, block: int
+) -> CompressedStep:
+    """Keep only a chunk's last states, so that no two tokens share a slot of the ring."""
+    table = group.state_block_table
+    if not _is_ring(states, table):
+        return group
+    kept = tokens.positions >= ends - _ring(states, table, block)
+    return replace(group, state_slot_mapping=torch.where(kept, group.state_slot_mapping, -1))
+
+
+def _is_ring(blocks: Tensor, table: Tensor) -> bool:
+    return blocks.shape[0] // table.shape[0] < table.shape[1]
+
+
+def _ring(blocks: Tensor, table: Tensor, block: int) -> int:
+    """Positions that a ring holds at any alignment."""
+    return (blocks.shape[0] // table.shape[0] - 1) * block
+
+
+def can_go_back(layers: LayerSpec, kinds: tuple[str, ...], first: Tensor, cache: Any) -> Tensor:
+    """Whether keys and states that a token at ``first`` reads are still in their rings.
+
+    Args:
+        layers: Spec of the layers.
+        kinds: Kind of every layer.
+        first: Positions before the rows' ends, [batch, 1].
+        cache: A ``PagedCache``.
+    """
+    batch, attention = first.shape[0], layers.attention
+    before = cache.seq_lens[:batch, None].to(torch.int64)
+    end = torch.maximum(cache.written[:batch, None].to(torch.int64), before)
+    needed = {"swa": (first - attention.window_size + 1, attention.swa_block_size)}
+    for kind, windows in (("c4", 2), ("c128", 1)):
+        if kind in kinds:
+            ratio = layers.ratio(kind)
+            begin = (first // ratio - windows + 1) * ratio
+            needed[f"{kind}_states"] = (begin, layers.state_block_size(kind))
+    there = torch.ones_like(first, dtype=torch.bool)
+    for name, (begin, block) in needed.items():
+        ring, blocks = cache.rings[name], getattr(cache.tensors.tables, name).shape[1]
+        if ring < blocks:  # an unaligned span fills one block less than the ring has
+            begin = begin.clamp(min=0)
+            there = there & ((begin >= end - (ring - 1) * block) | (begin >= first))
+    return there

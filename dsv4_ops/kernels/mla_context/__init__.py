@@ -1,0 +1,5 @@
+"""Launchers of attention over a context that is read in chunks."""
+
+from dsv4_ops.kernels.mla_context.prefill import mla_prefill
+
+__all__ = ["mla_prefill"]

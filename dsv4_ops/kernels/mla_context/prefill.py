@@ -1,0 +1,85 @@
+"""Launch of attention over expanded keys and values of ragged requests."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from dsv4_ops.dispatch.choice import not_ours
+from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.launcher import EMULATE, Launcher
+from dsv4_ops.kernels.mla_context.prefill_kernel import mla_prefill_kernel
+from dsv4_ops.reference import mla_context as reference
+
+_LARGE_TILE, _SMALL_TILE = (128, 64, 2, 8), (64, 32, 2, 4)
+"""Queries and keys of a tile, stages and warps: 128 and 64 KiB of shared memory at V3's sizes."""
+
+_LARGE_SHARED = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""GPUs with 160 KiB of shared memory or more."""
+
+MOST_COLUMNS = 128
+"""Columns of keys without RoPE, of those with it, or of values, that fit a tile."""
+
+
+def mla_prefill(
+    launch: Launcher,
+    q: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    query_start_loc: Tensor,
+    cu_seq_lens: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    if not supported(q, k_nope, k_pe, v):
+        not_ours("mla_prefill", impl, "of float32, or of more than 128 columns")
+        tensors = (q, k_nope, k_pe, v, query_start_loc, cu_seq_lens)
+        settings = {"softmax_scale": softmax_scale, "causal": causal}
+        return reference.mla_prefill(*tensors, **settings)
+    num_tokens, num_heads, value_dim = q.shape[0], int(q.shape[1]), int(v.shape[2])
+    nope_dim, rope_dim = int(k_nope.shape[2]), int(k_pe.shape[1])
+    num_reqs = query_start_loc.shape[0] - 1
+    out = q.new_empty((num_tokens, num_heads, value_dim))
+    lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
+    capability = launch.capability(q.device)
+    large = capability is None or capability in _LARGE_SHARED
+    queries, keys, stages, warps = _LARGE_TILE if large else _SMALL_TILE
+    # tokens before the first request and behind the last one are two more
+    tiles = num_tokens // queries + num_reqs + 2
+    launch(mla_prefill_kernel)[tiles, num_heads](
+        *strided(q, k_nope, k_pe, v, query_start_loc, cu_seq_lens),
+        out,
+        lse,
+        num_tokens,
+        v.shape[0],
+        num_reqs,
+        SOFTMAX_SCALE=softmax_scale,
+        CAUSAL=causal,
+        NOPE_DIM=nope_dim,
+        ROPE_DIM=rope_dim,
+        VALUE_DIM=value_dim,
+        NOPE=_width(nope_dim),
+        ROPE=_width(rope_dim),
+        VALUE=_width(value_dim),
+        QUERIES=queries,
+        KEYS=keys,
+        STAGES=stages,
+        EMULATE=EMULATE,
+        num_warps=warps,
+    )
+    return out, lse
+
+
+def supported(q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor) -> bool:
+    """Whether the kernel takes such a call; others go to the reference."""
+    widest = max(int(each.shape[-1]) for each in (k_nope, k_pe, v))
+    return q.dtype != torch.float32 and widest <= MOST_COLUMNS
+
+
+def _width(size: int) -> int:
+    """Columns of a tile that holds ``size``: what a matrix product takes."""
+    found: int = max(16, triton.next_power_of_2(size))
+    return found

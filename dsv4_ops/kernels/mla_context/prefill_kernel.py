@@ -1,0 +1,220 @@
+"""Attention of a tile of queries of one request and one head over the request's keys."""
+
+import triton
+import triton.language as tl
+
+from dsv4_ops.kernels.common.fp8 import (
+    round_to_bf16,  # by name: Inductor copies kernels, not modules
+)
+from dsv4_ops.kernels.sparse_mla.triton.mainloop import log2_sum, softmax_step
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _product(left, right, sums, EMULATE: tl.constexpr):
+    """``sums`` and a matrix product, in float32; Triton's interpreter has no bf16 product."""
+    if EMULATE:
+        return sums + tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+    return tl.dot(left, right, sums, input_precision="ieee")
+
+
+@triton.jit
+def _rounded(values, like, EMULATE: tl.constexpr):
+    """The float32 ``values`` in the dtype of ``like``."""
+    if like.dtype == tl.bfloat16:
+        return round_to_bf16(values, EMULATE)
+    return values.to(like.dtype)
+
+
+@triton.jit
+def _load_rows(rows, wanted, dim_stride, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """[rows, WIDTH]: DIM values of each row; zeros behind them, and of rows that are not wanted."""
+    dim = tl.arange(0, WIDTH)[None, :]
+    mask = wanted[:, None]
+    if DIM != WIDTH:
+        mask = mask & (dim < DIM)
+    return tl.load(rows[:, None] + dim.to(tl.int64) * dim_stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def _attend(
+    sums,
+    queries,
+    keys,
+    span,
+    limit,
+    SIZES: tl.constexpr,
+    MASKED: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """The running sums after the keys of ``span``.
+
+    Args:
+        sums: Weighted values, row_max and row_sum of every query.
+        queries: Their values without and with RoPE.
+        keys: Pointers to a head's first row, row and column strides of k_nope, k_pe and v.
+        span: First key, and the one behind the last.
+        limit: First key that each query does not see.
+        SIZES: Columns of k_nope, k_pe and v and of their tiles, keys of a tile, softmax_scale and
+            stages.
+        MASKED: Whether queries see some of these keys only, or the last tile is not full.
+        EMULATE: Whether this runs in Triton's interpreter.
+    """
+    NOPE_DIM: tl.constexpr = SIZES[0]
+    ROPE_DIM: tl.constexpr = SIZES[1]
+    VALUE_DIM: tl.constexpr = SIZES[2]
+    NOPE: tl.constexpr = SIZES[3]
+    ROPE: tl.constexpr = SIZES[4]
+    VALUE: tl.constexpr = SIZES[5]
+    KEYS: tl.constexpr = SIZES[6]
+    SCALE: tl.constexpr = SIZES[7] * _LOG2_E
+    STAGES: tl.constexpr = SIZES[8]
+    out, row_max, row_sum = sums
+    q_nope, q_pe = queries
+    nope, nope_stride, nope_step, rope, rope_stride, rope_step, value, value_stride, value_step = (
+        keys
+    )
+    first, last = span
+    for start in tl.range(first, last, KEYS, num_stages=STAGES):
+        key = start + tl.arange(0, KEYS)
+        there = key < last
+        row = key.to(tl.int64)
+        k_nope = _load_rows(nope + row * nope_stride, there, nope_step, NOPE_DIM, NOPE)
+        k_pe = _load_rows(rope + row * rope_stride, there, rope_step, ROPE_DIM, ROPE)
+        logits = tl.zeros((q_nope.shape[0], KEYS), dtype=tl.float32)
+        logits = _product(q_nope, tl.trans(k_nope), logits, EMULATE)
+        logits = _product(q_pe, tl.trans(k_pe), logits, EMULATE) * SCALE
+        if MASKED:
+            seen = there[None, :] & (key[None, :] < limit[:, None])
+            logits = tl.where(seen, logits, float("-inf"))
+        weights, factor, row_max, row_sum = softmax_step(logits, row_max, row_sum)
+        values = _load_rows(value + row * value_stride, there, value_step, VALUE_DIM, VALUE)
+        out = _product(_rounded(weights, values, EMULATE), values, out * factor[:, None], EMULATE)
+    return out, row_max, row_sum
+
+
+@triton.jit
+def mla_prefill_kernel(
+    q,
+    q_stride,
+    q_head_stride,
+    q_dim_stride,
+    k_nope,
+    nope_stride,
+    nope_head_stride,
+    nope_dim_stride,
+    k_pe,
+    rope_stride,
+    rope_dim_stride,
+    v,
+    value_stride,
+    value_head_stride,
+    value_dim_stride,
+    query_start_loc,
+    loc_stride,
+    cu_seq_lens,
+    cu_stride,
+    out,
+    lse,
+    num_tokens,
+    num_k,
+    num_reqs,
+    SOFTMAX_SCALE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NOPE_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    VALUE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """A tile of queries and a head.
+
+    The tokens before the first request, each request, and the tokens behind the last one are the
+    spans 0 to num_reqs + 1. Span n begins with tile number first // QUERIES + n, which leaves it as
+    many tiles as it needs. Tiles of late queries, which see the most keys, come first.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    low, high = tl.program_id(0) * 0, num_reqs + 1
+    first = tl.program_id(0) * 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        begin = tl.load(query_start_loc + (middle - 1).to(tl.int64) * loc_stride)
+        begin = tl.minimum(tl.maximum(begin, 0), num_tokens)
+        before = begin // QUERIES + middle <= tile
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle - 1)
+        first = tl.where(before, begin, first)
+    is_request = (low > 0) & (low <= num_reqs)
+    end = tl.load(
+        query_start_loc + low.to(tl.int64) * loc_stride, mask=low <= num_reqs, other=2**31 - 1
+    )
+    stop = tl.minimum(tl.maximum(end, 0), num_tokens)
+    query = first + (tile - first // QUERIES - low) * QUERIES + tl.arange(0, QUERIES)
+    exists = query < stop
+    bounds = cu_seq_lens + (low - 1).to(tl.int64) * cu_stride
+    key_first = tl.load(bounds, mask=is_request, other=0)
+    key_last = tl.load(bounds + cu_stride, mask=is_request, other=0)
+    key_first = tl.minimum(tl.maximum(key_first, 0), num_k)
+    key_last = tl.minimum(tl.maximum(key_last, 0), num_k)
+    # what the first query of the tile sees, all of them see
+    seen_by_all = key_last
+    most = key_last
+    limit = tl.zeros((QUERIES,), dtype=tl.int32) + key_last
+    if CAUSAL:
+        behind = end.to(tl.int64) - 1 - query
+        limit = tl.maximum(key_last - behind, key_first).to(tl.int32)
+        most = tl.max(tl.where(exists, limit, key_first))
+        seen_by_all = tl.minimum(tl.min(limit), key_last)
+    most = tl.where(tl.min(query) < stop, most, key_first)
+    whole = tl.maximum(seen_by_all - key_first, 0) // KEYS * KEYS
+    whole = tl.where(most > key_first, whole, 0)
+
+    heads = q + query.to(tl.int64) * q_stride + head * q_head_stride
+    q_nope = _load_rows(heads, exists, q_dim_stride, NOPE_DIM, NOPE)
+    q_pe = _load_rows(heads + NOPE_DIM * q_dim_stride, exists, q_dim_stride, ROPE_DIM, ROPE)
+    keys = (
+        k_nope + head * nope_head_stride,
+        nope_stride,
+        nope_dim_stride,
+        k_pe,
+        rope_stride,
+        rope_dim_stride,
+        v + head * value_head_stride,
+        value_stride,
+        value_dim_stride,
+    )
+    SIZES: tl.constexpr = (
+        NOPE_DIM,
+        ROPE_DIM,
+        VALUE_DIM,
+        NOPE,
+        ROPE,
+        VALUE,
+        KEYS,
+        SOFTMAX_SCALE,
+        STAGES,
+    )
+    sums = (
+        tl.zeros((QUERIES, VALUE), dtype=tl.float32),
+        tl.full((QUERIES,), float("-inf"), dtype=tl.float32),
+        tl.zeros((QUERIES,), dtype=tl.float32),
+    )
+    queries = (q_nope, q_pe)
+    middle = key_first + whole
+    sums = _attend(sums, queries, keys, (key_first, middle), limit, SIZES, False, EMULATE)
+    sums = _attend(sums, queries, keys, (middle, most), limit, SIZES, True, EMULATE)
+    summed, row_max, row_sum = sums
+    summed = summed / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    target = query.to(tl.int64) * tl.num_programs(1) + head
+    dim = tl.arange(0, VALUE)[None, :]
+    place = out + target[:, None] * VALUE_DIM + dim
+    tl.store(place, _rounded(summed, q_nope, EMULATE), mask=exists[:, None] & (dim < VALUE_DIM))
+    tl.store(lse + target, log2_sum(row_max, row_sum) * _LN_2, mask=exists)

@@ -1,0 +1,63 @@
+"""Lowerings of attention over a context that is read in chunks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dsv4_ops.lowering.kinds import Choices, Decompose
+from dsv4_ops.reference import mla_context as reference
+from dsv4_ops.reference.common import query_lens, take
+
+context_chunks = Decompose(reference.context_chunks)
+merge_attn_states = Decompose(reference.merge_attn_states)
+merge_states = Decompose(reference.merge_states)
+
+
+def _mla_prefill(
+    q: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    query_start_loc: Tensor,
+    cu_seq_lens: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """On the CPU the flash attention of torch, which keeps no logits; the mask of which keys a
+    token sees is the only memory that grows with tokens times keys. In float32: of bfloat16 it
+    approximates exp, and the log-sum-exp is wrong in the fifth digit."""
+    settings = {"softmax_scale": softmax_scale, "causal": causal}
+    if q.device.type != "cpu":
+        tensors = q, k_nope, k_pe, v, query_start_loc, cu_seq_lens
+        return reference.mla_prefill(*tensors, **settings)
+    num_k = v.shape[0]
+    tokens = torch.ops.dsv4_ops.token_map.default(
+        query_start_loc, query_lens(query_start_loc), num_tokens=q.shape[0]
+    )
+    found = reference.visible_keys(*tokens, query_start_loc, cu_seq_lens, num_k, causal)
+    start, stop = (rows[:, None] for rows in found)
+    k = torch.cat([k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)], 2)
+    numbers = k.isfinite().flatten(1).all(1) & v.isfinite().flatten(1).all(1)
+    lost = pad((~numbers).cumsum(0), (1, 0))
+    poisoned = take(lost, stop) > take(lost, start)
+    k, values = (torch.where(numbers[:, None, None], each, 0.0) for each in (k, v))
+    mask = torch.where(reference.visible(*found, num_k), 0.0, -torch.inf)
+    width = max(int(q.shape[2]), int(v.shape[2]))
+    heads_first = [
+        pad(each.to(torch.float32), (0, width - each.shape[2])).transpose(0, 1)[None]
+        for each in (q, k, values)
+    ]
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        *heads_first, attn_mask=mask, scale=softmax_scale
+    )
+    out, lse = out[0].transpose(0, 1)[:, :, : v.shape[2]], lse[0].transpose(0, 1)
+    sees = start < stop
+    out = torch.where(poisoned[..., None], torch.nan, torch.where(sees[..., None], out, 0.0))
+    return out.to(q.dtype), torch.where(poisoned, torch.nan, torch.where(sees, lse, -torch.inf))
+
+
+mla_prefill = Choices(_mla_prefill)

@@ -1,0 +1,573 @@
+"""Dense MLA over a context that is read in chunks: their plan, attention of a chunk, and the merge
+of partial results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import INTEGERS
+from dsv4_ops.core.ints import INT64_MAX, known
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.types import ContextChunks, MergedStates, MlaAttention
+from dsv4_ops.dispatch.choice import check_impl
+from dsv4_ops.dispatch.define import define_op
+from dsv4_ops.meta import mla_context as meta
+from dsv4_ops.reference import mla_context as reference
+
+MERGED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PLANS = ("packed", "equal")
+LSE_BASES = ("e", "2")
+MIN_WORKSPACE_ROWS = 65536
+"""Rows from which on the rule for the workspace asks for no more than a block per sequence."""
+
+_context_chunks = define_op(
+    OpSpec(
+        stem="mla_context",
+        schema="context_chunks(Tensor context_lens, *, int workspace_rows, int max_chunks, "
+        "str chunk_plan, int block_size, int cp_world_size, int cp_interleave) "
+        "-> (Tensor, Tensor, Tensor, Tensor)",
+        meta=meta.context_chunks,
+        reference=reference.context_chunks,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_reqs",),
+        source="vLLM 0.22 MLACommonMetadataBuilder ('equal'); 'packed' as tensors, without a loop",
+        gradient=INTEGERS,
+    )
+)
+
+
+def context_chunks(
+    context_lens: Tensor,
+    *,
+    workspace_rows: int,
+    max_chunks: int,
+    chunk_plan: str = "packed",
+    block_size: int = 1,
+    cp_world_size: int = 1,
+    cp_interleave: int = 1,
+) -> ContextChunks:
+    """Cut the contexts of a batch into chunks that fit the workspace, on the device.
+
+    "packed" lays the contexts end to end and cuts wherever the workspace is full, so that only the
+    last chunk has room left. "equal" gives every request with a context the same number of rows of
+    each chunk, rounded down to whole blocks; one long context among many short ones then needs many
+    chunks.
+
+    With ``cp_world_size`` above 1 each rank gathers its own rows, ``workspace_rows`` divided by the
+    ranks at most, and chunks end between turns of ``cp_interleave`` positions. Every rank gathers
+    as many rows of a request; the last of them do not exist on ranks that own fewer.
+
+    Args:
+        context_lens: Tokens of every request that are in the cache before this step, [num_reqs],
+            int32; 0 for decodes and padding, and below 0 counts as 0.
+        workspace_rows: Rows of a chunk on all ranks; ``mla_workspace_rows`` has the rule. At least
+            cp_world_size * cp_interleave.
+        max_chunks: Chunks of the result; ``max_context_chunks`` bounds it from sizes. At least 1.
+        chunk_plan: "packed" or "equal".
+        block_size: Rows of a block of the cache, which "equal" rounds to. At least 1.
+        cp_world_size: Ranks that share a sequence. At least 1.
+        cp_interleave: Consecutive positions on one rank. At least 1; of no account on one rank.
+
+    Returns:
+        ``ContextChunks``, int32:
+
+        - local_starts [max_chunks, num_reqs]: first row that a rank gathers of each request,
+          counted among its rows of the request; the chunk's first position is cp_world_size times
+          that.
+        - cu_seq_lens [max_chunks, num_reqs + 1]: where the positions of each request begin in the
+          chunk, and how many there are in all. Requests without any are empty.
+        - local_cu_seq_lens [max_chunks, num_reqs + 1]: the same of the rows that a rank gathers;
+          equal to ``cu_seq_lens`` on one rank.
+        - num_chunks [1]: the chunks that the plan has. If that exceeds max_chunks, the plan does
+          not fit and only its first max_chunks chunks are stored. It is 2**31 - 1 where "equal" has
+          not a block for every request.
+
+        Chunks past num_chunks are empty.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: wrong shapes, numbers out of range, or another plan.
+        TypeError: a dtype other than int32, or a number that is no int.
+
+    Compile: decomposes to prefix sums and pointwise kernels; dynamic in num_reqs; CUDA graphs and
+        export: yes. On the CPU the prefix sums call aten.cumsum.
+
+    Source: vLLM 0.22 ``MLACommonMetadataBuilder`` ("equal"), and what ``plan_mla_context_chunks``
+        of later versions is for.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> context_lens = torch.tensor([10, 0, 5], dtype=torch.int32)
+        >>> chunks = dsv4_ops.context_chunks(context_lens, workspace_rows=12, max_chunks=3)
+        >>> chunks.local_starts.tolist()
+        [[0, 0, 0], [10, 0, 2], [10, 0, 5]]
+        >>> chunks.cu_seq_lens.tolist(), chunks.num_chunks.item()
+        ([[0, 10, 10, 12], [0, 0, 0, 3], [0, 0, 0, 0]], 2)
+    """
+    checks = Checks("context_chunks")
+    checks.tensor("context_lens", context_lens, torch.int32, "num_reqs")
+    checks.at_least(1, max_chunks=max_chunks)
+    _check_plan(checks, workspace_rows, chunk_plan, block_size, cp_world_size, cp_interleave)
+    return ContextChunks(
+        *_context_chunks(
+            context_lens,
+            workspace_rows=workspace_rows,
+            max_chunks=max_chunks,
+            chunk_plan=chunk_plan,
+            block_size=block_size,
+            cp_world_size=cp_world_size,
+            cp_interleave=cp_interleave,
+        )
+    )
+
+
+def plan_context_chunks(
+    context_lens: Sequence[int] | Tensor,
+    *,
+    workspace_rows: int,
+    chunk_plan: str = "packed",
+    block_size: int = 1,
+    cp_world_size: int = 1,
+    cp_interleave: int = 1,
+) -> list[list[tuple[int, int, int]]]:
+    """List the chunks of ``context_chunks``, for eager users whose lengths are on the host.
+
+    Args:
+        context_lens: Tokens of every request that are in the cache, non-negative ints or a CPU
+            tensor.
+        workspace_rows: Rows of a chunk on all ranks. At least cp_world_size * cp_interleave.
+        chunk_plan: "packed" or "equal".
+        block_size: Rows of a block of the cache, which "equal" rounds to.
+        cp_world_size: Ranks that share a sequence.
+        cp_interleave: Consecutive positions on one rank.
+
+    Returns:
+        ``(request, start, length)`` of the positions in each chunk; requests without any are left
+        out.
+
+    Raises:
+        ValueError: a length below 0, numbers out of range, another plan, or an "equal" plan that
+            has not a block for every request.
+        TypeError: a length or a number that is no int.
+
+    Example:
+        >>> import dsv4_ops
+        >>> dsv4_ops.plan_context_chunks([10, 0, 5], workspace_rows=12)
+        [[(0, 0, 10), (2, 0, 2)], [(2, 2, 3)]]
+    """
+    checks = Checks("plan_context_chunks")
+    _check_plan(checks, workspace_rows, chunk_plan, block_size, cp_world_size, cp_interleave)
+    lens = checks.host_lens("context_lens", context_lens)
+    round_ = cp_world_size * reference.local_turn(cp_world_size, cp_interleave)
+    plan: list[list[tuple[int, int, int]]] = []
+    if chunk_plan == "equal":
+        size = _equal_size(
+            checks, workspace_rows, sum(length > 0 for length in lens), block_size, round_
+        )
+        return [
+            [
+                (request, start, min(size, length - start))
+                for request, length in enumerate(lens)
+                if length > start
+            ]
+            for start in range(0, max(lens, default=0), size)
+        ]
+    left = 0
+    for request, length in enumerate(lens):
+        start = 0
+        while start < length:
+            if left == 0:
+                plan.append([])
+                left = workspace_rows // round_
+            taken = min(left, -(-(length - start) // round_))
+            stop = min(start + taken * round_, length)
+            plan[-1].append((request, start, stop - start))
+            start, left = stop, left - taken
+    return plan
+
+
+def max_context_chunks(
+    *,
+    num_reqs: int,
+    max_model_len: int,
+    workspace_rows: int,
+    max_context_tokens: int | None = None,
+    chunk_plan: str = "packed",
+    block_size: int = 1,
+    cp_world_size: int = 1,
+    cp_interleave: int = 1,
+) -> int:
+    """Bound the chunks that a plan can have, for ``max_chunks``: depends on sizes only.
+
+    The capacity of the cache is no bound: requests that share a prefix share its blocks, and each
+    of them counts.
+
+    Args:
+        num_reqs: Most requests of a batch. At least 0.
+        max_model_len: Most tokens of one context. At least 1.
+        workspace_rows: Rows of a chunk on all ranks. At least cp_world_size * cp_interleave.
+        max_context_tokens: Most tokens of all contexts of a batch, at least 0; None if nothing else
+            bounds them.
+        chunk_plan: "packed" or "equal".
+        block_size: Rows of a block of the cache, which "equal" rounds to.
+        cp_world_size: Ranks that share a sequence.
+        cp_interleave: Consecutive positions on one rank.
+
+    Returns:
+        An upper bound, at least 1.
+
+    Raises:
+        ValueError: an argument out of range, or an "equal" plan that has not a block for every
+            request.
+        TypeError: an argument that is no int.
+
+    Example:
+        >>> import dsv4_ops
+        >>> dsv4_ops.max_context_chunks(num_reqs=32, max_model_len=131072, workspace_rows=65536)
+        64
+    """
+    checks = Checks("max_context_chunks")
+    checks.at_least(0, num_reqs=num_reqs)
+    checks.at_least(1, max_model_len=max_model_len)
+    _check_plan(checks, workspace_rows, chunk_plan, block_size, cp_world_size, cp_interleave)
+    total = num_reqs * max_model_len
+    if max_context_tokens is not None:
+        checks.at_least(0, most=INT64_MAX, max_context_tokens=max_context_tokens)
+        total = min(total, max_context_tokens)
+    round_ = cp_world_size * reference.local_turn(cp_world_size, cp_interleave)
+    if chunk_plan == "equal":
+        size = _equal_size(checks, workspace_rows, min(num_reqs, total), block_size, round_)
+        return max(1, -(-min(max_model_len, total) // size))
+    whole = num_reqs * -(-max_model_len // round_)
+    rounds = min(whole, (total + num_reqs * (round_ - 1)) // round_)
+    return max(1, -(-rounds // (workspace_rows // round_)))
+
+
+def mla_workspace_rows(
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    block_size: int,
+    cp_world_size: int = 1,
+    cp_interleave: int = 1,
+) -> int:
+    """Choose the rows of the workspace that a chunk of contexts is gathered into.
+
+    Eight contexts of the longest length or four blocks of every sequence, up to 65536 rows; and a
+    block of every sequence in any case. A row takes 1152 bytes in bfloat16, and its keys and values
+    of 128 heads 80 KiB. With several ranks allocate ``rows + rows // cp_world_size``: what all
+    ranks gathered, and what this one did.
+
+    Args:
+        max_model_len: Most tokens of a sequence. At least 1.
+        max_num_seqs: Most sequences of a batch. At least 1.
+        block_size: Rows of a block of the cache. At least 1.
+        cp_world_size: Ranks that share a sequence. At least 1.
+        cp_interleave: Consecutive positions on one rank. At least 1.
+
+    Returns:
+        Rows; of several ranks whole blocks, and whole turns of each.
+
+    Raises:
+        ValueError: an argument out of range.
+        TypeError: an argument that is no int.
+
+    Example:
+        >>> import dsv4_ops
+        >>> dsv4_ops.mla_workspace_rows(max_model_len=4096, max_num_seqs=128, block_size=64)
+        32768
+    """
+    checks = Checks("mla_workspace_rows")
+    checks.at_least(1, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+    checks.at_least(1, block_size=block_size)
+    checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
+    wanted = max(8 * max_model_len, 4 * max_num_seqs * block_size)
+    rows = max(min(wanted, MIN_WORKSPACE_ROWS), max_num_seqs * block_size)
+    if cp_world_size == 1:
+        return rows
+    align = math.lcm(block_size, cp_world_size * cp_interleave)
+    return -(-max(rows, max_num_seqs * align) // align) * align
+
+
+_merge_attn_states = define_op(
+    OpSpec(
+        stem="mla_context",
+        schema="merge_attn_states(Tensor prefix_out, Tensor prefix_lse, Tensor suffix_out, "
+        "Tensor suffix_lse, *, str lse_base) -> (Tensor out, Tensor lse)",
+        meta=meta.merge_attn_states,
+        reference=reference.merge_attn_states,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_tokens",),
+        source="vLLM 0.22 merge_attn_states; sides without keys never count",
+    )
+)
+
+
+def merge_attn_states(
+    prefix_out: Tensor,
+    prefix_lse: Tensor,
+    suffix_out: Tensor,
+    suffix_lse: Tensor,
+    *,
+    lse_base: str = "e",
+) -> MergedStates:
+    """Merge attention over two parts of the keys.
+
+    A side whose log-sum-exp is -inf, +inf or NaN has no keys, and its output may hold anything.
+    Keep the running result of many merges in float32: in bfloat16 each merge rounds it again.
+
+    Args:
+        prefix_out: Output over one part, [num_tokens, num_heads, width], bfloat16, float16 or
+            float32; any strides.
+        prefix_lse: Its log-sum-exp, [num_tokens, num_heads], float32.
+        suffix_out: Output over the other part, of the same shape.
+        suffix_lse: Its log-sum-exp, of the same shape.
+        lse_base: "e", or "2" for log-sum-exps to base 2, such as FlashInfer's.
+
+    Returns:
+        out: [num_tokens, num_heads, width], the dtype both promote to; 0 where neither has keys.
+        lse: Log-sum-exp of all keys, [num_tokens, num_heads], float32, to the base of the inputs;
+            -inf where neither has keys.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, several devices, or another base.
+        TypeError: a dtype other than the ones above.
+
+    Compile: decomposes to one pointwise kernel; dynamic in num_tokens; CUDA graphs and export: yes.
+
+    Source: vLLM 0.22 ``merge_attn_states``.
+
+    Example:
+        >>> import math, torch, dsv4_ops
+        >>> out, lse = torch.tensor([[[1.0]]]), torch.tensor([[0.0]])
+        >>> merged = dsv4_ops.merge_attn_states(out, lse, out * 5, lse + math.log(3))
+        >>> merged.out, merged.lse  # (1 + 3 * 5) / 4, and ln 4
+        (tensor([[[4.0000]]]), tensor([[1.3863]]))
+    """
+    checks = Checks("merge_attn_states")
+    checks.one_of("lse_base", lse_base, *LSE_BASES, belongs_to="the log-sum-exps have")
+    for side, out, lse in (
+        ("prefix", prefix_out, prefix_lse),
+        ("suffix", suffix_out, suffix_lse),
+    ):
+        checks.floats(f"{side}_out", out, *MERGED_DTYPES)
+        checks.tensor(f"{side}_out", out, out.dtype, "num_tokens", "num_heads", "width")
+        checks.tensor(f"{side}_lse", lse, torch.float32, "num_tokens", "num_heads")
+    return MergedStates(
+        *_merge_attn_states(prefix_out, prefix_lse, suffix_out, suffix_lse, lse_base=lse_base)
+    )
+
+
+_merge_states = define_op(
+    OpSpec(
+        stem="mla_context",
+        schema="merge_states(Tensor outs, Tensor lses, *, str lse_base) "
+        "-> (Tensor out, Tensor lse)",
+        meta=meta.merge_states,
+        reference=reference.merge_states,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_parts", "num_tokens"),
+        source="FlashInfer merge_states; parts without keys never count",
+    )
+)
+
+
+def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str = "e") -> MergedStates:
+    """Merge attention over any number of parts of the keys.
+
+    Args:
+        outs: Output over each part, [num_parts, num_tokens, num_heads, width], bfloat16, float16 or
+            float32; any strides.
+        lses: Their log-sum-exps, [num_parts, num_tokens, num_heads], float32. A part whose
+            log-sum-exp is -inf, +inf or NaN has no keys, and its output may hold anything.
+        lse_base: "e", or "2" for log-sum-exps to base 2.
+
+    Returns:
+        out: [num_tokens, num_heads, width], the dtype of ``outs``; 0 where no part has keys.
+        lse: Log-sum-exp of all keys, [num_tokens, num_heads], float32, to the base of the inputs;
+            -inf where no part has keys.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, no part, several devices, or another base.
+        TypeError: a dtype other than the ones above.
+
+    Compile: decomposes to reductions over the parts; dynamic in num_parts and num_tokens; CUDA
+        graphs and export: yes.
+
+    Source: FlashInfer ``merge_states``, whose parts are the second dimension and base is 2.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> outs = torch.tensor([8.0, 0.0, 2.0]).view(3, 1, 1, 1)
+        >>> lses = torch.tensor([1.0, 3.0, 4.0]).log().view(3, 1, 1)
+        >>> dsv4_ops.merge_states(outs, lses)  # (8 + 0 + 8) / 8, and ln 8
+        MergedStates(out=tensor([[[2.]]]), lse=tensor([[2.0794]]))
+    """
+    checks = Checks("merge_states")
+    checks.one_of("lse_base", lse_base, *LSE_BASES, belongs_to="the log-sum-exps have")
+    checks.floats("outs", outs, *MERGED_DTYPES)
+    checks.tensor("outs", outs, outs.dtype, "num_parts", "num_tokens", "num_heads", "width")
+    checks.tensor("lses", lses, torch.float32, "num_parts", "num_tokens", "num_heads")
+    checks.at_least(1, num_parts=outs.shape[0])
+    return MergedStates(*_merge_states(outs, lses, lse_base=lse_base))
+
+
+PREFILL_PROVIDERS = ("triton", "flash_attn", "reference")
+
+_mla_prefill = define_op(
+    OpSpec(
+        stem="mla_context",
+        schema="mla_prefill(Tensor q, Tensor k_nope, Tensor k_pe, Tensor v, "
+        "Tensor query_start_loc, Tensor cu_seq_lens, *, float softmax_scale, bool causal, "
+        'str impl="auto") -> (Tensor out, Tensor lse)',
+        meta=meta.mla_prefill,
+        reference=reference.mla_prefill,
+        lowering={"cpu": "decompose", "cuda": "choices"},
+        dynamic=("num_tokens", "num_k", "num_reqs"),
+        source="FlashAttention flash_attn_varlen_func as vLLM 0.22 calls it for MLA's prefill; lse "
+        "of no key is -inf here",
+        providers=PREFILL_PROVIDERS,
+    )
+)
+
+
+def mla_prefill(
+    q: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    query_start_loc: Tensor,
+    cu_seq_lens: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    impl: str = "auto",
+) -> MlaAttention:
+    """Attend to expanded keys and values of ragged requests.
+
+    Over the new tokens of a step ``causal`` is True and ``cu_seq_lens`` is ``query_start_loc``;
+    over a chunk of the context it is False, and ``cu_seq_lens`` a row of ``context_chunks``. Merge
+    the results with ``merge_attn_states``.
+
+    Args:
+        q: Queries, [num_tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], bfloat16, float16
+            or float32.
+        k_nope: Keys without RoPE, [num_k, num_heads, qk_nope_head_dim], the dtype of q. It may be a
+            view of the same tensor as ``v``.
+        k_pe: Keys with RoPE, which all heads share, [num_k, qk_rope_head_dim], the dtype of q.
+        v: Values, [num_k, num_heads, v_head_dim], the dtype of q.
+        query_start_loc: First token of every request, and their number, [num_reqs + 1], int32,
+            non-decreasing. Tokens outside of all requests see no key.
+        cu_seq_lens: First key of every request, and their number, [num_reqs + 1], int32. Keys
+            outside of all requests may hold anything.
+        softmax_scale: What q . k is multiplied by.
+        causal: Whether the last query of a request sees all of its keys, the one before one key
+            less, and so on; else each sees all of them.
+        impl: What runs: "triton" our kernel, "flash_attn" the flash attention of torch, which is
+            for bfloat16 and float16; "reference" the definition. "auto" takes the flash attention
+            for bfloat16 on Hopper, our kernel on other GPUs, and the definition on the CPU.
+
+    Returns:
+        out: [num_tokens, num_heads, v_head_dim], the dtype of q; 0 without any key.
+        lse: Natural logarithm of the sum of exp(logit), [num_tokens, num_heads], float32; -inf
+            without any key.
+
+        A NaN in a row of one request does not reach another one.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, several devices, or more than 16383 requests.
+        TypeError: a dtype other than the ones above, or a flag that is no bool.
+        NotImplementedError: an ``impl`` that does not take the call.
+        ImportError, RuntimeError: an ``impl`` that does not run here, and why.
+
+    Compile: our Triton kernel in the graph, or a call of torch's flash attention; on the CPU that
+        of ``scaled_dot_product_attention``, with a mask of num_tokens * num_k numbers; dynamic in
+        num_tokens, num_k and num_reqs; CUDA graphs and export: yes.
+
+    Source: FlashAttention ``flash_attn_varlen_func``.
+
+    Example:
+        >>> import math, torch, dsv4_ops
+        >>> q = torch.tensor([[[1.0, 0.0]], [[0.0, math.log(3)]]])
+        >>> k_nope, k_pe = torch.zeros(2, 1, 1), torch.tensor([[0.0], [1.0]])
+        >>> v, start_loc = torch.tensor([[[1.0]], [[5.0]]]), torch.tensor([0, 2]).int()
+        >>> found = dsv4_ops.mla_prefill(
+        ...     q, k_nope, k_pe, v, start_loc, start_loc, softmax_scale=1.0, causal=True
+        ... )
+        >>> found.out.flatten(), found.lse.flatten()  # weights 1, and then 1/4 and 3/4
+        (tensor([1.0000, 4.0000]), tensor([0.0000, 1.3863]))
+    """
+    checks = Checks("mla_prefill")
+    checks.above(0, softmax_scale=softmax_scale)
+    checks.flag("causal", causal)
+    checks.floats("q", q, *MERGED_DTYPES)
+    checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", "qk_head_dim")
+    checks.tensor("k_nope", k_nope, q.dtype, "num_k", "num_heads", "qk_nope_head_dim")
+    checks.tensor("k_pe", k_pe, q.dtype, "num_k", "qk_rope_head_dim")
+    checks.tensor("v", v, q.dtype, "num_k", "num_heads", "v_head_dim")
+    checks.tensor("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")
+    checks.tensor("cu_seq_lens", cu_seq_lens, torch.int32, "num_reqs + 1")
+    checks.request_limit()
+    width = known(k_nope.shape[2]) + known(k_pe.shape[1])
+    if known(q.shape[2]) != width:
+        rule = f"have qk_nope_head_dim + qk_rope_head_dim = {width} columns"
+        advice = "Pass [nope | rope] of each head"
+        raise refusal(ValueError, checks.op, "q", rule, known(q.shape[2]), advice)
+    check_impl(checks.op, PREFILL_PROVIDERS, impl, q.device, {"q": q, "v": v})
+    return MlaAttention(
+        *_mla_prefill(
+            q,
+            k_nope,
+            k_pe,
+            v,
+            query_start_loc,
+            cu_seq_lens,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            impl=impl,
+        )
+    )
+
+
+def _check_plan(
+    checks: Checks,
+    workspace_rows: int,
+    chunk_plan: str,
+    block_size: int,
+    cp_world_size: int,
+    cp_interleave: int,
+) -> None:
+    checks.one_of("chunk_plan", chunk_plan, *_PLANS, belongs_to="the chunks are read by")
+    checks.at_least(1, block_size=block_size)
+    checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
+    checks.at_least(1, workspace_rows=workspace_rows)
+    least = cp_world_size * reference.local_turn(cp_world_size, cp_interleave)
+    if workspace_rows < least:
+        rule = f"be at least cp_world_size * cp_interleave = {known(least)}"
+        advice = "Raise it, or lower cp_interleave"
+        actual = known(workspace_rows)
+        raise refusal(ValueError, checks.op, "workspace_rows", rule, actual, advice)
+
+
+def _equal_size(checks: Checks, rows: int, num_reqs: int, block_size: int, round_: int) -> int:
+    """Positions of every request in a chunk, whole blocks and rounds of the ranks."""
+    align = math.lcm(block_size, round_)
+    least = align * max(num_reqs, 1)
+    if rows < least:
+        rule = f"be at least {least} for an equal plan of {num_reqs} contexts"
+        advice = "Raise it, or pass chunk_plan='packed'"
+        raise refusal(ValueError, checks.op, "workspace_rows", rule, rows, advice)
+    return rows // max(num_reqs, 1) // align * align

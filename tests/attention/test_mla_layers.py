@@ -1,0 +1,257 @@
+"""Dense MLA layers and their step: numbers worked out by hand, and plain attention in float64 over
+ragged batches of decodes, chunks of prefills and padding."""
+
+import dataclasses
+import math
+from random import Random
+
+import pytest
+import torch
+
+from dsv4_ops.attention import (
+    MlaCache,
+    MlaInputs,
+    MlaSpec,
+    MlaWeights,
+    build_mla_step,
+    mla_layer,
+    mla_step_of_tokens,
+)
+from dsv4_ops.core.types import TokenMap
+from dsv4_ops.ops.mla import split_kv_b_proj
+from tests.helpers import i32
+
+F32, F64 = torch.float32, torch.float64
+HEADS, NOPE, ROPE, VALUE, RANK, BLOCK = 2, 4, 4, 3, 12, 4
+SPEC = MlaSpec(
+    num_heads=HEADS,
+    softmax_scale=0.5,
+    qk_nope_head_dim=NOPE,
+    qk_rope_head_dim=ROPE,
+    v_head_dim=VALUE,
+    kv_lora_rank=RANK,
+    block_size=BLOCK,
+    dtype=F32,
+)
+TABLE = [[2, 7], [5, 0], [1, 3], [0, 0]]
+
+
+def chunked(**changed):
+    sizes = {"context": "chunked", "max_decode_tokens": 4, "workspace_rows": 4, "max_chunks": 2}
+    return dataclasses.replace(SPEC, **{**sizes, **changed})
+
+
+# The step
+
+
+def test_the_step_of_a_mixed_batch():
+    """Two decodes of one and two tokens, a prefill of three on a context of five, padding."""
+    batch = (i32([0, 1, 3, 6, 6]), i32([5, 4, 8, 0]), i32(TABLE))
+    step = build_mla_step(chunked(next_n=2), *batch, num_tokens=7)
+    assert step.counts.tolist() == [2, 2, 3, 3]
+    assert step.req_indices.tolist() == [0, 1, 1, 2, 2, 2, -1]
+    assert step.positions.tolist() == [4, 2, 3, 5, 6, 7, -1]
+    assert step.slot_mapping.tolist() == [28, 22, 23, 13, 14, 15, -1]
+    assert step.decode_lens.tolist() == [5, 3, 4, 0]
+    assert step.decode_req_indices.tolist() == [0, 1, 1, -1]
+    assert step.decode_start_loc.tolist() == [0, 1, 3, 3, 3]
+    assert step.prefill_start_loc.tolist() == [3, 3, 3, 6, 6]
+    assert step.chunks.cu_seq_lens.diff(dim=1).tolist() == [[0, 0, 4, 0], [0, 0, 1, 0]]
+    assert step.chunks.num_chunks.tolist() == [2]
+    assert step.chunk_slots.tolist() == [[4, 5, 6, 7], [12, -1, -1, -1]]
+
+
+def test_the_step_of_absorbed_contexts():
+    """Every token is a decode of as many rows as it sees."""
+    batch = (i32([0, 1, 3, 6, 6]), i32([5, 4, 8, 0]), i32(TABLE))
+    valid = torch.tensor([True] * 5 + [False, True])
+    step = build_mla_step(SPEC, *batch, valid, num_tokens=7)
+    assert step.slot_mapping.tolist() == [28, 22, 23, 13, 14, -1, -1]
+    assert step.decode_lens.tolist() == [5, 3, 4, 6, 7, 0, 0]
+    assert step.decode_req_indices.tolist() == [0, 1, 1, 2, 2, -1, -1]
+    assert step.prefill_start_loc is None
+    tokens = TokenMap(step.req_indices, step.positions)
+    again = mla_step_of_tokens(SPEC, tokens, batch[2])
+    assert torch.equal(again.decode_lens, step.decode_lens)
+    assert torch.equal(again.slot_mapping, step.slot_mapping)
+    with pytest.raises(ValueError, match="seq_lens must be given for chunked contexts, got None"):
+        mla_step_of_tokens(chunked(), tokens, batch[2], batch[0])
+
+
+def test_decode_tokens_beyond_the_capacity_count_as_prefills():
+    """The second token of request 1 has the first one, and all before it, as its context."""
+    batch = (i32([0, 1, 3, 6, 6]), i32([5, 4, 8, 0]), i32(TABLE))
+    settings = {"next_n": 2, "max_decode_tokens": 2, "workspace_rows": 8}
+    step = build_mla_step(chunked(**settings), *batch, num_tokens=7)
+    assert step.counts.tolist() == [2, 2, 2, 3]
+    assert step.decode_lens.tolist() == [5, 3]
+    assert step.prefill_start_loc.tolist() == [2, 2, 3, 6, 6]
+    assert step.chunk_slots.tolist() == [[20, 21, 22, 4, 5, 6, 7, 12], [-1] * 8]
+
+
+def test_one_layer_by_hand():
+    """Scores 0 and ln 3 of latents (1, 2), (4, 0), whose values 3 c0 + c1 are 5 and 12: 10.25."""
+    spec = dataclasses.replace(
+        SPEC,
+        num_heads=1,
+        softmax_scale=1.0,
+        qk_nope_head_dim=2,
+        qk_rope_head_dim=2,
+        v_head_dim=1,
+        kv_lora_rank=2,
+    )
+    weight = torch.tensor([[2.0, 0.0], [1.0, -1.0], [3.0, 1.0]])
+    halves = split_kv_b_proj(weight, num_heads=1, qk_nope_head_dim=2, v_head_dim=1)
+    weights = MlaWeights(torch.tensor([[1.0, 0.0]] * 4), *halves, weight)
+    # absorbed: q (x, x) = (3 x, -x); its scores with the latents are x and 12 x
+    q = torch.tensor([[[9.0, 9.0, 0.0, 0.0]], [[math.log(3) / 11, math.log(3) / 11, 0.0, 0.0]]])
+    inputs = MlaInputs(q, torch.tensor([[1.0, 2.0], [4.0, 0.0]]), torch.zeros(2, 2))
+    for context in ("absorbed", "chunked"):
+        case = dataclasses.replace(spec, context=context, workspace_rows=4)
+        step = build_mla_step(case, i32([0, 2]), i32([2]), i32([[0]]), num_tokens=2)
+        out = mla_layer(case, inputs, weights, MlaCache.allocate(case, 1), step)
+        torch.testing.assert_close(out, torch.tensor([[5.0], [10.25]]), rtol=0, atol=1e-5)
+
+
+# Against plain attention in float64
+
+
+def rotated(x, positions, table):
+    """Pairs (2 i, 2 i + 1), turned by the angles of their position."""
+    cos, sin = table[positions].to(F64).chunk(2, -1)
+    if x.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+
+
+def plain_attention(q, kv_c, k_pe, weight, table):
+    """Causal attention of one whole request to expanded keys and values, in float64."""
+    q, kv_c, k_pe, weight = (each.to(F64) for each in (q, kv_c, k_pe, weight))
+    length = q.shape[0]
+    positions = torch.arange(length)
+    expanded = (kv_c @ weight.T).view(length, HEADS, NOPE + VALUE)
+    shared = rotated(k_pe, positions, table)[:, None].expand(-1, HEADS, -1)
+    k = torch.cat((expanded[..., :NOPE], shared), -1)
+    q = torch.cat((q[..., :NOPE], rotated(q[..., NOPE:], positions, table)), -1)
+    logits = torch.einsum("qhd,khd->hqk", q, k) * SPEC.softmax_scale
+    future = positions[None, :] > positions[:, None]
+    weights = logits.masked_fill(future, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, expanded[..., NOPE:]).flatten(1)
+
+
+def run(spec, seed):
+    """Random steps of three requests; errors of all tokens."""
+    rng, generator = Random(seed), torch.Generator().manual_seed(seed)
+    length, requests, blocks = 22, 3, 6
+    shapes = ((HEADS, NOPE + ROPE), (RANK,), (ROPE,))
+    tokens = [
+        [torch.randn(length, *shape, generator=generator).to(spec.dtype) for shape in shapes]
+        for _ in range(requests)
+    ]
+    weight = torch.randn(HEADS * (NOPE + VALUE), RANK, generator=generator).to(spec.dtype)
+    angles = torch.rand(length, ROPE // 2, generator=generator) * 6
+    table = torch.cat((angles.cos(), angles.sin()), -1)
+    want = [plain_attention(*each, weight, table) for each in tokens]
+    halves = split_kv_b_proj(weight, num_heads=HEADS, qk_nope_head_dim=NOPE, v_head_dim=VALUE)
+    weights = MlaWeights(table, *halves, weight)
+    pages = rng.sample(range(20), requests * blocks)
+    block_table = torch.tensor(pages, dtype=torch.int32).view(requests, blocks)
+    cache = MlaCache.allocate(spec, 20)
+    cache.kv.fill_(torch.nan if spec.layout == "plain" else 0x7F)
+    if cache.scale is not None:
+        cache.scale.fill_(2**-6)
+    done, errors = [0] * requests, []
+    while min(done) < length:
+        counts = [min(rng.choice([0, 1, 1, 2, 5, 9]), length - at) for at in done]
+        order = sorted(range(requests), key=lambda request: (counts[request] > 2, rng.random()))
+        starts, lens, rows, parts = [0], [], [], []
+        for request in order:
+            begin, end = done[request], done[request] + counts[request]
+            starts.append(starts[-1] + counts[request])
+            lens.append(end)
+            rows.append(request)
+            parts.append([each[begin:end] for each in tokens[request]])
+        padding = rng.randint(0, 2)
+        starts, lens = starts + [starts[-1]] * padding, lens + [0] * padding
+        garbage = torch.full((padding, blocks), 2147480000, dtype=torch.int32)
+        step_table = torch.cat((block_table[rows], garbage))
+        given = [torch.cat(each) for each in zip(*parts, strict=True)]
+        nan = [each.new_full((padding, *each.shape[1:]), torch.nan) for each in given]
+        inputs = MlaInputs(*(torch.cat(each) for each in zip(given, nan, strict=True)))
+        step = build_mla_step(
+            spec, i32(starts), i32(lens), step_table, num_tokens=starts[-1] + padding
+        )
+        out = mla_layer(spec, inputs, weights, cache, step)
+        assert not out[starts[-1] :].any()
+        for index, request in enumerate(order):
+            begin, end = done[request], done[request] + counts[request]
+            got = out[starts[index] : starts[index + 1]].to(F64)
+            errors.append((got - want[request][begin:end]).flatten())
+            done[request] = end
+    return torch.cat(errors), torch.cat(want)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"context": "absorbed"},
+        {"next_n": 2, "max_decode_tokens": 6, "workspace_rows": 16, "max_chunks": 5},
+        {"next_n": 2, "max_decode_tokens": 1, "workspace_rows": 70, "max_chunks": 1},
+        {"max_decode_tokens": 3, "workspace_rows": 24, "max_chunks": 9, "chunk_plan": "equal"},
+    ],
+    ids=["absorbed", "chunked", "few decodes", "equal chunks"],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_ragged_batches_are_plain_attention(changed, seed):
+    """With NaN in unused cache rows and in padding, and garbage in tables of padding requests."""
+    errors, _ = run(chunked(**changed), seed)
+    assert errors.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("changed", [{"context": "absorbed"}, {"workspace_rows": 70}])
+@pytest.mark.parametrize(("layout", "near"), [("plain", 0.012), ("mla_fp8", 0.06)])
+def test_half_precision_and_codes_are_near(layout, near, changed):
+    """Of a scale that is not 1, with NaN codes in unused rows; relative to the outputs."""
+    spec = dataclasses.replace(chunked(**changed), dtype=torch.bfloat16, layout=layout)
+    errors, want = run(spec, 5)
+    error = errors.square().mean().sqrt() / want.square().mean().sqrt()
+    assert near / 10 < error < near
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
+        ({"softmax_scale": 0.0}, ValueError, "softmax_scale must be above 0"),
+        ({"context": "auto"}, ValueError, "context must be 'absorbed' or 'chunked', got 'auto'"),
+        ({"layout": "v4_fp8"}, ValueError, "layout must be 'plain' or 'mla_fp8' or 'mla_ds_fp8'"),
+        ({"layout": "mla_ds_fp8"}, NotImplementedError, "layout must be another than 'mla_ds_fp8'"),
+        ({"dtype": torch.float16}, TypeError, "dtype must be torch.bfloat16 or torch.float32"),
+        ({"cp_world_size": 2}, NotImplementedError, "cp_world_size must be 1 so far, got 2"),
+    ],
+)
+def test_errors_of_a_spec(changed, error, message):
+    with pytest.raises(error, match=f"^MlaSpec: {message}"):
+        dataclasses.replace(SPEC, **changed)
+
+
+def test_break_even_of_released_models():
+    assert MlaSpec.deepseek_v3().break_even == 171
+    assert round(MlaSpec.deepseek_v3().softmax_scale, 7) == 0.1352338
+
+
+def test_a_wrong_tensor_is_refused_before_anything_is_written():
+    spec = chunked()
+    cache = MlaCache.allocate(spec, 2)
+    step = build_mla_step(spec, i32([0, 1]), i32([1]), i32([[0]]), num_tokens=1)
+    inputs = MlaInputs(torch.ones(1, HEADS, 8), torch.ones(1, RANK), torch.ones(1, ROPE))
+    weights = MlaWeights(
+        torch.ones(8, ROPE), torch.ones(HEADS, NOPE, RANK), torch.ones(HEADS, RANK, VALUE)
+    )
+    with pytest.raises((TypeError, ValueError), match=r"^mla_layer: weights.w_kv_b must"):
+        mla_layer(spec, inputs, weights, cache, step)
+    wrong = dataclasses.replace(inputs, k_pe=torch.ones(1, ROPE + 1))
+    with pytest.raises(ValueError, match=r"^mla_layer: inputs.k_pe must have shape"):
+        mla_layer(SPEC, wrong, weights, cache, step)
+    assert not cache.kv.any()

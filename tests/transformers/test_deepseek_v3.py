@@ -1,0 +1,581 @@
+"""Patched DeepSeek-V3, V2 and Kimi-K2 against Hugging Face's own, in float32: the same logits for
+every way to cut requests into steps, with absorbed and with expanded contexts."""
+
+import io
+from copy import deepcopy
+from functools import lru_cache
+from random import Random
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v3")
+
+from dsv4_ops.attention import MlaSpec
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers import padded, steps
+from dsv4_ops.integrations.transformers.export import (
+    PrefillModule,
+    padding_batch,
+    prefill_shapes,
+)
+from dsv4_ops.lowering.inspect import load_package
+from dsv4_ops.testing.models import MLA_YARN, small_mla_config, small_mla_model, small_model
+from tests.helpers import Called, i32
+from tests.support.hf_models import Engine, text
+
+CLOSE, LENGTH, REQUESTS = 1e-5, 70, 3
+KIMI = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
+VARIANTS = {
+    "V3": (3, {}),
+    "Kimi-K2": (3, KIMI),
+    "halves rotated": (3, {"rope_interleave": False}),
+    "no YaRN": (3, {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}),
+    "cosines scaled": (3, {"rope_parameters": {**MLA_YARN, "mscale": 0.7}}),
+    "odd sizes": (
+        3,
+        {
+            "kv_lora_rank": 40,
+            "v_head_dim": 24,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "attention_bias": True,
+        },
+    ),
+    "V2": (2, {}),
+    "V2-Lite": (2, {"q_lora_rank": None, "topk_method": "greedy", "first_k_dense_replace": 2}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def expands(monkeypatch):
+    """Prefills of any size expand their contexts."""
+    monkeypatch.setattr(MlaSpec, "break_even", 0)
+
+
+@pytest.fixture
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@lru_cache
+def stock(name="V3"):
+    version, changed = VARIANTS[name]
+    return small_mla_model(version, **changed)
+
+
+@lru_cache
+def reference(name="V3"):
+    version, changed = VARIANTS[name]
+    return v4.patch(small_mla_model(version, **changed), kv="fp32", precision="reference")
+
+
+@lru_cache
+def tokens():
+    return text()[:, :LENGTH].contiguous()
+
+
+@lru_cache
+def expected(name="V3"):
+    return stock(name)(tokens()).logits
+
+
+def new_cache(model=None, **sizes):
+    given = {"max_batch_size": REQUESTS, "max_cache_len": LENGTH, **sizes}
+    return v4.PagedCache.for_model(model or reference(), **given)
+
+
+def run_randomly(model, cache, rng, most=40):
+    """Random steps until all requests are complete."""
+    engine = Engine(model, cache, tokens())
+    while min(engine.done) < LENGTH:
+        waiting = [request for request, done in enumerate(engine.done) if done < LENGTH]
+        counts = {
+            request: min(rng.choice([1, 1, 2, 5, most]), LENGTH - engine.done[request])
+            for request in rng.sample(waiting, rng.randint(1, len(waiting)))
+        }
+        counts = dict(sorted(counts.items(), key=lambda item: item[1]))
+        run = engine.decode if rng.random() < 0.3 else engine.prefill
+        run(counts, padding=rng.randrange(3))
+    return engine
+
+
+def called_by(run):
+    with Called() as called:
+        run()
+    return called.names
+
+
+# Logits
+
+
+@pytest.mark.parametrize("context", ["absorbed", "expanded"])
+def test_prefill_then_decodes_as_hugging_face_calls_it(context, request):
+    if context == "expanded":
+        request.getfixturevalue("expands")
+    model, cache, start = reference(), new_cache(), 50
+    parts = [slice(0, 20), slice(20, start), *(slice(at, at + 1) for at in range(start, LENGTH))]
+    got = torch.cat([model(tokens()[:, part], cache=cache).logits for part in parts], 1)
+    assert expected().std() > 0.5
+    torch.testing.assert_close(got, expected(), rtol=0, atol=CLOSE)
+    assert cache.seq_lens.tolist() == [LENGTH] * REQUESTS
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_chunks_of_ragged_batches(seed):
+    """Decodes beside chunks, requests that rest, padding requests, blocks from a pool."""
+    engine = run_randomly(reference(), new_cache(num_blocks=6), Random(seed))
+    assert engine.worst(expected()) < CLOSE
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.usefixtures("expands")
+def test_variants_with_expanded_contexts(name):
+    """Several chunks, as the workspace holds 64 rows of a cache of 384."""
+    model = reference(name)
+    with pytest.MonkeyPatch.context() as small:
+        module = "dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec"
+        small.setattr(f"{module}.mla_workspace_rows", lambda **sizes: 64)
+        engine = run_randomly(model, new_cache(model, num_blocks=6), Random(3))
+    scale = max(1.0, float(expected(name).std()))
+    assert engine.worst(expected(name)) < CLOSE * scale
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "V3"])
+def test_variants_with_absorbed_contexts(name):
+    model, cache = reference(name), new_cache(reference(name))
+    parts = [slice(0, 37), *(slice(at, at + 1) for at in range(37, 42))]
+    got = torch.cat([model(tokens()[:, part], cache=cache).logits for part in parts], 1)
+    scale = max(1.0, float(expected(name).std()))
+    torch.testing.assert_close(got, expected(name)[:, :42], rtol=0, atol=CLOSE * scale)
+
+
+def drawn(rng):
+    """A configuration of either version."""
+    version, heads = rng.choice([2, 3]), rng.choice([1, 2, 4])
+    rope = rng.choice([{"rope_type": "default", "rope_theta": 1e4}, {**MLA_YARN, "factor": 4.0}])
+    groups = rng.choice([1, 2])
+    changed = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": rng.choice([None, 32]),
+        "kv_lora_rank": rng.choice([16, 48, 512]),
+        "qk_nope_head_dim": rng.choice([8, 32]),
+        "qk_rope_head_dim": rng.choice([4, 16, 64]),
+        "v_head_dim": rng.choice([8, 40]),
+        "n_group": groups,
+        "topk_group": groups,
+        "first_k_dense_replace": rng.choice([0, 1, 3]),
+        "rope_parameters": dict(rope),
+    }
+    if version == 3:
+        changed |= {"rope_interleave": rng.random() < 0.5, "norm_topk_prob": rng.random() < 0.5}
+    return version, changed
+
+
+@pytest.mark.nightly("test_variants_with_expanded_contexts draws schedules of eight configurations")
+@pytest.mark.parametrize("seed", range(20))
+def test_sampled_configurations(seed, monkeypatch):
+    rng = Random(seed)
+    version, changed = drawn(rng)
+    if rng.random() < 0.5:
+        monkeypatch.setattr(MlaSpec, "break_even", 0)
+    want = small_mla_model(version, **changed)(tokens()).logits
+    model = v4.patch(small_mla_model(version, **changed), kv="fp32", precision="reference")
+    engine = run_randomly(model, new_cache(model, num_blocks=6), rng)
+    assert engine.worst(want) < CLOSE * max(1.0, float(want.std())), changed
+
+
+def test_contexts_are_absorbed_below_the_break_even():
+    """64 tokens a request for this model: short extends take one kernel, whole prompts expand."""
+    assert reference().dsv4_ops_spec.layers.break_even == 64
+    for length, expanded in ((63, False), (64, True)):
+        names = called_by(lambda n=length: reference()(tokens()[:1, :n], cache=new_cache()))
+        assert ("mla_prefill" in names) == expanded
+        assert ("context_chunks" in names) == expanded
+        assert "mla_insert_kv" in names
+
+
+def test_one_step_serves_all_layers():
+    engine = Engine(reference(), new_cache(), tokens())
+    names = called_by(lambda: engine.decode({0: 1, 1: 2}))
+    assert names.count("mla_decode") == 3
+    assert names.count("token_map") == 1
+    assert "mla_prefill" not in names
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("context", ["absorbed", "expanded"])
+def test_padding(side, context, request):
+    if context == "expanded":
+        request.getfixturevalue("expands")
+    lens, width, cache = [30, 7, 23], 30, new_cache()
+    ids = torch.full((REQUESTS, width), 99)
+    mask = torch.zeros(REQUESTS, width, dtype=torch.int64)
+    places = [slice(width - count, None) if side == "left" else slice(count) for count in lens]
+    for row, (place, count) in enumerate(zip(places, lens, strict=True)):
+        ids[row, place], mask[row, place] = tokens()[row, :count], 1
+    got = reference()(ids, attention_mask=mask, cache=cache).logits
+    for row, (place, count) in enumerate(zip(places, lens, strict=True)):
+        torch.testing.assert_close(got[row, place], expected()[row, :count], rtol=0, atol=CLOSE)
+    assert cache.seq_lens.tolist() == lens
+
+
+def test_positions_may_go_back():
+    """Nothing of a latent cache is overwritten."""
+    model, cache = reference(), new_cache()
+    model(tokens()[:, :40], cache=cache)
+    places = torch.arange(11, 14)[None]
+    got = model(tokens()[:, 11:14], position_ids=places, cache=cache).logits
+    torch.testing.assert_close(got, expected()[:, 11:14], rtol=0, atol=CLOSE)
+    assert cache.seq_lens.tolist() == [14] * REQUESTS
+
+
+@pytest.mark.parametrize(("kv", "near"), [("bf16", 0.1), ("fp8", 0.3)])
+def test_smaller_caches_are_near(kv, near):
+    """Dense layers only: an expert that flips would move a whole token."""
+    changed = {"first_k_dense_replace": 3}
+    want = small_mla_model(**changed)(tokens()).logits
+    model = v4.patch(small_mla_model(**changed), kv=kv, precision="serve")
+    cache = new_cache(model)
+    got = torch.cat(
+        [
+            model(tokens()[:, part], cache=cache).logits
+            for part in (slice(0, 60), slice(60, LENGTH))
+        ],
+        1,
+    )
+    error = (got - want).square().mean().sqrt() / want.std()
+    assert near / 30 < error < near
+    width = {"bf16": 160, "fp8": 80}[kv]
+    assert cache.memory()["latents"] // (3 * 6 * 64) == width
+
+
+def test_rows_of_656_bytes():
+    changed = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "first_k_dense_replace": 3}
+    want = small_mla_model(**changed)(tokens()).logits
+    model = v4.patch(small_mla_model(**changed), kv="ds_fp8")
+    cache = new_cache(model)
+    got = model(tokens(), cache=cache).logits
+    assert cache.tensors.layers[0].kv.shape[1:] == (64, 656)
+    assert 0.001 < (got - want).square().mean().sqrt() / want.std() < 0.3
+
+
+# Batches that do not fit
+
+
+@pytest.mark.parametrize("context", ["absorbed", "expanded"])
+def test_hostile_batches_touch_no_one_else(context, request, monkeypatch):
+    """Rows that do not exist, ids of padding, lengths beyond the cache: counted, not read."""
+    if context == "expanded":
+        request.getfixturevalue("expands")
+    monkeypatch.setattr(steps, "values_are_free", lambda *tensors: False)
+    monkeypatch.setattr(padded, "may_wait", lambda tensor: False)
+    outs = []
+    for hostile in (False, True):
+        cache = new_cache(max_batch_size=2)
+        engine = Engine(reference(), cache, tokens())
+        engine.prefill({0: 30, 1: 20})
+        batch = v4.StepBatch(
+            torch.tensor([int(tokens()[0, 30]), -5, 2**40, 3]),
+            i32([0, 1, 2, 4]),
+            i32([31, 2**31 - 1 if hostile else 0, -9]),
+            i32([0, 7 if hostile else -1, -(2**31)]),
+        )
+        got = v4.prefill_step(reference(), batch, cache)
+        assert got.isfinite().all()
+        torch.testing.assert_close(got[0], expected()[0, 30], rtol=0, atol=CLOSE)
+        engine.decode({1: 1})
+        assert engine.worst(expected()) < CLOSE
+        outs.append([got[0], *(layer.kv for layer in cache.tensors.layers)])
+    assert all(torch.equal(one, other) for one, other in zip(*outs, strict=True))
+
+
+def test_a_row_without_blocks_is_refused_or_counted(monkeypatch):
+    cache = new_cache(num_blocks=2)
+    cache.add(0, 64)
+    batch = v4.StepBatch(torch.tensor([1]), i32([0, 1]), i32([65]), i32([0]))
+    with pytest.raises(ValueError, match="have blocks for all tokens of row 0, got 65"):
+        v4.decode_step(reference(), batch, cache)
+    monkeypatch.setattr(steps, "values_are_free", lambda *tensors: False)
+    assert v4.decode_step(reference(), batch, cache).isfinite().all()
+    with pytest.raises(RuntimeError, match="got 1 dropped"):
+        cache.raise_if_dropped()
+
+
+# generate
+
+
+def test_generate_is_hugging_faces():
+    """Greedy, of prompts of different lengths."""
+    ids, mask = tokens()[:2, :20].clone(), torch.ones(2, 20, dtype=torch.int64)
+    ids[1, :6], mask[1, :6] = 99, 0
+    settings = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    want = stock().generate(ids, **settings)
+    calls = called_by(lambda: settings.update(got=reference().generate(ids, **settings)))
+    assert torch.equal(settings["got"], want)
+    assert "mla_decode" in calls
+    cache = new_cache(max_batch_size=2)
+    del settings["got"]
+    assert torch.equal(reference().generate(ids, cache=cache, **settings), want)
+    assert cache.seq_lens.tolist() == [27, 21]
+
+
+# Graphs
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_one_graph_of_a_changing_batch():
+    """Requests that rest, end, and give their rows to others."""
+    counter, budget = CompileCounterWithBackend("eager"), 6
+    step = torch.compile(v4.decode_step, fullgraph=True, backend=counter)
+    cache, rng = new_cache(num_blocks=4), Random(0)
+
+    class Padded(Engine):
+        def batch(self, counts, *, padding=0):
+            made = super().batch(counts, padding=REQUESTS - len(counts))
+            missing = budget - made.tokens.shape[0]
+            ids = torch.cat([made.tokens, torch.zeros(missing, dtype=torch.int64)])
+            return v4.StepBatch(ids, made.query_start_loc, made.seq_lens, made.rows)
+
+    engine, finished = Padded(reference(), cache, tokens()), 0
+    for _ in range(40):
+        waiting = [request for request, done in enumerate(engine.done) if done < LENGTH]
+        chosen = rng.sample(waiting, rng.randint(1, len(waiting)))
+        counts = {chosen[0]: min(rng.choice([1, 4]), LENGTH - engine.done[chosen[0]])}
+        engine.decode(counts | dict.fromkeys(chosen[1:], 1), step=step)
+        for request in range(REQUESTS):
+            if request in cache.requests and (engine.done[request] > 40 or rng.random() < 0.05):
+                cache.free(request)
+                engine.done[request] = 0
+                finished += 1
+    assert finished > 2
+    assert counter.frame_count == 1
+    assert engine.worst(expected()) < CLOSE
+
+
+@pytest.mark.usefixtures("_fresh_dynamo", "expands")
+def test_prefill_compiles_twice_for_any_number_of_tokens():
+    """Contexts expanded: for the first number, and for all others."""
+    counter = CompileCounterWithBackend("eager")
+    step = torch.compile(v4.prefill_step, fullgraph=True, backend=counter)
+    engine = Engine(reference(), new_cache(num_blocks=6), tokens())
+    for counts in ((5, 9, 30), (7, 20, 3), (1, 1, 20), (33, 2, 9)):
+        engine.prefill(dict(enumerate(counts)), step=step)
+    assert counter.frame_count == 2
+    assert engine.worst(expected()) < CLOSE
+
+
+@pytest.mark.usefixtures("expands")
+def test_the_exported_prefill_takes_any_number_of_tokens():
+    """The module behind ``export_prefill``, with contexts expanded in chunks, and its caches."""
+    caches = [new_cache(max_batch_size=2, num_blocks=4) for _ in range(2)]
+    engines = [Engine(reference(), cache, tokens()) for cache in caches]
+    inputs = v4.decode_inputs(padding_batch(caches[0], 2, 7), caches[0])
+    shapes = prefill_shapes(inputs, 20_000)
+    module = PrefillModule(reference(), caches[0])
+    program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
+    (size,) = program.range_constraints.values()
+    assert (size.lower, size.upper) == (1, 20_000)
+    step = program.module(check_guards=False)
+    for counts in ({0: 9, 1: 40}, {0: 1}, {1: 1, 0: 20}, {0: 30, 1: 2}):
+        padding = 2 - len(counts)
+        engines[0].prefill(
+            counts,
+            padding=padding,
+            step=lambda _, batch, __: step(*v4.decode_inputs(batch, caches[0])),
+        )
+        engines[1].prefill(counts, padding=padding)
+    assert engines[0].worst(expected()) < CLOSE
+    pairs = zip(*(tree_leaves(engine.cache.tensors) for engine in engines), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.slow
+def test_a_package_decodes(tmp_path):
+    """Inductor's code of a whole step, absorbed attention of every layer in it, without our ops."""
+    changed = {"num_hidden_layers": 2}
+    want = small_mla_model(**changed)(tokens()).logits
+    model = v4.patch(small_mla_model(**changed), kv="fp32", precision="reference")
+    cache = new_cache(model, max_batch_size=2)
+    package = load_package(v4.export_decode(model, cache, path=tmp_path / "decode.pt2"))
+    engine = Engine(model, cache, tokens()[:2])
+    engine.prefill({0: 60, 1: 9})
+    for counts in ({0: 1, 1: 1}, {1: 1}, {0: 1, 1: 1}):
+        engine.decode(
+            counts,
+            padding=2 - len(counts),
+            step=lambda _, batch, __: package(*v4.decode_inputs(batch, cache)),
+        )
+    assert engine.worst(want) < CLOSE
+
+
+# Patching
+
+
+def test_patch_and_unpatch():
+    """State dict, modules and attributes stay as they are; the halves of kv_b_proj are buffers."""
+    model = small_mla_model()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    want = model(tokens()[:1, :9]).logits
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    buffers = {name for name, _ in model.named_buffers()}
+    assert v4.patch(model, kv="fp32") is model
+    assert model.state_dict().keys() == before.keys()
+    added = {name for name, _ in model.named_buffers()} - buffers
+    assert len(added) == 6
+    assert all(name.endswith(("dsv4_ops_w_uk_t", "dsv4_ops_w_uv")) for name in added)
+    torch.testing.assert_close(model(tokens()[:1, :9]).logits, want, rtol=0, atol=CLOSE)
+    assert v4.unpatch(model) is model
+    assert {name for name, _ in model.named_buffers()} == buffers
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert torch.equal(model(tokens()[:1, :9]).logits, want)
+    assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_weights_that_change_are_absorbed_again():
+    """In place, or of another checkpoint, at the same addresses; copies have their own."""
+    model = v4.patch(small_mla_model(), kv="fp32", precision="reference")
+    places = [buffer.data_ptr() for name, buffer in model.named_buffers() if "w_u" in name]
+    copy, file = deepcopy(model), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    other = small_mla_model(seed=1)
+    model.load_state_dict(other.state_dict())
+    for each, want in (
+        (model, other(tokens()[:, :12]).logits),
+        (copy, expected()[:, :12]),
+        (torch.load(file, weights_only=False), expected()[:, :12]),
+    ):
+        got = each(tokens()[:, :12], cache=new_cache(each)).logits
+        torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
+    assert places == [buffer.data_ptr() for name, buffer in model.named_buffers() if "w_u" in name]
+
+
+def with_experts(name):
+    return small_mla_model(experts_implementation=name)
+
+
+def changed(**fields):
+    model = small_mla_model()
+    for name, value in fields.items():
+        setattr(model.config, name, value)
+    return model
+
+
+REFUSED = {
+    "experts": (
+        lambda: with_experts("eager"),
+        {},
+        NotImplementedError,
+        "experts_implementation must be 'grouped_mm' or 'batched_mm', as a loop over experts is no "
+        "graph, got 'eager'. Call model.set_experts_implementation('grouped_mm').",
+    ),
+    "rope": (
+        lambda: changed(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        {},
+        NotImplementedError,
+        "config.rope_parameters['rope_type'] must be 'default' or 'linear' or 'yarn' or 'llama3', "
+        "got 'dynamic'. Other types depend on the length.",
+    ),
+    "656 bytes": (
+        small_mla_model,
+        {"kv": "ds_fp8"},
+        NotImplementedError,
+        "kv must be another than 'ds_fp8' unless kv_lora_rank is 512 with 64 rotated, got 'ds_fp8' "
+        "with kv_lora_rank 64 and 16 rotated. Pass another kv.",
+    ),
+    "kv": (
+        small_mla_model,
+        {"kv": "int8"},
+        ValueError,
+        "kv must be 'fp8' or 'ds_fp8' or 'bf16' or 'fp32', got 'int8'. "
+        "Pass the kv that the cache shall hold.",
+    ),
+    "library": (
+        small_mla_model,
+        {"impl": "deep_gemm"},
+        NotImplementedError,
+        "impl must be 'auto', 'triton' or 'reference' for dense MLA, got 'deep_gemm'. "
+        "Pass one of them.",
+    ),
+    "another head": (
+        lambda: small_mla_model().model,
+        {},
+        TypeError,
+        "model must be a DeepseekV2ForCausalLM or DeepseekV3ForCausalLM, got DeepseekV3Model. "
+        "Pass the model with its output projection.",
+    ),
+    "buffers": (
+        lambda: changed(rope_parameters={**MLA_YARN, "rope_theta": 20000.0}),
+        {},
+        ValueError,
+        "model.rotary_emb must be that of config.rope_parameters, got another. Make the model from "
+        "it.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_patch_refuses(case):
+    make, settings, error, message = REFUSED[case]
+    model = make()
+    before = [set(vars(module)) for module in model.modules()]
+    with pytest.raises(error) as raised:
+        v4.patch(model, **settings)
+    assert str(raised.value) == f"patch: {message}"
+    assert [set(vars(module)) for module in model.modules()] == before
+
+
+def test_a_changed_kv_b_proj_is_refused():
+    """Steps read its weight, and would pass over a hook or an adapter."""
+    model = v4.patch(small_mla_model(), kv="fp32", precision="reference")
+    cache, attention = new_cache(model), model.model.layers[1].self_attn
+    handle = attention.kv_b_proj.register_forward_hook(lambda *_: None)
+    name = "model.layers.1.self_attn.kv_b_proj must be Hugging Face's own, without hooks"
+    with pytest.raises(NotImplementedError, match=rf"{name}.*got a hook"):
+        model(tokens()[:, :3], cache=cache)
+    handle.remove()
+    attention.kv_b_proj = nn.Sequential(attention.kv_b_proj)
+    with pytest.raises(NotImplementedError, match=rf"^model: {name}.*got Sequential"):
+        model(tokens()[:, :3], cache=cache)
+    v4.unpatch(model)
+    with pytest.raises(NotImplementedError, match=rf"^patch: {name}.*got Sequential"):
+        v4.patch(model)
+
+
+def test_caches_of_other_families_are_refused():
+    """And of the family with another rotary embedding."""
+    sizes = {"max_batch_size": 2, "max_cache_len": 64, "kv": "fp32", "precision": "reference"}
+    with pytest.raises(ValueError, match=r"^model: cache must have the layers of the model, mla"):
+        reference()(tokens()[:2, :3], cache=v4.PagedCache(small_model().config, **sizes))
+    config = small_mla_config(rope_parameters={**MLA_YARN, "rope_theta": 5.0})
+    with pytest.raises(ValueError, match=r"^model: cache must have the model's rope="):
+        reference()(tokens()[:2, :3], cache=v4.PagedCache(config, **sizes))
+
+
+def test_memory_of_a_cache():
+    """Latents alone: 80 values of 4 bytes, 64 rows of a block, 3 layers."""
+    cache = new_cache(num_blocks=5)
+    assert cache.memory()["latents"] == 80 * 4 * 64 * 5 * 3
+    assert set(cache.memory()) == {"latents", "tables"}
+    assert "latents" in repr(cache)
+    assert v4.input_names(cache)[:6] == (
+        "tokens",
+        "query_start_loc",
+        "seq_lens",
+        "rows",
+        "tables.blocks",
+        "dropped",
+    )
