@@ -263,7 +263,7 @@ def attention(q, k_nope, k_pe, v, scale, context):
 
 
 def workspace(keys, listed, rows):
-    """Rows [start, start + length) of each listed request, one behind the other; NaN behind them."""
+    """Rows [start, start + length) of each listed request end to end, and NaN behind them."""
     parts = [torch.full((rows, *each.shape[1:]), NAN) for each in keys[0]]
     filled = 0
     for request, start, length in listed:
