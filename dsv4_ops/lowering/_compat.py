@@ -6,6 +6,7 @@ installed one. Names of other private parts of torch are in ``core/torch_compat.
 
 from torch._higher_order_ops.while_loop import while_loop_op
 from torch._inductor import aoti_compile_and_package, aoti_load_package, config
+from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.ir import ExternKernel, MutationOutput, NoneLayout, Pointwise
@@ -19,6 +20,7 @@ from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 __all__ = [
+    "CppWrapperCpu",
     "ExternKernel",
     "FloorDiv",
     "ModularIndexing",

@@ -43,9 +43,10 @@ def _traced(mode: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> 
     from dsv4_ops.lowering.materialize import materialize
 
     if _inductor_is_loaded():
-        from dsv4_ops.lowering.mend import mend_scheduler
+        from dsv4_ops.lowering.mend import mend_scheduler, mend_while_loop
 
         mend_scheduler()
+        mend_while_loop()
     with mode, buffers_by(materialize):
         return function(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""A repair of Inductor's scheduler, without which it may read a cache before it is written.
+"""Repairs of Inductor, which else reads a cache before it is written, or after it is freed.
 
 On a CPU, fusion recomputes the loops of a node (``SchedulerNode.recompute_size_and_body``), and its
 reads and writes with them. In torch up to 2.13 that forgets that a buffer was renamed when a node
@@ -34,6 +34,51 @@ def mend_scheduler() -> None:
             self.set_read_writes(restored)
 
     SchedulerNode.recompute_size_and_body = recompute_and_restore  # type: ignore[method-assign] # a repair
+
+
+_held: list[bool] = []
+
+
+class _Held:
+    """An input of a loop, by the name of the variable that holds it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def codegen_reference(self, *_: Any) -> str:
+        return self.name
+
+
+def mend_while_loop() -> None:
+    """Have packages hold the views that a loop reads, in this process, from now on.
+
+    The code of torch 2.13 writes a view, such as that of a cache written to before, as a temporary:
+    the first round frees it, and the next use of it ends the process.
+    """
+    if _held:
+        return
+    from dsv4_ops.lowering._compat import CppWrapperCpu
+
+    _held.append(True)
+    generate = CppWrapperCpu.codegen_while_loop
+
+    @functools.wraps(generate)
+    def generate_with_names(self: Any, while_loop: Any, *args: Any, **settings: Any) -> Any:
+        given, named = while_loop.additional_inputs, []
+        for place, each in enumerate(given):
+            reference = each.codegen_reference()
+            if isinstance(reference, str) and reference.endswith(")"):
+                name = f"{while_loop.get_name()}_input_{place}"
+                self.writeline(f"auto {name} = {reference};")
+                reference = name
+            named.append(_Held(reference))
+        while_loop.additional_inputs = named
+        try:
+            return generate(self, while_loop, *args, **settings)
+        finally:
+            while_loop.additional_inputs = given
+
+    CppWrapperCpu.codegen_while_loop = generate_with_names
 
 
 def _order_only(dependencies: Any) -> Any:

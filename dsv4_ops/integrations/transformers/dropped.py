@@ -36,7 +36,8 @@ def storable(tokens: TokenMap, cache: CacheTensors, block_tokens: int) -> TokenM
 
 def longest_request(cache: CacheTensors) -> int:
     """``max_cache_len`` of the cache."""
-    return int(cache.rope.num_positions)
+    longest: int = cache.rope.num_positions
+    return longest
 
 
 def count_dropped(cache: CacheTensors, wanted: Tensor, stored: Tensor) -> None:

@@ -91,7 +91,8 @@ class CacheTensors:
     @property
     def num_rows(self) -> int:
         """``max_batch_size`` of the cache."""
-        return int(self.tables.pool.shape[0])
+        rows: int = self.tables.pool.shape[0]
+        return rows
 
     @property
     def device(self) -> torch.device:

@@ -204,7 +204,8 @@ class MlaModelSpec(ModelSpec):
         )
 
     def most_tokens(self, cache: CacheTensors) -> int:
-        return int(cache.tables.blocks.shape[1]) * self.layers.block_size
+        longest: int = cache.tables.blocks.shape[1] * self.layers.block_size
+        return longest
 
     def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
         return torch.ones_like(first, dtype=torch.bool)  # nothing is overwritten
@@ -330,7 +331,8 @@ def _identity(weight: Tensor) -> tuple[int, int]:
 
 def _as_pairs(x: Tensor) -> Tensor:
     """Move value i of the halves to places 2 i and 2 i + 1, as ``apply_rope`` takes pairs."""
-    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    pairs: Tensor = x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    return pairs.flatten(-2)
 
 
 def _check_config(op: str, config: Any, kv: str, impl: str) -> None:

@@ -102,7 +102,8 @@ def most_tokens(spec: LayerSpec, cache: CacheTensors) -> int:
     """Maximum tokens of a request in one step: ``max_chunk``, rounded up to the ring's blocks."""
     window, table, block = cache.layers[0].swa, cache.tables.swa, spec.attention.swa_block_size
     if not _is_ring(window, table):
-        return table.shape[1] * block
+        longest: int = table.shape[1] * block
+        return longest
     return _ring(window, table, block) - spec.attention.window_size + 1
 
 
