@@ -154,7 +154,8 @@ def merged_lses(draw: Any, seed: torch.Generator, *shape: int) -> Tensor:
     """Log-sum-exps from -60 to 60, some of them of no key."""
     from hypothesis import strategies as st
 
-    lse = (torch.rand(shape, generator=seed) - 0.5) * draw(st.sampled_from((4, 120)))
+    spread: int = draw(st.sampled_from((4, 120)))
+    lse = (torch.rand(shape, generator=seed) - 0.5) * spread
     for value in (-INF, INF, NAN):
         lse = torch.where(torch.rand(shape, generator=seed) < 0.1, value, lse)
     return lse
