@@ -229,7 +229,7 @@ def groups():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("names", "vectors"), groups())
+@pytest.mark.parametrize(("names", "vectors"), [*groups()])
 def test_compiled_equals_the_reference(names, vectors):
     """One graph, nothing opaque, no recompile over sampled batches of any size, between a producer
     and a consumer too."""

@@ -99,28 +99,22 @@ def check_opcheck(
     """``torch.library.opcheck`` passes: schema, fake and AOT dispatch agree with the op.
 
     Args:
-        traces: Bound of the calls checked under AOT dispatch, which takes most of the time; of the
-            other parts, one call of every configuration is then enough.
+        traces: Bound of the calls checked under AOT dispatch, which takes nearly all of the time.
         compiled: ``CompiledOps`` has the op: its compile goes through AOT dispatch in the first
             configuration, here others do.
     """
     first = op_testing(spec).settings[0]
     traced: set[tuple[Any, ...]] = set()
-    checked: set[tuple[Any, ...]] = set()
     for case in op_testing(spec).cases():
         moved = case.on(device).copy()
-        call, configuration = _traced_as(case), _configuration(case)
-        parts: tuple[str, ...] = ()
-        if traces is None or configuration not in checked:
-            checked.add(configuration)
-            parts = _opchecks(moved.tensors)
+        checks = _opchecks(moved.tensors)
         # CompiledOps compares the results of every case
+        call = _traced_as(case)
         known = compiled and all(first[key] == case.settings.get(key) for key in first)
         if not known and call not in traced and (traces is None or len(traced) < traces):
+            checks += ("test_aot_dispatch_dynamic",)
             traced.add(call)
-            parts += ("test_aot_dispatch_dynamic",)
-        if parts:
-            torch.library.opcheck(spec.op, moved.tensors, moved.settings, test_utils=parts)
+        torch.library.opcheck(spec.op, moved.tensors, moved.settings, test_utils=checks)
 
 
 def _opchecks(tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
@@ -128,14 +122,6 @@ def _opchecks(tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
     every = ("test_schema", "test_autograd_registration", "test_faketensor")
     float8 = any(tensor is not None and tensor.dtype == torch.float8_e4m3fn for tensor in tensors)
     return every[1:] if float8 else every
-
-
-def _configuration(case: Case) -> tuple[Any, ...]:
-    """What an implementation branches on: dtypes, arguments that are absent, and settings."""
-    dtypes = (None if tensor is None else tensor.dtype for tensor in case.tensors)
-    capacities = ("num_tokens", "num_rows")
-    settings = ((key, value) for key, value in case.settings.items() if key not in capacities)
-    return (*dtypes, *sorted(settings))
 
 
 def _traced_as(case: Case) -> tuple[Any, ...]:
