@@ -20,6 +20,9 @@ gc.set_threshold(50_000, 20, 20)
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Threads that spin between loops take the core from those that work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Inductor tries each set of vector instructions with a compile and a process; kernels made with
+# what a compiler lacks fail just as loudly.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 if "PYTEST_XDIST_WORKER" in os.environ and "DSV4_OPS_GPUS" in os.environ:  # and the GPUs
     _number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
@@ -34,6 +37,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores among them
     torch.set_num_threads(1)
     config.cpp.threads = 2  # generated loops stay parallel, as they are without workers
 
+    # Loops have one form, not several with vectors: half of Inductor's and the compiler's work.
+    # Tests of vectors have the fixture; test_contract.py has every kind of loop with them.
+    if os.environ.get("DSV4_OPS_NIGHTLY") != "1":
+        config.cpp.simdlen = 1
+
     # of long functions g++ makes the same results with -O2, in a quarter of the time
     _flags = cpp_builder._get_optimization_cflags
 
@@ -41,8 +49,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores among them
         compiler, linker = _flags(*args, **kwargs)
         return ["O2" if flag == "O3" else flag for flag in compiler], linker
 
-    if os.environ.get("DSV4_OPS_USERS_FLAGS") != "1":
-        cpp_builder._get_optimization_cflags = _quicker
+    cpp_builder._get_optimization_cflags = _quicker
+
+
+@pytest.fixture
+def vectors() -> Iterator[None]:
+    """Compile loops with vectors, as users get them, in workers too."""
+    from torch._inductor import config
+
+    with config.patch({"cpp.simdlen": None}):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +100,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if nightly is not None and os.environ.get("DSV4_OPS_NIGHTLY") != "1":
             (shown_by,) = nightly.args
             item.add_marker(pytest.mark.skip(reason=f"in make test-all only: {shown_by}"))
+    items[:] = _dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+
+
+def _dealt(items: list[pytest.Item], hands: int) -> list[pytest.Item]:
+    """Slow tests first in what each worker starts with, so that short ones fill up its end.
+
+    xdist deals equal runs of the list. Slow tests of one file stay together: they share fixtures.
+    """
+    if hands == 1:
+        return items
+    files: dict[Path, list[pytest.Item]] = {}
+    short = []
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("skip"):
+            files.setdefault(item.path, []).append(item)
+        else:
+            short.append(item)
+    dealt: list[list[pytest.Item]] = [[] for _ in range(hands)]
+    for tests in sorted(files.values(), key=len, reverse=True):
+        min(dealt, key=len).extend(tests)
+    for number, hand in enumerate(dealt):
+        size = (len(items) - sum(map(len, dealt[:number]))) // (hands - number)
+        taken = max(size - len(hand), 0)
+        hand += short[:taken]
+        del short[:taken]
+    return [item for hand in dealt for item in hand] + short
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -52,7 +52,7 @@ def test_every_kind_runs(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("test_bench_sparse_mla.py compiles and times in the same way")
+@pytest.mark.nightly("test_kv_cache.py compiles and times in the same way")
 def test_smoke_compiles_and_times_a_kind(tmp_path):
     assert main(["compressor", "--smoke", "--out", str(tmp_path)]) == 0
     assert all(row["compiled_us"] > 0 and row["error"] is None for row in rows_of(tmp_path))

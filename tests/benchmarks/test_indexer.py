@@ -13,6 +13,7 @@ from benchmarks.indexer import CASES, Bench, chosen_cases
 from benchmarks.run import main
 from dsv4_ops.core.layout import IndexerLayout
 from tests.fakes.timing import pretend
+from tests.helpers import NIGHTLY
 
 CPU = torch.device("cpu")
 
@@ -37,7 +38,9 @@ def timed(group):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures(*([] if NIGHTLY else ["uncompiled"]))
 def test_smoke_leaves_rows_and_plot(tmp_path):
+    """Compiled in `make test-all`; test_kv_cache.py compiles and times in the same way."""
     assert smoke(tmp_path) == 0
     rows = rows_of(tmp_path)
     assert [(row["case"], row["requests"], row["context"]) for row in rows] == [

@@ -20,6 +20,7 @@ from benchmarks.sparse_mla import CASES, Bench, chosen_cases
 from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 from tests.fakes.attention import Cache, FlashMLA
 from tests.fakes.timing import FakeCapture, pretend, unpackaged
+from tests.helpers import NIGHTLY
 
 CPU = torch.device("cpu")
 STAMP = set(stamp(CPU, ""))
@@ -53,7 +54,9 @@ def timed(group):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures(*([] if NIGHTLY else ["uncompiled"]))
 def test_smoke_leaves_table_rows_and_plot(tmp_path, capsys):
+    """Compiled in `make test-all`; test_kv_cache.py compiles and times in the same way."""
     assert smoke(tmp_path) == 0
     captured = capsys.readouterr()
     rows = rows_of(tmp_path)

@@ -30,7 +30,8 @@ STEPS = (([5, 2, 0, 9], 3), ([1, 17, 6, 1], 0), ([1, 1, 1, 1], 2), ([3, 3, 2, 0]
 @contextmanager
 def scalar_code() -> Iterator[None]:
     """Half the code for g++: what is looked at here is not its speed."""
-    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+    once = {"cpp.simdlen": 1, "aot_inductor.precompile_headers": False}
+    with torch._inductor.config.patch(once):
         yield
 
 
@@ -97,7 +98,7 @@ class Packaged(torch.nn.Module):
         return (self.layer.on_caches(x, tensors[:6], tensors[6:]),)
 
 
-@pytest.mark.nightly("test_examples.py packages a model with all of these layers")
+@pytest.mark.nightly("test_compiled_plans.py packages a layer, test_demo.py a model")
 def test_a_package_runs_where_dsv4_ops_is_never_imported(tmp_path: Path) -> None:
     """A C4 layer, exported once with dynamic sizes; every step in another process, which writes to
     the caches that it loads."""

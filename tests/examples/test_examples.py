@@ -27,7 +27,7 @@ SCRIPTS = sorted(path.name for path in EXAMPLES.glob("[0-9][0-9]_*.py"))
 @pytest.fixture
 def without_vectors(monkeypatch) -> None:
     """Loops are compiled in one form, not in several: half of the time. The demo's and
-    test_transformers_compiled.py's steps have vectors."""
+    the smoke run's steps have vectors."""
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
 
 
@@ -61,7 +61,7 @@ def test_ops_eager():
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("test_transformers_model.py draws schedules; no other runs the script")
+@pytest.mark.nightly("transformers/test_model.py samples schedules; no other runs the script")
 def test_fuzz_your_model():
     last = run("06_fuzz_your_model.py", "--examples", 4)[-1]
     found = r"request \d, token 3 is off by [\d.]+ in \[.*\]"

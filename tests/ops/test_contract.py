@@ -103,7 +103,10 @@ def test_reference_gives_the_hand_computed_numbers(name):
 
 @each_op
 def test_opcheck(name):
-    checks.check_opcheck(OPS[name], traces=None if NIGHTLY else 2)
+    if NIGHTLY:
+        checks.check_opcheck(OPS[name])
+    else:
+        checks.check_opcheck(OPS[name], traces=1, compiled=not is_twin(name))
 
 
 @pytest.mark.check
@@ -177,21 +180,79 @@ COMPILED_EXAMPLES = EXAMPLES if NIGHTLY else 40
 """A call of compiled code is cheap, its reference is not: oracles see more of the reference."""
 
 
-def loops_of(name):
-    scalar = name not in VECTORS and not NIGHTLY
-    return torch._inductor.config.patch({"cpp.simdlen": 1} if scalar else {})
+FUSED_WRITERS = {
+    "insert_k_cache",
+    "quantize_and_insert_k_cache",
+    "save_compressor_states",
+}
+"""Writers whose fusion `make test` compiles: one tensor of bytes, one of rows, one of states;
+test_compiled_cache.py has the order of writes. `make test-all` has the fusion of all."""
 
 
-@each_op
-def test_compiled_equals_the_reference(name):
-    """One graph, nothing opaque, no recompile over drawn batches of any size."""
-    twin = name.endswith("_functional") and name != "quantize_and_insert_k_cache_functional"
-    if twin and not NIGHTLY:
-        pytest.skip("a copy and the code of its op, as the twin that runs shows; nightly runs all")
-    with loops_of(name):
-        compiled = checks.CompiledOp(OPS[name])
+def is_twin(name):
+    """A copy and the code of its op: as the twin that `make test` compiles shows."""
+    return bool(OPS[name].twin_of) and name != "quantize_and_insert_k_cache_functional"
+
+
+def is_fused(name):
+    """Ops that write, and ops built from IR; what is decomposed Inductor fuses as any aten code."""
+    if OPS[name].mutated:
+        return NIGHTLY or name in FUSED_WRITERS
+    return "pointwise" in OPS[name].lowering.values()
+
+
+AT_ONCE = 12
+"""Tensor arguments of one compiled graph. Each brings symbols for its sizes, which cost Inductor
+more than in proportion: beyond this, more than a compiler call less is worth."""
+
+
+def num_tensors(name):
+    return sum("Tensor" in str(argument.type) for argument in OPS[name].op._schema.arguments)
+
+
+def split(names):
+    """Runs of ``names`` with at most AT_ONCE tensor arguments; an op with more is alone."""
+    group, count = [], 0
+    for name in names:
+        added = num_tensors(name) * (1 + is_fused(name))
+        if group and count + added > AT_ONCE:
+            yield group
+            group, count = [], 0
+        group.append(name)
+        count += added
+    if group:
+        yield group
+
+
+def groups():
+    """Every op in a graph with others of its kind of loops; a new op joins by being registered."""
+    names = [name for name in OPS if NIGHTLY or not is_twin(name)]
+    for vectors in (True, False):
+        chosen = [name for name in names if (NIGHTLY or name in VECTORS) == vectors]
+        smoke = [name for name in chosen if name in SMOKE]
+        rest = [name for name in chosen if name not in SMOKE]
+        for some, marks in ((smoke, [pytest.mark.smoke]), (rest, [])):
+            for group in split(some):
+                yield pytest.param(group, vectors, id="-".join(group), marks=marks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("names", "vectors"), [*groups()])
+def test_compiled_equals_the_reference(names, vectors):
+    """One graph, nothing opaque, no recompile over sampled batches of any size, between a producer
+    and a consumer too."""
+    specs = [OPS[name] for name in names]
+    fused = [OPS[name] for name in names if is_fused(name)]
+    with torch._inductor.config.patch({"cpp.simdlen": None if vectors else 1}):
+        compiled = checks.CompiledOps(specs, fused=fused)
     compiled.check_cases()
     compiled.fuzz(COMPILED_EXAMPLES, derandomize=not NIGHTLY)
+
+
+def test_every_op_is_compiled():
+    compiled = [name for group in groups() for name in group.values[0]]
+    assert len(compiled) == len(set(compiled))
+    assert set(OPS) - set(compiled) == {name for name in OPS if is_twin(name) and not NIGHTLY}
 
 
 @pytest.mark.parametrize("name", ["compressed_slot_mapping", "swa_indices_and_lens", "token_map"])
@@ -209,31 +270,6 @@ def test_compiled_loops_are_parallel(name):
         compiled = checks.CompiledOp(OPS[name])
         assert "#pragma omp parallel num_threads(2)" in compiled.code
         compiled.fuzz(20)
-
-
-FUSED = [
-    name for name, spec in OPS.items() if spec.mutated or "pointwise" in spec.lowering.values()
-]
-FUSED_WRITERS = {
-    "insert_k_cache",
-    "quantize_and_insert_k_cache",
-    "save_compressor_states",
-}
-"""Writers whose fusion `make test` compiles: one tensor of bytes, one of rows, one of states."""
-SAME_WRITES = pytest.mark.nightly(
-    "writers of one row, one cache and states; test_compiled_cache.py has the order of writes"
-)
-
-
-def fused(name):
-    writer = OPS[name].mutated and name not in FUSED_WRITERS
-    return pytest.param(name, marks=[SAME_WRITES] * bool(writer))
-
-
-@pytest.mark.parametrize("name", [fused(name) for name in FUSED])
-def test_compiled_fuses_with_producers_and_consumers(name):
-    with loops_of(name):
-        checks.check_fusion(OPS[name])
 
 
 @pytest.mark.parametrize("name", ["swa_indices_and_lens", "token_map"])

@@ -179,36 +179,47 @@ def test_strides_change_nothing(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["v4_fp8", "plain"])
 @pytest.mark.parametrize("how", ["argument", "buffer"])
-def test_compiled_it_writes_the_cache_where_it_is(how, layout):
+def test_compiled_it_writes_the_cache_where_it_is(how):
+    """Caches of both layouts, in one graph."""
     torch._dynamo.reset()
-    q, kv, cache, slots, where, table = arguments(layout)
-    options = {**FP8, "layout": layout}
-    expected, address = cache.clone(), cache.data_ptr()
-    normed = ops.qnorm_rope_kv_insert(q, kv, expected, slots, where, table, **options)
+    layouts = {"v4_fp8": MainLayout(64), "plain": PlainLayout(64)}
+    given = {layout: arguments(layout) for layout in layouts}
+    copies = {layout: [tensor.clone() for tensor in given[layout]] for layout in layouts}
+    expected = {
+        layout: ops.qnorm_rope_kv_insert(*copies[layout], **FP8 | {"layout": layout})
+        for layout in layouts
+    }
     if how == "buffer":
-        shape = PlainLayout(64) if layout == "plain" else MainLayout(64)
-        caches = KVCacheBuffers(shape, num_layers=2, num_blocks=5)
-        caches[1].copy_(cache)
-        cache, address = caches[1], caches[1].data_ptr()
+        for layout, shape in layouts.items():
+            caches = KVCacheBuffers(shape, num_layers=2, num_blocks=5)
+            caches[1].copy_(given[layout][2])
+            given[layout][2] = caches[1]
+    held = {layout: tensors[2] for layout, tensors in given.items()}
+    addresses = [cache.data_ptr() for cache in held.values()]
 
-    def call(q, kv, cache, slots, where, table):
-        written = caches[1] if how == "buffer" else cache
-        return ops.qnorm_rope_kv_insert(q, kv, written, slots, where, table, **options)
+    def call(fp8, plain):
+        results = []
+        for layout, (q, kv, cache, *rest) in (("v4_fp8", fp8), ("plain", plain)):
+            written = held[layout] if how == "buffer" else cache
+            settings = {**FP8, "layout": layout}
+            results.append(ops.qnorm_rope_kv_insert(q, kv, written, *rest, **settings))
+        return results
 
     compiled = torch.compile(call, fullgraph=True, dynamic=False)
-    actual, code = compile_and_get_code(compiled, q, kv, cache, slots, where, table)
-    assert torch.equal(cache, expected)
-    assert cache.data_ptr() == address
-    assert_agrees(
-        "compiled",
-        testing.op_testing("qnorm_rope_kv_insert"),
-        testing.Case("called", tuple(arguments(layout)), options),
-        (actual, cache),
-        (normed, expected),
-    )
-    assert cache_sized_buffers(code, cache) == []
+    actual, code = compile_and_get_code(compiled, *given.values())
+    assert addresses == [cache.data_ptr() for cache in held.values()]
+    for layout, found in zip(layouts, actual, strict=True):
+        case = testing.Case("called", tuple(arguments(layout)), {**FP8, "layout": layout})
+        assert torch.equal(held[layout], copies[layout][2])
+        assert_agrees(
+            f"compiled, {layout}",
+            testing.op_testing("qnorm_rope_kv_insert"),
+            case,
+            (found, held[layout]),
+            (expected[layout], copies[layout][2]),
+        )
+        assert cache_sized_buffers(code, held[layout]) == []
     assert ".copy_(" not in code
 
 

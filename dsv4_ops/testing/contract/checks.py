@@ -7,8 +7,9 @@ Each ``check_*`` raises AssertionError with the name of the op and the differenc
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from dsv4_ops.testing.strategies.calls import (
     op_testing,
     primer,
     reference,
+    samples,
     sized_tensors,
     stays_determined,
     with_sizes,
@@ -91,18 +93,25 @@ def check_cases(spec: OpSpec, device: str = "cpu") -> None:
         )
 
 
-def check_opcheck(spec: OpSpec, device: str = "cpu", *, traces: int | None = None) -> None:
+def check_opcheck(
+    spec: OpSpec, device: str = "cpu", *, traces: int | None = None, compiled: bool = False
+) -> None:
     """``torch.library.opcheck`` passes: schema, fake and AOT dispatch agree with the op.
 
-    ``traces`` bounds the calls checked under AOT dispatch, which takes nearly all of the time.
+    Args:
+        traces: Bound of the calls checked under AOT dispatch, which takes nearly all of the time.
+        compiled: ``CompiledOps`` has the op: its compile goes through AOT dispatch in the first
+            configuration, here others do.
     """
+    first = op_testing(spec).settings[0]
     traced: set[tuple[Any, ...]] = set()
     for case in op_testing(spec).cases():
         moved = case.on(device).copy()
         checks = _opchecks(moved.tensors)
-        # check_compiled compares the results of every case
+        # CompiledOps compares the results of every case
         call = _traced_as(case)
-        if call not in traced and (traces is None or len(traced) < traces):
+        known = compiled and all(first[key] == case.settings.get(key) for key in first)
+        if not known and call not in traced and (traces is None or len(traced) < traces):
             checks += ("test_aot_dispatch_dynamic",)
             traced.add(call)
         torch.library.opcheck(spec.op, moved.tensors, moved.settings, test_utils=checks)
@@ -145,27 +154,130 @@ def check_fake(spec: OpSpec, device: str = "cpu") -> None:
                 assert fake == real, f"{spec.name}, {case.name}: fake {fake} != real {real}"
 
 
-class CompiledOp:
-    """An op compiled once: a single graph, no opaque calls, no recompiles, in-place writes."""
+class CompiledOps:
+    """Ops compiled once, together: a single graph, no opaque calls, no recompiles, in-place writes.
+
+    Each of ``fused`` is in the graph once more, between a producer of its inputs and a consumer of
+    its results: IR that reads a computed value at the wrong index fails only there.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[OpSpec],
+        device: str = "cpu",
+        *,
+        fused: Sequence[OpSpec] = (),
+        layout: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        layout = layout or torch.clone  # a view would be guarded on its base
+        self.parts = [_Part(spec, device, layout) for spec in specs]
+        self.parts += [_Fused(spec, device, layout) for spec in fused]
+        torch._dynamo.reset()
+        self.compiled = torch.compile(self._graph(), fullgraph=True, dynamic=True)
+        first = [part.inputs(part.first) for part in self.parts]
+        before = _copies(first)
+        # sizes that are equal by chance in the first call must not share a symbol; a float that
+        # starts as a symbol and ends as a constant would have the graph traced twice
+        with (
+            torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined] # methods of config modules are made at import
+            torch._dynamo.config.patch(specialize_float=True),
+        ):
+            outcome, self.code = compile_and_get_code(self.compiled, first)
+        opaque = opaque_calls(self.code)
+        excused = [f"dsv4_ops.{part.spec.name}." for part in self.parts if part.spec.opaque_because]
+        unexcused = [line for line in opaque if not any(name in line for name in excused)]
+        assert not unexcused, f"{self.name}: opaque in the compiled code: {unexcused}"
+        self._compare(range(len(self.parts)), outcome, first, before)
+
+    @property
+    def name(self) -> str:
+        return ", ".join(part.what for part in self.parts)
+
+    def _graph(self) -> Callable[[Sequence[Results]], Results]:
+        calls = [part.call for part in self.parts]
+
+        def call(given: Sequence[Results]) -> Results:
+            found: Results = ()
+            for part, tensors in zip(calls, given, strict=True):
+                found += results(part(*tensors))
+            return found
+
+        return call
+
+    def check(self, cases: Sequence[Case | None]) -> None:
+        """Every op agrees with its reference in one call, which recompiles nothing.
+
+        Args:
+            cases: Of each part; None: a call that the compilation has compared.
+        """
+        given = [
+            part.inputs(case or part.first) for part, case in zip(self.parts, cases, strict=True)
+        ]
+        before = _copies(given)
+        addresses = [tensor.data_ptr() for tensors in given for tensor in tensors]
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            actual = self.compiled(given)
+        after = [tensor.data_ptr() for tensors in given for tensor in tensors]
+        assert addresses == after, f"{self.name}: an argument has moved"
+        compared = [index for index, case in enumerate(cases) if case is not None]
+        self._compare(compared, actual, given, before)
+
+    def _compare(
+        self,
+        compared: Iterable[int],
+        actual: Any,
+        given: Sequence[Results],
+        before: Sequence[Results],
+    ) -> None:
+        actual = results(actual)
+        for index, part in enumerate(self.parts):
+            count = part.num_results
+            mine, actual = actual[:count], actual[count:]
+            if index in compared:
+                part.compare(mine, given[index], before[index])
+
+    def check_cases(self) -> None:
+        """Check named cases of these configurations whose sizes torch.compile keeps dynamic."""
+        for cases in zip_longest(*(part.cases() for part in self.parts)):
+            self.check(cases)
+
+    def fuzz(self, examples: int, *, derandomize: bool = True) -> None:
+        """``examples`` sampled batches of every op, at random with ``derandomize=False``."""
+        for cases in zip(
+            *(part.samples(examples, derandomize) for part in self.parts), strict=True
+        ):
+            self.check(cases)
+
+
+class CompiledOp(CompiledOps):
+    """One op, compiled by itself."""
 
     def __init__(
         self, spec: OpSpec, device: str = "cpu", *, layout: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        self.spec, self.device = spec, device
-        self.layout = layout or torch.clone  # a view would be guarded on its base
-        self.settings = dict(op_testing(spec).settings[0])
-        self.call = with_sizes(spec, self.settings)
-        torch._dynamo.reset()
-        self.compiled = torch.compile(self.call, fullgraph=True, dynamic=True)
-        first = self._inputs(primer(op_testing(spec), self.settings))
-        self.configured = self._configured(first)
-        case = as_case(spec, self.settings, first)
-        # sizes that are equal by chance in the first call must not share a symbol
-        with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined] # methods of config modules are made at import
-            result, self.code = compile_and_get_code(self.compiled, *first)
-        opaque = [] if spec.opaque_because else opaque_calls(self.code)
-        assert not opaque, f"{spec.name}: opaque in the compiled code: {opaque}"
-        _assert_outcome(spec.name, spec, case, _outcome(spec, result, first))
+        super().__init__([spec], device, layout=layout)
+
+
+class _Part:
+    """What a compiled graph has of one op."""
+
+    form = "compiled"
+
+    def __init__(self, spec: OpSpec, device: str, layout: Callable[[Tensor], Tensor]) -> None:
+        self.spec, self.device, self.layout = spec, device, layout
+        self.testing = op_testing(spec)
+        self.settings = dict(self.testing.settings[0])
+        self.first = primer(self.testing, self.settings)
+        self.public = with_sizes(spec, self.settings)
+        self.what = f"{spec.name}, {self.form}"
+        self.num_results = len(spec.op._schema.returns)
+        self.configured = self._configured(sized_tensors(self.first))
+
+    def call(self, *tensors: Tensor) -> Any:
+        return self.public(*tensors)
+
+    def inputs(self, case: Case) -> Results:
+        return tuple(self.layout(tensor) for tensor in sized_tensors(case.on(self.device)))
 
     def _configured(self, tensors: Sequence[Tensor]) -> list[Any]:
         """What a compiled function is specialised on: dtypes, block shapes and float widths."""
@@ -174,91 +286,85 @@ class CompiledOp:
         sizes = [tensor.shape[1:] for tensor in (*caches, *floats)]
         return [*(tensor.dtype for tensor in tensors), *sizes]
 
-    def _inputs(self, case: Case) -> Results:
-        return tuple(self.layout(tensor) for tensor in sized_tensors(case.on(self.device)))
-
-    def check(self, case: Case) -> None:
-        """The compiled op agrees with the reference and does not recompile."""
-        inputs = self._inputs(case)
-        before = [tensor.clone() for tensor in inputs]
-        addresses = [tensor.data_ptr() for tensor in inputs]
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            actual = _outcome(self.spec, self.compiled(*inputs), inputs)
-        called = as_case(self.spec, self.settings, before)
-        _assert_outcome(f"{self.spec.name}, compiled", self.spec, called, actual)
-        assert addresses == [tensor.data_ptr() for tensor in inputs], "an argument has moved"
-        for index, (tensor, copy) in enumerate(zip(inputs, before, strict=True)):
-            if index not in self.spec.mutated:
-                assert equal(tensor, copy), f"{self.spec.name}: an input was modified"
-
-    def check_cases(self) -> None:
-        """Check named cases of this configuration whose sizes torch.compile keeps dynamic."""
-        for case in op_testing(self.spec).cases():
+    def cases(self) -> list[Case]:
+        found = []
+        for case in self.testing.cases():
             same = all(self.settings[key] == case.settings.get(key) for key in self.settings)
             smallest = [0 if tensor is None else min(tensor.shape) for tensor in case.tensors]
             alike = self.configured == self._configured(sized_tensors(case))
             if same and alike and min(smallest) > 1:
-                self.check(case)
+                found.append(case)
+        return found
 
-    def fuzz(self, examples: int, *, derandomize: bool = True) -> None:
-        """``examples`` sampled batches."""
-        from hypothesis import HealthCheck, Verbosity, given, settings
+    def samples(self, examples: int, derandomize: bool) -> Iterator[Case]:
+        return samples(self.testing, self.settings, examples, derandomize=derandomize)
 
-        @settings(
-            max_examples=examples,
-            deadline=None,
-            database=None,
-            derandomize=derandomize,
-            verbosity=Verbosity.quiet,
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(op_testing(self.spec).strategy(settings=self.settings, min_size=2))
-        def check(case: Case) -> None:
-            self.check(case)
+    def compare(self, actual: Results, given: Results, before: Results) -> None:
+        """Results, and the inputs that the call left, against the reference on those before it."""
+        for index, (tensor, copy) in enumerate(zip(given, before, strict=True)):
+            if index not in self.spec.mutated:
+                assert equal(tensor, copy), f"{self.what}: an input was modified"
+        case = as_case(self.spec, self.settings, before)
+        written = tuple(given[index] for index in self.spec.mutated)
+        self._assert_agrees(case, actual, written, reference(self.spec, case))
 
-        check()
+    def _assert_agrees(
+        self, case: Case, actual: Results, written: Results, expected: Results
+    ) -> None:
+        assert_agrees(self.what, self.testing, case, (*actual, *written), expected)
+
+
+class _Fused(_Part):
+    """An op between a producer and a consumer, which also sees what the op wrote."""
+
+    form = "fused"
+
+    def __init__(self, spec: OpSpec, device: str, layout: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(spec, device, layout)
+        count = len(sized_tensors(self.first))
+        # bools: under dynamic=True Dynamo turns captured ints into symbols, which break `in`
+        self.writes = tuple(index in spec.mutated for index in range(count))
+        self.num_results += len(spec.mutated)
+
+    def call(self, *tensors: Tensor) -> Any:
+        arguments = tuple(map(_produced, tensors, self.writes))
+        written = (tensor for tensor, write in zip(arguments, self.writes, strict=True) if write)
+        return tuple(map(_consumed, results(self.public(*arguments), *written)))
+
+    def _assert_agrees(
+        self, case: Case, actual: Results, written: Results, expected: Results
+    ) -> None:
+        restored = []
+        for left, right in zip(actual, expected, strict=True):
+            if not right.is_floating_point():
+                assert_same(self.what, left, _consumed(right))
+            restored.append(_consumed(left) if right.is_floating_point() else right)
+        returned = restored[: len(restored) - len(written)]
+        for outcome in (restored, [*returned, *written]):
+            assert_agrees(self.what, self.testing, case, outcome, expected)
+
+
+def _produced(tensor: Tensor, written: bool) -> Tensor:
+    if written or tensor.dtype == torch.float8_e4m3fn:
+        return tensor
+    # exact in floating point, where a larger intermediate could overflow
+    return tensor * -1 * -1 if tensor.is_floating_point() else tensor * 2 - tensor
+
+
+def _consumed(tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.float8_e4m3fn:
+        return (tensor.to(torch.float32) * -1).to(tensor.dtype)
+    # not -tensor: in Triton that is 0 - tensor, which is +0 for both zeros
+    return tensor * -1 if tensor.is_floating_point() else tensor * 3 + 1
+
+
+def _copies(given: Sequence[Results]) -> list[Results]:
+    return [tuple(tensor.clone() for tensor in tensors) for tensors in given]
 
 
 def check_fusion(spec: OpSpec, device: str = "cpu") -> None:
-    """The op is right when compiled with a producer of its inputs and a consumer of its results.
-
-    IR that reads a computed value at the wrong index fails only then.
-    """
-    call, inputs = bound_call(spec, device)
-    # bools: under dynamic=True Dynamo turns captured ints into symbols, which break `in`
-    writes = tuple(index in spec.mutated for index in range(len(inputs)))
-
-    def produced(tensor: Tensor, written: bool) -> Tensor:
-        if written or tensor.dtype == torch.float8_e4m3fn:
-            return tensor
-        # exact in floating point, where a larger intermediate could overflow
-        return tensor * -1 * -1 if tensor.is_floating_point() else tensor * 2 - tensor
-
-    def consumed(tensor: Tensor) -> Tensor:
-        if tensor.dtype == torch.float8_e4m3fn:
-            return (tensor.to(torch.float32) * -1).to(tensor.dtype)
-        # not -tensor: in Triton that is 0 - tensor, which is +0 for both zeros
-        return tensor * -1 if tensor.is_floating_point() else tensor * 3 + 1
-
-    def between(*tensors: Tensor) -> Results:
-        arguments = tuple(map(produced, tensors, writes))
-        written = (tensor for tensor, write in zip(arguments, writes, strict=True) if write)
-        return tuple(map(consumed, results(call(*arguments), *written)))
-
-    torch._dynamo.reset()
-    compiled = torch.compile(between, fullgraph=True, dynamic=True)
-    case = as_case(spec, dict(op_testing(spec).settings[0]), inputs)
-    actual = compiled(*inputs)
-    expected = reference(spec, case)
-    agreed = partial(assert_agrees, f"{spec.name}, fused", op_testing(spec), case)
-    restored = []
-    for left, right in zip(actual, expected, strict=True):
-        if not right.is_floating_point():
-            assert_same(f"{spec.name}, fused", left, consumed(right))
-        restored.append(consumed(left) if right.is_floating_point() else right)
-    agreed(restored, expected)
-    in_place = [inputs[index] for index in spec.mutated]
-    agreed([*restored[: len(restored) - len(in_place)], *in_place], expected)
+    """The op is right when compiled with a producer of its inputs and a consumer of its results."""
+    CompiledOps([], device, fused=[spec])
 
 
 def bound_call(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -13,6 +15,11 @@ from dsv4_ops.core.tiles import PLAN_COLUMNS
 from dsv4_ops.testing.case import Case, OpTesting
 
 Results = tuple[Tensor, ...]
+
+SAMPLES = 40
+"""Sampled calls that the checks of one configuration share; sampling takes longer than a call."""
+CHUNK = 200
+"""Random calls that are kept at a time."""
 
 
 def op_testing(spec: OpSpec) -> OpTesting:
@@ -82,6 +89,59 @@ def sized_tensors(case: Case) -> tuple[Tensor, ...]:
     return (*tensors, *(torch.empty(size, dtype=torch.uint8, device=device) for size in capacities))
 
 
+def samples(
+    op_testing: OpTesting, settings: dict[str, Any], count: int, *, derandomize: bool = True
+) -> Iterator[Case]:
+    """``count`` sampled calls of one configuration, the same in every process or random ones.
+
+    Callers copy the tensors that they write to.
+    """
+    configuration = tuple(sorted(settings.items()))
+    if derandomize:
+        yield from _shared(op_testing.make, configuration, max(count, SAMPLES))[:count]
+        return
+    for start in range(0, count, CHUNK):
+        chunk = min(CHUNK, count - start)
+        yield from _sample(op_testing.make, configuration, chunk, derandomize)
+
+
+@functools.cache
+def _shared(
+    make: Callable[..., Case], configuration: tuple[tuple[str, Any], ...], count: int
+) -> tuple[Case, ...]:
+    return _sample(make, configuration, count, True)
+
+
+def _sample(
+    make: Callable[..., Case],
+    configuration: tuple[tuple[str, Any], ...],
+    count: int,
+    derandomize: bool,
+) -> tuple[Case, ...]:
+    from hypothesis import HealthCheck, Phase, Verbosity, given
+    from hypothesis import settings as profile
+    from hypothesis import strategies as st
+
+    sampled: list[Case] = []
+
+    @profile(
+        max_examples=count,
+        database=None,
+        derandomize=derandomize,
+        deadline=None,
+        phases=[Phase.generate],
+        verbosity=Verbosity.quiet,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def collect(data: Any) -> None:
+        sampled.append(make(data.draw, dict(configuration), 2))
+
+    collect()
+    # Hypothesis ends early where there are few different calls
+    return tuple(islice(cycle(sampled), count))
+
+
 def primer(
     op_testing: OpTesting,
     settings: dict[str, Any],
@@ -93,27 +153,10 @@ def primer(
 
     Export gives equal sizes one symbol.
     """
-    from hypothesis import HealthCheck, Phase, given
-    from hypothesis import settings as profile
-
-    sampled: list[Case] = []
-
-    @profile(
-        max_examples=100,
-        database=None,
-        derandomize=True,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(op_testing.strategy(settings=settings, min_size=2))
-    def collect(case: Case) -> None:
-        sampled.append(case)
-
-    collect()
 
     def differing(case: Case) -> int:
         return len({size for tensor in sized_tensors(case) for size in tensor.shape})
 
+    sampled = samples(op_testing, settings, SAMPLES)
     kept = [case for case in sampled if keep is None or keep(case)]
     return sorted(kept, key=differing, reverse=True)[skip]
