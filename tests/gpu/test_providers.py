@@ -17,14 +17,12 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch import choice, libraries, providers
 from dsv4_ops.kernels.external import flash_mla as adapter
-from dsv4_ops.lowering import measure
 from dsv4_ops.lowering.inspect import (
     build_package,
     compile_and_get_code,
     load_package,
     opaque_calls,
 )
-from dsv4_ops.lowering.measure import example
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import exact_results
 from tests.gpu.providers import BUILD, captured
@@ -469,34 +467,14 @@ def test_a_symbolic_batch_has_auto_take_ours():
         assert "_flashmla_C" not in code
 
 
-def test_max_autotune_measures():
-    """One of the executions that can run here, whichever was faster, and a result that is right."""
-    case = decode_case(0, 150, 128, 1024).on(DEVICE)
-    measure._measured.cache_clear()
-    compiled = torch.compile(
-        lambda *tensors: tuple(ops.sparse_mla_decode(*tensors, **case.settings)),
-        fullgraph=True,
-        dynamic=False,
-        options={"max_autotune": True},
-    )
-    with torch._inductor.config.patch(force_disable_caches=True):
-        result, code = compile_and_get_code(compiled, *case.tensors[:8])
-    check(DECODE, case, result)
-    assert measure._measured.cache_info().currsize == 1
-    values = OPS[DECODE].arguments(case.tensors, case.settings)
-    chosen = measure._measured(DECODE, ("triton", "flash_mla"), measure._signature(values))
-    assert measure._measured.cache_info().misses == 1
-    assert ("_flashmla_C" in code) == (chosen == "flash_mla")
-
-
 def test_the_benchmark_of_the_table_runs():
     for op, rows in ((DECODE, 512), (PAGED, 128), (GATHERED, 128)):
-        made = example(op, bench_choice.like(op, 64, 64, rows))
+        made = bench_choice.example(op, bench_choice.like(op, 64, 64, rows))
         for impl in ("flash_mla", "reference" if op == GATHERED else "triton"):
             assert bench_choice.device_us(op, impl, [made, made]) > 0
         if op == DECODE:
             assert bench_choice.device_us(op, "flash_mla", [made], planned=True) > 0
-    made = example("indexer_select", bench_choice.like("indexer_select", 64, 64, 1024))
+    made = bench_choice.example("indexer_select", bench_choice.like("indexer_select", 64, 64, 1024))
     assert bench_choice.device_us("indexer_select", "deep_gemm", [made, made]) > 0
 
 

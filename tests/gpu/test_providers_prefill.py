@@ -13,7 +13,6 @@ from dsv4_ops.dispatch import providers
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.kernels.sparse_mla import bf16_workspace as kernels
 from dsv4_ops.lowering.inspect import compile_and_get_code
-from dsv4_ops.lowering.measure import example
 from dsv4_ops.reference import bf16_workspace
 from dsv4_ops.reference.bf16_workspace import Prefill, Source
 from dsv4_ops.testing.case import Case
@@ -177,6 +176,6 @@ def test_auto_has_ours_where_the_library_runs(heads: int) -> None:
 
 
 def test_the_benchmark_of_the_table_runs() -> None:
-    made = example(PREFILL, bench_choice.like(PREFILL, 512, 64, 512))
+    made = bench_choice.example(PREFILL, bench_choice.like(PREFILL, 512, 64, 512))
     for impl in ("flash_mla", "triton"):
         assert bench_choice.device_us(PREFILL, impl, [made, made]) > 0
