@@ -122,7 +122,7 @@ def _packages() -> list[Case]:
 
 def _small_packages() -> list[Case]:
     made = forms(4, 64, 64, 128, prefix=512, rows=256, exported=3)
-    more = {"prefill": 70}  # of another number of pages
+    more = {"prefill": 70}  # of another number of blocks
     return [
         case for name, form in made.items() for case in package_cases(form, (2, more.get(name, 5)))
     ]
@@ -149,17 +149,17 @@ class Bench(WaysBench):
     def compare_baseline(
         self,
         row: SparseMlaRow,
-        theirs: Sequence[Tensor],
+        baseline: Sequence[Tensor],
         ours: Sequence[Tensor],
         expected: Sequence[Tensor],
     ) -> None:
         kind = row.variant if row.case == GROUP else row.case
         out = PREFILL_OUT if kind in ("prefill", "gathered") else DECODE_OUT
-        pairs = zip(("out", "lse"), theirs, ours, (out, DECODE_LSE), strict=False)
+        pairs = zip(("out", "lse"), baseline, ours, (out, DECODE_LSE), strict=False)
         found = [text for pair in pairs if (text := outside(*pair))]
         row.baseline_agrees = not found
-        if theirs[0].shape == ours[0].shape:
-            row.baseline_max_diff = float((theirs[0].double() - ours[0].double()).abs().max())
+        if baseline[0].shape == ours[0].shape:
+            row.baseline_max_diff = float((baseline[0].double() - ours[0].double()).abs().max())
         notes = [row.baseline_note, *found] if row.baseline_note else found
         row.baseline_note = "; ".join(notes) or None
 
@@ -182,7 +182,7 @@ class Bench(WaysBench):
                 row.baseline_error = "; ".join(text for text in texts if text)
 
     def _time_whole(self, row: SparseMlaRow, work: PrefillWork, ours: Sequence[Tensor]) -> None:
-        """vLLM's way from FP8 pages, and its parts in the order in which they need each other."""
+        """vLLM's way from FP8 blocks, and its parts in the order in which they need each other."""
         if isinstance(self.cache, Exception):
             raise self.cache
         held, ours_first = (

@@ -71,7 +71,7 @@ def differing(requests: list[Request], device: str) -> int:
         ids = torch.tensor([request.tokens], device=device)
         best = stock(ids, use_cache=False).logits[0].argmax(-1).tolist()
         pairs = zip(best[length - 1 : -1], request.tokens[length:], strict=True)
-        wrong += sum(ours != theirs for theirs, ours in pairs)
+        wrong += sum(ours != hf for hf, ours in pairs)
     return wrong
 
 

@@ -251,7 +251,7 @@ class Checks:
     ) -> None:
         """``cache`` is a paged cache of ``layout``: bytes that the attention libraries would
         misread without complaint if they were laid out otherwise. ``dims`` name its sizes,
-        ``size_name`` the argument with the rows of a page."""
+        ``size_name`` the argument with the rows of a block."""
         self.storage(name, cache, type(layout).__name__, layout.tag, layout.storage_dtype)
         self.tensor(name, cache, layout.storage_dtype, *dims)
         _, entries = layout.shape(0)
@@ -290,7 +290,7 @@ class Checks:
         size_name: str = "block_size",
     ) -> None:
         """``cache`` is a plain paged cache of bf16 or fp32 rows; ``dims`` name its sizes,
-        ``size_name`` the argument with the rows of a page."""
+        ``size_name`` the argument with the rows of a block."""
         self.storage(name, cache, "PlainLayout", "plain", torch.bfloat16, torch.float32)
         self.tensor(name, cache, cache.dtype, *dims)
         if cache.shape[1] < 1:

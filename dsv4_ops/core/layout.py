@@ -37,7 +37,7 @@ SCALE_BIAS = 127
 """UE8M0: byte b is the scale 2^(b - 127)."""
 
 SCALE_FLOOR = 105
-"""Scale byte of a block whose largest magnitude is 1e-4 or less: 2^-22 * 448 is just above 1e-4."""
+"""Scale byte of a block whose amax is 1e-4 or less: 2^-22 * 448 is just above 1e-4."""
 
 ACTIVATION_FLOOR = 85
 """The same for activations and 1e-10: 2^-42 * 448 is just above."""

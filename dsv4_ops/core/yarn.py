@@ -13,7 +13,7 @@ COLLAPSED_RAMP = 1e-3
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN with the defaults of DeepSeek-V4's compressed layers; magnitudes are not scaled.
+    """YaRN with the defaults of DeepSeek-V4's compressed layers, without its attention scaling.
 
     Args:
         factor: Context length over the original one; above 0.

@@ -88,8 +88,9 @@ def flash_mla_plan(
 
 
 def flash_mla_num_sm_parts(num_heads: int, device: torch.device | str = "cuda") -> int:
-    """Parts that FlashMLA cuts a decode of one query per token into on Hopper, which
-    ``flash_mla_metadata`` is made for.
+    """Return the SM parts that FlashMLA splits a decode into on Hopper.
+
+    ``flash_mla_metadata`` is made for that number, of one query per token.
 
     Loads the library: ask once, outside of compiled code.
 

@@ -221,8 +221,8 @@ def expand_block_table(block_table: Tensor, req_indices: Tensor) -> Tensor:
     row.
 
     Args:
-        block_table: Page of every logical block, [num_reqs, max_blocks], int32, any strides.
-            Entries are copied as they are.
+        block_table: Physical block of every logical block, [num_reqs, max_blocks], int32, any
+            strides. Entries are copied as they are.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
             padding.
 

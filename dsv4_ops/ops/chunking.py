@@ -42,12 +42,13 @@ def split_prefill_chunks(
     max_chunks: int,
     request_offset: int = 0,
 ) -> PrefillChunks:
-    """Cut prefill requests into chunks that fit the workspace and the logits budget, on the device.
+    """Split prefill requests into chunks on the device.
 
-    A request joins a chunk while the chunk's key rows stay within ``workspace_size`` and its query
-    rows times key rows within ``max_logits_bytes`` / 4. A request that fits nowhere is a chunk by
-    itself, cut along its query rows so that each piece respects the logits budget; its keys may
-    exceed ``workspace_size``, which therefore must hold the longest request.
+    Every chunk fits the workspace and the logits budget. A request is added to a chunk while the
+    chunk's key rows stay within ``workspace_size`` and its query rows times key rows within
+    ``max_logits_bytes`` / 4. A request that fits nowhere is a chunk by itself, split along its
+    query rows so that each part respects the logits budget; its keys may exceed ``workspace_size``,
+    which therefore must hold the longest request.
 
     Args:
         seq_lens: Key rows of every request (compressed lengths), [num_reqs], int32. Negative counts
@@ -187,8 +188,7 @@ def max_prefill_chunks(
 
     Returns:
         An upper bound, at least 1: every chunk has a query row, every group of requests a last
-            piece, and the other
-        pieces are as large as the logits of the longest request allow.
+        chunk, and the other chunks are as large as the logits of the longest request allow.
 
     Raises:
         ValueError: an argument out of range.

@@ -47,13 +47,13 @@ def save_compressor_states(
             then score. width is head_dim, or 2 * head_dim for an overlapping compressor.
         ape: Position bias of the scores, [compress_ratio, width], float32.
         states: Paged states, [num_state_blocks, page_bytes / 4], float32, from
-            ``StateLayout(block_size, 2 * width).allocate``. Pages may lie apart, at multiples of 16
-            bytes.
-        slot_mapping: Slot of every token in the states, page * block_size + row, [num_tokens],
-            int64. Slots below 0 and past the last page are skipped.
+            ``StateLayout(block_size, 2 * width).allocate``. Blocks may lie apart, at multiples of
+            16 bytes.
+        slot_mapping: Slot of every token in the states, block * block_size + row, [num_tokens],
+            int64. Slots below 0 and past the last block are skipped.
         positions: Absolute position of every token, [num_tokens], int64; below 0 is skipped.
         compress_ratio: Tokens per window, 4 or 128. At least 1.
-        block_size: Rows per page: 4 for C4, 8 for C128. At least 1.
+        block_size: Rows per block: 4 for C4, 8 for C128. At least 1.
 
     Returns:
         Nothing.
@@ -197,8 +197,8 @@ def compress_and_insert(
         ape: Position bias of the scores, [compress_ratio, width], float32.
         states: Paged states, [num_state_blocks, page_bytes / 4], float32, from
             ``StateLayout(state_block_size, 2 * width).allocate``. Not written here.
-        state_block_table: Page of the states of every logical block of state_block_size positions,
-            [num_reqs, max_state_blocks], int32, any strides.
+        state_block_table: Physical block of the states of every logical block of state_block_size
+            positions, [num_reqs, max_state_blocks], int32, any strides.
         positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
             padding.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
@@ -210,13 +210,13 @@ def compress_and_insert(
         k_cache: "v4_fp8" and "v4_indexer_fp8": [num_blocks, page_bytes], uint8. "plain":
             [num_blocks, block_size, head_dim], bfloat16 or float32, with dense rows.
         slot_mapping: Slot of the row that every token finishes, from ``compressed_slot_mapping``,
-            [num_tokens], int64. Tokens that finish none, slots below 0 and past the last page are
+            [num_tokens], int64. Tokens that finish none, slots below 0 and past the last block are
             skipped.
         compress_ratio: Tokens per window, 4 or 128. At least 1.
         overlap: Whether the window before counts too: True for C4, False for C128.
         eps: Added to the mean square in the RMSNorm. Above 0.
-        state_block_size: Rows per page of the states: 4 for C4, 8 for C128. At least 1.
-        block_size: Rows per page of ``k_cache``: 64 for C4, 2 for C128. At least 1.
+        state_block_size: Rows per block of the states: 4 for C4, 8 for C128. At least 1.
+        block_size: Rows per block of ``k_cache``: 64 for C4, 2 for C128. At least 1.
         layout: Tag of the cache's layout, "v4_fp8", "v4_indexer_fp8" or "plain".
 
     Returns:
@@ -227,7 +227,7 @@ def compress_and_insert(
         ``quantize_and_insert_k_cache`` and ``quantize_and_insert_indexer_k`` would. The row of the
         token i places before is taken from ``kv_score`` where that token is in this call, of the
         same request and i positions before, else from ``states``; so this op may run before
-        or after ``save_compressor_states``. Rows before position 0 and on pages that do not exist
+        or after ``save_compressor_states``. Rows before position 0 and on blocks that do not exist
         have no weight, and nothing else is read: NaN in unused states never matters. If two tokens
         have one slot, its bytes are of either of them, not of one alone.
 
@@ -439,10 +439,10 @@ def save_and_compress(
         ape: Position bias of the scores, [compress_ratio, width], float32.
         states: Paged states, [num_state_blocks, page_bytes / 4], float32, from
             ``StateLayout(state_block_size, 2 * width).allocate``.
-        state_block_table: Page of the states of every logical block of state_block_size positions,
-            [num_reqs, max_state_blocks], int32, any strides.
-        state_slot_mapping: Slot of every token's own row in ``states``, page * state_block_size +
-            row, [num_tokens], int64. Slots below 0 and past the last page are not saved.
+        state_block_table: Physical block of the states of every logical block of state_block_size
+            positions, [num_reqs, max_state_blocks], int32, any strides.
+        state_slot_mapping: Slot of every token's own row in ``states``, block * state_block_size +
+            row, [num_tokens], int64. Slots below 0 and past the last block are not saved.
         positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
             padding, of which no window is finished; below 0 no state is saved either.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 none of its
@@ -456,8 +456,8 @@ def save_and_compress(
         compress_ratio: Tokens per window, 4 or 128. At least 1.
         overlap: Whether the window before counts too: True for C4, False for C128.
         eps: Added to the mean square in the RMSNorm. Above 0.
-        state_block_size: Rows per page of the states: 4 for C4, 8 for C128. At least 1.
-        block_size: Rows per page of ``k_cache``: 64 for C4, 2 for C128. At least 1.
+        state_block_size: Rows per block of the states: 4 for C4, 8 for C128. At least 1.
+        block_size: Rows per block of ``k_cache``: 64 for C4, 2 for C128. At least 1.
         layout: Tag of the cache's layout, "v4_fp8", "v4_indexer_fp8" or "plain".
 
     Returns:

@@ -48,10 +48,10 @@ def quantize_and_insert_indexer_k(
         k: Keys with RoPE applied, [num_rows, 128], bfloat16, any strides; at least num_tokens rows,
             more are ignored.
         k_cache: Paged cache, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
-            Pages may lie apart, at multiples of 16 bytes.
-        slot_mapping: Slot of every token, page * block_size + row, [num_tokens], int64. Slots below
-            0 and past the last page are skipped.
-        block_size: Rows per page, 64 for DeepGEMM. At least 1.
+            Blocks may lie apart, at multiples of 16 bytes.
+        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Slots
+            below 0 and past the last block are skipped.
+        block_size: Rows per block, 64 for DeepGEMM. At least 1.
         layout: Tag of the cache's layout, "v4_indexer_fp8".
 
     Returns:
@@ -59,7 +59,7 @@ def quantize_and_insert_indexer_k(
 
     Mutates: ``k_cache``: the 128 codes and the 4 scale bytes of every slot that is written; no
         other byte. One scale for the whole row, float32, the smallest power of two, 2^-22 at least,
-        with which the largest magnitude is at most 448. NaN, infinities and tokens that share a
+        with which the amax is at most 448. NaN, infinities and tokens that share a
         slot: as ``quantize_and_insert_k_cache``.
 
     Raises:
@@ -150,16 +150,16 @@ def gather_indexer_k(
             ``quantize_and_insert_indexer_k``.
         cu_seq_lens: First result row of every request, and the end, [num_reqs + 1], int32,
             non-decreasing; ``dsv4_ops.prefill_row_bounds`` gives it.
-        block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
-            strides.
-        block_size: Rows per page. At least 1.
+        block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
+            int32, any strides.
+        block_size: Rows per block. At least 1.
         num_rows: Rows of the result, a capacity. At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8".
 
     Returns:
         ``IndexerKeys(k, scales)``: uint8 [num_rows, 128] e4m3 codes, whose values are
         ``k.view(torch.float8_e4m3fn)``, and float32 [num_rows] scales. Rows that belong to no
-        request or lie on no page are zeros.
+        request or lie on no block are zeros.
 
     Mutates: nothing.
 
@@ -225,15 +225,15 @@ _paged_mqa_logits_metadata = define_op(
 def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int) -> Tensor:
     """Share the keys of a step's indexer among SMs as DeepGEMM does.
 
-    A row of keys is cut into splits of 256. All splits of all rows, one row after the other, are
-    dealt out in runs that differ by no more than one split; the longer ones come first. DeepGEMM's
-    paged logits go by such a schedule; ours need none.
+    A row of keys is divided into splits of 256. All splits of all rows, one row after the other,
+    are dealt out in runs that differ by no more than one split; the longer ones come first.
+    DeepGEMM's paged logits go by such a schedule; ours need none.
 
     Args:
         seq_lens: Keys that every row of queries may see, [num_reqs], int32; below 0 counts as 0. In
             a step whose tokens are scored one by one, as ``indexer_logits`` does, a row is a token.
-            Of lens [num_reqs, next_n] with next_n up to 2 DeepGEMM takes the last column.
-        block_size: Rows of a page: 64, or another divisor of 256. The schedule does not depend on
+            Of lengths [num_reqs, next_n] with next_n up to 2 DeepGEMM takes the last column.
+        block_size: Rows of a block: 64, or another divisor of 256. The schedule does not depend on
             it.
         num_sms: SMs that the logits run on, DeepGEMM's ``get_num_sms()``. At least 1.
 
@@ -254,8 +254,8 @@ def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int
         TypeError: a dtype other than int32, or a number that is no int.
 
     Compile: decomposes to a prefix sum and one reduction; dynamic in num_reqs; CUDA graphs and
-        export: yes. No host synchronisation: a captured graph makes the schedule of the lens that
-        it finds.
+        export: yes. No host synchronisation: a captured graph makes the schedule of the lengths
+        that it finds.
 
     Source: DeepGEMM's ``get_paged_mqa_logits_metadata``; semantics only.
 
@@ -411,7 +411,7 @@ def indexer_logits(
     layout: str = IndexerLayout.tag,
     impl: str = "auto",
 ) -> Tensor:
-    """Scores of the first compressed rows of every token's request, read from their pages.
+    """Scores of the first compressed rows of every token's request, read from their blocks.
 
     To select rows, ``indexer_select`` does not store the scores at all.
 
@@ -422,20 +422,20 @@ def indexer_logits(
         weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
             strides. Those of plain queries are the weights of the heads times a softmax_scale that
             the caller applies: ``indexer_quantize_q`` has 128^-0.5 * num_heads^-0.5.
-        k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``. Pages
-            may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size, 128], of
-            the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
+        k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
+            Blocks may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size,
+            128], of the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
         lens: Rows that every token may see, [num_tokens], int32; ``flatten_decode`` gives them.
         req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
             rows.
-        block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
-            strides.
+        block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
+            int32, any strides.
         schedule: How DeepGEMM shares the keys among SMs, [num_sms + 1, 2], int32, from
             ``paged_mqa_logits_metadata``, so that a step makes it once; None to have it made in the
-            call. Of just the lens that count here: 0 for tokens of no request, and no more than
-            num_rows and max_blocks * block_size. DeepGEMM checks nothing: by one of other lens it
-            reads and writes where it must not. Whatever else runs goes by none.
-        block_size: Rows per page, 64 for DeepGEMM. At least 1.
+            call. Of just the lengths that count here: 0 for tokens of no request, and no more than
+            num_rows and max_blocks * block_size. DeepGEMM checks nothing: by one of other lengths
+            it reads and writes where it must not. Whatever else runs goes by none.
+        block_size: Rows per block, 64 for DeepGEMM. At least 1.
         num_rows: Columns of the result, a capacity. At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
         impl: What runs: "triton" our kernel, "deep_gemm" DeepGEMM, "reference" the definition;
@@ -443,9 +443,9 @@ def indexer_logits(
 
     Returns:
         float32 [num_tokens, num_rows], dense: sum over heads of weights * relu(q . k), times the
-        scale of the key if it has one. -inf for rows past ``lens`` and for rows whose page does not
-        exist. Sums are float32; the FP8 matrix unit of Hopper keeps some 14 bits of a product over
-        128 values.
+        scale of the key if it has one. -inf for rows past ``lens`` and for rows whose block does
+        not exist. Sums are float32; the FP8 matrix unit of Hopper keeps some 14 bits of a product
+        over 128 values.
 
     Mutates: nothing.
 
@@ -454,7 +454,7 @@ def indexer_logits(
             several devices.
         TypeError: a dtype other than the ones above.
         NotImplementedError: an ``impl`` that does not take the call: DeepGEMM has 32 or 64 heads
-            and pages of 64 rows of the layout "v4_indexer_fp8".
+            and blocks of 64 rows of the layout "v4_indexer_fp8".
         ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
     Compile: on CUDA one Triton kernel of ours; on CPU, and everywhere for the layout "plain", the
@@ -684,17 +684,17 @@ def indexer_select(
         weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
             strides. Those of plain queries are the weights of the heads, times a softmax_scale if
             the caller likes: a factor above 0 of all of them selects the same rows.
-        k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``. Pages
-            may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size, 128], of
-            the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
+        k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
+            Blocks may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size,
+            128], of the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
         positions: Absolute position of every token, [num_tokens], int64; below 0: no row.
         req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
             rows.
-        block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
-            strides.
+        block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
+            int32, any strides.
         schedule: For DeepGEMM, as ``indexer_logits`` takes it: of the complete rows of every token,
             no more than max_blocks * block_size. None to have it made in the call.
-        block_size: Rows per page, 64 for DeepGEMM. At least 1.
+        block_size: Rows per block, 64 for DeepGEMM. At least 1.
         compress_ratio: Tokens of a compressed row, 4. At least 1.
         topk: Rows to choose, 512 (Flash) or 1024 (Pro). At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
@@ -707,10 +707,10 @@ def indexer_select(
     Returns:
         int32 [num_tokens, topk], dense: rows of the request, ascending, then -1, for
         ``sparse_mla_prefill``. Candidates are the (position + 1) // compress_ratio rows that are
-        complete, as far as their pages exist; scores are those of ``indexer_logits``, and ties and
+        complete, as far as their blocks exist; scores are those of ``indexer_logits``, and ties and
         NaN as in ``indexer_topk``. If there are no more than ``topk`` candidates, all of them. With
-        ``slots``, what ``global_topk_indices_and_lens`` makes of these rows, at their places: page
-        * block_size + row in the page, -1 where there is no row and for slots beyond int32.
+        ``slots``, what ``global_topk_indices_and_lens`` makes of these rows, at their places: block
+        * block_size + row in the block, -1 where there is no row and for slots beyond int32.
 
     Mutates: nothing.
 

@@ -47,15 +47,15 @@ def swa_indices_and_lens(
             padding.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
             padding.
-        block_table: Page of every logical block of the window cache, [num_reqs, max_blocks], int32,
-            any strides.
-        block_size: Rows per page. At least 1.
+        block_table: Physical block of every logical block of the window cache, [num_reqs,
+            max_blocks], int32, any strides.
+        block_size: Rows per block. At least 1.
         window_size: Keys of a full window, the token itself included. At least 1.
 
     Returns:
         ``SwaIndices(indices, lens)``: int32 [num_tokens, window_size] slots, -1 past the window,
         and int32 [num_tokens] window lengths. Padding tokens have a row of -1 and length 0. A key
-        whose page lies past the table, is negative, or has slots beyond int32 is -1 inside the
+        whose block lies past the table, is negative, or has slots beyond int32 is -1 inside the
         window.
 
     Mutates: nothing.
@@ -172,13 +172,13 @@ def global_topk_indices_and_lens(
             unused.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
             padding.
-        block_table: Page of every logical block of the compressed cache, [num_reqs, max_blocks],
-            int32, any strides.
-        block_size: Compressed rows per page. At least 1.
+        block_table: Physical block of every logical block of the compressed cache, [num_reqs,
+            max_blocks], int32, any strides.
+        block_size: Compressed rows per block. At least 1.
 
     Returns:
         ``TopkIndices(indices, lens)``: int32 [num_tokens, topk] slots at unchanged places, -1 for
-        unused entries, rows past the table, negative pages and slots beyond int32; and int32
+        unused entries, rows past the table, negative blocks and slots beyond int32; and int32
         [num_tokens], one past the last valid entry.
 
     Mutates: nothing.
@@ -247,9 +247,9 @@ def dense_compressed_indices(
             padding.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
             padding.
-        block_table: Page of every logical block of the compressed cache, [num_reqs, max_blocks],
-            int32, any strides.
-        block_size: Compressed rows per page. At least 1.
+        block_table: Physical block of every logical block of the compressed cache, [num_reqs,
+            max_blocks], int32, any strides.
+        block_size: Compressed rows per block. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
         max_compressed: Width of the result, from the configured longest request; it never depends
             on the batch.
@@ -258,7 +258,7 @@ def dense_compressed_indices(
         ``TopkIndices(indices, lens)``: int32 [num_tokens, max_compressed] slots of rows 0, 1, ..,
         -1 past the visible ones; and int32 [num_tokens], min((position + 1) // compress_ratio,
         max_compressed). Padding tokens have a row of -1 and length 0. A row past the table, on a
-        negative page or with a slot beyond int32 is -1.
+        negative block or with a slot beyond int32 is -1.
 
     Mutates: nothing.
 
@@ -466,24 +466,24 @@ def mixed_sparse_indices(
             num_decode_tokens + num_prefill_tokens; outside 0..2**31-2 means padding.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
             padding.
-        swa_block_table: Page of every logical block of the window cache, [num_reqs, max_blocks],
-            int32, any strides.
+        swa_block_table: Physical block of every logical block of the window cache, [num_reqs,
+            max_blocks], int32, any strides.
         compressed_block_table: The same of the compressed cache; None: one table for both.
-        swa_block_size: Rows per page of the window cache. At least 1.
-        compressed_block_size: Rows per page of the compressed cache. At least 1.
+        swa_block_size: Rows per block of the window cache. At least 1.
+        compressed_block_size: Rows per block of the compressed cache. At least 1.
         window_size: Keys in a full window. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
         topk: Selected rows per prefill token at most. At least 0.
         decode_compressed_indices_are_local: Whether they are rows inside the request.
-        swa_block_span: Rows from the start of one page of the window cache to the next, where pages
-            of several caches are packed together. None: ``swa_block_size``.
+        swa_block_span: Rows from the start of one block of the window cache to the next, where
+            blocks of several caches are packed together. None: ``swa_block_size``.
         compressed_block_span: The same of the compressed cache.
 
     Returns:
         ``TopkIndices(indices, lens)``: int32 [num_tokens, swa_width + max(topk, columns) rounded up
         to 4], window slots first, -1 for holes; and int32 [num_tokens], swa_width plus the
         compressed columns that count. The window always counts swa_width columns, unlike in
-        ``combine_topk_swa_indices``. Slots past a table, on negative pages or beyond int32 are
+        ``combine_topk_swa_indices``. Slots past a table, on negative blocks or beyond int32 are
         holes. Padding tokens have a row of -1 and length 0.
 
     Mutates: nothing.

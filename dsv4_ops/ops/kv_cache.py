@@ -43,19 +43,19 @@ def quantize_and_insert_k_cache(
     Args:
         k: Keys with RoPE applied, [num_rows, 512], bfloat16, any strides; at least num_tokens rows,
             more are ignored. The last 64 values of a row are its RoPE part.
-        k_cache: Paged cache, [num_blocks, page_bytes], uint8, from ``MainLayout.allocate``. Pages
+        k_cache: Paged cache, [num_blocks, page_bytes], uint8, from ``MainLayout.allocate``. Blocks
             may lie apart, at multiples of 16 bytes.
-        slot_mapping: Slot of every token, page * block_size + row, [num_tokens], int64. Slots below
-            0 and past the last page are skipped.
-        block_size: Rows per page: 64 for the window and C4, 2 for C128. At least 1.
+        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Slots
+            below 0 and past the last block are skipped.
+        block_size: Rows per block: 64 for the window and C4, 2 for C128. At least 1.
         layout: Tag of the cache's layout, "v4_fp8".
 
     Returns:
         Nothing.
 
     Mutates: ``k_cache``: the 584 bytes of every slot that is written; no other byte. Each block of
-        64 values gets the smallest power-of-two scale, 2^-22 at least, with which its largest
-        magnitude is at most 448; its UE8M0 byte is stored, and e4m3 codes (round to nearest even)
+        64 values gets the smallest power-of-two scale, 2^-22 at least, with which its amax
+        is at most 448; its UE8M0 byte is stored, and e4m3 codes (round to nearest even)
         of the values over the scale (read back, values within 3 % of the largest bfloat16 are
         infinite). RoPE values are copied bit for bit, the eighth scale byte is
         0. NaN becomes code 0x7F and does not count for the scale; an infinity counts as the largest
@@ -152,9 +152,9 @@ def dequantize_and_gather_k_cache(
             ``quantize_and_insert_k_cache``.
         seq_lens: Rows of every request in this cache, [num_reqs], int32.
         gather_lens: How many of them to read, the last ones, [num_reqs], int32; None reads all.
-        block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
-            strides.
-        block_size: Rows per page. At least 1.
+        block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
+            int32, any strides.
+        block_size: Rows per block. At least 1.
         offset: Row of the workspace at which every request starts, 0..num_rows.
         layout: Tag of the cache's layout, "v4_fp8".
 
@@ -163,7 +163,7 @@ def dequantize_and_gather_k_cache(
 
     Mutates: ``out``: rows offset .. offset + gather_lens - 1 of every request, as far as the
         workspace reaches; no other value. A row before position 0, past the block table or on a
-        page that does not exist is zeros.
+        block that does not exist is zeros.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, an
@@ -244,9 +244,9 @@ def gather_k_cache(
             width], bfloat16 or float32, with dense rows.
         seq_lens: Rows of every request in this cache, [num_reqs], int32.
         gather_lens: How many of them to read, the last ones, [num_reqs], int32; None reads all.
-        block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
-            strides.
-        block_size: Rows per page. At least 1.
+        block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
+            int32, any strides.
+        block_size: Rows per block. At least 1.
         num_rows: Rows of the result per request. At least 0.
         offset: Row of the result at which every request starts, 0..num_rows.
         layout: Tag of the cache's layout, "v4_fp8" or "plain".
@@ -337,8 +337,8 @@ def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
             are ignored.
         k_cache: Paged cache, [num_blocks, block_size, width], of the dtype of ``k``, with dense
             rows, from ``PlainLayout.allocate``.
-        slot_mapping: Slot of every token, page * block_size + row, [num_tokens], int64. Slots below
-            0 and past the last page are skipped.
+        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Slots
+            below 0 and past the last block are skipped.
 
     Returns:
         Nothing.

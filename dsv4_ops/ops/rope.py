@@ -60,7 +60,7 @@ def rope_cos_sin_cache(
 
     Compile: call it before; it is no op.
 
-    Source: DeepSeek-V4's configuration; YaRN (Peng et al., 2023) without a scale of the magnitude.
+    Source: DeepSeek-V4's configuration; YaRN (Peng et al., 2023) without its attention scaling.
 
     Example:
         >>> import torch, dsv4_ops
@@ -176,7 +176,7 @@ def inverse_rope_group(
     """Undo the rotation of the attention output and lay its heads out in groups.
 
     Values are keys in this attention, so that the output is rotated by the position of each key;
-    turned back by that of the query, it depends on distances only. ``sparse_mla_decode`` does the
+    after inverse RoPE by that of the query it depends on distances only. ``sparse_mla_decode`` does the
     same to its output, where it is given the two tensors.
 
     Args:
@@ -236,7 +236,7 @@ def inverse_rope_group_quantize(
         ``QuantizedGroups(values, scales)``. values: float8_e4m3fn [num_groups, num_tokens, width],
         dense, with width = num_heads / num_groups * 512: the bfloat16 of ``inverse_rope_group``
         over its scale, rounded to nearest even. The scale of a block is the smallest power of two,
-        2^-42 at least, with which its largest magnitude is at most 448. NaN becomes code 0x7F and
+        2^-42 at least, with which its amax is at most 448. NaN becomes code 0x7F and
         does not count for the scale; an infinity saturates and counts as the largest bfloat16.
         scales, dense, with padding of 0 up to padded_tokens, a multiple of 4: "row": float32
         [num_groups, num_tokens, width / 128]. "column_padded": float32 [num_groups, width / 128,
@@ -334,12 +334,12 @@ def qnorm_rope_kv_insert(
             [num_blocks, block_size, 512], bfloat16, from ``PlainLayout.allocate``.
         slot_mapping: Slot of the first num_slots tokens, [num_slots], int64; at most num_tokens.
             The keys of the tokens after them are not written, nor are those of slots below 0 and
-            past the last page.
+            past the last block.
         positions: Absolute position of every token, [num_tokens], int64. Rows of a position below 0
             or past the table are not rotated.
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, 64], float32.
         eps: Added to the mean square in the RMSNorm. Above 0.
-        block_size: Rows per page. At least 1.
+        block_size: Rows per block. At least 1.
         layout: Tag of the cache's layout, "v4_fp8" or "plain".
 
     Returns:

@@ -1,9 +1,9 @@
-"""Cutting prefill requests into chunks that fit the workspace, and the key rows every query row may
-see.
+"""Splitting prefill requests into chunks that fit the workspace, and the key rows every query row
+may see.
 
 The chunk plan is greedy, which reads like a loop. It needs none: "the first request that no longer
 fits after i" is monotone in i, so a binary search finds it for every i at once; the chunks are the
-orbit of request 0 under that map, found by pointer doubling; and the query pieces of one chunk
+orbit of request 0 under that map, found by pointer doubling; and the query ranges of one chunk
 expand by a prefix sum and a search.
 """
 

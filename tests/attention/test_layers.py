@@ -121,7 +121,7 @@ def cuts(draw: Any) -> dict[str, Any]:
     }
 
 
-def drawn(examples: int) -> Callable[..., Any]:
+def sampled(examples: int) -> Callable[..., Any]:
     return settings(
         max_examples=examples,
         deadline=None,
@@ -134,10 +134,10 @@ def drawn(examples: int) -> Callable[..., Any]:
 @each_kind
 @each_precision
 def test_any_cut_into_steps_gives_the_same(kind: str, spec: LayerSpec, budget: float) -> None:
-    """Decode, prefill, chunks and mixtures, over pages that are used again."""
+    """Decode, prefill, chunks and mixtures, over blocks that are used again."""
     layer, inputs, whole = in_one_pass(kind, spec)
 
-    @drawn(30 if spec is PLAIN else 12)
+    @sampled(30 if spec is PLAIN else 12)
     @given(cuts())
     def compare(how: dict[str, Any]) -> None:
         outputs = in_chunks(layer, inputs[: len(how["cuts"])], **how)
@@ -278,7 +278,7 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 def test_states_of_a_token_go_where_its_window_key_goes() -> None:
-    """A slot of -1 keeps a token out of every cache; by hand, pages of 4 and 8 rows."""
+    """A slot of -1 keeps a token out of every cache; by hand, blocks of 4 and 8 rows."""
     table = i32([[7, 3, 5]])
     step = build_attention_step(
         SPEC,

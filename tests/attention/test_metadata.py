@@ -49,8 +49,8 @@ def assert_equal(actual, expected) -> None:
 
 
 def test_decode_metadata_by_hand():
-    """Two requests, one padding request, one padding token; pages of 4 window rows and 8 positions,
-    ratios 2 and 4."""
+    """Two requests, one padding request, one padding token; blocks of 4 window rows and 8
+    positions, ratios 2 and 4."""
     spec = AttentionSpec(
         window_size=3, c4_ratio=2, c128_ratio=4, block_tokens=8, swa_block_size=4, max_model_len=16
     )

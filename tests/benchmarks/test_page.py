@@ -44,9 +44,9 @@ def test_every_page_and_plot_shows_the_stored_rows():
 def test_every_plot_has_lines_of_ours_and_shows_the_stored_rows():
     found = page.plots(Stored(ROOT / "benchmarks/results"))
     assert set(found) == set(page.PLOTS)
-    for drawn in found.values():
-        assert drawn.panels
-        assert all(panel.series[0].label.startswith("ours") for panel in drawn.panels)
+    for plotted in found.values():
+        assert plotted.panels
+        assert all(panel.series[0].label.startswith("ours") for panel in plotted.panels)
     labels = [series.label for series in found["model"].panels[0].series]
     assert "Hugging Face, torch.compile" in labels
 
@@ -210,15 +210,15 @@ def test_both_ways_of_a_prefill_are_beside_what_sizes_choose(tmp_path):
     }  # fmt: skip
     new = {**old, "variant": "C128", "pages_us": 17.25, "copied_us": 15.66}
     named = ["tokens x heads, keys", "ours, by size, us"]
-    theirs = ["FlashMLA alone", "gather, indices and FlashMLA", "that over ours"]
+    baseline = ["FlashMLA alone", "gather, indices and FlashMLA", "that over ours"]
     numbers = ["90.0", "108", "6.90"]
     other = {**new, "case": "packages"}
     assert table_of(tmp_path, "ways", old, new, other) == [
-        [*named, "from the pages", "by a copy", *theirs],
+        [*named, "from the pages", "by a copy", *baseline],
         ["8 x 64 heads, 128+512", "15.7", "-", "-", *numbers],
         ["8 x 64 heads, 128+512, C128", "15.7", "17.2", "15.7", *numbers],
     ]
-    assert table_of(tmp_path, "ways", old)[0] == [*named, *theirs]
+    assert table_of(tmp_path, "ways", old)[0] == [*named, *baseline]
 
 
 def test_packages_are_beside_the_calls_that_they_are_made_of(tmp_path):

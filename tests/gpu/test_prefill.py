@@ -17,7 +17,7 @@ from tests.support.attention_batches import (
     DECODE,
     DEVICE,
     PAGED,
-    agrees_when_drawn,
+    agrees_when_sampled,
     generator,
     kernel,
 )
@@ -39,9 +39,9 @@ each_mode = pytest.mark.parametrize("mode", MODES)
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_drawn_calls(part: int) -> None:
+def test_sampled_calls(part: int) -> None:
     """Every configuration, plain layouts and batches of nothing included."""
-    agrees_when_drawn(PREFILL, part)
+    agrees_when_sampled(PREFILL, part)
 
 
 def on_device(case: Case, actual: tuple[Tensor, ...] | None = None) -> None:
@@ -95,7 +95,7 @@ def test_all_rows_of_a_long_request() -> None:
 
 @each_mode
 def test_unused_bytes_change_nothing(mode: str) -> None:
-    """Pages and padding bytes that no token reads are 0 in one run and NaN in the other."""
+    """Blocks and padding bytes that no token reads are 0 in one run and NaN in the other."""
     zero, nan = (kernel(PREFILL, prefill_case(5, 64, 64, mode, fill=fill)) for fill in (0, 0xFF))
     assert not nan[0].isnan().any()
     assert all(map(torch.equal, zero, nan))

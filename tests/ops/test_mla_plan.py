@@ -1,5 +1,5 @@
 """The plan of sparse MLA: numbers by hand, what every plan must hold, and that no plan changes what
-tokens attend to. Drawn plans, fakes, graphs and exports: tests/ops/test_contract.py; the kernel
+tokens attend to. Sampled plans, fakes, graphs and exports: tests/ops/test_contract.py; the kernel
 with plans in Triton's interpreter: tests/kernels/interpreter/interpret_kernels.py."""
 
 from itertools import pairwise
@@ -208,7 +208,7 @@ def planned_call(kind: str, op: str, seed: int) -> oracles_mla.Call:
 
 
 def plans(found: oracles_mla.Call) -> dict[str, Tensor]:
-    """Plans of this batch, of others, and of what no lens give."""
+    """Plans of this batch, of others, and of what no lengths give."""
     tensors, tokens = found.tensors, found.tensors["q"].shape[0]
     own: Any = tensors["swa_lens"], tensors["extra_lens"]
     stale = i32([640, 0, 8192, 65][:tokens])

@@ -129,7 +129,7 @@ def copied(pages: Sequence[Sequence[int]]) -> list[Row]:
 def places(
     slot_mapping: Sequence[int], num_blocks: int, block_size: int
 ) -> list[tuple[int, int, int]]:
-    """Token, page and row of every token that is written."""
+    """Token, block and row of every token that is written."""
     return [
         (token, slot // block_size, slot % block_size)
         for token, slot in enumerate(slot_mapping)
@@ -198,7 +198,7 @@ insert_k_cache_functional = insert_k_cache
 def find_row(
     position: int, table_row: Sequence[int], num_blocks: int, block_size: int
 ) -> tuple[int, int] | None:
-    """Page and row of a position of a request, if they exist."""
+    """Block and row of a position of a request, if they exist."""
     column = position // block_size
     if position < 0 or column >= len(table_row) or not 0 <= table_row[column] < num_blocks:
         return None

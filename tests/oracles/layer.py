@@ -1,5 +1,5 @@
 """A whole attention layer once more, from the formulas: one request, all of its tokens at once, no
-pages, in float64. Nothing here imports dsv4_ops."""
+blocks, in float64. Nothing here imports dsv4_ops."""
 
 import math
 from dataclasses import dataclass

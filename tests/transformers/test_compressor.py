@@ -112,7 +112,7 @@ def test_token_by_token(kind: str) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_chunks(kind: str, seed: int) -> None:
-    """Ours and theirs each in their own random pieces."""
+    """Ours and hf each in their own random pieces."""
     weights, sequences, _, eps = setup(kind)
     _, outer, made = module_of(kind, 7)
     x = torch.randn(2, LENGTHS[kind], HIDDEN, generator=torch.Generator().manual_seed(3))

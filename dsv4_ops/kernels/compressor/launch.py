@@ -104,7 +104,7 @@ def _launch(
     block_size: int,
     layout: str,
 ) -> None:
-    """``compress_and_insert``; with a ``state_slot_mapping``, further programs save the states."""
+    """``compress_and_insert``; with a ``state_slot_mapping``, extra programs save the states."""
     width, head_dim = int(ape.shape[1]), int(norm_weight.shape[0])
     checks = Checks(op)
     checks.page_start("states", states, StateLayout(state_block_size, max(2 * width, 1)))

@@ -58,7 +58,7 @@ def pool_windows_kernel(
     APART: tl.constexpr,
 ):
     """Weighted sums of CHANNELS channels of every window that a token finishes, to the row of that
-    token in ``pooled`` [num_tokens, HEAD_DIM]; further programs save states where SAVE_TOKENS is
+    token in ``pooled`` [num_tokens, HEAD_DIM]; extra programs save states where SAVE_TOKENS is
     above 0, of the first ``num_early`` tokens."""
     PARTS: tl.constexpr = (HEAD_DIM + CHANNELS - 1) // CHANNELS
     WINDOW: tl.constexpr = (STATE_BLOCK, RATIO, WIDTH, NUM_ROWS, HEAD_DIM)
@@ -97,7 +97,7 @@ def pool_windows_kernel(
             left -= 1
             token = block + chosen * programs
             index = token.to(tl.int64)
-            if SAVE_TOKENS > 0:  # in one warp: a load is a further wait ahead of the rows
+            if SAVE_TOKENS > 0:  # in one warp: a load is another wait ahead of the rows
                 position = tl.sum(tl.where(lane == chosen, found, 0), axis=0).to(tl.int32)
                 request = tl.sum(tl.where(lane == chosen, owners, 0), axis=0).to(tl.int64)
             else:  # in two: sums over them are barriers
@@ -156,7 +156,7 @@ def insert_pooled_kernel(
     SAVE_COLUMNS: tl.constexpr,
     SAVE_PARTS: tl.constexpr,
 ):
-    """Norm, rotation and store of every window that a token finishes; further programs save states
+    """Norm, rotation and store of every window that a token finishes; extra programs save states
     where SAVE_TOKENS is above 0, of the tokens from ``num_early`` on."""
     WINDOW: tl.constexpr = (STATE_BLOCK, RATIO, WIDTH)
     FINISH: tl.constexpr = (DIM, ROPE, EPS)

@@ -208,7 +208,7 @@ def select_keys_kernel(
                 while start < stop:
                     length = tl.minimum(stop - start, (CAPACITY - fill) // STEP * STEP)
                     tiles = (length + STEP - 1) // STEP
-                    # Triton's interpreter has no range up to a value: further tiles add nothing
+                    # Triton's interpreter has no range up to a value: extra tiles add nothing
                     for tile in tl.range(
                         0, CAPACITY // STEP if EMULATE else tiles, num_stages=STAGES
                     ):

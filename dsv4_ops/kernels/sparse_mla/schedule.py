@@ -113,8 +113,8 @@ def sparse_mla_plan_kernel(
     COLUMNS: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
 ):
-    """Rows in the order of the reference: only tokens of the first class have several splits, so
-    that theirs are in the order of tokens. Lengths are read here and in no function: they decide
+    """Rows in the order of the reference: only tokens of the first class have several splits, whose
+    splits then are in the order of tokens. Lengths are read here and in no function: they decide
     where rows go, and torch would take them for written to."""
     lane = tl.arange(0, TOKENS)
     total = tl.zeros((), tl.int64)

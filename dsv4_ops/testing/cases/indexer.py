@@ -245,7 +245,7 @@ def tiny_query(num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def tiny_cache() -> Tensor:
-    """Two pages of two keys: of ones, of minus ones with scale 2; of NaN, of ones with scale 4."""
+    """Two blocks of two keys: of ones, of minus ones with scale 2; of NaN, of ones with scale 4."""
     cache = torch.zeros(IndexerLayout(2).shape(2), dtype=torch.uint8)
     cache[0, :128], cache[0, 128:256] = ONE, ONE | 0x80
     cache[1, :128], cache[1, 128:256] = 0x7F, ONE
@@ -509,7 +509,7 @@ def _select_cases() -> list[Case]:
             ([[-1, -1], [0, 1], [1, 3], [2, 3], [1, 1], *[[-1, -1]] * 5],),
         ),
         Case(
-            "slots around pages that do not exist, and no further row",
+            "slots around blocks that do not exist, and no other row",
             (
                 *tiny_query(3),
                 tiny_cache(),
@@ -518,7 +518,7 @@ def _select_cases() -> list[Case]:
                 i32([[1, -1, 2**31 - 1, 0], [-(2**31), 2, 0, -1]]),
             ),
             {**settings, "topk": 3, "slots": True},
-            # scores of request 0: NaN, 256 in page 1, 64, 512 in page 0; of request 1: 64, 512
+            # scores of request 0: NaN, 256 in block 1, 64, 512 in block 0; of request 1: 64, 512
             ([[3, 0, 1], [0, 1, -1], [2, -1, -1]],),
         ),
     ]

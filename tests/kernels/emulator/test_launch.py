@@ -131,7 +131,7 @@ def test_splits_that_are_joined_at_a_time(tokens, splits, step):
 
 
 def paged_launch(tokens, capability=(9, 0), heads=64, columns=256, planned=False, **changed):
-    """Launches of a call with block tables of pages of 2 rows."""
+    """Launches of a call with block tables of blocks of 2 rows."""
     args, settings = arguments(tokens, heads=heads)
     table = torch.empty(tokens, columns, dtype=torch.int32, device="meta")
     plan = torch.empty(tokens + 132, 4, dtype=torch.int32, device="meta") if planned else None

@@ -19,7 +19,7 @@ from tests.support.attention_batches import generator, integers
 
 
 class Prefill(torch.nn.Module):
-    """Of any size: from the pages or by way of a copy."""
+    """Of any size: from the blocks or by way of a copy."""
 
     def forward(self, *tensors):
         numbers = (0.1, 128, 4, 64, 64, True)
@@ -47,7 +47,7 @@ def at(size, sizes):
 
 
 def test_a_prefill_of_any_size_has_both_ways():
-    """Of 64 heads, 128 + 512 keys and 5120 compressed rows: 256 tokens read the pages, 2048 a copy
+    """Of 64 heads, 128 + 512 keys and 5120 compressed rows: 256 tokens read the blocks, 2048 a copy
     of them, and not of a table of more than 2^20 rows. What is not wanted has no programs, and no
     memory for rows and lists. Nothing is made a number. The 10 blocks of few tokens are cut for 132
     programs: of 40 tokens in threes, the longest of which has 4, of 66 in two."""

@@ -30,7 +30,7 @@ def test_keys_of_few_tokens_are_cut():
 )
 def test_wide_tables_are_copied(tokens, pages, copied):
     """100 tokens take 132 * 0.06 ns a key of 128 and the table's rows, a copy 12 us and 0.5 ns of
-    those rows and 227: as long at 1496 rows, 748 pages of 2. Up to 66 tokens have splits, 133 take
+    those rows and 227: as long at 1496 rows, 748 blocks of 2. Up to 66 tokens have splits, 133 take
     as long as 264."""
 
     def made(*shape):

@@ -1,4 +1,4 @@
-"""Batches that Hopper's decode cuts by their lens, its source run over numpy."""
+"""Batches that Hopper's decode cuts by their lengths, its source run over numpy."""
 
 import functools
 
@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="published for Linux only")
 
 from dsv4_ops.kernels.sparse_mla import combine, decode
 from tests.kernels.emulator import test_kernels as calls
-from tests.support.attention_batches import PAGED, case_of, turned
+from tests.support.attention_batches import PAGED, case_of, with_inverse_rope
 
 cuts = pytest.importorskip(
     "tests.kernels.emulator.work_tiles", reason="triton is published for Linux only"
@@ -111,7 +111,7 @@ def test_tokens_about_as_long_as_each_other_keep_their_order():
 )
 def test_every_program_finds_what_the_others_leave(tokens, programs):
     for seed in range(3):
-        given = cuts.drawn(seed, tokens)
+        given = cuts.sampled(seed, tokens)
         rows, joins = cut(*given, programs)
         assert (rows, joins) == cuts.expected(*given, programs)
 
@@ -122,7 +122,7 @@ def test_every_program_finds_what_the_others_leave(tokens, programs):
 )
 def test_every_program_finds_what_the_others_leave_beyond_those_at_once(tokens, programs, at_once):
     for seed in range(3):
-        given = cuts.drawn(seed, tokens)
+        given = cuts.sampled(seed, tokens)
         assert cut(*given, programs, at_once=at_once) == cuts.expected(
             *given, programs, at_once=at_once
         )
@@ -150,7 +150,7 @@ def test_the_oracle_leaves_no_piece_out():
     """Each piece of a token once, and no place of a partial result twice."""
     for seed in range(50):
         tokens = 1 + seed * 119 // 49
-        rows, joins = cuts.expected(*cuts.drawn(seed, tokens), PROGRAMS)
+        rows, joins = cuts.expected(*cuts.sampled(seed, tokens), PROGRAMS)
         pieces = sorted(row[:2] for row in rows if row is not None)
         counts = {row[0]: row[2] for row in rows if row is not None}
         assert pieces == [(token, each) for token in range(tokens) for each in range(counts[token])]
@@ -180,14 +180,14 @@ def test_a_batch_that_is_cut_has_a_program_for_every_token():
     ("tokens", "heads", "programs"), [(5, 8, 132), (3, 128, 18), (4, 65, 9), (6, 8, 6), (2, 8, 3)]
 )
 def test_batches_cut_by_their_lens(tokens, heads, programs, monkeypatch):
-    """Hostile lens, requests and pages, with and without a rotation, in any schedule."""
+    """Adversarial lengths, requests and blocks, with and without a rotation, in any schedule."""
     monkeypatch.setattr(decode, "MIN_SCHEDULED_TILES", 1)
     monkeypatch.setattr(decode, "PROGRAMS", programs)
     monkeypatch.setattr(combine, "LISTED", 2 * heads)  # programs join several tokens
     for seed in range(3):
         case = case_of(PAGED, seed, tokens, heads)
         calls.check(PAGED, case, seed)
-        calls.check(PAGED, turned(case), seed)
+        calls.check(PAGED, with_inverse_rope(case), seed)
     emulator = emulated.Emulator(0)
     OPS[PAGED].implementation("kernels")(emulator, *case.tensors, **case.settings)
     assert emulator.launched == ["hopper_split_keys_kernel", "combine_listed_kernel"]
@@ -208,9 +208,9 @@ def test_splits_where_a_package_might_cut(tokens, heads, splits, monkeypatch):
     assert listed == (joins if count > 1 else [])
 
 
-def test_drawn_calls_cut_by_their_lens(monkeypatch):
+def test_sampled_calls_cut_by_their_lens(monkeypatch):
     monkeypatch.setattr(decode, "MIN_SCHEDULED_TILES", 1)
     monkeypatch.setattr(decode, "LEAST_UNITS", 1)
     for name, chosen in calls.SETTINGS:
         if name == PAGED and chosen["num_splits"] == 0 and not chosen["batch_invariant"]:
-            calls.test_drawn_calls(name, chosen)
+            calls.test_sampled_calls(name, chosen)

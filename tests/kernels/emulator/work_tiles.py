@@ -1,5 +1,5 @@
-"""How a batch is cut by its lens: the oracle, in plain Python, and a kernel that writes down what
-each program finds."""
+"""How a batch is cut by its lengths: the oracle, in plain Python, and a kernel that writes down
+what each program finds."""
 
 import math
 
@@ -12,7 +12,7 @@ from tests.helpers import INT32_MAX, INT32_MIN, i32
 
 BLOCK, SIZES, JOIN, FURTHER, START, MOST_BLOCKS = 64, 16, 2, 1, 4, 2**15
 WIDTHS = (128, 4096)
-HOSTILE = [0, 1, 63, 64, 65, 128, 129, 4095, 4096, 4097, -1, INT32_MIN, INT32_MAX]
+ADVERSARIAL = [0, 1, 63, 64, 65, 128, 129, 4095, 4096, 4097, -1, INT32_MIN, INT32_MAX]
 
 
 @gluon.jit
@@ -48,8 +48,8 @@ def written_cut_kernel(
 
 def cut(kernel, given, programs, device="cpu", widths=WIDTHS, at_once=None):
     """(token, piece, pieces, first partial result) of each program, None for none; and the tokens
-    to be joined as (token, pieces, first partial result). ``given`` are lens of both lists, rows of
-    tables, and how many of those there are."""
+    to be joined as (token, pieces, first partial result). ``given`` are lengths of both lists, rows
+    of tables, and how many of those there are."""
     tokens = len(given[0])
     found = torch.full((programs, 4), -7, dtype=torch.int32, device=device)
     joins = torch.full((tokens + 1, 4), -7, dtype=torch.int32, device=device)
@@ -143,8 +143,8 @@ def expected(swa, extra, requests, num_reqs, programs, widths=WIDTHS, at_once=No
     return rows + [None] * (programs - len(rows)), joins
 
 
-def drawn(seed, tokens):
-    """Lens at the edges of blocks and hostile ones, requests that exist and that do not."""
+def sampled(seed, tokens):
+    """Lengths at the edges of blocks and adversarial ones, requests that exist and that do not."""
     generator = torch.Generator().manual_seed(seed)
 
     def among(values, count):
@@ -156,8 +156,8 @@ def drawn(seed, tokens):
     lens = torch.randint(0, longest + 1, (tokens,), generator=generator).tolist()
     wild = among([False, False, False, True], tokens)
     extra = [
-        hostile if is_wild else length
-        for hostile, is_wild, length in zip(among(HOSTILE, tokens), wild, lens, strict=True)
+        adversarial if is_wild else length
+        for adversarial, is_wild, length in zip(among(ADVERSARIAL, tokens), wild, lens, strict=True)
     ]
     requests = among([0, 1, tokens - 1, tokens, -1, INT32_MIN, INT32_MAX, 0, 0, 0, 0], tokens)
-    return among(HOSTILE, tokens), extra, requests, tokens
+    return among(ADVERSARIAL, tokens), extra, requests, tokens

@@ -18,8 +18,8 @@ KERNEL_OPS = {name for name, spec in OPS.items() if spec.has_kernel}
 
 @pytest.mark.slow
 def test_kernels_equal_their_references_in_the_interpreter():
-    """Bytes and bits exactly, over drawn batches. The e4m3 cast of the hardware is only checked on
-    a GPU: the interpreter takes an integer one."""
+    """Bytes and bits exactly, over sampled batches. The e4m3 cast of the hardware is only checked
+    on a GPU: the interpreter takes an integer one."""
     assert interpreted("12" if NIGHTLY else "3") == KERNEL_OPS - {"sparse_mla_gathered"}
 
 

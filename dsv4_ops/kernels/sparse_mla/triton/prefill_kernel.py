@@ -154,7 +154,7 @@ def prefill_keys_kernel(
         visible = length // COMPRESS_RATIO
         extra_len = visible
         if HAS_TOPK:
-            # no further than the last row that counts: the first tokens of a request see few
+            # up to the last row that counts: the first tokens of a request see few
             extra_len = length * 0
             first = length * 0
             while first < topk:

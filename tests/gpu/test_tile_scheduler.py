@@ -1,5 +1,5 @@
-"""Batches that Hopper's decode cuts by their lens, on a GPU: what its programs find, results beside
-the reference, graphs whose lens change. Run there with ``pytest -m gpu tests``."""
+"""Batches that Hopper's decode cuts by their lengths, on a GPU: what its programs find, results
+beside the reference, graphs whose lengths change. Run there with ``pytest -m gpu tests``."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.support.attention_batches import (
     kernel,
     launches_both,
     paged_case,
-    turned,
+    with_inverse_rope,
 )
 from tests.support.prefill_batches import captured, replayed
 
@@ -36,7 +36,7 @@ pytestmark = [
 def test_programs_find_their_pieces(programs: int) -> None:
     for seed in range(60):
         tokens = 1 + (7 * seed) % min(programs, 120)
-        given = cuts.drawn(seed, tokens)
+        given = cuts.sampled(seed, tokens)
         found = cuts.cut(cuts.written_cut_kernel, given, programs, DEVICE)
         assert found == cuts.expected(*given, programs), (seed, tokens)
 
@@ -47,14 +47,14 @@ def test_programs_find_their_pieces(programs: int) -> None:
 def test_programs_find_their_pieces_beyond_those_at_once(tokens: int, at_once: int) -> None:
     programs = tokens + 32 * at_once // 132
     for seed in range(20):
-        given = cuts.drawn(seed, tokens)
+        given = cuts.sampled(seed, tokens)
         found = cuts.cut(cuts.written_cut_kernel, given, programs, DEVICE, at_once=at_once)
         assert found == cuts.expected(*given, programs, at_once=at_once), (seed, tokens)
 
 
 @pytest.mark.parametrize("widths", [(128, 2**22), (2**31 - 1, 2**31 - 1)])
 def test_tables_for_millions_of_rows(widths: tuple[int, int]) -> None:
-    """Lens that would be negative if 63 were added, and more blocks than a cut goes by."""
+    """Lengths that would be negative if 63 were added, and more blocks than a cut goes by."""
     extra = [
         2**31 - 1,
         2**22,
@@ -90,7 +90,7 @@ def test_batches_of_any_lens(tokens: int, heads: int) -> None:
 def test_long_contexts_among_short_ones(tokens: int, heads: int, long: int, every: int) -> None:
     case = lengths(paged_case(long, tokens, heads, columns=1024), long, 9, every)
     agrees(PAGED, case)
-    agrees(PAGED, turned(case))
+    agrees(PAGED, with_inverse_rope(case))
 
 
 def test_the_same_bits_every_time() -> None:
