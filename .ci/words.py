@@ -7,8 +7,8 @@ nowhere, not even as a part of a name such as ``num_stations``; ``PROSE`` only i
 for the reason given. Prose is comments, docstrings and Markdown, without inline code and doctests.
 ``docs/tuning.md`` is history and not read.
 
-The first line of the docstring of a public function of ``dsv4_ops`` is a sentence of at most 80
-characters; that it is imperative is a rule of ruff (D401).
+The docstring of what ``docs/api`` shows begins with a sentence of at most 80 characters, on a line
+of its own; that it is imperative is a rule of ruff (D401).
 """
 
 import ast
@@ -53,6 +53,13 @@ PROSE = {
     ),
 }
 
+DOCUMENTED = (
+    "dsv4_ops/ops/",
+    "dsv4_ops/attention/",
+    "dsv4_ops/core/",
+    "dsv4_ops/dispatch/",
+    "dsv4_ops/testing/",
+)
 NOT_READ = {".ci/words.py", "docs/tuning.md"}
 SENTENCE = 80
 
@@ -104,13 +111,19 @@ def _words(name: str, text: str) -> Iterator[tuple[int, str, str]]:
                 yield number, word, f"say {say}"
 
 
-def _sentences(name: str, text: str) -> Iterator[tuple[int, str, str]]:
+def _public(root: Path) -> set[str]:
+    """Names of which ``docs/api`` shows the docstring."""
+    pages = (page.read_text() for page in (root / "docs/api").glob("*.md"))
+    return set(re.findall(r"^::: dsv4_ops\.(?:[\w.]+\.)?(\w+)$", "\n".join(pages), re.M))
+
+
+def _sentences(text: str, public: set[str]) -> Iterator[tuple[int, str, str]]:
     """Public functions and classes whose docstring does not begin with a short sentence."""
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name not in public:
             continue
         first = (ast.get_docstring(node) or "").partition("\n")[0]
-        if len(first) > SENTENCE or (first and not first.endswith((".", "!", "?"))):
+        if len(first) > SENTENCE or not first.endswith("."):
             yield node.lineno, node.name, f"begin with a sentence of at most {SENTENCE} characters"
 
 
@@ -123,14 +136,14 @@ def main() -> int:
     if listed.returncode:
         print("words: not a git checkout, nothing read", file=sys.stderr)
         return 0
-    found = 0
+    found, public = 0, _public(root)
     for name in listed.stdout.split():
         if name in NOT_READ or not (root / name).exists():
             continue
         text = (root / name).read_text()
         rows = [*_words(name, text)]
-        if name.startswith("dsv4_ops/"):
-            rows += _sentences(name, text)
+        if name.startswith(DOCUMENTED):
+            rows += _sentences(text, public)
         for number, what, say in rows:
             found += 1
             print(f"{name}:{number}: {what}: {say}")

@@ -163,7 +163,9 @@ class MainLayout(QuantizedLayout):
 
 @dataclass(frozen=True)
 class IndexerLayout(QuantizedLayout):
-    """Keys of the lightning indexer: 128 e4m3 codes and one fp32 scale, what DeepGEMM reads."""
+    """Lay out indexer keys: 128 e4m3 codes and one fp32 scale.
+
+    DeepGEMM reads this layout."""
 
     tag = "v4_indexer_fp8"
     head_dim = 128
@@ -182,7 +184,9 @@ class IndexerLayout(QuantizedLayout):
 
 @dataclass(frozen=True)
 class PlainLayout(Layout):
-    """Unquantised rows, [num_blocks, block_size, width]: the reference mode, and FlashInfer.
+    """Lay out unquantised rows, [num_blocks, block_size, width].
+
+    For the reference mode, and for FlashInfer.
 
     Args:
         block_size: Rows per page.
@@ -221,7 +225,9 @@ class PlainLayout(Layout):
 
 @dataclass(frozen=True)
 class StateLayout(Layout):
-    """Unfinished windows of a compressor: fp32 rows of [kv | score], ``width`` values in all.
+    """Lay out the unfinished windows of a compressor.
+
+    fp32 rows of [kv | score], ``width`` values in all.
 
     C4 main: 4 rows of 2048; C128 main: 8 rows of 1024; C4 indexer: 4 rows of 512.
 

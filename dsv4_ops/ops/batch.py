@@ -92,7 +92,9 @@ _token_map = define_op(
 
 
 def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> TokenMap:
-    """Find the request and the absolute position of every token: the one search of a step.
+    """Find the request and the absolute position of every token.
+
+    This is the one search of a step.
 
     Every later index stage is a pure per-token function of this result.
 
@@ -154,7 +156,9 @@ _flatten_decode = define_op(
 def flatten_decode(
     query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int, compress_ratio: int = 1
 ) -> FlattenedDecode:
-    """Turn ragged decode requests into one row per token: uniform, variable and MTP batches alike.
+    """Turn ragged decode requests into one row per token.
+
+    For uniform, variable and MTP batches alike.
 
     Args:
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
@@ -217,8 +221,9 @@ _expand_block_table = define_op(
 
 
 def expand_block_table(block_table: Tensor, req_indices: Tensor) -> Tensor:
-    """Give every token the block-table row of its request, for kernels that want one row per query
-    row.
+    """Give every token the block-table row of its request.
+
+    For kernels that want one row per query row.
 
     Args:
         block_table: Physical block of every logical block, [num_reqs, max_blocks], int32, any
@@ -271,7 +276,9 @@ _mtp_seq_lens = define_op(
 def mtp_seq_lens(
     query_start_loc: Tensor, seq_lens: Tensor, *, next_n: int, compress_ratio: int = 1
 ) -> Tensor:
-    """Visible rows of every token of multi-token decode requests, as a [num_reqs, next_n] matrix.
+    """Count the rows that every token of multi-token decodes may see.
+
+    The result is a [num_reqs, next_n] matrix.
 
     Args:
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,

@@ -75,9 +75,11 @@ def insert_c4_step(
     swa_block_size: int,
     block_size: int,
 ) -> C4Step:
-    """Normalise and rotate the queries of a C4 layer and quantise those of its indexer; write the
-    keys to the window cache and what both compressors leave: ``qnorm_rope_kv_insert``,
-    ``save_and_compress`` of the layer and of its indexer, and ``indexer_quantize_q`` as one op.
+    """Write all that a C4 layer writes before it selects rows.
+
+    One op does the work of ``qnorm_rope_kv_insert``, of ``save_and_compress`` of the layer and of
+    its indexer, and of ``indexer_quantize_q``: normalise and rotate the queries, quantise those of
+    the indexer, write the keys to the window cache, and save and compress for both compressors.
 
     Args:
         q: Queries, [num_tokens, num_heads, 512], bfloat16, any strides.

@@ -118,8 +118,9 @@ def plan_prefill_chunks(
     max_logits_bytes: int,
     request_offset: int = 0,
 ) -> list[tuple[slice, slice]]:
-    """The plan of ``split_prefill_chunks`` as Python slices, for eager users whose lengths are on
-    the host.
+    """Return the plan of ``split_prefill_chunks`` as Python slices.
+
+    For eager users whose lengths are on the host.
 
     Args:
         seq_lens: Key rows of every request, non-negative ints or a CPU tensor.
@@ -298,7 +299,9 @@ def prefill_chunk_row_bounds(
     *,
     compress_ratio: int,
 ) -> PrefillRowBounds:
-    """``prefill_row_bounds`` of one chunk: rows counted from the keys of the chunk's first request.
+    """Compute the ``prefill_row_bounds`` of one chunk.
+
+    Rows are counted from the keys of the chunk's first request.
 
     Shapes stay those of the whole batch, so the chunk may be any row of ``split_prefill_chunks``
     without a recompile.

@@ -40,7 +40,9 @@ def save_compressor_states(
     compress_ratio: int,
     block_size: int,
 ) -> None:
-    """Keep what the compressor projects every token to, for the step that finishes its window.
+    """Save the compressor's projections of every token.
+
+    A later step that finishes the token's window reads them.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, any strides: kv,
@@ -305,7 +307,7 @@ def check_compress(
     block_size: int,
     layout: str,
 ) -> Checks:
-    """Checks of a call of ``compress_and_insert`` or of an op that does its work too."""
+    """Check a call of ``compress_and_insert``, or of an op that does its work too."""
     checks = Checks(op)
     checks.at_least(
         1, compress_ratio=compress_ratio, state_block_size=state_block_size, block_size=block_size
@@ -355,7 +357,7 @@ def check_tokens(
     slot_mapping: Tensor,
     state_block_table: Tensor,
 ) -> None:
-    """Checks of what says where the rows of a step are."""
+    """Check what says where the rows of a step are."""
     checks.tensor("positions", positions, torch.int64, "num_tokens")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
@@ -372,8 +374,10 @@ def check_states(
     sizes: tuple[int, int, int],
     prefix: str = "",
 ) -> None:
-    """Checks of the projections of a compressor of these (compress_ratio, width, state_block_size),
-    and of the states that they become; ``prefix`` is that of the arguments' names."""
+    """Check the projections of a compressor, and the states that they become.
+
+    ``sizes`` are (compress_ratio, width, state_block_size), ``prefix`` that of the arguments'
+    names."""
     compress_ratio, width, state_block_size = sizes
     checks.tensor(f"{prefix}ape", ape, torch.float32, compress_ratio, width)
     checks.tensor(f"{prefix}kv_score", kv_score, torch.float32, "num_tokens", 2 * width)
@@ -430,8 +434,10 @@ def save_and_compress(
     block_size: int,
     layout: str = MainLayout.tag,
 ) -> None:
-    """``save_compressor_states`` and ``compress_and_insert`` of one step, with one kernel less;
-    what both read comes from memory once, as long as it fits into the GPU's cache.
+    """Run ``save_compressor_states`` and ``compress_and_insert`` at once.
+
+    One kernel fewer than the two; what both read comes from memory once, as long as it fits into
+    the GPU's cache.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, as for

@@ -34,7 +34,9 @@ def cp_seq_lens(
     cp_world_size: int,
     cp_interleave: int = 1,
 ) -> Tensor:
-    """Count the keys of sequences that lie on a rank, where ranks take positions in turns.
+    """Count the keys of every sequence that lie on a rank.
+
+    Ranks take positions in turns.
 
     Rank r owns the turns r, r + cp_world_size, .. of ``cp_interleave`` positions, as
     ``compressed_slot_mapping`` has it. Give it the lengths of every token, not of every request,

@@ -42,7 +42,7 @@ def quantize_and_insert_indexer_k(
     block_size: int,
     layout: str = IndexerLayout.tag,
 ) -> None:
-    """Quantise the indexer keys of every token to FP8 and write each to its slot of the cache.
+    """Quantise the indexer key of every token to FP8 and insert it.
 
     Args:
         k: Keys with RoPE applied, [num_rows, 128], bfloat16, any strides; at least num_tokens rows,
@@ -143,7 +143,9 @@ def gather_indexer_k(
     num_rows: int,
     layout: str = IndexerLayout.tag,
 ) -> IndexerKeys:
-    """The indexer keys of all requests, one behind the other: what DeepGEMM's ragged logits take.
+    """Gather the indexer keys of all requests, one behind the other.
+
+    DeepGEMM's ragged logits take them so.
 
     Args:
         k_cache: Paged cache, [num_blocks, page_bytes], uint8, as for
@@ -331,8 +333,9 @@ def indexer_quantize_q(
     *,
     softmax_scale: float | None = None,
 ) -> IndexerQuery:
-    """Rotate the indexer's queries, quantise them to FP8, and put their scales into the weights of
-    the heads.
+    """Rotate the indexer's queries and quantise them to FP8.
+
+    Their scales go into the weights of the heads.
 
     Args:
         q: Queries without RoPE, [num_tokens, num_heads, 128], bfloat16, any strides.
@@ -382,8 +385,9 @@ def indexer_quantize_q(
 def check_unquantized(
     checks: Checks, q: Tensor, weights: Tensor, heads: str = "num_heads", prefix: str = ""
 ) -> None:
-    """Checks of queries before they are quantised and of the weights of their ``heads``; ``prefix``
-    is that of the arguments' names."""
+    """Check queries before they are quantised, and the weights of their ``heads``.
+
+    ``prefix`` is that of the arguments' names."""
     checks.tensor(f"{prefix}q", q, torch.bfloat16, "num_tokens", heads, DIM)
     checks.floats(f"{prefix}weights", weights, torch.bfloat16, torch.float32)
     checks.tensor(f"{prefix}weights", weights, weights.dtype, "num_tokens", heads)
@@ -411,7 +415,9 @@ def indexer_logits(
     layout: str = IndexerLayout.tag,
     impl: str = "auto",
 ) -> Tensor:
-    """Scores of the first compressed rows of every token's request, read from their blocks.
+    """Score the first compressed rows of every token's request.
+
+    The keys are read from their blocks.
 
     To select rows, ``indexer_select`` does not store the scores at all.
 
@@ -557,7 +563,7 @@ def indexer_logits_ragged(
 def check_paged(
     checks: Checks, q: Tensor, weights: Tensor, k_cache: Tensor, *, block_size: int, layout: str
 ) -> None:
-    """Queries, their weights, and a cache of ``layout``."""
+    """Check queries, their weights, and a cache of ``layout``."""
     checks.one_of("layout", layout, IndexerLayout.tag, PlainLayout.tag)
     checks.at_least(1, block_size=block_size)
     if layout == IndexerLayout.tag:
@@ -571,7 +577,7 @@ def check_paged(
 
 
 def check_schedule(checks: Checks, schedule: Tensor | None) -> None:
-    """A schedule for some number of SMs, if there is one."""
+    """Check a schedule for some number of SMs, if there is one."""
     if schedule is not None:
         checks.tensor("schedule", schedule, torch.int32, "num_sms + 1", 2)
 
@@ -615,7 +621,7 @@ _indexer_select = define_op(
 
 
 def indexer_topk(logits: Tensor, lens: Tensor, *, topk: int) -> Tensor:
-    """The best columns of every row of logits.
+    """Select the best columns of every row of logits.
 
     Args:
         logits: Scores, [num_tokens, num_rows], float32, any strides; ``indexer_logits`` gives them.
@@ -670,8 +676,9 @@ def indexer_select(
     slots: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """The compressed rows that every token attends to: scores and selection in one, decodes and
-    prefills alike.
+    """Select the compressed rows that every token attends to.
+
+    Scores and selection in one, for decodes and prefills alike.
 
     Our kernels do not store scores: memory and launches do not grow with the context. The
     reference, which the layout "plain" takes everywhere, gathers keys and stores their scores. A

@@ -165,7 +165,9 @@ _global_topk_indices_and_lens = define_op(
 def global_topk_indices_and_lens(
     topk_indices: Tensor, req_indices: Tensor, block_table: Tensor, *, block_size: int
 ) -> TopkIndices:
-    """Translate each token's selected compressed rows from request-local numbers to cache slots.
+    """Translate selected compressed rows to cache slots.
+
+    From the numbers of rows within a request, for every token.
 
     Args:
         topk_indices: Selected rows inside the request, [num_tokens, topk], int32; negative means
@@ -240,7 +242,9 @@ def dense_compressed_indices(
     compress_ratio: int,
     max_compressed: int,
 ) -> TopkIndices:
-    """Cache slots of all compressed rows that every token may see: what C128 layers attend to.
+    """List the slots of all compressed rows that every token may see.
+
+    C128 layers attend to these.
 
     Args:
         positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
@@ -333,8 +337,9 @@ def combine_topk_swa_indices(
     workspace_rows: int,
     swa_offset: int,
 ) -> TopkIndices:
-    """Rows of a gathered workspace that every token attends to: its selected compressed rows, then
-    its window.
+    """List the rows of a gathered workspace that every token attends to.
+
+    Its selected compressed rows come first, then its window.
 
     The workspace is [num_reqs, workspace_rows, 512] seen as one list of rows. Request b has its
     compressed rows at b * workspace_rows and the window rows that
@@ -450,8 +455,9 @@ def mixed_sparse_indices(
     swa_block_span: int | None = None,
     compressed_block_span: int | None = None,
 ) -> TopkIndices:
-    """One index matrix for a batch of decode tokens followed by prefill tokens: FlashInfer's
-    layout.
+    """Build one index matrix for decode tokens, then prefill tokens.
+
+    The matrix has FlashInfer's layout.
 
     Args:
         decode_swa_indices: Window slots of the decode tokens, [num_decode_tokens, swa_width],

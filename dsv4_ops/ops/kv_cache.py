@@ -144,7 +144,9 @@ def dequantize_and_gather_k_cache(
     offset: int = 0,
     layout: str = MainLayout.tag,
 ) -> None:
-    """Read the last keys of every request from the paged FP8 cache into a workspace, as bfloat16.
+    """Gather the last keys of every request as bfloat16.
+
+    They are read from the paged FP8 cache and written to a workspace.
 
     Args:
         out: Workspace, [num_reqs, num_rows, 512], bfloat16, any strides.
@@ -237,7 +239,7 @@ def gather_k_cache(
     offset: int = 0,
     layout: str = MainLayout.tag,
 ) -> Tensor:
-    """The last keys of every request from a paged cache; zeros elsewhere.
+    """Gather the last keys of every request from a paged cache; zeros elsewhere.
 
     Args:
         k_cache: "v4_fp8": [num_blocks, page_bytes], uint8. "plain": [num_blocks, block_size,
@@ -330,7 +332,9 @@ _insert_k_cache = define_op(
 
 
 def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write the key of every token to its slot of an unquantised paged cache, bit for bit.
+    """Insert the key of every token into an unquantised paged cache.
+
+    Keys are copied bit for bit.
 
     Args:
         k: Keys, [num_rows, width], bfloat16 or float32, any strides; at least num_tokens rows, more

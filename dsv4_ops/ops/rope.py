@@ -34,7 +34,9 @@ def rope_cos_sin_cache(
     scaling: YarnScaling | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Cosines and sines of the angles of every position, for the ops that take ``cos_sin_cache``.
+    """Compute the cosines and sines of the angles of every position.
+
+    For the ops that take ``cos_sin_cache``.
 
     A function of the host, called once per model: DeepSeek-V4 has one table for layers with a
     window only (theta 10000) and one for those with a compressor (theta 160000, YaRN).
@@ -176,8 +178,8 @@ def inverse_rope_group(
     """Undo the rotation of the attention output and lay its heads out in groups.
 
     Values are keys in this attention, so that the output is rotated by the position of each key;
-    after inverse RoPE by that of the query it depends on distances only. ``sparse_mla_decode`` does the
-    same to its output, where it is given the two tensors.
+    after inverse RoPE by that of the query it depends on distances only. ``sparse_mla_decode`` does
+    the same to its output, where it is given the two tensors.
 
     Args:
         o: Attention output, [num_tokens, num_heads, dim], bfloat16, any strides.
@@ -219,8 +221,9 @@ def inverse_rope_group(
 def inverse_rope_group_quantize(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int, scale_layout: str
 ) -> QuantizedGroups:
-    """``inverse_rope_group`` in FP8, one scale for every 128 values, as a grouped matrix product
-    takes it.
+    """Apply ``inverse_rope_group`` and quantise the result to FP8.
+
+    One scale for every 128 values, as a grouped matrix product takes it.
 
     Args:
         o: Attention output, [num_tokens, num_heads, 512], bfloat16, any strides.
@@ -325,7 +328,9 @@ def qnorm_rope_kv_insert(
     block_size: int,
     layout: str = MainLayout.tag,
 ) -> Tensor:
-    """Normalise and rotate the queries; rotate the keys and write them to the window cache.
+    """Normalise and rotate the queries; rotate and insert the keys.
+
+    The keys are written to the window cache.
 
     Args:
         q: Queries, [num_tokens, num_heads, 512], bfloat16, any strides.
@@ -436,6 +441,6 @@ qnorm_rope_kv_insert_functional = define_twin(
 
 
 def check_query(checks: Checks, q: Tensor, kv: Tensor) -> None:
-    """Checks of the queries and keys of every token."""
+    """Check the queries and keys of every token."""
     checks.tensor("q", q, torch.bfloat16, "num_tokens", "num_heads", MainLayout.head_dim)
     checks.tensor("kv", kv, torch.bfloat16, "num_tokens", MainLayout.head_dim)

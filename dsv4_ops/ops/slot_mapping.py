@@ -39,7 +39,9 @@ def compressed_slot_mapping(
     cp_world_size: int = 1,
     cp_interleave: int = 1,
 ) -> Tensor:
-    """Slot of the compressed row that each token completes, -1 for tokens that complete none.
+    """Compute the slot of the compressed row that each token completes.
+
+    -1 for tokens that complete none.
 
     The token at position p completes row p // compress_ratio when (p + 1) % compress_ratio is 0.
 

@@ -32,7 +32,7 @@ def check_decode(
     num_splits: int,
     batch_invariant: bool,
 ) -> Checks:
-    """Checks of ``op``, its layout and queries checked, and what it runs with."""
+    """Check layout and queries of ``op``; return the checks and what it runs with."""
     checks = check_queries(op, q, layout)
     check_splits(checks, num_splits, batch_invariant)
     taken = {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
@@ -66,8 +66,9 @@ def check_plan(
     impl: str,
     widths: tuple[int, int],
 ) -> Tensor | None:
-    """The plan as the op takes it, if there is one; nothing else decides then, and it is one of
-    those that ``impl`` goes by."""
+    """Check a plan and return it as the op takes it.
+
+    With a plan nothing else decides, and it has to be one that ``impl`` goes by."""
     if plan is None:
         return None
     if isinstance(plan, FlashMlaPlan):
@@ -108,7 +109,9 @@ def _check_goes_to_flash_mla(checks: Checks, impl: str, actual: str) -> None:
 def _check_flash_mla_plan(
     checks: Checks, plan: FlashMlaPlan, impl: str, widths: tuple[int, int]
 ) -> None:
-    """It was made for such a call: FlashMLA would read past the lists of another."""
+    """Check that a plan was made for such a call.
+
+    FlashMLA would read past the lists of another."""
     _check_goes_to_flash_mla(checks, impl, "a FlashMlaPlan")
     checks.tensor("plan.schedule", plan.schedule, torch.int32, "size")
     sizes = {
@@ -160,7 +163,7 @@ def check_none(checks: Checks, *extra: Tensor | None) -> None:
 
 
 def check_sink(checks: Checks, attn_sink: Tensor | None) -> None:
-    """The sink, if there is one."""
+    """Check the sink, if there is one."""
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, torch.float32, "num_heads")
 
@@ -168,7 +171,7 @@ def check_sink(checks: Checks, attn_sink: Tensor | None) -> None:
 def check_turn(
     checks: Checks, q: Tensor, positions: Tensor | None, cos_sin_cache: Tensor | None
 ) -> None:
-    """What the output is rotated back by, if it is."""
+    """Check the positions and angles of inverse RoPE, if there are any."""
     if positions is not None and cos_sin_cache is not None:
         checks.rotation(positions, cos_sin_cache)
         checks.even("cos_sin_cache", cos_sin_cache, "width", q.shape[2])
@@ -449,8 +452,9 @@ def sparse_mla_decode(
     batch_invariant: bool = False,
     impl: str = "auto",
 ) -> SparseMla:
-    """Attend to the window's rows and to the selected rows of the compressed cache; keys are
-    values.
+    """Attend to the window and to selected rows of the compressed cache.
+
+    Keys are values.
 
     Args:
         q: Queries with RoPE applied, [num_tokens, num_heads, 512], bfloat16, any strides; for the
@@ -589,8 +593,10 @@ def sparse_mla_decode_paged(
     batch_invariant: bool = False,
     impl: str = "auto",
 ) -> SparseMla:
-    """``sparse_mla_decode`` over the window and the first rows of each token's request: a C128
-    layer, which selects nothing. The kernel walks the block table.
+    """Attend to the window and to the first compressed rows of a request.
+
+    This is ``sparse_mla_decode`` of a C128 layer, which selects nothing: the kernel walks the block
+    table.
 
     Args:
         q: Queries, as for ``sparse_mla_decode``, as is all that is not described here.
@@ -781,8 +787,9 @@ def sparse_mla_prefill(
     layout: str = MainLayout.tag,
     impl: str = "auto",
 ) -> SparseMla:
-    """Attend to the window and to compressed rows, straight from the paged caches: no gathered
-    copy, no index matrix, no chunks, unless that is faster or FlashMLA runs it.
+    """Attend to the window and to compressed rows of the paged caches.
+
+    Without a gathered copy, an index matrix or chunks, unless a copy is faster or FlashMLA runs.
 
     The window of a token is its own position and the ``window_size - 1`` before it. Compressed
     rows are those that ``topk_indices`` selects (C4), or without it all that the token may see

@@ -16,6 +16,7 @@ Results = tuple[Tensor, ...]
 
 
 def op_testing(spec: OpSpec) -> OpTesting:
+    """Return the cases of an op and how to draw more."""
     op_testing: OpTesting = spec.implementation("testing")
     return op_testing
 
