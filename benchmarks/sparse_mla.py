@@ -54,7 +54,7 @@ _SMOKE_CASES = ("decode",)
 _BATCHES = (1, 2, 8, 32, 64, 128, 256)
 _PREFILLS = (1, 8, 64, 128, 256, 512, 2048)
 _SHORT_PREFIX, _TABLE_ROWS = 2048, 8192  # rows of C128 of 1M tokens
-_LARGEST_PREFIX = 983040  # FlashMLA has room for 1048576 rows, the window's among them
+_LARGEST_PREFIX = 983040  # FlashMLA holds 1048576 rows, the window's among them
 _GATHERED = (1, 8, 32, 128, 512, 2048)
 _PACKAGED, _LARGE = (2, 8, 64, 256), (512, 2048)
 

@@ -106,7 +106,7 @@ def main() -> int:
             print(f"first step after {seconds - begun:.0f} s: {first} graph", flush=True)
         if steps % 32 == 0:
             print(f"step {steps}: lengths {[len(r.tokens) for r in requests]}", flush=True)
-    cache.raise_if_dropped()  # a graph cannot refuse what it has no room for: it counts
+    cache.raise_if_dropped()  # a graph cannot refuse what does not fit: it counts
     each = (time.perf_counter() - seconds) / (steps - 1)
     graphs = counters["stats"]["unique_graphs"]
     breaks, wrong = sum(counters["graph_break"].values()), differing(requests, args.device)

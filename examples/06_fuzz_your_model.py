@@ -1,4 +1,5 @@
-"""Fuzz a step: hypothesis cuts requests into ragged steps, every token must be as if cut into none.
+"""Fuzz a step: hypothesis splits requests into ragged steps, which must not change any
+token.
 
 Whatever a scheduler does - chunks, decodes, padding, requests that rest, garbage in padding - the
 logits of a token depend on the tokens before it and on nothing else. So draw schedules, with chunks

@@ -32,7 +32,7 @@ from dsv4_ops.core.layout import IndexerLayout, MainLayout
 INDEX_HEADS = 64
 OUT = Tolerance(1e-3, 2.01 / 128, 2e-5)
 """What the output may differ by from the references on the CPU: as in FlashMLA's own tests, with
-room for an e4m3 code of a row that the step writes."""
+space for an e4m3 code of a row that the step writes."""
 
 TOKEN_COSINE = 1e-4
 """The cosine difference of any one token: a few other selected rows make it a hundred times as

@@ -57,7 +57,7 @@ def selecting_cases(
 def dense_cases(
     tokens: Sequence[int], heads: Sequence[int], prefix: int = LONG_PREFIX, table_rows: int = 0
 ) -> list[Case]:
-    """Layers of C128: every token sees all rows that are finished. Block tables fit, or have room
+    """Layers of C128: every token sees all rows that are finished. Block tables fit, or are wider
     for ``table_rows``."""
     return [_dense(count, each, prefix, table_rows) for each in heads for count in tokens]
 

@@ -150,8 +150,8 @@ class SparseMlaRow(ComputeRow):
     vLLM's. ``flash_mla_us`` is our op with ``impl="flash_mla"`` from the same blocks, called
     without a compiler as for ``eager_us``; ``whole_times_flash_mla`` is the whole over that.
     ``gathered_us`` is ``sparse_mla_gathered``, ours, where ``baseline_us`` is FlashMLA.
-    ``pages_us`` and ``copied_us`` are the two ways of our op on Hopper, from the FP8 blocks and by
-    way of a copy of the rows in bf16, at sizes for which ``compiled_us`` may have the other;
+    ``pages_us`` and ``copied_us`` are the two variants of our op on Hopper, from the FP8 blocks and
+    by way of a copy of the rows in bf16, at sizes for which ``compiled_us`` may have the other;
     ``note`` says why one is missing.
 
     ``package_us`` is an AOTInductor package for any number of tokens, timed as ``compiled_us``;

@@ -126,7 +126,7 @@ _PREFILL = (
 _WAYS = (
     ("tokens x heads, keys", _label),
     ("ours, by size, us", us("compiled_us")),
-    ("from the pages", us("pages_us")),
+    ("from the blocks", us("pages_us")),
     ("by a copy", us("copied_us")),
     ("FlashMLA alone", us("baseline_us")),
     ("gather, indices and FlashMLA", us("baseline_whole_us")),

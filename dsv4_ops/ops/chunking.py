@@ -166,11 +166,11 @@ def plan_prefill_chunks(
                 num_queries + queries[stop],
                 stop + 1,
             )
-        piece = max(1, max_logits // num_rows) if num_rows else max(1, num_queries)
+        size = max(1, max_logits // num_rows) if num_rows else max(1, num_queries)
         requests = slice(start + request_offset, stop + request_offset)
         plan += [
-            (requests, slice(first, min(first + piece, num_queries)))
-            for first in range(0, num_queries, piece)
+            (requests, slice(first, min(first + size, num_queries)))
+            for first in range(0, num_queries, size)
         ]
         start = stop
     return plan

@@ -547,8 +547,8 @@ def sparse_mla_decode(
         ... ).out
         tensor([[[ 2.,  2.,  2., -2.]]])
     """
-    cuts: _Settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
-    taken: _Settings = {"layout": layout, **cuts}
+    splitting: _Settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
+    taken: _Settings = {"layout": layout, **splitting}
     checks = check_decode("sparse_mla_decode", q, softmax_scale, DECODE_PROVIDERS, impl, **taken)
     checks.at_least(1, extra_block_size=extra_block_size)
     check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
@@ -655,8 +655,8 @@ def sparse_mla_decode_paged(
         >>> out[0, 0, 0].item(), lse.item()
         (2.0, 0.0)
     """
-    cuts: _Settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
-    taken: _Settings = {"layout": layout, **cuts}
+    splitting: _Settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
+    taken: _Settings = {"layout": layout, **splitting}
     checks = check_decode(
         "sparse_mla_decode_paged", q, softmax_scale, DECODE_PROVIDERS, impl, **taken
     )

@@ -155,9 +155,9 @@ def flash_mla_metadata(
         torch.zeros_like(splits),
     )
     rows = torch.stack([column.to(torch.int32) for column in columns], 1)
-    cuts = torch.where(begin_block > 0, begin, last)
+    boundaries = torch.where(begin_block > 0, begin, last)
     token = torch.arange(num_tokens + 1, device=first.device)
-    num_splits = (token + (cuts < first[:, None]).sum(1)).to(torch.int32)
+    num_splits = (token + (boundaries < first[:, None]).sum(1)).to(torch.int32)
     behind = pad(num_splits, (0, (num_tokens + 1) * (METADATA_COLUMNS - 1)))
     return torch.cat([rows, behind.view(-1, METADATA_COLUMNS)])
 

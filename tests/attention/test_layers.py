@@ -1,5 +1,5 @@
 """A whole attention layer of each kind, from its projections' outputs to the input of its output
-projection: against the formulas, and cut into steps in every way."""
+projection: against the formulas, and split into steps in every way."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -248,7 +248,7 @@ def test_invalid_tokens_write_nothing_and_see_nothing() -> None:
 @pytest.mark.parametrize("kind", ["c4", "c128"])
 @pytest.mark.parametrize("rings", [False, True])
 def test_states_of_rings_are_saved_when_the_windows_were_read(kind: str, rings: bool) -> None:
-    """Otherwise both are one op; either way a sequence in pieces is what it is at once."""
+    """Otherwise both are one op; a sequence in chunks is what it is at once."""
     layer, inputs, whole = in_one_pass(kind, PLAIN)
     layer.state_rings = rings
     try:

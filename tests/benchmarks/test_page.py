@@ -198,7 +198,7 @@ def test_prefills_of_few_tokens_and_of_short_prefixes_are_in_the_table_of_both_w
     prefill = {**ROW, "case": "prefill", "rows": 512}
     few, short = {**prefill, "rows": 511}, {**prefill, "variant": "C128, behind 2048 tokens"}
     stored = store(tmp_path, "sparse_mla", prefill, few, short)
-    for table, count in (("prefill", 1), ("ways", 3)):
+    for table, count in (("prefill", 1), ("variants", 3)):
         written = page.page(f"<!-- table: {table} -->\n<!-- /table -->", stored)
         assert f"{count} rows: GPU" in written
 
@@ -213,12 +213,12 @@ def test_both_ways_of_a_prefill_are_beside_what_sizes_choose(tmp_path):
     baseline = ["FlashMLA alone", "gather, indices and FlashMLA", "that over ours"]
     numbers = ["90.0", "108", "6.90"]
     other = {**new, "case": "packages"}
-    assert table_of(tmp_path, "ways", old, new, other) == [
-        [*named, "from the pages", "by a copy", *baseline],
+    assert table_of(tmp_path, "variants", old, new, other) == [
+        [*named, "from the blocks", "by a copy", *baseline],
         ["8 x 64 heads, 128+512", "15.7", "-", "-", *numbers],
         ["8 x 64 heads, 128+512, C128", "15.7", "17.2", "15.7", *numbers],
     ]
-    assert table_of(tmp_path, "ways", old)[0] == [*named, *baseline]
+    assert table_of(tmp_path, "variants", old)[0] == [*named, *baseline]
 
 
 def test_packages_are_beside_the_calls_that_they_are_made_of(tmp_path):

@@ -45,8 +45,8 @@ def expected_cache(k, cache, slots):
 @needs_baselines
 @pytest.mark.parametrize("block_size", [64, 256])
 def test_bytes_are_those_of_vllm(block_size):
-    """Four million values over 40 orders of magnitude; padding bytes and other rows stay as they
-    were in both."""
+    """Four million values over 40 orders of absolute value; padding bytes and other rows stay as
+    they were in both."""
     vllm_insert = anchor_lib().load_vllm_triton().cache.quantize_and_insert_k_cache
     layout = MainLayout(block_size)
     generator = torch.Generator("cuda").manual_seed(0)

@@ -1,5 +1,5 @@
 """The compressor on a GPU: kernels against the reference on the CPU, the same bytes however a
-sequence is cut, CUDA graphs, compiled graphs, blocks beyond 4 GiB. Run there with
+sequence is split, CUDA graphs, compiled graphs, blocks beyond 4 GiB. Run there with
 ``pytest -m gpu tests``."""
 
 import math

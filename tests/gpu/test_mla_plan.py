@@ -91,7 +91,7 @@ def test_a_planned_call_has_the_same_bits_every_time(name: str) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("heads", [64, 128])
 def test_adversarial_plans_spoil_only_their_own_tokens(name: str, heads: int, seed: int) -> None:
-    """Rows of tokens, pieces and starts that do not exist: every bit of all other tokens."""
+    """Rows of tokens, splits and starts that do not exist: every bit of all other tokens."""
     case = case_of(name, seed, 40, heads)
     for plan in (plan_of(case), stale_plan(case, seed)):
         expected = kernel(name, with_plan(case, plan))
@@ -108,7 +108,7 @@ def test_adversarial_plans_spoil_only_their_own_tokens(name: str, heads: int, se
 @both_ops
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_with_partial_results_anywhere(name: str, seed: int) -> None:
-    """They may overwrite what other tokens of several pieces have there, and nothing else."""
+    """They may overwrite what other tokens of several splits have there, and nothing else."""
     case = case_of(name, seed, 40, 64)
     plan = stale_plan(case, seed)
     expected = kernel(name, with_plan(case, plan))

@@ -91,7 +91,7 @@ def test_a_package_for_any_number_of_tokens(kind: str, tmp_path: Path) -> None:
         actual = run(*given)
         if count < 1000:
             agrees(name, case, tuple(actual))
-        if count > 10 or name == GATHERED:  # others are joined 16 at a time, here 8
+        if count > 10 or name == GATHERED:  # others are combined 16 at a time, here 8
             assert all(map(equal, actual, kernel(name, case)))
         moved = [shifted(each) if place in per_token else each for place, each in enumerate(given)]
         assert all(map(equal, run(*moved), actual))

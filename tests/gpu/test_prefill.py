@@ -25,10 +25,10 @@ from tests.support.prefill_batches import (
     MODES,
     PREFILL,
     captured,
-    in_one_piece,
     plain_case,
     prefill_case,
     replayed,
+    unsplit,
 )
 
 pytestmark = [
@@ -45,11 +45,11 @@ def test_sampled_calls(part: int) -> None:
 
 
 def on_device(case: Case, actual: tuple[Tensor, ...] | None = None) -> None:
-    """Against the reference on the device, which has room for the keys of 300 tokens; unless there
-    are results, those of splits and those in one piece."""
+    """Against the reference on the device, which holds the keys of 300 tokens; unless there
+    are results, those of splits and those in one split."""
     spec, moved = OPS[PREFILL], case.on(DEVICE)
     expected = moved.run(spec.reference)
-    found = [actual] if actual else [kernel(PREFILL, each) for each in (case, in_one_piece(case))]
+    found = [actual] if actual else [kernel(PREFILL, each) for each in (case, unsplit(case))]
     for each in found:
         assert_agrees(
             f"{PREFILL}, {case.settings}", spec.implementation("testing"), moved, each, expected
@@ -117,8 +117,8 @@ def rows_of(case: Case, chosen: slice | list[int]) -> Case:
 @pytest.mark.parametrize("heads", [8, 64, 128])
 def test_a_token_has_the_same_bits_in_every_batch(mode: str, heads: int) -> None:
     """Alone, in chunks, in another order, and in another call; tokens of NaN beside it. "auto" may
-    read a copy of the rows where there are many tokens, and cuts the keys of few."""
-    case = in_one_piece(prefill_case(9, 200, heads, mode))
+    read a copy of the rows where there are many tokens, and splits the keys of few."""
+    case = unsplit(prefill_case(9, 200, heads, mode))
     whole = kernel(PREFILL, case)
     assert all(map(equal, whole, kernel(PREFILL, case)))
     order = torch.randperm(200, generator=generator(1)).tolist()

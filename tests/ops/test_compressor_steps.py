@@ -1,4 +1,4 @@
-"""The compressor over whole sequences: however they are cut into steps, the cache is the same."""
+"""The compressor over whole sequences: however they are split into steps, the cache is the same."""
 
 from random import Random
 from typing import Any

@@ -33,7 +33,7 @@ BLOCKS: dict[str, tuple[list[int], int, list[int]]] = {
     "-450": ([0xC3E1], 128, [0xF6]),
     "largest value last": ([0] * 63 + [0x43E1], 128, [0] * 63 + [0x76]),
     "smallest subnormals": ([0x0001, 0x8001, 0x007F, 0x807F], 105, [0x00, 0x80, 0x00, 0x80]),
-    # 448 * 2^-22, one step above, and the scale's floor: 2^-31 is the smallest code, 2^-32 a tie
+    # 448 * 2^-22, one step above, and the smallest scale: 2^-31 is the smallest code, 2^-32 a tie
     "the smallest scale, full": ([0x38E0], 105, [0x7E]),
     "just above the smallest scale": ([0x38E1], 106, [0x76]),
     "below the smallest scale": ([0x3000, 0x2F80, 0x2F81, 0xB000], 105, [0x01, 0, 0x01, 0x81]),

@@ -98,7 +98,7 @@ def test_the_edges_of_the_window() -> None:
     ],
 )
 def test_all_rows_that_are_complete(ratio: int, counts: dict[int, int]) -> None:
-    """(position + 1) // ratio rows, no further than the table."""
+    """(position + 1) // ratio rows, up to the table."""
     for position, count in counts.items():
         expected = {f"c{row}": 1 for row in range(count)}
         assert seen(position, ratio=ratio, **NO_WINDOW) == expected, position

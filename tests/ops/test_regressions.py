@@ -126,7 +126,7 @@ def test_row_6_masked_lanes_have_addresses_outside_the_table() -> None:
 
 
 def test_row_7_default_width_writes_past_a_narrower_buffer() -> None:
-    """The caller's width is the row's width, and longer sequences are cut to it."""
+    """The caller's width is the row's width, and longer sequences are truncated to it."""
     dense = ops.dense_compressed_indices(
         i64([767, 767]),
         i32([0, 1]),

@@ -5,7 +5,7 @@ its 32 bits, both unsigned. A writing op returns the new content of what it writ
 comes out of a dequantisation is ``NAN``, whatever its bits are in the op. Nothing here imports
 torch and nothing uses floating point.
 
-Magnitudes are ints that count the smallest positive bf16, 2^-133.
+Absolute values are ints that count the smallest positive bf16, 2^-133.
 """
 
 from bisect import bisect_left
@@ -43,7 +43,7 @@ MIDPOINTS = [low + high for low, high in pairwise(CODES)]  # of 2^-10
 
 
 def largest_magnitude(values: Sequence[int]) -> int:
-    """Bits of the largest magnitude: NaN counts as 0, infinity as the largest finite number."""
+    """Bits of the amax: NaN counts as 0, infinity as the largest finite number."""
     magnitudes = [bits & 0x7FFF for bits in values]
     return min(max((bits for bits in magnitudes if bits <= INF), default=0), LARGEST)
 
@@ -113,7 +113,7 @@ def decode(code: int, byte: int) -> int:
 
 
 def bf16_bits(quarters: int) -> int:
-    """A magnitude in quarters of 2^-133, rounded to the nearest bf16, ties to even."""
+    """An absolute value in quarters of 2^-133, rounded to the nearest bf16, ties to even."""
     shift = max(quarters.bit_length() - 8, 2)
     bits, rest = quarters >> shift, quarters & ((1 << shift) - 1)
     half = 1 << (shift - 1)

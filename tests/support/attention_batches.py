@@ -250,7 +250,8 @@ def agrees_when_sampled(name: str, part: int) -> None:
 
 
 def launches_both(code: str) -> bool:
-    """Whether compiled code has the splits and their join: on Hopper one op, else two kernels."""
+    """Whether compiled code has the splits and the combine: on Hopper one op, else two
+    kernels."""
     if torch.cuda.get_device_capability() == (9, 0):
         return "_hopper_split_keys" in code
     return "split_keys_kernel" in code and "join_splits_kernel" in code

@@ -30,9 +30,9 @@ MODES = {"C4": (4, 64), "C128": (128, 2), "window": (1, 64)}  # ratio, rows of a
 BAD = (-1, INT32_MIN, INT32_MAX)
 
 
-def in_one_piece(case: Case) -> Case:
-    """The same call, the keys of no token in splits: "auto" cuts those of few."""
-    return Case(f"{case.name}, in one piece", case.tensors, {**case.settings, "impl": "triton"})
+def unsplit(case: Case) -> Case:
+    """The same call, the keys of no token in splits: "auto" splits those of few."""
+    return Case(f"{case.name}, unsplit", case.tensors, {**case.settings, "impl": "triton"})
 
 
 def requests_of(made: torch.Generator, tokens: int, longest: int) -> tuple[Tensor, Tensor]:
@@ -141,8 +141,8 @@ def adversarial_plan(
     plan: Tensor, victims: Tensor, num_tokens: int, seed: int, *, anywhere: bool = False
 ) -> Tensor:
     """The plan with every row of the tokens ``victims``, and every row of no token, spoiled: tokens
-    that do not exist, pieces and starts that cannot be. Spoiled rows name no other token of the
-    batch; their starts are no place in the room for partial results, or ``anywhere``."""
+    that do not exist, splits and starts that cannot be. Spoiled rows name no other token of the
+    batch; their starts are no place in the buffer of partial results, or ``anywhere``."""
     made = generator(seed)
     room = 2 * (plan.shape[0] - num_tokens)
     values = (0, 1, 2, 7, 130, -1, room - 1, room, INT32_MAX - 1, INT32_MAX, INT32_MIN)

@@ -89,7 +89,7 @@ class Selection(NamedTuple):
 
 
 def hf(layer: Layer, request: int, cuts: list[int]) -> Selection:
-    """Of one request that is given in pieces."""
+    """Of one request that is given in chunks."""
     indexer, hidden, residual = layer.indexer, layer.hidden[request], layer.residual[request]
     cache = transformers.DynamicCache(config=layer.config)
     length, chosen = hidden.shape[0], []
@@ -213,7 +213,7 @@ def test_token_by_token(layer: Layer) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_chunks(layer: Layer, seed: int) -> None:
-    """Ours and hf each in their own random pieces; states written before or after."""
+    """Ours and Hugging Face's, each in random chunks of its own; states written before or after."""
     rng, ours = Random(seed), Ours(layer, seed=seed)
     while ours.engine.done != [*LENGTHS]:
         ours.step(
@@ -227,7 +227,7 @@ def test_random_chunks(layer: Layer, seed: int) -> None:
 
 
 def test_their_angles_are_those_of_our_table(layer: Layer) -> None:
-    """Theirs are products in float32, which are off by 2^-24 of 300 rad."""
+    """Hugging Face's are products in float32, which are off by 2^-24 of 300 rad."""
     table = ops.rope_cos_sin_cache(max(LENGTHS), theta=160000.0, scaling=ops.YarnScaling())
     angles = layer.weights()["cos_sin_cache"]
     torch.testing.assert_close(table, angles, rtol=0, atol=4e-5)

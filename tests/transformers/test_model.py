@@ -1,4 +1,4 @@
-"""A patched model against Hugging Face's own, in float32: the same logits for every way to cut
+"""A patched model against Hugging Face's own, in float32: the same logits for every way to split
 requests into steps."""
 
 import functools

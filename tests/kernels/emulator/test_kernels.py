@@ -22,7 +22,7 @@ from tests.support.attention_batches import (
     magnified,
     with_inverse_rope,
 )
-from tests.support.prefill_batches import MODES, PREFILL, in_one_piece, prefill_case, with_plan
+from tests.support.prefill_batches import MODES, PREFILL, prefill_case, unsplit, with_plan
 
 emulated = pytest.importorskip(
     "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
@@ -61,7 +61,7 @@ def kernel(name, case, seed=0):
 
 def check(name, case, seed=0):
     expected = case.run(OPS[name].reference)
-    for each in (case, in_one_piece(case)) if name == PREFILL else (case,):
+    for each in (case, unsplit(case)) if name == PREFILL else (case,):
         actual = kernel(name, each, seed)
         assert_agrees(
             f"{name}, {each.name}", OPS[name].implementation("testing"), case, actual, expected
@@ -144,7 +144,7 @@ def emulates(monkeypatch):
 @pytest.mark.usefixtures("emulates")
 def test_what_the_triton_kernel_promises(what, name):
     """Plans of these and of other lengths, and adversarial ones; every bit of the rotation, and of
-    values of any magnitude; splits of halves of blocks."""
+    values of any scale; splits of halves of blocks."""
     tokens = {"plans": 5, "adversarial": 5, "rotations": 3}.get(what, 2)
     getattr(interpret_mla, what)(name, case_of(name, 3, tokens, 8))
 
@@ -215,7 +215,7 @@ def test_the_last_selected_row_counts():
 def test_every_schedule_gives_the_same_bits(name):
     cases = [with_inverse_rope(case_of(name, 5, 3, 8, num_splits=3))] if name != PREFILL else []
     if name == PREFILL:
-        cases += [prefill_case(2, 4, 8, "C4"), in_one_piece(prefill_case(2, 4, 8, "C4"))]
+        cases += [prefill_case(2, 4, 8, "C4"), unsplit(prefill_case(2, 4, 8, "C4"))]
     for case in cases:
         results = [kernel(name, case, seed) for seed in range(6)]
         for other in results[1:]:

@@ -1,6 +1,6 @@
 """Sparse MLA in Triton's interpreter over longer batches than those that are sampled: prefill with
 several blocks of keys of both sources, decode with plans of these and other lengths, adversarial
-plans, with the rotation of the output undone, and with keys of any magnitude;
+plans, with the rotation of the output undone, and with keys of any scale;
 tests/kernels/interpreter/test_mla_kernels.py starts it with TRITON_INTERPRET=1. Prints what has
 passed."""
 
@@ -26,11 +26,11 @@ from tests.support.prefill_batches import (
     MODES,
     PREFILL,
     adversarial_plan,
-    in_one_piece,
     plain_case,
     plan_of,
     prefill_case,
     stale_plan,
+    unsplit,
     with_plan,
 )
 
@@ -51,7 +51,7 @@ def prefills() -> None:
 def chunks() -> None:
     """A token has the same bits alone and in its batch."""
     for mode in MODES:
-        case = in_one_piece(prefill_case(2, 4, 8, mode, **SMALL))
+        case = unsplit(prefill_case(2, 4, 8, mode, **SMALL))
         whole = kernel(PREFILL, case)
         tensors = list(case.tensors)
         for place in (0, 2, 3, 7):

@@ -37,7 +37,7 @@ def interpreted(examples, *names):
 
 
 # kernels that keep as many bytes under way in registers as other programs would add: 14 warps or
-# more per SM (Triton 3.7 takes more registers than 3.6: 12 where a join turns, 128 to 167)
+# more per SM (Triton 3.7 takes more registers than 3.6: 12 where a combine rotates, 128 to 167)
 BYTES_IN_REGISTERS = {
     "compress_and_insert_kernel",
     "insert_c4_step_kernel",

@@ -71,7 +71,7 @@ def test_window_only(tokens: int, heads: int, num_splits: int) -> None:
 @pytest.mark.parametrize("heads", [8, 64, 128])
 @pytest.mark.parametrize("tokens", [2, 40, 200])
 def test_plans(name: str, tokens: int, heads: int) -> None:
-    """Tokens of one piece and of several in one launch."""
+    """Tokens of one split and of several in one launch."""
     case = case_of(name, tokens, tokens, heads)
     for plan in (plan_of(case), stale_plan(case, 5), plan_of(case, 1), plan_of(case, 5000)):
         assert_fused(name, with_plan(case, plan))
