@@ -132,10 +132,19 @@ class QuantizedLayout(Layout):
     def quant_block(self) -> int:
         """Values that share a scale."""
 
+    float_scales = False
+    """Whether scales are stored as fp32."""
+
     @property
     def num_scales(self) -> int:
         """Scales per row."""
         return self.code_dim // self.quant_block
+
+    @property
+    def format(self) -> tuple[int, ...]:
+        """What kernels are told of a row: ``FORMAT`` in ``dsv4_ops/kernels/common``."""
+        values = (self.block_size, self.head_dim, self.code_dim, self.quant_block)
+        return (*values, self.data_bytes, self.scale_bytes, self.float_scales)
 
 
 @dataclass(frozen=True)
@@ -171,6 +180,7 @@ class IndexerLayout(QuantizedLayout):
     head_dim = 128
     code_dim = 128
     quant_block = 128
+    float_scales = True
     data_bytes = 128
     scale_bytes = 4
 
