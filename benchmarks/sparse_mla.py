@@ -259,8 +259,9 @@ _NOTES = (
     "the whole with our gather in the place of vLLM's in Triton. gathered_us: our kernel over "
     "the rows and indices that FlashMLA has for baseline_us. flash_mla_us: our op with "
     'impl="flash_mla", eager.',
-    "pages_us and copied_us: of prefill on Hopper, our two ways, from the FP8 pages and by way of "
-    "a copy of the rows in bf16, eager; compiled_us and eager_us have the one that sizes choose.",
+    "pages_us and copied_us: of prefill on Hopper, our two variants, from the FP8 blocks and by "
+    "way of a copy of the rows in bf16, eager; compiled_us and eager_us have the one that sizes "
+    "choose.",
     "gathered: sparse_mla_gathered and FlashMLA over the same bf16 rows and indices; the roofline "
     "has each row that a call lists once.",
     "package_us: an AOTInductor package of the form that the variant names, made once for any "

@@ -123,7 +123,7 @@ _PREFILL = (
     ("context, rows gathered", _gathered),
     _ATTENTION[4],
 )
-_WAYS = (
+_VARIANTS = (
     ("tokens x heads, keys", _label),
     ("ours, by size, us", us("compiled_us")),
     ("from the blocks", us("pages_us")),
@@ -178,7 +178,7 @@ TABLES = {
         ("window", "mtp", "paged", "ragged"),
     ),
     "prefill": Table("sparse_mla", _PREFILL, ("prefill",), _long_prefill),
-    "ways": Table("sparse_mla", _WAYS, ("prefill",)),
+    "variants": Table("sparse_mla", _VARIANTS, ("prefill",)),
     "gathered": Table(
         "sparse_mla",
         (

@@ -152,7 +152,7 @@ def _flash_mla_limit(op: str, values: Values, asking: bool) -> Limit | None:
         rows = workspace_rows(values)
         if _above(rows, MOST_GATHERED, asking):
             what = f"with block tables of {known(rows)} rows"
-            return Limit(what, f"FlashMLA has room for {MOST_GATHERED} rows of all requests")
+            return Limit(what, f"FlashMLA takes up to {MOST_GATHERED} rows of all requests")
     elif values["num_splits"] != 0 or values["batch_invariant"]:
         return Limit("with num_splits or batch_invariant", "FlashMLA decides itself what it splits")
     elif _above(tokens, FLASH_MLA_TOKENS, asking):

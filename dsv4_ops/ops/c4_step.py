@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
 from dsv4_ops.core.types import C4Step
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import c4_step as meta
@@ -29,7 +29,7 @@ _insert_c4_step = define_op(
         "int state_block_size, int swa_block_size, int block_size) -> (Tensor, Tensor, Tensor)",
         meta=meta.insert_c4_step,
         reference=reference.insert_c4_step,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=(
             *DIMENSIONS,
             "num_heads",
@@ -39,7 +39,6 @@ _insert_c4_step = define_op(
             "num_indexer_state_blocks",
         ),
         source="qnorm_rope_kv_insert, save_and_compress and indexer_quantize_q in one launch",
-        providers=("triton", "reference"),
     )
 )
 

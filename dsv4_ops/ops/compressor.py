@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout, StateLayout
-from dsv4_ops.core.registry import OpSpec, returns_nothing
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
 from dsv4_ops.core.types import CompressorStep
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.twins import define_twin
@@ -20,12 +20,10 @@ _save_compressor_states = define_op(
         stem="compressor",
         schema="save_compressor_states(Tensor kv_score, Tensor ape, Tensor(a!) states, Tensor "
         "slot_mapping, Tensor positions, *, int compress_ratio, int block_size) -> ()",
-        meta=returns_nothing,
         reference=reference.save_compressor_states,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_state_blocks"),
         source="vLLM 0.33 save_partial_states",
-        providers=("triton", "reference"),
     )
 )
 
@@ -156,12 +154,10 @@ _compress_and_insert = define_op(
         "Tensor cos_sin_cache, Tensor(a!) k_cache, Tensor slot_mapping, *, int "
         "compress_ratio, bool overlap, float eps, int state_block_size, int block_size,"
         " str layout) -> ()",
-        meta=returns_nothing,
         reference=reference.compress_and_insert,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=DIMENSIONS,
         source="vLLM 0.33 compress, norm, RoPE and store kernels; order of writes made irrelevant",
-        providers=("triton", "reference"),
     )
 )
 
@@ -404,12 +400,10 @@ _save_and_compress = define_op(
         "req_indices, Tensor norm_weight, Tensor cos_sin_cache, Tensor(b!) k_cache, "
         "Tensor slot_mapping, *, int compress_ratio, bool overlap, float eps, int "
         "state_block_size, int block_size, str layout) -> ()",
-        meta=returns_nothing,
         reference=reference.save_and_compress,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=DIMENSIONS,
         source="save_compressor_states and compress_and_insert with a launch less",
-        providers=("triton", "reference"),
     )
 )
 

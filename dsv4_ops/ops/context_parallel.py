@@ -19,7 +19,6 @@ _cp_seq_lens = define_op(
         "int cp_interleave) -> Tensor",
         meta=meta.cp_seq_lens,
         reference=reference.cp_seq_lens,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_seqs",),
         source="vLLM 0.33 get_dcp_local_seq_lens; semantics re-derived",
         gradient=INTEGERS,

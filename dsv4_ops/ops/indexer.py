@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
-from dsv4_ops.core.registry import OpSpec, returns_nothing
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
 from dsv4_ops.core.tiles import SCHEDULE_KEYS
 from dsv4_ops.core.types import IndexerKeys, IndexerQuery
 from dsv4_ops.dispatch.choice import check_impl
@@ -24,12 +24,10 @@ _quantize_and_insert_indexer_k = define_op(
         stem="indexer",
         schema="quantize_and_insert_indexer_k(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, "
         "*, int block_size, str layout) -> ()",
-        meta=returns_nothing,
         reference=reference.quantize_and_insert_indexer_k,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_blocks"),
         source=_SOURCE,
-        providers=("triton", "reference"),
     )
 )
 
@@ -125,10 +123,9 @@ _gather_indexer_k = define_op(
         "int block_size, SymInt num_rows, str layout) -> (Tensor, Tensor)",
         meta=meta.gather_indexer_k,
         reference=reference.gather_indexer_k,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
         source="vLLM 0.33 cp_gather_indexer_k_quant_cache, with bounds",
-        providers=("triton", "reference"),
         gradient=INTEGERS,
     )
 )
@@ -216,7 +213,6 @@ _paged_mqa_logits_metadata = define_op(
         "-> Tensor",
         meta=meta.paged_mqa_logits_metadata,
         reference=reference.paged_mqa_logits_metadata,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs",),
         source="DeepGEMM's get_paged_mqa_logits_metadata for one query per row",
         gradient=INTEGERS,
@@ -280,8 +276,6 @@ DIM = IndexerLayout.head_dim
 
 PROVIDERS = ("triton", "deep_gemm", "reference")
 
-_KERNELS = {"cpu": "decompose", "cuda": "triton"}
-
 _indexer_quantize_q = define_op(
     OpSpec(
         stem="indexer",
@@ -289,10 +283,9 @@ _indexer_quantize_q = define_op(
         "Tensor cos_sin_cache, *, float softmax_scale) -> (Tensor, Tensor)",
         meta=meta.indexer_quantize_q,
         reference=reference.indexer_quantize_q,
-        lowering=_KERNELS,
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_positions"),
         source="vLLM 0.33, rotation and FP8 quantisation of its indexer's queries",
-        providers=("triton", "reference"),
     )
 )
 _indexer_logits = define_op(
@@ -317,10 +310,9 @@ _indexer_logits_ragged = define_op(
         "Tensor row_start, Tensor row_stop) -> Tensor",
         meta=meta.indexer_logits_ragged,
         reference=reference.indexer_logits_ragged,
-        lowering=_KERNELS,
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_k"),
         source="DeepSeek-V4's lightning indexer; DeepGEMM's MQA logits",
-        providers=("triton", "reference"),
     )
 )
 
@@ -589,18 +581,15 @@ def check_query(
     checks.tensor("weights", weights, torch.float32, "num_tokens", "num_heads")
 
 
-_indexer_topk_KERNELS = {"cpu": "decompose", "cuda": "triton"}
-
 _indexer_topk = define_op(
     OpSpec(
         stem="indexer",
         schema="indexer_topk(Tensor logits, Tensor lens, *, int topk) -> Tensor",
         meta=meta.indexer_topk,
         reference=reference.indexer_topk,
-        lowering=_indexer_topk_KERNELS,
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_rows"),
         source="DeepSeek-V4's lightning indexer; the order of ties and of the result decided here",
-        providers=("triton", "reference"),
     )
 )
 _indexer_select = define_op(

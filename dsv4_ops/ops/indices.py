@@ -98,7 +98,6 @@ _prefill_gather_lens = define_op(
         "window_size) -> Tensor",
         meta=meta.prefill_gather_lens,
         reference=reference.prefill_gather_lens,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs",),
         source="vLLM 0.33 _compute_prefill_metadata_kernel; semantics re-derived",
         gradient=INTEGERS,
@@ -153,7 +152,6 @@ _global_topk_indices_and_lens = define_op(
         "int block_size) -> (Tensor, Tensor)",
         meta=meta.global_topk_indices_and_lens,
         reference=reference.global_topk_indices_and_lens,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs", "max_blocks", "topk"),
         source="vLLM 0.33 compute_global_topk_indices_and_lens, with the bounds its newer "
         "tests demand",
@@ -316,7 +314,6 @@ _combine_topk_swa_indices = define_op(
         "compress_ratio, int topk, int workspace_rows, int swa_offset) -> (Tensor, Tensor)",
         meta=meta.combine_topk_swa_indices,
         reference=reference.combine_topk_swa_indices,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs"),
         source="vLLM 0.33 combine_topk_swa_indices, with bounds and per-token requests",
         gradient=INTEGERS,
@@ -427,7 +424,6 @@ _mixed_sparse_indices = define_op(
         "int? swa_block_span, int? compressed_block_span) -> (Tensor, Tensor)",
         meta=meta.mixed_sparse_indices,
         reference=reference.mixed_sparse_indices,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_decode_tokens", "num_prefill_tokens", "num_reqs", "max_blocks"),
         source="vLLM 0.33 build_flashinfer_mixed_sparse_indices, with bounds and per-token "
         "requests",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout, PlainLayout
-from dsv4_ops.core.registry import OpSpec, returns_nothing
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.twins import define_twin
 from dsv4_ops.meta import kv_cache as meta
@@ -20,12 +20,10 @@ _quantize_and_insert_k_cache = define_op(
         stem="kv_cache",
         schema="quantize_and_insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, "
         "*, int block_size, str layout) -> ()",
-        meta=returns_nothing,
         reference=reference.quantize_and_insert_k_cache,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_blocks"),
         source=_SOURCE,
-        providers=("triton", "reference"),
     )
 )
 
@@ -123,12 +121,10 @@ _dequantize_and_gather_k_cache = define_op(
         stem="kv_cache",
         schema="dequantize_and_gather_k_cache(Tensor(a!) out, Tensor k_cache, Tensor seq_lens, "
         "Tensor? gather_lens, Tensor block_table, *, int block_size, int offset, str layout) -> ()",
-        meta=returns_nothing,
         reference=reference.dequantize_and_gather_k_cache,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
         source="vLLM 0.33 dequantize_and_gather_k_cache, with bounds",
-        providers=("triton", "reference"),
     )
 )
 
@@ -220,10 +216,9 @@ _gather_k_cache = define_op(
         "block_table, *, int block_size, SymInt num_rows, int offset, str layout) -> Tensor",
         meta=meta.gather_k_cache,
         reference=reference.gather_k_cache,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
         source="vLLM 0.33 dequantize_and_gather_k_cache, with bounds; functional",
-        providers=("triton", "reference"),
     )
 )
 
@@ -321,12 +316,10 @@ _insert_k_cache = define_op(
     OpSpec(
         stem="kv_cache",
         schema="insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping) -> ()",
-        meta=returns_nothing,
         reference=reference.insert_k_cache,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_blocks"),
         source=_plain_cache_SOURCE,
-        providers=("triton", "reference"),
     )
 )
 

@@ -19,7 +19,6 @@ _pack_seq = define_op(
         schema="pack_seq(Tensor x, Tensor query_start_loc, *, int next_n, float pad) -> Tensor",
         meta=meta.pack_seq,
         reference=reference.pack_seq,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs"),
         source=_SOURCE,
     )
@@ -30,7 +29,6 @@ _unpack_seq = define_op(
         schema="unpack_seq(Tensor packed, Tensor query_start_loc, *, SymInt num_tokens) -> Tensor",
         meta=meta.unpack_seq,
         reference=reference.unpack_seq,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs"),
         source=_SOURCE,
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout, PlainLayout
-from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
 from dsv4_ops.core.types import InsertedQuery, QuantizedGroups
 from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.dispatch.define import define_op
@@ -89,7 +89,6 @@ _apply_rope = define_op(
         "Tensor",
         meta=meta.apply_rope,
         reference=reference.apply_rope,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=(*_DIMENSIONS, "num_heads"),
         source="DeepSeek-V4 rotary embedding, interleaved pairs",
     )
@@ -153,7 +152,6 @@ _inverse_rope_group = define_op(
         "int num_groups) -> Tensor",
         meta=meta.inverse_rope_group,
         reference=reference.inverse_rope_group,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=_DIMENSIONS,
         source="DeepSeek-V4 inverse rotation before the grouped output projection",
     )
@@ -165,7 +163,6 @@ _inverse_rope_group_quantize = define_op(
         "int num_groups, str scale_layout) -> (Tensor, Tensor)",
         meta=meta.inverse_rope_group_quantize,
         reference=reference.inverse_rope_group_quantize,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=_DIMENSIONS,
         source="vLLM 0.33 fused inverse RoPE and FP8 quantisation of the attention output",
     )
@@ -308,10 +305,9 @@ _qnorm_rope_kv_insert = define_op(
         "-> Tensor",
         meta=meta.qnorm_rope_kv_insert,
         reference=reference.qnorm_rope_kv_insert,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=_qnorm_DIMENSIONS,
         source=_SOURCE,
-        providers=("triton", "reference"),
     )
 )
 

@@ -20,7 +20,6 @@ _compressed_slot_mapping = define_op(
         "int block_size, int compress_ratio, int cp_world_size, int cp_interleave) -> Tensor",
         meta=meta.compressed_slot_mapping,
         reference=reference.compressed_slot_mapping,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs", "max_blocks"),
         source="vLLM 0.33 get_compressed_slot_mapping; semantics re-derived",
         gradient=INTEGERS,

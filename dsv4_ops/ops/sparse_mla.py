@@ -12,7 +12,7 @@ from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
 from dsv4_ops.core.tiles import METADATA_COLUMNS, PLAN_COLUMNS, PROGRAMS, is_metadata
 from dsv4_ops.core.types import FlashMlaPlan, SparseMla, SparseMlaGathered
 from dsv4_ops.dispatch.choice import check_impl
@@ -188,10 +188,9 @@ _sparse_mla_plan = define_op(
         "int num_programs) -> Tensor",
         meta=meta.sparse_mla_plan,
         reference=reference.sparse_mla_plan,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens",),
         source="what FlashMLA's get_mla_metadata is for; the plan itself is ours",
-        providers=("triton", "reference"),
         gradient=INTEGERS,
     )
 )
@@ -276,7 +275,6 @@ _flash_mla_metadata = define_op(
         "int extra_width, int num_sm_parts) -> Tensor",
         meta=meta.flash_mla_metadata,
         reference=reference.flash_mla_metadata,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens",),
         source="the planner in FlashMLA's sparse_decode_fwd, for one query per row",
         gradient=INTEGERS,

@@ -111,3 +111,12 @@ def i32(values: Any) -> Tensor:
 def i64(values: Any) -> Tensor:
     """Make an int64 tensor from a list."""
     return torch.tensor(values, dtype=torch.int64)
+
+
+def spoil(draw: Any, values: Tensor, bad: Sequence[Any], most: int) -> None:
+    """Put some of ``bad`` into up to ``most`` places of ``values``."""
+    from hypothesis import strategies as st
+
+    if values.numel():
+        for place in draw(st.lists(st.integers(0, values.numel() - 1), max_size=most)):
+            values.view(-1)[place] = draw(st.sampled_from(bad))

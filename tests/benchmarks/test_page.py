@@ -194,7 +194,9 @@ def table_of(folder, name, *rows, file="sparse_mla"):
     return [cells[0], *cells[2 : lines.index("") - 1]]
 
 
-def test_prefills_of_few_tokens_and_of_short_prefixes_are_in_the_table_of_both_ways_alone(tmp_path):
+def test_prefills_of_few_tokens_and_of_short_prefixes_are_in_the_table_of_both_variants_alone(
+    tmp_path,
+):
     prefill = {**ROW, "case": "prefill", "rows": 512}
     few, short = {**prefill, "rows": 511}, {**prefill, "variant": "C128, behind 2048 tokens"}
     stored = store(tmp_path, "sparse_mla", prefill, few, short)
@@ -203,7 +205,7 @@ def test_prefills_of_few_tokens_and_of_short_prefixes_are_in_the_table_of_both_w
         assert f"{count} rows: GPU" in written
 
 
-def test_both_ways_of_a_prefill_are_beside_what_sizes_choose(tmp_path):
+def test_both_variants_of_a_prefill_are_beside_what_sizes_choose(tmp_path):
     old = {
         **ROW, "case": "prefill", "baseline_us": 90.0, "baseline_whole_us": 108.0,
         "whole_times_faster": 6.9,

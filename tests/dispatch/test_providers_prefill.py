@@ -256,7 +256,7 @@ def wide(case: Case, requests: int, swa: int, extra: int) -> Case:
 
 ROOM = (
     "sparse_mla_prefill: impl must be 'auto', 'triton' or 'reference' with block tables of 1048704 "
-    "rows, got 'flash_mla'. FlashMLA has room for 1048576 rows of all requests."
+    "rows, got 'flash_mla'. FlashMLA takes up to 1048576 rows of all requests."
 )
 
 
@@ -268,7 +268,7 @@ def test_a_workspace_that_is_too_large_is_refused(on_cpu, monkeypatch):
     assert choice.limit(PREFILL, "flash_mla", values_of(wide(case, 2, 4096, 4096))) is None
     monkeypatch.setattr(choice, "unusable", lambda library: "")
     found = providers.choice_of(PREFILL, *large.tensors, **case.settings)
-    advice = "FlashMLA has room for 1048576 rows of all requests"
+    advice = "FlashMLA takes up to 1048576 rows of all requests"
     assert found == ("triton", f"{advice}: the call is with block tables of 1048704 rows")
 
 
