@@ -53,7 +53,7 @@ def test_every_plot_has_lines_of_ours_and_shows_the_stored_rows():
 
 # Versions, rates of the hardware, targets and constants of the code: what no row says.
 NO_FIGURE = re.compile(
-    r"vLLM 0\.22\.1|torch 2\.\d+|to 2\.1[35]|transformers 5\.17|(?:to|transformers) 5\.23|"
+    r"vLLM 0\.22\.1|torch 2\.\d+|to 2\.1[35]|transformers 5\.17|(?:to|transformers) 5\.2[34]|"
     r"Python 3\.10|Triton 3\.6 to 3\.9|"
     r"Apache-2\.0|4\.3 TB/s|3\.2 B parameters|at most 1\.2 times DeepGEMM|2\.\d+ in FP8|"
     r"target at 2048 tokens, 1\.3 times|within 3 % of the largest|"

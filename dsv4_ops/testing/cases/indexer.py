@@ -332,7 +332,7 @@ def _logits_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     return Case("sampled", tensors, {**settings, "num_rows": num_rows})
 
 
-def _precise_logits(*tensors: Tensor, **settings: Any) -> tuple[Exact]:
+def _precise_logits(*tensors: Any, **settings: Any) -> tuple[Exact]:
     return (paged_scores(*tensors, **settings).exact(),)
 
 
