@@ -44,8 +44,7 @@ class OpSpec:
     Args:
         stem: File name of the op in every layer.
         schema: ``name(arguments) -> results`` in the language of ``torch.library``.
-        meta: Fake implementation. It has those parameters of the op that it needs; of an op that
-            only writes to its arguments it is left out.
+        meta: Fake implementation. It has those parameters of the op that it needs.
         reference: Eager implementation on any device: the meaning of the op.
         lowering: Kind of lowering per device type, decomposition unless it says otherwise; the
             lowering itself is ``dsv4_ops.lowering.<stem>:<name>``.
@@ -60,7 +59,7 @@ class OpSpec:
 
     stem: str
     schema: str
-    meta: Callable[..., Any] = returns_nothing
+    meta: Callable[..., Any]
     reference: Callable[..., Any]
     lowering: dict[str, str] = field(default_factory=DECOMPOSED.copy)
     dynamic: tuple[str, ...]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout, StateLayout
-from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec, returns_nothing
 from dsv4_ops.core.types import CompressorStep
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.twins import define_twin
@@ -20,6 +20,7 @@ _save_compressor_states = define_op(
         stem="compressor",
         schema="save_compressor_states(Tensor kv_score, Tensor ape, Tensor(a!) states, Tensor "
         "slot_mapping, Tensor positions, *, int compress_ratio, int block_size) -> ()",
+        meta=returns_nothing,
         reference=reference.save_compressor_states,
         lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_state_blocks"),
@@ -154,6 +155,7 @@ _compress_and_insert = define_op(
         "Tensor cos_sin_cache, Tensor(a!) k_cache, Tensor slot_mapping, *, int "
         "compress_ratio, bool overlap, float eps, int state_block_size, int block_size,"
         " str layout) -> ()",
+        meta=returns_nothing,
         reference=reference.compress_and_insert,
         lowering=KERNEL_ON_CUDA,
         dynamic=DIMENSIONS,
@@ -400,6 +402,7 @@ _save_and_compress = define_op(
         "req_indices, Tensor norm_weight, Tensor cos_sin_cache, Tensor(b!) k_cache, "
         "Tensor slot_mapping, *, int compress_ratio, bool overlap, float eps, int "
         "state_block_size, int block_size, str layout) -> ()",
+        meta=returns_nothing,
         reference=reference.save_and_compress,
         lowering=KERNEL_ON_CUDA,
         dynamic=DIMENSIONS,

@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
-from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec, returns_nothing
 from dsv4_ops.core.tiles import SCHEDULE_KEYS
 from dsv4_ops.core.types import IndexerKeys, IndexerQuery
 from dsv4_ops.dispatch.choice import check_impl
@@ -24,6 +24,7 @@ _quantize_and_insert_indexer_k = define_op(
         stem="indexer",
         schema="quantize_and_insert_indexer_k(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, "
         "*, int block_size, str layout) -> ()",
+        meta=returns_nothing,
         reference=reference.quantize_and_insert_indexer_k,
         lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_blocks"),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout, PlainLayout
-from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec, returns_nothing
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.twins import define_twin
 from dsv4_ops.meta import kv_cache as meta
@@ -20,6 +20,7 @@ _quantize_and_insert_k_cache = define_op(
         stem="kv_cache",
         schema="quantize_and_insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, "
         "*, int block_size, str layout) -> ()",
+        meta=returns_nothing,
         reference=reference.quantize_and_insert_k_cache,
         lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_blocks"),
@@ -121,6 +122,7 @@ _dequantize_and_gather_k_cache = define_op(
         stem="kv_cache",
         schema="dequantize_and_gather_k_cache(Tensor(a!) out, Tensor k_cache, Tensor seq_lens, "
         "Tensor? gather_lens, Tensor block_table, *, int block_size, int offset, str layout) -> ()",
+        meta=returns_nothing,
         reference=reference.dequantize_and_gather_k_cache,
         lowering=KERNEL_ON_CUDA,
         dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
@@ -316,6 +318,7 @@ _insert_k_cache = define_op(
     OpSpec(
         stem="kv_cache",
         schema="insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping) -> ()",
+        meta=returns_nothing,
         reference=reference.insert_k_cache,
         lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_blocks"),
