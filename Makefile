@@ -1,6 +1,6 @@
 # make check  errors, numbers by hand, oracles, fakes, the smallest kernels interpreted; a minute
 # make test  what a change must pass, and CI runs       make lint  formatting, types, import rule
-# make test-all  nightly: every example, package and variant, 20000 drawn calls per op; hours
+# make test-all  nightly: every example, package and variant, 20000 sampled calls per op; hours
 # make docs  the site of docs/ into build/site; fails at any warning
 # make venv  the environment that all of them need
 # make demo  stock Hugging Face beside ours on a small DeepSeek-V4, measured here; minutes

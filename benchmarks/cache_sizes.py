@@ -55,7 +55,7 @@ def ours(config: Any, batch: int, tokens: int, max_chunk: int | None = None) -> 
     ).memory()
 
 
-def theirs(config: Any, batch: int, tokens: int) -> int:
+def baseline(config: Any, batch: int, tokens: int) -> int:
     """Bytes of Hugging Face's cache in bfloat16 after as many tokens."""
     from transformers import DeepseekV4ForCausalLM  # its module names the types of its layers
 
@@ -74,7 +74,7 @@ def rows() -> Iterable[tuple[str, ...]]:
     for name in MODELS:
         config = config_of(name)
         for batch, tokens in BATCHES:
-            other = theirs(config, batch, tokens)
+            other = baseline(config, batch, tokens)
             chunks = dict.fromkeys((min(tokens, 2048), chunk_of(batch, tokens)))
             for chunk in chunks:
                 parts = ours(config, batch, tokens, chunk)

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.harness.timing import Capture
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch.choice import ours, unusable
 from dsv4_ops.dispatch.libraries import LIBRARIES
-from dsv4_ops.lowering.measure import example
+from dsv4_ops.lowering.external import adapter
 
 _SETS, _BLOCKS = 4, 3000
 _DECODE, _PAGED, _GATHERED = "sparse_mla_decode", "sparse_mla_decode_paged", "sparse_mla_gathered"
@@ -106,6 +107,92 @@ def _prefill(tensor: Callable[..., Any], tokens: int, rows: int) -> Like:
     batch = {"positions": tensor(tokens, dtype=torch.int64), "req_indices": tensor(tokens)}
     numbers = {"window_size": 128, "compress_ratio": ratio, "layout": MainLayout.tag}
     return {**found, **batch, "topk_indices": tensor(tokens, rows), **numbers}
+
+
+def example(op: str, like: dict[str, Any]) -> dict[str, Any]:
+    """Make arguments of these shapes: full lists of rows from all over the caches."""
+    made = {
+        name: _tensor(*value) if isinstance(value, tuple) and len(value) == 3 else value
+        for name, value in like.items()
+    }
+    for name, rows in _rows(made).items():
+        made[name].random_(0, max(rows, 1))
+    for name in ("lens", "swa_lens", "extra_lens"):
+        if isinstance(made.get(name), Tensor):
+            made[name].fill_(_most(name, made))
+    if op == "indexer_select":
+        made["positions"].fill_(_table_rows(made, "block_table") * made["compress_ratio"] - 1)
+    requests = made.get("req_indices")
+    if op == "sparse_mla_prefill":
+        _prefilled(made)
+    elif isinstance(requests, Tensor):
+        table = made["block_table"] if "block_table" in made else made["extra_block_table"]
+        count = torch.arange(len(requests), device=requests.device)
+        requests.copy_(count % max(table.shape[0], 1))
+    if isinstance(made.get("plan"), Tensor):
+        made["plan"] = _plan(made)
+    return made
+
+
+def _prefilled(made: dict[str, Any]) -> None:
+    """The last tokens of requests that fill their tables, as many of each, and rows that all of
+    them may see."""
+    token = torch.arange(made["positions"].shape[0], device=made["positions"].device)
+    each = max(-(-len(token) // max(made["swa_block_table"].shape[0], 1)), 1)
+    rows = _table_rows(made, "swa_block_table", "swa_block_size")
+    if isinstance(made["extra_block_table"], Tensor):
+        extra = _table_rows(made, "extra_block_table", "extra_block_size")
+        rows = min(rows, (extra + 1) * made["compress_ratio"] - 1)
+    made["req_indices"].copy_(token // each)
+    made["positions"].copy_((rows - each + token % each).clamp(min=0))
+    if isinstance(made["topk_indices"], Tensor):
+        visible = max((rows - each + 1) // made["compress_ratio"], 1)
+        made["topk_indices"].random_(0, visible)
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype.is_floating_point:
+        return torch.randn(shape, device=device).to(dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _rows(made: dict[str, Any]) -> dict[str, int]:
+    """How many rows or blocks the entries of each list choose among."""
+    found = {}
+    for source in ("swa", "extra"):
+        if isinstance(made.get(f"{source}_indices"), Tensor):
+            size = made[f"{source}_block_size"]
+            found[f"{source}_indices"] = made[f"{source}_cache"].shape[0] * size
+    tables = {"swa_block_table": "swa_cache", "extra_block_table": "extra_cache"}
+    for name, cache in {**tables, "block_table": "k_cache"}.items():
+        if isinstance(made.get(name), Tensor):
+            found[name] = made[cache].shape[0]
+    if "indices" in made:
+        found["indices"] = made["kv"].shape[0]
+    return found
+
+
+def _most(name: str, made: dict[str, Any]) -> int:
+    if name == "extra_lens" and "extra_block_table" in made:
+        return _table_rows(made, "extra_block_table", "extra_block_size")
+    if name == "lens" and "block_table" in made:
+        return _table_rows(made, "block_table")
+    return int(made[name.replace("lens", "indices")].shape[1])
+
+
+def _table_rows(made: dict[str, Any], table: str, size: str = "block_size") -> int:
+    return int(made[table].shape[1] * made[size])
+
+
+def _plan(made: dict[str, Any]) -> Tensor:
+    q, extra = made["q"], 0
+    if "extra_block_table" in made:
+        extra = _table_rows(made, "extra_block_table", "extra_block_size")
+    elif isinstance(made.get("extra_indices"), Tensor):
+        extra = made["extra_indices"].shape[1]
+    widths = (made["swa_indices"].shape[1], extra)
+    planned: Tensor = adapter("flash_mla").plan_for(*q.shape[:2], *widths, q.device).schedule
+    return planned
 
 
 def device_us(op: str, impl: str, sets: list[Like], *, planned: bool = False) -> float:

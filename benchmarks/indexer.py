@@ -74,23 +74,23 @@ class Bench(ComputeBench[IndexerRow]):
     def compare_baseline(
         self,
         row: IndexerRow,
-        theirs: Sequence[Tensor],
+        baseline: Sequence[Tensor],
         ours: Sequence[Tensor],
         expected: Sequence[Tensor],
     ) -> None:
         if row.case == "logits":
-            found = outside("logits", theirs[0], ours[0], LOGITS)
-            row.baseline_max_diff = float((theirs[0].double() - ours[0].double()).abs().max())
+            found = outside("logits", baseline[0], ours[0], LOGITS)
+            row.baseline_max_diff = float((baseline[0].double() - ours[0].double()).abs().max())
         else:
-            found = _not_shared(theirs[0], ours[0])
+            found = _not_shared(baseline[0], ours[0])
         row.baseline_agrees = found is None
         row.baseline_note = "; ".join(text for text in (row.baseline_note, found) if text) or None
 
 
-def _not_shared(theirs: Tensor, ours: Tensor) -> str | None:
+def _not_shared(baseline: Tensor, ours: Tensor) -> str | None:
     """How many of our rows the baseline does not select."""
     there = ours >= 0
-    found = (ours[:, :, None] == theirs[:, None].int()).any(-1) & there
+    found = (ours[:, :, None] == baseline[:, None].int()).any(-1) & there
     shared, total = int(found.sum()), int(there.sum())
     return None if shared >= SHARED * total else f"{shared} of {total} selected rows are shared"
 

@@ -102,11 +102,11 @@ class Bench(OpBench[CacheRow]):
     def compare_baseline(
         self,
         row: CacheRow,
-        theirs: Sequence[Tensor],
+        baseline: Sequence[Tensor],
         ours: Sequence[Tensor],
         expected: Sequence[Tensor],
     ) -> None:
-        wrong = differing_bytes(theirs, expected)
+        wrong = differing_bytes(baseline, expected)
         row.baseline_exact = wrong == 0
         if wrong:
             row.baseline_note = f"{wrong} of {sum(item.nbytes for item in expected)} bytes differ"

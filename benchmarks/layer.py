@@ -81,12 +81,12 @@ class Bench(ComputeBench[LayerRow]):
     def compare_baseline(
         self,
         row: LayerRow,
-        theirs: Sequence[Tensor],
+        baseline: Sequence[Tensor],
         ours: Sequence[Tensor],
         expected: Sequence[Tensor],
     ) -> None:
         """Of the attention; ``layer_check`` compares the stages."""
-        row.baseline_max_diff = float((theirs[0].double() - ours[0].double()).abs().max())
+        row.baseline_max_diff = float((baseline[0].double() - ours[0].double()).abs().max())
 
     def _time_cuda(
         self,

@@ -79,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--requests", type=sizes, metavar="N,N,..", help="default: 1,8,32,128,512")
     add("--next-n", type=sizes, metavar="N,N,..", help="tokens per request; default: 1,2,4")
-    add("--context", type=size, metavar="N", help="longest context drawn; default: 131072")
+    add("--context", type=size, metavar="N", help="longest context sampled; default: 131072")
     add("--max-model-len", type=size, metavar="N", help="default: 1048576, as DeepSeek-V4-Flash")
     add(
         "--tuned",
@@ -330,9 +330,9 @@ class Bench:
         assert row.device_us is not None
         assert row.host_us is not None
         assert row.call_us is not None
-        theirs = row.baseline_device_us + row.baseline_host_us
-        row.speedup = theirs / (row.device_us + row.host_us)
-        row.call_speedup = theirs / (row.device_us + row.call_us)
+        baseline_us = row.baseline_device_us + row.baseline_host_us
+        row.speedup = baseline_us / (row.device_us + row.host_us)
+        row.call_speedup = baseline_us / (row.device_us + row.call_us)
 
 
 def _static(arguments: Sequence[Tensor]) -> list[Tensor]:

@@ -247,7 +247,7 @@ def _batch(model: Any, batch: int, context: int) -> Any:
 
 
 def _fill(cache: Any) -> None:
-    """Random keys in every row of every page, and random states."""
+    """Random keys in every row of every block, and random states."""
     from dsv4_ops import quantize_and_insert_indexer_k, quantize_and_insert_k_cache
 
     spec, attention = cache.spec.layers, cache.spec.layers.attention

@@ -143,8 +143,9 @@ def stale(root: Path = ROOT) -> list[Path]:
     stored = Stored(root / "benchmarks/results")
     pages = [root / name for name in PAGES]
     found = [path for path in pages if page(path.read_text(), stored) != path.read_text()]
-    drawn = {stored.path(file).with_suffix(".png"): shown for file, shown in plots(stored).items()}
-    return found + [path for path, shown in drawn.items() if plot.shown_by(path) != shown.digest]
+    shown = plots(stored).items()
+    plotted = {stored.path(file).with_suffix(".png"): each for file, each in shown}
+    return found + [path for path, shown in plotted.items() if plot.shown_by(path) != shown.digest]
 
 
 def write(root: Path = ROOT) -> list[Path]:
@@ -159,8 +160,8 @@ def write(root: Path = ROOT) -> list[Path]:
         if path.suffix == ".md":
             path.write_text(page(path.read_text(), stored))
         else:
-            drawn = shown[path.stem]
-            plot.plot(drawn.panels, path, title=drawn.title, ylabel=drawn.ylabel)
+            plotted = shown[path.stem]
+            plot.plot(plotted.panels, path, title=plotted.title, ylabel=plotted.ylabel)
     return found
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import training
 from benchmarks.harness import report
 from benchmarks.harness.options import chosen_device
 from benchmarks.harness.report import Report, one_line, stamp
-from dsv4_ops.testing import training
 from dsv4_ops.testing.models import small_model
 
 

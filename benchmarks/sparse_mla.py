@@ -54,7 +54,7 @@ _SMOKE_CASES = ("decode",)
 _BATCHES = (1, 2, 8, 32, 64, 128, 256)
 _PREFILLS = (1, 8, 64, 128, 256, 512, 2048)
 _SHORT_PREFIX, _TABLE_ROWS = 2048, 8192  # rows of C128 of 1M tokens
-_LARGEST_PREFIX = 983040  # FlashMLA has room for 1048576 rows, the window's among them
+_LARGEST_PREFIX = 983040  # FlashMLA holds 1048576 rows, the window's among them
 _GATHERED = (1, 8, 32, 128, 512, 2048)
 _PACKAGED, _LARGE = (2, 8, 64, 256), (512, 2048)
 
@@ -122,7 +122,7 @@ def _packages() -> list[Case]:
 
 def _small_packages() -> list[Case]:
     made = forms(4, 64, 64, 128, prefix=512, rows=256, exported=3)
-    more = {"prefill": 70}  # of another number of pages
+    more = {"prefill": 70}  # of another number of blocks
     return [
         case for name, form in made.items() for case in package_cases(form, (2, more.get(name, 5)))
     ]
@@ -149,17 +149,17 @@ class Bench(WaysBench):
     def compare_baseline(
         self,
         row: SparseMlaRow,
-        theirs: Sequence[Tensor],
+        baseline: Sequence[Tensor],
         ours: Sequence[Tensor],
         expected: Sequence[Tensor],
     ) -> None:
         kind = row.variant if row.case == GROUP else row.case
         out = PREFILL_OUT if kind in ("prefill", "gathered") else DECODE_OUT
-        pairs = zip(("out", "lse"), theirs, ours, (out, DECODE_LSE), strict=False)
+        pairs = zip(("out", "lse"), baseline, ours, (out, DECODE_LSE), strict=False)
         found = [text for pair in pairs if (text := outside(*pair))]
         row.baseline_agrees = not found
-        if theirs[0].shape == ours[0].shape:
-            row.baseline_max_diff = float((theirs[0].double() - ours[0].double()).abs().max())
+        if baseline[0].shape == ours[0].shape:
+            row.baseline_max_diff = float((baseline[0].double() - ours[0].double()).abs().max())
         notes = [row.baseline_note, *found] if row.baseline_note else found
         row.baseline_note = "; ".join(notes) or None
 
@@ -182,7 +182,7 @@ class Bench(WaysBench):
                 row.baseline_error = "; ".join(text for text in texts if text)
 
     def _time_whole(self, row: SparseMlaRow, work: PrefillWork, ours: Sequence[Tensor]) -> None:
-        """vLLM's way from FP8 pages, and its parts in the order in which they need each other."""
+        """vLLM's way from FP8 blocks, and its parts in the order in which they need each other."""
         if isinstance(self.cache, Exception):
             raise self.cache
         held, ours_first = (
@@ -259,8 +259,9 @@ _NOTES = (
     "the whole with our gather in the place of vLLM's in Triton. gathered_us: our kernel over "
     "the rows and indices that FlashMLA has for baseline_us. flash_mla_us: our op with "
     'impl="flash_mla", eager.',
-    "pages_us and copied_us: of prefill on Hopper, our two ways, from the FP8 pages and by way of "
-    "a copy of the rows in bf16, eager; compiled_us and eager_us have the one that sizes choose.",
+    "pages_us and copied_us: of prefill on Hopper, our two variants, from the FP8 blocks and by "
+    "way of a copy of the rows in bf16, eager; compiled_us and eager_us have the one that sizes "
+    "choose.",
     "gathered: sparse_mla_gathered and FlashMLA over the same bf16 rows and indices; the roofline "
     "has each row that a call lists once.",
     "package_us: an AOTInductor package of the form that the variant names, made once for any "

@@ -24,7 +24,7 @@ from dsv4_ops.attention.metadata import (
 )
 from dsv4_ops.core.layout import MainLayout
 
-PAGE = 4  # rows of a page of the cache
+PAGE = 4  # rows of a block of the cache
 SPEC = AttentionSpec(
     window_size=4, c4_ratio=2, c128_ratio=4, block_tokens=8, swa_block_size=PAGE, max_model_len=16
 )
@@ -35,8 +35,8 @@ def int32(values: list, device: str) -> Tensor:
 
 
 class Layer:
-    """A cache of five pages, and which of them requests have: entry [request, block] of the table
-    is the page of the request's positions block * 4 to block * 4 + 3."""
+    """A cache of five blocks, and which of them requests have: entry [request, block] of the table
+    is the block of the request's positions block * 4 to block * 4 + 3."""
 
     def __init__(self, device: str) -> None:
         self.cache = MainLayout(block_size=PAGE).allocate(num_blocks=5, device=device)
@@ -113,10 +113,10 @@ def main() -> int:
     wanted = {
         "request of every token": [0, 1, 1, 1, -1, -1],
         "position in its request": [5, 0, 1, 2, -1, -1],
-        # page of the table * 4 + row in the page: 0 * 4 + 1, then 4 * 4 + 0, 1, 2
+        # block of the table * 4 + row in the block: 0 * 4 + 1, then 4 * 4 + 0, 1, 2
         "slot it is stored in": [1, 16, 17, 18, -1, -1],
         "window: how many keys": [4, 1, 2, 3, 0, 0],
-        # positions 2 to 5: rows 2 and 3 of page 2, rows 0 and 1 of page 0
+        # positions 2 to 5: rows 2 and 3 of block 2, rows 0 and 1 of block 0
         "window: slots of token 0": [10, 11, 0, 1],
         "rows of ratio 2 it sees": [3, 0, 1, 1, 0, 0],
         "keys of request 0, read back": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],

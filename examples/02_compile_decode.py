@@ -71,7 +71,7 @@ def differing(requests: list[Request], device: str) -> int:
         ids = torch.tensor([request.tokens], device=device)
         best = stock(ids, use_cache=False).logits[0].argmax(-1).tolist()
         pairs = zip(best[length - 1 : -1], request.tokens[length:], strict=True)
-        wrong += sum(ours != theirs for theirs, ours in pairs)
+        wrong += sum(ours != hf for hf, ours in pairs)
     return wrong
 
 
@@ -106,7 +106,7 @@ def main() -> int:
             print(f"first step after {seconds - begun:.0f} s: {first} graph", flush=True)
         if steps % 32 == 0:
             print(f"step {steps}: lengths {[len(r.tokens) for r in requests]}", flush=True)
-    cache.raise_if_dropped()  # a graph cannot refuse what it has no room for: it counts
+    cache.raise_if_dropped()  # a graph cannot refuse what does not fit: it counts
     each = (time.perf_counter() - seconds) / (steps - 1)
     graphs = counters["stats"]["unique_graphs"]
     breaks, wrong = sum(counters["graph_break"].values()), differing(requests, args.device)

@@ -102,7 +102,7 @@ def differing(found: list[list[int]]) -> int:
         ids = ByteTokenizer().encode(prompt, bos=True) + tokens
         best = model(torch.tensor([ids]), use_cache=False).logits[0].argmax(-1).tolist()
         pairs = zip(best[-len(tokens) - 1 : -1], tokens, strict=True)
-        wrong += sum(theirs != ours for theirs, ours in pairs)
+        wrong += sum(hf != ours for hf, ours in pairs)
     return wrong
 
 

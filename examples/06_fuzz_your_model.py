@@ -1,4 +1,5 @@
-"""Fuzz a step: hypothesis cuts requests into ragged steps, every token must be as if cut into none.
+"""Fuzz a step: hypothesis splits requests into ragged steps, which must not change any
+token.
 
 Whatever a scheduler does - chunks, decodes, padding, requests that rest, garbage in padding - the
 logits of a token depend on the tokens before it and on nothing else. So draw schedules, with chunks
@@ -36,7 +37,7 @@ Step = Callable[[object, v4.StepBatch, v4.CacheTensors], Tensor]
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Sampled:
     """Tokens of each request in a step, padding after them, and what the padding's fields hold."""
 
     counts: tuple[int, ...]
@@ -44,12 +45,12 @@ class Drawn:
     garbage: int = 0
 
 
-def schedules(largest: int) -> st.SearchStrategy[list[Drawn]]:
+def schedules(largest: int) -> st.SearchStrategy[list[Sampled]]:
     """Strategy of steps with chunks of at most ``largest`` tokens."""
     edges = sorted({min(size, largest) for size in (0, 1, 2, 3, 4, 5, 7, 127, 128, 129)})
     counts = st.tuples(*[st.sampled_from(edges)] * REQUESTS)
     garbage = st.sampled_from([0, -1, 7, 2**31 - 1, -(2**31)])
-    return st.lists(st.builds(Drawn, counts, st.integers(0, 2), garbage), min_size=1, max_size=5)
+    return st.lists(st.builds(Sampled, counts, st.integers(0, 2), garbage), min_size=1, max_size=5)
 
 
 class Check:
@@ -65,13 +66,13 @@ class Check:
         self.cache = v4.PagedCache.for_model(stock, max_batch_size=REQUESTS, max_cache_len=LENGTH)
 
     @torch.no_grad()
-    def schedule(self, steps: list[Drawn]) -> None:
+    def schedule(self, steps: list[Sampled]) -> None:
         """Run ``steps`` from empty requests; raise at the first wrong token."""
         self.ran += 1
         done = [0] * REQUESTS
-        for drawn in steps:
-            counts = [min(n, LENGTH - d) for n, d in zip(drawn.counts, done, strict=True)]
-            logits = self.step(self.model, self.batch(counts, done, drawn), self.cache.tensors)
+        for sampled in steps:
+            counts = [min(n, LENGTH - d) for n, d in zip(sampled.counts, done, strict=True)]
+            logits = self.step(self.model, self.batch(counts, done, sampled), self.cache.tensors)
             place = 0
             for request, count in enumerate(counts):
                 for token in range(done[request], done[request] + count):
@@ -83,7 +84,7 @@ class Check:
                 done[request] += count
         self.cache.raise_if_dropped()
 
-    def batch(self, counts: list[int], done: list[int], drawn: Drawn) -> v4.StepBatch:
+    def batch(self, counts: list[int], done: list[int], sampled: Sampled) -> v4.StepBatch:
         """The next tokens of every request; a request without tokens rests."""
         starts, lens, rows, tokens = [0], [], [], []
         for request, count in enumerate(counts):
@@ -91,11 +92,11 @@ class Check:
             starts.append(len(tokens))
             lens.append(done[request] + count)
             rows.append(request)
-        for _ in range(drawn.padding):  # a row that the cache does not have makes it padding
-            tokens.append(drawn.garbage)
+        for _ in range(sampled.padding):  # a row that the cache does not have makes it padding
+            tokens.append(sampled.garbage)
             starts.append(len(tokens))
-            lens.append(drawn.garbage)
-            rows.append(drawn.garbage if drawn.garbage not in rows else -1)
+            lens.append(sampled.garbage)
+            rows.append(sampled.garbage if sampled.garbage not in rows else -1)
         tokens += [0] * (not tokens)
         return v4.StepBatch(
             torch.tensor(tokens, device=self.device),
@@ -107,7 +108,7 @@ class Check:
 
         @settings(SETTINGS, max_examples=examples)
         @given(schedules(largest))
-        def run(steps: list[Drawn]) -> None:
+        def run(steps: list[Sampled]) -> None:
             self.schedule(steps)
 
         try:

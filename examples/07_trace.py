@@ -1,6 +1,6 @@
 """Where the time of a decode step goes: a trace for Perfetto, and two tables.
 
-Eager steps are cut by stage: hooks on the modules of the patched Hugging Face model give every
+Eager steps are split by stage: hooks on the modules of the patched Hugging Face model give every
 moment to the innermost stage that is running. A compiled step has no stages any more, its kernels
 are fused across them; of it, a table names the kernels. The trace has both; open it at
 https://ui.perfetto.dev.

@@ -95,7 +95,7 @@ def check_stream(pairs: Iterable[tuple[Result, Result]]) -> None:
 
 @dataclass
 class Batch:
-    """One step: lists for the oracle; the token columns carry a few hostile values."""
+    """One step: lists for the oracle; the token columns carry a few adversarial values."""
 
     query_start_loc: list[int]
     seq_lens: list[int]

@@ -104,5 +104,5 @@ def test_op_without_schema_or_fake_cannot_be_defined():
         for field in dataclasses.fields(OpSpec)
         if field.default is dataclasses.MISSING and field.init
     }
-    assert {"schema", "meta", "reference", "lowering", "stem"} <= fields
+    assert {"schema", "meta", "reference", "stem"} <= fields
     assert registry.NAMESPACE == "dsv4_ops"

@@ -32,7 +32,7 @@ def decode_arguments(
     per_request: int = 1,
 ) -> Args:
     """The arguments of ``sparse_mla_decode`` as FlashMLA takes them: one request per batch row, of
-    ``per_request`` tokens with the same lens."""
+    ``per_request`` tokens with the same lengths."""
 
     def by_request(values: Tensor) -> Tensor:
         return values.view(-1, per_request, *values.shape[1:])

@@ -196,10 +196,10 @@ class BaselineStages:
             self.out, self.step.positions, self.weights.cos_sin_cache,
             num_groups=self.spec.num_groups, scale_layout="row",
         )  # fmt: skip
-        theirs = [part.transpose(0, 1).contiguous() for part in self.quantized]
+        baseline = [part.transpose(0, 1).contiguous() for part in self.quantized]
         pairs = [
             (codes.unflatten(-1, (scales.shape[-1], -1)), scales)
-            for codes, scales in (theirs, ours)
+            for codes, scales in (baseline, ours)
         ]
         compare_codes("inverse_rope_fp8", pairs[0], pairs[1], found)
 

@@ -1,4 +1,4 @@
-"""vLLM 0.22.1's sparse prefill from FP8 pages: the rows of a request dequantised to a bf16
+"""vLLM 0.22.1's sparse prefill from FP8 blocks: the rows of a request dequantised to a bf16
 workspace, indices into it combined, FlashMLA over it."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Context(NamedTuple):
 
     @property
     def block_size(self) -> int:
-        """Compressed rows of a page."""
+        """Compressed rows of a block."""
         return PAGES[self.ratio]
 
     @property
@@ -82,7 +82,7 @@ class OurGather:
         block_size: int,
         offset: int,
     ) -> None:
-        """The rows of a view of pages as FlashMLA takes it."""
+        """The rows of a view of blocks as FlashMLA takes it."""
         pages = k_cache.as_strided((k_cache.shape[0], k_cache.stride(0)), (k_cache.stride(0), 1))
         dsv4_ops.dequantize_and_gather_k_cache(
             out, pages, seq_lens, gather_lens, block_table, block_size=block_size, offset=offset

@@ -184,9 +184,9 @@ class BuilderSequence:
             "c128_indices": self.c128_indices,
             "c128_lens": self.c128_lens[:tokens],
         }
-        for name, theirs in pairs.items():
+        for name, baseline in pairs.items():
             ours = getattr(expected, name)
-            if not torch.equal(theirs.cpu(), ours.cpu()):
+            if not torch.equal(baseline.cpu(), ours.cpu()):
                 raise BaselineMismatch(f"{name} of {VERSION} differs from ours")
 
 

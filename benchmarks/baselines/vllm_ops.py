@@ -1,4 +1,4 @@
-"""Further files of vLLM 0.22.1 that a bundle may hold: its Triton kernels around attention, and the
+"""More files of vLLM 0.22.1 that a bundle may hold: its Triton kernels around attention, and the
 extension with its query norm. ``benchmarks/README.md`` says how they get there."""
 
 from __future__ import annotations

@@ -117,9 +117,9 @@ def ragged(tokens: int, heads: int, width: int, ratio: int) -> Shape:
 
 
 def decode_cases(batches: Sequence[int], heads: Sequence[int], widths: Sequence[int]) -> list[Case]:
-    """Hostile entries, then full lists of every shape."""
+    """Adversarial entries, then full lists of every shape."""
     edges = functools.partial(_edge_work, heads[0], widths[0])
-    cases = [shape_case("decode", uniform(_EDGE_TOKENS, heads[0], widths[0]), edges, "hostile")]
+    cases = [shape_case("decode", uniform(_EDGE_TOKENS, heads[0], widths[0]), edges, "adversarial")]
     for count in heads:
         for width in widths:
             shapes = [uniform(tokens, count, width) for tokens in batches]
@@ -146,7 +146,7 @@ def mtp_cases(requests: Sequence[int], heads: int, width: int, per_request: int)
 def paged_cases(
     batches: Sequence[int], heads: int, width: int, lengths: Sequence[int]
 ) -> list[Case]:
-    """C128 layers of requests of equal length: the first rows of block tables of pages of 2."""
+    """C128 layers of requests of equal length: the first rows of block tables of blocks of 2."""
     cases = []
     for tokens in batches:
         for rows in lengths:
@@ -195,7 +195,7 @@ def planning(build: Callable[[torch.device], Work], device: torch.device) -> Wor
 def shape_case(
     group: str, shape: Shape, build: Callable[[torch.device], Work], variant: str = ""
 ) -> Case:
-    """A case of a group of cases, named by its shape; hostile ones are checked alone."""
+    """A case of a group of cases, named by its shape; adversarial ones are checked alone."""
     return Case(
         group,
         f"{shape.tokens} x {shape.heads} heads, {shape.keys}",
@@ -203,7 +203,7 @@ def shape_case(
         rows=shape.tokens,
         requests=shape.tokens,
         variant=variant,
-        timed=variant != "hostile",
+        timed=variant != "adversarial",
         plotted=group == "decode",
         labels={"heads": shape.heads, "keys": shape.keys},
     )
@@ -229,12 +229,12 @@ def decode_work(shape: Shape, device: torch.device, per_request: int = 1) -> Wor
             rows = draw.rows(tokens, shape.width, candidates)
             extra = (extra_cache, slots(extra_tables[place], rows, PAGE, extra_lens), extra_lens)
         sets.append((draw.queries(tokens, shape.heads), *swa, *extra, sink))
-    theirs = [
+    of_baseline = [
         flash_mla.decode_arguments(*args, block_sizes=(PAGE, PAGE), per_request=per_request)
         for args in sets
     ]
-    baseline = functools.partial(flash_mla.decode_call, theirs, SCALE)
-    return DECODE.work(sets, cost, baseline=baseline, baseline_sets=theirs)
+    baseline = functools.partial(flash_mla.decode_call, of_baseline, SCALE)
+    return DECODE.work(sets, cost, baseline=baseline, baseline_sets=of_baseline)
 
 
 def paged_work(shape: Shape, device: torch.device) -> Work:
@@ -250,7 +250,7 @@ def paged_work(shape: Shape, device: torch.device) -> Work:
     row = torch.arange(shape.width, device=device).expand(tokens, -1)
     sink = draw.sink(shape.heads)
     sets: list[Args] = []
-    theirs: list[Args] = []
+    of_baseline: list[Args] = []
     for place in range(count):
         rows = draw.window(tokens, swa_tables.shape[2])
         q, table = draw.queries(tokens, shape.heads), tables[place].clone()
@@ -258,9 +258,9 @@ def paged_work(shape: Shape, device: torch.device) -> Work:
         sets.append((q, *swa, extra_cache, extra_lens, requests, table, sink))
         extra = (extra_cache, slots(table, row, PAGE_128, extra_lens), extra_lens)
         sizes = (PAGE, PAGE_128)
-        theirs.append(flash_mla.decode_arguments(q, *swa, *extra, sink, block_sizes=sizes))
-    baseline = functools.partial(flash_mla.decode_call, theirs, SCALE)
-    return PAGED.work(sets, cost, baseline=baseline, baseline_sets=theirs)
+        of_baseline.append(flash_mla.decode_arguments(q, *swa, *extra, sink, block_sizes=sizes))
+    baseline = functools.partial(flash_mla.decode_call, of_baseline, SCALE)
+    return PAGED.work(sets, cost, baseline=baseline, baseline_sets=of_baseline)
 
 
 def _edge_work(heads: int, width: int, device: torch.device) -> Work:

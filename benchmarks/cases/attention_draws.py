@@ -13,11 +13,11 @@ from benchmarks.cases.cache_cases import filled_pages
 from dsv4_ops.core.layout import MainLayout
 
 WINDOW, PAGE, PAGE_128 = 128, 64, 2
-"""Keys of the window, and rows per page of its and C4's caches and of C128's."""
+"""Keys of the window, and rows per block of its and C4's caches and of C128's."""
 
 C4, C128 = 4, 128
 PAGES = {C4: PAGE, C128: PAGE_128}
-"""Rows per page of a compressed cache, by the tokens of a row."""
+"""Rows per block of a compressed cache, by the tokens of a row."""
 
 
 class Draw:
@@ -47,14 +47,14 @@ class Draw:
         return order.topk(count).indices.sort().values
 
     def window(self, tokens: int, pages: int) -> Tensor:
-        """Consecutive rows anywhere on the pages of a token."""
+        """Consecutive rows anywhere on the blocks of a token."""
         first = torch.randint(
             0, pages * PAGE - WINDOW + 1, (tokens, 1), device=self.device, generator=self.generator
         )
         return first + torch.arange(WINDOW, device=self.device)
 
     def cache(self, block_size: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """A cache full of keys, and block tables of random pages of which no two share one."""
+        """A cache full of keys, and block tables of random blocks of which no two share one."""
         layout, pages = MainLayout(block_size), torch.Size(shape).numel()
         insert = functools.partial(
             dsv4_ops.quantize_and_insert_k_cache, block_size=layout.block_size

@@ -21,7 +21,7 @@ MAIN, INDEXER, PLAIN = MainLayout(BLOCK_SIZE), IndexerLayout(BLOCK_SIZE), PlainL
 
 _POOL_PAGES = 4096
 _SMOKE_PAGES = 64
-_FILLED_PAGES = 512  # pages that are filled together: bounds the memory of the reference
+_FILLED_PAGES = 512  # blocks that are filled together: bounds the memory of the reference
 _CONSECUTIVE_FROM = 2048
 _EDGE_TOKENS = 37
 _EDGE_PAGES = 19
@@ -196,7 +196,7 @@ def _insert_edges(insert: _Insert, device: torch.device) -> Work:
 
 
 def gather_cases(shapes: tuple[tuple[int, int], ...], *, smoke: bool) -> list[Case]:
-    """Gathers into a workspace: pages that do not exist, requests of equal length, a ragged
+    """Gathers into a workspace: blocks that do not exist, requests of equal length, a ragged
     batch."""
     cases = [Case("gather", "pages that do not exist", _gather_edges, rows=150, timed=False)]
     for requests, rows in shapes:
@@ -249,7 +249,7 @@ def _gather_work(
 
 
 def _gather_edges(device: torch.device) -> Work:
-    """Pages that do not exist, an empty request, one longer than its table and the workspace."""
+    """Blocks that do not exist, an empty request, one longer than its table and the workspace."""
     generator = torch.Generator(device).manual_seed(1)
     cache = filled_pages(MAIN, insert_main, _EDGE_PAGES, device, generator)
     table = torch.tensor(
@@ -295,7 +295,7 @@ def paged(
     *,
     smoke: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """A filled cache, and ``count`` block tables of random pages of which no two share one."""
+    """A filled cache, and ``count`` block tables of random blocks of which no two share one."""
     needed = requests * columns
     pages = max(_SMOKE_PAGES if smoke else _POOL_PAGES, count * needed)
     insert = insert_main if layout is MAIN else insert_indexer

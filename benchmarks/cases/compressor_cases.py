@@ -211,7 +211,7 @@ def step_work(kind: str, step: Step, device: torch.device) -> Work:
 def _states(
     kind: Kind, step: Step, device: torch.device, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """States full of values, and a table of random pages for the tokens that a step can need."""
+    """States full of values, and a table of random blocks for the tokens that a step can need."""
     size = kind.state_block_size
     first = max(min(step.positions) - kind.window + 1, 0) // size
     last = (max(step.positions) // kind.ratio + 1) * kind.ratio // size
@@ -241,7 +241,8 @@ def _cache(
 
 
 def _edge_work(kind: str, device: torch.device) -> Work:
-    """Padding, requests and slots that do not exist, pages that are missing, one window of many."""
+    """Padding, requests and slots that do not exist, blocks that are missing, one window of
+    many."""
     spec = KINDS[kind]
     work = step_work(kind, decode_step(spec, _EDGE_TOKENS, finishing=True), device)
     args = list(work.sets[0])

@@ -40,8 +40,8 @@ def differences(
     finishing = (args[_POSITIONS] + 1) % settings["compress_ratio"] == 0
     tokens = finishing.nonzero()[:, 0]
     case = _case(settings, args, expected[0], tokens)
-    ours, theirs = (results[1].cpu() for results in (actual, expected))
-    *values, rest = zip(*(cases.readable(case, [c]) for c in (ours, theirs)), strict=True)
+    ours, baseline = (results[1].cpu() for results in (actual, expected))
+    *values, rest = zip(*(cases.readable(case, [c]) for c in (ours, baseline)), strict=True)
     wrong = differing_bytes(rest[:1], rest[1:])
     if wrong:
         return f"{wrong} bytes around the compressed rows differ from the reference"
@@ -49,7 +49,7 @@ def differences(
     for (name, step), (left, right) in zip(steps, values, strict=True):
         if text := steps_apart(name, left, right, step):
             return text
-    return _outside_budget(layout, settings, args, expected[0], tokens, ours, theirs)
+    return _outside_budget(layout, settings, args, expected[0], tokens, ours, baseline)
 
 
 def _case(settings: dict[str, Any], args: Args, states: Tensor, tokens: Tensor) -> Case:
@@ -65,13 +65,13 @@ def _case(settings: dict[str, Any], args: Args, states: Tensor, tokens: Tensor) 
     return Case("bench", tuple(tensor.cpu() for tensor in tensors), settings)
 
 
-def steps_apart(name: str, ours: Tensor, theirs: Tensor, step: float) -> str | None:
+def steps_apart(name: str, ours: Tensor, baseline: Tensor, step: float) -> str | None:
     """Values that are more than a step of their code apart."""
     if not ours.numel():
         return None
-    size = torch.maximum(ours.abs(), theirs.abs()).float()
+    size = torch.maximum(ours.abs(), baseline.abs()).float()
     allowed = step * size + _NEAR_ZERO * size.amax(-1, keepdim=True)
-    wrong = ~((ours.float() - theirs.float()).abs() <= allowed)
+    wrong = ~((ours.float() - baseline.float()).abs() <= allowed)
     if bool(wrong.any()):
         row = int(wrong.any(-1).nonzero()[0, 0])
         return f"{name} of {int(wrong.any(-1).sum())} rows, of row {row} first, are over a step off"
@@ -85,12 +85,12 @@ def _outside_budget(
     states: Tensor,
     tokens: Tensor,
     ours: Tensor,
-    theirs: Tensor,
+    baseline: Tensor,
 ) -> str | None:
     """The rows of a sample of tokens beside float64; the others are taken from the reference."""
     picked = torch.linspace(0, tokens.shape[0] - 1, min(_SAMPLE, tokens.shape[0])).long()
     case = _case(settings, args, states, tokens[picked.to(tokens.device)])
-    mixed = theirs.clone()
+    mixed = baseline.clone()
     for _, slot in cases.written_slots(case):
         for start, size in (
             (layout.data_offset(slot), layout.data_bytes),
@@ -98,7 +98,7 @@ def _outside_budget(
         ):
             mixed.view(-1)[start : start + size] = ours.view(-1)[start : start + size]
     try:
-        assert_agrees("compressor", cases.compress_and_insert, case, [mixed], [theirs])
+        assert_agrees("compressor", cases.compress_and_insert, case, [mixed], [baseline])
     except AssertionError as error:
         return str(error).partition("\n")[0]
     return None

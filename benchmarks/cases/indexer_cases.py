@@ -53,7 +53,7 @@ def indexer_cases(
     """What does not exist, then requests of equal context."""
     edges = functools.partial(_edge_work, group, smoke=smoke)
     context = _EDGE_CONTEXT // (4 if smoke else 1)
-    cases = [_case(group, _EDGE_TOKENS, context, edges, "hostile")]
+    cases = [_case(group, _EDGE_TOKENS, context, edges, "adversarial")]
     for tokens in batches:
         for context in contexts:
             build = functools.partial(indexer_work, group, tokens, context, smoke=smoke)
@@ -75,7 +75,7 @@ def _case(
 
 
 def cost(group: str, tokens: int, rows: int) -> tuple[int, int]:
-    """Bytes and FLOP of a call: the keys of every request, its pages, queries, weights, result."""
+    """Bytes and FLOP of a call: the keys of every request, its blocks, queries, weights, result."""
     result = 4 * (rows if group == "logits" else TOPK)
     vectors = HEADS * (INDEXER.head_dim + 4) + 8
     moved = rows * INDEXER.row_bytes + -(-rows // BLOCK_SIZE) * 4 + vectors + result
@@ -94,18 +94,18 @@ def indexer_work(
     where = lens if group == "logits" else lens.long() * _RATIO - 1
     requests = torch.arange(tokens, dtype=torch.int32, device=device)
     sets: list[Args] = []
-    theirs: list[Args] = []
+    of_baseline: list[Args] = []
     for table in tables:
         q = torch.randn(tokens, HEADS, INDEXER.head_dim, device=device, generator=generator)
         weights = torch.randn(tokens, HEADS, device=device, generator=generator)
         query = (q.to(torch.float8_e4m3fn), weights)
         sets.append((*query, cache, where, requests, table))
-        theirs.append(deep_gemm.arguments(*query, cache, lens, table, block_size=BLOCK_SIZE))
-    baseline: Callable[..., Any] = functools.partial(deep_gemm.logits_call, theirs, BLOCK_SIZE)
+        of_baseline.append(deep_gemm.arguments(*query, cache, lens, table, block_size=BLOCK_SIZE))
+    baseline: Callable[..., Any] = functools.partial(deep_gemm.logits_call, of_baseline, BLOCK_SIZE)
     if group == "select":
-        baseline = functools.partial(deep_gemm.select_call, theirs, BLOCK_SIZE, TOPK)
+        baseline = functools.partial(deep_gemm.select_call, of_baseline, BLOCK_SIZE, TOPK)
     return _work(
-        group, sets, moved_bytes=moved, flop=flop, baseline=baseline, baseline_sets=theirs,
+        group, sets, moved_bytes=moved, flop=flop, baseline=baseline, baseline_sets=of_baseline,
     )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def _work(group: str, sets: Sequence[Args], **more: Any) -> Work:
 
 
 def _edge_work(group: str, device: torch.device, *, smoke: bool) -> Work:
-    """Tokens that see nothing, few rows or more than the table has; requests and pages that do not
+    """Tokens that see nothing, few rows or more than the table has; requests and blocks that do not
     exist."""
     context = _EDGE_CONTEXT // (4 if smoke else 1)
     work = indexer_work(group, _EDGE_TOKENS, context, device, smoke=smoke)

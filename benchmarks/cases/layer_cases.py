@@ -32,7 +32,7 @@ from dsv4_ops.core.layout import IndexerLayout, MainLayout
 INDEX_HEADS = 64
 OUT = Tolerance(1e-3, 2.01 / 128, 2e-5)
 """What the output may differ by from the references on the CPU: as in FlashMLA's own tests, with
-room for an e4m3 code of a row that the step writes."""
+space for an e4m3 code of a row that the step writes."""
 
 TOKEN_COSINE = 1e-4
 """The cosine difference of any one token: a few other selected rows make it a hundred times as
@@ -139,9 +139,9 @@ def ragged_cases(models: Sequence[Model], sizes: Sequence[int]) -> list[Case]:
     for model in models:
         for requests in sizes:
             generator = torch.Generator().manual_seed(requests)
-            drawn = mixed_lengths(requests, longest=_LONGEST, generator=generator).tolist()
+            sampled = mixed_lengths(requests, longest=_LONGEST, generator=generator).tolist()
             ratio = model.spec.ratio("c128")
-            contexts = tuple(-(-context // ratio) * ratio for context in drawn)
+            contexts = tuple(-(-context // ratio) * ratio for context in sampled)
             shape = f"{requests} x {min(contexts)} to {max(contexts)} tokens"
             steps = [Requests(contexts, _LONGEST, plan) for plan in (False, True)]
             cases += [_case("c128", model, step, shape) for step in steps]
@@ -275,7 +275,7 @@ class _Draw:
         return tuple(found)
 
     def table(self, tokens_per_page: int, pages: int) -> Tensor:
-        """The last ``pages`` blocks of every request on pages of random order."""
+        """The last ``pages`` blocks of every request on blocks of random order."""
         columns = torch.arange(-(-self.longest // tokens_per_page), device=self.device)
         stops = -(-self.lens()[:, None] // tokens_per_page)
         used = (columns < stops) & (columns >= stops - pages)

@@ -41,7 +41,7 @@ class Rows:
 
     name: str
     layout: Layout
-    theirs: Tensor
+    baseline: Tensor
     ours: Tensor
     slots: Tensor
 
@@ -49,28 +49,28 @@ class Rows:
         """Overwrite the baseline's, so that one that it does not write shows."""
         slots, size = self.slots, self.layout.block_size
         if isinstance(self.layout, StateLayout):
-            self.layout.rows(self.theirs)[slots // size, slots % size] = torch.nan
+            self.layout.rows(self.baseline)[slots // size, slots % size] = torch.nan
             return
         for columns in self._columns():
-            rows = self.theirs.new_full((slots.shape[0], columns.shape[1]), _SPOILED)
-            self.theirs.copy_(scatter_rows(self.theirs, rows, slots, size, columns))
+            rows = self.baseline.new_full((slots.shape[0], columns.shape[1]), _SPOILED)
+            self.baseline.copy_(scatter_rows(self.baseline, rows, slots, size, columns))
 
     def compare(self, found: Found) -> None:
         """Bytes of the rows, then values."""
         if isinstance(self.layout, StateLayout):
-            wrong = differing_bytes([self.theirs], [self.ours])
+            wrong = differing_bytes([self.baseline], [self.ours])
             text = f"{wrong} of {self.ours.nbytes} bytes differ" if wrong else None
             found.add(self.name, wrong, self.ours.nbytes, text)
             return
         assert isinstance(self.layout, QuantizedLayout)
-        theirs, ours = self._bytes(self.theirs), self._bytes(self.ours)
-        different, total = differing_bytes(theirs, ours), sum(part.nbytes for part in ours)
+        baseline, ours = self._bytes(self.baseline), self._bytes(self.ours)
+        different, total = differing_bytes(baseline, ours), sum(part.nbytes for part in ours)
         wrong_values = None
         if different:
             pairs = zip(
                 ("codes", "rope"),
                 row_values(self.layout, *ours),
-                row_values(self.layout, *theirs),
+                row_values(self.layout, *baseline),
                 (CODE_STEP, ROPE_STEP),
                 strict=True,
             )
@@ -80,7 +80,7 @@ class Rows:
     def _columns(self) -> tuple[Tensor, Tensor]:
         layout = self.layout
         assert isinstance(layout, QuantizedLayout)
-        device = self.theirs.device
+        device = self.baseline.device
         return (
             row_columns(layout, 0, layout.data_bytes, device),
             row_columns(layout, layout.data_bytes, layout.scale_bytes, device),
@@ -116,12 +116,12 @@ def compare(held: Stages, calls: Mapping[str, Callable[[], Any]]) -> Found:
 
 
 def compare_codes(
-    name: str, theirs: tuple[Tensor, Tensor], ours: tuple[Tensor, Tensor], found: Found
+    name: str, baseline: tuple[Tensor, Tensor], ours: tuple[Tensor, Tensor], found: Found
 ) -> None:
     """The same for e4m3 codes [..., n] and what a row of them is multiplied with, [...]."""
-    different, total = differing_bytes(theirs, ours), sum(part.nbytes for part in ours)
+    different, total = differing_bytes(baseline, ours), sum(part.nbytes for part in ours)
     wrong = None
     if different:
-        left, right = (codes.float() * factor[..., None] for codes, factor in (ours, theirs))
+        left, right = (codes.float() * factor[..., None] for codes, factor in (ours, baseline))
         wrong = steps_apart("codes", left.flatten(0, -2), right.flatten(0, -2), CODE_STEP)
     found.add(name, different, total, wrong)

@@ -32,7 +32,7 @@ _TILE = 128
 
 
 def _values(args: Args) -> int:
-    """Values of the keys of a token: of its selection, or of a table of pages of C128."""
+    """Values of the keys of a token: of its selection, or of a table of blocks of C128."""
     table, selected = args[6], args[7]
     width = table.shape[1] * PAGES[C128] if selected is None else selected.shape[1]
     return int(WINDOW + width) * MainLayout.head_dim
@@ -57,7 +57,7 @@ def selecting_cases(
 def dense_cases(
     tokens: Sequence[int], heads: Sequence[int], prefix: int = LONG_PREFIX, table_rows: int = 0
 ) -> list[Case]:
-    """Layers of C128: every token sees all rows that are finished. Block tables fit, or have room
+    """Layers of C128: every token sees all rows that are finished. Block tables fit, or are wider
     for ``table_rows``."""
     return [_dense(count, each, prefix, table_rows) for each in heads for count in tokens]
 
@@ -74,7 +74,7 @@ def _dense(tokens: int, heads: int, prefix: int, table_rows: int) -> Case:
 
 
 def _context(tokens: int, prefix: int, ratio: int) -> Context:
-    """Whole pages of the window cache are behind, and a whole window before the first token."""
+    """Whole blocks of the window cache are behind, and a whole window before the first token."""
     return Context(tokens, round_up(prefix, PAGE) + WINDOW - 1 + tokens, ratio)
 
 
@@ -87,7 +87,7 @@ def _case(shape: Shape, context: Context, prefix: int, variant: str, table_rows:
 
 
 class _Rows(NamedTuple):
-    """Rows of a request: their pages, how many of them FlashMLA is given, and every token's of
+    """Rows of a request: their blocks, how many of them FlashMLA is given, and every token's of
     those, -1 for none."""
 
     cache: Tensor
@@ -127,7 +127,7 @@ def prefill_work(
         [ours for ours, _ in pairs],
         cost,
         baseline=functools.partial(flash_mla.prefill_call, SCALE),
-        baseline_sets=[theirs for _, theirs in pairs],
+        baseline_sets=[second for _, second in pairs],
         baseline_note=context.note,
     )
     return PrefillWork(**vars(work), context=context, scale=SCALE)
@@ -144,7 +144,7 @@ def _one_set(
 ) -> tuple[Args, Args]:
     """Arguments of ours and of the baseline."""
     tokens, ratio, device = shape.tokens, context.ratio, draw.device
-    before = round_up(prefix, PAGE) // PAGE  # pages of the window cache that are gone
+    before = round_up(prefix, PAGE) // PAGE  # blocks of the window cache that are gone
     step = torch.arange(tokens, device=device)
     positions = context.length - tokens + step
     request = torch.zeros(tokens, dtype=torch.int32, device=device)

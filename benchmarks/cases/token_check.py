@@ -81,11 +81,11 @@ class Tolerance:
     cosine: float | None = None
 
 
-def outside(name: str, theirs: Tensor, ours: Tensor, tolerance: Tolerance) -> str | None:
+def outside(name: str, baseline: Tensor, ours: Tensor, tolerance: Tolerance) -> str | None:
     """How two results differ by more than ``tolerance``."""
-    if theirs.shape != ours.shape:
-        return f"{name} is {list(theirs.shape)}, not {list(ours.shape)}"
-    left, right = theirs.double(), ours.double()
+    if baseline.shape != ours.shape:
+        return f"{name} is {list(baseline.shape)}, not {list(ours.shape)}"
+    left, right = baseline.double(), ours.double()
     error = (left - right).abs()
     fails = ~((error <= tolerance.absolute) | (error <= tolerance.relative * right.abs()))
     fails &= left != right  # infinities agree with themselves; NaN agrees with nothing

@@ -1,4 +1,4 @@
-"""Decode batches as a server sees them: mixed contexts, scattered pages, full-width tables."""
+"""Decode batches as a server sees them: mixed contexts, scattered blocks, full-width tables."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mixed_lengths(requests: int, *, longest: int, generator: torch.Generator) ->
 def draw_batch(
     spec: AttentionSpec, lengths: Tensor, *, next_n: int, device: torch.device, seed: int
 ) -> Batch:
-    """A batch of requests with these ``lengths`` (context included) and distinct random pages."""
+    """A batch of requests with these ``lengths`` (context included) and distinct random blocks."""
     requests = lengths.shape[0]
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -76,7 +76,7 @@ def draw_batch(
 
 
 def input_bytes(spec: AttentionSpec, batch: Batch) -> int:
-    """Bytes that any builder must read: request and token vectors, each needed page id once."""
+    """Bytes that any builder must read: request and token vectors, each needed block id once."""
     last = batch.seq_lens.long() - 1
     first = (last - (batch.next_n - 1) - (spec.window_size - 1)).clamp(min=0)
     window_pages = last // spec.swa_block_size - first // spec.swa_block_size + 1

@@ -81,7 +81,11 @@ class OpBench(ABC, Generic[Row]):
 
     @abstractmethod
     def compare_baseline(
-        self, row: Row, theirs: Sequence[Tensor], ours: Sequence[Tensor], expected: Sequence[Tensor]
+        self,
+        row: Row,
+        baseline: Sequence[Tensor],
+        ours: Sequence[Tensor],
+        expected: Sequence[Tensor],
     ) -> None:
         """Keep in the row how the baseline's results differ."""
 
@@ -231,15 +235,15 @@ class OpBench(ABC, Generic[Row]):
         row.baseline_error = self.baseline_error
         if self.modules is None:
             return
-        row.baseline_note, theirs = work.baseline_note, work.of_baseline()
+        row.baseline_note, of_baseline = work.baseline_note, work.of_baseline()
         try:
             call = work.baseline(self.modules)
-            self.compare_baseline(row, checked(theirs, written, call), ours, expected)
+            self.compare_baseline(row, checked(of_baseline, written, call), ours, expected)
             if self.cold is None:
                 return
-            device = Capture(_captured(call, theirs)).device_us(self.cold)
+            device = Capture(_captured(call, of_baseline)).device_us(self.cold)
             row.baseline_us, row.baseline_us_range = device.median, [device.low, device.high]
-            row.baseline_host_us = host_us(functools.partial(call, *theirs.sets[0])).median
+            row.baseline_host_us = host_us(functools.partial(call, *of_baseline.sets[0])).median
         except Exception as error:  # a broken baseline is a row, not the end of the run
             row.baseline_error = one_line(error)
         if row.baseline_us and row.compiled_us:

@@ -21,20 +21,20 @@ from benchmarks.harness.rows import (
     SparseMlaRow,
 )
 
-_OURS, _THEIRS, _LIMIT = "#0b6e99", "#c8553d", "#7a7a7a"
+_OURS, _BASELINE, _LIMIT = "#0b6e99", "#c8553d", "#7a7a7a"
 _METADATA_CUDA = (
     ("ours, host + device", _OURS, "-", ("host_us", "device_us")),
     ("ours, device", _OURS, "--", ("device_us",)),
-    ("vLLM 0.22.1, host + device", _THEIRS, "-", ("baseline_host_us", "baseline_device_us")),
-    ("vLLM 0.22.1, device", _THEIRS, "--", ("baseline_device_us",)),
+    ("vLLM 0.22.1, host + device", _BASELINE, "-", ("baseline_host_us", "baseline_device_us")),
+    ("vLLM 0.22.1, device", _BASELINE, "--", ("baseline_device_us",)),
 )
 _METADATA_CPU = (
     ("compiled", _OURS, "-", ("call_us",)),
-    ("eager reference", _THEIRS, "-", ("eager_us",)),
+    ("eager reference", _BASELINE, "-", ("eager_us",)),
 )
 _CACHE_CUDA = (
     ("ours, compiled", _OURS, "-", ("compiled_us",)),
-    ("vLLM 0.22.1", _THEIRS, "-", ("baseline_us",)),
+    ("vLLM 0.22.1", _BASELINE, "-", ("baseline_us",)),
 )
 _MLA_CUDA = (
     ("ours, compiled", _OURS, "-", ("compiled_us",)),
@@ -51,13 +51,13 @@ _LAYER_CUDA = (
 _MODEL = (
     ("ours: patched, compiled, one CUDA graph", _OURS, "-", ("step_ms",)),
     ("ours: patched, eager", _OURS, ":", ("eager_ms",)),
-    ("Hugging Face, eager", _THEIRS, "-", ("stock_ms",)),
-    ("Hugging Face, torch.compile", _THEIRS, "--", ("stock_compiled_ms",)),
+    ("Hugging Face, eager", _BASELINE, "-", ("stock_ms",)),
+    ("Hugging Face, torch.compile", _BASELINE, "--", ("stock_compiled_ms",)),
     ("reading all weights once", _LIMIT, "--", ("roofline_ms",)),
 )
 _CPU = (
     ("compiled", _OURS, "-", ("compiled_us",)),
-    ("eager reference", _THEIRS, "-", ("eager_us",)),
+    ("eager reference", _BASELINE, "-", ("eager_us",)),
 )
 _COPY = ("a copy of as many bytes", "copy_us")
 _FLASH_MLA = ("FlashMLA of vLLM 0.22.1", "baseline_us")
@@ -213,9 +213,9 @@ def _panel(
             series.label,
             series.color,
             series.line,
-            [(x, us / of) for (x, us), of in zip(series.points, theirs, strict=True)],
+            [(x, us / of) for (x, us), of in zip(series.points, baseline, strict=True)],
         )
-        for series, theirs in _with_baseline(rows, lines, size, field)
+        for series, baseline in _with_baseline(rows, lines, size, field)
     ]
     return Panel(title, xlabel, over, baseline=name, top=top)
 
@@ -327,7 +327,7 @@ def _draw(axis: Any, panel: Panel) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
     if panel.baseline:
-        axis.axhline(1.0, color=_THEIRS if "copy" not in panel.baseline else _LIMIT,
+        axis.axhline(1.0, color=_BASELINE if "copy" not in panel.baseline else _LIMIT,
                      label=f"1 = {panel.baseline}")  # fmt: skip
     for series in panel.series:
         xs, ys = zip(*series.points, strict=True)

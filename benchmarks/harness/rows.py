@@ -143,16 +143,16 @@ class SparseMlaRow(ComputeRow):
     """Sparse MLA over ``keys`` rows per token, "window+selected".
 
     Of a prefill of one request of ``context`` tokens, ``baseline_us`` is FlashMLA alone, over rows
-    gathered before; ``baseline_whole_us`` is vLLM's gather of ``gathered_rows`` from FP8 pages, its
-    combined indices and FlashMLA in one graph, ``baseline_gather_us`` and ``baseline_combine_us``
-    are the first two in graphs of their own. ``whole_times_faster`` is the whole over
-    ``compiled_us``. ``baseline_our_gather_us`` is the whole with our gather in place of vLLM's.
-    ``flash_mla_us`` is our op with ``impl="flash_mla"`` from the same pages, called without a
-    compiler as for ``eager_us``; ``whole_times_flash_mla`` is the whole over that. ``gathered_us``
-    is ``sparse_mla_gathered``, ours, where ``baseline_us`` is FlashMLA. ``pages_us`` and
-    ``copied_us`` are the two ways of our op on Hopper, from the FP8 pages and by way of a copy of
-    the rows in bf16, at sizes for which ``compiled_us`` may have the other; ``note`` says why one
-    is missing.
+    gathered before; ``baseline_whole_us`` is vLLM's gather of ``gathered_rows`` from FP8 blocks,
+    its combined indices and FlashMLA in one graph, ``baseline_gather_us`` and
+    ``baseline_combine_us`` are the first two in graphs of their own. ``whole_times_faster`` is the
+    whole over ``compiled_us``. ``baseline_our_gather_us`` is the whole with our gather in place of
+    vLLM's. ``flash_mla_us`` is our op with ``impl="flash_mla"`` from the same blocks, called
+    without a compiler as for ``eager_us``; ``whole_times_flash_mla`` is the whole over that.
+    ``gathered_us`` is ``sparse_mla_gathered``, ours, where ``baseline_us`` is FlashMLA.
+    ``pages_us`` and ``copied_us`` are the two variants of our op on Hopper, from the FP8 blocks and
+    by way of a copy of the rows in bf16, at sizes for which ``compiled_us`` may have the other;
+    ``note`` says why one is missing.
 
     ``package_us`` is an AOTInductor package for any number of tokens, timed as ``compiled_us``;
     ``package_error`` says what stood in the way of building or running it.

@@ -35,9 +35,9 @@ class Table:
         ]
 
 
-def _of_theirs(row: Row) -> str:
-    theirs = row["baseline_us"]
-    return percent(100 * row["compiled_us"] / theirs if theirs else None)
+def _of_baseline(row: Row) -> str:
+    baseline = row["baseline_us"]
+    return percent(100 * row["compiled_us"] / baseline if baseline else None)
 
 
 def us(field: str) -> Callable[[Row], str]:
@@ -67,7 +67,7 @@ def _shape(row: Row) -> str:
     return f"{row['batch']} x {row['context'] // 1024}k"
 
 
-def _theirs(row: Row) -> str:
+def _hugging_face(row: Row) -> str:
     if row.get("stock_ms") is None:
         return "out of memory"
     return f"{number(row['stock_ms'])}, {number(row['stock_busy_ms'])}, {row['stock_kernels']}"
@@ -123,10 +123,10 @@ _PREFILL = (
     ("context, rows gathered", _gathered),
     _ATTENTION[4],
 )
-_WAYS = (
+_VARIANTS = (
     ("tokens x heads, keys", _label),
     ("ours, by size, us", us("compiled_us")),
-    ("from the pages", us("pages_us")),
+    ("from the blocks", us("pages_us")),
     ("by a copy", us("copied_us")),
     ("FlashMLA alone", us("baseline_us")),
     ("gather, indices and FlashMLA", us("baseline_whole_us")),
@@ -178,7 +178,7 @@ TABLES = {
         ("window", "mtp", "paged", "ragged"),
     ),
     "prefill": Table("sparse_mla", _PREFILL, ("prefill",), _long_prefill),
-    "ways": Table("sparse_mla", _WAYS, ("prefill",)),
+    "variants": Table("sparse_mla", _VARIANTS, ("prefill",)),
     "gathered": Table(
         "sparse_mla",
         (
@@ -237,7 +237,7 @@ TABLES = {
             ("kind: model, requests x context", _tried),
             ("ours, us", us("compiled_us")),
             ("baselines", us("baseline_us")),
-            ("ours of theirs", _of_theirs),
+            ("ours of baseline", _of_baseline),
             ("kernels", lambda row: str(row["kernels"])),
         ),
     ),
@@ -245,8 +245,8 @@ TABLES = {
         "model",
         (
             ("requests x context", _shape),
-            ("theirs: ms, busy, kernels", _theirs),
-            ("theirs, compiled", us("stock_compiled_ms")),
+            ("Hugging Face: ms, busy, kernels", _hugging_face),
+            ("Hugging Face, compiled", us("stock_compiled_ms")),
             ("patched, eager", us("eager_ms")),
             ("one CUDA graph: ms, busy", lambda row: f"{number(row['step_ms'])}, "
              f"{number(row['busy_ms'])}"),

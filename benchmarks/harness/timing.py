@@ -83,7 +83,7 @@ def host_us(call: Call) -> Timing:
     """What a call costs the Python thread of a server, which never waits for the results.
 
     Rounds are far shorter than the launch queue. No other work is put before them: some of the
-    baselines' copies wait for the stream, and that wait would be counted as theirs.
+    baselines' copies wait for the stream, and that wait would be counted as baseline.
     """
     samples: list[float] = []
     for _ in range(_ROUNDS + 1):  # the first round fills allocator caches

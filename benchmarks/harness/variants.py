@@ -1,5 +1,5 @@
-"""Other calls of ours beside those that are measured of every case: both ways of a prefill, and the
-package of a form."""
+"""Other calls of ours beside those that are measured of every case: both variants of a prefill, and
+the package of a form."""
 
 from __future__ import annotations
 

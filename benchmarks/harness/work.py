@@ -153,10 +153,10 @@ def differing_bytes(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> int
         raise WrongResult(f"result is {kinds[0]}, the reference has {kinds[1]}")
     wrong = 0
     for got, want in zip(actual, expected, strict=True):
-        ours, theirs = got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)
-        theirs = theirs.to(ours.device)
-        if not torch.equal(ours, theirs):
-            wrong += int((ours != theirs).sum())
+        ours = got.contiguous().view(torch.uint8)
+        other = want.contiguous().view(torch.uint8).to(ours.device)
+        if not torch.equal(ours, other):
+            wrong += int((ours != other).sum())
     return wrong
 
 

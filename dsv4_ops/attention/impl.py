@@ -32,7 +32,7 @@ _OP = "attention_layer"
 
 
 def decode_impl(spec: LayerSpec) -> str:
-    """Implementation of attention under the schedule "decode"."""
+    """Return the implementation of attention under the schedule "decode"."""
     return impl_for(DECODE_PROVIDERS, spec.impl)
 
 
@@ -51,12 +51,12 @@ def plan_for(spec: LayerSpec, step: AttentionStep, kind: str) -> Tensor | None:
 
 
 def prefill_impl(spec: LayerSpec, q: Tensor) -> str:
-    """Implementation of attention under the schedule "prefill"."""
+    """Return the implementation of attention under the schedule "prefill"."""
     return _fixed(spec, q, impl_for(PREFILL_PROVIDERS, spec.impl), spec.layout == MainLayout.tag)
 
 
 def indexer_impl(spec: LayerSpec, q: Tensor) -> str:
-    """Implementation of the indexer's selection."""
+    """Return the implementation of the indexer's selection."""
     has_choice = spec.indexer_layout == IndexerLayout.tag
     return _fixed(spec, q, impl_for(INDEXER_PROVIDERS, spec.impl), has_choice)
 
@@ -99,7 +99,7 @@ def check_layer_impl(
 
 
 def _check_schedule(spec: LayerSpec, step: AttentionStep) -> None:
-    """The schedule, if any, is for the SM count of the layer's own spec."""
+    """Check that the schedule, if any, is for the SM count of the layer's own spec."""
     name, schedule, wanted = "step.c4.schedule", step.c4.schedule, spec.schedule_sms
     if schedule is None:
         return
@@ -111,7 +111,7 @@ def _check_schedule(spec: LayerSpec, step: AttentionStep) -> None:
 
 
 def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor) -> None:
-    """The plan is used, and is for this many tokens and heads.
+    """Check that the plan is used, and for this many tokens and heads.
 
     The op itself accepts a plan for fewer tokens, which leaves the last ones without work tiles.
     """
@@ -132,7 +132,7 @@ def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor) -> None:
 
 
 def _check_metadata(spec: LayerSpec, q: Tensor, kind: str, metadata: Tensor) -> None:
-    """The metadata is for this many tokens and SM parts."""
+    """Check that the metadata is for this many tokens and SM parts."""
     name = "step.plan" if kind == "window" else f"step.{kind}.plan"
     checks = Checks(_OP)
     checks.tensor(name, metadata, torch.int32, "num_rows", METADATA_COLUMNS)

@@ -294,7 +294,7 @@ def _compress(
 def indexer_query(
     spec: LayerSpec, inputs: LayerInputs, weights: LayerWeights, step: AttentionStep
 ) -> IndexerQuery:
-    """The indexer's rotated queries, in FP8 if its keys are, and its head weights."""
+    """Return the indexer's rotated queries, in FP8 if its keys are, and its weights."""
     q, head_weights = cast(Tensor, inputs.indexer_q), cast(Tensor, inputs.indexer_weights)
     table = weights.cos_sin_cache
     if spec.indexer_layout == IndexerLayout.tag:

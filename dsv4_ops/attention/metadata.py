@@ -120,7 +120,9 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class BlockTables:
-    """Block tables of the cache groups, int32 [num_reqs, max_blocks of the group] each.
+    """Hold the block tables of the cache groups.
+
+    int32 [num_reqs, max_blocks of the group] each.
 
     A block of ``swa`` covers ``swa_block_size`` positions, one of ``c4`` or ``c128``
     ``block_tokens`` positions.
@@ -133,7 +135,7 @@ class BlockTables:
 
 class _Tensors:
     def as_tuple(self) -> tuple[Tensor, ...]:
-        """The tensors in field order, as an AOTInductor package returns them."""
+        """Return the tensors in field order, as an AOTInductor package does."""
         return tuple(getattr(self, name) for name in _FIELDS[type(self).__name__])
 
 

@@ -14,7 +14,9 @@ from dsv4_ops.core.types import QuantizedGroups
 
 
 class AttentionLayer(nn.Module):
-    """``attention_layer`` with its parameters, and its caches as non-persistent buffers.
+    """Run ``attention_layer`` with its own parameters and caches.
+
+    The caches are non-persistent buffers.
 
     CUDA graphs and AOTInductor packages write the caches in place. The float32 parameters are those
     of ``LayerWeights`` that the kind has; norm weights are initialised to 1, all others to 0.

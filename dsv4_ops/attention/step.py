@@ -26,7 +26,9 @@ from dsv4_ops.ops.sparse_mla import flash_mla_metadata, sparse_mla_plan
 
 @dataclass(frozen=True)
 class StateTables:
-    """Block tables of the compressors' states, int32 [num_reqs, max_state_blocks] each.
+    """Hold the block tables of the compressors' states.
+
+    int32 [num_reqs, max_state_blocks] each.
 
     A block of ``c4`` covers ``c4_state_block_size`` positions (and serves the indexer's states
     too), one of ``c128`` ``c128_state_block_size``. Layers read back at most two windows of 4 or
@@ -68,7 +70,9 @@ class CompressedStep:
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """Metadata of a step for all attention layers, [num_tokens, ...]; padding rows are defined.
+    """Hold the metadata of one step for all attention layers.
+
+    Every field is [num_tokens, ...]; padding rows are defined.
 
     Attributes:
         req_indices: Request of the token, int32; -1 for padding.
@@ -113,7 +117,9 @@ def build_attention_step(
     *,
     plan_heads: int = 0,
 ) -> AttentionStep:
-    """Build the step metadata of all attention layers, for any mix of decodes and prefills.
+    """Build one step's metadata for all attention layers.
+
+    Takes any mix of decodes and prefills.
 
     Args:
         spec: The model's attention configuration.

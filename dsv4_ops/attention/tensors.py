@@ -63,7 +63,9 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class LayerCaches:
-    """Paged caches of a layer, in the layouts of ``LayerSpec.layouts``; written in place.
+    """Hold the paged caches of one layer, which are written in place.
+
+    Their layouts are those of ``LayerSpec.layouts``.
 
     Attributes:
         swa: Sliding-window keys.

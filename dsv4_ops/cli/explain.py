@@ -6,7 +6,7 @@ from typing import Any
 
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import OPS, REFERENCE, OpSpec
-from dsv4_ops.dispatch.choice import DEEP_GEMM_FASTER, DEVICES, MEASURED_BY, ours
+from dsv4_ops.dispatch.choice import DEVICES, FASTER_LIBRARY, MEASURED, ours
 from dsv4_ops.dispatch.libraries import LIBRARIES
 from dsv4_ops.dispatch.prefill import NOTE
 from dsv4_ops.dispatch.probes import probe
@@ -28,7 +28,7 @@ def explain(op: str | None = None) -> str:
         ValueError: no such op, or an op with one implementation only.
     """
     lines = [line for spec in _chosen(op) for line in (*_of(spec), "")]
-    return "\n".join([*lines, f"measured on an H200 by: {MEASURED_BY}"])
+    return "\n".join([*lines, "measured on an H200 by: python -m benchmarks.choice"])
 
 
 def records(op: str | None = None) -> list[dict[str, Any]]:
@@ -67,9 +67,8 @@ def _chosen(op: str | None) -> list[OpSpec]:
     return specs
 
 
-def _faster(spec: OpSpec, library: str) -> list[dict[str, Any]]:
-    rule = DEEP_GEMM_FASTER
-    return [rule] if (rule["op"], rule["library"]) == (spec.name, library) else []
+def _faster(spec: OpSpec, library: str) -> str:
+    return MEASURED if (spec.name, library) == FASTER_LIBRARY else ""
 
 
 def _of(spec: OpSpec) -> list[str]:
@@ -79,17 +78,8 @@ def _of(spec: OpSpec) -> list[str]:
     for library in LIBRARIES:
         if library not in spec.providers:
             continue
-        when = (
-            "; ".join(map(_text, _faster(spec, library)))
-            or "only if asked for: it was faster at no size"
-        )
+        when = _faster(spec, library) or "only if asked for: it was faster at no size"
         found = probe(library)
         state = "usable" if found.usable else "not usable"
         lines += [f"  {library:<9}  {when}", f"  {'':<9}  {state}: {found.reason}"]
     return lines
-
-
-def _text(rule: dict[str, Any]) -> str:
-    ours_us, library_us = rule["measured"]
-    sizes = f"{rule['heads']} heads, from {rule['tokens']} tokens and {rule['columns']} columns on"
-    return f"{sizes} ({library_us} us there where ours takes {ours_us})"

@@ -328,7 +328,7 @@ def recorded(
 
 
 def compiled(launch: _Launch, capability: int) -> Any:
-    """The kernel as Triton compiles it for these arguments."""
+    """Compile the kernel as Triton would for these arguments."""
     arguments = [_known(value) for value in launch.args]
     return compile.compiled(launch.kernel, arguments, launch.kwargs, capability)
 
@@ -368,7 +368,7 @@ def report(capability: int = 90, progress: Callable[[str], object] = str) -> lis
 def launches(
     op: str, args: tuple[Any, ...], settings: dict[str, Any], where: tuple[int, int]
 ) -> list[_Launch]:
-    """What any GPU is given, and after it what else one of capability ``where`` is."""
+    """Return the launches of any GPU, then those of capability ``where`` alone."""
     anywhere = recorded(op, args, settings)
     known = {each.kernel for each in anywhere}
     return anywhere + [
@@ -406,7 +406,7 @@ def spilling(reports: list[KernelReport]) -> list[KernelReport]:
 
 
 def table(reports: list[KernelReport]) -> str:
-    """``reports`` in columns."""
+    """Format ``reports`` in columns."""
     header = ("op", "kernel", "warps", "registers", "spill bytes", "shared bytes")
     rows = [
         (item.op, item.kernel, *map(str, (item.warps, item.registers, item.spills, item.shared)))

@@ -63,7 +63,9 @@ def markdown_table() -> str:
 
 
 def facts(name: str) -> dict[str, str]:
-    """The op ``name`` by fact: signature, schema, lowering, source lines and docstring.
+    """Return the facts of op ``name``.
+
+    Signature, schema, lowering, source lines and docstring.
 
     Raises:
         ValueError: no such op; the message names close matches.

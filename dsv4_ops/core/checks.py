@@ -267,7 +267,7 @@ class Checks:
     ) -> None:
         """``cache`` is a paged cache of ``layout``: bytes that the attention libraries would
         misread without complaint if they were laid out otherwise. ``dims`` name its sizes,
-        ``size_name`` the argument with the rows of a page."""
+        ``size_name`` the argument with the rows of a block."""
         self.storage(name, cache, type(layout).__name__, layout.tag, layout.storage_dtype)
         self.tensor(name, cache, layout.storage_dtype, *dims)
         _, *sizes = layout.shape(0)
@@ -317,7 +317,7 @@ class Checks:
         dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32),
     ) -> None:
         """``cache`` is a plain paged cache of rows of one of the ``dtypes``; ``dims`` name its
-        sizes, ``size_name`` the argument with the rows of a page."""
+        sizes, ``size_name`` the argument with the rows of a block."""
         self.storage(name, cache, "PlainLayout", "plain", *dtypes)
         self.tensor(name, cache, cache.dtype, *dims)
         if cache.shape[1] < 1:

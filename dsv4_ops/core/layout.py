@@ -37,7 +37,7 @@ SCALE_BIAS = 127
 """UE8M0: byte b is the scale 2^(b - 127)."""
 
 SCALE_FLOOR = 105
-"""Scale byte of a block whose largest magnitude is 1e-4 or less: 2^-22 * 448 is just above 1e-4."""
+"""Scale byte of a block whose amax is 1e-4 or less: 2^-22 * 448 is just above 1e-4."""
 
 ACTIVATION_FLOOR = 85
 """The same for activations and 1e-10: 2^-42 * 448 is just above."""
@@ -132,10 +132,19 @@ class QuantizedLayout(Layout):
     def quant_block(self) -> int:
         """Values that share a scale."""
 
+    float_scales = False
+    """Whether scales are stored as fp32."""
+
     @property
     def num_scales(self) -> int:
         """Scales per row."""
         return self.code_dim // self.quant_block
+
+    @property
+    def format(self) -> tuple[int, ...]:
+        """What kernels are told of a row: ``FORMAT`` in ``dsv4_ops/kernels/common``."""
+        values = (self.block_size, self.head_dim, self.code_dim, self.quant_block)
+        return (*values, self.data_bytes, self.scale_bytes, self.float_scales)
 
 
 @dataclass(frozen=True)
@@ -163,12 +172,15 @@ class MainLayout(QuantizedLayout):
 
 @dataclass(frozen=True)
 class IndexerLayout(QuantizedLayout):
-    """Keys of the lightning indexer: 128 e4m3 codes and one fp32 scale, what DeepGEMM reads."""
+    """Lay out indexer keys: 128 e4m3 codes and one fp32 scale.
+
+    DeepGEMM reads this layout."""
 
     tag = "v4_indexer_fp8"
     head_dim = 128
     code_dim = 128
     quant_block = 128
+    float_scales = True
     data_bytes = 128
     scale_bytes = 4
 
@@ -182,7 +194,9 @@ class IndexerLayout(QuantizedLayout):
 
 @dataclass(frozen=True)
 class PlainLayout(Layout):
-    """Unquantised rows, [num_blocks, block_size, width]: the reference mode, and FlashInfer.
+    """Lay out unquantised rows, [num_blocks, block_size, width].
+
+    For the reference mode, and for FlashInfer.
 
     Args:
         block_size: Rows per page.
@@ -302,7 +316,9 @@ def mla_layout(tag: str, block_size: int, width: int) -> MlaLayout:
 
 @dataclass(frozen=True)
 class StateLayout(Layout):
-    """Unfinished windows of a compressor: fp32 rows of [kv | score], ``width`` values in all.
+    """Lay out the unfinished windows of a compressor.
+
+    fp32 rows of [kv | score], ``width`` values in all.
 
     C4 main: 4 rows of 2048; C128 main: 8 rows of 1024; C4 indexer: 4 rows of 512.
 

@@ -18,6 +18,9 @@ AUTO, TRITON, REFERENCE = "auto", "triton", "reference"
 """What ``impl=`` of an op can name beside a library."""
 
 LOWERING_KINDS = ("decompose", "pointwise", "triton", "choices")
+DECOMPOSED = {"cpu": "decompose", "cuda": "decompose"}
+KERNEL_ON_CUDA = {"cpu": "decompose", "cuda": "triton"}
+"""Lowerings of most ops per device type."""
 
 
 class Lowering(Protocol):
@@ -30,6 +33,10 @@ class Lowering(Protocol):
         """Stand in for the op while AOTAutograd traces a graph that holds it."""
 
 
+def returns_nothing() -> None:
+    """Return nothing: the fake of every op that only writes to its arguments."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpSpec:
     """What an op is, and what may run it.
@@ -39,11 +46,12 @@ class OpSpec:
         schema: ``name(arguments) -> results`` in the language of ``torch.library``.
         meta: Fake implementation. It has those parameters of the op that it needs.
         reference: Eager implementation on any device: the meaning of the op.
-        lowering: Kind of lowering per device type; the lowering itself is
-            ``dsv4_ops.lowering.<stem>:<name>``.
+        lowering: Kind of lowering per device type, decomposition unless it says otherwise; the
+            lowering itself is ``dsv4_ops.lowering.<stem>:<name>``.
         dynamic: Dimension names that may change without a recompile.
         source: Where the semantics come from.
-        providers: Executions that ``impl=`` can choose among.
+        providers: Executions that ``impl=`` can choose among; without a choice those that the
+            lowering says.
         opaque_because: Why the op stays an opaque call on some device; empty if it never does.
         gradient: What autograd makes of it, one of ``gradient.KINDS``.
         twin_of: The op that writes what this one returns; empty for others.
@@ -53,10 +61,10 @@ class OpSpec:
     schema: str
     meta: Callable[..., Any]
     reference: Callable[..., Any]
-    lowering: dict[str, str]
+    lowering: dict[str, str] = field(default_factory=DECOMPOSED.copy)
     dynamic: tuple[str, ...]
     source: str
-    providers: tuple[str, ...] = ("reference",)
+    providers: tuple[str, ...] = ()
     opaque_because: str = ""
     gradient: str = gradient.REFUSED
     twin_of: str = ""
@@ -64,6 +72,9 @@ class OpSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.schema.partition("(")[0])
+        if not self.providers:
+            kernel = (TRITON,) if self.lowering.get("cuda") == "triton" else ()
+            object.__setattr__(self, "providers", (*kernel, REFERENCE))
         for device, kind in self.lowering.items():
             if kind not in LOWERING_KINDS:
                 raise ValueError(
@@ -145,10 +156,6 @@ def _signature(op: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     schema = op._schema.arguments
     defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
     return tuple(each.name for each in schema), defaults
-
-
-def returns_nothing() -> None:
-    """Return nothing: the fake of every op that only writes to its arguments."""
 
 
 OPS: dict[str, OpSpec] = {}

@@ -15,7 +15,6 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
     "FunctionalTensorMode",  # 2.11, 2.13, 2.15
@@ -24,7 +23,6 @@ __all__ = [
     "after_autograd",  # torch._C._after_autograd_keyset: 2.11, 2.13, 2.15
     "any_requires_grad",  # torch._C._any_requires_grad: 2.11, 2.13, 2.15
     "decomposes_triton_ops",  # decompose_custom_triton_ops: 2.11, 2.13, 2.15
-    "disable_current_modes",  # _disable_current_modes: 2.11, 2.13, 2.15
     "enable_single_level_autograd_function",  # 2.11, 2.13, 2.15
     "find_schema",  # torch._C._dispatch_find_schema_or_throw: 2.11, 2.13, 2.15
     "forward_mode",  # forward_ad._current_level: 2.11, 2.13, 2.15

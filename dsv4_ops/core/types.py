@@ -48,7 +48,9 @@ class PrefillChunks(NamedTuple):
 
 
 class PrefillRowBounds(NamedTuple):
-    """Rows of gathered keys that each token may see; see ``dsv4_ops.prefill_row_bounds``."""
+    """Result of ``dsv4_ops.prefill_row_bounds``.
+
+    Rows of gathered keys that each token may see."""
 
     cu_seq_lens: Tensor
     row_start: Tensor
@@ -63,7 +65,9 @@ class SwaIndices(NamedTuple):
 
 
 class TopkIndices(NamedTuple):
-    """Compressed-row slots of every token; see ``dsv4_ops.global_topk_indices_and_lens``."""
+    """Result of ``dsv4_ops.global_topk_indices_and_lens``.
+
+    Slots of the compressed rows of every token."""
 
     indices: Tensor
     lens: Tensor
@@ -77,8 +81,9 @@ class CompressorStep(NamedTuple):
 
 
 class C4Step(NamedTuple):
-    """Queries of a C4 layer, and FP8 queries of its indexer with the weights of their heads; see
-    ``dsv4_ops.insert_c4_step``."""
+    """Result of ``dsv4_ops.insert_c4_step``.
+
+    Queries of a C4 layer, and FP8 queries of its indexer with the weights of their heads."""
 
     q: Tensor
     indexer_q: Tensor
@@ -93,16 +98,18 @@ class IndexerKeys(NamedTuple):
 
 
 class IndexerQuery(NamedTuple):
-    """FP8 queries of the lightning indexer and the weights of their heads; see
-    ``dsv4_ops.indexer_quantize_q``."""
+    """Result of ``dsv4_ops.indexer_quantize_q``.
+
+    FP8 queries of the lightning indexer and the weights of their heads."""
 
     q: Tensor
     weights: Tensor
 
 
 class InsertedQuery(NamedTuple):
-    """Queries and the cache that the keys are in; see
-    ``dsv4_ops.qnorm_rope_kv_insert_functional``."""
+    """Result of ``dsv4_ops.qnorm_rope_kv_insert_functional``.
+
+    Queries, and the cache that holds the keys."""
 
     q: Tensor
     k_cache: Tensor
@@ -154,15 +161,18 @@ class AbsorbedWeights(NamedTuple):
 
 
 class SparseMla(NamedTuple):
-    """Attention output, and log-sum-exp without the sink; see ``dsv4_ops.sparse_mla_decode``."""
+    """Result of ``dsv4_ops.sparse_mla_decode``.
+
+    Attention output, and log-sum-exp without the sink."""
 
     out: Tensor
     lse: Tensor
 
 
 class SparseMlaGathered(NamedTuple):
-    """Attention output, largest logit, and log-sum-exp without the sink; see
-    ``dsv4_ops.sparse_mla_gathered``."""
+    """Result of ``dsv4_ops.sparse_mla_gathered``.
+
+    Attention output, largest logit, and log-sum-exp without the sink."""
 
     out: Tensor
     max_logits: Tensor

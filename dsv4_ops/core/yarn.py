@@ -13,7 +13,9 @@ COLLAPSED_RAMP = 1e-3
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN with the defaults of DeepSeek-V4's compressed layers; magnitudes are not scaled.
+    """Scale RoPE by YaRN as DeepSeek-V4's compressed layers do.
+
+    Without YaRN's attention scaling.
 
     Args:
         factor: Context length over the original one; above 0.
@@ -47,7 +49,7 @@ class YarnScaling:
         """
 
         def pair_of(turns: float) -> float:
-            """The (fractional) pair that makes so many turns within the original context."""
+            """Return the fractional pair that makes so many turns in the original context."""
             period = self.original_positions / (2 * math.pi * turns)
             return rope_dim * math.log(period) / (2 * math.log(theta))
 

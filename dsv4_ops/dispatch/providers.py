@@ -49,7 +49,9 @@ def flash_mla_plan(
     extra_width: int = 0,
     device: torch.device | str = "cuda",
 ) -> FlashMlaPlan:
-    """How FlashMLA shares the keys of a decode among programs, for every call of these sizes.
+    """Plan with FlashMLA for every decode of these sizes.
+
+    The plan says how FlashMLA shares the keys among programs.
 
     Without it FlashMLA plans in every call, which took 15 to 70 microseconds on an H200. Its own
     plans, which ``dsv4_ops.flash_mla_metadata`` makes too, are right for one set of lengths only,
@@ -88,8 +90,9 @@ def flash_mla_plan(
 
 
 def flash_mla_num_sm_parts(num_heads: int, device: torch.device | str = "cuda") -> int:
-    """Parts that FlashMLA cuts a decode of one query per token into on Hopper, which
-    ``flash_mla_metadata`` is made for.
+    """Return the SM parts that FlashMLA splits a decode into on Hopper.
+
+    ``flash_mla_metadata`` is made for that number, of one query per token.
 
     Loads the library: ask once, outside of compiled code.
 
@@ -116,7 +119,9 @@ def _check_heads(op: str, num_heads: int) -> None:
 
 
 def deep_gemm_num_sms() -> int:
-    """SMs that DeepGEMM's logits run on, which ``paged_mqa_logits_metadata`` makes a schedule for.
+    """Return the number of SMs that DeepGEMM's logits run on.
+
+    ``paged_mqa_logits_metadata`` makes a schedule for it.
 
     Loads the library: ask once, outside of compiled code.
 
@@ -130,7 +135,7 @@ def deep_gemm_num_sms() -> int:
 
 
 def choice_of(op: str, *args: Any, **kwargs: Any) -> Choice:
-    """What a call of ``op`` runs with, and why; the op does not run.
+    """Say what a call of ``op`` runs with, and why; run nothing.
 
     Args:
         op: Name of an op that has ``impl``.

@@ -82,7 +82,6 @@ def _define(spec: OpSpec) -> OpOverload:
             schema=f"{name}_functional({arguments} -> {results}",
             meta=_fake(spec),
             reference=on_copies(spec, spec.reference),
-            lowering={"cpu": "decompose", "cuda": "decompose"},
             dynamic=spec.dynamic,
             source=spec.source,
             gradient=spec.gradient,

@@ -12,10 +12,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import CACHE_ALIGNMENT
 from dsv4_ops.core.tiles import PROGRAMS
-from dsv4_ops.kernels.common.triton_compat import FUSION, INTERPRETED, takes_options_in_graphs
-
-EMULATE = INTERPRETED
-"""Under TRITON_INTERPRET=1 the e4m3 cast is done in integers."""
+from dsv4_ops.kernels.common.triton_compat import FUSION, takes_options_in_graphs
 
 
 class Launcher:

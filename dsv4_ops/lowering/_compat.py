@@ -5,13 +5,12 @@ installed one. Names of other private parts of torch are in ``core/torch_compat.
 """
 
 from torch._higher_order_ops.while_loop import while_loop_op
-from torch._inductor import aoti_compile_and_package, aoti_load_package, config
+from torch._inductor import aoti_compile_and_package, aoti_load_package
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.ir import ExternKernel, MutationOutput, NoneLayout, Pointwise
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
-from torch._inductor.runtime.benchmarking import benchmarker
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import run_and_get_code
@@ -34,9 +33,7 @@ __all__ = [
     "WeakDep",
     "aoti_compile_and_package",
     "aoti_load_package",
-    "benchmarker",
     "cache_dir",
-    "config",
     "fallback_handler",
     "get_cpp_compiler",
     "lowerings",

@@ -38,7 +38,7 @@ def _token_map(query_start_loc: Any, seq_lens: Any, *, num_tokens: Any) -> tuple
         limit = ops.index_expr(boundaries, torch.int32)
         count = int32(0)
         for stride in _strides(boundaries):
-            candidates = [ops.add(count, int32(ways * stride)) for ways in range(1, _FAN_OUT)]
+            candidates = [ops.add(count, int32(step * stride)) for step in range(1, _FAN_OUT)]
             for candidate in candidates:  # independent loads: one memory latency for all of them
                 boundary = start_of(ops.sub(ops.minimum(candidate, limit), int32(1)))
                 take = ops.logical_and(ops.le(candidate, limit), ops.le(boundary, token))

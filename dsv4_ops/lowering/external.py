@@ -63,19 +63,19 @@ def prepare(library: str) -> None:
         return
     from dsv4_ops.lowering import _compat
 
-    for ours, theirs in adapter(library).lowered().items():
+    for ours, library_op in adapter(library).lowered().items():
         if ours not in _lowered:
             _lowered.add(ours)
-            _compat.register_lowering(ours, type_promotion_kind=None)(_call_of(theirs))
+            _compat.register_lowering(ours, type_promotion_kind=None)(_call_of(library_op))
 
 
-def _call_of(theirs: Any) -> Any:
+def _call_of(library_op: Any) -> Any:
     from dsv4_ops.kernels.opaque_op import trailing
     from dsv4_ops.lowering import _compat
 
-    call = _compat.fallback_handler(theirs)
+    call = _compat.fallback_handler(library_op)
 
     def lower(*args: Any) -> Any:
-        return call(*args, *trailing(theirs, len(args)))
+        return call(*args, *trailing(library_op, len(args)))
 
     return lower

@@ -104,8 +104,8 @@ class TritonKernel:
 
 @dataclass(frozen=True)
 class Choices:
-    """Trace what ``impl`` asks for, or what is fastest at these sizes: our kernel, the call of a
-    library's op, or ``function``."""
+    """Trace what ``impl`` asks for, or what ``auto`` takes at these sizes: our kernel, the call of
+    a library's op, or ``function``."""
 
     function: Callable[..., Any]
     kind = "choices"
@@ -123,9 +123,7 @@ class Choices:
             return spec.launcher(impl)(external.launch(), **values)
 
     def _impl(self, spec: OpSpec, values: Any) -> str:
-        from dsv4_ops.lowering import measure
-
-        impl = measure.fastest(spec, values) or choice.choose(spec, values).impl
+        impl = choice.choose(spec, values).impl
         if impl in libraries.LIBRARIES:
             from dsv4_ops.lowering import external
 

@@ -48,13 +48,13 @@ def _sinkhorn(logits: Any, *, num_streams: int, iterations: int, eps: float) -> 
         for iteration in range(iterations):
             if iteration > 0:
                 mix = rows_over_sums(mix, smallest)
-            mix = _turned(rows_over_sums(_turned(mix), smallest))
+            mix = _transposed(rows_over_sums(_transposed(mix), smallest))
         return _chosen([_chosen(values, column) for values in mix], row)
 
     return realized(logits, torch.float32, [logits.get_size()[0], num_streams, num_streams], entry)
 
 
-def _turned(mix: Matrix) -> Matrix:
+def _transposed(mix: Matrix) -> Matrix:
     return [list(column) for column in zip(*mix, strict=True)]
 
 

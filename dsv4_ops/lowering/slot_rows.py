@@ -72,7 +72,7 @@ def slot_rows(
     load_first = first.make_loader() if first is not None else None
 
     def block_and_row(token: Any, entry: Any) -> tuple[Any, Value]:
-        """Table column, ready to index with, and row in its page."""
+        """Table column, ready to index with, and row in its block."""
         if load_first is None:
             row = ops.index_expr(ModularIndexing(entry, 1, block_size), torch.int32)
             return FloorDiv(entry, block_size), row
@@ -117,7 +117,7 @@ def slot_rows(
 def _row_buffers(
     block_table: Any, req_indices: Any, first: Any | None, lens: Any, block_size: int
 ) -> tuple[Callable[..., Any], ...]:
-    """Loaders of two [num_tokens] buffers: entries whose page the table has, and the table row."""
+    """Loaders of two [num_tokens] buffers: entries whose block the table has, and the table row."""
     (num_tokens,) = lens.get_size()
     max_blocks = block_table.get_size()[1]
     load_len, load_request = lens.make_loader(), req_indices.make_loader()

@@ -14,8 +14,8 @@ def _sparse_mla_plan(
     swa_lens: Tensor, extra_lens: Tensor | None, *, num_heads: int, num_programs: int
 ) -> Tensor:
     programs = programs_per_tile(num_heads, num_programs)
-    order, counts, first_further = reference.pieces(swa_lens, extra_lens, programs)
-    found = torch.ops.dsv4_ops.token_map.default(first_further, counts - 1, num_tokens=programs)
+    order, counts, first_extra = reference.splits(swa_lens, extra_lens, programs)
+    found = torch.ops.dsv4_ops.token_map.default(first_extra, counts - 1, num_tokens=programs)
     return reference.rows(order, counts, *found)
 
 

@@ -21,7 +21,6 @@ _split_decodes_and_prefills = define_op(
         "bool require_uniform) -> Tensor",
         meta=meta.split_decodes_and_prefills,
         reference=reference.split_decodes_and_prefills,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs",),
         source="vLLM 0.33 split_decodes_and_prefills; semantics re-derived, on device tensors",
         gradient=INTEGERS,
@@ -92,7 +91,9 @@ _token_map = define_op(
 
 
 def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> TokenMap:
-    """Find the request and the absolute position of every token: the one search of a step.
+    """Find the request and the absolute position of every token.
+
+    This is the one search of a step.
 
     Every later index stage is a pure per-token function of this result.
 
@@ -143,7 +144,6 @@ _flatten_decode = define_op(
         "-> (Tensor, Tensor)",
         meta=meta.flatten_decode,
         reference=reference.flatten_decode,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs", "num_tokens"),
         source="vLLM 0.33 fused decode metadata; replaces its uniform, variable and native paths",
         gradient=INTEGERS,
@@ -154,7 +154,9 @@ _flatten_decode = define_op(
 def flatten_decode(
     query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int, compress_ratio: int = 1
 ) -> FlattenedDecode:
-    """Turn ragged decode requests into one row per token: uniform, variable and MTP batches alike.
+    """Turn ragged decode requests into one row per token.
+
+    For uniform, variable and MTP batches alike.
 
     Args:
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,
@@ -208,7 +210,6 @@ _expand_block_table = define_op(
         schema="expand_block_table(Tensor block_table, Tensor req_indices) -> Tensor",
         meta=meta.expand_block_table,
         reference=reference.expand_block_table,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs", "max_blocks", "num_tokens"),
         source="vLLM 0.33 decode flattening: one block-table row per token",
         gradient=INTEGERS,
@@ -217,12 +218,13 @@ _expand_block_table = define_op(
 
 
 def expand_block_table(block_table: Tensor, req_indices: Tensor) -> Tensor:
-    """Give every token the block-table row of its request, for kernels that want one row per query
-    row.
+    """Give every token the block-table row of its request.
+
+    For kernels that want one row per query row.
 
     Args:
-        block_table: Page of every logical block, [num_reqs, max_blocks], int32, any strides.
-            Entries are copied as they are.
+        block_table: Physical block of every logical block, [num_reqs, max_blocks], int32, any
+            strides. Entries are copied as they are.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
             padding.
 
@@ -260,7 +262,6 @@ _mtp_seq_lens = define_op(
         "compress_ratio) -> Tensor",
         meta=meta.mtp_seq_lens,
         reference=reference.mtp_seq_lens,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs",),
         source="vLLM 0.33 native multi-token lengths, made right for requests shorter than next_n",
         gradient=INTEGERS,
@@ -271,7 +272,9 @@ _mtp_seq_lens = define_op(
 def mtp_seq_lens(
     query_start_loc: Tensor, seq_lens: Tensor, *, next_n: int, compress_ratio: int = 1
 ) -> Tensor:
-    """Visible rows of every token of multi-token decode requests, as a [num_reqs, next_n] matrix.
+    """Count the rows that every token of multi-token decodes may see.
+
+    The result is a [num_reqs, next_n] matrix.
 
     Args:
         query_start_loc: First token of every request and one past the last, [num_reqs + 1], int32,

@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
 from dsv4_ops.core.types import C4Step
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import c4_step as meta
@@ -29,7 +29,7 @@ _insert_c4_step = define_op(
         "int state_block_size, int swa_block_size, int block_size) -> (Tensor, Tensor, Tensor)",
         meta=meta.insert_c4_step,
         reference=reference.insert_c4_step,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=(
             *DIMENSIONS,
             "num_heads",
@@ -39,7 +39,6 @@ _insert_c4_step = define_op(
             "num_indexer_state_blocks",
         ),
         source="qnorm_rope_kv_insert, save_and_compress and indexer_quantize_q in one launch",
-        providers=("triton", "reference"),
     )
 )
 
@@ -75,9 +74,11 @@ def insert_c4_step(
     swa_block_size: int,
     block_size: int,
 ) -> C4Step:
-    """Normalise and rotate the queries of a C4 layer and quantise those of its indexer; write the
-    keys to the window cache and what both compressors leave: ``qnorm_rope_kv_insert``,
-    ``save_and_compress`` of the layer and of its indexer, and ``indexer_quantize_q`` as one op.
+    """Write all that a C4 layer writes before it selects rows.
+
+    One op does the work of ``qnorm_rope_kv_insert``, of ``save_and_compress`` of the layer and of
+    its indexer, and of ``indexer_quantize_q``: normalise and rotate the queries, quantise those of
+    the indexer, write the keys to the window cache, and save and compress for both compressors.
 
     Args:
         q: Queries, [num_tokens, num_heads, 512], bfloat16, any strides.
@@ -91,7 +92,7 @@ def insert_c4_step(
         swa_cache: Window cache, [num_swa_blocks, page_bytes], uint8, from ``MainLayout.allocate``.
         swa_slot_mapping: Slot of the first num_slots tokens in it, [num_slots], int64; at most
             num_tokens. The keys of the tokens after them are not written, nor are those of slots
-            below 0 and past the last page.
+            below 0 and past the last block.
         ape: Position bias of the compressor's scores, [compress_ratio, 1024], float32.
         norm_weight: Weight of its RMSNorm, [512], float32.
         states: Its paged states, [num_state_blocks, page_bytes / 4], float32, from
@@ -103,11 +104,11 @@ def insert_c4_step(
             ``StateLayout(state_block_size, 512).allocate``.
         indexer_cache: Its keys, [num_indexer_blocks, page_bytes], uint8, from
             ``IndexerLayout.allocate``.
-        state_block_table: Page of the states, of both compressors, of every logical block of
-            state_block_size positions, [num_reqs, max_state_blocks], int32, any strides.
-        state_slot_mapping: Slot of every token's own row in ``states`` and ``indexer_states``, page
-            * state_block_size + row, [num_tokens], int64. Slots below 0 and past the last page are
-            not saved.
+        state_block_table: Physical block of the states, of both compressors, of every logical block
+            of state_block_size positions, [num_reqs, max_state_blocks], int32, any strides.
+        state_slot_mapping: Slot of every token's own row in ``states`` and ``indexer_states``,
+            block * state_block_size + row, [num_tokens], int64. Slots below 0 and past the last
+            block are not saved.
         slot_mapping: Slot of the row that every token finishes, in ``k_cache`` and
             ``indexer_cache``, from ``compressed_slot_mapping``, [num_tokens], int64.
         positions: Absolute position of every token, [num_tokens], int64. Queries and keys of a
@@ -121,9 +122,9 @@ def insert_c4_step(
         softmax_scale: Factor of all weights of the indexer's heads, a number above 0; None for
             128^-0.5 * num_index_heads^-0.5.
         compress_ratio: Tokens per window, 4 in C4. At least 1. Windows overlap, as in C4.
-        state_block_size: Rows per page of both states: 4 for C4. At least 1.
-        swa_block_size: Rows per page of ``swa_cache``. At least 1.
-        block_size: Rows per page of ``k_cache`` and ``indexer_cache``: 64 for C4. At least 1.
+        state_block_size: Rows per block of both states: 4 for C4. At least 1.
+        swa_block_size: Rows per block of ``swa_cache``. At least 1.
+        block_size: Rows per block of ``k_cache`` and ``indexer_cache``: 64 for C4. At least 1.
 
     Returns:
         ``C4Step(q, indexer_q, indexer_weights)``, dense: the result of ``qnorm_rope_kv_insert``,
@@ -145,7 +146,7 @@ def insert_c4_step(
     Compile: in place, never a copy of states or caches; on CUDA our Triton kernel in the graph and
         in AOTInductor packages, one up to a ratio of 4, those of the four ops above; on CPU the
         code of the four ops; dynamic in num_tokens, num_heads,
-        num_reqs, num_slots, max_state_blocks, num_positions and the pages of all five; CUDA graphs
+        num_reqs, num_slots, max_state_blocks, num_positions and the blocks of all five; CUDA graphs
         and export: yes. Bits and roundings are those of the four ops.
 
     Source: the four ops; vLLM 0.33 runs them as kernels of their own.

@@ -25,7 +25,6 @@ _split_prefill_chunks = define_op(
         "int max_chunks, SymInt request_offset) -> (Tensor, Tensor)",
         meta=meta.split_prefill_chunks,
         reference=reference.split_prefill_chunks,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs",),
         source="vLLM 0.33 split_indexer_prefill_chunks; the plan as tensors, without a loop",
         gradient=INTEGERS,
@@ -42,12 +41,13 @@ def split_prefill_chunks(
     max_chunks: int,
     request_offset: int = 0,
 ) -> PrefillChunks:
-    """Cut prefill requests into chunks that fit the workspace and the logits budget, on the device.
+    """Split prefill requests into chunks on the device.
 
-    A request joins a chunk while the chunk's key rows stay within ``workspace_size`` and its query
-    rows times key rows within ``max_logits_bytes`` / 4. A request that fits nowhere is a chunk by
-    itself, cut along its query rows so that each piece respects the logits budget; its keys may
-    exceed ``workspace_size``, which therefore must hold the longest request.
+    Every chunk fits the workspace and the logits budget. A request is added to a chunk while the
+    chunk's key rows stay within ``workspace_size`` and its query rows times key rows within
+    ``max_logits_bytes`` / 4. A request that fits nowhere is a chunk by itself, split along its
+    query rows so that each part respects the logits budget; its keys may exceed ``workspace_size``,
+    which therefore must hold the longest request.
 
     Args:
         seq_lens: Key rows of every request (compressed lengths), [num_reqs], int32. Negative counts
@@ -117,8 +117,9 @@ def plan_prefill_chunks(
     max_logits_bytes: int,
     request_offset: int = 0,
 ) -> list[tuple[slice, slice]]:
-    """The plan of ``split_prefill_chunks`` as Python slices, for eager users whose lengths are on
-    the host.
+    """Return the plan of ``split_prefill_chunks`` as Python slices.
+
+    For eager users whose lengths are on the host.
 
     Args:
         seq_lens: Key rows of every request, non-negative ints or a CPU tensor.
@@ -164,11 +165,11 @@ def plan_prefill_chunks(
                 num_queries + queries[stop],
                 stop + 1,
             )
-        piece = max(1, max_logits // num_rows) if num_rows else max(1, num_queries)
+        size = max(1, max_logits // num_rows) if num_rows else max(1, num_queries)
         requests = slice(start + request_offset, stop + request_offset)
         plan += [
-            (requests, slice(first, min(first + piece, num_queries)))
-            for first in range(0, num_queries, piece)
+            (requests, slice(first, min(first + size, num_queries)))
+            for first in range(0, num_queries, size)
         ]
         start = stop
     return plan
@@ -187,8 +188,7 @@ def max_prefill_chunks(
 
     Returns:
         An upper bound, at least 1: every chunk has a query row, every group of requests a last
-            piece, and the other
-        pieces are as large as the logits of the longest request allow.
+        chunk, and the other chunks are as large as the logits of the longest request allow.
 
     Raises:
         ValueError: an argument out of range.
@@ -216,7 +216,6 @@ _prefill_row_bounds = define_op(
         "-> (Tensor, Tensor, Tensor)",
         meta=meta.prefill_row_bounds,
         reference=reference.prefill_row_bounds,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs"),
         source="vLLM 0.33 build_prefill_chunk_metadata, for the whole batch at once",
         gradient=INTEGERS,
@@ -281,7 +280,6 @@ _prefill_chunk_row_bounds = define_op(
         "Tensor chunk, *, int compress_ratio) -> (Tensor, Tensor, Tensor)",
         meta=meta.prefill_chunk_row_bounds,
         reference=reference.prefill_chunk_row_bounds,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs"),
         source="vLLM 0.33 build_prefill_chunk_metadata, with the chunk as a device tensor",
         gradient=INTEGERS,
@@ -298,7 +296,9 @@ def prefill_chunk_row_bounds(
     *,
     compress_ratio: int,
 ) -> PrefillRowBounds:
-    """``prefill_row_bounds`` of one chunk: rows counted from the keys of the chunk's first request.
+    """Compute the ``prefill_row_bounds`` of one chunk.
+
+    Rows are counted from the keys of the chunk's first request.
 
     Shapes stay those of the whole batch, so the chunk may be any row of ``split_prefill_chunks``
     without a recompile.

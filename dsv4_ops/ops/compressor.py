@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout, StateLayout
-from dsv4_ops.core.registry import OpSpec, returns_nothing
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec, returns_nothing
 from dsv4_ops.core.types import CompressorStep
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.twins import define_twin
@@ -22,10 +22,9 @@ _save_compressor_states = define_op(
         "slot_mapping, Tensor positions, *, int compress_ratio, int block_size) -> ()",
         meta=returns_nothing,
         reference=reference.save_compressor_states,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_state_blocks"),
         source="vLLM 0.33 save_partial_states",
-        providers=("triton", "reference"),
     )
 )
 
@@ -40,20 +39,22 @@ def save_compressor_states(
     compress_ratio: int,
     block_size: int,
 ) -> None:
-    """Keep what the compressor projects every token to, for the step that finishes its window.
+    """Save the compressor's projections of every token.
+
+    A later step that finishes the token's window reads them.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, any strides: kv,
             then score. width is head_dim, or 2 * head_dim for an overlapping compressor.
         ape: Position bias of the scores, [compress_ratio, width], float32.
         states: Paged states, [num_state_blocks, page_bytes / 4], float32, from
-            ``StateLayout(block_size, 2 * width).allocate``. Pages may lie apart, at multiples of 16
-            bytes.
-        slot_mapping: Slot of every token in the states, page * block_size + row, [num_tokens],
-            int64. Slots below 0 and past the last page are skipped.
+            ``StateLayout(block_size, 2 * width).allocate``. Blocks may lie apart, at multiples of
+            16 bytes.
+        slot_mapping: Slot of every token in the states, block * block_size + row, [num_tokens],
+            int64. Slots below 0 and past the last block are skipped.
         positions: Absolute position of every token, [num_tokens], int64; below 0 is skipped.
         compress_ratio: Tokens per window, 4 or 128. At least 1.
-        block_size: Rows per page: 4 for C4, 8 for C128. At least 1.
+        block_size: Rows per block: 4 for C4, 8 for C128. At least 1.
 
     Returns:
         Nothing.
@@ -156,10 +157,9 @@ _compress_and_insert = define_op(
         " str layout) -> ()",
         meta=returns_nothing,
         reference=reference.compress_and_insert,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=DIMENSIONS,
         source="vLLM 0.33 compress, norm, RoPE and store kernels; order of writes made irrelevant",
-        providers=("triton", "reference"),
     )
 )
 
@@ -197,8 +197,8 @@ def compress_and_insert(
         ape: Position bias of the scores, [compress_ratio, width], float32.
         states: Paged states, [num_state_blocks, page_bytes / 4], float32, from
             ``StateLayout(state_block_size, 2 * width).allocate``. Not written here.
-        state_block_table: Page of the states of every logical block of state_block_size positions,
-            [num_reqs, max_state_blocks], int32, any strides.
+        state_block_table: Physical block of the states of every logical block of state_block_size
+            positions, [num_reqs, max_state_blocks], int32, any strides.
         positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
             padding.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
@@ -210,13 +210,13 @@ def compress_and_insert(
         k_cache: "v4_fp8" and "v4_indexer_fp8": [num_blocks, page_bytes], uint8. "plain":
             [num_blocks, block_size, head_dim], bfloat16 or float32, with dense rows.
         slot_mapping: Slot of the row that every token finishes, from ``compressed_slot_mapping``,
-            [num_tokens], int64. Tokens that finish none, slots below 0 and past the last page are
+            [num_tokens], int64. Tokens that finish none, slots below 0 and past the last block are
             skipped.
         compress_ratio: Tokens per window, 4 or 128. At least 1.
         overlap: Whether the window before counts too: True for C4, False for C128.
         eps: Added to the mean square in the RMSNorm. Above 0.
-        state_block_size: Rows per page of the states: 4 for C4, 8 for C128. At least 1.
-        block_size: Rows per page of ``k_cache``: 64 for C4, 2 for C128. At least 1.
+        state_block_size: Rows per block of the states: 4 for C4, 8 for C128. At least 1.
+        block_size: Rows per block of ``k_cache``: 64 for C4, 2 for C128. At least 1.
         layout: Tag of the cache's layout, "v4_fp8", "v4_indexer_fp8" or "plain".
 
     Returns:
@@ -227,7 +227,7 @@ def compress_and_insert(
         ``quantize_and_insert_k_cache`` and ``quantize_and_insert_indexer_k`` would. The row of the
         token i places before is taken from ``kv_score`` where that token is in this call, of the
         same request and i positions before, else from ``states``; so this op may run before
-        or after ``save_compressor_states``. Rows before position 0 and on pages that do not exist
+        or after ``save_compressor_states``. Rows before position 0 and on blocks that do not exist
         have no weight, and nothing else is read: NaN in unused states never matters. If two tokens
         have one slot, its bytes are of either of them, not of one alone.
 
@@ -305,7 +305,7 @@ def check_compress(
     block_size: int,
     layout: str,
 ) -> Checks:
-    """Checks of a call of ``compress_and_insert`` or of an op that does its work too."""
+    """Check a call of ``compress_and_insert``, or of an op that does its work too."""
     checks = Checks(op)
     checks.at_least(
         1, compress_ratio=compress_ratio, state_block_size=state_block_size, block_size=block_size
@@ -355,7 +355,7 @@ def check_tokens(
     slot_mapping: Tensor,
     state_block_table: Tensor,
 ) -> None:
-    """Checks of what says where the rows of a step are."""
+    """Check what says where the rows of a step are."""
     checks.tensor("positions", positions, torch.int64, "num_tokens")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
@@ -372,8 +372,10 @@ def check_states(
     sizes: tuple[int, int, int],
     prefix: str = "",
 ) -> None:
-    """Checks of the projections of a compressor of these (compress_ratio, width, state_block_size),
-    and of the states that they become; ``prefix`` is that of the arguments' names."""
+    """Check the projections of a compressor, and the states that they become.
+
+    ``sizes`` are (compress_ratio, width, state_block_size), ``prefix`` that of the arguments'
+    names."""
     compress_ratio, width, state_block_size = sizes
     checks.tensor(f"{prefix}ape", ape, torch.float32, compress_ratio, width)
     checks.tensor(f"{prefix}kv_score", kv_score, torch.float32, "num_tokens", 2 * width)
@@ -402,10 +404,9 @@ _save_and_compress = define_op(
         "state_block_size, int block_size, str layout) -> ()",
         meta=returns_nothing,
         reference=reference.save_and_compress,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=DIMENSIONS,
         source="save_compressor_states and compress_and_insert with a launch less",
-        providers=("triton", "reference"),
     )
 )
 
@@ -430,8 +431,10 @@ def save_and_compress(
     block_size: int,
     layout: str = MainLayout.tag,
 ) -> None:
-    """``save_compressor_states`` and ``compress_and_insert`` of one step, with one kernel less;
-    what both read comes from memory once, as long as it fits into the GPU's cache.
+    """Run ``save_compressor_states`` and ``compress_and_insert`` at once.
+
+    One kernel fewer than the two; what both read comes from memory once, as long as it fits into
+    the GPU's cache.
 
     Args:
         kv_score: Projections of every token, [num_tokens, 2 * width], float32, as for
@@ -439,10 +442,10 @@ def save_and_compress(
         ape: Position bias of the scores, [compress_ratio, width], float32.
         states: Paged states, [num_state_blocks, page_bytes / 4], float32, from
             ``StateLayout(state_block_size, 2 * width).allocate``.
-        state_block_table: Page of the states of every logical block of state_block_size positions,
-            [num_reqs, max_state_blocks], int32, any strides.
-        state_slot_mapping: Slot of every token's own row in ``states``, page * state_block_size +
-            row, [num_tokens], int64. Slots below 0 and past the last page are not saved.
+        state_block_table: Physical block of the states of every logical block of state_block_size
+            positions, [num_reqs, max_state_blocks], int32, any strides.
+        state_slot_mapping: Slot of every token's own row in ``states``, block * state_block_size +
+            row, [num_tokens], int64. Slots below 0 and past the last block are not saved.
         positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
             padding, of which no window is finished; below 0 no state is saved either.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 none of its
@@ -456,8 +459,8 @@ def save_and_compress(
         compress_ratio: Tokens per window, 4 or 128. At least 1.
         overlap: Whether the window before counts too: True for C4, False for C128.
         eps: Added to the mean square in the RMSNorm. Above 0.
-        state_block_size: Rows per page of the states: 4 for C4, 8 for C128. At least 1.
-        block_size: Rows per page of ``k_cache``: 64 for C4, 2 for C128. At least 1.
+        state_block_size: Rows per block of the states: 4 for C4, 8 for C128. At least 1.
+        block_size: Rows per block of ``k_cache``: 64 for C4, 2 for C128. At least 1.
         layout: Tag of the cache's layout, "v4_fp8", "v4_indexer_fp8" or "plain".
 
     Returns:

@@ -23,7 +23,6 @@ _cp_seq_lens = define_op(
         "int cp_interleave) -> Tensor",
         meta=meta.cp_seq_lens,
         reference=reference.cp_seq_lens,
-        lowering=_LOWERING,
         dynamic=("num_seqs",),
         source="vLLM 0.33 get_dcp_local_seq_lens; semantics re-derived",
         gradient=INTEGERS,
@@ -38,18 +37,20 @@ def cp_seq_lens(
     cp_world_size: int,
     cp_interleave: int = 1,
 ) -> Tensor:
-    """Count the keys of sequences that lie on a rank, where ranks take positions in turns.
+    """Count the keys of every sequence that lie on a rank.
+
+    Ranks take positions in turns.
 
     Rank r owns the turns r, r + cp_world_size, .. of ``cp_interleave`` positions, as
-    ``compressed_slot_mapping`` has it. Give it the lens of every token, not of every request, where
-    a request has several new tokens: what a token sees on a rank is no shift of what the last one
-    sees.
+    ``compressed_slot_mapping`` has it. Give it the lengths of every token, not of every request,
+    where a request has several new tokens: what a token sees on a rank is no shift of what the last
+    one sees.
 
     Args:
         seq_lens: Keys of every sequence on all ranks, [num_seqs], int32, such as those of
             ``flatten_decode``; below 0 counts as 0.
         cp_rank: The rank, [1], int32, so that one graph serves all ranks; of a rank that does not
-            exist the lens are 0. None for all ranks.
+            exist the lengths are 0. None for all ranks.
         cp_world_size: Ranks that share a sequence. At least 1.
         cp_interleave: Consecutive positions on one rank. At least 1.
 

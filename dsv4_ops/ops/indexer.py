@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
-from dsv4_ops.core.registry import OpSpec, returns_nothing
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec, returns_nothing
 from dsv4_ops.core.tiles import SCHEDULE_KEYS
 from dsv4_ops.core.types import IndexerKeys, IndexerQuery
 from dsv4_ops.dispatch.choice import check_impl
@@ -26,10 +26,9 @@ _quantize_and_insert_indexer_k = define_op(
         "*, int block_size, str layout) -> ()",
         meta=returns_nothing,
         reference=reference.quantize_and_insert_indexer_k,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_blocks"),
         source=_SOURCE,
-        providers=("triton", "reference"),
     )
 )
 
@@ -42,16 +41,16 @@ def quantize_and_insert_indexer_k(
     block_size: int,
     layout: str = IndexerLayout.tag,
 ) -> None:
-    """Quantise the indexer keys of every token to FP8 and write each to its slot of the cache.
+    """Quantise the indexer key of every token to FP8 and insert it.
 
     Args:
         k: Keys with RoPE applied, [num_rows, 128], bfloat16, any strides; at least num_tokens rows,
             more are ignored.
         k_cache: Paged cache, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
-            Pages may lie apart, at multiples of 16 bytes.
-        slot_mapping: Slot of every token, page * block_size + row, [num_tokens], int64. Slots below
-            0 and past the last page are skipped.
-        block_size: Rows per page, 64 for DeepGEMM. At least 1.
+            Blocks may lie apart, at multiples of 16 bytes.
+        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Slots
+            below 0 and past the last block are skipped.
+        block_size: Rows per block, 64 for DeepGEMM. At least 1.
         layout: Tag of the cache's layout, "v4_indexer_fp8".
 
     Returns:
@@ -59,7 +58,7 @@ def quantize_and_insert_indexer_k(
 
     Mutates: ``k_cache``: the 128 codes and the 4 scale bytes of every slot that is written; no
         other byte. One scale for the whole row, float32, the smallest power of two, 2^-22 at least,
-        with which the largest magnitude is at most 448. NaN, infinities and tokens that share a
+        with which the amax is at most 448. NaN, infinities and tokens that share a
         slot: as ``quantize_and_insert_k_cache``.
 
     Raises:
@@ -125,10 +124,9 @@ _gather_indexer_k = define_op(
         "int block_size, SymInt num_rows, str layout) -> (Tensor, Tensor)",
         meta=meta.gather_indexer_k,
         reference=reference.gather_indexer_k,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
         source="vLLM 0.33 cp_gather_indexer_k_quant_cache, with bounds",
-        providers=("triton", "reference"),
         gradient=INTEGERS,
     )
 )
@@ -143,23 +141,25 @@ def gather_indexer_k(
     num_rows: int,
     layout: str = IndexerLayout.tag,
 ) -> IndexerKeys:
-    """The indexer keys of all requests, one behind the other: what DeepGEMM's ragged logits take.
+    """Gather the indexer keys of all requests, one behind the other.
+
+    DeepGEMM's ragged logits take them so.
 
     Args:
         k_cache: Paged cache, [num_blocks, page_bytes], uint8, as for
             ``quantize_and_insert_indexer_k``.
         cu_seq_lens: First result row of every request, and the end, [num_reqs + 1], int32,
             non-decreasing; ``dsv4_ops.prefill_row_bounds`` gives it.
-        block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
-            strides.
-        block_size: Rows per page. At least 1.
+        block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
+            int32, any strides.
+        block_size: Rows per block. At least 1.
         num_rows: Rows of the result, a capacity. At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8".
 
     Returns:
         ``IndexerKeys(k, scales)``: uint8 [num_rows, 128] e4m3 codes, whose values are
         ``k.view(torch.float8_e4m3fn)``, and float32 [num_rows] scales. Rows that belong to no
-        request or lie on no page are zeros.
+        request or lie on no block are zeros.
 
     Mutates: nothing.
 
@@ -214,7 +214,6 @@ _paged_mqa_logits_metadata = define_op(
         "-> Tensor",
         meta=meta.paged_mqa_logits_metadata,
         reference=reference.paged_mqa_logits_metadata,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs",),
         source="DeepGEMM's get_paged_mqa_logits_metadata for one query per row",
         gradient=INTEGERS,
@@ -225,15 +224,15 @@ _paged_mqa_logits_metadata = define_op(
 def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int) -> Tensor:
     """Share the keys of a step's indexer among SMs as DeepGEMM does.
 
-    A row of keys is cut into splits of 256. All splits of all rows, one row after the other, are
-    dealt out in runs that differ by no more than one split; the longer ones come first. DeepGEMM's
-    paged logits go by such a schedule; ours need none.
+    A row of keys is divided into splits of 256. All splits of all rows, one row after the other,
+    are dealt out in runs that differ by no more than one split; the longer ones come first.
+    DeepGEMM's paged logits go by such a schedule; ours need none.
 
     Args:
         seq_lens: Keys that every row of queries may see, [num_reqs], int32; below 0 counts as 0. In
             a step whose tokens are scored one by one, as ``indexer_logits`` does, a row is a token.
-            Of lens [num_reqs, next_n] with next_n up to 2 DeepGEMM takes the last column.
-        block_size: Rows of a page: 64, or another divisor of 256. The schedule does not depend on
+            Of lengths [num_reqs, next_n] with next_n up to 2 DeepGEMM takes the last column.
+        block_size: Rows of a block: 64, or another divisor of 256. The schedule does not depend on
             it.
         num_sms: SMs that the logits run on, DeepGEMM's ``get_num_sms()``. At least 1.
 
@@ -254,8 +253,8 @@ def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int
         TypeError: a dtype other than int32, or a number that is no int.
 
     Compile: decomposes to a prefix sum and one reduction; dynamic in num_reqs; CUDA graphs and
-        export: yes. No host synchronisation: a captured graph makes the schedule of the lens that
-        it finds.
+        export: yes. No host synchronisation: a captured graph makes the schedule of the lengths
+        that it finds.
 
     Source: DeepGEMM's ``get_paged_mqa_logits_metadata``; semantics only.
 
@@ -278,8 +277,6 @@ DIM = IndexerLayout.head_dim
 
 PROVIDERS = ("triton", "deep_gemm", "reference")
 
-_KERNELS = {"cpu": "decompose", "cuda": "triton"}
-
 _indexer_quantize_q = define_op(
     OpSpec(
         stem="indexer",
@@ -287,10 +284,9 @@ _indexer_quantize_q = define_op(
         "Tensor cos_sin_cache, *, float softmax_scale) -> (Tensor, Tensor)",
         meta=meta.indexer_quantize_q,
         reference=reference.indexer_quantize_q,
-        lowering=_KERNELS,
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_positions"),
         source="vLLM 0.33, rotation and FP8 quantisation of its indexer's queries",
-        providers=("triton", "reference"),
     )
 )
 _indexer_logits = define_op(
@@ -315,10 +311,9 @@ _indexer_logits_ragged = define_op(
         "Tensor row_start, Tensor row_stop) -> Tensor",
         meta=meta.indexer_logits_ragged,
         reference=reference.indexer_logits_ragged,
-        lowering=_KERNELS,
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_k"),
         source="DeepSeek-V4's lightning indexer; DeepGEMM's MQA logits",
-        providers=("triton", "reference"),
     )
 )
 
@@ -331,8 +326,9 @@ def indexer_quantize_q(
     *,
     softmax_scale: float | None = None,
 ) -> IndexerQuery:
-    """Rotate the indexer's queries, quantise them to FP8, and put their scales into the weights of
-    the heads.
+    """Rotate the indexer's queries and quantise them to FP8.
+
+    Their scales go into the weights of the heads.
 
     Args:
         q: Queries without RoPE, [num_tokens, num_heads, 128], bfloat16, any strides.
@@ -382,8 +378,9 @@ def indexer_quantize_q(
 def check_unquantized(
     checks: Checks, q: Tensor, weights: Tensor, heads: str = "num_heads", prefix: str = ""
 ) -> None:
-    """Checks of queries before they are quantised and of the weights of their ``heads``; ``prefix``
-    is that of the arguments' names."""
+    """Check queries before they are quantised, and the weights of their ``heads``.
+
+    ``prefix`` is that of the arguments' names."""
     checks.tensor(f"{prefix}q", q, torch.bfloat16, "num_tokens", heads, DIM)
     checks.floats(f"{prefix}weights", weights, torch.bfloat16, torch.float32)
     checks.tensor(f"{prefix}weights", weights, weights.dtype, "num_tokens", heads)
@@ -411,7 +408,9 @@ def indexer_logits(
     layout: str = IndexerLayout.tag,
     impl: str = "auto",
 ) -> Tensor:
-    """Scores of the first compressed rows of every token's request, read from their pages.
+    """Score the first compressed rows of every token's request.
+
+    The keys are read from their blocks.
 
     To select rows, ``indexer_select`` does not store the scores at all.
 
@@ -422,20 +421,20 @@ def indexer_logits(
         weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
             strides. Those of plain queries are the weights of the heads times a softmax_scale that
             the caller applies: ``indexer_quantize_q`` has 128^-0.5 * num_heads^-0.5.
-        k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``. Pages
-            may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size, 128], of
-            the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
+        k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
+            Blocks may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size,
+            128], of the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
         lens: Rows that every token may see, [num_tokens], int32; ``flatten_decode`` gives them.
         req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
             rows.
-        block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
-            strides.
+        block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
+            int32, any strides.
         schedule: How DeepGEMM shares the keys among SMs, [num_sms + 1, 2], int32, from
             ``paged_mqa_logits_metadata``, so that a step makes it once; None to have it made in the
-            call. Of just the lens that count here: 0 for tokens of no request, and no more than
-            num_rows and max_blocks * block_size. DeepGEMM checks nothing: by one of other lens it
-            reads and writes where it must not. Whatever else runs goes by none.
-        block_size: Rows per page, 64 for DeepGEMM. At least 1.
+            call. Of just the lengths that count here: 0 for tokens of no request, and no more than
+            num_rows and max_blocks * block_size. DeepGEMM checks nothing: by one of other lengths
+            it reads and writes where it must not. Whatever else runs goes by none.
+        block_size: Rows per block, 64 for DeepGEMM. At least 1.
         num_rows: Columns of the result, a capacity. At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
         impl: What runs: "triton" our kernel, "deep_gemm" DeepGEMM, "reference" the definition;
@@ -443,9 +442,9 @@ def indexer_logits(
 
     Returns:
         float32 [num_tokens, num_rows], dense: sum over heads of weights * relu(q . k), times the
-        scale of the key if it has one. -inf for rows past ``lens`` and for rows whose page does not
-        exist. Sums are float32; the FP8 matrix unit of Hopper keeps some 14 bits of a product over
-        128 values.
+        scale of the key if it has one. -inf for rows past ``lens`` and for rows whose block does
+        not exist. Sums are float32; the FP8 matrix unit of Hopper keeps some 14 bits of a product
+        over 128 values.
 
     Mutates: nothing.
 
@@ -454,7 +453,7 @@ def indexer_logits(
             several devices.
         TypeError: a dtype other than the ones above.
         NotImplementedError: an ``impl`` that does not take the call: DeepGEMM has 32 or 64 heads
-            and pages of 64 rows of the layout "v4_indexer_fp8".
+            and blocks of 64 rows of the layout "v4_indexer_fp8".
         ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
     Compile: on CUDA one Triton kernel of ours; on CPU, and everywhere for the layout "plain", the
@@ -557,7 +556,7 @@ def indexer_logits_ragged(
 def check_paged(
     checks: Checks, q: Tensor, weights: Tensor, k_cache: Tensor, *, block_size: int, layout: str
 ) -> None:
-    """Queries, their weights, and a cache of ``layout``."""
+    """Check queries, their weights, and a cache of ``layout``."""
     checks.one_of("layout", layout, IndexerLayout.tag, PlainLayout.tag)
     checks.at_least(1, block_size=block_size)
     if layout == IndexerLayout.tag:
@@ -571,7 +570,7 @@ def check_paged(
 
 
 def check_schedule(checks: Checks, schedule: Tensor | None) -> None:
-    """A schedule for some number of SMs, if there is one."""
+    """Check a schedule for some number of SMs, if there is one."""
     if schedule is not None:
         checks.tensor("schedule", schedule, torch.int32, "num_sms + 1", 2)
 
@@ -583,18 +582,15 @@ def check_query(
     checks.tensor("weights", weights, torch.float32, "num_tokens", "num_heads")
 
 
-_indexer_topk_KERNELS = {"cpu": "decompose", "cuda": "triton"}
-
 _indexer_topk = define_op(
     OpSpec(
         stem="indexer",
         schema="indexer_topk(Tensor logits, Tensor lens, *, int topk) -> Tensor",
         meta=meta.indexer_topk,
         reference=reference.indexer_topk,
-        lowering=_indexer_topk_KERNELS,
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_rows"),
         source="DeepSeek-V4's lightning indexer; the order of ties and of the result decided here",
-        providers=("triton", "reference"),
     )
 )
 _indexer_select = define_op(
@@ -615,7 +611,7 @@ _indexer_select = define_op(
 
 
 def indexer_topk(logits: Tensor, lens: Tensor, *, topk: int) -> Tensor:
-    """The best columns of every row of logits.
+    """Select the best columns of every row of logits.
 
     Args:
         logits: Scores, [num_tokens, num_rows], float32, any strides; ``indexer_logits`` gives them.
@@ -670,8 +666,9 @@ def indexer_select(
     slots: bool = False,
     impl: str = "auto",
 ) -> Tensor:
-    """The compressed rows that every token attends to: scores and selection in one, decodes and
-    prefills alike.
+    """Select the compressed rows that every token attends to.
+
+    Scores and selection in one, for decodes and prefills alike.
 
     Our kernels do not store scores: memory and launches do not grow with the context. The
     reference, which the layout "plain" takes everywhere, gathers keys and stores their scores. A
@@ -684,17 +681,17 @@ def indexer_select(
         weights: Weights with the scales of the queries, [num_tokens, num_heads], float32, any
             strides. Those of plain queries are the weights of the heads, times a softmax_scale if
             the caller likes: a factor above 0 of all of them selects the same rows.
-        k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``. Pages
-            may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size, 128], of
-            the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
+        k_cache: Paged keys, [num_blocks, page_bytes], uint8, from ``IndexerLayout.allocate``.
+            Blocks may lie apart, at multiples of 16 bytes. For "plain" [num_blocks, block_size,
+            128], of the dtype of q, with dense rows, as ``compress_and_insert`` writes them.
         positions: Absolute position of every token, [num_tokens], int64; below 0: no row.
         req_indices: Request of every token, [num_tokens], int32; others than 0..num_reqs-1 have no
             rows.
-        block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
-            strides.
+        block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
+            int32, any strides.
         schedule: For DeepGEMM, as ``indexer_logits`` takes it: of the complete rows of every token,
             no more than max_blocks * block_size. None to have it made in the call.
-        block_size: Rows per page, 64 for DeepGEMM. At least 1.
+        block_size: Rows per block, 64 for DeepGEMM. At least 1.
         compress_ratio: Tokens of a compressed row, 4. At least 1.
         topk: Rows to choose, 512 (Flash) or 1024 (Pro). At least 0.
         layout: Tag of the cache's layout, "v4_indexer_fp8" or "plain".
@@ -707,10 +704,10 @@ def indexer_select(
     Returns:
         int32 [num_tokens, topk], dense: rows of the request, ascending, then -1, for
         ``sparse_mla_prefill``. Candidates are the (position + 1) // compress_ratio rows that are
-        complete, as far as their pages exist; scores are those of ``indexer_logits``, and ties and
+        complete, as far as their blocks exist; scores are those of ``indexer_logits``, and ties and
         NaN as in ``indexer_topk``. If there are no more than ``topk`` candidates, all of them. With
-        ``slots``, what ``global_topk_indices_and_lens`` makes of these rows, at their places: page
-        * block_size + row in the page, -1 where there is no row and for slots beyond int32.
+        ``slots``, what ``global_topk_indices_and_lens`` makes of these rows, at their places: block
+        * block_size + row in the block, -1 where there is no row and for slots beyond int32.
 
     Mutates: nothing.
 

@@ -47,15 +47,15 @@ def swa_indices_and_lens(
             padding.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
             padding.
-        block_table: Page of every logical block of the window cache, [num_reqs, max_blocks], int32,
-            any strides.
-        block_size: Rows per page. At least 1.
+        block_table: Physical block of every logical block of the window cache, [num_reqs,
+            max_blocks], int32, any strides.
+        block_size: Rows per block. At least 1.
         window_size: Keys of a full window, the token itself included. At least 1.
 
     Returns:
         ``SwaIndices(indices, lens)``: int32 [num_tokens, window_size] slots, -1 past the window,
         and int32 [num_tokens] window lengths. Padding tokens have a row of -1 and length 0. A key
-        whose page lies past the table, is negative, or has slots beyond int32 is -1 inside the
+        whose block lies past the table, is negative, or has slots beyond int32 is -1 inside the
         window.
 
     Mutates: nothing.
@@ -98,7 +98,6 @@ _prefill_gather_lens = define_op(
         "window_size) -> Tensor",
         meta=meta.prefill_gather_lens,
         reference=reference.prefill_gather_lens,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_reqs",),
         source="vLLM 0.33 _compute_prefill_metadata_kernel; semantics re-derived",
         gradient=INTEGERS,
@@ -153,7 +152,6 @@ _global_topk_indices_and_lens = define_op(
         "int block_size) -> (Tensor, Tensor)",
         meta=meta.global_topk_indices_and_lens,
         reference=reference.global_topk_indices_and_lens,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs", "max_blocks", "topk"),
         source="vLLM 0.33 compute_global_topk_indices_and_lens, with the bounds its newer "
         "tests demand",
@@ -165,20 +163,22 @@ _global_topk_indices_and_lens = define_op(
 def global_topk_indices_and_lens(
     topk_indices: Tensor, req_indices: Tensor, block_table: Tensor, *, block_size: int
 ) -> TopkIndices:
-    """Translate each token's selected compressed rows from request-local numbers to cache slots.
+    """Translate selected compressed rows to cache slots.
+
+    From the numbers of rows within a request, for every token.
 
     Args:
         topk_indices: Selected rows inside the request, [num_tokens, topk], int32; negative means
             unused.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
             padding.
-        block_table: Page of every logical block of the compressed cache, [num_reqs, max_blocks],
-            int32, any strides.
-        block_size: Compressed rows per page. At least 1.
+        block_table: Physical block of every logical block of the compressed cache, [num_reqs,
+            max_blocks], int32, any strides.
+        block_size: Compressed rows per block. At least 1.
 
     Returns:
         ``TopkIndices(indices, lens)``: int32 [num_tokens, topk] slots at unchanged places, -1 for
-        unused entries, rows past the table, negative pages and slots beyond int32; and int32
+        unused entries, rows past the table, negative blocks and slots beyond int32; and int32
         [num_tokens], one past the last valid entry.
 
     Mutates: nothing.
@@ -240,16 +240,18 @@ def dense_compressed_indices(
     compress_ratio: int,
     max_compressed: int,
 ) -> TopkIndices:
-    """Cache slots of all compressed rows that every token may see: what C128 layers attend to.
+    """List the slots of all compressed rows that every token may see.
+
+    C128 layers attend to these.
 
     Args:
         positions: Absolute position of every token, [num_tokens], int64; outside 0..2**31-2 means
             padding.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
             padding.
-        block_table: Page of every logical block of the compressed cache, [num_reqs, max_blocks],
-            int32, any strides.
-        block_size: Compressed rows per page. At least 1.
+        block_table: Physical block of every logical block of the compressed cache, [num_reqs,
+            max_blocks], int32, any strides.
+        block_size: Compressed rows per block. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
         max_compressed: Width of the result, from the configured longest request; it never depends
             on the batch.
@@ -258,7 +260,7 @@ def dense_compressed_indices(
         ``TopkIndices(indices, lens)``: int32 [num_tokens, max_compressed] slots of rows 0, 1, ..,
         -1 past the visible ones; and int32 [num_tokens], min((position + 1) // compress_ratio,
         max_compressed). Padding tokens have a row of -1 and length 0. A row past the table, on a
-        negative page or with a slot beyond int32 is -1.
+        negative block or with a slot beyond int32 is -1.
 
     Mutates: nothing.
 
@@ -312,7 +314,6 @@ _combine_topk_swa_indices = define_op(
         "compress_ratio, int topk, int workspace_rows, int swa_offset) -> (Tensor, Tensor)",
         meta=meta.combine_topk_swa_indices,
         reference=reference.combine_topk_swa_indices,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs"),
         source="vLLM 0.33 combine_topk_swa_indices, with bounds and per-token requests",
         gradient=INTEGERS,
@@ -333,8 +334,9 @@ def combine_topk_swa_indices(
     workspace_rows: int,
     swa_offset: int,
 ) -> TopkIndices:
-    """Rows of a gathered workspace that every token attends to: its selected compressed rows, then
-    its window.
+    """List the rows of a gathered workspace that every token attends to.
+
+    Its selected compressed rows come first, then its window.
 
     The workspace is [num_reqs, workspace_rows, 512] seen as one list of rows. Request b has its
     compressed rows at b * workspace_rows and the window rows that
@@ -422,7 +424,6 @@ _mixed_sparse_indices = define_op(
         "int? swa_block_span, int? compressed_block_span) -> (Tensor, Tensor)",
         meta=meta.mixed_sparse_indices,
         reference=reference.mixed_sparse_indices,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_decode_tokens", "num_prefill_tokens", "num_reqs", "max_blocks"),
         source="vLLM 0.33 build_flashinfer_mixed_sparse_indices, with bounds and per-token "
         "requests",
@@ -450,8 +451,9 @@ def mixed_sparse_indices(
     swa_block_span: int | None = None,
     compressed_block_span: int | None = None,
 ) -> TopkIndices:
-    """One index matrix for a batch of decode tokens followed by prefill tokens: FlashInfer's
-    layout.
+    """Build one index matrix for decode tokens, then prefill tokens.
+
+    The matrix has FlashInfer's layout.
 
     Args:
         decode_swa_indices: Window slots of the decode tokens, [num_decode_tokens, swa_width],
@@ -466,24 +468,24 @@ def mixed_sparse_indices(
             num_decode_tokens + num_prefill_tokens; outside 0..2**31-2 means padding.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
             padding.
-        swa_block_table: Page of every logical block of the window cache, [num_reqs, max_blocks],
-            int32, any strides.
+        swa_block_table: Physical block of every logical block of the window cache, [num_reqs,
+            max_blocks], int32, any strides.
         compressed_block_table: The same of the compressed cache; None: one table for both.
-        swa_block_size: Rows per page of the window cache. At least 1.
-        compressed_block_size: Rows per page of the compressed cache. At least 1.
+        swa_block_size: Rows per block of the window cache. At least 1.
+        compressed_block_size: Rows per block of the compressed cache. At least 1.
         window_size: Keys in a full window. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
         topk: Selected rows per prefill token at most. At least 0.
         decode_compressed_indices_are_local: Whether they are rows inside the request.
-        swa_block_span: Rows from the start of one page of the window cache to the next, where pages
-            of several caches are packed together. None: ``swa_block_size``.
+        swa_block_span: Rows from the start of one block of the window cache to the next, where
+            blocks of several caches are packed together. None: ``swa_block_size``.
         compressed_block_span: The same of the compressed cache.
 
     Returns:
         ``TopkIndices(indices, lens)``: int32 [num_tokens, swa_width + max(topk, columns) rounded up
         to 4], window slots first, -1 for holes; and int32 [num_tokens], swa_width plus the
         compressed columns that count. The window always counts swa_width columns, unlike in
-        ``combine_topk_swa_indices``. Slots past a table, on negative pages or beyond int32 are
+        ``combine_topk_swa_indices``. Slots past a table, on negative blocks or beyond int32 are
         holes. Padding tokens have a row of -1 and length 0.
 
     Mutates: nothing.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout, PlainLayout
-from dsv4_ops.core.registry import OpSpec, returns_nothing
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec, returns_nothing
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.twins import define_twin
 from dsv4_ops.meta import kv_cache as meta
@@ -22,10 +22,9 @@ _quantize_and_insert_k_cache = define_op(
         "*, int block_size, str layout) -> ()",
         meta=returns_nothing,
         reference=reference.quantize_and_insert_k_cache,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_blocks"),
         source=_SOURCE,
-        providers=("triton", "reference"),
     )
 )
 
@@ -43,19 +42,19 @@ def quantize_and_insert_k_cache(
     Args:
         k: Keys with RoPE applied, [num_rows, 512], bfloat16, any strides; at least num_tokens rows,
             more are ignored. The last 64 values of a row are its RoPE part.
-        k_cache: Paged cache, [num_blocks, page_bytes], uint8, from ``MainLayout.allocate``. Pages
+        k_cache: Paged cache, [num_blocks, page_bytes], uint8, from ``MainLayout.allocate``. Blocks
             may lie apart, at multiples of 16 bytes.
-        slot_mapping: Slot of every token, page * block_size + row, [num_tokens], int64. Slots below
-            0 and past the last page are skipped.
-        block_size: Rows per page: 64 for the window and C4, 2 for C128. At least 1.
+        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Slots
+            below 0 and past the last block are skipped.
+        block_size: Rows per block: 64 for the window and C4, 2 for C128. At least 1.
         layout: Tag of the cache's layout, "v4_fp8".
 
     Returns:
         Nothing.
 
     Mutates: ``k_cache``: the 584 bytes of every slot that is written; no other byte. Each block of
-        64 values gets the smallest power-of-two scale, 2^-22 at least, with which its largest
-        magnitude is at most 448; its UE8M0 byte is stored, and e4m3 codes (round to nearest even)
+        64 values gets the smallest power-of-two scale, 2^-22 at least, with which its amax
+        is at most 448; its UE8M0 byte is stored, and e4m3 codes (round to nearest even)
         of the values over the scale (read back, values within 3 % of the largest bfloat16 are
         infinite). RoPE values are copied bit for bit, the eighth scale byte is
         0. NaN becomes code 0x7F and does not count for the scale; an infinity counts as the largest
@@ -125,10 +124,9 @@ _dequantize_and_gather_k_cache = define_op(
         "Tensor? gather_lens, Tensor block_table, *, int block_size, int offset, str layout) -> ()",
         meta=returns_nothing,
         reference=reference.dequantize_and_gather_k_cache,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
         source="vLLM 0.33 dequantize_and_gather_k_cache, with bounds",
-        providers=("triton", "reference"),
     )
 )
 
@@ -144,7 +142,9 @@ def dequantize_and_gather_k_cache(
     offset: int = 0,
     layout: str = MainLayout.tag,
 ) -> None:
-    """Read the last keys of every request from the paged FP8 cache into a workspace, as bfloat16.
+    """Gather the last keys of every request as bfloat16.
+
+    They are read from the paged FP8 cache and written to a workspace.
 
     Args:
         out: Workspace, [num_reqs, num_rows, 512], bfloat16, any strides.
@@ -152,9 +152,9 @@ def dequantize_and_gather_k_cache(
             ``quantize_and_insert_k_cache``.
         seq_lens: Rows of every request in this cache, [num_reqs], int32.
         gather_lens: How many of them to read, the last ones, [num_reqs], int32; None reads all.
-        block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
-            strides.
-        block_size: Rows per page. At least 1.
+        block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
+            int32, any strides.
+        block_size: Rows per block. At least 1.
         offset: Row of the workspace at which every request starts, 0..num_rows.
         layout: Tag of the cache's layout, "v4_fp8".
 
@@ -163,7 +163,7 @@ def dequantize_and_gather_k_cache(
 
     Mutates: ``out``: rows offset .. offset + gather_lens - 1 of every request, as far as the
         workspace reaches; no other value. A row before position 0, past the block table or on a
-        page that does not exist is zeros.
+        block that does not exist is zeros.
 
     Raises:
         ValueError: shapes that disagree, a cache that is not of this layout, sizes out of range, an
@@ -218,10 +218,9 @@ _gather_k_cache = define_op(
         "block_table, *, int block_size, SymInt num_rows, int offset, str layout) -> Tensor",
         meta=meta.gather_k_cache,
         reference=reference.gather_k_cache,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
         source="vLLM 0.33 dequantize_and_gather_k_cache, with bounds; functional",
-        providers=("triton", "reference"),
     )
 )
 
@@ -237,16 +236,16 @@ def gather_k_cache(
     offset: int = 0,
     layout: str = MainLayout.tag,
 ) -> Tensor:
-    """The last keys of every request from a paged cache; zeros elsewhere.
+    """Gather the last keys of every request from a paged cache; zeros elsewhere.
 
     Args:
         k_cache: "v4_fp8": [num_blocks, page_bytes], uint8. "plain": [num_blocks, block_size,
             width], bfloat16 or float32, with dense rows.
         seq_lens: Rows of every request in this cache, [num_reqs], int32.
         gather_lens: How many of them to read, the last ones, [num_reqs], int32; None reads all.
-        block_table: Page of every logical block of this cache, [num_reqs, max_blocks], int32, any
-            strides.
-        block_size: Rows per page. At least 1.
+        block_table: Physical block of every logical block of this cache, [num_reqs, max_blocks],
+            int32, any strides.
+        block_size: Rows per block. At least 1.
         num_rows: Rows of the result per request. At least 0.
         offset: Row of the result at which every request starts, 0..num_rows.
         layout: Tag of the cache's layout, "v4_fp8" or "plain".
@@ -321,24 +320,25 @@ _insert_k_cache = define_op(
         schema="insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping) -> ()",
         meta=returns_nothing,
         reference=reference.insert_k_cache,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens", "num_blocks"),
         source=_plain_cache_SOURCE,
-        providers=("triton", "reference"),
     )
 )
 
 
 def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write the key of every token to its slot of an unquantised paged cache, bit for bit.
+    """Insert the key of every token into an unquantised paged cache.
+
+    Keys are copied bit for bit.
 
     Args:
         k: Keys, [num_rows, width], bfloat16 or float32, any strides; at least num_tokens rows, more
             are ignored.
         k_cache: Paged cache, [num_blocks, block_size, width], of the dtype of ``k``, with dense
             rows, from ``PlainLayout.allocate``.
-        slot_mapping: Slot of every token, page * block_size + row, [num_tokens], int64. Slots below
-            0 and past the last page are skipped.
+        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Slots
+            below 0 and past the last block are skipped.
 
     Returns:
         Nothing.

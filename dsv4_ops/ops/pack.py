@@ -19,7 +19,6 @@ _pack_seq = define_op(
         schema="pack_seq(Tensor x, Tensor query_start_loc, *, int next_n, float pad) -> Tensor",
         meta=meta.pack_seq,
         reference=reference.pack_seq,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs"),
         source=_SOURCE,
     )
@@ -30,7 +29,6 @@ _unpack_seq = define_op(
         schema="unpack_seq(Tensor packed, Tensor query_start_loc, *, SymInt num_tokens) -> Tensor",
         meta=meta.unpack_seq,
         reference=reference.unpack_seq,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs"),
         source=_SOURCE,
     )
@@ -38,7 +36,9 @@ _unpack_seq = define_op(
 
 
 def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.0) -> Tensor:
-    """The first next_n tokens of every request, as a kernel takes them that wants equal lengths.
+    """Pack the first next_n tokens of every request into a rectangle.
+
+    For kernels that want equal lengths.
 
     Pack everything that such a kernel reads by token: queries and their weights.
 
@@ -84,7 +84,9 @@ def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.
 
 
 def unpack_seq(packed: Tensor, query_start_loc: Tensor, *, num_tokens: int) -> Tensor:
-    """The rows of every token from a rectangle of requests: the inverse of ``pack_seq``.
+    """Unpack the rows of every token from a rectangle of requests.
+
+    The inverse of ``pack_seq``.
 
     Args:
         packed: Rows of every request, [num_reqs, next_n, ...], any dtype and strides.

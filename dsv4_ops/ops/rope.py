@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout, PlainLayout
-from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
 from dsv4_ops.core.types import InsertedQuery, QuantizedGroups
 from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.dispatch.define import define_op
@@ -34,7 +34,9 @@ def rope_cos_sin_cache(
     scaling: YarnScaling | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Cosines and sines of the angles of every position, for the ops that take ``cos_sin_cache``.
+    """Compute the cosines and sines of the angles of every position.
+
+    For the ops that take ``cos_sin_cache``.
 
     A function of the host, called once per model: DeepSeek-V4 has one table for layers with a
     window only (theta 10000) and one for those with a compressor (theta 160000, YaRN).
@@ -60,7 +62,7 @@ def rope_cos_sin_cache(
 
     Compile: call it before; it is no op.
 
-    Source: DeepSeek-V4's configuration; YaRN (Peng et al., 2023) without a scale of the magnitude.
+    Source: DeepSeek-V4's configuration; YaRN (Peng et al., 2023) without its attention scaling.
 
     Example:
         >>> import torch, dsv4_ops
@@ -87,7 +89,6 @@ _apply_rope = define_op(
         "Tensor",
         meta=meta.apply_rope,
         reference=reference.apply_rope,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=(*_DIMENSIONS, "num_heads"),
         source="DeepSeek-V4 rotary embedding, interleaved pairs",
     )
@@ -151,7 +152,6 @@ _inverse_rope_group = define_op(
         "int num_groups) -> Tensor",
         meta=meta.inverse_rope_group,
         reference=reference.inverse_rope_group,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=_DIMENSIONS,
         source="DeepSeek-V4 inverse rotation before the grouped output projection",
     )
@@ -163,7 +163,6 @@ _inverse_rope_group_quantize = define_op(
         "int num_groups, str scale_layout) -> (Tensor, Tensor)",
         meta=meta.inverse_rope_group_quantize,
         reference=reference.inverse_rope_group_quantize,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=_DIMENSIONS,
         source="vLLM 0.33 fused inverse RoPE and FP8 quantisation of the attention output",
     )
@@ -176,8 +175,8 @@ def inverse_rope_group(
     """Undo the rotation of the attention output and lay its heads out in groups.
 
     Values are keys in this attention, so that the output is rotated by the position of each key;
-    turned back by that of the query, it depends on distances only. ``sparse_mla_decode`` does the
-    same to its output, where it is given the two tensors.
+    after inverse RoPE by that of the query it depends on distances only. ``sparse_mla_decode`` does
+    the same to its output, where it is given the two tensors.
 
     Args:
         o: Attention output, [num_tokens, num_heads, dim], bfloat16, any strides.
@@ -219,8 +218,9 @@ def inverse_rope_group(
 def inverse_rope_group_quantize(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int, scale_layout: str
 ) -> QuantizedGroups:
-    """``inverse_rope_group`` in FP8, one scale for every 128 values, as a grouped matrix product
-    takes it.
+    """Apply ``inverse_rope_group`` and quantise the result to FP8.
+
+    One scale for every 128 values, as a grouped matrix product takes it.
 
     Args:
         o: Attention output, [num_tokens, num_heads, 512], bfloat16, any strides.
@@ -236,7 +236,7 @@ def inverse_rope_group_quantize(
         ``QuantizedGroups(values, scales)``. values: float8_e4m3fn [num_groups, num_tokens, width],
         dense, with width = num_heads / num_groups * 512: the bfloat16 of ``inverse_rope_group``
         over its scale, rounded to nearest even. The scale of a block is the smallest power of two,
-        2^-42 at least, with which its largest magnitude is at most 448. NaN becomes code 0x7F and
+        2^-42 at least, with which its amax is at most 448. NaN becomes code 0x7F and
         does not count for the scale; an infinity saturates and counts as the largest bfloat16.
         scales, dense, with padding of 0 up to padded_tokens, a multiple of 4: "row": float32
         [num_groups, num_tokens, width / 128]. "column_padded": float32 [num_groups, width / 128,
@@ -305,10 +305,9 @@ _qnorm_rope_kv_insert = define_op(
         "-> Tensor",
         meta=meta.qnorm_rope_kv_insert,
         reference=reference.qnorm_rope_kv_insert,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=_qnorm_DIMENSIONS,
         source=_SOURCE,
-        providers=("triton", "reference"),
     )
 )
 
@@ -325,7 +324,9 @@ def qnorm_rope_kv_insert(
     block_size: int,
     layout: str = MainLayout.tag,
 ) -> Tensor:
-    """Normalise and rotate the queries; rotate the keys and write them to the window cache.
+    """Normalise and rotate the queries; rotate and insert the keys.
+
+    The keys are written to the window cache.
 
     Args:
         q: Queries, [num_tokens, num_heads, 512], bfloat16, any strides.
@@ -334,12 +335,12 @@ def qnorm_rope_kv_insert(
             [num_blocks, block_size, 512], bfloat16, from ``PlainLayout.allocate``.
         slot_mapping: Slot of the first num_slots tokens, [num_slots], int64; at most num_tokens.
             The keys of the tokens after them are not written, nor are those of slots below 0 and
-            past the last page.
+            past the last block.
         positions: Absolute position of every token, [num_tokens], int64. Rows of a position below 0
             or past the table are not rotated.
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, 64], float32.
         eps: Added to the mean square in the RMSNorm. Above 0.
-        block_size: Rows per page. At least 1.
+        block_size: Rows per block. At least 1.
         layout: Tag of the cache's layout, "v4_fp8" or "plain".
 
     Returns:
@@ -436,6 +437,6 @@ qnorm_rope_kv_insert_functional = define_twin(
 
 
 def check_query(checks: Checks, q: Tensor, kv: Tensor) -> None:
-    """Checks of the queries and keys of every token."""
+    """Check the queries and keys of every token."""
     checks.tensor("q", q, torch.bfloat16, "num_tokens", "num_heads", MainLayout.head_dim)
     checks.tensor("kv", kv, torch.bfloat16, "num_tokens", MainLayout.head_dim)

@@ -34,7 +34,9 @@ _sinkhorn = define_op(
 def sinkhorn(
     logits: Tensor, *, num_streams: int = 4, iterations: int = 20, eps: float = 1e-6
 ) -> Tensor:
-    """Matrices of almost doubly stochastic weights, which mix the residual streams of every token.
+    """Make almost doubly stochastic matrices of every token's weights.
+
+    They mix the residual streams.
 
     A softmax over rows, plus ``eps``; then columns and rows in turn are divided by their sums, plus
     ``eps``: columns first and last.

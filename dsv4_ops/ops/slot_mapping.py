@@ -20,7 +20,6 @@ _compressed_slot_mapping = define_op(
         "int block_size, int compress_ratio, int cp_world_size, int cp_interleave) -> Tensor",
         meta=meta.compressed_slot_mapping,
         reference=reference.compressed_slot_mapping,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens", "num_reqs", "max_blocks"),
         source="vLLM 0.33 get_compressed_slot_mapping; semantics re-derived",
         gradient=INTEGERS,
@@ -39,7 +38,9 @@ def compressed_slot_mapping(
     cp_world_size: int = 1,
     cp_interleave: int = 1,
 ) -> Tensor:
-    """Slot of the compressed row that each token completes, -1 for tokens that complete none.
+    """Compute the slot of the compressed row that each token completes.
+
+    -1 for tokens that complete none.
 
     The token at position p completes row p // compress_ratio when (p + 1) % compress_ratio is 0.
 
@@ -48,19 +49,19 @@ def compressed_slot_mapping(
             padding.
         req_indices: Request of every token, [num_tokens], int32; outside 0..num_reqs-1 means
             padding.
-        block_table: Page of every logical block of the compressed cache, [num_reqs, max_blocks],
-            int32, any strides.
+        block_table: Physical block of every logical block of the compressed cache, [num_reqs,
+            max_blocks], int32, any strides.
         slot_mapping: Slot of the uncompressed token, [num_tokens], int64. Negative (padding, a
             replayed token, a token of another context-parallel rank) gives -1.
-        block_size: Compressed rows per page. At least 1.
+        block_size: Compressed rows per block. At least 1.
         compress_ratio: Positions per compressed row. At least 1.
         cp_world_size: Context-parallel ranks the sequence is interleaved over. At least 1.
         cp_interleave: Consecutive positions on one rank; a multiple of ``compress_ratio`` if there
             are several ranks.
 
     Returns:
-        int64 [num_tokens]: page * block_size + row in page, or -1. Also -1 where the row lies past
-        the table or the table entry is negative.
+        int64 [num_tokens]: block * block_size + row in block, or -1. Also -1 where the row lies
+        past the table or the table entry is negative.
 
     Mutates: nothing.
 

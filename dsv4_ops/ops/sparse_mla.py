@@ -12,7 +12,7 @@ from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
 from dsv4_ops.core.tiles import METADATA_COLUMNS, PLAN_COLUMNS, PROGRAMS, is_metadata
 from dsv4_ops.core.types import FlashMlaPlan, SparseMla, SparseMlaGathered
 from dsv4_ops.dispatch.choice import check_impl
@@ -32,7 +32,7 @@ def check_decode(
     num_splits: int,
     batch_invariant: bool,
 ) -> Checks:
-    """Checks of ``op``, its layout and queries checked, and what it runs with."""
+    """Check layout and queries of ``op``; return the checks and what it runs with."""
     checks = check_queries(op, q, layout)
     check_splits(checks, num_splits, batch_invariant)
     taken = {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
@@ -53,7 +53,7 @@ def check_queries(op: str, q: Tensor, layout: str) -> Checks:
 
 
 def check_splits(checks: Checks, num_splits: int, batch_invariant: bool) -> None:
-    """The settings that decide how keys are cut."""
+    """Check the settings that decide how keys are split."""
     checks.at_least(0, num_splits=num_splits)
     checks.flag("batch_invariant", batch_invariant)
 
@@ -66,8 +66,9 @@ def check_plan(
     impl: str,
     widths: tuple[int, int],
 ) -> Tensor | None:
-    """The plan as the op takes it, if there is one; nothing else decides then, and it is one of
-    those that ``impl`` goes by."""
+    """Check a plan and return it as the op takes it.
+
+    With a plan nothing else decides, and it has to be one that ``impl`` goes by."""
     if plan is None:
         return None
     if isinstance(plan, FlashMlaPlan):
@@ -91,7 +92,7 @@ def check_plan(
                 "another",
                 "Make it with one of these, or leave it out",
             )
-        checks.tensor("plan", plan, torch.int32, "num_pieces", PLAN_COLUMNS)
+        checks.tensor("plan", plan, torch.int32, "num_work_tiles", PLAN_COLUMNS)
         checks.rows_for_tokens("plan", plan)
     checks.without("num_splits", num_splits, 0, "a plan")
     checks.without("batch_invariant", batch_invariant, False, "a plan")
@@ -108,7 +109,9 @@ def _check_goes_to_flash_mla(checks: Checks, impl: str, actual: str) -> None:
 def _check_flash_mla_plan(
     checks: Checks, plan: FlashMlaPlan, impl: str, widths: tuple[int, int]
 ) -> None:
-    """It was made for such a call: FlashMLA would read past the lists of another."""
+    """Check that a plan was made for such a call.
+
+    FlashMLA would read past the lists of another."""
     _check_goes_to_flash_mla(checks, impl, "a FlashMlaPlan")
     checks.tensor("plan.schedule", plan.schedule, torch.int32, "size")
     sizes = {
@@ -160,7 +163,7 @@ def check_none(checks: Checks, *extra: Tensor | None) -> None:
 
 
 def check_sink(checks: Checks, attn_sink: Tensor | None) -> None:
-    """The sink, if there is one."""
+    """Check the sink, if there is one."""
     if attn_sink is not None:
         checks.tensor("attn_sink", attn_sink, torch.float32, "num_heads")
 
@@ -168,7 +171,7 @@ def check_sink(checks: Checks, attn_sink: Tensor | None) -> None:
 def check_turn(
     checks: Checks, q: Tensor, positions: Tensor | None, cos_sin_cache: Tensor | None
 ) -> None:
-    """What the output is rotated back by, if it is."""
+    """Check the positions and angles of inverse RoPE, if there are any."""
     if positions is not None and cos_sin_cache is not None:
         checks.rotation(positions, cos_sin_cache)
         checks.even("cos_sin_cache", cos_sin_cache, "width", q.shape[2])
@@ -185,10 +188,9 @@ _sparse_mla_plan = define_op(
         "int num_programs) -> Tensor",
         meta=meta.sparse_mla_plan,
         reference=reference.sparse_mla_plan,
-        lowering={"cpu": "decompose", "cuda": "triton"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens",),
         source="what FlashMLA's get_mla_metadata is for; the plan itself is ours",
-        providers=("triton", "reference"),
         gradient=INTEGERS,
     )
 )
@@ -201,15 +203,14 @@ def sparse_mla_plan(
     num_heads: int,
     num_programs: int = PROGRAMS,
 ) -> Tensor:
-    """Cut the keys of every token into pieces of about the same size, for decode batches whose
-    tokens see very different numbers of keys.
+    """Split the keys of a ragged decode batch into work tiles of equal size.
 
-    Without a plan ``sparse_mla_decode`` cuts every token into the same number of splits, and a long
-    context in a batch of short ones is what all wait for. Only ``sparse_mla_decode_paged`` over FP8
-    caches on Hopper, of 32 tokens times tiles of 64 heads or more, up to 256 tokens, and of lists
-    of 4 blocks of 64 keys or more, then cuts by lens itself, in every layer again. One plan serves
-    all layers with the same lens; give it to ``sparse_mla_decode`` or ``sparse_mla_decode_paged``
-    as ``plan``, or have it made with a step (``dsv4_ops.attention.build_attention_step``).
+    Without a plan ``sparse_mla_decode`` gives every token the same number of splits, and the whole
+    batch waits for its longest context. ``sparse_mla_decode_paged`` schedules by lengths without a
+    plan, in every layer again, only over FP8 caches on Hopper, from 32 tokens times tiles of 64
+    heads up to 256 tokens, and with lists of at least 4 blocks of 64 keys. One plan serves all
+    layers with the same lengths; give it to ``sparse_mla_decode`` or ``sparse_mla_decode_paged`` as
+    ``plan``, or have it made with a step (``dsv4_ops.attention.build_attention_step``).
 
     Args:
         swa_lens: Rows of the window that every token sees, [num_tokens], int32; below 0 counts as
@@ -221,25 +222,25 @@ def sparse_mla_plan(
 
     Returns:
         int32 [num_tokens + programs, 4], where programs is num_programs divided by the tiles of 64
-        heads, at least 1. A row is a piece: its token, which piece of the token it is, how many
-        the token has, and where in a buffer the partial results of the token begin, 0 of one piece.
-        The first pieces of tokens that have several come first, then their further ones, tokens of
-        one piece, and rows of -1. Those of one piece are in the order of how many fourteenths of
-        the longest piece they have, the longest first; tokens that are equal in that, and all of
-        several pieces, are in their own. Every token has at least one piece, also without keys.
+        heads, at least 1. A row is a work tile: its token, the index of the split, the number of
+        splits of the token, and where in a buffer the partial results of the token begin, 0 for a
+        token of one split. First come the first splits of tokens that have several, then their
+        extra splits, tokens of one split, and rows of -1. Tokens of one split are sorted by how
+        many fourteenths of the longest split they have, the longest first; ties, and tokens of
+        several splits, keep their order. Every token has at least one split, even without keys.
 
-        Of some sizes of pieces from the mean on, the plan has the one that would take the least
-        time: as long as a piece, or as all pieces with the starts of their programs take on so many
-        programs. There are no more further pieces than programs without a first one, or than a
-        quarter of the programs: a token in two makes another round of programs.
+        The size of a split is the one, among some sizes from the mean on, that is expected to take
+        the least time: that of one split, or of all splits and the starts of their programs shared
+        among the programs. There are at most as many extra splits as programs without a first
+        split, or a quarter of the programs: beyond one wave an extra split costs another round.
 
-        A piece is a share of its token's keys, not a range, so a plan made of other lens gives the
-        same attention, only less evenly spread.
+        A split is a share of its token's keys, not a range, so a plan made from other lengths gives
+        the same attention, only less evenly spread.
 
     Mutates: nothing.
 
     Raises:
-        ValueError: lens of different lengths or devices, numbers below 1, or more than 16383
+        ValueError: lengths of different shapes or devices, numbers below 1, or more than 16383
             tokens.
         TypeError: a dtype other than int32.
 
@@ -274,7 +275,6 @@ _flash_mla_metadata = define_op(
         "int extra_width, int num_sm_parts) -> Tensor",
         meta=meta.flash_mla_metadata,
         reference=reference.flash_mla_metadata,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
         dynamic=("num_tokens",),
         source="the planner in FlashMLA's sparse_decode_fwd, for one query per row",
         gradient=INTEGERS,
@@ -292,7 +292,7 @@ def flash_mla_metadata(
 ) -> Tensor:
     """Share the keys of a sparse decode among SMs as FlashMLA does.
 
-    The keys of a token are cut into blocks of 64: those of its window, at least one, and behind
+    The keys of a token are split into blocks of 64: those of its window, at least one, and behind
     them those of its selected rows. Tokens are dealt out in their order. A part takes as many
     blocks as all tokens have divided by the parts, where every token counts 5 blocks more, and
     splits the token that it does not finish.
@@ -320,18 +320,19 @@ def flash_mla_metadata(
         FlashMLA's num_splits: partial results of all tokens before each, and in all, num_tokens + 1
         of them; the others are 0. FlashMLA so refuses it in a call of another number of tokens.
 
-        With lens other than those it was made of FlashMLA leaves out keys, or reads behind lists,
-        without a word.
+        With lengths other than those it was made of FlashMLA leaves out keys, or reads behind
+        lists, without a word.
 
     Mutates: nothing.
 
     Raises:
-        ValueError: lens of different lengths or devices, numbers out of range, or an
+        ValueError: lengths of different shapes or devices, numbers out of range, or an
             ``extra_width`` without ``extra_lens``.
         TypeError: a dtype other than int32, or a number that is no int.
 
     Compile: decomposes to prefix sums and gathers; dynamic in num_tokens; CUDA graphs and export:
-        yes. No host synchronisation: a captured graph makes the metadata of the lens that it finds.
+        yes. No host synchronisation: a captured graph makes the metadata of the lengths that it
+        finds.
 
     Source: what FlashMLA's ``flash_mla_with_kvcache``, given ``indices``, ``topk_length`` and
         ``extra_topk_length``, leaves in its ``FlashMLASchedMeta`` on Hopper; semantics only.
@@ -449,8 +450,9 @@ def sparse_mla_decode(
     batch_invariant: bool = False,
     impl: str = "auto",
 ) -> SparseMla:
-    """Attend to the window's rows and to the selected rows of the compressed cache; keys are
-    values.
+    """Attend to the window and to selected rows of the compressed cache.
+
+    Keys are values.
 
     Args:
         q: Queries with RoPE applied, [num_tokens, num_heads, 512], bfloat16, any strides; for the
@@ -465,14 +467,14 @@ def sparse_mla_decode(
         extra_indices: Slots of the selected rows, [num_tokens, extra_width], int32, as
             ``indexer_select`` with ``slots`` and ``global_topk_indices_and_lens`` give them.
         extra_lens: How many leading entries of ``extra_indices`` count, [num_tokens], int32.
-        attn_sink: Logit that joins the denominator, [num_heads], float32; None for none. inf makes
-            the output 0, -inf has no effect.
-        plan: How to share the keys of all tokens among programs, [num_pieces, 4], int32, from
+        attn_sink: Logit that is added to the denominator, [num_heads], float32; None for none. inf
+            makes the output 0, -inf has no effect.
+        plan: How to share the keys of all tokens among programs, [num_work_tiles, 4], int32, from
             ``sparse_mla_plan`` for as many tokens and heads; None to have the call decide. Which
-            lens it was made of changes only the speed. What another tensor in its place gives is
-            undefined, but in bounds. Or what nothing but FlashMLA reads: its own plan for the lens
-            of this call and no other, from ``flash_mla_metadata`` of them, [num_rows, 8], which it
-            does not check; or a ``FlashMlaPlan`` for the sizes of this call, from
+            lengths it was made of changes only the speed. What another tensor in its place gives is
+            undefined, but in bounds. Or what nothing but FlashMLA reads: its own plan for the
+            lengths of this call and no other, from ``flash_mla_metadata`` of them, [num_rows, 8],
+            which it does not check; or a ``FlashMlaPlan`` for the sizes of this call, from
             ``dsv4_ops.dispatch.providers.flash_mla_plan``.
         positions: Absolute position of every query, [num_tokens], int64, to have the rotation of
             the output undone where it is computed; None to leave it, and then no ``cos_sin_cache``.
@@ -480,14 +482,14 @@ def sparse_mla_decode(
         cos_sin_cache: From ``rope_cos_sin_cache``, [num_positions, rope_dim], float32; rope_dim is
             even and at most the width of q.
         softmax_scale: What q . k is multiplied by, 512**-0.5 in DeepSeek-V4. Above 0.
-        swa_block_size: Rows per page of ``swa_cache``. At least 1.
-        extra_block_size: Rows per page of ``extra_cache``. At least 1.
+        swa_block_size: Rows per block of ``swa_cache``. At least 1.
+        extra_block_size: Rows per block of ``extra_cache``. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
-        num_splits: Parts that the keys of a token are cut into; 0 has the batch, or the plan,
-            decide. At least 0, and 0 with a plan. Our kernels hold the
-            result of a part as float16 times one scale for all of 64 heads: values below 2^-14 of
-            the largest of them lose bits, unless there is one part.
-        batch_invariant: With num_splits 0, cut by the widths alone: a token's result has the same
+        num_splits: Splits of the keys of every token; 0 has the batch, or the plan, decide. At
+            least 0, and 0 with a plan. Our kernels hold the result of a split as float16 times one
+            scale for 64 heads: values below 2^-14 of their amax lose bits, unless there is one
+            split.
+        batch_invariant: With num_splits 0, split by the widths alone: a token's result has the same
             bits whatever other tokens are in the batch. Not with a plan.
         impl: What runs: "triton" our kernels, "flash_mla" FlashMLA, "reference" the definition;
             "auto" ours, unless FlashMLA is there and was faster at these sizes on an H200.
@@ -509,14 +511,15 @@ def sparse_mla_decode(
             up to 8192 tokens and the layout "v4_fp8", and decides itself what it splits.
         ImportError, RuntimeError: an ``impl`` that does not run here, and why.
 
-    Compile: on CUDA our Triton kernels, of splits and of their join; on Hopper with FP8 caches the
-        first is in Gluon: graphs call an op that launches both, packages hold its binary; float32
-        queries, rows not of 512 values, angles of another rope_dim than 64 and other devices get
-        the reference: gathers and products, and Inductor may keep the output in float32 until it is
-        rotated. FlashMLA is a call of its own op, in packages too, which then need that library;
-        slots that do not exist become -1 before it, and a rotation is undone behind it. It plans in
-        every call without one of its plans. Dynamic in num_tokens, the pages of the caches, both
-        widths and num_positions, which have "auto" take ours; CUDA graphs and export: yes.
+    Compile: on CUDA our Triton kernels, one for the splits and one that combines them; on Hopper
+        with FP8 caches the first is in Gluon: graphs call an op that launches both, packages hold
+        its binary; float32 queries, rows not of 512 values, angles of another rope_dim than 64 and
+        other devices get the reference: gathers and products, and Inductor may keep the output in
+        float32 until it is rotated. FlashMLA is a call of its own op, in packages too, which then
+        need that library; slots that do not exist become -1 before it, and a rotation is undone
+        behind it. It plans in every call without one of its plans. Dynamic in num_tokens, the
+        blocks of the caches, both widths and num_positions; with dynamic sizes "auto" uses our
+        kernels; CUDA graphs and export: yes.
 
     Source: FlashMLA ``flash_mla_with_kvcache`` with ``indices`` and ``extra_indices_in_kvcache``.
         The lse of a token without keys is -inf here, +inf there.
@@ -542,8 +545,8 @@ def sparse_mla_decode(
         ... ).out
         tensor([[[ 2.,  2.,  2., -2.]]])
     """
-    cuts: _Settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
-    taken: _Settings = {"layout": layout, **cuts}
+    splitting: _Settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
+    taken: _Settings = {"layout": layout, **splitting}
     checks = check_decode("sparse_mla_decode", q, softmax_scale, DECODE_PROVIDERS, impl, **taken)
     checks.at_least(1, extra_block_size=extra_block_size)
     check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
@@ -588,8 +591,10 @@ def sparse_mla_decode_paged(
     batch_invariant: bool = False,
     impl: str = "auto",
 ) -> SparseMla:
-    """``sparse_mla_decode`` over the window and the first rows of each token's request: a C128
-    layer, which selects nothing. The kernel walks the block table.
+    """Attend to the window and to the first compressed rows of a request.
+
+    This is ``sparse_mla_decode`` of a C128 layer, which selects nothing: the kernel walks the block
+    table.
 
     Args:
         q: Queries, as for ``sparse_mla_decode``, as is all that is not described here.
@@ -598,22 +603,23 @@ def sparse_mla_decode_paged(
         swa_lens: How many leading entries of ``swa_indices`` count, [num_tokens], int32.
         extra_cache: Compressed cache, [num_extra_blocks, page_bytes], uint8.
         extra_lens: How many rows of its request a token sees, [num_tokens], int32:
-            (position + 1) // 128. Rows past the block table and on pages that do not exist are
+            (position + 1) // 128. Rows past the block table and on blocks that do not exist are
             skipped.
         req_indices: Request of every token, [num_tokens], int32; one that does not exist sees no
             compressed row.
-        extra_block_table: Page of every (request, block), [num_reqs, max_blocks], int32.
-        attn_sink: Logit that joins the denominator, [num_heads], float32; None for none.
+        extra_block_table: Physical block of every (request, logical block), [num_reqs, max_blocks],
+            int32.
+        attn_sink: Logit that is added to the denominator, [num_heads], float32; None for none.
         plan: As for ``sparse_mla_decode``.
         positions: Absolute position of every query, [num_tokens], int64, to have the rotation of
             the output undone; None to leave it.
         cos_sin_cache: Angles of the positions, [num_positions, rope_dim], float32; or None too.
         softmax_scale: What q . k is multiplied by.
-        swa_block_size: Rows per page of ``swa_cache``. At least 1.
-        extra_block_size: Rows per page of ``extra_cache``: 2 for C128. At least 1.
+        swa_block_size: Rows per block of ``swa_cache``. At least 1.
+        extra_block_size: Rows per block of ``extra_cache``: 2 for C128. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
-        num_splits: Parts that the keys of a token are cut into; 0 has the batch decide.
-        batch_invariant: With num_splits 0, cut by the widths alone.
+        num_splits: Splits of the keys of every token; 0 has the batch decide.
+        batch_invariant: With num_splits 0, split by the widths alone.
         impl: As for ``sparse_mla_decode``.
 
     Returns:
@@ -628,7 +634,7 @@ def sparse_mla_decode_paged(
             ``sparse_mla_decode``.
 
     Compile: as ``sparse_mla_decode``; dynamic in num_tokens, num_reqs, max_blocks, swa_width,
-        num_positions and the pages of the caches; CUDA graphs and export: yes. The reference
+        num_positions and the blocks of the caches; CUDA graphs and export: yes. The reference
         gathers every row of the block table for every token, and FlashMLA gets a list of them.
 
     Source: FlashMLA ``flash_mla_with_kvcache`` over the indices that vLLM 0.33 writes for C128.
@@ -647,8 +653,8 @@ def sparse_mla_decode_paged(
         >>> out[0, 0, 0].item(), lse.item()
         (2.0, 0.0)
     """
-    cuts: _Settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
-    taken: _Settings = {"layout": layout, **cuts}
+    splitting: _Settings = {"num_splits": num_splits, "batch_invariant": batch_invariant}
+    taken: _Settings = {"layout": layout, **splitting}
     checks = check_decode(
         "sparse_mla_decode_paged", q, softmax_scale, DECODE_PROVIDERS, impl, **taken
     )
@@ -687,7 +693,7 @@ def sparse_mla_gathered(
         kv: Keys, which are the values, [num_rows, width], the dtype of q.
         indices: Rows of ``kv``, [num_tokens, topk], int32; rows that do not exist are skipped.
         lens: How many leading entries of ``indices`` count, [num_tokens], int32.
-        attn_sink: Logit that joins the denominator, [num_heads], float32; None for none.
+        attn_sink: Logit that is added to the denominator, [num_heads], float32; None for none.
         softmax_scale: What q . k is multiplied by.
         impl: What runs: "triton" our kernel, which is for Hopper, bfloat16 and rows of 512 values;
             "flash_mla" FlashMLA, "reference" the definition. "auto" takes our kernel, and where it
@@ -779,8 +785,9 @@ def sparse_mla_prefill(
     layout: str = MainLayout.tag,
     impl: str = "auto",
 ) -> SparseMla:
-    """Attend to the window and to compressed rows, straight from the paged caches: no gathered
-    copy, no index matrix, no chunks, unless that is faster or FlashMLA runs it.
+    """Attend to the window and to compressed rows of the paged caches.
+
+    Without a gathered copy, an index matrix or chunks, unless a copy is faster or FlashMLA runs.
 
     The window of a token is its own position and the ``window_size - 1`` before it. Compressed
     rows are those that ``topk_indices`` selects (C4), or without it all that the token may see
@@ -795,24 +802,24 @@ def sparse_mla_prefill(
             ``MainLayout.allocate``; or of ``PlainLayout``. Holds the rows of this batch already.
         positions: Position of every token in its request, [num_tokens], int64; -1 for padding.
         req_indices: Request of every token, [num_tokens], int32; -1 for padding.
-        swa_block_table: Page of every (request, block) of the window cache, [num_reqs,
-            max_swa_blocks], int32. Pages before the window may be missing.
+        swa_block_table: Physical block of every (request, logical block) of the window cache,
+            [num_reqs, max_swa_blocks], int32. Blocks before the window may be missing.
         extra_cache: Compressed cache of the same layout, [num_extra_blocks, page_bytes]; None for
             a layer with only a window, and then neither of the next two.
-        extra_block_table: Page of every (request, block) of it, [num_reqs, max_extra_blocks],
-            int32.
+        extra_block_table: Physical block of every (request, logical block) of it, [num_reqs,
+            max_extra_blocks], int32.
         topk_indices: Rows of its request that a token attends to, [num_tokens, topk], int32, as
             ``indexer_select`` gives them. Rows that do not exist, or that the token may not see
             yet, are skipped. None for all rows.
-        attn_sink: Logit that joins the denominator, [num_heads], float32; None for none.
+        attn_sink: Logit that is added to the denominator, [num_heads], float32; None for none.
         softmax_scale: What q . k is multiplied by. Above 0.
         window_size: Keys of the window, the token's own included. At least 1.
         compress_ratio: Positions per compressed row; a token sees (position + 1) // compress_ratio
             rows. At least 1.
-        swa_block_size: Rows per page of ``swa_cache``. At least 1.
-        extra_block_size: Rows per page of ``extra_cache``. At least 1.
+        swa_block_size: Rows per block of ``swa_cache``. At least 1.
+        extra_block_size: Rows per block of ``extra_cache``. At least 1.
         layout: Tag of both caches' layout, "v4_fp8" or "plain".
-        impl: What runs: "triton" our kernel that reads the pages, "flash_mla" a gather of the rows
+        impl: What runs: "triton" our kernel that reads the blocks, "flash_mla" a gather of the rows
             to bfloat16 and FlashMLA over it, "reference" the definition. "auto" takes ours; on
             Hopper, where it is faster at these sizes, over such a copy too, or with the keys of few
             tokens in splits. What runs may change bits, and "auto" goes by the number of tokens,
@@ -846,7 +853,7 @@ def sparse_mla_prefill(
         FlashMLA is a call of its own op, in AOTInductor packages too, which then need that library;
         kernels of ours gather the rows that tokens of the batch may see, into a workspace whose
         size the block tables' shapes decide, and list them. Dynamic in num_tokens, num_reqs, the
-        blocks of both tables and the pages of the caches; CUDA graphs and export: yes.
+        blocks of both tables and the blocks of the caches; CUDA graphs and export: yes.
 
     Source: the attention of vLLM 0.33's prefill chunks, which gathers rows to bf16, combines top-k
         and window indices, and calls FlashMLA's ``flash_mla_sparse_fwd``.

@@ -23,7 +23,7 @@ from dsv4_ops.reference.sanitize import finite_sink
 
 
 class Source(NamedTuple):
-    """A paged cache: its pages, the pages of every request, and the rows of a page."""
+    """A paged cache: its blocks, the blocks of every request, and the rows of a block."""
 
     cache: Tensor
     block_table: Tensor
@@ -172,7 +172,7 @@ def _of_requests(values: Tensor, request: Tensor, real: Tensor) -> Tensor:
 
 
 def _rows(source: Source, request: Tensor, place: Tensor, seen: Tensor, first: Tensor) -> Tensor:
-    """Rows of the workspace of what is seen; -1 of what is on no page."""
+    """Rows of the workspace of what is seen; -1 of what is on no block."""
     pages, _ = locate(source.block_table, request, place, seen, source.block_size)
     exists = (pages >= 0) & (pages < source.cache.shape[0])
     return torch.where(exists, first + place, ABSENT)

@@ -1,9 +1,9 @@
-"""Cutting prefill requests into chunks that fit the workspace, and the key rows every query row may
-see.
+"""Splitting prefill requests into chunks that fit the workspace, and the key rows every query row
+may see.
 
 The chunk plan is greedy, which reads like a loop. It needs none: "the first request that no longer
 fits after i" is monotone in i, so a binary search finds it for every i at once; the chunks are the
-orbit of request 0 under that map, found by pointer doubling; and the query pieces of one chunk
+orbit of request 0 under that map, found by pointer doubling; and the query ranges of one chunk
 expand by a prefix sum and a search.
 """
 
@@ -32,14 +32,14 @@ def split_prefill_chunks(
     stop = take(stop_after, start)
     num_queries = take(queries, stop) - take(queries, start)
     num_rows = take(rows, stop) - take(rows, start)
-    piece = _queries_per_chunk(num_queries, num_rows, max_logits)
-    pieces = (num_queries + piece - 1) // piece
-    last = torch.cumsum(pieces, 0)
+    size = _queries_per_chunk(num_queries, num_rows, max_logits)
+    counts = (num_queries + size - 1) // size
+    last = torch.cumsum(counts, 0)
 
     chunk = torch.arange(max_chunks, device=seq_lens.device)
     group = _search(last, chunk)
-    query_start = (chunk - take(last - pieces, group)) * take(piece, group)
-    query_stop = torch.minimum(query_start + take(piece, group), take(num_queries, group))
+    query_start = (chunk - take(last - counts, group)) * take(size, group)
+    query_stop = torch.minimum(query_start + take(size, group), take(num_queries, group))
     table = torch.stack(
         (
             take(start, group) + request_offset,

@@ -1,5 +1,5 @@
-"""Bounded table reads and the branch-free search: what makes hostile values read as absent instead
-of out of bounds."""
+"""Bounded table reads and the branch-free search: what makes adversarial values read as absent
+instead of out of bounds."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def visible_rows(positions: Tensor, compress_ratio: int) -> Tensor:
 def table_entries(
     block_table: Tensor, req_indices: Tensor, columns: Tensor, wanted: Tensor
 ) -> Tensor:
-    """Page of every (request, column); -1 where unwanted, outside the table, or negative in the
+    """Block of every (request, column); -1 where unwanted, outside the table, or negative in the
     table."""
     inside = wanted & (req_indices >= 0) & (req_indices < block_table.shape[0])
     inside = inside & (columns >= 0) & (columns < block_table.shape[1])
@@ -93,8 +93,8 @@ def table_entries(
 
 
 def int32_slots(pages: Tensor, rows: Tensor, block_size: int) -> Tensor:
-    """``page * block_size + row`` as int32; -1 for an absent page and for a page whose slots do not
-    fit."""
+    """``page * block_size + row`` as int32; -1 for an absent block and for a block whose slots do
+    not fit."""
     usable = (pages >= 0) & (pages <= 2**31 // block_size - 1)
     slots = torch.where(usable, pages, 0) * block_size + rows.to(torch.int32)
     return torch.where(usable, slots, ABSENT)

@@ -161,10 +161,10 @@ _INFINITY = 0x7F800000
 def sortable(scores: Tensor) -> Tensor:
     """int32 keys in the order of float32 scores: -0 is 0, and NaN is below every number."""
     bits = scores.view(torch.int32)
-    magnitude = bits & INT32_MAX
-    keys = torch.where(bits < 0, -magnitude - 1, bits)
-    keys = torch.where(magnitude == 0, 0, keys)
-    return torch.where(magnitude > _INFINITY, _NAN_KEY, keys)
+    absolute = bits & INT32_MAX
+    keys = torch.where(bits < 0, -absolute - 1, bits)
+    keys = torch.where(absolute == 0, 0, keys)
+    return torch.where(absolute > _INFINITY, _NAN_KEY, keys)
 
 
 def best(keys: Tensor, topk: int) -> Tensor:

@@ -119,7 +119,7 @@ def combine_topk_swa_indices(
 
 
 def spanned(slots: Tensor, block_size: int, span: int | None) -> Tensor:
-    """Slots of pages that are ``span`` rows apart instead of ``block_size``; -1 for negative ones
+    """Slots of blocks that are ``span`` rows apart instead of ``block_size``; -1 for negative ones
     and beyond int32."""
     if span is None:
         return torch.where(slots >= 0, slots, ABSENT)

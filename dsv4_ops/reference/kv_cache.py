@@ -66,7 +66,7 @@ def _gathered(
 def row_bits(
     k_cache: Tensor, pages: Tensor, rows: Tensor, *, block_size: int, layout: str
 ) -> Tensor:
-    """Bit patterns [..., width] of the values at (page, row); zeros where the page does not
+    """Bit patterns [..., width] of the values at (block, row); zeros where the block does not
     exist."""
     if layout == "plain":
         return gathered_bits(k_cache, pages, rows)
@@ -133,7 +133,7 @@ def gather_k_cache(
 
 
 def page_columns(k_cache: Tensor) -> Tensor:
-    """int64 [block_size, width]: where in its page the values of every row are."""
+    """int64 [block_size, width]: where in its block the values of every row are."""
     block_size, width = k_cache.shape[1], k_cache.shape[2]
     row = torch.arange(block_size, device=k_cache.device)[:, None]
     return row * width + torch.arange(width, device=k_cache.device)
@@ -148,5 +148,5 @@ def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
 
 
 def gathered_bits(k_cache: Tensor, pages: Tensor, rows: Tensor) -> Tensor:
-    """Words [..., width] at (page, row); zeros where the page does not exist."""
+    """Words [..., width] at (block, row); zeros where the block does not exist."""
     return gather_rows(words(k_cache).flatten(1), pages, rows, page_columns(k_cache))

@@ -26,8 +26,8 @@ def scatter_rows(
         cache: [num_blocks, page].
         values: [num_tokens, width].
         slot_mapping: int64 [num_tokens]; slots that do not exist are skipped.
-        block_size: Rows per page.
-        columns: int64 [block_size, width]: where in its page the values of each row go.
+        block_size: Rows per block.
+        columns: int64 [block_size, width]: where in its block the values of each row go.
 
     A write cannot be skipped in every compiler, so a token without a slot repeats the write of the
     first token that has one; if none has, all rewrite row 0 with what it holds.
@@ -63,7 +63,7 @@ def insert_parts(
 
 
 def row_columns(layout: QuantizedLayout, byte: int, width: int, device: torch.device) -> Tensor:
-    """int64 [block_size, width]: where in its page the bytes ``byte``.. of every row are, counting
+    """int64 [block_size, width]: where in its block the bytes ``byte``.. of every row are, counting
     the data of a row first and then its scales."""
     row = torch.arange(layout.block_size, device=device)[:, None]
     column = torch.arange(width, device=device)
@@ -74,7 +74,7 @@ def row_columns(layout: QuantizedLayout, byte: int, width: int, device: torch.de
 
 
 def gather_rows(cache: Tensor, pages: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """[..., width] of ``cache`` [num_blocks, page] at (page, row); zeros where the page does not
+    """[..., width] of ``cache`` [num_blocks, page] at (block, row); zeros where the block does not
     exist. ``columns`` as for ``scatter_rows``."""
     exists = ((pages >= 0) & (pages < cache.shape[0])).unsqueeze(-1)
     column = take(columns, torch.where(exists.squeeze(-1), rows, 0))
@@ -85,7 +85,7 @@ def gather_rows(cache: Tensor, pages: Tensor, rows: Tensor, columns: Tensor) -> 
 def locate(
     block_table: Tensor, req_indices: Tensor, positions: Tensor, wanted: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Page and row in it of int64 ``positions`` of requests; page -1 where unwanted, before
+    """Block and row in it of int64 ``positions`` of requests; block -1 where unwanted, before
     position 0, or not in the table."""
     wanted = wanted & (positions >= 0)
     pages = table_entries(block_table, req_indices, positions // block_size, wanted)

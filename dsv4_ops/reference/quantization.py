@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import FP8_MAX, SCALE_BIAS, SCALE_FLOOR
 
-_MAGNITUDE = 0x7FFF
+_ABSOLUTE = 0x7FFF
 _INFINITY = 0x7F80
 _LARGEST_FINITE = 0x7F7F
 _NAN_CODE = 0x7F
@@ -41,10 +41,10 @@ def quantize(
         bf16.
     """
     blocks = bits.unflatten(-1, (-1, quant_block))
-    magnitude = blocks & _MAGNITUDE
-    is_nan = magnitude > _INFINITY
-    largest = torch.where(is_nan, 0, magnitude).amax(-1, keepdim=True).clamp(max=_LARGEST_FINITE)
-    scale = (((largest + _UP_TO_SEVEN_QUARTERS) >> 7) - 8).clamp(min=scale_floor)
+    absolute = blocks & _ABSOLUTE
+    is_nan = absolute > _INFINITY
+    amax = torch.where(is_nan, 0, absolute).amax(-1, keepdim=True).clamp(max=_LARGEST_FINITE)
+    scale = (((amax + _UP_TO_SEVEN_QUARTERS) >> 7) - 8).clamp(min=scale_floor)
     inverse = ((2 * SCALE_BIAS - scale) << 23).view(torch.float32)
     scaled = (blocks << 16).view(torch.float32) * inverse
     codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)

@@ -22,7 +22,7 @@ def angles(cos_sin_cache: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 def rotate_tail(
     values: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, inverse: bool = False
 ) -> Tensor:
-    """fp32 ``values`` [num_tokens, ..., dim] with the trailing rope_dim rotated, or turned back;
+    """fp32 ``values`` [num_tokens, ..., dim] with the trailing rope_dim rotated, or inverse RoPE;
     rows of positions that the table does not have as they were.
 
     Written without strided halves and without concatenation, so that it is one loop when compiled.
@@ -35,6 +35,6 @@ def rotate_tail(
     cos, sin = (angle.reshape(*rows, half, 1) for angle in angles(cos_sin_cache, positions))
     sign = torch.arange(2, device=values.device) * 2 - 1
     pairs = values[..., first:].unflatten(-1, (half, 2))
-    turned = pairs * cos + pairs.flip(-1) * (sin * (-sign if inverse else sign))
+    rotated = pairs * cos + pairs.flip(-1) * (sin * (-sign if inverse else sign))
     column = torch.arange(dim, device=values.device)
-    return torch.where(known & (column >= first), pad(turned.flatten(-2), (first, 0)), values)
+    return torch.where(known & (column >= first), pad(rotated.flatten(-2), (first, 0)), values)

@@ -21,11 +21,11 @@ class Listed(NamedTuple):
     """Rows of a cache that tokens attend to: their slots, or the block table of their requests.
 
     Args:
-        indices: Slots [num_tokens, width]; or pages [num_reqs, max_blocks].
+        indices: Slots [num_tokens, width]; or blocks [num_reqs, max_blocks].
         lens: Rows that count, [num_tokens].
-        num_blocks: Pages of the cache.
-        block_size: Rows of a page.
-        req_indices: Request of every token, if ``indices`` are pages.
+        num_blocks: Blocks of the cache.
+        block_size: Rows of a block.
+        req_indices: Request of every token, if ``indices`` are blocks.
     """
 
     indices: Tensor
@@ -52,8 +52,8 @@ class Prepared(NamedTuple):
 def list_slots(
     window: Listed, extra: Listed | None, sink: Tensor | None, multiple: int
 ) -> Prepared:
-    """Both lists, padded to a ``multiple`` of columns, lens within their width, and a sink that is
-    finite or -inf."""
+    """Both lists, padded to a ``multiple`` of columns, lengths within their width, and a sink that
+    is finite or -inf."""
     finite = finite_sink(sink)
     slots, lens = _listed(window, multiple)
     if extra is None:
@@ -88,7 +88,8 @@ def no_key(lse: Tensor) -> Tensor:
 def list_pages(
     block_table: Tensor, req_indices: Tensor, lens: Tensor, num_blocks: int, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Pages of every token, page 0 for those that do not exist, and how many of its rows count."""
+    """Blocks of every token, block 0 for those that do not exist, and how many of its rows
+    count."""
     real = (req_indices >= 0) & (req_indices < block_table.shape[0])
     pages = block_table[torch.where(real, req_indices, 0)]
     pages = torch.where((pages >= 0) & (pages < num_blocks) & real[:, None], pages, 0)
@@ -103,7 +104,7 @@ def fill_absent(
     num_blocks: int,
     block_size: int,
 ) -> Tensor:
-    """-inf for rows that do not count, and on pages that do not exist."""
+    """-inf for rows that do not count, and on blocks that do not exist."""
     row = torch.arange(logits.shape[1], device=logits.device)
     wanted = row < counted[:, None]
     pages, _ = locate(block_table, req_indices[:, None], row, wanted, block_size)

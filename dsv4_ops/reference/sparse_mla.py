@@ -32,34 +32,39 @@ def sparse_mla_plan(
     swa_lens: Tensor, extra_lens: Tensor | None, *, num_heads: int, num_programs: int
 ) -> Tensor:
     programs = programs_per_tile(num_heads, num_programs)
-    order, counts, first_further = pieces(swa_lens, extra_lens, programs)
-    return rows(order, counts, *token_map(first_further, counts - 1, num_tokens=programs))
+    order, counts, first_extra = splits(swa_lens, extra_lens, programs)
+    return rows(order, counts, *token_map(first_extra, counts - 1, num_tokens=programs))
 
 
-def pieces(
+def splits(
     swa_lens: Tensor, extra_lens: Tensor | None, programs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens, longer ones first and before all those of several pieces; their pieces; and how
-    many of those but the first ones there are before each and in all, int32."""
+    """Order the tokens, those of several splits before all others, then longer ones first.
+
+    Returns:
+        The tokens in that order, their numbers of splits, and the exclusive sums of their extra
+        splits, the total last; int32."""
     tiles = _tiles(swa_lens)
     if extra_lens is not None:
         tiles = tiles + _tiles(extra_lens)
-    size = _piece_size(tiles, programs)
+    size = _split_size(tiles, programs)
     shares = tiles * (CLASSES - 2) // size
     order = shares.where(tiles <= size, CLASSES - 1).argsort(stable=True, descending=True)
     counts = ((tiles[order] + size - 1) // size).clamp(min=1)
-    first_further = torch.nn.functional.pad((counts - 1).cumsum(0), (1, 0))
-    return order.to(torch.int32), counts.to(torch.int32), first_further.to(torch.int32)
+    first_extra = torch.nn.functional.pad((counts - 1).cumsum(0), (1, 0))
+    return order.to(torch.int32), counts.to(torch.int32), first_extra.to(torch.int32)
 
 
 def _tiles(lens: Tensor) -> Tensor:
     return (lens.long().clamp(min=0) + KEY_TILE - 1) // KEY_TILE
 
 
-def _piece_size(tiles: Tensor, programs: int) -> Tensor:
-    """Of some sizes from the mean on that make no more further pieces than programs are left, or a
-    share of all, the one that takes the least time: of one piece, or of a program's share of all of
-    them with their starts; and of the joins. The smallest of several."""
+def _split_size(tiles: Tensor, programs: int) -> Tensor:
+    """Choose the size, in tiles of keys, that is expected to take the least time.
+
+    The sizes are some from the mean on that leave no more extra splits than free programs, or than
+    a share of all. Their time is that of one split, or of a program's share of all splits with
+    their starts, and of combining them. Of equals the smallest."""
     total, num_tokens = tiles.sum(), tiles.shape[0]
     mean = ((total + programs - 1) // programs).clamp(min=1)
     longest = torch.nn.functional.pad(tiles, (0, 1)).amax().clamp(min=1)
@@ -68,33 +73,33 @@ def _piece_size(tiles: Tensor, programs: int) -> Tensor:
     sizes = torch.minimum(mean + index * step, longest)
     sizes = torch.where(index == PLAN_SIZES - 1, longest, sizes)
     counts = ((tiles + sizes[:, None] - 1) // sizes[:, None]).clamp(min=1).sum(1)
-    shared, further = total + START_TILES * (counts - programs), counts - num_tokens
-    time = torch.maximum(sizes * programs, shared) + PLAN_EXTRA_SPLIT_TILES * further
+    shared, extra = total + START_TILES * (counts - programs), counts - num_tokens
+    time = torch.maximum(sizes * programs, shared) + PLAN_EXTRA_SPLIT_TILES * extra
     most = torch.sym_max(programs - num_tokens, programs // EXTRA_SPLIT_SHARE)
-    least = torch.where(further <= most, time * _PACKED + index, 2**62).amin() % _PACKED
+    least = torch.where(extra <= most, time * _PACKED + index, 2**62).amin() % _PACKED
     return torch.where(index == least, sizes, 0).sum()
 
 
 def rows(order: Tensor, counts: Tensor, places: Tensor, index: Tensor) -> Tensor:
-    """The plan: the first pieces of those tokens in ``order`` that have several; their further
-    ones, of which ``places`` and ``index`` are the tokens' places in the order and how many of
-    theirs are before; tokens of one piece; -1 for none."""
+    """Lay out the plan: first splits of tokens that have several, their extra splits, the other
+    tokens, -1 for none. Of an extra split ``places`` is the token's place in ``order`` and
+    ``index`` the number of extra splits of the token before it."""
     num_tokens = counts.shape[0]
     place = torch.arange(num_tokens, dtype=torch.int32, device=counts.device)
     places = torch.cat([place, places])
-    piece = torch.cat([torch.zeros_like(place), index.to(torch.int32) + 1])
+    split = torch.cat([torch.zeros_like(place), index.to(torch.int32) + 1])
     if num_tokens == 0:
         return places[:, None].expand(-1, 4).contiguous()
     shared = torch.where(counts > 1, counts, 0)
     before = torch.where(counts > 1, shared.cumsum(0).to(torch.int32) - shared, 0)
     exists, place = places >= 0, places.clamp(min=0)
-    columns = (take(order, place), piece, take(counts, place), take(before, place))
+    columns = (take(order, place), split, take(counts, place), take(before, place))
     found = torch.stack([torch.where(exists, column, -1) for column in columns], 1)
-    several, further = (counts > 1).sum(), (counts - 1).sum()
+    several, extra = (counts > 1).sum(), (counts - 1).sum()
     row = torch.arange(found.shape[0], device=counts.device)
-    whole = (row >= several + further) & (row < num_tokens + further)
-    behind = (row >= several) & (row < several + further)
-    row = torch.where(behind, row + num_tokens - several, torch.where(whole, row - further, row))
+    whole = (row >= several + extra) & (row < num_tokens + extra)
+    behind = (row >= several) & (row < several + extra)
+    row = torch.where(behind, row + num_tokens - several, torch.where(whole, row - extra, row))
     return found.index_select(0, row)
 
 
@@ -150,9 +155,9 @@ def flash_mla_metadata(
         torch.zeros_like(splits),
     )
     rows = torch.stack([column.to(torch.int32) for column in columns], 1)
-    cuts = torch.where(begin_block > 0, begin, last)
+    boundaries = torch.where(begin_block > 0, begin, last)
     token = torch.arange(num_tokens + 1, device=first.device)
-    num_splits = (token + (cuts < first[:, None]).sum(1)).to(torch.int32)
+    num_splits = (token + (boundaries < first[:, None]).sum(1)).to(torch.int32)
     behind = pad(num_splits, (0, (num_tokens + 1) * (METADATA_COLUMNS - 1)))
     return torch.cat([rows, behind.view(-1, METADATA_COLUMNS)])
 
@@ -187,7 +192,7 @@ def listed(indices: Tensor, lens: Tensor) -> Tensor:
 def stored_keys(
     cache: Tensor, pages: Tensor, rows: Tensor, *, block_size: int, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """Keys [..., head_dim] at (page, row) and which of them exist; zeros for the others."""
+    """Keys [..., head_dim] at (block, row) and which of them exist; zeros for the others."""
     exists = (pages >= 0) & (pages < cache.shape[0])
     bits = row_bits(cache, pages, rows, block_size=block_size, layout=layout)
     return bits.view(cache.dtype if layout == "plain" else torch.bfloat16), exists
@@ -257,15 +262,15 @@ def over_both(
     return SparseMla(out, lse)
 
 
-def turned_back(
+def apply_inverse_rope(
     attended: SparseMla, positions: Tensor | None, cos_sin_cache: Tensor | None
 ) -> SparseMla:
     """The output with the end of every head rotated back, as ``inverse_rope_group`` does."""
     if positions is None or cos_sin_cache is None:
         return attended
     out, lse = attended
-    turned = rotate_tail(out.to(torch.float32), positions, cos_sin_cache, inverse=True)
-    return SparseMla(turned.to(out.dtype), lse)
+    rotated = rotate_tail(out.to(torch.float32), positions, cos_sin_cache, inverse=True)
+    return SparseMla(rotated.to(out.dtype), lse)
 
 
 def sparse_mla_decode(
@@ -296,7 +301,7 @@ def sparse_mla_decode(
         )
     swa = indexed_keys(swa_cache, swa_indices, swa_lens, block_size=swa_block_size, layout=layout)
     attended = over_both(q, swa, extra, attn_sink, softmax_scale)
-    return turned_back(attended, positions, cos_sin_cache)
+    return apply_inverse_rope(attended, positions, cos_sin_cache)
 
 
 def sparse_mla_decode_paged(
@@ -331,7 +336,7 @@ def sparse_mla_decode_paged(
         layout=layout,
     )
     attended = over_both(q, swa, extra, attn_sink, softmax_scale)
-    return turned_back(attended, positions, cos_sin_cache)
+    return apply_inverse_rope(attended, positions, cos_sin_cache)
 
 
 def sparse_mla_gathered(

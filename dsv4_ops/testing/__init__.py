@@ -49,13 +49,17 @@ def strategy(op: str) -> SearchStrategy[Case]:
 
 
 def batches(**settings: Any) -> SearchStrategy[Batch]:
-    """Hypothesis strategy of whole batches; see ``dsv4_ops.testing.strategies.batches.batches``."""
+    """Return a Hypothesis strategy of whole batches.
+
+    See ``dsv4_ops.testing.strategies.batches.batches``."""
     from dsv4_ops.testing.strategies.batches import batches as make
 
     return make(**settings)
 
 
 def assert_contract(op: str, **settings: Any) -> None:
-    """Run the contract of ``op``; see ``dsv4_ops.testing.contract.checks.assert_contract``."""
+    """Run the contract of ``op``.
+
+    See ``dsv4_ops.testing.contract.checks.assert_contract``."""
     # by name: the contract is the top layer, this package near the bottom
     importlib.import_module("dsv4_ops.testing.contract.checks").assert_contract(op, **settings)

@@ -27,12 +27,12 @@ class Case:
     expected: tuple[Any, ...] | None = None
 
     def on(self, device: str | torch.device) -> Case:
-        """The same call with its tensors on ``device``."""
+        """Return the same call with its tensors on ``device``."""
         moved = tuple(None if tensor is None else tensor.to(device) for tensor in self.tensors)
         return Case(self.name, moved, self.settings, self.expected)
 
     def copy(self, layout: Callable[[Tensor], Tensor] = torch.clone) -> Case:
-        """The same call with a copy of each tensor, made by ``layout``."""
+        """Return the same call with a copy of each tensor, made by ``layout``."""
         copies = tuple(None if tensor is None else layout(tensor) for tensor in self.tensors)
         return Case(self.name, copies, self.settings, self.expected)
 
@@ -104,10 +104,19 @@ def results(result: Any, *written: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def i32(values: Any) -> Tensor:
-    """An int32 tensor from a list."""
+    """Make an int32 tensor from a list."""
     return torch.tensor(values, dtype=torch.int32)
 
 
 def i64(values: Any) -> Tensor:
-    """An int64 tensor from a list."""
+    """Make an int64 tensor from a list."""
     return torch.tensor(values, dtype=torch.int64)
+
+
+def spoil(draw: Any, values: Tensor, bad: Sequence[Any], most: int) -> None:
+    """Put some of ``bad`` into up to ``most`` places of ``values``."""
+    from hypothesis import strategies as st
+
+    if values.numel():
+        for place in draw(st.lists(st.integers(0, values.numel() - 1), max_size=most)):
+            values.view(-1)[place] = draw(st.sampled_from(bad))

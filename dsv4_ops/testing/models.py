@@ -58,7 +58,9 @@ _RANGES = {
 
 
 def small_config(**changed: Any) -> DeepseekV4Config:
-    """Three layers, one per type, with the released rates, window, head_dim and RoPE size.
+    """Configure three layers, one per type.
+
+    With the released compression rates, window, head_dim and RoPE size.
 
     Args:
         changed: Fields of ``DeepseekV4Config`` to override. More layers repeat the three types
@@ -105,7 +107,9 @@ def small_model(
     device: torch.device | str = "cpu",
     **changed: Any,
 ) -> DeepseekV4ForCausalLM:
-    """Hugging Face's model of ``small_config(**changed)`` in evaluation mode, not patched.
+    """Build Hugging Face's model of ``small_config(**changed)``.
+
+    In evaluation mode, not patched.
 
     Every weight depends on ``seed`` and its name only, so models of different sizes share the
     weights that they have in common, on any machine. All weights, norms and sinks included, are

@@ -15,8 +15,8 @@ class Workload:
     """Poisson arrivals; log-normal lengths of prompts and outputs; some users leave before they are
     served.
 
-    Medians and spreads (``sigma``, of the logarithm) keep the shape of traces of chats, cut to what
-    a small cache holds: most requests are short, a few ten times as long. Some prompts bring a
+    Medians and spreads (``sigma``, of the logarithm) keep the shape of traces of chats, scaled to
+    what a small cache holds: most requests are short, a few ten times as long. Some prompts bring a
     document with them: nearly a block of 256 tokens, which their outputs then overflow.
     """
 

@@ -60,7 +60,7 @@ class Ours:
         return logits
 
     def arguments(self, tokens: Tensor) -> tuple[Any, ...]:
-        """What ``step`` takes for the next tokens; every call is a step further."""
+        """What ``step`` takes for the next tokens; every call advances a step."""
         from dsv4_ops.integrations import transformers as v4
 
         self.seq_lens += 1

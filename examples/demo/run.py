@@ -69,11 +69,11 @@ def run(work: Work, *, with_package: bool, progress: Progress) -> table.Demo:
     steps = work.steps
     with progress.during(f"build a small DeepSeek-V4 on {work.device}"):
         model, ids = work.model(), work.prompts()
-        theirs = stock.Stock(model, ids)
+        stock_model = stock.Stock(model, ids)
     with progress.during("stock Hugging Face: decode, export, static cache"):
-        expected, stock_found = _eager(theirs, model, ids, steps)
-        stock_found["package"] = _stock_package(theirs)
-        stock_found["host_syncs"] = _on_gpu(work, lambda: measure.host_syncs(theirs, steps))
+        expected, stock_found = _eager(stock_model, model, ids, steps)
+        stock_found["package"] = _stock_package(stock_model)
+        stock_found["host_syncs"] = _on_gpu(work, lambda: measure.host_syncs(stock_model, steps))
         stock_found["cuda_graph"] = _on_gpu(work, lambda: _captured_apart(work, progress))
     with progress.during("dsv4_ops: decode, static cache"):
         side = work.ours(model)

@@ -1,5 +1,5 @@
 """A whole attention layer of each kind, from its projections' outputs to the input of its output
-projection: against the formulas, and cut into steps in every way."""
+projection: against the formulas, and split into steps in every way."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -121,7 +121,7 @@ def cuts(draw: Any) -> dict[str, Any]:
     }
 
 
-def drawn(examples: int) -> Callable[..., Any]:
+def sampled(examples: int) -> Callable[..., Any]:
     return settings(
         max_examples=examples,
         deadline=None,
@@ -134,10 +134,10 @@ def drawn(examples: int) -> Callable[..., Any]:
 @each_kind
 @each_precision
 def test_any_cut_into_steps_gives_the_same(kind: str, spec: LayerSpec, budget: float) -> None:
-    """Decode, prefill, chunks and mixtures, over pages that are used again."""
+    """Decode, prefill, chunks and mixtures, over blocks that are used again."""
     layer, inputs, whole = in_one_pass(kind, spec)
 
-    @drawn(30 if spec is PLAIN else 12)
+    @sampled(30 if spec is PLAIN else 12)
     @given(cuts())
     def compare(how: dict[str, Any]) -> None:
         outputs = in_chunks(layer, inputs[: len(how["cuts"])], **how)
@@ -248,7 +248,7 @@ def test_invalid_tokens_write_nothing_and_see_nothing() -> None:
 @pytest.mark.parametrize("kind", ["c4", "c128"])
 @pytest.mark.parametrize("rings", [False, True])
 def test_states_of_rings_are_saved_when_the_windows_were_read(kind: str, rings: bool) -> None:
-    """Otherwise both are one op; either way a sequence in pieces is what it is at once."""
+    """Otherwise both are one op; a sequence in chunks is what it is at once."""
     layer, inputs, whole = in_one_pass(kind, PLAIN)
     layer.state_rings = rings
     try:
@@ -278,7 +278,7 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 def test_states_of_a_token_go_where_its_window_key_goes() -> None:
-    """A slot of -1 keeps a token out of every cache; by hand, pages of 4 and 8 rows."""
+    """A slot of -1 keeps a token out of every cache; by hand, blocks of 4 and 8 rows."""
     table = i32([[7, 3, 5]])
     step = build_attention_step(
         SPEC,

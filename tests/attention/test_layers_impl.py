@@ -161,7 +161,7 @@ def test_a_prefill_of_no_workspace_is_refused_before_anything_is_written(
     monkeypatch.setattr(SmallLayer, "schedule", "prefill")
     with pytest.raises(NotImplementedError) as caught:
         refused(replace(SPEC, impl="flash_mla"), SPEC)
-    assert "FlashMLA has room for 100 rows of all requests." in str(caught.value)
+    assert "FlashMLA takes up to 100 rows of all requests." in str(caught.value)
     assert flash_mla.calls == []
 
 

@@ -49,8 +49,8 @@ def assert_equal(actual, expected) -> None:
 
 
 def test_decode_metadata_by_hand():
-    """Two requests, one padding request, one padding token; pages of 4 window rows and 8 positions,
-    ratios 2 and 4."""
+    """Two requests, one padding request, one padding token; blocks of 4 window rows and 8
+    positions, ratios 2 and 4."""
     spec = AttentionSpec(
         window_size=3, c4_ratio=2, c128_ratio=4, block_tokens=8, swa_block_size=4, max_model_len=16
     )
@@ -137,7 +137,7 @@ def plan_behind(num_decodes):
 
 def test_a_chunk_plan_leaves_out_the_decodes_by_hand():
     """Requests 2 and 3 are 40 + 24 = 64 rows and 14 queries, 896 logits of 800: apart. Request 4,
-    of 80 rows, is cut into pieces of 800 // 80 = 10 queries. In front of it all decodes: 96 rows
+    of 80 rows, is split into chunks of 800 // 80 = 10 queries. In front of it all decodes: 96 rows
     fill a chunk, 8 + 40 rows and 11 queries are 528 logits."""
     prefills = [[2, 3, 0, 10], [3, 4, 0, 4], [4, 5, 0, 10], [4, 5, 10, 20]]
     split = split_decodes_and_prefills(i32([0, 1, 2, 12, 16, 36, 36]), decode_threshold=1)

@@ -163,7 +163,7 @@ def test_a_cuda_row_adds_up(monkeypatch, uncompiled, kind):
 def test_moved_bytes_by_hand():
     c4, indexer, c128 = KINDS["c4"], KINDS["c4_indexer"], KINDS["c128"]
     vectors = 8 + 8 + 8 + 4
-    alone = decode_step(c4, 1, finishing=True)  # seven earlier states, half of each, on two pages
+    alone = decode_step(c4, 1, finishing=True)  # seven earlier states, half of each, on two blocks
     projections = 2 * 2048 * 4
     row = 584 + 64 * 4
     assert moved_bytes(c4, alone) == projections + 7 * 2 * 512 * 4 + row + 2 * 4 + vectors

@@ -26,17 +26,17 @@ def test_rows_and_lists_are_those_of_flashmla(monkeypatch):
     monkeypatch.setattr(gathered_cases, "rotating_sets", lambda *_: 3)
     work = CASE.build(CPU)
     assert len(work.sets) == len(work.baseline_sets) == 3
-    for (q, kv, listed, lens, sink), theirs in zip(work.sets, work.baseline_sets, strict=True):
+    for (q, kv, listed, lens, sink), baseline in zip(work.sets, work.baseline_sets, strict=True):
         assert (q.shape, kv.shape, listed.shape) == ((3, 4, 512), (256, 512), (3, 128))
         assert (kv.dtype, listed.dtype) == (torch.bfloat16, torch.int32)
         assert lens.tolist() == [128] * 3
         assert all(row.unique().numel() == 128 for row in listed)
-        assert [tensor.shape for tensor in theirs[1:3]] == [(256, 1, 512), (3, 1, 128)]
-        assert all(tensor.is_contiguous() for tensor in theirs)
-        same = (theirs[0] is q, theirs[3] is lens, theirs[4] is sink)
+        assert [tensor.shape for tensor in baseline[1:3]] == [(256, 1, 512), (3, 1, 128)]
+        assert all(tensor.is_contiguous() for tensor in baseline)
+        same = (baseline[0] is q, baseline[3] is lens, baseline[4] is sink)
         assert all(same)
-        assert torch.equal(theirs[1][:, 0], kv)
-        assert torch.equal(theirs[2][:, 0], listed)
+        assert torch.equal(baseline[1][:, 0], kv)
+        assert torch.equal(baseline[2][:, 0], listed)
     rows, lists = ([args[place] for args in work.sets] for place in (1, 2))
     assert not torch.equal(rows[0], rows[1])
     assert not torch.equal(lists[0], lists[1])

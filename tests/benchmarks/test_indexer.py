@@ -104,7 +104,7 @@ def test_what_does_not_exist_is_checked(tmp_path, monkeypatch, group, place):
 
     monkeypatch.setattr(measure, "compiled_op", first_for_absent)
     assert smoke(tmp_path, "--cases", group, "--no-plot") == 1
-    assert [row["variant"] for row in rows_of(tmp_path) if row["error"]] == ["hostile"]
+    assert [row["variant"] for row in rows_of(tmp_path) if row["error"]] == ["adversarial"]
 
 
 class DeepGEMM:

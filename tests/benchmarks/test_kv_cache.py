@@ -71,7 +71,7 @@ def test_every_group_runs(tmp_path, monkeypatch):
 def one_byte_off(call):
     def wrong(*args):
         call(*args)
-        args[1].view(torch.uint8).view(-1)[-1] += 1  # padding of the last page
+        args[1].view(torch.uint8).view(-1)[-1] += 1  # padding of the last block
 
     return wrong
 

@@ -141,10 +141,10 @@ def test_quantised_groups_are_a_stage_of_their_own(pretend_cuda):
     stages, results = our_stages("window", spec, work.sets[0])
     assert [stage.name for stage in stages] == ["window", "attention", "output"]
     assert torch.equal(stages[-1].args[0], results.out)
-    turned, unturned = (our_stages("window", each, work.sets[0]) for each in (work.spec, spec))
-    out = turned[0][-1].call(*turned[0][-1].args)
-    assert torch.equal(turned[1].out, unturned[1].out)
-    assert not torch.equal(out, turned[1].out)
+    rotated, plain = (our_stages("window", each, work.sets[0]) for each in (work.spec, spec))
+    out = rotated[0][-1].call(*rotated[0][-1].args)
+    assert torch.equal(rotated[1].out, plain[1].out)
+    assert not torch.equal(out, rotated[1].out)
 
 
 MISSING = FileNotFoundError("no such file in .anchor")
@@ -255,7 +255,7 @@ def test_a_stage_that_leaves_something_else_is_said(pretend_cuda, library):
 
 
 def test_rows_that_are_not_written_are_found(pretend_cuda):
-    """They are spoiled before: what ours had written there would pass for theirs."""
+    """They are spoiled before: what ours had written there would pass for baseline."""
     idle = SimpleNamespace(compress_norm_rope_store_triton=lambda **_: None)
     pretend_cuda.modules = pretend_cuda.modules._replace(compressor=idle)
     row = pretend_cuda.measure(timed("c128"))

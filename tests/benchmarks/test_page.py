@@ -44,16 +44,16 @@ def test_every_page_and_plot_shows_the_stored_rows():
 def test_every_plot_has_lines_of_ours_and_shows_the_stored_rows():
     found = page.plots(Stored(ROOT / "benchmarks/results"))
     assert set(found) == set(page.PLOTS)
-    for drawn in found.values():
-        assert drawn.panels
-        assert all(panel.series[0].label.startswith("ours") for panel in drawn.panels)
+    for plotted in found.values():
+        assert plotted.panels
+        assert all(panel.series[0].label.startswith("ours") for panel in plotted.panels)
     labels = [series.label for series in found["model"].panels[0].series]
     assert "Hugging Face, torch.compile" in labels
 
 
 # Versions, rates of the hardware, targets and constants of the code: what no row says.
 NO_FIGURE = re.compile(
-    r"vLLM 0\.22\.1|torch 2\.\d+|to 2\.1[35]|transformers 5\.17|(?:to|transformers) 5\.23|"
+    r"vLLM 0\.22\.1|torch 2\.\d+|to 2\.1[35]|transformers 5\.17|(?:to|transformers) 5\.2[34]|"
     r"Python 3\.10|Triton 3\.6 to 3\.9|"
     r"Apache-2\.0|4\.3 TB/s|3\.2 B parameters|at most 1\.2 times DeepGEMM|2\.\d+ in FP8|"
     r"target at 2048 tokens, 1\.3 times|within 3 % of the largest|"
@@ -194,31 +194,33 @@ def table_of(folder, name, *rows, file="sparse_mla"):
     return [cells[0], *cells[2 : lines.index("") - 1]]
 
 
-def test_prefills_of_few_tokens_and_of_short_prefixes_are_in_the_table_of_both_ways_alone(tmp_path):
+def test_prefills_of_few_tokens_and_of_short_prefixes_are_in_the_table_of_both_variants_alone(
+    tmp_path,
+):
     prefill = {**ROW, "case": "prefill", "rows": 512}
     few, short = {**prefill, "rows": 511}, {**prefill, "variant": "C128, behind 2048 tokens"}
     stored = store(tmp_path, "sparse_mla", prefill, few, short)
-    for table, count in (("prefill", 1), ("ways", 3)):
+    for table, count in (("prefill", 1), ("variants", 3)):
         written = page.page(f"<!-- table: {table} -->\n<!-- /table -->", stored)
         assert f"{count} rows: GPU" in written
 
 
-def test_both_ways_of_a_prefill_are_beside_what_sizes_choose(tmp_path):
+def test_both_variants_of_a_prefill_are_beside_what_sizes_choose(tmp_path):
     old = {
         **ROW, "case": "prefill", "baseline_us": 90.0, "baseline_whole_us": 108.0,
         "whole_times_faster": 6.9,
     }  # fmt: skip
     new = {**old, "variant": "C128", "pages_us": 17.25, "copied_us": 15.66}
     named = ["tokens x heads, keys", "ours, by size, us"]
-    theirs = ["FlashMLA alone", "gather, indices and FlashMLA", "that over ours"]
+    baseline = ["FlashMLA alone", "gather, indices and FlashMLA", "that over ours"]
     numbers = ["90.0", "108", "6.90"]
     other = {**new, "case": "packages"}
-    assert table_of(tmp_path, "ways", old, new, other) == [
-        [*named, "from the pages", "by a copy", *theirs],
+    assert table_of(tmp_path, "variants", old, new, other) == [
+        [*named, "from the blocks", "by a copy", *baseline],
         ["8 x 64 heads, 128+512", "15.7", "-", "-", *numbers],
         ["8 x 64 heads, 128+512, C128", "15.7", "17.2", "15.7", *numbers],
     ]
-    assert table_of(tmp_path, "ways", old)[0] == [*named, *theirs]
+    assert table_of(tmp_path, "variants", old)[0] == [*named, *baseline]
 
 
 def test_packages_are_beside_the_calls_that_they_are_made_of(tmp_path):

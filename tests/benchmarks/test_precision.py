@@ -8,9 +8,8 @@ import torch
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
-from benchmarks import precision
+from benchmarks import precision, training
 from benchmarks.run import main
-from dsv4_ops.testing import training
 from dsv4_ops.testing.models import small_model
 
 

@@ -274,8 +274,8 @@ def test_batches_are_legal_and_mixed():
 
 def test_needed_bytes_by_hand():
     batch = draw_batch(SPEC, torch.tensor([1024, 130]), next_n=1, device=CPU, seed=0)
-    # windows: positions 896..1023 on pages 14, 15; positions 2..129 on pages 0, 1, 2
-    # dense rows: 8 and 1 of 2 a page; position 1023 completes a C4 and a C128 row
+    # windows: positions 896..1023 on blocks 14, 15; positions 2..129 on blocks 0, 1, 2
+    # dense rows: 8 and 1 of 2 a block; position 1023 completes a C4 and a C128 row
     page_ids = (2 + 3) + (4 + 1) + 2
     assert input_bytes(SPEC, batch) == 3 * 4 + 2 * 4 + 2 * 8 + page_ids * 4
 

@@ -73,7 +73,7 @@ def test_smoke_leaves_table_rows_and_plot(tmp_path, capsys):
     assert text.strip() in captured.out
     header = text.split("\n\n")[2].splitlines()[0].split()
     assert header == ["case", "shape", "variant", "compiled_us", "eager_us", "speedup"]
-    assert "sparse_mla 1/3: decode, 24 x 4 heads, 128+64, hostile" in captured.err
+    assert "sparse_mla 1/3: decode, 24 x 4 heads, 128+64, adversarial" in captured.err
     assert (tmp_path / "sparse_mla.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -145,7 +145,7 @@ def lists_to_their_end(call):
 def test_a_row_that_does_not_exist_is_found(tmp_path, monkeypatch, corrupted):
     monkeypatch.setattr(measure, "compiled_op", corrupted)
     assert smoke(tmp_path, "--cases", "decode", "--no-plot") == 1
-    assert [row["variant"] for row in rows_of(tmp_path) if row["error"]] == ["hostile"]
+    assert [row["variant"] for row in rows_of(tmp_path) if row["error"]] == ["adversarial"]
 
 
 def test_results_that_are_not_written_are_found(monkeypatch):
@@ -332,7 +332,7 @@ def test_costs_are_those_of_the_roofline():
         assert flop / 1e9 == pytest.approx(gflop, abs=0.005)
     assert uniform(1, 2, 0).cost() == (128 * 584 + 2 * 512 * 4 + 128 * 4, 2 * 2 * 128 * 1024)
     for case, rows in zip(chosen_cases(("paged",), smoke=True), (7, 64), strict=True):
-        moved = (128 + rows) * 584 + 4 * 512 * 4 + (128 + -(-rows // 2)) * 4  # on pages of 2
+        moved = (128 + rows) * 584 + 4 * 512 * 4 + (128 + -(-rows // 2)) * 4  # on blocks of 2
         assert case.build(CPU).moved_bytes == 3 * moved
     prefill = case_of("prefill").build(CPU)  # 16 tokens share 128 rows and a window of 143
     keys = 16 * (128 + 64)
@@ -358,12 +358,12 @@ def test_input_sets_share_no_page(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "passes"),
+    ("baseline", "passes"),
     [(1.0, True), (1.009, True), (1.02, False), (torch.nan, False), (torch.inf, False)],
 )
-def test_an_element_passes_by_absolute_or_relative_difference(theirs, passes):
+def test_an_element_passes_by_absolute_or_relative_difference(baseline, passes):
     ours, small = torch.tensor([1.0, 1e-6, torch.inf]), 1e-3
-    values = torch.tensor([theirs, 9e-4, torch.inf])
+    values = torch.tensor([baseline, 9e-4, torch.inf])
     found = outside("out", values, ours, Tolerance(small, 0.01))
     assert (found is None) == passes
     if not passes:
@@ -372,10 +372,10 @@ def test_an_element_passes_by_absolute_or_relative_difference(theirs, passes):
 
 def test_many_small_differences_are_a_cosine():
     ours = torch.ones(1000)
-    theirs = ours + torch.tensor([0.005, -0.005]).repeat(500)
-    assert outside("out", theirs, ours, Tolerance(0.0, 0.01, 1e-4)) is None
-    assert "cosine" in outside("out", theirs, ours, Tolerance(0.0, 0.01, 1e-6))
-    assert outside("out", theirs[:5], ours, Tolerance(1.0, 1.0)) == "out is [5], not [1000]"
+    baseline = ours + torch.tensor([0.005, -0.005]).repeat(500)
+    assert outside("out", baseline, ours, Tolerance(0.0, 0.01, 1e-4)) is None
+    assert "cosine" in outside("out", baseline, ours, Tolerance(0.0, 0.01, 1e-6))
+    assert outside("out", baseline[:5], ours, Tolerance(1.0, 1.0)) == "out is [5], not [1000]"
 
 
 def test_panels_are_heads_by_keys_with_floor_and_baseline(pretend_cuda):

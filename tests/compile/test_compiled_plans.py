@@ -86,9 +86,9 @@ def test_steps_of_any_size_are_inputs_of_one_graph() -> None:
     with changed(layer, plan_heads=HEADS), torch._dynamo.config.patch(error_on_recompile=True):
         for counts, padding in STEPS:
             step = layer.step(*Engine(layer).batch(counts, padding))
-            x, ours, theirs = hidden(counts, padding), *(map(torch.clone, held) for _ in range(2))
+            x, ours, other = hidden(counts, padding), *(map(torch.clone, held) for _ in range(2))
             actual = compiled(x, step, tuple(ours))
-            assert torch.equal(actual, OfStep(layer)(x, step, tuple(theirs)))
+            assert torch.equal(actual, OfStep(layer)(x, step, tuple(other)))
 
 
 def test_compiled_steps_of_any_size_have_the_plan_of_eager_ones() -> None:

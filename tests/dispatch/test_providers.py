@@ -211,10 +211,6 @@ def test_choice_of_refuses_an_op_without_a_choice():
 
 
 def test_deep_gemm_is_taken_from_the_sizes_on_that_it_was_measured_at():
-    rule = choice.DEEP_GEMM_FASTER
-    ours, library = rule["measured"]
-    assert library < 0.97 * ours
-
     def faster(tokens, columns, heads=64, op="indexer_logits", library="deep_gemm"):
         values = {"q": torch.empty(tokens, heads, 128, device="meta"), "num_rows": columns}
         return choice.is_faster(op, library, values)

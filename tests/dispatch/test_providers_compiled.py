@@ -1,4 +1,4 @@
-"""What is measured under max_autotune, the kernels around the libraries, and caches of compiled
+"""Calls that ``benchmarks.choice`` makes, the kernels around the libraries, and caches of compiled
 code."""
 
 import os
@@ -10,110 +10,18 @@ import pytest
 import torch
 import torch._inductor.config
 
-import dsv4_ops as ops
 from benchmarks import choice as bench_choice
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.dispatch import choice
-from dsv4_ops.lowering import measure
-from tests.fakes.deep_gemm import indexer_call
-from tests.support.attention_batches import DECODE, decode_case
 from tests.support.providers_on_cpu import (
     CASES,
-    LIBRARY_OPS,
     MODULE,
-    check,
-    plan_of,
 )
 
 pytest_plugins = ("tests.support.providers_on_cpu",)
 pytestmark = pytest.mark.usefixtures("scalar_loops")
 
 
-# --- under max_autotune
-
-
 ROOT = Path(__file__).parents[2]
-
-MAX_AUTOTUNE = {"max_autotune": True, "max_autotune_gemm_backends": "ATEN"}
-"""Without Inductor's own candidates for products, which take minutes to compile."""
-
-
-@pytest.mark.parametrize("winner", ["flash_mla", "reference"])
-def test_max_autotune_measures_what_can_run(winner, flash_mla, monkeypatch):
-    """On inputs of the compiled sizes, full lists, and once per sizes."""
-    timed = []
-
-    def time_of(spec, impl, values):
-        case = decode_case(1, 7, 64)
-        for name, tensor in zip(spec.parameters, case.tensors[:8], strict=False):
-            if "cache" not in name:
-                assert (values[name].shape, values[name].dtype) == (tensor.shape, tensor.dtype)
-        assert bool((values["extra_lens"] == values["extra_indices"].shape[1]).all())
-        assert int(values["extra_indices"].max()) < len(values["extra_cache"]) * 64
-        timed.append(impl)
-        return 1.0 if impl == winner else 2.0
-
-    monkeypatch.setattr(measure, "_time_of", time_of)
-    monkeypatch.setattr(choice, "ours", lambda spec: "reference")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    measure._measured.cache_clear()
-    case = decode_case(1, 7, 64)
-    for more in ({}, {"max_fusion_size": 8}):
-        options = {**MAX_AUTOTUNE, **more}
-        torch._dynamo.reset()
-        flash_mla.calls.clear()
-        compiled = torch.compile(
-            lambda *t: ops.sparse_mla_decode(*t, **case.settings),
-            options=options,
-            dynamic=False,
-            fullgraph=True,
-        )
-        check(DECODE, case, compiled(*case.tensors[:8]), "max_autotune")
-        assert flash_mla.calls == ["decode"] * (winner == "flash_mla")
-    assert timed == ["reference", "flash_mla"]
-    measure._measured.cache_clear()
-
-
-def test_max_autotune_on_a_cpu_measures_nothing():
-    """Of a torch that cannot ask a GPU anything."""
-    case = decode_case(1, 3, 8)
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda *t: ops.sparse_mla_decode(*t, **case.settings),
-        options=MAX_AUTOTUNE,
-        dynamic=False,
-        fullgraph=True,
-    )
-    check(DECODE, case, compiled(*case.tensors[:8]), "max_autotune on a CPU")
-
-
-@pytest.mark.parametrize("name", [*LIBRARY_OPS["flash_mla"], *LIBRARY_OPS["deep_gemm"]])
-def test_inputs_that_are_measured_are_calls(name, flash_mla):
-    """Every execution takes them; with a plan of FlashMLA too."""
-    if name in CASES:
-        case = CASES[name](0)
-        tensors = list(case.tensors)
-        if name == DECODE:
-            tensors[8] = plan_of(case).schedule
-        values = OPS[name].arguments(tensors, case.settings)
-    else:
-        (q, weights, cache), lens, rows = indexer_call(0)
-        settings = {"block_size": 64, "layout": "v4_indexer_fp8"}
-        if name == "indexer_logits":
-            settings["num_rows"] = 256
-        else:
-            lens, settings = lens.long(), {**settings, "compress_ratio": 4, "topk": 60}
-        values = OPS[name].arguments((q, weights, cache, lens, *rows), settings)
-    torch.manual_seed(0)
-    made = measure.example(name, dict(measure._signature(values)))
-    assert set(made) == set(OPS[name].parameters)
-    given = {**made, "plan": None} if "plan" in made else made
-    expected = OPS[name].reference(**given)
-    if name == "indexer_select":
-        assert bool((expected >= 0).all())
-    if name in CASES:
-        actual = OPS[name].launcher("flash_mla")(None, **made)
-        torch.testing.assert_close(actual[0], expected[0], rtol=2e-2, atol=2e-2)
 
 
 def test_the_benchmark_of_the_table_makes_calls(flash_mla, monkeypatch, capsys):
@@ -122,7 +30,7 @@ def test_the_benchmark_of_the_table_makes_calls(flash_mla, monkeypatch, capsys):
     for op in bench_choice.SIZES:
         rows = {"indexer_logits": 128, "indexer_select": 128}.get(op, 64)
         torch.manual_seed(0)
-        made = measure.example(op, bench_choice.like(op, 3, 64, rows, "cpu"))
+        made = bench_choice.example(op, bench_choice.like(op, 3, 64, rows, "cpu"))
         expected = OPS[op].reference(**{**made, "plan": None} if "plan" in made else made)
         if op in CASES:
             actual = OPS[op].launcher("flash_mla")(None, **made)

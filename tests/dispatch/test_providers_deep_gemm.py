@@ -32,9 +32,9 @@ pytestmark = pytest.mark.usefixtures("scalar_loops")
 def test_the_adapter_gives_the_logits_of_the_reference(num_rows, heads, deep_gemm):
     queries, lens, rows = indexer_call(num_rows, heads=heads)
     settings = {"block_size": 64, "num_rows": num_rows}
-    theirs = ops.indexer_logits(*queries, lens, *rows, **settings, impl="deep_gemm")
-    assert torch.equal(theirs, reference_logits(*queries, lens, *rows, **settings))
-    assert theirs.is_contiguous()
+    upstream = ops.indexer_logits(*queries, lens, *rows, **settings, impl="deep_gemm")
+    assert torch.equal(upstream, reference_logits(*queries, lens, *rows, **settings))
+    assert upstream.is_contiguous()
     assert deep_gemm.calls == (num_rows > 0)
 
 
@@ -44,13 +44,13 @@ def test_the_adapter_selects_what_the_reference_selects(topk, slots, deep_gemm):
     queries, _, rows = indexer_call(topk)
     positions = torch.tensor([1023, 800, 600, -1, 3, 2**62, 9, 9, 1023])
     settings = {"block_size": 64, "compress_ratio": 4, "topk": topk, "slots": slots}
-    theirs = ops.indexer_select(*queries, positions, *rows, **settings, impl="deep_gemm")
-    assert torch.equal(theirs, reference_select(*queries, positions, *rows, **settings))
+    upstream = ops.indexer_select(*queries, positions, *rows, **settings, impl="deep_gemm")
+    assert torch.equal(upstream, reference_select(*queries, positions, *rows, **settings))
     assert deep_gemm.calls == 1
 
 
 def test_a_schedule_of_the_step_is_not_made_again(deep_gemm):
-    """The stand-in refuses any other than that of the lens that count; other executions ignore
+    """The stand-in refuses any other than that of the lengths that count; other executions ignore
     it."""
     queries, lens, rows = indexer_call(3)
     counted = torch.where((rows[0] >= 0) & (rows[0] < 3), lens, 0).clamp(max=256)
@@ -88,8 +88,8 @@ def test_an_older_deep_gemm_has_another_name(deep_gemm, monkeypatch):
     libraries.load.cache_clear()
     queries, lens, rows = indexer_call(7)
     settings = {"block_size": 64, "num_rows": 256}
-    theirs = ops.indexer_logits(*queries, lens, *rows, **settings, impl="deep_gemm")
-    assert torch.equal(theirs, reference_logits(*queries, lens, *rows, **settings))
+    upstream = ops.indexer_logits(*queries, lens, *rows, **settings, impl="deep_gemm")
+    assert torch.equal(upstream, reference_logits(*queries, lens, *rows, **settings))
 
 
 def test_no_token_no_page_and_no_table(deep_gemm):

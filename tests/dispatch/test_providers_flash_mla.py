@@ -34,7 +34,8 @@ pytestmark = pytest.mark.usefixtures("scalar_loops")
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("name", LIBRARY_OPS["flash_mla"])
 def test_the_adapter_gives_what_the_reference_gives(name, heads, flash_mla):
-    """Hostile slots and lens, lists of odd widths, NaN in unused rows, sinks of inf, tokens without
+    """Adversarial slots and lengths, lists of odd widths, NaN in unused rows, sinks of inf, tokens
+    without
     keys: the stand-in refuses what the library would misread."""
     for seed in range(3):
         case = CASES[name](seed, heads)
@@ -71,12 +72,12 @@ def test_the_rotation_is_undone_behind_it(flash_mla):
     positions = torch.tensor([0, 5, -1, 63, 64, 9, 2**62])
     case = decode_case(2, 7, 64)
     tensors = (*case.tensors[:-2], positions, table)
-    turned = type(case)("turned", tensors, case.settings)
-    check(DECODE, turned, call(DECODE, turned, impl="flash_mla"))
+    rotated = type(case)("inverse RoPE", tensors, case.settings)
+    check(DECODE, rotated, call(DECODE, rotated, impl="flash_mla"))
 
 
 def test_a_plan_serves_every_call_of_its_sizes(flash_mla):
-    """The lens of these differ: the stand-in refuses a plan that they decide."""
+    """The lengths of these differ: the stand-in refuses a plan that they decide."""
     first, second = (decode_case(seed, 7, 64) for seed in (1, 2))
     plan = plan_of(first)
     assert len(flash_mla.calls) == 1
@@ -85,7 +86,7 @@ def test_a_plan_serves_every_call_of_its_sizes(flash_mla):
 
 
 def metadata_of(name, case, **changed):
-    """Of the lens that FlashMLA gets from such a call."""
+    """Of the lengths that FlashMLA gets from such a call."""
     tensors, paged = case.tensors, name == PAGED
     extra = tensors[5] if paged else tensors[6]
     table = tensors[7] if paged else tensors[5]
@@ -219,7 +220,7 @@ def test_a_plan_goes_with_its_kernel(flash_mla):
     case = decode_case(1, 7, 64)
     tensors = list(case.tensors)
     tensors[8] = plan_of(case)
-    mixed = type(case)("theirs", tuple(tensors), case.settings)
+    mixed = type(case)("upstream", tuple(tensors), case.settings)
     assert message(ValueError, DECODE, mixed, impl="triton") == (
         "sparse_mla_decode: plan must be a tensor of sparse_mla_plan for impl 'triton', got a "
         "FlashMlaPlan. Pass impl='flash_mla', or leave it out."

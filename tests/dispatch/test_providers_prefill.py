@@ -1,6 +1,6 @@
 """FlashMLA behind ``sparse_mla_prefill``, over a stand-in that refuses what the library would
-misread: by hand, over drawn calls and over hostile ones, and what is refused. With the library:
-tests/gpu/test_providers_prefill.py."""
+misread: by hand, over sampled calls and over adversarial ones, and what is refused. With the
+library: tests/gpu/test_providers_prefill.py."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def agrees(case: Case) -> None:
 
 
 def by_hand(positions: list[int], requests: list[int], *extra: Tensor, **changed: object):
-    """Means of the keys 2, 4 and 6, which are pages 0, 1 and 2, and the sums of as many ones."""
+    """Means of the keys 2, 4 and 6, which are blocks 0, 1 and 2, and the sums of as many ones."""
     pages = torch.cat([one_key_page(value) for value in (2, 4, 6)])
     q = torch.zeros(len(positions), 64, 512, dtype=torch.bfloat16)
     table = i32([[0, 1, 2, 0], [2, -1, 9, 1]])
@@ -63,7 +63,7 @@ def by_hand(positions: list[int], requests: list[int], *extra: Tensor, **changed
 
 
 def test_windows_by_hand(flash_mla):
-    """In any order; of request 1 only the first and the last page exist; padding and requests that
+    """In any order; of request 1 only the first and the last block exist; padding and requests that
     do not exist."""
     positions = [2, 0, -1, 3, 1, 3, 0, 2, 2, INT32_MAX, 2**40, 1]
     requests = [0, 0, 0, 0, 1, 1, 1, 1, -1, 0, 0, 2]
@@ -75,10 +75,10 @@ def test_windows_by_hand(flash_mla):
 
 def test_selected_rows_by_hand(flash_mla):
     """Of 2 positions each: the first of them at position 1. A row that is selected twice counts
-    twice, also beside the window; rows of the future and on no page do not."""
+    twice, also beside the window; rows of the future and on no block do not."""
     table, chosen = i32([[1, 2], [0, -1]]), i32([[0, 0, 1], [0, -5, 1], [1, 0, 0], [1, 0, 9]])
     out, keys = by_hand([3, 0, 1, 3], [0, 0, 0, 1], table, chosen)
-    # 6 2 and 4 4 6;  2;  2 4 and 4 4;  page 1 and row 0, page 0
+    # 6 2 and 4 4 6;  2;  2 4 and 4 4;  block 1 and row 0, block 0
     assert out == [pytest.approx(4.4, rel=4e-3), 2, 3.5, 3]
     assert keys == [5, 1, 4, 2]
 
@@ -127,7 +127,7 @@ def test_what_is_gathered_by_hand():
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_adapter_gives_what_the_reference_gives(mode, heads, flash_mla):
-    """Ragged requests, padding, pages that do not exist, NaN in unused pages, sinks of inf."""
+    """Ragged requests, padding, blocks that do not exist, NaN in unused blocks, sinks of inf."""
     for seed, tokens in ((0, 40), (1, 1), (2, 9)):
         agrees(prefill_case(seed, tokens, heads, mode, **SMALL))
     assert flash_mla.calls == ["prefill"] * 3
@@ -170,14 +170,14 @@ def test_tokens_in_any_order_without_a_sink(mode, flash_mla):
     block=st.sampled_from((1, 4, 64)),
     max_reqs=st.sampled_from((1, 3)),
 )
-def test_hostile_calls(flash_mla, seed, mode, tokens, window, block, max_reqs):
-    """Every integer is drawn from what exists and from what does not, in any mixture; without the
-    NaN of pages that no table has named before."""
+def test_adversarial_calls(flash_mla, seed, mode, tokens, window, block, max_reqs):
+    """Every integer is sampled from what exists and from what does not, in any mixture; without the
+    NaN of blocks that no table has named before."""
     sizes = {"window": window, "block": block, "max_reqs": max_reqs}
     case = prefill_case(seed % 1000, tokens, 64, mode, longest=100, topk=3, cache_seed=1, **sizes)
     made = generator(seed)
 
-    def drawn(tensor: Tensor, *values: int) -> Tensor:
+    def sampled(tensor: Tensor, *values: int) -> Tensor:
         pool = torch.tensor([*values, *range(-1, 9)], dtype=tensor.dtype)
         wild = pool[integers(made, 0, len(pool), *tensor.shape).long()]
         keep = torch.rand(tensor.shape, generator=made) < 0.5
@@ -185,16 +185,16 @@ def test_hostile_calls(flash_mla, seed, mode, tokens, window, block, max_reqs):
 
     bad = (INT32_MIN, INT32_MAX)
     changed = {
-        "positions": drawn(case.tensors[2], *bad, INT32_MAX - 1, 2**40, -(2**63), 2**63 - 1, 99),
-        "req_indices": drawn(case.tensors[3], *bad),
-        "swa_block_table": drawn(case.tensors[4], *bad),
+        "positions": sampled(case.tensors[2], *bad, INT32_MAX - 1, 2**40, -(2**63), 2**63 - 1, 99),
+        "req_indices": sampled(case.tensors[3], *bad),
+        "swa_block_table": sampled(case.tensors[4], *bad),
     }
     changed["swa_cache"] = torch.where(case.tensors[1] == 0xFF, 0, case.tensors[1])
     if case.tensors[5] is not None:
         changed["extra_cache"] = torch.where(case.tensors[5] == 0xFF, 0, case.tensors[5])
-        changed["extra_block_table"] = drawn(case.tensors[6], *bad)
+        changed["extra_block_table"] = sampled(case.tensors[6], *bad)
     if case.tensors[7] is not None:
-        changed["topk_indices"] = drawn(case.tensors[7], *bad, 25, 24)
+        changed["topk_indices"] = sampled(case.tensors[7], *bad, 25, 24)
     agrees(but(case, **changed))
 
 
@@ -239,7 +239,7 @@ def test_batches_and_tables_of_nothing(flash_mla):
         {name: given[name][:, :0] for name in tables},
         {"swa_block_table": given["swa_block_table"][:, :0]},
         {"extra_block_table": given["extra_block_table"][:, :0]},
-        {name: given[name][:0] for name in ("swa_cache", "extra_cache")},  # no page
+        {name: given[name][:0] for name in ("swa_cache", "extra_cache")},  # no block
     ):
         agrees(but(case, **changed))
 
@@ -248,7 +248,7 @@ def test_batches_and_tables_of_nothing(flash_mla):
 
 
 def wide(case: Case, requests: int, swa: int, extra: int) -> Case:
-    """The call with larger tables, of the first page."""
+    """The call with larger tables, of the first block."""
     tables = {"swa_block_table": swa, "extra_block_table": extra}
     sizes = {name: torch.zeros(requests, count).int() for name, count in tables.items()}
     return but(case, **sizes)
@@ -256,19 +256,19 @@ def wide(case: Case, requests: int, swa: int, extra: int) -> Case:
 
 ROOM = (
     "sparse_mla_prefill: impl must be 'auto', 'triton' or 'reference' with block tables of 1048704 "
-    "rows, got 'flash_mla'. FlashMLA has room for 1048576 rows of all requests."
+    "rows, got 'flash_mla'. FlashMLA takes up to 1048576 rows of all requests."
 )
 
 
 def test_a_workspace_that_is_too_large_is_refused(on_cpu, monkeypatch):
-    """2 requests of 2^18 rows of the window and as many compressed ones fit; a page more not."""
+    """2 requests of 2^18 rows of the window and as many compressed ones fit; a block more not."""
     case = prefill_case(0, 2, 64, "C4", **SMALL)
     large = wide(case, 2, 4096, 4097)
     assert message(NotImplementedError, PREFILL, large, impl="flash_mla") == ROOM
     assert choice.limit(PREFILL, "flash_mla", values_of(wide(case, 2, 4096, 4096))) is None
     monkeypatch.setattr(choice, "unusable", lambda library: "")
     found = providers.choice_of(PREFILL, *large.tensors, **case.settings)
-    advice = "FlashMLA has room for 1048576 rows of all requests"
+    advice = "FlashMLA takes up to 1048576 rows of all requests"
     assert found == ("triton", f"{advice}: the call is with block tables of 1048704 rows")
 
 
@@ -341,7 +341,7 @@ def test_rows_and_keys_that_a_copy_is_of():
 
 
 def sizes_of(tokens, heads, topk, blocks):
-    """Shapes of a prefill of one request, whose tables have so many pages of 64 rows."""
+    """Shapes of a prefill of one request, whose tables have so many blocks of 64 rows."""
 
     def ints(*shape):
         return torch.empty(shape, dtype=torch.int32, device="meta")
@@ -364,7 +364,7 @@ def sizes_of(tokens, heads, topk, blocks):
         ((1, 64, 2048, 80), False),  # few tokens have splits
         ((33, 128, 4096, 80), False),
         ((67, 64, 2048, 80), True),  # not measured
-        ((512, 64, 512, 80), True),  # 102 us, from the pages 118 (H200, 2026-11-22)
+        ((512, 64, 512, 80), True),  # 102 us, from the blocks 118 (H200, 2026-11-22)
         ((256, 64, 512, 80), False),  # 59, 57
         ((256, 64, 1024, 80), True),  # 85, 91
         ((256, 128, 512, 80), True),  # 100, 115

@@ -173,7 +173,7 @@ def graphs(**changed):
 
 def fake_demo(**changed):
     """A demo in which all went as it should; ``changed`` are figures of ours."""
-    theirs = table.Figures(
+    stock_figures = table.Figures(
         tokens=TOKENS,
         eager_speed=12.34,
         compiled_speed=Unmeasured("a reason"),
@@ -194,7 +194,7 @@ def fake_demo(**changed):
         package=ours.Package(3.25, 100.4, TOKENS, []),
     )
     setting = table.Setting("CPU", 2, "2.13", "5.23", "0.1", 2, "The Zen", 100, 2, 2, 3)
-    return table.Demo(setting, theirs, replace(good, **changed), 1.2e-5, 3.0)
+    return table.Demo(setting, stock_figures, replace(good, **changed), 1.2e-5, 3.0)
 
 
 def test_the_table_says_what_was_measured_and_what_was_not():

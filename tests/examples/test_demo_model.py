@@ -68,10 +68,10 @@ def test_whatever_hugging_face_leaves_neutral_shows_in_the_logits(small):
     expected, tested = logits_of(small), 0
     for name, weight in small.state_dict().items():
         if name.endswith(REDRAWN):
-            drawn = weight.clone()
+            sampled = weight.clone()
             weight.fill_(1 if name.endswith(NEUTRAL_ONE) else 0)
             change = (logits_of(small) - expected).square().mean().sqrt()
-            weight.copy_(drawn)
+            weight.copy_(sampled)
             assert change > 0.005, name
             tested += 1
     assert tested > 40
@@ -103,7 +103,7 @@ def test_a_seed_decides_the_weights_and_other_layers_do_not_change_them(small):
 
 
 def test_weights_have_the_same_bits_on_every_machine(small):
-    """As drawn where this was written; a uniform draw is a product of integers."""
+    """As sampled where this was written; a uniform draw is a product of integers."""
     state = small.state_dict()
     assert state["lm_head.weight"][0, :3].tolist() == LM_HEAD
     assert state["model.layers.0.self_attn.sinks"].tolist() == SINKS

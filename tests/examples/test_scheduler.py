@@ -45,7 +45,7 @@ def alone(request):
 
 
 class Rows:
-    """What each row of the cache holds; checks every step as a hostile reader."""
+    """What each row of the cache holds; checks every step as an adversarial reader."""
 
     def __init__(self, cache):
         self.cache, self.stored = cache, {}
@@ -124,11 +124,11 @@ REQUESTS = st.tuples(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(REQUESTS, min_size=1, max_size=9), st.integers(2, 6))
-def test_any_traffic_gets_what_each_request_gets_alone(drawn, num_blocks):
+def test_any_traffic_gets_what_each_request_gets_alone(sampled, num_blocks):
     """Prompts around a block, few blocks, cancellations: outputs are right and no block is lost."""
     scheduler = Scheduler(new_cache(num_blocks), num_tokens=TOKENS)
     arrivals, leaving = [], {}
-    for name, (step, prompt, output, leaves) in enumerate(drawn):
+    for name, (step, prompt, output, leaves) in enumerate(sampled):
         request = Request(name, [(name * 31 + i) % 250 for i in range(prompt)], output)
         arrivals.append((step, request))
         if leaves is not None and leaves >= step:
@@ -212,15 +212,15 @@ def test_the_workload_is_ragged_and_repeatable():
         arrivals = Workload().arrivals(seed=0)
         return [next(arrivals) for _ in range(count)]
 
-    drawn, again = first(300), first(300)
-    assert [(step, r.prompt, r.max_new, leaves) for step, r, leaves in drawn] == [
+    sampled, again = first(300), first(300)
+    assert [(step, r.prompt, r.max_new, leaves) for step, r, leaves in sampled] == [
         (step, r.prompt, r.max_new, leaves) for step, r, leaves in again
     ]
-    steps = [step for step, _, _ in drawn]
+    steps = [step for step, _, _ in sampled]
     assert steps == sorted(steps)
     assert 300 / steps[-1] == pytest.approx(Workload().per_step, rel=0.2)
-    lengths = sorted(len(request.prompt) for _, request, _ in drawn)
+    lengths = sorted(len(request.prompt) for _, request, _ in sampled)
     assert lengths[0] <= 4
     assert 15 < lengths[150] < 40
     assert lengths[-1] > 256
-    assert 0.05 < sum(leaves is not None for *_, leaves in drawn) / 300 < 0.15
+    assert 0.05 < sum(leaves is not None for *_, leaves in sampled) / 300 < 0.15

@@ -7,7 +7,7 @@ from dsv4_ops.core.layout import MainLayout
 
 
 def paged_cache(view):
-    """A cache and its page size, from FlashMLA's view of it."""
+    """A cache and its block size, from FlashMLA's view of it."""
     blocks, size = view.shape[:2]
     return view.as_strided((blocks, MainLayout(size).page_bytes), (view.stride(0), 1)), size
 

@@ -12,7 +12,7 @@ from tests.oracles.plan import paged_mqa_logits_metadata as planned
 
 class FakeDeepGemm:
     """Paged logits as the library documents them: it refuses what it would misread, and leaves what
-    is past the lens as it was."""
+    is past the lengths as it was."""
 
     def __init__(self) -> None:
         self.calls = self.schedules = 0
@@ -53,8 +53,8 @@ class FakeDeepGemm:
 
 
 def indexer_call(seed: int, tokens: int = 9, heads: int = 64):
-    """Hostile pages, requests and lens over a cache with keys in every row; small integers, whose
-    scores are exact in any order."""
+    """Adversarial blocks, requests and lengths over a cache with keys in every row; small integers,
+    whose scores are exact in any order."""
 
     def whole(*shape: int) -> torch.Tensor:
         return torch.randint(-4, 5, shape, generator=made).bfloat16()

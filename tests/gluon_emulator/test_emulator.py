@@ -180,7 +180,7 @@ def _phases_kernel(out, phases):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_phase_that_may_be_missed_is_found_in_every_schedule(seed):
-    """A barrier has one bit: two phases further on it looks as before."""
+    """A barrier has one bit: two phases later it looks as before."""
     out = torch.zeros(1)
     emulated.Emulator(seed)(_phases_kernel)[(1,)](out, 1)
     with pytest.raises(EmulationError, match=r"partition 0 may miss a phase|deadlock"):

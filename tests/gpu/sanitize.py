@@ -1,4 +1,4 @@
-"""Runs a compiled op on hostile inputs; tests/gpu/test_contract.py starts it under
+"""Runs a compiled op on adversarial inputs; tests/gpu/test_contract.py starts it under
 compute-sanitizer."""
 
 import sys
@@ -16,7 +16,7 @@ def main(name: str) -> None:
     compiled.check_cases()
     compiled.fuzz(EXAMPLES)
     torch.cuda.synchronize()
-    print(f"{name}: all cases, {EXAMPLES} drawn batches")
+    print(f"{name}: all cases, {EXAMPLES} sampled batches")
 
 
 if __name__ == "__main__":

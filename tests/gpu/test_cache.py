@@ -45,9 +45,9 @@ def expected_cache(k, cache, slots):
 @needs_baselines
 @pytest.mark.parametrize("block_size", [64, 256])
 def test_bytes_are_those_of_vllm(block_size):
-    """Four million values over 40 orders of magnitude; padding bytes and other rows stay as they
-    were in both."""
-    theirs_insert = anchor_lib().load_vllm_triton().cache.quantize_and_insert_k_cache
+    """Four million values over 40 orders of absolute value; padding bytes and other rows stay as
+    they were in both."""
+    vllm_insert = anchor_lib().load_vllm_triton().cache.quantize_and_insert_k_cache
     layout = MainLayout(block_size)
     generator = torch.Generator("cuda").manual_seed(0)
     scale = torch.exp2(torch.randint(-60, 60, (8192, 8, 1), generator=generator, device="cuda"))
@@ -63,10 +63,10 @@ def test_bytes_are_those_of_vllm(block_size):
     start = torch.randint(
         0, 256, layout.shape(blocks), generator=generator, dtype=torch.uint8, device="cuda"
     )
-    ours, theirs = start.clone(), start.clone()
+    ours, upstream = start.clone(), start.clone()
     ops.quantize_and_insert_k_cache(k, ours, slots, block_size=block_size)
-    theirs_insert(k, theirs, slots, block_size=block_size)
-    assert torch.equal(ours, theirs)
+    vllm_insert(k, upstream, slots, block_size=block_size)
+    assert torch.equal(ours, upstream)
 
 
 @needs_baselines

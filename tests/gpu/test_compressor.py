@@ -1,5 +1,5 @@
 """The compressor on a GPU: kernels against the reference on the CPU, the same bytes however a
-sequence is cut, CUDA graphs, compiled graphs, pages beyond 4 GiB. Run there with
+sequence is split, CUDA graphs, compiled graphs, blocks beyond 4 GiB. Run there with
 ``pytest -m gpu tests``."""
 
 import math
@@ -45,7 +45,7 @@ def on_device(case: Case) -> Case:
     ["save_compressor_states", "compress_and_insert", "save_and_compress", "insert_c4_step"],
 )
 def test_kernels_agree_with_the_reference(name: str) -> None:
-    """Drawn calls of every configuration, the e4m3 cast of the hardware included."""
+    """Sampled calls of every configuration, the e4m3 cast of the hardware included."""
     spec = OPS[name]
     op_testing = spec.implementation("testing")
 
@@ -91,10 +91,10 @@ def test_rows_are_those_of_the_reference(kind: str) -> None:
     """A prefill of released sizes, float32 rows."""
     lens = LENS[kind]
     ours, sequences = filled(kind, "plain", lens)
-    theirs = Engine(kind, random_weights(kind, 1, 8192), lens)
-    theirs.step(sequences)
+    other = Engine(kind, random_weights(kind, 1, 8192), lens)
+    other.step(sequences)
     for request in range(len(lens)):
-        torch.testing.assert_close(ours.rows(request), theirs.rows(request), rtol=0, atol=3e-6)
+        torch.testing.assert_close(ours.rows(request), other.rows(request), rtol=0, atol=3e-6)
 
 
 @each_kind
@@ -193,7 +193,7 @@ def step(
 
 
 def decode_inputs(kind: str, weights: dict[str, torch.Tensor], seed: int) -> tuple[Any, ...]:
-    """16 requests of one token each, some of which finish a window. States are saved to pages 30
+    """16 requests of one token each, some of which finish a window. States are saved to blocks 30
     and up, which no window reads."""
     spec, made = KINDS[kind], torch.Generator().manual_seed(seed)
     width, size = weights["ape"].shape[1], spec["state_block_size"]
@@ -287,7 +287,7 @@ def test_compiled_steps_write_in_place(kind: str, fused: bool, dynamic: bool) ->
 
 
 def test_pages_beyond_4_gib(gpu_memory_alone: None) -> None:
-    """States and a cache whose last pages lie past 2^32 bytes, and 2^31 float32 values."""
+    """States and a cache whose last blocks lie past 2^32 bytes, and 2^31 float32 values."""
     kind = "C4"
     weights = {name: t.to(DEVICE) for name, t in random_weights(kind, 1).items()}
     states_layout, layout = StateLayout(4, 2048), MainLayout(64)

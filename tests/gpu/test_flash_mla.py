@@ -58,7 +58,7 @@ def test_flash_mla_agrees(
     block, extra_block = sizes
     pages = {"block": block, "extra_block": extra_block}
     case = decode_case(
-        tokens, tokens, heads, extra, hostile=False, deviation=deviation, **pages
+        tokens, tokens, heads, extra, adversarial=False, deviation=deviation, **pages
     ).on(DEVICE)
     if sink:  # inf - inf where a token has no key and a sink of inf
         case.tensors[3].clamp_(min=1)
@@ -70,7 +70,7 @@ def test_flash_mla_agrees(
     if extra is not None:
         more = {"extra_kv": MainLayout(extra_block).kernel_view(extra_cache)}
         more |= {"extra_indices": extra_indices[:, None], "extra_topk_length": extra_lens}
-    theirs, their_lse, _ = flash_mla.sparse_decode(
+    upstream, their_lse, _ = flash_mla.sparse_decode(
         q[:, None],
         MainLayout(block).kernel_view(cache),
         indices[:, None],
@@ -79,18 +79,18 @@ def test_flash_mla_agrees(
         scale=SCALE,
         **more,
     )
-    theirs, their_lse = theirs[:, 0], their_lse[..., 0]
+    upstream, their_lse = upstream[:, 0], their_lse[..., 0]
     no_key = their_lse == math.inf
     their_lse = torch.where(no_key, -math.inf, their_lse)
     ours, our_lse = kernel(DECODE, case)
     exact, exact_lse = (result.value for result in exact_results(testing.op_testing(DECODE), case))
     assert torch.equal(no_key, exact_lse == -math.inf)
-    assert not theirs[no_key].any()
+    assert not upstream[no_key].any()
     assert not ours[no_key].any()
     decode = {"atol": 1e-2 * deviation, "rtol": 2.01 / 128, "cosine": 5e-6}
-    assert_upstream("theirs", theirs, exact, **decode)
+    assert_upstream("upstream", upstream, exact, **decode)
     assert_upstream("ours", ours, exact, **decode)
-    assert_upstream("ours against theirs", ours, theirs, **decode)
+    assert_upstream("ours against upstream", ours, upstream, **decode)
     logs = {"atol": 1e-5 * deviation, "rtol": 8.01 / 65536}
     torch.testing.assert_close(their_lse.double(), exact_lse, **logs)
     torch.testing.assert_close(our_lse.double(), exact_lse, **logs)
@@ -104,15 +104,15 @@ def test_flash_mla_prefill_agrees(deviation: float, heads: int, topk: int) -> No
     flash_mla = anchor_lib().FlashMLA()
     case = gathered_case(heads, 200, heads, topk, deviation).on(DEVICE)
     q, kv, indices, lens, sink = case.tensors
-    theirs, *their_logs = flash_mla.sparse_prefill(
+    upstream, *their_logs = flash_mla.sparse_prefill(
         q, kv[:, None], indices[:, None], scale=SCALE, attn_sink=sink, topk_length=lens
     )
     ours, *our_logs = kernel(GATHERED, case)
     exact, *exact_logs = (r.value for r in exact_results(testing.op_testing(GATHERED), case))
     prefill = {"atol": 8e-3 * deviation, "rtol": 3.01 / 128, "cosine": 7e-6}
-    assert_upstream("theirs", theirs, exact, **prefill)
+    assert_upstream("upstream", upstream, exact, **prefill)
     assert_upstream("ours", ours, exact, **prefill)
-    assert_upstream("ours against theirs", ours, theirs, **prefill)
+    assert_upstream("ours against upstream", ours, upstream, **prefill)
     for our, their, value in zip(our_logs, their_logs, exact_logs, strict=True):
         near = 1e-5 * deviation + value.abs() * 2.01 / 65536
         assert bool(((our.double() - value).abs() <= near).all())

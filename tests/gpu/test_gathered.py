@@ -14,7 +14,7 @@ from dsv4_ops.lowering.inspect import compile_and_get_code
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
 from tests.gpu.test_prefill import on_device
-from tests.gpu.test_providers import hostile_gathered
+from tests.gpu.test_providers import adversarial_gathered
 from tests.support.attention_batches import (
     DEVICE,
     GATHERED,
@@ -48,9 +48,10 @@ def test_lists_and_heads_of_any_size(tokens: int, heads: int, topk: int) -> None
 
 @pytest.mark.parametrize("heads", [9, 64, 128])
 @pytest.mark.parametrize("topk", [100, 640])
-def test_hostile_values(topk: int, heads: int) -> None:
-    """Entries that are no rows, lens out of range, rows of NaN that nobody lists, no key at all."""
-    case = hostile_gathered(heads, 300, heads, topk)
+def test_adversarial_values(topk: int, heads: int) -> None:
+    """Entries that are no rows, lengths out of range, rows of NaN that nobody lists, no key at
+    all."""
+    case = adversarial_gathered(heads, 300, heads, topk)
     agrees(GATHERED, case, ours(case))
 
 
@@ -138,7 +139,7 @@ def by_copy(case: Case) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("heads", [8, 64, 65, 128])
 @pytest.mark.parametrize("tokens", [1, 64, 300])
 def test_prefills_by_way_of_a_copy(tokens: int, heads: int, mode: str) -> None:
-    """Hostile positions, requests, pages and selections."""
+    """Adversarial positions, requests, blocks and selections."""
     case = prefill_case(7 * tokens + heads, tokens, heads, mode)
     on_device(case, by_copy(case))
 
@@ -152,7 +153,7 @@ def test_unused_bytes_change_nothing(mode: str) -> None:
 
 
 def test_a_graph_of_any_size_decides_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the eager op does: few tokens from the pages, many by way of a copy; bit for bit."""
+    """As the eager op does: few tokens from the blocks, many by way of a copy; bit for bit."""
     made = []
     launch = "dsv4_ops.kernels.sparse_mla.prefill.launch_gathered_keys"
     from dsv4_ops.kernels.sparse_mla import gathered

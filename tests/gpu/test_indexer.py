@@ -20,7 +20,7 @@ pytestmark = [
 
 
 class Batch:
-    """Queries of several requests over a pool of pages that are full of keys."""
+    """Queries of several requests over a pool of blocks that are full of keys."""
 
     def __init__(
         self, *, num_tokens, max_rows, heads=64, block_size=64, ratio=4, whole=True, seed=0
@@ -373,7 +373,7 @@ def test_logits_are_those_of_deep_gemm():
     plan = deep_gemm.get_paged_mqa_logits_metadata(lens[:, None], 64, deep_gemm.get_num_sms())
     q, table = batch.q[:, None], batch.table[batch.requests.long()].contiguous()
     if hasattr(deep_gemm, "fp8_fp4_paged_mqa_logits"):
-        theirs = deep_gemm.fp8_fp4_paged_mqa_logits(
+        upstream = deep_gemm.fp8_fp4_paged_mqa_logits(
             q=(q, None),
             kv_cache=view,
             weights=batch.weights,
@@ -385,10 +385,10 @@ def test_logits_are_those_of_deep_gemm():
             logits_dtype=torch.float32,
         )
     else:
-        theirs = deep_gemm.fp8_paged_mqa_logits(
+        upstream = deep_gemm.fp8_paged_mqa_logits(
             q, view, batch.weights, lens[:, None], table, plan, 4096, False
         )
     seen = torch.arange(4096, device="cuda") < lens[:, None]
-    ours, theirs = batch.logits()[seen].double(), theirs[:, :4096][seen].double()
-    difference = 1 - 2 * (ours * theirs).sum() / (ours.square() + theirs.square()).sum()
+    ours, upstream = batch.logits()[seen].double(), upstream[:, :4096][seen].double()
+    difference = 1 - 2 * (ours * upstream).sum() / (ours.square() + upstream.square()).sum()
     assert float(difference) < 5e-6

@@ -133,9 +133,9 @@ def steps_beside(layer: SmallLayer, call, steps) -> None:
     addresses = [cache.data_ptr() for cache in caches_of(layer).values()]
     for number, (counts, padding) in enumerate(steps):
         x = hidden(counts, padding).to(DEVICE) + number
-        mine, theirs = (engine.batch(counts, padding) for engine in engines)
+        mine, other = (engine.batch(counts, padding) for engine in engines)
         actual = call(x, *(tensor.to(DEVICE) for tensor in mine))
-        expected = twin(x, *(tensor.to(DEVICE) for tensor in theirs))
+        expected = twin(x, *(tensor.to(DEVICE) for tensor in other))
         assert not actual[sum(counts) :].any()
         torch.testing.assert_close(actual.float(), expected.float(), rtol=0.02, atol=0.05)
         for engine in engines:
@@ -162,7 +162,7 @@ def test_one_graph_for_steps_of_all_sizes(kind: str, plan_heads: int) -> None:
 @with_plans
 def test_captured_decode_steps(kind: str, plan_heads: int) -> None:
     """One CUDA graph, replayed over inputs that change in place: 20 steps across windows of 4 and
-    16 and over used pages, without a host sync."""
+    16 and over used blocks, without a host sync."""
     torch._dynamo.reset()
     layer = SmallLayer(kind, SPEC, DEVICE)
     layer.plan_heads = plan_heads

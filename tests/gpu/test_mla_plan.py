@@ -1,5 +1,5 @@
 """Plans of sparse MLA for decode on a GPU: the kernels with a plan against the reference, ragged
-batches, CUDA graphs, hostile plans. Run there with ``pytest -m gpu tests``."""
+batches, CUDA graphs, adversarial plans. Run there with ``pytest -m gpu tests``."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ from tests.support.attention_batches import (
     paged_case,
 )
 from tests.support.prefill_batches import (
+    adversarial_plan,
     captured,
-    hostile_plan,
     plan_of,
     replayed,
     stale_plan,
@@ -49,7 +49,7 @@ def ragged(name: str, seed: int, tokens: int, heads: int) -> Case:
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("tokens", [1, 2, 17])
 def test_plans_of_ragged_batches(name: str, tokens: int, heads: int) -> None:
-    """A plan of these lens, of others, of one program and of thousands: each like no plan."""
+    """A plan of these lengths, of others, of one program and of thousands: each like no plan."""
     case = ragged(name, tokens, tokens, heads)
     agrees(name, case)
     for plan in (
@@ -90,15 +90,15 @@ def test_a_planned_call_has_the_same_bits_every_time(name: str) -> None:
 @both_ops
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("heads", [64, 128])
-def test_hostile_plans_spoil_only_their_own_tokens(name: str, heads: int, seed: int) -> None:
-    """Rows of tokens, pieces and starts that do not exist: every bit of all other tokens."""
+def test_adversarial_plans_spoil_only_their_own_tokens(name: str, heads: int, seed: int) -> None:
+    """Rows of tokens, splits and starts that do not exist: every bit of all other tokens."""
     case = case_of(name, seed, 40, heads)
     for plan in (plan_of(case), stale_plan(case, seed)):
         expected = kernel(name, with_plan(case, plan))
         victims = torch.randperm(40, generator=generator(seed))[:12]
         others = [token for token in range(40) if token not in victims.tolist()]
         for again in range(8):
-            spoiled = hostile_plan(plan, victims, 40, 10 * seed + again)
+            spoiled = adversarial_plan(plan, victims, 40, 10 * seed + again)
             actual = kernel(name, with_plan(case, spoiled))
             torch.cuda.synchronize()
             for left, right in zip(actual, expected, strict=True):
@@ -108,7 +108,7 @@ def test_hostile_plans_spoil_only_their_own_tokens(name: str, heads: int, seed: 
 @both_ops
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_with_partial_results_anywhere(name: str, seed: int) -> None:
-    """They may overwrite what other tokens of several pieces have there, and nothing else."""
+    """They may overwrite what other tokens of several splits have there, and nothing else."""
     case = case_of(name, seed, 40, 64)
     plan = stale_plan(case, seed)
     expected = kernel(name, with_plan(case, plan))
@@ -117,7 +117,7 @@ def test_plans_with_partial_results_anywhere(name: str, seed: int) -> None:
     alone = [t for t in range(40) if t not in {*victims.tolist(), *several}]
     assert alone
     for again in range(8):
-        spoiled = hostile_plan(plan, victims, 40, 10 * seed + again, anywhere=True)
+        spoiled = adversarial_plan(plan, victims, 40, 10 * seed + again, anywhere=True)
         actual = kernel(name, with_plan(case, spoiled))
         torch.cuda.synchronize()
         for left, right in zip(actual, expected, strict=True):
@@ -127,7 +127,7 @@ def test_plans_with_partial_results_anywhere(name: str, seed: int) -> None:
 @both_ops
 @pytest.mark.parametrize("captured_by", ["inductor", "torch.cuda.graph"])
 def test_captured_plans_follow_their_lens(name: str, captured_by: str) -> None:
-    """The plan is made in the graph; lens, indices and queries change in place."""
+    """The plan is made in the graph; lengths, indices and queries change in place."""
     torch._dynamo.reset()
     case = case_of(name, 0, 32, 64)
     op, numbers, lens = getattr(ops, name), case.settings, 6 if name == DECODE else 5

@@ -105,12 +105,12 @@ def test_captured_decode(drift, monkeypatch):
 def test_package_on_a_gpu(drift, tmp_path):
     """The package of decode, captured: the same logits as the model, and the same cache."""
     model, _, _ = drift
-    ours, theirs = (cache_of(model, num_blocks=None) for _ in range(2))
+    ours, other = (cache_of(model, num_blocks=None) for _ in range(2))
     path = v4.export_decode(model, ours, path=tmp_path / "decode.pt2")
     run = load_package(path, run_single_threaded=True)
     engine = Engine(model, ours, text())
     batch = engine.batch(dict.fromkeys(range(REQUESTS), 1))
-    inputs = v4.decode_inputs(batch, theirs)
+    inputs = v4.decode_inputs(batch, other)
     run(*inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -119,7 +119,7 @@ def test_package_on_a_gpu(drift, tmp_path):
     difference = []
     for place in range(40):
         step = engine.batch(dict.fromkeys(range(REQUESTS), 1))
-        for into, new in zip(inputs, v4.decode_inputs(step, theirs)[:4], strict=False):
+        for into, new in zip(inputs, v4.decode_inputs(step, other)[:4], strict=False):
             into.copy_(new)
         graph.replay()
         want = v4.decode_step(model, step, ours.tensors)
@@ -133,7 +133,7 @@ def test_a_package_of_prefills_on_a_gpu(drift, tmp_path):
     """Steps of several sizes by one package, decodes among them: the logits of the model, and a
     cache that the model goes on with."""
     model, _, _ = drift
-    ours, theirs = (cache_of(model, num_blocks=None) for _ in range(2))
+    ours, other = (cache_of(model, num_blocks=None) for _ in range(2))
     path = v4.export_prefill(model, ours, path=tmp_path / "prefill.pt2")
     run = load_package(path, run_single_threaded=True)
     engine = Engine(model, ours, text())
@@ -141,15 +141,15 @@ def test_a_package_of_prefills_on_a_gpu(drift, tmp_path):
     for counts in ((60, 1, 7), (1, 140, 1), (1, 1, 1), (130, 2, 90), (1, 1, 1)):
         batch = engine.batch(dict(enumerate(counts)))
         want = v4.prefill_step(model, batch, ours.tensors)
-        got = run(*v4.decode_inputs(batch, theirs))
+        got = run(*v4.decode_inputs(batch, other))
         difference.append((got - want).square().mean().sqrt())
         for request, count in enumerate(counts):
             engine.done[request] += count
     batch = engine.batch(dict.fromkeys(range(REQUESTS), 1))
-    want, got = (v4.decode_step(model, batch, cache.tensors) for cache in (ours, theirs))
+    want, got = (v4.decode_step(model, batch, cache.tensors) for cache in (ours, other))
     difference.append((got - want).square().mean().sqrt())
     assert not ours.tensors.dropped.any()
-    assert not theirs.tensors.dropped.any()
+    assert not other.tensors.dropped.any()
     assert float(torch.stack(difference).max()) < 0.3
 
 

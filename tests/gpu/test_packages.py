@@ -15,7 +15,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import build_package, load_package
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
-from tests.gpu.test_providers import hostile_gathered
+from tests.gpu.test_providers import adversarial_gathered
 from tests.support.attention_batches import (
     DECODE,
     DEVICE,
@@ -47,7 +47,7 @@ CALLS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], Callable[[int, int
     ),
     "gathered": (
         GATHERED, (0, 2, 3), (5, 300, 140),
-        lambda seed, count: hostile_gathered(seed, count, 64, 300),
+        lambda seed, count: adversarial_gathered(seed, count, 64, 300),
     ),
 }  # fmt: skip
 """An op, its arguments per token, numbers of tokens of which the first is exported, and a call; of
@@ -73,7 +73,7 @@ def shifted(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_a_package_for_any_number_of_tokens(kind: str, tmp_path: Path) -> None:
-    """Hostile entries, rows of NaN that nobody sees; arguments at any address."""
+    """Adversarial entries, rows of NaN that nobody sees; arguments at any address."""
     name, per_token, counts, make = CALLS[kind]
     first = make(0, counts[0]).on(DEVICE)
     tokens = {0: torch.export.Dim("tokens", min=2, max=8192)}
@@ -91,7 +91,7 @@ def test_a_package_for_any_number_of_tokens(kind: str, tmp_path: Path) -> None:
         actual = run(*given)
         if count < 1000:
             agrees(name, case, tuple(actual))
-        if count > 10 or name == GATHERED:  # others are joined 16 at a time, here 8
+        if count > 10 or name == GATHERED:  # others are combined 16 at a time, here 8
             assert all(map(equal, actual, kernel(name, case)))
         moved = [shifted(each) if place in per_token else each for place, each in enumerate(given)]
         assert all(map(equal, run(*moved), actual))
@@ -109,9 +109,9 @@ class Moved(torch.nn.Module):
 
 
 def test_strides_and_addresses_are_what_the_kernel_is_told(tmp_path: Path) -> None:
-    """Keys, entries and lens are inputs that start at odd addresses when they are exported."""
+    """Keys, entries and lengths are inputs that start at odd addresses when they are exported."""
     heads, tokens = 64, 40
-    _, *rest = hostile_gathered(1, tokens, heads, 300).on(DEVICE).tensors
+    _, *rest = adversarial_gathered(1, tokens, heads, 300).on(DEVICE).tensors
     shapes = ((heads, 512, tokens), (heads, tokens, 512), (heads * tokens * 512 + 1,))
     made = [torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes]
     given = (*made, *map(shifted, rest))

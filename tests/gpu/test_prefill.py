@@ -17,7 +17,7 @@ from tests.support.attention_batches import (
     DECODE,
     DEVICE,
     PAGED,
-    agrees_when_drawn,
+    agrees_when_sampled,
     generator,
     kernel,
 )
@@ -25,10 +25,10 @@ from tests.support.prefill_batches import (
     MODES,
     PREFILL,
     captured,
-    in_one_piece,
     plain_case,
     prefill_case,
     replayed,
+    unsplit,
 )
 
 pytestmark = [
@@ -39,17 +39,17 @@ each_mode = pytest.mark.parametrize("mode", MODES)
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_drawn_calls(part: int) -> None:
+def test_sampled_calls(part: int) -> None:
     """Every configuration, plain layouts and batches of nothing included."""
-    agrees_when_drawn(PREFILL, part)
+    agrees_when_sampled(PREFILL, part)
 
 
 def on_device(case: Case, actual: tuple[Tensor, ...] | None = None) -> None:
-    """Against the reference on the device, which has room for the keys of 300 tokens; unless there
-    are results, those of splits and those in one piece."""
+    """Against the reference on the device, which holds the keys of 300 tokens; unless there
+    are results, those of splits and those in one split."""
     spec, moved = OPS[PREFILL], case.on(DEVICE)
     expected = moved.run(spec.reference)
-    found = [actual] if actual else [kernel(PREFILL, each) for each in (case, in_one_piece(case))]
+    found = [actual] if actual else [kernel(PREFILL, each) for each in (case, unsplit(case))]
     for each in found:
         assert_agrees(
             f"{PREFILL}, {case.settings}", spec.implementation("testing"), moved, each, expected
@@ -95,7 +95,7 @@ def test_all_rows_of_a_long_request() -> None:
 
 @each_mode
 def test_unused_bytes_change_nothing(mode: str) -> None:
-    """Pages and padding bytes that no token reads are 0 in one run and NaN in the other."""
+    """Blocks and padding bytes that no token reads are 0 in one run and NaN in the other."""
     zero, nan = (kernel(PREFILL, prefill_case(5, 64, 64, mode, fill=fill)) for fill in (0, 0xFF))
     assert not nan[0].isnan().any()
     assert all(map(torch.equal, zero, nan))
@@ -117,8 +117,8 @@ def rows_of(case: Case, chosen: slice | list[int]) -> Case:
 @pytest.mark.parametrize("heads", [8, 64, 128])
 def test_a_token_has_the_same_bits_in_every_batch(mode: str, heads: int) -> None:
     """Alone, in chunks, in another order, and in another call; tokens of NaN beside it. "auto" may
-    read a copy of the rows where there are many tokens, and cuts the keys of few."""
-    case = in_one_piece(prefill_case(9, 200, heads, mode))
+    read a copy of the rows where there are many tokens, and splits the keys of few."""
+    case = unsplit(prefill_case(9, 200, heads, mode))
     whole = kernel(PREFILL, case)
     assert all(map(equal, whole, kernel(PREFILL, case)))
     order = torch.randperm(200, generator=generator(1)).tolist()

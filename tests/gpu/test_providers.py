@@ -1,6 +1,6 @@
-"""FlashMLA and DeepGEMM behind ``impl=`` on a GPU: the contract and upstream's numerics, hostile
-values, plans, graphs and packages. Run there with ``pytest -m gpu tests``; ANCHOR_DIR names the
-bundle that holds them."""
+"""FlashMLA and DeepGEMM behind ``impl=`` on a GPU: the contract and upstream's numerics,
+adversarial values, plans, graphs and packages. Run there with ``pytest -m gpu tests``; ANCHOR_DIR
+names the bundle that holds them."""
 
 import math
 import subprocess
@@ -17,14 +17,12 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch import choice, libraries, providers
 from dsv4_ops.kernels.external import flash_mla as adapter
-from dsv4_ops.lowering import measure
 from dsv4_ops.lowering.inspect import (
     build_package,
     compile_and_get_code,
     load_package,
     opaque_calls,
 )
-from dsv4_ops.lowering.measure import example
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import exact_results
 from tests.gpu.providers import BUILD, captured
@@ -45,7 +43,7 @@ from tests.support.attention_batches import (
     normal,
     paged_case,
     settings_of,
-    turned,
+    with_inverse_rope,
 )
 from tests.support.prefill_batches import PREFILL, prefill_case
 from tests.support.providers_on_cpu import faster_from
@@ -87,7 +85,7 @@ def check(name: str, case: Case, actual, deviation: float = 1.5) -> None:
 )
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (2, 128), (33, 128), (150, 64)])
 def test_flash_mla_decodes(tokens, heads, extra, sizes):
-    """Ragged lens, slots that do not exist, NaN in unused rows, sinks of inf, tokens without any
+    """Ragged lengths, slots that do not exist, NaN in unused rows, sinks of inf, tokens without any
     key, widths that are no multiple of its tiles."""
     pages = {"block": sizes[0], "extra_block": sizes[1]}
     case = decode_case(tokens + heads, tokens, heads, extra, **pages).on(DEVICE)
@@ -102,11 +100,13 @@ def test_flash_mla_decodes_pages(tokens, heads):
 
 @pytest.mark.parametrize("name", [DECODE, PAGED])
 def test_the_rotation_is_undone_behind_flash_mla(name):
-    case = turned(decode_case(5, 40, 64) if name == DECODE else paged_case(5, 40, 64)).on(DEVICE)
+    case = with_inverse_rope(
+        decode_case(5, 40, 64) if name == DECODE else paged_case(5, 40, 64)
+    ).on(DEVICE)
     check(name, case, call(name, case, impl="flash_mla"))
 
 
-def hostile_gathered(seed: int, tokens: int, heads: int, topk: int) -> Case:
+def adversarial_gathered(seed: int, tokens: int, heads: int, topk: int) -> Case:
     case = gathered_case(seed, tokens, heads, topk)
     q, kv, indices, lens, sink = case.tensors
     kv[1::2] = math.nan
@@ -115,12 +115,12 @@ def hostile_gathered(seed: int, tokens: int, heads: int, topk: int) -> Case:
     lens[::4] = i32([0, -5, INT32_MAX, topk + 1])[torch.arange(len(lens[::4])) % 4]
     indices[1] = -1
     behind = torch.arange(topk) >= lens[:, None]
-    return Case("hostile", (q, kv, torch.where(behind, 1, indices), lens, sink), case.settings)
+    return Case("adversarial", (q, kv, torch.where(behind, 1, indices), lens, sink), case.settings)
 
 
 @pytest.mark.parametrize("topk", [640, 100])
 @pytest.mark.parametrize("heads", [64, 128])
-@pytest.mark.parametrize("make", [gathered_case, hostile_gathered])
+@pytest.mark.parametrize("make", [gathered_case, adversarial_gathered])
 def test_flash_mla_attends_to_gathered_rows(make, heads, topk):
     case = make(heads, 200, heads, topk).on(DEVICE)
     check(GATHERED, case, call(GATHERED, case, impl="flash_mla"))
@@ -207,20 +207,20 @@ LENS = ("none", "one key", "random", "mostly none", "whole blocks", "full", "one
 
 def lens_of(what: str, tokens: int, width: int) -> Tensor:
     made = torch.Generator().manual_seed(tokens)
-    drawn = torch.randint(0, width + 1, (tokens,), generator=made)
+    sampled = torch.randint(0, width + 1, (tokens,), generator=made)
     return {
-        "none": drawn * 0,
-        "one key": drawn * 0 + 1,
-        "random": drawn,
-        "mostly none": torch.where(drawn * 8 > width, 0, drawn * 8),
-        "whole blocks": drawn // 64 * 64,
-        "full": drawn * 0 + width,
+        "none": sampled * 0,
+        "one key": sampled * 0 + 1,
+        "random": sampled,
+        "mostly none": torch.where(sampled * 8 > width, 0, sampled * 8),
+        "whole blocks": sampled // 64 * 64,
+        "full": sampled * 0 + width,
         "one long": torch.where(torch.arange(tokens) == tokens // 2, width, 7),
     }[what].to(DEVICE, torch.int32)
 
 
 def their_metadata(heads: int, swa_lens: Tensor, extra_lens: Tensor | None, width: int):
-    """What FlashMLA plans for such lens."""
+    """What FlashMLA plans for such lengths."""
     tokens, page = swa_lens.shape[0], MainLayout(64).allocate(1, DEVICE)
     q = torch.zeros(tokens, 1, heads, 512, dtype=torch.bfloat16, device=DEVICE)
     view = adapter.kernel_view(page, 64)
@@ -252,7 +252,7 @@ def test_our_metadata_is_that_of_flash_mla(tokens, heads, extra):
 
 @pytest.mark.parametrize(("name", "extra"), [(DECODE, None), (DECODE, 512), (PAGED, None)])
 def test_a_captured_step_makes_its_metadata(name, extra):
-    """Once for two calls; bit-equal to what FlashMLA plans itself, and following the lens."""
+    """Once for two calls; bit-equal to what FlashMLA plans itself, and following the lengths."""
 
     def run(case):
         q, _, swa, swa_lens = case.tensors[:4]
@@ -274,22 +274,22 @@ def test_a_captured_step_makes_its_metadata(name, extra):
         settings = {**case.settings, "impl": "flash_mla"}
         return [getattr(ops, name)(*tensors, **settings) for _ in range(2)]
 
-    def drawn(seed):
+    def sampled(seed):
         if name == PAGED:
             return paged_case(seed, 33, 64).on(DEVICE)
         return decode_case(seed, 33, 64, extra).on(DEVICE)
 
-    case = drawn(1)
+    case = sampled(1)
     graph, outputs = captured(lambda: run(case))
     for seed in range(3):
-        for tensor, new in zip(case.tensors, drawn(seed + 5).tensors, strict=True):
+        for tensor, new in zip(case.tensors, sampled(seed + 5).tensors, strict=True):
             if tensor is not None:
                 tensor.copy_(new)
         graph.replay()
         own = call(name, case, impl="flash_mla")
         for found in outputs:
             check(name, case, found)
-            assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, own, strict=True))
+            assert all(torch.equal(ours, other) for ours, other in zip(found, own, strict=True))
 
 
 @pytest.mark.parametrize("impl", ["flash_mla", "deep_gemm"])
@@ -386,7 +386,7 @@ def test_compiled_and_captured(name, dynamic):
 
 @pytest.mark.parametrize("with_plan", [False, True])
 def test_a_captured_call_follows_its_lens(with_plan):
-    """FlashMLA plans inside the graph, or has a plan that no lens decides."""
+    """FlashMLA plans inside the graph, or has a plan that no lengths decides."""
     case = decode_case(1, 33, 64).on(DEVICE)
     plan = plan_of(case) if with_plan else None
     graph, outputs = captured(lambda: planned(case, plan))
@@ -469,34 +469,14 @@ def test_a_symbolic_batch_has_auto_take_ours():
         assert "_flashmla_C" not in code
 
 
-def test_max_autotune_measures():
-    """One of the executions that can run here, whichever was faster, and a result that is right."""
-    case = decode_case(0, 150, 128, 1024).on(DEVICE)
-    measure._measured.cache_clear()
-    compiled = torch.compile(
-        lambda *tensors: tuple(ops.sparse_mla_decode(*tensors, **case.settings)),
-        fullgraph=True,
-        dynamic=False,
-        options={"max_autotune": True},
-    )
-    with torch._inductor.config.patch(force_disable_caches=True):
-        result, code = compile_and_get_code(compiled, *case.tensors[:8])
-    check(DECODE, case, result)
-    assert measure._measured.cache_info().currsize == 1
-    values = OPS[DECODE].arguments(case.tensors, case.settings)
-    chosen = measure._measured(DECODE, ("triton", "flash_mla"), measure._signature(values))
-    assert measure._measured.cache_info().misses == 1
-    assert ("_flashmla_C" in code) == (chosen == "flash_mla")
-
-
 def test_the_benchmark_of_the_table_runs():
     for op, rows in ((DECODE, 512), (PAGED, 128), (GATHERED, 128)):
-        made = example(op, bench_choice.like(op, 64, 64, rows))
+        made = bench_choice.example(op, bench_choice.like(op, 64, 64, rows))
         for impl in ("flash_mla", "reference" if op == GATHERED else "triton"):
             assert bench_choice.device_us(op, impl, [made, made]) > 0
         if op == DECODE:
             assert bench_choice.device_us(op, "flash_mla", [made], planned=True) > 0
-    made = example("indexer_select", bench_choice.like("indexer_select", 64, 64, 1024))
+    made = bench_choice.example("indexer_select", bench_choice.like("indexer_select", 64, 64, 1024))
     assert bench_choice.device_us("indexer_select", "deep_gemm", [made, made]) > 0
 
 

@@ -51,7 +51,7 @@ SHAPES = [(1, 2048, 64), (64, 4096, 32), (130, 8192, 64)]
 
 @pytest.mark.parametrize(("tokens", "rows", "heads"), SHAPES)
 def test_deep_gemm_selects_exactly_where_scores_are_exact(tokens, rows, heads):
-    """Pages that do not exist, requests that do not, tokens without a row, ties."""
+    """Blocks that do not exist, requests that do not, tokens without a row, ties."""
     batch = Batch(num_tokens=tokens, max_rows=rows, heads=heads)
     batch.table[:, 1::9] = batch.cache.shape[0] + 5
     batch.table[0, 2::11] = INT32_MAX
@@ -69,13 +69,13 @@ def test_deep_gemm_selects_exactly_where_scores_are_exact(tokens, rows, heads):
 def test_deep_gemm_scores_are_near(tokens, rows, heads):
     """Upstream's tolerance: 5e-6 of the squared difference."""
     batch = Batch(num_tokens=tokens, max_rows=rows, heads=heads, whole=False)
-    theirs, ours = deep_gemm(batch), deep_gemm(batch, impl="triton")
+    upstream, ours = deep_gemm(batch), deep_gemm(batch, impl="triton")
     exist = ours > -math.inf
-    assert torch.equal(theirs > -math.inf, exist)
-    left, right = theirs[exist].double(), ours[exist].double()
+    assert torch.equal(upstream > -math.inf, exist)
+    left, right = upstream[exist].double(), ours[exist].double()
     assert 1 - 2 * (left * right).sum() / (left.square() + right.square()).sum() < 5e-6
     lens = ((batch.positions + 1) // batch.ratio).int()
-    assert torch.equal(deep_gemm(batch, 512), ops.indexer_topk(theirs, lens, topk=512))
+    assert torch.equal(deep_gemm(batch, 512), ops.indexer_topk(upstream, lens, topk=512))
 
 
 @pytest.mark.parametrize("topk", [None, 512])
@@ -128,10 +128,10 @@ def test_the_schedule_is_that_of_deep_gemm(what: str, rows: int) -> None:
     library = libraries.load(libraries.DEEP_GEMM)
     lens = lens_of(what, rows)
     settings = {"block_size": 64, "num_sms": library.get_num_sms()}
-    theirs = library.get_paged_mqa_logits_metadata(lens[:, None], *settings.values())
-    assert torch.equal(ops.paged_mqa_logits_metadata(lens, **settings), theirs)
+    upstream = library.get_paged_mqa_logits_metadata(lens[:, None], *settings.values())
+    assert torch.equal(ops.paged_mqa_logits_metadata(lens, **settings), upstream)
     compiled = torch.compile(ops.paged_mqa_logits_metadata, fullgraph=True, dynamic=True)
-    assert torch.equal(compiled(lens, **settings), theirs)
+    assert torch.equal(compiled(lens, **settings), upstream)
 
 
 def test_a_captured_schedule_follows_its_lens() -> None:
@@ -142,8 +142,8 @@ def test_a_captured_schedule_follows_its_lens() -> None:
     for what in SCHEDULED:
         lens.copy_(lens_of(what, 150))
         graph.replay()
-        theirs = library.get_paged_mqa_logits_metadata(lens[:, None], *settings.values())
-        assert torch.equal(schedule, theirs)
+        upstream = library.get_paged_mqa_logits_metadata(lens[:, None], *settings.values())
+        assert torch.equal(schedule, upstream)
     empty = ops.paged_mqa_logits_metadata(lens[:0], **settings)
     assert not empty.any()
 

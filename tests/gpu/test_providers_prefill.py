@@ -1,6 +1,6 @@
-"""FlashMLA behind ``sparse_mla_prefill`` on a GPU: drawn and hostile calls, graphs, and what auto
-takes. Run there with ``pytest -m gpu tests``; ANCHOR_DIR names the bundle that holds the library.
-Compiled and packaged calls: test_gpu_providers.py."""
+"""FlashMLA behind ``sparse_mla_prefill`` on a GPU: sampled and adversarial calls, graphs, and what
+auto takes. Run there with ``pytest -m gpu tests``; ANCHOR_DIR names the bundle that holds the
+library. Compiled and packaged calls: test_gpu_providers.py."""
 
 import math
 
@@ -13,7 +13,6 @@ from dsv4_ops.dispatch import providers
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.kernels.sparse_mla import bf16_workspace as kernels
 from dsv4_ops.lowering.inspect import compile_and_get_code
-from dsv4_ops.lowering.measure import example
 from dsv4_ops.reference import bf16_workspace
 from dsv4_ops.reference.bf16_workspace import Prefill, Source
 from dsv4_ops.testing.case import Case
@@ -35,7 +34,7 @@ each_mode = pytest.mark.parametrize("mode", MODES)
 PER_TOKEN = (0, 2, 3, 7)
 
 
-def theirs(case: Case) -> tuple[Tensor, ...]:
+def upstream(case: Case) -> tuple[Tensor, ...]:
     """What FlashMLA gives, in memory that held NaN: what is not gathered stays as it was."""
     poison = torch.full((2**27,), math.nan, dtype=torch.bfloat16, device=DEVICE)
     del poison
@@ -44,67 +43,67 @@ def theirs(case: Case) -> tuple[Tensor, ...]:
 
 @each_mode
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (64, 128), (300, 64), (200, 128)])
-def test_drawn_batches(mode: str, tokens: int, heads: int) -> None:
-    """Ragged requests, some of them absent, padding, pages that do not exist, NaN in unused pages,
-    sinks of inf."""
+def test_sampled_batches(mode: str, tokens: int, heads: int) -> None:
+    """Ragged requests, some of them absent, padding, blocks that do not exist, NaN in unused
+    blocks, sinks of inf."""
     case = prefill_case(7 * tokens + heads, tokens, heads, mode).on(DEVICE)
-    check(PREFILL, case, theirs(case))
+    check(PREFILL, case, upstream(case))
 
 
 @pytest.mark.parametrize("topk", [1, 64, 511, 1024])
 @pytest.mark.parametrize(("window", "block"), [(1, 1), (128, 53), (1000, 256)])
 def test_sizes(window: int, block: int, topk: int) -> None:
     case = prefill_case(topk, 40, 64, "C4", window=window, block=block, topk=topk).on(DEVICE)
-    check(PREFILL, case, theirs(case))
+    check(PREFILL, case, upstream(case))
 
 
 @each_mode
 def test_requests_one_after_the_other_and_mixed(mode: str) -> None:
     """Bit for bit: a token has the same keys in the same order. Alone too."""
     case = prefill_case(9, 200, 64, mode).on(DEVICE)
-    whole = theirs(case)
+    whole = upstream(case)
     order = torch.randperm(200, generator=generator(1)).to(DEVICE)
     for chosen in (order, slice(7, 8), slice(50, 200)):
         tensors = [
             each[chosen] if place in PER_TOKEN and each is not None else each
             for place, each in enumerate(case.tensors)
         ]
-        actual = theirs(Case(mode, tuple(tensors), case.settings))
+        actual = upstream(Case(mode, tuple(tensors), case.settings))
         for left, right in zip(actual, whole, strict=True):
             assert torch.equal(left, right[chosen])
 
 
-def hostile(case: Case, seed: int) -> Case:
+def adversarial(case: Case, seed: int) -> Case:
     """A third of all integers replaced by ones that name nothing, or something else."""
     made = generator(seed)
     extremes = (-1, INT32_MIN, INT32_MAX, INT32_MAX - 1, 0, 1, 700)
 
-    def drawn(tensor: Tensor, *more: int) -> Tensor:
+    def sampled(tensor: Tensor, *more: int) -> Tensor:
         pool = torch.tensor([*extremes, *more], dtype=tensor.dtype)
         wild = pool[integers(made, 0, len(pool), *tensor.shape).long()]
         return torch.where(torch.rand(tensor.shape, generator=made) < 0.3, wild, tensor)
 
     tensors = list(case.tensors)
-    tensors[2] = drawn(tensors[2], 2**63 - 1, -(2**63), 2**40)
+    tensors[2] = sampled(tensors[2], 2**63 - 1, -(2**63), 2**40)
     for place in (3, 4, 6, 7):
-        tensors[place] = None if tensors[place] is None else drawn(tensors[place])
-    for place in (1, 5):  # a table may name a page that held NaN
+        tensors[place] = None if tensors[place] is None else sampled(tensors[place])
+    for place in (1, 5):  # a table may name a block that held NaN
         if tensors[place] is not None:
             tensors[place] = torch.where(tensors[place] == 0xFF, 0, tensors[place])
-    return Case("hostile", tuple(tensors), case.settings)
+    return Case("adversarial", tuple(tensors), case.settings)
 
 
 @each_mode
 @pytest.mark.parametrize("seed", range(3))
-def test_hostile_values(mode: str, seed: int) -> None:
-    case = hostile(prefill_case(seed, 100, 64, mode), seed).on(DEVICE)
-    check(PREFILL, case, theirs(case))
+def test_adversarial_values(mode: str, seed: int) -> None:
+    case = adversarial(prefill_case(seed, 100, 64, mode), seed).on(DEVICE)
+    check(PREFILL, case, upstream(case))
 
 
 @each_mode
 def test_lists_and_rows_are_those_of_the_definition(mode: str) -> None:
     """Every integer, and every bit of the rows that lists name."""
-    case = hostile(prefill_case(11, 1500, 64, mode), 4).on(DEVICE)
+    case = adversarial(prefill_case(11, 1500, 64, mode), 4).on(DEVICE)
     _, swa_cache, positions, owners, swa_table, cache, table, chosen, sink = case.tensors
     numbers = case.settings
     extra = None if cache is None else Source(cache, table, numbers["extra_block_size"])
@@ -116,7 +115,7 @@ def test_lists_and_rows_are_those_of_the_definition(mode: str) -> None:
     for name in ("lens", "sink"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
     column = torch.arange(actual.slots.shape[1], device=DEVICE)
-    counted = torch.where(column < actual.lens[:, None], actual.slots, -1)  # as far as lens go
+    counted = torch.where(column < actual.lens[:, None], actual.slots, -1)  # as far as lengths go
     assert torch.equal(counted, expected.slots)
     named = expected.slots.unique()[1:].long()
     assert len(named) > 1000
@@ -166,17 +165,17 @@ def test_nothing_synchronises() -> None:
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_auto_has_ours_where_the_library_runs(heads: int) -> None:
-    """By way of a copy of many tokens' rows, or from the pages: neither is FlashMLA's bits."""
+    """By way of a copy of many tokens' rows, or from the blocks: neither is FlashMLA's bits."""
     case = prefill_case(1, 512, heads, "C4", max_reqs=2).on(DEVICE)
     assert providers.choice_of(PREFILL, *case.tensors, **case.settings).impl == "triton"
-    auto, theirs = call(PREFILL, case), call(PREFILL, case, impl="flash_mla")
+    auto, upstream = call(PREFILL, case), call(PREFILL, case, impl="flash_mla")
     ours = call(PREFILL, case, impl="triton")
-    for left, right, other in zip(auto, theirs, ours, strict=True):
+    for left, right, other in zip(auto, upstream, ours, strict=True):
         torch.testing.assert_close(left, right, atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(left, other, atol=2e-2, rtol=2e-2)
 
 
 def test_the_benchmark_of_the_table_runs() -> None:
-    made = example(PREFILL, bench_choice.like(PREFILL, 512, 64, 512))
+    made = bench_choice.example(PREFILL, bench_choice.like(PREFILL, 512, 64, 512))
     for impl in ("flash_mla", "triton"):
         assert bench_choice.device_us(PREFILL, impl, [made, made]) > 0

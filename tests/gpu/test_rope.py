@@ -50,8 +50,9 @@ def insert(kv, cache, slots, layout):
 
 @pytest.mark.parametrize("name", [*FLOATS, "pack_seq", "unpack_seq"])
 def test_eager_on_cuda_agrees_with_the_cpu(name):
-    """Drawn calls of every configuration, with NaN, infinities and hostile slots and positions:
-    the kernel, or the reference in separate kernels of torch, against the reference on the CPU."""
+    """Sampled calls of every configuration, with NaN, infinities and adversarial slots and
+    positions: the kernel, or the reference in separate kernels of torch, against the reference on
+        the CPU."""
     spec = OPS[name]
 
     @settings(

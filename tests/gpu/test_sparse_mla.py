@@ -23,7 +23,7 @@ from tests.support.attention_batches import (
     PAGED,
     PER_TOKEN,
     agrees,
-    agrees_when_drawn,
+    agrees_when_sampled,
     case_of,
     decode_case,
     gathered_case,
@@ -44,9 +44,9 @@ both_ops = pytest.mark.parametrize("name", [DECODE, PAGED])
 
 @both_ops
 @pytest.mark.parametrize("part", range(4))
-def test_drawn_calls(name: str, part: int) -> None:
+def test_sampled_calls(name: str, part: int) -> None:
     """Every configuration, plain layouts and one-head batches included."""
-    agrees_when_drawn(name, part)
+    agrees_when_sampled(name, part)
 
 
 @both_ops
@@ -128,7 +128,7 @@ def test_nothing_to_attend_with(name: str) -> None:
 @both_ops
 @pytest.mark.parametrize("num_splits", [0, 1])
 def test_unused_bytes_change_nothing(name: str, num_splits: int) -> None:
-    """Rows, pages and padding bytes that no token reads are 0 in one run and NaN in the other."""
+    """Rows, blocks and padding bytes that no token reads are 0 in one run and NaN in the other."""
     for tokens in (3, 64):
         zero, nan = (
             kernel(name, case_of(name, 5, tokens, 64, fill=fill, num_splits=num_splits))
@@ -155,7 +155,7 @@ def test_magnitudes_of_values(name: str, exponent: int) -> None:
 def test_an_infinite_value_leaves_the_other_dimensions_alone() -> None:
     """Of one key that all heads see, half of them with a weight of 0. In one split float32 sums are
     rounded once; both round the weights to bf16, against other maxima."""
-    case = decode_case(4, 6, 64, None, hostile=False)
+    case = decode_case(4, 6, 64, None, adversarial=False)
     layout = MainLayout(64)
     slot = int(case.tensors[2][1, 0])
     start = layout.data_offset(slot % 64) + layout.code_dim
@@ -244,7 +244,7 @@ def inputs_of(case: Case) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("captured_by", ["inductor", "torch.cuda.graph"])
 @pytest.mark.parametrize("tokens", [4, 64])
 def test_captured_steps_follow_their_lens(name: str, captured_by: str, tokens: int) -> None:
-    """One compiled graph with our kernels, replayed after lens, indices and queries changed in
+    """One compiled graph with our kernels, replayed after lengths, indices and queries changed in
     place, without a host sync."""
     torch._dynamo.reset()
     case = case_of(name, 0, tokens, 64)

@@ -55,7 +55,7 @@ def test_caches_beyond_4_gib(gpu_memory_alone: None, name: str, kind: str) -> No
     k, far = keys_of(made, len(slots)), len(slots)
     large, small = layout.allocate(blocks, DEVICE), layout.allocate(far, "cpu")
     assert large.nbytes > 2**32
-    near = torch.arange(far) * 64 + slots % 64  # a page each, the same row of it
+    near = torch.arange(far) * 64 + slots % 64  # a block each, the same row of it
     for cache, places in ((large, slots), (small, near)):
         rows = k.to(cache.device), cache, places.to(cache.device)
         if kind == "plain":
@@ -79,8 +79,8 @@ def test_caches_beyond_4_gib(gpu_memory_alone: None, name: str, kind: str) -> No
             extra = (cache, torch.full_like(lens, 150), torch.arange(tokens).int(), pages)
         return Case("far", (q, *swa, *extra, sink, *BARE), settings_of(64, 64, layout=kind))
 
-    # pages of the large cache hold two of the rows each, those of the small one a row: the paged
-    # op sees them as far as the table says, so both must hold the same pages
+    # blocks of the large cache hold two of the rows each, those of the small one a row: the paged
+    # op sees them as far as the table says, so both must hold the same blocks
     if name == PAGED:
         small = small.new_zeros(layout.shape(far))
         small.copy_(large[(slots // 64).to(DEVICE)])

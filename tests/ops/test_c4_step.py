@@ -26,7 +26,7 @@ SPEC = OPS["insert_c4_step"]
 CACHES = ("swa_cache", "states", "k_cache", "indexer_states", "indexer_cache")
 OP_TESTING = SPEC.implementation("testing")
 MODEL = OP_TESTING.settings[0]
-drawn = settings(
+sampled = settings(
     max_examples=80,
     deadline=None,
     derandomize=True,
@@ -87,10 +87,10 @@ def test_parameters_are_those_of_the_cases() -> None:
 
 
 def test_it_is_the_four_ops_one_behind_the_other() -> None:
-    """Bit for bit, over drawn batches in which each of the caches is written to."""
+    """Bit for bit, over sampled batches in which each of the caches is written to."""
     written = dict.fromkeys(CACHES, 0)
 
-    @drawn
+    @sampled
     @given(testing.strategy("insert_c4_step"))
     def compare(case: Case) -> None:
         left = outcome(ops.insert_c4_step, case)
@@ -134,7 +134,7 @@ def test_compiled_it_is_the_four_ops_compiled() -> None:
     with torch.fx.experimental._config.patch(use_duck_shape=False):
         assert_equal(outcome(one, first), outcome(four, first))
 
-    @settings(drawn, max_examples=40)
+    @settings(sampled, max_examples=40)
     @given(OP_TESTING.strategy(settings=MODEL, min_size=2))
     def compare(case: Case) -> None:
         tensors = Case(case.name, case.tensors)
@@ -145,9 +145,9 @@ def test_compiled_it_is_the_four_ops_compiled() -> None:
 
 
 def test_arguments_may_have_any_strides() -> None:
-    """Caches whose pages lie apart among them."""
+    """Caches whose blocks lie apart among them."""
 
-    @settings(drawn, max_examples=40)
+    @settings(sampled, max_examples=40)
     @given(testing.strategy("insert_c4_step"))
     def compare(case: Case) -> None:
         tensors = case.copy(strided_copy).tensors
@@ -206,7 +206,7 @@ def test_exact_bytes_and_float64_rows_are_those_of_the_oracles() -> None:
     """Each part takes the tensors that are its own."""
     rows = [0, 0]
 
-    @settings(drawn, max_examples=30)
+    @settings(sampled, max_examples=30)
     @given(testing.strategy("insert_c4_step"))
     def compare(case: Case) -> None:
         bits, numbers = (

@@ -1,4 +1,5 @@
-"""The compressor: windows by hand, the oracle, hostile values, what is written and what is read."""
+"""The compressor: windows by hand, the oracle, adversarial values, what is written and what is
+read."""
 
 import math
 from typing import Any
@@ -19,7 +20,7 @@ from tests.helpers import i32, i64, strided
 from tests.oracles import compressor as oracles
 
 LN2, LN3 = math.log(2), math.log(3)
-drawn = settings(
+sampled = settings(
     max_examples=100,
     deadline=None,
     derandomize=True,
@@ -29,7 +30,7 @@ drawn = settings(
 
 
 def compress(rows: list[list[float]], **changed: Any) -> Tensor:
-    """One request, windows of two, pages of one; the first rows of a plain cache."""
+    """One request, windows of two, blocks of one; the first rows of a plain cache."""
     kv_score = torch.tensor(rows)
     tokens, width = kv_score.shape[0], kv_score.shape[1] // 2
     overlap = changed.pop("overlap", False)
@@ -166,7 +167,7 @@ def test_rope_turns_the_last_pairs_at_the_first_position_of_the_window() -> None
     assert_rows(rows[:2], norm, [norm[0], norm[1], -norm[3], norm[2]])
 
 
-def test_a_window_past_the_table_is_not_turned() -> None:
+def test_a_window_past_the_table_is_not_rotated() -> None:
     table = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
     rows = compress([[3.0, 4.0, 0.0, 0.0]] * 4, cos_sin_cache=table)
     norm = unit(3, 4)
@@ -208,7 +209,7 @@ def test_float64_results_are_those_of_the_oracle() -> None:
     """``precise`` is what every execution is measured against."""
     seen = [0]
 
-    @drawn
+    @sampled
     @given(testing.strategy("compress_and_insert"))
     def compare(case: Case) -> None:
         num_slots = case.tensors[8].shape[0] * case.settings["block_size"]
@@ -261,7 +262,7 @@ def test_a_quantised_row_is_what_the_insert_makes_of_the_bfloat16_row(layout: st
 def test_arguments_may_have_any_strides() -> None:
     op_testing = testing.op_testing("compress_and_insert")
 
-    @settings(drawn, max_examples=40)
+    @settings(sampled, max_examples=40)
     @given(testing.strategy("compress_and_insert"))
     def compare(case: Case) -> None:
         expected = case.run(OPS["compress_and_insert"].reference, (8,))
@@ -295,7 +296,7 @@ def test_pages_may_lie_apart() -> None:
 def test_only_written_rows_change() -> None:
     """Every byte outside of the slots of finished windows is as before."""
 
-    @drawn
+    @sampled
     @given(testing.strategy("compress_and_insert"))
     def compare(case: Case) -> None:
         written = case.run(ops.compress_and_insert, (8,))

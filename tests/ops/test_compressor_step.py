@@ -27,7 +27,7 @@ from tests.support.compressor_steps import (
 )
 
 LN2, LN3 = math.log(2), math.log(3)
-drawn = settings(
+sampled = settings(
     max_examples=100,
     deadline=None,
     derandomize=True,
@@ -99,10 +99,10 @@ def same_bytes(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 def test_a_step_is_what_its_two_ops_are_in_either_order() -> None:
-    """Drawn calls, none of which saves a state where one of its windows reads another."""
+    """Sampled calls, none of which saves a state where one of its windows reads another."""
     saved = [0]
 
-    @drawn
+    @sampled
     @given(testing.strategy("save_and_compress"))
     def compare(case: Case) -> None:
         written = case.copy()
@@ -116,11 +116,11 @@ def test_a_step_is_what_its_two_ops_are_in_either_order() -> None:
     assert saved[0] > 50
 
 
-def test_drawn_calls_save_next_to_what_they_read() -> None:
-    """On the same pages, but not the same rows."""
+def test_sampled_calls_save_next_to_what_they_read() -> None:
+    """On the same blocks, but not the same rows."""
     beside = [0]
 
-    @drawn
+    @sampled
     @given(testing.strategy("save_and_compress"))
     def look(case: Case) -> None:
         windows = Case(case.name, (*case.tensors[:4], *case.tensors[5:]), case.settings)
@@ -134,7 +134,7 @@ def test_drawn_calls_save_next_to_what_they_read() -> None:
 
 
 def test_the_functional_form_writes_nothing() -> None:
-    @settings(drawn, max_examples=30)
+    @settings(sampled, max_examples=30)
     @given(testing.strategy("save_and_compress"))
     def compare(case: Case) -> None:
         given_to = case.copy()
@@ -146,7 +146,7 @@ def test_the_functional_form_writes_nothing() -> None:
 
 
 def test_arguments_may_have_any_strides() -> None:
-    @settings(drawn, max_examples=40)
+    @settings(sampled, max_examples=40)
     @given(testing.strategy("save_and_compress"))
     def compare(case: Case) -> None:
         views = [
@@ -162,7 +162,7 @@ def test_arguments_may_have_any_strides() -> None:
 @pytest.mark.parametrize("kind", LENS)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_cut_into_steps_gives_the_same_rows(kind: str, seed: int) -> None:
-    """Chunks that straddle windows, padding tokens, pages that are used again: as one pass of the
+    """Chunks that straddle windows, padding tokens, blocks that are used again: as one pass of the
     two ops."""
     weights, sequences = random_weights(kind, 1), random_sequences(kind, LENS[kind], 2)
     whole = Engine(kind, weights, LENS[kind])
@@ -209,7 +209,7 @@ def test_a_compiled_step_writes_states_and_cache_in_place() -> None:
 
 
 def test_a_plain_cache_of_pages_that_lie_apart() -> None:
-    """Pages of states and cache at a distance, with other values between them."""
+    """Blocks of states and cache at a distance, with other values between them."""
     case = next(c for c in testing.cases_of("save_and_compress") if c.name == "two windows")
     expected, values = by_two_ops(case), case.tensors[2].shape[1]
     wide, apart = torch.full((2, 2 * values), 3.0), torch.full((1, 5, 1), 3.0)

@@ -1,4 +1,4 @@
-"""The compressor over whole sequences: however they are cut into steps, the cache is the same."""
+"""The compressor over whole sequences: however they are split into steps, the cache is the same."""
 
 from random import Random
 from typing import Any
@@ -75,7 +75,7 @@ def test_one_pass_is_what_the_oracle_says(kind: str) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_any_cut_into_steps_gives_the_same_rows(kind: str, seed: int) -> None:
     """Chunks that straddle windows, empty ones, padding tokens; states saved before or after, all
-    of them or those that are still needed; pages used again under stale table entries."""
+    of them or those that are still needed; blocks used again under stale table entries."""
     whole, sequences = in_one_pass(kind)
     engine = Engine(kind, whole.weights, LENS[kind], seed=seed)
     run_in_chunks(engine, sequences, Random(seed), (2, 9, 60)[seed % 3])
@@ -120,7 +120,7 @@ def test_quantised_caches_differ_by_few_codes_between_cuts(kind: str) -> None:
 
 
 def test_what_a_request_leaves_behind_is_of_no_use_to_the_next() -> None:
-    """Two requests, one after the other, in the same pages: the second is as if it were alone."""
+    """Two requests, one after the other, in the same blocks: the second is as if it were alone."""
     kind = "C4"
     weights = random_weights(kind, 1)
     first, second = random_sequences(kind, [37, 30], 4)

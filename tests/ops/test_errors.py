@@ -94,13 +94,13 @@ def test_as_many_requests_as_the_limit_allows() -> None:
 
 def test_as_many_tokens_in_a_plan_as_the_limit_allows() -> None:
     """All with one block of keys, but for the last with 8 times as many as all others. It comes
-    first, in two pieces where a quarter of the programs is one."""
+    first, in two splits where a quarter of the programs is one."""
     lens = torch.ones(LIMIT, dtype=torch.int32)
     lens[-1] = 64 * 8 * (LIMIT - 1)
     ones = i32([[token, 0, 1, 0] for token in range(LIMIT - 1)])
-    for programs, pieces in ((2, 1), (4, 2)):
-        long = [[LIMIT - 1, piece, pieces, 0] for piece in range(pieces)]
-        none = [[-1] * 4] * (programs + 1 - pieces)
+    for programs, splits in ((2, 1), (4, 2)):
+        long = [[LIMIT - 1, split, splits, 0] for split in range(splits)]
+        none = [[-1] * 4] * (programs + 1 - splits)
         plan = ops.sparse_mla_plan(lens, num_heads=64, num_programs=programs)
         assert torch.equal(plan, torch.cat([i32(long), ones, i32(none)]))
 

@@ -20,7 +20,7 @@ from tests.helpers import NIGHTLY
 from tests.ops.test_contract import patterns
 from tests.oracles.indexer import indexer_select as oracle
 
-drawn = settings(
+sampled = settings(
     max_examples=60,
     deadline=None,
     derandomize=True,
@@ -55,7 +55,7 @@ def test_selection_equals_the_oracle_where_scores_are_exact(name):
     op_testing = testing.op_testing(name)
     used = [0]
 
-    @drawn
+    @sampled
     @given(testing.strategy(name))
     def compare(case):
         assume(len(op_testing.precise(*case.tensors, **case.settings)) == 1)
@@ -71,10 +71,10 @@ def test_selection_equals_the_oracle_where_scores_are_exact(name):
     assert used[0] >= 40
 
 
-def test_both_kinds_of_scores_are_drawn():
+def test_both_kinds_of_scores_are_sampled():
     op_testing, kinds = testing.op_testing("indexer_select"), []
 
-    @drawn
+    @sampled
     @given(testing.strategy("indexer_select"))
     def collect(case):
         if case.tensors[0].shape[0]:
@@ -250,7 +250,7 @@ def test_slots_are_what_the_translation_makes_of_the_rows():
 
 
 def test_slots_beyond_int32_are_absent():
-    """Of a cache of one page seen so many times that the public function would refuse it."""
+    """Of a cache of one block seen so many times that the public function would refuse it."""
     tensors, last = beyond_int32(), 2**31 - SIZE
     sizes = {"block_size": SIZE, "compress_ratio": 1, "topk": 130, "layout": IndexerLayout.tag}
     found = OPS["indexer_select"].reference(*tensors, **sizes, slots=True).tolist()

@@ -49,7 +49,7 @@ ROWS: dict[str, tuple[list[int], float, list[int]]] = {
     "nothing but NaN": ([0xFFC0] * 128, 2**-22, [0x7F] * 128),
 }
 
-# cu_seq_lens, block_table, num_rows -> the slot of every row, None if it has none; two rows a page
+# cu_seq_lens, block_table, num_rows -> the slot of every row, None if it has none; two rows a block
 GATHERS: dict[str, tuple[list[int], list[list[int]], int, list[int | None]]] = {
     "one request": ([0, 3], [[2, 0]], 3, [4, 5, 0]),
     "a row more than there are": ([0, 3], [[2, 0]], 4, [4, 5, 0, None]),
@@ -94,7 +94,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def random_cache(seed: int, pages: int, block_size: int, gap: int = 0) -> tuple[Tensor, Tensor]:
-    """A cache full of random bytes, ``gap`` bytes between its pages, and all the memory of it."""
+    """A cache full of random bytes, ``gap`` bytes between its blocks, and all the memory of it."""
     size = layout.IndexerLayout(block_size).page_bytes
     memory = bytearray(Random(seed).randbytes((pages + 2) * (size + gap)))
     base = torch.frombuffer(memory, dtype=torch.uint8).reshape(pages + 2, size + gap)
@@ -159,7 +159,7 @@ def test_a_row_becomes(case: tuple[list[int], float, list[int]]) -> None:
     cache = torch.full((3, 8640), 0xA5, dtype=torch.uint8)
     ops.quantize_and_insert_indexer_k(bf16([values]), cache, i64([130]), block_size=64)
     flat = cache.flatten()
-    # page 2, row 2
+    # block 2, row 2
     assert flat[17280 + 256 : 17280 + 384].tolist() == codes
     place = 17280 + 8192 + 8
     assert flat[place : place + 4].view(torch.float32).item() == scale
@@ -274,7 +274,7 @@ def test_nothing_to_write(pages: int, tokens: int, rows: int) -> None:
 
 
 def marked_cache() -> Tensor:
-    """Four pages of two rows: slot s has codes s + 1 and a scale that is a signalling NaN."""
+    """Four blocks of two rows: slot s has codes s + 1 and a scale that is a signalling NaN."""
     cache = torch.full((4, 576), 0xA5, dtype=torch.uint8)
     for slot in range(8):
         page, row = divmod(slot, 2)

@@ -33,7 +33,7 @@ BLOCKS: dict[str, tuple[list[int], int, list[int]]] = {
     "-450": ([0xC3E1], 128, [0xF6]),
     "largest value last": ([0] * 63 + [0x43E1], 128, [0] * 63 + [0x76]),
     "smallest subnormals": ([0x0001, 0x8001, 0x007F, 0x807F], 105, [0x00, 0x80, 0x00, 0x80]),
-    # 448 * 2^-22, one step above, and the scale's floor: 2^-31 is the smallest code, 2^-32 a tie
+    # 448 * 2^-22, one step above, and the smallest scale: 2^-31 is the smallest code, 2^-32 a tie
     "the smallest scale, full": ([0x38E0], 105, [0x7E]),
     "just above the smallest scale": ([0x38E1], 106, [0x76]),
     "below the smallest scale": ([0x3000, 0x2F80, 0x2F81, 0xB000], 105, [0x01, 0, 0x01, 0x81]),
@@ -102,7 +102,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def random_cache(seed: int, pages: int, block_size: int, gap: int = 0) -> tuple[Tensor, Tensor]:
-    """A cache full of random bytes, ``gap`` bytes between its pages, and all the memory of it."""
+    """A cache full of random bytes, ``gap`` bytes between its blocks, and all the memory of it."""
     size = layout.MainLayout(block_size).page_bytes
     memory = bytearray(Random(seed).randbytes((pages + 2) * (size + gap)))
     base = torch.frombuffer(memory, dtype=torch.uint8).reshape(pages + 2, size + gap)
@@ -360,7 +360,8 @@ def test_nothing_to_write(pages: int, tokens: int, rows: int) -> None:
 
 
 def random_values(rng: Random) -> list[int]:
-    """A row whose blocks are of one size each, with a few hostile values and RoPE of any bits."""
+    """A row whose blocks are of one size each, with a few adversarial values and RoPE of any
+    bits."""
     row = []
     for _ in range(7):
         top = rng.randrange(1, 0x7F80)
@@ -385,7 +386,7 @@ def test_random_batches() -> None:
 
 
 def test_a_cache_of_more_than_two_gigabytes() -> None:
-    memory = torch.empty(9 * 2**28, dtype=torch.uint8)  # reserved: only page 8 is ever touched
+    memory = torch.empty(9 * 2**28, dtype=torch.uint8)  # reserved: only block 8 is ever touched
     cache = memory.as_strided((9, 1728), (2**28, 1))
     k = bf16([row_of([], 0)])
     ops.quantize_and_insert_k_cache(k, cache, i64([17]), block_size=2)

@@ -43,7 +43,7 @@ Token = tuple[Any, int, int, tuple[list[int], list[int]] | None]
 def decode(
     entries: Any, slots: Any, given: Any = None, *, at: Any = (5, 0), swa=SLOTS, window=SLOTS
 ) -> Token:
-    """As many compressed slots as its lens counts; no slots for a token that does not exist."""
+    """As many compressed slots as its lengths counts; no slots for a token that does not exist."""
     return (swa, entries, given), *at, None if slots is None else (window, slots)
 
 
@@ -86,18 +86,18 @@ CASES = {
         decode([2, 1, 0], [22, 21, 20], INT32_MAX),
         local=True,
     ),
-    "global with hostile lens": case(
+    "global with adversarial lens": case(
         decode([20, 21, -1], [20, 21, -1], 4),
         decode([20, 21, -1], [20, 21, -1], INT32_MAX),
         decode([20, 21, -1], [], -1),
         decode([20, 21, -1], [], INT32_MIN),
     ),
-    "hostile slots": case(
+    "adversarial slots": case(
         decode([-2], [-1], swa=[INT32_MIN, INT32_MAX, 0, -7], window=[-1, INT32_MAX, 0, -1]),
         decode([INT32_MIN], [-1]),
         decode([INT32_MAX], [INT32_MAX]),
     ),
-    "hostile local rows": case(
+    "adversarial local rows": case(
         decode([INT32_MIN, 3, -2], [-1, 23]),
         decode([INT32_MAX, 4, 0], [-1, -1, 20]),
         prefill([-1, 3], 7, 0, [13, 14, 15], [-1, 23]),
@@ -165,7 +165,7 @@ CASES = {
         compressed_table=[[10], [12]],
         local=True,
     ),
-    # 2^31 / 4 = 536870912 window pages fit, and 2^31 / 2 = 1073741824 compressed ones
+    # 2^31 / 4 = 536870912 window blocks fit, and 2^31 / 2 = 1073741824 compressed ones
     "pages absent or beyond int32": case(
         decode([0, 3, 1], [-1, 1], at=(5, 1)),
         prefill([0, 2], 7, 0, AWAY, [-1, INT32_MAX - 1]),

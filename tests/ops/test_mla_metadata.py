@@ -32,8 +32,8 @@ def test_every_part_takes_what_it_has_time_for(lens, swa_width, extra_width, num
 def test_blocks_are_shared_without_gaps(num_tokens):
     """Every block of every token is in exactly one part, and splits are as many as parts that have
     some of a token's."""
-    drawn = torch.Generator().manual_seed(num_tokens)
-    lens = torch.randint(0, 8193, (num_tokens,), generator=drawn).int()
+    sampled = torch.Generator().manual_seed(num_tokens)
+    lens = torch.randint(0, 8193, (num_tokens,), generator=sampled).int()
     made = ops.flash_mla_metadata(lens, swa_width=8192, num_sm_parts=132)
     counts = ((lens + 63) // 64).clamp(min=1).tolist()
     splits = made[132:].flatten()[: num_tokens + 1].diff().tolist()

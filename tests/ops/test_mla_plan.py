@@ -1,5 +1,5 @@
 """The plan of sparse MLA: numbers by hand, what every plan must hold, and that no plan changes what
-tokens attend to. Drawn plans, fakes, graphs and exports: tests/ops/test_contract.py; the kernel
+tokens attend to. Sampled plans, fakes, graphs and exports: tests/ops/test_contract.py; the kernel
 with plans in Triton's interpreter: tests/kernels/interpreter/interpret_kernels.py."""
 
 from itertools import pairwise
@@ -32,22 +32,22 @@ def plan_of(swa: list[int], extra: list[int] | None = None, **sizes: int) -> lis
 
 
 @pytest.mark.parametrize(
-    ("length", "pieces"),
+    ("length", "splits"),
     [(0, 1), (1, 1), (64, 1), (65, 2), (128, 2), (129, 3), (192, 3), (193, 2), (256, 2), (257, 3)],
 )
-def test_one_token_on_three_programs(length: int, pieces: int) -> None:
-    """4 blocks of 64 keys on 3 programs are pieces of 2, so two of them."""
+def test_one_token_on_three_programs(length: int, splits: int) -> None:
+    """4 blocks of 64 keys on 3 programs are splits of 2, so two of them."""
     rows = plan_of([length], num_heads=8, num_programs=3)
-    assert rows == [[0, piece, pieces, 0] for piece in range(pieces)] + [ABSENT] * (4 - pieces)
+    assert rows == [[0, split, splits, 0] for split in range(splits)] + [ABSENT] * (4 - splits)
 
 
 @pytest.mark.parametrize(
     ("heads", "programs"), [(1, 6), (64, 6), (65, 3), (128, 3), (129, 2), (192, 2), (384, 1)]
 )
 def test_tiles_of_heads_share_the_programs(heads: int, programs: int) -> None:
-    """Six programs; 60 blocks are pieces of 10, 20, 30 and 60."""
+    """Six programs; 60 blocks are splits of 10, 20, 30 and 60."""
     rows = plan_of([3840], num_heads=heads, num_programs=6)
-    assert rows == [[0, piece, programs, 0] for piece in range(programs)] + [ABSENT]
+    assert rows == [[0, split, programs, 0] for split in range(programs)] + [ABSENT]
 
 
 def test_more_tiles_of_heads_than_programs() -> None:
@@ -71,7 +71,7 @@ def test_the_window_and_the_rows_round_up_apart() -> None:
 
 
 def test_partial_results_lie_behind_each_other() -> None:
-    """7, 1, 0, 5 and 2 blocks on 12 programs: pieces of up to 2 take 2 * 12 + 3 * 5 = 39, of up to
+    """7, 1, 0, 5 and 2 blocks on 12 programs: splits of up to 2 take 2 * 12 + 3 * 5 = 39, of up to
     3 take 3 * 12 + 3 * 3 = 45. Tokens of 2 blocks or more come first, then those of 1, of 0."""
     rows = plan_of([7 * 64, 1, 0, 5 * 64, 2 * 64], num_heads=64, num_programs=12)
     assert rows == [
@@ -90,10 +90,10 @@ def test_partial_results_lie_behind_each_other() -> None:
 
 
 def test_few_longer_pieces_or_more_shorter_ones() -> None:
-    """5 programs and as many tokens: one further piece. Of 15 blocks pieces of 5 take 5 * 5 + 3, of
-    6 take 33 and whole tokens 35. Of 20, 10, 1, 2 and 7 blocks pieces of 10 take 53, of 11 take 58.
-    One program more and 2 further pieces are as many as there may be: of 6 programs and 4 tokens
-    of 16, 10, 1 and 7 blocks (a mean of 6) pieces of 8 take 6 * 8 + 3 * 2, of 6 would be 3."""
+    """5 programs and as many tokens: one extra split. Of 15 blocks splits of 5 take 5 * 5 + 3, of
+    6 take 33 and whole tokens 35. Of 20, 10, 1, 2 and 7 blocks splits of 10 take 53, of 11 take 58.
+    One program more and 2 extra splits are as many as there may be: of 6 programs and 4 tokens
+    of 16, 10, 1 and 7 blocks (a mean of 6) splits of 8 take 6 * 8 + 3 * 2, of 6 would be 3."""
     rows = plan_of([7 * 64, 1, 0, 5 * 64, 2 * 64], num_heads=64, num_programs=5)
     ordered = [[token, 0, 1, 0] for token in (3, 4, 1, 2)]
     assert rows == [[0, 0, 2, 0], [0, 1, 2, 0], *ordered, *[ABSENT] * 4]
@@ -105,7 +105,7 @@ def test_few_longer_pieces_or_more_shorter_ones() -> None:
 
 
 def test_longer_tokens_come_first() -> None:
-    """More tokens than programs, and no further pieces of so few: of 14ths of 31 blocks 31 are 14,
+    """More tokens than programs, and no extra splits of so few: of 14ths of 31 blocks 31 are 14,
     30 are 13, 3 and 4 are 1, 1 is 0; those of a class keep their order."""
     tiles = [3, 30, 1, 31, 1, 4]
     rows = plan_of([64 * count for count in tiles], num_heads=64, num_programs=2)
@@ -119,19 +119,19 @@ def test_no_token_and_no_keys() -> None:
 
 
 def test_lens_that_overflow_int32() -> None:
-    """3 tokens of 2^26 blocks: pieces of 2^25 * 3 on two programs, and of all of them on one."""
+    """3 tokens of 2^26 blocks: splits of 2^25 * 3 on two programs, and of all of them on one."""
     rows = plan_of([INT32_MAX] * 3, [INT32_MAX] * 3, num_heads=64, num_programs=2)
     assert rows == [[0, 0, 1, 0], [1, 0, 1, 0], [2, 0, 1, 0], ABSENT, ABSENT]
     rows = plan_of([INT32_MAX], [INT32_MIN], num_heads=64, num_programs=7)
-    assert rows == [[0, piece, 7, 0] for piece in range(7)] + [ABSENT]
+    assert rows == [[0, split, 7, 0] for split in range(7)] + [ABSENT]
 
 
 def test_tokens_of_several_pieces_come_before_those_of_one() -> None:
-    """150 tokens of 8 blocks and at last one of 40 on 132 programs: pieces of 10, the mean, take
-    1240 + 4 * (154 - 132) + 3 * 3 or 10 * 132. The last one comes first: joins look no further than
+    """150 tokens of 8 blocks and at last one of 40 on 132 programs: splits of 10, the mean, take
+    1240 + 4 * (154 - 132) + 3 * 3 or 10 * 132. The last one comes first: combines look up to
     as many rows as there are programs."""
     rows = plan_of([64 * 8] * 150 + [64 * 40], num_heads=64)
-    assert rows[:4] == [[150, piece, 4, 0] for piece in range(4)]
+    assert rows[:4] == [[150, split, 4, 0] for split in range(4)]
     assert [row[:3] for row in rows[4:154]] == [[token, 0, 1] for token in range(150)]
     rows = plan_of([64 * 10] * 150 + [64 * 40], num_heads=64)
     assert rows[0][:3] == [150, 0, 4]
@@ -147,7 +147,7 @@ def test_tokens_of_several_pieces_come_before_those_of_one() -> None:
 def test_properties(
     lens: list[tuple[int, int]], window_only: bool, num_heads: int, num_programs: int
 ) -> None:
-    """Exactly the pieces of every token, none above the size; room that the kernel has."""
+    """Exactly the splits of every token, none above the size; capacity that the kernel has."""
     swa, extra = [length for length, _ in lens], [length for _, length in lens]
     more = None if window_only else extra
     rows = plan_of(swa, more, num_heads=num_heads, num_programs=num_programs)
@@ -155,21 +155,21 @@ def test_properties(
     programs = oracle.programs_of(num_heads, num_programs)
     assert len(rows) == len(lens) + programs
     firsts = [number for number, row in enumerate(rows) if row[1] == 0 and row[2] > 1]
-    assert all(number < programs for number in firsts)  # where joins look
+    assert all(number < programs for number in firsts)  # where combines look
     real = [row for row in rows if row != ABSENT]
     assert rows == real + [ABSENT] * (len(rows) - len(real))
     assert all(value >= 0 for row in real for value in row)
     tiles = oracle.tiles_of(swa, more)
-    size, used = oracle.piece_size(tiles, programs), set()
+    size, used = oracle.split_size(tiles, programs), set()
     for token, count in enumerate(tiles):
         mine = [row[1:] for row in real if row[0] == token]
-        pieces = len(mine)
-        assert mine == [[piece, pieces, mine[0][2]] for piece in range(pieces)]
-        assert pieces > 1 or mine[0][2] == 0
-        bounds = [count * piece // pieces for piece in range(pieces + 1)]  # as the kernel cuts
+        splits = len(mine)
+        assert mine == [[split, splits, mine[0][2]] for split in range(splits)]
+        assert splits > 1 or mine[0][2] == 0
+        bounds = [count * split // splits for split in range(splits + 1)]  # as the kernel does
         assert all(right - left <= size for left, right in pairwise(bounds))
-        if pieces > 1:
-            places = set(range(mine[0][2], mine[0][2] + pieces))
+        if splits > 1:
+            places = set(range(mine[0][2], mine[0][2] + splits))
             assert not used & places
             used |= places
     assert used == set(range(len(used)))
@@ -177,13 +177,13 @@ def test_properties(
 
 
 def test_partial_results_of_as_many_pieces_as_programs() -> None:
-    """32 tokens of 66000 blocks on 64 programs: two pieces of each."""
+    """32 tokens of 66000 blocks on 64 programs: two splits of each."""
     rows = plan_of([64 * 66000] * 32, num_heads=64, num_programs=64)
     assert [row[2:] for row in rows[:32]] == [[2, 2 * token] for token in range(32)]
 
 
 def test_tokens_that_would_make_another_round_in_two_stay_whole() -> None:
-    """40 tokens of 18 blocks and 24 of 4 on 66 programs: in pieces of 13, the mean, or more the
+    """40 tokens of 18 blocks and 24 of 4 on 66 programs: in splits of 13, the mean, or more the
     former would be 80."""
     rows = plan_of([64 * 18] * 40 + [64 * 4] * 24, num_heads=128)
     assert [row[2] for row in rows] == [1] * 64 + [-1] * 66
@@ -208,7 +208,7 @@ def planned_call(kind: str, op: str, seed: int) -> oracles_mla.Call:
 
 
 def plans(found: oracles_mla.Call) -> dict[str, Tensor]:
-    """Plans of this batch, of others, and of what no lens give."""
+    """Plans of this batch, of others, and of what no lengths give."""
     tensors, tokens = found.tensors, found.tensors["q"].shape[0]
     own: Any = tensors["swa_lens"], tensors["extra_lens"]
     stale = i32([640, 0, 8192, 65][:tokens])

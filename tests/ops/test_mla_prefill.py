@@ -1,6 +1,6 @@
 """Sparse MLA for prefill: an oracle in Python floats that reads the bytes of the caches, and the
 ops and batches that it must agree with. Which keys a token sees:
-tests/ops/test_mla_prefill_keys.py; drawn calls, fakes, graphs and exports:
+tests/ops/test_mla_prefill_keys.py; sampled calls, fakes, graphs and exports:
 tests/ops/test_contract.py."""
 
 import math
@@ -60,7 +60,7 @@ def test_random_batches_cover_what_they_should() -> None:
     ratio=st.sampled_from((1, 2, 4, 8)),
     sizes=st.tuples(st.sampled_from((1, 2, 8)), st.sampled_from((1, 2, 3))),
     rows=st.sampled_from(("selected", "all", "none")),
-    hostile=st.sampled_from((0.0, 0.3)),
+    adversarial=st.sampled_from((0.0, 0.3)),
 )
 def test_batch_structures(seed: int, **structure: Any) -> None:
     check(batch(Random(seed), "fp32", **structure))
@@ -70,8 +70,8 @@ STARTS = [(0, 5), (7, 1), (3, 0), (8, 4)]
 
 
 def whole(kind: str, seed: int, **changed: Any) -> Prefill:
-    drawn = {"window": 4, "ratio": 2, "sizes": (2, 3), "hostile": 0.2, **changed}
-    return batch(Random(seed), kind, drawn.pop("requests", STARTS), **drawn)
+    sampled = {"window": 4, "ratio": 2, "sizes": (2, 3), "adversarial": 0.2, **changed}
+    return batch(Random(seed), kind, sampled.pop("requests", STARTS), **sampled)
 
 
 def same(call: Prefill, actual: Any, expected: Any) -> None:
@@ -136,7 +136,7 @@ LATE = [(3, 4), (9, 2), (30, 1)]  # every window of 4 is full
 def test_selected_rows_are_decode_over_their_slots(kind: str, requests: Any, seed: int) -> None:
     """C4. Bit for bit where every window is full, so that all keys are in the same order."""
     exact = requests is LATE
-    call = whole(kind, seed, requests=requests, padding=0 if exact else 1, hostile=0.0)
+    call = whole(kind, seed, requests=requests, padding=0 if exact else 1, adversarial=0.0)
     chosen, limit = call.tensors["topk_indices"], visible(call)[:, None]
     found = ops.global_topk_indices_and_lens(
         torch.where(chosen < limit, chosen, -1),
@@ -156,7 +156,9 @@ def test_selected_rows_are_decode_over_their_slots(kind: str, requests: Any, see
 def test_all_rows_are_paged_decode(kind: str, requests: Any, seed: int) -> None:
     """C128."""
     exact = requests is LATE
-    call = whole(kind, seed, requests=requests, rows="all", padding=0 if exact else 1, hostile=0.0)
+    call = whole(
+        kind, seed, requests=requests, rows="all", padding=0 if exact else 1, adversarial=0.0
+    )
     tensors = decode_tensors(call)
     tensors |= {name: call.tensors[name] for name in ("req_indices", "extra_block_table")}
     tensors["extra_lens"] = visible(call)
@@ -168,9 +170,9 @@ def test_all_rows_are_paged_decode(kind: str, requests: Any, seed: int) -> None:
 
 @each_kind
 @pytest.mark.parametrize("seed", range(4))
-def test_hostile_batches_are_decode_too(kind: str, seed: int) -> None:
+def test_adversarial_batches_are_decode_too(kind: str, seed: int) -> None:
     """Windows with holes, tokens of no request: the ops of decode skip the same."""
-    call = whole(kind, seed, hostile=0.4, rows="none")
+    call = whole(kind, seed, adversarial=0.4, rows="none")
     tensors = decode_tensors(call)
     same(call, call.run(), ops.sparse_mla_decode(**tensors, **shared_settings(call)))
 
@@ -178,8 +180,8 @@ def test_hostile_batches_are_decode_too(kind: str, seed: int) -> None:
 @each_kind
 @pytest.mark.parametrize("rows", ["selected", "all"])
 def test_pages_in_any_order(kind: str, rows: str) -> None:
-    """The same pages elsewhere in the caches, and requests elsewhere in the tables: every bit."""
-    call, made = whole(kind, 5, rows=rows, hostile=0.0), torch.Generator().manual_seed(0)
+    """The same blocks elsewhere in the caches, and requests elsewhere in the tables: every bit."""
+    call, made = whole(kind, 5, rows=rows, adversarial=0.0), torch.Generator().manual_seed(0)
     expected, moved = call.run(), {}
     for name in ("swa", "extra"):
         cache = call.tensors[f"{name}_cache"]
@@ -207,7 +209,7 @@ def test_unused_bytes_change_nothing(kind: str, seed: int) -> None:
 
 @each_kind
 def test_a_token_is_on_its_own(kind: str) -> None:
-    call = whole(kind, 2, hostile=0.0)
+    call = whole(kind, 2, adversarial=0.0)
     expected, q = call.run(), call.tensors["q"].clone()
     q[1], q[4] = NAN, INF
     actual = call.but(q=q).run()
@@ -219,7 +221,7 @@ def test_a_token_is_on_its_own(kind: str) -> None:
 @each_kind
 def test_a_key_of_nan_is_not_hidden(kind: str) -> None:
     """A NaN that a token sees reaches its output: here the first key, so that of tokens 0 to 3."""
-    call = whole(kind, 3, requests=[(0, 7)], padding=0, rows="none", hostile=0.0)
+    call = whole(kind, 3, requests=[(0, 7)], padding=0, rows="none", adversarial=0.0)
     page = int(call.tensors["swa_block_table"][0, 0])
     cache = call.tensors["swa_cache"].clone()
     cache[page, 0] = NAN if kind != "fp8" else 0x7F
@@ -278,7 +280,7 @@ def test_head_counts(kind: str, heads: int) -> None:
 )
 def test_the_budget_refuses_wrong_results(mistake: str) -> None:
     sink = torch.tensor([0.5, 1.0])
-    call = whole("fp8", 8, hostile=0.0).but(attn_sink=sink)
+    call = whole("fp8", 8, adversarial=0.0).but(attn_sink=sink)
     outcome = out, lse = call.run()
     if mistake == "no sink":
         out = call.but(attn_sink=None).run().out

@@ -30,9 +30,9 @@ def seen(
     extra: bool = True,
     **changed: Any,
 ) -> dict[str, int]:
-    """How often one token sees every key: w0..w7 on pages of the window, c0..c5 on pages of
-    compressed rows, two to a page. Key and value n are the n-th unit vector and the query is 0, so
-    that the output is one n-th for each of n keys. All other pages are NaN."""
+    """How often one token sees every key: w0..w7 on blocks of the window, c0..c5 on blocks of
+    compressed rows, two to a block. Key and value n are the n-th unit vector and the query is 0, so
+    that the output is one n-th for each of n keys. All other blocks are NaN."""
     names = [f"w{row}" for row in range(8)] + [f"c{row}" for row in range(6)]
     one_hot = torch.eye(len(names))
     caches = torch.full((2, 6, 2, len(names)), NAN)
@@ -98,7 +98,7 @@ def test_the_edges_of_the_window() -> None:
     ],
 )
 def test_all_rows_that_are_complete(ratio: int, counts: dict[int, int]) -> None:
-    """(position + 1) // ratio rows, no further than the table."""
+    """(position + 1) // ratio rows, up to the table."""
     for position, count in counts.items():
         expected = {f"c{row}": 1 for row in range(count)}
         assert seen(position, ratio=ratio, **NO_WINDOW) == expected, position
@@ -130,7 +130,7 @@ def test_rows_of_the_window_and_compressed_rows_both_count() -> None:
 
 @pytest.mark.parametrize("bad", [-1, -2, INT32_MIN, 6, 7, INT32_MAX])
 def test_pages_that_do_not_exist(bad: int) -> None:
-    """The second page of each: w2, w3 and c2, c3."""
+    """The second block of each: w2, w3 and c2, c3."""
     tables = {"swa_block_table": i32([[2, bad, 4, 3]]), "extra_block_table": i32([[3, bad, 2]])}
     rows = {"c0": 1, "c1": 1, "c4": 1, "c5": 1}
     assert seen(5, window=4, **tables) == {"w4": 1, "w5": 1, **rows}
@@ -145,7 +145,7 @@ def test_one_page_for_several_blocks() -> None:
 
 
 def test_tables_that_end_before_the_token() -> None:
-    """Pages for 4 positions and 2 rows: token 5 has lost w4 and w5, token 9 all of its window."""
+    """Blocks for 4 positions and 2 rows: token 5 has lost w4 and w5, token 9 all of its window."""
     tables = {"swa_block_table": i32([[2, 1]]), "extra_block_table": i32([[3]])}
     assert seen(5, window=4, **tables) == {"w2": 1, "w3": 1, "c0": 1, "c1": 1}
     assert seen(9, window=4, **tables) == {"c0": 1, "c1": 1}
@@ -167,7 +167,7 @@ def test_requests_that_do_not_exist(request_: int, topk: list[int] | None) -> No
 
 
 def test_every_token_has_the_pages_of_its_request() -> None:
-    """Tokens of two requests in turns, whose pages are one after the other."""
+    """Tokens of two requests in turns, whose blocks are one after the other."""
     cache = torch.arange(1.0, 9.0).view(4, 2, 1)
     out, lse = ops.sparse_mla_prefill(
         torch.zeros(5, 1, 1),

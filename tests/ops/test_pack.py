@@ -1,4 +1,4 @@
-"""Ragged requests as a rectangle: dtypes, hostile boundaries, and the way back."""
+"""Ragged requests as a rectangle: dtypes, adversarial boundaries, and the way back."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_weights_are_packed_as_queries_are():
     assert torch.equal(ops.unpack_seq(packed_scores, STARTS, num_tokens=9), scores)
 
 
-HOSTILE = (
+ADVERSARIAL = (
     [0, 3, 2, 9, 9, 9],
     [-5, -2, 4, 2**31 - 1, 2**31 - 1, 2**31 - 1],
     [-(2**31), -(2**31), 0, 2, 2**31 - 1, 2**31 - 1],
@@ -82,9 +82,9 @@ HOSTILE = (
 )
 
 
-@pytest.mark.parametrize("starts", HOSTILE)
+@pytest.mark.parametrize("starts", ADVERSARIAL)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_hostile_boundaries_read_nothing_outside(starts, compiled):
+def test_adversarial_boundaries_read_nothing_outside(starts, compiled):
     """Every row that is found is a row of the input, between sentinels that are not."""
     torch._dynamo.reset()
     memory = torch.full((30,), -1.0)

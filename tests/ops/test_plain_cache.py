@@ -22,7 +22,7 @@ DTYPES = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 KEPT, ZERO = "kept", "zero"
 
 # seq_lens, gather_lens, block_table, num_rows, offset -> the slot that every row of out comes from,
-# or what the row holds; four pages of two rows
+# or what the row holds; four blocks of two rows
 GATHERS: dict[str, tuple[list[int], Any, list[list[int]], int, int, list[list[Any]]]] = {
     "all rows": ([3], None, [[2, 0]], 4, 0, [[4, 5, 0, KEPT]]),
     "the last rows": ([3], [2], [[2, 0]], 4, 0, [[5, 0, KEPT, KEPT]]),
@@ -106,14 +106,14 @@ def bits(values: Tensor) -> Tensor:
 def noise(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
     generator, kind = torch.Generator().manual_seed(seed), DTYPES[dtype]
     limits = torch.iinfo(kind)
-    drawn = torch.randint(limits.min, limits.max, shape, dtype=kind, generator=generator)
-    return drawn.view(dtype)
+    sampled = torch.randint(limits.min, limits.max, shape, dtype=kind, generator=generator)
+    return sampled.view(dtype)
 
 
 def plain_cache(
     seed: int, pages: int, block_size: int, width: int, dtype: torch.dtype, gap: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """A cache of random bits, ``gap`` values between its pages, and all the memory of it."""
+    """A cache of random bits, ``gap`` values between its blocks, and all the memory of it."""
     base = noise(seed, (pages + 2, block_size * width + gap), dtype)
     cut = base[1 : pages + 1, : block_size * width]
     return cut.unflatten(1, (block_size, width)), base
@@ -399,7 +399,7 @@ LAYER_1 = {
 
 
 def test_views_of_one_tensor_for_all_layers():
-    """A graph writes where eager does, in any form of "the pages of layer 1" (torch rebuilds such
+    """A graph writes where eager does, in any form of "the blocks of layer 1" (torch rebuilds such
     views of graph inputs at offset 0 for an op that stays in the graph:
     tests/compile/test_upstream.py)."""
 

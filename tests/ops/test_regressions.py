@@ -115,7 +115,7 @@ def test_row_6_stale_swa_rows_behind_padding_tokens() -> None:
 
 
 def test_row_6_masked_lanes_have_addresses_outside_the_table() -> None:
-    """The table ends with the window: lanes behind pos would read column 1 of a one-page table."""
+    """The table ends with the window: lanes behind pos would read column 1 of a one-block table."""
     around = i32([[77, 77, 77], [77, 3, 77], [77, 77, 77]])
     table = around[1:2, 1:2]
     indices = call(
@@ -126,7 +126,7 @@ def test_row_6_masked_lanes_have_addresses_outside_the_table() -> None:
 
 
 def test_row_7_default_width_writes_past_a_narrower_buffer() -> None:
-    """The caller's width is the row's width, and longer sequences are cut to it."""
+    """The caller's width is the row's width, and longer sequences are truncated to it."""
     dense = ops.dense_compressed_indices(
         i64([767, 767]),
         i32([0, 1]),
@@ -170,8 +170,8 @@ def test_row_11_context_parallel_lengths_localised_before_expansion() -> None:
 
 
 def test_row_11_local_lengths_are_the_slots_of_the_rank() -> None:
-    """What a rank has stored of the first 1, 2, .. 40 positions is as long as its lens say, without
-    gaps, wherever turns and pages end."""
+    """What a rank has stored of the first 1, 2, .. 40 positions is as long as its lengths say,
+    without gaps, wherever turns and blocks end."""
     position, length = torch.arange(40), torch.arange(1, 41, dtype=torch.int32)
     batch = (position, torch.zeros_like(length), i32([[5, 2, 9, 7, 3, 8, 6, 4, 1, 0]]))
     for ranks, turn in ((2, 1), (2, 4), (4, 2), (3, 2)):
@@ -210,7 +210,7 @@ def test_row_11_context_parallel_slots_of_several_new_tokens() -> None:
 
 
 def test_row_13_shared_block_table_clamped_in_place() -> None:
-    """-1 survives every op that reads the table, and no op takes it for page 0."""
+    """-1 survives every op that reads the table, and no op takes it for block 0."""
     table = i32([[-1, 4]])
     request, position = i32([0]), i64([1])
     slots = ops.compressed_slot_mapping(

@@ -19,7 +19,7 @@ from tests.ops.test_contract import patterns
 from tests.oracles import rope as oracles
 
 YARN = {"theta": 160000.0, "scaling": ops.YarnScaling()}
-drawn = settings(
+sampled = settings(
     max_examples=40,
     deadline=None,
     database=None,
@@ -236,10 +236,10 @@ LAYOUTS = ("row", "column_padded", "ue8m0_packed")
 
 @pytest.mark.parametrize("scale_layout", LAYOUTS)
 def test_fp8_form_has_the_bytes_of_the_oracle(scale_layout):
-    """Codes and scales of the bf16 rows of ``inverse_rope_group``, hostile values included."""
+    """Codes and scales of the bf16 rows of ``inverse_rope_group``, adversarial values included."""
     options = {"num_groups": 2, "scale_layout": scale_layout}
 
-    @drawn
+    @sampled
     @given(OPS["inverse_rope_group_quantize"].implementation("testing").strategy(settings=options))
     def compare(case):
         values, scales = case.run(OPS["inverse_rope_group_quantize"].op)

@@ -101,7 +101,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         SMALL,
         [-1] * 12,
     ),
-    # 2^31 - 2 is row 2^30 - 2 of page 8, 2^33 + 2^30 - 2; 2^31 - 1 would be the row behind it
+    # 2^31 - 2 is row 2^30 - 2 of block 8, 2^33 + 2^30 - 2; 2^31 - 1 would be the row behind it
     "the last position there is": (
         [LAST_POSITION, *LATE_POSITIONS],
         [0] * 6,
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         {"block_size": 2**30, "compress_ratio": 1},
         [9_663_676_414, -1, -1, -1, -1, -1],
     ),
-    # 2^31 - 5 ends row 2^29 - 2 and 2^31 - 1 would end the next one, both of page 3
+    # 2^31 - 5 ends row 2^29 - 2 and 2^31 - 1 would end the next one, both of block 3
     "the last row there is": (
         [2**31 - 5, LAST_POSITION, INT32_MAX, 2**31 + 3, 2**32 + 3, 2**40 - 1, 2**63 - 1],
         [0] * 7,

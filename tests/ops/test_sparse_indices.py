@@ -45,7 +45,7 @@ Token = tuple[list[int], int, int, list[int]]
 
 class Case(NamedTuple):
     """Length and gathered length of every request; of every token its top-k, position, request
-    and the columns that count: as many as its lens, -1 behind them."""
+    and the columns that count: as many as its lengths, -1 behind them."""
 
     requests: Requests
     tokens: list[Token]
@@ -83,7 +83,7 @@ CASES = {
         ([4, -1], 8, 1, [24, -1, 31, 32]),
         ([-1, -1], 7, 0, [-1, -1, 10, 11]),
     ),
-    "hostile entries": case(
+    "adversarial entries": case(
         [(6, 6), (6, 6)],
         ([INT32_MIN, 7, INT32_MAX], 5, 0, [-1, 7, -1, 12, 13]),
         ([8, 0, 9], 5, 1, [-1, 20, -1, 32, 33]),
@@ -343,7 +343,7 @@ def test_keys_are_those_of_the_global_indices() -> None:
     assert compared > 1000
 
 
-def hostile_len(rng: Random, length: int) -> int:
+def adversarial_len(rng: Random, length: int) -> int:
     if rng.random() < 0.8:
         return length
     return rng.choice((0, -1, -4, 1, length + 1, length + 3, INT32_MAX, INT32_MIN, 2**30))
@@ -366,7 +366,7 @@ def combine_pairs() -> Iterator[tuple[Result, Result]]:
         lengths = oracles.prefill_gather_lens(
             batch.query_start_loc, batch.seq_lens, window_size=batch.window_size
         )
-        gather_lens = [hostile_len(rng, length) for length in lengths]
+        gather_lens = [adversarial_len(rng, length) for length in lengths]
         odd = (-1, -1, offset - 1, offset, min(rows, 2**30), INT32_MAX, INT32_MIN)
         width = topk + rng.choice((0, 0, 1, 3))
         usual = range(offset + 1)

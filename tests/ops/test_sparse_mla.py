@@ -1,5 +1,5 @@
 """Sparse MLA against an oracle in Python floats that reads the bytes of the caches, and the
-identities that hold bit for bit. Drawn calls, fakes, graphs and exports:
+identities that hold bit for bit. Sampled calls, fakes, graphs and exports:
 tests/ops/test_contract.py."""
 
 import math
@@ -155,7 +155,7 @@ def test_logits_beyond_what_exp_takes(sign: float, sink: float | None) -> None:
 
 
 def test_bytes_by_hand() -> None:
-    """Slot 130 of pages of 64 rows: data at byte 76032, RoPE at 76480, scales at 111760."""
+    """Slot 130 of blocks of 64 rows: data at byte 76032, RoPE at 76480, scales at 111760."""
     cache = torch.full(MainLayout(64).shape(3), 0xFF, dtype=torch.uint8)
     flat = cache.view(-1)
     flat[76032 : 76032 + 448] = 0
@@ -216,7 +216,7 @@ def test_window_and_extra_are_one_list(kind: str) -> None:
 @each_kind
 @pytest.mark.parametrize("seed", range(6))
 def test_unused_bytes_change_nothing(kind: str, seed: int) -> None:
-    """Rows, pages and padding bytes that hold no wanted row: 0 or NaN; entries behind the lens:
+    """Rows, blocks and padding bytes that hold no wanted row: 0 or NaN; entries behind the lengths:
     rows or slots that do not exist."""
     call = random_call(seed, kind, tokens=3)
     caches = {n: t for n, t in call.zeros.items() if call.tensors[n] is not None}
@@ -306,7 +306,7 @@ def test_splits_do_not_change_the_reference(kind: str, op: str) -> None:
 @each_kind
 @pytest.mark.parametrize("seed", range(12))
 def test_paged_is_indexed_over_the_dense_indices(kind: str, seed: int) -> None:
-    """Bit for bit, with hostile pages, requests and positions."""
+    """Bit for bit, with adversarial blocks, requests and positions."""
     call = oracles.random_paged(seed, kind)
     table, size = call.tensors["extra_block_table"][:2], call.settings["extra_block_size"]
     tokens = call.tensors["q"].shape[0]

@@ -29,7 +29,7 @@ from tests.oracles import batch as oracles
 SEEDS = range(300)
 EMPTY = [-1, -1, -1, -1]
 
-# positions, req_indices, block_table, block_size, window_size -> indices, lens
+# positions, req_indices, block_table, block_size, window_size -> indices, lengths
 CASES: dict[str, tuple[Any, ...]] = {
     "worked example": (
         [5, 1, 2],
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         [EMPTY] * 6,
         [4, 0, 0, 0, 0, 0],
     ),
-    # pages of 2^30: the window is rows 2^30 - 5 to 2^30 - 2 of page 1
+    # blocks of 2^30: the window is rows 2^30 - 5 to 2^30 - 2 of block 1
     "the last position there is": (
         [LAST_POSITION, *LATE_POSITIONS],
         [0] * 6,
@@ -114,7 +114,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         [[2_147_483_643, 2_147_483_644, 2_147_483_645, 2_147_483_646], *([EMPTY] * 5)],
         [4, 0, 0, 0, 0, 0],
     ),
-    # 2^31 / 4 = 536870912 pages fit
+    # 2^31 / 4 = 536870912 blocks fit
     "pages at the edge of int32": (
         [3] * 5,
         [0, 1, 2, 3, 4],
@@ -124,7 +124,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         [[2_147_483_644, 2_147_483_645, 2_147_483_646, 2_147_483_647], *([EMPTY] * 4)],
         [4, 4, 4, 4, 4],
     ),
-    # 2^31 / 3 = 715827882 pages fit; the next one would end at 2^31
+    # 2^31 / 3 = 715827882 blocks fit; the next one would end at 2^31
     "a page that fits only in part": (
         [2, 2],
         [0, 1],
@@ -178,7 +178,8 @@ def test_swa_indices_and_lens(case: tuple[Any, ...], layout: Any) -> None:
 
 
 def test_window_of_128_over_pages_of_64() -> None:
-    """Position 200 sees 73..200: the last 55 rows of page 1, all of page 2 and 9 rows of page 3."""
+    """Position 200 sees 73..200: the last 55 rows of block 1, all of block 2 and 9 rows of block
+    3."""
     result = ops.swa_indices_and_lens(
         i64([200, 126]), i32([0, 0]), i32([[10, 30, 20, 40]]), block_size=64, window_size=128
     )

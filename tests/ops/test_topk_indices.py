@@ -31,7 +31,7 @@ from tests.oracles import batch as oracles
 SEEDS = range(300)
 EMPTY = [-1, -1, -1, -1]
 
-# topk_indices, req_indices, block_table, block_size -> indices, lens
+# topk_indices, req_indices, block_table, block_size -> indices, lengths
 TOPK: dict[str, tuple[Any, ...]] = {
     "worked example": ([[0, 64, -1, -1]], [0], [[10, 11]], 64, [[640, 704, -1, -1]], [2]),
     "order and place are kept": (
@@ -50,7 +50,7 @@ TOPK: dict[str, tuple[Any, ...]] = {
         [[703, 768, 831, -1], [640, -1, 831, -1]],
         [3, 3],
     ),
-    "hostile indices": (
+    "adversarial indices": (
         [[INT32_MAX, INT32_MIN, -64, -2], [INT32_MAX, 1, INT32_MIN, -65]],
         [0, 0],
         [[10, 11]],
@@ -66,7 +66,7 @@ TOPK: dict[str, tuple[Any, ...]] = {
         [[640, 641], *([[-1, -1]] * 6)],
         [2, 0, 0, 0, 0, 0, 0],
     ),
-    # 2^31 / 64 = 33554432 pages fit
+    # 2^31 / 64 = 33554432 blocks fit
     "pages absent or beyond int32": (
         [[0, 63, 64, 127]] * 4,
         [0, 1, 2, 3],
@@ -100,7 +100,7 @@ TOPK: dict[str, tuple[Any, ...]] = {
 
 C128 = {"block_size": 2, "compress_ratio": 128}
 
-# positions, req_indices, block_table, settings -> indices, lens
+# positions, req_indices, block_table, settings -> indices, lengths
 DENSE: dict[str, tuple[Any, ...]] = {
     "around every row": (
         [0, 126, 127, 254, 255, 383, 511, 639],
@@ -159,7 +159,7 @@ DENSE: dict[str, tuple[Any, ...]] = {
         [[-1, 5, -1, -1], [-1, 5, -1, -1]],
         [2, 3],
     ),
-    # 2^31 / 2 = 1073741824 pages fit
+    # 2^31 / 2 = 1073741824 blocks fit
     "pages at the edge of int32": (
         [511, 255],
         [0, 1],
@@ -176,7 +176,7 @@ DENSE: dict[str, tuple[Any, ...]] = {
         [[6], *([[-1]] * 6)],
         [1, 0, 0, 0, 0, 0, 0],
     ),
-    "hostile positions": (
+    "adversarial positions": (
         [-1, -128, -HUGE_POSITION, 2**32, 2**39 - 1, *LATE_POSITIONS],
         [0] * 10,
         [[3, 8]],
@@ -267,7 +267,7 @@ def test_token_columns_may_have_any_stride() -> None:
 
 
 def random_selection(rng: Random, batch: Batch, topk: int) -> list[list[int]]:
-    """Rows of ids around page and table ends, some with the usual -1 tail."""
+    """Rows of ids around block and table ends, some with the usual -1 tail."""
     last = batch.columns * batch.block_size
     odd = (-1, -2, last, last - 1, last + 1, batch.block_size, INT32_MAX, INT32_MIN)
     rows = []

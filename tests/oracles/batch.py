@@ -105,7 +105,7 @@ def compressed_slot_mapping(
 
 
 def wide_slot(pages: Ints, row: int, block_size: int) -> int:
-    """Physical slot of a request's row, without an upper limit; -1 if it has no page."""
+    """Physical slot of a request's row, without an upper limit; -1 if it has no block."""
     column = row // block_size
     if column >= len(pages) or pages[column] < 0:
         return -1
@@ -113,7 +113,7 @@ def wide_slot(pages: Ints, row: int, block_size: int) -> int:
 
 
 def narrow_slot(pages: Ints, row: int, block_size: int) -> int:
-    """The same as an int32: a page whose last slot does not fit counts as absent."""
+    """The same as an int32: a block whose last slot does not fit counts as absent."""
     column = row // block_size
     if column < len(pages) and pages[column] * block_size + block_size - 1 > INT32_MAX:
         return -1

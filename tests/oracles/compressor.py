@@ -105,7 +105,7 @@ def weighted(kv: Sequence[float], score: Sequence[float]) -> float:
 
 
 def rotated(row: list[float], angles: Sequence[float]) -> list[float]:
-    """The pairs at the end of a row, turned by [cos | sin]."""
+    """The pairs at the end of a row, rotated by [cos | sin]."""
     half = len(angles) // 2
     first = len(row) - 2 * half
     for pair in range(half):

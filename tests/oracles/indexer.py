@@ -58,8 +58,8 @@ def indexer_quantize_q(
         codes.append([])
         scaled.append([])
         for head, weight in zip(heads, row, strict=True):
-            turned = rotated([value_of(bits << 16) for bits in head], angles)
-            byte, values = quantize([nearest_bf16(value) for value in turned])
+            values = rotated([value_of(bits << 16) for bits in head], angles)
+            byte, values = quantize([nearest_bf16(value) for value in values])
             number = value_of(weight << 16 if bf16_weights else weight)
             codes[-1].append(values)
             scaled[-1].append(bits_of(single(number * 2.0 ** (byte - 127)) * single(softmax_scale)))
@@ -90,7 +90,7 @@ def number(bits: int, bf16: bool) -> float:
 
 
 def stored(page: Any, place: int, block_size: int, bf16: bool | None) -> tuple[list[float], float]:
-    """A key and its scale: of an FP8 page, or where ``bf16`` says how, of a plain one."""
+    """A key and its scale: of an FP8 block, or where ``bf16`` says how, of a plain one."""
     if bf16 is not None:
         return [number(bits, bf16) for bits in page[place]], 1.0
     first = block_size * INDEXER_DATA + place * INDEXER_SCALES
@@ -107,7 +107,7 @@ def paged_scores(
     block_size: int,
     bf16: bool | None,
 ) -> dict[int, float]:
-    """Scores of the rows among the first ``length`` whose pages exist."""
+    """Scores of the rows among the first ``length`` whose blocks exist."""
     found = {}
     known: dict[tuple[int, int], float] = {}
     for row in range(min(length, len(table_row) * block_size)):

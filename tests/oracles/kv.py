@@ -5,7 +5,7 @@ its 32 bits, both unsigned. A writing op returns the new content of what it writ
 comes out of a dequantisation is ``NAN``, whatever its bits are in the op. Nothing here imports
 torch and nothing uses floating point.
 
-Magnitudes are ints that count the smallest positive bf16, 2^-133.
+Absolute values are ints that count the smallest positive bf16, 2^-133.
 """
 
 from bisect import bisect_left
@@ -43,7 +43,7 @@ MIDPOINTS = [low + high for low, high in pairwise(CODES)]  # of 2^-10
 
 
 def largest_magnitude(values: Sequence[int]) -> int:
-    """Bits of the largest magnitude: NaN counts as 0, infinity as the largest finite number."""
+    """Bits of the amax: NaN counts as 0, infinity as the largest finite number."""
     magnitudes = [bits & 0x7FFF for bits in values]
     return min(max((bits for bits in magnitudes if bits <= INF), default=0), LARGEST)
 
@@ -113,7 +113,7 @@ def decode(code: int, byte: int) -> int:
 
 
 def bf16_bits(quarters: int) -> int:
-    """A magnitude in quarters of 2^-133, rounded to the nearest bf16, ties to even."""
+    """An absolute value in quarters of 2^-133, rounded to the nearest bf16, ties to even."""
     shift = max(quarters.bit_length() - 8, 2)
     bits, rest = quarters >> shift, quarters & ((1 << shift) - 1)
     half = 1 << (shift - 1)
@@ -129,7 +129,7 @@ def copied(pages: Sequence[Sequence[int]]) -> list[Row]:
 def places(
     slot_mapping: Sequence[int], num_blocks: int, block_size: int
 ) -> list[tuple[int, int, int]]:
-    """Token, page and row of every token that is written."""
+    """Token, block and row of every token that is written."""
     return [
         (token, slot // block_size, slot % block_size)
         for token, slot in enumerate(slot_mapping)
@@ -198,7 +198,7 @@ insert_k_cache_functional = insert_k_cache
 def find_row(
     position: int, table_row: Sequence[int], num_blocks: int, block_size: int
 ) -> tuple[int, int] | None:
-    """Page and row of a position of a request, if they exist."""
+    """Block and row of a position of a request, if they exist."""
     column = position // block_size
     if position < 0 or column >= len(table_row) or not 0 <= table_row[column] < num_blocks:
         return None

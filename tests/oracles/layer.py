@@ -1,5 +1,5 @@
 """A whole attention layer once more, from the formulas: one request, all of its tokens at once, no
-pages, in float64. Nothing here imports dsv4_ops."""
+blocks, in float64. Nothing here imports dsv4_ops."""
 
 import math
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ def bf16(x: Tensor) -> Tensor:
 
 
 def block_fp8(x: Tensor, block: int) -> Tensor:
-    """bf16 values to e4m3 and back, a power of two for every block that takes its largest magnitude
+    """bf16 values to e4m3 and back, a power of two for every block that takes its amax
     (1e-4 at least) to at most 448."""
     blocks = x.unflatten(-1, (-1, block))
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448

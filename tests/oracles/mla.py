@@ -1,6 +1,6 @@
 """Sparse attention once more, slowly, in Python floats: what the spec says and nothing clever.
 
-A cache of the layout "v4_fp8" is the bytes of its pages, a plain one the floats of its rows. The
+A cache of the layout "v4_fp8" is the bytes of its blocks, a plain one the floats of its rows. The
 keys that a token attends to are finite. The oracle itself uses no tensors; below it are random
 calls for it to answer.
 """
@@ -89,7 +89,7 @@ def listed(
 def walked(
     cache: Pages, table: Rows, request: int, length: int, block_size: int, layout: str
 ) -> Iterator[Values]:
-    """The first ``length`` rows of a request, but for those on no page."""
+    """The first ``length`` rows of a request, but for those on no block."""
     if not 0 <= request < len(table):
         return
     for place in range(min(length, len(table[request]) * block_size)):
@@ -288,7 +288,7 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def hostile_slots(rng: Random, slots: list[int], limit: int, tokens: int, width: int) -> Tensor:
+def adversarial_slots(rng: Random, slots: list[int], limit: int, tokens: int, width: int) -> Tensor:
     """Mostly rows that exist, some of them twice."""
     bad = (-1, -2, INT32_MIN, limit, limit + 1, INT32_MAX)
     pick = [rng.choice((rng.choice(bad), *[rng.choice(slots)] * 4)) for _ in range(tokens * width)]
@@ -296,8 +296,8 @@ def hostile_slots(rng: Random, slots: list[int], limit: int, tokens: int, width:
 
 
 def random_call(seed: int, kind: str, heads: int | None = None, tokens: int | None = None) -> Call:
-    """A small batch with hostile slots and lens, over caches full of NaN; half of them have an
-    extra cache."""
+    """A small batch with adversarial slots and lengths, over caches full of NaN; half of them have
+    an extra cache."""
     rng, (layout, dtype, width) = Random(seed), KINDS[kind]
     tokens, heads = tokens or rng.randrange(1, 4), heads or rng.choice((1, 2, 3))
     tensors: dict[str, Tensor | None] = {"q": normal(seed, tokens, heads, width, dtype=dtype)}
@@ -312,7 +312,7 @@ def random_call(seed: int, kind: str, heads: int | None = None, tokens: int | No
         rows = normal(seed + blocks, len(slots), width, dtype=dtype) * 2.0 ** rng.randrange(-3, 2)
         zeros[f"{name}_cache"] = cache_of(rows, slots, blocks, size, layout, fill=0)
         tensors[f"{name}_cache"] = cache_of(rows, slots, blocks, size, layout)
-        tensors[f"{name}_indices"] = hostile_slots(rng, slots, limit, tokens, columns)
+        tensors[f"{name}_indices"] = adversarial_slots(rng, slots, limit, tokens, columns)
         tensors[f"{name}_lens"] = i32([rng.choice(LENS) for _ in range(tokens)])
         settings[f"{name}_block_size"] = size
         filled.append(slots)
@@ -328,7 +328,7 @@ def random_sink(rng: Random, heads: int) -> Tensor | None:
 
 
 def random_paged(seed: int, kind: str) -> Call:
-    """Two requests on pages of rows that exist, or on pages that do not, and one on NaN, which no
+    """Two requests on blocks of rows that exist, or on blocks that do not, and one on NaN, which no
     token sees."""
     rng, window = Random(seed), random_call(seed, kind)
     layout, dtype, width = KINDS[kind]
@@ -358,7 +358,7 @@ def random_gathered(seed: int, dtype: torch.dtype) -> Call:
     tensors = {
         "q": normal(seed + 1, tokens, heads, width, dtype=dtype),
         "kv": kv,
-        "indices": hostile_slots(rng, slots, 9, tokens, columns),
+        "indices": adversarial_slots(rng, slots, 9, tokens, columns),
         "lens": i32([rng.choice(LENS) for _ in range(tokens)]),
         "attn_sink": random_sink(rng, heads),
     }

@@ -20,10 +20,10 @@ def tiles_of(swa_lens: Sequence[int], extra_lens: Sequence[int] | None) -> list[
     return [sum(up(max(n, 0), TILE_KEYS) for n in token) for token in zip(*sources, strict=True)]
 
 
-def piece_size(tiles: Sequence[int], programs: int) -> int:
+def split_size(tiles: Sequence[int], programs: int) -> int:
     """33 sizes in steps of an eighth of the mean, the last of them the longest token. All programs
-    take as long as their number times a piece, or as all blocks and 4 for each piece but as many as
-    there are programs; and 3 for each further piece, of which there are no more than programs
+    take as long as their number times a split, or as all blocks and 4 for each split but as many as
+    there are programs; and 3 for each extra split, of which there are no more than programs
     without a first one, or a quarter of all programs."""
     total = sum(tiles)
     mean, longest = max(1, up(total, programs)), max([1, *tiles])
@@ -32,14 +32,14 @@ def piece_size(tiles: Sequence[int], programs: int) -> int:
     for size in sizes:
         count = sum(max(1, up(each, size)) for each in tiles)
         shared = total + 4 * (count - programs)
-        further = count - len(tiles)
-        fits = further <= max(programs - len(tiles), programs // 4)
-        costs.append(max(size * programs, shared) + 3 * further if fits else float("inf"))
+        extra = count - len(tiles)
+        fits = extra <= max(programs - len(tiles), programs // 4)
+        costs.append(max(size * programs, shared) + 3 * extra if fits else float("inf"))
     return sizes[costs.index(min(costs))]
 
 
 def order_of(tiles: Sequence[int], size: int) -> list[int]:
-    """Tokens of several pieces, then of so many fourteenths of one; of equals the first first."""
+    """Tokens of several splits, then of so many fourteenths of one; of equals the first first."""
     shares = [15 if count > size else count * 14 // size for count in tiles]
     return sorted(range(len(tiles)), key=lambda token: -shares[token])
 
@@ -53,19 +53,19 @@ def sparse_mla_plan(
 ) -> list[list[int]]:
     programs = programs_of(num_heads, num_programs)
     tiles = tiles_of(swa_lens, extra_lens)
-    size, start = piece_size(tiles, programs), 0
+    size, start = split_size(tiles, programs), 0
     first: list[list[int]] = []
-    further: list[list[int]] = []
+    extra: list[list[int]] = []
     whole: list[list[int]] = []
     for token in order_of(tiles, size):
-        pieces = max(1, up(tiles[token], size))
-        if pieces == 1:
+        splits = max(1, up(tiles[token], size))
+        if splits == 1:
             whole.append([token, 0, 1, 0])
             continue
-        mine = [[token, piece, pieces, start] for piece in range(pieces)]
-        first, further = [*first, mine[0]], [*further, *mine[1:]]
-        start += pieces
-    return first + further + whole + [[-1] * 4] * (programs - len(further))
+        mine = [[token, split, splits, start] for split in range(splits)]
+        first, extra = [*first, mine[0]], [*extra, *mine[1:]]
+        start += splits
+    return first + extra + whole + [[-1] * 4] * (programs - len(extra))
 
 
 def paged_mqa_logits_metadata(

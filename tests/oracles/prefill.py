@@ -1,5 +1,5 @@
 """Sparse MLA for prefill once more in plain Python, from the docstring, and batches for it whose
-caches hold NaN in every row, page and padding byte that no token may read."""
+caches hold NaN in every row, block and padding byte that no token may read."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Place = tuple[int, int]
 
 
 def paged(table: Rows, request: int, rows: Iterable[int], size: int, blocks: int) -> list[Place]:
-    """Page and row of the rows of a request, but for those on no page."""
+    """Block and row of the rows of a request, but for those on no block."""
     found = []
     for row in rows:
         if 0 <= row < len(table[request]) * size:
@@ -146,18 +146,18 @@ def batch(
     rows: str = "selected",
     topk: int = 4,
     padding: int = 1,
-    hostile: float = 0.15,
+    adversarial: float = 0.15,
     heads: int = 2,
 ) -> Prefill:
-    """Requests of (tokens before, tokens of this batch), and behind them padding. Of ``hostile`` of
-    all entries nothing must be read. ``rows``: "selected", "all", or "none"."""
+    """Requests of (tokens before, tokens of this batch), and behind them padding. Of
+    ``adversarial`` of all entries nothing must be read. ``rows``: "selected", "all", or "none"."""
     layout, dtype, width = KINDS[kind]
     positions = [start + token for start, count in requests for token in range(count)]
     owners = [number for number, (_, count) in enumerate(requests) for _ in range(count)]
     for token in range(len(positions)):
-        if rng.random() < hostile / 2:
+        if rng.random() < adversarial / 2:
             positions[token] = rng.choice(BAD_POSITIONS)
-        if rng.random() < hostile / 2:
+        if rng.random() < adversarial / 2:
             owners[token] = rng.choice((*BAD_REQUESTS, len(requests)))
     padding = padding if positions else 1  # a batch of nothing else
     positions, owners = positions + [-1] * padding, owners + [-1] * padding
@@ -168,14 +168,16 @@ def batch(
         ("swa", longest, sizes[0]),
         ("extra", longest // ratio, sizes[1]),
     ):
-        columns[name] = max(-(-length // size) - (rng.random() < hostile), 0)
+        columns[name] = max(-(-length // size) - (rng.random() < adversarial), 0)
         lists[f"{name}_block_table"], blocks[name] = table_of(
-            rng, len(requests), columns[name], hostile
+            rng, len(requests), columns[name], adversarial
         )
     if rows == "none":
         lists["extra_block_table"] = None
     elif rows == "selected":
-        lists["topk_indices"] = [selected(rng, longest // ratio, topk, hostile) for _ in positions]
+        lists["topk_indices"] = [
+            selected(rng, longest // ratio, topk, adversarial) for _ in positions
+        ]
     settings = {"softmax_scale": width**-0.5, "window_size": window, "compress_ratio": ratio}
     settings |= {"swa_block_size": sizes[0], "extra_block_size": sizes[1], "layout": layout}
     used: list[set[int]] = [set(), set()]
@@ -216,23 +218,25 @@ ORDER = (
 )
 
 
-def table_of(rng: Random, reqs: int, columns: int, hostile: float) -> tuple[list[list[int]], int]:
-    """Pages in random order, some of them none, and how many pages the cache has."""
+def table_of(
+    rng: Random, reqs: int, columns: int, adversarial: float
+) -> tuple[list[list[int]], int]:
+    """Blocks in random order, some of them none, and how many blocks the cache has."""
     blocks = reqs * columns + 2
     pages = rng.sample(range(blocks), blocks)
     bad = (-1, -2, INT32_MIN, blocks, blocks + 1, INT32_MAX)
     table = [
-        [rng.choice(bad) if rng.random() < hostile else pages.pop() for _ in range(columns)]
+        [rng.choice(bad) if rng.random() < adversarial else pages.pop() for _ in range(columns)]
         for _ in range(reqs)
     ]
     return table, blocks
 
 
-def selected(rng: Random, num_rows: int, topk: int, hostile: float) -> list[int]:
+def selected(rng: Random, num_rows: int, topk: int, adversarial: float) -> list[int]:
     """Rows that a request has, some twice, in no order; gaps, and rows that it has not."""
     bad = (-1, -1, -7, INT32_MIN, INT32_MAX, num_rows, num_rows + 1)
     return [
-        rng.choice(bad) if rng.random() < hostile or not num_rows else rng.randrange(num_rows)
+        rng.choice(bad) if rng.random() < adversarial or not num_rows else rng.randrange(num_rows)
         for _ in range(topk)
     ]
 
@@ -240,17 +244,17 @@ def selected(rng: Random, num_rows: int, topk: int, hostile: float) -> list[int]
 def random_prefill(seed: int, kind: str, **fixed: Any) -> Prefill:
     """Requests with and without tokens before, some of them without any of this batch."""
     rng = Random(seed)
-    drawn: dict[str, Any] = {
+    sampled: dict[str, Any] = {
         "window": rng.choice((1, 2, 3, 5, 8)),
         "ratio": rng.choice((1, 2, 4, 128)),
         "sizes": (rng.choice((1, 2, 3, 4)), rng.choice((1, 2, 3))),
         "rows": rng.choice(("selected", "selected", "all", "none")),
         "topk": rng.choice((1, 3, 6)),
         "padding": rng.choice((0, 1, 2)),
-        "hostile": rng.choice((0.0, 0.15, 0.4)),
+        "adversarial": rng.choice((0.0, 0.15, 0.4)),
     }
-    drawn |= fixed
-    starts = (0, 0, 1, 3, 7, 8, drawn["window"], 126 if drawn["ratio"] == 128 else 9)
+    sampled |= fixed
+    starts = (0, 0, 1, 3, 7, 8, sampled["window"], 126 if sampled["ratio"] == 128 else 9)
     count = rng.choice((0, 1, 2, 2, 3))
     requests = [(rng.choice(starts), rng.choice((0, 1, 1, 2, 4))) for _ in range(count)]
-    return batch(rng, kind, requests, **drawn)
+    return batch(rng, kind, requests, **sampled)

@@ -57,7 +57,7 @@ def combine_topk_swa_indices(
 
 
 def spread(index: int, block_size: int, span: int | None) -> int:
-    """The id of the same row where pages lie ``span`` rows apart."""
+    """The id of the same row where blocks lie ``span`` rows apart."""
     if index < 0:
         return -1
     if span is not None:

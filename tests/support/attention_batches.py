@@ -1,4 +1,4 @@
-"""Calls of sparse MLA for the GPU tests: full caches, ragged lens, hostile indices."""
+"""Calls of sparse MLA for the GPU tests: full caches, ragged lengths, adversarial indices."""
 
 import math
 
@@ -51,11 +51,11 @@ def cache_of(layout: MainLayout, blocks: int, slots: Tensor, k: Tensor, fill: in
     return torch.where(used, cache.cpu(), fill).to(torch.uint8)
 
 
-def ragged_lens(made: torch.Generator, tokens: int, width: int, hostile: bool) -> Tensor:
+def ragged_lens(made: torch.Generator, tokens: int, width: int, adversarial: bool) -> Tensor:
     """None of the first token, all of the second."""
     lens = integers(made, 0, width + 1, tokens)
     lens[0], lens[1:2] = 0 if tokens > 1 else width // 3, width
-    if hostile:
+    if adversarial:
         lens[2::7] = torch.tensor([-1, INT32_MIN, INT32_MAX, width + 1]).int()[
             integers(made, 0, 4, len(lens[2::7])).long()
         ]
@@ -63,16 +63,24 @@ def ragged_lens(made: torch.Generator, tokens: int, width: int, hostile: bool) -
 
 
 def indices_of(
-    made: torch.Generator, slots: Tensor, unused: Tensor, lens: Tensor, width: int, *, hostile: bool
+    made: torch.Generator,
+    slots: Tensor,
+    unused: Tensor,
+    lens: Tensor,
+    width: int,
+    *,
+    adversarial: bool,
 ) -> Tensor:
-    """Slots of rows that exist, 1 in 20 of them none; behind the lens slots of NaN."""
+    """Slots of rows that exist, 1 in 20 of them none; behind the lengths slots of NaN."""
     tokens, limit = len(lens), len(slots) + len(unused)
     indices = slots[integers(made, 0, len(slots), tokens, width).long()].int()
-    none = torch.tensor([-1, -2, INT32_MIN, limit, limit + 1, INT32_MAX] if hostile else [-1]).int()
+    none = torch.tensor(
+        [-1, -2, INT32_MIN, limit, limit + 1, INT32_MAX] if adversarial else [-1]
+    ).int()
     where = torch.rand(tokens, width, generator=made) < 0.05
     indices = torch.where(where, none[integers(made, 0, len(none), tokens, width).long()], indices)
     behind = torch.arange(width) >= lens[:, None]
-    rest = unused[integers(made, 0, len(unused), tokens, width).long()].int() if hostile else -1
+    rest = unused[integers(made, 0, len(unused), tokens, width).long()].int() if adversarial else -1
     return torch.where(behind, rest, indices)
 
 
@@ -101,13 +109,13 @@ def decode_case(
     *,
     block: int = 64,
     extra_block: int = 64,
-    hostile: bool = True,
+    adversarial: bool = True,
     fill: int = 0xFF,
     cache_seed: int = 0,
     deviation: float = 1.5,
     **changed: object,
 ) -> Case:
-    """Ragged lens over caches of which half of the rows are NaN; ``extra`` None: window only."""
+    """Ragged lengths over caches of which half of the rows are NaN; ``extra`` None: window only."""
     made, stored = generator(seed + 1), generator(cache_seed)
     tensors: list[Tensor | None] = [normal(made, tokens, heads, 512)]
     for size, count, width in ((block, 2048, WINDOW), (extra_block, 8192, extra)):
@@ -118,8 +126,12 @@ def decode_case(
         slots, unused = split_slots(stored, blocks * size)
         k = keys_of(stored, len(slots), deviation)
         cache = cache_of(MainLayout(size), blocks, slots, k, fill)
-        lens = ragged_lens(made, tokens, width, hostile)
-        tensors += [cache, indices_of(made, slots, unused, lens, width, hostile=hostile), lens]
+        lens = ragged_lens(made, tokens, width, adversarial)
+        tensors += [
+            cache,
+            indices_of(made, slots, unused, lens, width, adversarial=adversarial),
+            lens,
+        ]
     tensors += [sink_of(made, heads), *BARE]
     return Case("decode", tuple(tensors), settings_of(block, extra_block, **changed))
 
@@ -156,7 +168,7 @@ def paged_case(
     cache_seed: int = 0,
     **changed: object,
 ) -> Case:
-    """C128: pages of 2 rows, every other one NaN; tables with pages that do not exist."""
+    """C128: blocks of 2 rows, every other one NaN; tables with blocks that do not exist."""
     made, stored = generator(seed + 2), generator(cache_seed)
     window = decode_case(seed, tokens, heads, None, fill=fill, cache_seed=cache_seed)
     num_reqs = min(tokens, 5)
@@ -170,7 +182,7 @@ def paged_case(
     requests[3::11] = i32([-1, num_reqs, INT32_MAX, INT32_MIN])[
         integers(made, 0, 4, len(requests[3::11])).long()
     ]
-    lens = ragged_lens(made, tokens, 2 * columns, hostile=True)
+    lens = ragged_lens(made, tokens, 2 * columns, adversarial=True)
     tensors = (*window.tensors[:4], cache, lens, requests, table, *window.tensors[-4:])
     return Case("paged", tensors, settings_of(64, 2, **changed))
 
@@ -180,7 +192,7 @@ def case_of(name: str, seed: int, tokens: int, heads: int, **changed: object) ->
     return make(seed, tokens, heads, **changed)
 
 
-def turned(case: Case, seed: int = 0, num_positions: int = 5000) -> Case:
+def with_inverse_rope(case: Case, seed: int = 0, num_positions: int = 5000) -> Case:
     """The call with a rotation to undo; positions of every third token do not exist."""
     made, tokens = generator(seed + 3), case.tensors[0].shape[0]
     table = ops.rope_cos_sin_cache(num_positions, theta=10000.0)
@@ -220,7 +232,7 @@ def gathered_case(seed: int, tokens: int, heads: int, topk: int, deviation: floa
     return Case("gathered", tensors, {"softmax_scale": SCALE})
 
 
-def agrees_when_drawn(name: str, part: int) -> None:
+def agrees_when_sampled(name: str, part: int) -> None:
     """75 of the calls that the op's strategy draws: a part, as most of their time is compiling."""
     spec = OPS[name]
 
@@ -238,7 +250,8 @@ def agrees_when_drawn(name: str, part: int) -> None:
 
 
 def launches_both(code: str) -> bool:
-    """Whether compiled code has the splits and their join: on Hopper one op, else two kernels."""
+    """Whether compiled code has the splits and the combine: on Hopper one op, else two
+    kernels."""
     if torch.cuda.get_device_capability() == (9, 0):
         return "_hopper_split_keys" in code
     return "split_keys_kernel" in code and "join_splits_kernel" in code

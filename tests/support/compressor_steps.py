@@ -164,7 +164,8 @@ class Engine:
             save_states()
 
     def _allot(self, lens: list[int]) -> None:
-        """Pages for the new positions, those given back first; the entries of others stay stale."""
+        """Blocks for the new positions, those given back first; the entries of others stay
+        stale."""
         for request, count in enumerate(lens):
             blocks = range(self.done[request], self.done[request] + count)
             for block in sorted({position // self.size for position in blocks}):
@@ -189,7 +190,7 @@ class Engine:
         return self.pages[request, position // self.size] * self.size + position % self.size
 
     def _recycle(self) -> None:
-        """Give back the pages that no later window reaches."""
+        """Give back the blocks that no later window reaches."""
         for request, block in [*self.pages]:
             if (block + 1) * self.size <= self.done[request] - self.window:
                 self.free.append(self.pages.pop((request, block)))

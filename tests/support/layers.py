@@ -1,5 +1,5 @@
 """Small attention layers of each kind, and an engine that runs requests through one of them: chunks
-of any size, paged caches whose pages are used again, tables that keep stale entries."""
+of any size, paged caches whose blocks are used again, tables that keep stale entries."""
 
 from dataclasses import dataclass, replace
 from random import Random
@@ -155,7 +155,7 @@ def oracle(layer: SmallLayer, inputs: dict[str, Tensor]) -> LayerResult:
 
 @dataclass
 class Pages:
-    """Pages of one cache group: blocks of ``size`` positions, entries of others stale."""
+    """Blocks of one cache group: blocks of ``size`` positions, entries of others stale."""
 
     size: int
     table: Tensor

@@ -26,13 +26,13 @@ from tests.support.attention_batches import (
 )
 
 PREFILL = "sparse_mla_prefill"
-MODES = {"C4": (4, 64), "C128": (128, 2), "window": (1, 64)}  # ratio, rows of a page
+MODES = {"C4": (4, 64), "C128": (128, 2), "window": (1, 64)}  # ratio, rows of a block
 BAD = (-1, INT32_MIN, INT32_MAX)
 
 
-def in_one_piece(case: Case) -> Case:
-    """The same call, the keys of no token in splits: "auto" cuts those of few."""
-    return Case(f"{case.name}, in one piece", case.tensors, {**case.settings, "impl": "triton"})
+def unsplit(case: Case) -> Case:
+    """The same call, the keys of no token in splits: "auto" splits those of few."""
+    return Case(f"{case.name}, unsplit", case.tensors, {**case.settings, "impl": "triton"})
 
 
 def requests_of(made: torch.Generator, tokens: int, longest: int) -> tuple[Tensor, Tensor]:
@@ -51,8 +51,8 @@ def requests_of(made: torch.Generator, tokens: int, longest: int) -> tuple[Tenso
 def pages_of(
     made: torch.Generator, stored: torch.Generator, size: int, shape: tuple[int, int], fill: int
 ) -> tuple[Tensor, Tensor]:
-    """A cache of random pages, every other one ``fill``, and a table of the others with some pages
-    that do not exist."""
+    """A cache of random blocks, every other one ``fill``, and a table of the others with some
+    blocks that do not exist."""
     count = shape[0] * shape[1]
     pages = torch.randperm(2 * count, generator=stored)[:count]
     slots = (pages[:, None] * size + torch.arange(size)).flatten()
@@ -78,8 +78,8 @@ def prefill_case(
     fill: int = 0xFF,
     cache_seed: int = 0,
 ) -> Case:
-    """Ragged requests over random pages, some of them none, in caches whose other pages are NaN: C4
-    with ``topk`` rows, of which some are none or of the future, C128 with all rows, or a window
+    """Ragged requests over random blocks, some of them none, in caches whose other blocks are NaN:
+    C4 with ``topk`` rows, of which some are none or of the future, C128 with all rows, or a window
     only."""
     made, stored = generator(seed + 3), generator(cache_seed)
     ratio, extra_block = MODES[mode]
@@ -129,7 +129,7 @@ def plan_of(case: Case, num_programs: int = 132) -> Tensor:
 
 
 def stale_plan(case: Case, seed: int, num_programs: int = 132) -> Tensor:
-    """A plan of other lens of as many tokens."""
+    """A plan of other lengths of as many tokens."""
     made, tokens = generator(seed), case.tensors[0].shape[0]
     lens = integers(made, 0, 9000, tokens) * integers(made, 0, 2, tokens)
     lens[0] = 100_000
@@ -137,12 +137,12 @@ def stale_plan(case: Case, seed: int, num_programs: int = 132) -> Tensor:
     return ops.sparse_mla_plan(lens, None, num_heads=heads, num_programs=num_programs)
 
 
-def hostile_plan(
+def adversarial_plan(
     plan: Tensor, victims: Tensor, num_tokens: int, seed: int, *, anywhere: bool = False
 ) -> Tensor:
     """The plan with every row of the tokens ``victims``, and every row of no token, spoiled: tokens
-    that do not exist, pieces and starts that cannot be. Spoiled rows name no other token of the
-    batch; their starts are no place in the room for partial results, or ``anywhere``."""
+    that do not exist, splits and starts that cannot be. Spoiled rows name no other token of the
+    batch; their starts are no place in the buffer of partial results, or ``anywhere``."""
     made = generator(seed)
     room = 2 * (plan.shape[0] - num_tokens)
     values = (0, 1, 2, 7, 130, -1, room - 1, room, INT32_MAX - 1, INT32_MAX, INT32_MIN)

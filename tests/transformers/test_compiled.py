@@ -114,7 +114,7 @@ def test_steps_can_be_exported(step):
         torch.utils._pytree.tree_leaves(eager.tensors),
         strict=True,
     )
-    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    assert all(torch.equal(ours, other) for ours, other in pairs)
 
 
 def test_inputs_of_a_package_have_names():

@@ -55,7 +55,7 @@ def module_of(kind: str, seed: int) -> tuple[Any, Any, Any]:
 
 
 def rows_of_transformers(kind: str, outer: Any, made: Any, x: Tensor, cuts: list[int]) -> Tensor:
-    """Compressed rows [B, rows, head_dim] after x was given in pieces."""
+    """Compressed rows [B, rows, head_dim] after x was given in chunks."""
     layer = 1 if kind == "C128" else 0
     cache = transformers.DynamicCache(config=made)
     q_residual = torch.zeros(*x.shape[:2], made.q_lora_rank)
@@ -112,7 +112,7 @@ def test_token_by_token(kind: str) -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_chunks(kind: str, seed: int) -> None:
-    """Ours and theirs each in their own random pieces."""
+    """Ours and Hugging Face's, each in random chunks of its own."""
     weights, sequences, _, eps = setup(kind)
     _, outer, made = module_of(kind, 7)
     x = torch.randn(2, LENGTHS[kind], HIDDEN, generator=torch.Generator().manual_seed(3))

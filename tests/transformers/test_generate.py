@@ -189,9 +189,9 @@ def test_left_padding(settings):
     tokens, mask = padded(lens, width)
     given = {"attention_mask": mask, **RECORD, **settings}
     check(generate(reference(), tokens, **given), lens, width)
-    theirs = generate(stock(), tokens, attention_mask=mask, **RECORD)
-    want = logits_of_each(theirs.sequences, lens, width)
-    assert (torch.stack(theirs.logits) - want).abs().max() > 0.1
+    hf = generate(stock(), tokens, attention_mask=mask, **RECORD)
+    want = logits_of_each(hf.sequences, lens, width)
+    assert (torch.stack(hf.logits) - want).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("chunk", [None, 7])

@@ -1,5 +1,5 @@
 """Compressor, scores and selection of the lightning indexer against Hugging Face's in float32:
-requests of several lengths in one ragged batch, over permuted blocks; theirs one by one."""
+requests of several lengths in one ragged batch, over permuted blocks; hf one by one."""
 
 from random import Random
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ class Layer(NamedTuple):
     residual: list[Tensor]
 
     def weights(self) -> dict[str, Tensor]:
-        """Of the compressor; the angles are theirs, which float32 has to 1e-5."""
+        """Of the compressor; the angles are hf, which float32 has to 1e-5."""
         positions = torch.arange(max(LENGTHS))[None]
         cos, sin = self.indexer.rotary_emb(self.hidden[0], positions, layer_type="compress")
         return {
@@ -88,8 +88,8 @@ class Selection(NamedTuple):
     chosen: list[set[int]]
 
 
-def theirs(layer: Layer, request: int, cuts: list[int]) -> Selection:
-    """Of one request that is given in pieces."""
+def hf(layer: Layer, request: int, cuts: list[int]) -> Selection:
+    """Of one request that is given in chunks."""
     indexer, hidden, residual = layer.indexer, layer.hidden[request], layer.residual[request]
     cache = transformers.DynamicCache(config=layer.config)
     length, chosen = hidden.shape[0], []
@@ -174,7 +174,7 @@ class Ours:
 def assert_alike(ours: Ours, layer: Layer, cuts: list[list[int]]) -> None:
     """Scores within the tolerance, and the same rows but for those whose scores are as close."""
     for request, pieces in enumerate(cuts):
-        expected = theirs(layer, request, pieces)
+        expected = hf(layer, request, pieces)
         scores, chosen = ours.scores[request], ours.chosen[request]
         torch.testing.assert_close(scores, expected.scores, rtol=0, atol=TOLERANCE)
         for token, (mine, other) in enumerate(zip(chosen, expected.chosen, strict=True)):
@@ -196,7 +196,7 @@ def test_prefill(layer: Layer) -> None:
 def test_the_scores_differ_from_each_other(layer: Layer) -> None:
     """Else the comparisons here could not fail: most tokens leave rows out, none of them close to
     those that they choose."""
-    expected = theirs(layer, 0, [])
+    expected = hf(layer, 0, [])
     last = expected.scores[-1, : LENGTHS[0] // RATIO]
     assert last.std() > 0.3
     gaps = last.sort().values.diff()
@@ -213,7 +213,7 @@ def test_token_by_token(layer: Layer) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_chunks(layer: Layer, seed: int) -> None:
-    """Ours and theirs each in their own random pieces; states written before or after."""
+    """Ours and Hugging Face's, each in random chunks of its own; states written before or after."""
     rng, ours = Random(seed), Ours(layer, seed=seed)
     while ours.engine.done != [*LENGTHS]:
         ours.step(
@@ -227,17 +227,17 @@ def test_random_chunks(layer: Layer, seed: int) -> None:
 
 
 def test_their_angles_are_those_of_our_table(layer: Layer) -> None:
-    """Theirs are products in float32, which are off by 2^-24 of 300 rad."""
+    """Hugging Face's are products in float32, which are off by 2^-24 of 300 rad."""
     table = ops.rope_cos_sin_cache(max(LENGTHS), theta=160000.0, scaling=ops.YarnScaling())
     angles = layer.weights()["cos_sin_cache"]
     torch.testing.assert_close(table, angles, rtol=0, atol=4e-5)
 
 
 def test_quantised_scores_drift_by_a_few_percent(layer: Layer) -> None:
-    """The FP8 path on the same projections: its scores, and how many of its rows are theirs."""
+    """The FP8 path on the same projections: its scores, and how many of its rows are hf."""
     ours = Ours(layer, layout="v4_indexer_fp8")
     ours.step([*LENGTHS])
-    expected = theirs(layer, 0, [])
+    expected = hf(layer, 0, [])
     seen = expected.scores > -torch.inf
     assert torch.equal(ours.scores[0] > -torch.inf, seen)
     error = (ours.scores[0] - expected.scores)[seen]

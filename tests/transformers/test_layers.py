@@ -116,10 +116,10 @@ def scorer_weights(indexer: Any, x: Tensor) -> Tensor:
     return modules[name](x)
 
 
-def our_layer(kind: str, theirs: Any) -> SmallLayer:
+def our_layer(kind: str, hf: Any) -> SmallLayer:
     layer = SmallLayer(kind, PLAIN)
-    weights = {"attn_sink": theirs.sinks}
-    sources = {"": theirs.compressor, "indexer_": getattr(theirs.compressor, "indexer", None)}
+    weights = {"attn_sink": hf.sinks}
+    sources = {"": hf.compressor, "indexer_": getattr(hf.compressor, "indexer", None)}
     for prefix, source in sources.items():
         if source is not None:
             weights[f"{prefix}ape"] = source.position_bias
@@ -130,12 +130,12 @@ def our_layer(kind: str, theirs: Any) -> SmallLayer:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_and_random_chunks(kind: str) -> None:
-    theirs = their_layer(kind)
+    hf = their_layer(kind)
     x = torch.randn(REQUESTS, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(4))
     expected, layer, inputs = (
-        their_groups(theirs, x),
-        our_layer(kind, theirs),
-        our_inputs(theirs, x),
+        their_groups(hf, x),
+        our_layer(kind, hf),
+        our_inputs(hf, x),
     )
     rng = Random(0)
     cuts = [[LENGTH] * 1] * REQUESTS

@@ -1,4 +1,4 @@
-"""A patched model against Hugging Face's own, in float32: the same logits for every way to cut
+"""A patched model against Hugging Face's own, in float32: the same logits for every way to split
 requests into steps."""
 
 import functools
@@ -143,20 +143,20 @@ def test_embeddings_in_place_of_ids():
     torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
 
 
-def test_hostile_batches_touch_no_one_else():
+def test_adversarial_batches_touch_no_one_else():
     """Rows that do not exist, token ids of padding, lengths beyond the cache, starts that are no
     starts: other requests' logits stay as they are, bit for bit."""
     model, tokens = reference(), text()
     outs = []
-    for hostile in (False, True):
+    for adversarial in (False, True):
         cache = new_cache(max_batch_size=2)
         engine = Engine(model, cache, tokens)
         engine.prefill({0: 130, 1: 20})
-        row = 7 if hostile else -1
+        row = 7 if adversarial else -1
         batch = v4.StepBatch(
             torch.tensor([int(tokens[0, 130]), -5, 2**40, 3]),
             torch.tensor([0, 1, 2, 4], dtype=torch.int32),
-            torch.tensor([131, 2**31 - 1 if hostile else 0, -9], dtype=torch.int32),
+            torch.tensor([131, 2**31 - 1 if adversarial else 0, -9], dtype=torch.int32),
             torch.tensor([0, row, -(2**31)], dtype=torch.int32),
         )
         got = v4.decode_step(model, batch, cache.tensors)

@@ -95,7 +95,7 @@ def test_a_copy_runs_its_own_weights(no_grad):
 
 
 def test_a_forward_that_an_instance_had_before(no_grad):
-    """Other tools replace forwards on instances too: theirs still run, in copies as well."""
+    """Other tools replace forwards on instances too: hf still run, in copies as well."""
     model, calls = small_model(), []
 
     def forward(self, *args, **rest):
@@ -103,14 +103,14 @@ def test_a_forward_that_an_instance_had_before(no_grad):
         return type(self).forward(self, *args, **rest)
 
     model.model.forward = MethodType(forward, model.model)
-    theirs = model.model.forward
+    hf = model.model.forward
     v4.patch(model, kv="fp32", precision="reference")
     copy = deepcopy(model)
     copy(ids())
     model(ids())
     assert [id(self) for self in calls] == [id(copy.model), id(model.model)]
     v4.unpatch(model)
-    assert model.model.forward == theirs
+    assert model.model.forward == hf
 
 
 @pytest.mark.parametrize("precision", ["reference", "serve"])

@@ -136,9 +136,9 @@ def test_steps_share_what_a_library_would_make_in_every_layer(
         assert tuple(counts) == (made if shared else (0, 0))
         assert (own == 0) == shared
         logits.append(engine.logits)
-    for ours, theirs in zip(*logits, strict=True):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[place], theirs[place]) for place in ours)
+    for ours, other in zip(*logits, strict=True):
+        assert ours.keys() == other.keys()
+        assert all(torch.equal(ours[place], other[place]) for place in ours)
 
 
 @pytest.mark.usefixtures("deep_gemm")

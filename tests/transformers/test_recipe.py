@@ -313,7 +313,7 @@ def test_drift_of_attention_layers(dtype, kv, precision, budget, record_property
     """Against float32 with the same rounding of stored keys, in parts of the drift of Hugging
     Face's own layer in bfloat16; every layer gets the inputs of the float32 model."""
     simulated = kv == "fp8"
-    theirs = small_model(dtype=BF16, **FORCED)
+    hf = small_model(dtype=BF16, **FORCED)
     model = v4.patch(small_model(dtype=BF16, **FORCED).to(dtype), kv=kv, precision=precision)
     cache = new_cache(model, max_batch_size=2, max_cache_len=64)
     spec = model.dsv4_ops_spec
@@ -322,7 +322,7 @@ def test_drift_of_attention_layers(dtype, kv, precision, budget, record_property
     def their_cache(of):
         return simulated_cache(of) if simulated else transformers.DynamicCache(config=of.config)
 
-    own_cache = their_cache(theirs)
+    own_cache = their_cache(hf)
     for index, (x, rest, want) in enumerate(attentions(truth(), their_cache(truth()))):
         caches, rope = cache.tensors.layers[index], cache.tensors.rope.of(spec.kinds[index])
         context = LayerContext(step, caches, rope, "prefill", True)
@@ -330,7 +330,7 @@ def test_drift_of_attention_layers(dtype, kv, precision, budget, record_property
         got = model.model.layers[index].self_attn(flat, dsv4_ops=context)[0].view_as(want)
         rest = {**rest, **in_bfloat16(rest["position_embeddings"], own_cache)}
         rest["attention_mask"] = rest["attention_mask"].to(BF16)
-        own = theirs.model.layers[index].self_attn(x.to(BF16), **rest)[0]
+        own = hf.model.layers[index].self_attn(x.to(BF16), **rest)[0]
         drift = rms(got, want) / rms(own, want)
         record_property(f"layer {index}", f"{drift:.2f} of Hugging Face's {rms(own, want):.4f}")
         assert drift < budget, f"layer {index}: {drift:.3f}"

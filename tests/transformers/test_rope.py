@@ -37,7 +37,7 @@ def rope(main=None, compress=None):
     }
 
 
-def drawn(rng):
+def sampled(rng):
     """Two sets of parameters; most are likely to be known."""
     main = {
         "rope_type": rng.choice(["default"] * 8 + ["linear", "yarn", "proportional"]),
@@ -68,7 +68,7 @@ def test_tables_are_hugging_faces_or_refused():
     """Whatever the parameters are: cosines and sines differ by what float32 rounds."""
     rng, accepted, refused = Random(24), 0, 0
     for _ in range(250):
-        config = small_config(rope_parameters=drawn(rng))
+        config = small_config(rope_parameters=sampled(rng))
         sizes = {"max_batch_size": 1, "max_cache_len": LENGTH, "kv": "fp32"}
         try:
             caches = {

@@ -52,7 +52,7 @@ def check_rows(logits, places, done=None):
 
 @pytest.mark.parametrize("hole", [5, 127])
 def test_padding_among_tokens(hole):
-    """Windows of 4 and of 128 are cut by it."""
+    """Windows of 4 and of 128 are interrupted by it."""
     places = [
         [column for column in range(150) if column not in (hole, 7, 140)],
         list(range(0, 150, 2)),
@@ -140,7 +140,7 @@ def test_a_graph_drops_and_counts_positions_behind_a_gap():
     torch.testing.assert_close(logits, expected()[:1, 11:14], rtol=0, atol=CLOSE)
 
 
-# What a cache has no room for
+# What does not fit into a cache
 
 
 def batch_of(tokens, starts, lens, rows):
@@ -220,7 +220,7 @@ def test_batches_that_do_not_fit_are_refused(case, name):
 
 def test_a_chunk_that_is_too_long_is_refused():
     cache = new_cache(max_chunk=64)
-    most = 65  # of four blocks, one of which is cut: a window of 128 less one, and the chunk
+    most = 65  # of four blocks, one of which is split: a window of 128 less one, and the chunk
     batch = batch_of([1] * (most + 1), [0, most + 1], [most + 1], [0])
     with pytest.raises(ValueError, match="at most max_chunk tokens in a step, here 65, got 66"):
         v4.prefill_step(reference(), batch, cache)

@@ -77,42 +77,23 @@ def insert_c4_step_kernel(
     row_programs,
     EPS: tl.constexpr,
     SOFTMAX_SCALE: tl.constexpr,
-    RATIO: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
     ROPE: tl.constexpr,
-    STATE_BLOCK: tl.constexpr,
-    SWA_BLOCK_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    CODE_DIM: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    VALUES: tl.constexpr,
-    SAVE_TOKENS: tl.constexpr,
-    SAVE_COLUMNS: tl.constexpr,
-    SAVE_PARTS: tl.constexpr,
-    INDEXER_WIDTH: tl.constexpr,
-    INDEXER_DIM: tl.constexpr,
-    INDEXER_CODE_DIM: tl.constexpr,
-    INDEXER_QUANT_BLOCK: tl.constexpr,
-    INDEXER_DATA_BYTES: tl.constexpr,
-    INDEXER_SCALE_BYTES: tl.constexpr,
-    INDEXER_VALUES: tl.constexpr,
-    INDEXER_SAVE_TOKENS: tl.constexpr,
-    INDEXER_SAVE_COLUMNS: tl.constexpr,
-    INDEXER_SAVE_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FINISH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    THREADS: tl.constexpr,
+    SAVE: tl.constexpr,
+    INDEXER_WINDOW: tl.constexpr,
+    INDEXER_FINISH: tl.constexpr,
+    INDEXER_FORMAT: tl.constexpr,
+    INDEXER_THREADS: tl.constexpr,
+    INDEXER_SAVE: tl.constexpr,
+    SWA_FORMAT: tl.constexpr,
     TOKENS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ONE_PAGE: tl.constexpr,
     APART: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     INDEXER_HEADS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """The windows come first: their chains of loads are the longest."""
     program = tl.program_id(0)
@@ -125,45 +106,30 @@ def insert_c4_step_kernel(
     main_states = (states, state_page_stride, num_state_blocks)
     inputs = ((kv_score, score_stride, 1), ape, main_states, table, requests)
     cache = (k_cache, page_stride, num_blocks, 0)
-    FINISH: tl.constexpr = (DIM, ROPE, EPS)
-    FORMAT: tl.constexpr = (BLOCK_SIZE, DIM, CODE_DIM, QUANT_BLOCK, DATA_BYTES, SCALE_BYTES, False)
-    WINDOW: tl.constexpr = (STATE_BLOCK, RATIO, WIDTH, NUM_ROWS, DIM)
-    THREADS: tl.constexpr = (CHUNKS, DEPTH, GROUPS, VALUES, ONE_PAGE)
-    SAVE: tl.constexpr = (SAVE_TOKENS, SAVE_COLUMNS, SAVE_PARTS)
     keys_scores = (indexer_kv_score, indexer_score_stride, 1)
     keys_states = (indexer_states, indexer_state_page_stride, num_indexer_state_blocks)
     keys_inputs = (keys_scores, indexer_ape, keys_states, table, requests)
     keys_cache = (indexer_cache, indexer_page_stride, num_indexer_blocks, 0)
-    KEYS_FINISH: tl.constexpr = (INDEXER_DIM, ROPE, EPS)
-    KEYS_FORMAT: tl.constexpr = (
-        BLOCK_SIZE, INDEXER_DIM, INDEXER_CODE_DIM, INDEXER_QUANT_BLOCK,
-        INDEXER_DATA_BYTES, INDEXER_SCALE_BYTES, True,
-    )  # fmt: skip
-    KEYS_WINDOW: tl.constexpr = (STATE_BLOCK, RATIO, INDEXER_WIDTH, NUM_ROWS, INDEXER_DIM)
-    KEYS_THREADS: tl.constexpr = (CHUNKS, DEPTH, GROUPS, INDEXER_VALUES, ONE_PAGE)
-    KEYS_SAVE: tl.constexpr = (INDEXER_SAVE_TOKENS, INDEXER_SAVE_COLUMNS, INDEXER_SAVE_PARTS)
     if program < programs:
         compress_and_insert(
             program, programs, inputs, own_slots, norm_weight, angles, cache, slots,
-            WINDOW, FINISH, FORMAT, THREADS, SAVE, TOKENS, APART, EMULATE,
+            WINDOW, FINISH, FORMAT, THREADS, SAVE, TOKENS, APART,
         )  # fmt: skip
     elif program < programs + indexer_programs:
         compress_and_insert(
             program - programs, indexer_programs, keys_inputs, own_slots, indexer_norm_weight,
             angles, keys_cache, slots,
-            KEYS_WINDOW, KEYS_FINISH, KEYS_FORMAT, KEYS_THREADS, KEYS_SAVE, TOKENS, APART, EMULATE,
+            INDEXER_WINDOW, INDEXER_FINISH, INDEXER_FORMAT, INDEXER_THREADS, INDEXER_SAVE,
+            TOKENS, APART,
         )  # fmt: skip
     elif program < programs + indexer_programs + row_programs:
         q_rows = (q, q_stride, q_head_stride, q_dim_stride, q_out, num_heads)
         kv_rows = (kv, kv_stride, kv_dim_stride)
         swa = (swa_cache, swa_page_stride, swa_blocks, 0)
         swa_own = (swa_slots, swa_slot_stride, num_slots)
-        SWA: tl.constexpr = (
-            SWA_BLOCK_SIZE, DIM, CODE_DIM, QUANT_BLOCK, DATA_BYTES, SCALE_BYTES, False
-        )  # fmt: skip
         normalise_and_insert(
             program - (programs + indexer_programs), q_rows, kv_rows, swa, swa_own, requests, rope,
-            EPS, SWA, HEADS, KEYS, EMULATE,
+            EPS, SWA_FORMAT, HEADS, KEYS,
         )  # fmt: skip
     else:
         queries = (
@@ -173,5 +139,5 @@ def insert_c4_step_kernel(
         out = (codes, weights_out)
         quantize_queries(
             program - (programs + indexer_programs + row_programs), queries, scaled, requests,
-            rope, out, SOFTMAX_SCALE, ROPE, INDEXER_DIM, INDEXER_HEADS, EMULATE,
+            rope, out, SOFTMAX_SCALE, ROPE, INDEXER_FORMAT[1], INDEXER_HEADS,
         )  # fmt: skip

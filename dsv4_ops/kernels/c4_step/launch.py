@@ -14,7 +14,7 @@ from dsv4_ops.kernels.c4_step.fused_kernel import insert_c4_step_kernel
 from dsv4_ops.kernels.compressor import launch as compressor
 from dsv4_ops.kernels.compressor.launch import save_and_compress
 from dsv4_ops.kernels.indexer import logits
-from dsv4_ops.kernels.launcher import EMULATE, Launcher
+from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.rope import qnorm_rope_insert
 
 WARPS = 4
@@ -35,7 +35,7 @@ class _Compressor(NamedTuple):
     """
 
     tensors: tuple[Any, ...]
-    constants: dict[str, int]
+    constants: dict[str, tuple[Any, ...]]
     programs: int
 
     @classmethod
@@ -43,7 +43,7 @@ class _Compressor(NamedTuple):
         cls,
         prefix: str,
         layout: QuantizedLayout,
-        window: dict[str, int],
+        call: Call,
         kv_score: Tensor,
         ape: Tensor,
         norm_weight: Tensor,
@@ -58,16 +58,16 @@ class _Compressor(NamedTuple):
         of_cache = (k_cache, int(k_cache.stride(0)), k_cache.shape[0])
         scores = (kv_score, int(kv_score.stride(0)), ape.contiguous())
         tensors = (*scores, *of_states, norm_weight.contiguous(), *of_cache)
+        ratio, head_dim = call.compress_ratio, layout.head_dim
+        window = (call.state_block_size, ratio, width, 2 * ratio, head_dim)
+        threads, _ = compressor.rows_of_threads(window, head_dim, WARPS, compressor.DEPTH)
         save = compressor.save_tiles(True, width, WARPS, compressor.SHORT_SAVED)
         constants = {
-            "WIDTH": width,
-            "DIM": layout.head_dim,
-            "CODE_DIM": layout.code_dim,
-            "QUANT_BLOCK": layout.quant_block,
-            "DATA_BYTES": layout.data_bytes,
-            "SCALE_BYTES": layout.scale_bytes,
-            "VALUES": _threads(window, layout)["VALUES"],
-            **save,
+            "WINDOW": window,
+            "FINISH": (head_dim, int(call.cos_sin_cache.shape[1]), float(call.eps)),
+            "FORMAT": layout.format,
+            "THREADS": threads,
+            "SAVE": save,
         }
         num_tokens = kv_score.shape[0]
         looking = compressor.looking_programs(
@@ -81,10 +81,6 @@ class _Compressor(NamedTuple):
 def _states(block_size: int, layout: QuantizedLayout) -> StateLayout:
     """Of both halves of the windows, keys and scores."""
     return StateLayout(block_size, 4 * layout.head_dim)
-
-
-def _threads(window: dict[str, int], layout: QuantizedLayout) -> dict[str, Any]:
-    return compressor.rows_of_threads(window, layout.head_dim, WARPS, compressor.DEPTH)
 
 
 class Call(NamedTuple):
@@ -149,15 +145,8 @@ def insert_c4_step(launch: Launcher, *args: Any, **named: Any) -> tuple[Tensor, 
     nothing = any(size == 0 for size in (*needed, call.indexer_cache.shape[0]))
     if nothing or 2 * call.compress_ratio > compressor.DEPTH:
         return _one_by_one(launch, call)
-    window = {
-        "RATIO": call.compress_ratio,
-        "NUM_ROWS": 2 * call.compress_ratio,
-        "STATE_BLOCK": call.state_block_size,
-    }
-    main = _Compressor.of("", main_layout, window, *call.main)
-    keys = _Compressor.of("indexer_", keys_layout, window, *call.indexer)
-    threads = _threads(window, main_layout)
-    del threads["VALUES"]
+    main = _Compressor.of("", main_layout, call, *call.main)
+    keys = _Compressor.of("indexer_", keys_layout, call, *call.indexer)
     tiles = (num_indexer_heads + logits.QUANTIZED_HEADS - 1) // logits.QUANTIZED_HEADS
     row_programs = num_tokens * ((num_heads + HEADS - 1) // HEADS)
     row_programs += (num_slots + qnorm_rope_insert.KEYS - 1) // qnorm_rope_insert.KEYS
@@ -191,18 +180,15 @@ def insert_c4_step(launch: Launcher, *args: Any, **named: Any) -> tuple[Tensor, 
         EPS=float(call.eps),
         SOFTMAX_SCALE=float(call.softmax_scale),
         ROPE=int(table.shape[1]),
-        SWA_BLOCK_SIZE=call.swa_block_size,
-        BLOCK_SIZE=block_size,
+        SWA_FORMAT=MainLayout(call.swa_block_size).format,
         TOKENS=compressor.SHORT_TOKENS_SAVED,
         APART=compressor.SHORT_APART,
         HEADS=HEADS,
         KEYS=qnorm_rope_insert.KEYS,
         INDEXER_HEADS=logits.QUANTIZED_HEADS,
-        EMULATE=EMULATE,
-        **window,
+        num_warps=WARPS,
         **main.constants,
         **keys.constants,
-        **threads,
     )
     return q_out, codes.view(torch.float8_e4m3fn), scaled
 

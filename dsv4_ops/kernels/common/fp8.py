@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core import layout
+from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 _SCALE_FLOOR = tl.constexpr(layout.SCALE_FLOOR)
 _INVERSE_BIAS = tl.constexpr(2 * layout.SCALE_BIAS)
@@ -14,7 +15,7 @@ _LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
 
 @triton.jit
-def quantize(values, EMULATE: tl.constexpr):
+def quantize(values):
     """uint8 codes and int32 scale bytes of bf16 values as float32; one scale per last dimension.
 
     Few instructions per value, because they bound the kernel as much as memory does: NaN and
@@ -36,7 +37,7 @@ def quantize(values, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def widen(values, EMULATE: tl.constexpr):
+def widen(values):
     """float32 values of bf16 ones."""
     if EMULATE:  # Triton's interpreter is wrong about subnormal values
         patterns = values.to(tl.int16, bitcast=True).to(tl.int32) << 16
@@ -45,7 +46,7 @@ def widen(values, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def round_to_bf16(values, EMULATE: tl.constexpr):
+def round_to_bf16(values):
     """float32 values rounded to bf16, to nearest even."""
     if EMULATE:  # Triton's interpreter truncates, and flushes subnormal values
         bits = values.to(tl.int32, bitcast=True)
@@ -73,7 +74,7 @@ def _encode(values):
 
 
 @triton.jit
-def dequantize(codes, scale, EMULATE: tl.constexpr):
+def dequantize(codes, scale):
     """bf16 patterns, int16, of uint8 codes and the scale bytes of their last dimension."""
     factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)

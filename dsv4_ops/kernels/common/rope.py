@@ -6,27 +6,28 @@ import triton.language as tl
 from dsv4_ops.kernels.common.fp8 import (
     round_to_bf16,  # by name: Inductor copies kernels, not modules
 )
+from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 
 @triton.jit
-def rotate_pairs(even, odd, cos, sin, EMULATE: tl.constexpr):
+def rotate_pairs(even, odd, cos, sin):
     """The rotated pairs (even, odd), every product rounded before the sum, for the same bits as
     without a GPU."""
-    first = _product(even, cos, EMULATE) - _product(odd, sin, EMULATE)
-    second = _product(odd, cos, EMULATE) + _product(even, sin, EMULATE)
+    first = _product(even, cos) - _product(odd, sin)
+    second = _product(odd, cos) + _product(even, sin)
     return first, second
 
 
 @triton.jit
-def rotate_pairs_back(even, odd, cos, sin, EMULATE: tl.constexpr):
+def rotate_pairs_back(even, odd, cos, sin):
     """The same by the opposite angle. Not a rotation by ``-sin``: Triton's minus makes 0 of 0."""
-    first = _product(even, cos, EMULATE) + _product(odd, sin, EMULATE)
-    second = _product(odd, cos, EMULATE) - _product(even, sin, EMULATE)
+    first = _product(even, cos) + _product(odd, sin)
+    second = _product(odd, cos) - _product(even, sin)
     return first, second
 
 
 @triton.jit
-def _product(left, right, EMULATE: tl.constexpr):
+def _product(left, right):
     """A product that no compiler contracts into a fused multiply-add."""
     if EMULATE:
         return left * right
@@ -50,16 +51,14 @@ def load_tail_angles(
 
 
 @triton.jit
-def rotate_tail(
-    values, rotation, DIM: tl.constexpr, EMULATE: tl.constexpr, INVERSE: tl.constexpr = False
-):
+def rotate_tail(values, rotation, DIM: tl.constexpr, INVERSE: tl.constexpr = False):
     """Rotate the pairs of fp32 ``values`` [DIM] that ``load_tail_angles`` knows, or rotate back."""
     known, cos, sin = rotation
     even, odd = tl.split(tl.reshape(values, (DIM // 2, 2)))
     if INVERSE:
-        left, right = rotate_pairs_back(even, odd, cos, sin, EMULATE)
+        left, right = rotate_pairs_back(even, odd, cos, sin)
     else:
-        left, right = rotate_pairs(even, odd, cos, sin, EMULATE)
+        left, right = rotate_pairs(even, odd, cos, sin)
     pairs = tl.join(tl.where(known, left, even), tl.where(known, right, odd))
     return tl.reshape(pairs, (DIM,))
 
@@ -75,12 +74,12 @@ def load_angles(cos_sin_cache, position, num_positions, ROPE: tl.constexpr):
 
 
 @triton.jit
-def inverse_rope(values, known, cos, sin, EMULATE: tl.constexpr):
+def inverse_rope(values, known, cos, sin):
     """Inverse RoPE of fp32 ``values`` [rows, rope dim] of one position, rounded to bf16 before: in
     float32, to be rounded once more."""
-    rounded = round_to_bf16(values, EMULATE).to(tl.float32)
+    rounded = round_to_bf16(values).to(tl.float32)
     pairs = tl.reshape(rounded, (values.shape[0], values.shape[1] // 2, 2))
     even, odd = tl.split(pairs)
-    left, right = rotate_pairs_back(even, odd, cos[None, :], sin[None, :], EMULATE)
+    left, right = rotate_pairs_back(even, odd, cos[None, :], sin[None, :])
     pairs = tl.join(tl.where(known, left, even), tl.where(known, right, odd))
     return tl.reshape(pairs, (values.shape[0], values.shape[1]))

@@ -10,6 +10,7 @@ import inspect
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -17,6 +18,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 __all__ = [
+    "EMULATE",
     "FUSION",
     "INTERPRETED",
     "GPUTarget",
@@ -34,6 +36,10 @@ that 3.10 turns it off; our bits and figures were measured with it."""
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, under TRITON_INTERPRET=1 (3.6 to 3.9)."""
+
+EMULATE = tl.constexpr(INTERPRETED)
+"""The same for kernels, which then do in integers what the interpreter gets wrong, as the e4m3
+cast."""
 
 # async_copy_global_to_shared: 3.6, 3.7; both names: 3.8; the old one only raises: 3.9.
 async_load = (

@@ -14,7 +14,7 @@ from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.compressor.pool_long import insert_pooled_kernel, pool_windows_kernel
 from dsv4_ops.kernels.compressor.pool_short import compress_and_insert_kernel
 from dsv4_ops.kernels.compressor.save_states import save_compressor_states
-from dsv4_ops.kernels.launcher import EMULATE, Launcher
+from dsv4_ops.kernels.launcher import Launcher
 
 VALUES = 4
 """Most consecutive channels of a thread: 16 bytes."""
@@ -104,7 +104,7 @@ def _launch(
     block_size: int,
     layout: str,
 ) -> None:
-    """``compress_and_insert``; with a ``state_slot_mapping``, further programs save the states."""
+    """``compress_and_insert``; with a ``state_slot_mapping``, extra programs save the states."""
     width, head_dim = int(ape.shape[1]), int(norm_weight.shape[0])
     checks = Checks(op)
     checks.page_start("states", states, StateLayout(state_block_size, max(2 * width, 1)))
@@ -134,30 +134,20 @@ def _launch(
     slots = (*strided(slot_mapping), num_tokens)
     state_slots = strided(slot_mapping if state_slot_mapping is None else state_slot_mapping)
     num_rows = compress_ratio * (2 if overlap else 1)
-    window: dict[str, Any] = {
-        "RATIO": compress_ratio,
-        "NUM_ROWS": num_rows,
-        "WIDTH": width,
-        "HEAD_DIM": head_dim,
-        "STATE_BLOCK": state_block_size,
-        "BLOCK_SIZE": block_size,
-    }
-    finish: dict[str, Any] = {
-        "DIM": triton.next_power_of_2(head_dim),
-        "ROPE": int(cos_sin_cache.shape[1]),
-        "EPS": float(eps),
+    window = (state_block_size, compress_ratio, width, num_rows, head_dim)
+    finish = (triton.next_power_of_2(head_dim), int(cos_sin_cache.shape[1]), float(eps))
+    plain = (block_size, head_dim, 0, 0, 0, 0, False)
+    saves = state_slot_mapping is not None
+    constants: dict[str, Any] = {"WINDOW": window}
+    inserted = {
         "ROW_STRIDE": 0 if quantized else int(k_cache.stride(1)),
-        "CODE_DIM": quantized.code_dim if quantized else 0,
-        "QUANT_BLOCK": quantized.quant_block if quantized else 0,
-        "DATA_BYTES": quantized.data_bytes if quantized else 0,
-        "SCALE_BYTES": quantized.scale_bytes if quantized else 0,
-        "FLOAT_SCALES": layout == IndexerLayout.tag,
-        "EMULATE": EMULATE,
+        "FINISH": finish,
+        "FORMAT": quantized.format if quantized else plain,
     }
     if num_rows <= SHORT_WINDOW:
-        threads = rows_of_threads(window, finish["DIM"], SHORT_WARPS, DEPTH)
-        save = save_tiles(state_slot_mapping is not None, width, threads["num_warps"], SHORT_SAVED)
-        looked_at = SHORT_TOKENS if state_slot_mapping is None else SHORT_TOKENS_SAVED
+        threads, warps = rows_of_threads(window, finish[0], SHORT_WARPS, DEPTH)
+        save = save_tiles(saves, width, warps, SHORT_SAVED)
+        looked_at = SHORT_TOKENS_SAVED if saves else SHORT_TOKENS
         programs = looking_programs(num_tokens, looked_at, SHORT_PROGRAMS)
         launch(compress_and_insert_kernel)[programs + num_tiles(num_tokens, save),](
             *rows,
@@ -166,21 +156,21 @@ def _launch(
             *pages,
             *slots,
             *state_slots,
+            THREADS=threads,
+            SAVE=save,
             TOKENS=looked_at,
-            APART=SHORT_APART if threads["num_warps"] >= MIXED_WARPS else 1,
-            **window,
-            **finish,
-            **threads,
-            **save,
+            APART=SHORT_APART if warps >= MIXED_WARPS else 1,
+            num_warps=warps,
+            **inserted,
+            **constants,
         )
         return
     pooled = kv_score.new_empty((num_tokens, head_dim))
-    saves = state_slot_mapping is not None
-    channels = min(CHANNELS_SAVED if saves else CHANNELS, finish["DIM"])
+    channels = min(CHANNELS_SAVED if saves else CHANNELS, finish[0])
     parts = (head_dim + channels - 1) // channels
     warps = LONG_WARPS_SAVED if saves else LONG_WARPS
-    threads = rows_of_threads(window, channels, warps, LONG_DEPTH)
-    save = save_tiles(state_slot_mapping is not None, width, threads["num_warps"], LONG_SAVED)
+    threads, warps = rows_of_threads(window, channels, warps, LONG_DEPTH)
+    save = save_tiles(saves, width, warps, LONG_SAVED)
     programs, num_early = _long_programs(num_tokens), num_tokens * SAVED_EARLY // 8
     grid = (programs * parts + num_tiles(num_early, save),) if saves else (programs, parts)
     launch(pool_windows_kernel)[grid](
@@ -192,15 +182,15 @@ def _launch(
         num_early,
         pooled,
         CHANNELS=channels,
-        EMULATE=EMULATE,
+        BLOCK_SIZE=block_size,
+        THREADS=threads,
+        SAVE=save,
         TOKENS=LONG_TOKENS,
         APART=LONG_APART,
-        **window,
-        **threads,
-        **save,
+        num_warps=warps,
+        **constants,
     )
-    del window["NUM_ROWS"]
-    save = save_tiles(state_slot_mapping is not None, width, INSERT_WARPS, INSERT_SAVED)
+    save = save_tiles(saves, width, INSERT_WARPS, INSERT_SAVED)
     programs = looking_programs(num_tokens, INSERT_TOKENS, INSERT_PROGRAMS)
     launch(insert_pooled_kernel)[programs + num_tiles(num_tokens - num_early, save),](
         pooled,
@@ -212,29 +202,26 @@ def _launch(
         *rows[:6],
         *state_slots,
         num_early,
+        SAVE=save,
         TOKENS=INSERT_TOKENS,
-        **window,
-        **finish,
-        **save,
         num_warps=INSERT_WARPS,
+        **inserted,
+        **constants,
     )
 
 
-def save_tiles(saves: bool, width: int, warps: int, values: int) -> dict[str, int]:
-    """How programs of some warps share the states of all tokens among them, if a call saves any."""
+def save_tiles(saves: bool, width: int, warps: int, values: int) -> tuple[int, int, int]:
+    """How programs of some warps share the states of all tokens, if a call saves any: tokens and
+    columns of a tile, and tiles of a row."""
     if not saves:
-        return {"SAVE_TOKENS": 0, "SAVE_COLUMNS": 0, "SAVE_PARTS": 0}
+        return 0, 0, 0
     columns = min(SAVE_COLUMNS, triton.next_power_of_2(2 * width))
-    return {
-        "SAVE_TOKENS": max(warps * 32 * values // columns, 1),
-        "SAVE_COLUMNS": columns,
-        "SAVE_PARTS": (2 * width + columns - 1) // columns,
-    }
+    return max(warps * 32 * values // columns, 1), columns, (2 * width + columns - 1) // columns
 
 
-def num_tiles(num_tokens: int, save: dict[str, int]) -> int:
-    tokens = save["SAVE_TOKENS"]
-    return (num_tokens + tokens - 1) // tokens * save["SAVE_PARTS"] if tokens else 0
+def num_tiles(num_tokens: int, save: tuple[int, int, int]) -> int:
+    tokens, _, parts = save
+    return (num_tokens + tokens - 1) // tokens * parts if tokens else 0
 
 
 def _quantized(layout: str, block_size: int) -> QuantizedLayout | None:
@@ -244,10 +231,12 @@ def _quantized(layout: str, block_size: int) -> QuantizedLayout | None:
 
 
 def rows_of_threads(
-    window: dict[str, int], channels: int, warps: int, deepest: int
-) -> dict[str, Any]:
-    """How the rows of some channels of a window lie in the threads of a program."""
-    rows = triton.next_power_of_2(window["NUM_ROWS"])
+    window: tuple[int, ...], channels: int, warps: int, deepest: int
+) -> tuple[tuple[int, ...], int]:
+    """How the rows of some channels of a window lie in the threads of a program: ``THREADS`` of
+    ``pool_window``, and warps."""
+    state_block, ratio, _, num_rows, _ = window
+    rows = triton.next_power_of_2(num_rows)
     warps = min(max(warps, channels // (32 * VALUES)), MAX_WARPS)
     values, groups = min(VALUES, channels), 1
     if rows > deepest:
@@ -255,14 +244,8 @@ def rows_of_threads(
     elif channels < 32 * warps * values:
         values = max(channels // (32 * warps), 1)
     depth = min(rows // groups, deepest)
-    return {
-        "DEPTH": depth,
-        "GROUPS": groups,
-        "CHUNKS": rows // (depth * groups),
-        "VALUES": values,
-        "ONE_PAGE": window["RATIO"] % depth == 0 and window["STATE_BLOCK"] % depth == 0,
-        "num_warps": warps,
-    }
+    one_block = ratio % depth == 0 and state_block % depth == 0
+    return (rows // (depth * groups), depth, groups, values, one_block), warps
 
 
 def _long_programs(num_tokens: int) -> int:

@@ -38,32 +38,22 @@ def pool_windows_kernel(
     state_slot_stride,
     num_early,
     pooled,
-    RATIO: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
     CHANNELS: tl.constexpr,
-    STATE_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    THREADS: tl.constexpr,
+    SAVE: tl.constexpr,
     TOKENS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    VALUES: tl.constexpr,
-    ONE_PAGE: tl.constexpr,
-    EMULATE: tl.constexpr,
-    SAVE_TOKENS: tl.constexpr,
-    SAVE_COLUMNS: tl.constexpr,
-    SAVE_PARTS: tl.constexpr,
     APART: tl.constexpr,
 ):
     """Weighted sums of CHANNELS channels of every window that a token finishes, to the row of that
-    token in ``pooled`` [num_tokens, HEAD_DIM]; further programs save states where SAVE_TOKENS is
+    token in ``pooled`` [num_tokens, HEAD_DIM]; extra programs save states where SAVE_TOKENS is
     above 0, of the first ``num_early`` tokens."""
+    RATIO: tl.constexpr = WINDOW[1]
+    HEAD_DIM: tl.constexpr = WINDOW[4]
+    SAVE_TOKENS: tl.constexpr = SAVE[0]
+    SAVE_PARTS: tl.constexpr = SAVE[2]
     PARTS: tl.constexpr = (HEAD_DIM + CHANNELS - 1) // CHANNELS
-    WINDOW: tl.constexpr = (STATE_BLOCK, RATIO, WIDTH, NUM_ROWS, HEAD_DIM)
-    THREADS: tl.constexpr = (CHUNKS, DEPTH, GROUPS, VALUES, ONE_PAGE)
-    SAVE: tl.constexpr = (SAVE_TOKENS, SAVE_COLUMNS, SAVE_PARTS)
     scores = (kv_score, kv_stride, 1)
     saved = (states, state_page_stride, num_state_blocks)
     state_table = (state_block_table, table_stride, column_stride, state_columns)
@@ -97,14 +87,14 @@ def pool_windows_kernel(
             left -= 1
             token = block + chosen * programs
             index = token.to(tl.int64)
-            if SAVE_TOKENS > 0:  # in one warp: a load is a further wait ahead of the rows
+            if SAVE_TOKENS > 0:  # in one warp: a load is another wait ahead of the rows
                 position = tl.sum(tl.where(lane == chosen, found, 0), axis=0).to(tl.int32)
                 request = tl.sum(tl.where(lane == chosen, owners, 0), axis=0).to(tl.int64)
             else:  # in two: sums over them are barriers
                 position = tl.load(positions + index * position_stride).to(tl.int32)
                 request = tl.load(req_indices + index * request_stride).to(tl.int64)
             values = pool_window(
-                token, request, position, inputs, first_channel, WINDOW, CHANNELS, THREADS, EMULATE
+                token, request, position, inputs, first_channel, WINDOW, CHANNELS, THREADS
             )
             tl.store(pooled + index * HEAD_DIM + channel, values, mask=channel < HEAD_DIM)
         block += TOKENS * programs
@@ -136,34 +126,21 @@ def insert_pooled_kernel(
     state_slots,
     state_slot_stride,
     num_early,
-    RATIO: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    ROPE: tl.constexpr,
-    EPS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
-    CODE_DIM: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    FLOAT_SCALES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FINISH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SAVE: tl.constexpr,
     TOKENS: tl.constexpr,
-    EMULATE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STATE_BLOCK: tl.constexpr,
-    SAVE_TOKENS: tl.constexpr,
-    SAVE_COLUMNS: tl.constexpr,
-    SAVE_PARTS: tl.constexpr,
 ):
-    """Norm, rotation and store of every window that a token finishes; further programs save states
+    """Norm, rotation and store of every window that a token finishes; extra programs save states
     where SAVE_TOKENS is above 0, of the tokens from ``num_early`` on."""
-    WINDOW: tl.constexpr = (STATE_BLOCK, RATIO, WIDTH)
-    FINISH: tl.constexpr = (DIM, ROPE, EPS)
-    SAVE: tl.constexpr = (SAVE_TOKENS, SAVE_COLUMNS, SAVE_PARTS)
-    FORMAT: tl.constexpr = (
-        BLOCK_SIZE, HEAD_DIM, CODE_DIM, QUANT_BLOCK, DATA_BYTES, SCALE_BYTES, FLOAT_SCALES
-    )  # fmt: skip
+    RATIO: tl.constexpr = WINDOW[1]
+    HEAD_DIM: tl.constexpr = WINDOW[4]
+    DIM: tl.constexpr = FINISH[0]
+    ROPE: tl.constexpr = FINISH[1]
+    SAVE_TOKENS: tl.constexpr = SAVE[0]
+    SAVE_PARTS: tl.constexpr = SAVE[2]
     cache = (k_cache, page_stride, num_blocks, ROW_STRIDE)
     scores = (kv_score, kv_stride, 1)
     saved = (states, state_page_stride, num_state_blocks)
@@ -186,7 +163,7 @@ def insert_pooled_kernel(
         slots = tl.load(slot_mapping + each * slot_stride, mask=given, other=-1)
         found = tl.load(positions + each * position_stride, mask=given, other=-1)
         owners = tl.load(req_indices + each * request_stride, mask=given, other=-1)
-        finishes = find_finishing(slots, found, owners, num_reqs, num_blocks, RATIO, BLOCK_SIZE)
+        finishes = find_finishing(slots, found, owners, num_reqs, num_blocks, RATIO, FORMAT[0])
         left = tl.sum(finishes.to(tl.int32), axis=0)
         while left > 0:
             chosen = tl.min(tl.where(finishes, lane, TOKENS), axis=0)
@@ -203,5 +180,5 @@ def insert_pooled_kernel(
                 first = position.to(tl.uint32) // RATIO * RATIO
                 angles = (cos_sin_cache, num_positions)
                 rotation = load_tail_angles(angles, first.to(tl.int32), HEAD_DIM, DIM, ROPE)
-            finish_row(values, weights, rotation, slot, cache, FINISH, FORMAT, EMULATE)
+            finish_row(values, weights, rotation, slot, cache, FINISH, FORMAT)
         block += TOKENS * programs

@@ -15,7 +15,7 @@ from dsv4_ops.kernels.compressor.save_states import (  # by name: Inductor copie
 def compress_and_insert(
     program, programs, inputs, state_slots, norm_weight, angles, cache, slots,
     WINDOW: tl.constexpr, FINISH: tl.constexpr, FORMAT: tl.constexpr, THREADS: tl.constexpr,
-    SAVE: tl.constexpr, TOKENS: tl.constexpr, APART: tl.constexpr, EMULATE: tl.constexpr,
+    SAVE: tl.constexpr, TOKENS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """What the program number ``program`` of ``programs`` does: tokens far apart, as the tokens
     that finish a window are evenly spaced in a prefill."""
@@ -61,9 +61,9 @@ def compress_and_insert(
             if ROPE > 0:
                 first = position.to(tl.uint32) // RATIO * RATIO
                 rotation = load_tail_angles(angles, first.to(tl.int32), HEAD_DIM, DIM, ROPE)
-            values = pool_window(token, request, position, inputs, 0, WINDOW, DIM, THREADS, EMULATE)
+            values = pool_window(token, request, position, inputs, 0, WINDOW, DIM, THREADS)
             weights = tl.load(norm_weight + channel, mask=channel < HEAD_DIM, other=0.0)
-            finish_row(values, weights, rotation, slot, cache, FINISH, FORMAT, EMULATE)
+            finish_row(values, weights, rotation, slot, cache, FINISH, FORMAT)
         block += TOKENS * programs
 
 
@@ -95,36 +95,15 @@ def compress_and_insert_kernel(
     num_tokens,
     state_slots,
     state_slot_stride,
-    RATIO: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    ROPE: tl.constexpr,
-    EPS: tl.constexpr,
-    STATE_BLOCK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
-    CODE_DIM: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    FLOAT_SCALES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FINISH: tl.constexpr,
+    FORMAT: tl.constexpr,
+    THREADS: tl.constexpr,
+    SAVE: tl.constexpr,
     TOKENS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    VALUES: tl.constexpr,
-    ONE_PAGE: tl.constexpr,
-    EMULATE: tl.constexpr,
-    SAVE_TOKENS: tl.constexpr,
-    SAVE_COLUMNS: tl.constexpr,
-    SAVE_PARTS: tl.constexpr,
     APART: tl.constexpr,
 ):
-    FORMAT: tl.constexpr = (
-        BLOCK_SIZE, HEAD_DIM, CODE_DIM, QUANT_BLOCK, DATA_BYTES, SCALE_BYTES, FLOAT_SCALES
-    )  # fmt: skip
     inputs = (
         (kv_score, kv_stride, 1),
         ape,
@@ -141,12 +120,11 @@ def compress_and_insert_kernel(
         (cos_sin_cache, num_positions),
         (k_cache, page_stride, num_blocks, ROW_STRIDE),
         (slot_mapping, slot_stride, num_tokens),
-        (STATE_BLOCK, RATIO, WIDTH, NUM_ROWS, HEAD_DIM),
-        (DIM, ROPE, EPS),
+        WINDOW,
+        FINISH,
         FORMAT,
-        (CHUNKS, DEPTH, GROUPS, VALUES, ONE_PAGE),
-        (SAVE_TOKENS, SAVE_COLUMNS, SAVE_PARTS),
+        THREADS,
+        SAVE,
         TOKENS,
         APART,
-        EMULATE,
     )

@@ -16,6 +16,7 @@ import triton.language as tl
 from dsv4_ops.kernels.common.fp8 import quantize, round_to_bf16  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.paging import find_real, place_slots
 from dsv4_ops.kernels.common.rope import rotate_tail
+from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -115,7 +116,7 @@ def _read_rows(
 
 
 @triton.jit
-def _exp2(values, EMULATE: tl.constexpr):
+def _exp2(values):
     """Powers of two in one instruction, and 0 for those below 2^-126."""
     if EMULATE:
         return tl.exp2(values)
@@ -125,24 +126,24 @@ def _exp2(values, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(kv, score, row_max, row_sum, summed, EMULATE: tl.constexpr):
+def _accumulate(kv, score, row_max, row_sum, summed):
     """An online softmax over the first dimension, which lies within a thread; ``row_max`` times
     log2(e)."""
     highest = tl.maximum(row_max, tl.max(score, axis=0) * _LOG2_E)
     origin = tl.where(highest == float("-inf"), 0.0, highest)
-    kept = _exp2(row_max - origin, EMULATE)
-    weight = _exp2(score * _LOG2_E - origin[None], EMULATE)
+    kept = _exp2(row_max - origin)
+    weight = _exp2(score * _LOG2_E - origin[None])
     row_sum = row_sum * kept + tl.sum(weight, axis=0)
     summed = summed * kept + tl.sum(weight * kv, axis=0)
     return highest, row_sum, summed
 
 
 @triton.jit
-def _combine_groups(row_max, row_sum, summed, EMULATE: tl.constexpr):
+def _combine_groups(row_max, row_sum, summed):
     """Weighted sums [DIM] of the rows that the groups have read."""
     highest = tl.max(row_max, axis=0)
     origin = tl.where(highest == float("-inf"), 0.0, highest)
-    share = _exp2(row_max - origin[None], EMULATE)
+    share = _exp2(row_max - origin[None])
     return _sum_groups(summed * share) / _sum_groups(row_sum * share)
 
 
@@ -160,7 +161,7 @@ def _sum_groups(values):
 @triton.jit
 def pool_window(
     token, request, position, inputs, first_channel,
-    WINDOW: tl.constexpr, DIM: tl.constexpr, THREADS: tl.constexpr, EMULATE: tl.constexpr,
+    WINDOW: tl.constexpr, DIM: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Weighted sums [DIM], from ``first_channel`` on, of the window that ``token`` finishes. DEPTH
     consecutive rows and VALUES channels lie in a thread; GROUPS groups of threads meet at the
@@ -195,12 +196,12 @@ def pool_window(
                 VALUES,
                 THREADS[4],
             )
-        row_max, row_sum, summed = _accumulate(kv, score, row_max, row_sum, summed, EMULATE)
-    return _combine_groups(row_max, row_sum, summed, EMULATE)
+        row_max, row_sum, summed = _accumulate(kv, score, row_max, row_sum, summed)
+    return _combine_groups(row_max, row_sum, summed)
 
 
 @triton.jit
-def _store_row(values, page_start, row, FORMAT: tl.constexpr, EMULATE: tl.constexpr):
+def _store_row(values, page_start, row, FORMAT: tl.constexpr):
     """One row of a quantised cache from fp32 ``values`` [HEAD_DIM]."""
     HEAD_DIM: tl.constexpr = FORMAT[1]
     CODE_DIM: tl.constexpr = FORMAT[2]
@@ -208,10 +209,10 @@ def _store_row(values, page_start, row, FORMAT: tl.constexpr, EMULATE: tl.conste
     DATA_BYTES: tl.constexpr = FORMAT[4]
     SCALE_BYTES: tl.constexpr = FORMAT[5]
     blocks = tl.reshape(values, (HEAD_DIM // QUANT_BLOCK, QUANT_BLOCK))
-    blocks = round_to_bf16(blocks, EMULATE)
+    blocks = round_to_bf16(blocks)
     group = tl.arange(0, HEAD_DIM // QUANT_BLOCK)
     dim = group[:, None] * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, :]
-    codes, scale = quantize(blocks.to(tl.float32), EMULATE)
+    codes, scale = quantize(blocks.to(tl.float32))
     data = page_start + row * DATA_BYTES
     tl.store(data + dim, codes, mask=dim < CODE_DIM)
     if CODE_DIM < HEAD_DIM:
@@ -228,7 +229,7 @@ def _store_row(values, page_start, row, FORMAT: tl.constexpr, EMULATE: tl.conste
 @triton.jit
 def finish_row(
     values, weights, rotation, slot, cache,
-    FINISH: tl.constexpr, FORMAT: tl.constexpr, EMULATE: tl.constexpr,
+    FINISH: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotation of ``values`` [DIM], into the slot, with what ``load_tail_angles`` has
     loaded. FINISH: dimension of the head in threads, values that are rotated, and the norm's
@@ -242,13 +243,13 @@ def finish_row(
     mean = tl.sum(values * values, axis=0) / HEAD_DIM
     values = values * (1.0 / tl.sqrt_rn(mean + FINISH[2])) * weights
     if FINISH[1] > 0:
-        values = rotate_tail(values, rotation, DIM, EMULATE)
+        values = rotate_tail(values, rotation, DIM)
     page_start = k_cache + slot // BLOCK_SIZE * page_stride
     if FORMAT[3] > 0:
-        _store_row(values, page_start, slot % BLOCK_SIZE, FORMAT, EMULATE)
+        _store_row(values, page_start, slot % BLOCK_SIZE, FORMAT)
     else:
         target = page_start + slot % BLOCK_SIZE * row_stride + channel
         if k_cache.dtype.element_ty == tl.bfloat16:
-            tl.store(target, round_to_bf16(values, EMULATE), mask=channel < HEAD_DIM)
+            tl.store(target, round_to_bf16(values), mask=channel < HEAD_DIM)
         else:
             tl.store(target, values, mask=channel < HEAD_DIM)

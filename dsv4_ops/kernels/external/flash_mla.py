@@ -23,7 +23,7 @@ from dsv4_ops.kernels import opaque_op
 from dsv4_ops.reference import bf16_workspace
 from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source
 from dsv4_ops.reference.sanitize import Listed, Prepared, list_slots, no_key
-from dsv4_ops.reference.sparse_mla import turned_back
+from dsv4_ops.reference.sparse_mla import apply_inverse_rope
 
 WIDTH = MainLayout.head_dim
 KEYS = 64
@@ -347,6 +347,6 @@ def _attend(
     kernels = opaque_op.kernels(q.device)
     rotates = cos_sin_cache is None or int(cos_sin_cache.shape[1]) == WIDTH - MainLayout.code_dim
     if kernels is None or not rotates:
-        return turned_back(SparseMla(out, no_key(lse)), positions, cos_sin_cache)
+        return apply_inverse_rope(SparseMla(out, no_key(lse)), positions, cos_sin_cache)
     kernels.finish_heads(launch, out, lse, positions, cos_sin_cache)
     return SparseMla(out, lse)

@@ -9,7 +9,7 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import listed, strided
 from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.rope import load_angles, rotate_pairs_back
-from dsv4_ops.kernels.launcher import EMULATE, Launcher
+from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.sanitize import Listed, Prepared
 
 ROPE = MainLayout.head_dim - MainLayout.code_dim
@@ -122,7 +122,6 @@ def finish_heads_kernel(
     ROPE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """An lse of no key is -inf; inverse RoPE of the last ROPE values of every head."""
     token = tl.program_id(0).to(tl.int64)
@@ -139,9 +138,9 @@ def finish_heads_kernel(
             dst = out + index[:, None] * HEAD_DIM + tail[None, :]
             values = tl.load(dst, mask=given[:, None], other=0.0).to(tl.float32)
             even, odd = tl.split(tl.reshape(values, (HEADS, ROPE // 2, 2)))
-            left, right = rotate_pairs_back(even, odd, cos[None, :], sin[None, :], EMULATE)
+            left, right = rotate_pairs_back(even, odd, cos[None, :], sin[None, :])
             values = tl.reshape(tl.join(left, right), (HEADS, ROPE))
-            tl.store(dst, round_to_bf16(values, EMULATE), mask=given[:, None])
+            tl.store(dst, round_to_bf16(values), mask=given[:, None])
 
 
 @triton.jit
@@ -278,7 +277,6 @@ def finish_heads(
         ROPE=ROPE,
         HEAD_DIM=MainLayout.head_dim,
         HEADS=FINISHED_HEADS,
-        EMULATE=EMULATE,
         num_warps=WARPS,
     )
 

@@ -35,9 +35,7 @@ def quantize_and_insert_indexer_k(
 ) -> None:
     indexer = IndexerLayout(block_size)
     checks = Checks("quantize_and_insert_indexer_k")
-    insert(
-        launch, checks, k, k_cache, slot_mapping, indexer, tokens=INSERT_TOKENS, float_scales=True
-    )
+    insert(launch, checks, k, k_cache, slot_mapping, indexer, tokens=INSERT_TOKENS)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from dsv4_ops.kernels.indexer.score_tile import (
     load_weights,
     score_codes,
 )
-from dsv4_ops.kernels.launcher import EMULATE, Launcher
+from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference import indexer as reference
 
 DIM = IndexerLayout.head_dim
@@ -71,7 +71,6 @@ def indexer_quantize_q(
             ROPE_DIM=int(cos_sin_cache.shape[1]),
             DIM=DIM,
             HEADS=QUANTIZED_HEADS,
-            EMULATE=EMULATE,
             num_warps=WARPS,
         )
     return codes.view(torch.float8_e4m3fn), scaled
@@ -108,7 +107,6 @@ def indexer_logits_kernel(
     STEP: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     cache = (k_cache, page_stride, num_blocks)
     FORMAT: tl.constexpr = (BLOCK_SIZE, DATA_BYTES, SCALE_BYTES)
@@ -124,7 +122,7 @@ def indexer_logits_kernel(
     lane = tl.arange(0, STEP)
     target = out + token * num_rows
     if first < count:
-        query = load_query(queries, token, HEADS, DATA_BYTES, EMULATE)
+        query = load_query(queries, token, HEADS, DATA_BYTES)
         weight = load_weights(scaled, token, num_heads, HEADS)
         held = tl.cast(max_blocks, tl.int64) * BLOCK_SIZE
         stop = tl.minimum(tl.minimum(count, num_rows), held).to(tl.int32)
@@ -134,7 +132,7 @@ def indexer_logits_kernel(
             codes_at, scale_at, exists = find_tile(
                 cache, entries, pages, first, tile, stop, FORMAT, STEP
             )
-            codes = load_codes(codes_at, 1, exists, DATA_BYTES, EMULATE)
+            codes = load_codes(codes_at, 1, exists, DATA_BYTES)
             scale = tl.load(scale_at, mask=exists, other=0.0)
             score = score_codes(codes, scale, query, weight)
             row = first + tile * STEP + lane
@@ -190,7 +188,6 @@ def indexer_logits(
         SCALE_BYTES=indexer.scale_bytes,
         ROWS=ROWS,
         STAGES=STAGES,
-        EMULATE=EMULATE,
         num_warps=WARPS,
         **sizes,
     )
@@ -224,7 +221,6 @@ def indexer_logits_ragged_kernel(
     STEP: tl.constexpr,
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """A tile of keys stays while the queries of a tile of tokens come by."""
     queries = (q, token_stride, head_stride, dim_stride, num_heads)
@@ -238,13 +234,13 @@ def indexer_logits_ragged_kernel(
     high = tl.max(tl.load(row_stop + every * stop_stride))
     if (low < tl.max(row) + 1) & (high > tl.min(row)):
         codes_at = k + row.to(tl.int64) * row_stride
-        codes = load_codes(codes_at, byte_stride, exists, DIM, EMULATE)
+        codes = load_codes(codes_at, byte_stride, exists, DIM)
         scale = tl.load(scales + row.to(tl.int64) * scale_stride, mask=exists, other=0.0)
         for index in tl.range(0, TOKENS, num_stages=STAGES):
             token = tl.minimum(first + index, num_tokens - 1).to(tl.int64)
             start = tl.load(row_start + token * start_stride)
             stop = tl.load(row_stop + token * stop_stride)
-            query = load_query(queries, token, HEADS, DIM, EMULATE)
+            query = load_query(queries, token, HEADS, DIM)
             weight = load_weights(scaled, token, num_heads, HEADS)
             score = score_codes(codes, scale, query, weight)
             score = tl.where((row >= start) & (row < stop), score, float("-inf"))
@@ -283,7 +279,6 @@ def indexer_logits_ragged(
         DIM=DIM,
         TOKENS=TOKENS,
         STAGES=STAGES,
-        EMULATE=EMULATE,
         num_warps=WARPS,
         **sizes,
     )

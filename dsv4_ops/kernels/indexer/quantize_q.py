@@ -11,7 +11,6 @@ from dsv4_ops.kernels.common.rope import rotate_pairs
 def quantize_queries(
     program, q, weights, positions, angles, out,
     SOFTMAX_SCALE: tl.constexpr, ROPE_DIM: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):  # fmt: skip
     """Rotate and quantise a tile of heads of a token.
 
@@ -26,7 +25,6 @@ def quantize_queries(
         ROPE_DIM: Values that are rotated, the last.
         DIM: Values of a head.
         HEADS: Heads of a tile.
-        EMULATE: Whether this runs in Triton's interpreter.
     """
     q, token_stride, head_stride, dim_stride, num_heads = q
     weights, weight_token_stride, weight_head_stride = weights
@@ -50,12 +48,12 @@ def quantize_queries(
     cos = tl.load(angle + column, mask=in_rope, other=1.0)[None, :]
     sin = tl.load(angle + column + ROPE_DIM // 2 * column_stride, mask=in_rope, other=0.0)[None, :]
     even, odd = tl.split(tl.reshape(values, (HEADS, DIM // 2, 2)))
-    first, second = rotate_pairs(even, odd, cos, sin, EMULATE)
+    first, second = rotate_pairs(even, odd, cos, sin)
     in_rope = in_rope[None, :]
     pairs = tl.join(tl.where(in_rope, first, even), tl.where(in_rope, second, odd))
-    rotated = round_to_bf16(tl.reshape(pairs, (HEADS, DIM)), EMULATE).to(tl.float32)
+    rotated = round_to_bf16(tl.reshape(pairs, (HEADS, DIM))).to(tl.float32)
 
-    codes, scale = quantize(rotated, EMULATE)
+    codes, scale = quantize(rotated)
     row = token * num_heads + head
     tl.store(codes_out + row[:, None] * DIM + dim, codes, mask=given[:, None])
     at = token * weight_token_stride + head.to(tl.int64) * weight_head_stride
@@ -86,7 +84,6 @@ def quantize_query_kernel(
     ROPE_DIM: tl.constexpr,
     DIM: tl.constexpr,
     HEADS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     quantize_queries(
         tl.program_id(0),
@@ -99,5 +96,4 @@ def quantize_query_kernel(
         ROPE_DIM,
         DIM,
         HEADS,
-        EMULATE,
     )

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from dsv4_ops.kernels.common.triton_compat import EMULATE
+
 ABSENT_KEY = tl.constexpr(-(2**31))
 _NAN_KEY = tl.constexpr(-(2**31) + 1)
 _SIGN = tl.constexpr(-(2**31))
@@ -11,7 +13,7 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def load_query(q, token, HEADS: tl.constexpr, DIM: tl.constexpr, EMULATE: tl.constexpr):
+def load_query(q, token, HEADS: tl.constexpr, DIM: tl.constexpr):
     """e4m3 [DIM, HEADS] of the int64 ``token``. ``q``: codes, the strides of tokens, heads and
     values, and the number of heads."""
     q, token_stride, head_stride, dim_stride, num_heads = q
@@ -46,7 +48,7 @@ def decoded(codes):
 
 
 @triton.jit
-def load_codes(start, byte_stride, exists, DIM: tl.constexpr, EMULATE: tl.constexpr):
+def load_codes(start, byte_stride, exists, DIM: tl.constexpr):
     """e4m3 [rows, DIM] keys at the pointers to bytes ``start``; anything where none exists, which
     touches no other row of a product."""
     lane = tl.arange(0, DIM)[None, :] * byte_stride

@@ -14,7 +14,7 @@ from dsv4_ops.kernels.arguments import paged, strided
 from dsv4_ops.kernels.indexer import logits as indexer
 from dsv4_ops.kernels.indexer.topk_merge import merge_groups_kernel, merge_parts_kernel
 from dsv4_ops.kernels.indexer.topk_partial import select_keys_kernel, select_logits_kernel
-from dsv4_ops.kernels.launcher import EMULATE, Launcher
+from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference import indexer as reference
 
 PROGRAMS = 396
@@ -195,7 +195,6 @@ def indexer_select(
         LEAST=LEAST,
         STAGES=STAGES,
         SLOTS=slots,
-        EMULATE=EMULATE,
         **sizes,
     )
     return scratch.merged((*requests, *table, max_blocks), block_size, slots)

@@ -1,11 +1,199 @@
-"""Pass two of the selection: the lists of the parts of a row, merged."""
+"""Exact top-k of int32 keys, and the merge of lists: among equal keys those that come first.
+
+A row is split into parts, each of which streams through its keys and keeps the best
+(``topk_partial.py``); then the lists of the parts are merged. Every list is in the order of the
+row, so that ties need no index.
+"""
 
 import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.common.paging import join_slots, load_pages
 from dsv4_ops.kernels.indexer.score_tile import ABSENT_KEY
-from dsv4_ops.kernels.indexer.topk_threshold import exactly, pad_list, pad_result, scratch_slots
+
+_OCTAVE = tl.constexpr(2**23)
+_OCTAVES = tl.constexpr(2**25)
+
+
+@triton.jit
+def partition(
+    count,
+    splits,
+    topk,
+    STEP: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    MERGED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPED: tl.constexpr,
+):
+    """How many parts a row of ``count`` keys has, keys per part, the width of their lists, and
+    whether a list has every key of its part, in order; one part if all fit. Lists are as wide
+    as MERGED keys allow, which are merged together, because the merge alone has to be exact; more
+    are merged in GROUPS before, of GROUPED keys at a time."""
+    share = (count + splits - 1) // splits
+    share = tl.maximum((share + STEP - 1) // STEP * STEP, LEAST)
+    whole = share <= topk
+    grouped = tl.minimum(share, topk) * GROUPS
+    group = (count + grouped - 1) // grouped * share
+    # powers of two, so that the lists of a row are all of its keys, and no more than are merged
+    # together or, of a longer one, than its groups are
+    short = (count <= MERGED // 2) | ((count <= MERGED) & whole)
+    if short | (whole & (count <= GROUPS * GROUPED) & (group > GROUPED)):
+        least = LEAST
+        while least < share:
+            least *= 2
+        share = least
+    parts = tl.maximum((count + share - 1) // share, 1)
+    whole = (share <= topk) | (parts * share <= MERGED)
+    width = tl.maximum(tl.minimum(MERGED // 2 // parts, MOST), topk)
+    width = tl.where(whole, share, width)
+    one = count <= topk
+    parts, share = tl.where(one, 1, parts), tl.where(one, count, share)
+    return parts, share, width, whole
+
+
+@triton.jit
+def _threshold(key, low, at_low, topk, most):
+    """A value such that ``topk`` to ``most`` of the keys are above it, or fewer than ``topk`` but
+    with those that equal it at least as many; and how many are above. ``at_low`` keys, more than
+    ``most``, reach ``low``. Two values at a time, counted in one sum: at first within some octaves
+    of the best, where scores are, and not by halves of all that a float can be."""
+    high = tl.max(key, axis=0) + 1
+    at_high = 0
+    length = _length(low, high)
+    near = length > _OCTAVES
+    first = tl.where(near, high - _OCTAVES, low + _part(length, 2))
+    second = tl.where(near, high - _OCTAVE, low + _part(length, 1))
+    while (length > 1) & (at_low > most):
+        reached = (key >= first).to(tl.int32) + ((key >= second).to(tl.int32) << 16)
+        reached = tl.sum(reached, axis=0)
+        at_first, at_second = reached & 0xFFFF, reached >> 16
+        high = tl.where(at_second >= topk, high, tl.where(at_first >= topk, second, first))
+        at_high = tl.where(
+            at_second >= topk, at_high, tl.where(at_first >= topk, at_second, at_first)
+        )
+        low = tl.where(at_second >= topk, second, tl.where(at_first >= topk, first, low))
+        at_low = tl.where(
+            at_second >= topk, at_second, tl.where(at_first >= topk, at_first, at_low)
+        )
+        length = _length(low, high)
+        first = low + _part(length, 2)
+        second = low + _part(length, 1)
+    enough = at_low <= most
+    return tl.where(enough, low - 1, low), tl.where(enough, at_low, at_high)
+
+
+@triton.jit
+def _length(low, high):
+    return high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _part(length, SHIFT: tl.constexpr):
+    """At least 1 of the uint32 ``length``."""
+    return tl.maximum(length >> SHIFT, 1).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def best(key, low, topk, most):
+    """Which keys are the best, ``topk`` of those present or up to ``most``; the offset of each of
+    them, in order; how many there are; and a value that none of them is below. Keys below ``low``
+    are not among the best."""
+    total = tl.sum((key >= low).to(tl.int32), axis=0)
+    threshold = low - 1
+    above_it = total
+    kept = total
+    if total > most:
+        threshold, above_it = _threshold(key, low, total, topk, most)
+        kept = tl.maximum(above_it, topk)
+    needed = kept - above_it
+    above = key > threshold
+    equal = key == threshold
+    # both counts in one scan
+    seen = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
+    equals = seen >> 16
+    taken = above | (equal & (equals <= needed))
+    least = tl.where(needed > 0, threshold, threshold + 1)
+    return taken, (seen & 0xFFFF) + tl.minimum(equals, needed) - 1, kept, least
+
+
+@triton.jit
+def exactly(key, topk):
+    """The ``topk`` best of those present, as ``best``."""
+    low = tl.full((), ABSENT_KEY + 1, tl.int32)
+    taken, dst, kept, _ = best(key, low, topk, topk)
+    return taken, dst, kept
+
+
+@triton.jit
+def scratch_slots(number, CAPACITY: tl.constexpr):
+    """Slots of a scratch row, one after the other over the threads; ``number`` is not negative.
+    Triton would have each thread load four in a row, but store, where it cannot know that offsets
+    follow each other, in this layout; and going from one to the other costs more than the
+    selection. So it is not to see that slots follow each other, nor that they are the same
+    everywhere, which would keep addresses in registers."""
+    return tl.arange(0, CAPACITY) ^ tl.minimum(number, 0)
+
+
+@triton.jit
+def _load_indices(indices, head, base, slot):
+    """Indices of the keys of a scratch row: those behind the first ``head`` count from
+    ``base`` on."""
+    index = tl.load(indices + slot, mask=slot < head, other=0)
+    return tl.where(slot < head, index, base + slot)
+
+
+@triton.jit
+def reduce_list(keys, indices, fill, head, base, low, topk, most, CAPACITY: tl.constexpr):
+    """Reduce the ``fill`` keys of a scratch row to the best, ``topk`` to ``most`` of them, without
+    gaps; how many there are, and a value that none is below."""
+    slot = scratch_slots(fill, CAPACITY)
+    tl.debug_barrier()  # all was written
+    key = tl.load(keys + slot, mask=slot < fill, other=ABSENT_KEY)
+    index = _load_indices(indices, head, base, slot)
+    taken, dst, kept, least = best(key, low, topk, most)
+    tl.debug_barrier()  # all was read
+    tl.store(keys + dst, key, mask=taken)
+    tl.store(indices + dst, index, mask=taken)
+    return kept, least
+
+
+@triton.jit
+def emit_list(keys, indices, fill, head, base, entries, out, topk, SIZES: tl.constexpr):
+    """The result row at ``out`` from a scratch row; if SLOTS, the slots of the indices. Blocks are
+    loaded for all of them before the best are known, which hides the time it takes. SIZES: WIDTH,
+    CAPACITY, BLOCK_SIZE and SLOTS."""
+    CAPACITY: tl.constexpr = SIZES[1]
+    BLOCK_SIZE: tl.constexpr = SIZES[2]
+    SLOTS: tl.constexpr = SIZES[3]
+    slot = scratch_slots(fill, CAPACITY)
+    tl.debug_barrier()  # all was written
+    key = tl.load(keys + slot, mask=slot < fill, other=ABSENT_KEY)
+    index = _load_indices(indices, head, base, slot)
+    if SLOTS:
+        page = load_pages(entries, index, slot < fill, BLOCK_SIZE)
+    taken, dst, kept = exactly(key, topk)
+    if SLOTS:
+        index = join_slots(page, index, BLOCK_SIZE)
+    tl.store(out + dst, index, mask=taken)
+    pad_result(out, kept, topk, SIZES[0])
+    tl.debug_barrier()  # all was read
+
+
+@triton.jit
+def pad_list(keys, kept, width, CAPACITY: tl.constexpr):
+    """Nothing behind the ``kept`` keys of a list."""
+    if kept < width:
+        slot = scratch_slots(kept, CAPACITY)
+        tl.store(keys + slot, ABSENT_KEY, mask=(slot >= kept) & (slot < width))
+
+
+@triton.jit
+def pad_result(out, kept, topk, WIDTH: tl.constexpr):
+    if kept < topk:
+        slot = scratch_slots(kept, WIDTH)
+        tl.store(out + slot, -1, mask=(slot >= kept) & (slot < topk))
 
 
 @triton.jit

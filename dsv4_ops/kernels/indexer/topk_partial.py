@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.common.paging import find_real
+from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.kernels.indexer.score_tile import (
     ABSENT_KEY,
     find_pages,
@@ -23,7 +24,7 @@ from dsv4_ops.kernels.indexer.score_tile import (
     score_codes,
     sortable,
 )
-from dsv4_ops.kernels.indexer.topk_threshold import emit_list, pad_list, partition, reduce_list
+from dsv4_ops.kernels.indexer.topk_merge import emit_list, pad_list, partition, reduce_list
 
 
 @triton.jit
@@ -160,7 +161,6 @@ def select_keys_kernel(
     GROUPED: tl.constexpr,
     STAGES: tl.constexpr,
     SLOTS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     queries = (q, token_stride, head_stride, dim_stride, num_heads)
     scaled = (weights, weight_token_stride, weight_head_stride)
@@ -201,21 +201,21 @@ def select_keys_kernel(
             else:
                 stop = start + tl.minimum(share, count - start)
                 low = tl.full((), ABSENT_KEY + 1, tl.int32)
-                query = load_query(queries, token, HEADS, DATA_BYTES, EMULATE)
+                query = load_query(queries, token, HEADS, DATA_BYTES)
                 weight = load_weights(scaled, token, num_heads, HEADS)
                 entries = (table, column_stride)
                 pages = find_pages(entries, start, stop, BLOCK_SIZE, STEP, CAPACITY)
                 while start < stop:
                     length = tl.minimum(stop - start, (CAPACITY - fill) // STEP * STEP)
                     tiles = (length + STEP - 1) // STEP
-                    # Triton's interpreter has no range up to a value: further tiles add nothing
+                    # Triton's interpreter has no range up to a value: extra tiles add nothing
                     for tile in tl.range(
                         0, CAPACITY // STEP if EMULATE else tiles, num_stages=STAGES
                     ):
                         codes_at, scale_at, exists = find_tile(
                             cache, entries, pages, start, tile, stop, FORMAT, STEP
                         )
-                        codes = load_codes(codes_at, 1, exists, DATA_BYTES, EMULATE)
+                        codes = load_codes(codes_at, 1, exists, DATA_BYTES)
                         scale = tl.load(scale_at, mask=exists, other=0.0)
                         score = score_codes(codes, scale, query, weight)
                         key = tl.where(exists, sortable(score), ABSENT_KEY)

@@ -10,7 +10,7 @@ from dsv4_ops.kernels.common.paging import locate_positions, prefetch_column
 @triton.jit
 def _copy_rows(
     target, dim_stride, wanted, cache, page, row, exists,
-    FORMAT: tl.constexpr, EMULATE: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Dequantise cache rows into the wanted rows at ``target``, pointers to int16; zeros for rows
     that do not exist."""
@@ -31,7 +31,7 @@ def _copy_rows(
     lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
     rope = (data + CODE_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
     rope_words = tl.load(rope[:, None] + lane, mask=exists[:, None], other=0)
-    words = dequantize(codes, scale, EMULATE)
+    words = dequantize(codes, scale)
     dst = target[:, None, None] + dim.to(tl.int64) * dim_stride
     tl.store(dst, words, mask=wanted[:, None, None] & coded[:, :, None])
     dst = target[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
@@ -58,13 +58,7 @@ def gather_wanted_kernel(
     column_stride,
     max_blocks,
     num_reqs,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CODE_DIM: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    EMULATE: tl.constexpr,
+    FORMAT: tl.constexpr,
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     REQUESTS: tl.constexpr,
@@ -75,12 +69,9 @@ def gather_wanted_kernel(
     ``WHOLE``: all rows of a request are wanted, so that a row is a position."""
     cache = (k_cache, page_stride, num_blocks)
     table = (block_table, table_stride, column_stride, max_blocks)
-    FORMAT: tl.constexpr = (
-        BLOCK_SIZE, HEAD_DIM, CODE_DIM, QUANT_BLOCK, DATA_BYTES, SCALE_BYTES
-    )  # fmt: skip
     tile = tl.program_id(0)
     if WHOLE:
-        prefetch_column(table, num_reqs, tile * ROWS, BLOCK_SIZE)
+        prefetch_column(table, num_reqs, tile * ROWS, FORMAT[0])
     first = 0
     begin = 0
     while begin < num_reqs:
@@ -103,11 +94,11 @@ def gather_wanted_kernel(
                 length = tl.sum(tl.where(requests == request, lengths, 0), 0)
                 position += length.to(tl.int64) - count
             page, row, exists = locate_positions(
-                table, request, position, inside, num_blocks, BLOCK_SIZE
+                table, request, position, inside, num_blocks, FORMAT[0]
             )
             start = out.to(tl.pointer_type(tl.int16), bitcast=True) + request * out_stride
             target = start + (offset + index.to(tl.int64)) * out_row_stride
-            _copy_rows(target, out_dim_stride, inside, cache, page, row, exists, FORMAT, EMULATE)
+            _copy_rows(target, out_dim_stride, inside, cache, page, row, exists, FORMAT)
             tile += tl.num_programs(0)
         first = last
         begin += REQUESTS
@@ -129,13 +120,7 @@ def gather_all_kernel(
     table_stride,
     column_stride,
     max_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CODE_DIM: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    EMULATE: tl.constexpr,
+    FORMAT: tl.constexpr,
     WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -152,13 +137,10 @@ def gather_all_kernel(
         wanted = wanted & (index < count)
         length = tl.load(seq_lens + request * seq_stride)
         position += length.to(tl.int64) - count
-    FORMAT: tl.constexpr = (
-        BLOCK_SIZE, HEAD_DIM, CODE_DIM, QUANT_BLOCK, DATA_BYTES, SCALE_BYTES
-    )  # fmt: skip
     table = (block_table, table_stride, column_stride, max_blocks)
-    page, row, exists = locate_positions(table, request, position, wanted, num_blocks, BLOCK_SIZE)
+    page, row, exists = locate_positions(table, request, position, wanted, num_blocks, FORMAT[0])
     exists = exists & (index < count)
     start = out.to(tl.pointer_type(tl.int16), bitcast=True)
-    target = start + (request * num_rows + rows) * HEAD_DIM
+    target = start + (request * num_rows + rows) * FORMAT[1]
     cache = (k_cache, page_stride, num_blocks)
-    _copy_rows(target, 1, rows < num_rows, cache, page, row, exists, FORMAT, EMULATE)
+    _copy_rows(target, 1, rows < num_rows, cache, page, row, exists, FORMAT)

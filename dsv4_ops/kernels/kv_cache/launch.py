@@ -12,7 +12,7 @@ from dsv4_ops.kernels.arguments import listed, paged, strided
 from dsv4_ops.kernels.kv_cache import plain
 from dsv4_ops.kernels.kv_cache.dequant_gather import gather_all_kernel, gather_wanted_kernel
 from dsv4_ops.kernels.kv_cache.quantize_insert import insert
-from dsv4_ops.kernels.launcher import EMULATE, Launcher
+from dsv4_ops.kernels.launcher import Launcher
 
 INSERT_TOKENS = 4
 """Tokens per program of the insert: 8 values per thread and token."""
@@ -41,7 +41,7 @@ def quantize_and_insert_k_cache(
 ) -> None:
     main = MainLayout(block_size)
     checks = Checks("quantize_and_insert_k_cache")
-    insert(launch, checks, k, k_cache, slot_mapping, main, tokens=INSERT_TOKENS, float_scales=False)
+    insert(launch, checks, k, k_cache, slot_mapping, main, tokens=INSERT_TOKENS)
 
 
 def dequantize_and_gather_k_cache(
@@ -104,13 +104,7 @@ def gather_wanted(
         *strided(seq_lens, wanted),
         *listed(block_table),
         num_reqs,
-        BLOCK_SIZE=block_size,
-        HEAD_DIM=main.head_dim,
-        CODE_DIM=main.code_dim,
-        QUANT_BLOCK=main.quant_block,
-        DATA_BYTES=main.data_bytes,
-        SCALE_BYTES=main.scale_bytes,
-        EMULATE=EMULATE,
+        FORMAT=main.format,
         WHOLE=gather_lens is None,
         ROWS=WORKSPACE_ROWS,
         REQUESTS=REQUESTS,
@@ -148,13 +142,7 @@ def gather_k_cache(
         *paged(k_cache),
         *strided(seq_lens, wanted),
         *listed(block_table),
-        BLOCK_SIZE=block_size,
-        HEAD_DIM=main.head_dim,
-        CODE_DIM=main.code_dim,
-        QUANT_BLOCK=main.quant_block,
-        DATA_BYTES=main.data_bytes,
-        SCALE_BYTES=main.scale_bytes,
-        EMULATE=EMULATE,
+        FORMAT=main.format,
         WHOLE=gather_lens is None,
         ROWS=DENSE_ROWS,
         num_warps=DENSE_WARPS,

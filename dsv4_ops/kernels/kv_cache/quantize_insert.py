@@ -9,15 +9,13 @@ from dsv4_ops.core.layout import QuantizedLayout
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.fp8 import quantize  # by name: Inductor copies kernels, not modules
 from dsv4_ops.kernels.common.paging import place_slots
-from dsv4_ops.kernels.launcher import EMULATE, Launcher
+from dsv4_ops.kernels.launcher import Launcher
 
 WARPS = 4
 
 
 @triton.jit
-def insert_codes(
-    source, dim_stride, given, start, row, exists, FORMAT: tl.constexpr, EMULATE: tl.constexpr
-):
+def insert_codes(source, dim_stride, given, start, row, exists, FORMAT: tl.constexpr):
     """Codes and scales of the bf16 rows at ``source`` that are ``given``, into ``row`` of the
     blocks at ``start``, as far as they exist."""
     HEAD_DIM: tl.constexpr = FORMAT[1]
@@ -33,7 +31,7 @@ def insert_codes(
         mask=given[:, None, None] & coded[:, :, None],
         other=0.0,
     )
-    codes, scale = quantize(values.to(tl.float32), EMULATE)
+    codes, scale = quantize(values.to(tl.float32))
     data = start + row * DATA_BYTES
     there = exists[:, None, None] & coded[:, :, None]
     tl.store(data[:, None, None] + dim, codes, mask=there)
@@ -57,20 +55,16 @@ def quantize_and_insert_kernel(
     slot_stride,
     num_tokens,
     num_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CODE_DIM: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    FLOAT_SCALES: tl.constexpr,
+    FORMAT: tl.constexpr,
     TOKENS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
+    HEAD_DIM: tl.constexpr = FORMAT[1]
+    CODE_DIM: tl.constexpr = FORMAT[2]
+    DATA_BYTES: tl.constexpr = FORMAT[4]
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     given = token < num_tokens
     slot = tl.load(slot_mapping + token.to(tl.int64) * slot_stride, mask=given, other=-1)
-    page, row, exists = place_slots(slot, num_blocks, BLOCK_SIZE)
+    page, row, exists = place_slots(slot, num_blocks, FORMAT[0])
     source = k + token.to(tl.int64) * row_stride
     start = k_cache + page * page_stride
     if CODE_DIM < HEAD_DIM:
@@ -79,10 +73,7 @@ def quantize_and_insert_kernel(
         words = source.to(tl.pointer_type(tl.int16), bitcast=True)
         rope = words[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
         rope_words = tl.load(rope, mask=given[:, None], other=0)
-    FORMAT: tl.constexpr = (
-        BLOCK_SIZE, HEAD_DIM, CODE_DIM, QUANT_BLOCK, DATA_BYTES, SCALE_BYTES, FLOAT_SCALES
-    )  # fmt: skip
-    insert_codes(source, dim_stride, given, start, row, exists, FORMAT, EMULATE)
+    insert_codes(source, dim_stride, given, start, row, exists, FORMAT)
     if CODE_DIM < HEAD_DIM:
         target = (start + row * DATA_BYTES + CODE_DIM).to(tl.pointer_type(tl.int16), bitcast=True)
         tl.store(target[:, None] + lane, rope_words, mask=exists[:, None])
@@ -97,7 +88,6 @@ def insert(
     layout: QuantizedLayout,
     *,
     tokens: int,
-    float_scales: bool,
 ) -> None:
     """Launch the quantising insert for any quantised layout, ``tokens`` tokens per program."""
     checks.page_start("k_cache", k_cache, layout)
@@ -111,14 +101,7 @@ def insert(
         *strided(slot_mapping),
         num_tokens,
         k_cache.shape[0],
-        BLOCK_SIZE=layout.block_size,
-        HEAD_DIM=layout.head_dim,
-        CODE_DIM=layout.code_dim,
-        QUANT_BLOCK=layout.quant_block,
-        DATA_BYTES=layout.data_bytes,
-        SCALE_BYTES=layout.scale_bytes,
-        FLOAT_SCALES=float_scales,
+        FORMAT=layout.format,
         TOKENS=tokens,
-        EMULATE=EMULATE,
         num_warps=WARPS,
     )

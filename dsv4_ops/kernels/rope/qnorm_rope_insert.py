@@ -11,7 +11,7 @@ from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # by name: Inducto
 from dsv4_ops.kernels.common.paging import place_slots
 from dsv4_ops.kernels.common.rope import rotate_pairs
 from dsv4_ops.kernels.kv_cache.quantize_insert import insert_codes
-from dsv4_ops.kernels.launcher import EMULATE, Launcher
+from dsv4_ops.kernels.launcher import Launcher
 
 _NAN_BITS = tl.constexpr(0x7FC0)
 
@@ -19,7 +19,7 @@ _NAN_BITS = tl.constexpr(0x7FC0)
 @triton.jit
 def _rotated_tail(
     source, dim_stride, given, factor, token, positions, angles,
-    CODE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, EMULATE: tl.constexpr,
+    CODE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
 ):  # fmt: skip
     """float32 [rows, ROPE_DIM]: the end of the rows at ``source`` that are ``given``, times
     ``factor``, rotated by the positions of ``token``, of which there may be one for all rows."""
@@ -27,7 +27,7 @@ def _rotated_tail(
     cos_sin_cache, table_stride, column_stride, num_positions = angles
     lane = tl.arange(0, ROPE_DIM)[None, :]
     tail = source[:, None] + (CODE_DIM + lane).to(tl.int64) * dim_stride
-    values = widen(tl.load(tail, mask=given[:, None], other=0.0), EMULATE) * factor[:, None]
+    values = widen(tl.load(tail, mask=given[:, None], other=0.0)) * factor[:, None]
     position = tl.load(positions[0] + token.to(tl.int64) * positions[1])
     known = (position >= 0) & (position < num_positions)
     angle = cos_sin_cache + tl.where(known, position, 0) * table_stride
@@ -36,7 +36,7 @@ def _rotated_tail(
     cos = tl.load(angle[:, None] + column, mask=known, other=1.0)
     sin = tl.load(angle[:, None] + column + ROPE_DIM // 2 * column_stride, mask=known, other=0.0)
     even, odd = tl.split(tl.reshape(values, (ROWS, ROPE_DIM // 2, 2)))
-    first, second = rotate_pairs(even, odd, cos, sin, EMULATE)
+    first, second = rotate_pairs(even, odd, cos, sin)
     pairs = tl.join(tl.where(known, first, even), tl.where(known, second, odd))
     return tl.reshape(pairs, (ROWS, ROPE_DIM))
 
@@ -44,7 +44,7 @@ def _rotated_tail(
 @triton.jit
 def _normalise_heads(
     q, positions, angles, token, first_head,
-    EPS: tl.constexpr, FORMAT: tl.constexpr, HEADS: tl.constexpr, EMULATE: tl.constexpr,
+    EPS: tl.constexpr, FORMAT: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     HEAD_DIM: tl.constexpr = FORMAT[1]
     CODE_DIM: tl.constexpr = FORMAT[2]
@@ -56,24 +56,24 @@ def _normalise_heads(
     target = out + (token.to(tl.int64) * num_heads + head) * HEAD_DIM
     dim = tl.arange(0, HEAD_DIM)[None, :]
     address = source[:, None] + dim.to(tl.int64) * dim_stride
-    values = widen(tl.load(address, mask=given[:, None], other=0.0), EMULATE)
+    values = widen(tl.load(address, mask=given[:, None], other=0.0))
     factor = tl.rsqrt(tl.sum(values * values, axis=1) / HEAD_DIM + EPS)
     every = token + tl.zeros((1,), tl.int32)
     # loaded again, from the first cache: few values, in their own layout
     rotated = _rotated_tail(
-        source, dim_stride, given, factor, every, positions, angles, CODE_DIM, ROPE_DIM, EMULATE
+        source, dim_stride, given, factor, every, positions, angles, CODE_DIM, ROPE_DIM
     )
-    normed = round_to_bf16(values * factor[:, None], EMULATE)
+    normed = round_to_bf16(values * factor[:, None])
     tl.store(target[:, None] + dim, normed, mask=given[:, None] & (dim < CODE_DIM))
     lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
     tail = target[:, None] + CODE_DIM + lane
-    tl.store(tail, round_to_bf16(rotated, EMULATE), mask=given[:, None])
+    tl.store(tail, round_to_bf16(rotated), mask=given[:, None])
 
 
 @triton.jit
 def _insert_keys(
     kv, cache, slots, positions, angles, token,
-    FORMAT: tl.constexpr, KEYS: tl.constexpr, EMULATE: tl.constexpr,
+    FORMAT: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     HEAD_DIM: tl.constexpr = FORMAT[1]
     CODE_DIM: tl.constexpr = FORMAT[2]
@@ -95,7 +95,7 @@ def _insert_keys(
         tl.store(stored[:, None] + lane, words, mask=exists[:, None] & coded)
         target = stored + CODE_DIM
     else:
-        insert_codes(source, dim_stride, given, start, row, exists, FORMAT, EMULATE)
+        insert_codes(source, dim_stride, given, start, row, exists, FORMAT)
         rope_bytes = start + row * DATA_BYTES + CODE_DIM
         target = rope_bytes.to(tl.pointer_type(tl.int16), bitcast=True)
     lane = tl.arange(0, HEAD_DIM - CODE_DIM)[None, :]
@@ -103,9 +103,9 @@ def _insert_keys(
     known = tl.where(given, token, 0)
     ROPE_DIM: tl.constexpr = HEAD_DIM - CODE_DIM
     rotated = _rotated_tail(
-        source, dim_stride, given, factor, known, positions, angles, CODE_DIM, ROPE_DIM, EMULATE
+        source, dim_stride, given, factor, known, positions, angles, CODE_DIM, ROPE_DIM
     )
-    bits = round_to_bf16(rotated, EMULATE).to(tl.int16, bitcast=True)
+    bits = round_to_bf16(rotated).to(tl.int16, bitcast=True)
     bits = tl.where(rotated != rotated, _NAN_BITS, bits).to(tl.int16)
     tl.store(target[:, None] + lane, bits, mask=exists[:, None])
 
@@ -114,7 +114,6 @@ def _insert_keys(
 def normalise_and_insert(
     program, q, kv, cache, slots, positions, angles,
     EPS: tl.constexpr, FORMAT: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):  # fmt: skip
     """The keys come first: their loads depend on each other.
 
@@ -126,18 +125,17 @@ def normalise_and_insert(
         positions: Positions and their stride.
         EPS: Of the norm.
         HEADS, KEYS: Of a tile.
-        EMULATE: Whether this runs in Triton's interpreter.
     """
     num_slots, num_heads = slots[2], q[5]
     key_programs = (num_slots + KEYS - 1) // KEYS
     if program < key_programs:
         tokens = program * KEYS + tl.arange(0, KEYS)
-        _insert_keys(kv, cache, slots, positions, angles, tokens, FORMAT, KEYS, EMULATE)
+        _insert_keys(kv, cache, slots, positions, angles, tokens, FORMAT, KEYS)
     else:
         parts = (num_heads + HEADS - 1) // HEADS
         part = program - key_programs
         token, first = part // parts, part % parts * HEADS
-        _normalise_heads(q, positions, angles, token, first, EPS, FORMAT, HEADS, EMULATE)
+        _normalise_heads(q, positions, angles, token, first, EPS, FORMAT, HEADS)
 
 
 HEADS = 4
@@ -174,15 +172,9 @@ def qnorm_rope_kv_insert_kernel(
     column_stride,
     num_positions,
     EPS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CODE_DIM: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
+    FORMAT: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     normalise_and_insert(
         tl.program_id(0),
@@ -193,10 +185,9 @@ def qnorm_rope_kv_insert_kernel(
         (positions, position_stride),
         (cos_sin_cache, table_stride, column_stride, num_positions),
         EPS,
-        (BLOCK_SIZE, HEAD_DIM, CODE_DIM, QUANT_BLOCK, DATA_BYTES, SCALE_BYTES, False),
+        FORMAT,
         HEADS,
         KEYS,
-        EMULATE,
     )
 
 
@@ -236,15 +227,9 @@ def qnorm_rope_kv_insert(
         *strided(positions),
         *angles(cos_sin_cache),
         EPS=float(eps),
-        BLOCK_SIZE=block_size,
-        HEAD_DIM=main.head_dim,
-        CODE_DIM=main.code_dim,
-        QUANT_BLOCK=main.quant_block,
-        DATA_BYTES=main.data_bytes,
-        SCALE_BYTES=0 if plain else main.scale_bytes,
+        FORMAT=(*main.format[:5], 0, False) if plain else main.format,
         HEADS=HEADS,
         KEYS=KEYS,
-        EMULATE=EMULATE,
         num_warps=WARPS,
     )
     return out

@@ -13,7 +13,7 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.tiles import COMBINE_COLUMNS
 from dsv4_ops.kernels.common.fp8 import round_to_bf16
 from dsv4_ops.kernels.common.rope import load_tail_angles, rotate_tail
-from dsv4_ops.kernels.launcher import EMULATE, Launcher
+from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.sparse_mla.triton.mainloop import (  # by name: Inductor copies kernels
     denominator,
     log2_sum,
@@ -30,7 +30,7 @@ values are multiples of."""
 @triton.jit
 def _combine(
     tensors, token, first_split, splits, head, num_heads,
-    FLAGS: tl.constexpr, STEP: tl.constexpr, EMULATE: tl.constexpr,
+    FLAGS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of a token and a head, STEP at a time.
 
@@ -42,7 +42,6 @@ def _combine(
         FLAGS: HAS_SINK, INVERSE_ROPE (the result is rounded, and its last ROPE values are rotated
             back), ROPE and HEAD_DIM.
         STEP: Splits that are loaded together.
-        EMULATE: Whether this runs in Triton's interpreter.
     """
     INVERSE_ROPE: tl.constexpr = FLAGS[1]
     HEAD_DIM: tl.constexpr = FLAGS[3]
@@ -80,10 +79,10 @@ def _combine(
         first += STEP
     below = denominator(row_max, row_sum, sink)
     dst = token * num_heads + head
-    values = round_to_bf16(summed / below, EMULATE)
+    values = round_to_bf16(summed / below)
     if INVERSE_ROPE:
-        values = rotate_tail(values.to(tl.float32), rotated, HEAD_DIM, EMULATE, True)
-        values = round_to_bf16(values, EMULATE)
+        values = rotate_tail(values.to(tl.float32), rotated, HEAD_DIM, True)
+        values = round_to_bf16(values)
     tl.store(out + dst * HEAD_DIM + dim, values)
     tl.store(lse + dst, log2_sum(row_max, row_sum) / _LOG2_E)
 
@@ -91,17 +90,17 @@ def _combine(
 @triton.jit
 def _combine_few(
     tensors, token, first_split, splits, head, num_heads,
-    FLAGS: tl.constexpr, STEPS: tl.constexpr, EMULATE: tl.constexpr,
+    FLAGS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """The same in the smaller of STEPS if there are no more splits: masked loads are not free."""
     FEW: tl.constexpr = STEPS[0]
     STEP: tl.constexpr = STEPS[1]
     if FEW == STEP:
-        _combine(tensors, token, first_split, splits, head, num_heads, FLAGS, STEP, EMULATE)
+        _combine(tensors, token, first_split, splits, head, num_heads, FLAGS, STEP)
     elif splits <= FEW:
-        _combine(tensors, token, first_split, splits, head, num_heads, FLAGS, FEW, EMULATE)
+        _combine(tensors, token, first_split, splits, head, num_heads, FLAGS, FEW)
     else:
-        _combine(tensors, token, first_split, splits, head, num_heads, FLAGS, STEP, EMULATE)
+        _combine(tensors, token, first_split, splits, head, num_heads, FLAGS, STEP)
 
 
 @triton.jit
@@ -132,7 +131,6 @@ def combine_splits_kernel(
     FEW: tl.constexpr,
     STEP: tl.constexpr,
     GROUP: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """The splits of a token and a head; nothing to do for tokens of one split. With HAS_PLAN those
     of the tokens whose first splits are in up to GROUP of the first ``num_rows`` rows: most tokens
@@ -159,14 +157,12 @@ def combine_splits_kernel(
             real = (token >= 0) & (token < num_tokens) & (split == 0)
             real &= (first_split >= 0) & (first_split <= capacity - count)
             if real:
-                _combine_few(
-                    tensors, token, first_split, count, head, num_heads, FLAGS, STEPS, EMULATE
-                )
+                _combine_few(tensors, token, first_split, count, head, num_heads, FLAGS, STEPS)
             each = tl.min(tl.where(several & (lane > each), lane, GROUP), 0)
     elif splits > 1:
         token = tl.program_id(0).to(tl.int64)
         first_split = token * splits
-        _combine_few(tensors, token, first_split, splits, head, num_heads, FLAGS, STEPS, EMULATE)
+        _combine_few(tensors, token, first_split, splits, head, num_heads, FLAGS, STEPS)
 
 
 @triton.jit
@@ -190,7 +186,6 @@ def combine_listed_kernel(
     FEW: tl.constexpr,
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """The splits of the tokens in a list, which programs of a head share."""
     parts = (partial, partial_lse, partial_scale)
@@ -206,7 +201,7 @@ def combine_listed_kernel(
         token = tl.load(row).to(tl.int64)
         splits = tl.load(row + 1)
         first_split = tl.load(row + 2).to(tl.int64)
-        _combine_few(tensors, token, first_split, splits, head, num_heads, FLAGS, STEPS, EMULATE)
+        _combine_few(tensors, token, first_split, splits, head, num_heads, FLAGS, STEPS)
         number += tl.num_programs(0)
 
 
@@ -300,7 +295,6 @@ def _constants(out: Tensor, attn_sink: Tensor | None, positions: Tensor | None) 
         "INVERSE_ROPE": positions is not None,
         "ROPE": ROPE,
         "HEAD_DIM": int(out.shape[2]),
-        "EMULATE": EMULATE,
         "num_warps": WARPS,
     }
 

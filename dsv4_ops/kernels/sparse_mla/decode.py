@@ -29,7 +29,7 @@ from dsv4_ops.dispatch.choice import not_ours
 from dsv4_ops.dispatch.prefill import positive
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.kernels.arguments import strided
-from dsv4_ops.kernels.launcher import EAGER, EMULATE, Launcher
+from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.kernels.sparse_mla import combine
 from dsv4_ops.kernels.sparse_mla.gathered import gathered_keys
 from dsv4_ops.kernels.sparse_mla.hopper import support
@@ -189,7 +189,6 @@ def launch_split_keys(
         QUANT_BLOCK=main.quant_block,
         HEADS=HEAD_TILE,
         KEYS=KEY_TILE,
-        EMULATE=EMULATE,
         num_warps=WARPS,
     )
     return results

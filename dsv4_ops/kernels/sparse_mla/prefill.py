@@ -17,7 +17,7 @@ from dsv4_ops.dispatch.choice import not_ours
 from dsv4_ops.dispatch.prefill import gathers, prefilled
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.kernels.arguments import listed, strided
-from dsv4_ops.kernels.launcher import EAGER, EMULATE, Launcher
+from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.kernels.sparse_mla.bf16_workspace import gather_rows
 from dsv4_ops.kernels.sparse_mla.combine import combine
 from dsv4_ops.kernels.sparse_mla.decode import num_splits_of, partial_results, supported
@@ -198,7 +198,6 @@ def _launch_prefill(
         QUANT_BLOCK=main.quant_block,
         HEADS=HEAD_TILE,
         KEYS=KEY_TILE,
-        EMULATE=EMULATE,
         num_warps=WARPS,
     )
     return results

@@ -21,16 +21,22 @@ from dsv4_ops.core.tiles import (
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.launcher import Launcher
 
-TOKENS = 128
+TOKENS = tl.constexpr(128)
 """Tokens that the program looks at together."""
 
 WARPS = 8
 
+_KEYS, _CLASSES, _COLUMNS = (tl.constexpr(each) for each in (KEY_TILE, CLASSES, PLAN_COLUMNS))
+_SIZES, _STEPS, _START = (tl.constexpr(each) for each in (PLAN_SIZES, PLAN_STEPS, START_TILES))
+_EXTRA, _SHARE = tl.constexpr(PLAN_EXTRA_SPLIT_TILES), tl.constexpr(EXTRA_SPLIT_SHARE)
+_CANDIDATES = tl.constexpr(triton.next_power_of_2(PLAN_SIZES))
+
 
 @triton.jit
-def _tiles(lengths, KEYS: tl.constexpr):
+def _tiles(lengths):
     lengths = tl.maximum(lengths, 0)
-    return lengths // KEYS + (lengths % KEYS > 0).to(tl.int32)  # a sum could pass the largest int32
+    # the usual sum, lengths + _KEYS - 1, could pass the largest int32
+    return lengths // _KEYS + (lengths % _KEYS > 0).to(tl.int32)
 
 
 @triton.jit
@@ -40,52 +46,39 @@ def _splits_of(tiles, size):
 
 
 @triton.jit
-def _candidates(
-    total, longest, programs, SIZES: tl.constexpr, CANDIDATES: tl.constexpr, STEPS: tl.constexpr
-):
-    """Sizes of a split, of which the first SIZES are considered."""
+def _candidates(total, longest, programs):
+    """Sizes of a split, of which the first _SIZES are considered."""
     mean = tl.maximum((total + programs - 1) // programs, 1)
-    index = tl.arange(0, CANDIDATES)
-    sizes = mean + index.to(tl.int64) * ((mean + STEPS - 1) // STEPS)
+    index = tl.arange(0, _CANDIDATES)
+    sizes = mean + index.to(tl.int64) * ((mean + _STEPS - 1) // _STEPS)
     sizes = tl.minimum(sizes, longest.to(tl.int64)).to(tl.int32)
-    return tl.where(index >= SIZES - 1, longest, sizes)
+    return tl.where(index >= _SIZES - 1, longest, sizes)
 
 
 @triton.jit
-def _best_size(
-    counts,
-    sizes,
-    total,
-    num_tokens,
-    programs,
-    SIZES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    START: tl.constexpr,
-    EXTRA: tl.constexpr,
-    SHARE: tl.constexpr,
-):
+def _best_size(counts, sizes, total, num_tokens, programs):
     """The cheapest size; the smallest of several such."""
-    index = tl.arange(0, CANDIDATES)
-    counts = counts.to(tl.int64)  # programs may be so many that START times as many are too many
-    shared, extra = total + START * (counts - programs), counts - num_tokens
-    cost = tl.maximum(sizes.to(tl.int64) * programs, shared) + EXTRA * extra
-    allowed = (index < SIZES) & (extra <= tl.maximum(programs - num_tokens, programs // SHARE))
-    least = tl.min(tl.where(allowed, cost * CANDIDATES + index, 2**62), axis=0) % CANDIDATES
+    index = tl.arange(0, _CANDIDATES)
+    counts = counts.to(tl.int64)  # programs may be so many that _START times as many are too many
+    shared, extra = total + _START * (counts - programs), counts - num_tokens
+    cost = tl.maximum(sizes.to(tl.int64) * programs, shared) + _EXTRA * extra
+    allowed = (index < _SIZES) & (extra <= tl.maximum(programs - num_tokens, programs // _SHARE))
+    least = tl.min(tl.where(allowed, cost * _CANDIDATES + index, 2**62), axis=0) % _CANDIDATES
     return tl.sum(tl.where(index == least.to(tl.int32), sizes, 0), axis=0)
 
 
 @triton.jit
-def _of_class(tiles, there, size, CLASSES: tl.constexpr):
-    """1 where a token is of a class, the longest first, [tokens, CLASSES]."""
-    shares = tl.minimum(tiles * (CLASSES - 2) // size, CLASSES - 2)
-    number = tl.where(tiles > size, 0, CLASSES - 1 - shares)
-    same = number[:, None] == tl.arange(0, CLASSES)[None, :]
+def _of_class(tiles, there, size):
+    """1 where a token is of a class, the longest first, [tokens, _CLASSES]."""
+    shares = tl.minimum(tiles * (_CLASSES - 2) // size, _CLASSES - 2)
+    number = tl.where(tiles > size, 0, _CLASSES - 1 - shares)
+    same = number[:, None] == tl.arange(0, _CLASSES)[None, :]
     return (there[:, None] & same).to(tl.int32)
 
 
 @triton.jit
-def _store_rows(plan, row, there, token, split, splits, before, COLUMNS: tl.constexpr):
-    start = plan + row.to(tl.int64) * COLUMNS
+def _store_rows(plan, row, there, token, split, splits, before):
+    start = plan + row.to(tl.int64) * _COLUMNS
     tl.store(start, token, mask=there)
     tl.store(start + 1, split, mask=there)
     tl.store(start + 2, splits, mask=there)
@@ -101,20 +94,10 @@ def sparse_mla_plan_kernel(
     plan,
     num_tokens,
     programs,
-    KEYS: tl.constexpr,
-    SIZES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    STEPS: tl.constexpr,
-    START: tl.constexpr,
-    EXTRA: tl.constexpr,
-    SHARE: tl.constexpr,
-    CLASSES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     HAS_EXTRA: tl.constexpr,
 ):
-    """Rows in the order of the reference: only tokens of the first class have several splits, so
-    that theirs are in the order of tokens. Lengths are read here and in no function: they decide
+    """Rows in the order of the reference: only tokens of the first class have several splits, whose
+    splits then are in the order of tokens. Lengths are read here and in no function: they decide
     where rows go, and torch would take them for written to."""
     lane = tl.arange(0, TOKENS)
     total = tl.zeros((), tl.int64)
@@ -124,45 +107,43 @@ def sparse_mla_plan_kernel(
         token = first + lane
         there = token < num_tokens
         lengths = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
-        tiles = _tiles(lengths, KEYS)
+        tiles = _tiles(lengths)
         if HAS_EXTRA:
             lengths = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
-            tiles += _tiles(lengths, KEYS)
+            tiles += _tiles(lengths)
         total += tl.sum(tiles.to(tl.int64), axis=0)
         longest = tl.maximum(longest, tl.max(tiles, axis=0))
         first += TOKENS
-    sizes = _candidates(total, longest, programs, SIZES, CANDIDATES, STEPS)
-    counts = tl.zeros((CANDIDATES,), tl.int32)
+    sizes = _candidates(total, longest, programs)
+    counts = tl.zeros((_CANDIDATES,), tl.int32)
     first = 0
     while first < num_tokens:
         token = first + lane
         there = token < num_tokens
         lengths = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
-        tiles = _tiles(lengths, KEYS)
+        tiles = _tiles(lengths)
         if HAS_EXTRA:
             lengths = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
-            tiles += _tiles(lengths, KEYS)
+            tiles += _tiles(lengths)
         splits = _splits_of(tiles[None, :], sizes[:, None])
         counts += tl.sum(tl.where(there[None, :], splits, 0), axis=1)
         first += TOKENS
-    size = _best_size(
-        counts, sizes, total, num_tokens, programs, SIZES, CANDIDATES, START, EXTRA, SHARE
-    )
-    members = tl.zeros((CLASSES,), tl.int32)
+    size = _best_size(counts, sizes, total, num_tokens, programs)
+    members = tl.zeros((_CLASSES,), tl.int32)
     extra = 0  # splits but the first ones
     first = 0
     while first < num_tokens:
         token = first + lane
         there = token < num_tokens
         lengths = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
-        tiles = _tiles(lengths, KEYS)
+        tiles = _tiles(lengths)
         if HAS_EXTRA:
             lengths = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
-            tiles += _tiles(lengths, KEYS)
-        members += tl.sum(_of_class(tiles, there, size, CLASSES), axis=0)
+            tiles += _tiles(lengths)
+        members += tl.sum(_of_class(tiles, there, size), axis=0)
         extra += tl.sum(tl.where(there, _splits_of(tiles, size) - 1, 0), axis=0)
         first += TOKENS
-    longer = tl.arange(0, CLASSES) == 0  # of several splits, which come first, then their others
+    longer = tl.arange(0, _CLASSES) == 0  # of several splits, which come first, then their others
     next_row = tl.cumsum(members, axis=0) - members + tl.where(longer, 0, extra)
     extra_row = tl.sum(tl.where(longer, members, 0), axis=0)  # of the next extra split
     stop = num_tokens + programs
@@ -172,26 +153,24 @@ def sparse_mla_plan_kernel(
         token = first + lane
         there = token < num_tokens
         lengths = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
-        tiles = _tiles(lengths, KEYS)
+        tiles = _tiles(lengths)
         if HAS_EXTRA:
             lengths = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
-            tiles += _tiles(lengths, KEYS)
+            tiles += _tiles(lengths)
         splits = tl.where(there, _splits_of(tiles, size), 1)
         parts = tl.where(splits > 1, splits, 0)
         before = tl.where(splits > 1, shared + tl.cumsum(parts, axis=0) - parts, 0)
-        same = _of_class(tiles, there, size, CLASSES)
+        same = _of_class(tiles, there, size)
         row = tl.sum(same * (next_row[None, :] + tl.cumsum(same, axis=0) - 1), axis=1)
         next_row += tl.sum(same, axis=0)
         others = extra_row + tl.cumsum(splits - 1, axis=0) - (splits - 1)
-        _store_rows(plan, row, there, token, tl.zeros_like(token), splits, before, COLUMNS)
+        _store_rows(plan, row, there, token, tl.zeros_like(token), splits, before)
         split = 1
         most = tl.max(splits, axis=0)
         while split < most:
             offset = others + split - 1
             wanted = (split < splits) & (offset < stop)
-            _store_rows(
-                plan, offset, wanted, token, tl.zeros_like(token) + split, splits, before, COLUMNS
-            )
+            _store_rows(plan, offset, wanted, token, tl.zeros_like(token) + split, splits, before)
             split += 1
         shared += tl.sum(parts, axis=0)
         extra_row += tl.sum(splits - 1, axis=0)
@@ -200,7 +179,7 @@ def sparse_mla_plan_kernel(
     while row < stop:
         offset = row + lane
         none = tl.zeros_like(offset) - 1
-        _store_rows(plan, offset, offset < stop, none, none, none, none, COLUMNS)
+        _store_rows(plan, offset, offset < stop, none, none, none, none)
         row += TOKENS
 
 
@@ -220,16 +199,6 @@ def sparse_mla_plan(
         plan,
         num_tokens,
         programs,
-        KEYS=KEY_TILE,
-        SIZES=PLAN_SIZES,
-        CANDIDATES=triton.next_power_of_2(PLAN_SIZES),
-        STEPS=PLAN_STEPS,
-        START=START_TILES,
-        EXTRA=PLAN_EXTRA_SPLIT_TILES,
-        SHARE=EXTRA_SPLIT_SHARE,
-        CLASSES=CLASSES,
-        TOKENS=TOKENS,
-        COLUMNS=PLAN_COLUMNS,
         HAS_EXTRA=extra_lens is not None,
         num_warps=WARPS,
     )

@@ -119,7 +119,7 @@ _CODE, _SCALE = 0x78, 119
 
 
 def _page(layout: QuantizedLayout, *signs: int) -> list[int]:
-    """A page whose rows hold 1 or -1 throughout, or nothing for 0."""
+    """A block whose rows hold 1 or -1 throughout, or nothing for 0."""
     page = torch.zeros(layout.page_bytes, dtype=torch.uint8)
     for row, sign in enumerate(signs):
         if sign == 0:
@@ -137,7 +137,7 @@ def _page(layout: QuantizedLayout, *signs: int) -> list[int]:
 
 
 def _state_page(head_dim: int, *kv: float | None) -> list[float]:
-    """A page of two rows of states, of one value of kv and biased scores of 0.5; None is empty."""
+    """A block of two rows of states, of one value of kv and biased scores of 0.5; None is empty."""
     layout = StateLayout(2, 4 * head_dim)
     page = torch.zeros(1, layout.page_bytes // 4)
     for row, value in enumerate(kv):

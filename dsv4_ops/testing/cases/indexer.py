@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
-from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64
+from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64, spoil
 from dsv4_ops.testing.float64.indexer import Scores, paged_scores
 
 _TAG = IndexerLayout.tag
@@ -62,7 +62,7 @@ def _gather_cases() -> list[Case]:
     codes, nothing = worked_page()[:128], [0] * 128
     return [
         Case(
-            "two requests, room to spare",
+            "two requests, spare capacity",
             (cache, i32([0, 1, 4]), i32([[1, 0, 0], [-1, 1, 2]])),
             {**_PAGES_OF_1, "num_rows": 6},
             (
@@ -245,7 +245,7 @@ def tiny_query(num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def tiny_cache() -> Tensor:
-    """Two pages of two keys: of ones, of minus ones with scale 2; of NaN, of ones with scale 4."""
+    """Two blocks of two keys: of ones, of minus ones with scale 2; of NaN, of ones with scale 4."""
     cache = torch.zeros(IndexerLayout(2).shape(2), dtype=torch.uint8)
     cache[0, :128], cache[0, 128:256] = ONE, ONE | 0x80
     cache[1, :128], cache[1, 128:256] = 0x7F, ONE
@@ -332,20 +332,8 @@ def _logits_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     return Case("sampled", tensors, {**settings, "num_rows": num_rows})
 
 
-def _precise_logits(
-    q: Tensor,
-    weights: Tensor,
-    k_cache: Tensor,
-    lens: Tensor,
-    req_indices: Tensor,
-    block_table: Tensor,
-    *,
-    block_size: int,
-    num_rows: int,
-    layout: str,
-) -> tuple[Exact]:
-    tensors = (q, weights, k_cache, lens, req_indices, block_table)
-    return (paged_scores(*tensors, block_size, num_rows, layout).exact(),)
+def _precise_logits(*tensors: Any, **settings: Any) -> tuple[Exact]:
+    return (paged_scores(*tensors, **settings).exact(),)
 
 
 indexer_logits = OpTesting(
@@ -447,9 +435,7 @@ def _topk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     logits = torch.randn(num_tokens, num_rows, generator=seed)
     if draw(st.booleans()):
         logits = (logits * 2).round()
-    if logits.numel():
-        for place in draw(st.lists(st.integers(0, logits.numel() - 1), max_size=6)):
-            logits.view(-1)[place] = draw(st.sampled_from(_SPECIAL))
+    spoil(draw, logits, _SPECIAL, 6)
     near = st.sampled_from((0, 1, settings["topk"], settings["topk"] + 1, num_rows, -1, 2**31 - 1))
     lens = i32([draw(near) for _ in range(num_tokens)]).reshape(num_tokens)
     return Case("sampled", (logits, lens), settings)
@@ -484,7 +470,7 @@ def _select_cases() -> list[Case]:
             ([[0, 1]],),
         ),
         Case(
-            "more room than candidates",
+            "a larger capacity than candidates",
             (*tiny_query(2), tiny_cache(), i64([11, 3]), i32([0, 0]), i32([[-1, 1]])),
             {**settings, "topk": 3},
             ([[2, -1, -1], [-1, -1, -1]],),
@@ -509,7 +495,7 @@ def _select_cases() -> list[Case]:
             ([[-1, -1], [0, 1], [1, 3], [2, 3], [1, 1], *[[-1, -1]] * 5],),
         ),
         Case(
-            "slots around pages that do not exist, and no further row",
+            "slots around blocks that do not exist, and no other row",
             (
                 *tiny_query(3),
                 tiny_cache(),
@@ -518,7 +504,7 @@ def _select_cases() -> list[Case]:
                 i32([[1, -1, 2**31 - 1, 0], [-(2**31), 2, 0, -1]]),
             ),
             {**settings, "topk": 3, "slots": True},
-            # scores of request 0: NaN, 256 in page 1, 64, 512 in page 0; of request 1: 64, 512
+            # scores of request 0: NaN, 256 in block 1, 64, 512 in block 0; of request 1: 64, 512
             ([[3, 0, 1], [0, 1, -1], [2, -1, -1]],),
         ),
     ]

@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4_ops.core.layout import MainLayout, PlainLayout
 from dsv4_ops.reference import sparse_mla as reference
 from dsv4_ops.reference.kv_cache import quantize_and_insert_k_cache
-from dsv4_ops.testing.case import Case, OpTesting, i32, i64
+from dsv4_ops.testing.case import Case, OpTesting, i32, i64, spoil
 from dsv4_ops.testing.float64.rope import positions, tables, worked_table
 from dsv4_ops.testing.float64.sparse_mla import exact_attention, exact_inverse_rope, exact_over_both
 
@@ -356,9 +356,7 @@ def _listed(draw: Any, seed: torch.Generator, num_tokens: int, slots: list[int],
     lens = [
         draw(st.sampled_from((width, 0, 1, width - 1, 2**31 - 1, -1))) for _ in range(num_tokens)
     ]
-    if indices.numel():
-        for place in draw(st.lists(st.integers(0, indices.numel() - 1), max_size=6)):
-            indices.view(-1)[place] = draw(st.sampled_from((-1, -(2**31), 2**31 - 1, 10**6)))
+    spoil(draw, indices, (-1, -(2**31), 2**31 - 1, 10**6), 6)
     return indices, i32(lens).reshape(num_tokens)
 
 
@@ -428,7 +426,6 @@ def _decode_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
 def _paged_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     from hypothesis import strategies as st
 
-    from dsv4_ops.testing.strategies.batches import ADVERSARIAL_BLOCKS
     from dsv4_ops.testing.strategies.caches import generator
 
     seed = generator(draw)
@@ -439,10 +436,7 @@ def _paged_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     num_blocks = max(draw(st.sampled_from((4, 1, 3))), min_size)
     extra = full_cache(seed, settings, "extra_block_size", num_blocks, q)
     num_reqs, max_blocks = (max(draw(st.sampled_from((2, 1, 0, 3))), min_size) for _ in range(2))
-    table = torch.randint(0, num_blocks, (num_reqs, max_blocks), generator=seed).to(torch.int32)
-    if table.numel():
-        for place in draw(st.lists(st.integers(0, table.numel() - 1), max_size=3)):
-            table.view(-1)[place] = draw(st.sampled_from((*ADVERSARIAL_BLOCKS, num_blocks)))
+    table = _table(draw, seed, num_reqs, max_blocks, num_blocks)
     requests = [draw(st.sampled_from((0, 1, -1, num_reqs, 2**31 - 1))) for _ in range(num_tokens)]
     lens = [draw(st.sampled_from((0, 1, 2, 5, 70, 2**31 - 1, -1))) for _ in range(num_tokens)]
     walked = (i32(lens).reshape(num_tokens), i32(requests).reshape(num_tokens), table)
@@ -565,10 +559,6 @@ def _mla_prefill_settings(
     }
 
 
-def _i64(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)
-
-
 def _mla_prefill_cases() -> list[Case]:
     pages = torch.cat([one_key_page(value) for value in (2, 4, 6)])
     q, sink = torch.zeros(1, 1, 512, dtype=torch.bfloat16), torch.zeros(1)
@@ -580,7 +570,7 @@ def _mla_prefill_cases() -> list[Case]:
 
     def call(position: int, *extra: Tensor | None, **changed: Tensor) -> tuple[Any, ...]:
         swa = changed.get("table", table)
-        return (q, pages, _i64([position]), changed.get("request", request), swa, *extra, None)
+        return (q, pages, i64([position]), changed.get("request", request), swa, *extra, None)
 
     none = (None, None, None)
     return [
@@ -611,21 +601,17 @@ def _mla_prefill_cases() -> list[Case]:
         Case("sink", (*call(1, *none)[:-1], sink), settings),
         Case(
             "no token",
-            (q[:0], pages, _i64([]), request[:0], table, pages, table, i32([[0]])[:0], sink),
+            (q[:0], pages, i64([]), request[:0], table, pages, table, i32([[0]])[:0], sink),
             settings,
         ),
     ]
 
 
 def _table(draw: Any, seed: Any, rows: int, columns: int, num_blocks: int) -> Tensor:
-    from hypothesis import strategies as st
-
     from dsv4_ops.testing.strategies.batches import ADVERSARIAL_BLOCKS
 
     table = torch.randint(0, num_blocks, (rows, columns), generator=seed).to(torch.int32)
-    if table.numel():
-        for place in draw(st.lists(st.integers(0, table.numel() - 1), max_size=3)):
-            table.view(-1)[place] = draw(st.sampled_from((*ADVERSARIAL_BLOCKS, num_blocks)))
+    spoil(draw, table, (*ADVERSARIAL_BLOCKS, num_blocks), 3)
     return table
 
 
@@ -634,9 +620,7 @@ def _selected(draw: Any, seed: Any, num_tokens: int, num_rows: int, least: int) 
 
     width = max(draw(st.sampled_from((5, 1, 64, 65, 130))), least)
     chosen = torch.randint(-1, num_rows + 1, (num_tokens, width), generator=seed).to(torch.int32)
-    if chosen.numel():
-        for place in draw(st.lists(st.integers(0, chosen.numel() - 1), max_size=4)):
-            chosen.view(-1)[place] = draw(st.sampled_from((-(2**31), 2**31 - 1, 10**6)))
+    spoil(draw, chosen, (-(2**31), 2**31 - 1, 10**6), 4)
     return chosen
 
 
@@ -657,7 +641,7 @@ def _mla_prefill_call(draw: Any, settings: dict[str, Any], min_size: int) -> Cas
         tensors += [cache, _table(draw, seed, num_reqs, columns, num_blocks)]
     last = settings["swa_block_size"] * 4
     places = st.sampled_from((last - 1, 0, 1, 2, settings["window_size"], last, -1, 2**31 - 1))
-    positions = _i64([draw(places) for _ in range(num_tokens)]).reshape(num_tokens)
+    positions = i64([draw(places) for _ in range(num_tokens)]).reshape(num_tokens)
     requests = [draw(st.sampled_from((0, 1, -1, num_reqs, 2**31 - 1))) for _ in range(num_tokens)]
     token = (positions, i32(requests).reshape(num_tokens))
     swa_cache, swa_table, extra_cache, extra_table = tensors

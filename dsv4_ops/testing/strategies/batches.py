@@ -15,7 +15,7 @@ from torch import Tensor
 from dsv4_ops.testing.case import i32, i64
 
 BOUNDARIES = (1, 2, 4, 64, 127, 128, 256)
-"""Positions where something changes: ratios 4 and 128, the window, pages of 2, 64 and 256 rows."""
+"""Positions where something changes: ratios 4 and 128, the window, blocks of 2, 64 and 256 rows."""
 
 ADVERSARIAL_BLOCKS = (-1, -(2**31), 2**31 - 1, 2**30, 33_554_431, 33_554_432)
 ADVERSARIAL_REQUESTS = (-1, -5, 2**31 - 1, 10**9)

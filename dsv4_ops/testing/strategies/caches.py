@@ -62,7 +62,7 @@ def slots(draw: Any, *, num_tokens: int, num_slots: int) -> Tensor:
 
 @st.composite
 def requests(draw: Any, *, num_blocks: int, min_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """seq_lens, gather_lens and block_table over a cache of ``num_blocks`` pages."""
+    """seq_lens, gather_lens and block_table over a cache of ``num_blocks`` blocks."""
     from dsv4_ops.testing.strategies.batches import ADVERSARIAL_BLOCKS, batches
 
     batch = draw(batches(min_size=min_size, adversarial=False))

@@ -23,6 +23,7 @@ CHUNK = 200
 
 
 def op_testing(spec: OpSpec) -> OpTesting:
+    """Return the cases of an op and how to draw more."""
     op_testing: OpTesting = spec.implementation("testing")
     return op_testing
 

@@ -70,8 +70,9 @@ def test_schedules(seed):
     check(GATHERED, gathered_case(seed, 4, 64, 260), seed, 1)
 
 
-def hostile(seed, tokens=6, heads=9, topk=200):
-    """Entries that are no rows, lens out of range, rows of NaN that nobody lists, no key at all."""
+def adversarial(seed, tokens=6, heads=9, topk=200):
+    """Entries that are no rows, lengths out of range, rows of NaN that nobody lists, no key at
+    all."""
     case = gathered_case(seed, tokens, heads, topk)
     q, kv, indices, lens, sink = case.tensors
     kv[::3] = math.nan
@@ -80,12 +81,12 @@ def hostile(seed, tokens=6, heads=9, topk=200):
     indices[1] = -1
     lens[2:5] = i32([0, INT32_MIN, INT32_MAX])
     sink[:4] = torch.tensor([math.inf, -math.inf, 0.0, 80.0])
-    return Case("hostile", (q, kv, indices, lens, sink), case.settings)
+    return Case("adversarial", (q, kv, indices, lens, sink), case.settings)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_hostile_values(seed):
-    case = hostile(seed)
+def test_adversarial_values(seed):
+    case = adversarial(seed)
     out, largest, lse = kernel(GATHERED, case, seed)
     expected = case.run(OPS[GATHERED].reference)
     for actual, close in zip((out, largest, lse), expected, strict=True):
@@ -181,7 +182,7 @@ def copies(monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 65), (7, 8)])
 def test_prefills_by_way_of_a_copy(mode, tokens, heads):
-    """Hostile positions, requests, pages and selections; pages that nobody reads are NaN."""
+    """Adversarial positions, requests, blocks and selections; blocks that nobody reads are NaN."""
     check(PREFILL, prefill_case(tokens, tokens, heads, mode, topk=90, longest=400))
 
 
@@ -201,7 +202,7 @@ def test_named_prefills():
         if each["layout"] == MainLayout.tag
     ],
 )
-def test_prefills_that_are_drawn(chosen):
+def test_prefills_that_are_sampled(chosen):
     @settings(
         max_examples=10,
         deadline=None,
@@ -210,10 +211,10 @@ def test_prefills_that_are_drawn(chosen):
         suppress_health_check=list(HealthCheck),
     )
     @given(OPS[PREFILL].implementation("testing").strategy(settings=chosen))
-    def drawn(case):
+    def sampled(case):
         check(PREFILL, case)
 
-    drawn()
+    sampled()
 
 
 @pytest.mark.usefixtures("copies")

@@ -14,8 +14,15 @@ from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.checks import strided_copy
 from dsv4_ops.testing.contract.compare import assert_agrees, equal
 from tests.helpers import INT32_MAX, INT32_MIN, i32, i64, strided
-from tests.support.attention_batches import DECODE, PAGED, case_of, decode_case, magnified, turned
-from tests.support.prefill_batches import MODES, PREFILL, in_one_piece, prefill_case, with_plan
+from tests.support.attention_batches import (
+    DECODE,
+    PAGED,
+    case_of,
+    decode_case,
+    magnified,
+    with_inverse_rope,
+)
+from tests.support.prefill_batches import MODES, PREFILL, prefill_case, unsplit, with_plan
 
 emulated = pytest.importorskip(
     "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
@@ -54,7 +61,7 @@ def kernel(name, case, seed=0):
 
 def check(name, case, seed=0):
     expected = case.run(OPS[name].reference)
-    for each in (case, in_one_piece(case)) if name == PREFILL else (case,):
+    for each in (case, unsplit(case)) if name == PREFILL else (case,):
         actual = kernel(name, each, seed)
         assert_agrees(
             f"{name}, {each.name}", OPS[name].implementation("testing"), case, actual, expected
@@ -87,7 +94,7 @@ def test_named_cases(name):
 
 
 @pytest.mark.parametrize(("name", "chosen"), SETTINGS)
-def test_drawn_calls(name, chosen):
+def test_sampled_calls(name, chosen):
     @settings(
         max_examples=8,
         deadline=None,
@@ -96,10 +103,10 @@ def test_drawn_calls(name, chosen):
         suppress_health_check=list(HealthCheck),
     )
     @given(OPS[name].implementation("testing").strategy(settings=chosen))
-    def drawn(case):
+    def sampled(case):
         check(name, case)
 
-    drawn()
+    sampled()
 
 
 @each_decode
@@ -115,7 +122,7 @@ def test_drawn_calls(name, chosen):
     ],
 )
 def test_full_caches(name, tokens, heads, changed):
-    """Hostile indices, lens, pages, requests and sinks; rows that nobody lists are NaN."""
+    """Adversarial indices, lengths, blocks, requests and sinks; rows that nobody lists are NaN."""
     check(name, case_of(name, tokens, tokens, heads, **changed))
 
 
@@ -133,18 +140,18 @@ def emulates(monkeypatch):
 
 
 @each_decode
-@pytest.mark.parametrize("what", ["plans", "hostile", "rotations", "odd_units", "magnitudes"])
+@pytest.mark.parametrize("what", ["plans", "adversarial", "rotations", "odd_units", "magnitudes"])
 @pytest.mark.usefixtures("emulates")
 def test_what_the_triton_kernel_promises(what, name):
-    """Plans of these and of other lens, and hostile ones; every bit of the rotation, and of values
-    of any magnitude; splits of halves of blocks."""
-    tokens = {"plans": 5, "hostile": 5, "rotations": 3}.get(what, 2)
+    """Plans of these and of other lengths, and adversarial ones; every bit of the rotation, and of
+    values of any scale; splits of halves of blocks."""
+    tokens = {"plans": 5, "adversarial": 5, "rotations": 3}.get(what, 2)
     getattr(interpret_mla, what)(name, case_of(name, 3, tokens, 8))
 
 
 @each_decode
 @pytest.mark.usefixtures("emulates")
-@pytest.mark.parametrize("what", ["plans", "hostile"])
+@pytest.mark.parametrize("what", ["plans", "adversarial"])
 def test_a_program_joins_several_tokens(name, what, monkeypatch):
     """As where a plan has many: here all of 9 tokens."""
     monkeypatch.setattr("dsv4_ops.kernels.sparse_mla.combine.PROGRAMS", 1)
@@ -192,7 +199,7 @@ def test_positions_that_no_token_has():
 
 
 def test_the_last_selected_row_counts():
-    """Wherever in the list it is, and alone: no page of the window exists."""
+    """Wherever in the list it is, and alone: no block of the window exists."""
     case, places = prefill_case(6, 6, 8, "C4", max_reqs=1), [0, 63, 64, 511, 512, 599]
     rows = torch.full((6, 600), -1, dtype=torch.int32)
     rows[torch.arange(6), places] = i32([7, 70, 130, 255, 300, 500])
@@ -206,9 +213,9 @@ def test_the_last_selected_row_counts():
 
 @each_op
 def test_every_schedule_gives_the_same_bits(name):
-    cases = [turned(case_of(name, 5, 3, 8, num_splits=3))] if name != PREFILL else []
+    cases = [with_inverse_rope(case_of(name, 5, 3, 8, num_splits=3))] if name != PREFILL else []
     if name == PREFILL:
-        cases += [prefill_case(2, 4, 8, "C4"), in_one_piece(prefill_case(2, 4, 8, "C4"))]
+        cases += [prefill_case(2, 4, 8, "C4"), unsplit(prefill_case(2, 4, 8, "C4"))]
     for case in cases:
         results = [kernel(name, case, seed) for seed in range(6)]
         for other in results[1:]:
@@ -220,7 +227,7 @@ LENS = [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, -1, INT32_MIN, INT32_MAX]
 
 def listing(seed, tokens, heads=8, extra=130, **changed):
     """A call all of whose indices name a row."""
-    case = decode_case(seed, tokens, heads, extra, hostile=False, **changed)
+    case = decode_case(seed, tokens, heads, extra, adversarial=False, **changed)
     lists = {"swa_indices": case.tensors[2], "extra_indices": case.tensors[5]}
     full = {
         name: torch.where(rows < 0, rows.max(), rows)
@@ -350,7 +357,7 @@ def test_partial_results_much_larger_in_one_half(large):
 @pytest.mark.parametrize("mode", ["C4", "C128"])
 @pytest.mark.parametrize("more", [0, 100])
 def test_every_third_page_of_either_table_is_none(mode, more):
-    """One past the cache, whichever cache has more pages."""
+    """One past the cache, whichever cache has more blocks."""
     case = prefill_case(3, 6, 8, mode, longest=1500, max_reqs=1, topk=130)
     tensors = list(case.tensors)
     for cache, table, pages in ((1, 4, more), (5, 6, 100 - more)):
@@ -367,7 +374,7 @@ def test_tensors_with_gaps_between_their_values(name):
     if name == PREFILL:
         case = prefill_case(4, 5, 9, "C4", topk=70, longest=1500, max_reqs=2)
     else:
-        case = turned(case_of(name, 4, 3, 9, num_splits=1 if name == PAGED else 2))
+        case = with_inverse_rope(case_of(name, 4, 3, 9, num_splits=1 if name == PAGED else 2))
     tensors = [tensor if tensor is None else strided_copy(tensor) for tensor in case.tensors]
     for place in (2, 3, 4):
         if tensors[place] is not None and tensors[place].dtype in (torch.int32, torch.int64):

@@ -64,7 +64,7 @@ def launched(tokens, capability=(9, 0), **changed):
 
 
 def test_hopper_has_kernels_of_its_own():
-    assert launched(128) == [("hopper_split_keys", (128, 1))]  # one split each: nothing to join
+    assert launched(128) == [("hopper_split_keys", (128, 1))]  # one split each: nothing to combine
     assert launched(8) == [("hopper_split_keys", (80, 1)), ("combine_splits", (8, 64))]
 
 
@@ -85,8 +85,9 @@ def test_splits_are_of_whole_blocks_on_hopper():
 
 
 def test_a_split_that_saves_no_more_than_one_block_is_no_split():
-    """A join takes as long: two blocks of a window, whatever the tokens; three of each of 40 tokens
-    in three splits save two, in two splits not. Halves of the window's save one and a half."""
+    """A combine takes as long: two blocks of a window, whatever the tokens; three of each of 40
+    tokens in three splits save two, in two splits not. Halves of the window's save one and a
+    half."""
     for tokens in (1, 8, 32, 64):
         assert launched(tokens, width=0) == [("hopper_split_keys", (tokens, 1))]
     assert launched(40, width=64) == [("hopper_split_keys", (120, 1)), ("combine_splits", (40, 64))]
@@ -97,7 +98,7 @@ def test_a_split_that_saves_no_more_than_one_block_is_no_split():
 
 def test_programs_that_join_by_a_plan():
     """One for each token, up to 2048 with those of other heads, and for each 32 rows that are no
-    first pieces of a batch of as many tokens."""
+    first splits of a batch of as many tokens."""
 
     def joins(tokens, heads, programs):
         args, settings = arguments(tokens, heads=heads)
@@ -131,7 +132,7 @@ def test_splits_that_are_joined_at_a_time(tokens, splits, step):
 
 
 def paged_launch(tokens, capability=(9, 0), heads=64, columns=256, planned=False, **changed):
-    """Launches of a call with block tables of pages of 2 rows."""
+    """Launches of a call with block tables of blocks of 2 rows."""
     args, settings = arguments(tokens, heads=heads)
     table = torch.empty(tokens, columns, dtype=torch.int32, device="meta")
     plan = torch.empty(tokens + 132, 4, dtype=torch.int32, device="meta") if planned else None
@@ -167,7 +168,7 @@ def paged(*args, **changed):
 )
 def test_batches_with_tables_are_cut_by_their_lens(tokens, heads, programs, joining):
     """A program for each SM whatever the tables' width, or of more tokens one for each and a
-    quarter of the SMs for further pieces; and about 1024 that join."""
+    quarter of the SMs for extra splits; and about 1024 that combine."""
     cut = [("hopper_split_keys", programs), ("combine_listed", (joining, heads))]
     assert paged(tokens, heads=heads) == cut
     assert paged(tokens, heads=heads, columns=4096) == cut
@@ -205,8 +206,8 @@ def test_kernels_in_gluon_run_on_hopper_alone():
 
 @pytest.mark.parametrize(("tokens", "joins"), [(8, 8), (66, 66), (67, 1), (200, 1)])
 def test_joins_of_any_number_of_tokens(tokens, joins):
-    """A graph for any number of tokens launches the kernel that joins for all of them, or for one
-    where that number turns out to leave one split."""
+    """A graph for any number of tokens launches the kernel that combines for all of them, or for
+    one where that number turns out to leave one split."""
     shapes = ShapeEnv()
     args, settings = arguments(tokens, device="cpu")  # of meta tensors no size is a symbol
     with FakeTensorMode(shape_env=shapes) as mode:

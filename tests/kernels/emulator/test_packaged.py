@@ -29,7 +29,7 @@ from tests.support.attention_batches import (
     generator,
     integers,
 )
-from tests.support.prefill_batches import PREFILL, in_one_piece, prefill_case
+from tests.support.prefill_batches import PREFILL, prefill_case, unsplit
 
 emulate_gluon = pytest.importorskip(
     "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
@@ -325,7 +325,7 @@ def test_what_kernels_write_is_said(monkeypatch):
     calls = [(DECODE, case_of(DECODE, 1, 3, 8, num_splits=count)) for count in (1, 3)]
     calls += [(PAGED, case_of(PAGED, 1, 3, 8))]
     prefill = prefill_case(1, 3, 8, "C4", topk=70, longest=300)
-    calls += [(PREFILL, prefill), (PREFILL, in_one_piece(prefill))]
+    calls += [(PREFILL, prefill), (PREFILL, unsplit(prefill))]
     calls += [(GATHERED, gathered_case(1, 3, 8, 70))]
     for name, case in calls:
         OPS[name].implementation("kernels")(launch, *case.tensors, **case.settings)

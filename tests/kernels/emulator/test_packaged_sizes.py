@@ -19,7 +19,7 @@ from tests.support.attention_batches import generator, integers
 
 
 class Prefill(torch.nn.Module):
-    """Of any size: from the pages or by way of a copy."""
+    """Of any size: from the blocks or by way of a copy."""
 
     def forward(self, *tensors):
         numbers = (0.1, 128, 4, 64, 64, True)
@@ -47,9 +47,10 @@ def at(size, sizes):
 
 
 def test_a_prefill_of_any_size_has_both_ways():
-    """Of 64 heads, 128 + 512 keys and 5120 compressed rows: 256 tokens read the pages, 2048 a copy
+    """Of 64 heads, 128 + 512 keys and 5120 compressed rows: 256 tokens read the blocks, 2048 a copy
     of them, and not of a table of more than 2^20 rows. What is not wanted has no programs, and no
-    memory for rows and lists. Nothing is made a number. The 10 blocks of few tokens are cut for 132
+    memory for rows and lists. Nothing is made a number. The 10 blocks of few tokens are split for
+    132
     programs: of 40 tokens in threes, the longest of which has 4, of 66 in two."""
     made, heads = generator(0), 64
     cache = MainLayout(64).allocate(9, "cpu")
@@ -69,7 +70,10 @@ def test_a_prefill_of_any_size_has_both_ways():
         for sizes in ((256, 300), (2048, 300), (2048, 17000))
     )
     names = ["prefill", "triton", "triton", "triton", "triton", "triton", "gathered"]
-    for found, programs in ((few, 256), (far, 2048)):  # a head of one token finds nothing to join
+    for found, programs in (
+        (few, 256),
+        (far, 2048),
+    ):  # a head of one token finds nothing to combine
         assert found[0] == [*zip(names, (programs, heads, 0, 0, 0, 0, 0), strict=True)]
     # spans of 1 request; 640 and 2400 groups of 8 rows, for up to 2112 programs; lists
     assert many[0] == [*zip(names, (0, 0, 1, 640, 2112, 2048, 132), strict=True)]
@@ -115,9 +119,9 @@ class Paged(torch.nn.Module):
 @pytest.mark.parametrize("heads", [64, 128])
 def test_a_decode_of_any_size_is_cut_where_its_programs_are_few(heads):
     """2 blocks of the window and 3 of 150 rows, of 1 or 2 programs a token. Splits for 132 programs
-    below 32 (of 30 programs in threes: two blocks each), a cut for all SMs from there to 120, and
-    for a program each and a quarter of the SMs beyond; one program each of more than 256 tokens.
-    About 1024 programs join, whatever there is to join."""
+    below 32 (of 30 programs in threes: two blocks each), a schedule for all SMs from there to 120,
+    and for a program each and a quarter of the SMs beyond; one program each of more than 256
+    tokens. About 1024 programs combine, whatever there is to combine."""
     tokens = {0: torch.export.Dim("tokens", min=2)}
     program = paged_program(heads, 75, 7, (tokens, {}))
     (symbol,) = program.range_constraints
@@ -175,8 +179,8 @@ def compiled(program):
     ],
 )
 def test_what_is_known_of_a_decode_compiles(heads, columns, tokens, dynamic):
-    """Splits, programs and whether to cut are each a symbol, a number, or 1, which Triton makes a
-    constant."""
+    """Splits, programs and whether to schedule are each a symbol, a number, or 1, which Triton
+    makes a constant."""
     some = {"tokens": ("tokens",), "columns": ("columns",), "both": ("tokens", "columns")}
     dims = tuple(
         {place: torch.export.Dim(name, min=2)} if name in some.get(dynamic, ()) else {}

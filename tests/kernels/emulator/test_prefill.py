@@ -1,11 +1,11 @@
-"""Into how many splits a prefill on Hopper cuts the keys of its tokens."""
+"""How many splits a prefill on Hopper makes of the keys of its tokens."""
 
 import pytest
 import torch
 
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch.prefill import gathers
-from tests.support.prefill_batches import PREFILL, in_one_piece, prefill_case
+from tests.support.prefill_batches import PREFILL, prefill_case, unsplit
 
 pytest.importorskip("triton", reason="triton is for Linux only")
 hopper = pytest.importorskip("dsv4_ops.kernels.sparse_mla.hopper.support")
@@ -13,11 +13,12 @@ launcher = pytest.importorskip("dsv4_ops.kernels.launcher")
 
 
 def test_keys_of_few_tokens_are_cut():
-    """128 + 70 keys are 2 blocks and 2 more: a join takes the time of one, so that 2 splits are of
-    2 blocks each and 4 of one. In one piece if a token is to have the same bits in every batch."""
+    """128 + 70 keys are 2 blocks and 2 more: a combine takes the time of one, so that 2 splits are
+    of 2 blocks each and 4 of one. In one split if a token is to have the same bits in every
+    batch."""
     for tokens, heads, splits in ((1, 8, 4), (33, 64, 4), (34, 64, 2), (33, 65, 2), (67, 64, 1)):
         case = prefill_case(1, tokens, heads, "C4", topk=70, longest=300)
-        for each, expected in ((case, splits), (in_one_piece(case), 1)):
+        for each, expected in ((case, splits), (unsplit(case), 1)):
             launched = launches(each)
             joined = [("combine_splits_kernel", (tokens, heads))] if expected > 1 else []
             wide = -(-heads // 64)
@@ -30,7 +31,7 @@ def test_keys_of_few_tokens_are_cut():
 )
 def test_wide_tables_are_copied(tokens, pages, copied):
     """100 tokens take 132 * 0.06 ns a key of 128 and the table's rows, a copy 12 us and 0.5 ns of
-    those rows and 227: as long at 1496 rows, 748 pages of 2. Up to 66 tokens have splits, 133 take
+    those rows and 227: as long at 1496 rows, 748 blocks of 2. Up to 66 tokens have splits, 133 take
     as long as 264."""
 
     def made(*shape):

@@ -1,4 +1,4 @@
-"""Batches that Hopper's decode cuts by their lens, its source run over numpy."""
+"""Batches that Hopper's decode schedules by their lengths, its source run over numpy."""
 
 import functools
 
@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="published for Linux only")
 
 from dsv4_ops.kernels.sparse_mla import combine, decode
 from tests.kernels.emulator import test_kernels as calls
-from tests.support.attention_batches import PAGED, case_of, turned
+from tests.support.attention_batches import PAGED, case_of, with_inverse_rope
 
-cuts = pytest.importorskip(
+work_tiles = pytest.importorskip(
     "tests.kernels.emulator.work_tiles", reason="triton is published for Linux only"
 )
 emulated = pytest.importorskip(
@@ -22,9 +22,9 @@ emulated = pytest.importorskip(
 )
 
 
-def cut(swa, extra, requests, num_reqs, programs, **more):
-    kernel = emulated.Emulator()(cuts.written_cut_kernel)
-    return cuts.cut(kernel, (swa, extra, requests, num_reqs), programs, **more)
+def scheduled(swa, extra, requests, num_reqs, programs, **more):
+    kernel = emulated.Emulator()(work_tiles.written_schedule_kernel)
+    return work_tiles.scheduled(kernel, (swa, extra, requests, num_reqs), programs, **more)
 
 
 def of_blocks(*counts):
@@ -34,47 +34,47 @@ def of_blocks(*counts):
 
 
 def test_a_long_token_among_short_ones():
-    """10 blocks for 4 programs: 3 each would be 3 pieces of 8 blocks, one more than there are
+    """10 blocks for 4 programs: 3 each would be 3 splits of 8 blocks, one more than there are
     programs; 4 each take (4 + 2) * 4 + 1 = 25, whole tokens 8 * 4 = 32."""
-    rows, joins = cut(*of_blocks(1, 8, 1), 3, 4)
+    rows, combines = scheduled(*of_blocks(1, 8, 1), 3, 4)
     assert rows == [(0, 0, 1), (1, 0, 2, 0), (1, 1, 2, 0), (2, 0, 1)]
-    assert joins == [(1, 2, 0)]
+    assert combines == [(1, 2, 0)]
 
 
 def test_tokens_are_left_whole_where_a_join_takes_longer():
     """7 blocks for 8 programs: 1 each takes (1 + 2) * 8 + 4 = 28, 2 each (2 + 2) * 8 + 1 = 33,
     whole tokens 3 * 8 = 24."""
-    rows, joins = cut(*of_blocks(2, 3, 2), 3, 8)
+    rows, combines = scheduled(*of_blocks(2, 3, 2), 3, 8)
     assert rows == [(0, 0, 1), (1, 0, 1), (2, 0, 1)] + [None] * 5
-    assert joins == []
+    assert combines == []
 
 
 def test_where_a_program_looks_no_further():
     """Of 132 programs the mean is 1. 3 blocks take (1 + 2) * 132 + 2, whole tokens 3 * 132; 4 take
     (1 + 2) * 132 + 3, (2 + 2) * 132 + 1, or whole 4 * 132."""
-    assert cut(*of_blocks(3, 1), 2, 132) == ([(0, 0, 1), (1, 0, 1)] + [None] * 130, [])
-    rows, joins = cut(*of_blocks(4, 1), 2, 132)
-    pieces = [(0, piece, 4, 0) for piece in range(4)]
-    assert rows == [*pieces, (1, 0, 1)] + [None] * 127
-    assert joins == [(0, 4, 0)]
+    assert scheduled(*of_blocks(3, 1), 2, 132) == ([(0, 0, 1), (1, 0, 1)] + [None] * 130, [])
+    rows, combines = scheduled(*of_blocks(4, 1), 2, 132)
+    splits = [(0, split, 4, 0) for split in range(4)]
+    assert rows == [*splits, (1, 0, 1)] + [None] * 127
+    assert combines == [(0, 4, 0)]
 
 
-def test_several_tokens_of_several_pieces():
-    """40 blocks for 8 programs: 5 each would be 11 pieces, 7 (6.25, rounded up) each 9. 8 each are
-    7, of which 3 are further ones: (8 + 2) * 8 + 3 = 83. 13 each: (13 + 2) * 8 + 2."""
-    rows, joins = cut(*of_blocks(1, 22, 1, 16), 4, 8)
+def test_several_tokens_of_several_splits():
+    """40 blocks for 8 programs: 5 each would be 11 splits, 7 (6.25, rounded up) each 9. 8 each are
+    7, of which 3 are extra ones: (8 + 2) * 8 + 3 = 83. 13 each: (13 + 2) * 8 + 2."""
+    rows, combines = scheduled(*of_blocks(1, 22, 1, 16), 4, 8)
     assert rows[:4] == [(0, 0, 1), (1, 0, 3, 0), (1, 1, 3, 0), (1, 2, 3, 0)]
     assert rows[4:] == [(2, 0, 1), (3, 0, 2, 3), (3, 1, 2, 3), None]
-    assert joins == [(1, 3, 0), (3, 2, 3)]
+    assert combines == [(1, 3, 0), (3, 2, 3)]
 
 
 def test_rows_of_requests_that_do_not_exist_have_no_weight():
     """Padding of a captured batch: as many rows of tables as they like."""
     swa, extra, _ = of_blocks(1, 8, 1)
-    rows, joins = cut(swa, [4096, *extra[1:]], [-1, 1, 2], 3, 4)
+    rows, combines = scheduled(swa, [4096, *extra[1:]], [-1, 1, 2], 3, 4)
     assert rows == [(0, 0, 1), (1, 0, 2, 0), (1, 1, 2, 0), (2, 0, 1)]
-    assert joins == [(1, 2, 0)]
-    assert cut([0] * 3, [4096] * 3, [3, -(2**31), 2**31 - 1], 3, 4)[0][:3] == [
+    assert combines == [(1, 2, 0)]
+    assert scheduled([0] * 3, [4096] * 3, [3, -(2**31), 2**31 - 1], 3, 4)[0][:3] == [
         (token, 0, 1) for token in range(3)
     ]
 
@@ -83,26 +83,29 @@ def test_more_tokens_than_run_at_once_take_the_longest_first():
     """16 blocks of 5 tokens for 2 at once, and one more program than tokens. 8 each (the mean):
     (16 + 4 * (6 - 2)) + 2 * 2 + 1 = 37, as 10; whole (12): 16 + 4 * 3 = 28 is the least. Of 14ths
     of 12 blocks 12 are 14 and 1 is 1; those of 1 keep their order."""
-    rows, joins = cut(*of_blocks(1, 1, 12, 1, 1), 5, 6, at_once=2)
+    rows, combines = scheduled(*of_blocks(1, 1, 12, 1, 1), 5, 6, at_once=2)
     assert rows == [(token, 0, 1) for token in (2, 0, 1, 3, 4)] + [None]
-    assert joins == []
+    assert combines == []
 
 
 def test_a_token_that_takes_longer_than_its_share_is_cut_beyond_what_runs_at_once():
-    """44 blocks of 5 tokens for 4 at once. 11 each (the mean): 4 pieces of 40 blocks, more than
-    there are programs; 14 (13.75): 3 pieces, max(14 * 4, 44 + 4 * 3) + 2 * 4 + 2 = 66, as 17; 20:
-    2 pieces, max(20 * 4, 44 + 4 * 2) + 8 + 1 = 89; whole 160."""
-    rows, joins = cut(*of_blocks(1, 1, 40, 1, 1), 5, 7, at_once=4)
-    assert rows[:3] == [(2, piece, 3, 0) for piece in range(3)]
+    """44 blocks of 5 tokens for 4 at once. 11 each (the mean): 4 splits of 40 blocks, more than
+    there are programs; 14 (13.75): 3 splits, max(14 * 4, 44 + 4 * 3) + 2 * 4 + 2 = 66, as 17; 20:
+    2 splits, max(20 * 4, 44 + 4 * 2) + 8 + 1 = 89; whole 160."""
+    rows, combines = scheduled(*of_blocks(1, 1, 40, 1, 1), 5, 7, at_once=4)
+    assert rows[:3] == [(2, split, 3, 0) for split in range(3)]
     assert rows[3:] == [(token, 0, 1) for token in (0, 1, 3, 4)]
-    assert joins == [(2, 3, 0)]
+    assert combines == [(2, 3, 0)]
 
 
 def test_tokens_about_as_long_as_each_other_keep_their_order():
-    """A mean of 3 of 5 tokens: 5 blocks are no more than that and a join, 6 are."""
+    """A mean of 3 of 5 tokens: 5 blocks are no more than that and a combine, 6 are."""
     given = of_blocks(1, 2, 3, 5, 4)
-    assert cut(*given, 5, 6, at_once=2) == ([(token, 0, 1) for token in range(5)] + [None], [])
-    rows, _ = cut(*of_blocks(1, 2, 2, 6, 4), 5, 6, at_once=2)
+    assert scheduled(*given, 5, 6, at_once=2) == (
+        [(token, 0, 1) for token in range(5)] + [None],
+        [],
+    )
+    rows, _ = scheduled(*of_blocks(1, 2, 2, 6, 4), 5, 6, at_once=2)
     assert [row[0] for row in rows if row] == [3, 4, 1, 2, 0]
 
 
@@ -111,9 +114,9 @@ def test_tokens_about_as_long_as_each_other_keep_their_order():
 )
 def test_every_program_finds_what_the_others_leave(tokens, programs):
     for seed in range(3):
-        given = cuts.drawn(seed, tokens)
-        rows, joins = cut(*given, programs)
-        assert (rows, joins) == cuts.expected(*given, programs)
+        given = work_tiles.sampled(seed, tokens)
+        rows, combines = scheduled(*given, programs)
+        assert (rows, combines) == work_tiles.expected(*given, programs)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +125,8 @@ def test_every_program_finds_what_the_others_leave(tokens, programs):
 )
 def test_every_program_finds_what_the_others_leave_beyond_those_at_once(tokens, programs, at_once):
     for seed in range(3):
-        given = cuts.drawn(seed, tokens)
-        assert cut(*given, programs, at_once=at_once) == cuts.expected(
+        given = work_tiles.sampled(seed, tokens)
+        assert scheduled(*given, programs, at_once=at_once) == work_tiles.expected(
             *given, programs, at_once=at_once
         )
 
@@ -133,8 +136,9 @@ def test_every_program_finds_what_the_others_leave_beyond_those_at_once(tokens, 
 )
 @pytest.mark.parametrize("seed", range(2))
 def test_tables_for_millions_of_rows(seed, widths):
-    """Contexts of a whole number of pieces and a row more or less, of more blocks than a cut goes
-    by, and of as many rows as an int32 holds, of which adding 63 would make less than none."""
+    """Contexts of a whole number of splits and a row more or less, of more blocks than the
+    scheduler goes by, and of as many rows as an int32 holds, of which adding 63 would make less
+    than none."""
     made = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 700, (40,), generator=made)
     numbers = torch.randint(1, 90, (40,), generator=made)
@@ -143,74 +147,74 @@ def test_tables_for_millions_of_rows(seed, widths):
     extra[::13] = [2**31 - 1, 2**22, 2**21 + 65, 2**31 - 64]
     swa = [128, 2**31 - 1, 0, 2**22] * 10
     given = swa, extra, list(range(40)), 40
-    assert cut(*given, 132, widths=widths) == cuts.expected(*given, 132, widths)
+    assert scheduled(*given, 132, widths=widths) == work_tiles.expected(*given, 132, widths)
 
 
 def test_the_oracle_leaves_no_piece_out():
-    """Each piece of a token once, and no place of a partial result twice."""
+    """Each split of a token once, and no place of a partial result twice."""
     for seed in range(50):
         tokens = 1 + seed * 119 // 49
-        rows, joins = cuts.expected(*cuts.drawn(seed, tokens), PROGRAMS)
-        pieces = sorted(row[:2] for row in rows if row is not None)
+        rows, combines = work_tiles.expected(*work_tiles.sampled(seed, tokens), PROGRAMS)
+        splits = sorted(row[:2] for row in rows if row is not None)
         counts = {row[0]: row[2] for row in rows if row is not None}
-        assert pieces == [(token, each) for token in range(tokens) for each in range(counts[token])]
-        places = [place + each for _, count, place in joins for each in range(count)]
+        assert splits == [(token, each) for token in range(tokens) for each in range(counts[token])]
+        places = [place + each for _, count, place in combines for each in range(count)]
         assert places == list(range(len(places)))
         assert len(places) <= PROGRAMS
 
 
 def test_a_batch_that_is_cut_has_a_program_for_every_token():
     """As many programs as SMs, or more than tokens, and places for all partial results: a token
-    of several pieces has a further one."""
+    of several splits has an extra one."""
     for wide in (1, 2, 3, 16, 40):
         for tokens in (*range(1, 140), 255, 256):
             q = torch.empty(tokens, 64 * wide, 1, device="meta")
-            cut = decode._schedule(q, 18, wide)
-            assert (cut is not None) == (tokens * wide >= MIN_SCHEDULED_TILES)
-            if cut is None:
+            schedule = decode._schedule(q, 18, wide)
+            assert (schedule is not None) == (tokens * wide >= MIN_SCHEDULED_TILES)
+            if schedule is None:
                 continue
-            further = cut.programs - tokens
-            assert 0 <= further <= PROGRAMS - min(tokens, further)
-            assert (cut.programs <= cut.wave) == (tokens * wide <= ONE_WAVE_TILES)
-            assert cut.by_lengths == 1
+            extra = schedule.programs - tokens
+            assert 0 <= extra <= PROGRAMS - min(tokens, extra)
+            assert (schedule.programs <= schedule.wave) == (tokens * wide <= ONE_WAVE_TILES)
+            assert schedule.by_lengths == 1
         assert decode._schedule(torch.empty(257, 64 * wide, 1, device="meta"), 18, wide) is None
 
 
 @pytest.mark.parametrize(
     ("tokens", "heads", "programs"), [(5, 8, 132), (3, 128, 18), (4, 65, 9), (6, 8, 6), (2, 8, 3)]
 )
-def test_batches_cut_by_their_lens(tokens, heads, programs, monkeypatch):
-    """Hostile lens, requests and pages, with and without a rotation, in any schedule."""
+def test_batches_scheduled_by_their_lens(tokens, heads, programs, monkeypatch):
+    """Adversarial lengths, requests and blocks, with and without a rotation, in any schedule."""
     monkeypatch.setattr(decode, "MIN_SCHEDULED_TILES", 1)
     monkeypatch.setattr(decode, "PROGRAMS", programs)
-    monkeypatch.setattr(combine, "LISTED", 2 * heads)  # programs join several tokens
+    monkeypatch.setattr(combine, "LISTED", 2 * heads)  # programs combine several tokens
     for seed in range(3):
         case = case_of(PAGED, seed, tokens, heads)
         calls.check(PAGED, case, seed)
-        calls.check(PAGED, turned(case), seed)
+        calls.check(PAGED, with_inverse_rope(case), seed)
     emulator = emulated.Emulator(0)
     OPS[PAGED].implementation("kernels")(emulator, *case.tensors, **case.settings)
     assert emulator.launched == ["hopper_split_keys_kernel", "combine_listed_kernel"]
 
 
 @pytest.mark.parametrize(("tokens", "heads", "splits"), [(5, 8, 0), (3, 65, 2), (2, 8, 1)])
-def test_splits_where_a_package_might_cut(tokens, heads, splits, monkeypatch):
-    """As many of each token, listed to be joined if they are several."""
-    cut = functools.partial(decode.TileSchedule, 0, 132, 132)
+def test_splits_where_a_package_might_schedule(tokens, heads, splits, monkeypatch):
+    """As many of each token, listed to be combined if they are several."""
+    made = functools.partial(decode.TileSchedule, 0, 132, 132)
     room = torch.full((tokens + 1, 4), -7, dtype=torch.int32)
-    monkeypatch.setattr(decode, "_schedule", lambda *_: cut(room))
+    monkeypatch.setattr(decode, "_schedule", lambda *_: made(room))
     monkeypatch.setattr(decode, "num_splits_of", lambda *_: splits or 5)
     for seed in range(2):
         calls.check(PAGED, case_of(PAGED, seed, tokens, heads), seed)
     listed = room[: int(room[0, 0]) + 1, :3].tolist()[1:]
     count = splits or 5
-    joins = [[token, count, token * count] for token in range(tokens)]
-    assert listed == (joins if count > 1 else [])
+    combines = [[token, count, token * count] for token in range(tokens)]
+    assert listed == (combines if count > 1 else [])
 
 
-def test_drawn_calls_cut_by_their_lens(monkeypatch):
+def test_sampled_calls_scheduled_by_their_lens(monkeypatch):
     monkeypatch.setattr(decode, "MIN_SCHEDULED_TILES", 1)
     monkeypatch.setattr(decode, "LEAST_UNITS", 1)
     for name, chosen in calls.SETTINGS:
         if name == PAGED and chosen["num_splits"] == 0 and not chosen["batch_invariant"]:
-            calls.test_drawn_calls(name, chosen)
+            calls.test_sampled_calls(name, chosen)

@@ -1,5 +1,5 @@
-"""How a batch is cut by its lens: the oracle, in plain Python, and a kernel that writes down what
-each program finds."""
+"""How a batch is split by its lengths: the oracle, in plain Python, and a kernel that writes down
+what each program finds."""
 
 import math
 
@@ -10,15 +10,15 @@ from triton.experimental.gluon import language as gl
 from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import schedule_by_lengths
 from tests.helpers import INT32_MAX, INT32_MIN, i32
 
-BLOCK, SIZES, JOIN, FURTHER, START, MOST_BLOCKS = 64, 16, 2, 1, 4, 2**15
+BLOCK, SIZES, COMBINE, EXTRA, START, MOST_BLOCKS = 64, 16, 2, 1, 4, 2**15
 WIDTHS = (128, 4096)
-HOSTILE = [0, 1, 63, 64, 65, 128, 129, 4095, 4096, 4097, -1, INT32_MIN, INT32_MAX]
+ADVERSARIAL = [0, 1, 63, 64, 65, 128, 129, 4095, 4096, 4097, -1, INT32_MIN, INT32_MAX]
 
 
 @gluon.jit
-def written_cut_kernel(
+def written_schedule_kernel(
     found,
-    joins,
+    combines,
     swa,
     extra,
     requests,
@@ -36,7 +36,7 @@ def written_cut_kernel(
         (swa_width, extra_width, num_reqs),
         num_tokens,
         at_once,
-        joins,
+        combines,
         TOKENS,
     )
     row = found + gl.program_id(0) * 4
@@ -46,17 +46,17 @@ def written_cut_kernel(
     gl.store(row + 3, first)
 
 
-def cut(kernel, given, programs, device="cpu", widths=WIDTHS, at_once=None):
-    """(token, piece, pieces, first partial result) of each program, None for none; and the tokens
-    to be joined as (token, pieces, first partial result). ``given`` are lens of both lists, rows of
-    tables, and how many of those there are."""
+def scheduled(kernel, given, programs, device="cpu", widths=WIDTHS, at_once=None):
+    """(token, split, splits, first partial result) of each program, None for none; and the tokens
+    to be combined as (token, splits, first partial result). ``given`` are lengths of both lists,
+    rows of tables, and how many of those there are."""
     tokens = len(given[0])
     found = torch.full((programs, 4), -7, dtype=torch.int32, device=device)
-    joins = torch.full((tokens + 1, 4), -7, dtype=torch.int32, device=device)
+    combines = torch.full((tokens + 1, 4), -7, dtype=torch.int32, device=device)
     tensors = [i32(values).to(device) for values in given[:3]]
     kernel[(programs, 1)](
         found,
-        joins,
+        combines,
         *tensors,
         *widths,
         given[3],
@@ -66,9 +66,9 @@ def cut(kernel, given, programs, device="cpu", widths=WIDTHS, at_once=None):
         num_warps=4,
     )
     rows = [tuple(row) if row[0] < tokens else None for row in found.tolist()]
-    count = int(joins[0, 0])
-    listed = [tuple(row) for row in joins[1 : count + 1, :3].tolist()]
-    assert (joins[count + 1 :] == -7).all()
+    count = int(combines[0, 0])
+    listed = [tuple(row) for row in combines[1 : count + 1, :3].tolist()]
+    assert (combines[count + 1 :] == -7).all()
     return [row if row is None or row[2] > 1 else row[:3] for row in rows], listed
 
 
@@ -86,11 +86,11 @@ def blocks(swa, extra, requests, num_reqs, widths):
     ]  # fmt: skip
 
 
-def further_pieces(count, size):
+def extra_splits(count, size):
     return max(-(-count // size), 1) - 1
 
 
-def size_of_pieces(counts, programs, at_once):
+def split_size(counts, programs, at_once):
     """The mean, up to 12 times as much, of each power of two four steps, and the longest."""
     longest, total, tokens = max(*counts, 1), sum(counts), len(counts)
     mean = max(math.ceil(total / at_once), 1)
@@ -100,17 +100,17 @@ def size_of_pieces(counts, programs, at_once):
     ]
     best = None
     for size in [*sizes, longest]:
-        further = sum(further_pieces(count, size) for count in counts)
-        shared = total + START * (tokens + further - at_once)
-        joined = (JOIN if further else 0) * at_once + FURTHER * further
-        time = max(size * at_once, shared) + joined
-        if tokens + further <= max(programs, tokens) and (best is None or time < best[0]):
+        extra = sum(extra_splits(count, size) for count in counts)
+        shared = total + START * (tokens + extra - at_once)
+        combined = (COMBINE if extra else 0) * at_once + EXTRA * extra
+        time = max(size * at_once, shared) + combined
+        if tokens + extra <= max(programs, tokens) and (best is None or time < best[0]):
             best = time, size
     return best[1]
 
 
 def order(counts, size, programs, at_once):
-    """Tokens in the order of their programs: as they are, or those of several pieces, then those of
+    """Tokens in the order of their programs: as they are, or those of several splits, then those of
     so many fourteenths of one."""
     if programs <= at_once:
         return list(range(len(counts)))
@@ -122,29 +122,29 @@ def expected(swa, extra, requests, num_reqs, programs, widths=WIDTHS, at_once=No
     at_once = programs if at_once is None else at_once
     counts = blocks(swa, extra, requests, num_reqs, widths)
     tokens, longest = len(counts), max(*counts, 1)
-    if longest <= math.ceil(sum(counts) / max(at_once, tokens)) + JOIN:  # all about as long
+    if longest <= math.ceil(sum(counts) / max(at_once, tokens)) + COMBINE:  # all about as long
         return [(token, 0, 1) for token in range(tokens)] + [None] * (programs - tokens), []
-    size = size_of_pieces(counts, programs, at_once)
-    pieces = [1 + further_pieces(count, size) for count in counts]
-    joins, places = [], []
+    size = split_size(counts, programs, at_once)
+    splits = [1 + extra_splits(count, size) for count in counts]
+    combines, places = [], []
     place = 0
-    for token, count in enumerate(pieces):
+    for token, count in enumerate(splits):
         places.append(place)
         if count > 1:
-            joins.append((token, count, place))
+            combines.append((token, count, place))
             place += count
 
-    def row(token, piece):
-        whole = (token, piece, pieces[token])
-        return whole if pieces[token] == 1 else (*whole, places[token])
+    def row(token, split):
+        whole = (token, split, splits[token])
+        return whole if splits[token] == 1 else (*whole, places[token])
 
     tokens = order(counts, size, programs, at_once)
-    rows = [row(token, each) for token in tokens for each in range(pieces[token])]
-    return rows + [None] * (programs - len(rows)), joins
+    rows = [row(token, each) for token in tokens for each in range(splits[token])]
+    return rows + [None] * (programs - len(rows)), combines
 
 
-def drawn(seed, tokens):
-    """Lens at the edges of blocks and hostile ones, requests that exist and that do not."""
+def sampled(seed, tokens):
+    """Lengths at the edges of blocks and adversarial ones, requests that exist and that do not."""
     generator = torch.Generator().manual_seed(seed)
 
     def among(values, count):
@@ -156,8 +156,8 @@ def drawn(seed, tokens):
     lens = torch.randint(0, longest + 1, (tokens,), generator=generator).tolist()
     wild = among([False, False, False, True], tokens)
     extra = [
-        hostile if is_wild else length
-        for hostile, is_wild, length in zip(among(HOSTILE, tokens), wild, lens, strict=True)
+        adversarial if is_wild else length
+        for adversarial, is_wild, length in zip(among(ADVERSARIAL, tokens), wild, lens, strict=True)
     ]
     requests = among([0, 1, tokens - 1, tokens, -1, INT32_MIN, INT32_MAX, 0, 0, 0, 0], tokens)
-    return among(HOSTILE, tokens), extra, requests, tokens
+    return among(ADVERSARIAL, tokens), extra, requests, tokens

@@ -23,22 +23,22 @@ def long_prefill(kind: str, lens: list[int], seed: int) -> None:
     whole."""
     weights = random_weights(kind, seed)
     sequences = random_sequences(kind, lens, seed)
-    ours, theirs = (Engine(kind, weights, lens) for _ in range(2))
+    ours, other = (Engine(kind, weights, lens) for _ in range(2))
 
     def step(*tensors: torch.Tensor, **settings: object) -> None:
         save_and_compress(EAGER, *tensors, **settings)
 
     ours.step(sequences, padding=5, call=together(step))
-    theirs.step(sequences, padding=5)
-    assert torch.equal(ours.states.nan_to_num(), theirs.states.nan_to_num())
+    other.step(sequences, padding=5)
+    assert torch.equal(ours.states.nan_to_num(), other.states.nan_to_num())
     for request in range(len(lens)):
-        actual, expected = ours.rows(request), theirs.rows(request)
+        actual, expected = ours.rows(request), other.rows(request)
         torch.testing.assert_close(actual, expected, rtol=0, atol=3e-6)
 
 
 def nearly_whole_windows(kind: str, tokens: int, seed: int) -> None:
     """Windows of a prefill, some with one row of another request or position, which is in the
-    states, or whose page does not exist."""
+    states, or whose block does not exist."""
     spec, made = SPECS[kind], torch.Generator().manual_seed(seed)
     weights, size = random_weights(kind, seed), spec["state_block_size"]
     width, pages = weights["ape"].shape[1], tokens // size + 1

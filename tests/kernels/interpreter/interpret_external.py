@@ -30,7 +30,7 @@ from tests.support.attention_batches import (
     generator,
     integers,
     paged_case,
-    turned,
+    with_inverse_rope,
 )
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
 
@@ -45,9 +45,9 @@ def attention() -> Iterator[tuple[str, Case]]:
         yield PAGED, paged_case(seed, tokens, heads, columns=150)
         yield GATHERED, gathered_case(seed, tokens, heads, 300)
     yield DECODE, decode_case(3, 5, 64, None)
-    yield DECODE, turned(decode_case(4, 7, 64))
-    yield PAGED, turned(paged_case(5, 7, 64, columns=20))
-    case = turned(decode_case(6, 7, 64))
+    yield DECODE, with_inverse_rope(decode_case(4, 7, 64))
+    yield PAGED, with_inverse_rope(paged_case(5, 7, 64, columns=20))
+    case = with_inverse_rope(decode_case(6, 7, 64))
     yield DECODE, Case("other angles", (*case.tensors[:-1], case.tensors[-1][:, :8]), case.settings)
     wide = [None if each is None else torch.stack([each] * 2, -1)[..., 0] for each in case.tensors]
     kept = [wide[place] if place in (0, 2, 3, 5, 6, 7, 10) else each
@@ -77,7 +77,7 @@ def prefills() -> Iterator[tuple[str, Case]]:
         yield PREFILL, Case(what, tuple(tables), case.settings)
 
 
-def drawn(made: torch.Generator, tensor: Tensor | None, *values: int) -> Tensor | None:
+def sampled(made: torch.Generator, tensor: Tensor | None, *values: int) -> Tensor | None:
     """Four in ten entries replaced by ones that name nothing, or something else."""
     if tensor is None:
         return None
@@ -87,27 +87,27 @@ def drawn(made: torch.Generator, tensor: Tensor | None, *values: int) -> Tensor 
     return torch.where(torch.rand(tensor.shape, generator=made) < 0.6, tensor, wild)
 
 
-def hostile_prefill(seed: int) -> tuple[Prefill, Tensor]:
+def adversarial_prefill(seed: int) -> tuple[Prefill, Tensor]:
     """With windows and ratios up to those of any table; and a sink."""
     made, mode = generator(seed), list(MODES)[seed % 3]
     sizes = {"block": (1, 4, 64, 53)[seed % 4], "topk": (3, 130)[seed % 2], "longest": 100}
     tokens, max_reqs = int(integers(made, 1, 14, 1)), 1 + seed % 4
     case = prefill_case(seed, tokens, 64, mode, cache_seed=1, max_reqs=max_reqs, **sizes)
     _, swa_cache, positions, owners, swa_table, cache, table, chosen, sink = case.tensors
-    swa = Source(swa_cache, drawn(made, swa_table), sizes["block"])
+    swa = Source(swa_cache, sampled(made, swa_table), sizes["block"])
     extra = None
     if cache is not None:
-        extra = Source(cache, drawn(made, table), case.settings["extra_block_size"])
-    batch = drawn(made, positions, 2**40, -(2**63), 2**63 - 1, 99), drawn(made, owners)
+        extra = Source(cache, sampled(made, table), case.settings["extra_block_size"])
+    batch = sampled(made, positions, 2**40, -(2**63), 2**63 - 1, 99), sampled(made, owners)
     numbers = (
         (1, 2, 5, 70, 200, 2**31 - 1, 2**31, 2**40)[seed % 8],
         (4, 1, 2**31 - 1)[seed // 3 % 3],
     )
-    return Prefill(*batch, swa, extra, drawn(made, chosen, 24, 25), *numbers), sink
+    return Prefill(*batch, swa, extra, sampled(made, chosen, 24, 25), *numbers), sink
 
 
 def counted(rows: Rows) -> Tensor:
-    """The lists as far as their lens go."""
+    """The lists as far as their lengths go."""
     column = torch.arange(rows.slots.shape[1])
     return torch.where(column < rows.lens[:, None], rows.slots, -1)
 
@@ -117,7 +117,7 @@ def lists(count: int) -> int:
     usual = kernels.COLUMNS, kernels.TOKENS
     for seed in range(count):
         kernels.COLUMNS, kernels.TOKENS = (usual, (64, 4))[seed // 2 % 2]
-        call, sink = hostile_prefill(seed)
+        call, sink = adversarial_prefill(seed)
         expected = bf16_workspace.gather_rows(call, sink, 128)
         actual = kernels.gather_rows(EAGER, call, sink, 128)
         assert torch.equal(counted(actual), counted(expected)), seed

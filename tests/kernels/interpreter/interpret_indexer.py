@@ -62,9 +62,9 @@ def long_rows(seed: int, kind: str, topk: int = TOPK) -> Case:
 
 
 def long_selection(seed: int, kind: str, topk: int = TOPK, pages: int = 20) -> Case:
-    """Slots of up to 20 pages of 64 rows of two requests, the second of which has entries that no
-    page has; the third token is padding, the fourth has few rows. Scores are whole numbers, many of
-    them equal; "ascending" or "descending" by row."""
+    """Slots of up to 20 blocks of 64 rows of two requests, the second of which has entries that no
+    block has; the third token is padding, the fourth has few rows. Scores are whole numbers, many
+    of them equal; "ascending" or "descending" by row."""
     generator = torch.Generator().manual_seed(seed)
     cache, rows = IndexerLayout(64).allocate(2 * pages), 64 * pages
     table = torch.randperm(2 * pages, generator=generator, dtype=torch.int32).view(2, pages)
@@ -133,12 +133,12 @@ def main(examples: int) -> None:
         suppress_health_check=list(HealthCheck),
     )
     @given(testing.op_testing("indexer_select").strategy(settings=small))
-    def drawn(case: Case) -> None:
+    def sampled(case: Case) -> None:
         check("indexer_select", case)
 
-    drawn()
+    sampled()
     small["slots"] = True
-    drawn()
+    sampled()
     print(happened)
 
 

@@ -48,10 +48,10 @@ def fuzz(name: str, examples: int) -> None:
         suppress_health_check=list(HealthCheck),
     )
     @given(testing.strategy(name))
-    def drawn(case: Case) -> None:
+    def sampled(case: Case) -> None:
         check(name, case)
 
-    drawn()
+    sampled()
 
 
 def main(examples: int, *names: str) -> None:

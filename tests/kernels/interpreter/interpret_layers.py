@@ -55,7 +55,7 @@ def plan_in(case: Case) -> Tensor:
 def main() -> None:
     found = calls()
     for case, other in zip(found, [*found[1:], found[0]], strict=True):
-        assert int((plan_in(case)[:, 2] > 1).sum()) > 1, "tokens of several pieces"
+        assert int((plan_in(case)[:, 2] > 1).sum()) > 1, "tokens of several splits"
         assert not torch.equal(plan_in(case), plan_in(other))
         check(PAGED, case)
         check(PAGED, with_plan(case, plan_in(other)))

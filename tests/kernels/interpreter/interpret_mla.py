@@ -1,6 +1,6 @@
-"""Sparse MLA in Triton's interpreter over longer batches than those that are drawn: prefill with
-several blocks of keys of both sources, decode with plans of these and other lens, hostile plans,
-with the rotation of the output undone, and with keys of any magnitude;
+"""Sparse MLA in Triton's interpreter over longer batches than those that are sampled: prefill with
+several blocks of keys of both sources, decode with plans of these and other lengths, adversarial
+plans, with the rotation of the output undone, and with keys of any scale;
 tests/kernels/interpreter/test_mla_kernels.py starts it with TRITON_INTERPRET=1. Prints what has
 passed."""
 
@@ -14,16 +14,23 @@ from dsv4_ops.kernels.sparse_mla import decode
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees, equal
 from tests.kernels.interpreter.interpret_kernels import check
-from tests.support.attention_batches import DECODE, PAGED, case_of, magnified, turned, with_settings
+from tests.support.attention_batches import (
+    DECODE,
+    PAGED,
+    case_of,
+    magnified,
+    with_inverse_rope,
+    with_settings,
+)
 from tests.support.prefill_batches import (
     MODES,
     PREFILL,
-    hostile_plan,
-    in_one_piece,
+    adversarial_plan,
     plain_case,
     plan_of,
     prefill_case,
     stale_plan,
+    unsplit,
     with_plan,
 )
 
@@ -44,7 +51,7 @@ def prefills() -> None:
 def chunks() -> None:
     """A token has the same bits alone and in its batch."""
     for mode in MODES:
-        case = in_one_piece(prefill_case(2, 4, 8, mode, **SMALL))
+        case = unsplit(prefill_case(2, 4, 8, mode, **SMALL))
         whole = kernel(PREFILL, case)
         tensors = list(case.tensors)
         for place in (0, 2, 3, 7):
@@ -58,7 +65,7 @@ def plans(name: str, case: Case) -> None:
         check(name, with_plan(case, plan))
 
 
-def hostile(name: str, case: Case) -> None:
+def adversarial(name: str, case: Case) -> None:
     """Every bit of all tokens but those whose rows are spoiled."""
     tokens = case.tensors[0].shape[0]
     plan, victims = stale_plan(case, 1, 12), torch.tensor([0, 3])
@@ -66,11 +73,11 @@ def hostile(name: str, case: Case) -> None:
     expected = kernel(name, with_plan(case, plan))
     others = [token for token in range(tokens) if token not in victims.tolist()]
     for seed in range(2):
-        spoiled = hostile_plan(plan, victims, tokens, seed)
+        spoiled = adversarial_plan(plan, victims, tokens, seed)
         actual = kernel(name, with_plan(case, spoiled))
         for left, right in zip(actual, expected, strict=True):
             assert equal(left[others], right[others])
-    kernel(name, with_plan(case, hostile_plan(plan, victims, tokens, 5, anywhere=True)))
+    kernel(name, with_plan(case, adversarial_plan(plan, victims, tokens, 5, anywhere=True)))
 
 
 def rotations(name: str, case: Case) -> None:
@@ -79,9 +86,9 @@ def rotations(name: str, case: Case) -> None:
     cases = [with_settings(case, num_splits=splits) for splits in (0, 1)]
     cases += [with_plan(case, stale_plan(case, 1, 12)), case_of(name, 4, 1, 65, num_splits=1)]
     for each in cases:
-        out, expected = rotated(name, turned(each))
+        out, expected = rotated(name, with_inverse_rope(each))
         assert not equal(out, expected)
-    out, expected = rotated(name, at_zero(turned(case)))
+    out, expected = rotated(name, at_zero(with_inverse_rope(case)))
     assert len(out.view(torch.int16).unique()) == 2, "zeros of both signs"
 
 
@@ -138,7 +145,7 @@ def main() -> None:
     for name in (DECODE, PAGED):
         case = case_of(name, 3, 5, 8)
         plans(name, case)
-        hostile(name, case)
+        adversarial(name, case)
         print("plans", name)
     for name in (DECODE, PAGED):
         rotations(name, case_of(name, 3, 3, 8))

@@ -1,4 +1,4 @@
-"""What drawn calls are too small for: programs of the compressor's kernel with many tokens."""
+"""What sampled calls are too small for: programs of the compressor's kernel with many tokens."""
 
 import os
 import subprocess

@@ -18,8 +18,8 @@ KERNEL_OPS = {name for name, spec in OPS.items() if spec.has_kernel}
 
 @pytest.mark.slow
 def test_kernels_equal_their_references_in_the_interpreter():
-    """Bytes and bits exactly, over drawn batches. The e4m3 cast of the hardware is only checked on
-    a GPU: the interpreter takes an integer one."""
+    """Bytes and bits exactly, over sampled batches. The e4m3 cast of the hardware is only checked
+    on a GPU: the interpreter takes an integer one."""
     assert interpreted("12" if NIGHTLY else "3") == KERNEL_OPS - {"sparse_mla_gathered"}
 
 
@@ -37,7 +37,7 @@ def interpreted(examples, *names):
 
 
 # kernels that keep as many bytes under way in registers as other programs would add: 14 warps or
-# more per SM (Triton 3.7 takes more registers than 3.6: 12 where a join turns, 128 to 167)
+# more per SM (Triton 3.7 takes more registers than 3.6: 12 where a combine rotates, 128 to 167)
 BYTES_IN_REGISTERS = {
     "compress_and_insert_kernel",
     "insert_c4_step_kernel",

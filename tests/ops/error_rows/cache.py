@@ -35,7 +35,7 @@ FAR_OFFSET: Entry = (
 
 
 def bytes_from(offset: int, page_stride: int, byte_stride: int, layout: Layout) -> torch.Tensor:
-    """4 pages somewhere in memory."""
+    """4 blocks somewhere in memory."""
     shape, stride = layout.shape(4), (page_stride, byte_stride)
     last = 3 * page_stride + (layout.page_bytes - 1) * byte_stride
     return torch.zeros(offset + last + 1, dtype=torch.uint8).as_strided(shape, stride, offset)

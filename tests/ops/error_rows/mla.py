@@ -34,7 +34,7 @@ WINDOW = {
     "extra_cache": pages("extra"),
     "extra_lens": LENS,
     "attn_sink": SINK,
-    "plan": Valid(PLAN, "[num_pieces, 4]"),
+    "plan": Valid(PLAN, "[num_work_tiles, 4]"),
     "cos_sin_cache": Valid(torch.ones(9, 64), "[num_positions, rope_dim]"),
 }
 OWN |= {
@@ -247,7 +247,8 @@ def plan_rows() -> Iterator[Entry]:
         "a plan of three columns",
         {"plan": three},
         ValueError,
-        "plan must have shape [num_pieces, 4], got [6, 3]. Pass exactly 4 entries in dimension 1.",
+        "plan must have shape [num_work_tiles, 4], got [6, 3]. "
+        "Pass exactly 4 entries in dimension 1.",
     )
     for name, neutral, values in (("num_splits", 0, (1, 7)), ("batch_invariant", False, (True,))):
         for value in values:

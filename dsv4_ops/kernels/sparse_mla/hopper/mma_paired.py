@@ -1,9 +1,8 @@
 """Attention of one token over pairs of blocks of keys on Hopper's matrix unit, by two partitions:
 each has the logits and the softmax of one block of a pair, and sums half of the values of both.
 
-What a pair needs of the memory of the one before is free when the keys that came into it say so:
-weights are overwritten when the halves of keys that they were multiplied with have been. Pairs and
-tokens (``turn``) are counted through a program, as barriers count them."""
+P tiles need no barrier of their own: the K/V half that they were multiplied with frees them. Pairs
+and tokens (``turn``) are counted through a program, as barriers count them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

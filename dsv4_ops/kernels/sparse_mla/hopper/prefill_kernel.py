@@ -169,7 +169,7 @@ def hopper_prefill_keys_kernel(
     if HAS_EXTRA:
         visible = length // COMPRESS_RATIO
         if HAS_TOPK:
-            # no further than the last row that counts: the first tokens of a request see few
+            # up to the last row that counts: the first tokens of a request see few
             extra_len = _last_that_counts(chosen, topk_column_stride, topk, visible, LISTED)
         else:
             held = gl.to_tensor(max_extra_blocks).to(gl.int64) * EXTRA_BLOCK_SIZE

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dsv4_ops.kernels.launcher import EMULATE, Launcher
+from dsv4_ops.kernels.common.triton_compat import INTERPRETED
+from dsv4_ops.kernels.launcher import Launcher
 
 CAPABILITY = (9, 0)
 """Compute capability of the matrix unit that the kernels are made for."""
@@ -24,7 +25,7 @@ WARPS = 4
 
 def runs(launch: Launcher, q: Tensor, coded: bool) -> bool:
     """Whether such a call has a Gluon kernel: over FP8 caches or listed rows, on Hopper."""
-    if EMULATE or not coded or launch.capability(q.device) != CAPABILITY:
+    if INTERPRETED or not coded or launch.capability(q.device) != CAPABILITY:
         return False
     return kernels() is not None
 

@@ -115,7 +115,7 @@ def _class(tiles, size):
 @gluon.jit
 def _work_tile(tiles, size, number, num_tokens, wave, TOKENS: gl.constexpr, BOTH: gl.constexpr):
     """How many tokens have several splits, and how many of them are before the one of a program;
-    then what ``schedule_by_lengths`` returns. Splits of a token follow each other, tokens theirs;
+    then what ``schedule_by_lengths`` returns. Splits are in the order of tokens;
     beyond one wave the longer tokens come first, by classes."""
     LINE: gl.constexpr = gl.BlockedLayout([TOKENS // 32], [32], [4], [0])  # as scans want it
     lane = gl.arange(0, TOKENS, LINE)

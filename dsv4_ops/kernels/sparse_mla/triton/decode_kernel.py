@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.common.rope import inverse_rope, load_angles
+from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.kernels.sparse_mla.triton.mainloop import (
     LINES,
     again,
@@ -73,7 +74,7 @@ _MIN_SCALE, _MAX_SCALE = tl.constexpr(1e-30), tl.constexpr(1e37)
 
 
 @triton.jit
-def _amax(values, EMULATE: tl.constexpr):
+def _amax(values):
     """Amax of all heads: for one per head Triton gives the loop layouts that spill. NaN is left
     out."""
     magnitude = tl.abs(values)
@@ -143,7 +144,6 @@ def split_keys_kernel(
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     UNIT: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """One split of the keys of one token for a tile of heads.
 
@@ -214,9 +214,9 @@ def split_keys_kernel(
             crosses = (unit < swa_units) & (following > swa_units)
             following = tl.minimum(tl.where(crosses, swa_units, following), stop)
         rows = rows_of(unit, swa_units, stop, swa, extra, SIZES, KEYS, UNIT)
-        keys = load_keys(rows, FORMAT, EMULATE)
+        keys = load_keys(rows, FORMAT)
         ahead = rows_of(following, swa_units, stop, swa, extra, SIZES, KEYS, UNIT)
-        asked += prefetch_keys(ahead, following < stop, FORMAT, EMULATE)
+        asked += prefetch_keys(ahead, following < stop, FORMAT)
         out0, out1, out2, out3, row_max, row_sum = attend(
             (q0, q1, q2, q3),
             (out0, out1, out2, out3),
@@ -226,12 +226,11 @@ def split_keys_kernel(
             rows[4],
             scale,
             unit >= 0,
-            EMULATE,
         )
         unit = following
     if (UNIT < KEYS) & (unit < stop):  # the odd unit, in half the time of a block
         rows = rows_of(unit, swa_units, stop, swa, extra, SIZES, UNIT, UNIT)
-        keys = load_keys(rows, FORMAT, EMULATE)
+        keys = load_keys(rows, FORMAT)
         out0, out1, out2, out3, row_max, row_sum = attend(
             (q0, q1, q2, q3),
             (out0, out1, out2, out3),
@@ -241,10 +240,9 @@ def split_keys_kernel(
             rows[4],
             scale,
             unit >= 0,
-            EMULATE,
         )
 
-    head = again(tl.program_id(1) + tl.zeros_like(head), EMULATE) * HEADS + tl.arange(0, HEADS)
+    head = again(tl.program_id(1) + tl.zeros_like(head)) * HEADS + tl.arange(0, HEADS)
     there = (head < num_heads) & (tl.sum(tl.sum(asked, axis=1), axis=0) == 0)  # that: always
     log2_total = log2_sum(row_max, row_sum)
     if splits == 1:
@@ -256,27 +254,27 @@ def split_keys_kernel(
             sink = tl.load(attn_sink + head, mask=there, other=0.0) * _LOG2_E
         factor = 1.0 / denominator(row_max, row_sum, sink)[:, None]
         target = out + (token * num_heads + head[:, None]) * HEAD_DIM
-        store_heads(target, there, out0 * factor, 0, EMULATE)
-        store_heads(target, there, out1 * factor, 256, EMULATE)
-        store_heads(target, there, out2 * factor, 384, EMULATE)
+        store_heads(target, there, out0 * factor, 0)
+        store_heads(target, there, out1 * factor, 256)
+        store_heads(target, there, out2 * factor, 384)
         rope = out3 * factor
         if INVERSE_ROPE:
-            rope = inverse_rope(rope, known, cos, sin, EMULATE)
-        store_heads(target, there, rope, 448, EMULATE)
+            rope = inverse_rope(rope, known, cos, sin)
+        store_heads(target, there, rope, 448)
         tl.store(lse + token * num_heads + head, log2_total / _LOG2_E, mask=there)
     else:
         inverse = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-        amax = tl.maximum(_amax(out3 * inverse, EMULATE), _amax(out2 * inverse, EMULATE))
-        amax = tl.maximum(amax, _amax(out1 * inverse, EMULATE))
-        amax = tl.maximum(amax, _amax(out0 * inverse, EMULATE))
+        amax = tl.maximum(_amax(out3 * inverse), _amax(out2 * inverse))
+        amax = tl.maximum(amax, _amax(out1 * inverse))
+        amax = tl.maximum(amax, _amax(out0 * inverse))
         scale = tl.minimum(tl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
         amax = tl.where(amax == float("inf"), 1.0, scale)  # beside infinite ones as they are
         inverse *= 1.0 / amax
         row = offset.to(tl.int64) * num_heads + head
         dst = partial + row[:, None] * HEAD_DIM
-        store_heads(dst, there, out0 * inverse, 0, EMULATE)
-        store_heads(dst, there, out1 * inverse, 256, EMULATE)
-        store_heads(dst, there, out2 * inverse, 384, EMULATE)
-        store_heads(dst, there, out3 * inverse, 448, EMULATE)
+        store_heads(dst, there, out0 * inverse, 0)
+        store_heads(dst, there, out1 * inverse, 256)
+        store_heads(dst, there, out2 * inverse, 384)
+        store_heads(dst, there, out3 * inverse, 448)
         tl.store(partial_lse + row, log2_total, mask=there)
         tl.store(partial_scale + row, tl.zeros_like(log2_total) + amax, mask=there)

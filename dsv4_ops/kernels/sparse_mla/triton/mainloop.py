@@ -10,13 +10,14 @@ import triton.language as tl
 from dsv4_ops.kernels.common.fp8 import (
     round_to_bf16,  # by name: Inductor copies kernels, not modules
 )
+from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 LINES = tl.constexpr(8)
 """Cache lines of a row that are asked for, at most."""
 
 
 @triton.jit
-def multiply_add(left, right, sums, EMULATE: tl.constexpr):
+def multiply_add(left, right, sums):
     """``sums`` and a bf16 matrix product, in float32; Triton's interpreter has no bf16 product."""
     if EMULATE:
         return sums + tl.dot(left.to(tl.float32), right.to(tl.float32))
@@ -31,7 +32,6 @@ def _load_codes(
     FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     QUANT_BLOCK: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """bf16 [keys, WIDTH] dequantised values from dimension FIRST on; zeros for keys that do not
     exist."""
@@ -63,7 +63,7 @@ def _load_values(row, exists, FIRST: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_keys(rows, FORMAT: tl.constexpr, EMULATE: tl.constexpr):
+def load_keys(rows, FORMAT: tl.constexpr):
     """The four tiles of a block of keys.
 
     Args:
@@ -71,7 +71,6 @@ def load_keys(rows, FORMAT: tl.constexpr, EMULATE: tl.constexpr):
             the rows of a block.
         FORMAT: Step from row to row, bytes of a row, coded values, values of a scale, and bytes of
             a row's scales; without scales the cache is plain.
-        EMULATE: Whether this runs in Triton's interpreter.
     """
     ROW: tl.constexpr = FORMAT[0]
     CODE_DIM: tl.constexpr = FORMAT[2]
@@ -82,9 +81,9 @@ def load_keys(rows, FORMAT: tl.constexpr, EMULATE: tl.constexpr):
     data = start + row * ROW
     if SCALE_BYTES > 0:
         scales = start + block_size * ROW + row * SCALE_BYTES
-        k0 = _load_codes(data, scales, exists, 0, 256, QUANT_BLOCK, EMULATE)
-        k1 = _load_codes(data, scales, exists, 256, 128, QUANT_BLOCK, EMULATE)
-        k2 = _load_codes(data, scales, exists, 384, 64, QUANT_BLOCK, EMULATE)
+        k0 = _load_codes(data, scales, exists, 0, 256, QUANT_BLOCK)
+        k1 = _load_codes(data, scales, exists, 256, 128, QUANT_BLOCK)
+        k2 = _load_codes(data, scales, exists, 384, 64, QUANT_BLOCK)
         rope = (data + CODE_DIM).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         k3 = _load_values(rope, exists, 0, 64)
     else:
@@ -107,7 +106,7 @@ def softmax_step(logits, row_max, row_sum):
 
 
 @triton.jit
-def apart(values, EMULATE: tl.constexpr):
+def apart(values):
     """``values``, opaque to Triton, which would contract a product and what is added to it."""
     if EMULATE:
         return values
@@ -117,7 +116,7 @@ def apart(values, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def again(values, EMULATE: tl.constexpr):
+def again(values):
     """The int32 ``values``, as if unknown: what is computed from them is computed here, and not
     held in registers since it was computed before."""
     if EMULATE:
@@ -128,7 +127,7 @@ def again(values, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def prefetch(pointers, wanted, EMULATE: tl.constexpr):
+def prefetch(pointers, wanted):
     """Have the cache lines of the wanted pointers brought to L2. Zeros, which must reach a store:
     torch analyses no kernel with assembly that is more than a function of its operands, and Triton
     drops the function whose value nobody needs."""
@@ -146,7 +145,7 @@ def prefetch(pointers, wanted, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def prefetch_keys(rows, wanted, FORMAT: tl.constexpr, EMULATE: tl.constexpr):
+def prefetch_keys(rows, wanted, FORMAT: tl.constexpr):
     """What ``load_keys`` of these rows will read, if wanted: the zeros of ``prefetch``. Rows begin
     anywhere in a line, so the last bytes of one may be in a line that is not asked for."""
     ROW: tl.constexpr = FORMAT[0]
@@ -165,11 +164,11 @@ def prefetch_keys(rows, wanted, FORMAT: tl.constexpr, EMULATE: tl.constexpr):
         scales = start + block_size * ROW + row * SCALE_BYTES
         target = tl.where(line == USED, scales[:, None], target)
         asked = line <= USED
-    return prefetch(target, exists[:, None] & asked, EMULATE)
+    return prefetch(target, exists[:, None] & asked)
 
 
 @triton.jit
-def attend(q, out, row_max, row_sum, keys, exists, scale, always, EMULATE: tl.constexpr):
+def attend(q, out, row_max, row_sum, keys, exists, scale, always):
     """The running sums after one block of keys; ``scale`` includes log2(e), and ``always`` is true,
     which Triton must not see. ``q``, ``out`` and ``keys`` are four tiles each.
 
@@ -182,18 +181,18 @@ def attend(q, out, row_max, row_sum, keys, exists, scale, always, EMULATE: tl.co
     k0, k1, k2, k3 = keys
     logits = tl.zeros((q0.shape[0], exists.shape[0]), dtype=tl.float32)
     if always:
-        part0 = apart(multiply_add(q0, tl.trans(k0), logits, EMULATE), EMULATE)
-        part1 = apart(multiply_add(q1, tl.trans(k1), logits, EMULATE), EMULATE)
-        part2 = apart(multiply_add(q2, tl.trans(k2), logits, EMULATE), EMULATE)
-        part3 = apart(multiply_add(q3, tl.trans(k3), logits, EMULATE), EMULATE)
+        part0 = apart(multiply_add(q0, tl.trans(k0), logits))
+        part1 = apart(multiply_add(q1, tl.trans(k1), logits))
+        part2 = apart(multiply_add(q2, tl.trans(k2), logits))
+        part3 = apart(multiply_add(q3, tl.trans(k3), logits))
         logits = (part0 + part1) + (part2 + part3)
     logits = tl.where(exists[None, :], logits * scale, float("-inf"))
     weights, factor, row_max, row_sum = softmax_step(logits, row_max, row_sum)
-    rounded = round_to_bf16(weights, EMULATE)
-    out0 = multiply_add(rounded, k0, out0 * factor[:, None], EMULATE)
-    out1 = multiply_add(rounded, k1, out1 * factor[:, None], EMULATE)
-    out2 = multiply_add(rounded, k2, out2 * factor[:, None], EMULATE)
-    out3 = multiply_add(rounded, k3, out3 * factor[:, None], EMULATE)
+    rounded = round_to_bf16(weights)
+    out0 = multiply_add(rounded, k0, out0 * factor[:, None])
+    out1 = multiply_add(rounded, k1, out1 * factor[:, None])
+    out2 = multiply_add(rounded, k2, out2 * factor[:, None])
+    out3 = multiply_add(rounded, k3, out3 * factor[:, None])
     return out0, out1, out2, out3, row_max, row_sum
 
 
@@ -218,9 +217,9 @@ def load_heads(heads, there, dim_stride, FIRST: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
-def store_heads(target, there, values, FIRST: tl.constexpr, EMULATE: tl.constexpr):
+def store_heads(target, there, values, FIRST: tl.constexpr):
     """Write the float32 values of every head from dimension FIRST on."""
     dim = FIRST + tl.arange(0, values.shape[1])[None, :]
     if target.dtype.element_ty == tl.bfloat16:
-        values = round_to_bf16(values, EMULATE)
+        values = round_to_bf16(values)
     tl.store(target + dim, values, mask=there[:, None])

@@ -118,7 +118,6 @@ def prefill_keys_kernel(
     SCALE_BYTES: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """A token and a tile of heads. The blocks of keys of the window come first, then those of the
     compressed rows: all that the token sees, or with HAS_TOPK the selected ones."""
@@ -154,7 +153,7 @@ def prefill_keys_kernel(
         visible = length // COMPRESS_RATIO
         extra_len = visible
         if HAS_TOPK:
-            # no further than the last row that counts: the first tokens of a request see few
+            # up to the last row that counts: the first tokens of a request see few
             extra_len = length * 0
             first = length * 0
             while first < topk:
@@ -185,9 +184,9 @@ def prefill_keys_kernel(
     while tile < tiles:
         # one loop over both sources: two would hold the sums in registers twice
         rows = _rows_of(tile, swa_tiles, length, visible, swa, extra, selected, SIZES, KEYS)
-        keys = load_keys(rows, FORMAT, EMULATE)
+        keys = load_keys(rows, FORMAT)
         ahead = _rows_of(tile + 1, swa_tiles, length, visible, swa, extra, selected, SIZES, KEYS)
-        asked += prefetch_keys(ahead, tile + 1 < tiles, FORMAT, EMULATE)
+        asked += prefetch_keys(ahead, tile + 1 < tiles, FORMAT)
         out0, out1, out2, out3, row_max, row_sum = attend(
             (q0, q1, q2, q3),
             (out0, out1, out2, out3),
@@ -197,7 +196,6 @@ def prefill_keys_kernel(
             rows[4],
             scale,
             tile >= 0,
-            EMULATE,
         )
         tile += 1
 
@@ -207,8 +205,8 @@ def prefill_keys_kernel(
         sink = tl.load(attn_sink + head, mask=there, other=0.0) * _LOG2_E
     factor = 1.0 / denominator(row_max, row_sum, sink)[:, None]
     target = out + (token * num_heads + head[:, None]) * HEAD_DIM
-    store_heads(target, there, out0 * factor, 0, EMULATE)
-    store_heads(target, there, out1 * factor, 256, EMULATE)
-    store_heads(target, there, out2 * factor, 384, EMULATE)
-    store_heads(target, there, out3 * factor, 448, EMULATE)
+    store_heads(target, there, out0 * factor, 0)
+    store_heads(target, there, out1 * factor, 256)
+    store_heads(target, there, out2 * factor, 384)
+    store_heads(target, there, out3 * factor, 448)
     tl.store(lse + token * num_heads + head, log2_sum(row_max, row_sum) / _LOG2_E, mask=there)

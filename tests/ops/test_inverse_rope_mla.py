@@ -50,7 +50,7 @@ def test_a_quarter_turn_back() -> None:
     torch.testing.assert_close(lse, torch.full((5, 1), math.log(2)))
 
 
-def test_the_output_is_rounded_before_it_is_turned_and_after() -> None:
+def test_the_output_is_rounded_before_it_is_rotated_and_after() -> None:
     """1 + 2^-8 is 1 in bf16; 1.5 times that 1.5, and not 1.5078125. Then (1 + 2^-7) 1.5 is between
     1.5078125 and 1.515625."""
     table = torch.tensor([[1.5, 0.0]])
@@ -86,17 +86,17 @@ def test_it_is_the_two_ops_in_sequence(make: Any, kind: str, seed: int) -> None:
     call = with_rotation(make(seed, kind), seed)
     positions, table = call.tensors["positions"], call.tensors["cos_sin_cache"]
     out, lse = call.but(positions=None, cos_sin_cache=None).run()
-    turned = call.run()
+    rotated = call.run()
     if out.dtype == BF16:
         expected = ops.inverse_rope_group(out, positions, table, num_groups=1)
     else:
         expected = ops.apply_rope(out, positions, table, inverse=True)
-    assert equal(turned.out, expected.view(out.shape))
-    assert equal(turned.lse, lse)
-    assert turned.out.is_contiguous()
+    assert equal(rotated.out, expected.view(out.shape))
+    assert equal(rotated.lse, lse)
+    assert rotated.out.is_contiguous()
 
 
-def turned_back(
+def rotated_back(
     head: oracles.Attended, position: int, table: list[list[float]]
 ) -> tuple[list[float], list[float]]:
     """A head rotated back in Python floats, and the sums of absolute values that its values are
@@ -126,7 +126,7 @@ def test_it_is_what_the_formulas_say(make: Any, kind: str, seed: int) -> None:
     tensors = {name: value for name, value in call.tensors.items() if name not in ROTATION}
     heads = oracles.Call(tensors, call.settings, call.slots, call.op).expected()
     expected = [
-        [head._replace(**dict(zip(("out", "sizes"), turned_back(head, place, table), strict=True)))
+        [head._replace(**dict(zip(("out", "sizes"), rotated_back(head, place, table), strict=True)))
          for head in token]
         for place, token in zip(positions, heads, strict=True)
     ]  # fmt: skip

@@ -20,7 +20,7 @@ from tests.support.attention_batches import (
     decode_case,
     kernel,
     paged_case,
-    turned,
+    with_inverse_rope,
     with_settings,
 )
 from tests.support.prefill_batches import captured, plan_of, replayed, stale_plan, with_plan
@@ -42,7 +42,7 @@ def sequence(name: str, case: Case) -> tuple[Tensor, Tensor]:
 
 
 def assert_fused(name: str, case: Case) -> None:
-    case = turned(case)
+    case = with_inverse_rope(case)
     expected = sequence(name, case)
     assert all(map(equal, kernel(name, case), expected))
 
@@ -71,7 +71,7 @@ def test_window_only(tokens: int, heads: int, num_splits: int) -> None:
 @pytest.mark.parametrize("heads", [8, 64, 128])
 @pytest.mark.parametrize("tokens", [2, 40, 200])
 def test_plans(name: str, tokens: int, heads: int) -> None:
-    """Tokens of one piece and of several in one launch."""
+    """Tokens of one split and of several in one launch."""
     case = case_of(name, tokens, tokens, heads)
     for plan in (plan_of(case), stale_plan(case, 5), plan_of(case, 1), plan_of(case, 5000)):
         assert_fused(name, with_plan(case, plan))
@@ -88,7 +88,7 @@ def test_one_token_of_a_million(num_splits: int) -> None:
 @both_ops
 @pytest.mark.parametrize("num_positions", [0, 1, 16, 17])
 def test_small_tables(name: str, num_positions: int) -> None:
-    case = turned(case_of(name, 6, 20, 64), num_positions=max(num_positions, 1))
+    case = with_inverse_rope(case_of(name, 6, 20, 64), num_positions=max(num_positions, 1))
     tensors = (*case.tensors[:-1], case.tensors[-1][:num_positions])
     case = Case(case.name, tensors, case.settings)
     agrees(name, case)
@@ -98,7 +98,7 @@ def test_small_tables(name: str, num_positions: int) -> None:
 
 @both_ops
 def test_strides_of_positions_and_tables(name: str) -> None:
-    case = turned(case_of(name, 7, 12, 64)).on(DEVICE)
+    case = with_inverse_rope(case_of(name, 7, 12, 64)).on(DEVICE)
     *rest, positions, table = case.tensors
     expected = OPS[name].op(*rest, positions, table, **case.settings)
     apart = torch.stack([positions, positions * 0 - 1], 1).flatten()[::2]
@@ -110,7 +110,7 @@ def test_strides_of_positions_and_tables(name: str) -> None:
 
 @both_ops
 def test_tables_of_other_widths_go_to_the_reference(name: str) -> None:
-    case = turned(case_of(name, 8, 5, 8))
+    case = with_inverse_rope(case_of(name, 8, 5, 8))
     tensors = (*case.tensors[:-1], case.tensors[-1][:, :32].contiguous())
     agrees(name, Case(case.name, tensors, case.settings))
 
@@ -122,7 +122,7 @@ def test_captured_steps_follow_their_positions(name: str, captured_by: str, toke
     """One compiled graph of our kernels and of no other; positions change in place with the rest,
     and every bit is that of the eager ops."""
     torch._dynamo.reset()
-    case = turned(case_of(name, 0, tokens, 64))
+    case = with_inverse_rope(case_of(name, 0, tokens, 64))
     op, numbers = getattr(ops, name), case.settings
     plan = len(case.tensors) - 3
 
@@ -140,6 +140,6 @@ def test_captured_steps_follow_their_positions(name: str, captured_by: str, toke
     assert "triton_poi" not in code
     replay = captured(compiled, static, captured_by)
     for seed in range(1, 5):
-        fresh = turned(case_of(name, seed, tokens, 64), seed)
+        fresh = with_inverse_rope(case_of(name, seed, tokens, 64), seed)
         results = replayed(replay, static, inputs(fresh))
         assert all(map(equal, results, sequence(name, fresh)))

@@ -1,5 +1,6 @@
-"""Batches that Hopper's decode cuts by their lens, on a GPU: what its programs find, results beside
-the reference, graphs whose lens change. Run there with ``pytest -m gpu tests``."""
+"""Batches that Hopper's decode schedules by their lengths, on a GPU: what its programs find,
+results beside the reference, graphs whose lengths change. Run there with ``pytest -m gpu
+tests``."""
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ from tests.support.attention_batches import (
     kernel,
     launches_both,
     paged_case,
-    turned,
+    with_inverse_rope,
 )
 from tests.support.prefill_batches import captured, replayed
 
-cuts = pytest.importorskip(
+work_tiles = pytest.importorskip(
     "tests.kernels.emulator.work_tiles", reason="triton is published for Linux only"
 )
 
@@ -33,12 +34,12 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("programs", [132, 66, 44])
-def test_programs_find_their_pieces(programs: int) -> None:
+def test_programs_find_their_splits(programs: int) -> None:
     for seed in range(60):
         tokens = 1 + (7 * seed) % min(programs, 120)
-        given = cuts.drawn(seed, tokens)
-        found = cuts.cut(cuts.written_cut_kernel, given, programs, DEVICE)
-        assert found == cuts.expected(*given, programs), (seed, tokens)
+        given = work_tiles.sampled(seed, tokens)
+        found = work_tiles.scheduled(work_tiles.written_schedule_kernel, given, programs, DEVICE)
+        assert found == work_tiles.expected(*given, programs), (seed, tokens)
 
 
 @pytest.mark.parametrize(
@@ -47,14 +48,17 @@ def test_programs_find_their_pieces(programs: int) -> None:
 def test_programs_find_their_pieces_beyond_those_at_once(tokens: int, at_once: int) -> None:
     programs = tokens + 32 * at_once // 132
     for seed in range(20):
-        given = cuts.drawn(seed, tokens)
-        found = cuts.cut(cuts.written_cut_kernel, given, programs, DEVICE, at_once=at_once)
-        assert found == cuts.expected(*given, programs, at_once=at_once), (seed, tokens)
+        given = work_tiles.sampled(seed, tokens)
+        found = work_tiles.scheduled(
+            work_tiles.written_schedule_kernel, given, programs, DEVICE, at_once=at_once
+        )
+        assert found == work_tiles.expected(*given, programs, at_once=at_once), (seed, tokens)
 
 
 @pytest.mark.parametrize("widths", [(128, 2**22), (2**31 - 1, 2**31 - 1)])
 def test_tables_for_millions_of_rows(widths: tuple[int, int]) -> None:
-    """Lens that would be negative if 63 were added, and more blocks than a cut goes by."""
+    """Lengths that would be negative if 63 were added, and more blocks than the scheduler goes
+    by."""
     extra = [
         2**31 - 1,
         2**22,
@@ -62,8 +66,8 @@ def test_tables_for_millions_of_rows(widths: tuple[int, int]) -> None:
         *(64 * 37 * count + count % 3 - 1 for count in range(37)),
     ]
     given = [128, 2**31 - 1, 0, 2**22] * 10, extra, list(range(40)), 40
-    found = cuts.cut(cuts.written_cut_kernel, given, 132, DEVICE, widths)
-    assert found == cuts.expected(*given, 132, widths)
+    found = work_tiles.scheduled(work_tiles.written_schedule_kernel, given, 132, DEVICE, widths)
+    assert found == work_tiles.expected(*given, 132, widths)
 
 
 def lengths(case: Case, long: int, short: int, every: int) -> Case:
@@ -78,7 +82,7 @@ def lengths(case: Case, long: int, short: int, every: int) -> Case:
 @pytest.mark.parametrize("heads", [8, 64, 65, 128])
 @pytest.mark.parametrize("tokens", [31, 32, 60, 61, 120, 121, 128, 129, 256, 257])
 def test_batches_of_any_lens(tokens: int, heads: int) -> None:
-    """Around the numbers of tokens from which and up to which batches are cut."""
+    """Around the numbers of tokens from which and up to which batches are split."""
     agrees(PAGED, paged_case(tokens, tokens, heads))
 
 
@@ -90,7 +94,7 @@ def test_batches_of_any_lens(tokens: int, heads: int) -> None:
 def test_long_contexts_among_short_ones(tokens: int, heads: int, long: int, every: int) -> None:
     case = lengths(paged_case(long, tokens, heads, columns=1024), long, 9, every)
     agrees(PAGED, case)
-    agrees(PAGED, turned(case))
+    agrees(PAGED, with_inverse_rope(case))
 
 
 def test_the_same_bits_every_time() -> None:
@@ -102,7 +106,7 @@ def test_the_same_bits_every_time() -> None:
 
 @pytest.mark.parametrize("captured_by", ["inductor", "torch.cuda.graph"])
 def test_a_graph_follows_its_lens(captured_by: str) -> None:
-    """What is a piece, and what is to be joined, is found again in every replay."""
+    """What is a split, and what is to be combined, is found again in every replay."""
     torch._dynamo.reset()
     made = paged_case(1, 64, 64, columns=1024)
 
