@@ -426,8 +426,9 @@ class Checks:
 
 def _allocate(layout: Layout) -> str:
     """The call that makes a cache of ``layout``. Dynamo cannot trace its repr."""
-    has_width = isinstance(layout, (StateLayout, MlaFp8Layout))
-    width = f", width={known(layout.width)}" if has_width else ""
+    width = ""
+    if isinstance(layout, (StateLayout, MlaFp8Layout)):
+        width = f", width={known(layout.width)}"
     size = f"block_size={known(layout.block_size)}"
     return f"{type(layout).__name__}({size}{width}).allocate(num_blocks)"
 

@@ -5,6 +5,9 @@ That of DeepSeek-V2, V3 and R1, and of Kimi-K2.
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -135,7 +138,11 @@ def mla_insert_kv(
         >>> kv_cache[0, 1, :4].tolist()
         [64, 205, 126, 10]
     """
-    settings = {"block_size": block_size, "layout": layout, "scale_format": scale_format}
+    settings: dict[str, Any] = {
+        "block_size": block_size,
+        "layout": layout,
+        "scale_format": scale_format,
+    }
     _check_insert("mla_insert_kv", kv_c, k_pe, kv_cache, slot_mapping, scale, **settings)
     _mla_insert_kv(kv_c, k_pe, kv_cache, slot_mapping, scale, **settings)
 
@@ -608,13 +615,14 @@ def _check_no_scale(checks: Checks, scale: Tensor | None, partner: str) -> None:
 
 def _multiplied_with(layer: torch.nn.Module, dtype: torch.dtype | None) -> Tensor:
     """The weight that ``layer`` multiplies with, whatever it stores."""
-    stored = next(layer.parameters(), None)
     if type(layer) is torch.nn.Linear:
         return layer.weight
+    stored = next(itertools.chain(layer.parameters(), layer.buffers()), None)
     device = None if stored is None else stored.device
     is_float = stored is not None and stored.dtype in FLOATS
     kind = dtype or (stored.dtype if stored is not None and is_float else torch.bfloat16)
-    identity = torch.eye(int(layer.in_features), dtype=kind, device=device)  # type: ignore[call-overload] # of any linear layer
+    size: Any = layer.in_features  # of any linear layer
+    identity = torch.eye(int(size), dtype=kind, device=device)
     with torch.no_grad():
         found: Tensor = layer(identity)
         bias = getattr(layer, "bias", None)

@@ -319,7 +319,10 @@ def test_a_compiled_layer_reads_the_rows_that_it_writes(layout):
     torch._dynamo.reset()
     address = cache.data_ptr()
     found, code = compile_and_get_code(torch.compile(layer, fullgraph=True, dynamic=False), *inputs)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    # compiled code does not round P and the output to bf16, where coded queries have them
+    most = 1e-2 if is_coded else 1e-5
+    assert (found[0] - expected[0]).norm() <= most * expected[0].norm()
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5)
     assert torch.equal(inputs[2], copies[2])
     assert inputs[2].data_ptr() == address
     assert "while" in code
