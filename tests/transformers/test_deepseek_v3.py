@@ -405,7 +405,7 @@ def test_the_exported_prefill_takes_any_number_of_tokens():
 @pytest.mark.slow
 def test_a_package_decodes(tmp_path):
     """Inductor's code of a whole step, absorbed attention of every layer in it, without our ops."""
-    changed = {"num_hidden_layers": 2}
+    changed = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
     want = small_mla_model(**changed)(tokens()).logits
     model = v4.patch(small_mla_model(**changed), kv="fp32", precision="reference")
     cache = new_cache(model, max_batch_size=2)
