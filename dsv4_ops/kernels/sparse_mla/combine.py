@@ -80,7 +80,9 @@ def _combine(
         first += STEP
     below = denominator(row_max, row_sum, sink)
     dst = token * num_heads + head
-    values = round_to_bf16(summed / below, EMULATE)
+    values = summed / below
+    if out.dtype.element_ty == tl.bfloat16:
+        values = round_to_bf16(values, EMULATE)
     if INVERSE_ROPE:
         values = rotate_tail(values.to(tl.float32), rotated, HEAD_DIM, EMULATE, True)
         values = round_to_bf16(values, EMULATE)

@@ -34,9 +34,9 @@ def _loaded(values, lane, num_tokens):
 
 
 @gluon.jit
-def _tiles(found, width):
-    counted = gl.minimum(gl.minimum(gl.maximum(found, 0), width), _MOST_TILES * KEYS)
-    return (counted + KEYS - 1) // KEYS
+def _tiles(found, width, TILE: gl.constexpr):
+    counted = gl.minimum(gl.minimum(gl.maximum(found, 0), width), _MOST_TILES * TILE)
+    return (counted + TILE - 1) // TILE
 
 
 @gluon.jit
@@ -72,7 +72,15 @@ def _best_size(tiles, total, longest, num_tokens, wave, BOTH: gl.constexpr):
 
 @gluon.jit
 def schedule_by_lengths(
-    swa, extra, requests, widths, num_tokens, wave, combine_list, TOKENS: gl.constexpr
+    swa,
+    extra,
+    requests,
+    widths,
+    num_tokens,
+    wave,
+    combine_list,
+    TOKENS: gl.constexpr,
+    TILE: gl.constexpr = KEYS,
 ):
     """The work tile of this program: its token, or ``num_tokens`` for none, which split of how
     many, and the first partial result of the token.
@@ -80,15 +88,16 @@ def schedule_by_lengths(
     ``combine_list`` is written: how many tokens have several splits, and of each the token, its
     splits and its first partial result. ``swa``, ``extra`` and ``requests`` are the lengths and
     the rows of tables of all tokens with their strides, ``widths`` the widths of the lists and the
-    number of rows, ``wave`` the programs that run at once. What a program reads for itself later
+    number of rows, ``wave`` the programs that run at once, TILE the keys of a block. What a program reads for itself later
     has arrived with them."""
     # sizes by tokens: a warp has a quarter of the sizes and all of up to TOKENS tokens
     BOTH: gl.constexpr = gl.BlockedLayout([_SIZES // 4, TOKENS // 32], [1, 32], [4, 1], [1, 0])
     lane = gl.arange(0, TOKENS, gl.SliceLayout(0, BOTH))
     request = _loaded(requests, lane, num_tokens)
-    tiles = _tiles(_loaded(extra, lane, num_tokens), widths[1])
+    tiles = _tiles(_loaded(extra, lane, num_tokens), widths[1], TILE)
     tiles = gl.where((request >= 0) & (request < widths[2]), tiles, 0)
-    tiles = gl.minimum(tiles + _tiles(_loaded(swa, lane, num_tokens), widths[0]), _MOST_TILES)
+    tiles += _tiles(_loaded(swa, lane, num_tokens), widths[0], TILE)
+    tiles = gl.minimum(tiles, _MOST_TILES)
     longest, total = gl.maximum(gl.max(tiles, 0), 1), gl.sum(tiles, 0)
     number = gl.program_id(0)
     several, token = number * 0, gl.minimum(number, num_tokens)
