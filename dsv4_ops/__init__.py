@@ -14,6 +14,7 @@ from dsv4_ops.core.types import (
     IndexerKeys,
     IndexerQuery,
     InsertedQuery,
+    MlaAttention,
     PrefillChunks,
     PrefillRowBounds,
     QuantizedGroups,
@@ -75,6 +76,7 @@ from dsv4_ops.ops.kv_cache import (
     quantize_and_insert_k_cache,
     quantize_and_insert_k_cache_functional,
 )
+from dsv4_ops.ops.mla import mla_decode
 from dsv4_ops.ops.pack import pack_seq, unpack_seq
 from dsv4_ops.ops.rope import (
     apply_rope,
@@ -104,6 +106,7 @@ __all__ = [
     "IndexerKeys",
     "IndexerQuery",
     "InsertedQuery",
+    "MlaAttention",
     "PrefillChunks",
     "PrefillRowBounds",
     "QuantizedGroups",
@@ -140,6 +143,7 @@ __all__ = [
     "inverse_rope_group_quantize",
     "max_prefill_chunks",
     "mixed_sparse_indices",
+    "mla_decode",
     "mtp_seq_lens",
     "pack_seq",
     "paged_mqa_logits_metadata",

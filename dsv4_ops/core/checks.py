@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.ints import above, at_least, held, known
-from dsv4_ops.core.layout import CACHE_ALIGNMENT, Layout, StateLayout
+from dsv4_ops.core.layout import CACHE_ALIGNMENT, Layout, MlaFp8Layout, StateLayout
 from dsv4_ops.core.types import INT32_MAX, MAX_REQUESTS
 
 _DIMENSIONS = {
@@ -35,6 +35,7 @@ _DIMENSIONS = {
     "extra_block_size": "the rows of a page of the compressed cache",
     "block_size": "the rows of a page",
     "page_bytes": "the bytes of a page",
+    "row_bytes": "the bytes of a row",
     "num_decode_tokens": "the decode tokens, which come first",
     "batch_size": "the rows of a padded batch",
     "sequence_length": "the columns of a padded batch",
@@ -154,6 +155,14 @@ class Checks:
                 f"{known(value)}. Lower {name}, or raise {limit_name}."
             )
 
+    def equal(self, name: str, value: int, wanted: int, partner: str) -> None:
+        """``value`` is ``wanted``, the only one that ``partner`` takes."""
+        if value != wanted:
+            raise ValueError(
+                f"{self.op}: {name} must be {known(wanted)} with {partner}, got {known(value)}. "
+                f"Pass {known(wanted)}."
+            )
+
     def columns(self, name: str, value: Tensor, limit_name: str, limit: int) -> None:
         """``value`` has at least ``limit`` columns, which is what ``limit_name`` says."""
         if value.shape[1] < limit:
@@ -246,7 +255,7 @@ class Checks:
         name: str,
         cache: Tensor,
         layout: Layout,
-        dims: tuple[str, str] = ("num_blocks", "page_bytes"),
+        dims: tuple[str, ...] = ("num_blocks", "page_bytes"),
         size_name: str = "block_size",
     ) -> None:
         """``cache`` is a paged cache of ``layout``: bytes that the attention libraries would
@@ -254,16 +263,20 @@ class Checks:
         ``size_name`` the argument with the rows of a page."""
         self.storage(name, cache, type(layout).__name__, layout.tag, layout.storage_dtype)
         self.tensor(name, cache, layout.storage_dtype, *dims)
-        _, entries = layout.shape(0)
-        if cache.shape[1] != entries:
+        _, *sizes = layout.shape(0)
+        if any(size != wanted for size, wanted in zip(cache.shape[1:], sizes, strict=True)):
+            entries = ", ".join([str(known(size)) for size in sizes])
             raise ValueError(
-                f"{self.op}: {name} must have shape [{dims[0]}, {known(entries)}] for "
+                f"{self.op}: {name} must have shape [{dims[0]}, {entries}] for "
                 f"layout {layout.tag!r} with {size_name} = {known(layout.block_size)}, got "
                 f"{list(cache.shape)}. Allocate it with {_allocate(layout)}, or correct "
                 f"{size_name}."
             )
-        page, entry = cache.stride()
-        if entry != 1 or page < entries or page * cache.itemsize % CACHE_ALIGNMENT != 0:
+        page, *strides = cache.stride()
+        wanted = [*sizes[1:], 1]  # of a row in its page, if there are rows
+        is_dense = all(stride == each for stride, each in zip(strides, wanted, strict=True))
+        inside = sizes[0] * wanted[0]
+        if not is_dense or page < inside or page * cache.itemsize % CACHE_ALIGNMENT != 0:
             raise ValueError(
                 f"{self.op}: {name} must have dense pages, none inside another, that start at "
                 f"multiples of {CACHE_ALIGNMENT} bytes, got strides {list(cache.stride())}. "
@@ -288,10 +301,11 @@ class Checks:
         block_size: int | None = None,
         dims: tuple[str, str, str] = ("num_blocks", "block_size", "width"),
         size_name: str = "block_size",
+        dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32),
     ) -> None:
-        """``cache`` is a plain paged cache of bf16 or fp32 rows; ``dims`` name its sizes,
-        ``size_name`` the argument with the rows of a page."""
-        self.storage(name, cache, "PlainLayout", "plain", torch.bfloat16, torch.float32)
+        """``cache`` is a plain paged cache of rows of one of the ``dtypes``; ``dims`` name its
+        sizes, ``size_name`` the argument with the rows of a page."""
+        self.storage(name, cache, "PlainLayout", "plain", *dtypes)
         self.tensor(name, cache, cache.dtype, *dims)
         if cache.shape[1] < 1:
             raise ValueError(
@@ -383,7 +397,8 @@ class Checks:
 
 def _allocate(layout: Layout) -> str:
     """The call that makes a cache of ``layout``. Dynamo cannot trace its repr."""
-    width = f", width={known(layout.width)}" if isinstance(layout, StateLayout) else ""
+    has_width = isinstance(layout, (StateLayout, MlaFp8Layout))
+    width = f", width={known(layout.width)}" if has_width else ""
     size = f"block_size={known(layout.block_size)}"
     return f"{type(layout).__name__}({size}{width}).allocate(num_blocks)"
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.ints import at_least
+from dsv4_ops.core.ints import at_least, known
 
 PAGE_ALIGNMENT = 576
 """Bytes that a page of the FP8 and state layouts is a multiple of."""
@@ -187,7 +187,7 @@ class PlainLayout(Layout):
     Args:
         block_size: Rows per page.
         width: Values per row.
-        dtype: torch.bfloat16 or torch.float32.
+        dtype: torch.bfloat16 or torch.float32; torch.float16 too, which only dense MLA takes.
     """
 
     width: int = 512
@@ -197,9 +197,10 @@ class PlainLayout(Layout):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("PlainLayout", 1, width=self.width)
-        if self.dtype not in (torch.bfloat16, torch.float32):
+        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise TypeError(
-                f"PlainLayout: dtype must be torch.bfloat16 or torch.float32, got {self.dtype}. "
+                "PlainLayout: dtype must be torch.bfloat16, torch.float16 or torch.float32, got "
+                f"{self.dtype}. "
                 "Pass the dtype of the rows."
             )
 
@@ -217,6 +218,86 @@ class PlainLayout(Layout):
 
     def shape(self, num_blocks: int) -> tuple[int, ...]:
         return (num_blocks, self.block_size, self.width)
+
+
+@dataclass(frozen=True)
+class MlaLayout(Layout):
+    """FP8 rows of dense MLA, [num_blocks, block_size, row_bytes]: the latent, then the RoPE part.
+
+    Rows hold their own scales and follow one another without padding.
+    """
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Values per row."""
+
+    @property
+    def page_bytes(self) -> int:
+        return self.block_size * self.row_bytes
+
+    def data_offset(self, slot: int) -> int:
+        return slot * self.row_bytes
+
+    def shape(self, num_blocks: int) -> tuple[int, ...]:
+        return (num_blocks, self.block_size, self.row_bytes)
+
+
+@dataclass(frozen=True)
+class MlaFp8Layout(MlaLayout):
+    """e4m3 codes of the whole row; the scale of the cache is an argument of the ops.
+
+    Args:
+        block_size: Rows per page.
+        width: Values per row, a multiple of 16: kv_lora_rank + qk_rope_head_dim.
+    """
+
+    width: int = 576
+    tag = "mla_fp8"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("MlaFp8Layout", CACHE_ALIGNMENT, width=self.width)
+        if self.width % CACHE_ALIGNMENT != 0:
+            raise ValueError(
+                f"MlaFp8Layout: width must be a multiple of {CACHE_ALIGNMENT}, got "
+                f"{known(self.width)}. Pad kv_lora_rank or qk_rope_head_dim."
+            )
+
+    @property
+    def data_bytes(self) -> int:
+        return self.width
+
+
+@dataclass(frozen=True)
+class MlaDsFp8Layout(MlaLayout):
+    """656 bytes per row, DeepSeek-V3.2's: 512 e4m3 codes, 4 fp32 scales, 64 bf16 RoPE values."""
+
+    tag = "mla_ds_fp8"
+    width = 576
+    kv_lora_rank = 512
+    quant_block = 128
+    data_bytes = 512 + 64 * 2
+    scale_bytes = 4 * 4
+    rope_byte = 512 + 4 * 4
+
+    def scale_offset(self, slot: int) -> int:
+        return self.data_offset(slot) + self.kv_lora_rank
+
+    def rope_offset(self, slot: int) -> int:
+        """Byte of a dense cache at which the RoPE values of ``slot`` start."""
+        return self.data_offset(slot) + self.rope_byte
+
+
+MLA_LAYOUTS = (PlainLayout.tag, MlaFp8Layout.tag, MlaDsFp8Layout.tag)
+"""Tags of the caches that dense MLA takes."""
+
+
+def mla_layout(tag: str, block_size: int, width: int) -> MlaLayout:
+    """The layout of FP8 rows of ``width`` values."""
+    if tag == MlaFp8Layout.tag:
+        return MlaFp8Layout(block_size, width)
+    return MlaDsFp8Layout(block_size)
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,13 @@ class QuantizedGroups(NamedTuple):
     scales: Tensor
 
 
+class MlaAttention(NamedTuple):
+    """Attention output and its log-sum-exp; see ``dsv4_ops.mla_decode``."""
+
+    out: Tensor
+    lse: Tensor
+
+
 class SparseMla(NamedTuple):
     """Attention output, and log-sum-exp without the sink; see ``dsv4_ops.sparse_mla_decode``."""
 

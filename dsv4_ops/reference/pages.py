@@ -11,11 +11,10 @@ from dsv4_ops.reference.common import masked_index, materialized, table_entries,
 
 
 def words(values: Tensor) -> Tensor:
-    """Integers with the bits of bf16 or fp32 values: compilers keep the payload of a NaN only in
-    integers."""
+    """Integers with the bits of floats: compilers keep the payload of a NaN only in integers."""
     if not values.is_floating_point():
         return values
-    return values.view(torch.int16 if values.dtype == torch.bfloat16 else torch.int32)
+    return values.view(torch.int16 if values.itemsize == 2 else torch.int32)
 
 
 def scatter_rows(
