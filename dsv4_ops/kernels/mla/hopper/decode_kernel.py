@@ -305,7 +305,8 @@ def hopper_mla_decode_kernel(
         lane = gl.arange(0, 128, _LINE)
         there = inside & (lane < GROUP - behind) & (token + lane < num_tokens)
         others = gl.load(req_indices + (token + lane) * req_stride, mask=there, other=-1)
-        count = gl.maximum(gl.min(gl.where(others == request, 128, lane), 0), 1)
+        unlike = gl.where((others == request) & inside, 128, lane)
+        count = gl.maximum(gl.min(unlike, 0), 1)
         near = lane < count
         length = gl.max(gl.load(seq_lens + (token + lane) * len_stride, mask=near, other=0), 0)
     length = gl.where(known, gl.minimum(gl.maximum(length, 0), most), 0)

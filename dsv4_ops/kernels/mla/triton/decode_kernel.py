@@ -168,7 +168,8 @@ def mla_decode_kernel(
             mask=inside & (lane < GROUP - behind) & (token + lane < num_tokens),
             other=-1,
         )
-        count = tl.maximum(tl.min(tl.where(others == request, LANES, lane), 0), 1)
+        unlike = tl.where((others == request) & inside, LANES, lane)
+        count = tl.maximum(tl.min(unlike, 0), 1)
 
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there = row < count * num_heads
