@@ -155,11 +155,12 @@ def _limits(lens, tile, GROUP: gl.constexpr):
 
 @gluon.jit
 def _shared_amax(block: gl.constexpr, pairs, amax, shared):
-    """Amax of both halves of every row, behind ``whole_total``."""
-    totals, peaked = shared[4][1], shared[5][2]
+    """Amax of both halves of every row. By the barriers of weights: of those that ``whole_total``
+    has, the other partition could miss a phase."""
+    totals, weighed = shared[4][1], shared[5][3]
     totals.index(2 + block).store(amax)
-    mbarrier.arrive(peaked[block])
-    mbarrier.wait(peaked[1 - block], (pairs + 1) & 1)
+    mbarrier.arrive(weighed[block])
+    mbarrier.wait(weighed[1 - block], pairs & 1)
     return gl.maximum(amax, totals.index(2 + (1 - block)).load(VALUE_ROW))
 
 

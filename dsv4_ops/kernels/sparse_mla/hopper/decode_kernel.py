@@ -248,6 +248,7 @@ def hopper_split_keys_kernel(
                 wave,
                 combine_list,
                 LANES,
+                KEYS,
             )
         else:
             token, split, splits, first = schedule_evenly(splits, combine_list)

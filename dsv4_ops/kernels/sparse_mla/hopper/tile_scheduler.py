@@ -9,7 +9,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dsv4_ops.core import tiles
-from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 
 _SIZES, _STEPS = gl.constexpr(tiles.SPLIT_SIZES), gl.constexpr(tiles.SPLIT_STEPS)
 _COMBINE, _EXTRA = gl.constexpr(tiles.COMBINE_TILES), gl.constexpr(tiles.EXTRA_SPLIT_TILES)
@@ -80,7 +79,7 @@ def schedule_by_lengths(
     wave,
     combine_list,
     TOKENS: gl.constexpr,
-    TILE: gl.constexpr = KEYS,
+    TILE: gl.constexpr,
 ):
     """The work tile of this program: its token, or ``num_tokens`` for none, which split of how
     many, and the first partial result of the token.
