@@ -75,20 +75,32 @@ class Call(NamedTuple):
 
 
 def mla_decode(
-    launch: Launcher, *tensors: Tensor | None, impl: str = AUTO, **settings: Any
+    launch: Launcher,
+    q: Tensor,
+    kv_cache: Tensor,
+    seq_lens: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor | None,
+    plan: Tensor | None,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    *,
+    impl: str = AUTO,
+    **settings: Any,
 ) -> MlaAttention:
-    """``tensors`` are those of ``Call``; ``settings`` those of the op."""
-    call = Call(*tensors)  # type: ignore[arg-type]  # the first are never None
+    rows = (kv_cache, seq_lens, req_indices, block_table, query_start_loc)
+    call = Call(q, *rows, plan, q_scale, kv_scale)
     if not supported(call, settings):
         not_ours(OP, impl, _WHAT)
-        return reference.mla_decode(*call, **settings)  # type: ignore[arg-type, misc]
-    num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
-    if num_tokens == 0 or num_heads == 0:
-        return MlaAttention(*_results(call.q, int(settings["kv_lora_rank"])))
+        return reference.mla_decode(*call, **settings)
+    if q.shape[0] == 0 or int(q.shape[1]) == 0:
+        return MlaAttention(*_results(q, int(settings["kv_lora_rank"])))
     if runs_on_hopper(launch, call, settings):
         chosen = {name: settings[name] for name in _OF_HOPPER}
-        attend = hopper_mla_decode if launch.opaque_gluon else _attend_on_hopper(launch)
-        return MlaAttention(*attend(*call[:7], **chosen))
+        if launch.opaque_gluon:
+            return MlaAttention(*hopper_mla_decode(q, *rows, plan, **chosen))
+        return MlaAttention(*_attend_on_hopper(launch, q, *rows, plan, **chosen))
     return MlaAttention(*_attend(launch, call, settings))
 
 
@@ -236,51 +248,50 @@ def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[
     return out, lse
 
 
-def _attend_on_hopper(launch: Launcher) -> Any:
-    def attend(*tensors: Tensor | None, **settings: Any) -> tuple[Tensor, Tensor]:
-        call = Call(*tensors)  # type: ignore[arg-type]
-        call = call._replace(q=copied(launch, call.q))
-        num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
-        group = group_of(call, settings["batch_invariant"])
-        work = split(call, True, settings, group)
-        out, lse = _results(call.q, RANK)
-        results = (out, lse, *partial_results(call.q, work.capacity, RANK))
-        schedule = work.schedule
-        scheduled = (lse, 0, 0)
-        if schedule is not None:
-            scheduled = (schedule.combine_list, schedule.by_lengths, schedule.wave)
-        of_rows, of_plan = _rows(call)
-        kernels = support.kernels()
-        assert kernels is not None  # ``support.runs`` has asked
-        launch(kernels.mla)[(work.programs, head_tiles(group * num_heads))](
-            call.q,
-            *row_strides(call.q),
-            *results,
-            *of_rows,
-            *of_plan,
-            work.capacity,
-            num_tokens,
-            num_heads,
-            work.splits,
-            *scheduled,
-            SOFTMAX_SCALE=float(settings["softmax_scale"]),
-            BLOCK_SIZE=settings["block_size"],
-            HAS_PLAN=call.plan is not None,
-            SCHEDULED=schedule is not None,
-            LANES=LEAST_LANES if schedule is None else lanes_of(num_tokens),
-            GROUP=group,
-            num_warps=support.WARPS,
-        )
-        _finish(launch, results, call, work)
-        return out, lse
-
-    return attend
+def _attend_on_hopper(
+    launch: Launcher, *tensors: Tensor | None, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    """By Hopper's kernel; ``tensors`` are those of ``Call`` without scales."""
+    call = Call(*tensors)  # type: ignore[arg-type]  # the first are never None
+    call = call._replace(q=copied(launch, call.q))
+    num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
+    group = group_of(call, settings["batch_invariant"])
+    work = split(call, True, settings, group)
+    out, lse = _results(call.q, RANK)
+    results = (out, lse, *partial_results(call.q, work.capacity, RANK))
+    schedule = work.schedule
+    scheduled = (lse, 0, 0)
+    if schedule is not None:
+        scheduled = (schedule.combine_list, schedule.by_lengths, schedule.wave)
+    of_rows, of_plan = _rows(call)
+    kernels = support.kernels()
+    assert kernels is not None  # ``support.runs`` has asked
+    launch(kernels.mla)[(work.programs, head_tiles(group * num_heads))](
+        call.q,
+        *row_strides(call.q),
+        *results,
+        *of_rows,
+        *of_plan,
+        work.capacity,
+        num_tokens,
+        num_heads,
+        work.splits,
+        *scheduled,
+        SOFTMAX_SCALE=float(settings["softmax_scale"]),
+        BLOCK_SIZE=settings["block_size"],
+        HAS_PLAN=call.plan is not None,
+        SCHEDULED=schedule is not None,
+        LANES=LEAST_LANES if schedule is None else lanes_of(num_tokens),
+        GROUP=group,
+        num_warps=support.WARPS,
+    )
+    _finish(launch, results, call, work)
+    return out, lse
 
 
 def _call(*tensors: Any, **settings: Any) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(tensors[0]):
-        made: tuple[Tensor, Tensor] = _attend_on_hopper(EAGER)(*tensors, **settings)
-        return made
+        return _attend_on_hopper(EAGER, *tensors, **settings)
 
 
 def _fake(q: Tensor, *_: Any, **settings: Any) -> tuple[Tensor, Tensor]:
