@@ -51,6 +51,9 @@ PAIR = 2 * KEY_TILE
 INVARIANT_KEYS, INVARIANT_SPLITS = 2048, 16
 """Of a batch-invariant call: keys of a block table per split of every token, and most splits."""
 
+PARTS, MOST_IN_PARTS = 4, 1024
+"""Programs that combine a head of a token, up to so many heads of all tokens."""
+
 _WHAT = "with such queries or rows"
 
 _SCHEMA = (
@@ -125,7 +128,9 @@ def runs_on_hopper(launch: Launcher, call: Call, settings: Mapping[str, Any]) ->
     scaled = call.q_scale is not None or call.kv_scale is not None
     plain = settings["layout"] == PlainLayout.tag and q.dtype == torch.bfloat16
     sizes = int(q.shape[2]) == WIDTH and int(settings["kv_lora_rank"]) == RANK
-    aligned = cache.stride(0) % LEAST_TILE == 0 and launch.is_aligned(cache)
+    # addresses are not known while a graph is traced: the op asks
+    aligned = launch.opaque_gluon or launch.is_aligned(cache)
+    aligned = aligned and cache.stride(0) % LEAST_TILE == 0
     return plain and sizes and aligned and not scaled and support.runs(launch, q, True)
 
 
@@ -156,7 +161,6 @@ def split(call: Call, on_hopper: bool, settings: Mapping[str, Any], group: int) 
         programs = call.plan.shape[0]
         return Work(on_hopper, unit, 1, programs, 2 * (programs - num_tokens), None)
     num_splits, batch_invariant = settings["num_splits"], settings["batch_invariant"]
-    free = num_splits == 0 and not batch_invariant
     wide = head_tiles(group * num_heads)
     keys = call.block_table.shape[1] * settings["block_size"]
     units = (keys + unit - 1) // unit
@@ -170,7 +174,7 @@ def split(call: Call, on_hopper: bool, settings: Mapping[str, Any], group: int) 
         splits = num_splits_of(together, units, unit, 0, False)
     programs = num_tokens * splits
     schedule: TileSchedule | None = None
-    if on_hopper and free and group == 1:
+    if on_hopper and _is_free(settings) and group == 1:
         schedule = schedule_of(call.q, units, wide)
     if schedule is not None:
         programs += schedule.by_lengths * (schedule.programs - programs)
@@ -181,11 +185,22 @@ def split(call: Call, on_hopper: bool, settings: Mapping[str, Any], group: int) 
     return Work(on_hopper, unit, splits, programs, capacity, None)
 
 
-def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work) -> None:
+def _is_free(settings: Mapping[str, Any]) -> bool:
+    """Whether the batch decides the splits."""
+    return settings["num_splits"] == 0 and not settings["batch_invariant"]
+
+
+def _finish(
+    launch: Launcher, results: combine.Splits, call: Call, work: Work, free: bool
+) -> None:
+    """Combine; a few tokens that the batch has decided the splits of by more programs."""
+    num_tokens, num_heads, rank = results[0].shape
+    few = isinstance(num_tokens, int) and num_tokens * num_heads <= MOST_IN_PARTS
+    parts = PARTS if free and few and rank == RANK else 1
     if work.schedule is not None:
         combine.combine_listed(launch, results, None, work.schedule.combine_list, None, None)
     elif call.plan is not None or not (isinstance(work.splits, int) and work.splits == 1):
-        combine.combine(launch, results, None, call.plan, None, None, work.splits)
+        combine.combine(launch, results, None, call.plan, None, None, work.splits, parts)
 
 
 def _rows(call: Call) -> tuple[Any, ...]:
@@ -216,7 +231,8 @@ def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[
     out, lse = _results(q, rank)
     results = (out, lse, *partial_results(q, work.capacity, rank))
     of_rows, of_plan = _rows(call)
-    launch(mla_decode_kernel)[(work.programs, (group * num_heads + rows - 1) // rows)](
+    tiles = (group * num_heads + rows - 1) // rows
+    launch(mla_decode_kernel)[(work.programs * tiles,)](
         *strided(q),
         *results,
         *of_rows,
@@ -239,12 +255,13 @@ def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[
         HAS_KV_SCALE=call.kv_scale is not None,
         GROUP=group,
         LANES=triton.next_power_of_2(group),
+        TILES=tiles,
         ROWS=rows,
         KEYS=LEAST_TILE if single else keys,
         EMULATE=EMULATE,
         num_warps=WARPS,
     )
-    _finish(launch, results, call, work)
+    _finish(launch, results, call, work, _is_free(settings))
     return out, lse
 
 
@@ -266,7 +283,8 @@ def _attend_on_hopper(
     of_rows, of_plan = _rows(call)
     kernels = support.kernels()
     assert kernels is not None  # ``support.runs`` has asked
-    launch(kernels.mla)[(work.programs, head_tiles(group * num_heads))](
+    tiles = head_tiles(group * num_heads)
+    launch(kernels.mla)[(work.programs * tiles,)](
         call.q,
         *row_strides(call.q),
         *results,
@@ -283,15 +301,19 @@ def _attend_on_hopper(
         SCHEDULED=schedule is not None,
         LANES=LEAST_LANES if schedule is None else lanes_of(num_tokens),
         GROUP=group,
+        TILES=tiles,
         num_warps=support.WARPS,
     )
-    _finish(launch, results, call, work)
+    _finish(launch, results, call, work, _is_free(settings))
     return out, lse
 
 
 def _call(*tensors: Any, **settings: Any) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device_of(tensors[0]):
-        return _attend_on_hopper(EAGER, *tensors, **settings)
+    call = Call(*tensors)
+    with torch.cuda.device_of(call.q):
+        if EAGER.is_aligned(call.kv_cache):
+            return _attend_on_hopper(EAGER, *tensors, **settings)
+        return _attend(EAGER, call, {**settings, "kv_lora_rank": RANK, "layout": PlainLayout.tag})
 
 
 def _fake(q: Tensor, *_: Any, **settings: Any) -> tuple[Tensor, Tensor]:

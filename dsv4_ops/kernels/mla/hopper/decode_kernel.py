@@ -13,7 +13,7 @@ from dsv4_ops.kernels.common.triton_compat import async_load, reinterpret
 from dsv4_ops.kernels.sparse_mla.hopper.copy_producer import COPYING
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 from dsv4_ops.kernels.sparse_mla.hopper.epilogue import amax_of, log2_sum, scale_of, store_lse
-from dsv4_ops.kernels.sparse_mla.hopper.gathered_kernel import ATTENDING, write_half
+from dsv4_ops.kernels.sparse_mla.hopper.gathered_kernel import write_half
 from dsv4_ops.kernels.sparse_mla.hopper.mma import HEADS, LOGIT_ROW, VALUE_ROW, WIDTH
 from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import (
     LEFT,
@@ -35,6 +35,9 @@ ROW = gl.constexpr(576)
 
 PAIR = gl.constexpr(128)
 """Keys of a pair of blocks, which splits are multiples of."""
+
+ATTENDING = gl.constexpr(216)
+"""Registers of the threads that attend; those that copy get the rest."""
 
 _NEVER = gl.constexpr(2**31 - 1)
 """Position of a key that does not exist."""
@@ -258,14 +261,17 @@ def hopper_mla_decode_kernel(
     SCHEDULED: gl.constexpr,
     LANES: gl.constexpr,
     GROUP: gl.constexpr,
+    TILES: gl.constexpr,
 ):
     """The arguments are those of ``mla_decode_kernel``; queries have no gaps between their values,
     and they and rows begin at multiples of 16 bytes. Splits are of pairs of blocks. With SCHEDULED,
-    LANES are no fewer than the tokens, and GROUP is 1."""
+    LANES are no fewer than the tokens, and GROUP is 1. The TILES of heads of a split run side by
+    side, so that the L2 has its keys for all but one."""
+    number, head_tile = gl.program_id(0) // TILES, gl.program_id(0) % TILES
     num_heads = gl.to_tensor(num_heads)
     most = gl.to_tensor(max_blocks) * BLOCK_SIZE
     if HAS_PLAN:
-        item = plan + gl.program_id(0).to(gl.int64) * plan_stride
+        item = plan + number.to(gl.int64) * plan_stride
         token = gl.load(item).to(gl.int64)
         split = gl.load(item + plan_column_stride)
         splits = gl.load(item + 2 * plan_column_stride)
@@ -276,21 +282,22 @@ def hopper_mla_decode_kernel(
             return
     elif SCHEDULED:
         splits = gl.to_tensor(splits)  # a number that is known is a constant
+        place = (number, gl.num_programs(0) // TILES, head_tile == 0)
         if by_lengths > 0:
             lens = (seq_lens, len_stride)
             requests = (req_indices, req_stride)
             widths = (0, most, num_reqs)
             token, split, splits, first = schedule_by_lengths(
-                lens, lens, requests, widths, num_tokens, wave, combine_list, LANES, PAIR
+                place, lens, lens, requests, widths, num_tokens, wave, combine_list, LANES, PAIR
             )
         else:
-            token, split, splits, first = schedule_evenly(splits, combine_list)
+            token, split, splits, first = schedule_evenly(place, splits, combine_list)
         if token >= num_tokens:
             return
     else:
         splits = gl.to_tensor(splits)
-        token = (gl.program_id(0) // splits).to(gl.int64)
-        split = gl.program_id(0) % splits
+        token = (number // splits).to(gl.int64)
+        split = number % splits
         first = (token * splits).to(gl.int32)
     request = gl.load(req_indices + token * req_stride).to(gl.int64)
     known = (request >= 0) & (request < num_reqs)
@@ -326,7 +333,7 @@ def hopper_mla_decode_kernel(
     pages = (entries, gl.to_tensor(column_stride).to(gl.int64), first_tile * PAIR, stop)
     cache = (kv_cache, gl.to_tensor(page_stride).to(gl.int64), gl.to_tensor(num_blocks))
     queries = (q, gl.to_tensor(q_stride).to(gl.int64), gl.to_tensor(q_head_stride).to(gl.int64))
-    tile = (token, gl.program_id(1) * HEADS, count, num_heads)
+    tile = (token, head_tile * HEADS, count, num_heads)
     part = (first, splits, split)
     limits = (seq_lens, gl.to_tensor(len_stride).to(gl.int64), stop)
     dst = (out, lse, partial, partial_lse, partial_scale)

@@ -16,10 +16,6 @@ from dsv4_ops.kernels.sparse_mla.triton.mainloop import (
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
-PLAIN, FP8, DS_FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Formats of rows: values; e4m3 codes; e4m3 codes with a scale per 128, and bf16 RoPE values."""
-
-
 @triton.jit
 def _multiply_add(left, right, sums, EMULATE: tl.constexpr):
     """``sums`` and a matrix product, in float32; Triton's interpreter has no bf16 product."""
@@ -39,46 +35,49 @@ def _codes_to_float(codes, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def _load(row, dim, wanted, FORMAT: tl.constexpr, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
-    """Values [keys, dims] of rows, or codes without their scale; zeros where not wanted."""
-    if FORMAT == 0:
-        return tl.load(row[:, None] + dim[None, :], mask=wanted, other=0.0)
+def _load_codes(row, dim, wanted, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
+    """Values of codes [keys, dims], without their scale."""
     codes = tl.load(row[:, None] + dim[None, :], mask=wanted, other=0)
     values = _codes_to_float(codes, EMULATE)
     if DTYPE == tl.bfloat16:
         return round_to_bf16(values, EMULATE)
-    return values.to(DTYPE)
+    else:  # noqa: RET505  # Triton would compile what is behind a branch that returns
+        return values.to(DTYPE)
 
 
 @triton.jit
-def _load_latent(row, exists, SIZES: tl.constexpr, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
-    FORMAT: tl.constexpr = SIZES[0]
-    LORA: tl.constexpr = SIZES[1]
+def _load_scaled_codes(row, exists, LORA: tl.constexpr, EMULATE: tl.constexpr):
+    """bf16 latents [keys, LORA]; scales of 128 values each are behind the codes."""
     GROUP: tl.constexpr = 128
     dim = tl.arange(0, LORA)
-    if FORMAT != 2:
-        return _load(row, dim, exists[:, None], FORMAT, DTYPE, EMULATE)
     codes = tl.load(row[:, None] + dim[None, :], mask=exists[:, None], other=0)
     group = tl.arange(0, LORA // GROUP)
     start = (row + LORA).to(tl.pointer_type(tl.float32), bitcast=True)
     scale = tl.load(start[:, None] + group[None, :], mask=exists[:, None], other=0.0)
-    codes = tl.reshape(codes, (codes.shape[0], LORA // GROUP, GROUP))
-    scaled = _codes_to_float(codes, EMULATE) * scale[:, :, None]
-    rounded = round_to_bf16(tl.reshape(scaled, (codes.shape[0], LORA)), EMULATE)
-    return rounded.to(DTYPE)
+    values = _codes_to_float(codes, EMULATE)
+    scaled = tl.reshape(values, (codes.shape[0], LORA // GROUP, GROUP)) * scale[:, :, None]
+    return round_to_bf16(tl.reshape(scaled, (codes.shape[0], LORA)), EMULATE)
 
 
 @triton.jit
-def _load_rope(row, exists, SIZES: tl.constexpr, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
+def _load_rows(row, exists, SIZES: tl.constexpr, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
+    """Latents and RoPE dimensions of rows; zeros of rows that do not exist."""
     FORMAT: tl.constexpr = SIZES[0]
     LORA: tl.constexpr = SIZES[1]
     ROPE: tl.constexpr = SIZES[2]
-    dim = tl.arange(0, SIZES[3])
-    wanted = exists[:, None] & (dim < ROPE)[None, :]
-    if FORMAT != 2:
-        return _load(row + LORA, dim, wanted, FORMAT, DTYPE, EMULATE)
-    start = (row + (LORA + LORA // 32)).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-    return tl.load(start[:, None] + dim[None, :], mask=wanted, other=0.0).to(DTYPE)
+    dim, rope_dim = tl.arange(0, LORA), tl.arange(0, SIZES[3])
+    wanted = exists[:, None] & (rope_dim < ROPE)[None, :]
+    if FORMAT == 0:
+        latent = tl.load(row[:, None] + dim[None, :], mask=exists[:, None], other=0.0)
+        rope = tl.load(row[:, None] + (LORA + rope_dim)[None, :], mask=wanted, other=0.0)
+    elif FORMAT == 1:
+        latent = _load_codes(row, dim, exists[:, None], DTYPE, EMULATE)
+        rope = _load_codes(row, LORA + rope_dim, wanted, DTYPE, EMULATE)
+    else:
+        latent = _load_scaled_codes(row, exists, LORA, EMULATE)
+        start = (row + (LORA + LORA // 32)).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        rope = tl.load(start[:, None] + rope_dim[None, :], mask=wanted, other=0.0)
+    return latent, rope
 
 
 @triton.jit
@@ -127,19 +126,23 @@ def mla_decode_kernel(
     HAS_KV_SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     LANES: tl.constexpr,
+    TILES: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
     """One split of the keys of a token for ROWS of its heads, or of up to GROUP tokens of a request
-    with all their heads, so that their keys are read once.
+    with all their heads, so that their keys are read once. The TILES of heads of a split run side
+    by side, so that the L2 has its keys for all but one.
 
     A group begins every GROUP tokens from ``query_start_loc`` on, and behind a token of another
     request; the programs of its other tokens end at once. Rows of a token of one split are finished
     here; of the others the normalised sums go to ``partial`` as multiples of ``partial_scale``.
+    FORMAT of rows: 0 values, 1 codes, 2 codes with scales, and RoPE values.
     """
+    number, head_tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     if HAS_PLAN:
-        tile = plan + tl.program_id(0).to(tl.int64) * plan_stride
+        tile = plan + number.to(tl.int64) * plan_stride
         token = tl.load(tile).to(tl.int64)
         split = tl.load(tile + plan_column_stride)
         splits = tl.load(tile + 2 * plan_column_stride)
@@ -149,8 +152,8 @@ def mla_decode_kernel(
         if not real:
             return
     else:
-        token = (tl.program_id(0) // splits).to(tl.int64)
-        split = tl.program_id(0) % splits
+        token = (number // splits).to(tl.int64)
+        split = number % splits
         first = token * splits
     request = tl.load(req_indices + token * req_stride).to(tl.int64)
     known = (request >= 0) & (request < num_reqs)
@@ -171,7 +174,7 @@ def mla_decode_kernel(
         unlike = tl.where((others == request) & inside, LANES, lane)
         count = tl.maximum(tl.min(unlike, 0), 1)
 
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = head_tile * ROWS + tl.arange(0, ROWS)
     there = row < count * num_heads
     member, head = row * 0, row
     if GROUP > 1:
@@ -215,8 +218,7 @@ def mla_decode_kernel(
         exists = (page >= 0) & (page < num_blocks)
         page = tl.where(exists, page, 0).to(tl.int64)
         key = kv_cache + page * page_stride + (position % BLOCK_SIZE) * ROW
-        latent = _load_latent(key, exists, SIZES, DTYPE, EMULATE)
-        rope = _load_rope(key, exists, SIZES, DTYPE, EMULATE)
+        latent, rope = _load_rows(key, exists, SIZES, DTYPE, EMULATE)
         logits = tl.zeros((ROWS, KEYS), dtype=tl.float32)
         if tile >= 0:  # always, and see ``apart``
             of_latent = apart(_multiply_add(latent_q, tl.trans(latent), logits, EMULATE), EMULATE)

@@ -53,7 +53,7 @@ def _size(index, mean, longest):
 
 
 @gluon.jit
-def _best_size(tiles, total, longest, num_tokens, wave, BOTH: gl.constexpr):
+def _best_size(tiles, total, longest, num_tokens, wave, programs, BOTH: gl.constexpr):
     """The cheapest size whose extra splits fit; the smallest of several such.
 
     A combine has a cost, and, beyond one wave, the start of each work tile. All programs wait for
@@ -64,13 +64,14 @@ def _best_size(tiles, total, longest, num_tokens, wave, BOTH: gl.constexpr):
     extra = gl.sum(_extra_splits(tiles[None, :], sizes[:, None]), 1)
     shared = total + _START * (num_tokens + extra - wave)
     cost = gl.maximum(sizes * wave, shared) + gl.where(extra > 0, _COMBINE, 0) * wave
-    capacity = gl.maximum(gl.num_programs(0) - num_tokens, 0)
+    capacity = gl.maximum(programs - num_tokens, 0)
     cost = gl.where(extra <= capacity, cost + _EXTRA * extra, _NEVER)
     return _size(gl.min(cost * _SIZES + index, 0) % _SIZES, mean, longest)
 
 
 @gluon.jit
 def schedule_by_lengths(
+    place,
     swa,
     extra,
     requests,
@@ -82,7 +83,8 @@ def schedule_by_lengths(
     TILE: gl.constexpr,
 ):
     """The work tile of this program: its token, or ``num_tokens`` for none, which split of how
-    many, and the first partial result of the token.
+    many, and the first partial result of the token. ``place``: its number, of how many programs,
+    and whether it has the first tile of heads.
 
     ``combine_list`` is written: how many tokens have several splits, and of each the token, its
     splits and its first partial result. ``swa``, ``extra`` and ``requests`` are the lengths and
@@ -98,18 +100,18 @@ def schedule_by_lengths(
     tiles += _tiles(_loaded(swa, lane, num_tokens), widths[0], TILE)
     tiles = gl.minimum(tiles, _MOST_TILES)
     longest, total = gl.maximum(gl.max(tiles, 0), 1), gl.sum(tiles, 0)
-    number = gl.program_id(0)
+    number, programs, leads = place
     several, token = number * 0, gl.minimum(number, num_tokens)
     split, count, first = several, several + 1, several
     # else splits and their combine cost no less than the longest token, and no order is better
     if (longest - _COMBINE - 1) * gl.maximum(wave, num_tokens) >= total:
-        size = _best_size(tiles, total, longest, num_tokens, wave, BOTH)
+        size = _best_size(tiles, total, longest, num_tokens, wave, programs, BOTH)
         several, row, token, split, count, first = _work_tile(
-            tiles, size, number, num_tokens, wave, TOKENS, BOTH
+            tiles, size, number, programs, num_tokens, wave, TOKENS, BOTH
         )
-        listed = (gl.program_id(1) == 0) & (token < num_tokens) & (split == 0) & (count > 1)
+        listed = leads & (token < num_tokens) & (split == 0) & (count > 1)
         _list_split_token(combine_list, row, token, count, first, listed)
-    gl.store(combine_list, several, mask=(gl.program_id(1) == 0) & (number == 0))
+    gl.store(combine_list, several, mask=leads & (number == 0))
     return token.to(gl.int64), split, count, first
 
 
@@ -121,7 +123,16 @@ def _class(tiles, size):
 
 
 @gluon.jit
-def _work_tile(tiles, size, number, num_tokens, wave, TOKENS: gl.constexpr, BOTH: gl.constexpr):
+def _work_tile(
+    tiles,
+    size,
+    number,
+    programs,
+    num_tokens,
+    wave,
+    TOKENS: gl.constexpr,
+    BOTH: gl.constexpr,
+):
     """How many tokens have several splits, and how many of them are before the one of a program;
     then what ``schedule_by_lengths`` returns. Splits of a token follow each other, tokens theirs;
     beyond one wave the longer tokens come first, by classes."""
@@ -130,7 +141,7 @@ def _work_tile(tiles, size, number, num_tokens, wave, TOKENS: gl.constexpr, BOTH
     of_token = gl.convert_layout(tiles, LINE)
     more = _extra_splits(of_token, size)
     here, local = gl.where(lane < num_tokens, more + 1, 0), number
-    if gl.num_programs(0) > wave:
+    if programs > wave:
         chosen, before = _class_of(tiles, size, number, num_tokens, TOKENS, BOTH)
         here = gl.where(_class(of_token, size) == chosen, here, 0)
         local = number - before
@@ -166,12 +177,12 @@ def _list_split_token(combine_list, row, token, count, first, wanted):
 
 
 @gluon.jit
-def schedule_evenly(splits, combine_list):
+def schedule_evenly(place, splits, combine_list):
     """The same where every token has as many splits, to be combined if there are several."""
-    number = gl.program_id(0)
+    number, programs, leads = place
     token, split = number // splits, number % splits
-    lists = (gl.program_id(1) == 0) & (split == 0)
-    tokens = gl.where(splits > 1, gl.num_programs(0) // splits, 0)
+    lists = leads & (split == 0)
+    tokens = gl.where(splits > 1, programs // splits, 0)
     gl.store(combine_list, tokens, mask=lists & (number == 0))
     first = token * splits
     _list_split_token(combine_list, token, token, splits, first, lists & (splits > 1))
