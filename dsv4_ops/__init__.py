@@ -8,6 +8,7 @@ Inductor lowerings take effect by themselves with ``torch.compile`` and AOTInduc
 from dsv4_ops._version import __version__
 from dsv4_ops.core.fingerprint import extend_cache_key as _extend_cache_key
 from dsv4_ops.core.types import (
+    AbsorbedWeights,
     C4Step,
     CompressorStep,
     FlattenedDecode,
@@ -15,6 +16,7 @@ from dsv4_ops.core.types import (
     IndexerQuery,
     InsertedQuery,
     MlaAttention,
+    PerTensor,
     PrefillChunks,
     PrefillRowBounds,
     QuantizedGroups,
@@ -76,7 +78,18 @@ from dsv4_ops.ops.kv_cache import (
     quantize_and_insert_k_cache,
     quantize_and_insert_k_cache_functional,
 )
-from dsv4_ops.ops.mla import mla_decode
+from dsv4_ops.ops.mla import (
+    mla_absorb_q,
+    mla_decode,
+    mla_dequantize_rows,
+    mla_gather_codes,
+    mla_gather_kv,
+    mla_insert_kv,
+    mla_insert_kv_functional,
+    mla_v_up,
+    quantize_per_tensor,
+    split_kv_b_proj,
+)
 from dsv4_ops.ops.pack import pack_seq, unpack_seq
 from dsv4_ops.ops.rope import (
     apply_rope,
@@ -100,6 +113,7 @@ from dsv4_ops.ops.sparse_mla import (
 _extend_cache_key(__version__)
 
 __all__ = [
+    "AbsorbedWeights",
     "C4Step",
     "CompressorStep",
     "FlattenedDecode",
@@ -107,6 +121,7 @@ __all__ = [
     "IndexerQuery",
     "InsertedQuery",
     "MlaAttention",
+    "PerTensor",
     "PrefillChunks",
     "PrefillRowBounds",
     "QuantizedGroups",
@@ -143,7 +158,14 @@ __all__ = [
     "inverse_rope_group_quantize",
     "max_prefill_chunks",
     "mixed_sparse_indices",
+    "mla_absorb_q",
     "mla_decode",
+    "mla_dequantize_rows",
+    "mla_gather_codes",
+    "mla_gather_kv",
+    "mla_insert_kv",
+    "mla_insert_kv_functional",
+    "mla_v_up",
     "mtp_seq_lens",
     "pack_seq",
     "paged_mqa_logits_metadata",
@@ -157,6 +179,7 @@ __all__ = [
     "quantize_and_insert_indexer_k_functional",
     "quantize_and_insert_k_cache",
     "quantize_and_insert_k_cache_functional",
+    "quantize_per_tensor",
     "rope_cos_sin_cache",
     "save_and_compress",
     "save_and_compress_functional",
@@ -169,6 +192,7 @@ __all__ = [
     "sparse_mla_plan",
     "sparse_mla_prefill",
     "split_decodes_and_prefills",
+    "split_kv_b_proj",
     "split_prefill_chunks",
     "swa_indices_and_lens",
     "token_map",

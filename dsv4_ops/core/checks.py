@@ -36,6 +36,8 @@ _DIMENSIONS = {
     "block_size": "the rows of a page",
     "page_bytes": "the bytes of a page",
     "row_bytes": "the bytes of a row",
+    "kv_lora_rank": "the values of a latent",
+    "qk_nope_head_dim": "the values of a query without RoPE",
     "num_decode_tokens": "the decode tokens, which come first",
     "batch_size": "the rows of a padded batch",
     "sequence_length": "the columns of a padded batch",
@@ -293,6 +295,12 @@ class Checks:
                 f"bytes, got storage offset {cache.storage_offset()}. "
                 f"Allocate it with {_allocate(layout)}."
             )
+
+    def bytes_of_row(self, name: str, cache: Tensor) -> int:
+        """Bytes of a row of ``cache``, whose layout does not say."""
+        self.storage(name, cache, "MlaFp8Layout", MlaFp8Layout.tag, torch.uint8)
+        self.tensor(name, cache, torch.uint8, "num_blocks", "block_size", "row_bytes")
+        return int(cache.shape[2])
 
     def rows(
         self,

@@ -122,6 +122,20 @@ class MlaAttention(NamedTuple):
     lse: Tensor
 
 
+class PerTensor(NamedTuple):
+    """e4m3 codes with one scale; see ``dsv4_ops.quantize_per_tensor``."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+class AbsorbedWeights(NamedTuple):
+    """Weights of the absorbed projections; see ``dsv4_ops.split_kv_b_proj``."""
+
+    w_uk_t: Tensor
+    w_uv: Tensor
+
+
 class SparseMla(NamedTuple):
     """Attention output, and log-sum-exp without the sink; see ``dsv4_ops.sparse_mla_decode``."""
 

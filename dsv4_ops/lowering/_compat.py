@@ -1,9 +1,10 @@
-"""Names of Inductor, which documents none: the only importer of them.
+"""Names of Inductor, which documents none, and of what it lowers: the only importer of them.
 
 Each was seen in torch 2.11, 2.13 and 2.15; ``tests/kernels/test_compat.py`` looks for them in the
 installed one. Names of other private parts of torch are in ``core/torch_compat.py``.
 """
 
+from torch._higher_order_ops.while_loop import while_loop_op
 from torch._inductor import aoti_compile_and_package, aoti_load_package, config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.dependencies import StarDep, WeakDep
@@ -40,4 +41,5 @@ __all__ = [
     "ops",
     "register_lowering",
     "run_and_get_code",
+    "while_loop_op",
 ]

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsv4_ops.core.types import MlaAttention
-from dsv4_ops.lowering.kinds import Choices
+from dsv4_ops.lowering.kinds import Choices, Decompose
 from dsv4_ops.reference import mla as reference
+
+mla_insert_kv = Decompose(reference.mla_insert_kv)
+mla_gather_kv = Decompose(reference.mla_gather_kv)
+mla_gather_codes = Decompose(reference.mla_gather_codes)
+mla_dequantize_rows = Decompose(reference.mla_dequantize_rows)
+mla_absorb_q = Decompose(reference.mla_absorb_q)
+mla_v_up = Decompose(reference.mla_v_up)
+quantize_per_tensor = Decompose(reference.quantize_per_tensor)
 
 
 def _mla_decode(
@@ -26,7 +36,6 @@ def _mla_decode(
     layout: str,
     **unused: Any,
 ) -> MlaAttention:
-    """All keys at once: the number of loops over a table of symbolic width is not known."""
     call, running = reference.start_decode(
         q,
         kv_cache,
@@ -39,8 +48,37 @@ def _mla_decode(
         kv_lora_rank=kv_lora_rank,
         layout=layout,
     )
-    running = reference.attend_to(call, running, 0, block_table.shape[1] * block_size)
+    num_rows = block_table.shape[1] * block_size
+    if q.device.type == "cpu":
+        running = _attend_in_loop(call, running, num_rows)
+    else:  # a loop would wait for its condition, and break CUDA graphs
+        running = reference.attend_to(call, running, 0, num_rows)
     return reference.finish_decode(call, running, kv_scale)
+
+
+def _attend_in_loop(
+    call: reference.Decode, running: reference.Running, num_rows: int
+) -> reference.Running:
+    """As many keys at a time as the reference, up to the longest of these tokens: memory does not
+    grow with the block table, nor time beyond the keys there are."""
+    from dsv4_ops.lowering._compat import while_loop_op
+
+    stop = pad(call.seq_lens, (0, 1)).amax().clamp(max=num_rows)
+    tensors = {name: each for name, each in call._asdict().items() if isinstance(each, Tensor)}
+    step = reference.KEYS_AT_A_TIME
+
+    def is_left(start: Tensor, *rest: Tensor) -> Tensor:
+        return start < rest[-1]
+
+    def attend(start: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(tensors, rest[len(running) :], strict=False))
+        part = call._replace(**given)
+        found = reference.attend_to(part, reference.Running(*rest[: len(running)]), start, step)
+        return start + step, *found
+
+    first = torch.zeros((), dtype=torch.int64, device=call.q.device)
+    found = while_loop_op(is_left, attend, (first, *running), (*tensors.values(), stop))
+    return reference.Running(*found[1:])
 
 
 mla_decode = Choices(_mla_decode)

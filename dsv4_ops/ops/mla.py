@@ -1,4 +1,7 @@
-"""Dense multi-head latent attention (DeepSeek-V2, V3, R1, Kimi-K2): paged decode."""
+"""Dense multi-head latent attention: cache rows, weight absorption, paged decode.
+
+That of DeepSeek-V2, V3 and R1, and of Kimi-K2.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.layout import (
     MLA_LAYOUTS,
     MlaDsFp8Layout,
@@ -13,11 +17,13 @@ from dsv4_ops.core.layout import (
     PlainLayout,
     mla_layout,
 )
-from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import OpSpec, returns_nothing
 from dsv4_ops.core.tiles import PLAN_COLUMNS
-from dsv4_ops.core.types import MlaAttention
+from dsv4_ops.core.types import AbsorbedWeights, MlaAttention, PerTensor
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
+from dsv4_ops.dispatch.twins import define_twin
 from dsv4_ops.meta import mla as meta
 from dsv4_ops.ops.sparse_mla import check_splits
 from dsv4_ops.reference import mla as reference
@@ -47,13 +53,589 @@ def check_cache(checks: Checks, kv_cache: Tensor, block_size: int, layout: str, 
     checks.pages("kv_cache", kv_cache, mla_layout(layout, block_size, width), dims)
 
 
+_ROWS = "concat_and_cache_mla and gather_and_maybe_dequant_cache of vLLM's MLA, with bounds"
+_FP8_LAYOUTS = (MlaFp8Layout.tag, MlaDsFp8Layout.tag)
+_DECOMPOSED = {"cpu": "decompose", "cuda": "decompose"}
+
+_mla_insert_kv = define_op(
+    OpSpec(
+        stem="mla",
+        schema="mla_insert_kv(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, "
+        "Tensor? scale=None, *, int block_size, str layout, str scale_format) -> ()",
+        meta=returns_nothing,
+        reference=reference.mla_insert_kv,
+        lowering=_DECOMPOSED,
+        dynamic=("num_tokens", "num_blocks"),
+        source=_ROWS,
+    )
+)
+
+
+def mla_insert_kv(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    scale: Tensor | None = None,
+    *,
+    block_size: int,
+    layout: str = PlainLayout.tag,
+    scale_format: str = "float32",
+) -> None:
+    """Write the latent and the RoPE part of every token to its slot of the cache.
+
+    Args:
+        kv_c: Normed latents, [num_rows, kv_lora_rank], bfloat16, float16 or float32, any strides;
+            at least num_tokens rows, more are ignored.
+        k_pe: RoPE parts, rotated, [num_rows, rope_dim], the dtype of kv_c.
+        kv_cache: Paged cache. "plain": [num_blocks, block_size, kv_lora_rank + rope_dim] of the
+            dtype of kv_c, from ``PlainLayout.allocate``. "mla_fp8": the same in uint8, from
+            ``MlaFp8Layout.allocate``. "mla_ds_fp8": [num_blocks, block_size, 656], uint8, from
+            ``MlaDsFp8Layout.allocate``, of latents of 512 and RoPE parts of 64 values. Pages may
+            lie apart, FP8 ones at multiples of 16 bytes.
+        slot_mapping: Slot of every token, page * block_size + row, [num_tokens], int64. Slots below
+            0 and past the last page are skipped.
+        scale: What codes of the layout "mla_fp8" are multiplied by, [1], float32; None for 1.
+        block_size: Rows per page. At least 1.
+        layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
+        scale_format: Scales of the layout "mla_ds_fp8": "float32" amax / 448, or "ue8m0" the
+            smallest power of two above 1e-4 that is not below that.
+
+    Returns:
+        Nothing.
+
+    Mutates: ``kv_cache``: the rows of the slots that are written; no other byte. "plain" rows are
+        copied bit for bit. "mla_fp8" rows are e4m3 codes (round to nearest even, saturated) of the
+        values over ``scale``. "mla_ds_fp8" rows are 512 such codes, with a scale for each 128 of
+        them, the 4 scales in float32, of 2^-126 at least, and the RoPE part in bfloat16. NaN
+        becomes code 0x7F and does not count for a scale; an infinity saturates, and counts for a
+        scale as the largest finite number of its dtype. If two tokens have one slot, its bytes are
+        of either of them, not of one alone.
+
+    Raises:
+        ValueError: shapes that disagree, a cache that is not of the layout, a scale or a format of
+            scales that the layout does not have, ``block_size`` below 1, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: in place, never a copy of the cache; scatters of Inductor; dynamic in num_tokens and
+        num_blocks; CUDA graphs and export: yes.
+
+    Source: vLLM ``concat_and_cache_mla``; FlashMLA's rows of 656 bytes.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import MlaFp8Layout
+        >>> kv_cache = MlaFp8Layout(block_size=64, width=16).allocate(num_blocks=1)
+        >>> kv_c, k_pe = torch.zeros(1, 8), torch.zeros(1, 8)
+        >>> kv_c[0, :4] = torch.tensor([1.0, -3.3, 1000.0, 0.01])
+        >>> scale = torch.tensor([0.5])
+        >>> dsv4_ops.mla_insert_kv(
+        ...     kv_c, k_pe, kv_cache, torch.tensor([1]), scale, block_size=64, layout="mla_fp8"
+        ... )
+        >>> kv_cache[0, 1, :4].tolist()
+        [64, 205, 126, 10]
+    """
+    settings = {"block_size": block_size, "layout": layout, "scale_format": scale_format}
+    _check_insert("mla_insert_kv", kv_c, k_pe, kv_cache, slot_mapping, scale, **settings)
+    _mla_insert_kv(kv_c, k_pe, kv_cache, slot_mapping, scale, **settings)
+
+
+def _check_insert(
+    op: str,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    scale: Tensor | None = None,
+    *,
+    block_size: int,
+    layout: str,
+    scale_format: str,
+) -> None:
+    checks = Checks(op)
+    checks.one_of("layout", layout, *MLA_LAYOUTS)
+    formats = ("float32", "ue8m0") if layout == MlaDsFp8Layout.tag else ("float32",)
+    checks.one_of("scale_format", scale_format, *formats, belongs_to=f"layout {layout!r} has")
+    checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
+    is_tiled = layout == MlaDsFp8Layout.tag
+    rank, rope = (MlaDsFp8Layout.kv_lora_rank, 64) if is_tiled else ("kv_lora_rank", "rope_dim")
+    checks.floats("kv_c", kv_c, *FLOATS)
+    checks.tensor("kv_c", kv_c, kv_c.dtype, "num_rows", rank)
+    checks.rows_for_tokens("kv_c", kv_c)
+    checks.tensor("k_pe", k_pe, kv_c.dtype, "num_rows", rope)
+    width = int(kv_c.shape[1]) + int(k_pe.shape[1])
+    check_cache(checks, kv_cache, block_size, layout, width)
+    if layout == PlainLayout.tag:
+        checks.tensor("kv_cache", kv_cache, kv_c.dtype, "num_blocks", "block_size", width)
+    check_scale(checks, "scale", scale, layout == MlaFp8Layout.tag, f"layout {layout!r}")
+
+
+mla_insert_kv_functional = define_twin(
+    mla_insert_kv,
+    Tensor,
+    check=_check_insert,
+    example="""
+        >>> import torch, dsv4_ops
+        >>> kv_cache, kv_c, k_pe = torch.zeros(1, 2, 3), torch.ones(1, 2), torch.ones(1, 1)
+        >>> slots = torch.tensor([1])
+        >>> dsv4_ops.mla_insert_kv_functional(kv_c, k_pe, kv_cache, slots, block_size=2).tolist()
+        [[[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]]
+    """,
+)
+
+
+_mla_gather_kv = define_op(
+    OpSpec(
+        stem="mla",
+        schema="mla_gather_kv(Tensor kv_cache, Tensor slot_mapping, Tensor? scale=None, *, "
+        "int block_size, str layout) -> Tensor",
+        meta=meta.mla_gather_kv,
+        reference=reference.mla_gather_kv,
+        lowering=_DECOMPOSED,
+        dynamic=("num_rows", "num_blocks"),
+        source=_ROWS,
+    )
+)
+
+
+def mla_gather_kv(
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    scale: Tensor | None = None,
+    *,
+    block_size: int,
+    layout: str = PlainLayout.tag,
+) -> Tensor:
+    """Read rows of a cache by slot, as floats.
+
+    Args:
+        kv_cache: Paged cache, as for ``mla_insert_kv``.
+        slot_mapping: Slot of every row of the result, [num_rows], int64, as
+            ``compressed_slot_mapping`` of a ``token_map`` over context lengths gives them.
+        scale: What codes of the layout "mla_fp8" are multiplied by, [1], float32; None for 1.
+        block_size: Rows per page. At least 1.
+        layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
+
+    Returns:
+        [num_rows, width]: of a plain cache its dtype, bit for bit; of the others bfloat16, code *
+        scale in float32 and rounded once. Rows of slots below 0 and past the last page are zeros.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, a cache that is not of the layout, a scale that nothing is
+            multiplied by, ``block_size`` below 1, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: loads that fuse with what reads the rows; dynamic in num_rows and num_blocks; CUDA
+        graphs and export: yes.
+
+    Source: vLLM ``gather_and_maybe_dequant_cache`` and ``cp_gather_cache``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> kv_cache = torch.arange(12.0).view(2, 2, 3)
+        >>> dsv4_ops.mla_gather_kv(kv_cache, torch.tensor([2, -1, 0]), block_size=2).tolist()
+        [[6.0, 7.0, 8.0], [0.0, 0.0, 0.0], [0.0, 1.0, 2.0]]
+    """
+    checks = Checks("mla_gather_kv")
+    checks.one_of("layout", layout, *MLA_LAYOUTS)
+    _check_gather(checks, kv_cache, slot_mapping, block_size, layout)
+    check_scale(checks, "scale", scale, layout == MlaFp8Layout.tag, f"layout {layout!r}")
+    rows: Tensor = _mla_gather_kv(
+        kv_cache, slot_mapping, scale, block_size=block_size, layout=layout
+    )
+    return rows
+
+
+def _check_gather(
+    checks: Checks, kv_cache: Tensor, slot_mapping: Tensor, block_size: int, layout: str
+) -> None:
+    width = checks.bytes_of_row("kv_cache", kv_cache) if layout == MlaFp8Layout.tag else 0
+    check_cache(checks, kv_cache, block_size, layout, width)
+    checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_rows")
+
+
+_mla_gather_codes = define_op(
+    OpSpec(
+        stem="mla",
+        schema="mla_gather_codes(Tensor kv_cache, Tensor slot_mapping, *, int block_size, "
+        "str layout) -> Tensor",
+        meta=meta.mla_gather_codes,
+        reference=reference.mla_gather_codes,
+        lowering=_DECOMPOSED,
+        dynamic=("num_rows", "num_blocks"),
+        source=_ROWS,
+        gradient=INTEGERS,
+    )
+)
+
+
+def mla_gather_codes(
+    kv_cache: Tensor, slot_mapping: Tensor, *, block_size: int, layout: str
+) -> Tensor:
+    """Read rows of an FP8 cache by slot, as the bytes that are stored.
+
+    Under context parallelism the ranks exchange these, half as many bytes as values, and
+    ``mla_dequantize_rows`` reads them.
+
+    Args:
+        kv_cache: Paged cache, uint8, as for ``mla_insert_kv``.
+        slot_mapping: Slot of every row of the result, [num_rows], int64.
+        block_size: Rows per page. At least 1.
+        layout: Tag of the cache's layout, "mla_fp8" or "mla_ds_fp8".
+
+    Returns:
+        uint8 [num_rows, row_bytes]; zeros, which read as zeros, for slots below 0 and past the last
+        page.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, a cache that is not of the layout, ``block_size`` below 1,
+            or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: loads; dynamic in num_rows and num_blocks; CUDA graphs and export: yes.
+
+    Source: vLLM ``cp_gather_cache``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> from dsv4_ops.core.layout import MlaDsFp8Layout
+        >>> kv_cache = MlaDsFp8Layout(block_size=64).allocate(num_blocks=1)
+        >>> kv_cache[0, 3] = 5
+        >>> slots = torch.tensor([3, 64])
+        >>> codes = dsv4_ops.mla_gather_codes(
+        ...     kv_cache, slots, block_size=64, layout="mla_ds_fp8"
+        ... )
+        >>> codes.shape, codes[:, 0].tolist()
+        (torch.Size([2, 656]), [5, 0])
+    """
+    checks = Checks("mla_gather_codes")
+    checks.one_of("layout", layout, *_FP8_LAYOUTS)
+    _check_gather(checks, kv_cache, slot_mapping, block_size, layout)
+    codes: Tensor = _mla_gather_codes(kv_cache, slot_mapping, block_size=block_size, layout=layout)
+    return codes
+
+
+_mla_dequantize_rows = define_op(
+    OpSpec(
+        stem="mla",
+        schema="mla_dequantize_rows(Tensor codes, Tensor? scale=None, *, str layout) -> Tensor",
+        meta=meta.mla_dequantize_rows,
+        reference=reference.mla_dequantize_rows,
+        lowering=_DECOMPOSED,
+        dynamic=("num_rows",),
+        source="vLLM cp_gather_and_upconvert_fp8_kv_cache, behind the exchange",
+    )
+)
+
+
+def mla_dequantize_rows(codes: Tensor, scale: Tensor | None = None, *, layout: str) -> Tensor:
+    """Read the bytes of FP8 rows as values.
+
+    Args:
+        codes: Rows from ``mla_gather_codes``, [num_rows, row_bytes], uint8, any strides.
+        scale: What codes of the layout "mla_fp8" are multiplied by, [1], float32; None for 1.
+        layout: Tag of the rows' layout, "mla_fp8" or "mla_ds_fp8".
+
+    Returns:
+        bfloat16 [num_rows, width]: code * scale in float32, rounded once; the RoPE part of
+        "mla_ds_fp8" bit for bit.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: rows of another layout, a scale that nothing is multiplied by, or several
+            devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: a conversion that fuses with what is around it; dynamic in num_rows; CUDA graphs and
+        export: yes.
+
+    Source: vLLM ``cp_gather_and_upconvert_fp8_kv_cache``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> codes = torch.tensor([[0x40, 0xCD, 0x7E, 0x0A]], dtype=torch.uint8)
+        >>> scale = torch.tensor([0.5])
+        >>> dsv4_ops.mla_dequantize_rows(codes, scale, layout="mla_fp8").tolist()
+        [[1.0, -3.25, 224.0, 0.009765625]]
+    """
+    checks = Checks("mla_dequantize_rows")
+    checks.one_of("layout", layout, *_FP8_LAYOUTS)
+    is_tiled = layout == MlaDsFp8Layout.tag
+    row_bytes = MlaDsFp8Layout(1).row_bytes if is_tiled else "row_bytes"
+    checks.tensor("codes", codes, torch.uint8, "num_rows", row_bytes)
+    check_scale(checks, "scale", scale, not is_tiled, f"layout {layout!r}")
+    rows: Tensor = _mla_dequantize_rows(codes, scale, layout=layout)
+    return rows
+
+
+_ABSORPTION = "weight absorption of vLLM's MLACommonImpl"
+
+_mla_absorb_q = define_op(
+    OpSpec(
+        stem="mla",
+        schema="mla_absorb_q(Tensor q_nope, Tensor q_pe, Tensor w_uk_t, Tensor? q_scale=None) "
+        "-> Tensor",
+        meta=meta.mla_absorb_q,
+        reference=reference.mla_absorb_q,
+        lowering=_DECOMPOSED,
+        dynamic=("num_tokens",),
+        source=_ABSORPTION,
+    )
+)
+
+
+def mla_absorb_q(
+    q_nope: Tensor, q_pe: Tensor, w_uk_t: Tensor, q_scale: Tensor | None = None
+) -> Tensor:
+    """Project queries into the latent space, in which they meet cache rows directly.
+
+    Args:
+        q_nope: Parts without RoPE, [num_tokens, num_heads, qk_nope_head_dim], bfloat16, float16 or
+            float32, any strides.
+        q_pe: RoPE parts, rotated, [num_tokens, num_heads, rope_dim], the dtype of q_nope.
+        w_uk_t: Up-projection of the keys, [num_heads, qk_nope_head_dim, kv_lora_rank], the dtype of
+            q_nope, from ``split_kv_b_proj``.
+        q_scale: What the e4m3 codes of the result are multiplied by, [1], float32; None for a
+            result in the dtype of q_nope.
+
+    Returns:
+        [num_tokens, num_heads, kv_lora_rank + rope_dim]: q_nope @ w_uk_t, and behind it q_pe; with
+        ``q_scale`` float8_e4m3fn codes of that over the scale, saturated.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: a batched product, and one kernel that appends q_pe and quantises; dynamic in
+        num_tokens; CUDA graphs and export: yes.
+
+    Source: vLLM's ``MLACommonImpl``: ``W_UK_T``, and the static FP8 query.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> w_uk_t = torch.tensor([[[2.0, 0.0], [1.0, -1.0]]])
+        >>> q_nope, q_pe = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0]]])
+        >>> dsv4_ops.mla_absorb_q(q_nope, q_pe, w_uk_t)
+        tensor([[[ 4., -2.,  3.]]])
+    """
+    checks = Checks("mla_absorb_q")
+    checks.floats("q_nope", q_nope, *FLOATS)
+    checks.tensor("q_nope", q_nope, q_nope.dtype, "num_tokens", "num_heads", "qk_nope_head_dim")
+    checks.tensor("q_pe", q_pe, q_nope.dtype, "num_tokens", "num_heads", "rope_dim")
+    dims = ("num_heads", "qk_nope_head_dim", "kv_lora_rank")
+    checks.tensor("w_uk_t", w_uk_t, q_nope.dtype, *dims)
+    check_scale(checks, "q_scale", q_scale, True, "")
+    q: Tensor = _mla_absorb_q(q_nope, q_pe, w_uk_t, q_scale)
+    return q
+
+
+_mla_v_up = define_op(
+    OpSpec(
+        stem="mla",
+        schema="mla_v_up(Tensor x, Tensor w_uv) -> Tensor",
+        meta=meta.mla_v_up,
+        reference=reference.mla_v_up,
+        lowering=_DECOMPOSED,
+        dynamic=("num_tokens",),
+        source=_ABSORPTION,
+    )
+)
+
+
+def mla_v_up(x: Tensor, w_uv: Tensor) -> Tensor:
+    """Project attention outputs from the latent space to the values of every head.
+
+    Args:
+        x: Output of ``mla_decode``, [num_tokens, num_heads, kv_lora_rank], bfloat16, float16 or
+            float32, any strides.
+        w_uv: Up-projection of the values, [num_heads, kv_lora_rank, v_head_dim], the dtype of x,
+            from ``split_kv_b_proj``.
+
+    Returns:
+        [num_tokens, num_heads * v_head_dim], the dtype of x: what the output projection takes.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: a batched product and a transposed copy, which fuses with what reads it; dynamic in
+        num_tokens; CUDA graphs and export: yes.
+
+    Source: vLLM's ``MLACommonImpl._v_up_proj``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> x, w_uv = torch.tensor([[[3.25, 0.5]]]), torch.tensor([[[3.0], [1.0]]])
+        >>> dsv4_ops.mla_v_up(x, w_uv).tolist()
+        [[10.25]]
+    """
+    checks = Checks("mla_v_up")
+    checks.floats("x", x, *FLOATS)
+    checks.tensor("x", x, x.dtype, "num_tokens", "num_heads", "kv_lora_rank")
+    checks.tensor("w_uv", w_uv, x.dtype, "num_heads", "kv_lora_rank", "v_head_dim")
+    values: Tensor = _mla_v_up(x, w_uv)
+    return values
+
+
+_quantize_per_tensor = define_op(
+    OpSpec(
+        stem="mla",
+        schema="quantize_per_tensor(Tensor x) -> (Tensor codes, Tensor scale)",
+        meta=meta.quantize_per_tensor,
+        reference=reference.quantize_per_tensor,
+        lowering=_DECOMPOSED,
+        dynamic=("num_tokens",),
+        source="vLLM dynamic_per_batched_tensor_quant",
+    )
+)
+
+
+def quantize_per_tensor(x: Tensor) -> PerTensor:
+    """Quantise a tensor to e4m3 with one scale, from its amax.
+
+    Every value counts for the scale: a NaN in a padding row makes all NaN, and the codes of a token
+    depend on the other tokens of the batch. A fixed ``q_scale`` of ``mla_absorb_q`` has neither.
+
+    Args:
+        x: Values, [num_tokens, ...], bfloat16, float16 or float32, any strides.
+
+    Returns:
+        codes: float8_e4m3fn in the shape of x: x * (448 / amax), where amax is at least 1e-10.
+        scale: What they are multiplied by, [1], float32.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: a scalar.
+        TypeError: a dtype other than the ones above.
+
+    Compile: a reduction and a pointwise kernel; dynamic in num_tokens; CUDA graphs and export: yes.
+
+    Source: vLLM ``dynamic_per_batched_tensor_quant``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> codes, scale = dsv4_ops.quantize_per_tensor(torch.tensor([-2.0, 1.0]))
+        >>> codes.float().tolist(), round(scale.item(), 8)
+        ([-448.0, 224.0], 0.00446429)
+    """
+    checks = Checks("quantize_per_tensor")
+    checks.floats("x", x, *FLOATS)
+    checks.rows_of("x", x, "num_tokens")
+    return PerTensor(*_quantize_per_tensor(x))
+
+
+def split_kv_b_proj(
+    weight: Tensor | torch.nn.Module,
+    scale: Tensor | None = None,
+    *,
+    num_heads: int,
+    qk_nope_head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype | None = None,
+) -> AbsorbedWeights:
+    """Split the weight of ``kv_b_proj`` into those of ``mla_absorb_q`` and ``mla_v_up``.
+
+    Make them once, and again when weights are loaded anew.
+
+    Args:
+        weight: [num_heads * (qk_nope_head_dim + v_head_dim), kv_lora_rank], a row per output; or a
+            linear layer with such ``in_features`` and ``out_features`` that computes it in some
+            other way: it is applied to an identity, which gives what it multiplies with.
+        scale: Of a float8_e4m3fn weight, what blocks of it are multiplied by, [row_blocks,
+            column_blocks], float32; blocks are 128 wide and high, at the ends less. None for a
+            weight without.
+        num_heads: Heads of this rank.
+        qk_nope_head_dim: Width of the keys' part without RoPE.
+        v_head_dim: Width of the values.
+        dtype: Of the results; None for that of the weight, bfloat16 for float8_e4m3fn.
+
+    Returns:
+        w_uk_t: [num_heads, qk_nope_head_dim, kv_lora_rank], dense.
+        w_uv: [num_heads, kv_lora_rank, v_head_dim], dense.
+
+    Raises:
+        ValueError: a weight or scales of other sizes.
+        TypeError: a weight that is neither tensor nor module.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> weight = torch.tensor([[2.0, 0.0], [1.0, -1.0], [3.0, 1.0]])
+        >>> w_uk_t, w_uv = dsv4_ops.split_kv_b_proj(
+        ...     weight, num_heads=1, qk_nope_head_dim=2, v_head_dim=1
+        ... )
+        >>> w_uk_t.tolist(), w_uv.tolist()
+        ([[[2.0, 0.0], [1.0, -1.0]]], [[[3.0], [1.0]]])
+    """
+    op = "split_kv_b_proj"
+    checks = Checks(op)
+    sizes = {"num_heads": num_heads, "qk_nope_head_dim": qk_nope_head_dim, "v_head_dim": v_head_dim}
+    checks.at_least(1, **sizes)
+    num_rows = num_heads * (qk_nope_head_dim + v_head_dim)
+    if isinstance(weight, torch.nn.Module):
+        checks.without("scale", scale, None, "a module")
+        weight = _multiplied_with(weight, dtype)
+    if not isinstance(weight, Tensor):
+        actual, advice = type(weight).__name__, "Pass kv_b_proj or its weight"
+        raise refusal(TypeError, op, "weight", "be a tensor or a module", actual, advice)
+    checks.tensor("weight", weight, weight.dtype, num_rows, "kv_lora_rank")
+    if weight.dtype == torch.float8_e4m3fn:
+        weight = _dequantized(checks, weight, scale)
+        dtype = dtype or torch.bfloat16
+    else:
+        checks.without("scale", scale, None, f"a weight of {weight.dtype}")
+    heads = weight.detach().unflatten(0, (num_heads, -1)).to(dtype or weight.dtype)
+    w_uk_t, w_uv = heads.split([qk_nope_head_dim, v_head_dim], 1)
+    return AbsorbedWeights(w_uk_t.contiguous(), w_uv.transpose(1, 2).contiguous())
+
+
+def _multiplied_with(layer: torch.nn.Module, dtype: torch.dtype | None) -> Tensor:
+    """The weight that ``layer`` multiplies with, whatever it stores."""
+    stored = next(layer.parameters(), None)
+    if type(layer) is torch.nn.Linear:
+        return layer.weight
+    device = None if stored is None else stored.device
+    is_float = stored is not None and stored.dtype in FLOATS
+    kind = dtype or (stored.dtype if stored is not None and is_float else torch.bfloat16)
+    identity = torch.eye(int(layer.in_features), dtype=kind, device=device)  # type: ignore[call-overload] # of any linear layer
+    with torch.no_grad():
+        found: Tensor = layer(identity)
+        bias = getattr(layer, "bias", None)
+        return (found if bias is None else found - bias).t()
+
+
+_SCALE_BLOCK = 128
+"""Rows and columns of a weight that share a scale in DeepSeek's checkpoints."""
+
+
+def _dequantized(checks: Checks, weight: Tensor, scale: Tensor | None) -> Tensor:
+    values = weight.to(torch.float32)
+    if scale is None:
+        return values
+    blocks = [-(-int(size) // _SCALE_BLOCK) for size in weight.shape]
+    checks.tensor("scale", scale, torch.float32, *blocks)
+    for axis, size in enumerate(weight.shape):
+        scale = scale.repeat_interleave(_SCALE_BLOCK, axis).narrow(axis, 0, size)
+    return values * scale
+
+
 _mla_decode = define_op(
     OpSpec(
         stem="mla",
         schema="mla_decode(Tensor q, Tensor kv_cache, Tensor seq_lens, Tensor req_indices, "
-        "Tensor block_table, Tensor? query_start_loc, Tensor? plan, Tensor? q_scale, "
-        "Tensor? kv_scale, *, float softmax_scale, int block_size, int kv_lora_rank, str layout, "
-        'int num_splits, bool batch_invariant, str impl="auto") -> (Tensor out, Tensor lse)',
+        "Tensor block_table, Tensor? query_start_loc=None, Tensor? plan=None, "
+        "Tensor? q_scale=None, Tensor? kv_scale=None, *, float softmax_scale, int block_size, "
+        "int kv_lora_rank, str layout, int num_splits, bool batch_invariant, "
+        'str impl="auto") -> (Tensor out, Tensor lse)',
         meta=meta.mla_decode,
         reference=reference.mla_decode,
         lowering={"cpu": "decompose", "cuda": "choices"},

@@ -7,11 +7,155 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
-from dsv4_ops.core.types import MlaAttention
+from dsv4_ops.core.layout import FP8_MAX, MlaDsFp8Layout, MlaFp8Layout, PlainLayout
+from dsv4_ops.core.types import MlaAttention, PerTensor
+from dsv4_ops.reference.common import dense, materialized
+from dsv4_ops.reference.kv_cache import insert_k_cache
 from dsv4_ops.reference.pages import locate, words
-from dsv4_ops.reference.quantization import from_bytes
+from dsv4_ops.reference.quantization import bf16_bits, from_bytes, to_bytes
+
+_NAN_CODE, _NAN_BITS = 0x7F, 0x7FC0
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+_UE8M0_AMAX = 1e-4
+"""Least amax over 448 that FlashMLA makes a power-of-two scale for."""
+_MANTISSA = 0x7FFFFF
+_LEAST_AMAX = 1e-10
+"""Least amax of a tensor that is quantised with one scale."""
+
+
+def quotient(x: Tensor, divisor: Tensor | float) -> Tensor:
+    """``x / divisor`` rounded as float32: Triton's own division is an approximation, and one in
+    float64 rounds to the same."""
+    if isinstance(divisor, Tensor):
+        divisor = divisor.to(torch.float64)
+    return (x.to(torch.float64) / divisor).to(torch.float32)
+
+
+def rounded_values(x: Tensor) -> Tensor:
+    """float32 values of ``x``, which a compiler may hold with more precision than its dtype has."""
+    if x.dtype == torch.bfloat16:
+        return (bf16_bits(x) << 16).view(torch.float32)
+    return (materialized(x) if x.dtype == torch.float16 else x).to(torch.float32)
+
+
+def codes_of(scaled: Tensor) -> Tensor:
+    """uint8 e4m3 codes, saturated; every NaN becomes 0x7F."""
+    codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(scaled.isnan(), _NAN_CODE, codes)
+
+
+def per_tensor_codes(x: Tensor, scale: Tensor | None) -> Tensor:
+    """uint8 codes of ``x`` over the scale of its tensor."""
+    values = rounded_values(x)
+    return codes_of(values if scale is None else quotient(values, scale))
+
+
+def per_tile_codes(x: Tensor, scale_format: str) -> tuple[Tensor, Tensor]:
+    """uint8 codes of [num_rows, 512], and the bits of a float32 scale for every 128 of them."""
+    tiles = rounded_values(x).unflatten(-1, (-1, MlaDsFp8Layout.quant_block))
+    finite = torch.where(tiles.isnan(), 0.0, tiles.abs()).clamp(max=torch.finfo(x.dtype).max)
+    wanted = quotient(finite.amax(-1, keepdim=True), FP8_MAX)
+    if scale_format == "ue8m0":
+        bits = wanted.clamp(min=_UE8M0_AMAX).view(torch.int32)
+        scales = (((bits + _MANTISSA) >> 23) << 23).view(torch.float32)
+    else:
+        scales = wanted.clamp(min=_SMALLEST_NORMAL)
+    return codes_of(quotient(tiles, scales)).flatten(-2), scales.squeeze(-1).view(torch.int32)
+
+
+def encoded_rows(
+    kv_c: Tensor, k_pe: Tensor, scale: Tensor | None, *, layout: str, scale_format: str
+) -> Tensor:
+    """Rows as the cache stores them, floats as integers of their bits."""
+    if layout == PlainLayout.tag:
+        return torch.cat([words(kv_c), words(k_pe)], -1)
+    if layout == MlaFp8Layout.tag:
+        return torch.cat([per_tensor_codes(x, scale) for x in (kv_c, k_pe)], -1)
+    codes, scales = per_tile_codes(kv_c, scale_format)
+    rope = bf16_bits(k_pe.to(torch.bfloat16))
+    if k_pe.dtype != torch.bfloat16:
+        rope = torch.where(k_pe.isnan(), _NAN_BITS, rope)
+    return torch.cat([codes, to_bytes(scales, 4), to_bytes(rope, 2)], -1)
+
+
+def mla_insert_kv(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    scale: Tensor | None = None,
+    *,
+    block_size: int,
+    layout: str,
+    scale_format: str,
+) -> None:
+    given = (each[: slot_mapping.shape[0]] for each in (kv_c, k_pe))
+    rows = encoded_rows(*given, scale, layout=layout, scale_format=scale_format)
+    insert_k_cache(rows, kv_cache, slot_mapping)
+
+
+def _stored_at(kv_cache: Tensor, slot_mapping: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    return stored_rows(kv_cache, slot_mapping // block_size, slot_mapping % block_size)
+
+
+def mla_gather_codes(
+    kv_cache: Tensor, slot_mapping: Tensor, *, block_size: int, layout: str
+) -> Tensor:
+    stored, _ = _stored_at(kv_cache, slot_mapping, block_size)
+    return stored
+
+
+def _bf16_of(stored: Tensor, scale: Tensor | None, layout: str) -> Tensor:
+    """bf16 patterns of FP8 rows, rounded once."""
+    values = values_of(stored, torch.uint8, layout)
+    if scale is not None:
+        values = values * scale
+    return values.to(torch.bfloat16).view(torch.int16)
+
+
+def mla_dequantize_rows(codes: Tensor, scale: Tensor | None = None, *, layout: str) -> Tensor:
+    return dense(_bf16_of(codes, scale, layout).view(torch.bfloat16))
+
+
+def mla_gather_kv(
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    scale: Tensor | None = None,
+    *,
+    block_size: int,
+    layout: str,
+) -> Tensor:
+    stored, exists = _stored_at(kv_cache, slot_mapping, block_size)
+    if layout == PlainLayout.tag:
+        return stored.view(kv_cache.dtype)
+    # of a scale that is not finite, 0 is no 0
+    found = torch.where(exists[:, None], _bf16_of(stored, scale, layout), 0)
+    return found.view(torch.bfloat16)
+
+
+def mla_absorb_q(
+    q_nope: Tensor, q_pe: Tensor, w_uk_t: Tensor, q_scale: Tensor | None = None
+) -> Tensor:
+    latent = torch.bmm(q_nope.transpose(0, 1), w_uk_t).transpose(0, 1)
+    q = torch.cat([latent, q_pe], -1)
+    if q_scale is None:
+        return q
+    return dense(per_tensor_codes(q, q_scale)).view(torch.float8_e4m3fn)
+
+
+def mla_v_up(x: Tensor, w_uv: Tensor) -> Tensor:
+    return dense(torch.bmm(x.transpose(0, 1), w_uv).transpose(0, 1)).flatten(1)
+
+
+def quantize_per_tensor(x: Tensor) -> PerTensor:
+    values = rounded_values(x)
+    amax = pad(values.abs().flatten(), (0, 1)).amax(0, keepdim=True).clamp(min=_LEAST_AMAX)
+    scale = quotient(torch.full_like(amax, FP8_MAX), amax)
+    codes = dense(codes_of(values * scale))
+    return PerTensor(codes.view(torch.float8_e4m3fn), quotient(torch.ones_like(scale), scale))
+
 
 KEYS_AT_A_TIME = 128
 """Keys of every token that a decode holds at a time."""
@@ -59,7 +203,7 @@ def stored_rows(kv_cache: Tensor, pages: Tensor, rows: Tensor) -> tuple[Tensor, 
     stored = words(kv_cache)
     if isinstance(kv_cache.shape[0], int) and kv_cache.shape[0] == 0:
         return stored.new_zeros((*pages.shape, kv_cache.shape[2])), exists
-    page = torch.where(exists, pages, 0)
+    page, rows = materialized(torch.where(exists, pages, 0)), materialized(rows)
     # whole rows are copied, and what does not exist selected away: vectors, not single values
     found = torch.ops.aten._unsafe_index.Tensor(stored, [page, rows])
     return torch.where(exists[..., None], found, 0), exists
@@ -89,7 +233,7 @@ def attend_to(call: Decode, running: Running, start: Tensor | int, num_keys: int
     pages, rows = locate(
         call.block_table, call.req_indices[:, None], position, wanted, call.block_size
     )
-    stored, exists = stored_rows(call.kv_cache, pages, rows.expand(pages.shape))
+    stored, exists = stored_rows(call.kv_cache, pages, rows)
     keys = values_of(stored, call.kv_cache.dtype, call.layout)
     logits = torch.matmul(call.q, keys.mT) * call.scale
     logits = torch.where(exists[:, None, :], logits, -torch.inf)
@@ -149,7 +293,8 @@ def finish_decode(call: Decode, running: Running, kv_scale: Tensor | None) -> Ml
     if kv_scale is not None:
         out = out * kv_scale
     lse = torch.where(none, -torch.inf, row_max + torch.log(row_sum))
-    return MlaAttention(torch.where(none[..., None], 0.0, out).to(call.rounded), lse)
+    out = torch.where(none[..., None], 0.0, out)
+    return MlaAttention(dense(out.to(call.rounded)), dense(lse))
 
 
 def mla_decode(

@@ -13,6 +13,7 @@ from dsv4_ops.testing.contract.compare import assert_precise
 from tests.helpers import NIGHTLY
 from tests.oracles import batch as oracles
 from tests.oracles import compressor as oracles_compressor
+from tests.oracles import dense_mla as oracles_dense_mla
 from tests.oracles import indexer as oracles_indexer
 from tests.oracles import kv as oracles_kv
 from tests.oracles import pack as oracles_pack
@@ -39,6 +40,7 @@ each_op = pytest.mark.parametrize(
 ORACLES = {
     **vars(oracles),
     **vars(oracles_compressor),
+    **vars(oracles_dense_mla),
     **vars(oracles_indexer),
     **vars(oracles_kv),
     **vars(oracles_pack),
@@ -49,7 +51,7 @@ ORACLES = {
 
 def patterns(tensor):
     """Values as nested lists; of floats the unsigned bit patterns."""
-    if tensor.dtype == torch.bfloat16:
+    if tensor.dtype in (torch.bfloat16, torch.float16):
         return (tensor.view(torch.int16).to(torch.int32) & 0xFFFF).tolist()
     if tensor.dtype == torch.float32:
         return (tensor.view(torch.int32).to(torch.int64) & 0xFFFFFFFF).tolist()
@@ -78,6 +80,10 @@ def widths(name, case):
         return {"trailing": [*first.shape[1:]], "filler": patterns(pad)}
     if name == "indexer_quantize_q":
         return {"bf16_weights": case.tensors[1].dtype == torch.bfloat16}
+    if name in ("mla_insert_kv", "mla_insert_kv_functional", "quantize_per_tensor"):
+        return {"dtype": str(first.dtype).removeprefix("torch.")}
+    if name in ("mla_gather_kv", "mla_gather_codes"):
+        return {"width": first.shape[2]}
     if name == "unpack_seq":
         return {"trailing": [*first.shape[2:]], "zero": patterns(first.new_zeros(()))}
     if name == "mixed_sparse_indices":

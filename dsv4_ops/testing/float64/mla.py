@@ -1,0 +1,95 @@
+"""Dense MLA in float64, from the formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import PlainLayout
+from dsv4_ops.reference import mla as reference
+from dsv4_ops.reference.pages import locate
+from dsv4_ops.testing.case import Exact
+from dsv4_ops.testing.float64.sparse_mla import exact_attention
+
+FP8_UNIT = 2.0**-4
+"""Relative error of one rounding to e4m3."""
+
+
+def decode_keys(
+    kv_cache: Tensor,
+    seq_lens: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    *,
+    block_size: int,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    """Rows [num_tokens, num_rows, width] that tokens see, without the scale of their tensor, and
+    which of them exist."""
+    row = torch.arange(block_table.shape[1] * block_size, device=kv_cache.device)
+    wanted = row < seq_lens[:, None]
+    pages, rows = locate(block_table, req_indices[:, None], row, wanted, block_size)
+    stored, exists = reference.stored_rows(kv_cache, pages, rows)
+    return reference.values_of(stored, kv_cache.dtype, layout), exists
+
+
+def exact_mla_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    seq_lens: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor | None = None,
+    plan: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    *,
+    softmax_scale: float,
+    block_size: int,
+    kv_lora_rank: int,
+    layout: str = PlainLayout.tag,
+    **unused: Any,
+) -> tuple[Exact, Exact]:
+    table = (seq_lens, req_indices, block_table)
+    keys, exists = decode_keys(kv_cache, *table, block_size=block_size, layout=layout)
+    if kv_scale is not None:
+        keys = keys.to(torch.float64) * kv_scale
+    query = q
+    if q.dtype == torch.float8_e4m3fn:
+        query = q.to(torch.float64) * (1.0 if q_scale is None else q_scale)
+    out, _, lse = exact_attention(query, keys, exists, None, softmax_scale)
+    rank = kv_lora_rank
+    return Exact(out.value[..., :rank], out.magnitude[..., :rank]), lse
+
+
+def _product(left: Tensor, right: Tensor, equation: str) -> tuple[Tensor, Tensor]:
+    """A product in float64, and the scale of its errors: a float32 sum accumulates like a random
+    walk, and what is rounded to half precision hides that."""
+    size = torch.einsum(equation, left.double().abs(), right.double().abs())
+    if left.dtype == torch.float32:
+        size = size * (1 + left.shape[-1] ** 0.5 / 2)
+    return torch.einsum(equation, left.double(), right.double()), size
+
+
+def exact_absorbed(
+    q_nope: Tensor, q_pe: Tensor, w_uk_t: Tensor, q_scale: Tensor | None = None
+) -> tuple[Exact]:
+    """An e4m3 result as the values of its codes, which saturate."""
+    latent, products = _product(q_nope, w_uk_t, "tnp,npl->tnl")
+    rope = q_pe.to(torch.float64)
+    value = torch.cat([latent, rope], -1)
+    size = torch.cat([products, rope.abs()], -1)
+    if q_scale is None:
+        return (Exact(value, size),)
+    unit = torch.finfo(q_nope.dtype).eps / 2
+    subnormal = 2.0**-10  # error of a code below 2^-6
+    scaled = (value / q_scale.to(torch.float64)).clamp(-448, 448)
+    rounded = size / q_scale.to(torch.float64) * unit + subnormal
+    return (Exact(scaled, scaled.abs() + rounded / FP8_UNIT, FP8_UNIT),)
+
+
+def exact_v_up(x: Tensor, w_uv: Tensor) -> tuple[Exact]:
+    value, size = _product(x, w_uv, "tnl,nlv->tnv")
+    return (Exact(value.flatten(1), size.flatten(1)),)
