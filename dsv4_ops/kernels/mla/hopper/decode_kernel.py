@@ -13,7 +13,7 @@ from dsv4_ops.kernels.common.triton_compat import async_load, reinterpret
 from dsv4_ops.kernels.sparse_mla.hopper.copy_producer import COPYING
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 from dsv4_ops.kernels.sparse_mla.hopper.epilogue import amax_of, log2_sum, scale_of, store_lse
-from dsv4_ops.kernels.sparse_mla.hopper.gathered_kernel import write_half
+from dsv4_ops.kernels.sparse_mla.hopper.gathered_kernel import ATTENDING, write_half
 from dsv4_ops.kernels.sparse_mla.hopper.mma import HEADS, LOGIT_ROW, VALUE_ROW, WIDTH
 from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import (
     LEFT,
@@ -35,9 +35,6 @@ ROW = gl.constexpr(576)
 
 PAIR = gl.constexpr(128)
 """Keys of a pair of blocks, which splits are multiples of."""
-
-ATTENDING = gl.constexpr(216)
-"""Registers of the threads that attend; those that copy get the rest."""
 
 _NEVER = gl.constexpr(2**31 - 1)
 """Position of a key that does not exist."""
