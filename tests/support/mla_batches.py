@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout, mla_layout
+from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from tests.helpers import INT32_MAX, INT32_MIN, i32
 
@@ -164,3 +165,42 @@ def exact(case: Case) -> tuple[Tensor, Tensor]:
         lse[token] = logits.logsumexp(-1)
         out[token] = torch.softmax(logits, -1) @ keys[:, :rank] * of_keys
     return out, lse
+
+
+def kernel_cases() -> dict[str, Case]:
+    """What every kernel over bf16 rows of 576 has to get right, in a few blocks of keys."""
+    short = [129, 1, 0, 64, 128, 127, 63, 65]
+    return {
+        "ragged tokens that share programs": mla_case(0, [2, 1, 4], 16, longest=150),
+        "tokens of no program's size": mla_case(1, [3, 5], 12, longest=140, num_splits=2),
+        "without a hint": mla_case(1, [3, 5], 12, longest=140, hint=False, num_splits=2),
+        "two tiles of heads": mla_case(2, [1, 2], 65, longest=140, num_splits=3),
+        "one head": mla_case(3, [5, 7], 1, longest=100),
+        "more splits than blocks": mla_case(4, [1, 1], 8, longest=130, num_splits=5),
+        "one split": mla_case(5, [2, 2], 16, longest=300, num_splits=1),
+        "batch-invariant": mla_case(6, [3, 2], 8, longest=200, batch_invariant=True),
+        "lengths at ends of blocks": mla_case(
+            7, [1] * 8, 8, longest=129, hint=False, adversarial=False, context_lens=short
+        ),
+        "pages of 7 rows": mla_case(8, [3, 2], 8, longest=100, block_size=7),
+    }
+
+
+def planned(case: Case, plan: Tensor) -> Case:
+    """The call with a plan, which no hint goes with."""
+    tensors = list(case.tensors)
+    tensors[5:7] = None, plan
+    return Case(case.name, tuple(tensors), case.settings)
+
+
+def assert_exact(actual: tuple[Tensor, Tensor], case: Case, more: float = 1.6) -> None:
+    """Results as near to float64 as those of the reference, up to a factor; without a key exact."""
+    out, lse = (each.cpu().double() for each in actual)
+    expected, expected_lse = exact(case)
+    reference = OPS[DENSE].reference(*case.tensors, **case.settings)[0].double()
+    without = expected_lse == -math.inf
+    assert torch.equal(lse == -math.inf, without)
+    assert bool((out[without] == 0).all())
+    allowed = more * float((reference - expected).abs().max()) + 1e-5
+    assert float((out - expected).abs().max()) <= allowed
+    torch.testing.assert_close(lse, expected_lse, rtol=2e-6, atol=1e-5)
