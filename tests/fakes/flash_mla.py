@@ -116,7 +116,7 @@ def decode(
 def dense_decode(q, kv, d_v, lens, block_table, scale, causal, schedule, splits, out):
     q.data_ptr()
     calls.append("dense_decode")
-    b, queries, heads, width = q.shape
+    b, queries, _, width = q.shape
     require(b > 0 and queries == 1 and not causal and (width, d_v) == (576, 512), "the queries")
     require(q.is_contiguous() and q.data_ptr() % 16 == 0, "queries anywhere")
     require(q.dtype == kv.dtype and q.dtype in (torch.bfloat16, torch.float16), "the rows")

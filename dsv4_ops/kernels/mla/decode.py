@@ -190,9 +190,7 @@ def _is_free(settings: Mapping[str, Any]) -> bool:
     return settings["num_splits"] == 0 and not settings["batch_invariant"]
 
 
-def _finish(
-    launch: Launcher, results: combine.Splits, call: Call, work: Work, free: bool
-) -> None:
+def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work, free: bool) -> None:
     """Combine; a few tokens that the batch has decided the splits of by more programs."""
     num_tokens, num_heads, rank = results[0].shape
     few = isinstance(num_tokens, int) and num_tokens * num_heads <= MOST_IN_PARTS

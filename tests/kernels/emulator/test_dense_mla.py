@@ -114,7 +114,6 @@ def test_other_rows_have_the_kernel_in_triton():
         mla_case(6, [2], 4, longest=40, layout="mla_fp8"),
         mla_case(6, [2], 4, longest=40, layout="mla_ds_fp8"),
     ]
-    q, cache, *rest = cases[0].tensors
     for case in cases:
         emulator = emulated.Emulator()
         launched = []

@@ -133,9 +133,7 @@ def _copy_queries(q, tile, shared, rope_queries, HALF: gl.constexpr, GROUP: gl.c
     async_load(target, start[:, None] + (HALF * WIDTH + dim)[None, :], mask=there)
     if HALF == LEFT:
         dim = gl.arange(0, ROPE, gl.SliceLayout(0, _COPIED))
-        async_load(
-            rope_queries.index(0), start[:, None] + (2 * WIDTH + dim)[None, :], mask=there
-        )
+        async_load(rope_queries.index(0), start[:, None] + (2 * WIDTH + dim)[None, :], mask=there)
     _arrives(shared[5][4])
 
 

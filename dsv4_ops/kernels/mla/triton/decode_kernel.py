@@ -16,6 +16,7 @@ from dsv4_ops.kernels.sparse_mla.triton.mainloop import (
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
+
 @triton.jit
 def _multiply_add(left, right, sums, EMULATE: tl.constexpr):
     """``sums`` and a matrix product, in float32; Triton's interpreter has no bf16 product."""
@@ -41,7 +42,7 @@ def _load_codes(row, dim, wanted, DTYPE: tl.constexpr, EMULATE: tl.constexpr):
     values = _codes_to_float(codes, EMULATE)
     if DTYPE == tl.bfloat16:
         return round_to_bf16(values, EMULATE)
-    else:  # noqa: RET505  # Triton would compile what is behind a branch that returns
+    else:  # Triton would compile what is behind a branch that returns
         return values.to(DTYPE)
 
 
@@ -192,9 +193,7 @@ def mla_decode_kernel(
     heads = q + each * q_stride + head.to(tl.int64) * q_head_stride
     dim = tl.arange(0, LORA).to(tl.int64)
     rope_dim = tl.arange(0, ROPE_TILE).to(tl.int64)
-    latent_q = tl.load(
-        heads[:, None] + dim[None, :] * q_dim_stride, mask=there[:, None], other=0.0
-    )
+    latent_q = tl.load(heads[:, None] + dim[None, :] * q_dim_stride, mask=there[:, None], other=0.0)
     rope_q = tl.load(
         heads[:, None] + (LORA + rope_dim)[None, :] * q_dim_stride,
         mask=there[:, None] & (rope_dim < ROPE)[None, :],

@@ -56,9 +56,7 @@ def _write_piece(out, stage, values, row, heads, FIRST: gl.constexpr, GROUPED: g
 
 
 @gluon.jit
-def write_half(
-    out, stage, sums, inverse, row, heads, FIRST: gl.constexpr, GROUPED: gl.constexpr
-):
+def write_half(out, stage, sums, inverse, row, heads, FIRST: gl.constexpr, GROUPED: gl.constexpr):
     """Half of the results of as many heads, from dimension FIRST on. By way of the memory of a
     block's weights: a thread has pairs of values, and writes eight. With GROUPED, ``row`` is the
     first row, after how many rows others are left out, and how many."""

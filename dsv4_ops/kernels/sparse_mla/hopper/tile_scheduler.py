@@ -89,8 +89,8 @@ def schedule_by_lengths(
     ``combine_list`` is written: how many tokens have several splits, and of each the token, its
     splits and its first partial result. ``swa``, ``extra`` and ``requests`` are the lengths and
     the rows of tables of all tokens with their strides, ``widths`` the widths of the lists and the
-    number of rows, ``wave`` the programs that run at once, TILE the keys of a block. What a program reads for itself later
-    has arrived with them."""
+    number of rows, ``wave`` the programs that run at once, TILE the keys of a block. What a program
+    reads for itself later has arrived with them."""
     # sizes by tokens: a warp has a quarter of the sizes and all of up to TOKENS tokens
     BOTH: gl.constexpr = gl.BlockedLayout([_SIZES // 4, TOKENS // 32], [1, 32], [4, 1], [1, 0])
     lane = gl.arange(0, TOKENS, gl.SliceLayout(0, BOTH))
