@@ -27,8 +27,10 @@ from dsv4_ops.kernels.launcher import Launcher
 
 SPILLS = {
     "hopper_gathered_keys_kernel": 100,
+    "hopper_mla_decode_kernel": 136,
     "hopper_prefill_keys_kernel": 8,
     "hopper_split_keys_kernel": 16,
+    "mla_decode_kernel": 128,
     "prefill_keys_kernel": 64,
 }
 """Allowed spill bytes; these kernels fill all registers with accumulators and tiles in flight, and
@@ -191,6 +193,29 @@ def _prefill(
     return (queries, cache, *tokens, table, *rows), settings | chosen
 
 
+def _dense(
+    row_bytes: int = 0,
+    *,
+    heads: int = 16,
+    count: int = 32,
+    hint: bool = False,
+    planned: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    **settings: Any,
+) -> tuple[Any, ...]:
+    """Arguments of ``mla_decode`` for 8 requests, over FP8 rows of ``row_bytes`` if there are."""
+    q, tokens = _tensor(count, heads, 576, dtype=dtype), _tensor(count)
+    coded = {"dtype": torch.uint8} if row_bytes else {"dtype": dtype}
+    cache = _tensor(1024, 64, row_bytes or 576, **coded)
+    starts = _tensor(9) if hint else None
+    plan = _tensor(count + 132, 4) if planned else None
+    scale = _tensor(1, dtype=torch.float32) if row_bytes == 576 else None
+    chosen: dict[str, Any] = {"softmax_scale": 192**-0.5, "block_size": 64, "kv_lora_rank": 512}
+    chosen |= {"num_splits": 0, "batch_invariant": False}
+    rows = (cache, tokens, tokens, _tensor(8, 512), starts, plan, None, scale)
+    return (q, *rows), {"layout": "plain"} | chosen | settings
+
+
 def _listed() -> tuple[Any, ...]:
     """Arguments of ``sparse_mla_gathered``."""
     q, kv = (_tensor(*shape, 512, dtype=torch.bfloat16) for shape in ((2048, 64), (8192,)))
@@ -270,6 +295,14 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "sparse_mla_decode_paged, flash_mla": _attention(
             True, main, inverse_rope=True, **{**pages, "extra_block_size": 2, "impl": "flash_mla"}
         ),
+        "mla_decode": _dense(),
+        "mla_decode, 128 heads": _dense(heads=128),
+        "mla_decode, 2 tokens": _dense(heads=128, count=2),
+        "mla_decode, tokens of a request together": _dense(hint=True),
+        "mla_decode, planned": _dense(planned=True),
+        "mla_decode, float32": _dense(dtype=torch.float32),
+        "mla_decode, fp8": _dense(576, layout="mla_fp8"),
+        "mla_decode, ds_fp8": _dense(656, layout="mla_ds_fp8", heads=128),
         "sparse_mla_gathered": _listed(),
         "sparse_mla_plan": ((tokens, tokens), {"num_heads": 64, "num_programs": 132}),
         "sparse_mla_prefill": _prefill(main, _tensor(2048, 512), **pages),

@@ -45,6 +45,9 @@ FLASH_MLA_HEADS = (64, 128)
 FLASH_MLA_TOKENS = 8192
 """Most tokens of a decode: its planner keeps a few numbers of each in shared memory."""
 FLASH_ATTN_WIDTH = 256
+FLASH_MLA_DENSE_SIZES, FLASH_MLA_DENSE_BLOCK = (576, 512), 64
+"""Width and latent values of its dense decode's rows, and rows of a page."""
+FLASH_MLA_DENSE_DTYPES = (torch.bfloat16, torch.float16)
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
 
 
@@ -148,6 +151,8 @@ def _above(size: Any, most: int, asking: bool) -> bool:
 def _flash_mla_limit(op: str, values: Values, asking: bool) -> Limit | None:
     q = values["q"]
     heads, width, tokens = int(q.shape[1]), int(q.shape[2]), q.shape[0]
+    if op == "mla_decode":
+        return _flash_mla_dense_limit(values, asking)
     if op == "sparse_mla_gathered":
         if q.dtype != torch.bfloat16 or width != MainLayout.head_dim:
             return Limit(
@@ -166,6 +171,29 @@ def _flash_mla_limit(op: str, values: Values, asking: bool) -> Limit | None:
         return Limit(f"with {known(tokens)} tokens", f"FlashMLA decodes up to {FLASH_MLA_TOKENS}")
     if heads not in FLASH_MLA_HEADS:
         return Limit(f"with {heads} heads", "FlashMLA takes 64 or 128")
+    return None
+
+
+def _flash_mla_dense_limit(values: Values, asking: bool) -> Limit | None:
+    q, block_size = values["q"], values["block_size"]
+    heads, tokens = int(q.shape[1]), q.shape[0]
+    sizes = (int(q.shape[2]), values["kv_lora_rank"])
+    if values["layout"] != "plain" or q.dtype not in FLASH_MLA_DENSE_DTYPES:
+        what = f"with layout {values['layout']!r} and {q.dtype} queries"
+        return Limit(what, "FlashMLA takes plain bfloat16 or float16 rows")
+    if sizes != FLASH_MLA_DENSE_SIZES:
+        what = f"with rows of {sizes[0]} values, of which {sizes[1]} are the latent"
+        return Limit(what, "FlashMLA takes rows of 576, of which 512 are the latent")
+    if block_size != FLASH_MLA_DENSE_BLOCK:
+        return Limit(f"with block_size {block_size}", "FlashMLA reads pages of 64 rows")
+    if values["plan"] is not None:
+        return Limit("with a plan", "FlashMLA makes its own in the call")
+    if values["num_splits"] != 0 or values["batch_invariant"]:
+        return Limit("with num_splits or batch_invariant", "FlashMLA decides itself what it splits")
+    if heads > FLASH_MLA_HEADS[-1]:
+        return Limit(f"with {heads} heads", f"FlashMLA takes up to {FLASH_MLA_HEADS[-1]}")
+    if _above(tokens, FLASH_MLA_TOKENS, asking):
+        return Limit(f"with {known(tokens)} tokens", f"FlashMLA decodes up to {FLASH_MLA_TOKENS}")
     return None
 
 

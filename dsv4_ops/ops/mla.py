@@ -34,7 +34,7 @@ from dsv4_ops.reference import mla as reference
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of models."""
 
-PROVIDERS = ("reference",)
+PROVIDERS = ("triton", "flash_mla", "reference")
 
 
 def check_scale(checks: Checks, name: str, scale: Tensor | None, taken: bool, what: str) -> None:
@@ -766,7 +766,9 @@ def mla_decode(
             "kv_lora_rank", kv_lora_rank, MlaDsFp8Layout.kv_lora_rank, f"layout {layout!r}"
         )
     check_splits(checks, num_splits, batch_invariant)
-    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, "layout": layout})
+    taken = {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
+    taken |= {"block_size": block_size, "kv_lora_rank": kv_lora_rank, "plan": plan}
+    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
     checks.above(0, softmax_scale=softmax_scale)
     check_cache(checks, kv_cache, block_size, layout, width)
     if layout == PlainLayout.tag:

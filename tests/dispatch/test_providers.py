@@ -12,6 +12,7 @@ from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch import choice, libraries, providers
 from tests.support.attention_batches import DECODE, GATHERED, decode_case
+from tests.support.mla_batches import DENSE, mla_case
 from tests.support.prefill_batches import PREFILL
 from tests.support.providers_on_cpu import (
     CASES,
@@ -143,7 +144,7 @@ def test_a_broken_deep_gemm_is_not_left_behind(monkeypatch, tmp_path):
     assert "deep_gemm" not in sys.modules
 
 
-@pytest.mark.parametrize("name", LIBRARY_OPS["flash_mla"])
+@pytest.mark.parametrize("name", [each for each in LIBRARY_OPS["flash_mla"] if each != DENSE])
 def test_what_flash_mla_does_not_take_is_refused(name, on_cpu):
     heads = CASES[name](0, 8)
     others = "'auto', 'triton' or 'reference'"
@@ -161,6 +162,41 @@ def test_what_flash_mla_does_not_take_is_refused(name, on_cpu):
     text += "FlashMLA decides itself what it splits."
     for setting in ({"num_splits": 2}, {"batch_invariant": True}):
         assert message(NotImplementedError, name, case, impl="flash_mla", **setting) == text
+
+
+@pytest.mark.parametrize(
+    ("made", "changed", "what"),
+    [
+        ({"heads": 129}, {}, "with 129 heads, got 'flash_mla'. FlashMLA takes up to 128."),
+        (
+            {"layout": "mla_fp8"},
+            {},
+            "with layout 'mla_fp8' and torch.bfloat16 queries, got 'flash_mla'. "
+            "FlashMLA takes plain bfloat16 or float16 rows.",
+        ),
+        (
+            {"width": 80, "rank": 64},
+            {},
+            "with rows of 80 values, of which 64 are the latent, got 'flash_mla'. "
+            "FlashMLA takes rows of 576, of which 512 are the latent.",
+        ),
+        (
+            {"block_size": 16},
+            {},
+            "with block_size 16, got 'flash_mla'. FlashMLA reads pages of 64 rows.",
+        ),
+        (
+            {},
+            {"num_splits": 2},
+            "with num_splits or batch_invariant, got 'flash_mla'. "
+            "FlashMLA decides itself what it splits.",
+        ),
+    ],
+)
+def test_dense_rows_that_flash_mla_does_not_take_are_refused(made, changed, what, on_cpu):
+    case = mla_case(0, [2], **{"heads": 4, "longest": 64, **made})
+    text = f"mla_decode: impl must be 'auto', 'triton' or 'reference' {what}"
+    assert message(NotImplementedError, DENSE, case, impl="flash_mla", **changed) == text
 
 
 def test_rows_that_flash_mla_does_not_take_are_refused(on_cpu):

@@ -18,6 +18,10 @@ DECODE = (
     "Tensor? _6, Tensor? _7, Tensor? _8, Tensor? _9, int _10, float _11, Tensor? _12) "
     "-> (Tensor _0, Tensor _1, Tensor? _2, Tensor? _3)"
 )
+DENSE = (
+    "dense_decode_fwd(Tensor _0, Tensor _1, int _2, Tensor _3, Tensor _4, float _5, bool _6, "
+    "Tensor? _7, Tensor? _8, Tensor? _9) -> (Tensor _0, Tensor _1, Tensor? _2, Tensor? _3)"
+)
 PREFILL = (
     "sparse_prefill_fwd(Tensor _0, Tensor _1, Tensor _2, float _3, int _4, Tensor? _5, "
     "Tensor? _6, Tensor? _7) -> Tensor[] _0"
@@ -109,6 +113,33 @@ def decode(
     return found[:, None], lse[:, None].transpose(1, 2), schedule, splits
 
 
+def dense_decode(q, kv, d_v, lens, block_table, scale, causal, schedule, splits, out):
+    q.data_ptr()
+    calls.append("dense_decode")
+    b, queries, _, width = q.shape
+    require(b > 0 and queries == 1 and not causal and (width, d_v) == (576, 512), "the queries")
+    require(q.is_contiguous() and q.data_ptr() % 16 == 0, "queries anywhere")
+    require(q.dtype == kv.dtype and q.dtype in (torch.bfloat16, torch.float16), "the rows")
+    require(kv.shape[1:] == (64, 1, 576) and kv.stride()[1::2] == (576, 1), "the pages")
+    require(block_table.shape[0] == b and block_table.stride(1) == 1, "the block table")
+    require(block_table.dtype == lens.dtype == torch.int32 and lens.is_contiguous(), "the lengths")
+    require(bool(((lens >= 0) & (lens <= block_table.shape[1] * 64)).all()), "lengths out of range")
+    column = torch.arange(block_table.shape[1])
+    read = column * 64 < lens[:, None].clamp(min=1)  # the first page of any
+    pages = torch.where(read, block_table, 0).long()
+    require(bool(((pages >= 0) & (pages < kv.shape[0])).all()), "pages that do not exist")
+    counts = torch.arange(block_table.shape[1] * 64) < lens[:, None]
+    keys = torch.where(counts[..., None], kv[pages].flatten(1, 3).float(), 0)
+    logits = torch.einsum("bhd,bkd->bhk", q[:, 0].float(), keys) * scale
+    logits = logits.masked_fill(~counts[:, None], -math.inf)
+    lse = logits.logsumexp(-1)
+    shares = torch.exp(logits - torch.where(lse == -math.inf, math.inf, lse)[..., None])
+    found = torch.einsum("bhk,bkd->bhd", shares.to(q.dtype).float(), keys[..., :512])
+    lse = torch.where(lse == -math.inf, math.inf, lse)
+    plan = torch.zeros(PARTS, 8, dtype=torch.int32), torch.zeros(b + 1, dtype=torch.int32)
+    return found[:, None].to(q.dtype), lse[:, None].transpose(1, 2), *plan
+
+
 def prefill(q, kv, indices, scale, d_v, sink, lens, out):
     q.data_ptr()
     calls.append("prefill")
@@ -136,7 +167,7 @@ def registered() -> Iterator[None]:
     from dsv4_ops.lowering import _compat, external
 
     library = torch.library.Library(NAMESPACE, "DEF")
-    for schema, function in ((DECODE, decode), (PREFILL, prefill)):
+    for schema, function in ((DECODE, decode), (DENSE, dense_decode), (PREFILL, prefill)):
         name = library.define(schema)
         library.impl(name, function, "CompositeImplicitAutograd")
     libraries.load.cache_clear()

@@ -38,6 +38,7 @@ WRITTEN = {
     "list_slots_kernel": {"swa_out", "swa_lens_out", "extra_out", "extra_lens_out", "sink_out"},
     "merge_groups_kernel": {"keys", "indices"},
     "merge_parts_kernel": {"keys", "indices", "out"},
+    "mla_decode_kernel": {"out", "lse", "partial", "partial_lse", "partial_scale"},
     "pool_windows_kernel": {"pooled"},
     "mla_prefill_kernel": {"out", "lse"},
     "prefill_keys_kernel": {"out", "lse"},

@@ -23,10 +23,11 @@ from tests.support.attention_batches import (
     gathered_case,
     paged_case,
 )
+from tests.support.mla_batches import DENSE, mla_case
 from tests.support.prefill_batches import PREFILL, prefill_case
 
 LIBRARY_OPS = {
-    "flash_mla": (DECODE, PAGED, PREFILL, GATHERED),
+    "flash_mla": (DECODE, PAGED, PREFILL, GATHERED, DENSE),
     "deep_gemm": ("indexer_logits", "indexer_select"),
 }
 UNUSABLE = choice.unusable
@@ -36,6 +37,7 @@ CASES = {
     PAGED: lambda seed, heads=64: paged_case(seed, 7, heads, columns=70),
     PREFILL: lambda seed, heads=64: prefill_case(seed, 7, heads, "C4", longest=300, topk=70),
     GATHERED: lambda seed, heads=64: gathered_case(seed, 7, heads, 130),
+    DENSE: lambda seed, heads=64: mla_case(seed, [2, 1, 3], heads, longest=200),
 }
 
 
@@ -109,7 +111,10 @@ from tests.fakes import flash_mla as fake_flash_mla
 def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length):
     return fake_flash_mla.prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, None)
 
-cuda = types.SimpleNamespace(sparse_decode_fwd=lambda *given: fake_flash_mla.decode(*given, None))
+cuda = types.SimpleNamespace(
+    sparse_decode_fwd=lambda *given: fake_flash_mla.decode(*given, None),
+    dense_decode_fwd=lambda *given: fake_flash_mla.dense_decode(*given, None),
+)
 flash_mla_interface = types.SimpleNamespace(flash_mla_cuda=cuda)
 """
 

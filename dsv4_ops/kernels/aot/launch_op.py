@@ -23,7 +23,7 @@ WRITTEN = frozenset(
 )
 """Parameters of the kernels in Gluon that they write to."""
 
-ALIGNED = {"gathered": ("q", "kv")}
+ALIGNED = {"gathered": ("q", "kv"), "mla": ("q", "kv_cache")}
 """Parameters that have to be at multiples of 16 bytes, by kernel: in a package the lowering copies
 those that are not, as Inductor drops a ``clone`` that changes nothing but the address."""
 

@@ -1,4 +1,4 @@
-"""FlashMLA behind the sparse MLA ops: our arguments as it takes them, its results as ours.
+"""FlashMLA behind sparse and dense MLA: our arguments as it takes them, its results as ours.
 
 FlashMLA checks no value: a slot that does not exist is made -1 before, which it skips. Its
 planner reads the lengths, so that a plan is right for one set of lengths only. Here it plans in
@@ -17,12 +17,18 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import CACHE_ALIGNMENT, KEY_BLOCK, MainLayout
 from dsv4_ops.core.tiles import METADATA_COLUMNS
-from dsv4_ops.core.types import ABSENT, FlashMlaPlan, SparseMla, SparseMlaGathered
+from dsv4_ops.core.types import (
+    ABSENT,
+    FlashMlaPlan,
+    MlaAttention,
+    SparseMla,
+    SparseMlaGathered,
+)
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.reference import bf16_workspace
 from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source
-from dsv4_ops.reference.sanitize import Listed, Prepared, list_slots, no_key
+from dsv4_ops.reference.sanitize import Listed, Prepared, compact_pages, list_slots, no_key
 from dsv4_ops.reference.sparse_mla import apply_inverse_rope
 
 WIDTH = MainLayout.head_dim
@@ -40,6 +46,11 @@ _DECODE = (
 _PREFILL = (
     "(Tensor q, Tensor kv, Tensor indices, float scale, int d_v, Tensor? attn_sink, Tensor? lens) "
     "-> (Tensor, Tensor, Tensor)"
+)
+
+_DENSE = (
+    "(Tensor q, Tensor kv, int d_v, Tensor lens, Tensor block_table, float scale, bool causal, "
+    "Tensor? schedule, Tensor? num_splits) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -62,6 +73,17 @@ def _decode(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out, lse, schedule, num_splits = found
     if arguments[_SCHEDULE] is not None:  # an op returns none of its arguments
         schedule, num_splits = schedule.new_empty(0), num_splits.new_empty(0)
+    return out, lse, schedule, num_splits
+
+
+def _dense_decode(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    library = _library()
+    if packaged():
+        op = library.dense_decode_fwd.default
+        found = op(*arguments, *opaque_op.trailing(op, len(arguments)))
+    else:  # DeepSeek's own module
+        found = library.flash_mla_interface.flash_mla_cuda.dense_decode_fwd(*arguments)
+    out, lse, schedule, num_splits = found
     return out, lse, schedule, num_splits
 
 
@@ -100,6 +122,7 @@ def num_sm_parts(device: torch.device, heads: int) -> int:
     return max(torch.cuda.get_device_properties(device).multi_processor_count * 64 // heads, 1)
 
 
+dense_decode = opaque_op.define("_flash_mla_dense_decode", _DENSE, _dense_decode, _decode_fake)
 decode = opaque_op.define("_flash_mla_decode", _DECODE, _decode, _decode_fake)
 prefill = opaque_op.define("_flash_mla_prefill", _PREFILL, _prefill, _prefill_fake)
 
@@ -111,6 +134,7 @@ def lowered() -> dict[Any, Any]:
     library = _library()
     pairs = {
         decode: (library.sparse_decode_fwd.default, _decode_fake),
+        dense_decode: (library.dense_decode_fwd.default, _decode_fake),
         prefill: (library.sparse_prefill_fwd.default, lambda *args: list(_prefill_fake(*args))),
     }
     for library, fake in pairs.values():
@@ -234,6 +258,37 @@ def sparse_mla_prefill(
         return SparseMla(out, no_key(lse))
     kernels.finish_heads(launch, out, lse, None, None)
     return SparseMla(out, lse)
+
+
+def mla_decode(
+    launch: Any,
+    q: Tensor,
+    kv_cache: Tensor,
+    seq_lens: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor | None,
+    plan: Tensor | None,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    *,
+    softmax_scale: float,
+    block_size: int,
+    **settings: Any,
+) -> MlaAttention:
+    """Every token is a request of its own, planned in the call."""
+    if q.shape[0] == 0:
+        out = q.new_empty((*q.shape[:2], WIDTH))
+        return MlaAttention(out, q.new_empty(q.shape[:2], dtype=torch.float32))
+    if kv_cache.shape[0] == 0:  # what is masked is read nevertheless
+        kv_cache = kv_cache.new_zeros((1, *kv_cache.shape[1:]))
+    pages, lens = compact_pages(block_table, req_indices, seq_lens, kv_cache.shape[0], block_size)
+    rows = kv_cache[:, :, None]
+    out, lse, _, _ = dense_decode(
+        _dense(q)[:, None], rows, WIDTH, lens, pages, softmax_scale, False, None, None
+    )
+    out, lse = out.squeeze(1), no_key(lse.squeeze(2))
+    return MlaAttention(torch.where((lse == -torch.inf)[..., None], 0.0, out), lse)
 
 
 def _gathered(launch: Any, call: Prefill, sink: Tensor | None) -> Rows:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4_ops.dispatch.choice import not_ours
 from dsv4_ops.kernels.arguments import strided
-from dsv4_ops.kernels.launcher import EMULATE, Launcher
+from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.mla_context.prefill_kernel import mla_prefill_kernel
 from dsv4_ops.reference import mla_context as reference
 
@@ -66,7 +66,6 @@ def mla_prefill(
         QUERIES=queries,
         KEYS=keys,
         STAGES=stages,
-        EMULATE=EMULATE,
         num_warps=warps,
     )
     return out, lse

@@ -6,6 +6,7 @@ import triton.language as tl
 from dsv4_ops.kernels.common.fp8 import (
     round_to_bf16,  # by name: Inductor copies kernels, not modules
 )
+from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.kernels.sparse_mla.triton.mainloop import log2_sum, softmax_step
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -13,7 +14,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _product(left, right, sums, EMULATE: tl.constexpr):
+def _product(left, right, sums):
     """``sums`` and a matrix product, in float32; Triton's interpreter has no bf16 product."""
     if EMULATE:
         return sums + tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
@@ -21,10 +22,10 @@ def _product(left, right, sums, EMULATE: tl.constexpr):
 
 
 @triton.jit
-def _rounded(values, like, EMULATE: tl.constexpr):
+def _rounded(values, like):
     """The float32 ``values`` in the dtype of ``like``."""
     if like.dtype == tl.bfloat16:
-        return round_to_bf16(values, EMULATE)
+        return round_to_bf16(values)
     return values.to(like.dtype)
 
 
@@ -47,7 +48,6 @@ def _attend(
     limit,
     SIZES: tl.constexpr,
     MASKED: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """The running sums after the keys of ``span``.
 
@@ -60,7 +60,6 @@ def _attend(
         SIZES: Columns of k_nope, k_pe and v and of their tiles, keys of a tile, softmax_scale and
             stages.
         MASKED: Whether queries see some of these keys only, or the last tile is not full.
-        EMULATE: Whether this runs in Triton's interpreter.
     """
     NOPE_DIM: tl.constexpr = SIZES[0]
     ROPE_DIM: tl.constexpr = SIZES[1]
@@ -84,14 +83,14 @@ def _attend(
         k_nope = _load_rows(nope + row * nope_stride, there, nope_step, NOPE_DIM, NOPE)
         k_pe = _load_rows(rope + row * rope_stride, there, rope_step, ROPE_DIM, ROPE)
         logits = tl.zeros((q_nope.shape[0], KEYS), dtype=tl.float32)
-        logits = _product(q_nope, tl.trans(k_nope), logits, EMULATE)
-        logits = _product(q_pe, tl.trans(k_pe), logits, EMULATE) * SCALE
+        logits = _product(q_nope, tl.trans(k_nope), logits)
+        logits = _product(q_pe, tl.trans(k_pe), logits) * SCALE
         if MASKED:
             seen = there[None, :] & (key[None, :] < limit[:, None])
             logits = tl.where(seen, logits, float("-inf"))
         weights, factor, row_max, row_sum = softmax_step(logits, row_max, row_sum)
         values = _load_rows(value + row * value_stride, there, value_step, VALUE_DIM, VALUE)
-        out = _product(_rounded(weights, values, EMULATE), values, out * factor[:, None], EMULATE)
+        out = _product(_rounded(weights, values), values, out * factor[:, None])
     return out, row_max, row_sum
 
 
@@ -132,7 +131,6 @@ def mla_prefill_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
-    EMULATE: tl.constexpr,
 ):
     """A tile of queries and a head.
 
@@ -209,12 +207,12 @@ def mla_prefill_kernel(
     )
     queries = (q_nope, q_pe)
     middle = key_first + whole
-    sums = _attend(sums, queries, keys, (key_first, middle), limit, SIZES, False, EMULATE)
-    sums = _attend(sums, queries, keys, (middle, most), limit, SIZES, True, EMULATE)
+    sums = _attend(sums, queries, keys, (key_first, middle), limit, SIZES, False)
+    sums = _attend(sums, queries, keys, (middle, most), limit, SIZES, True)
     summed, row_max, row_sum = sums
     summed = summed / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     target = query.to(tl.int64) * tl.num_programs(1) + head
     dim = tl.arange(0, VALUE)[None, :]
     place = out + target[:, None] * VALUE_DIM + dim
-    tl.store(place, _rounded(summed, q_nope, EMULATE), mask=exists[:, None] & (dim < VALUE_DIM))
+    tl.store(place, _rounded(summed, q_nope), mask=exists[:, None] & (dim < VALUE_DIM))
     tl.store(lse + target, log2_sum(row_max, row_sum) * _LN_2, mask=exists)

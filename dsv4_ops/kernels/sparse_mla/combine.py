@@ -40,11 +40,12 @@ def _combine(
             and its rows.
         token, first_split, splits, head, num_heads: Which ones.
         FLAGS: HAS_SINK, INVERSE_ROPE (the result is rounded, and its last ROPE values are rotated
-            back), ROPE and HEAD_DIM.
+            back), ROPE, HEAD_DIM, and WIDTH: how many of the values a program combines.
         STEP: Splits that are loaded together.
     """
     INVERSE_ROPE: tl.constexpr = FLAGS[1]
     HEAD_DIM: tl.constexpr = FLAGS[3]
+    WIDTH: tl.constexpr = FLAGS[4]
     out, lse = tensors[0]
     partial, partial_lse, partial_scale = tensors[1]
     attn_sink = tensors[2]
@@ -57,8 +58,10 @@ def _combine(
         position = tl.where(position >= 0, position, num_positions)
         angles = (cos_sin_cache, num_positions)
         rotated = load_tail_angles(angles, position, HEAD_DIM, HEAD_DIM, FLAGS[2])
-    dim = tl.arange(0, HEAD_DIM)
-    summed = tl.zeros((HEAD_DIM,), dtype=tl.float32)
+    dim = tl.arange(0, WIDTH)
+    if WIDTH < HEAD_DIM:
+        dim += tl.program_id(2) * WIDTH
+    summed = tl.zeros((WIDTH,), dtype=tl.float32)
     row_max = tl.full((), float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros((), dtype=tl.float32)
     first = 0
@@ -79,7 +82,9 @@ def _combine(
         first += STEP
     below = denominator(row_max, row_sum, sink)
     dst = token * num_heads + head
-    values = round_to_bf16(summed / below)
+    values = summed / below
+    if out.dtype.element_ty == tl.bfloat16:
+        values = round_to_bf16(values)
     if INVERSE_ROPE:
         values = rotate_tail(values.to(tl.float32), rotated, HEAD_DIM, True)
         values = round_to_bf16(values)
@@ -128,6 +133,7 @@ def combine_splits_kernel(
     INVERSE_ROPE: tl.constexpr,
     ROPE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     FEW: tl.constexpr,
     STEP: tl.constexpr,
     GROUP: tl.constexpr,
@@ -139,7 +145,7 @@ def combine_splits_kernel(
     parts = (partial, partial_lse, partial_scale)
     rotation = (positions, positions_stride, cos_sin_cache, num_positions)
     tensors = ((out, lse), parts, attn_sink, rotation)
-    FLAGS: tl.constexpr = (HAS_SINK, INVERSE_ROPE, ROPE, HEAD_DIM)
+    FLAGS: tl.constexpr = (HAS_SINK, INVERSE_ROPE, ROPE, HEAD_DIM, WIDTH)
     STEPS: tl.constexpr = (FEW, STEP)
     if HAS_PLAN:
         lane = tl.arange(0, GROUP)
@@ -183,6 +189,7 @@ def combine_listed_kernel(
     INVERSE_ROPE: tl.constexpr,
     ROPE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     FEW: tl.constexpr,
     STEP: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -191,7 +198,7 @@ def combine_listed_kernel(
     parts = (partial, partial_lse, partial_scale)
     rotation = (positions, positions_stride, cos_sin_cache, num_positions)
     tensors = ((out, lse), parts, attn_sink, rotation)
-    FLAGS: tl.constexpr = (HAS_SINK, INVERSE_ROPE, ROPE, HEAD_DIM)
+    FLAGS: tl.constexpr = (HAS_SINK, INVERSE_ROPE, ROPE, HEAD_DIM, WIDTH)
     STEPS: tl.constexpr = (FEW, STEP)
     head = tl.program_id(1)
     number = tl.program_id(0)
@@ -233,19 +240,21 @@ def combine(
     positions: Tensor | None,
     cos_sin_cache: Tensor | None,
     splits: int,
+    parts: int = 1,
 ) -> None:
-    """Write the results of the tokens that have several splits."""
+    """Write the results of the tokens that have several splits, those of a head in so many
+    parts."""
     out, lse = results[:2]
     num_tokens, num_heads = out.shape[0], int(out.shape[1])
     if plan is None:  # of a symbolic number: an empty grid but for one if it turns out to be 1
         rows = programs = 1 + (num_tokens - 1) * torch.sym_min(splits - 1, 1)
-        few = step = _step(splits)
+        few = step = _step(splits, MOST_SPLITS * parts)
     else:  # a plan may be for more tokens: no fewer rows than tokens of several splits
         rows = plan.shape[0] - num_tokens
         most = torch.sym_min(num_tokens, max(PROGRAMS // num_heads, 1))
         programs = torch.sym_max(most, (rows + ROWS - 1) // ROWS)
         few, step = FEW_SPLITS, STEP
-    launch(combine_splits_kernel)[(programs, num_heads)](
+    launch(combine_splits_kernel)[(programs, num_heads, parts)](
         *results,
         lse if attn_sink is None else attn_sink.contiguous(),
         lse if plan is None else plan,
@@ -260,7 +269,7 @@ def combine(
         GROUP=ROWS,
         FEW=few,
         STEP=step,
-        **_constants(out, attn_sink, positions),
+        **_constants(out, attn_sink, positions, parts),
     )
 
 
@@ -289,12 +298,15 @@ def combine_listed(
     )
 
 
-def _constants(out: Tensor, attn_sink: Tensor | None, positions: Tensor | None) -> dict[str, Any]:
+def _constants(
+    out: Tensor, attn_sink: Tensor | None, positions: Tensor | None, parts: int = 1
+) -> dict[str, Any]:
     return {
         "HAS_SINK": attn_sink is not None,
         "INVERSE_ROPE": positions is not None,
         "ROPE": ROPE,
         "HEAD_DIM": int(out.shape[2]),
+        "WIDTH": int(out.shape[2]) // parts,
         "num_warps": WARPS,
     }
 
@@ -309,8 +321,8 @@ def rotation_of(
     return (positions, positions.stride(0), table, table.shape[0])
 
 
-def _step(splits: int) -> int:
+def _step(splits: int, most: int) -> int:
     """Splits that are loaded together: a symbol must not decide the kernel."""
     if not isinstance(splits, int):
         return STEP
-    return min(max(triton.next_power_of_2(splits), 2), MOST_SPLITS)
+    return min(max(triton.next_power_of_2(splits), 2), most)

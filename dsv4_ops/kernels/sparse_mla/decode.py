@@ -106,10 +106,10 @@ class Work(NamedTuple):
     schedule: TileSchedule | None
 
 
-def partial_results(q: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+def partial_results(q: Tensor, capacity: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of so many splits the values, the logarithm of their sum, what values are multiples of."""
-    heads, width = int(q.shape[1]), int(q.shape[2])
-    parts = q.new_empty((capacity, heads, width), dtype=torch.float16)
+    heads, dtype = int(q.shape[1]), torch.float32 if q.dtype == torch.float32 else torch.float16
+    parts = q.new_empty((capacity, heads, width), dtype=dtype)
     return parts, *(q.new_empty((capacity, heads), dtype=torch.float32) for _ in range(2))
 
 
@@ -129,7 +129,7 @@ def launch_split_keys(
     if work.on_hopper and q.stride(2) != 1:
         q = q.contiguous()
     lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
-    results = (q.new_empty(q.shape), lse, *partial_results(q, work.capacity))
+    results = (q.new_empty(q.shape), lse, *partial_results(q, work.capacity, head_dim))
     lens = call.swa_lens if call.extra_lens is None else call.extra_lens
     cache = call.swa_cache if call.extra_cache is None else call.extra_cache
     indices = call.swa_indices if call.extra_indices is None else call.extra_indices
@@ -175,7 +175,7 @@ def launch_split_keys(
             scheduled = (schedule.combine_list, schedule.by_lengths, schedule.wave)
         constants |= {
             "SCHEDULED": schedule is not None,
-            "LANES": LEAST_LANES if schedule is None else _lanes(num_tokens),
+            "LANES": LEAST_LANES if schedule is None else lanes_of(num_tokens),
         }
         launch(kernels.split)[grid](*tensors, *scheduled, **constants, num_warps=support.WARPS)
         return results
@@ -200,7 +200,7 @@ def _source(cache: Tensor, indices: Tensor, lens: Tensor) -> tuple[Any, ...]:
     return (cache, cache.stride(0), cache.shape[0], *lists)
 
 
-def _lanes(num_tokens: int) -> int:
+def lanes_of(num_tokens: int) -> int:
     """A power of two that is no less; of a symbolic number nothing is known."""
     if not isinstance(num_tokens, int):
         return MAX_SCHEDULED_TOKENS
@@ -434,7 +434,7 @@ def _split(
     programs = num_tokens * splits
     schedule = None
     if on_hopper and free and call.req_indices is not None:
-        schedule = _schedule(call.q, units, wide)
+        schedule = schedule_of(call.q, units, wide)
     if schedule is not None:
         programs += schedule.by_lengths * (schedule.programs - programs)
         return Work(on_hopper, unit, splits, programs, PROGRAMS, schedule)
@@ -445,7 +445,7 @@ def _split(
     return Work(on_hopper, unit, splits, programs, capacity, None)
 
 
-def _schedule(q: Tensor, units: int, wide: int) -> TileSchedule | None:
+def schedule_of(q: Tensor, units: int, wide: int) -> TileSchedule | None:
     """How a batch with block tables is scheduled by its lengths, None if it is not.
 
     Few tokens are split by the widths of the tables alone, which takes no time. Of symbolic sizes a

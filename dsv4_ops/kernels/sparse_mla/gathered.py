@@ -49,7 +49,7 @@ def _results(q: Tensor) -> Results:
     return q.new_empty(q.shape), *logs
 
 
-def _steps(values: Tensor) -> list[int]:
+def row_strides(values: Tensor) -> list[int]:
     """Strides of all dimensions but the last; 0 of those of size 1."""
     sizes = zip(values.shape[:-1], values.stride()[:-1], strict=True)
     return [0 if isinstance(size, int) and size <= 1 else step for size, step in sizes]
@@ -57,7 +57,7 @@ def _steps(values: Tensor) -> list[int]:
 
 def copied(launch: Launcher, values: Tensor) -> Tensor:
     """``values`` as copies of 16 bytes can read them."""
-    if values.stride(-1) != 1 or any(step % _STEP for step in _steps(values)):
+    if values.stride(-1) != 1 or any(step % _STEP for step in row_strides(values)):
         values = values.contiguous()
     return values if launch.is_aligned(values) else values.clone()
 
@@ -83,13 +83,13 @@ def launch_gathered_keys(
     q, kv = copied(launch, q), copied(launch, kv)
     launch(kernels.gathered)[(torch.sym_min(items, launch.num_sms(q.device)),)](
         q,
-        *_steps(q),
+        *row_strides(q),
         out,
         lse,
         max_logits,
         lse if attn_sink is None else attn_sink.contiguous(),
         kv,
-        *_steps(kv),
+        *row_strides(kv),
         kv.shape[0],
         *strided(indices, lens),
         indices.shape[1],

@@ -182,7 +182,7 @@ def _launch_prefill(
         grid = (num_tokens * splits, grid[1])
         several = not (isinstance(splits, int) and splits == 1)
         capacity = programs_per_tile(num_heads, PROGRAMS)
-        parts = partial_results(q, capacity) if several else (results[1],) * 3
+        parts = partial_results(q, capacity, int(q.shape[2])) if several else (results[1],) * 3
         launch(kernels.prefill)[grid](
             *tensors, *parts, splits, **constants, num_warps=support.WARPS
         )

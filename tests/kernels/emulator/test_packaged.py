@@ -248,7 +248,7 @@ def taken(monkeypatch):
     """In the place of the kernel over listed rows."""
     kernels = support.kernels()
     kernel = Taken(kernels.gathered.arg_names)
-    made = support.Kernels(kernels.split, kernels.prefill, kernel)
+    made = kernels._replace(gathered=kernel)
     monkeypatch.setattr(support, "kernels", lambda: made)
     return kernel
 

@@ -7,6 +7,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import schedule_by_lengths
 from tests.helpers import INT32_MAX, INT32_MIN, i32
 
@@ -30,6 +31,7 @@ def written_schedule_kernel(
     TOKENS: gl.constexpr,
 ):
     token, split, count, first = schedule_by_lengths(
+        (gl.program_id(0), gl.num_programs(0), gl.program_id(1) == 0),
         (swa, 1),
         (extra, 1),
         (requests, 1),
@@ -38,6 +40,7 @@ def written_schedule_kernel(
         at_once,
         combines,
         TOKENS,
+        KEYS,
     )
     row = found + gl.program_id(0) * 4
     gl.store(row, token.to(gl.int32))

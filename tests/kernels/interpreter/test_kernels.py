@@ -58,11 +58,13 @@ TILES_IN_REGISTERS = {
 # only one program
 ONE_PER_SM = {
     "hopper_gathered_keys_kernel",
+    "hopper_mla_decode_kernel",
     "hopper_prefill_keys_kernel",
     "hopper_split_keys_kernel",
     "merge_groups_kernel",
     "merge_parts_kernel",
     "mla_prefill_kernel",
+    "mla_decode_kernel",
     "prefill_keys_kernel",
     "sparse_mla_plan_kernel",
     "split_keys_kernel",

@@ -1,5 +1,5 @@
-"""Sparse MLA in Triton's interpreter: prefill over longer batches, decode with plans and
-with the rotation undone."""
+"""MLA in Triton's interpreter: sparse prefill over longer batches, decode with plans and with the
+rotation undone; dense decode."""
 
 import os
 import subprocess
@@ -12,15 +12,25 @@ pytest.importorskip("triton", reason="triton is published for Linux only")
 NAMES = ("sparse_mla_decode", "sparse_mla_decode_paged")
 
 
-@pytest.mark.slow
-def test_prefill_plans_rotations_and_rows_with_gaps():
-    script = Path(__file__).parent / "interpret_mla.py"
+def passed_in(script):
+    """What has passed, line by line."""
+    path = Path(__file__).parent / script
     hidden = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, env={**os.environ, **hidden}
+        [sys.executable, path], capture_output=True, text=True, env={**os.environ, **hidden}
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_dense_rows_of_all_layouts_and_plans():
+    assert passed_in("interpret_dense_mla.py")[-1] == "plan"
+
+
+@pytest.mark.slow
+def test_prefill_plans_rotations_and_rows_with_gaps():
     gaps = [f"gaps {name}" for name in (*NAMES, "sparse_mla_prefill")]
     kinds = ("plans", "rotations", "units", "magnitudes")
     passed = [f"{what} {name}" for what in kinds for name in NAMES]
-    assert done.stdout.splitlines() == ["prefill", *passed, *gaps]
+    assert passed_in("interpret_mla.py") == ["prefill", *passed, *gaps]

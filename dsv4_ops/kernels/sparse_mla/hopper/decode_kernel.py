@@ -238,8 +238,10 @@ def hopper_split_keys_kernel(
         offset = first + split
     elif SCHEDULED:
         splits = gl.to_tensor(splits)  # a number that is known is a constant
+        place = (gl.program_id(0), gl.num_programs(0), gl.program_id(1) == 0)
         if by_lengths > 0:
             token, split, splits, first = schedule_by_lengths(
+                place,
                 (swa_lens, swa_len_stride),
                 (extra_lens, extra_len_stride),
                 (req_indices, req_stride),
@@ -248,9 +250,10 @@ def hopper_split_keys_kernel(
                 wave,
                 combine_list,
                 LANES,
+                KEYS,
             )
         else:
-            token, split, splits, first = schedule_evenly(splits, combine_list)
+            token, split, splits, first = schedule_evenly(place, splits, combine_list)
         if token >= num_tokens:
             return
         offset = gl.where(splits > 1, first + split, 0)

@@ -70,18 +70,18 @@ def _store_rotated(target, stage, sums, factor, row, first_head, heads, rotation
 
 
 @gluon.jit
-def _log2_sum(row_max, row_sum):
+def log2_sum(row_max, row_sum):
     return gl.where(row_max == float("-inf"), 0.0, row_max) + gl.log2(row_sum)
 
 
 @gluon.jit
-def _amax(values):
+def amax_of(values):
     """Amax of every head; NaN is left out."""
     return gl.max(gl.abs(values), axis=1)
 
 
 @gluon.jit
-def _scale_of(amax):
+def scale_of(amax):
     scale = gl.minimum(gl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
     return gl.where(amax == float("inf"), 1.0, scale)  # beside infinite ones as they are
 
@@ -108,7 +108,7 @@ def inverse_of(row_max, row_sum, sinks, HAS_SINK: gl.constexpr):
 def store_lse(lse, row, row_max, row_sum, heads):
     """Natural logarithms of as many heads from ``row`` on."""
     head = gl.arange(0, HEADS, LOGIT_ROW)
-    gl.store(lse + row + head, _log2_sum(row_max, row_sum) / _LOG2_E, mask=head < heads)
+    gl.store(lse + row + head, log2_sum(row_max, row_sum) / _LOG2_E, mask=head < heads)
 
 
 @gluon.jit
@@ -156,11 +156,11 @@ def part_left(sums, row_max, row_sum, blocks, dst, heads, queries, exchange, bar
     factor = gl.convert_layout(inverse, VALUE_ROW)
     mbarrier.wait(taken, (blocks & 1) ^ 1)
     exchange[0].store(inverse)
-    exchange[1].index(0).store(_amax(sums * factor[:, None]))
+    exchange[1].index(0).store(amax_of(sums * factor[:, None]))
     mbarrier.arrive(weighed)
     head = gl.arange(0, HEADS, LOGIT_ROW)
     start = row + first_head
-    gl.store(partial_lse + start + head, _log2_sum(row_max, row_sum), mask=head < heads)
+    gl.store(partial_lse + start + head, log2_sum(row_max, row_sum), mask=head < heads)
     mbarrier.wait(taken, blocks & 1)
     scale = exchange[1].index(1).load(VALUE_ROW)
     gl.store(partial_scale + start + head, gl.convert_layout(scale, LOGIT_ROW), mask=head < heads)
@@ -176,8 +176,8 @@ def part_right(sums, blocks, dst, heads, queries, exchange, barriers):
     _full, _empty, weighed, taken, _asked = barriers
     mbarrier.wait(weighed, blocks & 1)
     factor = exchange[0].load(VALUE_ROW)
-    amax = gl.maximum(_amax(sums * factor[:, None]), exchange[1].index(0).load(VALUE_ROW))
-    scale = _scale_of(amax)
+    amax = gl.maximum(amax_of(sums * factor[:, None]), exchange[1].index(0).load(VALUE_ROW))
+    scale = scale_of(amax)
     exchange[1].index(1).store(scale)
     mbarrier.arrive(taken)
     stage = reinterpret(queries, gl.float16, [HEADS, 2 * WIDTH], queries.layout)

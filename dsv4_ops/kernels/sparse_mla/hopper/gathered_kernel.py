@@ -43,26 +43,31 @@ def _halves(values):
 
 
 @gluon.jit
-def _write_piece(out, stage, values, row, heads, FIRST: gl.constexpr):
+def _write_piece(out, stage, values, row, heads, FIRST: gl.constexpr, GROUPED: gl.constexpr):
     stage.store(values)
     head = gl.arange(0, HEADS, gl.SliceLayout(1, _WRITTEN))
     dim = FIRST + gl.arange(0, _PIECE, gl.SliceLayout(0, _WRITTEN))
-    dst = out + (row + head)[:, None] * (2 * WIDTH) + dim[None, :]
+    if GROUPED:
+        to = row[0] + head + (head // row[1]) * row[2]
+    else:
+        to = row + head
+    dst = out + to[:, None] * (2 * WIDTH) + dim[None, :]
     gl.store(dst, stage.load(_WRITTEN), mask=(head < heads)[:, None])
 
 
 @gluon.jit
-def _write(out, stage, sums, inverse, row, heads, FIRST: gl.constexpr):
+def write_half(out, stage, sums, inverse, row, heads, FIRST: gl.constexpr, GROUPED: gl.constexpr):
     """Half of the results of as many heads, from dimension FIRST on. By way of the memory of a
-    block's weights: a thread has pairs of values, and writes eight."""
+    block's weights: a thread has pairs of values, and writes eight. With GROUPED, ``row`` is the
+    first row, after how many rows others are left out, and how many."""
     factor = gl.convert_layout(inverse, VALUE_ROW)
     left, right = _halves((sums * factor[:, None]).to(out.dtype.element_ty))
     first, second = _halves(left)
     third, fourth = _halves(right)
-    _write_piece(out, stage, first, row, heads, FIRST)
-    _write_piece(out, stage, second, row, heads, FIRST + _PIECE)
-    _write_piece(out, stage, third, row, heads, FIRST + 2 * _PIECE)
-    _write_piece(out, stage, fourth, row, heads, FIRST + 3 * _PIECE)
+    _write_piece(out, stage, first, row, heads, FIRST, GROUPED)
+    _write_piece(out, stage, second, row, heads, FIRST + _PIECE, GROUPED)
+    _write_piece(out, stage, third, row, heads, FIRST + 2 * _PIECE, GROUPED)
+    _write_piece(out, stage, fourth, row, heads, FIRST + 3 * _PIECE, GROUPED)
 
 
 @gluon.jit
@@ -93,9 +98,9 @@ def _attend(
         mbarrier.wait(asked, turn & 1)
         fence_async_shared()
         if HALF == LEFT:
-            sums, largest, total = attend_even(first, pairs, turn, SCALE, shared)
+            sums, largest, total = attend_even(first, pairs, turn, SCALE, shared, shared[0], False)
         else:
-            sums, largest, total = attend_odd(first, pairs, turn, SCALE, shared)
+            sums, largest, total = attend_odd(first, pairs, turn, SCALE, shared, shared[0], False)
         first += pairs
         total = whole_total(HALF, first, turn, total, shared)
         inverse = inverse_of(largest, total, sinks.index(turn & 1), HAS_SINK)
@@ -107,7 +112,7 @@ def _attend(
             store_lse(lse, row, largest, total, heads)
             head = gl.arange(0, HEADS, LOGIT_ROW)
             gl.store(max_logits + row + head, largest / _LOG2_E, mask=head < heads)
-        _write(out, shared[3].index(HALF), sums, inverse, row, heads, HALF * WIDTH)
+        write_half(out, shared[3].index(HALF), sums, inverse, row, heads, HALF * WIDTH, False)
         turn += 1
         item = after
 

@@ -69,9 +69,21 @@ def _barrier(ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def _logits(
-    block, BLOCK: gl.constexpr, phase, FIRST: gl.constexpr, scale, queries, keys, existing, full
+    block,
+    BLOCK: gl.constexpr,
+    phase,
+    FIRST: gl.constexpr,
+    scale,
+    place,
+    shared,
+    rope,
+    HAS_ROPE: gl.constexpr,
 ):
-    """The half that comes first is multiplied first."""
+    """The half that comes first is multiplied first. With HAS_ROPE keys have more dimensions than
+    values: ``rope`` are those of the queries, and of each row the position behind its last key.
+    Those of the keys are where the weights of the block will be, and ``existing`` has positions."""
+    queries, full = shared[0].index(place), shared[5][0]
+    keys, existing, weights = shared[1], shared[2], shared[3]
     nothing = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
     SECOND: gl.constexpr = 1 - FIRST
     mbarrier.wait(full[FIRST][BLOCK], phase)
@@ -91,8 +103,13 @@ def _logits(
         product,
         is_async=True,
     )
+    if HAS_ROPE:
+        dims = weights.index(block).permute((1, 0))
+        product = warpgroup_mma(rope[0].index(place), dims, product, is_async=True)
     exists = existing.index(block).load(gl.SliceLayout(0, LOGITS))
     logits = warpgroup_mma_wait(0, deps=(product,))
+    if HAS_ROPE:
+        return gl.where(exists[None, :] < rope[1][:, None], logits * scale, float("-inf"))
     return gl.where((exists >= 0)[None, :], logits * scale, float("-inf"))
 
 
@@ -114,19 +131,19 @@ def _hand_over(block: gl.constexpr, weights, rounded, weighed):
 
 
 @gluon.jit
-def attend_even(first, pairs, turn, scale, shared):
+def attend_even(first, pairs, turn, scale, shared, rope, HAS_ROPE: gl.constexpr):
     """Sums of the left half over as many pairs from the ``first`` on, largest logits, and totals of
-    the first blocks of pairs. ``scale`` includes log2(e)."""
-    queries, keys, existing, weights, both, barriers = shared
+    the first blocks of pairs. ``scale`` includes log2(e); ``rope`` is that of ``_logits``."""
+    _queries, keys, _existing, weights, both, barriers = shared
     peaks = both[0]
-    full, used, peaked, weighed, _asked, _answered = barriers
+    _full, used, peaked, weighed, _asked, _answered = barriers
     sums = gl.full([HEADS, WIDTH], 0.0, gl.float32, VALUES)
     largest = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
     total = sums_of_threads(gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS))
     pair = first + pairs * 0
     while pair < first + pairs:
         phase = pair & 1
-        logits = _logits(0, 0, phase, LEFT, scale, queries.index(0), keys, existing, full)
+        logits = _logits(0, 0, phase, LEFT, scale, 0, shared, rope, HAS_ROPE)
         highest = gl.maximum(largest, gl.max(logits, axis=1))
         peaks.index(0).store(highest)
         mbarrier.arrive(peaked[0])
@@ -153,11 +170,11 @@ def attend_even(first, pairs, turn, scale, shared):
 
 
 @gluon.jit
-def attend_odd(first, pairs, turn, scale, shared):
+def attend_odd(first, pairs, turn, scale, shared, rope, HAS_ROPE: gl.constexpr):
     """Sums of the right half over all blocks, largest logits, and totals of the second blocks."""
-    queries, keys, existing, weights, both, barriers = shared
+    _queries, keys, _existing, weights, both, barriers = shared
     peaks = both[0]
-    full, used, peaked, weighed, _asked, _answered = barriers
+    _full, used, peaked, weighed, _asked, _answered = barriers
     sums = gl.full([HEADS, WIDTH], 0.0, gl.float32, VALUES)
     largest = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
     total = sums_of_threads(gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS))
@@ -165,8 +182,7 @@ def attend_odd(first, pairs, turn, scale, shared):
     while pair < first + pairs:
         phase = pair & 1
         none = pair >> 28  # 0: of a constant, descriptors would be kept in registers
-        asked = queries.index(none)
-        logits = _logits(none + 1, 1, phase, RIGHT, scale, asked, keys, existing, full)
+        logits = _logits(none + 1, 1, phase, RIGHT, scale, none, shared, rope, HAS_ROPE)
         highest = gl.max(logits, axis=1)
         mbarrier.wait(peaked[0], (pair + turn) & 1)
         highest = gl.maximum(highest, peaks.index(0).load(LOGIT_ROW))

@@ -31,11 +31,13 @@ def runs(launch: Launcher, q: Tensor, coded: bool) -> bool:
 
 
 class Kernels(NamedTuple):
-    """The kernels of decode, of prefill from FP8 pages, and over listed bf16 rows."""
+    """The kernels of decode, of prefill from FP8 pages, over listed bf16 rows, and of decode of
+    dense MLA."""
 
     split: Any
     prefill: Any
     gathered: Any
+    mla: Any
 
 
 @functools.cache
@@ -48,6 +50,9 @@ def kernels() -> Kernels | None:
 
 
 def _kernel(name: str) -> Any:
+    if name == "mla":
+        module = importlib.import_module("dsv4_ops.kernels.mla.hopper.decode_kernel")
+        return module.hopper_mla_decode_kernel
     phase = "decode" if name == "split" else name
     module = importlib.import_module(f"dsv4_ops.kernels.sparse_mla.hopper.{phase}_kernel")
     return getattr(module, f"hopper_{name}_keys_kernel")

@@ -9,7 +9,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dsv4_ops.core import tiles
-from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 
 _SIZES, _STEPS = gl.constexpr(tiles.SPLIT_SIZES), gl.constexpr(tiles.SPLIT_STEPS)
 _COMBINE, _EXTRA = gl.constexpr(tiles.COMBINE_TILES), gl.constexpr(tiles.EXTRA_SPLIT_TILES)
@@ -34,9 +33,9 @@ def _loaded(values, lane, num_tokens):
 
 
 @gluon.jit
-def _tiles(found, width):
-    counted = gl.minimum(gl.minimum(gl.maximum(found, 0), width), _MOST_TILES * KEYS)
-    return (counted + KEYS - 1) // KEYS
+def _tiles(found, width, TILE: gl.constexpr):
+    counted = gl.minimum(gl.minimum(gl.maximum(found, 0), width), _MOST_TILES * TILE)
+    return (counted + TILE - 1) // TILE
 
 
 @gluon.jit
@@ -54,7 +53,7 @@ def _size(index, mean, longest):
 
 
 @gluon.jit
-def _best_size(tiles, total, longest, num_tokens, wave, BOTH: gl.constexpr):
+def _best_size(tiles, total, longest, num_tokens, wave, programs, BOTH: gl.constexpr):
     """The cheapest size whose extra splits fit; the smallest of several such.
 
     A combine has a cost, and, beyond one wave, the start of each work tile. All programs wait for
@@ -65,43 +64,54 @@ def _best_size(tiles, total, longest, num_tokens, wave, BOTH: gl.constexpr):
     extra = gl.sum(_extra_splits(tiles[None, :], sizes[:, None]), 1)
     shared = total + _START * (num_tokens + extra - wave)
     cost = gl.maximum(sizes * wave, shared) + gl.where(extra > 0, _COMBINE, 0) * wave
-    capacity = gl.maximum(gl.num_programs(0) - num_tokens, 0)
+    capacity = gl.maximum(programs - num_tokens, 0)
     cost = gl.where(extra <= capacity, cost + _EXTRA * extra, _NEVER)
     return _size(gl.min(cost * _SIZES + index, 0) % _SIZES, mean, longest)
 
 
 @gluon.jit
 def schedule_by_lengths(
-    swa, extra, requests, widths, num_tokens, wave, combine_list, TOKENS: gl.constexpr
+    place,
+    swa,
+    extra,
+    requests,
+    widths,
+    num_tokens,
+    wave,
+    combine_list,
+    TOKENS: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """The work tile of this program: its token, or ``num_tokens`` for none, which split of how
-    many, and the first partial result of the token.
+    many, and the first partial result of the token. ``place``: its number, of how many programs,
+    and whether it has the first tile of heads.
 
     ``combine_list`` is written: how many tokens have several splits, and of each the token, its
     splits and its first partial result. ``swa``, ``extra`` and ``requests`` are the lengths and
     the rows of tables of all tokens with their strides, ``widths`` the widths of the lists and the
-    number of rows, ``wave`` the programs that run at once. What a program reads for itself later
-    has arrived with them."""
+    number of rows, ``wave`` the programs that run at once, TILE the keys of a block. What a program
+    reads for itself later has arrived with them."""
     # sizes by tokens: a warp has a quarter of the sizes and all of up to TOKENS tokens
     BOTH: gl.constexpr = gl.BlockedLayout([_SIZES // 4, TOKENS // 32], [1, 32], [4, 1], [1, 0])
     lane = gl.arange(0, TOKENS, gl.SliceLayout(0, BOTH))
     request = _loaded(requests, lane, num_tokens)
-    tiles = _tiles(_loaded(extra, lane, num_tokens), widths[1])
+    tiles = _tiles(_loaded(extra, lane, num_tokens), widths[1], TILE)
     tiles = gl.where((request >= 0) & (request < widths[2]), tiles, 0)
-    tiles = gl.minimum(tiles + _tiles(_loaded(swa, lane, num_tokens), widths[0]), _MOST_TILES)
+    tiles += _tiles(_loaded(swa, lane, num_tokens), widths[0], TILE)
+    tiles = gl.minimum(tiles, _MOST_TILES)
     longest, total = gl.maximum(gl.max(tiles, 0), 1), gl.sum(tiles, 0)
-    number = gl.program_id(0)
+    number, programs, leads = place
     several, token = number * 0, gl.minimum(number, num_tokens)
     split, count, first = several, several + 1, several
     # else splits and their combine cost no less than the longest token, and no order is better
     if (longest - _COMBINE - 1) * gl.maximum(wave, num_tokens) >= total:
-        size = _best_size(tiles, total, longest, num_tokens, wave, BOTH)
+        size = _best_size(tiles, total, longest, num_tokens, wave, programs, BOTH)
         several, row, token, split, count, first = _work_tile(
-            tiles, size, number, num_tokens, wave, TOKENS, BOTH
+            tiles, size, number, programs, num_tokens, wave, TOKENS, BOTH
         )
-        listed = (gl.program_id(1) == 0) & (token < num_tokens) & (split == 0) & (count > 1)
+        listed = leads & (token < num_tokens) & (split == 0) & (count > 1)
         _list_split_token(combine_list, row, token, count, first, listed)
-    gl.store(combine_list, several, mask=(gl.program_id(1) == 0) & (number == 0))
+    gl.store(combine_list, several, mask=leads & (number == 0))
     return token.to(gl.int64), split, count, first
 
 
@@ -113,7 +123,16 @@ def _class(tiles, size):
 
 
 @gluon.jit
-def _work_tile(tiles, size, number, num_tokens, wave, TOKENS: gl.constexpr, BOTH: gl.constexpr):
+def _work_tile(
+    tiles,
+    size,
+    number,
+    programs,
+    num_tokens,
+    wave,
+    TOKENS: gl.constexpr,
+    BOTH: gl.constexpr,
+):
     """How many tokens have several splits, and how many of them are before the one of a program;
     then what ``schedule_by_lengths`` returns. Splits are in the order of tokens;
     beyond one wave the longer tokens come first, by classes."""
@@ -122,7 +141,7 @@ def _work_tile(tiles, size, number, num_tokens, wave, TOKENS: gl.constexpr, BOTH
     of_token = gl.convert_layout(tiles, LINE)
     more = _extra_splits(of_token, size)
     here, local = gl.where(lane < num_tokens, more + 1, 0), number
-    if gl.num_programs(0) > wave:
+    if programs > wave:
         chosen, before = _class_of(tiles, size, number, num_tokens, TOKENS, BOTH)
         here = gl.where(_class(of_token, size) == chosen, here, 0)
         local = number - before
@@ -158,12 +177,12 @@ def _list_split_token(combine_list, row, token, count, first, wanted):
 
 
 @gluon.jit
-def schedule_evenly(splits, combine_list):
+def schedule_evenly(place, splits, combine_list):
     """The same where every token has as many splits, to be combined if there are several."""
-    number = gl.program_id(0)
+    number, programs, leads = place
     token, split = number // splits, number % splits
-    lists = (gl.program_id(1) == 0) & (split == 0)
-    tokens = gl.where(splits > 1, gl.num_programs(0) // splits, 0)
+    lists = leads & (split == 0)
+    tokens = gl.where(splits > 1, programs // splits, 0)
     gl.store(combine_list, tokens, mask=lists & (number == 0))
     first = token * splits
     _list_split_token(combine_list, token, token, splits, first, lists & (splits > 1))

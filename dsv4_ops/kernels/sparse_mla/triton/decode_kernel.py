@@ -84,6 +84,18 @@ def _amax(values):
 
 
 @triton.jit
+def _scale_of(amax):
+    scale = tl.minimum(tl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
+    return tl.where(amax == float("inf"), 1.0, scale)  # beside infinite ones as they are
+
+
+@triton.jit
+def scale_of_partial(values):
+    """What the values of a partial result are stored as multiples of."""
+    return _scale_of(_amax(values))
+
+
+@triton.jit
 def split_keys_kernel(
     q,
     q_stride,
@@ -267,8 +279,7 @@ def split_keys_kernel(
         amax = tl.maximum(_amax(out3 * inverse), _amax(out2 * inverse))
         amax = tl.maximum(amax, _amax(out1 * inverse))
         amax = tl.maximum(amax, _amax(out0 * inverse))
-        scale = tl.minimum(tl.maximum(amax, _MIN_SCALE), _MAX_SCALE)
-        amax = tl.where(amax == float("inf"), 1.0, scale)  # beside infinite ones as they are
+        amax = _scale_of(amax)
         inverse *= 1.0 / amax
         row = offset.to(tl.int64) * num_heads + head
         dst = partial + row[:, None] * HEAD_DIM

@@ -1,0 +1,267 @@
+"""Benchmark dense MLA decode against its roofline and FlashMLA."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dsv4_ops as ops
+from benchmarks.baselines import flash_mla
+from benchmarks.harness.measure import FLOP_PER_US
+from benchmarks.harness.memory import ColdCache, Copies
+from benchmarks.harness.options import add_cases, chosen_device
+from benchmarks.harness.timing import Call, Capture
+from benchmarks.run import BenchError
+from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
+
+GROUPS = {"bf16": PlainLayout.tag, "fp8": MlaFp8Layout.tag, "ds_fp8": MlaDsFp8Layout.tag}
+"""Groups of cases, and the layout of their rows."""
+
+RANK, WIDTH, BLOCK = 512, 576, 64
+SCALE = 192**-0.5
+
+H200_BYTES_PER_US = 4.3e6
+"""What copies reach on an H200; the roofline of every GPU takes that of its own, too."""
+
+_ROTATED = 2**28
+"""Bytes of the rows of all input sets: several times the L2."""
+
+_MOST_SETS = 64
+_CONTEXTS = (4096, 32768, 131072)
+_BATCHES = (1, 8, 32, 64, 128)
+_HEADS = (128, 16)
+_MOST_DIFFERENCE = 1e-2
+"""Largest difference from FlashMLA: outputs are averages of normal values, in bf16."""
+
+
+@dataclass
+class Row:
+    """Times in microseconds, medians of replays of CUDA graphs.
+
+    Args:
+        layout: Of the rows.
+        heads, batch, context: Of the case; every request has one token.
+        us: Ours.
+        flash_mla_us: FlashMLA's on the same rows, its plan not counted; bf16 only.
+        ratio: Of FlashMLA's time to ours.
+        roofline_us: The larger of bytes at the rate of this GPU's copies and FLOP at 790 TFLOP/s.
+        roofline: ``roofline_us`` over ``us``.
+        h200_roofline_us: The same with the copies of an H200.
+        max_diff: Largest difference from FlashMLA's output.
+        error: What went wrong.
+    """
+
+    layout: str
+    heads: int
+    batch: int
+    context: int
+    us: float | None = None
+    flash_mla_us: float | None = None
+    ratio: float | None = None
+    roofline_us: float | None = None
+    roofline: float | None = None
+    h200_roofline_us: float | None = None
+    max_diff: float | None = None
+    error: str | None = None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only this benchmark has."""
+    add_cases(parser, tuple(GROUPS))
+
+
+class Inputs:
+    """Input sets of a case over one pool of rows: each with pages and queries of its own."""
+
+    def __init__(self, row: Row, pool: Tensor, device: torch.device) -> None:
+        self.row, self.device = row, device
+        columns = -(-row.context // BLOCK)
+        pages = row.batch * columns
+        size = pages * BLOCK * pool.shape[2] * pool.element_size()
+        count = max(1, min(_MOST_SETS, -(-_ROTATED // size), pool.shape[0] // pages))
+        made = torch.Generator(device).manual_seed(0)
+        self.cache = pool
+        self.lens = torch.full((row.batch,), row.context, dtype=torch.int32, device=device)
+        self.requests = torch.arange(row.batch, dtype=torch.int32, device=device)
+        self.sets: list[tuple[Tensor, Tensor]] = []
+        for number in range(count):
+            order = torch.randperm(pages, generator=made, device=device) + number * pages
+            q = torch.randn(row.batch, row.heads, WIDTH, generator=made, device=device)
+            self.sets.append((q.bfloat16(), order.int().view(row.batch, columns)))
+
+    def ours(self, **settings: Any) -> list[Call]:
+        """Calls of ``mla_decode``."""
+        scale = None
+        if self.row.layout == MlaFp8Layout.tag:
+            scale = torch.full((1,), 0.5, device=self.device)
+        return [
+            functools.partial(
+                ops.mla_decode,
+                q,
+                self.cache,
+                self.lens,
+                self.requests,
+                table,
+                kv_scale=scale,
+                softmax_scale=SCALE,
+                block_size=BLOCK,
+                layout=self.row.layout,
+                **settings,
+            )
+            for q, table in self.sets
+        ]
+
+    def of_flash_mla(self, library: Any) -> list[Call]:
+        """Calls of FlashMLA, planned before."""
+        op = library.ops.dense_decode_fwd
+        rows = self.cache[:, :, None]
+
+        def attend(q: Tensor, table: Tensor, *plan: Any) -> Any:
+            return op(q[:, None], rows, RANK, self.lens, table, SCALE, False, *plan, None)
+
+        plan = attend(*self.sets[0], None, None)[2:]
+        return [functools.partial(attend, q, table, *plan) for q, table in self.sets]
+
+
+def roofline_us(row: Row, bytes_per_us: float) -> float:
+    """The larger of what its bytes and its products take."""
+    row_bytes = {PlainLayout.tag: 2 * WIDTH, MlaFp8Layout.tag: WIDTH, MlaDsFp8Layout.tag: 656}
+    moved = row.batch * row.context * row_bytes[row.layout]
+    moved += row.batch * row.heads * (WIDTH + RANK) * 2
+    flop = 2 * row.batch * row.heads * row.context * (WIDTH + RANK)
+    return max(moved / bytes_per_us, flop / FLOP_PER_US)
+
+
+def median_us(calls: Sequence[Call]) -> float:
+    """Per call, all of them in one CUDA graph."""
+    return float(Capture(calls).device_us().median)
+
+
+def measure(row: Row, pool: Tensor, library: Any, copy_rate: float, device: torch.device) -> None:
+    """Fill in a row."""
+    inputs = Inputs(row, pool, device)
+    calls = inputs.ours()
+    out = calls[0]()[0]
+    theirs: list[Call] = []
+    if library is not None and row.layout == PlainLayout.tag:
+        theirs = inputs.of_flash_mla(library)
+        row.max_diff = float((theirs[0]()[0].squeeze(1).float() - out.float()).abs().max())
+        if not row.max_diff < _MOST_DIFFERENCE:
+            row.error = f"differs from FlashMLA by {row.max_diff:.3g}"
+    row.us = median_us(calls)
+    row.roofline_us = roofline_us(row, copy_rate)
+    row.roofline = row.roofline_us / row.us
+    row.h200_roofline_us = roofline_us(row, H200_BYTES_PER_US)
+    if theirs:
+        row.flash_mla_us = median_us(theirs)
+        row.ratio = row.flash_mla_us / row.us
+
+
+def cases(layout: str, heads: Sequence[int], contexts: Sequence[int]) -> Iterator[Row]:
+    """Rows to fill in."""
+    for count in heads:
+        for context in contexts:
+            for batch in _BATCHES:
+                yield Row(layout, count, batch, context)
+
+
+def pool_of(layout: str, blocks: int, device: torch.device) -> Tensor:
+    """Rows of normal values, or of codes that are no NaN."""
+    if layout == PlainLayout.tag:
+        pool = torch.empty(blocks, BLOCK, WIDTH, dtype=torch.bfloat16, device=device)
+        return pool.normal_()
+    row_bytes = WIDTH if layout == MlaFp8Layout.tag else 656
+    pool = torch.randint(0x20, 0x48, (blocks, BLOCK, row_bytes), dtype=torch.uint8, device=device)
+    if layout == MlaDsFp8Layout.tag:
+        scales = torch.full((4,), 0.5, device=device).view(torch.uint8)
+        pool[..., RANK : RANK + 16] = scales
+        pool[..., RANK + 16 :] = torch.ones(64, device=device).bfloat16().view(torch.uint8)
+    return pool
+
+
+HEADER = (
+    "| rows | heads | batch | context | us | FlashMLA us | ratio | roofline us | of roofline "
+    "| of an H200's | max diff |\n|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+
+    def shown(value: float | None, digits: str = ".1f") -> str:
+        return "" if value is None else format(value, digits)
+
+    h200 = None if row.us is None or row.h200_roofline_us is None else row.h200_roofline_us / row.us
+    cells = (
+        row.layout,
+        str(row.heads),
+        str(row.batch),
+        f"{row.context // 1024}k",
+        shown(row.us),
+        shown(row.flash_mla_us),
+        shown(row.ratio, ".2f"),
+        shown(row.roofline_us),
+        shown(row.roofline, ".0%"),
+        shown(h200, ".0%"),
+        shown(row.max_diff, ".4f"),
+    )
+    return "| " + " | ".join(cells) + " |" + (f" {row.error}" if row.error else "")
+
+
+def run_all(
+    groups: Sequence[str],
+    library: Any,
+    device: torch.device,
+    say: Callable[[str], None],
+    *,
+    heads: Sequence[int] = _HEADS,
+    contexts: Sequence[int] = _CONTEXTS,
+) -> list[Row]:
+    """Every case of some groups. A case that fails keeps its error."""
+    copies = Copies(device, ColdCache(device)).bytes_per_us
+    say(f"copy {copies / 1e6:.2f} TB/s, {torch.cuda.get_device_name(device)}\n\n{HEADER}")
+    rows: list[Row] = []
+    for group in groups:
+        most = max(_BATCHES) * max(contexts) // BLOCK
+        pool = pool_of(GROUPS[group], most, device)
+        for row in cases(GROUPS[group], heads, contexts):
+            try:
+                measure(row, pool, library, copies, device)
+            except Exception as error:
+                row.error = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            rows.append(row)
+            say(line(row))
+        del pool
+    return rows
+
+
+def run(options: argparse.Namespace) -> None:
+    """Time the cases of the command line; rows and table go to ``options.out``."""
+    device = chosen_device(options)
+    if device.type != "cuda":
+        raise BenchError("mla: it times kernels, which run on CUDA only")
+    library = None if options.baseline is None else flash_mla.load(options.baseline)
+    lines: list[str] = []
+
+    def say(text: str) -> None:
+        lines.append(text)
+        print(text, flush=True)
+
+    contexts = _CONTEXTS[:1] if options.smoke else _CONTEXTS
+    rows = run_all(options.cases or tuple(GROUPS), library, device, say, contexts=contexts)
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "mla.md").write_text("\n".join(lines) + "\n")
+    with (out / "mla.jsonl").open("w") as file:
+        file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+    failed = [row for row in rows if row.error]
+    if failed:
+        raise BenchError(f"{len(failed)} cases failed, {failed[0].error}")

@@ -1,0 +1,321 @@
+"""Launch dense MLA decode: split the keys of each token over programs, then combine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
+from dsv4_ops.core.registry import AUTO
+from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles
+from dsv4_ops.core.types import MlaAttention
+from dsv4_ops.dispatch.choice import not_ours
+from dsv4_ops.kernels import opaque_op
+from dsv4_ops.kernels.arguments import listed, paged, strided
+from dsv4_ops.kernels.launcher import EAGER, Launcher
+from dsv4_ops.kernels.mla.triton.decode_kernel import mla_decode_kernel
+from dsv4_ops.kernels.sparse_mla import combine
+from dsv4_ops.kernels.sparse_mla.decode import (
+    LEAST_LANES,
+    TileSchedule,
+    Work,
+    lanes_of,
+    num_splits_of,
+    partial_results,
+    schedule_of,
+)
+from dsv4_ops.kernels.sparse_mla.gathered import copied, row_strides
+from dsv4_ops.kernels.sparse_mla.hopper import support
+from dsv4_ops.reference import mla as reference
+
+OP = "mla_decode"
+
+WARPS = 8
+"""Warps of a program of the kernel in Triton."""
+
+LEAST_TILE = 16
+"""Rows and columns that a matrix product has at least."""
+
+_FORMATS = {PlainLayout.tag: 0, MlaFp8Layout.tag: 1, MlaDsFp8Layout.tag: 2}
+
+WIDTH, RANK = 576, 512
+"""Values of a row, and the leading ones that are its value, which Hopper's kernel is made for."""
+
+PAIR = 2 * KEY_TILE
+"""Keys that splits of Hopper's kernel are multiples of."""
+
+INVARIANT_KEYS, INVARIANT_SPLITS = 2048, 16
+"""Of a batch-invariant call: keys of a block table per split of every token, and most splits."""
+
+PARTS, MOST_IN_PARTS = 4, 1024
+"""Programs that combine a head of a token, up to so many heads of all tokens."""
+
+_WHAT = "with such queries or rows"
+
+_SCHEMA = (
+    "(Tensor q, Tensor kv_cache, Tensor seq_lens, Tensor req_indices, Tensor block_table, "
+    "Tensor? query_start_loc, Tensor? plan, *, float softmax_scale, int block_size, "
+    "int num_splits, bool batch_invariant) -> (Tensor, Tensor)"
+)
+
+
+class Call(NamedTuple):
+    """The tensors of a call; those that there may be not last."""
+
+    q: Tensor
+    kv_cache: Tensor
+    seq_lens: Tensor
+    req_indices: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor | None
+    plan: Tensor | None
+    q_scale: Tensor | None = None
+    kv_scale: Tensor | None = None
+
+
+def mla_decode(
+    launch: Launcher,
+    q: Tensor,
+    kv_cache: Tensor,
+    seq_lens: Tensor,
+    req_indices: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor | None = None,
+    plan: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    *,
+    impl: str = AUTO,
+    **settings: Any,
+) -> MlaAttention:
+    rows = (kv_cache, seq_lens, req_indices, block_table, query_start_loc)
+    call = Call(q, *rows, plan, q_scale, kv_scale)
+    if not supported(call, settings):
+        not_ours(OP, impl, _WHAT)
+        return reference.mla_decode(*call, **settings)
+    if q.shape[0] == 0 or int(q.shape[1]) == 0:
+        return MlaAttention(*_results(q, int(settings["kv_lora_rank"])))
+    if runs_on_hopper(launch, call, settings):
+        chosen = {name: settings[name] for name in _OF_HOPPER}
+        if launch.opaque_gluon:
+            return MlaAttention(*hopper_mla_decode(q, *rows, plan, **chosen))
+        return MlaAttention(*_attend_on_hopper(launch, q, *rows, plan, **chosen))
+    return MlaAttention(*_attend(launch, call, settings))
+
+
+_OF_HOPPER = ("softmax_scale", "block_size", "num_splits", "batch_invariant")
+
+
+def supported(call: Call, settings: Mapping[str, Any]) -> bool:
+    """Whether the kernel in Triton takes such rows; others go to the reference."""
+    q, cache = call.q, call.kv_cache
+    rank, width = int(settings["kv_lora_rank"]), int(q.shape[2])
+    powers = rank >= LEAST_TILE and rank & (rank - 1) == 0 and width > rank
+    dense = cache.stride(2) == 1 and cache.stride(1) == cache.shape[2]
+    kinds = (torch.bfloat16, torch.float16, torch.float32)
+    if settings["layout"] == PlainLayout.tag:
+        return powers and dense and q.dtype == cache.dtype and q.dtype in kinds
+    return powers and dense and q.dtype in (torch.bfloat16, torch.float8_e4m3fn)
+
+
+def runs_on_hopper(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> bool:
+    """Whether Hopper's kernel takes the call: bf16 rows of 576 values."""
+    q, cache = call.q, call.kv_cache
+    scaled = call.q_scale is not None or call.kv_scale is not None
+    plain = settings["layout"] == PlainLayout.tag and q.dtype == torch.bfloat16
+    sizes = int(q.shape[2]) == WIDTH and int(settings["kv_lora_rank"]) == RANK
+    # addresses are not known while a graph is traced: the op asks
+    aligned = launch.opaque_gluon or launch.is_aligned(cache)
+    aligned = aligned and cache.stride(0) % LEAST_TILE == 0
+    return plain and sizes and aligned and not scaled and support.runs(launch, q, True)
+
+
+def _results(q: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    rows = (q.shape[0], int(q.shape[1]))
+    return q.new_empty((*rows, rank), dtype=dtype), q.new_empty(rows, dtype=torch.float32)
+
+
+def group_of(call: Call, batch_invariant: bool) -> int:
+    """Tokens of a request that share a program: as many as fill it with their heads, and no more
+    than requests have on average, because the programs of the others are launched too."""
+    num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
+    if call.query_start_loc is None or call.plan is not None or batch_invariant:
+        return 1
+    most = max(HEAD_TILE // num_heads, 1)
+    num_reqs = call.block_table.shape[0]
+    if not (isinstance(num_tokens, int) and isinstance(num_reqs, int)):
+        return most
+    return max(min(most, num_tokens // max(num_reqs, 1)), 1)
+
+
+def split(call: Call, on_hopper: bool, settings: Mapping[str, Any], group: int) -> Work:
+    """Choose splits: by a plan, by the lengths, or as many of every token as fill the GPU."""
+    num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
+    unit = PAIR if on_hopper else KEY_TILE
+    if call.plan is not None:
+        programs = call.plan.shape[0]
+        return Work(on_hopper, unit, 1, programs, 2 * (programs - num_tokens), None)
+    num_splits, batch_invariant = settings["num_splits"], settings["batch_invariant"]
+    wide = head_tiles(group * num_heads)
+    keys = call.block_table.shape[1] * settings["block_size"]
+    units = (keys + unit - 1) // unit
+    if batch_invariant and num_splits == 0:
+        num_splits = torch.sym_min((keys + INVARIANT_KEYS - 1) // INVARIANT_KEYS, INVARIANT_SPLITS)
+        num_splits = torch.sym_max(num_splits, 1)
+    together = (num_tokens + group - 1) // group * wide
+    if not (isinstance(num_splits, int) and num_splits == 0):
+        splits = num_splits
+    else:
+        splits = num_splits_of(together, units, unit, 0, False)
+    programs = num_tokens * splits
+    schedule: TileSchedule | None = None
+    if on_hopper and _is_free(settings) and group == 1:
+        schedule = schedule_of(call.q, units, wide)
+    if schedule is not None:
+        programs += schedule.by_lengths * (schedule.programs - programs)
+        return Work(on_hopper, unit, splits, programs, PROGRAMS, schedule)
+    capacity = num_tokens * splits
+    if isinstance(splits, int) and splits == 1:
+        capacity = 0
+    return Work(on_hopper, unit, splits, programs, capacity, None)
+
+
+def _is_free(settings: Mapping[str, Any]) -> bool:
+    """Whether the batch decides the splits."""
+    return settings["num_splits"] == 0 and not settings["batch_invariant"]
+
+
+def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work, free: bool) -> None:
+    """Combine; a few tokens that the batch has decided the splits of by more programs."""
+    num_tokens, num_heads, rank = results[0].shape
+    few = isinstance(num_tokens, int) and num_tokens * num_heads <= MOST_IN_PARTS
+    parts = PARTS if free and few and rank == RANK else 1
+    if work.schedule is not None:
+        combine.combine_listed(launch, results, None, work.schedule.combine_list, None, None)
+    elif call.plan is not None or not (isinstance(work.splits, int) and work.splits == 1):
+        combine.combine(launch, results, None, call.plan, None, None, work.splits, parts)
+
+
+def _rows(call: Call) -> tuple[Any, ...]:
+    """Rows and where they are, as both kernels take them."""
+    lens, plan = call.seq_lens, call.plan
+    starts = lens if call.query_start_loc is None else call.query_start_loc
+    return (
+        *paged(call.kv_cache),
+        *strided(lens, call.req_indices),
+        *listed(call.block_table),
+        call.block_table.shape[0],
+        *strided(starts),
+    ), (lens if plan is None else plan, *((0, 0) if plan is None else plan.stride()))
+
+
+def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """By the kernel in Triton."""
+    q, rank = call.q, int(settings["kv_lora_rank"])
+    if q.dtype == torch.float8_e4m3fn:
+        q = q.to(torch.bfloat16)  # exact
+    num_tokens, num_heads = q.shape[0], int(q.shape[1])
+    single = q.dtype == torch.float32
+    group = group_of(call, settings["batch_invariant"])
+    rows = triton.next_power_of_2(min(group * num_heads, HEAD_TILE))
+    keys = KEY_TILE if launch.capability(q.device) == support.CAPABILITY else KEY_TILE // 2
+    rows = LEAST_TILE if single else max(min(rows, keys), LEAST_TILE)
+    work = split(call, False, settings, group)
+    out, lse = _results(q, rank)
+    results = (out, lse, *partial_results(q, work.capacity, rank))
+    of_rows, of_plan = _rows(call)
+    tiles = (group * num_heads + rows - 1) // rows
+    launch(mla_decode_kernel)[(work.programs * tiles,)](
+        *strided(q),
+        *results,
+        *of_rows,
+        lse if call.q_scale is None else call.q_scale,
+        lse if call.kv_scale is None else call.kv_scale,
+        *of_plan,
+        work.capacity,
+        num_tokens,
+        num_heads,
+        work.splits,
+        SOFTMAX_SCALE=float(settings["softmax_scale"]),  # Inductor would pass it as a float64
+        BLOCK_SIZE=settings["block_size"],
+        FORMAT=_FORMATS[settings["layout"]],
+        LORA=rank,
+        ROPE=int(q.shape[2]) - rank,
+        ROPE_TILE=max(triton.next_power_of_2(int(q.shape[2]) - rank), LEAST_TILE),
+        ROW=int(call.kv_cache.shape[2]),
+        HAS_PLAN=call.plan is not None,
+        HAS_Q_SCALE=call.q_scale is not None,
+        HAS_KV_SCALE=call.kv_scale is not None,
+        GROUP=group,
+        LANES=triton.next_power_of_2(group),
+        TILES=tiles,
+        ROWS=rows,
+        KEYS=LEAST_TILE if single else keys,
+        num_warps=WARPS,
+    )
+    _finish(launch, results, call, work, _is_free(settings))
+    return out, lse
+
+
+def _attend_on_hopper(
+    launch: Launcher, *tensors: Tensor | None, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    """By Hopper's kernel; ``tensors`` are those of ``Call`` without scales."""
+    call = Call(*tensors)  # type: ignore[arg-type]  # the first are never None
+    call = call._replace(q=copied(launch, call.q))
+    num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
+    group = group_of(call, settings["batch_invariant"])
+    work = split(call, True, settings, group)
+    out, lse = _results(call.q, RANK)
+    results = (out, lse, *partial_results(call.q, work.capacity, RANK))
+    schedule = work.schedule
+    scheduled = (lse, 0, 0)
+    if schedule is not None:
+        scheduled = (schedule.combine_list, schedule.by_lengths, schedule.wave)
+    of_rows, of_plan = _rows(call)
+    kernels = support.kernels()
+    assert kernels is not None  # ``support.runs`` has asked
+    tiles = head_tiles(group * num_heads)
+    launch(kernels.mla)[(work.programs * tiles,)](
+        call.q,
+        *row_strides(call.q),
+        *results,
+        *of_rows,
+        *of_plan,
+        work.capacity,
+        num_tokens,
+        num_heads,
+        work.splits,
+        *scheduled,
+        SOFTMAX_SCALE=float(settings["softmax_scale"]),
+        BLOCK_SIZE=settings["block_size"],
+        HAS_PLAN=call.plan is not None,
+        SCHEDULED=schedule is not None,
+        LANES=LEAST_LANES if schedule is None else lanes_of(num_tokens),
+        GROUP=group,
+        TILES=tiles,
+        num_warps=support.WARPS,
+    )
+    _finish(launch, results, call, work, _is_free(settings))
+    return out, lse
+
+
+def _call(*tensors: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+    call = Call(*tensors)
+    with torch.cuda.device_of(call.q):
+        if EAGER.is_aligned(call.kv_cache):
+            return _attend_on_hopper(EAGER, *tensors, **settings)
+        return _attend(EAGER, call, {**settings, "kv_lora_rank": RANK, "layout": PlainLayout.tag})
+
+
+def _fake(q: Tensor, *_: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+    return _results(q, RANK)
+
+
+hopper_mla_decode = opaque_op.define("_hopper_mla_decode", _SCHEMA, _call, _fake)
+"""All launches of a call, which then know its sizes, also in a graph for any number of tokens."""

@@ -1,0 +1,1 @@
+"""Kernels of dense MLA for Hopper."""

@@ -1,0 +1,345 @@
+"""Dense MLA decode in Gluon over bf16 rows: a partition copies keys, two attend to pairs of blocks.
+
+A row is three tiles: both halves of the latent, which are values too, and the RoPE dimensions. The
+RoPE tile of a block is free when its logits are there, and then holds the block's weights.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from dsv4_ops.kernels.common.triton_compat import async_load, reinterpret
+from dsv4_ops.kernels.sparse_mla.hopper.copy_producer import COPYING
+from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
+from dsv4_ops.kernels.sparse_mla.hopper.epilogue import amax_of, log2_sum, scale_of, store_lse
+from dsv4_ops.kernels.sparse_mla.hopper.gathered_kernel import ATTENDING, write_half
+from dsv4_ops.kernels.sparse_mla.hopper.mma import HEADS, LOGIT_ROW, VALUE_ROW, WIDTH
+from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import (
+    LEFT,
+    RIGHT,
+    allocate,
+    attend_even,
+    attend_odd,
+    whole_total,
+)
+from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import schedule_by_lengths, schedule_evenly
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+
+ROPE = gl.constexpr(64)
+"""RoPE dimensions of a row: as many as a block has keys."""
+
+ROW = gl.constexpr(576)
+"""Values of a row."""
+
+PAIR = gl.constexpr(128)
+"""Keys of a pair of blocks, which splits are multiples of."""
+
+_NEVER = gl.constexpr(2**31 - 1)
+"""Position of a key that does not exist."""
+
+_COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+"""Eight threads copy a line of a row, 16 bytes each."""
+
+_COPIED_ROW = gl.constexpr(gl.SliceLayout(1, _COPIED.value))
+
+_LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def _find(pages, block, BLOCK_SIZE: gl.constexpr):
+    """Entries of the block table for the keys of a block of this split; -1 behind its end."""
+    entries, column_stride, first, stop = pages
+    position = first + block * KEYS + gl.arange(0, KEYS, _COPIED_ROW)
+    column = (position // BLOCK_SIZE).to(gl.int64)
+    return gl.load(entries + column * column_stride, mask=position < stop, other=-1)
+
+
+@gluon.jit
+def _locate(cache, pages, block, found, BLOCK_SIZE: gl.constexpr):
+    """Where the rows of a block begin, and their positions."""
+    kv_cache, page_stride, num_blocks = cache
+    position = pages[2] + block * KEYS + gl.arange(0, KEYS, _COPIED_ROW)
+    exists = (found >= 0) & (found < num_blocks)
+    page = gl.where(exists, found, 0).to(gl.int64)
+    start = kv_cache + page * page_stride + (position % BLOCK_SIZE) * ROW
+    return start, gl.where(exists, position, _NEVER)
+
+
+@gluon.jit
+def _copy_tile(tile, rows, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Values of the rows from dimension FIRST on; zeros of rows that do not exist."""
+    start, position = rows
+    dim = FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, _COPIED))
+    there = position < _NEVER
+    async_load(tile, start[:, None] + dim[None, :], mask=there[:, None])
+
+
+@gluon.jit
+def _arrives(full):
+    async_copy.mbarrier_arrive(full, increment_count=False)
+    mbarrier.arrive(full)
+
+
+@gluon.jit
+def copy_pairs(cache, pages, pairs, shared, BLOCK_SIZE: gl.constexpr):
+    """The partition that fills the buffers, in the order in which they are used. Who has used the
+    half of a block has used the block's weights, whose memory its RoPE tile goes to."""
+    keys, existing, weights = shared[1], shared[2], shared[3]
+    full, used = shared[5][0], shared[5][1]
+    next_even = _find(pages, 0, BLOCK_SIZE)
+    next_odd = _find(pages, 1, BLOCK_SIZE)
+    pair = pairs * 0
+    while pair < pairs:
+        phase = (pair & 1) ^ 1
+        even = _locate(cache, pages, 2 * pair, next_even, BLOCK_SIZE)
+        odd = _locate(cache, pages, 2 * pair + 1, next_odd, BLOCK_SIZE)
+        next_even = _find(pages, 2 * pair + 2, BLOCK_SIZE)
+        next_odd = _find(pages, 2 * pair + 3, BLOCK_SIZE)
+        mbarrier.wait(used[LEFT][0], phase)
+        existing.index(0).store(even[1])
+        _copy_tile(keys[LEFT].index(0), even, 0, WIDTH)
+        _arrives(full[LEFT][0])
+        mbarrier.wait(used[RIGHT][1], phase)
+        existing.index(1).store(odd[1])
+        _copy_tile(keys[RIGHT].index(1), odd, WIDTH, WIDTH)
+        _arrives(full[RIGHT][1])
+        mbarrier.wait(used[RIGHT][0], phase)
+        _copy_tile(keys[RIGHT].index(0), even, WIDTH, WIDTH)
+        _copy_tile(weights.index(0), even, 2 * WIDTH, ROPE)
+        _arrives(full[RIGHT][0])
+        mbarrier.wait(used[LEFT][1], phase)
+        _copy_tile(keys[LEFT].index(1), odd, 0, WIDTH)
+        _copy_tile(weights.index(1), odd, 2 * WIDTH, ROPE)
+        _arrives(full[LEFT][1])
+        pair += 1
+
+
+@gluon.jit
+def _copy_queries(q, tile, shared, rope_queries, HALF: gl.constexpr, GROUP: gl.constexpr):
+    """A half of the rows of this program, with the left one their RoPE dimensions; zeros for rows
+    that are not there."""
+    first, stride, head_stride = q
+    token, first_head, count, num_heads = tile
+    row = gl.arange(0, HEADS, _COPIED_ROW)
+    member, head = row * 0, row
+    if GROUP > 1:
+        member, head = row // num_heads, row % num_heads
+    there = (first_head + row < count * num_heads)[:, None]
+    start = first + (token + member) * stride + (first_head + head).to(gl.int64) * head_stride
+    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, _COPIED))
+    target = shared[0].index(0).slice(HALF * WIDTH, WIDTH, dim=1)
+    async_load(target, start[:, None] + (HALF * WIDTH + dim)[None, :], mask=there)
+    if HALF == LEFT:
+        dim = gl.arange(0, ROPE, gl.SliceLayout(0, _COPIED))
+        async_load(rope_queries.index(0), start[:, None] + (2 * WIDTH + dim)[None, :], mask=there)
+    _arrives(shared[5][4])
+
+
+@gluon.jit
+def _limits(lens, tile, GROUP: gl.constexpr):
+    """The position behind the last key of every row."""
+    seq_lens, len_stride, most = lens
+    token, first_head, count, num_heads = tile
+    row = gl.arange(0, HEADS, LOGIT_ROW)
+    member = row * 0
+    if GROUP > 1:
+        member = row // num_heads
+    there = first_head + row < count * num_heads
+    length = gl.load(seq_lens + (token + member) * len_stride, mask=there, other=0)
+    return gl.minimum(length, most)
+
+
+@gluon.jit
+def _shared_amax(block: gl.constexpr, pairs, amax, shared):
+    """Amax of both halves of every row. By the barriers of weights: of those that ``whole_total``
+    has, the other partition could miss a phase."""
+    totals, weighed = shared[4][1], shared[5][3]
+    totals.index(2 + block).store(amax)
+    mbarrier.arrive(weighed[block])
+    mbarrier.wait(weighed[1 - block], pairs & 1)
+    return gl.maximum(amax, totals.index(2 + (1 - block)).load(VALUE_ROW))
+
+
+@gluon.jit
+def _attend(
+    HALF: gl.constexpr,
+    work,
+    pairs,
+    dst,
+    shared,
+    rope_queries,
+    SCALE: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    q, tile, part, lens = work
+    out, lse, partial, partial_lse, partial_scale = dst
+    token, first_head, count, num_heads = tile
+    _copy_queries(q, tile, shared, rope_queries, HALF, GROUP)
+    rope = (rope_queries, _limits(lens, tile, GROUP))
+    mbarrier.wait(shared[5][4], 0)
+    fence_async_shared()
+    if HALF == LEFT:
+        sums, largest, total = attend_even(pairs * 0, pairs, pairs * 0, SCALE, shared, rope, True)
+    else:
+        sums, largest, total = attend_odd(pairs * 0, pairs, pairs * 0, SCALE, shared, rope, True)
+    total = whole_total(HALF, pairs, pairs * 0, total, shared)
+    inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
+    rows = count * num_heads - first_head  # no more are written
+    stage = shared[3].index(HALF)
+    first, splits, split = part
+    if splits == 1:
+        row = token * num_heads + first_head
+        if HALF == RIGHT:  # has one wait less
+            store_lse(lse, row, largest, total, rows)
+        write_half(out, stage, sums, inverse, row, rows, HALF * WIDTH, False)
+    else:
+        factor = gl.convert_layout(inverse, VALUE_ROW)
+        amax = _shared_amax(HALF, pairs, amax_of(sums * factor[:, None]), shared)
+        scale = scale_of(amax)
+        row = (first + split).to(gl.int64) * num_heads + first_head
+        between = (splits - 1) * num_heads  # every token of a group has its own partial results
+        if HALF == RIGHT:
+            head = gl.arange(0, HEADS, LOGIT_ROW)
+            to = row + head
+            if GROUP > 1:
+                to += (head // num_heads) * between
+            gl.store(partial_lse + to, log2_sum(largest, total), mask=head < rows)
+            gl.store(partial_scale + to, gl.convert_layout(scale, LOGIT_ROW), mask=head < rows)
+        halves = reinterpret(stage, gl.float16, [HEADS, KEYS], stage.layout)
+        factor *= 1.0 / scale
+        if GROUP > 1:
+            grouped = (row, num_heads, between)
+            write_half(partial, halves, sums, factor, grouped, rows, HALF * WIDTH, True)
+        else:
+            write_half(partial, halves, sums, factor, row, rows, HALF * WIDTH, False)
+
+
+@gluon.jit
+def hopper_mla_decode_kernel(
+    q,
+    q_stride,
+    q_head_stride,
+    out,
+    lse,
+    partial,
+    partial_lse,
+    partial_scale,
+    kv_cache,
+    page_stride,
+    num_blocks,
+    seq_lens,
+    len_stride,
+    req_indices,
+    req_stride,
+    block_table,
+    table_stride,
+    column_stride,
+    max_blocks,
+    num_reqs,
+    query_start_loc,
+    start_stride,
+    plan,
+    plan_stride,
+    plan_column_stride,
+    capacity,
+    num_tokens,
+    num_heads,
+    splits,
+    combine_list,
+    by_lengths,
+    wave,
+    SOFTMAX_SCALE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    HAS_PLAN: gl.constexpr,
+    SCHEDULED: gl.constexpr,
+    LANES: gl.constexpr,
+    GROUP: gl.constexpr,
+    TILES: gl.constexpr,
+):
+    """The arguments are those of ``mla_decode_kernel``; queries have no gaps between their values,
+    and they and rows begin at multiples of 16 bytes. Splits are of pairs of blocks. With SCHEDULED,
+    LANES are no fewer than the tokens, and GROUP is 1. The TILES of heads of a split run side by
+    side, so that the L2 has its keys for all but one."""
+    number, head_tile = gl.program_id(0) // TILES, gl.program_id(0) % TILES
+    num_heads = gl.to_tensor(num_heads)
+    most = gl.to_tensor(max_blocks) * BLOCK_SIZE
+    if HAS_PLAN:
+        item = plan + number.to(gl.int64) * plan_stride
+        token = gl.load(item).to(gl.int64)
+        split = gl.load(item + plan_column_stride)
+        splits = gl.load(item + 2 * plan_column_stride)
+        first = gl.load(item + 3 * plan_column_stride)
+        fits = (splits == 1) | ((first >= 0) & (first <= capacity - splits))
+        real = (token >= 0) & (token < num_tokens) & (split >= 0) & (split < splits) & fits
+        if not real:
+            return
+    elif SCHEDULED:
+        splits = gl.to_tensor(splits)  # a number that is known is a constant
+        place = (number, gl.num_programs(0) // TILES, head_tile == 0)
+        if by_lengths > 0:
+            lens = (seq_lens, len_stride)
+            requests = (req_indices, req_stride)
+            widths = (0, most, num_reqs)
+            token, split, splits, first = schedule_by_lengths(
+                place, lens, lens, requests, widths, num_tokens, wave, combine_list, LANES, PAIR
+            )
+        else:
+            token, split, splits, first = schedule_evenly(place, splits, combine_list)
+        if token >= num_tokens:
+            return
+    else:
+        splits = gl.to_tensor(splits)
+        token = (number // splits).to(gl.int64)
+        split = number % splits
+        first = (token * splits).to(gl.int32)
+    request = gl.load(req_indices + token * req_stride).to(gl.int64)
+    known = (request >= 0) & (request < num_reqs)
+    count = gl.to_tensor(1)
+    length = gl.load(seq_lens + token * len_stride)
+    if GROUP > 1:
+        start = gl.load(query_start_loc + request * start_stride, mask=known, other=-1)
+        inside = known & (start >= 0) & (start <= token)
+        behind = gl.where(inside, (token - start) % GROUP, 0).to(gl.int32)
+        before = gl.load(req_indices + (token - 1) * req_stride, mask=behind > 0, other=-1)
+        if inside & (before == request):
+            return
+        lane = gl.arange(0, 128, _LINE)
+        there = inside & (lane < GROUP - behind) & (token + lane < num_tokens)
+        others = gl.load(req_indices + (token + lane) * req_stride, mask=there, other=-1)
+        unlike = gl.where((others == request) & inside, 128, lane)
+        count = gl.maximum(gl.min(unlike, 0), 1)
+        near = lane < count
+        length = gl.max(gl.load(seq_lens + (token + lane) * len_stride, mask=near, other=0), 0)
+    length = gl.where(known, gl.minimum(gl.maximum(length, 0), most), 0)
+    tiles = (length // PAIR + gl.where(length % PAIR > 0, 1, 0)).to(gl.int64)
+    first_tile = (tiles * split // splits).to(gl.int32)
+    stop_tile = (tiles * (split + 1) // splits).to(gl.int32)
+    pairs = gl.maximum(stop_tile - first_tile, 1)  # partitions meet in one
+    stop = gl.where(stop_tile < tiles, stop_tile * PAIR, length)
+    stop = gl.where(stop_tile > first_tile, stop, 0)
+
+    shared = allocate(COPYING + 1)
+    rope_queries = gl.allocate_shared_memory(
+        gl.bfloat16, [1, HEADS, ROPE], gl.NVMMASharedLayout(128, 16, 2)
+    )
+    entries = block_table + gl.where(known, request, 0) * table_stride
+    pages = (entries, gl.to_tensor(column_stride).to(gl.int64), first_tile * PAIR, stop)
+    cache = (kv_cache, gl.to_tensor(page_stride).to(gl.int64), gl.to_tensor(num_blocks))
+    queries = (q, gl.to_tensor(q_stride).to(gl.int64), gl.to_tensor(q_head_stride).to(gl.int64))
+    tile = (token, head_tile * HEADS, count, num_heads)
+    part = (first, splits, split)
+    limits = (seq_lens, gl.to_tensor(len_stride).to(gl.int64), stop)
+    dst = (out, lse, partial, partial_lse, partial_scale)
+    SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
+    work = (queries, tile, part, limits)
+    gl.warp_specialize(
+        [
+            (copy_pairs, (cache, pages, pairs, shared, BLOCK_SIZE)),
+            (_attend, (LEFT, work, pairs, dst, shared, rope_queries, SCALE, GROUP)),
+            (_attend, (RIGHT, work, pairs, dst, shared, rope_queries, SCALE, GROUP)),
+        ],
+        [4, 4],
+        [ATTENDING, ATTENDING],
+    )

@@ -1,0 +1,129 @@
+"""The Gluon kernel of dense MLA decode, its Python source run over numpy. A race or a deadlock of
+its partitions raises."""
+
+import math
+
+import pytest
+import torch
+
+import dsv4_ops as ops
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.contract.compare import equal
+from tests.helpers import INT32_MAX, INT32_MIN
+from tests.support.mla_batches import DENSE, assert_exact, kernel_cases, mla_case, planned
+
+emulated = pytest.importorskip(
+    "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
+)
+
+KERNEL, IN_TRITON = "hopper_mla_decode_kernel", "mla_decode_kernel"
+CASES = kernel_cases()
+
+
+def run(case, seed=0):
+    """Results of the launcher, its kernels emulated. What nobody writes is NaN."""
+    emulator = emulated.Emulator(seed)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = OPS[DENSE].implementation("kernels")(emulator, *case.tensors, **case.settings)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return tuple(results), emulator.launched
+
+
+def kernel(case, seed=0):
+    results, launched = run(case, seed)
+    assert launched[0] == KERNEL
+    assert IN_TRITON not in launched
+    return results
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ragged_batches(name):
+    assert_exact(kernel(CASES[name]), CASES[name])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_schedules(seed):
+    """Partitions take turns in other orders, over several pairs of blocks in two splits."""
+    case = mla_case(seed, [1, 1], 8, longest=700, num_splits=2)
+    assert_exact(kernel(case, seed), case)
+
+
+def test_a_batch_is_scheduled_by_its_lengths():
+    """One long request among short ones has several splits, and the combine has its list."""
+    lens = [900, *range(40)]
+    case = mla_case(1, [1] * 41, 4, longest=900, hint=False, adversarial=False, context_lens=lens)
+    results, launched = run(case)
+    assert launched == [KERNEL, "combine_listed_kernel"]
+    assert_exact(results, case)
+
+
+@pytest.mark.parametrize("which", ["own", "stale", "adversarial"])
+def test_plans(which):
+    case = mla_case(2, [1] * 5, 8, longest=400, hint=False)
+    seq_lens = case.tensors[2]
+    plan = ops.sparse_mla_plan(
+        seq_lens.flip(0) if which == "stale" else seq_lens, None, num_heads=8, num_programs=6
+    )
+    if which == "adversarial":
+        plan[1:3] = torch.tensor([[INT32_MAX, 0, 1, 0], [0, INT32_MIN, 2, INT32_MAX]]).int()
+        kernel(planned(case, plan))  # stays in bounds
+        return
+    assert_exact(kernel(planned(case, plan)), case)
+
+
+def test_tokens_have_the_same_bits_in_every_batch():
+    case = mla_case(3, [1, 2, 1], 8, longest=200, batch_invariant=True)
+    whole = kernel(case)
+    q, cache, seq_lens, requests, table, *_ = case.tensors
+    for chosen in (slice(0, 1), slice(1, 4)):
+        tokens = (q[chosen], cache, seq_lens[chosen], requests[chosen], table)
+        some = kernel(Case("some", tokens, case.settings))
+        assert all(equal(left[chosen], right) for left, right in zip(whole, some, strict=True))
+
+
+def test_a_token_of_nan_stays_alone():
+    case = mla_case(4, [2, 2], 8, longest=200, adversarial=False)
+    whole = kernel(case)
+    case.tensors[0][1] = math.nan
+    others = [0, 2, 3, 4]
+    for left, right in zip(kernel(case), whole, strict=True):
+        assert equal(left[others], right[others])
+
+
+def test_queries_and_pages_of_any_strides():
+    """Queries that are not at multiples of 16 bytes are copied; pages may lie apart."""
+    case = mla_case(5, [2, 1], 8, longest=130, num_splits=2)
+    expected = kernel(case)
+    q, cache, *rest = case.tensors
+    wide = torch.zeros(*q.shape[:2], 580).bfloat16()
+    wide[..., 3:579] = q
+    pages = torch.full((cache.shape[0], 65, 576), math.nan).bfloat16()
+    pages[:, :64] = cache
+    views = Case("views", (wide[..., 3:579], pages[:, :64], *rest), case.settings)
+    assert all(map(equal, kernel(views), expected))
+
+
+def test_other_rows_have_the_kernel_in_triton():
+    """Rows of another width, dtype or layout, and ones that 16 bytes cannot be copied of."""
+    cases = [
+        mla_case(6, [2], 4, longest=40, width=80, rank=64),
+        mla_case(6, [2], 4, longest=40, dtype=torch.float16),
+        mla_case(6, [2], 4, longest=40, layout="mla_fp8"),
+        mla_case(6, [2], 4, longest=40, layout="mla_ds_fp8"),
+    ]
+    for case in cases:
+        emulator = emulated.Emulator()
+        launched = []
+        emulator.wrap = lambda kernel, seen=launched: seen.append(kernel.__name__) or _Nothing()
+        OPS[DENSE].implementation("kernels")(emulator, *case.tensors, **case.settings)
+        assert launched[0] == IN_TRITON
+
+
+class _Nothing:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: None

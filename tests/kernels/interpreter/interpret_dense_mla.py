@@ -1,0 +1,53 @@
+"""Dense MLA decode in Triton's interpreter: ragged batches of all layouts and dtypes, and plans;
+tests/kernels/interpreter/test_mla_kernels.py starts it with TRITON_INTERPRET=1. Prints what has
+passed."""
+
+import torch
+
+import dsv4_ops as ops
+import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels.launcher import EAGER
+from dsv4_ops.testing.case import Case
+from tests.support.mla_batches import (
+    DENSE,
+    DS_FP8,
+    FP8,
+    assert_exact,
+    kernel_cases,
+    mla_case,
+    planned,
+)
+
+
+def check(case: Case, of: Case | None = None) -> None:
+    results = OPS[DENSE].implementation("kernels")(EAGER, *case.tensors, **case.settings)
+    assert_exact(tuple(results), of or case)
+
+
+def formats() -> dict[str, Case]:
+    return {
+        "fp8": mla_case(20, [3, 2], 16, longest=70, layout=FP8),
+        "fp8 queries": mla_case(21, [3, 2], 16, longest=70, layout=FP8, codes=True),
+        "ds_fp8": mla_case(22, [3, 2], 16, longest=70, layout=DS_FP8),
+        "float16": mla_case(23, [3, 2], 8, longest=70, dtype=torch.float16),
+        "float32": mla_case(24, [3, 2], 8, longest=50, dtype=torch.float32),
+        "small rows": mla_case(
+            25, [3, 2], 4, longest=50, dtype=torch.float32, width=24, rank=16, block_size=4
+        ),
+    }
+
+
+def main() -> None:
+    for name, case in (kernel_cases() | formats()).items():
+        check(case)
+        print(name)
+    case = mla_case(26, [1] * 4, 8, longest=200, hint=False)
+    plan = ops.sparse_mla_plan(case.tensors[2], None, num_heads=8, num_programs=5)
+    check(planned(case, plan), case)
+    print("plan")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,206 @@
+"""Calls of dense MLA for the kernels: ragged requests, adversarial values, rows of NaN that no
+token sees; and their results in float64, one token after the other."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout, mla_layout
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.testing.case import Case
+from tests.helpers import INT32_MAX, INT32_MIN, i32
+
+DENSE = "mla_decode"
+WIDTH, RANK = 576, 512
+FP8, DS_FP8 = MlaFp8Layout.tag, MlaDsFp8Layout.tag
+LAYOUTS = (PlainLayout.tag, FP8, DS_FP8)
+
+
+def cache_of(
+    made: torch.Generator,
+    layout: str,
+    blocks: int,
+    block_size: int,
+    width: int = WIDTH,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Rows of logits of a few units with normal queries."""
+    rows = torch.randn(blocks, block_size, width, generator=made).to(dtype)
+    if layout == PlainLayout.tag:
+        return rows
+    codes = rows.float().to(torch.float8_e4m3fn).view(torch.uint8)
+    if layout == FP8:
+        return codes
+    cache = mla_layout(layout, block_size, width).allocate(blocks)
+    cache[..., :RANK] = codes[..., :RANK]
+    scales = torch.rand(blocks, block_size, 4, generator=made) + 0.5
+    cache[..., RANK : RANK + 16] = scales.view(torch.uint8)
+    cache[..., RANK + 16 :] = rows[..., RANK:].contiguous().view(torch.uint8)
+    return cache
+
+
+def _fill_unseen(cache: Tensor, seen: Tensor) -> Tensor:
+    """NaN in every row that no token sees."""
+    nan = torch.full_like(cache, 0xFF if cache.dtype == torch.uint8 else math.nan)
+    return torch.where(seen[..., None], cache, nan)
+
+
+def mla_case(
+    seed: int,
+    query_lens: list[int],
+    heads: int,
+    *,
+    longest: int = 300,
+    layout: str = "plain",
+    block_size: int = 64,
+    width: int = WIDTH,
+    rank: int = RANK,
+    dtype: torch.dtype = torch.bfloat16,
+    hint: bool = True,
+    adversarial: bool = True,
+    padding: int = 1,
+    codes: bool = False,
+    context_lens: list[int] | None = None,
+    **changed: object,
+) -> Case:
+    """Requests of so many tokens each, then tokens that are padding.
+
+    The first request has its table's width, behind others are garbage entries; with adversarial
+    values some pages and requests do not exist, and lengths are out of range.
+    """
+    made = torch.Generator().manual_seed(seed)
+    columns = -(-longest // block_size)
+    num_reqs, tokens = len(query_lens), sum(query_lens) + padding
+    if context_lens is None:
+        some = torch.randint(0, longest + 1, (num_reqs,), generator=made).tolist()
+        context_lens = [longest, *some[1:]]
+    blocks = num_reqs * columns + 3
+    table = torch.randperm(blocks, generator=made)[: num_reqs * columns].int()
+    table = table.view(num_reqs, columns)
+    requests = torch.arange(num_reqs).repeat_interleave(torch.tensor(query_lens)).int()
+    requests = torch.cat([requests, i32([-1] * padding)])
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    seq_lens = torch.zeros(tokens, dtype=torch.int32)
+    for request, (count, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+        first = int(starts[request])
+        seq_lens[first : first + count] = (context - count + 1 + torch.arange(count)).clamp(min=0)
+    for request, context in enumerate(context_lens):  # garbage behind the last row
+        table[request, -(-context // block_size) :] = 2147480000
+    if adversarial:
+        none = i32([-1, INT32_MIN, blocks, INT32_MAX])
+        where = torch.rand(table.shape, generator=made) < 0.08
+        table = torch.where(where, none[torch.randint(0, 4, table.shape, generator=made)], table)
+        seq_lens[tokens - padding :] = 5
+        if sum(query_lens) > 3:
+            seq_lens[1], requests[2] = INT32_MIN, num_reqs
+    cache = cache_of(made, layout, blocks, block_size, width, dtype)
+    seen = torch.zeros(blocks, block_size, dtype=torch.bool)
+    for token in range(tokens):
+        for page, row in rows_of(seq_lens[token], requests[token], table, blocks, block_size):
+            seen[page, row] = True
+    q = torch.randn(tokens, heads, width, generator=made)
+    q = q.to(torch.float8_e4m3fn) if codes else q.to(dtype)
+    scales = (torch.tensor([0.75]) if codes else None, torch.tensor([1.5]))
+    scales = scales if layout == FP8 else (None, None)
+    settings = {
+        "softmax_scale": 0.05,
+        "block_size": block_size,
+        "kv_lora_rank": rank,
+        "layout": layout,
+        "num_splits": 0,
+        "batch_invariant": False,
+        **changed,
+    }
+    cache = _fill_unseen(cache, seen)
+    hints = (starts if hint else None, None)
+    return Case("dense", (q, cache, seq_lens, requests, table, *hints, *scales), settings)
+
+
+def rows_of(
+    length: Tensor, request: Tensor, table: Tensor, blocks: int, block_size: int
+) -> list[tuple[int, int]]:
+    """Page and row of every row that a token sees, in the order of positions."""
+    request = int(request)
+    if not 0 <= request < table.shape[0]:
+        return []
+    found = []
+    for position in range(min(max(int(length), 0), table.shape[1] * block_size)):
+        page = int(table[request, position // block_size])
+        if 0 <= page < blocks:
+            found.append((page, position % block_size))
+    return found
+
+
+def stored(cache: Tensor, layout: str) -> Tensor:
+    """float64 values of all rows, codes of "mla_fp8" without their scale."""
+    if layout == PlainLayout.tag:
+        return cache.double()
+    if layout == FP8:
+        return cache.view(torch.float8_e4m3fn).double()
+    codes = cache[..., :RANK].view(torch.float8_e4m3fn).float()
+    scales = cache[..., RANK : RANK + 16].contiguous().view(torch.float32)
+    latent = (codes.unflatten(-1, (4, 128)) * scales[..., None]).flatten(-2).bfloat16()
+    rope = cache[..., RANK + 16 :].contiguous().view(torch.bfloat16)
+    return torch.cat([latent, rope], -1).double()
+
+
+def exact(case: Case) -> tuple[Tensor, Tensor]:
+    """Results in float64."""
+    q, cache, seq_lens, requests, table, _, _, q_scale, kv_scale = case.tensors
+    block_size, rank = case.settings["block_size"], case.settings["kv_lora_rank"]
+    values = stored(cache, case.settings["layout"])
+    of_keys = 1.0 if kv_scale is None else float(kv_scale)
+    scale = case.settings["softmax_scale"] * of_keys * (1.0 if q_scale is None else float(q_scale))
+    out = torch.zeros(*q.shape[:2], rank, dtype=torch.float64)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
+    for token in range(q.shape[0]):
+        args = (seq_lens[token], requests[token], table, cache.shape[0], block_size)
+        places = rows_of(*args)
+        if not places:
+            continue
+        page, row = torch.tensor(places).T
+        keys = values[page, row]
+        logits = (q[token].double() @ keys.T) * scale
+        lse[token] = logits.logsumexp(-1)
+        out[token] = torch.softmax(logits, -1) @ keys[:, :rank] * of_keys
+    return out, lse
+
+
+def kernel_cases() -> dict[str, Case]:
+    """What every kernel over bf16 rows of 576 has to get right, in a few blocks of keys."""
+    short = [129, 1, 0, 64, 128, 127, 63, 65]
+    return {
+        "ragged tokens that share programs": mla_case(0, [2, 1, 4], 16, longest=150),
+        "tokens of no program's size": mla_case(1, [3, 5], 12, longest=140, num_splits=2),
+        "without a hint": mla_case(1, [3, 5], 12, longest=140, hint=False, num_splits=2),
+        "two tiles of heads": mla_case(2, [1, 2], 65, longest=140, num_splits=3),
+        "one head": mla_case(3, [5, 7], 1, longest=100),
+        "more splits than blocks": mla_case(4, [1, 1], 8, longest=130, num_splits=5),
+        "one split": mla_case(5, [2, 2], 16, longest=300, num_splits=1),
+        "batch-invariant": mla_case(6, [3, 2], 8, longest=200, batch_invariant=True),
+        "lengths at ends of blocks": mla_case(
+            7, [1] * 8, 8, longest=129, hint=False, adversarial=False, context_lens=short
+        ),
+        "pages of 7 rows": mla_case(8, [3, 2], 8, longest=100, block_size=7),
+    }
+
+
+def planned(case: Case, plan: Tensor) -> Case:
+    """The call with a plan, which no hint goes with."""
+    tensors = list(case.tensors)
+    tensors[5:7] = None, plan
+    return Case(case.name, tuple(tensors), case.settings)
+
+
+def assert_exact(actual: tuple[Tensor, Tensor], case: Case, more: float = 1.6) -> None:
+    """Results as near to float64 as those of the reference, up to a factor; without a key exact."""
+    out, lse = (each.cpu().double() for each in actual)
+    expected, expected_lse = exact(case)
+    reference = OPS[DENSE].reference(*case.tensors, **case.settings)[0].double()
+    without = expected_lse == -math.inf
+    assert torch.equal(lse == -math.inf, without)
+    assert bool((out[without] == 0).all())
+    allowed = more * float((reference - expected).abs().max()) + 1e-5
+    assert float((out - expected).abs().max()) <= allowed
+    torch.testing.assert_close(lse, expected_lse, rtol=2e-6, atol=1e-5)
