@@ -10,6 +10,7 @@ from dsv4_ops.core.fingerprint import extend_cache_key as _extend_cache_key
 from dsv4_ops.core.types import (
     C4Step,
     CompressorStep,
+    ExpertPlan,
     FlattenedDecode,
     IndexerKeys,
     IndexerQuery,
@@ -17,6 +18,7 @@ from dsv4_ops.core.types import (
     PrefillChunks,
     PrefillRowBounds,
     QuantizedGroups,
+    QuantizedRows,
     SparseMla,
     SparseMlaGathered,
     SwaIndices,
@@ -48,6 +50,7 @@ from dsv4_ops.ops.compressor import (
     save_compressor_states_functional,
 )
 from dsv4_ops.ops.context_parallel import cp_seq_lens
+from dsv4_ops.ops.experts import expert_plan, experts
 from dsv4_ops.ops.indexer import (
     gather_indexer_k,
     indexer_logits,
@@ -75,6 +78,7 @@ from dsv4_ops.ops.kv_cache import (
     quantize_and_insert_k_cache,
     quantize_and_insert_k_cache_functional,
 )
+from dsv4_ops.ops.linear import fp8_grouped_linear, fp8_linear, quantize_rows
 from dsv4_ops.ops.pack import pack_seq, unpack_seq
 from dsv4_ops.ops.rope import (
     apply_rope,
@@ -100,6 +104,7 @@ _extend_cache_key(__version__)
 __all__ = [
     "C4Step",
     "CompressorStep",
+    "ExpertPlan",
     "FlattenedDecode",
     "IndexerKeys",
     "IndexerQuery",
@@ -107,6 +112,7 @@ __all__ = [
     "PrefillChunks",
     "PrefillRowBounds",
     "QuantizedGroups",
+    "QuantizedRows",
     "SparseMla",
     "SparseMlaGathered",
     "SwaIndices",
@@ -123,8 +129,12 @@ __all__ = [
     "dense_compressed_indices",
     "dequantize_and_gather_k_cache",
     "expand_block_table",
+    "expert_plan",
+    "experts",
     "flash_mla_metadata",
     "flatten_decode",
+    "fp8_grouped_linear",
+    "fp8_linear",
     "gather_indexer_k",
     "gather_k_cache",
     "global_topk_indices_and_lens",
@@ -153,6 +163,7 @@ __all__ = [
     "quantize_and_insert_indexer_k_functional",
     "quantize_and_insert_k_cache",
     "quantize_and_insert_k_cache_functional",
+    "quantize_rows",
     "rope_cos_sin_cache",
     "save_and_compress",
     "save_and_compress_functional",

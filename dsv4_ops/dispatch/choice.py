@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.compiler.config as compiler_config
+from torch import Tensor
 
 from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
@@ -75,6 +76,12 @@ def is_faster(op: str, library: str, values: Values) -> bool:
         and columns >= rule["columns"]
         and least <= tokens * columns <= most
     )
+
+
+def subject(values: Values) -> Tensor:
+    """The tensor whose device and rows decide: queries, or what a layer multiplies."""
+    found: Tensor = values["q"] if "q" in values else values["x"]
+    return found
 
 
 class Choice(NamedTuple):
@@ -196,7 +203,7 @@ def choose(spec: OpSpec, values: Values) -> Choice:
             here.
         NotImplementedError: one that does not take the call.
     """
-    impl, device = values["impl"], values["q"].device
+    impl, device = values["impl"], subject(values).device
     check_device(spec.name, impl, device)
     if impl in LIBRARIES:
         check_limit(spec.name, spec.providers, impl, values)
@@ -243,12 +250,14 @@ def obstacle(op: str, library: str, values: Values) -> str:
         return f"{found.advice}: the call is {found.what}"
     if not is_faster(op, library, values):
         return f"{library} was not faster at these sizes on an H200"
-    return unusable(library) or _other_device(values["q"].device)
+    return unusable(library) or _other_device(subject(values).device)
 
 
 def _is_sized(values: Values) -> bool:
     """Whether the sizes that decide are no symbols."""
-    return all(isinstance(size, int) for size in (values["q"].shape[0], values.get("num_rows", 0)))
+    return all(
+        isinstance(size, int) for size in (subject(values).shape[0], values.get("num_rows", 0))
+    )
 
 
 def _other_device(device: torch.device) -> str:
@@ -294,7 +303,7 @@ def prepare(spec: OpSpec, values: Values) -> list[str]:
 
     The fake of an op is the first to see a call that is compiled.
     """
-    if torch.compiler.is_exporting() or values["q"].device.type not in DEVICES:
+    if torch.compiler.is_exporting() or subject(values).device.type not in DEVICES:
         return []
     impl = choose(spec, values).impl
     called = [impl] if impl in LIBRARIES else []

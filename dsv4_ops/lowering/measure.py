@@ -31,7 +31,7 @@ Signature = tuple[tuple[str, Any], ...]
 def fastest(spec: OpSpec, values: Values) -> str | None:
     """Return the fastest implementation of such a call, or None if there is nothing to measure:
     without max_autotune, with dynamic shapes, and where no library runs."""
-    if values["q"].device.type not in choice.DEVICES:
+    if choice.subject(values).device.type not in choice.DEVICES:
         return None
     if values["impl"] != AUTO or not _asked_for() or choice.takes_no_library(values):
         return None
@@ -68,7 +68,7 @@ def _signature(values: Values) -> Signature | None:
 @functools.cache
 def _measured(op: str, impls: tuple[str, ...], signature: Signature) -> str:
     given = dict(signature)
-    device = given["q"][2]
+    device = choice.subject(given)[2]
     here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with disable_current_modes(), torch.no_grad(), here:
         values = example(op, given)

@@ -13,6 +13,7 @@ from dsv4_ops.testing.contract.compare import assert_precise
 from tests.helpers import NIGHTLY
 from tests.oracles import batch as oracles
 from tests.oracles import compressor as oracles_compressor
+from tests.oracles import experts as oracles_experts
 from tests.oracles import indexer as oracles_indexer
 from tests.oracles import kv as oracles_kv
 from tests.oracles import pack as oracles_pack
@@ -39,6 +40,7 @@ each_op = pytest.mark.parametrize(
 ORACLES = {
     **vars(oracles),
     **vars(oracles_compressor),
+    **vars(oracles_experts),
     **vars(oracles_indexer),
     **vars(oracles_kv),
     **vars(oracles_pack),

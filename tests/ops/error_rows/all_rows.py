@@ -17,7 +17,9 @@ from tests.helpers import i32, i64
 from tests.ops.error_rows.c4_step import C4_TABLE
 from tests.ops.error_rows.cache import CACHE_TABLE
 from tests.ops.error_rows.compressor import COMPRESSOR_TABLE
+from tests.ops.error_rows.experts import EXPERTS_TABLE
 from tests.ops.error_rows.indexer import INDEXER_TABLE
+from tests.ops.error_rows.linear import LINEAR_TABLE
 from tests.ops.error_rows.metadata import METADATA_TABLE
 from tests.ops.error_rows.mla import MLA_TABLE
 from tests.ops.error_rows.prefill import PREFILL_TABLE
@@ -277,7 +279,9 @@ TABLE: dict[str, list[tuple[str, dict[str, Any], type[Exception], str]]] = {
     **C4_TABLE,
     **CACHE_TABLE,
     **COMPRESSOR_TABLE,
+    **EXPERTS_TABLE,
     **INDEXER_TABLE,
+    **LINEAR_TABLE,
     **METADATA_TABLE,
     **MLA_TABLE,
     **PREFILL_TABLE,
