@@ -22,7 +22,7 @@ from dsv4_ops.core.registry import AUTO, REFERENCE, TRITON, OpSpec
 from dsv4_ops.core.tiles import is_of_ours
 from dsv4_ops.core.torch_compat import guard_or_false
 from dsv4_ops.dispatch import libraries
-from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
+from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES, SCALED_MM
 from dsv4_ops.dispatch.prefill import MOST_GATHERED, workspace_rows
 from dsv4_ops.dispatch.probes import probe
 
@@ -42,6 +42,8 @@ DEVICES = ("cuda",)
 FLASH_MLA_HEADS = (64, 128)
 FLASH_MLA_TOKENS = 8192
 """Most tokens of a decode: its planner keeps a few numbers of each in shared memory."""
+SCALED_MM_COLUMNS = 512
+"""Rows of four scales: versions of torch differ in how shorter ones are padded."""
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
 
 
@@ -119,7 +121,8 @@ def check_impl(
 def check_limit(op: str, providers: Sequence[str], impl: str, values: Values) -> None:
     """What was asked for takes such a call, whoever asked: the op checks it again where it runs, as
     the sizes of an exported program are not known before."""
-    found = limit(op, impl, values, asking=True) if impl in LIBRARIES else None
+    asked = impl in (*LIBRARIES, SCALED_MM)
+    found = limit(op, impl, values, asking=True) if asked else None
     if found is not None:
         others = [each for each in (AUTO, *providers) if each != impl]
         rule = f"be {_either(others)} {found.what}"
@@ -145,6 +148,8 @@ def limit(op: str, library: str, values: Values, *, asking: bool = False) -> Lim
     limits, unless ``asking``."""
     if library == FLASH_MLA:
         return _flash_mla_limit(op, values, asking)
+    if library == SCALED_MM:
+        return _scaled_mm_limit(values)
     return _deep_gemm_limit(values)
 
 
@@ -195,6 +200,28 @@ def _deep_gemm_limit(values: Values) -> Limit | None:
     return None
 
 
+def _scaled_mm_limit(values: Values) -> Limit | None:
+    if values["x_scale"] is None and values["activations"] != "fp8":
+        return Limit("with activations 'bf16'", "scaled_mm multiplies FP8 by FP8")
+    if values["out_dtype"] != torch.bfloat16:
+        return Limit(f"with out_dtype {values['out_dtype']}", "scaled_mm returns torch.bfloat16")
+    columns = int(values["weight"].shape[1])
+    if columns % SCALED_MM_COLUMNS != 0:
+        advice = f"scaled_mm takes multiples of {SCALED_MM_COLUMNS}"
+        return Limit(f"with in_features {columns}", advice)
+    return None
+
+
+@functools.cache
+def scaled_mm_obstacle() -> str:
+    """Why torch's product with block scales does not run here; empty if it does."""
+    if not hasattr(torch.ops.aten, "_scaled_mm_v2"):
+        return "This torch has no _scaled_mm_v2"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return "It needs a Hopper GPU, compute capability 9.0"
+    return ""
+
+
 def choose(spec: OpSpec, values: Values) -> Choice:
     """What a call runs with.
 
@@ -209,6 +236,11 @@ def choose(spec: OpSpec, values: Values) -> Choice:
         check_limit(spec.name, spec.providers, impl, values)
         require(spec.name, impl)
         return Choice(impl, "asked for")
+    if impl == SCALED_MM:
+        check_limit(spec.name, spec.providers, impl, values)
+        if obstacle_here := scaled_mm_obstacle():
+            rule = "be one that runs here"
+            raise refusal(RuntimeError, spec.name, "impl", rule, repr(impl), obstacle_here)
     if impl != AUTO:
         return Choice(impl, "asked for")
     if device.type not in DEVICES:

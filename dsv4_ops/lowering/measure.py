@@ -68,7 +68,7 @@ def _signature(values: Values) -> Signature | None:
 @functools.cache
 def _measured(op: str, impls: tuple[str, ...], signature: Signature) -> str:
     given = dict(signature)
-    device = choice.subject(given)[2]
+    device = given["q" if "q" in given else "x"][2]
     here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with disable_current_modes(), torch.no_grad(), here:
         values = example(op, given)

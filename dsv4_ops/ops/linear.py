@@ -12,10 +12,11 @@ from dsv4_ops.core.registry import AUTO, REFERENCE, OpSpec
 from dsv4_ops.core.types import QuantizedRows
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
+from dsv4_ops.dispatch.libraries import SCALED_MM
 from dsv4_ops.meta import linear as meta
 from dsv4_ops.reference import linear as reference
 
-PROVIDERS = (REFERENCE,)
+PROVIDERS, GROUPED_PROVIDERS = (SCALED_MM, REFERENCE), (REFERENCE,)
 
 _SCALES, _SCALE_LAYOUTS = ("pow2", "float32"), ("row", "column_padded")
 _ACTIVATIONS = ("bf16", "fp8")
@@ -58,7 +59,7 @@ _fp8_grouped_linear = define_op(
         lowering={"cpu": "decompose", "cuda": "choices"},
         dynamic=("num_tokens",),
         source=f"{_SOURCE}; its grouped output projection",
-        providers=PROVIDERS,
+        providers=GROUPED_PROVIDERS,
     )
 )
 
@@ -146,7 +147,9 @@ def fp8_linear(
         activations: What bfloat16 activations are multiplied as: "bf16" (W8A16), or "fp8" (W8A8),
             after ``quantize_rows`` with its defaults. Without effect with ``x_scale``.
         out_dtype: dtype of the result, bfloat16 or float32.
-        impl: "auto" or "reference".
+        impl: "auto", "reference", or "scaled_mm": torch's own block-wise product, on Hopper, of
+            activations in FP8, with in_features a multiple of 512 and a bfloat16 result; "auto"
+            does not take it.
 
     Returns:
         ``out_dtype`` [num_tokens, out_features], dense: the products of the values (codes times
@@ -158,6 +161,7 @@ def fp8_linear(
         ValueError: shapes that disagree, a transposed or missing scale, several devices, or an
             unknown word.
         TypeError: a dtype other than the ones above.
+        RuntimeError, NotImplementedError: an ``impl`` that does not run here, or not such a call.
 
     Compile: the float32 values of the weight and one product, on a GPU as well: no kernel of ours
         yet; dynamic in num_tokens; CUDA graphs and export: yes.
@@ -179,7 +183,7 @@ def fp8_linear(
     if x_scale is not None:
         columns = int(x.shape[1]) // ACTIVATION_BLOCK
         checks.tensor("x_scale", x_scale, torch.float32, "num_tokens", columns)
-    _check_settings(checks.op, activations, out_dtype, impl, x)
+    _check_settings(checks.op, activations, out_dtype, impl, x, weight, x_scale)
     product: Tensor = _fp8_linear(
         x, weight, scale, x_scale, activations=activations, out_dtype=out_dtype, impl=impl
     )
@@ -246,7 +250,7 @@ def fp8_grouped_linear(
     if x_scale is not None:
         columns = int(x.shape[2]) // ACTIVATION_BLOCK
         checks.tensor("x_scale", x_scale, torch.float32, "num_groups", "num_tokens", columns)
-    _check_settings(checks.op, activations, out_dtype, impl, x)
+    _check_settings(checks.op, activations, out_dtype, impl, x, weight, x_scale)
     product: Tensor = _fp8_grouped_linear(
         x, weight, scale, x_scale, activations=activations, out_dtype=out_dtype, impl=impl
     )
@@ -273,7 +277,13 @@ def _check_weight(checks: Checks, weight: Tensor, scale: Tensor, num_groups: int
 
 
 def _check_settings(
-    op: str, activations: str, out_dtype: torch.dtype, impl: str, x: Tensor
+    op: str,
+    activations: str,
+    out_dtype: torch.dtype,
+    impl: str,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor | None,
 ) -> None:
     checks = Checks(op)
     checks.one_of("activations", activations, *_ACTIVATIONS, belongs_to="the recipe has")
@@ -281,4 +291,6 @@ def _check_settings(
         advice = "Cast the result to another dtype"
         rule = "be torch.bfloat16 or torch.float32"
         raise refusal(TypeError, op, "out_dtype", rule, out_dtype, advice)
-    check_impl(op, PROVIDERS, impl, x.device, {})
+    values = {"weight": weight, "x_scale": x_scale, "activations": activations}
+    providers = PROVIDERS if op == "fp8_linear" else GROUPED_PROVIDERS
+    check_impl(op, providers, impl, x.device, {**values, "out_dtype": out_dtype})

@@ -252,8 +252,8 @@ def _grouped_precise(
     groups = rows.transpose(0, 1) if x_scale is None else rows
     values = block_values(weight, scale, 128, 128).unflatten(0, (groups.shape[0], -1))
     found = exact_product(groups, values, out_dtype)
-    parts = (part.transpose(0, 1).flatten(1) for part in (found.value, found.magnitude))
-    return (Exact(*parts),)
+    value, magnitude = (part.transpose(0, 1).flatten(1) for part in found[:2])
+    return (Exact(value, magnitude),)
 
 
 fp8_grouped_linear = OpTesting(
