@@ -58,8 +58,11 @@ def records(op: str | None = None) -> list[dict[str, Any]]:
                 }
         if SCALED_MM in spec.providers:
             reason = scaled_mm_obstacle()
-            here = {"usable": not reason, "reason": reason or "torch has it", "taken_from": []}
-            libraries[SCALED_MM] = here
+            libraries[SCALED_MM] = {
+                "usable": not reason,
+                "reason": reason or "torch has it",
+                "taken_from": [],
+            }
         each = {"op": spec.name, "elsewhere": REFERENCE, DEVICES[0]: ours(spec)}
         found.append({**each, "note": NOTES.get(spec.name, ""), "libraries": libraries})
     return found
