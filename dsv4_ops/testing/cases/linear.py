@@ -53,7 +53,7 @@ def _rows_cases() -> list[Case]:
         _rows_case("float32", {**_OFFICIAL, "scale": "float32"}, exactly, [real]),
         Case("large values", (special,), pairs, large),
         Case(
-            "no token", (special[:0],), {**pairs, "scale_layout": "column_padded"}, ([], [[]] * 4)
+            "no token", (special[:0],), {**pairs, "scale_layout": "column_padded"}, ([], [[]] * 3)
         ),
         Case("no value", (special[:, :0],), pairs, ([[]], [[]])),
     ]
