@@ -32,6 +32,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return _explain(options.op, options.json)
     if options.command == "kernels":
         return _kernels(options.capability)
+    if options.command == "checkpoint":
+        return _checkpoint(options)
     return _doctor(options.json, options.selftest)
 
 
@@ -62,6 +64,14 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--selftest", action="store_true", help="also compile an op (takes seconds)"
     )
+    checkpoint = commands.add_parser(
+        "checkpoint", help="write a tiny checkpoint in the released format, or check one"
+    )
+    checkpoint.add_argument("path", metavar="DIR", help="folder that is written, or read")
+    checkpoint.add_argument("--check", action="store_true", help="check names, shapes and scales")
+    checkpoint.add_argument("--family", choices=("instruct", "base"), default="instruct")
+    checkpoint.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    checkpoint.add_argument("--shards", type=int, default=3, help="default: %(default)s")
     kernels = commands.add_parser(
         "kernels", help="registers, spills and shared memory of every kernel; needs no GPU"
     )
@@ -101,6 +111,19 @@ def _explain(name: str | None, as_json: bool) -> int:
         print(error, file=sys.stderr)
         return 2
     print(text)
+    return 0
+
+
+def _checkpoint(options: argparse.Namespace) -> int:
+    from dsv4_ops.cli import checkpoint
+
+    try:
+        if not options.check:
+            checkpoint.write(options.path, options.family, options.seed, options.shards)
+        print(checkpoint.describe(options.path))
+    except (ImportError, OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

@@ -1,1 +1,1 @@
-"""The command line: list, show, explain, doctor, kernels."""
+"""The command line: list, show, explain, doctor, checkpoint, kernels."""

@@ -6,8 +6,14 @@ from typing import Any
 
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import OPS, REFERENCE, OpSpec
-from dsv4_ops.dispatch.choice import DEVICES, FASTER_LIBRARY, MEASURED, ours
-from dsv4_ops.dispatch.libraries import LIBRARIES
+from dsv4_ops.dispatch.choice import (
+    DEVICES,
+    FASTER_LIBRARY,
+    MEASURED,
+    ours,
+    scaled_mm_obstacle,
+)
+from dsv4_ops.dispatch.libraries import LIBRARIES, SCALED_MM
 from dsv4_ops.dispatch.prefill import NOTE
 from dsv4_ops.dispatch.probes import probe
 
@@ -51,6 +57,13 @@ def records(op: str | None = None) -> list[dict[str, Any]]:
                     "reason": here.reason,
                     "taken_from": _faster(spec, library),
                 }
+        if SCALED_MM in spec.providers:
+            reason = scaled_mm_obstacle()
+            libraries[SCALED_MM] = {
+                "usable": not reason,
+                "reason": reason or "torch has it",
+                "taken_from": [],
+            }
         each = {"op": spec.name, "elsewhere": REFERENCE, DEVICES[0]: ours(spec)}
         found.append({**each, "note": NOTES.get(spec.name, ""), "libraries": libraries})
     return found
@@ -82,4 +95,9 @@ def _of(spec: OpSpec) -> list[str]:
         found = probe(library)
         state = "usable" if found.usable else "not usable"
         lines += [f"  {library:<9}  {when}", f"  {'':<9}  {state}: {found.reason}"]
+    if SCALED_MM in spec.providers:
+        reason = scaled_mm_obstacle()
+        state = f"not usable: {reason}" if reason else "usable: torch has it"
+        when = "only if asked for: not measured beside the reference yet"
+        lines += [f"  {SCALED_MM:<9}  {when}", f"  {'':<9}  {state}"]
     return lines

@@ -45,6 +45,12 @@ ACTIVATION_FLOOR = 85
 ACTIVATION_BLOCK = 128
 """Values of an activation that share a scale."""
 
+WEIGHT_BLOCK = 128
+"""Rows and columns of an FP8 weight that share a scale."""
+
+FP4_BLOCK = 32
+"""Values of a row of an FP4 weight that share a scale."""
+
 TOKEN_ALIGNMENT = 4
 """Tokens that scales with a token stride of 1 are padded to a multiple of."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 KEY_TILE = 64
@@ -86,3 +87,10 @@ def head_tiles(num_heads: int) -> int:
 def programs_per_tile(num_heads: int, num_programs: int) -> int:
     """Programs there are for each tile of heads, at least one."""
     return max(1, num_programs // head_tiles(num_heads))
+
+
+def plan_blocks(num_rows: int, num_experts: int, block_size: int) -> int:
+    """Most blocks that ``num_rows`` rows fill, when no block has rows of two experts."""
+    padded = num_rows + torch.sym_min(num_experts, num_rows) * (block_size - 1)
+    blocks: int = padded // block_size
+    return blocks

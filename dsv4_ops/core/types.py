@@ -115,6 +115,14 @@ class InsertedQuery(NamedTuple):
     k_cache: Tensor
 
 
+class ExpertPlan(NamedTuple):
+    """Rows of every block and the expert that multiplies them; see ``dsv4_ops.expert_plan``."""
+
+    sorted_rows: Tensor
+    expert_of_block: Tensor
+    num_blocks: Tensor
+
+
 class QuantizedGroups(NamedTuple):
     """e4m3 rows and their scales; see ``dsv4_ops.inverse_rope_group_quantize``."""
 
@@ -158,6 +166,13 @@ class AbsorbedWeights(NamedTuple):
 
     w_uk_t: Tensor
     w_uv: Tensor
+
+
+class QuantizedRows(NamedTuple):
+    """e4m3 rows and their scales; see ``dsv4_ops.quantize_rows``."""
+
+    values: Tensor
+    scales: Tensor
 
 
 class SparseMla(NamedTuple):

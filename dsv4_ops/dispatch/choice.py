@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.compiler.config as compiler_config
+from torch import Tensor
 
 from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
@@ -21,7 +22,7 @@ from dsv4_ops.core.registry import AUTO, REFERENCE, TRITON, OpSpec
 from dsv4_ops.core.tiles import is_of_ours
 from dsv4_ops.core.torch_compat import guard_or_false
 from dsv4_ops.dispatch import libraries
-from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
+from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES, SCALED_MM
 from dsv4_ops.dispatch.prefill import MOST_GATHERED, workspace_rows
 from dsv4_ops.dispatch.probes import probe
 
@@ -48,6 +49,8 @@ FLASH_ATTN_WIDTH = 256
 FLASH_MLA_DENSE_SIZES, FLASH_MLA_DENSE_BLOCK = (576, 512), 64
 """Width and latent values of its dense decode's rows, and rows of a page."""
 FLASH_MLA_DENSE_DTYPES = (torch.bfloat16, torch.float16)
+SCALED_MM_COLUMNS = 512
+"""Rows of four scales: versions of torch differ in how shorter ones are padded."""
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
 
 
@@ -69,6 +72,12 @@ def is_faster(op: str, library: str, values: Values) -> bool:
     (tokens, heads, _), columns = values["q"].shape, values["num_rows"]
     large_enough = tokens >= 32 and columns >= 2048
     return bool(heads == 64 and large_enough and 2**20 <= tokens * columns <= 2**23)
+
+
+def subject(values: Values) -> Tensor:
+    """The tensor whose device and rows decide: queries, or what a layer multiplies."""
+    found: Tensor = values["q"] if "q" in values else values["x"]
+    return found
 
 
 class Choice(NamedTuple):
@@ -106,7 +115,7 @@ def check_impl(
 def check_limit(op: str, providers: Sequence[str], impl: str, values: Values) -> None:
     """What was asked for takes such a call, whoever asked: the op checks it again where it runs, as
     the sizes of an exported program are not known before."""
-    limited = impl in LIBRARIES or impl == FLASH_ATTN
+    limited = impl in (*LIBRARIES, FLASH_ATTN, SCALED_MM)
     found = limit(op, impl, values, asking=True) if limited else None
     if found is not None:
         others = [each for each in (AUTO, *providers) if each != impl]
@@ -135,6 +144,8 @@ def limit(op: str, library: str, values: Values, *, asking: bool = False) -> Lim
         return _flash_attn_limit(values)
     if library == FLASH_MLA:
         return _flash_mla_limit(op, values, asking)
+    if library == SCALED_MM:
+        return _scaled_mm_limit(values)
     return _deep_gemm_limit(values)
 
 
@@ -221,6 +232,28 @@ def _flash_attn_limit(values: Values) -> Limit | None:
     return None
 
 
+def _scaled_mm_limit(values: Values) -> Limit | None:
+    if values["x_scale"] is None and values["activations"] != "fp8":
+        return Limit("with activations 'bf16'", "scaled_mm multiplies FP8 by FP8")
+    if values["out_dtype"] != torch.bfloat16:
+        return Limit(f"with out_dtype {values['out_dtype']}", "scaled_mm returns torch.bfloat16")
+    columns = int(values["weight"].shape[1])
+    if columns % SCALED_MM_COLUMNS != 0:
+        advice = f"scaled_mm takes multiples of {SCALED_MM_COLUMNS}"
+        return Limit(f"with in_features {columns}", advice)
+    return None
+
+
+@functools.cache
+def scaled_mm_obstacle() -> str:
+    """Why torch's product with block scales does not run here; empty if it does."""
+    if not hasattr(torch.ops.aten, "_scaled_mm_v2"):
+        return "This torch has no _scaled_mm_v2"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return "It needs a Hopper GPU, compute capability 9.0"
+    return ""
+
+
 def choose(spec: OpSpec, values: Values) -> Choice:
     """What a call runs with.
 
@@ -229,12 +262,17 @@ def choose(spec: OpSpec, values: Values) -> Choice:
             here.
         NotImplementedError: one that does not take the call.
     """
-    impl, device = values["impl"], values["q"].device
+    impl, device = values["impl"], subject(values).device
     check_device(spec.name, impl, device)
     if impl in LIBRARIES or impl == FLASH_ATTN:
         check_limit(spec.name, spec.providers, impl, values)
         require(spec.name, impl)
         return Choice(impl, "asked for")
+    if impl == SCALED_MM:
+        check_limit(spec.name, spec.providers, impl, values)
+        if obstacle_here := scaled_mm_obstacle():
+            rule = "be one that runs here"
+            raise refusal(RuntimeError, spec.name, "impl", rule, repr(impl), obstacle_here)
     if impl != AUTO:
         return Choice(impl, "asked for")
     if device.type not in DEVICES:
@@ -279,7 +317,7 @@ def obstacle(op: str, library: str, values: Values) -> str:
         return f"{found.advice}: the call is {found.what}"
     if not is_faster(op, library, values):
         return f"{library} was not faster at these sizes on an H200"
-    return unusable(library) or _other_device(values["q"].device)
+    return unusable(library) or _other_device(subject(values).device)
 
 
 def _flash_attn_obstacle(values: Values) -> str:
@@ -294,7 +332,9 @@ def _flash_attn_obstacle(values: Values) -> str:
 
 def _is_sized(values: Values) -> bool:
     """Whether the sizes that decide are no symbols."""
-    return all(isinstance(size, int) for size in (values["q"].shape[0], values.get("num_rows", 0)))
+    return all(
+        isinstance(size, int) for size in (subject(values).shape[0], values.get("num_rows", 0))
+    )
 
 
 def _other_device(device: torch.device) -> str:
@@ -343,7 +383,7 @@ def prepare(spec: OpSpec, values: Values) -> list[str]:
 
     The fake of an op is the first to see a call that is compiled.
     """
-    if torch.compiler.is_exporting() or values["q"].device.type not in DEVICES:
+    if torch.compiler.is_exporting() or subject(values).device.type not in DEVICES:
         return []
     impl = choose(spec, values).impl
     called = [impl] if impl in LIBRARIES else []

@@ -20,6 +20,8 @@ from dsv4_ops.core.torch_compat import find_schema
 
 FLASH_MLA, DEEP_GEMM = "flash_mla", "deep_gemm"
 LIBRARIES = (FLASH_MLA, DEEP_GEMM)
+SCALED_MM = "scaled_mm"
+"""torch's own product with block scales: nothing to find or to load."""
 
 VARIABLES = {FLASH_MLA: "DSV4_OPS_FLASH_MLA", DEEP_GEMM: "DSV4_OPS_DEEP_GEMM"}
 """Environment variables that name a library; what they name is used, or nothing."""

@@ -52,6 +52,53 @@ def quantize(
     return codes.flatten(-2), scale.squeeze(-1)
 
 
+_EXPONENT = 23
+_NAN_PATTERN = 0x7FC00000
+_ABOVE_SEVEN_QUARTERS = 0x1FFFFF
+"""``_UP_TO_SEVEN_QUARTERS`` of a float32 pattern."""
+
+
+def quantize_blocks(
+    bits: Tensor, quant_block: int, pow2: bool, floor: float
+) -> tuple[Tensor, Tensor]:
+    """e4m3 codes of bf16 patterns, and the float32 scale of every ``quant_block`` of them.
+
+    Args:
+        bits: int32 [..., dim], from ``bf16_bits``.
+        quant_block: Values that share a scale; divides dim.
+        pow2: Whether scales are rounded up to powers of two, 2^-126 at least.
+        floor: Least amax of a block.
+
+    Returns:
+        uint8 [..., dim] codes and float32 [..., dim // quant_block] scales. NaN becomes code 0x7F
+        and counts as 0 for the scale; infinities saturate and count as the largest finite bf16.
+    """
+    blocks = bits.unflatten(-1, (bits.shape[-1] // quant_block, quant_block))
+    magnitude = blocks & _MAGNITUDE
+    is_nan = magnitude > _INFINITY
+    largest = torch.where(is_nan, 0, magnitude).amax(-1, keepdim=True).clamp(max=_LARGEST_FINITE)
+    amax = (largest << 16).view(torch.float32).clamp(min=floor)
+    values = (blocks << 16).view(torch.float32)
+    if pow2:
+        exponent = ((amax.view(torch.int32) + _ABOVE_SEVEN_QUARTERS) >> _EXPONENT) - 8
+        exponent = exponent.clamp(min=1)
+        scales = (exponent << _EXPONENT).view(torch.float32)
+        scaled = values * ((2 * SCALE_BIAS - exponent) << _EXPONENT).view(torch.float32)
+    else:
+        scales = amax / FP8_MAX
+        scaled = values / scales
+    codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = torch.where(is_nan, _NAN_CODE, codes)
+    return codes.flatten(-2), scales.squeeze(-1)
+
+
+def ue8m0_values(scale: Tensor) -> Tensor:
+    """2^(byte - 127) as float32: a subnormal for byte 0, and NaN for byte 255."""
+    pattern = scale.to(torch.int32) << _EXPONENT
+    pattern = torch.where(scale == 0, 1 << (_EXPONENT - 1), pattern)
+    return torch.where(scale == 255, _NAN_PATTERN, pattern).view(torch.float32)
+
+
 def scale_values(scale: Tensor) -> Tensor:
     """2^(byte - 127) as float32: byte 0 reads as 0 and byte 255 as infinity."""
     return (scale.to(torch.int32) << 23).view(torch.float32)

@@ -15,6 +15,7 @@ from tests.oracles import batch as oracles
 from tests.oracles import compressor as oracles_compressor
 from tests.oracles import context as oracles_context
 from tests.oracles import dense_mla as oracles_dense_mla
+from tests.oracles import experts as oracles_experts
 from tests.oracles import indexer as oracles_indexer
 from tests.oracles import kv as oracles_kv
 from tests.oracles import pack as oracles_pack
@@ -43,6 +44,7 @@ ORACLES = {
     **vars(oracles_compressor),
     **vars(oracles_dense_mla),
     **vars(oracles_context),
+    **vars(oracles_experts),
     **vars(oracles_indexer),
     **vars(oracles_kv),
     **vars(oracles_pack),

@@ -19,7 +19,9 @@ from tests.ops.error_rows.cache import CACHE_TABLE
 from tests.ops.error_rows.compressor import COMPRESSOR_TABLE
 from tests.ops.error_rows.context import CONTEXT_TABLE
 from tests.ops.error_rows.dense_mla import DENSE_MLA_TABLE
+from tests.ops.error_rows.experts import EXPERTS_TABLE
 from tests.ops.error_rows.indexer import INDEXER_TABLE
+from tests.ops.error_rows.linear import LINEAR_TABLE
 from tests.ops.error_rows.metadata import METADATA_TABLE
 from tests.ops.error_rows.mla import MLA_TABLE
 from tests.ops.error_rows.prefill import PREFILL_TABLE
@@ -281,7 +283,9 @@ TABLE: dict[str, list[tuple[str, dict[str, Any], type[Exception], str]]] = {
     **COMPRESSOR_TABLE,
     **CONTEXT_TABLE,
     **DENSE_MLA_TABLE,
+    **EXPERTS_TABLE,
     **INDEXER_TABLE,
+    **LINEAR_TABLE,
     **METADATA_TABLE,
     **MLA_TABLE,
     **PREFILL_TABLE,

@@ -1,0 +1,49 @@
+"""torch's block-wise ``_scaled_mm_v2`` as ``impl="scaled_mm"`` of ``fp8_linear``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dsv4_ops.core.layout import round_up
+from dsv4_ops.reference.linear import quantized, scale_values
+
+# of torch.nn.functional.ScalingType and SwizzleType, which Dynamo of 2.11 cannot trace
+BLOCKS_1X128, BLOCKS_128X128, NO_SWIZZLE = 4, 5, 0
+
+ROWS = 8
+"""cublasLt refuses a single row; rows are padded to a multiple of this."""
+
+
+def fp8_linear(
+    launch,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    x_scale: Tensor | None,
+    *,
+    activations: str,
+    out_dtype: torch.dtype,
+    impl: str,
+) -> Tensor:
+    """One call of torch; quantisation in front of it is left to the compiler."""
+    num_tokens = x.shape[0]
+    if num_tokens == 0:
+        return x.new_empty((0, weight.shape[0]), dtype=out_dtype)
+    codes, scales = quantized(x) if x_scale is None else (x, x_scale)
+    more = round_up(num_tokens, ROWS) - num_tokens
+    codes = pad(codes.contiguous().view(torch.uint8), (0, 0, 0, more)).view(torch.float8_e4m3fn)
+    by_token = pad(scales.t(), (0, more)).contiguous().t()
+    by_block = scale_values(scale).contiguous().t()
+    product = block_product(codes, weight.contiguous().t(), by_token, by_block, out_dtype)
+    return product[:num_tokens].contiguous()
+
+
+def block_product(
+    x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """``x @ weight`` with scales of 1 x 128 and 128 x 128 values."""
+    first = [x_scale], [BLOCKS_1X128], [NO_SWIZZLE]
+    second = [scale], [BLOCKS_128X128], [NO_SWIZZLE]
+    return torch.ops.aten._scaled_mm_v2(x, weight, *first, *second, None, out_dtype)

@@ -1,0 +1,23 @@
+"""Fakes of routed experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.tiles import plan_blocks
+from dsv4_ops.core.types import ExpertPlan
+
+
+def expert_plan(topk_ids: Tensor, num_experts: int, block_size: int) -> ExpertPlan:
+    num_tokens, topk = topk_ids.shape
+    blocks = plan_blocks(num_tokens * topk, num_experts, block_size)
+    return ExpertPlan(
+        topk_ids.new_empty((blocks * block_size,)),
+        topk_ids.new_empty((blocks,)),
+        topk_ids.new_empty((1,)),
+    )
+
+
+def experts(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,0 +1,215 @@
+"""Routed experts in FP4 and FP8, and the plan of their blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import ACTIVATION_BLOCK, FP4_BLOCK, WEIGHT_BLOCK
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import AUTO, REFERENCE, OpSpec
+from dsv4_ops.core.types import INT32_MAX, ExpertPlan
+from dsv4_ops.dispatch.choice import check_impl
+from dsv4_ops.dispatch.define import define_op
+from dsv4_ops.meta import experts as meta
+from dsv4_ops.reference import experts as reference
+
+PROVIDERS = (REFERENCE,)
+
+_ACTIVATIONS = ("bf16", "fp8")
+_CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
+
+_expert_plan = define_op(
+    OpSpec(
+        stem="experts",
+        schema="expert_plan(Tensor topk_ids, *, int num_experts, int block_size) "
+        "-> (Tensor, Tensor, Tensor)",
+        meta=meta.expert_plan,
+        reference=reference.expert_plan,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_tokens",),
+        source="vLLM 0.33 moe_align_block_size, with bounds",
+        gradient="integers",
+    )
+)
+_experts = define_op(
+    OpSpec(
+        stem="experts",
+        schema="experts(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor gate_up, "
+        "Tensor gate_up_scale, Tensor down, Tensor down_scale, *, float swiglu_limit, "
+        "str activations, str impl='auto') -> Tensor",
+        meta=meta.experts,
+        reference=reference.experts,
+        lowering={"cpu": "decompose", "cuda": "choices"},
+        dynamic=("num_tokens",),
+        source="DeepSeek-V4 inference/model.py, Expert and MoE",
+        providers=PROVIDERS,
+    )
+)
+
+
+def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> ExpertPlan:
+    """Sort the rows of all experts into blocks that one expert each multiplies.
+
+    A row is a pair of a token and one of its experts: row ``token * topk + k``.
+
+    Args:
+        topk_ids: Experts of every token, [num_tokens, topk], int32, any strides. An id below 0 or
+            from num_experts on has no block: the expert of another device, or of padding.
+        num_experts: Experts on this device. At least 1.
+        block_size: Rows of a block. At least 1.
+
+    Returns:
+        ``ExpertPlan(sorted_rows, expert_of_block, num_blocks)``, int32, dense. sorted_rows
+        [max_blocks * block_size]: the rows of the first expert in their order, padded with -1 to
+        whole blocks, then those of the next one that has any. expert_of_block [max_blocks]: -1
+        behind the last block that is used. num_blocks [1]: how many are. max_blocks =
+        (num_rows + min(num_experts, num_rows) * (block_size - 1)) // block_size, which no routing
+        exceeds.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: another rank, a number out of range, or more than 2^31 - 1 rows of all blocks.
+        TypeError: a dtype other than int32.
+
+    Compile: a sort and a few reductions; dynamic in num_tokens; CUDA graphs and export: yes. The
+        number of blocks stays on the device.
+
+    Source: vLLM's moe_align_block_size, with bounds.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> ids = torch.tensor([[2, 0], [2, -1]], dtype=torch.int32)
+        >>> plan = dsv4_ops.expert_plan(ids, num_experts=3, block_size=2)
+        >>> plan.sorted_rows.tolist(), plan.expert_of_block.tolist(), plan.num_blocks.tolist()
+        ([1, -1, 0, 2, -1, -1], [0, 2, -1], [2])
+    """
+    checks = Checks("expert_plan")
+    checks.at_least(1, num_experts=num_experts, block_size=block_size)
+    checks.tensor("topk_ids", topk_ids, torch.int32, "num_tokens", "topk")
+    if not torch.compiler.is_compiling():  # a size that is a symbol would be guarded
+        num_rows = topk_ids.shape[0] * topk_ids.shape[1]
+        largest = num_rows + min(num_experts, num_rows) * (block_size - 1)
+        if largest > INT32_MAX:
+            rule = f"leave at most {INT32_MAX} rows of all blocks"
+            advice = "Lower it; rows are int32"
+            raise refusal(ValueError, checks.op, "block_size", rule, largest, advice)
+    return ExpertPlan(*_expert_plan(topk_ids, num_experts=num_experts, block_size=block_size))
+
+
+def experts(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    *,
+    swiglu_limit: float,
+    activations: str = "bf16",
+    impl: str = AUTO,
+) -> Tensor:
+    """Run the routed experts of every token and add up what they return.
+
+    The dtype of the weights says what they are: int8 or uint8 are FP4 (e2m1) codes in pairs, the
+    first in the low half of a byte, with a scale for every 32 of a row; float8_e4m3fn has a scale
+    for every 128 x 128.
+
+    Args:
+        x: Hidden states, [num_tokens, hidden_size], bfloat16, any strides.
+        topk_weights: Routing weights, [num_tokens, topk], float32.
+        topk_ids: Experts of every token, [num_tokens, topk], int32. An id below 0 or from
+            num_experts on adds nothing: the expert of another device, or of padding.
+        gate_up: FP4 [num_experts, 2 * size, hidden_size / 2] or FP8 [num_experts, 2 * size,
+            hidden_size]: the rows of the gate first.
+        gate_up_scale: FP4 [num_experts, 2 * size, hidden_size / 32], uint8 with UE8M0 bytes; FP8
+            [num_experts, 2 * size / 128, hidden_size / 128], float32 or uint8.
+        down: FP4 [num_experts, hidden_size, size / 2] or FP8 [num_experts, hidden_size, size].
+        down_scale: As ``gate_up_scale``, for ``down``.
+        swiglu_limit: Bound of the gate from above, and of up from both sides. Above 0.
+        activations: What the two products take: "bf16" (W4A16, W8A16), or "fp8" (W4A8, W8A8), after
+            ``quantize_rows`` with its defaults.
+        impl: "auto" or "reference".
+
+    Returns:
+        bfloat16 [num_tokens, hidden_size], dense: over the experts of a token the sum of
+        weight * (a W_down^T), a = bf16(silu(min(g, limit)) * clamp(u, -limit, limit)) with
+        (g, u) = x W_gate_up^T. Products, SwiGLU and sum are in float32, with one cast of each a and
+        one of the result.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, sizes that are no whole blocks, a transposed scale,
+            several devices, or an unknown word.
+        TypeError: a dtype other than the ones above.
+
+    Compile: two reductions of Inductor that gather and dequantise as they multiply, so that no
+        weight is copied: each row reads its own expert, right for few tokens; no kernel of ours
+        yet; dynamic in num_tokens; CUDA graphs and export: yes. Eager code dequantises one expert
+        at a time, for 16 rows.
+
+    Source: DeepSeek-V4's MoE; like Hugging Face's, it weights behind ``down``, not in front.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> x = torch.ones(1, 32, dtype=torch.bfloat16)
+        >>> gate_up = torch.full((1, 64, 16), 0x22, dtype=torch.uint8)  # code 2 is 1.0
+        >>> down = torch.full((1, 32, 16), 0x11, dtype=torch.uint8)  # code 1 is 0.5
+        >>> scale = torch.full((1, 64, 1), 127, dtype=torch.uint8)  # 2^0
+        >>> weight, expert = torch.tensor([[0.5]]), torch.zeros(1, 1, dtype=torch.int32)
+        >>> out = dsv4_ops.experts(
+        ...     x, weight, expert, gate_up, scale, down, scale[:, :32], swiglu_limit=10.0
+        ... )
+        >>> out[0, 0].item()  # 0.5 * 32 * 0.5 * silu(10) * 10, 100 in bf16
+        800.0
+    """
+    checks = Checks("experts")
+    checks.tensor("x", x, torch.bfloat16, "num_tokens", "hidden_size")
+    checks.tensor("topk_weights", topk_weights, torch.float32, "num_tokens", "topk")
+    checks.tensor("topk_ids", topk_ids, torch.int32, "num_tokens", "topk")
+    checks.floats("gate_up", gate_up, *_CODES)
+    fp8 = gate_up.dtype == torch.float8_e4m3fn
+    width = int(x.shape[1])  # sizes of weights are configuration: constants when compiled
+    whole = ACTIVATION_BLOCK if fp8 or activations == "fp8" else FP4_BLOCK
+    checks.divides("the values of a block", whole, "hidden_size", width)
+    packed = width if fp8 else width // 2
+    checks.tensor("gate_up", gate_up, gate_up.dtype, "num_experts", "gate_up_size", packed)
+    rows = int(gate_up.shape[1])
+    checks.divides("two blocks", 2 * whole, "gate_up_size", rows)
+    checks.at_least(1, num_experts=int(gate_up.shape[0]))
+    size = rows // 2
+    _check_scale(checks, "gate_up_scale", gate_up_scale, fp8, rows, width)
+    packed = size if fp8 else size // 2
+    checks.tensor("down", down, gate_up.dtype, "num_experts", "hidden_size", packed)
+    _check_scale(checks, "down_scale", down_scale, fp8, width, size)
+    checks.above(0, swiglu_limit=swiglu_limit)
+    checks.one_of("activations", activations, *_ACTIVATIONS, belongs_to="the recipe has")
+    check_impl(checks.op, PROVIDERS, impl, x.device, {})
+    result: Tensor = _experts(
+        x,
+        topk_weights,
+        topk_ids,
+        gate_up,
+        gate_up_scale,
+        down,
+        down_scale,
+        swiglu_limit=swiglu_limit,
+        activations=activations,
+        impl=impl,
+    )
+    return result
+
+
+def _check_scale(
+    checks: Checks, name: str, scale: Tensor, fp8: bool, rows: int, columns: int
+) -> None:
+    if fp8:
+        checks.floats(name, scale, torch.float32, torch.uint8)
+        blocks = rows // WEIGHT_BLOCK, columns // WEIGHT_BLOCK
+        checks.tensor(name, scale, scale.dtype, "num_experts", *blocks)
+    else:
+        checks.tensor(name, scale, torch.uint8, "num_experts", rows, columns // FP4_BLOCK)

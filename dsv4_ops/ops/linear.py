@@ -1,0 +1,296 @@
+"""Block-scaled FP8 linear layers and the quantisation of their activations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import ACTIVATION_BLOCK, WEIGHT_BLOCK
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import AUTO, REFERENCE, OpSpec
+from dsv4_ops.core.types import QuantizedRows
+from dsv4_ops.dispatch.choice import check_impl
+from dsv4_ops.dispatch.define import define_op
+from dsv4_ops.dispatch.libraries import SCALED_MM
+from dsv4_ops.meta import linear as meta
+from dsv4_ops.reference import linear as reference
+
+PROVIDERS, GROUPED_PROVIDERS = (SCALED_MM, REFERENCE), (REFERENCE,)
+
+_SCALES, _SCALE_LAYOUTS = ("pow2", "float32"), ("row", "column_padded")
+_ACTIVATIONS = ("bf16", "fp8")
+_OUT_DTYPES = (torch.bfloat16, torch.float32)
+_SOURCE = "DeepSeek-V4 inference/kernel.py, FP8 products with 128 x 128 weight scales"
+
+_quantize_rows = define_op(
+    OpSpec(
+        stem="linear",
+        schema="quantize_rows(Tensor x, *, int block, str scale, float floor, str scale_layout) "
+        "-> (Tensor, Tensor)",
+        meta=meta.quantize_rows,
+        reference=reference.quantize_rows,
+        lowering={"cpu": "decompose", "cuda": "decompose"},
+        dynamic=("num_tokens",),
+        source="DeepSeek-V4 inference/kernel.py, activation quantisation",
+    )
+)
+_SETTINGS = "*, str activations, ScalarType out_dtype, str impl='auto'"
+_fp8_linear = define_op(
+    OpSpec(
+        stem="linear",
+        schema="fp8_linear(Tensor x, Tensor weight, Tensor scale, Tensor? x_scale=None, "
+        f"{_SETTINGS}) -> Tensor",
+        meta=meta.fp8_linear,
+        reference=reference.fp8_linear,
+        lowering={"cpu": "decompose", "cuda": "choices"},
+        dynamic=("num_tokens",),
+        source=_SOURCE,
+        providers=PROVIDERS,
+    )
+)
+_fp8_grouped_linear = define_op(
+    OpSpec(
+        stem="linear",
+        schema="fp8_grouped_linear(Tensor x, Tensor weight, Tensor scale, Tensor? x_scale=None, "
+        f"{_SETTINGS}) -> Tensor",
+        meta=meta.fp8_grouped_linear,
+        reference=reference.fp8_grouped_linear,
+        lowering={"cpu": "decompose", "cuda": "choices"},
+        dynamic=("num_tokens",),
+        source=f"{_SOURCE}; its grouped output projection",
+        providers=GROUPED_PROVIDERS,
+    )
+)
+
+
+def quantize_rows(
+    x: Tensor,
+    *,
+    block: int = ACTIVATION_BLOCK,
+    scale: str = "pow2",
+    floor: float = 1e-4,
+    scale_layout: str = "row",
+) -> QuantizedRows:
+    """Quantise rows to FP8, with one scale for every ``block`` values of a row.
+
+    Args:
+        x: Activations, [num_tokens, in_features], bfloat16, any strides.
+        block: Values that share a scale; divides in_features. At least 1.
+        scale: "pow2": the smallest power of two, 2^-126 at least, with which amax is at most 448
+            (DeepSeek's own). "float32": amax / 448 (Hugging Face's).
+        floor: Least amax of a block. Above 0.
+        scale_layout: Where the scales go: "row", or "column_padded", which matrix products on
+            SM90 take.
+
+    Returns:
+        ``QuantizedRows(values, scales)``. values: float8_e4m3fn [num_tokens, in_features], dense:
+        x over its scale, rounded to nearest even. NaN becomes code 0x7F and does not count for the
+        scale; an infinity saturates and counts as the largest bfloat16. scales: float32, dense:
+        "row": [num_tokens, in_features / block]; "column_padded": [in_features / block,
+        padded_tokens], with padding of 0 up to a multiple of 4.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: a ``block`` that does not divide in_features, a number out of range, or an
+            unknown word.
+        TypeError: a dtype other than bfloat16.
+
+    Compile: one reduction of Inductor, which fuses with the norm in front of it; dynamic in
+        num_tokens; CUDA graphs and export: yes. With scale="float32" a GPU may round the divisions
+        otherwise and change a code by one step.
+
+    Source: DeepSeek-V4's act_quant; Hugging Face's recipe has scale="float32", floor=1e-12.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> x = torch.tensor([[3.0, -0.5, 0.0, 0.0]], dtype=torch.bfloat16)
+        >>> rows = dsv4_ops.quantize_rows(x, block=2)
+        >>> rows.values.float().tolist(), rows.scales[0, 0].item()  # 3 / 2^-7
+        ([[384.0, -64.0, 0.0, 0.0]], 0.0078125)
+    """
+    checks = Checks("quantize_rows")
+    checks.at_least(1, block=block)
+    checks.one_of("scale", scale, *_SCALES, belongs_to="the recipe has")
+    checks.above(0, floor=floor)
+    checks.one_of(
+        "scale_layout", scale_layout, *_SCALE_LAYOUTS, belongs_to="the matrix product takes"
+    )
+    checks.tensor("x", x, torch.bfloat16, "num_tokens", "in_features")
+    checks.divides("block", block, "in_features", int(x.shape[1]))
+    return QuantizedRows(
+        *_quantize_rows(x, block=block, scale=scale, floor=floor, scale_layout=scale_layout)
+    )
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    x_scale: Tensor | None = None,
+    *,
+    activations: str = "bf16",
+    out_dtype: torch.dtype = torch.bfloat16,
+    impl: str = AUTO,
+) -> Tensor:
+    """Multiply rows by an FP8 weight that has a scale for every 128 x 128 of its values.
+
+    Args:
+        x: Activations, [num_tokens, in_features], any strides: bfloat16, or with ``x_scale``
+            float8_e4m3fn.
+        weight: [out_features, in_features], float8_e4m3fn; both sizes are multiples of 128.
+        scale: [out_features / 128, in_features / 128], float32, or uint8 with UE8M0 bytes: byte b
+            is 2^(b - 127), 255 is NaN. ``view(torch.uint8)`` reads the bytes of a float8_e8m0fnu.
+        x_scale: Scales of ``x``, [num_tokens, in_features / 128], float32, as of
+            ``quantize_rows``; None for bfloat16.
+        activations: What bfloat16 activations are multiplied as: "bf16" (W8A16), or "fp8" (W8A8),
+            after ``quantize_rows`` with its defaults. Without effect with ``x_scale``.
+        out_dtype: dtype of the result, bfloat16 or float32.
+        impl: "auto", "reference", or "scaled_mm": torch's own block-wise product, on Hopper, of
+            activations in FP8, with in_features a multiple of 512 and a bfloat16 result; "auto"
+            does not take it.
+
+    Returns:
+        ``out_dtype`` [num_tokens, out_features], dense: the products of the values (codes times
+        scales), summed in float32, and one cast.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, a transposed or missing scale, several devices, or an
+            unknown word.
+        TypeError: a dtype other than the ones above.
+        RuntimeError, NotImplementedError: an ``impl`` that does not run here, or not such a call.
+
+    Compile: the float32 values of the weight and one product, on a GPU as well: no kernel of ours
+        yet; dynamic in num_tokens; CUDA graphs and export: yes.
+
+    Source: DeepSeek-V4's fp8_gemm. Powers of two make the values exact, so that W8A16 equals the
+        product with a dequantised bfloat16 weight but for the order of sums.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> x = torch.ones(1, 128, dtype=torch.bfloat16)
+        >>> weight = torch.full((128, 128), 1.5).to(torch.float8_e4m3fn)
+        >>> scale = torch.tensor([[128]], dtype=torch.uint8)  # 2^(128 - 127)
+        >>> dsv4_ops.fp8_linear(x, weight, scale)[0, :2].tolist()  # 128 * 1.5 * 2
+        [384.0, 384.0]
+    """
+    checks = Checks("fp8_linear")
+    _check_activations(checks, x, x_scale, "num_tokens", "in_features")
+    _check_weight(checks, weight, scale, 1)
+    if x_scale is not None:
+        columns = int(x.shape[1]) // ACTIVATION_BLOCK
+        checks.tensor("x_scale", x_scale, torch.float32, "num_tokens", columns)
+    _check_settings(checks.op, activations, out_dtype, impl, x, weight, x_scale)
+    product: Tensor = _fp8_linear(
+        x, weight, scale, x_scale, activations=activations, out_dtype=out_dtype, impl=impl
+    )
+    return product
+
+
+def fp8_grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    x_scale: Tensor | None = None,
+    *,
+    activations: str = "bf16",
+    out_dtype: torch.dtype = torch.bfloat16,
+    impl: str = AUTO,
+) -> Tensor:
+    """Multiply every group of a row by its own rows of a block-scaled FP8 weight.
+
+    The output projection ``o_a_proj``: it takes what ``inverse_rope_group`` returns, or what
+    ``inverse_rope_group_quantize`` returns with scale_layout="row".
+
+    Args:
+        x: [num_tokens, num_groups, in_features], bfloat16, any strides; or with ``x_scale``
+            [num_groups, num_tokens, in_features], float8_e4m3fn.
+        weight: [out_features, in_features], float8_e4m3fn, the rows of the first group first;
+            in_features and out_features / num_groups are multiples of 128.
+        scale: [out_features / 128, in_features / 128], float32, or uint8 with UE8M0 bytes, as for
+            ``fp8_linear``.
+        x_scale: Scales of ``x``, [num_groups, num_tokens, in_features / 128], float32; None for
+            bfloat16.
+        activations: "bf16" or "fp8", as for ``fp8_linear``.
+        out_dtype: dtype of the result, bfloat16 or float32.
+        impl: "auto" or "reference".
+
+    Returns:
+        ``out_dtype`` [num_tokens, out_features], dense: the products of every group side by side,
+        as ``fp8_linear`` computes them.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, groups that do not divide the weight into blocks, a
+            transposed or missing scale, several devices, or an unknown word.
+        TypeError: a dtype other than the ones above.
+
+    Compile: as ``fp8_linear``, with one batched product.
+
+    Source: DeepSeek-V4's output projection; its code multiplies by a dequantised weight.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> x = torch.ones(1, 2, 128, dtype=torch.bfloat16)
+        >>> x[:, 1] = 2
+        >>> weight, scale = torch.ones(256, 128).to(torch.float8_e4m3fn), torch.ones(2, 1)
+        >>> dsv4_ops.fp8_grouped_linear(x, weight, scale)[0, [0, 128]].tolist()
+        [128.0, 256.0]
+    """
+    checks = Checks("fp8_grouped_linear")
+    rows = ("num_tokens", "num_groups") if x_scale is None else ("num_groups", "num_tokens")
+    _check_activations(checks, x, x_scale, *rows, "in_features")
+    num_groups = int(checks.sizes["num_groups"])
+    checks.at_least(1, num_groups=num_groups)
+    _check_weight(checks, weight, scale, num_groups)
+    if x_scale is not None:
+        columns = int(x.shape[2]) // ACTIVATION_BLOCK
+        checks.tensor("x_scale", x_scale, torch.float32, "num_groups", "num_tokens", columns)
+    _check_settings(checks.op, activations, out_dtype, impl, x, weight, x_scale)
+    product: Tensor = _fp8_grouped_linear(
+        x, weight, scale, x_scale, activations=activations, out_dtype=out_dtype, impl=impl
+    )
+    return product
+
+
+def _check_activations(checks: Checks, x: Tensor, x_scale: Tensor | None, *dims: str) -> None:
+    quantized = isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn
+    if x_scale is None and quantized:
+        rule, advice = f"be given with x of {x.dtype}", "Pass both results of quantize_rows"
+        raise refusal(ValueError, checks.op, "x_scale", rule, None, advice)
+    checks.tensor("x", x, torch.bfloat16 if x_scale is None else torch.float8_e4m3fn, *dims)
+
+
+def _check_weight(checks: Checks, weight: Tensor, scale: Tensor, num_groups: int) -> None:
+    checks.tensor("weight", weight, torch.float8_e4m3fn, "out_features", "in_features")
+    rows, columns = (int(size) for size in weight.shape)  # configuration: constants when compiled
+    checks.divides("the columns of a block", WEIGHT_BLOCK, "in_features", columns)
+    what = "the rows of a block" if num_groups == 1 else "the rows of a block in every group"
+    checks.divides(what, WEIGHT_BLOCK * num_groups, "out_features", rows)
+    checks.floats("scale", scale, torch.float32, torch.uint8)
+    blocks = rows // WEIGHT_BLOCK, columns // WEIGHT_BLOCK
+    checks.tensor("scale", scale, scale.dtype, *blocks)
+
+
+def _check_settings(
+    op: str,
+    activations: str,
+    out_dtype: torch.dtype,
+    impl: str,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor | None,
+) -> None:
+    checks = Checks(op)
+    checks.one_of("activations", activations, *_ACTIVATIONS, belongs_to="the recipe has")
+    if out_dtype not in _OUT_DTYPES:
+        advice = "Cast the result to another dtype"
+        rule = "be torch.bfloat16 or torch.float32"
+        raise refusal(TypeError, op, "out_dtype", rule, out_dtype, advice)
+    values = {"weight": weight, "x_scale": x_scale, "activations": activations}
+    providers = PROVIDERS if op == "fp8_linear" else GROUPED_PROVIDERS
+    check_impl(op, providers, impl, x.device, {**values, "out_dtype": out_dtype})

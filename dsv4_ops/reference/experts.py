@@ -1,0 +1,149 @@
+"""References of routed experts: who computes which rows, and the experts themselves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import FP4_BLOCK
+from dsv4_ops.core.tiles import plan_blocks
+from dsv4_ops.core.types import ABSENT, ExpertPlan
+from dsv4_ops.reference.common import materialized, take
+from dsv4_ops.reference.linear import activation_values, scale_values, weight_values
+
+ROWS = 16
+"""Rows that the eager reference multiplies by an expert at a time."""
+
+_DOUBLED = -0x379BCDF0  # 0xC8643210: twice 0 .5 1 1.5 2 3 4 6, four bits each, as an int32
+
+
+def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> ExpertPlan:
+    ids = topk_ids.flatten()
+    present = (ids >= 0) & (ids < num_experts)
+    keys = torch.where(present, ids, num_experts)
+    ordered, order = torch.sort(keys, stable=True)
+    experts = torch.arange(num_experts, dtype=torch.int32, device=ids.device)
+    # not a search: the rows may be more than its unrolled steps cover
+    start = (ordered[None] < experts[:, None]).sum(1, dtype=torch.int32)
+    stop = (ordered[None] <= experts[:, None]).sum(1, dtype=torch.int32)
+    blocks = (stop - start + block_size - 1) // block_size
+    last_block = torch.where(experts[None] <= experts[:, None], blocks[None], 0)
+    last_block = last_block.sum(1, dtype=torch.int32)  # exclusive
+    capacity = plan_blocks(ids.shape[0], num_experts, block_size)
+    block = torch.arange(capacity, dtype=torch.int32, device=ids.device)
+    owner = (last_block[None] <= block[:, None]).sum(1, dtype=torch.int32)
+    used = owner < num_experts
+    expert = torch.where(used, owner, 0)
+    inside = block - (take(last_block, expert) - take(blocks, expert))
+    first = take(start, expert) + inside * block_size
+    offset = torch.arange(block_size, dtype=torch.int32, device=ids.device)
+    row = first[:, None] + offset
+    held = used[:, None] & (row < take(stop, expert)[:, None])
+    rows = take(order.to(torch.int32), torch.where(held, row, 0))
+    return ExpertPlan(
+        torch.where(held, rows, ABSENT).flatten(),
+        torch.where(used, owner, ABSENT),
+        last_block[-1:].clone(),
+    )
+
+
+def experts(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    *,
+    swiglu_limit: float,
+    activations: str,
+    impl: str = "auto",
+) -> Tensor:
+    """One block of rows after the other, so that one expert at a time is dequantised."""
+    num_tokens, topk = topk_ids.shape
+    num_rows = num_tokens * topk
+    plan = expert_plan(topk_ids, num_experts=gate_up.shape[0], block_size=ROWS)
+    rows = activation_values(x, None, activations)
+    out = x.new_zeros((num_rows + 1, x.shape[1]), dtype=torch.float32)  # the last one is no row's
+    for block in range(plan.expert_of_block.shape[0]):
+        expert = plan.expert_of_block[block : block + 1].clamp(min=0)
+        members = plan.sorted_rows[block * ROWS : (block + 1) * ROWS]
+        token = members.clamp(min=0) // topk
+        up = expert_values(gate_up[expert], gate_up_scale[expert])[0]
+        hidden = swiglu(rows[token] @ up.t(), swiglu_limit)
+        values = expert_values(down[expert], down_scale[expert])[0]
+        product = activation_values(hidden, None, activations) @ values.t()
+        out[torch.where(members >= 0, members, num_rows)] = product
+    return combine(
+        out[:num_rows].view(num_tokens, topk, x.shape[1]), topk_weights, topk_ids, gate_up, x
+    )
+
+
+def experts_by_row(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    *,
+    swiglu_limit: float,
+    activations: str,
+    impl: str = "auto",
+) -> Tensor:
+    """What compilers trace: gather, dequantisation and product of every row, which they fuse into
+    loops that hold no weight. Run eagerly it would copy an expert for every row."""
+    present = (topk_ids >= 0) & (topk_ids < gate_up.shape[0])
+    expert = torch.where(present, topk_ids, 0)
+    rows = activation_values(x, None, activations)
+    hidden = _products(rows[:, None], gate_up, gate_up_scale, expert)
+    act = materialized(swiglu(materialized(hidden), swiglu_limit))
+    out = _products(activation_values(act, None, activations), down, down_scale, expert)
+    return combine(out, topk_weights, topk_ids, gate_up, x)
+
+
+def _products(rows: Tensor, weight: Tensor, scale: Tensor, expert: Tensor) -> Tensor:
+    """float32 products [num_tokens, topk, n] of rows [num_tokens, topk or 1, k] and their
+    experts."""
+    values = expert_values(take(weight, expert), take(scale, expert))
+    return (rows.unsqueeze(2) * values).sum(-1)
+
+
+def expert_values(weight: Tensor, scale: Tensor) -> Tensor:
+    """float32 values [..., n, k] of FP4 codes, two in a byte, or of FP8 codes."""
+    if weight.dtype == torch.float8_e4m3fn:
+        return weight_values(weight, scale)
+    return fp4_values(weight, scale)
+
+
+def fp4_values(weight: Tensor, scale: Tensor) -> Tensor:
+    """float32 values of e2m1 codes [..., n, k / 2], of which the low half of a byte is the first,
+    with UE8M0 bytes [..., n, k / 32]."""
+    codes = weight.view(torch.uint8).to(torch.int32).unsqueeze(-1)
+    halves = 4 * torch.arange(2, dtype=torch.int32, device=weight.device)
+    pairs = ((codes >> halves) & 0xF).flatten(-2)
+    # doubled, values are integers: no table, and no subnormal that a compiler might flush
+    doubled = (_DOUBLED >> ((pairs & 7) << 2)) & 0xF
+    signed = torch.where(pairs >= 8, -doubled, doubled).to(torch.float32)
+    blocks = signed.unflatten(-1, (scale.shape[-1], FP4_BLOCK))
+    values: Tensor = blocks * (scale_values(scale) * 0.5).unsqueeze(-1)
+    return values.flatten(-2)
+
+
+def swiglu(hidden: Tensor, limit: float) -> Tensor:
+    """bf16 activations from gate and up, side by side in float32; each bounded by ``limit``."""
+    gate, up = hidden.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(gate) * up).to(torch.bfloat16)
+
+
+def combine(
+    out: Tensor, topk_weights: Tensor, topk_ids: Tensor, gate_up: Tensor, x: Tensor
+) -> Tensor:
+    """Weighted sum over the experts of a token; an expert that is not here adds nothing, whatever
+    its weight is."""
+    present = (topk_ids >= 0) & (topk_ids < gate_up.shape[0])
+    terms = torch.where(present[..., None], out * topk_weights[..., None], 0.0)
+    return terms.sum(1).to(x.dtype)

@@ -1,0 +1,91 @@
+"""References of the block-scaled FP8 linear layers and of their activation quantisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dsv4_ops.core.layout import ACTIVATION_BLOCK, TOKEN_ALIGNMENT, WEIGHT_BLOCK, round_up
+from dsv4_ops.core.types import QuantizedRows
+from dsv4_ops.reference.common import dense
+from dsv4_ops.reference.quantization import bf16_bits, quantize_blocks, ue8m0_values
+
+ACTIVATION_AMAX = 1e-4
+"""Least amax of a block of activations in the official code."""
+
+
+def quantize_rows(
+    x: Tensor, *, block: int, scale: str, floor: float, scale_layout: str
+) -> QuantizedRows:
+    codes, scales = quantize_blocks(bf16_bits(x), block, scale == "pow2", floor)
+    values = dense(codes).view(torch.float8_e4m3fn)
+    if scale_layout == "row":
+        return QuantizedRows(values, dense(scales))
+    padding = round_up(x.shape[0], TOKEN_ALIGNMENT) - x.shape[0]
+    return QuantizedRows(values, dense(pad(scales.t(), (0, padding))))
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    x_scale: Tensor | None = None,
+    *,
+    activations: str,
+    out_dtype: torch.dtype,
+    impl: str = "auto",
+) -> Tensor:
+    rows = activation_values(x, x_scale, activations)
+    return (rows @ weight_values(weight, scale).t()).to(out_dtype)
+
+
+def fp8_grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    x_scale: Tensor | None = None,
+    *,
+    activations: str,
+    out_dtype: torch.dtype,
+    impl: str = "auto",
+) -> Tensor:
+    rows = activation_values(x, x_scale, activations)
+    groups = rows.transpose(0, 1) if x_scale is None else rows  # [num_groups, num_tokens, k]
+    num_groups, num_tokens, _ = groups.shape
+    values = weight_values(weight, scale).unflatten(0, (num_groups, -1))
+    products = torch.bmm(groups, values.transpose(1, 2)).to(out_dtype)
+    return dense(products.transpose(0, 1)).view(num_tokens, weight.shape[0])
+
+
+def activation_values(x: Tensor, x_scale: Tensor | None, activations: str) -> Tensor:
+    """float32 values of activations: as they are, or after quantisation in blocks of 128."""
+    if x_scale is not None:
+        codes, scales = x, x_scale
+    elif activations == "fp8":
+        codes, scales = quantized(x)
+    else:
+        return x.to(torch.float32)
+    blocks = codes.to(torch.float32).unflatten(-1, (scales.shape[-1], ACTIVATION_BLOCK))
+    values: Tensor = blocks * scales.unsqueeze(-1)
+    return values.flatten(-2)
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 codes and float32 scales, powers of two, as the official code makes them."""
+    codes, scales = quantize_blocks(bf16_bits(x), ACTIVATION_BLOCK, True, ACTIVATION_AMAX)
+    return codes.view(torch.float8_e4m3fn), scales
+
+
+def weight_values(weight: Tensor, scale: Tensor) -> Tensor:
+    """float32 values of e4m3 codes [..., n, k], a scale for each 128 x 128 of them."""
+    rows, columns = scale.shape[-2:]
+    blocks = weight.to(torch.float32).unflatten(-1, (columns, WEIGHT_BLOCK))
+    blocks = blocks.unflatten(-3, (rows, WEIGHT_BLOCK))
+    values: Tensor = blocks * scale_values(scale)[..., :, None, :, None]
+    return values.flatten(-2).flatten(-3, -2)
+
+
+def scale_values(scale: Tensor) -> Tensor:
+    """float32 of scales that are float32, or UE8M0 bytes."""
+    return ue8m0_values(scale) if scale.dtype == torch.uint8 else scale

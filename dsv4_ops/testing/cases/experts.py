@@ -1,0 +1,196 @@
+"""Cases and strategies of routed experts and the plan of their blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.testing.case import Case, Exact, OpTesting, i32
+from dsv4_ops.testing.cases.linear import activation_values
+from dsv4_ops.testing.float64.experts import (
+    exact_terms,
+    expert_values,
+    fp4_weight,
+    routing,
+)
+from dsv4_ops.testing.float64.linear import activations as sampled_activations
+from dsv4_ops.testing.float64.linear import fp8_weight
+
+
+def _plan_cases() -> list[Case]:
+    ids = i32([[2, 0], [2, -1], [2, 4]])
+    pairs = {"num_experts": 4, "block_size": 2}
+    none = i32([]).view(0, 2)
+    return [
+        # six rows and four experts: (6 + 4) // 2 blocks
+        Case(
+            "pairs", (ids,), pairs, ([1, -1, 0, 2, 4, -1, -1, -1, -1, -1], [0, 2, 2, -1, -1], [3])
+        ),
+        Case(
+            "rows",
+            (ids,),
+            {**pairs, "block_size": 1},
+            ([1, 0, 2, 4, -1, -1], [0, 2, 2, 2, -1, -1], [4]),
+        ),
+        Case(
+            "one block",
+            (ids[:1],),
+            {"num_experts": 3, "block_size": 3},
+            ([1, -1, -1, 0, -1, -1], [0, 2], [2]),
+        ),
+        Case("nowhere", (i32([[-1], [7]]),), pairs, ([-1] * 4, [-1] * 2, [0])),
+        Case("no token", (none,), pairs, ([], [], [0])),
+    ]
+
+
+def _plan_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    num_tokens = max(draw(st.sampled_from((5, 0, 1, 2, 3, 9, 40))), min_size)
+    topk = 3 if min_size else draw(st.sampled_from((2, 1, 3, 6)))
+    _, ids = routing(draw, num_tokens, topk, settings["num_experts"])
+    return Case("sampled", (ids,), settings)
+
+
+expert_plan = OpTesting(
+    cases=_plan_cases,
+    settings=(
+        {"num_experts": 4, "block_size": 16},
+        {"num_experts": 7, "block_size": 1},
+        {"num_experts": 1, "block_size": 3},
+        {"num_experts": 40, "block_size": 4},
+    ),
+    make=_plan_call,
+)
+
+W4A16 = {"swiglu_limit": 10.0, "activations": "bf16", "impl": "auto"}
+W4A8 = {**W4A16, "activations": "fp8"}
+
+
+def _fp4_case() -> tuple[Tensor, ...]:
+    """Two experts of 32 values for 64, of whose codes the low halves meet ones of x.
+
+    Gate 16 / 16 + 16 / 8 = 3 and up -2 of the first, 32 and -32 of the second.
+    """
+    x = torch.zeros(3, 64, dtype=torch.bfloat16)
+    x[:, ::2] = 1
+    gate_up = torch.zeros(2, 64, 32, dtype=torch.uint8)
+    gate_up[:, :32], gate_up[:, 32:] = 0x42, 0x9A  # 1 and 2; -1 and -0.5
+    gate_up_scale = torch.full((2, 64, 2), 127, dtype=torch.uint8)
+    gate_up_scale[0] = 123
+    gate_up_scale[0, :32, 1] = 124
+    down = torch.full((2, 64, 16), 0x21, dtype=torch.uint8)  # 0.5 and 1: 24 for ones
+    down_scale = torch.full((2, 64, 1), 127, dtype=torch.uint8)
+    down_scale[0, 32:], down_scale[1] = 128, 120
+    weights = torch.tensor([[0.5, 0.25], [1.0, torch.nan], [1.0, torch.inf]])
+    ids = i32([[0, 1], [1, -1], [2, 2**31 - 1]])
+    return x, weights, ids, gate_up, gate_up_scale, down, down_scale
+
+
+def _fp8_case() -> tuple[Tensor, ...]:
+    """One expert: gate 128 / 64 = 2 and up 64 / 32 = 2; silu(2) * 2 is 3.515625 in bf16."""
+    x = torch.ones(1, 128, dtype=torch.bfloat16)
+    gate_up = torch.ones(1, 256, 128)
+    gate_up[:, 128:] = 0.5
+    gate_up_scale = torch.tensor([[[121], [122]]], dtype=torch.uint8)
+    down = torch.ones(1, 128, 128).to(torch.float8_e4m3fn)
+    down_scale = torch.tensor([[[2.0**-7]]])
+    codes = gate_up.to(torch.float8_e4m3fn)
+    routed = torch.ones(1, 1), i32([[0]])
+    return x, *routed, codes, gate_up_scale, down, down_scale
+
+
+def _experts_cases() -> list[Case]:
+    fp4, fp8 = _fp4_case(), _fp8_case()
+    # -5.71875 * 24 / 2 - 100 * 24 / 128 / 4 = -73.3125, or twice the first: -141.9375
+    out = [[-73.5] * 32 + [-142.0] * 32, [-18.75] * 64, [0.0] * 64]
+    signed = (*fp4[:3], fp4[3].view(torch.int8), fp4[4], fp4[5].view(torch.int8), fp4[6])
+    none = tuple(tensor[:0] for tensor in fp4[:3])
+    nan = fp4[4].clone()
+    nan[0, 0, 0] = 255
+    return [
+        Case("fp4", fp4, W4A16, (out,)),
+        Case("int8", signed, W4A16, (out,)),
+        Case("fp8", fp8, W4A16, ([[3.515625] * 128],)),
+        Case("quantised", fp8, W4A8, ([[3.5] * 128],)),  # 225 / 64 becomes 224 / 64
+        Case("a byte of 255", (*fp4[:4], nan, *fp4[5:]), W4A16),
+        Case("no token", (*none, *fp4[3:]), W4A16, ([],)),
+        Case(
+            "no expert of a token",
+            (fp4[0], fp4[1][:, :0], fp4[2][:, :0], *fp4[3:]),
+            W4A16,
+            ([[0.0] * 64] * 3,),
+        ),
+    ]
+
+
+def expert_weights(
+    seed: torch.Generator, num_experts: int, width: int, size: int, fp8: bool, ue8m0: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """gate_up, its scale, down, its scale."""
+    if fp8:
+        up = fp8_weight(seed, num_experts, 2 * size, width, ue8m0=ue8m0)
+        return *up, *fp8_weight(seed, num_experts, width, size, ue8m0=ue8m0)
+    up = fp4_weight(seed, num_experts, 2 * size, width // 2)
+    return *up, *fp4_weight(seed, num_experts, width, size // 2)
+
+
+def _experts_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator
+
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5, 20))), min_size)
+    topk = 3 if min_size else draw(st.sampled_from((2, 1, 3)))
+    num_experts = 4 if min_size else draw(st.sampled_from((4, 1, 6)))
+    fp8 = not min_size and draw(st.booleans())
+    whole = fp8 or settings["activations"] == "fp8"
+    sizes = ((128, 128), (256, 128)) if whole else ((128, 64), (64, 32), (32, 96))
+    width, size = sizes[0] if min_size else draw(st.sampled_from(sizes))
+    ue8m0 = draw(st.booleans())
+    weights = expert_weights(generator(draw), num_experts, width, size, fp8, ue8m0)
+    x = sampled_activations(draw, num_tokens, width, infinite=False)
+    x = x * 2.0**-8 if fp8 else x  # FP8 codes reach 448
+    return Case("sampled", (x, *routing(draw, num_tokens, topk, num_experts), *weights), settings)
+
+
+def _experts_precise(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    *,
+    swiglu_limit: float,
+    activations: str,
+    impl: str,
+) -> tuple[Exact | None, ...]:
+    rows = activation_values(x, None, activations)
+    value = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    error, fp8 = value.clone(), activations == "fp8"
+    for token, experts in enumerate(topk_ids.tolist()):
+        for place, expert in enumerate(experts):
+            if not 0 <= expert < gate_up.shape[0]:
+                continue
+            up = expert_values(gate_up[expert], gate_up_scale[expert])
+            gate, up = (rows[token] @ up.t()).chunk(2)
+            gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
+            act = (gate * torch.sigmoid(gate) * up)[None].to(torch.bfloat16)
+            act = activation_values(act, None, activations)
+            found = exact_terms(act, expert_values(down[expert], down_scale[expert]), fp8)
+            weight = topk_weights[token, place].to(torch.float64)
+            value[token] += weight * found.value[0]
+            error[token] += weight.abs() * found.magnitude[0]
+    return (Exact(value, error + value.abs()),)
+
+
+experts = OpTesting(
+    cases=_experts_cases,
+    settings=(W4A16, W4A8, {**W4A16, "swiglu_limit": 0.75}),
+    make=_experts_call,
+    precise=_experts_precise,
+)

@@ -1,0 +1,261 @@
+"""Cases and strategies of the block-scaled FP8 linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import FP8_MAX
+from dsv4_ops.reference.linear import quantized
+from dsv4_ops.testing.case import Case, Exact, OpTesting
+from dsv4_ops.testing.float64.linear import (
+    activations,
+    block_values,
+    exact_product,
+    fp8_weight,
+)
+
+FP8_UNIT = 2.0**-4
+FLOOR_SCALE = 2.0**-22
+"""Of an amax of 1e-4: 2^-22 * 448 is just above, 2^-23 * 448 is not."""
+
+_OFFICIAL = {"block": 128, "scale": "pow2", "floor": 1e-4, "scale_layout": "row"}
+_HUGGING_FACE = {"block": 32, "scale": "float32", "floor": 1e-12, "scale_layout": "row"}
+
+
+def _rows_case(name: str, settings: dict[str, Any], codes: Any, scales: Any) -> Case:
+    """3 and -0.3 in the first 128 values, nothing above the floor in the second, 900 in the
+    third."""
+    x = torch.zeros(1, 384, dtype=torch.bfloat16)
+    x[0, 0], x[0, 1], x[0, 128], x[0, 256] = 3.0, -0.3, 2.0**-43, 900.0
+    row = [0.0] * 384
+    row[0], row[1], row[256] = codes
+    return Case(name, (x,), settings, ([row], scales))
+
+
+def _rows_cases() -> list[Case]:
+    # over 2^-7: 384 and -38.5; over 4: 225
+    powers, scales = (384.0, -40.0, 224.0), [2.0**-7, FLOOR_SCALE, 4.0]
+    # over 3 / 448: 448 and -44.9; 900 / 448 of 900 is 448
+    exactly = (448.0, -44.0, 448.0)
+    real = [torch.tensor(amax).div(FP8_MAX).item() for amax in (3.0, 1e-4, 900.0)]
+    special = torch.tensor([[448.0, 450.0, torch.inf, 2.0, 0.0, 0.0]]).bfloat16()
+    # 450 needs scale 2; the largest bf16, 0x7F7F, needs 2^120
+    large = [[224.0, 224.0, 448.0, 0.0, 0.0, 0.0]], [[2.0, 2.0**120, FLOOR_SCALE]]
+    pairs = {**_OFFICIAL, "block": 2}
+    none = {**_OFFICIAL, "scale_layout": "column_padded"}
+    return [
+        _rows_case("powers of two", _OFFICIAL, powers, [scales]),
+        _rows_case("padded columns", none, powers, [[each, 0.0, 0.0, 0.0] for each in scales]),
+        _rows_case("float32", {**_OFFICIAL, "scale": "float32"}, exactly, [real]),
+        Case("large values", (special,), pairs, large),
+        Case(
+            "no token", (special[:0],), {**pairs, "scale_layout": "column_padded"}, ([], [[]] * 3)
+        ),
+        Case("no value", (special[:, :0],), pairs, ([[]], [[]])),
+    ]
+
+
+def _rows_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import keys
+
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 4, 5, 9))), min_size)
+    width = 384 if min_size else draw(st.sampled_from((384, 128, 256)))
+    x = draw(keys(num_rows=num_tokens, width=width, special=width))
+    return Case("sampled", (x,), settings)
+
+
+def _rows_precise(
+    x: Tensor, *, block: int, scale: str, floor: float, scale_layout: str
+) -> tuple[Exact | None, ...]:
+    """Powers of two leave nothing to round but the codes: bit for bit. Else of values read back."""
+    if scale == "pow2":
+        return None, None
+    value = x.to(torch.float64)
+    most = torch.finfo(torch.bfloat16).max
+    finite = value.abs().nan_to_num(0.0).clamp(max=most)
+    blocks = finite.unflatten(-1, (value.shape[1] // block, block))
+    amax = blocks.amax(-1, keepdim=True) if value.numel() else blocks[..., :1]
+    amax = amax.clamp(min=floor)
+    value = torch.where(value.isinf(), value.sign() * most, value)
+    subnormal = amax / FP8_MAX * (2.0**-10 / FP8_UNIT)
+    size = 1.1 * finite + subnormal.expand_as(blocks).flatten(-2)
+    unit = 4 * 2.0**-24  # two divisions and the floor
+    scales = (amax / FP8_MAX).squeeze(-1)
+    return Exact(value, size, FP8_UNIT), Exact(scales, scales, unit)
+
+
+def _rows_readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
+    values, scales = outcome
+    if case.settings["scale"] == "pow2":
+        return outcome
+    blocks = values.to(torch.float64).unflatten(-1, (scales.shape[1], case.settings["block"]))
+    return (blocks * scales.to(torch.float64).unsqueeze(-1)).flatten(-2), scales
+
+
+quantize_rows = OpTesting(
+    cases=_rows_cases,
+    settings=(
+        _OFFICIAL,
+        {**_OFFICIAL, "scale_layout": "column_padded", "block": 64},
+        _HUGGING_FACE,
+        {**_OFFICIAL, "floor": 1e-10, "block": 32},
+    ),
+    make=_rows_call,
+    precise=_rows_precise,
+    readable=_rows_readable,
+)
+
+W8A16 = {"activations": "bf16", "out_dtype": torch.bfloat16, "impl": "auto"}
+W8A8 = {**W8A16, "activations": "fp8"}
+_WEIGHT_SETTINGS = (W8A16, W8A8, {**W8A16, "out_dtype": torch.float32})
+
+
+def _worked_weight() -> tuple[Tensor, Tensor]:
+    """Four blocks of 128 x 128: codes 2, -0.5 and 1, 0 with scales 2, 1/2 and 1, 2^-127."""
+    weight = torch.zeros(256, 256)
+    weight[:128, :128], weight[:128, 128:], weight[128:, :128] = 2.0, -0.5, 1.0
+    scale = torch.tensor([[128, 126], [127, 0]], dtype=torch.uint8)
+    return weight.to(torch.float8_e4m3fn), scale
+
+
+def _linear_cases() -> list[Case]:
+    weight, scale = _worked_weight()
+    real = torch.tensor([[2.0, 0.5], [1.0, 3.0]])
+    ones = torch.ones(2, 256, dtype=torch.bfloat16)
+    ones[1] = 0.3
+    # 128 * 2 * 2 - 128 * 0.5 * 0.5 = 480, and 128; 0.3 is 0.30078125 in bf16
+    whole = [[480.0] * 128 + [128.0] * 128, [144.375] * 128 + [38.5] * 128]
+    # 1 / 2^-8 is 256; 0.30078125 / 2^-10 is 308, which rounds to 320 and reads as 0.3125
+    rounded = [whole[0], [150.0] * 128 + [40.0] * 128]
+    codes = torch.full((2, 256), 320.0).to(torch.float8_e4m3fn)
+    given = torch.tensor([[1.0, 0.25], [2.0**-10, 2.0**-10]])
+    # 320 * 128 * 4 - 80 * 128 / 4, and 320 * 128
+    scaled = [[161280.0] * 128 + [40960.0] * 128, rounded[1]]
+    nan = torch.where(scale == 0, 255, scale)
+    missing = torch.ones(1, 256, dtype=torch.bfloat16)
+    out32 = {**W8A16, "out_dtype": torch.float32}
+    return [
+        Case("bytes", (ones, weight, scale), out32, (whole,)),
+        Case("float32 scales", (ones, weight, real), out32, (whole,)),
+        Case("bf16", (ones[:1], weight, scale), W8A16, (whole[:1],)),
+        Case("quantised", (ones, weight, scale), {**W8A8, "out_dtype": torch.float32}, (rounded,)),
+        Case("codes", (codes, weight, scale, given), {**out32, "activations": "fp8"}, (scaled,)),
+        Case("a byte of 255", (missing, weight, nan), W8A16),
+        Case("no token", (ones[:0], weight, scale), W8A16, ([],)),
+        Case("no output", (ones, weight[:0], scale[:0]), W8A16, ([[], []],)),
+    ]
+
+
+def _weights(draw: Any, min_size: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator
+
+    ue8m0 = bool(min_size) or draw(st.booleans())
+    return fp8_weight(generator(draw), rows, columns, ue8m0=ue8m0)
+
+
+def _linear_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5, 17))), min_size)
+    sizes = ((256, 384), (128, 128), (384, 256))
+    rows, columns = sizes[0] if min_size else draw(st.sampled_from(sizes))
+    weight, scale = _weights(draw, min_size, rows, columns)
+    # quantised, an infinity reads as a value above the largest float32
+    infinite = settings["activations"] == "bf16"
+    x = activations(draw, num_tokens, columns, infinite=infinite)
+    if settings["activations"] == "fp8" and draw(st.booleans()):
+        codes, scales = quantized(x)
+        return Case("sampled", (codes, weight, scale, scales * 1.5), settings)
+    return Case("sampled", (x, weight, scale), settings)
+
+
+def activation_values(x: Tensor, x_scale: Tensor | None, quantise: str) -> Tensor:
+    """float64 values of activations."""
+    if x_scale is None and quantise == "fp8":
+        x, x_scale = quantized(x)
+    if x_scale is None:
+        return x.to(torch.float64)
+    return block_values(x, x_scale, 1, 128)
+
+
+def _linear_precise(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    x_scale: Tensor | None = None,
+    *,
+    activations: str,
+    out_dtype: torch.dtype,
+    impl: str,
+) -> tuple[Exact | None, ...]:
+    rows = activation_values(x, x_scale, activations)
+    return (exact_product(rows, block_values(weight, scale, 128, 128), out_dtype),)
+
+
+fp8_linear = OpTesting(
+    cases=_linear_cases, settings=_WEIGHT_SETTINGS, make=_linear_call, precise=_linear_precise
+)
+
+
+def _grouped_cases() -> list[Case]:
+    weight, scale = _worked_weight()
+    x = torch.ones(1, 2, 256, dtype=torch.bfloat16)
+    x[0, 1] = 0.3
+    whole = [[480.0] * 128 + [38.5] * 128]
+    codes = torch.full((2, 1, 256), 320.0).to(torch.float8_e4m3fn)
+    given = torch.tensor([[[1.0, 0.25]], [[2.0**-10, 2.0**-10]]])
+    scaled = [[161280.0] * 128 + [40.0] * 128]
+    settings = {**W8A16, "out_dtype": torch.float32}
+    rounded = [[480.0] * 128 + [40.0] * 128]
+    return [
+        Case("two groups", (x, weight, scale), settings, (whole,)),
+        Case("quantised", (x, weight, scale), {**settings, "activations": "fp8"}, (rounded,)),
+        Case("codes", (codes, weight, scale, given), settings, (scaled,)),
+        Case("no token", (x[:0], weight, scale), settings, ([],)),
+    ]
+
+
+def _grouped_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5, 17))), min_size)
+    sizes = ((2, 128, 256), (1, 256, 128), (3, 128, 128))
+    groups, rows, columns = sizes[0] if min_size else draw(st.sampled_from(sizes))
+    weight, scale = _weights(draw, min_size, groups * rows, columns)
+    infinite = settings["activations"] == "bf16"
+    x = activations(draw, num_tokens, groups, columns, infinite=infinite)
+    if settings["activations"] == "fp8" and draw(st.booleans()):
+        codes, scales = quantized(x.transpose(0, 1))
+        return Case("sampled", (codes, weight, scale, scales * 1.5), settings)
+    return Case("sampled", (x, weight, scale), settings)
+
+
+def _grouped_precise(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    x_scale: Tensor | None = None,
+    *,
+    activations: str,
+    out_dtype: torch.dtype,
+    impl: str,
+) -> tuple[Exact | None, ...]:
+    rows = activation_values(x, x_scale, activations)
+    groups = rows.transpose(0, 1) if x_scale is None else rows
+    values = block_values(weight, scale, 128, 128).unflatten(0, (groups.shape[0], -1))
+    found = exact_product(groups, values, out_dtype)
+    value, magnitude = (part.transpose(0, 1).flatten(1) for part in found[:2])
+    return (Exact(value, magnitude),)
+
+
+fp8_grouped_linear = OpTesting(
+    cases=_grouped_cases, settings=_WEIGHT_SETTINGS, make=_grouped_call, precise=_grouped_precise
+)

@@ -1,0 +1,279 @@
+"""Synthetic checkpoints in the format of the released ones: same names, dtypes and scale layouts.
+
+    from dsv4_ops.testing.checkpoint import write_checkpoint
+
+    write_checkpoint("tiny-v4")  # 427 tensors, 13.7 MiB; or: python -m dsv4_ops checkpoint tiny-v4
+
+Weights are random, and sampled so that errors show: scales of neighbouring blocks differ by up to
+2^7, a block holds nothing but zeros, blocks reach the largest code, and no two experts, norms or
+sinks are alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checkpoint import (
+    CONFIG,
+    E8M0,
+    FP4_PAIRS,
+    INDEX,
+    TensorInfo,
+    released_tensors,
+)
+from dsv4_ops.core.layout import FP4_BLOCK, FP8_MAX, WEIGHT_BLOCK
+from dsv4_ops.core.refusal import refusal
+
+FAMILIES = ("instruct", "base")
+FP4_MAX = 6.0
+_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
+_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Between neighbouring e2m1 values."""
+
+TINY: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 128,
+    "o_lora_rank": 128,
+    "o_groups": 2,
+    "index_n_heads": 8,
+    "index_head_dim": 128,
+    "index_topk": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "num_hash_layers": 2,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "num_nextn_predict_layers": 1,
+    "compress_ratios": [0, 4, 128, 4, 0],
+    "sliding_window": 128,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1048576,
+    "tie_word_embeddings": False,
+    "expert_dtype": "fp4",
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
+}
+"""A config of every kind of layer, and a draft layer: sliding, CSA, HCA, CSA; two with a hash."""
+
+# Centre and half width of what is no matrix, by a part of its name.
+_RANGES = {
+    "attn_sink": (5.0, 3.0),
+    "ape": (0.0, 1.7),
+    "gate.bias": (0.0, 0.4),
+    "kv_norm": (2.5, 1.0),
+    "compressor.norm": (4.0, 1.0),
+    "norm.weight": (1.0, 0.5),
+    "_base": (0.0, 2.0),
+    "_scale": (1.0, 0.5),
+}
+
+
+def write_checkpoint(
+    path: Path | str,
+    config: Mapping[str, Any] | None = None,
+    *,
+    seed: int = 0,
+    shards: int = 3,
+    family: str = "instruct",
+) -> Path:
+    """Write a checkpoint with random weights in the released format.
+
+    Args:
+        path: Folder, which is made; files of that name are replaced.
+        config: Content of ``config.json``; ``TINY`` if None. Without "expert_dtype" the file says
+            nothing of experts, like that of Pro, and they are FP4.
+        seed: Seed of the weights. Each depends on it and on its name only.
+        shards: Files that the tensors, sorted by name, are split over. At least 1.
+        family: "instruct": FP4 experts, E8M0 scales. "base": FP8 experts, float32 scales, all
+            powers of two.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ValueError: a size that is no multiple of a block, or an unknown family.
+        ImportError: safetensors is missing.
+    """
+    from safetensors.torch import save_file
+
+    if family not in FAMILIES:
+        rule, advice = f"be one of {', '.join(FAMILIES)}", "Pass one of these"
+        raise refusal(ValueError, "write_checkpoint", "family", rule, repr(family), advice)
+    if shards < 1:
+        rule, advice = "be at least 1", "Pass 1 or more"
+        raise refusal(ValueError, "write_checkpoint", "shards", rule, shards, advice)
+    base, path = family == "base", Path(path)
+    written = dict(TINY if config is None else config)
+    if base:
+        written["expert_dtype"] = "fp8"
+    expected = released_tensors(
+        written, expert_dtype="fp8" if base else "fp4", scale_dtype="F32" if base else E8M0
+    )
+    path.mkdir(parents=True, exist_ok=True)
+    names, total = sorted(expected), 0
+    weight_map: dict[str, str] = {}
+    made: dict[str, tuple[Tensor, Tensor]] = {}
+    for shard in range(shards):
+        part = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        tensors = {name: _stored(name, expected, written, seed, made) for name in part}
+        save_file(tensors, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    ids = {"bos_token_id": written["bos_token_id"], "eos_token_id": written["eos_token_id"]}
+    files = {INDEX: index, CONFIG: written, "generation_config.json": ids}
+    for name, content in files.items():
+        (path / name).write_text(json.dumps(content, indent=2) + "\n")
+    return path
+
+
+def _stored(
+    name: str,
+    expected: Mapping[str, TensorInfo],
+    config: Mapping[str, Any],
+    seed: int,
+    made: dict[str, tuple[Tensor, Tensor]],
+) -> Tensor:
+    """The tensor ``name`` of the files; ``made`` has matrices of which one of two is written."""
+    layer, _, part = name.rpartition(".")
+    if f"{layer}.scale" in expected:
+        weight = f"{layer}.weight"
+        if weight not in made:
+            made[weight] = quantized_weight(weight, expected[weight], seed)
+            codes, scale = made[weight]
+        else:
+            codes, scale = made.pop(weight)
+        if part == "weight":
+            return codes
+        return scale.to(torch.float32) if expected[name].dtype == "F32" else scale
+    dtype, shape = expected[name]
+    seeded = _generator(name, seed)
+    if name.endswith("tid2eid"):
+        keys = torch.rand(shape[0], config["n_routed_experts"], generator=seeded)
+        return keys.argsort(dim=1, stable=True)[:, : shape[1]].contiguous()
+    deviation = 1.0 if name == "embed.weight" else 1.0 / math.sqrt(shape[-1])
+    found = next((found for part, found in _RANGES.items() if part in name), None)
+    centre, half = found or (0.0, math.sqrt(3.0) * deviation)
+    return (centre + half * _uniform(shape, seeded)).to(_DTYPES[dtype])
+
+
+def quantized_weight(name: str, info: TensorInfo, seed: int) -> tuple[Tensor, Tensor]:
+    """Codes and E8M0 scales of a random matrix, as the files hold them."""
+    generator = _generator(name, seed)
+    rows, columns = info.shape
+    fp4 = info.dtype == FP4_PAIRS
+    columns *= 2 if fp4 else 1
+    height, width = (1, FP4_BLOCK) if fp4 else (WEIGHT_BLOCK, WEIGHT_BLOCK)
+    blocks = rows // height, columns // width
+    # loud blocks are rare, so that the rows of all sizes add up to a deviation near one
+    exponents = torch.randint(0, 8, blocks, generator=generator)
+    size = torch.exp2(-exponents.to(torch.float32)) * math.sqrt(3.0 * 6.0 / columns)
+    size = size * (0.75 + 0.5 * torch.rand((), generator=generator))  # of each expert its own
+    size = size * (0.75 + 0.5 * torch.rand(blocks, generator=generator))  # to meet every code
+    values = _blocks(_uniform((rows, columns), generator), height, width)
+    values = values * size[:, None, :, None]
+    values[0, :, 0] = 0.0
+    limit = FP4_MAX if fp4 else FP8_MAX
+    last = values[-1, :, -1]  # a block that reaches the largest code
+    last[-1, -1] = math.ldexp(limit, int(_exponents(last.abs().max(), limit)))
+    matrix = values.flatten(2).flatten(0, 1)
+    return quantize_fp4(matrix) if fp4 else quantize_fp8(matrix)
+
+
+def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise [n, k] to e4m3 with an E8M0 scale, float8_e8m0fnu, for every 128 x 128."""
+    blocks = _blocks(weight.to(torch.float32), WEIGHT_BLOCK, WEIGHT_BLOCK)
+    exponent = _exponents(blocks.abs().amax((1, 3)), FP8_MAX)
+    scaled = torch.ldexp(blocks, -exponent[:, None, :, None])
+    return scaled.flatten(2).flatten(0, 1).to(torch.float8_e4m3fn), _bytes(exponent)
+
+
+def quantize_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise [n, k] to e2m1, int8 [n, k / 2] with the first of two codes in the low half, and an
+    E8M0 scale for every 32 of a row; ties go to the even code."""
+    blocks = weight.to(torch.float32).unflatten(1, (-1, FP4_BLOCK))
+    exponent = _exponents(blocks.abs().amax(-1), FP4_MAX)
+    scaled = torch.ldexp(blocks, -exponent[..., None]).flatten(1)
+    midpoints = torch.tensor(_MIDPOINTS)
+    code = torch.bucketize(scaled.abs(), midpoints)
+    tie = scaled.abs() == midpoints[code.clamp(max=len(_MIDPOINTS) - 1)]
+    code = code + (tie & (code % 2 == 1)) + 8 * scaled.signbit()
+    low, high = code.to(torch.uint8).unflatten(1, (-1, 2)).unbind(-1)
+    return (low | high << 4).view(torch.int8), _bytes(exponent)
+
+
+def _blocks(matrix: Tensor, height: int, width: int) -> Tensor:
+    """[n, k] as [n / height, height, k / width, width]."""
+    rows: Tensor = matrix.unflatten(0, (-1, height))
+    blocks: Tensor = rows.unflatten(2, (-1, width))
+    return blocks
+
+
+def _exponents(amax: Tensor, limit: float) -> Tensor:
+    """Of the smallest powers of two with which nothing saturates; -127 for a block of zeros."""
+    significand, exponent = torch.frexp(amax)
+    most, of_limit = math.frexp(limit)
+    found = exponent - of_limit + (significand > most).to(torch.int32)
+    return torch.where(amax == 0, -127, found).clamp(-127, 127)
+
+
+def _bytes(exponent: Tensor) -> Tensor:
+    return (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def _generator(name: str, seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+
+
+def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return 2.0 * torch.rand(shape, generator=generator) - 1.0
+
+
+def tensors(path: Path | str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint, shard by shard."""
+    from safetensors.torch import load_file
+
+    for file in sorted(Path(path).glob("*.safetensors")):
+        yield from load_file(file).items()

@@ -1,0 +1,73 @@
+"""Block-scaled products in float64, and the sampled weights that their cases share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.testing.case import Exact
+from dsv4_ops.testing.float64.rope import exact
+
+SUM_ROUNDINGS = 16
+"""Roundings of float32 that a sum of products may differ by, in units of its absolute terms."""
+
+
+INFINITE_BITS = (0x7F80, 0xFF80)
+SPECIAL_BITS = (0x7FC0, 0xFF81, 0x0001, 0x807F, 0x8000, 0x43E0, 0x43E1, 0x38D1)
+"""NaN, quiet and signalling, subnormals, -0, 448 and a step above, 1e-4."""
+
+
+def scale_values(scale: Tensor) -> Tensor:
+    """float64 of float32 scales or UE8M0 bytes; byte 255 is NaN."""
+    if scale.dtype != torch.uint8:
+        return scale.to(torch.float64)
+    values = torch.exp2(scale.to(torch.float64) - 127)
+    return torch.where(scale == 255, torch.nan, values)
+
+
+def block_values(codes: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
+    """float64 of codes [..., n, k] whose blocks of ``rows`` x ``columns`` share a scale."""
+    spread = scale_values(scale).repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+    return codes.to(torch.float64) * spread
+
+
+def exact_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Exact:
+    """``x @ weight.T`` of float64 values."""
+    product = x @ weight.transpose(-2, -1)
+    terms = x.abs() @ weight.abs().transpose(-2, -1)
+    return exact(product, terms, dtype, SUM_ROUNDINGS)
+
+
+def fp8_weight(seed: torch.Generator, *shape: int, ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """Codes of either sign, and scales that differ between blocks by up to 2^12; a block of 0."""
+    bits = torch.randint(0, 256, shape, generator=seed, dtype=torch.uint8)
+    bits = torch.where(bits & 0x7F == 0x7F, 0x38, bits)  # no NaN: the released weights have none
+    blocks = (*shape[:-2], shape[-2] // 128, shape[-1] // 128)
+    scale = torch.randint(116, 129, blocks, generator=seed, dtype=torch.uint8)
+    bits[..., :128, :128] = 0
+    scale[..., 0, 0] = 0
+    codes = bits.view(torch.float8_e4m3fn)
+    if ue8m0:
+        return codes, scale
+    spread = 1 + torch.rand(blocks, generator=seed)
+    return codes, torch.exp2(scale.float() - 127) * spread
+
+
+def activations(draw: Any, *shape: int, infinite: bool) -> Tensor:
+    """bf16 activations, each row of its own size, with some special values."""
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator
+
+    seed = generator(draw)
+    size = torch.exp2(torch.randint(-8, 5, (*shape[:-1], 1), generator=seed).float())
+    x = (torch.randn(shape, generator=seed) * size).to(torch.bfloat16)
+    if x.numel():
+        bits = x.view(torch.int16).view(-1)
+        for index in draw(st.lists(st.integers(0, x.numel() - 1), max_size=2)):
+            patterns = (*SPECIAL_BITS, *INFINITE_BITS * infinite)
+            pattern = draw(st.sampled_from(patterns))
+            bits[index] = pattern - (pattern & 0x8000) * 2
+    return x

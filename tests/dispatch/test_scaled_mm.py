@@ -1,0 +1,109 @@
+"""``impl="scaled_mm"``: what torch's product is given, with a stand-in that refuses what cublasLt
+would. With the product itself: tests/gpu/test_linear.py."""
+
+import pytest
+import torch
+
+import dsv4_ops as ops
+from dsv4_ops import testing
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.dispatch import choice
+from dsv4_ops.dispatch.providers import choice_of
+from dsv4_ops.kernels.external import scaled_mm
+from dsv4_ops.testing.contract.compare import assert_agrees
+from dsv4_ops.testing.float64.linear import block_values, fp8_weight
+
+W8A8 = {"activations": "fp8", "impl": "scaled_mm"}
+
+
+def call(num_tokens, rows=256, columns=512):
+    seed = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn(num_tokens, columns, generator=seed).to(torch.bfloat16)
+    return x, *fp8_weight(seed, rows, columns, ue8m0=True)
+
+
+def stand_in(x, weight, x_scale, scale, out_dtype):
+    """Scales of x with a stride of 1 over tokens, those of the weight over its columns."""
+    (rows, columns), count = x.shape, weight.shape[1]
+    blocks = columns // 128
+    assert rows % 8 == 0
+    assert x.dtype == weight.dtype == torch.float8_e4m3fn
+    assert (x.stride(), weight.stride()) == ((columns, 1), (1, columns))
+    assert x_scale.dtype == scale.dtype == torch.float32
+    assert (x_scale.shape, x_scale.stride()) == ((rows, blocks), (1, rows))
+    assert (scale.shape, scale.stride()) == ((blocks, count // 128), (1, blocks))
+    assert out_dtype == torch.bfloat16
+    values = block_values(weight.t(), scale.t(), 128, 128)
+    return (block_values(x, x_scale, 1, 128) @ values.t()).to(out_dtype)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(choice, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(choice, "scaled_mm_obstacle", lambda: "")
+    monkeypatch.setattr(scaled_mm, "block_product", stand_in)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 8, 13])
+def test_the_product_is_that_of_the_reference(on_cpu, num_tokens):
+    x, weight, scale = call(num_tokens)
+    found = ops.fp8_linear(x, weight, scale, **W8A8)
+    case = testing.Case("eager", (x, weight, scale), {**W8A8, "out_dtype": torch.bfloat16})
+    expected = case.run(OPS["fp8_linear"].reference)
+    assert_agrees("scaled_mm", testing.op_testing("fp8_linear"), case, (found,), expected)
+    rows = ops.quantize_rows(x)
+    given = ops.fp8_linear(rows.values, weight, scale.view(torch.float8_e8m0fnu).float(),
+                           rows.scales, impl="scaled_mm")  # fmt: skip
+    assert torch.equal(given, found)
+
+
+def test_rows_of_scales_that_torch_would_pad_are_refused(on_cpu):
+    with pytest.raises(NotImplementedError) as error:
+        ops.fp8_linear(*call(3, 128, 384), **W8A8)
+    assert str(error.value) == (
+        "fp8_linear: impl must be 'auto' or 'reference' with in_features 384, got 'scaled_mm'. "
+        "scaled_mm takes multiples of 512."
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"activations": "bf16"}, "with activations 'bf16', got 'scaled_mm'. scaled_mm multiplies "
+         "FP8 by FP8."),
+        ({"out_dtype": torch.float32}, "with out_dtype torch.float32, got 'scaled_mm'. scaled_mm "
+         "returns torch.bfloat16."),
+    ],
+    ids=["bf16", "float32"],
+)  # fmt: skip
+def test_what_it_does_not_take_is_refused(on_cpu, settings, message):
+    with pytest.raises(NotImplementedError) as error:
+        ops.fp8_linear(*call(3), **{**W8A8, **settings})
+    assert str(error.value) == f"fp8_linear: impl must be 'auto' or 'reference' {message}"
+
+
+def test_it_raises_where_it_does_not_run(monkeypatch):
+    monkeypatch.setattr(choice, "DEVICES", ("cuda", "cpu"))
+    choice.scaled_mm_obstacle.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError) as error:
+        ops.fp8_linear(*call(3), **W8A8)
+    choice.scaled_mm_obstacle.cache_clear()
+    assert str(error.value) == (
+        "fp8_linear: impl must be one that runs here, got 'scaled_mm'. "
+        "It needs a Hopper GPU, compute capability 9.0."
+    )
+
+
+def test_auto_does_not_take_it(on_cpu):
+    assert choice_of("fp8_linear", *call(200), activations="fp8").impl == "reference"
+    assert choice_of("fp8_linear", *call(200), **W8A8) == ("scaled_mm", "asked for")
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_scaled_mm_v2"), reason="torch has none")
+def test_torch_knows_such_a_product():
+    """Its own fake refuses other layouts of the scales."""
+    tensors = (tensor.to("meta") for tensor in call(13))
+    settings = {"activations": "fp8", "out_dtype": torch.bfloat16, "impl": "scaled_mm"}
+    product = scaled_mm.fp8_linear(None, *tensors, None, **settings)
+    assert (product.shape, product.dtype) == ((13, 256), torch.bfloat16)

@@ -1,0 +1,106 @@
+"""Routed experts: who computes what, formats, and that compiled code copies no expert."""
+
+import re
+
+import pytest
+import torch
+
+import dsv4_ops as ops
+from dsv4_ops import testing
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.lowering.inspect import compile_and_get_code
+from dsv4_ops.reference import experts as reference
+from dsv4_ops.testing.cases.experts import W4A8, W4A16, expert_weights
+from dsv4_ops.testing.contract.compare import assert_agrees
+from dsv4_ops.testing.float64.experts import E2M1
+from tests.helpers import i32
+
+EXPERTS, WIDTH, SIZE = 6, 256, 128
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def made(num_tokens, topk=2, *, fp8=False):
+    """A call of experts, every token with distinct ones."""
+    generator = seeded(num_tokens)
+    weights = expert_weights(generator, EXPERTS, WIDTH, SIZE, fp8, True)
+    x = torch.randn(num_tokens, WIDTH, generator=generator) * (2.0**-8 if fp8 else 1.0)
+    ids = torch.rand(num_tokens, EXPERTS, generator=generator).argsort(1)[:, :topk]
+    routed = torch.rand(num_tokens, topk, generator=generator)
+    return x.to(torch.bfloat16), routed, ids.to(torch.int32), *weights
+
+
+def check(what, call, settings, actual):
+    case = testing.Case(what, call, settings)
+    expected = case.run(OPS["experts"].reference)
+    assert_agrees(what, testing.op_testing("experts"), case, (actual,), expected)
+
+
+def test_codes_of_e2m1_have_their_values():
+    packed = i32([low | (low + 1) << 4 for low in range(0, 16, 2)]).to(torch.uint8)
+    codes = torch.cat([packed, packed])[None]
+    scale = torch.tensor([[128]], dtype=torch.uint8)
+    values = [2 * value for value in (*E2M1, *(-value for value in E2M1))]
+    assert reference.fp4_values(codes, scale)[0].tolist() == values + values
+
+
+def test_experts_of_two_devices_add_up_to_those_of_one():
+    """Ids of the other device are out of range here: expert parallelism by an offset."""
+    x, routed, ids, up, up_scale, down, down_scale = made(9, 3)
+    whole = ops.experts(x, routed, ids, up, up_scale, down, down_scale, **W4A16)
+    halves = [
+        ops.experts(
+            x,
+            routed,
+            ids - 3 * rank,
+            *(part[3 * rank :][:3] for part in (up, up_scale, down, down_scale)),
+            **W4A16,
+        ).float()
+        for rank in range(2)
+    ]
+    torch.testing.assert_close(sum(halves), whole.float(), rtol=2**-7, atol=0.05)
+    assert not torch.equal(halves[0], whole.float())
+
+
+def test_a_token_does_not_depend_on_the_others():
+    call = made(5)
+    x = call[0].clone()
+    x[3] = torch.nan
+    out = ops.experts(x, *call[1:], **W4A16)
+    assert out[3].isnan().all()
+    alone = ops.experts(*call, **W4A16)
+    assert torch.equal(out[[0, 1, 2, 4]], alone[[0, 1, 2, 4]])
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_a_plan_has_room_for_whatever_the_routing_is(block_size):
+    """All rows of one expert, and as many experts as there are rows."""
+    for ids in (torch.zeros(7, 2), torch.arange(14).view(7, 2) % 6, torch.arange(14).view(7, 2)):
+        for num_experts in (1, 6, 14, 400):
+            plan = ops.expert_plan(ids.int(), num_experts=num_experts, block_size=block_size)
+            present = int((ids < num_experts).sum())
+            assert int((plan.sorted_rows >= 0).sum()) == present
+            assert int((plan.expert_of_block >= 0).sum()) == plan.num_blocks.item()
+
+
+def test_compiled_code_holds_no_copy_of_an_expert():
+    """Buffers grow with the rows, never with the rows and a weight."""
+    call = made(5)
+    compiled = torch.compile(lambda *tensors: ops.experts(*tensors, **W4A16), fullgraph=True)
+    torch._dynamo.reset()
+    out, code = compile_and_get_code(compiled, *call)
+    check("compiled", call, W4A16, out)
+    shapes = re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", code)
+    sizes = [torch.Size(map(int, shape.split(", "))).numel() for shape in shapes]
+    assert sizes
+    assert max(sizes) == 5 * 2 * max(2 * SIZE, WIDTH)
+
+
+def test_fp8_experts_compile_with_quantised_activations():
+    call = made(4, fp8=True)
+    compiled = torch.compile(lambda *tensors: ops.experts(*tensors, **W4A8), fullgraph=True)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):
+        check("compiled, W8A8", call, W4A8, compiled(*call))

@@ -1,0 +1,124 @@
+"""FP8 linear layers: codes of the official recipe, scales, groups, and what compiled code keeps."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+import dsv4_ops as ops
+from dsv4_ops import testing
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.lowering.inspect import compile_and_get_code
+from dsv4_ops.testing.contract.compare import assert_agrees
+from dsv4_ops.testing.float64.linear import fp8_weight
+from tests.ops.test_contract import patterns
+from tests.oracles import kv as oracles
+
+SEED = torch.Generator().manual_seed(7)
+OFFICIAL = testing.op_testing("quantize_rows").settings[0]
+sampled = settings(
+    max_examples=40,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def weight_and_scale(rows, columns):
+    return fp8_weight(torch.Generator().manual_seed(rows + columns), rows, columns, ue8m0=True)
+
+
+def bf16(*shape):
+    return torch.randn(shape, generator=SEED).to(torch.bfloat16)
+
+
+@pytest.mark.check
+@sampled
+@given(testing.op_testing("quantize_rows").strategy(settings=OFFICIAL))
+def test_codes_of_the_official_recipe_are_those_of_the_oracle(case):
+    """Its floor of 1e-4 is the smallest scale of the caches, 2^-22."""
+    values, scales = case.run(ops.quantize_rows)
+    for row, codes, bytes_of_row in zip(
+        patterns(case.tensors[0]),
+        patterns(values),
+        (scales.view(torch.int32) >> 23).tolist(),
+        strict=True,
+    ):
+        blocks = [oracles.quantize(row[first : first + 128]) for first in range(0, len(row), 128)]
+        assert bytes_of_row == [byte for byte, _ in blocks]
+        assert codes == [code for _, block in blocks for code in block]
+
+
+def test_w8a8_is_the_product_of_what_quantize_rows_returns():
+    x, (weight, scale) = bf16(5, 256), weight_and_scale(128, 256)
+    rows = ops.quantize_rows(x)
+    given = ops.fp8_linear(rows.values, weight, scale, rows.scales)
+    assert torch.equal(given, ops.fp8_linear(x, weight, scale, activations="fp8"))
+    assert not torch.equal(given, ops.fp8_linear(x, weight, scale))
+
+
+def test_w8a16_is_a_product_with_the_exact_bf16_weight():
+    """Powers of two: nothing is lost when codes and scales become bf16."""
+    x, (weight, scale) = bf16(9, 384), weight_and_scale(256, 384)
+    blocks = torch.exp2(scale.float() - 127).repeat_interleave(128, 0).repeat_interleave(128, 1)
+    whole = weight.float() * blocks
+    assert torch.equal(whole.bfloat16().float(), whole)
+    product = ops.fp8_linear(x, weight, scale, out_dtype=torch.float32)
+    torch.testing.assert_close(product, x.float() @ whole.t(), rtol=1e-5, atol=1e-5)
+
+
+def test_scales_are_the_bytes_of_e8m0_or_its_values():
+    x, (weight, scale) = bf16(3, 128), weight_and_scale(256, 128)
+    scale[0] = torch.tensor([0])  # 2^-127, which float32 has as a subnormal
+    loaded = scale.view(torch.float8_e8m0fnu)
+    by_bytes = ops.fp8_linear(x, weight, loaded.view(torch.uint8))
+    assert torch.equal(by_bytes, ops.fp8_linear(x, weight, loaded.float()))
+    assert loaded.float()[0].item() == 2.0**-127
+
+
+def test_a_scale_of_nan_stays_in_its_outputs():
+    x, (weight, scale) = bf16(2, 256), weight_and_scale(256, 256)
+    scale[1, 1] = 255
+    product = ops.fp8_linear(x, weight, scale)
+    assert product[:, 128:].isnan().all()
+    assert product[:, :128].isfinite().all()
+
+
+def test_groups_are_linear_layers_side_by_side():
+    x, (weight, scale) = bf16(5, 2, 256), weight_and_scale(512, 256)
+    whole = ops.fp8_grouped_linear(x, weight, scale)
+    parts = [ops.fp8_linear(x[:, g], weight[256 * g :][:256], scale[2 * g :][:2]) for g in range(2)]
+    torch.testing.assert_close(whole, torch.cat(parts, 1))
+
+
+def test_the_grouped_projection_takes_what_the_inverse_rope_quantises():
+    o, (weight, scale) = bf16(3, 2, 512), weight_and_scale(256, 512)
+    rotation = torch.tensor([0, -1, 1]), ops.rope_cos_sin_cache(2, theta=10000.0)
+    groups = ops.inverse_rope_group_quantize(o, *rotation, num_groups=2, scale_layout="row")
+    product = ops.fp8_grouped_linear(groups.values, weight, scale, groups.scales)
+    plain = ops.inverse_rope_group(o, *rotation, num_groups=2)
+    again = ops.fp8_grouped_linear(plain, weight, scale, activations="fp8")
+    torch.testing.assert_close(product, again)
+
+
+def test_norm_quantisation_and_product_compile_to_one_graph():
+    """The norm is fused with the quantisation; no op of ours is left."""
+    weight, scale = weight_and_scale(128, 256)
+
+    def layer(x, gamma):
+        rms = torch.rsqrt((x.float() ** 2).mean(-1, keepdim=True) + 1e-6)
+        normed = (x.float() * rms * gamma).to(torch.bfloat16)
+        return normed, ops.fp8_linear(normed, weight, scale, activations="fp8")
+
+    x, gamma = bf16(5, 256), torch.rand(256)
+    torch._dynamo.reset()
+    (normed, product), code = compile_and_get_code(torch.compile(layer, fullgraph=True), x, gamma)
+    assert "torch.ops.dsv4_ops" not in "".join(
+        line for line in code.splitlines() if not line.strip().startswith("#")
+    )
+    case = testing.Case("fused", (normed, weight, scale), {**W8A8})
+    expected = case.run(OPS["fp8_linear"].reference)
+    assert_agrees("fused", testing.op_testing("fp8_linear"), case, (product,), expected)
+
+
+W8A8 = testing.op_testing("fp8_linear").settings[1]

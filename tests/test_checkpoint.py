@@ -1,0 +1,360 @@
+"""Checkpoints in the released format: their tensors, what is refused, and what loads them."""
+
+import json
+import re
+from collections import Counter
+from math import prod
+
+import pytest
+import torch
+
+import dsv4_ops as ops
+from dsv4_ops.__main__ import main
+from dsv4_ops.core.checkpoint import check_checkpoint, read_headers, released_tensors
+from dsv4_ops.testing.checkpoint import TINY, quantize_fp4, quantize_fp8, tensors, write_checkpoint
+from dsv4_ops.testing.float64.experts import fp4_values
+from dsv4_ops.testing.float64.linear import block_values
+
+FLASH = {
+    **TINY,
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "q_lora_rank": 1024,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "index_n_heads": 64,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 2048,
+    "num_hash_layers": 3,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
+    "vocab_size": 129280,
+}
+PRO = {
+    **FLASH,
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "o_groups": 16,
+    "n_routed_experts": 384,
+    "moe_intermediate_size": 3072,
+    "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],
+}
+SMALL = {
+    **TINY,
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "o_groups": 1,
+    "n_routed_experts": 2,
+    "num_hash_layers": 1,
+    "compress_ratios": [4, 0],
+}
+BYTES = {"I8": 1, "F8_E8M0": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4, "I64": 8}
+AGAIN = "Download the file again, or convert it from the released one."
+
+
+def num_bytes(info):
+    return prod(info.shape) * BYTES[info.dtype]
+
+
+def test_flash_has_the_tensors_that_its_headers_were_seen_with():
+    """Counts and bytes of a dump of the headers of revision 60d8d707."""
+    found = released_tensors(FLASH)
+    assert len(found) == 69_187
+    assert sum(map(num_bytes, found.values())) == 159_609_485_896
+    assert Counter(info.dtype for info in found.values()) == {
+        "I8": 33_792,
+        "F8_E8M0": 34_167,
+        "F8_E4M3": 375,
+        "BF16": 433,
+        "F32": 417,
+        "I64": 3,
+    }
+    draft = [name for name in found if name.startswith("mtp.")]
+    assert len(draft) == 1575
+    assert found["layers.2.attn.wo_a.scale"].shape == (64, 32)
+    assert found["layers.0.ffn.experts.255.w2.scale"].shape == (4096, 64)
+    assert found["layers.3.attn.compressor.ape"].shape == (128, 512)
+    assert found["layers.2.attn.indexer.compressor.ape"].shape == (4, 256)
+
+
+def test_pro_has_the_tensors_that_its_headers_were_seen_with():
+    found = released_tensors(PRO)
+    assert len(found) == 145_116
+    assert round(sum(map(num_bytes, found.values())) / 1e9, 1) == 864.7
+
+
+def test_a_size_that_is_no_whole_block_is_refused():
+    message = "released_tensors: attn.wq_a must have sizes that are multiples of 128, got 96. "
+    with pytest.raises(ValueError, match=re.escape(f"{message}Correct the config.")):
+        released_tensors({**TINY, "q_lora_rank": 96})
+
+
+# --- quantisers
+
+
+def test_fp4_rounds_to_the_nearest_code_and_ties_to_even():
+    row = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.3, 0.0, 1.6]
+    weight = torch.tensor([row + [0.0] * 20, [0.0] * 32])
+    packed, scale = quantize_fp4(weight)
+    codes = [0, 2, 2, 4, 4, 6, 6, 7, 8, 9, 0, 3]
+    pairs = [low | high << 4 for low, high in zip(codes[::2], codes[1::2], strict=True)]
+    assert packed.view(torch.uint8)[0].tolist() == pairs + [0] * 10
+    assert scale.view(torch.uint8).tolist() == [[127], [0]]  # 6 fits with 2^0; zeros have byte 0
+
+
+def test_fp8_takes_the_smallest_power_of_two_that_does_not_saturate():
+    weight = torch.zeros(128, 384)
+    weight[0, 0], weight[5, 128], weight[5, 129] = 448.0, -448.5, 3.0
+    codes, scale = quantize_fp8(weight)
+    assert scale.view(torch.uint8).tolist() == [[127, 128, 0]]
+    assert codes[0, 0].item() == 448.0
+    assert codes[5, 128:130].tolist() == [-224.0, 1.5]
+
+
+# --- writing and checking
+
+
+@pytest.fixture
+def small(tmp_path):
+    return write_checkpoint(tmp_path, SMALL, shards=2)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def test_the_tiny_checkpoint_is_as_it_says(tiny):
+    info = check_checkpoint(tiny)
+    assert info == (427, 14_416_412, "fp4", "F8_E8M0", "mtp", True)
+    found = dict(tensors(tiny))
+    scales = {name: value for name, value in found.items() if name.endswith(".scale")}
+    for name, scale in scales.items():
+        exponents = scale.view(torch.uint8)
+        assert exponents.max() < 255
+        assert exponents[0, 0] == 0, f"{name}: no block of zeros"
+        if exponents.numel() > 64:
+            used = exponents[exponents > 0].float()
+            assert used.max() - used.min() >= 6, name
+        codes = found[name.replace(".scale", ".weight")].view(torch.uint8)
+        if codes.shape[1] * 2 == exponents.shape[1] * 32:
+            assert {*(codes & 0xF).unique().tolist()} == set(range(16)), name
+        else:
+            assert (codes & 0x7F == 0x7E).any(), f"{name}: nothing reaches 448"
+    routed = [scale.float().sum().item() for name, scale in scales.items() if ".experts." in name]
+    assert len(set(routed)) == len(routed) == 5 * 8 * 3
+    table = found["layers.1.ffn.gate.tid2eid"]
+    assert all(len(set(row)) == 2 for row in table.tolist())
+
+
+def test_a_checkpoint_depends_on_its_seed_only(tmp_path):
+    once, again = (
+        dict(tensors(write_checkpoint(tmp_path / name, SMALL, shards=shards)))
+        for name, shards in (("a", 1), ("b", 3))
+    )
+    assert once.keys() == again.keys()
+    assert all(
+        torch.equal(once[name].view(torch.uint8), again[name].view(torch.uint8)) for name in once
+    )
+    other = dict(tensors(write_checkpoint(tmp_path / "c", SMALL, seed=1)))
+    assert not torch.equal(once["embed.weight"], other["embed.weight"])
+
+
+def test_a_base_checkpoint_has_float32_scales_and_fp8_experts(tmp_path):
+    path = write_checkpoint(tmp_path, SMALL, family="base")
+    assert check_checkpoint(path)[2:4] == ("fp8", "F32")
+    scale = dict(tensors(path))["layers.0.ffn.experts.1.w2.scale"]
+    assert scale.dtype == torch.float32
+    assert torch.equal(scale.log2(), scale.log2().round())
+
+
+def test_a_config_of_pro_does_not_name_its_experts(tmp_path):
+    config = {name: value for name, value in SMALL.items() if name != "expert_dtype"}
+    info = check_checkpoint(write_checkpoint(tmp_path, config))
+    assert (info.expert_dtype, info.names_experts) == ("fp4", False)
+
+
+SCALE = "layers.0.attn.wq_b.scale"
+
+
+def changed(path, name, value):
+    """The checkpoint with another tensor ``name``; None for without it."""
+    from safetensors.torch import load_file, save_file
+
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    file = path / index["weight_map"].get(name, "model-00001-of-00002.safetensors")
+    held = load_file(file)
+    held.pop(name, None)
+    if value is None:
+        index["weight_map"].pop(name)
+    else:
+        held[name] = value
+        index["weight_map"][name] = file.name
+    save_file(held, file)
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def refused(path):
+    with pytest.raises(ValueError, match=r"^check_checkpoint: ") as error:
+        check_checkpoint(path)
+    return str(error.value)
+
+
+def e8m0(*shape, byte=120):
+    return torch.full(shape, byte, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (SCALE, None, f"path must hold {SCALE}, F8_E8M0 [8, 1], got no such tensor. {AGAIN}"),
+        (SCALE, e8m0(1, 8), f"{SCALE} must be F8_E8M0 [8, 1], got F8_E8M0 [1, 8]. "
+         "It is transposed."),
+        (SCALE, e8m0(1024, 1), f"{SCALE} must be F8_E8M0 [8, 1], got F8_E8M0 [1024, 1]. {AGAIN}"),
+        (SCALE, torch.ones(8, 1), f"{SCALE} must be F8_E8M0 [8, 1], got F32 [8, 1]. {AGAIN}"),
+        (SCALE, e8m0(8, 1, byte=255), f"{SCALE} must hold bytes of 0 to 254, as 255 is NaN, "
+         f"got 8 other values. {AGAIN}"),
+        ("head.weight", torch.ones(128, 128), "head.weight must be BF16 [128, 128], "
+         f"got F32 [128, 128]. {AGAIN}"),
+        ("layers.0.engram.weight", torch.ones(1), "path must hold no tensor that the config has "
+         "no place for, got layers.0.engram.weight. Correct config.json."),
+    ],
+    ids=["missing", "transposed", "of rows", "float32", "NaN", "dtype", "unknown"],
+)  # fmt: skip
+def test_what_is_not_as_released_is_refused_by_name(small, name, value, message):
+    changed(small, name, value)
+    assert refused(small) == f"check_checkpoint: {message}"
+
+
+def test_float32_scales_that_are_no_powers_of_two_are_refused(tmp_path):
+    path = write_checkpoint(tmp_path, SMALL, shards=2, family="base")
+    scale = dict(tensors(path))[SCALE]
+    scale[3] *= 1.25
+    changed(path, SCALE, scale)
+    assert refused(path) == (
+        f"check_checkpoint: {SCALE} must hold powers of two only, as loaders make bytes of them, "
+        f"got 1 other values. {AGAIN}"
+    )
+
+
+def test_a_missing_shard_is_refused_by_name(small):
+    (small / "model-00002-of-00002.safetensors").unlink()
+    assert refused(small) == (
+        "check_checkpoint: path must hold every shard of its index, "
+        "got no model-00002-of-00002.safetensors. Download the shard."
+    )
+
+
+def test_a_truncated_shard_is_refused(small):
+    file = small / "model-00001-of-00002.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    assert refused(small) == (
+        f"check_checkpoint: {file.name} must be as long as its header says, "
+        f"got {len(whole) - 1} bytes. {AGAIN}"
+    )
+
+
+def test_experts_of_another_dtype_than_the_config_says_are_refused(small):
+    config = {**SMALL, "expert_dtype": "fp8"}
+    (small / "config.json").write_text(json.dumps(config))
+    assert refused(small) == (
+        "check_checkpoint: expert_dtype must be 'fp4' for experts of I8, got 'fp8'. "
+        "Correct config.json."
+    )
+
+
+def test_a_draft_of_dspark_is_recognised(small):
+    changed(small, "mtp.0.main_proj.weight", torch.ones(1))
+    assert check_checkpoint(small).draft == "dspark"
+
+
+def test_the_command_line_writes_and_checks(tmp_path, capsys):
+    folder = str(tmp_path / "tiny")
+    assert main(["checkpoint", folder, "--shards", "2"]) == 0
+    assert "427 tensors" in capsys.readouterr().out
+    assert len(read_headers(tmp_path / "tiny")) == 427
+    assert main(["checkpoint", folder, "--check"]) == 0
+    assert "fp4 experts" in capsys.readouterr().out
+    (tmp_path / "tiny" / "config.json").unlink()
+    assert main(["checkpoint", folder, "--check"]) == 1
+    assert "check_checkpoint: path must hold config.json" in capsys.readouterr().err
+
+
+# --- Hugging Face
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny):
+    """Hugging Face's model, dequantised to bfloat16."""
+    transformers = pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
+    pytest.importorskip("accelerate", reason="Hugging Face loads FP8 with it")
+    model, info = transformers.DeepseekV4ForCausalLM.from_pretrained(
+        tiny,
+        quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
+        output_loading_info=True,
+    )
+    assert not any(info.values()), info
+    return model.eval().requires_grad_(False)
+
+
+def value(found, name):
+    """Of the files, dequantised by the definitions in float64."""
+    codes, scale = found[f"{name}.weight"], found[f"{name}.scale"].view(torch.uint8)
+    if codes.dtype == torch.int8:
+        return fp4_values(codes, scale).to(torch.bfloat16)
+    return block_values(codes, scale, 128, 128).to(torch.bfloat16)
+
+
+def test_hugging_face_dequantises_what_was_written(tiny, loaded):
+    found, weights = dict(tensors(tiny)), loaded.state_dict()
+    pairs = {
+        "layers.1.self_attn.q_b_proj": "layers.1.attn.wq_b",
+        "layers.3.self_attn.o_a_proj": "layers.3.attn.wo_a",
+        "layers.0.mlp.shared_experts.down_proj": "layers.0.ffn.shared_experts.w2",
+        "layers.1.self_attn.compressor.indexer.q_b_proj": "layers.1.attn.indexer.wq_b",
+    }
+    for theirs, ours in pairs.items():
+        assert torch.equal(weights[f"model.{theirs}.weight"], value(found, ours)), ours
+    for expert in (0, 7):
+        prefix = f"layers.2.ffn.experts.{expert}"
+        up = torch.cat([value(found, f"{prefix}.w1"), value(found, f"{prefix}.w3")])
+        assert torch.equal(weights["model.layers.2.mlp.experts.gate_up_proj"][expert], up)
+
+
+def test_the_model_runs_and_its_logits_are_near_one(loaded):
+    ids = torch.arange(2, 152)[None]
+    logits = loaded(ids).logits
+    assert logits.isfinite().all()
+    assert 0.3 < logits.std() < 3
+
+
+def test_our_ops_multiply_the_stored_codes_as_hugging_face_the_values(tiny, loaded):
+    """W8A16 and W4A16: a product in bf16 and one of float32 differ by a rounding."""
+    found, layer = dict(tensors(tiny)), loaded.model.layers[2]
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+
+    def stored(name):
+        return found[f"{name}.weight"], found[f"{name}.scale"].view(torch.uint8)
+
+    product = ops.fp8_linear(x, *stored("layers.2.attn.wkv"))
+    torch.testing.assert_close(product, layer.self_attn.kv_proj(x), rtol=2e-2, atol=2e-2)
+    up, down = (
+        [torch.stack(parts) for parts in zip(*(stored(each) for each in names), strict=True)]
+        for names in (
+            [f"layers.2.ffn.experts.{e}.{w}" for e in range(8) for w in ("w1", "w3")],
+            [f"layers.2.ffn.experts.{e}.w2" for e in range(8)],
+        )
+    )
+    up = [part.unflatten(0, (8, 2)).flatten(1, 2) for part in up]
+    ids = torch.tensor([[0, 7], [3, 3], [2, 1], [6, 5], [4, 0]], dtype=torch.int32)
+    weights = torch.rand(5, 2, generator=torch.Generator().manual_seed(4))
+    routed = ops.experts(x, weights, ids, *up, *down, swiglu_limit=10.0)
+    theirs = layer.mlp.experts(x, ids.long(), weights.to(torch.bfloat16))
+    assert routed.std() > 0.1
+    torch.testing.assert_close(routed, theirs, rtol=3e-2, atol=3e-2)
