@@ -7,6 +7,7 @@
 # make figures  figures of README and docs/, and plots, written anew from the rows in benchmarks/
 # make kernels  registers and spills of every kernel, from its sm_90 cubin; fails if any spills
 # make test-gpu PART=1/3  a third of the GPU suite in at most 9 minutes, with the Python that has torch
+# make tensorrt-stubs  torch-tensorrt without TensorRT, for tests/tensorrt, into build/
 # make smoke  the newest torch, Triton and transformers on the CPU: kernels, six ops, a model's step
 # A fresh machine needs Python 3.10+, a C++ compiler and make; the first run builds its own environment.
 PYTHON ?= python3
@@ -35,7 +36,9 @@ DEV_STAMP := $(VENV)/.installed-dev
 # Inductor's pool of compile workers costs more than it saves on small graphs
 export TORCHINDUCTOR_COMPILE_THREADS = 1
 
-.PHONY: check users-flags test test-all test-gpu smoke demo figures lint docs kernels venv
+STUBS ?= build/tensorrt_stubs
+
+.PHONY: tensorrt-stubs check users-flags test test-all test-gpu smoke demo figures lint docs kernels venv
 
 check: export DSV4_OPS_EXAMPLES ?= 50
 check: $(TEST_STAMP)
@@ -78,6 +81,10 @@ docs: $(DEV_STAMP)
 
 kernels: $(TEST_STAMP)
 	$(BIN)/python -m dsv4_ops kernels
+
+# 5 MB of wheels; `make test` runs what needs them if they are there
+tensorrt-stubs: $(TEST_STAMP)
+	$(BIN)/python .ci/tensorrt_stubs.py $(STUBS)
 
 venv: $(DEV_STAMP)
 

@@ -5,6 +5,7 @@ A probe that fails becomes a line with its error and a problem, never an excepti
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shlex
@@ -46,6 +47,7 @@ def collect(*, selftest: bool = False) -> dict[str, Any]:
         "torch": _torch,
         "gpu": _gpu,
         "providers": lambda problems: _providers(problems, selftest),
+        "torch-tensorrt": _tensorrt,
         "lowerings": lambda problems: _lowerings(problems, selftest),
         "cache": _cache,
         "aot_inductor": _aot_inductor,
@@ -157,6 +159,36 @@ def _providers(problems: Problems, load: bool) -> Section:
     from dsv4_ops.dispatch.probes import probe_all
 
     return {provider.name: asdict(provider) for provider in probe_all(load=load)}
+
+
+def _tensorrt(problems: Problems) -> Section:
+    """Which torch-tensorrt and TensorRT are there, and what of this package works with them."""
+    from dsv4_ops.dispatch import tensorrt
+    from dsv4_ops.dispatch.probes import distribution_version, probe
+
+    found = probe("torch_tensorrt").version
+    if found is None:
+        return {"installed": False}
+    first, last = tensorrt.SUPPORTED
+    release = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    supported = first <= release < last
+    if not supported:
+        problems.append(
+            f"torch-tensorrt {found} is not known to this package, which refuses ops that write "
+            f"there. Install {first[0]}.{first[1]} up to, not including, {last[0]}.{last[1]}."
+        )
+    names = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
+    writes = "kept after dsv4_ops.integrations.tensorrt.enable(); refused without it"
+    return {
+        "installed": True,
+        "version": found,
+        "supported": supported,
+        "TensorRT": next(filter(None, map(distribution_version, names)), None),
+        "TensorRT's libraries": importlib.util.find_spec("tensorrt_libs") is not None,
+        "cache writes": writes if supported else "refused",
+        "plugins": "experimental" if release >= tensorrt.PLUGINS_SINCE else "none",
+        "tested": "without engines only (docs/tensorrt.md)",
+    }
 
 
 def _lowerings(problems: Problems, run_selftest: bool) -> Section:

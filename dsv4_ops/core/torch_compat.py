@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.autograd import forward_ad
@@ -22,6 +23,7 @@ __all__ = [
     "SingleLevelFunction",  # 2.11, 2.13, 2.15
     "after_autograd",  # torch._C._after_autograd_keyset: 2.11, 2.13, 2.15
     "any_requires_grad",  # torch._C._any_requires_grad: 2.11, 2.13, 2.15
+    "auto_functionalized_v2",  # torch._higher_order_ops.auto_functionalize: 2.11, 2.13
     "decomposes_triton_ops",  # decompose_custom_triton_ops: 2.11, 2.13, 2.15
     "enable_single_level_autograd_function",  # 2.11, 2.13, 2.15
     "find_schema",  # torch._C._dispatch_find_schema_or_throw: 2.11, 2.13, 2.15

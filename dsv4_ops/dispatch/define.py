@@ -33,7 +33,7 @@ from dsv4_ops.core.torch_compat import (
     OpOverload,
     decomposes_triton_ops,
 )
-from dsv4_ops.dispatch import choice
+from dsv4_ops.dispatch import choice, tensorrt
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 gradient.define(_library)
@@ -69,6 +69,8 @@ def _fake_rule(spec: OpSpec) -> Callable[..., Any]:
     @functools.wraps(spec.meta)
     def rule(*args: Any, **kwargs: Any) -> Any:
         values = spec.arguments(args, kwargs)
+        if spec.mutated:  # of programs that were decomposed before, nothing else is seen
+            tensorrt.refuse_lost_write(spec, tensorrt.tracing_function(), traced=False)
         if spec.has_choice:
             for library in choice.prepare(spec, values):
                 spec.launcher(library)  # whose ops such code calls
@@ -126,7 +128,10 @@ def _eager() -> Any:
 
 def _trace_rule(spec: OpSpec) -> Callable[..., Any]:
     def rule(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not decomposes_triton_ops():
+        function = tensorrt.tracing_function()
+        if function:
+            tensorrt.refuse_lost_write(spec, function, traced=True)
+        if function or not decomposes_triton_ops():
             return mode.__torch_dispatch__(op, types, args, kwargs)
         lowering: Lowering = spec.implementation("lowering")
         return lowering.trace(mode, op, types, args, kwargs or {})

@@ -101,10 +101,11 @@ def no_gpu_reason() -> str:
 
 
 def _version(library: _Library) -> str | None:
-    return next(filter(None, map(_distribution_version, library.distributions)), None)
+    return next(filter(None, map(distribution_version, library.distributions)), None)
 
 
-def _distribution_version(name: str) -> str | None:
+def distribution_version(name: str) -> str | None:
+    """Installed version of a distribution; None if there is none."""
     try:
         return importlib.metadata.version(name)
     except Exception:

@@ -5,6 +5,7 @@ compile the decode step do it in one test, one after the other: the step is the 
 Inductor's cache serves all but the first of them.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -46,12 +47,21 @@ def run(script: str, *options: object, status: int = 0) -> list[str]:
 
 
 def test_every_script_says_what_it_shows_and_stays_short():
-    assert [name[:2] for name in SCRIPTS] == ["01", "02", "03", "04", "05", "06", "07", "08"]
+    numbers = ["01", "02", "03", "04", "05", "06", "07", "08", "10"]
+    assert [name[:2] for name in SCRIPTS] == numbers
     for name in SCRIPTS:
         text = (EXAMPLES / name).read_text()
         assert text.startswith('"""'), name
         assert f"python examples/{name}" in text.split('"""')[1], name
         assert 'print(f"shown: ' in text or 'f"shown: ' in text, name
+
+
+def test_tensorrt_says_what_is_missing():
+    """Where torch-tensorrt cannot be imported; tests/tensorrt compiles the same program."""
+    if importlib.util.find_spec("torch_tensorrt") is not None:
+        pytest.skip("torch-tensorrt is installed: tests marked tensorrt run the example")
+    (line,) = run("10_tensorrt.py", status=1)
+    assert line.startswith("needs torch-tensorrt: enable: torch_tensorrt must be installed")
 
 
 def test_ops_eager():

@@ -1,0 +1,71 @@
+"""torch-tensorrt without TensorRT, for tests only: what it does before it builds an engine.
+
+    python .ci/tensorrt_stubs.py FOLDER
+
+PyPI has torch-tensorrt and TensorRT's Python bindings, but not the libraries behind them. FOLDER
+gets both wheels, at pinned versions and without what they depend on, less torch-tensorrt's C++
+(linked to CUDA), and libraries whose nine functions do nothing. ``tests/tensorrt/stubs.py`` imports
+it: graphs are traced, lowered and partitioned, and no engine is built.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PACKAGES = ("torch_tensorrt==2.13.0", "tensorrt-cu13-bindings==11.0.0.114", "dllist==2.0.0")
+LIBRARIES = ("nvinfer", "nvinfer_plugin", "nvonnxparser")
+FUNCTIONS = (
+    "createInferBuilder_INTERNAL",
+    "createInferRefitter_INTERNAL",
+    "createInferRuntime_INTERNAL",
+    "createNvOnnxParser_INTERNAL",
+    "createNvOnnxParserRefitter_INTERNAL",
+    "getBuilderPluginRegistry",
+    "getNvOnnxParserVersion",
+    "getPluginRegistry",
+    "initLibNvInferPlugins",
+)
+TENSORRT = """import tensorrt_bindings
+from tensorrt_bindings import *
+from tensorrt_bindings import __version__
+
+__path__ += tensorrt_bindings.__path__  # has tensorrt.plugin
+"""
+LIBS = """import ctypes
+from pathlib import Path
+
+for path in sorted(Path(__file__).parent.glob("*.so.*")):
+    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+"""
+
+
+def build(folder: Path) -> None:
+    """Fill ``folder``, unless it is complete."""
+    done = folder / "complete"
+    if done.exists() and done.read_text() == " ".join(PACKAGES):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    options = ["--no-deps", "--no-compile", "--only-binary", ":all:", "--target", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *options, *PACKAGES], check=True)
+    for pattern in ("_C*.so", "lib/*.so"):
+        for path in (folder / "torch_tensorrt").glob(pattern):
+            path.unlink()
+    for name, text in (("tensorrt", TENSORRT), ("tensorrt_libs", LIBS)):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(text)
+    with tempfile.NamedTemporaryFile("w", suffix=".c") as source:
+        source.write("".join(f"void *{name}(void) {{ return 0; }}\n" for name in FUNCTIONS))
+        source.flush()
+        for name in LIBRARIES:
+            soname = f"lib{name}.so.11"
+            linker = ["-shared", "-fPIC", f"-Wl,-soname,{soname}"]
+            target = str(folder / "tensorrt_libs" / soname)
+            subprocess.run(["cc", *linker, "-o", target, source.name], check=True)
+    done.write_text(" ".join(PACKAGES))
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]))
+    print(f"torch-tensorrt without TensorRT in {sys.argv[1]}")

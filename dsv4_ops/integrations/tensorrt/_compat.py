@@ -1,0 +1,58 @@
+"""Names that torch-tensorrt does not document: this is the only importer of them.
+
+Each is followed by the releases in which it was seen (2.13 run, the others read).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.dispatch.tensorrt import SUPPORTED
+
+_PASSES = "torch_tensorrt.dynamo.lowering.passes._aten_lowering_pass"
+_NAMES = {
+    "add_pass": f"{_PASSES}:_aten_lowering_pass",  # 2.11 to 2.14
+    "remove_pass": f"{_PASSES}:_remove_lowering_pass",  # 2.11 to 2.14
+    "passes": f"{_PASSES}:ATEN_POST_LOWERING_PASSES",  # 2.11 to 2.14
+    "remove_unread": f"{_PASSES}:remove_num_users_is_0_nodes",  # 2.11 to 2.14
+    "backends": "torch_tensorrt.dynamo.backend.backends:",  # 2.11 to 2.14
+    "aot_backend": "torch_tensorrt.dynamo.backend.backends:aot_torch_tensorrt_aten_backend",
+    # 2.11 to 2.14
+    "aot_autograd": "torch_tensorrt.dynamo.backend.backends:aot_autograd",  # 2.11 to 2.14
+}
+
+
+def load(op: str) -> Mapping[str, Any]:
+    """Import torch-tensorrt and find the names above.
+
+    Raises:
+        ImportError: it is missing or broken, or lacks one of them.
+    """
+    rule = "be installed with TensorRT's libraries"
+    try:
+        importlib.import_module("torch_tensorrt")
+    except Exception as error:  # a plain Exception, where libnvinfer is missing
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        advice = "Run `pip install 'dsv4_ops[tensorrt]'`, and see `python -m dsv4_ops doctor`"
+        raise refusal(ImportError, op, "torch_tensorrt", rule, said, advice) from error
+    found = {}
+    for name, place in _NAMES.items():
+        module, _, attribute = place.partition(":")
+        try:
+            loaded = importlib.import_module(module)
+            found[name] = getattr(loaded, attribute) if attribute else loaded
+        except (ImportError, AttributeError) as error:
+            first, last = (".".join(map(str, pair)) for pair in SUPPORTED)
+            rule = f"be {first} up to, not including, {last}, which have {place}"
+            actual, advice = version(), "Install one of these"
+            raise refusal(ImportError, op, "torch_tensorrt", rule, actual, advice) from error
+    return found
+
+
+def version() -> str:
+    """Installed version of torch-tensorrt."""
+    return importlib.metadata.version("torch-tensorrt")

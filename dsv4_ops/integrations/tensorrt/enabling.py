@@ -1,0 +1,65 @@
+"""Install what keeps writes into torch-tensorrt's two ways to compile."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+from torch.fx import GraphModule
+
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.dispatch import tensorrt as guard
+from dsv4_ops.integrations.tensorrt import _compat, passes
+
+
+def enable() -> None:
+    """Let torch-tensorrt compile graphs that write to caches.
+
+    Imports torch-tensorrt. Afterwards ``torch_tensorrt.compile(ir="dynamo")`` and
+    ``torch_tensorrt.dynamo.compile`` keep writes to inputs and buffers, in place for the ops of
+    this package, and ``torch.compile(backend="torch_tensorrt")`` traces graphs that hold such an
+    op with AOTAutograd. All ops of this package run in PyTorch segments between the engines.
+    A second call does nothing.
+
+    Raises:
+        ImportError: torch-tensorrt is missing, lacks TensorRT's libraries or is of a version that
+            this package does not know.
+    """
+    if guard.is_enabled():
+        return
+    names = _compat.load("enable")
+    _replace_passes(names)
+    _replace_backend(names)
+    guard.set_enabled(True)
+
+
+def _replace_passes(names: Mapping[str, Any]) -> None:
+    index = names["passes"].passes.index(names["remove_unread"])
+    names["remove_pass"](index=index)
+    names["add_pass"](passes.remove_unread, index=index)
+    names["add_pass"](passes.keep_writes, index=0)
+
+
+def _replace_backend(names: Mapping[str, Any]) -> None:
+    """Have graphs with a write of ours traced as graphs of distributed models are."""
+    backends, original = names["backends"], names["aot_backend"]
+    # what a graph writes to its inputs stays in it, where `keep_writes` finds it
+    in_place = functools.partial(names["aot_autograd"], keep_inference_input_mutations=True)
+
+    @functools.wraps(original)
+    def backend(gm: GraphModule, sample_inputs: Any, **kwargs: Any) -> Any:
+        if not _writes(gm):
+            return original(gm, sample_inputs, **kwargs)
+        options = {**kwargs.get("options", kwargs), "use_distributed_mode_trace": True}
+        with mock.patch.object(backends, "aot_autograd", in_place):
+            return original(gm, sample_inputs, options=options)
+
+    backends.aot_torch_tensorrt_aten_backend = backend
+
+
+def _writes(gm: GraphModule) -> bool:
+    written = {spec.op for spec in OPS.values() if spec.mutated}
+    graphs = (each.graph for each in gm.modules() if isinstance(each, GraphModule))
+    return any(node.target in written for graph in graphs for node in graph.nodes)

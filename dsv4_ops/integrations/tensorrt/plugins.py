@@ -1,0 +1,262 @@
+"""Ops as layers of engines: plugins with descriptors written by hand and our kernels' PTX.
+
+Experimental: no engine with a plugin was built by the authors (docs/tensorrt.md). torch-tensorrt's
+``generate_plugin`` does not fit: it asks fakes with float32 tensors, and gives outputs the dtype of
+the first input. Its ``generate_plugin_converter`` drops keyword arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.layout import combined_width
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import NAMESPACE, OPS
+from dsv4_ops.integrations.tensorrt import _compat
+from dsv4_ops.integrations.tensorrt.ptx import Kernel, kernel_of
+
+
+@dataclass(frozen=True)
+class _Plugin:
+    """How an op becomes a layer.
+
+    Args:
+        inputs: Names of tensors.
+        attributes: Names and types of its settings, which the kernel has as constants.
+        num_outputs: Number of results.
+        outputs: Descriptors of outputs, from those of inputs and the attributes.
+        launch: Kernel, blocks and numbers, from the same and a compute capability.
+        takes: Whether the layer takes a call, from the values of inputs.
+    """
+
+    inputs: tuple[str, ...]
+    attributes: dict[str, type]
+    num_outputs: int
+    outputs: Callable[..., Any]
+    launch: Callable[..., tuple[Kernel, Any, tuple[Any, ...]]]
+    takes: Callable[..., bool]
+
+
+_registered: set[str] = set()
+
+
+def register_plugins(*, capability: tuple[int, int] | None = None) -> tuple[str, ...]:
+    """Let engines run ``apply_rope`` and ``combine_topk_swa_indices`` as layers.
+
+    Experimental, for torch-tensorrt 2.13 and later with TensorRT's plugins, and Triton. Call it
+    after ``enable`` and before compiling. x of ``apply_rope`` has to be bfloat16 or float32, with
+    a last dimension that is a power of two; other calls stay in PyTorch segments.
+
+    Args:
+        capability: Compute capability of the GPU that engines are for; that of the current device
+            by default.
+
+    Returns:
+        Names of the ops with a plugin.
+
+    Raises:
+        ImportError: torch-tensorrt or Triton is missing, or has no plugins.
+    """
+    op = "register_plugins"
+    _compat.load(op)
+    try:
+        plugin = importlib.import_module("tensorrt.plugin")
+        conversion = importlib.import_module("torch_tensorrt.dynamo.conversion")
+        importlib.import_module("triton")
+    except ImportError as error:
+        rule, advice = "have plugins and Triton beside it", "Install torch-tensorrt 2.13 or later"
+        raise refusal(ImportError, op, "torch_tensorrt", rule, str(error), advice) from error
+    major, minor = capability or torch.cuda.get_device_capability()
+    for name in _PLUGINS.keys() - _registered:
+        _register(plugin, name, 10 * major + minor)
+        conversion.dynamo_tensorrt_converter(
+            OPS[name].op,
+            capability_validator=functools.partial(_takes, _PLUGINS[name]),
+            supports_dynamic_shapes=True,
+        )(functools.partial(_convert, name))
+        _registered.add(name)
+    return tuple(sorted(_registered))
+
+
+def _takes(plugin: _Plugin, node: Any, settings: Any) -> bool:
+    return plugin.takes(*(each.meta["val"] for each in node.args))
+
+
+def _convert(op: str, ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """Add the plugin's layer. ``generate_plugin_converter`` would drop keyword arguments."""
+    plugin = importlib.import_module("tensorrt.plugin")
+    converter_utils = importlib.import_module("torch_tensorrt.dynamo.conversion.converter_utils")
+    tensors = [
+        converter_utils.get_trt_tensor(ctx, tensor, f"{name}_{place}")
+        for place, tensor in enumerate(args)
+    ]
+    kinds = _PLUGINS[op].attributes
+    settings = {key: kinds[key](value) for key, value in kwargs.items()}
+    made = getattr(plugin.op.dsv4_ops, op)(*tensors, **settings)
+    layer = ctx.net.add_plugin(made, aot=True)
+    layer.name = f"[{target}]-[{name}]"
+    outputs = [layer.get_output(place) for place in range(_PLUGINS[op].num_outputs)]
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _register(plugin: Any, name: str, capability: int) -> None:
+    """Hand TensorRT functions whose signatures say what the plugin takes."""
+    spec, tensor = _PLUGINS[name], plugin.TensorDesc
+    count = len(spec.inputs)
+
+    def describe(*args: Any, **named: Any) -> Any:
+        values = (*args, *named.values())
+        settings = dict(zip(spec.attributes, values[count:], strict=True))
+        found = spec.outputs(plugin, *values[:count], **settings)
+        return found[0] if spec.num_outputs == 1 else found
+
+    def aot(*args: Any, **named: Any) -> Any:
+        values = (*args, *named.values())
+        settings = dict(zip(spec.attributes, values[count:], strict=False))
+        kernel, blocks, numbers = spec.launch(*values[:count], capability, **settings)
+        launch = plugin.KernelLaunchParams()
+        launch.grid_x, launch.block_x, launch.shared_mem = blocks, kernel.threads, kernel.shared
+        scalars = plugin.SymIntExprs(len(numbers))
+        for place, number in enumerate(numbers):
+            scalars[place] = plugin.SymInt32(number)
+        return kernel.name, kernel.ptx, launch, scalars
+
+    kinds = {**dict.fromkeys(spec.inputs, tensor), **spec.attributes}
+    several = types.GenericAlias(tuple, (tensor,) * spec.num_outputs)
+    returned = tensor if spec.num_outputs == 1 else several
+    _sign(describe, kinds, returned)
+    launched = tuple[str, str, plugin.KernelLaunchParams, plugin.SymIntExprs]
+    _sign(aot, dict.fromkeys((*kinds, "outputs", "tactic"), inspect.Parameter.empty), launched)
+    plugin.register(f"{NAMESPACE}::{name}")(describe)
+    plugin.aot_impl(f"{NAMESPACE}::{name}")(aot)
+
+
+def _sign(function: Any, kinds: dict[str, Any], returned: Any) -> None:
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [
+        inspect.Parameter(name, positional, annotation=kind) for name, kind in kinds.items()
+    ]
+    function.__signature__ = inspect.Signature(parameters, return_annotation=returned)
+
+
+def apply_rope_kernel(
+    dtype: torch.dtype, dim: int, rope: int, inverse: bool, capability: int
+) -> Kernel:
+    """Kernel of a plugin: parameters x, positions, cos_sin_cache, rows of a token, rows of the
+    table, out; one block per row."""
+    from dsv4_ops.kernels.rope.apply_rope import apply_rope_kernel as kernel
+
+    options = {"DIM": dim, "ROPE": rope, "INVERSE": inverse, "EMULATE": False, "num_warps": 1}
+    inputs = (dtype, torch.int64, torch.float32)
+    return _compiled("apply_rope", kernel, inputs, 2, (dtype,), options, capability)
+
+
+def combine_kernel(settings: dict[str, int], capability: int) -> Kernel:
+    """Kernel of a plugin: the op's tensors, columns of topk_indices, requests, and both results;
+    one block per token."""
+    from dsv4_ops.kernels.indices.combine import combine_topk_swa_kernel as kernel
+
+    integer, long = torch.int32, torch.int64
+    inputs = (integer, long, integer, integer, integer)
+    options = combine_options(**settings)
+    name = "combine_topk_swa_indices"
+    return _compiled(name, kernel, inputs, 2, (integer, integer), options, capability)
+
+
+def combine_options(
+    *, window_size: int, compress_ratio: int, topk: int, workspace_rows: int, swa_offset: int
+) -> dict[str, int]:
+    """Constants of ``combine_topk_swa_kernel``."""
+    width = combined_width(topk, window_size)
+    rows = {"TOPK": topk, "ROWS": workspace_rows, "OFFSET": swa_offset}
+    window = {"WINDOW": window_size, "RATIO": compress_ratio}
+    return {**window, **rows, "WIDTH": width, "BLOCK": 1 << (width - 1).bit_length()}
+
+
+def _compiled(
+    op: str,
+    kernel: Any,
+    inputs: tuple[torch.dtype, ...],
+    numbers: int,
+    outputs: tuple[torch.dtype, ...],
+    options: dict[str, Any],
+    capability: int,
+) -> Kernel:
+    from dsv4_ops.kernels.aot.compile import Argument, compiled
+
+    # addresses and numbers may be anything: an engine is built once
+    first, last = (
+        [Argument.tensor(dtype, aligned=False) for dtype in dtypes] for dtypes in (inputs, outputs)
+    )
+    arguments = [*first, *[Argument("i32")] * numbers, *last]
+    return kernel_of(op, compiled(kernel, arguments, options, capability))
+
+
+def _launch_rope(
+    x: Any, positions: Any, cos_sin_cache: Any, capability: int, *, inverse: bool
+) -> tuple[Kernel, Any, tuple[Any, ...]]:
+    is_bfloat16 = x.dtype == importlib.import_module("tensorrt").bfloat16
+    dtype = torch.bfloat16 if is_bfloat16 else torch.float32
+    dim, rope = (each.shape_expr[-1].constant_value() for each in (x, cos_sin_cache))
+    rows = x.shape_expr.numel() // dim
+    numbers = rows // positions.shape_expr[0], cos_sin_cache.shape_expr[0]
+    return apply_rope_kernel(dtype, dim, rope, bool(inverse), capability), rows, numbers
+
+
+def _takes_rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> bool:
+    dim, rope = x.shape[-1], cos_sin_cache.shape[-1]
+    fixed = isinstance(dim, int) and isinstance(rope, int) and dim & (dim - 1) == 0
+    return fixed and x.dtype in (torch.bfloat16, torch.float32)
+
+
+def _launch_combine(
+    topk_indices: Any,
+    positions: Any,
+    req_indices: Any,
+    seq_lens: Any,
+    gather_lens: Any,
+    capability: int,
+    **settings: int,
+) -> tuple[Kernel, Any, tuple[Any, ...]]:
+    numbers = topk_indices.shape_expr[1], seq_lens.shape_expr[0]
+    return combine_kernel(settings, capability), positions.shape_expr[0], numbers
+
+
+def _describe_combine(plugin: Any, topk_indices: Any, *rest: Any, **settings: int) -> Any:
+    tokens, width = topk_indices.shape_expr[0], combine_options(**settings)["WIDTH"]
+    shapes = (tokens, plugin.ShapeExpr(width)), (tokens,)
+    return tuple(
+        plugin.TensorDesc(plugin.ShapeExprs.from_tuple(shape), topk_indices.dtype)
+        for shape in shapes
+    )
+
+
+_PLUGINS = {
+    "apply_rope": _Plugin(
+        ("x", "positions", "cos_sin_cache"),
+        {"inverse": bool},
+        1,
+        lambda plugin, x, *rest, **settings: (x.like(),),
+        _launch_rope,
+        _takes_rope,
+    ),
+    "combine_topk_swa_indices": _Plugin(
+        ("topk_indices", "positions", "req_indices", "seq_lens", "gather_lens"),
+        dict.fromkeys(
+            ("window_size", "compress_ratio", "topk", "workspace_rows", "swa_offset"), int
+        ),
+        2,
+        _describe_combine,
+        _launch_combine,
+        lambda *values: True,
+    ),
+}

@@ -1,0 +1,58 @@
+"""PTX of our Triton kernels with the parameters that TensorRT passes, and no others."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from dsv4_ops.core.refusal import refusal
+
+_SCRATCH = ("global_scratch_size", "profile_scratch_size")
+"""Metadata of the buffers whose addresses Triton takes as the last two parameters."""
+
+
+class Kernel(NamedTuple):
+    """A kernel of an AOT plugin.
+
+    Args:
+        name: Its entry.
+        ptx: Source, whose parameters are inputs, numbers and outputs.
+        threads: Threads of a block.
+        shared: Bytes of dynamic shared memory.
+    """
+
+    name: str
+    ptx: str
+    threads: int
+    shared: int
+
+
+def kernel_of(op: str, compiled: Any) -> Kernel:
+    """What TensorRT launches of a kernel that Triton compiled.
+
+    Raises:
+        NotImplementedError: the kernel needs scratch memory, which a plugin cannot give it.
+    """
+    metadata, ptx = compiled.metadata, compiled.asm["ptx"]
+    for size in _SCRATCH:
+        if getattr(metadata, size, 0):
+            found = f"{getattr(metadata, size)} bytes of {size.removesuffix('_size')}"
+            advice = "Leave the op in a PyTorch segment"
+            raise refusal(NotImplementedError, op, "kernel", "need no scratch", found, advice)
+    return Kernel(metadata.name, strip_scratch(op, ptx), metadata.num_warps * 32, metadata.shared)
+
+
+def strip_scratch(op: str, ptx: str) -> str:
+    """``ptx`` without its last two parameters, which nothing reads.
+
+    Raises:
+        NotImplementedError: something reads them.
+    """
+    entry = re.search(r"\.visible \.entry (\w+)\(\n(.*?)\n\)", ptx, re.S)
+    parameters = entry[2].split(",\n") if entry else []
+    names = [parameter.split()[-1] for parameter in parameters]
+    if entry is None or any(len(re.findall(rf"\b{name}\b", ptx)) > 1 for name in names[-2:]):
+        rule, found = "leave its last two parameters unread", "PTX that reads them"
+        advice = "Leave the op in a PyTorch segment"
+        raise refusal(NotImplementedError, op, "kernel", rule, found, advice)
+    return ptx[: entry.start(2)] + ",\n".join(parameters[:-2]) + ptx[entry.end(2) :]

@@ -1,0 +1,66 @@
+"""Ops that write in place, return what they wrote, and wait for those that read it before.
+
+torch-tensorrt cuts a functional graph into engines and PyTorch segments, and orders them by data
+only. ``write_op`` of an op returns the caches it wrote, which later readers take in place of the
+argument, and takes in ``after`` what earlier readers made of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.core.torch_compat import OpOverload
+
+NAMESPACE = "dsv4_ops_tensorrt"
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def _define(name: str, schema: str, function: Any) -> OpOverload:
+    # a random op is never folded into a constant, nor run at compile time to see what it gives
+    _library.define(f"{name}{schema}", tags=(torch.Tag.nondeterministic_seeded,))
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=_library)
+    overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return overload
+
+
+@functools.cache
+def write_op(name: str) -> OpOverload:
+    """The op that runs the op ``name`` and returns its results, then the arguments it wrote."""
+    spec = OPS[name]
+    arguments = spec.schema.removeprefix(spec.name).rpartition(" -> ")[0][1:-1]
+    after = "Tensor[] after" if "*" in arguments.split(", ") else "*, Tensor[] after"
+    written = [f"Tensor({chr(ord('a') + place)}!)" for place in range(len(spec.mutated))]
+    returned = ["Tensor"] * len(spec.op._schema.returns) + written
+    result = returned[0] if len(returned) == 1 else f"({', '.join(returned)})"
+
+    def run(*args: Any, after: list[Tensor], **kwargs: Any) -> Any:
+        values = spec.arguments(args, kwargs)
+        made = spec.op(**values)
+        made = () if made is None else made if isinstance(made, tuple) else (made,)
+        every = (*made, *(values[spec.parameters[place]] for place in spec.mutated))
+        return every if len(every) > 1 else every[0]
+
+    return _define(spec.name, f"({arguments}, {after}) -> {result}", run)
+
+
+def _copy_back(written: Tensor, source: Tensor, after: list[Tensor]) -> Tensor:
+    return written.copy_(source)
+
+
+def _state(buffer: Tensor) -> Tensor:
+    return buffer
+
+
+copy_back = _define(
+    "copy_back", "(Tensor(a!) written, Tensor source, Tensor[] after) -> Tensor(a!)", _copy_back
+)
+"""``written.copy_(source)``, after what reads the old values."""
+
+state = _define("state", "(Tensor(a) buffer) -> Tensor(a)", _state)
+"""A buffer that a graph writes to, which is no constant."""

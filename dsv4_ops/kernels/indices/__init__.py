@@ -1,0 +1,1 @@
+"""Kernels of index stages that a compiled graph makes by itself."""

@@ -1,0 +1,50 @@
+"""Rows of combined indices as one launch, for callers that cannot fuse it: TensorRT's plugins."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def combine_topk_swa_kernel(
+    topk_indices,
+    positions,
+    req_indices,
+    seq_lens,
+    gather_lens,
+    columns,
+    num_reqs,
+    indices,
+    lens,
+    WINDOW: tl.constexpr,
+    RATIO: tl.constexpr,
+    TOPK: tl.constexpr,
+    ROWS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``reference.indices.combine_topk_swa_indices``, one program per token; all in 64 bits."""
+    token = tl.program_id(0).to(tl.int64)
+    position, request = tl.load(positions + token), tl.load(req_indices + token)
+    valid = (position >= 0) & (position < 2**31 - 1) & (request >= 0) & (request < num_reqs)
+    request = tl.where(valid, request, 0)
+    length = tl.where(valid, position + 1, 0)
+    selected = tl.minimum(length // RATIO, TOPK)
+    window = tl.minimum(length, WINDOW)
+    gathered = tl.load(gather_lens + request, mask=valid, other=0).to(tl.int64)
+    first = tl.load(seq_lens + request, mask=valid, other=0).to(tl.int64) - gathered
+    base = request.to(tl.int64) * ROWS
+    fitting = 2**31 - base
+    # column c of the window is row c + shift of the request's rows
+    shift = OFFSET + length - window - first - selected
+    begin = tl.maximum(selected, OFFSET - shift)
+    stop = OFFSET + tl.minimum(gathered, ROWS - OFFSET)
+    stop = tl.minimum(tl.minimum(stop, fitting) - shift, selected + window)
+    column = tl.arange(0, BLOCK).to(tl.int64)
+    mask = column < selected
+    chosen = tl.load(topk_indices + token * columns + column, mask=mask, other=-1).to(tl.int64)
+    exists = (chosen >= 0) & (chosen < OFFSET) & (chosen < fitting)
+    index = tl.where(exists, chosen + base, -1)
+    index = tl.where((column >= begin) & (column < stop), column + base + shift, index)
+    tl.store(indices + token * WIDTH + column, index.to(tl.int32), mask=column < WIDTH)
+    tl.store(lens + token, (selected + window).to(tl.int32))

@@ -1,0 +1,160 @@
+"""The plugin of apply_rope passes TensorRT's validators, and the op joins an engine."""
+
+import operator
+import types
+
+import pytest
+import tensorrt
+import tensorrt.plugin as plugin
+import torch
+import torch_tensorrt
+from tensorrt.plugin import _tensor
+from tensorrt.plugin._lib import QDP_REGISTRY
+from torch import nn
+
+from dsv4_ops.integrations.tensorrt import enable, plugins, register_plugins
+
+
+class Rope(nn.Module):
+    def forward(self, x, positions, table):
+        return torch.ops.dsv4_ops.apply_rope(x * 2, positions, table, inverse=False) + 1
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    enable()
+    for _ in range(2):  # a second call does nothing
+        assert register_plugins(capability=(9, 0)) == ("apply_rope", "combine_topk_swa_indices")
+
+
+def described(dtype, *shape):
+    return plugin.TensorDesc(plugin.ShapeExprs.from_tuple(shape), dtype)
+
+
+def segments(dtype, dim, tokens=None):
+    inputs = torch.randn(3, 4, dim).to(dtype), torch.tensor([1, 2, 3]), torch.randn(16, 32)
+    shapes = None if tokens is None else ({0: tokens}, {0: tokens}, None)
+    program = torch.export.export(Rope(), inputs, dynamic_shapes=shapes)
+    settings = {"dryrun": True, "min_block_size": 1}
+    found = torch_tensorrt.dynamo.compile(program, arg_inputs=inputs, **settings)
+    assert torch.equal(found(*inputs), Rope()(*inputs))
+    return [name for name, _ in found.named_children()]
+
+
+def test_it_joins_the_engine_of_its_neighbours():
+    assert segments(torch.float32, 128) == ["_run_on_acc_0"]
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    assert segments(torch.bfloat16, 64, tokens) == ["_run_on_acc_0"]
+
+
+class Combine(nn.Module):
+    def forward(self, indices, *tensors):
+        return torch.ops.dsv4_ops.combine_topk_swa_indices(indices + 1, *tensors, **SETTINGS)[0] + 1
+
+
+SETTINGS = {
+    "window_size": 4,
+    "compress_ratio": 4,
+    "topk": 2,
+    "workspace_rows": 20,
+    "swa_offset": 8,
+}
+
+
+def test_two_outputs_join_an_engine():
+    integers = (torch.tensor(each).int() for each in ([0], [9], [5]))
+    inputs = (torch.tensor([[1, 0]]).int(), torch.tensor([7]), *integers)
+    program = torch.export.export(Combine(), inputs)
+    settings = {"dryrun": True, "min_block_size": 1}
+    found = torch_tensorrt.dynamo.compile(program, arg_inputs=inputs, **settings)
+    assert torch.equal(found(*inputs), Combine()(*inputs))
+    assert [name for name, _ in found.named_children()] == ["_run_on_acc_0"]
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float16, 128), (torch.float32, 96)])
+def test_other_calls_stay_in_pytorch(dtype, dim):
+    assert segments(dtype, dim) == ["_run_on_acc_0", "_run_on_gpu_1", "_run_on_acc_2"]
+
+
+def test_the_output_is_like_x():
+    """``generate_plugin`` would give every output the dtype of the first input by accident."""
+    definition = QDP_REGISTRY["dsv4_ops::apply_rope"]
+    assert definition.input_tensor_names == ["x", "positions", "cos_sin_cache"]
+    assert definition.input_attrs == {"inverse": bool}
+    out = definition.register_func(described(tensorrt.bfloat16, 3, 4, 128), None, None, False)
+    assert out.dtype == tensorrt.bfloat16
+
+
+class Constant:
+    """A known size, in place of ``IDimensionExpr``, which has no constructor."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def is_constant(self):
+        return True
+
+    def get_constant_value(self):
+        return self.value
+
+
+class Builder:
+    """TensorRT's ``IExprBuilder``, of constants."""
+
+    def constant(self, value):
+        return Constant(value)
+
+    def operation(self, kind, left, right):
+        kinds = tensorrt.DimensionOperation
+        known = {kinds.PROD: operator.mul, kinds.FLOOR_DIV: operator.floordiv}
+        return Constant(known[kind](left.value, right.value))
+
+
+def test_the_launch_is_one_block_per_row(monkeypatch):
+    monkeypatch.setattr(_tensor.trt, "IDimensionExpr", Constant)
+    monkeypatch.setattr(_tensor.SymIntExpr, "_exprBuilder", Builder())
+    x = described(tensorrt.bfloat16, 6, 4, 128)
+    inputs = x, described(tensorrt.int64, 6), described(tensorrt.float32, 16, 64)
+    aot = QDP_REGISTRY["dsv4_ops::apply_rope"].aot_impl_func
+    name, ptx, launch, numbers = aot(*inputs, True, (), None)
+    assert name == "apply_rope_kernel"
+    assert sum(line.strip().startswith(".param") for line in ptx.splitlines()) == 6
+    sizes = (launch.grid_x, launch.grid_y, launch.block_x, launch.shared_mem, *numbers)
+    assert [each._expr.value for each in sizes] == [24, 1, 32, 0, 4, 16]
+
+
+def test_combine_has_two_int32_outputs_and_a_block_per_token(monkeypatch):
+    monkeypatch.setattr(_tensor.trt, "IDimensionExpr", Constant)
+    monkeypatch.setattr(_tensor.SymIntExpr, "_exprBuilder", Builder())
+    lists = described(tensorrt.int32, 6, 3), described(tensorrt.int64, 6)
+    inputs = (*lists, described(tensorrt.int32, 6), *[described(tensorrt.int32, 2)] * 2)
+    definition = QDP_REGISTRY["dsv4_ops::combine_topk_swa_indices"]
+    assert list(definition.input_attrs) == list(SETTINGS)
+    found = definition.register_func(*inputs, *SETTINGS.values())
+    assert [each.dtype for each in found] == [tensorrt.int32] * 2
+    assert [size._expr.value for size in found[0].shape_expr] == [6, 128]
+    _, ptx, launch, numbers = definition.aot_impl_func(*inputs, *SETTINGS.values(), (), None)
+    assert sum(line.strip().startswith(".param") for line in ptx.splitlines()) == 9
+    assert [each._expr.value for each in (launch.grid_x, *numbers)] == [6, 3, 2]
+
+
+def test_the_converter_passes_the_keyword_argument(monkeypatch):
+    """torch-tensorrt's own, ``generate_plugin_converter``, takes positional ones only."""
+    from torch_tensorrt.dynamo.conversion import converter_utils
+
+    calls, layers = [], []
+    monkeypatch.setattr(converter_utils, "get_trt_tensor", lambda ctx, tensor, name: tensor)
+    op = types.SimpleNamespace(apply_rope=lambda *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setattr(plugin, "op", types.SimpleNamespace(dsv4_ops=op))
+
+    def add_plugin(made, aot):
+        layers.append(types.SimpleNamespace(aot=aot, get_output=lambda place: ("out", place)))
+        return layers[-1]
+
+    ctx = types.SimpleNamespace(net=types.SimpleNamespace(add_plugin=add_plugin))
+    found = plugins._convert(
+        "apply_rope", ctx, "target", ("x", "p", "t"), {"inverse": True}, "node"
+    )
+    assert found == ("out", 0)
+    assert calls == [(("x", "p", "t"), {"inverse": True})]
+    assert layers[0].aot is True
