@@ -103,8 +103,8 @@ class MlaSpec:
             raise refusal(NotImplementedError, "MlaSpec", "layout", rule, found, advice)
         if self.cp_world_size != 1:
             rule, advice = "be 1 so far", "Shard heads instead"
-            found = self.cp_world_size
-            raise refusal(NotImplementedError, "MlaSpec", "cp_world_size", rule, found, advice)
+            ranks = self.cp_world_size
+            raise refusal(NotImplementedError, "MlaSpec", "cp_world_size", rule, ranks, advice)
 
     @classmethod
     def deepseek_v3(cls, **changed: Any) -> MlaSpec:

@@ -78,7 +78,7 @@ def mend_while_loop() -> None:
         finally:
             while_loop.additional_inputs = given
 
-    CppWrapperCpu.codegen_while_loop = generate_with_names
+    CppWrapperCpu.codegen_while_loop = generate_with_names  # type: ignore[method-assign] # a repair
 
 
 def _order_only(dependencies: Any) -> Any:

@@ -159,5 +159,6 @@ def primer(
         return len({size for tensor in sized_tensors(case) for size in tensor.shape})
 
     sampled = samples(op_testing, settings, SAMPLES)
-    kept = [case for case in sampled if keep is None or keep(case)]
-    return sorted(kept, key=differing, reverse=True)[skip]
+    best_first = sorted(sampled, key=differing, reverse=True)
+    kept = (case for case in best_first if keep is None or keep(case))
+    return next(islice(kept, skip, None))
