@@ -11,6 +11,7 @@ checkouts of any age have. Prints the median over rounds, microseconds, and the 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -159,10 +160,10 @@ def time_points() -> dict[str, float]:
 
     points: dict[str, Callable[[], Callable[[], Any]]] = {}
     for form in DECODES:
-        points["decode {}x{}, 128+{}".format(*form)] = lambda form=form: decode(*form)
-    points["ragged paged decode {}x{}, 128+{}".format(*PAGED)] = lambda: paged(*PAGED)
+        points["decode {}x{}, 128+{}".format(*form)] = functools.partial(decode, *form)
+    points["ragged paged decode {}x{}, 128+{}".format(*PAGED)] = functools.partial(paged, *PAGED)
     for form in PREFILLS:
-        points["prefill {}x{}, top {}".format(*form)] = lambda form=form: prefill(*form)
+        points["prefill {}x{}, top {}".format(*form)] = functools.partial(prefill, *form)
     return {point: _replayed([make() for _ in range(SETS)]) for point, make in points.items()}
 
 
@@ -178,7 +179,7 @@ def _replayed(calls: list[Callable[[], Any]]) -> float:
             call()
         graphs.append(graph)
     flushed = torch.empty(2**28, dtype=torch.uint8, device="cuda")
-    times = []
+    times: list[float] = []
     for number in range(REPLAYS):
         flushed.zero_()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -186,7 +187,7 @@ def _replayed(calls: list[Callable[[], Any]]) -> float:
         graphs[number % len(graphs)].replay()
         stop.record()
         torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(stop))
+        times.append(1e3 * float(start.elapsed_time(stop)))
     return statistics.median(times)
 
 

@@ -79,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Inputs:
-    """Input sets of a case over one pool of rows: each with pages and queries of its own."""
+    """Input sets of a case over one pool of rows: each with blocks and queries of its own."""
 
     def __init__(self, row: Row, pool: Tensor, device: torch.device) -> None:
         self.row, self.device = row, device
@@ -150,18 +150,18 @@ def measure(row: Row, pool: Tensor, library: Any, copy_rate: float, device: torc
     inputs = Inputs(row, pool, device)
     calls = inputs.ours()
     out = calls[0]()[0]
-    theirs: list[Call] = []
+    library_calls: list[Call] = []
     if library is not None and row.layout == PlainLayout.tag:
-        theirs = inputs.of_flash_mla(library)
-        row.max_diff = float((theirs[0]()[0].squeeze(1).float() - out.float()).abs().max())
+        library_calls = inputs.of_flash_mla(library)
+        row.max_diff = float((library_calls[0]()[0].squeeze(1).float() - out.float()).abs().max())
         if not row.max_diff < _MOST_DIFFERENCE:
             row.error = f"differs from FlashMLA by {row.max_diff:.3g}"
     row.us = median_us(calls)
     row.roofline_us = roofline_us(row, copy_rate)
     row.roofline = row.roofline_us / row.us
     row.h200_roofline_us = roofline_us(row, H200_BYTES_PER_US)
-    if theirs:
-        row.flash_mla_us = median_us(theirs)
+    if library_calls:
+        row.flash_mla_us = median_us(library_calls)
         row.ratio = row.flash_mla_us / row.us
 
 

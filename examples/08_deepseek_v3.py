@@ -67,7 +67,7 @@ def differing(request: Request, stock: torch.nn.Module, device: str) -> int:
     ids = torch.tensor([request.tokens], device=device)
     best = stock(ids, use_cache=False).logits[0].argmax(-1).tolist()
     pairs = zip(best[request.prompt - 1 : -1], request.tokens[request.prompt :], strict=True)
-    return sum(theirs != ours for theirs, ours in pairs)
+    return sum(stock != patched for stock, patched in pairs)
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def main() -> int:
         seconds += (time.perf_counter() - begun) * (number > 0)
         for request, token in zip(live, best, strict=False):
             request.tokens.append(token)
-    cache.raise_if_dropped()  # a graph cannot refuse what it has no room for: it counts
+    cache.raise_if_dropped()  # a graph cannot refuse what does not fit: it counts
     wrong = sum(differing(request, stock, args.device) for request in requests)
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     print(f"{ByteTokenizer().decode(requests[1].tokens)!r}")

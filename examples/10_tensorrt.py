@@ -25,7 +25,7 @@ REQUESTS = 2
 
 
 def compile_step(model: Any, cache: v4.PagedCache, **options: Any) -> Callable[..., Tensor]:
-    """The decode step of one token per request, cut into engines and PyTorch segments."""
+    """The decode step of one token per request, partitioned into engines and PyTorch segments."""
     import torch_tensorrt
 
     inputs = v4.decode_inputs(padding_batch(cache, REQUESTS, REQUESTS), cache)

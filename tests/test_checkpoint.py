@@ -319,8 +319,8 @@ def test_hugging_face_dequantises_what_was_written(tiny, loaded):
         "layers.0.mlp.shared_experts.down_proj": "layers.0.ffn.shared_experts.w2",
         "layers.1.self_attn.compressor.indexer.q_b_proj": "layers.1.attn.indexer.wq_b",
     }
-    for theirs, ours in pairs.items():
-        assert torch.equal(weights[f"model.{theirs}.weight"], value(found, ours)), ours
+    for expected, ours in pairs.items():
+        assert torch.equal(weights[f"model.{expected}.weight"], value(found, ours)), ours
     for expert in (0, 7):
         prefix = f"layers.2.ffn.experts.{expert}"
         up = torch.cat([value(found, f"{prefix}.w1"), value(found, f"{prefix}.w3")])
@@ -355,6 +355,6 @@ def test_our_ops_multiply_the_stored_codes_as_hugging_face_the_values(tiny, load
     ids = torch.tensor([[0, 7], [3, 3], [2, 1], [6, 5], [4, 0]], dtype=torch.int32)
     weights = torch.rand(5, 2, generator=torch.Generator().manual_seed(4))
     routed = ops.experts(x, weights, ids, *up, *down, swiglu_limit=10.0)
-    theirs = layer.mlp.experts(x, ids.long(), weights.to(torch.bfloat16))
+    expected = layer.mlp.experts(x, ids.long(), weights.to(torch.bfloat16))
     assert routed.std() > 0.1
-    torch.testing.assert_close(routed, theirs, rtol=3e-2, atol=3e-2)
+    torch.testing.assert_close(routed, expected, rtol=3e-2, atol=3e-2)

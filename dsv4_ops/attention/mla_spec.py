@@ -37,10 +37,10 @@ class MlaSpec:
         dtype: Dtype of queries, latents and plain caches, bfloat16 or float32.
         next_n: Maximum tokens of a decode request: 1 + speculative tokens.
         context: "absorbed" or "chunked"; see ``break_even``.
-        max_decode_tokens: "chunked": rows that decodes have room for; decode tokens beyond are
+        max_decode_tokens: "chunked": rows that decodes may take; decode tokens beyond are
             computed with the prefills.
         workspace_rows: "chunked": rows of a chunk of contexts; ``mla_workspace_rows``.
-        max_chunks: "chunked": chunks that a step has room for; 0 if no request has a context.
+        max_chunks: "chunked": most chunks of a step; 0 if no request has a context.
             ``max_context_chunks`` bounds them. Each takes the expansion of ``workspace_rows`` rows
             in every layer, empty or not. Contexts beyond are not attended to: read
             ``MlaStep.chunks.num_chunks`` where they may be larger.

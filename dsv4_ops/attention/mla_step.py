@@ -37,7 +37,7 @@ class MlaStep:
             at most max_decode_tokens.
         prefill_start_loc: First prefill token of every request and one past the last,
             [num_reqs + 1], int32; decodes have none.
-        chunks: The plan of the contexts, or None if there is no room for any.
+        chunks: The plan of the contexts, or None if a step has none.
         chunk_slots: Slot of every row of each chunk, [max_chunks, workspace_rows], int64; -1 for
             unused rows.
     """
@@ -67,7 +67,7 @@ def build_mla_step(
     *,
     num_tokens: int,
 ) -> MlaStep:
-    """Build the step metadata of all dense MLA layers, for any mix of decodes and prefills.
+    """Build step metadata for all dense MLA layers, decodes and prefills mixed.
 
     Args:
         spec: The model's attention configuration.

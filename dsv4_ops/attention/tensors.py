@@ -134,7 +134,9 @@ class MlaWeights:
 
 @dataclass(frozen=True)
 class MlaCache:
-    """Paged latent rows of a dense MLA layer, in ``MlaSpec.cache_layout``; written in place.
+    """Paged latent rows of a dense MLA layer, in ``MlaSpec.cache_layout``.
+
+    Written in place.
 
     Attributes:
         kv: The rows.

@@ -242,7 +242,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 
 
 def check_checkpoint(path: Path | str, *, scales: bool = True) -> CheckpointInfo:
-    """Check that a folder holds a released checkpoint: names, dtypes, shapes and scales.
+    """Check names, dtypes, shapes and scales of a released checkpoint.
 
     A scale that is missing, transposed or of another block size changes weights without any error
     later; a scale byte of 255 is NaN; float32 scales that are no powers of two would be rounded by

@@ -285,7 +285,7 @@ class Checks:
                 f"{size_name}."
             )
         page, *strides = cache.stride()
-        wanted = [*sizes[1:], 1]  # of a row in its page, if there are rows
+        wanted = [*sizes[1:], 1]  # of a row in its block, if there are rows
         is_dense = all(stride == each for stride, each in zip(strides, wanted, strict=True))
         inside = sizes[0] * wanted[0]
         if not is_dense or page < inside or page * cache.itemsize % CACHE_ALIGNMENT != 0:

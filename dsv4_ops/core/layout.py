@@ -291,7 +291,10 @@ class MlaFp8Layout(MlaLayout):
 
 @dataclass(frozen=True)
 class MlaDsFp8Layout(MlaLayout):
-    """656 bytes per row, DeepSeek-V3.2's: 512 e4m3 codes, 4 fp32 scales, 64 bf16 RoPE values."""
+    """DeepSeek-V3.2's rows of 656 bytes.
+
+    512 e4m3 codes, 4 fp32 scales, 64 bf16 RoPE values.
+    """
 
     tag = "mla_ds_fp8"
     width = 576

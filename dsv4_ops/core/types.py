@@ -116,7 +116,7 @@ class InsertedQuery(NamedTuple):
 
 
 class ExpertPlan(NamedTuple):
-    """Rows of every block and the expert that multiplies them; see ``dsv4_ops.expert_plan``."""
+    """Rows of every block and their expert; see ``dsv4_ops.expert_plan``."""
 
     sorted_rows: Tensor
     expert_of_block: Tensor
@@ -147,8 +147,7 @@ class MergedStates(NamedTuple):
 
 
 class MlaAttention(NamedTuple):
-    """Attention output and log-sum-exp; see ``dsv4_ops.mla_decode`` and
-    ``dsv4_ops.mla_prefill``."""
+    """Attention output and log-sum-exp of ``mla_decode`` and ``mla_prefill``."""
 
     out: Tensor
     lse: Tensor

@@ -47,7 +47,7 @@ FLASH_MLA_TOKENS = 8192
 """Most tokens of a decode: its planner keeps a few numbers of each in shared memory."""
 FLASH_ATTN_WIDTH = 256
 FLASH_MLA_DENSE_SIZES, FLASH_MLA_DENSE_BLOCK = (576, 512), 64
-"""Width and latent values of its dense decode's rows, and rows of a page."""
+"""Width and latent values of its dense decode's rows, and rows of a block."""
 FLASH_MLA_DENSE_DTYPES = (torch.bfloat16, torch.float16)
 SCALED_MM_COLUMNS = 512
 """Rows of four scales: versions of torch differ in how shorter ones are padded."""

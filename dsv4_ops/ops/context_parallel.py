@@ -110,7 +110,7 @@ def cp_slot_mapping(
     cp_world_size: int,
     cp_interleave: int = 1,
 ) -> Tensor:
-    """Find the slots of tokens in the cache of a rank, where ranks take positions in turns.
+    """Find the slots of tokens in a rank's cache; ranks take positions in turns.
 
     All ranks have the same block table; a block holds ``block_size`` rows of each rank, so
     block_size * cp_world_size positions.
@@ -269,7 +269,7 @@ _cp_correct_out = define_op(
 
 
 def cp_correct_out(out: Tensor, lse: Tensor, lses: Tensor, *, lse_base: str = "e") -> MergedStates:
-    """Weight a rank's attention output so that the sum over the ranks is that of all keys.
+    """Weight a rank's attention output so that ranks sum to that of all keys.
 
     Args:
         out: Output over the keys of this rank, [num_tokens, num_heads, width], bfloat16, float16 or

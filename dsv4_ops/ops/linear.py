@@ -26,7 +26,7 @@ _SOURCE = "DeepSeek-V4 inference/kernel.py, FP8 products with 128 x 128 weight s
 _quantize_rows = define_op(
     OpSpec(
         stem="linear",
-        schema="quantize_rows(Tensor x, *, int block, str scale, float floor, str scale_layout) "
+        schema="quantize_rows(Tensor x, *, int block, str scale, float min_amax, str scale_layout) "
         "-> (Tensor, Tensor)",
         meta=meta.quantize_rows,
         reference=reference.quantize_rows,
@@ -69,7 +69,7 @@ def quantize_rows(
     *,
     block: int = ACTIVATION_BLOCK,
     scale: str = "pow2",
-    floor: float = 1e-4,
+    min_amax: float = 1e-4,
     scale_layout: str = "row",
 ) -> QuantizedRows:
     """Quantise rows to FP8, with one scale for every ``block`` values of a row.
@@ -79,7 +79,7 @@ def quantize_rows(
         block: Values that share a scale; divides in_features. At least 1.
         scale: "pow2": the smallest power of two, 2^-126 at least, with which amax is at most 448
             (DeepSeek's own). "float32": amax / 448 (Hugging Face's).
-        floor: Least amax of a block. Above 0.
+        min_amax: Least amax of a block. Above 0.
         scale_layout: Where the scales go: "row", or "column_padded", which matrix products on
             SM90 take.
 
@@ -101,7 +101,7 @@ def quantize_rows(
         num_tokens; CUDA graphs and export: yes. With scale="float32" a GPU may round the divisions
         otherwise and change a code by one step.
 
-    Source: DeepSeek-V4's act_quant; Hugging Face's recipe has scale="float32", floor=1e-12.
+    Source: DeepSeek-V4's act_quant; Hugging Face's recipe has scale="float32", min_amax=1e-12.
 
     Example:
         >>> import torch, dsv4_ops
@@ -113,14 +113,14 @@ def quantize_rows(
     checks = Checks("quantize_rows")
     checks.at_least(1, block=block)
     checks.one_of("scale", scale, *_SCALES, belongs_to="the recipe has")
-    checks.above(0, floor=floor)
+    checks.above(0, min_amax=min_amax)
     checks.one_of(
         "scale_layout", scale_layout, *_SCALE_LAYOUTS, belongs_to="the matrix product takes"
     )
     checks.tensor("x", x, torch.bfloat16, "num_tokens", "in_features")
     checks.divides("block", block, "in_features", int(x.shape[1]))
     return QuantizedRows(
-        *_quantize_rows(x, block=block, scale=scale, floor=floor, scale_layout=scale_layout)
+        *_quantize_rows(x, block=block, scale=scale, min_amax=min_amax, scale_layout=scale_layout)
     )
 
 
@@ -134,7 +134,7 @@ def fp8_linear(
     out_dtype: torch.dtype = torch.bfloat16,
     impl: str = AUTO,
 ) -> Tensor:
-    """Multiply rows by an FP8 weight that has a scale for every 128 x 128 of its values.
+    """Multiply rows by an FP8 weight with a scale per block of 128 x 128.
 
     Args:
         x: Activations, [num_tokens, in_features], any strides: bfloat16, or with ``x_scale``

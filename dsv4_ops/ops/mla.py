@@ -38,7 +38,7 @@ PROVIDERS = ("triton", "flash_mla", "reference")
 
 
 def check_scale(checks: Checks, name: str, scale: Tensor | None, taken: bool, what: str) -> None:
-    """A scale per tensor, where one is ``taken``: by what has no other scale."""
+    """Check a scale per tensor, which only what has no other scale takes (``taken``)."""
     if scale is None:
         return
     checks.tensor(name, scale, torch.float32, 1)
@@ -47,7 +47,7 @@ def check_scale(checks: Checks, name: str, scale: Tensor | None, taken: bool, wh
 
 
 def check_cache(checks: Checks, kv_cache: Tensor, block_size: int, layout: str, width: int) -> None:
-    """A cache of rows of ``width`` values."""
+    """Check a cache of rows of ``width`` values."""
     checks.at_least(1, block_size=block_size)
     if layout == PlainLayout.tag:
         checks.rows("kv_cache", kv_cache, block_size, dtypes=FLOATS)
@@ -94,12 +94,12 @@ def mla_insert_kv(
         kv_cache: Paged cache. "plain": [num_blocks, block_size, kv_lora_rank + rope_dim] of the
             dtype of kv_c, from ``PlainLayout.allocate``. "mla_fp8": the same in uint8, from
             ``MlaFp8Layout.allocate``. "mla_ds_fp8": [num_blocks, block_size, 656], uint8, from
-            ``MlaDsFp8Layout.allocate``, of latents of 512 and RoPE parts of 64 values. Pages may
+            ``MlaDsFp8Layout.allocate``, of latents of 512 and RoPE parts of 64 values. Blocks may
             lie apart, FP8 ones at multiples of 16 bytes.
-        slot_mapping: Slot of every token, page * block_size + row, [num_tokens], int64. Slots below
-            0 and past the last page are skipped.
+        slot_mapping: Slot of every token, block * block_size + row, [num_tokens], int64. Those
+            below 0 and past the last block are skipped.
         scale: What codes of the layout "mla_fp8" are multiplied by, [1], float32; None for 1.
-        block_size: Rows per page. At least 1.
+        block_size: Rows per block. At least 1.
         layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
         scale_format: Scales of the layout "mla_ds_fp8": "float32" amax / 448, or "ue8m0" the
             smallest power of two above 1e-4 that is not below that.
@@ -220,12 +220,12 @@ def mla_gather_kv(
         slot_mapping: Slot of every row of the result, [num_rows], int64, as
             ``compressed_slot_mapping`` of a ``token_map`` over context lengths gives them.
         scale: What codes of the layout "mla_fp8" are multiplied by, [1], float32; None for 1.
-        block_size: Rows per page. At least 1.
+        block_size: Rows per block. At least 1.
         layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
 
     Returns:
         [num_rows, width]: of a plain cache its dtype, bit for bit; of the others bfloat16, code *
-        scale in float32 and rounded once. Rows of slots below 0 and past the last page are zeros.
+        scale in float32 and rounded once. Rows of slots below 0 and past the last block are zeros.
 
     Mutates: nothing.
 
@@ -289,12 +289,12 @@ def mla_gather_codes(
     Args:
         kv_cache: Paged cache, uint8, as for ``mla_insert_kv``.
         slot_mapping: Slot of every row of the result, [num_rows], int64.
-        block_size: Rows per page. At least 1.
+        block_size: Rows per block. At least 1.
         layout: Tag of the cache's layout, "mla_fp8" or "mla_ds_fp8".
 
     Returns:
         uint8 [num_rows, row_bytes]; zeros, which read as zeros, for slots below 0 and past the last
-        page.
+        block.
 
     Mutates: nothing.
 
@@ -550,7 +550,7 @@ def split_kv_b_proj(
     v_head_dim: int,
     dtype: torch.dtype | None = None,
 ) -> AbsorbedWeights:
-    """Split the weight of ``kv_b_proj`` into those of ``mla_absorb_q`` and ``mla_v_up``.
+    """Split ``kv_b_proj`` into the weights of ``mla_absorb_q`` and ``mla_v_up``.
 
     Make them once, and again when weights are loaded anew.
 
@@ -614,7 +614,7 @@ def _check_no_scale(checks: Checks, scale: Tensor | None, partner: str) -> None:
 
 
 def _multiplied_with(layer: torch.nn.Module, dtype: torch.dtype | None) -> Tensor:
-    """The weight that ``layer`` multiplies with, whatever it stores."""
+    """Return the weight that ``layer`` multiplies with, whatever it stores."""
     if type(layer) is torch.nn.Linear:
         return layer.weight
     stored = next(itertools.chain(layer.parameters(), layer.buffers()), None)
@@ -693,14 +693,14 @@ def mla_decode(
             float8_e4m3fn too.
         kv_cache: Paged rows from ``mla_insert_kv``. "plain": [num_blocks, block_size, width] of the
             dtype of q. "mla_fp8": [num_blocks, block_size, width], uint8. "mla_ds_fp8":
-            [num_blocks, block_size, 656], uint8. Pages may lie apart, FP8 ones at multiples of 16
+            [num_blocks, block_size, 656], uint8. Blocks may lie apart, FP8 ones at multiples of 16
             bytes.
         seq_lens: How many rows of its request a token sees, itself included, [num_tokens], int32,
             as ``flatten_decode`` with ``compress_ratio=1`` gives them. 0 or less for padding. Rows
-            past the block table and on pages that do not exist are skipped.
+            past the block table and on blocks that do not exist are skipped.
         req_indices: Request of every token, [num_tokens], int32; a token of one that does not exist
             sees no row.
-        block_table: Page of every (request, block), [num_reqs, max_blocks], int32, any strides.
+        block_table: Block of every (request, block), [num_reqs, max_blocks], int32, any strides.
         query_start_loc: First token of every request, [num_reqs + 1], int32: a hint that tokens of
             a request can share the reads of its rows. Results do not depend on it.
         plan: How to share the rows of all tokens among programs, [num_tiles, 4], int32, from
@@ -710,7 +710,7 @@ def mla_decode(
         q_scale: What e4m3 codes of q are multiplied by, [1], float32; None for 1.
         kv_scale: What codes of the layout "mla_fp8" are multiplied by, [1], float32; None for 1.
         softmax_scale: What q . row is multiplied by. Above 0.
-        block_size: Rows per page. At least 1.
+        block_size: Rows per block. At least 1.
         kv_lora_rank: Values of the latent, at most the width of q; 512 for "mla_ds_fp8".
         layout: Tag of the cache's layout, "plain", "mla_fp8" or "mla_ds_fp8".
         num_splits: Splits of the rows of a token; 0 has the batch, or the plan, decide. At least 0,
@@ -733,7 +733,7 @@ def mla_decode(
         TypeError: a dtype other than the ones above.
         RuntimeError: an ``impl`` that does not run here, and why.
 
-    Compile: gathers and products; dynamic in num_tokens, num_reqs, max_blocks and the pages of the
+    Compile: gathers and products; dynamic in num_tokens, num_reqs, max_blocks and the blocks of the
         cache; CUDA graphs and export: yes.
 
     Source: the decode of vLLM's ``MLACommonImpl``. The lse of a token without rows is -inf here,

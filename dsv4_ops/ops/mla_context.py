@@ -52,10 +52,10 @@ def context_chunks(
     cp_world_size: int = 1,
     cp_interleave: int = 1,
 ) -> ContextChunks:
-    """Cut the contexts of a batch into chunks that fit the workspace, on the device.
+    """Split the contexts of a batch into chunks that fit the workspace, on the device.
 
-    "packed" lays the contexts end to end and cuts wherever the workspace is full, so that only the
-    last chunk has room left. "equal" gives every request with a context the same number of rows of
+    "packed" lays the contexts end to end and splits wherever the workspace is full, so that only
+    the last chunk is not full. "equal" gives every request with a context the same number of rows of
     each chunk, rounded down to whole blocks; one long context among many short ones then needs many
     chunks.
 
@@ -137,7 +137,7 @@ def plan_context_chunks(
     cp_world_size: int = 1,
     cp_interleave: int = 1,
 ) -> list[list[tuple[int, int, int]]]:
-    """List the chunks of ``context_chunks``, for eager users whose lengths are on the host.
+    """List the chunks of ``context_chunks`` for lengths on the host.
 
     Args:
         context_lens: Tokens of every request that are in the cache, non-negative ints or a CPU
@@ -204,7 +204,7 @@ def max_context_chunks(
     cp_world_size: int = 1,
     cp_interleave: int = 1,
 ) -> int:
-    """Bound the chunks that a plan can have, for ``max_chunks``: depends on sizes only.
+    """Bound the chunks of a plan, for ``max_chunks``, by sizes only.
 
     The capacity of the cache is no bound: requests that share a prefix share its blocks, and each
     of them counts.

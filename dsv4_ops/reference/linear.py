@@ -16,9 +16,9 @@ ACTIVATION_AMAX = 1e-4
 
 
 def quantize_rows(
-    x: Tensor, *, block: int, scale: str, floor: float, scale_layout: str
+    x: Tensor, *, block: int, scale: str, min_amax: float, scale_layout: str
 ) -> QuantizedRows:
-    codes, scales = quantize_blocks(bf16_bits(x), block, scale == "pow2", floor)
+    codes, scales = quantize_blocks(bf16_bits(x), block, scale == "pow2", min_amax)
     values = dense(codes).view(torch.float8_e4m3fn)
     if scale_layout == "row":
         return QuantizedRows(values, dense(scales))

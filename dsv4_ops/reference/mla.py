@@ -168,11 +168,11 @@ class Decode(NamedTuple):
         q: float32 queries.
         seq_lens: Keys of every token.
         req_indices: Its request.
-        block_table: Pages of every request.
-        kv_cache: The pages.
+        block_table: Blocks of every request.
+        kv_cache: The blocks.
         scale: What q . row is multiplied by.
         kv_lora_rank: Leading values of a row that are the value.
-        block_size: Rows per page.
+        block_size: Rows per block.
         layout: Tag of the cache's layout.
         rounded: Dtype that P is rounded to.
     """
@@ -198,7 +198,7 @@ class Running(NamedTuple):
 
 
 def stored_rows(kv_cache: Tensor, pages: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """What is stored at (page, row), floats as integers, and which pages exist; 0 for others."""
+    """What is stored at (block, row), floats as integers, and which blocks exist; 0 for others."""
     exists = (pages >= 0) & (pages < kv_cache.shape[0])
     stored = words(kv_cache)
     if isinstance(kv_cache.shape[0], int) and kv_cache.shape[0] == 0:

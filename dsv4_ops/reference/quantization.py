@@ -41,15 +41,25 @@ def quantize(
         bf16.
     """
     blocks = bits.unflatten(-1, (-1, quant_block))
-    absolute = blocks & _ABSOLUTE
-    is_nan = absolute > _INFINITY
-    amax = torch.where(is_nan, 0, absolute).amax(-1, keepdim=True).clamp(max=_LARGEST_FINITE)
+    amax, is_nan = _amax_of(blocks)
     scale = (((amax + _UP_TO_SEVEN_QUARTERS) >> 7) - 8).clamp(min=scale_floor)
     inverse = ((2 * SCALE_BIAS - scale) << 23).view(torch.float32)
     scaled = (blocks << 16).view(torch.float32) * inverse
+    return _codes_of(scaled, is_nan), scale.squeeze(-1)
+
+
+def _amax_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Pattern of the largest finite value of every block, and which values are NaN."""
+    absolute = blocks & _ABSOLUTE
+    is_nan = absolute > _INFINITY
+    return torch.where(is_nan, 0, absolute).amax(-1, keepdim=True).clamp(
+        max=_LARGEST_FINITE
+    ), is_nan
+
+
+def _codes_of(scaled: Tensor, is_nan: Tensor) -> Tensor:
     codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    codes = torch.where(is_nan, _NAN_CODE, codes)
-    return codes.flatten(-2), scale.squeeze(-1)
+    return torch.where(is_nan, _NAN_CODE, codes).flatten(-2)
 
 
 _EXPONENT = 23
@@ -59,7 +69,7 @@ _ABOVE_SEVEN_QUARTERS = 0x1FFFFF
 
 
 def quantize_blocks(
-    bits: Tensor, quant_block: int, pow2: bool, floor: float
+    bits: Tensor, quant_block: int, pow2: bool, min_amax: float
 ) -> tuple[Tensor, Tensor]:
     """e4m3 codes of bf16 patterns, and the float32 scale of every ``quant_block`` of them.
 
@@ -67,17 +77,15 @@ def quantize_blocks(
         bits: int32 [..., dim], from ``bf16_bits``.
         quant_block: Values that share a scale; divides dim.
         pow2: Whether scales are rounded up to powers of two, 2^-126 at least.
-        floor: Least amax of a block.
+        min_amax: Least amax of a block.
 
     Returns:
         uint8 [..., dim] codes and float32 [..., dim // quant_block] scales. NaN becomes code 0x7F
         and counts as 0 for the scale; infinities saturate and count as the largest finite bf16.
     """
     blocks = bits.unflatten(-1, (bits.shape[-1] // quant_block, quant_block))
-    magnitude = blocks & _MAGNITUDE
-    is_nan = magnitude > _INFINITY
-    largest = torch.where(is_nan, 0, magnitude).amax(-1, keepdim=True).clamp(max=_LARGEST_FINITE)
-    amax = (largest << 16).view(torch.float32).clamp(min=floor)
+    amax, is_nan = _amax_of(blocks)
+    amax = (amax << 16).view(torch.float32).clamp(min=min_amax)
     values = (blocks << 16).view(torch.float32)
     if pow2:
         exponent = ((amax.view(torch.int32) + _ABOVE_SEVEN_QUARTERS) >> _EXPONENT) - 8
@@ -87,9 +95,7 @@ def quantize_blocks(
     else:
         scales = amax / FP8_MAX
         scaled = values / scales
-    codes = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    codes = torch.where(is_nan, _NAN_CODE, codes)
-    return codes.flatten(-2), scales.squeeze(-1)
+    return _codes_of(scaled, is_nan), scales.squeeze(-1)
 
 
 def ue8m0_values(scale: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ def _stored(
     seed: int,
     made: dict[str, tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """The tensor ``name`` of the files; ``made`` has matrices of which one of two is written."""
+    """Return the tensor ``name`` of the files; ``made`` has matrices, one of two written."""
     layer, _, part = name.rpartition(".")
     if f"{layer}.scale" in expected:
         weight = f"{layer}.weight"

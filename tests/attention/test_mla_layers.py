@@ -117,7 +117,7 @@ def test_one_layer_by_hand():
 
 
 def rotated(x, positions, table):
-    """Pairs (2 i, 2 i + 1), turned by the angles of their position."""
+    """Pairs (2 i, 2 i + 1), rotated by the angles of their position."""
     cos, sin = table[positions].to(F64).chunk(2, -1)
     if x.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]

@@ -125,7 +125,7 @@ def dense_decode(q, kv, d_v, lens, block_table, scale, causal, schedule, splits,
     require(block_table.dtype == lens.dtype == torch.int32 and lens.is_contiguous(), "the lengths")
     require(bool(((lens >= 0) & (lens <= block_table.shape[1] * 64)).all()), "lengths out of range")
     column = torch.arange(block_table.shape[1])
-    read = column * 64 < lens[:, None].clamp(min=1)  # the first page of any
+    read = column * 64 < lens[:, None].clamp(min=1)  # the first block of any
     pages = torch.where(read, block_table, 0).long()
     require(bool(((pages >= 0) & (pages < kv.shape[0])).all()), "pages that do not exist")
     counts = torch.arange(block_table.shape[1] * 64) < lens[:, None]

@@ -36,7 +36,7 @@ def bf16(*shape):
 @sampled
 @given(testing.op_testing("quantize_rows").strategy(settings=OFFICIAL))
 def test_codes_of_the_official_recipe_are_those_of_the_oracle(case):
-    """Its floor of 1e-4 is the smallest scale of the caches, 2^-22."""
+    """Its lower bound of 1e-4 is the smallest scale of the caches, 2^-22."""
     values, scales = case.run(ops.quantize_rows)
     for row, codes, bytes_of_row in zip(
         patterns(case.tensors[0]),

@@ -52,7 +52,7 @@ def test_offsets_of_rows_of_one_scale():
 
 @pytest.mark.parametrize("layout", ["mla_fp8", "mla_ds_fp8", "plain"])
 def test_pages_may_lie_apart(layout):
-    """FlashMLA's own tests leave room for a row more in every page."""
+    """FlashMLA's own tests leave a row more in every block."""
     kv_c, k_pe = normal(0, 3, 512, dtype=BF16), normal(1, 3, 64, dtype=BF16)
     kind = {"mla_fp8": MlaFp8Layout, "mla_ds_fp8": MlaDsFp8Layout}.get(layout)
     dense = PlainLayout(2, 576).allocate(3) if kind is None else kind(2).allocate(3)
@@ -201,7 +201,7 @@ def test_logits_of_any_size_and_all_alike(value):
 
 
 def random_decode(seed: int, layout: str, dtype: torch.dtype) -> tuple[list[Tensor], dict]:
-    """Requests on pages that exist or do not; rows that no token sees are NaN."""
+    """Requests on blocks that exist or do not; rows that no token sees are NaN."""
     rng = Random(seed)
     size, columns, blocks = rng.choice((1, 2, 3)), rng.choice((1, 2, 4)), 9
     rank, rope = (512, 64) if layout == "mla_ds_fp8" else (24, 8)

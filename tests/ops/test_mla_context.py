@@ -323,10 +323,10 @@ def test_nan_stays_in_its_request(causal: bool) -> None:
 def test_strided_views_and_any_order_of_dimensions() -> None:
     seed = torch.Generator().manual_seed(0)
     dense = ragged_prefill(seed, [(3, 5), (4, 4)], dtype=torch.float32)
-    turned = [each.transpose(0, -1).contiguous().transpose(0, -1) for each in dense[:4]]
+    transposed = [each.transpose(0, -1).contiguous().transpose(0, -1) for each in dense[:4]]
     for causal in (False, True):
         run = {"softmax_scale": 0.2, "causal": causal}
         expected = ops.mla_prefill(*dense, **run)
-        found = ops.mla_prefill(*turned, *dense[4:], **run)
+        found = ops.mla_prefill(*transposed, *dense[4:], **run)
         torch.testing.assert_close(found, expected)
         assert found.out.is_contiguous()

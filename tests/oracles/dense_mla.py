@@ -271,7 +271,7 @@ def seen(
     layout: str,
     scale: float,
 ) -> Iterator[list[float]]:
-    """The first ``length`` rows of a request, but for those on no page."""
+    """The first ``length`` rows of a request, but for those on no block."""
     if not 0 <= request < len(table):
         return
     for place in range(min(length, len(table[request]) * block_size)):

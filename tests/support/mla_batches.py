@@ -67,7 +67,7 @@ def mla_case(
     """Requests of so many tokens each, then tokens that are padding.
 
     The first request has its table's width, behind others are garbage entries; with adversarial
-    values some pages and requests do not exist, and lengths are out of range.
+    values some blocks and requests do not exist, and lengths are out of range.
     """
     made = torch.Generator().manual_seed(seed)
     columns = -(-longest // block_size)
@@ -120,7 +120,7 @@ def mla_case(
 def rows_of(
     length: Tensor, request: Tensor, table: Tensor, blocks: int, block_size: int
 ) -> list[tuple[int, int]]:
-    """Page and row of every row that a token sees, in the order of positions."""
+    """Block and row of every row that a token sees, in the order of positions."""
     request = int(request)
     if not 0 <= request < table.shape[0]:
         return []

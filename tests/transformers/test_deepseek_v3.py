@@ -1,5 +1,5 @@
 """Patched DeepSeek-V3, V2 and Kimi-K2 against Hugging Face's own, in float32: the same logits for
-every way to cut requests into steps, with absorbed and with expanded contexts."""
+every split of requests into steps, with absorbed and with expanded contexts."""
 
 import io
 from copy import deepcopy
@@ -161,7 +161,7 @@ def test_variants_with_absorbed_contexts(name):
     torch.testing.assert_close(got, expected(name)[:, :42], rtol=0, atol=CLOSE * scale)
 
 
-def drawn(rng):
+def sampled(rng):
     """A configuration of either version."""
     version, heads = rng.choice([2, 3]), rng.choice([1, 2, 4])
     rope = rng.choice([{"rope_type": "default", "rope_theta": 1e4}, {**MLA_YARN, "factor": 4.0}])
@@ -188,7 +188,7 @@ def drawn(rng):
 @pytest.mark.parametrize("seed", range(20))
 def test_sampled_configurations(seed, monkeypatch):
     rng = Random(seed)
-    version, changed = drawn(rng)
+    version, changed = sampled(rng)
     if rng.random() < 0.5:
         monkeypatch.setattr(MlaSpec, "break_even", 0)
     want = small_mla_model(version, **changed)(tokens()).logits
@@ -276,22 +276,22 @@ def test_rows_of_656_bytes():
 
 
 @pytest.mark.parametrize("context", ["absorbed", "expanded"])
-def test_hostile_batches_touch_no_one_else(context, request, monkeypatch):
+def test_adversarial_batches_touch_no_one_else(context, request, monkeypatch):
     """Rows that do not exist, ids of padding, lengths beyond the cache: counted, not read."""
     if context == "expanded":
         request.getfixturevalue("expands")
     monkeypatch.setattr(steps, "values_are_free", lambda *tensors: False)
     monkeypatch.setattr(padded, "may_wait", lambda tensor: False)
     outs = []
-    for hostile in (False, True):
+    for adversarial in (False, True):
         cache = new_cache(max_batch_size=2)
         engine = Engine(reference(), cache, tokens())
         engine.prefill({0: 30, 1: 20})
         batch = v4.StepBatch(
             torch.tensor([int(tokens()[0, 30]), -5, 2**40, 3]),
             i32([0, 1, 2, 4]),
-            i32([31, 2**31 - 1 if hostile else 0, -9]),
-            i32([0, 7 if hostile else -1, -(2**31)]),
+            i32([31, 2**31 - 1 if adversarial else 0, -9]),
+            i32([0, 7 if adversarial else -1, -(2**31)]),
         )
         got = v4.prefill_step(reference(), batch, cache)
         assert got.isfinite().all()

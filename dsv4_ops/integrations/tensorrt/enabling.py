@@ -1,4 +1,4 @@
-"""Install what keeps writes into torch-tensorrt's two ways to compile."""
+"""Install what keeps writes into both compilers of torch-tensorrt."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Ops that write in place, return what they wrote, and wait for those that read it before.
 
-torch-tensorrt cuts a functional graph into engines and PyTorch segments, and orders them by data
+torch-tensorrt partitions a functional graph into engines and PyTorch segments, ordered by data
 only. ``write_op`` of an op returns the caches it wrote, which later readers take in place of the
 argument, and takes in ``after`` what earlier readers made of them.
 """

@@ -22,12 +22,12 @@ FP8_UNIT = 2.0**-4
 FLOOR_SCALE = 2.0**-22
 """Of an amax of 1e-4: 2^-22 * 448 is just above, 2^-23 * 448 is not."""
 
-_OFFICIAL = {"block": 128, "scale": "pow2", "floor": 1e-4, "scale_layout": "row"}
-_HUGGING_FACE = {"block": 32, "scale": "float32", "floor": 1e-12, "scale_layout": "row"}
+_OFFICIAL = {"block": 128, "scale": "pow2", "min_amax": 1e-4, "scale_layout": "row"}
+_HUGGING_FACE = {"block": 32, "scale": "float32", "min_amax": 1e-12, "scale_layout": "row"}
 
 
 def _rows_case(name: str, settings: dict[str, Any], codes: Any, scales: Any) -> Case:
-    """3 and -0.3 in the first 128 values, nothing above the floor in the second, 900 in the
+    """3 and -0.3 in the first 128 values, nothing above the lower bound in the second, 900 in the
     third."""
     x = torch.zeros(1, 384, dtype=torch.bfloat16)
     x[0, 0], x[0, 1], x[0, 128], x[0, 256] = 3.0, -0.3, 2.0**-43, 900.0
@@ -71,7 +71,7 @@ def _rows_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
 
 
 def _rows_precise(
-    x: Tensor, *, block: int, scale: str, floor: float, scale_layout: str
+    x: Tensor, *, block: int, scale: str, min_amax: float, scale_layout: str
 ) -> tuple[Exact | None, ...]:
     """Powers of two leave nothing to round but the codes: bit for bit. Else of values read back."""
     if scale == "pow2":
@@ -81,11 +81,11 @@ def _rows_precise(
     finite = value.abs().nan_to_num(0.0).clamp(max=most)
     blocks = finite.unflatten(-1, (value.shape[1] // block, block))
     amax = blocks.amax(-1, keepdim=True) if value.numel() else blocks[..., :1]
-    amax = amax.clamp(min=floor)
+    amax = amax.clamp(min=min_amax)
     value = torch.where(value.isinf(), value.sign() * most, value)
     subnormal = amax / FP8_MAX * (2.0**-10 / FP8_UNIT)
     size = 1.1 * finite + subnormal.expand_as(blocks).flatten(-2)
-    unit = 4 * 2.0**-24  # two divisions and the floor
+    unit = 4 * 2.0**-24  # two divisions and the lower bound
     scales = (amax / FP8_MAX).squeeze(-1)
     return Exact(value, size, FP8_UNIT), Exact(scales, scales, unit)
 
@@ -104,7 +104,7 @@ quantize_rows = OpTesting(
         _OFFICIAL,
         {**_OFFICIAL, "scale_layout": "column_padded", "block": 64},
         _HUGGING_FACE,
-        {**_OFFICIAL, "floor": 1e-10, "block": 32},
+        {**_OFFICIAL, "min_amax": 1e-10, "block": 32},
     ),
     make=_rows_call,
     precise=_rows_precise,

@@ -427,7 +427,7 @@ def _decode(
 
 
 def worked_decode() -> tuple[Tensor, ...]:
-    """Positions 0 to 2 of request 0 on pages 1 and 3, all other rows NaN; request 1 is padding."""
+    """Positions 0 to 2 of request 0 on blocks 1 and 3, all other rows NaN; request 1 is padding."""
     cache = torch.full((4, 2, 2), torch.nan)
     cache[1] = torch.tensor([[1.0, 0.0], [5.0, 1.0]])
     cache[3, 0] = torch.tensor([2.0, 0.0])

@@ -94,7 +94,7 @@ def test_a_token_of_nan_stays_alone():
 
 
 def test_queries_and_pages_of_any_strides():
-    """Queries that are not at multiples of 16 bytes are copied; pages may lie apart."""
+    """Queries that are not at multiples of 16 bytes are copied; blocks may lie apart."""
     case = mla_case(5, [2, 1], 8, longest=130, num_splits=2)
     expected = kernel(case)
     q, cache, *rest = case.tensors

@@ -85,7 +85,7 @@ MADE = "Allocate it with MlaFp8Layout(block_size=64, width=32).allocate(num_bloc
 
 
 def far_apart(page: int, row: int, byte: int, offset: int = 0) -> Tensor:
-    """4 pages of 64 rows of 32 bytes somewhere in memory."""
+    """4 blocks of 64 rows of 32 bytes somewhere in memory."""
     last = 3 * page + 63 * row + 31 * byte
     room = torch.zeros(offset + last + 1, dtype=torch.uint8)
     return room.as_strided((4, 64, 32), (page, row, byte), offset)

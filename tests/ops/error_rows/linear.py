@@ -33,7 +33,7 @@ OWN |= {
         "x_scale": Valid(torch.ones(2, 5, 1), "[num_groups, num_tokens, 1]"),
     },
 }
-NUMBERS |= {"block": 128, "floor": 1e-4, "activations": "fp8", "out_dtype": torch.float32}
+NUMBERS |= {"block": 128, "min_amax": 1e-4, "activations": "fp8", "out_dtype": torch.float32}
 COUNTS |= {
     "in_features": "the values of a row that is multiplied",
     "out_features": "the values of a product",
@@ -112,7 +112,7 @@ def weight_rows(op: str) -> Iterator[Entry]:
 
 LINEAR_TABLE: dict[str, list[Entry]] = {
     "quantize_rows": [
-        *float_rows("floor", 0),
+        *float_rows("min_amax", 0),
         *word_rows("scale", "pow2", "float32", belongs_to="the recipe has"),
         *word_rows("scale_layout", "row", "column_padded", belongs_to="the matrix product takes"),
         (

@@ -1,4 +1,4 @@
-"""The plugin of apply_rope passes TensorRT's validators, and the op joins an engine."""
+"""The plugin of apply_rope passes TensorRT's validators, and the op is part of an engine."""
 
 import operator
 import types

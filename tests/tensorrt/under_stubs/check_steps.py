@@ -1,4 +1,4 @@
-"""A patched step, cut into engines and PyTorch segments, is the step that PyTorch runs."""
+"""A patched step, partitioned into engines and PyTorch segments, is the step that PyTorch runs."""
 
 import runpy
 from collections import Counter
