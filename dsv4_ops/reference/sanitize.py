@@ -100,7 +100,7 @@ def compact_pages(
     block_table: Tensor, req_indices: Tensor, lens: Tensor, num_blocks: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
     """Blocks of every token that exist, one behind the other, and how many rows are on them: for
-    what cannot skip a block. Behind them, and without any, block 0. The last block stays the last, the
+    what cannot skip a block. Behind them, and without any, block 0. The last block stays last, the
     only one that may not be full."""
     width = block_table.shape[1]
     column = torch.arange(width, device=lens.device)
