@@ -71,13 +71,14 @@ def _attend_in_loop(
         return start < rest[-1]
 
     def attend(start: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        given = dict(zip(tensors, rest[len(running) :], strict=False))
+        given: dict[str, Any] = dict(zip(tensors, rest[len(running) :], strict=False))
         part = call._replace(**given)
         found = reference.attend_to(part, reference.Running(*rest[: len(running)]), start, step)
         return start + step, *found
 
     first = torch.zeros((), dtype=torch.int64, device=call.q.device)
-    found = while_loop_op(is_left, attend, (first, *running), (*tensors.values(), stop))
+    given: Any = (first, *running), (*tensors.values(), stop)
+    found = while_loop_op(is_left, attend, *given)
     return reference.Running(*found[1:])
 
 

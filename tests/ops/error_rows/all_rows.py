@@ -18,6 +18,7 @@ from tests.ops.error_rows.c4_step import C4_TABLE
 from tests.ops.error_rows.cache import CACHE_TABLE
 from tests.ops.error_rows.compressor import COMPRESSOR_TABLE
 from tests.ops.error_rows.context import CONTEXT_TABLE
+from tests.ops.error_rows.dense_mla import DENSE_MLA_TABLE
 from tests.ops.error_rows.indexer import INDEXER_TABLE
 from tests.ops.error_rows.metadata import METADATA_TABLE
 from tests.ops.error_rows.mla import MLA_TABLE
@@ -279,6 +280,7 @@ TABLE: dict[str, list[tuple[str, dict[str, Any], type[Exception], str]]] = {
     **CACHE_TABLE,
     **COMPRESSOR_TABLE,
     **CONTEXT_TABLE,
+    **DENSE_MLA_TABLE,
     **INDEXER_TABLE,
     **METADATA_TABLE,
     **MLA_TABLE,
