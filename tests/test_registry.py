@@ -13,7 +13,14 @@ from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.testing.case import OpTesting
 from dsv4_ops.testing.contract.audit import audit
 
-HOST_FUNCTIONS = {"plan_prefill_chunks", "max_prefill_chunks", "rope_cos_sin_cache"}
+HOST_FUNCTIONS = {
+    "max_context_chunks",
+    "max_prefill_chunks",
+    "mla_workspace_rows",
+    "plan_context_chunks",
+    "plan_prefill_chunks",
+    "rope_cos_sin_cache",
+}
 SPEC = OPS["prefill_gather_lens"]
 
 

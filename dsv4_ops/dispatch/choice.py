@@ -31,9 +31,12 @@ Values = Mapping[str, Any]
 _TAG = "dsv4_ops_libraries="
 """What the part of Inductor's cache keys begins with that names the libraries."""
 
+FLASH_ATTN = "flash_attn"
+"""The flash attention that torch brings."""
+
 IMPLS = (AUTO, TRITON, FLASH_MLA, DEEP_GEMM, REFERENCE)
 
-_NAMES = {FLASH_MLA: "FlashMLA", DEEP_GEMM: "DeepGEMM"}
+_NAMES = {FLASH_MLA: "FlashMLA", DEEP_GEMM: "DeepGEMM", FLASH_ATTN: "Flash attention"}
 
 DEVICES = ("cuda",)
 """Types of the devices that kernels and libraries run on."""
@@ -41,6 +44,7 @@ DEVICES = ("cuda",)
 FLASH_MLA_HEADS = (64, 128)
 FLASH_MLA_TOKENS = 8192
 """Most tokens of a decode: its planner keeps a few numbers of each in shared memory."""
+FLASH_ATTN_WIDTH = 256
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
 
 
@@ -112,7 +116,8 @@ def check_impl(
 def check_limit(op: str, providers: Sequence[str], impl: str, values: Values) -> None:
     """What was asked for takes such a call, whoever asked: the op checks it again where it runs, as
     the sizes of an exported program are not known before."""
-    found = limit(op, impl, values, asking=True) if impl in LIBRARIES else None
+    limited = impl in LIBRARIES or impl == FLASH_ATTN
+    found = limit(op, impl, values, asking=True) if limited else None
     if found is not None:
         others = [each for each in (AUTO, *providers) if each != impl]
         rule = f"be {_either(others)} {found.what}"
@@ -136,6 +141,8 @@ def check_device(op: str, impl: str, device: torch.device) -> None:
 def limit(op: str, library: str, values: Values, *, asking: bool = False) -> Limit | None:
     """What ``library`` does not take of a call of ``op``; sizes that are symbols are within its
     limits, unless ``asking``."""
+    if library == FLASH_ATTN:
+        return _flash_attn_limit(values)
     if library == FLASH_MLA:
         return _flash_mla_limit(op, values, asking)
     return _deep_gemm_limit(values)
@@ -188,6 +195,17 @@ def _deep_gemm_limit(values: Values) -> Limit | None:
     return None
 
 
+def _flash_attn_limit(values: Values) -> Limit | None:
+    q, width, value = values["q"], int(values["q"].shape[2]), int(values["v"].shape[2])
+    if q.dtype == torch.float32:
+        return Limit("with torch.float32", "Flash attention takes bfloat16 or float16")
+    if width > FLASH_ATTN_WIDTH or width % 8 != 0 or value > width:
+        what = f"with keys of {width} and values of {value} columns"
+        most = f"a multiple of 8 of them, at most {FLASH_ATTN_WIDTH}, and no more for values"
+        return Limit(what, f"Flash attention takes {most}")
+    return None
+
+
 def choose(spec: OpSpec, values: Values) -> Choice:
     """What a call runs with.
 
@@ -198,7 +216,7 @@ def choose(spec: OpSpec, values: Values) -> Choice:
     """
     impl, device = values["impl"], values["q"].device
     check_device(spec.name, impl, device)
-    if impl in LIBRARIES:
+    if impl in LIBRARIES or impl == FLASH_ATTN:
         check_limit(spec.name, spec.providers, impl, values)
         require(spec.name, impl)
         return Choice(impl, "asked for")
@@ -206,6 +224,9 @@ def choose(spec: OpSpec, values: Values) -> Choice:
         return Choice(impl, "asked for")
     if device.type not in DEVICES:
         return Choice(REFERENCE, f"no kernel runs on {device.type}")
+    if FLASH_ATTN in spec.providers:
+        why = _flash_attn_obstacle(values)
+        return Choice(ours(spec), why) if why else Choice(FLASH_ATTN, "bfloat16 on Hopper")
     why = "no library runs this op"
     for library in spec.providers:
         if library in LIBRARIES:
@@ -246,6 +267,16 @@ def obstacle(op: str, library: str, values: Values) -> str:
     return unusable(library) or _other_device(values["q"].device)
 
 
+def _flash_attn_obstacle(values: Values) -> str:
+    """Why ``impl="auto"`` does not take torch's flash attention; of sizes it depends on none."""
+    found, q = _flash_attn_limit(values), values["q"]
+    if found is not None:
+        return f"{found.advice}: the call is {found.what}"
+    if q.dtype != torch.bfloat16:
+        return f"the call is in {q.dtype}"
+    return unusable(FLASH_ATTN) or _other_device(q.device)
+
+
 def _is_sized(values: Values) -> bool:
     """Whether the sizes that decide are no symbols."""
     return all(isinstance(size, int) for size in (values["q"].shape[0], values.get("num_rows", 0)))
@@ -259,6 +290,9 @@ def _other_device(device: torch.device) -> str:
 @functools.cache
 def unusable(library: str) -> str:
     """Why ``library`` cannot run here; empty if it can. Loads it."""
+    if library == FLASH_ATTN:
+        built = torch.backends.cuda.is_flash_attention_available()
+        return "" if built else "this torch was built without it"
     found = probe(library, load=True)
     return "" if found.usable else found.reason
 
@@ -268,7 +302,7 @@ def require(op: str, library: str) -> None:
     reason = unusable(library)
     if not reason:
         return
-    found = libraries.find(library)
+    found = reason if library == FLASH_ATTN else libraries.find(library)
     kind = ImportError if isinstance(found, str) or "import failed" in reason else RuntimeError
     advice = f"{_NAMES[library]}: {reason.rstrip('.')}"
     raise refusal(kind, op, "impl", "be one that runs here", repr(library), advice)

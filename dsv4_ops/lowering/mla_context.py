@@ -30,15 +30,14 @@ def _mla_prefill(
     """On the CPU the flash attention of torch, which keeps no logits; the mask of which keys a
     token sees is the only memory that grows with tokens times keys. In float32: of bfloat16 it
     approximates exp, and the log-sum-exp is wrong in the fifth digit."""
-    settings = {"softmax_scale": softmax_scale, "causal": causal}
     if q.device.type != "cpu":
         tensors = q, k_nope, k_pe, v, query_start_loc, cu_seq_lens
-        return reference.mla_prefill(*tensors, **settings)
+        return reference.mla_prefill(*tensors, softmax_scale=softmax_scale, causal=causal)
     num_k = v.shape[0]
-    tokens = torch.ops.dsv4_ops.token_map.default(
+    req_indices, query = torch.ops.dsv4_ops.token_map.default(
         query_start_loc, query_lens(query_start_loc), num_tokens=q.shape[0]
     )
-    found = reference.visible_keys(*tokens, query_start_loc, cu_seq_lens, num_k, causal)
+    found = reference.visible_keys(req_indices, query, query_start_loc, cu_seq_lens, num_k, causal)
     start, stop = (rows[:, None] for rows in found)
     k = torch.cat([k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)], 2)
     numbers = k.isfinite().flatten(1).all(1) & v.isfinite().flatten(1).all(1)

@@ -474,9 +474,10 @@ def mla_prefill(
         softmax_scale: What q . k is multiplied by.
         causal: Whether the last query of a request sees all of its keys, the one before one key
             less, and so on; else each sees all of them.
-        impl: What runs: "triton" our kernel, "flash_attn" the flash attention of torch, which is
-            for bfloat16 and float16; "reference" the definition. "auto" takes the flash attention
-            for bfloat16 on Hopper, our kernel on other GPUs, and the definition on the CPU.
+        impl: What runs: "triton" our kernel, for bfloat16 and float16 and up to 128 columns of each
+            kind; "flash_attn" the flash attention of torch, for bfloat16 and float16; "reference"
+            the definition. "auto" takes the flash attention for bfloat16 on Hopper, else our
+            kernel, and the definition on the CPU and for what our kernel does not take.
 
     Returns:
         out: [num_tokens, num_heads, v_head_dim], the dtype of q; 0 without any key.

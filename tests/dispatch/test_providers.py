@@ -29,7 +29,7 @@ def test_ops_with_a_choice_name_their_executions():
     for library, names in LIBRARY_OPS.items():
         assert {name for name in CHOICES if library in OPS[name].providers} == set(names)
     for name in CHOICES:
-        assert set(OPS[name].providers) <= set(choice.IMPLS) - {"auto"}
+        assert set(OPS[name].providers) <= {*choice.IMPLS, choice.FLASH_ATTN} - {"auto"}
         for library in set(OPS[name].providers) & set(libraries.LIBRARIES):
             assert callable(OPS[name].launcher(library))
 

@@ -37,8 +37,7 @@ def mla_prefill(
     if not supported(q, k_nope, k_pe, v):
         not_ours("mla_prefill", impl, "of float32, or of more than 128 columns")
         tensors = (q, k_nope, k_pe, v, query_start_loc, cu_seq_lens)
-        settings = {"softmax_scale": softmax_scale, "causal": causal}
-        return reference.mla_prefill(*tensors, **settings)
+        return reference.mla_prefill(*tensors, softmax_scale=softmax_scale, causal=causal)
     num_tokens, num_heads, value_dim = q.shape[0], int(q.shape[1]), int(v.shape[2])
     nope_dim, rope_dim = int(k_nope.shape[2]), int(k_pe.shape[1])
     num_reqs = query_start_loc.shape[0] - 1

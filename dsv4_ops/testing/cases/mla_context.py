@@ -154,7 +154,8 @@ def merged_lses(draw: Any, seed: torch.Generator, *shape: int) -> Tensor:
     """Log-sum-exps from -60 to 60, some of them of no key."""
     from hypothesis import strategies as st
 
-    lse = (torch.rand(shape, generator=seed) - 0.5) * draw(st.sampled_from((4, 120)))
+    spread: int = draw(st.sampled_from((4, 120)))
+    lse = (torch.rand(shape, generator=seed) - 0.5) * spread
     for value in (-INF, INF, NAN):
         lse = torch.where(torch.rand(shape, generator=seed) < 0.1, value, lse)
     return lse
@@ -248,6 +249,8 @@ def _prefill_cases() -> list[Case]:
     causal, whole = ({"softmax_scale": 1.0, "causal": flag} for flag in (True, False))
     nothing = [[0.0]], [-INF]
     garbage = i32([1, 2, 2, 3]), i32([-7, 1, 2, 2**31 - 1])
+    seed = torch.Generator().manual_seed(0)
+    several = ragged_prefill(seed, [(3, 7), (270, 300), (0, 5), (130, 129)], sizes=(1, 16, 16, 16))
     return [
         Case(
             # token 0 has key 0, token 1 none, token 2 is padding; key 1 is nobody's
@@ -275,6 +278,7 @@ def _prefill_cases() -> list[Case]:
             whole,
             ([nothing[0], [[2.0]], [[4.0]]], [nothing[1], [0.0], [0.0]]),
         ),
+        Case("several tiles of queries and keys", several, {**causal, "softmax_scale": 0.2}),
         Case("no token", (q[:0], *tensors[1:], i32([0]), i32([0])), causal),
         Case(
             "no key",

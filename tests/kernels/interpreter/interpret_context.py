@@ -1,0 +1,43 @@
+"""The tiles of ``mla_prefill`` in Triton's interpreter; test_context_kernels.py starts it.
+
+Prints the tiles that were right."""
+
+import torch
+
+import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
+from dsv4_ops import testing
+from dsv4_ops.core.registry import OPS
+from dsv4_ops.kernels.launcher import EAGER
+from dsv4_ops.kernels.mla_context import mla_prefill, prefill
+from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.cases.mla_context import ragged_prefill
+from dsv4_ops.testing.contract.compare import assert_agrees
+
+NAN = float("nan")
+LENS = [(3, 5), (70, 70), (0, 4), (2, 6)]
+FIRST, BEHIND = 3, 73
+"""Tokens of the second request."""
+
+
+def check(causal: bool) -> None:
+    settings = {"softmax_scale": 0.2, "causal": causal}
+    clean = ragged_prefill(torch.Generator().manual_seed(0), LENS)
+    case = Case("tiles", clean, settings)
+    found = mla_prefill(EAGER, *clean, **settings)
+    expected = case.run(OPS["mla_prefill"].reference)
+    assert_agrees("mla_prefill", testing.op_testing("mla_prefill"), case, found, expected)
+    spoiled = [each.clone() for each in clean]
+    spoiled[1][6], spoiled[3][7] = NAN, NAN
+    for left, right in zip(mla_prefill(EAGER, *spoiled, **settings), found, strict=True):
+        assert left[FIRST:BEHIND].isnan().any()
+        assert torch.equal(left[:FIRST], right[:FIRST])
+        assert torch.equal(left[BEHIND:], right[BEHIND:])
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for tile in (prefill._LARGE_TILE, prefill._SMALL_TILE):
+        prefill._LARGE_TILE = tile
+        for causal in (False, True):
+            check(causal)
+        print(*tile)

@@ -1,0 +1,332 @@
+"""Contexts in chunks: the plan on the device and on the host, attention of a chunk, and merges."""
+
+import math
+from itertools import pairwise
+from random import Random
+
+import pytest
+import torch
+
+import dsv4_ops as ops
+from dsv4_ops.testing.cases.mla_context import ragged_prefill
+from tests.helpers import NIGHTLY, assert_exact, call, i32, strided
+from tests.oracles import context as oracles
+
+LN = {n: math.log(n) for n in (2, 3, 4, 6, 8, 10)}
+NAN, INF = math.nan, math.inf
+
+
+def settings_of(random: Random) -> dict:
+    ranks, turn, block = (
+        random.choice((1, 1, 2, 4)),
+        random.choice((1, 1, 2, 5)),
+        random.choice((1, 4)),
+    )
+    least = oracles.lcm(block, ranks * turn)
+    return {
+        "workspace_rows": random.randint(1, 6) * least + random.choice((0, 0, 1, 3)),
+        "chunk_plan": random.choice(("packed", "packed", "equal")),
+        "block_size": block,
+        "cp_world_size": ranks,
+        "cp_interleave": turn,
+    }
+
+
+def context_of(random: Random) -> list[int]:
+    long = random.choice((5, 40))
+    return [random.choice((0, random.randint(0, long))) for _ in range(random.randint(0, 6))]
+
+
+def has_blocks(settings: dict, num_reqs: int) -> bool:
+    """Whether there is a block, and a round of the ranks, for every request."""
+    ranks = settings["cp_world_size"]
+    round_ = ranks * settings["cp_interleave"] if ranks > 1 else 1
+    least = oracles.lcm(settings["block_size"], round_) * max(1, num_reqs)
+    return settings["workspace_rows"] >= least
+
+
+def device_plan(
+    lens: list[int], max_chunks: int, settings: dict
+) -> list[list[tuple[int, int, int]]]:
+    """The plan of the op as the host has it."""
+    chunks = ops.context_chunks(strided(i32(lens)), max_chunks=max_chunks, **settings)
+    plan = []
+    for starts, bounds in zip(
+        chunks.local_starts.tolist(), chunks.cu_seq_lens.tolist(), strict=True
+    ):
+        plan.append(
+            [
+                (request, start * settings["cp_world_size"], last - first)
+                for request, (start, (first, last)) in enumerate(
+                    zip(starts, pairwise(bounds), strict=True)
+                )
+                if last > first
+            ]
+        )
+    count = chunks.num_chunks.item()
+    assert not any(plan[count:])
+    return plan[:count]
+
+
+def test_the_plans_on_host_and_device_are_one() -> None:
+    """And every position is in it once, in order, within the budget, in no more chunks than the
+    sizes allow."""
+    for seed in range(2000 if NIGHTLY else 300):
+        random = Random(seed)
+        settings, lens = settings_of(random), context_of(random)
+        longest = max([1, *lens])
+        sizes = {"num_reqs": len(lens), "max_model_len": longest, **settings}
+        if settings["chunk_plan"] == "equal" and not has_blocks(settings, len(lens)):
+            with pytest.raises(ValueError, match="an equal plan of"):
+                ops.max_context_chunks(**sizes)
+            continue
+        plan, most = ops.plan_context_chunks(lens, **settings), ops.max_context_chunks(**sizes)
+        assert len(plan) <= ops.max_context_chunks(**sizes, max_context_tokens=sum(lens)) <= most
+        assert device_plan(lens, most, settings) == plan, (lens, settings)
+        done = [0] * len(lens)
+        for chunk in plan:
+            assert 0 < sum(length for *_, length in chunk) <= settings["workspace_rows"]
+            for request, start, length in chunk:
+                assert start == done[request]
+                done[request] += length
+        assert done == lens
+
+
+def test_the_rows_of_all_ranks_are_the_positions_of_the_chunk() -> None:
+    """What every rank gathers of a chunk, in the order of ``cp_row_indices``, is the chunk: of each
+    row the request and the position are those that ``token_map`` has."""
+    for seed in range(1000 if NIGHTLY else 150):
+        random = Random(seed)
+        settings, lens = {**settings_of(random), "chunk_plan": "packed"}, context_of(random)
+        ranks, turn = settings["cp_world_size"], settings["cp_interleave"]
+        owned = turn if ranks > 1 else 1
+        rows = settings["workspace_rows"] // ranks // owned * owned
+        sizes = {"num_reqs": len(lens), "max_model_len": max([1, *lens])}
+        chunks = ops.context_chunks(
+            i32(lens), max_chunks=ops.max_context_chunks(**sizes, **settings), **settings
+        )
+        for starts, whole, local in zip(*chunks[:3], strict=True):
+            gathered = {}
+            for request, (first, last) in enumerate(pairwise(local.tolist())):
+                for rank in range(ranks):
+                    mine = [
+                        p for p in range(lens[request]) if oracles.owner(p, ranks, owned) == rank
+                    ]
+                    wanted = mine[starts[request] : starts[request] + last - first]
+                    for index, position in enumerate(wanted):
+                        gathered[rank * rows + first + index] = (request, position)
+            assert int(local[-1]) <= rows
+            mapped = ops.token_map(
+                whole, starts * ranks + whole.diff(), num_tokens=settings["workspace_rows"]
+            )
+            index = ops.cp_row_indices(
+                *mapped,
+                starts,
+                local,
+                num_local_rows=rows,
+                cp_world_size=ranks,
+                cp_interleave=owned,
+            )
+            found = [gathered.pop(row) for row in index.tolist() if row >= 0]
+            count = int(whole[-1])
+            assert found == list(zip(*(each[:count].tolist() for each in mapped), strict=True))
+            assert not gathered
+
+
+def test_one_long_context_among_many_short_ones() -> None:
+    lens = [60000] + 31 * [16]
+    sizes = {"workspace_rows": 65536, "block_size": 64}
+    assert len(ops.plan_context_chunks(lens, chunk_plan="equal", **sizes)) == 30
+    assert len(ops.plan_context_chunks(lens, **sizes)) == 1
+    for plan, count in (("equal", 30), ("packed", 1)):
+        chunks = ops.context_chunks(i32(lens), max_chunks=1, chunk_plan=plan, **sizes)
+        assert chunks.num_chunks.tolist() == [count]
+
+
+def test_many_long_contexts() -> None:
+    """Their prefix sums are beyond int32: 16383 requests of 2**20 tokens."""
+    chunks = call(ops.context_chunks, i32([2**20] * 16383), workspace_rows=2**31 - 1, max_chunks=9)
+    assert chunks.num_chunks.tolist() == [8]
+    last = 16383 * 2**20 - 7 * (2**31 - 1)
+    assert chunks.cu_seq_lens[:, -1].tolist() == [2**31 - 1] * 7 + [last, 0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [
+        ((4096, 128, 64), 32768),
+        ((131072, 256, 64), 65536),
+        ((4096, 2048, 64), 131072),
+        ((2048, 8, 64), 16384),
+        ((163840, 1024, 128), 131072),
+    ],
+)
+def test_the_rule_for_the_workspace(sizes: tuple[int, int, int], rows: int) -> None:
+    named = dict(zip(("max_model_len", "max_num_seqs", "block_size"), sizes, strict=True))
+    assert ops.mla_workspace_rows(**named) == rows
+    for ranks, turn in ((2, 1), (3, 1), (8, 64), (4, 3)):
+        shared = ops.mla_workspace_rows(**named, cp_world_size=ranks, cp_interleave=turn)
+        align = oracles.lcm(sizes[2], ranks * turn)
+        assert shared >= max(rows, align * sizes[1])
+        assert shared % align == 0
+
+
+def values(*numbers: float) -> torch.Tensor:
+    return torch.tensor(numbers).view(1, -1, 1)
+
+
+def lses(*numbers: float) -> torch.Tensor:
+    return torch.tensor(numbers).view(1, -1)
+
+
+def test_merges_by_hand() -> None:
+    outs, parts = (values(1.0), values(5.0)), (lses(0.0), lses(LN[3]))
+    merged = ops.merge_attn_states(outs[0], parts[0], outs[1], parts[1])
+    torch.testing.assert_close(merged, (values(4.0), lses(LN[4])))
+    outs, parts = (values(0.0), values(10.0)), (lses(LN[2]), lses(LN[8]))
+    merged = ops.merge_attn_states(outs[0], parts[0], outs[1], parts[1])
+    torch.testing.assert_close(merged, (values(8.0), lses(LN[10])))
+    powers = ops.merge_attn_states(outs[0], lses(1.0), outs[1], lses(3.0), lse_base="2")
+    torch.testing.assert_close(powers, (values(8.0), lses(math.log2(10))))
+    four = torch.stack([values(each) for each in (8.0, 0.0, NAN, 2.0)])
+    parts4 = torch.stack([lses(each) for each in (0.0, LN[3], -INF, LN[4])])
+    torch.testing.assert_close(ops.merge_states(four, parts4), (values(2.0), lses(LN[8])))
+
+
+@pytest.mark.parametrize("empty", [-INF, INF, NAN])
+def test_a_side_without_keys_is_the_other_one(empty: float) -> None:
+    """To the bit, whatever its output holds, and whichever side it is."""
+    torch.manual_seed(0)
+    out, lse = torch.randn(5, 3, 8), torch.randn(5, 3) * 30
+    for garbage in (NAN, INF, 1e38):
+        nothing = (torch.full_like(out, garbage), torch.full_like(lse, empty))
+        for sides in ((out, lse, *nothing), (*nothing, out, lse)):
+            assert_exact(ops.merge_attn_states(*sides), (out, lse))
+        states = (
+            torch.stack([nothing[0], out, nothing[0]]),
+            torch.stack([nothing[1], lse, nothing[1]]),
+        )
+        assert_exact(ops.merge_states(*states), (out, lse))
+        assert_exact(
+            ops.merge_attn_states(*nothing, *nothing),
+            (torch.zeros_like(out), torch.full_like(lse, -INF)),
+        )
+
+
+def test_merges_of_large_log_sum_exps() -> None:
+    """Logits of 1e4 and more, which no exp holds."""
+    merged = ops.merge_attn_states(
+        values(2.0, 2.0), lses(1e4, -1e4), values(4.0, 4.0), lses(1e4, 1e4)
+    )
+    torch.testing.assert_close(merged, (values(3.0, 4.0), lses(1e4 + LN[2], 1e4)))
+
+
+def test_merging_parts_one_by_one_is_merging_all() -> None:
+    torch.manual_seed(0)
+    outs, parts = torch.randn(6, 7, 3, 8), torch.randn(6, 7, 3) * 5
+    parts[torch.rand(parts.shape) < 0.3] = -INF
+    run = (torch.zeros(7, 3, 8), torch.full((7, 3), -INF))
+    for out, lse in zip(outs, parts, strict=True):
+        run = ops.merge_attn_states(*run, out, lse)
+    torch.testing.assert_close(run, ops.merge_states(outs, parts), rtol=1e-5, atol=1e-6)
+
+
+HAND = {
+    "q": torch.tensor([[[1.0, 0.0]], [[0.0, LN[3]]]]),
+    "new": (torch.zeros(2, 1, 1), torch.tensor([[0.0], [1.0]]), torch.tensor([[[1.0]], [[5.0]]])),
+    "context": (torch.zeros(2, 1, 1), torch.zeros(2, 1), torch.tensor([[[7.0]], [[9.0]]])),
+}
+
+
+def test_a_chunk_and_the_new_tokens_by_hand() -> None:
+    """Keys (0, 0) and (0, 1), values 1 and 5; a context of two keys (0, 0), values 7 and 9."""
+    bounds = i32([0, 2])
+    run = {"softmax_scale": 1.0}
+    new = ops.mla_prefill(HAND["q"], *HAND["new"], bounds, bounds, causal=True, **run)
+    torch.testing.assert_close(new.out.flatten(), torch.tensor([1.0, 4.0]))
+    torch.testing.assert_close(new.lse.flatten(), torch.tensor([0.0, LN[4]]))
+    chunk = ops.mla_prefill(HAND["q"], *HAND["context"], bounds, bounds, causal=False, **run)
+    torch.testing.assert_close(chunk.out.flatten(), torch.tensor([8.0, 8.0]))
+    torch.testing.assert_close(chunk.lse.flatten(), torch.tensor([LN[2], LN[2]]))
+    both = ops.merge_attn_states(*chunk, *new)
+    torch.testing.assert_close(both.out.flatten(), torch.tensor([17 / 3, 32 / 6]))
+    torch.testing.assert_close(both.lse.flatten(), torch.tensor([LN[3], LN[6]]))
+
+
+def attention(q, k_nope, k_pe, v, scale, context):
+    """Causal attention of one request in float64: queries behind ``context`` keys."""
+    k = torch.cat([k_nope, k_pe[:, None].expand(-1, q.shape[1], -1)], 2).double()
+    logits = torch.einsum("thd,khd->htk", q.double(), k) * scale
+    behind = torch.arange(k.shape[0]) > context + torch.arange(q.shape[0])[:, None]
+    weights = logits.masked_fill(behind, -INF).softmax(2)
+    return torch.einsum("htk,khd->thd", weights, v.double())
+
+
+def workspace(keys, listed, rows):
+    """Rows [start, start + length) of each listed request end to end, and NaN behind them."""
+    parts = [torch.full((rows, *each.shape[1:]), NAN) for each in keys[0]]
+    filled = 0
+    for request, start, length in listed:
+        for part, source in zip(parts, keys[request], strict=True):
+            part[filled : filled + length] = source[start : start + length]
+        filled += length
+    return parts
+
+
+def test_chunks_of_any_size_are_attention_of_the_whole() -> None:
+    """Contexts gathered chunk by chunk into a workspace whose unused rows are NaN, merged with the
+    new tokens: float64 attention over all keys of each request."""
+    settings, float32 = {"softmax_scale": 0.2}, {"dtype": torch.float32}
+    for seed in range(60 if NIGHTLY else 12):
+        random, generator = Random(seed), torch.Generator().manual_seed(seed)
+        lens = [(random.randint(0, 5), random.choice((0, random.randint(0, 30)))) for _ in range(4)]
+        context = [old if new else 0 for new, old in lens]
+        rows = random.randint(1, 24)
+        keys = [ragged_prefill(generator, [(0, old + new)], **float32)[1:4] for new, old in lens]
+        q, *_, start_loc, _ = ragged_prefill(generator, [(new, 0) for new, _ in lens], **float32)
+        plan = [*ops.plan_context_chunks(context, workspace_rows=rows), []]
+        chunks = ops.context_chunks(i32(context), workspace_rows=rows, max_chunks=len(plan))
+        run = (torch.zeros(*q.shape[:2], 32), torch.full(q.shape[:2], -INF))
+        for listed, bounds in zip(plan, chunks.cu_seq_lens, strict=True):
+            chunk = workspace(keys, listed, rows)
+            found = ops.mla_prefill(q, *chunk, start_loc, bounds, causal=False, **settings)
+            run = ops.merge_attn_states(*run, *found)
+        listed = [(request, old, new) for request, (new, old) in enumerate(lens)]
+        chunk = workspace(keys, listed, q.shape[0])
+        new_part = ops.mla_prefill(q, *chunk, start_loc, start_loc, causal=True, **settings)
+        out = ops.merge_attn_states(*run, *new_part).out
+        first = 0
+        for (new, old), every in zip(lens, keys, strict=True):
+            mine = slice(first, first + new)
+            expected = attention(q[mine], *(each[: old + new] for each in every), 0.2, old)
+            torch.testing.assert_close(out[mine].double(), expected, rtol=0, atol=3e-6)
+            first += new
+        assert not out[first:].any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_stays_in_its_request(causal: bool) -> None:
+    """A key and a value of the second of three requests are NaN: the others' bits are the same."""
+    seed = torch.Generator().manual_seed(0)
+    clean = ragged_prefill(seed, [(3, 5), (4, 4), (2, 6)], dtype=torch.float32)
+    spoiled = [each.clone() for each in clean]
+    spoiled[1][6], spoiled[3][7] = NAN, NAN
+    expected, found = (
+        ops.mla_prefill(*each, softmax_scale=0.2, causal=causal) for each in (clean, spoiled)
+    )
+    for left, right in zip(found, expected, strict=True):
+        assert_exact((left[:3], left[7:]), (right[:3], right[7:]))
+    assert found.out[6].isnan().all()
+    assert found.lse[6].isnan().all()
+
+
+def test_strided_views_and_any_order_of_dimensions() -> None:
+    seed = torch.Generator().manual_seed(0)
+    dense = ragged_prefill(seed, [(3, 5), (4, 4)], dtype=torch.float32)
+    turned = [each.transpose(0, -1).contiguous().transpose(0, -1) for each in dense[:4]]
+    for causal in (False, True):
+        run = {"softmax_scale": 0.2, "causal": causal}
+        expected = ops.mla_prefill(*dense, **run)
+        found = ops.mla_prefill(*turned, *dense[4:], **run)
+        torch.testing.assert_close(found, expected)
+        assert found.out.is_contiguous()
