@@ -56,7 +56,8 @@ def context_chunks(
 
     "packed" lays the contexts end to end and splits wherever the workspace is full, so that only
     the last chunk is not full. "equal" gives every request with a context the same number of
-    rows of each chunk, rounded down to whole blocks; one long context among many short ones then needs many
+    rows of each chunk, rounded down to whole blocks; one long context among many short ones
+    then needs many
     chunks.
 
     With ``cp_world_size`` above 1 each rank gathers its own rows, ``workspace_rows`` divided by the
