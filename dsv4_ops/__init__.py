@@ -88,6 +88,7 @@ from dsv4_ops.ops.kv_cache import (
     quantize_and_insert_k_cache,
     quantize_and_insert_k_cache_functional,
 )
+from dsv4_ops.ops.linear import fp8_grouped_linear, fp8_linear, quantize_rows
 from dsv4_ops.ops.mla import (
     mla_absorb_q,
     mla_decode,

@@ -22,6 +22,7 @@ def test_checks_under_stubs_pass():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
     command += ["-o", "python_files=check_*.py", "--tb=short", "--show-capture=no", str(CHECKS)]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env["DSV4_OPS_UNDER_STUBS"] = "1"
     done = subprocess.run(
         command, cwd=CHECKS.parents[2], env=env, capture_output=True, text=True, check=False
     )

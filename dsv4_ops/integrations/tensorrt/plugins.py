@@ -153,9 +153,9 @@ def apply_rope_kernel(
 ) -> Kernel:
     """Kernel of a plugin: parameters x, positions, cos_sin_cache, rows of a token, rows of the
     table, out; one block per row."""
-    from dsv4_ops.kernels.rope.apply_rope import apply_rope_kernel as kernel
+    from dsv4_ops.integrations.tensorrt.kernels import apply_rope_kernel as kernel
 
-    options = {"DIM": dim, "ROPE": rope, "INVERSE": inverse, "EMULATE": False, "num_warps": 1}
+    options = {"DIM": dim, "ROPE": rope, "INVERSE": inverse, "num_warps": 1}
     inputs = (dtype, torch.int64, torch.float32)
     return _compiled("apply_rope", kernel, inputs, 2, (dtype,), options, capability)
 
@@ -163,7 +163,7 @@ def apply_rope_kernel(
 def combine_kernel(settings: dict[str, int], capability: int) -> Kernel:
     """Kernel of a plugin: the op's tensors, columns of topk_indices, requests, and both results;
     one block per token."""
-    from dsv4_ops.kernels.indices.combine import combine_topk_swa_kernel as kernel
+    from dsv4_ops.integrations.tensorrt.kernels import combine_topk_swa_kernel as kernel
 
     integer, long = torch.int32, torch.int64
     inputs = (integer, long, integer, integer, integer)

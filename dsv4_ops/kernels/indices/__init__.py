@@ -1,1 +1,0 @@
-"""Kernels of index stages that a compiled graph makes by itself."""
