@@ -165,7 +165,7 @@ def test_a_batch_that_is_cut_has_a_program_for_every_token():
     for wide in (1, 2, 3, 16, 40):
         for tokens in (*range(1, 140), 255, 256):
             q = torch.empty(tokens, 64 * wide, 1, device="meta")
-            cut = decode._schedule(q, 18, wide)
+            cut = decode.schedule_of(q, 18, wide)
             assert (cut is not None) == (tokens * wide >= MIN_SCHEDULED_TILES)
             if cut is None:
                 continue
@@ -173,7 +173,7 @@ def test_a_batch_that_is_cut_has_a_program_for_every_token():
             assert 0 <= further <= PROGRAMS - min(tokens, further)
             assert (cut.programs <= cut.wave) == (tokens * wide <= ONE_WAVE_TILES)
             assert cut.by_lengths == 1
-        assert decode._schedule(torch.empty(257, 64 * wide, 1, device="meta"), 18, wide) is None
+        assert decode.schedule_of(torch.empty(257, 64 * wide, 1, device="meta"), 18, wide) is None
 
 
 @pytest.mark.parametrize(
