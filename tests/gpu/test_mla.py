@@ -1,4 +1,4 @@
-"""Dense MLA decode on a GPU: our kernels and FlashMLA against float64, graphs, packages' batches."""
+"""Dense MLA decode on a GPU: our kernels and FlashMLA against float64, graphs, compiled calls."""
 
 import math
 
@@ -118,8 +118,8 @@ def test_compiled_for_any_size():
         assert all(map(torch.equal, call(*some), expected))
 
 
-def test_a_cache_at_any_address_in_a_graph():
-    """Compiled code asks where the cache is: not at 16 bytes, the kernel in Triton reads it."""
+def test_a_cache_at_any_address():
+    """Where 16 bytes cannot be copied the kernel in Triton reads it, in compiled code too."""
     case = mla_case(10, [2, 1], 16, longest=200)
     moved = case.on("cuda")
     q, cache, *rest = moved.tensors
@@ -128,3 +128,5 @@ def test_a_cache_at_any_address_in_a_graph():
     odd = flat[1:].view(cache.shape)
     made = Case("odd", (q, odd, *rest), moved.settings)
     assert_exact(ops.mla_decode(*made.tensors, **made.settings), case)
+    call = torch.compile(lambda *each: ops.mla_decode(*each, **made.settings), fullgraph=True)
+    assert_exact(call(*made.tensors), case)
