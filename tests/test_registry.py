@@ -13,7 +13,12 @@ from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.testing.case import OpTesting
 from dsv4_ops.testing.contract.audit import audit
 
-HOST_FUNCTIONS = {"plan_prefill_chunks", "max_prefill_chunks", "rope_cos_sin_cache"}
+HOST_FUNCTIONS = {
+    "plan_prefill_chunks",
+    "max_prefill_chunks",
+    "rope_cos_sin_cache",
+    "split_kv_b_proj",
+}
 SPEC = OPS["prefill_gather_lens"]
 
 

@@ -20,7 +20,7 @@ _DIMENSIONS = {
     "max_blocks": "the pages of the longest request",
     "topk": "the selected rows of a token",
     "num_blocks": "the pages of the cache",
-    "num_rows": "the rows of the result",
+    "num_rows": "the rows that are given or read",
     "num_k": "the gathered keys",
     "width": "the values of a row",
     "head_dim": "the values of a compressed row",
@@ -111,18 +111,19 @@ class Checks:
                 f"Make them agree: {word} counts {_DIMENSIONS[word]}."
             )
 
-    def floats(self, name: str, value: Tensor, *allowed: torch.dtype) -> None:
-        """``value`` is a tensor of one of the ``allowed`` dtypes."""
+    def floats(self, name: str, value: Tensor, *allowed: torch.dtype, advice: str = "") -> None:
+        """``value`` is a tensor of one of the ``allowed`` dtypes; ``advice`` says where to get
+        it."""
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"{self.op}: {name} must be a tensor, got {type(value).__name__}. Pass a "
-                f"{allowed[0]} tensor."
+                f"{self.op}: {name} must be a tensor, got {type(value).__name__}. "
+                f"{advice or f'Pass a {allowed[0]} tensor'}."
             )
         if value.dtype not in allowed:
             words = " or ".join([str(dtype) for dtype in allowed])
             raise TypeError(
-                f"{self.op}: {name} must be {words}, got {value.dtype}. Cast it with "
-                f".to({allowed[0]})."
+                f"{self.op}: {name} must be {words}, got {value.dtype}. "
+                f"{advice or f'Cast it with .to({allowed[0]})'}."
             )
 
     def rows_of(self, name: str, value: Tensor, *dims: str) -> None:
@@ -405,8 +406,9 @@ class Checks:
 
 def _allocate(layout: Layout) -> str:
     """The call that makes a cache of ``layout``. Dynamo cannot trace its repr."""
-    has_width = isinstance(layout, (StateLayout, MlaFp8Layout))
-    width = f", width={known(layout.width)}" if has_width else ""
+    width = ""
+    if isinstance(layout, (StateLayout, MlaFp8Layout)):
+        width = f", width={known(layout.width)}"
     size = f"block_size={known(layout.block_size)}"
     return f"{type(layout).__name__}({size}{width}).allocate(num_blocks)"
 

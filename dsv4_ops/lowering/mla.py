@@ -27,14 +27,18 @@ def _mla_decode(
     seq_lens: Tensor,
     req_indices: Tensor,
     block_table: Tensor,
-    q_scale: Tensor | None,
-    kv_scale: Tensor | None,
+    query_start_loc: Tensor | None = None,
+    plan: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
     *,
     softmax_scale: float,
     block_size: int,
     kv_lora_rank: int,
     layout: str,
-    **unused: Any,
+    num_splits: int,
+    batch_invariant: bool,
+    impl: str = "auto",
 ) -> MlaAttention:
     call, running = reference.start_decode(
         q,
@@ -71,13 +75,14 @@ def _attend_in_loop(
         return start < rest[-1]
 
     def attend(start: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        given = dict(zip(tensors, rest[len(running) :], strict=False))
+        given: dict[str, Any] = dict(zip(tensors, rest[len(running) :], strict=False))
         part = call._replace(**given)
         found = reference.attend_to(part, reference.Running(*rest[: len(running)]), start, step)
         return start + step, *found
 
     first = torch.zeros((), dtype=torch.int64, device=call.q.device)
-    found = while_loop_op(is_left, attend, (first, *running), (*tensors.values(), stop))
+    given: Any = (first, *running), (*tensors.values(), stop)
+    found = while_loop_op(is_left, attend, *given)
     return reference.Running(*found[1:])
 
 

@@ -5,6 +5,9 @@ That of DeepSeek-V2, V3 and R1, and of Kimi-K2.
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,9 +41,9 @@ def check_scale(checks: Checks, name: str, scale: Tensor | None, taken: bool, wh
     """A scale per tensor, where one is ``taken``: by what has no other scale."""
     if scale is None:
         return
+    checks.tensor(name, scale, torch.float32, 1)
     if not taken:
         checks.without(name, "a tensor", None, what)
-    checks.tensor(name, scale, torch.float32, 1)
 
 
 def check_cache(checks: Checks, kv_cache: Tensor, block_size: int, layout: str, width: int) -> None:
@@ -135,7 +138,11 @@ def mla_insert_kv(
         >>> kv_cache[0, 1, :4].tolist()
         [64, 205, 126, 10]
     """
-    settings = {"block_size": block_size, "layout": layout, "scale_format": scale_format}
+    settings: dict[str, Any] = {
+        "block_size": block_size,
+        "layout": layout,
+        "scale_format": scale_format,
+    }
     _check_insert("mla_insert_kv", kv_c, k_pe, kv_cache, slot_mapping, scale, **settings)
     _mla_insert_kv(kv_c, k_pe, kv_cache, slot_mapping, scale, **settings)
 
@@ -565,7 +572,7 @@ def split_kv_b_proj(
 
     Raises:
         ValueError: a weight or scales of other sizes.
-        TypeError: a weight that is neither tensor nor module.
+        TypeError: a weight that is neither tensor nor module, or another dtype.
 
     Example:
         >>> import torch, dsv4_ops
@@ -580,9 +587,12 @@ def split_kv_b_proj(
     checks = Checks(op)
     sizes = {"num_heads": num_heads, "qk_nope_head_dim": qk_nope_head_dim, "v_head_dim": v_head_dim}
     checks.at_least(1, **sizes)
+    if dtype is not None and dtype not in FLOATS:
+        rule = "be None or " + " or ".join([str(each) for each in FLOATS])
+        raise refusal(TypeError, op, "dtype", rule, dtype, "Pass the dtype of the model")
     num_rows = num_heads * (qk_nope_head_dim + v_head_dim)
     if isinstance(weight, torch.nn.Module):
-        checks.without("scale", scale, None, "a module")
+        _check_no_scale(checks, scale, "a module")
         weight = _multiplied_with(weight, dtype)
     if not isinstance(weight, Tensor):
         actual, advice = type(weight).__name__, "Pass kv_b_proj or its weight"
@@ -592,21 +602,27 @@ def split_kv_b_proj(
         weight = _dequantized(checks, weight, scale)
         dtype = dtype or torch.bfloat16
     else:
-        checks.without("scale", scale, None, f"a weight of {weight.dtype}")
+        _check_no_scale(checks, scale, f"a weight of {weight.dtype}")
     heads = weight.detach().unflatten(0, (num_heads, -1)).to(dtype or weight.dtype)
     w_uk_t, w_uv = heads.split([qk_nope_head_dim, v_head_dim], 1)
     return AbsorbedWeights(w_uk_t.contiguous(), w_uv.transpose(1, 2).contiguous())
 
 
+def _check_no_scale(checks: Checks, scale: Tensor | None, partner: str) -> None:
+    if scale is not None:
+        checks.without("scale", "a tensor", None, partner)
+
+
 def _multiplied_with(layer: torch.nn.Module, dtype: torch.dtype | None) -> Tensor:
     """The weight that ``layer`` multiplies with, whatever it stores."""
-    stored = next(layer.parameters(), None)
     if type(layer) is torch.nn.Linear:
         return layer.weight
+    stored = next(itertools.chain(layer.parameters(), layer.buffers()), None)
     device = None if stored is None else stored.device
     is_float = stored is not None and stored.dtype in FLOATS
     kind = dtype or (stored.dtype if stored is not None and is_float else torch.bfloat16)
-    identity = torch.eye(int(layer.in_features), dtype=kind, device=device)  # type: ignore[call-overload] # of any linear layer
+    size: Any = layer.in_features  # of any linear layer
+    identity = torch.eye(int(size), dtype=kind, device=device)
     with torch.no_grad():
         found: Tensor = layer(identity)
         bias = getattr(layer, "bias", None)
@@ -739,7 +755,7 @@ def mla_decode(
     checks = Checks("mla_decode")
     checks.one_of("layout", layout, *MLA_LAYOUTS)
     codes = (torch.float8_e4m3fn,) if layout == MlaFp8Layout.tag else ()
-    checks.floats("q", q, *FLOATS, *codes)
+    checks.floats("q", q, *FLOATS, *codes, advice="Pass the result of mla_absorb_q")
     checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", "width")
     width = int(q.shape[2])  # configuration: a constant in compiled code
     checks.at_least(1, kv_lora_rank=kv_lora_rank)

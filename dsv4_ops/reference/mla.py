@@ -91,8 +91,8 @@ def mla_insert_kv(
     layout: str,
     scale_format: str,
 ) -> None:
-    given = (each[: slot_mapping.shape[0]] for each in (kv_c, k_pe))
-    rows = encoded_rows(*given, scale, layout=layout, scale_format=scale_format)
+    kv_c, k_pe = (each[: slot_mapping.shape[0]] for each in (kv_c, k_pe))
+    rows = encoded_rows(kv_c, k_pe, scale, layout=layout, scale_format=scale_format)
     insert_k_cache(rows, kv_cache, slot_mapping)
 
 
@@ -203,7 +203,8 @@ def stored_rows(kv_cache: Tensor, pages: Tensor, rows: Tensor) -> tuple[Tensor, 
     stored = words(kv_cache)
     if isinstance(kv_cache.shape[0], int) and kv_cache.shape[0] == 0:
         return stored.new_zeros((*pages.shape, kv_cache.shape[2])), exists
-    page, rows = materialized(torch.where(exists, pages, 0)), materialized(rows)
+    page = materialized(torch.where(exists, pages, 0).to(torch.int64))  # offsets pass 2**31
+    rows = materialized(rows)
     # whole rows are copied, and what does not exist selected away: vectors, not single values
     found = torch.ops.aten._unsafe_index.Tensor(stored, [page, rows])
     return torch.where(exists[..., None], found, 0), exists

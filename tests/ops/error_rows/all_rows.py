@@ -17,6 +17,7 @@ from tests.helpers import i32, i64
 from tests.ops.error_rows.c4_step import C4_TABLE
 from tests.ops.error_rows.cache import CACHE_TABLE
 from tests.ops.error_rows.compressor import COMPRESSOR_TABLE
+from tests.ops.error_rows.dense_mla import DENSE_MLA_TABLE
 from tests.ops.error_rows.indexer import INDEXER_TABLE
 from tests.ops.error_rows.metadata import METADATA_TABLE
 from tests.ops.error_rows.mla import MLA_TABLE
@@ -277,6 +278,7 @@ TABLE: dict[str, list[tuple[str, dict[str, Any], type[Exception], str]]] = {
     **C4_TABLE,
     **CACHE_TABLE,
     **COMPRESSOR_TABLE,
+    **DENSE_MLA_TABLE,
     **INDEXER_TABLE,
     **METADATA_TABLE,
     **MLA_TABLE,

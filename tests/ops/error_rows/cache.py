@@ -6,7 +6,15 @@ from typing import Any
 import torch
 
 from dsv4_ops.attention.caches import KVCacheBuffers
-from dsv4_ops.core.layout import IndexerLayout, Layout, MainLayout, PlainLayout, StateLayout
+from dsv4_ops.core.layout import (
+    IndexerLayout,
+    Layout,
+    MainLayout,
+    MlaDsFp8Layout,
+    MlaFp8Layout,
+    PlainLayout,
+    StateLayout,
+)
 from tests.helpers import i32, i64
 from tests.ops.error_rows.valid import INDEXER, INSERT_PLAIN, MAIN, QUANTIZE_INDEXER, QUANTIZE_K
 
@@ -260,6 +268,7 @@ def caches(num_layers: int, num_blocks: int) -> KVCacheBuffers:
     return KVCacheBuffers(MainLayout(2), num_layers=num_layers, num_blocks=num_blocks)
 
 
+LAYOUTS = (MainLayout, IndexerLayout, PlainLayout, StateLayout, MlaFp8Layout, MlaDsFp8Layout)
 # what makes caches: who complains, call, error, message behind the name
 NO_INT = "Pass a Python int that is known on the host, never a tensor."
 CONSTRUCTORS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
@@ -282,8 +291,20 @@ CONSTRUCTORS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "PlainLayout",
         lambda: PlainLayout(4, dtype=torch.int8),
         TypeError,
-        "dtype must be torch.bfloat16 or torch.float32, got torch.int8. Pass the dtype of the "
-        "rows.",
+        "dtype must be torch.bfloat16, torch.float16 or torch.float32, got torch.int8. Pass the "
+        "dtype of the rows.",
+    ),
+    (
+        "MlaFp8Layout",
+        lambda: MlaFp8Layout(4, width=8),
+        ValueError,
+        "width must be at least 16, got 8. Pass 16 or more.",
+    ),
+    (
+        "MlaFp8Layout",
+        lambda: MlaFp8Layout(4, width=24),
+        ValueError,
+        "width must be a multiple of 16, got 24. Pad kv_lora_rank or qk_rope_head_dim.",
     ),
     (
         "StateLayout",
@@ -305,7 +326,7 @@ CONSTRUCTORS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
             ValueError,
             f"block_size must be at least 1, got {size}. Pass 1 or more.",
         )
-        for kind in (MainLayout, IndexerLayout, PlainLayout, StateLayout)
+        for kind in LAYOUTS
         for size in (0, -64)
     ),
     *(

@@ -3,17 +3,16 @@
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from dsv4_ops.core.layout import IndexerLayout, Layout, MainLayout, PlainLayout
 from tests.helpers import i32, i64
 
 
 class Valid(NamedTuple):
-    """A tensor that a function takes, what its errors call its shape and dtype, and what they
-    advise."""
+    """What a function takes, most often a tensor; what its errors call its shape and dtype, and
+    what they advise."""
 
-    value: Tensor
+    value: Any
     shape: str
     dtypes: str = ""
     for_layout: str = ""
