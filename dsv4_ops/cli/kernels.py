@@ -30,7 +30,6 @@ SPILLS = {
     "hopper_mla_decode_kernel": 136,
     "hopper_prefill_keys_kernel": 8,
     "hopper_split_keys_kernel": 16,
-    "mla_decode_kernel": 128,
     "prefill_keys_kernel": 64,
 }
 """Allowed spill bytes; these kernels fill all registers with accumulators and tiles in flight, and

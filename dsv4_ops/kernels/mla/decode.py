@@ -222,9 +222,11 @@ def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[
     num_tokens, num_heads = q.shape[0], int(q.shape[1])
     single = q.dtype == torch.float32
     group = group_of(call, settings["batch_invariant"])
-    rows = triton.next_power_of_2(min(group * num_heads, HEAD_TILE))
-    keys = KEY_TILE if launch.capability(q.device) == support.CAPABILITY else KEY_TILE // 2
-    rows = LEAST_TILE if single else max(min(rows, keys), LEAST_TILE)
+    wide = launch.capability(q.device) == support.CAPABILITY and not single
+    keys = KEY_TILE if wide else KEY_TILE // 2
+    # without wgmma queries are in registers: of 32 rows they spill
+    rows = triton.next_power_of_2(min(group * num_heads, HEAD_TILE)) if wide else LEAST_TILE
+    rows = max(rows, LEAST_TILE)
     work = split(call, False, settings, group)
     out, lse = _results(q, rank)
     results = (out, lse, *partial_results(q, work.capacity, rank))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dsv4_ops.core.layout import PlainLayout
 from dsv4_ops.reference import mla as reference
@@ -54,6 +55,7 @@ def exact_mla_decode(
 ) -> tuple[Exact, Exact]:
     table = (seq_lens, req_indices, block_table)
     keys, exists = decode_keys(kv_cache, *table, block_size=block_size, layout=layout)
+    keys, exists = pad(keys, (0, 0, 0, 1)), pad(exists, (0, 1))  # a table may have no column
     if kv_scale is not None:
         keys = keys.to(torch.float64) * kv_scale
     query = q

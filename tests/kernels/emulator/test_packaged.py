@@ -29,6 +29,7 @@ from tests.support.attention_batches import (
     generator,
     integers,
 )
+from tests.support.mla_batches import DENSE, mla_case
 from tests.support.prefill_batches import PREFILL, prefill_case, unsplit
 
 emulate_gluon = pytest.importorskip(
@@ -327,6 +328,8 @@ def test_what_kernels_write_is_said(monkeypatch):
     prefill = prefill_case(1, 3, 8, "C4", topk=70, longest=300)
     calls += [(PREFILL, prefill), (PREFILL, unsplit(prefill))]
     calls += [(GATHERED, gathered_case(1, 3, 8, 70))]
+    calls += [(DENSE, mla_case(1, [2], 8, longest=130, num_splits=count)) for count in (1, 2)]
+    calls += [(DENSE, mla_case(1, [2], 8, longest=300, hint=False))]
     for name, case in calls:
         OPS[name].implementation("kernels")(launch, *case.tensors, **case.settings)
     outputs = {"out", "lse"}
@@ -335,5 +338,6 @@ def test_what_kernels_write_is_said(monkeypatch):
         "hopper_split_keys_kernel": {*outputs, *parts, "combine_list"},
         "hopper_prefill_keys_kernel": {*outputs, *parts},
         "hopper_gathered_keys_kernel": {*outputs, "max_logits"},
+        "hopper_mla_decode_kernel": {*outputs, *parts, "combine_list"},
     }
     assert set.union(*launch.changed.values()) == launch_op.WRITTEN

@@ -11,6 +11,7 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.aot import launch_op
 from dsv4_ops.kernels.aot.compile import Argument
 from dsv4_ops.kernels.launcher import Launcher
+from dsv4_ops.kernels.mla import decode as mla
 from dsv4_ops.kernels.sparse_mla import decode, prefill
 from dsv4_ops.kernels.sparse_mla.hopper import support
 from dsv4_ops.lowering import gluon
@@ -148,6 +149,43 @@ def test_a_decode_of_any_size_is_cut_where_its_programs_are_few(heads):
     assert kept[0][1] == 122 + beyond * tiles
 
 
+class Dense(torch.nn.Module):
+    """Dense decode, of any number of tokens and pages of a request."""
+
+    def forward(self, *tensors):
+        numbers = {"softmax_scale": 0.1, "block_size": 64, "num_splits": 0}
+        return mla._attend_on_hopper(
+            ON_HOPPER, *tensors, None, None, **numbers, batch_invariant=False
+        )
+
+
+def dense_program(heads):
+    """Exported, and the symbols of tokens and columns."""
+    made = generator(0)
+    tensors = (
+        torch.randn(7, heads, 576, generator=made).bfloat16(),
+        torch.zeros(9, 64, 576).bfloat16(),
+        *(i32([0] * 7), i32([0] * 7), integers(made, 0, 9, 3, 11)),
+    )
+    tokens, columns = (
+        {0: torch.export.Dim("tokens", min=2)},
+        {1: torch.export.Dim("columns", min=2)},
+    )
+    shapes = (tokens, None, tokens, tokens, columns)
+    program = torch.export.export(Dense(), tensors, dynamic_shapes=(shapes,))
+    held = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    return program, (held[0].shape[0].node.expr, held[4].shape[1].node.expr)
+
+
+def test_a_dense_decode_of_any_size():
+    """256 pairs of blocks of 128 heads, two tiles. Of 2 tokens 4 programs, so 33 splits would fill
+    132, and 32 of 8 pairs are as long; from 16 tokens on the lengths decide."""
+    program, symbols = dense_program(128)
+    for count, wanted in ((2, 2 * 2 * 32), (16, 132), (64, 2 * (64 + 16)), (257, 2 * 257)):
+        found, _ = launches_of(program, dict(zip(symbols, (count, 512), strict=True)))
+        assert found[0] == ("mla", wanted), count
+
+
 def compiled(program):
     """The kernel of each launch of a package, for what the graph knows of its arguments."""
 
@@ -188,3 +226,9 @@ def test_what_is_known_of_a_decode_compiles(heads, columns, tokens, dynamic):
     )
     made = list(compiled(paged_program(heads, columns, tokens, dims)))
     assert [each.function for each in made] == ["hopper_split_keys_kernel"]
+
+
+@pytest.mark.slow
+def test_what_is_known_of_a_dense_decode_compiles():
+    made = list(compiled(dense_program(16)[0]))
+    assert [each.function for each in made] == ["hopper_mla_decode_kernel"]

@@ -169,7 +169,7 @@ def test_a_batch_that_is_cut_has_a_program_for_every_token():
     for wide in (1, 2, 3, 16, 40):
         for tokens in (*range(1, 140), 255, 256):
             q = torch.empty(tokens, 64 * wide, 1, device="meta")
-            schedule = decode._schedule(q, 18, wide)
+            schedule = decode.schedule_of(q, 18, wide)
             assert (schedule is not None) == (tokens * wide >= MIN_SCHEDULED_TILES)
             if schedule is None:
                 continue
@@ -177,7 +177,7 @@ def test_a_batch_that_is_cut_has_a_program_for_every_token():
             assert 0 <= extra <= PROGRAMS - min(tokens, extra)
             assert (schedule.programs <= schedule.wave) == (tokens * wide <= ONE_WAVE_TILES)
             assert schedule.by_lengths == 1
-        assert decode._schedule(torch.empty(257, 64 * wide, 1, device="meta"), 18, wide) is None
+        assert decode.schedule_of(torch.empty(257, 64 * wide, 1, device="meta"), 18, wide) is None
 
 
 @pytest.mark.parametrize(

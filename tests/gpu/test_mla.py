@@ -1,0 +1,132 @@
+"""Dense MLA decode on a GPU: our kernels and FlashMLA against float64, graphs, compiled calls."""
+
+import math
+
+import pytest
+import torch
+
+import dsv4_ops as ops
+from dsv4_ops.kernels.launcher import EAGER
+from dsv4_ops.kernels.mla import decode
+from dsv4_ops.kernels.sparse_mla.hopper import support
+from dsv4_ops.testing.case import Case
+from tests.support.mla_batches import (
+    DS_FP8,
+    FP8,
+    LAYOUTS,
+    assert_exact,
+    kernel_cases,
+    mla_case,
+    planned,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CASES = kernel_cases()
+
+
+def called(case, **settings):
+    moved = case.on("cuda")
+    return ops.mla_decode(*moved.tensors, **{**moved.settings, **settings})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bf16_rows(name, monkeypatch):
+    """The kernel that this GPU has, then the one in Triton."""
+    case = CASES[name]
+    assert_exact(called(case), case)
+    monkeypatch.setattr(support, "kernels", lambda: None)
+    moved = case.on("cuda")
+    assert_exact(decode.mla_decode(EAGER, *moved.tensors, **moved.settings), case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_ragged_batches_of_all_layouts(layout, heads):
+    for seed in range(3):
+        case = mla_case(seed, [1, 3, 2, 1, 4], heads, longest=700, layout=layout)
+        assert_exact(called(case), case)
+
+
+def test_other_dtypes():
+    for case in (
+        mla_case(1, [3, 2], 16, longest=300, layout=FP8, codes=True),
+        mla_case(2, [3, 2], 16, longest=300, layout=DS_FP8, num_splits=3),
+        mla_case(3, [3, 2], 16, longest=300, dtype=torch.float16),
+        mla_case(4, [3, 2], 8, longest=300, dtype=torch.float32),
+    ):
+        assert_exact(called(case), case)
+
+
+def test_a_batch_is_scheduled_by_its_lengths():
+    lens = [3000, 1, 0, 64, 128, 129, 127, 63, *range(60)]
+    case = mla_case(5, [1] * 68, 16, longest=3000, hint=False, context_lens=lens)
+    assert_exact(called(case), case)
+
+
+def test_plans():
+    case = mla_case(6, [1] * 9, 64, longest=900, hint=False)
+    plan = ops.sparse_mla_plan(case.tensors[2], None, num_heads=64, num_programs=40)
+    assert_exact(called(planned(case, plan)), case)
+
+
+def test_flash_mla(flash_mla_or_skip):
+    for heads in (16, 128):
+        case = mla_case(7, [1, 3, 2], heads, longest=700)
+        assert_exact(called(case, impl="flash_mla"), case)
+
+
+@pytest.fixture
+def flash_mla_or_skip():
+    from dsv4_ops.dispatch.choice import unusable
+
+    if reason := unusable("flash_mla"):
+        pytest.skip(reason)
+
+
+def test_a_graph_takes_other_lengths():
+    """The lengths of a replay decide its schedule."""
+    case = mla_case(8, [1] * 40, 16, longest=1200, hint=False, adversarial=False).on("cuda")
+    tensors = list(case.tensors)
+    lens, tensors[2] = tensors[2], torch.zeros_like(tensors[2])
+    attend = lambda: ops.mla_decode(*tensors, **case.settings)  # noqa: E731
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attend()
+    graph.replay()
+    assert bool((out == 0).all())
+    assert bool((lse == -math.inf).all())
+    tensors[2].copy_(lens)
+    graph.replay()
+    expected = ops.mla_decode(*case.tensors, **case.settings)
+    assert torch.equal(out, expected.out)
+    assert torch.equal(lse, expected.lse)
+
+
+def test_compiled_for_any_size():
+    case = mla_case(9, [1] * 40, 16, longest=600, hint=False, adversarial=False).on("cuda")
+    call = torch.compile(
+        lambda *tensors: ops.mla_decode(*tensors, **case.settings), fullgraph=True, dynamic=True
+    )
+    for tokens in (40, 7):
+        q, cache, lens, requests, table, *_ = case.tensors
+        some = (q[:tokens], cache, lens[:tokens], requests[:tokens], table)
+        expected = ops.mla_decode(*some, **case.settings)
+        assert all(map(torch.equal, call(*some), expected))
+
+
+def test_a_cache_at_any_address():
+    """Where 16 bytes cannot be copied the kernel in Triton reads it, in compiled code too."""
+    case = mla_case(10, [2, 1], 16, longest=200)
+    moved = case.on("cuda")
+    q, cache, *rest = moved.tensors
+    flat = torch.zeros(cache.numel() + 1, dtype=cache.dtype, device="cuda")
+    flat[1:] = cache.flatten()
+    odd = flat[1:].view(cache.shape)
+    made = Case("odd", (q, odd, *rest), moved.settings)
+    assert_exact(ops.mla_decode(*made.tensors, **made.settings), case)
+    call = torch.compile(lambda *each: ops.mla_decode(*each, **made.settings), fullgraph=True)
+    assert_exact(call(*made.tensors), case)
