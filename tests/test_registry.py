@@ -20,6 +20,7 @@ HOST_FUNCTIONS = {
     "plan_context_chunks",
     "plan_prefill_chunks",
     "rope_cos_sin_cache",
+    "split_kv_b_proj",
 }
 SPEC = OPS["prefill_gather_lens"]
 
