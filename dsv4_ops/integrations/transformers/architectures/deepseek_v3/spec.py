@@ -348,7 +348,8 @@ def _check_config(op: str, config: Any, kv: str, impl: str) -> None:
         raise refusal(NotImplementedError, op, "kv", rule, found, "Pass another kv")
     if kv == "fp8" and width % 16:
         rule = "be 'bf16' or 'fp32' unless kv_lora_rank + qk_rope_head_dim is a multiple of 16"
-        raise refusal(NotImplementedError, op, "kv", rule, f"{kv!r} with {width}", "Pass one")
+        found = f"{kv!r} with {width}"
+        raise refusal(NotImplementedError, op, "kv", rule, found, "Pass another kv")
     if impl in LIBRARIES:
         rule, advice = "be 'auto', 'triton' or 'reference' for dense MLA", "Pass one of them"
         raise refusal(NotImplementedError, op, "impl", rule, repr(impl), advice)
