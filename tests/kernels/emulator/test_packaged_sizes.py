@@ -150,7 +150,7 @@ def test_a_decode_of_any_size_is_cut_where_its_programs_are_few(heads):
 
 
 class Dense(torch.nn.Module):
-    """Dense decode, of any number of tokens and pages of a request."""
+    """Dense decode, of any number of tokens and blocks of a request."""
 
     def forward(self, *tensors):
         numbers = {"softmax_scale": 0.1, "block_size": 64, "num_splits": 0}
