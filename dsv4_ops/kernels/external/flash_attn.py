@@ -30,7 +30,7 @@ def mla_prefill(
     softmax_scale: float,
     causal: bool,
     impl: str = "auto",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     num_tokens, num_heads, width = q.shape[0], int(q.shape[1]), int(q.shape[2])
     num_k, value_dim = v.shape[0], int(v.shape[2])
     if num_tokens == 0 or num_k == 0 or query_start_loc.shape[0] == 1:
@@ -60,4 +60,5 @@ def mla_prefill(
     of_request = (token >= starts[0]) & (token < starts[-1])
     lse = torch.where(of_request[:, None], existing(lse.T), -torch.inf)
     out = torch.where((lse > -torch.inf)[..., None], out[..., :value_dim], 0.0)
-    return out, lse
+    # dense strides, as the fake has them, of sizes of 1 too
+    return tuple(each.clone(memory_format=torch.contiguous_format) for each in (out, lse))
