@@ -163,8 +163,13 @@ def test_compiled_steps_give_the_same_rows() -> None:
             for done, rows in zip(engine.done, sequences, strict=True)
         ]
         engine.step(chunks, padding=3, call=(save, compress))
+    # a row is rounded some 16 times: exponentials, sums over 8 states, norm, rotation; compiled
+    # code takes the vector exponential of the processor, eager code that of torch
+    bound = 16 * torch.finfo(torch.float32).eps
     for request in range(len(sequences)):
-        torch.testing.assert_close(engine.rows(request), whole.rows(request), rtol=0, atol=1e-6)
+        expected = whole.rows(request)
+        atol = bound * max(expected.abs().flatten().tolist(), default=0.0)
+        torch.testing.assert_close(engine.rows(request), expected, rtol=0, atol=atol)
 
 
 @pytest.mark.slow
