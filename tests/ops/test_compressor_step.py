@@ -102,7 +102,7 @@ def test_a_step_is_what_its_two_ops_are_in_either_order() -> None:
     """Sampled calls, none of which saves a state where one of its windows reads another."""
     saved = [0]
 
-    @sampled
+    @settings(sampled, max_examples=130)
     @given(testing.strategy("save_and_compress"))
     def compare(case: Case) -> None:
         written = case.copy()
@@ -120,7 +120,7 @@ def test_sampled_calls_save_next_to_what_they_read() -> None:
     """On the same blocks, but not the same rows."""
     beside = [0]
 
-    @sampled
+    @settings(sampled, max_examples=400)
     @given(testing.strategy("save_and_compress"))
     def look(case: Case) -> None:
         windows = Case(case.name, (*case.tensors[:4], *case.tensors[5:]), case.settings)

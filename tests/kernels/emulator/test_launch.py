@@ -65,7 +65,7 @@ def launched(tokens, capability=(9, 0), **changed):
 
 def test_hopper_has_kernels_of_its_own():
     assert launched(128) == [("hopper_split_keys", (128, 1))]  # one split each: nothing to combine
-    assert launched(8) == [("hopper_split_keys", (80, 1)), ("combine_splits", (8, 64))]
+    assert launched(8) == [("hopper_split_keys", (80, 1)), ("combine_splits", (8, 64, 1))]
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
@@ -79,9 +79,9 @@ def test_plain_caches_have_those_in_triton():
 
 def test_splits_are_of_whole_blocks_on_hopper():
     """10 blocks for 132 programs; for a kernel in Triton 20 halves, which take it less time."""
-    assert launched(1) == [("hopper_split_keys", (10, 1)), ("combine_splits", (1, 64))]
-    assert launched(1, (8, 0)) == [("split_keys", (20, 1)), ("combine_splits", (1, 64))]
-    assert launched(16) == [("hopper_split_keys", (80, 1)), ("combine_splits", (16, 64))]
+    assert launched(1) == [("hopper_split_keys", (10, 1)), ("combine_splits", (1, 64, 1))]
+    assert launched(1, (8, 0)) == [("split_keys", (20, 1)), ("combine_splits", (1, 64, 1))]
+    assert launched(16) == [("hopper_split_keys", (80, 1)), ("combine_splits", (16, 64, 1))]
 
 
 def test_a_split_that_saves_no_more_than_one_block_is_no_split():
@@ -90,9 +90,12 @@ def test_a_split_that_saves_no_more_than_one_block_is_no_split():
     half."""
     for tokens in (1, 8, 32, 64):
         assert launched(tokens, width=0) == [("hopper_split_keys", (tokens, 1))]
-    assert launched(40, width=64) == [("hopper_split_keys", (120, 1)), ("combine_splits", (40, 64))]
+    assert launched(40, width=64) == [
+        ("hopper_split_keys", (120, 1)),
+        ("combine_splits", (40, 64, 1)),
+    ]
     assert launched(60, width=64) == [("hopper_split_keys", (60, 1))]
-    assert launched(8, (8, 0), width=0) == [("split_keys", (32, 1)), ("combine_splits", (8, 64))]
+    assert launched(8, (8, 0), width=0) == [("split_keys", (32, 1)), ("combine_splits", (8, 64, 1))]
     assert launched(64, (8, 0), width=0) == [("split_keys", (64, 1))]
 
 
@@ -111,7 +114,7 @@ def test_programs_that_join_by_a_plan():
         (8, 64, 132, 8), (1, 64, 132, 5), (31, 64, 132, 31), (1000, 64, 132, 32), (64, 128, 66, 16),
         (64, 100, 66, 20), (1, 1, 1, 1), (9, 8, 5000, 157), (3000, 1, 132, 2048),
     ):  # fmt: skip
-        assert joins(tokens, heads, programs) == ("combine_splits_kernel", (joining, heads))
+        assert joins(tokens, heads, programs) == ("combine_splits_kernel", (joining, heads, 1))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +219,7 @@ def test_joins_of_any_number_of_tokens(tokens, joins):
         ]
         launch = Launches((9, 0))
         OPS["sparse_mla_decode"].launcher("triton")(launch, *fakes, **settings)
-    (name, (programs, _)), (join, (grid, heads)) = launch.made
+    (name, (programs, _)), (join, (grid, heads, _)) = launch.made
     assert (name, join) == ("hopper_split_keys_kernel", "combine_splits_kernel")
     constants = launch.constants[join]
     assert (constants["FEW"], constants["STEP"]) == (8, 8)

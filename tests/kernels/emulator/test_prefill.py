@@ -20,7 +20,7 @@ def test_keys_of_few_tokens_are_cut():
         case = prefill_case(1, tokens, heads, "C4", topk=70, longest=300)
         for each, expected in ((case, splits), (unsplit(case), 1)):
             launched = launches(each)
-            joined = [("combine_splits_kernel", (tokens, heads))] if expected > 1 else []
+            joined = [("combine_splits_kernel", (tokens, heads, 1))] if expected > 1 else []
             wide = -(-heads // 64)
             assert launched == [("hopper_prefill_keys_kernel", (tokens * expected, wide)), *joined]
 

@@ -202,7 +202,7 @@ def test_splits_where_a_package_might_schedule(tokens, heads, splits, monkeypatc
     """As many of each token, listed to be combined if they are several."""
     made = functools.partial(decode.TileSchedule, 0, 132, 132)
     room = torch.full((tokens + 1, 4), -7, dtype=torch.int32)
-    monkeypatch.setattr(decode, "_schedule", lambda *_: made(room))
+    monkeypatch.setattr(decode, "schedule_of", lambda *_: made(room))
     monkeypatch.setattr(decode, "num_splits_of", lambda *_: splits or 5)
     for seed in range(2):
         calls.check(PAGED, case_of(PAGED, seed, tokens, heads), seed)
