@@ -50,7 +50,7 @@ class StoredTensor(NamedTuple):
 class CheckpointInfo(NamedTuple):
     """What ``check_checkpoint`` found.
 
-    Args:
+    Attributes:
         num_tensors: Tensors of all shards.
         num_bytes: Their bytes.
         expert_dtype: "fp4" or "fp8", from the header.
