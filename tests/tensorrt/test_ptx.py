@@ -66,6 +66,41 @@ for rows, offset in ((20, 8), (300, 100), (2**30, 8)):
 print("equal")
 """
 
+SCORED = """
+import torch
+from dsv4_ops.integrations.tensorrt.plugins import logits_options
+from dsv4_ops.integrations.tensorrt.kernels import indexer_logits_kernel
+from dsv4_ops.reference.indexer import indexer_logits
+from tests.tensorrt.test_ptx import plain_scores
+
+for dtype, heads, rows in ((torch.bfloat16, 3, 70), (torch.float32, 16, 33), (torch.float32, 1, 1)):
+    inputs, settings = plain_scores(dtype, heads), {"num_rows": rows, "block_size": 4}
+    out = torch.full((6, rows), 7.0)
+    options = logits_options(dtype, heads, 128, **settings)
+    grid = 6 * -(-rows // options["ROWS"])
+    indexer_logits_kernel[grid,](*inputs, 3, 20, 50, out, **options)
+    wanted = indexer_logits(*inputs, **settings, layout="plain")
+    assert torch.equal(out.nan_to_num(5.0), wanted.nan_to_num(5.0)), (dtype, heads)
+    assert rows == 1 or (out.isfinite().any() and out.isnan().any() and out.isneginf().any())
+print("equal")
+"""
+
+
+def plain_scores(dtype, heads):
+    """Inputs of indexer_logits whose scores are exact: whole numbers, weights of powers of two.
+    Blocks that do not exist, requests that do not, lengths of none, all and too many, a NaN key."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randint(-4, 5, (6, heads, 128), generator=generator).to(dtype)
+    weights = 2.0 ** torch.randint(-3, 3, (6, heads), generator=generator)
+    k_cache = torch.randint(-4, 5, (50, 4, 128), generator=generator).to(dtype)
+    k_cache[7, 2, 5] = float("nan")
+    lens = torch.tensor([9, 0, 80, 10**6, 5, 5]).int()
+    requests = torch.tensor([0, 1, 2, 1, -1, 3]).int()
+    table = torch.randint(0, 50, (3, 20), generator=generator).int()
+    table[1, 3], table[2, :3] = 7, torch.tensor([-1, 50, 2**30]).int()
+    return q, weights, k_cache, lens, requests, table
+
+
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -111,7 +146,9 @@ def test_the_stripped_kernel_assembles(tmp_path):
     subprocess.run(command, check=True)
 
 
-@pytest.mark.parametrize("code", [INTERPRETED, COMBINED], ids=["apply_rope", "combine"])
+@pytest.mark.parametrize(
+    "code", [INTERPRETED, COMBINED, SCORED], ids=["apply_rope", "combine", "indexer_logits"]
+)
 def test_the_kernel_equals_the_reference_in_the_interpreter(code):
     root = Path(__file__).parents[2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
@@ -159,6 +196,32 @@ def test_the_driver_launches_one_with_two_outputs():
     launch(kernel, 8, inputs, (5, 3), found)
     for ours, wanted in zip(found, combine_topk_swa_indices(*inputs, **settings), strict=True):
         assert torch.equal(ours, wanted)
+
+
+@pytest.mark.gpu
+@no_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_driver_launches_the_scores_of_64_heads(dtype):
+    from dsv4_ops.integrations.tensorrt.plugins import LOGITS_ROWS, logits_kernel
+    from dsv4_ops.reference.indexer import indexer_logits
+
+    major, minor = torch.cuda.get_device_capability()
+    settings = {"num_rows": 75, "block_size": 4}
+    kernel = logits_kernel(dtype, 64, 128, settings, 10 * major + minor)
+    inputs = plain_scores(dtype, 64)
+    found = torch.full((6, 75), 7.0, device="cuda")
+    blocks = 6 * -(-75 // LOGITS_ROWS[dtype])
+    launch(kernel, blocks, [each.cuda() for each in inputs], (3, 20, 50), (found,))
+    wanted = indexer_logits(*inputs, **settings, layout="plain")
+    assert torch.equal(found.cpu().nan_to_num(5.0), wanted.nan_to_num(5.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_fit_the_shared_memory_of_any_launch(dtype):
+    from dsv4_ops.integrations.tensorrt.plugins import logits_kernel
+
+    kernel = logits_kernel(dtype, 64, 128, {"num_rows": 75, "block_size": 4}, 90)
+    assert kernel.shared <= 48 * 1024
 
 
 def launch(kernel, blocks, inputs, numbers, outputs):

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from dsv4_ops.kernels.common.fp8 import round_to_bf16
 from dsv4_ops.kernels.common.rope import load_tail_angles, rotate_tail
+from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 
 @triton.jit
@@ -77,3 +78,51 @@ def combine_topk_swa_kernel(
     index = tl.where((column >= begin) & (column < stop), column + base + shift, index)
     tl.store(indices + token * WIDTH + column, index.to(tl.int32), mask=column < WIDTH)
     tl.store(lens + token, (selected + window).to(tl.int32))
+
+
+@triton.jit
+def indexer_logits_kernel(
+    q,
+    weights,
+    k_cache,
+    lens,
+    req_indices,
+    block_table,
+    num_reqs,
+    max_blocks,
+    num_blocks,
+    out,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """``reference.indexer.indexer_logits`` of plain keys, one program per token and ROWS rows."""
+    spans = (NUM_ROWS + ROWS - 1) // ROWS
+    token = (tl.program_id(0) // spans).to(tl.int64)
+    row = tl.program_id(0) % spans * ROWS + tl.arange(0, ROWS)
+    request = tl.load(req_indices + token).to(tl.int64)
+    real = (request >= 0) & (request < num_reqs)
+    count = tl.where(real, tl.load(lens + token), 0)
+    column = row // BLOCK_SIZE
+    wanted = (row < count) & (row < NUM_ROWS) & (column < max_blocks)
+    entry = block_table + tl.where(real, request, 0) * max_blocks + column
+    page = tl.load(entry, mask=wanted, other=-1).to(tl.int64)
+    exists = (page >= 0) & (page < num_blocks)
+    dim = tl.arange(0, DIM)[None, :]
+    key = (page * BLOCK_SIZE + row % BLOCK_SIZE)[:, None] * DIM + dim
+    keys = tl.load(k_cache + key, mask=exists[:, None], other=0.0)
+    head = tl.arange(0, HEADS)
+    there = head < NUM_HEADS
+    query = (token * NUM_HEADS + head)[:, None] * DIM + dim
+    queries = tl.load(q + query, mask=there[:, None], other=0.0)
+    weight = tl.load(weights + token * NUM_HEADS + head, mask=there, other=0.0)
+    if EMULATE:  # the interpreter multiplies the bits of bfloat16
+        keys, queries = keys.to(tl.float32), queries.to(tl.float32)
+    products = tl.dot(keys, tl.trans(queries), input_precision="ieee")
+    products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    score = tl.sum(tl.where(there[None, :], products * weight[None, :], 0.0), axis=1)
+    score = tl.where(exists, score, float("-inf"))
+    tl.store(out + token * NUM_ROWS + row, score, mask=row < NUM_ROWS)

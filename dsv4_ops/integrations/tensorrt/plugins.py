@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.layout import combined_width
+from dsv4_ops.core.layout import PlainLayout, combined_width
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import NAMESPACE, OPS
+from dsv4_ops.core.registry import AUTO, NAMESPACE, OPS
 from dsv4_ops.integrations.tensorrt import _compat
 from dsv4_ops.integrations.tensorrt.ptx import Kernel, kernel_of
 
@@ -35,7 +35,7 @@ class _Plugin:
         num_outputs: Number of results.
         outputs: Descriptors of outputs, from those of inputs and the attributes.
         launch: Kernel, blocks and numbers, from the same and a compute capability.
-        takes: Whether the layer takes a call, from the values of inputs.
+        takes: Whether the layer takes a call, from the values of inputs and the settings.
     """
 
     inputs: tuple[str, ...]
@@ -50,11 +50,13 @@ _registered: set[str] = set()
 
 
 def register_plugins(*, capability: tuple[int, int] | None = None) -> tuple[str, ...]:
-    """Let engines run ``apply_rope`` and ``combine_topk_swa_indices`` as layers.
+    """Let engines run three ops as layers, scores of the indexer among them.
 
-    Experimental, for torch-tensorrt 2.13 and later with TensorRT's plugins, and Triton. Call it
-    after ``enable`` and before compiling. x of ``apply_rope`` has to be bfloat16 or float32, with
-    a last dimension that is a power of two; other calls stay in PyTorch segments.
+    They are ``apply_rope``, ``combine_topk_swa_indices`` and ``indexer_logits``. Experimental, for
+    torch-tensorrt 2.13 and later with TensorRT's plugins, and Triton. Call it after ``enable`` and
+    before compiling. x of ``apply_rope`` has to be bfloat16 or float32, with a last dimension that
+    is a power of two; ``indexer_logits`` has to read the layout "plain", with at most 64 heads and
+    without a schedule. Other calls stay in PyTorch segments.
 
     Args:
         capability: Compute capability of the GPU that engines are for; that of the current device
@@ -88,23 +90,24 @@ def register_plugins(*, capability: tuple[int, int] | None = None) -> tuple[str,
 
 
 def _takes(plugin: _Plugin, node: Any, settings: Any) -> bool:
-    return plugin.takes(*(each.meta["val"] for each in node.args))
+    values = [each.meta["val"] if each is not None else None for each in node.args]
+    return plugin.takes(*values, **node.kwargs)
 
 
 def _convert(op: str, ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Add the plugin's layer. ``generate_plugin_converter`` would drop keyword arguments."""
     plugin = importlib.import_module("tensorrt.plugin")
     converter_utils = importlib.import_module("torch_tensorrt.dynamo.conversion.converter_utils")
+    spec = _PLUGINS[op]
     tensors = [
         converter_utils.get_trt_tensor(ctx, tensor, f"{name}_{place}")
-        for place, tensor in enumerate(args)
+        for place, tensor in enumerate(args[: len(spec.inputs)])
     ]
-    kinds = _PLUGINS[op].attributes
-    settings = {key: kinds[key](value) for key, value in kwargs.items()}
+    settings = {key: kind(kwargs[key]) for key, kind in spec.attributes.items()}
     made = getattr(plugin.op.dsv4_ops, op)(*tensors, **settings)
     layer = ctx.net.add_plugin(made, aot=True)
     layer.name = f"[{target}]-[{name}]"
-    outputs = [layer.get_output(place) for place in range(_PLUGINS[op].num_outputs)]
+    outputs = [layer.get_output(place) for place in range(spec.num_outputs)]
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
@@ -182,6 +185,34 @@ def combine_options(
     return {**window, **rows, "WIDTH": width, "BLOCK": 1 << (width - 1).bit_length()}
 
 
+LOGITS_ROWS = {torch.bfloat16: 64, torch.float32: 32}
+"""Scores of a block, by the dtype of the keys: those and the queries of 64 heads stay below the 48
+KiB of shared memory that a launch has without asking."""
+
+
+def logits_options(
+    dtype: torch.dtype, num_heads: int, dim: int, *, num_rows: int, block_size: int
+) -> dict[str, int]:
+    """Constants of ``indexer_logits_kernel``."""
+    heads = max(16, 1 << (num_heads - 1).bit_length())
+    sizes = {"NUM_HEADS": num_heads, "HEADS": heads, "DIM": dim, "ROWS": LOGITS_ROWS[dtype]}
+    return {**sizes, "NUM_ROWS": num_rows, "BLOCK_SIZE": block_size}
+
+
+def logits_kernel(
+    dtype: torch.dtype, num_heads: int, dim: int, settings: dict[str, int], capability: int
+) -> Kernel:
+    """Kernel of a plugin: the op's tensors without its schedule, requests, columns of block_table,
+    blocks of k_cache, and the scores; one block per token and ``LOGITS_ROWS`` rows."""
+    from dsv4_ops.integrations.tensorrt.kernels import indexer_logits_kernel as kernel
+
+    integers = (torch.int32,) * 3
+    inputs = (dtype, torch.float32, dtype, *integers)
+    options = logits_options(dtype, num_heads, dim, **settings)
+    outputs = (torch.float32,)
+    return _compiled("indexer_logits", kernel, inputs, 3, outputs, options, capability)
+
+
 def _compiled(
     op: str,
     kernel: Any,
@@ -204,15 +235,19 @@ def _compiled(
 def _launch_rope(
     x: Any, positions: Any, cos_sin_cache: Any, capability: int, *, inverse: bool
 ) -> tuple[Kernel, Any, tuple[Any, ...]]:
-    is_bfloat16 = x.dtype == importlib.import_module("tensorrt").bfloat16
-    dtype = torch.bfloat16 if is_bfloat16 else torch.float32
+    dtype = _dtype(x)
     dim, rope = (each.shape_expr[-1].constant_value() for each in (x, cos_sin_cache))
     rows = x.shape_expr.numel() // dim
     numbers = rows // positions.shape_expr[0], cos_sin_cache.shape_expr[0]
     return apply_rope_kernel(dtype, dim, rope, bool(inverse), capability), rows, numbers
 
 
-def _takes_rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> bool:
+def _dtype(x: Any) -> torch.dtype:
+    is_bfloat16 = x.dtype == importlib.import_module("tensorrt").bfloat16
+    return torch.bfloat16 if is_bfloat16 else torch.float32
+
+
+def _takes_rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor, **settings: Any) -> bool:
     dim, rope = x.shape[-1], cos_sin_cache.shape[-1]
     fixed = isinstance(dim, int) and isinstance(rope, int) and dim & (dim - 1) == 0
     return fixed and x.dtype in (torch.bfloat16, torch.float32)
@@ -240,6 +275,43 @@ def _describe_combine(plugin: Any, topk_indices: Any, *rest: Any, **settings: in
     )
 
 
+def _describe_logits(
+    plugin: Any, q: Any, weights: Any, *rest: Any, num_rows: int, **sizes: int
+) -> Any:
+    shape = (q.shape_expr[0], plugin.ShapeExpr(num_rows))
+    return (plugin.TensorDesc(plugin.ShapeExprs.from_tuple(shape), weights.dtype),)
+
+
+def _launch_logits(
+    q: Any,
+    weights: Any,
+    k_cache: Any,
+    lens: Any,
+    req_indices: Any,
+    block_table: Any,
+    capability: int,
+    **settings: int,
+) -> tuple[Kernel, Any, tuple[Any, ...]]:
+    dtype = _dtype(q)
+    num_heads, dim = (q.shape_expr[place].constant_value() for place in (1, 2))
+    spans = -(-settings["num_rows"] // LOGITS_ROWS[dtype])
+    numbers = block_table.shape_expr[0], block_table.shape_expr[1], k_cache.shape_expr[0]
+    kernel = logits_kernel(dtype, num_heads, dim, settings, capability)
+    return kernel, q.shape_expr[0] * spans, numbers
+
+
+def _takes_logits(
+    q: Tensor, weights: Tensor, k_cache: Tensor, *rest: Tensor | None, **settings: Any
+) -> bool:
+    """A schedule is DeepGEMM's, and another layout's cache is of bytes. At most 64
+    heads: ``LOGITS_ROWS``."""
+    sizes = (*q.shape[1:], settings["num_rows"], settings["block_size"])
+    known = settings["layout"] == PlainLayout.tag and all(type(size) is int for size in sizes)
+    taken = known and 0 < sizes[0] <= 64 and sizes[2] > 0
+    ours = settings.get("impl", AUTO) == AUTO and rest[3:] in ((), (None,))
+    return taken and ours and q.dtype in LOGITS_ROWS
+
+
 _PLUGINS = {
     "apply_rope": _Plugin(
         ("x", "positions", "cos_sin_cache"),
@@ -257,6 +329,14 @@ _PLUGINS = {
         2,
         _describe_combine,
         _launch_combine,
-        lambda *values: True,
+        lambda *values, **settings: True,
+    ),
+    "indexer_logits": _Plugin(
+        ("q", "weights", "k_cache", "lens", "req_indices", "block_table"),
+        {"num_rows": int, "block_size": int},
+        1,
+        _describe_logits,
+        _launch_logits,
+        _takes_logits,
     ),
 }

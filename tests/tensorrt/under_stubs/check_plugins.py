@@ -14,6 +14,8 @@ from torch import nn
 
 from dsv4_ops.integrations.tensorrt import enable, plugins, register_plugins
 
+OPS = ("apply_rope", "combine_topk_swa_indices", "indexer_logits")
+
 
 class Rope(nn.Module):
     def forward(self, x, positions, table):
@@ -24,7 +26,7 @@ class Rope(nn.Module):
 def registered():
     enable()
     for _ in range(2):  # a second call does nothing
-        assert register_plugins(capability=(9, 0)) == ("apply_rope", "combine_topk_swa_indices")
+        assert register_plugins(capability=(9, 0)) == OPS
 
 
 def described(dtype, *shape):
@@ -69,6 +71,45 @@ def test_two_outputs_join_an_engine():
     found = torch_tensorrt.dynamo.compile(program, arg_inputs=inputs, **settings)
     assert torch.equal(found(*inputs), Combine()(*inputs))
     assert [name for name, _ in found.named_children()] == ["_run_on_acc_0"]
+
+
+class Score(nn.Module):
+    def forward(self, q, *tensors):
+        settings = {"block_size": 4, "num_rows": 7, "layout": "plain"}
+        return torch.ops.dsv4_ops.indexer_logits(q * 2, *tensors, None, **settings) + 1
+
+
+def test_scores_join_an_engine():
+    """With its optional schedule in place, which TensorRT's plugins cannot have."""
+    tensors = torch.randn(3, 2, 128), torch.randn(3, 2), torch.randn(5, 4, 128)
+    integers = (torch.tensor([7, 1, 0]), torch.tensor([0, 1, -1]), torch.tensor([[3, 1], [2, 9]]))
+    inputs = (*tensors, *(each.int() for each in integers))
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    shapes = {0: tokens}, ({0: tokens}, None, {0: tokens}, {0: tokens}, None)
+    program = torch.export.export(Score(), inputs, dynamic_shapes=shapes)
+    settings = {"dryrun": True, "min_block_size": 1}
+    found = torch_tensorrt.dynamo.compile(program, arg_inputs=inputs, **settings)
+    assert torch.equal(found(*inputs), Score()(*inputs))
+    assert [name for name, _ in found.named_children()] == ["_run_on_acc_0"]
+
+
+@pytest.mark.parametrize(
+    ("q", "heads", "schedule", "settings"),
+    [
+        (torch.float16, 2, None, {}),
+        (torch.bfloat16, 65, None, {}),
+        (torch.bfloat16, 2, torch.zeros(3, 2).int(), {}),
+        (torch.bfloat16, 2, None, {"layout": "v4_indexer_fp8"}),
+        (torch.bfloat16, 2, None, {"impl": "reference"}),
+    ],
+)
+def test_other_scores_stay_in_pytorch(q, heads, schedule, settings):
+    known = {"block_size": 4, "num_rows": 7, "layout": "plain"}
+    tensors = [torch.empty(3, heads, 128, dtype=q), *[torch.empty(0)] * 5]
+    takes = plugins._PLUGINS["indexer_logits"].takes
+    assert not takes(*tensors, schedule, **{**known, **settings})
+    fitting = [torch.empty(3, 64, 128, dtype=torch.bfloat16), *tensors[1:]]
+    assert takes(*fitting, None, **known)
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float16, 128), (torch.float32, 96)])
@@ -136,6 +177,22 @@ def test_combine_has_two_int32_outputs_and_a_block_per_token(monkeypatch):
     _, ptx, launch, numbers = definition.aot_impl_func(*inputs, *SETTINGS.values(), (), None)
     assert sum(line.strip().startswith(".param") for line in ptx.splitlines()) == 9
     assert [each._expr.value for each in (launch.grid_x, *numbers)] == [6, 3, 2]
+
+
+def test_scores_are_float32_and_a_block_per_token_and_64_rows(monkeypatch):
+    monkeypatch.setattr(_tensor.trt, "IDimensionExpr", Constant)
+    monkeypatch.setattr(_tensor.SymIntExpr, "_exprBuilder", Builder())
+    q, k_cache = (described(tensorrt.bfloat16, *size, 128) for size in ((6, 2), (5, 4)))
+    integers = (described(tensorrt.int32, *size) for size in ((6,), (6,), (3, 9)))
+    inputs = q, described(tensorrt.float32, 6, 2), k_cache, *integers
+    definition = QDP_REGISTRY["dsv4_ops::indexer_logits"]
+    assert definition.input_attrs == {"num_rows": int, "block_size": int}
+    scores = definition.register_func(*inputs, 130, 4)
+    assert scores.dtype == tensorrt.float32
+    assert [size._expr.value for size in scores.shape_expr] == [6, 130]
+    _, ptx, launch, numbers = definition.aot_impl_func(*inputs, 130, 4, (), None)
+    assert sum(line.strip().startswith(".param") for line in ptx.splitlines()) == 10
+    assert [each._expr.value for each in (launch.grid_x, *numbers)] == [18, 3, 9, 5]
 
 
 def test_the_converter_passes_the_keyword_argument(monkeypatch):

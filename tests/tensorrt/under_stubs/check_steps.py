@@ -10,7 +10,7 @@ import torch_tensorrt
 from torch import Tensor
 
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.integrations.tensorrt import enable
+from dsv4_ops.integrations.tensorrt import enable, register_plugins
 from dsv4_ops.integrations.transformers.export import (
     DecodeModule,
     PrefillModule,
@@ -18,12 +18,25 @@ from dsv4_ops.integrations.transformers.export import (
     padding_batch,
     prefill_shapes,
 )
-from dsv4_ops.testing.models import HEAVY, LAYER_TYPES, SLIDING, SPARSE, small_model
+from dsv4_ops.testing.models import (
+    HEAVY,
+    LAYER_TYPES,
+    SLIDING,
+    SPARSE,
+    small_mla_model,
+    small_model,
+)
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "10_tensorrt.py"
 REQUESTS, TOKENS = 2, 4
 FIRST_WRITTEN = 8
 """Inputs of a step before it are read only."""
+
+DS_FP8 = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+"""Widths that rows of 656 bytes have."""
+
+
+ROPE = "dsv4_ops.apply_rope.default"
 
 ALONE = pytest.mark.nightly("the step of three layers has one of each type")
 
@@ -72,12 +85,31 @@ def values(graph):
         (LAYER_TYPES, 8),
     ],
 )
-@torch.no_grad()
 def test_a_decode_step_writes_the_callers_caches(layers, engines):
-    """Exactly what PyTorch computes after the same decompositions, bytes of FP8 caches included;
-    and the logits of the model itself."""
-    enable()
     model = v4.patch(small_model(layer_types=list(layers)), kv="fp8")
+    kinds, cache = assert_equal_steps(model, engines)
+    assert kinds["dsv4_ops_tensorrt.copy_back.default"] == 1  # the counter of dropped tokens
+    assert all(layer.swa.any() for layer in cache.tensors.layers)
+
+
+def test_a_decode_step_of_deepseek_v3_does_so_too():
+    """A dense layer, rows of 656 bytes; the engine rotates the queries by the plugin."""
+    register_plugins(capability=(9, 0))
+    model = v4.patch(small_mla_model(num_hidden_layers=1, **DS_FP8), kv="ds_fp8")
+    kinds, cache = assert_equal_steps(model, 4, {ROPE: 1})
+    assert kinds["dsv4_ops.mla_decode.default"] == 1
+    assert cache.tensors.layers[0].kv.any()
+
+
+@torch.no_grad()
+def assert_equal_steps(model, engines, plugins=()):
+    """Exactly what PyTorch computes after the same decompositions, bytes of FP8 caches included;
+    and the logits of the model itself.
+
+    Returns:
+        Ops of this package in the segments of PyTorch, with counts, and the cache written.
+    """
+    enable()
     ours, plain, stock = (cache_for(model) for _ in range(3))
     inputs = decode_inputs(padding_batch(ours, REQUESTS, TOKENS), ours)
     program = torch.export.export(DecodeModule(model, ours), inputs, strict=False)
@@ -86,12 +118,11 @@ def test_a_decode_step_writes_the_callers_caches(layers, engines):
     step = torch_tensorrt.dynamo.compile(program, arg_inputs=inputs, dryrun=True, min_block_size=1)
     in_engines, in_torch = segments(step)
     assert (len(in_engines), len(in_torch)) == (engines, engines)
-    assert not ours_in(in_engines)
+    assert ours_in(in_engines) == Counter(plugins)
     crossing = {each.dtype for graph in in_engines.values() for each in values(graph)}
     assert crossing <= {torch.bool, torch.int32, torch.int64, torch.float32, torch.bfloat16}
     kinds = ours_in(in_torch)
     assert not [name for name in kinds if "auto_functionalized" in name]
-    assert kinds["dsv4_ops_tensorrt.copy_back.default"] == 1  # the counter of dropped tokens
 
     steps = zip(*(batches(cache, 4) for cache in (ours, plain, stock)), strict=True)
     for batch, same, again in steps:
@@ -102,7 +133,7 @@ def test_a_decode_step_writes_the_callers_caches(layers, engines):
             assert torch.equal(left, right)
         # decompositions round differently, and FP8 makes a bit of it
         assert (found - v4.decode_step(model, again, stock)).abs().max() < 0.05
-    assert all(layer.swa.any() for layer in ours.tensors.layers)
+    return kinds, ours
 
 
 @torch.no_grad()
