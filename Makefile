@@ -35,6 +35,8 @@ DEV_STAMP := $(VENV)/.installed-dev
 
 # Inductor's pool of compile workers costs more than it saves on small graphs
 export TORCHINDUCTOR_COMPILE_THREADS = 1
+# Images often set it; then each of the suite's processes compiles all Python that it imports: 10 s
+export PYTHONDONTWRITEBYTECODE =
 
 STUBS ?= build/tensorrt_stubs
 

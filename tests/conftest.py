@@ -15,6 +15,9 @@ import pytest
 
 # A compile makes a million objects, few of them garbage: looking for it takes a tenth of the time.
 gc.set_threshold(50_000, 20, 20)
+# Images often forbid bytecode files; then each process compiles all of torch that it imports: 10 s.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # A crashed compile leaves Inductor's worker pool waiting for minutes at exit; one thread has no
 # pool.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -1,15 +1,20 @@
-"""Masks that Triton 3.9's interpreter takes; imported first by what runs under TRITON_INTERPRET=1.
+"""Triton's interpreter mended; imported first by what runs under TRITON_INTERPRET=1.
 
-``scalar & block`` of conditions is an int1 for Triton, on a GPU and in its interpreter; but the
+It takes masks as Triton 3.9's does not: ``scalar & block`` of conditions is an int1 for Triton, on a GPU and in its interpreter; but the
 interpreter keeps its values as int32 or int64, and since 3.9 refuses such a mask. Older ones read
 it as what it is: this does the same.
+
+And it patches ``triton.language`` once a launch. By itself it does so again in each call of a device
+function, by looking at every member of the module, which is two fifths of a kernel's time.
 """
 
 import functools
 from typing import Any
 
 import numpy as np
+import triton.language as tl
 from triton import knobs
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 _PLACE_OF_MASK = {"create_masked_load": 1, "create_masked_store": 2, "create_atomic_rmw": 3}
@@ -24,7 +29,21 @@ def _with_conditions(method: Any, place: int) -> Any:
     return call
 
 
+def _unless_patched(patch: Any) -> Any:
+    @functools.wraps(patch)
+    def call(function: Any) -> Any:
+        seen = {id(value) for value in function.__globals__.values()}
+        languages = [each for each in (tl, tl.core) if id(each) in seen]
+        if not languages or any(tl.core.is_builtin(each.load) for each in languages):
+            return patch(function)
+        return interpreter._LangPatchScope()  # nothing to undo
+
+    return call
+
+
 if knobs.runtime.interpret:
+    if hasattr(interpreter, "_LangPatchScope"):
+        interpreter._patch_lang = _unless_patched(interpreter._patch_lang)
     for _name, _place in _PLACE_OF_MASK.items():
         _method = getattr(InterpreterBuilder, _name)
         setattr(InterpreterBuilder, _name, _with_conditions(_method, _place))
