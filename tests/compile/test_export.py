@@ -128,11 +128,11 @@ PACKAGED = [
     "dequantize_and_gather_k_cache",
     "indexer_topk",
     "pack_seq",
+    "prefill_row_bounds",
     "quantize_and_insert_k_cache",
     "quantize_and_insert_k_cache_functional",
     "sinkhorn",
     "sparse_mla_decode",
-    "split_prefill_chunks",
     "swa_indices_and_lens",
 ]
 """One op of every kind: IR, decomposed, a loop, a selection, bytes, states, several results, writes

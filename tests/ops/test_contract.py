@@ -211,6 +211,10 @@ AT_ONCE = 12
 more than in proportion: beyond this, more than a compiler call less is worth."""
 
 
+ALONE = {"split_prefill_chunks"}
+"""Loops that Inductor takes half a minute for, and longer beside others."""
+
+
 def num_tensors(name):
     return sum("Tensor" in str(argument.type) for argument in OPS[name].op._schema.arguments)
 
@@ -219,7 +223,7 @@ def split(names):
     """Runs of ``names`` with at most AT_ONCE tensor arguments; an op with more is alone."""
     group, count = [], 0
     for name in names:
-        added = num_tensors(name) * (1 + is_fused(name))
+        added = AT_ONCE if name in ALONE else num_tensors(name) * (1 + is_fused(name))
         if group and count + added > AT_ONCE:
             yield group
             group, count = [], 0
@@ -237,7 +241,7 @@ def groups():
         smoke = [name for name in chosen if name in SMOKE]
         rest = [name for name in chosen if name not in SMOKE]
         for some, marks in ((smoke, [pytest.mark.smoke]), (rest, [])):
-            for group in split(some):
+            for group in split(sorted(some, key=ALONE.__contains__)):
                 yield pytest.param(group, vectors, id="-".join(group), marks=marks)
 
 

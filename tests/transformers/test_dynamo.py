@@ -1,6 +1,8 @@
 """Hugging Face's calls of a patched model under Dynamo: what recompiles and what does not, and
 the module that ``export_decode`` exports."""
 
+from functools import lru_cache
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -16,6 +18,7 @@ from dsv4_ops.integrations.transformers.export import (
     padding_batch,
     prefill_shapes,
 )
+from dsv4_ops.testing.models import small_model
 from tests.helpers import i32
 from tests.support.hf_models import Engine, expected, new_cache, reference, text
 
@@ -34,14 +37,24 @@ def cache_of(**sizes):
     return new_cache(**{"max_batch_size": 2, "max_cache_len": 64, **sizes})
 
 
-def decode(step, cache, steps=STEPS, **given):
-    """Steps of one token; ``given`` are arguments as functions of the position."""
+@lru_cache
+def one_layer():
+    """A patched model, and Hugging Face's logits: what arguments become, all layers share."""
+    stock = small_model(num_hidden_layers=1)
+    logits = stock(text()[:2]).logits
+    return v4.patch(stock, kv="fp32", precision="reference"), logits
+
+
+def decode(step, cache, steps=STEPS, of=None, **given):
+    """Steps of one token of ``of``, a model and its logits; ``given`` are arguments as functions of
+    the position."""
+    model, logits = of or (reference(), expected())
     tokens = text()[:2]
-    reference()(tokens[:, :START], cache=cache)
+    model(tokens[:, :START], cache=cache)
     for place in range(START, START + steps):
-        rest = {name: of(place) for name, of in given.items()}
+        rest = {name: at(place) for name, at in given.items()}
         out = step(tokens[:, place : place + 1], cache=cache, use_cache=True, **rest)
-        want = expected()[:2, place : place + 1]
+        want = logits[:2, place : place + 1]
         torch.testing.assert_close(out.logits, want, rtol=0, atol=1e-4)
         assert getattr(out, cache_argument()) is cache
 
@@ -82,16 +95,17 @@ def test_one_graph_for_caches_of_equal_sizes():
 )
 def test_one_graph_with_more_arguments(given):
     counter = CompileCounter()
-    step = torch.compile(reference(), fullgraph=True, backend=counter)
-    decode(step, cache_of(), 10, **given)
+    step = torch.compile(one_layer()[0], fullgraph=True, backend=counter)
+    decode(step, cache_of(model=one_layer()[0]), 10, of=one_layer(), **given)
     assert counter.frame_count == 1
 
 
 def test_a_growing_mask_compiles_twice():
     """As any growing size does: once for the first, once for all others."""
     counter = CompileCounter()
-    step = torch.compile(reference(), fullgraph=True, backend=counter)
-    decode(step, cache_of(), 10, attention_mask=lambda place: torch.ones(2, place + 1))
+    step = torch.compile(one_layer()[0], fullgraph=True, backend=counter)
+    growing = {"attention_mask": lambda place: torch.ones(2, place + 1)}
+    decode(step, cache_of(model=one_layer()[0]), 10, of=one_layer(), **growing)
     assert counter.frame_count == 2
 
 
