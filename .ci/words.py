@@ -4,7 +4,8 @@
 
 prints ``file:line: word: say ...`` for each and exits with 1 if there is any. ``NAMES`` may stand
 nowhere, not even as a part of a name such as ``num_stations``; ``PROSE`` only in names that stay
-for the reason given. Prose is comments, docstrings and Markdown, without inline code and doctests.
+for the reason given; ``WHOLE_NAMES`` in prose alone. Prose is comments, docstrings and Markdown,
+without inline code and doctests.
 ``docs/tuning.md`` is history and not read.
 
 The docstring of what ``docs/api`` shows begins with a sentence of at most 80 characters, on a line
@@ -57,6 +58,8 @@ PROSE = {
         ),
     ),
 }
+
+WHOLE_NAMES = {"largest": "row_max of logits, amax of values to be quantised, max_ of a limit"}
 
 DOCUMENTED = (
     "dsv4_ops/ops/",
@@ -120,6 +123,13 @@ def _words(name: str, text: str) -> Iterator[tuple[int, str, str]]:
                 yield number, word, f"say {say}"
 
 
+def _names(text: str) -> Iterator[tuple[int, str, str]]:
+    """Names of Python that say what prose may."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.NAME and token.string.lower() in WHOLE_NAMES:
+            yield token.start[0], token.string, f"say {WHOLE_NAMES[token.string.lower()]}"
+
+
 def _public(root: Path) -> set[str]:
     """Names of which ``docs/api`` shows the docstring."""
     pages = (page.read_text() for page in (root / "docs/api").glob("*.md"))
@@ -151,6 +161,8 @@ def main() -> int:
             continue
         text = (root / name).read_text()
         rows = [*_words(name, text)]
+        if name.endswith(".py"):
+            rows += _names(text)
         if name.startswith(DOCUMENTED):
             rows += _sentences(text, public)
         for number, what, say in rows:

@@ -45,9 +45,9 @@ class Sampled:
     garbage: int = 0
 
 
-def schedules(largest: int) -> st.SearchStrategy[list[Sampled]]:
+def schedules(max_chunk: int) -> st.SearchStrategy[list[Sampled]]:
     """Strategy of steps with chunks of at most ``largest`` tokens."""
-    edges = sorted({min(size, largest) for size in (0, 1, 2, 3, 4, 5, 7, 127, 128, 129)})
+    edges = sorted({min(size, max_chunk) for size in (0, 1, 2, 3, 4, 5, 7, 127, 128, 129)})
     counts = st.tuples(*[st.sampled_from(edges)] * REQUESTS)
     garbage = st.sampled_from([0, -1, 7, 2**31 - 1, -(2**31)])
     return st.lists(st.builds(Sampled, counts, st.integers(0, 2), garbage), min_size=1, max_size=5)
@@ -103,11 +103,11 @@ class Check:
             *(torch.tensor(x, dtype=torch.int32, device=self.device) for x in (starts, lens, rows)),
         )
 
-    def fuzz(self, examples: int, largest: int) -> str | None:
+    def fuzz(self, examples: int, max_chunk: int) -> str | None:
         """The failure of the shortest schedule that hypothesis finds, or None."""
 
         @settings(SETTINGS, max_examples=examples)
-        @given(schedules(largest))
+        @given(schedules(max_chunk))
         def run(steps: list[Sampled]) -> None:
             self.schedule(steps)
 
@@ -133,11 +133,11 @@ def main() -> int:
     args = parser.parse_args()
     print(f"drawing {args.examples} schedules for decode_step", flush=True)
     good = Check(v4.decode_step, args.device)
-    wrong = good.fuzz(args.examples, largest=129)
+    wrong = good.fuzz(args.examples, max_chunk=129)
     print(f"  {good.ran} schedules ran: {wrong or 'every token as it should be'}", flush=True)
     print("the same for a step with a bug", flush=True)
     bad = Check(forgetful, args.device)
-    found = bad.fuzz(100, largest=5)
+    found = bad.fuzz(100, max_chunk=5)
     print(f"  {bad.ran} schedules ran, the last ones to shrink it: {found}")
     if wrong or not found:
         print("FAILED: " + (wrong or "the planted bug was not found"))

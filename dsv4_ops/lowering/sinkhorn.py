@@ -30,8 +30,8 @@ def _sinkhorn(logits: Any, *, num_streams: int, iterations: int, eps: float) -> 
         ]
 
     def softmax(row: list[Any], smallest: Any) -> list[Any]:
-        largest = reduce(ops.maximum, row)
-        weights = [ops.exp(ops.sub(value, largest)) for value in row]
+        row_max = reduce(ops.maximum, row)
+        weights = [ops.exp(ops.sub(value, row_max)) for value in row]
         total = added(weights)
         return [ops.add(ops.truediv(weight, total), smallest) for weight in weights]
 

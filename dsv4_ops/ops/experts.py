@@ -91,11 +91,11 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
     checks.tensor("topk_ids", topk_ids, torch.int32, "num_tokens", "topk")
     if not torch.compiler.is_compiling():  # a size that is a symbol would be guarded
         num_rows = topk_ids.shape[0] * topk_ids.shape[1]
-        largest = num_rows + min(num_experts, num_rows) * (block_size - 1)
-        if largest > INT32_MAX:
+        capacity = num_rows + min(num_experts, num_rows) * (block_size - 1)
+        if capacity > INT32_MAX:
             rule = f"leave at most {INT32_MAX} rows of all blocks"
             advice = "Lower it; rows are int32"
-            raise refusal(ValueError, checks.op, "block_size", rule, largest, advice)
+            raise refusal(ValueError, checks.op, "block_size", rule, capacity, advice)
     return ExpertPlan(*_expert_plan(topk_ids, num_experts=num_experts, block_size=block_size))
 
 

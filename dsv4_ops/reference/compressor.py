@@ -94,8 +94,8 @@ def _window(
 
 def _weighted_sum(kv: Tensor, score: Tensor, exists: Tensor) -> Tensor:
     """Sum over the rows of a window, each channel with its own softmax."""
-    largest = torch.where(exists, score, float("-inf")).amax(1, keepdim=True)
-    weight = torch.where(exists, torch.exp(score - largest), 0.0)
+    row_max = torch.where(exists, score, float("-inf")).amax(1, keepdim=True)
+    weight = torch.where(exists, torch.exp(score - row_max), 0.0)
     summed: Tensor = (weight * kv).sum(1) / weight.sum(1)
     return summed
 

@@ -77,8 +77,8 @@ def cp_correct_out(
 ) -> tuple[Tensor, Tensor]:
     exp, log = functions(lse_base)
     parts = existing(lses)
-    largest = parts.amax(0)
-    origin = torch.where(largest == -torch.inf, 0.0, largest)
+    row_max = parts.amax(0)
+    origin = torch.where(row_max == -torch.inf, 0.0, row_max)
     total = exp(parts - origin).sum(0)
     own = exp(existing(lse) - origin)
     share = torch.where(own > 0, own / total, 0.0)

@@ -76,8 +76,8 @@ def merge_attn_states(
 ) -> tuple[Tensor, Tensor]:
     exp, log = functions(lse_base)
     prefix, suffix = existing(prefix_lse), existing(suffix_lse)
-    largest = torch.maximum(prefix, suffix)
-    origin = torch.where(largest == -torch.inf, 0.0, largest)
+    row_max = torch.maximum(prefix, suffix)
+    origin = torch.where(row_max == -torch.inf, 0.0, row_max)
     weights = exp(prefix - origin), exp(suffix - origin)
     total = weights[0] + weights[1]
     summed = weighted(prefix_out, weights[0]) + weighted(suffix_out, weights[1])
@@ -88,8 +88,8 @@ def merge_attn_states(
 def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str) -> tuple[Tensor, Tensor]:
     exp, log = functions(lse_base)
     parts = existing(lses)
-    largest = parts.amax(0)
-    origin = torch.where(largest == -torch.inf, 0.0, largest)
+    row_max = parts.amax(0)
+    origin = torch.where(row_max == -torch.inf, 0.0, row_max)
     weights = exp(parts - origin)
     total = weights.sum(0)
     return _over(weighted(outs, weights).sum(0), total).to(outs.dtype), origin + log(total)
@@ -138,8 +138,8 @@ def mla_prefill(
         query, value = q[:, head].to(torch.float32), v[:, head].to(torch.float32)
         logits = query[:, :nope] @ k_nope[:, head].to(torch.float32).T + query[:, nope:] @ shared
         logits = torch.where(mask, logits * softmax_scale, -torch.inf)
-        largest = pad(logits, (0, 1), value=-torch.inf).amax(-1)
-        origin = torch.where(largest == -torch.inf, 0.0, largest)
+        row_max = pad(logits, (0, 1), value=-torch.inf).amax(-1)
+        origin = torch.where(row_max == -torch.inf, 0.0, row_max)
         weights = torch.exp(logits - origin[:, None])
         total = weights.sum(-1)
         # a product with 0 would spread what other requests' values are not

@@ -237,15 +237,15 @@ def attend(
     values = keys.to(torch.float32)
     logits = torch.matmul(q.to(torch.float32), values.mT) * softmax_scale
     logits = torch.where(exists[:, None, :], logits, -torch.inf)
-    largest = logits.amax(-1)
-    origin = torch.where(largest == -torch.inf, 0.0, largest)
+    row_max = logits.amax(-1)
+    origin = torch.where(row_max == -torch.inf, 0.0, row_max)
     weights = torch.exp(logits - origin[..., None])
     total = weights.sum(-1)
     summed = torch.matmul(weights.to(q.dtype).to(torch.float32), values)
     sink = torch.zeros_like(total) if attn_sink is None else torch.exp(attn_sink - origin)
     out = summed / (total + sink)[..., None]
     out = torch.where(total[..., None] == 0.0, 0.0, out)
-    return out.to(q.dtype), largest, origin + torch.log(total)
+    return out.to(q.dtype), row_max, origin + torch.log(total)
 
 
 def over_both(
@@ -353,8 +353,8 @@ def sparse_mla_gathered(
     column = torch.arange(kv.shape[1], device=kv.device)
     rows, mask, column = torch.broadcast_tensors(indices[..., None], exists[..., None], column)
     keys = masked_index(words(kv), mask, [rows, column], 0).view(kv.dtype)
-    out, largest, lse = attend(q, keys, exists, attn_sink, softmax_scale)
-    return SparseMlaGathered(out, largest, lse)
+    out, row_max, lse = attend(q, keys, exists, attn_sink, softmax_scale)
+    return SparseMlaGathered(out, row_max, lse)
 
 
 def window_keys(

@@ -67,9 +67,9 @@ def assert_close(actual: Tensor, expected: Tensor, budget: float) -> None:
     the result, of the weights of the keys, and of what float32 rounds the other way before a code
     is chosen."""
     error = (actual.double() - expected.double()).abs().amax((1, 2))
-    largest = expected.double().abs().amax((1, 2))
-    assert largest.min() > 0.1
-    assert (error <= budget * largest).all(), float((error / largest).max())
+    amax = expected.double().abs().amax((1, 2))
+    assert amax.min() > 0.1
+    assert (error <= budget * amax).all(), float((error / amax).max())
 
 
 @each_kind

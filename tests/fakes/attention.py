@@ -46,10 +46,10 @@ class FlashMLA:
         lens = topk_length
         if lens is None:
             lens = torch.full((q.shape[0],), indices.shape[2], dtype=torch.int32)
-        out, largest, lse = dsv4_ops.sparse_mla_gathered(
+        out, row_max, lse = dsv4_ops.sparse_mla_gathered(
             q, kv[:, 0], indices[:, 0], lens, attn_sink, softmax_scale=scale
         )
-        return out * self.factor, largest, lse
+        return out * self.factor, row_max, lse
 
 
 class Cache:

@@ -155,8 +155,8 @@ def prefill(q, kv, indices, scale, d_v, sink, lens, out):
     require(bool(((slots >= -1) & (slots < kv.shape[0])).all()), "rows that do not exist")
     counts = (slots >= 0) & (torch.arange(slots.shape[1]) < lens[:, None])
     keys = torch.where(counts[..., None], kv[:, 0][slots.clamp(min=0)].float(), 0)
-    found, largest, lse = attended(q, keys, counts, sink, scale)
-    return [found, largest, lse]
+    found, row_max, lse = attended(q, keys, counts, sink, scale)
+    return [found, row_max, lse]
 
 
 @contextmanager

@@ -34,13 +34,13 @@ from tests.gluon_emulator.program import Program, Shared
 from tests.gluon_emulator.values import (
     EmulationError,
     Value,
+    amax,
     arange,
     convert_layout,
     elementwise,
     expand_dims,
     full,
     join,
-    largest,
     maximum,
     minimum,
     permute,
@@ -85,7 +85,7 @@ class _Language:
 
     load, store, where = staticmethod(load), staticmethod(store), staticmethod(where)
     maximum, minimum = staticmethod(maximum), staticmethod(minimum)
-    max, min, sum = staticmethod(largest), staticmethod(smallest), staticmethod(total)
+    max, min, sum = staticmethod(amax), staticmethod(smallest), staticmethod(total)
     exp2, log2 = elementwise(np.exp2), elementwise(np.log2)
     exp, log, abs = elementwise(np.exp), elementwise(np.log), elementwise(np.abs)
     exp2, log2, exp, log, abs = map(staticmethod, (exp2, log2, exp, log, abs))

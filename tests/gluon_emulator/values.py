@@ -317,7 +317,7 @@ def minimum(left: Any, right: Any) -> Value:
     return _binary(np.fmin, tensor(left) if isinstance(right, Number) else left, right)
 
 
-def largest(values: Value, axis: int | None = None) -> Value:
+def amax(values: Value, axis: int | None = None) -> Value:
     """NaN is left out."""
     with np.errstate(all="ignore"):
         return values.like(np.fmax.reduce(values.data, axis=axis))

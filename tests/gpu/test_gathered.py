@@ -100,9 +100,9 @@ def test_no_token_and_no_row() -> None:
     q, kv, indices, lens, sink = gathered_case(4, 5, 64, 70).on(DEVICE).tensors
     scale = {"softmax_scale": 0.1}
     assert ours(Case("none", (q[:0], kv, indices[:0], lens[:0], sink), scale))[0].shape[0] == 0
-    out, largest, lse = ours(Case("no row", (q, kv[:0], indices, lens, sink), scale))
+    out, row_max, lse = ours(Case("no row", (q, kv[:0], indices, lens, sink), scale))
     assert (out == 0).all()
-    assert (largest == -math.inf).all()
+    assert (row_max == -math.inf).all()
     assert (lse == -math.inf).all()
 
 

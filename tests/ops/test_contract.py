@@ -234,7 +234,7 @@ def split(names):
 
 
 def groups():
-    """Every op in a graph with others of its kind of loops, a new one as soon as it is registered."""
+    """Every op in a graph with others of its kind of loops; a new op by being registered."""
     names = [name for name in OPS if NIGHTLY or not is_twin(name)]
     for vectors in (True, False):
         chosen = [name for name in names if (NIGHTLY or name in VECTORS) == vectors]

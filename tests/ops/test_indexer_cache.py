@@ -171,11 +171,11 @@ def test_a_scale_is_a_little_endian_float() -> None:
     cache = torch.zeros(1, 8640, dtype=torch.uint8)
     k = bf16([[0x43E0] * WIDTH, [0x43E1] * WIDTH, [0] * WIDTH, [0x7F80] * WIDTH])
     ops.quantize_and_insert_indexer_k(k, cache, torch.arange(4), block_size=64)
-    ones, twos, smallest, largest = cache[0, 8192:8208].view(4, 4).tolist()
+    ones, twos, smallest, huge = cache[0, 8192:8208].view(4, 4).tolist()
     assert ones == [0x00, 0x00, 0x80, 0x3F]
     assert twos == [0x00, 0x00, 0x00, 0x40]
     assert smallest == [0x00, 0x00, 0x80, 0x34]
-    assert largest == [0x00, 0x00, 0x80, 0x7B]
+    assert huge == [0x00, 0x00, 0x80, 0x7B]
 
 
 def test_every_magnitude_gets_the_scale_and_code_of_the_oracle() -> None:

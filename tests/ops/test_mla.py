@@ -255,7 +255,7 @@ def test_decode_of_coded_queries_equals_plain_python():
     assert_attended(found, expected, BF16)
 
 
-class Largest(TorchDispatchMode):
+class MaxNumel(TorchDispatchMode):
     """Most values of a result of an op inside."""
 
     def __init__(self) -> None:
@@ -276,10 +276,10 @@ def test_memory_of_a_decode_does_not_grow_with_the_block_table():
     settings |= {"num_splits": 0, "batch_invariant": False}
     found = []
     for columns in (3, 100):
-        with Largest() as largest:
+        with MaxNumel() as max_numel:
             table = torch.zeros(2, columns, dtype=torch.int32)
             OPS["mla_decode"].reference(q, cache, *token, table, **settings)
-        found.append(largest.numel)
+        found.append(max_numel.numel)
     assert found[0] == found[1] == 2 * KEYS_AT_A_TIME * 40
 
 

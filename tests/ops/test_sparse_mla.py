@@ -28,7 +28,7 @@ def check(call: oracles.Call) -> None:
     expected = call.expected()
     assert_attended(call.run(), expected, call.tensors["q"].dtype)
     exact = exact_results(testing.op_testing(call.op), call.case())
-    names = ("out", "lse") if len(exact) == 2 else ("out", "largest", "lse")
+    names = ("out", "lse") if len(exact) == 2 else ("out", "row_max", "lse")
     for name, result in zip(names, exact, strict=True):
         torch.testing.assert_close(result.value, column(expected, name), rtol=1e-9, atol=1e-12)
 

@@ -99,8 +99,8 @@ def window(
 
 def weighted(kv: Sequence[float], score: Sequence[float]) -> float:
     """Softmax of the scores times kv."""
-    largest = max(score)
-    weights = [math.exp(value - largest) for value in score]
+    row_max = max(score)
+    weights = [math.exp(value - row_max) for value in score]
     return math.fsum(w * v for w, v in zip(weights, kv, strict=True)) / math.fsum(weights)
 
 

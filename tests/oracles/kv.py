@@ -18,7 +18,7 @@ Rows = Sequence[Sequence[int]]
 
 NAN = 0x7FC0
 INF = 0x7F80
-LARGEST = 0x7F7F
+MAX_FINITE = 0x7F7F
 CODE_NAN = 0x7F
 CODE_LARGEST = 0x7E  # 448
 SMALLEST_SCALE = 105
@@ -45,7 +45,7 @@ MIDPOINTS = [low + high for low, high in pairwise(CODES)]  # of 2^-10
 def largest_magnitude(values: Sequence[int]) -> int:
     """Bits of the amax: NaN counts as 0, infinity as the largest finite number."""
     magnitudes = [bits & 0x7FFF for bits in values]
-    return min(max((bits for bits in magnitudes if bits <= INF), default=0), LARGEST)
+    return min(max((bits for bits in magnitudes if bits <= INF), default=0), MAX_FINITE)
 
 
 @cache

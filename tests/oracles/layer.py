@@ -71,9 +71,9 @@ def block_fp8(x: Tensor, block: int) -> Tensor:
     """bf16 values to e4m3 and back, a power of two for every block that takes its amax
     (1e-4 at least) to at most 448."""
     blocks = x.unflatten(-1, (-1, block))
-    largest = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
-    mantissa, exponent = torch.frexp(largest)
-    scale = torch.ldexp(torch.ones_like(largest), exponent - (mantissa == 0.5).int())
+    unit = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
+    mantissa, exponent = torch.frexp(unit)
+    scale = torch.ldexp(torch.ones_like(unit), exponent - (mantissa == 0.5).int())
     codes = (blocks / scale).clamp(-448, 448).float().to(torch.float8_e4m3fn)
     return (codes.double() * scale).flatten(-2)
 

@@ -40,7 +40,7 @@ class Attended(NamedTuple):
 
     out: list[float]
     lse: float
-    largest: float
+    row_max: float
     sizes: list[float]
     terms: float
 
@@ -105,18 +105,18 @@ def attend(q: Values, keys: Sequence[Values], sink: float | None, scale: float) 
     products = [[a * b for a, b in zip(q, key, strict=True)] for key in keys]
     logits = [scale * math.fsum(terms) for terms in products]
     terms = abs(scale) * max(math.fsum(map(abs, each)) for each in products)
-    largest = max(logits)
-    total = math.fsum(math.exp(logit - largest) for logit in logits)
-    lse = largest + math.log(total)
+    row_max = max(logits)
+    total = math.fsum(math.exp(logit - row_max) for logit in logits)
+    lse = row_max + math.log(total)
     if sink == math.inf:
         factor = 0.0
     elif sink is None or sink == -math.inf:
         factor = 1 / total
     else:
-        highest = max(largest, sink)
-        rescaled = math.exp(largest - highest)
+        highest = max(row_max, sink)
+        rescaled = math.exp(row_max - highest)
         factor = rescaled / (total * rescaled + math.exp(sink - highest))
-    weights = [math.exp(logit - largest) * factor for logit in logits]
+    weights = [math.exp(logit - row_max) * factor for logit in logits]
     parts = [
         [w * value for w, value in zip(weights, dim, strict=True)]
         for dim in zip(*keys, strict=True)
@@ -124,7 +124,7 @@ def attend(q: Values, keys: Sequence[Values], sink: float | None, scale: float) 
     return Attended(
         [math.fsum(part) for part in parts],
         lse,
-        largest,
+        row_max,
         [math.fsum(map(abs, part)) for part in parts],
         terms,
     )
@@ -385,7 +385,7 @@ def assert_attended(result: Any, expected: list[list[Attended]], dtype: torch.dt
     assert bool(((out.double() - value).abs() <= budget + 1e-37).all()), (out, value)
     columns = [(lse, logs)]
     if len(result) == 3:
-        columns.append((result[1], column(expected, "largest")))
+        columns.append((result[1], column(expected, "row_max")))
     for actual, exact in columns:
         none = exact == -math.inf
         assert torch.equal(actual == -math.inf, none)

@@ -79,9 +79,9 @@ def quantized(row: Row) -> tuple[Row, Row]:
     codes, scales = [], []
     for start in range(0, len(row), ACTIVATION_BLOCK):
         block = row[start : start + ACTIVATION_BLOCK]
-        largest = oracles_kv.bf16_magnitude(oracles_kv.largest_magnitude(block))
+        amax = oracles_kv.bf16_magnitude(oracles_kv.largest_magnitude(block))
         byte = ACTIVATION_SCALE
-        while largest > 448 << (byte - 127 + 133):
+        while amax > 448 << (byte - 127 + 133):
             byte += 1
         encoder = oracles_kv.encoder(byte)
         codes += [encoder[bits] for bits in block]

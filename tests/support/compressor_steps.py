@@ -204,13 +204,13 @@ class Engine:
 
 
 def run_in_chunks(
-    engine: Engine, sequences: list[Tensor], rng: Random, largest: int, call: Any = None
+    engine: Engine, sequences: list[Tensor], rng: Random, max_chunk: int, call: Any = None
 ) -> None:
     """Every request to its end by random chunks, some of them empty, in either order of writes."""
     while any(done < len(rows) for done, rows in zip(engine.done, sequences, strict=True)):
         chunks = []
         for done, rows in zip(engine.done, sequences, strict=True):
-            chunks.append(rows[done : done + rng.choice((0, 1, 1, 2, rng.randint(1, largest)))])
+            chunks.append(rows[done : done + rng.choice((0, 1, 1, 2, rng.randint(1, max_chunk)))])
         engine.step(
             chunks,
             padding=rng.choice((0, 0, 1, 5)),

@@ -243,8 +243,8 @@ def quantised(keys):
     the rotated channels stay in bfloat16."""
     kept, rotated = keys[..., :448].to(BF16).float(), keys[..., 448:].to(BF16).float()
     blocks = kept.unflatten(-1, (7, 64))
-    largest = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4)
-    scale = torch.exp2(torch.ceil(torch.log2(largest / 448)))
+    amax = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4)
+    scale = torch.exp2(torch.ceil(torch.log2(amax / 448)))
     blocks = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
     return torch.cat([blocks.flatten(-2), rotated], -1).to(keys.dtype)
 

@@ -205,9 +205,9 @@ def _quantize_precise(
     value = value.transpose(0, 1)
     finite = value.abs().nan_to_num(0.0).clamp(max=torch.finfo(torch.bfloat16).max)
     blocks = finite.unflatten(-1, (value.shape[-1] // 128, 128))
-    largest = blocks.amax(-1, keepdim=True) if value.numel() else blocks
+    amax = blocks.amax(-1, keepdim=True) if value.numel() else blocks
     # of e4m3, a value below 2^-6 has an error of 2^-10, which its block's scale multiplies
-    subnormal = (2 / FP8_MAX * largest).clamp(min=2.0**-42) * (2.0**-10 / FP8_UNIT)
+    subnormal = (2 / FP8_MAX * amax).clamp(min=2.0**-42) * (2.0**-10 / FP8_UNIT)
     size = 1.1 * finite + subnormal.expand_as(blocks).flatten(-2)
     return Exact(value, size, FP8_UNIT), None
 

@@ -46,8 +46,8 @@ def _sinkhorn_precise(
         logits.to(torch.float64), num_streams=num_streams, iterations=iterations, eps=eps
     )
     # relative errors: of an exponential as large as its argument, of each division its own
-    largest = logits.abs().nan_to_num(0.0, 0.0, 0.0).to(torch.float64)
-    reach = largest.sum(1)
+    amax = logits.abs().nan_to_num(0.0, 0.0, 0.0).to(torch.float64)
+    reach = amax.sum(1)
     return (Exact(value, value * (reach[:, None, None] + 2 * iterations)),)
 
 

@@ -38,8 +38,8 @@ def exact_terms(act: Tensor, weight: Tensor, quantised: bool) -> Exact:
     value, terms = act @ weight.t(), act.abs() @ weight.abs().t()
     roundings = 3 * ((act**2) @ (weight**2).t()).sqrt()
     if quantised:  # a step of e4m3, of one value
-        largest = (act.abs()[:, None] * weight.abs()[None]).amax(-1)
-        roundings = roundings + 2.0**-3 / BF16_UNIT * largest
+        amax = (act.abs()[:, None] * weight.abs()[None]).amax(-1)
+        roundings = roundings + 2.0**-3 / BF16_UNIT * amax
     found = exact(value, terms, torch.bfloat16, SUM_ROUNDINGS)
     return Exact(value, found.magnitude + roundings)
 

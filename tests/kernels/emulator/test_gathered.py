@@ -87,14 +87,14 @@ def adversarial(seed, tokens=6, heads=9, topk=200):
 @pytest.mark.parametrize("seed", range(4))
 def test_adversarial_values(seed):
     case = adversarial(seed)
-    out, largest, lse = kernel(GATHERED, case, seed)
+    out, row_max, lse = kernel(GATHERED, case, seed)
     expected = case.run(OPS[GATHERED].reference)
-    for actual, close in zip((out, largest, lse), expected, strict=True):
+    for actual, close in zip((out, row_max, lse), expected, strict=True):
         torch.testing.assert_close(actual, close, rtol=2**-6, atol=2**-8)
     for token in (1, 2, 3):
         assert (out[token] == 0).all()
         assert (lse[token] == -math.inf).all()
-        assert (largest[token] == -math.inf).all()
+        assert (row_max[token] == -math.inf).all()
 
 
 def test_a_token_of_nan_stays_alone():
@@ -136,8 +136,8 @@ def test_logits_of_any_magnitude():
         kv[place, 0] = 300.0
         lists = (torch.arange(256).int()[None], i32([256]), None)
         case = Case("peak", (q, kv, *lists), {"softmax_scale": 1.0})
-        out, largest, lse = kernel(GATHERED, case)
-        assert largest.item() == 300.0
+        out, row_max, lse = kernel(GATHERED, case)
+        assert row_max.item() == 300.0
         assert lse.item() == 300.0
         assert out[0, 0, 1].item() == place % 8
 

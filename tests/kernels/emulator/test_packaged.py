@@ -111,9 +111,9 @@ def test_a_package_launches_the_binary(played, tmp_path):
     run = load_package(build_package(program, tmp_path / "gathered.pt2"))
     for count in (7, 2, 200):
         q, kv, indices, lens, sink = given = rows_of(count)
-        out, largest, lse = run(*given)
+        out, row_max, lse = run(*given)
         assert torch.equal(out, q)
-        assert torch.equal(largest, (lens + 1e3 * 64 + 40)[:, None].expand(-1, 8))
+        assert torch.equal(row_max, (lens + 1e3 * 64 + 40)[:, None].expand(-1, 8))
         assert lse[0, 0] == min(count, 132) + 1000 + 10000 + 12 * 100000
         want = kv[indices[:, 1].long(), 0].float()[:, None] + sink
         assert torch.equal(lse.flatten()[1:], want.flatten()[1:])

@@ -1,11 +1,11 @@
 """Triton's interpreter mended; imported first by what runs under TRITON_INTERPRET=1.
 
-It takes masks as Triton 3.9's does not: ``scalar & block`` of conditions is an int1 for Triton, on a GPU and in its interpreter; but the
-interpreter keeps its values as int32 or int64, and since 3.9 refuses such a mask. Older ones read
-it as what it is: this does the same.
+Masks: ``scalar & block`` of conditions is an int1 for Triton, on a GPU and in its interpreter; but
+the interpreter keeps its values as int32 or int64, and since 3.9 refuses such a mask. Older ones
+read it as what it is: this does the same.
 
-And it patches ``triton.language`` once a launch. By itself it does so again in each call of a device
-function, by looking at every member of the module, which is two fifths of a kernel's time.
+Time: a launch patches ``triton.language``, and so does each call of a device function again, by
+looking at every member of the module, which is half of a kernel's time. Here a launch alone does.
 """
 
 import functools

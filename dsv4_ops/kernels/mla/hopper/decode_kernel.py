@@ -181,9 +181,9 @@ def _attend(
     mbarrier.wait(shared[5][4], 0)
     fence_async_shared()
     if HALF == LEFT:
-        sums, largest, total = attend_even(pairs * 0, pairs, pairs * 0, SCALE, shared, rope, True)
+        sums, row_max, total = attend_even(pairs * 0, pairs, pairs * 0, SCALE, shared, rope, True)
     else:
-        sums, largest, total = attend_odd(pairs * 0, pairs, pairs * 0, SCALE, shared, rope, True)
+        sums, row_max, total = attend_odd(pairs * 0, pairs, pairs * 0, SCALE, shared, rope, True)
     total = whole_total(HALF, pairs, pairs * 0, total, shared)
     inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
     rows = count * num_heads - first_head  # no more are written
@@ -192,7 +192,7 @@ def _attend(
     if splits == 1:
         row = token * num_heads + first_head
         if HALF == RIGHT:  # has one wait less
-            store_lse(lse, row, largest, total, rows)
+            store_lse(lse, row, row_max, total, rows)
         write_half(out, stage, sums, inverse, row, rows, HALF * WIDTH, False)
     else:
         factor = gl.convert_layout(inverse, VALUE_ROW)
@@ -205,7 +205,7 @@ def _attend(
             to = row + head
             if GROUP > 1:
                 to += (head // num_heads) * between
-            gl.store(partial_lse + to, log2_sum(largest, total), mask=head < rows)
+            gl.store(partial_lse + to, log2_sum(row_max, total), mask=head < rows)
             gl.store(partial_scale + to, gl.convert_layout(scale, LOGIT_ROW), mask=head < rows)
         halves = reinterpret(stage, gl.float16, [HEADS, KEYS], stage.layout)
         factor *= 1.0 / scale

@@ -98,20 +98,20 @@ def _attend(
         mbarrier.wait(asked, turn & 1)
         fence_async_shared()
         if HALF == LEFT:
-            sums, largest, total = attend_even(first, pairs, turn, SCALE, shared, shared[0], False)
+            sums, row_max, total = attend_even(first, pairs, turn, SCALE, shared, shared[0], False)
         else:
-            sums, largest, total = attend_odd(first, pairs, turn, SCALE, shared, shared[0], False)
+            sums, row_max, total = attend_odd(first, pairs, turn, SCALE, shared, shared[0], False)
         first += pairs
         total = whole_total(HALF, first, turn, total, shared)
-        inverse = inverse_of(largest, total, sinks.index(turn & 1), HAS_SINK)
+        inverse = inverse_of(row_max, total, sinks.index(turn & 1), HAS_SINK)
         mbarrier.arrive(answered)  # behind the totals: the other cannot hand over another before
         first_head = (item % tiles) * HEADS
         heads = num_heads - first_head  # no more are written
         row = (item // tiles).to(gl.int64) * num_heads + first_head
         if HALF == RIGHT:  # has one wait less
-            store_lse(lse, row, largest, total, heads)
+            store_lse(lse, row, row_max, total, heads)
             head = gl.arange(0, HEADS, LOGIT_ROW)
-            gl.store(max_logits + row + head, largest / _LOG2_E, mask=head < heads)
+            gl.store(max_logits + row + head, row_max / _LOG2_E, mask=head < heads)
         write_half(out, shared[3].index(HALF), sums, inverse, row, heads, HALF * WIDTH, False)
         turn += 1
         item = after

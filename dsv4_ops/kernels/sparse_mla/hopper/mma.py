@@ -89,13 +89,13 @@ def sums_of_threads(values):
 
 
 @gluon.jit
-def _softmax(logits, largest, total):
+def _softmax(logits, row_max, total):
     """Weights of the logits [heads, keys], in powers of two, against the largest so far; the factor
     of what was summed before, and the new maximum and total."""
-    highest = gl.maximum(largest, gl.max(logits, axis=1))
+    highest = gl.maximum(row_max, gl.max(logits, axis=1))
     origin = gl.where(highest == float("-inf"), 0.0, highest)
     weights = gl.exp2(logits - origin[:, None])
-    factor = gl.exp2(largest - origin)
+    factor = gl.exp2(row_max - origin)
     spread = gl.convert_layout(factor, gl.SliceLayout(1, total.type.layout))
     return weights, factor, highest, total * spread[:, None] + sums_of_threads(weights)
 
@@ -106,7 +106,7 @@ def attend_left(blocks, scale, queries, keys, existing, weights, factors, barrie
     log2(e)."""
     full, empty, weighed, taken, _asked = barriers
     sums = gl.full([HEADS, WIDTH], 0.0, gl.float32, VALUES)
-    largest = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
+    row_max = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
     nothing = gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS)
     total = sums_of_threads(nothing)
     block = blocks * 0
@@ -120,7 +120,7 @@ def attend_left(blocks, scale, queries, keys, existing, weights, factors, barrie
         exists = existing.index(buffer).load(gl.SliceLayout(0, LOGITS))
         logits = warpgroup_mma_wait(0, deps=(product,))
         logits = gl.where((exists >= 0)[None, :], logits * scale, float("-inf"))
-        share, factor, largest, total = _softmax(logits, largest, total)
+        share, factor, row_max, total = _softmax(logits, row_max, total)
         rounded = share.to(gl.bfloat16)
         mbarrier.wait(taken, (block & 1) ^ 1)
         weights.store(rounded)
@@ -133,7 +133,7 @@ def attend_left(blocks, scale, queries, keys, existing, weights, factors, barrie
         sums = warpgroup_mma_wait(0, deps=(summed,))
         mbarrier.arrive(empty.index(buffer))
         block += 1
-    return sums, largest, gl.convert_layout(gl.sum(total, axis=1), LOGIT_ROW)
+    return sums, row_max, gl.convert_layout(gl.sum(total, axis=1), LOGIT_ROW)
 
 
 @gluon.jit

@@ -114,8 +114,8 @@ def _logits(
 
 
 @gluon.jit
-def _origin(largest):
-    return gl.where(largest == float("-inf"), 0.0, largest)
+def _origin(row_max):
+    return gl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @gluon.jit
@@ -138,24 +138,24 @@ def attend_even(first, pairs, turn, scale, shared, rope, HAS_ROPE: gl.constexpr)
     peaks = both[0]
     _full, used, peaked, weighed, _asked, _answered = barriers
     sums = gl.full([HEADS, WIDTH], 0.0, gl.float32, VALUES)
-    largest = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
+    row_max = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
     total = sums_of_threads(gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS))
     pair = first + pairs * 0
     while pair < first + pairs:
         phase = pair & 1
         logits = _logits(0, 0, phase, LEFT, scale, 0, shared, rope, HAS_ROPE)
-        highest = gl.maximum(largest, gl.max(logits, axis=1))
+        highest = gl.maximum(row_max, gl.max(logits, axis=1))
         peaks.index(0).store(highest)
         mbarrier.arrive(peaked[0])
         share = gl.exp2(logits - _origin(highest)[:, None])
-        factor = gl.exp2(largest - _origin(highest))
+        factor = gl.exp2(row_max - _origin(highest))
         total = _times(total, factor) + sums_of_threads(share)
         sums = sums * gl.convert_layout(factor, VALUE_ROW)[:, None]
         operand = gl.convert_layout(share.to(gl.bfloat16), WEIGHTS)
         summed = warpgroup_mma(operand, keys[LEFT].index(0), sums, is_async=True)
         mbarrier.wait(peaked[1], (pair + turn) & 1)
-        largest = peaks.index(1).load(LOGIT_ROW)
-        factor = gl.exp2(highest - _origin(largest))
+        row_max = peaks.index(1).load(LOGIT_ROW)
+        factor = gl.exp2(highest - _origin(row_max))
         _hand_over(0, weights, (share * factor[:, None]).to(gl.bfloat16), weighed)
         total = _times(total, factor)
         sums = warpgroup_mma_wait(0, deps=(summed,))
@@ -166,7 +166,7 @@ def attend_even(first, pairs, turn, scale, shared, rope, HAS_ROPE: gl.constexpr)
         sums = warpgroup_mma_wait(0, deps=(summed,))
         mbarrier.arrive(used[LEFT][1])
         pair += 1
-    return sums, largest, gl.convert_layout(gl.sum(total, axis=1), LOGIT_ROW)
+    return sums, row_max, gl.convert_layout(gl.sum(total, axis=1), LOGIT_ROW)
 
 
 @gluon.jit
@@ -176,7 +176,7 @@ def attend_odd(first, pairs, turn, scale, shared, rope, HAS_ROPE: gl.constexpr):
     peaks = both[0]
     _full, used, peaked, weighed, _asked, _answered = barriers
     sums = gl.full([HEADS, WIDTH], 0.0, gl.float32, VALUES)
-    largest = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
+    row_max = gl.full([HEADS], float("-inf"), gl.float32, LOGIT_ROW)
     total = sums_of_threads(gl.full([HEADS, KEYS], 0.0, gl.float32, LOGITS))
     pair = first + pairs * 0
     while pair < first + pairs:
@@ -191,8 +191,8 @@ def attend_odd(first, pairs, turn, scale, shared, rope, HAS_ROPE: gl.constexpr):
         share = gl.exp2(logits - _origin(highest)[:, None])
         rounded = share.to(gl.bfloat16)
         _hand_over(1, weights, rounded, weighed)
-        factor = gl.exp2(largest - _origin(highest))
-        largest = highest
+        factor = gl.exp2(row_max - _origin(highest))
+        row_max = highest
         total = _times(total, factor) + sums_of_threads(share)
         sums = sums * gl.convert_layout(factor, VALUE_ROW)[:, None]
         operand = gl.convert_layout(rounded, WEIGHTS)
@@ -204,7 +204,7 @@ def attend_odd(first, pairs, turn, scale, shared, rope, HAS_ROPE: gl.constexpr):
         sums = warpgroup_mma_wait(0, deps=(summed,))
         mbarrier.arrive(used[RIGHT][0])
         pair += 1
-    return sums, largest, gl.convert_layout(gl.sum(total, axis=1), LOGIT_ROW)
+    return sums, row_max, gl.convert_layout(gl.sum(total, axis=1), LOGIT_ROW)
 
 
 @gluon.jit
