@@ -15,6 +15,8 @@ import pytest
 
 # A compile makes a million objects, few of them garbage: looking for it takes a tenth of the time.
 gc.set_threshold(50_000, 20, 20)
+# Dynamo looks for it after every compile besides.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 # Images often forbid bytecode files; then each process compiles all of torch that it imports: 10 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
