@@ -42,7 +42,7 @@ STUBS ?= build/tensorrt_stubs
 
 .PHONY: tensorrt-stubs check users-flags test test-all test-gpu smoke demo figures lint docs kernels venv
 
-check: export DSV4_OPS_EXAMPLES ?= 50
+check: export DSV4_OPS_EXAMPLES ?= 40
 check: $(TEST_STAMP)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal -m check tests/ops/test_contract.py tests/ops/test_errors.py tests/kernels/interpreter/test_kernels.py $(PYTEST_ARGS)
 
