@@ -235,6 +235,31 @@ def _indexer(*between: Tensor, **settings: Any) -> tuple[Any, ...]:
     return (q, _tensor(8, 64, dtype=torch.float32), *between), settings
 
 
+def _linear(num_groups: int = 0, *, count: int = 8, quantized: bool = False) -> tuple[Any, ...]:
+    """Arguments of ``fp8_linear``, or of ``fp8_grouped_linear``: 4096 x 4096."""
+    fp8, floats = {"dtype": torch.float8_e4m3fn}, {"dtype": torch.float32}
+    lead = (num_groups, count) if quantized and num_groups else (count, num_groups or 1)
+    lead = lead if num_groups else (count,)
+    x = _tensor(*lead, 4096, **fp8 if quantized else {"dtype": torch.bfloat16})
+    x_scale = _tensor(*lead, 32, **floats) if quantized else None
+    tensors = (x, _tensor(4096, 4096, **fp8), _tensor(32, 32, **floats), x_scale)
+    return tensors, {"activations": "bf16", "out_dtype": torch.bfloat16}
+
+
+def _experts(count: int = 8, *, fp8: bool = False) -> tuple[Any, ...]:
+    """Arguments of ``experts``, of 32 of Flash's."""
+    x, routing = _tensor(count, 4096, dtype=torch.bfloat16), _tensor(count, 6)
+    coded: dict[str, Any] = {"dtype": torch.float8_e4m3fn if fp8 else torch.uint8}
+    scaled = {"dtype": torch.float32 if fp8 else torch.uint8}
+    rows, columns, packed = (128, 128, 1) if fp8 else (1, 32, 2)
+    weights = []
+    for size, width in ((4096, 4096), (4096, 2048)):
+        weights.append(_tensor(32, size, width // packed, **coded))
+        weights.append(_tensor(32, size // rows, width // columns, **scaled))
+    settings = {"swiglu_limit": 10.0, "activations": "bf16"}
+    return (x, routing.float(), routing, *weights), settings
+
+
 def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     """Arguments of a typical call of every op with a kernel; more are named "op, variant"."""
     main = MainLayout(64).allocate(1024, "meta")
@@ -336,6 +361,16 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
             indexer, tokens, tokens, pages_table, num_rows=32768, **keys, impl="deep_gemm"
         ),
         "indexer_topk": ((logits, tokens), {"topk": 512}),
+        "fp8_linear": _linear(),
+        "fp8_linear, 64 tokens": _linear(count=64),
+        "fp8_linear, 128 tokens": _linear(count=128),
+        "fp8_linear, codes": _linear(quantized=True),
+        "fp8_grouped_linear": _linear(8),
+        "expert_plan": ((_tensor(8, 6),), {"num_experts": 256, "block_size": 16}),
+        "experts": _experts(),
+        "experts, 128 tokens": _experts(128),
+        "experts, 2048 tokens": _experts(2048),
+        "experts, fp8": _experts(fp8=True),
         "gather_indexer_k": ((indexer, _tensor(5), _tensor(4, 160)), {"num_rows": 8192, **keys}),
     }
 

@@ -1,7 +1,7 @@
 """Lowerings of routed experts."""
 
-from dsv4_ops.lowering.kinds import Choices, Decompose
+from dsv4_ops.lowering.kinds import Choices, TritonKernel
 from dsv4_ops.reference import experts as reference
 
-expert_plan = Decompose(reference.expert_plan)
+expert_plan = TritonKernel(reference.expert_plan)
 experts = Choices(reference.experts_by_row)

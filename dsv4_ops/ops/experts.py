@@ -8,14 +8,14 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import ACTIVATION_BLOCK, FP4_BLOCK, WEIGHT_BLOCK
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import AUTO, REFERENCE, OpSpec
+from dsv4_ops.core.registry import AUTO, KERNEL_ON_CUDA, REFERENCE, TRITON, OpSpec
 from dsv4_ops.core.types import INT32_MAX, ExpertPlan
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import experts as meta
 from dsv4_ops.reference import experts as reference
 
-PROVIDERS = (REFERENCE,)
+PROVIDERS = (TRITON, REFERENCE)
 
 _ACTIVATIONS = ("bf16", "fp8")
 _CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
@@ -27,7 +27,7 @@ _expert_plan = define_op(
         "-> (Tensor, Tensor, Tensor)",
         meta=meta.expert_plan,
         reference=reference.expert_plan,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens",),
         source="vLLM 0.33 moe_align_block_size, with bounds",
         gradient="integers",

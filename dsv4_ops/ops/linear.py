@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import ACTIVATION_BLOCK, WEIGHT_BLOCK
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import AUTO, REFERENCE, OpSpec
+from dsv4_ops.core.registry import AUTO, REFERENCE, TRITON, OpSpec
 from dsv4_ops.core.types import QuantizedRows
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
@@ -16,7 +16,7 @@ from dsv4_ops.dispatch.libraries import SCALED_MM
 from dsv4_ops.meta import linear as meta
 from dsv4_ops.reference import linear as reference
 
-PROVIDERS, GROUPED_PROVIDERS = (SCALED_MM, REFERENCE), (REFERENCE,)
+PROVIDERS, GROUPED_PROVIDERS = (TRITON, SCALED_MM, REFERENCE), (TRITON, REFERENCE)
 
 _SCALES, _SCALE_LAYOUTS = ("pow2", "float32"), ("row", "column_padded")
 _ACTIVATIONS = ("bf16", "fp8")

@@ -16,9 +16,13 @@ SECONDS = 5.0
 INTS_ARE_CONSTANTS = hasattr(triton_kernel_wrap, "identify_mutated_tensors")
 WRITTEN = {
     "compress_and_insert_kernel": {"k_cache"},
+    "down_kernel": {"out"},
+    "expert_plan_kernel": {"sorted_rows", "expert_of_block", "num_blocks"},
     "fill_absent_kernel": {"logits"},
     "find_spans_kernel": {"ends", "counts", "compressed"},
     "finish_heads_kernel": {"out", "lse"},
+    "fp8_linear_kernel": {"out"},
+    "gate_up_kernel": {"out"},
     "gather_all_kernel": {"out"},
     "gather_indexer_kernel": {"out", "scales_out"},
     "gather_rows_kernel": {"out"},

@@ -1,0 +1,265 @@
+"""Products with FP4 and FP8 weights, whose codes become bf16 operands of the matrix unit in the
+registers that they were loaded into.
+
+A thread loads 16 bytes of a row, and four neighbours 64. Whatever K its codes stand for, the unit
+multiplies them by the same K of the other operand: so the codes stay where they are, and the order
+of K follows (``reordered``). So do the rows of a tile (``tile_rows``).
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dsv4_ops.core.layout import round_up
+from dsv4_ops.kernels.common.triton_compat import EMULATE
+
+STEP_BYTES = 128
+"""Bytes of a row that a step takes, as two loads of 64."""
+
+FP4_UNIT = tl.constexpr(2.0**32)
+"""What sums of FP4 products are multiplied by: it keeps the factors of scales up to 2^33 finite."""
+
+_FP4_FIELD = tl.constexpr(94)
+"""Exponent field of such a factor, less the scale byte: an e2m1 code in the lowest bits of a bf16
+exponent is its value over 2^126."""
+
+_FP8_FACTOR = tl.constexpr((247 << 7) * 0x10001)
+"""2^120, twice: an e4m3 code in the lowest bits of a bf16 exponent is its value over that."""
+
+_SIGNS = tl.constexpr(0x80008000 - 2**32)
+_FP4_CODES, _FP8_CODES = tl.constexpr(0x01C001C0), tl.constexpr(0x07F007F0)
+
+
+def step_of(fp4: bool) -> int:
+    """Values of K of a step."""
+    return 2 * STEP_BYTES if fp4 else STEP_BYTES
+
+
+def reordered(x: Tensor, fp4: bool) -> Tensor:
+    """Rows [.., k] in the order in which kernels multiply them, dense, with zeros up to a step.
+
+    FP4: value 32 t + 8 i + 4 j + 2 h + p of 128 is at 64 h + 16 i + 8 p + 2 t + j. FP8: value
+    16 t + 4 i + 2 j + p of 64 is at 16 i + 8 p + 2 t + j.
+    """
+    width, lead = int(x.shape[-1]), x.dim() - 1
+    more = round_up(width, step_of(fp4)) - width
+    padded = pad(x, (0, more)) if more else x
+    parts = padded.unflatten(-1, (-1, 4, 4, 2, 2 if fp4 else 1, 2))
+    places = (lead, *(lead + place for place in (4, 2, 5, 1, 3)))
+    return parts.permute(*range(lead), *places).reshape(padded.shape)
+
+
+@triton.jit
+def place_of(k, FP4: tl.constexpr):
+    """Where ``reordered`` puts value ``k``."""
+    if FP4:
+        part = k % 128
+        place = part // 2 % 2 * 64 + part // 8 % 4 * 16 + part % 2 * 8 + part // 32 * 2
+        return k - part + place + part // 4 % 2
+    part = k % 64
+    return k - part + part // 4 % 4 * 16 + part % 2 * 8 + part // 16 * 2 + part // 2 % 2
+
+
+@triton.jit
+def reorder_tile(x, ROWS: tl.constexpr):
+    """A tile of rows of a step of FP8, likewise."""
+    parts = tl.reshape(x, (ROWS, 2, 4, 4, 2, 2))
+    return tl.reshape(tl.permute(parts, (0, 1, 3, 5, 2, 4)), (ROWS, 128))
+
+
+@triton.jit
+def tile_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """Which row of a tile each loaded one is: the matrix unit gives 16 to a warp, loads 8."""
+    loaded = tl.arange(0, ROWS)
+    half, warp = loaded // (8 * WARPS) % 2, loaded // 8 % WARPS
+    return loaded // (16 * WARPS) * (16 * WARPS) + warp * 16 + half * 8 + loaded % 8
+
+
+@triton.jit
+def _pair(words, LEFT: tl.constexpr, SIGN: tl.constexpr, CODES: tl.constexpr):
+    """Two codes that are 16 bits apart, each moved to where a bf16 has it."""
+    moved = words << LEFT if LEFT >= 0 else words >> -LEFT
+    return (moved & CODES) | ((words << SIGN) & _SIGNS)
+
+
+@triton.jit
+def _scaled(pair, factor):
+    """The lower and the upper bf16 of ``pair``, each times that of ``factor``."""
+    if EMULATE:
+        low = (pair << 16).to(tl.float32, bitcast=True)
+        high = (pair & -65536).to(tl.float32, bitcast=True)
+        number = (factor & -65536).to(tl.float32, bitcast=True)
+        return low * number, high * number
+    return tl.inline_asm_elementwise(
+        # plus -0: a product alone needs sm_90
+        "{ .reg .b32 t, z; mov.b32 z, 0x80008000; fma.rn.bf16x2 t, $2, $3, z;"
+        " mov.b32 {$0, $1}, t; }",
+        "=h,=h,r,r",
+        [pair, factor],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _tile(words, factor, FP4: tl.constexpr, FIRST: tl.constexpr, WARPS: tl.constexpr):
+    """bf16 [rows, 64]: two pairs of codes of each word, by the rows and the K that they stand
+    for."""
+    ROWS: tl.constexpr = words.shape[0]
+    if FP4:
+        a, b = _scaled(_pair(words, 6 - 8 * FIRST, 12 - 8 * FIRST, _FP4_CODES), factor)
+        c, d = _scaled(_pair(words, 2 - 8 * FIRST, 8 - 8 * FIRST, _FP4_CODES), factor)
+    else:
+        a, b = _scaled(_pair(words, 4, 8, _FP8_CODES), factor)
+        c, d = _scaled(_pair(words, -4, 0, _FP8_CODES), factor)
+    held = tl.join(tl.join(a, b), tl.join(c, d))
+    shape: tl.constexpr = (ROWS // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2)
+    parts = tl.permute(tl.reshape(held, shape), (0, 2, 1, 3, 5, 7, 4, 6))
+    return tl.reshape(parts, (ROWS, 64))
+
+
+@triton.jit
+def _fp4_factor(scale):
+    """bf16 2^(byte - 1) over ``FP4_UNIT``, twice."""
+    pattern = tl.minimum(scale + _FP4_FIELD, 255) << 7
+    return tl.where(scale == 255, 0x7FC0, pattern) * 0x10001
+
+
+@triton.jit
+def _side_by_side(left, right):
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (left.shape[0], 128))
+
+
+@triton.jit
+def scale_values(scale):
+    """float32 of scales that are float32, or UE8M0 bytes."""
+    if scale.dtype == tl.float32:
+        return scale
+    patterns = scale.to(tl.int32) << 23
+    patterns = tl.where(scale == 0, 1 << 22, tl.where(scale == 255, 0x7FC00000, patterns))
+    return patterns.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product(tile, x, sums):
+    """``sums`` plus the product of a tile of weights and rows ``x``."""
+    if EMULATE:  # the interpreter has no product of bf16
+        return sums + tl.dot(tile.to(tl.float32), tl.trans(x).to(tl.float32))
+    return tl.dot(tile, tl.trans(x), sums)
+
+
+@triton.jit
+def _load_words(weight, step, half, MASKED: tl.constexpr):
+    """16 words of every row."""
+    rows, given, row_words = weight
+    word = step * 32 + half * 16 + tl.arange(0, 16)[None, :]
+    if MASKED:
+        return tl.load(rows + word, mask=given & (word < row_words), other=0)
+    return tl.load(rows + word)
+
+
+@triton.jit
+def _load_bytes(scale, step, half):
+    """The scale byte of each of them, as int32; behind the last block the last one's."""
+    rows, stride, row_blocks = scale
+    block = tl.minimum(step * 8 + half * 4 + tl.arange(0, 16)[None, :] // 4, row_blocks - 1)
+    at = rows + block * stride
+    if EMULATE:
+        return tl.load(at).to(tl.int32)
+    # a load of Triton's would have a layout of its own, and its results move between threads
+    return tl.inline_asm_elementwise(
+        "ld.global.nc.u8 $0, [$1];", "=r,l", [at.to(tl.int64)], tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def multiply_fp4(
+    weight, scale, x, steps,
+    ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """float32 [ROWS, TOKENS], by ``tile_rows``: products over ``steps``, a first and a last one.
+
+    Args:
+        weight: Addresses [ROWS, 1] of int32 words, which rows exist, and words of a row.
+        scale: Addresses [ROWS, 1] of bytes, which all exist, their stride, and how many.
+        x: Addresses [TOKENS, 1] of ``reordered`` rows, and which tokens exist.
+        MASKED: Whether a tile or a step may reach behind the weight.
+    """
+    rows, given = x
+    first, stop = steps
+    k = tl.arange(0, 128)[None, :]
+    sums = tl.zeros((ROWS, rows.shape[0]), tl.float32)
+    words, more_words = _load_words(weight, first, 0, MASKED), _load_words(weight, first, 1, MASKED)
+    codes, more_codes = _load_bytes(scale, first, 0), _load_bytes(scale, first, 1)
+    for step in tl.range(first, stop, num_stages=STAGES):
+        after = tl.minimum(step + 1, stop - 1)
+        x_tile = tl.load(rows + step * 256 + k, mask=given, other=0.0)
+        next_words = _load_words(weight, after, 0, MASKED)
+        next_codes = _load_bytes(scale, after, 0)
+        factor = _fp4_factor(codes)
+        left = _tile(words, factor, True, 0, WARPS)
+        right = _tile(words, factor, True, 1, WARPS)
+        sums = _product(_side_by_side(left, right), x_tile, sums)
+        x_tile = tl.load(rows + step * 256 + 128 + k, mask=given, other=0.0)
+        words, codes = next_words, next_codes
+        next_words = _load_words(weight, after, 1, MASKED)
+        next_codes = _load_bytes(scale, after, 1)
+        factor = _fp4_factor(more_codes)
+        left = _tile(more_words, factor, True, 0, WARPS)
+        right = _tile(more_words, factor, True, 1, WARPS)
+        sums = _product(_side_by_side(left, right), x_tile, sums)
+        more_words, more_codes = next_words, next_codes
+    return sums * FP4_UNIT
+
+
+@triton.jit
+def multiply_fp8(
+    weight, scale, x, x_scale, steps,
+    ROWS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
+    ORDERED: tl.constexpr,
+):  # fmt: skip
+    """Likewise, of FP8.
+
+    Args:
+        weight, x: As there; x may be of e4m3 codes.
+        scale: Addresses [ROWS] of scales, their stride, and which rows exist.
+        x_scale: Addresses [TOKENS] of scales and their stride; the first is None without.
+        ORDERED: Whether x is ``reordered``.
+    """
+    rows, given = x
+    first, stop = steps
+    scales, stride, row_given = scale
+    token_scales, token_stride = x_scale
+    TOKENS: tl.constexpr = rows.shape[0]
+    k = tl.arange(0, 128)[None, :]
+    sums = tl.zeros((ROWS, TOKENS), tl.float32)
+    words, more_words = _load_words(weight, first, 0, MASKED), _load_words(weight, first, 1, MASKED)
+    for step in tl.range(first, stop, num_stages=STAGES):
+        after = tl.minimum(step + 1, stop - 1)
+        x_tile = _widened(tl.load(rows + step * 128 + k, mask=given, other=0.0))
+        factor = scale_values(tl.load(scales + step * stride, mask=row_given, other=0))[:, None]
+        if token_scales is not None:
+            of_tokens = tl.load(token_scales + step * token_stride, mask=tl.ravel(given), other=0.0)
+            factor = factor * of_tokens[None, :]
+        next_words = _load_words(weight, after, 0, MASKED)
+        next_more = _load_words(weight, after, 1, MASKED)
+        if not ORDERED:
+            x_tile = reorder_tile(x_tile, TOKENS)
+        shift = tl.full((ROWS, 16), _FP8_FACTOR, tl.int32)
+        left = _tile(words, shift, False, 0, WARPS)
+        right = _tile(more_words, shift, False, 0, WARPS)
+        sums += _product(_side_by_side(left, right), x_tile, tl.zeros((ROWS, TOKENS), tl.float32)) * factor
+        words, more_words = next_words, next_more
+    return sums
+
+
+@triton.jit
+def _widened(x):
+    if x.dtype == tl.bfloat16:
+        return x
+    if EMULATE:  # the interpreter reads NaN as 480
+        values, codes = x.to(tl.float32), x.to(tl.uint8, bitcast=True)
+        return tl.where((codes & 0x7F) == 0x7F, float("nan"), values)
+    return x.to(tl.bfloat16)

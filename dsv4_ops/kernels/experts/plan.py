@@ -1,0 +1,96 @@
+"""Sort the rows of all experts into blocks: a program for each expert, in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_ops.core.tiles import plan_blocks
+from dsv4_ops.core.types import ExpertPlan
+from dsv4_ops.kernels.launcher import Launcher
+
+ROWS = 1024
+"""Rows that a program looks at at a time, at most."""
+
+WARPS = 4
+
+
+@triton.jit
+def expert_plan_kernel(
+    topk_ids,
+    token_stride,
+    choice_stride,
+    topk,
+    num_rows,
+    sorted_rows,
+    expert_of_block,
+    num_blocks,
+    capacity,
+    num_experts,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    bins, lane = tl.arange(0, BINS), tl.arange(0, ROWS)
+    counts = tl.zeros((BINS,), tl.int32)
+    for start in range(0, num_rows, ROWS):
+        row = (start + lane).to(tl.int64)
+        at = topk_ids + row // topk * token_stride + row % topk * choice_stride
+        ids = tl.load(at, mask=row < num_rows, other=-1)
+        present = (ids >= 0) & (ids < num_experts)
+        counts += tl.histogram(tl.where(present, ids, BINS - 1), BINS)  # more bins than experts
+    blocks = tl.where(bins < num_experts, (counts + BLOCK_SIZE - 1) // BLOCK_SIZE, 0)
+    first_block = tl.sum(tl.where(bins < expert, blocks, 0))
+    my_blocks = tl.sum(tl.where(bins == expert, blocks, 0))
+    used = tl.sum(blocks)
+    first = first_block.to(tl.int64) * BLOCK_SIZE
+    found = tl.zeros((), tl.int32)
+    for start in range(0, num_rows, ROWS):
+        row = (start + lane).to(tl.int64)
+        at = topk_ids + row // topk * token_stride + row % topk * choice_stride
+        mine = tl.load(at, mask=row < num_rows, other=-1) == expert
+        ones = mine.to(tl.int32)
+        place = first + found + tl.cumsum(ones) - 1
+        tl.store(sorted_rows + place, row.to(tl.int32), mask=mine)
+        found += tl.sum(ones)
+    inside = tl.arange(0, BLOCK)
+    rest = found + inside
+    tl.store(sorted_rows + first + rest, -1, mask=rest < my_blocks * BLOCK_SIZE)
+    for block in range(first_block, first_block + my_blocks):
+        tl.store(expert_of_block + block, expert)
+    for block in range(used + expert, capacity, num_experts):
+        tl.store(expert_of_block + block, -1)
+        row = tl.cast(block, tl.int64) * BLOCK_SIZE + inside
+        tl.store(sorted_rows + row, -1, mask=inside < BLOCK_SIZE)
+    if expert == 0:
+        tl.store(num_blocks, used)
+
+
+def expert_plan(
+    launch: Launcher, topk_ids: torch.Tensor, *, num_experts: int, block_size: int
+) -> ExpertPlan:
+    num_tokens, topk = topk_ids.shape
+    num_rows = num_tokens * topk
+    capacity = plan_blocks(num_rows, num_experts, block_size)
+    sorted_rows = topk_ids.new_empty((capacity * block_size,))
+    expert_of_block = topk_ids.new_empty((capacity,))
+    num_blocks = topk_ids.new_empty((1,))
+    few = isinstance(num_rows, int) and num_rows < ROWS
+    launch(expert_plan_kernel)[num_experts,](
+        topk_ids,
+        *topk_ids.stride(),
+        topk,
+        num_rows,
+        sorted_rows,
+        expert_of_block,
+        num_blocks,
+        capacity,
+        num_experts,
+        BLOCK_SIZE=block_size,
+        BLOCK=triton.next_power_of_2(block_size),
+        BINS=triton.next_power_of_2(num_experts + 1),
+        ROWS=max(32, triton.next_power_of_2(num_rows)) if few else ROWS,
+        num_warps=WARPS,
+    )
+    return ExpertPlan(sorted_rows, expert_of_block, num_blocks)

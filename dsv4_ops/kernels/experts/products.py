@@ -1,0 +1,275 @@
+"""The two products of routed experts, whose weights are read once for each block of rows."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_ops.core.layout import WEIGHT_BLOCK, round_up
+from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.weights import (
+    multiply_fp4,
+    multiply_fp8,
+    place_of,
+    reordered,
+    step_of,
+    tile_rows,
+)
+from dsv4_ops.kernels.experts.plan import expert_plan
+from dsv4_ops.kernels.launcher import Launcher
+from dsv4_ops.reference.experts import combine
+from dsv4_ops.reference.linear import activation_values
+
+TILES = {16: (64, 4, 2), 32: (128, 8, 3), 128: (128, 8, 2)}
+"""By the rows of a block: rows of the weight per program, warps, and tiles of activations under
+way. On an H100 an expert whose rows fill one block of 64 takes longer than two of 32."""
+
+MEAN_ROWS = {16: 5, 32: 48}
+"""Rows of an expert, on average, up to which a block holds so many; beyond, 128."""
+
+SYMBOLIC_ROWS = 32
+"""Rows of a block where their number is a symbol."""
+
+
+@triton.jit
+def _rows_of(inside, first, SIZE: tl.constexpr, GATED: tl.constexpr):
+    """Rows of a weight by their place in a tile, and which exist: all in turn, or of 16 8 of the
+    gate and 8 of up, from ``first`` on. A warp of the matrix unit has 16."""
+    if GATED:
+        unit = first + inside // 16 * 8 + inside % 8
+        given = unit < SIZE // 2
+        row = unit + inside // 8 % 2 * (SIZE // 2)
+    else:
+        row = first + inside
+        given = row < SIZE
+    return tl.where(given, row, 0).to(tl.int64), given
+
+
+@triton.jit
+def _expert_sums(
+    weight, scale, x, expert, first,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, FP4: tl.constexpr, GATED: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Products of rows of an expert's weight, [SIZE, WIDTH], with rows of ``x``."""
+    codes, code_expert_stride, code_row_stride = weight
+    scales, scale_expert_stride, scale_row_stride, scale_stride = scale
+    ROWS: tl.constexpr = TILE[0]
+    WARPS: tl.constexpr = TILE[1]
+    STAGES: tl.constexpr = TILE[2]
+    MASKED: tl.constexpr = TILE[3]
+    row, given = _rows_of(tile_rows(ROWS, WARPS), first, SIZE, GATED)
+    codes = codes + expert * code_expert_stride + row[:, None] * code_row_stride
+    words = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+    scales = scales + expert * scale_expert_stride
+    if FP4:
+        weight = (words, given[:, None], WIDTH // 8)
+        scale = (scales + row[:, None] * scale_row_stride, scale_stride, WIDTH // 32)
+        return multiply_fp4(
+            weight, scale, x, (0, (WIDTH + 255) // 256), ROWS, WARPS, STAGES, MASKED
+        )
+    row, exists = _rows_of(tl.arange(0, ROWS), first, SIZE, GATED)  # as the sums have them
+    return multiply_fp8(
+        (words, given[:, None], WIDTH // 4),
+        (scales + row // 128 * scale_row_stride, scale_stride, exists),
+        x,
+        (None, 0),
+        (0, WIDTH // 128),
+        ROWS,
+        WARPS,
+        STAGES,
+        MASKED,
+        ORDERED=True,
+    )
+
+
+@triton.jit
+def gate_up_kernel(
+    x,
+    x_stride,
+    topk,
+    sorted_rows,
+    expert_of_block,
+    codes,
+    code_expert_stride,
+    code_row_stride,
+    scales,
+    scale_expert_stride,
+    scale_row_stride,
+    scale_stride,
+    out,
+    out_stride,
+    LIMIT: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FP4: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    ROWS: tl.constexpr = TILE[0]
+    block = tl.program_id(0) // TILES
+    first = tl.program_id(0) % TILES * (ROWS // 2)
+    expert = tl.load(expert_of_block + block).to(tl.int64)
+    if expert >= 0:
+        slot = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+        row = tl.load(sorted_rows + slot)
+        token = tl.where(row >= 0, row // topk, 0).to(tl.int64)
+        x_rows = (x + token[:, None] * x_stride, (row >= 0)[:, None])
+        sums = _expert_sums(
+            (codes, code_expert_stride, code_row_stride),
+            (scales, scale_expert_stride, scale_row_stride, scale_stride),
+            x_rows,
+            expert,
+            first,
+            2 * SIZE,
+            WIDTH,
+            FP4,
+            True,
+            TILE,
+        )
+        parts = tl.reshape(sums, (ROWS // 16, 2, 8, TOKENS))
+        gate, up = tl.split(tl.permute(parts, (0, 2, 3, 1)))
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        act = tl.reshape(gate / (1 + tl.exp(-gate)) * up, (ROWS // 2, TOKENS))
+        unit = place_of(first + tl.arange(0, ROWS // 2), FP4)
+        tl.store(out + slot[None, :] * out_stride + unit[:, None], round_to_bf16(act))
+
+
+@triton.jit
+def down_kernel(
+    x,
+    x_stride,
+    sorted_rows,
+    expert_of_block,
+    codes,
+    code_expert_stride,
+    code_row_stride,
+    scales,
+    scale_expert_stride,
+    scale_row_stride,
+    scale_stride,
+    out,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FP4: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    ROWS: tl.constexpr = TILE[0]
+    block = tl.program_id(0) // TILES
+    first = tl.program_id(0) % TILES * ROWS
+    expert = tl.load(expert_of_block + block).to(tl.int64)
+    if expert >= 0:
+        slot = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+        row = tl.load(sorted_rows + slot)
+        sums = _expert_sums(
+            (codes, code_expert_stride, code_row_stride),
+            (scales, scale_expert_stride, scale_row_stride, scale_stride),
+            (x + slot[:, None] * x_stride, (row >= 0)[:, None]),
+            expert,
+            first,
+            SIZE,
+            WIDTH,
+            FP4,
+            False,
+            TILE,
+        )
+        column = first + tl.arange(0, ROWS)[None, :]
+        target = out + row.to(tl.int64)[:, None] * SIZE + column
+        tl.store(target, tl.trans(sums), mask=(row >= 0)[:, None] & (column < SIZE))
+
+
+def block_rows(num_rows: int, num_experts: int) -> int:
+    """Rows of a block."""
+    if not isinstance(num_rows, int):
+        return SYMBOLIC_ROWS
+    mean = num_rows / num_experts
+    return next((rows for rows, most in MEAN_ROWS.items() if mean <= most), max(TILES))
+
+
+def _dense_rows(weight: torch.Tensor) -> torch.Tensor:
+    return weight if weight.stride(-1) == 1 else weight.contiguous()
+
+
+def experts(
+    launch: Launcher,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor,
+    *,
+    swiglu_limit: float,
+    activations: str,
+    impl: str = "auto",
+) -> torch.Tensor:
+    num_tokens, topk = topk_ids.shape
+    num_experts, rows, _ = (int(size) for size in gate_up.shape)
+    width, size, num_rows = int(x.shape[1]), rows // 2, num_tokens * topk
+    if num_rows == 0:
+        return x.new_zeros((num_tokens, width))
+    fp4 = gate_up.dtype != torch.float8_e4m3fn
+    tokens = block_rows(num_rows, num_experts)
+    tile = TILES[tokens]
+    plan = expert_plan(launch, topk_ids, num_experts=num_experts, block_size=tokens)
+    capacity = plan.expert_of_block.shape[0]
+    ordered = reordered(_values(x, activations), fp4)
+    padded = round_up(size, max(step_of(fp4), WEIGHT_BLOCK))
+    act = x.new_empty((capacity * tokens, padded))
+    gate_up, down = (_dense_rows(each.view(torch.uint8)) for each in (gate_up, down))
+    step = step_of(fp4)
+    tiles = padded // (tile[0] // 2)
+    launch(gate_up_kernel)[capacity * tiles,](
+        ordered,
+        ordered.stride(0),
+        topk,
+        plan.sorted_rows,
+        plan.expert_of_block,
+        gate_up,
+        *gate_up.stride()[:2],
+        gate_up_scale,
+        *gate_up_scale.stride(),
+        act,
+        padded,
+        LIMIT=float(swiglu_limit),
+        SIZE=size,
+        WIDTH=width,
+        FP4=fp4,
+        TOKENS=tokens,
+        TILE=(*tile, padded != size or width % step != 0),
+        TILES=tiles,
+        num_warps=tile[1],
+    )
+    act = _values(act, activations)
+    out = x.new_empty((num_rows, width), dtype=torch.float32)
+    tiles = triton.cdiv(width, tile[0])
+    launch(down_kernel)[capacity * tiles,](
+        act,
+        padded,
+        plan.sorted_rows,
+        plan.expert_of_block,
+        down,
+        *down.stride()[:2],
+        down_scale,
+        *down_scale.stride(),
+        out,
+        SIZE=width,
+        WIDTH=size,
+        FP4=fp4,
+        TOKENS=tokens,
+        TILE=(*tile, width % tile[0] != 0 or size % step != 0),
+        TILES=tiles,
+        num_warps=tile[1],
+    )
+    return combine(out.view(num_tokens, topk, width), topk_weights, topk_ids, gate_up, x)
+
+
+def _values(x: torch.Tensor, activations: str) -> torch.Tensor:
+    """Activations, or those that their FP8 codes stand for: codes times powers of two are bf16."""
+    if activations == "bf16":
+        return x
+    return activation_values(x, None, activations).to(torch.bfloat16)

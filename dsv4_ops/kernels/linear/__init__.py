@@ -1,0 +1,5 @@
+"""Launchers of the block-scaled FP8 linear layers."""
+
+from dsv4_ops.kernels.linear.products import fp8_grouped_linear, fp8_linear
+
+__all__ = ["fp8_grouped_linear", "fp8_linear"]
