@@ -16,6 +16,8 @@ BENCHES = {
     "sparse_mla": "sparse attention, decode and prefill: against its roofline and FlashMLA",
     "mla": "dense MLA decode: against its roofline and FlashMLA",
     "indexer": "the lightning indexer, decode: against its roofline and DeepGEMM",
+    "linear": "FP8 linear layers: against a copy of their weights, and bf16",
+    "experts": "routed experts in FP4 and FP8: against a copy of their weights, and bf16",
     "compressor": "the KV compressor, decode and prefill: against its roofline",
     "model": "a decode step of a whole model: patched, and Hugging Face's own",
     "layer": "an attention layer, decode: against its roofline and baselines",

@@ -238,8 +238,7 @@ def _indexer(*between: Tensor, **settings: Any) -> tuple[Any, ...]:
 def _linear(num_groups: int = 0, *, count: int = 8, quantized: bool = False) -> tuple[Any, ...]:
     """Arguments of ``fp8_linear``, or of ``fp8_grouped_linear``: 4096 x 4096."""
     fp8, floats = {"dtype": torch.float8_e4m3fn}, {"dtype": torch.float32}
-    lead = (num_groups, count) if quantized and num_groups else (count, num_groups or 1)
-    lead = lead if num_groups else (count,)
+    lead = (count, num_groups) if num_groups else (count,)
     x = _tensor(*lead, 4096, **fp8 if quantized else {"dtype": torch.bfloat16})
     x_scale = _tensor(*lead, 32, **floats) if quantized else None
     tensors = (x, _tensor(4096, 4096, **fp8), _tensor(32, 32, **floats), x_scale)

@@ -49,6 +49,8 @@ FLASH_ATTN_WIDTH = 256
 FLASH_MLA_DENSE_SIZES, FLASH_MLA_DENSE_BLOCK = (576, 512), 64
 """Width and latent values of its dense decode's rows, and rows of a block."""
 FLASH_MLA_DENSE_DTYPES = (torch.bfloat16, torch.float16)
+SCALED_MM_TOKENS = 128
+"""Tokens from which on ``impl="auto"`` takes torch's block-wise product."""
 SCALED_MM_COLUMNS = 512
 """Rows of four scales: versions of torch differ in how shorter ones are padded."""
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
@@ -280,6 +282,8 @@ def choose(spec: OpSpec, values: Values) -> Choice:
     if FLASH_ATTN in spec.providers:
         why = _flash_attn_obstacle(values)
         return Choice(ours(spec), why) if why else Choice(FLASH_ATTN, "bfloat16 on Hopper")
+    if SCALED_MM in spec.providers and not _scaled_mm_faster_obstacle(values):
+        return Choice(SCALED_MM, "faster from 128 tokens on")
     why = "no library runs this op"
     for library in spec.providers:
         if library in LIBRARIES:
@@ -328,6 +332,15 @@ def _flash_attn_obstacle(values: Values) -> str:
     if q.dtype != torch.bfloat16:
         return f"the call is in {q.dtype}"
     return unusable(FLASH_ATTN) or _other_device(q.device)
+
+
+def _scaled_mm_faster_obstacle(values: Values) -> str:
+    """Why ``impl="auto"`` does not take torch's block-wise product; empty if it does."""
+    num_tokens = values["x"].shape[0]
+    if not isinstance(num_tokens, int) or num_tokens < SCALED_MM_TOKENS:
+        return "it was not faster for so few tokens"
+    found = _scaled_mm_limit(values)
+    return found.what if found is not None else scaled_mm_obstacle()
 
 
 def _is_sized(values: Values) -> bool:

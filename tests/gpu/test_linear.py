@@ -1,4 +1,4 @@
-"""FP8 linear layers on a GPU: torch's block-wise product beside the reference."""
+"""FP8 linear layers on a GPU: our kernels and torch's block-wise product beside the reference."""
 
 import pytest
 import torch
@@ -29,3 +29,31 @@ def test_scaled_mm_is_the_product_of_the_reference(num_tokens, compiled):
     case = testing.Case("scaled_mm", tuple(tensors), settings)
     expected = case.run(OPS["fp8_linear"].reference)
     assert_agrees("scaled_mm", testing.op_testing("fp8_linear"), case, (found,), expected)
+
+
+@pytest.mark.parametrize("given", ["bf16", "codes"])
+@pytest.mark.parametrize("num_tokens", [1, 16, 20, 64, 70, 300])
+def test_kernels_of_every_tile_are_the_product_of_the_reference(num_tokens, given):
+    """By the number of tokens: tiles, splits of K, and who orders the activations."""
+    x, weight, scale = call(num_tokens, 256, 1024)
+    settings = {"activations": "bf16", "out_dtype": torch.bfloat16, "impl": "triton"}
+    tensors = (x, weight, scale)
+    if given == "codes":
+        rows = ops.quantize_rows(x)
+        tensors = (rows.values, weight, scale, rows.scales * 1.5)
+    tensors = tuple(tensor.cuda() for tensor in tensors)
+    case = testing.Case("triton", tensors, settings)
+    expected = case.run(OPS["fp8_linear"].reference)
+    found = case.run(ops.fp8_linear)
+    assert_agrees("triton", testing.op_testing("fp8_linear"), case, found, expected)
+    groups = [
+        tensor.unflatten(1, (2, -1)) if place in (0, 3) else tensor
+        for place, tensor in enumerate(tensors)
+    ]
+    if given == "codes":
+        groups[0], groups[3] = groups[0].transpose(0, 1), groups[3].transpose(0, 1)
+    groups[1], groups[2] = groups[1][:, :512].contiguous(), groups[2][:, :4].contiguous()
+    case = testing.Case("groups", tuple(groups), settings)
+    expected = case.run(OPS["fp8_grouped_linear"].reference)
+    found = case.run(ops.fp8_grouped_linear)
+    assert_agrees("groups", testing.op_testing("fp8_grouped_linear"), case, found, expected)

@@ -250,7 +250,8 @@ def multiply_fp8(
         shift = tl.full((ROWS, 16), _FP8_FACTOR, tl.int32)
         left = _tile(words, shift, False, 0, WARPS)
         right = _tile(more_words, shift, False, 0, WARPS)
-        sums += _product(_side_by_side(left, right), x_tile, tl.zeros((ROWS, TOKENS), tl.float32)) * factor
+        part = _product(_side_by_side(left, right), x_tile, tl.zeros((ROWS, TOKENS), tl.float32))
+        sums += part * factor
         words, more_words = next_words, next_more
     return sums
 

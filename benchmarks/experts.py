@@ -1,0 +1,105 @@
+"""Benchmark routed experts against a copy of their weights and torch's grouped products."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+import dsv4_ops as ops
+from benchmarks.harness import weights
+from benchmarks.harness.options import add_cases
+from benchmarks.harness.weights import Row, median_us
+from dsv4_ops.dispatch.providers import choice_of
+
+NUM_EXPERTS, TOPK, WIDTH, SIZE, LIMIT = 256, 6, 4096, 2048, 10.0
+"""Those of DeepSeek-V4-Flash."""
+
+GROUPS = ("fp4", "fp8")
+_TOKENS = (1, 8, 64, 128, 512, 1024, 4096)
+_CALLS = {1: 8, 8: 8}
+"""Calls of a graph, each with experts of its own: those of a token are more than the L2."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only this benchmark has."""
+    add_cases(parser, GROUPS)
+
+
+@functools.cache
+def expert_weights(group: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """gate_up, its scale, down, its scale: of all experts."""
+    made: list[Tensor] = []
+    for rows, columns in ((2 * SIZE, WIDTH), (WIDTH, SIZE)):
+        shape = (NUM_EXPERTS, rows, columns // 2 if group == "fp4" else columns)
+        most = 256 if group == "fp4" else 0x50
+        made.append(torch.randint(0, most, shape, dtype=torch.uint8, device=device))
+        if group == "fp8":
+            made[-1] = made[-1].view(torch.float8_e4m3fn)
+        blocks = (rows, columns // 32) if group == "fp4" else (rows // 128, columns // 128)
+        shape = (NUM_EXPERTS, *blocks)
+        made.append(torch.randint(114, 118, shape, dtype=torch.uint8, device=device))
+    return made[0], made[1], made[2], made[3]
+
+
+@functools.cache
+def bf16_weights(device: torch.device) -> tuple[Tensor, Tensor]:
+    """gate_up and down as torch's grouped products take them."""
+    up, down = (
+        torch.empty(NUM_EXPERTS, *shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+        for shape in ((2 * SIZE, WIDTH), (WIDTH, SIZE))
+    )
+    return up.transpose(1, 2), down.transpose(1, 2)
+
+
+def grouped_experts(x: Tensor, routing: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Sorted rows, two grouped products, and the weighted sum."""
+    keys, order = ids.flatten().sort()
+    experts = torch.arange(NUM_EXPERTS, dtype=torch.int32, device=x.device)
+    ends = torch.searchsorted(keys, experts, right=True, out_int32=True)
+    gate, value = torch._grouped_mm(x[order // TOPK], up, offs=ends).chunk(2, -1)
+    gate, value = gate.float().clamp(max=LIMIT), value.float().clamp(-LIMIT, LIMIT)
+    act = (gate * torch.sigmoid(gate) * value).bfloat16()
+    out = torch._grouped_mm(act, down, offs=ends).float() * routing.flatten()[order, None]
+    found = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    return found.index_add_(0, order // TOPK, out).bfloat16()
+
+
+def measure(group: str, row: Row, device: torch.device) -> None:
+    """Check, then time a layer's experts with uniform routing."""
+    torch._dynamo.reset()
+    torch.manual_seed(row.tokens)
+    made = expert_weights(group, device)
+    inputs = []
+    for _ in range(_CALLS.get(row.tokens, 3)):
+        scores = torch.rand(row.tokens, NUM_EXPERTS, device=device)
+        chosen = scores.topk(TOPK)
+        x = torch.randn(row.tokens, WIDTH, device=device).bfloat16()
+        inputs.append((x, chosen.values, chosen.indices.int()))
+    experts = sum(int(each[2].unique().numel()) for each in inputs) / len(inputs)
+    row.weight_bytes = experts / NUM_EXPERTS * sum(each.nbytes for each in made)
+    row.impl = choice_of("experts", *inputs[0], *made, swiglu_limit=LIMIT).impl
+    call = torch.compile(functools.partial(ops.experts, swiglu_limit=LIMIT), dynamic=False)
+    if row.tokens <= 8:
+        whole = ops.experts(*inputs[0], *made, swiglu_limit=LIMIT, impl="reference")
+        row.error = weights.relative_error(call(*inputs[0], *made), whole)
+    row.us = median_us([functools.partial(call, *each, *made) for each in inputs])
+    if group == "fp4":
+        plain = torch.compile(grouped_experts, dynamic=False)
+        calls = [functools.partial(plain, *each, *bf16_weights(device)) for each in inputs]
+        row.baseline_us = median_us(calls)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Check and time the cases of the command line; rows and table go to ``options.out``."""
+
+    def cases() -> Iterator[tuple[Row, Callable[[Row, torch.device], None]]]:
+        for group in options.cases or GROUPS:
+            for tokens in _TOKENS[:1] if options.smoke else _TOKENS:
+                if options.match is None or options.match in f"{group} {tokens}":
+                    yield Row(group, tokens), functools.partial(measure, group)
+
+    weights.run("experts", options, cases())
