@@ -147,9 +147,9 @@ def fp8_linear(
         activations: What bfloat16 activations are multiplied as: "bf16" (W8A16), or "fp8" (W8A8),
             after ``quantize_rows`` with its defaults. Without effect with ``x_scale``.
         out_dtype: dtype of the result, bfloat16 or float32.
-        impl: "auto", "reference", or "scaled_mm": torch's own block-wise product, on Hopper, of
-            activations in FP8, with in_features a multiple of 512 and a bfloat16 result; "auto"
-            does not take it.
+        impl: "auto", "triton", "reference", or "scaled_mm": torch's own block-wise product, on
+            Hopper, of activations in FP8, with in_features a multiple of 512 and a bfloat16
+            result. "auto" takes it for 128 tokens and more, if their number is no symbol.
 
     Returns:
         ``out_dtype`` [num_tokens, out_features], dense: the products of the values (codes times
@@ -163,8 +163,10 @@ def fp8_linear(
         TypeError: a dtype other than the ones above.
         RuntimeError, NotImplementedError: an ``impl`` that does not run here, or not such a call.
 
-    Compile: the float32 values of the weight and one product, on a GPU as well: no kernel of ours
-        yet; dynamic in num_tokens; CUDA graphs and export: yes.
+    Compile: on a GPU one kernel of ours, which reads the weight once for up to 128 tokens, and the
+        sum of its splits of in_features where out_features are few; it reads a weight's code of
+        NaN (0x7F) as 480, which released files do not have. On a CPU the float32 values of the
+        weight and one product. Dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's fp8_gemm. Powers of two make the values exact, so that W8A16 equals the
         product with a dequantised bfloat16 weight but for the order of sums.
@@ -216,7 +218,7 @@ def fp8_grouped_linear(
             bfloat16.
         activations: "bf16" or "fp8", as for ``fp8_linear``.
         out_dtype: dtype of the result, bfloat16 or float32.
-        impl: "auto" or "reference".
+        impl: "auto", "triton" or "reference".
 
     Returns:
         ``out_dtype`` [num_tokens, out_features], dense: the products of every group side by side,
@@ -229,7 +231,7 @@ def fp8_grouped_linear(
             transposed or missing scale, several devices, or an unknown word.
         TypeError: a dtype other than the ones above.
 
-    Compile: as ``fp8_linear``, with one batched product.
+    Compile: as ``fp8_linear``, on a CPU with one batched product.
 
     Source: DeepSeek-V4's output projection; its code multiplies by a dequantised weight.
 

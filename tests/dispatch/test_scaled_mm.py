@@ -61,7 +61,8 @@ def test_rows_of_scales_that_torch_would_pad_are_refused(on_cpu):
     with pytest.raises(NotImplementedError) as error:
         ops.fp8_linear(*call(3, 128, 384), **W8A8)
     assert str(error.value) == (
-        "fp8_linear: impl must be 'auto' or 'reference' with in_features 384, got 'scaled_mm'. "
+        "fp8_linear: impl must be 'auto', 'triton' or 'reference' with in_features 384, got "
+        "'scaled_mm'. "
         "scaled_mm takes multiples of 512."
     )
 
@@ -79,7 +80,7 @@ def test_rows_of_scales_that_torch_would_pad_are_refused(on_cpu):
 def test_what_it_does_not_take_is_refused(on_cpu, settings, message):
     with pytest.raises(NotImplementedError) as error:
         ops.fp8_linear(*call(3), **{**W8A8, **settings})
-    assert str(error.value) == f"fp8_linear: impl must be 'auto' or 'reference' {message}"
+    assert str(error.value) == f"fp8_linear: impl must be 'auto', 'triton' or 'reference' {message}"
 
 
 def test_it_raises_where_it_does_not_run(monkeypatch):
@@ -95,9 +96,13 @@ def test_it_raises_where_it_does_not_run(monkeypatch):
     )
 
 
-def test_auto_does_not_take_it(on_cpu):
-    assert choice_of("fp8_linear", *call(200), activations="fp8").impl == "reference"
-    assert choice_of("fp8_linear", *call(200), **W8A8) == ("scaled_mm", "asked for")
+def test_auto_takes_it_from_so_many_tokens_on(on_cpu):
+    """Where it was measured to be faster; and only for activations in FP8."""
+    most = choice.SCALED_MM_TOKENS
+    assert choice_of("fp8_linear", *call(most), activations="fp8").impl == "scaled_mm"
+    assert choice_of("fp8_linear", *call(most - 1), activations="fp8").impl == "triton"
+    assert choice_of("fp8_linear", *call(most)).impl == "triton"
+    assert choice_of("fp8_linear", *call(3), **W8A8) == ("scaled_mm", "asked for")
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten, "_scaled_mm_v2"), reason="torch has none")

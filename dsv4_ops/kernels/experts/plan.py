@@ -8,7 +8,7 @@ from dsv4_ops.core.tiles import plan_blocks
 from dsv4_ops.core.types import ExpertPlan
 from dsv4_ops.kernels.launcher import Launcher
 
-ROWS = 1024
+ROWS = 512
 """Rows that a program looks at at a time, at most."""
 
 WARPS = 4

@@ -57,6 +57,9 @@ TILES_IN_REGISTERS = {
 # kernels of which an SM holds one program: sums, or keys to merge, fill its registers; or there is
 # only one program
 ONE_PER_SM = {
+    "down_kernel",
+    "fp8_linear_kernel",
+    "gate_up_kernel",
     "hopper_gathered_keys_kernel",
     "hopper_mla_decode_kernel",
     "hopper_prefill_keys_kernel",
