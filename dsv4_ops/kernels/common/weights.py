@@ -6,6 +6,7 @@ multiplies them by the same K of the other operand: so the codes stay where they
 of K follows (``reordered``). So do the rows of a tile (``tile_rows``).
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,6 +35,14 @@ _FP4_CODES, _FP8_CODES = tl.constexpr(0x01C001C0), tl.constexpr(0x07F007F0)
 def step_of(fp4: bool) -> int:
     """Values of K of a step."""
     return 2 * STEP_BYTES if fp4 else STEP_BYTES
+
+
+def byte_rows(weight: Tensor) -> Tensor:
+    """Bytes of a weight, whose rows kernels load as int32: a copy if one may begin elsewhere."""
+    places = (weight.storage_offset(), *weight.stride()[:-1])
+    if weight.stride(-1) != 1 or any(place % 16 != 0 for place in places):
+        weight = weight.clone(memory_format=torch.contiguous_format)
+    return weight.view(torch.uint8)
 
 
 def reordered(x: Tensor, fp4: bool) -> Tensor:

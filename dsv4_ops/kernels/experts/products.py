@@ -7,6 +7,7 @@ import triton.language as tl
 from dsv4_ops.core.layout import WEIGHT_BLOCK, round_up
 from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.weights import (
+    byte_rows,
     multiply_fp4,
     multiply_fp8,
     place_of,
@@ -189,10 +190,6 @@ def block_rows(num_rows: int, num_experts: int) -> int:
     return next((rows for rows, most in MEAN_ROWS.items() if mean <= most), max(TILES))
 
 
-def _dense_rows(weight: torch.Tensor) -> torch.Tensor:
-    return weight if weight.stride(-1) == 1 else weight.contiguous()
-
-
 def experts(
     launch: Launcher,
     x: torch.Tensor,
@@ -220,7 +217,7 @@ def experts(
     ordered = reordered(_values(x, activations), fp4)
     padded = round_up(size, max(step_of(fp4), WEIGHT_BLOCK))
     act = x.new_empty((capacity * tokens, padded))
-    gate_up, down = (_dense_rows(each.view(torch.uint8)) for each in (gate_up, down))
+    gate_up, down = byte_rows(gate_up), byte_rows(down)
     step = step_of(fp4)
     tiles = padded // (tile[0] // 2)
     launch(gate_up_kernel)[capacity * tiles,](

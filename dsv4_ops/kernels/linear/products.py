@@ -9,21 +9,22 @@ from torch import Tensor
 from dsv4_ops.core.layout import WEIGHT_BLOCK
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies kernels
-from dsv4_ops.kernels.common.weights import multiply_fp8, reordered, tile_rows
+from dsv4_ops.kernels.common.weights import byte_rows, multiply_fp8, reordered, tile_rows
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.linear import activation_values
 
 FEW_TOKENS = 16
 """Tokens up to which programs reorder activations themselves."""
 
-TILES = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (128, 8, 3)}
+TILES = {16: (64, 4, 3), 32: (64, 4, 3), 64: (128, 8, 3), 128: (128, 8, 3)}
 """By the tokens of a program its rows of the weight, warps, and tiles of activations under way."""
 
-PROGRAMS_PER_SM = 4
+PROGRAMS_PER_SM = {16: 4, 32: 4, 64: 2, 128: 1}
 """Programs that K is split for."""
 
-FEWEST_STEPS, MOST_SPLITS = 2, 16
-"""Blocks of K of a split at least, and splits at most."""
+FEWEST_STEPS, MOST_SPLITS, SPLIT_TOKENS = 2, 16, 8
+"""Blocks of K of a split at least; splits at most, and for each block of K over so many tokens: of
+the partial sums of all splits no more bytes are than of the weight."""
 
 SYMBOLIC_TOKENS, SYMBOLIC_SPLITS = 32, 4
 """Tokens of a tile, and splits at most, where tokens are a symbol: partial sums are of all."""
@@ -98,7 +99,8 @@ def tile_of(num_tokens: int, rows: int, steps: int, num_sms: int) -> tuple[int, 
     if isinstance(num_tokens, int):
         tokens, most = min(128, max(16, triton.next_power_of_2(num_tokens))), MOST_SPLITS
         parts = triton.cdiv(num_tokens, tokens)
-    splits = PROGRAMS_PER_SM * num_sms * TILES[tokens][0] // (rows * parts)
+        most = min(most, SPLIT_TOKENS * steps // num_tokens)
+    splits = PROGRAMS_PER_SM[tokens] * num_sms * TILES[tokens][0] // (rows * parts)
     return tokens, max(1, min(splits, steps // FEWEST_STEPS, most))
 
 
@@ -116,8 +118,7 @@ def _linear(
     if num_tokens == 0 or rows == 0 or width == 0:
         return x.new_zeros((num_tokens, rows), dtype=out_dtype)
     x = x if x.stride(-1) == 1 else x.contiguous()
-    codes = weight.view(torch.uint8)
-    codes = codes if codes.stride(-1) == 1 else codes.contiguous()
+    codes = byte_rows(weight)
     tokens, splits = tile_of(num_tokens, rows, width // WEIGHT_BLOCK, launch.num_sms(x.device))
     tile, scaled = TILES[tokens], x_scale is not None
     x = x.view(torch.uint8) if scaled else x
