@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dsv4_ops.core.layout import round_up
 from dsv4_ops.kernels.common.triton_compat import EMULATE
@@ -53,7 +52,8 @@ def reordered(x: Tensor, fp4: bool) -> Tensor:
     """
     width, lead = int(x.shape[-1]), x.dim() - 1
     more = round_up(width, step_of(fp4)) - width
-    padded = pad(x, (0, more)) if more else x
+    # not a pad: it makes a constant of a symbol in front
+    padded = torch.cat([x, x.new_zeros((*x.shape[:-1], more))], -1) if more else x
     parts = padded.unflatten(-1, (-1, 4, 4, 2, 2 if fp4 else 1, 2))
     places = (lead, *(lead + place for place in (4, 2, 5, 1, 3)))
     return parts.permute(*range(lead), *places).reshape(padded.shape)

@@ -16,15 +16,14 @@ from dsv4_ops.reference.linear import activation_values
 FEW_TOKENS = 16
 """Tokens up to which programs reorder activations themselves."""
 
-TILES = {16: (64, 4, 3), 32: (64, 4, 3), 64: (128, 8, 3), 128: (128, 8, 3)}
+TILES = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (128, 8, 3)}
 """By the tokens of a program its rows of the weight, warps, and tiles of activations under way."""
 
 PROGRAMS_PER_SM = {16: 4, 32: 4, 64: 2, 128: 1}
-"""Programs that K is split for."""
+"""Programs that K is split for, by those tokens: partial sums cost the more, the more tokens."""
 
-FEWEST_STEPS, MOST_SPLITS, SPLIT_TOKENS = 2, 16, 8
-"""Blocks of K of a split at least; splits at most, and for each block of K over so many tokens: of
-the partial sums of all splits no more bytes are than of the weight."""
+FEWEST_STEPS, MOST_SPLITS = 2, 16
+"""Blocks of K of a split at least, and splits at most."""
 
 SYMBOLIC_TOKENS, SYMBOLIC_SPLITS = 32, 4
 """Tokens of a tile, and splits at most, where tokens are a symbol: partial sums are of all."""
@@ -99,7 +98,6 @@ def tile_of(num_tokens: int, rows: int, steps: int, num_sms: int) -> tuple[int, 
     if isinstance(num_tokens, int):
         tokens, most = min(128, max(16, triton.next_power_of_2(num_tokens))), MOST_SPLITS
         parts = triton.cdiv(num_tokens, tokens)
-        most = min(most, SPLIT_TOKENS * steps // num_tokens)
     splits = PROGRAMS_PER_SM[tokens] * num_sms * TILES[tokens][0] // (rows * parts)
     return tokens, max(1, min(splits, steps // FEWEST_STEPS, most))
 
