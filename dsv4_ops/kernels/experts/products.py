@@ -22,7 +22,7 @@ from dsv4_ops.reference.linear import activation_values
 
 TILES = {16: (64, 4, 2), 32: (128, 8, 3), 128: (128, 8, 2)}
 """By the rows of a block: rows of the weight per program, warps, and tiles of activations under
-way. On an H100 an expert whose rows fill one block of 64 takes longer than two of 32."""
+way. None of 64: 1024 tokens of Flash take 2403 us with it, and 1641 with 32, on an H100."""
 
 MEAN_ROWS = {16: 5, 32: 48}
 """Rows of an expert, on average, up to which a block holds so many; beyond, 128."""
