@@ -217,9 +217,9 @@ def test_every_layer_is_as_close_as_rounding_allows(patched, exact, tiny):
 
     simulated = copy.deepcopy(exact)
     for module in simulated.modules():
-        if type(module) is nn.Linear and not is_plain(module, simulated):
-            module.register_forward_pre_hook(quantise)
-        elif type(module).__name__ in ("DeepseekV4GroupedLinear", "DeepseekV4Experts"):
+        grouped = type(module).__name__ in ("DeepseekV4GroupedLinear", "DeepseekV4Experts")
+        linear = type(module) is nn.Linear and not is_plain(module, simulated)
+        if grouped or linear:
             module.register_forward_pre_hook(quantise)
     allowed = outputs(simulated)
     got = paged(patched(v4.Recipe.serve(activations="fp8")))
@@ -260,10 +260,10 @@ def step_of(model, tokens=(5, 6)):
     return v4.StepBatch(torch.tensor(tokens), starts, lens, rows), cache
 
 
-@pytest.mark.parametrize("recipe", ["serve", "reference"])
-def test_a_decode_step_is_one_graph(tiny, recipe):
+def test_a_decode_step_is_one_graph(tiny):
+    """Of Hugging Face's recipe, which has more ops than ours."""
     torch._dynamo.reset()
-    model = v4.patch(v4.load_quantized(tiny), precision=recipe)
+    model = v4.patch(v4.load_quantized(tiny), precision="reference")
     (batch, cache), (_, other) = step_of(model), step_of(model)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(v4.decode_step, fullgraph=True, backend=counter)

@@ -16,6 +16,7 @@ Example:
 """
 
 from dsv4_ops.integrations.transformers.cache import OutOfBlocks, PagedCache
+from dsv4_ops.integrations.transformers.compiled import CompiledStep, compile_step
 from dsv4_ops.integrations.transformers.export import (
     decode_inputs,
     export_decode,
@@ -36,11 +37,13 @@ from dsv4_ops.integrations.transformers.tensors import (
 __all__ = [
     "CacheTables",
     "CacheTensors",
+    "CompiledStep",
     "OutOfBlocks",
     "PagedCache",
     "Recipe",
     "RopeTables",
     "StepBatch",
+    "compile_step",
     "decode_inputs",
     "decode_step",
     "export_decode",

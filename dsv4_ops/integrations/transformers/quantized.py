@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checkpoint import NAN_SCALE
-from dsv4_ops.core.layout import ACTIVATION_BLOCK, FP4_BLOCK, WEIGHT_BLOCK
+from dsv4_ops.core.layout import FP4_BLOCK, WEIGHT_BLOCK
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, REFERENCE
 from dsv4_ops.integrations.transformers.modules import Forward, Maker, own_forward
@@ -162,9 +162,7 @@ def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
     return forward
 
 
-def _as_hugging_face(
-    rows: Tensor, weight: Tensor, scale: Tensor, groups: int, impl: str
-) -> Tensor:
+def _as_hugging_face(rows: Tensor, weight: Tensor, scale: Tensor, groups: int, impl: str) -> Tensor:
     """The product of activations in FP8 with scales that are no powers of two."""
     flat = rows.transpose(0, 1).flatten(0, 1) if groups > 1 else rows
     codes, scales = quantize_rows(flat, scale="float32", min_amax=_HF_MIN_AMAX)
