@@ -15,6 +15,7 @@ pytest.importorskip("accelerate", reason="Hugging Face dequantises with it")
 
 import transformers
 
+from dsv4_ops.core.checkpoint import weight_bytes
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
 from tests.helpers import i32
@@ -312,6 +313,11 @@ def test_parameters_stay_as_loaded_and_unpatch_restores_all(loaded):
         assert old.keys() == new.keys()
         assert old["_buffers"].keys() == new["_buffers"].keys()
         assert not any("dsv4_ops" in name for name in new["_non_persistent_buffers_set"])
+
+
+def test_weights_take_what_the_table_says(loaded):
+    held = {value.data_ptr(): value.nbytes for value in loaded.state_dict().values()}
+    assert sum(weight_bytes(FORCED).values()) == sum(held.values())
 
 
 def test_scales_are_the_models_own(loaded):
