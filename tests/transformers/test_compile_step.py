@@ -38,8 +38,8 @@ def deep_model():
 
 def test_layers_of_a_kind_share_a_graph():
     """Nine layers, four graphs and three; logits and cache are those of the step."""
-    counter, model = CompileCounterWithBackend("eager"), deep_model()
-    step = v4.compile_step(model, backend=counter)
+    counter, model, named = CompileCounterWithBackend("eager"), deep_model(), []
+    step = v4.compile_step(model, backend=counter, on_part=named.append)
     engines = [Engine(model, new_cache(model), text()) for _ in range(2)]
     for engine in engines:
         engine.prefill({0: 9, 1: 3})
@@ -47,6 +47,7 @@ def test_layers_of_a_kind_share_a_graph():
         engines[0].decode(counts, step=lambda _, batch, cache: step(batch, cache))
         engines[1].decode(counts)
         assert counter.frame_count == len(step.parts) == 7
+        assert named == list(step.parts)
     for ours, theirs in zip(*(engine.logits for engine in engines), strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[place], theirs[place]) for place in ours)

@@ -81,7 +81,7 @@ def test_names_are_recipes():
     assert off | {"activations": "fp8", "activation_scale": "float32"} == OFF
     official = asdict(v4.Recipe.serve(activations="fp8"))
     assert official == on | {"activations": "fp8", "expert_activations": "fp8"}
-    with pytest.raises(ValueError, match="^Recipe: activations must be 'bf16' or 'fp8', got 'fp4'"):
+    with pytest.raises(ValueError, match=r"^Recipe: activations must be 'bf16' or 'fp8', got"):
         v4.Recipe.serve(activations="fp4")
 
 

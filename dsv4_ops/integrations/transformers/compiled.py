@@ -36,6 +36,7 @@ def compile_step(
     *,
     mode: str = "auto",
     cache_file: str | os.PathLike[str] | None = None,
+    on_part: Callable[[str], None] | None = None,
     **settings: Any,
 ) -> CompiledStep:
     """Compile ``decode_step`` or ``prefill_step`` of a patched model.
@@ -52,6 +53,7 @@ def compile_step(
             after the first step, if that compiled something that was not in it. Its entries are
             found by the sources of this package, the versions, the sizes and the device, so that
             an old file costs time and nothing else.
+        on_part: Called with the name of every part before it is compiled, to show progress.
         settings: Of ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` by default.
 
     Returns:
@@ -82,7 +84,7 @@ def compile_step(
         raise refusal(ValueError, op, "step", rule, getattr(step, "__name__", step), advice)
     regional = mode == "regional" or (mode == "auto" and len(spec.kinds) > MOST_WHOLE)
     path = None if cache_file is None else Path(cache_file)
-    return CompiledStep(model, step, regional, path, settings)
+    return CompiledStep(model, step, regional, path, on_part, settings)
 
 
 class CompiledStep:
@@ -98,10 +100,11 @@ class CompiledStep:
         step: Callable[..., Tensor],
         regional: bool,
         cache_file: Path | None,
+        on_part: Callable[[str], None] | None,
         settings: dict[str, Any],
     ) -> None:
         self.model = with_methods(model) if regional else model
-        self.step, self.regional = step, regional
+        self.step, self.regional, self._on_part = step, regional, on_part
         self.settings = {"fullgraph": True, "dynamic": False, **settings}
         self.parts: dict[str, Callable[..., Any]] = {}
         self._file, self._loaded = cache_file, _load(cache_file)
@@ -121,6 +124,8 @@ class CompiledStep:
 
     def _run(self, name: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
         if name not in self.parts:
+            if self._on_part is not None:
+                self._on_part(name)
             # Dynamo keeps what it compiles by code object, and tries all that it has for one
             code = _part.__code__.replace(co_name=name)
             self.parts[name] = torch.compile(FunctionType(code, globals()), **self.settings)
