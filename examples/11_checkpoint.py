@@ -100,7 +100,7 @@ def run(folder: Path, args: argparse.Namespace) -> int:
         step = v4.compile_step(model, mode="regional", cache_file=args.cache_file, on_part=note)
     tokens = decode(step, cache, [*prompt, first], args.tokens, args.device)
     clock.done(f"decoded {args.tokens} tokens")
-    wrong = sum(ours != theirs for ours, theirs in zip(tokens, expected, strict=True))
+    wrong = sum(ours != other for ours, other in zip(tokens, expected, strict=True))
     print(
         f"shown: {model.config.num_hidden_layers} layers with {info.expert_dtype} experts on "
         f"{args.device}, {len(names)} compiled parts; {wrong} tokens differ from those of generate"

@@ -48,11 +48,11 @@ def test_layers_of_a_kind_share_a_graph():
         engines[1].decode(counts)
         assert counter.frame_count == len(step.parts) == 7
         assert named == list(step.parts)
-    for ours, theirs in zip(*(engine.logits for engine in engines), strict=True):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[place], theirs[place]) for place in ours)
+    for ours, eager in zip(*(engine.logits for engine in engines), strict=True):
+        assert ours.keys() == eager.keys()
+        assert all(torch.equal(ours[place], eager[place]) for place in ours)
     leaves = (torch.utils._pytree.tree_leaves(engine.cache.tensors) for engine in engines)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*leaves, strict=True))
+    assert all(torch.equal(ours, eager) for ours, eager in zip(*leaves, strict=True))
     # weights are shared, and the model itself has nothing new
     model.lm_head.weight.mul_(2)
     batch = engines[0].batch({0: 1})
@@ -69,9 +69,9 @@ def test_layers_of_deepseek_v3_share_a_graph():
         small_mla_model(num_hidden_layers=4, first_k_dense_replace=2), precision="reference"
     )
     step = v4.compile_step(model, v4.prefill_step, mode="regional", backend=counter)
-    ours, theirs = (Engine(model, new_cache(model), text()) for _ in range(2))
+    ours, eager = (Engine(model, new_cache(model), text()) for _ in range(2))
     batch = ours.batch({0: 5, 1: 2})
-    want = v4.prefill_step(model, theirs.batch({0: 5, 1: 2}), theirs.cache)
+    want = v4.prefill_step(model, eager.batch({0: 5, 1: 2}), eager.cache)
     assert torch.equal(step(batch, ours.cache), want)
     assert sorted(step.parts) == ["DeepseekV3MLP", "DeepseekV3MoE", "head", "metadata", "norm"]
     assert counter.frame_count == 5

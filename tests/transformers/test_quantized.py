@@ -210,8 +210,8 @@ def test_every_layer_is_as_close_as_rounding_allows(patched, exact, tiny):
     rounded = paged(v4.patch(plain.eval().requires_grad_(False)))
     got = paged(patched(v4.Recipe.serve()))
     assert len(got) == len(want) == 5
-    for ours, theirs, exactly in zip(got, rounded, want, strict=True):
-        assert 0 < error(ours, exactly) < 1.5 * error(theirs, exactly)
+    for ours, bf16, exactly in zip(got, rounded, want, strict=True):
+        assert 0 < error(ours, exactly) < 1.5 * error(bf16, exactly)
 
     def quantise(_, args):
         return (quantized_values(args[0], **OFFICIAL).float(), *args[1:])
@@ -224,8 +224,8 @@ def test_every_layer_is_as_close_as_rounding_allows(patched, exact, tiny):
             module.register_forward_pre_hook(quantise)
     allowed = outputs(simulated)
     got = paged(patched(v4.Recipe.serve(activations="fp8")))
-    for ours, theirs, bf16, exactly in zip(got, allowed, rounded, want, strict=True):
-        budget = 1.5 * (error(theirs, exactly) + error(bf16, exactly))
+    for ours, simulation, bf16, exactly in zip(got, allowed, rounded, want, strict=True):
+        budget = 1.5 * (error(simulation, exactly) + error(bf16, exactly))
         assert error(bf16, exactly) < error(ours, exactly) < budget
 
 
@@ -366,10 +366,10 @@ def test_adapters_train_in_front_of_frozen_codes(patched, exact):
             for model in (patched(v4.Recipe.serve()), exact)
         )
         with torch.enable_grad():
-            ours, theirs = (values(*shape).float().requires_grad_() for _ in range(2))
+            ours, exactly = (values(*shape).float().requires_grad_() for _ in range(2))
             layer(ours).square().sum().backward()
-            weight(theirs).square().sum().backward()
-        assert error(ours.grad, theirs.grad) < 2 * ROUNDING
+            weight(exactly).square().sum().backward()
+        assert error(ours.grad, exactly.grad) < 2 * ROUNDING
         assert layer.weight.grad is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from dsv4_ops.core.checks import Checks
 
@@ -59,13 +60,13 @@ class Recipe:
     def serve(cls, *, activations: str = "bf16") -> Recipe:
         """The official recipe; of a quantised model with bf16 activations, unless ``activations``
         is "fp8", which is the official one and less precise."""
-        precisions = dict.fromkeys(_PRECISIONS, True)
+        precisions: dict[str, Any] = dict.fromkeys(_PRECISIONS, True)
         return cls(**precisions, activations=activations, expert_activations=activations)
 
     @classmethod
     def reference(cls) -> Recipe:
         """Hugging Face's."""
-        precisions = dict.fromkeys(_PRECISIONS, False)
+        precisions: dict[str, Any] = dict.fromkeys(_PRECISIONS, False)
         return cls(**precisions, activations="fp8", activation_scale="float32")
 
     @classmethod
