@@ -202,7 +202,7 @@ def paged(model):
 
 def test_every_layer_is_as_close_as_rounding_allows(patched, exact, tiny):
     """W8A16 and W4A16 are as far from float32 as the same weights in bf16 are; quantised
-    activations as far as theirs, rounded by the definition, in float32."""
+    activations as far as their simulation, rounded by the definition, in float32."""
     want = outputs(exact)
     plain = transformers.DeepseekV4ForCausalLM.from_pretrained(
         tiny, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
