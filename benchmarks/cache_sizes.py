@@ -1,8 +1,8 @@
-"""The table of ``docs/memory.md``, from caches whose tensors are allocated nowhere:
+"""The tables of ``docs/memory.md``, from tensors that are allocated nowhere:
 
     python -m benchmarks.cache_sizes docs/memory.md
 
-replaces what is between ``<!-- table: memory -->`` and ``<!-- /table -->``.
+replaces what is between ``<!-- table: memory -->``, or weights, and ``<!-- /table -->``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from benchmarks.baselines.stock_model import LAYER_TYPES, filled_cache
+from dsv4_ops.core.checkpoint import weight_bytes
+from dsv4_ops.testing.checkpoint import FLASH, PRO
 from dsv4_ops.testing.models import YARN
 
 GIB = 2**30
-_MARKED = re.compile(r"(<!-- table: memory -->\n)(.*?)(<!-- /table -->)", re.S)
 _SLIDING, _C4, _C128, _ = LAYER_TYPES
 _PARTS = ("window", "compressed", "indexer", "states", "tables")
 
@@ -31,6 +32,9 @@ MODELS = {
     "Pro": [_C128, *[_C128, _C4] * 30],
 }
 """Types of the layers as released: what memory depends on, as all else is of one size in both."""
+
+GPUS = {"Flash": (FLASH, (1, 2, 4, 8)), "Pro": (PRO, (8, 16))}
+"""GPUs that a model is split over, and its config."""
 
 BATCHES = ((1, 2**20), (8, 2**17), (64, 2**15), (64, 2**12))
 """Requests, and tokens of each."""
@@ -83,22 +87,40 @@ def rows() -> Iterable[tuple[str, ...]]:
                 yield (name, size, str(chunk), *(_gib(figure) for figure in figures))
 
 
+def weight_rows() -> Iterable[tuple[str, ...]]:
+    """Lines of the table of weights, in GB as GPUs are sold."""
+    for name, (config, counts) in GPUS.items():
+        cache = sum(ours(config_of(name), 8, 2**17).values())
+        for count in counts:
+            plans = [
+                weight_bytes(config, num_gpus=count, split_heads=split) for split in (False, True)
+            ]
+            figures = [*plans[0].values(), sum(plans[0].values()), sum(plans[1].values()), cache]
+            yield (name, str(count), *(f"{figure / 1e9:.1f}" for figure in figures))
+
+
 def _gib(size: int) -> str:
     return f"{size / GIB:.2f}"
 
 
-def page(text: str, lines: Iterable[tuple[str, ...]]) -> str:
+TITLES = {
+    "memory": ("model", "requests", "max_chunk", "GiB", *_PARTS, "Hugging Face"),
+    "weights": ("model", "GPUs", *weight_bytes(FLASH), "sum", "heads split", "cache, 8 x 128k"),
+}
+
+
+def page(text: str, lines: Iterable[tuple[str, ...]], table: str = "memory") -> str:
     """``text`` with a table of ``lines``."""
-    titles = ("model", "requests", "max_chunk", "GiB", *_PARTS, "Hugging Face")
-    whole = (titles, tuple("---" for _ in titles), *lines)
-    table = "".join("| " + " | ".join(line) + " |\n" for line in whole)
-    return _MARKED.sub(lambda found: found[1] + table + found[3], text)
+    whole = (TITLES[table], tuple("---" for _ in TITLES[table]), *lines)
+    made = "".join("| " + " | ".join(line) + " |\n" for line in whole)
+    marked = re.compile(rf"(<!-- table: {table} -->\n)(.*?)(<!-- /table -->)", re.S)
+    return marked.sub(lambda found: found[1] + made + found[3], text)
 
 
 def main(path: str) -> None:
-    """Write the table of the page at ``path``."""
+    """Write the tables of the page at ``path``."""
     target = Path(path)
-    target.write_text(page(target.read_text(), rows()))
+    target.write_text(page(page(target.read_text(), rows()), weight_rows(), "weights"))
 
 
 if __name__ == "__main__":

@@ -10,38 +10,24 @@ import torch
 
 import dsv4_ops as ops
 from dsv4_ops.__main__ import main
-from dsv4_ops.core.checkpoint import check_checkpoint, read_headers, released_tensors
-from dsv4_ops.testing.checkpoint import TINY, quantize_fp4, quantize_fp8, tensors, write_checkpoint
+from dsv4_ops.core.checkpoint import (
+    check_checkpoint,
+    read_headers,
+    released_tensors,
+    weight_bytes,
+)
+from dsv4_ops.testing.checkpoint import (
+    FLASH,
+    PRO,
+    TINY,
+    quantize_fp4,
+    quantize_fp8,
+    tensors,
+    write_checkpoint,
+)
 from dsv4_ops.testing.float64.experts import fp4_values
 from dsv4_ops.testing.float64.linear import block_values
 
-FLASH = {
-    **TINY,
-    "hidden_size": 4096,
-    "num_hidden_layers": 43,
-    "num_attention_heads": 64,
-    "q_lora_rank": 1024,
-    "o_lora_rank": 1024,
-    "o_groups": 8,
-    "index_n_heads": 64,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 2048,
-    "num_hash_layers": 3,
-    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
-    "vocab_size": 129280,
-}
-PRO = {
-    **FLASH,
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "o_groups": 16,
-    "n_routed_experts": 384,
-    "moe_intermediate_size": 3072,
-    "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],
-}
 SMALL = {
     **TINY,
     "vocab_size": 128,
@@ -92,6 +78,30 @@ def test_a_size_that_is_no_whole_block_is_refused():
     message = "released_tensors: attn.wq_a must have sizes that are multiples of 128, got 96. "
     with pytest.raises(ValueError, match=re.escape(f"{message}Correct the config.")):
         released_tensors({**TINY, "q_lora_rank": 96})
+
+
+def test_weights_on_each_gpu():
+    """GB of Flash and Pro; experts alone are split, or heads too."""
+    for config, sizes in (
+        (FLASH, {1: (156.0, 156.0), 2: (81.9, 79.2), 4: (44.8, 40.8), 8: (26.3, 21.6)}),
+        (PRO, {8: (129.8, 111.1), 16: (78.3, 58.2)}),
+    ):
+        for gpus, expected in sizes.items():
+            found = [
+                sum(weight_bytes(config, num_gpus=gpus, split_heads=split).values()) / 1e9
+                for split in (False, True)
+            ]
+            assert tuple(round(each, 1) for each in found) == expected
+    parts = weight_bytes(FLASH, num_gpus=4, split_heads=True)
+    # 3 x 2048 x 4096 FP4 with a scale for 32, 256 experts of 43 layers, a fourth of them
+    assert parts["experts"] == 43 * 256 // 4 * 3 * 2048 * 4096 * (16 + 1) // 32
+    assert parts["shared experts"] == 43 * 3 * (2048 * 4096 + 16 * 32) // 4
+    for gpus, split, message in (
+        (3, False, "n_routed_experts, 256, got 3"),
+        (16, True, "o_groups, 8, got 16"),
+    ):
+        with pytest.raises(ValueError, match=f"^weight_bytes: num_gpus must divide {message}. "):
+            weight_bytes(FLASH, num_gpus=gpus, split_heads=split)
 
 
 # --- quantisers

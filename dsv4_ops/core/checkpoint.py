@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,6 +188,62 @@ def _fp4(name: str, rows: int, columns: int) -> Iterator[tuple[str, TensorInfo]]
     _check_blocks(name, columns, FP4_BLOCK)
     yield f"{name}.weight", TensorInfo(FP4_PAIRS, (rows, columns // 2))
     yield f"{name}.scale", TensorInfo(E8M0, (rows, columns // FP4_BLOCK))
+
+
+_BYTES = {"BF16": 2, "F32": 4, "I64": 8, FP4_PAIRS: 1, E4M3: 1, E8M0: 1}
+_SPLIT_HEADS = ("attn.wq_b.", "attn.wo_a.", "attn.wo_b.", "attn.attn_sink", "ffn.shared_experts.")
+"""Parts of a layer that attention heads and the shared expert are split by."""
+
+
+def weight_bytes(
+    config: Mapping[str, Any], *, num_gpus: int = 1, split_heads: bool = False
+) -> dict[str, int]:
+    """Bytes of a loaded model's weights on each GPU, by part; without its draft layer.
+
+    Args:
+        config: The content of ``config.json``, as released.
+        num_gpus: GPUs that the routed experts, whole ones, and the rows of the head are split over.
+            Divides both.
+        split_heads: Whether attention heads, their projections and the shared expert are split as
+            well; they are on every GPU otherwise, as Hugging Face's plans have it.
+
+    Returns:
+        "experts", "attention" (projections, compressors and indexers), "shared experts" and "other"
+        (embedding, head, routers, norms, hyper-connections). Norms are float32, as loaded.
+
+    Raises:
+        ValueError: ``num_gpus`` does not divide the experts, the vocabulary or, with
+            ``split_heads``, the groups of the output projection.
+    """
+    divided = {"n_routed_experts": config["n_routed_experts"], "vocab_size": config["vocab_size"]}
+    if split_heads:
+        divided["o_groups"] = config["o_groups"]
+    for name, size in divided.items():
+        if num_gpus < 1 or size % num_gpus:
+            rule, advice = f"divide {name}, {size}", "Pass a divisor of it"
+            raise refusal(ValueError, "weight_bytes", "num_gpus", rule, num_gpus, advice)
+    found = dict.fromkeys(("experts", "attention", "shared experts", "other"), 0)
+    expert_dtype = config.get("expert_dtype", "fp4")
+    one = {**config, "n_routed_experts": 1}  # all are alike, and names of all would take seconds
+    for name, info in released_tensors(one, expert_dtype=expert_dtype).items():
+        if name.startswith("mtp."):
+            continue
+        size = prod(info.shape) * _BYTES["F32" if "norm.weight" in name else info.dtype]
+        if any(part in name for part in (".experts.", ".gate.weight", ".gate.bias")):
+            size *= config["n_routed_experts"]
+        split = split_heads and any(part in name for part in _SPLIT_HEADS)
+        if ".experts." in name or name == "head.weight" or split:
+            size //= num_gpus
+        found[_part(name)] += size
+    return found
+
+
+def _part(name: str) -> str:
+    if ".shared_experts." in name:
+        return "shared experts"
+    if ".experts." in name:
+        return "experts"
+    return "attention" if ".attn." in name else "other"
 
 
 def _check_blocks(name: str, size: int, block: int) -> None:

@@ -96,6 +96,37 @@ TINY: dict[str, Any] = {
 }
 """A config of every kind of layer, and a draft layer: sliding, CSA, HCA, CSA; two with a hash."""
 
+FLASH: dict[str, Any] = {
+    **TINY,
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "q_lora_rank": 1024,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "index_n_heads": 64,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 2048,
+    "num_hash_layers": 3,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
+    "vocab_size": 129280,
+}
+"""Sizes of DeepSeek-V4-Flash."""
+
+PRO: dict[str, Any] = {
+    **FLASH,
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "o_groups": 16,
+    "n_routed_experts": 384,
+    "moe_intermediate_size": 3072,
+    "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],
+}
+"""Sizes of DeepSeek-V4-Pro."""
+
 # Centre and half width of what is no matrix, by a part of its name.
 _RANGES = {
     "attn_sink": (5.0, 3.0),

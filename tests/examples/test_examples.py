@@ -47,7 +47,7 @@ def run(script: str, *options: object, status: int = 0) -> list[str]:
 
 
 def test_every_script_says_what_it_shows_and_stays_short():
-    numbers = ["01", "02", "03", "04", "05", "06", "07", "08", "10"]
+    numbers = ["01", "02", "03", "04", "05", "06", "07", "08", "10", "11"]
     assert [name[:2] for name in SCRIPTS] == numbers
     for name in SCRIPTS:
         text = (EXAMPLES / name).read_text()
@@ -135,6 +135,18 @@ def test_deepseek_v3(options):
     graphs = 0 if options else 1
     assert last.startswith(f"shown: graphs = {graphs}, graph breaks = 0 in 32 decode steps")
     assert last.endswith("0 tokens differ from Hugging Face's")
+
+
+@pytest.mark.slow
+@pytest.mark.nightly("test_quantized.py and test_compile_step.py; no other runs the script")
+@pytest.mark.usefixtures("without_vectors")
+@pytest.mark.parametrize("options", [["--eager"], []], ids=["eager", "compiled"])
+def test_checkpoint(options):
+    lines = run("11_checkpoint.py", *options)
+    assert any(line.endswith("checked 427 tensors, 0.014 GB") for line in lines)
+    parts = 0 if options else 7
+    assert sum("compiling " in line for line in lines) == parts
+    assert lines[-1].startswith(f"shown: 4 layers with fp4 experts on cpu, {parts} compiled parts")
 
 
 @pytest.mark.slow

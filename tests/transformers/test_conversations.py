@@ -215,6 +215,7 @@ def test_the_page_of_figures_is_that_of_the_code():
     text = (Path(__file__).parents[2] / "docs/memory.md").read_text()
     lines = list(cache_sizes.rows())
     assert cache_sizes.page(text, lines) == text
+    assert cache_sizes.page(text, cache_sizes.weight_rows(), "weights") == text
     long = [line for line in lines if not line[1].endswith("x 4k")]
     assert len(long) == 8
     assert all(float(line[3]) < float(line[-1]) for line in long)

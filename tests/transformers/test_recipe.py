@@ -74,8 +74,15 @@ def rounded_once(got, exact):
 
 
 def test_names_are_recipes():
-    assert asdict(v4.Recipe.serve()) == dict.fromkeys(OFF, True)
-    assert {**dict.fromkeys(OFF, False), "shared_expert_clamp": True} == OFF
+    words = {"activations": "bf16", "activation_scale": "pow2", "expert_activations": "bf16"}
+    on, off = (dict.fromkeys(PRECISIONS, value) | {"shared_expert_clamp": True} | words
+               for value in (True, False))  # fmt: skip
+    assert asdict(v4.Recipe.serve()) == on
+    assert off | {"activations": "fp8", "activation_scale": "float32"} == OFF
+    official = asdict(v4.Recipe.serve(activations="fp8"))
+    assert official == on | {"activations": "fp8", "expert_activations": "fp8"}
+    with pytest.raises(ValueError, match=r"^Recipe: activations must be 'bf16' or 'fp8', got"):
+        v4.Recipe.serve(activations="fp4")
 
 
 @pytest.mark.parametrize("flag", PRECISIONS)

@@ -16,12 +16,14 @@ Example:
 """
 
 from dsv4_ops.integrations.transformers.cache import OutOfBlocks, PagedCache
+from dsv4_ops.integrations.transformers.compiled import CompiledStep, compile_step
 from dsv4_ops.integrations.transformers.export import (
     decode_inputs,
     export_decode,
     export_prefill,
     input_names,
 )
+from dsv4_ops.integrations.transformers.loading import load_quantized
 from dsv4_ops.integrations.transformers.patch import patch, unpatch
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.steps import decode_step, prefill_step
@@ -35,16 +37,19 @@ from dsv4_ops.integrations.transformers.tensors import (
 __all__ = [
     "CacheTables",
     "CacheTensors",
+    "CompiledStep",
     "OutOfBlocks",
     "PagedCache",
     "Recipe",
     "RopeTables",
     "StepBatch",
+    "compile_step",
     "decode_inputs",
     "decode_step",
     "export_decode",
     "export_prefill",
     "input_names",
+    "load_quantized",
     "patch",
     "prefill_step",
     "unpatch",

@@ -5,6 +5,7 @@ A step may call modules of any kind, but modules that it replaces by ops must be
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ _CODE = {
     for version in (2, 3, 4)
 }
 """Prefix of the class names in each of Hugging Face's modelling files."""
+_REPLACED = "_dsv4_ops_replaced_forward"
 _ONE_DEVICE = "Load the model on one device, without offloading, and make its cache there"
 _CHANGED = "be Hugging Face's own, without hooks, as ops do its work"
 
@@ -64,6 +66,27 @@ def _missing(*_: Any, **__: Any) -> Any:
     raise AttributeError("dsv4_ops replaced a method that the class does not have")
 
 
+def with_methods(module: Any, made: dict[int, Any] | None = None) -> Any:
+    """A model of the same parameters, buffers and hooks whose replaced methods are bound methods.
+
+    Dynamo guards these by their code, and any other object by its identity, with which it would
+    compile every layer.
+    """
+    made = {} if made is None else made
+    if id(module) not in made:
+        twin = made[id(module)] = copy.copy(module)
+        children = {
+            name: child and with_methods(child, made) for name, child in module._modules.items()
+        }
+        twin.__dict__["_modules"] = children
+        for name, value in vars(module).items():
+            if isinstance(value, Replacement):
+                twin.__dict__[name] = MethodType(value.function, twin)
+                if name == "forward":
+                    twin.__dict__[_REPLACED] = value
+    return made[id(module)]
+
+
 def class_of(module: Any) -> str | None:
     """Name of the Hugging Face DeepSeek class that defines a module's forward, or None."""
     kind, forward = type(module), type(module).forward
@@ -82,7 +105,7 @@ def is_part(module: Any, part: str) -> bool:
 
 def own_forward(module: Any) -> Any:
     """An instance's own forward other than ours, or None."""
-    forward = vars(module).get("forward")
+    forward = vars(module).get(_REPLACED, vars(module).get("forward"))
     if isinstance(forward, Replacement):
         forward = forward.before
     return None if forward is None or _is_harmless(vars(module).get("_hf_hook")) else forward

@@ -12,11 +12,14 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.dispatch.choice import check_device
+from dsv4_ops.integrations.transformers import quantized
 from dsv4_ops.integrations.transformers.architectures.base import (
     LayerContext,
     ModelSpec,
     Requests,
+    Runner,
     StepTokens,
+    run_part,
 )
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.dropped import (
@@ -69,8 +72,20 @@ def decode_step(
     Compile: ``torch.compile(decode_step, fullgraph=True)`` gives one graph and one CUDA graph;
         ``torch.export`` works too (``export_decode``).
     """
-    hidden = _run("decode_step", model, batch, cache, "decode", state_rings)
-    logits: Tensor = model.lm_head(hidden)
+    return decode(model, batch, cache, state_rings=state_rings)
+
+
+def decode(
+    model: Any,
+    batch: StepBatch,
+    cache: CacheTensors | PagedCache,
+    *,
+    state_rings: bool = True,
+    run: Runner = run_part,
+) -> Tensor:
+    """``decode_step`` in parts."""
+    hidden = _run("decode_step", model, batch, cache, "decode", state_rings, run)
+    logits: Tensor = run("head", model.lm_head, hidden)
     return logits
 
 
@@ -94,13 +109,20 @@ def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors | PagedCache)
 
     Compile: as ``decode_step``; ``export_prefill`` makes a package for any number of tokens.
     """
-    hidden = _run("prefill_step", model, batch, cache, "prefill", True)
+    return prefill(model, batch, cache)
+
+
+def prefill(
+    model: Any, batch: StepBatch, cache: CacheTensors | PagedCache, *, run: Runner = run_part
+) -> Tensor:
+    """``prefill_step`` in parts."""
+    hidden = _run("prefill_step", model, batch, cache, "prefill", True, run)
     if hidden.shape[0] == 0:
         last_hidden = hidden.new_zeros(batch.seq_lens.shape[0], hidden.shape[1])
     else:
         last = (batch.query_start_loc[1:] - 1).clamp(0, hidden.shape[0] - 1)
         last_hidden = hidden.index_select(0, last)
-    logits: Tensor = model.lm_head(last_hidden)
+    logits: Tensor = run("head", model.lm_head, last_hidden)
     return logits
 
 
@@ -111,6 +133,7 @@ def _run(
     given: CacheTensors | PagedCache,
     schedule: str,
     state_rings: bool,
+    run: Runner,
 ) -> Tensor:
     spec = spec_of(op, model)
     cache = _tensors_of(op, given)
@@ -124,6 +147,7 @@ def _run(
     check_body(op, model)
     check_modules(op, spec, model.model, cache.device)
     spec.refresh(model.model)
+    quantized.refresh(model.model)
     vocab_size = model.config.vocab_size
     of_batch = (batch.tokens, starts, batch.seq_lens, batch.rows)
     if values_are_free(*of_batch, cache.tables.pool):
@@ -133,12 +157,20 @@ def _run(
     if num_tokens == 0 or batch.rows.shape[0] == 0:
         cache.dropped.add_((starts[1:] - starts[:-1]).clamp(min=0).sum())
         return starts.new_zeros(num_tokens, model.config.hidden_size, dtype=spec.dtype)
+    step = run("metadata", _build_step, spec, batch, cache, schedule, vocab_size)
+    tokens = batch.tokens
+    return run_layers(model.model, spec, tokens, None, step, cache, schedule, state_rings, run)
+
+
+def _build_step(
+    spec: ModelSpec, batch: StepBatch, cache: CacheTensors, schedule: str, vocab_size: int
+) -> Any:
     found, wanted = tokens_of(batch, cache)
     found = replace(found, tokens=storable(found.tokens, cache, spec.block_tokens))
     step = spec.build_step(found, cache, schedule)
     stored = (step.positions >= 0) & in_vocabulary(batch.tokens, vocab_size)
     count_dropped(cache, wanted, stored)
-    return run_layers(model.model, spec, batch.tokens, None, step, cache, schedule, state_rings)
+    return step
 
 
 def _tensors_of(op: str, cache: CacheTensors | PagedCache) -> CacheTensors:
@@ -217,6 +249,7 @@ def run_layers(
     cache: CacheTensors,
     schedule: str,
     state_rings: bool = True,
+    run: Runner = run_part,
 ) -> Tensor:
     """Run all layers; return the final hidden states, [num_tokens, hidden_size].
 
@@ -229,10 +262,11 @@ def run_layers(
         cache: The caches.
         schedule: "decode" or "prefill".
         state_rings: As for ``attention_layer``.
+        run: What runs the parts.
     """
     ids = None
     if tokens is not None:
         read = (step.positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)
         ids = torch.where(read, tokens, 0)[None]
     hidden = body.embed_tokens(ids) if embeddings is None else embeddings[None]
-    return spec.run_layers(body, hidden, ids, step, cache, schedule, state_rings)[0]
+    return spec.run_layers(body, hidden, ids, step, cache, schedule, state_rings, run)[0]

@@ -35,6 +35,16 @@ def require_transformers(op: str) -> Any:
     return transformers
 
 
+Runner = Callable[..., Any]
+"""Runs a part of a step: called with the part's name, its function, and the function's arguments.
+Parts of one name have the same code, such as layers of one kind."""
+
+
+def run_part(_: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
+    """The ``Runner`` that calls the function."""
+    return function(*args, **rest)
+
+
 @dataclass(frozen=True)
 class Requests:
     """The requests of a step, in the order of their tokens.
@@ -196,6 +206,7 @@ class ModelSpec(ABC):
         cache: CacheTensors,
         schedule: str,
         state_rings: bool,
+        run: Runner = run_part,
     ) -> Tensor:
         """Run all layers on ``hidden`` [1, num_tokens, hidden_size]; return the normed states."""
 

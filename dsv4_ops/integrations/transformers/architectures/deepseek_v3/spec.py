@@ -27,7 +27,9 @@ from dsv4_ops.dispatch.libraries import LIBRARIES
 from dsv4_ops.integrations.transformers.architectures.base import (
     LayerContext,
     ModelSpec,
+    Runner,
     StepTokens,
+    run_part,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3.rotary import (
     Rotary,
@@ -221,17 +223,20 @@ class MlaModelSpec(ModelSpec):
         cache: CacheTensors,
         schedule: str,
         state_rings: bool,
+        run: Runner = run_part,
     ) -> Tensor:
         for layer, caches in zip(body.layers, cache.layers, strict=True):
             context = LayerContext(step, caches, cache.rope.table, schedule, state_rings)
-            hidden = layer(
+            hidden = run(
+                type(layer.mlp).__name__,
+                layer,
                 hidden,
                 dsv4_ops=context,
                 position_embeddings=None,
                 position_ids=None,
                 attention_mask=None,
             )
-        states: Tensor = body.norm(hidden)
+        states: Tensor = run("norm", body.norm, hidden)
         return states
 
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:

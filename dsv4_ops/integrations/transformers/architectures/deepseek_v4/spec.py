@@ -25,7 +25,9 @@ from dsv4_ops.dispatch.providers import deep_gemm_num_sms, flash_mla_num_sm_part
 from dsv4_ops.integrations.transformers.architectures.base import (
     LayerContext,
     ModelSpec,
+    Runner,
     StepTokens,
+    run_part,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import rings
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.attention import (
@@ -240,11 +242,14 @@ class DeepseekV4Spec(ModelSpec):
         cache: CacheTensors,
         schedule: str,
         state_rings: bool,
+        run: Runner = run_part,
     ) -> Tensor:
         streams = hidden.unsqueeze(2).expand(-1, -1, body.config.hc_mult, -1).contiguous()
         for kind, layer, caches in zip(self.kinds, body.layers, cache.layers, strict=True):
             context = LayerContext(step, caches, cache.rope.of(kind), schedule, state_rings)
-            streams = layer(
+            streams = run(
+                f"{kind}_{type(layer.mlp.gate).__name__}",
+                layer,
                 streams,
                 input_ids=ids,
                 dsv4_ops=context,
@@ -252,7 +257,7 @@ class DeepseekV4Spec(ModelSpec):
                 position_ids=None,
                 attention_mask=None,
             )
-        states: Tensor = body.norm(body.hc_head(streams))
+        states: Tensor = run("norm", _normed, body, streams)
         return states
 
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
@@ -267,6 +272,10 @@ class DeepseekV4Spec(ModelSpec):
 
     def check_model(self, op: str, model: Any) -> None:
         check_rotary(op, model, self.layers)
+
+
+def _normed(body: Any, streams: Tensor) -> Any:
+    return body.norm(body.hc_head(streams))
 
 
 def _unpickled(values: dict[str, Any]) -> DeepseekV4Spec:

@@ -1,0 +1,113 @@
+"""Time to compile a decode step by kind of layer, for models of several depths:
+
+    python -m benchmarks.compile_depth --backend aot_eager
+    python -m benchmarks.compile_depth --device cuda
+
+Each row is a model of small layers of the released kinds, in an empty cache of compiled code; then
+the same in the cache that the first wrote. On a GPU the compiled step is also captured as one CUDA
+graph, and replayed. CPU seconds include those of compilers that were started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import HEAVY, SLIDING, SPARSE, small_model
+
+REQUESTS = 2
+
+
+def model_of(layers: int, device: str) -> torch.nn.Module:
+    """Two window layers, then layers with a compressor by turns; the first three with a hash."""
+    types = [*[SLIDING, SLIDING, *[SPARSE, HEAVY] * layers][: layers - 1], SPARSE]
+    mlps = ["hash_moe"] * 3 + ["moe"] * (layers - 3)
+    model = small_model(
+        dtype=torch.bfloat16, device=device, layer_types=types, mlp_layer_types=mlps
+    )
+    patched: torch.nn.Module = v4.patch(model)
+    return patched
+
+
+def batch_of(device: str) -> v4.StepBatch:
+    """The first token of every request."""
+    starts, lens, rows = (
+        torch.tensor(each, dtype=torch.int32, device=device)
+        for each in (range(REQUESTS + 1), [1] * REQUESTS, range(REQUESTS))
+    )
+    return v4.StepBatch(torch.arange(2, 2 + REQUESTS, device=device), starts, lens, rows)
+
+
+def measure(layers: int, mode: str, file: Path | None, args: argparse.Namespace) -> str:
+    """A line of the table."""
+    torch._dynamo.reset()
+    counters.clear()
+    model, batch = model_of(layers, args.device), batch_of(args.device)
+    caches = []
+    for _ in range(2):
+        cache = v4.PagedCache.for_model(model, max_batch_size=REQUESTS, max_cache_len=256)
+        for request in range(REQUESTS):
+            cache.add(request, num_tokens=1)
+        caches.append(cache)
+    expected = v4.decode_step(model, batch, caches[0])
+    start, cpu = time.perf_counter(), sum(os.times()[:4])
+    step = v4.compile_step(model, mode=mode, backend=args.backend, cache_file=file)
+    logits = step(batch, caches[1])
+    cpu, wall = sum(os.times()[:4]) - cpu, time.perf_counter() - start
+    graphs = counters["stats"]["unique_graphs"]
+    found = float((logits.float() - expected.float()).norm() / expected.float().norm())
+    cells = [layers, mode, "cold" if not counters["inductor"]["fxgraph_cache_hit"] else "warm"]
+    cells += [graphs, f"{cpu:.1f}", f"{wall:.1f}", f"{found:.1e}", replayed(step, batch, caches[1])]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def replayed(step: v4.CompiledStep, batch: v4.StepBatch, cache: v4.PagedCache) -> str:
+    """Milliseconds of a replay of the step as one CUDA graph."""
+    if cache.device.type != "cuda":
+        return "-"
+    with torch.no_grad():
+        step(batch, cache)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step(batch, cache)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(100):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return f"{begin.elapsed_time(end) / 100:.3f}"
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, nargs="+", default=[12, 24, 43])
+    parser.add_argument("--modes", nargs="+", default=["regional"], choices=("regional", "whole"))
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    from torch._inductor.utils import fresh_cache
+
+    print("| layers | mode | cache | graphs | CPU s | s | error | replay ms |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    inductor = args.backend == "inductor"
+    for layers in args.layers:
+        for mode in args.modes:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "step.cache" if inductor else None
+                for _ in range(2 if inductor else 1):
+                    with fresh_cache():
+                        print(measure(layers, mode, file, args), flush=True)
+
+
+if __name__ == "__main__":
+    main()

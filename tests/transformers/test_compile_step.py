@@ -1,0 +1,160 @@
+"""``compile_step``: one graph for every kind of layer, whatever the depth, and a file of them."""
+
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers import compiled
+from dsv4_ops.testing.models import HEAVY, SLIDING, SPARSE, small_mla_model, small_model
+from tests.support.hf_models import Engine, new_cache, reference, text
+
+KINDS = [SLIDING, SLIDING, SPARSE, HEAVY, SPARSE, HEAVY, HEAVY, SPARSE, SPARSE]  # more than 8
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def deep_model():
+    mlps = ["hash_moe"] * 3 + ["moe"] * (len(KINDS) - 3)
+    return v4.patch(
+        small_model(layer_types=KINDS, mlp_layer_types=mlps), kv="fp32", precision="serve"
+    )
+
+
+def test_layers_of_a_kind_share_a_graph():
+    """Nine layers, four graphs and three; logits and cache are those of the step."""
+    counter, model, named = CompileCounterWithBackend("eager"), deep_model(), []
+    step = v4.compile_step(model, backend=counter, on_part=named.append)
+    engines = [Engine(model, new_cache(model), text()) for _ in range(2)]
+    for engine in engines:
+        engine.prefill({0: 9, 1: 3})
+    for counts in ({0: 1, 1: 1}, {0: 1, 1: 1}):
+        engines[0].decode(counts, step=lambda _, batch, cache: step(batch, cache))
+        engines[1].decode(counts)
+        assert counter.frame_count == len(step.parts) == 7
+        assert named == list(step.parts)
+    for ours, eager in zip(*(engine.logits for engine in engines), strict=True):
+        assert ours.keys() == eager.keys()
+        assert all(torch.equal(ours[place], eager[place]) for place in ours)
+    leaves = (torch.utils._pytree.tree_leaves(engine.cache.tensors) for engine in engines)
+    assert all(torch.equal(ours, eager) for ours, eager in zip(*leaves, strict=True))
+    # weights are shared, and the model itself has nothing new
+    model.lm_head.weight.mul_(2)
+    batch = engines[0].batch({0: 1})
+    torch.testing.assert_close(
+        step(batch, engines[0].cache), v4.decode_step(model, batch, engines[0].cache)
+    )
+    pickle.loads(pickle.dumps(model))
+    v4.unpatch(model)
+
+
+def test_layers_of_deepseek_v3_share_a_graph():
+    counter = CompileCounterWithBackend("eager")
+    model = v4.patch(
+        small_mla_model(num_hidden_layers=4, first_k_dense_replace=2), precision="reference"
+    )
+    step = v4.compile_step(model, v4.prefill_step, mode="regional", backend=counter)
+    ours, eager = (Engine(model, new_cache(model), text()) for _ in range(2))
+    batch = ours.batch({0: 5, 1: 2})
+    want = v4.prefill_step(model, eager.batch({0: 5, 1: 2}), eager.cache)
+    assert torch.equal(step(batch, ours.cache), want)
+    assert sorted(step.parts) == ["DeepseekV3MLP", "DeepseekV3MoE", "head", "metadata", "norm"]
+    assert counter.frame_count == 5
+
+
+def test_a_change_of_the_model_is_seen_or_refused():
+    model = v4.patch(small_model(layer_types=[SLIDING]), kv="fp32", precision="reference")
+    step = v4.compile_step(model, mode="regional", backend="eager")
+    engine = Engine(model, new_cache(model), text())
+    batch = engine.batch({0: 1})
+    before = step(batch, engine.cache)
+    handle = model.model.layers[0].self_attn.q_b_norm.register_forward_hook(lambda *_: None)
+    with pytest.raises(NotImplementedError, match="got a hook"):
+        step(batch, engine.cache)
+    handle.remove()
+    assert torch.equal(step(batch, engine.cache), before)
+
+
+def test_small_models_are_one_graph():
+    """And a step of an unknown name, mode or model is refused."""
+    assert not v4.compile_step(reference()).regional
+    assert v4.compile_step(reference(), mode="regional").regional
+    for arguments, message in (
+        ({"mode": "layers"}, "mode must be 'auto' or 'whole' or 'regional', got 'layers'"),
+        ({"step": max}, "step must be decode_step or prefill_step, got max"),
+    ):
+        with pytest.raises(ValueError, match=f"^compile_step: {message}"):
+            v4.compile_step(reference(), **arguments)
+    with pytest.raises(ValueError, match=r"^compile_step: model must be patched"):
+        v4.compile_step(small_model(layer_types=[SLIDING]))
+
+
+def test_a_file_has_what_was_compiled(tmp_path):
+    """Another process, without the folder of the first, finds it; what is there is not written."""
+    file = tmp_path / "step.cache"
+
+    def run():
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compiler._cache.CacheArtifactManager.clear()
+        with fresh_cache():
+            loaded = compiled._load(file)
+            torch.compile(lambda x: (x + 1).sin())(torch.ones(3))
+            compiled._save(file, loaded)
+        return counters["inductor"]["fxgraph_cache_hit"], file.stat().st_mtime_ns
+
+    hits, written = run()
+    assert hits == 0
+    assert run() == (1, written)
+    assert [path.name for path in tmp_path.iterdir()] == ["step.cache"]
+
+
+PROCESS = """
+import sys, torch
+from torch._dynamo.utils import counters
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.checkpoint import write_checkpoint
+from tests.transformers.test_quantized import step_of
+with torch.no_grad():
+    model = v4.patch(v4.load_quantized(sys.argv[1]))
+    (batch, cache), (_, other) = step_of(model), step_of(model)
+    step = v4.compile_step(model, mode="regional", cache_file=sys.argv[2])
+    got, want = step(batch, cache), v4.decode_step(model, batch, other)
+error = float((got - want).norm() / want.norm())
+print(len(step.parts), counters["inductor"]["fxgraph_cache_hit"], error)
+"""
+
+
+@pytest.mark.nightly("test_layers_of_a_kind_share_a_graph and test_a_file_has_what_was_compiled")
+def test_a_second_process_compiles_nothing(tmp_path):
+    """Inductor's code of the released precision, by kind of layer."""
+    from dsv4_ops.testing.checkpoint import write_checkpoint
+
+    path = write_checkpoint(tmp_path / "tiny")
+    for process in range(2):
+        folder = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / str(process))}
+        ended = subprocess.run(
+            [sys.executable, "-c", PROCESS, path, tmp_path / "step.cache"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **folder},
+        )
+        assert ended.returncode == 0, ended.stderr
+        parts, hits, error = ended.stdout.split()[-3:]
+        assert float(error) < 0.05
+        assert int(hits) == (0 if process == 0 else int(parts))
