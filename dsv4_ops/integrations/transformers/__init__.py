@@ -22,6 +22,7 @@ from dsv4_ops.integrations.transformers.export import (
     export_prefill,
     input_names,
 )
+from dsv4_ops.integrations.transformers.loading import load_quantized
 from dsv4_ops.integrations.transformers.patch import patch, unpatch
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.steps import decode_step, prefill_step
@@ -45,6 +46,7 @@ __all__ = [
     "export_decode",
     "export_prefill",
     "input_names",
+    "load_quantized",
     "patch",
     "prefill_step",
     "unpatch",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4_ops.core.gradient import differentiated, without_derivative
+from dsv4_ops.integrations.transformers import quantized
 from dsv4_ops.integrations.transformers.architectures.base import ModelSpec
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.cache_argument import cache_argument
@@ -59,6 +60,7 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
         check_inputs(self.config, input_ids, inputs_embeds, rest)
         check_modules(OP, spec, self, cache.device)
         spec.refresh(self)
+        quantized.refresh(self)
         given = input_ids if input_ids is not None else inputs_embeds
         assert given is not None
         shape = (given.shape[0], given.shape[1])
@@ -117,6 +119,7 @@ def of_model(model: Any, spec: ModelSpec) -> Iterator[tuple[Any, str, Maker]]:
         elif norms and is_part(module, "RMSNorm") and own_forward(module) is None:
             yield module, "forward", _norm_forward
     yield from spec.replacements(model)
+    yield from quantized.replacements(model, spec.recipe, spec.impl)
     head = unwrapped(model.lm_head)
     if spec.recipe.logits_float32 and type(head) is nn.Linear and own_forward(head) is None:
         yield head, "forward", _logits_forward

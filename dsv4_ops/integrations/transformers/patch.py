@@ -7,7 +7,7 @@ from typing import Any
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.dispatch.choice import IMPLS
-from dsv4_ops.integrations.transformers import forwards, generation
+from dsv4_ops.integrations.transformers import forwards, generation, quantized
 from dsv4_ops.integrations.transformers.architectures import spec_of_config
 from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, require_transformers
 from dsv4_ops.integrations.transformers.modules import Maker, Replacement, check_placement
@@ -41,6 +41,11 @@ def patch(
     ops replace ``q_b_norm`` and ``compressor`` except for its projections, and ``kv_b_proj`` of V3
     and V2, so steps refuse changes there; and a model that accelerate split or offloaded is
     refused. Hugging Face's tensor parallel works (``tp_plan="auto"``).
+
+    A model loaded in the released precision (``FineGrainedFP8Config``, without dequantisation)
+    multiplies its FP8 and FP4 codes with ``fp8_linear``, ``fp8_grouped_linear`` and ``experts``,
+    and needs no kernels from Hugging Face's hub. Scales that are missing, transposed or NaN are
+    refused.
 
     Args:
         model: The model. It is changed, and returned.
@@ -89,8 +94,10 @@ def patch(
     spec = spec_of_config("patch", config, kv, precision, **chosen)
     _check_model(model, spec)
     spec.check_model("patch", model)
+    quantized.check("patch", model)
     spec = spec.scheduled(next(model.parameters()).device)
     spec.prepare(model)
+    quantized.prepare(model)
     replaced = _Replacements()
     for name, hook in generation.HOOKS.items():
         replaced.method(model, name, hook)
@@ -119,6 +126,7 @@ def unpatch(model: Any) -> Any:
         raise refusal(ValueError, "unpatch", "model", "be patched", "another", advice)
     replaced.undo()
     getattr(model, _SPEC).restore(model)
+    quantized.restore(model)
     delattr(model, _SPEC)
     delattr(model, _REPLACED)
     return model

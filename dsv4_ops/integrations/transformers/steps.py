@@ -12,6 +12,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.dispatch.choice import check_device
+from dsv4_ops.integrations.transformers import quantized
 from dsv4_ops.integrations.transformers.architectures.base import (
     LayerContext,
     ModelSpec,
@@ -124,6 +125,7 @@ def _run(
     check_body(op, model)
     check_modules(op, spec, model.model, cache.device)
     spec.refresh(model.model)
+    quantized.refresh(model.model)
     vocab_size = model.config.vocab_size
     of_batch = (batch.tokens, starts, batch.seq_lens, batch.rows)
     if values_are_free(*of_batch, cache.tables.pool):

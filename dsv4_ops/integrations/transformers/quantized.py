@@ -1,0 +1,202 @@
+"""Weights in the released precision: FP8 linear layers and FP4 or FP8 experts run our ops.
+
+Hugging Face's modules keep their parameters as loaded. Their own kernels come from a hub at the
+first call; ours replace the forwards, so that nothing is downloaded. Modules are found by their
+parameters: FP8 codes, and ``*_scale_inv``. Compilers cannot read float8_e8m0fnu, so every module
+has its scales as bytes too, in buffers that share the storage of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checkpoint import NAN_SCALE
+from dsv4_ops.core.layout import ACTIVATION_BLOCK, FP4_BLOCK, WEIGHT_BLOCK
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import AUTO, REFERENCE
+from dsv4_ops.integrations.transformers.modules import Forward, Maker, own_forward
+from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.ops.experts import experts
+from dsv4_ops.ops.linear import fp8_grouped_linear, fp8_linear, quantize_rows
+from dsv4_ops.reference.linear import weight_values
+
+_LINEAR, _EXPERTS = ("weight",), ("gate_up_proj", "down_proj")
+_AGAIN = "Load the released checkpoint again; check_checkpoint says what is wrong with a file"
+_OTHER = "Load it with FineGrainedFP8Config(dequantize=True)"
+_HF_MIN_AMAX = 1e-12
+
+
+def replacements(model: Any, recipe: Recipe, impl: str) -> Iterator[tuple[Any, str, Maker]]:
+    """Forwards to replace: (module, name, maker)."""
+    chosen = REFERENCE if impl == REFERENCE else AUTO
+    for module in model.modules():
+        weights = _weights(module)
+        if weights and own_forward(module) is None:
+            maker = _linear_forward if weights == _LINEAR else _experts_forward
+            yield module, "forward", partial(maker, recipe, chosen)
+
+
+def check(op: str, model: Any) -> None:
+    """Raise if a quantised weight is not in the released format, before anything is changed."""
+    for name, module in model.named_modules():
+        for weight in _weights(module):
+            _check_weight(op, f"{name}.{weight}", module, weight)
+        if _weights(module):
+            _check_settings(op, name, module)
+
+
+def prepare(model: Any) -> None:
+    """Give every quantised module its scales in dtypes that ops take, without a copy."""
+    for module in model.modules():
+        for weight in _weights(module):
+            scale = _scale(module, weight).detach()
+            bytes_or_floats = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
+            module.register_buffer(_buffer(weight), bytes_or_floats, persistent=False)
+
+
+def refresh(body: Any) -> None:
+    """Share storage with the scales again, after a model was moved or its scales replaced."""
+    quantized = getattr(body.config, "quantization_config", None) is not None
+    if torch.compiler.is_compiling() or not quantized:
+        return
+    for module in body.modules():
+        for weight in _weights(module):
+            held = getattr(module, _buffer(weight), None)
+            if held is None or held.data_ptr() != _scale(module, weight).data_ptr():
+                prepare(module)
+                break
+
+
+def restore(model: Any) -> None:
+    """Remove what ``prepare`` added."""
+    for module in model.modules():
+        for weight in _weights(module):
+            delattr(module, _buffer(weight))
+
+
+def _weights(module: Any) -> tuple[str, ...]:
+    """Names of a module's quantised weights; others, such as bitsandbytes', have other scales."""
+    parameters = module._parameters
+    if f"{_EXPERTS[0]}_scale_inv" in parameters:
+        return _EXPERTS
+    weight = parameters.get("weight")
+    fp8 = weight is not None and weight.dtype == torch.float8_e4m3fn
+    return _LINEAR if fp8 and "weight_scale_inv" in parameters else ()
+
+
+def _scale(module: Any, weight: str) -> Tensor:
+    scale: Tensor = module._parameters[f"{weight}_scale_inv"]
+    return scale
+
+
+def _buffer(weight: str) -> str:
+    return f"dsv4_ops_{weight}_scale"
+
+
+def _check_weight(op: str, name: str, module: Any, weight: str) -> None:
+    codes, scale, label = module._parameters[weight], _scale(module, weight), f"{name}_scale_inv"
+    *lead, rows, columns = codes.shape
+    if codes.dtype in (torch.int8, torch.uint8):
+        dtypes: tuple[torch.dtype, ...] = (torch.float8_e8m0fnu, torch.uint8)
+        wanted = (*lead, rows, 2 * columns // FP4_BLOCK)
+    else:
+        dtypes = (torch.float8_e8m0fnu, torch.uint8, torch.float32)
+        wanted = (*lead, rows // WEIGHT_BLOCK, columns // WEIGHT_BLOCK)
+    read = getattr(codes, "_is_hf_initialized", False)
+    if scale is None or (read and not getattr(scale, "_is_hf_initialized", False)):
+        actual = None if scale is None else "no such tensor in it"
+        raise refusal(ValueError, op, label, "come with the checkpoint's codes", actual, _AGAIN)
+    if tuple(scale.shape) != wanted:
+        transposed = tuple(scale.shape) == (*lead, *wanted[:-3:-1])
+        advice = "It is transposed" if transposed else _AGAIN
+        found = list(scale.shape)
+        raise refusal(ValueError, op, label, f"have the shape {list(wanted)}", found, advice)
+    if scale.dtype not in dtypes:
+        rule = "be " + " or ".join(map(str, dtypes))
+        raise refusal(TypeError, op, label, rule, scale.dtype, _AGAIN)
+    if scale.dtype != torch.float32 and not scale.is_meta:
+        wrong = int((scale.view(torch.uint8) == NAN_SCALE).sum())
+        if wrong:
+            rule = f"hold bytes of 0 to 254, as {NAN_SCALE} is NaN"
+            raise refusal(ValueError, op, label, rule, f"{wrong} others", _AGAIN)
+
+
+def _check_settings(op: str, name: str, module: Any) -> None:
+    """Refuse what these classes of Hugging Face have for other models."""
+    given = (
+        ("bias", getattr(module, "bias", None), None),
+        ("activation_scheme", getattr(module, "activation_scheme", "dynamic"), "dynamic"),
+        ("swiglu_alpha", getattr(module, "swiglu_alpha", None), None),
+        ("gate_softcap", getattr(module, "gate_softcap", None), None),
+        ("has_gate", getattr(module, "has_gate", True), True),
+    )
+    for setting, actual, wanted in given:
+        if actual is not wanted and actual != wanted:
+            rule, found = f"be {wanted!r}", repr(actual) if isinstance(actual, str) else "another"
+            raise refusal(NotImplementedError, op, f"{name}.{setting}", rule, found, _OTHER)
+
+
+def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
+    """Of a linear layer [.., k] -> [.., n], or in groups [.., g, k] -> [.., g, n / g]."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        groups = getattr(self, "n_groups", 1)
+        lead = x.shape[:-1]
+        rows = x.to(torch.bfloat16)
+        rows = rows.flatten(0, -3) if groups > 1 else rows.reshape(-1, x.shape[-1])
+        weight, scale = self.weight.detach(), self.dsv4_ops_weight_scale
+        if torch.is_grad_enabled() and x.requires_grad:
+            out = _differentiable(rows, weight, scale, groups)
+        elif recipe.activations == "fp8" and recipe.activation_scale == "float32":
+            out = _as_hugging_face(rows, weight, scale, groups, impl)
+        else:
+            product = fp8_grouped_linear if groups > 1 else fp8_linear
+            out = product(rows, weight, scale, activations=recipe.activations, impl=impl)
+        return out.view(*lead, -1).to(x.dtype)
+
+    return forward
+
+
+def _as_hugging_face(
+    rows: Tensor, weight: Tensor, scale: Tensor, groups: int, impl: str
+) -> Tensor:
+    """The product of activations in FP8 with scales that are no powers of two."""
+    flat = rows.transpose(0, 1).flatten(0, 1) if groups > 1 else rows
+    codes, scales = quantize_rows(flat, scale="float32", min_amax=_HF_MIN_AMAX)
+    if groups == 1:
+        return fp8_linear(codes, weight, scale, scales, impl=impl)
+    sizes = (groups, -1)
+    codes, scales = codes.unflatten(0, sizes), scales.unflatten(0, sizes)
+    return fp8_grouped_linear(codes, weight, scale, scales, impl=impl)
+
+
+def _differentiable(rows: Tensor, weight: Tensor, scale: Tensor, groups: int) -> Tensor:
+    """W8A16 in ops of torch, for adapters that train in front of frozen weights."""
+    values = weight_values(weight, scale).unflatten(0, (groups, -1))
+    inputs = rows.float().view(-1, groups, rows.shape[-1])
+    return torch.einsum("tgk,gnk->tgn", inputs, values).to(rows.dtype)
+
+
+def _experts_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
+    def forward(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        limit = float("inf") if self.limit is None else float(self.limit)
+        out = experts(
+            x.to(torch.bfloat16),
+            weights.float(),
+            chosen.to(torch.int32),
+            self.gate_up_proj.detach(),
+            self.dsv4_ops_gate_up_proj_scale,
+            self.down_proj.detach(),
+            self.dsv4_ops_down_proj_scale,
+            swiglu_limit=limit,
+            activations=recipe.expert_activations,
+            impl=impl,
+        )
+        return out.to(x.dtype)
+
+    return forward
