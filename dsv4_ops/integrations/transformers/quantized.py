@@ -162,9 +162,7 @@ def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
     return forward
 
 
-def _as_hugging_face(
-    rows: Tensor, weight: Tensor, scale: Tensor, groups: int, impl: str
-) -> Tensor:
+def _as_hugging_face(rows: Tensor, weight: Tensor, scale: Tensor, groups: int, impl: str) -> Tensor:
     """The product of activations in FP8 with scales that are no powers of two."""
     flat = rows.transpose(0, 1).flatten(0, 1) if groups > 1 else rows
     codes, scales = quantize_rows(flat, scale="float32", min_amax=_HF_MIN_AMAX)
