@@ -124,7 +124,7 @@ class Judge:
         yield self._row(half, "bf16", "bf16")
         yield self._patched(half, "bf16", "bf16", "fp8", "serve")
         yield from self._released(model)
-        yield from self._selections(model)
+        yield from self.selections(model)
 
     def _released(self, model: Any) -> Iterator[QualityRow]:
         """From files of the trained weights in the released format."""
@@ -146,7 +146,7 @@ class Judge:
             recipe = v4.Recipe.serve(activations=activations)
             yield self._patched(quantized, "FP8 + FP4", activations, "fp8", recipe)
 
-    def _selections(self, model: Any) -> Iterator[QualityRow]:
+    def selections(self, model: Any) -> Iterator[QualityRow]:
         """With few rows selected: by the indexer, as it is, rounded, and misled."""
         few = copy.deepcopy(model)
         few.config.index_topk = SELECTED
