@@ -13,12 +13,12 @@ from benchmarks.run import main
 from dsv4_ops.core.checkpoint import released_tensors
 
 
-def drawn(count=6):
+def sampled(count=6):
     return copying.sequences(count, torch.Generator().manual_seed(0))
 
 
 def test_a_sequence_ends_as_it_starts_beyond_the_window():
-    tokens = drawn()
+    tokens = sampled()
     assert tokens.shape == (6, 72)
     assert torch.equal(tokens[:, :24], tokens[:, -24:])
     assert not torch.equal(tokens[:, :24], tokens[:, 24:48])
@@ -90,9 +90,9 @@ def test_a_selection_changes_which_rows_are_read(name):
     found = []
     hook = indexer.register_forward_hook(lambda module, inputs, output: found.append(output))
     with torch.no_grad():
-        model(drawn())
+        model(sampled())
         with quality.changed_scores(model, quality.SELECTIONS[name]):
-            model(drawn())
+            model(sampled())
     hook.remove()
     plain, other = (each[:, -copying.SEGMENT :].sort(-1).values for each in found)
     kept = (plain.unsqueeze(-1) == other.unsqueeze(-2)).any(-1).double().mean()
@@ -103,7 +103,7 @@ def test_a_selection_changes_which_rows_are_read(name):
 def test_what_breaks_the_selection_breaks_the_score():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = copying.train(device)
-    judge = quality.Judge(drawn(96), device)
+    judge = quality.Judge(sampled(96), device)
     with torch.no_grad():
         rows = {row.selection: row for row in judge.selections(model)}
     best = f"best {quality.SELECTED}"
