@@ -29,7 +29,7 @@ from benchmarks.precision import in_bfloat16
 from dsv4_ops.testing.checkpoint import quantize_fp4, write_checkpoint
 from dsv4_ops.testing.float64.experts import fp4_values
 
-SEQUENCES, AT_ONCE = 192, 32
+SEQUENCES, AT_ONCE = 192, 96
 """Sequences scored, and in a call."""
 SELECTED = 4
 """Rows that the indexer selects of up to 18, where it is judged."""
