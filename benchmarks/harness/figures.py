@@ -334,7 +334,7 @@ FIGURES: dict[str, Figure] = {
         selection="best 4, of shuffled keys"),
     "quality_opposite": span("quality", "accuracy_pct", form=percent,
         selection="best 4, of opposite keys"),
-    "quality_nats": most("quality", "nll_change", selection="all"),
+    "quality_nats": most("quality", "nll_change", form="{:.3f}".format, selection="all"),
     "quality_train": span("quality", "train_seconds", form=_whole, weights="bf16", cache="fp8"),
     # layer
     "layer_window": span("layer", "compiled_us / baseline_us", form=_share, case="window"),
