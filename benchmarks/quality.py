@@ -301,7 +301,8 @@ def _rotated(x: Tensor) -> Tensor:
     matrix = torch.ones(1, 1, dtype=x.dtype)
     while len(matrix) < x.shape[-1]:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return x @ (matrix * x.shape[-1] ** -0.5).to(x)
+    rotated: Tensor = x @ (matrix * x.shape[-1] ** -0.5).to(x)
+    return rotated
 
 
 _NOTES = (
