@@ -71,7 +71,7 @@ COLUMNS = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only this benchmark has."""
-    parser.add_argument("--steps", type=int, help="of training; default: 1000, minutes on a GPU")
+    parser.add_argument("--steps", type=int, help="of training; default: 400, a minute on a GPU")
 
 
 def run(options: argparse.Namespace) -> None:
