@@ -4,6 +4,7 @@
 # make docs  the site of docs/ into build/site; fails at any warning
 # make venv  the environment that all of them need
 # make demo  stock Hugging Face beside ours on a small DeepSeek-V4, measured here; minutes
+# make quality  a model trained here to copy, scored in every precision; half an hour without a GPU
 # make figures  figures of README and docs/, and plots, written anew from the rows in benchmarks/
 # make kernels  registers and spills of every kernel, from its sm_90 cubin; fails if any spills
 # make test-gpu PART=1/3  a third of the GPU suite in at most 9 minutes, with the Python that has torch
@@ -40,7 +41,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 STUBS ?= build/tensorrt_stubs
 
-.PHONY: tensorrt-stubs check users-flags test test-all test-gpu smoke demo figures lint docs kernels venv
+.PHONY: tensorrt-stubs check users-flags test test-all test-gpu smoke demo quality figures lint docs kernels venv
 
 check: export DSV4_OPS_EXAMPLES ?= 40
 check: $(TEST_STAMP)
@@ -66,6 +67,9 @@ smoke: $(NEWEST_STAMP)
 # waiting threads that spin would take the core from the compiler
 demo: $(TEST_STAMP)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m examples.demo $(DEMO_ARGS)
+
+quality: $(TEST_STAMP)
+	$(BIN)/python -m benchmarks quality
 
 figures: $(TEST_STAMP)
 	$(BIN)/python -m benchmarks.page

@@ -21,6 +21,7 @@ BENCHES = {
     "compressor": "the KV compressor, decode and prefill: against its roofline",
     "model": "a decode step of a whole model: patched, and Hugging Face's own",
     "layer": "an attention layer, decode: against its roofline and baselines",
+    "quality": "what a trained model finds in its context: in every precision and selection",
     "precision": "logits of every mode of a patched model: beside float32 Hugging Face's",
 }
 """Name of a benchmark, a module with ``add_options`` and ``run``, and what it measures."""

@@ -368,3 +368,44 @@ def test_our_ops_multiply_the_stored_codes_as_hugging_face_the_values(tiny, load
     expected = layer.mlp.experts(x, ids.long(), weights.to(torch.bfloat16))
     assert routed.std() > 0.1
     torch.testing.assert_close(routed, expected, rtol=3e-2, atol=3e-2)
+
+
+def test_given_weights_are_quantised_and_the_rest_is_random(tmp_path):
+    """1.5 is a code of both formats; 3 * 2^-20 needs their scales."""
+    fp8, fp4 = "layers.0.attn.wq_a.weight", "layers.0.ffn.experts.1.w2.weight"
+    given = {
+        fp8: torch.full((128, 128), 1.5),
+        fp4: torch.full((128, 128), 3 * 2.0**-20),
+        "layers.0.attn.attn_sink": torch.tensor([0.25, -7.0]),
+    }
+    files = dict(tensors(write_checkpoint(tmp_path / "given", SMALL, weights=given)))
+    assert files["layers.0.attn.attn_sink"].tolist() == [0.25, -7.0]
+    scale = files[fp8.replace("weight", "scale")]
+    assert block_values(files[fp8], scale, 128, 128).unique().tolist() == [1.5]
+    scale = files[fp4.replace("weight", "scale")]
+    assert fp4_values(files[fp4], scale).unique().tolist() == [3 * 2.0**-20]
+    random = dict(tensors(write_checkpoint(tmp_path / "random", SMALL)))
+    same = [
+        name
+        for name, value in files.items()
+        if torch.equal(as_bytes(value), as_bytes(random[name]))
+    ]
+    assert len(same) == len(random) - 5  # two weights with scales, and the sink
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("layers.7.attn_norm.weight", "have names of config.json's tensors, got layers.7.attn"),
+        ("norm.weight", r"have shape \(128,\) for norm.weight, got \(3,\)"),
+        ("layers.0.ffn.experts.0.w1.weight", r"have shape \(128, 128\) for .*, got \(3,\)"),
+    ],
+)
+def test_weights_of_another_model_are_refused_before_anything_is_written(tmp_path, name, message):
+    with pytest.raises(ValueError, match=message):
+        write_checkpoint(tmp_path / "none", SMALL, weights={name: torch.zeros(3)})
+    assert not (tmp_path / "none").exists()

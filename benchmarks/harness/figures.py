@@ -324,6 +324,18 @@ FIGURES: dict[str, Figure] = {
     "precision_prefill_tokens": span("precision", "tokens", form=_whole, case="prefill"),
     "precision_decode_tokens": span("precision", "tokens", form=_whole, case="decode"),
     "precision_last": most("precision", "last", form=lambda value: f"{value + 1:.0f}"),
+    # quality
+    "quality_targets": most("quality", "targets", form=_whole),
+    "quality_accuracy": span("quality", "accuracy_pct", form=percent, runs="Hugging Face",
+        weights="fp32", selection="all"),
+    "quality_best": span("quality", "accuracy_pct", form=percent, runs="Hugging Face",
+        selection="best 4"),
+    "quality_shuffled": span("quality", "accuracy_pct", form=percent,
+        selection="best 4, of shuffled keys"),
+    "quality_opposite": span("quality", "accuracy_pct", form=percent,
+        selection="best 4, of opposite keys"),
+    "quality_nats": most("quality", "nll_change", form="{:.3f}".format, selection="all"),
+    "quality_train": span("quality", "train_seconds", form=_whole, weights="bf16", cache="fp8"),
     # layer
     "layer_window": span("layer", "compiled_us / baseline_us", form=_share, case="window"),
     "layer_c4": span("layer", "compiled_us / baseline_us", case="c4"),

@@ -10,12 +10,12 @@ from typing import Any
 
 Row = dict[str, Any]
 
-DEVICES = {"precision": "cpu"}
+DEVICES = {"precision": "cpu", "quality": "h100"}
 """Folder of the files that are not of the H200."""
 
 _POINT = (
     "case", "shape", "variant", "batch", "requests", "next_n", "context", "heads", "keys", "rows",
-    "model", "runs", "weights", "kv", "precision",
+    "model", "runs", "weights", "kv", "precision", "activations", "cache", "selection",
 )  # fmt: skip
 """What says which point a row is of."""
 

@@ -87,6 +87,15 @@ def _mode(row: Row) -> str:
     return f"ours, {row['weights']}, kv {row['kv']}, {row['precision']}{default}"
 
 
+def _copied(row: Row) -> str:
+    return f"ours, cache {row['cache']}" if row["runs"] == "patched" else str(row["runs"])
+
+
+def _change(row: Row, value: str, error: str, form: str) -> str:
+    """With the half width of its interval."""
+    return "-" if row.get(value) is None else f"{row[value]:+{form}} ± {row[error]:{form}}"
+
+
 def _fixed(row: Row, field: str, form: str) -> str:
     """A share with as many digits as its neighbours, beside which it is read."""
     return "-" if row.get(field) is None else f"{row[field]:{form}} %"
@@ -277,6 +286,18 @@ TABLES = {
         "precision",
         (*_PRECISION, ("perplexity", lambda row: _fixed(row, "perplexity_pct", "+.2f"))),
         chosen=lambda row: row["model"] == "trained",
+    ),
+    "quality": Table(
+        "quality",
+        (
+            ("weights, activations", lambda row: f"{row['weights']}, {row['activations']}"),
+            ("what runs", _copied),
+            ("rows selected", lambda row: str(row["selection"])),
+            ("accuracy", lambda row: _fixed(row, "accuracy_pct", ".1f")),
+            ("change, points", lambda row: _change(row, "changed_pct", "pct_error", ".1f")),
+            ("nats", lambda row: f"{row['nll']:.3f}"),
+            ("change", lambda row: _change(row, "nll_change", "nll_error", ".3f")),
+        ),
     ),
 }  # fmt: skip
 """Every table by the name that the page calls it."""

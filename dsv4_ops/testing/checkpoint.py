@@ -147,8 +147,9 @@ def write_checkpoint(
     seed: int = 0,
     shards: int = 3,
     family: str = "instruct",
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Write a checkpoint with random weights in the released format.
+    """Write a checkpoint in the released format, with random weights or those given.
 
     Args:
         path: Folder, which is made; files of that name are replaced.
@@ -158,12 +159,15 @@ def write_checkpoint(
         shards: Files that the tensors, sorted by name, are split over. At least 1.
         family: "instruct": FP4 experts, E8M0 scales. "base": FP8 experts, float32 scales, all
             powers of two.
+        weights: Weights by their names in the files, of any floating dtype, such as those of a
+            trained model: quantised, or rounded to the dtype in the files. What it lacks is random.
 
     Returns:
         ``path``.
 
     Raises:
-        ValueError: a size that is no multiple of a block, or an unknown family.
+        ValueError: a size that is no multiple of a block, an unknown family, or weights that the
+            files do not have, or in another shape.
         ImportError: safetensors is missing.
     """
     from safetensors.torch import save_file
@@ -181,6 +185,17 @@ def write_checkpoint(
     expected = released_tensors(
         written, expert_dtype="fp8" if base else "fp4", scale_dtype="F32" if base else E8M0
     )
+    given = {} if weights is None else weights
+    for name, weight in given.items():
+        stored = expected.get(name)
+        rule, advice = f"have names of {CONFIG}'s tensors", "Rename it, or pass its config"
+        if stored is None:
+            raise refusal(ValueError, "write_checkpoint", "weights", rule, name, advice)
+        shape = _shape(stored)
+        if tuple(weight.shape) != shape:
+            rule = f"have shape {shape} for {name}"
+            got = tuple(weight.shape)
+            raise refusal(ValueError, "write_checkpoint", "weights", rule, got, advice)
     path.mkdir(parents=True, exist_ok=True)
     names, total = sorted(expected), 0
     weight_map: dict[str, str] = {}
@@ -188,7 +203,7 @@ def write_checkpoint(
     for shard in range(shards):
         part = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        tensors = {name: _stored(name, expected, written, seed, made) for name in part}
+        tensors = {name: _stored(name, expected, written, seed, made, given) for name in part}
         save_file(tensors, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -206,13 +221,18 @@ def _stored(
     config: Mapping[str, Any],
     seed: int,
     made: dict[str, tuple[Tensor, Tensor]],
+    given: Mapping[str, Tensor],
 ) -> Tensor:
     """Return the tensor ``name`` of the files; ``made`` has matrices, one of two written."""
     layer, _, part = name.rpartition(".")
     if f"{layer}.scale" in expected:
         weight = f"{layer}.weight"
         if weight not in made:
-            made[weight] = quantized_weight(weight, expected[weight], seed)
+            info = expected[weight]
+            if weight in given:
+                made[weight] = _quantized(info, given[weight])
+            else:
+                made[weight] = quantized_weight(weight, info, seed)
             codes, scale = made[weight]
         else:
             codes, scale = made.pop(weight)
@@ -220,6 +240,8 @@ def _stored(
             return codes
         return scale.to(torch.float32) if expected[name].dtype == "F32" else scale
     dtype, shape = expected[name]
+    if name in given:
+        return given[name].detach().to("cpu", _DTYPES[dtype]).contiguous()
     seeded = _generator(name, seed)
     if name.endswith("tid2eid"):
         keys = torch.rand(shape[0], config["n_routed_experts"], generator=seeded)
@@ -251,6 +273,17 @@ def quantized_weight(name: str, info: TensorInfo, seed: int) -> tuple[Tensor, Te
     last[-1, -1] = math.ldexp(limit, int(_exponents(last.abs().max(), limit)))
     matrix = values.flatten(2).flatten(0, 1)
     return quantize_fp4(matrix) if fp4 else quantize_fp8(matrix)
+
+
+def _shape(info: TensorInfo) -> tuple[int, ...]:
+    """Shape of a weight before quantisation."""
+    columns = info.shape[-1] * (2 if info.dtype == FP4_PAIRS else 1)
+    return (*info.shape[:-1], columns)
+
+
+def _quantized(info: TensorInfo, weight: Tensor) -> tuple[Tensor, Tensor]:
+    quantize = quantize_fp4 if info.dtype == FP4_PAIRS else quantize_fp8
+    return quantize(weight.detach().cpu())
 
 
 def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
