@@ -52,6 +52,18 @@ def test_tokens_before_the_first_request(monkeypatch, causal):
     check(monkeypatch, (q, *keys, start_loc.clamp(min=4), cu_seq_lens), causal)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_is_of_those_that_see_it(monkeypatch, causal):
+    """The library multiplies values of keys that a query does not see with 0, and has +inf as the
+    log-sum-exp of NaN."""
+    given = tensors()
+    given[0][8, 1, 5] = torch.nan
+    given[1][40, 0, 2] = torch.nan
+    given[3][9, 1] = torch.nan
+    given[3][12, 2] = torch.nan
+    check(monkeypatch, given, causal)
+
+
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
 def test_nothing_to_do(sizes):
     q, k_nope, k_pe, v, start_loc, cu_seq_lens = tensors()

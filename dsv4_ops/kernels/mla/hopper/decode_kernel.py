@@ -39,6 +39,9 @@ PAIR = gl.constexpr(128)
 _NEVER = gl.constexpr(2**31 - 1)
 """Position of a key that does not exist."""
 
+_EXPONENT = gl.constexpr(0x7F80)
+"""Bits of a bf16 value that are all set in NaN and infinity alone."""
+
 _COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """Eight threads copy a line of a row, 16 bytes each."""
 
@@ -84,7 +87,7 @@ def _store_numbers(tile, rows, lost, FIRST: gl.constexpr, COUNT: gl.constexpr):
     for part in gl.static_range(COUNT // ROPE):
         dim = FIRST + part * ROPE + gl.arange(0, ROPE, gl.SliceLayout(0, _COPIED))
         values = gl.load(start[:, None] + dim[None, :], mask=there[:, None], other=0.0)
-        is_number = gl.abs(values.to(gl.float32)) < float("inf")
+        is_number = (values.to(gl.int16, bitcast=True) & _EXPONENT) != _EXPONENT
         tile.slice(part * ROPE, ROPE, dim=1).store(gl.where(is_number, values, 0.0))
         lost = gl.maximum(lost, gl.max(gl.where(is_number, 0, 1), axis=1))
     return lost
