@@ -21,8 +21,8 @@ def flash_attention_forward(
     scale: float,
     seqused_k: Tensor,
 ) -> tuple[Any, ...]:
-    """Rows of no request are NaN, the log-sum-exp of no key and of NaN is +inf; what the library would read
-    out of bounds, or with another head size, is an error."""
+    """Rows of no request are NaN, the log-sum-exp of no key and of NaN is +inf; what the library
+    would read out of bounds, or with another head size, is an error."""
     assert query.dtype == key.dtype == value.dtype
     assert query.dtype in (torch.bfloat16, torch.float16)
     assert query.shape[1:] == key.shape[1:] == value.shape[1:]
