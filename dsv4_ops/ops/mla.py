@@ -67,7 +67,7 @@ _mla_insert_kv = define_op(
         "Tensor? scale=None, *, int block_size, str layout, str scale_format) -> ()",
         meta=returns_nothing,
         reference=reference.mla_insert_kv,
-        lowering=_DECOMPOSED,
+        lowering={"cpu": "decompose", "cuda": "triton"},
         dynamic=("num_tokens", "num_blocks"),
         source=_ROWS,
     )
@@ -120,8 +120,8 @@ def mla_insert_kv(
             scales that the layout does not have, ``block_size`` below 1, or several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: in place, never a copy of the cache; scatters of Inductor; dynamic in num_tokens and
-        num_blocks; CUDA graphs and export: yes.
+    Compile: in place, never a copy of the cache; on CUDA a Triton kernel inside the graph, on the
+        CPU scatters of Inductor; dynamic in num_tokens and num_blocks; CUDA graphs and export: yes.
 
     Source: vLLM ``concat_and_cache_mla``; FlashMLA's rows of 656 bytes.
 
