@@ -252,6 +252,7 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     plain = _tensor(1024, 64, 512, dtype=torch.bfloat16)
     out = _tensor(4, 8192, 512, dtype=torch.bfloat16)
     fp8: dict[str, Any] = {"block_size": 64, "layout": MainLayout.tag}
+    kv_b = _tensor(128, 256, 512, dtype=torch.bfloat16)
     pages_of_2 = MainLayout(2).allocate(1024, "meta")
     rows: dict[str, Any] = {"num_rows": 8192, "offset": 0}
     pages: dict[str, Any] = {"swa_block_size": 64, "extra_block_size": 64, "layout": MainLayout.tag}
@@ -271,6 +272,10 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "gather_k_cache, whole": _gather(main, whole=True, **rows, **fp8),
         "gather_k_cache, plain": _gather(plain, **rows, block_size=64, layout="plain"),
         "insert_k_cache": _insert(512, plain),
+        "mla_expand_kv": (
+            (_tensor(8192, 512, dtype=torch.bfloat16), kv_b, _tensor(1)),
+            {},
+        ),
         "mla_insert_kv": _insert_dense("plain"),
         "mla_insert_kv, fp8": _insert_dense("mla_fp8", 576),
         "mla_insert_kv, ds_fp8": _insert_dense("mla_ds_fp8", 656),

@@ -17,6 +17,7 @@ mla_gather_kv = Decompose(reference.mla_gather_kv)
 mla_gather_codes = Decompose(reference.mla_gather_codes)
 mla_dequantize_rows = Decompose(reference.mla_dequantize_rows)
 mla_absorb_q = Decompose(reference.mla_absorb_q)
+mla_expand_kv = TritonKernel(reference.mla_expand_kv)
 mla_v_up = Decompose(reference.mla_v_up)
 quantize_per_tensor = Decompose(reference.quantize_per_tensor)
 

@@ -493,6 +493,61 @@ def mla_v_up(x: Tensor, w_uv: Tensor) -> Tensor:
     return values
 
 
+_mla_expand_kv = define_op(
+    OpSpec(
+        stem="mla",
+        schema="mla_expand_kv(Tensor kv_c, Tensor w_kv_b, Tensor num_valid) -> Tensor",
+        meta=meta.mla_expand_kv,
+        reference=reference.mla_expand_kv,
+        lowering={"cpu": "decompose", "cuda": "triton"},
+        dynamic=("num_rows",),
+        source=_ABSORPTION,
+    )
+)
+
+
+def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
+    """Expand latents into keys and values, for as many rows as there are.
+
+    A chunk of contexts has room for more rows than are used: the others cost no product.
+
+    Args:
+        kv_c: Normed latents, [num_rows, kv_lora_rank], bfloat16, float16 or float32, any strides.
+        w_kv_b: Weight of ``kv_b_proj``, [num_heads, width, kv_lora_rank], the dtype of kv_c; width
+            is qk_nope_head_dim + v_head_dim, any strides.
+        num_valid: How many leading rows are used, [1], int32; more than num_rows count as
+            num_rows, fewer than 0 as 0.
+
+    Returns:
+        [num_rows, num_heads, width], the dtype of kv_c: each row times the weight of every head;
+        0 from row num_valid on, whatever kv_c holds there.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: on CUDA a Triton kernel inside the graph, on the CPU a matrix product and a select;
+        dynamic in num_rows; CUDA graphs and export: yes.
+
+    Source: vLLM ``MLACommonImpl._compute_prefill_context``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> kv_c, w_kv_b = torch.tensor([[1.0, 2.0], [4.0, 0.0]]), torch.tensor([[[1.0, -1.0]]])
+        >>> dsv4_ops.mla_expand_kv(kv_c, w_kv_b, torch.tensor([1]).int()).tolist()
+        [[[-1.0]], [[0.0]]]
+    """
+    checks = Checks("mla_expand_kv")
+    checks.floats("kv_c", kv_c, *FLOATS)
+    checks.tensor("kv_c", kv_c, kv_c.dtype, "num_rows", "kv_lora_rank")
+    checks.tensor("w_kv_b", w_kv_b, kv_c.dtype, "num_heads", "width", "kv_lora_rank")
+    checks.tensor("num_valid", num_valid, torch.int32, 1)
+    expanded: Tensor = _mla_expand_kv(kv_c, w_kv_b, num_valid)
+    return expanded
+
+
 _quantize_per_tensor = define_op(
     OpSpec(
         stem="mla",
