@@ -35,6 +35,7 @@ def mla_expand_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
     SIDE_BY_SIDE: tl.constexpr,
 ):
     """A tile of the product of latents and weight; zeros from row ``num_valid`` on, which no
@@ -47,28 +48,27 @@ def mla_expand_kernel(
     column = place // height * COLUMNS + tl.arange(0, COLUMNS)
     stop = tl.minimum(tl.load(num_valid), num_rows)
     there, inside = row < stop, column < columns
-    left = kv_c + row[:, None].to(tl.int64) * row_stride
-    head, of_head = (column // width).to(tl.int64), column % width
+    # what is behind the end is read of the last one, without a mask, and not stored
+    left = kv_c + tl.minimum(row, num_rows - 1)[:, None].to(tl.int64) * row_stride
+    near = tl.minimum(column, columns - 1)
+    head, of_head = (near // width).to(tl.int64), near % width
     right = weight + (head * head_stride + of_head.to(tl.int64) * width_stride)[None, :]
     sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     depth = tl.where(tl.min(row) < stop, rank, 0)
     for first in tl.range(0, depth, DEPTH, num_stages=STAGES):
         dim = first + tl.arange(0, DEPTH)
-        latents = tl.load(
-            left + dim[None, :].to(tl.int64) * dim_stride,
-            mask=there[:, None] & (dim < rank)[None, :],
-            other=0.0,
-        )
-        weights = tl.load(
-            right + dim[:, None].to(tl.int64) * depth_stride,
-            mask=inside[None, :] & (dim < rank)[:, None],
-            other=0.0,
-        )
+        row_dims = left + dim[None, :].to(tl.int64) * dim_stride
+        column_dims = right + dim[:, None].to(tl.int64) * depth_stride
+        if EVEN:
+            latents, weights = tl.load(row_dims), tl.load(column_dims)
+        else:
+            latents = tl.load(row_dims, mask=(dim < rank)[None, :], other=0.0)
+            weights = tl.load(column_dims, mask=(dim < rank)[:, None], other=0.0)
         if latents.dtype == tl.float32:
             sums = tl.dot(latents, weights, sums, input_precision="ieee")
         else:
             sums = multiply_add(latents, weights, sums)
-    sums = tl.where(there[:, None], sums, 0.0)  # a weight that is no number
+    sums = tl.where(there[:, None], sums, 0.0)
     if out.dtype.element_ty == tl.bfloat16:
         result = round_to_bf16(sums)
     else:
@@ -100,6 +100,7 @@ def mla_expand_kv(
         COLUMNS=across,
         DEPTH=depth,
         STAGES=stages,
+        EVEN=rank % depth == 0,
         SIDE_BY_SIDE=SIDE_BY_SIDE,
         num_warps=warps,
     )
