@@ -119,7 +119,7 @@ def _stock_step(model: Any, batch: int, context: int) -> Call:
     for layer in cache.layers:
         layer.keys.normal_()
         layer.values.normal_()
-    compiled = torch.compile(model, dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(model, dynamic=False)
     return lambda: compiled(ids, None, None, cache, use_cache=True).logits
 
 
@@ -191,8 +191,12 @@ class Prefill:
         made = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
         width = spec.qk_nope_head_dim + spec.v_head_dim
         self.w_kv_b = made(spec.num_heads * width, spec.kv_lora_rank) * spec.kv_lora_rank**-0.5
-        parts = {"num_heads": spec.num_heads, "qk_nope_head_dim": spec.qk_nope_head_dim}
-        w_uk_t, w_uv = split_kv_b_proj(self.w_kv_b, **parts, v_head_dim=spec.v_head_dim)
+        w_uk_t, w_uv = split_kv_b_proj(
+            self.w_kv_b,
+            num_heads=spec.num_heads,
+            qk_nope_head_dim=spec.qk_nope_head_dim,
+            v_head_dim=spec.v_head_dim,
+        )
         angles = torch.rand(cached + new, spec.qk_rope_head_dim, device=device)
         self.weights = MlaWeights(angles, w_uk_t, w_uv, self.w_kv_b)
         columns = -(-(cached + new) // spec.block_size)
@@ -302,7 +306,7 @@ def insert(say: Say, device: torch.device, small: bool) -> None:
     for layout, row_bytes in layouts.items():
         spec = MlaSpec.deepseek_v3(layout=layout)
         cache = MlaCache.allocate(spec, 1024, device=device)
-        settings = {"block_size": 64, "layout": layout, "scale_format": "float32"}
+        settings: dict[str, Any] = {"block_size": 64, "layout": layout}
         compiled = torch.compile(
             functools.partial(mla_insert_kv, **settings), fullgraph=True, dynamic=False
         )
@@ -311,10 +315,10 @@ def insert(say: Say, device: torch.device, small: bool) -> None:
             slots = torch.randperm(65536, device=device)[:tokens]
             tensors = (made(tokens, 512), made(tokens, 64), cache.kv, slots, cache.scale)
             ours = functools.partial(mla_insert_kv, *tensors, **settings)
-            theirs = functools.partial(compiled, *tensors)
+            of_inductor = functools.partial(compiled, *tensors)
             times = [1e3 * device_ms(ours, device)]
             with mock.patch.object(lowering, "mla_insert_kv", decomposed):
-                times.append(1e3 * device_ms(theirs, device))
+                times.append(1e3 * device_ms(of_inductor, device))
             moved = tokens * (1152 + row_bytes) / copies / 2
             say(f"| {layout} | {tokens} | {times[0]:.1f} | {times[1]:.1f} | {moved:.1f} |")
 

@@ -509,7 +509,7 @@ _mla_expand_kv = define_op(
 def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
     """Expand latents into keys and values, for as many rows as there are.
 
-    A chunk of contexts has room for more rows than are used: the others cost no product.
+    A chunk of contexts has a fixed size: the rows that it does not use cost no product.
 
     Args:
         kv_c: Normed latents, [num_rows, kv_lora_rank], bfloat16, float16 or float32, any strides.

@@ -95,9 +95,9 @@ def _store_numbers(tile, rows, lost, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def _fill(tile, rows, lost, apart, FIRST: gl.constexpr, COUNT: gl.constexpr, GROUP: gl.constexpr):
-    """Copy values of rows that all tokens see. Where some do not (``apart``), P of theirs is 0, and
-    a product with what is no number would be NaN: that is left out here, and ``_fill_rope`` says it
-    to the tokens that see the row."""
+    """Copy values of rows that all tokens see. Where some do not (``apart``), P of the row is 0,
+    and a product with what is no number would be NaN: that is left out here, and ``_fill_rope``
+    says it to the tokens that see the row."""
     if GROUP > 1:
         if apart:
             lost = _store_numbers(tile, rows, lost, FIRST, COUNT)
