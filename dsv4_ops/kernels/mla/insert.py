@@ -39,9 +39,9 @@ def _values(tensor, token, wanted, dim):
 
 
 @triton.jit
-def _scales(tiles, LARGEST: tl.constexpr, UE8M0: tl.constexpr):
+def _scales(tiles, FINITE_MAX: tl.constexpr, UE8M0: tl.constexpr):
     """Scale of each last dimension: its amax over 448, NaN aside, or a power of two above."""
-    sizes = tl.minimum(tl.abs(tl.where(tiles != tiles, 0.0, tiles)), LARGEST)
+    sizes = tl.minimum(tl.abs(tl.where(tiles != tiles, 0.0, tiles)), FINITE_MAX)
     amax = tl.max(sizes, axis=-1)
     scale = tl.div_rn(amax, tl.full(amax.shape, _FP8_MAX, tl.float32))
     if UE8M0:
@@ -76,7 +76,7 @@ def mla_insert_kernel(
     WORD_BYTES: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     UE8M0: tl.constexpr,
-    LARGEST: tl.constexpr,
+    FINITE_MAX: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """TOKENS rows. FORMAT: 0 values, 1 codes, 2 codes with a scale each 128, and RoPE values."""
@@ -109,7 +109,7 @@ def mla_insert_kernel(
     else:
         latents = _values(latent, token, latent_there, dim)
         tiles = tl.reshape(latents, (TOKENS, LORA // _TILE, _TILE))
-        scales = _scales(tiles, LARGEST, UE8M0)
+        scales = _scales(tiles, FINITE_MAX, UE8M0)
         codes = encode(tl.div_rn(tiles, tl.zeros_like(tiles) + scales[:, :, None]))
         tl.store(target + dim[None, :], tl.reshape(codes, (TOKENS, LORA)), mask=latent_there)
         behind = (target + LORA).to(tl.pointer_type(tl.float32), bitcast=True)
@@ -160,7 +160,7 @@ def mla_insert_kv(
         WORD_BYTES=kv_c.dtype.itemsize,
         HAS_SCALE=scale is not None,
         UE8M0=scale_format == "ue8m0",
-        LARGEST=torch.finfo(kv_c.dtype).max,
+        FINITE_MAX=torch.finfo(kv_c.dtype).max,
         TOKENS=TOKENS,
         num_warps=WARPS,
     )
