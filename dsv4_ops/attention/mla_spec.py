@@ -41,9 +41,9 @@ class MlaSpec:
             computed with the prefills.
         workspace_rows: "chunked": rows of a chunk of contexts; ``mla_workspace_rows``.
         max_chunks: "chunked": most chunks of a step; 0 if no request has a context.
-            ``max_context_chunks`` bounds them. Each takes the expansion of ``workspace_rows`` rows
-            in every layer, empty or not. Contexts beyond are not attended to: read
-            ``MlaStep.chunks.num_chunks`` where they may be larger.
+            ``max_context_chunks`` bounds them. The first takes the expansion of ``workspace_rows``
+            rows in every layer, empty or not, the others that of the rows that they use. Contexts
+            beyond are not attended to: read ``MlaStep.chunks.num_chunks`` where they may be larger.
         chunk_plan: "packed" or "equal"; as for ``context_chunks``.
         batch_invariant: Whether the splits of a decode depend on its own length alone.
         impl: Implementation of attention, for the ops that have it; "auto" the fastest.

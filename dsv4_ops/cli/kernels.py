@@ -27,7 +27,7 @@ from dsv4_ops.kernels.launcher import Launcher
 
 SPILLS = {
     "hopper_gathered_keys_kernel": 100,
-    "hopper_mla_decode_kernel": 136,
+    "hopper_mla_decode_kernel": 216,
     "hopper_prefill_keys_kernel": 8,
     "hopper_split_keys_kernel": 16,
     "prefill_keys_kernel": 64,
@@ -215,6 +215,16 @@ def _dense(
     return (q, *rows), {"layout": "plain"} | chosen | settings
 
 
+def _insert_dense(layout: str, row_bytes: int = 0) -> tuple[Any, ...]:
+    """Arguments of ``mla_insert_kv`` for 128 tokens."""
+    values: dict[str, Any] = {"dtype": torch.bfloat16}
+    cache = _tensor(1024, 64, row_bytes or 576, dtype=torch.uint8 if row_bytes else torch.bfloat16)
+    scale = _tensor(1, dtype=torch.float32) if row_bytes == 576 else None
+    rows = (_tensor(128, 512, **values), _tensor(128, 64, **values), cache)
+    settings = {"block_size": 64, "layout": layout, "scale_format": "float32"}
+    return (*rows, _tensor(128, dtype=torch.int64), scale), settings
+
+
 def _listed() -> tuple[Any, ...]:
     """Arguments of ``sparse_mla_gathered``."""
     q, kv = (_tensor(*shape, 512, dtype=torch.bfloat16) for shape in ((2048, 64), (8192,)))
@@ -266,6 +276,7 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
     plain = _tensor(1024, 64, 512, dtype=torch.bfloat16)
     out = _tensor(4, 8192, 512, dtype=torch.bfloat16)
     fp8: dict[str, Any] = {"block_size": 64, "layout": MainLayout.tag}
+    kv_b = _tensor(128, 256, 512, dtype=torch.bfloat16)
     pages_of_2 = MainLayout(2).allocate(1024, "meta")
     rows: dict[str, Any] = {"num_rows": 8192, "offset": 0}
     pages: dict[str, Any] = {"swa_block_size": 64, "extra_block_size": 64, "layout": MainLayout.tag}
@@ -285,6 +296,13 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "gather_k_cache, whole": _gather(main, whole=True, **rows, **fp8),
         "gather_k_cache, plain": _gather(plain, **rows, block_size=64, layout="plain"),
         "insert_k_cache": _insert(512, plain),
+        "mla_expand_kv": (
+            (_tensor(8192, 512, dtype=torch.bfloat16), kv_b, _tensor(1)),
+            {},
+        ),
+        "mla_insert_kv": _insert_dense("plain"),
+        "mla_insert_kv, fp8": _insert_dense("mla_fp8", 576),
+        "mla_insert_kv, ds_fp8": _insert_dense("mla_ds_fp8", 656),
         "quantize_and_insert_indexer_k": _insert(128, indexer, **keys),
         "save_compressor_states": _save(),
         "compress_and_insert": _compress(main, True, **fp8),

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from dsv4_ops.lowering.kinds import Choices, Decompose
 from dsv4_ops.reference import mla_context as reference
-from dsv4_ops.reference.common import query_lens, take
+from dsv4_ops.reference.common import query_lens
 
 context_chunks = Decompose(reference.context_chunks)
 merge_attn_states = Decompose(reference.merge_attn_states)
@@ -38,12 +38,14 @@ def _mla_prefill(
         query_start_loc, query_lens(query_start_loc), num_tokens=q.shape[0]
     )
     found = reference.visible_keys(req_indices, query, query_start_loc, cu_seq_lens, num_k, causal)
-    start, stop = (rows[:, None] for rows in found)
     k = torch.cat([k_nope, k_pe[:, None].expand(-1, k_nope.shape[1], -1)], 2)
-    numbers = k.isfinite().flatten(1).all(1) & v.isfinite().flatten(1).all(1)
-    lost = pad((~numbers).cumsum(0), (1, 0))
-    poisoned = take(lost, stop) > take(lost, start)
-    k, values = (torch.where(numbers[:, None, None], each, 0.0) for each in (k, v))
+    start, stop = found
+    numbers = [each.isfinite().all(2) for each in (k, v)]
+    of_k, of_v = (reference.sees_any(~each, start, stop) for each in numbers)
+    k, values = (
+        torch.where(number[..., None], each, 0.0)
+        for each, number in zip((k, v), numbers, strict=True)
+    )
     mask = torch.where(reference.visible(*found, num_k), 0.0, -torch.inf)
     width = max(int(q.shape[2]), int(v.shape[2]))
     heads_first = [
@@ -54,9 +56,9 @@ def _mla_prefill(
         *heads_first, attn_mask=mask, scale=softmax_scale
     )
     out, lse = out[0].transpose(0, 1)[:, :, : v.shape[2]], lse[0].transpose(0, 1)
-    sees = start < stop
-    out = torch.where(poisoned[..., None], torch.nan, torch.where(sees[..., None], out, 0.0))
-    return out.to(q.dtype), torch.where(poisoned, torch.nan, torch.where(sees, lse, -torch.inf))
+    sees = (start < stop)[:, None]
+    out = torch.where((of_k | of_v)[..., None], torch.nan, torch.where(sees[..., None], out, 0.0))
+    return out.to(q.dtype), torch.where(of_k, torch.nan, torch.where(sees, lse, -torch.inf))
 
 
 mla_prefill = Choices(_mla_prefill)

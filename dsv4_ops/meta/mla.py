@@ -30,6 +30,10 @@ def mla_absorb_q(q_nope: Tensor, q_pe: Tensor, w_uk_t: Tensor, q_scale: Tensor |
     return q_nope.new_empty((*q_nope.shape[:2], width), dtype=dtype)
 
 
+def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor) -> Tensor:
+    return kv_c.new_empty((kv_c.shape[0], *w_kv_b.shape[:2]))
+
+
 def mla_v_up(x: Tensor, w_uv: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], w_uv.shape[0] * w_uv.shape[2]))
 

@@ -67,7 +67,7 @@ _mla_insert_kv = define_op(
         "Tensor? scale=None, *, int block_size, str layout, str scale_format) -> ()",
         meta=returns_nothing,
         reference=reference.mla_insert_kv,
-        lowering=_DECOMPOSED,
+        lowering={"cpu": "decompose", "cuda": "triton"},
         dynamic=("num_tokens", "num_blocks"),
         source=_ROWS,
     )
@@ -120,8 +120,8 @@ def mla_insert_kv(
             scales that the layout does not have, ``block_size`` below 1, or several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: in place, never a copy of the cache; scatters of Inductor; dynamic in num_tokens and
-        num_blocks; CUDA graphs and export: yes.
+    Compile: in place, never a copy of the cache; on CUDA a Triton kernel inside the graph, on the
+        CPU scatters of Inductor; dynamic in num_tokens and num_blocks; CUDA graphs and export: yes.
 
     Source: vLLM ``concat_and_cache_mla``; FlashMLA's rows of 656 bytes.
 
@@ -491,6 +491,61 @@ def mla_v_up(x: Tensor, w_uv: Tensor) -> Tensor:
     checks.tensor("w_uv", w_uv, x.dtype, "num_heads", "kv_lora_rank", "v_head_dim")
     values: Tensor = _mla_v_up(x, w_uv)
     return values
+
+
+_mla_expand_kv = define_op(
+    OpSpec(
+        stem="mla",
+        schema="mla_expand_kv(Tensor kv_c, Tensor w_kv_b, Tensor num_valid) -> Tensor",
+        meta=meta.mla_expand_kv,
+        reference=reference.mla_expand_kv,
+        lowering={"cpu": "decompose", "cuda": "triton"},
+        dynamic=("num_rows",),
+        source=_ABSORPTION,
+    )
+)
+
+
+def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
+    """Expand latents into keys and values, for as many rows as there are.
+
+    A chunk of contexts has a fixed size: the rows that it does not use cost no product.
+
+    Args:
+        kv_c: Normed latents, [num_rows, kv_lora_rank], bfloat16, float16 or float32, any strides.
+        w_kv_b: Weight of ``kv_b_proj``, [num_heads, width, kv_lora_rank], the dtype of kv_c; width
+            is qk_nope_head_dim + v_head_dim, any strides.
+        num_valid: How many leading rows are used, [1], int32; more than num_rows count as
+            num_rows, fewer than 0 as 0.
+
+    Returns:
+        [num_rows, num_heads, width], the dtype of kv_c: each row times the weight of every head;
+        0 from row num_valid on, whatever kv_c holds there.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, or several devices.
+        TypeError: a dtype other than the ones above.
+
+    Compile: on CUDA a Triton kernel inside the graph, on the CPU a matrix product and a select;
+        dynamic in num_rows; CUDA graphs and export: yes.
+
+    Source: vLLM ``MLACommonImpl._compute_prefill_context``.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> kv_c, w_kv_b = torch.tensor([[1.0, 2.0], [4.0, 0.0]]), torch.tensor([[[1.0, -1.0]]])
+        >>> dsv4_ops.mla_expand_kv(kv_c, w_kv_b, torch.tensor([1]).int()).tolist()
+        [[[-1.0]], [[0.0]]]
+    """
+    checks = Checks("mla_expand_kv")
+    checks.floats("kv_c", kv_c, *FLOATS)
+    checks.tensor("kv_c", kv_c, kv_c.dtype, "num_rows", "kv_lora_rank")
+    checks.tensor("w_kv_b", w_kv_b, kv_c.dtype, "num_heads", "width", "kv_lora_rank")
+    checks.tensor("num_valid", num_valid, torch.int32, 1)
+    expanded: Tensor = _mla_expand_kv(kv_c, w_kv_b, num_valid)
+    return expanded
 
 
 _quantize_per_tensor = define_op(

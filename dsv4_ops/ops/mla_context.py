@@ -469,7 +469,8 @@ def mla_prefill(
         k_pe: Keys with RoPE, which all heads share, [num_k, qk_rope_head_dim], the dtype of q.
         v: Values, [num_k, num_heads, v_head_dim], the dtype of q.
         query_start_loc: First token of every request, and their number, [num_reqs + 1], int32,
-            non-decreasing. Tokens outside of all requests see no key.
+            non-decreasing. Tokens outside of all requests see no key; of starts that decrease the
+            results are undefined, but every row is written.
         cu_seq_lens: First key of every request, and their number, [num_reqs + 1], int32. Keys
             outside of all requests may hold anything.
         softmax_scale: What q . k is multiplied by.
@@ -477,8 +478,8 @@ def mla_prefill(
             less, and so on; else each sees all of them.
         impl: What runs: "triton" our kernel, for bfloat16 and float16 and up to 128 columns of each
             kind; "flash_attn" the flash attention of torch, for bfloat16 and float16; "reference"
-            the definition. "auto" takes the flash attention for bfloat16 on Hopper, else our
-            kernel, and the definition on the CPU and for what our kernel does not take.
+            the definition. "auto" takes our kernel, and the definition on the CPU and for what our
+            kernel does not take.
 
     Returns:
         out: [num_tokens, num_heads, v_head_dim], the dtype of q; 0 without any key.

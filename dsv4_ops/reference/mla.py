@@ -145,6 +145,13 @@ def mla_absorb_q(
     return dense(per_tensor_codes(q, q_scale)).view(torch.float8_e4m3fn)
 
 
+def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
+    there = torch.arange(kv_c.shape[0], device=kv_c.device) < num_valid
+    expanded = torch.nn.functional.linear(kv_c, w_kv_b.flatten(0, 1))
+    kept: Tensor = dense(torch.where(there[:, None], expanded, 0.0))
+    return kept.view(kv_c.shape[0], *w_kv_b.shape[:2])
+
+
 def mla_v_up(x: Tensor, w_uv: Tensor) -> Tensor:
     return dense(torch.bmm(x.transpose(0, 1), w_uv).transpose(0, 1)).flatten(1)
 

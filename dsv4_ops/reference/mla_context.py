@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from dsv4_ops.core.types import INT32_MAX
 from dsv4_ops.reference.batch import token_map
-from dsv4_ops.reference.common import gather_rows, query_lens
+from dsv4_ops.reference.common import gather_rows, query_lens, take
 
 PACKED = "packed"
 NATURAL = "e"
@@ -176,3 +176,10 @@ def visible(start: Tensor, stop: Tensor, num_k: int) -> Tensor:
     """[num_tokens, num_k]: which keys each token sees."""
     key = torch.arange(num_k, device=start.device)
     return (key >= start[:, None]) & (key < stop[:, None])
+
+
+def sees_any(flags: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+    """Whether a row of [num_k, num_heads] is flagged among those, [start, stop), that a token
+    sees: [num_tokens, num_heads]."""
+    counts = pad(flags.cumsum(0), (0, 0, 1, 0))
+    return take(counts, stop) > take(counts, start)

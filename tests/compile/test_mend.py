@@ -72,3 +72,59 @@ def test_a_compile_on_a_cpu_is_mended():
     assert build(starts, lens).tolist() == [[1, 2]]
     wrapped = _compat.SchedulerNode.recompute_size_and_body
     assert wrapped.__wrapped__.__name__ == "recompute_size_and_body"
+
+
+class Loop:
+    """As much of a loop as its code takes: inputs by what C++ calls them."""
+
+    def __init__(self, *inputs):
+        self.additional_inputs = [mend._Held(each) for each in inputs]
+
+    def get_name(self):
+        return "loop"
+
+
+class Wrapper:
+    """Writes lines, and a loop as the names that it reads."""
+
+    def __init__(self):
+        self.lines, self.fails = [], False
+
+    def writeline(self, line):
+        self.lines.append(line)
+
+    def codegen_while_loop(self, while_loop, *_, **__):
+        self.lines.append([each.codegen_reference() for each in while_loop.additional_inputs])
+        if self.fails:
+            raise RuntimeError("no code")
+
+
+@pytest.fixture
+def wrapper(monkeypatch):
+    """A wrapper of a class of its own, mended."""
+    kind = type("Wrapped", (Wrapper,), {"codegen_while_loop": Wrapper.codegen_while_loop})
+    monkeypatch.setattr(mend, "_held", [])
+    monkeypatch.setattr(_compat, "CppWrapperCpu", kind)
+    mend.mend_while_loop()
+    mend.mend_while_loop()  # once is enough
+    return kind()
+
+
+def test_views_that_a_loop_reads_have_names(wrapper):
+    """A view is a call in C++, a temporary; a buffer has a name already."""
+    wrapper.codegen_while_loop(Loop("buf3", "wrap(view(arg5, 64))", "arg1"))
+    assert wrapper.lines == [
+        "auto loop_input_1 = wrap(view(arg5, 64));",
+        ["buf3", "loop_input_1", "arg1"],
+    ]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_loop_has_its_inputs_back(wrapper, fails):
+    loop, wrapper.fails = Loop("view(arg5)"), fails
+    given = loop.additional_inputs
+    try:
+        wrapper.codegen_while_loop(loop)
+    except RuntimeError:
+        assert fails
+    assert loop.additional_inputs is given

@@ -21,8 +21,8 @@ def flash_attention_forward(
     scale: float,
     seqused_k: Tensor,
 ) -> tuple[Any, ...]:
-    """Rows of no request are NaN, the log-sum-exp of no key is +inf; what the library would read
-    out of bounds, or with another head size, is an error."""
+    """Rows of no request are NaN, the log-sum-exp of no key and of NaN is +inf; what the library
+    would read out of bounds, or with another head size, is an error."""
     assert query.dtype == key.dtype == value.dtype
     assert query.dtype in (torch.bfloat16, torch.float16)
     assert query.shape[1:] == key.shape[1:] == value.shape[1:]
@@ -48,7 +48,8 @@ def flash_attention_forward(
             behind = torch.arange(last - first).flip(0)[:, None]
             logits = logits.masked_fill(torch.arange(count) >= count - behind, -torch.inf)
         found = torch.logsumexp(logits, 2)
-        weights = torch.exp(logits - found[..., None]).nan_to_num(0.0)
+        weights = torch.exp(logits - found[..., None])
+        weights = torch.where(found[..., None] == -torch.inf, 0.0, weights)
         out[first:last] = torch.einsum("htk,khd->thd", weights, value[seen].float()).to(out.dtype)
-        lse[:, first:last] = torch.where(found == -torch.inf, torch.inf, found)
+        lse[:, first:last] = torch.where(found > -torch.inf, found, torch.inf)
     return out, lse, query.new_empty(2), query.new_empty(0), query.new_empty(0)

@@ -43,6 +43,8 @@ WRITTEN = {
     "merge_groups_kernel": {"keys", "indices"},
     "merge_parts_kernel": {"keys", "indices", "out"},
     "mla_decode_kernel": {"out", "lse", "partial", "partial_lse", "partial_scale"},
+    "mla_expand_kernel": {"out"},
+    "mla_insert_kernel": {"kv_cache"},
     "pool_windows_kernel": {"pooled"},
     "mla_prefill_kernel": {"out", "lse"},
     "prefill_keys_kernel": {"out", "lse"},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dsv4_ops as ops
-from dsv4_ops.testing.cases.mla_context import ragged_prefill
+from dsv4_ops.testing.cases.mla_context import ragged_prefill, unlike_values
 from tests.helpers import NIGHTLY, assert_exact, call, i32, strided
 from tests.oracles import context as oracles
 
@@ -302,6 +302,15 @@ def test_chunks_of_any_size_are_attention_of_the_whole() -> None:
             torch.testing.assert_close(out[mine].double(), expected, rtol=0, atol=3e-6)
             first += new
         assert not out[first:].any()
+
+
+def test_a_value_of_nan_is_of_those_that_see_it() -> None:
+    """Of three causal queries the last one alone sees it."""
+    tensors = unlike_values(torch.float32)
+    out, lse = ops.mla_prefill(*tensors, softmax_scale=1.0, causal=True)
+    assert out[:2].flatten().tolist() == [2.0, 3.0]
+    assert out[2].isnan().all()
+    assert_exact(lse[:2].flatten(), torch.tensor([0.0, LN[2]]))
 
 
 @pytest.mark.parametrize("causal", [False, True])

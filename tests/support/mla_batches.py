@@ -2,6 +2,7 @@
 token sees; and their results in float64, one token after the other."""
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout, mla_layout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
+from dsv4_ops.testing.contract.compare import equal
 from tests.helpers import INT32_MAX, INT32_MIN, i32
 
 DENSE = "mla_decode"
@@ -184,6 +186,32 @@ def kernel_cases() -> dict[str, Case]:
         ),
         "pages of 7 rows": mla_case(8, [3, 2], 8, longest=100, block_size=7),
     }
+
+
+def spoiled(case: Case) -> tuple[Case, list[int]]:
+    """The call with NaN in the two last rows of its first request, one latent value of one and the
+    RoPE part of the other; and the tokens that see any of them."""
+    q, cache, seq_lens, requests, table, *rest = case.tensors
+    changed = cache.clone()
+    nan: float = 0x7F if cache.dtype == torch.uint8 else math.nan
+    first = [token for token in range(q.shape[0]) if int(requests[token]) == 0]
+    length = max(int(seq_lens[token]) for token in first)
+    args = (table, cache.shape[0], case.settings["block_size"])
+    *_, before, last = rows_of(torch.tensor(length), requests[first[0]], *args)
+    changed[(*before, 3)] = nan
+    changed[(*last, slice(-2, None))] = 0xFF if cache.dtype == torch.uint8 else math.nan
+    made = Case("spoiled", (q, changed, seq_lens, requests, table, *rest), case.settings)
+    return made, [token for token in first if int(seq_lens[token]) > length - 2]
+
+
+def assert_spoils_what_sees_it(run: Callable[[Case], Sequence[Tensor]], case: Case) -> None:
+    """A row of NaN is in the results of the tokens that see it, and in no bit of the others."""
+    changed, seeing = spoiled(case)
+    assert 0 < len(seeing) < int((case.tensors[3] == 0).sum())
+    others = [token for token in range(case.tensors[0].shape[0]) if token not in seeing]
+    for actual, expected in zip(run(changed), run(case), strict=True):
+        assert bool(actual[seeing].isnan().all())
+        assert equal(actual[others], expected[others])
 
 
 def planned(case: Case, plan: Tensor) -> Case:

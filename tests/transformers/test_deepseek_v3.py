@@ -185,7 +185,7 @@ def sampled(rng):
 
 
 @pytest.mark.nightly("test_variants_with_expanded_contexts draws schedules of eight configurations")
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(60))
 def test_sampled_configurations(seed, monkeypatch):
     rng = Random(seed)
     version, changed = sampled(rng)
@@ -195,6 +195,37 @@ def test_sampled_configurations(seed, monkeypatch):
     model = v4.patch(small_mla_model(version, **changed), kv="fp32", precision="reference")
     engine = run_randomly(model, new_cache(model, num_blocks=6), rng)
     assert engine.worst(want) < CLOSE * max(1.0, float(want.std())), changed
+
+
+@pytest.mark.parametrize("context", ["absorbed", "expanded"])
+def test_requests_that_are_preempted_start_again(context, request):
+    """Blocks for less than two requests: when none is free the youngest gives its own back, and is
+    prefilled again later."""
+    if context == "expanded":
+        request.getfixturevalue("expands")
+    cache, rng, preempted = new_cache(num_blocks=3), Random(1), 0
+    engine, age = Engine(reference(), cache, tokens()), list(range(REQUESTS))
+    while min(engine.done) < LENGTH:
+        counts: dict[int, int] = {}
+        for each in [each for each in age if engine.done[each] < LENGTH]:
+            count = min(rng.choice([1, 7, 30]), LENGTH - engine.done[each])
+            try:
+                if each not in cache.requests:
+                    cache.add(each)
+                cache.reserve(each, engine.done[each] + count)
+                counts[each] = count
+            except v4.OutOfBlocks:
+                youngest = [other for other in age if other in cache.requests][-1]
+                cache.free(youngest)
+                counts.pop(youngest, None)
+                preempted += engine.done[youngest] > 0
+                engine.done[youngest] = 0
+        engine.prefill(dict(sorted(counts.items(), key=lambda item: item[1])))
+        for each in [each for each in age if engine.done[each] == LENGTH]:
+            if each in cache.requests:
+                cache.free(each)
+    assert preempted > 0
+    assert engine.worst(expected()) < CLOSE
 
 
 def test_contexts_are_absorbed_below_the_break_even():
@@ -336,7 +367,10 @@ def test_generate_is_hugging_faces():
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")
-def test_one_graph_of_a_changing_batch():
+@pytest.mark.parametrize(
+    "steps", [40, pytest.param(200, marks=pytest.mark.nightly("the same with 40 steps"))]
+)
+def test_one_graph_of_a_changing_batch(steps):
     """Requests that rest, end, and give their rows to others."""
     counter, budget = CompileCounterWithBackend("eager"), 6
     step = torch.compile(v4.decode_step, fullgraph=True, backend=counter)
@@ -350,7 +384,7 @@ def test_one_graph_of_a_changing_batch():
             return v4.StepBatch(ids, made.query_start_loc, made.seq_lens, made.rows)
 
     engine, finished = Padded(reference(), cache, tokens()), 0
-    for _ in range(40):
+    for _ in range(steps):
         waiting = [request for request, done in enumerate(engine.done) if done < LENGTH]
         chosen = rng.sample(waiting, rng.randint(1, len(waiting)))
         counts = {chosen[0]: min(rng.choice([1, 4]), LENGTH - engine.done[chosen[0]])}

@@ -31,9 +31,15 @@ def quantize(values):
     scale = tl.maximum(((patterns + 0x1FFFFF) >> 23) - 8, _SCALE_FLOOR)
     inverse = ((-scale + _INVERSE_BIAS) << 23).to(tl.float32, bitcast=True)
     scaled = values * tl.expand_dims(inverse, -1)
+    return encode(scaled), scale
+
+
+@triton.jit
+def encode(values):
+    """uint8 e4m3 codes of float32 values: to nearest even, saturated, 0x7F for NaN."""
     if EMULATE:
-        return _encode(scaled), scale
-    return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale
+        return _encode(values)
+    return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit

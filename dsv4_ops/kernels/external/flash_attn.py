@@ -2,7 +2,7 @@
 
 It has one head size for keys and values, so that values are padded with zeros; it is given the keys
 of a head in one tensor. It checks no bounds, leaves rows of no request as they were, and has +inf
-as the log-sum-exp of no key.
+as the log-sum-exp of no key, and of NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_ops.reference.common import query_lens
-from dsv4_ops.reference.mla_context import existing
+from dsv4_ops.reference.mla_context import sees_any, visible_keys
 
 _forward: Any = torch.ops.aten._flash_attention_forward.default
 
@@ -41,6 +41,14 @@ def mla_prefill(
     used = query_lens(keys)
     if causal:  # the last query that there is sees as many keys less as there are queries behind it
         used = (used - (query_start_loc - starts)[1:].clamp(min=0)).clamp(min=0)
+    tokens = torch.ops.dsv4_ops.token_map.default(
+        query_start_loc, query_lens(query_start_loc), num_tokens=num_tokens
+    )
+    seen = visible_keys(*tokens, query_start_loc, cu_seq_lens, num_k, causal)
+    if causal:  # P of a key that a query does not see is 0, and 0 * NaN would be NaN
+        number = v.isfinite().all(2)
+        lost = sees_any(~number, *seen)
+        v = torch.where(number[..., None], v, 0.0)
     k = torch.cat([k_nope, k_pe[:, None].expand(-1, num_heads, -1)], 2)
     out, lse, *_ = _forward(
         q if q.stride(2) == 1 else q.contiguous(),
@@ -56,9 +64,10 @@ def mla_prefill(
         scale=softmax_scale,
         seqused_k=used,
     )
-    token = torch.arange(num_tokens, device=q.device)
-    of_request = (token >= starts[0]) & (token < starts[-1])
-    lse = torch.where(of_request[:, None], existing(lse.T), -torch.inf)
-    out = torch.where((lse > -torch.inf)[..., None], out[..., :value_dim], 0.0)
+    sees = (seen[0] < seen[1])[:, None]
+    lse = torch.where(sees, torch.where(lse.T < torch.inf, lse.T, torch.nan), -torch.inf)
+    out = torch.where(sees[..., None], out[..., :value_dim], 0.0)
+    if causal:
+        out = torch.where(lost[..., None], torch.nan, out)
     # dense strides, as the fake has them, of sizes of 1 too
     return tuple(each.clone(memory_format=torch.contiguous_format) for each in (out, lse))

@@ -40,7 +40,8 @@ WARPS = 8
 LEAST_TILE = 16
 """Rows and columns that a matrix product has at least."""
 
-_FORMATS = {PlainLayout.tag: 0, MlaFp8Layout.tag: 1, MlaDsFp8Layout.tag: 2}
+FORMATS = {PlainLayout.tag: 0, MlaFp8Layout.tag: 1, MlaDsFp8Layout.tag: 2}
+"""What kernels call the layouts."""
 
 WIDTH, RANK = 576, 512
 """Values of a row, and the leading ones that are its value, which Hopper's kernel is made for."""
@@ -245,7 +246,7 @@ def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[
         work.splits,
         SOFTMAX_SCALE=float(settings["softmax_scale"]),  # Inductor would pass it as a float64
         BLOCK_SIZE=settings["block_size"],
-        FORMAT=_FORMATS[settings["layout"]],
+        FORMAT=FORMATS[settings["layout"]],
         LORA=rank,
         ROPE=int(q.shape[2]) - rank,
         ROPE_TILE=max(triton.next_power_of_2(int(q.shape[2]) - rank), LEAST_TILE),

@@ -12,6 +12,14 @@ from dsv4_ops.kernels.sparse_mla.triton.mainloop import log2_sum, softmax_step
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
+_STARTS = tl.constexpr(128)
+"""Entries of ``query_start_loc`` that are read at a time."""
+
+
+@triton.jit
+def _larger(left, right):
+    return tl.maximum(left, right)
+
 
 @triton.jit
 def _product(left, right, sums):
@@ -57,8 +65,8 @@ def _attend(
         keys: Pointers to a head's first row, row and column strides of k_nope, k_pe and v.
         span: First key, and the one behind the last.
         limit: First key that each query does not see.
-        SIZES: Columns of k_nope, k_pe and v and of their tiles, keys of a tile, softmax_scale and
-            stages.
+        SIZES: Columns of k_nope, k_pe and v and of their tiles, keys of a tile, softmax_scale,
+            stages, and whether queries see no key behind their own.
         MASKED: Whether queries see some of these keys only, or the last tile is not full.
     """
     NOPE_DIM: tl.constexpr = SIZES[0]
@@ -70,6 +78,7 @@ def _attend(
     KEYS: tl.constexpr = SIZES[6]
     SCALE: tl.constexpr = SIZES[7] * _LOG2_E
     STAGES: tl.constexpr = SIZES[8]
+    CAUSAL: tl.constexpr = SIZES[9]
     out, row_max, row_sum = sums
     q_nope, q_pe = queries
     nope, nope_stride, nope_step, rope, rope_stride, rope_step, value, value_stride, value_step = (
@@ -90,6 +99,12 @@ def _attend(
             logits = tl.where(seen, logits, float("-inf"))
         weights, factor, row_max, row_sum = softmax_step(logits, row_max, row_sum)
         values = _load_rows(value + row * value_stride, there, value_step, VALUE_DIM, VALUE)
+        if MASKED and CAUSAL:
+            # P of an unseen key is 0, and its product with no number NaN
+            is_number = tl.abs(values.to(tl.float32)) < float("inf")
+            lost = tl.max(tl.where(is_number, 0, 1), axis=1)
+            values = tl.where(is_number, values, 0.0)
+            weights = tl.where(seen & (lost > 0)[None, :], float("nan"), weights)
         out = _product(_rounded(weights, values), values, out * factor[:, None])
     return out, row_max, row_sum
 
@@ -136,25 +151,27 @@ def mla_prefill_kernel(
 
     The tokens before the first request, each request, and the tokens behind the last one are the
     spans 0 to num_reqs + 1. Span n begins with tile number first // QUERIES + n, which leaves it as
-    many tiles as it needs. Tiles of late queries, which see the most keys, come first.
+    many tiles as it needs. A start below the one before it counts as that one, so that every row is
+    written whatever the starts are. Tiles of late queries, which see the most keys, come first.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
-    low, high = tl.program_id(0) * 0, num_reqs + 1
-    first = tl.program_id(0) * 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        begin = tl.load(query_start_loc + (middle - 1).to(tl.int64) * loc_stride)
-        begin = tl.minimum(tl.maximum(begin, 0), num_tokens)
-        before = begin // QUERIES + middle <= tile
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle - 1)
-        first = tl.where(before, begin, first)
+    low, first = tl.program_id(0) * 0, tl.program_id(0) * 0
+    end, highest, some = low + (2**31 - 1), low, low
+    while some <= num_reqs:
+        index = some + tl.arange(0, _STARTS)
+        there = index <= num_reqs
+        begin = tl.load(query_start_loc + index.to(tl.int64) * loc_stride, mask=there, other=0)
+        begin = tl.maximum(tl.associative_scan(begin, 0, _larger), highest)
+        inside = tl.minimum(begin, num_tokens)
+        before = there & (inside // QUERIES + index + 1 <= tile)
+        low += tl.sum(before.to(tl.int32))
+        first = tl.maximum(first, tl.max(tl.where(before, inside, 0)))
+        end = tl.minimum(end, tl.min(tl.where(there & (before == 0), begin, 2**31 - 1)))
+        highest = tl.max(begin)
+        some += _STARTS
     is_request = (low > 0) & (low <= num_reqs)
-    end = tl.load(
-        query_start_loc + low.to(tl.int64) * loc_stride, mask=low <= num_reqs, other=2**31 - 1
-    )
-    stop = tl.minimum(tl.maximum(end, 0), num_tokens)
+    stop = tl.minimum(end, num_tokens)
     query = first + (tile - first // QUERIES - low) * QUERIES + tl.arange(0, QUERIES)
     exists = query < stop
     bounds = cu_seq_lens + (low - 1).to(tl.int64) * cu_stride
@@ -199,6 +216,7 @@ def mla_prefill_kernel(
         KEYS,
         SOFTMAX_SCALE,
         STAGES,
+        CAUSAL,
     )
     sums = (
         tl.zeros((QUERIES, VALUE), dtype=tl.float32),

@@ -16,6 +16,7 @@ from dsv4_ops.testing.case import Case, OpTesting, i32, i64
 from dsv4_ops.testing.float64.mla import (
     decode_keys,
     exact_absorbed,
+    exact_expanded,
     exact_mla_decode,
     exact_v_up,
 )
@@ -354,6 +355,44 @@ mla_absorb_q = OpTesting(
     make=_absorb_call,
     precise=exact_absorbed,
     readable=_absorb_readable,
+)
+
+
+def _expand_cases() -> list[Case]:
+    """Two rows, and one of NaN that is not used."""
+    kv_c = torch.tensor([[1.0, 2.0], [4.0, 0.0], [math.nan, math.nan]])
+    w_kv_b = torch.tensor([[[2.0, 0.0], [1.0, -1.0]], [[3.0, 1.0], [0.0, 1.0]]])
+    rows = [[[2.0, -1.0], [5.0, 2.0]], [[8.0, 4.0], [12.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]
+    none, few = i32([-(2**31)]), i32([2**31 - 1])
+    return [
+        Case("worked", (kv_c, w_kv_b, i32([2])), {}, (rows,)),
+        Case("no row is used", (kv_c, w_kv_b, none), {}, ([rows[2]] * 3,)),
+        Case("more than there are", (kv_c[:2], w_kv_b, few), {}, (rows[:2],)),
+        Case(
+            "in bf16",
+            (kv_c.bfloat16(), w_kv_b.bfloat16(), i32([1])),
+            {},
+            ([rows[0], *[rows[2]] * 2],),
+        ),
+        Case("no row", (kv_c[:0], w_kv_b, few), {}, ([],)),
+    ]
+
+
+def _expand_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    seed, dtype, num_rows, num_heads = _sizes(draw, min_size)
+    rank, width = (32, 16) if min_size else draw(st.sampled_from(((32, 16), (5, 3), (80, 40))))
+    kv_c = _normal(seed, dtype, num_rows, rank)
+    num_valid: int = draw(st.integers(-1, num_rows + 1))
+    kv_c[max(num_valid, 0) :] = math.nan
+    return Case(
+        "sampled", (kv_c, _normal(seed, dtype, num_heads, width, rank), i32([num_valid])), settings
+    )
+
+
+mla_expand_kv = OpTesting(
+    cases=_expand_cases, settings=({},), make=_expand_call, precise=exact_expanded
 )
 
 

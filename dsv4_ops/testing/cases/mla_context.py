@@ -279,6 +279,10 @@ def _prefill_cases() -> list[Case]:
             ([nothing[0], [[2.0]], [[4.0]]], [nothing[1], [0.0], [0.0]]),
         ),
         Case("several tiles of queries and keys", several, {**causal, "softmax_scale": 0.2}),
+        *(
+            Case(f"values that are not seen by all, {each}", unlike_values(each), causal)
+            for each in (torch.float32, torch.bfloat16)
+        ),
         Case("no token", (q[:0], *tensors[1:], i32([0]), i32([0])), causal),
         Case(
             "no key",
@@ -287,6 +291,14 @@ def _prefill_cases() -> list[Case]:
             ([nothing[0]] * 3, [nothing[1]] * 3),
         ),
     ]
+
+
+def unlike_values(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Three queries of equal logits and three keys, whose values are 2, 4 and NaN: the results are
+    2, 3 and NaN."""
+    q, k_nope, k_pe = torch.zeros(3, 1, 2), torch.ones(3, 1, 1), torch.ones(3, 1)
+    v = torch.tensor([2.0, 4.0, NAN]).view(3, 1, 1)
+    return *(each.to(dtype) for each in (q, k_nope, k_pe, v)), i32([0, 3]), i32([0, 3])
 
 
 def ragged_prefill(

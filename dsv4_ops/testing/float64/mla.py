@@ -92,6 +92,12 @@ def exact_absorbed(
     return (Exact(scaled, scaled.abs() + rounded / FP8_UNIT, FP8_UNIT),)
 
 
+def exact_expanded(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> tuple[Exact]:
+    there = (torch.arange(kv_c.shape[0], device=kv_c.device) < num_valid)[:, None]
+    value, size = _product(torch.where(there, kv_c, 0.0), w_kv_b, "tl,nwl->tnw")
+    return (Exact(value, size),)
+
+
 def exact_v_up(x: Tensor, w_uv: Tensor) -> tuple[Exact]:
     value, size = _product(x, w_uv, "tnl,nlv->tnv")
     return (Exact(value.flatten(1), size.flatten(1)),)

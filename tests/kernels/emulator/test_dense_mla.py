@@ -11,7 +11,14 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
 from tests.helpers import INT32_MAX, INT32_MIN
-from tests.support.mla_batches import DENSE, assert_exact, kernel_cases, mla_case, planned
+from tests.support.mla_batches import (
+    DENSE,
+    assert_exact,
+    assert_spoils_what_sees_it,
+    kernel_cases,
+    mla_case,
+    planned,
+)
 
 emulated = pytest.importorskip(
     "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
@@ -91,6 +98,13 @@ def test_a_token_of_nan_stays_alone():
     others = [0, 2, 3, 4]
     for left, right in zip(kernel(case), whole, strict=True):
         assert equal(left[others], right[others])
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_row_of_nan_stays_with_the_tokens_that_see_it(splits):
+    """Tokens of a request share a program; the last rows are of the last of them alone."""
+    case = mla_case(4, [4, 2], 8, longest=300, adversarial=False, num_splits=splits)
+    assert_spoils_what_sees_it(kernel, case)
 
 
 def test_queries_and_pages_of_any_strides():

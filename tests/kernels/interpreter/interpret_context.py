@@ -28,10 +28,28 @@ def check(causal: bool) -> None:
     assert_agrees("mla_prefill", testing.op_testing("mla_prefill"), case, found, expected)
     spoiled = [each.clone() for each in clean]
     spoiled[1][6], spoiled[3][7] = NAN, NAN
+    seeing = FIRST + causal  # the first causal query does not see them
     for left, right in zip(mla_prefill(EAGER, *spoiled, **settings), found, strict=True):
-        assert left[FIRST:BEHIND].isnan().any()
-        assert torch.equal(left[:FIRST], right[:FIRST])
+        assert left[seeing:BEHIND].isnan().any()
+        assert torch.equal(left[:seeing], right[:seeing])
         assert torch.equal(left[BEHIND:], right[BEHIND:])
+
+
+def check_decreasing_starts(causal: bool) -> None:
+    """A start below the one before it counts as that one; every row is written."""
+    *tensors, starts, bounds = ragged_prefill(torch.Generator().manual_seed(0), LENS)
+    settings = {"softmax_scale": 0.2, "causal": causal}
+    adversarial = starts.clone()
+    adversarial[2], adversarial[3] = 1, -7
+    monotone = adversarial.cummax(0).values
+    torch.use_deterministic_algorithms(True)  # fills what nobody writes with NaN
+    found, expected = (
+        mla_prefill(EAGER, *tensors, each, bounds, **settings) for each in (adversarial, monotone)
+    )
+    torch.use_deterministic_algorithms(False)
+    for left, right in zip(found, expected, strict=True):
+        assert torch.equal(left, right)
+        assert not left[: monotone[-1]].isnan().any()
 
 
 if __name__ == "__main__":
@@ -40,4 +58,5 @@ if __name__ == "__main__":
         prefill._LARGE_TILE = tile
         for causal in (False, True):
             check(causal)
+            check_decreasing_starts(causal)
         print(*tile)

@@ -3,6 +3,7 @@ tests/kernels/interpreter/test_mla_kernels.py starts it with TRITON_INTERPRET=1.
 passed."""
 
 import torch
+from torch import Tensor
 
 import dsv4_ops as ops
 import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
@@ -13,16 +14,21 @@ from tests.support.mla_batches import (
     DENSE,
     DS_FP8,
     FP8,
+    LAYOUTS,
     assert_exact,
+    assert_spoils_what_sees_it,
     kernel_cases,
     mla_case,
     planned,
 )
 
 
+def run(case: Case) -> tuple[Tensor, ...]:
+    return tuple(OPS[DENSE].implementation("kernels")(EAGER, *case.tensors, **case.settings))
+
+
 def check(case: Case, of: Case | None = None) -> None:
-    results = OPS[DENSE].implementation("kernels")(EAGER, *case.tensors, **case.settings)
-    assert_exact(tuple(results), of or case)
+    assert_exact(run(case), of or case)
 
 
 def formats() -> dict[str, Case]:
@@ -46,6 +52,11 @@ def main() -> None:
     plan = ops.sparse_mla_plan(case.tensors[2], None, num_heads=8, num_programs=5)
     check(planned(case, plan), case)
     print("plan")
+    for layout in LAYOUTS:
+        for splits in (1, 2):
+            settings = {"longest": 150, "adversarial": False, "num_splits": splits}
+            assert_spoils_what_sees_it(run, mla_case(27, [4, 2], 8, layout=layout, **settings))
+    print("rows of NaN")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,11 @@ OWN |= {
         "x": Valid(bf16(5, 2, 24), "[num_tokens, num_heads, kv_lora_rank]", HALVES),
         "w_uv": Valid(bf16(2, 24, 16), "[num_heads, kv_lora_rank, v_head_dim]"),
     },
+    "mla_expand_kv": {
+        "kv_c": Valid(bf16(5, 24), "[num_rows, kv_lora_rank]", HALVES),
+        "w_kv_b": Valid(bf16(2, 16, 24), "[num_heads, width, kv_lora_rank]"),
+        "num_valid": Valid(i32([3]), "[1]"),
+    },
     "quantize_per_tensor": {"x": Valid(bf16(5, 3), "[num_tokens, size]", HALVES, any_rank=True)},
     "mla_decode": {
         **CODED,
@@ -238,6 +243,15 @@ DENSE_MLA_TABLE: dict[str, list[Entry]] = {
             {"w_uv": torch.ones(2, 24, 16)},
             TypeError,
             "w_uv must be torch.bfloat16, got torch.float32. Cast it with .to(torch.bfloat16).",
+        ),
+    ],
+    "mla_expand_kv": [
+        (
+            "a weight in two dimensions",
+            {"w_kv_b": bf16(32, 24)},
+            ValueError,
+            "w_kv_b must have shape [num_heads, width, kv_lora_rank], got [32, 24]. "
+            "Pass a tensor of 3 dimensions.",
         ),
     ],
     "quantize_per_tensor": [

@@ -39,6 +39,9 @@ PAIR = gl.constexpr(128)
 _NEVER = gl.constexpr(2**31 - 1)
 """Position of a key that does not exist."""
 
+_EXPONENT = gl.constexpr(0x7F80)
+"""Bits of a bf16 value that are all set in NaN and infinity alone."""
+
 _COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """Eight threads copy a line of a row, 16 bytes each."""
 
@@ -77,41 +80,89 @@ def _copy_tile(tile, rows, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def _store_numbers(tile, rows, lost, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """As ``_copy_tile``, zeros for what is no number too; and which rows have had such so far."""
+    start, position = rows
+    there = position < _NEVER
+    for part in gl.static_range(COUNT // ROPE):
+        dim = FIRST + part * ROPE + gl.arange(0, ROPE, gl.SliceLayout(0, _COPIED))
+        values = gl.load(start[:, None] + dim[None, :], mask=there[:, None], other=0.0)
+        is_number = (values.to(gl.int16, bitcast=True) & _EXPONENT) != _EXPONENT
+        tile.slice(part * ROPE, ROPE, dim=1).store(gl.where(is_number, values, 0.0))
+        lost = gl.maximum(lost, gl.max(gl.where(is_number, 0, 1), axis=1))
+    return lost
+
+
+@gluon.jit
+def _fill(tile, rows, lost, apart, FIRST: gl.constexpr, COUNT: gl.constexpr, GROUP: gl.constexpr):
+    """Copy values of rows that all tokens see. Where some do not (``apart``), P of the row is 0,
+    and a product with what is no number would be NaN: that is left out here, and ``_fill_rope``
+    says it to the tokens that see the row."""
+    if GROUP > 1:
+        if apart:
+            lost = _store_numbers(tile, rows, lost, FIRST, COUNT)
+        else:
+            _copy_tile(tile, rows, FIRST, COUNT)
+    else:
+        _copy_tile(tile, rows, FIRST, COUNT)
+    return lost
+
+
+@gluon.jit
+def _fill_rope(tile, rows, lost, apart, GROUP: gl.constexpr):
+    """The RoPE dimensions, which are no values; NaN in rows that are ``lost``."""
+    if GROUP > 1:
+        if apart:
+            start, position = rows
+            dim = 2 * WIDTH + gl.arange(0, ROPE, gl.SliceLayout(0, _COPIED))
+            there = (position < _NEVER)[:, None]
+            values = gl.load(start[:, None] + dim[None, :], mask=there, other=0.0)
+            tile.store(gl.where((lost > 0)[:, None], float("nan"), values))
+        else:
+            _copy_tile(tile, rows, 2 * WIDTH, ROPE)
+    else:
+        _copy_tile(tile, rows, 2 * WIDTH, ROPE)
+
+
+@gluon.jit
 def _arrives(full):
     async_copy.mbarrier_arrive(full, increment_count=False)
     mbarrier.arrive(full)
 
 
 @gluon.jit
-def copy_pairs(cache, pages, pairs, shared, BLOCK_SIZE: gl.constexpr):
-    """The partition that fills the buffers, in the order in which they are used. Who has used the
-    half of a block has used the block's weights, whose memory its RoPE tile goes to."""
+def copy_pairs(cache, pages, pairs, alike, shared, BLOCK_SIZE: gl.constexpr, GROUP: gl.constexpr):
+    """The partition that fills the buffers, in the order in which they are used; all tokens of the
+    group see the first ``alike`` pairs whole. Who has used the half of a block has used the block's
+    weights, whose memory its RoPE tile goes to."""
     keys, existing, weights = shared[1], shared[2], shared[3]
     full, used = shared[5][0], shared[5][1]
     next_even = _find(pages, 0, BLOCK_SIZE)
     next_odd = _find(pages, 1, BLOCK_SIZE)
+    none = gl.full([KEYS], 0, gl.int32, _COPIED_ROW)
     pair = pairs * 0
     while pair < pairs:
         phase = (pair & 1) ^ 1
+        apart = pair >= alike
         even = _locate(cache, pages, 2 * pair, next_even, BLOCK_SIZE)
         odd = _locate(cache, pages, 2 * pair + 1, next_odd, BLOCK_SIZE)
         next_even = _find(pages, 2 * pair + 2, BLOCK_SIZE)
         next_odd = _find(pages, 2 * pair + 3, BLOCK_SIZE)
         mbarrier.wait(used[LEFT][0], phase)
         existing.index(0).store(even[1])
-        _copy_tile(keys[LEFT].index(0), even, 0, WIDTH)
+        lost_even = _fill(keys[LEFT].index(0), even, none, apart, 0, WIDTH, GROUP)
         _arrives(full[LEFT][0])
         mbarrier.wait(used[RIGHT][1], phase)
         existing.index(1).store(odd[1])
-        _copy_tile(keys[RIGHT].index(1), odd, WIDTH, WIDTH)
+        lost_odd = _fill(keys[RIGHT].index(1), odd, none, apart, WIDTH, WIDTH, GROUP)
         _arrives(full[RIGHT][1])
         mbarrier.wait(used[RIGHT][0], phase)
-        _copy_tile(keys[RIGHT].index(0), even, WIDTH, WIDTH)
-        _copy_tile(weights.index(0), even, 2 * WIDTH, ROPE)
+        lost_even = _fill(keys[RIGHT].index(0), even, lost_even, apart, WIDTH, WIDTH, GROUP)
+        _fill_rope(weights.index(0), even, lost_even, apart, GROUP)
         _arrives(full[RIGHT][0])
         mbarrier.wait(used[LEFT][1], phase)
-        _copy_tile(keys[LEFT].index(1), odd, 0, WIDTH)
-        _copy_tile(weights.index(1), odd, 2 * WIDTH, ROPE)
+        lost_odd = _fill(keys[LEFT].index(1), odd, lost_odd, apart, 0, WIDTH, GROUP)
+        _fill_rope(weights.index(1), odd, lost_odd, apart, GROUP)
         _arrives(full[LEFT][1])
         pair += 1
 
@@ -298,6 +349,7 @@ def hopper_mla_decode_kernel(
     known = (request >= 0) & (request < num_reqs)
     count = gl.to_tensor(1)
     length = gl.load(seq_lens + token * len_stride)
+    least = length
     if GROUP > 1:
         start = gl.load(query_start_loc + request * start_stride, mask=known, other=-1)
         inside = known & (start >= 0) & (start <= token)
@@ -311,7 +363,9 @@ def hopper_mla_decode_kernel(
         unlike = gl.where((others == request) & inside, 128, lane)
         count = gl.maximum(gl.min(unlike, 0), 1)
         near = lane < count
-        length = gl.max(gl.load(seq_lens + (token + lane) * len_stride, mask=near, other=0), 0)
+        lengths = gl.load(seq_lens + (token + lane) * len_stride, mask=near, other=0)
+        least = gl.min(gl.where(near, lengths, _NEVER), 0)
+        length = gl.max(lengths, 0)
     length = gl.where(known, gl.minimum(gl.maximum(length, 0), most), 0)
     tiles = (length // PAIR + gl.where(length % PAIR > 0, 1, 0)).to(gl.int64)
     first_tile = (tiles * split // splits).to(gl.int32)
@@ -326,6 +380,7 @@ def hopper_mla_decode_kernel(
     )
     entries = block_table + gl.where(known, request, 0) * table_stride
     pages = (entries, gl.to_tensor(column_stride).to(gl.int64), first_tile * PAIR, stop)
+    alike = gl.maximum(least - first_tile * PAIR, 0) // PAIR
     cache = (kv_cache, gl.to_tensor(page_stride).to(gl.int64), gl.to_tensor(num_blocks))
     queries = (q, gl.to_tensor(q_stride).to(gl.int64), gl.to_tensor(q_head_stride).to(gl.int64))
     tile = (token, head_tile * HEADS, count, num_heads)
@@ -336,7 +391,7 @@ def hopper_mla_decode_kernel(
     work = (queries, tile, part, limits)
     gl.warp_specialize(
         [
-            (copy_pairs, (cache, pages, pairs, shared, BLOCK_SIZE)),
+            (copy_pairs, (cache, pages, pairs, alike, shared, BLOCK_SIZE, GROUP)),
             (_attend, (LEFT, work, pairs, dst, shared, rope_queries, SCALE, GROUP)),
             (_attend, (RIGHT, work, pairs, dst, shared, rope_queries, SCALE, GROUP)),
         ],

@@ -184,6 +184,7 @@ def mla_decode_kernel(
     lengths = tl.load(seq_lens + each * len_stride, mask=there & known, other=0)
     lengths = tl.minimum(tl.maximum(lengths, 0), max_blocks * BLOCK_SIZE)
     stop = tl.max(lengths, 0)
+    least = tl.min(tl.where(there, lengths, stop), 0)
     tiles = ((stop + KEYS - 1) // KEYS).to(tl.int64)
     tile = (tiles * split // splits).to(tl.int32)
     last = (tiles * (split + 1) // splits).to(tl.int32)
@@ -218,12 +219,22 @@ def mla_decode_kernel(
         page = tl.where(exists, page, 0).to(tl.int64)
         key = kv_cache + page * page_stride + (position % BLOCK_SIZE) * ROW
         latent, rope = _load_rows(key, exists, SIZES, DTYPE)
+        lost = tl.zeros((KEYS,), dtype=tl.int32)
+        if GROUP > 1:
+            if (tile + 1) * KEYS > least:
+                # P of tokens that do not see a row is 0, and its product with no number NaN: those
+                # that see it have that from the logits
+                is_number = tl.abs(latent.to(tl.float32)) < float("inf")
+                lost = tl.max(tl.where(is_number, 0, 1), axis=1)
+                latent = tl.where(is_number, latent, 0.0)
         logits = tl.zeros((ROWS, KEYS), dtype=tl.float32)
         if tile >= 0:  # always, and see ``apart``
             of_latent = apart(_multiply_add(latent_q, tl.trans(latent), logits))
             of_rope = apart(_multiply_add(rope_q, tl.trans(rope), logits))
             logits = of_latent + of_rope
         visible = exists[None, :] & (position[None, :] < lengths[:, None])
+        if GROUP > 1:
+            logits = tl.where((lost > 0)[None, :], float("nan"), logits)
         logits = tl.where(visible, logits * scale, float("-inf"))
         weights, factor, row_max, row_sum = softmax_step(logits, row_max, row_sum)
         if DTYPE == tl.bfloat16:

@@ -1,0 +1,166 @@
+"""Insert of dense MLA's cache rows: values, e4m3 codes, or codes with scales and RoPE values."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.layout import FP8_MAX, MlaDsFp8Layout
+from dsv4_ops.kernels.arguments import paged, strided
+from dsv4_ops.kernels.common.fp8 import encode, round_to_bf16, widen
+from dsv4_ops.kernels.common.paging import place_slots
+from dsv4_ops.kernels.kv_cache.plain import word_pointer
+from dsv4_ops.kernels.launcher import Launcher
+from dsv4_ops.kernels.mla.decode import FORMATS
+
+TOKENS, WARPS = 4, 4
+"""Tokens and warps of a program."""
+
+_FP8_MAX = tl.constexpr(FP8_MAX)
+_NAN_BITS = tl.constexpr(0x7FC0)
+_SMALLEST_NORMAL = tl.constexpr(torch.finfo(torch.float32).tiny)
+_UE8M0_AMAX = tl.constexpr(1e-4)
+_TILE = tl.constexpr(MlaDsFp8Layout.quant_block)
+
+
+@triton.jit
+def _values(tensor, token, wanted, dim):
+    """float32 values of the rows of tokens; ``tensor`` with its strides."""
+    start, stride, dim_stride = tensor
+    values = tl.load(
+        start + token[:, None] * stride + dim[None, :].to(tl.int64) * dim_stride,
+        mask=wanted,
+        other=0.0,
+    )
+    if values.dtype == tl.bfloat16:
+        return widen(values)
+    else:  # Triton would compile what is behind a branch that returns
+        return values.to(tl.float32)
+
+
+@triton.jit
+def _scales(tiles, FINITE_MAX: tl.constexpr, UE8M0: tl.constexpr):
+    """Scale of each last dimension: its amax over 448, NaN aside, or a power of two above."""
+    sizes = tl.minimum(tl.abs(tl.where(tiles != tiles, 0.0, tiles)), FINITE_MAX)
+    amax = tl.max(sizes, axis=-1)
+    scale = tl.div_rn(amax, tl.full(amax.shape, _FP8_MAX, tl.float32))
+    if UE8M0:
+        bits = tl.maximum(scale, _UE8M0_AMAX).to(tl.int32, bitcast=True)
+        return (((bits + 0x7FFFFF) >> 23) << 23).to(tl.float32, bitcast=True)
+    else:
+        return tl.maximum(scale, _SMALLEST_NORMAL)
+
+
+@triton.jit
+def mla_insert_kernel(
+    kv_c,
+    latent_stride,
+    latent_dim_stride,
+    k_pe,
+    rope_stride,
+    rope_dim_stride,
+    kv_cache,
+    page_stride,
+    num_blocks,
+    slot_mapping,
+    slot_stride,
+    scale,
+    num_tokens,
+    block_size,
+    FORMAT: tl.constexpr,
+    LORA: tl.constexpr,
+    ROPE: tl.constexpr,
+    LORA_TILE: tl.constexpr,
+    ROPE_TILE: tl.constexpr,
+    ROW: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    UE8M0: tl.constexpr,
+    FINITE_MAX: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """TOKENS rows. FORMAT: 0 values, 1 codes, 2 codes with a scale each 128, and RoPE values."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
+    slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_tokens, other=-1)
+    page, row, exists = place_slots(slot, num_blocks, block_size)
+    target = (kv_cache + page * page_stride + row * ROW)[:, None]
+    dim, rope_dim = tl.arange(0, LORA_TILE), tl.arange(0, ROPE_TILE)
+    latent_there = exists[:, None] & (dim < LORA)[None, :]
+    rope_there = exists[:, None] & (rope_dim < ROPE)[None, :]
+    latent, rope = (kv_c, latent_stride, latent_dim_stride), (k_pe, rope_stride, rope_dim_stride)
+    if FORMAT == 0:
+        words = target.to(word_pointer(WORD_BYTES), bitcast=True)
+        source = kv_c.to(word_pointer(WORD_BYTES), bitcast=True) + token[:, None] * latent_stride
+        source += dim[None, :].to(tl.int64) * latent_dim_stride
+        tl.store(words + dim[None, :], tl.load(source, mask=latent_there), mask=latent_there)
+        source = k_pe.to(word_pointer(WORD_BYTES), bitcast=True) + token[:, None] * rope_stride
+        source += rope_dim[None, :].to(tl.int64) * rope_dim_stride
+        words += LORA
+        tl.store(words + rope_dim[None, :], tl.load(source, mask=rope_there), mask=rope_there)
+    elif FORMAT == 1:
+        latents = _values(latent, token, latent_there, dim)
+        ropes = _values(rope, token, rope_there, rope_dim)
+        if HAS_SCALE:
+            divisor = tl.load(scale)
+            latents = tl.div_rn(latents, tl.zeros_like(latents) + divisor)
+            ropes = tl.div_rn(ropes, tl.zeros_like(ropes) + divisor)
+        tl.store(target + dim[None, :], encode(latents), mask=latent_there)
+        tl.store(target + (LORA + rope_dim)[None, :], encode(ropes), mask=rope_there)
+    else:
+        latents = _values(latent, token, latent_there, dim)
+        tiles = tl.reshape(latents, (TOKENS, LORA // _TILE, _TILE))
+        scales = _scales(tiles, FINITE_MAX, UE8M0)
+        codes = encode(tl.div_rn(tiles, tl.zeros_like(tiles) + scales[:, :, None]))
+        tl.store(target + dim[None, :], tl.reshape(codes, (TOKENS, LORA)), mask=latent_there)
+        behind = (target + LORA).to(tl.pointer_type(tl.float32), bitcast=True)
+        tl.store(behind + tl.arange(0, LORA // _TILE)[None, :], scales, mask=exists[:, None])
+        behind = (target + (LORA + LORA // 32)).to(tl.pointer_type(tl.int16), bitcast=True)
+        if k_pe.dtype.element_ty == tl.bfloat16:
+            source = k_pe.to(tl.pointer_type(tl.int16), bitcast=True) + token[:, None] * rope_stride
+            source += rope_dim[None, :].to(tl.int64) * rope_dim_stride
+            bits = tl.load(source, mask=rope_there, other=0)
+        else:
+            ropes = _values(rope, token, rope_there, rope_dim)
+            bits = round_to_bf16(ropes).to(tl.int16, bitcast=True)
+            bits = tl.where(ropes != ropes, _NAN_BITS, bits).to(tl.int16)
+        tl.store(behind + rope_dim[None, :], bits, mask=rope_there)
+
+
+def mla_insert_kv(
+    launch: Launcher,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    *,
+    block_size: int,
+    layout: str,
+    scale_format: str,
+) -> None:
+    num_tokens = slot_mapping.shape[0]
+    rank, rope = int(kv_c.shape[1]), int(k_pe.shape[1])
+    if layout == MlaDsFp8Layout.tag:
+        Checks("mla_insert_kv").page_start("kv_cache", kv_cache, MlaDsFp8Layout(block_size))
+    if num_tokens == 0 or kv_cache.numel() == 0:
+        return
+    launch(mla_insert_kernel)[((num_tokens + TOKENS - 1) // TOKENS,)](
+        *strided(kv_c, k_pe),
+        *paged(kv_cache),
+        *strided(slot_mapping),
+        slot_mapping if scale is None else scale,
+        num_tokens,
+        block_size,
+        FORMAT=FORMATS[layout],
+        LORA=rank,
+        ROPE=rope,
+        LORA_TILE=triton.next_power_of_2(rank),
+        ROPE_TILE=triton.next_power_of_2(rope),
+        ROW=int(kv_cache.shape[2]),
+        WORD_BYTES=kv_c.dtype.itemsize,
+        HAS_SCALE=scale is not None,
+        UE8M0=scale_format == "ue8m0",
+        FINITE_MAX=torch.finfo(kv_c.dtype).max,
+        TOKENS=TOKENS,
+        num_warps=WARPS,
+    )
