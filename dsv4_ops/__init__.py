@@ -55,7 +55,10 @@ from dsv4_ops.ops.compressor import (
     save_compressor_states_functional,
 )
 from dsv4_ops.ops.context_parallel import (
+    cp_combine,
     cp_correct_out,
+    cp_gather_heads,
+    cp_gather_rows,
     cp_row_indices,
     cp_seq_lens,
     cp_slot_mapping,
@@ -162,7 +165,10 @@ __all__ = [
     "compress_and_insert_functional",
     "compressed_slot_mapping",
     "context_chunks",
+    "cp_combine",
     "cp_correct_out",
+    "cp_gather_heads",
+    "cp_gather_rows",
     "cp_row_indices",
     "cp_seq_lens",
     "cp_slot_mapping",

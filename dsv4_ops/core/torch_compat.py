@@ -26,8 +26,11 @@ __all__ = [
     "auto_functionalized_v2",  # torch._higher_order_ops.auto_functionalize: 2.11, 2.13
     "decomposes_triton_ops",  # decompose_custom_triton_ops: 2.11, 2.13, 2.15
     "enable_single_level_autograd_function",  # 2.11, 2.13, 2.15
+    "exchange_by_symmetric_memory",  # torch.distributed._symmetric_memory: 2.11, 2.13
     "find_schema",  # torch._C._dispatch_find_schema_or_throw: 2.11, 2.13, 2.15
     "forward_mode",  # forward_ad._current_level: 2.11, 2.13, 2.15
+    "group_rank",  # torch.distributed.distributed_c10d._resolve_process_group: 2.11, 2.13
+    "group_size",  # torch.distributed.distributed_c10d._get_group_size_by_name: 2.11, 2.13
     "guard_or_false",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
     "redispatch",  # OpOverload._handle.redispatch_boxed: 2.11, 2.13, 2.15
     "statically_known_true",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
@@ -47,6 +50,24 @@ def decomposes_triton_ops() -> bool:
     return bool(functorch_config.decompose_custom_triton_ops)
 
 
+def exchange_by_symmetric_memory(blocks: torch.Tensor, group: str) -> torch.Tensor:
+    """Write block r where rank r reads it, and read this rank's block of every rank."""
+    from torch.distributed._symmetric_memory import get_symm_mem_workspace
+
+    blocks = blocks.contiguous()
+    workspace = get_symm_mem_workspace(group, blocks.nbytes)
+
+    def of(rank: int) -> torch.Tensor:
+        held: torch.Tensor = workspace.get_buffer(rank, blocks.shape, blocks.dtype)
+        return held
+
+    of(workspace.rank).copy_(blocks)
+    workspace.barrier(channel=0)
+    read = torch.stack([of(rank)[workspace.rank] for rank in range(workspace.world_size)])
+    workspace.barrier(channel=0)  # before anyone writes again
+    return read
+
+
 def find_schema(qualified: str) -> bool:
     """Whether an op of this name is registered."""
     try:
@@ -59,6 +80,20 @@ def find_schema(qualified: str) -> bool:
 def forward_mode() -> bool:
     """Whether forward-mode autograd is on."""
     return forward_ad._current_level >= 0
+
+
+def group_rank(name: str) -> int:
+    """Rank of this process in the process group of this name."""
+    from torch.distributed import distributed_c10d
+
+    return int(distributed_c10d._resolve_process_group(name).rank())
+
+
+def group_size(name: str) -> int:
+    """Ranks of a process group of this name; RuntimeError if there is none."""
+    from torch.distributed import distributed_c10d
+
+    return int(distributed_c10d._get_group_size_by_name(name))
 
 
 def guard_or_false(condition: Any) -> bool:
