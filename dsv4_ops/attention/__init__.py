@@ -12,6 +12,7 @@ from dsv4_ops.attention.mla_layer import mla_layer
 from dsv4_ops.attention.mla_spec import MlaSpec
 from dsv4_ops.attention.mla_step import MlaStep, build_mla_step, mla_step_of_tokens
 from dsv4_ops.attention.module import AttentionLayer
+from dsv4_ops.attention.parallel import ContextParallel
 from dsv4_ops.attention.spec import KINDS, LayerSpec
 from dsv4_ops.attention.step import (
     AttentionStep,
@@ -35,6 +36,7 @@ __all__ = [
     "AttentionLayer",
     "AttentionStep",
     "CompressedStep",
+    "ContextParallel",
     "LayerCaches",
     "LayerInputs",
     "LayerSpec",

@@ -29,9 +29,9 @@ __all__ = [
     "exchange_by_symmetric_memory",  # torch.distributed._symmetric_memory: 2.11, 2.13
     "find_schema",  # torch._C._dispatch_find_schema_or_throw: 2.11, 2.13, 2.15
     "forward_mode",  # forward_ad._current_level: 2.11, 2.13, 2.15
-    "group_rank",  # torch.distributed.distributed_c10d._resolve_process_group: 2.11, 2.13
     "group_size",  # torch.distributed.distributed_c10d._get_group_size_by_name: 2.11, 2.13
     "guard_or_false",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
+    "process_group",  # torch.distributed.distributed_c10d._resolve_process_group: 2.11, 2.13
     "redispatch",  # OpOverload._handle.redispatch_boxed: 2.11, 2.13, 2.15
     "statically_known_true",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
 ]
@@ -52,10 +52,11 @@ def decomposes_triton_ops() -> bool:
 
 def exchange_by_symmetric_memory(blocks: torch.Tensor, group: str) -> torch.Tensor:
     """Write block r where rank r reads it, and read this rank's block of every rank."""
-    from torch.distributed._symmetric_memory import get_symm_mem_workspace
+    from torch.distributed import _symmetric_memory
 
+    get_workspace: Any = _symmetric_memory.get_symm_mem_workspace
     blocks = blocks.contiguous()
-    workspace = get_symm_mem_workspace(group, blocks.nbytes)
+    workspace = get_workspace(group, blocks.nbytes)
 
     def of(rank: int) -> torch.Tensor:
         held: torch.Tensor = workspace.get_buffer(rank, blocks.shape, blocks.dtype)
@@ -82,18 +83,12 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def group_rank(name: str) -> int:
-    """Rank of this process in the process group of this name."""
-    from torch.distributed import distributed_c10d
-
-    return int(distributed_c10d._resolve_process_group(name).rank())
-
-
 def group_size(name: str) -> int:
-    """Ranks of a process group of this name; RuntimeError if there is none."""
+    """Ranks of the process group of this name; RuntimeError if there is none."""
     from torch.distributed import distributed_c10d
 
-    return int(distributed_c10d._get_group_size_by_name(name))
+    size: Any = distributed_c10d._get_group_size_by_name
+    return int(size(name))
 
 
 def guard_or_false(condition: Any) -> bool:
@@ -101,6 +96,14 @@ def guard_or_false(condition: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # brings sympy
 
     return guard_or_false(condition)
+
+
+def process_group(name: str) -> Any:
+    """The process group of this name; RuntimeError if there is none."""
+    from torch.distributed import distributed_c10d
+
+    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
+    return resolve(name)
 
 
 def redispatch(op: OpOverload, keyset: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,8 +11,8 @@ from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.core.torch_compat import (
     exchange_by_symmetric_memory,
-    group_rank,
     group_size,
+    process_group,
 )
 from dsv4_ops.core.types import MergedStates
 from dsv4_ops.dispatch.define import define_op
@@ -354,7 +354,7 @@ def cp_gather_heads(x: Tensor, group: str) -> Tensor:
     checks = Checks("cp_gather_heads")
     checks.rows_of("x", x, "num_tokens", "num_heads", "width")
     checks.tensor("x", x, x.dtype, "num_tokens", "num_heads", "width")
-    world = _world("cp_gather_heads", group)
+    world = process_group_size("cp_gather_heads", group)
     return x if world == 1 else _gather(x.transpose(0, 1), world, group).transpose(0, 1)
 
 
@@ -388,7 +388,7 @@ def cp_gather_rows(rows: Tensor, group: str) -> Tensor:
         >>> dist.destroy_process_group()
     """
     Checks("cp_gather_rows").rows_of("rows", rows, "num_rows")
-    world = _world("cp_gather_rows", group)
+    world = process_group_size("cp_gather_rows", group)
     return rows if world == 1 else _gather(rows, world, group)
 
 
@@ -456,7 +456,7 @@ def cp_combine(
     checks.tensor("lse", lse, torch.float32, "num_tokens", "num_heads")
     if cp_rank is not None:
         checks.tensor("cp_rank", cp_rank, torch.int32, 1)
-    world = _world(op, group)
+    world = process_group_size(op, group)
     num_tokens, num_heads, width = out.shape
     if num_heads % world:
         rule, advice = f"have a multiple of {world} heads, one part a rank", "Pad the heads"
@@ -474,7 +474,7 @@ def cp_combine(
         )
         merged = share.lse.view(num_tokens, world, num_heads // world)
         if cp_rank is None:
-            merged = merged[:, group_rank(group)]
+            merged = merged[:, process_group(group).rank()]
         else:  # a rank that does not exist is none of ours to read out of bounds for
             merged = merged.index_select(1, cp_rank.clamp(0, world - 1)).squeeze(1)
         return MergedStates(_arrived(summed).transpose(0, 1), merged)
@@ -486,8 +486,8 @@ def cp_combine(
     return merge_states(outs.view(out.dtype), _as_lse(lses), lse_base=lse_base)
 
 
-def _world(op: str, group: str) -> int:
-    """Ranks of the group."""
+def process_group_size(op: str, group: str) -> int:
+    """Ask for the ranks of a group; raise an error of ``op`` if there is none."""
     if not isinstance(group, str):
         rule, advice = "be the name of a process group", "Pass ProcessGroup.group_name"
         raise refusal(TypeError, op, "group", rule, type(group).__name__, advice)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dsv4_ops.attention import AttentionStep, LayerCaches, LayerSpec
+from dsv4_ops.attention import AttentionStep, ContextParallel, LayerCaches, LayerSpec
 from dsv4_ops.attention.metadata import AttentionSpec
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
@@ -85,8 +85,12 @@ class DeepseekV4Spec(ModelSpec):
         batch_invariant: bool = False,
         impl: str = "auto",
         plan: bool = True,
+        parallel: ContextParallel | None = None,
     ) -> DeepseekV4Spec:
         """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
+        if parallel is not None and parallel.world_size > 1:
+            rule, advice = "be None for DeepSeek-V4", "Only V3 and V2 share a cache so far"
+            raise refusal(NotImplementedError, op, "parallel", rule, parallel, advice)
         _check_layer_types(op, config)
         Checks(op).one_of("kv", kv, *_DTYPE_OF_KV, belongs_to="the cache shall hold")
         _check_sizes(op, config, kv)
