@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.torch_compat import process_group
-from dsv4_ops.ops.context_parallel import COMBINES, process_group_size
+from dsv4_ops.ops.context_parallel import COMBINES, cp_gather_rows, process_group_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +95,7 @@ class ContextParallel:
             return
         digests = [hashlib.sha256(f"{key}={value!r}".encode()) for key, value in values.items()]
         own = torch.tensor([int(each.hexdigest()[:15], 16) for each in digests], device=device)
-        every = own.new_empty(self.world_size, len(digests))
-        torch.distributed.all_gather_into_tensor(every, own, group=process_group(self.group))
+        every = cp_gather_rows(own, self.group).view(self.world_size, -1)
         differing = (every != every[0]).any(0).tolist()
         for (name, value), differs in zip(values.items(), differing, strict=True):
             if differs:

@@ -15,7 +15,12 @@ import torch.multiprocessing as multiprocessing
 
 
 def run_ranks(
-    world: int, function: Callable[..., Any], folder: Path, *args: Any, seconds: float = 60
+    world: int,
+    function: Callable[..., Any],
+    folder: Path,
+    *args: Any,
+    seconds: float = 60,
+    together: bool = True,
 ) -> list[Any]:
     """What ``function(rank, *args)`` returns on every rank; raises with the tracebacks of
     those that fail.
@@ -25,8 +30,9 @@ def run_ranks(
         function: Function of a module, so that the processes find it.
         folder: Empty folder of the test, where they meet.
         seconds: Timeout of a collective.
+        together: Whether ranks leave together; if not, who returns is gone.
     """
-    given = (world, function, str(folder), args, seconds)
+    given = (world, function, str(folder), args, seconds, together)
     multiprocessing.spawn(_run, given, nprocs=world, join=True)
     results = [torch.load(_result(folder, rank), weights_only=False) for rank in range(world)]
     failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
@@ -39,7 +45,13 @@ def _result(folder: Path | str, rank: int) -> Path:
 
 
 def _run(
-    rank: int, world: int, function: Callable[..., Any], folder: str, args: Any, seconds: float
+    rank: int,
+    world: int,
+    function: Callable[..., Any],
+    folder: str,
+    args: Any,
+    seconds: float,
+    together: bool,
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -53,7 +65,8 @@ def _run(
     found, error = None, ""
     try:
         found = function(rank, *args)
-        dist.barrier()  # who leaves earlier takes its sockets along
+        if together:
+            dist.barrier()  # who leaves earlier takes its sockets along
     except Exception:
         error = traceback.format_exc()
     torch.save((found, error), _result(folder, rank))

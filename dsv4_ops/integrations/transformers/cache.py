@@ -106,9 +106,16 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         blocks = max_batch_size * self.blocks_per_row if num_blocks is None else num_blocks
         checks.at_least(1, num_blocks=blocks)
         if self.spec.parallel is not None:
-            sizes = {"max_batch_size": max_batch_size, "num_blocks": blocks, "max_chunk": chunk}
-            sizes |= {"max_cache_len": max_cache_len, "made_for": self.spec.fingerprint}
-            self.spec.parallel.agree("PagedCache", "cache", self.device, **sizes)
+            self.spec.parallel.agree(
+                "PagedCache",
+                "cache",
+                self.device,
+                max_batch_size=max_batch_size,
+                max_cache_len=max_cache_len,
+                num_blocks=blocks,
+                max_chunk=chunk,
+                made_for=self.spec.fingerprint,
+            )
         self._pool = BlockPool(max_batch_size, blocks, self.blocks_per_row)
         self.rings = self.spec.rings(max_cache_len, chunk, next_n)
         self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
