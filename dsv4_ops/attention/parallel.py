@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.torch_compat import process_group
+from dsv4_ops.core.torch_compat import group_rank
 from dsv4_ops.ops.context_parallel import COMBINES, cp_gather_rows, process_group_size
 
 
@@ -75,7 +75,7 @@ class ContextParallel:
 
     def rank(self, device: torch.device | str | None = None) -> Tensor:
         """Return the rank of this process, [1], int32, as ops take it."""
-        return torch.tensor([process_group(self.group).rank()], dtype=torch.int32, device=device)
+        return torch.tensor([group_rank(self.group)], dtype=torch.int32, device=device)
 
     def agree(self, op: str, what: str, device: torch.device | str, **values: Any) -> None:
         """Raise on every rank if any of ``values`` differs between ranks, which would hang steps.

@@ -11,8 +11,8 @@ from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.core.torch_compat import (
     exchange_by_symmetric_memory,
+    group_rank,
     group_size,
-    process_group,
 )
 from dsv4_ops.core.types import MergedStates
 from dsv4_ops.dispatch.define import define_op
@@ -474,7 +474,7 @@ def cp_combine(
         )
         merged = share.lse.view(num_tokens, world, num_heads // world)
         if cp_rank is None:
-            merged = merged[:, process_group(group).rank()]
+            merged = merged[:, group_rank(group)]
         else:  # a rank that does not exist is none of ours to read out of bounds for
             merged = merged.index_select(1, cp_rank.clamp(0, world - 1)).squeeze(1)
         return MergedStates(_arrived(summed).transpose(0, 1), merged)

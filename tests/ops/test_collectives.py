@@ -161,6 +161,13 @@ def test_errors(fake_ranks: str) -> None:
         ops.cp_gather_rows(out, "another")
 
 
+def test_graph_of_one_rank_without_its_tensor(fake_ranks: str) -> None:
+    """The rank of the process is a constant of the graph."""
+    lse = torch.arange(12.0).view(2, 6)
+    combine = torch.compile(ops.cp_combine, backend="eager", fullgraph=True)
+    assert combine(torch.zeros(2, 6, 4), lse, fake_ranks).lse.shape == (2, 2)
+
+
 def test_one_rank_is_the_plain_graph() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -1,4 +1,4 @@
-"""Runs a function in several processes with a gloo group, as torchrun would."""
+"""Runs a function in several processes with a process group, as torchrun would."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def run_ranks(
     *args: Any,
     seconds: float = 60,
     together: bool = True,
+    backend: str = "gloo",
 ) -> list[Any]:
     """What ``function(rank, *args)`` returns on every rank; raises with the tracebacks of
     those that fail.
@@ -31,8 +32,9 @@ def run_ranks(
         folder: Empty folder of the test, where they meet.
         seconds: Timeout of a collective.
         together: Whether ranks leave together; if not, who returns is gone.
+        backend: Of the group; "nccl" gives each process a GPU.
     """
-    given = (world, function, str(folder), args, seconds, together)
+    given = (world, function, str(folder), args, seconds, together, backend)
     multiprocessing.spawn(_run, given, nprocs=world, join=True)
     results = [torch.load(_result(folder, rank), weights_only=False) for rank in range(world)]
     failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
@@ -52,11 +54,14 @@ def _run(
     args: Any,
     seconds: float,
     together: bool,
+    backend: str,
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
