@@ -23,6 +23,7 @@ from dsv4_ops.attention import (
     mla_layer,
 )
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.ops.mla import split_kv_b_proj
 from dsv4_ops.testing.models import small_mla_model
 from tests.helpers import i32
@@ -216,6 +217,34 @@ def rank_checks(rank, world):
 def test_ranks_have_the_logits_of_one(world, tmp_path):
     for shown in run_ranks(world, rank_checks, tmp_path, world):
         assert f"one of {world} ranks" in shown
+
+
+def rank_package(rank, folder):
+    """Rank 0 makes the package, for all ranks: the rank is one of its inputs."""
+    with torch.no_grad():
+        want = small_mla_model(num_hidden_layers=2)(text()[:, :LENGTH]).logits
+    model = patched(interleave=4)
+    cache = cache_of(model, max_batch_size=2, num_blocks=None)
+    path = folder / "decode.pt2"
+    if rank == 0:
+        v4.export_decode(model, cache, path=path)
+    dist.barrier()
+    package = load_package(path)
+    engine = Engine(model, cache, text()[:2, :LENGTH].contiguous())
+    engine.prefill({0: 140, 1: 3})
+    for counts in ({0: 1, 1: 1}, {1: 1}, {0: 1, 1: 1}):
+        engine.decode(
+            counts,
+            padding=2 - len(counts),
+            step=lambda _, batch, __: package(*v4.decode_inputs(batch, cache)),
+        )
+    assert engine.worst(want) < CLOSE
+
+
+@pytest.mark.slow
+@pytest.mark.nightly("the step that the package holds is compiled and run by both ranks")
+def test_two_ranks_run_one_package(tmp_path):
+    run_ranks(2, rank_package, tmp_path, tmp_path, seconds=600)
 
 
 def rank_dies(rank):
