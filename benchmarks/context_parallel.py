@@ -1,8 +1,8 @@
 """Benchmark context parallelism: the combine by each collective, and V3's attention on N GPUs.
 
 It starts a process per GPU (two of gloo on a CPU, which checks and times small cases only). Before
-anything is timed, each way of combining is compared with float64: eager, compiled, and captured in
-a CUDA graph that is replayed with other inputs.
+anything is timed, each variant of the combine is compared with float64: eager, compiled, and
+captured in a CUDA graph that is replayed with other inputs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from dsv4_ops.attention.mla_layer import attend_absorbed
 
 GROUPS = ("combine", "layer")
 RANK, ONE_GPU, TENSOR, CONTEXT = 512, "one GPU", "tensor parallel", "context parallel"
-CUDA_WAYS = ("reduce_scatter", "all_to_all", "symmetric_memory")
-CPU_WAYS = CUDA_WAYS[:2]
+CUDA_VARIANTS = ("reduce_scatter", "all_to_all", "symmetric_memory")
+CPU_VARIANTS = CUDA_VARIANTS[:2]
 
 _HEADS, _TOKENS = (64, 128), (1, 4, 16, 32, 64, 128, 256)
 _CONTEXTS, _BATCHES = (131072, 1048576), (1, 8, 32)
@@ -139,14 +139,13 @@ class Ranks:
     def __init__(self, rank: int, world: int, device: torch.device, smoke: bool) -> None:
         self.rank, self.world, self.device, self.smoke = rank, world, device, smoke
         self.group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        ways = CUDA_WAYS if device.type == "cuda" else CPU_WAYS
+        variants = CUDA_VARIANTS if device.type == "cuda" else CPU_VARIANTS
         compiled = device.type == "cuda"  # on a CPU tests compile it
         self.eager = {
-            via: functools.partial(ops.cp_combine, group=self.group, via=via) for via in ways
+            via: functools.partial(ops.cp_combine, group=self.group, via=via) for via in variants
         }
-        self.ways: dict[str, Callable[..., Any]] = {
-            via: torch.compile(call, fullgraph=True, dynamic=True) if compiled else call
-            for via, call in self.eager.items()
+        self.variants: dict[str, Callable[..., Any]] = {
+            via: _compiled(call) if compiled else call for via, call in self.eager.items()
         }
         self.rows: list[Row] = []
 
@@ -165,11 +164,11 @@ class Ranks:
         self.say(line(row))
 
     def combine(self) -> None:
-        """Check all ways, then time them."""
-        for via in self.ways:
+        """Check all variants, then time them."""
+        for via in self.variants:
             found = {"eager": check(self.eager[via], self.world, self.rank, self.device)}
-            if self.ways[via] is not self.eager[via]:
-                found["compiled"] = check(self.ways[via], self.world, self.rank, self.device)
+            if self.variants[via] is not self.eager[via]:
+                found["compiled"] = check(self.variants[via], self.world, self.rank, self.device)
             self.say(f"{via}: errors over their bound {found}")
             if not max(found.values()) <= 1:
                 raise BenchError(f"context_parallel: {via} differs from float64, {found}")
@@ -177,7 +176,7 @@ class Ranks:
             for tokens in _TOKENS[:2] if self.smoke else _TOKENS:
                 sets = [partials(s, self.world, tokens, heads, self.device) for s in range(4)]
                 given = [(outs[self.rank].clone(), lses[self.rank].clone()) for outs, lses in sets]
-                for via, call in self.ways.items():
+                for via, call in self.variants.items():
                     calls = [
                         functools.partial(call, *given[number % 4]) for number in range(_CALLS)
                     ]
@@ -204,7 +203,7 @@ class Ranks:
         own = replace(whole, num_heads=whole.num_heads // self.world)
         yield ONE_GPU, whole
         yield TENSOR, own
-        for via in self.ways:
+        for via in self.variants:
             settings = {"interleave": _INTERLEAVE, "via": via, "shards_heads": True}
             yield f"{CONTEXT}, {via}", replace(own, parallel=ContextParallel.of(**settings))
 
@@ -229,10 +228,23 @@ class Ranks:
         w_uv = some(heads, spec.kv_lora_rank, spec.v_head_dim) / 20
         weights = MlaWeights(torch.empty(0, device=self.device), w_uk_t, w_uv)
         call = functools.partial(attend_absorbed, spec, weights=weights, cache=cache, step=step)
-        via = None if spec.ranks is None else self.ways[spec.ranks.via]
+        via = None if spec.ranks is None else self.variants[spec.ranks.via]
         with _combining(via):
             calls = [functools.partial(call, q=q[number % 2]) for number in range(4)]
             return time_us(calls, self.device, 1)
+
+
+def _compiled(combine: Callable[..., Any]) -> Callable[..., Any]:
+    """As a model's graph has it: heads are constants, tokens any number above 1."""
+    call = torch.compile(combine, fullgraph=True)
+
+    def run(out: Tensor, lse: Tensor) -> Any:
+        if len(out) > 1:
+            for each in (out, lse):
+                torch._dynamo.mark_dynamic(each, 0)
+        return call(out, lse)
+
+    return run
 
 
 @contextlib.contextmanager
@@ -272,6 +284,7 @@ def _process(
         world_size=world,
         timeout=timedelta(seconds=120),
     )
+    torch._dynamo.config.recompile_limit = 64  # calls of all variants share a frame
     with torch.no_grad():
         ranks = Ranks(rank, world, device, smoke)
         name = torch.cuda.get_device_name(device) if kind == "cuda" else "CPU, gloo"

@@ -13,6 +13,7 @@ from dsv4_ops.core.torch_compat import (
     exchange_by_symmetric_memory,
     group_rank,
     group_size,
+    guard_or_false,
 )
 from dsv4_ops.core.types import MergedStates
 from dsv4_ops.dispatch.define import define_op
@@ -458,6 +459,7 @@ def cp_combine(
         checks.tensor("cp_rank", cp_rank, torch.int32, 1)
     world = process_group_size(op, group)
     num_tokens, num_heads, width = out.shape
+    own = num_heads // world
     if num_heads % world:
         rule, advice = f"have a multiple of {world} heads, one part a rank", "Pad the heads"
         raise refusal(ValueError, op, "out", rule, num_heads, advice)
@@ -466,23 +468,31 @@ def cp_combine(
         raise refusal(RuntimeError, op, "via", rule, repr(via), advice)
     if world == 1:
         return MergedStates(out, lse)
+    if guard_or_false(num_tokens == 0):  # nothing to send
+        return MergedStates(out[:, :own], lse[:, :own])
     if via == "reduce_scatter":
         lses = _gather(lse[None], world, group)
         share = cp_correct_out(out, lse, lses, lse_base=lse_base)
         summed = torch.ops._c10d_functional.reduce_scatter_tensor(
             share.out.transpose(0, 1).contiguous(), "sum", world, group
         )
-        merged = share.lse.view(num_tokens, world, num_heads // world)
+        merged = share.lse.view(num_tokens, world, own)
         if cp_rank is None:
             merged = merged[:, group_rank(group)]
         else:  # a rank that does not exist is none of ours to read out of bounds for
             merged = merged.index_select(1, cp_rank.clamp(0, world - 1)).squeeze(1)
         return MergedStates(_arrived(summed).transpose(0, 1), merged)
+    # a block is what one rank gets: outputs, then log-sum-exps as integers of the same width
     lanes = torch.int32 if out.dtype == torch.float32 else torch.int16
-    packed = torch.cat((out.view(lanes), _as_lanes(lse, lanes)), -1)
-    blocks = packed.unflatten(1, (world, num_heads // world)).transpose(0, 1)
-    exchanged = _exchange(blocks.contiguous().view(torch.uint8), world, group, via).view(lanes)
-    outs, lses = exchanged.split((width, exchanged.shape[-1] - width), -1)
+    sent = [
+        each.unflatten(1, (world, own)).transpose(0, 1).flatten(1)
+        for each in (out.view(lanes), _as_lanes(lse, lanes))
+    ]
+    blocks = torch.cat(sent, 1).view(torch.uint8)
+    exchanged = _exchange(blocks, world, group, via).view(lanes)
+    length = num_tokens * own * width
+    outs = exchanged[:, :length].unflatten(1, (num_tokens, own, width))
+    lses = exchanged[:, length:].unflatten(1, (num_tokens, own, 4 // lanes.itemsize))
     return merge_states(outs.view(out.dtype), _as_lse(lses), lse_base=lse_base)
 
 
