@@ -52,14 +52,14 @@ def rank_combines(rank: int, world: int) -> None:
                     run = combine if num_tokens < 2 else run
                     # clones: the base of a view is guarded on
                     found = run(outs[rank].clone(), lses[rank].clone(), lse_base=base)
-                    # shares and sums of them are rounded, and are at most the largest output;
+                    # shares and sums of them are rounded, and are at most the bound output;
                     # all_to_all rounds once
                     amax = max(outs.nan_to_num().abs().flatten().tolist(), default=0.0)
-                    largest = 2 * world * torch.finfo(dtype).eps * amax
+                    bound = 2 * world * torch.finfo(dtype).eps * amax
                     assert found.out.dtype == dtype, (via, dtype)
                     assert found.out.shape == want[0].shape
                     error = (found.out.float() - want[0]).abs()
-                    assert bool((error <= largest).all()), (via, dtype, num_tokens, base)
+                    assert bool((error <= bound).all()), (via, dtype, num_tokens, base)
                     torch.testing.assert_close(found.lse, want[1])
                     if via == "all_to_all":
                         torch.testing.assert_close(found.out, want[0].to(dtype))

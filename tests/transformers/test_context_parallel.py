@@ -267,5 +267,6 @@ def rank_dies(rank):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("steps of ranks that live; the error of one that left is torch's")
 def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path):
     assert max(run_ranks(2, rank_dies, tmp_path, seconds=20, together=False)) < 40
