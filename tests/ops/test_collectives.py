@@ -52,7 +52,7 @@ def rank_combines(rank: int, world: int) -> None:
                     run = combine if num_tokens < 2 else run
                     # clones: the base of a view is guarded on
                     found = run(outs[rank].clone(), lses[rank].clone(), lse_base=base)
-                    # shares and sums of them are rounded, and are at most the bound output;
+                    # shares and sums of them are rounded, and none exceeds amax;
                     # all_to_all rounds once
                     amax = max(outs.nan_to_num().abs().flatten().tolist(), default=0.0)
                     bound = 2 * world * torch.finfo(dtype).eps * amax
