@@ -59,9 +59,11 @@ from dsv4_ops.ops.context_parallel import (
     cp_correct_out,
     cp_gather_heads,
     cp_gather_rows,
+    cp_local_rows,
     cp_row_indices,
     cp_seq_lens,
     cp_slot_mapping,
+    cp_topk,
 )
 from dsv4_ops.ops.experts import expert_plan, experts
 from dsv4_ops.ops.indexer import (
@@ -169,9 +171,11 @@ __all__ = [
     "cp_correct_out",
     "cp_gather_heads",
     "cp_gather_rows",
+    "cp_local_rows",
     "cp_row_indices",
     "cp_seq_lens",
     "cp_slot_mapping",
+    "cp_topk",
     "dense_compressed_indices",
     "dequantize_and_gather_k_cache",
     "expand_block_table",

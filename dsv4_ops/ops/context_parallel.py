@@ -15,7 +15,7 @@ from dsv4_ops.core.torch_compat import (
     group_size,
     guard_or_false,
 )
-from dsv4_ops.core.types import MergedStates
+from dsv4_ops.core.types import LocalRows, MergedStates
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import context_parallel as meta
 from dsv4_ops.ops.mla_context import LSE_BASES, MERGED_DTYPES, merge_states
@@ -262,6 +262,125 @@ def cp_row_indices(
         cp_interleave=cp_interleave,
     )
     return indices
+
+
+_cp_topk = define_op(
+    OpSpec(
+        stem="context_parallel",
+        schema="cp_topk(Tensor scores, Tensor rows, *, int topk, int cp_interleave) -> Tensor",
+        meta=meta.cp_topk,
+        reference=reference.cp_topk,
+        lowering=_LOWERING,
+        dynamic=("num_tokens",),
+        source="the indexer's selection over rows of several ranks; ties as in indexer_topk",
+    )
+)
+
+
+def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) -> Tensor:
+    """Select the best compressed rows among those that every rank found in its part.
+
+    If each rank brings its best ``topk`` rows, or all, these are the rows that ``indexer_topk``
+    selects on one GPU, ties included.
+
+    Args:
+        scores: Scores of each rank's candidates, [cp_world_size, num_tokens, num_candidates],
+            float32.
+        rows: Their rows on the rank, [cp_world_size, num_tokens, num_candidates], int32, such as
+            ``indexer_topk`` of the rank's logits; negative ones are no candidates.
+        topk: Columns of the result. At least 0.
+        cp_interleave: Consecutive rows of a request on one rank. At least 1.
+
+    Returns:
+        int32 [num_tokens, topk], dense: rows of the request on all ranks, those with the highest
+        scores, in ascending order, then -1. Of equal scores the lower row is chosen first. -0
+        equals 0, and NaN is below every number, -inf included.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, numbers out of range, or several devices.
+        TypeError: a dtype other than the ones above, or a number that is no int.
+
+    Compile: decomposes to the topk and sort of torch over a pointwise kernel; dynamic in
+        num_tokens; CUDA graphs and export: yes.
+
+    Source: DeepSeek-V4's lightning indexer, whose rows lie on several ranks here.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> scores = torch.tensor([[[1.0, 2.0]], [[2.0, 2.0]]])  # of rows 0 and 5, 3 and 6
+        >>> rows = torch.tensor([[[0, 3]], [[1, 2]]], dtype=torch.int32)
+        >>> dsv4_ops.cp_topk(scores, rows, topk=2, cp_interleave=2).tolist()
+        [[3, 5]]
+    """
+    checks = Checks("cp_topk")
+    dims = ("cp_world_size", "num_tokens", "num_candidates")
+    checks.tensor("scores", scores, torch.float32, *dims)
+    checks.tensor("rows", rows, torch.int32, *dims)
+    checks.at_least(0, topk=topk)
+    checks.at_least(1, cp_world_size=rows.shape[0], cp_interleave=cp_interleave)
+    selected: Tensor = _cp_topk(scores, rows, topk=topk, cp_interleave=cp_interleave)
+    return selected
+
+
+_cp_local_rows = define_op(
+    OpSpec(
+        stem="context_parallel",
+        schema="cp_local_rows(Tensor rows, Tensor cp_rank, *, int cp_world_size, "
+        "int cp_interleave) -> (Tensor, Tensor)",
+        meta=meta.cp_local_rows,
+        reference=reference.cp_local_rows,
+        lowering=_LOWERING,
+        dynamic=("num_tokens",),
+        source="a rank's part of the indexer's selection",
+        gradient=INTEGERS,
+    )
+)
+
+
+def cp_local_rows(
+    rows: Tensor, cp_rank: Tensor, *, cp_world_size: int, cp_interleave: int = 1
+) -> LocalRows:
+    """Keep the selected rows that lie on a rank.
+
+    Args:
+        rows: Rows of each token's request on all ranks, [num_tokens, topk], int32, from
+            ``cp_topk``; negative ones do not exist.
+        cp_rank: The rank, [1], int32, so that one graph serves all ranks; a rank that does not
+            exist has no rows.
+        cp_world_size: Ranks that share a sequence. At least 1.
+        cp_interleave: Consecutive rows of a request on one rank. At least 1.
+
+    Returns:
+        rows: The rank's own rows of the request, [num_tokens, topk], int32, dense: those of
+            ``rows`` that it has, in their order, then -1.
+        lens: How many, [num_tokens], int32.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: wrong shapes, numbers out of range, or several devices.
+        TypeError: a dtype other than the ones above, or a number that is no int.
+
+    Compile: decomposes to a cumulative sum and a scatter; dynamic in num_tokens; CUDA graphs and
+        export: yes.
+
+    Source: the part of a rank in the indexer's selection; no other library has it.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> rows, rank = torch.tensor([[0, 3, 5, -1]]).int(), torch.tensor([0]).int()
+        >>> own = dsv4_ops.cp_local_rows(rows, rank, cp_world_size=2, cp_interleave=2)
+        >>> own.rows.tolist(), own.lens.tolist()  # turns of rank 0: rows 0, 1 and 4, 5
+        ([[0, 3, -1, -1]], [2])
+    """
+    checks = Checks("cp_local_rows")
+    checks.tensor("rows", rows, torch.int32, "num_tokens", "topk")
+    checks.tensor("cp_rank", cp_rank, torch.int32, 1)
+    checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
+    own = _cp_local_rows(rows, cp_rank, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
+    return LocalRows(*own)
 
 
 _cp_correct_out = define_op(
