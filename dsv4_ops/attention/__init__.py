@@ -17,6 +17,7 @@ from dsv4_ops.attention.spec import KINDS, LayerSpec
 from dsv4_ops.attention.step import (
     AttentionStep,
     CompressedStep,
+    RankShare,
     StateTables,
     attention_step,
     attention_step_of_tokens,
@@ -46,6 +47,7 @@ __all__ = [
     "MlaSpec",
     "MlaStep",
     "MlaWeights",
+    "RankShare",
     "StateTables",
     "attention_layer",
     "attention_step",

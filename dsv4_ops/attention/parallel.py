@@ -17,21 +17,22 @@ from dsv4_ops.ops.context_parallel import COMBINES, cp_gather_rows, process_grou
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
-    """Decode context parallelism: ranks take the positions of every sequence in turns.
+    """Decode context parallelism: ranks take the rows of every sequence in turns.
 
-    Each rank stores the cache rows of its positions, attends to them, and combines its attention
-    with that of the others. Tokens and metadata of a step are the same on all ranks.
+    Each rank stores its rows, attends to them, and combines its attention with that of the others.
+    Rows are those of positions, in DeepSeek-V4 compressed rows and the indexer's keys. Tokens and
+    metadata of a step are the same on all ranks.
 
     Args:
         group: Name of the process group, ``ProcessGroup.group_name``.
         world_size: Its ranks; ``of`` asks it. 1 is no parallelism: nothing is left of it.
-        interleave: Consecutive positions on one rank; divides the rows of a block.
+        interleave: Consecutive rows on one rank; divides the rows of a block.
         via: How ranks combine their attention, as for ``cp_combine``. Not used where every rank
             keeps all heads.
         shards_heads: Whether each rank has its part of the query heads (tensor parallelism of the
             projections around the attention). Ranks gather the queries of all heads, and each gets
             the output of its own. If not, each rank has all heads, gathers every rank's output, and
-            computes the prefills alone.
+            in V3 computes the prefills alone.
 
     Raises:
         ValueError, TypeError: a number out of range, or another ``via``.
@@ -69,8 +70,13 @@ class ContextParallel:
         return cls(group=name, world_size=size, **settings)
 
     @property
+    def head_parts(self) -> int:
+        """Ranks that the query heads are divided among."""
+        return self.world_size if self.shards_heads else 1
+
+    @property
     def turn(self) -> int:
-        """Positions after which the first rank is in turn again."""
+        """Rows after which the first rank is in turn again."""
         return self.world_size * self.interleave
 
     def rank(self, device: torch.device | str | None = None) -> Tensor:
