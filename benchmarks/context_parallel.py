@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import functools
 import importlib
+import itertools
 import json
 import os
 import statistics
@@ -29,10 +30,25 @@ import dsv4_ops as ops
 from benchmarks.harness.options import add_cases, chosen_device
 from benchmarks.harness.timing import Capture, wall_us
 from benchmarks.run import BenchError
-from dsv4_ops.attention import ContextParallel, MlaCache, MlaSpec, MlaWeights, build_mla_step
+from dsv4_ops.attention import (
+    ContextParallel,
+    LayerCaches,
+    LayerInputs,
+    LayerSpec,
+    LayerWeights,
+    MlaCache,
+    MlaSpec,
+    MlaWeights,
+    StateTables,
+    attention_layer,
+    build_attention_step,
+    build_mla_step,
+)
+from dsv4_ops.attention.metadata import BlockTables
 from dsv4_ops.attention.mla_layer import attend_absorbed
+from dsv4_ops.core.layout import IndexerLayout
 
-GROUPS = ("combine", "layer")
+GROUPS = ("combine", "layer", "v4_layer")
 RANK, ONE_GPU, TENSOR, CONTEXT = 512, "one GPU", "tensor parallel", "context parallel"
 CUDA_VARIANTS = ("reduce_scatter", "all_to_all", "symmetric_memory")
 CPU_VARIANTS = CUDA_VARIANTS[:2]
@@ -42,6 +58,7 @@ _CONTEXTS, _BATCHES = (131072, 1048576), (1, 8, 32)
 _CALLS = 16
 """Of a graph, so that its launch does not count."""
 _SAMPLES = 7
+_V4_HEADS = 64
 _INTERLEAVE = 64
 """Positions on one rank in turn: a block."""
 
@@ -51,9 +68,10 @@ class Row:
     """A time in microseconds of device, the same on all ranks as they wait for each other.
 
     Args:
-        group: "combine", or "layer" for the attention of a V3 layer between its projections.
+        group: "combine", "layer" for the attention of a V3 layer between its projections, or
+            "v4_layer" for a C4 or C128 layer of DeepSeek-V4.
         ranks: Processes, a GPU each.
-        variant: Collective of a combine; what a layer shares.
+        variant: Collective of a combine; what a layer shares, behind its kind in V4.
         heads: Query heads of all ranks.
         tokens: Tokens of the step, one a request.
         context: Rows that each of them sees; 0 of a combine.
@@ -232,6 +250,87 @@ class Ranks:
         with _combining(via):
             calls = [functools.partial(call, q=q[number % 2]) for number in range(4)]
             return time_us(calls, self.device, 1)
+
+    def v4_layer(self) -> None:
+        """Compiled decode layers of DeepSeek-V4-Flash, as ``layer`` has V3's attention."""
+        contexts, batches = (_CONTEXTS, _BATCHES) if not self.smoke else ((700,), (2,))
+        whole = LayerSpec.deepseek_v4_flash()
+        own = replace(whole, num_groups=whole.num_groups // self.world)
+        ranks = ContextParallel.of(shards_heads=True)
+        variants = {ONE_GPU: whole, TENSOR: own, CONTEXT: replace(own, parallel=ranks)}
+        for kind in ("c4", "c128"):
+            for variant, spec in variants.items():
+                call: Any = functools.partial(attention_layer, spec, kind, state_rings=False)
+                if self.device.type == "cuda":
+                    call = torch.compile(call, fullgraph=True, dynamic=True)
+                for context, batch in itertools.product(contexts, batches):
+                    row = Row(
+                        "v4_layer", self.world, f"{kind}, {variant}", _V4_HEADS, batch, context
+                    )
+                    measured = functools.partial(self.attend_v4, call, spec, kind, batch, context)
+                    self.keep(row, measured)
+
+    def attend_v4(
+        self, call: Callable[..., Any], spec: LayerSpec, kind: str, batch: int, context: int
+    ) -> float:
+        """Time a decode step of requests that are at the end of a C128 row."""
+        made = torch.Generator(self.device).manual_seed(1)
+        ranks, attention = spec.ranks, spec.attention
+        share = 1 if ranks is None else self.world
+        heads = _V4_HEADS * spec.num_groups // LayerSpec.deepseek_v4_flash().num_groups
+        context = -(-context // spec.ratio("c128")) * spec.ratio("c128")
+
+        def table(positions: int, kept: int = context) -> Tensor:
+            """Blocks in turns: as many of a request as hold the last ``kept`` positions."""
+            columns, ring = -(-context // positions), min(kept, context) // positions + 1
+            column = torch.arange(columns, dtype=torch.int32, device=self.device)
+            return torch.stack([request * ring + column % ring for request in range(batch)])
+
+        def some(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=made, device=self.device)
+
+        rows = table(attention.block_tokens * share)
+        swa = table(attention.swa_block_size, attention.window_size)
+        states = {each: table(spec.state_block_size(each), 256) for each in ("c4", "c128")}
+        last = torch.full((batch,), context - 1, device=self.device)
+        size = attention.swa_block_size
+        step = build_attention_step(
+            spec,
+            torch.arange(batch + 1, dtype=torch.int32, device=self.device),
+            (last + 1).int(),
+            swa[:, -1] * size + last % size,
+            BlockTables(swa=swa, c4=rows, c128=rows),
+            StateTables(**states),
+            cp_rank=None if ranks is None else ranks.rank(self.device),
+        )
+        caches = LayerCaches.allocate(
+            spec,
+            kind,
+            swa_blocks=int(swa.amax()) + 1,
+            compressed_blocks=int(rows.amax()) + 1,
+            state_blocks=int(states[kind].amax()) + 1,
+            device=self.device,
+        )
+        for cache in (caches.swa, caches.compressed, caches.indexer):
+            if cache is not None:
+                cache.random_(0x20, 0x40, generator=made)  # small numbers in each format
+        width = spec.compressor_width(kind, spec.head_dim)
+        given: dict[str, Tensor] = {
+            "q": some(batch, heads, spec.head_dim).bfloat16(),
+            "kv": some(batch, spec.head_dim).bfloat16(),
+            "kv_score": some(batch, 2 * width),
+        }
+        held = {"ape": some(spec.ratio(kind), width), "norm_weight": some(spec.head_dim)}
+        if kind == "c4":
+            dim = IndexerLayout.head_dim
+            width = spec.compressor_width(kind, dim)
+            given["indexer_q"] = some(batch, 64, dim).bfloat16()
+            given["indexer_weights"] = some(batch, 64)
+            given["indexer_kv_score"] = some(batch, 2 * width)
+            held |= {"indexer_ape": some(4, width), "indexer_norm_weight": some(dim)}
+        weights = LayerWeights(some(context, spec.rope_dim), some(heads), **held)
+        one = functools.partial(call, LayerInputs(**given), weights, caches, step)
+        return time_us([one] * 4, self.device, 1)
 
 
 def _compiled(combine: Callable[..., Any]) -> Callable[..., Any]:

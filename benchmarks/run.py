@@ -15,7 +15,7 @@ BENCHES = {
     "kv_cache": "cache inserts, gathers and sparse indices: compiled, eager, and beside vLLM's",
     "sparse_mla": "sparse attention, decode and prefill: against its roofline and FlashMLA",
     "mla": "dense MLA decode: against its roofline and FlashMLA",
-    "context_parallel": "ranks that share a cache: the combine by each collective, a V3 layer",
+    "context_parallel": "ranks that share a cache: each way to combine, layers of V3 and V4",
     "indexer": "the lightning indexer, decode: against its roofline and DeepGEMM",
     "compressor": "the KV compressor, decode and prefill: against its roofline",
     "model": "a decode step of a whole model: patched, and Hugging Face's own",

@@ -158,7 +158,7 @@ def local(weight: Tensor) -> Tensor:
 def check_skipped(op: str, spec: ModelSpec, name: str, attention: Any) -> None:
     """Raise if a module of an attention layer that steps do not call was changed."""
     for part, module in spec.skipped_modules(attention):
-        shared = spec.parallel is not None and hasattr(module.weight, "to_local")
+        shared = spec.parallel is not None and hasattr(getattr(module, "weight", None), "to_local")
         found = None if shared else _change(module)
         if found:
             raise _changed(op, f"{name}.{part}", found)
