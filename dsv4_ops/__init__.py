@@ -55,10 +55,15 @@ from dsv4_ops.ops.compressor import (
     save_compressor_states_functional,
 )
 from dsv4_ops.ops.context_parallel import (
+    cp_combine,
     cp_correct_out,
+    cp_gather_heads,
+    cp_gather_rows,
+    cp_local_rows,
     cp_row_indices,
     cp_seq_lens,
     cp_slot_mapping,
+    cp_topk,
 )
 from dsv4_ops.ops.experts import expert_plan, experts
 from dsv4_ops.ops.indexer import (
@@ -163,10 +168,15 @@ __all__ = [
     "compress_and_insert_functional",
     "compressed_slot_mapping",
     "context_chunks",
+    "cp_combine",
     "cp_correct_out",
+    "cp_gather_heads",
+    "cp_gather_rows",
+    "cp_local_rows",
     "cp_row_indices",
     "cp_seq_lens",
     "cp_slot_mapping",
+    "cp_topk",
     "dense_compressed_indices",
     "dequantize_and_gather_k_cache",
     "expand_block_table",

@@ -13,7 +13,10 @@ from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.testing.case import OpTesting
 from dsv4_ops.testing.contract.audit import audit
 
-HOST_FUNCTIONS = {
+HOST_FUNCTIONS = {  # and those around collectives of torch
+    "cp_combine",
+    "cp_gather_heads",
+    "cp_gather_rows",
     "max_context_chunks",
     "max_prefill_chunks",
     "mla_workspace_rows",

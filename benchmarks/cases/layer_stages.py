@@ -40,8 +40,9 @@ def _stage(name: str, kind: str, spec: LayerSpec) -> Callable[..., Any]:
         return stages.select(spec, query, *parts_of(args)[2:], slots=True)
 
     def attention(q: Tensor, slots: Tensor | None, *args: Any) -> Any:
-        fused = output.fuses_inverse_rope(spec, q)
-        return output.attend_decode(spec, kind, q, slots, *parts_of(args)[1:], inverse_rope=fused)
+        fused, held = output.fuses_inverse_rope(spec, q), parts_of(args)[1:]
+        selected = None if slots is None else (slots, held[-1].c4.lens)
+        return output.attend_decode(spec, kind, q, selected, *held, inverse_rope=fused).out
 
     def projected(out: Tensor, *args: Any) -> Any:
         _, weights, _, step = parts_of(args)

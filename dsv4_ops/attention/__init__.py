@@ -12,10 +12,12 @@ from dsv4_ops.attention.mla_layer import mla_layer
 from dsv4_ops.attention.mla_spec import MlaSpec
 from dsv4_ops.attention.mla_step import MlaStep, build_mla_step, mla_step_of_tokens
 from dsv4_ops.attention.module import AttentionLayer
+from dsv4_ops.attention.parallel import ContextParallel
 from dsv4_ops.attention.spec import KINDS, LayerSpec
 from dsv4_ops.attention.step import (
     AttentionStep,
     CompressedStep,
+    RankShare,
     StateTables,
     attention_step,
     attention_step_of_tokens,
@@ -35,6 +37,7 @@ __all__ = [
     "AttentionLayer",
     "AttentionStep",
     "CompressedStep",
+    "ContextParallel",
     "LayerCaches",
     "LayerInputs",
     "LayerSpec",
@@ -44,6 +47,7 @@ __all__ = [
     "MlaSpec",
     "MlaStep",
     "MlaWeights",
+    "RankShare",
     "StateTables",
     "attention_layer",
     "attention_step",

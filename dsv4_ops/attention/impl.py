@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from dsv4_ops.attention.parallel import ContextParallel
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.attention.step import AttentionStep
 from dsv4_ops.attention.tensors import LayerInputs
@@ -25,6 +26,7 @@ from dsv4_ops.core.tiles import (
 )
 from dsv4_ops.dispatch.choice import check_device, check_impl, impl_for, not_ours, require
 from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
+from dsv4_ops.ops.context_parallel import process_group_size
 from dsv4_ops.ops.indexer import PROVIDERS as INDEXER_PROVIDERS
 from dsv4_ops.ops.sparse_mla import DECODE_PROVIDERS, PREFILL_PROVIDERS
 
@@ -72,6 +74,9 @@ def check_layer_impl(
 ) -> None:
     """Raise now what an op would only raise after another one has written to a cache."""
     impl, q = spec.impl, inputs.q
+    parts = 1 if spec.ranks is None or kind == "window" else spec.ranks.head_parts
+    if parts > 1:  # a view that looks like the queries that ranks gather
+        q = q[:, :1].expand(-1, q.shape[1] * parts, -1)
     check_device(_OP, impl, q.device)
     if impl in LIBRARIES and not torch.compiler.is_compiling():  # lowering checks it then
         require(_OP, impl)
@@ -95,7 +100,21 @@ def check_layer_impl(
             name, advice = "step.c128.plan", "Build each step with the layer's own LayerSpec"
             raise refusal(ValueError, _OP, name, "be None without sm_parts", "metadata", advice)
         else:
-            _check_plan(spec, q, plan)
+            _check_plan(spec, q, plan, parts)
+
+
+def check_ranks(ranks: ContextParallel, step: AttentionStep) -> None:
+    """Check that the step is one of a rank, and that there are such ranks."""
+    if step.share is None:
+        rule, advice = (
+            "be of a rank",
+            "Build each step with the layer's own LayerSpec and a cp_rank",
+        )
+        raise refusal(ValueError, _OP, "step", rule, "a step of one GPU", advice)
+    size = process_group_size(_OP, ranks.group)
+    if size != ranks.world_size:
+        rule, advice = f"have {size} ranks as its group", "Make it with ContextParallel.of"
+        raise refusal(ValueError, _OP, "spec.parallel", rule, ranks.world_size, advice)
 
 
 def _check_schedule(spec: LayerSpec, step: AttentionStep) -> None:
@@ -110,7 +129,7 @@ def _check_schedule(spec: LayerSpec, step: AttentionStep) -> None:
         raise refusal(ValueError, _OP, name, rule, schedule.shape[0], advice)
 
 
-def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor) -> None:
+def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor, parts: int) -> None:
     """Check that the plan is used, and for this many tokens and heads.
 
     The op itself accepts a plan for fewer tokens, which leaves the last ones without work tiles.
@@ -127,7 +146,7 @@ def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor) -> None:
     num_tiles = num_tokens + programs_per_tile(num_heads, PROGRAMS)
     if plan.shape[0] != num_tiles:
         rule = f"have {known(num_tiles)} rows for {known(num_tokens)} tokens of {num_heads} heads"
-        advice = f"Build each step with plan_heads={num_heads}"
+        advice = f"Build each step with plan_heads={num_heads // parts}"
         raise refusal(ValueError, _OP, name, rule, known(plan.shape[0]), advice)
 
 

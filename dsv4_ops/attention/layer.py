@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dsv4_ops.attention.impl import check_layer_impl, indexer_impl
+from dsv4_ops.attention.impl import check_layer_impl, check_ranks, indexer_impl
 from dsv4_ops.attention.output import (
     attend_decode,
     attend_prefill,
@@ -15,6 +15,7 @@ from dsv4_ops.attention.output import (
     group_output,
     has_v4_sizes,
 )
+from dsv4_ops.attention.sharded import attend_own, select_own
 from dsv4_ops.attention.spec import LayerSpec, check_kind
 from dsv4_ops.attention.step import AttentionStep, CompressedStep
 from dsv4_ops.attention.tensors import LayerCaches, LayerInputs, LayerWeights, without_gradients
@@ -54,7 +55,8 @@ def attention_layer(
             attention, less well balanced.
         schedule: "decode" splits the keys of few tokens over the GPU (``sparse_mla_decode``);
             "prefill" is for many tokens and reads the block tables (``sparse_mla_prefill``). Either
-            takes any batch; their results agree up to rounding. For bfloat16 output of the model's
+            takes any batch; their results agree up to rounding. Over rows of several ranks both are
+            "decode". For bfloat16 output of the model's
             sizes "decode" fuses the inverse RoPE; otherwise it is a kernel of its own.
         state_rings: Whether the step may overwrite compressor states that it also reads, as in
             short rings. If every request brings at most the cache's ``next_n`` tokens, pass False:
@@ -102,15 +104,26 @@ def attention_layer(
     if schedule == "prefill":
         table: Any = step.swa_block_table
         checks.tensor("step.swa_block_table", table, torch.int32, "num_reqs", "max_swa_blocks")
+    # every rank has the whole window
+    ranks = None if kind == "window" else spec.ranks
+    if ranks is not None:
+        schedule = "decode"
+        check_ranks(ranks, step)
     check_layer_impl(spec, kind, inputs, step, schedule)
     decode = schedule == "decode"
     q, query = insert(spec, kind, inputs, weights, caches, step, schedule, state_rings)
+    if ranks is not None:
+        own = None if query is None else select_own(spec, ranks, query, caches, step)
+        out = attend_own(spec, ranks, kind, q, own, weights, caches, step)
+        return group_output(spec, out, weights, step, inverse_rope=False)
     selected = None if query is None else select(spec, query, caches, step, slots=decode)
     inverse_rope = decode and fuses_inverse_rope(spec, q)
     if decode:
+        # an upper bound of the selected rows; the exact count would take a reduction
+        rows = None if selected is None else (selected, step.c4.lens)
         out = attend_decode(
-            spec, kind, q, selected, weights, caches, step, inverse_rope=inverse_rope
-        )
+            spec, kind, q, rows, weights, caches, step, inverse_rope=inverse_rope
+        ).out
     else:
         out = attend_prefill(spec, kind, q, selected, weights, caches, step)
     return group_output(spec, out, weights, step, inverse_rope=inverse_rope)

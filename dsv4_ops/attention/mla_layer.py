@@ -11,19 +11,27 @@ from dsv4_ops.attention.mla_spec import MlaSpec
 from dsv4_ops.attention.mla_step import MlaStep
 from dsv4_ops.attention.tensors import MlaCache, MlaInputs, MlaWeights, without_gradients
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.layout import MlaFp8Layout
-from dsv4_ops.core.types import ContextChunks
+from dsv4_ops.core.layout import MlaFp8Layout, PlainLayout
+from dsv4_ops.core.types import ContextChunks, MlaAttention
 from dsv4_ops.dispatch.choice import impl_for
+from dsv4_ops.ops.context_parallel import cp_combine, cp_gather_heads, cp_gather_rows
 from dsv4_ops.ops.mla import PROVIDERS as DECODE_PROVIDERS
 from dsv4_ops.ops.mla import (
     mla_absorb_q,
     mla_decode,
+    mla_dequantize_rows,
     mla_expand_kv,
+    mla_gather_codes,
     mla_gather_kv,
     mla_insert_kv,
     mla_v_up,
 )
-from dsv4_ops.ops.mla_context import PREFILL_PROVIDERS, merge_attn_states, mla_prefill
+from dsv4_ops.ops.mla_context import (
+    PREFILL_PROVIDERS,
+    merge_attn_states,
+    merge_states,
+    mla_prefill,
+)
 from dsv4_ops.ops.rope import apply_rope
 
 
@@ -104,8 +112,11 @@ def attend_absorbed(
 ) -> Tensor:
     """Attend to the cache's latent rows; ``q`` are the rotated queries of the decode tokens."""
     nope, rope = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
+    absorbed, ranks = mla_absorb_q(nope, rope, weights.w_uk_t), spec.ranks
+    if ranks is not None and ranks.shards_heads:
+        absorbed = cp_gather_heads(absorbed, ranks.group)
     attended = mla_decode(
-        mla_absorb_q(nope, rope, weights.w_uk_t),
+        absorbed,
         cache.kv,
         step.decode_lens,
         step.decode_req_indices,
@@ -119,7 +130,15 @@ def attend_absorbed(
         batch_invariant=spec.batch_invariant,
         impl=impl_for(DECODE_PROVIDERS, spec.impl),
     )
-    return mla_v_up(attended.out, weights.w_uv)
+    if ranks is not None and ranks.shards_heads:
+        attended = MlaAttention(*cp_combine(*attended, ranks.group, via=ranks.via))
+    up = mla_v_up(attended.out, weights.w_uv)
+    if ranks is None or ranks.shards_heads:
+        return up
+    # values are a quarter of the latents: sent once they are expanded
+    values = up.unflatten(-1, (spec.num_heads, spec.v_head_dim))
+    outs, lses = (cp_gather_rows(each[None], ranks.group) for each in (values, attended.lse))
+    return merge_states(outs, lses).out.flatten(1)
 
 
 def attend_expanded(
@@ -159,13 +178,7 @@ def attend_expanded(
         chunks = cast(ContextChunks, step.chunks)
         merged = (out.to(torch.float32), lse)  # float32 until the last chunk
         for chunk in range(step.chunk_slots.shape[0]):
-            rows = mla_gather_kv(
-                cache.kv,
-                step.chunk_slots[chunk],
-                cache.scale,
-                block_size=spec.block_size,
-                layout=spec.layout,
-            )
+            rows = _context_rows(spec, cache, step, chunk)
             latent, rope = rows.split((spec.kv_lora_rank, spec.qk_rope_head_dim), -1)
             bounds = chunks.cu_seq_lens[chunk]
             if chunk == 0:  # the fullest: a product of all rows takes two thirds of the time
@@ -176,6 +189,20 @@ def attend_expanded(
             merged = merge_attn_states(*merged, *part)
         out = merged[0].to(out.dtype)
     return out.flatten(1)
+
+
+def _context_rows(spec: MlaSpec, cache: MlaCache, step: MlaStep, chunk: int) -> Tensor:
+    """Rows of a chunk of the contexts in the order of their positions; 0 for those unused."""
+    slots, size = cast(Tensor, step.chunk_slots)[chunk], spec.block_size
+    if spec.ranks is None:
+        return mla_gather_kv(cache.kv, slots, cache.scale, block_size=size, layout=spec.layout)
+    coded = spec.layout != PlainLayout.tag
+    gather = mla_gather_codes if coded else mla_gather_kv
+    own = gather(cache.kv, slots, block_size=size, layout=spec.layout)
+    rows, index = cp_gather_rows(own, spec.ranks.group), cast(Tensor, step.chunk_rows)[chunk]
+    # a rank's last rows may never have been written
+    rows = torch.where(index[:, None] >= 0, rows.index_select(0, index.clamp(min=0)), 0)
+    return mla_dequantize_rows(rows, cache.scale, layout=spec.layout) if coded else rows
 
 
 def _check(

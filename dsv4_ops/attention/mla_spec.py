@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dsv4_ops.attention.parallel import ContextParallel
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MLA_LAYOUTS, Layout, MlaDsFp8Layout, PlainLayout, mla_layout
 from dsv4_ops.core.refusal import refusal
@@ -47,7 +48,7 @@ class MlaSpec:
         chunk_plan: "packed" or "equal"; as for ``context_chunks``.
         batch_invariant: Whether the splits of a decode depend on its own length alone.
         impl: Implementation of attention, for the ops that have it; "auto" the fastest.
-        cp_world_size: Decode context parallel ranks; only 1 so far.
+        parallel: Ranks that share the cache of every sequence; None if each has its own.
     """
 
     num_heads: int
@@ -67,7 +68,7 @@ class MlaSpec:
     chunk_plan: str = "packed"
     batch_invariant: bool = False
     impl: str = AUTO
-    cp_world_size: int = 1
+    parallel: ContextParallel | None = None
 
     def __post_init__(self) -> None:
         checks = Checks("MlaSpec")
@@ -82,7 +83,6 @@ class MlaSpec:
             next_n=self.next_n,
             max_decode_tokens=self.max_decode_tokens,
             workspace_rows=self.workspace_rows,
-            cp_world_size=self.cp_world_size,
         )
         checks.at_least(0, max_chunks=self.max_chunks)
         checks.above(0, softmax_scale=self.softmax_scale)
@@ -101,16 +101,36 @@ class MlaSpec:
             found = f"{self.layout!r} for {sizes[0]} of {sizes[1]} values"
             rule, advice = f"{rule}{wanted[1]} values", "Pass 'mla_fp8' or 'plain'"
             raise refusal(NotImplementedError, "MlaSpec", "layout", rule, found, advice)
-        if self.cp_world_size != 1:
-            rule, advice = "be 1 so far", "Shard heads instead"
-            ranks = self.cp_world_size
-            raise refusal(NotImplementedError, "MlaSpec", "cp_world_size", rule, ranks, advice)
+        if self.block_size % self.cp_interleave:
+            rule, advice = "divide block_size", "Pass a power of two"
+            found = f"{self.cp_interleave} of blocks of {self.block_size} rows"
+            raise refusal(ValueError, "MlaSpec", "parallel.interleave", rule, found, advice)
 
     @classmethod
     def deepseek_v3(cls, **changed: Any) -> MlaSpec:
         """DeepSeek-V3 and R1: 128 heads, YaRN of factor 40; ``changed`` overrides fields."""
         scale = 192**-0.5 * (0.1 * math.log(40.0) + 1.0) ** 2
         return cls(**{"num_heads": 128, "softmax_scale": scale, **changed})
+
+    @property
+    def ranks(self) -> ContextParallel | None:
+        """``parallel``, or None where it has one rank."""
+        return None if self.parallel is None or self.parallel.world_size == 1 else self.parallel
+
+    @property
+    def cp_world_size(self) -> int:
+        """Ranks that share the cache."""
+        return 1 if self.ranks is None else self.ranks.world_size
+
+    @property
+    def cp_interleave(self) -> int:
+        """Consecutive positions on one rank."""
+        return 1 if self.ranks is None else self.ranks.interleave
+
+    @property
+    def block_tokens(self) -> int:
+        """Positions whose rows are in one block, those of all ranks."""
+        return self.block_size * self.cp_world_size
 
     @property
     def width(self) -> int:

@@ -13,6 +13,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import ABSENT, ContextChunks, TokenMap
 from dsv4_ops.ops.batch import split_decodes_and_prefills, token_map
+from dsv4_ops.ops.context_parallel import cp_row_indices, cp_seq_lens, cp_slot_mapping
 from dsv4_ops.ops.mla_context import context_chunks
 from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 
@@ -27,8 +28,10 @@ class MlaStep:
     Attributes:
         req_indices: Request of the token, [num_tokens], int32; -1 for padding.
         positions: Position of the token, [num_tokens], int64; -1 for padding.
-        slot_mapping: Slot in the cache, [num_tokens], int64; -1 for tokens that write nothing.
-        decode_lens: Rows that each decode token sees, [max_decode_tokens], int32; 0 for padding.
+        slot_mapping: Slot in the cache, [num_tokens], int64; -1 for tokens that write nothing, as
+            those of other ranks.
+        decode_lens: Rows of this rank that each decode token sees, [max_decode_tokens], int32; 0
+            for padding.
         decode_req_indices: Request of each decode token, [max_decode_tokens], int32.
         block_table: Block table of the cache, [num_reqs, max_blocks], int32.
         decode_start_loc: First decode token of every request and one past the last, [num_reqs + 1],
@@ -39,7 +42,9 @@ class MlaStep:
             [num_reqs + 1], int32; decodes have none.
         chunks: The plan of the contexts, or None if a step has none.
         chunk_slots: Slot of every row of each chunk, [max_chunks, workspace_rows], int64; -1 for
-            unused rows.
+            unused rows. Of several ranks each has its own part of the rows.
+        chunk_rows: Where each row of a chunk is among those that the ranks gathered, [max_chunks,
+            workspace_rows], int64; -1 for unused rows. None if there is one rank.
     """
 
     req_indices: Tensor
@@ -53,6 +58,7 @@ class MlaStep:
     prefill_start_loc: Tensor | None = None
     chunks: ContextChunks | None = None
     chunk_slots: Tensor | None = None
+    chunk_rows: Tensor | None = None
 
 
 pytree.register_dataclass(MlaStep, serialized_type_name="dsv4_ops.MlaStep")
@@ -64,6 +70,7 @@ def build_mla_step(
     seq_lens: Tensor,
     block_table: Tensor,
     is_valid_token: Tensor | None = None,
+    cp_rank: Tensor | None = None,
     *,
     num_tokens: int,
 ) -> MlaStep:
@@ -78,6 +85,7 @@ def build_mla_step(
         block_table: Block table of the cache, [num_reqs, max_blocks], int32.
         is_valid_token: False for tokens to treat as padding, [num_tokens], bool. With None, only
             tokens after the last request are padding.
+        cp_rank: This rank, [1], int32, if several share the cache: ``ContextParallel.rank``.
         num_tokens: Tokens of the padded batch.
 
     Returns:
@@ -103,7 +111,7 @@ def build_mla_step(
     if is_valid_token is not None:
         Checks("build_mla_step").tensor("is_valid_token", is_valid_token, torch.bool, "num_tokens")
         tokens = TokenMap(*(torch.where(is_valid_token, each, ABSENT) for each in tokens))
-    return mla_step_of_tokens(spec, tokens, block_table, query_start_loc, seq_lens)
+    return mla_step_of_tokens(spec, tokens, block_table, query_start_loc, seq_lens, cp_rank)
 
 
 def mla_step_of_tokens(
@@ -112,6 +120,7 @@ def mla_step_of_tokens(
     block_table: Tensor,
     query_start_loc: Tensor | None = None,
     seq_lens: Tensor | None = None,
+    cp_rank: Tensor | None = None,
 ) -> MlaStep:
     """``build_mla_step`` from the request and position of every token.
 
@@ -122,6 +131,7 @@ def mla_step_of_tokens(
         query_start_loc: As for ``build_mla_step``. May be None with the context "absorbed": tokens
             of a request then share no reads.
         seq_lens: As for ``build_mla_step``; "absorbed" does not read it.
+        cp_rank: As for ``build_mla_step``.
 
     Returns:
         ``MlaStep`` with num_tokens rows.
@@ -129,11 +139,28 @@ def mla_step_of_tokens(
     Raises:
         ValueError, TypeError: as ``build_mla_step``; bounds that a chunked context needs are None.
     """
+    lens = (tokens.positions + 1).to(torch.int32)
+    if spec.cp_world_size == 1:
+        slots = _slots(spec, tokens, block_table)
+    else:
+        if cp_rank is None:
+            rule, advice = "be given if ranks share the cache", "Pass spec.parallel.rank(device)"
+            raise refusal(ValueError, "mla_step_of_tokens", "cp_rank", rule, "None", advice)
+        ranks = {"cp_world_size": spec.cp_world_size, "cp_interleave": spec.cp_interleave}
+        slots = cp_slot_mapping(
+            tokens.positions,
+            tokens.req_indices,
+            block_table,
+            cp_rank,
+            block_size=spec.block_size,
+            **ranks,
+        )
+        lens = cp_seq_lens(lens, cp_rank, **ranks)  # of every token: no shift of the last one's
     step = MlaStep(
         req_indices=tokens.req_indices,
         positions=tokens.positions,
-        slot_mapping=_slots(spec, tokens, block_table),
-        decode_lens=(tokens.positions + 1).to(torch.int32),
+        slot_mapping=slots,
+        decode_lens=lens,
         decode_req_indices=tokens.req_indices,
         block_table=block_table,
         decode_start_loc=query_start_loc,
@@ -164,7 +191,7 @@ def _with_prefills(
     else:
         lens, requests = (each.new_zeros(spec.max_decode_tokens) for each in (lens, requests))
     prefill_start_loc = torch.maximum(query_start_loc, num_decode_tokens)
-    chunks = chunk_slots = None
+    chunks = chunk_slots = chunk_rows = None
     if spec.max_chunks:
         prefill_lens = prefill_start_loc.diff()
         context = torch.where(prefill_lens > 0, seq_lens - prefill_lens, 0).clamp(min=0)
@@ -174,8 +201,12 @@ def _with_prefills(
             max_chunks=spec.max_chunks,
             chunk_plan=spec.chunk_plan,
             block_size=spec.block_size,
+            cp_world_size=spec.cp_world_size,
+            cp_interleave=spec.cp_interleave,
         )
         chunk_slots = _chunk_slots(spec, chunks, step.block_table)
+        if spec.cp_world_size > 1:
+            chunk_rows = _chunk_rows(spec, chunks)
     several = spec.next_n > 1
     return replace(
         step,
@@ -186,6 +217,7 @@ def _with_prefills(
         prefill_start_loc=prefill_start_loc,
         chunks=chunks,
         chunk_slots=chunk_slots,
+        chunk_rows=chunk_rows,
     )
 
 
@@ -201,10 +233,33 @@ def _slots(spec: MlaSpec, tokens: TokenMap, block_table: Tensor) -> Tensor:
 
 
 def _chunk_slots(spec: MlaSpec, chunks: ContextChunks, block_table: Tensor) -> Tensor:
+    """Slots of this rank's rows; of several ranks some of the last rows were never written."""
     slots = []
     for chunk in range(spec.max_chunks):
-        starts, cu_seq_lens = chunks.local_starts[chunk], chunks.cu_seq_lens[chunk]
+        starts, cu_seq_lens = chunks.local_starts[chunk], chunks.local_cu_seq_lens[chunk]
         ends = starts + cu_seq_lens.diff()
-        rows = token_map(cu_seq_lens, ends, num_tokens=spec.workspace_rows)
+        rows = token_map(cu_seq_lens, ends, num_tokens=_local_rows(spec))
         slots.append(_slots(spec, rows, block_table))
     return torch.stack(slots)
+
+
+def _chunk_rows(spec: MlaSpec, chunks: ContextChunks) -> Tensor:
+    indices = []
+    for chunk in range(spec.max_chunks):
+        starts, cu_seq_lens = chunks.local_starts[chunk], chunks.cu_seq_lens[chunk]
+        ends = starts * spec.cp_world_size + cu_seq_lens.diff()
+        found = cp_row_indices(
+            *token_map(cu_seq_lens, ends, num_tokens=spec.workspace_rows),
+            starts,
+            chunks.local_cu_seq_lens[chunk],
+            num_local_rows=_local_rows(spec),
+            cp_world_size=spec.cp_world_size,
+            cp_interleave=spec.cp_interleave,
+        )
+        indices.append(found)
+    return torch.stack(indices)
+
+
+def _local_rows(spec: MlaSpec) -> int:
+    """Rows of a chunk that each rank gathers."""
+    return spec.workspace_rows // spec.cp_world_size // spec.cp_interleave * spec.cp_interleave

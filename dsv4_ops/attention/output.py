@@ -12,7 +12,7 @@ from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.attention.step import AttentionStep
 from dsv4_ops.attention.tensors import LayerCaches, LayerWeights
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.core.types import QuantizedGroups
+from dsv4_ops.core.types import QuantizedGroups, SparseMla
 from dsv4_ops.ops.rope import (
     ROPE_DIM,
     apply_rope,
@@ -37,15 +37,21 @@ def attend_decode(
     spec: LayerSpec,
     kind: str,
     q: Tensor,
-    slots: Tensor | None,
+    selected: tuple[Tensor, Tensor] | None,
     weights: LayerWeights,
     caches: LayerCaches,
     step: AttentionStep,
     *,
     inverse_rope: bool,
-) -> Tensor:
-    """Split-KV attention for few tokens; C4 layers attend to the selected ``slots``."""
-    window = (q, caches.swa, step.swa_indices, step.swa_lens)
+    sink: bool = True,
+) -> SparseMla:
+    """Split-KV attention for few tokens; C4 layers attend to the ``selected`` slots.
+
+    With the slots comes how many of a token may exist.
+    """
+    attn_sink = weights.attn_sink if sink else None
+    shared = step if sink or step.share is None else step.share
+    window = (q, caches.swa, shared.swa_indices, shared.swa_lens)
     settings: dict[str, Any] = {
         "softmax_scale": spec.softmax_scale,
         "swa_block_size": spec.attention.swa_block_size,
@@ -64,15 +70,14 @@ def attend_decode(
             step.c128.lens,
             step.req_indices,
             step.c128.block_table,
-            weights.attn_sink,
+            attn_sink,
             plan,
             **settings,
-        ).out
+        )
     extra: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
-    if slots is not None:
-        # an upper bound of the selected rows; the exact count would take a reduction
-        extra = (caches.compressed, slots, step.c4.lens)
-    return sparse_mla_decode(*window, *extra, weights.attn_sink, plan, **settings).out
+    if selected is not None:
+        extra = (caches.compressed, *selected)
+    return sparse_mla_decode(*window, *extra, attn_sink, plan, **settings)
 
 
 def attend_prefill(

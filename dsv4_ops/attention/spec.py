@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.attention.metadata import AttentionSpec
+from dsv4_ops.attention.parallel import ContextParallel
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, Layout, MainLayout, PlainLayout, StateLayout
 from dsv4_ops.core.refusal import refusal
@@ -55,6 +56,10 @@ class LayerSpec:
         sm_parts: SM parts for which a step builds FlashMLA's tile scheduler metadata, once per
             layer kind, for the schedule "decode": ``providers.flash_mla_num_sm_parts(num_heads)``.
             0: each layer builds its own. Requires impl "flash_mla".
+        parallel: Ranks that share the compressed rows of every request and the indexer's keys; None
+            if each has its own. Windows and the compressors' states every rank has whole. If ranks
+            shard heads, ``num_groups`` and the heads of queries and sink are those of one, but not
+            the heads of the indexer.
     """
 
     attention: AttentionSpec = field(default_factory=AttentionSpec)
@@ -75,6 +80,7 @@ class LayerSpec:
     impl: str = AUTO
     schedule_sms: int = 0
     sm_parts: int = 0
+    parallel: ContextParallel | None = None
 
     def __post_init__(self) -> None:
         checks = Checks("LayerSpec")
@@ -88,6 +94,7 @@ class LayerSpec:
         )
         checks.above(0, eps=self.eps)
         checks.instance("yarn", self.yarn, YarnScaling)
+        checks.instance("parallel", self.parallel, ContextParallel)
         checks.flag("batch_invariant", self.batch_invariant)
         checks.one_of("impl", self.impl, *IMPLS, belongs_to="shall run")
         checks.at_least(0, schedule_sms=self.schedule_sms, sm_parts=self.sm_parts)
@@ -97,6 +104,14 @@ class LayerSpec:
         if self.sm_parts and self.impl != FLASH_MLA:
             rule, advice = f"be 0 for impl {self.impl!r}", "Only FlashMLA takes this metadata"
             raise refusal(ValueError, "LayerSpec", "sm_parts", rule, self.sm_parts, advice)
+        if self.ranks is not None:
+            for name in ("c4_block_size", "c128_block_size"):  # whole turns in a block
+                rows = getattr(self.attention, name)
+                checks.divisor("parallel.interleave", self.ranks.interleave, name, rows)
+        if self.sm_parts and self.ranks is not None:
+            rule, advice = "be 0 on several ranks", "A step knows no selection of a rank"
+            kind = NotImplementedError
+            raise refusal(kind, "LayerSpec", "sm_parts", rule, self.sm_parts, advice)
         if self.impl == FLASH_MLA:
             for name, wanted in (("layout", MainLayout.tag), ("batch_invariant", False)):
                 got = getattr(self, name)
@@ -123,6 +138,11 @@ class LayerSpec:
         """DeepSeek-V4-Pro: 128 heads in 16 groups, top-1024; ``changed`` overrides fields."""
         attention = AttentionSpec.deepseek_v4_pro(next_n=next_n, max_model_len=max_model_len)
         return cls(attention=attention, **{"num_groups": 16, **changed})
+
+    @property
+    def ranks(self) -> ContextParallel | None:
+        """``parallel``, or None where it has one rank."""
+        return None if self.parallel is None or self.parallel.world_size == 1 else self.parallel
 
     @property
     def softmax_scale(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,10 +16,12 @@ from dsv4_ops.attention.metadata import (
     rows_of_tokens,
     token_rows,
 )
+from dsv4_ops.attention.parallel import ContextParallel
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import ABSENT, TokenMap
+from dsv4_ops.ops.context_parallel import cp_seq_lens, cp_slot_mapping
 from dsv4_ops.ops.indexer import paged_mqa_logits_metadata
 from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 from dsv4_ops.ops.sparse_mla import flash_mla_metadata, sparse_mla_plan
@@ -69,6 +72,21 @@ class CompressedStep:
 
 
 @dataclass(frozen=True)
+class RankShare:
+    """What a rank attends to in the windows of a step, which all ranks have whole.
+
+    Attributes:
+        cp_rank: The rank, [1], int32.
+        swa_indices: Slots of its columns of ``AttentionStep.swa_indices``, [num_tokens, columns].
+        swa_lens: Valid entries of them, int32.
+    """
+
+    cp_rank: Tensor
+    swa_indices: Tensor
+    swa_lens: Tensor
+
+
+@dataclass(frozen=True)
 class AttentionStep:
     """Hold the metadata of one step for all attention layers.
 
@@ -86,6 +104,8 @@ class AttentionStep:
         is_valid_token: False for padding, bool; no layer reads it.
         plan: ``flash_mla_metadata`` for window layers, or None. It must match ``swa_lens``: with
             other lengths FlashMLA skips keys or reads out of bounds.
+        share: The rank's share of the windows, if several ranks have the compressed rows; ``c4``
+            and ``c128`` then have the rows of this rank.
     """
 
     req_indices: Tensor
@@ -98,9 +118,10 @@ class AttentionStep:
     swa_block_table: Tensor | None = None
     is_valid_token: Tensor | None = None
     plan: Tensor | None = None
+    share: RankShare | None = None
 
 
-for _pytree_class in (StateTables, CompressedStep, AttentionStep):
+for _pytree_class in (StateTables, CompressedStep, RankShare, AttentionStep):
     pytree.register_dataclass(
         _pytree_class, serialized_type_name=f"dsv4_ops.{_pytree_class.__name__}"
     )
@@ -116,6 +137,7 @@ def build_attention_step(
     is_valid_token: Tensor | None = None,
     *,
     plan_heads: int = 0,
+    cp_rank: Tensor | None = None,
 ) -> AttentionStep:
     """Build one step's metadata for all attention layers.
 
@@ -142,6 +164,10 @@ def build_attention_step(
             It does not pay for contexts that are few, short or nearly equal, and little for 32 to
             256 requests on Hopper, whose kernel has its own tile scheduler. ``attention_layer``
             refuses a plan that ``batch_invariant`` or impl "flash_mla" would ignore.
+        cp_rank: The rank, [1], int32, so that one graph serves all ranks; required if
+            ``spec.parallel`` has several, else of no account. Tables and slots of the compressed
+            rows then are those of this rank's cache, where a block has as many rows as ever:
+            ``block_tokens`` times the ranks positions.
 
     Returns:
         ``AttentionStep`` with num_tokens rows.
@@ -168,10 +194,9 @@ def build_attention_step(
     """
     op, batch = "build_attention_step", (query_start_loc, seq_lens, slot_mapping, block_tables)
     rows = token_rows(op, spec.attention, *batch, is_valid_token)
-    plan = _plan(op, spec, rows, plan_heads)
     if is_valid_token is not None:
         slot_mapping = torch.where(is_valid_token, slot_mapping, ABSENT)
-    return _step(spec, rows, slot_mapping, block_tables, state_tables, plan)
+    return _step(op, spec, rows, slot_mapping, block_tables, state_tables, plan_heads, cp_rank)
 
 
 def attention_step(
@@ -182,6 +207,7 @@ def attention_step(
     state_tables: StateTables,
     *,
     plan_heads: int = 0,
+    cp_rank: Tensor | None = None,
 ) -> AttentionStep:
     """``build_attention_step`` from existing metadata.
 
@@ -193,6 +219,7 @@ def attention_step(
         block_tables: As for ``build_attention_step``.
         state_tables: As for ``build_attention_step``.
         plan_heads: As for ``build_attention_step``.
+        cp_rank: As for ``build_attention_step``.
 
     Returns:
         ``AttentionStep`` with num_tokens rows.
@@ -200,10 +227,9 @@ def attention_step(
     Raises:
         ValueError, TypeError: as ``build_attention_step``.
     """
-    rows = {name: getattr(metadata, name) for name in _ROWS}
-    plan = _plan("attention_step", spec, rows, plan_heads)
+    op, rows = "attention_step", {name: getattr(metadata, name) for name in _ROWS}
     slot_mapping = torch.where(metadata.is_valid_token, slot_mapping, ABSENT)
-    return _step(spec, rows, slot_mapping, block_tables, state_tables, plan)
+    return _step(op, spec, rows, slot_mapping, block_tables, state_tables, plan_heads, cp_rank)
 
 
 def attention_step_of_tokens(
@@ -214,6 +240,7 @@ def attention_step_of_tokens(
     state_tables: StateTables,
     *,
     plan_heads: int = 0,
+    cp_rank: Tensor | None = None,
 ) -> AttentionStep:
     """``build_attention_step`` from the request and position of every token.
 
@@ -227,6 +254,7 @@ def attention_step_of_tokens(
         block_tables: As for ``build_attention_step``.
         state_tables: As for ``build_attention_step``.
         plan_heads: As for ``build_attention_step``.
+        cp_rank: As for ``build_attention_step``.
 
     Returns:
         ``AttentionStep`` with num_tokens rows.
@@ -234,9 +262,9 @@ def attention_step_of_tokens(
     Raises:
         ValueError, TypeError: as ``build_attention_step``.
     """
+    op = "attention_step_of_tokens"
     rows = rows_of_tokens(spec.attention, tokens, slot_mapping, block_tables)
-    plan = _plan("attention_step_of_tokens", spec, rows, plan_heads)
-    return _step(spec, rows, slot_mapping, block_tables, state_tables, plan)
+    return _step(op, spec, rows, slot_mapping, block_tables, state_tables, plan_heads, cp_rank)
 
 
 _ROWS = (
@@ -292,14 +320,62 @@ def _schedule(spec: LayerSpec, rows: dict[str, Tensor], table: Tensor) -> Tensor
     return paged_mqa_logits_metadata(lens, block_size=block_size, num_sms=spec.schedule_sms)
 
 
+def _own_rows(
+    spec: LayerSpec,
+    parallel: ContextParallel,
+    rows: dict[str, Tensor],
+    slot_mapping: Tensor,
+    block_tables: BlockTables,
+    cp_rank: Tensor,
+) -> dict[str, Tensor]:
+    """Lengths and slots of the compressed rows that lie on a rank, by their names in ``rows``."""
+    turns = {"cp_world_size": parallel.world_size, "cp_interleave": parallel.interleave}
+    positions, own = rows["positions"], {}
+    for kind, table in (("c4", block_tables.c4), ("c128", block_tables.c128)):
+        ratio = spec.ratio(kind)
+        completes = (slot_mapping >= 0) & ((positions + 1) % ratio == 0)
+        own[f"{kind}_slot_mapping"] = cp_slot_mapping(
+            torch.where(completes, positions // ratio, ABSENT),
+            rows["req_indices"],
+            table,
+            cp_rank,
+            block_size=spec.block_size(kind),
+            **turns,
+        )
+        own[f"{kind}_lens"] = cp_seq_lens(rows[f"{kind}_lens"], cp_rank, **turns)
+    return own
+
+
+def _share(parallel: ContextParallel, rows: dict[str, Tensor], cp_rank: Tensor) -> RankShare:
+    """Consecutive columns of the windows, so that each key counts on one rank."""
+    indices, lens, ranks = rows["swa_indices"], rows["swa_lens"], parallel.world_size
+    width = indices.shape[1]
+    share = -(-width // ranks)
+    first = cp_rank.clamp(0, ranks - 1) * share
+    columns = first + torch.arange(share, device=first.device)
+    own = indices.index_select(1, columns.clamp(max=width - 1))
+    return RankShare(cp_rank, own, (lens - first).clamp(0, share))
+
+
 def _step(
+    op: str,
     spec: LayerSpec,
     rows: dict[str, Tensor],
     slot_mapping: Tensor,
     block_tables: BlockTables,
     state_tables: StateTables,
-    c128_plan: Tensor | None,
+    plan_heads: int,
+    cp_rank: Tensor | None,
 ) -> AttentionStep:
+    parallel, share, planned = spec.ranks, None, rows
+    if parallel is not None:
+        checks = Checks(op)
+        rank = cast(Tensor, cp_rank)
+        checks.tensor("cp_rank", rank, torch.int32, 1)
+        share = _share(parallel, rows, rank)
+        rows = rows | _own_rows(spec, parallel, rows, slot_mapping, block_tables, rank)
+        planned, plan_heads = rows | {"swa_lens": share.swa_lens}, plan_heads * parallel.head_parts
+    c128_plan = _plan(op, spec, planned, plan_heads)
     compressed = {}
     for kind, table, states, plan in (
         ("c4", block_tables.c4, state_tables.c4, None),
@@ -327,5 +403,6 @@ def _step(
         swa_block_table=block_tables.swa,
         is_valid_token=rows["is_valid_token"],
         plan=_metadata(spec, rows, "window"),
+        share=share,
         **compressed,
     )

@@ -29,6 +29,7 @@ _DIMENSIONS = {
     "head_dim": "the values of a compressed row",
     "num_heads": "the heads of the queries",
     "num_parts": "the parts of the keys",
+    "num_candidates": "the rows that a rank found",
     "num_streams": "the residual streams",
     "num_index_heads": "the heads of the indexer's queries",
     "swa_width": "the window rows of a token",

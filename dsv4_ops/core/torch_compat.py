@@ -26,9 +26,13 @@ __all__ = [
     "auto_functionalized_v2",  # torch._higher_order_ops.auto_functionalize: 2.11, 2.13
     "decomposes_triton_ops",  # decompose_custom_triton_ops: 2.11, 2.13, 2.15
     "enable_single_level_autograd_function",  # 2.11, 2.13, 2.15
+    "exchange_by_symmetric_memory",  # torch.distributed._symmetric_memory: 2.11, 2.13
     "find_schema",  # torch._C._dispatch_find_schema_or_throw: 2.11, 2.13, 2.15
     "forward_mode",  # forward_ad._current_level: 2.11, 2.13, 2.15
+    "group_rank",  # and _dynamo_marked_constant: 2.11, 2.13
+    "group_size",  # torch.distributed.distributed_c10d._get_group_size_by_name: 2.11, 2.13
     "guard_or_false",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
+    "process_group",  # torch.distributed.distributed_c10d._resolve_process_group: 2.11, 2.13
     "redispatch",  # OpOverload._handle.redispatch_boxed: 2.11, 2.13, 2.15
     "statically_known_true",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
 ]
@@ -47,6 +51,25 @@ def decomposes_triton_ops() -> bool:
     return bool(functorch_config.decompose_custom_triton_ops)
 
 
+def exchange_by_symmetric_memory(blocks: torch.Tensor, group: str) -> torch.Tensor:
+    """Write block r where rank r reads it, and read this rank's block of every rank."""
+    from torch.distributed import _symmetric_memory
+
+    get_workspace: Any = _symmetric_memory.get_symm_mem_workspace
+    blocks = blocks.contiguous()
+    workspace = get_workspace(group, blocks.nbytes)
+
+    def of(rank: int) -> torch.Tensor:
+        held: torch.Tensor = workspace.get_buffer(rank, blocks.shape, blocks.dtype)
+        return held
+
+    of(workspace.rank).copy_(blocks)
+    workspace.barrier(channel=0)
+    read = torch.stack([of(rank)[workspace.rank] for rank in range(workspace.world_size)])
+    workspace.barrier(channel=0)  # before anyone writes again
+    return read
+
+
 def find_schema(qualified: str) -> bool:
     """Whether an op of this name is registered."""
     try:
@@ -61,11 +84,36 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def group_rank(name: str) -> int:
+    """Rank of this process in the process group of this name; a constant of what Dynamo traces."""
+    return int(process_group(name).rank())
+
+
+# what torch.compiler.assume_constant_result sets, without its import of Dynamo
+vars(group_rank)["_dynamo_marked_constant"] = True
+
+
+def group_size(name: str) -> int:
+    """Ranks of the process group of this name; RuntimeError if there is none."""
+    from torch.distributed import distributed_c10d
+
+    size: Any = distributed_c10d._get_group_size_by_name
+    return int(size(name))
+
+
 def guard_or_false(condition: Any) -> bool:
     """``condition``, guarded; False where it cannot be."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # brings sympy
 
     return guard_or_false(condition)
+
+
+def process_group(name: str) -> Any:
+    """The process group of this name; RuntimeError if there is none."""
+    from torch.distributed import distributed_c10d
+
+    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
+    return resolve(name)
 
 
 def redispatch(op: OpOverload, keyset: Any, *args: Any, **kwargs: Any) -> Any:

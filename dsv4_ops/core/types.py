@@ -73,6 +73,13 @@ class TopkIndices(NamedTuple):
     lens: Tensor
 
 
+class LocalRows(NamedTuple):
+    """Rows of a request that lie on a rank; see ``dsv4_ops.cp_local_rows``."""
+
+    rows: Tensor
+    lens: Tensor
+
+
 class CompressorStep(NamedTuple):
     """States and cache behind a step; see ``dsv4_ops.save_and_compress_functional``."""
 

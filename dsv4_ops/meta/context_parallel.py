@@ -18,5 +18,13 @@ def cp_slot_mapping(positions: Tensor) -> Tensor:
 cp_row_indices = cp_slot_mapping
 
 
+def cp_topk(rows: Tensor, topk: int) -> Tensor:
+    return rows.new_empty((rows.shape[1], topk))
+
+
+def cp_local_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), rows.new_empty(rows.shape[:1])
+
+
 def cp_correct_out(out: Tensor) -> tuple[Tensor, Tensor]:
     return out.new_empty(out.shape), out.new_empty(out.shape[:2], dtype=torch.float32)

@@ -7,12 +7,22 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
+from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import OpSpec
-from dsv4_ops.core.types import MergedStates
+from dsv4_ops.core.torch_compat import (
+    exchange_by_symmetric_memory,
+    group_rank,
+    group_size,
+    guard_or_false,
+)
+from dsv4_ops.core.types import LocalRows, MergedStates
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import context_parallel as meta
-from dsv4_ops.ops.mla_context import LSE_BASES, MERGED_DTYPES
+from dsv4_ops.ops.mla_context import LSE_BASES, MERGED_DTYPES, merge_states
 from dsv4_ops.reference import context_parallel as reference
+
+COMBINES = ("reduce_scatter", "all_to_all", "symmetric_memory")
+"""Collectives that ``cp_combine`` may take."""
 
 _LOWERING = {"cpu": "decompose", "cuda": "decompose"}
 
@@ -254,6 +264,125 @@ def cp_row_indices(
     return indices
 
 
+_cp_topk = define_op(
+    OpSpec(
+        stem="context_parallel",
+        schema="cp_topk(Tensor scores, Tensor rows, *, int topk, int cp_interleave) -> Tensor",
+        meta=meta.cp_topk,
+        reference=reference.cp_topk,
+        lowering=_LOWERING,
+        dynamic=("num_tokens",),
+        source="the indexer's selection over rows of several ranks; ties as in indexer_topk",
+    )
+)
+
+
+def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) -> Tensor:
+    """Select the best compressed rows among those that every rank found in its part.
+
+    If each rank brings its best ``topk`` rows, or all, these are the rows that ``indexer_topk``
+    selects on one GPU, ties included.
+
+    Args:
+        scores: Scores of each rank's candidates, [cp_world_size, num_tokens, num_candidates],
+            float32.
+        rows: Their rows on the rank, [cp_world_size, num_tokens, num_candidates], int32, such as
+            ``indexer_topk`` of the rank's logits; negative ones are no candidates.
+        topk: Columns of the result. At least 0.
+        cp_interleave: Consecutive rows of a request on one rank. At least 1.
+
+    Returns:
+        int32 [num_tokens, topk], dense: rows of the request on all ranks, those with the highest
+        scores, in ascending order, then -1. Of equal scores the lower row is chosen first. -0
+        equals 0, and NaN is below every number, -inf included.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, numbers out of range, or several devices.
+        TypeError: a dtype other than the ones above, or a number that is no int.
+
+    Compile: decomposes to the topk and sort of torch over a pointwise kernel; dynamic in
+        num_tokens; CUDA graphs and export: yes.
+
+    Source: DeepSeek-V4's lightning indexer, whose rows lie on several ranks here.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> scores = torch.tensor([[[1.0, 2.0]], [[2.0, 2.0]]])  # of rows 0 and 5, 3 and 6
+        >>> rows = torch.tensor([[[0, 3]], [[1, 2]]], dtype=torch.int32)
+        >>> dsv4_ops.cp_topk(scores, rows, topk=2, cp_interleave=2).tolist()
+        [[3, 5]]
+    """
+    checks = Checks("cp_topk")
+    dims = ("cp_world_size", "num_tokens", "num_candidates")
+    checks.tensor("scores", scores, torch.float32, *dims)
+    checks.tensor("rows", rows, torch.int32, *dims)
+    checks.at_least(0, topk=topk)
+    checks.at_least(1, cp_world_size=rows.shape[0], cp_interleave=cp_interleave)
+    selected: Tensor = _cp_topk(scores, rows, topk=topk, cp_interleave=cp_interleave)
+    return selected
+
+
+_cp_local_rows = define_op(
+    OpSpec(
+        stem="context_parallel",
+        schema="cp_local_rows(Tensor rows, Tensor cp_rank, *, int cp_world_size, "
+        "int cp_interleave) -> (Tensor, Tensor)",
+        meta=meta.cp_local_rows,
+        reference=reference.cp_local_rows,
+        lowering=_LOWERING,
+        dynamic=("num_tokens",),
+        source="a rank's part of the indexer's selection",
+        gradient=INTEGERS,
+    )
+)
+
+
+def cp_local_rows(
+    rows: Tensor, cp_rank: Tensor, *, cp_world_size: int, cp_interleave: int = 1
+) -> LocalRows:
+    """Keep the selected rows that lie on a rank.
+
+    Args:
+        rows: Rows of each token's request on all ranks, [num_tokens, topk], int32, from
+            ``cp_topk``; negative ones do not exist.
+        cp_rank: The rank, [1], int32, so that one graph serves all ranks; a rank that does not
+            exist has no rows.
+        cp_world_size: Ranks that share a sequence. At least 1.
+        cp_interleave: Consecutive rows of a request on one rank. At least 1.
+
+    Returns:
+        rows: The rank's own rows of the request, [num_tokens, topk], int32, dense: those of
+            ``rows`` that it has, in their order, then -1.
+        lens: How many, [num_tokens], int32.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: wrong shapes, numbers out of range, or several devices.
+        TypeError: a dtype other than the ones above, or a number that is no int.
+
+    Compile: decomposes to a cumulative sum and a scatter; dynamic in num_tokens; CUDA graphs and
+        export: yes.
+
+    Source: the part of a rank in the indexer's selection; no other library has it.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> rows, rank = torch.tensor([[0, 3, 5, -1]]).int(), torch.tensor([0]).int()
+        >>> own = dsv4_ops.cp_local_rows(rows, rank, cp_world_size=2, cp_interleave=2)
+        >>> own.rows.tolist(), own.lens.tolist()  # turns of rank 0: rows 0, 1 and 4, 5
+        ([[0, 3, -1, -1]], [2])
+    """
+    checks = Checks("cp_local_rows")
+    checks.tensor("rows", rows, torch.int32, "num_tokens", "topk")
+    checks.tensor("cp_rank", cp_rank, torch.int32, 1)
+    checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
+    own = _cp_local_rows(rows, cp_rank, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
+    return LocalRows(*own)
+
+
 _cp_correct_out = define_op(
     OpSpec(
         stem="context_parallel",
@@ -310,3 +439,240 @@ def cp_correct_out(out: Tensor, lse: Tensor, lses: Tensor, *, lse_base: str = "e
     checks.tensor("lses", lses, torch.float32, "cp_world_size", "num_tokens", "num_heads")
     checks.at_least(1, cp_world_size=lses.shape[0])
     return MergedStates(*_cp_correct_out(out, lse, lses, lse_base=lse_base))
+
+
+def cp_gather_heads(x: Tensor, group: str) -> Tensor:
+    """Gather the heads of all ranks, those of rank 0 first.
+
+    Args:
+        x: Values of this rank's heads, such as queries, [num_tokens, num_heads, width], any dtype.
+            All ranks must have the same shape.
+        group: Name of the process group, ``ProcessGroup.group_name``.
+
+    Returns:
+        [num_tokens, cp_world_size * num_heads, width], with the heads as the outermost dimension in
+        memory. On one rank ``x`` itself.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: a wrong shape, or no process group of this name.
+        TypeError: ``x`` is no tensor, or ``group`` no name.
+
+    Compile: one all-gather of ``torch.distributed``; nothing on one rank. Dynamic in num_tokens.
+        CUDA graphs and export: yes; whoever runs a package has to make a group of this name first.
+
+    Source: vLLM 0.33, decode context parallelism; there of concatenated queries.
+
+    Example:
+        >>> import torch, torch.distributed as dist, dsv4_ops
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> dsv4_ops.cp_gather_heads(torch.ones(3, 2, 4), dist.group.WORLD.group_name).shape
+        torch.Size([3, 2, 4])
+        >>> dist.destroy_process_group()
+    """
+    checks = Checks("cp_gather_heads")
+    checks.rows_of("x", x, "num_tokens", "num_heads", "width")
+    checks.tensor("x", x, x.dtype, "num_tokens", "num_heads", "width")
+    world = process_group_size("cp_gather_heads", group)
+    return x if world == 1 else _gather(x.transpose(0, 1), world, group).transpose(0, 1)
+
+
+def cp_gather_rows(rows: Tensor, group: str) -> Tensor:
+    """Gather the rows of all ranks, those of rank 0 first.
+
+    Args:
+        rows: This rank's rows, [num_rows, ...], any dtype; bytes of FP8 are gathered as they are.
+            All ranks must have the same shape.
+        group: Name of the process group, ``ProcessGroup.group_name``.
+
+    Returns:
+        [cp_world_size * num_rows, ...]; ``cp_row_indices`` finds rows in it. On one rank ``rows``
+        itself.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: no dimension, or no process group of this name.
+        TypeError: ``rows`` is no tensor, or ``group`` no name.
+
+    Compile: as ``cp_gather_heads``; dynamic in num_rows.
+
+    Source: vLLM 0.33, prefill with context under decode context parallelism.
+
+    Example:
+        >>> import torch, torch.distributed as dist, dsv4_ops
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> dsv4_ops.cp_gather_rows(torch.ones(3, 4), dist.group.WORLD.group_name).shape
+        torch.Size([3, 4])
+        >>> dist.destroy_process_group()
+    """
+    Checks("cp_gather_rows").rows_of("rows", rows, "num_rows")
+    world = process_group_size("cp_gather_rows", group)
+    return rows if world == 1 else _gather(rows, world, group)
+
+
+def cp_combine(
+    out: Tensor,
+    lse: Tensor,
+    group: str,
+    cp_rank: Tensor | None = None,
+    *,
+    via: str = "reduce_scatter",
+    lse_base: str = "e",
+) -> MergedStates:
+    """Combine the attention of ranks over their own keys; each keeps its heads.
+
+    Args:
+        out: Output of all heads over this rank's keys, [num_tokens, num_heads, width], bfloat16,
+            float16 or float32. All ranks must have the same shape; num_heads is a multiple of
+            cp_world_size.
+        lse: Its log-sum-exp, [num_tokens, num_heads], float32. Where it is -inf, +inf or NaN this
+            rank has no keys, and its output may hold anything.
+        group: Name of the process group, ``ProcessGroup.group_name``.
+        cp_rank: The rank, [1], int32. Only "reduce_scatter" reads it, for the returned ``lse``;
+            with None a graph in which that is used serves this rank alone.
+        via: "reduce_scatter": an all-gather of ``lse``, then a sum in the dtype of ``out``.
+            "all_to_all": one exchange of outputs and log-sum-exps, merged in float32 and rounded
+            once. "symmetric_memory": the same exchange through memory that GPUs of one host map
+            into each other, without NVLink multicast.
+        lse_base: "e", or "2" for log-sum-exps to base 2.
+
+    Returns:
+        out: Output of this rank's heads over all keys, [num_tokens, num_heads / cp_world_size,
+            width], the dtype of ``out``; 0 where no rank has keys.
+        lse: Its log-sum-exp, [num_tokens, num_heads / cp_world_size], float32, to the base of the
+            inputs; -inf where no rank has keys. On one rank both are the arguments themselves.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, several devices, heads that ranks cannot share evenly,
+            another ``via`` or base, or no process group of this name.
+        TypeError: a dtype other than the ones above, or ``group`` is no name.
+        RuntimeError: ``via`` "symmetric_memory" on another device than a GPU.
+
+    Compile: collectives of ``torch.distributed`` between fused kernels; nothing on one rank.
+        Dynamic in num_tokens. CUDA graphs: yes, after one call outside. Export: yes, but of
+        "symmetric_memory", which C++ packages cannot call.
+
+    Source: vLLM 0.33 ``cp_lse_ag_out_rs`` and ``dcp_a2a_lse_reduce``; semantics re-derived.
+
+    Example:
+        >>> import torch, torch.distributed as dist, dsv4_ops
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> out, lse = torch.ones(1, 2, 1), torch.zeros(1, 2)
+        >>> dsv4_ops.cp_combine(out, lse, dist.group.WORLD.group_name)
+        MergedStates(out=tensor([[[1.],
+                 [1.]]]), lse=tensor([[0., 0.]]))
+        >>> dist.destroy_process_group()
+    """
+    op = "cp_combine"
+    checks = Checks(op)
+    checks.one_of("via", via, *COMBINES, belongs_to="ranks shall combine")
+    checks.one_of("lse_base", lse_base, *LSE_BASES, belongs_to="the log-sum-exps have")
+    checks.floats("out", out, *MERGED_DTYPES)
+    checks.tensor("out", out, out.dtype, "num_tokens", "num_heads", "width")
+    checks.tensor("lse", lse, torch.float32, "num_tokens", "num_heads")
+    if cp_rank is not None:
+        checks.tensor("cp_rank", cp_rank, torch.int32, 1)
+    world = process_group_size(op, group)
+    num_tokens, num_heads, width = out.shape
+    own = num_heads // world
+    if num_heads % world:
+        rule, advice = f"have a multiple of {world} heads, one part a rank", "Pad the heads"
+        raise refusal(ValueError, op, "out", rule, num_heads, advice)
+    if via == "symmetric_memory" and out.device.type != "cuda":
+        rule, advice = f"be another than {via!r} on {out.device.type}", "Pass 'all_to_all'"
+        raise refusal(RuntimeError, op, "via", rule, repr(via), advice)
+    if world == 1:
+        return MergedStates(out, lse)
+    if guard_or_false(num_tokens == 0):  # nothing to send
+        return MergedStates(out[:, :own], lse[:, :own])
+    if via == "reduce_scatter":
+        lses = _gather(lse[None], world, group)
+        share = cp_correct_out(out, lse, lses, lse_base=lse_base)
+        summed = torch.ops._c10d_functional.reduce_scatter_tensor(
+            share.out.transpose(0, 1).contiguous(), "sum", world, group
+        )
+        merged = share.lse.view(num_tokens, world, own)
+        if cp_rank is None:
+            merged = merged[:, group_rank(group)]
+        else:  # a rank that does not exist is none of ours to read out of bounds for
+            merged = merged.index_select(1, cp_rank.clamp(0, world - 1)).squeeze(1)
+        return MergedStates(_arrived(summed).transpose(0, 1), merged)
+    # a block is what one rank gets: outputs, then log-sum-exps as integers of the same width
+    lanes = torch.int32 if out.dtype == torch.float32 else torch.int16
+    sent = [
+        each.unflatten(1, (world, own)).transpose(0, 1).flatten(1)
+        for each in (out.view(lanes), _as_lanes(lse, lanes))
+    ]
+    blocks = torch.cat(sent, 1).view(torch.uint8)
+    exchanged = _exchange(blocks, world, group, via).view(lanes)
+    length = num_tokens * own * width
+    outs = exchanged[:, :length].unflatten(1, (num_tokens, own, width))
+    lses = exchanged[:, length:].unflatten(1, (num_tokens, own, 4 // lanes.itemsize))
+    return merge_states(outs.view(out.dtype), _as_lse(lses), lse_base=lse_base)
+
+
+def process_group_size(op: str, group: str) -> int:
+    """Ask for the ranks of a group; raise an error of ``op`` if there is none."""
+    if not isinstance(group, str):
+        rule, advice = "be the name of a process group", "Pass ProcessGroup.group_name"
+        raise refusal(TypeError, op, "group", rule, type(group).__name__, advice)
+    try:
+        return group_size(group)
+    except RuntimeError as error:
+        rule = "be the name of an initialised process group"
+        advice = "Pass torch.distributed.group.WORLD.group_name after init_process_group"
+        raise refusal(ValueError, op, "group", rule, repr(group), advice) from error
+
+
+def _gather(x: Tensor, world: int, group: str) -> Tensor:
+    """``x`` of all ranks, one behind the other in the first dimension; FP8 as bytes."""
+    held = x.contiguous()
+    sent = held.view(torch.uint8) if held.dtype.is_floating_point and held.itemsize == 1 else held
+    gather = torch.ops._c10d_functional.all_gather_into_tensor
+    return _arrived(gather(sent, world, group)).view(x.dtype)
+
+
+def _arrived(sent: Tensor) -> Tensor:
+    arrived: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
+    return arrived
+
+
+def _exchange(blocks: Tensor, world: int, group: str, via: str) -> Tensor:
+    """Block r of every rank, on rank r."""
+    if via == "symmetric_memory":
+        exchanged: Tensor = _symmetric_exchange(blocks, group)
+        return exchanged
+    each = [1] * world
+    return _arrived(torch.ops._c10d_functional.all_to_all_single(blocks, each, each, group))
+
+
+@torch.library.custom_op("dsv4_ops::_symmetric_exchange", mutates_args=())
+def _symmetric_exchange(blocks: Tensor, group: str) -> Tensor:
+    return exchange_by_symmetric_memory(blocks, group)
+
+
+@_symmetric_exchange.register_fake
+def _(blocks: Tensor, group: str) -> Tensor:
+    return torch.empty_like(blocks, memory_format=torch.contiguous_format)
+
+
+def _as_lanes(lse: Tensor, lanes: torch.dtype) -> Tensor:
+    """Return the bits of float32 as integers of the width of an output, [..., 1 or 2].
+
+    Not as floats, whose NaNs compilers change.
+    """
+    bits = lse.view(torch.int32)
+    if lanes == torch.int32:
+        return bits[..., None]
+    return torch.stack(((bits << 16) >> 16, bits >> 16), -1).to(lanes)
+
+
+def _as_lse(lanes: Tensor) -> Tensor:
+    if lanes.dtype == torch.int32:
+        return lanes.squeeze(-1).view(torch.float32)
+    low, high = lanes.to(torch.int32).unbind(-1)
+    return (high << 16 | (low & 0xFFFF)).view(torch.float32)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.types import ABSENT
-from dsv4_ops.reference.common import gather_rows, table_entries, valid_tokens
+from dsv4_ops.core.types import ABSENT, INT32_MAX
+from dsv4_ops.reference.common import dense, gather_rows, table_entries, valid_tokens
+from dsv4_ops.reference.indexer import ABSENT_KEY, best, sortable
 from dsv4_ops.reference.mla_context import existing, functions, weighted
 
 
@@ -63,6 +64,32 @@ def cp_row_indices(
     index = first + row - start
     inside = (row >= start) & (index < last) & (index >= 0) & (index < num_local_rows)
     return torch.where(exists & inside, owner * num_local_rows + index, ABSENT)
+
+
+def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int) -> Tensor:
+    ranks, num_tokens, width = rows.shape
+    rank = torch.arange(ranks, device=rows.device)[:, None, None]
+    turns, place = (rows // cp_interleave).long(), rows % cp_interleave
+    row = (turns * ranks + rank) * cp_interleave + place
+    exists = (rows >= 0) & (row < INT32_MAX)
+    keys = torch.where(exists, sortable(scores), ABSENT_KEY)
+    keys, row = (
+        each.transpose(0, 1).reshape(num_tokens, ranks * width)
+        for each in (keys, torch.where(exists, row, 0))
+    )
+    return best(keys, topk, row)
+
+
+def cp_local_rows(
+    rows: Tensor, cp_rank: Tensor, *, cp_world_size: int, cp_interleave: int
+) -> tuple[Tensor, Tensor]:
+    num_tokens, topk = rows.shape
+    owner, local = _placed(rows, cp_world_size, cp_interleave)
+    own = (rows >= 0) & (owner == cp_rank)
+    # those of other ranks all go into a column behind the result
+    place = torch.where(own, own.cumsum(1) - 1, topk)
+    found = rows.new_full((num_tokens, topk + 1), ABSENT).scatter(1, place, local)
+    return dense(found[:, :topk]), own.sum(1, dtype=torch.int32)
 
 
 def _placed(position: Tensor, cp_world_size: int, cp_interleave: int) -> tuple[Tensor, Tensor]:

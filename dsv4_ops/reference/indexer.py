@@ -167,10 +167,11 @@ def sortable(scores: Tensor) -> Tensor:
     return torch.where(absolute > _INFINITY, _NAN_KEY, keys)
 
 
-def best(keys: Tensor, topk: int) -> Tensor:
+def best(keys: Tensor, topk: int, column: Tensor | None = None) -> Tensor:
     """Ascending columns of the ``topk`` largest keys of every row, of equal ones the first, then
-    -1."""
-    column = torch.arange(keys.shape[1], device=keys.device)
+    -1. Columns that are not 0, 1, .. come as int64 below 2**31 - 1 in any order."""
+    if column is None:
+        column = torch.arange(keys.shape[1], device=keys.device)
     # key and column in one integer, whose order leaves no tie
     order = (keys.to(torch.int64) << 32) | (INT32_MAX - column)
     order = pad(order, (0, topk), value=torch.iinfo(torch.int64).min)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dsv4_ops.attention import (
+    ContextParallel,
     MlaCache,
     MlaInputs,
     MlaSpec,
@@ -228,7 +229,11 @@ def test_half_precision_and_codes_are_near(layout, near, changed):
         ({"layout": "v4_fp8"}, ValueError, "layout must be 'plain' or 'mla_fp8' or 'mla_ds_fp8'"),
         ({"layout": "mla_ds_fp8"}, NotImplementedError, "layout must be another than 'mla_ds_fp8'"),
         ({"dtype": torch.float16}, TypeError, "dtype must be torch.bfloat16 or torch.float32"),
-        ({"cp_world_size": 2}, NotImplementedError, "cp_world_size must be 1 so far, got 2"),
+        (
+            {"parallel": ContextParallel(group="0", world_size=2, interleave=3)},
+            ValueError,
+            "parallel.interleave must divide block_size, got 3 of blocks",
+        ),
     ],
 )
 def test_errors_of_a_spec(changed, error, message):

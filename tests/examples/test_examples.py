@@ -47,7 +47,7 @@ def run(script: str, *options: object, status: int = 0) -> list[str]:
 
 
 def test_every_script_says_what_it_shows_and_stays_short():
-    numbers = ["01", "02", "03", "04", "05", "06", "07", "08", "10", "11"]
+    numbers = ["01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11"]
     assert [name[:2] for name in SCRIPTS] == numbers
     for name in SCRIPTS:
         text = (EXAMPLES / name).read_text()
@@ -68,6 +68,13 @@ def test_ops_eager():
     lines = run("01_ops_eager.py")
     assert any(line.endswith("[3.594, 8.0, 16.0, 24.0, 0.0, 0.0]") for line in lines)
     assert lines[-1] == "shown: 9 results of ragged steps on cpu, each as worked out by hand"
+
+
+@pytest.mark.slow
+@pytest.mark.nightly("transformers/test_context_parallel.py; no other runs the script")
+def test_context_parallel():
+    last = run("09_context_parallel.py", "--steps", 4)[-1]
+    assert last.startswith("shown: 2 ranks decode the tokens of one process, 0 differ; each holds ")
 
 
 @pytest.mark.slow

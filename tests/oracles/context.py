@@ -1,6 +1,9 @@
 """Chunks of contexts, and what ranks own of them, in plain Python integers: from the docstrings."""
 
+import math
 from collections.abc import Sequence
+
+from tests.oracles.compressor import value_of
 
 INT32_MAX = 2**31 - 1
 
@@ -121,3 +124,45 @@ def cp_row_indices(
             rank = owner(position, cp_world_size, cp_interleave)
             indices[-1] = rank * num_local_rows + row
     return indices
+
+
+def cp_topk(
+    scores: Sequence[Sequence[Sequence[int]]],
+    rows: Sequence[Sequence[Sequence[int]]],
+    *,
+    topk: int,
+    cp_interleave: int,
+) -> list[list[int]]:
+    """Candidates are ranked as by the indexer, each by its row of the request."""
+    ranks, selected = len(rows), []
+    for token in range(len(rows[0])):
+        found: list[tuple[int, float]] = []
+        for rank in range(ranks):
+            for row, bits in zip(rows[rank][token], scores[rank][token], strict=True):
+                turn, place = divmod(row, cp_interleave)
+                whole = cp_interleave * (turn * ranks + rank) + place
+                if row >= 0 and whole < INT32_MAX:
+                    found.append((whole, value_of(bits)))
+
+        def worse(candidate: tuple[int, float]) -> tuple[bool, float, int]:
+            row, score = candidate
+            return math.isnan(score), 0.0 if math.isnan(score) else -score, row
+
+        chosen = sorted(row for row, _ in sorted(found, key=worse)[:topk])
+        selected.append(chosen + [-1] * (topk - len(chosen)))
+    return selected
+
+
+def cp_local_rows(
+    rows: Sequence[Sequence[int]], cp_rank: Sequence[int], *, cp_world_size: int, cp_interleave: int
+) -> tuple[list[list[int]], list[int]]:
+    found, lens = [], []
+    for selected in rows:
+        own = [
+            local_row(row, cp_world_size, cp_interleave)
+            for row in selected
+            if row >= 0 and owner(row, cp_world_size, cp_interleave) == cp_rank[0]
+        ]
+        lens.append(len(own))
+        found.append(own + [-1] * (len(selected) - len(own)))
+    return found, lens

@@ -60,7 +60,7 @@ def sizes_of(spec: LayerSpec, kind: str) -> Sizes:
 class SmallLayer(nn.Module):
     """Projections, the attention layer between them, and the output projection."""
 
-    schedule, state_rings, plan_heads = "decode", False, 0
+    schedule, state_rings, plan_heads, ranks = "decode", False, 0, 1
 
     def __init__(self, kind: str, spec: LayerSpec, device: str = "cpu") -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Engine:
             return Pages(size, i32(stale), order)
 
         self.swa = pages("swa", spec.attention.swa_block_size)
-        self.rows = pages("compressed", spec.attention.block_tokens)
+        self.rows = pages("compressed", spec.attention.block_tokens * layer.ranks)
         self.states = pages("states", spec.state_block_size(kind))
         self.kept = 2 * spec.ratio(kind) if kind == "c4" else spec.ratio(kind)
 

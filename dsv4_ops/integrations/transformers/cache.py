@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dsv4_ops.attention import ContextParallel
 from dsv4_ops.attention.caches import mark_static
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
@@ -50,10 +51,13 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             decoding); of no account without rings.
         kv: Storage of the keys; as passed to ``patch``.
         precision: As passed to ``patch``.
+        parallel: As passed to ``patch``. Each rank has its part of the rows of every block, which
+            then holds as many times the positions.
         device: Device of the tensors.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: a size out of range, or an unsupported model.
+        ValueError, TypeError, NotImplementedError: a size out of range, an unsupported model, or
+            ranks of ``parallel`` that pass different sizes.
 
     Example:
         >>> from dsv4_ops.testing.models import small_config
@@ -77,6 +81,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         next_n: int = 1,
         kv: str = "fp8",
         precision: str | Recipe = "serve",
+        parallel: ContextParallel | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(layers=[])
@@ -91,7 +96,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         chunk = min(max_cache_len, DEFAULT_CHUNK) if max_chunk is None else max_chunk
         checks.at_least(1, max_chunk=chunk)
         checks.device_name("device", device)
-        self.spec = spec_of_config("PagedCache", config, kv, precision)
+        self.spec = spec_of_config("PagedCache", config, kv, precision, parallel=parallel)
         # the public names are properties of transformers' Cache
         self._max_batch_size, self._max_cache_len = max_batch_size, max_cache_len
         self.max_chunk = chunk
@@ -100,6 +105,17 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self.owns_blocks = num_blocks is None
         blocks = max_batch_size * self.blocks_per_row if num_blocks is None else num_blocks
         checks.at_least(1, num_blocks=blocks)
+        if self.spec.parallel is not None:
+            self.spec.parallel.agree(
+                "PagedCache",
+                "cache",
+                self.device,
+                max_batch_size=max_batch_size,
+                max_cache_len=max_cache_len,
+                num_blocks=blocks,
+                max_chunk=chunk,
+                made_for=self.spec.fingerprint,
+            )
         self._pool = BlockPool(max_batch_size, blocks, self.blocks_per_row)
         self.rings = self.spec.rings(max_cache_len, chunk, next_n)
         self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
@@ -123,6 +139,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         if spec is None:
             raise refusal(ValueError, op, "model", "be patched", "another", "Call patch first")
         given = {"kv": spec.kv, "precision": spec.recipe, "device": model.device}
+        given["parallel"] = spec.parallel
         return cls(model.config, **{**given, **sizes})
 
     def _pool_table(self) -> Tensor:
@@ -258,11 +275,13 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
     def __repr__(self) -> str:
         parts = self.memory()
         shown = ", ".join(f"{name} {readable(size)}" for name, size in parts.items())
+        ranks = self.spec.parallel
+        share = "" if ranks is None else f", one of {ranks.world_size} ranks"
         return (
             f"PagedCache({len(self)} layers, max_batch_size={self.max_batch_size}, "
             f"max_cache_len={self.max_cache_len}, "
             f"num_blocks={self.num_blocks}, max_chunk={self.max_chunk}, kv={self.spec.kv!r}, "
-            f"device={str(self.device)!r}; {readable(sum(parts.values()))}: {shown})"
+            f"device={str(self.device)!r}{share}; {readable(sum(parts.values()))}: {shown})"
         )
 
     def memory(self) -> dict[str, int]:

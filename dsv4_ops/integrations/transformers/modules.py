@@ -172,10 +172,17 @@ def check_modules(op: str, spec: ModelSpec, body: Any, device: torch.device) -> 
             raise refusal(ValueError, op, name, rule, weight.device, _ONE_DEVICE)
 
 
+def local(weight: Tensor) -> Tensor:
+    """This rank's part of a weight that Hugging Face's tensor parallelism split."""
+    part: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+    return part
+
+
 def check_skipped(op: str, spec: ModelSpec, name: str, attention: Any) -> None:
     """Raise if a module of an attention layer that steps do not call was changed."""
     for part, module in spec.skipped_modules(attention):
-        found = _change(module)
+        shared = spec.parallel is not None and hasattr(getattr(module, "weight", None), "to_local")
+        found = None if shared else _change(module)
         if found:
             raise _changed(op, f"{name}.{part}", found)
 

@@ -24,6 +24,7 @@ from dsv4_ops.integrations.transformers.dropped import (
     may_wait,
     storable,
     unknown_id,
+    values_are_free,
 )
 from dsv4_ops.integrations.transformers.steps import check_cache
 
@@ -85,6 +86,8 @@ def padded_step(
     _check(spec, shape, attention_mask, position_ids, cache)
     batch, length = shape
     before, device = cache.seq_lens[:batch], cache.device
+    if spec.parallel is not None and values_are_free(before):
+        spec.parallel.agree(OP, "batch", device, shape=shape)
     valid = torch.ones(shape, dtype=torch.bool, device=device)
     if attention_mask is not None:
         valid = attention_mask[:, attention_mask.shape[1] - length :] != 0

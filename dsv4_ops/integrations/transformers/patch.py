@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dsv4_ops.attention import ContextParallel
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.dispatch.choice import IMPLS
@@ -24,6 +25,7 @@ def patch(
     impl: str = "auto",
     batch_invariant: bool = False,
     plan: bool = True,
+    parallel: ContextParallel | None = None,
 ) -> Any:
     """Let a DeepSeek model of Hugging Face run from a ``PagedCache``.
 
@@ -66,6 +68,10 @@ def patch(
             64 tokens of 64 heads). Not used with ``batch_invariant``, impl "flash_mla" or
             "reference", or more than 16383 tokens; export with that limit on the token dimension,
             or without a plan. V3 and V2 have none.
+        parallel: Ranks that share the cache of every request, of V3 and V2: each stores the rows of
+            its turns of positions. All of them run the same steps. Where Hugging Face's tensor
+            parallelism split ``q_b_proj`` and ``kv_b_proj`` ("colwise") and ``o_proj`` ("rowwise")
+            over the same ranks, they gather queries and keep their own heads.
 
     Returns:
         ``model``.
@@ -73,7 +79,8 @@ def patch(
     Raises:
         NotImplementedError: an unsupported architecture, layer type, rotary embedding or size, or a
             split or offloaded model.
-        ValueError, TypeError: an invalid argument, or a model that is patched already.
+        ValueError, TypeError: an invalid argument, a model that is patched already, or ranks of
+            ``parallel`` that patch different models.
 
     Example:
         >>> from dsv4_ops.testing.models import small_model
@@ -91,10 +98,13 @@ def patch(
     checks.flag("plan", plan)
     checks.one_of("impl", impl, *IMPLS, belongs_to="shall run")
     chosen: dict[str, Any] = {"batch_invariant": batch_invariant, "impl": impl, "plan": plan}
-    spec = spec_of_config("patch", config, kv, precision, **chosen)
+    spec = spec_of_config("patch", config, kv, precision, **chosen, parallel=parallel)
     _check_model(model, spec)
+    spec = spec.of_model(model)
     spec.check_model("patch", model)
     quantized.check("patch", model)
+    if spec.parallel is not None:
+        spec.parallel.agree("patch", "model", model.device, spec=spec)
     spec = spec.scheduled(next(model.parameters()).device)
     spec.prepare(model)
     quantized.prepare(model)

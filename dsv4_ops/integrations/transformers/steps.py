@@ -153,6 +153,9 @@ def _run(
     if values_are_free(*of_batch, cache.tables.pool):
         sizes = (spec.block_tokens, spec.most_tokens(cache))
         check_batch(op, batch, cache, vocab_size, sizes)
+        if spec.parallel is not None:
+            shapes = {"num_tokens": len(batch.tokens), "num_reqs": len(batch.rows)}
+            spec.parallel.agree(op, "batch", cache.device, **shapes)
     num_tokens = batch.tokens.shape[0]
     if num_tokens == 0 or batch.rows.shape[0] == 0:
         cache.dropped.add_((starts[1:] - starts[:-1]).clamp(min=0).sum())

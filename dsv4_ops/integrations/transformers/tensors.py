@@ -53,6 +53,17 @@ class CacheTables:
 
 
 @dataclass(frozen=True)
+class ShardedTables(CacheTables):
+    """Tables of a cache whose compressed rows several ranks share.
+
+    Attributes:
+        cp_rank: The rank, [1], int32: a tensor, so that one package serves all ranks.
+    """
+
+    cp_rank: Tensor
+
+
+@dataclass(frozen=True)
 class RopeTables:
     """Cosines and sines of window layers and of layers with a compressor."""
 
@@ -126,7 +137,7 @@ pytree.register_pytree_node(
     from_dumpable_context=str,
     flatten_with_keys_fn=_flatten_with_keys,
 )
-for _pytree_class in (StepBatch, CacheTables, RopeTables):
+for _pytree_class in (StepBatch, CacheTables, ShardedTables, RopeTables):
     pytree.register_dataclass(
         _pytree_class, serialized_type_name=f"dsv4_ops.transformers.{_pytree_class.__name__}"
     )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.testing.case import Case, OpTesting, i32, i64
+from dsv4_ops.testing.case import Case, OpTesting, i32, i64, spoil
 from dsv4_ops.testing.cases.mla_context import INF, NAN, merged_lses, merged_out
 from dsv4_ops.testing.float64.mla_context import exact_share
 
@@ -149,6 +149,97 @@ cp_row_indices = OpTesting(
         _ranks(2**31 - 1, 64, num_local_rows=2**31 - 1),
     ),
     make=_row_call,
+)
+
+
+def _topk_cases() -> list[Case]:
+    # rows 0, 5 and 3, 6 of the request; without a rank's row 3 rows 0 and 3, 6
+    rows = i32([[[0, 3], [0, -1], [3, 0]], [[1, 2], [1, 2], [-1, -4]]])
+    scores = torch.tensor(
+        [[[1.0, 2.0], [-0.0, 9.0], [NAN, -INF]], [[2.0, 2.0], [0.0, -1.0], [9.0, 9.0]]]
+    )
+    two = {"topk": 2, "cp_interleave": 2}
+    return [
+        Case("ties and no row", (scores, rows), two, ([[3, 5], [0, 3], [0, 5]],)),
+        Case(
+            "all",
+            (scores, rows),
+            {"topk": 5, "cp_interleave": 2},
+            ([[0, 3, 5, 6, -1], [0, 3, 6, -1, -1], [0, 5, -1, -1, -1]],),
+        ),
+        Case("NaN last", (scores[:, 2:], rows[:, 2:]), {**two, "topk": 1}, ([[0]],)),
+        Case(
+            "rows beyond int32",
+            (torch.ones(2, 1, 1), i32([[[2**30 - 1]], [[2**30 - 1]]])),
+            {"topk": 2, "cp_interleave": 1},
+            ([[2**31 - 2, -1]],),
+        ),
+        Case("one rank", (scores[:1], rows[:1]), two, ([[0, 3], [0, -1], [0, 3]],)),
+        Case("no candidate", (scores[..., :0], rows[..., :0]), two, ([[-1, -1]] * 3,)),
+        Case("no token", (scores[:, :0], rows[:, :0]), two, ([],)),
+    ]
+
+
+def _topk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator
+
+    seed = generator(draw)
+    ranks = max(draw(st.sampled_from((2, 1, 3, 4))), min_size)
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 6))), min_size)
+    width = max(draw(st.sampled_from((5, 0, 1, 2, 40))), min_size)
+    shape = (ranks, num_tokens, width)
+    scores = torch.randn(shape, generator=seed).mul(2).round()
+    spoil(draw, scores, (NAN, INF, -INF, -0.0, 1e-45), 6)
+    # a rank's rows are distinct
+    rows = torch.rand((ranks, num_tokens, 50), generator=seed).argsort(-1)[..., :width].int()
+    spoil(draw, rows, (-1, -7, 2**31 - 1, -(2**31), 2**30), 6)
+    return Case("sampled", (scores, rows), settings)
+
+
+cp_topk = OpTesting(
+    cases=_topk_cases,
+    settings=tuple(
+        {"topk": topk, "cp_interleave": turn} for topk, turn in ((5, 2), (1, 1), (64, 3), (0, 64))
+    ),
+    make=_topk_call,
+)
+
+
+def _local_cases() -> list[Case]:
+    rows = i32([[0, 3, 5, 6, -1], [-1, 9, 2, -5, 8], [2, 3, 6, 7, 2**31 - 1]])
+    turns = _ranks(2, 2)
+    first = [[0, 3, -1, -1, -1], [5, 4, -1, -1, -1], [-1] * 5], [2, 2, 0]
+    second = [[1, 2, -1, -1, -1], [0, -1, -1, -1, -1], [0, 1, 2, 3, 2**30 - 1]], [2, 1, 5]
+    none = [[-1] * 5] * 3, [0] * 3
+    return [
+        Case("first rank", (rows, i32([0])), turns, first),
+        Case("second rank", (rows, i32([1])), turns, second),
+        Case("of no rank", (rows, i32([2])), turns, none),
+        Case("of a negative rank", (rows, i32([-1])), turns, none),
+        Case("one rank", (rows[:1], i32([0])), _ranks(1, 3), ([[0, 3, 5, 6, -1]], [4])),
+        Case("no column", (rows[:, :0], i32([0])), turns, ([[]] * 3, [0] * 3)),
+        Case("no token", (rows[:0], i32([0])), turns, ([], [])),
+    ]
+
+
+def _local_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator
+
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 6))), min_size)
+    topk = max(draw(st.sampled_from((5, 0, 1, 2, 40))), min_size)
+    rows = torch.randint(-1, 300, (num_tokens, topk), generator=generator(draw)).int()
+    spoil(draw, rows, (-1, -7, 2**31 - 1, -(2**31), 2**30), 6)
+    return Case("sampled", (rows, i32([draw(st.sampled_from(_RANKS))])), settings)
+
+
+cp_local_rows = OpTesting(
+    cases=_local_cases,
+    settings=(_ranks(2, 2), _ranks(4, 3), _ranks(1, 5), _ranks(2**31 - 1, 2**31 - 1)),
+    make=_local_call,
 )
 
 

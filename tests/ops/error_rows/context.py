@@ -42,6 +42,14 @@ OWN |= {
         "local_starts": Valid(i32([0, 2, 0]), "[num_reqs]"),
         "local_cu_seq_lens": Valid(i32([0, 1, 2, 3]), "[num_reqs + 1]"),
     },
+    "cp_topk": {
+        "scores": Valid(torch.ones(2, 5, 3), "[cp_world_size, num_tokens, num_candidates]"),
+        "rows": Valid(torch.ones(2, 5, 3).int(), "[cp_world_size, num_tokens, num_candidates]"),
+    },
+    "cp_local_rows": {
+        "rows": Valid(torch.ones(5, 3).int(), "[num_tokens, topk]"),
+        "cp_rank": Valid(i32([1]), "[1]"),
+    },
     "cp_correct_out": {
         "out": OUT,
         "lse": LSE,
@@ -59,6 +67,8 @@ MINIMUM |= {"max_context_tokens": 0}
 COUNTS |= {
     "num_k": "the gathered keys",
     "num_parts": "the parts of the keys",
+    "cp_world_size": "the ranks that share a sequence",
+    "num_candidates": "the rows that a rank found",
     "num_rows": "the rows of the result",
 }
 
@@ -163,6 +173,14 @@ CONTEXT_TABLE: dict[str, list[Entry]] = {
             ValueError,
             "local_cu_seq_lens must have shape [num_reqs + 1], got [0]. "
             "Pass at least 1 entry, even for an empty batch.",
+        ),
+    ],
+    "cp_topk": [
+        (
+            "no rank",
+            {"scores": torch.ones(0, 5, 3), "rows": torch.ones(0, 5, 3).int()},
+            ValueError,
+            "cp_world_size must be at least 1, got 0. Pass 1 or more.",
         ),
     ],
     "cp_correct_out": [

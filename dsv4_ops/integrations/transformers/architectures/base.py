@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from dsv4_ops.attention import ContextParallel
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.integrations.transformers.modules import Maker
@@ -125,6 +126,7 @@ class ModelSpec(ABC):
         batch_invariant: bool = False,
         impl: str = "auto",
         plan: bool = True,
+        parallel: ContextParallel | None = None,
     ) -> ModelSpec:
         """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
 
@@ -139,6 +141,11 @@ class ModelSpec(ABC):
     @abstractmethod
     def impl(self) -> str:
         """As passed to ``patch``."""
+
+    @property
+    def parallel(self) -> ContextParallel | None:
+        """Ranks that share the cache; None where there is one."""
+        return None
 
     @property
     @abstractmethod
@@ -221,6 +228,10 @@ class ModelSpec(ABC):
     @abstractmethod
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
         """Modules of an attention layer that steps do not call."""
+
+    def of_model(self, model: Any) -> ModelSpec:
+        """The spec for a model of this configuration, parts of which other ranks may have."""
+        return self
 
     def check_model(self, op: str, model: Any) -> None:
         """Raise if a model of the right class differs from its configuration."""

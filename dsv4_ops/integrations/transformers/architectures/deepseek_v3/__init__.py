@@ -4,6 +4,7 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec import Ml
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3.tensors import (
     MlaRope,
     MlaTables,
+    ShardedMlaTables,
 )
 
-__all__ = ["MlaModelSpec", "MlaRope", "MlaTables"]
+__all__ = ["MlaModelSpec", "MlaRope", "MlaTables", "ShardedMlaTables"]

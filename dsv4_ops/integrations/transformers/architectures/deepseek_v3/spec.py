@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.attention import (
+    ContextParallel,
     MlaCache,
     MlaInputs,
     MlaSpec,
@@ -37,11 +38,16 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v3.rotary import 
     rotary_of,
     softmax_scale,
 )
-from dsv4_ops.integrations.transformers.architectures.deepseek_v3.tensors import MlaRope, MlaTables
+from dsv4_ops.integrations.transformers.architectures.deepseek_v3.tensors import (
+    MlaRope,
+    MlaTables,
+    ShardedMlaTables,
+)
 from dsv4_ops.integrations.transformers.modules import (
     Maker,
     check_skipped,
     is_part,
+    local,
     unwrapped,
 )
 from dsv4_ops.integrations.transformers.recipe import Recipe
@@ -88,6 +94,7 @@ class MlaModelSpec(ModelSpec):
         batch_invariant: bool = False,
         impl: str = "auto",
         plan: bool = True,
+        parallel: ContextParallel | None = None,
     ) -> MlaModelSpec:
         """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
         Checks(op).one_of("kv", kv, *_LAYOUT_OF_KV, belongs_to="the cache shall hold")
@@ -105,6 +112,7 @@ class MlaModelSpec(ModelSpec):
             dtype=dtype,
             batch_invariant=batch_invariant,
             impl=impl,
+            parallel=parallel,
         )
         model_dtype = getattr(config, "dtype", None)
         if not isinstance(model_dtype, torch.dtype):  # no model was made from this configuration
@@ -124,6 +132,8 @@ class MlaModelSpec(ModelSpec):
             "interleaved": interleaved,
             "angles": angles,
         }
+        if layers.ranks is not None:
+            held["ranks"] = f"{layers.cp_world_size} of {layers.cp_interleave} rows"
         return cls(
             kinds=kinds,
             recipe=recipe,
@@ -140,8 +150,12 @@ class MlaModelSpec(ModelSpec):
         return self.layers.impl
 
     @property
+    def parallel(self) -> ContextParallel | None:
+        return self.layers.ranks
+
+    @property
     def block_tokens(self) -> int:
-        return self.layers.block_size
+        return self.layers.block_tokens
 
     # The cache
 
@@ -149,7 +163,8 @@ class MlaModelSpec(ModelSpec):
         return {}
 
     def tables(self, pool: Tensor, rings: dict[str, int], max_cache_len: int) -> MlaTables:
-        return MlaTables(pool)
+        ranks = self.parallel
+        return MlaTables(pool) if ranks is None else ShardedMlaTables(pool, ranks.rank(pool.device))
 
     def rope_tables(self, num_positions: int, device: torch.device) -> MlaRope:
         rounded = None if self.recipe.rope_float32 else self.dtype
@@ -167,9 +182,10 @@ class MlaModelSpec(ModelSpec):
 
     def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> MlaStep:
         table, num_tokens = cache.tables.blocks, step.tokens.positions.shape[0]
+        rank = None if self.parallel is None else cache.tables.cp_rank
         # of an unknown size no guard is made: it may be any
         if statically_known_true(num_tokens <= step.num_reqs):
-            return mla_step_of_tokens(self.layers, step.tokens, table)
+            return mla_step_of_tokens(self.layers, step.tokens, table, cp_rank=rank)
         short = num_tokens < self.layers.break_even * step.num_reqs
         absorbed = schedule == "decode" or statically_known_true(short)
         requests = step.requests()
@@ -181,21 +197,25 @@ class MlaModelSpec(ModelSpec):
             torch.where(requests.rows[:, None] >= 0, owned, -1),
             requests.query_start_loc,
             requests.seq_lens,
+            rank,
         )
 
     def chunked(self, cache: CacheTensors, num_reqs: int) -> MlaSpec:
         """Spec of a step that expands its contexts."""
-        size, num_rows = self.layers.block_size, cache.num_rows
+        size, num_rows = self.layers.block_tokens, cache.num_rows
         longest = cache.rope.num_positions
         # rows share no blocks, so that all contexts fit into the cache
         capacity = cache.layers[0].kv.shape[0] * size
         rows = mla_workspace_rows(max_model_len=longest, max_num_seqs=num_rows, block_size=size)
-        rows = min(rows, capacity)
+        turn = self.layers.cp_world_size * self.layers.cp_interleave
+        rows = min(-(-rows // turn) * turn, capacity)
         chunks = max_context_chunks(
             num_reqs=num_reqs,
             max_model_len=longest,
             workspace_rows=rows,
             max_context_tokens=capacity,
+            cp_world_size=self.layers.cp_world_size,
+            cp_interleave=self.layers.cp_interleave,
         )
         return replace(
             self.layers,
@@ -206,7 +226,7 @@ class MlaModelSpec(ModelSpec):
         )
 
     def most_tokens(self, cache: CacheTensors) -> int:
-        longest: int = cache.tables.blocks.shape[1] * self.layers.block_size
+        longest: int = cache.tables.blocks.shape[1] * self.block_tokens
         return longest
 
     def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
@@ -259,7 +279,7 @@ class MlaModelSpec(ModelSpec):
             context.rope,
             getattr(module, _KEYS),
             getattr(module, _VALUES),
-            module.kv_b_proj.weight.to(spec.dtype) if expands else None,
+            local(module.kv_b_proj.weight).to(spec.dtype) if expands else None,
         )
         attended = mla_layer(spec, inputs, weights, context.caches, context.step)
         out: Tensor = module.o_proj(attended.to(hidden.dtype))
@@ -270,6 +290,17 @@ class MlaModelSpec(ModelSpec):
 
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
         yield "kv_b_proj", attention.kv_b_proj
+
+    def of_model(self, model: Any) -> MlaModelSpec:
+        """The spec with the heads that this rank has of the model."""
+        spec = self.layers
+        weights = [local(each.kv_b_proj.weight) for _, each in _attentions(model.model)]
+        heads = {len(weight) // (spec.qk_nope_head_dim + spec.v_head_dim) for weight in weights}
+        if self.parallel is None or heads != {spec.num_heads // spec.cp_world_size}:
+            return self
+        parallel = replace(self.parallel, shards_heads=True)
+        layers = replace(spec, num_heads=heads.pop(), parallel=parallel)
+        return replace(self, layers=layers)
 
     def check_model(self, op: str, model: Any) -> None:
         check_rotary(op, model, self.rotary)
@@ -301,13 +332,13 @@ class MlaModelSpec(ModelSpec):
         if torch.compiler.is_compiling():
             return
         for _, attention in _attentions(body):
-            if getattr(attention, _SOURCE) != _identity(attention.kv_b_proj.weight):
+            if getattr(attention, _SOURCE) != _identity(local(attention.kv_b_proj.weight)):
                 self._split(attention)
 
     @torch.no_grad()
     def _split(self, attention: Any) -> None:
         """Keep the halves of ``kv_b_proj`` beside it, at fixed addresses."""
-        spec, weight = self.layers, attention.kv_b_proj.weight
+        spec, weight = self.layers, local(attention.kv_b_proj.weight)
         halves = split_kv_b_proj(
             weight,
             num_heads=spec.num_heads,

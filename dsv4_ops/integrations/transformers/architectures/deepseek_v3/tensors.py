@@ -25,6 +25,17 @@ class MlaTables:
 
 
 @dataclass(frozen=True)
+class ShardedMlaTables(MlaTables):
+    """Tables of a cache that several ranks share.
+
+    Attributes:
+        cp_rank: The rank, [1], int32: a tensor, so that one package serves all ranks.
+    """
+
+    cp_rank: Tensor
+
+
+@dataclass(frozen=True)
 class MlaRope:
     """Cosines and sines of all layers, [max_cache_len, qk_rope_head_dim], float32."""
 
@@ -36,7 +47,7 @@ class MlaRope:
         return self.table.shape[0]
 
 
-for _pytree_class in (MlaTables, MlaRope):
+for _pytree_class in (MlaTables, ShardedMlaTables, MlaRope):
     pytree.register_dataclass(
         _pytree_class, serialized_type_name=f"dsv4_ops.transformers.{_pytree_class.__name__}"
     )

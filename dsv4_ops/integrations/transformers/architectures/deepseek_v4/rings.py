@@ -88,6 +88,7 @@ def build_step(
         BlockTables(swa=tables.swa, c4=tables.compressed, c128=tables.compressed),
         StateTables(c4=tables.c4_states, c128=tables.c128_states),
         plan_heads=heads,
+        cp_rank=None if spec.ranks is None else tables.cp_rank,
     )
     groups = {kind: getattr(step, kind) for kind in ("c4", "c128")}
     for layer in cache.layers:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dsv4_ops.attention import AttentionStep, LayerCaches, LayerSpec
+from dsv4_ops.attention import AttentionStep, ContextParallel, LayerCaches, LayerSpec
 from dsv4_ops.attention.metadata import AttentionSpec
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
@@ -45,7 +45,12 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v4.rotary import 
 )
 from dsv4_ops.integrations.transformers.modules import Maker
 from dsv4_ops.integrations.transformers.recipe import Recipe
-from dsv4_ops.integrations.transformers.tensors import CacheTables, CacheTensors, RopeTables
+from dsv4_ops.integrations.transformers.tensors import (
+    CacheTables,
+    CacheTensors,
+    RopeTables,
+    ShardedTables,
+)
 from dsv4_ops.ops.rope import ROPE_DIM
 
 _DTYPE_OF_KV = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -87,6 +92,7 @@ class DeepseekV4Spec(ModelSpec):
         batch_invariant: bool = False,
         impl: str = "auto",
         plan: bool = True,
+        parallel: ContextParallel | None = None,
     ) -> DeepseekV4Spec:
         """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
         _check_layer_types(op, config)
@@ -108,6 +114,7 @@ class DeepseekV4Spec(ModelSpec):
             layout=layout,
             indexer_layout=indexer_layout,
             dtype=_DTYPE_OF_KV[kv],
+            parallel=parallel,
         )
         check_frequencies(op, config, layers)
         kinds = tuple(KIND_OF_TYPE[kind] for kind in config.layer_types)
@@ -136,6 +143,9 @@ class DeepseekV4Spec(ModelSpec):
             device: Device of the model.
         """
         layers = self.step_layers
+        # FlashMLA's schedule goes by lengths that a rank knows in the layer only
+        if layers.impl == FLASH_MLA and layers.ranks is not None:
+            return self
         if layers.impl not in LIBRARIES or choice.unusable(layers.impl):
             return self
         if layers.impl == DEEP_GEMM and "c4" in self.kinds:
@@ -157,8 +167,13 @@ class DeepseekV4Spec(ModelSpec):
         return self.step_layers.impl
 
     @property
+    def parallel(self) -> ContextParallel | None:
+        return self.layers.ranks
+
+    @property
     def block_tokens(self) -> int:
-        return self.layers.attention.block_tokens
+        ranks = self.layers.ranks
+        return self.layers.attention.block_tokens * (1 if ranks is None else ranks.world_size)
 
     # The cache
 
@@ -176,7 +191,9 @@ class DeepseekV4Spec(ModelSpec):
         for name, block_size in sizes.items():
             block = torch.arange(-(-max_cache_len // block_size), dtype=torch.int32)
             tables[name] = (row * rings[name] + block % rings[name]).to(pool.device)
-        return CacheTables(compressed=pool, **tables)
+        if self.parallel is None:
+            return CacheTables(compressed=pool, **tables)
+        return ShardedTables(compressed=pool, **tables, cp_rank=self.parallel.rank(pool.device))
 
     def rope_tables(self, num_positions: int, device: torch.device) -> RopeTables:
         return RopeTables(
@@ -341,7 +358,10 @@ def _fingerprint(layers: LayerSpec, kinds: tuple[str, ...], rope_dtype: torch.dt
     parts: list[LayerSpec | AttentionSpec | YarnScaling] = [layers.attention, layers]
     for part in parts if layers.yarn is None else [*parts, layers.yarn]:
         values |= {field.name: getattr(part, field.name) for field in fields(part)}
-    for name in ("attention", *_OF_STEPS):  # listed field by field, or not about the cache
+    # listed field by field, or not about the cache
+    for name in ("attention", "parallel", *_OF_STEPS):
         del values[name]
+    if layers.ranks is not None:
+        values["ranks"] = f"{layers.ranks.world_size} of {layers.ranks.interleave} rows"
     values["yarn"] = layers.yarn is not None
     return "; ".join(f"{name}={value}" for name, value in values.items())

@@ -1,0 +1,421 @@
+"""Benchmark context parallelism: the combine by each collective, and V3's attention on N GPUs.
+
+It starts a process per GPU (two of gloo on a CPU, which checks and times small cases only). Before
+anything is timed, each variant of the combine is compared with float64: eager, compiled, and
+captured in a CUDA graph that is replayed with other inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import itertools
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import dsv4_ops as ops
+from benchmarks.harness.options import add_cases, chosen_device
+from benchmarks.harness.timing import Capture, wall_us
+from benchmarks.run import BenchError
+from dsv4_ops.attention import (
+    ContextParallel,
+    LayerCaches,
+    LayerInputs,
+    LayerSpec,
+    LayerWeights,
+    MlaCache,
+    MlaSpec,
+    MlaWeights,
+    StateTables,
+    attention_layer,
+    build_attention_step,
+    build_mla_step,
+)
+from dsv4_ops.attention.metadata import BlockTables
+from dsv4_ops.attention.mla_layer import attend_absorbed
+from dsv4_ops.core.layout import IndexerLayout
+
+GROUPS = ("combine", "layer", "v4_layer")
+RANK, ONE_GPU, TENSOR, CONTEXT = 512, "one GPU", "tensor parallel", "context parallel"
+CUDA_VARIANTS = ("reduce_scatter", "all_to_all", "symmetric_memory")
+CPU_VARIANTS = CUDA_VARIANTS[:2]
+
+_HEADS, _TOKENS = (64, 128), (1, 4, 16, 32, 64, 128, 256)
+_CONTEXTS, _BATCHES = (131072, 1048576), (1, 8, 32)
+_CALLS = 16
+"""Of a graph, so that its launch does not count."""
+_SAMPLES = 7
+_V4_HEADS = 64
+_INTERLEAVE = 64
+"""Positions on one rank in turn: a block."""
+
+
+@dataclass
+class Row:
+    """A time in microseconds of device, the same on all ranks as they wait for each other.
+
+    Args:
+        group: "combine", "layer" for the attention of a V3 layer between its projections, or
+            "v4_layer" for a C4 or C128 layer of DeepSeek-V4.
+        ranks: Processes, a GPU each.
+        variant: Collective of a combine; what a layer shares, behind its kind in V4.
+        heads: Query heads of all ranks.
+        tokens: Tokens of the step, one a request.
+        context: Rows that each of them sees; 0 of a combine.
+        us: Median of replays of a CUDA graph; on a CPU wall time.
+        error: What went wrong.
+    """
+
+    group: str
+    ranks: int
+    variant: str
+    heads: int
+    tokens: int
+    context: int = 0
+    us: float | None = None
+    error: str | None = None
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only this benchmark has."""
+    add_cases(parser, GROUPS)
+    parser.add_argument("--ranks", type=int, metavar="N", help="default: all GPUs; 2 on a CPU")
+
+
+def partials(
+    seed: int, world: int, tokens: int, heads: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Outputs in bfloat16 and log-sum-exps of all ranks; one has no keys for the first token."""
+    made = torch.Generator(device).manual_seed(seed)
+    outs = torch.randn(world, tokens, heads, RANK, generator=made, device=device).bfloat16()
+    lses = torch.randn(world, tokens, heads, generator=made, device=device) * 3
+    outs[0, 0], lses[0, 0] = torch.nan, torch.nan
+    return outs, lses
+
+
+def check(combine: Callable[..., Any], world: int, rank: int, device: torch.device) -> float:
+    """Largest error over what roundings of the shares and of their sum may make."""
+    worst = 0.0
+
+    def error(found: Tensor, outs: Tensor, lses: Tensor) -> float:
+        live = torch.where(lses.isfinite(), lses.double(), -torch.inf)
+        weights = live.softmax(0)[..., None]
+        exact = torch.where(weights > 0, outs.double() * weights, 0).sum(0)
+        own = exact.chunk(world, 1)[rank]
+        bound = 2 * world * torch.finfo(outs.dtype).eps * outs.nan_to_num().abs().amax().double()
+        return float(((found.double() - own).abs() / bound).nan_to_num(torch.inf).amax())
+
+    sets = [partials(seed, world, 32, 8 * world, device) for seed in range(2)]
+    for outs, lses in sets:
+        worst = max(worst, error(combine(outs[rank], lses[rank]).out, outs, lses))
+    if device.type == "cuda":
+        out, lse = (each[rank].clone() for each in sets[0])
+        capture = Capture([lambda: combine(out, lse)])
+        for outs, lses in (sets[1], sets[0]):
+            out.copy_(outs[rank])
+            lse.copy_(lses[rank])
+            capture.graph.replay()
+            worst = max(worst, error(capture.outputs[0].out, outs, lses))
+    return worst
+
+
+def time_us(calls: Sequence[Callable[[], Any]], device: torch.device, replays: int) -> float:
+    """Per call, in as many replays a sample on every rank: what one sends, another waits for."""
+    if device.type != "cuda":
+        return float(wall_us(calls[0], device, budget_s=0).median)
+    graph = Capture(calls).graph
+    samples = []
+    for _ in range(_SAMPLES + 1):  # the first brings clocks up
+        dist.barrier()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()  # ranks meet
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        samples.append(start.elapsed_time(stop) * 1e3 / (replays * len(calls)))
+    return float(statistics.median(samples[1:]))
+
+
+class Ranks:
+    """What a process measures; rank 0 keeps the rows."""
+
+    def __init__(self, rank: int, world: int, device: torch.device, smoke: bool) -> None:
+        self.rank, self.world, self.device, self.smoke = rank, world, device, smoke
+        self.group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        variants = CUDA_VARIANTS if device.type == "cuda" else CPU_VARIANTS
+        compiled = device.type == "cuda"  # on a CPU tests compile it
+        self.eager = {
+            via: functools.partial(ops.cp_combine, group=self.group, via=via) for via in variants
+        }
+        self.variants: dict[str, Callable[..., Any]] = {
+            via: _compiled(call) if compiled else call for via, call in self.eager.items()
+        }
+        self.rows: list[Row] = []
+
+    def say(self, text: str) -> None:
+        """Print on rank 0."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def keep(self, row: Row, measure: Callable[[], float]) -> None:
+        """Measure a row on all ranks and print it."""
+        try:
+            row.us = measure()
+        except Exception as error:
+            row.error = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        self.rows.append(row)
+        self.say(line(row))
+
+    def combine(self) -> None:
+        """Check all variants, then time them."""
+        for via in self.variants:
+            found = {"eager": check(self.eager[via], self.world, self.rank, self.device)}
+            if self.variants[via] is not self.eager[via]:
+                found["compiled"] = check(self.variants[via], self.world, self.rank, self.device)
+            self.say(f"{via}: errors over their bound {found}")
+            if not max(found.values()) <= 1:
+                raise BenchError(f"context_parallel: {via} differs from float64, {found}")
+        for heads in _HEADS:
+            for tokens in _TOKENS[:2] if self.smoke else _TOKENS:
+                sets = [partials(s, self.world, tokens, heads, self.device) for s in range(4)]
+                given = [(outs[self.rank].clone(), lses[self.rank].clone()) for outs, lses in sets]
+                for via, call in self.variants.items():
+                    calls = [
+                        functools.partial(call, *given[number % 4]) for number in range(_CALLS)
+                    ]
+                    row = Row("combine", self.world, via, heads, tokens)
+                    self.keep(row, functools.partial(time_us, calls, self.device, 8))
+
+    def layer(self) -> None:
+        """V3's attention: on one GPU, with heads shared, and with heads and rows shared."""
+        whole = MlaSpec.deepseek_v3()
+        contexts, batches = (_CONTEXTS, _BATCHES) if not self.smoke else ((300,), (1, 3))
+        if self.smoke:
+            whole = replace(whole, num_heads=2 * self.world)
+        blocks = max(contexts) * max(batches) // whole.block_size + max(batches)
+        cache = MlaCache.allocate(whole, blocks, self.device)
+        cache.kv.normal_(generator=torch.Generator(self.device).manual_seed(self.rank))
+        for context in contexts:
+            for batch in batches:
+                for variant, spec in self.specs(whole):
+                    row = Row("layer", self.world, variant, whole.num_heads, batch, context)
+                    self.keep(row, functools.partial(self.attend, spec, cache, batch, context))
+
+    def specs(self, whole: MlaSpec) -> Iterator[tuple[str, MlaSpec]]:
+        """Variants of the layer."""
+        own = replace(whole, num_heads=whole.num_heads // self.world)
+        yield ONE_GPU, whole
+        yield TENSOR, own
+        for via in self.variants:
+            settings = {"interleave": _INTERLEAVE, "via": via, "shards_heads": True}
+            yield f"{CONTEXT}, {via}", replace(own, parallel=ContextParallel.of(**settings))
+
+    def attend(self, spec: MlaSpec, cache: MlaCache, batch: int, context: int) -> float:
+        """Time the absorbed queries, the attention, its combination and the values."""
+        made = torch.Generator(self.device).manual_seed(1)
+        columns = -(-context // spec.block_tokens)
+        order = torch.randperm(batch * columns, generator=made, device=self.device)
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=self.device)
+        lens = torch.full((batch,), context, dtype=torch.int32, device=self.device)
+        rank = None if spec.ranks is None else spec.ranks.rank(self.device)
+        table = order.int().view(batch, columns)
+        step = build_mla_step(spec, starts, lens, table, cp_rank=rank, num_tokens=batch)
+
+        def some(*shape: int) -> Tensor:
+            values = torch.randn(*shape, generator=made, device=self.device)
+            return values.to(spec.dtype)
+
+        heads = spec.num_heads
+        q = [some(batch, heads, spec.qk_nope_head_dim + spec.qk_rope_head_dim) for _ in range(2)]
+        w_uk_t = some(heads, spec.qk_nope_head_dim, spec.kv_lora_rank) / 20
+        w_uv = some(heads, spec.kv_lora_rank, spec.v_head_dim) / 20
+        weights = MlaWeights(torch.empty(0, device=self.device), w_uk_t, w_uv)
+        call = functools.partial(attend_absorbed, spec, weights=weights, cache=cache, step=step)
+        via = None if spec.ranks is None else self.variants[spec.ranks.via]
+        with _combining(via):
+            calls = [functools.partial(call, q=q[number % 2]) for number in range(4)]
+            return time_us(calls, self.device, 1)
+
+    def v4_layer(self) -> None:
+        """Compiled decode layers of DeepSeek-V4-Flash, as ``layer`` has V3's attention."""
+        contexts, batches = (_CONTEXTS, _BATCHES) if not self.smoke else ((700,), (2,))
+        whole = LayerSpec.deepseek_v4_flash()
+        own = replace(whole, num_groups=whole.num_groups // self.world)
+        ranks = ContextParallel.of(shards_heads=True)
+        variants = {ONE_GPU: whole, TENSOR: own, CONTEXT: replace(own, parallel=ranks)}
+        for kind in ("c4", "c128"):
+            for variant, spec in variants.items():
+                call: Any = functools.partial(attention_layer, spec, kind, state_rings=False)
+                if self.device.type == "cuda":
+                    call = torch.compile(call, fullgraph=True, dynamic=True)
+                for context, batch in itertools.product(contexts, batches):
+                    row = Row(
+                        "v4_layer", self.world, f"{kind}, {variant}", _V4_HEADS, batch, context
+                    )
+                    measured = functools.partial(self.attend_v4, call, spec, kind, batch, context)
+                    self.keep(row, measured)
+
+    def attend_v4(
+        self, call: Callable[..., Any], spec: LayerSpec, kind: str, batch: int, context: int
+    ) -> float:
+        """Time a decode step of requests that are at the end of a C128 row."""
+        made = torch.Generator(self.device).manual_seed(1)
+        ranks, attention = spec.ranks, spec.attention
+        share = 1 if ranks is None else self.world
+        heads = _V4_HEADS * spec.num_groups // LayerSpec.deepseek_v4_flash().num_groups
+        context = -(-context // spec.ratio("c128")) * spec.ratio("c128")
+
+        def table(positions: int, kept: int = context) -> Tensor:
+            """Blocks in turns: as many of a request as hold the last ``kept`` positions."""
+            columns, ring = -(-context // positions), min(kept, context) // positions + 1
+            column = torch.arange(columns, dtype=torch.int32, device=self.device)
+            return torch.stack([request * ring + column % ring for request in range(batch)])
+
+        def some(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=made, device=self.device)
+
+        rows = table(attention.block_tokens * share)
+        swa = table(attention.swa_block_size, attention.window_size)
+        states = {each: table(spec.state_block_size(each), 256) for each in ("c4", "c128")}
+        last = torch.full((batch,), context - 1, device=self.device)
+        size = attention.swa_block_size
+        step = build_attention_step(
+            spec,
+            torch.arange(batch + 1, dtype=torch.int32, device=self.device),
+            (last + 1).int(),
+            swa[:, -1] * size + last % size,
+            BlockTables(swa=swa, c4=rows, c128=rows),
+            StateTables(**states),
+            cp_rank=None if ranks is None else ranks.rank(self.device),
+        )
+        caches = LayerCaches.allocate(
+            spec,
+            kind,
+            swa_blocks=int(swa.amax()) + 1,
+            compressed_blocks=int(rows.amax()) + 1,
+            state_blocks=int(states[kind].amax()) + 1,
+            device=self.device,
+        )
+        for cache in (caches.swa, caches.compressed, caches.indexer):
+            if cache is not None:
+                cache.random_(0x20, 0x40, generator=made)  # small numbers in each format
+        width = spec.compressor_width(kind, spec.head_dim)
+        given: dict[str, Tensor] = {
+            "q": some(batch, heads, spec.head_dim).bfloat16(),
+            "kv": some(batch, spec.head_dim).bfloat16(),
+            "kv_score": some(batch, 2 * width),
+        }
+        held = {"ape": some(spec.ratio(kind), width), "norm_weight": some(spec.head_dim)}
+        if kind == "c4":
+            dim = IndexerLayout.head_dim
+            width = spec.compressor_width(kind, dim)
+            given["indexer_q"] = some(batch, 64, dim).bfloat16()
+            given["indexer_weights"] = some(batch, 64)
+            given["indexer_kv_score"] = some(batch, 2 * width)
+            held |= {"indexer_ape": some(4, width), "indexer_norm_weight": some(dim)}
+        weights = LayerWeights(some(context, spec.rope_dim), some(heads), **held)
+        one = functools.partial(call, LayerInputs(**given), weights, caches, step)
+        return time_us([one] * 4, self.device, 1)
+
+
+def _compiled(combine: Callable[..., Any]) -> Callable[..., Any]:
+    """As a model's graph has it: heads are constants, tokens any number above 1."""
+    call = torch.compile(combine, fullgraph=True)
+
+    def run(out: Tensor, lse: Tensor) -> Any:
+        if len(out) > 1:
+            for each in (out, lse):
+                torch._dynamo.mark_dynamic(each, 0)
+        return call(out, lse)
+
+    return run
+
+
+@contextlib.contextmanager
+def _combining(combine: Callable[..., Any] | None) -> Iterator[None]:
+    """The compiled combine in the layer, as its graph has it; the rest of it is kernels anyway."""
+    layer = importlib.import_module("dsv4_ops.attention.mla_layer")
+    before = layer.cp_combine
+    if combine is not None:
+        vars(layer)["cp_combine"] = lambda out, lse, group, via: combine(out, lse)
+    try:
+        yield
+    finally:
+        vars(layer)["cp_combine"] = before
+
+
+HEADER = "| what | ranks | variant | heads | tokens | context | us |\n|---|---|---|---|---|---|---|"
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    context = "" if row.context == 0 else f"{max(row.context // 1024, 1)}k"
+    us = "" if row.us is None else f"{row.us:.1f}"
+    cells = (row.group, row.ranks, row.variant, row.heads, row.tokens, context, us)
+    return "| " + " | ".join(map(str, cells)) + " |" + (f" {row.error}" if row.error else "")
+
+
+def _process(
+    rank: int, world: int, kind: str, groups: Sequence[str], smoke: bool, out: str
+) -> None:
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{out}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=120),
+    )
+    torch._dynamo.config.recompile_limit = 64  # calls of all variants share a frame
+    with torch.no_grad():
+        ranks = Ranks(rank, world, device, smoke)
+        name = torch.cuda.get_device_name(device) if kind == "cuda" else "CPU, gloo"
+        ranks.say(f"{world} x {name}, torch {torch.__version__}\n\n{HEADER}")
+        for group in groups:
+            getattr(ranks, group)()
+    if rank == 0:
+        text = "".join(json.dumps(asdict(row)) + "\n" for row in ranks.rows)
+        Path(out, "rows.jsonl").write_text(text)
+    dist.barrier()
+    os._exit(0)  # a captured collective may outlive its group
+
+
+def run(options: argparse.Namespace) -> None:
+    """Time the cases of the command line; rows and table go to ``options.out``."""
+    device = chosen_device(options)
+    on_cpu = device.type == "cpu"
+    world = options.ranks or (2 if on_cpu else torch.cuda.device_count())
+    if world < 2 or (not on_cpu and world > torch.cuda.device_count()):
+        raise BenchError(f"context_parallel: it takes 2 ranks or more with a GPU each, got {world}")
+    groups = options.cases or GROUPS
+    with tempfile.TemporaryDirectory() as folder:
+        given = (world, device.type, groups, options.smoke or on_cpu, folder)
+        start: Any = importlib.import_module("torch.multiprocessing").spawn
+        start(_process, given, nprocs=world)
+        text = Path(folder, "rows.jsonl").read_text()
+        rows = [Row(**json.loads(each)) for each in text.splitlines()]
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "context_parallel.md").write_text("\n".join([HEADER, *map(line, rows)]) + "\n")
+    with (out / "context_parallel.jsonl").open("w") as file:
+        file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+    failed = [row for row in rows if row.error]
+    if failed:
+        raise BenchError(f"{len(failed)} cases failed, {failed[0].error}")

@@ -1,0 +1,129 @@
+"""A layer's attention where compressed rows lie on several ranks.
+
+Every rank has the whole window and the compressors' states, and of the compressed rows its share.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.attention.impl import indexer_impl
+from dsv4_ops.attention.output import attend_decode
+from dsv4_ops.attention.parallel import ContextParallel
+from dsv4_ops.attention.spec import LayerSpec
+from dsv4_ops.attention.step import AttentionStep, RankShare
+from dsv4_ops.attention.tensors import LayerCaches, LayerWeights
+from dsv4_ops.core.torch_compat import statically_known_true
+from dsv4_ops.core.types import IndexerQuery
+from dsv4_ops.ops.context_parallel import (
+    cp_combine,
+    cp_gather_heads,
+    cp_gather_rows,
+    cp_local_rows,
+    cp_topk,
+)
+from dsv4_ops.ops.indexer import indexer_logits, indexer_topk
+from dsv4_ops.ops.indices import global_topk_indices_and_lens
+from dsv4_ops.ops.mla_context import merge_states
+from dsv4_ops.reference.common import masked_index
+
+
+def select_own(
+    spec: LayerSpec,
+    ranks: ContextParallel,
+    query: IndexerQuery,
+    caches: LayerCaches,
+    step: AttentionStep,
+) -> tuple[Tensor, Tensor]:
+    """Slots of the rank's part of the rows that one GPU would select, and how many they are."""
+    turns = {"cp_interleave": ranks.interleave}
+    scores, rows = _candidates(spec, query, caches, step)
+    found = torch.stack((scores.view(torch.int32), rows), 1)
+    found = cp_gather_rows(found, ranks.group).unflatten(0, (ranks.world_size, -1))
+    selected = cp_topk(
+        found[:, :, 0].view(torch.float32),
+        found[:, :, 1],
+        topk=spec.attention.index_topk,
+        **turns,
+    )
+    rank = cast(RankShare, step.share).cp_rank
+    own = cp_local_rows(selected, rank, cp_world_size=ranks.world_size, **turns)
+    table, block_size = step.c4.block_table, spec.block_size("c4")
+    return global_topk_indices_and_lens(own.rows, step.req_indices, table, block_size=block_size)
+
+
+def _candidates(
+    spec: LayerSpec, query: IndexerQuery, caches: LayerCaches, step: AttentionStep
+) -> tuple[Tensor, Tensor]:
+    """Scores and local rows of the rank's own best, [num_tokens, index_topk].
+
+    Unlike ``indexer_select`` this stores all scores: of as many tokens at a time as fit into
+    ``max_logits_bytes``, if sizes are known.
+    """
+    table, block_size = step.c4.block_table, spec.block_size("c4")
+    num_tokens, num_rows = query.q.shape[0], table.shape[1] * block_size
+    tensors = (*query, step.c4.lens, step.req_indices)
+    most = spec.attention.max_logits_bytes // 4
+    parts = [tensors]
+    if statically_known_true(num_tokens * num_rows > most):
+        size = max(1, most // num_rows)
+        parts = list(zip(*(each.split(size) for each in tensors), strict=True))
+    schedule = step.c4.schedule if len(parts) == 1 else None
+    found = []
+    for q, head_weights, lens, req_indices in parts:
+        logits = indexer_logits(
+            q,
+            head_weights,
+            cast(Tensor, caches.indexer),
+            lens,
+            req_indices,
+            table,
+            schedule,
+            block_size=block_size,
+            num_rows=num_rows,
+            layout=spec.indexer_layout,
+            impl=indexer_impl(spec, q),
+        )
+        rows = indexer_topk(logits, lens, topk=spec.attention.index_topk)
+        token = torch.arange(rows.shape[0], device=rows.device)[:, None]
+        found.append((masked_index(logits, rows >= 0, [token, rows], -torch.inf), rows))
+    if len(found) == 1:
+        return found[0]
+    scores, rows = (torch.cat(each) for each in zip(*found, strict=True))
+    return scores, rows
+
+
+def attend_own(
+    spec: LayerSpec,
+    ranks: ContextParallel,
+    kind: str,
+    q: Tensor,
+    own: tuple[Tensor, Tensor] | None,
+    weights: LayerWeights,
+    caches: LayerCaches,
+    step: AttentionStep,
+) -> Tensor:
+    """Attention of the rank's heads over the rows of all ranks.
+
+    Each rank attends to a share of the window and to its own rows, for all heads and without the
+    sink, which counts once, in what is combined.
+    """
+    heads = cp_gather_heads(q, ranks.group) if ranks.shards_heads else q
+    attended = attend_decode(
+        spec, kind, heads, own, weights, caches, step, inverse_rope=False, sink=False
+    )
+    if ranks.shards_heads:
+        rank = cast(RankShare, step.share).cp_rank
+        merged = cp_combine(*attended, ranks.group, rank, via=ranks.via)
+    else:
+        merged = merge_states(*(cp_gather_rows(each[None], ranks.group) for each in attended))
+    return with_sink(*merged, weights.attn_sink)
+
+
+def with_sink(out: Tensor, lse: Tensor, attn_sink: Tensor) -> Tensor:
+    """Count the sink in the denominator of attention that knows none."""
+    share = torch.where(lse == -torch.inf, 0.0, torch.sigmoid(lse - attn_sink))
+    return (out.to(torch.float32) * share[..., None]).to(out.dtype)

@@ -1,0 +1,344 @@
+"""Attention layers whose compressed rows lie on several ranks, against one process that has all of
+them. A start of the processes takes seconds, so that each runs many checks."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from dsv4_ops.attention import (
+    KINDS,
+    AttentionStep,
+    ContextParallel,
+    LayerCaches,
+    LayerInputs,
+    LayerSpec,
+    StateTables,
+    attention_layer,
+    build_attention_step,
+)
+from dsv4_ops.attention.layer import select
+from dsv4_ops.attention.metadata import BlockTables
+from dsv4_ops.attention.sharded import select_own, with_sink
+from dsv4_ops.core.types import IndexerQuery
+from tests.helpers import i32
+from tests.support.layers import (
+    PLAIN,
+    SPEC,
+    Engine,
+    SmallLayer,
+    caches_of,
+    hidden_states,
+    in_chunks,
+)
+from tests.support.ranks import run_ranks
+
+
+def ranks_of(world: int, turn: int, via: str = "") -> ContextParallel:
+    """With heads sharded ``via`` a collective, or all heads on every rank."""
+    heads = {"via": via, "shards_heads": True} if via else {}
+    parallel = ContextParallel.of(interleave=turn, **heads)
+    assert parallel.world_size == world
+    return parallel
+
+
+class RankLayer(SmallLayer):
+    """A rank's part of the layer of the same kind and spec: of heads, rows and blocks."""
+
+    def __init__(self, kind: str, spec: LayerSpec, rank: int, parallel: ContextParallel) -> None:
+        super().__init__(kind, spec)
+        self.rank, self.ranks, self.parts = rank, parallel.world_size, parallel.head_parts
+        self.spec = replace(spec, num_groups=spec.num_groups // self.parts, parallel=parallel)
+        for name in ("compressed_cache", "indexer_cache"):
+            if hasattr(self.attention, name):
+                cache = getattr(self.attention, name)
+                setattr(self.attention, name, cache[: len(cache) // self.ranks])
+
+    def step(self, *batch: Tensor) -> AttentionStep:
+        starts, lens, slots, swa, rows, states = batch
+        tables, held = BlockTables(swa=swa, c4=rows, c128=rows), StateTables(c4=states, c128=states)
+        rank, heads = i32([self.rank]), self.plan_heads
+        batch = (starts, lens, slots)
+        return build_attention_step(self.spec, *batch, tables, held, plan_heads=heads, cp_rank=rank)
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """The heads of this rank, which are all unless ranks shard them."""
+        return whole.chunk(self.parts, dim)[self.rank % self.parts]
+
+    def attend(self, inputs: dict[str, Tensor], *batch: Tensor) -> Tensor:
+        weights, caches = self.attention.weights, self.attention.caches
+        weights = replace(weights, attn_sink=self.own(weights.attn_sink, 0))
+        given = LayerInputs(**inputs | {"q": self.own(inputs["q"], 1)})
+        found = attention_layer(
+            self.spec,
+            self.kind,
+            given,
+            weights,
+            caches,
+            self.step(*batch),
+            schedule=self.schedule,
+            state_rings=self.state_rings,
+        )
+        assert isinstance(found, Tensor)
+        return found
+
+
+def cuts(rng: Random, length: int) -> list[list[int]]:
+    """How requests advance: decodes, speculative tokens, chunks, and steps without a token."""
+    found = []
+    for _ in range(rng.randint(1, 4)):
+        counts = [rng.choice((0, 1, 1, 2, 3, 4, 7, 8, 9, 16, 17, 33)) for _ in range(6)]
+        while sum(counts) > length:
+            counts.pop()
+        found.append(counts)
+    if not any(map(sum, found)):
+        found[0] = [1]
+    return found
+
+
+def variants(rng: Random, world: int) -> Iterator[tuple[LayerSpec, ContextParallel]]:
+    """Windows that ranks cannot share evenly or at all, more candidates than rows, turns."""
+    for window, topk, ratio, turn in (
+        (8, 6, 16, 1),
+        (7, 1, 8, 2),
+        (1, 40, 8, 4),
+        (8, 3, 16, 2),
+    ):
+        attention = replace(PLAIN.attention, window_size=window, index_topk=topk, c128_ratio=ratio)
+        parallel = ranks_of(world, turn, rng.choice(("", "reduce_scatter", "all_to_all")))
+        yield replace(PLAIN, attention=attention, num_groups=4), parallel
+
+
+def rank_layers(rank: int, world: int, rounds: int) -> None:
+    """Outputs of a rank's heads are those of one process, whatever a step holds."""
+    rng = Random(rounds)
+    hidden = hidden_states()
+    chosen = [*product(variants(rng, world), ("c4", "c128"))]
+    for (spec, parallel), kind in [*chosen, (chosen[0][0], "window")]:
+        whole, part = SmallLayer(kind, spec), RankLayer(kind, spec, rank, parallel)
+        inputs = [whole.project(rows) for rows in hidden]
+        for rows in inputs:
+            if kind == "c4":  # scores that are all equal
+                rows["indexer_weights"][torch.arange(len(rows["q"])) % 3 == 0] = 0
+        for _ in range(rounds):
+            how: dict[str, Any] = {"cuts": cuts(rng, 60), "padding": rng.choice((0, 0, 1, 5))}
+            whole.state_rings = part.state_rings = rng.random() < 0.3
+            part.schedule = rng.choice(("decode", "prefill"))
+            part.plan_heads = rng.choice((0, len(part.own(part.attention.attn_sink, 0))))
+            count = len(how["cuts"])
+            want = in_chunks(whole, inputs[:count], **how)
+            found = in_chunks(part, inputs[:count], seed=1, **how)
+            for out, expected in zip(found, want, strict=True):
+                expected = part.own(expected, 1)
+                error = (out - expected).abs().amax() if len(out) else torch.zeros(())
+                assert error <= 1e-5 * expected.abs().amax(), (kind, spec, parallel, how, error)
+
+
+def rank_quantised(rank: int, world: int) -> None:
+    """FP8 caches and bfloat16 outputs, through the fused insert of decodes too. Beside those of
+    one process there are roundings of a partial result, its share, their sum, and with the sink."""
+    for kind in KINDS:
+        spec = replace(SPEC, num_groups=4)
+        parallel = ranks_of(world, 2, "reduce_scatter")
+        whole, part = SmallLayer(kind, spec), RankLayer(kind, spec, rank, parallel)
+        inputs = [whole.project(rows) for rows in hidden_states(2)]
+        how = [[30, *[1] * 12], [7, 2, 1, 20, *[1] * 5]]
+        for out, expected in zip(
+            in_chunks(part, inputs, how), in_chunks(whole, inputs, how), strict=True
+        ):
+            expected = part.own(expected, 1).float()
+            error = (out.float() - expected).abs().amax((1, 2))
+            assert (error <= (0.01 + 4 * 2**-9) * expected.abs().amax((1, 2))).all(), (
+                kind,
+                error.max(),
+            )
+
+
+def random_batch(rng: Random, ratio: int) -> tuple[Tensor, Tensor]:
+    """Requests of lengths around the ends of rows, with several new tokens, none, or padding."""
+    queries, lens = [], []
+    for _ in range(rng.randint(1, 5)):
+        rows = rng.choice((0, 0, 1, 2, 3, 7, 8, 9, 30, 64))
+        length = max(0, rows * ratio + rng.randint(-1, ratio))
+        query = min(rng.choice((0, 1, 1, 2, 5)), length)
+        queries.append(query)
+        lens.append(length if query else rng.choice((0, length)))
+    return i32([0, *queries]).cumsum(0).int(), i32(lens)
+
+
+def rank_selects(rank: int, world: int, rounds: int) -> None:
+    rng, seed = Random(5), torch.Generator().manual_seed(5)
+    for _ in range(rounds):
+        selects_as_one(rng, seed, rank, world)
+
+
+def selects_as_one(rng: Random, seed: torch.Generator, rank: int, world: int) -> None:
+    """The rows of all ranks are those of one GPU, each on one rank; scores are small integers, so
+    that many are equal and none is rounded."""
+    (block, turn), topk = rng.choice(((8, 1), (8, 4), (2, 2), (4, 1))), rng.choice((1, 3, 9))
+    attention = replace(
+        PLAIN.attention,
+        block_tokens=block * 16,
+        c4_ratio=16,
+        c128_ratio=16,
+        index_topk=topk,
+        max_logits_bytes=rng.choice((4, 3000, 2**20)),
+    )
+    spec, parallel = replace(PLAIN, attention=attention), ranks_of(world, turn)
+    starts, lens = random_batch(rng, 16)
+    num_reqs, num_tokens = len(lens), int(starts[-1]) + rng.choice((0, 2))
+    most = 66  # rows of a request
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(-1, 2, shape, generator=seed).float()
+
+    keys = integers(num_reqs, most, 128)
+    keys[..., 3:] = 0
+    keys[torch.rand(num_reqs, most, generator=seed) < 0.02] = torch.nan
+    query = IndexerQuery(integers(num_tokens, 4, 128), integers(num_tokens, 4))
+
+    def on(spec: LayerSpec, held: list[int]) -> tuple[LayerCaches, AttentionStep]:
+        """Caches of these rows of every request, in their order, and the step on them."""
+        columns = -(-most // (block * (1 if spec.ranks is None else world)))
+        table = torch.randperm(num_reqs * columns, generator=seed).view(num_reqs, columns)
+        pages = torch.full((num_reqs * columns, block, 128), torch.nan)
+        for place, row in enumerate(held):
+            pages[table[:, place // block], place % block] = keys[:, row]
+        none = torch.zeros(num_reqs, 0).int()
+        tables = BlockTables(swa=none, c4=table.int(), c128=table.int())
+        batch = (starts, lens, torch.arange(num_tokens), tables, StateTables(c4=none, c128=none))
+        step = build_attention_step(spec, *batch, cp_rank=i32([rank]))
+        return LayerCaches(swa=pages, indexer=pages), step
+
+    selected = select(spec, query, *on(spec, list(range(most))), slots=False).long()
+    own = [row for row in range(most) if row // turn % world == rank]
+    spec = replace(spec, parallel=parallel)
+    caches, step = on(spec, own)
+    found, counts = select_own(spec, parallel, query, caches, step)
+    chosen = torch.zeros(num_tokens, most + 1)
+    for token, (slots, count) in enumerate(zip(found.tolist(), counts.tolist(), strict=True)):
+        assert [slot >= 0 for slot in slots] == [at < count for at in range(topk)]
+        blocks = step.c4.block_table[step.req_indices[token]].tolist()
+        for slot in slots[:count]:
+            chosen[token, own[blocks.index(slot // block) * block + slot % block]] += 1
+    dist.all_reduce(chosen)
+    want = torch.zeros_like(chosen).scatter(1, selected.where(selected >= 0, most), 1.0)
+    assert torch.equal(chosen[:, :most], want[:, :most]), (block, turn, topk)
+
+
+def rank_compiles(rank: int, world: int, kinds: tuple[str, ...], backend: str) -> None:
+    """One graph for steps of all sizes."""
+    for kind in kinds:
+        spec = replace(PLAIN, num_groups=4)
+        part = RankLayer(kind, spec, rank, ranks_of(world, 2, "reduce_scatter"))
+        inputs = [part.project(rows) for rows in hidden_states(3)]
+        how = [[9, 2, 4, 20], [3, 2, 2, 11], [30, 2, 1, 2]]
+        want = in_chunks(part, inputs, how, padding=2)
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(part.attend, backend=backend, fullgraph=True, dynamic=True)
+        part.attend = compiled  # type: ignore[method-assign]
+        # a float that starts as a symbol and ends as a constant has the graph traced twice
+        once = {"error_on_recompile": True, "specialize_float": True}
+        with torch._dynamo.config.patch(once):
+            found = in_chunks(part, inputs, how, padding=2)
+        for out, expected in zip(found, want, strict=True):
+            error = (out - expected).abs().amax()
+            assert error <= 1e-5 * expected.abs().amax(), (kind, error)
+        assert counters["stats"]["unique_graphs"] == 1
+
+
+def rank_checks(rank: int, world: int, rounds: int) -> str:
+    rank_selects(rank, world, 20 * rounds)
+    rank_layers(rank, world, rounds)
+    rank_quantised(rank, world)
+    rank_compiles(rank, world, ("c4",), "eager")
+    return "done"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "rounds"),
+    [(2, 1), pytest.param(4, 20, marks=pytest.mark.nightly("two ranks and fewer batches"))],
+)
+def test_ranks_attend_as_one_process(world: int, rounds: int, tmp_path: Path) -> None:
+    assert run_ranks(world, rank_checks, tmp_path, world, rounds) == ["done"] * world
+
+
+@pytest.mark.slow
+@pytest.mark.nightly("the ops alone are compiled, and the layer's graph is taken")
+def test_ranks_run_the_code_of_inductor(tmp_path: Path) -> None:
+    args = (2, ("c4", "c128"), "inductor")
+    run_ranks(2, rank_compiles, tmp_path, *args, seconds=900)
+
+
+def test_the_sink_counts_once() -> None:
+    """exp(0) of keys beside exp(0) of the sink: half; without a key, or behind an infinite sink,
+    nothing; beside a sink of -inf all."""
+    inf = torch.inf
+    out, lse = torch.full((1, 5, 2), 4.0), torch.tensor([[0.0, -inf, 0.0, 0.0, -inf]])
+    out[0, [1, 4]] = 0
+    sink = torch.tensor([0.0, 0.0, inf, -inf, -inf])
+    assert with_sink(out, lse, sink)[0, :, 0].tolist() == [2.0, 0.0, 0.0, 4.0, 0.0]
+
+
+def a_step(layer: SmallLayer) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    """Inputs and batch of two requests' first tokens."""
+    inputs = [layer.project(rows[:5]) for rows in hidden_states(2)]
+    batch = Engine(layer, 2).batch([5, 5])
+    return {name: torch.cat([rows[name] for rows in inputs]) for name in inputs[0]}, batch
+
+
+def test_one_rank_is_the_plain_graph() -> None:
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    for parallel in (None, ContextParallel(group="none", world_size=1)):
+        layer = SmallLayer("c4", replace(PLAIN, parallel=parallel))
+        inputs, batch = a_step(layer)
+        torch._dynamo.reset()
+        torch.compile(layer.attend, backend=keep, fullgraph=True)(inputs, *batch)
+    assert graphs[0] == graphs[1]
+    assert "dsv4_ops.cp_" not in graphs[0]
+
+
+def test_errors() -> None:
+    """Nothing is written, nothing is sent: there is no such group."""
+    parallel = ContextParallel(group="none", world_size=2, shards_heads=True)
+    wrong = [
+        ({"parallel": replace(parallel, interleave=4)}, ValueError, "must divide c128_block_size"),
+        ({"parallel": 2}, TypeError, "parallel must be a ContextParallel or None, got int"),
+        (
+            {"impl": "flash_mla", "layout": "v4_fp8", "sm_parts": 2, "parallel": parallel},
+            NotImplementedError,
+            "sm_parts must be 0 on several ranks, got 2",
+        ),
+    ]
+    for changed, kind, message in wrong:
+        with pytest.raises(kind, match=f"^LayerSpec: .*{message}"):
+            replace(PLAIN, **changed)
+    layer = SmallLayer("c128", replace(PLAIN, parallel=parallel))
+    inputs, batch = a_step(layer)
+    with pytest.raises(TypeError, match=r"^build_attention_step: cp_rank must be a"):
+        layer.step(*batch)
+    step = SmallLayer("c128", PLAIN).step(*batch)
+    tensors = (LayerInputs(**inputs), layer.attention.weights, layer.attention.caches)
+    with pytest.raises(ValueError, match=r"^attention_layer: step must be of a rank"):
+        attention_layer(layer.spec, "c128", *tensors, step)
+    part = RankLayer("c4", PLAIN, 0, parallel)
+    inputs, batch = a_step(part)
+    with pytest.raises(ValueError, match=r"^attention_layer: group must be the name of an init"):
+        part.attend(inputs, *batch)
+    for written in (layer, part):
+        assert not any(cache.count_nonzero() for cache in caches_of(written).values())

@@ -1,0 +1,191 @@
+"""Collectives of context parallelism: on two gloo processes, and their errors on fake ranks."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import dsv4_ops as ops
+from dsv4_ops.core.types import MergedStates
+from tests.helpers import i32
+from tests.support.ranks import run_ranks
+
+NAN, INF = math.nan, math.inf
+CPU_WAYS = ("reduce_scatter", "all_to_all")
+
+
+def parts(world: int, num_tokens: int, num_heads: int, dtype: torch.dtype) -> MergedStates:
+    """Outputs and log-sum-exps of all ranks, some of them without keys."""
+    seed = torch.Generator().manual_seed(num_tokens)
+    outs = torch.randn(world, num_tokens, num_heads, 6, generator=seed).to(dtype)
+    lses = torch.randn(world, num_tokens, num_heads, generator=seed) * 9
+    for token, empty in zip(range(num_tokens - 1), (-INF, INF, NAN), strict=False):
+        lses[token % world, token] = empty
+        outs[token % world, token] = NAN
+    lses[:, -1:, 0] = -INF  # no rank has keys
+    outs[:, -1:, 0] = NAN
+    return MergedStates(outs, lses)
+
+
+def own(whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    return whole.chunk(world, 1)[rank]
+
+
+def rank_combines(rank: int, world: int) -> None:
+    group = dist.group.WORLD.group_name
+    tensor = i32([rank])
+    for via in CPU_WAYS:
+        counter = CompileCounter()
+        combine = partial(ops.cp_combine, group=group, cp_rank=tensor, via=via)
+        compiled = torch.compile(combine, backend=counter, fullgraph=True, dynamic=True)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for num_tokens in (0, 1, 2, 5, 7):
+                for base in ("e", "2"):
+                    outs, lses = parts(world, num_tokens, 4 * world, dtype)
+                    whole = ops.merge_states(outs.double().float(), lses, lse_base=base)
+                    want = [own(each, rank, world) for each in whole]
+                    run = compiled if (base, dtype) == ("e", torch.float32) else combine
+                    run = combine if num_tokens < 2 else run
+                    # clones: the base of a view is guarded on
+                    found = run(outs[rank].clone(), lses[rank].clone(), lse_base=base)
+                    # shares and sums of them are rounded, and none exceeds amax;
+                    # all_to_all rounds once
+                    amax = max(outs.nan_to_num().abs().flatten().tolist(), default=0.0)
+                    bound = 2 * world * torch.finfo(dtype).eps * amax
+                    assert found.out.dtype == dtype, (via, dtype)
+                    assert found.out.shape == want[0].shape
+                    error = (found.out.float() - want[0]).abs()
+                    assert bool((error <= bound).all()), (via, dtype, num_tokens, base)
+                    torch.testing.assert_close(found.lse, want[1])
+                    if via == "all_to_all":
+                        torch.testing.assert_close(found.out, want[0].to(dtype))
+        assert counter.frame_count == 1, (via, counter.frame_count)
+    no_rank = ops.cp_combine(outs[rank], lses[rank], group, lse_base="2")
+    torch.testing.assert_close(no_rank.lse, want[1])
+
+
+def rank_gathers(rank: int, world: int) -> None:
+    group = dist.group.WORLD.group_name
+    for num_tokens in (0, 1, 5):
+        heads = torch.arange(world * num_tokens * 6.0).view(num_tokens, world * 3, 2)
+        found = ops.cp_gather_heads(own(heads, rank, world), group)
+        assert torch.equal(found, heads)
+        for dtype in (torch.uint8, torch.bfloat16, torch.float8_e4m3fn):
+            rows = heads.flatten(1).to(dtype) if num_tokens else heads.new_zeros(2, 3).to(dtype)
+            part = rows[:4] if rank == 0 else rows[1:]
+            if num_tokens == 5:
+                found = ops.cp_gather_rows(part, group)
+                want = torch.cat([rows[:4], *[rows[1:]] * (world - 1)]).view(torch.uint8)
+                assert torch.equal(found.view(torch.uint8), want)
+
+
+def rank_inductor(rank: int, world: int) -> None:
+    """Gather, attend to own keys, combine: one graph of Inductor."""
+    group, tensor = dist.group.WORLD.group_name, i32([rank])
+
+    def attend(q: torch.Tensor, k: torch.Tensor, via: str) -> torch.Tensor:
+        gathered = ops.cp_gather_heads(q * 2, group)
+        scores = torch.einsum("tnw,kw->tnk", gathered.float(), k)
+        out = (scores.softmax(-1) @ k).to(q.dtype)
+        own = ops.cp_combine(out, scores.logsumexp(-1), group, tensor, via=via)
+        return torch.cat((own.out.float(), own.lse[..., None]), -1)
+
+    for via, dtype in zip(CPU_WAYS, (torch.float32, torch.bfloat16), strict=True):
+        compiled = torch.compile(partial(attend, via=via), fullgraph=True, dynamic=True)
+        seed = torch.Generator().manual_seed(1)
+        for num_tokens in (3, 6):
+            q = torch.randn(num_tokens, 2 * world, 8, generator=seed).to(dtype)
+            k = torch.randn(world, 5, 8, generator=seed)
+            found = compiled(own(q, rank, world).clone(), k[rank].clone()).double()
+            keys = k.flatten(0, 1).double()
+            scores = torch.einsum("tnw,kw->tnk", q.double() * 2, keys)
+            want = own(scores.softmax(-1) @ keys, rank, world)
+            bound = 2 * world * torch.finfo(dtype).eps * k.abs().amax()
+            assert (found[..., :-1] - want).abs().amax() < bound, via
+            lse = own(scores.logsumexp(-1), rank, world).float()
+            torch.testing.assert_close(found[..., -1].float(), lse)
+
+
+def rank_checks(rank: int, world: int) -> str:
+    rank_combines(rank, world)
+    rank_gathers(rank, world)
+    rank_inductor(rank, world)
+    return "done"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "world", [2, pytest.param(4, marks=pytest.mark.nightly("the same on two ranks"))]
+)
+def test_ranks_gather_and_combine(world: int, tmp_path) -> None:
+    assert run_ranks(world, rank_checks, tmp_path, world) == ["done"] * world
+
+
+@pytest.fixture
+def fake_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=3)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+def test_errors(fake_ranks: str) -> None:
+    out, lse = torch.zeros(2, 6, 4), torch.zeros(2, 6)
+    rows = [
+        ((out[:, :4], lse[:, :4], fake_ranks), {}, ValueError, "out must have a multiple of 3"),
+        ((out, lse[:1], fake_ranks), {}, ValueError, "lse must have shape"),
+        ((out.long(), lse, fake_ranks), {}, TypeError, "out must be torch.bfloat16"),
+        ((out, lse, "another"), {}, ValueError, "group must be the name of an initialised"),
+        ((out, lse, dist.group.WORLD), {}, TypeError, "group must be the name of a process group"),
+        ((out, lse, fake_ranks), {"via": "mail"}, ValueError, "via must be 'reduce_scatter' or"),
+        ((out, lse, fake_ranks), {"lse_base": "10"}, ValueError, "lse_base must be"),
+        ((out, lse, fake_ranks, i32([1, 2])), {}, ValueError, "cp_rank must have shape"),
+        (
+            (out, lse, fake_ranks),
+            {"via": "symmetric_memory"},
+            RuntimeError,
+            "via must be another than 'symmetric_memory' on cpu",
+        ),
+    ]
+    for args, named, kind, message in rows:
+        with pytest.raises(kind, match=rf"^cp_combine: {message}"):
+            ops.cp_combine(*args, **named)
+    with pytest.raises(ValueError, match=r"^cp_gather_heads: x must have shape"):
+        ops.cp_gather_heads(lse, fake_ranks)
+    with pytest.raises(TypeError, match=r"^cp_gather_rows: rows must be a tensor, got str"):
+        ops.cp_gather_rows("rows", fake_ranks)
+    with pytest.raises(ValueError, match=r"^cp_gather_rows: group must be the name"):
+        ops.cp_gather_rows(out, "another")
+
+
+def test_graph_of_one_rank_without_its_tensor(fake_ranks: str) -> None:
+    """The rank of the process is a constant of the graph."""
+    lse = torch.arange(12.0).view(2, 6)
+    combine = torch.compile(ops.cp_combine, backend="eager", fullgraph=True)
+    assert combine(torch.zeros(2, 6, 4), lse, fake_ranks).lse.shape == (2, 2)
+
+
+def test_one_rank_is_the_plain_graph() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD.group_name
+        graphs = []
+
+        def keep(graph, _):
+            graphs.append([node.op for node in graph.graph.nodes])
+            return graph
+
+        def step(x, lse):
+            gathered = ops.cp_gather_rows(ops.cp_gather_heads(x * 2, group), group)
+            return [ops.cp_combine(gathered, lse, group, via=via) for via in CPU_WAYS]
+
+        x, lse = torch.zeros(2, 3, 4), torch.full((2, 3), NAN)
+        first, second = torch.compile(step, backend=keep, fullgraph=True)(x, lse)
+        assert graphs == [["placeholder", "call_function", "output"]]
+        assert first.out is second.out
+        assert second.lse is lse
+    finally:
+        dist.destroy_process_group()

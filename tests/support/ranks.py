@@ -1,0 +1,79 @@
+"""Runs a function in several processes with a process group, as torchrun would."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+
+def run_ranks(
+    world: int,
+    function: Callable[..., Any],
+    folder: Path,
+    *args: Any,
+    seconds: float = 60,
+    together: bool = True,
+    backend: str = "gloo",
+) -> list[Any]:
+    """What ``function(rank, *args)`` returns on every rank; raises with the tracebacks of
+    those that fail.
+
+    Args:
+        world: Number of processes.
+        function: Function of a module, so that the processes find it.
+        folder: Empty folder of the test, where they meet.
+        seconds: Timeout of a collective.
+        together: Whether ranks leave together; if not, who returns is gone.
+        backend: Of the group; "nccl" gives each process a GPU.
+    """
+    given = (world, function, str(folder), args, seconds, together, backend)
+    multiprocessing.spawn(_run, given, nprocs=world, join=True)
+    results = [torch.load(_result(folder, rank), weights_only=False) for rank in range(world)]
+    failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
+    assert not failed, "\n".join(failed)
+    return [found for found, _ in results]
+
+
+def _result(folder: Path | str, rank: int) -> Path:
+    return Path(folder) / f"rank{rank}.pt"
+
+
+def _run(
+    rank: int,
+    world: int,
+    function: Callable[..., Any],
+    folder: str,
+    args: Any,
+    seconds: float,
+    together: bool,
+    backend: str,
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=seconds),
+    )
+    found, error = None, ""
+    try:
+        found = function(rank, *args)
+        if together:
+            dist.barrier()  # who leaves earlier takes its sockets along
+    except Exception:
+        error = traceback.format_exc()
+    torch.save((found, error), _result(folder, rank))
+    # without a destroy that waits for ranks that died
+    os._exit(0)

@@ -1,0 +1,272 @@
+"""DeepSeek-V3 with its cache shared by ranks: the logits of one process, on gloo processes that the
+tests start."""
+
+import dataclasses
+import time
+from random import Random
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v3")
+
+from dsv4_ops.attention import (
+    ContextParallel,
+    MlaCache,
+    MlaInputs,
+    MlaSpec,
+    MlaWeights,
+    build_mla_step,
+    mla_layer,
+)
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.lowering.inspect import load_package
+from dsv4_ops.ops.mla import split_kv_b_proj
+from dsv4_ops.testing.models import small_mla_model
+from tests.helpers import i32
+from tests.support.hf_models import Engine, text
+from tests.support.ranks import run_ranks
+
+CLOSE, LENGTH, REQUESTS = 1e-5, 150, 3  # past a block of 64 rows on each of two ranks
+V3 = "dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec"
+
+
+def patched(**settings):
+    model = small_mla_model(num_hidden_layers=2)
+    return v4.patch(
+        model, kv="fp32", precision="reference", parallel=ContextParallel.of(**settings)
+    )
+
+
+def cache_of(model, **changed):
+    sizes = {"max_batch_size": REQUESTS, "max_cache_len": LENGTH, "num_blocks": 6, **changed}
+    return v4.PagedCache.for_model(model, **sizes)
+
+
+def boundaries(rng, engine, turn, most):
+    """Counts that stop a request before, at or behind a round of the ranks, or one token on."""
+    waiting = [request for request, done in enumerate(engine.done) if done < LENGTH]
+    counts = {}
+    for request in rng.sample(waiting, rng.randint(1, len(waiting))):
+        done = engine.done[request]
+        stops = [done + 1, done + turn, (done // turn + 2) * turn + rng.randint(-1, 1), 128, 129]
+        stop = rng.choice([each for each in stops if done < each <= LENGTH] or [LENGTH])
+        counts[request] = min(stop - done, most)
+    return dict(sorted(counts.items(), key=lambda item: item[1]))
+
+
+def rank_steps(model, want, interleave, seed, expands, decode=None, most=LENGTH):
+    """A changing batch: decodes, chunks, padding requests, requests that rest."""
+    rng, cache = Random(seed), cache_of(model)
+    engine = Engine(model, cache, text()[:, :LENGTH].contiguous())
+    with mock.patch.object(MlaSpec, "break_even", 0 if expands else 10**6):
+        while min(engine.done) < LENGTH:
+            counts = boundaries(rng, engine, dist.get_world_size() * interleave, most)
+            padding = rng.randrange(3)
+            if decode is None and rng.random() < 0.5:
+                engine.prefill(counts, padding=padding)
+            else:
+                engine.decode(counts, padding=padding, step=decode)
+    worst = engine.worst(want)
+    assert worst < CLOSE, (interleave, seed, expands, worst)
+    return cache
+
+
+def padded_to(batch, num_tokens, num_reqs):
+    """The batch at the size of a graph."""
+    tokens, requests = num_tokens - len(batch.tokens), num_reqs - len(batch.rows)
+    last = batch.query_start_loc[-1:]
+    return v4.StepBatch(
+        torch.cat([batch.tokens, torch.zeros(tokens, dtype=torch.int64)]),
+        torch.cat([batch.query_start_loc, last.expand(requests)]),
+        torch.cat([batch.seq_lens, i32([0] * requests)]),
+        torch.cat([batch.rows, i32([-1] * requests)]),
+    )
+
+
+def rank_layer(rank, world):
+    """Heads shared by the ranks: their outputs side by side are those of one rank with all."""
+    seed = torch.Generator().manual_seed(0)
+    whole = MlaSpec(
+        num_heads=2 * world,
+        softmax_scale=0.2,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        kv_lora_rank=32,
+        block_size=4,
+        dtype=torch.float32,
+        context="chunked",
+        max_decode_tokens=4,
+        next_n=2,
+        workspace_rows=8 * world,
+        max_chunks=4,
+    )
+    starts = i32([0, 2, 3, 8, 8])  # 2 decode tokens, a decode, a chunk, padding
+    lens, num_tokens = i32([7, 1, 17, 0]), 9
+    q = torch.randn(num_tokens, whole.num_heads, 32, generator=seed)
+    latents = torch.randn(32, 3, 32, generator=seed), torch.randn(32, 3, 16, generator=seed)
+    w_kv_b = torch.randn(whole.num_heads * 32, 32, generator=seed) / 5
+    dims = {"qk_nope_head_dim": 16, "v_head_dim": 16}
+    angles = torch.arange(32.0)[:, None] * torch.rand(8, generator=seed)
+    rope = torch.cat((angles.cos(), angles.sin()), 1)
+
+    def run(spec, heads, cp_rank):
+        part = w_kv_b.unflatten(0, (whole.num_heads, -1))[heads].flatten(0, 1)
+        w_uk_t, w_uv = split_kv_b_proj(part, num_heads=spec.num_heads, **dims)
+        weights = MlaWeights(rope, w_uk_t, w_uv, part)
+        local = dataclasses.replace(spec, context="absorbed")
+        cache = MlaCache.allocate(spec, 24)
+        if cache.kv.dtype.is_floating_point:
+            cache.kv.fill_(torch.nan)  # what was never written is not read
+        table = torch.arange(24).view(4, 6).int()
+        context = torch.tensor([5, 0, 12, 0])
+        for request, length in enumerate(context.tolist()):  # the cached context
+            given = [each[:length, request % 3] for each in latents]
+            bounds = i32([0] * (request + 1) + [length] * (4 - request))
+            some = i32([length if each == request else 0 for each in range(4)])
+            step = build_mla_step(local, bounds, some, table, cp_rank=cp_rank, num_tokens=length)
+            inputs = MlaInputs(torch.zeros(length, spec.num_heads, 32), *given)
+            mla_layer(local, inputs, weights, cache, step)
+        step = build_mla_step(spec, starts, lens, table, cp_rank=cp_rank, num_tokens=num_tokens)
+        new = [each[15 : 15 + num_tokens, 0].clone() for each in latents]
+        inputs = MlaInputs(q[:, heads].clone(), *(each.to(spec.dtype) for each in new))
+        return mla_layer(spec, inputs, weights, cache, step), cache
+
+    want, plain = run(whole, slice(None), None)
+    assert not want.isnan().any()
+    for via in ("reduce_scatter", "all_to_all"):
+        for interleave in (1, 4):
+            parallel = ContextParallel.of(interleave=interleave, via=via, shards_heads=True)
+            spec = dataclasses.replace(whole, num_heads=2, parallel=parallel)
+            heads = slice(2 * rank, 2 * rank + 2)
+            got, cache = run(spec, heads, parallel.rank())
+            own = want.unflatten(1, (whole.num_heads, -1))[:, heads].flatten(1)
+            torch.testing.assert_close(got, own, rtol=0, atol=CLOSE)
+    assert not plain.kv.equal(cache.kv)
+
+
+def rank_fp8(rank):
+    """Codes are gathered: every rank expands the same rows, those of one process."""
+    model = small_mla_model(num_hidden_layers=1, dtype=torch.bfloat16)
+    outs = []
+    for parallel in (None, ContextParallel.of(interleave=4)):
+        v4.patch(model, kv="fp8", precision="reference", parallel=parallel)
+        cache = cache_of(model, num_blocks=None)
+        engine = Engine(model, cache, text()[:, :LENGTH].contiguous())
+        with mock.patch.object(MlaSpec, "break_even", 0):
+            engine.prefill({0: 40, 1: 3})
+            engine.prefill({0: 40, 1: 20})
+        outs.append(torch.stack([engine.logits[0][79], engine.logits[1][22]]))
+        v4.unpatch(model)
+    assert torch.equal(*outs)  # no row is combined, all are rounded alike
+
+
+def rank_refuses(rank, model):
+    with pytest.raises(ValueError, match=r"^PagedCache: cache must be the same max_cache_len on"):
+        cache_of(model, max_cache_len=LENGTH + rank)
+    with pytest.raises(ValueError, match=r"^patch: model must be the same spec on all ranks"):
+        patched(interleave=1 + rank)
+    cache = cache_of(model)
+    cache.add("a", 10)
+    ids = torch.zeros(2 + rank, dtype=torch.int64)
+    batch = v4.StepBatch(ids, i32([0, len(ids)]), i32([len(ids)]), i32([0]))
+    with pytest.raises(ValueError, match=r"^decode_step: batch must be the same num_tokens on"):
+        v4.decode_step(model, batch, cache)
+    assert not cache.tensors.layers[0].kv.any()
+    with pytest.raises(ValueError, match=r"^decode_step: cache must have the model's ranks=2 of 4"):
+        v4.decode_step(model, batch, cache_of(patched(interleave=1)))
+
+
+def rank_checks(rank, world):
+    rank_layer(rank, world)
+    with torch.no_grad():
+        want = small_mla_model(num_hidden_layers=2)(text()[:, :LENGTH]).logits
+    single = v4.patch(small_mla_model(num_hidden_layers=2), kv="fp32", precision="reference")
+    for interleave in (1, 4):
+        model = patched(interleave=interleave)
+        for seed, expands in enumerate((False, True)):
+            with mock.patch(f"{V3}.mla_workspace_rows", return_value=24):
+                cache = rank_steps(model, want, interleave, seed, expands)
+        padded = cache_of(model, num_blocks=None)
+        got = model(text()[:, :20], cache=padded).logits
+        torch.testing.assert_close(got, want[:, :20], rtol=0, atol=CLOSE)
+    rank_refuses(rank, model)
+    rank_fp8(rank)
+    counter = CompileCounter()
+    compiled = torch.compile(v4.decode_step, backend=counter, fullgraph=True)
+
+    def step(model, batch, cache):
+        return compiled(model, padded_to(batch, 96, 6), cache)
+
+    rank_steps(model, want, 4, 7, False, step, most=32)
+    assert counter.frame_count == 1, counter.frame_count
+    sizes = {"max_cache_len": 1024, "num_blocks": None}
+    whole, part = (cache_of(each, **sizes) for each in (single, model))
+    assert world * part.memory()["latents"] == whole.memory()["latents"]
+    return repr(cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "world", [2, pytest.param(4, marks=pytest.mark.nightly("the same on two ranks"))]
+)
+def test_ranks_have_the_logits_of_one(world, tmp_path):
+    for shown in run_ranks(world, rank_checks, tmp_path, world):
+        assert f"one of {world} ranks" in shown
+
+
+def rank_package(rank, folder):
+    """Rank 0 makes the package, for all ranks: the rank is one of its inputs."""
+    with torch.no_grad():
+        want = small_mla_model(num_hidden_layers=2)(text()[:, :LENGTH]).logits
+    model = patched(interleave=4)
+    cache = cache_of(model, max_batch_size=2, num_blocks=None)
+    path = folder / "decode.pt2"
+    if rank == 0:
+        v4.export_decode(model, cache, path=path)
+    dist.barrier()
+    package = load_package(path)
+    engine = Engine(model, cache, text()[:2, :LENGTH].contiguous())
+    engine.prefill({0: 140, 1: 3})
+    for counts in ({0: 1, 1: 1}, {1: 1}, {0: 1, 1: 1}):
+        engine.decode(
+            counts,
+            padding=2 - len(counts),
+            step=lambda _, batch, __: package(*v4.decode_inputs(batch, cache)),
+        )
+    assert engine.worst(want) < CLOSE
+
+
+@pytest.mark.slow
+@pytest.mark.nightly("the step that the package holds is compiled and run by both ranks")
+def test_two_ranks_run_one_package(tmp_path):
+    run_ranks(2, rank_package, tmp_path, tmp_path, seconds=600)
+
+
+def rank_dies(rank):
+    model = patched(interleave=4)
+    cache = cache_of(model)
+    cache.add("a", 10)
+    batch = v4.StepBatch(torch.zeros(2, dtype=torch.int64), i32([0, 2]), i32([2]), i32([0]))
+    v4.decode_step(model, batch, cache)
+    if rank == 1:
+        return 0.0
+    began = time.monotonic()
+
+    def steps():
+        for _ in range(3):  # what was sent before the other left may still arrive
+            v4.decode_step(model, batch, cache)
+
+    with pytest.raises(RuntimeError):
+        steps()
+    return time.monotonic() - began
+
+
+@pytest.mark.slow
+@pytest.mark.nightly("steps of ranks that live; the error of one that left is torch's")
+def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path):
+    assert max(run_ranks(2, rank_dies, tmp_path, seconds=20, together=False)) < 40
