@@ -183,6 +183,14 @@ CONTEXT_TABLE: dict[str, list[Entry]] = {
             "cp_world_size must be at least 1, got 0. Pass 1 or more.",
         ),
     ],
+    "cp_local_rows": [
+        (
+            "a rank for every token",
+            {"cp_rank": i32([0, 1, 0, 1, 0])},
+            ValueError,
+            "cp_rank must have shape [1], got [5]. Pass exactly 1 entries in dimension 0.",
+        ),
+    ],
     "cp_correct_out": [
         *base_rows(),
         (
