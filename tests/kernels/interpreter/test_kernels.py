@@ -66,6 +66,7 @@ ONE_PER_SM = {
     "hopper_split_keys_kernel",
     "merge_groups_kernel",
     "merge_parts_kernel",
+    "mla_expand_kernel",
     "mla_prefill_kernel",
     "mla_decode_kernel",
     "prefill_keys_kernel",
