@@ -78,6 +78,12 @@ def test_cuda_graphs(torch_tensorrt):
         assert_writes(function, step)
 
 
+def test_a_saved_program_writes_too(torch_tensorrt, tmp_path):
+    step, path = Step().cuda().eval(), str(tmp_path / "step.ep")
+    torch_tensorrt.save(compiled(torch_tensorrt, step), path, inputs=list(inputs()))
+    assert_writes(torch_tensorrt.load(path).module(), step)
+
+
 def test_the_example(torch_tensorrt, monkeypatch):
     pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])
