@@ -89,7 +89,8 @@ def our_stages(kind: str, spec: LayerSpec, args: Args) -> tuple[list[Stage], Res
     out = run("attention", q, slots, *args)
     if output.fuses_inverse_rope(spec, q):
         rest = parts_of(args)[1:]
-        out = output.attend_decode(spec, kind, q, slots, *rest, inverse_rope=False)
+        selected = None if slots is None else (slots, rest[-1].c4.lens)
+        out = output.attend_decode(spec, kind, q, selected, *rest, inverse_rope=False).out
     else:
         run("output", out, *args)
     return found, Results(q, slots, out)

@@ -59,7 +59,7 @@ NO_FIGURE = re.compile(
     r"target at 2048 tokens, 1\.3 times|within 3 % of the largest|"
     r"4 times the rows|a read of 4 times|"
     r"75 % of the bandwidth|at least \d+ times faster at|at most 3 % of a step|"
-    r"at most 60 % of the baselines"
+    r"at most 60 % of the baselines|95 % intervals"
 )
 
 
