@@ -9,7 +9,10 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.cases.experts import W4A8, W4A16, expert_weights
 from dsv4_ops.testing.contract.compare import assert_agrees
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("settings", [W4A16, W4A8], ids=["a16", "a8"])
