@@ -294,9 +294,14 @@ class MlaModelSpec(ModelSpec):
     def of_model(self, model: Any) -> MlaModelSpec:
         """The spec with the heads that this rank has of the model."""
         spec = self.layers
-        weights = [local(each.kv_b_proj.weight) for _, each in _attentions(model.model)]
-        heads = {len(weight) // (spec.qk_nope_head_dim + spec.v_head_dim) for weight in weights}
-        if self.parallel is None or heads != {spec.num_heads // spec.cp_world_size}:
+        if self.parallel is None:
+            return self
+        rows = spec.qk_nope_head_dim + spec.v_head_dim
+        projections = [each.kv_b_proj for _, each in _attentions(model.model)]
+        # check_model refuses what has no weight
+        weights = [local(each.weight) for each in projections if hasattr(each, "weight")]
+        heads = {len(weight) // rows for weight in weights}
+        if heads != {spec.num_heads // spec.cp_world_size}:
             return self
         parallel = replace(self.parallel, shards_heads=True)
         layers = replace(spec, num_heads=heads.pop(), parallel=parallel)
