@@ -177,7 +177,9 @@ def rank_refuses(rank, model):
     with pytest.raises(ValueError, match=r"^decode_step: batch must be the same num_tokens on"):
         v4.decode_step(model, batch, cache)
     assert not cache.tensors.layers[0].kv.any()
-    with pytest.raises(ValueError, match=r"^decode_step: cache must have the model's ranks=\d of 4"):
+    with pytest.raises(
+        ValueError, match=r"^decode_step: cache must have the model's ranks=\d of 4"
+    ):
         v4.decode_step(model, batch, cache_of(patched(interleave=1)))
 
 
