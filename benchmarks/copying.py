@@ -9,7 +9,6 @@ gradient for the indexer: it learns afterwards where attention went while every 
 
 from __future__ import annotations
 
-import math
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.training import learning_rate
 from dsv4_ops.testing.checkpoint import TINY
 from dsv4_ops.testing.models import require_transformers
 
@@ -118,7 +118,7 @@ def _train_attention(
     for step in range(recipe.steps):
         tokens = sequences(recipe.batch, generator).to(model.device)
         loss = copy_loss(model(tokens, use_cache=False).logits, tokens)
-        _step(optimizer, model, loss, recipe.rate * _rate(step, recipe.steps))
+        _step(optimizer, model, loss, recipe.rate * learning_rate(step, recipe.steps))
         if (step + 1) % 50 == 0:
             report("attention", step + 1, float(loss.detach()))
 
@@ -137,7 +137,7 @@ def _train_indexer(
         with _watched(attention) as seen:
             model(tokens, use_cache=False)
         loss = indexer_loss(seen["scores"], seen["weights"])
-        _step(optimizer, indexer, loss, recipe.rate * _rate(step, recipe.indexer))
+        _step(optimizer, indexer, loss, recipe.rate * learning_rate(step, recipe.indexer))
         if (step + 1) % 50 == 0:
             report("indexer", step + 1, float(loss.detach()))
 
@@ -221,13 +221,6 @@ def _step(optimizer: torch.optim.Optimizer, module: Any, loss: Tensor, rate: flo
     loss.backward()
     nn.utils.clip_grad_norm_(module.parameters(), 1.0)
     optimizer.step()
-
-
-def _rate(step: int, total: int, warm: int = 20) -> float:
-    """Learning rate factor: linear warm-up, then cosine decay to a tenth."""
-    if step < warm:
-        return (step + 1) / warm
-    return 0.55 + 0.45 * math.cos(math.pi * (step - warm) / max(1, total - warm))
 
 
 def released_weights(model: Any, folder: Any) -> dict[str, Tensor]:

@@ -146,7 +146,7 @@ def _train(
     for stage in stages:
         for _ in range(stage.steps):
             for group in optimizer.param_groups:
-                group["lr"] = 3e-3 * _rate(len(losses), total)
+                group["lr"] = 3e-3 * learning_rate(len(losses), total)
             starts = torch.randint(len(tokens) - stage.length - 1, (stage.batch,)).tolist()
             batch = torch.stack([tokens[start : start + stage.length + 1] for start in starts])
             loss = next_byte_loss(model(batch[:, :-1], use_cache=False).logits, batch[:, 1:])
@@ -164,7 +164,7 @@ def next_byte_loss(logits: Tensor, following: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, -2), following.flatten())
 
 
-def _rate(step: int, total: int, warm: int = 20) -> float:
+def learning_rate(step: int, total: int, warm: int = 20) -> float:
     """Learning rate factor: linear warm-up, then cosine decay to a tenth."""
     if step < warm:
         return (step + 1) / warm

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import round_up
 from dsv4_ops.kernels.common.triton_compat import EMULATE
+from dsv4_ops.reference.linear import activation_values
 
 STEP_BYTES = 128
 """Bytes of a row that a step takes, as two loads of 64."""
@@ -42,6 +43,13 @@ def byte_rows(weight: Tensor) -> Tensor:
     if weight.stride(-1) != 1 or any(place % 16 != 0 for place in places):
         weight = weight.clone(memory_format=torch.contiguous_format)
     return weight.view(torch.uint8)
+
+
+def bf16_activations(x: Tensor, activations: str) -> Tensor:
+    """Activations, or those that their FP8 codes stand for: codes times powers of two are bf16."""
+    if activations == "bf16":
+        return x
+    return activation_values(x, None, activations).to(torch.bfloat16)
 
 
 def reordered(x: Tensor, fp4: bool) -> Tensor:

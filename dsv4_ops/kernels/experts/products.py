@@ -7,6 +7,7 @@ import triton.language as tl
 from dsv4_ops.core.layout import WEIGHT_BLOCK, round_up
 from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.weights import (
+    bf16_activations,
     byte_rows,
     multiply_fp4,
     multiply_fp8,
@@ -18,7 +19,6 @@ from dsv4_ops.kernels.common.weights import (
 from dsv4_ops.kernels.experts.plan import expert_plan
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import combine
-from dsv4_ops.reference.linear import activation_values
 
 TILES = {16: (64, 4, 2), 32: (128, 8, 3), 128: (128, 8, 2)}
 """By the rows of a block: rows of the weight per program, warps, and tiles of activations under
@@ -214,7 +214,7 @@ def experts(
     tile = TILES[tokens]
     plan = expert_plan(launch, topk_ids, num_experts=num_experts, block_size=tokens)
     capacity = plan.expert_of_block.shape[0]
-    ordered = reordered(_values(x, activations), fp4)
+    ordered = reordered(bf16_activations(x, activations), fp4)
     padded = round_up(size, max(step_of(fp4), WEIGHT_BLOCK))
     act = x.new_empty((capacity * tokens, padded))
     gate_up, down = byte_rows(gate_up), byte_rows(down)
@@ -241,7 +241,7 @@ def experts(
         TILES=tiles,
         num_warps=tile[1],
     )
-    act = _values(act, activations)
+    act = bf16_activations(act, activations)
     out = x.new_empty((num_rows, width), dtype=torch.float32)
     tiles = triton.cdiv(width, tile[0])
     launch(down_kernel)[capacity * tiles,](
@@ -263,10 +263,3 @@ def experts(
         num_warps=tile[1],
     )
     return combine(out.view(num_tokens, topk, width), topk_weights, topk_ids, gate_up, x)
-
-
-def _values(x: torch.Tensor, activations: str) -> torch.Tensor:
-    """Activations, or those that their FP8 codes stand for: codes times powers of two are bf16."""
-    if activations == "bf16":
-        return x
-    return activation_values(x, None, activations).to(torch.bfloat16)

@@ -9,9 +9,14 @@ from torch import Tensor
 from dsv4_ops.core.layout import WEIGHT_BLOCK
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies kernels
-from dsv4_ops.kernels.common.weights import byte_rows, multiply_fp8, reordered, tile_rows
+from dsv4_ops.kernels.common.weights import (
+    bf16_activations,
+    byte_rows,
+    multiply_fp8,
+    reordered,
+    tile_rows,
+)
 from dsv4_ops.kernels.launcher import Launcher
-from dsv4_ops.reference.linear import activation_values
 
 FEW_TOKENS = 16
 """Tokens up to which programs reorder activations themselves."""
@@ -147,13 +152,6 @@ def _linear(
     return out[0] if splits == 1 else out.sum(0).to(out_dtype)
 
 
-def _values(x: Tensor, x_scale: Tensor | None, activations: str) -> Tensor:
-    """Activations, or those that their FP8 codes stand for: codes times powers of two are bf16."""
-    if x_scale is not None or activations == "bf16":
-        return x
-    return activation_values(x, None, activations).to(torch.bfloat16)
-
-
 def fp8_linear(
     launch: Launcher,
     x: Tensor,
@@ -165,7 +163,7 @@ def fp8_linear(
     out_dtype: torch.dtype,
     impl: str = "auto",
 ) -> Tensor:
-    x = _values(x, x_scale, activations).unsqueeze(1)
+    x = (x if x_scale is not None else bf16_activations(x, activations)).unsqueeze(1)
     x_scale = None if x_scale is None else x_scale.unsqueeze(1)
     return _linear(launch, x, x_scale, weight, scale, out_dtype)
 
@@ -181,7 +179,8 @@ def fp8_grouped_linear(
     out_dtype: torch.dtype,
     impl: str = "auto",
 ) -> Tensor:
-    x = _values(x, x_scale, activations)
-    if x_scale is not None:
+    if x_scale is None:
+        x = bf16_activations(x, activations)
+    else:
         x, x_scale = x.transpose(0, 1), x_scale.transpose(0, 1)
     return _linear(launch, x, x_scale, weight, scale, out_dtype)

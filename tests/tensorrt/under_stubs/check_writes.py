@@ -229,6 +229,17 @@ def test_a_whole_cache_is_written_without_a_copy(module):
     assert not [each for each in engines if "dsv4_ops" in each]
 
 
+def test_a_saved_program_writes_too(tmp_path):
+    enable()
+    path, inputs = str(tmp_path / "step.ep"), (*rows(), torch.zeros(4, 2, 8))
+    torch_tensorrt.save(by_export(ReadsAfter(), *inputs), path, inputs=inputs)
+    ours, plain = torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)
+    found = torch_tensorrt.load(path).module()(*rows(), ours)
+    assert torch.equal(found, ReadsAfter()(*rows(), plain))
+    assert torch.equal(ours, plain)
+    assert ours.any()
+
+
 def test_segments_are_counted():
     """One engine, then the write: our ops split a graph only where they stand."""
     enable()
