@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +13,11 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from benchmarks.baselines import flash_mla
+from benchmarks.harness import report
 from benchmarks.harness.measure import FLOP_PER_US
 from benchmarks.harness.memory import ColdCache, Copies
 from benchmarks.harness.options import add_cases, chosen_device
+from benchmarks.harness.report import Report
 from benchmarks.harness.timing import Call, Capture
 from benchmarks.run import BenchError
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
@@ -27,9 +27,6 @@ GROUPS = {"bf16": PlainLayout.tag, "fp8": MlaFp8Layout.tag, "ds_fp8": MlaDsFp8La
 
 RANK, WIDTH, BLOCK = 512, 576, 64
 SCALE = 192**-0.5
-
-H200_BYTES_PER_US = 4.3e6
-"""What copies reach on an H200; the roofline of every GPU takes that of its own, too."""
 
 _ROTATED = 2**28
 """Bytes of the rows of all input sets: several times the L2."""
@@ -53,8 +50,7 @@ class Row:
         flash_mla_us: FlashMLA's on the same rows, its plan not counted; bf16 only.
         ratio: Of FlashMLA's time to ours.
         roofline_us: The larger of bytes at the rate of this GPU's copies and FLOP at 790 TFLOP/s.
-        roofline: ``roofline_us`` over ``us``.
-        h200_roofline_us: The same with the copies of an H200.
+        pct_of_roofline: It over ``us``.
         max_diff: Largest difference from FlashMLA's output.
         error: What went wrong.
     """
@@ -67,8 +63,7 @@ class Row:
     flash_mla_us: float | None = None
     ratio: float | None = None
     roofline_us: float | None = None
-    roofline: float | None = None
-    h200_roofline_us: float | None = None
+    pct_of_roofline: float | None = None
     max_diff: float | None = None
     error: str | None = None
 
@@ -158,8 +153,7 @@ def measure(row: Row, pool: Tensor, library: Any, copy_rate: float, device: torc
             row.error = f"differs from FlashMLA by {row.max_diff:.3g}"
     row.us = median_us(calls)
     row.roofline_us = roofline_us(row, copy_rate)
-    row.roofline = row.roofline_us / row.us
-    row.h200_roofline_us = roofline_us(row, H200_BYTES_PER_US)
+    row.pct_of_roofline = 100 * row.roofline_us / row.us
     if library_calls:
         row.flash_mla_us = median_us(library_calls)
         row.ratio = row.flash_mla_us / row.us
@@ -187,60 +181,34 @@ def pool_of(layout: str, blocks: int, device: torch.device) -> Tensor:
     return pool
 
 
-HEADER = (
-    "| rows | heads | batch | context | us | FlashMLA us | ratio | roofline us | of roofline "
-    "| of an H200's | max diff |\n|---|---|---|---|---|---|---|---|---|---|---|"
+_COLUMNS = (
+    *("layout", "heads", "batch", "context", "us", "flash_mla_us", "ratio", "roofline_us"),
+    *("pct_of_roofline", "max_diff", "error"),
 )
-
-
-def line(row: Row) -> str:
-    """A row of the table."""
-
-    def shown(value: float | None, digits: str = ".1f") -> str:
-        return "" if value is None else format(value, digits)
-
-    h200 = None if row.us is None or row.h200_roofline_us is None else row.h200_roofline_us / row.us
-    cells = (
-        row.layout,
-        str(row.heads),
-        str(row.batch),
-        f"{row.context // 1024}k",
-        shown(row.us),
-        shown(row.flash_mla_us),
-        shown(row.ratio, ".2f"),
-        shown(row.roofline_us),
-        shown(row.roofline, ".0%"),
-        shown(h200, ".0%"),
-        shown(row.max_diff, ".4f"),
-    )
-    return "| " + " | ".join(cells) + " |" + (f" {row.error}" if row.error else "")
 
 
 def run_all(
     groups: Sequence[str],
     library: Any,
     device: torch.device,
-    say: Callable[[str], None],
+    output: Report[Row],
+    copy_rate: float,
     *,
     heads: Sequence[int] = _HEADS,
     contexts: Sequence[int] = _CONTEXTS,
-) -> list[Row]:
+) -> None:
     """Every case of some groups. A case that fails keeps its error."""
-    copies = Copies(device, ColdCache(device)).bytes_per_us
-    say(f"copy {copies / 1e6:.2f} TB/s, {torch.cuda.get_device_name(device)}\n\n{HEADER}")
-    rows: list[Row] = []
-    for group in groups:
+    chosen = [(group, cases(GROUPS[group], heads, contexts)) for group in groups]
+    for group, rows in chosen:
         most = max(_BATCHES) * max(contexts) // BLOCK
         pool = pool_of(GROUPS[group], most, device)
-        for row in cases(GROUPS[group], heads, contexts):
+        for row in report.progress(list(rows), f"mla, {group}"):
             try:
-                measure(row, pool, library, copies, device)
+                measure(row, pool, library, copy_rate, device)
             except Exception as error:
-                row.error = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            rows.append(row)
-            say(line(row))
+                row.error = report.one_line(error)
+            output.add(row)
         del pool
-    return rows
 
 
 def run(options: argparse.Namespace) -> None:
@@ -249,19 +217,14 @@ def run(options: argparse.Namespace) -> None:
     if device.type != "cuda":
         raise BenchError("mla: it times kernels, which run on CUDA only")
     library = None if options.baseline is None else flash_mla.load(options.baseline)
-    lines: list[str] = []
-
-    def say(text: str) -> None:
-        lines.append(text)
-        print(text, flush=True)
-
     contexts = _CONTEXTS[:1] if options.smoke else _CONTEXTS
-    rows = run_all(options.cases or tuple(GROUPS), library, device, say, contexts=contexts)
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "mla.md").write_text("\n".join(lines) + "\n")
-    with (out / "mla.jsonl").open("w") as file:
-        file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
-    failed = [row for row in rows if row.error]
+    copies = Copies(device, ColdCache(device)).bytes_per_us
+    stamp = {**report.stamp(device, options.command), "copy_tbs": copies / 1e6}
+    output: Report[Row] = Report(options.out, "mla", stamp)
+    groups = options.cases or tuple(GROUPS)
+    run_all(groups, library, device, output, copies, contexts=contexts)
+    table = report.table(output.rows, _COLUMNS)
+    output.write_text(report.text("mla, microseconds", output, table))
+    failed = [row for row in output.rows if row.error]
     if failed:
         raise BenchError(f"{len(failed)} cases failed, {failed[0].error}")

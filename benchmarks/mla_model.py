@@ -6,7 +6,7 @@ import argparse
 import functools
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from benchmarks.harness import report
 from benchmarks.harness.memory import ColdCache, Copies
 from benchmarks.harness.options import add_cases, chosen_device, sizes
+from benchmarks.harness.report import Report
 from benchmarks.harness.timing import Call, Capture, summary
 from benchmarks.run import WrongResult
 from dsv4_ops.attention import (
@@ -40,6 +42,33 @@ _SMALL = {"num_heads": 2, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_hea
 _SMALL |= {"kv_lora_rank": 64}
 
 Say = Callable[[str], None]
+
+
+@dataclass
+class Row:
+    """A step of the model, or the memory of a prefill.
+
+    Args:
+        case: "decode" or "memory".
+        context: Tokens before the step's.
+        batch: Requests.
+        stock_ms: Hugging Face's compiled step; None where its memory does not suffice.
+        step_ms: Of the patched model, one CUDA graph for all contexts.
+        graphs: Graphs that were compiled for all contexts.
+        chunk_rows: Rows of the workspace that chunks of the context are expanded in.
+        peak_gib: What a layer allocates at most.
+        whole_gib: The same with the context as one chunk.
+    """
+
+    case: str
+    context: int
+    batch: int = 1
+    stock_ms: float | None = None
+    step_ms: float | None = None
+    graphs: int | None = None
+    chunk_rows: int | None = None
+    peak_gib: float | None = None
+    whole_gib: float | None = None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +152,13 @@ def _stock_step(model: Any, batch: int, context: int) -> Call:
     return lambda: compiled(ids, None, None, cache, use_cache=True).logits
 
 
-def decode(say: Say, device: torch.device, batches: Sequence[int], contexts: Sequence[int]) -> None:
+def decode(
+    say: Say,
+    add: Callable[[Row], None],
+    device: torch.device,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+) -> None:
     """Decode steps of the patched model, one graph for all contexts of a batch."""
     from dsv4_ops.integrations import transformers as hf
 
@@ -167,6 +202,8 @@ def decode(say: Say, device: torch.device, batches: Sequence[int], contexts: Seq
             ratio = f"{old / ms:.1f}" if isinstance(old, float) else ""
             shown = f"{old:.2f}" if isinstance(old, float) else old
             graphs = counters["stats"]["unique_graphs"]
+            stock_ms = old if isinstance(old, float) else None
+            add(Row("decode", context, batch, stock_ms, step_ms=ms, graphs=graphs))
             say(f"| {batch} x {context} | {shown} | {ms:.3f} | {ratio} | {graphs} |")
 
 
@@ -273,14 +310,14 @@ def expand(say: Say, device: torch.device, small: bool) -> None:
         say(f"| {used} | {device_ms(call, device):.3f} | {whole:.3f} |")
 
 
-def memory(say: Say, device: torch.device, small: bool) -> None:
+def memory(say: Say, add: Callable[[Row], None], device: torch.device) -> None:
     """Peak of what a layer allocates while contexts grow, with chunks of one size and without."""
     if device.type == "cpu":
         return
     rows = 16384
     say(f"\n| context | chunks of {rows} rows, GiB | one chunk, GiB |\n|---|---|---|")
     for context in (16384, 32768, 65536, 131072):
-        cells = []
+        peaks: list[float | None] = []
         for size in (rows, context):
             case = Prefill(device, 512, context, size)
             torch.cuda.synchronize()
@@ -288,13 +325,15 @@ def memory(say: Say, device: torch.device, small: bool) -> None:
             torch.cuda.reset_peak_memory_stats()
             try:
                 case.ours()
-                peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-                cells.append(f"{peak:.2f}")
+                peaks.append((torch.cuda.max_memory_allocated() - before) / 2**30)
             except torch.OutOfMemoryError:
-                cells.append("out of memory")
+                peaks.append(None)
             del case
             torch.cuda.empty_cache()
-        say(f"| {context} | {cells[0]} | {cells[1]} |")
+        cells = ("out of memory" if peak is None else f"{peak:.2f}" for peak in peaks)
+        say(f"| {context} | {' | '.join(cells)} |")
+        chunked, whole = peaks
+        add(Row("memory", context, chunk_rows=rows, peak_gib=chunked, whole_gib=whole))
 
 
 def insert(say: Say, device: torch.device, small: bool) -> None:
@@ -323,12 +362,13 @@ def insert(say: Say, device: torch.device, small: bool) -> None:
             say(f"| {layout} | {tokens} | {times[0]:.1f} | {times[1]:.1f} | {moved:.1f} |")
 
 
-_OF_OPS = {"insert": insert, "expand": expand, "prefill": prefill, "memory": memory}
+_OF_OPS = {"insert": insert, "expand": expand, "prefill": prefill}
 
 
 @torch.no_grad()
 def run(options: argparse.Namespace) -> None:
-    """Time the cases of the command line; the tables go to ``options.out``."""
+    """Time the cases of the command line; tables, and rows of steps and of memory, go to
+    ``options.out``."""
     device = chosen_device(options)
     small = device.type == "cpu" or options.smoke
     lines: list[str] = []
@@ -337,13 +377,14 @@ def run(options: argparse.Namespace) -> None:
         lines.append(text)
         print(text, flush=True)
 
+    output: Report[Row] = Report(options.out, "mla_model", report.stamp(device, options.command))
     say(f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}")
     contexts = options.contexts or ((128, 256) if small else (4096, 32768))
     for group in options.cases or GROUPS:
         if group == "decode":
-            decode(say, device, options.batches, contexts)
+            decode(say, output.add, device, options.batches, contexts)
+        elif group == "memory":
+            memory(say, output.add, device)
         else:
             _OF_OPS[group](say, device, small)
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "mla_model.md").write_text("\n".join(lines) + "\n")
+    output.path(".md").write_text("\n".join(lines) + "\n")

@@ -50,6 +50,17 @@ def _slower(stored: Stored) -> str:
     return f"all but {len(slow)} of {len(rows)} rows (longer: {'; '.join(slow)})"
 
 
+def _slower_dense(stored: Stored) -> str:
+    """Rows of dense MLA in which FlashMLA is more than 3 % faster."""
+    ratios = values(stored, "mla", "ratio")
+    return f"{sum(ratio < 1 / 1.03 for ratio in ratios)} of {len(ratios)}"
+
+
+def _long(row: Row) -> bool:
+    """Of many requests with long contexts."""
+    return int(row["batch"]) >= 32 and int(row["context"]) >= 32768
+
+
 def _slower_gathered(stored: Stored) -> str:
     shares = values(stored, "sparse_mla", "compiled_us / baseline_us", case="gathered")
     return percent(max(0.0, 100 * max(shares) - 100))
@@ -235,6 +246,21 @@ FIGURES: dict[str, Figure] = {
     "plan_us_512": _plan("compiled_us", chosen=lambda row: row["requests"] == 512),
     "plan_vllm_us": _plan("baseline_us", chosen=bool),
     "planned_costs_8": _planned_costs,
+    # dense MLA
+    "mla_times_few": span("mla", "ratio", chosen=lambda row: row["batch"] <= 8),
+    "mla_times_128": span("mla", "ratio", heads=128, chosen=lambda row: row["batch"] > 8),
+    "mla_times_16": span("mla", "ratio", heads=16, chosen=lambda row: row["batch"] > 8),
+    "mla_slower": _slower_dense,
+    "mla_roofline_128": span("mla", "pct_of_roofline", form=percent, heads=128, chosen=_long),
+    "mla_roofline_16": span("mla", "pct_of_roofline", form=percent, heads=16, chosen=_long),
+    "v3_times_4k": cell("mla_model", "stock_ms / step_ms", case="decode", context=4096),
+    "v3_times_32k": cell("mla_model", "stock_ms / step_ms", case="decode", context=32768),
+    "mla_peak": cell("mla_model", "peak_gib", case="memory", context=131072),
+    "mla_whole": cell("mla_model", "whole_gib", case="memory", context=131072),
+    # experts
+    "experts_times": span("experts", "ratio", chosen=lambda row: row["tokens"] <= 1024),
+    "experts_8": cell("experts", "us", form=_whole, case="fp4", tokens=8),
+    "experts_64": cell("experts", "us", form=_whole, case="fp4", tokens=64),
     # sparse MLA, prefill
     "prefill_times": span("sparse_mla", "baseline_whole_us / compiled_us", case="prefill"),
     "prefill_times_c4_2048": _mla("whole_times_faster", "prefill", _heads(2048, _C4)),

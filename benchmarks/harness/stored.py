@@ -15,7 +15,8 @@ DEVICES = {"precision": "cpu", "quality": "h100"}
 
 _POINT = (
     "case", "shape", "variant", "batch", "requests", "next_n", "context", "heads", "keys", "rows",
-    "model", "runs", "weights", "kv", "precision", "activations", "cache", "selection",
+    "tokens", "layout", "model", "runs", "weights", "kv", "precision", "activations", "cache",
+    "selection",
 )  # fmt: skip
 """What says which point a row is of."""
 

@@ -67,6 +67,10 @@ def _shape(row: Row) -> str:
     return f"{row['batch']} x {row['context'] // 1024}k"
 
 
+def _dense(row: Row) -> str:
+    return f"{row['heads']}, {_shape(row)}"
+
+
 def _hugging_face(row: Row) -> str:
     if row.get("stock_ms") is None:
         return "out of memory"
@@ -209,6 +213,47 @@ TABLES = {
             ("FlashMLA", us("baseline_us")),
         ),
         ("packages",),
+    ),
+    "mla": Table(
+        "mla",
+        (
+            ("heads, requests x context", _dense),
+            ("ours, us", us("us")),
+            ("FlashMLA", us("flash_mla_us")),
+            ("that over ours", us("ratio")),
+            ("of the roofline", share("pct_of_roofline")),
+        ),
+        chosen=lambda row: row["layout"] == "plain",
+    ),
+    "v3": Table(
+        "mla_model",
+        (
+            ("requests x context", _shape),
+            ("Hugging Face, compiled, ms", us("stock_ms")),
+            ("patched, one CUDA graph, ms", us("step_ms")),
+            ("times faster", lambda row: number(row["stock_ms"] / row["step_ms"])),
+            ("graphs", lambda row: str(row["graphs"])),
+        ),
+        ("decode",),
+    ),
+    "mla_memory": Table(
+        "mla_model",
+        (
+            ("context", lambda row: f"{row['context'] // 1024}k"),
+            ("chunks of 16k rows, GiB", us("peak_gib")),
+            ("one chunk, GiB", us("whole_gib")),
+        ),
+        ("memory",),
+    ),
+    "experts": Table(
+        "experts",
+        (
+            ("weights, tokens", lambda row: f"{row['case'].upper()}, {row['tokens']}"),
+            ("ours, us", us("us")),
+            ("bf16, torch's grouped products", us("baseline_us")),
+            ("that over ours", us("ratio")),
+            ("of a copy", share("pct_of_copy")),
+        ),
     ),
     "compressor": Table(
         "compressor",

@@ -56,6 +56,8 @@ NO_FIGURE = re.compile(
     r"vLLM 0\.22\.1|torch 2\.\d+|to 2\.1[35]|transformers 5\.17|(?:to|transformers) 5\.2[34]|"
     r"Python 3\.10|Triton 3\.6 to 3\.9|"
     r"Apache-2\.0|4\.3 TB/s|3\.2 B parameters|at most 1\.2 times DeepGEMM|2\.\d+ in FP8|"
+    r"At most 3 % slower|75 % of the roofline|1\.2 times FlashMLA|5 times at 4k|20 times at 32k|"
+    r"at most 230 us|at most 890|"
     r"target at 2048 tokens, 1\.3 times|within 3 % of the largest|"
     r"4 times the rows|a read of 4 times|"
     r"75 % of the bandwidth|at least \d+ times faster at|at most 3 % of a step|"
