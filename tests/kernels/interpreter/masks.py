@@ -6,6 +6,8 @@ read it as what it is: this does the same.
 
 Time: a launch patches ``triton.language``, and so does each call of a device function again, by
 looking at every member of the module, which is half of a kernel's time. Here a launch alone does.
+Half of the rest: every type and tensor works out its shape anew, every cast makes a table of all
+dtypes, and every sum of integers is made a second time for an assertion that only debugging has.
 """
 
 import functools
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton import knobs
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -41,9 +44,84 @@ def _unless_patched(patch: Any) -> Any:
     return call
 
 
+def _known_dtype(find: Any) -> Any:
+    known: dict[str, Any] = {}
+
+    def call(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        if scalar.name not in known:
+            known[scalar.name] = find(scalar)
+        return known[scalar.name]
+
+    return call
+
+
+def _quick_bf16(convert: Any) -> Any:
+    """bfloat16 is the upper half of float32."""
+
+    def call(values: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+        if (given, wanted) != (tl.bfloat16, tl.float32):
+            return convert(values, given, wanted, rounding)
+        return values.view(np.uint16).astype(np.uint32) << np.uint32(16)
+
+    return call
+
+
+def _asserted(check: Any) -> Any:
+    def call(self: Any, *args: Any) -> None:
+        if self.builder.options.debug:  # without, all of its work leads to no assertion
+            check(self, *args)
+
+    return call
+
+
+def _quick_block(make: Any) -> Any:
+    """Equal types have equal attributes; ``made_of`` is what makes them equal."""
+    known: dict[Any, dict[str, Any]] = {}
+
+    def call(self: Any, element: Any, shape: Any) -> None:
+        if type(element) is not tl.dtype:
+            make(self, element, shape)
+            return
+        sizes = (size.value if isinstance(size, tl.constexpr) else size for size in shape)
+        key = (element.name, *sizes)
+        if key not in known:
+            make(self, element, shape)
+            self.made_of = key
+            known[key] = vars(self).copy()
+        vars(self).update(known[key])
+
+    return call
+
+
+def _quick_tensor(make: Any) -> Any:
+    known: dict[Any, dict[str, Any]] = {}
+
+    def call(self: Any, handle: Any, kind: Any) -> None:
+        key = kind.name if type(kind) is tl.dtype else getattr(kind, "made_of", None)
+        if key not in known:
+            make(self, handle, kind)
+            if key is not None:
+                known[key] = vars(self).copy()
+        else:
+            vars(self).update(known[key], handle=handle)
+
+    return call
+
+
+def _replace(owner: Any, name: str, wrap: Any) -> None:
+    if hasattr(owner, name):
+        setattr(owner, name, wrap(getattr(owner, name)))
+
+
 if knobs.runtime.interpret:
     if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = _unless_patched(interpreter._patch_lang)
     for _name, _place in _PLACE_OF_MASK.items():
         _method = getattr(InterpreterBuilder, _name)
         setattr(InterpreterBuilder, _name, _with_conditions(_method, _place))
+    _replace(interpreter, "_get_np_dtype", _known_dtype)
+    _replace(interpreter, "_convert_float", _quick_bf16)
+    _replace(TritonSemantic, "binary_op_sanitize_overflow_impl", _asserted)
+    _replace(tl.block_type, "__init__", _quick_block)
+    _replace(tl.tensor, "__init__", _quick_tensor)
