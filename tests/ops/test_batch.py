@@ -12,6 +12,7 @@ import dsv4_ops as ops
 from tests.helpers import (
     INT32_MAX,
     INT32_MIN,
+    NIGHTLY,
     Result,
     assert_exact,
     call,
@@ -233,7 +234,8 @@ def test_unordered_starts_stay_in_range_when_compiled() -> None:
     map_tokens = torch.compile(ops.token_map, fullgraph=True, dynamic=True)
     flatten = torch.compile(ops.flatten_decode, fullgraph=True, dynamic=True)
     for starts, seq_lens in unordered_batches():
-        check_unordered(map_tokens, flatten, starts.contiguous(), seq_lens.contiguous())
+        if NIGHTLY or len(seq_lens) > 1:  # a batch of one request is a graph of its own
+            check_unordered(map_tokens, flatten, starts.contiguous(), seq_lens.contiguous())
 
 
 @pytest.mark.parametrize("case", MTP.values(), ids=MTP)

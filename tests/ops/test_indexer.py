@@ -351,9 +351,8 @@ def test_plain_layout_is_compiled_and_packaged(name, monkeypatch):
     """The contract compiles one configuration of an op, the FP8 layout. Packages hold the code of
     another trace of the same lowering; test_export.py builds them of all ops."""
     spec = plain_only(name, monkeypatch)
-    compiled = checks.CompiledOp(spec)
+    compiled = checks.CompiledOps([spec] * NIGHTLY, fused=[spec])
     compiled.check_cases()
-    compiled.fuzz(50)
-    checks.check_fusion(spec)
+    compiled.fuzz(50 if NIGHTLY else 20)
     if NIGHTLY:
         checks.check_package(spec)

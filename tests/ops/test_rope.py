@@ -277,15 +277,16 @@ def test_scales_view_of_the_matrix_product():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale_layout", LAYOUTS)
-def test_fp8_form_compiled(scale_layout):
+def test_fp8_form_compiled():
     """On the CPU, where nothing is contracted, the bytes of the reference."""
     torch._dynamo.reset()
 
-    def call(o, where, table):
-        return ops.inverse_rope_group_quantize(
-            o, where, table, num_groups=2, scale_layout=scale_layout
+    def call(*tensors):
+        made = (
+            ops.inverse_rope_group_quantize(*tensors, num_groups=2, scale_layout=scale_layout)
+            for scale_layout in LAYOUTS
         )
+        return [each for values, scales in made for each in (values, scales)]
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True)
     table = ops.rope_cos_sin_cache(9, **YARN)

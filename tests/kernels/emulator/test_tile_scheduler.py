@@ -11,6 +11,7 @@ from dsv4_ops.core.tiles import MIN_SCHEDULED_TILES, ONE_WAVE_TILES, PROGRAMS
 pytest.importorskip("triton", reason="published for Linux only")
 
 from dsv4_ops.kernels.sparse_mla import combine, decode
+from tests.helpers import NIGHTLY
 from tests.kernels.emulator import test_kernels as calls
 from tests.support.attention_batches import PAGED, case_of, with_inverse_rope
 
@@ -20,6 +21,9 @@ work_tiles = pytest.importorskip(
 emulated = pytest.importorskip(
     "tests.gluon_emulator.emulate", reason="triton is published for Linux only"
 )
+
+
+SEEDS = range(3 if NIGHTLY else 1)
 
 
 def scheduled(swa, extra, requests, num_reqs, programs, **more):
@@ -113,7 +117,7 @@ def test_tokens_about_as_long_as_each_other_keep_their_order():
     ("tokens", "programs"), [(1, 132), (2, 3), (33, 132), (32, 66), (120, 132), (40, 44), (7, 7)]
 )
 def test_every_program_finds_what_the_others_leave(tokens, programs):
-    for seed in range(3):
+    for seed in SEEDS:
         given = work_tiles.sampled(seed, tokens)
         rows, combines = scheduled(*given, programs)
         assert (rows, combines) == work_tiles.expected(*given, programs)
@@ -124,7 +128,7 @@ def test_every_program_finds_what_the_others_leave(tokens, programs):
     [(3, 4, 2), (121, 153, 132), (64, 80, 66), (128, 144, 66), (129, 145, 66), (256, 288, 132)],
 )
 def test_every_program_finds_what_the_others_leave_beyond_those_at_once(tokens, programs, at_once):
-    for seed in range(3):
+    for seed in SEEDS:
         given = work_tiles.sampled(seed, tokens)
         assert scheduled(*given, programs, at_once=at_once) == work_tiles.expected(
             *given, programs, at_once=at_once
@@ -188,7 +192,7 @@ def test_batches_scheduled_by_their_lens(tokens, heads, programs, monkeypatch):
     monkeypatch.setattr(decode, "MIN_SCHEDULED_TILES", 1)
     monkeypatch.setattr(decode, "PROGRAMS", programs)
     monkeypatch.setattr(combine, "LISTED", 2 * heads)  # programs combine several tokens
-    for seed in range(3):
+    for seed in SEEDS:
         case = case_of(PAGED, seed, tokens, heads)
         calls.check(PAGED, case, seed)
         calls.check(PAGED, with_inverse_rope(case), seed)

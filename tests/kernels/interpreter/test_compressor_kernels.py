@@ -22,7 +22,7 @@ def test_programs_that_look_at_many_tokens() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)},
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == 4
+    assert len(done.stdout.splitlines()) == (4 if NIGHTLY else 2)
 
 
 @pytest.mark.parametrize("ratio", [4, 128])
