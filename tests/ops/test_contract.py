@@ -206,12 +206,6 @@ def is_fused(name):
     return "pointwise" in OPS[name].lowering.values()
 
 
-def is_bare(name):
-    """Ops compiled by themselves. IR reads a computed value as it reads an argument, so `make test`
-    compiles most of it between a producer and a consumer only."""
-    return bool(NIGHTLY or OPS[name].mutated or name in SMOKE or not is_fused(name))
-
-
 AT_ONCE = 12
 """Tensor arguments of one compiled graph. Each brings symbols for its sizes, which cost Inductor
 more than in proportion: beyond this, more than a compiler call less is worth."""
@@ -229,7 +223,7 @@ def split(names):
     """Runs of ``names`` with at most AT_ONCE tensor arguments; an op with more is alone."""
     group, count = [], 0
     for name in names:
-        added = AT_ONCE if name in ALONE else num_tensors(name) * (is_bare(name) + is_fused(name))
+        added = AT_ONCE if name in ALONE else num_tensors(name) * (1 + is_fused(name))
         if group and count + added > AT_ONCE:
             yield group
             group, count = [], 0
@@ -256,7 +250,7 @@ def groups():
 def test_compiled_equals_the_reference(names, vectors):
     """One graph, nothing opaque, no recompile over sampled batches of any size, between a producer
     and a consumer too."""
-    specs = [OPS[name] for name in names if is_bare(name)]
+    specs = [OPS[name] for name in names]
     fused = [OPS[name] for name in names if is_fused(name)]
     with torch._inductor.config.patch({"cpp.simdlen": None if vectors else 1}):
         compiled = checks.CompiledOps(specs, fused=fused)
