@@ -14,7 +14,6 @@ from dsv4_ops.core.fingerprint import extend_cache_key, source_hash
 
 COMPILE = """
 import torch, torch._dynamo.utils as utils
-torch._inductor.config.cpp_cache_precompile_headers = False  # for one small graph
 import dsv4_ops
 def call(query_start_loc, seq_lens):
     return dsv4_ops.prefill_gather_lens(query_start_loc, seq_lens, window_size=4)
