@@ -148,7 +148,7 @@ def _traced_as(case: Case) -> tuple[Any, ...]:
 
 def check_fake(spec: OpSpec, device: str = "cpu") -> None:
     """Fake results have the metadata of real ones, for dense and strided inputs of any size."""
-    traced = set()
+    traced: set[tuple[Any, ...]] = set()
     for case in op_testing(spec).cases():
         moved = case.on(device)
         for variant in (moved.copy(), moved.copy(strided_copy)):
