@@ -150,8 +150,8 @@ def experts(
 
     Compile: on a GPU three kernels of ours, the plan, gate and up with SwiGLU, and down, each of
         which reads an expert once for a block of rows (16 to 128, by the mean of an expert), and a
-        weighted sum of Inductor's. They take a FP4 scale above 2^33 for infinite and one below
-        2^-94 may round; a weight's FP8 code of NaN reads as 480. Released files have none of
+        weighted sum of Inductor's. They take a FP4 scale above 2^9 for infinite and one below
+        2^-117 may round; a weight's FP8 code of NaN reads as 480. Released files have none of
         these. On a CPU two reductions of Inductor that gather and dequantise as they multiply;
         eager code there dequantises one expert at a time, for 16 rows. Dynamic in num_tokens;
         CUDA graphs and export: yes.

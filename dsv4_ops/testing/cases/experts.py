@@ -89,6 +89,14 @@ def _fp4_case() -> tuple[Tensor, ...]:
     return x, weights, ids, gate_up, gate_up_scale, down, down_scale
 
 
+def _tiny_case() -> tuple[Tensor, ...]:
+    """Up and the results are near the smallest float32, where sums in another unit are lost."""
+    x, weights, ids, gate_up, *rest = _fp4_case()
+    x[:, 32:] *= 2.0**-122
+    gate_up[:, 32:, :16] = 0
+    return (x, weights, ids, gate_up, *rest)
+
+
 def _fp8_case() -> tuple[Tensor, ...]:
     """One expert: gate 128 / 64 = 2 and up 64 / 32 = 2; silu(2) * 2 is 3.515625 in bf16."""
     x = torch.ones(1, 128, dtype=torch.bfloat16)
@@ -115,6 +123,7 @@ def _experts_cases() -> list[Case]:
         Case("int8", signed, W4A16, (out,)),
         Case("fp8", fp8, W4A16, ([[3.515625] * 128],)),
         Case("quantised", fp8, W4A8, ([[3.5] * 128],)),  # 225 / 64 becomes 224 / 64
+        Case("tiny", _tiny_case(), W4A16),
         Case("a byte of 255", (*fp4[:4], nan, *fp4[5:]), W4A16),
         Case("no token", (*none, *fp4[3:]), W4A16, ([],)),
         Case(
