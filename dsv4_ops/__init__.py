@@ -14,6 +14,7 @@ from dsv4_ops.core.types import (
     ContextChunks,
     ExpertPlan,
     FlattenedDecode,
+    HyperConnection,
     IndexerKeys,
     IndexerQuery,
     InsertedQuery,
@@ -135,6 +136,7 @@ from dsv4_ops.ops.sparse_mla import (
     sparse_mla_plan,
     sparse_mla_prefill,
 )
+from dsv4_ops.ops.streams import hyper_connection
 
 _extend_cache_key(__version__)
 
@@ -145,6 +147,7 @@ __all__ = [
     "ContextChunks",
     "ExpertPlan",
     "FlattenedDecode",
+    "HyperConnection",
     "IndexerKeys",
     "IndexerQuery",
     "InsertedQuery",
@@ -189,6 +192,7 @@ __all__ = [
     "gather_indexer_k",
     "gather_k_cache",
     "global_topk_indices_and_lens",
+    "hyper_connection",
     "indexer_logits",
     "indexer_logits_ragged",
     "indexer_quantize_q",

@@ -130,6 +130,15 @@ class ExpertPlan(NamedTuple):
     num_blocks: Tensor
 
 
+class HyperConnection(NamedTuple):
+    """Streams, weights of the next call, and a block's input; see ``hyper_connection``."""
+
+    streams: Tensor
+    post: Tensor
+    mix: Tensor
+    x: Tensor
+
+
 class QuantizedGroups(NamedTuple):
     """e4m3 rows and their scales; see ``dsv4_ops.inverse_rope_group_quantize``."""
 
