@@ -25,6 +25,7 @@ from dsv4_ops.core.types import (
     PrefillRowBounds,
     QuantizedGroups,
     QuantizedRows,
+    Routing,
     SparseMla,
     SparseMlaGathered,
     SwaIndices,
@@ -66,7 +67,7 @@ from dsv4_ops.ops.context_parallel import (
     cp_slot_mapping,
     cp_topk,
 )
-from dsv4_ops.ops.experts import expert_plan, experts
+from dsv4_ops.ops.experts import expert_plan, experts, route
 from dsv4_ops.ops.indexer import (
     gather_indexer_k,
     indexer_logits,
@@ -158,6 +159,7 @@ __all__ = [
     "PrefillRowBounds",
     "QuantizedGroups",
     "QuantizedRows",
+    "Routing",
     "SparseMla",
     "SparseMlaGathered",
     "SwaIndices",
@@ -236,6 +238,7 @@ __all__ = [
     "quantize_per_tensor",
     "quantize_rows",
     "rope_cos_sin_cache",
+    "route",
     "save_and_compress",
     "save_and_compress_functional",
     "save_compressor_states",

@@ -255,6 +255,15 @@ def _linear(num_groups: int = 0, *, count: int = 8, quantized: bool = False) -> 
     return tensors, {"activations": "bf16", "out_dtype": torch.bfloat16}
 
 
+def _route(*, hashed: bool = False) -> tuple[Any, ...]:
+    """Arguments of ``route``, of Flash."""
+    halves: dict[str, Any] = {"dtype": torch.bfloat16}
+    router = _tensor(8, 4096, **halves), _tensor(256, 4096, **halves)
+    table = (None, _tensor(129280, 6, dtype=torch.int64), _tensor(8, dtype=torch.int64))
+    chosen = table if hashed else (_tensor(256, dtype=torch.float32), None, None)
+    return (*router, *chosen), {"top_k": 6, "scale": 1.5}
+
+
 def _streams(mixed: bool, count: int = 8) -> tuple[Any, ...]:
     """Arguments of ``hyper_connection``, of Flash."""
     floats: dict[str, Any] = {"dtype": torch.float32}
@@ -395,6 +404,8 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "fp8_linear, codes": _linear(quantized=True),
         "fp8_grouped_linear": _linear(8),
         "expert_plan": ((_tensor(8, 6),), {"num_experts": 256, "block_size": 16}),
+        "route": _route(),
+        "route, by token": _route(hashed=True),
         "experts": _experts(),
         "hyper_connection": _streams(False),
         "hyper_connection, after a block": _streams(True),

@@ -139,6 +139,13 @@ class HyperConnection(NamedTuple):
     x: Tensor
 
 
+class Routing(NamedTuple):
+    """Experts of every token and their weights; see ``dsv4_ops.route``."""
+
+    ids: Tensor
+    weights: Tensor
+
+
 class QuantizedGroups(NamedTuple):
     """e4m3 rows and their scales; see ``dsv4_ops.inverse_rope_group_quantize``."""
 

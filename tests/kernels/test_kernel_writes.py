@@ -51,12 +51,15 @@ WRITTEN = {
     "qnorm_rope_kv_insert_kernel": {"k_cache", "out"},
     "quantize_and_insert_kernel": {"k_cache"},
     "quantize_query_kernel": {"out", "weights_out"},
+    "choose_experts_kernel": {"ids", "weights"},
+    "router_products_kernel": {"partial"},
     "save_compressor_states_kernel": {"states"},
     "select_keys_kernel": {"keys", "indices", "plan", "out"},
     "select_logits_kernel": {"keys", "indices", "plan", "out"},
     "sparse_mla_plan_kernel": {"plan"},
     "stream_ends_kernel": {"post", "mix", "out"},
     "stream_products_kernel": {"written", "partial"},
+    "sum_splits_kernel": {"out"},
     "split_keys_kernel": {"out", "lse", "partial", "partial_lse", "partial_scale"},
 }
 

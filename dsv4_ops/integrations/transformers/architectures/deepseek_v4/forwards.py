@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.types import HyperConnection
+from dsv4_ops.integrations.transformers import quantized
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4.joined import (
+    joined,
+    of_shared_experts,
+)
 from dsv4_ops.integrations.transformers.modules import (
     Forward,
     Maker,
@@ -19,6 +24,7 @@ from dsv4_ops.integrations.transformers.modules import (
     own_forward,
 )
 from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.ops.experts import route
 from dsv4_ops.ops.sinkhorn import MAX_ITERATIONS, MAX_STREAMS, sinkhorn
 from dsv4_ops.ops.streams import hyper_connection
 from dsv4_ops.reference.streams import mixed
@@ -91,8 +97,32 @@ def _layer_of_float32_norms(
     out, _ = self.self_attn(found.x.unflatten(0, lead), **rest)
     before = (out.flatten(0, 1).to(streams.dtype), found.post, found.mix)
     found = _connection(self.ffn_hc, self.post_attention_layernorm, streams, *before)
-    out = self.mlp(found.x.unflatten(0, lead), input_ids=input_ids)
+    out = _experts(self.mlp, found.x.unflatten(0, lead), input_ids)
     return mixed(found.post, found.mix, out.flatten(0, 1), found.streams).unflatten(0, lead)
+
+
+def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
+    """Routed and shared experts, with the router as one op if it is Hugging Face's."""
+    gate = block.gate
+    ours = (
+        is_unchanged(block)
+        and is_unchanged(gate)
+        and quantized.is_quantized(block.experts)
+        and type(gate.score_fn).__name__ == "SqrtSoftplusActivation"
+        and gate.weight.dtype == torch.bfloat16
+    )
+    if not ours:
+        found: Tensor = block(x, input_ids=input_ids)
+        return found
+    rows = x.flatten(0, 1)
+    settings = {"top_k": gate.top_k, "scale": float(gate.routed_scaling_factor)}
+    if block.is_hash:
+        assert input_ids is not None
+        chosen = route(rows, gate.weight, None, gate.tid2eid, input_ids.flatten(), **settings)
+    else:
+        chosen = route(rows, gate.weight, gate.e_score_correction_bias.float(), **settings)
+    out: Tensor = block.experts(rows, chosen.ids, chosen.weights).view(x.shape)
+    return out + block.shared_experts(x)
 
 
 def _is_fused(layer: Any, streams: Tensor, context: Any) -> bool:
@@ -163,7 +193,11 @@ def _gated(self: Any, gate_up: Tensor) -> Tensor:
 def _shared_experts_forward(recipe: Recipe, _: Forward) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         limit = self.limit if recipe.shared_expert_clamp else float("inf")
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        together = joined(self, of_shared_experts(self))
+        if together is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = together(x).chunk(2, -1)
         if not recipe.swiglu_float32:
             out = self.act_fn(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
         else:
