@@ -236,7 +236,16 @@ _STAGES = {
     "indexer": ("select_keys", "indexer", "merge_groups", "merge_parts", "quantize_query"),
     "compressor": ("compress_and_insert", "compressor_states", "pool_windows", "insert_pooled"),
     "insert": ("qnorm_rope", "insert"),
-    "projections": ("nvjet", "cublas", "gemm", "gemv", "splitKreduce", "bmm", "cutlass", "fp8_linear"),
+    "projections": (
+        "nvjet",
+        "cublas",
+        "gemm",
+        "gemv",
+        "splitKreduce",
+        "bmm",
+        "cutlass",
+        "fp8_linear",
+    ),
 }
 
 

@@ -269,7 +269,11 @@ def _streams(mixed: bool, count: int = 8) -> tuple[Any, ...]:
     floats: dict[str, Any] = {"dtype": torch.float32}
     halves: dict[str, Any] = {"dtype": torch.bfloat16}
     weights = _tensor(24, 4 * 4096, **floats), _tensor(24, **floats), _tensor(3, **floats)
-    block = _tensor(count, 4096, **halves), _tensor(count, 4, **floats), _tensor(count, 4, 4, **floats)
+    block = (
+        _tensor(count, 4096, **halves),
+        _tensor(count, 4, **floats),
+        _tensor(count, 4, 4, **floats),
+    )
     tensors = (_tensor(count, 4, 4096, **halves), *weights, _tensor(4096, **floats))
     settings = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-6}
     return (*tensors, *(block if mixed else ())), settings

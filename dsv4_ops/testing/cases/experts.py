@@ -225,10 +225,19 @@ def _route_cases() -> list[Case]:
             best,
             ([[3], [3]], [[1.5], [1.5]]),
         ),
-        Case("table", (hidden, weight, None, table, ids), named, ([[2, -1], [3, 3]], [[2.0, 0.0], [1.0, 1.0]])),
-        Case("no id", (hidden, weight, None, table, none), named, ([[-1, -1]] * 2, [[0.0, 0.0]] * 2)),
+        Case(
+            "table",
+            (hidden, weight, None, table, ids),
+            named,
+            ([[2, -1], [3, 3]], [[2.0, 0.0], [1.0, 1.0]]),
+        ),
+        Case(
+            "no id", (hidden, weight, None, table, none), named, ([[-1, -1]] * 2, [[0.0, 0.0]] * 2)
+        ),
         Case("no token", (hidden[:0], weight), best, ([], [])),
-        Case("two experts", (both.bfloat16(), weight[:2]), named, ([[0, 1], [0, 1]], [[1.0] * 2] * 2)),
+        Case(
+            "two experts", (both.bfloat16(), weight[:2]), named, ([[0, 1], [0, 1]], [[1.0] * 2] * 2)
+        ),
     ]
 
 

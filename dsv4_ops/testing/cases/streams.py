@@ -43,7 +43,9 @@ def _hyper_connection_cases() -> list[Case]:
             settings,
             ([[[3.0, 3.0], [2.0, 2.0]]], [[1.0, 1.0]], halves, [[2.0, 3.0]]),
         ),
-        Case("of the streams", (streams, *chosen), settings, ([], [[1.0] * 2], halves, [[2.0, -3.0]])),
+        Case(
+            "of the streams", (streams, *chosen), settings, ([], [[1.0] * 2], halves, [[2.0, -3.0]])
+        ),
         Case("no token", (streams[:0], *weights), settings, ([], [], [], [])),
         Case("no token after a block", (streams[:0], *weights, *none), settings, ([], [], [], [])),
     ]
@@ -125,7 +127,11 @@ def _hyper_connection_precise(
 
 hyper_connection = OpTesting(
     cases=_hyper_connection_cases,
-    settings=(SERVED, {**SERVED, "iterations": 1}, {"iterations": 3, "eps": 0.125, "norm_eps": 1.0}),
+    settings=(
+        SERVED,
+        {**SERVED, "iterations": 1},
+        {"iterations": 3, "eps": 0.125, "norm_eps": 1.0},
+    ),
     make=_hyper_connection_call,
     precise=_hyper_connection_precise,
 )

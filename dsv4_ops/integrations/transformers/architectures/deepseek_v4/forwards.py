@@ -98,7 +98,8 @@ def _layer_of_float32_norms(
     before = (out.flatten(0, 1).to(streams.dtype), found.post, found.mix)
     found = _connection(self.ffn_hc, self.post_attention_layernorm, streams, *before)
     out = _experts(self.mlp, found.x.unflatten(0, lead), input_ids)
-    return mixed(found.post, found.mix, out.flatten(0, 1), found.streams).unflatten(0, lead)
+    streams = mixed(found.post, found.mix, out.flatten(0, 1), found.streams)
+    return streams.view(hidden_states.shape)
 
 
 def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
@@ -130,7 +131,7 @@ def _is_fused(layer: Any, streams: Tensor, context: Any) -> bool:
     if context is None or context.schedule != "decode" or streams.device.type not in FUSED_ON:
         return False
     pairs = (layer.attn_hc, layer.input_layernorm), (layer.ffn_hc, layer.post_attention_layernorm)
-    fits = all(
+    fits: bool = streams.dtype == torch.bfloat16 and all(
         is_unchanged(connection)
         and is_unchanged(norm)
         and connection.hc_mult <= MAX_STREAMS
@@ -138,7 +139,7 @@ def _is_fused(layer: Any, streams: Tensor, context: Any) -> bool:
         and connection.input_norm.eps == norm.variance_epsilon
         for connection, norm in pairs
     )
-    return fits and streams.dtype == torch.bfloat16
+    return fits
 
 
 def _connection(connection: Any, norm: Any, streams: Tensor, *block: Tensor) -> HyperConnection:

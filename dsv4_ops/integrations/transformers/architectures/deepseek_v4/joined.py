@@ -30,6 +30,9 @@ JOINED_ON = ("cuda",)
 class JoinedLinear(nn.Module):
     """The products of ``layers``, which have one input, side by side."""
 
+    weight: Tensor
+    scale: Tensor | None
+
     def __init__(self, layers: list[Any], recipe: Recipe, impl: str) -> None:
         super().__init__()
         self.recipe, self.impl = recipe, impl
@@ -111,7 +114,7 @@ def of_shared_experts(module: Any) -> list[Any]:
 
 
 def _groups(model: Any, float32: bool) -> Iterator[tuple[Any, list[Any]]]:
-    """Modules and the layers of each to join: in FP8, or in bf16 with float32 results."""
+    """Modules and the layers of each to multiply at once: FP8 ones, or bf16 with float32 sums."""
     for module in model.modules():
         found = class_of(module)
         if found == "DeepseekV4Attention":
@@ -128,7 +131,7 @@ def _groups(model: Any, float32: bool) -> Iterator[tuple[Any, list[Any]]]:
 
 
 def prepare(model: Any, recipe: Recipe, impl: str) -> None:
-    """Join the layers of a model where that pays."""
+    """Combine the layers of a model where that pays."""
     chosen = REFERENCE if impl == REFERENCE else AUTO
     for holder, layers in list(_groups(model, recipe.compressor_float32)):
         if layers[0].weight.device.type in JOINED_ON:
@@ -136,7 +139,7 @@ def prepare(model: Any, recipe: Recipe, impl: str) -> None:
 
 
 def refresh(body: Any, recipe: Recipe) -> None:
-    """Join again what was moved or replaced since."""
+    """Combine again what was moved or replaced since."""
     if torch.compiler.is_compiling():
         return
     for holder, layers in _groups(body, recipe.compressor_float32):
