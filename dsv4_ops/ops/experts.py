@@ -79,7 +79,7 @@ def route(
         bias: Added to the scores that experts are chosen by, and to no weight: [num_experts],
             float32. None adds nothing.
         table: Experts of every token id, [vocab_size, top_k], int64, instead of the best ones; with
-            ``token_ids`` [num_tokens], int64, and without ``bias``.
+            ``token_ids`` [num_tokens], int64.
         top_k: Experts of a token. At least 1, at most num_experts.
         scale: Sum of a token's weights. Above 0.
 
@@ -93,8 +93,8 @@ def route(
     Mutates: nothing.
 
     Raises:
-        ValueError: shapes that disagree, several devices, a number out of range, one of ``table``
-            and ``token_ids`` without the other, or a bias beside them.
+        ValueError: shapes that disagree, several devices, a number out of range, or one of
+            ``table`` and ``token_ids`` without the other.
         TypeError: another dtype.
 
     Compile: on a GPU two kernels, products with parts of hidden_size and a program for every token;
@@ -124,9 +124,6 @@ def route(
     if token_ids is not None:
         checks.comes_with("token_ids", "table", table)
         checks.tensor("token_ids", token_ids, torch.int64, "num_tokens")
-    if table is not None and bias is not None:
-        rule, advice = "be None with table", "Pass one of the two"
-        raise refusal(ValueError, checks.op, "bias", rule, "a tensor", advice)
     checks.above(0, scale=scale)
     return Routing(*_route(hidden, weight, bias, table, token_ids, top_k=top_k, scale=scale))
 

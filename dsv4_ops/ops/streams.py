@@ -7,12 +7,11 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import REFERENCE
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
 from dsv4_ops.core.types import HyperConnection
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import streams as meta
-from dsv4_ops.ops.sinkhorn import MAX_ITERATIONS, MAX_STREAMS
+from dsv4_ops.ops.sinkhorn import MAX_ITERATIONS, MAX_STREAMS, check_at_most
 from dsv4_ops.reference import streams as reference
 
 _hyper_connection = define_op(
@@ -92,12 +91,12 @@ def hyper_connection(
         ([[2.0, -3.0]], [[1.0, 1.0]])
     """
     checks = Checks("hyper_connection")
-    checks.at_least(1, most=MAX_ITERATIONS, iterations=iterations)
+    checks.at_least(1, iterations=iterations)
+    check_at_most(checks.op, "iterations", iterations, MAX_ITERATIONS)
     checks.tensor("streams", streams, torch.bfloat16, "num_tokens", "num_streams", "hidden_size")
     count, width = int(streams.shape[1]), int(streams.shape[2])  # configuration: constants
-    if not 1 <= count <= MAX_STREAMS:
-        rule, advice = f"have 1 to {MAX_STREAMS} streams", "Pass those of a DeepSeek-V4 model"
-        raise refusal(ValueError, checks.op, "streams", rule, count, advice)
+    checks.at_least(1, num_streams=count, hidden_size=width)
+    check_at_most(checks.op, "num_streams", count, MAX_STREAMS)
     checks.tensor("fn", fn, torch.float32, count * (count + 2), count * width)
     checks.tensor("base", base, torch.float32, count * (count + 2))
     checks.tensor("scale", scale, torch.float32, 3)

@@ -123,7 +123,8 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
     else:
         chosen = route(rows, gate.weight, gate.e_score_correction_bias.float(), **settings)
     out: Tensor = block.experts(rows, chosen.ids, chosen.weights).view(x.shape)
-    return out + block.shared_experts(x)
+    shared: Tensor = block.shared_experts(x)
+    return out + shared
 
 
 def _is_fused(layer: Any, streams: Tensor, context: Any) -> bool:
