@@ -131,7 +131,7 @@ class ExpertPlan(NamedTuple):
 
 
 class HyperConnection(NamedTuple):
-    """Streams, weights of the next call, and a block's input; see ``hyper_connection``."""
+    """Streams, their weights and a block's input; see ``hyper_connection``."""
 
     streams: Tensor
     post: Tensor
