@@ -43,21 +43,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also compile Hugging Face's step, one graph per point: most of a minute each",
     )
+    parser.add_argument(
+        "--precision",
+        choices=("bf16", "released"),
+        default="bf16",
+        help="released: FP8 linears and FP4 experts, without Hugging Face's step",
+    )
     parser.add_argument("--max-seconds", type=int, metavar="N", help="start no batch later")
 
 
 @torch.no_grad()
 def run(options: argparse.Namespace) -> None:
     """Time every point; rows and the table go to ``options.out``."""
-    from benchmarks.baselines.stock_model import flash_shaped, keep_float32
+    from benchmarks.baselines.stock_model import (
+        flash_shaped,
+        in_released_precision,
+        keep_float32,
+    )
     from dsv4_ops.integrations import transformers as v4
 
-    device = chosen_device(options)
-    output: Report[ModelRow] = Report(options.out, "model", stamp(device, options.command))
+    device, released = chosen_device(options), options.precision == "released"
+    name = "model_released" if released else "model"
+    output: Report[ModelRow] = Report(options.out, name, stamp(device, options.command))
     small = {"hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 64}
     small |= {"o_lora_rank": 64, "moe_intermediate_size": 64, "vocab_size": 260}
+    if released:  # whole blocks of 128
+        small |= {"q_lora_rank": 128, "o_lora_rank": 128, "moe_intermediate_size": 128}
     cpu = device.type == "cpu"
     model = flash_shaped(num_experts=options.experts, device=device, **(small if cpu else {}))
+    model = in_released_precision(model) if released else model
     points = {2: (512,)} if cpu else _POINTS
     chosen = options.batches or tuple(points)
     rows = [
@@ -65,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
         for batch in chosen
         for context in options.contexts or points.get(batch, _CONTEXTS)
     ]
-    for row in report.progress(rows, "Hugging Face's own"):
+    for row in report.progress([] if released else rows, "Hugging Face's own"):
         _measure_stock(row, model, compiled=options.stock_compiled)
     v4.patch(keep_float32(model))
     start = time.perf_counter()
@@ -83,7 +97,8 @@ def run(options: argparse.Namespace) -> None:
         for row in of_batch:
             output.add(row)
     title = "A decode step of a model with 4 layers of DeepSeek-V4-Flash's sizes"
-    parts = [report.table(output.rows, COLUMNS), *_stages(output.rows), *_NOTES]
+    parts = [report.table(output.rows, COLUMNS), *_stages(output.rows), *_by_kernel(output.rows)]
+    parts += _NOTES
     output.write_text(report.text(title, output, *parts))
     if not options.no_plot:
         title = f"Decode step of 4 layers · {output.stamp['device']}"
@@ -209,15 +224,28 @@ def _profile(row: ModelRow, call: Callable[[], Any], metadata: Callable[[], Any]
     for activity in activities:
         spent[stage_of(activity.name)] += activity.us
     row.stages = dict(sorted(spent.items(), key=lambda item: -item[1]))
+    row.activities = [list(activity) for activity in activities]
 
 
 _STAGES = {
-    "experts": ("cutlass13device_kernel", "grouped_gemm", "grouped_mm"),
+    "experts": (
+        *("cutlass13device_kernel", "grouped_gemm", "grouped_mm"),
+        *("gate_up_kernel", "down_kernel", "expert_plan_kernel"),
+    ),
     "attention": ("split_keys", "join_splits", "prefill_keys"),
     "indexer": ("select_keys", "indexer", "merge_groups", "merge_parts", "quantize_query"),
     "compressor": ("compress_and_insert", "compressor_states", "pool_windows", "insert_pooled"),
     "insert": ("qnorm_rope", "insert"),
-    "projections": ("nvjet", "cublas", "gemm", "gemv", "splitKreduce", "bmm", "cutlass"),
+    "projections": (
+        "nvjet",
+        "cublas",
+        "gemm",
+        "gemv",
+        "splitKreduce",
+        "bmm",
+        "cutlass",
+        "fp8_linear",
+    ),
 }
 
 
@@ -235,6 +263,15 @@ def _stages(rows: Sequence[ModelRow]) -> list[str]:
         if row.stages
     ]
     return ["Microseconds of a step by stage:\n" + "\n".join(lines)] if lines else []
+
+
+def _by_kernel(rows: Sequence[ModelRow]) -> list[str]:
+    """Kernels of a step of the first row in their order."""
+    row = next((row for row in rows if row.activities), None)
+    if row is None:
+        return []
+    lines = [f"{us:8.1f}  {name[:110]}" for name, us in row.activities]
+    return [f"Kernels of a step, {row}, microseconds:\n" + "\n".join(lines)]
 
 
 def _batch(model: Any, batch: int, context: int) -> Any:

@@ -14,6 +14,7 @@ from dsv4_ops.core.types import (
     ContextChunks,
     ExpertPlan,
     FlattenedDecode,
+    HyperConnection,
     IndexerKeys,
     IndexerQuery,
     InsertedQuery,
@@ -24,6 +25,7 @@ from dsv4_ops.core.types import (
     PrefillRowBounds,
     QuantizedGroups,
     QuantizedRows,
+    Routing,
     SparseMla,
     SparseMlaGathered,
     SwaIndices,
@@ -65,7 +67,7 @@ from dsv4_ops.ops.context_parallel import (
     cp_slot_mapping,
     cp_topk,
 )
-from dsv4_ops.ops.experts import expert_plan, experts
+from dsv4_ops.ops.experts import expert_plan, experts, route
 from dsv4_ops.ops.indexer import (
     gather_indexer_k,
     indexer_logits,
@@ -135,6 +137,7 @@ from dsv4_ops.ops.sparse_mla import (
     sparse_mla_plan,
     sparse_mla_prefill,
 )
+from dsv4_ops.ops.streams import hyper_connection
 
 _extend_cache_key(__version__)
 
@@ -145,6 +148,7 @@ __all__ = [
     "ContextChunks",
     "ExpertPlan",
     "FlattenedDecode",
+    "HyperConnection",
     "IndexerKeys",
     "IndexerQuery",
     "InsertedQuery",
@@ -155,6 +159,7 @@ __all__ = [
     "PrefillRowBounds",
     "QuantizedGroups",
     "QuantizedRows",
+    "Routing",
     "SparseMla",
     "SparseMlaGathered",
     "SwaIndices",
@@ -189,6 +194,7 @@ __all__ = [
     "gather_indexer_k",
     "gather_k_cache",
     "global_topk_indices_and_lens",
+    "hyper_connection",
     "indexer_logits",
     "indexer_logits_ragged",
     "indexer_quantize_q",
@@ -232,6 +238,7 @@ __all__ = [
     "quantize_per_tensor",
     "quantize_rows",
     "rope_cos_sin_cache",
+    "route",
     "save_and_compress",
     "save_and_compress_functional",
     "save_compressor_states",

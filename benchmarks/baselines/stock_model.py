@@ -55,6 +55,34 @@ def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> A
     return model
 
 
+def in_released_precision(model: Any) -> Any:
+    """Replace weights by random ones of the released format: FP8 linears, FP4 experts, E8M0
+    scales, in Hugging Face's own modules."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    settings = FineGrainedFP8Config(scale_fmt="ue8m0", expert_dtype="fp4")
+    kept = [r".*compressor.*\.(kv|gate)_proj", r".*\.weights_proj", r"lm_head"]
+    device, generator = model.device, torch.Generator(model.device).manual_seed(0)
+    model = replace_with_fp8_linear(model, kept, settings)
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and weight.is_meta:
+                codes = weight.element_size() == 1 and "scale" not in name
+                # scales: 2^-6 of codes below 2, over the root of a row of thousands
+                low, high = (0, 256) if codes else (119, 122)
+                made = torch.empty(weight.shape, dtype=torch.uint8, device=device)
+                made.random_(low, high, generator=generator)
+                if codes and weight.dtype == torch.float8_e4m3fn:
+                    made &= 0xBF  # values up to 1.875
+                if not codes and len(weight.shape) == 3:
+                    made -= 2  # e2m1 codes are larger
+                held = torch.nn.Parameter(made.view(weight.dtype), requires_grad=False)
+                module._parameters[name] = held
+    model.config.quantization_config = settings
+    return model
+
+
 def _spread(weight: Tensor) -> float:
     return float(weight.shape[-1] ** -0.5) if weight.dim() > 1 else 0.5
 

@@ -228,6 +228,7 @@ class ModelRow:
     max_diff: float | None = None
     error: str | None = None
     stages: dict[str, float] = field(default_factory=dict)
+    activities: list[list[Any]] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"{self.batch} x {self.context} tokens"

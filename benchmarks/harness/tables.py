@@ -310,6 +310,22 @@ TABLES = {
             ("of the roofline", share("pct_of_roofline")),
         ),
     ),
+    "model_released": Table(
+        "model_released",
+        (
+            ("requests x context", _shape),
+            ("one CUDA graph: ms, busy", lambda row: f"{number(row['step_ms'])}, "
+             f"{number(row['busy_ms'])}"),
+            ("kernels per layer", lambda row: f"{row['kernels_per_layer']:.0f}"),
+            ("projections and head, us", lambda row: number(row["stages"]["projections"])),
+            ("experts", lambda row: number(row["stages"]["experts"])),
+            ("attention, caches, indexer", lambda row: number(sum(
+                row["stages"][name] for name in ("attention", "indexer", "insert", "compressor")
+            ))),
+            ("the rest", lambda row: number(row["stages"]["norms, routers, streams, metadata"])),
+            ("of the roofline", share("pct_of_roofline")),
+        ),
+    ),
     "model_short": Table(
         "model",
         (

@@ -255,6 +255,30 @@ def _linear(num_groups: int = 0, *, count: int = 8, quantized: bool = False) -> 
     return tensors, {"activations": "bf16", "out_dtype": torch.bfloat16}
 
 
+def _route(*, hashed: bool = False) -> tuple[Any, ...]:
+    """Arguments of ``route``, of Flash."""
+    halves: dict[str, Any] = {"dtype": torch.bfloat16}
+    router = _tensor(8, 4096, **halves), _tensor(256, 4096, **halves)
+    table = (None, _tensor(129280, 6, dtype=torch.int64), _tensor(8, dtype=torch.int64))
+    chosen = table if hashed else (_tensor(256, dtype=torch.float32), None, None)
+    return (*router, *chosen), {"top_k": 6, "scale": 1.5}
+
+
+def _streams(mixed: bool, count: int = 8) -> tuple[Any, ...]:
+    """Arguments of ``hyper_connection``, of Flash."""
+    floats: dict[str, Any] = {"dtype": torch.float32}
+    halves: dict[str, Any] = {"dtype": torch.bfloat16}
+    weights = _tensor(24, 4 * 4096, **floats), _tensor(24, **floats), _tensor(3, **floats)
+    block = (
+        _tensor(count, 4096, **halves),
+        _tensor(count, 4, **floats),
+        _tensor(count, 4, 4, **floats),
+    )
+    tensors = (_tensor(count, 4, 4096, **halves), *weights, _tensor(4096, **floats))
+    settings = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-6}
+    return (*tensors, *(block if mixed else ())), settings
+
+
 def _experts(count: int = 8, *, fp8: bool = False) -> tuple[Any, ...]:
     """Arguments of ``experts``, of 32 of Flash's."""
     x, routing = _tensor(count, 4096, dtype=torch.bfloat16), _tensor(count, 6)
@@ -384,7 +408,11 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "fp8_linear, codes": _linear(quantized=True),
         "fp8_grouped_linear": _linear(8),
         "expert_plan": ((_tensor(8, 6),), {"num_experts": 256, "block_size": 16}),
+        "route": _route(),
+        "route, by token": _route(hashed=True),
         "experts": _experts(),
+        "hyper_connection": _streams(False),
+        "hyper_connection, after a block": _streams(True),
         "experts, 128 tokens": _experts(128),
         "experts, 2048 tokens": _experts(2048),
         "experts, fp8": _experts(fp8=True),

@@ -130,6 +130,22 @@ class ExpertPlan(NamedTuple):
     num_blocks: Tensor
 
 
+class HyperConnection(NamedTuple):
+    """Streams, their weights and a block's input; see ``hyper_connection``."""
+
+    streams: Tensor
+    post: Tensor
+    mix: Tensor
+    x: Tensor
+
+
+class Routing(NamedTuple):
+    """Experts of every token and their weights; see ``dsv4_ops.route``."""
+
+    ids: Tensor
+    weights: Tensor
+
+
 class QuantizedGroups(NamedTuple):
     """e4m3 rows and their scales; see ``dsv4_ops.inverse_rope_group_quantize``."""
 

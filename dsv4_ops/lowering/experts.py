@@ -5,3 +5,4 @@ from dsv4_ops.reference import experts as reference
 
 expert_plan = TritonKernel(reference.expert_plan)
 experts = Choices(reference.experts_by_row)
+route = TritonKernel(reference.route)

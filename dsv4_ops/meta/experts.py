@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.tiles import plan_blocks
-from dsv4_ops.core.types import ExpertPlan
+from dsv4_ops.core.types import ExpertPlan, Routing
 
 
 def expert_plan(topk_ids: Tensor, num_experts: int, block_size: int) -> ExpertPlan:
@@ -21,3 +21,10 @@ def expert_plan(topk_ids: Tensor, num_experts: int, block_size: int) -> ExpertPl
 
 def experts(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def route(hidden: Tensor, top_k: int) -> Routing:
+    shape = (hidden.shape[0], top_k)
+    return Routing(
+        hidden.new_empty(shape, dtype=torch.int32), hidden.new_empty(shape, dtype=torch.float32)
+    )

@@ -18,6 +18,7 @@ from dsv4_ops.ops import (
     sinkhorn,
     slot_mapping,
     sparse_mla,
+    streams,
 )
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "sinkhorn",
     "slot_mapping",
     "sparse_mla",
+    "streams",
 ]

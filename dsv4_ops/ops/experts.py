@@ -9,7 +9,7 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import ACTIVATION_BLOCK, FP4_BLOCK, WEIGHT_BLOCK
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, KERNEL_ON_CUDA, REFERENCE, TRITON, OpSpec
-from dsv4_ops.core.types import INT32_MAX, ExpertPlan
+from dsv4_ops.core.types import INT32_MAX, ExpertPlan, Routing
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import experts as meta
@@ -20,6 +20,18 @@ PROVIDERS = (TRITON, REFERENCE)
 _ACTIVATIONS = ("bf16", "fp8")
 _CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
+_route = define_op(
+    OpSpec(
+        stem="experts",
+        schema="route(Tensor hidden, Tensor weight, Tensor? bias=None, Tensor? table=None, "
+        "Tensor? token_ids=None, *, int top_k, float scale) -> (Tensor, Tensor)",
+        meta=meta.route,
+        reference=reference.route,
+        lowering=KERNEL_ON_CUDA,
+        dynamic=("num_tokens",),
+        source="DeepSeek-V4 inference/model.py, Gate",
+    )
+)
 _expert_plan = define_op(
     OpSpec(
         stem="experts",
@@ -47,6 +59,73 @@ _experts = define_op(
         providers=PROVIDERS,
     )
 )
+
+
+def route(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    table: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    *,
+    top_k: int,
+    scale: float = 1.0,
+) -> Routing:
+    """Choose the experts of every token, and weigh them.
+
+    Args:
+        hidden: Hidden states, [num_tokens, hidden_size], bfloat16, any strides.
+        weight: The router's, [num_experts, hidden_size], bfloat16.
+        bias: Added to the scores that experts are chosen by, and to no weight: [num_experts],
+            float32. None adds nothing.
+        table: Experts of every token id, [vocab_size, top_k], int64, instead of the best ones; with
+            ``token_ids`` [num_tokens], int64.
+        top_k: Experts of a token. At least 1, at most num_experts.
+        scale: Sum of a token's weights. Above 0.
+
+    Returns:
+        ``Routing(ids, weights)``, [num_tokens, top_k], int32 and float32, dense: of the scores s =
+        sqrt(softplus(hidden weight^T)), in float32, the largest s + bias, the largest first, of
+        equal ones the lower id; NaN counts as the least. weights = scale * s / (sum of s + 1e-20).
+        With a table: its ids in their order; -1, with weight 0, where the token's id or the table's
+        is out of range.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, several devices, a number out of range, or one of
+            ``table`` and ``token_ids`` without the other.
+        TypeError: another dtype.
+
+    Compile: on a GPU two kernels, products with parts of hidden_size and a program for every token;
+        on a CPU a product, a sort and a few reductions. Dynamic in num_tokens; CUDA graphs and
+        export: yes.
+
+    Source: DeepSeek-V4's router.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> hidden = torch.tensor([[2.0, 1.0]]).bfloat16()
+        >>> weight = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]).bfloat16()
+        >>> found = dsv4_ops.route(hidden, weight, top_k=2)
+        >>> found.ids.tolist(), found.weights.sum().item()
+        ([[1, 2]], 1.0)
+    """
+    checks = Checks("route")
+    checks.at_least(1, top_k=top_k)
+    checks.tensor("hidden", hidden, torch.bfloat16, "num_tokens", "hidden_size")
+    checks.tensor("weight", weight, torch.bfloat16, "num_experts", "hidden_size")
+    checks.at_most("top_k", top_k, "num_experts", int(weight.shape[0]))
+    if bias is not None:
+        checks.tensor("bias", bias, torch.float32, "num_experts")
+    if table is not None:
+        checks.comes_with("table", "token_ids", token_ids)
+        checks.tensor("table", table, torch.int64, "vocab_size", top_k)
+    if token_ids is not None:
+        checks.comes_with("token_ids", "table", table)
+        checks.tensor("token_ids", token_ids, torch.int64, "num_tokens")
+    checks.above(0, scale=scale)
+    return Routing(*_route(hidden, weight, bias, table, token_ids, top_k=top_k, scale=scale))
 
 
 def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> ExpertPlan:
@@ -150,8 +229,8 @@ def experts(
 
     Compile: on a GPU three kernels of ours, the plan, gate and up with SwiGLU, and down, each of
         which reads an expert once for a block of rows (16 to 128, by the mean of an expert), and a
-        weighted sum of Inductor's. They take a FP4 scale above 2^33 for infinite and one below
-        2^-94 may round; a weight's FP8 code of NaN reads as 480. Released files have none of
+        weighted sum of Inductor's. They take a FP4 scale above 2^9 for infinite and one below
+        2^-117 may round; a weight's FP8 code of NaN reads as 480. Released files have none of
         these. On a CPU two reductions of Inductor that gather and dequantise as they multiply;
         eager code there dequantises one expert at a time, for 16 rows. Dynamic in num_tokens;
         CUDA graphs and export: yes.

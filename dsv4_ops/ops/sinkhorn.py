@@ -72,15 +72,16 @@ def sinkhorn(
     """
     checks = Checks("sinkhorn")
     checks.at_least(1, num_streams=num_streams, iterations=iterations)
-    _check_at_most("iterations", iterations, MAX_ITERATIONS)
-    _check_at_most("num_streams", num_streams, MAX_STREAMS)
+    check_at_most(checks.op, "iterations", iterations, MAX_ITERATIONS)
+    check_at_most(checks.op, "num_streams", num_streams, MAX_STREAMS)
     checks.tensor("logits", logits, torch.float32, "num_tokens", num_streams * num_streams)
     checks.above(0, eps=eps)
     result: Tensor = _sinkhorn(logits, num_streams=num_streams, iterations=iterations, eps=eps)
     return result
 
 
-def _check_at_most(name: str, value: int, most: int) -> None:
+def check_at_most(op: str, name: str, value: int, most: int) -> None:
+    """Raise if compiled code would have more than ``most`` steps written out."""
     if value > most:
         advice = "Pass a smaller one: compiled code has every step of every entry written out"
-        raise refusal(ValueError, "sinkhorn", name, f"be at most {most}", value, advice)
+        raise refusal(ValueError, op, name, f"be at most {most}", value, advice)

@@ -7,14 +7,46 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import FP4_BLOCK
 from dsv4_ops.core.tiles import plan_blocks
-from dsv4_ops.core.types import ABSENT, ExpertPlan
-from dsv4_ops.reference.common import materialized, take
+from dsv4_ops.core.types import ABSENT, ExpertPlan, Routing
+from dsv4_ops.reference.common import dense, materialized, take
 from dsv4_ops.reference.linear import activation_values, scale_values, weight_values
 
 ROWS = 16
 """Rows that the eager reference multiplies by an expert at a time."""
 
+LEAST_SUM = 1e-20
+"""Added to the sum that routing weights are divided by."""
+
 _DOUBLED = -0x379BCDF0  # 0xC8643210: twice 0 .5 1 1.5 2 3 4 6, four bits each, as an int32
+
+
+def route(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    table: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    *,
+    top_k: int,
+    scale: float,
+) -> Routing:
+    logits = hidden.to(torch.float32) @ weight.to(torch.float32).t()
+    scores = torch.nn.functional.softplus(logits).sqrt()
+    num_experts = weight.shape[0]
+    if table is None or token_ids is None:
+        biased = scores if bias is None else scores + bias
+        ranked = torch.where(biased.isnan(), -torch.inf, biased)
+        order = torch.sort(ranked, dim=1, descending=True, stable=True).indices
+        ids = order[:, :top_k].to(torch.int32)
+    else:
+        known = (token_ids >= 0) & (token_ids < table.shape[0])
+        wanted = take(table, torch.where(known, token_ids, 0))
+        present = known[:, None] & (wanted >= 0) & (wanted < num_experts)
+        ids = torch.where(present, wanted, ABSENT).to(torch.int32)
+    there = ids >= 0
+    chosen = scores.gather(1, torch.where(there, ids, 0).to(torch.int64))
+    chosen = torch.where(there, chosen, 0.0)
+    return Routing(dense(ids), dense(chosen / (chosen.sum(1, keepdim=True) + LEAST_SUM) * scale))
 
 
 def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> ExpertPlan:

@@ -226,6 +226,11 @@ def check_body(op: str, model: Any) -> None:
             raise refusal(NotImplementedError, op, name, rule, "one", advice)
 
 
+def is_unchanged(module: Any) -> bool:
+    """Whether a module is Hugging Face's own, without hooks."""
+    return _change(module) is None
+
+
 def _change(module: Any) -> str | None:
     if module._forward_hooks or module._forward_pre_hooks:
         return "a hook"

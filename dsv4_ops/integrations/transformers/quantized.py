@@ -79,6 +79,11 @@ def restore(model: Any) -> None:
             delattr(module, _buffer(weight))
 
 
+def is_quantized(module: Any) -> bool:
+    """Whether a module's weights are in the released format."""
+    return bool(_weights(module))
+
+
 def _weights(module: Any) -> tuple[str, ...]:
     """Names of a module's quantised weights; others, such as bitsandbytes', have other scales."""
     parameters = module._parameters
@@ -152,14 +157,21 @@ def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
         weight, scale = self.weight.detach(), self.dsv4_ops_weight_scale
         if torch.is_grad_enabled() and x.requires_grad:
             out = _differentiable(rows, weight, scale, groups)
-        elif recipe.activations == "fp8" and recipe.activation_scale == "float32":
-            out = _as_hugging_face(rows, weight, scale, groups, impl)
         else:
-            product = fp8_grouped_linear if groups > 1 else fp8_linear
-            out = product(rows, weight, scale, activations=recipe.activations, impl=impl)
+            out = product(recipe, impl, rows, weight, scale, groups)
         return out.view(*lead, -1).to(x.dtype)
 
     return forward
+
+
+def product(
+    recipe: Recipe, impl: str, rows: Tensor, weight: Tensor, scale: Tensor, groups: int = 1
+) -> Tensor:
+    """bf16 rows times a weight, with the activations of ``recipe``."""
+    if recipe.activations == "fp8" and recipe.activation_scale == "float32":
+        return _as_hugging_face(rows, weight, scale, groups, impl)
+    op = fp8_grouped_linear if groups > 1 else fp8_linear
+    return op(rows, weight, scale, activations=recipe.activations, impl=impl)
 
 
 def _as_hugging_face(rows: Tensor, weight: Tensor, scale: Tensor, groups: int, impl: str) -> Tensor:

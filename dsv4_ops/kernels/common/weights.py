@@ -18,10 +18,11 @@ from dsv4_ops.reference.linear import activation_values
 STEP_BYTES = 128
 """Bytes of a row that a step takes, as two loads of 64."""
 
-FP4_UNIT = tl.constexpr(2.0**32)
-"""What sums of FP4 products are multiplied by: it keeps the factors of scales up to 2^33 finite."""
+FP4_UNIT = tl.constexpr(2.0**8)
+"""What sums of FP4 products are multiplied by: it keeps the factors of scales up to 2^9 finite, and
+sums down to 2^-141, which are below what a bf16 holds."""
 
-_FP4_FIELD = tl.constexpr(94)
+_FP4_FIELD = tl.constexpr(118)
 """Exponent field of such a factor, less the scale byte: an e2m1 code in the lowest bits of a bf16
 exponent is its value over 2^126."""
 

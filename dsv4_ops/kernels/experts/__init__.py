@@ -1,6 +1,7 @@
-"""Launchers of routed experts and the plan of their blocks."""
+"""Launchers of routing, of the plan of blocks, and of routed experts."""
 
 from dsv4_ops.kernels.experts.plan import expert_plan
 from dsv4_ops.kernels.experts.products import experts
+from dsv4_ops.kernels.experts.route import route
 
-__all__ = ["expert_plan", "experts"]
+__all__ = ["expert_plan", "experts", "route"]

@@ -27,6 +27,10 @@ TILES = {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (128, 8, 3)}
 PROGRAMS_PER_SM = {16: 4, 32: 4, 64: 2, 128: 1}
 """Programs that K is split for, by those tokens: partial sums cost the more, the more tokens."""
 
+SUMS, SUM_WARPS = 256, 4
+"""Values of a program that adds up splits: Inductor's own code takes 3.4 us for 2 MB, and 11 if a
+SwiGLU follows."""
+
 FEWEST_STEPS, MOST_SPLITS = 2, 16
 """Blocks of K of a split at least, and splits at most."""
 
@@ -97,6 +101,26 @@ def fp8_linear_kernel(
     tl.store(target, values, mask=given[:, None])
 
 
+@triton.jit
+def sum_splits_kernel(
+    partial,
+    out,
+    size,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add up the splits of a product, in their order."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    given = at < size
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        sums += tl.load(partial + split * tl.cast(size, tl.int64) + at, mask=given, other=0.0)
+    if out.dtype.element_ty == tl.bfloat16:
+        tl.store(out + at, round_to_bf16(sums), mask=given)
+    else:
+        tl.store(out + at, sums, mask=given)
+
+
 def tile_of(num_tokens: int, rows: int, steps: int, num_sms: int) -> tuple[int, int]:
     """Tokens of a program, and splits of K."""
     tokens, most, parts = SYMBOLIC_TOKENS, SYMBOLIC_SPLITS, 1
@@ -149,7 +173,14 @@ def _linear(
         TILE=tile,
         num_warps=tile[1],
     )
-    return out[0] if splits == 1 else out.sum(0).to(out_dtype)
+    if splits == 1:
+        return out[0]
+    total = x.new_empty((num_tokens, rows), dtype=out_dtype)
+    size = num_tokens * rows
+    launch(sum_splits_kernel)[((size + SUMS - 1) // SUMS,)](
+        out, total, size, SPLITS=splits, BLOCK=SUMS, num_warps=SUM_WARPS
+    )
+    return total
 
 
 def fp8_linear(

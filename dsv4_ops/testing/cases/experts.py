@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -89,6 +90,14 @@ def _fp4_case() -> tuple[Tensor, ...]:
     return x, weights, ids, gate_up, gate_up_scale, down, down_scale
 
 
+def _tiny_case() -> tuple[Tensor, ...]:
+    """Up and the results are near the smallest float32, where sums in another unit are lost."""
+    x, weights, ids, gate_up, *rest = _fp4_case()
+    x[:, 32:] *= 2.0**-122
+    gate_up[:, 32:, :16] = 0
+    return (x, weights, ids, gate_up, *rest)
+
+
 def _fp8_case() -> tuple[Tensor, ...]:
     """One expert: gate 128 / 64 = 2 and up 64 / 32 = 2; silu(2) * 2 is 3.515625 in bf16."""
     x = torch.ones(1, 128, dtype=torch.bfloat16)
@@ -115,6 +124,7 @@ def _experts_cases() -> list[Case]:
         Case("int8", signed, W4A16, (out,)),
         Case("fp8", fp8, W4A16, ([[3.515625] * 128],)),
         Case("quantised", fp8, W4A8, ([[3.5] * 128],)),  # 225 / 64 becomes 224 / 64
+        Case("tiny", _tiny_case(), W4A16),
         Case("a byte of 255", (*fp4[:4], nan, *fp4[5:]), W4A16),
         Case("no token", (*none, *fp4[3:]), W4A16, ([],)),
         Case(
@@ -193,4 +203,100 @@ experts = OpTesting(
     settings=(W4A16, W4A8, {**W4A16, "swiglu_limit": 0.75}),
     make=_experts_call,
     precise=_experts_precise,
+)
+
+
+def _route_cases() -> list[Case]:
+    hidden = torch.tensor([[2.0, 1.0], [0.0, 1.0]]).bfloat16()
+    weight = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]).bfloat16()
+    best = {"top_k": 1, "scale": 1.5}
+    table = torch.tensor([[3, 3], [2, 4], [-1, 7], [0, 0]])
+    both = torch.tensor([[0, 2], [0, 0]]).float()
+    named = {"top_k": 2, "scale": 2.0}
+    ids, none = torch.tensor([1, 0]), torch.tensor([-1, 2])
+    return [
+        # logits 0 2 1 1 and 0 0 1 1: of equal ones the first
+        Case("best", (hidden, weight), best, ([[1], [2]], [[1.5], [1.5]])),
+        Case("order", (hidden, weight), {"top_k": 4, "scale": 1.0}),
+        # scores of at most 1.46, and 10 more
+        Case(
+            "bias",
+            (hidden, weight, torch.tensor([10.0, 0.0, 0.0, 10.0])),
+            best,
+            ([[3], [3]], [[1.5], [1.5]]),
+        ),
+        Case(
+            "table",
+            (hidden, weight, None, table, ids),
+            named,
+            ([[2, -1], [3, 3]], [[2.0, 0.0], [1.0, 1.0]]),
+        ),
+        Case(
+            "no id", (hidden, weight, None, table, none), named, ([[-1, -1]] * 2, [[0.0, 0.0]] * 2)
+        ),
+        Case("no token", (hidden[:0], weight), best, ([], [])),
+        Case(
+            "two experts", (both.bfloat16(), weight[:2]), named, ([[0, 1], [0, 1]], [[1.0] * 2] * 2)
+        ),
+    ]
+
+
+def _route_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+    """Products of small integers, which are exact: equal scores are equal everywhere."""
+    from hypothesis import strategies as st
+
+    from dsv4_ops.testing.strategies.caches import generator
+
+    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5, 20))), min_size)
+    width = 130 if min_size else draw(st.sampled_from((130, 1, 16, 300)))
+    num_experts = 40 if min_size else draw(st.sampled_from((40, 8, 11)))
+    seed, top_k = generator(draw), settings["top_k"]
+    hidden = torch.randint(-2, 3, (num_tokens, width), generator=seed).bfloat16()
+    weight = torch.randint(-2, 3, (num_experts, width), generator=seed).bfloat16() / 4
+    if hidden.numel() and draw(st.booleans()):
+        hidden[draw(st.integers(0, num_tokens - 1)), 0] = torch.nan
+    if not min_size and draw(st.booleans()):
+        table = torch.randint(-1, num_experts + 1, (9, top_k), generator=seed)
+        ids = torch.randint(-1, 10, (num_tokens,), generator=seed)
+        return Case("sampled", (hidden, weight, None, table, ids), settings)
+    bias = torch.randint(0, 9, (num_experts,), generator=seed) / 4
+    return Case("sampled", (hidden, weight, bias), settings)
+
+
+def _route_precise(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    table: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    *,
+    top_k: int,
+    scale: float,
+) -> tuple[Exact | None, ...]:
+    logits, ids = hidden.double() @ weight.double().t(), []
+    for token, row in enumerate(logits.tolist()):
+        if table is not None and token_ids is not None:
+            word = int(token_ids[token])
+            listed = table[word].tolist() if 0 <= word < len(table) else [-1] * top_k
+            ids.append([expert if 0 <= expert < len(row) else -1 for expert in listed])
+            continue
+        scores = (torch.tensor(row).exp().log1p()).sqrt()  # as float32: as they are compared
+        ranked = scores if bias is None else scores + bias.cpu()
+        values = [-math.inf if math.isnan(value) else value for value in ranked.tolist()]
+        ids.append(sorted(range(len(row)), key=lambda expert: (-values[expert], expert))[:top_k])
+    chosen = torch.tensor(ids, dtype=torch.int64, device=hidden.device).view(-1, top_k)
+    there = chosen >= 0
+    of_chosen = torch.where(there, logits.gather(1, chosen.clamp(min=0)), 0.0)
+    scores = torch.where(there, torch.nn.functional.softplus(of_chosen).sqrt(), 0.0)
+    value = scores / (scores.sum(1, keepdim=True) + 1e-20) * scale
+    # of an exponential as large as its argument, in a score and in the sum; sums are of integers
+    reach = 8 + of_chosen.abs().nan_to_num(0.0).amax(1, keepdim=True)
+    return None, Exact(value, value * reach)
+
+
+route = OpTesting(
+    cases=_route_cases,
+    settings=({"top_k": 6, "scale": 1.5}, {"top_k": 1, "scale": 1.0}, {"top_k": 3, "scale": 2.5}),
+    make=_route_call,
+    precise=_route_precise,
 )

@@ -42,13 +42,18 @@ def _sinkhorn_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
 def _sinkhorn_precise(
     logits: Tensor, *, num_streams: int, iterations: int, eps: float
 ) -> tuple[Exact | None, ...]:
-    value = reference.sinkhorn(
-        logits.to(torch.float64), num_streams=num_streams, iterations=iterations, eps=eps
-    )
-    # relative errors: of an exponential as large as its argument, of each division its own
-    amax = logits.abs().nan_to_num(0.0, 0.0, 0.0).to(torch.float64)
-    reach = amax.sum(1)
-    return (Exact(value, value * (reach[:, None, None] + 2 * iterations)),)
+    return (sinkhorn_error(logits.double(), num_streams, iterations, eps),)
+
+
+def sinkhorn_error(
+    logits: Tensor, num_streams: int, iterations: int, eps: float, errors: Tensor | float = 0.0
+) -> Exact:
+    """The matrix of float64 ``logits``, which have absolute ``errors`` of their own."""
+    value = reference.sinkhorn(logits, num_streams=num_streams, iterations=iterations, eps=eps)
+    # relative errors: of an exponential as large as its argument, of each division its own; an
+    # error of a logit in its row and its column, and in what these are divided by
+    reach = logits.abs().nan_to_num(0.0, 0.0, 0.0) + 4 * errors / 2.0**-24
+    return Exact(value, value * (reach.sum(1)[:, None, None] + 2 * iterations))
 
 
 sinkhorn = OpTesting(

@@ -52,6 +52,7 @@ TILES_IN_REGISTERS = {
     "pool_windows_kernel",
     "select_keys_kernel",
     "select_logits_kernel",
+    "stream_products_kernel",
 }
 
 # kernels of which an SM holds one program: sums, or keys to merge, fill its registers; or there is

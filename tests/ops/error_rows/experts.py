@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.helpers import i32
+from tests.helpers import i32, i64
 from tests.ops.error_rows.cache import Entry
 from tests.ops.error_rows.linear import codes, word_rows
 from tests.ops.error_rows.rope import bf16, float_rows
@@ -24,6 +24,13 @@ def powers(*shape: int) -> torch.Tensor:
 
 # three experts of 128 values for 256
 OWN |= {
+    "route": {
+        "hidden": Valid(bf16(5, 8), "[num_tokens, hidden_size]"),
+        "weight": Valid(bf16(3, 8), "[num_experts, hidden_size]"),
+        "bias": Valid(torch.ones(3), "[num_experts]"),
+        "table": Valid(i64([[0, 1]] * 9), "[vocab_size, 2]"),
+        "token_ids": Valid(i64([0] * 5), "[num_tokens]"),
+    },
     "expert_plan": {"topk_ids": IDS},
     "experts": {
         "x": Valid(bf16(5, 256), "[num_tokens, hidden_size]"),
@@ -35,7 +42,7 @@ OWN |= {
         "down_scale": Valid(powers(3, 256, 4), "[num_experts, 256, 4]"),
     },
 }
-NUMBERS |= {"num_experts": 3, "swiglu_limit": 10.0}
+NUMBERS |= {"num_experts": 3, "top_k": 2, "swiglu_limit": 10.0}
 COUNTS |= {
     "topk": "the selected rows of a token",
     "hidden_size": "the values of a token's hidden state",
@@ -100,6 +107,27 @@ def size_rows() -> Iterator[Entry]:
 
 
 EXPERTS_TABLE: dict[str, list[Entry]] = {
+    "route": [
+        *float_rows("scale", 0),
+        (
+            "more experts of a token than there are",
+            {"top_k": 4},
+            ValueError,
+            "top_k must be at most num_experts = 3, got 4. Lower top_k, or raise num_experts.",
+        ),
+        (
+            "a table without tokens",
+            {"token_ids": None},
+            ValueError,
+            "table must be None without token_ids, got a tensor. Pass both or neither.",
+        ),
+        (
+            "tokens without a table",
+            {"table": None},
+            ValueError,
+            "token_ids must be None without table, got a tensor. Pass both or neither.",
+        ),
+    ],
     "expert_plan": [
         (
             "more rows than int32 counts",

@@ -10,6 +10,11 @@ from torch import Tensor
 
 from dsv4_ops.attention import LayerInputs, LayerSpec, LayerWeights, attention_layer
 from dsv4_ops.integrations.transformers.architectures.base import LayerContext
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4.joined import (
+    joined,
+    of_attention,
+    of_compressor,
+)
 from dsv4_ops.integrations.transformers.modules import is_linear, linear_float32
 
 KIND_OF_TYPE = {
@@ -51,21 +56,41 @@ def attention(
 
 def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInputs:
     dtype = spec.dtype
-    residual = module.q_a_norm(module.q_a_proj(x))
+    together = joined(module, of_attention(module))
+    if together is None:
+        q_a, kv = module.q_a_proj(x), module.kv_proj(x)
+    else:
+        q_a, kv = together(x).split(together.sizes, -1)
+    residual = module.q_a_norm(q_a)
     q = module.q_b_proj(residual).unflatten(-1, (module.num_heads, module.head_dim))
-    kv = module.kv_norm(module.kv_proj(x))
+    kv = module.kv_norm(kv)
     found: dict[str, Tensor] = {"q": q.to(dtype), "kv": kv.to(dtype)}
     compressor = module.compressor
-    if compressor is not None:
-        found["kv_score"] = _kv_score(compressor, float32, x)
+    if compressor is None:
+        return LayerInputs(**found)
     indexer = getattr(compressor, "indexer", None)
+    together = joined(compressor, of_compressor(compressor))
+    if together is not None:
+        # kv and gate, those of the indexer, and its weights, which are bf16
+        parts = together(x).split(_pairs(together.sizes), -1)
+        found |= dict(zip(("kv_score", "indexer_kv_score"), parts[:2], strict=False))
+        if indexer is not None:
+            found["indexer_weights"] = parts[2].to(torch.bfloat16)
+    else:
+        found["kv_score"] = _kv_score(compressor, float32, x)
+        if indexer is not None:
+            found["indexer_kv_score"] = _kv_score(indexer, float32, x)
+            weights = head_weights(indexer)(x)
+            is_bf16 = weights.dtype == torch.bfloat16
+            found["indexer_weights"] = weights if is_bf16 else weights.float()
     if indexer is not None:
-        found["indexer_kv_score"] = _kv_score(indexer, float32, x)
         queries = indexer.q_b_proj(residual).unflatten(-1, (indexer.num_heads, indexer.head_dim))
         found["indexer_q"] = queries.to(dtype)
-        weights = head_weights(indexer)(x)
-        found["indexer_weights"] = weights if weights.dtype == torch.bfloat16 else weights.float()
     return LayerInputs(**found)
+
+
+def _pairs(sizes: list[int]) -> list[int]:
+    return [sum(sizes[first : first + 2]) for first in range(0, len(sizes), 2)]
 
 
 def _kv_score(compressor: Any, float32: bool, x: Tensor) -> Tensor:

@@ -9,15 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4_ops.core.types import HyperConnection
+from dsv4_ops.integrations.transformers import quantized
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4.joined import (
+    joined,
+    of_shared_experts,
+)
 from dsv4_ops.integrations.transformers.modules import (
     Forward,
     Maker,
     class_of,
+    is_unchanged,
     linear_float32,
     own_forward,
 )
 from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.ops.experts import route
 from dsv4_ops.ops.sinkhorn import MAX_ITERATIONS, MAX_STREAMS, sinkhorn
+from dsv4_ops.ops.streams import hyper_connection
+from dsv4_ops.reference.streams import mixed
 
 
 def replacements(model: Any, recipe: Recipe) -> Iterator[tuple[Any, str, Maker]]:
@@ -30,7 +40,7 @@ def replacements(model: Any, recipe: Recipe) -> Iterator[tuple[Any, str, Maker]]
     if config.hc_mult <= MAX_STREAMS and config.hc_sinkhorn_iters <= MAX_ITERATIONS:
         makers["DeepseekV4HyperConnection"] = _connection_forward
     if recipe.streams_float32:
-        makers["DeepseekV4DecoderLayer"] = _layer_forward
+        makers["DeepseekV4DecoderLayer"] = partial(_layer_forward, recipe.norms_float32)
     if recipe.router_float32:
         makers["DeepseekV4TopKRouter"] = makers["DeepseekV4HashRouter"] = _router_forward
     if recipe.swiglu_float32 or not recipe.shared_expert_clamp:
@@ -68,8 +78,81 @@ def _connection_forward(before: Forward) -> Forward:
     return forward
 
 
-def _layer_forward(_: Forward) -> Forward:
-    return _layer
+FUSED_ON = ("cuda",)
+"""Devices where a decode step's hyper-connections run as one op each."""
+
+
+def _layer_forward(norms_float32: bool, _: Forward) -> Forward:
+    return _layer_of_float32_norms if norms_float32 else _layer
+
+
+def _layer_of_float32_norms(
+    self: Any, hidden_states: Tensor, input_ids: Tensor | None = None, **rest: Any
+) -> Tensor:
+    if not _is_fused(self, hidden_states, rest.get("dsv4_ops")):
+        return _layer(self, hidden_states, input_ids, **rest)
+    lead = hidden_states.shape[:2]
+    streams = hidden_states.flatten(0, 1)
+    found = _connection(self.attn_hc, self.input_layernorm, streams)
+    out, _ = self.self_attn(found.x.unflatten(0, lead), **rest)
+    before = (out.flatten(0, 1).to(streams.dtype), found.post, found.mix)
+    found = _connection(self.ffn_hc, self.post_attention_layernorm, streams, *before)
+    out = _experts(self.mlp, found.x.unflatten(0, lead), input_ids)
+    streams = mixed(found.post, found.mix, out.flatten(0, 1), found.streams)
+    return streams.view(hidden_states.shape)
+
+
+def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
+    """Routed and shared experts, with the router as one op if it is Hugging Face's."""
+    gate = block.gate
+    ours = (
+        is_unchanged(block)
+        and is_unchanged(gate)
+        and quantized.is_quantized(block.experts)
+        and type(gate.score_fn).__name__ == "SqrtSoftplusActivation"
+        and gate.weight.dtype == torch.bfloat16
+    )
+    if not ours:
+        found: Tensor = block(x, input_ids=input_ids)
+        return found
+    rows = x.flatten(0, 1)
+    settings = {"top_k": gate.top_k, "scale": float(gate.routed_scaling_factor)}
+    if block.is_hash:
+        assert input_ids is not None
+        chosen = route(rows, gate.weight, None, gate.tid2eid, input_ids.flatten(), **settings)
+    else:
+        chosen = route(rows, gate.weight, gate.e_score_correction_bias.float(), **settings)
+    out: Tensor = block.experts(rows, chosen.ids, chosen.weights).view(x.shape)
+    shared: Tensor = block.shared_experts(x)
+    return out + shared
+
+
+def _is_fused(layer: Any, streams: Tensor, context: Any) -> bool:
+    """Whether ``hyper_connection``, which is for few tokens, stands for unchanged modules."""
+    if context is None or context.schedule != "decode" or streams.device.type not in FUSED_ON:
+        return False
+    pairs = (layer.attn_hc, layer.input_layernorm), (layer.ffn_hc, layer.post_attention_layernorm)
+    fits: bool = streams.dtype == torch.bfloat16 and all(
+        is_unchanged(connection)
+        and is_unchanged(norm)
+        and connection.hc_mult <= MAX_STREAMS
+        and connection.hc_sinkhorn_iters <= MAX_ITERATIONS
+        and connection.input_norm.eps == norm.variance_epsilon
+        for connection, norm in pairs
+    )
+    return fits
+
+
+def _connection(connection: Any, norm: Any, streams: Tensor, *block: Tensor) -> HyperConnection:
+    weights = (connection.fn, connection.base, connection.scale, norm.weight)
+    return hyper_connection(
+        streams,
+        *(weight.float() for weight in weights),
+        *block,
+        iterations=connection.hc_sinkhorn_iters,
+        eps=connection.hc_eps,
+        norm_eps=norm.variance_epsilon,
+    )
 
 
 def _layer(
@@ -77,18 +160,10 @@ def _layer(
 ) -> Tensor:
     post, mix, collapsed = self.attn_hc(hidden_states)
     out, _ = self.self_attn(self.input_layernorm(collapsed), **rest)
-    streams = _mixed(post, mix, out, hidden_states)
+    streams = mixed(post, mix, out, hidden_states)
     post, mix, collapsed = self.ffn_hc(streams)
     out = self.mlp(self.post_attention_layernorm(collapsed), input_ids=input_ids)
-    return _mixed(post, mix, out, streams)
-
-
-def _mixed(post: Tensor, mix: Tensor, out: Tensor, streams: Tensor) -> Tensor:
-    """``post`` times the block's output, plus the streams through the transposed ``mix``."""
-    added = post.float()[..., None] * out.float()[..., None, :]
-    # few streams: pointwise ops fuse with their neighbours, a matmul would not
-    kept = (mix.float()[..., None] * streams.float()[..., None, :]).sum(-3)
-    return (added + kept).to(streams.dtype)
+    return mixed(post, mix, out, streams)
 
 
 def _router_forward(_: Forward) -> Forward:
@@ -120,7 +195,11 @@ def _gated(self: Any, gate_up: Tensor) -> Tensor:
 def _shared_experts_forward(recipe: Recipe, _: Forward) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         limit = self.limit if recipe.shared_expert_clamp else float("inf")
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        together = joined(self, of_shared_experts(self))
+        if together is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = together(x).chunk(2, -1)
         if not recipe.swiglu_float32:
             out = self.act_fn(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
         else:

@@ -29,7 +29,7 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     StepTokens,
     run_part,
 )
-from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import rings
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import joined, rings
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.attention import (
     KIND_OF_TYPE,
     attention,
@@ -289,6 +289,15 @@ class DeepseekV4Spec(ModelSpec):
 
     def check_model(self, op: str, model: Any) -> None:
         check_rotary(op, model, self.layers)
+
+    def prepare(self, model: Any) -> None:
+        joined.prepare(model, self.recipe, self.impl)
+
+    def restore(self, model: Any) -> None:
+        joined.restore(model)
+
+    def refresh(self, body: Any) -> None:
+        joined.refresh(body, self.recipe)
 
 
 def _normed(body: Any, streams: Tensor) -> Any:

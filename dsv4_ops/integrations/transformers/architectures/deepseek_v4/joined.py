@@ -1,0 +1,154 @@
+"""Linear layers of one input as one product: at a decode step each costs a launch, not its bytes.
+
+Their weights become views of one tensor, so that parameters, state dict and memory stay as they
+are; a module beside them multiplies by that tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsv4_ops.core.registry import AUTO, REFERENCE
+from dsv4_ops.integrations.transformers import quantized
+from dsv4_ops.integrations.transformers.modules import (
+    class_of,
+    is_linear,
+    linear_float32,
+    own_forward,
+)
+from dsv4_ops.integrations.transformers.recipe import Recipe
+
+JOINED = "dsv4_ops_joined"
+JOINED_ON = ("cuda",)
+"""Devices where launches cost more than the products of few tokens."""
+
+
+class JoinedLinear(nn.Module):
+    """The products of ``layers``, which have one input, side by side."""
+
+    weight: Tensor
+    scale: Tensor | None
+
+    def __init__(self, layers: list[Any], recipe: Recipe, impl: str) -> None:
+        super().__init__()
+        self.recipe, self.impl = recipe, impl
+        self.sizes = [int(layer.weight.shape[0]) for layer in layers]
+        self.gather(layers)
+
+    @torch.no_grad()
+    def gather(self, layers: list[Any]) -> None:
+        """Put the weights into one tensor, of which they become views."""
+        self.register_buffer("weight", _gathered(layers, "weight"), persistent=False)
+        scale = None
+        if not is_linear(layers[0]):
+            scale = _gathered(layers, "weight_scale_inv")
+            scale = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
+        self.register_buffer("scale", scale, persistent=False)
+
+    def holds(self, layers: list[Any]) -> bool:
+        """Whether the weights are still views of this one's."""
+        at = self.weight.data_ptr()
+        for layer in layers:
+            if layer.weight.data_ptr() != at:
+                return False
+            at += layer.weight.nbytes
+        return True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float32 of plain layers, and of FP8 ones the dtype of ``x``."""
+        if self.scale is None:
+            return linear_float32(x, self.weight)
+        rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
+        out = quantized.product(self.recipe, self.impl, rows, self.weight, self.scale)
+        return out.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+def _gathered(layers: list[Any], name: str) -> Tensor:
+    parts = [layer._parameters[name].detach() for layer in layers]
+    dtype = parts[0].dtype
+    whole = parts if dtype.itemsize > 1 else [part.view(torch.uint8) for part in parts]
+    made = torch.cat(whole).view(dtype)
+    for layer, part in zip(layers, made.split([len(part) for part in parts]), strict=True):
+        layer._parameters[name].data = part
+    return made
+
+
+def joined(holder: Any, layers: list[Any]) -> JoinedLinear | None:
+    """What multiplies by the ``layers`` of ``holder`` at once, if they are as they were joined."""
+    found: JoinedLinear | None = holder._modules.get(JOINED)
+    if found is None or torch.is_grad_enabled() or not all(map(_is_own, layers)):
+        return None
+    return found
+
+
+def _is_own(layer: Any) -> bool:
+    """Whether a layer is Hugging Face's, in bf16 or FP8, without hooks."""
+    if is_linear(layer):
+        return bool(layer.weight.dtype == torch.bfloat16)
+    hooks = layer._forward_hooks or layer._forward_pre_hooks
+    return type(layer).__name__ == "FP8Linear" and not hooks and own_forward(layer) is None
+
+
+def of_attention(module: Any) -> list[Any]:
+    """What an attention layer multiplies its input by."""
+    return [module.q_a_proj, module.kv_proj]
+
+
+def of_compressor(compressor: Any) -> list[Any]:
+    """What a compressor and its indexer multiply their input by."""
+    found = [compressor.kv_proj, compressor.gate_proj]
+    indexer = getattr(compressor, "indexer", None)
+    if indexer is not None:
+        owner = getattr(indexer, "scorer", indexer)  # depends on transformers' version
+        found += [indexer.kv_proj, indexer.gate_proj, owner.weights_proj]
+    return found
+
+
+def of_shared_experts(module: Any) -> list[Any]:
+    """Gate and up."""
+    return [module.gate_proj, module.up_proj]
+
+
+def _groups(model: Any, float32: bool) -> Iterator[tuple[Any, list[Any]]]:
+    """Modules and the layers of each to multiply at once: FP8 ones, or bf16 with float32 sums."""
+    for module in model.modules():
+        found = class_of(module)
+        if found == "DeepseekV4Attention":
+            groups = [(module, of_attention(module), False)]
+            if module.compressor is not None and float32:
+                groups.append((module.compressor, of_compressor(module.compressor), True))
+        elif found == "DeepseekV4MLP":
+            groups = [(module, of_shared_experts(module), False)]
+        else:
+            continue
+        for holder, layers, plain in groups:
+            if all(_is_own(layer) and is_linear(layer) == plain for layer in layers):
+                yield holder, layers
+
+
+def prepare(model: Any, recipe: Recipe, impl: str) -> None:
+    """Combine the layers of a model where that pays."""
+    chosen = REFERENCE if impl == REFERENCE else AUTO
+    for holder, layers in list(_groups(model, recipe.compressor_float32)):
+        if layers[0].weight.device.type in JOINED_ON:
+            holder.add_module(JOINED, JoinedLinear(layers, recipe, chosen))
+
+
+def refresh(body: Any, recipe: Recipe) -> None:
+    """Combine again what was moved or replaced since."""
+    if torch.compiler.is_compiling():
+        return
+    for holder, layers in _groups(body, recipe.compressor_float32):
+        found = holder._modules.get(JOINED)
+        if found is not None and not found.holds(layers):
+            found.gather(layers)
+
+
+def restore(model: Any) -> None:
+    """Remove what ``prepare`` added; the weights stay views."""
+    for module in list(model.modules()):
+        module._modules.pop(JOINED, None)

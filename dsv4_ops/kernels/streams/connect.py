@@ -1,0 +1,243 @@
+"""Hyper-connections of few tokens: products of a part of the hidden size each, and their ends."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4_ops.core.types import HyperConnection
+from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # by name: Inductor copies kernels
+from dsv4_ops.kernels.launcher import Launcher
+
+COLUMNS, TOKENS, WARPS = 32, 16, 4
+"""Columns of every stream and tokens of a program that multiplies: 128 programs of Flash."""
+
+PARTS = 64
+"""Partial sums that are added at a time."""
+
+
+@triton.jit
+def stream_products_kernel(
+    streams,
+    token_stride,
+    stream_stride,
+    width_stride,
+    fn,
+    fn_row_stride,
+    fn_column_stride,
+    block_out,
+    out_token_stride,
+    out_width_stride,
+    post,
+    post_token_stride,
+    post_stride,
+    mix,
+    mix_token_stride,
+    mix_row_stride,
+    mix_stride,
+    written,
+    partial,
+    num_tokens,
+    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    MIXED: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    SUMS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Mix the streams, and multiply some columns of all of them by ``fn``; in the column behind
+    the products stands the sum of squares."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    inside, given = column < WIDTH, token < num_tokens
+    both = given[:, None] & inside[None, :]
+    at, offset = tl.where(given, token, 0).to(tl.int64), tl.where(inside, column, 0).to(tl.int64)
+    rows = streams + at[:, None] * token_stride + offset[None, :] * width_stride
+    weight = tl.arange(0, SUMS)
+    of_weight = (weight < WEIGHTS)[:, None] & inside[None, :]
+    weights = fn + weight.to(tl.int64)[:, None] * fn_row_stride + offset[None, :] * fn_column_stride
+    sums = tl.zeros((TOKENS, SUMS), tl.float32)
+    squares = tl.zeros((TOKENS,), tl.float32)
+    if MIXED:
+        target = block_out + at[:, None] * out_token_stride + offset[None, :] * out_width_stride
+        output = widen(tl.load(target, mask=both, other=0.0))
+    for stream in tl.static_range(COUNT):
+        if MIXED:
+            values = tl.zeros((TOKENS, COLUMNS), tl.float32)
+            for other in tl.static_range(COUNT):
+                of_mix = mix + at * mix_token_stride + other * mix_row_stride + stream * mix_stride
+                factor = tl.load(of_mix, mask=given, other=0.0)
+                kept = widen(tl.load(rows + other * stream_stride, mask=both, other=0.0))
+                values += factor[:, None] * kept
+            factor = tl.load(
+                post + at * post_token_stride + stream * post_stride, mask=given, other=0.0
+            )
+            rounded = round_to_bf16(factor[:, None] * output + values)
+            place = (at[:, None] * COUNT + stream) * WIDTH + offset[None, :]
+            tl.store(written + place, rounded, mask=both)
+            values = tl.where(both, widen(rounded), 0.0)
+        else:
+            values = widen(tl.load(rows + stream * stream_stride, mask=both, other=0.0))
+        squares += tl.sum(values * values, 1)
+        of_stream = weights + stream * WIDTH * fn_column_stride
+        tile = tl.load(of_stream, mask=of_weight, other=0.0)
+        sums = tl.dot(values, tl.trans(tile), sums, input_precision="ieee")
+    sums = tl.where(weight[None, :] == WEIGHTS, squares[:, None], sums)
+    row = partial + (tl.program_id(0).to(tl.int64) * num_tokens + token)[:, None] * SUMS
+    tl.store(row + weight[None, :], sums, mask=given[:, None])
+
+
+@triton.jit
+def _entries(weights, index, first, COUNT: tl.constexpr):
+    """Entries ``first`` on of ``weights``, in the shape of a square of ``index``."""
+    row, column = index
+    SUMS: tl.constexpr = weights.shape[0]
+    wanted = (first + row * COUNT + column)[:, :, None] == tl.arange(0, SUMS)[None, None, :]
+    return tl.sum(tl.where(wanted, weights[None, None, :], 0.0), 2)
+
+
+@triton.jit
+def _sinkhorn(logits, index, COUNT: tl.constexpr, ITERATIONS: tl.constexpr, EPS: tl.constexpr):
+    row, column = index
+    inside = (row < COUNT) & (column < COUNT)
+    logits = tl.where(column < COUNT, logits, -float("inf"))
+    logits = tl.where(row < COUNT, logits, 0.0)
+    shifted = tl.exp(logits - tl.max(logits, 1)[:, None])
+    mix = tl.where(inside, shifted / tl.sum(shifted, 1)[:, None] + EPS, 0.0)
+    mix = mix / (tl.sum(mix, 0)[None, :] + EPS)
+    for _ in tl.range(1, ITERATIONS):
+        mix = mix / (tl.sum(mix, 1)[:, None] + EPS)
+        mix = mix / (tl.sum(mix, 0)[None, :] + EPS)
+    return mix
+
+
+@triton.jit
+def stream_ends_kernel(
+    streams,
+    token_stride,
+    stream_stride,
+    width_stride,
+    base,
+    base_stride,
+    scale,
+    scale_stride,
+    norm_weight,
+    norm_stride,
+    partial,
+    post,
+    mix,
+    out,
+    num_tokens,
+    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    SUMS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    EPS: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """A token's weights from its partial sums, and its collapsed and normalised streams."""
+    token = tl.program_id(0).to(tl.int64)
+    column, weight = tl.arange(0, BLOCK), tl.arange(0, SUMS)
+    inside = column < WIDTH
+    sums = tl.zeros((SUMS,), tl.float32)
+    for first in tl.static_range(0, NUM_PARTS, PARTS):
+        part = first + tl.arange(0, PARTS)
+        row = partial + (part.to(tl.int64) * num_tokens + token)[:, None] * SUMS
+        sums += tl.sum(tl.load(row + weight[None, :], mask=(part < NUM_PARTS)[:, None], other=0), 0)
+    squares = tl.sum(tl.where(weight == WEIGHTS, sums, 0.0))
+    known = weight < WEIGHTS
+    kind = (weight >= COUNT).to(tl.int32) + (weight >= 2 * COUNT).to(tl.int32)
+    factor = tl.load(scale + kind * scale_stride, mask=known, other=0.0)
+    bias = tl.load(base + weight * base_stride, mask=known, other=0.0)
+    normed = tl.where(known, sums, 0.0) * tl.rsqrt(squares / (COUNT * WIDTH) + NORM_EPS)
+    weights = normed * factor + bias
+    gates = 1 / (1 + tl.exp(-weights))
+    is_post = (weight >= COUNT) & (weight < 2 * COUNT)
+    tl.store(post + token * COUNT + weight - COUNT, 2 * gates, mask=is_post)
+    index = (tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :])
+    logits = _entries(weights, index, 2 * COUNT, COUNT)
+    found = _sinkhorn(logits, index, COUNT, ITERATIONS, EPS)
+    row, entry = index
+    place = token * COUNT * COUNT + row * COUNT + entry
+    tl.store(mix + place, found, mask=(row < COUNT) & (entry < COUNT))
+    rows = streams + token * token_stride + column.to(tl.int64) * width_stride
+    values = tl.zeros((BLOCK,), tl.float32)
+    for stream in tl.static_range(COUNT):
+        pre = tl.sum(tl.where(weight == stream, gates, 0.0)) + EPS
+        values += pre * widen(tl.load(rows + stream * stream_stride, mask=inside, other=0.0))
+    values = tl.where(inside, widen(round_to_bf16(values)), 0.0)
+    normed = values * tl.rsqrt(tl.sum(values * values) / WIDTH + NORM_EPS)
+    normed = normed * tl.load(norm_weight + column * norm_stride, mask=inside, other=0.0)
+    tl.store(out + token * WIDTH + column, round_to_bf16(normed), mask=inside)
+
+
+def hyper_connection(
+    launch: Launcher,
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    block_out: Tensor | None = None,
+    post: Tensor | None = None,
+    mix: Tensor | None = None,
+    *,
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+) -> HyperConnection:
+    tokens, count, width = streams.shape[0], int(streams.shape[1]), int(streams.shape[2])
+    weights, mixed = count * (count + 2), block_out is not None
+    written = streams.new_empty((tokens if mixed else 0, count, width))
+    floats = {"dtype": torch.float32}
+    next_post = streams.new_empty((tokens, count), **floats)
+    next_mix = streams.new_empty((tokens, count, count), **floats)
+    out = streams.new_empty((tokens, width))
+    found = HyperConnection(written, next_post, next_mix, out)
+    if tokens == 0 or width == 0:
+        return found
+    sums = max(16, triton.next_power_of_2(weights + 1))
+    parts = triton.cdiv(width, COLUMNS)
+    partial = streams.new_empty((parts, tokens, sums), **floats)
+    block = (streams, 0, 0, fn, 0, 0, fn, 0, 0, 0)
+    if block_out is not None and post is not None and mix is not None:
+        block = strided(block_out, post, mix)
+    sizes = {"WIDTH": width, "COUNT": count, "WEIGHTS": weights, "SUMS": sums}
+    launch(stream_products_kernel)[parts, (tokens + TOKENS - 1) // TOKENS](
+        *strided(streams, fn),
+        *block,
+        written,
+        partial,
+        tokens,
+        **sizes,
+        MIXED=mixed,
+        COLUMNS=COLUMNS,
+        TOKENS=TOKENS,
+        num_warps=WARPS,
+    )
+    at_once = triton.next_power_of_2(width)
+    launch(stream_ends_kernel)[tokens,](
+        *strided(written if mixed else streams, base, scale, norm_weight),
+        partial,
+        next_post,
+        next_mix,
+        out,
+        tokens,
+        **sizes,
+        NUM_PARTS=parts,
+        PARTS=PARTS,
+        ITERATIONS=iterations,
+        EPS=eps,
+        NORM_EPS=norm_eps,
+        BLOCK=at_once,
+        SIDE=triton.next_power_of_2(count),
+        num_warps=16 if at_once > 4096 else 8,
+    )
+    return found

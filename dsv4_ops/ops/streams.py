@@ -1,0 +1,127 @@
+"""Residual streams between blocks: manifold-constrained hyper-connections."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import REFERENCE
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
+from dsv4_ops.core.types import HyperConnection
+from dsv4_ops.dispatch.define import define_op
+from dsv4_ops.meta import streams as meta
+from dsv4_ops.ops.sinkhorn import MAX_ITERATIONS, MAX_STREAMS, check_at_most
+from dsv4_ops.reference import streams as reference
+
+_hyper_connection = define_op(
+    OpSpec(
+        stem="streams",
+        schema="hyper_connection(Tensor streams, Tensor fn, Tensor base, Tensor scale, "
+        "Tensor norm_weight, Tensor? block_out=None, Tensor? post=None, Tensor? mix=None, *, "
+        "int iterations, float eps, float norm_eps) -> (Tensor, Tensor, Tensor, Tensor)",
+        meta=meta.hyper_connection,
+        reference=reference.hyper_connection,
+        lowering=KERNEL_ON_CUDA,
+        dynamic=("num_tokens",),
+        gradient=REFERENCE,
+        source="DeepSeek-V4 manifold-constrained hyper-connections",
+    )
+)
+
+
+def hyper_connection(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    block_out: Tensor | None = None,
+    post: Tensor | None = None,
+    mix: Tensor | None = None,
+    *,
+    iterations: int = 20,
+    eps: float = 1e-6,
+    norm_eps: float = 1e-6,
+) -> HyperConnection:
+    """Lead the residual streams from one block into the next.
+
+    The output of the last block, if given, is added to the mixed streams; the weights of every
+    token come from its streams; these are collapsed and normalised for the next block.
+
+    Args:
+        streams: [num_tokens, num_streams, hidden_size], bfloat16, any strides. At most 8 streams.
+        fn: Projection, [num_weights, num_streams * hidden_size], float32, where num_weights =
+            num_streams * (num_streams + 2): a row for each entry of pre, post and mix.
+        base: Added to the weights, [num_weights], float32.
+        scale: Factors of the weights of pre, post and mix, [3], float32.
+        norm_weight: Weight of the next block's norm, [hidden_size], float32.
+        block_out: Output of the last block, [num_tokens, hidden_size], bfloat16; with ``post``
+            [num_tokens, num_streams] and ``mix`` [num_tokens, num_streams, num_streams], float32,
+            of the call in front of it.
+        iterations, eps: As for ``sinkhorn``; ``eps`` is added to pre, too.
+        norm_eps: Added to the mean square in both norms. Above 0.
+
+    Returns:
+        ``HyperConnection(streams, post, mix, x)``, dense. streams, bfloat16: new_i = post_i *
+        block_out + sum_j mix_ji * streams_j, in float32 with one cast; [0, ..] without
+        ``block_out``, as they stay. post = 2 sigmoid(w_post) and mix = sinkhorn(w_mix), float32,
+        for the next call, where w = scale * (RMSNorm(new, all streams) fn^T) + base. x [num_tokens,
+        hidden_size], bfloat16: RMSNorm(bf16(sum_i (sigmoid(w_pre) + eps)_i * new_i)) * norm_weight.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, several devices, a number out of range, or one of
+            ``block_out``, ``post`` and ``mix`` without the others.
+        TypeError: another dtype.
+
+    Compile: on a GPU two kernels, products of a part of hidden_size each and a program for every
+        token, for the few tokens of a decode step; on a CPU, and for derivatives, the formula's own
+        ops. Dynamic in num_tokens; CUDA graphs and export: yes.
+
+    Source: DeepSeek-V4's hyper-connections.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> streams = torch.tensor([[[1.0, -3.0], [1.0, 1.0]]]).bfloat16()
+        >>> fn, base, scale = torch.zeros(8, 4), torch.zeros(8), torch.ones(3)
+        >>> found = dsv4_ops.hyper_connection(streams, fn, base, scale, torch.tensor([2.0, 3.0]))
+        >>> found.x.tolist(), found.post.tolist()  # the mean of the streams is [1, -1]
+        ([[2.0, -3.0]], [[1.0, 1.0]])
+    """
+    checks = Checks("hyper_connection")
+    checks.at_least(1, iterations=iterations)
+    check_at_most(checks.op, "iterations", iterations, MAX_ITERATIONS)
+    checks.tensor("streams", streams, torch.bfloat16, "num_tokens", "num_streams", "hidden_size")
+    count, width = int(streams.shape[1]), int(streams.shape[2])  # configuration: constants
+    checks.at_least(1, num_streams=count, hidden_size=width)
+    check_at_most(checks.op, "num_streams", count, MAX_STREAMS)
+    checks.tensor("fn", fn, torch.float32, count * (count + 2), count * width)
+    checks.tensor("base", base, torch.float32, count * (count + 2))
+    checks.tensor("scale", scale, torch.float32, 3)
+    checks.tensor("norm_weight", norm_weight, torch.float32, "hidden_size")
+    if block_out is not None:
+        checks.comes_with("block_out", "post", post)
+        checks.comes_with("block_out", "mix", mix)
+        checks.tensor("block_out", block_out, torch.bfloat16, "num_tokens", "hidden_size")
+    for name, value, dims in (("post", post, (count,)), ("mix", mix, (count, count))):
+        if value is not None:
+            checks.comes_with(name, "block_out", block_out)
+            checks.tensor(name, value, torch.float32, "num_tokens", *dims)
+    checks.above(0, eps=eps, norm_eps=norm_eps)
+    return HyperConnection(
+        *_hyper_connection(
+            streams,
+            fn,
+            base,
+            scale,
+            norm_weight,
+            block_out,
+            post,
+            mix,
+            iterations=iterations,
+            eps=eps,
+            norm_eps=norm_eps,
+        )
+    )

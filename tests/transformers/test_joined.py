@@ -1,0 +1,106 @@
+"""Linear layers of one input that a GPU multiplies at once: their parameters stay what they are,
+and the products are those of the layers."""
+
+import copy
+import tempfile
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import forwards, joined
+from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
+
+PARTS = {
+    joined.of_attention: "q_a_proj",
+    joined.of_shared_experts: "up_proj",
+    joined.of_compressor: "rotary_emb",
+}
+TWO_LAYERS = {"num_hidden_layers": 2, "num_hash_layers": 1, "compress_ratios": [4, 128, 0]}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    with tempfile.TemporaryDirectory() as folder:
+        yield v4.load_quantized(write_checkpoint(folder, {**TINY, **TWO_LAYERS}))
+
+
+@pytest.fixture
+def model(loaded, monkeypatch):
+    monkeypatch.setattr(joined, "JOINED_ON", ("cpu",))
+    yield v4.patch(loaded)
+    v4.unpatch(loaded)
+    assert holders(loaded) == []
+
+
+def holders(model):
+    return [module for module in model.modules() if joined.JOINED in module._modules]
+
+
+def layers_of(holder):
+    """What ``holder`` multiplies its input by."""
+    return next(of(holder) for of, name in PARTS.items() if name in holder._modules)
+
+
+def as_bytes(value):
+    return value.contiguous().flatten().view(torch.uint8)
+
+
+def test_weights_are_views_with_the_bytes_of_before(loaded, monkeypatch):
+    before = {name: value.clone() for name, value in loaded.state_dict().items()}
+    monkeypatch.setattr(joined, "JOINED_ON", ("cpu",))
+    model = v4.patch(loaded)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    for name, value in before.items():
+        assert torch.equal(as_bytes(after[name]), as_bytes(value)), name
+    compressor = model.model.layers[0].self_attn.compressor
+    kv, gate, *_ = joined.of_compressor(compressor)
+    assert gate.weight.data_ptr() == compressor.dsv4_ops_joined.weight[len(kv.weight) :].data_ptr()
+    v4.unpatch(model)
+
+
+@torch.no_grad()
+def test_products_are_those_of_the_layers(model):
+    # two attention layers, their compressors and their shared experts
+    assert len(holders(model)) == 6
+    for holder in holders(model):
+        x = torch.randn(3, layers_of(holder)[0].weight.shape[1]).bfloat16()
+        together = joined.joined(holder, layers_of(holder))(x)
+        apart = torch.cat([layer(x) for layer in layers_of(holder)], -1)
+        torch.testing.assert_close(together.to(torch.bfloat16), apart)
+
+
+def test_a_step_is_one_graph_with_the_bits_of_the_eager_one(model, monkeypatch):
+    """With the router and hyper-connections as ops, too: all that a GPU's decode step has."""
+    monkeypatch.setattr(forwards, "FUSED_ON", ("cpu",))
+    ran = []
+    op = forwards.route
+    monkeypatch.setattr(forwards, "route", lambda *args, **rest: ran.append(1) or op(*args, **rest))
+    batch = v4.StepBatch(
+        torch.tensor([7, 5]),
+        *(torch.tensor(each, dtype=torch.int32) for each in ([0, 1, 2], [1, 1], [0, 1])),
+    )
+    found = []
+    for step in (v4.decode_step, torch.compile(v4.decode_step, fullgraph=True, backend="eager")):
+        cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=256)
+        for request in "ab":
+            cache.add(request, num_tokens=1)
+        found.append(step(model, batch, cache.tensors))
+    assert len(ran) == 4
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
+
+
+def test_what_was_moved_or_changed_since(model):
+    copied = copy.deepcopy(model)  # with a copy of every parameter
+    attention = copied.model.layers[0].self_attn
+    assert not attention.dsv4_ops_joined.holds(layers_of(attention))
+    joined.refresh(copied.model, copied.dsv4_ops_spec.recipe)
+    assert attention.dsv4_ops_joined.holds(layers_of(attention))
+    with torch.no_grad():
+        assert joined.joined(attention, layers_of(attention)) is not None
+        attention.kv_proj.register_forward_hook(lambda *_: None)
+        assert joined.joined(attention, layers_of(attention)) is None
