@@ -29,6 +29,7 @@ __all__ = [
     "exchange_by_symmetric_memory",  # torch.distributed._symmetric_memory: 2.11, 2.13
     "find_schema",  # torch._C._dispatch_find_schema_or_throw: 2.11, 2.13, 2.15
     "forward_mode",  # forward_ad._current_level: 2.11, 2.13, 2.15
+    "group_members",
     "group_rank",  # and _dynamo_marked_constant: 2.11, 2.13
     "group_size",  # torch.distributed.distributed_c10d._get_group_size_by_name: 2.11, 2.13
     "guard_or_false",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
@@ -82,6 +83,13 @@ def find_schema(qualified: str) -> bool:
 def forward_mode() -> bool:
     """Whether forward-mode autograd is on."""
     return forward_ad._current_level >= 0
+
+
+def group_members(name: str) -> list[int]:
+    """Ranks of the processes in the process group of this name, in its order."""
+    from torch.distributed import distributed_c10d
+
+    return list(distributed_c10d.get_process_group_ranks(process_group(name)))
 
 
 def group_rank(name: str) -> int:

@@ -148,6 +148,11 @@ class ModelSpec(ABC):
         return None
 
     @property
+    def shards_heads(self) -> bool:
+        """Whether each of these ranks has a part of the query heads."""
+        return self.parallel is not None and self.parallel.shards_heads
+
+    @property
     @abstractmethod
     def block_tokens(self) -> int:
         """Positions per block of the pool."""
@@ -235,6 +240,10 @@ class ModelSpec(ABC):
 
     def check_model(self, op: str, model: Any) -> None:
         """Raise if a model of the right class differs from its configuration."""
+        return None
+
+    def check_other_cache(self, op: str) -> None:
+        """Raise if Hugging Face's attention cannot run the model with a cache of its own."""
         return None
 
     def prepare(self, model: Any) -> None:

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from dsv4_ops.attention import LayerInputs, LayerSpec, LayerWeights, attention_layer
 from dsv4_ops.integrations.transformers.architectures.base import LayerContext
-from dsv4_ops.integrations.transformers.modules import is_linear, linear_float32
+from dsv4_ops.integrations.transformers.modules import (
+    HeadPart,
+    is_linear,
+    linear_float32,
+    local,
+    unwrapped,
+)
 
 KIND_OF_TYPE = {
     "sliding_attention": "window",
@@ -38,7 +44,7 @@ def attention(
         spec,
         kind,
         _inputs(module, spec, float32, flat),
-        _weights(module, context.rope),
+        _weights(module, spec, context.rope),
         context.caches,
         context.step,
         schedule=context.schedule,
@@ -52,7 +58,7 @@ def attention(
 def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInputs:
     dtype = spec.dtype
     residual = module.q_a_norm(module.q_a_proj(x))
-    q = module.q_b_proj(residual).unflatten(-1, (module.num_heads, module.head_dim))
+    q = module.q_b_proj(residual).unflatten(-1, (-1, module.head_dim))
     kv = module.kv_norm(module.kv_proj(x))
     found: dict[str, Tensor] = {"q": q.to(dtype), "kv": kv.to(dtype)}
     compressor = module.compressor
@@ -61,7 +67,7 @@ def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInpu
     indexer = getattr(compressor, "indexer", None)
     if indexer is not None:
         found["indexer_kv_score"] = _kv_score(indexer, float32, x)
-        queries = indexer.q_b_proj(residual).unflatten(-1, (indexer.num_heads, indexer.head_dim))
+        queries = indexer.q_b_proj(residual).unflatten(-1, (-1, indexer.head_dim))
         found["indexer_q"] = queries.to(dtype)
         weights = head_weights(indexer)(x)
         found["indexer_weights"] = weights if weights.dtype == torch.bfloat16 else weights.float()
@@ -87,8 +93,32 @@ def head_weights(indexer: Any) -> Any:
     return owner.weights_proj
 
 
-def _weights(module: Any, rope: Tensor) -> LayerWeights:
-    found = {"attn_sink": module.sinks.float()}
+def head_parts(attention: Any) -> Iterator[HeadPart]:
+    """Parameters with the heads of attention."""
+    config = attention.config
+    heads, groups = config.num_attention_heads, config.o_groups * config.o_lora_rank
+    yield "q_b_proj", _weight(attention.q_b_proj), 0, heads * config.head_dim
+    yield "sinks", attention.sinks, 0, heads
+    yield "o_a_proj", _weight(attention.o_a_proj), 0, groups
+    yield "o_b_proj", _weight(attention.o_b_proj), 1, groups
+
+
+def index_head_parts(attention: Any) -> Iterator[HeadPart]:
+    """Parameters with the heads of the indexer."""
+    config, indexer = attention.config, getattr(attention.compressor, "indexer", None)
+    if indexer is not None:
+        heads = config.index_n_heads
+        yield "compressor.indexer.q_b_proj", _weight(indexer.q_b_proj), 0, heads * indexer.head_dim
+        yield "weights_proj of compressor.indexer", _weight(head_weights(indexer)), 0, heads
+
+
+def _weight(linear: Any) -> Any:
+    return getattr(unwrapped(linear), "weight", None)
+
+
+def _weights(module: Any, spec: LayerSpec, rope: Tensor) -> LayerWeights:
+    split = spec.ranks is not None and spec.ranks.shards_heads
+    found = {"attn_sink": local(module.sinks, split).float()}
     sources = {"": module.compressor, "indexer_": getattr(module.compressor, "indexer", None)}
     for prefix, source in sources.items():
         if source is not None:
