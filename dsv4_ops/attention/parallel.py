@@ -33,8 +33,8 @@ class ContextParallel:
             projections around the attention). Ranks gather the queries of all heads, and each gets
             the output of its own. If not, each rank has all heads, gathers every rank's output, and
             in V3 computes the prefills alone.
-        shards_index_heads: Whether each rank has its part of the indexer's heads. Ranks gather their
-            queries and score with all of them, so that they select the rows of one GPU.
+        shards_index_heads: Whether each rank has its part of the indexer's heads. Ranks gather the
+            queries of all and score with them, so that they select the rows of one GPU.
 
     Raises:
         ValueError, TypeError: a number out of range, or another ``via``.

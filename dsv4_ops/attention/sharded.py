@@ -58,13 +58,11 @@ def select_own(
 
 
 def _all_heads(query: IndexerQuery, ranks: ContextParallel) -> IndexerQuery:
-    """Queries and weights of the heads of all ranks, gathered at once as bytes."""
+    """Gather queries and weights of the heads of all ranks, both at once as bytes."""
     own = (query.q, query.weights[..., None])
     sent = torch.cat([each.contiguous().view(torch.uint8) for each in own], -1)
     found = cp_gather_heads(sent, ranks.group).split((sent.shape[-1] - 4, 4), -1)
-    q, weights = (
-        part.contiguous().view(each.dtype) for part, each in zip(found, own, strict=True)
-    )
+    q, weights = (part.contiguous().view(each.dtype) for part, each in zip(found, own, strict=True))
     return IndexerQuery(q, weights.squeeze(-1))
 
 

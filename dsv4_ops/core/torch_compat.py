@@ -31,6 +31,7 @@ __all__ = [
     "forward_mode",  # forward_ad._current_level: 2.11, 2.13, 2.15
     "group_members",
     "group_rank",  # and _dynamo_marked_constant: 2.11, 2.13
+    "group_sends",  # ProcessGroup._get_backend: 2.11, 2.13
     "group_size",  # torch.distributed.distributed_c10d._get_group_size_by_name: 2.11, 2.13
     "guard_or_false",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
     "process_group",  # torch.distributed.distributed_c10d._resolve_process_group: 2.11, 2.13
@@ -99,6 +100,15 @@ def group_rank(name: str) -> int:
 
 # what torch.compiler.assume_constant_result sets, without its import of Dynamo
 vars(group_rank)["_dynamo_marked_constant"] = True
+
+
+def group_sends(name: str, device: str) -> bool:
+    """Whether the process group of this name has a backend for tensors on ``device``."""
+    try:
+        process_group(name)._get_backend(torch.device(device))
+    except RuntimeError:
+        return False
+    return True
 
 
 def group_size(name: str) -> int:

@@ -1,5 +1,5 @@
-"""Heads that Hugging Face's plans split over the ranks that share a cache, and its plans of experts:
-logits and rows of one process, on gloo processes that the tests start."""
+"""Heads that Hugging Face's plans split over the ranks that share a cache, and its plans of
+experts: logits and rows of one process, on gloo processes that the tests start."""
 
 import os
 from pathlib import Path
@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 
-transformers = pytest.importorskip("transformers", "5.24", reason="splits parameters since")
+pytest.importorskip("transformers", "5.24", reason="splits parameters since")
 pytest.importorskip("accelerate", reason="transformers loads split models with it")
+import transformers
 from transformers.distributed import DistributedConfig
 
 from dsv4_ops.attention import ContextParallel
@@ -102,6 +103,10 @@ def equal_to_one(model: Any, one: Any, want: torch.Tensor, seed: int) -> None:
     assert all(torch.equal(*both) for both in zip(rows, of_one, strict=True))
 
 
+def one_size(step: Any) -> Any:
+    return lambda model, batch, cache: step(model, padded_to(batch, 64, 4), cache)
+
+
 def rank_splits(rank: int, family: str, folder: Path) -> None:
     world = dist.get_world_size()
     stock = whole(family)
@@ -112,14 +117,15 @@ def rank_splits(rank: int, family: str, folder: Path) -> None:
     for settings in ({}, {"interleave": 2, "via": "all_to_all"}):
         patched(model, parallel=ContextParallel.of(**settings))
         ranks = model.dsv4_ops_spec.parallel
-        assert ranks.shards_heads and ranks.shards_index_heads == (family == "v4")
+        assert ranks.shards_heads
+        assert ranks.shards_index_heads == (family == "v4")
         equal_to_one(model, one, want, 5)
         got = model(text()[:, :20], cache=cache_of(model)).logits
         assert (got - want[:, :20]).abs().max() < CLOSE * want.abs().max()
         if settings:
             counter = CompileCounter()
-            compiled = torch.compile(v4.decode_step, backend=counter, fullgraph=True)
-            engine, _ = run(model, 6, lambda m, b, c: compiled(m, padded_to(b, 64, 4), c), most=30)
+            step = one_size(torch.compile(v4.decode_step, backend=counter, fullgraph=True))
+            engine, _ = run(model, 6, step, most=30)
             assert engine.worst(want) < CLOSE * want.abs().max()
             assert counter.frame_count == 1
         if family == "v4":
@@ -129,7 +135,7 @@ def rank_splits(rank: int, family: str, folder: Path) -> None:
     projection = "o_a_proj" if family == "v4" else "o_proj"
     with pytest.raises(
         NotImplementedError,
-        match=rf"^patch: .*self_attn\.q_b_proj must be split over the ranks of parallel.*over 1",
+        match=r"^patch: .*self_attn\.q_b_proj must be split over the ranks of parallel.*over 1",
     ):
         patched(model)
     part = split(family, folder, tp_plan=plan(family, without=projection))

@@ -226,7 +226,9 @@ def heads_are_split(
 def check_skipped(op: str, spec: ModelSpec, name: str, attention: Any) -> None:
     """Raise if a module of an attention layer that steps do not call was changed."""
     for part, module in spec.skipped_modules(attention):
-        split = spec.shards_heads and hasattr(module, "weight")  # then Hugging Face replaced forward
+        split = spec.shards_heads and hasattr(
+            module, "weight"
+        )  # then Hugging Face replaced forward
         found = None if split else _change(module)
         if found:
             raise _changed(op, f"{name}.{part}", found)

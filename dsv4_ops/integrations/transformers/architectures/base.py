@@ -113,6 +113,8 @@ class ModelSpec(ABC):
     """Classes of transformers that ``patch`` takes."""
     memory_groups: ClassVar[dict[str, str]]
     """Group of ``PagedCache.memory`` of every cache of a layer, by its name."""
+    shared_groups: ClassVar[tuple[str, ...]]
+    """Those groups of which each rank of ``parallel`` has a part."""
 
     @classmethod
     @abstractmethod

@@ -84,6 +84,7 @@ class MlaModelSpec(ModelSpec):
 
     causal_lm = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
     memory_groups: ClassVar[dict[str, str]] = {"kv": "latents", "scale": "latents"}
+    shared_groups = ("latents",)
 
     @classmethod
     def of(

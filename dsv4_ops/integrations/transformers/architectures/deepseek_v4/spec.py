@@ -82,6 +82,7 @@ class DeepseekV4Spec(ModelSpec):
         "states": "states",
         "indexer_states": "states",
     }
+    shared_groups = ("compressed", "indexer")
 
     @classmethod
     def of(
