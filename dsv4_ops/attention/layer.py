@@ -190,6 +190,7 @@ def _insert_c4(
     q, *query = insert_c4_step(
         *(cast(Tensor, tensor) for tensor in tensors),
         eps=spec.eps,
+        softmax_scale=_index_scale(spec, inputs),
         compress_ratio=spec.ratio("c4"),
         state_block_size=spec.state_block_size("c4"),
         swa_block_size=spec.attention.swa_block_size,
@@ -311,9 +312,17 @@ def indexer_query(
     q, head_weights = cast(Tensor, inputs.indexer_q), cast(Tensor, inputs.indexer_weights)
     table = weights.cos_sin_cache
     if spec.indexer_layout == IndexerLayout.tag:
-        return indexer_quantize_q(q, head_weights, step.positions, table)
+        scale = _index_scale(spec, inputs)
+        return indexer_quantize_q(q, head_weights, step.positions, table, softmax_scale=scale)
     q = apply_rope(q, step.positions, table)
     return IndexerQuery(q, head_weights.to(torch.float32))  # a common scale would not change top-k
+
+
+def _index_scale(spec: LayerSpec, inputs: LayerInputs) -> float | None:
+    """Scale of the indexer's scores if a rank has some of its heads; None is that of its own."""
+    parts = 1 if spec.ranks is None else spec.ranks.index_head_parts
+    heads = cast(Tensor, inputs.indexer_q).shape[1] * parts
+    return None if parts == 1 else IndexerLayout.head_dim**-0.5 * heads**-0.5
 
 
 def select(

@@ -33,6 +33,8 @@ class ContextParallel:
             projections around the attention). Ranks gather the queries of all heads, and each gets
             the output of its own. If not, each rank has all heads, gathers every rank's output, and
             in V3 computes the prefills alone.
+        shards_index_heads: Whether each rank has its part of the indexer's heads. Ranks gather the
+            queries of all and score with them, so that they select the rows of one GPU.
 
     Raises:
         ValueError, TypeError: a number out of range, or another ``via``.
@@ -48,12 +50,14 @@ class ContextParallel:
     interleave: int = 1
     via: str = "reduce_scatter"
     shards_heads: bool = False
+    shards_index_heads: bool = False
 
     def __post_init__(self) -> None:
         checks = Checks("ContextParallel")
         checks.at_least(1, world_size=self.world_size, interleave=self.interleave)
         checks.one_of("via", self.via, *COMBINES, belongs_to="ranks shall combine")
         checks.flag("shards_heads", self.shards_heads)
+        checks.flag("shards_index_heads", self.shards_index_heads)
 
     @classmethod
     def of(cls, group: Any = None, **settings: Any) -> ContextParallel:
@@ -73,6 +77,11 @@ class ContextParallel:
     def head_parts(self) -> int:
         """Ranks that the query heads are divided among."""
         return self.world_size if self.shards_heads else 1
+
+    @property
+    def index_head_parts(self) -> int:
+        """Ranks that the indexer's heads are divided among."""
+        return self.world_size if self.shards_index_heads else 1
 
     @property
     def turn(self) -> int:

@@ -40,6 +40,8 @@ def select_own(
 ) -> tuple[Tensor, Tensor]:
     """Slots of the rank's part of the rows that one GPU would select, and how many they are."""
     turns = {"cp_interleave": ranks.interleave}
+    if ranks.shards_index_heads:
+        query = _all_heads(query, ranks)
     scores, rows = _candidates(spec, query, caches, step)
     found = torch.stack((scores.view(torch.int32), rows), 1)
     found = cp_gather_rows(found, ranks.group).unflatten(0, (ranks.world_size, -1))
@@ -53,6 +55,15 @@ def select_own(
     own = cp_local_rows(selected, rank, cp_world_size=ranks.world_size, **turns)
     table, block_size = step.c4.block_table, spec.block_size("c4")
     return global_topk_indices_and_lens(own.rows, step.req_indices, table, block_size=block_size)
+
+
+def _all_heads(query: IndexerQuery, ranks: ContextParallel) -> IndexerQuery:
+    """Gather queries and weights of the heads of all ranks, both at once as bytes."""
+    own = (query.q, query.weights[..., None])
+    sent = torch.cat([each.contiguous().view(torch.uint8) for each in own], -1)
+    found = cp_gather_heads(sent, ranks.group).split((sent.shape[-1] - 4, 4), -1)
+    q, weights = (part.contiguous().view(each.dtype) for part, each in zip(found, own, strict=True))
+    return IndexerQuery(q, weights.squeeze(-1))
 
 
 def _candidates(

@@ -29,7 +29,9 @@ __all__ = [
     "exchange_by_symmetric_memory",  # torch.distributed._symmetric_memory: 2.11, 2.13
     "find_schema",  # torch._C._dispatch_find_schema_or_throw: 2.11, 2.13, 2.15
     "forward_mode",  # forward_ad._current_level: 2.11, 2.13, 2.15
+    "group_members",
     "group_rank",  # and _dynamo_marked_constant: 2.11, 2.13
+    "group_sends",  # ProcessGroup._get_backend: 2.11, 2.13
     "group_size",  # torch.distributed.distributed_c10d._get_group_size_by_name: 2.11, 2.13
     "guard_or_false",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
     "process_group",  # torch.distributed.distributed_c10d._resolve_process_group: 2.11, 2.13
@@ -84,6 +86,13 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def group_members(name: str) -> list[int]:
+    """Ranks of the processes in the process group of this name, in its order."""
+    from torch.distributed import distributed_c10d
+
+    return list(distributed_c10d.get_process_group_ranks(process_group(name)))
+
+
 def group_rank(name: str) -> int:
     """Rank of this process in the process group of this name; a constant of what Dynamo traces."""
     return int(process_group(name).rank())
@@ -91,6 +100,15 @@ def group_rank(name: str) -> int:
 
 # what torch.compiler.assume_constant_result sets, without its import of Dynamo
 vars(group_rank)["_dynamo_marked_constant"] = True
+
+
+def group_sends(name: str, device: str) -> bool:
+    """Whether the process group of this name has a backend for tensors on ``device``."""
+    try:
+        process_group(name)._get_backend(torch.device(device))
+    except RuntimeError:
+        return False
+    return True
 
 
 def group_size(name: str) -> int:

@@ -44,7 +44,7 @@ from tests.support.ranks import run_ranks
 
 def ranks_of(world: int, turn: int, via: str = "") -> ContextParallel:
     """With heads sharded ``via`` a collective, or all heads on every rank."""
-    heads = {"via": via, "shards_heads": True} if via else {}
+    heads = {"via": via, "shards_heads": True, "shards_index_heads": True} if via else {}
     parallel = ContextParallel.of(interleave=turn, **heads)
     assert parallel.world_size == world
     return parallel
@@ -76,7 +76,8 @@ class RankLayer(SmallLayer):
     def attend(self, inputs: dict[str, Tensor], *batch: Tensor) -> Tensor:
         weights, caches = self.attention.weights, self.attention.caches
         weights = replace(weights, attn_sink=self.own(weights.attn_sink, 0))
-        given = LayerInputs(**inputs | {"q": self.own(inputs["q"], 1)})
+        names = [name for name in ("q", "indexer_q", "indexer_weights") if name in inputs]
+        given = LayerInputs(**inputs | {name: self.own(inputs[name], 1) for name in names})
         found = attention_layer(
             self.spec,
             self.kind,

@@ -2,6 +2,7 @@
 tests start."""
 
 import dataclasses
+import re
 import time
 from random import Random
 from unittest import mock
@@ -176,6 +177,12 @@ def rank_refuses(rank, model):
     batch = v4.StepBatch(ids, i32([0, len(ids)]), i32([len(ids)]), i32([0]))
     with pytest.raises(ValueError, match=r"^decode_step: batch must be the same num_tokens on"):
         v4.decode_step(model, batch, cache)
+    for mode in ("whole", "regional"):
+        step = v4.compile_step(model, mode=mode, backend="eager")
+        with pytest.raises(
+            ValueError, match=r"^compile_step: batch must be the same num_tokens on"
+        ):
+            step(batch, cache)
     assert not cache.tensors.layers[0].kv.any()
     with pytest.raises(
         ValueError, match=r"^decode_step: cache must have the model's ranks=\d of 4"
@@ -218,7 +225,9 @@ def rank_checks(rank, world):
 )
 def test_ranks_have_the_logits_of_one(world, tmp_path):
     for shown in run_ranks(world, rank_checks, tmp_path, world):
-        assert f"one of {world} ranks" in shown
+        assert re.search(
+            rf"one of {world} ranks; .*: latents [^,]+ \(1/{world}\), tables [^(]+\)$", shown
+        )
 
 
 def rank_package(rank, folder):

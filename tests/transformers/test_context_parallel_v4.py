@@ -1,16 +1,19 @@
 """DeepSeek-V4 whose compressed rows ranks share: the logits of one process, on gloo processes that
 the test starts."""
 
+import re
 from random import Random
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import small_model
 from tests.support.hf_models import Engine
 from tests.support.ranks import run_ranks
@@ -95,4 +98,36 @@ def rank_checks(rank, world):
 )
 def test_ranks_have_the_logits_of_one(world, tmp_path):
     for shown in run_ranks(world, rank_checks, tmp_path, world, seconds=120):
-        assert f"one of {world} ranks" in shown
+        part = rf"[^,]+ \(1/{world}\)"
+        sizes = rf"window [^(]+, compressed {part}, indexer {part}, states [^(]+, tables [^(]+\)$"
+        assert re.search(rf"one of {world} ranks; .*: {sizes}", shown), shown
+
+
+def rank_package(rank, folder):
+    """Rank 0 makes the package, which both run: the rank is one of its inputs."""
+    stock = small_model(compress_rates=RATES)
+    with torch.no_grad():
+        want = stock(text()[:, :70]).logits
+    model = patched(interleave=2)
+    cache = cache_of(model, max_cache_len=80)
+    path = folder / "decode.pt2"
+    if rank == 0:
+        v4.export_decode(model, cache, path=path)
+    dist.barrier()
+    package = load_package(path)
+    engine = Engine(model, cache, text()[:, :70].contiguous())
+    engine.prefill({0: 62, 1: 3})
+    for counts in ({0: 1, 1: 1}, {1: 1}, {0: 1, 1: 1}, {0: 1}):
+        engine.decode(
+            counts,
+            padding=2 - len(counts),
+            step=lambda _, batch, __: package(*v4.decode_inputs(batch, cache)),
+        )
+    cache.raise_if_dropped()
+    assert engine.worst(want) < CLOSE * want.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.nightly("the step that the package holds is compiled and run by both ranks")
+def test_two_ranks_run_one_package(tmp_path):
+    run_ranks(2, rank_package, tmp_path, tmp_path, seconds=900)

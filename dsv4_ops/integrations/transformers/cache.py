@@ -274,9 +274,13 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     def __repr__(self) -> str:
         parts = self.memory()
-        shown = ", ".join(f"{name} {readable(size)}" for name, size in parts.items())
         ranks = self.spec.parallel
         share = "" if ranks is None else f", one of {ranks.world_size} ranks"
+        part = "" if ranks is None else f" (1/{ranks.world_size})"
+        shown = ", ".join(
+            f"{name} {readable(size)}{part if name in self.spec.shared_groups else ''}"
+            for name, size in parts.items()
+        )
         return (
             f"PagedCache({len(self)} layers, max_batch_size={self.max_batch_size}, "
             f"max_cache_len={self.max_cache_len}, "

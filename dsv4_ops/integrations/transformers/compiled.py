@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.torch_compat import group_sends
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.modules import with_methods
 from dsv4_ops.integrations.transformers.steps import (
@@ -58,7 +59,9 @@ def compile_step(
 
     Returns:
         A function of the batch, the cache, and the keyword arguments of ``step``. It returns and
-        writes what ``step`` does.
+        writes what ``step`` does. Ranks that share the cache first compare their shapes on the
+        host, and raise ValueError on all if they differ, if the group sends tensors of the CPU
+        ("cpu:gloo,cuda:nccl").
 
     Raises:
         ValueError: the model is not patched, ``step`` is another function or ``mode`` another word.
@@ -108,11 +111,16 @@ class CompiledStep:
         self.settings = {"fullgraph": True, "dynamic": False, **settings}
         self.parts: dict[str, Callable[..., Any]] = {}
         self._file, self._loaded = cache_file, _load(cache_file)
+        ranks = spec_of("compile_step", model).parallel
+        self._ranks = ranks if ranks is not None and group_sends(ranks.group, "cpu") else None
 
     @torch.no_grad()
     def __call__(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
         """Run the step; the first call compiles."""
         tensors = cache.tensors if isinstance(cache, PagedCache) else cache
+        if self._ranks is not None:
+            shapes = {"num_tokens": len(batch.tokens), "num_reqs": len(batch.rows)}
+            self._ranks.agree("compile_step", "batch", "cpu", **shapes)
         if self.regional:
             logits = _PARTS[self.step](self.model, batch, tensors, run=self._run, **rest)
         else:

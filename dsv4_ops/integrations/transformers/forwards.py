@@ -48,6 +48,7 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
     ) -> Any:
         cache = past_key_values if cache is None else cache
         if not isinstance(cache, PagedCache):
+            spec.check_other_cache(OP)
             return before(
                 self,
                 input_ids=input_ids,

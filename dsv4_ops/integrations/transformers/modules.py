@@ -6,7 +6,7 @@ A step may call modules of any kind, but modules that it replaces by ops must be
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _globals
 
+from dsv4_ops.attention import ContextParallel
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.torch_compat import group_members
 
 if TYPE_CHECKING:
     from dsv4_ops.integrations.transformers.architectures.base import ModelSpec
@@ -172,17 +174,62 @@ def check_modules(op: str, spec: ModelSpec, body: Any, device: torch.device) -> 
             raise refusal(ValueError, op, name, rule, weight.device, _ONE_DEVICE)
 
 
-def local(weight: Tensor) -> Tensor:
-    """This rank's part of a weight that Hugging Face's tensor parallelism split."""
-    part: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
+def local(weight: Any, split: bool | None = None) -> Tensor:
+    """This rank's part of a weight that Hugging Face's tensor parallelism split.
+
+    Dynamo does not see whether it is: ``split`` says so in a step.
+    """
+    split = hasattr(weight, "to_local") if split is None else split
+    part: Tensor = weight.to_local() if split else weight
     return part
+
+
+HeadPart = tuple[str, Any, int, int]
+"""A module's parameter that has heads: its name, itself, their dimension and its whole size."""
+
+
+def heads_are_split(
+    op: str, body: Any, ranks: ContextParallel | None, parts: Callable[[Any], Iterator[HeadPart]]
+) -> bool:
+    """Whether Hugging Face's tensor parallelism split the heads of all layers over ``ranks``.
+
+    Args:
+        op: Public function that was called.
+        body: The model without its head.
+        ranks: Ranks that share the cache.
+        parts: The parameters with heads of an attention layer; those without a weight may be None.
+
+    Raises:
+        NotImplementedError: some are split and others are not, or over other ranks.
+    """
+    found = [
+        (f"model.layers.{index}.self_attn.{name}", weight, local(weight).shape[dim], size)
+        for index, layer in enumerate(body.layers)
+        for name, weight, dim, size in parts(unwrapped(layer.self_attn))
+        if weight is not None
+    ]
+    if all(held == size for _, _, held, size in found):
+        return False
+    world = 1 if ranks is None else ranks.world_size
+    members = [] if ranks is None else group_members(ranks.group)
+    for name, weight, held, size in found:
+        mesh = getattr(weight, "device_mesh", None)
+        others = mesh is not None and mesh.mesh.flatten().tolist() != members
+        if held * world != size or others:
+            rule = f"be split over the ranks of parallel as all heads are, {size} over {world}"
+            actual = f"{held} of {size} on {'other ranks' if others else 'this rank'}"
+            advice = "Pass parallel=ContextParallel.of(), and a tp_plan that splits all heads"
+            raise refusal(NotImplementedError, op, name, rule, actual, advice)
+    return True
 
 
 def check_skipped(op: str, spec: ModelSpec, name: str, attention: Any) -> None:
     """Raise if a module of an attention layer that steps do not call was changed."""
     for part, module in spec.skipped_modules(attention):
-        shared = spec.parallel is not None and hasattr(getattr(module, "weight", None), "to_local")
-        found = None if shared else _change(module)
+        split = spec.shards_heads and hasattr(
+            module, "weight"
+        )  # then Hugging Face replaced forward
+        found = None if split else _change(module)
         if found:
             raise _changed(op, f"{name}.{part}", found)
 

@@ -68,17 +68,21 @@ def patch(
             64 tokens of 64 heads). Not used with ``batch_invariant``, impl "flash_mla" or
             "reference", or more than 16383 tokens; export with that limit on the token dimension,
             or without a plan. V3 and V2 have none.
-        parallel: Ranks that share the cache of every request, of V3 and V2: each stores the rows of
-            its turns of positions. All of them run the same steps. Where Hugging Face's tensor
-            parallelism split ``q_b_proj`` and ``kv_b_proj`` ("colwise") and ``o_proj`` ("rowwise")
-            over the same ranks, they gather queries and keep their own heads.
+        parallel: Ranks that share the cache of every request: each stores the rows of its turns.
+            All of them run the same steps. Where Hugging Face's tensor parallelism split the heads
+            over the same ranks, they gather queries and keep their own heads: ``q_b_proj`` and
+            ``kv_b_proj`` ("colwise") and ``o_proj`` ("rowwise") of V3 and V2, ``q_b_proj``,
+            ``sinks`` and ``o_a_proj`` ("colwise") and ``o_b_proj`` ("rowwise") of V4, and of its
+            indexer ``q_b_proj`` and ``weights_proj`` ("colwise"). Such a V4 runs from a
+            ``PagedCache`` only.
 
     Returns:
         ``model``.
 
     Raises:
         NotImplementedError: an unsupported architecture, layer type, rotary embedding or size, or a
-            split or offloaded model.
+            split or offloaded model; heads that are split over other ranks than those of
+            ``parallel``, or some of whose parameters are.
         ValueError, TypeError: an invalid argument, a model that is patched already, or ranks of
             ``parallel`` that patch different models.
 

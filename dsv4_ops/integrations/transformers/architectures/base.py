@@ -113,6 +113,8 @@ class ModelSpec(ABC):
     """Classes of transformers that ``patch`` takes."""
     memory_groups: ClassVar[dict[str, str]]
     """Group of ``PagedCache.memory`` of every cache of a layer, by its name."""
+    shared_groups: ClassVar[tuple[str, ...]]
+    """Those groups of which each rank of ``parallel`` has a part."""
 
     @classmethod
     @abstractmethod
@@ -146,6 +148,11 @@ class ModelSpec(ABC):
     def parallel(self) -> ContextParallel | None:
         """Ranks that share the cache; None where there is one."""
         return None
+
+    @property
+    def shards_heads(self) -> bool:
+        """Whether each of these ranks has a part of the query heads."""
+        return self.parallel is not None and self.parallel.shards_heads
 
     @property
     @abstractmethod
@@ -235,6 +242,10 @@ class ModelSpec(ABC):
 
     def check_model(self, op: str, model: Any) -> None:
         """Raise if a model of the right class differs from its configuration."""
+        return None
+
+    def check_other_cache(self, op: str) -> None:
+        """Raise if Hugging Face's attention cannot run the model with a cache of its own."""
         return None
 
     def prepare(self, model: Any) -> None:

@@ -44,8 +44,10 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v3.tensors import
     ShardedMlaTables,
 )
 from dsv4_ops.integrations.transformers.modules import (
+    HeadPart,
     Maker,
     check_skipped,
+    heads_are_split,
     is_part,
     local,
     unwrapped,
@@ -82,6 +84,7 @@ class MlaModelSpec(ModelSpec):
 
     causal_lm = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
     memory_groups: ClassVar[dict[str, str]] = {"kv": "latents", "scale": "latents"}
+    shared_groups = ("latents",)
 
     @classmethod
     def of(
@@ -279,7 +282,7 @@ class MlaModelSpec(ModelSpec):
             context.rope,
             getattr(module, _KEYS),
             getattr(module, _VALUES),
-            local(module.kv_b_proj.weight).to(spec.dtype) if expands else None,
+            local(module.kv_b_proj.weight, self.shards_heads).to(spec.dtype) if expands else None,
         )
         attended = mla_layer(spec, inputs, weights, context.caches, context.step)
         out: Tensor = module.o_proj(attended.to(hidden.dtype))
@@ -294,18 +297,22 @@ class MlaModelSpec(ModelSpec):
     def of_model(self, model: Any) -> MlaModelSpec:
         """The spec with the heads that this rank has of the model."""
         spec = self.layers
-        if self.parallel is None:
+        if not heads_are_split("patch", model.model, self.parallel, self._head_parts):
             return self
-        rows = spec.qk_nope_head_dim + spec.v_head_dim
-        projections = [each.kv_b_proj for _, each in _attentions(model.model)]
-        # check_model refuses what has no weight
-        weights = [local(each.weight) for each in projections if hasattr(each, "weight")]
-        heads = {len(weight) // rows for weight in weights}
-        if heads != {spec.num_heads // spec.cp_world_size}:
-            return self
-        parallel = replace(self.parallel, shards_heads=True)
-        layers = replace(spec, num_heads=heads.pop(), parallel=parallel)
-        return replace(self, layers=layers)
+        assert spec.parallel is not None  # or heads would have been refused
+        parallel = replace(spec.parallel, shards_heads=True)
+        heads = spec.num_heads // parallel.world_size
+        return replace(self, layers=replace(spec, num_heads=heads, parallel=parallel))
+
+    def _head_parts(self, attention: Any) -> Iterator[HeadPart]:
+        spec = self.layers
+        keys = spec.qk_nope_head_dim + spec.qk_rope_head_dim
+        up, values = spec.qk_nope_head_dim + spec.v_head_dim, spec.v_head_dim
+        q = "q_proj" if attention.q_lora_rank is None else "q_b_proj"
+        for name, dim, width in ((q, 0, keys), ("kv_b_proj", 0, up), ("o_proj", 1, values)):
+            # check_model refuses what has no weight
+            weight = getattr(getattr(attention, name), "weight", None)
+            yield name, weight, dim, spec.num_heads * width
 
     def check_model(self, op: str, model: Any) -> None:
         check_rotary(op, model, self.rotary)

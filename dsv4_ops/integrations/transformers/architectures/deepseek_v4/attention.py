@@ -15,7 +15,13 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v4.joined import 
     of_attention,
     of_compressor,
 )
-from dsv4_ops.integrations.transformers.modules import is_linear, linear_float32
+from dsv4_ops.integrations.transformers.modules import (
+    HeadPart,
+    is_linear,
+    linear_float32,
+    local,
+    unwrapped,
+)
 
 KIND_OF_TYPE = {
     "sliding_attention": "window",
@@ -43,7 +49,7 @@ def attention(
         spec,
         kind,
         _inputs(module, spec, float32, flat),
-        _weights(module, context.rope),
+        _weights(module, spec, context.rope),
         context.caches,
         context.step,
         schedule=context.schedule,
@@ -62,7 +68,7 @@ def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInpu
     else:
         q_a, kv = together(x).split(together.sizes, -1)
     residual = module.q_a_norm(q_a)
-    q = module.q_b_proj(residual).unflatten(-1, (module.num_heads, module.head_dim))
+    q = module.q_b_proj(residual).unflatten(-1, (-1, module.head_dim))
     kv = module.kv_norm(kv)
     found: dict[str, Tensor] = {"q": q.to(dtype), "kv": kv.to(dtype)}
     compressor = module.compressor
@@ -84,7 +90,7 @@ def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInpu
             is_bf16 = weights.dtype == torch.bfloat16
             found["indexer_weights"] = weights if is_bf16 else weights.float()
     if indexer is not None:
-        queries = indexer.q_b_proj(residual).unflatten(-1, (indexer.num_heads, indexer.head_dim))
+        queries = indexer.q_b_proj(residual).unflatten(-1, (-1, indexer.head_dim))
         found["indexer_q"] = queries.to(dtype)
     return LayerInputs(**found)
 
@@ -112,8 +118,32 @@ def head_weights(indexer: Any) -> Any:
     return owner.weights_proj
 
 
-def _weights(module: Any, rope: Tensor) -> LayerWeights:
-    found = {"attn_sink": module.sinks.float()}
+def head_parts(attention: Any) -> Iterator[HeadPart]:
+    """Parameters with the heads of attention."""
+    config = attention.config
+    heads, groups = config.num_attention_heads, config.o_groups * config.o_lora_rank
+    yield "q_b_proj", _weight(attention.q_b_proj), 0, heads * config.head_dim
+    yield "sinks", attention.sinks, 0, heads
+    yield "o_a_proj", _weight(attention.o_a_proj), 0, groups
+    yield "o_b_proj", _weight(attention.o_b_proj), 1, groups
+
+
+def index_head_parts(attention: Any) -> Iterator[HeadPart]:
+    """Parameters with the heads of the indexer."""
+    config, indexer = attention.config, getattr(attention.compressor, "indexer", None)
+    if indexer is not None:
+        heads = config.index_n_heads
+        yield "compressor.indexer.q_b_proj", _weight(indexer.q_b_proj), 0, heads * indexer.head_dim
+        yield "weights_proj of compressor.indexer", _weight(head_weights(indexer)), 0, heads
+
+
+def _weight(linear: Any) -> Any:
+    return getattr(unwrapped(linear), "weight", None)
+
+
+def _weights(module: Any, spec: LayerSpec, rope: Tensor) -> LayerWeights:
+    split = spec.ranks is not None and spec.ranks.shards_heads
+    found = {"attn_sink": local(module.sinks, split).float()}
     sources = {"": module.compressor, "indexer_": getattr(module.compressor, "indexer", None)}
     for prefix, source in sources.items():
         if source is not None:

@@ -33,6 +33,8 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import joined,
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.attention import (
     KIND_OF_TYPE,
     attention,
+    head_parts,
+    index_head_parts,
     skipped_modules,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.forwards import replacements
@@ -43,7 +45,7 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v4.rotary import 
     rounded_table,
     yarn_of,
 )
-from dsv4_ops.integrations.transformers.modules import Maker
+from dsv4_ops.integrations.transformers.modules import Maker, heads_are_split, unwrapped
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import (
     CacheTables,
@@ -80,6 +82,7 @@ class DeepseekV4Spec(ModelSpec):
         "states": "states",
         "indexer_states": "states",
     }
+    shared_groups = ("compressed", "indexer")
 
     @classmethod
     def of(
@@ -287,17 +290,57 @@ class DeepseekV4Spec(ModelSpec):
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
         return skipped_modules(attention)
 
+    def of_model(self, model: Any) -> DeepseekV4Spec:
+        split = [
+            heads_are_split("patch", model.model, self.parallel, parts)
+            for parts in (head_parts, index_head_parts)
+        ]
+        if not any(split):
+            return self
+        assert self.parallel is not None  # or heads would have been refused
+        parallel = replace(self.parallel, shards_heads=split[0], shards_index_heads=split[1])
+        ranks = parallel.head_parts
+        Checks("patch").divides("parallel.world_size", ranks, "config.o_groups", self.num_groups)
+        changed: dict[str, Any] = {"num_groups": self.num_groups // ranks, "parallel": parallel}
+        return replace(
+            self,
+            layers=replace(self.layers, **changed),
+            step_layers=replace(self.step_layers, **changed),
+            num_heads=self.num_heads // ranks,
+            plan_heads=self.plan_heads // ranks,
+        )
+
     def check_model(self, op: str, model: Any) -> None:
         check_rotary(op, model, self.layers)
 
+    def check_other_cache(self, op: str) -> None:
+        if self.shards_heads:
+            rule, advice = "be a PagedCache where ranks split the heads", "Pass cache=cache"
+            raise refusal(NotImplementedError, op, "cache", rule, "another, or none", advice)
+
     def prepare(self, model: Any) -> None:
-        joined.prepare(model, self.recipe, self.impl)
+        self._set_groups(model, self.num_groups)
+        if not self.shards_heads:  # whose weights are Hugging Face's parts of tensors
+            joined.prepare(model, self.recipe, self.impl)
 
     def restore(self, model: Any) -> None:
+        self._set_groups(model, model.config.o_groups)
         joined.restore(model)
 
     def refresh(self, body: Any) -> None:
         joined.refresh(body, self.recipe)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of the output projection on this rank."""
+        return self.layers.num_groups
+
+    def _set_groups(self, model: Any, groups: int) -> None:
+        """Hugging Face's grouped projection goes by the groups of all ranks."""
+        for layer in model.model.layers:
+            projection = unwrapped(unwrapped(layer.self_attn).o_a_proj)
+            if hasattr(projection, "n_groups"):
+                projection.n_groups = groups
 
 
 def _normed(body: Any, streams: Tensor) -> Any:

@@ -1,0 +1,188 @@
+"""Heads that Hugging Face's plans split over the ranks that share a cache, and its plans of
+experts: logits and rows of one process, on gloo processes that the tests start."""
+
+import os
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
+
+pytest.importorskip("transformers", "5.24", reason="splits parameters since")
+pytest.importorskip("accelerate", reason="transformers loads split models with it")
+import transformers
+from transformers.distributed import DistributedConfig
+
+from dsv4_ops.attention import ContextParallel
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.testing.models import small_mla_model, small_model
+from tests.support.hf_models import Engine
+from tests.support.ranks import run_ranks
+from tests.support.selected_rows import SelectedRows
+from tests.transformers.test_context_parallel import padded_to
+
+CLOSE, LENGTHS, REQUESTS, TOPK = 1e-5, (75, 40), 2, 4
+RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
+MODELS = {
+    "v3": (small_mla_model, {"num_hidden_layers": 2}),
+    "v4": (small_model, {"compress_rates": RATES, "index_topk": TOPK}),
+}
+HEADS = {
+    "v3": {"q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"},
+    "v4": {
+        "q_b_proj": "colwise",
+        "sinks": "colwise",
+        "o_a_proj": "colwise",
+        "o_b_proj": "rowwise",
+        "compressor.indexer.q_b_proj": "colwise",
+        "compressor.indexer.scorer.weights_proj": "colwise",
+    },
+}
+
+
+def text() -> torch.Tensor:
+    seed = torch.Generator().manual_seed(3)
+    return torch.randint(0, 256, (REQUESTS, max(LENGTHS)), generator=seed)
+
+
+def whole(family: str) -> Any:
+    made, settings = MODELS[family]
+    return made(**settings)
+
+
+def plan(family: str, without: str = "") -> dict[str, str]:
+    """The plan of the heads, except that of some parameter."""
+    styles = {name: style for name, style in HEADS[family].items() if name != without}
+    return {f"model.layers.*.self_attn.{name}": style for name, style in styles.items()}
+
+
+def split(family: str, folder: Path, **config: Any) -> Any:
+    """The model as Hugging Face loads it on this rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    kind = getattr(transformers, f"Deepseek{family.upper()}ForCausalLM")
+    config = DistributedConfig(tp_size=world, **config)
+    found = kind.from_pretrained(folder / family, distributed_config=config)
+    return found.eval()
+
+
+def patched(model: Any, **settings: Any) -> Any:
+    return v4.patch(model, kv="fp32", precision="reference", **settings)
+
+
+def cache_of(model: Any) -> v4.PagedCache:
+    return v4.PagedCache.for_model(model, max_batch_size=REQUESTS, max_cache_len=max(LENGTHS))
+
+
+def run(model: Any, seed: int, step: Any = None, most: int = 40) -> tuple[Engine, list[Any]]:
+    """A changing batch, and the rows that its C4 layers select."""
+    rng, engine, rows = Random(seed), Engine(model, cache_of(model), text()), []
+    with SelectedRows(TOPK) as selected:
+        while engine.done != list(LENGTHS):
+            left = [stop - done for stop, done in zip(LENGTHS, engine.done, strict=True)]
+            waiting = [request for request, count in enumerate(left) if count]
+            chosen = rng.sample(waiting, rng.randint(1, len(waiting)))
+            counts = {each: min(rng.choice((1, 2, 5, 31, 33)), most, left[each]) for each in chosen}
+            counts = dict(sorted(counts.items(), key=lambda item: item[1]))
+            padding = rng.randrange(2)
+            if step is None and rng.random() < 0.5:
+                engine.prefill(counts, padding=padding)
+            else:
+                engine.decode(counts, padding=padding, step=step)
+            rows.append(selected.take(sum(counts.values())))
+    engine.cache.raise_if_dropped()
+    return engine, rows
+
+
+def equal_to_one(model: Any, one: Any, want: torch.Tensor, seed: int) -> None:
+    (engine, rows), (_, of_one) = run(model, seed), run(one, seed)
+    assert engine.worst(want) < CLOSE * want.abs().max()
+    assert all(torch.equal(*both) for both in zip(rows, of_one, strict=True))
+
+
+def one_size(step: Any) -> Any:
+    return lambda model, batch, cache: step(model, padded_to(batch, 64, 4), cache)
+
+
+def rank_splits(rank: int, family: str, folder: Path) -> None:
+    world = dist.get_world_size()
+    stock = whole(family)
+    with torch.no_grad():
+        want = stock(text()).logits
+    one = patched(stock)
+    model = split(family, folder, tp_plan=plan(family))
+    for settings in ({}, {"interleave": 2, "via": "all_to_all"}):
+        patched(model, parallel=ContextParallel.of(**settings))
+        ranks = model.dsv4_ops_spec.parallel
+        assert ranks.shards_heads
+        assert ranks.shards_index_heads == (family == "v4")
+        equal_to_one(model, one, want, 5)
+        got = model(text()[:, :20], cache=cache_of(model)).logits
+        assert (got - want[:, :20]).abs().max() < CLOSE * want.abs().max()
+        if settings:
+            counter = CompileCounter()
+            step = one_size(torch.compile(v4.decode_step, backend=counter, fullgraph=True))
+            engine, _ = run(model, 6, step, most=30)
+            assert engine.worst(want) < CLOSE * want.abs().max()
+            assert counter.frame_count == 1
+        if family == "v4":
+            with pytest.raises(NotImplementedError, match=r"^model: cache must be a PagedCache"):
+                model(text())
+        v4.unpatch(model)
+    projection = "o_a_proj" if family == "v4" else "o_proj"
+    with pytest.raises(
+        NotImplementedError,
+        match=r"^patch: .*self_attn\.q_b_proj must be split over the ranks of parallel.*over 1",
+    ):
+        patched(model)
+    part = split(family, folder, tp_plan=plan(family, without=projection))
+    with pytest.raises(NotImplementedError, match=rf"^patch: .*\.{projection} must .*over {world}"):
+        patched(part, parallel=ContextParallel.of())
+    own = [dist.new_group([each]) for each in range(world)][rank]
+    with pytest.raises(NotImplementedError, match=r"^patch: .*q_b_proj must be split"):
+        patched(model, parallel=ContextParallel.of(own))
+
+
+def rank_experts(rank: int, family: str, folder: Path) -> None:
+    """Experts split by Hugging Face, whole or each in parts, beside a cache that ranks share; with
+    heads split too."""
+    stock = whole(family)
+    with torch.no_grad():
+        want = stock(text()).logits
+    one, world = patched(stock), dist.get_world_size()
+    for config in (
+        {"tp_plan": "auto"},
+        {"tp_plan": "auto", "ep_size": world},
+        {"tp_plan": plan(family), "ep_size": world},
+    ):
+        model = split(family, folder, **config)
+        experts = model.model.layers[1].mlp.experts.gate_up_proj
+        share = experts.to_local() if hasattr(experts, "to_local") else experts
+        assert share.numel() * world == stock.model.layers[1].mlp.experts.gate_up_proj.numel()
+        equal_to_one(patched(model, parallel=ContextParallel.of()), one, want, 8)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for family in MODELS:
+        whole(family).save_pretrained(folder / family)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", [pytest.param("v3", marks=pytest.mark.nightly("the same of V4")), "v4"]
+)
+def test_heads_of_two_ranks(family, checkpoints, tmp_path):
+    run_ranks(2, rank_splits, tmp_path, family, checkpoints, seconds=120)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly("heads that are split; the code of experts is Hugging Face's")
+@pytest.mark.parametrize("family", ["v3", "v4"])
+def test_experts_of_two_ranks(family, checkpoints, tmp_path):
+    run_ranks(2, rank_experts, tmp_path, family, checkpoints, seconds=120)
