@@ -23,6 +23,11 @@ sys.dont_write_bytecode = False
 # A crashed compile leaves Inductor's worker pool waiting for minutes at exit; one thread has no
 # pool.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# References and models make and drop tensors of megabytes; a worker that gave their memory back to
+# the system each time would spend a quarter of its CPU time there.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**30))
 # Threads that spin between loops take the core from those that work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Inductor tries each set of vector instructions with a compile and a process; kernels made with

@@ -27,6 +27,8 @@ MIN_STEPS, MAX_STEPS = 8, 4096
 MAX_LAYERS = 61
 GENERATED = 8  # tokens asked of generate
 
+BACKEND = "inductor"  # of our decode step
+
 NEEDS_GPU = Unmeasured("needs a GPU")
 NOT_BUILT = Unmeasured("left out by --fast")
 TOO_LONG = Unmeasured("a compile per graph")
@@ -78,7 +80,7 @@ def run(work: Work, *, with_package: bool, progress: Progress) -> table.Demo:
     with progress.during("dsv4_ops: decode, static cache"):
         side = work.ours(model)
         eager, found = _eager(side, model, ids, steps)
-    compiled = torch.compile(side.step, fullgraph=True, backend="inductor")
+    compiled = torch.compile(side.step, fullgraph=True, backend=BACKEND)
     with ExitStack() as stack:
         progress.say("stock Hugging Face: compile decode and count graphs, in its own process")
         count = stack.enter_context(Job("count-stock", work, progress))
@@ -87,7 +89,7 @@ def run(work: Work, *, with_package: bool, progress: Progress) -> table.Demo:
             package = stack.enter_context(Job("package", work, progress))
         with progress.during("dsv4_ops: compile the decode step with Inductor"):
             found["graphs"] = attempt(
-                lambda: measure.count_graphs(side, steps, backend="inductor", compiled=compiled)
+                lambda: measure.count_graphs(side, steps, backend=BACKEND, compiled=compiled)
             )
         with progress.during("wait for the other processes"):
             stock_found["graphs"] = count.result()

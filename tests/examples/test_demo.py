@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -321,14 +321,49 @@ def test_a_long_task_says_that_it_goes_on():
     assert all("still at it after 0 s: a task" in line for line in more)
 
 
+class Here:
+    """A ``Job`` in this process."""
+
+    def __init__(self, name, work, progress):
+        made = jobs.JOBS[name][0](work, progress)
+        self.found = jobs.JOBS[name][1](**json.loads(json.dumps(asdict(made))))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def result(self):
+        return self.found
+
+
 @pytest.mark.slow
-def test_the_demo_of_one_layer_from_end_to_end(tmp_path):
+@pytest.mark.parametrize(
+    "how",
+    [
+        "here",
+        pytest.param(
+            "command", marks=pytest.mark.nightly("the package is Inductor's code of the same step")
+        ),
+    ],
+)
+def test_the_demo_of_one_layer_from_end_to_end(tmp_path, monkeypatch, capfd, how):
+    """In one process with Inductor in the package alone, or as users run it."""
     out = tmp_path / "demo.json"
-    command = [sys.executable, "-m", "examples.demo", "--layers=1", "--steps=8"]
-    ended = subprocess.run(
-        [*command, "--device=cpu", f"--out={out}"], capture_output=True, text=True, timeout=900
-    )
-    assert ended.returncode == 0, ended.stderr
+    arguments = ["--layers=1", "--steps=8", "--device=cpu", f"--out={out}"]
+    if how == "here":
+        monkeypatch.setattr(run, "Job", Here)
+        monkeypatch.setattr(run, "BACKEND", "aot_eager")
+        assert main(arguments) == 0
+        said = capfd.readouterr().err
+    else:
+        ended = subprocess.run(
+            [sys.executable, "-m", "examples.demo", *arguments],
+            capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+        said = ended.stderr
+        assert ended.returncode == 0, said
     found = json.loads(out.read_text())
     mine = found["ours"]
     assert found["problems"] == []
@@ -337,7 +372,7 @@ def test_the_demo_of_one_layer_from_end_to_end(tmp_path):
     assert mine["package"]["imported"] == []
     assert mine["package"]["megabytes"] > 0
     assert found["stock"]["graphs"]["graphs"] > 1
-    assert "s] dsv4_ops: compile the decode step" in ended.stderr
+    assert "s] dsv4_ops: compile the decode step" in said
 
 
 @pytest.mark.gpu

@@ -60,7 +60,7 @@ def test_one_graph_over_200_steps_of_a_changing_batch():
 
 
 @pytest.mark.smoke
-@pytest.mark.skipif(not NEWEST, reason="test_demo.py compiles and packages one on other stacks")
+@pytest.mark.skipif(not NEWEST, reason="test_demo.py packages one on other stacks")
 def test_a_decode_step_of_the_newest_stack():
     """Inductor's code of a whole step, all kinds of layers in it, and Hugging Face's logits."""
     model, cache, tokens = reference(), new_cache(), text()
@@ -77,12 +77,12 @@ def test_hugging_faces_form_is_one_graph():
     model, cache, tokens = reference(), new_cache(), text()
     model(tokens[:, :120], cache=cache)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for place in range(120, 150):
+    for place in range(120, 132):  # past the end of a window
         out = compiled(tokens[:, place : place + 1], cache=cache)
         want = expected()[:, place : place + 1]
         torch.testing.assert_close(out.logits, want, rtol=0, atol=1e-4)
     assert counter.frame_count == 1
-    assert cache.seq_lens.tolist() == [150] * REQUESTS
+    assert cache.seq_lens.tolist() == [132] * REQUESTS
 
 
 @pytest.mark.parametrize("step", [v4.decode_step, v4.prefill_step])

@@ -17,6 +17,7 @@ from benchmarks import cache_sizes
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers.cache_argument import cache_argument
 from dsv4_ops.testing.text import PAD
+from tests.helpers import NIGHTLY
 from tests.support.hf_models import new_cache, reference, stock
 
 NEW, CLOSE = 5, 1e-4
@@ -115,7 +116,7 @@ def test_prompts_of_a_second_turn_are_padded_to_different_lengths(chunk):
     turns.answer(prefill_chunk_size=chunk)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=20 if NIGHTLY else 2, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_random_conversations(seed):
     rng = Random(seed)
@@ -132,7 +133,7 @@ def test_random_conversations(seed):
             eos = int(rng.choice(answers[:, :3].flatten().tolist()))
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=20 if NIGHTLY else 2, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_random_masks(seed):
     """Calls of the model: padding anywhere, over several steps of one cache."""

@@ -22,7 +22,7 @@ from dsv4_ops.testing.models import small_model
 from tests.helpers import i32
 from tests.support.hf_models import Engine, expected, new_cache, reference, text
 
-START, STEPS = 20, 30
+START, STEPS = 20, 10
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers import steps
 from dsv4_ops.integrations.transformers.cache_argument import cache_argument
 from dsv4_ops.testing.models import small_model
-from tests.helpers import Called
+from tests.helpers import NIGHTLY, Called
 from tests.support.hf_models import (
     LENGTH,
     REQUESTS,
@@ -34,24 +34,26 @@ def _no_grad():
         yield
 
 
-def test_prefill_then_64_decodes_as_hugging_face_calls_it():
+def test_prefill_then_decodes_as_hugging_face_calls_it():
     """Past the end of the window, and past two windows of 128."""
     model, cache, tokens = reference(), new_cache(max_cache_len=LENGTH), text()
-    start = 200
+    start, steps = (200, 64) if NIGHTLY else (246, 18)
     got = [model(tokens[:, :start], cache=cache, use_cache=True).logits]
-    for place in range(start, start + 64):
+    for place in range(start, start + steps):
         out = model(tokens[:, place : place + 1], cache=cache, use_cache=True)
         assert getattr(out, cache_argument()) is cache
         got.append(out.logits)
     got = torch.cat(got, 1)
-    want = expected()[:, : start + 64]
+    want = expected()[:, : start + steps]
     assert want.std() > 0.5
     torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
     assert torch.equal(got.argmax(-1), want.argmax(-1))
-    assert cache.seq_lens.tolist() == [start + 64] * REQUESTS
+    assert cache.seq_lens.tolist() == [start + steps] * REQUESTS
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.nightly("the same with other chunks"))]
+)
 def test_random_chunks_of_ragged_batches(seed):
     """Decodes before chunks, requests that rest, padding requests, blocks from a pool."""
     rng = Random(seed)
@@ -211,10 +213,10 @@ def test_attention_is_batch_invariant():
     for neighbours in (text()[[0, 1, 2]], text()[[0, 2, 1]], text()[[0, 0, 0]]):
         cache = new_cache(model)
         engine = Engine(model, cache, neighbours.contiguous())
-        engine.prefill({0: 100, 1: 40, 2: 30})
-        for _ in range(10):
+        engine.prefill({0: 126, 1: 10, 2: 3})
+        for _ in range(4):
             engine.decode({0: 1, 1: 1, 2: 1})
-        seen.append(torch.stack([engine.logits[0][place] for place in range(100, 110)]))
-    torch.testing.assert_close(seen[0], expected()[0, 100:110], rtol=0, atol=CLOSE)
+        seen.append(torch.stack([engine.logits[0][place] for place in range(126, 130)]))
+    torch.testing.assert_close(seen[0], expected()[0, 126:130], rtol=0, atol=CLOSE)
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[0], seen[2])

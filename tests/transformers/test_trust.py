@@ -50,19 +50,18 @@ def check_rows(logits, places, done=None):
         torch.testing.assert_close(logits[row, columns], want, rtol=0, atol=CLOSE)
 
 
-@pytest.mark.parametrize("hole", [5, 127])
-def test_padding_among_tokens(hole):
+def test_padding_among_tokens():
     """Windows of 4 and of 128 are interrupted by it."""
     places = [
-        [column for column in range(150) if column not in (hole, 7, 140)],
+        [column for column in range(150) if column not in (5, 7, 140)],
         list(range(0, 150, 2)),
-        list(range(150)),
+        [column for column in range(150) if column != 127],
     ]
     ids, mask = spread(150, *places)
     cache = new_cache()
     logits = reference()(ids, attention_mask=mask, cache=cache).logits
     check_rows(logits, places)
-    assert cache.seq_lens.tolist() == [147, 75, 150]
+    assert cache.seq_lens.tolist() == [147, 75, 149]
 
 
 def test_padding_in_embeddings_and_negative_positions():
