@@ -2,7 +2,7 @@
 graph a rank that is replayed with other requests."""
 
 import dataclasses
-import os
+import time
 
 import pytest
 import torch
@@ -98,6 +98,13 @@ def rank_layer(rank, world):
     spec = whole_spec()
     exact = dataclasses.replace(spec, dtype=torch.float32, impl="reference")
     own = slice(rank * HEADS // world, (rank + 1) * HEADS // world)
+    began = time.monotonic()
+
+    def say(what):
+        if rank == 0:
+            print(f"{time.monotonic() - began:6.1f} s: {what}", flush=True)
+
+    say("ranks have met")
     wanted, bounds = [], []
     for queries, contexts in STEPS:
         results = []
@@ -108,25 +115,30 @@ def rank_layer(rank, world):
             results.append(out.unflatten(1, (HEADS, -1))[:, own].flatten(1))
         wanted.append(results[0])
         bounds.append(1.5 * float((results[1] - results[0]).square().mean().sqrt()))
+    say("one GPU's layer")
     shown = {}
 
     def check(name, found, step):
         error = float((found.float() - wanted[step]).square().mean().sqrt())
         shown[name] = max(shown.get(name, 0.0), error / bounds[step] * 1.5)
+        say(f"{name}, step {step}: error {shown[name]:.2f} times that of one GPU")
         assert error <= bounds[step], (name, step, error, bounds)
 
     for via in COMBINES:
         parallel = ContextParallel.of(interleave=16, via=via, shards_heads=True)
         sharded = whole_spec(num_heads=HEADS // world, parallel=parallel)
-        compiled = torch.compile(
-            lambda model, starts, lens: model.run(starts, lens), fullgraph=True, dynamic=False
-        )
+        compiled = Model.run
+        if via != "all_to_all":  # its graph is tested with gloo; a compiled layer takes 20 s
+            compiled = torch.compile(
+                lambda model, starts, lens: model.run(starts, lens), fullgraph=True, dynamic=False
+            )
         models = []
         for step, (queries, contexts) in enumerate(STEPS):
             model = Model(sharded, own)
             model.fill(contexts)
             check(f"{via} eager", model.run(*batch(queries, contexts)), step)
-            check(f"{via} compiled", compiled(model, *batch(queries, contexts)), step)
+            if compiled is not Model.run:
+                check(f"{via} compiled", compiled(model, *batch(queries, contexts)), step)
             models.append(model)
         given = batch(*STEPS[0])
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -147,8 +159,6 @@ def rank_layer(rank, world):
             graph.replay()
             check(f"{via} captured", out, step)
         torch.cuda.synchronize()
-    if rank == 0 and "DSV4_OPS_SHOW" in os.environ:
-        print("error over that of one GPU:", {k: round(v, 2) for k, v in shown.items()})
     return "done"
 
 
