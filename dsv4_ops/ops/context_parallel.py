@@ -704,7 +704,7 @@ _workspaces: dict[tuple[str, torch.device], _Workspace] = {}
 
 
 def _workspace(group: str, device: torch.device, nbytes: int) -> _Workspace:
-    """The one of a group, which the first call makes: there all ranks meet."""
+    """Return that of a group, which the first call makes: there all ranks meet."""
     current, found = process_group(group), _workspaces.get((group, device))
     if found is not None and found.of is current:  # not of an earlier group of the same name
         return found

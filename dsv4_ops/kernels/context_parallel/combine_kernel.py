@@ -1,6 +1,6 @@
 """Merges attention over the keys of ranks that map each other's memory, in one kernel.
 
-A tile is some rows (token, head) of each rank's heads. Program p takes the tiles p, p + programs, ..
+A tile is some rows (token, head) of each rank's heads. Program p takes each tile p + i * programs
 and, for each: writes its part of the tile to the memory of the rank whose heads it is of, for all
 other ranks; raises its flag there; waits for theirs here; merges. Every rank must make the same
 calls in the same order on one stream, as for any collective.
@@ -12,14 +12,14 @@ awaited by an acquire. A flag only grows, and who waits for t is content with t 
 
 Why no rank overwrites what another has yet to read: each program has two buffers a sender, which
 tiles take in turns, and no program shares its own with another, whatever the shapes of calls. A
-sender writes tile t + 2 after its tile t + 1 got this rank's flag of t + 1, which this rank's program
-raises behind its last read of tile t. So layers of all shapes may share a workspace.
+sender writes tile t + 2 after its tile t + 1 got this rank's flag of t + 1, which this rank's
+program raises behind its last read of tile t. So layers of all shapes may share a workspace.
 
 Why ranks that wait do not stop each other: programs send before they wait, and GPUs start programs
-in the order of their numbers. Of the programs that have not ended on any rank take the first tile
+in the order of their numbers. Of the programs that have not ended on any rank take the lowest tile
 of the lowest; on every other rank that program runs too, or will as all lower ones have ended, and
-it sends without waiting for anyone. There are fewer programs than SMs of the GPUs that have NVLink,
-so that they run at once even if the order were another.
+it sends without waiting for anyone. Besides, the GPUs that have NVLink hold all programs at once,
+two on an SM.
 
 Why a rank that dies stops the others: they trap after the group's timeout. A NaN would be sampled
 from; a trap is an error of the next call of the process, as NCCL's watchdog makes it, and nothing
@@ -32,7 +32,8 @@ from triton.language.extra.cuda import globaltimer
 
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
-PROGRAMS = tl.constexpr(128)
+PROGRAMS = tl.constexpr(256)
+"""At most; an SM holds two."""
 COUNTS = tl.constexpr(1024)
 """Where, behind the addresses of 128 ranks, programs count their tiles."""
 DATA = tl.constexpr(2048)
