@@ -558,7 +558,7 @@ def cp_combine(
 
     Raises:
         ValueError: shapes that disagree, several devices, heads that ranks cannot share evenly,
-            another ``via`` or base, or no process group of this name.
+            rows too wide for ``via``, another ``via`` or base, or no process group of this name.
         TypeError: a dtype other than the ones above, or ``group`` is no name.
         RuntimeError: ``via`` "symmetric_memory" on another device than a GPU, or first called in a
             capture. A rank that waits for another longer than the group's timeout ends its process'
@@ -596,12 +596,12 @@ def cp_combine(
     if num_heads % world:
         rule, advice = f"have a multiple of {world} heads, one part a rank", "Pad the heads"
         raise refusal(ValueError, op, "out", rule, num_heads, advice)
-    if via == "symmetric_memory" and out.device.type != "cuda":
-        rule, advice = f"be another than {via!r} on {out.device.type}", "Pass 'all_to_all'"
-        raise refusal(RuntimeError, op, "via", rule, repr(via), advice)
     if via == "symmetric_memory" and width * out.element_size() > SYMMETRIC_ROW_BYTES:
         rule = f"have rows of at most {SYMMETRIC_ROW_BYTES} bytes for {via!r}"
         raise refusal(ValueError, op, "out", rule, width * out.element_size(), "Pass 'all_to_all'")
+    if via == "symmetric_memory" and out.device.type != "cuda":
+        rule, advice = f"be another than {via!r} on {out.device.type}", "Pass 'all_to_all'"
+        raise refusal(RuntimeError, op, "via", rule, repr(via), advice)
     if world == 1:
         return MergedStates(out, lse)
     if guard_or_false(num_tokens == 0):  # nothing to send

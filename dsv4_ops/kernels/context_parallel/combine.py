@@ -13,7 +13,7 @@ from dsv4_ops.kernels.context_parallel.combine_kernel import (
     LSES,
     PART,
     PROGRAMS,
-    combine_ranks_kernel,
+    merge_ranks,
 )
 from dsv4_ops.kernels.launcher import Launcher
 
@@ -64,7 +64,7 @@ def combine_ranks(
     fitting = [rows for rows in TILE_ROWS if rows * row_bytes(out) <= LSES]
     wanted = triton.cdiv(num_rows, FEW_PROGRAMS)
     tile_rows = next((rows for rows in fitting if rows >= wanted), fitting[-1])
-    launch(combine_ranks_kernel)[(min(triton.cdiv(num_rows, tile_rows), int(PROGRAMS)),)](
+    launch(merge_ranks)[(min(triton.cdiv(num_rows, tile_rows), int(PROGRAMS)),)](
         out,
         lse,
         workspace,

@@ -47,7 +47,7 @@ FLAG = tl.constexpr(32)
 
 
 @triton.jit
-def combine_ranks_kernel(
+def merge_ranks(
     out,
     lse,
     workspace,
