@@ -2,7 +2,7 @@
 
 A tile is some rows (token, head) of each rank's heads. Program p takes each tile p + i * programs
 and, for each: writes its part of the tile to the memory of the rank whose heads it is of, for all
-other ranks; raises its flag there; waits for theirs here; merges. Every rank must make the same
+other ranks; raises its flag there; waits for the flags here; merges. Every rank must make the same
 calls in the same order on one stream, as for any collective.
 
 Why no rank reads too early: a flag holds the number of the tile that it is for, counted by each
@@ -84,11 +84,11 @@ def merge_ranks(
         out_at = out + (token * out_token_stride)[:, None] + column
         lse_at = lse + token * lse_token_stride
         for ahead in tl.static_range(1, WORLD):
-            peer = (RANK + ahead) % WORLD
-            heads = peer * own_heads + head
+            other = (RANK + ahead) % WORLD
+            heads = other * own_heads + head
             part = tl.load(out_at + (heads.to(tl.int64) * out_head_stride)[:, None], mask=inside)
             its_lse = tl.load(lse_at + heads * lse_head_stride, mask=live)
-            base = tl.load(addresses + peer).to(tl.pointer_type(tl.uint8))
+            base = tl.load(addresses + other).to(tl.pointer_type(tl.uint8))
             buffer = _buffer(base, program, count, ahead - 1, WORLD)
             at = tl.multiple_of(buffer.to(tl.pointer_type(element)), 16)
             tl.store(at + in_part, part, mask=inside)
