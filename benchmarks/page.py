@@ -26,7 +26,7 @@ from benchmarks.harness.stored import Row, Stored
 from benchmarks.harness.tables import TABLES, Table
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/performance.md", "docs/limits.md", "docs/context_parallel.md")
+PAGES = ("README.md", "docs/performance.md", "docs/limits.md")
 _FIGURE = re.compile(r"(<!-- = (\w+) -->)(.*?)(<!-- / -->)", re.S)
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- /table -->)", re.S)
 
