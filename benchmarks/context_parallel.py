@@ -28,6 +28,7 @@ from torch import Tensor
 
 import dsv4_ops as ops
 from benchmarks.harness.options import add_cases, chosen_device
+from benchmarks.harness.report import stamp
 from benchmarks.harness.timing import Capture, wall_us
 from benchmarks.run import BenchError
 from dsv4_ops.attention import (
@@ -414,8 +415,9 @@ def run(options: argparse.Namespace) -> None:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "context_parallel.md").write_text("\n".join([HEADER, *map(line, rows)]) + "\n")
+    stamped = stamp(device, options.command)
     with (out / "context_parallel.jsonl").open("w") as file:
-        file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+        file.writelines(json.dumps(asdict(row) | stamped) + "\n" for row in rows)
     failed = [row for row in rows if row.error]
     if failed:
         raise BenchError(f"{len(failed)} cases failed, {failed[0].error}")

@@ -83,12 +83,13 @@ def markdown(table: Table, rows: Iterable[Row]) -> str:
             f"page: rows must hold some of {table.file}, got none. Run its benchmark, or drop the "
             "table from the page."
         )
+    measured = [each for row in kept for each in row.get("of", [row])]
     shown = [(name, [cell(row) for row in kept]) for name, cell in table.columns]
     shown = [(name, cells) for name, cells in shown if set(cells) != {"-"}]  # what none measured
     lines = ["| " + " | ".join(name for name, _ in shown) + " |"]
     lines.append("| --- " * len(shown) + "|")
     lines += ["| " + " | ".join(cells) + " |" for cells in zip(*(c for _, c in shown), strict=True)]
-    return "\n".join([*lines, *(["", *_origins(kept)] if table.origins else []), ""])
+    return "\n".join([*lines, *(["", *_origins(measured)] if table.origins else []), ""])
 
 
 def _today(command: str) -> str:
@@ -124,8 +125,8 @@ def page(text: str, stored: Stored) -> str:
                 "Correct the name in the page."
             )
         chosen, opened, shown, closed = TABLES[found[2]], found[1], found[3], found[4]
-        kept = chosen.kept(stored.rows(chosen.file))
-        return opened + (markdown(chosen, kept) if kept or shown else "") + closed
+        rows = stored.rows(chosen.file)
+        return opened + (markdown(chosen, rows) if chosen.kept(rows) or shown else "") + closed
 
     def figure(found: re.Match[str]) -> str:
         if found[2] not in FIGURES:

@@ -10,13 +10,13 @@ from typing import Any
 
 Row = dict[str, Any]
 
-DEVICES = {"precision": "cpu", "quality": "h100"}
+DEVICES = {"precision": "cpu", "quality": "h100", "context_parallel": "h100"}
 """Folder of the files that are not of the H200."""
 
 _POINT = (
     "case", "shape", "variant", "batch", "requests", "next_n", "context", "heads", "keys", "rows",
     "tokens", "layout", "model", "runs", "weights", "kv", "precision", "activations", "cache",
-    "selection",
+    "selection", "group", "ranks",
 )  # fmt: skip
 """What says which point a row is of."""
 

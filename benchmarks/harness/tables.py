@@ -35,6 +35,19 @@ class Table:
         ]
 
 
+class _Merges(Table):
+    """A line a number of tokens, with the times of all collectives and numbers of heads."""
+
+    def kept(self, rows: Iterable[Row]) -> list[Row]:
+        """Lines, and which rows each is ``of``."""
+        found: dict[int, Row] = {}
+        for row in super().kept(rows):
+            line = found.setdefault(row["tokens"], {"tokens": row["tokens"], "of": []})
+            line[f"{row['variant']} {row['heads']}"] = row["us"]
+            line["of"].append(row)
+        return list(found.values())
+
+
 def _of_baseline(row: Row) -> str:
     baseline = row["baseline_us"]
     return percent(100 * row["compiled_us"] / baseline if baseline else None)
@@ -341,6 +354,18 @@ TABLES = {
         ),
         chosen=lambda row: (row["batch"], row["context"]) in _SHORT,
         origins=False,
+    ),
+    "merges": _Merges(
+        "context_parallel",
+        (
+            ("tokens", lambda row: str(row["tokens"])),
+            *(
+                (f"`{via}`, {heads} heads", us(f"{via} {heads}"))
+                for via in ("reduce_scatter", "all_to_all", "symmetric_memory")
+                for heads in (64, 128)
+            ),
+        ),
+        chosen=lambda row: bool(row["group"] == "combine" and row["ranks"] == 2),
     ),
     "precision_random": Table("precision", _PRECISION, chosen=lambda row: row["model"] == "random"),
     "precision_trained": Table(

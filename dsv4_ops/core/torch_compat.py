@@ -7,6 +7,7 @@ them in the installed one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ __all__ = [
     "auto_functionalized_v2",  # torch._higher_order_ops.auto_functionalize: 2.11, 2.13
     "decomposes_triton_ops",  # decompose_custom_triton_ops: 2.11, 2.13, 2.15
     "enable_single_level_autograd_function",  # 2.11, 2.13, 2.15
-    "exchange_by_symmetric_memory",  # torch.distributed._symmetric_memory: 2.11, 2.13
     "find_schema",  # torch._C._dispatch_find_schema_or_throw: 2.11, 2.13, 2.15
     "forward_mode",  # forward_ad._current_level: 2.11, 2.13, 2.15
     "group_members",
@@ -37,6 +37,8 @@ __all__ = [
     "process_group",  # torch.distributed.distributed_c10d._resolve_process_group: 2.11, 2.13
     "redispatch",  # OpOverload._handle.redispatch_boxed: 2.11, 2.13, 2.15
     "statically_known_true",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
+    "symmetric_workspace",  # torch.distributed._symmetric_memory: 2.11, 2.13
+    "timeout_of",  # ProcessGroup._get_backend(device).options._timeout: 2.11, 2.13
 ]
 
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
@@ -51,25 +53,6 @@ def any_requires_grad(args: Sequence[Any]) -> bool:
 def decomposes_triton_ops() -> bool:
     """Whether what is traced is for a compiler: the switch of ``torch.library.triton_op``."""
     return bool(functorch_config.decompose_custom_triton_ops)
-
-
-def exchange_by_symmetric_memory(blocks: torch.Tensor, group: str) -> torch.Tensor:
-    """Write block r where rank r reads it, and read this rank's block of every rank."""
-    from torch.distributed import _symmetric_memory
-
-    get_workspace: Any = _symmetric_memory.get_symm_mem_workspace
-    blocks = blocks.contiguous()
-    workspace = get_workspace(group, blocks.nbytes)
-
-    def of(rank: int) -> torch.Tensor:
-        held: torch.Tensor = workspace.get_buffer(rank, blocks.shape, blocks.dtype)
-        return held
-
-    of(workspace.rank).copy_(blocks)
-    workspace.barrier(channel=0)
-    read = torch.stack([of(rank)[workspace.rank] for rank in range(workspace.world_size)])
-    workspace.barrier(channel=0)  # before anyone writes again
-    return read
 
 
 def find_schema(qualified: str) -> bool:
@@ -144,3 +127,23 @@ def statically_known_true(condition: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings sympy
 
     return statically_known_true(condition)
+
+
+def symmetric_workspace(group: str, nbytes: int, device: torch.device) -> Any:
+    """Zeros that all ranks of a group map, with ``rank``, ``world_size`` and ``buffer_ptrs``.
+
+    All ranks have to ask; when one has it, all have written their zeros.
+    """
+    from torch.distributed import _symmetric_memory
+
+    memory: Any = _symmetric_memory
+    held = memory.empty(nbytes, dtype=torch.uint8, device=device)
+    held.zero_()
+    torch.cuda.synchronize(device)
+    return held, memory.rendezvous(held, group)
+
+
+def timeout_of(group: str, device: torch.device) -> timedelta:
+    """How long a process group waits for a rank."""
+    timeout: timedelta = process_group(group)._get_backend(device).options._timeout
+    return timeout

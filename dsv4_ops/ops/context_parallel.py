@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+from datetime import timedelta
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,10 +14,12 @@ from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.core.torch_compat import (
-    exchange_by_symmetric_memory,
     group_rank,
     group_size,
     guard_or_false,
+    process_group,
+    symmetric_workspace,
+    timeout_of,
 )
 from dsv4_ops.core.types import LocalRows, MergedStates
 from dsv4_ops.dispatch.define import define_op
@@ -23,6 +29,9 @@ from dsv4_ops.reference import context_parallel as reference
 
 COMBINES = ("reduce_scatter", "all_to_all", "symmetric_memory")
 """Collectives that ``cp_combine`` may take."""
+
+SYMMETRIC_ROW_BYTES = 16384
+"""Of a row (token, head) that "symmetric_memory" can send."""
 
 _LOWERING = {"cpu": "decompose", "cuda": "decompose"}
 
@@ -534,8 +543,9 @@ def cp_combine(
             with None a graph in which that is used serves this rank alone.
         via: "reduce_scatter": an all-gather of ``lse``, then a sum in the dtype of ``out``.
             "all_to_all": one exchange of outputs and log-sum-exps, merged in float32 and rounded
-            once. "symmetric_memory": the same exchange through memory that GPUs of one host map
-            into each other, without NVLink multicast.
+            once. "symmetric_memory": the same in one kernel that writes to memory of other GPUs of
+            the host, without NVLink multicast; rows have at most 16384 bytes. It takes a few MiB
+            for each other rank, once, whatever the shapes.
         lse_base: "e", or "2" for log-sum-exps to base 2.
 
     Returns:
@@ -548,12 +558,16 @@ def cp_combine(
 
     Raises:
         ValueError: shapes that disagree, several devices, heads that ranks cannot share evenly,
-            another ``via`` or base, or no process group of this name.
+            rows too wide for ``via``, another ``via`` or base, or no process group of this name.
         TypeError: a dtype other than the ones above, or ``group`` is no name.
-        RuntimeError: ``via`` "symmetric_memory" on another device than a GPU.
+        RuntimeError: ``via`` "symmetric_memory" on another device than a GPU, or first called in a
+            capture. A rank that waits for another longer than the group's timeout ends its process'
+            use of the GPU: the next call of CUDA raises.
+        ImportError: ``via`` "symmetric_memory" without Triton.
 
-    Compile: collectives of ``torch.distributed`` between fused kernels; nothing on one rank.
-        Dynamic in num_tokens. CUDA graphs: yes, after one call outside. Export: yes, but of
+    Compile: collectives of ``torch.distributed`` between fused kernels, or one kernel that a graph
+        calls; nothing on one rank. Dynamic in num_tokens. CUDA graphs: yes, after one call outside,
+        and all on one stream or ordered, as for any collective. Export: yes, but of
         "symmetric_memory", which C++ packages cannot call.
 
     Source: vLLM 0.33 ``cp_lse_ag_out_rs`` and ``dcp_a2a_lse_reduce``; semantics re-derived.
@@ -582,6 +596,9 @@ def cp_combine(
     if num_heads % world:
         rule, advice = f"have a multiple of {world} heads, one part a rank", "Pad the heads"
         raise refusal(ValueError, op, "out", rule, num_heads, advice)
+    if via == "symmetric_memory" and width * out.element_size() > SYMMETRIC_ROW_BYTES:
+        rule = f"have rows of at most {SYMMETRIC_ROW_BYTES} bytes for {via!r}"
+        raise refusal(ValueError, op, "out", rule, width * out.element_size(), "Pass 'all_to_all'")
     if via == "symmetric_memory" and out.device.type != "cuda":
         rule, advice = f"be another than {via!r} on {out.device.type}", "Pass 'all_to_all'"
         raise refusal(RuntimeError, op, "via", rule, repr(via), advice)
@@ -601,6 +618,8 @@ def cp_combine(
         else:  # a rank that does not exist is none of ours to read out of bounds for
             merged = merged.index_select(1, cp_rank.clamp(0, world - 1)).squeeze(1)
         return MergedStates(_arrived(summed).transpose(0, 1), merged)
+    if via == "symmetric_memory":
+        return MergedStates(*_combine_ranks(out, lse, group, lse_base))
     # a block is what one rank gets: outputs, then log-sum-exps as integers of the same width
     lanes = torch.int32 if out.dtype == torch.float32 else torch.int16
     sent = [
@@ -608,7 +627,9 @@ def cp_combine(
         for each in (out.view(lanes), _as_lanes(lse, lanes))
     ]
     blocks = torch.cat(sent, 1).view(torch.uint8)
-    exchanged = _exchange(blocks, world, group, via).view(lanes)
+    each = [1] * world
+    sends = torch.ops._c10d_functional.all_to_all_single(blocks, each, each, group)
+    exchanged = _arrived(sends).view(lanes)
     length = num_tokens * own * width
     outs = exchanged[:, :length].unflatten(1, (num_tokens, own, width))
     lses = exchanged[:, length:].unflatten(1, (num_tokens, own, 4 // lanes.itemsize))
@@ -641,23 +662,63 @@ def _arrived(sent: Tensor) -> Tensor:
     return arrived
 
 
-def _exchange(blocks: Tensor, world: int, group: str, via: str) -> Tensor:
-    """Block r of every rank, on rank r."""
-    if via == "symmetric_memory":
-        exchanged: Tensor = _symmetric_exchange(blocks, group)
-        return exchanged
-    each = [1] * world
-    return _arrived(torch.ops._c10d_functional.all_to_all_single(blocks, each, each, group))
+@torch.library.custom_op("dsv4_ops::_combine_ranks", mutates_args=())
+def _combine_ranks(out: Tensor, lse: Tensor, group: str, lse_base: str) -> tuple[Tensor, Tensor]:
+    launches = _kernels("context_parallel.combine")
+    workspace = _workspace(group, out.device, launches.workspace_bytes(group_size(group)))
+    launch = _kernels("launcher").EAGER
+    of_group = workspace.held, workspace.rank, workspace.world, lse_base, workspace.timeout_ns
+    with torch.cuda.device_of(out):
+        merged: tuple[Tensor, Tensor] = launches.combine_ranks(launch, out, lse, *of_group)
+    return merged
 
 
-@torch.library.custom_op("dsv4_ops::_symmetric_exchange", mutates_args=())
-def _symmetric_exchange(blocks: Tensor, group: str) -> Tensor:
-    return exchange_by_symmetric_memory(blocks, group)
+@_combine_ranks.register_fake
+def _(out: Tensor, lse: Tensor, group: str, lse_base: str) -> tuple[Tensor, Tensor]:
+    num_tokens, num_heads, width = out.shape
+    own = num_heads // group_size(group)
+    return out.new_empty((num_tokens, own, width)), lse.new_empty((num_tokens, own))
 
 
-@_symmetric_exchange.register_fake
-def _(blocks: Tensor, group: str) -> Tensor:
-    return torch.empty_like(blocks, memory_format=torch.contiguous_format)
+def _kernels(module: str) -> Any:
+    try:
+        return importlib.import_module(f"dsv4_ops.kernels.{module}")
+    except ModuleNotFoundError as error:
+        rule, advice = "be another than 'symmetric_memory' without triton", "Pass 'all_to_all'"
+        found = "'symmetric_memory'"
+        raise refusal(ImportError, "cp_combine", "via", rule, found, advice) from error
+
+
+class _Workspace(NamedTuple):
+    """Memory of this rank that all ranks of a process group map."""
+
+    of: Any
+    held: Tensor
+    handle: Any
+    rank: int
+    world: int
+    timeout_ns: int
+
+
+_workspaces: dict[tuple[str, torch.device], _Workspace] = {}
+
+
+def _workspace(group: str, device: torch.device, nbytes: int) -> _Workspace:
+    """Return that of a group, which the first call makes: there all ranks meet."""
+    current, found = process_group(group), _workspaces.get((group, device))
+    if found is not None and found.of is current:  # not of an earlier group of the same name
+        return found
+    if torch.cuda.is_current_stream_capturing():
+        rule, advice = "have been called before it is captured", "Call it once on all ranks"
+        raise refusal(RuntimeError, "cp_combine", "via", rule, "its first call", advice)
+    held, handle = symmetric_workspace(group, nbytes, device)
+    rank, world = handle.rank, handle.world_size
+    header = _kernels("context_parallel.combine").workspace_header(list(handle.buffer_ptrs))
+    held[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+    timeout_ns = timeout_of(group, device) // timedelta(microseconds=1) * 1000
+    made = _Workspace(current, held, handle, rank, world, timeout_ns)
+    _workspaces[group, device] = made
+    return made
 
 
 def _as_lanes(lse: Tensor, lanes: torch.dtype) -> Tensor:

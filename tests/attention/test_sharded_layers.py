@@ -53,8 +53,15 @@ def ranks_of(world: int, turn: int, via: str = "") -> ContextParallel:
 class RankLayer(SmallLayer):
     """A rank's part of the layer of the same kind and spec: of heads, rows and blocks."""
 
-    def __init__(self, kind: str, spec: LayerSpec, rank: int, parallel: ContextParallel) -> None:
-        super().__init__(kind, spec)
+    def __init__(
+        self,
+        kind: str,
+        spec: LayerSpec,
+        rank: int,
+        parallel: ContextParallel,
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(kind, spec, device)
         self.rank, self.ranks, self.parts = rank, parallel.world_size, parallel.head_parts
         self.spec = replace(spec, num_groups=spec.num_groups // self.parts, parallel=parallel)
         for name in ("compressed_cache", "indexer_cache"):
@@ -65,7 +72,7 @@ class RankLayer(SmallLayer):
     def step(self, *batch: Tensor) -> AttentionStep:
         starts, lens, slots, swa, rows, states = batch
         tables, held = BlockTables(swa=swa, c4=rows, c128=rows), StateTables(c4=states, c128=states)
-        rank, heads = i32([self.rank]), self.plan_heads
+        rank, heads = i32([self.rank]).to(starts.device), self.plan_heads
         batch = (starts, lens, slots)
         return build_attention_step(self.spec, *batch, tables, held, plan_heads=heads, cp_rank=rank)
 
@@ -143,14 +150,15 @@ def rank_layers(rank: int, world: int, rounds: int) -> None:
                 assert error <= 1e-5 * expected.abs().amax(), (kind, spec, parallel, how, error)
 
 
-def rank_quantised(rank: int, world: int) -> None:
+def rank_quantised(rank: int, world: int, via: str = "reduce_scatter", device: str = "cpu") -> None:
     """FP8 caches and bfloat16 outputs, through the fused insert of decodes too. Beside those of
     one process there are roundings of a partial result, its share, their sum, and with the sink."""
     for kind in KINDS:
         spec = replace(SPEC, num_groups=4)
-        parallel = ranks_of(world, 2, "reduce_scatter")
-        whole, part = SmallLayer(kind, spec), RankLayer(kind, spec, rank, parallel)
-        inputs = [whole.project(rows) for rows in hidden_states(2)]
+        parallel = ranks_of(world, 2, via)
+        whole = SmallLayer(kind, spec, device)
+        part = RankLayer(kind, spec, rank, parallel, device)
+        inputs = [whole.project(rows.to(device)) for rows in hidden_states(2)]
         how = [[30, *[1] * 12], [7, 2, 1, 20, *[1] * 5]]
         for out, expected in zip(
             in_chunks(part, inputs, how), in_chunks(whole, inputs, how), strict=True

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dsv4_ops as ops
@@ -155,6 +156,12 @@ def test_errors(fake_ranks: str) -> None:
             RuntimeError,
             "via must be another than 'symmetric_memory' on cpu",
         ),
+        (
+            (torch.zeros(1, 3, 4097), lse[:1, :3], fake_ranks),
+            {"via": "symmetric_memory"},
+            ValueError,
+            "out must have rows of at most 16384 bytes for 'symmetric_memory', got 16388",
+        ),
     ]
     for args, named, kind, message in rows:
         with pytest.raises(kind, match=rf"^cp_combine: {message}"):
@@ -172,6 +179,24 @@ def test_graph_of_one_rank_without_its_tensor(fake_ranks: str) -> None:
     lse = torch.arange(12.0).view(2, 6)
     combine = torch.compile(ops.cp_combine, backend="eager", fullgraph=True)
     assert combine(torch.zeros(2, 6, 4), lse, fake_ranks).lse.shape == (2, 2)
+
+
+def test_graph_calls_one_op_for_symmetric_memory(fake_ranks: str) -> None:
+    """Of any number of tokens; its shapes are known without a GPU."""
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    combine = torch.compile(ops.cp_combine, backend=backend, fullgraph=True, dynamic=True)
+    with FakeTensorMode():
+        out, lse = (torch.empty(2, 6, *rest, device="cuda") for rest in ((4,), ()))
+        found = combine(out.half(), lse, fake_ranks, via="symmetric_memory")
+    assert [each.shape for each in found] == [(2, 2, 4), (2, 2)]
+    assert [each.dtype for each in found] == [torch.float16, torch.float32]
+    called = [each for each in seen if "dsv4_ops" in str(each)]
+    assert called == [torch.ops.dsv4_ops._combine_ranks.default]
 
 
 def test_one_rank_is_the_plain_graph() -> None:

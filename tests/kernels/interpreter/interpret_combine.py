@@ -1,0 +1,83 @@
+"""A rank of ``test_combine.py``: its process maps every rank's workspace, a file each."""
+
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+import triton.language as tl
+
+from dsv4_ops.kernels.context_parallel import combine, combine_kernel
+from dsv4_ops.kernels.launcher import EAGER
+from dsv4_ops.reference.mla_context import merge_states
+
+
+def rest() -> int:
+    """The time, for who waits: on few cores others need the processor."""
+    time.sleep(0.001)
+    return 0
+
+
+combine_kernel._now = rest
+combine.FEW_PROGRAMS = 3
+combine.PROGRAMS = combine_kernel.PROGRAMS = tl.constexpr(4)
+
+CALLS = (  # num_tokens, own heads, width, dtype, base: shapes change from call to call
+    (1, 2, 8, torch.bfloat16, "e"),
+    (3, 3, 8, torch.bfloat16, "e"),  # several rows a tile, one of them in part
+    (1, 2, 8, torch.bfloat16, "2"),
+    (11, 10, 4, torch.float32, "e"),  # several tiles a program
+    (2, 3, 6, torch.float16, "2"),
+    (0, 2, 8, torch.bfloat16, "e"),
+    (1, 1, 8, torch.bfloat16, "e"),
+)
+
+
+def workspaces(folder: Path, world: int) -> list[torch.Tensor]:
+    """Those of all ranks, as this process maps them."""
+    size = combine.workspace_bytes(world)
+    return [
+        torch.from_file(str(folder / f"{rank}"), shared=True, size=size, dtype=torch.uint8)
+        for rank in range(world)
+    ]
+
+
+def parts(number: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and log-sum-exps of all ranks in a call, some without keys, some transposed."""
+    num_tokens, own, width, dtype, _ = CALLS[number]
+    seed = torch.Generator().manual_seed(number)
+    outs = torch.randn(world, own * world, num_tokens, width, generator=seed).to(dtype)
+    lses = torch.randn(world, own * world, num_tokens, generator=seed) * 9
+    if num_tokens > 1:
+        empty = torch.rand(lses.shape, generator=seed)
+        for at, value in enumerate((math.inf, -math.inf, math.nan)):
+            lses[(empty >= at / 10) & (empty < (at + 1) / 10)] = value
+        lses[:, 0] = -math.inf  # no rank has keys
+        outs[~lses.isfinite()] = math.nan
+    outs, lses = outs.transpose(1, 2), lses.transpose(1, 2)
+    return (outs, lses) if number % 2 else (outs.contiguous(), lses.contiguous())
+
+
+def main(folder: str, rank: int, world: int) -> None:
+    mapped = workspaces(Path(folder), world)
+    header = combine.workspace_header([each.data_ptr() for each in mapped])
+    mine = mapped[rank]
+    mine[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    for _ in range(2):
+        for number, (num_tokens, own, _, _, base) in enumerate(CALLS):
+            outs, lses = parts(number, world)
+            wanted = merge_states(outs.double().float(), lses, lse_base=base)
+            found = combine.combine_ranks(
+                EAGER, outs[rank], lses[rank], mine, rank, world, base, 10**9
+            )
+            heads = slice(rank * own, (rank + 1) * own)
+            want = wanted[0][:, heads].to(outs.dtype), wanted[1][:, heads]
+            assert found[0].shape == want[0].shape == (num_tokens, own, outs.shape[-1])
+            torch.testing.assert_close(
+                found, want, msg=lambda text, at=number: f"call {at}: {text}"
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
