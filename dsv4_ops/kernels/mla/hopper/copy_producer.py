@@ -105,7 +105,7 @@ def _fill(tile, rows, lost, apart, FIRST: gl.constexpr, GROUP: gl.constexpr):
     _copy_tile(tile, rows, FIRST, WIDTH)
     if GROUP > 1:
         if apart:
-            _await()
+            await_copies()
     return clear_tile(tile, lost, apart, GROUP)
 
 
@@ -114,12 +114,12 @@ def _fill_rope(tile, rows, lost, apart, GROUP: gl.constexpr):
     _copy_tile(tile, rows, 2 * WIDTH, ROPE)
     if GROUP > 1:
         if apart:
-            _await()
+            await_copies()
     spoil_rope(tile, lost, apart, GROUP)
 
 
 @gluon.jit
-def _await():
+def await_copies():
     async_copy.commit_group()
     async_copy.wait_group(0)
 

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from dsv4_ops.kernels.common.triton_compat import reinterpret
+from dsv4_ops.kernels.common.triton_compat import async_load, reinterpret
 from dsv4_ops.kernels.mla.hopper.copy_producer import (
     NEVER,
     ROPE,
@@ -16,6 +16,7 @@ from dsv4_ops.kernels.mla.hopper.copy_producer import (
     WORDS,
     WORDS_ROW,
     arrives,
+    await_copies,
     clear_tile,
     find,
     locate,
@@ -84,12 +85,12 @@ def _load_half(rows, HALF: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _load_rope(rows, FORMAT: gl.constexpr):
-    """RoPE dimensions: codes, or values behind four scales."""
+    """Codes of the RoPE dimensions. Values are copied when there is room for them."""
     if FORMAT == SCALED:
-        words = _load_words(rows, 2 * WIDTH + 16, ROPE // 2)
+        rope = rows
     else:
-        words = _load_words(rows, 2 * WIDTH, ROPE // 4)
-    return words
+        rope = _load_words(rows, 2 * WIDTH, ROPE // 4)
+    return rope
 
 
 @gluon.jit
@@ -126,11 +127,20 @@ def _store_half(tile, half, lost, apart, FORMAT: gl.constexpr, GROUP: gl.constex
 
 
 @gluon.jit
-def _store_rope(tile, words, lost, apart, FORMAT: gl.constexpr, GROUP: gl.constexpr):
-    """The RoPE dimensions."""
-    if FORMAT != SCALED:
-        words = _widen(words)
-    _store(tile, words)
+def _store_rope(tile, rope, lost, apart, FORMAT: gl.constexpr, GROUP: gl.constexpr):
+    """The RoPE dimensions: what ``_load_rope`` gave."""
+    if FORMAT == SCALED:
+        start, position = rope
+        words = (start + (2 * WIDTH + 16)).to(gl.pointer_type(gl.int32), bitcast=True)
+        word = gl.arange(0, ROPE // 2, gl.SliceLayout(0, WORDS))
+        stored = reinterpret(tile, gl.int32, [KEYS, ROPE // 2], STORED)
+        there = (position < NEVER)[:, None]
+        async_load(stored, words[:, None] + word[None, :], mask=there)
+        if GROUP > 1:
+            if apart:
+                await_copies()
+    else:
+        _store(tile, _widen(rope))
     spoil_rope(tile, lost, apart, GROUP)
 
 
