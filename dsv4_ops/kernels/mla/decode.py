@@ -202,8 +202,8 @@ def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work, f
         combine.combine(launch, results, None, call.plan, None, None, work.splits, parts)
 
 
-def _rows(call: Call, lse: Tensor) -> tuple[Any, ...]:
-    """Rows, where they are and their scales, as both kernels take them; ``lse`` is memory."""
+def _rows(call: Call) -> tuple[Any, ...]:
+    """Rows, where they are and their scales, as both kernels take them."""
     lens, plan = call.seq_lens, call.plan
     starts = lens if call.query_start_loc is None else call.query_start_loc
     return (
@@ -212,8 +212,8 @@ def _rows(call: Call, lse: Tensor) -> tuple[Any, ...]:
         *listed(call.block_table),
         call.block_table.shape[0],
         *strided(starts),
-        lse if call.q_scale is None else call.q_scale,
-        lse if call.kv_scale is None else call.kv_scale,
+        lens if call.q_scale is None else call.q_scale,
+        lens if call.kv_scale is None else call.kv_scale,
     ), (lens if plan is None else plan, *((0, 0) if plan is None else plan.stride()))
 
 
@@ -233,7 +233,7 @@ def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[
     work = split(call, False, settings, group)
     out, lse = _results(q, rank)
     results = (out, lse, *partial_results(q, work.capacity, rank))
-    of_rows, of_plan = _rows(call, lse)
+    of_rows, of_plan = _rows(call)
     tiles = (group * num_heads + rows - 1) // rows
     launch(mla_decode_kernel)[(work.programs * tiles,)](
         *strided(q),
@@ -281,7 +281,7 @@ def _attend_on_hopper(
     scheduled = (lse, 0, 0)
     if schedule is not None:
         scheduled = (schedule.combine_list, schedule.by_lengths, schedule.wave)
-    of_rows, of_plan = _rows(call, lse)
+    of_rows, of_plan = _rows(call)
     kernels = support.kernels()
     assert kernels is not None  # ``support.runs`` has asked
     tiles = head_tiles(group * num_heads)
