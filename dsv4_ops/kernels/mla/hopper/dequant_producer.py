@@ -85,7 +85,7 @@ def _load_half(rows, HALF: gl.constexpr, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _load_rope(rows, FORMAT: gl.constexpr):
-    """Codes of the RoPE dimensions. Values are copied when there is room for them."""
+    """Codes of the RoPE dimensions. Values are copied when their tile is free."""
     if FORMAT == SCALED:
         rope = rows
     else:
