@@ -3,7 +3,7 @@
 # make test-all  nightly: every example, package and variant, 20000 sampled calls per op; hours
 # make docs  the site of docs/ into build/site; fails at any warning
 # make venv  the environment that all of them need
-# make demo  stock Hugging Face beside ours on a small DeepSeek-V4, measured here; minutes
+# make demo MODEL=v3  stock Hugging Face beside ours on a small DeepSeek-V4 or V3, measured here; minutes
 # make quality  a model trained here to copy, scored in every precision; half an hour without a GPU
 # make figures  figures of README and docs/, and plots, written anew from the rows in benchmarks/
 # make kernels  registers and spills of every kernel, from its sm_90 cubin; fails if any spills
@@ -66,7 +66,7 @@ smoke: $(NEWEST_STAMP)
 
 # waiting threads that spin would take the core from the compiler
 demo: $(TEST_STAMP)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m examples.demo $(DEMO_ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m examples.demo $(if $(MODEL),--model $(MODEL)) $(DEMO_ARGS)
 
 quality: $(TEST_STAMP)
 	$(BIN)/python -m benchmarks quality

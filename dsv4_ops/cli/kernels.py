@@ -27,7 +27,7 @@ from dsv4_ops.kernels.launcher import Launcher
 
 SPILLS = {
     "hopper_gathered_keys_kernel": 100,
-    "hopper_mla_decode_kernel": 216,
+    "hopper_mla_decode_kernel": 408,
     "hopper_prefill_keys_kernel": 8,
     "hopper_split_keys_kernel": 16,
     "prefill_keys_kernel": 64,

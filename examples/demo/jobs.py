@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.testing.models import small_model
+from dsv4_ops.testing.models import small_mla_model, small_model
 from dsv4_ops.testing.text import prompts
 from examples.demo import measure, ours, stock
 from examples.demo.measure import Captured, Failed, Graphs, attempt
@@ -28,18 +28,23 @@ PROMPT_LENGTH = 100  # 64 steps then cross token 128: a window of keys and a C12
 COUNT_BACKEND = "eager"
 JOB_SECONDS = 1200
 
+MODELS = {"v4": ("DeepSeek-V4", small_model), "v3": ("DeepSeek-V3", small_mla_model)}
+"""What ``--model`` takes: their names, and who makes a small one."""
+
 
 @dataclass(frozen=True)
 class Work:
-    """What is run: the model's layers, its device, the decode steps."""
+    """What is run: the model's layers, its device, the decode steps, which of ``MODELS``."""
 
     device: torch.device
     layers: int
     steps: int
+    of: str = "v4"
 
     def model(self) -> Any:
         """Without an end token: requests go on for all steps, also in generate."""
-        return small_model(device=self.device, num_hidden_layers=self.layers, eos_token_id=None)
+        make: Callable[..., Any] = MODELS[self.of][1]
+        return make(device=self.device, num_hidden_layers=self.layers, eos_token_id=None)
 
     def prompts(self) -> Tensor:
         """int64 [NUM_REQUESTS, PROMPT_LENGTH]."""
@@ -93,6 +98,7 @@ class Job:
     def __init__(self, name: str, work: Work, progress: Progress) -> None:
         self.made = JOBS[name][1]
         options = [f"--steps={work.steps}", f"--layers={work.layers}", f"--device={work.device}"]
+        options.append(f"--model={work.of}")
         hidden = [f"--job={name}", f"--since={progress.since}"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "examples.demo", *options, *hidden],

@@ -19,7 +19,7 @@ from dsv4_ops._version import __version__
 from dsv4_ops.testing.models import LAYER_TYPES, require_transformers
 from dsv4_ops.testing.text import real_text
 from examples.demo import measure, stock, table
-from examples.demo.jobs import JOBS, NUM_REQUESTS, PROMPT_LENGTH, Job, Work, run_job
+from examples.demo.jobs import JOBS, MODELS, NUM_REQUESTS, PROMPT_LENGTH, Job, Work, run_job
 from examples.demo.measure import Failed, Side, Unmeasured, attempt
 from examples.demo.progress import Progress
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     progress = Progress(options.since)
     try:
         require_transformers()
-        work = Work(_device(options.device), options.layers, options.steps)
+        work = Work(_device(options.device), options.layers, options.steps, options.model)
     except (ImportError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -69,7 +69,7 @@ def _report(found: table.Demo, out: Path | None) -> int:
 def run(work: Work, *, with_package: bool, progress: Progress) -> table.Demo:
     """Measure both sides."""
     steps = work.steps
-    with progress.during(f"build a small DeepSeek-V4 on {work.device}"):
+    with progress.during(f"build a small {MODELS[work.of][0]} on {work.device}"):
         model, ids = work.model(), work.prompts()
         stock_model = stock.Stock(model, ids)
     with progress.during("stock Hugging Face: decode, export, static cache"):
@@ -154,6 +154,7 @@ def _setting(work: Work) -> table.Setting:
         steps=work.steps,
         generated=GENERATED,
         layers=work.layers,
+        model=MODELS[work.of][0],
     )
 
 
@@ -165,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         "--layers", type=_layers, default=len(LAYER_TYPES), metavar="N",
         help="layers, of each type in turn, default: %(default)s",
     )  # fmt: skip
+    add("--model", choices=tuple(MODELS), default="v4", help="default: %(default)s")
     add("--device", default="auto", help="auto, cpu or cuda; default: a GPU if there is one")
     add("--fast", action="store_true", help="leave out the AOTInductor package")
     add("--out", type=Path, metavar="FILE", help="write all measurements there, as JSON")

@@ -33,6 +33,7 @@ class Setting:
     generated: int
     """Tokens of each request that ``generate`` is asked for."""
     layers: int
+    model: str = "DeepSeek-V4"
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def render(demo: Demo) -> str:
     under = [
         f"{setting.num_requests} requests with prompts of {setting.prompt_length} tokens, "
         f"{setting.prompt!r} and so on, {setting.steps} decode steps",
-        f"{setting.layers} layers, float32 weights and caches, reference mode, "
+        f"{setting.model}, {setting.layers} layers, float32 weights and caches, reference mode, "
         "experts of both in batched_mm",
         "compiled side by side, in processes of their own",
         f"tokens/s: best of chunks of {CHUNK_STEPS} steps",

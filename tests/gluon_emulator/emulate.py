@@ -72,11 +72,20 @@ def _widen_codes(words: Value, factor: Value) -> tuple[Value, Value]:
     return words.like(pairs[..., 0]), words.like(pairs[..., 1])
 
 
+def _scale_codes(words: Value, scale: Value) -> tuple[Value, Value]:
+    """``scale_codes`` of dense MLA likewise, by a float32 factor."""
+    codes = np.ascontiguousarray(words.data).view(np.uint8).reshape(*words.shape, 4)
+    with np.errstate(all="ignore"):
+        bits = rounded_to_bf16(_e4m3()[codes] * scale.data[..., None])
+    pairs = np.ascontiguousarray(bits).view(np.int32)
+    return words.like(pairs[..., 0]), words.like(pairs[..., 1])
+
+
 def _product(left: Value, right: Value, *_: Any) -> Value:
     return left * right
 
 
-ASSEMBLY = {"widen_codes": _widen_codes, "_product": _product}
+ASSEMBLY = {"widen_codes": _widen_codes, "scale_codes": _scale_codes, "_product": _product}
 """What functions with assembly mean, by their names."""
 
 

@@ -15,6 +15,7 @@ from tests.support.mla_batches import (
     FP8,
     LAYOUTS,
     assert_exact,
+    assert_spoils_what_sees_it,
     kernel_cases,
     mla_case,
     planned,
@@ -60,14 +61,22 @@ def test_other_dtypes():
         assert_exact(called(case), case)
 
 
-def test_a_batch_is_scheduled_by_its_lengths():
+@pytest.mark.parametrize("layout", [FP8, DS_FP8])
+def test_a_row_of_nan_codes_stays_with_the_tokens_that_see_it(layout):
+    case = mla_case(4, [4, 2], 8, longest=300, layout=layout, adversarial=False, num_splits=2)
+    assert_spoils_what_sees_it(lambda each: [part.cpu() for part in called(each)], case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_is_scheduled_by_its_lengths(layout):
     lens = [3000, 1, 0, 64, 128, 129, 127, 63, *range(60)]
-    case = mla_case(5, [1] * 68, 16, longest=3000, hint=False, context_lens=lens)
+    case = mla_case(5, [1] * 68, 16, longest=3000, layout=layout, hint=False, context_lens=lens)
     assert_exact(called(case), case)
 
 
-def test_plans():
-    case = mla_case(6, [1] * 9, 64, longest=900, hint=False)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_plans(layout):
+    case = mla_case(6, [1] * 9, 64, longest=900, layout=layout, hint=False)
     plan = ops.sparse_mla_plan(case.tensors[2], None, num_heads=64, num_programs=40)
     assert_exact(called(planned(case, plan)), case)
 
@@ -106,14 +115,16 @@ def test_a_graph_takes_other_lengths():
     assert torch.equal(lse, expected.lse)
 
 
-def test_compiled_for_any_size():
-    case = mla_case(9, [1] * 40, 16, longest=600, hint=False, adversarial=False).on("cuda")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_for_any_size(layout):
+    made = {"layout": layout, "hint": False, "adversarial": False}
+    case = mla_case(9, [1] * 40, 16, longest=600, **made).on("cuda")
     call = torch.compile(
         lambda *tensors: ops.mla_decode(*tensors, **case.settings), fullgraph=True, dynamic=True
     )
     for tokens in (40, 7):
-        q, cache, lens, requests, table, *_ = case.tensors
-        some = (q[:tokens], cache, lens[:tokens], requests[:tokens], table)
+        q, cache, lens, requests, table, *rest = case.tensors
+        some = (q[:tokens], cache, lens[:tokens], requests[:tokens], table, *rest)
         expected = ops.mla_decode(*some, **case.settings)
         assert all(map(torch.equal, call(*some), expected))
 

@@ -59,8 +59,9 @@ _WHAT = "with such queries or rows"
 
 _SCHEMA = (
     "(Tensor q, Tensor kv_cache, Tensor seq_lens, Tensor req_indices, Tensor block_table, "
-    "Tensor? query_start_loc, Tensor? plan, *, float softmax_scale, int block_size, "
-    "int num_splits, bool batch_invariant) -> (Tensor, Tensor)"
+    "Tensor? query_start_loc, Tensor? plan, Tensor? q_scale, Tensor? kv_scale, *, "
+    "float softmax_scale, int block_size, str layout, int num_splits, "
+    "bool batch_invariant) -> (Tensor, Tensor)"
 )
 
 
@@ -103,12 +104,12 @@ def mla_decode(
     if runs_on_hopper(launch, call, settings):
         chosen = {name: settings[name] for name in _OF_HOPPER}
         if launch.opaque_gluon:
-            return MlaAttention(*hopper_mla_decode(q, *rows, plan, **chosen))
-        return MlaAttention(*_attend_on_hopper(launch, q, *rows, plan, **chosen))
+            return MlaAttention(*hopper_mla_decode(*call, **chosen))
+        return MlaAttention(*_attend_on_hopper(launch, *call, **chosen))
     return MlaAttention(*_attend(launch, call, settings))
 
 
-_OF_HOPPER = ("softmax_scale", "block_size", "num_splits", "batch_invariant")
+_OF_HOPPER = ("softmax_scale", "block_size", "layout", "num_splits", "batch_invariant")
 
 
 def supported(call: Call, settings: Mapping[str, Any]) -> bool:
@@ -124,15 +125,14 @@ def supported(call: Call, settings: Mapping[str, Any]) -> bool:
 
 
 def runs_on_hopper(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> bool:
-    """Whether Hopper's kernel takes the call: bf16 rows of 576 values."""
+    """Whether Hopper's kernel takes the call: rows of 576 values, bf16 or FP8."""
     q, cache = call.q, call.kv_cache
-    scaled = call.q_scale is not None or call.kv_scale is not None
-    plain = settings["layout"] == PlainLayout.tag and q.dtype == torch.bfloat16
+    kind = settings["layout"] != PlainLayout.tag or q.dtype == torch.bfloat16
     sizes = int(q.shape[2]) == WIDTH and int(settings["kv_lora_rank"]) == RANK
     # addresses are not known while a graph is traced: the op asks
     aligned = launch.opaque_gluon or launch.is_aligned(cache)
     aligned = aligned and cache.stride(0) % LEAST_TILE == 0
-    return plain and sizes and aligned and not scaled and support.runs(launch, q, True)
+    return kind and sizes and aligned and support.runs(launch, q, True)
 
 
 def _results(q: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -203,7 +203,7 @@ def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work, f
 
 
 def _rows(call: Call) -> tuple[Any, ...]:
-    """Rows and where they are, as both kernels take them."""
+    """Rows, where they are and their scales, as both kernels take them."""
     lens, plan = call.seq_lens, call.plan
     starts = lens if call.query_start_loc is None else call.query_start_loc
     return (
@@ -212,6 +212,8 @@ def _rows(call: Call) -> tuple[Any, ...]:
         *listed(call.block_table),
         call.block_table.shape[0],
         *strided(starts),
+        lens if call.q_scale is None else call.q_scale,
+        lens if call.kv_scale is None else call.kv_scale,
     ), (lens if plan is None else plan, *((0, 0) if plan is None else plan.stride()))
 
 
@@ -237,8 +239,6 @@ def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[
         *strided(q),
         *results,
         *of_rows,
-        lse if call.q_scale is None else call.q_scale,
-        lse if call.kv_scale is None else call.kv_scale,
         *of_plan,
         work.capacity,
         num_tokens,
@@ -268,9 +268,10 @@ def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[
 def _attend_on_hopper(
     launch: Launcher, *tensors: Tensor | None, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """By Hopper's kernel; ``tensors`` are those of ``Call`` without scales."""
+    """By Hopper's kernel; ``tensors`` are those of ``Call``."""
     call = Call(*tensors)  # type: ignore[arg-type]  # the first are never None
-    call = call._replace(q=copied(launch, call.q))
+    q = call.q.to(torch.bfloat16)  # exact
+    call = call._replace(q=copied(launch, q))
     num_tokens, num_heads = call.q.shape[0], int(call.q.shape[1])
     group = group_of(call, settings["batch_invariant"])
     work = split(call, True, settings, group)
@@ -297,7 +298,11 @@ def _attend_on_hopper(
         *scheduled,
         SOFTMAX_SCALE=float(settings["softmax_scale"]),
         BLOCK_SIZE=settings["block_size"],
+        FORMAT=FORMATS[settings["layout"]],
+        ROW=int(call.kv_cache.shape[2]),
         HAS_PLAN=call.plan is not None,
+        HAS_Q_SCALE=call.q_scale is not None,
+        HAS_KV_SCALE=call.kv_scale is not None,
         SCHEDULED=schedule is not None,
         LANES=LEAST_LANES if schedule is None else lanes_of(num_tokens),
         GROUP=group,
@@ -313,7 +318,7 @@ def _call(*tensors: Any, **settings: Any) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(call.q):
         if EAGER.is_aligned(call.kv_cache):
             return _attend_on_hopper(EAGER, *tensors, **settings)
-        return _attend(EAGER, call, {**settings, "kv_lora_rank": RANK, "layout": PlainLayout.tag})
+        return _attend(EAGER, call, {**settings, "kv_lora_rank": RANK})
 
 
 def _fake(q: Tensor, *_: Any, **settings: Any) -> tuple[Tensor, Tensor]:

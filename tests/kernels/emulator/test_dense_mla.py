@@ -13,6 +13,8 @@ from dsv4_ops.testing.contract.compare import equal
 from tests.helpers import INT32_MAX, INT32_MIN
 from tests.support.mla_batches import (
     DENSE,
+    DS_FP8,
+    FP8,
     assert_exact,
     assert_spoils_what_sees_it,
     kernel_cases,
@@ -49,6 +51,22 @@ def kernel(case, seed=0):
 @pytest.mark.parametrize("name", CASES)
 def test_ragged_batches(name):
     assert_exact(kernel(CASES[name]), CASES[name])
+
+
+@pytest.mark.parametrize("layout", [FP8, DS_FP8])
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"query_lens": [2, 1, 4], "heads": 16, "longest": 150},
+        {"query_lens": [1, 2], "heads": 65, "longest": 300, "num_splits": 2},
+        {"query_lens": [3, 2], "heads": 8, "longest": 100, "block_size": 7, "codes": True},
+    ],
+)
+def test_rows_of_codes(layout, made):
+    """Dequantised on their way; queries may be codes too where the cache has a scale."""
+    made = {**made, "codes": made.get("codes", False) and layout == FP8}
+    case = mla_case(8, layout=layout, **made)
+    assert_exact(kernel(case, seed=1), case)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -100,10 +118,12 @@ def test_a_token_of_nan_stays_alone():
         assert equal(left[others], right[others])
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_a_row_of_nan_stays_with_the_tokens_that_see_it(splits):
+@pytest.mark.parametrize(
+    ("splits", "layout"), [(1, "plain"), (2, "plain"), (1, FP8), (2, FP8), (1, DS_FP8)]
+)
+def test_a_row_of_nan_stays_with_the_tokens_that_see_it(splits, layout):
     """Tokens of a request share a program; the last rows are of the last of them alone."""
-    case = mla_case(4, [4, 2], 8, longest=300, adversarial=False, num_splits=splits)
+    case = mla_case(4, [4, 2], 8, longest=300, layout=layout, adversarial=False, num_splits=splits)
     assert_spoils_what_sees_it(kernel, case)
 
 
@@ -121,12 +141,11 @@ def test_queries_and_pages_of_any_strides():
 
 
 def test_other_rows_have_the_kernel_in_triton():
-    """Rows of another width, dtype or layout, and ones that 16 bytes cannot be copied of."""
+    """Rows of another width or dtype."""
     cases = [
         mla_case(6, [2], 4, longest=40, width=80, rank=64),
         mla_case(6, [2], 4, longest=40, dtype=torch.float16),
-        mla_case(6, [2], 4, longest=40, layout="mla_fp8"),
-        mla_case(6, [2], 4, longest=40, layout="mla_ds_fp8"),
+        mla_case(6, [2], 4, longest=40, width=80, rank=64, layout=FP8),
     ]
     for case in cases:
         emulator = emulated.Emulator()

@@ -1,4 +1,4 @@
-"""Dense MLA decode in Gluon over bf16 rows: a partition copies keys, two attend to pairs of blocks.
+"""Dense MLA decode in Gluon: a partition brings keys, two attend to pairs of blocks.
 
 A row is three tiles: both halves of the latent, which are values too, and the RoPE dimensions. The
 RoPE tile of a block is free when its logits are there, and then holds the block's weights.
@@ -6,10 +6,18 @@ RoPE tile of a block is free when its logits are there, and then holds the block
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from dsv4_ops.kernels.common.triton_compat import async_load, reinterpret
+from dsv4_ops.kernels.mla.hopper.copy_producer import (
+    COPIED,
+    COPIED_ROW,
+    NEVER,
+    ROPE,
+    arrives,
+    copy_pairs,
+)
+from dsv4_ops.kernels.mla.hopper.dequant_producer import dequantise_pairs
 from dsv4_ops.kernels.sparse_mla.hopper.copy_producer import COPYING
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 from dsv4_ops.kernels.sparse_mla.hopper.epilogue import amax_of, log2_sum, scale_of, store_lse
@@ -27,144 +35,13 @@ from dsv4_ops.kernels.sparse_mla.hopper.tile_scheduler import schedule_by_length
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 
-ROPE = gl.constexpr(64)
-"""RoPE dimensions of a row: as many as a block has keys."""
-
-ROW = gl.constexpr(576)
-"""Values of a row."""
-
 PAIR = gl.constexpr(128)
 """Keys of a pair of blocks, which splits are multiples of."""
 
-_NEVER = gl.constexpr(2**31 - 1)
-"""Position of a key that does not exist."""
-
-_EXPONENT = gl.constexpr(0x7F80)
-"""Bits of a bf16 value that are all set in NaN and infinity alone."""
-
-_COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-"""Eight threads copy a line of a row, 16 bytes each."""
-
-_COPIED_ROW = gl.constexpr(gl.SliceLayout(1, _COPIED.value))
+_BESIDE_CODES = gl.constexpr(192)
+"""Registers of threads that attend beside ones that dequantise, which get the rest."""
 
 _LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-
-
-@gluon.jit
-def _find(pages, block, BLOCK_SIZE: gl.constexpr):
-    """Entries of the block table for the keys of a block of this split; -1 behind its end."""
-    entries, column_stride, first, stop = pages
-    position = first + block * KEYS + gl.arange(0, KEYS, _COPIED_ROW)
-    column = (position // BLOCK_SIZE).to(gl.int64)
-    return gl.load(entries + column * column_stride, mask=position < stop, other=-1)
-
-
-@gluon.jit
-def _locate(cache, pages, block, found, BLOCK_SIZE: gl.constexpr):
-    """Where the rows of a block begin, and their positions."""
-    kv_cache, page_stride, num_blocks = cache
-    position = pages[2] + block * KEYS + gl.arange(0, KEYS, _COPIED_ROW)
-    exists = (found >= 0) & (found < num_blocks)
-    page = gl.where(exists, found, 0).to(gl.int64)
-    start = kv_cache + page * page_stride + (position % BLOCK_SIZE) * ROW
-    return start, gl.where(exists, position, _NEVER)
-
-
-@gluon.jit
-def _copy_tile(tile, rows, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Values of the rows from dimension FIRST on; zeros of rows that do not exist."""
-    start, position = rows
-    dim = FIRST + gl.arange(0, COUNT, gl.SliceLayout(0, _COPIED))
-    there = position < _NEVER
-    async_load(tile, start[:, None] + dim[None, :], mask=there[:, None])
-
-
-@gluon.jit
-def _store_numbers(tile, rows, lost, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """As ``_copy_tile``, zeros for what is no number too; and which rows have had such so far."""
-    start, position = rows
-    there = position < _NEVER
-    for part in gl.static_range(COUNT // ROPE):
-        dim = FIRST + part * ROPE + gl.arange(0, ROPE, gl.SliceLayout(0, _COPIED))
-        values = gl.load(start[:, None] + dim[None, :], mask=there[:, None], other=0.0)
-        is_number = (values.to(gl.int16, bitcast=True) & _EXPONENT) != _EXPONENT
-        tile.slice(part * ROPE, ROPE, dim=1).store(gl.where(is_number, values, 0.0))
-        lost = gl.maximum(lost, gl.max(gl.where(is_number, 0, 1), axis=1))
-    return lost
-
-
-@gluon.jit
-def _fill(tile, rows, lost, apart, FIRST: gl.constexpr, COUNT: gl.constexpr, GROUP: gl.constexpr):
-    """Copy values of rows that all tokens see. Where some do not (``apart``), P of the row is 0,
-    and a product with what is no number would be NaN: that is left out here, and ``_fill_rope``
-    says it to the tokens that see the row."""
-    if GROUP > 1:
-        if apart:
-            lost = _store_numbers(tile, rows, lost, FIRST, COUNT)
-        else:
-            _copy_tile(tile, rows, FIRST, COUNT)
-    else:
-        _copy_tile(tile, rows, FIRST, COUNT)
-    return lost
-
-
-@gluon.jit
-def _fill_rope(tile, rows, lost, apart, GROUP: gl.constexpr):
-    """The RoPE dimensions, which are no values; NaN in rows that are ``lost``."""
-    if GROUP > 1:
-        if apart:
-            start, position = rows
-            dim = 2 * WIDTH + gl.arange(0, ROPE, gl.SliceLayout(0, _COPIED))
-            there = (position < _NEVER)[:, None]
-            values = gl.load(start[:, None] + dim[None, :], mask=there, other=0.0)
-            tile.store(gl.where((lost > 0)[:, None], float("nan"), values))
-        else:
-            _copy_tile(tile, rows, 2 * WIDTH, ROPE)
-    else:
-        _copy_tile(tile, rows, 2 * WIDTH, ROPE)
-
-
-@gluon.jit
-def _arrives(full):
-    async_copy.mbarrier_arrive(full, increment_count=False)
-    mbarrier.arrive(full)
-
-
-@gluon.jit
-def copy_pairs(cache, pages, pairs, alike, shared, BLOCK_SIZE: gl.constexpr, GROUP: gl.constexpr):
-    """The partition that fills the buffers, in the order in which they are used; all tokens of the
-    group see the first ``alike`` pairs whole. Who has used the half of a block has used the block's
-    weights, whose memory its RoPE tile goes to."""
-    keys, existing, weights = shared[1], shared[2], shared[3]
-    full, used = shared[5][0], shared[5][1]
-    next_even = _find(pages, 0, BLOCK_SIZE)
-    next_odd = _find(pages, 1, BLOCK_SIZE)
-    none = gl.full([KEYS], 0, gl.int32, _COPIED_ROW)
-    pair = pairs * 0
-    while pair < pairs:
-        phase = (pair & 1) ^ 1
-        apart = pair >= alike
-        even = _locate(cache, pages, 2 * pair, next_even, BLOCK_SIZE)
-        odd = _locate(cache, pages, 2 * pair + 1, next_odd, BLOCK_SIZE)
-        next_even = _find(pages, 2 * pair + 2, BLOCK_SIZE)
-        next_odd = _find(pages, 2 * pair + 3, BLOCK_SIZE)
-        mbarrier.wait(used[LEFT][0], phase)
-        existing.index(0).store(even[1])
-        lost_even = _fill(keys[LEFT].index(0), even, none, apart, 0, WIDTH, GROUP)
-        _arrives(full[LEFT][0])
-        mbarrier.wait(used[RIGHT][1], phase)
-        existing.index(1).store(odd[1])
-        lost_odd = _fill(keys[RIGHT].index(1), odd, none, apart, WIDTH, WIDTH, GROUP)
-        _arrives(full[RIGHT][1])
-        mbarrier.wait(used[RIGHT][0], phase)
-        lost_even = _fill(keys[RIGHT].index(0), even, lost_even, apart, WIDTH, WIDTH, GROUP)
-        _fill_rope(weights.index(0), even, lost_even, apart, GROUP)
-        _arrives(full[RIGHT][0])
-        mbarrier.wait(used[LEFT][1], phase)
-        lost_odd = _fill(keys[LEFT].index(1), odd, lost_odd, apart, 0, WIDTH, GROUP)
-        _fill_rope(weights.index(1), odd, lost_odd, apart, GROUP)
-        _arrives(full[LEFT][1])
-        pair += 1
 
 
 @gluon.jit
@@ -173,19 +50,19 @@ def _copy_queries(q, tile, shared, rope_queries, HALF: gl.constexpr, GROUP: gl.c
     that are not there."""
     first, stride, head_stride = q
     token, first_head, count, num_heads = tile
-    row = gl.arange(0, HEADS, _COPIED_ROW)
+    row = gl.arange(0, HEADS, COPIED_ROW)
     member, head = row * 0, row
     if GROUP > 1:
         member, head = row // num_heads, row % num_heads
     there = (first_head + row < count * num_heads)[:, None]
     start = first + (token + member) * stride + (first_head + head).to(gl.int64) * head_stride
-    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, _COPIED))
+    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, COPIED))
     target = shared[0].index(0).slice(HALF * WIDTH, WIDTH, dim=1)
     async_load(target, start[:, None] + (HALF * WIDTH + dim)[None, :], mask=there)
     if HALF == LEFT:
-        dim = gl.arange(0, ROPE, gl.SliceLayout(0, _COPIED))
+        dim = gl.arange(0, ROPE, gl.SliceLayout(0, COPIED))
         async_load(rope_queries.index(0), start[:, None] + (2 * WIDTH + dim)[None, :], mask=there)
-    _arrives(shared[5][4])
+    arrives(shared[5][4])
 
 
 @gluon.jit
@@ -214,29 +91,69 @@ def _shared_amax(block: gl.constexpr, pairs, amax, shared):
 
 
 @gluon.jit
+def _scaled(scales, SCALE: gl.constexpr, SCALES: gl.constexpr):
+    """By what logits are multiplied; a number that is known stays one."""
+    if SCALES[0] or SCALES[1]:
+        scale = gl.to_tensor(SCALE)
+        if SCALES[0]:
+            scale *= gl.load(scales[0])
+        if SCALES[1]:
+            scale *= gl.load(scales[1])
+    else:
+        scale: gl.constexpr = SCALE
+    return scale
+
+
+@gluon.jit
+def _bring(
+    cache,
+    pages,
+    pairs,
+    alike,
+    shared,
+    FORMAT: gl.constexpr,
+    ROW: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    if FORMAT == 0:
+        copy_pairs(cache, pages, pairs, alike, shared, BLOCK_SIZE, GROUP)
+    else:
+        dequantise_pairs(cache, pages, pairs, alike, shared, FORMAT, ROW, BLOCK_SIZE, GROUP)
+
+
+@gluon.jit
 def _attend(
     HALF: gl.constexpr,
     work,
     pairs,
     dst,
     shared,
-    rope_queries,
+    scales,
     SCALE: gl.constexpr,
+    SCALES: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    q, tile, part, lens = work
+    q, tile, part, lens, rope_queries = work
     out, lse, partial, partial_lse, partial_scale = dst
     token, first_head, count, num_heads = tile
     _copy_queries(q, tile, shared, rope_queries, HALF, GROUP)
     rope = (rope_queries, _limits(lens, tile, GROUP))
     mbarrier.wait(shared[5][4], 0)
     fence_async_shared()
+    softmax_scale = _scaled(scales, SCALE, SCALES)
     if HALF == LEFT:
-        sums, row_max, total = attend_even(pairs * 0, pairs, pairs * 0, SCALE, shared, rope, True)
+        sums, row_max, total = attend_even(
+            pairs * 0, pairs, pairs * 0, softmax_scale, shared, rope, True
+        )
     else:
-        sums, row_max, total = attend_odd(pairs * 0, pairs, pairs * 0, SCALE, shared, rope, True)
+        sums, row_max, total = attend_odd(
+            pairs * 0, pairs, pairs * 0, softmax_scale, shared, rope, True
+        )
     total = whole_total(HALF, pairs, pairs * 0, total, shared)
     inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
+    if SCALES[1]:
+        inverse *= gl.load(scales[1])
     rows = count * num_heads - first_head  # no more are written
     stage = shared[3].index(HALF)
     first, splits, split = part
@@ -291,6 +208,8 @@ def hopper_mla_decode_kernel(
     num_reqs,
     query_start_loc,
     start_stride,
+    q_scale,
+    kv_scale,
     plan,
     plan_stride,
     plan_column_stride,
@@ -303,7 +222,11 @@ def hopper_mla_decode_kernel(
     wave,
     SOFTMAX_SCALE: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
+    FORMAT: gl.constexpr,
+    ROW: gl.constexpr,
     HAS_PLAN: gl.constexpr,
+    HAS_Q_SCALE: gl.constexpr,
+    HAS_KV_SCALE: gl.constexpr,
     SCHEDULED: gl.constexpr,
     LANES: gl.constexpr,
     GROUP: gl.constexpr,
@@ -364,7 +287,7 @@ def hopper_mla_decode_kernel(
         count = gl.maximum(gl.min(unlike, 0), 1)
         near = lane < count
         lengths = gl.load(seq_lens + (token + lane) * len_stride, mask=near, other=0)
-        least = gl.min(gl.where(near, lengths, _NEVER), 0)
+        least = gl.min(gl.where(near, lengths, NEVER), 0)
         length = gl.max(lengths, 0)
     length = gl.where(known, gl.minimum(gl.maximum(length, 0), most), 0)
     tiles = (length // PAIR + gl.where(length % PAIR > 0, 1, 0)).to(gl.int64)
@@ -388,13 +311,16 @@ def hopper_mla_decode_kernel(
     limits = (seq_lens, gl.to_tensor(len_stride).to(gl.int64), stop)
     dst = (out, lse, partial, partial_lse, partial_scale)
     SCALE: gl.constexpr = SOFTMAX_SCALE * _LOG2_E
-    work = (queries, tile, part, limits)
+    work = (queries, tile, part, limits, rope_queries)
+    scales = (q_scale, kv_scale)
+    SCALES: gl.constexpr = (HAS_Q_SCALE, HAS_KV_SCALE)
+    REGISTERS: gl.constexpr = ATTENDING if FORMAT == 0 else _BESIDE_CODES
     gl.warp_specialize(
         [
-            (copy_pairs, (cache, pages, pairs, alike, shared, BLOCK_SIZE, GROUP)),
-            (_attend, (LEFT, work, pairs, dst, shared, rope_queries, SCALE, GROUP)),
-            (_attend, (RIGHT, work, pairs, dst, shared, rope_queries, SCALE, GROUP)),
+            (_bring, (cache, pages, pairs, alike, shared, FORMAT, ROW, BLOCK_SIZE, GROUP)),
+            (_attend, (LEFT, work, pairs, dst, shared, scales, SCALE, SCALES, GROUP)),
+            (_attend, (RIGHT, work, pairs, dst, shared, scales, SCALE, SCALES, GROUP)),
         ],
         [4, 4],
-        [ATTENDING, ATTENDING],
+        [REGISTERS, REGISTERS],
     )
