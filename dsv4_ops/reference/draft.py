@@ -44,8 +44,8 @@ def verify_draft(
         else:
             q = functional.pad(draft_probs, (0, 0, 0, 1)).nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0)
             q = torch.where(drafted[:, :, None], q, 0.0)
-        drawn = ids.clamp(0, vocab_size - 1)[:, :, None]
-        p_draft, q_draft = p.gather(2, drawn).squeeze(2), q.gather(2, drawn).squeeze(2)
+        place = ids.clamp(0, vocab_size - 1)[:, :, None]
+        p_draft, q_draft = p.gather(2, place).squeeze(2), q.gather(2, place).squeeze(2)
         num_accepted = _first_false(drafted & (uniform * q_draft < p_draft), index)
         row = num_accepted[:, None, None].expand(num_reqs, 1, vocab_size)
         p, q = p.gather(1, row).squeeze(1), q.gather(1, row).squeeze(1)

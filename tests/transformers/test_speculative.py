@@ -45,12 +45,12 @@ def greedy():
     return torch.stack(found, 1)
 
 
-def verify(tokens, seq_lens, rows, cache):
+def verify(model, tokens, seq_lens, rows, cache):
     """A step: a token and its drafts of each request; lengths stay on the device."""
     num_reqs, width = tokens.shape
     starts = torch.arange(num_reqs + 1, dtype=torch.int32) * width
     batch = v4.StepBatch(tokens.flatten(), starts, seq_lens + width, rows)
-    logits = v4.decode_step(reference(), batch, cache, state_rings=False)
+    logits = v4.decode_step(model, batch, cache, state_rings=False)
     verified = dsv4_ops.verify_draft(logits.view(num_reqs, width, -1), tokens[:, 1:])
     return *verified, seq_lens + verified.num_accepted + 1
 
@@ -60,6 +60,7 @@ def test_speculative_is_greedy_decoding(num_drafts):
     """One graph. The stub is right but where the request and the position say that it errs."""
     torch._dynamo.reset()
     step = torch.compile(verify, backend="eager", fullgraph=True)
+    model = reference()
     cache, rows, token = prefilled(1 + num_drafts)
     seq_lens, found = i32(PROMPTS), [[int(first)] for first in token]
     counts = set()
@@ -71,7 +72,8 @@ def test_speculative_is_greedy_decoding(num_drafts):
                 errs = (at * (request + 2)) % 5 < 2
                 drafts[request, place] = (int(greedy()[request, at]) + errs) % 256
         last = torch.tensor([known[-1] for known in found])
-        tokens, accepted, grown = step(torch.cat([last[:, None], drafts], 1), seq_lens, rows, cache)
+        given = torch.cat([last[:, None], drafts], 1)
+        tokens, accepted, grown = step(model, given, seq_lens, rows, cache)
         # a request that is done stays where it is, and computes its last step again
         moving = torch.tensor([len(known) < NEW for known in found])
         seq_lens = torch.where(moving, grown, seq_lens)

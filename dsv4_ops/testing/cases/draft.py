@@ -60,8 +60,8 @@ def _sampled(
     """Two requests of one draft each, whose rows are ``_P``."""
     logits = torch.tensor([_P, _P]).log()
     probs = None if q is None else torch.tensor(q)[:, None]
-    drawn = torch.tensor(uniforms, dtype=torch.float32)
-    return Case(name, (logits, i64(ids)[:, None], probs, drawn), settings, expected)
+    chances = torch.tensor(uniforms, dtype=torch.float32)
+    return Case(name, (logits, i64(ids)[:, None], probs, chances), settings, expected)
 
 
 def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
