@@ -57,7 +57,7 @@ def verify(model, tokens, seq_lens, rows, cache):
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 3])
 def test_speculative_is_greedy_decoding(num_drafts):
-    """One graph, and eager. The stub is right but where the request and the position say that it errs."""
+    """One graph, or eager. The stub errs where the request and the position say so."""
     torch._dynamo.reset()
     step = torch.compile(verify, backend="eager", fullgraph=True) if num_drafts == 1 else verify
     model = reference()
