@@ -31,6 +31,7 @@ from dsv4_ops.core.types import (
     SwaIndices,
     TokenMap,
     TopkIndices,
+    VerifiedDraft,
 )
 from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.ops.batch import (
@@ -67,6 +68,7 @@ from dsv4_ops.ops.context_parallel import (
     cp_slot_mapping,
     cp_topk,
 )
+from dsv4_ops.ops.draft import verify_draft
 from dsv4_ops.ops.experts import expert_plan, experts, route
 from dsv4_ops.ops.indexer import (
     gather_indexer_k,
@@ -165,6 +167,7 @@ __all__ = [
     "SwaIndices",
     "TokenMap",
     "TopkIndices",
+    "VerifiedDraft",
     "YarnScaling",
     "__version__",
     "apply_rope",
@@ -255,4 +258,5 @@ __all__ = [
     "swa_indices_and_lens",
     "token_map",
     "unpack_seq",
+    "verify_draft",
 ]

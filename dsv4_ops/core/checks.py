@@ -49,6 +49,8 @@ _DIMENSIONS = {
     "hidden_size": "the values of a token's hidden state",
     "num_experts": "the experts on this device",
     "num_decode_tokens": "the decode tokens, which come first",
+    "num_drafts": "the drafted tokens of a request",
+    "vocab_size": "the tokens of the vocabulary",
     "batch_size": "the rows of a padded batch",
     "sequence_length": "the columns of a padded batch",
 }

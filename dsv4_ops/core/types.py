@@ -47,6 +47,13 @@ class PrefillChunks(NamedTuple):
     num_chunks: Tensor
 
 
+class VerifiedDraft(NamedTuple):
+    """Result of ``dsv4_ops.verify_draft``."""
+
+    tokens: Tensor
+    num_accepted: Tensor
+
+
 class PrefillRowBounds(NamedTuple):
     """Result of ``dsv4_ops.prefill_row_bounds``.
 

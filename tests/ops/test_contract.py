@@ -15,6 +15,7 @@ from tests.oracles import batch as oracles
 from tests.oracles import compressor as oracles_compressor
 from tests.oracles import context as oracles_context
 from tests.oracles import dense_mla as oracles_dense_mla
+from tests.oracles import draft as oracles_draft
 from tests.oracles import experts as oracles_experts
 from tests.oracles import indexer as oracles_indexer
 from tests.oracles import kv as oracles_kv
@@ -44,6 +45,7 @@ ORACLES = {
     **vars(oracles_compressor),
     **vars(oracles_dense_mla),
     **vars(oracles_context),
+    **vars(oracles_draft),
     **vars(oracles_experts),
     **vars(oracles_indexer),
     **vars(oracles_kv),
@@ -88,6 +90,8 @@ def widths(name, case):
         return {"dtype": str(first.dtype).removeprefix("torch.")}
     if name in ("mla_gather_kv", "mla_gather_codes"):
         return {"width": first.shape[2]}
+    if name == "verify_draft":
+        return {"bf16_logits": first.dtype == torch.bfloat16}
     if name == "unpack_seq":
         return {"trailing": [*first.shape[2:]], "zero": patterns(first.new_zeros(()))}
     if name == "mixed_sparse_indices":

@@ -50,6 +50,13 @@ def generate(before: Method) -> Method:
     def run(self: Any, *args: Any, **given: Any) -> Any:
         if "cache" in given:
             given[cache_argument()] = given.pop("cache")
+        if given.get("use_mtp", getattr(given.get("generation_config"), "use_mtp", None)):
+            rule, what = (
+                "be False with a patched model",
+                "Draft layers of a checkpoint are not loaded",
+            )
+            advice = f"{what}: draft by other means, with decode_step and verify_draft"
+            raise refusal(NotImplementedError, "generate", "use_mtp", rule, True, advice)
         call = _Call()
         token = _CALL.set(call)
         try:

@@ -19,6 +19,7 @@ from tests.ops.error_rows.cache import CACHE_TABLE
 from tests.ops.error_rows.compressor import COMPRESSOR_TABLE
 from tests.ops.error_rows.context import CONTEXT_TABLE
 from tests.ops.error_rows.dense_mla import DENSE_MLA_TABLE
+from tests.ops.error_rows.draft import DRAFT_TABLE
 from tests.ops.error_rows.experts import EXPERTS_TABLE
 from tests.ops.error_rows.indexer import INDEXER_TABLE
 from tests.ops.error_rows.linear import LINEAR_TABLE
@@ -286,6 +287,7 @@ TABLE: dict[str, list[tuple[str, dict[str, Any], type[Exception], str]]] = {
     **COMPRESSOR_TABLE,
     **CONTEXT_TABLE,
     **DENSE_MLA_TABLE,
+    **DRAFT_TABLE,
     **EXPERTS_TABLE,
     **INDEXER_TABLE,
     **LINEAR_TABLE,

@@ -1,0 +1,116 @@
+"""Speculative decoding: which drafted tokens a step keeps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.ints import is_float
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.types import VerifiedDraft
+from dsv4_ops.dispatch.define import define_op
+from dsv4_ops.meta import draft as meta
+from dsv4_ops.reference import draft as reference
+
+_verify_draft = define_op(
+    OpSpec(
+        stem="draft",
+        schema="verify_draft(Tensor logits, Tensor draft_ids, Tensor? draft_probs, "
+        "Tensor? uniforms, *, float temperature) -> (Tensor, Tensor)",
+        meta=meta.verify_draft,
+        reference=reference.verify_draft,
+        dynamic=("num_reqs",),
+        source="Leviathan et al. 2023, Fast Inference from Transformers via Speculative Decoding",
+    )
+)
+
+
+def verify_draft(
+    logits: Tensor,
+    draft_ids: Tensor,
+    draft_probs: Tensor | None = None,
+    uniforms: Tensor | None = None,
+    *,
+    temperature: float = 0.0,
+) -> VerifiedDraft:
+    """Keep the drafted tokens that the model agrees with, and add its next one.
+
+    Row i of a request's logits is what the model says in place of draft i; the last row follows all
+    drafts. Greedy, a draft is accepted while it is the likeliest token. Sampled, it is accepted
+    with probability min(1, p / q), p = softmax(logits / temperature) and q = draft_probs; the first
+    one that is not is replaced by a sample of (p - q)+, normalised. Tokens are then distributed as
+    if each had been sampled from p.
+
+    Args:
+        logits: [num_reqs, num_drafts + 1, vocab_size], float32 or bfloat16, any strides. NaN counts
+            as -inf, inf as the largest number; of equal ones the first is the likeliest.
+        draft_ids: [num_reqs, num_drafts], int64. An id that is no token, such as -1 of a request
+            with fewer drafts, is not accepted, and what replaces it is sampled from p.
+        draft_probs: What drafts were sampled from, [num_reqs, num_drafts, vocab_size], float32;
+            None: drafts were not sampled, q is 1 at each. NaN, inf and below 0 count as 0.
+        uniforms: Random numbers in [0, 1), [num_reqs, num_drafts + 1], float32: one per draft, and
+            the last for the added token. 24 bits are used; NaN counts as 0.
+        temperature: 0: greedy, without draft_probs and uniforms. Above 0: sampled, with uniforms.
+
+    Returns:
+        ``VerifiedDraft(tokens, num_accepted)``: int64 [num_reqs, num_drafts + 1], the accepted
+        drafts, the added token, then -1; and int32 [num_reqs], from 0 to num_drafts. The added
+        token is -1 where the logits hold nothing but NaN and -inf. Weights of sampling are rounded
+        to multiples of 2^-38 of their sum.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, several devices, no vocabulary, a temperature that is
+            negative or not finite, or that does not go with the other arguments.
+        TypeError: a dtype other than the ones above, or a temperature that is no number.
+
+    Compile: decomposes to aten; dynamic in num_reqs; CUDA graphs and export: yes, ``num_accepted``
+        stays on the device. On CPU the prefix sum calls aten.cumsum.
+
+    Source: Leviathan et al. 2023, arXiv 2211.17192.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> logits = torch.eye(4)[torch.tensor([[2, 0, 3]])]
+        >>> dsv4_ops.verify_draft(logits, torch.tensor([[2, 1]]))
+        VerifiedDraft(tokens=tensor([[ 2,  0, -1]]), num_accepted=tensor([1], dtype=torch.int32))
+    """
+    checks = Checks("verify_draft")
+    checks.floats("logits", logits, torch.float32, torch.bfloat16)
+    checks.tensor("logits", logits, logits.dtype, "num_reqs", "num_drafts + 1", "vocab_size")
+    if logits.shape[2] == 0:
+        rule, advice = "have a token in its vocabulary", "Pass the logits of at least one"
+        raise refusal(ValueError, checks.op, "logits", rule, list(logits.shape), advice)
+    checks.tensor("draft_ids", draft_ids, torch.int64, "num_reqs", "num_drafts")
+    if draft_probs is not None:
+        shape = ("num_reqs", "num_drafts", "vocab_size")
+        checks.tensor("draft_probs", draft_probs, torch.float32, *shape)
+    if uniforms is not None:
+        checks.tensor("uniforms", uniforms, torch.float32, "num_reqs", "num_drafts + 1")
+    _check_temperature(checks, temperature, draft_probs, uniforms)
+    return VerifiedDraft(
+        *_verify_draft(logits, draft_ids, draft_probs, uniforms, temperature=temperature)
+    )
+
+
+def _check_temperature(
+    checks: Checks, temperature: float, draft_probs: Tensor | None, uniforms: Tensor | None
+) -> None:
+    is_float(checks.op, "temperature", temperature)
+    if not (math.isfinite(temperature) and temperature >= 0):
+        rule, advice = "be finite and at least 0", "Pass 0 to decode greedily"
+        raise refusal(ValueError, checks.op, "temperature", rule, temperature, advice)
+    if temperature > 0 and uniforms is None:
+        rule = f"be a tensor with temperature = {temperature}"
+        advice = "Pass torch.rand(num_reqs, num_drafts + 1), or temperature=0.0"
+        raise refusal(ValueError, checks.op, "uniforms", rule, None, advice)
+    for name, value in (("draft_probs", draft_probs), ("uniforms", uniforms)):
+        if temperature == 0 and value is not None:
+            advice = "Leave it out, or pass a temperature above 0"
+            rule = "be None with temperature = 0"
+            raise refusal(ValueError, checks.op, name, rule, "a tensor", advice)

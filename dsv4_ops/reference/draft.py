@@ -1,0 +1,72 @@
+"""Which drafted tokens a model keeps, and the token behind them.
+
+A token is sampled where prefix sums of the weights pass a uniform number. They are sums of
+integers, whose order changes nothing: a token of weight 0 is never sampled, and every device
+samples the same one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_WEIGHT_BITS, _UNIFORM_BITS = 38, 24
+"""A weight of 1, and a uniform number of 1: their product is below 2^63."""
+
+
+def verify_draft(
+    logits: Tensor,
+    draft_ids: Tensor,
+    draft_probs: Tensor | None,
+    uniforms: Tensor | None,
+    *,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    num_reqs, rows, vocab_size = logits.shape
+    scores = logits.float()
+    scores = torch.where(scores.isnan(), -torch.inf, scores).clamp(max=torch.finfo().max)
+    ids = functional.pad(draft_ids, (0, 1), value=-1)  # nothing is drafted for the last row
+    drafted = (ids >= 0) & (ids < vocab_size)
+    top = scores.amax(2, keepdim=True)
+    index = torch.arange(rows, device=logits.device)
+    if uniforms is None:
+        best = torch.where(top.squeeze(2) > -torch.inf, scores.argmax(2), -1)
+        num_accepted = _first_false(drafted & (ids == best), index)
+        following = best.gather(1, num_accepted[:, None])
+    else:
+        exact = torch.exp((scores - torch.where(top > -torch.inf, top, 0.0)) / temperature)
+        p = exact / exact.sum(2, keepdim=True).clamp(min=1.0)  # 0 of a row without any token
+        uniform = uniforms.nan_to_num(0.0).clamp(0.0, 1 - 2.0**-_UNIFORM_BITS)
+        if draft_probs is None:  # all of it on the drafted token
+            q = ids[:, :, None] == torch.arange(vocab_size, device=ids.device)
+            q = q.to(p.dtype)
+        else:
+            q = functional.pad(draft_probs, (0, 0, 0, 1)).nan_to_num(0.0, 0.0, 0.0).clamp(min=0.0)
+            q = torch.where(drafted[:, :, None], q, 0.0)
+        place = ids.clamp(0, vocab_size - 1)[:, :, None]
+        p_draft, q_draft = p.gather(2, place).squeeze(2), q.gather(2, place).squeeze(2)
+        num_accepted = _first_false(drafted & (uniform * q_draft < p_draft), index)
+        row = num_accepted[:, None, None].expand(num_reqs, 1, vocab_size)
+        p, q = p.gather(1, row).squeeze(1), q.gather(1, row).squeeze(1)
+        following = _sample(p, q, uniform[:, -1:])
+    count = num_accepted[:, None]
+    tokens = torch.where(index < count, ids, torch.where(index == count, following, -1))
+    return tokens, num_accepted.to(torch.int32)
+
+
+def _first_false(accepted: Tensor, index: Tensor) -> Tensor:
+    """[num_reqs]: the first column that is False; the last column always is."""
+    return torch.where(accepted, index.shape[0] - 1, index).amin(1)
+
+
+def _sample(p: Tensor, q: Tensor, uniform: Tensor) -> Tensor:
+    """[num_reqs, 1]: a token of (p - q)+, or of p where that is nothing but rounding; -1 where p
+    has none."""
+    rest = (p - q).clamp(min=0.0)
+    total = rest.sum(1, keepdim=True)
+    rest = torch.where(total > 0, rest / total, p)
+    until = (rest * 2.0**_WEIGHT_BITS).round().to(torch.int64).cumsum(1)
+    fraction = (uniform * 2.0**_UNIFORM_BITS).to(torch.int64)
+    passed = (until <= (until[:, -1:] * fraction) >> _UNIFORM_BITS).sum(1, keepdim=True)
+    return torch.where(passed < p.shape[1], passed, -1)
