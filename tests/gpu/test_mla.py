@@ -43,6 +43,12 @@ def test_bf16_rows(name, monkeypatch):
     assert_exact(decode.mla_decode(EAGER, *moved.tensors, **moved.settings), case)
 
 
+@pytest.fixture(params=[False, True], ids=["", "FP8 rows by Hopper's kernel"], autouse=True)
+def fp8_on_hopper(request, monkeypatch):
+    """Both kernels of FP8 rows."""
+    monkeypatch.setattr(decode, "FP8_ON_HOPPER", request.param)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_ragged_batches_of_all_layouts(layout, heads):
