@@ -59,7 +59,8 @@ def hyper_connection(
         block_out: Output of the last block, [num_tokens, hidden_size], bfloat16; with ``post``
             [num_tokens, num_streams] and ``mix`` [num_tokens, num_streams, num_streams], float32,
             of the call in front of it.
-        iterations, eps: As for ``sinkhorn``; ``eps`` is added to pre, too.
+        iterations: As for ``sinkhorn``.
+        eps: As for ``sinkhorn``; added to pre, too.
         norm_eps: Added to the mean square in both norms. Above 0.
 
     Returns:
