@@ -153,7 +153,7 @@ class Dense(torch.nn.Module):
     """Dense decode, of any number of tokens and blocks of a request."""
 
     def forward(self, *tensors):
-        numbers = {"softmax_scale": 0.1, "block_size": 64, "num_splits": 0}
+        numbers = {"softmax_scale": 0.1, "block_size": 64, "num_splits": 0, "layout": "plain"}
         return mla._attend_on_hopper(
             ON_HOPPER, *tensors, None, None, **numbers, batch_invariant=False
         )
