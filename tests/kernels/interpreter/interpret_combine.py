@@ -19,10 +19,6 @@ def rest() -> int:
     return 0
 
 
-combine_kernel._now = rest
-combine.FEW_PROGRAMS = 3
-combine.PROGRAMS = combine_kernel.PROGRAMS = tl.constexpr(4)
-
 CALLS = (  # num_tokens, own heads, width, dtype, base: shapes change from call to call
     (1, 2, 8, torch.bfloat16, "e"),
     (3, 3, 8, torch.bfloat16, "e"),  # several rows a tile, one of them in part
@@ -60,6 +56,9 @@ def parts(number: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main(folder: str, rank: int, world: int) -> None:
+    combine_kernel._now = rest
+    combine.FEW_PROGRAMS = 3
+    combine.PROGRAMS = combine_kernel.PROGRAMS = tl.constexpr(4)
     mapped = workspaces(Path(folder), world)
     header = combine.workspace_header([each.data_ptr() for each in mapped])
     mine = mapped[rank]
