@@ -2,6 +2,7 @@
 every split of requests into steps, with absorbed and with expanded contexts."""
 
 import io
+import subprocess
 from copy import deepcopy
 from functools import lru_cache
 from random import Random
@@ -25,6 +26,7 @@ from dsv4_ops.integrations.transformers.export import (
 from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import MLA_YARN, small_mla_config, small_mla_model, small_model
 from tests.helpers import Called, i32
+from tests.support.cpp import build_cpp_runner, read_tensors, write_tensors
 from tests.support.hf_models import Engine, text
 
 CLOSE, LENGTH, REQUESTS = 1e-5, 70, 3
@@ -453,6 +455,37 @@ def test_a_package_decodes(tmp_path):
             step=lambda _, batch, __: package(*v4.decode_inputs(batch, cache)),
         )
     assert engine.worst(want) < CLOSE
+
+
+@pytest.mark.slow
+@pytest.mark.nightly("test_export.py has a C++ program run packages; this one is of a model")
+def test_a_package_decodes_in_cpp(tmp_path):
+    """The step of a model, its cache in and out, in a program linked to libtorch only."""
+    changed = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    model = v4.patch(small_mla_model(**changed), kv="fp32", precision="reference")
+    cache = new_cache(model, max_batch_size=2)
+    path = v4.export_decode(model, cache, path=tmp_path / "decode.pt2")
+    runner, package = build_cpp_runner(tmp_path), load_package(path)
+    engine = Engine(model, cache, tokens()[:2])
+    engine.prefill({0: 60, 1: 9})
+    ran = []
+
+    def step(_, batch, __):
+        inputs = v4.decode_inputs(batch, cache)
+        given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        write_tensors(tmp_path / "inputs", given)
+        logits = package(*inputs)
+        subprocess.run([runner, path, tmp_path / "inputs", tmp_path / "outputs"], check=True)
+        in_cpp = read_tensors(tmp_path / "outputs")
+        assert len(in_cpp) == 1 + len(given)
+        assert all(map(torch.equal, in_cpp, [logits, *given]))
+        ran.append(logits)
+        return logits
+
+    for counts in ({0: 1, 1: 1}, {1: 1}):
+        engine.decode(counts, padding=2 - len(counts), step=step)
+    assert engine.worst(small_mla_model(**changed)(tokens()).logits) < CLOSE
+    assert len(ran) == 2
 
 
 # Patching
