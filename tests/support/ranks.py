@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -40,6 +41,13 @@ def run_ranks(
     failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
     assert not failed, "\n".join(failed)
     return [found for found, _ in results]
+
+
+def free_collectives() -> None:
+    """Let gloo's threads free the tensors of eager collectives, before a package runs: torch keeps
+    Python's lock while one runs (pytorch/pytorch#197516), and for that they need it."""
+    dist.barrier()
+    time.sleep(0.2)
 
 
 def _result(folder: Path | str, rank: int) -> Path:

@@ -29,7 +29,7 @@ from dsv4_ops.ops.mla import split_kv_b_proj
 from dsv4_ops.testing.models import small_mla_model
 from tests.helpers import i32
 from tests.support.hf_models import Engine, text
-from tests.support.ranks import run_ranks
+from tests.support.ranks import free_collectives, run_ranks
 
 CLOSE, LENGTH, REQUESTS = 1e-5, 150, 3  # past a block of 64 rows on each of two ranks
 V3 = "dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec"
@@ -243,6 +243,7 @@ def rank_package(rank, folder):
     package = load_package(path)
     engine = Engine(model, cache, text()[:2, :LENGTH].contiguous())
     engine.prefill({0: 140, 1: 3})
+    free_collectives()
     for counts in ({0: 1, 1: 1}, {1: 1}, {0: 1, 1: 1}):
         engine.decode(
             counts,
