@@ -17,7 +17,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,9 @@ GROUPS = ("combine", "layer", "v4_layer")
 RANK, ONE_GPU, TENSOR, CONTEXT = 512, "one GPU", "tensor parallel", "context parallel"
 CUDA_VARIANTS = ("reduce_scatter", "all_to_all", "symmetric_memory")
 CPU_VARIANTS = CUDA_VARIANTS[:2]
+
+Stamp = dict[str, Any]
+"""Where, when and with what a row was measured."""
 
 _HEADS, _TOKENS = (64, 128), (1, 4, 16, 32, 64, 128, 256)
 _CONTEXTS, _BATCHES = (131072, 1048576), (1, 8, 32)
@@ -155,7 +158,9 @@ def time_us(calls: Sequence[Callable[[], Any]], device: torch.device, replays: i
 class Ranks:
     """What a process measures; rank 0 keeps the rows."""
 
-    def __init__(self, rank: int, world: int, device: torch.device, smoke: bool) -> None:
+    def __init__(
+        self, rank: int, world: int, device: torch.device, smoke: bool, file: str, stamped: Stamp
+    ) -> None:
         self.rank, self.world, self.device, self.smoke = rank, world, device, smoke
         self.group = dist.group.WORLD.group_name  # type: ignore[union-attr]
         variants = CUDA_VARIANTS if device.type == "cuda" else CPU_VARIANTS
@@ -166,7 +171,7 @@ class Ranks:
         self.variants: dict[str, Callable[..., Any]] = {
             via: _compiled(call) if compiled else call for via, call in self.eager.items()
         }
-        self.rows: list[Row] = []
+        self.file, self.stamped = file, stamped
 
     def say(self, text: str) -> None:
         """Print on rank 0."""
@@ -174,13 +179,15 @@ class Ranks:
             print(text, flush=True)
 
     def keep(self, row: Row, measure: Callable[[], float]) -> None:
-        """Measure a row on all ranks and print it."""
+        """Measure a row on all ranks; rank 0 prints and writes it, whatever becomes of the rest."""
         try:
             row.us = measure()
         except Exception as error:
             row.error = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        self.rows.append(row)
         self.say(line(row))
+        if self.rank == 0:
+            with Path(self.file).open("a") as file:
+                file.write(json.dumps(asdict(row) | self.stamped) + "\n")
 
     def combine(self) -> None:
         """Check all variants, then time them."""
@@ -257,8 +264,9 @@ class Ranks:
         contexts, batches = (_CONTEXTS, _BATCHES) if not self.smoke else ((700,), (2,))
         whole = LayerSpec.deepseek_v4_flash()
         own = replace(whole, num_groups=whole.num_groups // self.world)
-        ranks = ContextParallel.of(shards_heads=True)
-        variants = {ONE_GPU: whole, TENSOR: own, CONTEXT: replace(own, parallel=ranks)}
+        via = list(self.variants)[-1]  # the fastest
+        shared = replace(own, parallel=ContextParallel.of(via=via, shards_heads=True))
+        variants = {ONE_GPU: whole, TENSOR: own, f"{CONTEXT}, {via}": shared}
         for kind in ("c4", "c128"):
             for variant, spec in variants.items():
                 call: Any = functools.partial(attention_layer, spec, kind, state_rings=False)
@@ -372,28 +380,32 @@ def line(row: Row) -> str:
 
 
 def _process(
-    rank: int, world: int, kind: str, groups: Sequence[str], smoke: bool, out: str
+    rank: int,
+    world: int,
+    kind: str,
+    groups: Sequence[str],
+    smoke: bool,
+    folder: str,
+    file: str,
+    stamped: Stamp,
 ) -> None:
     if kind == "cuda":
         torch.cuda.set_device(rank)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
-        init_method=f"file://{out}/store",
+        init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=120),
     )
     torch._dynamo.config.recompile_limit = 64  # calls of all variants share a frame
     with torch.no_grad():
-        ranks = Ranks(rank, world, device, smoke)
+        ranks = Ranks(rank, world, device, smoke, file, stamped)
         name = torch.cuda.get_device_name(device) if kind == "cuda" else "CPU, gloo"
         ranks.say(f"{world} x {name}, torch {torch.__version__}\n\n{HEADER}")
         for group in groups:
             getattr(ranks, group)()
-    if rank == 0:
-        text = "".join(json.dumps(asdict(row)) + "\n" for row in ranks.rows)
-        Path(out, "rows.jsonl").write_text(text)
     dist.barrier()
     os._exit(0)  # a captured collective may outlive its group
 
@@ -406,18 +418,19 @@ def run(options: argparse.Namespace) -> None:
     if world < 2 or (not on_cpu and world > torch.cuda.device_count()):
         raise BenchError(f"context_parallel: it takes 2 ranks or more with a GPU each, got {world}")
     groups = options.cases or GROUPS
-    with tempfile.TemporaryDirectory() as folder:
-        given = (world, device.type, groups, options.smoke or on_cpu, folder)
-        start: Any = importlib.import_module("torch.multiprocessing").spawn
-        start(_process, given, nprocs=world)
-        text = Path(folder, "rows.jsonl").read_text()
-        rows = [Row(**json.loads(each)) for each in text.splitlines()]
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "context_parallel.md").write_text("\n".join([HEADER, *map(line, rows)]) + "\n")
+    path = out / "context_parallel.jsonl"
+    path.write_text("")
     stamped = stamp(device, options.command)
-    with (out / "context_parallel.jsonl").open("w") as file:
-        file.writelines(json.dumps(asdict(row) | stamped) + "\n" for row in rows)
+    stamped["device"] = f"{world} x {stamped['device']}"
+    with tempfile.TemporaryDirectory() as folder:
+        settings = (groups, options.smoke or on_cpu, folder, str(path), stamped)
+        start: Any = importlib.import_module("torch.multiprocessing").spawn
+        start(_process, (world, device.type, *settings), nprocs=world)
+    written = [json.loads(each) for each in path.read_text().splitlines()]
+    rows = [Row(**{each.name: row[each.name] for each in fields(Row)}) for row in written]
+    (out / "context_parallel.md").write_text("\n".join([HEADER, *map(line, rows)]) + "\n")
     failed = [row for row in rows if row.error]
     if failed:
         raise BenchError(f"{len(failed)} cases failed, {failed[0].error}")

@@ -35,6 +35,9 @@ class Table:
         ]
 
 
+_COMBINES = ("reduce_scatter", "all_to_all", "symmetric_memory")
+
+
 class _Merges(Table):
     """A line a number of tokens, with the times of all collectives and numbers of heads."""
 
@@ -46,6 +49,28 @@ class _Merges(Table):
             line[f"{row['variant']} {row['heads']}"] = row["us"]
             line["of"].append(row)
         return list(found.values())
+
+
+class _SharedLayers(Table):
+    """A line of requests and their context, with the times of what GPUs share."""
+
+    def kept(self, rows: Iterable[Row]) -> list[Row]:
+        """Lines, and which rows each is ``of``."""
+        found: dict[tuple[str, ...], Row] = {}
+        for row in super().kept(rows):
+            is_v4 = row["group"] == "v4_layer"
+            kind, _, variant = (row["variant"] if is_v4 else f", {row['variant']}").partition(", ")
+            shape = f"{row['tokens']} x {row['context'] // 1024}k"
+            line = found.setdefault((kind, shape), {"kind": kind, "shape": shape, "of": []})
+            line[variant] = row["us"]
+            line["of"].append(row)
+        return list(found.values())
+
+
+def _gain(row: Row) -> str:
+    """One GPU's time over the shortest of GPUs that share rows."""
+    shared = [us for name, us in row.items() if name.startswith("context parallel")]
+    return f"{row['one GPU'] / min(shared):.2f}" if shared else "-"
 
 
 def _of_baseline(row: Row) -> str:
@@ -361,11 +386,22 @@ TABLES = {
             ("tokens", lambda row: str(row["tokens"])),
             *(
                 (f"`{via}`, {heads} heads", us(f"{via} {heads}"))
-                for via in ("reduce_scatter", "all_to_all", "symmetric_memory")
+                for via in _COMBINES
                 for heads in (64, 128)
             ),
         ),
         chosen=lambda row: bool(row["group"] == "combine" and row["ranks"] == 2),
+    ),
+    "shared_layers": _SharedLayers(
+        "context_parallel",
+        (
+            ("requests x context", lambda row: row["shape"]),
+            ("one GPU, us", us("one GPU")),
+            ("heads split alone", us("tensor parallel")),
+            *((f"rows shared, `{via}`", us(f"context parallel, {via}")) for via in _COMBINES),
+            ("times one GPU's speed", _gain),
+        ),
+        chosen=lambda row: bool(row["group"] == "layer" and row["ranks"] == 2),
     ),
     "precision_random": Table("precision", _PRECISION, chosen=lambda row: row["model"] == "random"),
     "precision_trained": Table(
