@@ -14,22 +14,26 @@ import importlib
 import itertools
 import json
 import os
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import dsv4_ops as ops
+from benchmarks.baselines.stock_model import flash_shaped, keep_float32
 from benchmarks.harness.options import add_cases, chosen_device
 from benchmarks.harness.report import stamp
-from benchmarks.harness.timing import Capture, wall_us
+from benchmarks.harness.timing import Capture, device_activities, wall_us
+from benchmarks.mla_model import v3_shaped
 from benchmarks.run import BenchError
 from dsv4_ops.attention import (
     ContextParallel,
@@ -48,9 +52,11 @@ from dsv4_ops.attention import (
 from dsv4_ops.attention.metadata import BlockTables
 from dsv4_ops.attention.mla_layer import attend_absorbed
 from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.testing.models import small_mla_model, small_model
 
-GROUPS = ("combine", "layer", "v4_layer")
+GROUPS = ("combine", "layer", "v4_layer", "v4_model", "v3_model")
 RANK, ONE_GPU, TENSOR, CONTEXT = 512, "one GPU", "tensor parallel", "context parallel"
+SPLIT = "heads and experts split, rows shared"
 CUDA_VARIANTS = ("reduce_scatter", "all_to_all", "symmetric_memory")
 CPU_VARIANTS = CUDA_VARIANTS[:2]
 
@@ -59,6 +65,21 @@ Stamp = dict[str, Any]
 
 _HEADS, _TOKENS = (64, 128), (1, 4, 16, 32, 64, 128, 256)
 _CONTEXTS, _BATCHES = (131072, 1048576), (1, 8, 32)
+_MODEL_CONTEXTS, _MODEL_STEPS, _MOST_ERROR = (4096, 131072), 6, 0.1
+"""Logits in bfloat16 of other orders of addition; a near tie of routers falls differently."""
+_SMALL_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
+_PLANS = {
+    "v3": {"q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"},
+    "v4": {
+        "q_b_proj": "colwise",
+        "sinks": "colwise",
+        "o_a_proj": "colwise",
+        "o_b_proj": "rowwise",
+        "compressor.indexer.q_b_proj": "colwise",
+        "compressor.indexer.scorer.weights_proj": "colwise",
+    },
+}
+"""Parameters of heads, by Hugging Face's styles."""
 _CALLS = 16
 """Of a graph, so that its launch does not count."""
 _SAMPLES = 7
@@ -73,13 +94,16 @@ class Row:
 
     Args:
         group: "combine", "layer" for the attention of a V3 layer between its projections, or
-            "v4_layer" for a C4 or C128 layer of DeepSeek-V4.
+            "v4_layer" for a C4 or C128 layer of DeepSeek-V4, "v4_model" or "v3_model" for the
+            decode step of a patched model of 4 layers and 16 experts.
         ranks: Processes, a GPU each.
         variant: Collective of a combine; what a layer shares, behind its kind in V4.
         heads: Query heads of all ranks.
         tokens: Tokens of the step, one a request.
         context: Rows that each of them sees; 0 of a combine.
         us: Median of replays of a CUDA graph; on a CPU wall time.
+        kernels: Of a model's step, for each of its layers.
+        cache_gb: Caches of a model on a rank.
         error: What went wrong.
     """
 
@@ -90,6 +114,8 @@ class Row:
     tokens: int
     context: int = 0
     us: float | None = None
+    kernels: float | None = None
+    cache_gb: float | None = None
     error: str | None = None
 
 
@@ -159,7 +185,14 @@ class Ranks:
     """What a process measures; rank 0 keeps the rows."""
 
     def __init__(
-        self, rank: int, world: int, device: torch.device, smoke: bool, file: str, stamped: Stamp
+        self,
+        rank: int,
+        world: int,
+        device: torch.device,
+        smoke: bool,
+        folder: str,
+        file: str,
+        stamped: Stamp,
     ) -> None:
         self.rank, self.world, self.device, self.smoke = rank, world, device, smoke
         self.group = dist.group.WORLD.group_name  # type: ignore[union-attr]
@@ -171,7 +204,7 @@ class Ranks:
         self.variants: dict[str, Callable[..., Any]] = {
             via: _compiled(call) if compiled else call for via, call in self.eager.items()
         }
-        self.file, self.stamped = file, stamped
+        self.folder, self.file, self.stamped = folder, file, stamped
 
     def say(self, text: str) -> None:
         """Print on rank 0."""
@@ -341,6 +374,119 @@ class Ranks:
         one = functools.partial(call, LayerInputs(**given), weights, caches, step)
         return time_us([one] * 4, self.device, 1)
 
+    def v4_model(self) -> None:
+        """DeepSeek-V4-Flash."""
+        cpu = self.device.type == "cpu"
+        self.model(
+            "v4_model",
+            functools.partial(small_model, compress_rates=_SMALL_RATES) if cpu else flash,
+        )
+
+    def v3_model(self) -> None:
+        """DeepSeek-V3."""
+        self.model("v3_model", small_mla_model if self.device.type == "cpu" else v3_shaped)
+
+    def model(self, group: str, make: Callable[..., Any]) -> None:
+        """Decode steps of a patched model: whole on every GPU, and split over all of them with
+        Hugging Face's plans of heads and experts, sharing the rows of its caches."""
+        folder = Path(self.folder, group)
+        if self.rank == 0:
+            make(device=self.device).save_pretrained(folder)
+        dist.barrier()
+        try:
+            logits = {}
+            for variant in (ONE_GPU, SPLIT):
+                model = self.loaded(group, folder, split=variant == SPLIT)
+                logits[variant] = self.steps(group, variant, model)
+                del model
+                torch._dynamo.reset()
+            one, other = logits[ONE_GPU], logits[SPLIT]
+            error = float((one - other).norm() / one.norm())
+            same = float((one.argmax(-1) == other.argmax(-1)).double().mean())
+            self.say(
+                f"{group}: split logits differ by {error:.1e} of their norm, "
+                f"{same:.0%} of {len(one)} tokens are equal"
+            )
+            if not error < _MOST_ERROR:
+                raise BenchError(f"context_parallel: {group}'s logits differ by {error:.2e}")
+        finally:
+            dist.barrier()
+            if self.rank == 0:
+                shutil.rmtree(folder)
+
+    def loaded(self, group: str, folder: Path, *, split: bool) -> Any:
+        """The model as Hugging Face loads it, whole or this rank's part, and patched."""
+        import transformers
+        from transformers.distributed import DistributedConfig
+
+        from dsv4_ops.integrations import transformers as hf
+
+        family = group.partition("_")[0]
+        kind = getattr(transformers, f"Deepseek{family.upper()}ForCausalLM")
+        settings: dict[str, Any] = {}
+        if split:
+            os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank))
+            os.environ["WORLD_SIZE"] = str(self.world)
+            styles = {
+                f"model.layers.*.self_attn.{name}": style for name, style in _PLANS[family].items()
+            }
+            config = DistributedConfig(tp_size=self.world, tp_plan=styles, ep_size=self.world)
+            settings["distributed_config"] = config
+        model = kind.from_pretrained(folder, dtype=torch.bfloat16, **settings).eval()
+        model = model.to(self.device).requires_grad_(False)
+        parallel = ContextParallel.of(via=list(self.variants)[-1], interleave=16) if split else None
+        return hf.patch(model, kv="bf16" if family == "v3" else "fp8", parallel=parallel)
+
+    def steps(self, group: str, variant: str, model: Any) -> Tensor:
+        """Logits of a few steps from empty caches, and times of steps from filled ones."""
+        from dsv4_ops.integrations import transformers as hf
+
+        cuda = self.device.type == "cuda"
+        contexts, batches = (_MODEL_CONTEXTS, (8,)) if not self.smoke else ((64,), (2,))
+        step = (
+            torch.compile(hf.decode_step, fullgraph=True, dynamic=False) if cuda else hf.decode_step
+        )
+        found = None
+        for batch in batches:
+            cache = hf.PagedCache.for_model(
+                model, max_batch_size=batch, max_cache_len=max(contexts) + 128
+            )
+            rows = torch.arange(batch, dtype=torch.int32, device=self.device)
+            starts = torch.arange(batch + 1, dtype=torch.int32, device=self.device)
+            made = hf.StepBatch(rows.long(), starts, torch.zeros_like(rows), rows)
+            ids = torch.randint(
+                0, 128, (_MODEL_STEPS, batch), generator=torch.Generator().manual_seed(1)
+            )
+            logits = []
+            for number, tokens in enumerate(ids.to(self.device)):
+                made.tokens.copy_(tokens)
+                made.seq_lens.fill_(number + 1)
+                logits.append(step(model, made, cache.tensors).float())
+            found = torch.cat(logits) if found is None else found
+            self.say(f"{group}, {variant}: {_MODEL_STEPS} steps of {batch} requests from nothing")
+            for each in tree_leaves(cache.tensors.layers):
+                if each.dtype == torch.uint8:
+                    each.random_(0x20, 0x40)
+                elif each.is_floating_point():
+                    each.normal_()
+            held = sum(each.nbytes for each in tree_leaves(cache.tensors.layers))
+            call = functools.partial(step, model, made, cache.tensors)
+            for context in contexts:
+                made.seq_lens.fill_(context + 1)
+                row = Row(
+                    group, self.world, variant, model.config.num_attention_heads, batch, context
+                )
+                row.cache_gb = held / 1e9
+                if cuda:
+                    row.kernels = len(device_activities(call)) / len(model.model.layers)
+                self.keep(row, functools.partial(time_us, [call], self.device, 8))
+        return cast(Tensor, found)
+
+
+def flash(device: torch.device) -> Any:
+    """DeepSeek-V4-Flash's sizes, 4 layers and 16 experts."""
+    return keep_float32(flash_shaped(num_experts=16, device=device))
+
 
 def _compiled(combine: Callable[..., Any]) -> Callable[..., Any]:
     """As a model's graph has it: heads are constants, tokens any number above 1."""
@@ -401,7 +547,7 @@ def _process(
     )
     torch._dynamo.config.recompile_limit = 64  # calls of all variants share a frame
     with torch.no_grad():
-        ranks = Ranks(rank, world, device, smoke, file, stamped)
+        ranks = Ranks(rank, world, device, smoke, folder, file, stamped)
         name = torch.cuda.get_device_name(device) if kind == "cuda" else "CPU, gloo"
         ranks.say(f"{world} x {name}, torch {torch.__version__}\n\n{HEADER}")
         for group in groups:
@@ -424,7 +570,8 @@ def run(options: argparse.Namespace) -> None:
     path.write_text("")
     stamped = stamp(device, options.command)
     stamped["device"] = f"{world} x {stamped['device']}"
-    with tempfile.TemporaryDirectory() as folder:
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # the weights of models
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
         settings = (groups, options.smoke or on_cpu, folder, str(path), stamped)
         start: Any = importlib.import_module("torch.multiprocessing").spawn
         start(_process, (world, device.type, *settings), nprocs=world)

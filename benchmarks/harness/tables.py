@@ -58,8 +58,9 @@ class _SharedLayers(Table):
         """Lines, and which rows each is ``of``."""
         found: dict[tuple[str, ...], Row] = {}
         for row in super().kept(rows):
-            is_v4 = row["group"] == "v4_layer"
-            kind, _, variant = (row["variant"] if is_v4 else f", {row['variant']}").partition(", ")
+            has_kind = row["group"] == "v4_layer"
+            named = row["variant"] if has_kind else f", {row['variant']}"
+            kind, _, variant = named.partition(", ")
             shape = f"{row['tokens']} x {row['context'] // 1024}k"
             line = found.setdefault((kind, shape), {"kind": kind, "shape": shape, "of": []})
             line[variant] = row["us"]
@@ -402,6 +403,30 @@ TABLES = {
             ("times one GPU's speed", _gain),
         ),
         chosen=lambda row: bool(row["group"] == "layer" and row["ranks"] == 2),
+    ),
+    "shared_v4_layers": _SharedLayers(
+        "context_parallel",
+        (
+            ("kind", lambda row: row["kind"]),
+            ("requests x context", lambda row: row["shape"]),
+            ("one GPU, us", us("one GPU")),
+            ("heads split alone", us("tensor parallel")),
+            ("rows shared, `symmetric_memory`", us("context parallel, symmetric_memory")),
+            ("times one GPU's speed", _gain),
+        ),
+        chosen=lambda row: bool(row["group"] == "v4_layer" and row["ranks"] == 2),
+    ),
+    "split_models": Table(
+        "context_parallel",
+        (
+            ("model", lambda row: row["group"].partition("_")[0].upper()),
+            ("requests x context", lambda row: f"{row['tokens']} x {row['context'] // 1024}k"),
+            ("on each GPU", lambda row: row["variant"]),
+            ("step, ms", lambda row: number(row["us"] / 1e3)),
+            ("kernels per layer", lambda row: f"{row['kernels']:.0f}"),
+            ("caches of a GPU, GB", lambda row: number(row["cache_gb"])),
+        ),
+        chosen=lambda row: bool(row["group"].endswith("_model") and row["ranks"] == 2),
     ),
     "precision_random": Table("precision", _PRECISION, chosen=lambda row: row["model"] == "random"),
     "precision_trained": Table(

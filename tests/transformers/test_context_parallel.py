@@ -81,10 +81,10 @@ def padded_to(batch, num_tokens, num_reqs):
     tokens, requests = num_tokens - len(batch.tokens), num_reqs - len(batch.rows)
     last = batch.query_start_loc[-1:]
     return v4.StepBatch(
-        torch.cat([batch.tokens, torch.zeros(tokens, dtype=torch.int64)]),
+        torch.cat([batch.tokens, batch.tokens.new_zeros(tokens)]),
         torch.cat([batch.query_start_loc, last.expand(requests)]),
-        torch.cat([batch.seq_lens, i32([0] * requests)]),
-        torch.cat([batch.rows, i32([-1] * requests)]),
+        torch.cat([batch.seq_lens, batch.seq_lens.new_zeros(requests)]),
+        torch.cat([batch.rows, batch.rows.new_full((requests,), -1)]),
     )
 
 

@@ -1,0 +1,158 @@
+"""Models whose heads and experts Hugging Face splits over two GPUs that share a cache: the logits
+and the tokens of Hugging Face's model, compiled, captured and replayed, and from one package."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers", "5.24", reason="splits parameters since")
+pytest.importorskip("accelerate", reason="transformers loads split models with it")
+
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dsv4_ops.attention import ContextParallel
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.lowering.inspect import load_package
+from tests.support.hf_models import Engine
+from tests.support.ranks import run_ranks
+from tests.transformers.test_context_parallel import padded_to
+from tests.transformers.test_split_heads import (
+    LENGTHS,
+    MODELS,
+    REQUESTS,
+    patched,
+    plan,
+    split,
+    text,
+    whole,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+]
+
+DEVICE = os.environ.get("DSV4_OPS_SPLIT_DEVICE", "cuda")
+CLOSE, TOKENS = 1e-4, 4  # as of one GPU in float32; tokens of a captured step
+COUNTS = ({0: 1, 1: 1}, {1: 1}, {0: 2, 1: 1}, {0: 1}, {1: 2})
+
+
+def cache_of(model):
+    return v4.PagedCache.for_model(model, max_batch_size=REQUESTS, max_cache_len=max(LENGTHS))
+
+
+def started(model):
+    """An engine behind the prefill of its requests, the second in two steps."""
+    engine = Engine(model, cache_of(model), text())
+    engine.prefill({0: 40, 1: 9})
+    engine.decode({1: 3})
+    return engine
+
+
+def captured(step, batch, cache):
+    """A CUDA graph of the step, and how to replay it with another batch."""
+    given = tree_map(torch.clone, batch)
+    for _ in range(2):
+        step(given, cache)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(given, cache)
+
+    def replay(batch):
+        for mine, new in zip(tree_leaves(given), tree_leaves(batch), strict=True):
+            mine.copy_(new)
+        graph.replay()
+        return out
+
+    return replay
+
+
+def check(engine, want, what):
+    """Logits, and the token of each wherever the best two are further apart than the error."""
+    scale, error = float(want.abs().max()), engine.worst(want)
+    if dist.get_rank() == 0:
+        print(f"{what}: error {error:.1e} of {scale:.1e}", flush=True)
+    assert error < CLOSE * scale, what
+    equal = 0
+    for request, kept in enumerate(engine.logits):
+        for place, logits in kept.items():
+            best = want[request, place].topk(2).values
+            if best[0] - best[1] > 2 * error:
+                assert logits.cpu().argmax() == want[request, place].argmax(), (what, request)
+                equal += 1
+    assert equal > len(COUNTS)
+
+
+@torch.no_grad()
+def rank_model(rank: int, family: str, folder: Path) -> None:
+    with torch.no_grad():
+        want = whole(family)(text()).logits
+    model = split(family, folder, tp_plan=plan(family), ep_size=dist.get_world_size())
+    model = model.to(DEVICE)
+    via = "symmetric_memory" if DEVICE == "cuda" else "reduce_scatter"
+    patched(model, parallel=ContextParallel.of(interleave=2, via=via))
+    engine = started(model)
+    for counts in COUNTS:
+        engine.decode(counts, padding=REQUESTS - len(counts))
+    check(engine, want, f"{family} eager")
+    compiled = torch.compile(v4.decode_step, fullgraph=True, dynamic=False)
+    replays = []
+
+    def one_graph(model, batch, cache):
+        batch = padded_to(batch, TOKENS, REQUESTS)
+        if DEVICE == "cpu":
+            return compiled(model, batch, cache)
+        if not replays:  # warm-up steps write what the step writes again
+            replays.append(captured(lambda *given: compiled(model, *given), batch, cache))
+        return replays[0](batch)
+
+    engine = started(model)
+    for counts in COUNTS:
+        engine.decode(counts, padding=REQUESTS - len(counts), step=one_graph)
+    check(engine, want, f"{family} captured")
+
+
+@torch.no_grad()
+def rank_package(rank: int, family: str, folder: Path, made: Path) -> None:
+    """Rank 0 makes the package of a step; weights of a rank are its constants, so each has one."""
+    want = whole(family)(text()).logits
+    model = split(family, folder, tp_plan=plan(family), ep_size=dist.get_world_size()).to(DEVICE)
+    patched(model, parallel=ContextParallel.of(interleave=2))
+    engine = started(model)
+    path = v4.export_decode(model, engine.cache, path=made / f"rank{rank}.pt2")
+    dist.barrier()
+    package = load_package(path)
+    for counts in COUNTS:
+        engine.decode(
+            counts,
+            padding=REQUESTS - len(counts),
+            step=lambda _, batch, __: package(*v4.decode_inputs(batch, engine.cache)),
+        )
+    check(engine, want, f"{family} package")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for family in MODELS:
+        whole(family).save_pretrained(folder / family)
+    return folder
+
+
+BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
+
+
+@pytest.mark.parametrize("family", ["v4", "v3"])
+def test_a_split_model(family, checkpoints, tmp_path):
+    run_ranks(2, rank_model, tmp_path, family, checkpoints, backend=BACKEND, seconds=150)
+
+
+def test_packages_of_a_split_model(checkpoints, tmp_path):
+    run_ranks(
+        2, rank_package, tmp_path, "v3", checkpoints, tmp_path, backend=BACKEND, seconds=150
+    )
