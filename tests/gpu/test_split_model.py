@@ -1,5 +1,6 @@
 """Models whose heads and experts Hugging Face splits over two GPUs that share a cache: the logits
-and the tokens of Hugging Face's model, compiled, captured and replayed, and from one package."""
+and the tokens of Hugging Face's model, compiled, captured and replayed; and one package for both
+GPUs, of a model that is whole on each of them."""
 
 import os
 from pathlib import Path
@@ -73,7 +74,7 @@ def captured(step, batch, cache):
 
 
 def check(engine, want, what):
-    """Logits, and the token of each wherever the best two are further apart than the error."""
+    """Logits, and the token of each wherever the best two differ by more than the error."""
     scale, error = float(want.abs().max()), engine.worst(want)
     if dist.get_rank() == 0:
         print(f"{what}: error {error:.1e} of {scale:.1e}", flush=True)
@@ -94,6 +95,8 @@ def rank_model(rank: int, family: str, folder: Path) -> None:
         want = whole(family)(text()).logits
     model = split(family, folder, tp_plan=plan(family), ep_size=dist.get_world_size())
     model = model.to(DEVICE)
+    # its grouped products of float32 read lengths on the host, which no graph can capture
+    model.set_experts_implementation("batched_mm")
     via = "symmetric_memory" if DEVICE == "cuda" else "reduce_scatter"
     patched(model, parallel=ContextParallel.of(interleave=2, via=via))
     engine = started(model)
@@ -118,13 +121,14 @@ def rank_model(rank: int, family: str, folder: Path) -> None:
 
 
 @torch.no_grad()
-def rank_package(rank: int, family: str, folder: Path, made: Path) -> None:
-    """Rank 0 makes the package of a step; weights of a rank are its constants, so each has one."""
-    want = whole(family)(text()).logits
-    model = split(family, folder, tp_plan=plan(family), ep_size=dist.get_world_size()).to(DEVICE)
-    patched(model, parallel=ContextParallel.of(interleave=2))
-    engine = started(model)
-    path = v4.export_decode(model, engine.cache, path=made / f"rank{rank}.pt2")
+def rank_package(rank: int, folder: Path) -> None:
+    """Rank 0 makes the package of a model whose cache the ranks share: the rank is an input."""
+    stock = whole("v3")
+    want = stock(text()).logits
+    model = patched(stock.to(DEVICE), parallel=ContextParallel.of(interleave=2))
+    engine, path = started(model), folder / "decode.pt2"
+    if rank == 0:
+        v4.export_decode(model, engine.cache, path=path)
     dist.barrier()
     package = load_package(path)
     for counts in COUNTS:
@@ -133,7 +137,7 @@ def rank_package(rank: int, family: str, folder: Path, made: Path) -> None:
             padding=REQUESTS - len(counts),
             step=lambda _, batch, __: package(*v4.decode_inputs(batch, engine.cache)),
         )
-    check(engine, want, f"{family} package")
+    check(engine, want, "v3 package")
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +156,5 @@ def test_a_split_model(family, checkpoints, tmp_path):
     run_ranks(2, rank_model, tmp_path, family, checkpoints, backend=BACKEND, seconds=150)
 
 
-def test_packages_of_a_split_model(checkpoints, tmp_path):
-    run_ranks(
-        2, rank_package, tmp_path, "v3", checkpoints, tmp_path, backend=BACKEND, seconds=150
-    )
+def test_two_ranks_run_one_package(tmp_path):
+    run_ranks(2, rank_package, tmp_path, tmp_path, backend=BACKEND, seconds=150)

@@ -128,6 +128,9 @@ def rank_splits(rank: int, family: str, folder: Path) -> None:
             engine, _ = run(model, 6, step, most=30)
             assert engine.worst(want) < CLOSE * want.abs().max()
             assert counter.frame_count == 1
+            rule = "model must be whole on every rank, got 'model.embed_tokens.weight'"
+            with pytest.raises(NotImplementedError, match=f"^export_decode: {rule}.*DTensor"):
+                v4.export_decode(model, engine.cache, path="split.pt2")
         if family == "v4":
             with pytest.raises(NotImplementedError, match=r"^model: cache must be a PagedCache"):
                 model(text())

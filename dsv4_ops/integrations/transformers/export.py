@@ -133,7 +133,7 @@ def export_decode(
         ValueError, TypeError: the model is not patched, the cache is for another model or ``kv``, a
             size is out of range, or the path does not end in ".pt2".
         NotImplementedError: the experts need Python, as Hugging Face's "grouped_mm" does in float32
-            and on a CPU. Nothing is compiled.
+            and on a CPU, or Hugging Face split the model over ranks. Nothing is compiled.
     """
     op = "export_decode"
     Checks(op).at_least(1, tokens_per_request=tokens_per_request)
@@ -210,6 +210,11 @@ def _checked(
         rule = 'end in ".pt2"'
         raise refusal(ValueError, op, "path", rule, repr(str(path)), "Rename it")
     check_cache(op, spec_of(op, model), cache.tensors)
+    split = next((name for name, each in model.named_parameters() if hasattr(each, "to_local")), "")
+    if split:
+        rule, found = "be whole on every rank", f"{split!r} as Hugging Face split it"
+        advice = "torch.export takes no DTensor: compile the step, or load the model without a plan"
+        raise refusal(NotImplementedError, op, "model", rule, found, advice)
     return count, target
 
 

@@ -124,7 +124,7 @@ def supported(call: Call, settings: Mapping[str, Any]) -> bool:
     return powers and dense and q.dtype in (torch.bfloat16, torch.float8_e4m3fn)
 
 
-FP8_ON_HOPPER = False
+FP8_ON_HOPPER = True
 """Whether Hopper's kernel takes FP8 rows. Off until a GPU has run it: so far CPUs only show its
 results and the order of its barriers."""
 
