@@ -10,7 +10,6 @@ from torch import Tensor
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout, mla_layout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.testing.case import Case
-from dsv4_ops.testing.contract.compare import equal
 from tests.helpers import INT32_MAX, INT32_MIN, i32
 
 DENSE = "mla_decode"
@@ -205,13 +204,16 @@ def spoiled(case: Case) -> tuple[Case, list[int]]:
 
 
 def assert_spoils_what_sees_it(run: Callable[[Case], Sequence[Tensor]], case: Case) -> None:
-    """A row of NaN is in the results of the tokens that see it, and in no bit of the others."""
+    """A row of NaN is in the results of the tokens that see it, and in no others. These may be
+    rounded otherwise, as partial results of tokens that share a program have one scale."""
     changed, seeing = spoiled(case)
     assert 0 < len(seeing) < int((case.tensors[3] == 0).sum())
     others = [token for token in range(case.tensors[0].shape[0]) if token not in seeing]
     for actual, expected in zip(run(changed), run(case), strict=True):
         assert bool(actual[seeing].isnan().all())
-        assert equal(actual[others], expected[others])
+        eps = 2 * torch.finfo(actual.dtype).eps
+        largest = float(expected[others].nan_to_num(0, 0, 0).abs().max())
+        torch.testing.assert_close(actual[others], expected[others], rtol=eps, atol=eps * largest)
 
 
 def planned(case: Case, plan: Tensor) -> Case:
