@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v3")
 
@@ -26,6 +27,7 @@ from dsv4_ops.attention import (
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.ops.mla import split_kv_b_proj
+from dsv4_ops.testing.contract.compare import equal
 from dsv4_ops.testing.models import small_mla_model
 from tests.helpers import i32
 from tests.support.hf_models import Engine, text
@@ -267,6 +269,7 @@ def rank_dies(rank):
     v4.decode_step(model, batch, cache)
     if rank == 1:
         return 0.0
+    before = [tensor.clone() for tensor in tree_leaves(cache.tensors)]
     began = time.monotonic()
 
     def steps():
@@ -275,6 +278,8 @@ def rank_dies(rank):
 
     with pytest.raises(RuntimeError):
         steps()
+    # it stores the same rows again: nothing is half written, and no other row is touched
+    assert all(map(equal, tree_leaves(cache.tensors), before))
     return time.monotonic() - began
 
 
