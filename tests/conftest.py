@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import cpu_seconds
+
 # A compile makes a million objects, few of them garbage: looking for it takes a tenth of the time.
 gc.set_threshold(50_000, 20, 20)
 # Dynamo looks for it after every compile besides.
@@ -153,16 +155,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"not run, --stop-after is over: {item.nodeid}")
 
 
-_cpu_until_now = sum(os.times()[:4])
+_cpu_until_now = cpu_seconds.until_now()
 _cpu_seconds: dict[str, float] = {}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Any:
-    """Give every report the CPU time of its phase, that of ended child processes included."""
+    """Give every report the CPU time of its phase, that of ended processes included."""
     global _cpu_until_now
     report = yield
-    report.cpu_seconds = -_cpu_until_now + (_cpu_until_now := sum(os.times()[:4]))
+    report.cpu_seconds = -_cpu_until_now + (_cpu_until_now := cpu_seconds.until_now())
     return report
 
 

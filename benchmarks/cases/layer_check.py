@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.cases.compressor_check import CODE_STEP, ROPE_STEP, steps_apart
 from benchmarks.harness.work import differing_bytes
 from dsv4_ops.core.layout import Layout, QuantizedLayout, StateLayout
-from dsv4_ops.reference.pages import gather_rows, row_columns, scatter_rows
+from dsv4_ops.reference.pages import Columns, gather_rows, row_columns, scatter_rows
 from dsv4_ops.testing.cases.compressor import row_values
 
 _SPOILED = 0x5A
@@ -47,13 +47,13 @@ class Rows:
 
     def spoil(self) -> None:
         """Overwrite the baseline's, so that one that it does not write shows."""
-        slots, size = self.slots, self.layout.block_size
         if isinstance(self.layout, StateLayout):
+            slots, size = self.slots, self.layout.block_size
             self.layout.rows(self.baseline)[slots // size, slots % size] = torch.nan
             return
         for columns in self._columns():
-            rows = self.baseline.new_full((slots.shape[0], columns.shape[1]), _SPOILED)
-            self.baseline.copy_(scatter_rows(self.baseline, rows, slots, size, columns))
+            rows = self.baseline.new_full((self.slots.shape[0], columns.width), _SPOILED)
+            self.baseline.copy_(scatter_rows(self.baseline, rows, self.slots, columns))
 
     def compare(self, found: Found) -> None:
         """Bytes of the rows, then values."""
@@ -77,13 +77,12 @@ class Rows:
             wrong_values = next((text for pair in pairs if (text := steps_apart(*pair))), None)
         found.add(self.name, different, total, wrong_values)
 
-    def _columns(self) -> tuple[Tensor, Tensor]:
+    def _columns(self) -> tuple[Columns, Columns]:
         layout = self.layout
         assert isinstance(layout, QuantizedLayout)
-        device = self.baseline.device
         return (
-            row_columns(layout, 0, layout.data_bytes, device),
-            row_columns(layout, layout.data_bytes, layout.scale_bytes, device),
+            row_columns(layout, 0, layout.data_bytes),
+            row_columns(layout, layout.data_bytes, layout.scale_bytes),
         )
 
     def _bytes(self, cache: Tensor) -> tuple[Tensor, Tensor]:

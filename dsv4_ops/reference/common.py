@@ -32,6 +32,17 @@ def materialized(values: Tensor) -> Tensor:
     return values if make is None else make(values)
 
 
+def runs_on_cpu(values: Tensor) -> bool:
+    """Whether this call computes now, on a CPU, and is not traced: then a form may be taken that
+    only eager PyTorch is faster with, and sizes may depend on values."""
+    return (
+        type(values) is Tensor
+        and values.device.type == "cpu"
+        and _buffers.get() is None
+        and not torch.compiler.is_compiling()
+    )
+
+
 def masked_index(values: Tensor, mask: Tensor, indices: list[Tensor], fill: float) -> Tensor:
     """``values[indices]`` where ``mask``, else ``fill``; where it is False the indices may be
     anything."""
@@ -59,6 +70,17 @@ def take(values: Tensor, index: Tensor) -> Tensor:
 def dense(values: Tensor) -> Tensor:
     """A copy with the strides of its shape, also where it is empty."""
     return values.clone(memory_format=torch.contiguous_format)
+
+
+def masked_rows(values: Tensor, mask: Tensor, index: Tensor) -> Tensor:
+    """Rows [..., width] of ``values`` [num_rows, width] at ``index`` where ``mask``, else 0; where
+    it is False the index may be anything."""
+    if runs_on_cpu(values) and values.shape[0] > 0:
+        # whole rows: an index per value takes twenty times as long
+        return torch.where(mask[..., None], values[torch.where(mask, index, 0)], 0)
+    column = torch.arange(values.shape[1], device=values.device)
+    rows, exists, column = torch.broadcast_tensors(index[..., None], mask[..., None], column)
+    return masked_index(values, exists, [rows, column], 0)
 
 
 def gather_rows(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.core.types import ABSENT
-from dsv4_ops.reference.common import masked_index, materialized, take, valid_tokens
+from dsv4_ops.reference.common import (
+    masked_index,
+    materialized,
+    runs_on_cpu,
+    take,
+    valid_tokens,
+)
 from dsv4_ops.reference.indexer import quantize_and_insert_indexer_k
 from dsv4_ops.reference.kv_cache import insert_k_cache, quantize_and_insert_k_cache
-from dsv4_ops.reference.pages import locate, scatter_rows
+from dsv4_ops.reference.pages import Columns, insert_rows, locate
 from dsv4_ops.reference.rotation import rotate_tail
 
 
@@ -29,9 +37,8 @@ def save_compressor_states(
     bias = take(ape, torch.where(exists, positions, 0) % compress_ratio)
     rows = torch.cat([kv_score[:, :width], kv_score[:, width:] + bias], 1)
     slots = torch.where(exists, slot_mapping, ABSENT)
-    row = torch.arange(block_size, device=states.device)[:, None]
-    columns = row * (2 * width) + torch.arange(2 * width, device=states.device)
-    states.copy_(scatter_rows(states, rows, slots, block_size, columns))
+    columns = Columns(block_size, 0, 2 * width, 2 * width)
+    insert_rows(states, rows, slots, columns)
 
 
 def finishing_tokens(
@@ -42,6 +49,29 @@ def finishing_tokens(
     return valid & (torch.where(valid, positions, 0) % compress_ratio == compress_ratio - 1)
 
 
+class _Ends(NamedTuple):
+    """Tokens whose windows are computed: all of a call that is traced, on a CPU those that finish
+    one, a fourth or a 128th of them."""
+
+    token: Tensor
+    positions: Tensor
+    req_indices: Tensor
+    slot_mapping: Tensor
+    finishes: Tensor
+
+
+def _ends(
+    positions: Tensor, req_indices: Tensor, slot_mapping: Tensor, num_reqs: int, compress_ratio: int
+) -> _Ends:
+    finishes = finishing_tokens(positions, req_indices, slot_mapping, num_reqs, compress_ratio)
+    if runs_on_cpu(positions):
+        token = finishes.nonzero().squeeze(1)
+        given = (positions, req_indices, slot_mapping, finishes)
+        return _Ends(token, *(each[token] for each in given))
+    token = torch.arange(positions.shape[0], device=positions.device)
+    return _Ends(token, positions, req_indices, slot_mapping, materialized(finishes))
+
+
 def _window(
     kv_score: Tensor,
     ape: Tensor,
@@ -49,29 +79,29 @@ def _window(
     state_block_table: Tensor,
     positions: Tensor,
     req_indices: Tensor,
-    finishes: Tensor,
+    ends: _Ends,
     *,
     head_dim: int,
     compress_ratio: int,
     overlap: bool,
     state_block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """kv and biased score [num_tokens, rows, head_dim] of the window that each token finishes, and
-    which of its rows exist [num_tokens, rows, 1]."""
+    """kv and biased score [num_ends, rows, head_dim] of the window that each end finishes, and
+    which of its rows exist [num_ends, rows, 1]."""
     width = ape.shape[1]
     num_rows = compress_ratio * (2 if overlap else 1)
     row = torch.arange(num_rows, device=positions.device)
     back = num_rows - 1 - row
-    position = positions[:, None] - back
-    wanted = finishes[:, None] & (position >= 0)
+    position = ends.positions[:, None] - back
+    wanted = ends.finishes[:, None] & (position >= 0)
     # the row of a token of this call is in kv_score already, at a known distance
-    token = torch.arange(positions.shape[0], device=positions.device)[:, None] - back
+    token = ends.token[:, None] - back
     near = wanted & (token >= 0)
     token = torch.where(near, token, 0)
-    near = near & (take(req_indices, token) == req_indices[:, None])
+    near = near & (take(req_indices, token) == ends.req_indices[:, None])
     near = near & (take(positions, token) == position)
     pages, state_rows = locate(
-        state_block_table, req_indices[:, None], position, wanted & ~near, state_block_size
+        state_block_table, ends.req_indices[:, None], position, wanted & ~near, state_block_size
     )
     stored = (pages >= 0) & (pages < states.shape[0])
     # an overlapping window takes its first half from the left columns of the one before
@@ -121,8 +151,7 @@ def compress_and_insert(
 ) -> None:
     # sizes of a row are configuration: compiled code takes them as constants
     num_reqs, head_dim = state_block_table.shape[0], int(norm_weight.shape[0])
-    finishes = finishing_tokens(positions, req_indices, slot_mapping, num_reqs, compress_ratio)
-    finishes = materialized(finishes)
+    ends = _ends(positions, req_indices, slot_mapping, num_reqs, compress_ratio)
     rows = _weighted_sum(
         *_window(
             kv_score,
@@ -131,7 +160,7 @@ def compress_and_insert(
             state_block_table,
             positions,
             req_indices,
-            finishes,
+            ends,
             head_dim=head_dim,
             compress_ratio=compress_ratio,
             overlap=overlap,
@@ -139,9 +168,9 @@ def compress_and_insert(
         )
     )
     rows = rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + eps) * norm_weight
-    first = torch.where(finishes, positions, 0) // compress_ratio * compress_ratio
+    first = torch.where(ends.finishes, ends.positions, 0) // compress_ratio * compress_ratio
     rows = rotate_tail(rows, first, cos_sin_cache)
-    slots = torch.where(finishes, slot_mapping, ABSENT)
+    slots = torch.where(ends.finishes, ends.slot_mapping, ABSENT)
     if layout == PlainLayout.tag:
         insert_k_cache(rows.to(k_cache.dtype), k_cache, slots)
         return

@@ -14,7 +14,14 @@ from dsv4_ops.reference.common import dense, valid_tokens, visible_rows
 from dsv4_ops.reference.indices import global_topk_indices_and_lens
 from dsv4_ops.reference.kv_cache import gathered_bits
 from dsv4_ops.reference.pages import gather_rows, insert_parts, locate, row_columns
-from dsv4_ops.reference.quantization import bf16_bits, from_bytes, quantize, scale_values, to_bytes
+from dsv4_ops.reference.quantization import (
+    bf16_bits,
+    e4m3_values,
+    from_bytes,
+    quantize,
+    scale_values,
+    to_bytes,
+)
 from dsv4_ops.reference.rotation import rotate_tail
 
 
@@ -49,8 +56,7 @@ def keys_at(
     pages, rows = locate(block_table, req_indices, positions, req_indices >= 0, block_size)
 
     def stored(byte: int, width: int) -> Tensor:
-        columns = row_columns(indexer, byte, width, k_cache.device)
-        return gather_rows(k_cache, pages, rows, columns)
+        return gather_rows(k_cache, pages, rows, row_columns(indexer, byte, width))
 
     scales = from_bytes(stored(indexer.data_bytes, indexer.scale_bytes), indexer.scale_bytes)
     return stored(0, indexer.data_bytes), scales.squeeze(-1).view(torch.float32)
@@ -86,11 +92,6 @@ def scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return summed
 
 
-def numbers(codes: Tensor) -> Tensor:
-    """float32 values of uint8 e4m3 codes."""
-    return codes.view(torch.float8_e4m3fn).to(torch.float32)
-
-
 def paged_scores(
     q: Tensor,
     weights: Tensor,
@@ -114,10 +115,10 @@ def paged_scores(
     indexer = IndexerLayout(block_size)
 
     def stored(byte: int, width: int) -> Tensor:
-        return gather_rows(k_cache, pages, rows, row_columns(indexer, byte, width, q.device))
+        return gather_rows(k_cache, pages, rows, row_columns(indexer, byte, width))
 
     scales = from_bytes(stored(indexer.data_bytes, indexer.scale_bytes), indexer.scale_bytes)
-    keys = numbers(stored(0, indexer.data_bytes))
+    keys = e4m3_values(stored(0, indexer.data_bytes))
     found = scores(q.to(torch.float32), weights, keys)
     return found * scales.squeeze(-1).view(torch.float32), exists
 
@@ -147,7 +148,7 @@ def indexer_logits_ragged(
 ) -> Tensor:
     row = torch.arange(k.shape[0], device=q.device)
     inside = (row >= row_start.unsqueeze(1)) & (row < row_stop.unsqueeze(1))
-    found = scores(q.to(torch.float32), weights, numbers(k)) * scales
+    found = scores(q.to(torch.float32), weights, e4m3_values(k)) * scales
     return torch.where(inside, found, -torch.inf)
 
 

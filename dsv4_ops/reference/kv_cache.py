@@ -7,13 +7,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4_ops.core.layout import MainLayout
+from dsv4_ops.reference.common import runs_on_cpu
 from dsv4_ops.reference.pages import (
+    Columns,
     gather_rows,
     insert_parts,
     locate,
     row_columns,
     scatter_rows,
     words,
+    write_rows,
 )
 from dsv4_ops.reference.quantization import (
     bf16_bits,
@@ -73,8 +76,7 @@ def row_bits(
     main = MainLayout(block_size)
 
     def stored(byte: int, width: int) -> Tensor:
-        columns = row_columns(main, byte, width, k_cache.device)
-        return gather_rows(k_cache, pages, rows, columns)
+        return gather_rows(k_cache, pages, rows, row_columns(main, byte, width))
 
     scales = stored(main.data_bytes, main.num_scales)
     nope = dequantize(stored(0, main.code_dim), scales, main.quant_block)
@@ -132,18 +134,19 @@ def gather_k_cache(
     return bits.view(k_cache.dtype if layout == "plain" else torch.bfloat16)
 
 
-def page_columns(k_cache: Tensor) -> Tensor:
-    """int64 [block_size, width]: where in its block the values of every row are."""
-    block_size, width = k_cache.shape[1], k_cache.shape[2]
-    row = torch.arange(block_size, device=k_cache.device)[:, None]
-    return row * width + torch.arange(width, device=k_cache.device)
+def page_columns(k_cache: Tensor) -> Columns:
+    """Where in its block the values of every row are."""
+    _, block_size, width = k_cache.shape
+    return Columns(block_size, 0, width, width)
 
 
 def insert_k_cache(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
     rows = k[: slot_mapping.shape[0]]
-    block_size, columns = k_cache.shape[1], page_columns(k_cache)
+    if runs_on_cpu(k_cache):
+        write_rows(k_cache, rows, slot_mapping)
+        return
     # the written tensor is no view of another dtype: Inductor would convert values into it
-    written = scatter_rows(k_cache.flatten(1), rows, slot_mapping, block_size, columns)
+    written = scatter_rows(k_cache.flatten(1), rows, slot_mapping, page_columns(k_cache))
     k_cache.copy_(written.view(k_cache.shape))
 
 

@@ -3,11 +3,39 @@ sync."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import QuantizedLayout
-from dsv4_ops.reference.common import masked_index, materialized, table_entries, take
+from dsv4_ops.reference.common import (
+    masked_index,
+    materialized,
+    runs_on_cpu,
+    table_entries,
+    take,
+)
+
+
+class Columns(NamedTuple):
+    """Where in its block the values of every row are: ``width`` of them, those of row r from
+    ``first + r * stride`` on."""
+
+    block_size: int
+    first: int
+    stride: int
+    width: int
+
+    def places(self, device: torch.device) -> Tensor:
+        """int64 [block_size, width]."""
+        row = torch.arange(self.block_size, device=device)[:, None]
+        return row * self.stride + torch.arange(self.first, self.first + self.width, device=device)
+
+    def view(self, cache: Tensor) -> Tensor:
+        """[num_blocks, block_size, width] of ``cache`` [num_blocks, page]."""
+        stop = self.first + (self.block_size - 1) * self.stride + self.width
+        return cache[:, self.first : stop].unfold(1, self.width, self.stride)
 
 
 def words(values: Tensor) -> Tensor:
@@ -17,22 +45,19 @@ def words(values: Tensor) -> Tensor:
     return values.view(torch.int16 if values.itemsize == 2 else torch.int32)
 
 
-def scatter_rows(
-    cache: Tensor, values: Tensor, slot_mapping: Tensor, block_size: int, columns: Tensor
-) -> Tensor:
+def scatter_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor, columns: Columns) -> Tensor:
     """``cache`` with row t of ``values`` at slot ``slot_mapping[t]``, as a new tensor.
 
     Args:
         cache: [num_blocks, page].
         values: [num_tokens, width].
         slot_mapping: int64 [num_tokens]; slots that do not exist are skipped.
-        block_size: Rows per block.
-        columns: int64 [block_size, width]: where in its block the values of each row go.
+        columns: Where in its block the values of each row go.
 
     A write cannot be skipped in every compiler, so a token without a slot repeats the write of the
     first token that has one; if none has, all rewrite row 0 with what it holds.
     """
-    num_tokens, num_blocks = values.shape[0], cache.shape[0]
+    num_tokens, num_blocks, block_size = values.shape[0], cache.shape[0], columns.block_size
     if num_tokens == 0 or num_blocks == 0:
         return cache.clone(memory_format=torch.contiguous_format)
     token = torch.arange(num_tokens, device=cache.device)
@@ -43,11 +68,28 @@ def scatter_rows(
     slot = materialized(torch.where(found, take(slot_mapping, source), 0))
     source = materialized(source)
     page = (slot // block_size)[:, None]
-    column = take(columns, slot % block_size)
+    column = take(columns.places(cache.device), slot % block_size)
     old = words(torch.ops.aten._unsafe_index.Tensor(cache, [page, column]))
     rows = torch.where(found[:, None], take(words(values), source), old).view(cache.dtype)
     written: Tensor = torch.ops.aten._unsafe_index_put.default(cache, [page, column], rows)
     return written
+
+
+def write_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
+    """Row t of ``values`` at slot ``slot_mapping[t]`` of ``cache`` [num_blocks, block_size, width],
+    in place and nothing else copied; for calls that are not traced."""
+    num_blocks, block_size, _ = cache.shape
+    exists = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
+    slot = slot_mapping[exists]
+    words(cache)[slot // block_size, slot % block_size] = words(values)[exists]
+
+
+def insert_rows(cache: Tensor, values: Tensor, slot_mapping: Tensor, columns: Columns) -> None:
+    """``scatter_rows`` in place."""
+    if runs_on_cpu(cache):
+        write_rows(columns.view(cache), values, slot_mapping)
+        return
+    cache.copy_(scatter_rows(cache, values, slot_mapping, columns))
 
 
 def insert_parts(
@@ -57,27 +99,33 @@ def insert_parts(
     bytes."""
     written = cache
     for byte, values in parts.items():
-        columns = row_columns(layout, byte, values.shape[1], cache.device)
-        written = scatter_rows(written, values, slot_mapping, layout.block_size, columns)
-    cache.copy_(written)
+        columns = row_columns(layout, byte, values.shape[1])
+        if runs_on_cpu(cache):
+            write_rows(columns.view(cache), values, slot_mapping)
+        else:
+            written = scatter_rows(written, values, slot_mapping, columns)
+    if written is not cache:
+        cache.copy_(written)
 
 
-def row_columns(layout: QuantizedLayout, byte: int, width: int, device: torch.device) -> Tensor:
-    """int64 [block_size, width]: where in its block the bytes ``byte``.. of every row are, counting
-    the data of a row first and then its scales."""
-    row = torch.arange(layout.block_size, device=device)[:, None]
-    column = torch.arange(width, device=device)
+def row_columns(layout: QuantizedLayout, byte: int, width: int) -> Columns:
+    """Where in its block the bytes ``byte``.. of every row are, counting the data of a row first
+    and then its scales."""
     if byte < layout.data_bytes:
-        return row * layout.data_bytes + byte + column
-    scales = layout.block_size * layout.data_bytes
-    return scales + row * layout.scale_bytes + byte - layout.data_bytes + column
+        return Columns(layout.block_size, byte, layout.data_bytes, width)
+    scales = layout.block_size * layout.data_bytes + byte - layout.data_bytes
+    return Columns(layout.block_size, scales, layout.scale_bytes, width)
 
 
-def gather_rows(cache: Tensor, pages: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def gather_rows(cache: Tensor, pages: Tensor, rows: Tensor, columns: Columns) -> Tensor:
     """[..., width] of ``cache`` [num_blocks, page] at (block, row); zeros where the block does not
     exist. ``columns`` as for ``scatter_rows``."""
     exists = ((pages >= 0) & (pages < cache.shape[0])).unsqueeze(-1)
-    column = take(columns, torch.where(exists.squeeze(-1), rows, 0))
+    if runs_on_cpu(cache) and cache.shape[0] > 0:
+        # whole rows: an index per value takes twenty times as long
+        page, row = (torch.where(exists.squeeze(-1), each, 0) for each in (pages, rows))
+        return torch.where(exists, columns.view(cache)[page, row], 0)
+    column = take(columns.places(cache.device), torch.where(exists.squeeze(-1), rows, 0))
     page, exists, column = torch.broadcast_tensors(pages.unsqueeze(-1), exists, column)
     return masked_index(cache, exists, [page, column], 0)
 

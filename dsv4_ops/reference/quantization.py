@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import FP8_MAX, SCALE_BIAS, SCALE_FLOOR
+from dsv4_ops.reference.common import runs_on_cpu
 
 _ABSOLUTE = 0x7FFF
 _INFINITY = 0x7F80
@@ -110,9 +111,18 @@ def scale_values(scale: Tensor) -> Tensor:
     return (scale.to(torch.int32) << 23).view(torch.float32)
 
 
+def e4m3_values(codes: Tensor) -> Tensor:
+    """float32 values of uint8 codes."""
+    if runs_on_cpu(codes):
+        # PyTorch converts FP8 value by value, six times as slow as it looks them up
+        every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+        return every.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+    return codes.view(torch.float8_e4m3fn).to(torch.float32)
+
+
 def dequantize(codes: Tensor, scale: Tensor, quant_block: int) -> Tensor:
     """float32 values of uint8 codes [..., dim] with scale bytes [..., dim // quant_block]."""
-    blocks = codes.view(torch.float8_e4m3fn).to(torch.float32).unflatten(-1, (-1, quant_block))
+    blocks = e4m3_values(codes).unflatten(-1, (-1, quant_block))
     values: Tensor = blocks * scale_values(scale).unsqueeze(-1)
     return values.flatten(-2)
 

@@ -20,7 +20,7 @@ from dsv4_ops.core.tiles import (
 )
 from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 from dsv4_ops.reference.batch import token_map
-from dsv4_ops.reference.common import masked_index, take, valid_tokens, visible_rows
+from dsv4_ops.reference.common import masked_rows, take, valid_tokens, visible_rows
 from dsv4_ops.reference.kv_cache import row_bits
 from dsv4_ops.reference.pages import locate, words
 from dsv4_ops.reference.rotation import rotate_tail
@@ -350,9 +350,7 @@ def sparse_mla_gathered(
     impl: str = "auto",
 ) -> SparseMlaGathered:
     exists = listed(indices, lens) & (indices < kv.shape[0])
-    column = torch.arange(kv.shape[1], device=kv.device)
-    rows, mask, column = torch.broadcast_tensors(indices[..., None], exists[..., None], column)
-    keys = masked_index(words(kv), mask, [rows, column], 0).view(kv.dtype)
+    keys = masked_rows(words(kv), exists, indices).view(kv.dtype)
     out, row_max, lse = attend(q, keys, exists, attn_sink, softmax_scale)
     return SparseMlaGathered(out, row_max, lse)
 

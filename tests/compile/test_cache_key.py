@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 
 import dsv4_ops
 from dsv4_ops.core.fingerprint import extend_cache_key, source_hash
+from tests.support import forked
 
 COMPILE = """
 import torch, torch._dynamo.utils as utils
@@ -37,14 +36,8 @@ def copied_package(tmp_path) -> Path:
 def compile_in_fresh_process(package: Path, cache: Path) -> tuple[str, str]:
     """(result, hit or miss) of one compile with ``package`` in front of everything."""
     env = {**os.environ, "PYTHONPATH": str(package), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        capture_output=True,
-        text=True,
-        env=env,
-        check=True,
-        cwd=package,
-    )
+    done = forked.python("-c", COMPILE, env=env, cwd=package)
+    assert done.returncode == 0, done.stderr
     result, cached = done.stdout.strip().splitlines()
     word, path = cached.split()
     assert Path(path).is_relative_to(package)

@@ -2,7 +2,6 @@
 to libtorch only."""
 
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from dsv4_ops.testing.case import Case, results
 from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.contract.compare import assert_agrees
 from dsv4_ops.testing.strategies.calls import as_case, op_testing, reference
+from tests.support import forked
 from tests.support.cpp import build_cpp_runner, read_tensors, write_tensors
 from tests.support.metadata_batches import SPEC, random_inputs, tables_of
 
@@ -52,7 +52,7 @@ def test_package_runs_where_dsv4_ops_is_never_imported(package, tmp_path):
     for seed, num_reqs, num_tokens in BATCHES:
         paths.append(tmp_path / f"{seed}.pt")
         torch.save(random_inputs(seed, num_reqs=num_reqs, num_tokens=num_tokens), paths[-1])
-    subprocess.run([sys.executable, "-c", RUN_IN_PYTHON, package, *paths], check=True, cwd=tmp_path)
+    forked.python("-c", RUN_IN_PYTHON, package, *paths, cwd=tmp_path).check_returncode()
     for path in paths:
         inputs = torch.load(path)
         checks.assert_same("package", torch.load(f"{path}.out"), (*decode(*inputs), *inputs))
@@ -170,9 +170,7 @@ def test_ops_survive_packages(names, runner, tmp_path):
         package = build_package(program, tmp_path / "part.pt2")
     torch.save(tuple(inputs), tmp_path / "in.pt")
     write_tensors(tmp_path / "inputs", inputs)
-    subprocess.run(
-        [sys.executable, "-c", RUN_IN_PYTHON, package, tmp_path / "in.pt"], check=True, cwd=tmp_path
-    )
+    forked.python("-c", RUN_IN_PYTHON, package, tmp_path / "in.pt", cwd=tmp_path).check_returncode()
     subprocess.run([runner, package, tmp_path / "inputs", tmp_path / "outputs"], check=True)
     in_python, in_cpp = torch.load(tmp_path / "in.pt.out"), read_tensors(tmp_path / "outputs")
     for runtime, outputs in (("Python", in_python), ("C++", in_cpp)):

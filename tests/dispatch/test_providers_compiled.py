@@ -12,6 +12,7 @@ import torch._inductor.config
 
 from benchmarks import choice as bench_choice
 from dsv4_ops.core.registry import OPS
+from tests.support import forked
 from tests.support.providers_on_cpu import (
     CASES,
     MODULE,
@@ -105,14 +106,7 @@ def test_cached_code_of_a_library_is_found_by_processes_that_have_it(kind, tmp_p
     }
 
     def process(usable: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", CACHED, usable, kind],
-            capture_output=True,
-            text=True,
-            env=env,
-            cwd=ROOT,
-            check=False,
-        )
+        done = forked.python("-c", CACHED, usable, kind, env=env, cwd=ROOT)
         return done.stdout.strip() or done.stderr
 
     assert process("1") == "['decode'] 0"

@@ -4,14 +4,13 @@ API reference has every public name."""
 import importlib
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import dsv4_ops
 from dsv4_ops.__main__ import main
+from tests.support import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -23,14 +22,7 @@ GPU, LONG = "# needs a GPU\n", "# takes "
 
 def run(code, folder):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = forked.python("-c", code, cwd=folder, env=environment)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

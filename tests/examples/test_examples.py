@@ -12,11 +12,12 @@ import re
 import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.support import forked
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
@@ -35,13 +36,9 @@ def without_vectors(monkeypatch) -> None:
 def run(script: str, *options: object, status: int = 0) -> list[str]:
     """Lines that the example prints; its exit status is checked."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    ended = subprocess.run(
-        [sys.executable, EXAMPLES / script, *map(str, options)],
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-    )
+    path = os.pathsep.join(filter(None, paths))
+    env = {**os.environ, "PYTHONPATH": path}
+    ended = forked.python(EXAMPLES / script, *options, env=env)
     assert ended.returncode == status, f"{script}\n{ended.stdout}\n{ended.stderr}"
     return ended.stdout.splitlines()
 

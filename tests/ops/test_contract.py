@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, seed, settings
 
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
+from dsv4_ops.reference.common import buffers_by
 from dsv4_ops.testing.contract import checks
-from dsv4_ops.testing.contract.compare import assert_precise
+from dsv4_ops.testing.contract.compare import assert_precise, equal
 from tests.helpers import NIGHTLY
 from tests.oracles import batch as oracles
 from tests.oracles import compressor as oracles_compressor
@@ -165,6 +166,23 @@ def test_reference_is_within_the_budget_of_float64(name):
     def compare(case):
         outcome = case.run(spec.reference, spec.mutated)
         assert_precise(name, spec.implementation("testing"), case, outcome)
+
+    compare()
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if not OPS[name].twin_of])
+def test_the_form_that_is_traced_gives_the_same_bits(name):
+    """On a CPU a reference indexes whole rows, and only windows that end here; traced it cannot."""
+    spec = OPS[name]
+
+    @same_each_run
+    @settings(sampled, max_examples=EXAMPLES if NIGHTLY else 10)
+    @given(testing.strategy(name))
+    def compare(case):
+        eager = case.copy().run(spec.reference, spec.mutated)
+        with buffers_by(lambda values: values):
+            traced = case.copy().run(spec.reference, spec.mutated)
+        assert all(map(equal, eager, traced))
 
     compare()
 

@@ -14,6 +14,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from tests.support import cpu_seconds
+
+IMPORTED = [
+    "dsv4_ops.integrations.transformers",
+    "dsv4_ops.testing.models",
+    "torch._dynamo.testing",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    "transformers.models.deepseek_v4.modeling_deepseek_v4",
+]
+
 
 def run_ranks(
     world: int,
@@ -36,11 +46,19 @@ def run_ranks(
         backend: Of the group; "nccl" gives each process a GPU.
     """
     given = (world, function, str(folder), args, seconds, together, backend)
-    multiprocessing.spawn(_run, given, nprocs=world, join=True)
+    # importing torch and the models takes longer than most ranks run: they are forked from a
+    # process that did it once, which never touches a GPU
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    method = "forkserver" if backend == "gloo" else "spawn"
+    multiprocessing.start_processes(_run, given, nprocs=world, join=True, start_method=method)
     results = [torch.load(_result(folder, rank), weights_only=False) for rank in range(world)]
-    failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
+    if method == "forkserver":  # else they are children, whom the system counts
+        for _, _, taken in results:
+            for pid, seconds in taken.items():
+                cpu_seconds.add(pid, seconds)
+    failed = [f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(results) if error]
     assert not failed, "\n".join(failed)
-    return [found for found, _ in results]
+    return [found for found, _, _ in results]
 
 
 def free_collectives() -> None:
@@ -82,6 +100,7 @@ def _run(
             dist.barrier()  # who leaves earlier takes its sockets along
     except Exception:
         error = traceback.format_exc()
-    torch.save((found, error), _result(folder, rank))
+    taken = {pid: cpu_seconds.of_process(pid) for pid in (os.getpid(), os.getppid())}
+    torch.save((found, error, taken), _result(folder, rank))
     # without a destroy that waits for ranks that died
     os._exit(0)

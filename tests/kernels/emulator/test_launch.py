@@ -1,8 +1,6 @@
 """Where the Gluon kernels are launched, and what a graph has of them."""
 
 import functools
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ pytest.importorskip("triton")
 
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.sparse_mla.hopper import support
+from tests.support import forked
 
 SETTINGS = {"softmax_scale": 0.1, "swa_block_size": 64, "extra_block_size": 64}
 DECODE = {**SETTINGS, "num_splits": 0, "batch_invariant": False}
@@ -258,8 +257,6 @@ print(torch.ops.dsv4_ops._hopper_prefill_keys.default)
 
 def test_code_from_a_cache_finds_its_op():
     """Compiled code that another process has cached is looked up when the fakes have run."""
-    run = subprocess.run(
-        [sys.executable, "-c", CACHED], capture_output=True, text=True, timeout=120
-    )
+    run = forked.python("-c", CACHED, seconds=120)
     assert run.returncode == 0, run.stderr
     assert "_hopper_prefill_keys" in run.stdout
