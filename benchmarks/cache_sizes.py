@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from benchmarks.baselines.stock_model import LAYER_TYPES, filled_cache
+from benchmarks.memory import step_bytes
 from dsv4_ops.core.checkpoint import weight_bytes
 from dsv4_ops.testing.checkpoint import FLASH, PRO
 from dsv4_ops.testing.models import YARN
@@ -35,6 +36,11 @@ MODELS = {
 
 GPUS = {"Flash": (FLASH, (1, 2, 4, 8)), "Pro": (PRO, (8, 16))}
 """GPUs that a model is split over, and its config."""
+
+STEP_TOKENS = 16384
+"""Most that a step of ``generate`` has, of up to 64 requests."""
+
+INDEX_TOPK = {"Flash": 512, "Pro": 1024}
 
 BATCHES = ((1, 2**20), (8, 2**17), (64, 2**15), (64, 2**12))
 """Requests, and tokens of each."""
@@ -87,15 +93,33 @@ def rows() -> Iterable[tuple[str, ...]]:
                 yield (name, size, str(chunk), *(_gib(figure) for figure in figures))
 
 
+def step_size(name: str) -> int:
+    """Bytes of a prefill of ``STEP_TOKENS`` tokens, beside weights and cache. Layers of a kind take
+    the same memory in turn, and experts come with the tokens: a few of each do."""
+    config, _ = GPUS[name]
+    kinds = list(dict.fromkeys(config["compress_ratios"][:-1]))
+    few = {
+        **config,
+        "num_hidden_layers": len(kinds),
+        "compress_ratios": [*kinds, 0],
+        "num_hash_layers": 1,
+        "n_routed_experts": 16,
+        "index_topk": INDEX_TOPK[name],
+    }
+    return step_bytes(few, 8, STEP_TOKENS // 8, 2**17)
+
+
 def weight_rows() -> Iterable[tuple[str, ...]]:
     """Lines of the table of weights, in GB as GPUs are sold."""
     for name, (config, counts) in GPUS.items():
         cache = sum(ours(config_of(name), 8, 2**17).values())
+        step = step_size(name)
         for count in counts:
             plans = [
                 weight_bytes(config, num_gpus=count, split_heads=split) for split in (False, True)
             ]
-            figures = [*plans[0].values(), sum(plans[0].values()), sum(plans[1].values()), cache]
+            whole, split = (sum(plan.values()) for plan in plans)
+            figures = [*plans[0].values(), whole, split, cache, step, whole + cache + step]
             yield (name, str(count), *(f"{figure / 1e9:.1f}" for figure in figures))
 
 
@@ -105,7 +129,10 @@ def _gib(size: int) -> str:
 
 TITLES = {
     "memory": ("model", "requests", "max_chunk", "GiB", *_PARTS, "Hugging Face"),
-    "weights": ("model", "GPUs", *weight_bytes(FLASH), "sum", "heads split", "cache, 8 x 128k"),
+    "weights": (
+        *("model", "GPUs", *weight_bytes(FLASH), "sum", "heads split", "cache, 8 x 128k"),
+        *("step of 16k tokens", "sum, cache and step"),
+    ),
 }
 
 

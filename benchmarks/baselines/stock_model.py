@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ LAYER_TYPES = (
     "compressed_sparse_attention",
 )
 """Layers of each type, of the 43 of DeepSeek-V4-Flash."""
+
+NOT_QUANTIZED = (r".*compressor.*\.(kv|gate)_proj", r".*\.weights_proj", r"lm_head")
+"""Linear layers that are bfloat16 in the released files."""
 
 
 def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> Any:
@@ -58,13 +62,8 @@ def flash_shaped(*, num_experts: int, device: torch.device, **changed: Any) -> A
 def in_released_precision(model: Any) -> Any:
     """Replace weights by random ones of the released format: FP8 linears, FP4 experts, E8M0
     scales, in Hugging Face's own modules."""
-    from transformers import FineGrainedFP8Config
-    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
-
-    settings = FineGrainedFP8Config(scale_fmt="ue8m0", expert_dtype="fp4")
-    kept = [r".*compressor.*\.(kv|gate)_proj", r".*\.weights_proj", r"lm_head"]
     device, generator = model.device, torch.Generator(model.device).manual_seed(0)
-    model = replace_with_fp8_linear(model, kept, settings)
+    model = _with_released_dtypes(model, NOT_QUANTIZED)
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None and weight.is_meta:
@@ -79,6 +78,32 @@ def in_released_precision(model: Any) -> Any:
                     made -= 2  # e2m1 codes are larger
                 held = torch.nn.Parameter(made.view(weight.dtype), requires_grad=False)
                 module._parameters[name] = held
+    return model
+
+
+def on_meta(config: Mapping[str, Any], not_quantized: Sequence[str] = NOT_QUANTIZED) -> Any:
+    """Hugging Face's model of a ``config.json`` in the released precision, without storage."""
+    import transformers
+
+    settings = transformers.DeepseekV4Config.from_dict(dict(config))
+    settings._attn_implementation = "eager"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model = transformers.DeepseekV4ForCausalLM(settings).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
+    return _with_released_dtypes(keep_float32(model), not_quantized)
+
+
+def _with_released_dtypes(model: Any, not_quantized: Sequence[str]) -> Any:
+    """Modules of FP8 linears and FP4 experts, whose weights are on the meta device."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    settings = FineGrainedFP8Config(scale_fmt="ue8m0", expert_dtype="fp4")
+    model = replace_with_fp8_linear(model, list(not_quantized), settings)
     model.config.quantization_config = settings
     return model
 

@@ -137,7 +137,11 @@ def has_plain_weight(linear: nn.Linear) -> bool:
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.mT`` with a float32 result."""
     differentiated = torch.is_grad_enabled() and x.requires_grad  # mm(out_dtype=) has no gradient
-    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and not differentiated:
+    if (
+        (x.is_cuda or x.is_meta)
+        and x.dtype == weight.dtype == torch.bfloat16
+        and not differentiated
+    ):
         flat = x.reshape(-1, x.shape[-1])
         return torch.mm(flat, weight.mT, out_dtype=torch.float32).view(*x.shape[:-1], -1)
     return torch.nn.functional.linear(x.float(), weight.float())

@@ -1,0 +1,238 @@
+"""Compare what the allocator holds of a model in the released precision with what was computed.
+
+Four layers of DeepSeek-V4-Flash's sizes: weights, a cache, and what steps take beside them. What is
+computed comes from shapes alone, as the tables of ``docs/memory.md`` do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.baselines.stock_model import (
+    flash_shaped,
+    in_released_precision,
+    keep_float32,
+    on_meta,
+)
+from benchmarks.harness import report
+from benchmarks.harness.live_bytes import peak_bytes
+from benchmarks.harness.options import chosen_device, size
+from benchmarks.harness.report import Report, stamp
+from benchmarks.run import WrongResult
+from dsv4_ops.core.checkpoint import weight_bytes
+from dsv4_ops.testing.checkpoint import FLASH
+
+INDEX_TOPK = 512
+"""Rows that the indexer of the released Flash selects; ``FLASH`` has those of a tiny model."""
+CLOSE = 0.01
+"""Of weights and caches: blocks of the allocator are multiples of 512 bytes."""
+
+_SMALL = {"hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 128}
+_SMALL |= {"o_lora_rank": 128, "moe_intermediate_size": 128, "vocab_size": 260}
+
+
+@dataclass(kw_only=True)
+class MemoryRow:
+    """What a part of a run takes, in GB.
+
+    ``part`` is "weights", "cache", a step beside them at its peak, or a CUDA graph of a step, whose
+    pool is held. ``allocated`` of tensors and ``reserved`` of the device are the growth that the
+    allocator reports; None on a CPU. ``outside`` is what the device has in use beside
+    ``reserved``, CUDA's context above all.
+    """
+
+    part: str
+    requests: int | None = None
+    tokens: int | None = None
+    context: int | None = None
+    computed_gb: float | None = None
+    allocated_gb: float | None = None
+    reserved_gb: float | None = None
+    outside_gb: float | None = None
+
+
+COLUMNS = (
+    "part", "requests", "tokens", "context", "computed_gb", "allocated_gb", "reserved_gb",
+    "outside_gb",
+)  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only this benchmark has."""
+    parser.add_argument("--requests", type=size, help="default: 8; 2 on a CPU")
+    parser.add_argument("--context", type=size, help="of each; default: 128k; 64 on a CPU")
+    parser.add_argument("--experts", type=size, default=16, help="default: %(default)s")
+
+
+def config_of(experts: int, **changed: Any) -> dict[str, Any]:
+    """The ``config.json`` of the four layers that ``flash_shaped`` makes."""
+    return {
+        **FLASH,
+        "num_hidden_layers": 4,
+        "compress_ratios": [0, 4, 128, 4, 0],
+        "num_hash_layers": 1,
+        "n_routed_experts": experts,
+        "index_topk": INDEX_TOPK,
+        **changed,
+    }
+
+
+def step_bytes(config: Mapping[str, Any], requests: int, tokens: int, context: int) -> int:
+    """The most that an eager step holds at once: a decode of one token per request, else a prefill.
+
+    Args:
+        config: ``config.json``; layers of a kind hold as much one after the other, so that few
+            stand for all.
+        requests: Of the step.
+        tokens: New tokens of each.
+        context: Maximum tokens of a request.
+    """
+    from dsv4_ops.integrations import transformers as v4
+
+    model = v4.patch(on_meta(config))
+    cache = v4.PagedCache.for_model(model, max_batch_size=requests, max_cache_len=context)
+    return peak_bytes(_step(model, cache, requests, tokens, context))
+
+
+def _step(model: Any, cache: Any, requests: int, tokens: int, context: int) -> Callable[[], Any]:
+    """A step at the end of a context."""
+    from dsv4_ops.integrations import transformers as v4
+
+    rows = torch.arange(requests, dtype=torch.int32, device=cache.device)
+    starts = tokens * torch.arange(requests + 1, dtype=torch.int32, device=cache.device)
+    ids = torch.zeros(requests * tokens, dtype=torch.int64, device=cache.device)
+    batch = v4.StepBatch(ids, starts, torch.full_like(rows, context), rows)
+    run = v4.decode_step if tokens == 1 else v4.prefill_step
+    return functools.partial(run, model, batch, cache.tensors)
+
+
+class Allocator:
+    """Growth of what the allocator of a device holds; of nothing on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.before = (0, 0)
+        self.start()
+
+    def start(self) -> None:
+        """Count from here."""
+        if self.cuda:
+            self.before = self._settled()
+            torch.cuda.reset_peak_memory_stats()
+
+    def held(self, row: MemoryRow) -> MemoryRow:
+        """Write what is held since ``start``."""
+        if self.cuda:
+            allocated, reserved = self._settled()
+            self._write(row, allocated, reserved)
+        return row
+
+    def peak(self, row: MemoryRow) -> MemoryRow:
+        """Write the most that was held at once since ``start``."""
+        if self.cuda:
+            torch.cuda.synchronize()
+            most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            self._write(row, *most)
+        return row
+
+    def _settled(self) -> tuple[int, int]:
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    def _write(self, row: MemoryRow, allocated: int, reserved: int) -> None:
+        free, total = torch.cuda.mem_get_info()
+        row.allocated_gb = (allocated - self.before[0]) / 1e9
+        row.reserved_gb = (reserved - self.before[1]) / 1e9
+        row.outside_gb = (total - free - torch.cuda.memory_reserved()) / 1e9
+
+
+@torch.no_grad()
+def run(options: argparse.Namespace) -> None:
+    """Load, step and capture; rows and the table go to ``options.out``."""
+    from dsv4_ops.integrations import transformers as v4
+
+    device = chosen_device(options)
+    cpu = device.type == "cpu"
+    output: Report[MemoryRow] = Report(options.out, "memory", stamp(device, options.command))
+    small = _SMALL if cpu else {}
+    requests = options.requests or (2 if cpu else 8)
+    context = options.context or (64 if cpu else 131072)
+    config = config_of(options.experts, **small)
+    memory = Allocator(device)
+
+    def add(row: MemoryRow) -> None:
+        output.add(row)
+        print(row, flush=True)
+
+    made = flash_shaped(num_experts=options.experts, device=device, **small)
+    model = v4.patch(keep_float32(in_released_precision(made)))
+    del made
+    computed = sum(weight_bytes(config).values())
+    held = sum(tensor.nbytes for tensor in model.state_dict().values())
+    if held != computed:
+        raise WrongResult(f"memory: the model has {held} bytes of weights, computed {computed}")
+    add(_checked(memory.held(MemoryRow(part="weights", computed_gb=computed / 1e9))))
+    memory.start()
+    cache = v4.PagedCache.for_model(model, max_batch_size=requests, max_cache_len=context)
+    computed = sum(cache.memory().values())
+    row = MemoryRow(part="cache", requests=requests, context=context, computed_gb=computed / 1e9)
+    add(_checked(memory.held(row)))
+    for tokens in (1, min(cache.max_chunk, context)):
+        computed = step_bytes(config, requests, tokens, context)
+        step = _step(model, cache, requests, tokens, context)
+        step()  # kernels are compiled, libraries have their workspaces
+        memory.start()
+        step()
+        part = "decode, eager" if tokens == 1 else "prefill, eager"
+        sizes = {"requests": requests, "tokens": requests * tokens, "context": context}
+        add(memory.peak(MemoryRow(part=part, **sizes, computed_gb=computed / 1e9)))
+    if not cpu:
+        _capture(memory, model, cache, requests, context, add)
+    table = report.table(output.rows, COLUMNS)
+    output.write_text(report.text("Memory of 4 layers in the released precision", output, table))
+
+
+def _capture(
+    memory: Allocator,
+    model: Any,
+    cache: Any,
+    requests: int,
+    context: int,
+    add: Callable[[MemoryRow], None],
+) -> None:
+    """What the CUDA graph of a compiled decode step holds, its pool and its output."""
+    step = _step(model, cache, requests, 1, context)
+    compiled = torch.compile(step.func, fullgraph=True, dynamic=False)  # type: ignore[attr-defined]
+    call = functools.partial(compiled, *step.args)  # type: ignore[attr-defined]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    memory.start()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    row = MemoryRow(part="decode, CUDA graph", requests=requests, tokens=requests, context=context)
+    add(memory.held(row))
+    graph.replay()
+    torch.cuda.synchronize()
+    if not bool(out.isfinite().all()):
+        raise WrongResult("memory: the captured step gives values that are not finite")
+
+
+def _checked(row: MemoryRow) -> MemoryRow:
+    """The row, if the allocator has what was computed."""
+    found, computed = row.allocated_gb, row.computed_gb
+    if found is not None and computed and abs(found / computed - 1) > CLOSE:
+        raise WrongResult(f"memory: the allocator has {found} GB of {row.part}, not {computed}")
+    return row

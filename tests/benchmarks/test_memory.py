@@ -1,0 +1,131 @@
+"""``bench memory`` and the tables of ``docs/memory.md``: computed bytes are those of Hugging Face's
+modules and of our caches, by part."""
+
+import json
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("transformers", "5.17", reason="needs deepseek_v4")
+
+from benchmarks import cache_sizes, memory
+from benchmarks.baselines.stock_model import NOT_QUANTIZED, on_meta
+from benchmarks.harness.live_bytes import peak_bytes
+from benchmarks.memory import MemoryRow
+from benchmarks.run import WrongResult, main
+from dsv4_ops.core.checkpoint import weight_bytes
+from dsv4_ops.integrations.transformers import PagedCache
+from dsv4_ops.testing.checkpoint import FLASH, PRO
+
+
+def part_of(name):
+    if ".shared_experts." in name:
+        return "shared experts"
+    if ".experts." in name:
+        return "experts"
+    return "attention" if ".self_attn." in name else "other"
+
+
+def by_part(model, num_gpus=1, is_split=lambda name: False):
+    """Bytes of Hugging Face's parameters and buffers on a GPU."""
+    found = dict.fromkeys(("experts", "attention", "shared experts", "other"), 0)
+    for name, tensor in model.state_dict().items():
+        found[part_of(name)] += tensor.nbytes // (num_gpus if is_split(name) else 1)
+    return found
+
+
+@pytest.mark.parametrize("config", [FLASH, PRO], ids=["Flash", "Pro"])
+def test_weights_are_those_of_hugging_faces_modules(config):
+    model = on_meta(config)
+    assert by_part(model) == weight_bytes(config)
+    if config is FLASH:
+        assert sum(by_part(model).values()) == 156_016_590_300
+
+
+def test_what_the_files_have_in_bfloat16_counts_so():
+    """A quantiser that is told of the head alone takes projections of compressors and the weights
+    of the indexer's heads for FP8: 0.2 % less."""
+    assert NOT_QUANTIZED[-1] == "lm_head"
+    found = sum(by_part(on_meta(FLASH, ["lm_head"])).values())
+    assert found == 155_707_017_468
+    bf16 = [
+        tensor
+        for name, tensor in on_meta(FLASH).state_dict().items()
+        if (".compressor." in name and name.endswith(("kv_proj.weight", "gate_proj.weight")))
+        or name.endswith("weights_proj.weight")
+    ]
+    blocks = sum(-(-each.shape[0] // 128) * -(-each.shape[1] // 128) for each in bf16)
+    assert found == 156_016_590_300 - sum(each.nbytes for each in bf16) // 2 + blocks
+
+
+@pytest.mark.parametrize("num_gpus", [2, 8])
+def test_gpus_have_what_hugging_faces_plans_leave_them(num_gpus):
+    """Which parameters those are is asked of the plans; the embedding, which they split since
+    transformers 5.24, is counted as whole."""
+    model = on_meta(FLASH)
+    if not hasattr(model, "_expand_parallel_plan"):
+        pytest.skip("transformers before 5.24 does not expand its plans")
+    expanded = {**model._expand_parallel_plan(model.tp_plan)}
+    expanded |= model._expand_parallel_plan(model.ep_plan)
+    split = set(expanded)
+    embedding = model.model.embed_tokens.weight
+    assert "model.embed_tokens.weight" in split
+    found = by_part(model, num_gpus, split.__contains__)
+    found["other"] += embedding.nbytes - embedding.nbytes // num_gpus
+    assert found == weight_bytes(FLASH, num_gpus=num_gpus)
+
+
+def test_a_cache_takes_on_meta_what_it_takes_on_a_cpu():
+    sizes = {"max_batch_size": 2, "max_cache_len": 700}
+    config = cache_sizes.config_of("Flash")
+    made, paper = (PagedCache(config, **sizes, device=device) for device in ("cpu", "meta"))
+    assert made.memory() == paper.memory()
+    leaves = tree_leaves((made.tensors, made.seq_lens, made.written))
+    assert sum(made.memory().values()) == sum(leaf.nbytes for leaf in leaves)
+    assert repr(made).replace("'cpu'", "'meta'") == repr(paper)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_most_that_is_held_at_once_by_hand(device):
+    x = torch.empty(1000, device=device)
+
+    def call():
+        a = x + 1  # 4000 bytes
+        b = a * 2  # 8000
+        del a  # 4000
+        c = b.view(10, 100) + b.view(10, 100)  # 8000
+        d = c.double()  # 16000
+        del b, c  # 8000
+        return d.float()  # 12000
+
+    assert peak_bytes(call) == 16000
+    assert peak_bytes(lambda: [x + 1 for _ in range(3)]) == 12000
+    assert peak_bytes(lambda: x.add_(1).view(10, 100)) == 0
+
+
+def test_steps_hold_as_much_whatever_the_depth_and_by_token():
+    shallow = memory.config_of(16, num_hidden_layers=3, compress_ratios=[0, 4, 128, 0])
+    sizes = [memory.step_bytes(memory.config_of(16), 8, tokens, 131072) for tokens in (256, 512)]
+    assert sizes[0] == memory.step_bytes(shallow, 8, 256, 131072)
+    assert sizes[1] == pytest.approx(2 * sizes[0], rel=1e-3)
+    assert sizes[0] > 2048 * 4096 * 4 * 2  # the streams of 2048 tokens
+    assert sizes[0] > 100 * memory.step_bytes(memory.config_of(16), 8, 1, 131072)
+
+
+@pytest.mark.parametrize(("found", "fits"), [(2.01, True), (1.97, False), (2.03, False)])
+def test_an_allocator_that_has_something_else_fails_the_run(found, fits):
+    row = MemoryRow(part="cache", computed_gb=2.0, allocated_gb=found)
+    if fits:
+        assert memory._checked(row) is row
+    else:
+        with pytest.raises(WrongResult, match="the allocator has"):
+            memory._checked(row)
+
+
+def test_a_short_run_has_every_part(tmp_path):
+    assert main(["memory", "--smoke", "--out", str(tmp_path)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
+    parts = ["weights", "cache", "decode, eager", "prefill, eager"]
+    assert [row["part"] for row in rows] == parts
+    assert all(row["computed_gb"] > 0 and row["allocated_gb"] is None for row in rows)
