@@ -10,7 +10,7 @@ gradient for the indexer: it learns afterwards where attention went while every 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -77,11 +77,14 @@ class Recipe:
     seed: int = 0
 
 
-def new_model(device: torch.device | str = "cpu", seed: int = 0) -> Any:
-    """Hugging Face's float32 model of CONFIG, as it initialises one."""
+def new_model(
+    device: torch.device | str = "cpu", seed: int = 0, content: Mapping[str, Any] | None = None
+) -> Any:
+    """Hugging Face's float32 model as it initialises one, of a ``config.json`` or of CONFIG."""
     config_class, model_class = require_transformers()
     unquantized = ("quantization_config", "expert_dtype", "torch_dtype", "architectures")
-    plain = {name: value for name, value in CONFIG.items() if name not in unquantized}
+    given = CONFIG if content is None else content
+    plain = {name: value for name, value in given.items() if name not in unquantized}
     config = config_class.from_dict(plain)
     config._attn_implementation, config._experts_implementation = "eager", "eager"
     with torch.random.fork_rng(devices=[]):
@@ -107,7 +110,7 @@ def train(
     recipe = recipe or Recipe()
     model = new_model(device, recipe.seed).train()
     generator = torch.Generator().manual_seed(recipe.seed + 1)
-    with torch.enable_grad(), _dense_experts(model):
+    with torch.enable_grad(), dense_forwards(model):
         _train_attention(model, recipe, generator, report)
         _train_indexer(model, recipe, generator, report)
     return model.eval().requires_grad_(False)
@@ -202,7 +205,7 @@ def _watched(attention: Any) -> Iterator[dict[str, Tensor]]:
 
 
 @contextmanager
-def _dense_experts(model: Any) -> Iterator[None]:
+def dense_forwards(model: Any) -> Iterator[None]:
     """Every expert for every token, which few small ones are faster with to train."""
     modules = [layer.mlp.experts for layer in model.model.layers]
     for module in modules:

@@ -1,7 +1,8 @@
-"""Score a model that copies in every precision, with what its indexer selects and without.
+"""Score trained models in every precision: one that copies, and one that reads text.
 
-Random weights hide what attention does: their logits turn on rounding. This model looks up what it
-read (``copying.py``), so that errors of caches, weights and selections show as wrong tokens.
+Random weights hide what attention does: their logits turn on rounding. The first model looks up
+what it read (``copying.py``), so that errors of caches, weights and selections show as wrong
+tokens; the second predicts the bytes of a manual that it was not trained on (``reading.py``).
 """
 
 from __future__ import annotations
@@ -9,40 +10,47 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
+import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import copying
+from benchmarks import copying, reading, training
 from benchmarks.harness import report
-from benchmarks.harness.options import chosen_device
+from benchmarks.harness.options import add_cases, chosen_device
 from benchmarks.harness.report import Report, one_line, stamp
 from benchmarks.precision import in_bfloat16
 from dsv4_ops.testing.checkpoint import quantize_fp4, write_checkpoint
 from dsv4_ops.testing.float64.experts import fp4_values
 
+GROUPS = ("copy", "text")
 SEQUENCES, AT_ONCE = 192, 96
 """Sequences scored, and in a call."""
+WINDOWS = 64
+"""Of held-out text, scored in one call."""
 SELECTED = 4
 """Rows that the indexer selects of up to 18, where it is judged."""
 
 
 @dataclass(kw_only=True)
 class QualityRow:
-    """Predictions of a second copy's tokens in one precision.
+    """Predictions of a second copy's tokens, or of held-out text's, in one precision.
 
-    ``accuracy_pct`` of the targets are the likeliest token. ``nll`` is the mean in nats, ``margin``
-    the mean logit of the target over the best other. ``changed_pct`` and ``nll_change`` are against
-    the first row, which is float32 by Hugging Face, and ``pct_error``, ``nll_error`` the half
-    widths of their 95 % intervals over pairs of sequences.
+    ``accuracy_pct`` of the targets are the likeliest token. ``nll`` is the mean in nats,
+    ``perplexity`` its exponential and ``margin`` the mean logit of the target over the best other.
+    ``unigram_nll`` is what the frequencies of bytes in the training text give, ``text`` a hash of
+    both texts, which depend on the version of Python. ``changed_pct`` and ``nll_change`` are
+    against the first row, which is float32 by Hugging Face, and ``pct_error``, ``nll_error`` the
+    half widths of their 95 % intervals over pairs of sequences.
     """
 
     weights: str
@@ -53,32 +61,80 @@ class QualityRow:
     targets: int = 0
     accuracy_pct: float | None = None
     nll: float | None = None
+    perplexity: float | None = None
     margin: float | None = None
     changed_pct: float | None = None
     pct_error: float | None = None
     nll_change: float | None = None
     nll_error: float | None = None
+    unigram_nll: float | None = None
+    text: str | None = None
     train_seconds: float | None = None
     seconds: float | None = None
     error: str | None = None
 
 
 COLUMNS = (
-    "weights", "activations", "runs", "cache", "selection", "accuracy_pct", "nll", "margin",
-    "changed_pct", "pct_error", "nll_change", "nll_error", "error",
+    "weights", "activations", "runs", "cache", "selection", "accuracy_pct", "nll",
+    "perplexity", "margin", "changed_pct", "pct_error", "nll_change", "nll_error", "error",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Task:
+    """Sequences, and which of their tokens are predicted.
+
+    Args:
+        config: ``config.json`` of the model.
+        tokens: [sequences, length].
+        prompt: Tokens that a patched model reads at once; the rest it reads one by one.
+        least: Tokens that come before the first prediction that is scored.
+        at_once: Sequences of a call.
+    """
+
+    config: Mapping[str, Any]
+    tokens: Tensor
+    prompt: int
+    least: int
+    at_once: int = AT_ONCE
+
+    @property
+    def targets(self) -> Tensor:
+        """Tokens that are predicted."""
+        return self.tokens[:, self.least :]
+
+    def scored(self, logits: Tensor) -> Tensor:
+        """Of logits of all tokens, those that predict ``targets``."""
+        return logits[:, self.least - 1 : -1]
+
+
+def copy_task(tokens: Tensor) -> Task:
+    """Predict the second copy but its first token, which nothing tells."""
+    prompt = tokens.shape[1] - copying.SEGMENT
+    return Task(copying.CONFIG, tokens, prompt, least=prompt + 1)
+
+
+def text_task(windows: Tensor) -> Task:
+    """Predict text behind the first sliding window."""
+    return Task(reading.CONFIG, windows, windows.shape[1] - reading.DECODED, reading.LEAST, WINDOWS)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only this benchmark has."""
     parser.add_argument(
-        "--steps", type=int, help="of training; default: 230, half a minute on a GPU"
+        "--steps", type=int, help="of training; default: half a minute on a GPU for each model"
     )
+    add_cases(parser, GROUPS)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train, score everything, and write rows and the table to ``options.out``."""
+    """Train, score everything, and write rows and tables to ``options.out``."""
     device = chosen_device(options)
+    for group in options.cases or GROUPS:
+        (_copy if group == "copy" else _text)(options, device)
+
+
+def _copy(options: argparse.Namespace, device: torch.device) -> None:
     output: Report[QualityRow] = Report(options.out, "quality", stamp(device, options.command))
     recipe = copying.Recipe()
     if options.smoke:
@@ -90,11 +146,40 @@ def run(options: argparse.Namespace) -> None:
     seconds = time.perf_counter() - start
     scored = 6 if options.smoke else SEQUENCES
     tokens = copying.sequences(scored, torch.Generator().manual_seed(1000))
-    for row in Judge(tokens, device).rows(model):
+    judge = Judge(copy_task(tokens), device)
+    for row in itertools.chain(judge.rows(model), judge.selections(model)):
         row.train_seconds = seconds
         output.add(row)
     table = report.table(output.rows, COLUMNS)
     title = "Second copies of random segments, by precision"
+    output.write_text(report.text(title, output, table, _NOTES))
+
+
+def _text(options: argparse.Namespace, device: torch.device) -> None:
+    output: Report[QualityRow] = Report(options.out, "quality_text", stamp(device, options.command))
+    text = training.manual()
+    stages: Sequence[training.Stage] = reading.STAGES
+    if options.smoke:
+        stages = reading.SMOKE_STAGES
+    elif options.steps:
+        stages = (replace(stages[0], steps=options.steps),)
+
+    def progress(step: int, loss: float) -> None:
+        if step % 20 == 0:
+            _progress("text", step, loss)
+
+    start = time.perf_counter()
+    model = reading.train(device, text, stages, report=progress)
+    seconds = time.perf_counter() - start
+    count, length = (
+        (3, reading.LEAST + reading.DECODED) if options.smoke else (WINDOWS, reading.LENGTH)
+    )
+    for row in Judge(text_task(text.windows(count, length)), device).rows(model):
+        row.train_seconds = seconds
+        row.unigram_nll, row.text = training.unigram_loss(text), text.hash
+        output.add(row)
+    table = report.table(output.rows, COLUMNS)
+    title = "Held-out text, by precision"
     output.write_text(report.text(title, output, table, _NOTES))
 
 
@@ -109,13 +194,13 @@ Call = Callable[[Tensor], Tensor]
 class Judge:
     """Scores models with the same sequences."""
 
-    def __init__(self, tokens: Tensor, device: torch.device) -> None:
-        self.tokens, self.device = tokens, device
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self.task, self.device = task, device
         self.first: tuple[Tensor, Tensor] | None = None
 
     @torch.no_grad()
     def rows(self, model: Any) -> Iterator[QualityRow]:
-        """A row per precision, then per selection."""
+        """A row per precision."""
         yield self._row(model, "fp32", "fp32")
         yield self._patched(model, "fp32", "fp32", "fp32", "reference")
         yield self._patched(model, "fp32", "fp32", "fp8", "serve")
@@ -123,7 +208,6 @@ class Judge:
         yield self._row(half, "bf16", "bf16")
         yield self._patched(half, "bf16", "bf16", "fp8", "serve")
         yield from self._released(model)
-        yield from self.selections(model)
 
     def _released(self, model: Any) -> Iterator[QualityRow]:
         """From files of the trained weights in the released format."""
@@ -134,7 +218,7 @@ class Judge:
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder)
             weights = copying.released_weights(model, place / "plain")
-            path = write_checkpoint(place / "released", copying.CONFIG, weights=weights)
+            path = write_checkpoint(place / "released", self.task.config, weights=weights)
             dequantize = transformers.FineGrainedFP8Config(dequantize=True)
             for dtype in (torch.float32, torch.bfloat16):
                 kind = "fp32" if dtype == torch.float32 else "bf16"
@@ -145,6 +229,7 @@ class Judge:
             recipe = v4.Recipe.serve(activations=activations)
             yield self._patched(quantized, "FP8 + FP4", activations, "fp8", recipe)
 
+    @torch.no_grad()
     def selections(self, model: Any) -> Iterator[QualityRow]:
         """With few rows selected: by the indexer, as it is, rounded, and misled."""
         few = copy.deepcopy(model)
@@ -172,14 +257,13 @@ class Judge:
         )
         v4.patch(model, kv=kv, precision=precision)
         try:
-            length = self.tokens.shape[1]
+            length, split = self.task.tokens.shape[1], self.task.prompt
 
             def call(ids: Tensor) -> Tensor:
-                """Up to the second copy at once, and then as ``generate`` does."""
+                """The prompt at once, and then as ``generate`` does."""
                 cache = v4.PagedCache.for_model(
                     model, max_batch_size=len(ids), max_cache_len=length
                 )
-                split = length - copying.SEGMENT
                 steps = [ids[:, :split], *ids[:, split:].split(1, dim=1)]
                 return torch.cat([model(step, cache=cache).logits for step in steps], 1)
 
@@ -191,8 +275,8 @@ class Judge:
         start = time.perf_counter()
         try:
             parts = [
-                call(ids.to(self.device))[:, -copying.SEGMENT : -1].float().cpu()
-                for ids in self.tokens.split(AT_ONCE)
+                self.task.scored(call(ids.to(self.device))).float().cpu()
+                for ids in self.task.tokens.split(self.task.at_once)
             ]
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as caught:
             row.error = one_line(caught)
@@ -200,10 +284,11 @@ class Judge:
         finally:
             gc.collect()
         row.seconds = time.perf_counter() - start
-        correct, nll, margin = judged(torch.cat(parts), copying.targets(self.tokens))
+        correct, nll, margin = judged(torch.cat(parts), self.task.targets)
         row.targets = correct.numel()
         row.accuracy_pct = 100 * float(correct.mean())
         row.nll, row.margin = float(nll.mean()), float(margin.mean())
+        row.perplexity = math.exp(row.nll)
         if self.first is None:
             self.first = correct, nll
         else:

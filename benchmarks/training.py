@@ -131,14 +131,15 @@ def trained_model(
         torch.manual_seed(seed)
         model = model_class(small_config(**SIZES)).train()
         _route_evenly(model)
-        losses = _train(model, text.train, stages, report)
+        losses = train(model, text.train, stages, report)
     last = losses[-max(1, len(losses) // 10) :]
     return model.eval().requires_grad_(False), sum(last) / len(last)
 
 
-def _train(
+def train(
     model: Any, tokens: Tensor, stages: Sequence[Stage], report: Callable[[int, float], object]
 ) -> list[float]:
+    """Train a model on its device; returns the loss of every step."""
     total, losses = sum(stage.steps for stage in stages), list[float]()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01, foreach=True
@@ -149,6 +150,7 @@ def _train(
                 group["lr"] = 3e-3 * learning_rate(len(losses), total)
             starts = torch.randint(len(tokens) - stage.length - 1, (stage.batch,)).tolist()
             batch = torch.stack([tokens[start : start + stage.length + 1] for start in starts])
+            batch = batch.to(model.device)
             loss = next_byte_loss(model(batch[:, :-1], use_cache=False).logits, batch[:, 1:])
             optimizer.zero_grad()
             loss.backward()

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
-from benchmarks import copying, quality
+from benchmarks import copying, quality, reading, training
 from benchmarks.run import main
 from dsv4_ops.core.checkpoint import released_tensors
 
@@ -103,7 +103,7 @@ def test_a_selection_changes_which_rows_are_read(name):
 def test_what_breaks_the_selection_breaks_the_score():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = copying.train(device)
-    judge = quality.Judge(sampled(96), device)
+    judge = quality.Judge(quality.copy_task(sampled(96)), device)
     with torch.no_grad():
         rows = {row.selection: row for row in judge.selections(model)}
     best = f"best {quality.SELECTED}"
@@ -115,7 +115,7 @@ def test_what_breaks_the_selection_breaks_the_score():
 
 @pytest.mark.nightly("the parts are checked one by one; the whole takes minutes")
 def test_a_short_run_scores_everything(tmp_path, capsys):
-    assert main(["quality", "--smoke", "--out", str(tmp_path)]) == 0
+    assert main(["quality", "--cases", "copy", "--smoke", "--out", str(tmp_path)]) == 0
     rows = [json.loads(line) for line in (tmp_path / "quality.jsonl").read_text().splitlines()]
     assert len(rows) == 9 + 2 + len(quality.SELECTIONS)
     assert not [row for row in rows if row["error"]]
@@ -124,3 +124,67 @@ def test_a_short_run_scores_everything(tmp_path, capsys):
     assert exact["changed_pct"] == 0
     assert abs(exact["nll_change"]) < 1e-5
     assert "of opposite keys" in capsys.readouterr().out
+
+
+def test_a_task_scores_what_it_says():
+    """Logits of a position predict the token behind it; every scored one of text has the window and
+    more in front of it."""
+    tokens = torch.arange(10)[None]
+    task = quality.Task({}, tokens, prompt=6, least=7)
+    assert task.targets.tolist() == [[7, 8, 9]]
+    assert task.scored(tokens[..., None]).flatten().tolist() == [6, 7, 8]
+    copy = quality.copy_task(sampled())
+    assert torch.equal(copy.targets, copying.targets(copy.tokens))
+    assert copy.prompt == 48
+    text = quality.text_task(training.manual().windows(3, reading.LENGTH))
+    assert text.targets.shape == (3, reading.LENGTH - reading.LEAST)
+    assert text.config["sliding_window"] <= reading.LEAST
+    assert reading.LENGTH - text.prompt == reading.DECODED
+    assert text.config["index_topk"] * 4 >= reading.LENGTH
+
+
+def test_the_reading_model_has_every_kind_of_layer_and_the_names_of_released_files(tmp_path):
+    model = copying.new_model(content=reading.CONFIG)
+    assert len(set(model.config.layer_types)) == 3
+    wanted = released_tensors(reading.CONFIG, expert_dtype="fp4", scale_dtype="F8_E8M0")
+    trunk = {name for name in wanted if not name.endswith(".scale") and not name.startswith("mtp.")}
+    assert copying.released_weights(model, tmp_path).keys() == trunk
+
+
+def test_the_reading_model_learns_and_is_the_same_again():
+    text = training.manual()
+    losses = []
+    made = [
+        reading.train(
+            "cpu", text, (training.Stage(6, 2, 32),), report=lambda step, loss: losses.append(loss)
+        )
+        for _ in range(2)
+    ]
+    assert losses[:6] == losses[6:]
+    assert losses[5] < losses[0] - 0.5
+    assert all(
+        torch.equal(*both) for both in zip(*(each.parameters() for each in made), strict=True)
+    )
+    assert not any(weight.requires_grad for weight in made[0].parameters())
+
+
+def test_windows_of_text_were_not_trained_on():
+    text = training.manual()
+    trained = bytes(text.train.tolist())
+    windows = text.windows(quality.WINDOWS, reading.LENGTH)
+    assert not [window for window in windows if bytes(window.tolist()) in trained]
+
+
+@pytest.mark.nightly("the copying model's rows, and a task's parts")
+def test_a_short_run_scores_text(tmp_path):
+    options = ["quality", "--cases", "text", "--smoke", "--out", str(tmp_path)]
+    assert main(options) == 0
+    lines = (tmp_path / "quality_text.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) == 9
+    assert not [row for row in rows if row["error"]]
+    assert all(row["targets"] == 3 * reading.DECODED for row in rows)
+    assert all(row["perplexity"] == pytest.approx(math.exp(row["nll"])) for row in rows)
+    assert abs(rows[1]["nll_change"]) < 1e-5  # patched, in float32 with a float32 cache
+    assert any(row["nll_change"] != 0 for row in rows[2:])
+    assert not (tmp_path / "quality.jsonl").exists()
