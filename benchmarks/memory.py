@@ -101,7 +101,9 @@ def step_bytes(config: Mapping[str, Any], requests: int, tokens: int, context: i
     return peak_bytes(_step(model, cache, requests, tokens, context))
 
 
-def _step(model: Any, cache: Any, requests: int, tokens: int, context: int) -> Callable[[], Any]:
+def _step(
+    model: Any, cache: Any, requests: int, tokens: int, context: int
+) -> functools.partial[Any]:
     """A step at the end of a context."""
     from dsv4_ops.integrations import transformers as v4
 
@@ -211,8 +213,8 @@ def _capture(
 ) -> None:
     """What the CUDA graph of a compiled decode step holds, its pool and its output."""
     step = _step(model, cache, requests, 1, context)
-    compiled = torch.compile(step.func, fullgraph=True, dynamic=False)  # type: ignore[attr-defined]
-    call = functools.partial(compiled, *step.args)  # type: ignore[attr-defined]
+    compiled = torch.compile(step.func, fullgraph=True, dynamic=False)
+    call = functools.partial(compiled, *step.args)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
