@@ -16,6 +16,7 @@ from dsv4_ops.__main__ import main
 from dsv4_ops.cli import doctor, show
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch import probes
+from tests.support import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("ops", "meta", "reference", "lowering", "testing")
@@ -25,6 +26,22 @@ def run(capsys, *arguments):
     """Exit status and standard output of a command."""
     status = main(arguments)
     return status, capsys.readouterr().out
+
+
+# torch reads CXX when it is imported, which a forked process has behind it
+DOCTOR = """
+import sys
+from torch._inductor import config
+config.cpp.cxx = (None, sys.argv[1])
+from dsv4_ops.__main__ import main
+sys.exit(main(["doctor", "--json"]))
+"""
+
+
+def doctor_of(compiler):
+    """What ``doctor --json`` ends with where CXX is ``compiler``."""
+    env = {**os.environ, "CXX": compiler}
+    return forked.python("-c", DOCTOR, compiler, cwd=ROOT, env=env)
 
 
 def python(*arguments, **environment):
@@ -289,7 +306,7 @@ def test_linked_libraries_tells_static_from_dynamic(monkeypatch, static_cxx, rea
 
 @needs_gxx
 def test_doctor_warns_of_a_compiler_that_links_libstdcxx_statically(static_cxx):
-    result = python("-m", "dsv4_ops", "doctor", "--json", CXX=static_cxx)
+    result = doctor_of(static_cxx)
     report = json.loads(result.stdout)
     assert result.returncode == 1
     assert report["aot_inductor"]["compiler"] == static_cxx
@@ -300,13 +317,13 @@ def test_doctor_warns_of_a_compiler_that_links_libstdcxx_statically(static_cxx):
 
 @needs_gxx
 def test_doctor_is_content_with_plain_gxx():
-    report = json.loads(python("-m", "dsv4_ops", "doctor", "--json", CXX="g++").stdout)
+    report = json.loads(doctor_of("g++").stdout)
     assert report["aot_inductor"]["links libstdc++"] == "dynamically"
     assert not any("CXX" in text for text in report["problems"])
 
 
 def test_doctor_says_what_to_do_without_a_compiler():
-    report = json.loads(python("-m", "dsv4_ops", "doctor", "--json", CXX="/no/such/cxx").stdout)
+    report = json.loads(doctor_of("/no/such/cxx").stdout)
     assert any("Install g++, or set CXX" in text for text in report["problems"])
 
 

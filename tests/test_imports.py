@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.support import forked
+
 BLOCKED = (
     "triton",
     "torch._inductor.lowering",
@@ -37,11 +39,17 @@ print(dsv4_ops.token_map(torch.tensor([0, 1]).int(), torch.tensor([5]).int(), nu
 """
 
 IMPORT_TIME = """
-import gc, time, torch
+import gc, os, sys, time, torch
 gc.disable()
-start = time.process_time()
-import dsv4_ops
-print((time.process_time() - start) * 1000)
+sys.pycache_prefix = sys.argv[1]
+for _ in range(5):
+    child = os.fork()
+    if not child:
+        start = time.process_time()
+        import dsv4_ops
+        print((time.process_time() - start) * 1000, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
 
 FIRST_COMPILE = """
@@ -56,9 +64,9 @@ compiled(torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([10, 7], dtype
 """
 
 
-def run(code: str, **env: str) -> subprocess.CompletedProcess:
+def run(code: str, *options: str, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *options],
         capture_output=True,
         text=True,
         env={**os.environ, **env},
@@ -73,8 +81,9 @@ def test_import_needs_torch_only():
 def test_import_costs_less_than_150_ms_over_torch(tmp_path):
     """Of processor time, the best of five: the budget is the package's, not that of a busy machine,
     of a collection of torch's objects, or of bytecode that is not kept."""
-    kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    assert min(float(run(IMPORT_TIME, **kept).stdout) for _ in range(5)) < 150
+    found = run(IMPORT_TIME, str(tmp_path), PYTHONDONTWRITEBYTECODE="").stdout.split()
+    assert len(found) == 5
+    assert min(map(float, found)) < 150
 
 
 @pytest.mark.slow
@@ -94,7 +103,8 @@ def test_without_the_trace_rule_the_op_would_be_opaque(tmp_path):
         "import torch._library.simple_registry as rules, dsv4_ops\n"
         "rules.singleton._data.clear()",
     )
-    logged = run(no_rule, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).stderr
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    logged = forked.python("-c", no_rule, env=env).stderr
     assert "torch.ops.dsv4_ops.flatten_decode" in logged
 
 

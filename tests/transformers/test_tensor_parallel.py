@@ -1,10 +1,6 @@
 """Hugging Face's tensor parallel: ``from_pretrained(tp_plan="auto")``, then ``patch``."""
 
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,16 +8,41 @@ import torch
 pytest.importorskip("transformers", "5.23", reason="splits DeepSeek-V4 since")
 pytest.importorskip("accelerate", reason="transformers loads split models with it")
 
+import transformers
+
+from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
 from tests.support.hf_models import text
+from tests.support.ranks import run_ranks
 
 LENGTH = 24
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+@torch.no_grad()
+def rank_checks(rank, folder):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    want = torch.load(folder / "want.pt")
+    model = transformers.DeepseekV4ForCausalLM.from_pretrained(
+        folder / "model", tp_plan="auto", attn_implementation="eager"
+    ).eval()
+    weight, config = model.model.layers[0].mlp.experts.gate_up_proj, model.config
+    share = weight.to_local() if hasattr(weight, "to_local") else weight
+    whole = config.n_routed_experts * 2 * config.moe_intermediate_size * config.hidden_size
+    assert 2 * share.numel() == whole, "each process has half of the experts"
+    for precision in ("reference", "serve"):
+        v4.patch(model, kv="fp32", precision=precision)
+        cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=64)
+        tokens, length = want["tokens"], want["tokens"].shape[1]
+        got = model(tokens[:, : length - 1], cache=cache).logits
+        torch.testing.assert_close(got, want["logits"][:, :-1], rtol=0, atol=3e-5)
+        ints = ([0, 1], [length], [0])
+        last = [torch.tensor(values, dtype=torch.int32) for values in ints]
+        step = v4.decode_step
+        if precision == "reference":
+            step = torch.compile(step, fullgraph=True, backend="eager")
+        got = step(model, v4.StepBatch(tokens[0, -1:], *last), cache.tensors)
+        torch.testing.assert_close(got, want["logits"][:, -1], rtol=0, atol=3e-5)
+        v4.unpatch(model)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
@@ -31,18 +52,4 @@ def test_two_processes(tmp_path):
     model.save_pretrained(tmp_path / "model")
     with torch.no_grad():
         torch.save({"tokens": tokens.clone(), "logits": model(tokens).logits}, tmp_path / "want.pt")
-    script = Path(__file__).with_name("tensor_parallel.py")
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    paths = os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, tmp_path],
-            env={**os.environ, **shared, "PYTHONPATH": paths, "RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    outputs = [process.communicate(timeout=600)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs[0] + outputs[1]
+    run_ranks(2, rank_checks, tmp_path, tmp_path)
