@@ -15,8 +15,10 @@ from benchmarks.harness.live_bytes import peak_bytes
 from benchmarks.memory import MemoryRow
 from benchmarks.run import WrongResult, main
 from dsv4_ops.core.checkpoint import weight_bytes
+from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.integrations.transformers import PagedCache
 from dsv4_ops.testing.checkpoint import FLASH, PRO
+from dsv4_ops.testing.models import small_model
 
 
 def part_of(name):
@@ -104,10 +106,25 @@ def test_the_most_that_is_held_at_once_by_hand(device):
     assert peak_bytes(lambda: x.add_(1).view(10, 100)) == 0
 
 
-def test_steps_hold_as_much_whatever_the_depth_and_by_token():
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_step_holds_on_meta_what_it_holds_on_a_cpu(tokens):
+    """In float32, whose products no device does in another dtype."""
+    found = []
+    for device in ("cpu", "meta"):
+        model = v4.patch(small_model().to(device), kv="fp32", precision="reference")
+        cache = PagedCache.for_model(model, max_batch_size=2, max_cache_len=300)
+        if device == "cpu":
+            for request in range(2):
+                cache.add(request, 300)
+        found.append(peak_bytes(memory._step(model, cache, 2, tokens, 300)))
+    assert found[0] == found[1] > 0
+
+
+def test_steps_hold_as_much_whatever_depth_and_context_and_by_token():
     shallow = memory.config_of(16, num_hidden_layers=3, compress_ratios=[0, 4, 128, 0])
     sizes = [memory.step_bytes(memory.config_of(16), 8, tokens, 131072) for tokens in (256, 512)]
     assert sizes[0] == memory.step_bytes(shallow, 8, 256, 131072)
+    assert sizes[0] == memory.step_bytes(shallow, 8, 256, 4096)
     assert sizes[1] == pytest.approx(2 * sizes[0], rel=1e-3)
     assert sizes[0] > 2048 * 4096 * 4 * 2  # the streams of 2048 tokens
     assert sizes[0] > 100 * memory.step_bytes(memory.config_of(16), 8, 1, 131072)
