@@ -43,12 +43,15 @@ def test_bf16_rows(name, monkeypatch):
     assert_exact(decode.mla_decode(EAGER, *moved.tensors, **moved.settings), case)
 
 
-@pytest.fixture(params=[False, True], ids=["", "FP8 rows by Hopper's kernel"], autouse=True)
-def fp8_on_hopper(request, monkeypatch):
-    """Both kernels of FP8 rows."""
-    monkeypatch.setattr(decode, "FP8_ON_HOPPER", request.param)
+@pytest.fixture(params=["", "in Triton"])
+def both_kernels(request, monkeypatch):
+    """The kernel that this GPU has, then the one in Triton. Not of what is compiled: what was for
+    the first would be run again."""
+    if request.param:
+        monkeypatch.setattr(support, "kernels", lambda: None)
 
 
+@pytest.mark.usefixtures("both_kernels")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_ragged_batches_of_all_layouts(layout, heads):
@@ -57,6 +60,7 @@ def test_ragged_batches_of_all_layouts(layout, heads):
         assert_exact(called(case), case)
 
 
+@pytest.mark.usefixtures("both_kernels")
 def test_other_dtypes():
     for case in (
         mla_case(1, [3, 2], 16, longest=300, layout=FP8, codes=True),
@@ -67,12 +71,14 @@ def test_other_dtypes():
         assert_exact(called(case), case)
 
 
+@pytest.mark.usefixtures("both_kernels")
 @pytest.mark.parametrize("layout", [FP8, DS_FP8])
 def test_a_row_of_nan_codes_stays_with_the_tokens_that_see_it(layout):
     case = mla_case(4, [4, 2], 8, longest=300, layout=layout, adversarial=False, num_splits=2)
     assert_spoils_what_sees_it(lambda each: [part.cpu() for part in called(each)], case)
 
 
+@pytest.mark.usefixtures("both_kernels")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_batch_is_scheduled_by_its_lengths(layout):
     lens = [3000, 1, 0, 64, 128, 129, 127, 63, *range(60)]
@@ -80,6 +86,7 @@ def test_a_batch_is_scheduled_by_its_lengths(layout):
     assert_exact(called(case), case)
 
 
+@pytest.mark.usefixtures("both_kernels")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_plans(layout):
     case = mla_case(6, [1] * 9, 64, longest=900, layout=layout, hint=False)

@@ -124,16 +124,11 @@ def supported(call: Call, settings: Mapping[str, Any]) -> bool:
     return powers and dense and q.dtype in (torch.bfloat16, torch.float8_e4m3fn)
 
 
-FP8_ON_HOPPER = True
-"""Whether Hopper's kernel takes FP8 rows. Off until a GPU has run it: so far CPUs only show its
-results and the order of its barriers."""
-
-
 def runs_on_hopper(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> bool:
-    """Whether Hopper's kernel takes the call: rows of 576 values, bf16 or FP8 if that is on."""
+    """Whether Hopper's kernel takes the call: rows of 576 values, bf16 or FP8."""
     q, cache = call.q, call.kv_cache
     is_plain = settings["layout"] == PlainLayout.tag
-    kind = q.dtype == torch.bfloat16 if is_plain else FP8_ON_HOPPER
+    kind = q.dtype == torch.bfloat16 or not is_plain
     sizes = int(q.shape[2]) == WIDTH and int(settings["kv_lora_rank"]) == RANK
     # addresses are not known while a graph is traced: the op asks
     aligned = launch.opaque_gluon or launch.is_aligned(cache)

@@ -8,7 +8,6 @@ import torch
 
 import dsv4_ops as ops
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.kernels.mla import decode
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import equal
 from tests.helpers import INT32_MAX, INT32_MIN
@@ -29,11 +28,6 @@ emulated = pytest.importorskip(
 
 KERNEL, IN_TRITON = "hopper_mla_decode_kernel", "mla_decode_kernel"
 CASES = kernel_cases()
-
-
-@pytest.fixture(autouse=True)
-def fp8_on_hopper(monkeypatch):
-    monkeypatch.setattr(decode, "FP8_ON_HOPPER", True)
 
 
 def run(case, seed=0):
