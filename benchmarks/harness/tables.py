@@ -416,18 +416,6 @@ TABLES = {
         ),
         chosen=lambda row: bool(row["group"] == "v4_layer" and row["ranks"] == 2),
     ),
-    "split_models": Table(
-        "context_parallel",
-        (
-            ("model", lambda row: row["group"].partition("_")[0].upper()),
-            ("requests x context", lambda row: f"{row['tokens']} x {row['context'] // 1024}k"),
-            ("on each GPU", lambda row: row["variant"]),
-            ("step, ms", lambda row: number(row["us"] / 1e3)),
-            ("kernels per layer", lambda row: f"{row['kernels']:.0f}"),
-            ("caches of a GPU, GB", lambda row: number(row["cache_gb"])),
-        ),
-        chosen=lambda row: bool(row["group"].endswith("_model") and row["ranks"] == 2),
-    ),
     "precision_random": Table("precision", _PRECISION, chosen=lambda row: row["model"] == "random"),
     "precision_trained": Table(
         "precision",

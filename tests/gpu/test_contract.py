@@ -15,6 +15,7 @@ from dsv4_ops.core.registry import OPS
 from dsv4_ops.lowering.inspect import build_package, compile_and_get_code, load_package
 from dsv4_ops.testing.contract import checks
 from tests.attention.test_metadata import assert_equal, decode, prefill
+from tests.support.inductor_bugs import mended
 from tests.support.metadata_batches import SPEC, random_inputs, tables_of
 
 pytestmark = [
@@ -30,11 +31,12 @@ def test_contract_on_cuda(name):
     checks.check_cases(spec, "cuda")
     checks.check_opcheck(spec, "cuda")
     checks.check_fake(spec, "cuda")
-    compiled = checks.CompiledOp(spec, "cuda")
-    compiled.check_cases()
-    compiled.fuzz(200)
-    checks.check_fusion(spec, "cuda")
-    checks.check_cuda_graph(spec)
+    with mended(name):
+        compiled = checks.CompiledOp(spec, "cuda")
+        compiled.check_cases()
+        compiled.fuzz(200)
+        checks.check_fusion(spec, "cuda")
+        checks.check_cuda_graph(spec)
 
 
 @pytest.mark.parametrize("build", [decode, prefill], ids=lambda build: build.__name__)
