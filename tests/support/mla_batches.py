@@ -212,8 +212,8 @@ def assert_spoils_what_sees_it(run: Callable[[Case], Sequence[Tensor]], case: Ca
     for actual, expected in zip(run(changed), run(case), strict=True):
         assert bool(actual[seeing].isnan().all())
         eps = 2 * torch.finfo(actual.dtype).eps
-        largest = float(expected[others].nan_to_num(0, 0, 0).abs().max())
-        torch.testing.assert_close(actual[others], expected[others], rtol=eps, atol=eps * largest)
+        amax = float(expected[others].nan_to_num(0, 0, 0).abs().max())
+        torch.testing.assert_close(actual[others], expected[others], rtol=eps, atol=eps * amax)
 
 
 def planned(case: Case, plan: Tensor) -> Case:
