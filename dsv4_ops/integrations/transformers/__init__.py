@@ -17,6 +17,7 @@ Example:
 
 from dsv4_ops.integrations.transformers.cache import OutOfBlocks, PagedCache
 from dsv4_ops.integrations.transformers.compiled import CompiledStep, compile_step
+from dsv4_ops.integrations.transformers.draft_loading import load_mtp
 from dsv4_ops.integrations.transformers.export import (
     decode_inputs,
     export_decode,
@@ -49,6 +50,7 @@ __all__ = [
     "export_decode",
     "export_prefill",
     "input_names",
+    "load_mtp",
     "load_quantized",
     "patch",
     "prefill_step",
