@@ -27,6 +27,11 @@ from dsv4_ops.integrations.transformers.export import (
 from dsv4_ops.integrations.transformers.loading import load_quantized
 from dsv4_ops.integrations.transformers.patch import patch, unpatch
 from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.integrations.transformers.speculation import (
+    SpeculativeStep,
+    speculative_prefill,
+    speculative_step,
+)
 from dsv4_ops.integrations.transformers.steps import decode_step, prefill_step
 from dsv4_ops.integrations.transformers.tensors import (
     CacheTables,
@@ -43,6 +48,7 @@ __all__ = [
     "PagedCache",
     "Recipe",
     "RopeTables",
+    "SpeculativeStep",
     "StepBatch",
     "compile_step",
     "decode_inputs",
@@ -54,5 +60,7 @@ __all__ = [
     "load_quantized",
     "patch",
     "prefill_step",
+    "speculative_prefill",
+    "speculative_step",
     "unpatch",
 ]
