@@ -329,8 +329,8 @@ def test_models_that_cannot_have_it_are_refused(path, model, quantized, tmp_path
         (
             v3,
             path,
-            "model must be DeepSeek-V4 for a draft layer, got DeepseekV3ForCausalLM. Draft by "
-            "other means",
+            "model must be DeepseekV4ForCausalLM for a draft layer, got "
+            f"{' or '.join(v3.dsv4_ops_spec.causal_lm)}. Draft by other means",
         ),
         (torch.nn.Linear(2, 2), path, "model must be patched, got another. Call patch first"),
     ):
