@@ -107,7 +107,7 @@ def train(
     recipe = recipe or Recipe()
     model = new_model(device, recipe.seed).train()
     generator = torch.Generator().manual_seed(recipe.seed + 1)
-    with torch.enable_grad(), _dense_experts(model):
+    with torch.enable_grad(), dense_training(model):
         _train_attention(model, recipe, generator, report)
         _train_indexer(model, recipe, generator, report)
     return model.eval().requires_grad_(False)
@@ -126,7 +126,7 @@ def _train_attention(
     for step in range(recipe.steps):
         tokens = sequences(recipe.batch, generator).to(model.device)
         loss = copy_loss(model(tokens, use_cache=False).logits, tokens)
-        _step(optimizer, model, loss, recipe.rate * min(1.0, (step + 1) / _WARM))
+        optimize(optimizer, model, loss, recipe.rate * min(1.0, (step + 1) / _WARM))
         if (step + 1) % 50 == 0:
             report("attention", step + 1, float(loss.detach()))
 
@@ -145,7 +145,7 @@ def _train_indexer(
         with _watched(attention) as seen:
             model(tokens, use_cache=False)
         loss = indexer_loss(seen["scores"], seen["weights"])
-        _step(optimizer, indexer, loss, recipe.rate * learning_rate(step, recipe.indexer))
+        optimize(optimizer, indexer, loss, recipe.rate * learning_rate(step, recipe.indexer))
         if (step + 1) % 50 == 0:
             report("indexer", step + 1, float(loss.detach()))
 
@@ -202,7 +202,7 @@ def _watched(attention: Any) -> Iterator[dict[str, Tensor]]:
 
 
 @contextmanager
-def _dense_experts(model: Any) -> Iterator[None]:
+def dense_training(model: Any) -> Iterator[None]:
     """Every expert for every token, which few small ones are faster with to train."""
     modules = [layer.mlp.experts for layer in model.model.layers]
     for module in modules:
@@ -222,7 +222,8 @@ def dense_experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor)
     return torch.einsum("tei,edi,te->td", made, module.down_proj, share)
 
 
-def _step(optimizer: torch.optim.Optimizer, module: Any, loss: Tensor, rate: float) -> None:
+def optimize(optimizer: torch.optim.Optimizer, module: Any, loss: Tensor, rate: float) -> None:
+    """One step of ``optimizer`` on the parameters of ``module``."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.zero_grad()

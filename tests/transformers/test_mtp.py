@@ -11,9 +11,11 @@ from torch.utils import _pytree as pytree
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 pytest.importorskip("accelerate", reason="Hugging Face dequantises with it")
 
+from benchmarks.acceptance import draft_logits
 from dsv4_ops.core.checkpoint import CONFIG as CONFIG_FILE
 from dsv4_ops.core.checkpoint import INDEX
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.draft_loading import released_weights
 from dsv4_ops.reference.experts import expert_values
 from dsv4_ops.testing.checkpoint import TINY, tensors, write_checkpoint
 from dsv4_ops.testing.models import small_mla_model
@@ -337,6 +339,26 @@ def test_models_that_cannot_have_it_are_refused(path, model, quantized, tmp_path
         with pytest.raises((ValueError, NotImplementedError)) as raised:
             v4.load_mtp(held, folder)
         assert str(raised.value) == f"load_mtp: {message}."
+
+
+def test_weights_by_their_names_in_the_files(path, model):
+    held = {name: value for name, value in tensors(path) if name.startswith("mtp.")}
+    found = released_weights(model.mtp)
+    assert found.keys() == {name for name in held if not name.endswith(".scale")}
+    for name, value in found.items():
+        scale = held.get(name.removesuffix("weight") + "scale")
+        want = held[name]
+        if scale is not None:
+            want = expert_values(want, scale.view(torch.uint8))
+        assert torch.equal(value, want.to(value.dtype)), name
+
+
+def test_the_trained_form_is_the_formula(model, oracle, text):
+    """What benchmarks.acceptance trains."""
+    streams = oracle.streams(text)
+    want, _ = oracle.draft(streams[:, :-1], text[:, 1:])
+    found = draft_logits(model, model.mtp, streams, text)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
 # Steps

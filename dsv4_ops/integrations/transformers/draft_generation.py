@@ -192,7 +192,7 @@ def _prefilled(run: _Run, prompts: list[Tensor]) -> SpeculativeStep:
     steps = -(-max(sizes) // chunk)
     rows = torch.arange(len(prompts), dtype=torch.int32, device=device)
     for step in range(steps):
-        # counted from the end: short prompts join late
+        # counted from the end: short prompts begin late
         stops = [max(size - (steps - 1 - step) * chunk, 0) for size in sizes]
         starts = [max(stop - chunk, 0) for stop in stops]
         parts = [

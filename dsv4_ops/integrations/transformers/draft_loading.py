@@ -158,6 +158,18 @@ def fill(draft: Any, stored: Mapping[str, StoredTensor], device: torch.device) -
         _set_experts(experts, _num_experts(stored), read, device)
 
 
+def released_weights(draft: Any) -> dict[str, Tensor]:
+    """The weights of a draft layer that is not quantised, by their names in released files."""
+    found = {f"{source}.weight": f"{target}.weight" for source, target in _LINEARS.items()}
+    state = draft.state_dict()
+    weights = {source: state[target] for source, target in (found | _OTHERS).items()}
+    for name, parts in _EXPERTS.items():
+        for index, expert in enumerate(state[f"layers.0.mlp.experts.{name}"]):
+            for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+                weights[f"ffn.experts.{index}.{part}.weight"] = weight
+    return {f"{DRAFT}.0.{name}": weight for name, weight in weights.items()}
+
+
 def _num_experts(stored: Mapping[str, StoredTensor]) -> int:
     return sum(name.startswith("ffn.experts.") and name.endswith(".w2.weight") for name in stored)
 
