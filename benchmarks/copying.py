@@ -129,7 +129,7 @@ def _train_attention(
     for step in range(recipe.steps):
         tokens = sequences(recipe.batch, generator).to(model.device)
         loss = copy_loss(model(tokens, use_cache=False).logits, tokens)
-        _step(optimizer, model, loss, recipe.rate * min(1.0, (step + 1) / _WARM))
+        optimize(optimizer, model, loss, recipe.rate * min(1.0, (step + 1) / _WARM))
         if (step + 1) % 50 == 0:
             report("attention", step + 1, float(loss.detach()))
 
@@ -148,7 +148,7 @@ def _train_indexer(
         with _watched(attention) as seen:
             model(tokens, use_cache=False)
         loss = indexer_loss(seen["scores"], seen["weights"])
-        _step(optimizer, indexer, loss, recipe.rate * learning_rate(step, recipe.indexer))
+        optimize(optimizer, indexer, loss, recipe.rate * learning_rate(step, recipe.indexer))
         if (step + 1) % 50 == 0:
             report("indexer", step + 1, float(loss.detach()))
 
@@ -225,7 +225,8 @@ def dense_experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor)
     return torch.einsum("tei,edi,te->td", made, module.down_proj, share)
 
 
-def _step(optimizer: torch.optim.Optimizer, module: Any, loss: Tensor, rate: float) -> None:
+def optimize(optimizer: torch.optim.Optimizer, module: Any, loss: Tensor, rate: float) -> None:
+    """One step of ``optimizer`` on the parameters of ``module``."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.zero_grad()

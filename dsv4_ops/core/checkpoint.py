@@ -271,18 +271,18 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _json(file: Path, op: str = OP) -> dict[str, Any]:
     if not file.is_file():
         rule, advice = f"hold {file.name}", "Pass the folder of a checkpoint"
-        raise refusal(ValueError, OP, "path", rule, file.parent, advice)
+        raise refusal(ValueError, op, "path", rule, file.parent, advice)
     held: dict[str, Any] = json.loads(file.read_text())
     return held
 
 
-def _header(file: Path) -> dict[str, StoredTensor]:
+def _header(file: Path, op: str = OP) -> dict[str, StoredTensor]:
     if not file.is_file():
         rule = "hold every shard of its index"
-        raise refusal(ValueError, OP, "path", rule, f"no {file.name}", "Download the shard")
+        raise refusal(ValueError, op, "path", rule, f"no {file.name}", "Download the shard")
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         entries = json.loads(stream.read(size))
@@ -294,7 +294,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         found[name] = StoredTensor(info, file, start, stop)
     if file.stat().st_size != max((each.stop for each in found.values()), default=first):
         rule = "be as long as its header says"
-        raise refusal(ValueError, OP, file.name, rule, f"{file.stat().st_size} bytes", _AGAIN)
+        raise refusal(ValueError, op, file.name, rule, f"{file.stat().st_size} bytes", _AGAIN)
     return found
 
 
@@ -344,20 +344,79 @@ def check_checkpoint(path: Path | str, *, scales: bool = True) -> CheckpointInfo
 
 
 def _require(
-    stored: Mapping[str, StoredTensor], name: str, info: TensorInfo | None = None
+    stored: Mapping[str, StoredTensor],
+    name: str,
+    info: TensorInfo | None = None,
+    *,
+    op: str = OP,
 ) -> StoredTensor:
     if name not in stored:
         what = name if info is None else f"{name}, {info}"
-        raise refusal(ValueError, OP, "path", f"hold {what}", "no such tensor", _AGAIN)
+        raise refusal(ValueError, op, "path", f"hold {what}", "no such tensor", _AGAIN)
     return stored[name]
 
 
-def _check_tensor(name: str, wanted: TensorInfo, actual: TensorInfo) -> None:
+def _check_tensor(name: str, wanted: TensorInfo, actual: TensorInfo, *, op: str = OP) -> None:
     if actual == wanted:
         return
     transposed = actual == TensorInfo(wanted.dtype, wanted.shape[::-1])
     advice = "It is transposed" if transposed else _AGAIN
-    raise refusal(ValueError, OP, name, f"be {wanted}", actual, advice)
+    raise refusal(ValueError, op, name, f"be {wanted}", actual, advice)
+
+
+def draft_tensors(path: Path | str, *, op: str = OP) -> dict[str, StoredTensor]:
+    """Headers of the one draft layer (MTP) of a released checkpoint, checked; reads no tensor.
+
+    Args:
+        path: The folder with ``config.json`` and the index of the shards.
+        op: Public function that an error names.
+
+    Returns:
+        The tensors under ``mtp.0.``, by name without that prefix.
+
+    Raises:
+        ValueError: the files hold no draft layer or several, or a tensor of it is missing, unknown,
+            transposed or of another dtype or shape; by name.
+        NotImplementedError: a draft of DSpark, or the checkpoint of another architecture.
+    """
+    path = Path(path)
+    config, index = _json(path / CONFIG, op), _json(path / INDEX, op)
+    kind = config.get("model_type")
+    if kind != "deepseek_v4":
+        rule, advice = "be 'deepseek_v4'", "Draft layers of other architectures are unknown"
+        raise refusal(NotImplementedError, op, "model_type", rule, repr(kind), advice)
+    shards = {name: file for name, file in index["weight_map"].items() if name.startswith("mtp.")}
+    stored: dict[str, StoredTensor] = {}
+    for file in sorted(set(shards.values())):
+        stored |= _header(path / file, op)
+    stored = {name: tensor for name, tensor in stored.items() if name in shards}
+    dspark = [name for name in stored if any(part in name for part in DSPARK)]
+    if dspark:
+        rule, advice = "be of an MTP layer", "DSpark's drafts are not implemented"
+        raise refusal(NotImplementedError, op, "path", rule, f"{min(dspark)} of DSpark", advice)
+    if not shards:
+        rule, advice = "hold a draft layer, mtp.0", "Pass a checkpoint that has one"
+        raise refusal(ValueError, op, "path", rule, "no tensor of it", advice)
+    others = [name for name in shards if not name.startswith("mtp.0.")]
+    if others:
+        rule, advice = "hold one draft layer, mtp.0", "Drafts of several layers are unknown"
+        raise refusal(NotImplementedError, op, "path", rule, min(others), advice)
+    expert = _require(stored, "mtp.0.ffn.experts.0.w1.weight", op=op).info.dtype
+    scale = _require(stored, "mtp.0.attn.wq_a.scale", op=op).info.dtype
+    settings = {**config, "num_hidden_layers": 0, "num_nextn_predict_layers": 1}
+    expert_dtype = "fp4" if expert == FP4_PAIRS else "fp8"
+    expected = released_tensors(settings, expert_dtype=expert_dtype, scale_dtype=scale)
+    wanted = {name: info for name, info in expected.items() if name.startswith("mtp.")}
+    for name, info in wanted.items():
+        _check_tensor(name, info, _require(stored, name, info, op=op).info, op=op)
+    unknown = [name for name in stored if name not in wanted]
+    if unknown:
+        rule, advice = (
+            "hold no tensor that a draft layer has no place for",
+            "It is of another model",
+        )
+        raise refusal(ValueError, op, "path", rule, min(unknown), advice)
+    return {name.removeprefix("mtp.0."): stored[name] for name in wanted}
 
 
 def _draft(stored: Mapping[str, StoredTensor]) -> str:

@@ -91,6 +91,6 @@ def test_generate_names_the_draft_layers_that_it_has_not():
     with pytest.raises(NotImplementedError) as raised:
         reference().generate(text()[:1, :4], use_mtp=True)
     assert str(raised.value) == (
-        "generate: use_mtp must be False with a patched model, got True. Draft layers of a "
-        "checkpoint are not loaded: draft by other means, with decode_step and verify_draft."
+        "generate: use_mtp must be False with a patched model, got True. Pass num_draft_tokens; "
+        "load_mtp loads the draft layer of a checkpoint."
     )

@@ -17,6 +17,7 @@ Example:
 
 from dsv4_ops.integrations.transformers.cache import OutOfBlocks, PagedCache
 from dsv4_ops.integrations.transformers.compiled import CompiledStep, compile_step
+from dsv4_ops.integrations.transformers.draft_loading import load_mtp
 from dsv4_ops.integrations.transformers.export import (
     decode_inputs,
     export_decode,
@@ -26,6 +27,11 @@ from dsv4_ops.integrations.transformers.export import (
 from dsv4_ops.integrations.transformers.loading import load_quantized
 from dsv4_ops.integrations.transformers.patch import patch, unpatch
 from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.integrations.transformers.speculation import (
+    SpeculativeStep,
+    speculative_prefill,
+    speculative_step,
+)
 from dsv4_ops.integrations.transformers.steps import decode_step, prefill_step
 from dsv4_ops.integrations.transformers.tensors import (
     CacheTables,
@@ -42,6 +48,7 @@ __all__ = [
     "PagedCache",
     "Recipe",
     "RopeTables",
+    "SpeculativeStep",
     "StepBatch",
     "compile_step",
     "decode_inputs",
@@ -49,8 +56,11 @@ __all__ = [
     "export_decode",
     "export_prefill",
     "input_names",
+    "load_mtp",
     "load_quantized",
     "patch",
     "prefill_step",
+    "speculative_prefill",
+    "speculative_step",
     "unpatch",
 ]

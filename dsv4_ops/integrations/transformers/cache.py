@@ -14,7 +14,7 @@ from dsv4_ops.attention.caches import mark_static
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.architectures import spec_of_config
-from dsv4_ops.integrations.transformers.architectures.base import require_transformers
+from dsv4_ops.integrations.transformers.architectures.base import draft_of, require_transformers
 from dsv4_ops.integrations.transformers.blocks import BlockPool, OutOfBlocks
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
@@ -53,6 +53,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         precision: As passed to ``patch``.
         parallel: As passed to ``patch``. Each rank has its part of the rows of every block, which
             then holds as many times the positions.
+        draft_layer: Whether it has the window keys of a draft layer (``load_mtp``) too.
         device: Device of the tensors.
 
     Raises:
@@ -82,6 +83,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         kv: str = "fp8",
         precision: str | Recipe = "serve",
         parallel: ContextParallel | None = None,
+        draft_layer: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(layers=[])
@@ -96,6 +98,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         chunk = min(max_cache_len, DEFAULT_CHUNK) if max_chunk is None else max_chunk
         checks.at_least(1, max_chunk=chunk)
         checks.device_name("device", device)
+        checks.flag("draft_layer", draft_layer)
         self.spec = spec_of_config("PagedCache", config, kv, precision, parallel=parallel)
         # the public names are properties of transformers' Cache
         self._max_batch_size, self._max_cache_len = max_batch_size, max_cache_len
@@ -120,26 +123,32 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
         self.rings = self.spec.rings(max_cache_len, chunk, next_n)
         self.seq_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
         self.written = torch.zeros_like(self.seq_lens)  # furthest end of each row so far
+        drafts = self.spec.draft_kinds("PagedCache") if draft_layer else ()
         self.tensors = CacheTensors(
             tables=self.spec.tables(self._pool_table(), self.rings, max_cache_len),
             rope=self.spec.rope_tables(max_cache_len, self.device),
-            layers=tuple(
-                self.spec.layer_caches(kind, max_batch_size, blocks, self.rings, self.device)
-                for kind in self.spec.kinds
-            ),
+            layers=self._layers(self.spec.kinds, blocks),
+            draft=self._layers(drafts, blocks),
             made_for=self.spec.fingerprint,
             dropped=torch.zeros(1, dtype=torch.int64, device=self.device),
         )
         mark_static(self.seq_lens, self.written, *pytree.tree_leaves(self.tensors))
 
+    def _layers(self, kinds: tuple[str, ...], num_blocks: int) -> tuple[Any, ...]:
+        sizes = (self._max_batch_size, num_blocks, self.rings, self.device)
+        return tuple(self.spec.layer_caches(kind, *sizes) for kind in kinds)
+
     @classmethod
     def for_model(cls, model: Any, **sizes: Any) -> PagedCache:
-        """Make a cache with the ``kv``, ``precision`` and ``device`` of a patched model."""
+        """Make a cache with the ``kv``, ``precision`` and ``device`` of a patched model.
+
+        It has keys of a draft layer if the model has one.
+        """
         op, spec = "PagedCache.for_model", getattr(model, "dsv4_ops_spec", None)
         if spec is None:
             raise refusal(ValueError, op, "model", "be patched", "another", "Call patch first")
         given = {"kv": spec.kv, "precision": spec.recipe, "device": model.device}
-        given["parallel"] = spec.parallel
+        given |= {"parallel": spec.parallel, "draft_layer": draft_of(model) is not None}
         return cls(model.config, **{**given, **sizes})
 
     def _pool_table(self) -> Tensor:
@@ -295,7 +304,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             "window": window keys; grows with ``max_batch_size`` and ``max_chunk``. "compressed" and
             "indexer": compressed keys and indexer keys; grow with ``num_blocks``. "states":
             compressor states; grows with ``max_batch_size``. "latents", in place of these, of
-            DeepSeek-V3 and V2. "tables": RoPE tables, block tables, lengths.
+            DeepSeek-V3 and V2. "draft", if there is one: window keys of the draft layer. "tables":
+            RoPE tables, block tables, lengths.
 
         Example:
             >>> from dsv4_ops.testing.models import small_config
@@ -304,7 +314,10 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             449280
         """
         groups = self.spec.memory_groups
-        parts = dict.fromkeys((*groups.values(), "tables"), 0)
+        names = ("draft",) if self.tensors.draft else ()
+        parts = dict.fromkeys((*groups.values(), *names, "tables"), 0)
+        for tensor in pytree.tree_leaves(self.tensors.draft):
+            parts["draft"] += tensor.nbytes
         for layer in self.tensors.layers:
             for name, tensor in vars(layer).items():
                 if tensor is not None:

@@ -111,6 +111,14 @@ def of_model(model: Any, spec: ModelSpec) -> Iterator[tuple[Any, str, Maker]]:
     changes in every family. Modules are found by their class's forward, wherever an adapter put
     them; the recipe skips modules with a forward of their own.
     """
+    yield from of_layers(model, spec)
+    head = unwrapped(model.lm_head)
+    if spec.recipe.logits_float32 and type(head) is nn.Linear and own_forward(head) is None:
+        yield head, "forward", _logits_forward
+
+
+def of_layers(model: Any, spec: ModelSpec) -> Iterator[tuple[Any, str, Maker]]:
+    """``of_model`` without the head, of a model or of some of its layers."""
     norms = spec.recipe.norms_float32
     for module in model.modules():
         if is_part(module, "Model"):
@@ -121,9 +129,6 @@ def of_model(model: Any, spec: ModelSpec) -> Iterator[tuple[Any, str, Maker]]:
             yield module, "forward", _norm_forward
     yield from spec.replacements(model)
     yield from quantized.replacements(model, spec.recipe, spec.impl)
-    head = unwrapped(model.lm_head)
-    if spec.recipe.logits_float32 and type(head) is nn.Linear and own_forward(head) is None:
-        yield head, "forward", _logits_forward
 
 
 def _logits_forward(before: Forward) -> Forward:

@@ -16,6 +16,7 @@ from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.blocks import out_of_blocks
 from dsv4_ops.integrations.transformers.cache import DEFAULT_CHUNK, PagedCache
 from dsv4_ops.integrations.transformers.cache_argument import cache_argument
+from dsv4_ops.integrations.transformers.draft_generation import DraftDecoding, check_call
 
 Method = Callable[..., Any]
 
@@ -33,6 +34,7 @@ class _Call:
     caches: list[PagedCache] = field(default_factory=list)
     ended: Tensor | None = None
     padded: Tensor | None = None  # rows whose last token is padding: they had ended before it
+    num_drafts: int = 0
 
     def step(self, ended: Tensor) -> None:
         """Record which rows have ended, the token just chosen included."""
@@ -44,20 +46,25 @@ _CALL: ContextVar[_Call | None] = ContextVar("_CALL", default=None)
 
 
 def generate(before: Method) -> Method:
-    """``generate``: take ``cache`` under any version's name; raise if the cache dropped tokens."""
+    """``generate``: take ``cache`` under any version's name; raise if the cache dropped tokens.
+
+    With ``num_draft_tokens`` the model's draft layer proposes that many tokens a step.
+    """
 
     @functools.wraps(before)
     def run(self: Any, *args: Any, **given: Any) -> Any:
         if "cache" in given:
             given[cache_argument()] = given.pop("cache")
         if given.get("use_mtp", getattr(given.get("generation_config"), "use_mtp", None)):
-            rule, what = (
-                "be False with a patched model",
-                "Draft layers of a checkpoint are not loaded",
-            )
-            advice = f"{what}: draft by other means, with decode_step and verify_draft"
+            rule = "be False with a patched model"
+            advice = "Pass num_draft_tokens; load_mtp loads the draft layer of a checkpoint"
             raise refusal(NotImplementedError, "generate", "use_mtp", rule, True, advice)
         call = _Call()
+        num_drafts = given.pop("num_draft_tokens", None)
+        if num_drafts is not None:
+            check_call(self, num_drafts, given)
+            call.num_drafts = num_drafts
+            given["custom_generate"] = DraftDecoding(num_drafts)
         token = _CALL.set(call)
         try:
             out = before(self, *args, **given)
@@ -91,11 +98,16 @@ def prepare_cache(before: Method) -> Method:
             beams = generation_config.num_beams
             raise refusal(NotImplementedError, "generate", "num_beams", rule, beams, advice)
         if ours and not searches and generation_config.use_cache is not False:
+            call = _CALL.get()
+            num_drafts = 0 if call is None else call.num_drafts
+            longest = max_cache_length + 1 + num_drafts  # the last step verifies drafts behind it
+            chunk = _chunk(generation_config, model_kwargs, rows, longest)
             made = PagedCache.for_model(
                 self,
                 max_batch_size=rows,
-                max_cache_len=max_cache_length + 1,
-                max_chunk=_chunk(generation_config, model_kwargs, rows, max_cache_length + 1),
+                max_cache_len=longest,
+                max_chunk=max(chunk, 1 + num_drafts),
+                next_n=1 + num_drafts,
             )
             model_kwargs[cache_argument()] = made
             return None

@@ -28,8 +28,8 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
         settings: Arguments of ``from_pretrained``, such as ``device_map="cuda"``.
 
     Returns:
-        ``DeepseekV4ForCausalLM`` in evaluation mode, not patched. Its draft layer (MTP) is not
-        loaded, as Hugging Face has none.
+        ``DeepseekV4ForCausalLM`` in evaluation mode, not patched; without its draft layer,
+        which ``load_mtp`` loads.
 
     Raises:
         ValueError: the files are not as released: a tensor is missing, transposed or unknown.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from dsv4_ops.attention import ContextParallel
@@ -10,7 +11,11 @@ from dsv4_ops.core.refusal import refusal
 from dsv4_ops.dispatch.choice import IMPLS
 from dsv4_ops.integrations.transformers import forwards, generation, quantized
 from dsv4_ops.integrations.transformers.architectures import spec_of_config
-from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, require_transformers
+from dsv4_ops.integrations.transformers.architectures.base import (
+    DRAFT,
+    ModelSpec,
+    require_transformers,
+)
 from dsv4_ops.integrations.transformers.modules import Maker, Replacement, check_placement
 from dsv4_ops.integrations.transformers.recipe import Recipe
 
@@ -115,15 +120,26 @@ def patch(
     replaced = _Replacements()
     for name, hook in generation.HOOKS.items():
         replaced.method(model, name, hook)
-    for module, name, make in list(forwards.of_model(model, spec)):
-        replaced.method(module, name, make)
     setattr(model, _SPEC, spec)
     setattr(model, _REPLACED, replaced)
+    add_replacements(model, forwards.of_model(model, spec))
     return model
 
 
+def add_replacements(model: Any, found: Iterable[tuple[Any, str, Maker]]) -> None:
+    """Replace methods of a patched model's modules, until ``unpatch``.
+
+    Args:
+        model: A patched model.
+        found: (module, name, maker) of every method.
+    """
+    replaced: _Replacements = getattr(model, _REPLACED)
+    for module, name, make in list(found):
+        replaced.method(module, name, make)
+
+
 def unpatch(model: Any) -> Any:
-    """Restore a model's own forwards.
+    """Restore a model's own forwards, and remove its draft layer.
 
     Args:
         model: A patched model. It is changed, and returned.
@@ -139,6 +155,7 @@ def unpatch(model: Any) -> Any:
         advice = "There is nothing to undo"
         raise refusal(ValueError, "unpatch", "model", "be patched", "another", advice)
     replaced.undo()
+    model._modules.pop(DRAFT, None)
     getattr(model, _SPEC).restore(model)
     quantized.restore(model)
     delattr(model, _SPEC)

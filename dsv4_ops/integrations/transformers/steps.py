@@ -135,6 +135,21 @@ def _run(
     state_rings: bool,
     run: Runner,
 ) -> Tensor:
+    spec, cache = checked(op, model, batch, given)
+    num_tokens = batch.tokens.shape[0]
+    if num_tokens == 0 or batch.rows.shape[0] == 0:
+        starts = batch.query_start_loc
+        cache.dropped.add_((starts[1:] - starts[:-1]).clamp(min=0).sum())
+        return starts.new_zeros(num_tokens, model.config.hidden_size, dtype=spec.dtype)
+    step = run("metadata", build_step, spec, batch, cache, schedule, model.config.vocab_size)
+    tokens = batch.tokens
+    return run_layers(model.model, spec, tokens, None, step, cache, schedule, state_rings, run)
+
+
+def checked(
+    op: str, model: Any, batch: StepBatch, given: CacheTensors | PagedCache
+) -> tuple[ModelSpec, CacheTensors]:
+    """Raise if a step cannot run, before anything is written; return its spec and its caches."""
     spec = spec_of(op, model)
     cache = _tensors_of(op, given)
     checks = Checks(op)
@@ -148,26 +163,20 @@ def _run(
     check_modules(op, spec, model.model, cache.device)
     spec.refresh(model.model)
     quantized.refresh(model.model)
-    vocab_size = model.config.vocab_size
     of_batch = (batch.tokens, starts, batch.seq_lens, batch.rows)
     if values_are_free(*of_batch, cache.tables.pool):
         sizes = (spec.block_tokens, spec.most_tokens(cache))
-        check_batch(op, batch, cache, vocab_size, sizes)
+        check_batch(op, batch, cache, model.config.vocab_size, sizes)
         if spec.parallel is not None:
             shapes = {"num_tokens": len(batch.tokens), "num_reqs": len(batch.rows)}
             spec.parallel.agree(op, "batch", cache.device, **shapes)
-    num_tokens = batch.tokens.shape[0]
-    if num_tokens == 0 or batch.rows.shape[0] == 0:
-        cache.dropped.add_((starts[1:] - starts[:-1]).clamp(min=0).sum())
-        return starts.new_zeros(num_tokens, model.config.hidden_size, dtype=spec.dtype)
-    step = run("metadata", _build_step, spec, batch, cache, schedule, vocab_size)
-    tokens = batch.tokens
-    return run_layers(model.model, spec, tokens, None, step, cache, schedule, state_rings, run)
+    return spec, cache
 
 
-def _build_step(
+def build_step(
     spec: ModelSpec, batch: StepBatch, cache: CacheTensors, schedule: str, vocab_size: int
 ) -> Any:
+    """Build what the layers of a step share; count the tokens that it cannot store."""
     found, wanted = tokens_of(batch, cache)
     found = replace(found, tokens=storable(found.tokens, cache, spec.block_tokens))
     step = spec.build_step(found, cache, schedule)
@@ -267,9 +276,16 @@ def run_layers(
         state_rings: As for ``attention_layer``.
         run: What runs the parts.
     """
+    ids, hidden = embedded(body, tokens, embeddings, step)
+    return spec.run_layers(body, hidden, ids, step, cache, schedule, state_rings, run)[0]
+
+
+def embedded(
+    body: Any, tokens: Tensor | None, embeddings: Tensor | None, step: Any
+) -> tuple[Tensor | None, Tensor]:
+    """Ids, and what the first layer reads, of the tokens of a step; [1, num_tokens, ...] each."""
     ids = None
     if tokens is not None:
         read = (step.positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)
         ids = torch.where(read, tokens, 0)[None]
-    hidden = body.embed_tokens(ids) if embeddings is None else embeddings[None]
-    return spec.run_layers(body, hidden, ids, step, cache, schedule, state_rings, run)[0]
+    return ids, body.embed_tokens(ids) if embeddings is None else embeddings[None]

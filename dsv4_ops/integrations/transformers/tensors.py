@@ -91,6 +91,7 @@ class CacheTensors:
         dropped: Number of tokens that steps could not store, [1], int64.
         made_for: ``fingerprint`` of the model; steps refuse the cache of another model.
             Part of the pytree's structure, so a constant in graphs.
+        draft: Caches of the draft layer, such as ``LayerCaches``; empty without one.
     """
 
     tables: Any
@@ -98,6 +99,7 @@ class CacheTensors:
     layers: tuple[Any, ...]
     dropped: Tensor
     made_for: str
+    draft: tuple[Any, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -111,7 +113,7 @@ class CacheTensors:
         return self.dropped.device
 
 
-_CACHE = ("tables", "rope", "layers", "dropped")
+_CACHE = ("tables", "rope", "layers", "dropped", "draft")
 
 
 def _flatten(cache: CacheTensors) -> tuple[list[Any], str]:
@@ -124,8 +126,8 @@ def _flatten_with_keys(cache: CacheTensors) -> tuple[list[tuple[Any, Any]], str]
 
 
 def _unflatten(values: Iterable[Any], made_for: str) -> CacheTensors:
-    tables, rope, layers, dropped = values
-    return CacheTensors(tables, rope, layers, dropped, made_for)
+    tables, rope, layers, dropped, draft = values
+    return CacheTensors(tables, rope, layers, dropped, made_for, draft)
 
 
 pytree.register_pytree_node(

@@ -36,6 +36,15 @@ def require_transformers(op: str) -> Any:
     return transformers
 
 
+DRAFT = "mtp"
+"""Name of the draft layer among the modules of a model."""
+
+
+def draft_of(model: Any) -> Any:
+    """The draft layer of a patched model, or None."""
+    return model._modules.get(DRAFT)
+
+
 Runner = Callable[..., Any]
 """Runs a part of a step: called with the part's name, its function, and the function's arguments.
 Parts of one name have the same code, such as layers of one kind."""
@@ -224,6 +233,24 @@ class ModelSpec(ABC):
     ) -> Tensor:
         """Run all layers on ``hidden`` [1, num_tokens, hidden_size]; return the normed states."""
 
+    def run_streams(
+        self,
+        body: Any,
+        hidden: Tensor,
+        ids: Tensor | None,
+        step: Any,
+        cache: CacheTensors,
+        schedule: str,
+        state_rings: bool,
+        run: Runner = run_part,
+    ) -> Tensor:
+        """Run all layers; return the residual streams, which a draft layer reads."""
+        raise NotImplementedError
+
+    def normed(self, body: Any, streams: Tensor) -> Tensor:
+        """The normed states of what ``run_streams`` returns."""
+        raise NotImplementedError
+
     @abstractmethod
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
         """Attention output of a Hugging Face layer, for [1, num_tokens, hidden_size]."""
@@ -235,6 +262,56 @@ class ModelSpec(ABC):
     @abstractmethod
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
         """Modules of an attention layer that steps do not call."""
+
+    def draft_kinds(self, op: str) -> tuple[str, ...]:
+        """Kinds of the layers that draft; raise an error of ``op`` if the family has none here."""
+        rule, advice = "be DeepseekV4ForCausalLM for a draft layer", "Draft by other means"
+        found = " or ".join(self.causal_lm)
+        raise refusal(NotImplementedError, op, "model", rule, found, advice)
+
+    def draft_layer(self, op: str, model: Any) -> Any:
+        """Make the draft layer of a model, whose weights are not set."""
+        self.draft_kinds(op)
+
+    def prepare_draft(self, layer: Any) -> None:
+        """Add what steps read besides the weights of a draft layer."""
+        return None
+
+    def build_draft_step(self, step: StepTokens, cache: CacheTensors) -> Any:
+        """``build_step`` of a decode step that only the draft layer runs."""
+        raise NotImplementedError
+
+    def run_draft(
+        self,
+        model: Any,
+        tokens: Tensor,
+        streams: Tensor,
+        step: Any,
+        cache: CacheTensors,
+        schedule: str,
+    ) -> Tensor:
+        """Run the draft layer of a model.
+
+        Args:
+            model: The model.
+            tokens: Token behind each of the step's tokens, [num_tokens], int64; -1 if unknown.
+            streams: Residual streams of the step's tokens, after the last layer or a draft.
+            step: From ``build_step``.
+            cache: The caches.
+            schedule: "decode" or "prefill".
+
+        Returns:
+            Streams of the drafts, as ``streams``.
+        """
+        raise NotImplementedError
+
+    def draft_hidden(self, model: Any, streams: Tensor) -> Tensor:
+        """Normed states of draft streams, for the head, [1, num_tokens, hidden_size]."""
+        raise NotImplementedError
+
+    def holds_states(self, cache: CacheTensors, next_n: int) -> bool:
+        """Whether the caches keep the states that steps of ``next_n`` tokens may go back to."""
+        return True
 
     def of_model(self, model: Any) -> ModelSpec:
         """The spec for a model of this configuration, parts of which other ranks may have."""

@@ -49,6 +49,18 @@ def kept_states(layers: LayerSpec, kind: str, next_n: int) -> int:
     return windows * layers.ratio(kind) + next_n - 1
 
 
+def holds_states(layers: LayerSpec, cache: CacheTensors, next_n: int) -> bool:
+    """Whether the rings keep the states that steps of ``next_n`` tokens may go back to."""
+    for layer in cache.layers:
+        kind = kind_of(layer)
+        if layer.states is not None:
+            table, block = getattr(cache.tables, f"{kind}_states"), layers.state_block_size(kind)
+            kept = kept_states(layers, kind, next_n)
+            if _is_ring(layer.states, table) and _ring(layer.states, table, block) < kept:
+                return False
+    return True
+
+
 def kind_of(caches: LayerCaches) -> str:
     """Kind of the layer that caches are for."""
     if caches.compressed is None:

@@ -27,9 +27,10 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     ModelSpec,
     Runner,
     StepTokens,
+    draft_of,
     run_part,
 )
-from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import joined, rings
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import draft, joined, rings
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.attention import (
     KIND_OF_TYPE,
     attention,
@@ -264,6 +265,21 @@ class DeepseekV4Spec(ModelSpec):
         state_rings: bool,
         run: Runner = run_part,
     ) -> Tensor:
+        streams = self.run_streams(body, hidden, ids, step, cache, schedule, state_rings, run)
+        states: Tensor = run("norm", _normed, body, streams)
+        return states
+
+    def run_streams(
+        self,
+        body: Any,
+        hidden: Tensor,
+        ids: Tensor | None,
+        step: AttentionStep,
+        cache: CacheTensors,
+        schedule: str,
+        state_rings: bool,
+        run: Runner = run_part,
+    ) -> Tensor:
         streams = hidden.unsqueeze(2).expand(-1, -1, body.config.hc_mult, -1).contiguous()
         for kind, layer, caches in zip(self.kinds, body.layers, cache.layers, strict=True):
             context = LayerContext(step, caches, cache.rope.of(kind), schedule, state_rings)
@@ -277,8 +293,49 @@ class DeepseekV4Spec(ModelSpec):
                 position_ids=None,
                 attention_mask=None,
             )
-        states: Tensor = run("norm", _normed, body, streams)
+        return streams
+
+    def normed(self, body: Any, streams: Tensor) -> Tensor:
+        states: Tensor = _normed(body, streams)
         return states
+
+    # The draft layer
+
+    def draft_kinds(self, op: str) -> tuple[str, ...]:
+        if self.parallel is not None:
+            rule, advice = "be None with a draft layer", "Patch the model without ranks"
+            raise refusal(NotImplementedError, op, "parallel", rule, "ranks", advice)
+        return draft.KINDS
+
+    def draft_layer(self, op: str, model: Any) -> Any:
+        self.draft_kinds(op)
+        return draft.DraftLayer(model)
+
+    def prepare_draft(self, layer: Any) -> None:
+        joined.prepare(layer, self.recipe, self.impl)
+
+    def build_draft_step(self, step: StepTokens, cache: CacheTensors) -> AttentionStep:
+        layers = self.layers_for("decode", step.tokens.positions.shape[0])
+        cache = replace(cache, layers=cache.draft)
+        return rings.build_step(layers, step.tokens, step.ends, cache, 0)
+
+    def run_draft(
+        self,
+        model: Any,
+        tokens: Tensor,
+        streams: Tensor,
+        step: AttentionStep,
+        cache: CacheTensors,
+        schedule: str,
+    ) -> Tensor:
+        return draft.run(model, tokens, streams, step, cache, schedule)
+
+    def draft_hidden(self, model: Any, streams: Tensor) -> Tensor:
+        states: Tensor = _normed(draft_of(model), streams)
+        return states
+
+    def holds_states(self, cache: CacheTensors, next_n: int) -> bool:
+        return rings.holds_states(self.layers, cache, next_n)
 
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
         float32 = self.recipe.compressor_float32

@@ -1,0 +1,148 @@
+"""The draft layer of DeepSeek-V4 (multi-token prediction): a sliding layer behind the last one.
+
+It reads the residual streams of a token and the embedding of the token behind it, and predicts the
+one after that. Embedding and head are the model's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsv4_ops.integrations.transformers import quantized
+from dsv4_ops.integrations.transformers.architectures.base import LayerContext, draft_of
+from dsv4_ops.integrations.transformers.dropped import in_vocabulary
+from dsv4_ops.integrations.transformers.modules import Replacement, unwrapped
+from dsv4_ops.integrations.transformers.tensors import CacheTensors
+
+KINDS = ("window",)
+"""Kinds of its layers; a model with one draft layer has one."""
+
+
+class DraftLayer(nn.Module):
+    """The modules of the draft layer, with the names that Hugging Face's model has for its own.
+
+    Args:
+        model: The model that it drafts for. Linear layers and experts are of the model's classes,
+            in its dtypes; weights are on the meta device until they are loaded.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
+
+        super().__init__()
+        self.config = model.config
+        config = copy.deepcopy(model.config)
+        config.num_hidden_layers = 1
+        config.layer_types, config.mlp_layer_types = ["sliding_attention"], ["moe"]
+        width, eps = config.hidden_size, config.rms_norm_eps
+        with torch.device("meta"):
+            self.layers = nn.ModuleList([modeling.DeepseekV4DecoderLayer(config, 0)])
+            self.e_proj = nn.Linear(width, width, bias=False)
+            self.h_proj = nn.Linear(width, width, bias=False)
+            for name in ("enorm", "hnorm", "norm"):
+                self.add_module(name, modeling.DeepseekV4RMSNorm(width, eps=eps))
+            self.hc_head = modeling.DeepseekV4HyperHead(config)
+        _take_classes(self, model.model)
+        self.eval().requires_grad_(False)
+
+
+def _take_classes(draft: DraftLayer, body: Any) -> None:
+    """Take quantised modules, and dtypes of the others, from the model's last layer."""
+    source = body.layers[-1]
+    for name, _ in list(draft.layers[0].named_modules()):
+        if not name:
+            continue
+        found = _module(source, name)
+        if found is not None and quantized.is_quantized(found):
+            draft.layers[0].set_submodule(name, _empty_copy(found))
+    linear = unwrapped(source.self_attn).q_a_proj
+    if quantized.is_quantized(unwrapped(linear)):
+        width = draft.config.hidden_size
+        for name in ("e_proj", "h_proj"):
+            setattr(draft, name, _square(unwrapped(linear), width))
+    dtypes = {f"layers.0.{name}": held.dtype for name, held in _stored(source)}
+    dtypes |= {f"hc_head.{name}": held.dtype for name, held in _stored(body.hc_head)}
+    for name, held in _stored(draft):
+        if not held.is_floating_point():
+            continue
+        if name in ("enorm.weight", "hnorm.weight", "norm.weight"):
+            wanted = body.norm.weight.dtype
+        elif name in ("e_proj.weight", "h_proj.weight") and held.dtype == torch.get_default_dtype():
+            wanted = unwrapped(linear).weight.dtype
+        else:
+            wanted = dtypes.get(name, held.dtype)
+        held.data = held.data.to(wanted)
+
+
+def _stored(module: Any) -> list[tuple[str, Tensor]]:
+    """Parameters, and buffers that a checkpoint has."""
+    state = module.state_dict(keep_vars=True)
+    return [(name.replace("base_layer.", ""), held) for name, held in state.items()]
+
+
+def _module(layer: Any, name: str) -> Any:
+    """The module of that name of a layer, inside adapters, or None."""
+    for part in name.split("."):
+        layer = unwrapped(layer)._modules.get(part)
+        if layer is None:
+            return None
+    return unwrapped(layer)
+
+
+def _empty_copy(module: Any) -> Any:
+    """A module of the same class and settings, whose parameters are on the meta device."""
+    made = copy.copy(module)
+    for name, value in list(vars(made).items()):
+        if isinstance(value, Replacement):  # of the module that was copied
+            del made.__dict__[name]
+    made._parameters = {
+        name: None if held is None else nn.Parameter(held.to("meta"), requires_grad=False)
+        for name, held in module._parameters.items()
+    }
+    made._buffers, made._modules = {}, dict(module._modules)  # of experts, the activation
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+        setattr(made, hooks, OrderedDict())
+    return made
+
+
+def _square(linear: Any, width: int) -> Any:
+    """An FP8 layer of ``width`` inputs and outputs, of the class of another."""
+    made = _empty_copy(linear)
+    made.in_features = made.out_features = width
+    for name, held in made._parameters.items():
+        if held is not None:
+            rows = [
+                size * width // full
+                for size, full in zip(held.shape, linear.weight.shape, strict=True)
+            ]
+            made._parameters[name] = nn.Parameter(held.new_empty(rows), requires_grad=False)
+    return made
+
+
+def run(
+    model: Any, tokens: Tensor, streams: Tensor, step: Any, cache: CacheTensors, schedule: str
+) -> Tensor:
+    """Run the draft layer; arguments and result are those of ``ModelSpec.run_draft``."""
+    draft, body = draft_of(model), model.model
+    read = (step.positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)
+    embedded = body.embed_tokens(torch.where(read, tokens, 0))
+    # vLLM does so: the draft of the first token goes by its streams alone
+    embedded = torch.where(step.positions[:, None] > 0, embedded, 0.0)[None]
+    first = draft.e_proj(draft.enorm(embedded)).unsqueeze(2)
+    mixed = first + draft.h_proj(draft.hnorm(streams))
+    kind = KINDS[0]
+    context = LayerContext(step, cache.draft[0], cache.rope.of(kind), schedule, False)
+    out: Tensor = draft.layers[0](
+        mixed.to(streams.dtype),
+        input_ids=None,
+        dsv4_ops=context,
+        position_embeddings=None,
+        position_ids=None,
+        attention_mask=None,
+    )
+    return out

@@ -1,0 +1,213 @@
+"""``generate(num_draft_tokens=)``: a model drafts for itself, and its text stays the same.
+
+Hugging Face prepares inputs, lengths and logits processors, and calls this as its decoding method.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.integrations.transformers.architectures.base import draft_of
+from dsv4_ops.integrations.transformers.cache import PagedCache
+from dsv4_ops.integrations.transformers.cache_argument import cache_argument
+from dsv4_ops.integrations.transformers.speculation import (
+    SpeculativeStep,
+    speculative_prefill,
+    speculative_step,
+)
+from dsv4_ops.integrations.transformers.tensors import StepBatch
+
+_OP = "generate"
+_WARPERS = (
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "MinPLogitsWarper",
+    "TypicalLogitsWarper",
+    "EpsilonLogitsWarper",
+)
+"""Processors whose result depends on a row's logits only, and not on the text before it."""
+_CRITERIA = ("MaxLengthCriteria", "EosTokenCriteria")
+_NOT_TAKEN = (
+    "streamer",
+    "assistant_model",
+    "custom_generate",
+    "inputs_embeds",
+    "negative_prompt_ids",
+)
+
+
+def check_call(model: Any, num_drafts: Any, given: dict[str, Any]) -> None:
+    """Raise if a call of ``generate`` cannot draft.
+
+    Args:
+        model: The patched model.
+        num_drafts: ``num_draft_tokens`` of the call.
+        given: Its other keyword arguments.
+    """
+    Checks(_OP).at_least(1, num_draft_tokens=num_drafts)
+    if draft_of(model) is None:
+        rule, advice = "be None for a model without a draft layer", "Call load_mtp first"
+        raise refusal(ValueError, _OP, "num_draft_tokens", rule, num_drafts, advice)
+    for name in (*_NOT_TAKEN, cache_argument()):
+        if given.get(name) is not None:
+            _refuse(name, "be None", "another")
+
+
+def _refuse(name: str, rule: str, actual: object) -> None:
+    advice = "Leave num_draft_tokens out"
+    raise refusal(NotImplementedError, _OP, name, f"{rule} with num_draft_tokens", actual, advice)
+
+
+@dataclass(frozen=True)
+class DraftDecoding:
+    """Decoding method of a call of ``generate``; drafts ``num_drafts`` tokens a step."""
+
+    num_drafts: int
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        *,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **rest: Any,  # the mask too: Hugging Face passes parameters that it finds here twice
+    ) -> Tensor:
+        """Return prompts and new tokens, padded on the right, [batch, length]."""
+        cache = rest.get(cache_argument())
+        _check(logits_processor, stopping_criteria, generation_config, cache)
+        assert isinstance(cache, PagedCache)
+        most = generation_config.max_length - input_ids.shape[1]
+        run = _Run(model, cache, self.num_drafts, generation_config, list(logits_processor))
+        given = rest.get("attention_mask")
+        mask = torch.ones_like(input_ids) if given is None else given
+        prompts = [ids[there != 0] for ids, there in zip(input_ids, mask, strict=True)]
+        new = _texts(run, prompts, most, generation_config)
+        width = max(map(len, new))
+        pad = generation_config._pad_token_tensor
+        out = input_ids.new_full((len(new), width), 0 if pad is None else int(pad))
+        for row, tokens in zip(out, new, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens, dtype=row.dtype)
+        cache.raise_if_dropped()
+        return torch.cat([input_ids, out], 1)
+
+
+def _check(processors: Any, criteria: Any, config: Any, cache: Any) -> None:
+    warpers = _WARPERS if config.do_sample else ()
+    for name, kinds, given in (
+        ("logits_processor", warpers, processors),
+        ("stopping_criteria", _CRITERIA, criteria),
+    ):
+        others = [type(one).__name__ for one in given if type(one).__name__ not in kinds]
+        if others:
+            rule = "hold " + (" or ".join(kinds) if kinds else "nothing")
+            _refuse(name, rule, others[0])
+    if config.return_dict_in_generate:
+        _refuse("return_dict_in_generate", "be False", True)
+    if not isinstance(cache, PagedCache):
+        _refuse("cache_implementation", "be None", config.cache_implementation)
+
+
+class _Run:
+    """Steps of one call, and what they are sampled with."""
+
+    def __init__(
+        self, model: Any, cache: PagedCache, num_drafts: int, config: Any, warpers: list[Any]
+    ) -> None:
+        self.model, self.cache, self.num_drafts = model, cache, num_drafts
+        self.sampled, self.warpers = bool(config.do_sample), warpers
+        self._step = speculative_step
+        compiled = config.compile_config
+        on_gpu = model.device.type == "cuda" and not config.disable_compile
+        if compiled is not None or on_gpu:
+            settings = {} if compiled is None else compiled.to_dict()
+            settings = {name: value for name, value in settings.items() if name[0] != "_"}
+            self._step = torch.compile(speculative_step, **{**settings, "fullgraph": True})
+
+    def prefill(self, batch: StepBatch, following: Tensor) -> SpeculativeStep:
+        """A chunk of the prompts."""
+        return speculative_prefill(
+            self.model,
+            batch,
+            self.cache.tensors,
+            num_drafts=self.num_drafts,
+            following=following,
+            **self._sampling(len(following), self.num_drafts + 1),
+        )
+
+    def step(self, found: SpeculativeStep) -> SpeculativeStep:
+        """The step behind another."""
+        count = 2 * self.num_drafts + 1
+        sampling = self._sampling(len(found.tokens), count)
+        tensors, probs = self.cache.tensors, found.draft_probs
+        return self._step(self.model, found.batch, tensors, draft_probs=probs, **sampling)
+
+    def _sampling(self, rows: int, columns: int) -> dict[str, Any]:
+        if not self.sampled:
+            return {}
+        uniforms = torch.rand(rows, columns, device=self.model.device)
+        return {"uniforms": uniforms, "temperature": 1.0, "warp": self._warp}
+
+    def _warp(self, logits: Tensor) -> Tensor:
+        logits = logits.float()
+        for one in self.warpers:
+            logits = one(None, logits)
+        return logits
+
+
+def _texts(run: _Run, prompts: list[Tensor], most: int, config: Any) -> list[list[int]]:
+    """New tokens of every prompt, at most ``most``, up to one that ends the text."""
+    ends = config._eos_token_tensor
+    stops = set() if ends is None else set(ends.flatten().tolist())
+    found = _prefilled(run, prompts)
+    texts: list[list[int]] = [[] for _ in prompts]
+    live = [True] * len(prompts)
+    while True:
+        for row, tokens in enumerate(found.tokens.tolist()):
+            for token in tokens:
+                if live[row] and token >= 0:
+                    texts[row].append(token)
+                    live[row] = token not in stops and len(texts[row]) < most
+        if not any(live):
+            return texts
+        batch = found.batch
+        there = torch.tensor(live, device=batch.seq_lens.device)
+        lens = torch.where(there, batch.seq_lens, torch.zeros_like(batch.seq_lens))
+        batch = StepBatch(batch.tokens, batch.query_start_loc, lens, batch.rows)
+        found = run.step(found._replace(batch=batch))
+
+
+def _prefilled(run: _Run, prompts: list[Tensor]) -> SpeculativeStep:
+    """Run prompts in chunks, of which the last ends all of them."""
+    device, chunk = run.cache.device, run.cache.max_chunk
+    sizes = [len(prompt) for prompt in prompts]
+    steps = -(-max(sizes) // chunk)
+    rows = torch.arange(len(prompts), dtype=torch.int32, device=device)
+    for step in range(steps):
+        # counted from the end: short prompts begin late
+        stops = [max(size - (steps - 1 - step) * chunk, 0) for size in sizes]
+        starts = [max(stop - chunk, 0) for stop in stops]
+        parts = [
+            prompt[start:stop] for prompt, start, stop in zip(prompts, starts, stops, strict=True)
+        ]
+        behind = [
+            int(prompt[stop]) if 0 < stop < len(prompt) else -1
+            for prompt, stop in zip(prompts, stops, strict=True)
+        ]
+        counts = torch.tensor([0, *map(len, parts)]).cumsum(0)
+        batch = StepBatch(
+            torch.cat(parts).to(device),
+            counts.to(device, torch.int32),
+            torch.tensor(stops, dtype=torch.int32, device=device),
+            rows,
+        )
+        found = run.prefill(batch, torch.tensor(behind, device=device))
+    return found

@@ -1,0 +1,352 @@
+"""Speculative steps: a model verifies the tokens that its own draft layer proposed, and drafts on.
+
+A step and its drafts are one graph: which drafts were accepted stays on the device, and decides
+there which streams the next drafts start from. Keys of rejected tokens, the draft layer's too, are
+overwritten by the next step before anything reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import dsv4_ops.ops.draft as ops
+from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.refusal import refusal
+from dsv4_ops.integrations.transformers import quantized
+from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, draft_of
+from dsv4_ops.integrations.transformers.cache import PagedCache
+from dsv4_ops.integrations.transformers.dropped import storable, values_are_free
+from dsv4_ops.integrations.transformers.modules import check_modules
+from dsv4_ops.integrations.transformers.steps import build_step, checked, embedded, tokens_of
+from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
+
+Warp = Callable[[Tensor], Tensor]
+
+
+class SpeculativeStep(NamedTuple):
+    """What a speculative step found.
+
+    Attributes:
+        tokens: New tokens of every request, [num_reqs, num_drafts + 1], int64: the accepted drafts,
+            the model's own token behind them, then -1.
+        num_accepted: Accepted drafts, [num_reqs], int32.
+        batch: The next step: the last of these tokens and new drafts of every request. Lengths have
+            grown by ``num_accepted + 1``; those of padding requests stay 0.
+        draft_probs: What the new drafts were sampled from, [num_reqs, num_drafts, vocab_size],
+            float32; None of greedy ones.
+    """
+
+    tokens: Tensor
+    num_accepted: Tensor
+    batch: StepBatch
+    draft_probs: Tensor | None
+
+
+@torch.no_grad()
+def speculative_step(
+    model: Any,
+    batch: StepBatch,
+    cache: CacheTensors | PagedCache,
+    *,
+    draft_probs: Tensor | None = None,
+    uniforms: Tensor | None = None,
+    temperature: float = 0.0,
+    warp: Warp | None = None,
+) -> SpeculativeStep:
+    """Verify the drafts of every request, and draft as many tokens behind those that are kept.
+
+    Greedy, the tokens are those of greedy decoding, whatever the drafts are; sampled, they are
+    distributed as if each had been sampled from the model.
+
+    Args:
+        model: A patched model with a draft layer (``load_mtp``).
+        batch: The step, such as ``batch`` of the one before: every request has its last token and
+            num_drafts drafts, at least one; ``query_start_loc`` is 0, num_drafts + 1, and so on.
+        cache: A cache of ``PagedCache.for_model`` with ``next_n`` of at least num_drafts + 1, or
+            its ``tensors``.
+        draft_probs: ``draft_probs`` of the step before; None: the drafts were not sampled.
+        uniforms: Random numbers in [0, 1), [num_reqs, 2 * num_drafts + 1], float32: those of
+            ``verify_draft``, then one per new draft.
+        temperature: 0: greedy, without ``draft_probs`` and ``uniforms``. Above 0: sampled.
+        warp: Changes logits [rows, vocab_size] before they are sampled from, such as by keeping the
+            likeliest ones only; of the model and of the drafts.
+
+    Returns:
+        The new tokens and the next step.
+
+    Mutates: the caches, at the positions of the step and of the drafts. Drafts that cannot be
+        stored are not counted as dropped; tokens of the step are, as of ``decode_step``.
+
+    Raises:
+        ValueError, TypeError: as ``decode_step``; the model has no draft layer, or the cache none
+            or a smaller ``next_n``; requests of different numbers of tokens (in an eager CPU call);
+            ``uniforms`` and ``temperature`` that do not go together. Nothing is written.
+
+    Compile: ``torch.compile(speculative_step, fullgraph=True)`` gives one graph; ``torch.export``
+        works too.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from dsv4_ops.integrations import transformers as v4
+        >>> from dsv4_ops.testing.checkpoint import write_checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     model = v4.patch(v4.load_quantized(write_checkpoint(folder)))
+        ...     model = v4.load_mtp(model, folder)
+        >>> cache = v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=64, next_n=3)
+        >>> int32 = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> row = cache.add("a", num_tokens=64)
+        >>> prompt = v4.StepBatch(torch.tensor([5, 6, 7]), int32(0, 3), int32(3), int32(row))
+        >>> found = v4.speculative_prefill(model, prompt, cache, num_drafts=2)
+        >>> found = v4.speculative_step(model, found.batch, cache)
+        >>> found.tokens.shape, found.batch.tokens.shape
+        (torch.Size([1, 3]), torch.Size([3]))
+    """
+    op = "speculative_step"
+    spec, tensors, width = _checked(op, model, batch, cache)
+    num_reqs, num_drafts = batch.rows.shape[0], width - 1
+    checks = Checks(op)
+    if uniforms is not None:
+        checks.tensor("uniforms", uniforms, torch.float32, "num_reqs", "2 * num_drafts + 1")
+        _check_columns(op, uniforms, 2 * num_drafts + 1)
+    step, streams = _trunk(spec, model, batch, tensors, "decode")
+    logits = model.lm_head(spec.normed(model.model, streams))[0]
+    drafted = batch.tokens.view(num_reqs, width)[:, 1:]
+    verified = ops.verify_draft(
+        _warped(warp, logits).view(num_reqs, width, -1),
+        drafted,
+        draft_probs,
+        None if uniforms is None else uniforms[:, :width].contiguous(),
+        temperature=temperature,
+    )
+    accepted = verified.num_accepted
+    first = torch.arange(num_reqs, dtype=torch.int32, device=accepted.device) * width
+    lens = _grown(batch.seq_lens, accepted - num_drafts)
+    drafts, probs = _draft(
+        spec,
+        model,
+        tensors,
+        replace(batch, seq_lens=lens),
+        (step, streams, verified.tokens.flatten(), first + accepted, "decode"),
+        num_drafts,
+        (None if uniforms is None else uniforms[:, width:], temperature, warp),
+    )
+    last = verified.tokens.gather(1, accepted[:, None].to(torch.int64))
+    following = _next(batch, torch.cat([last, drafts], 1), _grown(lens, width))
+    return SpeculativeStep(verified.tokens, accepted, following, probs)
+
+
+@torch.no_grad()
+def speculative_prefill(
+    model: Any,
+    batch: StepBatch,
+    cache: CacheTensors | PagedCache,
+    *,
+    num_drafts: int,
+    following: Tensor | None = None,
+    uniforms: Tensor | None = None,
+    temperature: float = 0.0,
+    warp: Warp | None = None,
+) -> SpeculativeStep:
+    """Run prompts through a model and its draft layer, choose the next token and draft behind it.
+
+    Args:
+        model: A patched model with a draft layer (``load_mtp``).
+        batch: The step, as of ``prefill_step``.
+        cache: As for ``speculative_step``.
+        num_drafts: Drafts of every request. At least 1.
+        following: Token behind the last one of every request, [num_reqs], int64, for chunks of
+            prompts; -1, or None for all: the prompt ends, and the model chooses it.
+        uniforms: [num_reqs, num_drafts + 1], float32: for the next token, then one per draft.
+        temperature: As for ``speculative_step``.
+        warp: As for ``speculative_step``.
+
+    Returns:
+        As ``speculative_step``, with one token and none accepted; undefined for requests whose
+        ``following`` is given.
+
+    Mutates, Raises, Compile: as ``speculative_step``; requests may have any number of tokens.
+    """
+    op = "speculative_prefill"
+    checks = Checks(op)
+    checks.at_least(1, num_drafts=num_drafts)
+    spec, tensors = checked(op, model, batch, cache)
+    _check_draft(op, spec, model, tensors, 1 + num_drafts)
+    num_reqs, num_tokens = batch.rows.shape[0], batch.tokens.shape[0]
+    if num_tokens == 0 or num_reqs == 0:
+        rule, advice = "have a token and a request", "Pass a prompt"
+        raise refusal(ValueError, op, "batch", rule, f"{num_tokens} and {num_reqs}", advice)
+    if following is not None:
+        checks.tensor("following", following, torch.int64, "num_reqs")
+    if uniforms is not None:
+        checks.tensor("uniforms", uniforms, torch.float32, "num_reqs", "num_drafts + 1")
+        _check_columns(op, uniforms, num_drafts + 1)
+    step, streams = _trunk(spec, model, batch, tensors, "prefill")
+    last = (batch.query_start_loc[1:] - 1).clamp(0, num_tokens - 1)
+    ends = streams.index_select(1, last)
+    logits = model.lm_head(spec.normed(model.model, ends))[0]
+    verified = ops.verify_draft(
+        _warped(warp, logits)[:, None],
+        batch.tokens.new_empty(num_reqs, 0),
+        None,
+        None if uniforms is None else uniforms[:, :1].contiguous(),
+        temperature=temperature,
+    )
+    chosen = verified.tokens[:, 0]
+    if following is not None:
+        chosen = torch.where(following >= 0, following, chosen)
+    # by request, not by scattering: requests without tokens share a last row
+    request = torch.searchsorted(
+        batch.query_start_loc[1:].contiguous(),
+        torch.arange(num_tokens, dtype=torch.int32, device=last.device),
+        right=True,
+    ).clamp(max=num_reqs - 1)
+    is_last = torch.arange(num_tokens, device=last.device) == last.index_select(0, request)
+    behind = torch.where(is_last, chosen.index_select(0, request), batch.tokens.roll(-1))
+    drafts, probs = _draft(
+        spec,
+        model,
+        tensors,
+        batch,
+        (step, streams, behind, last, "prefill"),
+        num_drafts,
+        (None if uniforms is None else uniforms[:, 1:], temperature, warp),
+    )
+    lens = _grown(batch.seq_lens, 1 + num_drafts)
+    tokens = torch.nn.functional.pad(chosen[:, None], (0, num_drafts), value=-1)
+    following_batch = _next(batch, torch.cat([chosen[:, None], drafts], 1), lens)
+    return SpeculativeStep(tokens, verified.num_accepted, following_batch, probs)
+
+
+def _checked(
+    op: str, model: Any, batch: StepBatch, cache: CacheTensors | PagedCache
+) -> tuple[ModelSpec, CacheTensors, int]:
+    """Raise if a step cannot run; return the spec, the caches, and the tokens of a request."""
+    spec, tensors = checked(op, model, batch, cache)
+    num_reqs, num_tokens = batch.rows.shape[0], batch.tokens.shape[0]
+    width = num_tokens // max(num_reqs, 1)
+    rule, advice = "have as many tokens for every request, at least 2", "Pass `batch` of a step"
+    if width < 2 or width * num_reqs != num_tokens:
+        found = f"{num_tokens} of {num_reqs} requests"
+        raise refusal(ValueError, op, "batch.tokens", rule, found, advice)
+    starts = batch.query_start_loc
+    if values_are_free(starts) and bool((starts.diff() != width).any()):
+        raise refusal(ValueError, op, "batch.query_start_loc", rule, starts.tolist(), advice)
+    _check_draft(op, spec, model, tensors, width)
+    return spec, tensors, width
+
+
+def _check_draft(op: str, spec: ModelSpec, model: Any, cache: CacheTensors, next_n: int) -> None:
+    draft = draft_of(model)
+    if draft is None:
+        rule, advice = "have a draft layer", "Call load_mtp first"
+        raise refusal(ValueError, op, "model", rule, "none", advice)
+    if len(cache.draft) != len(spec.draft_kinds(op)):
+        rule = "have the keys of a draft layer"
+        advice = "Make it with PagedCache.for_model after load_mtp"
+        raise refusal(ValueError, op, "cache", rule, "none", advice)
+    if not spec.holds_states(cache, next_n):
+        rule, advice = f"be made with next_n of at least {next_n}", "Make another"
+        raise refusal(ValueError, op, "cache", rule, "fewer", advice)
+    check_modules(op, spec, draft, cache.device)
+    spec.refresh(draft)
+    quantized.refresh(draft)
+
+
+def _check_columns(op: str, uniforms: Tensor, columns: int) -> None:
+    if uniforms.shape[1] != columns:
+        rule, advice = f"have {columns} columns", "Pass torch.rand of that shape"
+        raise refusal(ValueError, op, "uniforms", rule, uniforms.shape[1], advice)
+
+
+def _trunk(
+    spec: ModelSpec, model: Any, batch: StepBatch, cache: CacheTensors, schedule: str
+) -> tuple[Any, Tensor]:
+    """Metadata of a step, and the streams of its tokens."""
+    step = build_step(spec, batch, cache, schedule, model.config.vocab_size)
+    ids, hidden = embedded(model.model, batch.tokens, None, step)
+    prefills = schedule == "prefill"
+    return step, spec.run_streams(model.model, hidden, ids, step, cache, schedule, prefills)
+
+
+def _draft(
+    spec: ModelSpec,
+    model: Any,
+    cache: CacheTensors,
+    batch: StepBatch,
+    known: tuple[Any, Tensor, Tensor, Tensor, str],
+    num_drafts: int,
+    sampling: tuple[Tensor | None, float, Warp | None],
+) -> tuple[Tensor, Tensor | None]:
+    """Draft tokens behind the newest one of every request.
+
+    Args:
+        spec: Spec of the model.
+        model: The model.
+        cache: The caches.
+        batch: The step, with the length of every request before its newest token.
+        known: Metadata of the step, streams and following tokens of its tokens, the row of each
+            request's last one, and the schedule.
+        num_drafts: Drafts of every request.
+        sampling: A uniform number for every draft, or None; the temperature; and ``warp``.
+
+    Returns:
+        [num_reqs, num_drafts] drafts, and what they were sampled from.
+    """
+    step, streams, following, last, schedule = known
+    uniforms, temperature, warp = sampling
+    streams = spec.run_draft(model, following, streams, step, cache, schedule)
+    streams = streams.index_select(1, last)
+    lens = batch.seq_lens
+    drafts: list[Tensor] = []
+    probs: list[Tensor] = []
+    for index in range(num_drafts):
+        logits = _warped(warp, model.lm_head(spec.draft_hidden(model, streams))[0])
+        if uniforms is None:
+            drafts.append(logits.float().argmax(-1))
+        else:
+            one = uniforms[:, index : index + 1].contiguous()
+            nothing = batch.tokens.new_empty(len(lens), 0)
+            chosen = ops.verify_draft(logits[:, None], nothing, None, one, temperature=temperature)
+            drafts.append(chosen.tokens[:, 0])
+            probs.append(torch.softmax(logits.float() / temperature, -1))
+        if index + 1 < num_drafts:
+            lens = _grown(lens, 1)
+            streams = _draft_again(spec, model, cache, batch, drafts[-1], streams, lens)
+    return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
+
+
+def _draft_again(
+    spec: ModelSpec,
+    model: Any,
+    cache: CacheTensors,
+    batch: StepBatch,
+    tokens: Tensor,
+    streams: Tensor,
+    lens: Tensor,
+) -> Tensor:
+    """Run the draft layer on its own streams, a token of every request."""
+    starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=lens.device)
+    found, _ = tokens_of(StepBatch(tokens, starts, lens, batch.rows), cache)
+    found = replace(found, tokens=storable(found.tokens, cache, spec.block_tokens))
+    step = spec.build_draft_step(found, cache)
+    return spec.run_draft(model, tokens, streams, step, cache, "decode")
+
+
+def _grown(lens: Tensor, by: Tensor | int) -> Tensor:
+    """Lengths of requests; those of padding stay 0."""
+    return torch.where(lens > 0, lens + by, torch.zeros_like(lens))
+
+
+def _warped(warp: Warp | None, logits: Tensor) -> Tensor:
+    return logits if warp is None else warp(logits)
+
+
+def _next(batch: StepBatch, tokens: Tensor, lens: Tensor) -> StepBatch:
+    num_reqs, width = tokens.shape
+    starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=lens.device) * width
+    return StepBatch(tokens.flatten(), starts, lens, batch.rows)

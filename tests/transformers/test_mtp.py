@@ -1,0 +1,472 @@
+"""The draft layer of a checkpoint: loaded by name, and equal to its formula."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch._dynamo.testing import CompileCounter
+from torch.utils import _pytree as pytree
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+pytest.importorskip("accelerate", reason="Hugging Face dequantises with it")
+
+from benchmarks.acceptance import draft_logits
+from dsv4_ops.core.checkpoint import CONFIG as CONFIG_FILE
+from dsv4_ops.core.checkpoint import INDEX
+from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.draft_loading import released_weights
+from dsv4_ops.reference.experts import expert_values
+from dsv4_ops.testing.checkpoint import TINY, tensors, write_checkpoint
+from dsv4_ops.testing.models import small_mla_model
+from tests.helpers import i32
+from tests.oracles.mtp import MtpOracle, float32_model
+
+# so few tokens that a random draft is accepted now and then
+CONFIG = {**TINY, "vocab_size": 3, "num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}
+PROMPTS = (120, 3, 61)
+NEW = 20  # past position 128, and every position mod 4
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("mtp"), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def oracle(path, tmp_path_factory):
+    return MtpOracle(path, tmp_path_factory.mktemp("oracle") / "block")
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    patched = v4.patch(float32_model(path), kv="fp32", precision="reference")
+    return v4.load_mtp(patched, path)
+
+
+@pytest.fixture(scope="module")
+def text():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, CONFIG["vocab_size"], (len(PROMPTS), max(PROMPTS)), generator=generator)
+
+
+def new_cache(model, num_drafts, **sizes):
+    sizes = {"max_batch_size": len(PROMPTS), "max_cache_len": 160, **sizes}
+    return v4.PagedCache.for_model(model, next_n=num_drafts + 1, **sizes)
+
+
+def prompts(text, cache):
+    rows = [cache.add(index, num_tokens=160) for index in range(len(PROMPTS))]
+    tokens = torch.cat([text[index, :size] for index, size in enumerate(PROMPTS)])
+    starts = torch.tensor([0, *PROMPTS]).cumsum(0).int()
+    return v4.StepBatch(tokens, starts, i32(PROMPTS), i32(rows))
+
+
+def greedy_text(model, text):
+    """Prompt and NEW + 1 tokens of plain greedy decoding, of each request."""
+    found = []
+    for index, size in enumerate(PROMPTS):
+        known = text[index : index + 1, :size]
+        out = model.generate(known, max_new_tokens=NEW + 8, do_sample=False, eos_token_id=None)
+        found.append(out[0])
+    return found
+
+
+def oracle_drafts(oracle, known, num_drafts):
+    """Drafts behind ``known``, whose last token the trunk has not seen."""
+    streams = oracle.streams(known[None, :-1])
+    following, drafts = known[None, 1:], []
+    for _ in range(num_drafts):
+        logits, out = oracle.draft(streams, following)
+        drafts.append(logits[0, -1].argmax())
+        # the next position reads what the draft layer itself made of this one
+        streams = torch.cat([streams, out[:, -1:]], 1)
+        following = torch.cat([following, drafts[-1].view(1, 1)], 1)
+    return torch.stack(drafts)
+
+
+def speculate(model, text, num_drafts, step=v4.speculative_step):
+    """Run until every request has NEW tokens; yield tokens known before each step and the step."""
+    cache = new_cache(model, num_drafts)
+    found = v4.speculative_prefill(model, prompts(text, cache), cache, num_drafts=num_drafts)
+    known = [
+        torch.cat([text[index, :size], found.tokens[index, :1]])
+        for index, size in enumerate(PROMPTS)
+    ]
+    yield known, found
+    while min(len(each) - size for each, size in zip(known, PROMPTS, strict=True)) < NEW:
+        found = step(model, found.batch, cache.tensors)
+        counts = found.num_accepted + 1
+        known = [
+            torch.cat([each, tokens[:count]])
+            for each, tokens, count in zip(known, found.tokens, counts, strict=True)
+        ]
+        yield known, found
+    cache.raise_if_dropped()
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3])
+def test_text_is_greedy_and_drafts_are_those_of_the_formula(model, oracle, text, num_drafts):
+    want, counts = greedy_text(model, text), set()
+    for index, (known, found) in enumerate(speculate(model, text, num_drafts)):
+        drafts = found.batch.tokens.view(len(PROMPTS), -1)
+        for request, each in enumerate(known):
+            length = min(len(each), len(want[request]))
+            assert torch.equal(each[:length], want[request][:length])
+            assert int(drafts[request, 0]) == int(each[-1])
+            assert torch.equal(drafts[request, 1:], oracle_drafts(oracle, each, num_drafts))
+            assert int(found.batch.seq_lens[request]) == len(each) + num_drafts
+            if index:
+                counts.add(int(found.num_accepted[request]))
+    assert counts == set(range(num_drafts + 1))
+
+
+# Loading
+
+
+@pytest.fixture
+def changed(path, tmp_path):
+    """Write the checkpoint again, changed."""
+
+    def write(change=lambda held: None, **config):
+        held = dict(tensors(path))
+        change(held)
+        save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        settings = json.loads((path / CONFIG_FILE).read_text()) | config
+        (tmp_path / CONFIG_FILE).write_text(json.dumps(settings))
+        index = {"metadata": {}, "weight_map": dict.fromkeys(held, "model.safetensors")}
+        (tmp_path / INDEX).write_text(json.dumps(index))
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def quantized(path):
+    return v4.patch(v4.load_quantized(path))
+
+
+def weights(module):
+    """Values of a module's parameters, those of quantised ones included."""
+    found = dict(module.named_parameters()) | dict(module.named_buffers())
+    for name in list(found):
+        scale = found.get(f"{name}_scale_inv")
+        if scale is not None:
+            scale = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
+            found[name] = expert_values(found[name], scale)
+    return {name: value.float() for name, value in found.items() if "scale" not in name}
+
+
+@pytest.mark.parametrize("family", ["instruct", "base"])
+def test_weights_are_quantised_where_the_models_are(family, tmp_path, path, model):
+    if family == "base":
+        path = write_checkpoint(tmp_path, CONFIG, family=family)
+        model = v4.patch(float32_model(path), kv="fp32", precision="reference")
+        model = v4.load_mtp(model, path)
+    held = v4.load_mtp(v4.patch(v4.load_quantized(path)), path)
+    of_layer = dict(held.model.layers[2].named_modules())
+    for name, module in held.mtp.layers[0].named_modules():
+        if name in of_layer and module is not held.mtp.layers[0]:
+            assert type(module) is type(of_layer[name]), name
+            for part, weight in module.named_parameters(recurse=False):
+                assert weight.dtype == of_layer[name].get_parameter(part).dtype, (name, part)
+    assert type(held.mtp.h_proj) is type(of_layer["self_attn.q_a_proj"])
+    want = weights(model.mtp)
+    found = weights(held.mtp)
+    assert want.keys() == {name for name in found if name in want}
+    for name, weight in want.items():
+        assert torch.equal(found[name], weight), name
+
+
+def test_a_bf16_model_has_a_bf16_draft_layer(path):
+    import transformers
+
+    held = transformers.DeepseekV4ForCausalLM.from_pretrained(
+        path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
+    )
+    held = v4.load_mtp(v4.patch(held), path)
+    assert held.mtp.e_proj.weight.dtype == held.model.layers[0].self_attn.q_a_proj.weight.dtype
+    assert held.mtp.norm.weight.dtype == held.model.norm.weight.dtype
+    cache = v4.PagedCache.for_model(held, max_batch_size=1, max_cache_len=64, next_n=2)
+    batch = v4.StepBatch(torch.tensor([2, 1, 2]), i32([0, 3]), i32([3]), i32([cache.add("a", 64)]))
+    found = v4.speculative_prefill(held, batch, cache, num_drafts=1)
+    found = v4.speculative_step(held, found.batch, cache)
+    assert int(found.batch.tokens.min()) >= 0
+
+
+def test_unpatch_removes_the_layer(path):
+    held = v4.load_mtp(v4.patch(v4.load_quantized(path)), path)
+    names = set(held.state_dict())
+    v4.unpatch(held)
+    assert not any(name.startswith("mtp.") for name in held.state_dict())
+    assert "forward" not in vars(held.model.layers[0].self_attn)
+    assert set(v4.load_mtp(v4.patch(held), path).state_dict()) == names
+
+
+def test_the_cache_has_keys_of_the_layer(quantized, model):
+    sizes = {"max_batch_size": 2, "max_cache_len": 256}
+    without, held = (v4.PagedCache.for_model(each, **sizes) for each in (quantized, model))
+    assert "draft" not in repr(without)
+    assert "; " in repr(held)
+    assert held.memory()["draft"] == held.tensors.layers[0].swa.nbytes
+    assert "draft " in repr(held)
+    assert len(held) == len(without) == 3
+
+
+E8M0 = "mtp.0.ffn.experts.1.w3.scale"
+
+
+def _nan(held):
+    held[E8M0].view(torch.uint8)[3, 1] = 255
+
+
+def _drop(name):
+    return lambda held: held.pop(name)
+
+
+def _transpose(name):
+    def change(held):
+        held[name] = held[name].mT.contiguous()
+
+    return change
+
+
+def _rename(before, after):
+    def change(held):
+        for name in [name for name in held if before in name]:
+            held[name.replace(before, after)] = held.pop(name)
+
+    return change
+
+
+def _without_draft(held):
+    for name in [name for name in held if name.startswith("mtp.")]:
+        del held[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        (
+            _drop("mtp.0.e_proj.scale"),
+            {},
+            "load_mtp: path must hold mtp.0.e_proj.scale, F8_E8M0 [2, 2], got no such tensor. "
+            "Download the file again, or convert it from the released one.",
+        ),
+        (
+            _transpose("mtp.0.attn.wq_a.weight"),
+            {},
+            "load_mtp: mtp.0.attn.wq_a.weight must be F8_E4M3 [128, 256], got F8_E4M3 [256, 128]. "
+            "It is transposed.",
+        ),
+        (
+            _rename("mtp.0.e_proj", "mtp.0.main_proj"),
+            {},
+            "load_mtp: path must be of an MTP layer, got mtp.0.main_proj.scale of DSpark. "
+            "DSpark's drafts are not implemented.",
+        ),
+        (
+            _rename("mtp.0.enorm", "mtp.0.engram"),
+            {},
+            "load_mtp: path must hold mtp.0.enorm.weight, BF16 [256], got no such tensor. "
+            "Download the file again, or convert it from the released one.",
+        ),
+        (
+            lambda held: held.update({"mtp.0.engram.weight": torch.zeros(2)}),
+            {},
+            "load_mtp: path must hold no tensor that a draft layer has no place for, got "
+            "mtp.0.engram.weight. It is of another model.",
+        ),
+        (
+            _rename("mtp.0.", "mtp.1."),
+            {},
+            "load_mtp: path must hold one draft layer, mtp.0, got mtp.1.attn.attn_sink. "
+            "Drafts of several layers are unknown.",
+        ),
+        (
+            _without_draft,
+            {},
+            "load_mtp: path must hold a draft layer, mtp.0, got no tensor of it. "
+            "Pass a checkpoint that has one.",
+        ),
+        (
+            lambda held: None,
+            {"model_type": "deepseek_v41"},
+            "load_mtp: model_type must be 'deepseek_v4', got 'deepseek_v41'. "
+            "Draft layers of other architectures are unknown.",
+        ),
+        (
+            _nan,
+            {},
+            f"load_mtp: {E8M0} must hold bytes of 0 to 254, as 255 is NaN, got 1 others. "
+            "Download it again.",
+        ),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_by_name(quantized, changed, change, config, message):
+    folder = changed(change, **config)
+    with pytest.raises((ValueError, NotImplementedError)) as raised:
+        v4.load_mtp(quantized, folder)
+    assert str(raised.value) == message
+    assert not hasattr(quantized, "mtp")
+
+
+def test_models_that_cannot_have_it_are_refused(path, model, quantized, tmp_path):
+    wide = write_checkpoint(tmp_path, CONFIG | {"n_routed_experts": 16})
+    v3 = v4.patch(small_mla_model(), kv="fp32", precision="reference")
+    for held, folder, message in (
+        (model, path, "model must have no draft layer yet, got one that has. It is loaded already"),
+        (
+            quantized,
+            wide,
+            "path must have the model's n_routed_experts, 8, got 16. Pass the model's own "
+            "checkpoint",
+        ),
+        (
+            v3,
+            path,
+            "model must be DeepseekV4ForCausalLM for a draft layer, got "
+            f"{' or '.join(v3.dsv4_ops_spec.causal_lm)}. Draft by other means",
+        ),
+        (torch.nn.Linear(2, 2), path, "model must be patched, got another. Call patch first"),
+    ):
+        with pytest.raises((ValueError, NotImplementedError)) as raised:
+            v4.load_mtp(held, folder)
+        assert str(raised.value) == f"load_mtp: {message}."
+
+
+def test_weights_by_their_names_in_the_files(path, model):
+    held = {name: value for name, value in tensors(path) if name.startswith("mtp.")}
+    found = released_weights(model.mtp)
+    assert found.keys() == {name for name in held if not name.endswith(".scale")}
+    for name, value in found.items():
+        scale = held.get(name.removesuffix("weight") + "scale")
+        want = held[name]
+        if scale is not None:
+            want = expert_values(want, scale.view(torch.uint8))
+        assert torch.equal(value, want.to(value.dtype)), name
+
+
+def test_the_trained_form_is_the_formula(model, oracle, text):
+    """What benchmarks.acceptance trains."""
+    streams = oracle.streams(text)
+    want, _ = oracle.draft(streams[:, :-1], text[:, 1:])
+    found = draft_logits(model, model.mtp, streams, text)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+# Steps
+
+
+def test_a_step_is_one_graph(model, text):
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(v4.speculative_step, backend=counter, fullgraph=True)
+    eager = [found for _, found in speculate(model, text, 2)]
+    for want, (_, found) in zip(eager, speculate(model, text, 2, compiled), strict=True):
+        assert torch.equal(found.tokens, want.tokens)
+        assert torch.equal(found.batch.tokens, want.batch.tokens)
+        assert torch.equal(found.batch.seq_lens, want.batch.seq_lens)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+class Step(torch.nn.Module):
+    """A step of flat tensors: guards of torch's exporter confuse nested names that begin alike."""
+
+    def __init__(self, model, structure):
+        super().__init__()
+        self.model, self.structure = model, structure
+
+    def forward(self, *flat):
+        return v4.speculative_step(self.model, *pytree.tree_unflatten(flat, self.structure))[:3]
+
+
+def test_a_step_can_be_exported(model, text):
+    cache, other = new_cache(model, 1), new_cache(model, 1)
+    found = [
+        v4.speculative_prefill(model, prompts(text, each), each, num_drafts=1)
+        for each in (cache, other)
+    ]
+    flat, structure = pytree.tree_flatten((found[0].batch, cache.tensors))
+    program = torch.export.export(Step(model, structure), tuple(flat), strict=False)
+    got = program.module()(*flat)
+    want = v4.speculative_step(model, found[1].batch, other)
+    assert torch.equal(got[0], want.tokens)
+    assert torch.equal(got[2].tokens, want.batch.tokens)
+    assert torch.equal(cache.tensors.draft[0].swa, other.tensors.draft[0].swa)
+
+
+@pytest.mark.parametrize("chunk", [1, 50])
+def test_prompts_in_chunks_draft_as_whole_ones(model, text, chunk):
+    whole, cache = new_cache(model, 2), new_cache(model, 2)
+    want = v4.speculative_prefill(model, prompts(text, whole), whole, num_drafts=2)
+    row = i32([cache.add(0, num_tokens=160)])
+    prompt = text[0, : PROMPTS[0]]
+    for start in range(0, len(prompt), chunk):
+        stop = min(start + chunk, len(prompt))
+        behind = prompt[stop : stop + 1] if stop < len(prompt) else None
+        batch = v4.StepBatch(prompt[start:stop], i32([0, stop - start]), i32([stop]), row)
+        found = v4.speculative_prefill(model, batch, cache, num_drafts=2, following=behind)
+    assert torch.equal(found.batch.tokens, want.batch.tokens[:3])
+    keys = whole.tensors.draft[0].swa.view(len(PROMPTS), -1), cache.tensors.draft[0].swa.view(3, -1)
+    torch.testing.assert_close(keys[1][0], keys[0][0], rtol=1e-4, atol=1e-4)
+
+
+def test_padding_requests_stay_empty(model, text):
+    cache = new_cache(model, 1)
+    found = v4.speculative_prefill(model, prompts(text, cache), cache, num_drafts=1)
+    lens = found.batch.seq_lens * i32([1, 0, 1])
+    stored = cache.tensors.draft[0].swa.view(len(PROMPTS), -1)[1].clone()
+    batch = v4.StepBatch(found.batch.tokens, found.batch.query_start_loc, lens, found.batch.rows)
+    found = v4.speculative_step(model, batch, cache)
+    assert found.batch.seq_lens.tolist()[1] == 0
+    assert torch.equal(cache.tensors.draft[0].swa.view(len(PROMPTS), -1)[1], stored)
+
+
+def test_steps_that_cannot_run_are_refused(model, quantized, text):
+    cache = new_cache(model, 1)
+    found = v4.speculative_prefill(model, prompts(text, cache), cache, num_drafts=1)
+    batch = found.batch
+    bare = v4.PagedCache(
+        model.config,
+        max_batch_size=3,
+        max_cache_len=160,
+        next_n=2,
+        kv="fp32",
+        precision="reference",
+    )
+    small = new_cache(model, 0, max_cache_len=4096, max_chunk=64)
+    for each in (bare, small):
+        prompts(text, each)
+    before = cache.tensors.draft[0].swa.clone()
+    ragged = v4.StepBatch(batch.tokens, i32([0, 1, 4, 6]), batch.seq_lens, batch.rows)
+    plain = v4.PagedCache.for_model(quantized, max_batch_size=3, max_cache_len=160, next_n=2)
+    prompts(text, plain)
+    sizes = v4.StepBatch(batch.tokens[:3], i32([0, 1, 2, 3]), batch.seq_lens, batch.rows)
+    wrong = torch.rand(3, 2)
+    for held, given, into, rest, message in (
+        (quantized, batch, plain, {}, "model must have a draft layer, got none. Call load_mtp"),
+        (model, batch, bare, {}, "cache must have the keys of a draft layer, got none. Make"),
+        (model, ragged, cache, {}, "batch.query_start_loc must have as many tokens for every"),
+        (model, sizes, cache, {}, "batch.tokens must have as many tokens for every request, at"),
+        (model, batch, small, {}, "cache must be made with next_n of at least"),
+        (model, batch, cache, {"uniforms": wrong, "temperature": 1.0}, "uniforms must have 3 col"),
+    ):
+        if into is small:
+            wide = torch.zeros(3 * 65, dtype=torch.int64)
+            given = v4.StepBatch(
+                wide[: 3 * 20],
+                i32([0, 20, 40, 60]),
+                batch.seq_lens + 30,
+                batch.rows,
+            )
+        with pytest.raises(ValueError, match="speculative_step: " + message):
+            v4.speculative_step(held, given, into, **rest)
+    assert torch.equal(cache.tensors.draft[0].swa, before)
