@@ -16,11 +16,9 @@ import pytest
 from tests.support import cpu_seconds
 
 # A compile makes a million objects, few of them garbage: looking for it takes a tenth of the time.
-gc.set_threshold(200_000, 20, 20)
+gc.set_threshold(50_000, 20, 20)
 # Dynamo looks for it after every compile besides.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
-# sympy forgets what it has simplified beyond 1,000 entries: a twelfth of the time of a compile.
-os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")
 # Images often forbid bytecode files; then each process compiles all of torch that it imports: 10 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
