@@ -49,6 +49,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores among them
     import torch
     from torch._inductor import config, cpp_builder
 
+    import tests.support.unprobed  # noqa: F401
+
     torch.set_num_threads(1)
     config.cpp.threads = 2  # generated loops stay parallel, as they are without workers
 

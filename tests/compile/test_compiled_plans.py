@@ -1,9 +1,6 @@
 """Steps with a plan as inputs and as results of compiled, exported and packaged code; the kernel by
 the plans of layers, in Triton's interpreter."""
 
-import os
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from dsv4_ops.lowering.inspect import build_package, load_package
 from tests.attention.test_layer_plans import changed
 from tests.attention.test_layers import leaves
 from tests.compile.test_compiled_layers import STEPS, hidden, scalar_code
+from tests.support import forked
 from tests.support.layers import HEADS, PLAIN, SPEC, Engine, SmallLayer, caches_of, poison
 
 pytestmark = pytest.mark.slow
@@ -107,9 +105,4 @@ def test_compiled_steps_of_any_size_have_the_plan_of_eager_ones() -> None:
 def test_the_kernel_attends_by_the_plans_of_layers() -> None:
     pytest.importorskip("triton", reason="triton is published for Linux only")
     script = Path(__file__).parents[1] / "kernels/interpreter/interpret_layers.py"
-    hidden = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, env={**os.environ, **hidden}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert done.stdout.splitlines() == ["3 calls"]
+    assert forked.interpreted(script) == ["3 calls"]

@@ -2,7 +2,6 @@
 code."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -47,16 +46,7 @@ def test_the_benchmark_of_the_table_makes_calls(flash_mla, monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_kernels_around_the_libraries():
     script = ROOT / "tests/kernels/interpreter/interpret_external.py"
-    hidden = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **hidden},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert done.stdout.splitlines() == ["lists 12", "flash_mla 26", "deep_gemm 5"]
+    assert forked.interpreted(script) == ["lists 12", "flash_mla 26", "deep_gemm 5"]
 
 
 # --- caches of compiled code

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from benchmarks.harness import measure, timing
+from benchmarks.harness import batches, measure, timing
 from benchmarks.harness.work import tensors
 
 
@@ -24,6 +24,7 @@ class FakeCapture:
 def pretend(monkeypatch, bench, *case_modules):
     """The flow of a CUDA case for ``bench``, over three input sets."""
     monkeypatch.setattr(measure, "Capture", FakeCapture)
+    monkeypatch.setattr(batches, "_CAPTURED_CALLS", 6)  # each input set twice
     monkeypatch.setattr(measure, "host_us", lambda call: timing.Timing(6.0, 5.0, 7.0))
     kernels = [timing.Activity("kernel", 2.0)] * 2
     monkeypatch.setattr(measure, "device_activities", lambda call: kernels)

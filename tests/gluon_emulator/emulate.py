@@ -14,7 +14,6 @@ import functools
 import itertools
 import types
 from collections.abc import Callable
-from numbers import Number
 from random import Random
 from typing import Any
 
@@ -33,6 +32,7 @@ from tests.gluon_emulator.memory import load, pointer_to, store
 from tests.gluon_emulator.program import Program, Shared
 from tests.gluon_emulator.values import (
     EmulationError,
+    Number,
     Value,
     amax,
     arange,
@@ -189,12 +189,21 @@ def _code(function: JITFunction[Any]) -> types.CodeType:
     )
 
 
+@functools.cache
+def _names(function: JITFunction[Any]) -> frozenset[str]:
+    """What the function may look up in its module."""
+    found, codes = set(), [_code(function)]
+    for code in codes:
+        found.update(code.co_names)
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return frozenset(found - {function.fn.__name__})
+
+
 class _Translated:
     """The functions of kernels as functions of emulated values."""
 
     def __init__(self, program: Program) -> None:
         self.stand_ins = _stand_ins(program)
-        self.modules: dict[int, dict[str, Any]] = {}
         self.functions: dict[int, Callable[..., Any]] = {}
 
     def value(self, value: Any) -> Any:
@@ -210,17 +219,11 @@ class _Translated:
             return ASSEMBLY[name]
         if id(source) not in self.functions:
             made: dict[str, Any] = {}
-            exec(_code(source), self.globals(source.fn), made)
+            found = source.fn.__globals__
+            used = {name: self.value(found[name]) for name in _names(source) if name in found}
+            exec(_code(source), {"_assigned": _assigned, **used}, made)
             self.functions[id(source)] = made[name]
         return self.functions[id(source)]
-
-    def globals(self, source: Any) -> dict[str, Any]:
-        found = source.__globals__
-        if id(found) not in self.modules:
-            translated: dict[str, Any] = {"_assigned": _assigned}
-            self.modules[id(found)] = translated
-            translated.update({name: self.value(value) for name, value in found.items()})
-        return self.modules[id(found)]
 
 
 def _argument(name: str, value: Any) -> Any:
@@ -241,7 +244,8 @@ class _Emulated:
             given |= {name: value for name, value in constants.items() if name in names}
             for ids in itertools.product(*map(range, grid)):
                 program = Program(ids, grid, self.random)
-                _Translated(program).function(self.kernel)(**given)
+                with np.errstate(all="ignore"):
+                    _Translated(program).function(self.kernel)(**given)
                 program.finish(program.running)
 
         return run

@@ -233,7 +233,8 @@ class Program:
         me.turn.acquire()
         try:
             if self.failure is None:
-                function(*args)
+                with np.errstate(all="ignore"):  # of this thread
+                    function(*args)
                 self.finish(me)
                 self.live.remove(me)
                 self._hand_over(None)

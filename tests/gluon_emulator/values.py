@@ -3,28 +3,31 @@ are checked at every access, and the functions of ``gl`` over them. bf16 is kept
 
 from __future__ import annotations
 
-from numbers import Number
 from typing import Any
 
 import numpy as np
 from triton.experimental.gluon import language as gl
 
-_STORAGE: dict[str, Any] = {
-    "int1": np.bool_,
-    "int8": np.int8,
-    "int16": np.int16,
-    "int32": np.int32,
-    "int64": np.int64,
-    "uint8": np.uint8,
-    "uint16": np.uint16,
-    "uint32": np.uint32,
-    "uint64": np.uint64,
-    "fp16": np.float16,
-    "bf16": np.uint16,
-    "fp32": np.float32,
-    "fp64": np.float64,
+Number = (int, float, np.number)
+"""What is no tensor yet; ``numbers.Number`` is looked up for each value, which takes longer."""
+
+_STORAGE: dict[str, np.dtype[Any]] = {
+    "int1": np.dtype(np.bool_),
+    "int8": np.dtype(np.int8),
+    "int16": np.dtype(np.int16),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "uint8": np.dtype(np.uint8),
+    "uint16": np.dtype(np.uint16),
+    "uint32": np.dtype(np.uint32),
+    "uint64": np.dtype(np.uint64),
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(np.uint16),
+    "fp32": np.dtype(np.float32),
+    "fp64": np.dtype(np.float64),
 }
-_COMPUTED = {**_STORAGE, "bf16": np.float32}
+_COMPUTED = {**_STORAGE, "bf16": _STORAGE["fp32"]}
+_ADDRESS = _STORAGE["int64"]
 
 
 class EmulationError(Exception):
@@ -38,7 +41,7 @@ def storage(dtype: Any) -> Any:
 
 def _numbers(dtype: Any) -> Any:
     """The numpy type that is computed in, or of an address."""
-    return _COMPUTED.get(dtype.name, np.int64)
+    return _COMPUTED.get(dtype.name, _ADDRESS)
 
 
 def rounded_to_bf16(values: np.ndarray) -> np.ndarray:
@@ -107,10 +110,9 @@ class Value:
             assert self.dtype.primitive_bitwidth == dtype.primitive_bitwidth
             bits = np.ascontiguousarray(self.bits()).reshape(self.data.shape)
             return from_bits(bits.view(storage(dtype)), dtype)
-        with np.errstate(all="ignore"):
-            if dtype == gl.bfloat16:
-                return from_bits(rounded_to_bf16(self.data.astype(np.float32)), dtype)
-            return Value(self.data.astype(_numbers(dtype)), dtype)
+        if dtype.name == "bf16":
+            return from_bits(rounded_to_bf16(self.data.astype(np.float32)), dtype)
+        return Value(self.data.astype(_numbers(dtype)), dtype)
 
     def __add__(self, other: Any) -> Value:
         return _sum(np.add, self, other)
@@ -200,7 +202,7 @@ class Value:
 
 
 def from_bits(bits: np.ndarray, dtype: Any) -> Value:
-    return Value(widened(bits) if dtype == gl.bfloat16 else bits, dtype)
+    return Value(widened(bits) if dtype.name == "bf16" else bits, dtype)
 
 
 def tensor(value: Any) -> Value:
@@ -221,6 +223,8 @@ def _kind(dtype: Any) -> int:
 
 def _common(left: Any, right: Any) -> Any:
     """The type of what is computed from both; a Python number takes the type of the tensor."""
+    if isinstance(left, Value) and isinstance(right, Value) and left.dtype is right.dtype:
+        return left.dtype
     types = [tensor(operand).dtype for operand in (left, right)]
     weak = [isinstance(operand, Number) for operand in (left, right)]
     if weak[0] != weak[1] and _kind(types[weak[1]]) <= _kind(types[weak[0]]):
@@ -240,11 +244,13 @@ def as_type(operand: Any, dtype: Any) -> np.ndarray:
     """The data of a tensor or a number as that type."""
     if isinstance(operand, Number):
         return np.asarray(operand, _numbers(dtype))  # raises if it does not fit
-    return operand.to(dtype).data if operand.dtype != dtype else operand.data
+    if operand.dtype is dtype or operand.dtype == dtype:
+        return operand.data
+    return operand.to(dtype).data
 
 
 def _aligned(*operands: np.ndarray) -> None:
-    ranks = {operand.ndim for operand in operands if operand.ndim}
+    ranks = {operand.ndim for operand in operands} - {0}
     if len(ranks) > 1:
         raise EmulationError(f"shapes of several ranks: {[part.shape for part in operands]}")
 
@@ -253,9 +259,8 @@ def _binary(operation: Any, left: Any, right: Any, dtype: Any = None) -> Value:
     common = _common(left, right)
     operands = as_type(left, common), as_type(right, common)
     _aligned(*operands)
-    with np.errstate(all="ignore"):
-        result = np.asarray(operation(*operands))
-    if dtype is None and common == gl.bfloat16:
+    result = operation(*operands)
+    if dtype is None and common.name == "bf16":
         return from_bits(rounded_to_bf16(result), common)
     return Value(result, dtype or common)
 

@@ -23,14 +23,16 @@ from typing import Any
 
 from tests.support import cpu_seconds
 
+INTERPRETED = ["torch", "triton", "triton.runtime.interpreter", "triton.experimental.gluon"]
 IMPORTED = [
+    "tests.support.unprobed",
     "torch._dynamo.testing",
     "torch._inductor.compile_fx",
     "torch.export",
     "transformers.models.deepseek_v4.modeling_deepseek_v4",
 ]
 
-_servers: list[subprocess.Popen[str]] = []
+_servers: dict[bool, subprocess.Popen[str]] = {}
 
 
 def python(
@@ -38,15 +40,17 @@ def python(
     env: Mapping[str, str] | None = None,
     cwd: Path | str | None = None,
     seconds: int = 1200,
+    interpreter: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """What ``python *arguments`` (-c CODE, -m MODULE or a script, and its options) ends with.
 
     Not for tests of what an import brings or costs, nor of variables that torch reads when it is
-    imported. After ``seconds`` the process is killed.
+    imported. After ``seconds`` the process is killed. With ``interpreter`` it has Triton, whose
+    kernels are interpreted.
     """
-    if not _servers or _servers[0].poll() is not None:
-        _servers[:] = [_serve()]
-    server = _servers[0]
+    if interpreter not in _servers or _servers[interpreter].poll() is not None:
+        _servers[interpreter] = _serve(interpreter)
+    server = _servers[interpreter]
     with tempfile.TemporaryDirectory() as folder:
         paths = [str(Path(folder, name)) for name in ("out", "err")]
         asked = {
@@ -67,9 +71,22 @@ def python(
     return subprocess.CompletedProcess(arguments, ended["status"], out, err)
 
 
-def _serve() -> subprocess.Popen[str]:
+def interpreted(script: Path, *arguments: Any) -> list[str]:
+    """The lines that a script of ours prints where Triton's kernels are interpreted."""
+    env = {**os.environ, **_INTERPRETER, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = python(script, *arguments, env=env, interpreter=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+_INTERPRETER = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _serve(interpreter: bool) -> subprocess.Popen[str]:
     # only what the child is asked to have on its path: a copy of ours may come first there
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if interpreter:
+        env |= _INTERPRETER
     server = subprocess.Popen(
         [sys.executable, "-c", _SERVER, str(Path(__file__).parents[2])],
         env=env,
@@ -99,7 +116,7 @@ def _leave(server: subprocess.Popen[str]) -> None:
 def serve() -> None:
     """Fork a process for every line of standard input, one after the other."""
     base = sys.path[1:]
-    for name in IMPORTED:
+    for name in INTERPRETED if os.environ.get("TRITON_INTERPRET") == "1" else IMPORTED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     for line in sys.stdin:

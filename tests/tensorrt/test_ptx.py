@@ -3,7 +3,6 @@
 import ctypes
 import os
 import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from dsv4_ops.integrations.tensorrt import ptx
+from tests.support import forked
 
 pytest.importorskip("triton", reason="published for Linux only")
 
@@ -152,8 +152,7 @@ def test_the_stripped_kernel_assembles(tmp_path):
 def test_the_kernel_equals_the_reference_in_the_interpreter(code):
     root = Path(__file__).parents[2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = forked.python("-c", code, env=env, interpreter=True)
     assert done.stdout == "equal\n", done.stderr[-3000:]
 
 

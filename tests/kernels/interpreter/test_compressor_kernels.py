@@ -1,13 +1,11 @@
 """What sampled calls are too small for: programs of the compressor's kernel with many tokens."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import NIGHTLY
+from tests.support import forked
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
 
@@ -15,14 +13,7 @@ pytest.importorskip("triton", reason="triton is published for Linux only")
 @pytest.mark.slow
 def test_programs_that_look_at_many_tokens() -> None:
     script = Path(__file__).parent / "interpret_compressor.py"
-    done = subprocess.run(
-        [sys.executable, script, "6" if NIGHTLY else "2"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == (4 if NIGHTLY else 2)
+    assert len(forked.interpreted(script, "6" if NIGHTLY else "2")) == (4 if NIGHTLY else 2)
 
 
 @pytest.mark.parametrize("ratio", [4, 128])

@@ -1,8 +1,5 @@
 """The indexer's kernels in Triton's interpreter, where their scratch rows are small."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dsv4_ops.core.registry import OPS
 from tests.helpers import NIGHTLY
+from tests.support import forked
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
 
@@ -53,12 +51,6 @@ def test_merges_of_any_number_of_tokens(tokens, grouped, parts):
 @pytest.mark.slow
 def test_parts_reductions_and_groups_choose_the_same_rows():
     script = Path(__file__).parent / "interpret_indexer.py"
-    done = subprocess.run(
-        [sys.executable, script, "20" if NIGHTLY else "1"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert "merge_groups_kernel" in done.stdout
-    assert "merge_parts_kernel" in done.stdout
+    launched = "\n".join(forked.interpreted(script, "20" if NIGHTLY else "1"))
+    assert "merge_groups_kernel" in launched
+    assert "merge_parts_kernel" in launched

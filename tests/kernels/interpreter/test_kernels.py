@@ -1,8 +1,5 @@
 """Kernels without a GPU: their logic in Triton's interpreter, their cubins for sm_90."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,7 @@ import dsv4_ops
 from dsv4_ops.__main__ import main
 from dsv4_ops.core.registry import OPS
 from tests.helpers import NEWEST, NIGHTLY
+from tests.support import forked
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
 KERNEL_OPS = {name for name, spec in OPS.items() if spec.has_kernel}
@@ -26,14 +24,7 @@ def test_kernels_equal_their_references_in_the_interpreter():
 def interpreted(examples, *names):
     """The ops whose kernels were right."""
     script = Path(__file__).parent / "interpret_kernels.py"
-    done = subprocess.run(
-        [sys.executable, script, examples, *names],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return {line.split()[0] for line in done.stdout.splitlines()}
+    return {line.split()[0] for line in forked.interpreted(script, examples, *names)}
 
 
 # kernels that keep as many bytes under way in registers as other programs would add: 14 warps or

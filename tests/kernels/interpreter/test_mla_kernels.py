@@ -1,14 +1,12 @@
 """MLA in Triton's interpreter: sparse prefill over longer batches, decode with plans and with the
 rotation undone; dense decode."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import NIGHTLY
+from tests.support import forked
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
 NAMES = ("sparse_mla_decode", "sparse_mla_decode_paged")
@@ -16,16 +14,7 @@ NAMES = ("sparse_mla_decode", "sparse_mla_decode_paged")
 
 def passed_in(script, *arguments):
     """What has passed, line by line."""
-    path = Path(__file__).parent / script
-    hidden = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, path, *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **hidden},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return done.stdout.splitlines()
+    return forked.interpreted(Path(__file__).parent / script, *arguments)
 
 
 @pytest.mark.slow
