@@ -138,7 +138,9 @@ def test_calls_without_our_cache(cache, precision, no_grad):
         assert type(getattr(out, cache_argument())) is transformers.DynamicCache
         later = model(tokens[:, 130:], cache=getattr(out, cache_argument()))
         got = torch.cat([out.logits, later.logits], 1)
-    torch.testing.assert_close(got, expected()[:2, :140], rtol=0, atol=CLOSE)
+    want = expected()[:2, :140]
+    # of the largest logit: processors add in orders of their own
+    torch.testing.assert_close(got, want, rtol=0, atol=CLOSE * float(want.abs().max()))
 
 
 def changed(**fields):
