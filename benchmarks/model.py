@@ -1,4 +1,4 @@
-"""Benchmark a decode step of a whole model, Hugging Face's own and patched."""
+"""Benchmark steps of a whole model: a decode step, Hugging Face's own and patched, or a prefill."""
 
 from __future__ import annotations
 
@@ -49,6 +49,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="bf16",
         help="released: FP8 linears and FP4 experts, without Hugging Face's step",
     )
+    parser.add_argument(
+        "--prefill",
+        type=sizes,
+        metavar="A,B,..",
+        help="prefills of one request of that many tokens, patched, instead of decode steps",
+    )
+    parser.add_argument(
+        "--activations",
+        choices=("bf16", "fp8"),
+        default="bf16",
+        help="what products of the released precision take; default: %(default)s",
+    )
     parser.add_argument("--max-seconds", type=int, metavar="N", help="start no batch later")
 
 
@@ -63,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
     from dsv4_ops.integrations import transformers as v4
 
     device, released = chosen_device(options), options.precision == "released"
-    name = "model_released" if released else "model"
+    name = "model_prefill" if options.prefill else "model_released" if released else "model"
     output: Report[ModelRow] = Report(options.out, name, stamp(device, options.command))
     small = {"hidden_size": 128, "num_attention_heads": 4, "o_groups": 2, "q_lora_rank": 64}
     small |= {"o_lora_rank": 64, "moe_intermediate_size": 64, "vocab_size": 260}
@@ -72,6 +84,9 @@ def run(options: argparse.Namespace) -> None:
     cpu = device.type == "cpu"
     model = flash_shaped(num_experts=options.experts, device=device, **(small if cpu else {}))
     model = in_released_precision(model) if released else model
+    if options.prefill:
+        _run_prefills(model, options, output)
+        return
     points = {2: (512,)} if cpu else _POINTS
     chosen = options.batches or tuple(points)
     rows = [
@@ -103,6 +118,50 @@ def run(options: argparse.Namespace) -> None:
     if not options.no_plot:
         title = f"Decode step of 4 layers · {output.stamp['device']}"
         try_plot(model_panels(output.rows), output.path(".png"), title=title, ylabel="ms per step")
+
+
+def _run_prefills(model: Any, options: argparse.Namespace, output: Report[ModelRow]) -> None:
+    from benchmarks.baselines.stock_model import keep_float32
+    from dsv4_ops.integrations import transformers as v4
+
+    precision = v4.Recipe.serve(activations=options.activations)
+    v4.patch(keep_float32(model), precision=precision)
+    for num_tokens in report.progress(options.prefill, "prefills, tokens"):
+        row = _row(model, 1, num_tokens)
+        try:
+            _measure_prefill(row, model)
+        except Exception as error:  # a row that says so, not the end of the run
+            row.error = one_line(error)
+        output.add(row)
+    layers = len(model.model.layers)
+    title = f"A prefill of {layers} layers of DeepSeek-V4-Flash's sizes, {options.experts} experts"
+    columns = ("context", "eager_ms", "step_ms", "busy_ms", "kernels", "roofline_ms", "error")
+    stages = [*_stages(output.rows), *_by_kernel(output.rows)]
+    output.write_text(report.text(title, output, report.table(output.rows, columns), *stages))
+
+
+def _measure_prefill(row: ModelRow, model: Any) -> None:
+    """One request from an empty cache, again and again; the head sees its last token."""
+    from dsv4_ops.integrations import transformers as v4
+
+    num_tokens, device = row.context, model.device
+    cache = v4.PagedCache.for_model(
+        model, max_batch_size=1, max_cache_len=num_tokens + 256, max_chunk=num_tokens
+    )
+    starts = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+    tokens = torch.arange(num_tokens, device=device) % model.config.vocab_size
+    batch = v4.StepBatch(tokens, starts, starts[1:].clone(), starts[:1].clone())
+    eager_call = _bound(v4.prefill_step, model, batch, cache.tensors)
+    row.eager_ms = _median_ms(eager_call, device, 3)
+    torch._dynamo.reset()
+    compiled = torch.compile(v4.prefill_step, fullgraph=True, dynamic=False)
+    call = _bound(compiled, model, batch, cache.tensors)
+    start = time.perf_counter()
+    row.max_diff = float((call() - eager_call()).abs().max())
+    row.compile_s = time.perf_counter() - start
+    row.step_ms = _median_ms(call, device, _STEPS // 3)
+    if device.type == "cuda":
+        _profile_kernels(row, call)
 
 
 def _row(model: Any, batch: int, context: int) -> ModelRow:
@@ -216,10 +275,14 @@ def _metadata(model: Any, batch: Any, cache: Any) -> Any:
 
 
 def _profile(row: ModelRow, call: Callable[[], Any], metadata: Callable[[], Any]) -> None:
+    _profile_kernels(row, call)
+    row.metadata_us = sum(activity.us for activity in device_activities(metadata))
+
+
+def _profile_kernels(row: ModelRow, call: Callable[[], Any]) -> None:
     activities = device_activities(call)
     row.kernels, row.busy_ms = len(activities), sum(a.us for a in activities) / 1e3
     row.kernels_per_layer = row.kernels / row.layers
-    row.metadata_us = sum(activity.us for activity in device_activities(metadata))
     spent: dict[str, float] = defaultdict(float)
     for activity in activities:
         spent[stage_of(activity.name)] += activity.us
@@ -230,7 +293,7 @@ def _profile(row: ModelRow, call: Callable[[], Any], metadata: Callable[[], Any]
 _STAGES = {
     "experts": (
         *("cutlass13device_kernel", "grouped_gemm", "grouped_mm"),
-        *("gate_up_kernel", "down_kernel", "expert_plan_kernel"),
+        *("gate_up_kernel", "down_kernel", "expert_plan_kernel", "quantize_ordered_kernel"),
     ),
     "attention": ("split_keys", "join_splits", "prefill_keys"),
     "indexer": ("select_keys", "indexer", "merge_groups", "merge_parts", "quantize_query"),
