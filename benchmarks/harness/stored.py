@@ -10,10 +10,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-DEVICES = {
-    "precision": "cpu",
-    **dict.fromkeys(("quality", "quality_text", "context_parallel"), "h100"),
-}
+DEVICES = {"precision": "cpu", "quality": "h100", "context_parallel": "h100"}
 """Folder of the files that are not of the H200."""
 
 _POINT = (

@@ -434,17 +434,5 @@ TABLES = {
             ("change", lambda row: _change(row, "nll_change", "nll_error", ".3f")),
         ),
     ),
-    "quality_text": Table(
-        "quality_text",
-        (
-            ("weights, activations", lambda row: f"{row['weights']}, {row['activations']}"),
-            ("what runs", _copied),
-            ("perplexity", lambda row: f"{row['perplexity']:.3f}"),
-            ("nats a byte", lambda row: f"{row['nll']:.4f}"),
-            ("change", lambda row: _change(row, "nll_change", "nll_error", ".4f")),
-            ("likeliest byte right", lambda row: _fixed(row, "accuracy_pct", ".1f")),
-            ("change, points", lambda row: _change(row, "changed_pct", "pct_error", ".1f")),
-        ),
-    ),
 }  # fmt: skip
 """Every table by the name that the page calls it."""

@@ -1,5 +1,7 @@
 """``generate(num_draft_tokens=)`` writes what ``generate`` does, or samples from the same model."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -41,9 +43,20 @@ def prompts(*sizes):
     return torch.where(mask, ids, PAD), mask.long()
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 3])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 119, 120, 121, 122, 126, 127, 128, 129])
-def test_greedy_text_is_the_same(model, num_drafts, size):
+SIZES = (1, 2, 3, 4, 119, 120, 121, 122, 126, 127, 128, 129)
+BY_DEFAULT = {(3, 3), (121, 2), (128, 1)}
+"""Sizes of prompts and drafts; test_mtp.py has steps of every number of drafts across 128."""
+
+
+def greedy():
+    nightly = pytest.mark.nightly("prompts of three sizes; the same steps across 128 in test_mtp")
+    for size, num_drafts in itertools.product(SIZES, (1, 2, 3)):
+        marks = [] if (size, num_drafts) in BY_DEFAULT else [nightly]
+        yield pytest.param(size, num_drafts, marks=marks)
+
+
+@pytest.mark.parametrize(("size", "num_drafts"), greedy())
+def test_greedy_text_is_the_same(model, size, num_drafts):
     """Whichever position mod 4 and 128 the drafts begin at."""
     ids, _ = prompts(size)
     settings = {"max_new_tokens": 11, "do_sample": False, "eos_token_id": None}
@@ -77,6 +90,8 @@ def test_a_compiled_step(model):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
+@pytest.mark.nightly("hundreds of texts; verify_draft's own tests have what it samples")
 def test_sampled_text_has_the_models_distribution(model):
     """Of three tokens, the first two of which drafts can stand for; four standard errors."""
     ids, _ = prompts(6)
