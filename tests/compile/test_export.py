@@ -26,13 +26,24 @@ def decode(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return build_decode_metadata(SPEC, *inputs[:3], tables_of(inputs)).as_tuple()
 
 
+QUICKLY = {
+    "aot_inductor.debug_compile": True,
+    "cpp.simdlen": 1,
+    "aot_inductor.precompile_headers": False,
+}
+"""-O0, checks of the inputs, and no vectors, of which every loop has several forms: a fraction of
+the time; test_contract.py and test_indexer.py compile as users do. Headers of these flags would be
+precompiled for a package alone."""
+
+
 @pytest.fixture(scope="module")
 def package(tmp_path_factory) -> Path:
     """The decode metadata build, exported once for the tests of this file."""
     program = checks.export_dynamic(decode, random_inputs(0, num_reqs=5, num_tokens=23))
     names = {node.target for node in program.graph.nodes}
     assert OPS["token_map"].op in names, "an exported program names the stages"
-    return build_package(program, tmp_path_factory.mktemp("package") / "decode_metadata.pt2")
+    with torch._inductor.config.patch(QUICKLY):
+        return build_package(program, tmp_path_factory.mktemp("package") / "decode_metadata.pt2")
 
 
 BATCHES = [(1, 9, 31), (2, 3, 8), (3, 40, 120)]
@@ -162,11 +173,7 @@ def test_ops_survive_packages(names, runner, tmp_path):
         return sum((results(op.call(*own)) for op, own in zip(ops, given, strict=True)), ())
 
     program = checks.export_dynamic(run_ops, inputs)
-    # -O0, checks of the inputs, and no vectors, of which every loop has several forms: a fraction
-    # of the time; test_contract.py and test_indexer.py compile as users do
-    once = {"aot_inductor.debug_compile": True, "cpp.simdlen": 1}
-    # headers of these flags would be precompiled for this package alone
-    with torch._inductor.config.patch(once | {"aot_inductor.precompile_headers": False}):
+    with torch._inductor.config.patch(QUICKLY):
         package = build_package(program, tmp_path / "part.pt2")
     torch.save(tuple(inputs), tmp_path / "in.pt")
     write_tensors(tmp_path / "inputs", inputs)

@@ -111,7 +111,12 @@ def speculate(model, text, num_drafts, step=v4.speculative_step):
     cache.raise_if_dropped()
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 3])
+FEWER = pytest.mark.nightly("three drafts, of which any number is accepted")
+
+
+@pytest.mark.parametrize(
+    "num_drafts", [pytest.param(1, marks=FEWER), pytest.param(2, marks=FEWER), 3]
+)
 def test_text_is_greedy_and_drafts_are_those_of_the_formula(model, oracle, text, num_drafts):
     want, counts = greedy_text(model, text), set()
     for index, (known, found) in enumerate(speculate(model, text, num_drafts)):
