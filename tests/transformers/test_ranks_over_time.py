@@ -176,7 +176,9 @@ def serve(family, seed, steps, tmp_path, *, compiles):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["v3", "v4"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("v3", marks=pytest.mark.nightly("the same of V4")), "v4"]
+)
 def test_a_few_steps(family, tmp_path):
     assert serve(family, 3, 12, tmp_path, compiles=False)["short"]
 
