@@ -13,9 +13,8 @@
 # A fresh machine needs Python 3.10+, a C++ compiler and make; the first run builds its own environment.
 PYTHON ?= python3
 VENV ?= .venv
-# one process per core and one more, as tests wait for processes of theirs; at most 8. WORKERS=0
-# takes none but its own
-WORKERS ?= $(shell $(PYTHON) -c "print((__import__('os').cpu_count() or 1) + 1)")
+# one process per core, at most 8 (one more took 8 % longer); WORKERS=0 takes none but its own
+WORKERS ?= auto
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 # for pip, such as `-c .ci/constraints.txt`
