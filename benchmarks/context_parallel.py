@@ -52,7 +52,7 @@ from dsv4_ops.attention import (
 from dsv4_ops.attention.metadata import BlockTables
 from dsv4_ops.attention.mla_layer import attend_absorbed
 from dsv4_ops.core.layout import IndexerLayout
-from dsv4_ops.testing.models import small_mla_model, small_model
+from dsv4_ops.testing.models import head_plan, small_mla_model, small_model
 
 GROUPS = ("combine", "layer", "v4_layer", "v4_model", "v3_model")
 RANK, ONE_GPU, TENSOR, CONTEXT = 512, "one GPU", "tensor parallel", "context parallel"
@@ -68,18 +68,6 @@ _CONTEXTS, _BATCHES = (131072, 1048576), (1, 8, 32)
 _MODEL_CONTEXTS, _MODEL_STEPS, _MOST_ERROR = (4096, 131072), 6, 0.1
 """Logits in bfloat16 of other orders of addition; a near tie of routers falls differently."""
 _SMALL_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}
-_PLANS = {
-    "v3": {"q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"},
-    "v4": {
-        "q_b_proj": "colwise",
-        "sinks": "colwise",
-        "o_a_proj": "colwise",
-        "o_b_proj": "rowwise",
-        "compressor.indexer.q_b_proj": "colwise",
-        "compressor.indexer.scorer.weights_proj": "colwise",
-    },
-}
-"""Parameters of heads, by Hugging Face's styles."""
 _CALLS = 16
 """Of a graph, so that its launch does not count."""
 _SAMPLES = 7
@@ -427,10 +415,9 @@ class Ranks:
         if split:
             os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank))
             os.environ["WORLD_SIZE"] = str(self.world)
-            styles = {
-                f"model.layers.*.self_attn.{name}": style for name, style in _PLANS[family].items()
-            }
-            config = DistributedConfig(tp_size=self.world, tp_plan=styles, ep_size=self.world)
+            config = DistributedConfig(
+                tp_size=self.world, tp_plan=head_plan(family), ep_size=self.world
+            )
             settings["distributed_config"] = config
         model = kind.from_pretrained(folder, dtype=torch.bfloat16, **settings).eval()
         model = model.to(self.device).requires_grad_(False)

@@ -56,6 +56,25 @@ _RANGES = {
     "hc_head.hc_scale": (1.0, 0.5),
 }
 
+_HEAD_STYLES = {
+    "v3": {"q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"},
+    "v4": {
+        "q_b_proj": "colwise",
+        "sinks": "colwise",
+        "o_a_proj": "colwise",
+        "o_b_proj": "rowwise",
+        "compressor.indexer.q_b_proj": "colwise",
+        "compressor.indexer.scorer.weights_proj": "colwise",
+    },
+}
+
+
+def head_plan(family: str, without: str = "") -> dict[str, str]:
+    """Hugging Face's ``tp_plan`` of the attention heads of a "v3" or "v4" model, by parameter,
+    except that of ``without``."""
+    styles = _HEAD_STYLES[family].items()
+    return {f"model.layers.*.self_attn.{name}": style for name, style in styles if name != without}
+
 
 def small_config(**changed: Any) -> DeepseekV4Config:
     """Configure three layers, one per type.

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.lowering.inspect import load_package
+from dsv4_ops.testing.models import head_plan
 from tests.support.hf_models import Engine
 from tests.support.ranks import run_ranks
 from tests.transformers.test_context_parallel import padded_to
@@ -25,7 +26,6 @@ from tests.transformers.test_split_heads import (
     MODELS,
     REQUESTS,
     patched,
-    plan,
     split,
     text,
     whole,
@@ -93,7 +93,7 @@ def check(engine, want, what):
 def rank_model(rank: int, family: str, folder: Path) -> None:
     with torch.no_grad():
         want = whole(family)(text()).logits
-    model = split(family, folder, tp_plan=plan(family), ep_size=dist.get_world_size())
+    model = split(family, folder, tp_plan=head_plan(family), ep_size=dist.get_world_size())
     model = model.to(DEVICE)
     # its grouped products of float32 read lengths on the host, which no graph can capture
     model.set_experts_implementation("batched_mm")

@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.integrations import transformers as v4
-from dsv4_ops.testing.models import small_mla_model, small_model
+from dsv4_ops.testing.models import head_plan, small_mla_model, small_model
 from tests.support.hf_models import Engine
 from tests.support.ranks import run_ranks
 from tests.support.selected_rows import SelectedRows
@@ -30,17 +30,6 @@ MODELS = {
     "v3": (small_mla_model, {"num_hidden_layers": 2}),
     "v4": (small_model, {"compress_rates": RATES, "index_topk": TOPK}),
 }
-HEADS = {
-    "v3": {"q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"},
-    "v4": {
-        "q_b_proj": "colwise",
-        "sinks": "colwise",
-        "o_a_proj": "colwise",
-        "o_b_proj": "rowwise",
-        "compressor.indexer.q_b_proj": "colwise",
-        "compressor.indexer.scorer.weights_proj": "colwise",
-    },
-}
 
 
 def text() -> torch.Tensor:
@@ -51,12 +40,6 @@ def text() -> torch.Tensor:
 def whole(family: str) -> Any:
     made, settings = MODELS[family]
     return made(**settings)
-
-
-def plan(family: str, without: str = "") -> dict[str, str]:
-    """The plan of the heads, except that of some parameter."""
-    styles = {name: style for name, style in HEADS[family].items() if name != without}
-    return {f"model.layers.*.self_attn.{name}": style for name, style in styles.items()}
 
 
 def split(family: str, folder: Path, **config: Any) -> Any:
@@ -113,7 +96,7 @@ def rank_splits(rank: int, family: str, folder: Path) -> None:
     with torch.no_grad():
         want = stock(text()).logits
     one = patched(stock)
-    model = split(family, folder, tp_plan=plan(family))
+    model = split(family, folder, tp_plan=head_plan(family))
     for settings in ({}, {"interleave": 2, "via": "all_to_all"}):
         patched(model, parallel=ContextParallel.of(**settings))
         ranks = model.dsv4_ops_spec.parallel
@@ -141,7 +124,7 @@ def rank_splits(rank: int, family: str, folder: Path) -> None:
         match=r"^patch: .*self_attn\.q_b_proj must be split over the ranks of parallel.*over 1",
     ):
         patched(model)
-    part = split(family, folder, tp_plan=plan(family, without=projection))
+    part = split(family, folder, tp_plan=head_plan(family, without=projection))
     with pytest.raises(NotImplementedError, match=rf"^patch: .*\.{projection} must .*over {world}"):
         patched(part, parallel=ContextParallel.of())
     own = [dist.new_group([each]) for each in range(world)][rank]
@@ -159,7 +142,7 @@ def rank_experts(rank: int, family: str, folder: Path) -> None:
     for config in (
         {"tp_plan": "auto"},
         {"tp_plan": "auto", "ep_size": world},
-        {"tp_plan": plan(family), "ep_size": world},
+        {"tp_plan": head_plan(family), "ep_size": world},
     ):
         model = split(family, folder, **config)
         experts = model.model.layers[1].mlp.experts.gate_up_proj
