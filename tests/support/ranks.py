@@ -69,6 +69,14 @@ def free_collectives() -> None:
     time.sleep(0.2)
 
 
+def of_ranks(package: Callable[..., Any]) -> Callable[..., Any]:
+    """``package`` as docs/limits.md says to run one on CPUs. Without inference mode its collectives
+    go through torch's autograd formulas, which are Python: gloo's threads would need the lock for
+    their tensors, too."""
+    run: Callable[..., Any] = torch.inference_mode()(package)
+    return run
+
+
 def _result(folder: Path | str, rank: int) -> Path:
     return Path(folder) / f"rank{rank}.pt"
 

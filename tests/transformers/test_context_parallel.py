@@ -31,7 +31,7 @@ from dsv4_ops.testing.contract.compare import equal
 from dsv4_ops.testing.models import small_mla_model
 from tests.helpers import i32
 from tests.support.hf_models import Engine, text
-from tests.support.ranks import free_collectives, run_ranks
+from tests.support.ranks import free_collectives, of_ranks, run_ranks
 
 CLOSE, LENGTH, REQUESTS = 1e-5, 150, 3  # past a block of 64 rows on each of two ranks
 V3 = "dsv4_ops.integrations.transformers.architectures.deepseek_v3.spec"
@@ -242,7 +242,7 @@ def rank_package(rank, folder):
     if rank == 0:
         v4.export_decode(model, cache, path=path)
     dist.barrier()
-    package = load_package(path)
+    package = of_ranks(load_package(path))
     engine = Engine(model, cache, text()[:2, :LENGTH].contiguous())
     engine.prefill({0: 140, 1: 3})
     free_collectives()

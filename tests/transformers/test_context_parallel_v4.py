@@ -16,7 +16,7 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import small_model
 from tests.support.hf_models import Engine
-from tests.support.ranks import free_collectives, run_ranks
+from tests.support.ranks import free_collectives, of_ranks, run_ranks
 from tests.transformers.test_context_parallel import padded_to
 
 CLOSE = 1e-5
@@ -114,7 +114,7 @@ def rank_package(rank, folder):
     if rank == 0:
         v4.export_decode(model, cache, path=path)
     dist.barrier()
-    package = load_package(path)
+    package = of_ranks(load_package(path))
     engine = Engine(model, cache, text()[:, :70].contiguous())
     engine.prefill({0: 62, 1: 3})
     free_collectives()
