@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.attention.mla_spec import MlaSpec
 from dsv4_ops.attention.mla_step import MlaStep
+from dsv4_ops.attention.parallel import every_rank
 from dsv4_ops.attention.tensors import MlaCache, MlaInputs, MlaWeights, without_gradients
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MlaFp8Layout, PlainLayout
@@ -114,7 +115,7 @@ def attend_absorbed(
     nope, rope = q.split((spec.qk_nope_head_dim, spec.qk_rope_head_dim), -1)
     absorbed, ranks = mla_absorb_q(nope, rope, weights.w_uk_t), spec.ranks
     if ranks is not None and ranks.shards_heads:
-        absorbed = cp_gather_heads(absorbed, ranks.group)
+        absorbed = cp_gather_heads(absorbed, ranks.group, via=ranks.gathers_via)
     attended = mla_decode(
         absorbed,
         cache.kv,
@@ -137,8 +138,7 @@ def attend_absorbed(
         return up
     # values are a quarter of the latents: sent once they are expanded
     values = up.unflatten(-1, (spec.num_heads, spec.v_head_dim))
-    outs, lses = (cp_gather_rows(each[None], ranks.group) for each in (values, attended.lse))
-    return merge_states(outs, lses).out.flatten(1)
+    return merge_states(*every_rank(values, attended.lse, ranks)).out.flatten(1)
 
 
 def attend_expanded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,13 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.torch_compat import group_rank
-from dsv4_ops.ops.context_parallel import COMBINES, cp_gather_rows, process_group_size
+from dsv4_ops.ops.context_parallel import (
+    COMBINES,
+    GATHERS,
+    cp_gather_rows,
+    gather_each,
+    process_group_size,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +34,9 @@ class ContextParallel:
         group: Name of the process group, ``ProcessGroup.group_name``.
         world_size: Its ranks; ``of`` asks it. 1 is no parallelism: nothing is left of it.
         interleave: Consecutive rows on one rank; divides the rows of a block.
-        via: How ranks combine their attention, as for ``cp_combine``. Not used where every rank
-            keeps all heads.
+        via: How ranks combine their attention, as for ``cp_combine``; not used where every rank
+            keeps all heads. By "symmetric_memory" they gather too what a decode step gathers:
+            queries, the indexer's candidates, and attention where every rank keeps all heads.
         shards_heads: Whether each rank has its part of the query heads (tensor parallelism of the
             projections around the attention). Ranks gather the queries of all heads, and each gets
             the output of its own. If not, each rank has all heads, gathers every rank's output, and
@@ -84,6 +92,11 @@ class ContextParallel:
         return self.world_size if self.shards_index_heads else 1
 
     @property
+    def gathers_via(self) -> str:
+        """How ranks gather what a decode step gathers, as for ``cp_gather_heads``."""
+        return self.via if self.via in GATHERS else GATHERS[0]
+
+    @property
     def turn(self) -> int:
         """Rows after which the first rank is in turn again."""
         return self.world_size * self.interleave
@@ -117,3 +130,9 @@ class ContextParallel:
                 rule = f"be the same {name} on all ranks of a context-parallel group"
                 found, advice = f"{value!r} here", "Start every rank with the same arguments"
                 raise refusal(ValueError, op, what, rule, found, advice)
+
+
+def every_rank(out: Tensor, lse: Tensor, ranks: ContextParallel) -> Sequence[Tensor]:
+    """Attention of all ranks, [world_size, num_tokens, ...]."""
+    own = (out[None], lse[None])
+    return gather_each("cp_gather_rows", own, ranks.group, dim=0, via=ranks.gathers_via)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4_ops.attention.impl import indexer_impl
 from dsv4_ops.attention.output import attend_decode
-from dsv4_ops.attention.parallel import ContextParallel
+from dsv4_ops.attention.parallel import ContextParallel, every_rank
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.attention.step import AttentionStep, RankShare
 from dsv4_ops.attention.tensors import LayerCaches, LayerWeights
@@ -24,6 +24,7 @@ from dsv4_ops.ops.context_parallel import (
     cp_gather_rows,
     cp_local_rows,
     cp_topk,
+    gather_each,
 )
 from dsv4_ops.ops.indexer import indexer_logits, indexer_topk
 from dsv4_ops.ops.indices import global_topk_indices_and_lens
@@ -44,7 +45,8 @@ def select_own(
         query = _all_heads(query, ranks)
     scores, rows = _candidates(spec, query, caches, step)
     found = torch.stack((scores.view(torch.int32), rows), 1)
-    found = cp_gather_rows(found, ranks.group).unflatten(0, (ranks.world_size, -1))
+    found = cp_gather_rows(found, ranks.group, via=ranks.gathers_via)
+    found = found.unflatten(0, (ranks.world_size, -1))
     selected = cp_topk(
         found[:, :, 0].view(torch.float32),
         found[:, :, 1],
@@ -58,8 +60,12 @@ def select_own(
 
 
 def _all_heads(query: IndexerQuery, ranks: ContextParallel) -> IndexerQuery:
-    """Gather queries and weights of the heads of all ranks, both at once as bytes."""
+    """Gather queries and weights of the heads of all ranks: both at once, by one all-gather of
+    bytes or in one kernel."""
     own = (query.q, query.weights[..., None])
+    if ranks.gathers_via == "symmetric_memory":
+        q, weights = gather_each("cp_gather_heads", own, ranks.group, dim=1, via=ranks.gathers_via)
+        return IndexerQuery(q, weights.squeeze(-1))
     sent = torch.cat([each.contiguous().view(torch.uint8) for each in own], -1)
     found = cp_gather_heads(sent, ranks.group).split((sent.shape[-1] - 4, 4), -1)
     q, weights = (part.contiguous().view(each.dtype) for part, each in zip(found, own, strict=True))
@@ -122,7 +128,7 @@ def attend_own(
     Each rank attends to a share of the window and to its own rows, for all heads and without the
     sink, which counts once, in what is combined.
     """
-    heads = cp_gather_heads(q, ranks.group) if ranks.shards_heads else q
+    heads = cp_gather_heads(q, ranks.group, via=ranks.gathers_via) if ranks.shards_heads else q
     attended = attend_decode(
         spec, kind, heads, own, weights, caches, step, inverse_rope=False, sink=False
     )
@@ -130,7 +136,7 @@ def attend_own(
         rank = cast(RankShare, step.share).cp_rank
         merged = cp_combine(*attended, ranks.group, rank, via=ranks.via)
     else:
-        merged = merge_states(*(cp_gather_rows(each[None], ranks.group) for each in attended))
+        merged = merge_states(*every_rank(*attended, ranks))
     return with_sink(*merged, weights.attn_sink)
 
 

@@ -28,3 +28,7 @@ def cp_local_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def cp_correct_out(out: Tensor) -> tuple[Tensor, Tensor]:
     return out.new_empty(out.shape), out.new_empty(out.shape[:2], dtype=torch.float32)
+
+
+def gathered(part: Tensor, world: int, dim: int) -> Tensor:
+    return part.new_empty((*part.shape[:dim], world * part.shape[dim], *part.shape[dim + 1 :]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -29,6 +30,9 @@ from dsv4_ops.reference import context_parallel as reference
 
 COMBINES = ("reduce_scatter", "all_to_all", "symmetric_memory")
 """Collectives that ``cp_combine`` may take."""
+
+GATHERS = ("all_gather", "symmetric_memory")
+"""Collectives that ``cp_gather_heads`` and ``cp_gather_rows`` may take."""
 
 SYMMETRIC_ROW_BYTES = 16384
 """Of a row (token, head) that "symmetric_memory" can send."""
@@ -450,26 +454,38 @@ def cp_correct_out(out: Tensor, lse: Tensor, lses: Tensor, *, lse_base: str = "e
     return MergedStates(*_cp_correct_out(out, lse, lses, lse_base=lse_base))
 
 
-def cp_gather_heads(x: Tensor, group: str) -> Tensor:
+def cp_gather_heads(x: Tensor, group: str, *, via: str = "all_gather") -> Tensor:
     """Gather the heads of all ranks, those of rank 0 first.
 
     Args:
         x: Values of this rank's heads, such as queries, [num_tokens, num_heads, width], any dtype.
             All ranks must have the same shape.
         group: Name of the process group, ``ProcessGroup.group_name``.
+        via: "all_gather": that of ``torch.distributed``. "symmetric_memory": one kernel that writes
+            to memory of other GPUs of the host, without NVLink multicast, for tensors of any size:
+            what is above 4 MiB of a rank goes in rounds. It shares the memory of
+            ``cp_combine(via="symmetric_memory")``. On a CPU, which has none, the all-gather; the
+            bytes are the same.
 
     Returns:
-        [num_tokens, cp_world_size * num_heads, width], with the heads as the outermost dimension in
-        memory. On one rank ``x`` itself.
+        [num_tokens, cp_world_size * num_heads, width]: contiguous by "symmetric_memory", else with
+        the heads as the outermost dimension in memory. On one rank ``x`` itself.
 
     Mutates: nothing.
 
     Raises:
-        ValueError: a wrong shape, or no process group of this name.
+        ValueError: a wrong shape, another ``via``, or no process group of this name.
         TypeError: ``x`` is no tensor, or ``group`` no name.
+        RuntimeError: ``via`` "symmetric_memory" first called in a capture. A rank that waits for
+            another longer than the group's timeout ends its process' use of the GPU: the next call
+            of CUDA raises.
+        ImportError: ``via`` "symmetric_memory" without Triton.
 
-    Compile: one all-gather of ``torch.distributed``; nothing on one rank. Dynamic in num_tokens.
-        CUDA graphs and export: yes; whoever runs a package has to make a group of this name first.
+    Compile: one all-gather, or one kernel that a graph calls; nothing on one rank. Dynamic in
+        num_tokens. CUDA graphs: yes; by "symmetric_memory" after one call outside, and all on one
+        stream or ordered, merges of ``cp_combine`` included. Export: yes, but of
+        "symmetric_memory", which C++ packages cannot call; whoever runs a package has to make a
+        group of this name first.
 
     Source: vLLM 0.33, decode context parallelism; there of concatenated queries.
 
@@ -483,17 +499,17 @@ def cp_gather_heads(x: Tensor, group: str) -> Tensor:
     checks = Checks("cp_gather_heads")
     checks.rows_of("x", x, "num_tokens", "num_heads", "width")
     checks.tensor("x", x, x.dtype, "num_tokens", "num_heads", "width")
-    world = process_group_size("cp_gather_heads", group)
-    return x if world == 1 else _gather(x.transpose(0, 1), world, group).transpose(0, 1)
+    return gather_each("cp_gather_heads", (x,), group, dim=1, via=via)[0]
 
 
-def cp_gather_rows(rows: Tensor, group: str) -> Tensor:
+def cp_gather_rows(rows: Tensor, group: str, *, via: str = "all_gather") -> Tensor:
     """Gather the rows of all ranks, those of rank 0 first.
 
     Args:
         rows: This rank's rows, [num_rows, ...], any dtype; bytes of FP8 are gathered as they are.
             All ranks must have the same shape.
         group: Name of the process group, ``ProcessGroup.group_name``.
+        via: "all_gather" or "symmetric_memory", as for ``cp_gather_heads``.
 
     Returns:
         [cp_world_size * num_rows, ...]; ``cp_row_indices`` finds rows in it. On one rank ``rows``
@@ -502,8 +518,9 @@ def cp_gather_rows(rows: Tensor, group: str) -> Tensor:
     Mutates: nothing.
 
     Raises:
-        ValueError: no dimension, or no process group of this name.
+        ValueError: no dimension, another ``via``, or no process group of this name.
         TypeError: ``rows`` is no tensor, or ``group`` no name.
+        RuntimeError, ImportError: as for ``cp_gather_heads``.
 
     Compile: as ``cp_gather_heads``; dynamic in num_rows.
 
@@ -517,8 +534,21 @@ def cp_gather_rows(rows: Tensor, group: str) -> Tensor:
         >>> dist.destroy_process_group()
     """
     Checks("cp_gather_rows").rows_of("rows", rows, "num_rows")
-    world = process_group_size("cp_gather_rows", group)
-    return rows if world == 1 else _gather(rows, world, group)
+    return gather_each("cp_gather_rows", (rows,), group, dim=0, via=via)[0]
+
+
+def gather_each(
+    op: str, parts: Sequence[Tensor], group: str, *, dim: int, via: str
+) -> Sequence[Tensor]:
+    """Gather one or two tensors along ``dim``, 0 or 1; "symmetric_memory" takes one kernel."""
+    Checks(op).one_of("via", via, *GATHERS, belongs_to="ranks shall gather")
+    world = process_group_size(op, group)
+    if world == 1:
+        return parts
+    if via == "symmetric_memory" and parts[0].device.type == "cuda":
+        found: list[Tensor] = _gather_ranks(list(parts), group, dim)
+        return found
+    return [_gather(part.transpose(0, dim), world, group).transpose(0, dim) for part in parts]
 
 
 def cp_combine(
@@ -664,9 +694,8 @@ def _arrived(sent: Tensor) -> Tensor:
 
 @torch.library.custom_op("dsv4_ops::_combine_ranks", mutates_args=())
 def _combine_ranks(out: Tensor, lse: Tensor, group: str, lse_base: str) -> tuple[Tensor, Tensor]:
-    launches = _kernels("context_parallel.combine")
-    workspace = _workspace(group, out.device, launches.workspace_bytes(group_size(group)))
-    launch = _kernels("launcher").EAGER
+    launches, launch = _kernels("cp_combine", "combine")
+    workspace = _workspace("cp_combine", group, out.device)
     of_group = workspace.held, workspace.rank, workspace.world, lse_base, workspace.timeout_ns
     with torch.cuda.device_of(out):
         merged: tuple[Tensor, Tensor] = launches.combine_ranks(launch, out, lse, *of_group)
@@ -680,13 +709,32 @@ def _(out: Tensor, lse: Tensor, group: str, lse_base: str) -> tuple[Tensor, Tens
     return out.new_empty((num_tokens, own, width)), lse.new_empty((num_tokens, own))
 
 
-def _kernels(module: str) -> Any:
+@torch.library.custom_op("dsv4_ops::_gather_ranks", mutates_args=())
+def _gather_ranks(parts: list[Tensor], group: str, dim: int) -> list[Tensor]:
+    op = ("cp_gather_rows", "cp_gather_heads")[dim]
+    launches, launch = _kernels(op, "gather")
+    workspace = _workspace(op, group, parts[0].device)
+    of_group = workspace.held, workspace.rank, workspace.world, dim, workspace.timeout_ns
+    with torch.cuda.device_of(parts[0]):
+        gathered: list[Tensor] = launches.gather(launch, parts, *of_group)
+    return gathered
+
+
+@_gather_ranks.register_fake
+def _(parts: list[Tensor], group: str, dim: int) -> list[Tensor]:
+    return [meta.gathered(part, group_size(group), dim) for part in parts]
+
+
+def _kernels(op: str, module: str) -> tuple[Any, Any]:
+    """Import a module of launches, and what launches."""
+    kernels = "dsv4_ops.kernels"
     try:
-        return importlib.import_module(f"dsv4_ops.kernels.{module}")
+        launches = importlib.import_module(f"{kernels}.context_parallel.{module}")
     except ModuleNotFoundError as error:
-        rule, advice = "be another than 'symmetric_memory' without triton", "Pass 'all_to_all'"
-        found = "'symmetric_memory'"
-        raise refusal(ImportError, "cp_combine", "via", rule, found, advice) from error
+        rule = "be another than 'symmetric_memory' without triton"
+        advice = "Pass 'all_to_all'" if op == "cp_combine" else "Pass 'all_gather'"
+        raise refusal(ImportError, op, "via", rule, "'symmetric_memory'", advice) from error
+    return launches, importlib.import_module(f"{kernels}.launcher").EAGER
 
 
 class _Workspace(NamedTuple):
@@ -703,17 +751,18 @@ class _Workspace(NamedTuple):
 _workspaces: dict[tuple[str, torch.device], _Workspace] = {}
 
 
-def _workspace(group: str, device: torch.device, nbytes: int) -> _Workspace:
+def _workspace(op: str, group: str, device: torch.device) -> _Workspace:
     """Return that of a group, which the first call makes: there all ranks meet."""
     current, found = process_group(group), _workspaces.get((group, device))
     if found is not None and found.of is current:  # not of an earlier group of the same name
         return found
     if torch.cuda.is_current_stream_capturing():
         rule, advice = "have been called before it is captured", "Call it once on all ranks"
-        raise refusal(RuntimeError, "cp_combine", "via", rule, "its first call", advice)
-    held, handle = symmetric_workspace(group, nbytes, device)
+        raise refusal(RuntimeError, op, "via", rule, "its first call", advice)
+    exchange, _ = _kernels(op, "exchange")
+    held, handle = symmetric_workspace(group, exchange.workspace_bytes(group_size(group)), device)
     rank, world = handle.rank, handle.world_size
-    header = _kernels("context_parallel.combine").workspace_header(list(handle.buffer_ptrs))
+    header = exchange.workspace_header(list(handle.buffer_ptrs))
     held[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     timeout_ns = timeout_of(group, device) // timedelta(microseconds=1) * 1000
     made = _Workspace(current, held, handle, rank, world, timeout_ns)

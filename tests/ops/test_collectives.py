@@ -11,7 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dsv4_ops as ops
+from dsv4_ops.attention import ContextParallel
 from dsv4_ops.core.types import MergedStates
+from dsv4_ops.ops.context_parallel import GATHERS, gather_each
 from tests.helpers import i32
 from tests.support.ranks import run_ranks
 
@@ -73,8 +75,9 @@ def rank_gathers(rank: int, world: int) -> None:
     group = dist.group.WORLD.group_name
     for num_tokens in (0, 1, 5):
         heads = torch.arange(world * num_tokens * 6.0).view(num_tokens, world * 3, 2)
-        found = ops.cp_gather_heads(own(heads, rank, world), group)
-        assert torch.equal(found, heads)
+        for via in GATHERS:  # on a CPU both are an all-gather
+            found = ops.cp_gather_heads(own(heads, rank, world), group, via=via)
+            assert torch.equal(found, heads)
         for dtype in (torch.uint8, torch.bfloat16, torch.float8_e4m3fn):
             rows = heads.flatten(1).to(dtype) if num_tokens else heads.new_zeros(2, 3).to(dtype)
             part = rows[:4] if rank == 0 else rows[1:]
@@ -172,6 +175,10 @@ def test_errors(fake_ranks: str) -> None:
         ops.cp_gather_rows("rows", fake_ranks)
     with pytest.raises(ValueError, match=r"^cp_gather_rows: group must be the name"):
         ops.cp_gather_rows(out, "another")
+    with pytest.raises(ValueError, match=r"^cp_gather_rows: via must be 'all_gather' or 'symm"):
+        ops.cp_gather_rows(out, fake_ranks, via="all_to_all")
+    with pytest.raises(ValueError, match=r"^cp_gather_heads: via must be 'all_gather' or 'symm"):
+        ops.cp_gather_heads(out, fake_ranks, via="mail")
 
 
 def test_graph_of_one_rank_without_its_tensor(fake_ranks: str) -> None:
@@ -199,6 +206,36 @@ def test_graph_calls_one_op_for_symmetric_memory(fake_ranks: str) -> None:
     assert called == [torch.ops.dsv4_ops._combine_ranks.default]
 
 
+def test_graph_calls_one_op_for_gathers_by_symmetric_memory(fake_ranks: str) -> None:
+    """An op a gather, of any number of tokens, and one of two tensors too."""
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    via = ContextParallel(group=fake_ranks, world_size=3, via="symmetric_memory").gathers_via
+
+    def gather(q, rows, out, lse):
+        heads = ops.cp_gather_heads(q, fake_ranks, via=via)
+        both = gather_each("cp_gather_rows", (out, lse), fake_ranks, dim=0, via=via)
+        return heads, ops.cp_gather_rows(rows, fake_ranks, via=via), *both
+
+    with FakeTensorMode():
+        q = torch.empty(5, 2, 4, device="cuda").to(torch.float8_e4m3fn).transpose(0, 1)
+        rows, lse = torch.empty(7, device="cuda").int(), torch.empty(5, 2, device="cuda")
+        out = torch.empty(5, 2, 4, device="cuda").half()
+        found = torch.compile(gather, backend=backend, fullgraph=True, dynamic=True)(
+            q, rows, out, lse
+        )
+    assert [each.shape for each in found] == [(2, 15, 4), (21,), (15, 2, 4), (15, 2)]
+    assert [each.dtype for each in found] == [q.dtype, rows.dtype, out.dtype, lse.dtype]
+    assert all(each.is_contiguous() for each in found)
+    called = [each for each in seen if "dsv4_ops" in str(each)]
+    assert called == 3 * [torch.ops.dsv4_ops._gather_ranks.default]
+    assert not any("c10d" in str(each) for each in seen)
+
+
 def test_one_rank_is_the_plain_graph() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -210,7 +247,10 @@ def test_one_rank_is_the_plain_graph() -> None:
             return graph
 
         def step(x, lse):
-            gathered = ops.cp_gather_rows(ops.cp_gather_heads(x * 2, group), group)
+            gathered = x * 2
+            for via in GATHERS:
+                gathered = ops.cp_gather_heads(gathered, group, via=via)
+                gathered = ops.cp_gather_rows(gathered, group, via=via)
             return [ops.cp_combine(gathered, lse, group, via=via) for via in CPU_WAYS]
 
         x, lse = torch.zeros(2, 3, 4), torch.full((2, 3), NAN)

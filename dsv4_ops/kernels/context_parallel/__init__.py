@@ -1,1 +1,1 @@
-"""Merges of attention that ranks of one host do in each other's memory."""
+"""Merges and gathers that ranks of one host do in each other's memory."""

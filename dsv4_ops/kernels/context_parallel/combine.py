@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import struct
-
 import triton
 from torch import Tensor
 
-from dsv4_ops.kernels.context_parallel.combine_kernel import (
-    DATA,
-    FLAG,
-    LSES,
-    PART,
-    PROGRAMS,
-    merge_ranks,
-)
+from dsv4_ops.kernels.context_parallel.combine_kernel import merge_ranks
+from dsv4_ops.kernels.context_parallel.exchange import PROGRAMS, TILE
 from dsv4_ops.kernels.launcher import Launcher
 
 TILE_ROWS = (1, 4, 16)
@@ -23,16 +15,6 @@ TILE_ROWS = (1, 4, 16)
 FEW_PROGRAMS = 128
 """Who has tiles of fewer rows for them takes these: 2048 rows are faster in as many programs than
 in twice as many (12.2 and 13.0 us on two H100s), 16384 in twice as many (35 and 43 us)."""
-
-
-def workspace_bytes(world: int) -> int:
-    """Bytes of each rank's workspace: the same for all shapes."""
-    return int(DATA + PROGRAMS * (world - 1) * (FLAG + 2 * PART))
-
-
-def workspace_header(addresses: list[int]) -> bytes:
-    """What a rank's workspace begins with: where those of all ranks are. The rest is zeros."""
-    return struct.pack(f"<{len(addresses)}q", *addresses)
 
 
 def row_bytes(out: Tensor) -> int:
@@ -61,7 +43,7 @@ def combine_ranks(
     merged = out.new_empty((num_tokens, own, width))
     merged_lse = lse.new_empty((num_tokens, own))
     num_rows = num_tokens * own
-    fitting = [rows for rows in TILE_ROWS if rows * row_bytes(out) <= LSES]
+    fitting = [rows for rows in TILE_ROWS if rows * row_bytes(out) <= TILE]
     wanted = triton.cdiv(num_rows, FEW_PROGRAMS)
     tile_rows = next((rows for rows in fitting if rows >= wanted), fitting[-1])
     launch(merge_ranks)[(min(triton.cdiv(num_rows, tile_rows), int(PROGRAMS)),)](

@@ -1,23 +1,14 @@
-"""A rank of ``test_combine.py``: its process maps every rank's workspace, a file each."""
+"""A rank of ``test_combine.py``."""
 
 import math
 import sys
-import time
-from pathlib import Path
 
 import torch
-import triton.language as tl
 
-from dsv4_ops.kernels.context_parallel import combine, combine_kernel
+from dsv4_ops.kernels.context_parallel import combine
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.reference.mla_context import merge_states
-
-
-def rest() -> int:
-    """The time, for who waits: on few cores others need the processor."""
-    time.sleep(0.001)
-    return 0
-
+from tests.kernels.interpreter.mapped import workspace
 
 CALLS = (  # num_tokens, own heads, width, dtype, base: shapes change from call to call
     (1, 2, 8, torch.bfloat16, "e"),
@@ -28,15 +19,6 @@ CALLS = (  # num_tokens, own heads, width, dtype, base: shapes change from call 
     (0, 2, 8, torch.bfloat16, "e"),
     (1, 1, 8, torch.bfloat16, "e"),
 )
-
-
-def workspaces(folder: Path, world: int) -> list[torch.Tensor]:
-    """Those of all ranks, as this process maps them."""
-    size = combine.workspace_bytes(world)
-    return [
-        torch.from_file(str(folder / f"{rank}"), shared=True, size=size, dtype=torch.uint8)
-        for rank in range(world)
-    ]
 
 
 def parts(number: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,13 +38,7 @@ def parts(number: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main(folder: str, rank: int, world: int) -> None:
-    combine_kernel._now = rest
-    combine.FEW_PROGRAMS = 3
-    combine.PROGRAMS = combine_kernel.PROGRAMS = tl.constexpr(4)
-    mapped = workspaces(Path(folder), world)
-    header = combine.workspace_header([each.data_ptr() for each in mapped])
-    mine = mapped[rank]
-    mine[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    mine = workspace(folder, rank, world)
     for _ in range(2):
         for number, (num_tokens, own, _, _, base) in enumerate(CALLS):
             outs, lses = parts(number, world)

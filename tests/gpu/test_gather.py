@@ -1,0 +1,155 @@
+"""``cp_gather_heads`` and ``cp_gather_rows`` in one kernel, byte for byte, between two GPUs."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dsv4_ops as ops
+from dsv4_ops.ops.context_parallel import gather_each
+from tests.support.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+]
+
+CALLS = (  # dtype and shape of each part, dimension
+    (((torch.bfloat16, (32, 32, 512)),), 1),
+    (((torch.int32, (1, 1024)),), 0),
+    (((torch.float8_e4m3fn, (7, 32, 128)), (torch.float32, (7, 32, 1))), 1),
+    (((torch.bfloat16, (1, 5, 64, 512)), (torch.float32, (1, 5, 64))), 0),
+    (((torch.uint8, (3, 5, 7)),), 1),
+    (((torch.bfloat16, (700, 64, 512)),), 1),  # 44 MiB: rounds of all programs
+    (((torch.bool, (9, 3)),), 0),
+)
+STEP = (0, 2, 1, 3, 0, 5)
+"""Calls of a graph."""
+
+
+def parts_of(number, seed, rank):
+    """Random bytes; strides are other ones in every second call, and alignment of rank 1's."""
+    made, found = torch.Generator("cuda").manual_seed(2 * seed + rank), []
+    for dtype, shape in CALLS[number][0]:
+        values = torch.randint(
+            0,
+            2 if dtype == torch.bool else 256,
+            (*shape[:-1], (shape[-1] + 1) * dtype.itemsize),
+            dtype=torch.uint8,
+            generator=made,
+            device="cuda",
+        ).view(dtype)
+        odd = seed % 2 * rank
+        whole = values[..., odd : odd + shape[-1]]
+        found.append(whole if seed % 2 else whole.contiguous())
+    return found
+
+
+def gathered(number, parts, group):
+    dim, via = CALLS[number][1], "symmetric_memory"
+    if len(parts) == 1:
+        gather = ops.cp_gather_heads if dim else ops.cp_gather_rows
+        return [gather(parts[0], group, via=via)]
+    return gather_each("gathered", parts, group, dim=dim, via=via)
+
+
+def checked(found, number, seed, world):
+    every = zip(*(parts_of(number, seed, rank) for rank in range(world)), strict=True)
+    for each, parts in zip(found, every, strict=True):
+        wanted = torch.cat([part.view(torch.uint8) for part in parts], CALLS[number][1])
+        assert each.dtype == parts[0].dtype
+        assert each.is_contiguous()
+        assert torch.equal(each.view(torch.uint8), wanted), (CALLS[number], seed)
+
+
+def merged(rank, world):
+    """A merge, which takes the memory of gathers."""
+    lse = torch.full((4, 2 * world), float(rank), device="cuda")
+    out = lse[..., None].expand(-1, -1, 512).contiguous()
+    found = ops.cp_combine(out, lse, dist.group.WORLD.group_name, via="symmetric_memory")
+    weight = torch.arange(world, device="cuda").float().softmax(0)
+    want = (weight * torch.arange(world, device="cuda")).sum()
+    torch.testing.assert_close(found.out, want.expand_as(found.out))
+
+
+@torch.no_grad()
+def rank_gathers(rank, world):
+    group = dist.group.WORLD.group_name
+    for seed in range(40):  # one rank is late at times, and sizes change
+        number = seed * 5 % len(CALLS)
+        parts = parts_of(number, seed, rank)
+        if seed % 5 == rank:
+            torch.cuda._sleep(10**7)
+        checked(gathered(number, parts, group), number, seed, world)
+        if seed % 3 == 0:
+            merged(rank, world)
+
+    def step(*parts):
+        given = iter(parts)
+        taken = [[next(given) for _ in CALLS[number][0]] for number in STEP]
+        return [gathered(*each, group) for each in zip(STEP, taken, strict=True)]
+
+    held = [part for number in STEP for part in parts_of(number, 0, rank)]
+    compiled = torch.compile(step, fullgraph=True)
+    for found, number in zip(compiled(*held), STEP, strict=True):
+        checked(found, number, 0, world)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(*held)
+    for seed in range(0, 40, 2):
+        fresh = [part for number in STEP for part in parts_of(number, seed, rank)]
+        for part, other in zip(held, fresh, strict=True):
+            part.copy_(other)
+        if seed % 6 == 2 * rank:
+            torch.cuda._sleep(10**7)
+        graph.replay()
+        for found, number in zip(results, STEP, strict=True):
+            checked(found, number, seed, world)
+    torch.cuda.synchronize()
+    return "done"
+
+
+def rank_left_alone(rank, world):
+    """Rank 1 leaves; rank 0 says what it got, and after how many seconds."""
+    group = dist.group.WORLD.group_name
+    rows = torch.ones(4, 512, device="cuda")
+    ops.cp_gather_rows(rows, group, via="symmetric_memory")
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        return "left"
+    start = time.perf_counter()
+    try:
+        ops.cp_gather_rows(rows, group, via="symmetric_memory")
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return time.perf_counter() - start
+    return "gathered from nobody"
+
+
+def first_in_a_capture(rank, world):
+    """The error of a first call that is captured; nothing waits for the other rank."""
+    group, rows = dist.group.WORLD.group_name, torch.ones(4, 512, device="cuda")
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            ops.cp_gather_rows(rows, group, via="symmetric_memory")
+    except RuntimeError as error:
+        return str(error)
+    return "captured"
+
+
+def test_ranks_gather_every_size_and_in_graphs(tmp_path):
+    assert run_ranks(2, rank_gathers, tmp_path, 2, backend="nccl", seconds=60) == ["done"] * 2
+
+
+def test_a_rank_that_is_left_alone_has_an_error_within_the_timeout(tmp_path):
+    options = {"backend": "nccl", "seconds": 5, "together": False}
+    seconds, left = run_ranks(2, rank_left_alone, tmp_path, 2, **options)
+    assert left == "left"
+    assert 4 < seconds < 20
+
+
+def test_first_call_is_not_captured(tmp_path):
+    for error in run_ranks(2, first_in_a_capture, tmp_path, 2, backend="nccl", seconds=60):
+        assert error.startswith("cp_gather_rows: via must have been called before it is captured")

@@ -1,0 +1,60 @@
+"""Ranks in Triton's interpreter, a process each, that map each other's workspaces: a file each."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+_mapped: list[torch.Tensor] = []
+
+
+def run_mapped(script: str, world: int, folder: Path) -> None:
+    """Run a file of this folder as every rank; it gets the folder, its rank and ``world``."""
+    from dsv4_ops.kernels.context_parallel.exchange import workspace_bytes
+
+    for rank in range(world):
+        (folder / str(rank)).write_bytes(bytes(workspace_bytes(world)))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, Path(__file__).parent / script, folder, str(rank), str(world)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for rank in range(world)
+    ]
+    try:
+        outputs = [each.communicate(timeout=300)[0] for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert [each.returncode for each in ranks] == [0] * world, "\n".join(outputs)
+
+
+def workspace(folder: str, rank: int, world: int) -> torch.Tensor:
+    """That of this rank, for kernels of few programs; this process maps those of all ranks."""
+    import triton.language as tl
+
+    from dsv4_ops.kernels.context_parallel import combine, exchange, gather
+
+    combine.FEW_PROGRAMS = gather.FEW_PROGRAMS = 3
+    exchange._now = _rest
+    combine.PROGRAMS = gather.PROGRAMS = exchange.PROGRAMS = tl.constexpr(4)
+    size = exchange.workspace_bytes(world)
+    for each in range(world):
+        path = str(Path(folder, str(each)))
+        _mapped.append(torch.from_file(path, shared=True, size=size, dtype=torch.uint8))
+    header = exchange.workspace_header([each.data_ptr() for each in _mapped])
+    _mapped[rank][: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    return _mapped[rank]
+
+
+def _rest() -> int:
+    """The time, for who waits: on few cores others need the processor."""
+    time.sleep(0.001)
+    return 0
