@@ -1,8 +1,8 @@
-"""Benchmark context parallelism: the combine by each collective, and V3's attention on N GPUs.
+"""Benchmark context parallelism: the collectives by each way, and the layers' attention on N GPUs.
 
 It starts a process per GPU (two of gloo on a CPU, which checks and times small cases only). Before
 anything is timed, each variant of the combine is compared with float64: eager, compiled, and
-captured in a CUDA graph that is replayed with other inputs.
+captured in a CUDA graph that is replayed with other inputs. Gathers are compared byte for byte.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ from dsv4_ops.attention import (
 from dsv4_ops.attention.metadata import BlockTables
 from dsv4_ops.attention.mla_layer import attend_absorbed
 from dsv4_ops.core.layout import IndexerLayout
+from dsv4_ops.ops.context_parallel import GATHERS
 from dsv4_ops.testing.models import head_plan, small_mla_model, small_model
 
-GROUPS = ("combine", "layer", "v4_layer", "v4_model", "v3_model")
+GROUPS = ("combine", "gather", "layer", "v4_layer", "v4_model", "v3_model")
 RANK, ONE_GPU, TENSOR, CONTEXT = 512, "one GPU", "tensor parallel", "context parallel"
 SPLIT = "heads and experts split, rows shared"
 CUDA_VARIANTS = ("reduce_scatter", "all_to_all", "symmetric_memory")
@@ -72,6 +73,8 @@ _CALLS = 16
 """Of a graph, so that its launch does not count."""
 _SAMPLES = 7
 _V4_HEADS = 64
+_CANDIDATES = 512
+"""Of a token that a rank's indexer selects in V4."""
 _INTERLEAVE = 64
 """Positions on one rank in turn: a block."""
 
@@ -81,14 +84,15 @@ class Row:
     """A time in microseconds of device, the same on all ranks as they wait for each other.
 
     Args:
-        group: "combine", "layer" for the attention of a V3 layer between its projections, or
+        group: "combine", "gather", "layer" for the attention of a V3 layer between its projections,
             "v4_layer" for a C4 or C128 layer of DeepSeek-V4, "v4_model" or "v3_model" for the
             decode step of a patched model of 4 layers and 16 experts.
         ranks: Processes, a GPU each.
-        variant: Collective of a combine; what a layer shares, behind its kind in V4.
-        heads: Query heads of all ranks.
+        variant: Collective of a combine, of a gather behind what it gathers; what a layer shares,
+            behind its kind in V4.
+        heads: Query heads of all ranks; 0 of candidates, which have none.
         tokens: Tokens of the step, one a request.
-        context: Rows that each of them sees; 0 of a combine.
+        context: Rows that each of them sees; 0 of a combine or a gather.
         us: Median of replays of a CUDA graph; on a CPU wall time.
         kernels: Of a model's step, for each of its layers.
         cache_gb: Caches of a model on a rank.
@@ -122,6 +126,17 @@ def partials(
     lses = torch.randn(world, tokens, heads, generator=made, device=device) * 3
     outs[0, 0], lses[0, 0] = torch.nan, torch.nan
     return outs, lses
+
+
+def gathered_parts(seed: int, world: int, tokens: int, heads: int, device: torch.device) -> Tensor:
+    """Of all ranks: queries in bfloat16, or without heads scores and rows of 512 candidates."""
+    made = torch.Generator(device).manual_seed(seed)
+    if heads == 0:
+        shape = (world, tokens, 2, _CANDIDATES)
+        return torch.randint(2**30, shape, dtype=torch.int32, generator=made, device=device)
+    return torch.randn(
+        world, tokens, heads // world, RANK, generator=made, device=device
+    ).bfloat16()
 
 
 def check(combine: Callable[..., Any], world: int, rank: int, device: torch.device) -> float:
@@ -229,6 +244,34 @@ class Ranks:
                     ]
                     row = Row("combine", self.world, via, heads, tokens)
                     self.keep(row, functools.partial(time_us, calls, self.device, 8))
+
+    def gather(self) -> None:
+        """Queries of all heads, and the indexer's candidates: check each, then time them."""
+        cuda = self.device.type == "cuda"
+        tokens = _TOKENS[:2] if self.smoke else _TOKENS
+        cases = [("queries", heads, count) for heads in _HEADS for count in tokens]
+        cases += [("candidates", 0, count) for count in tokens]
+        calls = {
+            (what, via): functools.partial(gather, group=self.group, via=via)
+            for what, gather in (
+                ("queries", ops.cp_gather_heads),
+                ("candidates", ops.cp_gather_rows),
+            )
+            for via in (GATHERS if cuda else GATHERS[:1])
+        }
+        compiled = {key: _compiled(call) if cuda else call for key, call in calls.items()}
+        for what, heads, count in cases:
+            sets = [gathered_parts(s, self.world, count, heads, self.device) for s in range(4)]
+            given = [parts[self.rank].clone() for parts in sets]
+            for (name, via), call in compiled.items():
+                if name != what:
+                    continue
+                for each, parts in zip(given, sets, strict=True):
+                    if not torch.equal(call(each), torch.cat(list(parts), int(heads > 0))):
+                        raise BenchError(f"context_parallel: {via} differs from the parts of ranks")
+                timed = [functools.partial(call, given[number % 4]) for number in range(_CALLS)]
+                row = Row("gather", self.world, f"{what}, {via}", heads, count)
+                self.keep(row, functools.partial(time_us, timed, self.device, 8))
 
     def layer(self) -> None:
         """V3's attention: on one GPU, with heads shared, and with heads and rows shared."""
@@ -476,15 +519,15 @@ def flash(device: torch.device) -> Any:
     return keep_float32(flash_shaped(num_experts=16, device=device))
 
 
-def _compiled(combine: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(collective: Callable[..., Any]) -> Callable[..., Any]:
     """As a model's graph has it: heads are constants, tokens any number above 1."""
-    call = torch.compile(combine, fullgraph=True)
+    call = torch.compile(collective, fullgraph=True)
 
-    def run(out: Tensor, lse: Tensor) -> Any:
-        if len(out) > 1:
-            for each in (out, lse):
+    def run(*given: Tensor) -> Any:
+        if len(given[0]) > 1:
+            for each in given:
                 torch._dynamo.mark_dynamic(each, 0)
-        return call(out, lse)
+        return call(*given)
 
     return run
 
