@@ -42,10 +42,10 @@ from tests.support.layers import (
 from tests.support.ranks import run_ranks
 
 
-def ranks_of(world: int, turn: int, via: str = "") -> ContextParallel:
+def ranks_of(world: int, turn: int, via: str = "", **settings: bool) -> ContextParallel:
     """With heads sharded ``via`` a collective, or all heads on every rank."""
     heads = {"via": via, "shards_heads": True, "shards_index_heads": True} if via else {}
-    parallel = ContextParallel.of(interleave=turn, **heads)
+    parallel = ContextParallel.of(interleave=turn, **(heads | settings))
     assert parallel.world_size == world
     return parallel
 
@@ -63,6 +63,7 @@ class RankLayer(SmallLayer):
     ) -> None:
         super().__init__(kind, spec, device)
         self.rank, self.ranks, self.parts = rank, parallel.world_size, parallel.head_parts
+        self.index_parts = parallel.index_head_parts
         self.spec = replace(spec, num_groups=spec.num_groups // self.parts, parallel=parallel)
         for name in ("compressed_cache", "indexer_cache"):
             if hasattr(self.attention, name):
@@ -76,15 +77,21 @@ class RankLayer(SmallLayer):
         batch = (starts, lens, slots)
         return build_attention_step(self.spec, *batch, tables, held, plan_heads=heads, cp_rank=rank)
 
-    def own(self, whole: Tensor, dim: int) -> Tensor:
+    def own(self, whole: Tensor, dim: int, parts: int = 0) -> Tensor:
         """The heads of this rank, which are all unless ranks shard them."""
-        return whole.chunk(self.parts, dim)[self.rank % self.parts]
+        parts = parts or self.parts
+        return whole.chunk(parts, dim)[self.rank % parts]
 
     def attend(self, inputs: dict[str, Tensor], *batch: Tensor) -> Tensor:
         weights, caches = self.attention.weights, self.attention.caches
         weights = replace(weights, attn_sink=self.own(weights.attn_sink, 0))
-        names = [name for name in ("q", "indexer_q", "indexer_weights") if name in inputs]
-        given = LayerInputs(**inputs | {name: self.own(inputs[name], 1) for name in names})
+        parts = {
+            "q": self.parts,
+            "indexer_q": self.index_parts,
+            "indexer_weights": self.index_parts,
+        }
+        own = {name: self.own(inputs[name], 1, parts[name]) for name in parts if name in inputs}
+        given = LayerInputs(**inputs | own)
         found = attention_layer(
             self.spec,
             self.kind,
@@ -112,16 +119,17 @@ def cuts(rng: Random, length: int) -> list[list[int]]:
     return found
 
 
-def variants(rng: Random, world: int) -> Iterator[tuple[LayerSpec, ContextParallel]]:
+def variants(world: int) -> Iterator[tuple[LayerSpec, ContextParallel]]:
     """Windows that ranks cannot share evenly or at all, more candidates than rows, turns."""
-    for window, topk, ratio, turn in (
-        (8, 6, 16, 1),
-        (7, 1, 8, 2),
-        (1, 40, 8, 4),
-        (8, 3, 16, 2),
+    for window, topk, ratio, turn, via in (
+        (8, 6, 16, 1, ""),
+        (7, 1, 8, 2, "reduce_scatter"),
+        (1, 40, 8, 4, "all_to_all"),
+        (8, 3, 16, 2, "symmetric_memory"),  # on CPUs of ranks that merge nothing
     ):
         attention = replace(PLAIN.attention, window_size=window, index_topk=topk, c128_ratio=ratio)
-        parallel = ranks_of(world, turn, rng.choice(("", "reduce_scatter", "all_to_all")))
+        whole = {"shards_heads": False} if via == "symmetric_memory" else {}
+        parallel = ranks_of(world, turn, via, **whole)
         yield replace(PLAIN, attention=attention, num_groups=4), parallel
 
 
@@ -129,7 +137,7 @@ def rank_layers(rank: int, world: int, rounds: int) -> None:
     """Outputs of a rank's heads are those of one process, whatever a step holds."""
     rng = Random(rounds)
     hidden = hidden_states()
-    chosen = [*product(variants(rng, world), ("c4", "c128"))]
+    chosen = [*product(variants(world), ("c4", "c128"))]
     for (spec, parallel), kind in [*chosen, (chosen[0][0], "window")]:
         whole, part = SmallLayer(kind, spec), RankLayer(kind, spec, rank, parallel)
         inputs = [whole.project(rows) for rows in hidden]
@@ -150,12 +158,14 @@ def rank_layers(rank: int, world: int, rounds: int) -> None:
                 assert error <= 1e-5 * expected.abs().amax(), (kind, spec, parallel, how, error)
 
 
-def rank_quantised(rank: int, world: int, via: str = "reduce_scatter", device: str = "cpu") -> None:
+def rank_quantised(
+    rank: int, world: int, via: str = "reduce_scatter", device: str = "cpu", **settings: bool
+) -> None:
     """FP8 caches and bfloat16 outputs, through the fused insert of decodes too. Beside those of
     one process there are roundings of a partial result, its share, their sum, and with the sink."""
     for kind in KINDS:
         spec = replace(SPEC, num_groups=4)
-        parallel = ranks_of(world, 2, via)
+        parallel = ranks_of(world, 2, via, **settings)
         whole = SmallLayer(kind, spec, device)
         part = RankLayer(kind, spec, rank, parallel, device)
         inputs = [whole.project(rows.to(device)) for rows in hidden_states(2)]

@@ -288,6 +288,8 @@ def rank_v4(rank, world):
     for via in COMBINES:
         rank_quantised(rank, world, via, "cuda")
         say(f"V4's layers by {via}")
+    rank_quantised(rank, world, "symmetric_memory", "cuda", shards_heads=False)
+    say("V4's layers with all heads on both ranks, gathered by symmetric memory")
     return "done"
 
 
