@@ -18,22 +18,23 @@ def run_mapped(script: str, world: int, folder: Path) -> None:
     for rank in range(world):
         (folder / str(rank)).write_bytes(bytes(workspace_bytes(world)))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": ":".join(sys.path)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, Path(__file__).parent / script, folder, str(rank), str(world)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [each.communicate(timeout=300)[0] for each in ranks]
-    finally:
-        for each in ranks:
-            each.kill()
-    assert [each.returncode for each in ranks] == [0] * world, "\n".join(outputs)
+    logs = [folder / f"log{rank}" for rank in range(world)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, Path(__file__).parent / script, folder, str(rank), str(world)]
+        with log.open("w") as file:
+            ranks.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
+    deadline = time.monotonic() + 300
+    # the first that fails ends it, as others wait for that one
+    while time.monotonic() < deadline:
+        codes = [each.poll() for each in ranks]
+        if None not in codes or any(codes):
+            break
+        time.sleep(0.05)
+    for each in ranks:
+        each.kill()
+    codes = [each.wait() for each in ranks]
+    assert codes == [0] * world, "\n".join(log.read_text() for log in logs)
 
 
 def workspace(folder: str, rank: int, world: int) -> torch.Tensor:
