@@ -541,7 +541,7 @@ def gather_each(
     op: str, parts: Sequence[Tensor], group: str, *, dim: int, via: str
 ) -> Sequence[Tensor]:
     """Gather one or two tensors along ``dim``, 0 or 1; "symmetric_memory" takes one kernel."""
-    Checks(op).one_of("via", via, *GATHERS, belongs_to="ranks shall gather")
+    Checks(op).one_of("via", via, *GATHERS, belongs_to="ranks shall gather by")
     world = process_group_size(op, group)
     if world == 1:
         return parts
