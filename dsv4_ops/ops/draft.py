@@ -102,7 +102,7 @@ def _check_temperature(
     checks: Checks, temperature: float, draft_probs: Tensor | None, uniforms: Tensor | None
 ) -> None:
     is_float(checks.op, "temperature", temperature)
-    if not (math.isfinite(temperature) and temperature >= 0):
+    if not 0 <= temperature < math.inf:  # Dynamo knows no isfinite of a symbol
         rule, advice = "be finite and at least 0", "Pass 0 to decode greedily"
         raise refusal(ValueError, checks.op, "temperature", rule, temperature, advice)
     if temperature > 0 and uniforms is None:
