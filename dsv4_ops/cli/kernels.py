@@ -413,6 +413,7 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "experts": _experts(),
         "hyper_connection": _streams(False),
         "hyper_connection, after a block": _streams(True),
+        "hyper_connection, of many": _streams(True, 100),
         "experts, 128 tokens": _experts(128),
         "experts, 2048 tokens": _experts(2048),
         "experts, fp8": _experts(fp8=True),

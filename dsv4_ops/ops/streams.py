@@ -77,9 +77,9 @@ def hyper_connection(
             ``block_out``, ``post`` and ``mix`` without the others.
         TypeError: another dtype.
 
-    Compile: on a GPU two kernels, products of a part of hidden_size each and a program for every
-        token, for the few tokens of a decode step; on a CPU, and for derivatives, the formula's own
-        ops. Dynamic in num_tokens; CUDA graphs and export: yes.
+    Compile: on a GPU two kernels, products of a part of hidden_size each and two programs for
+        every token; on a CPU, and for derivatives, the formula's own ops. Dynamic in num_tokens;
+        CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's hyper-connections.
 

@@ -1,4 +1,4 @@
-"""A decode step whose hyper-connections are one op each: the bits of the modules', and a fall back
+"""Steps whose hyper-connections are one op each: the bits of the modules', and a fall back
 to modules that were changed."""
 
 import pytest
@@ -25,12 +25,11 @@ def decode(monkeypatch):
         forwards, "hyper_connection", lambda *args, **rest: ran.append(1) or op(*args, **rest)
     )
 
-    def run(devices, compiled=False):
+    def run(devices, compiled=False, step=v4.decode_step):
         monkeypatch.setattr(forwards, "FUSED_ON", devices)
         cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=256)
         for request in "ab":
             cache.add(request, num_tokens=1)
-        step = v4.decode_step
         if compiled:
             step = torch.compile(step, fullgraph=True, backend="eager")
         before = len(ran)
@@ -45,6 +44,14 @@ def test_ops_give_the_bits_of_the_modules(decode):
     assert (none, count) == (0, 6)
     assert torch.equal(found, expected)
     assert torch.equal(decode(("cpu",), compiled=True)[0], expected)
+
+
+def test_prefills_take_the_ops(decode):
+    (expected, none), (found, count) = (
+        decode(devices, step=v4.prefill_step) for devices in ((), ("cpu",))
+    )
+    assert (none, count) == (0, 6)
+    assert torch.equal(found, expected)
 
 
 def test_modules_with_hooks_are_called(decode):

@@ -63,6 +63,14 @@ def round_to_bf16(values):
 
 
 @triton.jit
+def multiply_add(left, right, sums):
+    """``sums`` and a matrix product, in float32."""
+    if EMULATE:  # Triton's interpreter has no product of bf16
+        return sums + tl.dot(widen(left), widen(right), input_precision="ieee")
+    return tl.dot(left, right, sums, input_precision="ieee")
+
+
+@triton.jit
 def _encode(values):
     """The cast in integers: Triton's interpreter rounds wrongly and does not saturate."""
     is_nan = values != values

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from dsv4_ops.core.types import Routing
 from dsv4_ops.kernels.arguments import strided
-from dsv4_ops.kernels.common.fp8 import widen  # by name: Inductor copies kernels
-from dsv4_ops.kernels.common.triton_compat import EMULATE
+from dsv4_ops.kernels.common.fp8 import multiply_add  # by name: Inductor copies kernels
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import LEAST_SUM
 
@@ -54,10 +53,7 @@ def router_products_kernel(
         right = tl.load(
             tokens + k[:, None] * width_stride, mask=inside[:, None] & given[None, :], other=0.0
         )
-        if EMULATE:  # the interpreter has no product of bf16
-            sums += tl.dot(widen(left), widen(right))
-        else:
-            sums = tl.dot(left, right, sums)
+        sums = multiply_add(left, right, sums)
     target = partial + (split * num_tokens + token).to(tl.int64)[None, :] * num_experts
     tl.store(target + row[:, None], sums, mask=of_expert[:, None] & given[None, :])
 

@@ -1,4 +1,4 @@
-"""Hyper-connections of few tokens: products of a part of the hidden size each, and their ends."""
+"""Hyper-connections: products of a part of the hidden size each, and the ends of every token."""
 
 import torch
 import triton
@@ -7,14 +7,20 @@ from torch import Tensor
 
 from dsv4_ops.core.types import HyperConnection
 from dsv4_ops.kernels.arguments import strided
-from dsv4_ops.kernels.common.fp8 import round_to_bf16, widen  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
+    multiply_add,
+    round_to_bf16,
+    widen,
+)
 from dsv4_ops.kernels.launcher import Launcher
 
-COLUMNS, TOKENS, WARPS = 32, 16, 4
-"""Columns of every stream and tokens of a program that multiplies: 128 programs of Flash."""
+FEW_TOKENS = 16
+FEW, MANY = (16, 16, 4), (32, 64, 4)
+"""Columns of every stream, tokens and warps of a program that multiplies: of few tokens, which are
+256 programs of Flash, and of more or a symbol."""
 
-PARTS = 64
-"""Partial sums that are added at a time."""
+END_WARPS, PARTS = 4, 128
+"""Warps of a program that adds partial sums, up to 4096 columns, and how many it adds at a time."""
 
 
 @triton.jit
@@ -53,38 +59,46 @@ def stream_products_kernel(
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     inside, given = column < WIDTH, token < num_tokens
     both = given[:, None] & inside[None, :]
-    at, offset = tl.where(given, token, 0).to(tl.int64), tl.where(inside, column, 0).to(tl.int64)
+    at, offset = tl.where(given, token, 0).to(tl.int64), column.to(tl.int64)
     rows = streams + at[:, None] * token_stride + offset[None, :] * width_stride
     weight = tl.arange(0, SUMS)
     of_weight = (weight < WEIGHTS)[:, None] & inside[None, :]
     weights = fn + weight.to(tl.int64)[:, None] * fn_row_stride + offset[None, :] * fn_column_stride
-    sums = tl.zeros((TOKENS, SUMS), tl.float32)
-    squares = tl.zeros((TOKENS,), tl.float32)
+    # every load stands in front of the first store, behind which the compiler leaves it
+    kept, tiles = (), ()
+    for stream in tl.static_range(COUNT):
+        kept += (widen(tl.load(rows + stream * stream_stride, mask=both, other=0.0)),)
+        of_stream = weights + stream * WIDTH * fn_column_stride
+        tiles += (tl.load(of_stream, mask=of_weight, other=0.0),)
     if MIXED:
         target = block_out + at[:, None] * out_token_stride + offset[None, :] * out_width_stride
         output = widen(tl.load(target, mask=both, other=0.0))
-    for stream in tl.static_range(COUNT):
-        if MIXED:
+        mixed = ()
+        for stream in tl.static_range(COUNT):
+            of_post = post + at * post_token_stride + stream * post_stride
+            added = tl.load(of_post, mask=given, other=0.0)[:, None] * output
             values = tl.zeros((TOKENS, COLUMNS), tl.float32)
             for other in tl.static_range(COUNT):
                 of_mix = mix + at * mix_token_stride + other * mix_row_stride + stream * mix_stride
-                factor = tl.load(of_mix, mask=given, other=0.0)
-                kept = widen(tl.load(rows + other * stream_stride, mask=both, other=0.0))
-                values += factor[:, None] * kept
-            factor = tl.load(
-                post + at * post_token_stride + stream * post_stride, mask=given, other=0.0
-            )
-            rounded = round_to_bf16(factor[:, None] * output + values)
+                values += tl.load(of_mix, mask=given, other=0.0)[:, None] * kept[other]
+            mixed += (round_to_bf16(added + values),)
+        kept = ()
+        for stream in tl.static_range(COUNT):
             place = (at[:, None] * COUNT + stream) * WIDTH + offset[None, :]
-            tl.store(written + place, rounded, mask=both)
-            values = tl.where(both, widen(rounded), 0.0)
-        else:
-            values = widen(tl.load(rows + stream * stream_stride, mask=both, other=0.0))
-        squares += tl.sum(values * values, 1)
-        of_stream = weights + stream * WIDTH * fn_column_stride
-        tile = tl.load(of_stream, mask=of_weight, other=0.0)
-        sums = tl.dot(values, tl.trans(tile), sums, input_precision="ieee")
-    sums = tl.where(weight[None, :] == WEIGHTS, squares[:, None], sums)
+            tl.store(written + place, mixed[stream], mask=both)
+            kept += (tl.where(both, widen(mixed[stream]), 0.0),)
+    sums = tl.zeros((TOKENS, SUMS), tl.float32)
+    squares = tl.zeros((TOKENS, COLUMNS), tl.float32)
+    for stream in tl.static_range(COUNT):
+        squares += kept[stream] * kept[stream]
+        values = round_to_bf16(kept[stream])
+        rest = tl.trans(tiles[stream])
+        for _ in tl.static_range(3):  # parts of 8 bits: exact, as the streams are
+            bits = rest.to(tl.int32, bitcast=True) >> 16
+            part = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+            sums = multiply_add(values, part, sums)
+            rest = tl.where(widen(part) == rest, 0.0, rest - widen(part))
+    sums = tl.where(weight[None, :] == WEIGHTS, tl.sum(squares, 1)[:, None], sums)
     row = partial + (tl.program_id(0).to(tl.int64) * num_tokens + token)[:, None] * SUMS
     tl.store(row + weight[None, :], sums, mask=given[:, None])
 
@@ -111,6 +125,28 @@ def _sinkhorn(logits, index, COUNT: tl.constexpr, ITERATIONS: tl.constexpr, EPS:
         mix = mix / (tl.sum(mix, 1)[:, None] + EPS)
         mix = mix / (tl.sum(mix, 0)[None, :] + EPS)
     return mix
+
+
+@triton.jit
+def _weights(
+    partial, token, num_tokens, base, base_stride, scale, scale_stride,
+    WIDTH: tl.constexpr, COUNT: tl.constexpr, WEIGHTS: tl.constexpr, SUMS: tl.constexpr,
+    NUM_PARTS: tl.constexpr, PARTS: tl.constexpr, NORM_EPS: tl.constexpr,
+):  # fmt: skip
+    """A token's weights of pre, post and mix, from its partial sums."""
+    weight = tl.arange(0, SUMS)
+    known = weight < WEIGHTS
+    kind = (weight >= COUNT).to(tl.int32) + (weight >= 2 * COUNT).to(tl.int32)
+    factor = tl.load(scale + kind * scale_stride, mask=known, other=0.0)
+    bias = tl.load(base + weight * base_stride, mask=known, other=0.0)
+    sums = tl.zeros((SUMS,), tl.float32)
+    for first in tl.static_range(0, NUM_PARTS, PARTS):
+        part = first + tl.arange(0, PARTS)
+        row = partial + (part.to(tl.int64) * num_tokens + token)[:, None] * SUMS
+        sums += tl.sum(tl.load(row + weight[None, :], mask=(part < NUM_PARTS)[:, None], other=0), 0)
+    squares = tl.sum(tl.where(weight == WEIGHTS, sums, 0.0))
+    normed = tl.where(known, sums, 0.0) * tl.rsqrt(squares / (COUNT * WIDTH) + NORM_EPS)
+    return normed * factor + bias
 
 
 @triton.jit
@@ -142,40 +178,43 @@ def stream_ends_kernel(
     BLOCK: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """A token's weights from its partial sums, and its collapsed and normalised streams."""
+    """Of a token one program collapses and normalises the streams, and another makes the weights
+    of the next call, whose iterations take about as long."""
     token = tl.program_id(0).to(tl.int64)
-    column, weight = tl.arange(0, BLOCK), tl.arange(0, SUMS)
-    inside = column < WIDTH
-    sums = tl.zeros((SUMS,), tl.float32)
-    for first in tl.static_range(0, NUM_PARTS, PARTS):
-        part = first + tl.arange(0, PARTS)
-        row = partial + (part.to(tl.int64) * num_tokens + token)[:, None] * SUMS
-        sums += tl.sum(tl.load(row + weight[None, :], mask=(part < NUM_PARTS)[:, None], other=0), 0)
-    squares = tl.sum(tl.where(weight == WEIGHTS, sums, 0.0))
-    known = weight < WEIGHTS
-    kind = (weight >= COUNT).to(tl.int32) + (weight >= 2 * COUNT).to(tl.int32)
-    factor = tl.load(scale + kind * scale_stride, mask=known, other=0.0)
-    bias = tl.load(base + weight * base_stride, mask=known, other=0.0)
-    normed = tl.where(known, sums, 0.0) * tl.rsqrt(squares / (COUNT * WIDTH) + NORM_EPS)
-    weights = normed * factor + bias
-    gates = 1 / (1 + tl.exp(-weights))
-    is_post = (weight >= COUNT) & (weight < 2 * COUNT)
-    tl.store(post + token * COUNT + weight - COUNT, 2 * gates, mask=is_post)
-    index = (tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :])
-    logits = _entries(weights, index, 2 * COUNT, COUNT)
-    found = _sinkhorn(logits, index, COUNT, ITERATIONS, EPS)
-    row, entry = index
-    place = token * COUNT * COUNT + row * COUNT + entry
-    tl.store(mix + place, found, mask=(row < COUNT) & (entry < COUNT))
-    rows = streams + token * token_stride + column.to(tl.int64) * width_stride
-    values = tl.zeros((BLOCK,), tl.float32)
-    for stream in tl.static_range(COUNT):
-        pre = tl.sum(tl.where(weight == stream, gates, 0.0)) + EPS
-        values += pre * widen(tl.load(rows + stream * stream_stride, mask=inside, other=0.0))
-    values = tl.where(inside, widen(round_to_bf16(values)), 0.0)
-    normed = values * tl.rsqrt(tl.sum(values * values) / WIDTH + NORM_EPS)
-    normed = normed * tl.load(norm_weight + column * norm_stride, mask=inside, other=0.0)
-    tl.store(out + token * WIDTH + column, round_to_bf16(normed), mask=inside)
+    weight = tl.arange(0, SUMS)
+    if tl.program_id(1) == 0:
+        column = tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        rows = streams + token * token_stride + column.to(tl.int64) * width_stride
+        kept = ()
+        for stream in tl.static_range(COUNT):
+            kept += (tl.load(rows + stream * stream_stride, mask=inside, other=0.0),)
+        of_norm = tl.load(norm_weight + column * norm_stride, mask=inside, other=0.0)
+        weights = _weights(
+            partial, token, num_tokens, base, base_stride, scale, scale_stride,
+            WIDTH, COUNT, WEIGHTS, SUMS, NUM_PARTS, PARTS, NORM_EPS,
+        )  # fmt: skip
+        gates = 1 / (1 + tl.exp(-weights))
+        values = tl.zeros((BLOCK,), tl.float32)
+        for stream in tl.static_range(COUNT):
+            pre = tl.sum(tl.where(weight == stream, gates, 0.0)) + EPS
+            values += pre * widen(kept[stream])
+        values = tl.where(inside, widen(round_to_bf16(values)), 0.0)
+        normed = values * tl.rsqrt(tl.sum(values * values) / WIDTH + NORM_EPS) * of_norm
+        tl.store(out + token * WIDTH + column, round_to_bf16(normed), mask=inside)
+    else:
+        weights = _weights(
+            partial, token, num_tokens, base, base_stride, scale, scale_stride,
+            WIDTH, COUNT, WEIGHTS, SUMS, NUM_PARTS, PARTS, NORM_EPS,
+        )  # fmt: skip
+        gates = 1 / (1 + tl.exp(-weights))
+        is_post = (weight >= COUNT) & (weight < 2 * COUNT)
+        tl.store(post + token * COUNT + weight - COUNT, 2 * gates, mask=is_post)
+        row, entry = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
+        logits = _entries(weights, (row, entry), 2 * COUNT, COUNT)
+        found = _sinkhorn(logits, (row, entry), COUNT, ITERATIONS, EPS)
+        place = token * COUNT * COUNT + row * COUNT + entry
+        tl.store(mix + place, found, mask=(row < COUNT) & (entry < COUNT))
 
 
 def hyper_connection(
@@ -204,13 +243,15 @@ def hyper_connection(
     if tokens == 0 or width == 0:
         return found
     sums = max(16, triton.next_power_of_2(weights + 1))
-    parts = triton.cdiv(width, COLUMNS)
+    few = isinstance(tokens, int) and tokens <= FEW_TOKENS
+    columns, of_program, warps = FEW if few else MANY
+    parts = triton.cdiv(width, columns)
     partial = streams.new_empty((parts, tokens, sums), **floats)
     block = (streams, 0, 0, fn, 0, 0, fn, 0, 0, 0)
     if block_out is not None and post is not None and mix is not None:
         block = strided(block_out, post, mix)
     sizes = {"WIDTH": width, "COUNT": count, "WEIGHTS": weights, "SUMS": sums}
-    launch(stream_products_kernel)[parts, (tokens + TOKENS - 1) // TOKENS](
+    launch(stream_products_kernel)[parts, (tokens + of_program - 1) // of_program](
         *strided(streams, fn),
         *block,
         written,
@@ -218,12 +259,12 @@ def hyper_connection(
         tokens,
         **sizes,
         MIXED=mixed,
-        COLUMNS=COLUMNS,
-        TOKENS=TOKENS,
-        num_warps=WARPS,
+        COLUMNS=columns,
+        TOKENS=of_program,
+        num_warps=warps,
     )
     at_once = triton.next_power_of_2(width)
-    launch(stream_ends_kernel)[tokens,](
+    launch(stream_ends_kernel)[tokens, 2](
         *strided(written if mixed else streams, base, scale, norm_weight),
         partial,
         next_post,
@@ -238,6 +279,6 @@ def hyper_connection(
         NORM_EPS=norm_eps,
         BLOCK=at_once,
         SIDE=triton.next_power_of_2(count),
-        num_warps=16 if at_once > 4096 else 8,
+        num_warps=16 if at_once > 4096 else END_WARPS,
     )
     return found

@@ -79,7 +79,7 @@ def _connection_forward(before: Forward) -> Forward:
 
 
 FUSED_ON = ("cuda",)
-"""Devices where a decode step's hyper-connections run as one op each."""
+"""Devices where a step's hyper-connections run as one op each."""
 
 
 def _layer_forward(norms_float32: bool, _: Forward) -> Forward:
@@ -128,8 +128,8 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
 
 
 def _is_fused(layer: Any, streams: Tensor, context: Any) -> bool:
-    """Whether ``hyper_connection``, which is for few tokens, stands for unchanged modules."""
-    if context is None or context.schedule != "decode" or streams.device.type not in FUSED_ON:
+    """Whether ``hyper_connection`` stands for unchanged modules."""
+    if context is None or streams.device.type not in FUSED_ON:
         return False
     pairs = (layer.attn_hc, layer.input_layernorm), (layer.ffn_hc, layer.post_attention_layernorm)
     fits: bool = streams.dtype == torch.bfloat16 and all(
