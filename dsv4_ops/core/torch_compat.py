@@ -25,6 +25,7 @@ __all__ = [
     "after_autograd",  # torch._C._after_autograd_keyset: 2.11, 2.13, 2.15
     "any_requires_grad",  # torch._C._any_requires_grad: 2.11, 2.13, 2.15
     "auto_functionalized_v2",  # torch._higher_order_ops.auto_functionalize: 2.11, 2.13
+    "compilers_settings",  # save_config_portable of Inductor and AOTAutograd: 2.13
     "decomposes_triton_ops",  # decompose_custom_triton_ops: 2.11, 2.13, 2.15
     "enable_single_level_autograd_function",  # 2.11, 2.13, 2.15
     "find_schema",  # torch._C._dispatch_find_schema_or_throw: 2.11, 2.13, 2.15
@@ -34,6 +35,7 @@ __all__ = [
     "group_sends",  # ProcessGroup._get_backend: 2.11, 2.13
     "group_size",  # torch.distributed.distributed_c10d._get_group_size_by_name: 2.11, 2.13
     "guard_or_false",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
+    "has_function_modes",  # torch._C._len_torch_function_stack: 2.13
     "process_group",  # torch.distributed.distributed_c10d._resolve_process_group: 2.11, 2.13
     "redispatch",  # OpOverload._handle.redispatch_boxed: 2.11, 2.13, 2.15
     "statically_known_true",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
@@ -48,6 +50,18 @@ after_autograd = torch._C._after_autograd_keyset
 def any_requires_grad(args: Sequence[Any]) -> bool:
     """Whether a tensor among ``args`` requires a gradient."""
     return bool(torch._C._any_requires_grad(*args))
+
+
+def compilers_settings() -> list[dict[str, Any]]:
+    """Settings of Inductor and AOTAutograd that change what they make, on any machine."""
+    from torch._inductor import config as inductor_config
+
+    return [config.save_config_portable() for config in (functorch_config, inductor_config)]
+
+
+def has_function_modes() -> bool:
+    """Whether calls of torch are redirected, as under a default device."""
+    return bool(torch._C._len_torch_function_stack())
 
 
 def decomposes_triton_ops() -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -13,9 +15,19 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.torch_compat import group_sends
+from dsv4_ops.core.torch_compat import group_sends, has_function_modes
+from dsv4_ops.integrations.transformers.architectures.base import Runner
 from dsv4_ops.integrations.transformers.cache import PagedCache
-from dsv4_ops.integrations.transformers.modules import with_methods
+from dsv4_ops.integrations.transformers.modules import has_global_hooks, with_methods
+from dsv4_ops.integrations.transformers.precompiled import (
+    PartsFile,
+    Undescribed,
+    Watch,
+    compiled,
+    described,
+    loaded,
+    state,
+)
 from dsv4_ops.integrations.transformers.steps import (
     decode,
     decode_step,
@@ -27,6 +39,11 @@ from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 MOST_WHOLE = 8
 """Most layers that "auto" compiles as one graph, whose time grows faster than their number."""
+
+MOST_CHANGES = 8
+"""Changes of a model after which its parts are found by Dynamo's guards alone."""
+
+_log = logging.getLogger(__name__)
 
 _PARTS = {decode_step: decode, prefill_step: prefill}
 
@@ -51,9 +68,10 @@ def compile_step(
             step as one all the same. Modules that are put into the model later need another
             ``compile_step``. "auto": "regional" for more than 8 layers.
         cache_file: Where compiled code is kept for the next process. Read if it is there; written
-            after the first step, if that compiled something that was not in it. Its entries are
-            found by the sources of this package, the versions, the sizes and the device, so that
-            an old file costs time and nothing else.
+            after a step that compiled something that was not in it. Its parts are found by the
+            sources of this package, the versions, the settings, the device, and all of the model
+            and the sizes that a trace can read, so that an old file costs time and nothing else. A
+            part that is found is not traced. The file has code that is run: take only your own.
         on_part: Called with the name of every part before it is compiled, to show progress.
         settings: Of ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` by default.
 
@@ -110,7 +128,14 @@ class CompiledStep:
         self.step, self.regional, self._on_part = step, regional, on_part
         self.settings = {"fullgraph": True, "dynamic": False, **settings}
         self.parts: dict[str, Callable[..., Any]] = {}
-        self._file, self._loaded = cache_file, _load(cache_file)
+        self._jits: dict[str, Callable[..., Any]] = {}
+        self._file = None if cache_file is None else PartsFile(cache_file, self.settings)
+        self._loaded: frozenset[str] | None = None
+        self._compiled = False
+        self._kept: dict[str, Callable[..., Any]] = {}
+        self._plans: dict[Any, _Plan] = {}
+        self._changes = 0
+        self._cache: tuple[Any, str] = (lambda: None, "")
         ranks = spec_of("compile_step", model).parallel
         self._ranks = ranks if ranks is not None and group_sends(ranks.group, "cpu") else None
 
@@ -121,44 +146,143 @@ class CompiledStep:
         if self._ranks is not None:
             shapes = {"num_tokens": len(batch.tokens), "num_reqs": len(batch.rows)}
             self._ranks.agree("compile_step", "batch", "cpu", **shapes)
+        key, run = self._planned(batch, tensors, rest)
         if self.regional:
-            logits = _PARTS[self.step](self.model, batch, tensors, run=self._run, **rest)
+            logits = _PARTS[self.step](self.model, batch, tensors, run=run, **rest)
         else:
-            logits = self._run("step", self.step, self.model, batch, tensors, **rest)
-        if self._file is not None:
-            _save(self._file, self._loaded)
-            self._file = None
+            logits = run("step", self.step, self.model, batch, tensors, **rest)
+        if isinstance(run, _Recorder):
+            self._plans[key] = run.plan
+        if self._compiled:
+            self._compiled = False
+            self._write()
         return logits
 
+    def _planned(
+        self, batch: StepBatch, cache: CacheTensors, rest: dict[str, Any]
+    ) -> tuple[Any, Runner]:
+        """What runs the parts of a call: those of an earlier call whose inputs were alike."""
+        if self._file is None or not self._file.takes_parts or self._changes > MOST_CHANGES:
+            return None, self._run
+        if has_global_hooks() or has_function_modes():
+            return None, self._run
+        try:
+            if self._cache[0]() is not cache:
+                self._cache = (weakref.ref(cache), described([cache]))
+            key = (state(cache.device), self._cache[1], described([batch, rest]))
+        except Undescribed as error:
+            _log.info("a step is not kept: %s", error)
+            return None, self._run
+        plan = self._plans.get(key)
+        if plan is not None and plan.watch.unchanged():
+            return key, plan.runner()
+        self._changes += plan is not None
+        return key, _Recorder(self._part_of, key[0])
+
+    def _part_of(self, plan: _Plan, name: str, call: tuple[Any, ...]) -> Callable[..., Any]:
+        """A part that was compiled for such a call, or is now."""
+        assert self._file is not None
+        function, args, rest = call
+        try:
+            values = [plan.state, function, *args, *rest, *rest.values()]
+            key = f"{name}/{described(values, plan.watch)}"
+        except Undescribed as error:
+            _log.info("%s is not kept: %s", name, error)
+            return self._jitted(name)
+        if key in self._kept:
+            return self._kept[key]
+        self._announce(name)
+        content = self._file.find(key)
+        part = None if content is None else loaded(content, globals())
+        if part is None and name not in plan.compiled:
+            # others of the name are left to Dynamo, which knows what of a difference a trace read
+            plan.compiled.add(name)
+            self._load()
+            made = compiled(_part_named(name), call, self.settings)
+            if made is not None:
+                part, content = made
+                self._file.keep(key, content)
+        if part is None:
+            return self._jitted(name)
+        self._kept[key] = self.parts[name] = part
+        return part
+
     def _run(self, name: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
-        if name not in self.parts:
-            if self._on_part is not None:
-                self._on_part(name)
-            # Dynamo keeps what it compiles by code object, and tries all that it has for one
-            code = _part.__code__.replace(co_name=name)
-            self.parts[name] = torch.compile(FunctionType(code, globals()), **self.settings)
-        return self.parts[name](function, args, rest)
+        return self._jitted(name)(function, args, rest)
+
+    def _jitted(self, name: str) -> Callable[..., Any]:
+        if name not in self._jits:
+            self._announce(name)
+            self._load()
+            self._jits[name] = torch.compile(_part_named(name), **self.settings)
+            self.parts.setdefault(name, self._jits[name])
+        return self._jits[name]
+
+    def _announce(self, name: str) -> None:
+        if self._on_part is not None and name not in self.parts:
+            self._on_part(name)
+
+    def _load(self) -> None:
+        """Load the entries of torch's caches, which no step needs whose parts were all found."""
+        self._compiled = True
+        if self._loaded is None:
+            self._loaded = _load(None if self._file is None else self._file.caches)
+
+    def _write(self) -> None:
+        """Write what this process compiled, unless all of it was loaded."""
+        if self._file is None:
+            return
+        saved = torch.compiler.save_cache_artifacts()
+        caches, keys = (None, frozenset()) if saved is None else (saved[0], _keys(saved[1]))
+        if self._file.has_more or not keys <= (self._loaded or frozenset()):
+            self._file.write(caches)
+            self._loaded = (self._loaded or frozenset()) | keys
+
+
+class _Plan:
+    """The parts of a call, in order, and what must not change for them to be run again."""
+
+    def __init__(self, state: Any) -> None:
+        self.state, self.watch = state, Watch()
+        self.parts: list[Callable[..., Any]] = []
+        self.compiled: set[str] = set()
+
+    def runner(self) -> Runner:
+        """A ``Runner`` of the parts."""
+        parts = iter(self.parts)
+
+        def run(_: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
+            return next(parts)(function, args, rest)
+
+        return run
+
+
+class _Recorder:
+    """A ``Runner`` that makes a plan."""
+
+    def __init__(self, part_of: Callable[..., Any], state: Any) -> None:
+        self.plan, self._part_of = _Plan(state), part_of
+
+    def __call__(self, name: str, function: Callable[..., Any], *args: Any, **rest: Any) -> Any:
+        part = self._part_of(self.plan, name, (function, args, rest))
+        self.plan.parts.append(part)
+        return part(function, args, rest)
+
+
+def _part_named(name: str) -> FunctionType:
+    # Dynamo keeps what it compiles by code object, and tries all that it has for one
+    return FunctionType(_part.__code__.replace(co_name=name), globals())
 
 
 def _part(function: Callable[..., Any], args: tuple[Any, ...], rest: dict[str, Any]) -> Any:
     return function(*args, **rest)
 
 
-def _load(file: Path | None) -> frozenset[str]:
-    """Load a file of compiled code; return the keys that it has."""
-    if file is None or not file.is_file():
+def _load(caches: bytes | None) -> frozenset[str]:
+    """Load entries of torch's caches; return their keys."""
+    if caches is None:
         return frozenset()
-    return _keys(torch.compiler.load_cache_artifacts(file.read_bytes()))
-
-
-def _save(file: Path, loaded: frozenset[str]) -> None:
-    """Write the compiled code of this process, unless all of it was loaded."""
-    saved = torch.compiler.save_cache_artifacts()
-    if saved is None or _keys(saved[1]) <= loaded:
-        return
-    partial = file.with_name(f"{file.name}.{os.getpid()}")
-    partial.write_bytes(saved[0])
-    partial.replace(file)  # whole, whoever reads it meanwhile
+    return _keys(torch.compiler.load_cache_artifacts(caches))
 
 
 def _keys(info: Any) -> frozenset[str]:

@@ -29,7 +29,7 @@ _CODE = {
     for version in (2, 3, 4)
 }
 """Prefix of the class names in each of Hugging Face's modelling files."""
-_REPLACED = "_dsv4_ops_replaced_forward"
+REPLACED = "_dsv4_ops_replaced_forward"
 _ONE_DEVICE = "Load the model on one device, without offloading, and make its cache there"
 _CHANGED = "be Hugging Face's own, without hooks, as ops do its work"
 
@@ -85,7 +85,7 @@ def with_methods(module: Any, made: dict[int, Any] | None = None) -> Any:
             if isinstance(value, Replacement):
                 twin.__dict__[name] = MethodType(value.function, twin)
                 if name == "forward":
-                    twin.__dict__[_REPLACED] = value
+                    twin.__dict__[REPLACED] = value
     return made[id(module)]
 
 
@@ -107,7 +107,7 @@ def is_part(module: Any, part: str) -> bool:
 
 def own_forward(module: Any) -> Any:
     """An instance's own forward other than ours, or None."""
-    forward = vars(module).get(_REPLACED, vars(module).get("forward"))
+    forward = vars(module).get(REPLACED, vars(module).get("forward"))
     if isinstance(forward, Replacement):
         forward = forward.before
     return None if forward is None or _is_harmless(vars(module).get("_hf_hook")) else forward
@@ -125,8 +125,13 @@ def is_linear(module: Any) -> bool:
         and has_plain_weight(module)
         and "forward" not in vars(module)
         and not (module._forward_hooks or module._forward_pre_hooks)
-        and not (_globals._global_forward_hooks or _globals._global_forward_pre_hooks)
+        and not has_global_hooks()
     )
+
+
+def has_global_hooks() -> bool:
+    """Whether there are hooks of all modules."""
+    return bool(_globals._global_forward_hooks or _globals._global_forward_pre_hooks)
 
 
 def has_plain_weight(linear: nn.Linear) -> bool:

@@ -1,0 +1,430 @@
+"""Parts of a step that another process compiled, found by all that a trace of them can read.
+
+Dynamo traces a part in seconds, only to find in Inductor's cache what it stands for. A file of
+parts has what Dynamo made too. It has no guards: ``described`` stands for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import io
+import itertools
+import logging
+import operator
+import os
+import platform
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, NoneType
+from typing import Any
+
+import torch
+import torch.compiler.config as compiler_config
+from torch import Tensor, nn
+
+from dsv4_ops.core.torch_compat import compilers_settings
+from dsv4_ops.dispatch import libraries
+from dsv4_ops.integrations.transformers.modules import REPLACED
+
+_log = logging.getLogger(__name__)
+
+_PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
+_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+_WITH_OPS = ("dsv4_ops.kernels.", "dsv4_ops.lowering.")
+"""Modules that register ops when they are imported, some of them by a trace."""
+
+_UNREAD = ("layer_idx", REPLACED)
+"""Attributes of modules that tell layers of a kind apart; ``_Reads`` sees if a trace reads one."""
+
+
+class Watch:
+    """Dictionaries, lists and parameters that a description went through, and what they held."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Any] = {}
+        self._sizes: list[int] = []
+        self._items: list[Any] = []
+        self._parameters: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
+
+    def add(self, held: dict[str, Any] | list[Any]) -> None:
+        """Remember what a dictionary or a list holds."""
+        if id(held) not in self._held:
+            values = held.values() if isinstance(held, dict) else held
+            # of a view, as one for every call would cost more than what it is compared for
+            self._held[id(held)] = (held, values)
+            self._sizes.append(len(values))
+            self._items += values
+
+    def add_parameter(self, parameter: Tensor, form: tuple[Any, ...]) -> None:
+        """Remember the form of a parameter, whose data may be replaced."""
+        self._parameters[id(parameter)] = (parameter, form)
+
+    def unchanged(self) -> bool:
+        """Whether all hold the same objects as before."""
+        views = [values for _, values in self._held.values()]
+        if list(map(len, views)) != self._sizes:
+            return False
+        if not all(map(operator.is_, itertools.chain.from_iterable(views), self._items)):
+            return False
+        return all(_form(parameter) == form for parameter, form in self._parameters.values())
+
+
+class Undescribed(Exception):
+    """Something that no other process can compare with its own."""
+
+
+def described(values: Sequence[Any], watch: Watch | None = None) -> str:
+    """A digest of all that a trace can read of ``values`` but the numbers in tensors.
+
+    Equal in two processes where types, sizes, constants, code, and which tensors are the same or
+    share memory are equal. Module attributes that only number the layers are left out.
+
+    Raises:
+        Undescribed: a process group, a tensor of a subclass, or what else has no attributes.
+    """
+    walk = _Walk(Watch() if watch is None else watch)
+    for value in values:
+        walk.add(value)
+    return hashlib.sha256("\n".join(walk.words).encode()).hexdigest()[:32]
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.requires_grad
+
+
+class _Walk:
+    """One description; ``words`` has what was seen, in order."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.words: list[str] = []
+        self._watch = watch
+        self._seen: dict[int, int] = {}
+        self._alive: list[Any] = []
+        self._storages: dict[int, tuple[int, int]] = {}
+
+    def add(self, value: Any) -> None:
+        if value is None or type(value) is bool:
+            self.words.append(str(value))
+        elif isinstance(value, Enum):
+            self.words.append(f"{_name(type(value))}.{value.name}")
+        elif isinstance(value, _PLAIN):
+            self.words.append(f"{_name(type(value))} {value!r}")
+        elif isinstance(value, type):
+            self.words.append(f"class {_name(value)}")
+        elif isinstance(value, ModuleType):
+            self.words.append(f"module {value.__name__}")
+        elif isinstance(value, torch._ops.OpOverload):
+            self.words.append(f"op {value}")
+        elif id(value) in self._seen:
+            self.words.append(f"again {self._seen[id(value)]}")
+        else:
+            self._seen[id(value)] = len(self._seen)
+            self._alive.append(value)  # an id is of one object while it lives
+            self.words.append(_name(type(value)))
+            self._add_parts(value)
+
+    def _add_parts(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self._add_tensor(value)
+        elif isinstance(value, (tuple, list, dict, set, frozenset)):
+            self._add_items(value)
+        elif isinstance(value, MethodType):
+            self._add_all(value.__func__, value.__self__)
+        elif isinstance(value, FunctionType):
+            self._add_function(value)
+        elif isinstance(value, BuiltinFunctionType):
+            self.words.append(f"{value.__module__}.{value.__qualname__}")
+        elif isinstance(value, functools.partial):
+            self._add_all(value.func, value.args, value.keywords)
+        else:
+            self._add_attributes(value)
+
+    def _add_all(self, *values: Any) -> None:
+        self.words.append(str(len(values)))
+        for value in values:
+            self.add(value)
+
+    def _add_items(self, value: Any) -> None:
+        if isinstance(value, (set, frozenset)):
+            self._add_all(*sorted(value, key=repr))
+            return
+        if isinstance(value, dict):
+            self._watch.add(value)
+            self._add_all(*value)
+            self._add_all(*value.values())
+            return
+        if isinstance(value, list):
+            self._watch.add(value)
+        self._add_all(*value)
+
+    def _add_tensor(self, tensor: Tensor) -> None:
+        if type(tensor) not in _TENSORS or tensor.layout is not torch.strided:
+            raise Undescribed(f"a tensor of {type(tensor).__name__}, {tensor.layout}")
+        form = _form(tensor)
+        if isinstance(tensor, nn.Parameter):
+            self._watch.add_parameter(tensor, form)
+        storage = tensor.untyped_storage()._cdata
+        offset = int(tensor.storage_offset())
+        number, first = self._storages.setdefault(storage, (len(self._storages), offset))
+        self.words.append(
+            f"{form} {number} {offset - first} {tensor.is_inference()} {tensor.is_conj()} "
+            f"{tensor.is_neg()}"
+        )
+
+    def _add_function(self, function: FunctionType) -> None:
+        self.words.append(f"{function.__module__}.{function.__qualname__}")
+        self.words.append(_code(function.__code__))
+        cells = () if function.__closure__ is None else function.__closure__
+        self._add_all(function.__defaults__, function.__kwdefaults__)
+        self._add_all(*(cell.cell_contents for cell in cells))
+
+    def _add_attributes(self, value: Any) -> None:
+        held = getattr(value, "__dict__", None)
+        slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+        if held is None and not slots:
+            raise Undescribed(f"an object of {_name(type(value))}")
+        left_out = _UNREAD if isinstance(value, nn.Module) else ()
+        attributes = {} if held is None else held
+        if attributes and not _is_frozen(value):
+            self._watch.add(attributes)
+        for name, attribute in attributes.items():
+            if name not in left_out:
+                self.words.append(name)
+                self.add(attribute)
+        for name in slots:
+            self.words.append(name)
+            self._add_all(*(getattr(value, name),) if hasattr(value, name) else ())
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    found = vars(kind).get("__slots__", ())
+    names = (found,) if isinstance(found, str) else tuple(found)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _is_frozen(value: Any) -> bool:
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    return parameters is not None and bool(parameters.frozen)
+
+
+@functools.cache
+def _code(code: CodeType) -> str:
+    constants = [_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    parts = (code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def state(device: torch.device) -> tuple[Any, ...]:
+    """Switches of this process that a trace reads, as Dynamo's guard of the global state does."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cudnn.allow_tf32,
+        torch.get_num_threads() if device.type == "cpu" else None,
+    )
+
+
+def environment(settings: Mapping[str, Any]) -> str:
+    """A digest of this package, of the versions, of the device and of compilers' settings.
+
+    Raises:
+        Undescribed: Inductor is not asked for by its name and options.
+    """
+    options = settings.get("options") or {}
+    if settings.get("backend", "inductor") != "inductor" or "mode" in settings:
+        raise Undescribed("a backend or a mode")
+    if not (settings["fullgraph"] is True and settings["dynamic"] is False):
+        raise Undescribed("dynamic shapes, or several graphs")
+    if not all(isinstance(value, (str, int, float, NoneType)) for value in options.values()):
+        raise Undescribed("an option that is a function")
+    import transformers
+
+    found = [repr(sorted(options.items())), torch.__version__, transformers.__version__]
+    found += [sys.version, platform.machine(), str(torch.version.cuda), str(torch.version.hip)]
+    found += [torch.backends.cpu.get_cpu_capability(), _sources(), *_libraries()]
+    # a trace adds our libraries to the tag
+    found += [tag for tag in compiler_config.cache_key_tag.split(";") if "dsv4_ops" not in tag]
+    if torch.cuda.is_available():
+        found += [torch.cuda.get_device_name(), str(torch.cuda.get_device_capability())]
+    found.append(repr(compilers_settings()))
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:32]
+
+
+def _libraries() -> list[str]:
+    return [name for name in libraries.LIBRARIES if libraries.find_name(name) != "none"]
+
+
+@functools.cache
+def _sources() -> str:
+    package = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class _Reads:
+    """A filter of guards that drops all, and sees whether a trace read what tells layers apart."""
+
+    def __init__(self) -> None:
+        self.found: str | None = None
+
+    def __call__(self, guards: Any) -> list[bool]:
+        for guard in guards:
+            if any(guard.name.endswith((f".{name}", f"['{name}']")) for name in _UNREAD):
+                self.found = guard.name
+        return [False] * len(guards)
+
+
+def compiled(
+    function: Callable[..., Any], args: tuple[Any, ...], settings: Mapping[str, Any]
+) -> tuple[Callable[..., Any], bytes] | None:
+    """Compile a function for such arguments; return it and what ``loaded`` takes.
+
+    Returns:
+        None: this version of torch keeps no compiled functions, or not this one.
+    """
+    reads = _Reads()
+    options = {**settings.get("options", {}), "guard_filter_fn": reads}
+    try:
+        jitted: Any = torch.compile(function, **{**settings, "options": options})
+        made = jitted.aot_compile((args, {}))
+        if reads.found is not None:
+            raise Undescribed(reads.found)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "part"
+            made.save_compiled_function(str(path))
+            kept = path.read_bytes()
+        made.disable_guard_check()
+    except Exception as error:
+        # what torch raises has no common class; an error of the function is raised by Dynamo again
+        _log.info("%s is not kept: %s", function.__name__, error)
+        return None
+    return made, kept
+
+
+def loaded(kept: bytes, names: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """What ``compiled`` kept, or None if it is not for the code that is here."""
+    try:
+        made: Any = torch.compiler.load_compiled_function(io.BytesIO(kept), f_globals=dict(names))
+        if not all(map(_is_here, made.source_info().inlined_sources)):
+            return None
+        made.disable_guard_check()
+    except Exception as error:  # as above: versions, libraries and files that differ
+        _log.info("a part is not loaded: %s", error)
+        return None
+    function: Callable[..., Any] = made
+    return function
+
+
+def _is_here(source: Any) -> bool:
+    text = _text(source.module)
+    return text is not None and text == source.content
+
+
+@functools.cache
+def _text(name: str) -> str | None:
+    import inspect
+
+    try:
+        return inspect.getsource(importlib.import_module(name))
+    except (ImportError, OSError, TypeError):
+        return None
+
+
+class PartsFile:
+    """A file of compiled parts, and of the entries of torch's caches that others need.
+
+    Args:
+        path: The file.
+        settings: Of ``torch.compile``.
+
+    Attributes:
+        caches: What ``torch.compiler.load_cache_artifacts`` takes, or None.
+        has_more: Whether a part was kept that is not in the file.
+        takes_parts: Whether parts compiled with such settings can be kept.
+    """
+
+    _CACHES, _MODULES, _LIBRARIES = "caches", "modules", "libraries"
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self._path = path
+        self._parts: dict[str, bytes] = {}
+        self.caches: bytes | None = None
+        self.has_more, self.takes_parts = False, True
+        try:
+            self._prefix = f"{environment(settings)}/"
+        except Undescribed as error:
+            _log.info("no part is kept: %s", error)
+            self.takes_parts, self._prefix = False, "none/"
+        if path.is_file():
+            self._read()
+
+    def _read(self) -> None:
+        if not zipfile.is_zipfile(self._path):  # of a version that kept nothing else
+            self.caches = self._path.read_bytes()
+            return
+        with zipfile.ZipFile(self._path) as file:
+            names = file.namelist()
+            self.caches = file.read(self._CACHES) if self._CACHES in names else None
+            self._parts = {n: file.read(n) for n in names if n.startswith(self._prefix)}
+        # they register the ops that the parts call, as a trace does
+        for name in self._words(self._MODULES):
+            _tried(importlib.import_module, name)
+        for name in self._words(self._LIBRARIES):
+            _tried(libraries.load, name)
+
+    def _words(self, name: str) -> list[str]:
+        return self._parts.get(self._prefix + name, b"").decode().split()
+
+    def find(self, name: str) -> bytes | None:
+        """What was kept by ``name``."""
+        return self._parts.get(self._prefix + name)
+
+    def keep(self, name: str, part: bytes) -> None:
+        """Keep a part; ``write`` puts it into the file."""
+        self._parts[self._prefix + name] = part
+        self.has_more = True
+
+    def write(self, caches: bytes | None) -> None:
+        """Write the file as a whole, whoever reads it meanwhile."""
+        if self.takes_parts:
+            modules = [name for name in sys.modules if name.startswith(_WITH_OPS)]
+            called = _libraries() if libraries.load.cache_info().currsize else []
+            for name, words in ((self._MODULES, modules), (self._LIBRARIES, called)):
+                self._parts[self._prefix + name] = "\n".join(sorted(words)).encode()
+        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        with zipfile.ZipFile(partial, "w") as file:
+            if caches is not None:
+                file.writestr(self._CACHES, caches)
+            for name, part in self._parts.items():
+                file.writestr(name, part)
+        partial.replace(self._path)
+        self.has_more = False
+
+
+def _tried(load: Callable[[str], Any], name: str) -> None:
+    try:
+        load(name)
+    except Exception as error:  # then a part that calls it is not loaded either, and is compiled
+        _log.info("%s is not loaded: %s", name, error)
