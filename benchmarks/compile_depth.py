@@ -3,21 +3,25 @@
     python -m benchmarks.compile_depth --backend aot_eager
     python -m benchmarks.compile_depth --device cuda
 
-Each row is a model of small layers of the released kinds, in an empty cache of compiled code; then
-the same in the cache that the first wrote. On a GPU the compiled step is also captured as one CUDA
-graph, and replayed. CPU seconds include those of compilers that were started.
+Each row is a model of small layers of the released kinds, in a process with an empty cache of
+compiled code; then the same in another process with the file that the first wrote. On a GPU the
+compiled step is also captured as one CUDA graph, and replayed. Seconds are those of the first step
+and of ``compile_step``; CPU seconds include those of compilers that were started.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import HEAVY, SLIDING, SPARSE, small_model
@@ -47,8 +51,7 @@ def batch_of(device: str) -> v4.StepBatch:
 
 def measure(layers: int, mode: str, file: Path | None, args: argparse.Namespace) -> str:
     """A line of the table."""
-    torch._dynamo.reset()
-    counters.clear()
+    start = "warm" if file is not None and file.is_file() else "cold"
     model, batch = model_of(layers, args.device), batch_of(args.device)
     caches = []
     for _ in range(2):
@@ -57,14 +60,14 @@ def measure(layers: int, mode: str, file: Path | None, args: argparse.Namespace)
             cache.add(request, num_tokens=1)
         caches.append(cache)
     expected = v4.decode_step(model, batch, caches[0])
-    start, cpu = time.perf_counter(), sum(os.times()[:4])
+    wall, cpu = time.perf_counter(), sum(os.times()[:4])
     step = v4.compile_step(model, mode=mode, backend=args.backend, cache_file=file)
     logits = step(batch, caches[1])
-    cpu, wall = sum(os.times()[:4]) - cpu, time.perf_counter() - start
+    cpu, wall = sum(os.times()[:4]) - cpu, time.perf_counter() - wall
     graphs = counters["stats"]["unique_graphs"]
     found = float((logits.float() - expected.float()).norm() / expected.float().norm())
-    cells = [layers, mode, "cold" if not counters["inductor"]["fxgraph_cache_hit"] else "warm"]
-    cells += [graphs, f"{cpu:.1f}", f"{wall:.1f}", f"{found:.1e}", replayed(step, batch, caches[1])]
+    cells = [layers, mode, start, graphs]
+    cells += [f"{cpu:.1f}", f"{wall:.1f}", f"{found:.1e}", replayed(step, batch, caches[1])]
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -94,19 +97,25 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["regional"], choices=("regional", "whole"))
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--row", action="store_true", help="one row, in this process")
+    parser.add_argument("--file", type=Path, help="the file of a row")
     args = parser.parse_args()
-    from torch._inductor.utils import fresh_cache
-
+    if args.row:
+        with fresh_cache():
+            print(measure(args.layers[0], args.modes[0], args.file, args), flush=True)
+        return
     print("| layers | mode | cache | graphs | CPU s | s | error | replay ms |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
     inductor = args.backend == "inductor"
     for layers in args.layers:
         for mode in args.modes:
             with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder) / "step.cache" if inductor else None
+                row = ["--row", "--layers", str(layers), "--modes", mode]
+                row += ["--backend", args.backend, "--device", args.device]
+                row += ["--file", str(Path(folder) / "step.cache")] if inductor else []
                 for _ in range(2 if inductor else 1):
-                    with fresh_cache():
-                        print(measure(layers, mode, file, args), flush=True)
+                    command = [sys.executable, "-m", "benchmarks.compile_depth", *row]
+                    subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ __all__ = [
     "after_autograd",  # torch._C._after_autograd_keyset: 2.11, 2.13, 2.15
     "any_requires_grad",  # torch._C._any_requires_grad: 2.11, 2.13, 2.15
     "auto_functionalized_v2",  # torch._higher_order_ops.auto_functionalize: 2.11, 2.13
+    "code_folder",  # torch._inductor.codecache.cache_dir: 2.13
     "compilers_settings",  # save_config_portable of Inductor and AOTAutograd: 2.13
     "decomposes_triton_ops",  # decompose_custom_triton_ops: 2.11, 2.13, 2.15
     "enable_single_level_autograd_function",  # 2.11, 2.13, 2.15
@@ -50,6 +51,14 @@ after_autograd = torch._C._after_autograd_keyset
 def any_requires_grad(args: Sequence[Any]) -> bool:
     """Whether a tensor among ``args`` requires a gradient."""
     return bool(torch._C._any_requires_grad(*args))
+
+
+def code_folder() -> str:
+    """Where Inductor writes what it compiles."""
+    from torch._inductor import codecache
+
+    folder: str = codecache.cache_dir()  # type: ignore[attr-defined]
+    return folder
 
 
 def compilers_settings() -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ import torch
 import torch.compiler.config as compiler_config
 from torch import Tensor, nn
 
-from dsv4_ops.core.torch_compat import compilers_settings
+from dsv4_ops.core.torch_compat import code_folder, compilers_settings
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.integrations.transformers.modules import REPLACED
 
@@ -269,6 +269,38 @@ def environment(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:32]
 
 
+@functools.cache
+def _processor() -> str:
+    """A digest of the processor and the C library, for which code on CPUs is compiled."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = [platform.platform(), platform.processor()]
+    told = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    return hashlib.sha256(repr((sorted(told), platform.libc_ver())).encode()).hexdigest()[:16]
+
+
+def _binaries() -> list[tuple[str, bytes]]:
+    """What torch's caches leave out of Inductor's folder, by its place there.
+
+    C++ kernels that this process has loaded, and what told which vectors the processor has.
+    """
+    folder = Path(code_folder())
+    loaded = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
+    paths = [path for path in folder.glob("*/*.so") if str(path) in loaded or "." not in path.stem]
+    return [(path.relative_to(folder).as_posix(), path.read_bytes()) for path in sorted(paths)]
+
+
+def _put(path: Path, content: bytes) -> None:
+    """Write a file that another process may write or read meanwhile."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
 def _libraries() -> list[str]:
     return [name for name in libraries.LIBRARIES if libraries.find_name(name) != "none"]
 
@@ -365,7 +397,7 @@ class PartsFile:
         takes_parts: Whether parts compiled with such settings can be kept.
     """
 
-    _CACHES, _MODULES, _LIBRARIES = "caches", "modules", "libraries"
+    _CACHES, _MODULES, _LIBRARIES, _BINARIES = "caches", "modules", "libraries", "binaries/"
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self._path = path
@@ -388,6 +420,10 @@ class PartsFile:
             names = file.namelist()
             self.caches = file.read(self._CACHES) if self._CACHES in names else None
             self._parts = {n: file.read(n) for n in names if n.startswith(self._prefix)}
+        binaries = f"{self._prefix}{self._BINARIES}{_processor()}/"
+        for name, content in self._parts.items():
+            if name.startswith(binaries):
+                _put(Path(code_folder()) / name.removeprefix(binaries), content)
         # they register the ops that the parts call, as a trace does
         for name in self._words(self._MODULES):
             _tried(importlib.import_module, name)
@@ -411,6 +447,9 @@ class PartsFile:
         if self.takes_parts:
             modules = [name for name in sys.modules if name.startswith(_WITH_OPS)]
             called = _libraries() if libraries.load.cache_info().currsize else []
+            for place, content in _binaries():
+                name = f"{self._prefix}{self._BINARIES}{_processor()}/{place}"
+                self._parts[name] = content
             for name, words in ((self._MODULES, modules), (self._LIBRARIES, called)):
                 self._parts[self._prefix + name] = "\n".join(sorted(words)).encode()
         partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
