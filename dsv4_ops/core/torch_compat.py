@@ -24,9 +24,8 @@ __all__ = [
     "SingleLevelFunction",  # 2.11, 2.13, 2.15
     "after_autograd",  # torch._C._after_autograd_keyset: 2.11, 2.13, 2.15
     "any_requires_grad",  # torch._C._any_requires_grad: 2.11, 2.13, 2.15
+    "aot_settings",  # torch._functorch.config.save_config_portable: 2.13
     "auto_functionalized_v2",  # torch._higher_order_ops.auto_functionalize: 2.11, 2.13
-    "code_folder",  # torch._inductor.codecache.cache_dir: 2.13
-    "compilers_settings",  # save_config_portable of Inductor and AOTAutograd: 2.13
     "decomposes_triton_ops",  # decompose_custom_triton_ops: 2.11, 2.13, 2.15
     "enable_single_level_autograd_function",  # 2.11, 2.13, 2.15
     "find_schema",  # torch._C._dispatch_find_schema_or_throw: 2.11, 2.13, 2.15
@@ -53,19 +52,9 @@ def any_requires_grad(args: Sequence[Any]) -> bool:
     return bool(torch._C._any_requires_grad(*args))
 
 
-def code_folder() -> str:
-    """Where Inductor writes what it compiles."""
-    from torch._inductor import codecache
-
-    folder: str = codecache.cache_dir()  # type: ignore[attr-defined]
-    return folder
-
-
-def compilers_settings() -> list[dict[str, Any]]:
-    """Settings of Inductor and AOTAutograd that change what they make, on any machine."""
-    from torch._inductor import config as inductor_config
-
-    return [config.save_config_portable() for config in (functorch_config, inductor_config)]
+def aot_settings() -> dict[str, Any]:
+    """Settings of AOTAutograd that change what it makes, on any machine."""
+    return dict(functorch_config.save_config_portable())
 
 
 def has_function_modes() -> bool:

@@ -5,7 +5,7 @@ installed one. Names of other private parts of torch are in ``core/torch_compat.
 """
 
 from torch._higher_order_ops.while_loop import while_loop_op
-from torch._inductor import aoti_compile_and_package, aoti_load_package
+from torch._inductor import aoti_compile_and_package, aoti_load_package, config
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.dependencies import StarDep, WeakDep
@@ -34,6 +34,7 @@ __all__ = [
     "aoti_compile_and_package",
     "aoti_load_package",
     "cache_dir",
+    "config",
     "fallback_handler",
     "get_cpp_compiler",
     "lowerings",

@@ -28,7 +28,7 @@ import torch
 import torch.compiler.config as compiler_config
 from torch import Tensor, nn
 
-from dsv4_ops.core.torch_compat import code_folder, compilers_settings
+from dsv4_ops.core.torch_compat import aot_settings
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.integrations.transformers.modules import REPLACED
 
@@ -258,6 +258,8 @@ def environment(settings: Mapping[str, Any]) -> str:
         raise Undescribed("an option that is a function")
     import transformers
 
+    from dsv4_ops.lowering import _compat
+
     found = [repr(sorted(options.items())), torch.__version__, transformers.__version__]
     found += [sys.version, platform.machine(), str(torch.version.cuda), str(torch.version.hip)]
     found += [torch.backends.cpu.get_cpu_capability(), _sources(), *_libraries()]
@@ -265,7 +267,7 @@ def environment(settings: Mapping[str, Any]) -> str:
     found += [tag for tag in compiler_config.cache_key_tag.split(";") if "dsv4_ops" not in tag]
     if torch.cuda.is_available():
         found += [torch.cuda.get_device_name(), str(torch.cuda.get_device_capability())]
-    found.append(repr(compilers_settings()))
+    found.append(repr([aot_settings(), _compat.config.save_config_portable()]))
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:32]
 
 
@@ -280,12 +282,18 @@ def _processor() -> str:
     return hashlib.sha256(repr((sorted(told), platform.libc_ver())).encode()).hexdigest()[:16]
 
 
+def _code_folder() -> Path:
+    from dsv4_ops.lowering._compat import cache_dir
+
+    return Path(cache_dir())
+
+
 def _binaries() -> list[tuple[str, bytes]]:
     """What torch's caches leave out of Inductor's folder, by its place there.
 
     C++ kernels that this process has loaded, and what told which vectors the processor has.
     """
-    folder = Path(code_folder())
+    folder = _code_folder()
     loaded = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
     paths = [path for path in folder.glob("*/*.so") if str(path) in loaded or "." not in path.stem]
     return [(path.relative_to(folder).as_posix(), path.read_bytes()) for path in sorted(paths)]
@@ -423,7 +431,7 @@ class PartsFile:
         binaries = f"{self._prefix}{self._BINARIES}{_processor()}/"
         for name, content in self._parts.items():
             if name.startswith(binaries):
-                _put(Path(code_folder()) / name.removeprefix(binaries), content)
+                _put(_code_folder() / name.removeprefix(binaries), content)
         # they register the ops that the parts call, as a trace does
         for name in self._words(self._MODULES):
             _tried(importlib.import_module, name)

@@ -1,0 +1,188 @@
+"""What a part is found by, and that it is what was compiled."""
+
+import importlib
+import sys
+from types import MethodType
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+from dsv4_ops.integrations.transformers import precompiled
+from dsv4_ops.integrations.transformers.precompiled import (
+    PartsFile,
+    Undescribed,
+    Watch,
+    compiled,
+    described,
+    environment,
+    loaded,
+    state,
+)
+
+SETTINGS = {"fullgraph": True, "dynamic": False}
+
+
+class Block(nn.Module):
+    def __init__(self, index=0, factor=2.0, width=4, **form):
+        super().__init__()
+        self.layer_idx, self.factor = index, factor
+        self.inner = nn.Linear(width, 4, bias=False, **form)
+
+
+def changed(change):
+    block = Block()
+    change(block)
+    return block
+
+
+def test_what_a_trace_can_read_is_described():
+    """But the numbers in weights, and which layer it is."""
+    expected = described([Block(), torch.zeros(3)])
+    assert described([Block(index=7), torch.ones(3)]) == expected
+    others = {
+        "constant": (Block(factor=3.0), torch.zeros(3)),
+        "kind of constant": (Block(factor=2), torch.zeros(3)),
+        "width": (Block(width=5), torch.zeros(3)),
+        "dtype": (Block(dtype=torch.bfloat16), torch.zeros(3)),
+        "device": (Block(device="meta"), torch.zeros(3)),
+        "training": (Block().eval(), torch.zeros(3)),
+        "hook": (changed(lambda b: b.inner.register_forward_hook(print)), torch.zeros(3)),
+        "method": (
+            changed(lambda b: setattr(b, "forward", MethodType(changed, b))),
+            torch.zeros(3),
+        ),
+        "gradient": (changed(lambda b: b.requires_grad_(False)), torch.zeros(3)),
+        "attribute": (changed(lambda b: setattr(b, "more", None)), torch.zeros(3)),
+        "stride": (Block(), torch.zeros(6)[::2]),
+        "shape": (Block(), torch.zeros(4)),
+        "one less": (Block(),),
+    }
+    found = {name: described(list(values)) for name, values in others.items()}
+    assert len({expected, *found.values()}) == 1 + len(others)
+
+
+def test_what_is_shared_is_described():
+    whole, other = torch.zeros(6), torch.zeros(6)
+    found = [
+        described(values)
+        for values in (
+            [whole, other],
+            [whole, whole],
+            [whole[:3], whole[3:]],
+            [whole[:3], whole[2:5]],
+            [whole[:3], other[3:]],
+        )
+    ]
+    assert len(set(found)) == len(found)
+    assert described([whole[1:4], whole[2:5]]) == described([whole[0:3], whole[1:4]])
+
+
+def test_functions_are_described_by_their_code_and_what_they_hold():
+    def adding(number):
+        return lambda x: x + number
+
+    assert described([adding(1)]) == described([adding(1)])
+    assert described([adding(1)]) != described([adding(2)])
+    assert described([lambda x: x + 1]) != described([lambda x: x - 1])
+
+
+@pytest.mark.parametrize(
+    "value", [object(), torch.zeros(2).to_sparse(), iter(()), torch.Generator()]
+)
+def test_what_cannot_be_compared_is_not_described(value):
+    with pytest.raises(Undescribed):
+        described([value])
+
+
+def test_a_change_is_seen():
+    def watched():
+        block, watch = Block(), Watch()
+        described([block, [block.inner]], watch)
+        return block, watch
+
+    changes = {
+        "constant": lambda block: setattr(block, "factor", 3.0),
+        "weight": lambda block: setattr(block.inner, "weight", nn.Parameter(torch.zeros(4, 4))),
+        "data": lambda block: setattr(block.inner.weight, "data", torch.zeros(4, 4).double()),
+        "hook": lambda block: block.inner.register_forward_hook(print),
+        "module": lambda block: setattr(block, "inner", nn.Linear(4, 4, bias=False)),
+    }
+    for change in changes.values():
+        block, watch = watched()
+        assert watch.unchanged()
+        change(block)
+        assert not watch.unchanged()
+
+
+def test_switches_are_described():
+    device = torch.device("cpu")
+    before = state(device)
+    with torch.autocast("cpu"):
+        assert state(device) != before
+    with torch.inference_mode():
+        assert state(device) != before
+    assert state(device) == before
+    expected = environment(SETTINGS)
+    assert environment({**SETTINGS, "options": {"max_autotune": True}}) != expected
+    with torch._inductor.config.patch(epilogue_fusion=False):
+        assert environment(SETTINGS) != expected
+    for settings in ({"backend": "eager"}, {"mode": "max-autotune"}, {"dynamic": True}):
+        with pytest.raises(Undescribed):
+            environment({**SETTINGS, **settings})
+
+
+def scaled(block, x):
+    return (block.inner(x) * block.factor).sin()
+
+
+def numbered(block, x):
+    return x + block.layer_idx
+
+
+@torch.no_grad()
+def test_a_part_is_loaded_without_a_trace(tmp_path):
+    """It is for every layer of the kind: weights are read from its argument."""
+    blocks, x = [Block(index) for index in range(2)], torch.randn(3, 4)
+    part, content = compiled(scaled, (blocks[0], x), SETTINGS)
+    file = PartsFile(tmp_path / "step.cache", SETTINGS)
+    file.keep("a part", content)
+    file.write(None)
+    assert not file.has_more
+    torch._dynamo.reset()
+    counters.clear()
+    again = PartsFile(tmp_path / "step.cache", SETTINGS)
+    assert again.find("another") is None
+    found = loaded(again.find("a part"), globals())
+    for block in blocks:
+        torch.testing.assert_close(found(block, x), scaled(block, x))
+        assert torch.equal(found(block, x), part(block, x))
+    assert counters["stats"]["unique_graphs"] == 0
+    other = {**SETTINGS, "options": {"max_autotune": True}}
+    assert PartsFile(tmp_path / "step.cache", other).find("a part") is None
+
+
+@torch.no_grad()
+def test_a_part_that_reads_which_layer_it_is_is_not_kept():
+    assert compiled(numbered, (Block(), torch.ones(3)), SETTINGS) is None
+
+
+@torch.no_grad()
+def test_a_part_of_other_sources_is_not_loaded(tmp_path, monkeypatch):
+    """Even if they are of a package that no description names."""
+    source = tmp_path / "inlined_by_a_part.py"
+    source.write_text("def function(x):\n    return x + 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module(source.stem)
+    _, content = compiled(module.function, (torch.ones(3),), SETTINGS)
+    precompiled._text.cache_clear()
+    assert loaded(content, {}) is not None
+    source.write_text("def function(x):\n    return x + 2\n")
+    precompiled._text.cache_clear()
+    importlib.invalidate_caches()
+    del sys.modules[source.stem]
+    assert loaded(content, {}) is None
+    assert loaded(b"something else", {}) is None
