@@ -6,7 +6,8 @@ them in the installed one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +42,7 @@ __all__ = [
     "statically_known_true",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
     "symmetric_workspace",  # torch.distributed._symmetric_memory: 2.11, 2.13
     "timeout_of",  # ProcessGroup._get_backend(device).options._timeout: 2.11, 2.13
+    "without_kernel_table",  # torch._higher_order_ops.triton_kernel_wrap.kernel_side_table: 2.13
 ]
 
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
@@ -55,6 +57,23 @@ def any_requires_grad(args: Sequence[Any]) -> bool:
 def aot_settings() -> dict[str, Any]:
     """Settings of AOTAutograd that change what it makes, on any machine."""
     return dict(functorch_config.save_config_portable())
+
+
+@contextmanager
+def without_kernel_table() -> Iterator[None]:
+    """Compiled functions are saved without the Triton kernels that this process has traced.
+
+    Inductor's code has its kernels. A process that loads those of another, by their numbers, gives
+    the next graph that it traces itself kernels of that process for its own.
+    """
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table as table
+
+    kernels, constants = table.id_to_kernel, table.constant_args
+    table.id_to_kernel, table.constant_args = {}, {}
+    try:
+        yield
+    finally:
+        table.id_to_kernel, table.constant_args = kernels, constants
 
 
 def has_function_modes() -> bool:

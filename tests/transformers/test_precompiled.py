@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
@@ -166,6 +167,19 @@ def test_a_part_is_loaded_without_a_trace(tmp_path):
 
 
 @torch.no_grad()
+def test_a_part_brings_no_kernels_for_other_graphs(monkeypatch):
+    """A trace finds kernels by numbers that are of its process."""
+    table, other = {0: scaled}, {0: numbered}
+    monkeypatch.setattr(kernel_side_table, "id_to_kernel", table)
+    made = compiled(scaled, (Block(), torch.ones(4)), SETTINGS)
+    assert made is not None
+    assert kernel_side_table.id_to_kernel is table
+    monkeypatch.setattr(kernel_side_table, "id_to_kernel", other)
+    assert loaded(made[1], globals()) is not None
+    assert other == {0: numbered}
+
+
+@torch.no_grad()
 def test_a_part_that_reads_which_layer_it_is_is_not_kept():
     assert compiled(numbered, (Block(), torch.ones(3)), SETTINGS) is None
 
@@ -178,10 +192,10 @@ def test_a_part_of_other_sources_is_not_loaded(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     module = importlib.import_module(source.stem)
     _, content = compiled(module.function, (torch.ones(3),), SETTINGS)
-    precompiled._text.cache_clear()
+    precompiled._text_hash.cache_clear()
     assert loaded(content, {}) is not None
     source.write_text("def function(x):\n    return x + 2\n")
-    precompiled._text.cache_clear()
+    precompiled._text_hash.cache_clear()
     importlib.invalidate_caches()
     del sys.modules[source.stem]
     assert loaded(content, {}) is None

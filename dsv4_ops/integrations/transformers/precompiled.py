@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import io
 import itertools
+import json
 import logging
 import operator
 import os
@@ -28,7 +29,7 @@ import torch
 import torch.compiler.config as compiler_config
 from torch import Tensor, nn
 
-from dsv4_ops.core.torch_compat import aot_settings
+from dsv4_ops.core.torch_compat import aot_settings, without_kernel_table
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.integrations.transformers.modules import REPLACED
 
@@ -351,10 +352,12 @@ def compiled(
         made = jitted.aot_compile((args, {}))
         if reads.found is not None:
             raise Undescribed(reads.found)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, without_kernel_table():
             path = Path(folder) / "part"
             made.save_compiled_function(str(path))
-            kept = path.read_bytes()
+            sources = {source.module for source in made.source_info().inlined_sources}
+            found = {name: _text_hash(name) for name in sorted(sources)}
+            kept = json.dumps(found).encode() + b"\n" + path.read_bytes()
         made.disable_guard_check()
     except Exception as error:
         # what torch raises has no common class; an error of the function is raised by Dynamo again
@@ -366,9 +369,12 @@ def compiled(
 def loaded(kept: bytes, names: Mapping[str, Any]) -> Callable[..., Any] | None:
     """What ``compiled`` kept, or None if it is not for the code that is here."""
     try:
-        made: Any = torch.compiler.load_compiled_function(io.BytesIO(kept), f_globals=dict(names))
-        if not all(map(_is_here, made.source_info().inlined_sources)):
-            return None
+        sources, _, content = kept.partition(b"\n")
+        for name, text_hash in json.loads(sources).items():
+            if _text_hash(name) != text_hash:
+                raise ImportError(f"another {name}")
+        file = io.BytesIO(content)
+        made: Any = torch.compiler.load_compiled_function(file, f_globals=dict(names))
         made.disable_guard_check()
     except Exception as error:  # as above: versions, libraries and files that differ
         _log.info("a part is not loaded: %s", error)
@@ -377,19 +383,13 @@ def loaded(kept: bytes, names: Mapping[str, Any]) -> Callable[..., Any] | None:
     return function
 
 
-def _is_here(source: Any) -> bool:
-    text = _text(source.module)
-    return text is not None and text == source.content
-
-
 @functools.cache
-def _text(name: str) -> str | None:
-    import inspect
-
-    try:
-        return inspect.getsource(importlib.import_module(name))
-    except (ImportError, OSError, TypeError):
-        return None
+def _text_hash(name: str) -> str:
+    """Of the source file of a module, which the description of a part need not name."""
+    file = getattr(importlib.import_module(name), "__file__", None)
+    if file is None:  # of Python itself, whose version is in the environment
+        return ""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:32]
 
 
 class PartsFile:
