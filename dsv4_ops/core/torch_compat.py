@@ -7,7 +7,7 @@ them in the installed one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "OpOverload",  # 2.11, 2.13, 2.15
     "SingleLevelFunction",  # 2.11, 2.13, 2.15
     "after_autograd",  # torch._C._after_autograd_keyset: 2.11, 2.13, 2.15
+    "allows_aot_compile",  # torch._dynamo.config.enable_aot_compile: 2.11, 2.13
     "any_requires_grad",  # torch._C._any_requires_grad: 2.11, 2.13, 2.15
     "aot_settings",  # torch._functorch.config.save_config_portable: 2.13
     "auto_functionalized_v2",  # torch._higher_order_ops.auto_functionalize: 2.11, 2.13
@@ -52,6 +53,17 @@ after_autograd = torch._C._after_autograd_keyset
 def any_requires_grad(args: Sequence[Any]) -> bool:
     """Whether a tensor among ``args`` requires a gradient."""
     return bool(torch._C._any_requires_grad(*args))
+
+
+def allows_aot_compile() -> AbstractContextManager[Any]:
+    """Functions that are given to ``torch.compile`` have its ``aot_compile``."""
+    from torch._dynamo import config
+
+    name = "enable_aot_compile"
+    allowed: AbstractContextManager[Any] = (
+        config.patch(**{name: True}) if hasattr(config, name) else nullcontext()
+    )
+    return allowed
 
 
 def aot_settings() -> dict[str, Any]:

@@ -29,7 +29,7 @@ import torch
 import torch.compiler.config as compiler_config
 from torch import Tensor, nn
 
-from dsv4_ops.core.torch_compat import aot_settings, without_kernel_table
+from dsv4_ops.core.torch_compat import allows_aot_compile, aot_settings, without_kernel_table
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.integrations.transformers.modules import REPLACED
 
@@ -348,7 +348,8 @@ def compiled(
     reads = _Reads()
     options = {**settings.get("options", {}), "guard_filter_fn": reads}
     try:
-        jitted: Any = torch.compile(function, **{**settings, "options": options})
+        with allows_aot_compile():
+            jitted: Any = torch.compile(function, **{**settings, "options": options})
         made = jitted.aot_compile((args, {}))
         if reads.found is not None:
             raise Undescribed(reads.found)
