@@ -49,6 +49,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores among them
     import torch
     from torch._inductor import config, cpp_builder
 
+    import tests.support.once
     import tests.support.unprobed  # noqa: F401
 
     torch.set_num_threads(1)
@@ -124,6 +125,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (shown_by,) = nightly.args
             item.add_marker(pytest.mark.skip(reason=f"in make test-all only: {shown_by}"))
     items[:] = _dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
+
+
+def pytest_collection_finish() -> None:
+    """What imports made stays: no collection looks through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _dealt(items: list[pytest.Item], hands: int) -> list[pytest.Item]:

@@ -17,6 +17,7 @@ import torch.multiprocessing as multiprocessing
 from tests.support import cpu_seconds
 
 IMPORTED = [
+    "tests.support.once",
     "tests.support.unprobed",
     "dsv4_ops.integrations.transformers",
     "dsv4_ops.testing.models",
