@@ -3,6 +3,7 @@
 A sixth of the time of a compile, and nothing that a test looks at.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 from torch._inductor import dtype_propagation, utils
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import recording, sym_node
 
 _handler: Any = dtype_propagation.DtypePropagationOpsHandler
 _mode: Any = FakeTensorMode
 _make_rules: Callable[[Any], None] = _handler.__init__
 _output_info: Any = getattr(_mode, "_get_output_info_for_cache_entry", None)
-_rules_of = 0
+_rules_of = -1
 _seen: set[Any] = set()
 
 
@@ -47,9 +49,19 @@ def _info(mode: Any, state: Any, key: Any, func: Any, args: Any, kwargs: Any, ou
         del mode._output_from_cache_entry
 
 
+def _silent(*event: Any) -> None:
+    """What a log does that nobody reads, without a look at its level."""
+
+
 # names of 2.13; a torch without them does all of it again, and so does `make test-all`
 if os.environ.get("DSV4_OPS_NIGHTLY") != "1":
     if hasattr(utils, "op_dtype_propagation_rules"):
         _handler.__init__ = _rules
     if _output_info is not None and hasattr(_mode, "_output_from_cache_entry"):
         _mode._get_output_info_for_cache_entry = _info
+    for _log in (
+        getattr(recording, "trace_shape_events_log", None),
+        getattr(sym_node, "log", None),
+    ):
+        if _log is not None and not _log.isEnabledFor(logging.DEBUG):
+            vars(_log)["debug"] = _silent  # of each sum and product of sizes, three times

@@ -1,0 +1,57 @@
+"""What ``tests/support/once.py`` spares torch, and that it leaves nothing else out."""
+
+import pytest
+import torch
+from torch._dynamo import config
+from torch._inductor import dtype_propagation, lowering, utils
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import tests.support.once
+
+
+def test_fake_tensors_of_the_cache_are_those_that_dispatch_makes():
+    """Torch compares each: views, writes, promoted types, of sizes that are symbols."""
+    with config.patch(fake_tensor_cache_crosscheck_enabled=True):
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+    FakeTensorMode.cache_clear()
+    for rows, columns in ((3, 4), (5, 6)):
+        values = mode.from_tensor(torch.zeros(rows, columns), static_shapes=False)
+        counts = mode.from_tensor(torch.zeros(columns, dtype=torch.int32), static_shapes=False)
+        with mode:
+            for _ in range(3):
+                tail = (values + counts).t()[1:]
+                tail.add_(1)
+                torch.where(tail > 0, tail, -tail).to(torch.bfloat16).sum(-1)
+    assert FakeTensorMode.cache_info().hits > 20
+
+
+def test_outputs_are_compared_until_one_has_the_keys(monkeypatch):
+    """Of every size: what torch found unfit for the cache does not count as seen."""
+    mode = FakeTensorMode()
+    FakeTensorMode.cache_clear()
+    real = torch.zeros(())  # has other keys than a fake tensor
+    monkeypatch.setattr(FakeTensorMode, "_output_from_cache_entry", lambda *call: real)
+    monkeypatch.setattr(tests.support.once, "_seen", set())
+    for size in (3, 5):
+        values = mode.from_tensor(torch.zeros(size))
+        with mode:
+            assert (values + values).shape == (size,)
+    assert FakeTensorMode.cache_info().bypasses["dispatch_key_set mismatch"] == 2
+
+
+def test_a_new_rule_of_dtypes_is_in_the_table(monkeypatch):
+    handler = dtype_propagation.DtypePropagationOpsHandler
+    assert lowering.lowerings
+    rule = next(iter(utils.op_dtype_propagation_rules.values()))
+    handler()
+    monkeypatch.setitem(utils.op_dtype_propagation_rules, "of_this_test", rule)
+    assert callable(handler().of_this_test)
+    del handler().of_this_test
+
+
+def test_the_table_is_made_once(monkeypatch):
+    handler = dtype_propagation.DtypePropagationOpsHandler
+    made = handler()
+    monkeypatch.setattr(tests.support.once, "_make_rules", pytest.fail)
+    assert handler() is made
