@@ -61,7 +61,7 @@ def allows_aot_compile() -> AbstractContextManager[Any]:
 
     name = "enable_aot_compile"
     allowed: AbstractContextManager[Any] = (
-        config.patch(**{name: True}) if hasattr(config, name) else nullcontext()
+        config.patch({name: True}) if hasattr(config, name) else nullcontext()
     )
     return allowed
 
