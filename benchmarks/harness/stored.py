@@ -10,7 +10,12 @@ from typing import Any
 
 Row = dict[str, Any]
 
-DEVICES = {"precision": "cpu", "quality": "h100", "context_parallel": "h100"}
+DEVICES = {
+    "precision": "cpu",
+    "quality": "h100",
+    "quality_text": "h100",
+    "context_parallel": "h100",
+}
 """Folder of the files that are not of the H200."""
 
 _POINT = (

@@ -36,6 +36,12 @@ class Table:
 
 
 _COMBINES = ("reduce_scatter", "all_to_all", "symmetric_memory")
+_GATHERS = ("all_gather", "symmetric_memory")
+_GATHERED = (
+    ("queries of 64 heads", "queries", 64),
+    ("of 128", "queries", 128),
+    ("candidates", "candidates", 0),
+)
 
 
 class _Merges(Table):
@@ -205,6 +211,16 @@ _CACHE = (
     ("of that copy", share("pct_of_copy")),
     ("of a copy of 256 MiB", share("pct_of_bandwidth")),
 )
+_QUALITY = (
+    ("weights, activations", lambda row: f"{row['weights']}, {row['activations']}"),
+    ("what runs", _copied),
+    ("accuracy", lambda row: _fixed(row, "accuracy_pct", ".1f")),
+    ("change, points", lambda row: _change(row, "changed_pct", "pct_error", ".1f")),
+    ("nats", lambda row: f"{row['nll']:.3f}"),
+    ("change", lambda row: _change(row, "nll_change", "nll_error", ".3f")),
+)
+_SELECTED = ("rows selected", lambda row: str(row["selection"]))
+
 TABLES = {
     "metadata": Table(
         "metadata",
@@ -393,6 +409,18 @@ TABLES = {
         ),
         chosen=lambda row: bool(row["group"] == "combine" and row["ranks"] == 2),
     ),
+    "gathers": _Merges(
+        "context_parallel",
+        (
+            ("tokens", lambda row: str(row["tokens"])),
+            *(
+                (f"{what} by `{via}`", us(f"{name}, {via} {heads}"))
+                for what, name, heads in _GATHERED
+                for via in _GATHERS
+            ),
+        ),
+        chosen=lambda row: bool(row["group"] == "gather" and row["ranks"] == 2),
+    ),
     "shared_layers": _SharedLayers(
         "context_parallel",
         (
@@ -416,23 +444,25 @@ TABLES = {
         ),
         chosen=lambda row: bool(row["group"] == "v4_layer" and row["ranks"] == 2),
     ),
+    "split_models": Table(
+        "context_parallel",
+        (
+            ("model", lambda row: row["group"].partition("_")[0].upper()),
+            ("requests x context", lambda row: f"{row['tokens']} x {row['context'] // 1024}k"),
+            ("on each GPU", lambda row: row["variant"]),
+            ("step, ms", lambda row: number(row["us"] / 1e3)),
+            ("kernels per layer", lambda row: f"{row['kernels']:.0f}"),
+            ("caches of a GPU, GB", lambda row: number(row["cache_gb"])),
+        ),
+        chosen=lambda row: bool(row["group"].endswith("_model") and row["ranks"] == 2),
+    ),
     "precision_random": Table("precision", _PRECISION, chosen=lambda row: row["model"] == "random"),
     "precision_trained": Table(
         "precision",
         (*_PRECISION, ("perplexity", lambda row: _fixed(row, "perplexity_pct", "+.2f"))),
         chosen=lambda row: row["model"] == "trained",
     ),
-    "quality": Table(
-        "quality",
-        (
-            ("weights, activations", lambda row: f"{row['weights']}, {row['activations']}"),
-            ("what runs", _copied),
-            ("rows selected", lambda row: str(row["selection"])),
-            ("accuracy", lambda row: _fixed(row, "accuracy_pct", ".1f")),
-            ("change, points", lambda row: _change(row, "changed_pct", "pct_error", ".1f")),
-            ("nats", lambda row: f"{row['nll']:.3f}"),
-            ("change", lambda row: _change(row, "nll_change", "nll_error", ".3f")),
-        ),
-    ),
+    "quality": Table("quality", (*_QUALITY[:2], _SELECTED, *_QUALITY[2:])),
+    "quality_text": Table("quality_text", _QUALITY, chosen=lambda row: not row["error"]),
 }  # fmt: skip
 """Every table by the name that the page calls it."""
