@@ -34,6 +34,7 @@ BYTES_IN_REGISTERS = {
     "insert_c4_step_kernel",
     "combine_listed_kernel",
     "combine_splits_kernel",
+    "stream_ends_kernel",
 }
 
 # kernels that hold a tile of products, or the keys that they select from; two programs per SM
