@@ -339,15 +339,8 @@ class Here:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how",
-    [
-        "here",
-        pytest.param(
-            "command", marks=pytest.mark.nightly("the package is Inductor's code of the same step")
-        ),
-    ],
-)
+@pytest.mark.nightly("an example; its jobs, its clock and its table have tests of their own")
+@pytest.mark.parametrize("how", ["here", "command"])
 def test_the_demo_of_one_layer_from_end_to_end(tmp_path, monkeypatch, capfd, how):
     """In one process with Inductor in the package alone, or as users run it."""
     out = tmp_path / "demo.json"

@@ -85,32 +85,33 @@ def test_the_smallest_kernels_equal_their_references_in_the_interpreter():
 PARTS = 4
 
 
-def launched(first_only):
-    """Launches by example; ``first_only`` keeps the first of every kernel."""
+def launched():
+    """Launches by example."""
     from dsv4_ops.cli import kernels
 
-    seen, found = set(), {}
-    for name, (args, settings) in kernels.examples().items():
-        each = kernels.launches(name.partition(",")[0], args, settings, (9, 0))
-        chosen = [launch for launch in each if not (first_only and launch.kernel in seen)]
-        seen.update(launch.kernel for launch in chosen)
-        if chosen:
-            found[name] = chosen
-    return found
+    return {
+        name: kernels.launches(name.partition(",")[0], args, settings, (9, 0))
+        for name, (args, settings) in kernels.examples().items()
+    }
+
+
+def test_examples_launch_every_kernel():
+    from dsv4_ops.cli import kernels
+
+    names = {launch.kernel.__name__ for launches in launched().values() for launch in launches}
+    assert names == written_kernels()
+    assert {name.partition(",")[0] for name in kernels.examples()} == KERNEL_OPS
 
 
 @pytest.mark.slow
 @pytest.mark.smoke
+@pytest.mark.skipif(not (NIGHTLY or NEWEST), reason="`make smoke` compiles them in each CI run")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_kernel_spills_registers(part, monkeypatch):
-    """`make smoke` and `make test-all` compile every variant, on their stacks; `make test` the
-    first of every kernel."""
+    """Of every variant: `make smoke` on the newest stack, `make test-all` on the default one."""
     from dsv4_ops.cli import kernels
 
-    every = launched(first_only=not (NIGHTLY or NEWEST))
-    names = {launch.kernel.__name__ for launches in every.values() for launch in launches}
-    assert names == written_kernels()
-    assert {name.partition(",")[0] for name in kernels.examples()} == KERNEL_OPS
+    every = launched()
     mine = dict([*every.items()][part::PARTS])
     launches = iter(mine.values())
     monkeypatch.setattr(kernels, "examples", lambda: dict.fromkeys(mine, ((), {})))
