@@ -5,20 +5,27 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import dsv4_ops as ops
+from benchmarks.baselines import humming
 from benchmarks.harness import weights
 from benchmarks.harness.options import add_cases
 from benchmarks.harness.weights import Row, median_us
+from benchmarks.run import BenchError
 from dsv4_ops.dispatch.providers import choice_of
 
 NUM_EXPERTS, TOPK, WIDTH, SIZE, LIMIT = 256, 6, 4096, 2048, 10.0
 """Those of DeepSeek-V4-Flash."""
 
 GROUPS = ("fp4", "fp8")
+CHECKED, CHECK_SCALE = 8, 64.0
+"""Tokens of a batch whose results of Humming are compared, and what multiplies x there: then a
+tenth of the gates and ups is out of bounds."""
+
 _TOKENS = (1, 8, 64, 128, 512, 1024, 4096)
 _CALLS = {1: 8, 8: 8}
 """Calls of a graph, each with experts of its own: those of a token are more than the L2."""
@@ -27,6 +34,8 @@ _CALLS = {1: 8, 8: 8}
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only this benchmark has."""
     add_cases(parser, GROUPS)
+    help = "of fp4: time Humming's kernels too; fails where humming-kernels cannot be imported"
+    parser.add_argument("--humming", action="store_true", help=help)
 
 
 @functools.cache
@@ -68,7 +77,31 @@ def grouped_experts(x: Tensor, routing: Tensor, ids: Tensor, up: Tensor, down: T
     return found.index_add_(0, order // TOPK, out).bfloat16()
 
 
-def measure(group: str, row: Row, device: torch.device) -> None:
+@functools.cache
+def humming_layers(library: Any, device: torch.device) -> tuple[Any, Any]:
+    """The same experts in FP4, in Humming's order."""
+    up, up_scale, down, down_scale = expert_weights("fp4", device)
+    made = humming.make_layer(library, up, up_scale), humming.make_layer(library, down, down_scale)
+    return made[0], made[1]
+
+
+def humming_step(library: Any, row: Row, inputs: tuple[Tensor, Tensor, Tensor]) -> humming.Step:
+    """Humming's experts of a batch of this size, after a look at what they return."""
+    x, routing, ids = inputs
+    layers = humming_layers(library, x.device)
+    step = humming.experts_step(library, layers, ids.numel(), limit=LIMIT)
+    x = CHECK_SCALE * x
+    some = slice(None, None, max(1, row.tokens // CHECKED))
+    part = x[some], routing[some].contiguous(), ids[some].contiguous()
+    made = expert_weights("fp4", x.device)
+    whole = ops.experts(*part, *made, swiglu_limit=LIMIT, impl="reference")
+    row.humming_error = weights.relative_error(step(x, routing, ids)[some], whole)
+    if not row.humming_error < humming.MOST_ERROR:
+        raise BenchError(f"Humming's error {row.humming_error:.2g}")
+    return step
+
+
+def measure(group: str, library: Any, row: Row, device: torch.device) -> None:
     """Check, then time a layer's experts with uniform routing."""
     torch._dynamo.reset()
     torch.manual_seed(row.tokens)
@@ -91,15 +124,19 @@ def measure(group: str, row: Row, device: torch.device) -> None:
         plain = torch.compile(grouped_experts, dynamic=False)
         calls = [functools.partial(plain, *each, *bf16_weights(device)) for each in inputs]
         row.baseline_us = median_us(calls)
+    if group == "fp4" and library is not None:
+        step = humming_step(library, row, inputs[0])
+        row.humming_us = median_us([functools.partial(step, *each) for each in inputs])
 
 
 def run(options: argparse.Namespace) -> None:
     """Check and time the cases of the command line; rows and table go to ``options.out``."""
+    library = humming.load() if options.humming else None
 
     def cases() -> Iterator[tuple[Row, Callable[[Row, torch.device], None]]]:
         for group in options.cases or GROUPS:
             for tokens in _TOKENS[:1] if options.smoke else _TOKENS:
                 if options.match is None or options.match in f"{group} {tokens}":
-                    yield Row(group, tokens), functools.partial(measure, group)
+                    yield Row(group, tokens), functools.partial(measure, group, library)
 
     weights.run("experts", options, cases())

@@ -34,6 +34,9 @@ class Row:
         baseline_us: The same of torch with bf16 weights: ``F.linear``, or grouped products.
         ratio: Of it to ours.
         scaled_mm_us: torch's block-wise product of FP8 activations, their quantisation included.
+        humming_us: Of Humming's experts (``baselines/humming.py``).
+        humming_ratio: Of it to ours.
+        humming_error: Of it, against the reference.
         error: Relative, against float32.
         failed: What went wrong.
     """
@@ -48,6 +51,9 @@ class Row:
     baseline_us: float | None = None
     ratio: float | None = None
     scaled_mm_us: float | None = None
+    humming_us: float | None = None
+    humming_ratio: float | None = None
+    humming_error: float | None = None
     error: float | None = None
     failed: str | None = None
 
@@ -59,11 +65,13 @@ class Row:
         self.pct_of_copy = 100 * self.weight_bytes / self.us / bytes_per_us
         if self.baseline_us is not None:
             self.ratio = self.baseline_us / self.us
+        if self.humming_us is not None:
+            self.humming_ratio = self.humming_us / self.us
 
 
 _COLUMNS = (
     *("case", "tokens", "us", "tbs", "pct_of_copy", "baseline_us", "ratio", "scaled_mm_us"),
-    *("error", "impl", "failed"),
+    *("humming_us", "humming_ratio", "humming_error", "error", "impl", "failed"),
 )
 
 
