@@ -20,10 +20,10 @@ from benchmarks.run import BenchError
 
 MOST_ERROR = 4 * 2**-9
 """Largest error over the size of the result: four roundings to bf16, of gate and up, of the
-activation, of what an expert returns, and of the sum."""
+activation, of what an expert returns, and of the sum. Stream-K also adds its parts in bf16."""
 
 _INDEXED = {"gemm_type": "indexed"}
-"""Rows stay where they are and are read by index, the default of SGLang's runner."""
+"""Rows stay where they are and are read by index: the default of vLLM and SGLang."""
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From hidden states, routing weights and ids to what the experts return."""
