@@ -52,7 +52,7 @@ def any_size(tree: Any) -> Any:
     ],
 )
 def test_steps_of_any_size_are_inputs_of_an_exported_layer(heads: int, tmp_path: Path) -> None:
-    """Nightly of its package too. A plan has rows for the tokens, a symbol, and for the programs."""
+    """Nightly of its package. A plan has rows for the tokens, a symbol, and for the programs."""
     layer = SmallLayer("c128", PLAIN)
     poison(layer)
     caches, inputs = tuple(cache.clone() for cache in caches_of(layer).values()), []
