@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.indexer.score_tile import ABSENT_KEY, sortable
-from dsv4_ops.kernels.indexer.topk_merge import threshold
+from dsv4_ops.kernels.indexer.topk_merge import find_threshold
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference import context_parallel as reference
 
@@ -65,7 +65,7 @@ def cp_topk_kernel(
     kept = tl.minimum(total, topk)
     value, above_it = low - 1, total
     if total > topk:
-        value, above_it = threshold(key, low, total, topk, topk)
+        value, above_it = find_threshold(key, low, total, topk, topk)
     equal = key == value
     needed = kept - above_it
     taken = key > value

@@ -193,7 +193,9 @@ def _topk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     scores = torch.randn(shape, generator=seed).mul(2).round()
     spoil(draw, scores, (NAN, INF, -INF, -0.0, 1e-45), 6)
     # a rank's rows are distinct
-    rows = torch.rand((ranks, num_tokens, width + 10), generator=seed).argsort(-1)[..., :width].int()
+    rows = (
+        torch.rand((ranks, num_tokens, width + 10), generator=seed).argsort(-1)[..., :width].int()
+    )
     spoil(draw, rows, (-1, -7, 2**31 - 1, -(2**31), 2**30), 6)
     return Case("sampled", (scores, rows), settings)
 
@@ -201,7 +203,8 @@ def _topk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
 cp_topk = OpTesting(
     cases=_topk_cases,
     settings=tuple(
-        {"topk": topk, "cp_interleave": turn} for topk, turn in ((5, 2), (1, 1), (64, 3), (0, 64), (512, 16))
+        {"topk": topk, "cp_interleave": turn}
+        for topk, turn in ((5, 2), (1, 1), (64, 3), (0, 64), (512, 16))
     ),
     make=_topk_call,
 )
