@@ -3,7 +3,8 @@
 // INPUTS and OUTPUTS are tensor files: an int64 count, then per tensor int64 dtype (its place in DTYPES), int64 rank,
 // the int64 sizes, and the row-major values. OUTPUTS gets the results, then the inputs as the run left them.
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <cstdint>

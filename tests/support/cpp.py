@@ -18,7 +18,7 @@ def build_cpp_runner(folder: Path) -> Path:
         [
             "g++",
             f"-std={standard}",
-            "-O1",
+            "-O0",
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
             f"-I{root}/include",
             f"-I{root}/include/torch/csrc/api/include",
