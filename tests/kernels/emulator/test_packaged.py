@@ -141,6 +141,7 @@ def moved(x, y, flat):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("strides of any number of tokens go the same way")
 def test_strides_and_addresses_are_what_the_kernel_is_told(played, tmp_path):
     """Whatever Inductor would make of them; keys are an input that starts at an odd address."""
     tokens, heads = 7, 8
