@@ -1,14 +1,12 @@
 """``cp_gather_heads`` and ``cp_gather_rows`` in one kernel, byte for byte, between two GPUs."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import dsv4_ops as ops
 from dsv4_ops.ops.context_parallel import gather_each
-from tests.support.ranks import run_ranks
+from tests.support.ranks import check_left_alone, left_alone, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -111,21 +109,9 @@ def rank_gathers(rank, world):
 
 
 def rank_left_alone(rank, world):
-    """Rank 1 leaves; rank 0 says what it got, and after how many seconds."""
     group = dist.group.WORLD.group_name
     rows = torch.ones(4, 512, device="cuda")
-    ops.cp_gather_rows(rows, group, via="symmetric_memory")
-    torch.cuda.synchronize()
-    dist.barrier()
-    if rank == 1:
-        return "left"
-    start = time.perf_counter()
-    try:
-        ops.cp_gather_rows(rows, group, via="symmetric_memory")
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return time.perf_counter() - start
-    return "gathered from nobody"
+    return left_alone(rank, lambda: ops.cp_gather_rows(rows, group, via="symmetric_memory"))
 
 
 def first_in_a_capture(rank, world):
@@ -144,10 +130,7 @@ def test_ranks_gather_every_size_and_in_graphs(tmp_path):
 
 
 def test_a_rank_that_is_left_alone_has_an_error_within_the_timeout(tmp_path):
-    options = {"backend": "nccl", "seconds": 5, "together": False}
-    seconds, left = run_ranks(2, rank_left_alone, tmp_path, 2, **options)
-    assert left == "left"
-    assert 4 < seconds < 20
+    check_left_alone(rank_left_alone, tmp_path)
 
 
 def test_first_call_is_not_captured(tmp_path):

@@ -1,14 +1,12 @@
 """``cp_combine`` in one kernel through memory that two GPUs map into each other."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import dsv4_ops as ops
 from dsv4_ops.reference.mla_context import merge_states
-from tests.support.ranks import run_ranks
+from tests.support.ranks import check_left_alone, left_alone, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,21 +75,9 @@ def rank_merges(rank, world):
 
 
 def rank_left_alone(rank, world):
-    """Rank 1 leaves; rank 0 says what it got, and after how many seconds."""
     group = dist.group.WORLD.group_name
     out, lse = torch.ones(4, 2, 512, device="cuda").bfloat16(), torch.zeros(4, 2, device="cuda")
-    ops.cp_combine(out, lse, group, via="symmetric_memory")
-    torch.cuda.synchronize()
-    dist.barrier()
-    if rank == 1:
-        return "left"
-    start = time.perf_counter()
-    try:
-        ops.cp_combine(out, lse, group, via="symmetric_memory")
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return time.perf_counter() - start
-    return "merged with nobody"
+    return left_alone(rank, lambda: ops.cp_combine(out, lse, group, via="symmetric_memory"))
 
 
 def test_ranks_merge_at_every_size_and_in_graphs(tmp_path):
@@ -99,7 +85,4 @@ def test_ranks_merge_at_every_size_and_in_graphs(tmp_path):
 
 
 def test_a_rank_that_is_left_alone_has_an_error_within_the_timeout(tmp_path):
-    options = {"backend": "nccl", "seconds": 5, "together": False}
-    seconds, left = run_ranks(2, rank_left_alone, tmp_path, 2, **options)
-    assert left == "left"
-    assert 4 < seconds < 20
+    check_left_alone(rank_left_alone, tmp_path)

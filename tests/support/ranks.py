@@ -78,6 +78,29 @@ def of_ranks(package: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def left_alone(rank: int, call: Callable[[], Any]) -> float | str:
+    """Rank 1 leaves behind a call of both; rank 0 says how long its next one took to raise."""
+    call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        return "left"
+    start = time.perf_counter()
+    try:
+        call()
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return time.perf_counter() - start
+    return "ended without the other rank"
+
+
+def check_left_alone(function: Callable[..., Any], folder: Path) -> None:
+    """``function(rank, 2)``, which ends in ``left_alone``, raises soon after the timeout."""
+    seconds, left = run_ranks(2, function, folder, 2, backend="nccl", seconds=5, together=False)
+    assert left == "left"
+    assert 4 < seconds < 20
+
+
 def _result(folder: Path | str, rank: int) -> Path:
     return Path(folder) / f"rank{rank}.pt"
 

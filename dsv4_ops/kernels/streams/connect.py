@@ -19,7 +19,7 @@ FEW, MANY = (16, 16, 4), (32, 64, 4)
 """Columns of every stream, tokens and warps of a program that multiplies: of few tokens, which are
 256 programs of Flash, and of more or a symbol."""
 
-END_WARPS, PARTS = 4, 128
+END_WARPS, PARTS = 8, 128
 """Warps of a program that adds partial sums, up to 4096 columns, and how many it adds at a time."""
 
 
