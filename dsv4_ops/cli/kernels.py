@@ -279,6 +279,13 @@ def _streams(mixed: bool, count: int = 8) -> tuple[Any, ...]:
     return (*tensors, *(block if mixed else ())), settings
 
 
+def _candidates(ranks: int) -> tuple[Any, ...]:
+    """Arguments of ``cp_topk``, of Flash."""
+    shape = (ranks, 8, 512)
+    tensors = _tensor(*shape, dtype=torch.float32), _tensor(*shape)
+    return tensors, {"topk": 512, "cp_interleave": 64}
+
+
 def _experts(count: int = 8, *, fp8: bool = False) -> tuple[Any, ...]:
     """Arguments of ``experts``, of 32 of Flash's."""
     x, routing = _tensor(count, 4096, dtype=torch.bfloat16), _tensor(count, 6)
@@ -414,6 +421,8 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "hyper_connection": _streams(False),
         "hyper_connection, after a block": _streams(True),
         "hyper_connection, of many": _streams(True, 100),
+        "cp_topk": _candidates(2),
+        "cp_topk, of 8 ranks": _candidates(8),
         "experts, 128 tokens": _experts(128),
         "experts, 2048 tokens": _experts(2048),
         "experts, fp8": _experts(fp8=True),

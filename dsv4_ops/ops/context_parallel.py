@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import OpSpec
+from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
 from dsv4_ops.core.torch_compat import (
     group_rank,
     group_size,
@@ -283,7 +283,7 @@ _cp_topk = define_op(
         schema="cp_topk(Tensor scores, Tensor rows, *, int topk, int cp_interleave) -> Tensor",
         meta=meta.cp_topk,
         reference=reference.cp_topk,
-        lowering=_LOWERING,
+        lowering=KERNEL_ON_CUDA,
         dynamic=("num_tokens",),
         source="the indexer's selection over rows of several ranks; ties as in indexer_topk",
     )
@@ -315,8 +315,8 @@ def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) 
         ValueError: shapes that disagree, numbers out of range, or several devices.
         TypeError: a dtype other than the ones above, or a number that is no int.
 
-    Compile: decomposes to the topk and sort of torch over a pointwise kernel; dynamic in
-        num_tokens; CUDA graphs and export: yes.
+    Compile: on a GPU a kernel, for up to 8192 candidates of a token; else the topk and sort of
+        torch over a pointwise kernel. Dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's lightning indexer, whose rows lie on several ranks here.
 

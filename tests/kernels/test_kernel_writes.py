@@ -16,6 +16,7 @@ SECONDS = 5.0
 INTS_ARE_CONSTANTS = hasattr(triton_kernel_wrap, "identify_mutated_tensors")
 WRITTEN = {
     "compress_and_insert_kernel": {"k_cache"},
+    "cp_topk_kernel": {"out"},
     "down_kernel": {"out"},
     "expert_plan_kernel": {"sorted_rows", "expert_of_block", "num_blocks"},
     "fill_absent_kernel": {"logits"},

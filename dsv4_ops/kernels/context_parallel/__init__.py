@@ -1,1 +1,6 @@
-"""Merges and gathers that ranks of one host do in each other's memory."""
+"""The best candidates of ranks; merges and gathers that ranks of one host do in each other's
+memory."""
+
+from dsv4_ops.kernels.context_parallel.topk import cp_topk
+
+__all__ = ["cp_topk"]

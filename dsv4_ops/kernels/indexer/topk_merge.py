@@ -54,7 +54,7 @@ def partition(
 
 
 @triton.jit
-def _threshold(key, low, at_low, topk, most):
+def find_threshold(key, low, at_low, topk, most):
     """A value such that ``topk`` to ``most`` of the keys are above it, or fewer than ``topk`` but
     with those that equal it at least as many; and how many are above. ``at_low`` keys, more than
     ``most``, reach ``low``. Two values at a time, counted in one sum: at first within some octaves
@@ -105,7 +105,7 @@ def best(key, low, topk, most):
     above_it = total
     kept = total
     if total > most:
-        threshold, above_it = _threshold(key, low, total, topk, most)
+        threshold, above_it = find_threshold(key, low, total, topk, most)
         kept = tl.maximum(above_it, topk)
     needed = kept - above_it
     above = key > threshold

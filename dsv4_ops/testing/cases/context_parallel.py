@@ -180,15 +180,18 @@ def _topk_cases() -> list[Case]:
     ]
 
 
+_CANDIDATES = {5: (2, 40), 1: (3, 5), 64: (4, 300), 0: (2, 2), 512: (2, 300)}
+"""By topk the ranks and the candidates of each, which are no dynamic sizes."""
+
+
 def _topk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     from hypothesis import strategies as st
 
     from dsv4_ops.testing.strategies.caches import generator
 
     seed = generator(draw)
-    ranks = max(draw(st.sampled_from((2, 1, 3, 4))), min_size)
     num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 6))), min_size)
-    width = max(draw(st.sampled_from((5, 0, 1, 2, 40, 300))), min_size)
+    ranks, width = _CANDIDATES[settings["topk"]]
     shape = (ranks, num_tokens, width)
     scores = torch.randn(shape, generator=seed).mul(2).round()
     spoil(draw, scores, (NAN, INF, -INF, -0.0, 1e-45), 6)
