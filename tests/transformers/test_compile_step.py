@@ -231,8 +231,10 @@ PROCESS = """
 import sys, torch
 from torch._dynamo.utils import counters
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import forwards
 from dsv4_ops.testing.checkpoint import write_checkpoint
 from tests.transformers.test_quantized import step_of
+forwards.FUSED_ON = ("cpu",)
 with torch.no_grad():
     model = v4.patch(v4.load_quantized(sys.argv[1]))
     (batch, cache), (_, other) = step_of(model), step_of(model)
@@ -245,7 +247,7 @@ print(len(step.parts), counters["stats"]["unique_graphs"], error)
 
 @pytest.mark.nightly("test_a_file_has_a_part_for_every_kind_of_layer and test_precompiled.py")
 def test_a_second_process_compiles_nothing(tmp_path):
-    """Nor does it trace: code of the released precision, by kind of layer."""
+    """Nor does it trace: code of the released precision, by kind of layer, with the ops of GPUs."""
     from dsv4_ops.testing.checkpoint import write_checkpoint
 
     path = write_checkpoint(tmp_path / "tiny")

@@ -13,6 +13,7 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
 from dsv4_ops.integrations.transformers import precompiled
+from dsv4_ops.integrations.transformers.modules import REPLACED, own_forward
 from dsv4_ops.integrations.transformers.precompiled import (
     PartsFile,
     Undescribed,
@@ -182,6 +183,23 @@ def test_a_part_brings_no_kernels_for_other_graphs(monkeypatch):
 @torch.no_grad()
 def test_a_part_that_reads_which_layer_it_is_is_not_kept():
     assert compiled(numbered, (Block(), torch.ones(3)), SETTINGS) is None
+
+
+def asking(block, x):
+    return x + 1 if own_forward(block) is None else x
+
+
+@torch.no_grad()
+def test_a_part_that_asks_for_a_replaced_forward_is_kept():
+    """``with_methods`` tells what there was before, which is not of one layer alone."""
+    replaced, own = Block(), Block()
+    replaced.__dict__ |= {"forward": MethodType(scaled, replaced), REPLACED: None}
+    own.__dict__ |= {"forward": MethodType(scaled, own), REPLACED: numbered}
+    assert described([replaced]) != described([own])
+    x = torch.ones(3)
+    for block, expected in ((replaced, x + 1), (own, x)):
+        part, _ = compiled(asking, (block, x), SETTINGS)
+        assert torch.equal(part(block, x), expected)
 
 
 @torch.no_grad()

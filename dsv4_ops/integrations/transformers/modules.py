@@ -30,6 +30,7 @@ _CODE = {
 }
 """Prefix of the class names in each of Hugging Face's modelling files."""
 REPLACED = "_dsv4_ops_replaced_forward"
+"""What a bound method's module had as a forward of its own, or None."""
 _ONE_DEVICE = "Load the model on one device, without offloading, and make its cache there"
 _CHANGED = "be Hugging Face's own, without hooks, as ops do its work"
 
@@ -85,7 +86,7 @@ def with_methods(module: Any, made: dict[int, Any] | None = None) -> Any:
             if isinstance(value, Replacement):
                 twin.__dict__[name] = MethodType(value.function, twin)
                 if name == "forward":
-                    twin.__dict__[REPLACED] = value
+                    twin.__dict__[REPLACED] = value.before
     return made[id(module)]
 
 
@@ -107,9 +108,10 @@ def is_part(module: Any, part: str) -> bool:
 
 def own_forward(module: Any) -> Any:
     """An instance's own forward other than ours, or None."""
-    forward = vars(module).get(REPLACED, vars(module).get("forward"))
+    forward = vars(module).get("forward")
     if isinstance(forward, Replacement):
         forward = forward.before
+    forward = vars(module).get(REPLACED, forward)
     return None if forward is None or _is_harmless(vars(module).get("_hf_hook")) else forward
 
 
