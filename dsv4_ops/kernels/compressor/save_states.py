@@ -101,24 +101,15 @@ def save_tile(
 
 @triton.jit
 def save_compressor_states_kernel(
-    kv_score,
-    row_stride,
-    dim_stride,
+    kv_score, row_stride, dim_stride,
     ape,
-    states,
-    page_stride,
-    slot_mapping,
-    slot_stride,
-    positions,
-    position_stride,
-    num_tokens,
-    num_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    RATIO: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
+    states, page_stride,
+    slot_mapping, slot_stride,
+    positions, position_stride,
+    num_tokens, num_blocks,
+    BLOCK_SIZE: tl.constexpr, RATIO: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     save_tile(
         tl.program_id(0) * TOKENS,
         tl.program_id(1),

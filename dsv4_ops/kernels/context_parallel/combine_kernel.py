@@ -23,25 +23,12 @@ LSES = TILE
 
 @triton.jit
 def merge_ranks(
-    out,
-    lse,
-    workspace,
-    merged,
-    merged_lse,
-    num_rows,
-    own_heads,
-    timeout_ns,
-    out_token_stride,
-    out_head_stride,
-    lse_token_stride,
-    lse_head_stride,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    NATURAL: tl.constexpr,
-):
+    out, lse, workspace, merged, merged_lse,
+    num_rows, own_heads, timeout_ns,
+    out_token_stride, out_head_stride, lse_token_stride, lse_head_stride,
+    RANK: tl.constexpr, WORLD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    TILE_ROWS: tl.constexpr, NATURAL: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     element = out.dtype.element_ty
     lane = tl.arange(0, TILE_ROWS)

@@ -21,26 +21,11 @@ from dsv4_ops.kernels.context_parallel.exchange import (
 
 @triton.jit
 def gather_ranks(
-    first,
-    second,
-    first_gathered,
-    second_gathered,
-    workspace,
-    first_size,
-    second_size,
-    first_inner,
-    second_inner,
-    first_stride,
-    second_stride,
-    timeout_ns,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    PAIR: tl.constexpr,
-    ONE_ROW: tl.constexpr,
-    FIRST_BYTES: tl.constexpr,
-    SECOND_BYTES: tl.constexpr,
-    TILE_BYTES: tl.constexpr,
-):
+    first, second, first_gathered, second_gathered, workspace,
+    first_size, second_size, first_inner, second_inner, first_stride, second_stride, timeout_ns,
+    RANK: tl.constexpr, WORLD: tl.constexpr, PAIR: tl.constexpr, ONE_ROW: tl.constexpr,
+    FIRST_BYTES: tl.constexpr, SECOND_BYTES: tl.constexpr, TILE_BYTES: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     of_first = tl.cdiv(first_size, TILE_BYTES // FIRST_BYTES)
     tiles = of_first + tl.cdiv(second_size, TILE_BYTES // SECOND_BYTES) if PAIR else of_first
@@ -119,21 +104,10 @@ def gather_ranks(
 
 @triton.jit
 def _send(
-    part,
-    gathered,
-    workspace,
-    program,
-    count,
-    tile,
-    size,
-    inner,
-    stride,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    ONE_ROW: tl.constexpr,
-    BYTES: tl.constexpr,
+    part, gathered, workspace, program, count, tile, size, inner, stride,
+    RANK: tl.constexpr, WORLD: tl.constexpr, ONE_ROW: tl.constexpr, BYTES: tl.constexpr,
     TILE_BYTES: tl.constexpr,
-):
+):  # fmt: skip
     row, column, lane, live = _elements(tile, size, inner, ONE_ROW, BYTES, TILE_BYTES)
     values = tl.load(_integers(part, BYTES) + row * stride + column, mask=live)
     for ahead in tl.static_range(1, WORLD):
@@ -146,19 +120,10 @@ def _send(
 
 @triton.jit
 def _receive(
-    gathered,
-    workspace,
-    program,
-    count,
-    tile,
-    size,
-    inner,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    ONE_ROW: tl.constexpr,
-    BYTES: tl.constexpr,
+    gathered, workspace, program, count, tile, size, inner,
+    RANK: tl.constexpr, WORLD: tl.constexpr, ONE_ROW: tl.constexpr, BYTES: tl.constexpr,
     TILE_BYTES: tl.constexpr,
-):
+):  # fmt: skip
     row, column, lane, live = _elements(tile, size, inner, ONE_ROW, BYTES, TILE_BYTES)
     for behind in tl.static_range(1, WORLD):
         buffer = buffer_of(workspace, program, count, behind - 1, WORLD)

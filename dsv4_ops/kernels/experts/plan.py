@@ -16,21 +16,12 @@ WARPS = 4
 
 @triton.jit
 def expert_plan_kernel(
-    topk_ids,
-    token_stride,
-    choice_stride,
-    topk,
-    num_rows,
-    sorted_rows,
-    expert_of_block,
-    num_blocks,
-    capacity,
-    num_experts,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    topk_ids, token_stride, choice_stride,
+    topk, num_rows,
+    sorted_rows, expert_of_block, num_blocks,
+    capacity, num_experts,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     expert = tl.program_id(0)
     bins, lane = tl.arange(0, BINS), tl.arange(0, ROWS)
     counts = tl.zeros((BINS,), tl.int32)

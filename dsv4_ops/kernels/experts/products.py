@@ -85,28 +85,14 @@ def _expert_sums(
 
 @triton.jit
 def gate_up_kernel(
-    x,
-    x_stride,
-    topk,
-    sorted_rows,
-    expert_of_block,
-    codes,
-    code_expert_stride,
-    code_row_stride,
-    scales,
-    scale_expert_stride,
-    scale_row_stride,
-    scale_stride,
-    out,
-    out_stride,
-    LIMIT: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FP4: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    x, x_stride,
+    topk, sorted_rows, expert_of_block,
+    codes, code_expert_stride, code_row_stride,
+    scales, scale_expert_stride, scale_row_stride, scale_stride,
+    out, out_stride,
+    LIMIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, FP4: tl.constexpr,
+    TOKENS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     ROWS: tl.constexpr = TILE[0]
     block = tl.program_id(0) // TILES
     first = tl.program_id(0) % TILES * (ROWS // 2)
@@ -139,25 +125,14 @@ def gate_up_kernel(
 
 @triton.jit
 def down_kernel(
-    x,
-    x_stride,
-    sorted_rows,
-    expert_of_block,
-    codes,
-    code_expert_stride,
-    code_row_stride,
-    scales,
-    scale_expert_stride,
-    scale_row_stride,
-    scale_stride,
+    x, x_stride,
+    sorted_rows, expert_of_block,
+    codes, code_expert_stride, code_row_stride,
+    scales, scale_expert_stride, scale_row_stride, scale_stride,
     out,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FP4: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, FP4: tl.constexpr, TOKENS: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     ROWS: tl.constexpr = TILE[0]
     block = tl.program_id(0) // TILES
     first = tl.program_id(0) % TILES * ROWS

@@ -21,21 +21,13 @@ SPLITS, MANY_TOKENS = 16, 64
 
 @triton.jit
 def router_products_kernel(
-    hidden,
-    token_stride,
-    width_stride,
-    weight,
-    row_stride,
-    column_stride,
+    hidden, token_stride, width_stride,
+    weight, row_stride, column_stride,
     partial,
-    num_tokens,
-    num_experts,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    num_tokens, num_experts,
+    WIDTH: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
-):
+):  # fmt: skip
     split = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
@@ -72,27 +64,14 @@ def _scores(logits):
 @triton.jit
 def choose_experts_kernel(
     partial,
-    bias,
-    bias_stride,
-    table,
-    table_token_stride,
-    table_stride,
-    token_ids,
-    id_stride,
-    ids,
-    weights,
-    num_tokens,
-    vocab_size,
-    num_experts,
-    SCALE: tl.constexpr,
-    LEAST: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HASHED: tl.constexpr,
-    BIASED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHOICES: tl.constexpr,
-):
+    bias, bias_stride,
+    table, table_token_stride, table_stride,
+    token_ids, id_stride,
+    ids, weights,
+    num_tokens, vocab_size, num_experts,
+    SCALE: tl.constexpr, LEAST: tl.constexpr, TOP_K: tl.constexpr, SPLITS: tl.constexpr,
+    HASHED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert, choice = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
     inside, asked = expert < num_experts, choice < TOP_K

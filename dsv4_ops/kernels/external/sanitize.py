@@ -30,39 +30,17 @@ _LARGEST_SINK = tl.constexpr(1e30)
 
 @triton.jit
 def list_slots_kernel(
-    swa_indices,
-    swa_stride,
-    swa_column_stride,
-    swa_lens,
-    swa_len_stride,
-    swa_width,
-    swa_blocks,
-    swa_out,
-    swa_padded,
-    swa_lens_out,
-    extra_indices,
-    extra_stride,
-    extra_column_stride,
-    extra_lens,
-    extra_len_stride,
-    extra_width,
-    extra_blocks,
-    extra_out,
-    extra_padded,
-    extra_lens_out,
-    req_indices,
-    req_stride,
-    num_reqs,
-    sink,
-    sink_out,
-    num_heads,
-    SWA_BLOCK_SIZE: tl.constexpr,
-    EXTRA_BLOCK_SIZE: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-    PAGED: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    swa_indices, swa_stride, swa_column_stride,
+    swa_lens, swa_len_stride, swa_width, swa_blocks,
+    swa_out, swa_padded, swa_lens_out,
+    extra_indices, extra_stride, extra_column_stride,
+    extra_lens, extra_len_stride, extra_width, extra_blocks,
+    extra_out, extra_padded, extra_lens_out,
+    req_indices, req_stride, num_reqs,
+    sink, sink_out, num_heads,
+    SWA_BLOCK_SIZE: tl.constexpr, EXTRA_BLOCK_SIZE: tl.constexpr, HAS_EXTRA: tl.constexpr,
+    PAGED: tl.constexpr, HAS_SINK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Both lists of a token with -1 for what does not count, and how many entries may; unsigned, a
     slot below 0 is past every block."""
     token = tl.program_id(0).to(tl.int64)
@@ -111,18 +89,12 @@ def list_slots_kernel(
 
 @triton.jit
 def finish_heads_kernel(
-    out,
-    lse,
-    positions,
-    position_stride,
-    cos_sin_cache,
-    num_positions,
+    out, lse,
+    positions, position_stride,
+    cos_sin_cache, num_positions,
     num_heads,
-    INVERSE_ROPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-):
+    INVERSE_ROPE: tl.constexpr, ROPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
     """An lse of no key is -inf; inverse RoPE of the last ROPE values of every head."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -145,21 +117,12 @@ def finish_heads_kernel(
 
 @triton.jit
 def list_pages_kernel(
-    block_table,
-    table_stride,
-    column_stride,
-    max_blocks,
-    num_reqs,
-    num_blocks,
-    req_indices,
-    request_stride,
-    lens,
-    lens_stride,
-    most,
-    out,
-    lens_out,
+    block_table, table_stride, column_stride, max_blocks, num_reqs, num_blocks,
+    req_indices, request_stride,
+    lens, lens_stride,
+    most, out, lens_out,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Blocks of a token's request, block 0 for those that do not exist, and its rows."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -177,20 +140,12 @@ def list_pages_kernel(
 
 @triton.jit
 def fill_absent_kernel(
-    block_table,
-    table_stride,
-    column_stride,
-    num_reqs,
-    num_blocks,
-    req_indices,
-    request_stride,
+    block_table, table_stride, column_stride, num_reqs, num_blocks,
+    req_indices, request_stride,
     lens,
-    logits,
-    logits_stride,
-    num_columns,
-    BLOCK_SIZE: tl.constexpr,
-    FILLED: tl.constexpr,
-):
+    logits, logits_stride, num_columns,
+    BLOCK_SIZE: tl.constexpr, FILLED: tl.constexpr,
+):  # fmt: skip
     """-inf for rows past the lengths that the library had, and in blocks that do not exist. Logits
     are not read."""
     token = tl.program_id(0).to(tl.int64)

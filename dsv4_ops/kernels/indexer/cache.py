@@ -58,25 +58,13 @@ def _count_boundaries(cu_seq_lens, cu_stride, index, low, high):
 
 @triton.jit
 def gather_indexer_kernel(
-    out,
-    scales_out,
-    num_rows,
-    k_cache,
-    page_stride,
-    num_blocks,
-    cu_seq_lens,
-    cu_stride,
-    num_reqs,
-    block_table,
-    table_stride,
-    column_stride,
-    max_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    ROWS: tl.constexpr,
-    PROBES: tl.constexpr,
-):
+    out, scales_out, num_rows,
+    k_cache, page_stride, num_blocks,
+    cu_seq_lens, cu_stride, num_reqs,
+    block_table, table_stride, column_stride, max_blocks,
+    BLOCK_SIZE: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    ROWS: tl.constexpr, PROBES: tl.constexpr,
+):  # fmt: skip
     """A tile of rows per program, which loads PROBES boundaries at once: all, or one of every so
     many. Its rows search only where a boundary may lie between them."""
     begin = tl.program_id(0) * ROWS

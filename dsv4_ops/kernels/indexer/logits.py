@@ -78,36 +78,16 @@ def indexer_quantize_q(
 
 @triton.jit
 def indexer_logits_kernel(
-    q,
-    token_stride,
-    head_stride,
-    dim_stride,
-    num_heads,
-    weights,
-    weight_token_stride,
-    weight_head_stride,
-    k_cache,
-    page_stride,
-    num_blocks,
-    lens,
-    lens_stride,
-    req_indices,
-    request_stride,
-    block_table,
-    table_stride,
-    column_stride,
-    num_reqs,
-    max_blocks,
-    out,
-    num_rows,
-    BLOCK_SIZE: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    HEADS: tl.constexpr,
-    STEP: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    q, token_stride, head_stride, dim_stride, num_heads,
+    weights, weight_token_stride, weight_head_stride,
+    k_cache, page_stride, num_blocks,
+    lens, lens_stride,
+    req_indices, request_stride,
+    block_table, table_stride, column_stride, num_reqs, max_blocks,
+    out, num_rows,
+    BLOCK_SIZE: tl.constexpr, DATA_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    HEADS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     cache = (k_cache, page_stride, num_blocks)
     FORMAT: tl.constexpr = (BLOCK_SIZE, DATA_BYTES, SCALE_BYTES)
     queries = (q, token_stride, head_stride, dim_stride, num_heads)
@@ -196,32 +176,16 @@ def indexer_logits(
 
 @triton.jit
 def indexer_logits_ragged_kernel(
-    q,
-    token_stride,
-    head_stride,
-    dim_stride,
-    num_heads,
-    weights,
-    weight_token_stride,
-    weight_head_stride,
-    k,
-    row_stride,
-    byte_stride,
-    scales,
-    scale_stride,
-    row_start,
-    start_stride,
-    row_stop,
-    stop_stride,
-    out,
-    num_tokens,
-    num_k,
-    DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-    STEP: tl.constexpr,
-    TOKENS: tl.constexpr,
+    q, token_stride, head_stride, dim_stride, num_heads,
+    weights, weight_token_stride, weight_head_stride,
+    k, row_stride, byte_stride,
+    scales, scale_stride,
+    row_start, start_stride,
+    row_stop, stop_stride,
+    out, num_tokens, num_k,
+    DIM: tl.constexpr, HEADS: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     """A tile of keys stays while the queries of a tile of tokens come by."""
     queries = (q, token_stride, head_stride, dim_stride, num_heads)
     scaled = (weights, weight_token_stride, weight_head_stride)

@@ -64,27 +64,13 @@ def quantize_queries(
 
 @triton.jit
 def quantize_query_kernel(
-    q,
-    token_stride,
-    head_stride,
-    dim_stride,
-    num_heads,
-    weights,
-    weight_token_stride,
-    weight_head_stride,
-    positions,
-    position_stride,
-    cos_sin_cache,
-    table_stride,
-    column_stride,
-    num_positions,
-    out,
-    weights_out,
-    SOFTMAX_SCALE: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-):
+    q, token_stride, head_stride, dim_stride, num_heads,
+    weights, weight_token_stride, weight_head_stride,
+    positions, position_stride,
+    cos_sin_cache, table_stride, column_stride, num_positions,
+    out, weights_out,
+    SOFTMAX_SCALE: tl.constexpr, ROPE_DIM: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
     quantize_queries(
         tl.program_id(0),
         (q, token_stride, head_stride, dim_stride, num_heads),

@@ -17,16 +17,10 @@ _OCTAVES = tl.constexpr(2**25)
 
 @triton.jit
 def partition(
-    count,
-    splits,
-    topk,
-    STEP: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    MERGED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPED: tl.constexpr,
-):
+    count, splits, topk,
+    STEP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, MERGED: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
     """How many parts a row of ``count`` keys has, keys per part, the width of their lists, and
     whether a list has every key of its part, in order; one part if all fit. Lists are as wide
     as MERGED keys allow, which are merged together, because the merge alone has to be exact; more
@@ -259,17 +253,10 @@ def _choose(scratch, lists, entries, out, topk, SIZES: tl.constexpr):
 
 @triton.jit
 def merge_groups_kernel(
-    keys,
-    indices,
-    plan,
-    num_tokens,
-    topk,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    MERGED: tl.constexpr,
+    keys, indices, plan, num_tokens, topk,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, MERGED: tl.constexpr,
     CAPACITY: tl.constexpr,
-):
+):  # fmt: skip
     """Where the lists of a row have more than MERGED keys: merge them in groups, at once."""
     token = tl.program_id(0) // GROUPS
     group = tl.program_id(0) % GROUPS
@@ -289,25 +276,13 @@ def merge_groups_kernel(
 
 @triton.jit
 def merge_parts_kernel(
-    keys,
-    indices,
-    plan,
-    out,
-    num_tokens,
-    topk,
-    req_indices,
-    request_stride,
-    block_table,
-    table_stride,
-    column_stride,
-    max_blocks,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+    keys, indices, plan, out,
+    num_tokens, topk,
+    req_indices, request_stride,
+    block_table, table_stride, column_stride, max_blocks,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
     """The result of every row that has several parts; if SLOTS, as cache slots. A token with such a
     row is no padding: its request has a row in the table."""
     token = tl.program_id(0)

@@ -40,29 +40,14 @@ def _copy_rows(
 
 @triton.jit
 def gather_wanted_kernel(
-    out,
-    out_stride,
-    out_row_stride,
-    out_dim_stride,
-    capacity,
-    offset,
-    k_cache,
-    page_stride,
-    num_blocks,
-    seq_lens,
-    seq_stride,
-    gather_lens,
-    gather_stride,
-    block_table,
-    table_stride,
-    column_stride,
-    max_blocks,
-    num_reqs,
-    FORMAT: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    REQUESTS: tl.constexpr,
-):
+    out, out_stride, out_row_stride, out_dim_stride,
+    capacity, offset,
+    k_cache, page_stride, num_blocks,
+    seq_lens, seq_stride,
+    gather_lens, gather_stride,
+    block_table, table_stride, column_stride, max_blocks, num_reqs,
+    FORMAT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, REQUESTS: tl.constexpr,
+):  # fmt: skip
     """Tiles of ROWS wanted rows, numbered through all requests, dealt to the programs in turn: the
     work is even however ragged the batch, and grows with the wanted rows, not with the capacity.
 
@@ -106,24 +91,13 @@ def gather_wanted_kernel(
 
 @triton.jit
 def gather_all_kernel(
-    out,
-    num_rows,
-    offset,
-    k_cache,
-    page_stride,
-    num_blocks,
-    seq_lens,
-    seq_stride,
-    gather_lens,
-    gather_stride,
-    block_table,
-    table_stride,
-    column_stride,
-    max_blocks,
-    FORMAT: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    out, num_rows, offset,
+    k_cache, page_stride, num_blocks,
+    seq_lens, seq_stride,
+    gather_lens, gather_stride,
+    block_table, table_stride, column_stride, max_blocks,
+    FORMAT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Every row of a dense result, zeros included: one tile per program.
 
     ``WHOLE``: all rows of a request are wanted, so that blocks are looked up without its length."""

@@ -25,22 +25,12 @@ def word_pointer(size):
 
 @triton.jit
 def insert_rows_kernel(
-    k,
-    row_stride,
-    dim_stride,
-    k_cache,
-    page_stride,
-    cache_row_stride,
-    slot_mapping,
-    slot_stride,
-    num_tokens,
-    num_blocks,
-    block_size,
-    width,
-    WORD_BYTES: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    k, row_stride, dim_stride,
+    k_cache, page_stride, cache_row_stride,
+    slot_mapping, slot_stride, num_tokens,
+    num_blocks, block_size, width,
+    WORD_BYTES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = (tl.program_id(1) * WIDTH + tl.arange(0, WIDTH))[None, :]
     source = k.to(word_pointer(WORD_BYTES), bitcast=True)
@@ -56,27 +46,14 @@ def insert_rows_kernel(
 
 @triton.jit
 def gather_rows_kernel(
-    out,
-    num_rows,
-    offset,
-    k_cache,
-    page_stride,
-    cache_row_stride,
-    num_blocks,
-    seq_lens,
-    seq_stride,
-    gather_lens,
-    gather_stride,
-    block_table,
-    table_stride,
-    column_stride,
-    max_blocks,
-    block_size,
-    width,
-    WORD_BYTES: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    out, num_rows, offset,
+    k_cache, page_stride, cache_row_stride, num_blocks,
+    seq_lens, seq_stride,
+    gather_lens, gather_stride,
+    block_table, table_stride, column_stride, max_blocks,
+    block_size, width,
+    WORD_BYTES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Every row of a dense result, zeros included."""
     request = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -46,18 +46,11 @@ def insert_codes(source, dim_stride, given, start, row, exists, FORMAT: tl.const
 
 @triton.jit
 def quantize_and_insert_kernel(
-    k,
-    row_stride,
-    dim_stride,
-    k_cache,
-    page_stride,
-    slot_mapping,
-    slot_stride,
-    num_tokens,
-    num_blocks,
-    FORMAT: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    k, row_stride, dim_stride,
+    k_cache, page_stride,
+    slot_mapping, slot_stride, num_tokens, num_blocks,
+    FORMAT: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     HEAD_DIM: tl.constexpr = FORMAT[1]
     CODE_DIM: tl.constexpr = FORMAT[2]
     DATA_BYTES: tl.constexpr = FORMAT[4]

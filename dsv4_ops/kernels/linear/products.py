@@ -40,29 +40,14 @@ SYMBOLIC_TOKENS, SYMBOLIC_SPLITS = 32, 4
 
 @triton.jit
 def fp8_linear_kernel(
-    x,
-    token_stride,
-    group_stride,
-    x_scale,
-    scale_token_stride,
-    scale_group_stride,
-    scale_block_stride,
-    codes,
-    code_row_stride,
-    scales,
-    scale_row_stride,
-    scale_stride,
-    out,
-    num_tokens,
-    SIZE: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SCALED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ORDERED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x, token_stride, group_stride,
+    x_scale, scale_token_stride, scale_group_stride, scale_block_stride,
+    codes, code_row_stride,
+    scales, scale_row_stride, scale_stride,
+    out, num_tokens,
+    SIZE: tl.constexpr, GROUP_SIZE: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr,
+    SPLITS: tl.constexpr, ORDERED: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     ROWS: tl.constexpr = TILE[0]
     WARPS: tl.constexpr = TILE[1]
     token_tiles = (num_tokens + TOKENS - 1) // TOKENS

@@ -18,26 +18,13 @@ SIDE_BY_SIDE = 16
 
 @triton.jit
 def mla_expand_kernel(
-    kv_c,
-    row_stride,
-    dim_stride,
-    weight,
-    head_stride,
-    width_stride,
-    depth_stride,
-    num_valid,
+    kv_c, row_stride, dim_stride,
+    weight, head_stride, width_stride, depth_stride, num_valid,
     out,
-    num_rows,
-    columns,
-    width,
-    rank,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    SIDE_BY_SIDE: tl.constexpr,
-):
+    num_rows, columns, width, rank,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
+):  # fmt: skip
     """A tile of the product of latents and weight; zeros from row ``num_valid`` on, which no
     product is computed for if the tile has no other."""
     across = (columns + COLUMNS - 1) // COLUMNS

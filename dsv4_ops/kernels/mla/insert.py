@@ -53,32 +53,16 @@ def _scales(tiles, FINITE_MAX: tl.constexpr, UE8M0: tl.constexpr):
 
 @triton.jit
 def mla_insert_kernel(
-    kv_c,
-    latent_stride,
-    latent_dim_stride,
-    k_pe,
-    rope_stride,
-    rope_dim_stride,
-    kv_cache,
-    page_stride,
-    num_blocks,
-    slot_mapping,
-    slot_stride,
+    kv_c, latent_stride, latent_dim_stride,
+    k_pe, rope_stride, rope_dim_stride,
+    kv_cache, page_stride, num_blocks,
+    slot_mapping, slot_stride,
     scale,
-    num_tokens,
-    block_size,
-    FORMAT: tl.constexpr,
-    LORA: tl.constexpr,
-    ROPE: tl.constexpr,
-    LORA_TILE: tl.constexpr,
-    ROPE_TILE: tl.constexpr,
-    ROW: tl.constexpr,
-    WORD_BYTES: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    UE8M0: tl.constexpr,
-    FINITE_MAX: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    num_tokens, block_size,
+    FORMAT: tl.constexpr, LORA: tl.constexpr, ROPE: tl.constexpr, LORA_TILE: tl.constexpr,
+    ROPE_TILE: tl.constexpr, ROW: tl.constexpr, WORD_BYTES: tl.constexpr, HAS_SCALE: tl.constexpr,
+    UE8M0: tl.constexpr, FINITE_MAX: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """TOKENS rows. FORMAT: 0 values, 1 codes, 2 codes with a scale each 128, and RoPE values."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     slot = tl.load(slot_mapping + token * slot_stride, mask=token < num_tokens, other=-1)

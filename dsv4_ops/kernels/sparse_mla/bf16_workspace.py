@@ -25,20 +25,12 @@ _LARGEST_SINK = tl.constexpr(1e30)
 
 @triton.jit
 def find_spans_kernel(
-    positions,
-    position_stride,
-    req_indices,
-    request_stride,
-    num_tokens,
-    swa_rows,
-    extra_rows,
-    ends,
-    counts,
-    compressed,
-    WINDOW_SIZE: tl.constexpr,
-    COMPRESS_RATIO: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    positions, position_stride,
+    req_indices, request_stride, num_tokens,
+    swa_rows, extra_rows,
+    ends, counts, compressed,
+    WINDOW_SIZE: tl.constexpr, COMPRESS_RATIO: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Rows of a request that some token may see, by the positions of all its tokens."""
     request = tl.program_id(0)
     length = tl.zeros((TOKENS,), tl.int64)
@@ -65,45 +57,20 @@ def find_spans_kernel(
 
 @triton.jit
 def list_rows_kernel(
-    positions,
-    position_stride,
-    req_indices,
-    request_stride,
-    num_reqs,
-    ends,
-    counts,
-    swa_table,
-    swa_table_stride,
-    swa_column_stride,
-    swa_max_blocks,
-    swa_blocks,
-    swa_rows,
-    swa_width,
-    extra_table,
-    extra_table_stride,
-    extra_column_stride,
-    extra_max_blocks,
-    extra_blocks,
-    extra_rows,
-    extra_width,
-    chosen,
-    chosen_stride,
-    chosen_column_stride,
-    out,
-    padded,
-    lens_out,
-    sink,
-    sink_out,
-    num_heads,
-    WINDOW_SIZE: tl.constexpr,
-    COMPRESS_RATIO: tl.constexpr,
-    SWA_BLOCK_SIZE: tl.constexpr,
-    EXTRA_BLOCK_SIZE: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-    HAS_TOPK: tl.constexpr,
-    HAS_SINK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    positions, position_stride,
+    req_indices, request_stride, num_reqs,
+    ends, counts,
+    swa_table, swa_table_stride, swa_column_stride, swa_max_blocks,
+    swa_blocks, swa_rows, swa_width,
+    extra_table, extra_table_stride, extra_column_stride, extra_max_blocks,
+    extra_blocks, extra_rows, extra_width,
+    chosen, chosen_stride, chosen_column_stride,
+    out, padded, lens_out,
+    sink, sink_out, num_heads,
+    WINDOW_SIZE: tl.constexpr, COMPRESS_RATIO: tl.constexpr, SWA_BLOCK_SIZE: tl.constexpr,
+    EXTRA_BLOCK_SIZE: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_TOPK: tl.constexpr,
+    HAS_SINK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Rows of the workspace that a token sees, -1 for those that do not exist, and how many up to
     the last of them. Of all rows of a table nothing is written where none is finished, but to the
     end of ``COLUMNS``: nobody reads behind the last, and a table is for the longest request."""

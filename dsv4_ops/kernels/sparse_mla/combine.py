@@ -110,34 +110,15 @@ def _combine_few(
 
 @triton.jit
 def combine_splits_kernel(
-    out,
-    lse,
-    partial,
-    partial_lse,
-    partial_scale,
-    attn_sink,
-    plan,
-    plan_stride,
-    plan_column_stride,
-    positions,
-    positions_stride,
-    cos_sin_cache,
-    num_positions,
-    capacity,
-    num_tokens,
-    num_rows,
-    num_heads,
-    splits,
-    HAS_SINK: tl.constexpr,
-    HAS_PLAN: tl.constexpr,
-    INVERSE_ROPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FEW: tl.constexpr,
-    STEP: tl.constexpr,
+    out, lse, partial, partial_lse, partial_scale, attn_sink,
+    plan, plan_stride, plan_column_stride,
+    positions, positions_stride,
+    cos_sin_cache, num_positions,
+    capacity, num_tokens, num_rows, num_heads, splits,
+    HAS_SINK: tl.constexpr, HAS_PLAN: tl.constexpr, INVERSE_ROPE: tl.constexpr, ROPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr, STEP: tl.constexpr,
     GROUP: tl.constexpr,
-):
+):  # fmt: skip
     """The splits of a token and a head; nothing to do for tokens of one split. With HAS_PLAN those
     of the tokens whose first splits are in up to GROUP of the first ``num_rows`` rows: most tokens
     have one, and programs that find nothing to combine take time."""
@@ -173,27 +154,13 @@ def combine_splits_kernel(
 
 @triton.jit
 def combine_listed_kernel(
-    out,
-    lse,
-    partial,
-    partial_lse,
-    partial_scale,
-    attn_sink,
-    combine_list,
-    positions,
-    positions_stride,
-    cos_sin_cache,
-    num_positions,
+    out, lse, partial, partial_lse, partial_scale, attn_sink, combine_list,
+    positions, positions_stride,
+    cos_sin_cache, num_positions,
     num_heads,
-    HAS_SINK: tl.constexpr,
-    INVERSE_ROPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FEW: tl.constexpr,
-    STEP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    HAS_SINK: tl.constexpr, INVERSE_ROPE: tl.constexpr, ROPE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, FEW: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """The splits of the tokens in a list, which programs of a head share."""
     parts = (partial, partial_lse, partial_scale)
     rotation = (positions, positions_stride, cos_sin_cache, num_positions)

@@ -87,15 +87,11 @@ def _store_rows(plan, row, there, token, split, splits, before):
 
 @triton.jit
 def sparse_mla_plan_kernel(
-    swa_lens,
-    swa_stride,
-    extra_lens,
-    extra_stride,
-    plan,
-    num_tokens,
-    programs,
+    swa_lens, swa_stride,
+    extra_lens, extra_stride,
+    plan, num_tokens, programs,
     HAS_EXTRA: tl.constexpr,
-):
+):  # fmt: skip
     """Rows in the order of the reference: only tokens of the first class have several splits, whose
     splits then are in the order of tokens. Lengths are read here and in no function: they decide
     where rows go, and torch would take them for written to."""

@@ -25,34 +25,16 @@ END_WARPS, PARTS = 8, 128
 
 @triton.jit
 def stream_products_kernel(
-    streams,
-    token_stride,
-    stream_stride,
-    width_stride,
-    fn,
-    fn_row_stride,
-    fn_column_stride,
-    block_out,
-    out_token_stride,
-    out_width_stride,
-    post,
-    post_token_stride,
-    post_stride,
-    mix,
-    mix_token_stride,
-    mix_row_stride,
-    mix_stride,
-    written,
-    partial,
+    streams, token_stride, stream_stride, width_stride,
+    fn, fn_row_stride, fn_column_stride,
+    block_out, out_token_stride, out_width_stride,
+    post, post_token_stride, post_stride,
+    mix, mix_token_stride, mix_row_stride, mix_stride,
+    written, partial,
     num_tokens,
-    WIDTH: tl.constexpr,
-    COUNT: tl.constexpr,
-    MIXED: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    SUMS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    WIDTH: tl.constexpr, COUNT: tl.constexpr, MIXED: tl.constexpr, WEIGHTS: tl.constexpr,
+    SUMS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Mix the streams, and multiply some columns of all of them by ``fn``; in the column behind
     the products stands the sum of squares."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -151,33 +133,15 @@ def _weights(
 
 @triton.jit
 def stream_ends_kernel(
-    streams,
-    token_stride,
-    stream_stride,
-    width_stride,
-    base,
-    base_stride,
-    scale,
-    scale_stride,
-    norm_weight,
-    norm_stride,
-    partial,
-    post,
-    mix,
-    out,
-    num_tokens,
-    WIDTH: tl.constexpr,
-    COUNT: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    SUMS: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    ITERATIONS: tl.constexpr,
-    EPS: tl.constexpr,
-    NORM_EPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SIDE: tl.constexpr,
-):
+    streams, token_stride, stream_stride, width_stride,
+    base, base_stride,
+    scale, scale_stride,
+    norm_weight, norm_stride,
+    partial, post, mix, out, num_tokens,
+    WIDTH: tl.constexpr, COUNT: tl.constexpr, WEIGHTS: tl.constexpr, SUMS: tl.constexpr,
+    NUM_PARTS: tl.constexpr, PARTS: tl.constexpr, ITERATIONS: tl.constexpr, EPS: tl.constexpr,
+    NORM_EPS: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
     """Of a token one program collapses and normalises the streams, and another makes the weights
     of the next call, whose iterations take about as long."""
     token = tl.program_id(0).to(tl.int64)

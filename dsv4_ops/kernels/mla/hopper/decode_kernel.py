@@ -106,16 +106,9 @@ def _scaled(scales, SCALE: gl.constexpr, SCALES: gl.constexpr):
 
 @gluon.jit
 def _bring(
-    cache,
-    pages,
-    pairs,
-    alike,
-    shared,
-    FORMAT: gl.constexpr,
-    ROW: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    GROUP: gl.constexpr,
-):
+    cache, pages, pairs, alike, shared,
+    FORMAT: gl.constexpr, ROW: gl.constexpr, BLOCK_SIZE: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     if FORMAT == 0:
         copy_pairs(cache, pages, pairs, alike, shared, BLOCK_SIZE, GROUP)
     else:
@@ -125,15 +118,9 @@ def _bring(
 @gluon.jit
 def _attend(
     HALF: gl.constexpr,
-    work,
-    pairs,
-    dst,
-    shared,
-    scales,
-    SCALE: gl.constexpr,
-    SCALES: gl.constexpr,
-    GROUP: gl.constexpr,
-):
+    work, pairs, dst, shared, scales,
+    SCALE: gl.constexpr, SCALES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     q, tile, part, lens, rope_queries = work
     out, lse, partial, partial_lse, partial_scale = dst
     token, first_head, count, num_heads = tile
@@ -186,52 +173,21 @@ def _attend(
 
 @gluon.jit
 def hopper_mla_decode_kernel(
-    q,
-    q_stride,
-    q_head_stride,
-    out,
-    lse,
-    partial,
-    partial_lse,
-    partial_scale,
-    kv_cache,
-    page_stride,
-    num_blocks,
-    seq_lens,
-    len_stride,
-    req_indices,
-    req_stride,
-    block_table,
-    table_stride,
-    column_stride,
-    max_blocks,
-    num_reqs,
-    query_start_loc,
-    start_stride,
-    q_scale,
-    kv_scale,
-    plan,
-    plan_stride,
-    plan_column_stride,
-    capacity,
-    num_tokens,
-    num_heads,
-    splits,
-    combine_list,
-    by_lengths,
-    wave,
-    SOFTMAX_SCALE: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    FORMAT: gl.constexpr,
-    ROW: gl.constexpr,
-    HAS_PLAN: gl.constexpr,
-    HAS_Q_SCALE: gl.constexpr,
-    HAS_KV_SCALE: gl.constexpr,
-    SCHEDULED: gl.constexpr,
-    LANES: gl.constexpr,
-    GROUP: gl.constexpr,
-    TILES: gl.constexpr,
-):
+    q, q_stride, q_head_stride,
+    out, lse, partial, partial_lse, partial_scale,
+    kv_cache, page_stride, num_blocks,
+    seq_lens, len_stride,
+    req_indices, req_stride,
+    block_table, table_stride, column_stride, max_blocks, num_reqs,
+    query_start_loc, start_stride,
+    q_scale, kv_scale,
+    plan, plan_stride, plan_column_stride,
+    capacity, num_tokens, num_heads, splits,
+    combine_list, by_lengths, wave,
+    SOFTMAX_SCALE: gl.constexpr, BLOCK_SIZE: gl.constexpr, FORMAT: gl.constexpr, ROW: gl.constexpr,
+    HAS_PLAN: gl.constexpr, HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr,
+    SCHEDULED: gl.constexpr, LANES: gl.constexpr, GROUP: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
     """The arguments are those of ``mla_decode_kernel``; queries have no gaps between their values,
     and they and rows begin at multiples of 16 bytes. Splits are of pairs of blocks. With SCHEDULED,
     LANES are no fewer than the tokens, and GROUP is 1. The TILES of heads of a split run side by

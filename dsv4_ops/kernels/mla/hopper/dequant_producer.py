@@ -152,16 +152,9 @@ def _filled(full):
 
 @gluon.jit
 def dequantise_pairs(
-    cache,
-    pages,
-    pairs,
-    alike,
-    shared,
-    FORMAT: gl.constexpr,
-    ROW: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    GROUP: gl.constexpr,
-):
+    cache, pages, pairs, alike, shared,
+    FORMAT: gl.constexpr, ROW: gl.constexpr, BLOCK_SIZE: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     """As ``copy_pairs``, which says what is stored when, of rows of ROW bytes."""
     keys, existing, weights = shared[1], shared[2], shared[3]
     full, used = shared[5][0], shared[5][1]

@@ -122,16 +122,9 @@ def store_half(buffer, FIRST: gl.constexpr, half):
 
 @gluon.jit
 def dequantise(
-    FIND: gl.constexpr,
-    LOCATE: gl.constexpr,
-    SIZES: gl.constexpr,
-    where,
-    blocks,
-    keys,
-    existing,
-    full,
-    empty,
-):
+    FIND: gl.constexpr, LOCATE: gl.constexpr, SIZES: gl.constexpr,
+    where, blocks, keys, existing, full, empty,
+):  # fmt: skip
     """The partition that fills the buffers. ``FIND(where, block, FIRST, SIZES)`` loads what says
     where the rows of a half of a block are, and ``LOCATE`` makes of it the rows as ``load_half``
     takes them: a block later, because whoever uses a loaded value waits for it. SIZES begins with

@@ -73,15 +73,9 @@ def write_half(out, stage, sums, inverse, row, heads, FIRST: gl.constexpr, GROUP
 @gluon.jit
 def _attend(
     HALF: gl.constexpr,
-    queries,
-    lists,
-    items,
-    num_heads,
-    dst,
-    shared,
-    SCALE: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-):
+    queries, lists, items, num_heads, dst, shared,
+    SCALE: gl.constexpr, HAS_SINK: gl.constexpr,
+):  # fmt: skip
     out, lse, max_logits = dst
     asked, answered = shared[5][4], shared[5][5]
     sinks = shared[4][2]
@@ -119,27 +113,14 @@ def _attend(
 
 @gluon.jit
 def hopper_gathered_keys_kernel(
-    q,
-    q_stride,
-    q_head_stride,
-    out,
-    lse,
-    max_logits,
-    attn_sink,
-    kv,
-    kv_stride,
-    num_rows,
-    indices,
-    indices_stride,
-    column_stride,
-    lens,
-    len_stride,
-    width,
-    num_tokens,
-    num_heads,
-    SOFTMAX_SCALE: gl.constexpr,
-    HAS_SINK: gl.constexpr,
-):
+    q, q_stride, q_head_stride,
+    out, lse, max_logits, attn_sink,
+    kv, kv_stride, num_rows,
+    indices, indices_stride, column_stride,
+    lens, len_stride,
+    width, num_tokens, num_heads,
+    SOFTMAX_SCALE: gl.constexpr, HAS_SINK: gl.constexpr,
+):  # fmt: skip
     """Rows and queries begin at multiples of 16 bytes, and have no gaps between their values."""
     shared = allocate(COPYING + 1)
     num_heads = gl.to_tensor(num_heads)

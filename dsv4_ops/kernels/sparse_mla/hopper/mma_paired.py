@@ -73,12 +73,9 @@ def _logits(
     BLOCK: gl.constexpr,
     phase,
     FIRST: gl.constexpr,
-    scale,
-    place,
-    shared,
-    rope,
+    scale, place, shared, rope,
     HAS_ROPE: gl.constexpr,
-):
+):  # fmt: skip
     """The half that comes first is multiplied first. With HAS_ROPE keys have more dimensions than
     values: ``rope`` are those of the queries, and of each row the position behind its last key.
     Those of the keys are where the weights of the block will be, and ``existing`` has positions."""

@@ -71,17 +71,9 @@ def _best_size(tiles, total, longest, num_tokens, wave, programs, BOTH: gl.const
 
 @gluon.jit
 def schedule_by_lengths(
-    place,
-    swa,
-    extra,
-    requests,
-    widths,
-    num_tokens,
-    wave,
-    combine_list,
-    TOKENS: gl.constexpr,
-    TILE: gl.constexpr,
-):
+    place, swa, extra, requests, widths, num_tokens, wave, combine_list,
+    TOKENS: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
     """The work tile of this program: its token, or ``num_tokens`` for none, which split of how
     many, and the first partial result of the token. ``place``: its number, of how many programs,
     and whether it has the first tile of heads.
@@ -124,15 +116,9 @@ def _class(tiles, size):
 
 @gluon.jit
 def _work_tile(
-    tiles,
-    size,
-    number,
-    programs,
-    num_tokens,
-    wave,
-    TOKENS: gl.constexpr,
-    BOTH: gl.constexpr,
-):
+    tiles, size, number, programs, num_tokens, wave,
+    TOKENS: gl.constexpr, BOTH: gl.constexpr,
+):  # fmt: skip
     """How many tokens have several splits, and how many of them are before the one of a program;
     then what ``schedule_by_lengths`` returns. Splits are in the order of tokens;
     beyond one wave the longer tokens come first, by classes."""
