@@ -156,40 +156,19 @@ def insert_c4_step(launch: Launcher, *args: Any, **named: Any) -> tuple[Tensor, 
     table = call.cos_sin_cache.contiguous()
     programs = main.programs + keys.programs + row_programs + num_tokens * tiles
     launch(insert_c4_step_kernel)[programs,](
-        *strided(call.q),
-        q_out,
-        num_heads,
-        *strided(call.kv),
-        *paged(call.swa_cache),
-        *strided(call.swa_slot_mapping),
-        num_slots,
-        *(*main.tensors, *keys.tensors),
-        *strided(call.indexer_q),
-        num_indexer_heads,
-        *strided(call.indexer_weights),
-        *(codes, scaled),
-        *strided(call.state_block_table),
-        num_reqs,
-        call.state_block_table.shape[1],
+        *strided(call.q), q_out, num_heads, *strided(call.kv),
+        *paged(call.swa_cache), *strided(call.swa_slot_mapping), num_slots,
+        *main.tensors, *keys.tensors,
+        *strided(call.indexer_q), num_indexer_heads, *strided(call.indexer_weights), codes, scaled,
+        *strided(call.state_block_table), num_reqs, call.state_block_table.shape[1],
         *strided(call.state_slot_mapping, call.positions, call.req_indices),
-        table,
-        table.shape[0],
-        *strided(call.slot_mapping),
-        num_tokens,
-        *(main.programs, keys.programs, row_programs),
-        EPS=float(call.eps),
-        SOFTMAX_SCALE=float(call.softmax_scale),
-        ROPE=int(table.shape[1]),
-        SWA_FORMAT=MainLayout(call.swa_block_size).format,
-        TOKENS=compressor.SHORT_TOKENS_SAVED,
-        APART=compressor.SHORT_APART,
-        HEADS=HEADS,
-        KEYS=qnorm_rope_insert.KEYS,
-        INDEXER_HEADS=logits.QUANTIZED_HEADS,
-        num_warps=WARPS,
-        **main.constants,
-        **keys.constants,
-    )
+        table, table.shape[0], *strided(call.slot_mapping), num_tokens,
+        main.programs, keys.programs, row_programs,
+        EPS=float(call.eps), SOFTMAX_SCALE=float(call.softmax_scale), ROPE=int(table.shape[1]),
+        SWA_FORMAT=MainLayout(call.swa_block_size).format, **main.constants, **keys.constants,
+        TOKENS=compressor.SHORT_TOKENS_SAVED, APART=compressor.SHORT_APART, HEADS=HEADS,
+        KEYS=qnorm_rope_insert.KEYS, INDEXER_HEADS=logits.QUANTIZED_HEADS, num_warps=WARPS,
+    )  # fmt: skip
     return q_out, codes.view(torch.float8_e4m3fn), scaled
 
 
@@ -208,16 +187,11 @@ def _one_by_one(launch: Launcher, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         kv_score, ape, norm_weight, states, cache = own
         tokens = (call.state_block_table, call.state_slot_mapping, call.positions, call.req_indices)
         save_and_compress(
-            launch,
-            *(kv_score, ape, states, *tokens, norm_weight, call.cos_sin_cache, cache),
-            call.slot_mapping,
-            compress_ratio=call.compress_ratio,
-            overlap=True,
-            eps=call.eps,
-            state_block_size=call.state_block_size,
-            block_size=call.block_size,
-            layout=layout.tag,
-        )
+            launch, kv_score, ape, states, *tokens, norm_weight, call.cos_sin_cache,
+            cache, call.slot_mapping,
+            compress_ratio=call.compress_ratio, overlap=True, eps=call.eps,
+            state_block_size=call.state_block_size, block_size=call.block_size, layout=layout.tag,
+        )  # fmt: skip
     queries = (call.indexer_q, call.indexer_weights, *rotation)
     codes, scaled = logits.indexer_quantize_q(launch, *queries, softmax_scale=call.softmax_scale)
     return q_out, codes, scaled

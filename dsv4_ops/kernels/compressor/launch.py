@@ -150,20 +150,11 @@ def _launch(
         looked_at = SHORT_TOKENS_SAVED if saves else SHORT_TOKENS
         programs = looking_programs(num_tokens, looked_at, SHORT_PROGRAMS)
         launch(compress_and_insert_kernel)[programs + num_tiles(num_tokens, save),](
-            *rows,
-            *tokens,
-            *rotation,
-            *pages,
-            *slots,
-            *state_slots,
-            THREADS=threads,
-            SAVE=save,
-            TOKENS=looked_at,
-            APART=SHORT_APART if warps >= MIXED_WARPS else 1,
-            num_warps=warps,
-            **inserted,
-            **constants,
-        )
+            *rows, *tokens, *rotation, *pages, *slots, *state_slots,
+            THREADS=threads, SAVE=save, TOKENS=looked_at,
+            APART=SHORT_APART if warps >= MIXED_WARPS else 1, num_warps=warps,
+            **inserted, **constants,
+        )  # fmt: skip
         return
     pooled = kv_score.new_empty((num_tokens, head_dim))
     channels = min(CHANNELS_SAVED if saves else CHANNELS, finish[0])
@@ -174,40 +165,16 @@ def _launch(
     programs, num_early = _long_programs(num_tokens), num_tokens * SAVED_EARLY // 8
     grid = (programs * parts + num_tiles(num_early, save),) if saves else (programs, parts)
     launch(pool_windows_kernel)[grid](
-        *rows,
-        *tokens,
-        pages[2],
-        *slots,
-        *state_slots,
-        num_early,
-        pooled,
-        CHANNELS=channels,
-        BLOCK_SIZE=block_size,
-        THREADS=threads,
-        SAVE=save,
-        TOKENS=LONG_TOKENS,
-        APART=LONG_APART,
-        num_warps=warps,
-        **constants,
-    )
+        *rows, *tokens, pages[2], *slots, *state_slots, num_early, pooled,
+        CHANNELS=channels, BLOCK_SIZE=block_size, THREADS=threads, SAVE=save, TOKENS=LONG_TOKENS,
+        APART=LONG_APART, num_warps=warps, **constants,
+    )  # fmt: skip
     save = save_tiles(saves, width, INSERT_WARPS, INSERT_SAVED)
     programs = looking_programs(num_tokens, INSERT_TOKENS, INSERT_PROGRAMS)
     launch(insert_pooled_kernel)[programs + num_tiles(num_tokens - num_early, save),](
-        pooled,
-        num_reqs,
-        *tokens,
-        *rotation,
-        *pages,
-        *slots,
-        *rows[:6],
-        *state_slots,
-        num_early,
-        SAVE=save,
-        TOKENS=INSERT_TOKENS,
-        num_warps=INSERT_WARPS,
-        **inserted,
-        **constants,
-    )
+        pooled, num_reqs, *tokens, *rotation, *pages, *slots, *rows[:6], *state_slots, num_early,
+        SAVE=save, TOKENS=INSERT_TOKENS, num_warps=INSERT_WARPS, **inserted, **constants,
+    )  # fmt: skip
 
 
 def save_tiles(saves: bool, width: int, warps: int, values: int) -> tuple[int, int, int]:

@@ -91,19 +91,8 @@ def compress_and_insert_kernel(
         (positions, position_stride, req_indices, request_stride, num_reqs),
     )
     compress_and_insert(
-        tl.program_id(0),
-        tl.num_programs(0),
-        inputs,
-        (state_slots, state_slot_stride),
-        norm_weight,
-        (cos_sin_cache, num_positions),
-        (k_cache, page_stride, num_blocks, ROW_STRIDE),
-        (slot_mapping, slot_stride, num_tokens),
-        WINDOW,
-        FINISH,
-        FORMAT,
-        THREADS,
-        SAVE,
-        TOKENS,
-        APART,
-    )
+        tl.program_id(0), tl.num_programs(0), inputs,
+        (state_slots, state_slot_stride), norm_weight, (cos_sin_cache, num_positions),
+        (k_cache, page_stride, num_blocks, ROW_STRIDE), (slot_mapping, slot_stride, num_tokens),
+        WINDOW, FINISH, FORMAT, THREADS, SAVE, TOKENS, APART,
+    )  # fmt: skip

@@ -185,17 +185,9 @@ def pool_window(
             kv, score = _read_fresh_rows(row, token, inputs, first_channel, WINDOW, DIM, VALUES)
         else:
             kv, score = _read_rows(
-                row,
-                token,
-                request,
-                position,
-                inputs,
-                first_channel,
-                WINDOW,
-                DIM,
-                VALUES,
-                THREADS[4],
-            )
+                row, token, request, position, inputs, first_channel,
+                WINDOW, DIM, VALUES, THREADS[4],
+            )  # fmt: skip
         row_max, row_sum, summed = _accumulate(kv, score, row_max, row_sum, summed)
     return _combine_groups(row_max, row_sum, summed)
 

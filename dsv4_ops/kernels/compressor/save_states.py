@@ -111,17 +111,11 @@ def save_compressor_states_kernel(
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     save_tile(
-        tl.program_id(0) * TOKENS,
-        tl.program_id(1),
-        num_tokens,
-        (kv_score, row_stride, dim_stride),
-        ape,
-        (states, page_stride, num_blocks),
-        (slot_mapping, slot_stride),
-        (positions, position_stride),
-        (BLOCK_SIZE, RATIO, WIDTH),
-        (TOKENS, COLUMNS, 1),
-    )
+        tl.program_id(0) * TOKENS, tl.program_id(1), num_tokens,
+        (kv_score, row_stride, dim_stride), ape, (states, page_stride, num_blocks),
+        (slot_mapping, slot_stride), (positions, position_stride),
+        (BLOCK_SIZE, RATIO, WIDTH), (TOKENS, COLUMNS, 1),
+    )  # fmt: skip
 
 
 def save_compressor_states(
@@ -143,19 +137,9 @@ def save_compressor_states(
     columns = min(COLUMNS, triton.next_power_of_2(2 * width))
     grid = ((num_tokens + TOKENS - 1) // TOKENS, (2 * width + columns - 1) // columns)
     launch(save_compressor_states_kernel)[grid](
-        kv_score,
-        int(kv_score.stride(0)),
-        kv_score.stride(1),
-        ape.contiguous(),
-        states,
-        int(states.stride(0)),
-        *strided(slot_mapping, positions),
-        num_tokens,
-        states.shape[0],
-        BLOCK_SIZE=block_size,
-        RATIO=compress_ratio,
-        WIDTH=width,
-        TOKENS=TOKENS,
-        COLUMNS=columns,
+        kv_score, int(kv_score.stride(0)), kv_score.stride(1), ape.contiguous(),
+        states, int(states.stride(0)),
+        *strided(slot_mapping, positions), num_tokens, states.shape[0],
+        BLOCK_SIZE=block_size, RATIO=compress_ratio, WIDTH=width, TOKENS=TOKENS, COLUMNS=columns,
         num_warps=WARPS,
-    )
+    )  # fmt: skip

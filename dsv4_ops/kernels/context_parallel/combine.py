@@ -47,22 +47,11 @@ def combine_ranks(
     wanted = triton.cdiv(num_rows, FEW_PROGRAMS)
     tile_rows = next((rows for rows in fitting if rows >= wanted), fitting[-1])
     launch(merge_ranks)[(min(triton.cdiv(num_rows, tile_rows), int(PROGRAMS)),)](
-        out,
-        lse,
-        workspace,
-        merged,
-        merged_lse,
-        num_rows,
-        own,
-        timeout_ns,
-        *out.stride()[:2],
-        *lse.stride(),
-        RANK=rank,
-        WORLD=world,
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        TILE_ROWS=tile_rows,
-        NATURAL=lse_base == "e",
+        out, lse, workspace, merged, merged_lse,
+        num_rows, own, timeout_ns,
+        *out.stride()[:2], *lse.stride(),
+        RANK=rank, WORLD=world, WIDTH=width, BLOCK=triton.next_power_of_2(width),
+        TILE_ROWS=tile_rows, NATURAL=lse_base == "e",
         num_warps=8 if tile_rows == TILE_ROWS[-1] else 4,
-    )
+    )  # fmt: skip
     return merged, merged_lse

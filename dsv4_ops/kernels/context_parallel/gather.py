@@ -60,27 +60,14 @@ def gather(
     if tiles(size) == 0:
         return results
     launch(gather_ranks)[(min(tiles(size), int(PROGRAMS)),)](
-        first.held,
-        second.held,
-        results[0].view(torch.uint8),
-        results[-1].view(torch.uint8),
+        first.held, second.held, results[0].view(torch.uint8), results[-1].view(torch.uint8),
         workspace,
-        first.rows * first.inner,
-        second.rows * second.inner,
-        first.inner,
-        second.inner,
-        first.stride,
-        second.stride,
-        timeout_ns,
-        RANK=rank,
-        WORLD=world,
-        PAIR=len(parts) == 2,
-        ONE_ROW=first.rows == 1,
-        FIRST_BYTES=first.bytes,
-        SECOND_BYTES=second.bytes,
-        TILE_BYTES=size,
+        first.rows * first.inner, second.rows * second.inner, first.inner, second.inner,
+        first.stride, second.stride, timeout_ns,
+        RANK=rank, WORLD=world, PAIR=len(parts) == 2, ONE_ROW=first.rows == 1,
+        FIRST_BYTES=first.bytes, SECOND_BYTES=second.bytes, TILE_BYTES=size,
         num_warps=8 if size == TILE_BYTES[-1] else 4,
-    )
+    )  # fmt: skip
     return results
 
 

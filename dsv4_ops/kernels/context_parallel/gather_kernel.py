@@ -35,70 +35,26 @@ def gather_ranks(
         count += 1
         if PAIR and tile >= of_first:
             _send(
-                second,
-                second_gathered,
-                workspace,
-                program,
-                count,
-                tile - of_first,
-                second_size,
-                second_inner,
-                second_stride,
-                RANK,
-                WORLD,
-                ONE_ROW,
-                SECOND_BYTES,
-                TILE_BYTES,
-            )
+                second, second_gathered, workspace, program, count, tile - of_first, second_size,
+                second_inner, second_stride, RANK, WORLD, ONE_ROW, SECOND_BYTES, TILE_BYTES,
+            )  # fmt: skip
         else:
             _send(
-                first,
-                first_gathered,
-                workspace,
-                program,
-                count,
-                tile,
-                first_size,
-                first_inner,
-                first_stride,
-                RANK,
-                WORLD,
-                ONE_ROW,
-                FIRST_BYTES,
-                TILE_BYTES,
-            )
+                first, first_gathered, workspace, program, count, tile, first_size,
+                first_inner, first_stride, RANK, WORLD, ONE_ROW, FIRST_BYTES, TILE_BYTES,
+            )  # fmt: skip
         raise_flags(workspace, program, count, RANK, WORLD)
         await_flags(workspace, program, count, timeout_ns, WORLD)
         if PAIR and tile >= of_first:
             _receive(
-                second_gathered,
-                workspace,
-                program,
-                count,
-                tile - of_first,
-                second_size,
-                second_inner,
-                RANK,
-                WORLD,
-                ONE_ROW,
-                SECOND_BYTES,
-                TILE_BYTES,
-            )
+                second_gathered, workspace, program, count, tile - of_first, second_size,
+                second_inner, RANK, WORLD, ONE_ROW, SECOND_BYTES, TILE_BYTES,
+            )  # fmt: skip
         else:
             _receive(
-                first_gathered,
-                workspace,
-                program,
-                count,
-                tile,
-                first_size,
-                first_inner,
-                RANK,
-                WORLD,
-                ONE_ROW,
-                FIRST_BYTES,
-                TILE_BYTES,
-            )
+                first_gathered, workspace, program, count, tile, first_size, first_inner, RANK,
+                WORLD, ONE_ROW, FIRST_BYTES, TILE_BYTES,
+            )  # fmt: skip
     tl.store(count_at, count)
 
 

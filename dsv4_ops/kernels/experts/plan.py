@@ -69,19 +69,12 @@ def expert_plan(
     num_blocks = topk_ids.new_empty((1,))
     few = isinstance(num_rows, int) and num_rows < ROWS
     launch(expert_plan_kernel)[num_experts,](
-        topk_ids,
-        *topk_ids.stride(),
-        topk,
-        num_rows,
-        sorted_rows,
-        expert_of_block,
-        num_blocks,
-        capacity,
-        num_experts,
-        BLOCK_SIZE=block_size,
-        BLOCK=triton.next_power_of_2(block_size),
+        topk_ids, *topk_ids.stride(),
+        topk, num_rows,
+        sorted_rows, expert_of_block, num_blocks,
+        capacity, num_experts,
+        BLOCK_SIZE=block_size, BLOCK=triton.next_power_of_2(block_size),
         BINS=triton.next_power_of_2(num_experts + 1),
-        ROWS=max(32, triton.next_power_of_2(num_rows)) if few else ROWS,
-        num_warps=WARPS,
-    )
+        ROWS=max(32, triton.next_power_of_2(num_rows)) if few else ROWS, num_warps=WARPS,
+    )  # fmt: skip
     return ExpertPlan(sorted_rows, expert_of_block, num_blocks)

@@ -72,15 +72,9 @@ def _expert_sums(
     return multiply_fp8(
         (words, given[:, None], WIDTH // 4),
         (scales + row // 128 * scale_row_stride, scale_stride, exists),
-        x,
-        (None, 0),
-        (0, WIDTH // 128),
-        ROWS,
-        WARPS,
-        STAGES,
-        MASKED,
-        ORDERED=True,
-    )
+        x, (None, 0), (0, WIDTH // 128),
+        ROWS, WARPS, STAGES, MASKED, ORDERED=True,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -105,15 +99,8 @@ def gate_up_kernel(
         sums = _expert_sums(
             (codes, code_expert_stride, code_row_stride),
             (scales, scale_expert_stride, scale_row_stride, scale_stride),
-            x_rows,
-            expert,
-            first,
-            2 * SIZE,
-            WIDTH,
-            FP4,
-            True,
-            TILE,
-        )
+            x_rows, expert, first, 2 * SIZE, WIDTH, FP4, True, TILE,
+        )  # fmt: skip
         parts = tl.reshape(sums, (ROWS // 16, 2, 8, TOKENS))
         gate, up = tl.split(tl.permute(parts, (0, 2, 3, 1)))
         gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
@@ -144,14 +131,8 @@ def down_kernel(
             (codes, code_expert_stride, code_row_stride),
             (scales, scale_expert_stride, scale_row_stride, scale_stride),
             (x + slot[:, None] * x_stride, (row >= 0)[:, None]),
-            expert,
-            first,
-            SIZE,
-            WIDTH,
-            FP4,
-            False,
-            TILE,
-        )
+            expert, first, SIZE, WIDTH, FP4, False, TILE,
+        )  # fmt: skip
         column = first + tl.arange(0, ROWS)[None, :]
         target = out + row.to(tl.int64)[:, None] * SIZE + column
         tl.store(target, tl.trans(sums), mask=(row >= 0)[:, None] & (column < SIZE))
@@ -196,45 +177,24 @@ def experts(
     step = step_of(fp4)
     tiles = padded // (tile[0] // 2)
     launch(gate_up_kernel)[capacity * tiles,](
-        ordered,
-        ordered.stride(0),
-        topk,
-        plan.sorted_rows,
-        plan.expert_of_block,
-        gate_up,
-        *gate_up.stride()[:2],
-        gate_up_scale,
-        *gate_up_scale.stride(),
-        act,
-        padded,
-        LIMIT=float(swiglu_limit),
-        SIZE=size,
-        WIDTH=width,
-        FP4=fp4,
-        TOKENS=tokens,
-        TILE=(*tile, padded != size or width % step != 0),
-        TILES=tiles,
-        num_warps=tile[1],
-    )
+        ordered, ordered.stride(0),
+        topk, plan.sorted_rows, plan.expert_of_block,
+        gate_up, *gate_up.stride()[:2],
+        gate_up_scale, *gate_up_scale.stride(),
+        act, padded,
+        LIMIT=float(swiglu_limit), SIZE=size, WIDTH=width, FP4=fp4, TOKENS=tokens,
+        TILE=(*tile, padded != size or width % step != 0), TILES=tiles, num_warps=tile[1],
+    )  # fmt: skip
     act = bf16_activations(act, activations)
     out = x.new_empty((num_rows, width), dtype=torch.float32)
     tiles = triton.cdiv(width, tile[0])
     launch(down_kernel)[capacity * tiles,](
-        act,
-        padded,
-        plan.sorted_rows,
-        plan.expert_of_block,
-        down,
-        *down.stride()[:2],
-        down_scale,
-        *down_scale.stride(),
+        act, padded,
+        plan.sorted_rows, plan.expert_of_block,
+        down, *down.stride()[:2],
+        down_scale, *down_scale.stride(),
         out,
-        SIZE=width,
-        WIDTH=size,
-        FP4=fp4,
-        TOKENS=tokens,
-        TILE=(*tile, width % tile[0] != 0 or size % step != 0),
-        TILES=tiles,
-        num_warps=tile[1],
-    )
+        SIZE=width, WIDTH=size, FP4=fp4, TOKENS=tokens,
+        TILE=(*tile, width % tile[0] != 0 or size % step != 0), TILES=tiles, num_warps=tile[1],
+    )  # fmt: skip
     return combine(out.view(num_tokens, topk, width), topk_weights, topk_ids, gate_up, x)

@@ -125,38 +125,19 @@ def route(
     partial = hidden.new_empty((splits, num_tokens, num_experts), dtype=torch.float32)
     grid = (triton.cdiv(num_experts, ROWS), splits, (num_tokens + TOKENS - 1) // TOKENS)
     launch(router_products_kernel)[grid](
-        *strided(hidden, weight),
-        partial,
-        num_tokens,
-        num_experts,
-        WIDTH=width,
-        SPLITS=splits,
-        ROWS=ROWS,
-        TOKENS=TOKENS,
-        DEPTH=DEPTH,
-        num_warps=WARPS,
-    )
+        *strided(hidden, weight), partial, num_tokens, num_experts,
+        WIDTH=width, SPLITS=splits, ROWS=ROWS, TOKENS=TOKENS, DEPTH=DEPTH, num_warps=WARPS,
+    )  # fmt: skip
     hashed = table is not None and token_ids is not None
     of_table = (partial, 0, 0, partial, 0)
     if table is not None and token_ids is not None:
         of_table = strided(table, token_ids)
     launch(choose_experts_kernel)[num_tokens,](
-        partial,
-        *(strided(bias) if bias is not None else (partial, 0)),
-        *of_table,
-        ids,
-        weights,
-        num_tokens,
-        table.shape[0] if table is not None else 0,
-        num_experts,
-        SCALE=scale,
-        LEAST=LEAST_SUM,
-        TOP_K=top_k,
-        SPLITS=splits,
-        HASHED=hashed,
-        BIASED=bias is not None,
-        BLOCK=triton.next_power_of_2(num_experts),
-        CHOICES=triton.next_power_of_2(top_k),
-        num_warps=WARPS,
-    )
+        partial, *(strided(bias) if bias is not None else (partial, 0)), *of_table,
+        ids, weights,
+        num_tokens, table.shape[0] if table is not None else 0, num_experts,
+        SCALE=scale, LEAST=LEAST_SUM, TOP_K=top_k, SPLITS=splits, HASHED=hashed,
+        BIASED=bias is not None, BLOCK=triton.next_power_of_2(num_experts),
+        CHOICES=triton.next_power_of_2(top_k), num_warps=WARPS,
+    )  # fmt: skip
     return Routing(ids, weights)

@@ -51,19 +51,9 @@ def mla_prefill(
         v = torch.where(number[..., None], v, 0.0)
     k = torch.cat([k_nope, k_pe[:, None].expand(-1, num_heads, -1)], 2)
     out, lse, *_ = _forward(
-        q if q.stride(2) == 1 else q.contiguous(),
-        k,
-        pad(v, (0, width - value_dim)),
-        starts,
-        keys,
-        num_tokens,
-        num_k,
-        0.0,
-        causal,
-        False,
-        scale=softmax_scale,
-        seqused_k=used,
-    )
+        q if q.stride(2) == 1 else q.contiguous(), k, pad(v, (0, width - value_dim)), starts, keys,
+        num_tokens, num_k, 0.0, causal, False, scale=softmax_scale, seqused_k=used,
+    )  # fmt: skip
     sees = (seen[0] < seen[1])[:, None]
     lse = torch.where(sees, torch.where(lse.T < torch.inf, lse.T, torch.nan), -torch.inf)
     out = torch.where(sees[..., None], out[..., :value_dim], 0.0)

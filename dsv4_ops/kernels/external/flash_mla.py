@@ -385,19 +385,9 @@ def _attend(
         schedule = numbers.narrow(0, 0, size).view(-1, METADATA_COLUMNS)
         num_splits = numbers.narrow(0, size, num_tokens + 1)
     out, lse, _, _ = decode(
-        _dense(q)[:, None],
-        kernel_view(swa_cache, window.block_size),
-        given.slots[:, None],
-        lens,
-        given.sink,
-        schedule,
-        num_splits,
-        more,
-        more_slots,
-        extra_lens,
-        WIDTH,
-        softmax_scale,
-    )
+        _dense(q)[:, None], kernel_view(swa_cache, window.block_size), given.slots[:, None], lens,
+        given.sink, schedule, num_splits, more, more_slots, extra_lens, WIDTH, softmax_scale,
+    )  # fmt: skip
     out, lse = out.squeeze(1), lse.squeeze(2)
     kernels = opaque_op.kernels(q.device)
     rotates = cos_sin_cache is None or int(cos_sin_cache.shape[1]) == WIDTH - MainLayout.code_dim

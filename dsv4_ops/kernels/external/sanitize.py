@@ -183,27 +183,15 @@ def list_slots(
     tiles = (slots.shape[1] + COLUMNS - 1) // COLUMNS + (padded + COLUMNS - 1) // COLUMNS
     swa_out, extra_out = (slots, slots.shape[1], swa_lens), (extra_slots, padded, extra_lens)
     launch(list_slots_kernel)[(num_tokens, tiles)](
-        *strided(indices, lens),
-        width,
-        window.num_blocks,
-        *swa_out,
-        *strided(more.indices, more.lens),
-        more_width,
-        more.num_blocks,
-        *extra_out,
-        *strided(requests),
-        more.indices.shape[0],
-        lens if sink is None else sink.contiguous(),
-        swa_lens if finite is None else finite,
+        *strided(indices, lens), width, window.num_blocks, *swa_out,
+        *strided(more.indices, more.lens), more_width, more.num_blocks, *extra_out,
+        *strided(requests), more.indices.shape[0],
+        lens if sink is None else sink.contiguous(), swa_lens if finite is None else finite,
         0 if sink is None else sink.shape[0],
-        SWA_BLOCK_SIZE=window.block_size,
-        EXTRA_BLOCK_SIZE=more.block_size,
-        HAS_EXTRA=extra is not None,
-        PAGED=extra is not None and extra.req_indices is not None,
-        HAS_SINK=sink is not None,
-        COLUMNS=COLUMNS,
-        num_warps=WARPS,
-    )
+        SWA_BLOCK_SIZE=window.block_size, EXTRA_BLOCK_SIZE=more.block_size,
+        HAS_EXTRA=extra is not None, PAGED=extra is not None and extra.req_indices is not None,
+        HAS_SINK=sink is not None, COLUMNS=COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
     if extra is None:
         return Prepared(slots, swa_lens, None, None, finite)
     return Prepared(slots, swa_lens, extra_slots, extra_lens, finite)
@@ -224,16 +212,10 @@ def finish_heads(
         table, rotates = cos_sin_cache.contiguous(), True
         given = (positions, positions.stride(0), table, table.shape[0])
     launch(finish_heads_kernel)[(num_tokens, triton.cdiv(int(num_heads), FINISHED_HEADS))](
-        out,
-        lse,
-        *given,
-        num_heads,
-        INVERSE_ROPE=rotates,
-        ROPE=ROPE,
-        HEAD_DIM=MainLayout.head_dim,
-        HEADS=FINISHED_HEADS,
+        out, lse, *given, num_heads,
+        INVERSE_ROPE=rotates, ROPE=ROPE, HEAD_DIM=MainLayout.head_dim, HEADS=FINISHED_HEADS,
         num_warps=WARPS,
-    )
+    )  # fmt: skip
 
 
 def list_pages(
@@ -250,16 +232,10 @@ def list_pages(
     counted = lens.new_empty(num_tokens)
     tiles = torch.sym_max((max_blocks + COLUMNS - 1) // COLUMNS, 1)  # one stores the lengths
     launch(list_pages_kernel)[(num_tokens, tiles)](
-        *listed(block_table),
-        num_reqs,
-        num_blocks,
-        *strided(req_indices, lens),
-        most,
-        pages,
-        counted,
-        COLUMNS=COLUMNS,
-        num_warps=WARPS,
-    )
+        *listed(block_table), num_reqs, num_blocks, *strided(req_indices, lens),
+        most, pages, counted,
+        COLUMNS=COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
     return pages, counted
 
 
@@ -275,16 +251,8 @@ def fill_absent(
     """``prepare.fill_absent`` as one kernel that writes to ``logits``."""
     num_tokens, num_columns = logits.shape
     launch(fill_absent_kernel)[(num_tokens, (num_columns + FILLED - 1) // FILLED)](
-        *strided(block_table),
-        block_table.shape[0],
-        num_blocks,
-        *strided(req_indices),
-        counted,
-        logits,
-        logits.stride(0),
-        num_columns,
-        BLOCK_SIZE=block_size,
-        FILLED=FILLED,
-        num_warps=WARPS,
-    )
+        *strided(block_table), block_table.shape[0], num_blocks, *strided(req_indices), counted,
+        logits, logits.stride(0), num_columns,
+        BLOCK_SIZE=block_size, FILLED=FILLED, num_warps=WARPS,
+    )  # fmt: skip
     return logits

@@ -124,18 +124,10 @@ def gather_indexer_k(
     if num_rows == 0:
         return codes, scales
     launch(gather_indexer_kernel)[(num_rows + ROWS - 1) // ROWS,](
-        codes,
-        scales,
-        num_rows,
+        codes, scales, num_rows,
         *paged(k_cache),
-        *strided(cu_seq_lens),
-        block_table.shape[0],
-        *listed(block_table),
-        BLOCK_SIZE=block_size,
-        DATA_BYTES=indexer.data_bytes,
-        SCALE_BYTES=indexer.scale_bytes,
-        ROWS=ROWS,
-        PROBES=PROBES,
-        num_warps=WARPS,
-    )
+        *strided(cu_seq_lens), block_table.shape[0], *listed(block_table),
+        BLOCK_SIZE=block_size, DATA_BYTES=indexer.data_bytes, SCALE_BYTES=indexer.scale_bytes,
+        ROWS=ROWS, PROBES=PROBES, num_warps=WARPS,
+    )  # fmt: skip
     return codes, scales

@@ -61,18 +61,11 @@ def indexer_quantize_q(
     if num_tokens != 0 and num_heads != 0:
         tiles = (num_heads + QUANTIZED_HEADS - 1) // QUANTIZED_HEADS
         launch(quantize_query_kernel)[num_tokens * tiles,](
-            *strided(q),
-            num_heads,
-            *strided(weights, positions),
-            *angles(cos_sin_cache),
-            codes,
-            scaled,
-            SOFTMAX_SCALE=float(softmax_scale),
-            ROPE_DIM=int(cos_sin_cache.shape[1]),
-            DIM=DIM,
-            HEADS=QUANTIZED_HEADS,
-            num_warps=WARPS,
-        )
+            *strided(q), num_heads, *strided(weights, positions), *angles(cos_sin_cache),
+            codes, scaled,
+            SOFTMAX_SCALE=float(softmax_scale), ROPE_DIM=int(cos_sin_cache.shape[1]), DIM=DIM,
+            HEADS=QUANTIZED_HEADS, num_warps=WARPS,
+        )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scaled
 
 
@@ -151,26 +144,13 @@ def indexer_logits(
         return out
     sizes = tile(int(num_heads))
     launch(indexer_logits_kernel)[num_tokens * ((num_rows + ROWS - 1) // ROWS),](
-        q.view(torch.uint8),
-        q.stride(0),
-        q.stride(1),
-        q.stride(2),
-        num_heads,
-        *strided(weights),
-        *paged(k_cache),
-        *strided(lens, req_indices, block_table),
-        block_table.shape[0],
-        block_table.shape[1],
-        out,
-        num_rows,
-        BLOCK_SIZE=block_size,
-        DATA_BYTES=indexer.data_bytes,
-        SCALE_BYTES=indexer.scale_bytes,
-        ROWS=ROWS,
-        STAGES=STAGES,
-        num_warps=WARPS,
-        **sizes,
-    )
+        q.view(torch.uint8), q.stride(0), q.stride(1), q.stride(2), num_heads,
+        *strided(weights), *paged(k_cache), *strided(lens, req_indices),
+        *strided(block_table), block_table.shape[0], block_table.shape[1],
+        out, num_rows,
+        BLOCK_SIZE=block_size, DATA_BYTES=indexer.data_bytes, SCALE_BYTES=indexer.scale_bytes,
+        ROWS=ROWS, STAGES=STAGES, num_warps=WARPS, **sizes,
+    )  # fmt: skip
     return out
 
 
@@ -231,19 +211,9 @@ def indexer_logits_ragged(
     step = sizes["STEP"]
     programs = ((num_tokens + TOKENS - 1) // TOKENS) * ((num_k + step - 1) // step)
     launch(indexer_logits_ragged_kernel)[programs,](
-        q.view(torch.uint8),
-        q.stride(0),
-        q.stride(1),
-        q.stride(2),
-        num_heads,
+        q.view(torch.uint8), q.stride(0), q.stride(1), q.stride(2), num_heads,
         *strided(weights, k, scales, row_start, row_stop),
-        out,
-        num_tokens,
-        num_k,
-        DIM=DIM,
-        TOKENS=TOKENS,
-        STAGES=STAGES,
-        num_warps=WARPS,
-        **sizes,
-    )
+        out, num_tokens, num_k,
+        DIM=DIM, TOKENS=TOKENS, STAGES=STAGES, num_warps=WARPS, **sizes,
+    )  # fmt: skip
     return out

@@ -72,14 +72,8 @@ def quantize_query_kernel(
     SOFTMAX_SCALE: tl.constexpr, ROPE_DIM: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     quantize_queries(
-        tl.program_id(0),
-        (q, token_stride, head_stride, dim_stride, num_heads),
-        (weights, weight_token_stride, weight_head_stride),
-        (positions, position_stride),
-        (cos_sin_cache, table_stride, column_stride, num_positions),
-        (out, weights_out),
-        SOFTMAX_SCALE,
-        ROPE_DIM,
-        DIM,
-        HEADS,
-    )
+        tl.program_id(0), (q, token_stride, head_stride, dim_stride, num_heads),
+        (weights, weight_token_stride, weight_head_stride), (positions, position_stride),
+        (cos_sin_cache, table_stride, column_stride, num_positions), (out, weights_out),
+        SOFTMAX_SCALE, ROPE_DIM, DIM, HEADS,
+    )  # fmt: skip

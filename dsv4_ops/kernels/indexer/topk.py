@@ -102,17 +102,10 @@ class _Scratch:
             self.launch(merge_parts_kernel)[
                 1 + (self.rows - 1) * torch.sym_min(1, self.splits - 1),
             ](
-                *lists,
-                self.out,
-                self.num_tokens,
-                self.topk,
-                *pages,
-                **sizes,
-                CAPACITY=self.together,
-                BLOCK_SIZE=block_size,
-                SLOTS=slots,
+                *lists, self.out, self.num_tokens, self.topk, *pages,
+                **sizes, CAPACITY=self.together, BLOCK_SIZE=block_size, SLOTS=slots,
                 num_warps=warps_for(self.together),
-            )
+            )  # fmt: skip
         return self.out
 
 
@@ -175,26 +168,10 @@ def indexer_select(
     table = (block_table, block_table.stride(0), block_table.stride(1))
     requests = (req_indices, req_indices.stride(0))
     launch(select_keys_kernel)[scratch.programs,](
-        q.view(torch.uint8),
-        q.stride(0),
-        q.stride(1),
-        q.stride(2),
-        num_heads,
-        *strided(weights),
-        *paged(k_cache),
-        *strided(positions),
-        *requests,
-        *table,
-        block_table.shape[0],
-        max_blocks,
-        *scratch.arguments(),
-        RATIO=compress_ratio,
-        BLOCK_SIZE=block_size,
-        DATA_BYTES=pages.data_bytes,
-        SCALE_BYTES=pages.scale_bytes,
-        LEAST=LEAST,
-        STAGES=STAGES,
-        SLOTS=slots,
-        **sizes,
-    )
+        q.view(torch.uint8), q.stride(0), q.stride(1), q.stride(2), num_heads,
+        *strided(weights), *paged(k_cache), *strided(positions), *requests,
+        *table, block_table.shape[0], max_blocks, *scratch.arguments(),
+        RATIO=compress_ratio, BLOCK_SIZE=block_size, DATA_BYTES=pages.data_bytes,
+        SCALE_BYTES=pages.scale_bytes, LEAST=LEAST, STAGES=STAGES, SLOTS=slots, **sizes,
+    )  # fmt: skip
     return scratch.merged((*requests, *table, max_blocks), block_size, slots)

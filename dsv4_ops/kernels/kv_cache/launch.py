@@ -62,18 +62,9 @@ def dequantize_and_gather_k_cache(
     if num_reqs == 0 or num_rows <= offset:
         return
     gather_wanted(
-        launch,
-        out,
-        out.stride(),
-        num_rows,
-        k_cache,
-        seq_lens,
-        gather_lens,
-        block_table,
-        num_reqs=num_reqs,
-        block_size=block_size,
-        offset=offset,
-    )
+        launch, out, out.stride(), num_rows, k_cache, seq_lens, gather_lens, block_table,
+        num_reqs=num_reqs, block_size=block_size, offset=offset,
+    )  # fmt: skip
 
 
 def gather_wanted(
@@ -96,20 +87,11 @@ def gather_wanted(
     wanted = seq_lens if gather_lens is None else gather_lens
     tiles = num_reqs * ((capacity + WORKSPACE_ROWS - 1) // WORKSPACE_ROWS)
     launch(gather_wanted_kernel)[torch.sym_min(tiles, PROGRAMS),](
-        out,
-        *strides,
-        capacity,
-        offset,
-        *paged(k_cache),
-        *strided(seq_lens, wanted),
-        *listed(block_table),
-        num_reqs,
-        FORMAT=main.format,
-        WHOLE=gather_lens is None,
-        ROWS=WORKSPACE_ROWS,
-        REQUESTS=REQUESTS,
+        out, *strides, capacity, offset,
+        *paged(k_cache), *strided(seq_lens, wanted), *listed(block_table), num_reqs,
+        FORMAT=main.format, WHOLE=gather_lens is None, ROWS=WORKSPACE_ROWS, REQUESTS=REQUESTS,
         num_warps=WORKSPACE_WARPS,
-    )
+    )  # fmt: skip
 
 
 def gather_k_cache(
@@ -136,15 +118,8 @@ def gather_k_cache(
     if num_reqs == 0 or num_rows == 0:
         return out
     launch(gather_all_kernel)[(num_rows + DENSE_ROWS - 1) // DENSE_ROWS, num_reqs](
-        out,
-        num_rows,
-        offset,
-        *paged(k_cache),
-        *strided(seq_lens, wanted),
-        *listed(block_table),
-        FORMAT=main.format,
-        WHOLE=gather_lens is None,
-        ROWS=DENSE_ROWS,
-        num_warps=DENSE_WARPS,
-    )
+        out, num_rows, offset,
+        *paged(k_cache), *strided(seq_lens, wanted), *listed(block_table),
+        FORMAT=main.format, WHOLE=gather_lens is None, ROWS=DENSE_ROWS, num_warps=DENSE_WARPS,
+    )  # fmt: skip
     return out

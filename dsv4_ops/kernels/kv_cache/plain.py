@@ -82,20 +82,10 @@ def insert_k_cache(
         return
     grid = ((num_tokens + ROWS - 1) // ROWS, (width + WIDTH - 1) // WIDTH)
     launch(insert_rows_kernel)[grid](
-        *strided(k),
-        k_cache,
-        k_cache.stride(0),
-        k_cache.stride(1),
-        *strided(slot_mapping),
-        num_tokens,
-        k_cache.shape[0],
-        int(k_cache.shape[1]),
-        width,
-        WORD_BYTES=k.element_size(),
-        ROWS=ROWS,
-        WIDTH=WIDTH,
-        num_warps=WARPS,
-    )
+        *strided(k), k_cache, k_cache.stride(0), k_cache.stride(1),
+        *strided(slot_mapping), num_tokens, k_cache.shape[0], int(k_cache.shape[1]), width,
+        WORD_BYTES=k.element_size(), ROWS=ROWS, WIDTH=WIDTH, num_warps=WARPS,
+    )  # fmt: skip
 
 
 def gather(
@@ -115,20 +105,9 @@ def gather(
         return out
     grid = ((num_rows + ROWS - 1) // ROWS, num_reqs, (width + WIDTH - 1) // WIDTH)
     launch(gather_rows_kernel)[grid](
-        out,
-        num_rows,
-        offset,
-        k_cache,
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.shape[0],
-        *strided(seq_lens, gather_lens),
-        *listed(block_table),
-        int(k_cache.shape[1]),
-        width,
-        WORD_BYTES=k_cache.element_size(),
-        ROWS=ROWS,
-        WIDTH=WIDTH,
-        num_warps=WARPS,
-    )
+        out, num_rows, offset,
+        k_cache, k_cache.stride(0), k_cache.stride(1), k_cache.shape[0],
+        *strided(seq_lens, gather_lens), *listed(block_table), int(k_cache.shape[1]), width,
+        WORD_BYTES=k_cache.element_size(), ROWS=ROWS, WIDTH=WIDTH, num_warps=WARPS,
+    )  # fmt: skip
     return out

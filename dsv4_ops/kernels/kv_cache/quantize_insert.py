@@ -88,13 +88,7 @@ def insert(
     if num_tokens == 0 or k_cache.shape[0] == 0:
         return
     launch(quantize_and_insert_kernel)[(num_tokens + tokens - 1) // tokens,](
-        *strided(k),
-        k_cache,
-        k_cache.stride(0),
-        *strided(slot_mapping),
-        num_tokens,
-        k_cache.shape[0],
-        FORMAT=layout.format,
-        TOKENS=tokens,
-        num_warps=WARPS,
-    )
+        *strided(k), k_cache, k_cache.stride(0),
+        *strided(slot_mapping), num_tokens, k_cache.shape[0],
+        FORMAT=layout.format, TOKENS=tokens, num_warps=WARPS,
+    )  # fmt: skip

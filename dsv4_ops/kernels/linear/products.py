@@ -67,17 +67,11 @@ def fp8_linear_kernel(
         token_scale = (of_tokens, scale_block_stride)
     STEPS: tl.constexpr = WIDTH // 128
     sums = multiply_fp8(
-        (words, None, WIDTH // 4),
-        (scales + row // 128 * scale_row_stride, scale_stride, row >= 0),
-        (x_rows, given[:, None]),
-        token_scale,
+        (words, None, WIDTH // 4), (scales + row // 128 * scale_row_stride, scale_stride, row >= 0),
+        (x_rows, given[:, None]), token_scale,
         (split * STEPS // SPLITS, (split + 1) * STEPS // SPLITS),
-        ROWS,
-        WARPS,
-        TILE[2],
-        MASKED=False,
-        ORDERED=ORDERED,
-    )
+        ROWS, WARPS, TILE[2], MASKED=False, ORDERED=ORDERED,
+    )  # fmt: skip
     target = out + (split * num_tokens + token).to(tl.int64)[:, None] * SIZE
     target += first + tl.arange(0, ROWS)[None, :]
     values = tl.trans(sums)
@@ -139,25 +133,13 @@ def _linear(
     out = x.new_empty((splits, num_tokens, rows), dtype=dtype)
     programs = splits * (rows // tile[0]) * ((num_tokens + tokens - 1) // tokens)
     launch(fp8_linear_kernel)[programs,](
-        x,
-        *x.stride()[:2],
-        x_scale if scaled else scale,
-        *(x_scale.stride() if scaled else (0, 0, 0)),
-        codes,
-        codes.stride(0),
-        *strided(scale),
-        out,
-        num_tokens,
-        SIZE=rows,
-        GROUP_SIZE=rows // num_groups,
-        WIDTH=width,
-        SCALED=scaled,
-        SPLITS=splits,
-        ORDERED=tokens > FEW_TOKENS,
-        TOKENS=tokens,
-        TILE=tile,
-        num_warps=tile[1],
-    )
+        x, *x.stride()[:2],
+        x_scale if scaled else scale, *(x_scale.stride() if scaled else (0, 0, 0)),
+        codes, codes.stride(0), *strided(scale),
+        out, num_tokens,
+        SIZE=rows, GROUP_SIZE=rows // num_groups, WIDTH=width, SCALED=scaled, SPLITS=splits,
+        ORDERED=tokens > FEW_TOKENS, TOKENS=tokens, TILE=tile, num_warps=tile[1],
+    )  # fmt: skip
     if splits == 1:
         return out[0]
     total = x.new_empty((num_tokens, rows), dtype=out_dtype)

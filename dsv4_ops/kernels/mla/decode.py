@@ -287,29 +287,15 @@ def _attend_on_hopper(
     assert kernels is not None  # ``support.runs`` has asked
     tiles = head_tiles(group * num_heads)
     launch(kernels.mla)[(work.programs * tiles,)](
-        call.q,
-        *row_strides(call.q),
-        *results,
-        *of_rows,
-        *of_plan,
-        work.capacity,
-        num_tokens,
-        num_heads,
-        work.splits,
-        *scheduled,
-        SOFTMAX_SCALE=float(settings["softmax_scale"]),
-        BLOCK_SIZE=settings["block_size"],
-        FORMAT=FORMATS[settings["layout"]],
-        ROW=int(call.kv_cache.shape[2]),
-        HAS_PLAN=call.plan is not None,
-        HAS_Q_SCALE=call.q_scale is not None,
-        HAS_KV_SCALE=call.kv_scale is not None,
-        SCHEDULED=schedule is not None,
-        LANES=LEAST_LANES if schedule is None else lanes_of(num_tokens),
-        GROUP=group,
-        TILES=tiles,
+        call.q, *row_strides(call.q), *results, *of_rows, *of_plan,
+        work.capacity, num_tokens, num_heads, work.splits, *scheduled,
+        SOFTMAX_SCALE=float(settings["softmax_scale"]), BLOCK_SIZE=settings["block_size"],
+        FORMAT=FORMATS[settings["layout"]], ROW=int(call.kv_cache.shape[2]),
+        HAS_PLAN=call.plan is not None, HAS_Q_SCALE=call.q_scale is not None,
+        HAS_KV_SCALE=call.kv_scale is not None, SCHEDULED=schedule is not None,
+        LANES=LEAST_LANES if schedule is None else lanes_of(num_tokens), GROUP=group, TILES=tiles,
         num_warps=support.WARPS,
-    )
+    )  # fmt: skip
     _finish(launch, results, call, work, _is_free(settings))
     return out, lse
 

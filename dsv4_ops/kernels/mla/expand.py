@@ -76,19 +76,9 @@ def mla_expand_kv(
     tile = SINGLE_TILE if kv_c.dtype == torch.float32 else HALF_TILE
     rows, across, depth, stages, warps = tile
     launch(mla_expand_kernel)[((num_rows + rows - 1) // rows * -(-columns // across),)](
-        *strided(kv_c, w_kv_b),
-        num_valid,
-        out,
-        num_rows,
-        columns,
-        width,
-        rank,
-        ROWS=rows,
-        COLUMNS=across,
-        DEPTH=depth,
-        STAGES=stages,
-        EVEN=rank % depth == 0,
-        SIDE_BY_SIDE=SIDE_BY_SIDE,
-        num_warps=warps,
-    )
+        *strided(kv_c, w_kv_b), num_valid,
+        out, num_rows, columns, width, rank,
+        ROWS=rows, COLUMNS=across, DEPTH=depth, STAGES=stages, EVEN=rank % depth == 0,
+        SIDE_BY_SIDE=SIDE_BY_SIDE, num_warps=warps,
+    )  # fmt: skip
     return out

@@ -129,22 +129,10 @@ def mla_insert_kv(
     if num_tokens == 0 or kv_cache.numel() == 0:
         return
     launch(mla_insert_kernel)[((num_tokens + TOKENS - 1) // TOKENS,)](
-        *strided(kv_c, k_pe),
-        *paged(kv_cache),
-        *strided(slot_mapping),
-        slot_mapping if scale is None else scale,
-        num_tokens,
-        block_size,
-        FORMAT=FORMATS[layout],
-        LORA=rank,
-        ROPE=rope,
-        LORA_TILE=triton.next_power_of_2(rank),
-        ROPE_TILE=triton.next_power_of_2(rope),
-        ROW=int(kv_cache.shape[2]),
-        WORD_BYTES=kv_c.dtype.itemsize,
-        HAS_SCALE=scale is not None,
-        UE8M0=scale_format == "ue8m0",
-        FINITE_MAX=torch.finfo(kv_c.dtype).max,
-        TOKENS=TOKENS,
-        num_warps=WARPS,
-    )
+        *strided(kv_c, k_pe), *paged(kv_cache), *strided(slot_mapping),
+        slot_mapping if scale is None else scale, num_tokens, block_size,
+        FORMAT=FORMATS[layout], LORA=rank, ROPE=rope, LORA_TILE=triton.next_power_of_2(rank),
+        ROPE_TILE=triton.next_power_of_2(rope), ROW=int(kv_cache.shape[2]),
+        WORD_BYTES=kv_c.dtype.itemsize, HAS_SCALE=scale is not None, UE8M0=scale_format == "ue8m0",
+        FINITE_MAX=torch.finfo(kv_c.dtype).max, TOKENS=TOKENS, num_warps=WARPS,
+    )  # fmt: skip

@@ -50,24 +50,11 @@ def mla_prefill(
     tiles = num_tokens // queries + num_reqs + 2
     launch(mla_prefill_kernel)[tiles, num_heads](
         *strided(q, k_nope, k_pe, v, query_start_loc, cu_seq_lens),
-        out,
-        lse,
-        num_tokens,
-        v.shape[0],
-        num_reqs,
-        SOFTMAX_SCALE=softmax_scale,
-        CAUSAL=causal,
-        NOPE_DIM=nope_dim,
-        ROPE_DIM=rope_dim,
-        VALUE_DIM=value_dim,
-        NOPE=_width(nope_dim),
-        ROPE=_width(rope_dim),
-        VALUE=_width(value_dim),
-        QUERIES=queries,
-        KEYS=keys,
-        STAGES=stages,
-        num_warps=warps,
-    )
+        out, lse, num_tokens, v.shape[0], num_reqs,
+        SOFTMAX_SCALE=softmax_scale, CAUSAL=causal, NOPE_DIM=nope_dim, ROPE_DIM=rope_dim,
+        VALUE_DIM=value_dim, NOPE=_width(nope_dim), ROPE=_width(rope_dim), VALUE=_width(value_dim),
+        QUERIES=queries, KEYS=keys, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
     return out, lse
 
 

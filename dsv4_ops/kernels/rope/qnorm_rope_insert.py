@@ -159,18 +159,12 @@ def qnorm_rope_kv_insert_kernel(
     EPS: tl.constexpr, FORMAT: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     normalise_and_insert(
-        tl.program_id(0),
-        (q, token_stride, head_stride, q_dim_stride, out, num_heads),
-        (kv, row_stride, kv_dim_stride),
-        (k_cache, page_stride, num_blocks, cache_row_stride),
-        (slot_mapping, slot_stride, num_slots),
-        (positions, position_stride),
+        tl.program_id(0), (q, token_stride, head_stride, q_dim_stride, out, num_heads),
+        (kv, row_stride, kv_dim_stride), (k_cache, page_stride, num_blocks, cache_row_stride),
+        (slot_mapping, slot_stride, num_slots), (positions, position_stride),
         (cos_sin_cache, table_stride, column_stride, num_positions),
-        EPS,
-        FORMAT,
-        HEADS,
-        KEYS,
-    )
+        EPS, FORMAT, HEADS, KEYS,
+    )  # fmt: skip
 
 
 def qnorm_rope_kv_insert(
@@ -196,22 +190,10 @@ def qnorm_rope_kv_insert(
     if num_tokens == 0:
         return out
     launch(qnorm_rope_kv_insert_kernel)[programs,](
-        *strided(q),
-        out,
-        num_heads,
-        *strided(kv),
-        k_cache,
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.shape[0],
-        *strided(slot_mapping),
-        num_slots,
-        *strided(positions),
-        *angles(cos_sin_cache),
-        EPS=float(eps),
-        FORMAT=(*main.format[:5], 0, False) if plain else main.format,
-        HEADS=HEADS,
-        KEYS=KEYS,
-        num_warps=WARPS,
-    )
+        *strided(q), out, num_heads, *strided(kv),
+        k_cache, k_cache.stride(0), k_cache.stride(1), k_cache.shape[0],
+        *strided(slot_mapping), num_slots, *strided(positions), *angles(cos_sin_cache),
+        EPS=float(eps), FORMAT=(*main.format[:5], 0, False) if plain else main.format,
+        HEADS=HEADS, KEYS=KEYS, num_warps=WARPS,
+    )  # fmt: skip
     return out

@@ -154,18 +154,10 @@ def _gather(
         return
     width = MainLayout.head_dim
     gather_wanted(
-        launch,
-        kv,
-        (held * width, width, 1),
-        offset + source.rows,
-        source.cache,
-        ends,
-        counts,
-        source.block_table,
-        num_reqs=num_reqs,
-        block_size=source.block_size,
-        offset=offset,
-    )
+        launch, kv, (held * width, width, 1), offset + source.rows,
+        source.cache, ends, counts, source.block_table,
+        num_reqs=num_reqs, block_size=source.block_size, offset=offset,
+    )  # fmt: skip
 
 
 def find_spans(launch: Launcher, call: Prefill) -> Spans:
@@ -175,16 +167,11 @@ def find_spans(launch: Launcher, call: Prefill) -> Spans:
     if num_reqs == 0:
         return spans
     launch(find_spans_kernel)[(num_reqs,)](
-        *strided(call.positions, call.req_indices),
-        call.positions.shape[0],
-        call.swa.rows,
-        call.extra_rows,
-        *spans,
-        WINDOW_SIZE=call.window_size,
-        COMPRESS_RATIO=call.compress_ratio,
-        TOKENS=TOKENS,
+        *strided(call.positions, call.req_indices), call.positions.shape[0],
+        call.swa.rows, call.extra_rows, *spans,
+        WINDOW_SIZE=call.window_size, COMPRESS_RATIO=call.compress_ratio, TOKENS=TOKENS,
         num_warps=SPAN_WARPS,
-    )
+    )  # fmt: skip
     return spans
 
 
@@ -205,33 +192,18 @@ def list_rows(
     extra = swa if call.extra is None else call.extra
     chosen = extra.block_table if call.topk_indices is None else call.topk_indices
     launch(list_rows_kernel)[(num_tokens,)](
-        *strided(call.positions, call.req_indices),
-        swa.block_table.shape[0],
-        spans.ends,
-        spans.counts,
-        *_table(swa),
-        swa.rows,
-        swa_width,
-        *_table(extra),
-        call.extra_rows,
-        extra_width,
-        *strided(chosen),
-        slots,
-        padded,
-        lens,
-        spans.ends if sink is None else sink.contiguous(),
-        lens if finite is None else finite,
+        *strided(call.positions, call.req_indices), swa.block_table.shape[0],
+        spans.ends, spans.counts,
+        *_table(swa), swa.rows, swa_width,
+        *_table(extra), call.extra_rows, extra_width, *strided(chosen),
+        slots, padded, lens,
+        spans.ends if sink is None else sink.contiguous(), lens if finite is None else finite,
         0 if sink is None else sink.shape[0],
-        WINDOW_SIZE=call.window_size,
-        COMPRESS_RATIO=call.compress_ratio,
-        SWA_BLOCK_SIZE=swa.block_size,
-        EXTRA_BLOCK_SIZE=extra.block_size,
-        HAS_EXTRA=call.extra is not None,
-        HAS_TOPK=call.topk_indices is not None,
-        HAS_SINK=sink is not None,
-        COLUMNS=COLUMNS,
-        num_warps=WARPS,
-    )
+        WINDOW_SIZE=call.window_size, COMPRESS_RATIO=call.compress_ratio,
+        SWA_BLOCK_SIZE=swa.block_size, EXTRA_BLOCK_SIZE=extra.block_size,
+        HAS_EXTRA=call.extra is not None, HAS_TOPK=call.topk_indices is not None,
+        HAS_SINK=sink is not None, COLUMNS=COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
     return slots, lens, finite
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.tiles import COMBINE_COLUMNS
+from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.fp8 import round_to_bf16
 from dsv4_ops.kernels.common.rope import load_tail_angles, rotate_tail
 from dsv4_ops.kernels.launcher import Launcher
@@ -222,22 +223,13 @@ def combine(
         programs = torch.sym_max(most, (rows + ROWS - 1) // ROWS)
         few, step = FEW_SPLITS, STEP
     launch(combine_splits_kernel)[(programs, num_heads, parts)](
-        *results,
-        lse if attn_sink is None else attn_sink.contiguous(),
-        lse if plan is None else plan,
-        *((0, 0) if plan is None else plan.stride()),
+        *results, lse if attn_sink is None else attn_sink.contiguous(),
+        *((lse, 0, 0) if plan is None else strided(plan)),
         *rotation_of(lse, positions, cos_sin_cache),
-        results[2].shape[0],
-        num_tokens,
-        rows,
-        num_heads,
-        splits,
-        HAS_PLAN=plan is not None,
-        GROUP=ROWS,
-        FEW=few,
-        STEP=step,
+        results[2].shape[0], num_tokens, rows, num_heads, splits,
+        HAS_PLAN=plan is not None, GROUP=ROWS, FEW=few, STEP=step,
         **_constants(out, attn_sink, positions, parts),
-    )
+    )  # fmt: skip
 
 
 def combine_listed(
@@ -253,16 +245,10 @@ def combine_listed(
     num_tokens, num_heads = out.shape[0], int(out.shape[1])
     programs = torch.sym_min(num_tokens, max(LISTED // num_heads, 1))
     launch(combine_listed_kernel)[(programs, num_heads)](
-        *results,
-        lse if attn_sink is None else attn_sink.contiguous(),
-        combine_list,
-        *rotation_of(lse, positions, cos_sin_cache),
-        num_heads,
-        FEW=FEW_SPLITS,
-        STEP=STEP,
-        COLUMNS=COMBINE_COLUMNS,
-        **_constants(out, attn_sink, positions),
-    )
+        *results, lse if attn_sink is None else attn_sink.contiguous(), combine_list,
+        *rotation_of(lse, positions, cos_sin_cache), num_heads,
+        FEW=FEW_SPLITS, STEP=STEP, COLUMNS=COMBINE_COLUMNS, **_constants(out, attn_sink, positions),
+    )  # fmt: skip
 
 
 def _constants(

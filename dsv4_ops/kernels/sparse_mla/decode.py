@@ -180,17 +180,11 @@ def launch_split_keys(
         launch(kernels.split)[grid](*tensors, *scheduled, **constants, num_warps=support.WARPS)
         return results
     launch(split_keys_kernel)[grid](
-        *tensors,
-        **constants,
-        UNIT=work.unit,
-        HEAD_DIM=head_dim,
+        *tensors, **constants, UNIT=work.unit, HEAD_DIM=head_dim,
         ROW_BYTES=main.data_bytes if coded else 2 * head_dim,
-        CODE_DIM=main.code_dim if coded else head_dim,
-        QUANT_BLOCK=main.quant_block,
-        HEADS=HEAD_TILE,
-        KEYS=KEY_TILE,
-        num_warps=WARPS,
-    )
+        CODE_DIM=main.code_dim if coded else head_dim, QUANT_BLOCK=main.quant_block,
+        HEADS=HEAD_TILE, KEYS=KEY_TILE, num_warps=WARPS,
+    )  # fmt: skip
     return results
 
 

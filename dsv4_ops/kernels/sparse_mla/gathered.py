@@ -82,23 +82,12 @@ def launch_gathered_keys(
     assert kernels is not None  # ``support.runs`` has asked
     q, kv = copied(launch, q), copied(launch, kv)
     launch(kernels.gathered)[(torch.sym_min(items, launch.num_sms(q.device)),)](
-        q,
-        *row_strides(q),
-        out,
-        lse,
-        max_logits,
-        lse if attn_sink is None else attn_sink.contiguous(),
-        kv,
-        *row_strides(kv),
-        kv.shape[0],
-        *strided(indices, lens),
-        indices.shape[1],
-        num_tokens,
-        num_heads,
-        SOFTMAX_SCALE=float(softmax_scale),
-        HAS_SINK=attn_sink is not None,
-        num_warps=support.WARPS,
-    )
+        q, *row_strides(q),
+        out, lse, max_logits, lse if attn_sink is None else attn_sink.contiguous(),
+        kv, *row_strides(kv), kv.shape[0],
+        *strided(indices, lens), indices.shape[1], num_tokens, num_heads,
+        SOFTMAX_SCALE=float(softmax_scale), HAS_SINK=attn_sink is not None, num_warps=support.WARPS,
+    )  # fmt: skip
     return results
 
 

@@ -190,16 +190,11 @@ def _launch_prefill(
             combine(launch, (*results, *parts), attn_sink, None, None, None, splits)
         return results
     launch(prefill_keys_kernel)[grid](
-        *tensors,
-        **constants,
-        HEAD_DIM=head_dim,
-        ROW_BYTES=main.data_bytes if coded else 2 * head_dim,
-        CODE_DIM=main.code_dim if coded else head_dim,
-        QUANT_BLOCK=main.quant_block,
-        HEADS=HEAD_TILE,
-        KEYS=KEY_TILE,
-        num_warps=WARPS,
-    )
+        *tensors, **constants,
+        HEAD_DIM=head_dim, ROW_BYTES=main.data_bytes if coded else 2 * head_dim,
+        CODE_DIM=main.code_dim if coded else head_dim, QUANT_BLOCK=main.quant_block,
+        HEADS=HEAD_TILE, KEYS=KEY_TILE, num_warps=WARPS,
+    )  # fmt: skip
     return results
 
 

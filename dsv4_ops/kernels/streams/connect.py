@@ -216,33 +216,15 @@ def hyper_connection(
         block = strided(block_out, post, mix)
     sizes = {"WIDTH": width, "COUNT": count, "WEIGHTS": weights, "SUMS": sums}
     launch(stream_products_kernel)[parts, (tokens + of_program - 1) // of_program](
-        *strided(streams, fn),
-        *block,
-        written,
-        partial,
-        tokens,
-        **sizes,
-        MIXED=mixed,
-        COLUMNS=columns,
-        TOKENS=of_program,
-        num_warps=warps,
-    )
+        *strided(streams, fn), *block, written, partial, tokens,
+        **sizes, MIXED=mixed, COLUMNS=columns, TOKENS=of_program, num_warps=warps,
+    )  # fmt: skip
     at_once = triton.next_power_of_2(width)
     launch(stream_ends_kernel)[tokens, 2](
         *strided(written if mixed else streams, base, scale, norm_weight),
-        partial,
-        next_post,
-        next_mix,
-        out,
-        tokens,
-        **sizes,
-        NUM_PARTS=parts,
-        PARTS=PARTS,
-        ITERATIONS=iterations,
-        EPS=eps,
-        NORM_EPS=norm_eps,
-        BLOCK=at_once,
-        SIDE=triton.next_power_of_2(count),
+        partial, next_post, next_mix, out, tokens,
+        **sizes, NUM_PARTS=parts, PARTS=PARTS, ITERATIONS=iterations, EPS=eps, NORM_EPS=norm_eps,
+        BLOCK=at_once, SIDE=triton.next_power_of_2(count),
         num_warps=16 if at_once > 4096 else END_WARPS,
-    )
+    )  # fmt: skip
     return found

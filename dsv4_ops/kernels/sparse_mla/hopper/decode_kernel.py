@@ -202,17 +202,10 @@ def hopper_split_keys_kernel(
         place = (gl.program_id(0), gl.num_programs(0), gl.program_id(1) == 0)
         if by_lengths > 0:
             token, split, splits, first = schedule_by_lengths(
-                place,
-                (swa_lens, swa_len_stride),
-                (extra_lens, extra_len_stride),
-                (req_indices, req_stride),
-                (swa_width, extra_width, num_reqs),
-                num_tokens,
-                wave,
-                combine_list,
-                LANES,
-                KEYS,
-            )
+                place, (swa_lens, swa_len_stride), (extra_lens, extra_len_stride),
+                (req_indices, req_stride), (swa_width, extra_width, num_reqs),
+                num_tokens, wave, combine_list, LANES, KEYS,
+            )  # fmt: skip
         else:
             token, split, splits, first = schedule_evenly(place, splits, combine_list)
         if token >= num_tokens:
