@@ -26,8 +26,9 @@ from dsv4_ops.core.types import (
 )
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.kernels import opaque_op
+from dsv4_ops.kernels.calls import DecodeCall, PrefillCall
 from dsv4_ops.reference import bf16_workspace
-from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source
+from dsv4_ops.reference.bf16_workspace import Prefill, Rows
 from dsv4_ops.reference.sanitize import Listed, Prepared, compact_pages, list_slots, no_key
 from dsv4_ops.reference.sparse_mla import apply_inverse_rope
 
@@ -63,28 +64,27 @@ def packaged() -> bool:
     return isinstance(_library(), torch._ops._OpNamespace)
 
 
-def _decode(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _decoded(name: str, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the library's op ``name`` returns, or DeepSeek's own module."""
     library = _library()
     if packaged():
-        op = library.sparse_decode_fwd.default
+        op = getattr(library, name).default
         found = op(*arguments, *opaque_op.trailing(op, len(arguments)))
-    else:  # DeepSeek's own module
-        found = library.flash_mla_interface.flash_mla_cuda.sparse_decode_fwd(*arguments)
+    else:
+        found = getattr(library.flash_mla_interface.flash_mla_cuda, name)(*arguments)
     out, lse, schedule, num_splits = found
+    return out, lse, schedule, num_splits
+
+
+def _decode(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out, lse, schedule, num_splits = _decoded("sparse_decode_fwd", arguments)
     if arguments[_SCHEDULE] is not None:  # an op returns none of its arguments
         schedule, num_splits = schedule.new_empty(0), num_splits.new_empty(0)
     return out, lse, schedule, num_splits
 
 
 def _dense_decode(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    library = _library()
-    if packaged():
-        op = library.dense_decode_fwd.default
-        found = op(*arguments, *opaque_op.trailing(op, len(arguments)))
-    else:  # DeepSeek's own module
-        found = library.flash_mla_interface.flash_mla_cuda.dense_decode_fwd(*arguments)
-    out, lse, schedule, num_splits = found
-    return out, lse, schedule, num_splits
+    return _decoded("dense_decode_fwd", arguments)
 
 
 def _prefill(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,59 +142,13 @@ def lowered() -> dict[Any, Any]:
     return {ours: library for ours, (library, _) in pairs.items()}
 
 
-def sparse_mla_decode(
-    launch: Any,
-    q: Tensor,
-    swa_cache: Tensor,
-    swa_indices: Tensor,
-    swa_lens: Tensor,
-    extra_cache: Tensor | None,
-    extra_indices: Tensor | None,
-    extra_lens: Tensor | None,
-    attn_sink: Tensor | None,
-    plan: Tensor | None,
-    positions: Tensor | None,
-    cos_sin_cache: Tensor | None,
-    *,
-    swa_block_size: int,
-    extra_block_size: int,
-    softmax_scale: float,
-    **settings: Any,
-) -> SparseMla:
-    window = Listed(swa_indices, swa_lens, swa_cache.shape[0], swa_block_size)
-    extra = None
-    if extra_cache is not None and extra_indices is not None and extra_lens is not None:
-        extra = Listed(extra_indices, extra_lens, extra_cache.shape[0], extra_block_size)
-    rest = (attn_sink, plan, positions, cos_sin_cache, softmax_scale)
-    return _attend(launch, q, swa_cache, window, extra_cache, extra, *rest)
+def sparse_mla_decode(launch: Any, *args: Any, impl: str = "", **named: Any) -> SparseMla:
+    return _attend(launch, DecodeCall(*args, **named))
 
 
-def sparse_mla_decode_paged(
-    launch: Any,
-    q: Tensor,
-    swa_cache: Tensor,
-    swa_indices: Tensor,
-    swa_lens: Tensor,
-    extra_cache: Tensor,
-    extra_lens: Tensor,
-    req_indices: Tensor,
-    extra_block_table: Tensor,
-    attn_sink: Tensor | None,
-    plan: Tensor | None,
-    positions: Tensor | None,
-    cos_sin_cache: Tensor | None,
-    *,
-    swa_block_size: int,
-    extra_block_size: int,
-    softmax_scale: float,
-    **settings: Any,
-) -> SparseMla:
+def sparse_mla_decode_paged(launch: Any, *args: Any, impl: str = "", **named: Any) -> SparseMla:
     """Over lists of the rows that our kernel finds by walking the block table."""
-    window = Listed(swa_indices, swa_lens, swa_cache.shape[0], swa_block_size)
-    blocks = extra_cache.shape[0]
-    extra = Listed(extra_block_table, extra_lens, blocks, extra_block_size, req_indices)
-    rest = (attn_sink, plan, positions, cos_sin_cache, softmax_scale)
-    return _attend(launch, q, swa_cache, window, extra_cache, extra, *rest)
+    return _attend(launch, DecodeCall.of_pages(*args, **named))
 
 
 def sparse_mla_gathered(
@@ -220,39 +174,18 @@ def sparse_mla_gathered(
     return SparseMlaGathered(out, torch.where(lse == -torch.inf, -torch.inf, max_logits), lse)
 
 
-def sparse_mla_prefill(
-    launch: Any,
-    q: Tensor,
-    swa_cache: Tensor,
-    positions: Tensor,
-    req_indices: Tensor,
-    swa_block_table: Tensor,
-    extra_cache: Tensor | None,
-    extra_block_table: Tensor | None,
-    topk_indices: Tensor | None,
-    attn_sink: Tensor | None,
-    *,
-    softmax_scale: float,
-    window_size: int,
-    compress_ratio: int,
-    swa_block_size: int,
-    extra_block_size: int,
-    **settings: Any,
-) -> SparseMla:
+def sparse_mla_prefill(launch: Any, *args: Any, impl: str = "", **named: Any) -> SparseMla:
     """Over a copy in bf16 of the rows that the call may see, gathered in the call."""
+    call = PrefillCall(*args, **named)
+    q, seen = call.q, call.seen
     if q.shape[0] == 0:
         return _of_no_token(q)
-    swa, extra = Source(swa_cache, swa_block_table, swa_block_size), None
-    if extra_cache is not None and extra_block_table is not None:
-        extra = Source(extra_cache, extra_block_table, extra_block_size)
-    for name, source in (("swa_cache", swa), ("extra_cache", extra or swa)):
+    for name, source in (("swa_cache", seen.swa), ("extra_cache", seen.extra or seen.swa)):
         layout = MainLayout(source.block_size)
         Checks("sparse_mla_prefill").page_start(name, source.cache, layout)
-    numbers = (window_size, compress_ratio)
-    call = Prefill(positions, req_indices, swa, extra, topk_indices, *numbers)
-    given = _gathered(launch, call, attn_sink)
+    given = _gathered(launch, seen, call.attn_sink)
     rows, slots = _some(given.kv)[:, None], given.slots[:, None]
-    out, _, lse = prefill(_dense(q), rows, slots, softmax_scale, WIDTH, given.sink, given.lens)
+    out, _, lse = prefill(_dense(q), rows, slots, call.softmax_scale, WIDTH, given.sink, given.lens)
     kernels = opaque_op.kernels(q.device)
     if kernels is None:
         return SparseMla(out, no_key(lse))
@@ -352,27 +285,16 @@ def _prepared(
     return made
 
 
-def _attend(
-    launch: Any,
-    q: Tensor,
-    swa_cache: Tensor,
-    window: Listed,
-    extra_cache: Tensor | None,
-    extra: Listed | None,
-    attn_sink: Tensor | None,
-    plan: Tensor | None,
-    positions: Tensor | None,
-    cos_sin_cache: Tensor | None,
-    softmax_scale: float,
-) -> SparseMla:
-    num_tokens = q.shape[0]
+def _attend(launch: Any, call: DecodeCall) -> SparseMla:
+    q, plan, extra, num_tokens = call.q, call.plan, call.extra, call.q.shape[0]
     if num_tokens == 0:
         return _of_no_token(q)
-    given = _prepared(launch, window, extra, attn_sink, KEYS)
+    given = _prepared(launch, call.window, extra, call.attn_sink, KEYS)
     lens, extra_lens = given.lens, given.extra_lens
     schedule = num_splits = more = more_slots = None
-    if extra_cache is not None and extra is not None and given.extra_slots is not None:
-        more, more_slots = kernel_view(extra_cache, extra.block_size), given.extra_slots[:, None]
+    if call.extra_cache is not None and given.extra_slots is not None:
+        more = kernel_view(call.extra_cache, call.extra_block_size)
+        more_slots = given.extra_slots[:, None]
     if plan is not None:
         if plan.dim() == 1:
             lens = extra_lens = None
@@ -385,10 +307,12 @@ def _attend(
         schedule = numbers.narrow(0, 0, size).view(-1, METADATA_COLUMNS)
         num_splits = numbers.narrow(0, size, num_tokens + 1)
     out, lse, _, _ = decode(
-        _dense(q)[:, None], kernel_view(swa_cache, window.block_size), given.slots[:, None], lens,
-        given.sink, schedule, num_splits, more, more_slots, extra_lens, WIDTH, softmax_scale,
+        _dense(q)[:, None], kernel_view(call.swa_cache, call.swa_block_size),
+        given.slots[:, None], lens, given.sink, schedule, num_splits,
+        more, more_slots, extra_lens, WIDTH, call.softmax_scale,
     )  # fmt: skip
     out, lse = out.squeeze(1), lse.squeeze(2)
+    positions, cos_sin_cache = call.positions, call.cos_sin_cache
     kernels = opaque_op.kernels(q.device)
     rotates = cos_sin_cache is None or int(cos_sin_cache.shape[1]) == WIDTH - MainLayout.code_dim
     if kernels is None or not rotates:

@@ -20,13 +20,13 @@ from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.kernels.mla.triton.decode_kernel import mla_decode_kernel
 from dsv4_ops.kernels.sparse_mla import combine
 from dsv4_ops.kernels.sparse_mla.decode import (
-    LEAST_LANES,
     TileSchedule,
     Work,
-    lanes_of,
+    combine_splits,
     num_splits_of,
     partial_results,
     schedule_of,
+    scheduled_by,
 )
 from dsv4_ops.kernels.sparse_mla.gathered import copied, row_strides
 from dsv4_ops.kernels.sparse_mla.hopper import support
@@ -197,10 +197,7 @@ def _finish(launch: Launcher, results: combine.Splits, call: Call, work: Work, f
     num_tokens, num_heads, rank = results[0].shape
     few = isinstance(num_tokens, int) and num_tokens * num_heads <= MOST_IN_PARTS
     parts = PARTS if free and few and rank == RANK else 1
-    if work.schedule is not None:
-        combine.combine_listed(launch, results, None, work.schedule.combine_list, None, None)
-    elif call.plan is not None or not (isinstance(work.splits, int) and work.splits == 1):
-        combine.combine(launch, results, None, call.plan, None, None, work.splits, parts)
+    combine_splits(launch, results, work, call.plan, None, None, None, parts)
 
 
 def _rows(call: Call) -> tuple[Any, ...]:
@@ -215,7 +212,7 @@ def _rows(call: Call) -> tuple[Any, ...]:
         *strided(starts),
         lens if call.q_scale is None else call.q_scale,
         lens if call.kv_scale is None else call.kv_scale,
-    ), (lens if plan is None else plan, *((0, 0) if plan is None else plan.stride()))
+    ), (lens, 0, 0) if plan is None else strided(plan)
 
 
 def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -278,22 +275,16 @@ def _attend_on_hopper(
     work = split(call, True, settings, group)
     out, lse = _results(call.q, RANK)
     results = (out, lse, *partial_results(call.q, work.capacity, RANK))
-    schedule = work.schedule
-    scheduled = (lse, 0, 0)
-    if schedule is not None:
-        scheduled = (schedule.combine_list, schedule.by_lengths, schedule.wave)
+    scheduled, of_schedule = scheduled_by(work, lse, num_tokens)
     of_rows, of_plan = _rows(call)
-    kernels = support.kernels()
-    assert kernels is not None  # ``support.runs`` has asked
     tiles = head_tiles(group * num_heads)
-    launch(kernels.mla)[(work.programs * tiles,)](
+    launch(support.kernel("mla"))[(work.programs * tiles,)](
         call.q, *row_strides(call.q), *results, *of_rows, *of_plan,
         work.capacity, num_tokens, num_heads, work.splits, *scheduled,
         SOFTMAX_SCALE=float(settings["softmax_scale"]), BLOCK_SIZE=settings["block_size"],
         FORMAT=FORMATS[settings["layout"]], ROW=int(call.kv_cache.shape[2]),
         HAS_PLAN=call.plan is not None, HAS_Q_SCALE=call.q_scale is not None,
-        HAS_KV_SCALE=call.kv_scale is not None, SCHEDULED=schedule is not None,
-        LANES=LEAST_LANES if schedule is None else lanes_of(num_tokens), GROUP=group, TILES=tiles,
+        HAS_KV_SCALE=call.kv_scale is not None, **of_schedule, GROUP=group, TILES=tiles,
         num_warps=support.WARPS,
     )  # fmt: skip
     _finish(launch, results, call, work, _is_free(settings))

@@ -28,7 +28,8 @@ from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 from dsv4_ops.dispatch.choice import not_ours
 from dsv4_ops.dispatch.prefill import positive
 from dsv4_ops.kernels import opaque_op
-from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.arguments import paged, strided
+from dsv4_ops.kernels.calls import DecodeCall, PrefillCall
 from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.kernels.sparse_mla import combine
 from dsv4_ops.kernels.sparse_mla.gathered import gathered_keys
@@ -42,31 +43,6 @@ WARPS = 8
 LEAST_LANES = 32
 """Lanes of the tile scheduler, of which each has a token, if there are no more tokens: of more than
 needed, programs start up to 0.7 us later."""
-
-
-class Call(NamedTuple):
-    """The tensors of a call; ``extra_indices`` is a block table with ``req_indices``."""
-
-    q: Tensor
-    swa_cache: Tensor
-    swa_indices: Tensor
-    swa_lens: Tensor
-    extra_cache: Tensor | None
-    extra_indices: Tensor | None
-    extra_lens: Tensor | None
-    req_indices: Tensor | None
-    attn_sink: Tensor | None
-    plan: Tensor | None
-    positions: Tensor | None
-    cos_sin_cache: Tensor | None
-
-    def widths(self, extra_block_size: int) -> list[int]:
-        """Most keys of a token in each of its lists."""
-        widths = [self.swa_indices.shape[1]]
-        if self.extra_indices is not None:
-            paged = self.req_indices is not None
-            widths.append(self.extra_indices.shape[1] * (extra_block_size if paged else 1))
-        return widths
 
 
 class TileSchedule(NamedTuple):
@@ -113,16 +89,7 @@ def partial_results(q: Tensor, capacity: int, width: int) -> tuple[Tensor, Tenso
     return parts, *(q.new_empty((capacity, heads), dtype=torch.float32) for _ in range(2))
 
 
-def launch_split_keys(
-    launch: Launcher,
-    call: Call,
-    work: Work,
-    *,
-    softmax_scale: float,
-    swa_block_size: int,
-    extra_block_size: int,
-    coded: bool,
-) -> combine.Splits:
+def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine.Splits:
     """Attend to the splits of every token: results of tokens of one, partial results of others."""
     q, plan = call.q, call.plan
     num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
@@ -130,23 +97,22 @@ def launch_split_keys(
         q = q.contiguous()
     lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
     results = (q.new_empty(q.shape), lse, *partial_results(q, work.capacity, head_dim))
-    lens = call.swa_lens if call.extra_lens is None else call.extra_lens
-    cache = call.swa_cache if call.extra_cache is None else call.extra_cache
-    indices = call.swa_indices if call.extra_indices is None else call.extra_indices
-    requests = lens if call.req_indices is None else call.req_indices
-    main = MainLayout(swa_block_size)
+    window, (swa_cache, extra_cache) = call.window, call.caches
+    extra = call.extra or window
+    lens = extra.lens
     tensors = (
         *strided(q),
         *results,
         lse if call.attn_sink is None else call.attn_sink.contiguous(),
-        *_source(call.swa_cache, call.swa_indices, call.swa_lens),
-        call.swa_indices.shape[1],
-        *_source(cache, indices, lens),
-        call.widths(extra_block_size)[-1],
-        *strided(requests),
-        indices.shape[0],
-        lens if plan is None else plan,
-        *((0, 0) if plan is None else plan.stride()),
+        *paged(swa_cache),
+        *strided(window.indices, window.lens),
+        window.width(),
+        *paged(extra_cache),
+        *strided(extra.indices, lens),
+        extra.width(),
+        *strided(lens if call.req_indices is None else call.req_indices),
+        extra.indices.shape[0],
+        *((lens, 0, 0) if plan is None else strided(plan)),
         *combine.rotation_of(lens, call.positions, call.cos_sin_cache),
         work.capacity,
         num_tokens,
@@ -154,44 +120,47 @@ def launch_split_keys(
         work.splits,
     )
     constants = {
-        "SOFTMAX_SCALE": float(softmax_scale),  # Inductor would pass it as a float64
-        "SWA_BLOCK_SIZE": swa_block_size,
-        "EXTRA_BLOCK_SIZE": extra_block_size,
-        "HAS_EXTRA": call.extra_cache is not None,
+        "SOFTMAX_SCALE": float(call.softmax_scale),  # Inductor would pass it as a float64
+        "SWA_BLOCK_SIZE": call.swa_block_size,
+        "EXTRA_BLOCK_SIZE": call.extra_block_size,
+        "HAS_EXTRA": call.extra is not None,
         "PAGED": call.req_indices is not None,
         "HAS_SINK": call.attn_sink is not None,
         "HAS_PLAN": plan is not None,
         "INVERSE_ROPE": call.positions is not None,
-        "ROW": main.data_bytes if coded else head_dim,
-        "SCALE_BYTES": main.scale_bytes if coded else 0,
     }
-    grid = (work.programs, head_tiles(num_heads))
+    grid, row = (work.programs, head_tiles(num_heads)), row_format(call)
     if work.on_hopper:
-        kernels = support.kernels()
-        assert kernels is not None  # ``support.runs`` has asked
-        schedule = work.schedule
-        scheduled = (lens, 0, 0)
-        if schedule is not None:
-            scheduled = (schedule.combine_list, schedule.by_lengths, schedule.wave)
-        constants |= {
-            "SCHEDULED": schedule is not None,
-            "LANES": LEAST_LANES if schedule is None else lanes_of(num_tokens),
-        }
-        launch(kernels.split)[grid](*tensors, *scheduled, **constants, num_warps=support.WARPS)
+        scheduled, of_schedule = scheduled_by(work, lens, num_tokens)
+        launch(support.kernel("split"))[grid](
+            *tensors, *scheduled, **constants, **of_schedule, ROW=row[0], SCALE_BYTES=row[4],
+            num_warps=support.WARPS,
+        )  # fmt: skip
         return results
     launch(split_keys_kernel)[grid](
-        *tensors, **constants, UNIT=work.unit, HEAD_DIM=head_dim,
-        ROW_BYTES=main.data_bytes if coded else 2 * head_dim,
-        CODE_DIM=main.code_dim if coded else head_dim, QUANT_BLOCK=main.quant_block,
-        HEADS=HEAD_TILE, KEYS=KEY_TILE, num_warps=WARPS,
+        *tensors, **constants, HEAD_DIM=head_dim, FORMAT=row,
+        HEADS=HEAD_TILE, KEYS=KEY_TILE, UNIT=work.unit, num_warps=WARPS,
     )  # fmt: skip
     return results
 
 
-def _source(cache: Tensor, indices: Tensor, lens: Tensor) -> tuple[Any, ...]:
-    """A cache and the lists of its keys, with their strides."""
-    lists = (indices, *indices.stride(), lens, lens.stride(0))
-    return (cache, cache.stride(0), cache.shape[0], *lists)
+def row_format(call: DecodeCall | PrefillCall) -> tuple[int, ...]:
+    """``FORMAT`` of ``load_keys``."""
+    main, width = MainLayout(call.swa_block_size), int(call.q.shape[2])
+    if not call.coded:
+        return width, 2 * width, width, main.quant_block, 0
+    return main.data_bytes, main.data_bytes, main.code_dim, main.quant_block, main.scale_bytes
+
+
+def scheduled_by(
+    work: Work, stand_in: Tensor, num_tokens: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What Hopper's kernels of decode are given of a schedule: arguments and constants."""
+    schedule = work.schedule
+    if schedule is None:
+        return (stand_in, 0, 0), {"SCHEDULED": False, "LANES": LEAST_LANES}
+    arguments = (schedule.combine_list, schedule.by_lengths, schedule.wave)
+    return arguments, {"SCHEDULED": True, "LANES": lanes_of(num_tokens)}
 
 
 def lanes_of(num_tokens: int) -> int:
@@ -220,69 +189,29 @@ _WHAT = "with such queries, caches or angles"
 
 _SCHEMA = (
     "(Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens, Tensor? extra_cache, "
-    "Tensor? extra_indices, Tensor? extra_lens, Tensor? req_indices, Tensor? attn_sink, "
-    "Tensor? plan, Tensor? positions, Tensor? cos_sin_cache, *, float softmax_scale, "
-    "int swa_block_size, int extra_block_size, str layout, int num_splits, bool batch_invariant) "
-    "-> (Tensor, Tensor)"
+    "Tensor? extra_indices, Tensor? extra_lens, Tensor? attn_sink, Tensor? plan, "
+    "Tensor? positions, Tensor? cos_sin_cache, float softmax_scale, int swa_block_size, "
+    "int extra_block_size, str layout, int num_splits, bool batch_invariant, "
+    "Tensor? req_indices) -> (Tensor, Tensor)"
 )
 
 
-def sparse_mla_decode(
-    launch: Launcher,
-    q: Tensor,
-    swa_cache: Tensor,
-    swa_indices: Tensor,
-    swa_lens: Tensor,
-    extra_cache: Tensor | None,
-    extra_indices: Tensor | None,
-    extra_lens: Tensor | None,
-    attn_sink: Tensor | None,
-    plan: Tensor | None,
-    positions: Tensor | None,
-    cos_sin_cache: Tensor | None,
-    *,
-    impl: str = AUTO,
-    **settings: Any,
-) -> SparseMla:
-    swa = (swa_cache, swa_indices, swa_lens)
-    rest = (attn_sink, plan, positions, cos_sin_cache)
-    caches, extra = [swa_cache], None
-    if extra_cache is not None and extra_indices is not None and extra_lens is not None:
-        caches, extra = [swa_cache, extra_cache], (extra_cache, extra_indices, extra_lens)
-    if not (supported(q, *caches) and turns(cos_sin_cache)):
+def sparse_mla_decode(launch: Launcher, *args: Any, impl: str = AUTO, **named: Any) -> SparseMla:
+    call = DecodeCall(*args, **named)
+    if not _takes(call):
         not_ours("sparse_mla_decode", impl, _WHAT)
-        listed = (extra_cache, extra_indices, extra_lens)
-        return reference.sparse_mla_decode(q, *swa, *listed, *rest, **settings)
-    return _attend(launch, "sparse_mla_decode", q, swa, extra, None, *rest, **settings)
+        return reference.sparse_mla_decode(*args, **named)
+    return _attend(launch, "sparse_mla_decode", call)
 
 
 def sparse_mla_decode_paged(
-    launch: Launcher,
-    q: Tensor,
-    swa_cache: Tensor,
-    swa_indices: Tensor,
-    swa_lens: Tensor,
-    extra_cache: Tensor,
-    extra_lens: Tensor,
-    req_indices: Tensor,
-    extra_block_table: Tensor,
-    attn_sink: Tensor | None,
-    plan: Tensor | None,
-    positions: Tensor | None,
-    cos_sin_cache: Tensor | None,
-    *,
-    impl: str = AUTO,
-    **settings: Any,
+    launch: Launcher, *args: Any, impl: str = AUTO, **named: Any
 ) -> SparseMla:
-    swa = (swa_cache, swa_indices, swa_lens)
-    rest = (attn_sink, plan, positions, cos_sin_cache)
-    if not (supported(q, swa_cache, extra_cache) and turns(cos_sin_cache)):
+    call = DecodeCall.of_pages(*args, **named)
+    if not _takes(call):
         not_ours("sparse_mla_decode_paged", impl, _WHAT)
-        paged = (extra_cache, extra_lens, req_indices, extra_block_table)
-        return reference.sparse_mla_decode_paged(q, *swa, *paged, *rest, **settings)
-    extra = (extra_cache, extra_block_table, extra_lens)
-    op = "sparse_mla_decode_paged"
-    return _attend(launch, op, q, swa, extra, req_indices, *rest, **settings)
+        return reference.sparse_mla_decode_paged(*args, **named)
+    return _attend(launch, "sparse_mla_decode_paged", call)
 
 
 def sparse_mla_gathered(
@@ -310,9 +239,18 @@ def supported(q: Tensor, *caches: Tensor) -> bool:
     return q.dtype == torch.bfloat16 and dense and int(q.shape[2]) == WIDTH
 
 
-def turns(cos_sin_cache: Tensor | None) -> bool:
-    """Whether the kernel's inverse RoPE is of so many values: those of its last tile, or none."""
-    return cos_sin_cache is None or int(cos_sin_cache.shape[1]) == combine.ROPE
+def _takes(call: DecodeCall) -> bool:
+    """Whether the kernels take the call: their inverse RoPE is of so many values as those of their
+    last tile, or of none."""
+    table = call.cos_sin_cache
+    turns = table is None or int(table.shape[1]) == combine.ROPE
+    return turns and supported(call.q, *call.caches)
+
+
+def check_pages(op: str, call: DecodeCall | PrefillCall) -> None:
+    """Refuse FP8 blocks that begin where the kernels cannot read them."""
+    for name, cache in zip(("swa_cache", "extra_cache"), call.caches, strict=True):
+        Checks(op).page_start(name, cache, MainLayout(call.swa_block_size))
 
 
 def num_splits_of(
@@ -352,76 +290,57 @@ def _units(widths: Sequence[int], unit: int) -> int:
     return sum((width + unit - 1) // unit for width in widths)
 
 
-def _attend(
-    launch: Launcher,
-    op: str,
-    q: Tensor,
-    swa: tuple[Tensor, Tensor, Tensor],
-    extra: tuple[Tensor, Tensor, Tensor] | None,
-    *rest: Tensor | None,
-    **settings: Any,
-) -> SparseMla:
-    """``rest`` and ``settings`` are those of ``_split_and_combine``."""
-    num_tokens, num_heads = q.shape[0], int(q.shape[1])
-    if num_tokens == 0 or num_heads == 0:
-        lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
+def _attend(launch: Launcher, op: str, call: DecodeCall) -> SparseMla:
+    q = call.q
+    if q.shape[0] == 0 or int(q.shape[1]) == 0:
+        lse = q.new_empty((q.shape[0], int(q.shape[1])), dtype=torch.float32)
         return SparseMla(q.new_empty(q.shape), lse)
-    coded = settings["layout"] == MainLayout.tag
-    if coded:
-        main = MainLayout(settings["swa_block_size"])
-        Checks(op).page_start("swa_cache", swa[0], main)
-        Checks(op).page_start("extra_cache", (extra or swa)[0], main)
-    args = (q, *swa, *(extra or (None, None, None)), *rest)
-    if launch.opaque_gluon and support.runs(launch, q, coded):
-        return SparseMla(*hopper_split_keys(*args, **settings))
-    return SparseMla(*_split_and_combine(launch, *args, **settings))
+    if call.coded:
+        check_pages(op, call)
+    if launch.opaque_gluon and support.runs(launch, q, call.coded):
+        return SparseMla(*hopper_split_keys(*call))
+    return SparseMla(*split_and_combine(launch, call))
 
 
-def _split_and_combine(
-    launch: Launcher,
-    *tensors: Tensor | None,
-    softmax_scale: float,
-    swa_block_size: int,
-    extra_block_size: int,
-    layout: str,
-    num_splits: int,
-    batch_invariant: bool,
-) -> tuple[Tensor, Tensor]:
-    """``tensors`` are those of ``Call``."""
-    call = Call(*tensors)  # type: ignore[arg-type]  # the first are never None
+def split_and_combine(launch: Launcher, call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """All launches of a call."""
     if call.positions is None or call.cos_sin_cache is None:
         call = call._replace(positions=None, cos_sin_cache=None)
-    coded = layout == MainLayout.tag
-    on_hopper = support.runs(launch, call.q, coded)
-    work = _split(call, on_hopper, call.widths(extra_block_size), num_splits, batch_invariant)
-    results = launch_split_keys(
-        launch,
-        call,
-        work,
-        softmax_scale=softmax_scale,
-        swa_block_size=swa_block_size,
-        extra_block_size=extra_block_size,
-        coded=coded,
-    )
-    rest = (call.positions, call.cos_sin_cache)
-    if work.schedule is not None:
-        written = work.schedule.combine_list
-        combine.combine_listed(launch, results, call.attn_sink, written, *rest)
-    elif call.plan is not None or not (isinstance(work.splits, int) and work.splits == 1):
-        combine.combine(launch, results, call.attn_sink, call.plan, *rest, work.splits)
+    work = _split(call, support.runs(launch, call.q, call.coded))
+    results = launch_split_keys(launch, call, work)
+    rotation = (call.positions, call.cos_sin_cache)
+    combine_splits(launch, results, work, call.plan, call.attn_sink, *rotation)
     return results[0], results[1]
 
 
-def _split(
-    call: Call, on_hopper: bool, widths: Sequence[int], num_splits: int, batch_invariant: bool
-) -> Work:
+def combine_splits(
+    launch: Launcher,
+    results: combine.Splits,
+    work: Work,
+    plan: Tensor | None,
+    attn_sink: Tensor | None,
+    positions: Tensor | None,
+    cos_sin_cache: Tensor | None,
+    parts: int = 1,
+) -> None:
+    """Of the tokens that have several splits, if any can."""
+    rotation = (positions, cos_sin_cache)
+    if work.schedule is not None:
+        combine.combine_listed(launch, results, attn_sink, work.schedule.combine_list, *rotation)
+    elif plan is not None or not (isinstance(work.splits, int) and work.splits == 1):
+        combine.combine(launch, results, attn_sink, plan, *rotation, work.splits, parts)
+
+
+def _split(call: DecodeCall, on_hopper: bool) -> Work:
     """Choose splits: by a plan, by the lengths, or as many of every token as fill the GPU."""
     num_tokens, wide = call.q.shape[0], head_tiles(int(call.q.shape[1]))
     if call.plan is not None:
         programs = call.plan.shape[0]
         # a token of several splits has fewer than twice as many as its share of the programs
         return Work(on_hopper, KEYS, 1, programs, 2 * (programs - num_tokens), None)
+    num_splits, batch_invariant = call.num_splits, call.batch_invariant
     free = num_splits == 0 and not batch_invariant
+    widths = [lists.width() for lists in (call.window, call.extra) if lists is not None]
     unit = KEYS if on_hopper or not free else unit_of_splits(num_tokens * wide, widths)
     units = _units(widths, unit)
     splits = num_splits_of(num_tokens * wide, units, unit, num_splits, batch_invariant)
@@ -462,12 +381,13 @@ def schedule_of(q: Tensor, units: int, wide: int) -> TileSchedule | None:
     return TileSchedule(by_lengths, programs, wave, combine_list)
 
 
-def _call(*args: Any, **settings: Any) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device_of(args[0]):
-        return _split_and_combine(EAGER, *args, **settings)
+def _call(*args: Any) -> tuple[Tensor, Tensor]:
+    call = DecodeCall(*args)
+    with torch.cuda.device_of(call.q):
+        return split_and_combine(EAGER, call)
 
 
-def _fake(q: Tensor, *_: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     rows = (q.shape[0], int(q.shape[1]))
     return q.new_empty(q.shape), q.new_empty(rows, dtype=torch.float32)
 

@@ -78,10 +78,8 @@ def launch_gathered_keys(
     items = num_tokens * head_tiles(num_heads)
     if items == 0:
         return results
-    kernels = support.kernels()
-    assert kernels is not None  # ``support.runs`` has asked
     q, kv = copied(launch, q), copied(launch, kv)
-    launch(kernels.gathered)[(torch.sym_min(items, launch.num_sms(q.device)),)](
+    launch(support.kernel("gathered"))[(torch.sym_min(items, launch.num_sms(q.device)),)](
         q, *row_strides(q),
         out, lse, max_logits, lse if attn_sink is None else attn_sink.contiguous(),
         kv, *row_strides(kv), kv.shape[0],

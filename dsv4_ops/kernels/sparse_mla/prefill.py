@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.tiles import HEAD_TILE, KEY_TILE, PROGRAMS, head_tiles, programs_per_tile
 from dsv4_ops.core.types import SparseMla
 from dsv4_ops.dispatch.choice import not_ours
 from dsv4_ops.dispatch.prefill import gathers, prefilled
 from dsv4_ops.kernels import opaque_op
-from dsv4_ops.kernels.arguments import listed, strided
+from dsv4_ops.kernels.arguments import listed, paged, strided
+from dsv4_ops.kernels.calls import PrefillCall
 from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.kernels.sparse_mla.bf16_workspace import gather_rows
 from dsv4_ops.kernels.sparse_mla.combine import combine
-from dsv4_ops.kernels.sparse_mla.decode import num_splits_of, partial_results, supported
+from dsv4_ops.kernels.sparse_mla.decode import (
+    check_pages,
+    num_splits_of,
+    partial_results,
+    row_format,
+    supported,
+)
 from dsv4_ops.kernels.sparse_mla.gathered import Results, launch_gathered_keys
 from dsv4_ops.kernels.sparse_mla.hopper import support
 from dsv4_ops.kernels.sparse_mla.triton.prefill_kernel import prefill_keys_kernel
 from dsv4_ops.reference import sparse_mla as reference
-from dsv4_ops.reference.bf16_workspace import Prefill, Source
 
 WARPS = 8
 """Warps of a program of the kernel in Triton."""
@@ -37,83 +40,67 @@ _SCHEMA = (
     "(bool by_size, Tensor q, Tensor swa_cache, Tensor positions, Tensor req_indices, "
     "Tensor swa_block_table, Tensor? extra_cache, Tensor? extra_block_table, "
     "Tensor? topk_indices, Tensor? attn_sink, float softmax_scale, int window_size, "
-    "int compress_ratio, int swa_block_size, int extra_block_size, bool coded) -> (Tensor, Tensor)"
+    "int compress_ratio, int swa_block_size, int extra_block_size, str layout) -> (Tensor, Tensor)"
 )
 
 
-def prefill_keys(launch: Launcher, by_size: bool, *args: Any) -> tuple[Tensor, Tensor]:
-    """Attend with the kernel that is made for the device; see ``_launch_prefill``. Where sizes may
-    decide, Hopper's may read a copy of the rows, and bits depend on how many tokens there are."""
-    q, coded = args[0], args[14]
-    on_hopper = support.runs(launch, q, coded)
+def sparse_mla_prefill(launch: Launcher, *args: Any, impl: str = AUTO, **named: Any) -> SparseMla:
+    call = PrefillCall(*args, **named)
+    q = call.q
+    if not supported(q, *call.caches):
+        not_ours("sparse_mla_prefill", impl, "with such queries or caches")
+        return reference.sparse_mla_prefill(*args, **named)
+    if q.shape[0] == 0 or int(q.shape[1]) == 0:
+        return SparseMla(*_results(q))
+    if call.coded:
+        check_pages("sparse_mla_prefill", call)
+    return SparseMla(*_attend(launch, impl == AUTO, call))
+
+
+def _attend(launch: Launcher, by_size: bool, call: PrefillCall) -> tuple[Tensor, Tensor]:
+    """Attend with the kernel that is made for the device. Where sizes may decide, Hopper's may read
+    a copy of the rows, and bits depend on how many tokens there are."""
+    on_hopper = support.runs(launch, call.q, call.coded)
     if on_hopper and launch.opaque_gluon:
-        results: tuple[Tensor, Tensor] = hopper_prefill_keys(by_size, *args)
+        results: tuple[Tensor, Tensor] = hopper_prefill_keys(by_size, *call)
         return results
     if on_hopper and by_size:
-        return _launch_by_size(launch, *args)
-    return _launch_prefill(launch, on_hopper, *args)
+        return launch_by_size(launch, call)
+    return launch_prefill(launch, on_hopper, call)
 
 
-_NAMES = (
-    "q",
-    "swa_cache",
-    "positions",
-    "req_indices",
-    "swa_block_table",
-    "extra_cache",
-    "extra_block_table",
-    "topk_indices",
-    "attn_sink",
-    "softmax_scale",
-    "window_size",
-    "compress_ratio",
-    "swa_block_size",
-    "extra_block_size",
-)
-
-
-def _launch_by_size(launch: Launcher, *args: Any) -> tuple[Tensor, Tensor]:
+def launch_by_size(launch: Launcher, call: PrefillCall) -> tuple[Tensor, Tensor]:
     """From the cache, or from a bfloat16 copy of its rows, as ``dispatch/prefill.py`` decides.
 
     Of symbolic sizes that is a symbol: both variants are there, one without programs."""
-    values = dict(zip(_NAMES, args, strict=False))
-    wanted = gathers(values)
+    wanted = gathers(call._asdict())
     if isinstance(wanted, int) and wanted:
-        return attend_to_copy(launch, wanted, values, None)
-    splits = _splits(values)
+        return attend_to_copy(launch, wanted, call, None)
+    splits = _splits(call)
     if isinstance(wanted, int):
-        return _launch_prefill(launch, True, *args, splits=splits)
-    out, lse = _launch_prefill(launch.predicated(1 - wanted), True, *args, splits=splits)
-    return attend_to_copy(launch, wanted, values, (out, torch.empty_like(lse), lse))
+        return launch_prefill(launch, True, call, splits)
+    out, lse = launch_prefill(launch.predicated(1 - wanted), True, call, splits)
+    return attend_to_copy(launch, wanted, call, (out, torch.empty_like(lse), lse))
 
 
-def _splits(values: Mapping[str, Any]) -> Any:
+def _splits(call: PrefillCall) -> Any:
     """Splits of the keys of every token, as a decode of so many has them; a symbol of symbolic
     sizes. Few tokens leave SMs idle otherwise."""
-    window, q = values["window_size"], values["q"]
-    blocks = -(-window // KEY_TILE) - (window - prefilled(values)) // KEY_TILE
+    window, q = call.window_size, call.q
+    blocks = -(-window // KEY_TILE) - (window - prefilled(call._asdict())) // KEY_TILE
     return num_splits_of(q.shape[0] * head_tiles(int(q.shape[1])), blocks, KEY_TILE, 0, False)
 
 
 def attend_to_copy(
-    launch: Launcher, wanted: int, values: Mapping[str, Any], results: Results | None
+    launch: Launcher, wanted: int, call: PrefillCall, results: Results | None
 ) -> tuple[Tensor, Tensor]:
     """Copy the rows, and attend to them."""
-    swa = Source(values["swa_cache"], values["swa_block_table"], values["swa_block_size"])
-    extra = None
-    if values["extra_cache"] is not None:
-        extra = Source(
-            values["extra_cache"], values["extra_block_table"], values["extra_block_size"]
-        )
-    tokens = (values["positions"], values["req_indices"])
-    numbers = (values["window_size"], values["compress_ratio"])
-    call = Prefill(*tokens, swa, extra, values["topk_indices"], *numbers)
-    given = gather_rows(launch, call, None, 1, wanted)
+    given = gather_rows(launch, call.seen, None, 1, wanted)
     lists = (given.kv, given.slots, given.lens)
     if results is not None:
         launch = launch.predicated(wanted)
-    rest = (values["attn_sink"], values["softmax_scale"], results)
-    out, _, lse = launch_gathered_keys(launch, values["q"], *lists, *rest)
+    rest = (call.attn_sink, call.softmax_scale, results)
+    out, _, lse = launch_gathered_keys(launch, call.q, *lists, *rest)
     return out, lse
 
 
@@ -122,158 +109,69 @@ def _results(q: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(rows, dtype=torch.float32)
 
 
-def _launch_prefill(
-    launch: Launcher,
-    on_hopper: bool,
-    q: Tensor,
-    swa_cache: Tensor,
-    positions: Tensor,
-    req_indices: Tensor,
-    swa_table: Tensor,
-    extra_cache: Tensor | None,
-    extra_table: Tensor | None,
-    topk_indices: Tensor | None,
-    attn_sink: Tensor | None,
-    softmax_scale: float,
-    window_size: int,
-    compress_ratio: int,
-    swa_block_size: int,
-    extra_block_size: int,
-    coded: bool,
-    splits: int = 1,
+def launch_prefill(
+    launch: Launcher, on_hopper: bool, call: PrefillCall, splits: int = 1
 ) -> tuple[Tensor, Tensor]:
     """``out`` and ``lse``, by a program for each split of a token and tile of heads."""
-    num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
+    q, attn_sink = call.q, call.attn_sink
+    num_tokens, num_heads = q.shape[0], int(q.shape[1])
     if on_hopper and q.stride(2) != 1:
         q = q.contiguous()
     results = _results(q)
-    main = MainLayout(swa_block_size)
-    cache = swa_cache if extra_cache is None else extra_cache
-    table = swa_table if extra_table is None else extra_table
-    chosen = table if topk_indices is None else topk_indices
+    swa_table, (swa_cache, extra_cache) = call.swa_block_table, call.caches
+    table = swa_table if call.extra_block_table is None else call.extra_block_table
     tensors = (
         *strided(q),
         *results,
         results[1] if attn_sink is None else attn_sink.contiguous(),
-        *strided(positions, req_indices),
-        *_source(swa_cache, swa_table),
-        *_source(cache, table),
-        *listed(chosen),
+        *strided(call.positions, call.req_indices),
+        *paged(swa_cache),
+        *listed(swa_table),
+        *paged(extra_cache),
+        *listed(table),
+        *listed(table if call.topk_indices is None else call.topk_indices),
         swa_table.shape[0],
         num_heads,
     )
     constants = {
-        "SOFTMAX_SCALE": float(softmax_scale),  # Inductor would pass it as a float64
-        "WINDOW_SIZE": window_size,
-        "COMPRESS_RATIO": compress_ratio,
+        "SOFTMAX_SCALE": float(call.softmax_scale),  # Inductor would pass it as a float64
+        "WINDOW_SIZE": call.window_size,
+        "COMPRESS_RATIO": call.compress_ratio,
         "LISTED": LISTED,
-        "SWA_BLOCK_SIZE": swa_block_size,
-        "EXTRA_BLOCK_SIZE": extra_block_size,
-        "HAS_EXTRA": extra_cache is not None,
-        "HAS_TOPK": topk_indices is not None,
+        "SWA_BLOCK_SIZE": call.swa_block_size,
+        "EXTRA_BLOCK_SIZE": call.extra_block_size,
+        "HAS_EXTRA": call.extra_cache is not None,
+        "HAS_TOPK": call.topk_indices is not None,
         "HAS_SINK": attn_sink is not None,
-        "ROW": main.data_bytes if coded else head_dim,
-        "SCALE_BYTES": main.scale_bytes if coded else 0,
     }
-    grid = (num_tokens, head_tiles(num_heads))
+    grid, row = (num_tokens, head_tiles(num_heads)), row_format(call)
     if on_hopper:
-        kernels = support.kernels()
-        assert kernels is not None  # ``support.runs`` has asked
         grid = (num_tokens * splits, grid[1])
         several = not (isinstance(splits, int) and splits == 1)
         capacity = programs_per_tile(num_heads, PROGRAMS)
         parts = partial_results(q, capacity, int(q.shape[2])) if several else (results[1],) * 3
-        launch(kernels.prefill)[grid](
-            *tensors, *parts, splits, **constants, num_warps=support.WARPS
-        )
+        launch(support.kernel("prefill"))[grid](
+            *tensors, *parts, splits, **constants, ROW=row[0], SCALE_BYTES=row[4],
+            num_warps=support.WARPS,
+        )  # fmt: skip
         if several:
             combine(launch, (*results, *parts), attn_sink, None, None, None, splits)
         return results
     launch(prefill_keys_kernel)[grid](
-        *tensors, **constants,
-        HEAD_DIM=head_dim, ROW_BYTES=main.data_bytes if coded else 2 * head_dim,
-        CODE_DIM=main.code_dim if coded else head_dim, QUANT_BLOCK=main.quant_block,
+        *tensors, **constants, HEAD_DIM=int(q.shape[2]), FORMAT=row,
         HEADS=HEAD_TILE, KEYS=KEY_TILE, num_warps=WARPS,
     )  # fmt: skip
     return results
 
 
-def _source(cache: Tensor, table: Tensor) -> tuple[Any, ...]:
-    """A cache and its block table, with their strides."""
-    blocks = (cache, cache.stride(0), cache.shape[0])
-    return (*blocks, table, *table.stride(), table.shape[1])
+def _call(by_size: bool, *args: Any) -> tuple[Tensor, Tensor]:
+    call = PrefillCall(*args)
+    with torch.cuda.device_of(call.q):
+        return launch_by_size(EAGER, call) if by_size else launch_prefill(EAGER, True, call)
 
 
-def _call(*args: Any) -> tuple[Tensor, Tensor]:
-    by_size, q, *_ = args
-    with torch.cuda.device_of(q):
-        if by_size:
-            return _launch_by_size(EAGER, *args[1:])
-        return _launch_prefill(EAGER, True, *args[1:])
-
-
-def _fake(*args: Any) -> tuple[Tensor, Tensor]:
-    return _results(args[1])
+def _fake(by_size: bool, q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _results(q)
 
 
 hopper_prefill_keys = opaque_op.define("_hopper_prefill_keys", _SCHEMA, _call, _fake)
-
-
-def sparse_mla_prefill(
-    launch: Launcher,
-    q: Tensor,
-    swa_cache: Tensor,
-    positions: Tensor,
-    req_indices: Tensor,
-    swa_block_table: Tensor,
-    extra_cache: Tensor | None,
-    extra_block_table: Tensor | None,
-    topk_indices: Tensor | None,
-    attn_sink: Tensor | None,
-    *,
-    impl: str = AUTO,
-    **settings: Any,
-) -> SparseMla:
-    swa = (swa_cache, positions, req_indices, swa_block_table)
-    extra = (extra_cache, extra_block_table, topk_indices)
-    caches = (swa_cache,) if extra_cache is None else (swa_cache, extra_cache)
-    if not supported(q, *caches):
-        not_ours("sparse_mla_prefill", impl, "with such queries or caches")
-        return reference.sparse_mla_prefill(q, *swa, *extra, attn_sink, **settings)
-    return _attend(launch, impl == AUTO, q, *swa, *extra, attn_sink, **settings)
-
-
-def _attend(
-    launch: Launcher,
-    by_size: bool,
-    q: Tensor,
-    swa_cache: Tensor,
-    positions: Tensor,
-    req_indices: Tensor,
-    swa_table: Tensor,
-    extra_cache: Tensor | None,
-    extra_table: Tensor | None,
-    topk_indices: Tensor | None,
-    attn_sink: Tensor | None,
-    *,
-    softmax_scale: float,
-    window_size: int,
-    compress_ratio: int,
-    swa_block_size: int,
-    extra_block_size: int,
-    layout: str,
-) -> SparseMla:
-    num_tokens, num_heads = q.shape[0], int(q.shape[1])
-    if num_tokens == 0 or num_heads == 0:
-        lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
-        return SparseMla(q.new_empty(q.shape), lse)
-    main = MainLayout(swa_block_size)
-    coded = layout == main.tag
-    if coded:
-        cache = swa_cache if extra_cache is None else extra_cache
-        Checks("sparse_mla_prefill").page_start("swa_cache", swa_cache, main)
-        Checks("sparse_mla_prefill").page_start("extra_cache", cache, main)
-    swa = (q, swa_cache, positions, req_indices, swa_table)
-    extra = (extra_cache, extra_table, topk_indices, attn_sink)
-    sizes = (softmax_scale, window_size, compress_ratio, swa_block_size, extra_block_size, coded)
-    return SparseMla(*prefill_keys(launch, by_size, *swa, *extra, *sizes))

@@ -12,6 +12,7 @@ from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels.aot import launch_op
 from dsv4_ops.kernels.aot.compile import Argument
+from dsv4_ops.kernels.calls import PrefillCall
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.sparse_mla import decode, gathered
 from dsv4_ops.kernels.sparse_mla import prefill as prefill_launch
@@ -205,8 +206,8 @@ class Bytes(torch.nn.Module):
 
     def forward(self, q, cache, positions, requests, table, sink):
         tensors = (q, cache.view(torch.uint8), positions, requests, table, None, None, None, sink)
-        numbers = (0.1, 128, 4, 64, 64, True)
-        return prefill_launch._launch_prefill(launch_op.PACKAGED, True, *tensors, *numbers)
+        call = PrefillCall(*tensors, 0.1, 128, 4, 64, 64, MainLayout.tag)
+        return prefill_launch.launch_prefill(launch_op.PACKAGED, True, call)
 
 
 @pytest.mark.slow

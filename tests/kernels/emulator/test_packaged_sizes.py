@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="published for Linux only")
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.aot import launch_op
 from dsv4_ops.kernels.aot.compile import Argument
+from dsv4_ops.kernels.calls import DecodeCall, PrefillCall
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.mla import decode as mla
 from dsv4_ops.kernels.sparse_mla import decode, prefill
@@ -23,8 +24,8 @@ class Prefill(torch.nn.Module):
     """Of any size: from the blocks or by way of a copy."""
 
     def forward(self, *tensors):
-        numbers = (0.1, 128, 4, 64, 64, True)
-        return prefill._launch_by_size(launch_op.PACKAGED, *tensors, *numbers)
+        call = PrefillCall(*tensors, 0.1, 128, 4, 64, 64, MainLayout.tag)
+        return prefill.launch_by_size(launch_op.PACKAGED, call)
 
 
 def launches_of(program, sizes):
@@ -110,11 +111,10 @@ class Paged(torch.nn.Module):
     """Decode with block tables, of any number of tokens."""
 
     def forward(self, *tensors):
-        numbers = {"softmax_scale": 0.1, "swa_block_size": 64, "extra_block_size": 2}
-        more = {"layout": MainLayout.tag, "num_splits": 0, "batch_invariant": False}
-        return decode._split_and_combine(
-            ON_HOPPER, *tensors, None, None, None, None, **numbers, **more
-        )
+        *lists, req_indices = tensors
+        numbers = (0.1, 64, 2, MainLayout.tag, 0, False)
+        call = DecodeCall(*lists, None, None, None, None, *numbers, req_indices)
+        return decode.split_and_combine(ON_HOPPER, call)
 
 
 @pytest.mark.parametrize("heads", [64, 128])

@@ -49,6 +49,13 @@ def kernels() -> Kernels | None:
         return None
 
 
+def kernel(name: str) -> Any:
+    """One of ``Kernels``, where ``runs`` has said that there are."""
+    found = kernels()
+    assert found is not None
+    return getattr(found, name)
+
+
 def _kernel(name: str) -> Any:
     if name == "mla":
         module = importlib.import_module("dsv4_ops.kernels.mla.hopper.decode_kernel")

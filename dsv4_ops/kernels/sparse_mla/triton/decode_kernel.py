@@ -112,8 +112,7 @@ def split_keys_kernel(
     capacity, num_tokens, num_heads, splits,
     SOFTMAX_SCALE: tl.constexpr, SWA_BLOCK_SIZE: tl.constexpr, EXTRA_BLOCK_SIZE: tl.constexpr,
     HAS_EXTRA: tl.constexpr, PAGED: tl.constexpr, HAS_SINK: tl.constexpr, HAS_PLAN: tl.constexpr,
-    INVERSE_ROPE: tl.constexpr, HEAD_DIM: tl.constexpr, ROW: tl.constexpr, ROW_BYTES: tl.constexpr,
-    CODE_DIM: tl.constexpr, QUANT_BLOCK: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    INVERSE_ROPE: tl.constexpr, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr,
     HEADS: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys of one token for a tile of heads.
@@ -172,7 +171,6 @@ def split_keys_kernel(
         extra_cache, extra_page_stride, extra_blocks, extra_slots, extra_column_stride, extra_len
     )  # fmt: skip
     SIZES: tl.constexpr = (SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE, HAS_EXTRA, PAGED)
-    FORMAT: tl.constexpr = (ROW, ROW_BYTES, CODE_DIM, QUANT_BLOCK, SCALE_BYTES)
     swa_units = (swa_len + UNIT - 1) // UNIT
     units = (swa_units + (extra_len + UNIT - 1) // UNIT).to(tl.int64)
     unit = (units * split // splits).to(tl.int32)

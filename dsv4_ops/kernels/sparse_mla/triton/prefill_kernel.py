@@ -83,8 +83,7 @@ def prefill_keys_kernel(
     SOFTMAX_SCALE: tl.constexpr, WINDOW_SIZE: tl.constexpr, COMPRESS_RATIO: tl.constexpr,
     LISTED: tl.constexpr, SWA_BLOCK_SIZE: tl.constexpr, EXTRA_BLOCK_SIZE: tl.constexpr,
     HAS_EXTRA: tl.constexpr, HAS_TOPK: tl.constexpr, HAS_SINK: tl.constexpr, HEAD_DIM: tl.constexpr,
-    ROW: tl.constexpr, ROW_BYTES: tl.constexpr, CODE_DIM: tl.constexpr, QUANT_BLOCK: tl.constexpr,
-    SCALE_BYTES: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    FORMAT: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """A token and a tile of heads. The blocks of keys of the window come first, then those of the
     compressed rows: all that the token sees, or with HAS_TOPK the selected ones."""
@@ -146,7 +145,6 @@ def prefill_keys_kernel(
     )  # fmt: skip
     selected = (topk_indices + token * topk_stride, topk_column_stride)
     SIZES: tl.constexpr = (SWA_BLOCK_SIZE, EXTRA_BLOCK_SIZE, HAS_EXTRA, HAS_TOPK)
-    FORMAT: tl.constexpr = (ROW, ROW_BYTES, CODE_DIM, QUANT_BLOCK, SCALE_BYTES)
     tile = tiles * 0
     while tile < tiles:
         # one loop over both sources: two would hold the sums in registers twice
