@@ -26,46 +26,41 @@ def gather_ranks(
     RANK: tl.constexpr, WORLD: tl.constexpr, PAIR: tl.constexpr, ONE_ROW: tl.constexpr,
     FIRST_BYTES: tl.constexpr, SECOND_BYTES: tl.constexpr, TILE_BYTES: tl.constexpr,
 ):  # fmt: skip
+    FIRST: tl.constexpr = (ONE_ROW, FIRST_BYTES, TILE_BYTES // FIRST_BYTES)
+    SECOND: tl.constexpr = (ONE_ROW, SECOND_BYTES, TILE_BYTES // SECOND_BYTES)
+    of_first = (first, first_stride, first_gathered, first_size, first_inner)
+    of_second = (second, second_stride, second_gathered, second_size, second_inner)
     program = tl.program_id(0)
-    of_first = tl.cdiv(first_size, TILE_BYTES // FIRST_BYTES)
-    tiles = of_first + tl.cdiv(second_size, TILE_BYTES // SECOND_BYTES) if PAIR else of_first
+    first_tiles = tl.cdiv(first_size, FIRST[2])
+    tiles = first_tiles + tl.cdiv(second_size, SECOND[2]) if PAIR else first_tiles
     count_at = count_of(workspace, program)
     count = tl.load(count_at)
     for tile in range(program, tiles, tl.num_programs(0)):
         count += 1
-        if PAIR and tile >= of_first:
-            _send(
-                second, second_gathered, workspace, program, count, tile - of_first, second_size,
-                second_inner, second_stride, RANK, WORLD, ONE_ROW, SECOND_BYTES, TILE_BYTES,
-            )  # fmt: skip
+        if PAIR and tile >= first_tiles:
+            _send(of_second, workspace, program, count, tile - first_tiles, RANK, WORLD, SECOND)
         else:
-            _send(
-                first, first_gathered, workspace, program, count, tile, first_size,
-                first_inner, first_stride, RANK, WORLD, ONE_ROW, FIRST_BYTES, TILE_BYTES,
-            )  # fmt: skip
+            _send(of_first, workspace, program, count, tile, RANK, WORLD, FIRST)
         raise_flags(workspace, program, count, RANK, WORLD)
         await_flags(workspace, program, count, timeout_ns, WORLD)
-        if PAIR and tile >= of_first:
-            _receive(
-                second_gathered, workspace, program, count, tile - of_first, second_size,
-                second_inner, RANK, WORLD, ONE_ROW, SECOND_BYTES, TILE_BYTES,
-            )  # fmt: skip
+        if PAIR and tile >= first_tiles:
+            _receive(of_second, workspace, program, count, tile - first_tiles, RANK, WORLD, SECOND)
         else:
-            _receive(
-                first_gathered, workspace, program, count, tile, first_size, first_inner, RANK,
-                WORLD, ONE_ROW, FIRST_BYTES, TILE_BYTES,
-            )  # fmt: skip
+            _receive(of_first, workspace, program, count, tile, RANK, WORLD, FIRST)
     tl.store(count_at, count)
 
 
 @triton.jit
 def _send(
-    part, gathered, workspace, program, count, tile, size, inner, stride,
-    RANK: tl.constexpr, WORLD: tl.constexpr, ONE_ROW: tl.constexpr, BYTES: tl.constexpr,
-    TILE_BYTES: tl.constexpr,
+    part, workspace, program, count, tile,
+    RANK: tl.constexpr, WORLD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row, column, lane, live = _elements(tile, size, inner, ONE_ROW, BYTES, TILE_BYTES)
-    values = tl.load(_integers(part, BYTES) + row * stride + column, mask=live)
+    """``part``: what a rank sends, the stride of its rows, the result, and the integers of both in
+    all and in a row. TILE: ONE_ROW, the bytes of an integer, and integers of a tile."""
+    BYTES: tl.constexpr = TILE[1]
+    source, stride, gathered, _size, inner = part
+    row, column, lane, live = _elements(tile, part, TILE)
+    values = tl.load(_integers(source, BYTES) + row * stride + column, mask=live)
     for ahead in tl.static_range(1, WORLD):
         base = workspace_of(workspace, (RANK + ahead) % WORLD)
         buffer = buffer_of(base, program, count, ahead - 1, WORLD)
@@ -76,11 +71,12 @@ def _send(
 
 @triton.jit
 def _receive(
-    gathered, workspace, program, count, tile, size, inner,
-    RANK: tl.constexpr, WORLD: tl.constexpr, ONE_ROW: tl.constexpr, BYTES: tl.constexpr,
-    TILE_BYTES: tl.constexpr,
+    part, workspace, program, count, tile,
+    RANK: tl.constexpr, WORLD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row, column, lane, live = _elements(tile, size, inner, ONE_ROW, BYTES, TILE_BYTES)
+    BYTES: tl.constexpr = TILE[1]
+    _source, _stride, gathered, _size, inner = part
+    row, column, lane, live = _elements(tile, part, TILE)
     for behind in tl.static_range(1, WORLD):
         buffer = buffer_of(workspace, program, count, behind - 1, WORLD)
         at = _integers(buffer, BYTES) + lane
@@ -91,12 +87,13 @@ def _receive(
 
 
 @triton.jit
-def _elements(
-    tile, size, inner, ONE_ROW: tl.constexpr, BYTES: tl.constexpr, TILE_BYTES: tl.constexpr
-):
+def _elements(tile, part, TILE: tl.constexpr):
     """Rows and columns of a tile's integers, where they lie in a buffer, and which exist."""
-    lane = tl.arange(0, TILE_BYTES // BYTES)
-    start = tl.cast(tile, tl.int64) * (TILE_BYTES // BYTES)
+    ONE_ROW: tl.constexpr = TILE[0]
+    LENGTH: tl.constexpr = TILE[2]
+    _source, _stride, _gathered, size, inner = part
+    lane = tl.arange(0, LENGTH)
+    start = tl.cast(tile, tl.int64) * LENGTH
     live = lane < size - start
     if ONE_ROW:
         row, column = tl.zeros((), tl.int64), start + lane

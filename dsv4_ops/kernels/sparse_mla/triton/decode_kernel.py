@@ -10,9 +10,10 @@ from dsv4_ops.kernels.sparse_mla.triton.mainloop import (
     again,
     attend,
     denominator,
-    load_heads,
     load_keys,
+    load_queries,
     log2_sum,
+    no_sums,
     prefetch_keys,
     store_heads,
 )
@@ -140,16 +141,8 @@ def split_keys_kernel(
         split = tl.program_id(0) % splits
         offset = tl.program_id(0)
     heads = q + token * q_stride + head[:, None].to(tl.int64) * q_head_stride
-    q0 = load_heads(heads, there, q_dim_stride, 0, 256)
-    q1 = load_heads(heads, there, q_dim_stride, 256, 128)
-    q2 = load_heads(heads, there, q_dim_stride, 384, 64)
-    q3 = load_heads(heads, there, q_dim_stride, 448, 64)
-    out0 = tl.zeros((HEADS, 256), dtype=tl.float32)
-    out1 = tl.zeros((HEADS, 128), dtype=tl.float32)
-    out2 = tl.zeros((HEADS, 64), dtype=tl.float32)
-    out3 = tl.zeros((HEADS, 64), dtype=tl.float32)
-    row_max = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros((HEADS,), dtype=tl.float32)
+    queries = load_queries(heads, there, q_dim_stride)
+    sums = no_sums(HEADS)
     asked = tl.zeros((KEYS, LINES), dtype=tl.int32)
     scale = SOFTMAX_SCALE * _LOG2_E
 
@@ -186,33 +179,16 @@ def split_keys_kernel(
         keys = load_keys(rows, FORMAT)
         ahead = rows_of(following, swa_units, stop, swa, extra, SIZES, KEYS, UNIT)
         asked += prefetch_keys(ahead, following < stop, FORMAT)
-        out0, out1, out2, out3, row_max, row_sum = attend(
-            (q0, q1, q2, q3),
-            (out0, out1, out2, out3),
-            row_max,
-            row_sum,
-            keys,
-            rows[4],
-            scale,
-            unit >= 0,
-        )
+        sums = attend(queries, sums, keys, rows[4], scale, unit >= 0)
         unit = following
     if (UNIT < KEYS) & (unit < stop):  # the odd unit, in half the time of a block
         rows = rows_of(unit, swa_units, stop, swa, extra, SIZES, UNIT, UNIT)
         keys = load_keys(rows, FORMAT)
-        out0, out1, out2, out3, row_max, row_sum = attend(
-            (q0, q1, q2, q3),
-            (out0, out1, out2, out3),
-            row_max,
-            row_sum,
-            keys,
-            rows[4],
-            scale,
-            unit >= 0,
-        )
+        sums = attend(queries, sums, keys, rows[4], scale, unit >= 0)
 
     head = again(tl.program_id(1) + tl.zeros_like(head)) * HEADS + tl.arange(0, HEADS)
     there = (head < num_heads) & (tl.sum(tl.sum(asked, axis=1), axis=0) == 0)  # that: always
+    out0, out1, out2, out3, row_max, row_sum = sums
     log2_total = log2_sum(row_max, row_sum)
     if splits == 1:
         if INVERSE_ROPE:  # on their way while the other values are stored

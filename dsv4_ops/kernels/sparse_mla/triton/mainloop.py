@@ -168,16 +168,38 @@ def prefetch_keys(rows, wanted, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def attend(q, out, row_max, row_sum, keys, exists, scale, always):
+def load_queries(heads, there, dim_stride):
+    """The four tiles of the queries."""
+    q0 = load_heads(heads, there, dim_stride, 0, 256)
+    q1 = load_heads(heads, there, dim_stride, 256, 128)
+    q2 = load_heads(heads, there, dim_stride, 384, 64)
+    q3 = load_heads(heads, there, dim_stride, 448, 64)
+    return q0, q1, q2, q3
+
+
+@triton.jit
+def no_sums(HEADS: tl.constexpr):
+    """Before the first block: four tiles of sums, the largest logits, and the sums of P."""
+    out0 = tl.zeros((HEADS, 256), dtype=tl.float32)
+    out1 = tl.zeros((HEADS, 128), dtype=tl.float32)
+    out2 = tl.zeros((HEADS, 64), dtype=tl.float32)
+    out3 = tl.zeros((HEADS, 64), dtype=tl.float32)
+    row_max = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros((HEADS,), dtype=tl.float32)
+    return out0, out1, out2, out3, row_max, row_sum
+
+
+@triton.jit
+def attend(queries, sums, keys, exists, scale, always):
     """The running sums after one block of keys; ``scale`` includes log2(e), and ``always`` is true,
-    which Triton must not see. ``q``, ``out`` and ``keys`` are four tiles each.
+    which Triton must not see.
 
     Triton gives all warps to the rows of a product that leads to another product, and with 64 rows
     both warp groups would compute the same. It does not look behind the end of a branch, nor,
     through ``apart``, for the sum of the four.
     """
-    q0, q1, q2, q3 = q
-    out0, out1, out2, out3 = out
+    q0, q1, q2, q3 = queries
+    out0, out1, out2, out3, row_max, row_sum = sums
     k0, k1, k2, k3 = keys
     logits = tl.zeros((q0.shape[0], exists.shape[0]), dtype=tl.float32)
     if always:

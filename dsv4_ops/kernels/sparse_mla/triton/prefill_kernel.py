@@ -8,9 +8,10 @@ from dsv4_ops.kernels.sparse_mla.triton.mainloop import (
     LINES,
     attend,
     denominator,
-    load_heads,
     load_keys,
+    load_queries,
     log2_sum,
+    no_sums,
     prefetch_keys,
     store_heads,
 )
@@ -97,16 +98,8 @@ def prefill_keys_kernel(
     request = tl.where(real, request, 0)
 
     heads = q + token * q_stride + head[:, None].to(tl.int64) * q_head_stride
-    q0 = load_heads(heads, there, q_dim_stride, 0, 256)
-    q1 = load_heads(heads, there, q_dim_stride, 256, 128)
-    q2 = load_heads(heads, there, q_dim_stride, 384, 64)
-    q3 = load_heads(heads, there, q_dim_stride, 448, 64)
-    out0 = tl.zeros((HEADS, 256), dtype=tl.float32)
-    out1 = tl.zeros((HEADS, 128), dtype=tl.float32)
-    out2 = tl.zeros((HEADS, 64), dtype=tl.float32)
-    out3 = tl.zeros((HEADS, 64), dtype=tl.float32)
-    row_max = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros((HEADS,), dtype=tl.float32)
+    queries = load_queries(heads, there, q_dim_stride)
+    sums = no_sums(HEADS)
     asked = tl.zeros((KEYS, LINES), dtype=tl.int32)
     scale = SOFTMAX_SCALE * _LOG2_E
 
@@ -152,19 +145,11 @@ def prefill_keys_kernel(
         keys = load_keys(rows, FORMAT)
         ahead = _rows_of(tile + 1, swa_tiles, length, visible, swa, extra, selected, SIZES, KEYS)
         asked += prefetch_keys(ahead, tile + 1 < tiles, FORMAT)
-        out0, out1, out2, out3, row_max, row_sum = attend(
-            (q0, q1, q2, q3),
-            (out0, out1, out2, out3),
-            row_max,
-            row_sum,
-            keys,
-            rows[4],
-            scale,
-            tile >= 0,
-        )
+        sums = attend(queries, sums, keys, rows[4], scale, tile >= 0)
         tile += 1
 
     there = there & (tl.sum(tl.sum(asked, axis=1), axis=0) == 0)  # always
+    out0, out1, out2, out3, row_max, row_sum = sums
     sink = tl.full((HEADS,), float("-inf"), dtype=tl.float32)
     if HAS_SINK:
         sink = tl.load(attn_sink + head, mask=there, other=0.0) * _LOG2_E
