@@ -90,14 +90,10 @@ class _Scratch:
         if not known or self.splits * self.topk > self.together:
             long = torch.sym_min(1, torch.sym_max(0, self.splits * self.topk - self.together))
             self.launch(merge_groups_kernel)[1 + (self.rows * self.groups - 1) * long,](
-                *lists,
-                self.num_tokens,
-                self.topk,
-                **sizes,
-                MERGED=self.together,
-                CAPACITY=self.grouped,
+                *lists, self.num_tokens, self.topk,
+                **sizes, MERGED=self.together, CAPACITY=self.grouped,
                 num_warps=warps_for(self.grouped),
-            )
+            )  # fmt: skip
         if not known or self.splits > 1:
             self.launch(merge_parts_kernel)[
                 1 + (self.rows - 1) * torch.sym_min(1, self.splits - 1),
@@ -120,14 +116,9 @@ def indexer_topk(
     most = (num_columns + LOGITS_LEAST - 1) // LOGITS_LEAST
     scratch = _Scratch(launch, logits, most, topk)
     launch(select_logits_kernel)[scratch.programs,](
-        *strided(logits),
-        num_columns,
-        *strided(lens),
-        *scratch.arguments(),
-        STEP=LOGITS_STEP,
-        LEAST=LOGITS_LEAST,
-        **scratch.sizes(),
-    )
+        *strided(logits), num_columns, *strided(lens), *scratch.arguments(),
+        STEP=LOGITS_STEP, LEAST=LOGITS_LEAST, **scratch.sizes(),
+    )  # fmt: skip
     return scratch.merged((lens, 0, lens, 0, 0, 0), 1, False)  # without slots no table is read
 
 

@@ -82,12 +82,9 @@ def fp8_linear_kernel(
 
 @triton.jit
 def sum_splits_kernel(
-    partial,
-    out,
-    size,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    partial, out, size,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Add up the splits of a product, in their order."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     given = at < size

@@ -215,6 +215,19 @@ def _rows(call: Call) -> tuple[Any, ...]:
     ), (lens, 0, 0) if plan is None else strided(plan)
 
 
+def _constants(call: Call, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of both kernels."""
+    return {
+        "SOFTMAX_SCALE": float(settings["softmax_scale"]),  # Inductor would pass it as a float64
+        "BLOCK_SIZE": settings["block_size"],
+        "FORMAT": FORMATS[settings["layout"]],
+        "ROW": int(call.kv_cache.shape[2]),
+        "HAS_PLAN": call.plan is not None,
+        "HAS_Q_SCALE": call.q_scale is not None,
+        "HAS_KV_SCALE": call.kv_scale is not None,
+    }
+
+
 def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """By the kernel in Triton."""
     q, rank = call.q, int(settings["kv_lora_rank"])
@@ -231,34 +244,17 @@ def _attend(launch: Launcher, call: Call, settings: Mapping[str, Any]) -> tuple[
     work = split(call, False, settings, group)
     out, lse = _results(q, rank)
     results = (out, lse, *partial_results(q, work.capacity, rank))
+    rope = int(q.shape[2]) - rank
     of_rows, of_plan = _rows(call)
     tiles = (group * num_heads + rows - 1) // rows
     launch(mla_decode_kernel)[(work.programs * tiles,)](
-        *strided(q),
-        *results,
-        *of_rows,
-        *of_plan,
-        work.capacity,
-        num_tokens,
-        num_heads,
-        work.splits,
-        SOFTMAX_SCALE=float(settings["softmax_scale"]),  # Inductor would pass it as a float64
-        BLOCK_SIZE=settings["block_size"],
-        FORMAT=FORMATS[settings["layout"]],
-        LORA=rank,
-        ROPE=int(q.shape[2]) - rank,
-        ROPE_TILE=max(triton.next_power_of_2(int(q.shape[2]) - rank), LEAST_TILE),
-        ROW=int(call.kv_cache.shape[2]),
-        HAS_PLAN=call.plan is not None,
-        HAS_Q_SCALE=call.q_scale is not None,
-        HAS_KV_SCALE=call.kv_scale is not None,
-        GROUP=group,
-        LANES=triton.next_power_of_2(group),
-        TILES=tiles,
-        ROWS=rows,
-        KEYS=LEAST_TILE if single else keys,
-        num_warps=WARPS,
-    )
+        *strided(q), *results, *of_rows, *of_plan,
+        work.capacity, num_tokens, num_heads, work.splits,
+        **_constants(call, settings), LORA=rank, ROPE=rope,
+        ROPE_TILE=max(triton.next_power_of_2(rope), LEAST_TILE),
+        GROUP=group, LANES=triton.next_power_of_2(group), TILES=tiles,
+        ROWS=rows, KEYS=LEAST_TILE if single else keys, num_warps=WARPS,
+    )  # fmt: skip
     _finish(launch, results, call, work, _is_free(settings))
     return out, lse
 
@@ -281,11 +277,8 @@ def _attend_on_hopper(
     launch(support.kernel("mla"))[(work.programs * tiles,)](
         call.q, *row_strides(call.q), *results, *of_rows, *of_plan,
         work.capacity, num_tokens, num_heads, work.splits, *scheduled,
-        SOFTMAX_SCALE=float(settings["softmax_scale"]), BLOCK_SIZE=settings["block_size"],
-        FORMAT=FORMATS[settings["layout"]], ROW=int(call.kv_cache.shape[2]),
-        HAS_PLAN=call.plan is not None, HAS_Q_SCALE=call.q_scale is not None,
-        HAS_KV_SCALE=call.kv_scale is not None, **of_schedule, GROUP=group, TILES=tiles,
-        num_warps=support.WARPS,
+        **_constants(call, settings), **of_schedule,
+        GROUP=group, TILES=tiles, num_warps=support.WARPS,
     )  # fmt: skip
     _finish(launch, results, call, work, _is_free(settings))
     return out, lse

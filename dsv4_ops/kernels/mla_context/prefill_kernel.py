@@ -49,14 +49,9 @@ def _load_rows(rows, wanted, dim_stride, DIM: tl.constexpr, WIDTH: tl.constexpr)
 
 @triton.jit
 def _attend(
-    sums,
-    queries,
-    keys,
-    span,
-    limit,
-    SIZES: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    sums, queries, keys, span, limit,
+    SIZES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """The running sums after the keys of ``span``.
 
     Args:

@@ -191,11 +191,7 @@ def sparse_mla_plan(
     plan = swa_lens.new_empty((num_tokens + programs, PLAN_COLUMNS), dtype=torch.int32)
     extra = swa_lens if extra_lens is None else extra_lens
     launch(sparse_mla_plan_kernel)[(1,)](
-        *strided(swa_lens, extra),
-        plan,
-        num_tokens,
-        programs,
-        HAS_EXTRA=extra_lens is not None,
-        num_warps=WARPS,
-    )
+        *strided(swa_lens, extra), plan, num_tokens, programs,
+        HAS_EXTRA=extra_lens is not None, num_warps=WARPS,
+    )  # fmt: skip
     return plan

@@ -26,13 +26,9 @@ def multiply_add(left, right, sums):
 
 @triton.jit
 def _load_codes(
-    data,
-    scales,
-    exists,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
-):
+    data, scales, exists,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, QUANT_BLOCK: tl.constexpr,
+):  # fmt: skip
     """bf16 [keys, WIDTH] dequantised values from dimension FIRST on; zeros for keys that do not
     exist."""
     GROUPS: tl.constexpr = WIDTH // QUANT_BLOCK
