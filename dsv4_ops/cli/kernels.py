@@ -7,17 +7,19 @@ asked for, and read with the ptxas that Triton brings.
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsv4_ops.cli.show import columns
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, StateLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels.aot import compile
@@ -73,56 +75,54 @@ class _Launch:
 _C4_LAYOUTS = (MainLayout, MainLayout, IndexerLayout)
 """Of the window, of compressed rows and of the indexer's keys."""
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of an op, and those that it takes by keyword."""
+
 
 def _tensor(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _insert(width: int, cache: Tensor, **settings: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    k, slots = _tensor(128, width, dtype=torch.bfloat16), _tensor(128, dtype=torch.int64)
-    return (k, cache, slots), settings
+_halves = functools.partial(_tensor, dtype=torch.bfloat16)
+_floats = functools.partial(_tensor, dtype=torch.float32)
+_longs = functools.partial(_tensor, dtype=torch.int64)
+_bytes = functools.partial(_tensor, dtype=torch.uint8)
+_codes = functools.partial(_tensor, dtype=torch.float8_e4m3fn)
 
 
-def _gather(*first: Tensor, whole: bool = False, **settings: Any) -> tuple[Any, ...]:
+def _insert(width: int, cache: Tensor, **settings: Any) -> Call:
+    return (_halves(128, width), cache, _longs(128)), settings
+
+
+def _gather(*first: Tensor, whole: bool = False, **settings: Any) -> Call:
     """Arguments of a gather, of all rows if ``whole``."""
     return (*first, _tensor(4), None if whole else _tensor(4), _tensor(4, 160)), settings
 
 
-def _qnorm(cache: Tensor, layout: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    q, kv = _tensor(128, 64, 512, dtype=torch.bfloat16), _tensor(128, 512, dtype=torch.bfloat16)
-    slots, table = _tensor(128, dtype=torch.int64), _tensor(2**20, 64, dtype=torch.float32)
-    return (q, kv, cache, slots, slots, table), {"eps": 1e-6, "block_size": 64, "layout": layout}
+def _qnorm(cache: Tensor, layout: str) -> Call:
+    slots = _longs(128)
+    tensors = (_halves(128, 64, 512), _halves(128, 512), cache, slots, slots, _floats(2**20, 64))
+    return tensors, {"eps": 1e-6, "block_size": 64, "layout": layout}
 
 
-def _compress(cache: Tensor, overlap: bool, **settings: Any) -> tuple[Any, ...]:
+def _compress(cache: Tensor, overlap: bool, **settings: Any) -> Call:
     """Arguments of ``compress_and_insert``: C4 if ``overlap``, else C128."""
     head_dim = IndexerLayout.head_dim if settings["layout"] == IndexerLayout.tag else 512
     ratio, rows, width = (4, 4, 2 * head_dim) if overlap else (128, 8, head_dim)
-    floats: dict[str, Any] = {"dtype": torch.float32}
-    slots = _tensor(128, dtype=torch.int64)
-    tensors = (
-        _tensor(128, 2 * width, **floats),
-        _tensor(ratio, width, **floats),
-        StateLayout(rows, 2 * width).allocate(1024, "meta"),
-        _tensor(4, 160),
-        slots,
-        _tensor(128),
-        _tensor(head_dim, **floats),
-        _tensor(2**20, 64, **floats),
-        cache,
-        slots,
-    )
+    states, slots = StateLayout(rows, 2 * width).allocate(1024, "meta"), _longs(128)
+    given = (_floats(128, 2 * width), _floats(ratio, width), states, _tensor(4, 160), slots)
+    rest = (_tensor(128), _floats(head_dim), _floats(2**20, 64), cache, slots)
     settings |= {"compress_ratio": ratio, "overlap": overlap, "state_block_size": rows}
-    return tensors, {**settings, "eps": 1e-6}
+    return (*given, *rest), {**settings, "eps": 1e-6}
 
 
-def _step(cache: Tensor, overlap: bool, **settings: Any) -> tuple[Any, ...]:
+def _step(cache: Tensor, overlap: bool, **settings: Any) -> Call:
     """Arguments of ``save_and_compress``, likewise."""
     tensors, settings = _compress(cache, overlap, **settings)
     return (*tensors[:4], tensors[-1], *tensors[4:]), settings
 
 
-def _c4_step() -> tuple[Any, ...]:
+def _c4_step() -> Call:
     """Arguments of ``insert_c4_step``."""
     window, main, keys = (kind(64).allocate(1024, "meta") for kind in _C4_LAYOUTS)
     (q, kv, _, slots, positions, table), _ = _qnorm(window, MainLayout.tag)
@@ -130,7 +130,7 @@ def _c4_step() -> tuple[Any, ...]:
     of_indexer, _ = _step(keys, True, block_size=64, layout=IndexerLayout.tag)
     kv_score, ape, states, state_table, _, _, req_indices, weight, *_ = of_main
     indexer_score, indexer_ape, indexer_states, _, _, _, _, indexer_weight, *_ = of_indexer
-    queries = _tensor(128, 64, 128, dtype=torch.bfloat16), _tensor(128, 64, dtype=torch.bfloat16)
+    queries = _halves(128, 64, 128), _halves(128, 64)
     of_window = (window, slots, ape, weight, states, main)
     written = (*of_window, indexer_ape, indexer_weight, indexer_states, keys)
     tokens = (state_table, slots, slots, positions, req_indices, table)
@@ -139,13 +139,11 @@ def _c4_step() -> tuple[Any, ...]:
     return (q, kv, kv_score, *queries, indexer_score, *written, *tokens), settings | sizes
 
 
-def _save() -> tuple[Any, ...]:
+def _save() -> Call:
     """Arguments of ``save_compressor_states``, of C4."""
-    floats: dict[str, Any] = {"dtype": torch.float32}
-    states = StateLayout(4, 2048).allocate(1024, "meta")
-    slots = _tensor(128, dtype=torch.int64)
-    kv_score, ape = _tensor(128, 2048, **floats), _tensor(4, 1024, **floats)
-    return (kv_score, ape, states, slots, slots), {"compress_ratio": 4, "block_size": 4}
+    states, slots = StateLayout(4, 2048).allocate(1024, "meta"), _longs(128)
+    tensors = (_floats(128, 2048), _floats(4, 1024), states, slots, slots)
+    return tensors, {"compress_ratio": 4, "block_size": 4}
 
 
 def _attention(
@@ -156,17 +154,16 @@ def _attention(
     inverse_rope: bool = False,
     count: int = 8,
     **settings: Any,
-) -> tuple[Any, ...]:
+) -> Call:
     """Arguments of ``sparse_mla_decode`` (or ``_paged``): ``count`` tokens, window and 512 rows."""
     tokens, size = _tensor(count), settings["extra_block_size"]
-    queries = (_tensor(count, 64, 512, dtype=torch.bfloat16), cache, _tensor(count, 128), tokens)
+    queries = (_halves(count, 64, 512), cache, _tensor(count, 128), tokens)
     extra = MainLayout(size).allocate(1024, "meta") if cache.dim() == 2 else cache
     rows = (tokens, tokens, _tensor(4, 256)) if paged else (_tensor(count, 512), tokens)
     chosen: dict[str, Any] = {"softmax_scale": 512**-0.5, "num_splits": 0, "batch_invariant": False}
     plan = _tensor(count + 132, 4) if planned else None
-    floats: dict[str, Any] = {"dtype": torch.float32}
-    rotation = (_tensor(count, dtype=torch.int64), _tensor(2**20, 64, **floats))
-    rest = (_tensor(64, **floats), plan, *(rotation if inverse_rope else (None, None)))
+    rotation = (_longs(count), _floats(2**20, 64)) if inverse_rope else (None, None)
+    rest = (_floats(64), plan, *rotation)
     return (*queries, extra, *rows, *rest), settings | chosen
 
 
@@ -177,19 +174,14 @@ def _prefill(
     count: int = 2048,
     window: int | None = None,
     **settings: Any,
-) -> tuple[Any, ...]:
+) -> Call:
     """Arguments of ``sparse_mla_prefill`` for 4 requests; window only if ``window`` is given."""
     extra = MainLayout(settings["extra_block_size"]).allocate(1024, "meta")
-    queries, table = _tensor(count, 64, 512, dtype=torch.bfloat16), _tensor(4, 256)
-    tokens = (_tensor(count, dtype=torch.int64), _tensor(count))
+    table = _tensor(4, 256)
     rows = (extra, table, topk) if window is None else (None, None, None)
-    rows = (*rows, _tensor(64, dtype=torch.float32))
-    chosen: dict[str, Any] = {
-        "softmax_scale": 512**-0.5,
-        "window_size": window or 128,
-        "compress_ratio": 4,
-    }
-    return (queries, cache, *tokens, table, *rows), settings | chosen
+    settings |= {"softmax_scale": 512**-0.5, "window_size": window or 128, "compress_ratio": 4}
+    tokens = (_longs(count), _tensor(count), table)
+    return (_halves(count, 64, 512), cache, *tokens, *rows, _floats(64)), settings
 
 
 def _dense(
@@ -201,171 +193,149 @@ def _dense(
     planned: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     **settings: Any,
-) -> tuple[Any, ...]:
+) -> Call:
     """Arguments of ``mla_decode`` for 8 requests, over FP8 rows of ``row_bytes`` if there are."""
     q, tokens = _tensor(count, heads, 576, dtype=dtype), _tensor(count)
-    coded = {"dtype": torch.uint8} if row_bytes else {"dtype": dtype}
-    cache = _tensor(1024, 64, row_bytes or 576, **coded)
+    cache = _tensor(1024, 64, row_bytes or 576, dtype=torch.uint8 if row_bytes else dtype)
     starts = _tensor(9) if hint else None
     plan = _tensor(count + 132, 4) if planned else None
-    scale = _tensor(1, dtype=torch.float32) if row_bytes == 576 else None
+    scale = _floats(1) if row_bytes == 576 else None
     chosen: dict[str, Any] = {"softmax_scale": 192**-0.5, "block_size": 64, "kv_lora_rank": 512}
     chosen |= {"num_splits": 0, "batch_invariant": False}
     rows = (cache, tokens, tokens, _tensor(8, 512), starts, plan, None, scale)
     return (q, *rows), {"layout": "plain"} | chosen | settings
 
 
-def _insert_dense(layout: str, row_bytes: int = 0) -> tuple[Any, ...]:
+def _insert_dense(layout: str, row_bytes: int = 0) -> Call:
     """Arguments of ``mla_insert_kv`` for 128 tokens."""
-    values: dict[str, Any] = {"dtype": torch.bfloat16}
-    cache = _tensor(1024, 64, row_bytes or 576, dtype=torch.uint8 if row_bytes else torch.bfloat16)
-    scale = _tensor(1, dtype=torch.float32) if row_bytes == 576 else None
-    rows = (_tensor(128, 512, **values), _tensor(128, 64, **values), cache)
+    cache = _bytes(1024, 64, row_bytes) if row_bytes else _halves(1024, 64, 576)
+    scale = _floats(1) if row_bytes == 576 else None
     settings = {"block_size": 64, "layout": layout, "scale_format": "float32"}
-    return (*rows, _tensor(128, dtype=torch.int64), scale), settings
+    return (_halves(128, 512), _halves(128, 64), cache, _longs(128), scale), settings
 
 
-def _listed() -> tuple[Any, ...]:
+def _listed() -> Call:
     """Arguments of ``sparse_mla_gathered``."""
-    q, kv = (_tensor(*shape, 512, dtype=torch.bfloat16) for shape in ((2048, 64), (8192,)))
-    return (q, kv, _tensor(2048, 640), _tensor(2048), None), {"softmax_scale": 512**-0.5}
+    lists = (_tensor(2048, 640), _tensor(2048), None)
+    return (_halves(2048, 64, 512), _halves(8192, 512), *lists), {"softmax_scale": 512**-0.5}
 
 
-def _context(causal: bool) -> tuple[Any, ...]:
+def _context(causal: bool) -> Call:
     """Arguments of ``mla_prefill``: 2048 tokens of 4 requests and 16 heads, 8192 keys."""
-    floats: dict[str, Any] = {"dtype": torch.bfloat16}
-    q, kv = _tensor(2048, 16, 192, **floats), _tensor(8192, 16, 256, **floats)
-    tensors = (q, kv[..., :128], _tensor(8192, 64, **floats), kv[..., 128:])
+    kv = _halves(8192, 16, 256)
+    tensors = (_halves(2048, 16, 192), kv[..., :128], _halves(8192, 64), kv[..., 128:])
     return (*tensors, _tensor(5), _tensor(5)), {"softmax_scale": 192**-0.5, "causal": causal}
 
 
-def _indexer(*between: Tensor, **settings: Any) -> tuple[Any, ...]:
+def _indexer(*between: Tensor, **settings: Any) -> Call:
     """Arguments of the indexer's ops with FP8 queries, followed by ``between``."""
-    q = _tensor(8, 64, 128, dtype=torch.float8_e4m3fn)
-    return (q, _tensor(8, 64, dtype=torch.float32), *between), settings
+    return (_codes(8, 64, 128), _floats(8, 64), *between), settings
 
 
-def _linear(num_groups: int = 0, *, count: int = 8, quantized: bool = False) -> tuple[Any, ...]:
+def _linear(num_groups: int = 0, *, count: int = 8, quantized: bool = False) -> Call:
     """Arguments of ``fp8_linear``, or of ``fp8_grouped_linear``: 4096 x 4096."""
-    fp8, floats = {"dtype": torch.float8_e4m3fn}, {"dtype": torch.float32}
     lead = (count, num_groups) if num_groups else (count,)
-    x = _tensor(*lead, 4096, **fp8 if quantized else {"dtype": torch.bfloat16})
-    x_scale = _tensor(*lead, 32, **floats) if quantized else None
-    tensors = (x, _tensor(4096, 4096, **fp8), _tensor(32, 32, **floats), x_scale)
+    x = _codes(*lead, 4096) if quantized else _halves(*lead, 4096)
+    x_scale = _floats(*lead, 32) if quantized else None
+    tensors = (x, _codes(4096, 4096), _floats(32, 32), x_scale)
     return tensors, {"activations": "bf16", "out_dtype": torch.bfloat16}
 
 
-def _route(*, hashed: bool = False) -> tuple[Any, ...]:
+def _route(*, hashed: bool = False) -> Call:
     """Arguments of ``route``, of Flash."""
-    halves: dict[str, Any] = {"dtype": torch.bfloat16}
-    router = _tensor(8, 4096, **halves), _tensor(256, 4096, **halves)
-    table = (None, _tensor(129280, 6, dtype=torch.int64), _tensor(8, dtype=torch.int64))
-    chosen = table if hashed else (_tensor(256, dtype=torch.float32), None, None)
-    return (*router, *chosen), {"top_k": 6, "scale": 1.5}
+    chosen = (None, _longs(129280, 6), _longs(8)) if hashed else (_floats(256), None, None)
+    return (_halves(8, 4096), _halves(256, 4096), *chosen), {"top_k": 6, "scale": 1.5}
 
 
-def _streams(mixed: bool, count: int = 8) -> tuple[Any, ...]:
+def _streams(mixed: bool, count: int = 8) -> Call:
     """Arguments of ``hyper_connection``, of Flash."""
-    floats: dict[str, Any] = {"dtype": torch.float32}
-    halves: dict[str, Any] = {"dtype": torch.bfloat16}
-    weights = _tensor(24, 4 * 4096, **floats), _tensor(24, **floats), _tensor(3, **floats)
-    block = (
-        _tensor(count, 4096, **halves),
-        _tensor(count, 4, **floats),
-        _tensor(count, 4, 4, **floats),
-    )
-    tensors = (_tensor(count, 4, 4096, **halves), *weights, _tensor(4096, **floats))
+    weights = (_floats(24, 4 * 4096), _floats(24), _floats(3), _floats(4096))
+    tensors = (_halves(count, 4, 4096), *weights)
+    block = (_halves(count, 4096), _floats(count, 4), _floats(count, 4, 4))
     settings = {"iterations": 20, "eps": 1e-6, "norm_eps": 1e-6}
     return (*tensors, *(block if mixed else ())), settings
 
 
-def _candidates(ranks: int) -> tuple[Any, ...]:
+def _candidates(ranks: int) -> Call:
     """Arguments of ``cp_topk``, of Flash."""
     shape = (ranks, 8, 512)
     tensors = _tensor(*shape, dtype=torch.float32), _tensor(*shape)
     return tensors, {"topk": 512, "cp_interleave": 64}
 
 
-def _experts(count: int = 8, *, fp8: bool = False) -> tuple[Any, ...]:
+def _experts(count: int = 8, *, fp8: bool = False) -> Call:
     """Arguments of ``experts``, of 32 of Flash's."""
-    x, routing = _tensor(count, 4096, dtype=torch.bfloat16), _tensor(count, 6)
-    coded: dict[str, Any] = {"dtype": torch.float8_e4m3fn if fp8 else torch.uint8}
-    scaled = {"dtype": torch.float32 if fp8 else torch.uint8}
+    codes, scales = (_codes, _floats) if fp8 else (_bytes, _bytes)
     rows, columns, packed = (128, 128, 1) if fp8 else (1, 32, 2)
     weights = []
     for size, width in ((4096, 4096), (4096, 2048)):
-        weights.append(_tensor(32, size, width // packed, **coded))
-        weights.append(_tensor(32, size // rows, width // columns, **scaled))
-    settings = {"swiglu_limit": 10.0, "activations": "bf16"}
-    return (x, routing.float(), routing, *weights), settings
+        weights.append(codes(32, size, width // packed))
+        weights.append(scales(32, size // rows, width // columns))
+    tensors = (_halves(count, 4096), _floats(count, 6), _tensor(count, 6), *weights)
+    return tensors, {"swiglu_limit": 10.0, "activations": "bf16"}
 
 
-def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+def examples() -> dict[str, Call]:
     """Arguments of a typical call of every op with a kernel; more are named "op, variant"."""
     main = MainLayout(64).allocate(1024, "meta")
     indexer = IndexerLayout(64).allocate(1024, "meta")
-    plain = _tensor(1024, 64, 512, dtype=torch.bfloat16)
-    out = _tensor(4, 8192, 512, dtype=torch.bfloat16)
-    fp8: dict[str, Any] = {"block_size": 64, "layout": MainLayout.tag}
-    kv_b = _tensor(128, 256, 512, dtype=torch.bfloat16)
     pages_of_2 = MainLayout(2).allocate(1024, "meta")
+    plain, out, kv_b = _halves(1024, 64, 512), _halves(4, 8192, 512), _halves(128, 256, 512)
+    fp8: dict[str, Any] = {"block_size": 64, "layout": MainLayout.tag}
+    fp8_of_2 = {**fp8, "block_size": 2}
     rows: dict[str, Any] = {"num_rows": 8192, "offset": 0}
     pages: dict[str, Any] = {"swa_block_size": 64, "extra_block_size": 64, "layout": MainLayout.tag}
+    c128 = {**pages, "extra_block_size": 2}
     keys: dict[str, Any] = {"block_size": 64, "layout": IndexerLayout.tag}
-    tokens, positions, pages_table = _tensor(8), _tensor(8, dtype=torch.int64), _tensor(8, 512)
-    logits = _tensor(8, 32768, dtype=torch.float32)
-    angles, scales = _tensor(2**20, 64, dtype=torch.float32), _tensor(8192, dtype=torch.float32)
-    queries = _tensor(8, 64, 128, dtype=torch.bfloat16), _tensor(8, 64, dtype=torch.bfloat16)
-    gathered = _tensor(8192, 128, dtype=torch.uint8), scales, tokens, tokens
+    tokens, positions = _tensor(8), _longs(8)
+    pages_table, topk = _tensor(8, 512), _tensor(2048, 512)
+    named = (tokens, tokens, pages_table)
+    queries, angles = (_halves(8, 64, 128), _halves(8, 64), positions), _floats(2**20, 64)
+    gathered = _bytes(8192, 128), _floats(8192), tokens, tokens
+    logits: dict[str, Any] = {"num_rows": 32768, **keys}
+    selected = (indexer, positions, tokens, pages_table)
     chosen: dict[str, Any] = {"compress_ratio": 4, "topk": 512, **keys}
     return {
         "quantize_and_insert_k_cache": _insert(512, main, **fp8),
-        "quantize_and_insert_k_cache, C128": _insert(512, pages_of_2, **{**fp8, "block_size": 2}),
+        "quantize_and_insert_k_cache, C128": _insert(512, pages_of_2, **fp8_of_2),
         "dequantize_and_gather_k_cache": _gather(out, main, offset=0, **fp8),
         "dequantize_and_gather_k_cache, whole": _gather(out, main, whole=True, offset=0, **fp8),
         "gather_k_cache": _gather(main, **rows, **fp8),
         "gather_k_cache, whole": _gather(main, whole=True, **rows, **fp8),
         "gather_k_cache, plain": _gather(plain, **rows, block_size=64, layout="plain"),
         "insert_k_cache": _insert(512, plain),
-        "mla_expand_kv": (
-            (_tensor(8192, 512, dtype=torch.bfloat16), kv_b, _tensor(1)),
-            {},
-        ),
+        "mla_expand_kv": ((_halves(8192, 512), kv_b, _tensor(1)), {}),
         "mla_insert_kv": _insert_dense("plain"),
         "mla_insert_kv, fp8": _insert_dense("mla_fp8", 576),
         "mla_insert_kv, ds_fp8": _insert_dense("mla_ds_fp8", 656),
         "quantize_and_insert_indexer_k": _insert(128, indexer, **keys),
         "save_compressor_states": _save(),
         "compress_and_insert": _compress(main, True, **fp8),
-        "compress_and_insert, C128": _compress(pages_of_2, False, **{**fp8, "block_size": 2}),
+        "compress_and_insert, C128": _compress(pages_of_2, False, **fp8_of_2),
         "compress_and_insert, indexer": _compress(indexer, True, **keys),
         "compress_and_insert, plain": _compress(plain, False, block_size=64, layout="plain"),
         "save_and_compress": _step(main, True, **fp8),
-        "save_and_compress, C128": _step(pages_of_2, False, **{**fp8, "block_size": 2}),
+        "save_and_compress, C128": _step(pages_of_2, False, **fp8_of_2),
         "save_and_compress, indexer": _step(indexer, True, **keys),
         "insert_c4_step": _c4_step(),
         "qnorm_rope_kv_insert": _qnorm(main, MainLayout.tag),
         "qnorm_rope_kv_insert, plain": _qnorm(plain, "plain"),
         "sparse_mla_decode": _attention(False, main, **pages),
         "sparse_mla_decode, plain": _attention(False, plain, **{**pages, "layout": "plain"}),
-        "sparse_mla_decode_paged": _attention(True, main, **{**pages, "extra_block_size": 2}),
+        "sparse_mla_decode_paged": _attention(True, main, **c128),
         "sparse_mla_decode, 2 tokens": _attention(False, main, count=2, **pages),
-        "sparse_mla_decode_paged, 2 tokens": _attention(
-            True, main, count=2, **{**pages, "extra_block_size": 2}
-        ),
+        "sparse_mla_decode_paged, 2 tokens": _attention(True, main, count=2, **c128),
         "sparse_mla_decode_paged, 64 tokens": _attention(
-            True, main, count=64, inverse_rope=True, **{**pages, "extra_block_size": 2}
+            True, main, count=64, inverse_rope=True, **c128
         ),
         "sparse_mla_decode, planned": _attention(False, main, planned=True, **pages),
         "sparse_mla_decode, inverse RoPE": _attention(False, main, inverse_rope=True, **pages),
-        "sparse_mla_decode_paged, inverse RoPE": _attention(
-            True, main, inverse_rope=True, **{**pages, "extra_block_size": 2}
-        ),
+        "sparse_mla_decode_paged, inverse RoPE": _attention(True, main, inverse_rope=True, **c128),
         "sparse_mla_decode, flash_mla": _attention(
             False, main, inverse_rope=True, **pages, impl="flash_mla"
         ),
         "sparse_mla_decode_paged, flash_mla": _attention(
-            True, main, inverse_rope=True, **{**pages, "extra_block_size": 2, "impl": "flash_mla"}
+            True, main, inverse_rope=True, **c128, impl="flash_mla"
         ),
         "mla_decode": _dense(),
         "mla_decode, 128 heads": _dense(heads=128),
@@ -377,38 +347,26 @@ def examples() -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
         "mla_decode, ds_fp8": _dense(656, layout="mla_ds_fp8", heads=128),
         "sparse_mla_gathered": _listed(),
         "sparse_mla_plan": ((tokens, tokens), {"num_heads": 64, "num_programs": 132}),
-        "sparse_mla_prefill": _prefill(main, _tensor(2048, 512), **pages),
-        "sparse_mla_prefill, pages": _prefill(main, _tensor(2048, 512), **pages, impl="triton"),
-        "sparse_mla_prefill, all rows": _prefill(main, None, **{**pages, "extra_block_size": 2}),
+        "sparse_mla_prefill": _prefill(main, topk, **pages),
+        "sparse_mla_prefill, pages": _prefill(main, topk, **pages, impl="triton"),
+        "sparse_mla_prefill, all rows": _prefill(main, None, **c128),
         "sparse_mla_prefill, 8 tokens": _prefill(main, _tensor(8, 512), count=8, **pages),
-        "sparse_mla_prefill, all rows of 8 tokens": _prefill(
-            main, None, count=8, **{**pages, "extra_block_size": 2}
-        ),
+        "sparse_mla_prefill, all rows of 8 tokens": _prefill(main, None, count=8, **c128),
         "sparse_mla_prefill, a window of 8 tokens": _prefill(
             main, None, count=8, window=512, **pages
         ),
-        "sparse_mla_prefill, flash_mla": _prefill(
-            main, _tensor(2048, 512), **pages, impl="flash_mla"
-        ),
-        "sparse_mla_prefill, flash_mla, all rows": _prefill(
-            main, None, **{**pages, "extra_block_size": 2, "impl": "flash_mla"}
-        ),
+        "sparse_mla_prefill, flash_mla": _prefill(main, topk, **pages, impl="flash_mla"),
+        "sparse_mla_prefill, flash_mla, all rows": _prefill(main, None, **c128, impl="flash_mla"),
         "mla_prefill": _context(causal=True),
         "mla_prefill, a chunk of the context": _context(causal=False),
-        "indexer_quantize_q": ((*queries, positions, angles), {"softmax_scale": 0.01}),
-        "indexer_logits": _indexer(indexer, tokens, tokens, pages_table, num_rows=32768, **keys),
+        "indexer_quantize_q": ((*queries, angles), {"softmax_scale": 0.01}),
+        "indexer_logits": _indexer(indexer, *named, **logits),
         "indexer_logits_ragged": _indexer(*gathered),
-        "indexer_select": _indexer(indexer, positions, tokens, pages_table, **chosen),
-        "indexer_select, slots": _indexer(
-            indexer, positions, tokens, pages_table, **chosen, slots=True
-        ),
-        "indexer_select, top 1024": _indexer(
-            indexer, positions, tokens, pages_table, **{**chosen, "topk": 1024, "slots": True}
-        ),
-        "indexer_logits, deep_gemm": _indexer(
-            indexer, tokens, tokens, pages_table, num_rows=32768, **keys, impl="deep_gemm"
-        ),
-        "indexer_topk": ((logits, tokens), {"topk": 512}),
+        "indexer_select": _indexer(*selected, **chosen),
+        "indexer_select, slots": _indexer(*selected, **chosen, slots=True),
+        "indexer_select, top 1024": _indexer(*selected, **{**chosen, "topk": 1024, "slots": True}),
+        "indexer_logits, deep_gemm": _indexer(indexer, *named, **logits, impl="deep_gemm"),
+        "indexer_topk": ((_floats(8, 32768), tokens), {"topk": 512}),
         "fp8_linear": _linear(),
         "fp8_linear, 64 tokens": _linear(count=64),
         "fp8_linear, 128 tokens": _linear(count=128),
@@ -530,13 +488,4 @@ def spilling(reports: list[KernelReport]) -> list[KernelReport]:
 def table(reports: list[KernelReport]) -> str:
     """Format ``reports`` in columns."""
     header = ("op", "kernel", "warps", "registers", "spill bytes", "shared bytes")
-    rows = [
-        (item.op, item.kernel, *map(str, (item.warps, item.registers, item.spills, item.shared)))
-        for item in reports
-    ]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (header, *rows)
-    ]
-    return "\n".join(lines)
+    return columns([header, *(tuple(map(str, astuple(item))) for item in reports)])

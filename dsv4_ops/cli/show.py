@@ -6,7 +6,7 @@ import difflib
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,11 @@ def records() -> list[dict[str, Any]]:
 
 def table() -> str:
     """``rows`` in columns."""
-    lines = [_HEADER, *rows()]
+    return columns([_HEADER, *rows()])
+
+
+def columns(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells, padded to the same widths."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -25,3 +25,14 @@ def listed(block_table: Tensor) -> tuple[Any, ...]:
 def angles(cos_sin_cache: Tensor) -> tuple[Any, ...]:
     """A table of cosines and sines, its strides, and its rows."""
     return (cos_sin_cache, *cos_sin_cache.stride(), cos_sin_cache.shape[0])
+
+
+def rotation(
+    stand_in: Tensor, positions: Tensor | None, cos_sin_cache: Tensor | None
+) -> tuple[Any, ...]:
+    """Positions, their stride, a dense table of cosines and sines, and its rows; anything for
+    none."""
+    if positions is None or cos_sin_cache is None:
+        return (stand_in, 0, stand_in, 0)
+    table = cos_sin_cache.contiguous()
+    return (positions, positions.stride(0), table, table.shape[0])

@@ -3,13 +3,16 @@ results."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C import DispatchKey
+
+_T = TypeVar("_T")
 
 _library = torch.library.Library("dsv4_ops", "FRAGMENT")
 _fragments: dict[str, torch.library.Library] = {}
@@ -86,6 +89,19 @@ def kernels(device: torch.device, module: str = "external.sanitize") -> Any:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise
         return None
+
+
+def by_kernel(
+    function: Callable[..., _T],
+    launch: Any,
+    device: torch.device,
+    module: str = "external.sanitize",
+) -> Callable[..., _T]:
+    """``function`` as the kernel of its name in ``module``, where there is one."""
+    found = kernels(device, module)
+    if found is None:
+        return function
+    return functools.partial(getattr(found, function.__name__), launch)
 
 
 def _interpreted() -> bool:

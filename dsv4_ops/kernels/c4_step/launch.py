@@ -52,12 +52,8 @@ class _Compressor(NamedTuple):
     ) -> _Compressor:
         """That whose tensors are called so."""
         width = int(ape.shape[1])
-        if kv_score.stride(1) != 1:
-            kv_score = kv_score.contiguous()
-        of_states = (states, int(states.stride(0)), states.shape[0])
-        of_cache = (k_cache, int(k_cache.stride(0)), k_cache.shape[0])
-        scores = (kv_score, int(kv_score.stride(0)), ape.contiguous())
-        tensors = (*scores, *of_states, norm_weight.contiguous(), *of_cache)
+        own, pages = compressor.own_tensors(kv_score, ape, states), compressor.fixed_pages(k_cache)
+        tensors = (*own, norm_weight.contiguous(), *pages)
         ratio, head_dim = call.compress_ratio, layout.head_dim
         window = (call.state_block_size, ratio, width, 2 * ratio, head_dim)
         threads, _ = compressor.rows_of_threads(window, head_dim, WARPS, compressor.DEPTH)

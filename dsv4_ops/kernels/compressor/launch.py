@@ -123,14 +123,11 @@ def _launch(
                 block_size=state_block_size,
             )
         return
-    if kv_score.stride(1) != 1:
-        kv_score = kv_score.contiguous()
-    scores = (kv_score, int(kv_score.stride(0)), ape.contiguous())
-    of_states = (states, int(states.stride(0)), states.shape[0])
-    rows = (*scores, *of_states, *strided(state_block_table), num_reqs, state_block_table.shape[1])
+    own = own_tensors(kv_score, ape, states)
+    rows = (*own, *strided(state_block_table), num_reqs, state_block_table.shape[1])
     tokens = strided(positions, req_indices)
     rotation = (norm_weight.contiguous(), cos_sin_cache.contiguous(), cos_sin_cache.shape[0])
-    pages = (k_cache, int(k_cache.stride(0)), k_cache.shape[0])
+    pages = fixed_pages(k_cache)
     slots = (*strided(slot_mapping), num_tokens)
     state_slots = strided(slot_mapping if state_slot_mapping is None else state_slot_mapping)
     num_rows = compress_ratio * (2 if overlap else 1)
@@ -172,9 +169,20 @@ def _launch(
     save = save_tiles(saves, width, INSERT_WARPS, INSERT_SAVED)
     programs = looking_programs(num_tokens, INSERT_TOKENS, INSERT_PROGRAMS)
     launch(insert_pooled_kernel)[programs + num_tiles(num_tokens - num_early, save),](
-        pooled, num_reqs, *tokens, *rotation, *pages, *slots, *rows[:6], *state_slots, num_early,
+        pooled, num_reqs, *tokens, *rotation, *pages, *slots, *own, *state_slots, num_early,
         SAVE=save, TOKENS=INSERT_TOKENS, num_warps=INSERT_WARPS, **inserted, **constants,
     )  # fmt: skip
+
+
+def own_tensors(kv_score: Tensor, ape: Tensor, states: Tensor) -> tuple[Any, ...]:
+    """What a compressor saves, and where to, as kernels take it."""
+    scores = kv_score if kv_score.stride(1) == 1 else kv_score.contiguous()
+    return (scores, int(scores.stride(0)), ape.contiguous(), *fixed_pages(states))
+
+
+def fixed_pages(cache: Tensor) -> tuple[Any, ...]:
+    """A cache, the stride of its blocks, which is no symbol, and how many blocks it has."""
+    return (cache, int(cache.stride(0)), cache.shape[0])
 
 
 def save_tiles(saves: bool, width: int, warps: int, values: int) -> tuple[int, int, int]:

@@ -109,27 +109,13 @@ def indexer_logits(
     num_tokens, num_blocks = q.shape[0], k_cache.shape[0]
     if num_tokens == 0 or num_rows == 0:
         return weights.new_empty((num_tokens, num_rows))
-    kernels, table = opaque_op.kernels(q.device), (block_table, req_indices)
-    listed = (*table, lens, num_blocks, torch.sym_min(block_table.shape[1] * block_size, num_rows))
-    if kernels is None:
-        pages, counted = list_pages(*listed)
-    else:
-        pages, counted = kernels.list_pages(launch, *listed)
-    found: Tensor = logits(
-        q.contiguous(),
-        k_cache,
-        weights.contiguous(),
-        counted,
-        pages,
-        schedule,
-        block_size,
-        num_rows,
-    )
-    absent = (*table, counted, num_blocks, block_size)
-    if kernels is None:
-        return fill_absent(found, *absent)
-    filled: Tensor = kernels.fill_absent(launch, found, *absent)
-    return filled
+    table, most = (block_table, req_indices), block_table.shape[1] * block_size
+    listed = (*table, lens, num_blocks, torch.sym_min(most, num_rows))
+    pages, counted = opaque_op.by_kernel(list_pages, launch, q.device)(*listed)
+    rows = (weights.contiguous(), counted, pages, schedule)
+    found = logits(q.contiguous(), k_cache, *rows, block_size, num_rows)
+    filled = opaque_op.by_kernel(fill_absent, launch, q.device)
+    return filled(found, *table, counted, num_blocks, block_size)
 
 
 def indexer_select(

@@ -27,9 +27,8 @@ from dsv4_ops.core.types import (
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.kernels.calls import DecodeCall, PrefillCall
-from dsv4_ops.reference import bf16_workspace
-from dsv4_ops.reference.bf16_workspace import Prefill, Rows
-from dsv4_ops.reference.sanitize import Listed, Prepared, compact_pages, list_slots, no_key
+from dsv4_ops.reference.bf16_workspace import gather_rows
+from dsv4_ops.reference.sanitize import Listed, compact_pages, list_slots, no_key
 from dsv4_ops.reference.sparse_mla import apply_inverse_rope
 
 WIDTH = MainLayout.head_dim
@@ -165,7 +164,9 @@ def sparse_mla_gathered(
     if q.shape[0] == 0:
         logs = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
         return SparseMlaGathered(q.new_empty(q.shape), *logs)
-    given = _prepared(launch, Listed(indices, lens, kv.shape[0], 1), None, attn_sink, KEY_BLOCK)
+    lists = Listed(indices, lens, kv.shape[0], 1)
+    prepare = opaque_op.by_kernel(list_slots, launch, q.device)
+    given = prepare(lists, None, attn_sink, KEY_BLOCK)
     rows, slots = _some(kv)[:, None], given.slots[:, None]
     out, max_logits, lse = prefill(
         _dense(q), rows, slots, softmax_scale, WIDTH, given.sink, given.lens
@@ -183,7 +184,8 @@ def sparse_mla_prefill(launch: Any, *args: Any, impl: str = "", **named: Any) ->
     for name, source in (("swa_cache", seen.swa), ("extra_cache", seen.extra or seen.swa)):
         layout = MainLayout(source.block_size)
         Checks("sparse_mla_prefill").page_start(name, source.cache, layout)
-    given = _gathered(launch, seen, call.attn_sink)
+    gather = opaque_op.by_kernel(gather_rows, launch, q.device, "sparse_mla.bf16_workspace")
+    given = gather(seen, call.attn_sink, KEY_BLOCK)
     rows, slots = _some(given.kv)[:, None], given.slots[:, None]
     out, _, lse = prefill(_dense(q), rows, slots, call.softmax_scale, WIDTH, given.sink, given.lens)
     kernels = opaque_op.kernels(q.device)
@@ -222,14 +224,6 @@ def mla_decode(
     )
     out, lse = out.squeeze(1), no_key(lse.squeeze(2))
     return MlaAttention(torch.where((lse == -torch.inf)[..., None], 0.0, out), lse)
-
-
-def _gathered(launch: Any, call: Prefill, sink: Tensor | None) -> Rows:
-    kernels = opaque_op.kernels(call.positions.device, "sparse_mla.bf16_workspace")
-    if kernels is None:
-        return bf16_workspace.gather_rows(call, sink, KEY_BLOCK)
-    made: Rows = kernels.gather_rows(launch, call, sink, KEY_BLOCK)
-    return made
 
 
 def _dense(q: Tensor) -> Tensor:
@@ -275,21 +269,12 @@ def kernel_view(cache: Tensor, block_size: int) -> Tensor:
     return used.view(cache.shape[0], block_size, 1, layout.row_bytes)
 
 
-def _prepared(
-    launch: Any, window: Listed, extra: Listed | None, sink: Tensor | None, multiple: int
-) -> Prepared:
-    kernels = opaque_op.kernels(window.indices.device)
-    if kernels is None:
-        return list_slots(window, extra, sink, multiple)
-    made: Prepared = kernels.list_slots(launch, window, extra, sink, multiple)
-    return made
-
-
 def _attend(launch: Any, call: DecodeCall) -> SparseMla:
-    q, plan, extra, num_tokens = call.q, call.plan, call.extra, call.q.shape[0]
+    q, plan, num_tokens = call.q, call.plan, call.q.shape[0]
     if num_tokens == 0:
         return _of_no_token(q)
-    given = _prepared(launch, call.window, extra, call.attn_sink, KEYS)
+    prepare = opaque_op.by_kernel(list_slots, launch, q.device)
+    given = prepare(call.window, call.extra, call.attn_sink, KEYS)
     lens, extra_lens = given.lens, given.extra_lens
     schedule = num_splits = more = more_slots = None
     if call.extra_cache is not None and given.extra_slots is not None:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.kernels.arguments import listed, strided
+from dsv4_ops.kernels.arguments import listed, rotation, strided
 from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.rope import load_angles, rotate_pairs_back
 from dsv4_ops.kernels.launcher import Launcher
@@ -26,6 +26,15 @@ FILLED = 1024
 
 _LARGEST_SINK = tl.constexpr(1e30)
 """Instead of inf, which FlashMLA subtracts from the inf that is its lse of no key."""
+
+
+@triton.jit
+def store_finite(sink, sink_out, num_heads, lane):
+    """A finite sink for every head, by one program."""
+    given = lane < num_heads
+    value = tl.load(sink + lane, mask=given, other=0.0)
+    value = tl.where(value > _LARGEST_SINK, _LARGEST_SINK, value)
+    tl.store(sink_out + lane, value, mask=given)
 
 
 @triton.jit
@@ -60,10 +69,7 @@ def list_slots_kernel(
         tl.store(swa_lens_out + token, length, mask=tile == 0)
         if HAS_SINK:
             if (tile == 0) & (token == 0):
-                given = lane < num_heads
-                value = tl.load(sink + lane, mask=given, other=0.0)
-                value = tl.where(value > _LARGEST_SINK, _LARGEST_SINK, value)
-                tl.store(sink_out + lane, value, mask=given)
+                store_finite(sink, sink_out, num_heads, lane)
     elif HAS_EXTRA:
         column = (tile - swa_tiles) * COLUMNS + lane
         length = tl.load(extra_lens + token * extra_len_stride)
@@ -179,22 +185,32 @@ def list_slots(
         extra_slots = indices.new_empty((num_tokens, padded))
         extra_lens = lens.new_empty(num_tokens)
         requests = lens if extra.req_indices is None else extra.req_indices
-    finite = None if sink is None else torch.empty_like(sink, memory_format=torch.contiguous_format)
+    sinks = sinks_of(sink, lens, swa_lens)
     tiles = (slots.shape[1] + COLUMNS - 1) // COLUMNS + (padded + COLUMNS - 1) // COLUMNS
     swa_out, extra_out = (slots, slots.shape[1], swa_lens), (extra_slots, padded, extra_lens)
     launch(list_slots_kernel)[(num_tokens, tiles)](
         *strided(indices, lens), width, window.num_blocks, *swa_out,
         *strided(more.indices, more.lens), more_width, more.num_blocks, *extra_out,
         *strided(requests), more.indices.shape[0],
-        lens if sink is None else sink.contiguous(), swa_lens if finite is None else finite,
-        0 if sink is None else sink.shape[0],
+        *sinks,
         SWA_BLOCK_SIZE=window.block_size, EXTRA_BLOCK_SIZE=more.block_size,
         HAS_EXTRA=extra is not None, PAGED=extra is not None and extra.req_indices is not None,
         HAS_SINK=sink is not None, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
+    finite = None if sink is None else sinks[1]
     if extra is None:
         return Prepared(slots, swa_lens, None, None, finite)
     return Prepared(slots, swa_lens, extra_slots, extra_lens, finite)
+
+
+def sinks_of(
+    sink: torch.Tensor | None, read: torch.Tensor, written: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Sinks, where their finite values go, and how many there are; stand-ins for none."""
+    if sink is None:
+        return read, written, 0
+    finite = torch.empty_like(sink, memory_format=torch.contiguous_format)
+    return sink.contiguous(), finite, sink.shape[0]
 
 
 def finish_heads(
@@ -207,12 +223,9 @@ def finish_heads(
     """``prepare.finish_heads`` as one kernel that writes to ``out`` and ``lse``, which are dense;
     of angles of ``ROPE`` columns."""
     num_tokens, num_heads = lse.shape
-    rotates, given = False, (lse, 0, lse, 0)
-    if positions is not None and cos_sin_cache is not None:
-        table, rotates = cos_sin_cache.contiguous(), True
-        given = (positions, positions.stride(0), table, table.shape[0])
+    rotates = positions is not None and cos_sin_cache is not None
     launch(finish_heads_kernel)[(num_tokens, triton.cdiv(int(num_heads), FINISHED_HEADS))](
-        out, lse, *given, num_heads,
+        out, lse, *rotation(lse, positions, cos_sin_cache), num_heads,
         INVERSE_ROPE=rotates, ROPE=ROPE, HEAD_DIM=MainLayout.head_dim, HEADS=FINISHED_HEADS,
         num_warps=WARPS,
     )  # fmt: skip

@@ -144,7 +144,7 @@ def indexer_logits(
         return out
     sizes = tile(int(num_heads))
     launch(indexer_logits_kernel)[num_tokens * ((num_rows + ROWS - 1) // ROWS),](
-        q.view(torch.uint8), q.stride(0), q.stride(1), q.stride(2), num_heads,
+        *strided(q.view(torch.uint8)), num_heads,
         *strided(weights), *paged(k_cache), *strided(lens, req_indices),
         *strided(block_table), block_table.shape[0], block_table.shape[1],
         out, num_rows,
@@ -211,7 +211,7 @@ def indexer_logits_ragged(
     step = sizes["STEP"]
     programs = ((num_tokens + TOKENS - 1) // TOKENS) * ((num_k + step - 1) // step)
     launch(indexer_logits_ragged_kernel)[programs,](
-        q.view(torch.uint8), q.stride(0), q.stride(1), q.stride(2), num_heads,
+        *strided(q.view(torch.uint8)), num_heads,
         *strided(weights, k, scales, row_start, row_stop),
         out, num_tokens, num_k,
         DIM=DIM, TOKENS=TOKENS, STAGES=STAGES, num_warps=WARPS, **sizes,

@@ -159,7 +159,7 @@ def indexer_select(
     table = (block_table, block_table.stride(0), block_table.stride(1))
     requests = (req_indices, req_indices.stride(0))
     launch(select_keys_kernel)[scratch.programs,](
-        q.view(torch.uint8), q.stride(0), q.stride(1), q.stride(2), num_heads,
+        *strided(q.view(torch.uint8)), num_heads,
         *strided(weights), *paged(k_cache), *strided(positions), *requests,
         *table, block_table.shape[0], max_blocks, *scratch.arguments(),
         RATIO=compress_ratio, BLOCK_SIZE=block_size, DATA_BYTES=pages.data_bytes,

@@ -158,21 +158,25 @@ def emit_list(keys, indices, fill, head, base, entries, out, topk, SIZES: tl.con
     """The result row at ``out`` from a scratch row; if SLOTS, the slots of the indices. Blocks are
     loaded for all of them before the best are known, which hides the time it takes. SIZES: WIDTH,
     CAPACITY, BLOCK_SIZE and SLOTS."""
-    CAPACITY: tl.constexpr = SIZES[1]
-    BLOCK_SIZE: tl.constexpr = SIZES[2]
-    SLOTS: tl.constexpr = SIZES[3]
-    slot = scratch_slots(fill, CAPACITY)
+    slot = scratch_slots(fill, SIZES[1])
     tl.debug_barrier()  # all was written
     key = tl.load(keys + slot, mask=slot < fill, other=ABSENT_KEY)
     index = _load_indices(indices, head, base, slot)
+    _emit(key, index, slot < fill, entries, out, topk, SIZES)
+    tl.debug_barrier()  # all was read
+
+
+@triton.jit
+def _emit(key, index, wanted, entries, out, topk, SIZES: tl.constexpr):
+    BLOCK_SIZE: tl.constexpr = SIZES[2]
+    SLOTS: tl.constexpr = SIZES[3]
     if SLOTS:
-        page = load_pages(entries, index, slot < fill, BLOCK_SIZE)
+        page = load_pages(entries, index, wanted, BLOCK_SIZE)
     taken, dst, kept = exactly(key, topk)
     if SLOTS:
         index = join_slots(page, index, BLOCK_SIZE)
     tl.store(out + dst, index, mask=taken)
     pad_result(out, kept, topk, SIZES[0])
-    tl.debug_barrier()  # all was read
 
 
 @triton.jit
@@ -237,18 +241,9 @@ def _merge(scratch, lists, base, topk, CAPACITY: tl.constexpr):
 @triton.jit
 def _choose(scratch, lists, entries, out, topk, SIZES: tl.constexpr):
     """The result row at ``out`` from lists of at most CAPACITY keys, as ``emit_list``."""
-    WIDTH: tl.constexpr = SIZES[0]
-    CAPACITY: tl.constexpr = SIZES[1]
-    BLOCK_SIZE: tl.constexpr = SIZES[2]
-    SLOTS: tl.constexpr = SIZES[3]
-    key, index = _load_entries(scratch, lists, 0, 0, 0, CAPACITY)
-    if SLOTS:  # of keys that are none the index is anything
-        page = load_pages(entries, index, index >= 0, BLOCK_SIZE)
-    taken, dst, kept = exactly(key, topk)
-    if SLOTS:
-        index = join_slots(page, index, BLOCK_SIZE)
-    tl.store(out + dst, index, mask=taken)
-    pad_result(out, kept, topk, WIDTH)
+    key, index = _load_entries(scratch, lists, 0, 0, 0, SIZES[1])
+    # of keys that are none the index is anything
+    _emit(key, index, index >= 0, entries, out, topk, SIZES)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton.language as tl
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.kernels.arguments import strided
 from dsv4_ops.kernels.common.paging import MAX_POSITIONS, find_real, locate_positions
+from dsv4_ops.kernels.external.sanitize import sinks_of, store_finite
 from dsv4_ops.kernels.kv_cache.launch import gather_wanted
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source, Spans
@@ -18,9 +19,6 @@ TOKENS, SPAN_WARPS = 1024, 8
 COLUMNS, WARPS = 1024, 4
 """Entries of a token's list that are made together: all of 128 + 512 keys, and no fewer than
 heads."""
-
-_LARGEST_SINK = tl.constexpr(1e30)
-"""Instead of inf, as in ``external/sanitize.py``."""
 
 
 @triton.jit
@@ -115,10 +113,7 @@ def list_rows_kernel(
     tl.store(lens_out + token, length)
     if HAS_SINK:
         if token == 0:
-            given = lane < num_heads
-            value = tl.load(sink + lane, mask=given, other=0.0)
-            value = tl.where(value > _LARGEST_SINK, _LARGEST_SINK, value)
-            tl.store(sink_out + lane, value, mask=given)
+            store_finite(sink, sink_out, num_heads, lane)
 
 
 def gather_rows(
@@ -187,7 +182,7 @@ def list_rows(
     num_tokens, padded = call.positions.shape[0], call.padded(multiple)
     slots = call.req_indices.new_empty((num_tokens * wanted, padded))
     lens = call.req_indices.new_empty(num_tokens)
-    finite = None if sink is None else torch.empty_like(sink, memory_format=torch.contiguous_format)
+    sinks = sinks_of(sink, spans.ends, lens)
     swa, (swa_width, extra_width) = call.swa, call.widths
     extra = swa if call.extra is None else call.extra
     chosen = extra.block_table if call.topk_indices is None else call.topk_indices
@@ -196,15 +191,13 @@ def list_rows(
         spans.ends, spans.counts,
         *_table(swa), swa.rows, swa_width,
         *_table(extra), call.extra_rows, extra_width, *strided(chosen),
-        slots, padded, lens,
-        spans.ends if sink is None else sink.contiguous(), lens if finite is None else finite,
-        0 if sink is None else sink.shape[0],
+        slots, padded, lens, *sinks,
         WINDOW_SIZE=call.window_size, COMPRESS_RATIO=call.compress_ratio,
         SWA_BLOCK_SIZE=swa.block_size, EXTRA_BLOCK_SIZE=extra.block_size,
         HAS_EXTRA=call.extra is not None, HAS_TOPK=call.topk_indices is not None,
         HAS_SINK=sink is not None, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
-    return slots, lens, finite
+    return slots, lens, None if sink is None else sinks[1]
 
 
 def _table(source: Source) -> tuple[torch.Tensor | int, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.tiles import COMBINE_COLUMNS
-from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.arguments import rotation, strided
 from dsv4_ops.kernels.common.fp8 import round_to_bf16
 from dsv4_ops.kernels.common.rope import load_tail_angles, rotate_tail
 from dsv4_ops.kernels.launcher import Launcher
@@ -225,7 +225,7 @@ def combine(
     launch(combine_splits_kernel)[(programs, num_heads, parts)](
         *results, lse if attn_sink is None else attn_sink.contiguous(),
         *((lse, 0, 0) if plan is None else strided(plan)),
-        *rotation_of(lse, positions, cos_sin_cache),
+        *rotation(lse, positions, cos_sin_cache),
         results[2].shape[0], num_tokens, rows, num_heads, splits,
         HAS_PLAN=plan is not None, GROUP=ROWS, FEW=few, STEP=step,
         **_constants(out, attn_sink, positions, parts),
@@ -246,7 +246,7 @@ def combine_listed(
     programs = torch.sym_min(num_tokens, max(LISTED // num_heads, 1))
     launch(combine_listed_kernel)[(programs, num_heads)](
         *results, lse if attn_sink is None else attn_sink.contiguous(), combine_list,
-        *rotation_of(lse, positions, cos_sin_cache), num_heads,
+        *rotation(lse, positions, cos_sin_cache), num_heads,
         FEW=FEW_SPLITS, STEP=STEP, COLUMNS=COMBINE_COLUMNS, **_constants(out, attn_sink, positions),
     )  # fmt: skip
 
@@ -262,16 +262,6 @@ def _constants(
         "WIDTH": int(out.shape[2]) // parts,
         "num_warps": WARPS,
     }
-
-
-def rotation_of(
-    lse: Tensor, positions: Tensor | None, cos_sin_cache: Tensor | None
-) -> tuple[Any, ...]:
-    """Positions, their stride, the table of angles and its rows; anything for none."""
-    if positions is None or cos_sin_cache is None:
-        return (lse, 0, lse, 0)
-    table = cos_sin_cache.contiguous()
-    return (positions, positions.stride(0), table, table.shape[0])
 
 
 def _step(splits: int, most: int) -> int:

@@ -28,7 +28,7 @@ from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 from dsv4_ops.dispatch.choice import not_ours
 from dsv4_ops.dispatch.prefill import positive
 from dsv4_ops.kernels import opaque_op
-from dsv4_ops.kernels.arguments import paged, strided
+from dsv4_ops.kernels.arguments import paged, rotation, strided
 from dsv4_ops.kernels.calls import DecodeCall, PrefillCall
 from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.kernels.sparse_mla import combine
@@ -113,7 +113,7 @@ def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine
         *strided(lens if call.req_indices is None else call.req_indices),
         extra.indices.shape[0],
         *((lens, 0, 0) if plan is None else strided(plan)),
-        *combine.rotation_of(lens, call.positions, call.cos_sin_cache),
+        *rotation(lens, call.positions, call.cos_sin_cache),
         work.capacity,
         num_tokens,
         num_heads,
@@ -308,8 +308,8 @@ def split_and_combine(launch: Launcher, call: DecodeCall) -> tuple[Tensor, Tenso
         call = call._replace(positions=None, cos_sin_cache=None)
     work = _split(call, support.runs(launch, call.q, call.coded))
     results = launch_split_keys(launch, call, work)
-    rotation = (call.positions, call.cos_sin_cache)
-    combine_splits(launch, results, work, call.plan, call.attn_sink, *rotation)
+    angles = (call.positions, call.cos_sin_cache)
+    combine_splits(launch, results, work, call.plan, call.attn_sink, *angles)
     return results[0], results[1]
 
 
@@ -324,11 +324,11 @@ def combine_splits(
     parts: int = 1,
 ) -> None:
     """Of the tokens that have several splits, if any can."""
-    rotation = (positions, cos_sin_cache)
+    angles = (positions, cos_sin_cache)
     if work.schedule is not None:
-        combine.combine_listed(launch, results, attn_sink, work.schedule.combine_list, *rotation)
+        combine.combine_listed(launch, results, attn_sink, work.schedule.combine_list, *angles)
     elif plan is not None or not (isinstance(work.splits, int) and work.splits == 1):
-        combine.combine(launch, results, attn_sink, plan, *rotation, work.splits, parts)
+        combine.combine(launch, results, attn_sink, plan, *angles, work.splits, parts)
 
 
 def _split(call: DecodeCall, on_hopper: bool) -> Work:
