@@ -91,7 +91,7 @@ def kernels(device: torch.device, module: str = "external.sanitize") -> Any:
         return None
 
 
-def by_kernel(
+def launching(
     function: Callable[..., _T],
     launch: Any,
     device: torch.device,

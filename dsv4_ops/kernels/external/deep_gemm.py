@@ -111,10 +111,10 @@ def indexer_logits(
         return weights.new_empty((num_tokens, num_rows))
     table, most = (block_table, req_indices), block_table.shape[1] * block_size
     listed = (*table, lens, num_blocks, torch.sym_min(most, num_rows))
-    pages, counted = opaque_op.by_kernel(list_pages, launch, q.device)(*listed)
+    pages, counted = opaque_op.launching(list_pages, launch, q.device)(*listed)
     rows = (weights.contiguous(), counted, pages, schedule)
     found = logits(q.contiguous(), k_cache, *rows, block_size, num_rows)
-    filled = opaque_op.by_kernel(fill_absent, launch, q.device)
+    filled = opaque_op.launching(fill_absent, launch, q.device)
     return filled(found, *table, counted, num_blocks, block_size)
 
 

@@ -165,7 +165,7 @@ def sparse_mla_gathered(
         logs = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
         return SparseMlaGathered(q.new_empty(q.shape), *logs)
     lists = Listed(indices, lens, kv.shape[0], 1)
-    prepare = opaque_op.by_kernel(list_slots, launch, q.device)
+    prepare = opaque_op.launching(list_slots, launch, q.device)
     given = prepare(lists, None, attn_sink, KEY_BLOCK)
     rows, slots = _some(kv)[:, None], given.slots[:, None]
     out, max_logits, lse = prefill(
@@ -184,7 +184,7 @@ def sparse_mla_prefill(launch: Any, *args: Any, impl: str = "", **named: Any) ->
     for name, source in (("swa_cache", seen.swa), ("extra_cache", seen.extra or seen.swa)):
         layout = MainLayout(source.block_size)
         Checks("sparse_mla_prefill").page_start(name, source.cache, layout)
-    gather = opaque_op.by_kernel(gather_rows, launch, q.device, "sparse_mla.bf16_workspace")
+    gather = opaque_op.launching(gather_rows, launch, q.device, "sparse_mla.bf16_workspace")
     given = gather(seen, call.attn_sink, KEY_BLOCK)
     rows, slots = _some(given.kv)[:, None], given.slots[:, None]
     out, _, lse = prefill(_dense(q), rows, slots, call.softmax_scale, WIDTH, given.sink, given.lens)
@@ -273,7 +273,7 @@ def _attend(launch: Any, call: DecodeCall) -> SparseMla:
     q, plan, num_tokens = call.q, call.plan, call.q.shape[0]
     if num_tokens == 0:
         return _of_no_token(q)
-    prepare = opaque_op.by_kernel(list_slots, launch, q.device)
+    prepare = opaque_op.launching(list_slots, launch, q.device)
     given = prepare(call.window, call.extra, call.attn_sink, KEYS)
     lens, extra_lens = given.lens, given.extra_lens
     schedule = num_splits = more = more_slots = None
