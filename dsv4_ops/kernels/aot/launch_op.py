@@ -54,7 +54,7 @@ class Rest(NamedTuple):
 
 
 def _wrap(kernel: Any) -> Any:
-    return _Launch(kernel) if kernel in (_kernels() or ()) else TRACED(kernel)
+    return _Launch(kernel) if kernel in _kernels().values() else TRACED(kernel)
 
 
 PACKAGED = Launcher(_wrap, aligns_inputs=True)
@@ -75,7 +75,7 @@ class _Launch:
                 _held(found, name, value)
                 for name, value in zip(self.kernel.arg_names, args, strict=False)
             ]
-            name = next(name for name, each in _named() if each is self.kernel)
+            name = next(name for name, each in _kernels().items() if each is self.kernel)
             launch_hopper(name, *found.values(), list(grid), json.dumps(Rest(order, options)))
 
         return launch
@@ -96,21 +96,16 @@ def _held(lists: dict[str, list[Any]], name: str, value: Any) -> tuple[str, int]
     return kind, len(lists[kind]) - 1
 
 
-def _kernels() -> Any:
+def _kernels() -> dict[str, Any]:
     from dsv4_ops.kernels.sparse_mla.hopper import support  # whose package imports this module
 
-    return support.kernels()
-
-
-def _named() -> list[tuple[str, Any]]:
-    kernels = _kernels()
-    assert kernels is not None  # ``support.runs`` has asked
-    return list(kernels._asdict().items())
+    found = support.kernels()
+    return {} if found is None else found._asdict()
 
 
 def kernel_of(name: str) -> Any:
     """The kernel of a launch."""
-    return dict(_named())[name]
+    return _kernels()[name]
 
 
 def _call(

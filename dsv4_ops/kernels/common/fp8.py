@@ -44,11 +44,21 @@ def encode(values):
 
 @triton.jit
 def widen(values):
-    """float32 values of bf16 ones."""
-    if EMULATE:  # Triton's interpreter is wrong about subnormal values
-        patterns = values.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        return patterns.to(tl.float32, bitcast=True)
+    """float32 values of narrower ones."""
+    if EMULATE:
+        if values.dtype == tl.bfloat16:  # Triton's interpreter is wrong about subnormal values
+            patterns = values.to(tl.int16, bitcast=True).to(tl.int32) << 16
+            return patterns.to(tl.float32, bitcast=True)
     return values.to(tl.float32)
+
+
+@triton.jit
+def round_to(values, DTYPE: tl.constexpr):
+    """float32 values in another dtype, to nearest even."""
+    if DTYPE == tl.bfloat16:
+        return round_to_bf16(values)
+    else:  # Triton would compile what is behind a branch that returns
+        return values.to(DTYPE)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_ops.core.layout import round_up
+from dsv4_ops.kernels.common.fp8 import multiply_add  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.reference.linear import activation_values
 
@@ -161,14 +162,6 @@ def scale_values(scale):
 
 
 @triton.jit
-def _product(tile, x, sums):
-    """``sums`` plus the product of a tile of weights and rows ``x``."""
-    if EMULATE:  # the interpreter has no product of bf16
-        return sums + tl.dot(tile.to(tl.float32), tl.trans(x).to(tl.float32))
-    return tl.dot(tile, tl.trans(x), sums)
-
-
-@triton.jit
 def _load_words(weight, step, half, MASKED: tl.constexpr):
     """16 words of every row."""
     rows, given, row_words = weight
@@ -219,7 +212,7 @@ def multiply_fp4(
         factor = _fp4_factor(codes)
         left = _tile(words, factor, True, 0, WARPS)
         right = _tile(words, factor, True, 1, WARPS)
-        sums = _product(_side_by_side(left, right), x_tile, sums)
+        sums = multiply_add(_side_by_side(left, right), tl.trans(x_tile), sums)
         x_tile = tl.load(rows + step * 256 + 128 + k, mask=given, other=0.0)
         words, codes = next_words, next_codes
         next_words = _load_words(weight, after, 1, MASKED)
@@ -227,7 +220,7 @@ def multiply_fp4(
         factor = _fp4_factor(more_codes)
         left = _tile(more_words, factor, True, 0, WARPS)
         right = _tile(more_words, factor, True, 1, WARPS)
-        sums = _product(_side_by_side(left, right), x_tile, sums)
+        sums = multiply_add(_side_by_side(left, right), tl.trans(x_tile), sums)
         more_words, more_codes = next_words, next_codes
     return sums * FP4_UNIT
 
@@ -268,7 +261,8 @@ def multiply_fp8(
         shift = tl.full((ROWS, 16), _FP8_FACTOR, tl.int32)
         left = _tile(words, shift, False, 0, WARPS)
         right = _tile(more_words, shift, False, 0, WARPS)
-        part = _product(_side_by_side(left, right), x_tile, tl.zeros((ROWS, TOKENS), tl.float32))
+        none = tl.zeros((ROWS, TOKENS), tl.float32)
+        part = multiply_add(_side_by_side(left, right), tl.trans(x_tile), none)
         sums += part * factor
         words, more_words = next_words, next_more
     return sums

@@ -13,7 +13,11 @@ Groups of arguments beside those of ``kernels.common``:
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.fp8 import quantize, round_to_bf16  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
+    quantize,
+    round_to,
+    round_to_bf16,
+)
 from dsv4_ops.kernels.common.paging import find_real, place_slots
 from dsv4_ops.kernels.common.rope import rotate_tail
 from dsv4_ops.kernels.common.triton_compat import EMULATE
@@ -241,7 +245,5 @@ def finish_row(
         _store_row(values, page_start, slot % BLOCK_SIZE, FORMAT)
     else:
         target = page_start + slot % BLOCK_SIZE * row_stride + channel
-        if k_cache.dtype.element_ty == tl.bfloat16:
-            tl.store(target, round_to_bf16(values), mask=channel < HEAD_DIM)
-        else:
-            tl.store(target, values, mask=channel < HEAD_DIM)
+        stored = round_to(values, k_cache.dtype.element_ty)
+        tl.store(target, stored, mask=channel < HEAD_DIM)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import WEIGHT_BLOCK
 from dsv4_ops.kernels.arguments import strided
-from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import round_to  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.weights import (
     bf16_activations,
     byte_rows,
@@ -74,9 +74,7 @@ def fp8_linear_kernel(
     )  # fmt: skip
     target = out + (split * num_tokens + token).to(tl.int64)[:, None] * SIZE
     target += first + tl.arange(0, ROWS)[None, :]
-    values = tl.trans(sums)
-    if out.dtype.element_ty == tl.bfloat16:
-        values = round_to_bf16(values)
+    values = round_to(tl.trans(sums), out.dtype.element_ty)
     tl.store(target, values, mask=given[:, None])
 
 
@@ -91,10 +89,7 @@ def sum_splits_kernel(
     sums = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
         sums += tl.load(partial + split * tl.cast(size, tl.int64) + at, mask=given, other=0.0)
-    if out.dtype.element_ty == tl.bfloat16:
-        tl.store(out + at, round_to_bf16(sums), mask=given)
-    else:
-        tl.store(out + at, sums, mask=given)
+    tl.store(out + at, round_to(sums, out.dtype.element_ty), mask=given)
 
 
 def tile_of(num_tokens: int, rows: int, steps: int, num_sms: int) -> tuple[int, int]:

@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.kernels.arguments import strided
-from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import multiply_add, round_to  # by name: Inductor copies kernels
 from dsv4_ops.kernels.launcher import Launcher
-from dsv4_ops.kernels.sparse_mla.triton.mainloop import multiply_add
 
 HALF_TILE, SINGLE_TILE = (128, 256, 64, 3, 8), (32, 64, 32, 2, 4)
 """Rows, columns and depth of a product, stages and warps: of half precision and of float32."""
@@ -51,15 +50,9 @@ def mla_expand_kernel(
         else:
             latents = tl.load(row_dims, mask=(dim < rank)[None, :], other=0.0)
             weights = tl.load(column_dims, mask=(dim < rank)[:, None], other=0.0)
-        if latents.dtype == tl.float32:
-            sums = tl.dot(latents, weights, sums, input_precision="ieee")
-        else:
-            sums = multiply_add(latents, weights, sums)
+        sums = multiply_add(latents, weights, sums)
     sums = tl.where(there[:, None], sums, 0.0)
-    if out.dtype.element_ty == tl.bfloat16:
-        result = round_to_bf16(sums)
-    else:
-        result = sums.to(out.dtype.element_ty)
+    result = round_to(sums, out.dtype.element_ty)
     target = out + row[:, None].to(tl.int64) * columns + column[None, :]
     tl.store(target, result, mask=(row < num_rows)[:, None] & inside[None, :])
 

@@ -27,15 +27,8 @@ _TILE = tl.constexpr(MlaDsFp8Layout.quant_block)
 def _values(tensor, token, wanted, dim):
     """float32 values of the rows of tokens; ``tensor`` with its strides."""
     start, stride, dim_stride = tensor
-    values = tl.load(
-        start + token[:, None] * stride + dim[None, :].to(tl.int64) * dim_stride,
-        mask=wanted,
-        other=0.0,
-    )
-    if values.dtype == tl.bfloat16:
-        return widen(values)
-    else:  # Triton would compile what is behind a branch that returns
-        return values.to(tl.float32)
+    rows = start + token[:, None] * stride + dim[None, :].to(tl.int64) * dim_stride
+    return widen(tl.load(rows, mask=wanted, other=0.0))
 
 
 @triton.jit

@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.fp8 import (
-    round_to_bf16,  # by name: Inductor copies kernels, not modules
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
+    multiply_add,
+    round_to,
 )
-from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.kernels.sparse_mla.triton.mainloop import log2_sum, softmax_step
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -19,22 +19,6 @@ _STARTS = tl.constexpr(128)
 @triton.jit
 def _larger(left, right):
     return tl.maximum(left, right)
-
-
-@triton.jit
-def _product(left, right, sums):
-    """``sums`` and a matrix product, in float32; Triton's interpreter has no bf16 product."""
-    if EMULATE:
-        return sums + tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
-    return tl.dot(left, right, sums, input_precision="ieee")
-
-
-@triton.jit
-def _rounded(values, like):
-    """The float32 ``values`` in the dtype of ``like``."""
-    if like.dtype == tl.bfloat16:
-        return round_to_bf16(values)
-    return values.to(like.dtype)
 
 
 @triton.jit
@@ -87,8 +71,8 @@ def _attend(
         k_nope = _load_rows(nope + row * nope_stride, there, nope_step, NOPE_DIM, NOPE)
         k_pe = _load_rows(rope + row * rope_stride, there, rope_step, ROPE_DIM, ROPE)
         logits = tl.zeros((q_nope.shape[0], KEYS), dtype=tl.float32)
-        logits = _product(q_nope, tl.trans(k_nope), logits)
-        logits = _product(q_pe, tl.trans(k_pe), logits) * SCALE
+        logits = multiply_add(q_nope, tl.trans(k_nope), logits)
+        logits = multiply_add(q_pe, tl.trans(k_pe), logits) * SCALE
         if MASKED:
             seen = there[None, :] & (key[None, :] < limit[:, None])
             logits = tl.where(seen, logits, float("-inf"))
@@ -100,7 +84,7 @@ def _attend(
             lost = tl.max(tl.where(is_number, 0, 1), axis=1)
             values = tl.where(is_number, values, 0.0)
             weights = tl.where(seen & (lost > 0)[None, :], float("nan"), weights)
-        out = _product(_rounded(weights, values), values, out * factor[:, None])
+        out = multiply_add(round_to(weights, values.dtype), values, out * factor[:, None])
     return out, row_max, row_sum
 
 
@@ -203,5 +187,6 @@ def mla_prefill_kernel(
     target = query.to(tl.int64) * tl.num_programs(1) + head
     dim = tl.arange(0, VALUE)[None, :]
     place = out + target[:, None] * VALUE_DIM + dim
-    tl.store(place, _rounded(summed, q_nope), mask=exists[:, None] & (dim < VALUE_DIM))
+    summed = round_to(summed, q_nope.dtype)
+    tl.store(place, summed, mask=exists[:, None] & (dim < VALUE_DIM))
     tl.store(lse + target, log2_sum(row_max, row_sum) * _LN_2, mask=exists)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.tiles import COMBINE_COLUMNS
 from dsv4_ops.kernels.arguments import rotation, strided
-from dsv4_ops.kernels.common.fp8 import round_to_bf16
+from dsv4_ops.kernels.common.fp8 import round_to, round_to_bf16
 from dsv4_ops.kernels.common.rope import load_tail_angles, rotate_tail
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.sparse_mla.triton.mainloop import (  # by name: Inductor copies kernels
@@ -83,9 +83,7 @@ def _combine(
         first += STEP
     below = denominator(row_max, row_sum, sink)
     dst = token * num_heads + head
-    values = summed / below
-    if out.dtype.element_ty == tl.bfloat16:
-        values = round_to_bf16(values)
+    values = round_to(summed / below, out.dtype.element_ty)
     if INVERSE_ROPE:
         values = rotate_tail(values.to(tl.float32), rotated, HEAD_DIM, True)
         values = round_to_bf16(values)
@@ -116,9 +114,7 @@ def combine_splits_kernel(
     positions, positions_stride,
     cos_sin_cache, num_positions,
     capacity, num_tokens, num_rows, num_heads, splits,
-    HAS_SINK: tl.constexpr, HAS_PLAN: tl.constexpr, INVERSE_ROPE: tl.constexpr, ROPE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr, STEP: tl.constexpr,
-    GROUP: tl.constexpr,
+    FLAGS: tl.constexpr, STEPS: tl.constexpr, HAS_PLAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The splits of a token and a head; nothing to do for tokens of one split. With HAS_PLAN those
     of the tokens whose first splits are in up to GROUP of the first ``num_rows`` rows: most tokens
@@ -127,8 +123,6 @@ def combine_splits_kernel(
     parts = (partial, partial_lse, partial_scale)
     rotation = (positions, positions_stride, cos_sin_cache, num_positions)
     tensors = ((out, lse), parts, attn_sink, rotation)
-    FLAGS: tl.constexpr = (HAS_SINK, INVERSE_ROPE, ROPE, HEAD_DIM, WIDTH)
-    STEPS: tl.constexpr = (FEW, STEP)
     if HAS_PLAN:
         lane = tl.arange(0, GROUP)
         every = tl.program_id(0) + lane * tl.num_programs(0)
@@ -159,15 +153,12 @@ def combine_listed_kernel(
     positions, positions_stride,
     cos_sin_cache, num_positions,
     num_heads,
-    HAS_SINK: tl.constexpr, INVERSE_ROPE: tl.constexpr, ROPE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr, FEW: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr,
+    FLAGS: tl.constexpr, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The splits of the tokens in a list, which programs of a head share."""
     parts = (partial, partial_lse, partial_scale)
     rotation = (positions, positions_stride, cos_sin_cache, num_positions)
     tensors = ((out, lse), parts, attn_sink, rotation)
-    FLAGS: tl.constexpr = (HAS_SINK, INVERSE_ROPE, ROPE, HEAD_DIM, WIDTH)
-    STEPS: tl.constexpr = (FEW, STEP)
     head = tl.program_id(1)
     number = tl.program_id(0)
     stop = tl.load(combine_list)
@@ -216,19 +207,19 @@ def combine(
     num_tokens, num_heads = out.shape[0], int(out.shape[1])
     if plan is None:  # of a symbolic number: an empty grid but for one if it turns out to be 1
         rows = programs = 1 + (num_tokens - 1) * torch.sym_min(splits - 1, 1)
-        few = step = _step(splits, MOST_SPLITS * parts)
+        steps = (_step(splits, MOST_SPLITS * parts),) * 2
     else:  # a plan may be for more tokens: no fewer rows than tokens of several splits
         rows = plan.shape[0] - num_tokens
         most = torch.sym_min(num_tokens, max(PROGRAMS // num_heads, 1))
         programs = torch.sym_max(most, (rows + ROWS - 1) // ROWS)
-        few, step = FEW_SPLITS, STEP
+        steps = (FEW_SPLITS, STEP)
     launch(combine_splits_kernel)[(programs, num_heads, parts)](
         *results, lse if attn_sink is None else attn_sink.contiguous(),
         *((lse, 0, 0) if plan is None else strided(plan)),
         *rotation(lse, positions, cos_sin_cache),
         results[2].shape[0], num_tokens, rows, num_heads, splits,
-        HAS_PLAN=plan is not None, GROUP=ROWS, FEW=few, STEP=step,
-        **_constants(out, attn_sink, positions, parts),
+        FLAGS=_flags(out, attn_sink, positions, parts), STEPS=steps, HAS_PLAN=plan is not None,
+        GROUP=ROWS, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -247,21 +238,17 @@ def combine_listed(
     launch(combine_listed_kernel)[(programs, num_heads)](
         *results, lse if attn_sink is None else attn_sink.contiguous(), combine_list,
         *rotation(lse, positions, cos_sin_cache), num_heads,
-        FEW=FEW_SPLITS, STEP=STEP, COLUMNS=COMBINE_COLUMNS, **_constants(out, attn_sink, positions),
+        FLAGS=_flags(out, attn_sink, positions), STEPS=(FEW_SPLITS, STEP), COLUMNS=COMBINE_COLUMNS,
+        num_warps=WARPS,
     )  # fmt: skip
 
 
-def _constants(
+def _flags(
     out: Tensor, attn_sink: Tensor | None, positions: Tensor | None, parts: int = 1
-) -> dict[str, Any]:
-    return {
-        "HAS_SINK": attn_sink is not None,
-        "INVERSE_ROPE": positions is not None,
-        "ROPE": ROPE,
-        "HEAD_DIM": int(out.shape[2]),
-        "WIDTH": int(out.shape[2]) // parts,
-        "num_warps": WARPS,
-    }
+) -> tuple[Any, ...]:
+    """``FLAGS`` of ``_combine``."""
+    head_dim = int(out.shape[2])
+    return attn_sink is not None, positions is not None, ROPE, head_dim, head_dim // parts
 
 
 def _step(splits: int, most: int) -> int:

@@ -125,12 +125,10 @@ def test_splits_that_are_joined_at_a_time(tokens, splits, step):
     args, settings = arguments(tokens)
     OPS["sparse_mla_decode"].launcher("triton")(launch, *args, **settings)
     assert launch.made[0][1] == (tokens * splits, 1)
-    constants = launch.constants["combine_splits_kernel"]
-    assert (constants["FEW"], constants["STEP"]) == (step, step)
+    assert launch.constants["combine_splits_kernel"]["STEPS"] == (step, step)
     plan = torch.empty(tokens + 132, 4, dtype=torch.int32, device="meta")
     OPS["sparse_mla_decode"].launcher("triton")(launch, *args[:8], plan, *args[9:], **settings)
-    constants = launch.constants["combine_splits_kernel"]
-    assert (constants["FEW"], constants["STEP"]) == (4, 8)
+    assert launch.constants["combine_splits_kernel"]["STEPS"] == (4, 8)
 
 
 def paged_launch(tokens, capability=(9, 0), heads=64, columns=256, planned=False, **changed):

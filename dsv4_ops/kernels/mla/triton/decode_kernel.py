@@ -3,8 +3,10 @@
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.fp8 import (
-    round_to_bf16,  # by name: Inductor copies kernels, not modules
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
+    multiply_add,
+    round_to,
+    round_to_bf16,
 )
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.kernels.sparse_mla.triton.decode_kernel import scale_of_partial
@@ -16,14 +18,6 @@ from dsv4_ops.kernels.sparse_mla.triton.mainloop import (
 )
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _multiply_add(left, right, sums):
-    """``sums`` and a matrix product, in float32; Triton's interpreter has no bf16 product."""
-    if EMULATE:
-        return sums + tl.dot(left.to(tl.float32), right.to(tl.float32))
-    return tl.dot(left, right, sums, input_precision="ieee")
 
 
 @triton.jit
@@ -41,10 +35,7 @@ def _load_codes(row, dim, wanted, DTYPE: tl.constexpr):
     """Values of codes [keys, dims], without their scale."""
     codes = tl.load(row[:, None] + dim[None, :], mask=wanted, other=0)
     values = _codes_to_float(codes)
-    if DTYPE == tl.bfloat16:
-        return round_to_bf16(values)
-    else:  # Triton would compile what is behind a branch that returns
-        return values.to(DTYPE)
+    return round_to(values, DTYPE)
 
 
 @triton.jit
@@ -196,19 +187,16 @@ def mla_decode_kernel(
                 latent = tl.where(is_number, latent, 0.0)
         logits = tl.zeros((ROWS, KEYS), dtype=tl.float32)
         if tile >= 0:  # always, and see ``apart``
-            of_latent = apart(_multiply_add(latent_q, tl.trans(latent), logits))
-            of_rope = apart(_multiply_add(rope_q, tl.trans(rope), logits))
+            of_latent = apart(multiply_add(latent_q, tl.trans(latent), logits))
+            of_rope = apart(multiply_add(rope_q, tl.trans(rope), logits))
             logits = of_latent + of_rope
         visible = exists[None, :] & (position[None, :] < lengths[:, None])
         if GROUP > 1:
             logits = tl.where((lost > 0)[None, :], float("nan"), logits)
         logits = tl.where(visible, logits * scale, float("-inf"))
         weights, factor, row_max, row_sum = softmax_step(logits, row_max, row_sum)
-        if DTYPE == tl.bfloat16:
-            rounded = round_to_bf16(weights)
-        else:
-            rounded = weights.to(DTYPE)
-        sums = _multiply_add(rounded, latent, sums * factor[:, None])
+        rounded = round_to(weights, DTYPE)
+        sums = multiply_add(rounded, latent, sums * factor[:, None])
         tile += 1
 
     log2_total = log2_sum(row_max, row_sum)

@@ -163,12 +163,8 @@ def hopper_prefill_keys_kernel(
         extra_column_stride,
         columns,
     )
-    where = (
-        (window_blocks, length, swa_len, first_block, stop),
-        swa,
-        extra,
-        (visible, extra_len, chosen, topk_column_stride),
-    )
+    span = (window_blocks, length, swa_len, first_block, stop)
+    where = (span, swa, extra, (visible, extra_len, chosen, topk_column_stride))
     shared = (queries, keys, existing, weights, (factors, allocate_heads(2)), barriers)
     first_head = gl.program_id(1) * HEADS
     row = token * num_heads

@@ -7,21 +7,14 @@ A row of 512 values is four tiles, because Triton wants powers of two: codes 0..
 import triton
 import triton.language as tl
 
-from dsv4_ops.kernels.common.fp8 import (
-    round_to_bf16,  # by name: Inductor copies kernels, not modules
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels, not modules
+    multiply_add,
+    round_to_bf16,
 )
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 
 LINES = tl.constexpr(8)
 """Cache lines of a row that are asked for, at most."""
-
-
-@triton.jit
-def multiply_add(left, right, sums):
-    """``sums`` and a bf16 matrix product, in float32; Triton's interpreter has no bf16 product."""
-    if EMULATE:
-        return sums + tl.dot(left.to(tl.float32), right.to(tl.float32))
-    return tl.dot(left, right, sums)
 
 
 @triton.jit
