@@ -218,7 +218,7 @@ def test_joins_of_any_number_of_tokens(tokens, joins):
     (name, (programs, _)), (join, (grid, heads, _)) = launch.made
     assert (name, join) == ("hopper_split_keys_kernel", "combine_splits_kernel")
     constants = launch.constants[join]
-    assert (constants["FEW"], constants["STEP"]) == (8, 8)
+    assert constants["STEPS"] == (8, 8)
     assert isinstance(grid, torch.SymInt)
     assert int(grid) == joins
     assert int(heads) == 64
