@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from benchmarks.harness.work import Args, ours_on
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.types import SparseMla, SparseMlaGathered
 from dsv4_ops.dispatch.libraries import FLASH_MLA
+from dsv4_ops.kernels.calls import PrefillCall
 
 SCALE = MainLayout.head_dim**-0.5
 
@@ -69,10 +69,9 @@ def prefill_from_pages(ratio: int, *tensors: Any) -> SparseMla:
 def prefill_by_copy(ratio: int, *tensors: Any) -> SparseMla:
     """By way of a copy of the rows in bf16, whatever the size: no ``impl`` asks for that alone."""
     launch, prefill = _kernels("launcher"), _kernels("sparse_mla.prefill")
-    names = inspect.signature(dsv4_ops.sparse_mla_prefill).parameters
-    values = {**dict(zip(names, tensors, strict=False)), **prefill_settings(ratio)}
+    call = PrefillCall(*tensors, **prefill_settings(ratio))
     with torch.cuda.device_of(tensors[0]):
-        return SparseMla(*prefill.attend_to_copy(launch.EAGER, 1, values, None))
+        return SparseMla(*prefill.attend_to_copy(launch.EAGER, 1, call, None))
 
 
 def on_hopper(q: Tensor) -> bool:
