@@ -151,28 +151,13 @@ def mla_prefill_kernel(
     q_nope = _load_rows(heads, exists, q_dim_stride, NOPE_DIM, NOPE)
     q_pe = _load_rows(heads + NOPE_DIM * q_dim_stride, exists, q_dim_stride, ROPE_DIM, ROPE)
     keys = (
-        k_nope + head * nope_head_stride,
-        nope_stride,
-        nope_dim_stride,
-        k_pe,
-        rope_stride,
-        rope_dim_stride,
-        v + head * value_head_stride,
-        value_stride,
-        value_dim_stride,
-    )
+        k_nope + head * nope_head_stride, nope_stride, nope_dim_stride,
+        k_pe, rope_stride, rope_dim_stride,
+        v + head * value_head_stride, value_stride, value_dim_stride,
+    )  # fmt: skip
     SIZES: tl.constexpr = (
-        NOPE_DIM,
-        ROPE_DIM,
-        VALUE_DIM,
-        NOPE,
-        ROPE,
-        VALUE,
-        KEYS,
-        SOFTMAX_SCALE,
-        STAGES,
-        CAUSAL,
-    )
+        NOPE_DIM, ROPE_DIM, VALUE_DIM, NOPE, ROPE, VALUE, KEYS, SOFTMAX_SCALE, STAGES, CAUSAL
+    )  # fmt: skip
     sums = (
         tl.zeros((QUERIES, VALUE), dtype=tl.float32),
         tl.full((QUERIES,), float("-inf"), dtype=tl.float32),

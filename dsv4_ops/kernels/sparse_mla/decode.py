@@ -114,10 +114,7 @@ def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine
         extra.indices.shape[0],
         *((lens, 0, 0) if plan is None else strided(plan)),
         *rotation(lens, call.positions, call.cos_sin_cache),
-        work.capacity,
-        num_tokens,
-        num_heads,
-        work.splits,
+        *(work.capacity, num_tokens, num_heads, work.splits),
     )
     constants = {
         "SOFTMAX_SCALE": float(call.softmax_scale),  # Inductor would pass it as a float64
