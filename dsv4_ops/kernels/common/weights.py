@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4_ops.core.layout import round_up
+from dsv4_ops.core.layout import FP4_BLOCK, round_up
 from dsv4_ops.kernels.common.fp8 import multiply_add  # by name: Inductor copies kernels
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.reference.linear import activation_values
@@ -30,8 +30,10 @@ exponent is its value over 2^126."""
 _FP8_FACTOR = tl.constexpr((247 << 7) * 0x10001)
 """2^120, twice: an e4m3 code in the lowest bits of a bf16 exponent is its value over that."""
 
-_SIGNS = tl.constexpr(0x80008000 - 2**32)
-_FP4_CODES, _FP8_CODES = tl.constexpr(0x01C001C0), tl.constexpr(0x07F007F0)
+_FP4_BITS = tl.constexpr(0x81C081C0 - 2**32)
+"""Two bf16 with nothing but a sign and an e2m1 code in the lowest bits of the exponent."""
+
+_SIGNS, _FP8_CODES = tl.constexpr(0x80008000 - 2**32), tl.constexpr(0x07F007F0)
 
 
 def step_of(fp4: bool) -> int:
@@ -45,6 +47,20 @@ def byte_rows(weight: Tensor) -> Tensor:
     if weight.stride(-1) != 1 or any(place % 16 != 0 for place in places):
         weight = weight.clone(memory_format=torch.contiguous_format)
     return weight.view(torch.uint8)
+
+
+def scale_rows(scale: Tensor, fp4: bool) -> Tensor:
+    """Scales of a weight, whose rows kernels of FP4 load as int32 up to the end of a step."""
+    if not fp4:
+        return scale
+    blocks = int(scale.shape[-1])
+    padded = round_up(blocks, step_of(fp4) // FP4_BLOCK)
+    places = (scale.storage_offset(), *scale.stride()[:-1])
+    if padded != blocks:
+        return torch.cat([scale, scale.new_zeros((*scale.shape[:-1], padded - blocks))], -1)
+    if scale.stride(-1) != 1 or any(place % 4 != 0 for place in places):
+        return scale.clone(memory_format=torch.contiguous_format)
+    return scale
 
 
 def bf16_activations(x: Tensor, activations: str) -> Tensor:
@@ -96,10 +112,17 @@ def tile_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _pair(words, LEFT: tl.constexpr, SIGN: tl.constexpr, CODES: tl.constexpr):
-    """Two codes that are 16 bits apart, each moved to where a bf16 has it."""
+def _fp4_pair(words, MASK: tl.constexpr, CODE: tl.constexpr, SIGN: tl.constexpr):
+    """Two codes that are 16 bits apart, each moved to where a bf16 has it: one product is both
+    shifts, and leaves the integer unit, which bounds the loop, two operations of four."""
+    return (words & MASK) * (2**CODE + 2**SIGN) & _FP4_BITS
+
+
+@triton.jit
+def _fp8_pair(words, LEFT: tl.constexpr, SIGN: tl.constexpr):
+    """Likewise, of FP8."""
     moved = words << LEFT if LEFT >= 0 else words >> -LEFT
-    return (moved & CODES) | ((words << SIGN) & _SIGNS)
+    return (moved & _FP8_CODES) | ((words << SIGN) & _SIGNS)
 
 
 @triton.jit
@@ -128,11 +151,12 @@ def _tile(words, factor, FP4: tl.constexpr, FIRST: tl.constexpr, WARPS: tl.const
     for."""
     ROWS: tl.constexpr = words.shape[0]
     if FP4:
-        a, b = _scaled(_pair(words, 6 - 8 * FIRST, 12 - 8 * FIRST, _FP4_CODES), factor)
-        c, d = _scaled(_pair(words, 2 - 8 * FIRST, 8 - 8 * FIRST, _FP4_CODES), factor)
+        words = words >> (8 * FIRST)
+        a, b = _scaled(_fp4_pair(words, 0x000F000F, 6, 12), factor)
+        c, d = _scaled(_fp4_pair(words, 0x00F000F0, 2, 8), factor)
     else:
-        a, b = _scaled(_pair(words, 4, 8, _FP8_CODES), factor)
-        c, d = _scaled(_pair(words, -4, 0, _FP8_CODES), factor)
+        a, b = _scaled(_fp8_pair(words, 4, 8), factor)
+        c, d = _scaled(_fp8_pair(words, -4, 0), factor)
     held = tl.join(tl.join(a, b), tl.join(c, d))
     shape: tl.constexpr = (ROWS // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2)
     parts = tl.permute(tl.reshape(held, shape), (0, 2, 1, 3, 5, 7, 4, 6))
@@ -172,17 +196,21 @@ def _load_words(weight, step, half, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _load_bytes(scale, step, half):
-    """The scale byte of each of them, as int32; behind the last block the last one's."""
-    rows, stride, row_blocks = scale
-    block = tl.minimum(step * 8 + half * 4 + tl.arange(0, 16)[None, :] // 4, row_blocks - 1)
-    at = rows + block * stride
-    if EMULATE:
-        return tl.load(at).to(tl.int32)
-    # a load of Triton's would have a layout of its own, and its results move between threads
-    return tl.inline_asm_elementwise(
-        "ld.global.nc.u8 $0, [$1];", "=r,l", [at.to(tl.int64)], tl.int32, is_pure=True, pack=1
-    )
+def _add_fp4(sums, words, scales, x, given, WARPS: tl.constexpr):
+    """``sums`` plus the products of 16 words of every row, whose four scales are the bytes of one
+    word, with 128 columns of rows ``x``: with many rows in two parts, which take fewer registers
+    and wait twice."""
+    block = tl.arange(0, 16)[None, :] // 4
+    factor = _fp4_factor((scales >> (8 * block)) & 255)
+    left, right = _tile(words, factor, True, 0, WARPS), _tile(words, factor, True, 1, WARPS)
+    if x.shape[0] <= 16:
+        tile = tl.load(x + tl.arange(0, 128)[None, :], mask=given, other=0.0)
+        return multiply_add(_side_by_side(left, right), tl.trans(tile), sums)
+    k = tl.arange(0, 64)[None, :]
+    tile = tl.load(x + k, mask=given, other=0.0)
+    sums = multiply_add(left, tl.trans(tile), sums)
+    tile = tl.load(x + 64 + k, mask=given, other=0.0)
+    return multiply_add(right, tl.trans(tile), sums)
 
 
 @triton.jit
@@ -192,36 +220,24 @@ def multiply_fp4(
 ):  # fmt: skip
     """float32 [ROWS, TOKENS], by ``tile_rows``: products over ``steps``, a first and a last one.
 
+    Everything is copied STAGES - 1 steps ahead: ptxas moves a load into registers to behind the
+    products that the registers are free after, whatever the order of the program.
+
     Args:
         weight: Addresses [ROWS, 1] of int32 words, which rows exist, and words of a row.
-        scale: Addresses [ROWS, 1] of bytes, which all exist, their stride, and how many.
+        scale: Addresses [ROWS, 1] of ``scale_rows``, which all exist.
         x: Addresses [TOKENS, 1] of ``reordered`` rows, and which tokens exist.
         MASKED: Whether a tile or a step may reach behind the weight.
     """
     rows, given = x
     first, stop = steps
-    k = tl.arange(0, 128)[None, :]
     sums = tl.zeros((ROWS, rows.shape[0]), tl.float32)
-    words, more_words = _load_words(weight, first, 0, MASKED), _load_words(weight, first, 1, MASKED)
-    codes, more_codes = _load_bytes(scale, first, 0), _load_bytes(scale, first, 1)
+    scales = scale.to(tl.pointer_type(tl.int32), bitcast=True)
     for step in tl.range(first, stop, num_stages=STAGES):
-        after = tl.minimum(step + 1, stop - 1)
-        x_tile = tl.load(rows + step * 256 + k, mask=given, other=0.0)
-        next_words = _load_words(weight, after, 0, MASKED)
-        next_codes = _load_bytes(scale, after, 0)
-        factor = _fp4_factor(codes)
-        left = _tile(words, factor, True, 0, WARPS)
-        right = _tile(words, factor, True, 1, WARPS)
-        sums = multiply_add(_side_by_side(left, right), tl.trans(x_tile), sums)
-        x_tile = tl.load(rows + step * 256 + 128 + k, mask=given, other=0.0)
-        words, codes = next_words, next_codes
-        next_words = _load_words(weight, after, 1, MASKED)
-        next_codes = _load_bytes(scale, after, 1)
-        factor = _fp4_factor(more_codes)
-        left = _tile(more_words, factor, True, 0, WARPS)
-        right = _tile(more_words, factor, True, 1, WARPS)
-        sums = multiply_add(_side_by_side(left, right), tl.trans(x_tile), sums)
-        more_words, more_codes = next_words, next_codes
+        words, more = _load_words(weight, step, 0, MASKED), _load_words(weight, step, 1, MASKED)
+        by_four, others = tl.load(scales + 2 * step), tl.load(scales + 2 * step + 1)
+        sums = _add_fp4(sums, words, by_four, rows + step * 256, given, WARPS)
+        sums = _add_fp4(sums, more, others, rows + step * 256 + 128, given, WARPS)
     return sums * FP4_UNIT
 
 

@@ -8,10 +8,8 @@ from dsv4_ops.core.tiles import plan_blocks
 from dsv4_ops.core.types import ExpertPlan
 from dsv4_ops.kernels.launcher import Launcher
 
-ROWS = 512
-"""Rows that a program looks at at a time, at most."""
-
-WARPS = 4
+ROWS, MOST_ROWS = 512, 4096
+"""Rows that a program looks at at a time: of a symbol, and at most."""
 
 
 @triton.jit
@@ -67,7 +65,8 @@ def expert_plan(
     sorted_rows = topk_ids.new_empty((capacity * block_size,))
     expert_of_block = topk_ids.new_empty((capacity,))
     num_blocks = topk_ids.new_empty((1,))
-    few = isinstance(num_rows, int) and num_rows < ROWS
+    known = isinstance(num_rows, int)
+    rows = min(max(triton.next_power_of_2(num_rows), 32), MOST_ROWS) if known else ROWS
     launch(expert_plan_kernel)[num_experts,](
         topk_ids, *topk_ids.stride(),
         topk, num_rows,
@@ -75,6 +74,6 @@ def expert_plan(
         capacity, num_experts,
         BLOCK_SIZE=block_size, BLOCK=triton.next_power_of_2(block_size),
         BINS=triton.next_power_of_2(num_experts + 1),
-        ROWS=max(32, triton.next_power_of_2(num_rows)) if few else ROWS, num_warps=WARPS,
+        ROWS=rows, num_warps=4 if rows <= ROWS else 8,
     )  # fmt: skip
     return ExpertPlan(sorted_rows, expert_of_block, num_blocks)

@@ -13,6 +13,7 @@ from dsv4_ops.kernels.common.weights import (
     multiply_fp8,
     place_of,
     reordered,
+    scale_rows,
     step_of,
     tile_rows,
 )
@@ -20,9 +21,13 @@ from dsv4_ops.kernels.experts.plan import expert_plan
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import combine
 
-TILES = {16: (64, 4, 2), 32: (128, 8, 3), 128: (128, 8, 2)}
-"""By the rows of a block: rows of the weight per program, warps, and tiles of activations under
-way. None of 64: 1024 tokens of Flash take 2403 us with it, and 1641 with 32, on an H100."""
+TILES = {16: (64, 4, 3, 2), 32: (128, 8, 3, 3), 128: (128, 8, 3, 2)}
+"""By the rows of a block: rows of the weight per program, warps, and steps under way of FP4 and of
+FP8. None of 64: 4096 tokens of Flash take 4600 us with it, and 3500 with 128, on an H100. Rows of
+128 need 226 KB of shared memory, of 32 82."""
+
+_LARGE_SHARED = ((9, 0), (10, 0), (10, 3))
+"""GPUs with as much."""
 
 MEAN_ROWS = {16: 5, 32: 48}
 """Rows of an expert, on average, up to which a block holds so many; beyond, 128."""
@@ -64,10 +69,9 @@ def _expert_sums(
     scales = scales + expert * scale_expert_stride
     if FP4:
         weight = (words, given[:, None], WIDTH // 8)
-        scale = (scales + row[:, None] * scale_row_stride, scale_stride, WIDTH // 32)
-        return multiply_fp4(
-            weight, scale, x, (0, (WIDTH + 255) // 256), ROWS, WARPS, STAGES, MASKED
-        )
+        scale = scales + row[:, None] * scale_row_stride
+        steps = (0, (WIDTH + 255) // 256)
+        return multiply_fp4(weight, scale, x, steps, ROWS, WARPS, STAGES, MASKED)
     row, exists = _rows_of(tl.arange(0, ROWS), first, SIZE, GATED)  # as the sums have them
     return multiply_fp8(
         (words, given[:, None], WIDTH // 4),
@@ -167,13 +171,17 @@ def experts(
         return x.new_zeros((num_tokens, width))
     fp4 = gate_up.dtype != torch.float8_e4m3fn
     tokens = block_rows(num_rows, num_experts)
-    tile = TILES[tokens]
+    if launch.capability(x.device) not in (None, *_LARGE_SHARED):
+        tokens = min(tokens, SYMBOLIC_ROWS)
+    *tile, stages, fp8_stages = TILES[tokens]
+    tile.append(stages if fp4 else fp8_stages)
     plan = expert_plan(launch, topk_ids, num_experts=num_experts, block_size=tokens)
     capacity = plan.expert_of_block.shape[0]
     ordered = reordered(bf16_activations(x, activations), fp4)
     padded = round_up(size, max(step_of(fp4), WEIGHT_BLOCK))
     act = x.new_empty((capacity * tokens, padded))
     gate_up, down = byte_rows(gate_up), byte_rows(down)
+    gate_up_scale, down_scale = scale_rows(gate_up_scale, fp4), scale_rows(down_scale, fp4)
     step = step_of(fp4)
     tiles = padded // (tile[0] // 2)
     launch(gate_up_kernel)[capacity * tiles,](
