@@ -259,7 +259,7 @@ def _streams(mixed: bool, count: int = 8) -> Call:
 def _candidates(ranks: int) -> Call:
     """Arguments of ``cp_topk``, of Flash."""
     shape = (ranks, 8, 512)
-    tensors = _tensor(*shape, dtype=torch.float32), _tensor(*shape)
+    tensors = _floats(*shape), _tensor(*shape)
     return tensors, {"topk": 512, "cp_interleave": 64}
 
 

@@ -31,22 +31,11 @@ def _bound(row, wanted, needed):
 
 @triton.jit
 def cp_topk_kernel(
-    scores,
-    score_rank_stride,
-    score_token_stride,
-    score_stride,
-    rows,
-    row_rank_stride,
-    row_token_stride,
-    row_stride,
-    out,
-    topk,
-    interleave,
-    RANKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    scores, score_rank_stride, score_token_stride, score_stride,
+    rows, row_rank_stride, row_token_stride, row_stride,
+    out, topk, interleave,
+    RANKS: tl.constexpr, WIDTH: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, CANDIDATES)
     rank, place = slot // WIDTH, slot % WIDTH
@@ -100,13 +89,8 @@ def cp_topk(
         return out
     launch(cp_topk_kernel)[num_tokens,](
         *strided(scores, rows),
-        out,
-        topk,
-        cp_interleave,
-        RANKS=ranks,
-        WIDTH=width,
-        CANDIDATES=candidates,
-        BLOCK=triton.next_power_of_2(topk),
+        out, topk, cp_interleave,
+        RANKS=ranks, WIDTH=width, CANDIDATES=candidates, BLOCK=triton.next_power_of_2(topk),
         num_warps=4 if candidates <= 1024 else 8,
-    )
+    )  # fmt: skip
     return out
