@@ -8,7 +8,7 @@ from dsv4_ops.core.tiles import plan_blocks
 from dsv4_ops.core.types import ExpertPlan
 from dsv4_ops.kernels.launcher import Launcher
 
-ROWS, MOST_ROWS = 512, 4096
+ROWS, MOST_ROWS = 512, 2048
 """Rows that a program looks at at a time: of a symbol, and at most."""
 
 
@@ -74,6 +74,6 @@ def expert_plan(
         capacity, num_experts,
         BLOCK_SIZE=block_size, BLOCK=triton.next_power_of_2(block_size),
         BINS=triton.next_power_of_2(num_experts + 1),
-        ROWS=rows, num_warps=4 if rows <= ROWS else 8,
+        ROWS=rows, num_warps=max(4, rows // 256),
     )  # fmt: skip
     return ExpertPlan(sorted_rows, expert_of_block, num_blocks)

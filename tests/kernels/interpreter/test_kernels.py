@@ -40,6 +40,7 @@ BYTES_IN_REGISTERS = {
 # kernels that hold a tile of products, or the keys that they select from; two programs per SM
 TILES_IN_REGISTERS = {
     "cp_topk_kernel",
+    "expert_plan_kernel",
     "indexer_logits_kernel",
     "indexer_logits_ragged_kernel",
     "pool_windows_kernel",
