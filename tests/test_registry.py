@@ -9,7 +9,7 @@ import pytest
 import dsv4_ops
 from dsv4_ops.core import registry
 from dsv4_ops.core.registry import OPS, OpSpec
-from dsv4_ops.dispatch.define import define_op
+from dsv4_ops.dispatch.define import register
 from dsv4_ops.testing.case import OpTesting
 from dsv4_ops.testing.contract.audit import audit
 
@@ -94,7 +94,7 @@ def test_define_op_refuses_a_second_op_of_that_name():
     with pytest.raises(
         ValueError, match=r"^define_op: name must be new, got 'prefill_gather_lens' twice"
     ):
-        define_op(SPEC)
+        register(SPEC)
 
 
 def test_define_op_refuses_an_unknown_kind():

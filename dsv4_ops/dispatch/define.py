@@ -1,4 +1,4 @@
-"""Register ops: one ``define_op(OpSpec(...))`` per op, and nothing else registers anything.
+"""Register ops: one ``define_op`` per op and twin, and nothing else registers anything.
 
 How a lowering takes effect without an import of Inductor and without a call by the user
 ------------------------------------------------------------------------------------------
@@ -27,7 +27,15 @@ from typing import Any
 import torch
 
 from dsv4_ops.core import gradient
-from dsv4_ops.core.registry import NAMESPACE, OPS, REFERENCE, TRITON, Lowering, OpSpec
+from dsv4_ops.core.registry import (
+    NAMESPACE,
+    OPS,
+    REFERENCE,
+    TRITON,
+    Lowering,
+    OpSpec,
+    returns_nothing,
+)
 from dsv4_ops.core.torch_compat import (
     FunctionalTensorMode,
     OpOverload,
@@ -39,7 +47,24 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 gradient.define(_library)
 
 
-def define_op(spec: OpSpec) -> OpOverload:
+def define_op(stem: str, schema: str, **fields: Any) -> OpOverload:
+    """Register an op of ``stem``; return the overload to call.
+
+    Args:
+        stem: As in ``OpSpec``.
+        schema: As in ``OpSpec``.
+        fields: The others of ``OpSpec``. ``meta`` and ``reference`` are the functions of the op's
+            name in these layers, and the fake of an op without results returns nothing.
+    """
+    name = schema.partition("(")[0]
+    if schema.endswith("-> ()"):
+        fields.setdefault("meta", returns_nothing)
+    for layer in {"meta", "reference"} - fields.keys():
+        fields[layer] = getattr(importlib.import_module(f"dsv4_ops.{layer}.{stem}"), name)
+    return register(OpSpec(stem=stem, schema=schema, **fields))
+
+
+def register(spec: OpSpec) -> OpOverload:
     """Register schema, reference, fake and trace rule of ``spec``; return the overload to call."""
     if spec.name in OPS:
         raise ValueError(

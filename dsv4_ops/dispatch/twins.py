@@ -77,16 +77,14 @@ def _define(spec: OpSpec) -> OpOverload:
     tensors = ["Tensor"] * (results.count("Tensor") + len(spec.mutated))
     results = "Tensor" if len(tensors) == 1 else f"({', '.join(tensors)})"
     return define_op(
-        OpSpec(
-            stem=spec.stem,
-            schema=f"{name}_functional({arguments} -> {results}",
-            meta=_fake(spec),
-            reference=on_copies(spec, spec.reference),
-            dynamic=spec.dynamic,
-            source=spec.source,
-            gradient=spec.gradient,
-            twin_of=name,
-        )
+        spec.stem,
+        f"{name}_functional({arguments} -> {results}",
+        meta=_fake(spec),
+        reference=on_copies(spec, spec.reference),
+        dynamic=spec.dynamic,
+        source=spec.source,
+        gradient=spec.gradient,
+        twin_of=name,
     )
 
 

@@ -8,23 +8,16 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
-from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.core.types import FlattenedDecode, TokenMap
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.meta import batch as meta
-from dsv4_ops.reference import batch as reference
 
 _split_decodes_and_prefills = define_op(
-    OpSpec(
-        stem="batch",
-        schema="split_decodes_and_prefills(Tensor query_start_loc, *, int decode_threshold, "
-        "bool require_uniform) -> Tensor",
-        meta=meta.split_decodes_and_prefills,
-        reference=reference.split_decodes_and_prefills,
-        dynamic=("num_reqs",),
-        source="vLLM 0.33 split_decodes_and_prefills; semantics re-derived, on device tensors",
-        gradient=INTEGERS,
-    )
+    "batch",
+    "split_decodes_and_prefills(Tensor query_start_loc, *, int decode_threshold, "
+    "bool require_uniform) -> Tensor",
+    dynamic=("num_reqs",),
+    source="vLLM 0.33 split_decodes_and_prefills; semantics re-derived, on device tensors",
+    gradient=INTEGERS,
 )
 
 
@@ -76,17 +69,12 @@ def split_decodes_and_prefills(
 
 
 _token_map = define_op(
-    OpSpec(
-        stem="batch",
-        schema="token_map(Tensor query_start_loc, Tensor seq_lens, *, SymInt num_tokens) -> "
-        "(Tensor, Tensor)",
-        meta=meta.token_map,
-        reference=reference.token_map,
-        lowering={"cpu": "pointwise", "cuda": "pointwise"},
-        dynamic=("num_reqs", "num_tokens"),
-        source="vLLM 0.33 compute_token_to_req_indices and the position arithmetic of its builders",
-        gradient=INTEGERS,
-    )
+    "batch",
+    "token_map(Tensor query_start_loc, Tensor seq_lens, *, SymInt num_tokens) -> (Tensor, Tensor)",
+    lowering={"cpu": "pointwise", "cuda": "pointwise"},
+    dynamic=("num_reqs", "num_tokens"),
+    source="vLLM 0.33 compute_token_to_req_indices and the position arithmetic of its builders",
+    gradient=INTEGERS,
 )
 
 
@@ -137,17 +125,13 @@ def token_map(query_start_loc: Tensor, seq_lens: Tensor, *, num_tokens: int) -> 
 
 
 _flatten_decode = define_op(
-    OpSpec(
-        stem="batch",
-        schema="flatten_decode(Tensor query_start_loc, Tensor seq_lens, *, SymInt "
-        "num_tokens, int compress_ratio) "
-        "-> (Tensor, Tensor)",
-        meta=meta.flatten_decode,
-        reference=reference.flatten_decode,
-        dynamic=("num_reqs", "num_tokens"),
-        source="vLLM 0.33 fused decode metadata; replaces its uniform, variable and native paths",
-        gradient=INTEGERS,
-    )
+    "batch",
+    "flatten_decode(Tensor query_start_loc, Tensor seq_lens, *, SymInt "
+    "num_tokens, int compress_ratio) "
+    "-> (Tensor, Tensor)",
+    dynamic=("num_reqs", "num_tokens"),
+    source="vLLM 0.33 fused decode metadata; replaces its uniform, variable and native paths",
+    gradient=INTEGERS,
 )
 
 
@@ -205,15 +189,11 @@ def flatten_decode(
 
 
 _expand_block_table = define_op(
-    OpSpec(
-        stem="batch",
-        schema="expand_block_table(Tensor block_table, Tensor req_indices) -> Tensor",
-        meta=meta.expand_block_table,
-        reference=reference.expand_block_table,
-        dynamic=("num_reqs", "max_blocks", "num_tokens"),
-        source="vLLM 0.33 decode flattening: one block-table row per token",
-        gradient=INTEGERS,
-    )
+    "batch",
+    "expand_block_table(Tensor block_table, Tensor req_indices) -> Tensor",
+    dynamic=("num_reqs", "max_blocks", "num_tokens"),
+    source="vLLM 0.33 decode flattening: one block-table row per token",
+    gradient=INTEGERS,
 )
 
 
@@ -256,16 +236,12 @@ def expand_block_table(block_table: Tensor, req_indices: Tensor) -> Tensor:
 
 
 _mtp_seq_lens = define_op(
-    OpSpec(
-        stem="batch",
-        schema="mtp_seq_lens(Tensor query_start_loc, Tensor seq_lens, *, int next_n, int "
-        "compress_ratio) -> Tensor",
-        meta=meta.mtp_seq_lens,
-        reference=reference.mtp_seq_lens,
-        dynamic=("num_reqs",),
-        source="vLLM 0.33 native multi-token lengths, made right for requests shorter than next_n",
-        gradient=INTEGERS,
-    )
+    "batch",
+    "mtp_seq_lens(Tensor query_start_loc, Tensor seq_lens, *, int next_n, int "
+    "compress_ratio) -> Tensor",
+    dynamic=("num_reqs",),
+    source="vLLM 0.33 native multi-token lengths, made right for requests shorter than next_n",
+    gradient=INTEGERS,
 )
 
 

@@ -8,38 +8,32 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
+from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.core.types import C4Step
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.meta import c4_step as meta
 from dsv4_ops.ops import indexer, rope
 from dsv4_ops.ops.compressor import DIMENSIONS, check_states, check_tokens
-from dsv4_ops.reference import c4_step as reference
 
 _insert_c4_step = define_op(
-    OpSpec(
-        stem="c4_step",
-        schema="insert_c4_step(Tensor q, Tensor kv, Tensor kv_score, Tensor indexer_q, "
-        "Tensor indexer_weights, Tensor indexer_kv_score, Tensor(a!) swa_cache, "
-        "Tensor swa_slot_mapping, Tensor ape, Tensor norm_weight, Tensor(b!) states, "
-        "Tensor(c!) k_cache, Tensor indexer_ape, Tensor indexer_norm_weight, "
-        "Tensor(d!) indexer_states, Tensor(e!) indexer_cache, Tensor state_block_table, "
-        "Tensor state_slot_mapping, Tensor slot_mapping, Tensor positions, Tensor req_indices, "
-        "Tensor cos_sin_cache, *, float eps, float softmax_scale, int compress_ratio, "
-        "int state_block_size, int swa_block_size, int block_size) -> (Tensor, Tensor, Tensor)",
-        meta=meta.insert_c4_step,
-        reference=reference.insert_c4_step,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=(
-            *DIMENSIONS,
-            "num_heads",
-            "num_slots",
-            "num_swa_blocks",
-            "num_indexer_blocks",
-            "num_indexer_state_blocks",
-        ),
-        source="qnorm_rope_kv_insert, save_and_compress and indexer_quantize_q in one launch",
-    )
+    "c4_step",
+    "insert_c4_step(Tensor q, Tensor kv, Tensor kv_score, Tensor indexer_q, "
+    "Tensor indexer_weights, Tensor indexer_kv_score, Tensor(a!) swa_cache, "
+    "Tensor swa_slot_mapping, Tensor ape, Tensor norm_weight, Tensor(b!) states, "
+    "Tensor(c!) k_cache, Tensor indexer_ape, Tensor indexer_norm_weight, "
+    "Tensor(d!) indexer_states, Tensor(e!) indexer_cache, Tensor state_block_table, "
+    "Tensor state_slot_mapping, Tensor slot_mapping, Tensor positions, Tensor req_indices, "
+    "Tensor cos_sin_cache, *, float eps, float softmax_scale, int compress_ratio, "
+    "int state_block_size, int swa_block_size, int block_size) -> (Tensor, Tensor, Tensor)",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=(
+        *DIMENSIONS,
+        "num_heads",
+        "num_slots",
+        "num_swa_blocks",
+        "num_indexer_blocks",
+        "num_indexer_state_blocks",
+    ),
+    source="qnorm_rope_kv_insert, save_and_compress and indexer_quantize_q in one launch",
 )
 
 

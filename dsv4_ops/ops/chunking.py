@@ -11,24 +11,17 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.ints import INT64_MAX
-from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.core.types import PrefillChunks, PrefillRowBounds
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.meta import chunking as meta
-from dsv4_ops.reference import chunking as reference
 
 _split_prefill_chunks = define_op(
-    OpSpec(
-        stem="chunking",
-        schema="split_prefill_chunks(Tensor seq_lens, Tensor query_lens, *, int "
-        "workspace_size, int max_logits_bytes, "
-        "int max_chunks, SymInt request_offset) -> (Tensor, Tensor)",
-        meta=meta.split_prefill_chunks,
-        reference=reference.split_prefill_chunks,
-        dynamic=("num_reqs",),
-        source="vLLM 0.33 split_indexer_prefill_chunks; the plan as tensors, without a loop",
-        gradient=INTEGERS,
-    )
+    "chunking",
+    "split_prefill_chunks(Tensor seq_lens, Tensor query_lens, *, int "
+    "workspace_size, int max_logits_bytes, "
+    "int max_chunks, SymInt request_offset) -> (Tensor, Tensor)",
+    dynamic=("num_reqs",),
+    source="vLLM 0.33 split_indexer_prefill_chunks; the plan as tensors, without a loop",
+    gradient=INTEGERS,
 )
 
 
@@ -209,17 +202,13 @@ def max_prefill_chunks(
 
 
 _prefill_row_bounds = define_op(
-    OpSpec(
-        stem="chunking",
-        schema="prefill_row_bounds(Tensor positions, Tensor req_indices, Tensor seq_lens, *, "
-        "int compress_ratio) "
-        "-> (Tensor, Tensor, Tensor)",
-        meta=meta.prefill_row_bounds,
-        reference=reference.prefill_row_bounds,
-        dynamic=("num_tokens", "num_reqs"),
-        source="vLLM 0.33 build_prefill_chunk_metadata, for the whole batch at once",
-        gradient=INTEGERS,
-    )
+    "chunking",
+    "prefill_row_bounds(Tensor positions, Tensor req_indices, Tensor seq_lens, *, "
+    "int compress_ratio) "
+    "-> (Tensor, Tensor, Tensor)",
+    dynamic=("num_tokens", "num_reqs"),
+    source="vLLM 0.33 build_prefill_chunk_metadata, for the whole batch at once",
+    gradient=INTEGERS,
 )
 
 
@@ -273,17 +262,13 @@ def prefill_row_bounds(
 
 
 _prefill_chunk_row_bounds = define_op(
-    OpSpec(
-        stem="chunking",
-        schema="prefill_chunk_row_bounds(Tensor positions, Tensor req_indices, Tensor "
-        "seq_lens, Tensor query_start_loc, "
-        "Tensor chunk, *, int compress_ratio) -> (Tensor, Tensor, Tensor)",
-        meta=meta.prefill_chunk_row_bounds,
-        reference=reference.prefill_chunk_row_bounds,
-        dynamic=("num_tokens", "num_reqs"),
-        source="vLLM 0.33 build_prefill_chunk_metadata, with the chunk as a device tensor",
-        gradient=INTEGERS,
-    )
+    "chunking",
+    "prefill_chunk_row_bounds(Tensor positions, Tensor req_indices, Tensor "
+    "seq_lens, Tensor query_start_loc, "
+    "Tensor chunk, *, int compress_ratio) -> (Tensor, Tensor, Tensor)",
+    dynamic=("num_tokens", "num_reqs"),
+    source="vLLM 0.33 build_prefill_chunk_metadata, with the chunk as a device tensor",
+    gradient=INTEGERS,
 )
 
 

@@ -9,23 +9,18 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout, StateLayout
-from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec, returns_nothing
+from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.core.types import CompressorStep
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.twins import define_twin
-from dsv4_ops.reference import compressor as reference
 
 _save_compressor_states = define_op(
-    OpSpec(
-        stem="compressor",
-        schema="save_compressor_states(Tensor kv_score, Tensor ape, Tensor(a!) states, Tensor "
-        "slot_mapping, Tensor positions, *, int compress_ratio, int block_size) -> ()",
-        meta=returns_nothing,
-        reference=reference.save_compressor_states,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=("num_tokens", "num_state_blocks"),
-        source="vLLM 0.33 save_partial_states",
-    )
+    "compressor",
+    "save_compressor_states(Tensor kv_score, Tensor ape, Tensor(a!) states, Tensor "
+    "slot_mapping, Tensor positions, *, int compress_ratio, int block_size) -> ()",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens", "num_state_blocks"),
+    source="vLLM 0.33 save_partial_states",
 )
 
 
@@ -148,19 +143,15 @@ DIMENSIONS = (
 """Sizes in which a compiled call of these ops, and of a whole step, is dynamic."""
 
 _compress_and_insert = define_op(
-    OpSpec(
-        stem="compressor",
-        schema="compress_and_insert(Tensor kv_score, Tensor ape, Tensor states, Tensor "
-        "state_block_table, Tensor positions, Tensor req_indices, Tensor norm_weight, "
-        "Tensor cos_sin_cache, Tensor(a!) k_cache, Tensor slot_mapping, *, int "
-        "compress_ratio, bool overlap, float eps, int state_block_size, int block_size,"
-        " str layout) -> ()",
-        meta=returns_nothing,
-        reference=reference.compress_and_insert,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=DIMENSIONS,
-        source="vLLM 0.33 compress, norm, RoPE and store kernels; order of writes made irrelevant",
-    )
+    "compressor",
+    "compress_and_insert(Tensor kv_score, Tensor ape, Tensor states, Tensor "
+    "state_block_table, Tensor positions, Tensor req_indices, Tensor norm_weight, "
+    "Tensor cos_sin_cache, Tensor(a!) k_cache, Tensor slot_mapping, *, int "
+    "compress_ratio, bool overlap, float eps, int state_block_size, int block_size,"
+    " str layout) -> ()",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=DIMENSIONS,
+    source="vLLM 0.33 compress, norm, RoPE and store kernels; order of writes made irrelevant",
 )
 
 
@@ -395,19 +386,15 @@ def _check_cache(checks: Checks, k_cache: Tensor, block_size: int, layout: str) 
 
 
 _save_and_compress = define_op(
-    OpSpec(
-        stem="compressor",
-        schema="save_and_compress(Tensor kv_score, Tensor ape, Tensor(a!) states, Tensor "
-        "state_block_table, Tensor state_slot_mapping, Tensor positions, Tensor "
-        "req_indices, Tensor norm_weight, Tensor cos_sin_cache, Tensor(b!) k_cache, "
-        "Tensor slot_mapping, *, int compress_ratio, bool overlap, float eps, int "
-        "state_block_size, int block_size, str layout) -> ()",
-        meta=returns_nothing,
-        reference=reference.save_and_compress,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=DIMENSIONS,
-        source="save_compressor_states and compress_and_insert with a launch less",
-    )
+    "compressor",
+    "save_and_compress(Tensor kv_score, Tensor ape, Tensor(a!) states, Tensor "
+    "state_block_table, Tensor state_slot_mapping, Tensor positions, Tensor "
+    "req_indices, Tensor norm_weight, Tensor cos_sin_cache, Tensor(b!) k_cache, "
+    "Tensor slot_mapping, *, int compress_ratio, bool overlap, float eps, int "
+    "state_block_size, int block_size, str layout) -> ()",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=DIMENSIONS,
+    source="save_compressor_states and compress_and_insert with a launch less",
 )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
+from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.core.torch_compat import (
     group_rank,
     group_size,
@@ -26,7 +26,6 @@ from dsv4_ops.core.types import LocalRows, MergedStates
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import context_parallel as meta
 from dsv4_ops.ops.mla_context import LSE_BASES, MERGED_DTYPES, merge_states
-from dsv4_ops.reference import context_parallel as reference
 
 COMBINES = ("reduce_scatter", "all_to_all", "symmetric_memory")
 """Collectives that ``cp_combine`` may take."""
@@ -37,19 +36,14 @@ GATHERS = ("all_gather", "symmetric_memory")
 SYMMETRIC_ROW_BYTES = 16384
 """Of a row (token, head) that "symmetric_memory" can send."""
 
-_LOWERING = {"cpu": "decompose", "cuda": "decompose"}
 
 _cp_seq_lens = define_op(
-    OpSpec(
-        stem="context_parallel",
-        schema="cp_seq_lens(Tensor seq_lens, Tensor? cp_rank, *, int cp_world_size, "
-        "int cp_interleave) -> Tensor",
-        meta=meta.cp_seq_lens,
-        reference=reference.cp_seq_lens,
-        dynamic=("num_seqs",),
-        source="vLLM 0.33 get_dcp_local_seq_lens; semantics re-derived",
-        gradient=INTEGERS,
-    )
+    "context_parallel",
+    "cp_seq_lens(Tensor seq_lens, Tensor? cp_rank, *, int cp_world_size, "
+    "int cp_interleave) -> Tensor",
+    dynamic=("num_seqs",),
+    source="vLLM 0.33 get_dcp_local_seq_lens; semantics re-derived",
+    gradient=INTEGERS,
 )
 
 
@@ -109,17 +103,12 @@ def cp_seq_lens(
 
 
 _cp_slot_mapping = define_op(
-    OpSpec(
-        stem="context_parallel",
-        schema="cp_slot_mapping(Tensor positions, Tensor req_indices, Tensor block_table, "
-        "Tensor cp_rank, *, int block_size, int cp_world_size, int cp_interleave) -> Tensor",
-        meta=meta.cp_slot_mapping,
-        reference=reference.cp_slot_mapping,
-        lowering=_LOWERING,
-        dynamic=("num_tokens", "num_reqs", "max_blocks"),
-        source="vLLM 0.33 BlockTable.compute_slot_mapping under decode context parallelism",
-        gradient=INTEGERS,
-    )
+    "context_parallel",
+    "cp_slot_mapping(Tensor positions, Tensor req_indices, Tensor block_table, "
+    "Tensor cp_rank, *, int block_size, int cp_world_size, int cp_interleave) -> Tensor",
+    dynamic=("num_tokens", "num_reqs", "max_blocks"),
+    source="vLLM 0.33 BlockTable.compute_slot_mapping under decode context parallelism",
+    gradient=INTEGERS,
 )
 
 
@@ -192,18 +181,13 @@ def cp_slot_mapping(
 
 
 _cp_row_indices = define_op(
-    OpSpec(
-        stem="context_parallel",
-        schema="cp_row_indices(Tensor req_indices, Tensor positions, Tensor local_starts, "
-        "Tensor local_cu_seq_lens, *, int num_local_rows, int cp_world_size, "
-        "int cp_interleave) -> Tensor",
-        meta=meta.cp_row_indices,
-        reference=reference.cp_row_indices,
-        lowering=_LOWERING,
-        dynamic=("num_rows", "num_reqs"),
-        source="takes the place of vLLM 0.22 reorg_kvcache; rows in the order of positions",
-        gradient=INTEGERS,
-    )
+    "context_parallel",
+    "cp_row_indices(Tensor req_indices, Tensor positions, Tensor local_starts, "
+    "Tensor local_cu_seq_lens, *, int num_local_rows, int cp_world_size, "
+    "int cp_interleave) -> Tensor",
+    dynamic=("num_rows", "num_reqs"),
+    source="takes the place of vLLM 0.22 reorg_kvcache; rows in the order of positions",
+    gradient=INTEGERS,
 )
 
 
@@ -278,15 +262,11 @@ def cp_row_indices(
 
 
 _cp_topk = define_op(
-    OpSpec(
-        stem="context_parallel",
-        schema="cp_topk(Tensor scores, Tensor rows, *, int topk, int cp_interleave) -> Tensor",
-        meta=meta.cp_topk,
-        reference=reference.cp_topk,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=("num_tokens",),
-        source="the indexer's selection over rows of several ranks; ties as in indexer_topk",
-    )
+    "context_parallel",
+    "cp_topk(Tensor scores, Tensor rows, *, int topk, int cp_interleave) -> Tensor",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens",),
+    source="the indexer's selection over rows of several ranks; ties as in indexer_topk",
 )
 
 
@@ -338,17 +318,12 @@ def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) 
 
 
 _cp_local_rows = define_op(
-    OpSpec(
-        stem="context_parallel",
-        schema="cp_local_rows(Tensor rows, Tensor cp_rank, *, int cp_world_size, "
-        "int cp_interleave) -> (Tensor, Tensor)",
-        meta=meta.cp_local_rows,
-        reference=reference.cp_local_rows,
-        lowering=_LOWERING,
-        dynamic=("num_tokens",),
-        source="a rank's part of the indexer's selection",
-        gradient=INTEGERS,
-    )
+    "context_parallel",
+    "cp_local_rows(Tensor rows, Tensor cp_rank, *, int cp_world_size, "
+    "int cp_interleave) -> (Tensor, Tensor)",
+    dynamic=("num_tokens",),
+    source="a rank's part of the indexer's selection",
+    gradient=INTEGERS,
 )
 
 
@@ -397,16 +372,11 @@ def cp_local_rows(
 
 
 _cp_correct_out = define_op(
-    OpSpec(
-        stem="context_parallel",
-        schema="cp_correct_out(Tensor out, Tensor lse, Tensor lses, *, str lse_base) "
-        "-> (Tensor out, Tensor lse)",
-        meta=meta.cp_correct_out,
-        reference=reference.cp_correct_out,
-        lowering=_LOWERING,
-        dynamic=("num_tokens",),
-        source="vLLM 0.22 correct_attn_out; ranks without keys never count",
-    )
+    "context_parallel",
+    "cp_correct_out(Tensor out, Tensor lse, Tensor lses, *, str lse_base) "
+    "-> (Tensor out, Tensor lse)",
+    dynamic=("num_tokens",),
+    source="vLLM 0.22 correct_attn_out; ranks without keys never count",
 )
 
 

@@ -10,22 +10,15 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.ints import is_float
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.core.types import VerifiedDraft
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.meta import draft as meta
-from dsv4_ops.reference import draft as reference
 
 _verify_draft = define_op(
-    OpSpec(
-        stem="draft",
-        schema="verify_draft(Tensor logits, Tensor draft_ids, Tensor? draft_probs, "
-        "Tensor? uniforms, *, float temperature) -> (Tensor, Tensor)",
-        meta=meta.verify_draft,
-        reference=reference.verify_draft,
-        dynamic=("num_reqs",),
-        source="Leviathan et al. 2023, Fast Inference from Transformers via Speculative Decoding",
-    )
+    "draft",
+    "verify_draft(Tensor logits, Tensor draft_ids, Tensor? draft_probs, "
+    "Tensor? uniforms, *, float temperature) -> (Tensor, Tensor)",
+    dynamic=("num_reqs",),
+    source="Leviathan et al. 2023, Fast Inference from Transformers via Speculative Decoding",
 )
 
 

@@ -8,12 +8,10 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import ACTIVATION_BLOCK, FP4_BLOCK, WEIGHT_BLOCK
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import AUTO, KERNEL_ON_CUDA, REFERENCE, TRITON, OpSpec
+from dsv4_ops.core.registry import AUTO, KERNEL_ON_CUDA, REFERENCE, TRITON
 from dsv4_ops.core.types import INT32_MAX, ExpertPlan, Routing
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.meta import experts as meta
-from dsv4_ops.reference import experts as reference
 
 PROVIDERS = (TRITON, REFERENCE)
 
@@ -21,43 +19,30 @@ _ACTIVATIONS = ("bf16", "fp8")
 _CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
 _route = define_op(
-    OpSpec(
-        stem="experts",
-        schema="route(Tensor hidden, Tensor weight, Tensor? bias=None, Tensor? table=None, "
-        "Tensor? token_ids=None, *, int top_k, float scale) -> (Tensor, Tensor)",
-        meta=meta.route,
-        reference=reference.route,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=("num_tokens",),
-        source="DeepSeek-V4 inference/model.py, Gate",
-    )
+    "experts",
+    "route(Tensor hidden, Tensor weight, Tensor? bias=None, Tensor? table=None, "
+    "Tensor? token_ids=None, *, int top_k, float scale) -> (Tensor, Tensor)",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens",),
+    source="DeepSeek-V4 inference/model.py, Gate",
 )
 _expert_plan = define_op(
-    OpSpec(
-        stem="experts",
-        schema="expert_plan(Tensor topk_ids, *, int num_experts, int block_size) "
-        "-> (Tensor, Tensor, Tensor)",
-        meta=meta.expert_plan,
-        reference=reference.expert_plan,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=("num_tokens",),
-        source="vLLM 0.33 moe_align_block_size, with bounds",
-        gradient="integers",
-    )
+    "experts",
+    "expert_plan(Tensor topk_ids, *, int num_experts, int block_size) -> (Tensor, Tensor, Tensor)",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens",),
+    source="vLLM 0.33 moe_align_block_size, with bounds",
+    gradient="integers",
 )
 _experts = define_op(
-    OpSpec(
-        stem="experts",
-        schema="experts(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor gate_up, "
-        "Tensor gate_up_scale, Tensor down, Tensor down_scale, *, float swiglu_limit, "
-        "str activations, str impl='auto') -> Tensor",
-        meta=meta.experts,
-        reference=reference.experts,
-        lowering={"cpu": "decompose", "cuda": "choices"},
-        dynamic=("num_tokens",),
-        source="DeepSeek-V4 inference/model.py, Expert and MoE",
-        providers=PROVIDERS,
-    )
+    "experts",
+    "experts(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor gate_up, "
+    "Tensor gate_up_scale, Tensor down, Tensor down_scale, *, float swiglu_limit, "
+    "str activations, str impl='auto') -> Tensor",
+    lowering={"cpu": "decompose", "cuda": "choices"},
+    dynamic=("num_tokens",),
+    source="DeepSeek-V4 inference/model.py, Expert and MoE",
+    providers=PROVIDERS,
 )
 
 

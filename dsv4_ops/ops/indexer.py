@@ -8,28 +8,22 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
-from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec, returns_nothing
+from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.core.tiles import SCHEDULE_KEYS
 from dsv4_ops.core.types import IndexerKeys, IndexerQuery
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.twins import define_twin
-from dsv4_ops.meta import indexer as meta
-from dsv4_ops.reference import indexer as reference
 
 _SOURCE = "vLLM 0.33, the store of its indexer compressor; values that it leaves open decided here"
 
 _quantize_and_insert_indexer_k = define_op(
-    OpSpec(
-        stem="indexer",
-        schema="quantize_and_insert_indexer_k(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, "
-        "*, int block_size, str layout) -> ()",
-        meta=returns_nothing,
-        reference=reference.quantize_and_insert_indexer_k,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=("num_tokens", "num_blocks"),
-        source=_SOURCE,
-    )
+    "indexer",
+    "quantize_and_insert_indexer_k(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, "
+    "*, int block_size, str layout) -> ()",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens", "num_blocks"),
+    source=_SOURCE,
 )
 
 
@@ -118,17 +112,13 @@ quantize_and_insert_indexer_k_functional = define_twin(
 
 
 _gather_indexer_k = define_op(
-    OpSpec(
-        stem="indexer",
-        schema="gather_indexer_k(Tensor k_cache, Tensor cu_seq_lens, Tensor block_table, *, "
-        "int block_size, SymInt num_rows, str layout) -> (Tensor, Tensor)",
-        meta=meta.gather_indexer_k,
-        reference=reference.gather_indexer_k,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
-        source="vLLM 0.33 cp_gather_indexer_k_quant_cache, with bounds",
-        gradient=INTEGERS,
-    )
+    "indexer",
+    "gather_indexer_k(Tensor k_cache, Tensor cu_seq_lens, Tensor block_table, *, "
+    "int block_size, SymInt num_rows, str layout) -> (Tensor, Tensor)",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
+    source="vLLM 0.33 cp_gather_indexer_k_quant_cache, with bounds",
+    gradient=INTEGERS,
 )
 
 
@@ -208,16 +198,11 @@ def gather_indexer_k(
 
 
 _paged_mqa_logits_metadata = define_op(
-    OpSpec(
-        stem="indexer",
-        schema="paged_mqa_logits_metadata(Tensor seq_lens, *, int block_size, int num_sms) "
-        "-> Tensor",
-        meta=meta.paged_mqa_logits_metadata,
-        reference=reference.paged_mqa_logits_metadata,
-        dynamic=("num_reqs",),
-        source="DeepGEMM's get_paged_mqa_logits_metadata for one query per row",
-        gradient=INTEGERS,
-    )
+    "indexer",
+    "paged_mqa_logits_metadata(Tensor seq_lens, *, int block_size, int num_sms) -> Tensor",
+    dynamic=("num_reqs",),
+    source="DeepGEMM's get_paged_mqa_logits_metadata for one query per row",
+    gradient=INTEGERS,
 )
 
 
@@ -278,43 +263,31 @@ DIM = IndexerLayout.head_dim
 PROVIDERS = ("triton", "deep_gemm", "reference")
 
 _indexer_quantize_q = define_op(
-    OpSpec(
-        stem="indexer",
-        schema="indexer_quantize_q(Tensor q, Tensor weights, Tensor positions, "
-        "Tensor cos_sin_cache, *, float softmax_scale) -> (Tensor, Tensor)",
-        meta=meta.indexer_quantize_q,
-        reference=reference.indexer_quantize_q,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=("num_tokens", "num_positions"),
-        source="vLLM 0.33, rotation and FP8 quantisation of its indexer's queries",
-    )
+    "indexer",
+    "indexer_quantize_q(Tensor q, Tensor weights, Tensor positions, "
+    "Tensor cos_sin_cache, *, float softmax_scale) -> (Tensor, Tensor)",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens", "num_positions"),
+    source="vLLM 0.33, rotation and FP8 quantisation of its indexer's queries",
 )
 _indexer_logits = define_op(
-    OpSpec(
-        stem="indexer",
-        schema="indexer_logits(Tensor q, Tensor weights, Tensor k_cache, Tensor lens, "
-        "Tensor req_indices, Tensor block_table, Tensor? schedule=None, *, int block_size, "
-        "SymInt num_rows, "
-        'str layout, str impl="auto") -> Tensor',
-        meta=meta.indexer_logits,
-        reference=reference.indexer_logits,
-        lowering={"cpu": "decompose", "cuda": "choices"},
-        dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks", "num_rows"),
-        source="DeepSeek-V4's lightning indexer; DeepGEMM's paged MQA logits",
-        providers=PROVIDERS,
-    )
+    "indexer",
+    "indexer_logits(Tensor q, Tensor weights, Tensor k_cache, Tensor lens, "
+    "Tensor req_indices, Tensor block_table, Tensor? schedule=None, *, int block_size, "
+    "SymInt num_rows, "
+    'str layout, str impl="auto") -> Tensor',
+    lowering={"cpu": "decompose", "cuda": "choices"},
+    dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks", "num_rows"),
+    source="DeepSeek-V4's lightning indexer; DeepGEMM's paged MQA logits",
+    providers=PROVIDERS,
 )
 _indexer_logits_ragged = define_op(
-    OpSpec(
-        stem="indexer",
-        schema="indexer_logits_ragged(Tensor q, Tensor weights, Tensor k, Tensor scales, "
-        "Tensor row_start, Tensor row_stop) -> Tensor",
-        meta=meta.indexer_logits_ragged,
-        reference=reference.indexer_logits_ragged,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=("num_tokens", "num_k"),
-        source="DeepSeek-V4's lightning indexer; DeepGEMM's MQA logits",
-    )
+    "indexer",
+    "indexer_logits_ragged(Tensor q, Tensor weights, Tensor k, Tensor scales, "
+    "Tensor row_start, Tensor row_stop) -> Tensor",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens", "num_k"),
+    source="DeepSeek-V4's lightning indexer; DeepGEMM's MQA logits",
 )
 
 
@@ -583,30 +556,22 @@ def check_query(
 
 
 _indexer_topk = define_op(
-    OpSpec(
-        stem="indexer",
-        schema="indexer_topk(Tensor logits, Tensor lens, *, int topk) -> Tensor",
-        meta=meta.indexer_topk,
-        reference=reference.indexer_topk,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=("num_tokens", "num_rows"),
-        source="DeepSeek-V4's lightning indexer; the order of ties and of the result decided here",
-    )
+    "indexer",
+    "indexer_topk(Tensor logits, Tensor lens, *, int topk) -> Tensor",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens", "num_rows"),
+    source="DeepSeek-V4's lightning indexer; the order of ties and of the result decided here",
 )
 _indexer_select = define_op(
-    OpSpec(
-        stem="indexer",
-        schema="indexer_select(Tensor q, Tensor weights, Tensor k_cache, Tensor positions, "
-        "Tensor req_indices, Tensor block_table, Tensor? schedule=None, *, int block_size, "
-        "int compress_ratio, "
-        'int topk, str layout, bool slots=False, str impl="auto") -> Tensor',
-        meta=meta.indexer_select,
-        reference=reference.indexer_select,
-        lowering={"cpu": "decompose", "cuda": "choices"},
-        dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks"),
-        source="DeepSeek-V4's lightning indexer; the order of ties and of the result decided here",
-        providers=PROVIDERS,
-    )
+    "indexer",
+    "indexer_select(Tensor q, Tensor weights, Tensor k_cache, Tensor positions, "
+    "Tensor req_indices, Tensor block_table, Tensor? schedule=None, *, int block_size, "
+    "int compress_ratio, "
+    'int topk, str layout, bool slots=False, str impl="auto") -> Tensor',
+    lowering={"cpu": "decompose", "cuda": "choices"},
+    dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks"),
+    source="DeepSeek-V4's lightning indexer; the order of ties and of the result decided here",
+    providers=PROVIDERS,
 )
 
 

@@ -8,25 +8,18 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.layout import INDEX_ALIGNMENT
-from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.core.types import SwaIndices, TopkIndices
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.meta import indices as meta
-from dsv4_ops.reference import indices as reference
 
 _swa_indices_and_lens = define_op(
-    OpSpec(
-        stem="indices",
-        schema="swa_indices_and_lens(Tensor positions, Tensor req_indices, Tensor "
-        "block_table, *, int block_size, "
-        "int window_size) -> (Tensor, Tensor)",
-        meta=meta.swa_indices_and_lens,
-        reference=reference.swa_indices_and_lens,
-        lowering={"cpu": "pointwise", "cuda": "pointwise"},
-        dynamic=("num_tokens", "num_reqs", "max_blocks"),
-        source="vLLM 0.33 _compute_swa_indices_and_lens_kernel; semantics re-derived",
-        gradient=INTEGERS,
-    )
+    "indices",
+    "swa_indices_and_lens(Tensor positions, Tensor req_indices, Tensor "
+    "block_table, *, int block_size, "
+    "int window_size) -> (Tensor, Tensor)",
+    lowering={"cpu": "pointwise", "cuda": "pointwise"},
+    dynamic=("num_tokens", "num_reqs", "max_blocks"),
+    source="vLLM 0.33 _compute_swa_indices_and_lens_kernel; semantics re-derived",
+    gradient=INTEGERS,
 )
 
 
@@ -92,16 +85,11 @@ def swa_indices_and_lens(
 
 
 _prefill_gather_lens = define_op(
-    OpSpec(
-        stem="indices",
-        schema="prefill_gather_lens(Tensor query_start_loc, Tensor seq_lens, *, int "
-        "window_size) -> Tensor",
-        meta=meta.prefill_gather_lens,
-        reference=reference.prefill_gather_lens,
-        dynamic=("num_reqs",),
-        source="vLLM 0.33 _compute_prefill_metadata_kernel; semantics re-derived",
-        gradient=INTEGERS,
-    )
+    "indices",
+    "prefill_gather_lens(Tensor query_start_loc, Tensor seq_lens, *, int window_size) -> Tensor",
+    dynamic=("num_reqs",),
+    source="vLLM 0.33 _compute_prefill_metadata_kernel; semantics re-derived",
+    gradient=INTEGERS,
 )
 
 
@@ -145,18 +133,13 @@ def prefill_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, *, window_siz
 
 
 _global_topk_indices_and_lens = define_op(
-    OpSpec(
-        stem="indices",
-        schema="global_topk_indices_and_lens(Tensor topk_indices, Tensor req_indices, Tensor "
-        "block_table, *, "
-        "int block_size) -> (Tensor, Tensor)",
-        meta=meta.global_topk_indices_and_lens,
-        reference=reference.global_topk_indices_and_lens,
-        dynamic=("num_tokens", "num_reqs", "max_blocks", "topk"),
-        source="vLLM 0.33 compute_global_topk_indices_and_lens, with the bounds its newer "
-        "tests demand",
-        gradient=INTEGERS,
-    )
+    "indices",
+    "global_topk_indices_and_lens(Tensor topk_indices, Tensor req_indices, Tensor "
+    "block_table, *, "
+    "int block_size) -> (Tensor, Tensor)",
+    dynamic=("num_tokens", "num_reqs", "max_blocks", "topk"),
+    source="vLLM 0.33 compute_global_topk_indices_and_lens, with the bounds its newer tests demand",
+    gradient=INTEGERS,
 )
 
 
@@ -216,18 +199,14 @@ def global_topk_indices_and_lens(
 
 
 _dense_compressed_indices = define_op(
-    OpSpec(
-        stem="indices",
-        schema="dense_compressed_indices(Tensor positions, Tensor req_indices, Tensor "
-        "block_table, *, int block_size, "
-        "int compress_ratio, int max_compressed) -> (Tensor, Tensor)",
-        meta=meta.dense_compressed_indices,
-        reference=reference.dense_compressed_indices,
-        lowering={"cpu": "pointwise", "cuda": "pointwise"},
-        dynamic=("num_tokens", "num_reqs", "max_blocks"),
-        source="vLLM 0.33 build_c128a_topk_metadata; semantics re-derived",
-        gradient=INTEGERS,
-    )
+    "indices",
+    "dense_compressed_indices(Tensor positions, Tensor req_indices, Tensor "
+    "block_table, *, int block_size, "
+    "int compress_ratio, int max_compressed) -> (Tensor, Tensor)",
+    lowering={"cpu": "pointwise", "cuda": "pointwise"},
+    dynamic=("num_tokens", "num_reqs", "max_blocks"),
+    source="vLLM 0.33 build_c128a_topk_metadata; semantics re-derived",
+    gradient=INTEGERS,
 )
 
 
@@ -307,17 +286,13 @@ def dense_compressed_indices(
 
 
 _combine_topk_swa_indices = define_op(
-    OpSpec(
-        stem="indices",
-        schema="combine_topk_swa_indices(Tensor topk_indices, Tensor positions, Tensor "
-        "req_indices, Tensor seq_lens, Tensor gather_lens, *, int window_size, int "
-        "compress_ratio, int topk, int workspace_rows, int swa_offset) -> (Tensor, Tensor)",
-        meta=meta.combine_topk_swa_indices,
-        reference=reference.combine_topk_swa_indices,
-        dynamic=("num_tokens", "num_reqs"),
-        source="vLLM 0.33 combine_topk_swa_indices, with bounds and per-token requests",
-        gradient=INTEGERS,
-    )
+    "indices",
+    "combine_topk_swa_indices(Tensor topk_indices, Tensor positions, Tensor "
+    "req_indices, Tensor seq_lens, Tensor gather_lens, *, int window_size, int "
+    "compress_ratio, int topk, int workspace_rows, int swa_offset) -> (Tensor, Tensor)",
+    dynamic=("num_tokens", "num_reqs"),
+    source="vLLM 0.33 combine_topk_swa_indices, with bounds and per-token requests",
+    gradient=INTEGERS,
 )
 
 
@@ -414,21 +389,16 @@ def combine_topk_swa_indices(
 
 
 _mixed_sparse_indices = define_op(
-    OpSpec(
-        stem="indices",
-        schema="mixed_sparse_indices(Tensor decode_swa_indices, Tensor? "
-        "decode_compressed_indices, Tensor? decode_compressed_lens, Tensor prefill_topk_indices, "
-        "Tensor positions, Tensor req_indices, Tensor swa_block_table, Tensor? "
-        "compressed_block_table, *, int swa_block_size, int compressed_block_size, int "
-        "window_size, int compress_ratio, int topk, bool decode_compressed_indices_are_local, "
-        "int? swa_block_span, int? compressed_block_span) -> (Tensor, Tensor)",
-        meta=meta.mixed_sparse_indices,
-        reference=reference.mixed_sparse_indices,
-        dynamic=("num_decode_tokens", "num_prefill_tokens", "num_reqs", "max_blocks"),
-        source="vLLM 0.33 build_flashinfer_mixed_sparse_indices, with bounds and per-token "
-        "requests",
-        gradient=INTEGERS,
-    )
+    "indices",
+    "mixed_sparse_indices(Tensor decode_swa_indices, Tensor? "
+    "decode_compressed_indices, Tensor? decode_compressed_lens, Tensor prefill_topk_indices, "
+    "Tensor positions, Tensor req_indices, Tensor swa_block_table, Tensor? "
+    "compressed_block_table, *, int swa_block_size, int compressed_block_size, int "
+    "window_size, int compress_ratio, int topk, bool decode_compressed_indices_are_local, "
+    "int? swa_block_span, int? compressed_block_span) -> (Tensor, Tensor)",
+    dynamic=("num_decode_tokens", "num_prefill_tokens", "num_reqs", "max_blocks"),
+    source="vLLM 0.33 build_flashinfer_mixed_sparse_indices, with bounds and per-token requests",
+    gradient=INTEGERS,
 )
 
 

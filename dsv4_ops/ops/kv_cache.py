@@ -7,25 +7,19 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout, PlainLayout
-from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec, returns_nothing
+from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.twins import define_twin
-from dsv4_ops.meta import kv_cache as meta
-from dsv4_ops.reference import kv_cache as reference
 
 _SOURCE = "vLLM 0.33 quantize_and_insert_k_cache; values that it leaves open are decided here"
 
 _quantize_and_insert_k_cache = define_op(
-    OpSpec(
-        stem="kv_cache",
-        schema="quantize_and_insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, "
-        "*, int block_size, str layout) -> ()",
-        meta=returns_nothing,
-        reference=reference.quantize_and_insert_k_cache,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=("num_tokens", "num_blocks"),
-        source=_SOURCE,
-    )
+    "kv_cache",
+    "quantize_and_insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping, "
+    "*, int block_size, str layout) -> ()",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens", "num_blocks"),
+    source=_SOURCE,
 )
 
 
@@ -118,16 +112,12 @@ quantize_and_insert_k_cache_functional = define_twin(
 
 
 _dequantize_and_gather_k_cache = define_op(
-    OpSpec(
-        stem="kv_cache",
-        schema="dequantize_and_gather_k_cache(Tensor(a!) out, Tensor k_cache, Tensor seq_lens, "
-        "Tensor? gather_lens, Tensor block_table, *, int block_size, int offset, str layout) -> ()",
-        meta=returns_nothing,
-        reference=reference.dequantize_and_gather_k_cache,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
-        source="vLLM 0.33 dequantize_and_gather_k_cache, with bounds",
-    )
+    "kv_cache",
+    "dequantize_and_gather_k_cache(Tensor(a!) out, Tensor k_cache, Tensor seq_lens, "
+    "Tensor? gather_lens, Tensor block_table, *, int block_size, int offset, str layout) -> ()",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
+    source="vLLM 0.33 dequantize_and_gather_k_cache, with bounds",
 )
 
 
@@ -212,16 +202,12 @@ def dequantize_and_gather_k_cache(
 
 
 _gather_k_cache = define_op(
-    OpSpec(
-        stem="kv_cache",
-        schema="gather_k_cache(Tensor k_cache, Tensor seq_lens, Tensor? gather_lens, Tensor "
-        "block_table, *, int block_size, SymInt num_rows, int offset, str layout) -> Tensor",
-        meta=meta.gather_k_cache,
-        reference=reference.gather_k_cache,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
-        source="vLLM 0.33 dequantize_and_gather_k_cache, with bounds; functional",
-    )
+    "kv_cache",
+    "gather_k_cache(Tensor k_cache, Tensor seq_lens, Tensor? gather_lens, Tensor "
+    "block_table, *, int block_size, SymInt num_rows, int offset, str layout) -> Tensor",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_reqs", "num_rows", "num_blocks", "max_blocks"),
+    source="vLLM 0.33 dequantize_and_gather_k_cache, with bounds; functional",
 )
 
 
@@ -315,15 +301,11 @@ def _check_requests(
 _plain_cache_SOURCE = "vLLM 0.33 plain rows of its full-cache inserts"
 
 _insert_k_cache = define_op(
-    OpSpec(
-        stem="kv_cache",
-        schema="insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping) -> ()",
-        meta=returns_nothing,
-        reference=reference.insert_k_cache,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=("num_tokens", "num_blocks"),
-        source=_plain_cache_SOURCE,
-    )
+    "kv_cache",
+    "insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping) -> ()",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens", "num_blocks"),
+    source=_plain_cache_SOURCE,
 )
 
 

@@ -8,13 +8,11 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import ACTIVATION_BLOCK, WEIGHT_BLOCK
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import AUTO, REFERENCE, TRITON, OpSpec
+from dsv4_ops.core.registry import AUTO, REFERENCE, TRITON
 from dsv4_ops.core.types import QuantizedRows
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.libraries import SCALED_MM
-from dsv4_ops.meta import linear as meta
-from dsv4_ops.reference import linear as reference
 
 PROVIDERS, GROUPED_PROVIDERS = (TRITON, SCALED_MM, REFERENCE), (TRITON, REFERENCE)
 
@@ -24,43 +22,30 @@ _OUT_DTYPES = (torch.bfloat16, torch.float32)
 _SOURCE = "DeepSeek-V4 inference/kernel.py, FP8 products with 128 x 128 weight scales"
 
 _quantize_rows = define_op(
-    OpSpec(
-        stem="linear",
-        schema="quantize_rows(Tensor x, *, int block, str scale, float min_amax, str scale_layout) "
-        "-> (Tensor, Tensor)",
-        meta=meta.quantize_rows,
-        reference=reference.quantize_rows,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
-        dynamic=("num_tokens",),
-        source="DeepSeek-V4 inference/kernel.py, activation quantisation",
-    )
+    "linear",
+    "quantize_rows(Tensor x, *, int block, str scale, float min_amax, str scale_layout) "
+    "-> (Tensor, Tensor)",
+    dynamic=("num_tokens",),
+    source="DeepSeek-V4 inference/kernel.py, activation quantisation",
 )
 _SETTINGS = "*, str activations, ScalarType out_dtype, str impl='auto'"
 _fp8_linear = define_op(
-    OpSpec(
-        stem="linear",
-        schema="fp8_linear(Tensor x, Tensor weight, Tensor scale, Tensor? x_scale=None, "
-        f"{_SETTINGS}) -> Tensor",
-        meta=meta.fp8_linear,
-        reference=reference.fp8_linear,
-        lowering={"cpu": "decompose", "cuda": "choices"},
-        dynamic=("num_tokens",),
-        source=_SOURCE,
-        providers=PROVIDERS,
-    )
+    "linear",
+    "fp8_linear(Tensor x, Tensor weight, Tensor scale, Tensor? x_scale=None, "
+    f"{_SETTINGS}) -> Tensor",
+    lowering={"cpu": "decompose", "cuda": "choices"},
+    dynamic=("num_tokens",),
+    source=_SOURCE,
+    providers=PROVIDERS,
 )
 _fp8_grouped_linear = define_op(
-    OpSpec(
-        stem="linear",
-        schema="fp8_grouped_linear(Tensor x, Tensor weight, Tensor scale, Tensor? x_scale=None, "
-        f"{_SETTINGS}) -> Tensor",
-        meta=meta.fp8_grouped_linear,
-        reference=reference.fp8_grouped_linear,
-        lowering={"cpu": "decompose", "cuda": "choices"},
-        dynamic=("num_tokens",),
-        source=f"{_SOURCE}; its grouped output projection",
-        providers=GROUPED_PROVIDERS,
-    )
+    "linear",
+    "fp8_grouped_linear(Tensor x, Tensor weight, Tensor scale, Tensor? x_scale=None, "
+    f"{_SETTINGS}) -> Tensor",
+    lowering={"cpu": "decompose", "cuda": "choices"},
+    dynamic=("num_tokens",),
+    source=f"{_SOURCE}; its grouped output projection",
+    providers=GROUPED_PROVIDERS,
 )
 
 

@@ -21,15 +21,13 @@ from dsv4_ops.core.layout import (
     mla_layout,
 )
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import OpSpec, returns_nothing
+from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.core.tiles import PLAN_COLUMNS
 from dsv4_ops.core.types import AbsorbedWeights, MlaAttention, PerTensor
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.twins import define_twin
-from dsv4_ops.meta import mla as meta
 from dsv4_ops.ops.sparse_mla import check_splits
-from dsv4_ops.reference import mla as reference
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of models."""
@@ -58,19 +56,14 @@ def check_cache(checks: Checks, kv_cache: Tensor, block_size: int, layout: str, 
 
 _ROWS = "concat_and_cache_mla and gather_and_maybe_dequant_cache of vLLM's MLA, with bounds"
 _FP8_LAYOUTS = (MlaFp8Layout.tag, MlaDsFp8Layout.tag)
-_DECOMPOSED = {"cpu": "decompose", "cuda": "decompose"}
 
 _mla_insert_kv = define_op(
-    OpSpec(
-        stem="mla",
-        schema="mla_insert_kv(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, "
-        "Tensor? scale=None, *, int block_size, str layout, str scale_format) -> ()",
-        meta=returns_nothing,
-        reference=reference.mla_insert_kv,
-        lowering={"cpu": "decompose", "cuda": "triton"},
-        dynamic=("num_tokens", "num_blocks"),
-        source=_ROWS,
-    )
+    "mla",
+    "mla_insert_kv(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, "
+    "Tensor? scale=None, *, int block_size, str layout, str scale_format) -> ()",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens", "num_blocks"),
+    source=_ROWS,
 )
 
 
@@ -192,16 +185,11 @@ mla_insert_kv_functional = define_twin(
 
 
 _mla_gather_kv = define_op(
-    OpSpec(
-        stem="mla",
-        schema="mla_gather_kv(Tensor kv_cache, Tensor slot_mapping, Tensor? scale=None, *, "
-        "int block_size, str layout) -> Tensor",
-        meta=meta.mla_gather_kv,
-        reference=reference.mla_gather_kv,
-        lowering=_DECOMPOSED,
-        dynamic=("num_rows", "num_blocks"),
-        source=_ROWS,
-    )
+    "mla",
+    "mla_gather_kv(Tensor kv_cache, Tensor slot_mapping, Tensor? scale=None, *, "
+    "int block_size, str layout) -> Tensor",
+    dynamic=("num_rows", "num_blocks"),
+    source=_ROWS,
 )
 
 
@@ -264,17 +252,12 @@ def _check_gather(
 
 
 _mla_gather_codes = define_op(
-    OpSpec(
-        stem="mla",
-        schema="mla_gather_codes(Tensor kv_cache, Tensor slot_mapping, *, int block_size, "
-        "str layout) -> Tensor",
-        meta=meta.mla_gather_codes,
-        reference=reference.mla_gather_codes,
-        lowering=_DECOMPOSED,
-        dynamic=("num_rows", "num_blocks"),
-        source=_ROWS,
-        gradient=INTEGERS,
-    )
+    "mla",
+    "mla_gather_codes(Tensor kv_cache, Tensor slot_mapping, *, int block_size, "
+    "str layout) -> Tensor",
+    dynamic=("num_rows", "num_blocks"),
+    source=_ROWS,
+    gradient=INTEGERS,
 )
 
 
@@ -327,15 +310,10 @@ def mla_gather_codes(
 
 
 _mla_dequantize_rows = define_op(
-    OpSpec(
-        stem="mla",
-        schema="mla_dequantize_rows(Tensor codes, Tensor? scale=None, *, str layout) -> Tensor",
-        meta=meta.mla_dequantize_rows,
-        reference=reference.mla_dequantize_rows,
-        lowering=_DECOMPOSED,
-        dynamic=("num_rows",),
-        source="vLLM cp_gather_and_upconvert_fp8_kv_cache, behind the exchange",
-    )
+    "mla",
+    "mla_dequantize_rows(Tensor codes, Tensor? scale=None, *, str layout) -> Tensor",
+    dynamic=("num_rows",),
+    source="vLLM cp_gather_and_upconvert_fp8_kv_cache, behind the exchange",
 )
 
 
@@ -383,16 +361,10 @@ def mla_dequantize_rows(codes: Tensor, scale: Tensor | None = None, *, layout: s
 _ABSORPTION = "weight absorption of vLLM's MLACommonImpl"
 
 _mla_absorb_q = define_op(
-    OpSpec(
-        stem="mla",
-        schema="mla_absorb_q(Tensor q_nope, Tensor q_pe, Tensor w_uk_t, Tensor? q_scale=None) "
-        "-> Tensor",
-        meta=meta.mla_absorb_q,
-        reference=reference.mla_absorb_q,
-        lowering=_DECOMPOSED,
-        dynamic=("num_tokens",),
-        source=_ABSORPTION,
-    )
+    "mla",
+    "mla_absorb_q(Tensor q_nope, Tensor q_pe, Tensor w_uk_t, Tensor? q_scale=None) -> Tensor",
+    dynamic=("num_tokens",),
+    source=_ABSORPTION,
 )
 
 
@@ -444,15 +416,10 @@ def mla_absorb_q(
 
 
 _mla_v_up = define_op(
-    OpSpec(
-        stem="mla",
-        schema="mla_v_up(Tensor x, Tensor w_uv) -> Tensor",
-        meta=meta.mla_v_up,
-        reference=reference.mla_v_up,
-        lowering=_DECOMPOSED,
-        dynamic=("num_tokens",),
-        source=_ABSORPTION,
-    )
+    "mla",
+    "mla_v_up(Tensor x, Tensor w_uv) -> Tensor",
+    dynamic=("num_tokens",),
+    source=_ABSORPTION,
 )
 
 
@@ -494,15 +461,11 @@ def mla_v_up(x: Tensor, w_uv: Tensor) -> Tensor:
 
 
 _mla_expand_kv = define_op(
-    OpSpec(
-        stem="mla",
-        schema="mla_expand_kv(Tensor kv_c, Tensor w_kv_b, Tensor num_valid) -> Tensor",
-        meta=meta.mla_expand_kv,
-        reference=reference.mla_expand_kv,
-        lowering={"cpu": "decompose", "cuda": "triton"},
-        dynamic=("num_rows",),
-        source=_ABSORPTION,
-    )
+    "mla",
+    "mla_expand_kv(Tensor kv_c, Tensor w_kv_b, Tensor num_valid) -> Tensor",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_rows",),
+    source=_ABSORPTION,
 )
 
 
@@ -549,15 +512,10 @@ def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
 
 
 _quantize_per_tensor = define_op(
-    OpSpec(
-        stem="mla",
-        schema="quantize_per_tensor(Tensor x) -> (Tensor codes, Tensor scale)",
-        meta=meta.quantize_per_tensor,
-        reference=reference.quantize_per_tensor,
-        lowering=_DECOMPOSED,
-        dynamic=("num_tokens",),
-        source="vLLM dynamic_per_batched_tensor_quant",
-    )
+    "mla",
+    "quantize_per_tensor(Tensor x) -> (Tensor codes, Tensor scale)",
+    dynamic=("num_tokens",),
+    source="vLLM dynamic_per_batched_tensor_quant",
 )
 
 
@@ -700,20 +658,16 @@ def _dequantized(checks: Checks, weight: Tensor, scale: Tensor | None) -> Tensor
 
 
 _mla_decode = define_op(
-    OpSpec(
-        stem="mla",
-        schema="mla_decode(Tensor q, Tensor kv_cache, Tensor seq_lens, Tensor req_indices, "
-        "Tensor block_table, Tensor? query_start_loc=None, Tensor? plan=None, "
-        "Tensor? q_scale=None, Tensor? kv_scale=None, *, float softmax_scale, int block_size, "
-        "int kv_lora_rank, str layout, int num_splits, bool batch_invariant, "
-        'str impl="auto") -> (Tensor out, Tensor lse)',
-        meta=meta.mla_decode,
-        reference=reference.mla_decode,
-        lowering={"cpu": "decompose", "cuda": "choices"},
-        dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks"),
-        source="decode of vLLM's MLA common layer, with bounds and the tokens of requests ragged",
-        providers=PROVIDERS,
-    )
+    "mla",
+    "mla_decode(Tensor q, Tensor kv_cache, Tensor seq_lens, Tensor req_indices, "
+    "Tensor block_table, Tensor? query_start_loc=None, Tensor? plan=None, "
+    "Tensor? q_scale=None, Tensor? kv_scale=None, *, float softmax_scale, int block_size, "
+    "int kv_lora_rank, str layout, int num_splits, bool batch_invariant, "
+    'str impl="auto") -> (Tensor out, Tensor lse)',
+    lowering={"cpu": "decompose", "cuda": "choices"},
+    dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks"),
+    source="decode of vLLM's MLA common layer, with bounds and the tokens of requests ragged",
+    providers=PROVIDERS,
 )
 
 

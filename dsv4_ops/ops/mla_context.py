@@ -13,11 +13,9 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.ints import INT64_MAX, known
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.core.types import ContextChunks, MergedStates, MlaAttention
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.meta import mla_context as meta
 from dsv4_ops.reference import mla_context as reference
 
 MERGED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -27,18 +25,13 @@ MIN_WORKSPACE_ROWS = 65536
 """Rows from which on the rule for the workspace asks for no more than a block per sequence."""
 
 _context_chunks = define_op(
-    OpSpec(
-        stem="mla_context",
-        schema="context_chunks(Tensor context_lens, *, int workspace_rows, int max_chunks, "
-        "str chunk_plan, int block_size, int cp_world_size, int cp_interleave) "
-        "-> (Tensor, Tensor, Tensor, Tensor)",
-        meta=meta.context_chunks,
-        reference=reference.context_chunks,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
-        dynamic=("num_reqs",),
-        source="vLLM 0.22 MLACommonMetadataBuilder ('equal'); 'packed' as tensors, without a loop",
-        gradient=INTEGERS,
-    )
+    "mla_context",
+    "context_chunks(Tensor context_lens, *, int workspace_rows, int max_chunks, "
+    "str chunk_plan, int block_size, int cp_world_size, int cp_interleave) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    dynamic=("num_reqs",),
+    source="vLLM 0.22 MLACommonMetadataBuilder ('equal'); 'packed' as tensors, without a loop",
+    gradient=INTEGERS,
 )
 
 
@@ -298,16 +291,11 @@ def mla_workspace_rows(
 
 
 _merge_attn_states = define_op(
-    OpSpec(
-        stem="mla_context",
-        schema="merge_attn_states(Tensor prefix_out, Tensor prefix_lse, Tensor suffix_out, "
-        "Tensor suffix_lse, *, str lse_base) -> (Tensor out, Tensor lse)",
-        meta=meta.merge_attn_states,
-        reference=reference.merge_attn_states,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
-        dynamic=("num_tokens",),
-        source="vLLM 0.22 merge_attn_states; sides without keys never count",
-    )
+    "mla_context",
+    "merge_attn_states(Tensor prefix_out, Tensor prefix_lse, Tensor suffix_out, "
+    "Tensor suffix_lse, *, str lse_base) -> (Tensor out, Tensor lse)",
+    dynamic=("num_tokens",),
+    source="vLLM 0.22 merge_attn_states; sides without keys never count",
 )
 
 
@@ -369,16 +357,10 @@ def merge_attn_states(
 
 
 _merge_states = define_op(
-    OpSpec(
-        stem="mla_context",
-        schema="merge_states(Tensor outs, Tensor lses, *, str lse_base) "
-        "-> (Tensor out, Tensor lse)",
-        meta=meta.merge_states,
-        reference=reference.merge_states,
-        lowering={"cpu": "decompose", "cuda": "decompose"},
-        dynamic=("num_parts", "num_tokens"),
-        source="FlashInfer merge_states; parts without keys never count",
-    )
+    "mla_context",
+    "merge_states(Tensor outs, Tensor lses, *, str lse_base) -> (Tensor out, Tensor lse)",
+    dynamic=("num_parts", "num_tokens"),
+    source="FlashInfer merge_states; parts without keys never count",
 )
 
 
@@ -427,19 +409,15 @@ def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str = "e") -> MergedSt
 PREFILL_PROVIDERS = ("triton", "flash_attn", "reference")
 
 _mla_prefill = define_op(
-    OpSpec(
-        stem="mla_context",
-        schema="mla_prefill(Tensor q, Tensor k_nope, Tensor k_pe, Tensor v, "
-        "Tensor query_start_loc, Tensor cu_seq_lens, *, float softmax_scale, bool causal, "
-        'str impl="auto") -> (Tensor out, Tensor lse)',
-        meta=meta.mla_prefill,
-        reference=reference.mla_prefill,
-        lowering={"cpu": "decompose", "cuda": "choices"},
-        dynamic=("num_tokens", "num_k", "num_reqs"),
-        source="FlashAttention flash_attn_varlen_func as vLLM 0.22 calls it for MLA's prefill; lse "
-        "of no key is -inf here",
-        providers=PREFILL_PROVIDERS,
-    )
+    "mla_context",
+    "mla_prefill(Tensor q, Tensor k_nope, Tensor k_pe, Tensor v, "
+    "Tensor query_start_loc, Tensor cu_seq_lens, *, float softmax_scale, bool causal, "
+    'str impl="auto") -> (Tensor out, Tensor lse)',
+    lowering={"cpu": "decompose", "cuda": "choices"},
+    dynamic=("num_tokens", "num_k", "num_reqs"),
+    source="FlashAttention flash_attn_varlen_func as vLLM 0.22 calls it for MLA's prefill; lse "
+    "of no key is -inf here",
+    providers=PREFILL_PROVIDERS,
 )
 
 

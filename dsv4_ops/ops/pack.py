@@ -6,32 +6,21 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.meta import pack as meta
-from dsv4_ops.reference import pack as reference
 
 _SOURCE = "vLLM 0.33 pack_seq_triton and unpack_seq_triton, with static shapes"
 
 _pack_seq = define_op(
-    OpSpec(
-        stem="pack",
-        schema="pack_seq(Tensor x, Tensor query_start_loc, *, int next_n, float pad) -> Tensor",
-        meta=meta.pack_seq,
-        reference=reference.pack_seq,
-        dynamic=("num_tokens", "num_reqs"),
-        source=_SOURCE,
-    )
+    "pack",
+    "pack_seq(Tensor x, Tensor query_start_loc, *, int next_n, float pad) -> Tensor",
+    dynamic=("num_tokens", "num_reqs"),
+    source=_SOURCE,
 )
 _unpack_seq = define_op(
-    OpSpec(
-        stem="pack",
-        schema="unpack_seq(Tensor packed, Tensor query_start_loc, *, SymInt num_tokens) -> Tensor",
-        meta=meta.unpack_seq,
-        reference=reference.unpack_seq,
-        dynamic=("num_tokens", "num_reqs"),
-        source=_SOURCE,
-    )
+    "pack",
+    "unpack_seq(Tensor packed, Tensor query_start_loc, *, SymInt num_tokens) -> Tensor",
+    dynamic=("num_tokens", "num_reqs"),
+    source=_SOURCE,
 )
 
 

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import MainLayout, PlainLayout
-from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
+from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.core.types import InsertedQuery, QuantizedGroups
 from dsv4_ops.core.yarn import YarnScaling
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.twins import define_twin
-from dsv4_ops.meta import rope as meta
 from dsv4_ops.reference import rope as reference
 
 ROPE_DIM = MainLayout.head_dim - MainLayout.code_dim
@@ -83,15 +82,10 @@ def rope_cos_sin_cache(
 
 
 _apply_rope = define_op(
-    OpSpec(
-        stem="rope",
-        schema="apply_rope(Tensor x, Tensor positions, Tensor cos_sin_cache, *, bool inverse) -> "
-        "Tensor",
-        meta=meta.apply_rope,
-        reference=reference.apply_rope,
-        dynamic=(*_DIMENSIONS, "num_heads"),
-        source="DeepSeek-V4 rotary embedding, interleaved pairs",
-    )
+    "rope",
+    "apply_rope(Tensor x, Tensor positions, Tensor cos_sin_cache, *, bool inverse) -> Tensor",
+    dynamic=(*_DIMENSIONS, "num_heads"),
+    source="DeepSeek-V4 rotary embedding, interleaved pairs",
 )
 
 
@@ -146,26 +140,18 @@ def apply_rope(
 
 
 _inverse_rope_group = define_op(
-    OpSpec(
-        stem="rope",
-        schema="inverse_rope_group(Tensor o, Tensor positions, Tensor cos_sin_cache, *, "
-        "int num_groups) -> Tensor",
-        meta=meta.inverse_rope_group,
-        reference=reference.inverse_rope_group,
-        dynamic=_DIMENSIONS,
-        source="DeepSeek-V4 inverse rotation before the grouped output projection",
-    )
+    "rope",
+    "inverse_rope_group(Tensor o, Tensor positions, Tensor cos_sin_cache, *, "
+    "int num_groups) -> Tensor",
+    dynamic=_DIMENSIONS,
+    source="DeepSeek-V4 inverse rotation before the grouped output projection",
 )
 _inverse_rope_group_quantize = define_op(
-    OpSpec(
-        stem="rope",
-        schema="inverse_rope_group_quantize(Tensor o, Tensor positions, Tensor cos_sin_cache, *, "
-        "int num_groups, str scale_layout) -> (Tensor, Tensor)",
-        meta=meta.inverse_rope_group_quantize,
-        reference=reference.inverse_rope_group_quantize,
-        dynamic=_DIMENSIONS,
-        source="vLLM 0.33 fused inverse RoPE and FP8 quantisation of the attention output",
-    )
+    "rope",
+    "inverse_rope_group_quantize(Tensor o, Tensor positions, Tensor cos_sin_cache, *, "
+    "int num_groups, str scale_layout) -> (Tensor, Tensor)",
+    dynamic=_DIMENSIONS,
+    source="vLLM 0.33 fused inverse RoPE and FP8 quantisation of the attention output",
 )
 
 
@@ -298,17 +284,13 @@ _qnorm_DIMENSIONS = ("num_tokens", "num_positions", "num_heads", "num_slots", "n
 _SOURCE = "vLLM 0.33 fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, with bounds"
 
 _qnorm_rope_kv_insert = define_op(
-    OpSpec(
-        stem="rope",
-        schema="qnorm_rope_kv_insert(Tensor q, Tensor kv, Tensor(a!) k_cache, Tensor slot_mapping, "
-        "Tensor positions, Tensor cos_sin_cache, *, float eps, int block_size, str layout) "
-        "-> Tensor",
-        meta=meta.qnorm_rope_kv_insert,
-        reference=reference.qnorm_rope_kv_insert,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=_qnorm_DIMENSIONS,
-        source=_SOURCE,
-    )
+    "rope",
+    "qnorm_rope_kv_insert(Tensor q, Tensor kv, Tensor(a!) k_cache, Tensor slot_mapping, "
+    "Tensor positions, Tensor cos_sin_cache, *, float eps, int block_size, str layout) "
+    "-> Tensor",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=_qnorm_DIMENSIONS,
+    source=_SOURCE,
 )
 
 

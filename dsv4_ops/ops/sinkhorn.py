@@ -8,26 +8,19 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import REFERENCE
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.meta import sinkhorn as meta
-from dsv4_ops.reference import sinkhorn as reference
 
 MAX_STREAMS = 8
 MAX_ITERATIONS = 64
 """Compiled code has all iterations over all entries written out."""
 
 _sinkhorn = define_op(
-    OpSpec(
-        stem="sinkhorn",
-        schema="sinkhorn(Tensor logits, *, int num_streams, int iterations, float eps) -> Tensor",
-        meta=meta.sinkhorn,
-        reference=reference.sinkhorn,
-        lowering={"cpu": "pointwise", "cuda": "pointwise"},
-        dynamic=("num_tokens",),
-        gradient=REFERENCE,
-        source="DeepSeek-V4 manifold-constrained hyper-connections, Sinkhorn-Knopp",
-    )
+    "sinkhorn",
+    "sinkhorn(Tensor logits, *, int num_streams, int iterations, float eps) -> Tensor",
+    lowering={"cpu": "pointwise", "cuda": "pointwise"},
+    dynamic=("num_tokens",),
+    gradient=REFERENCE,
+    source="DeepSeek-V4 manifold-constrained hyper-connections, Sinkhorn-Knopp",
 )
 
 

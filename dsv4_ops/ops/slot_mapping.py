@@ -7,23 +7,16 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
-from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.meta import slot_mapping as meta
-from dsv4_ops.reference import slot_mapping as reference
 
 _compressed_slot_mapping = define_op(
-    OpSpec(
-        stem="slot_mapping",
-        schema="compressed_slot_mapping(Tensor positions, Tensor req_indices, Tensor "
-        "block_table, Tensor slot_mapping, *, "
-        "int block_size, int compress_ratio, int cp_world_size, int cp_interleave) -> Tensor",
-        meta=meta.compressed_slot_mapping,
-        reference=reference.compressed_slot_mapping,
-        dynamic=("num_tokens", "num_reqs", "max_blocks"),
-        source="vLLM 0.33 get_compressed_slot_mapping; semantics re-derived",
-        gradient=INTEGERS,
-    )
+    "slot_mapping",
+    "compressed_slot_mapping(Tensor positions, Tensor req_indices, Tensor "
+    "block_table, Tensor slot_mapping, *, "
+    "int block_size, int compress_ratio, int cp_world_size, int cp_interleave) -> Tensor",
+    dynamic=("num_tokens", "num_reqs", "max_blocks"),
+    source="vLLM 0.33 get_compressed_slot_mapping; semantics re-derived",
+    gradient=INTEGERS,
 )
 
 

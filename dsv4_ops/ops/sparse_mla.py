@@ -12,13 +12,12 @@ from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
+from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.core.tiles import METADATA_COLUMNS, PLAN_COLUMNS, PROGRAMS, is_metadata
 from dsv4_ops.core.types import FlashMlaPlan, SparseMla, SparseMlaGathered
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.meta import sparse_mla as meta
-from dsv4_ops.reference import sparse_mla as reference
 
 
 def check_decode(
@@ -182,17 +181,13 @@ def check_turn(
 
 
 _sparse_mla_plan = define_op(
-    OpSpec(
-        stem="sparse_mla",
-        schema="sparse_mla_plan(Tensor swa_lens, Tensor? extra_lens, *, int num_heads, "
-        "int num_programs) -> Tensor",
-        meta=meta.sparse_mla_plan,
-        reference=reference.sparse_mla_plan,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=("num_tokens",),
-        source="what FlashMLA's get_mla_metadata is for; the plan itself is ours",
-        gradient=INTEGERS,
-    )
+    "sparse_mla",
+    "sparse_mla_plan(Tensor swa_lens, Tensor? extra_lens, *, int num_heads, "
+    "int num_programs) -> Tensor",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens",),
+    source="what FlashMLA's get_mla_metadata is for; the plan itself is ours",
+    gradient=INTEGERS,
 )
 
 
@@ -269,16 +264,12 @@ def sparse_mla_plan(
 
 
 _flash_mla_metadata = define_op(
-    OpSpec(
-        stem="sparse_mla",
-        schema="flash_mla_metadata(Tensor swa_lens, Tensor? extra_lens, *, int swa_width, "
-        "int extra_width, int num_sm_parts) -> Tensor",
-        meta=meta.flash_mla_metadata,
-        reference=reference.flash_mla_metadata,
-        dynamic=("num_tokens",),
-        source="the planner in FlashMLA's sparse_decode_fwd, for one query per row",
-        gradient=INTEGERS,
-    )
+    "sparse_mla",
+    "flash_mla_metadata(Tensor swa_lens, Tensor? extra_lens, *, int swa_width, "
+    "int extra_width, int num_sm_parts) -> Tensor",
+    dynamic=("num_tokens",),
+    source="the planner in FlashMLA's sparse_decode_fwd, for one query per row",
+    gradient=INTEGERS,
 )
 
 
@@ -373,59 +364,43 @@ _LOWERING = {"cpu": "decompose", "cuda": "choices"}
 DECODE_PROVIDERS = ("triton", "flash_mla", "reference")
 
 _sparse_mla_decode = define_op(
-    OpSpec(
-        stem="sparse_mla",
-        schema=(
-            f"sparse_mla_decode({_SWA}, Tensor? extra_cache, Tensor? extra_indices, "
-            f"Tensor? extra_lens, {_OPTIONS}, *, {_SETTINGS}) "
-            "-> (Tensor out, Tensor lse)"
-        ),
-        meta=meta.sparse_mla,
-        reference=reference.sparse_mla_decode,
-        lowering=_LOWERING,
-        dynamic=("num_tokens", "num_blocks", "swa_width", "extra_width", "num_positions"),
-        source=_SOURCE,
-        providers=DECODE_PROVIDERS,
-    )
+    "sparse_mla",
+    f"sparse_mla_decode({_SWA}, Tensor? extra_cache, Tensor? extra_indices, "
+    f"Tensor? extra_lens, {_OPTIONS}, *, {_SETTINGS}) "
+    "-> (Tensor out, Tensor lse)",
+    meta=meta.sparse_mla,
+    lowering=_LOWERING,
+    dynamic=("num_tokens", "num_blocks", "swa_width", "extra_width", "num_positions"),
+    source=_SOURCE,
+    providers=DECODE_PROVIDERS,
 )
 _sparse_mla_decode_paged = define_op(
-    OpSpec(
-        stem="sparse_mla",
-        schema=(
-            f"sparse_mla_decode_paged({_SWA}, Tensor extra_cache, Tensor extra_lens, "
-            f"Tensor req_indices, Tensor extra_block_table, {_OPTIONS}, *, {_SETTINGS}) "
-            "-> (Tensor out, Tensor lse)"
-        ),
-        meta=meta.sparse_mla,
-        reference=reference.sparse_mla_decode_paged,
-        lowering=_LOWERING,
-        dynamic=(
-            "num_tokens",
-            "num_blocks",
-            "swa_width",
-            "num_reqs",
-            "max_blocks",
-            "num_positions",
-        ),
-        source=_SOURCE,
-        providers=DECODE_PROVIDERS,
-    )
+    "sparse_mla",
+    f"sparse_mla_decode_paged({_SWA}, Tensor extra_cache, Tensor extra_lens, "
+    f"Tensor req_indices, Tensor extra_block_table, {_OPTIONS}, *, {_SETTINGS}) "
+    "-> (Tensor out, Tensor lse)",
+    meta=meta.sparse_mla,
+    lowering=_LOWERING,
+    dynamic=(
+        "num_tokens",
+        "num_blocks",
+        "swa_width",
+        "num_reqs",
+        "max_blocks",
+        "num_positions",
+    ),
+    source=_SOURCE,
+    providers=DECODE_PROVIDERS,
 )
 _sparse_mla_gathered = define_op(
-    OpSpec(
-        stem="sparse_mla",
-        schema=(
-            "sparse_mla_gathered(Tensor q, Tensor kv, Tensor indices, Tensor lens, "
-            'Tensor? attn_sink, *, float softmax_scale, str impl="auto") '
-            "-> (Tensor out, Tensor max_logits, Tensor lse)"
-        ),
-        meta=meta.sparse_mla_gathered,
-        reference=reference.sparse_mla_gathered,
-        lowering=_LOWERING,
-        dynamic=("num_tokens", "num_rows", "topk"),
-        source="FlashMLA flash_mla_sparse_fwd; lse in natural logarithms",
-        providers=DECODE_PROVIDERS,
-    )
+    "sparse_mla",
+    "sparse_mla_gathered(Tensor q, Tensor kv, Tensor indices, Tensor lens, "
+    'Tensor? attn_sink, *, float softmax_scale, str impl="auto") '
+    "-> (Tensor out, Tensor max_logits, Tensor lse)",
+    lowering=_LOWERING,
+    dynamic=("num_tokens", "num_rows", "topk"),
+    source="FlashMLA flash_mla_sparse_fwd; lse in natural logarithms",
+    providers=DECODE_PROVIDERS,
 )
 
 
@@ -746,23 +721,18 @@ def sparse_mla_gathered(
 PREFILL_PROVIDERS = ("triton", "flash_mla", "reference")
 
 _sparse_mla_prefill = define_op(
-    OpSpec(
-        stem="sparse_mla",
-        schema=(
-            "sparse_mla_prefill(Tensor q, Tensor swa_cache, Tensor positions, Tensor req_indices, "
-            "Tensor swa_block_table, Tensor? extra_cache, Tensor? extra_block_table, "
-            "Tensor? topk_indices, Tensor? attn_sink, *, float softmax_scale, int window_size, "
-            "int compress_ratio, int swa_block_size, int extra_block_size, str layout, "
-            'str impl="auto") '
-            "-> (Tensor out, Tensor lse)"
-        ),
-        meta=meta.sparse_mla,
-        reference=reference.sparse_mla_prefill,
-        lowering={"cpu": "decompose", "cuda": "choices"},
-        dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks"),
-        source="vLLM 0.33's prefill: gather, combine and flash_mla_sparse_fwd, as one op",
-        providers=PREFILL_PROVIDERS,
-    )
+    "sparse_mla",
+    "sparse_mla_prefill(Tensor q, Tensor swa_cache, Tensor positions, Tensor req_indices, "
+    "Tensor swa_block_table, Tensor? extra_cache, Tensor? extra_block_table, "
+    "Tensor? topk_indices, Tensor? attn_sink, *, float softmax_scale, int window_size, "
+    "int compress_ratio, int swa_block_size, int extra_block_size, str layout, "
+    'str impl="auto") '
+    "-> (Tensor out, Tensor lse)",
+    meta=meta.sparse_mla,
+    lowering={"cpu": "decompose", "cuda": "choices"},
+    dynamic=("num_tokens", "num_blocks", "num_reqs", "max_blocks"),
+    source="vLLM 0.33's prefill: gather, combine and flash_mla_sparse_fwd, as one op",
+    providers=PREFILL_PROVIDERS,
 )
 
 

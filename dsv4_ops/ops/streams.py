@@ -7,26 +7,20 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import REFERENCE
-from dsv4_ops.core.registry import KERNEL_ON_CUDA, OpSpec
+from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.core.types import HyperConnection
 from dsv4_ops.dispatch.define import define_op
-from dsv4_ops.meta import streams as meta
 from dsv4_ops.ops.sinkhorn import MAX_ITERATIONS, MAX_STREAMS, check_at_most
-from dsv4_ops.reference import streams as reference
 
 _hyper_connection = define_op(
-    OpSpec(
-        stem="streams",
-        schema="hyper_connection(Tensor streams, Tensor fn, Tensor base, Tensor scale, "
-        "Tensor norm_weight, Tensor? block_out=None, Tensor? post=None, Tensor? mix=None, *, "
-        "int iterations, float eps, float norm_eps) -> (Tensor, Tensor, Tensor, Tensor)",
-        meta=meta.hyper_connection,
-        reference=reference.hyper_connection,
-        lowering=KERNEL_ON_CUDA,
-        dynamic=("num_tokens",),
-        gradient=REFERENCE,
-        source="DeepSeek-V4 manifold-constrained hyper-connections",
-    )
+    "streams",
+    "hyper_connection(Tensor streams, Tensor fn, Tensor base, Tensor scale, "
+    "Tensor norm_weight, Tensor? block_out=None, Tensor? post=None, Tensor? mix=None, *, "
+    "int iterations, float eps, float norm_eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens",),
+    gradient=REFERENCE,
+    source="DeepSeek-V4 manifold-constrained hyper-connections",
 )
 
 
