@@ -20,8 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from torch import Tensor
 
 from dsv4_ops.integrations import transformers as v4

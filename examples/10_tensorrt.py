@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.integrations import tensorrt
-from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations import tensorrt, transformers as v4
 from dsv4_ops.integrations.transformers.export import DecodeModule, padding_batch
 from dsv4_ops.testing.models import small_model
 

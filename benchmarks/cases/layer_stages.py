@@ -10,8 +10,7 @@ from torch import Tensor
 
 from benchmarks.cases.layer_cases import parts_of
 from benchmarks.harness.work import Args
-from dsv4_ops.attention import LayerSpec, output
-from dsv4_ops.attention import layer as stages
+from dsv4_ops.attention import LayerSpec, layer as stages, output
 from dsv4_ops.core.types import IndexerQuery
 
 

@@ -7,53 +7,37 @@ runs one layer. Every stage is per token, so the same code serves decode, specul
 DeepSeek-V4's; ``build_mla_step`` and ``mla_layer`` are those of V2, V3, R1 and Kimi-K2.
 """
 
-from dsv4_ops.attention.layer import attention_layer
-from dsv4_ops.attention.mla_layer import mla_layer
-from dsv4_ops.attention.mla_spec import MlaSpec
-from dsv4_ops.attention.mla_step import MlaStep, build_mla_step, mla_step_of_tokens
-from dsv4_ops.attention.module import AttentionLayer
-from dsv4_ops.attention.parallel import ContextParallel
-from dsv4_ops.attention.spec import KINDS, LayerSpec
+from dsv4_ops.attention.layer import attention_layer as attention_layer
+from dsv4_ops.attention.mla_layer import mla_layer as mla_layer
+from dsv4_ops.attention.mla_spec import MlaSpec as MlaSpec
+from dsv4_ops.attention.mla_step import (
+    MlaStep as MlaStep,
+    build_mla_step as build_mla_step,
+    mla_step_of_tokens as mla_step_of_tokens,
+)
+from dsv4_ops.attention.module import AttentionLayer as AttentionLayer
+from dsv4_ops.attention.parallel import ContextParallel as ContextParallel
+from dsv4_ops.attention.spec import (
+    KINDS as KINDS,
+    LayerSpec as LayerSpec,
+)
 from dsv4_ops.attention.step import (
-    AttentionStep,
-    CompressedStep,
-    RankShare,
-    StateTables,
-    attention_step,
-    attention_step_of_tokens,
-    build_attention_step,
+    AttentionStep as AttentionStep,
+    CompressedStep as CompressedStep,
+    RankShare as RankShare,
+    StateTables as StateTables,
+    attention_step as attention_step,
+    attention_step_of_tokens as attention_step_of_tokens,
+    build_attention_step as build_attention_step,
 )
 from dsv4_ops.attention.tensors import (
-    LayerCaches,
-    LayerInputs,
-    LayerWeights,
-    MlaCache,
-    MlaInputs,
-    MlaWeights,
+    LayerCaches as LayerCaches,
+    LayerInputs as LayerInputs,
+    LayerWeights as LayerWeights,
+    MlaCache as MlaCache,
+    MlaInputs as MlaInputs,
+    MlaWeights as MlaWeights,
 )
+from dsv4_ops.core.public import public_names as _public_names
 
-__all__ = [
-    "KINDS",
-    "AttentionLayer",
-    "AttentionStep",
-    "CompressedStep",
-    "ContextParallel",
-    "LayerCaches",
-    "LayerInputs",
-    "LayerSpec",
-    "LayerWeights",
-    "MlaCache",
-    "MlaInputs",
-    "MlaSpec",
-    "MlaStep",
-    "MlaWeights",
-    "RankShare",
-    "StateTables",
-    "attention_layer",
-    "attention_step",
-    "attention_step_of_tokens",
-    "build_attention_step",
-    "build_mla_step",
-    "mla_layer",
-    "mla_step_of_tokens",
-]
+__all__ = _public_names(globals())

@@ -16,8 +16,8 @@ from dsv4_ops.core.layout import MlaFp8Layout, PlainLayout
 from dsv4_ops.core.types import ContextChunks, MlaAttention
 from dsv4_ops.dispatch.choice import impl_for
 from dsv4_ops.ops.context_parallel import cp_combine, cp_gather_heads, cp_gather_rows
-from dsv4_ops.ops.mla import PROVIDERS as DECODE_PROVIDERS
 from dsv4_ops.ops.mla import (
+    PROVIDERS as DECODE_PROVIDERS,
     mla_absorb_q,
     mla_decode,
     mla_dequantize_rows,

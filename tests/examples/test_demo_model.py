@@ -5,8 +5,7 @@ from itertools import islice
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 

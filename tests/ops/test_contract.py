@@ -12,17 +12,19 @@ from dsv4_ops.reference.common import buffers_by
 from dsv4_ops.testing.contract import checks
 from dsv4_ops.testing.contract.compare import assert_precise, equal
 from tests.helpers import NIGHTLY
-from tests.oracles import batch as oracles
-from tests.oracles import compressor as oracles_compressor
-from tests.oracles import context as oracles_context
-from tests.oracles import dense_mla as oracles_dense_mla
-from tests.oracles import draft as oracles_draft
-from tests.oracles import experts as oracles_experts
-from tests.oracles import indexer as oracles_indexer
-from tests.oracles import kv as oracles_kv
-from tests.oracles import pack as oracles_pack
-from tests.oracles import plan as oracles_plan
-from tests.oracles import sparse as oracles_sparse
+from tests.oracles import (
+    batch as oracles,
+    compressor as oracles_compressor,
+    context as oracles_context,
+    dense_mla as oracles_dense_mla,
+    draft as oracles_draft,
+    experts as oracles_experts,
+    indexer as oracles_indexer,
+    kv as oracles_kv,
+    pack as oracles_pack,
+    plan as oracles_plan,
+    sparse as oracles_sparse,
+)
 
 EXAMPLES = 20_000 if NIGHTLY else int(os.environ.get("DSV4_OPS_EXAMPLES", 60))
 """Sampled calls per op; `make check` takes fewer."""

@@ -15,8 +15,15 @@ from dsv4_ops.testing.contract.compare import equal
 from tests.helpers import BAD_POSITIONS, i32, i64
 from tests.oracles import mla as oracles
 from tests.oracles.mla import BF16, F32, KINDS, assert_attended, random_call, random_paged
-from tests.support.layers import KINDS as LAYERS
-from tests.support.layers import LENGTH, SPEC, SmallLayer, hidden_states, in_chunks, projected
+from tests.support.layers import (
+    KINDS as LAYERS,
+    LENGTH,
+    SPEC,
+    SmallLayer,
+    hidden_states,
+    in_chunks,
+    projected,
+)
 
 QUARTERS = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
 """No turn at position 0, a quarter of one at position 1."""

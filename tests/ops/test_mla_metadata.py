@@ -3,8 +3,7 @@ and exports: tests/ops/test_contract.py; against FlashMLA's own: tests/gpu/test_
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import dsv4_ops as ops
 from tests.helpers import INT32_MAX, INT32_MIN, call, i32

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import dsv4_ops as ops
 from dsv4_ops import testing
 from dsv4_ops.testing.contract.compare import assert_agrees
 from tests.helpers import INT32_MAX, INT32_MIN, call, i32, strided
-from tests.oracles import mla as oracles_mla
-from tests.oracles import plan as oracle
+from tests.oracles import mla as oracles_mla, plan as oracle
 
 ABSENT = [-1, -1, -1, -1]
 LENS = (0, 1, 63, 64, 65, 127, 128, 129, 640, 8192, INT32_MAX, -1, INT32_MIN)

@@ -27,8 +27,7 @@ from tests.helpers import (
     strided,
     widened,
 )
-from tests.oracles import batch as oracles
-from tests.oracles import sparse as oracles_sparse
+from tests.oracles import batch as oracles, sparse as oracles_sparse
 
 SEEDS = range(300)
 

@@ -8,9 +8,11 @@ Tensors are nested lists by name: ints, unsigned bit patterns of floats (``bits`
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tests.oracles import compressor as oracles_compressor
-from tests.oracles import indexer as oracles_indexer
-from tests.oracles import rope as oracles_rope
+from tests.oracles import (
+    compressor as oracles_compressor,
+    indexer as oracles_indexer,
+    rope as oracles_rope,
+)
 
 
 class Left(NamedTuple):

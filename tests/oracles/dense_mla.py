@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from tests.oracles.kv import places
-from tests.oracles.mla import CODES as CODE_VALUES
-from tests.oracles.mla import Attended, attend
+from tests.oracles.mla import CODES as CODE_VALUES, Attended, attend
 from tests.oracles.rope import value_of
 
 Row = list[int]

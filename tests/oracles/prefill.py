@@ -11,9 +11,19 @@ from torch import Tensor
 from dsv4_ops.testing.case import Case
 from tests.helpers import BAD_POSITIONS, BAD_REQUESTS, INT32_MAX, INT32_MIN, i32, i64, rows32
 from tests.oracles.kv import Rows
-from tests.oracles.mla import KINDS, Attended, Call, Pages, Values, attended, cache_of, normal, read
-from tests.oracles.mla import as_list as listed
-from tests.oracles.mla import random_sink as sink_of
+from tests.oracles.mla import (
+    KINDS,
+    Attended,
+    Call,
+    Pages,
+    Values,
+    as_list as listed,
+    attended,
+    cache_of,
+    normal,
+    random_sink as sink_of,
+    read,
+)
 
 Place = tuple[int, int]
 

@@ -20,8 +20,7 @@ from dsv4_ops.attention import (
 )
 from dsv4_ops.attention.metadata import AttentionSpec, BlockTables
 from tests.helpers import i32, i64
-from tests.oracles.layer import LayerResult, Sizes
-from tests.oracles.layer import attention_layer as oracle_layer
+from tests.oracles.layer import LayerResult, Sizes, attention_layer as oracle_layer
 
 HIDDEN, HEADS, INDEX_HEADS, LENGTH, REQUESTS = 128, 4, 16, 60, 4
 SPEC = LayerSpec(

@@ -9,8 +9,7 @@ import torch
 
 from dsv4_ops.cli import doctor
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.dispatch import probes
-from dsv4_ops.dispatch import tensorrt as guard
+from dsv4_ops.dispatch import probes, tensorrt as guard
 from dsv4_ops.integrations import tensorrt
 
 ARGUMENTS = {"Tensor", "Optional[Tensor]", "int", "Optional[int]", "float", "bool", "str"}

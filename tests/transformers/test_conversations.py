@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 

@@ -15,52 +15,42 @@ Example:
     (torch.Size([2, 3, 260]), [3, 3])
 """
 
-from dsv4_ops.integrations.transformers.cache import OutOfBlocks, PagedCache
-from dsv4_ops.integrations.transformers.compiled import CompiledStep, compile_step
-from dsv4_ops.integrations.transformers.draft_loading import load_mtp
+from dsv4_ops.core.public import public_names as _public_names
+from dsv4_ops.integrations.transformers.cache import (
+    OutOfBlocks as OutOfBlocks,
+    PagedCache as PagedCache,
+)
+from dsv4_ops.integrations.transformers.compiled import (
+    CompiledStep as CompiledStep,
+    compile_step as compile_step,
+)
+from dsv4_ops.integrations.transformers.draft_loading import load_mtp as load_mtp
 from dsv4_ops.integrations.transformers.export import (
-    decode_inputs,
-    export_decode,
-    export_prefill,
-    input_names,
+    decode_inputs as decode_inputs,
+    export_decode as export_decode,
+    export_prefill as export_prefill,
+    input_names as input_names,
 )
-from dsv4_ops.integrations.transformers.loading import load_quantized
-from dsv4_ops.integrations.transformers.patch import patch, unpatch
-from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.integrations.transformers.loading import load_quantized as load_quantized
+from dsv4_ops.integrations.transformers.patch import (
+    patch as patch,
+    unpatch as unpatch,
+)
+from dsv4_ops.integrations.transformers.recipe import Recipe as Recipe
 from dsv4_ops.integrations.transformers.speculation import (
-    SpeculativeStep,
-    speculative_prefill,
-    speculative_step,
+    SpeculativeStep as SpeculativeStep,
+    speculative_prefill as speculative_prefill,
+    speculative_step as speculative_step,
 )
-from dsv4_ops.integrations.transformers.steps import decode_step, prefill_step
+from dsv4_ops.integrations.transformers.steps import (
+    decode_step as decode_step,
+    prefill_step as prefill_step,
+)
 from dsv4_ops.integrations.transformers.tensors import (
-    CacheTables,
-    CacheTensors,
-    RopeTables,
-    StepBatch,
+    CacheTables as CacheTables,
+    CacheTensors as CacheTensors,
+    RopeTables as RopeTables,
+    StepBatch as StepBatch,
 )
 
-__all__ = [
-    "CacheTables",
-    "CacheTensors",
-    "CompiledStep",
-    "OutOfBlocks",
-    "PagedCache",
-    "Recipe",
-    "RopeTables",
-    "SpeculativeStep",
-    "StepBatch",
-    "compile_step",
-    "decode_inputs",
-    "decode_step",
-    "export_decode",
-    "export_prefill",
-    "input_names",
-    "load_mtp",
-    "load_quantized",
-    "patch",
-    "prefill_step",
-    "speculative_prefill",
-    "speculative_step",
-    "unpatch",
-]
+__all__ = _public_names(globals())

@@ -16,8 +16,7 @@ from dsv4_ops.testing.float64.experts import (
     fp4_weight,
     routing,
 )
-from dsv4_ops.testing.float64.linear import activations as sampled_activations
-from dsv4_ops.testing.float64.linear import fp8_weight
+from dsv4_ops.testing.float64.linear import activations as sampled_activations, fp8_weight
 
 
 def _plan_cases() -> list[Case]:

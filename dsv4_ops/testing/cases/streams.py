@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.testing.case import Case, Exact, OpTesting
 from dsv4_ops.testing.cases.sinkhorn import sinkhorn_error
-from dsv4_ops.testing.float64.linear import SUM_ROUNDINGS
-from dsv4_ops.testing.float64.linear import activations as sampled_activations
+from dsv4_ops.testing.float64.linear import SUM_ROUNDINGS, activations as sampled_activations
 from dsv4_ops.testing.float64.rope import FP32_UNIT
 
 BF16_UNIT = 2.0**-8 / 2

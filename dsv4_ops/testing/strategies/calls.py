@@ -119,9 +119,14 @@ def _sample(
     count: int,
     derandomize: bool,
 ) -> tuple[Case, ...]:
-    from hypothesis import HealthCheck, Phase, Verbosity, given
-    from hypothesis import settings as profile
-    from hypothesis import strategies as st
+    from hypothesis import (
+        HealthCheck,
+        Phase,
+        Verbosity,
+        given,
+        settings as profile,
+        strategies as st,
+    )
 
     sampled: list[Case] = []
 

@@ -14,8 +14,7 @@ from dsv4_ops.kernels.aot import launch_op
 from dsv4_ops.kernels.aot.compile import Argument
 from dsv4_ops.kernels.calls import PrefillCall
 from dsv4_ops.kernels.launcher import Launcher
-from dsv4_ops.kernels.sparse_mla import decode, gathered
-from dsv4_ops.kernels.sparse_mla import prefill as prefill_launch
+from dsv4_ops.kernels.sparse_mla import decode, gathered, prefill as prefill_launch
 from dsv4_ops.kernels.sparse_mla.hopper import support
 from dsv4_ops.lowering import gluon
 from dsv4_ops.lowering.inspect import build_package, load_package

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from dsv4_ops import testing
 from dsv4_ops.core.layout import IndexerLayout
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.kernels.indexer import logits as indexer
-from dsv4_ops.kernels.indexer import topk as launchers
+from dsv4_ops.kernels.indexer import logits as indexer, topk as launchers
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.indexer import beyond_int32
