@@ -62,10 +62,9 @@ def split_decodes_and_prefills(
     checks.request_limit()
     checks.at_least(1, decode_threshold=decode_threshold)
     checks.flag("require_uniform", require_uniform)
-    result: Tensor = _split_decodes_and_prefills(
+    return _split_decodes_and_prefills(
         query_start_loc, decode_threshold=decode_threshold, require_uniform=require_uniform
     )
-    return result
 
 
 _token_map = define_op(
@@ -231,8 +230,7 @@ def expand_block_table(block_table: Tensor, req_indices: Tensor) -> Tensor:
     checks = Checks("expand_block_table")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
-    result: Tensor = _expand_block_table(block_table, req_indices)
-    return result
+    return _expand_block_table(block_table, req_indices)
 
 
 _mtp_seq_lens = define_op(
@@ -286,10 +284,7 @@ def mtp_seq_lens(
     checks.tensor("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")
     checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
     checks.at_least(1, next_n=next_n, compress_ratio=compress_ratio)
-    result: Tensor = _mtp_seq_lens(
-        query_start_loc, seq_lens, next_n=next_n, compress_ratio=compress_ratio
-    )
-    return result
+    return _mtp_seq_lens(query_start_loc, seq_lens, next_n=next_n, compress_ratio=compress_ratio)
 
 
 def _check_batch(checks: Checks, query_start_loc: Tensor, seq_lens: Tensor) -> None:

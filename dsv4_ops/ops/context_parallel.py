@@ -96,10 +96,7 @@ def cp_seq_lens(
     if cp_rank is not None:
         checks.tensor("cp_rank", cp_rank, torch.int32, 1)
     checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
-    lens: Tensor = _cp_seq_lens(
-        seq_lens, cp_rank, cp_world_size=cp_world_size, cp_interleave=cp_interleave
-    )
-    return lens
+    return _cp_seq_lens(seq_lens, cp_rank, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
 
 
 _cp_slot_mapping = define_op(
@@ -168,7 +165,7 @@ def cp_slot_mapping(
     checks.tensor("cp_rank", cp_rank, torch.int32, 1)
     checks.at_least(1, block_size=block_size)
     checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
-    slots: Tensor = _cp_slot_mapping(
+    return _cp_slot_mapping(
         positions,
         req_indices,
         block_table,
@@ -177,7 +174,6 @@ def cp_slot_mapping(
         cp_world_size=cp_world_size,
         cp_interleave=cp_interleave,
     )
-    return slots
 
 
 _cp_row_indices = define_op(
@@ -249,7 +245,7 @@ def cp_row_indices(
     checks.tensor("local_cu_seq_lens", local_cu_seq_lens, torch.int32, "num_reqs + 1")
     checks.at_least(1, num_local_rows=num_local_rows)
     checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
-    indices: Tensor = _cp_row_indices(
+    return _cp_row_indices(
         req_indices,
         positions,
         local_starts,
@@ -258,7 +254,6 @@ def cp_row_indices(
         cp_world_size=cp_world_size,
         cp_interleave=cp_interleave,
     )
-    return indices
 
 
 _cp_topk = define_op(
@@ -313,8 +308,7 @@ def cp_topk(scores: Tensor, rows: Tensor, *, topk: int, cp_interleave: int = 1) 
     checks.tensor("rows", rows, torch.int32, *dims)
     checks.at_least(0, topk=topk)
     checks.at_least(1, cp_world_size=rows.shape[0], cp_interleave=cp_interleave)
-    selected: Tensor = _cp_topk(scores, rows, topk=topk, cp_interleave=cp_interleave)
-    return selected
+    return _cp_topk(scores, rows, topk=topk, cp_interleave=cp_interleave)
 
 
 _cp_local_rows = define_op(

@@ -257,7 +257,7 @@ def experts(
     checks.above(0, swiglu_limit=swiglu_limit)
     checks.one_of("activations", activations, *_ACTIVATIONS, belongs_to="the recipe has")
     check_impl(checks.op, PROVIDERS, impl, x.device, {})
-    result: Tensor = _experts(
+    return _experts(
         x,
         topk_weights,
         topk_ids,
@@ -269,7 +269,6 @@ def experts(
         activations=activations,
         impl=impl,
     )
-    return result
 
 
 def _check_scale(

@@ -254,8 +254,7 @@ def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int
     checks.at_least(1, block_size=block_size, num_sms=num_sms)
     checks.divisor("block_size", block_size, "the keys of a split", SCHEDULE_KEYS)
     checks.request_limit()
-    schedule: Tensor = _paged_mqa_logits_metadata(seq_lens, block_size=block_size, num_sms=num_sms)
-    return schedule
+    return _paged_mqa_logits_metadata(seq_lens, block_size=block_size, num_sms=num_sms)
 
 
 DIM = IndexerLayout.head_dim
@@ -460,7 +459,7 @@ def indexer_logits(
     check_schedule(checks, schedule)
     taken = {"layout": layout, "block_size": block_size}
     check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
-    logits: Tensor = _indexer_logits(
+    return _indexer_logits(
         q,
         weights,
         k_cache,
@@ -473,7 +472,6 @@ def indexer_logits(
         layout=layout,
         impl=impl,
     )
-    return logits
 
 
 def indexer_logits_ragged(
@@ -522,8 +520,7 @@ def indexer_logits_ragged(
     checks.tensor("scales", scales, torch.float32, "num_k")
     checks.tensor("row_start", row_start, torch.int32, "num_tokens")
     checks.tensor("row_stop", row_stop, torch.int32, "num_tokens")
-    logits: Tensor = _indexer_logits_ragged(q, weights, k, scales, row_start, row_stop)
-    return logits
+    return _indexer_logits_ragged(q, weights, k, scales, row_start, row_stop)
 
 
 def check_paged(
@@ -611,8 +608,7 @@ def indexer_topk(logits: Tensor, lens: Tensor, *, topk: int) -> Tensor:
     checks.at_least(0, topk=topk)
     checks.tensor("logits", logits, torch.float32, "num_tokens", "num_rows")
     checks.tensor("lens", lens, torch.int32, "num_tokens")
-    indices: Tensor = _indexer_topk(logits, lens, topk=topk)
-    return indices
+    return _indexer_topk(logits, lens, topk=topk)
 
 
 def indexer_select(
@@ -715,7 +711,7 @@ def indexer_select(
     check_schedule(checks, schedule)
     taken = {"layout": layout, "block_size": block_size}
     check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
-    indices: Tensor = _indexer_select(
+    return _indexer_select(
         q,
         weights,
         k_cache,
@@ -730,4 +726,3 @@ def indexer_select(
         slots=slots,
         impl=impl,
     )
-    return indices

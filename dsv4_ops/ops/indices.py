@@ -128,8 +128,7 @@ def prefill_gather_lens(query_start_loc: Tensor, seq_lens: Tensor, *, window_siz
     checks.tensor("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")
     checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
     checks.at_least(1, window_size=window_size)
-    result: Tensor = _prefill_gather_lens(query_start_loc, seq_lens, window_size=window_size)
-    return result
+    return _prefill_gather_lens(query_start_loc, seq_lens, window_size=window_size)
 
 
 _global_topk_indices_and_lens = define_op(

@@ -275,7 +275,7 @@ def gather_k_cache(
     else:
         checks.pages("k_cache", k_cache, MainLayout(block_size))
     _check_requests(checks, seq_lens, gather_lens, block_table)
-    rows: Tensor = _gather_k_cache(
+    return _gather_k_cache(
         k_cache,
         seq_lens,
         gather_lens,
@@ -285,7 +285,6 @@ def gather_k_cache(
         offset=offset,
         layout=layout,
     )
-    return rows
 
 
 def _check_requests(

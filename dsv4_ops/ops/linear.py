@@ -171,10 +171,9 @@ def fp8_linear(
         columns = int(x.shape[1]) // ACTIVATION_BLOCK
         checks.tensor("x_scale", x_scale, torch.float32, "num_tokens", columns)
     _check_settings(checks.op, activations, out_dtype, impl, x, weight, x_scale)
-    product: Tensor = _fp8_linear(
+    return _fp8_linear(
         x, weight, scale, x_scale, activations=activations, out_dtype=out_dtype, impl=impl
     )
-    return product
 
 
 def fp8_grouped_linear(
@@ -238,10 +237,9 @@ def fp8_grouped_linear(
         columns = int(x.shape[2]) // ACTIVATION_BLOCK
         checks.tensor("x_scale", x_scale, torch.float32, "num_groups", "num_tokens", columns)
     _check_settings(checks.op, activations, out_dtype, impl, x, weight, x_scale)
-    product: Tensor = _fp8_grouped_linear(
+    return _fp8_grouped_linear(
         x, weight, scale, x_scale, activations=activations, out_dtype=out_dtype, impl=impl
     )
-    return product
 
 
 def _check_activations(checks: Checks, x: Tensor, x_scale: Tensor | None, *dims: str) -> None:

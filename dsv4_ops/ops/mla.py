@@ -237,10 +237,7 @@ def mla_gather_kv(
     checks.one_of("layout", layout, *MLA_LAYOUTS)
     _check_gather(checks, kv_cache, slot_mapping, block_size, layout)
     check_scale(checks, "scale", scale, layout == MlaFp8Layout.tag, f"layout {layout!r}")
-    rows: Tensor = _mla_gather_kv(
-        kv_cache, slot_mapping, scale, block_size=block_size, layout=layout
-    )
-    return rows
+    return _mla_gather_kv(kv_cache, slot_mapping, scale, block_size=block_size, layout=layout)
 
 
 def _check_gather(
@@ -305,8 +302,7 @@ def mla_gather_codes(
     checks = Checks("mla_gather_codes")
     checks.one_of("layout", layout, *_FP8_LAYOUTS)
     _check_gather(checks, kv_cache, slot_mapping, block_size, layout)
-    codes: Tensor = _mla_gather_codes(kv_cache, slot_mapping, block_size=block_size, layout=layout)
-    return codes
+    return _mla_gather_codes(kv_cache, slot_mapping, block_size=block_size, layout=layout)
 
 
 _mla_dequantize_rows = define_op(
@@ -354,8 +350,7 @@ def mla_dequantize_rows(codes: Tensor, scale: Tensor | None = None, *, layout: s
     row_bytes = MlaDsFp8Layout(1).row_bytes if is_tiled else "row_bytes"
     checks.tensor("codes", codes, torch.uint8, "num_rows", row_bytes)
     check_scale(checks, "scale", scale, not is_tiled, f"layout {layout!r}")
-    rows: Tensor = _mla_dequantize_rows(codes, scale, layout=layout)
-    return rows
+    return _mla_dequantize_rows(codes, scale, layout=layout)
 
 
 _ABSORPTION = "weight absorption of vLLM's MLACommonImpl"
@@ -411,8 +406,7 @@ def mla_absorb_q(
     dims = ("num_heads", "qk_nope_head_dim", "kv_lora_rank")
     checks.tensor("w_uk_t", w_uk_t, q_nope.dtype, *dims)
     check_scale(checks, "q_scale", q_scale, True, "")
-    q: Tensor = _mla_absorb_q(q_nope, q_pe, w_uk_t, q_scale)
-    return q
+    return _mla_absorb_q(q_nope, q_pe, w_uk_t, q_scale)
 
 
 _mla_v_up = define_op(
@@ -456,8 +450,7 @@ def mla_v_up(x: Tensor, w_uv: Tensor) -> Tensor:
     checks.floats("x", x, *FLOATS)
     checks.tensor("x", x, x.dtype, "num_tokens", "num_heads", "kv_lora_rank")
     checks.tensor("w_uv", w_uv, x.dtype, "num_heads", "kv_lora_rank", "v_head_dim")
-    values: Tensor = _mla_v_up(x, w_uv)
-    return values
+    return _mla_v_up(x, w_uv)
 
 
 _mla_expand_kv = define_op(
@@ -507,8 +500,7 @@ def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
     checks.tensor("kv_c", kv_c, kv_c.dtype, "num_rows", "kv_lora_rank")
     checks.tensor("w_kv_b", w_kv_b, kv_c.dtype, "num_heads", "width", "kv_lora_rank")
     checks.tensor("num_valid", num_valid, torch.int32, 1)
-    expanded: Tensor = _mla_expand_kv(kv_c, w_kv_b, num_valid)
-    return expanded
+    return _mla_expand_kv(kv_c, w_kv_b, num_valid)
 
 
 _quantize_per_tensor = define_op(

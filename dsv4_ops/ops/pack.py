@@ -68,8 +68,7 @@ def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.
     checks.rows_of("x", x, "num_tokens")
     _check_starts(checks, query_start_loc)
     checks.value_of("pad", pad, "x", x.dtype)
-    packed: Tensor = _pack_seq(x, query_start_loc, next_n=next_n, pad=pad)
-    return packed
+    return _pack_seq(x, query_start_loc, next_n=next_n, pad=pad)
 
 
 def unpack_seq(packed: Tensor, query_start_loc: Tensor, *, num_tokens: int) -> Tensor:
@@ -111,8 +110,7 @@ def unpack_seq(packed: Tensor, query_start_loc: Tensor, *, num_tokens: int) -> T
     checks.rows_of("packed", packed, "num_reqs", "next_n")
     _check_starts(checks, query_start_loc)
     checks.request_limit()
-    rows: Tensor = _unpack_seq(packed, query_start_loc, num_tokens=num_tokens)
-    return rows
+    return _unpack_seq(packed, query_start_loc, num_tokens=num_tokens)
 
 
 def _check_starts(checks: Checks, query_start_loc: Tensor) -> None:

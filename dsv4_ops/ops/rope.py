@@ -135,8 +135,7 @@ def apply_rope(
     checks.tensor("x", x, x.dtype, "num_tokens", *heads, "dim")
     checks.rotation(positions, cos_sin_cache, "rope_dim")
     checks.even("cos_sin_cache", cos_sin_cache, "dim", x.shape[-1])
-    rotated: Tensor = _apply_rope(x, positions, cos_sin_cache, inverse=inverse)
-    return rotated
+    return _apply_rope(x, positions, cos_sin_cache, inverse=inverse)
 
 
 _inverse_rope_group = define_op(
@@ -197,8 +196,7 @@ def inverse_rope_group(
     """
     checks = Checks("inverse_rope_group")
     _check_groups(checks, o, positions, cos_sin_cache, "dim", num_groups)
-    groups: Tensor = _inverse_rope_group(o, positions, cos_sin_cache, num_groups=num_groups)
-    return groups
+    return _inverse_rope_group(o, positions, cos_sin_cache, num_groups=num_groups)
 
 
 def inverse_rope_group_quantize(
@@ -365,8 +363,7 @@ def qnorm_rope_kv_insert(
     tensors = (q, kv, k_cache, slot_mapping, positions, cos_sin_cache)
     settings: dict[str, Any] = {"eps": eps, "block_size": block_size, "layout": layout}
     _check_insert("qnorm_rope_kv_insert", *tensors, **settings)
-    normed: Tensor = _qnorm_rope_kv_insert(*tensors, **settings)
-    return normed
+    return _qnorm_rope_kv_insert(*tensors, **settings)
 
 
 def _check_insert(

@@ -69,8 +69,7 @@ def sinkhorn(
     check_at_most(checks.op, "num_streams", num_streams, MAX_STREAMS)
     checks.tensor("logits", logits, torch.float32, "num_tokens", num_streams * num_streams)
     checks.above(0, eps=eps)
-    result: Tensor = _sinkhorn(logits, num_streams=num_streams, iterations=iterations, eps=eps)
-    return result
+    return _sinkhorn(logits, num_streams=num_streams, iterations=iterations, eps=eps)
 
 
 def check_at_most(op: str, name: str, value: int, most: int) -> None:

@@ -87,7 +87,7 @@ def compressed_slot_mapping(
     checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
     if cp_world_size > 1:
         checks.divides("compress_ratio", compress_ratio, "cp_interleave", cp_interleave)
-    result: Tensor = _compressed_slot_mapping(
+    return _compressed_slot_mapping(
         positions,
         req_indices,
         block_table,
@@ -97,4 +97,3 @@ def compressed_slot_mapping(
         cp_world_size=cp_world_size,
         cp_interleave=cp_interleave,
     )
-    return result

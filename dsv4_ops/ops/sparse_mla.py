@@ -257,10 +257,7 @@ def sparse_mla_plan(
         checks.tensor("extra_lens", extra_lens, torch.int32, "num_tokens")
     checks.at_least(1, num_heads=num_heads, num_programs=num_programs)
     checks.request_limit("num_tokens")
-    plan: Tensor = _sparse_mla_plan(
-        swa_lens, extra_lens, num_heads=num_heads, num_programs=num_programs
-    )
-    return plan
+    return _sparse_mla_plan(swa_lens, extra_lens, num_heads=num_heads, num_programs=num_programs)
 
 
 _flash_mla_metadata = define_op(
@@ -347,8 +344,7 @@ def flash_mla_metadata(
         raise refusal(ValueError, checks.op, "extra_width", rule, known(extra_width), advice)
     checks.at_least(1, swa_width=swa_width, num_sm_parts=num_sm_parts)
     sizes = {"swa_width": swa_width, "extra_width": extra_width, "num_sm_parts": num_sm_parts}
-    made: Tensor = _flash_mla_metadata(swa_lens, extra_lens, **sizes)
-    return made
+    return _flash_mla_metadata(swa_lens, extra_lens, **sizes)
 
 
 _SETTINGS = (
