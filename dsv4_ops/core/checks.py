@@ -8,12 +8,14 @@ synchronisation, works on symbolic sizes, and stays on under ``torch.compile``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from dsv4_ops.core.ints import above, at_least, held, known
 from dsv4_ops.core.layout import CACHE_ALIGNMENT, Layout, MlaFp8Layout, StateLayout
+from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import INT32_MAX, MAX_REQUESTS
 
 _DIMENSIONS = {
@@ -55,6 +57,9 @@ _DIMENSIONS = {
     "sequence_length": "the columns of a padded batch",
 }
 
+_ALIGNED = f"start at multiples of {CACHE_ALIGNMENT} bytes"
+_Error = TypeVar("_Error", bound=Exception)
+
 
 class Checks:
     """Checks the arguments of one call and remembers the sizes that dimension names got."""
@@ -70,30 +75,52 @@ class Checks:
         """``value`` is a tensor of ``dtype``, with the named sizes, on the device of the tensors
         before it."""
         if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{self.op}: {name} must be a tensor, got {type(value).__name__}. Pass a "
-                f"{dtype} tensor."
-            )
+            raise self._no_tensor(name, value, f"Pass a {dtype} tensor")
         if value.dtype != dtype:
-            raise TypeError(
-                f"{self.op}: {name} must be {dtype}, got {value.dtype}. "
-                f"{_conversion(value.dtype, dtype)}."
-            )
+            advice = _conversion(value.dtype, dtype)
+            raise self.refusal(TypeError, name, f"be {dtype}", value.dtype, advice)
         if value.dim() != len(dims):
-            raise ValueError(
-                f"{self.op}: {name} must have shape {_shape(dims)}, got {list(value.shape)}. "
-                f"Pass a tensor of {len(dims)} dimension{'s' if len(dims) > 1 else ''}."
-            )
+            advice = f"Pass a tensor of {_dimensions(dims)}"
+            raise self._other_shape(name, value, dims, advice)
         for axis, dim in enumerate(dims):
             self._dimension(name, value, dims, axis, dim)
         if self.device is None:
             self.device, self.device_owner = value.device, name
         elif value.device != self.device:
-            raise ValueError(
-                f"{self.op}: {name} must be on {self.device} like {self.device_owner}, got "
-                f"{value.device}. "
-                "Move all tensors of a call to one device."
-            )
+            rule = f"be on {self.device} like {self.device_owner}"
+            advice = "Move all tensors of a call to one device"
+            raise self.refusal(ValueError, name, rule, value.device, advice)
+
+    def refusal(
+        self, kind: type[_Error], name: str, rule: str, actual: object, advice: str
+    ) -> _Error:
+        """The error to raise where the argument ``name`` does not follow ``rule``."""
+        return refusal(kind, self.op, name, rule, actual, advice)
+
+    def _no_tensor(self, name: str, value: object, advice: str) -> TypeError:
+        return self.refusal(TypeError, name, "be a tensor", type(value).__name__, advice)
+
+    def _other_shape(
+        self, name: str, value: Tensor, dims: tuple[str | int, ...], advice: str, but: str = ""
+    ) -> ValueError:
+        rule = f"have shape {_shape(dims)}{but}"
+        return self.refusal(ValueError, name, rule, list(value.shape), advice)
+
+    def optional(
+        self, name: str, value: Tensor | None, dtype: torch.dtype, *dims: str | int
+    ) -> None:
+        """``value`` is such a ``tensor``, or None."""
+        if value is not None:
+            self.tensor(name, value, dtype, *dims)
+
+    def tokens(self, positions: Tensor, req_indices: Tensor) -> None:
+        """What says which token of which request each row is."""
+        self.tensor("positions", positions, torch.int64, "num_tokens")
+        self.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+
+    def block_table(self, value: Tensor, name: str = "block_table") -> None:
+        """Blocks of every request."""
+        self.tensor(name, value, torch.int32, "num_reqs", "max_blocks")
 
     def _dimension(
         self, name: str, value: Tensor, dims: tuple[str | int, ...], axis: int, dim: str | int
@@ -101,56 +128,38 @@ class Checks:
         size = value.shape[axis]
         if isinstance(dim, int):
             if size != dim:
-                raise ValueError(
-                    f"{self.op}: {name} must have shape {_shape(dims)}, got {list(value.shape)}. "
-                    f"Pass exactly {dim} entries in dimension {axis}."
-                )
+                advice = f"Pass exactly {dim} entries in dimension {axis}"
+                raise self._other_shape(name, value, dims, advice)
             return
         word, _, extra = dim.partition(" + ")
         offset = int(extra) if extra else 0
         if size < offset:
-            raise ValueError(
-                f"{self.op}: {name} must have shape {_shape(dims)}, got {list(value.shape)}. "
-                f"Pass at least {offset} entry, even for an empty batch."
-            )
+            advice = f"Pass at least {offset} entry, even for an empty batch"
+            raise self._other_shape(name, value, dims, advice)
         if word not in self.sizes:
             self.sizes[word], self.owners[word] = size - offset, name
         elif self.sizes[word] != size - offset:
-            raise ValueError(
-                f"{self.op}: {name} must have shape {_shape(dims)} with {word} = "
-                f"{self.sizes[word]} as in "
-                f"{self.owners[word]}, got {list(value.shape)}. "
-                f"Make them agree: {word} counts {_DIMENSIONS[word]}."
-            )
+            advice = f"Make them agree: {word} counts {_DIMENSIONS[word]}"
+            but = f" with {word} = {self.sizes[word]} as in {self.owners[word]}"
+            raise self._other_shape(name, value, dims, advice, but)
 
     def floats(self, name: str, value: Tensor, *allowed: torch.dtype, advice: str = "") -> None:
         """``value`` is a tensor of one of the ``allowed`` dtypes; ``advice`` says where to get
         it."""
         if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{self.op}: {name} must be a tensor, got {type(value).__name__}. "
-                f"{advice or f'Pass a {allowed[0]} tensor'}."
-            )
+            raise self._no_tensor(name, value, advice or f"Pass a {allowed[0]} tensor")
         if value.dtype not in allowed:
-            words = " or ".join([str(dtype) for dtype in allowed])
-            raise TypeError(
-                f"{self.op}: {name} must be {words}, got {value.dtype}. "
-                f"{advice or f'Cast it with .to({allowed[0]})'}."
-            )
+            rule = "be " + " or ".join([str(dtype) for dtype in allowed])
+            advice = advice or f"Cast it with .to({allowed[0]})"
+            raise self.refusal(TypeError, name, rule, value.dtype, advice)
 
     def rows_of(self, name: str, value: Tensor, *dims: str) -> None:
         """``value`` is a tensor of any dtype whose first sizes are the named ones."""
         if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{self.op}: {name} must be a tensor, got {type(value).__name__}. "
-                "Pass a tensor of any dtype."
-            )
+            raise self._no_tensor(name, value, "Pass a tensor of any dtype")
         if value.dim() < len(dims):
-            plural = "s" if len(dims) > 1 else ""
-            raise ValueError(
-                f"{self.op}: {name} must have shape {_shape((*dims, '...'))}, got "
-                f"{list(value.shape)}. Pass a tensor of at least {len(dims)} dimension{plural}."
-            )
+            advice = f"Pass a tensor of at least {_dimensions(dims)}"
+            raise self._other_shape(name, value, (*dims, "..."), advice)
         trailing = [f"size {axis}" for axis in range(len(dims), value.dim())]
         self.tensor(name, value, value.dtype, *dims, *trailing)
 
@@ -165,50 +174,47 @@ class Checks:
     def at_most(self, name: str, value: int, limit_name: str, limit: int) -> None:
         """``value`` is at most ``limit``, which is what ``limit_name`` says."""
         if value > limit:
-            raise ValueError(
-                f"{self.op}: {name} must be at most {limit_name} = {known(limit)}, got "
-                f"{known(value)}. Lower {name}, or raise {limit_name}."
-            )
+            rule = f"be at most {limit_name} = {known(limit)}"
+            advice = f"Lower {name}, or raise {limit_name}"
+            raise self.refusal(ValueError, name, rule, known(value), advice)
 
     def equal(self, name: str, value: int, wanted: int, partner: str) -> None:
         """``value`` is ``wanted``, the only one that ``partner`` takes."""
         if value != wanted:
-            raise ValueError(
-                f"{self.op}: {name} must be {known(wanted)} with {partner}, got {known(value)}. "
-                f"Pass {known(wanted)}."
-            )
+            rule, advice = f"be {known(wanted)} with {partner}", f"Pass {known(wanted)}"
+            raise self.refusal(ValueError, name, rule, known(value), advice)
 
     def columns(self, name: str, value: Tensor, limit_name: str, limit: int) -> None:
         """``value`` has at least ``limit`` columns, which is what ``limit_name`` says."""
         if value.shape[1] < limit:
-            raise ValueError(
-                f"{self.op}: {name} must have at least {limit_name} = {known(limit)} columns, got "
-                f"{known(value.shape[1])}. Widen it with columns of -1, or lower {limit_name}."
-            )
+            rule = f"have at least {limit_name} = {known(limit)} columns"
+            advice = f"Widen it with columns of -1, or lower {limit_name}"
+            raise self.refusal(ValueError, name, rule, known(value.shape[1]), advice)
 
     def columns_of(self, name: str, value: Tensor, multiple: int) -> None:
         """The number of columns of ``value`` is a multiple of ``multiple``."""
         if value.shape[1] % multiple != 0:
-            raise ValueError(
-                f"{self.op}: {name} must have a multiple of {multiple} columns, got "
-                f"{value.shape[1]}. Widen it with columns of -1."
-            )
+            rule, advice = f"have a multiple of {multiple} columns", "Widen it with columns of -1"
+            raise self.refusal(ValueError, name, rule, value.shape[1], advice)
 
     def comes_with(self, name: str, partner_name: str, partner: Tensor | None) -> None:
         """``name`` was given, so ``partner`` must be too."""
         if partner is None:
-            raise ValueError(
-                f"{self.op}: {name} must be None without {partner_name}, got a tensor. "
-                "Pass both or neither."
-            )
+            rule, advice = f"be None without {partner_name}", "Pass both or neither"
+            raise self.refusal(ValueError, name, rule, "a tensor", advice)
+
+    def all_or_none(self, **values: Tensor | None) -> None:
+        """If one of ``values`` was given, the others must be too."""
+        missing = [name for name, value in values.items() if value is None]
+        given = [name for name, value in values.items() if value is not None]
+        if missing and given:
+            self.comes_with(given[0], missing[0], None)
 
     def without(self, name: str, value: object, neutral: object, partner: str) -> None:
         """``name`` is left at ``neutral``, because ``partner`` was given."""
         if value != neutral:
-            raise ValueError(
-                f"{self.op}: {name} must be {neutral} with {partner}, got {value}. "
-                "Pass one of the two."
-            )
+            rule, advice = f"be {neutral} with {partner}", "Pass one of the two"
+            raise self.refusal(ValueError, name, rule, value, advice)
 
     def one_of(
         self,
@@ -219,16 +225,12 @@ class Checks:
     ) -> None:
         """``value`` is one of the ``allowed`` strings, the one that ``belongs_to``."""
         if not isinstance(value, str):
-            raise TypeError(
-                f"{self.op}: {name} must be a str, got {type(value).__name__}. "
-                f"Pass the {name} that {belongs_to}."
-            )
+            advice = f"Pass the {name} that {belongs_to}"
+            raise self.refusal(TypeError, name, "be a str", type(value).__name__, advice)
         if value not in allowed:
-            rule = " or ".join(repr(word) for word in allowed)
-            raise ValueError(
-                f"{self.op}: {name} must be {rule}, got {value!r}. "
-                f"Pass the {name} that {belongs_to}."
-            )
+            rule = "be " + " or ".join(repr(word) for word in allowed)
+            advice = f"Pass the {name} that {belongs_to}"
+            raise self.refusal(ValueError, name, rule, repr(value), advice)
 
     def storage(
         self, name: str, cache: Tensor, made_by: str, tag: str, *allowed: torch.dtype
@@ -236,34 +238,27 @@ class Checks:
         """``cache`` is a tensor of one of the ``allowed`` dtypes, and of no other cast to it: ops
         would write to the copy."""
         if not isinstance(cache, Tensor):
-            raise TypeError(
-                f"{self.op}: {name} must be a tensor, got {type(cache).__name__}. Allocate it with "
-                f"{made_by}(block_size).allocate(num_blocks)."
-            )
+            raise self._no_tensor(name, cache, _made_by(made_by))
         if cache.dtype not in allowed:
             words = " or ".join([str(dtype) for dtype in allowed])
-            raise TypeError(
-                f"{self.op}: {name} must be {words} for layout {tag!r}, got {cache.dtype}. "
-                f"Allocate it with {made_by}(block_size).allocate(num_blocks)."
-            )
+            rule = f"be {words} for layout {tag!r}"
+            raise self.refusal(TypeError, name, rule, cache.dtype, _made_by(made_by))
 
     def rows_for_tokens(self, name: str, value: Tensor) -> None:
         """``value`` has a row for every token; more are ignored."""
         if value.shape[0] < self.sizes["num_tokens"]:
-            raise ValueError(
-                f"{self.op}: {name} must have at least num_tokens = {self.sizes['num_tokens']} "
-                f"rows as in {self.owners['num_tokens']}, got {value.shape[0]}. "
-                "Pass a row for every token."
-            )
+            rule = f"have at least {self._num_tokens('rows')}"
+            raise self.refusal(ValueError, name, rule, value.shape[0], "Pass a row for every token")
 
     def no_more_than_tokens(self, name: str, value: Tensor) -> None:
         """``value`` has an entry for each of the first tokens, and no more of them."""
         if value.shape[0] > self.sizes["num_tokens"]:
-            raise ValueError(
-                f"{self.op}: {name} must have at most num_tokens = {self.sizes['num_tokens']} "
-                f"entries as in {self.owners['num_tokens']}, got {value.shape[0]}. "
-                "Pass one per token, or fewer."
-            )
+            rule = f"have at most {self._num_tokens('entries')}"
+            advice = "Pass one per token, or fewer"
+            raise self.refusal(ValueError, name, rule, value.shape[0], advice)
+
+    def _num_tokens(self, what: str) -> str:
+        return f"num_tokens = {self.sizes['num_tokens']} {what} as in {self.owners['num_tokens']}"
 
     def pages(
         self,
@@ -281,33 +276,27 @@ class Checks:
         _, *sizes = layout.shape(0)
         if any(size != wanted for size, wanted in zip(cache.shape[1:], sizes, strict=True)):
             entries = ", ".join([str(known(size)) for size in sizes])
-            raise ValueError(
-                f"{self.op}: {name} must have shape [{dims[0]}, {entries}] for "
-                f"layout {layout.tag!r} with {size_name} = {known(layout.block_size)}, got "
-                f"{list(cache.shape)}. Allocate it with {_allocate(layout)}, or correct "
-                f"{size_name}."
-            )
+            of_layout = f"layout {layout.tag!r} with {size_name} = {known(layout.block_size)}"
+            rule = f"have shape [{dims[0]}, {entries}] for {of_layout}"
+            advice = f"{_allocate(layout)}, or correct {size_name}"
+            raise self.refusal(ValueError, name, rule, list(cache.shape), advice)
         page, *strides = cache.stride()
         wanted = [*sizes[1:], 1]  # of a row in its block, if there are rows
         is_dense = all(stride == each for stride, each in zip(strides, wanted, strict=True))
         inside = sizes[0] * wanted[0]
         if not is_dense or page < inside or page * cache.itemsize % CACHE_ALIGNMENT != 0:
-            raise ValueError(
-                f"{self.op}: {name} must have dense pages, none inside another, that start at "
-                f"multiples of {CACHE_ALIGNMENT} bytes, got strides {list(cache.stride())}. "
-                f"Allocate it with {_allocate(layout)}."
-            )
+            found = f"strides {list(cache.stride())}"
+            rule = f"have dense pages, none inside another, that {_ALIGNED}"
+            raise self.refusal(ValueError, name, rule, found, _allocate(layout))
         if not torch.compiler.is_dynamo_compiling():  # it cannot trace storage_offset: the
             self.page_start(name, cache, layout)  # launcher asks while it is traced
 
     def page_start(self, name: str, cache: Tensor, layout: Layout) -> None:
         """``cache`` starts at a multiple of 16 bytes of its storage."""
         if cache.storage_offset() * cache.itemsize % CACHE_ALIGNMENT != 0:
-            raise ValueError(
-                f"{self.op}: {name} must have pages that start at multiples of {CACHE_ALIGNMENT} "
-                f"bytes, got storage offset {cache.storage_offset()}. "
-                f"Allocate it with {_allocate(layout)}."
-            )
+            found = f"storage offset {cache.storage_offset()}"
+            rule = f"have pages that {_ALIGNED}"
+            raise self.refusal(ValueError, name, rule, found, _allocate(layout))
 
     def bytes_of_row(self, name: str, cache: Tensor) -> int:
         """Bytes of a row of ``cache``, whose layout does not say."""
@@ -329,36 +318,29 @@ class Checks:
         self.storage(name, cache, "PlainLayout", "plain", *dtypes)
         self.tensor(name, cache, cache.dtype, *dims)
         if cache.shape[1] < 1:
-            raise ValueError(
-                f"{self.op}: {name} must have pages of at least 1 row, got {list(cache.shape)}. "
-                "Allocate it with PlainLayout(block_size).allocate(num_blocks)."
-            )
+            rule = "have pages of at least 1 row"
+            raise self.refusal(ValueError, name, rule, list(cache.shape), _made_by("PlainLayout"))
         if block_size is not None and cache.shape[1] != block_size:
-            raise ValueError(
-                f"{self.op}: {name} must have pages of {size_name} = {known(block_size)} rows, got "
-                f"{list(cache.shape)}. Correct {size_name}, or pass the cache that it belongs to."
-            )
+            rule = f"have pages of {size_name} = {known(block_size)} rows"
+            advice = f"Correct {size_name}, or pass the cache that it belongs to"
+            raise self.refusal(ValueError, name, rule, list(cache.shape), advice)
         if cache.stride(2) != 1:
-            raise ValueError(
-                f"{self.op}: {name} must have dense rows, got strides {list(cache.stride())}. "
-                "Allocate it with PlainLayout(block_size).allocate(num_blocks)."
-            )
+            found = f"strides {list(cache.stride())}"
+            raise self.refusal(ValueError, name, "have dense rows", found, _made_by("PlainLayout"))
 
     def divides(self, divisor_name: str, divisor: int, name: str, value: int) -> None:
         """``value`` is a multiple of ``divisor``."""
         if value % divisor != 0:
-            raise ValueError(
-                f"{self.op}: {name} must be a multiple of {divisor_name} = {known(divisor)}, got "
-                f"{known(value)}. Use {name} = {known(value + divisor - value % divisor)}."
-            )
+            rule = f"be a multiple of {divisor_name} = {known(divisor)}"
+            advice = f"Use {name} = {known(value + divisor - value % divisor)}"
+            raise self.refusal(ValueError, name, rule, known(value), advice)
 
     def divisor(self, name: str, value: int, whole_name: str, whole: int) -> None:
         """``value`` divides ``whole``, which is what ``whole_name`` says."""
         if whole % value != 0:
-            raise ValueError(
-                f"{self.op}: {name} must divide {whole_name} = {known(whole)}, got {known(value)}. "
-                f"Use a power of two up to {known(whole)}."
-            )
+            rule = f"divide {whole_name} = {known(whole)}"
+            advice = f"Use a power of two up to {known(whole)}"
+            raise self.refusal(ValueError, name, rule, known(value), advice)
 
     def above(self, limit: int, **values: float) -> None:
         """Every value is a finite number above ``limit``."""
@@ -369,44 +351,37 @@ class Checks:
         lens = list(values.tolist() if isinstance(values, Tensor) else values)
         for index, length in enumerate(lens):
             if isinstance(length, bool) or not isinstance(length, int):
-                raise TypeError(
-                    f"{self.op}: {name} must hold ints, got {type(length).__name__} at index "
-                    f"{index}. Convert the lengths with int()."
-                )
+                found = f"{type(length).__name__} at index {index}"
+                advice = "Convert the lengths with int()"
+                raise self.refusal(TypeError, name, "hold ints", found, advice)
             if length < 0:
-                raise ValueError(
-                    f"{self.op}: {name} must be non-negative, got {length} at index {index}. "
-                    "Give padding requests length 0."
-                )
+                found, advice = f"{length} at index {index}", "Give padding requests length 0"
+                raise self.refusal(ValueError, name, "be non-negative", found, advice)
         return lens
 
     def instance(self, name: str, value: object, kind: type) -> None:
         """``value`` is a ``kind``, or None."""
         if value is not None and not isinstance(value, kind):
-            raise TypeError(
-                f"{self.op}: {name} must be a {kind.__name__} or None, got "
-                f"{type(value).__name__}. Pass {kind.__name__}(...), or leave it out."
-            )
+            rule = f"be a {kind.__name__} or None"
+            advice = f"Pass {kind.__name__}(...), or leave it out"
+            raise self.refusal(TypeError, name, rule, type(value).__name__, advice)
 
     def device_name(self, name: str, value: torch.device | str | None) -> None:
         """``value`` names a device, or is None."""
         try:
             torch.device("cpu" if value is None else value)
         except (RuntimeError, TypeError) as error:
-            raise ValueError(
-                f"{self.op}: {name} must be a device, got {value!r}. "
-                "Pass a torch.device, its name, or None."
-            ) from error
+            advice = "Pass a torch.device, its name, or None"
+            raise self.refusal(ValueError, name, "be a device", repr(value), advice) from error
 
     def even(self, name: str, value: Tensor, most_name: str, most: int) -> None:
         """The last dimension of ``value`` is a number of pairs, at most ``most``, which is what
         ``most_name`` says."""
         size = int(value.shape[-1])  # of a row, so configuration: a constant in compiled code
         if size % 2 != 0 or size > int(most):
-            raise ValueError(
-                f"{self.op}: {name} must have an even number of columns, at most {most_name} = "
-                f"{known(most)}, got {list(value.shape)}. Pass [cos | sin] of the rotated pairs."
-            )
+            rule = f"have an even number of columns, at most {most_name} = {known(most)}"
+            advice = "Pass [cos | sin] of the rotated pairs"
+            raise self.refusal(ValueError, name, rule, list(value.shape), advice)
 
     def rotation(
         self, positions: Tensor, cos_sin_cache: Tensor, rope_dim: str | int = "rope_dim"
@@ -418,27 +393,28 @@ class Checks:
     def flag(self, name: str, value: bool) -> None:
         """``value`` is a bool."""
         if not isinstance(value, bool):
-            raise TypeError(
-                f"{self.op}: {name} must be a bool, got {type(value).__name__}. Pass True or False."
-            )
+            found = type(value).__name__
+            raise self.refusal(TypeError, name, "be a bool", found, "Pass True or False")
 
     def request_limit(self, name: str = "num_reqs") -> None:
         """The batch has no more requests, or whatever is searched, than the compiled searches
         cover."""
         if self.sizes[name] > MAX_REQUESTS:
-            raise ValueError(
-                f"{self.op}: {name} must be at most {MAX_REQUESTS}, got {self.sizes[name]}. "
-                "Split the batch."
-            )
+            rule = f"be at most {MAX_REQUESTS}"
+            raise self.refusal(ValueError, name, rule, self.sizes[name], "Split the batch")
 
 
 def _allocate(layout: Layout) -> str:
-    """The call that makes a cache of ``layout``. Dynamo cannot trace its repr."""
+    """``_made_by`` with the sizes of ``layout``. Dynamo cannot trace its repr."""
     width = ""
     if isinstance(layout, (StateLayout, MlaFp8Layout)):
         width = f", width={known(layout.width)}"
     size = f"block_size={known(layout.block_size)}"
-    return f"{type(layout).__name__}({size}{width}).allocate(num_blocks)"
+    return _made_by(type(layout).__name__, f"{size}{width}")
+
+
+def _made_by(layout: str, sizes: str = "block_size") -> str:
+    return f"Allocate it with {layout}({sizes}).allocate(num_blocks)"
 
 
 def _conversion(actual: torch.dtype, wanted: torch.dtype) -> str:
@@ -446,6 +422,10 @@ def _conversion(actual: torch.dtype, wanted: torch.dtype) -> str:
     if (actual, wanted) in ((torch.uint8, torch.float8_e4m3fn), (torch.float8_e4m3fn, torch.uint8)):
         return f"Read its bytes with .view({wanted})"
     return f"Cast it with .to({wanted})"
+
+
+def _dimensions(dims: tuple[str | int, ...]) -> str:
+    return f"{len(dims)} dimension{'s' if len(dims) > 1 else ''}"
 
 
 def _shape(dims: tuple[str | int, ...]) -> str:
