@@ -113,14 +113,12 @@ class Checks:
         if value is not None:
             self.tensor(name, value, dtype, *dims)
 
-    def tokens(self, positions: Tensor, req_indices: Tensor) -> None:
-        """What says which token of which request each row is."""
+    def tokens(self, positions: Tensor, req_indices: Tensor, *block_table: Tensor) -> None:
+        """Position and request of every token, and the block table of the requests if given."""
         self.tensor("positions", positions, torch.int64, "num_tokens")
         self.tensor("req_indices", req_indices, torch.int32, "num_tokens")
-
-    def block_table(self, value: Tensor, name: str = "block_table") -> None:
-        """Blocks of every request."""
-        self.tensor(name, value, torch.int32, "num_reqs", "max_blocks")
+        for table in block_table:
+            self.tensor("block_table", table, torch.int32, "num_reqs", "max_blocks")
 
     def _dimension(
         self, name: str, value: Tensor, dims: tuple[str | int, ...], axis: int, dim: str | int

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.core.types import C4Step
 from dsv4_ops.dispatch.define import define_op
@@ -170,13 +169,9 @@ def insert_c4_step(
         [120, 120, 120]
     """
     checks = Checks("insert_c4_step")
-    checks.at_least(
-        1,
-        compress_ratio=compress_ratio,
-        state_block_size=state_block_size,
-        swa_block_size=swa_block_size,
-        block_size=block_size,
-    )
+    blocks = {"swa_block_size": swa_block_size, "block_size": block_size}
+    windows = {"compress_ratio": compress_ratio, "state_block_size": state_block_size}
+    checks.at_least(1, **windows, **blocks)
     checks.above(0, eps=eps)
     rope.check_query(checks, q, kv)
     check_tokens(checks, positions, req_indices, slot_mapping, state_block_table)
@@ -199,7 +194,7 @@ def insert_c4_step(
     softmax_scale = indexer.checked_scale(checks, indexer_q, softmax_scale)
     if swa_cache is k_cache:  # of the five only these can have one shape
         rule, advice = "be another tensor than swa_cache", "Give each a cache of its own"
-        raise refusal(ValueError, checks.op, "k_cache", rule, "the same", advice)
+        raise checks.refusal(ValueError, "k_cache", rule, "the same", advice)
     written = _insert_c4_step(
         q,
         kv,
@@ -225,9 +220,7 @@ def insert_c4_step(
         cos_sin_cache,
         eps=eps,
         softmax_scale=softmax_scale,
-        compress_ratio=compress_ratio,
-        state_block_size=state_block_size,
-        swa_block_size=swa_block_size,
-        block_size=block_size,
+        **windows,
+        **blocks,
     )
     return C4Step(*written)

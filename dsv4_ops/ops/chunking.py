@@ -88,18 +88,11 @@ def split_prefill_chunks(
     checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
     checks.tensor("query_lens", query_lens, torch.int32, "num_reqs")
     checks.request_limit()
-    _check_budgets(checks, workspace_size, max_logits_bytes, request_offset)
+    budgets = {"workspace_size": workspace_size, "max_logits_bytes": max_logits_bytes}
+    _check_budgets(checks, **budgets, request_offset=request_offset)
     checks.at_least(1, max_chunks=max_chunks)
-    return PrefillChunks(
-        *_split_prefill_chunks(
-            seq_lens,
-            query_lens,
-            workspace_size=workspace_size,
-            max_logits_bytes=max_logits_bytes,
-            max_chunks=max_chunks,
-            request_offset=request_offset,
-        )
-    )
+    chunks = {"max_chunks": max_chunks, "request_offset": request_offset}
+    return PrefillChunks(*_split_prefill_chunks(seq_lens, query_lens, **budgets, **chunks))
 
 
 def plan_prefill_chunks(
@@ -140,11 +133,9 @@ def plan_prefill_chunks(
     rows = checks.host_lens("seq_lens", seq_lens)
     queries = checks.host_lens("query_lens", query_lens)
     if len(rows) != len(queries):
-        raise ValueError(
-            "plan_prefill_chunks: query_lens must have as many entries as seq_lens "
-            f"({len(rows)}), got {len(queries)}. "
-            "Pass one length per request in both."
-        )
+        rule = f"have as many entries as seq_lens ({len(rows)})"
+        advice = "Pass one length per request in both"
+        raise checks.refusal(ValueError, "query_lens", rule, len(queries), advice)
     max_logits = max_logits_bytes // 4
     plan: list[tuple[slice, slice]] = []
     start = 0
@@ -153,11 +144,9 @@ def plan_prefill_chunks(
         while stop < len(rows) and num_rows + rows[stop] <= workspace_size:
             if (num_queries + queries[stop]) * (num_rows + rows[stop]) > max_logits:
                 break
-            num_rows, num_queries, stop = (
-                num_rows + rows[stop],
-                num_queries + queries[stop],
-                stop + 1,
-            )
+            num_rows += rows[stop]
+            num_queries += queries[stop]
+            stop += 1
         size = max(1, max_logits // num_rows) if num_rows else max(1, num_queries)
         requests = slice(start + request_offset, stop + request_offset)
         plan += [
@@ -331,16 +320,12 @@ def prefill_chunk_row_bounds(
     checks.tensor("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")
     checks.tensor("chunk", chunk, torch.int32, 4)
     checks.at_least(1, compress_ratio=compress_ratio)
-    return PrefillRowBounds(
-        *_prefill_chunk_row_bounds(
-            positions, req_indices, seq_lens, query_start_loc, chunk, compress_ratio=compress_ratio
-        )
-    )
+    tensors = (positions, req_indices, seq_lens, query_start_loc, chunk)
+    return PrefillRowBounds(*_prefill_chunk_row_bounds(*tensors, compress_ratio=compress_ratio))
 
 
 def _check_tokens(checks: Checks, positions: Tensor, req_indices: Tensor, seq_lens: Tensor) -> None:
-    checks.tensor("positions", positions, torch.int64, "num_tokens")
-    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tokens(positions, req_indices)
     checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
 
 

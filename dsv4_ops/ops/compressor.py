@@ -252,26 +252,11 @@ def compress_and_insert(
         >>> k_cache[0, 1]  # (2, 4) over the root of its mean square, 10
         tensor([0.6325, 1.2649])
     """
-    tensors = (
-        kv_score,
-        ape,
-        states,
-        state_block_table,
-        positions,
-        req_indices,
-        norm_weight,
-        cos_sin_cache,
-        k_cache,
-        slot_mapping,
-    )
-    settings: dict[str, Any] = {
-        "compress_ratio": compress_ratio,
-        "overlap": overlap,
-        "eps": eps,
-        "state_block_size": state_block_size,
-        "block_size": block_size,
-        "layout": layout,
-    }
+    source = (kv_score, ape, states, state_block_table)
+    norm = (norm_weight, cos_sin_cache)
+    tensors = (*source, positions, req_indices, *norm, k_cache, slot_mapping)
+    settings: dict[str, Any] = {"compress_ratio": compress_ratio, "overlap": overlap, "eps": eps}
+    settings |= {"state_block_size": state_block_size, "block_size": block_size, "layout": layout}
     check_compress("compress_and_insert", *tensors, **settings)
     _compress_and_insert(*tensors, **settings)
 
@@ -347,8 +332,7 @@ def check_tokens(
     state_block_table: Tensor,
 ) -> None:
     """Check what says where the rows of a step are."""
-    checks.tensor("positions", positions, torch.int64, "num_tokens")
-    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tokens(positions, req_indices)
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
     checks.tensor(
         "state_block_table", state_block_table, torch.int32, "num_reqs", "max_state_blocks"
@@ -491,27 +475,11 @@ def save_and_compress(
         >>> k_cache[0, 1]  # (2, 4) over the root of its mean square, 10
         tensor([0.6325, 1.2649])
     """
-    tensors = (
-        kv_score,
-        ape,
-        states,
-        state_block_table,
-        state_slot_mapping,
-        positions,
-        req_indices,
-        norm_weight,
-        cos_sin_cache,
-        k_cache,
-        slot_mapping,
-    )
-    settings: dict[str, Any] = {
-        "compress_ratio": compress_ratio,
-        "overlap": overlap,
-        "eps": eps,
-        "state_block_size": state_block_size,
-        "block_size": block_size,
-        "layout": layout,
-    }
+    source = (kv_score, ape, states, state_block_table, state_slot_mapping)
+    norm = (norm_weight, cos_sin_cache)
+    tensors = (*source, positions, req_indices, *norm, k_cache, slot_mapping)
+    settings: dict[str, Any] = {"compress_ratio": compress_ratio, "overlap": overlap, "eps": eps}
+    settings |= {"state_block_size": state_block_size, "block_size": block_size, "layout": layout}
     _check_step("save_and_compress", *tensors, **settings)
     _save_and_compress(*tensors, **settings)
 

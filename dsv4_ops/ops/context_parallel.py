@@ -93,8 +93,7 @@ def cp_seq_lens(
     """
     checks = Checks("cp_seq_lens")
     checks.tensor("seq_lens", seq_lens, torch.int32, "num_seqs")
-    if cp_rank is not None:
-        checks.tensor("cp_rank", cp_rank, torch.int32, 1)
+    checks.optional("cp_rank", cp_rank, torch.int32, 1)
     checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
     return _cp_seq_lens(seq_lens, cp_rank, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
 
@@ -159,21 +158,12 @@ def cp_slot_mapping(
         [-1, 6, -1, 7, -1, 10]
     """
     checks = Checks("cp_slot_mapping")
-    checks.tensor("positions", positions, torch.int64, "num_tokens")
-    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
-    checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
+    checks.tokens(positions, req_indices, block_table)
     checks.tensor("cp_rank", cp_rank, torch.int32, 1)
-    checks.at_least(1, block_size=block_size)
-    checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
-    return _cp_slot_mapping(
-        positions,
-        req_indices,
-        block_table,
-        cp_rank,
-        block_size=block_size,
-        cp_world_size=cp_world_size,
-        cp_interleave=cp_interleave,
-    )
+    turns = {"cp_world_size": cp_world_size, "cp_interleave": cp_interleave}
+    checks.at_least(1, block_size=block_size, **turns)
+    rows = (positions, req_indices, block_table, cp_rank)
+    return _cp_slot_mapping(*rows, block_size=block_size, **turns)
 
 
 _cp_row_indices = define_op(
@@ -243,17 +233,10 @@ def cp_row_indices(
     checks.tensor("positions", positions, torch.int64, "num_rows")
     checks.tensor("local_starts", local_starts, torch.int32, "num_reqs")
     checks.tensor("local_cu_seq_lens", local_cu_seq_lens, torch.int32, "num_reqs + 1")
-    checks.at_least(1, num_local_rows=num_local_rows)
-    checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
-    return _cp_row_indices(
-        req_indices,
-        positions,
-        local_starts,
-        local_cu_seq_lens,
-        num_local_rows=num_local_rows,
-        cp_world_size=cp_world_size,
-        cp_interleave=cp_interleave,
-    )
+    turns = {"cp_world_size": cp_world_size, "cp_interleave": cp_interleave}
+    checks.at_least(1, num_local_rows=num_local_rows, **turns)
+    rows = (req_indices, positions, local_starts, local_cu_seq_lens)
+    return _cp_row_indices(*rows, num_local_rows=num_local_rows, **turns)
 
 
 _cp_topk = define_op(
@@ -582,8 +565,7 @@ def cp_combine(
     checks.floats("out", out, *MERGED_DTYPES)
     checks.tensor("out", out, out.dtype, "num_tokens", "num_heads", "width")
     checks.tensor("lse", lse, torch.float32, "num_tokens", "num_heads")
-    if cp_rank is not None:
-        checks.tensor("cp_rank", cp_rank, torch.int32, 1)
+    checks.optional("cp_rank", cp_rank, torch.int32, 1)
     world = process_group_size(op, group)
     num_tokens, num_heads, width = out.shape
     own = num_heads // world

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.ints import is_float
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import VerifiedDraft
 from dsv4_ops.dispatch.define import define_op
 
@@ -78,13 +77,12 @@ def verify_draft(
     checks.tensor("logits", logits, logits.dtype, "num_reqs", "num_drafts + 1", "vocab_size")
     if logits.shape[2] == 0:
         rule, advice = "have a token in its vocabulary", "Pass the logits of at least one"
-        raise refusal(ValueError, checks.op, "logits", rule, list(logits.shape), advice)
+        raise checks.refusal(ValueError, "logits", rule, list(logits.shape), advice)
     checks.tensor("draft_ids", draft_ids, torch.int64, "num_reqs", "num_drafts")
     if draft_probs is not None:
         shape = ("num_reqs", "num_drafts", "vocab_size")
         checks.tensor("draft_probs", draft_probs, torch.float32, *shape)
-    if uniforms is not None:
-        checks.tensor("uniforms", uniforms, torch.float32, "num_reqs", "num_drafts + 1")
+    checks.optional("uniforms", uniforms, torch.float32, "num_reqs", "num_drafts + 1")
     _check_temperature(checks, temperature, draft_probs, uniforms)
     return VerifiedDraft(
         *_verify_draft(logits, draft_ids, draft_probs, uniforms, temperature=temperature)
@@ -97,13 +95,13 @@ def _check_temperature(
     is_float(checks.op, "temperature", temperature)
     if not 0 <= temperature < math.inf:  # Dynamo knows no isfinite of a symbol
         rule, advice = "be finite and at least 0", "Pass 0 to decode greedily"
-        raise refusal(ValueError, checks.op, "temperature", rule, temperature, advice)
+        raise checks.refusal(ValueError, "temperature", rule, temperature, advice)
     if temperature > 0 and uniforms is None:
         rule = f"be a tensor with temperature = {temperature}"
         advice = "Pass torch.rand(num_reqs, num_drafts + 1), or temperature=0.0"
-        raise refusal(ValueError, checks.op, "uniforms", rule, None, advice)
+        raise checks.refusal(ValueError, "uniforms", rule, None, advice)
     for name, value in (("draft_probs", draft_probs), ("uniforms", uniforms)):
         if temperature == 0 and value is not None:
             advice = "Leave it out, or pass a temperature above 0"
             rule = "be None with temperature = 0"
-            raise refusal(ValueError, checks.op, name, rule, "a tensor", advice)
+            raise checks.refusal(ValueError, name, rule, "a tensor", advice)

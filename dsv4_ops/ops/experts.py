@@ -7,7 +7,6 @@ from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import ACTIVATION_BLOCK, FP4_BLOCK, WEIGHT_BLOCK
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, KERNEL_ON_CUDA, REFERENCE, TRITON
 from dsv4_ops.core.types import INT32_MAX, ExpertPlan, Routing
 from dsv4_ops.dispatch.choice import check_impl
@@ -101,14 +100,10 @@ def route(
     checks.tensor("hidden", hidden, torch.bfloat16, "num_tokens", "hidden_size")
     checks.tensor("weight", weight, torch.bfloat16, "num_experts", "hidden_size")
     checks.at_most("top_k", top_k, "num_experts", int(weight.shape[0]))
-    if bias is not None:
-        checks.tensor("bias", bias, torch.float32, "num_experts")
-    if table is not None:
-        checks.comes_with("table", "token_ids", token_ids)
-        checks.tensor("table", table, torch.int64, "vocab_size", top_k)
-    if token_ids is not None:
-        checks.comes_with("token_ids", "table", table)
-        checks.tensor("token_ids", token_ids, torch.int64, "num_tokens")
+    checks.optional("bias", bias, torch.float32, "num_experts")
+    checks.all_or_none(table=table, token_ids=token_ids)
+    checks.optional("table", table, torch.int64, "vocab_size", top_k)
+    checks.optional("token_ids", token_ids, torch.int64, "num_tokens")
     checks.above(0, scale=scale)
     return Routing(*_route(hidden, weight, bias, table, token_ids, top_k=top_k, scale=scale))
 
@@ -160,7 +155,7 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
         if capacity > INT32_MAX:
             rule = f"leave at most {INT32_MAX} rows of all blocks"
             advice = "Lower it; rows are int32"
-            raise refusal(ValueError, checks.op, "block_size", rule, capacity, advice)
+            raise checks.refusal(ValueError, "block_size", rule, capacity, advice)
     return ExpertPlan(*_expert_plan(topk_ids, num_experts=num_experts, block_size=block_size))
 
 
@@ -257,18 +252,9 @@ def experts(
     checks.above(0, swiglu_limit=swiglu_limit)
     checks.one_of("activations", activations, *_ACTIVATIONS, belongs_to="the recipe has")
     check_impl(checks.op, PROVIDERS, impl, x.device, {})
-    return _experts(
-        x,
-        topk_weights,
-        topk_ids,
-        gate_up,
-        gate_up_scale,
-        down,
-        down_scale,
-        swiglu_limit=swiglu_limit,
-        activations=activations,
-        impl=impl,
-    )
+    weights = (gate_up, gate_up_scale, down, down_scale)
+    settings = {"swiglu_limit": swiglu_limit, "activations": activations, "impl": impl}
+    return _experts(x, topk_weights, topk_ids, *weights, **settings)
 
 
 def _check_scale(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -185,16 +187,8 @@ def gather_indexer_k(
     checks.tensor("cu_seq_lens", cu_seq_lens, torch.int32, "num_reqs + 1")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
     checks.request_limit()
-    return IndexerKeys(
-        *_gather_indexer_k(
-            k_cache,
-            cu_seq_lens,
-            block_table,
-            block_size=block_size,
-            num_rows=num_rows,
-            layout=layout,
-        )
-    )
+    settings: dict[str, Any] = {"block_size": block_size, "num_rows": num_rows, "layout": layout}
+    return IndexerKeys(*_gather_indexer_k(k_cache, cu_seq_lens, block_table, **settings))
 
 
 _paged_mqa_logits_metadata = define_op(
@@ -456,22 +450,10 @@ def indexer_logits(
     checks.tensor("lens", lens, torch.int32, "num_tokens")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
-    check_schedule(checks, schedule)
-    taken = {"layout": layout, "block_size": block_size}
-    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
-    return _indexer_logits(
-        q,
-        weights,
-        k_cache,
-        lens,
-        req_indices,
-        block_table,
-        schedule,
-        block_size=block_size,
-        num_rows=num_rows,
-        layout=layout,
-        impl=impl,
-    )
+    taken: dict[str, Any] = {"layout": layout, "block_size": block_size}
+    _check_schedule(checks, schedule, q, impl, taken)
+    rows = (q, weights, k_cache, lens, req_indices, block_table)
+    return _indexer_logits(*rows, schedule, num_rows=num_rows, impl=impl, **taken)
 
 
 def indexer_logits_ragged(
@@ -539,10 +521,12 @@ def check_paged(
     checks.tensor("k_cache", k_cache, q.dtype, "num_blocks", "block_size", DIM)
 
 
-def check_schedule(checks: Checks, schedule: Tensor | None) -> None:
-    """Check a schedule for some number of SMs, if there is one."""
-    if schedule is not None:
-        checks.tensor("schedule", schedule, torch.int32, "num_sms + 1", 2)
+def _check_schedule(
+    checks: Checks, schedule: Tensor | None, q: Tensor, impl: str, taken: dict[str, Any]
+) -> None:
+    """Check a schedule for some number of SMs, if there is one, and ``impl``."""
+    checks.optional("schedule", schedule, torch.int32, "num_sms + 1", 2)
+    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
 
 
 def check_query(
@@ -705,24 +689,9 @@ def indexer_select(
     checks.at_least(0, topk=topk)
     checks.flag("slots", slots)
     check_paged(checks, q, weights, k_cache, block_size=block_size, layout=layout)
-    checks.tensor("positions", positions, torch.int64, "num_tokens")
-    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
-    checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
-    check_schedule(checks, schedule)
-    taken = {"layout": layout, "block_size": block_size}
-    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
-    return _indexer_select(
-        q,
-        weights,
-        k_cache,
-        positions,
-        req_indices,
-        block_table,
-        schedule,
-        block_size=block_size,
-        compress_ratio=compress_ratio,
-        topk=topk,
-        layout=layout,
-        slots=slots,
-        impl=impl,
-    )
+    checks.tokens(positions, req_indices, block_table)
+    taken: dict[str, Any] = {"layout": layout, "block_size": block_size}
+    _check_schedule(checks, schedule, q, impl, taken)
+    rows = (q, weights, k_cache, positions, req_indices, block_table)
+    sizes = {"compress_ratio": compress_ratio, "topk": topk, "slots": slots}
+    return _indexer_select(*rows, schedule, impl=impl, **sizes, **taken)

@@ -73,9 +73,7 @@ def swa_indices_and_lens(
         [[30, 31, 12, 13], [8, 9, -1, -1]]
     """
     checks = Checks("swa_indices_and_lens")
-    checks.tensor("positions", positions, torch.int64, "num_tokens")
-    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
-    checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
+    checks.tokens(positions, req_indices, block_table)
     checks.at_least(1, block_size=block_size, window_size=window_size)
     return SwaIndices(
         *_swa_indices_and_lens(
@@ -266,22 +264,11 @@ def dense_compressed_indices(
         [[8, 9, 18, -1]]
     """
     checks = Checks("dense_compressed_indices")
-    checks.tensor("positions", positions, torch.int64, "num_tokens")
-    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
-    checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
-    checks.at_least(
-        1, block_size=block_size, compress_ratio=compress_ratio, max_compressed=max_compressed
-    )
-    return TopkIndices(
-        *_dense_compressed_indices(
-            positions,
-            req_indices,
-            block_table,
-            block_size=block_size,
-            compress_ratio=compress_ratio,
-            max_compressed=max_compressed,
-        )
-    )
+    checks.tokens(positions, req_indices, block_table)
+    sizes = {"compress_ratio": compress_ratio, "max_compressed": max_compressed}
+    checks.at_least(1, block_size=block_size, **sizes)
+    rows = (positions, req_indices, block_table)
+    return TopkIndices(*_dense_compressed_indices(*rows, block_size=block_size, **sizes))
 
 
 _combine_topk_swa_indices = define_op(
@@ -362,29 +349,16 @@ def combine_topk_swa_indices(
     """
     checks = Checks("combine_topk_swa_indices")
     checks.tensor("topk_indices", topk_indices, torch.int32, "num_tokens", "columns")
-    checks.tensor("positions", positions, torch.int64, "num_tokens")
-    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tokens(positions, req_indices)
     checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
     checks.tensor("gather_lens", gather_lens, torch.int32, "num_reqs")
-    checks.at_least(
-        1, window_size=window_size, compress_ratio=compress_ratio, workspace_rows=workspace_rows
-    )
+    sizes = {"window_size": window_size, "compress_ratio": compress_ratio}
+    checks.at_least(1, workspace_rows=workspace_rows, **sizes)
+    workspace = {"workspace_rows": workspace_rows, "swa_offset": swa_offset}
     checks.at_least(0, topk=topk, swa_offset=swa_offset)
     checks.columns("topk_indices", topk_indices, "topk", topk)
-    return TopkIndices(
-        *_combine_topk_swa_indices(
-            topk_indices,
-            positions,
-            req_indices,
-            seq_lens,
-            gather_lens,
-            window_size=window_size,
-            compress_ratio=compress_ratio,
-            topk=topk,
-            workspace_rows=workspace_rows,
-            swa_offset=swa_offset,
-        )
-    )
+    tensors = (topk_indices, positions, req_indices, seq_lens, gather_lens)
+    return TopkIndices(*_combine_topk_swa_indices(*tensors, topk=topk, **sizes, **workspace))
 
 
 _mixed_sparse_indices = define_op(
@@ -485,42 +459,24 @@ def mixed_sparse_indices(
     checks = Checks("mixed_sparse_indices")
     int32 = torch.int32
     checks.tensor("decode_swa_indices", decode_swa_indices, int32, "num_decode_tokens", "swa_width")
-    if decode_compressed_indices is not None:
-        checks.tensor(
-            "decode_compressed_indices",
-            decode_compressed_indices,
-            int32,
-            "num_decode_tokens",
-            "compressed_width",
-        )
+    dims = ("num_decode_tokens", "compressed_width")
+    checks.optional("decode_compressed_indices", decode_compressed_indices, int32, *dims)
     if decode_compressed_lens is not None:
         checks.comes_with(
             "decode_compressed_lens", "decode_compressed_indices", decode_compressed_indices
         )
         checks.tensor("decode_compressed_lens", decode_compressed_lens, int32, "num_decode_tokens")
-    checks.tensor(
-        "prefill_topk_indices", prefill_topk_indices, int32, "num_prefill_tokens", "columns"
-    )
+    dims = ("num_prefill_tokens", "columns")
+    checks.tensor("prefill_topk_indices", prefill_topk_indices, int32, *dims)
     checks.sizes["num_tokens"] = decode_swa_indices.shape[0] + prefill_topk_indices.shape[0]
     checks.owners["num_tokens"] = "decode_swa_indices and prefill_topk_indices"
-    checks.tensor("positions", positions, torch.int64, "num_tokens")
-    checks.tensor("req_indices", req_indices, int32, "num_tokens")
+    checks.tokens(positions, req_indices)
     checks.tensor("swa_block_table", swa_block_table, int32, "num_reqs", "max_blocks")
-    if compressed_block_table is not None:
-        checks.tensor(
-            "compressed_block_table",
-            compressed_block_table,
-            int32,
-            "num_reqs",
-            "max_compressed_blocks",
-        )
-    checks.at_least(
-        1,
-        swa_block_size=swa_block_size,
-        compressed_block_size=compressed_block_size,
-        window_size=window_size,
-        compress_ratio=compress_ratio,
-    )
+    dims = ("num_reqs", "max_compressed_blocks")
+    checks.optional("compressed_block_table", compressed_block_table, int32, *dims)
+    sizes = {"window_size": window_size, "compress_ratio": compress_ratio}
+    sizes |= {"swa_block_size": swa_block_size, "compressed_block_size": compressed_block_size}
+    checks.at_least(1, **sizes)
     checks.at_least(0, topk=topk)
     checks.flag("decode_compressed_indices_are_local", decode_compressed_indices_are_local)
     checks.columns("prefill_topk_indices", prefill_topk_indices, "topk", topk)
@@ -540,10 +496,7 @@ def mixed_sparse_indices(
             req_indices,
             swa_block_table,
             compressed_block_table,
-            swa_block_size=swa_block_size,
-            compressed_block_size=compressed_block_size,
-            window_size=window_size,
-            compress_ratio=compress_ratio,
+            **sizes,
             topk=topk,
             decode_compressed_indices_are_local=decode_compressed_indices_are_local,
             swa_block_span=swa_block_span,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -189,16 +191,9 @@ def dequantize_and_gather_k_cache(
     checks.at_most("offset", offset, "num_rows", checks.sizes["num_rows"])
     checks.pages("k_cache", k_cache, MainLayout(block_size))
     _check_requests(checks, seq_lens, gather_lens, block_table)
-    _dequantize_and_gather_k_cache(
-        out,
-        k_cache,
-        seq_lens,
-        gather_lens,
-        block_table,
-        block_size=block_size,
-        offset=offset,
-        layout=layout,
-    )
+    tensors = (out, k_cache, seq_lens, gather_lens, block_table)
+    settings: dict[str, Any] = {"block_size": block_size, "offset": offset, "layout": layout}
+    _dequantize_and_gather_k_cache(*tensors, **settings)
 
 
 _gather_k_cache = define_op(
@@ -275,24 +270,16 @@ def gather_k_cache(
     else:
         checks.pages("k_cache", k_cache, MainLayout(block_size))
     _check_requests(checks, seq_lens, gather_lens, block_table)
-    return _gather_k_cache(
-        k_cache,
-        seq_lens,
-        gather_lens,
-        block_table,
-        block_size=block_size,
-        num_rows=num_rows,
-        offset=offset,
-        layout=layout,
-    )
+    settings: dict[str, Any] = {"block_size": block_size, "offset": offset, "layout": layout}
+    tensors = (k_cache, seq_lens, gather_lens, block_table)
+    return _gather_k_cache(*tensors, num_rows=num_rows, **settings)
 
 
 def _check_requests(
     checks: Checks, seq_lens: Tensor, gather_lens: Tensor | None, block_table: Tensor
 ) -> None:
     checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
-    if gather_lens is not None:
-        checks.tensor("gather_lens", gather_lens, torch.int32, "num_reqs")
+    checks.optional("gather_lens", gather_lens, torch.int32, "num_reqs")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
     checks.request_limit()
 

@@ -246,7 +246,7 @@ def _check_activations(checks: Checks, x: Tensor, x_scale: Tensor | None, *dims:
     quantized = isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn
     if x_scale is None and quantized:
         rule, advice = f"be given with x of {x.dtype}", "Pass both results of quantize_rows"
-        raise refusal(ValueError, checks.op, "x_scale", rule, None, advice)
+        raise checks.refusal(ValueError, "x_scale", rule, None, advice)
     checks.tensor("x", x, torch.bfloat16 if x_scale is None else torch.float8_e4m3fn, *dims)
 
 

@@ -131,13 +131,10 @@ def mla_insert_kv(
         >>> kv_cache[0, 1, :4].tolist()
         [64, 205, 126, 10]
     """
-    settings: dict[str, Any] = {
-        "block_size": block_size,
-        "layout": layout,
-        "scale_format": scale_format,
-    }
-    _check_insert("mla_insert_kv", kv_c, k_pe, kv_cache, slot_mapping, scale, **settings)
-    _mla_insert_kv(kv_c, k_pe, kv_cache, slot_mapping, scale, **settings)
+    tensors = (kv_c, k_pe, kv_cache, slot_mapping, scale)
+    settings: dict[str, Any] = {"layout": layout, "scale_format": scale_format}
+    _check_insert("mla_insert_kv", *tensors, block_size=block_size, **settings)
+    _mla_insert_kv(*tensors, block_size=block_size, **settings)
 
 
 def _check_insert(
@@ -763,13 +760,12 @@ def mla_decode(
     checks.at_most("kv_lora_rank", kv_lora_rank, "the width of q", width)
     if layout == MlaDsFp8Layout.tag:
         checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", MlaDsFp8Layout.width)
-        checks.equal(
-            "kv_lora_rank", kv_lora_rank, MlaDsFp8Layout.kv_lora_rank, f"layout {layout!r}"
-        )
+        rank = MlaDsFp8Layout.kv_lora_rank
+        checks.equal("kv_lora_rank", kv_lora_rank, rank, f"layout {layout!r}")
     check_splits(checks, num_splits, batch_invariant)
-    taken = {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
-    taken |= {"block_size": block_size, "kv_lora_rank": kv_lora_rank, "plan": plan}
-    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
+    taken: dict[str, Any] = {"block_size": block_size, "kv_lora_rank": kv_lora_rank}
+    taken |= {"layout": layout, "num_splits": num_splits, "batch_invariant": batch_invariant}
+    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, "plan": plan, **taken})
     checks.above(0, softmax_scale=softmax_scale)
     check_cache(checks, kv_cache, block_size, layout, width)
     if layout == PlainLayout.tag:
@@ -777,8 +773,7 @@ def mla_decode(
     checks.tensor("seq_lens", seq_lens, torch.int32, "num_tokens")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
-    if query_start_loc is not None:
-        checks.tensor("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")
+    checks.optional("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")
     if plan is not None:
         checks.tensor("plan", plan, torch.int32, "num_tiles", PLAN_COLUMNS)
         checks.rows_for_tokens("plan", plan)
@@ -787,23 +782,6 @@ def mla_decode(
     is_coded = q.dtype == torch.float8_e4m3fn
     check_scale(checks, "q_scale", q_scale, is_coded, f"a q of {q.dtype}")
     check_scale(checks, "kv_scale", kv_scale, layout == MlaFp8Layout.tag, f"layout {layout!r}")
-    return MlaAttention(
-        *_mla_decode(
-            q,
-            kv_cache,
-            seq_lens,
-            req_indices,
-            block_table,
-            query_start_loc,
-            plan,
-            q_scale,
-            kv_scale,
-            softmax_scale=softmax_scale,
-            block_size=block_size,
-            kv_lora_rank=kv_lora_rank,
-            layout=layout,
-            num_splits=num_splits,
-            batch_invariant=batch_invariant,
-            impl=impl,
-        )
-    )
+    rows = (q, kv_cache, seq_lens, req_indices, block_table, query_start_loc)
+    settings = {"softmax_scale": softmax_scale, "impl": impl, **taken}
+    return MlaAttention(*_mla_decode(*rows, plan, q_scale, kv_scale, **settings))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.ints import INT64_MAX, known
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import ContextChunks, MergedStates, MlaAttention
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
@@ -108,18 +108,11 @@ def context_chunks(
     checks = Checks("context_chunks")
     checks.tensor("context_lens", context_lens, torch.int32, "num_reqs")
     checks.at_least(1, max_chunks=max_chunks)
-    _check_plan(checks, workspace_rows, chunk_plan, block_size, cp_world_size, cp_interleave)
-    return ContextChunks(
-        *_context_chunks(
-            context_lens,
-            workspace_rows=workspace_rows,
-            max_chunks=max_chunks,
-            chunk_plan=chunk_plan,
-            block_size=block_size,
-            cp_world_size=cp_world_size,
-            cp_interleave=cp_interleave,
-        )
-    )
+    plan: dict[str, Any] = {"chunk_plan": chunk_plan, "block_size": block_size}
+    plan |= {"cp_world_size": cp_world_size, "cp_interleave": cp_interleave}
+    _check_plan(checks, workspace_rows, **plan)
+    chunks = {"workspace_rows": workspace_rows, "max_chunks": max_chunks}
+    return ContextChunks(*_context_chunks(context_lens, **chunks, **plan))
 
 
 def plan_context_chunks(
@@ -162,9 +155,8 @@ def plan_context_chunks(
     round_ = cp_world_size * reference.local_turn(cp_world_size, cp_interleave)
     plan: list[list[tuple[int, int, int]]] = []
     if chunk_plan == "equal":
-        size = _equal_size(
-            checks, workspace_rows, sum(length > 0 for length in lens), block_size, round_
-        )
+        count = sum(length > 0 for length in lens)
+        size = _equal_size(checks, workspace_rows, count, block_size, round_)
         return [
             [
                 (request, start, min(size, length - start))
@@ -344,10 +336,8 @@ def merge_attn_states(
     """
     checks = Checks("merge_attn_states")
     checks.one_of("lse_base", lse_base, *LSE_BASES, belongs_to="the log-sum-exps have")
-    for side, out, lse in (
-        ("prefix", prefix_out, prefix_lse),
-        ("suffix", suffix_out, suffix_lse),
-    ):
+    sides = ("prefix", prefix_out, prefix_lse), ("suffix", suffix_out, suffix_lse)
+    for side, out, lse in sides:
         checks.floats(f"{side}_out", out, *MERGED_DTYPES)
         checks.tensor(f"{side}_out", out, out.dtype, "num_tokens", "num_heads", "width")
         checks.tensor(f"{side}_lse", lse, torch.float32, "num_tokens", "num_heads")
@@ -506,21 +496,11 @@ def mla_prefill(
     if known(q.shape[2]) != width:
         rule = f"have qk_nope_head_dim + qk_rope_head_dim = {width} columns"
         advice = "Pass [nope | rope] of each head"
-        raise refusal(ValueError, checks.op, "q", rule, known(q.shape[2]), advice)
+        raise checks.refusal(ValueError, "q", rule, known(q.shape[2]), advice)
     check_impl(checks.op, PREFILL_PROVIDERS, impl, q.device, {"q": q, "v": v})
-    return MlaAttention(
-        *_mla_prefill(
-            q,
-            k_nope,
-            k_pe,
-            v,
-            query_start_loc,
-            cu_seq_lens,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            impl=impl,
-        )
-    )
+    tensors = (q, k_nope, k_pe, v, query_start_loc, cu_seq_lens)
+    settings = {"softmax_scale": softmax_scale, "causal": causal, "impl": impl}
+    return MlaAttention(*_mla_prefill(*tensors, **settings))
 
 
 def _check_plan(
@@ -532,15 +512,14 @@ def _check_plan(
     cp_interleave: int,
 ) -> None:
     checks.one_of("chunk_plan", chunk_plan, *_PLANS, belongs_to="the chunks are read by")
-    checks.at_least(1, block_size=block_size)
+    checks.at_least(1, block_size=block_size, workspace_rows=workspace_rows)
     checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
-    checks.at_least(1, workspace_rows=workspace_rows)
     least = cp_world_size * reference.local_turn(cp_world_size, cp_interleave)
     if workspace_rows < least:
         rule = f"be at least cp_world_size * cp_interleave = {known(least)}"
         advice = "Raise it, or lower cp_interleave"
         actual = known(workspace_rows)
-        raise refusal(ValueError, checks.op, "workspace_rows", rule, actual, advice)
+        raise checks.refusal(ValueError, "workspace_rows", rule, actual, advice)
 
 
 def _equal_size(checks: Checks, rows: int, num_reqs: int, block_size: int, round_: int) -> int:
@@ -550,5 +529,5 @@ def _equal_size(checks: Checks, rows: int, num_reqs: int, block_size: int, round
     if rows < least:
         rule = f"be at least {least} for an equal plan of {num_reqs} contexts"
         advice = "Raise it, or pass chunk_plan='packed'"
-        raise refusal(ValueError, checks.op, "workspace_rows", rule, rows, advice)
+        raise checks.refusal(ValueError, "workspace_rows", rule, rows, advice)
     return rows // max(num_reqs, 1) // align * align

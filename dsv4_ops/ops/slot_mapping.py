@@ -79,21 +79,11 @@ def compressed_slot_mapping(
         [321, -1, 578]
     """
     checks = Checks("compressed_slot_mapping")
-    checks.tensor("positions", positions, torch.int64, "num_tokens")
-    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
-    checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
+    checks.tokens(positions, req_indices, block_table)
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
-    checks.at_least(1, block_size=block_size, compress_ratio=compress_ratio)
-    checks.at_least(1, cp_world_size=cp_world_size, cp_interleave=cp_interleave)
+    sizes = {"block_size": block_size, "compress_ratio": compress_ratio}
+    sizes |= {"cp_world_size": cp_world_size, "cp_interleave": cp_interleave}
+    checks.at_least(1, **sizes)
     if cp_world_size > 1:
         checks.divides("compress_ratio", compress_ratio, "cp_interleave", cp_interleave)
-    return _compressed_slot_mapping(
-        positions,
-        req_indices,
-        block_table,
-        slot_mapping,
-        block_size=block_size,
-        compress_ratio=compress_ratio,
-        cp_world_size=cp_world_size,
-        cp_interleave=cp_interleave,
-    )
+    return _compressed_slot_mapping(positions, req_indices, block_table, slot_mapping, **sizes)

@@ -11,7 +11,6 @@ from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.core.tiles import METADATA_COLUMNS, PLAN_COLUMNS, PROGRAMS, is_metadata
 from dsv4_ops.core.types import FlashMlaPlan, SparseMla, SparseMlaGathered
@@ -80,17 +79,12 @@ def check_plan(
         if plan.shape[0] <= rows_of_splits:
             rule = f"have more than {known(rows_of_splits)} rows for as many tokens"
             advice = "Make it with flash_mla_metadata of the lens of this call"
-            raise refusal(ValueError, checks.op, "plan", rule, known(plan.shape[0]), advice)
+            raise checks.refusal(ValueError, "plan", rule, known(plan.shape[0]), advice)
     else:
         if impl == "flash_mla":
-            raise refusal(
-                ValueError,
-                checks.op,
-                "plan",
-                "be one of flash_mla_metadata or flash_mla_plan for impl 'flash_mla'",
-                "another",
-                "Make it with one of these, or leave it out",
-            )
+            rule = "be one of flash_mla_metadata or flash_mla_plan for impl 'flash_mla'"
+            advice = "Make it with one of these, or leave it out"
+            raise checks.refusal(ValueError, "plan", rule, "another", advice)
         checks.tensor("plan", plan, torch.int32, "num_work_tiles", PLAN_COLUMNS)
         checks.rows_for_tokens("plan", plan)
     checks.without("num_splits", num_splits, 0, "a plan")
@@ -102,7 +96,7 @@ def _check_goes_to_flash_mla(checks: Checks, impl: str, actual: str) -> None:
     if impl not in ("auto", "flash_mla"):
         rule = f"be a tensor of sparse_mla_plan for impl {impl!r}"
         advice = "Pass impl='flash_mla', or leave it out"
-        raise refusal(ValueError, checks.op, "plan", rule, actual, advice)
+        raise checks.refusal(ValueError, "plan", rule, actual, advice)
 
 
 def _check_flash_mla_plan(
@@ -113,22 +107,13 @@ def _check_flash_mla_plan(
     FlashMLA would read past the lists of another."""
     _check_goes_to_flash_mla(checks, impl, "a FlashMlaPlan")
     checks.tensor("plan.schedule", plan.schedule, torch.int32, "size")
-    sizes = {
-        "num_tokens": checks.sizes["num_tokens"],
-        "num_heads": checks.sizes["num_heads"],
-        "swa_width": widths[0],
-        "extra_width": widths[1],
-    }
+    sizes = {name: checks.sizes[name] for name in ("num_tokens", "num_heads")}
+    sizes |= {"swa_width": widths[0], "extra_width": widths[1]}
     for name, size in sizes.items():
         if getattr(plan, name) != size:
-            raise refusal(
-                ValueError,
-                checks.op,
-                "plan",
-                f"be made for {name} = {known(size)}",
-                f"one for {known(getattr(plan, name))}",
-                "Make one of flash_mla_plan for every size of batch",
-            )
+            rule, found = f"be made for {name} = {known(size)}", known(getattr(plan, name))
+            advice = "Make one of flash_mla_plan for every size of batch"
+            raise checks.refusal(ValueError, "plan", rule, f"one for {found}", advice)
 
 
 def check_cache(
@@ -152,21 +137,6 @@ def check_lists(checks: Checks, source: str, indices: Tensor, lens: Tensor) -> N
     checks.at_least(1, **{f"{source}_width": indices.shape[1]})
 
 
-def check_none(checks: Checks, *extra: Tensor | None) -> None:
-    """All three of the extra cache are None."""
-    names = ("extra_cache", "extra_indices", "extra_lens")
-    missing = next(name for name, value in zip(names, extra, strict=True) if value is None)
-    for name, value in zip(names, extra, strict=True):
-        if value is not None:
-            checks.comes_with(name, missing, None)
-
-
-def check_sink(checks: Checks, attn_sink: Tensor | None) -> None:
-    """Check the sink, if there is one."""
-    if attn_sink is not None:
-        checks.tensor("attn_sink", attn_sink, torch.float32, "num_heads")
-
-
 def check_turn(
     checks: Checks, q: Tensor, positions: Tensor | None, cos_sin_cache: Tensor | None
 ) -> None:
@@ -174,10 +144,7 @@ def check_turn(
     if positions is not None and cos_sin_cache is not None:
         checks.rotation(positions, cos_sin_cache)
         checks.even("cos_sin_cache", cos_sin_cache, "width", q.shape[2])
-    elif positions is not None:
-        checks.comes_with("positions", "cos_sin_cache", cos_sin_cache)
-    elif cos_sin_cache is not None:
-        checks.comes_with("cos_sin_cache", "positions", positions)
+    checks.all_or_none(positions=positions, cos_sin_cache=cos_sin_cache)
 
 
 _sparse_mla_plan = define_op(
@@ -253,8 +220,7 @@ def sparse_mla_plan(
     """
     checks = Checks("sparse_mla_plan")
     checks.tensor("swa_lens", swa_lens, torch.int32, "num_tokens")
-    if extra_lens is not None:
-        checks.tensor("extra_lens", extra_lens, torch.int32, "num_tokens")
+    checks.optional("extra_lens", extra_lens, torch.int32, "num_tokens")
     checks.at_least(1, num_heads=num_heads, num_programs=num_programs)
     checks.request_limit("num_tokens")
     return _sparse_mla_plan(swa_lens, extra_lens, num_heads=num_heads, num_programs=num_programs)
@@ -336,12 +302,11 @@ def flash_mla_metadata(
     """
     checks = Checks("flash_mla_metadata")
     checks.tensor("swa_lens", swa_lens, torch.int32, "num_tokens")
-    if extra_lens is not None:
-        checks.tensor("extra_lens", extra_lens, torch.int32, "num_tokens")
+    checks.optional("extra_lens", extra_lens, torch.int32, "num_tokens")
     checks.at_least(0 if extra_lens is None else 1, extra_width=extra_width)
     if extra_lens is None and extra_width != 0:
         rule, advice = "be 0 without extra_lens", "Pass both or neither"
-        raise refusal(ValueError, checks.op, "extra_width", rule, known(extra_width), advice)
+        raise checks.refusal(ValueError, "extra_width", rule, known(extra_width), advice)
     checks.at_least(1, swa_width=swa_width, num_sm_parts=num_sm_parts)
     sizes = {"swa_width": swa_width, "extra_width": extra_width, "num_sm_parts": num_sm_parts}
     return _flash_mla_metadata(swa_lens, extra_lens, **sizes)
@@ -377,14 +342,7 @@ _sparse_mla_decode_paged = define_op(
     "-> (Tensor out, Tensor lse)",
     meta=meta.sparse_mla,
     lowering=_LOWERING,
-    dynamic=(
-        "num_tokens",
-        "num_blocks",
-        "swa_width",
-        "num_reqs",
-        "max_blocks",
-        "num_positions",
-    ),
+    dynamic=("num_tokens", "num_blocks", "swa_width", "num_reqs", "max_blocks", "num_positions"),
     source=_SOURCE,
     providers=DECODE_PROVIDERS,
 )
@@ -525,9 +483,9 @@ def sparse_mla_decode(
     if extra_cache is not None and extra_indices is not None and extra_lens is not None:
         check_cache(checks, "extra", q, extra_cache, extra_block_size, layout)
         check_lists(checks, "extra", extra_indices, extra_lens)
-    else:
-        check_none(checks, extra_cache, extra_indices, extra_lens)
-    check_sink(checks, attn_sink)
+    extra = {"extra_cache": extra_cache, "extra_indices": extra_indices, "extra_lens": extra_lens}
+    checks.all_or_none(**extra)
+    checks.optional("attn_sink", attn_sink, torch.float32, "num_heads")
     extra_width = 0 if extra_indices is None else extra_indices.shape[1]
     widths = (swa_indices.shape[1], extra_width)
     plan = check_plan(checks, plan, num_splits, batch_invariant, impl, widths)
@@ -535,9 +493,8 @@ def sparse_mla_decode(
     window = (q, swa_cache, swa_indices, swa_lens)
     rest = (attn_sink, plan, positions, cos_sin_cache)
     sizes = {"swa_block_size": swa_block_size, "extra_block_size": extra_block_size}
-    extra = (extra_cache, extra_indices, extra_lens)
     settings = {"softmax_scale": softmax_scale, "impl": impl, **sizes, **taken}
-    return SparseMla(*_sparse_mla_decode(*window, *extra, *rest, **settings))
+    return SparseMla(*_sparse_mla_decode(*window, *extra.values(), *rest, **settings))
 
 
 def sparse_mla_decode_paged(
@@ -635,7 +592,7 @@ def sparse_mla_decode_paged(
     checks.tensor("extra_lens", extra_lens, torch.int32, "num_tokens")
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("extra_block_table", extra_block_table, torch.int32, "num_reqs", "max_blocks")
-    check_sink(checks, attn_sink)
+    checks.optional("attn_sink", attn_sink, torch.float32, "num_heads")
     widths = (swa_indices.shape[1], extra_block_table.shape[1] * extra_block_size)
     plan = check_plan(checks, plan, num_splits, batch_invariant, impl, widths)
     check_turn(checks, q, positions, cos_sin_cache)
@@ -705,7 +662,7 @@ def sparse_mla_gathered(
     checks.tensor("indices", indices, torch.int32, "num_tokens", "topk")
     checks.tensor("lens", lens, torch.int32, "num_tokens")
     checks.at_least(1, topk=indices.shape[1])
-    check_sink(checks, attn_sink)
+    checks.optional("attn_sink", attn_sink, torch.float32, "num_heads")
     check_impl(checks.op, DECODE_PROVIDERS, impl, q.device, {"q": q})
     return SparseMlaGathered(
         *_sparse_mla_gathered(
@@ -840,55 +797,26 @@ def sparse_mla_prefill(
     """
     checks = check_queries("sparse_mla_prefill", q, layout)
     checks.above(0, softmax_scale=softmax_scale)
-    checks.at_least(
-        1,
-        window_size=window_size,
-        compress_ratio=compress_ratio,
-        extra_block_size=extra_block_size,
-    )
+    blocks = {"swa_block_size": swa_block_size, "extra_block_size": extra_block_size}
+    sizes = {"window_size": window_size, "compress_ratio": compress_ratio, **blocks}
+    checks.at_least(1, **sizes)
     check_cache(checks, "swa", q, swa_cache, swa_block_size, layout)
-    checks.tensor("positions", positions, torch.int64, "num_tokens")
-    checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
+    checks.tokens(positions, req_indices)
     checks.tensor("swa_block_table", swa_block_table, torch.int32, "num_reqs", "max_swa_blocks")
     if extra_cache is not None and extra_block_table is not None:
         check_cache(checks, "extra", q, extra_cache, extra_block_size, layout)
         dims = ("num_reqs", "max_extra_blocks")
         checks.tensor("extra_block_table", extra_block_table, torch.int32, *dims)
-    elif extra_cache is not None:
-        checks.comes_with("extra_cache", "extra_block_table", None)
-    elif extra_block_table is not None:
-        checks.comes_with("extra_block_table", "extra_cache", None)
+    checks.all_or_none(extra_cache=extra_cache, extra_block_table=extra_block_table)
     if topk_indices is not None:
         checks.comes_with("topk_indices", "extra_cache", extra_cache)
         checks.tensor("topk_indices", topk_indices, torch.int32, "num_tokens", "topk")
         checks.at_least(1, topk=topk_indices.shape[1])
-    check_sink(checks, attn_sink)
-    taken = {
-        "q": q,
-        "swa_block_table": swa_block_table,
-        "swa_block_size": swa_block_size,
-        "extra_block_table": extra_block_table,
-        "extra_block_size": extra_block_size,
-        "layout": layout,
-    }
+    checks.optional("attn_sink", attn_sink, torch.float32, "num_heads")
+    tables = {"swa_block_table": swa_block_table, "extra_block_table": extra_block_table}
+    taken = {"q": q, "layout": layout, **tables, **blocks}
     check_impl("sparse_mla_prefill", PREFILL_PROVIDERS, impl, q.device, taken)
-    return SparseMla(
-        *_sparse_mla_prefill(
-            q,
-            swa_cache,
-            positions,
-            req_indices,
-            swa_block_table,
-            extra_cache,
-            extra_block_table,
-            topk_indices,
-            attn_sink,
-            softmax_scale=softmax_scale,
-            window_size=window_size,
-            compress_ratio=compress_ratio,
-            swa_block_size=swa_block_size,
-            extra_block_size=extra_block_size,
-            layout=layout,
-            impl=impl,
-        )
-    )
+    window = (q, swa_cache, positions, req_indices, swa_block_table)
+    extra = (extra_cache, extra_block_table, topk_indices)
+    settings = {"softmax_scale": softmax_scale, "layout": layout, "impl": impl, **sizes}
+    return SparseMla(*_sparse_mla_prefill(*window, *extra, attn_sink, **settings))

@@ -105,18 +105,6 @@ def hyper_connection(
             checks.comes_with(name, "block_out", block_out)
             checks.tensor(name, value, torch.float32, "num_tokens", *dims)
     checks.above(0, eps=eps, norm_eps=norm_eps)
-    return HyperConnection(
-        *_hyper_connection(
-            streams,
-            fn,
-            base,
-            scale,
-            norm_weight,
-            block_out,
-            post,
-            mix,
-            iterations=iterations,
-            eps=eps,
-            norm_eps=norm_eps,
-        )
-    )
+    tensors = (streams, fn, base, scale, norm_weight, block_out, post, mix)
+    settings = {"iterations": iterations, "eps": eps, "norm_eps": norm_eps}
+    return HyperConnection(*_hyper_connection(*tensors, **settings))
