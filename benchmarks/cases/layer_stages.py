@@ -11,6 +11,7 @@ from torch import Tensor
 from benchmarks.cases.layer_cases import parts_of
 from benchmarks.harness.work import Args
 from dsv4_ops.attention import LayerSpec, layer as stages, output
+from dsv4_ops.attention.tensors import LayerCall
 from dsv4_ops.core.types import IndexerQuery
 
 
@@ -26,26 +27,28 @@ class Stage(NamedTuple):
 def _stage(name: str, kind: str, spec: LayerSpec) -> Callable[..., Any]:
     """A stage as a function of the layer's tensors, behind those of stages before it."""
 
+    def layer_of(args: Args) -> LayerCall:
+        return LayerCall(spec, kind, *parts_of(args))
+
     def window(*args: Any) -> Any:
-        return stages.insert_window(spec, *parts_of(args))
+        return stages.insert_window(layer_of(args))
 
     def compressed(*args: Any) -> Any:
-        return stages.insert_compressed(spec, kind, *parts_of(args), state_rings=False)
+        return stages.insert_compressed(layer_of(args), state_rings=False)
 
     def written(*args: Any) -> Any:
-        return stages.insert(spec, kind, *parts_of(args), schedule="decode", state_rings=False)
+        return stages.insert(layer_of(args), schedule="decode", state_rings=False)
 
     def selection(query: IndexerQuery, *args: Any) -> Any:
-        return stages.select(spec, query, *parts_of(args)[2:], slots=True)
+        return stages.select(layer_of(args), query, slots=True)
 
     def attention(q: Tensor, slots: Tensor | None, *args: Any) -> Any:
-        fused, held = output.fuses_inverse_rope(spec, q), parts_of(args)[1:]
-        selected = None if slots is None else (slots, held[-1].c4.lens)
-        return output.attend_decode(spec, kind, q, selected, *held, inverse_rope=fused).out
+        fused, layer = output.fuses_inverse_rope(spec, q), layer_of(args)
+        selected = None if slots is None else (slots, layer.step.c4.lens)
+        return output.attend_decode(layer, q, selected, inverse_rope=fused).out
 
     def projected(out: Tensor, *args: Any) -> Any:
-        _, weights, _, step = parts_of(args)
-        return output.group_output(spec, out, weights, step, inverse_rope=False)
+        return output.group_output(layer_of(args), out, inverse_rope=False)
 
     found: dict[str, Callable[..., Any]] = {
         "window": window,
@@ -87,9 +90,9 @@ def our_stages(kind: str, spec: LayerSpec, args: Args) -> tuple[list[Stage], Res
         run("compressed", *args)
     out = run("attention", q, slots, *args)
     if output.fuses_inverse_rope(spec, q):
-        rest = parts_of(args)[1:]
-        selected = None if slots is None else (slots, rest[-1].c4.lens)
-        out = output.attend_decode(spec, kind, q, selected, *rest, inverse_rope=False).out
+        layer = LayerCall(spec, kind, *parts_of(args))
+        selected = None if slots is None else (slots, layer.step.c4.lens)
+        out = output.attend_decode(layer, q, selected, inverse_rope=False).out
     else:
         run("output", out, *args)
     return found, Results(q, slots, out)

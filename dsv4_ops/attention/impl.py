@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4_ops.attention.parallel import ContextParallel
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.attention.step import AttentionStep
-from dsv4_ops.attention.tensors import LayerInputs
+from dsv4_ops.attention.tensors import LayerCall
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.ints import known
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
@@ -31,6 +31,7 @@ from dsv4_ops.ops.indexer import PROVIDERS as INDEXER_PROVIDERS
 from dsv4_ops.ops.sparse_mla import DECODE_PROVIDERS, PREFILL_PROVIDERS
 
 _OP = "attention_layer"
+_OWN_SPEC = "Build each step with the layer's own LayerSpec"
 
 
 def decode_impl(spec: LayerSpec) -> str:
@@ -69,10 +70,9 @@ def _fixed(spec: LayerSpec, q: Tensor, impl: str, has_choice: bool) -> str:
     return TRITON if by_size and spec.batch_invariant else impl
 
 
-def check_layer_impl(
-    spec: LayerSpec, kind: str, inputs: LayerInputs, step: AttentionStep, schedule: str
-) -> None:
+def check_layer_impl(layer: LayerCall, schedule: str) -> None:
     """Raise now what an op would only raise after another one has written to a cache."""
+    spec, kind, inputs, _, _, step = layer
     impl, q = spec.impl, inputs.q
     parts = 1 if spec.ranks is None or kind == "window" else spec.ranks.head_parts
     if parts > 1:  # a view that looks like the queries that ranks gather
@@ -97,8 +97,8 @@ def check_layer_impl(
         if spec.sm_parts:
             _check_metadata(spec, q, kind, plan)
         elif isinstance(plan, Tensor) and is_metadata(plan):
-            name, advice = "step.c128.plan", "Build each step with the layer's own LayerSpec"
-            raise refusal(ValueError, _OP, name, "be None without sm_parts", "metadata", advice)
+            name, rule = "step.c128.plan", "be None without sm_parts"
+            raise refusal(ValueError, _OP, name, rule, "metadata", _OWN_SPEC)
         else:
             _check_plan(spec, q, plan, parts)
 
@@ -106,11 +106,8 @@ def check_layer_impl(
 def check_ranks(ranks: ContextParallel, step: AttentionStep) -> None:
     """Check that the step is one of a rank, and that there are such ranks."""
     if step.share is None:
-        rule, advice = (
-            "be of a rank",
-            "Build each step with the layer's own LayerSpec and a cp_rank",
-        )
-        raise refusal(ValueError, _OP, "step", rule, "a step of one GPU", advice)
+        advice = f"{_OWN_SPEC} and a cp_rank"
+        raise refusal(ValueError, _OP, "step", "be of a rank", "a step of one GPU", advice)
     size = process_group_size(_OP, ranks.group)
     if size != ranks.world_size:
         rule, advice = f"have {size} ranks as its group", "Make it with ContextParallel.of"
@@ -125,8 +122,8 @@ def _check_schedule(spec: LayerSpec, step: AttentionStep) -> None:
     checks = Checks(_OP)
     checks.tensor(name, schedule, torch.int32, "num_sms + 1", 2)
     if schedule.shape[0] != wanted + 1:
-        rule, advice = f"have {wanted + 1} rows", "Build each step with the layer's own LayerSpec"
-        raise refusal(ValueError, _OP, name, rule, schedule.shape[0], advice)
+        rule = f"have {wanted + 1} rows"
+        raise refusal(ValueError, _OP, name, rule, schedule.shape[0], _OWN_SPEC)
 
 
 def _check_plan(spec: LayerSpec, q: Tensor, plan: Tensor, parts: int) -> None:
@@ -159,8 +156,7 @@ def _check_metadata(spec: LayerSpec, q: Tensor, kind: str, metadata: Tensor) -> 
     num_rows = spec.sm_parts + num_tokens + 1
     if metadata.shape[0] != num_rows:
         rule = f"have {known(num_rows)} rows for {known(num_tokens)} tokens"
-        advice = "Build each step with the layer's own LayerSpec"
-        raise refusal(ValueError, _OP, name, rule, known(metadata.shape[0]), advice)
+        raise refusal(ValueError, _OP, name, rule, known(metadata.shape[0]), _OWN_SPEC)
 
 
 def _check_prefill(spec: LayerSpec, kind: str, q: Tensor, step: AttentionStep) -> None:

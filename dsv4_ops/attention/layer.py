@@ -17,8 +17,14 @@ from dsv4_ops.attention.output import (
 )
 from dsv4_ops.attention.sharded import attend_own, select_own
 from dsv4_ops.attention.spec import LayerSpec, check_kind
-from dsv4_ops.attention.step import AttentionStep, CompressedStep
-from dsv4_ops.attention.tensors import LayerCaches, LayerInputs, LayerWeights, without_gradients
+from dsv4_ops.attention.step import AttentionStep
+from dsv4_ops.attention.tensors import (
+    LayerCaches,
+    LayerCall,
+    LayerInputs,
+    LayerWeights,
+    without_gradients,
+)
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.core.types import IndexerQuery, QuantizedGroups
@@ -97,7 +103,8 @@ def attention_layer(
         >>> out.shape, int(caches.swa.count_nonzero(1)[0]) > 3 * 512
         (torch.Size([3, 1, 1024]), True)
     """
-    _check(spec, kind, inputs, weights, caches, step)
+    layer = LayerCall(spec, kind, inputs, weights, caches, step)
+    _check(layer)
     checks = Checks("attention_layer")
     checks.one_of("schedule", schedule, "decode", "prefill")
     checks.flag("state_rings", state_rings)
@@ -109,60 +116,46 @@ def attention_layer(
     if ranks is not None:
         schedule = "decode"
         check_ranks(ranks, step)
-    check_layer_impl(spec, kind, inputs, step, schedule)
+    check_layer_impl(layer, schedule)
     decode = schedule == "decode"
-    q, query = insert(spec, kind, inputs, weights, caches, step, schedule, state_rings)
+    q, query = insert(layer, schedule, state_rings)
     if ranks is not None:
-        own = None if query is None else select_own(spec, ranks, query, caches, step)
-        out = attend_own(spec, ranks, kind, q, own, weights, caches, step)
-        return group_output(spec, out, weights, step, inverse_rope=False)
-    selected = None if query is None else select(spec, query, caches, step, slots=decode)
+        own = None if query is None else select_own(layer, ranks, query)
+        return group_output(layer, attend_own(layer, ranks, q, own), inverse_rope=False)
+    selected = None if query is None else select(layer, query, slots=decode)
     inverse_rope = decode and fuses_inverse_rope(spec, q)
     if decode:
         # an upper bound of the selected rows; the exact count would take a reduction
         rows = None if selected is None else (selected, step.c4.lens)
-        out = attend_decode(
-            spec, kind, q, rows, weights, caches, step, inverse_rope=inverse_rope
-        ).out
+        out = attend_decode(layer, q, rows, inverse_rope=inverse_rope).out
     else:
-        out = attend_prefill(spec, kind, q, selected, weights, caches, step)
-    return group_output(spec, out, weights, step, inverse_rope=inverse_rope)
+        out = attend_prefill(layer, q, selected)
+    return group_output(layer, out, inverse_rope=inverse_rope)
 
 
 def insert(
-    spec: LayerSpec,
-    kind: str,
-    inputs: LayerInputs,
-    weights: LayerWeights,
-    caches: LayerCaches,
-    step: AttentionStep,
-    schedule: str,
-    state_rings: bool,
+    layer: LayerCall, schedule: str, state_rings: bool
 ) -> tuple[Tensor, IndexerQuery | None]:
     """Write the step to the layer's caches; return the queries of attention and indexer.
 
     A C4 decode of the model's sizes takes one launch (``insert_c4_step``) without state rings.
     """
+    spec, kind = layer.spec, layer.kind
     fp8 = (spec.layout, spec.indexer_layout) == (MainLayout.tag, IndexerLayout.tag)
     fused = kind == "c4" and schedule == "decode" and not state_rings
-    if fused and fp8 and has_v4_sizes(spec, inputs.q):
-        return _insert_c4(spec, inputs, weights, caches, step)
-    q = insert_window(spec, inputs, weights, caches, step)
+    if fused and fp8 and has_v4_sizes(spec, layer.inputs.q):
+        return _insert_c4(layer)
+    q = insert_window(layer)
     if kind != "window":
-        insert_compressed(spec, kind, inputs, weights, caches, step, state_rings)
+        insert_compressed(layer, state_rings)
     if kind != "c4":
         return q, None
-    insert_indexer_keys(spec, inputs, weights, caches, step, state_rings)
-    return q, indexer_query(spec, inputs, weights, step)
+    insert_compressed(layer, state_rings, indexer=True)
+    return q, indexer_query(layer)
 
 
-def _insert_c4(
-    spec: LayerSpec,
-    inputs: LayerInputs,
-    weights: LayerWeights,
-    caches: LayerCaches,
-    step: AttentionStep,
-) -> tuple[Tensor, IndexerQuery]:
+def _insert_c4(layer: LayerCall) -> tuple[Tensor, IndexerQuery]:
+    spec, _, inputs, weights, caches, step = layer
     tensors = (
         inputs.q,
         inputs.kv,
@@ -190,7 +183,7 @@ def _insert_c4(
     q, *query = insert_c4_step(
         *(cast(Tensor, tensor) for tensor in tensors),
         eps=spec.eps,
-        softmax_scale=_index_scale(spec, inputs),
+        softmax_scale=_index_scale(layer),
         compress_ratio=spec.ratio("c4"),
         state_block_size=spec.state_block_size("c4"),
         swa_block_size=spec.attention.swa_block_size,
@@ -199,149 +192,81 @@ def _insert_c4(
     return q, IndexerQuery(*query)
 
 
-def insert_window(
-    spec: LayerSpec,
-    inputs: LayerInputs,
-    weights: LayerWeights,
-    caches: LayerCaches,
-    step: AttentionStep,
-) -> Tensor:
+def insert_window(layer: LayerCall) -> Tensor:
     """Apply norm and RoPE to the queries; rotate the keys and insert them."""
+    spec, _, inputs, weights, caches, step = layer
     q, kv, table = inputs.q, inputs.kv, weights.cos_sin_cache
     if has_v4_sizes(spec, q):
-        return qnorm_rope_kv_insert(
-            q,
-            kv,
-            caches.swa,
-            step.slot_mapping,
-            step.positions,
-            table,
-            eps=spec.eps,
-            block_size=spec.attention.swa_block_size,
-            layout=spec.layout,
-        )
+        rows = (q, kv, caches.swa, step.slot_mapping, step.positions, table)
+        size = spec.attention.swa_block_size
+        return qnorm_rope_kv_insert(*rows, eps=spec.eps, block_size=size, layout=spec.layout)
     insert_k_cache(apply_rope(kv, step.positions, table), caches.swa, step.slot_mapping)
     values = q.to(torch.float32)
     normed = values * torch.rsqrt((values * values).mean(-1, keepdim=True) + spec.eps)
     return apply_rope(normed, step.positions, table).to(q.dtype)
 
 
-def insert_compressed(
-    spec: LayerSpec,
-    kind: str,
-    inputs: LayerInputs,
-    weights: LayerWeights,
-    caches: LayerCaches,
-    step: AttentionStep,
-    state_rings: bool,
-) -> None:
-    """Insert the compressed rows that the step completes, and save its compressor states."""
-    tensors = (
-        inputs.kv_score,
-        weights.ape,
-        weights.norm_weight,
-        caches.states,
-        caches.compressed,
-    )
+def insert_compressed(layer: LayerCall, state_rings: bool, *, indexer: bool = False) -> None:
+    """Insert the compressed rows that the step completes, or the ``indexer``'s keys, and save the
+    states of their compressor; with state rings, save after all states are read."""
+    spec, kind, inputs, weights, caches, step = layer
     group = step.c4 if kind == "c4" else step.c128
-    _compress(spec, kind, tensors, weights, step, group, spec.layout, state_rings)
-
-
-def insert_indexer_keys(
-    spec: LayerSpec,
-    inputs: LayerInputs,
-    weights: LayerWeights,
-    caches: LayerCaches,
-    step: AttentionStep,
-    state_rings: bool,
-) -> None:
-    """``insert_compressed`` for the indexer's keys."""
-    tensors = (
-        inputs.indexer_kv_score,
-        weights.indexer_ape,
-        weights.indexer_norm_weight,
-        caches.indexer_states,
-        caches.indexer,
-    )
-    _compress(spec, "c4", tensors, weights, step, step.c4, spec.indexer_layout, state_rings)
-
-
-def _compress(
-    spec: LayerSpec,
-    kind: str,
-    tensors: tuple[Tensor | None, ...],
-    weights: LayerWeights,
-    step: AttentionStep,
-    group: CompressedStep,
-    layout: str,
-    state_rings: bool,
-) -> None:
-    """Insert completed rows and save states; with state rings, save after all states are read."""
+    layout = spec.indexer_layout if indexer else spec.layout
+    tensors = (inputs.kv_score, weights.ape, weights.norm_weight, caches.states, caches.compressed)
+    if indexer:
+        tensors = (
+            inputs.indexer_kv_score,
+            weights.indexer_ape,
+            weights.indexer_norm_weight,
+            caches.indexer_states,
+            caches.indexer,
+        )
     kv_score, ape, norm_weight, states, cache = (cast(Tensor, tensor) for tensor in tensors)
     ratio, state_block_size = spec.ratio(kind), spec.state_block_size(kind)
     source, state_slots = (kv_score, ape, states, group.state_block_table), group.state_slot_mapping
     norm = (norm_weight, weights.cos_sin_cache)
     target = (step.positions, step.req_indices, *norm, cache, group.slot_mapping)
-    settings: dict[str, Any] = {
-        "compress_ratio": ratio,
-        "overlap": kind == "c4",
-        "eps": spec.eps,
-        "state_block_size": state_block_size,
-        "block_size": spec.block_size(kind),
-        "layout": layout,
-    }
+    settings: dict[str, Any] = {"compress_ratio": ratio, "overlap": kind == "c4", "eps": spec.eps}
+    settings |= {"state_block_size": state_block_size, "block_size": spec.block_size(kind)}
+    settings["layout"] = layout
     if not state_rings:
         save_and_compress(*source, state_slots, *target, **settings)
         return
     compress_and_insert(*source, *target, **settings)
-    save_compressor_states(
-        kv_score,
-        ape,
-        states,
-        state_slots,
-        step.positions,
-        compress_ratio=ratio,
-        block_size=state_block_size,
-    )
+    rows = (kv_score, ape, states, state_slots, step.positions)
+    save_compressor_states(*rows, compress_ratio=ratio, block_size=state_block_size)
 
 
-def indexer_query(
-    spec: LayerSpec, inputs: LayerInputs, weights: LayerWeights, step: AttentionStep
-) -> IndexerQuery:
+def indexer_query(layer: LayerCall) -> IndexerQuery:
     """Return the indexer's rotated queries, in FP8 if its keys are, and its weights."""
+    spec, _, inputs, weights, _, step = layer
     q, head_weights = cast(Tensor, inputs.indexer_q), cast(Tensor, inputs.indexer_weights)
     table = weights.cos_sin_cache
     if spec.indexer_layout == IndexerLayout.tag:
-        scale = _index_scale(spec, inputs)
+        scale = _index_scale(layer)
         return indexer_quantize_q(q, head_weights, step.positions, table, softmax_scale=scale)
     q = apply_rope(q, step.positions, table)
     return IndexerQuery(q, head_weights.to(torch.float32))  # a common scale would not change top-k
 
 
-def _index_scale(spec: LayerSpec, inputs: LayerInputs) -> float | None:
+def _index_scale(layer: LayerCall) -> float | None:
     """Scale of the indexer's scores if a rank has some of its heads; None is that of its own."""
-    parts = 1 if spec.ranks is None else spec.ranks.index_head_parts
-    heads = cast(Tensor, inputs.indexer_q).shape[1] * parts
+    ranks = layer.spec.ranks
+    parts = 1 if ranks is None else ranks.index_head_parts
+    heads = cast(Tensor, layer.inputs.indexer_q).shape[1] * parts
     return None if parts == 1 else IndexerLayout.head_dim**-0.5 * heads**-0.5
 
 
-def select(
-    spec: LayerSpec,
-    query: IndexerQuery,
-    caches: LayerCaches,
-    step: AttentionStep,
-    *,
-    slots: bool,
-) -> Tensor:
+def select(layer: LayerCall, query: IndexerQuery, *, slots: bool) -> Tensor:
     """Top-k rows of every token, int32 [num_tokens, index_topk].
 
     Cache ``slots`` for ``attend_decode``, or row indices within the request for ``attend_prefill``.
     """
-    q, head_weights = query
+    spec, step, (q, head_weights) = layer.spec, layer.step, query
     return indexer_select(
         q,
         head_weights,
-        cast(Tensor, caches.indexer),
+        cast(Tensor, layer.caches.indexer),
         step.positions,
         step.req_indices,
         step.c4.block_table,
@@ -355,15 +280,9 @@ def select(
     )
 
 
-def _check(
-    spec: LayerSpec,
-    kind: str,
-    inputs: LayerInputs,
-    weights: LayerWeights,
-    caches: LayerCaches,
-    step: AttentionStep,
-) -> None:
+def _check(layer: LayerCall) -> None:
     """Raise now what an op would only raise after another one has written to a cache."""
+    spec, kind, inputs, weights, caches, step = layer
     check_kind("attention_layer", kind)
     checks = Checks("attention_layer")
     fp8 = spec.layout == MainLayout.tag or spec.scale_layout is not None
@@ -373,18 +292,13 @@ def _check(
     checks.tensor("inputs.kv", inputs.kv, dtype, "num_tokens", head_dim)
     checks.divides("num_groups", spec.num_groups, "num_heads", inputs.q.shape[1])
     checks.tensor("step.positions", step.positions, torch.int64, "num_tokens")
-    checks.tensor(
-        "weights.cos_sin_cache",
-        weights.cos_sin_cache,
-        torch.float32,
-        "num_positions",
-        ROPE_DIM if fp8 else spec.rope_dim,
-    )
+    table, rope_dim = weights.cos_sin_cache, ROPE_DIM if fp8 else spec.rope_dim
+    checks.tensor("weights.cos_sin_cache", table, torch.float32, "num_positions", rope_dim)
     checks.tensor("weights.attn_sink", weights.attn_sink, torch.float32, "num_heads")
     if kind != "window":
-        _check_compressor(checks, spec, kind, inputs, weights, "", spec.head_dim)
+        _check_compressor(checks, layer, "", spec.head_dim)
     if kind == "c4":
-        _check_compressor(checks, spec, kind, inputs, weights, "indexer_", IndexerLayout.head_dim)
+        _check_compressor(checks, layer, "indexer_", IndexerLayout.head_dim)
         _check_indexer(checks, spec, inputs)
     for name, layout in spec.layouts(kind).items():
         cache, blocks = getattr(caches, name), f"num_{name}_blocks"
@@ -397,15 +311,8 @@ def _check(
             checks.pages(f"caches.{name}", cache, layout, (blocks, f"{name}_page"))
 
 
-def _check_compressor(
-    checks: Checks,
-    spec: LayerSpec,
-    kind: str,
-    inputs: LayerInputs,
-    weights: LayerWeights,
-    prefix: str,
-    head_dim: int,
-) -> None:
+def _check_compressor(checks: Checks, layer: LayerCall, prefix: str, head_dim: int) -> None:
+    spec, kind, inputs, weights, *_ = layer
     width = spec.compressor_width(kind, head_dim)
     for owner, name, held, dims in (
         ("inputs", "kv_score", inputs, ("num_tokens", 2 * width)),
@@ -419,8 +326,7 @@ def _check_compressor(
 def _check_indexer(checks: Checks, spec: LayerSpec, inputs: LayerInputs) -> None:
     dtype = torch.bfloat16 if spec.indexer_layout == IndexerLayout.tag else spec.dtype
     q, weights = cast(Tensor, inputs.indexer_q), cast(Tensor, inputs.indexer_weights)
-    checks.tensor(
-        "inputs.indexer_q", q, dtype, "num_tokens", "num_index_heads", IndexerLayout.head_dim
-    )
+    dims = ("num_tokens", "num_index_heads")
+    checks.tensor("inputs.indexer_q", q, dtype, *dims, IndexerLayout.head_dim)
     checks.floats("inputs.indexer_weights", weights, torch.bfloat16, torch.float32)
-    checks.tensor("inputs.indexer_weights", weights, weights.dtype, "num_tokens", "num_index_heads")
+    checks.tensor("inputs.indexer_weights", weights, weights.dtype, *dims)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.attention.impl import compressed_table, decode_impl, plan_for, prefill_impl
 from dsv4_ops.attention.spec import LayerSpec
-from dsv4_ops.attention.step import AttentionStep
-from dsv4_ops.attention.tensors import LayerCaches, LayerWeights
+from dsv4_ops.attention.tensors import LayerCall
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.types import QuantizedGroups, SparseMla
 from dsv4_ops.ops.rope import (
@@ -34,13 +33,9 @@ def fuses_inverse_rope(spec: LayerSpec, q: Tensor) -> bool:
 
 
 def attend_decode(
-    spec: LayerSpec,
-    kind: str,
+    layer: LayerCall,
     q: Tensor,
     selected: tuple[Tensor, Tensor] | None,
-    weights: LayerWeights,
-    caches: LayerCaches,
-    step: AttentionStep,
     *,
     inverse_rope: bool,
     sink: bool = True,
@@ -49,6 +44,7 @@ def attend_decode(
 
     With the slots comes how many of a token may exist.
     """
+    spec, kind, _, weights, caches, step = layer
     attn_sink = weights.attn_sink if sink else None
     shared = step if sink or step.share is None else step.share
     window = (q, caches.swa, shared.swa_indices, shared.swa_lens)
@@ -80,16 +76,9 @@ def attend_decode(
     return sparse_mla_decode(*window, *extra, attn_sink, plan, **settings)
 
 
-def attend_prefill(
-    spec: LayerSpec,
-    kind: str,
-    q: Tensor,
-    selected: Tensor | None,
-    weights: LayerWeights,
-    caches: LayerCaches,
-    step: AttentionStep,
-) -> Tensor:
+def attend_prefill(layer: LayerCall, q: Tensor, selected: Tensor | None) -> Tensor:
     """Attention for many tokens; C4 layers attend to the ``selected`` rows of their requests."""
+    spec, kind, _, weights, caches, step = layer
     table = compressed_table(step, kind)
     return sparse_mla_prefill(
         q,
@@ -111,18 +100,15 @@ def attend_prefill(
     ).out
 
 
-def group_output(
-    spec: LayerSpec, out: Tensor, weights: LayerWeights, step: AttentionStep, *, inverse_rope: bool
-) -> Tensor | QuantizedGroups:
+def group_output(layer: LayerCall, out: Tensor, *, inverse_rope: bool) -> Tensor | QuantizedGroups:
     """Group the output for its projection; with ``inverse_rope`` done already, a view."""
-    table, groups = weights.cos_sin_cache, spec.num_groups
-    if spec.scale_layout is not None:
-        return inverse_rope_group_quantize(
-            out, step.positions, table, num_groups=groups, scale_layout=spec.scale_layout
-        )
+    groups, layout = layer.spec.num_groups, layer.spec.scale_layout
+    angles = (layer.step.positions, layer.weights.cos_sin_cache)
+    if layout is not None:
+        return inverse_rope_group_quantize(out, *angles, num_groups=groups, scale_layout=layout)
     if not inverse_rope and out.dtype == torch.bfloat16:
-        return inverse_rope_group(out, step.positions, table, num_groups=groups)
+        return inverse_rope_group(out, *angles, num_groups=groups)
     if not inverse_rope:
-        out = apply_rope(out, step.positions, table, inverse=True)
+        out = apply_rope(out, *angles, inverse=True)
     tokens, heads, dim = out.shape
     return out.view(tokens, groups, heads // groups * dim)

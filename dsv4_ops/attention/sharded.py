@@ -13,9 +13,8 @@ from torch import Tensor
 from dsv4_ops.attention.impl import indexer_impl
 from dsv4_ops.attention.output import attend_decode
 from dsv4_ops.attention.parallel import ContextParallel, every_rank
-from dsv4_ops.attention.spec import LayerSpec
-from dsv4_ops.attention.step import AttentionStep, RankShare
-from dsv4_ops.attention.tensors import LayerCaches, LayerWeights
+from dsv4_ops.attention.step import RankShare
+from dsv4_ops.attention.tensors import LayerCall
 from dsv4_ops.core.torch_compat import statically_known_true
 from dsv4_ops.core.types import IndexerQuery
 from dsv4_ops.ops.context_parallel import (
@@ -33,26 +32,19 @@ from dsv4_ops.reference.common import masked_index
 
 
 def select_own(
-    spec: LayerSpec,
-    ranks: ContextParallel,
-    query: IndexerQuery,
-    caches: LayerCaches,
-    step: AttentionStep,
+    layer: LayerCall, ranks: ContextParallel, query: IndexerQuery
 ) -> tuple[Tensor, Tensor]:
     """Slots of the rank's part of the rows that one GPU would select, and how many they are."""
+    spec, step = layer.spec, layer.step
     turns = {"cp_interleave": ranks.interleave}
     if ranks.shards_index_heads:
         query = _all_heads(query, ranks)
-    scores, rows = _candidates(spec, query, caches, step)
+    scores, rows = _candidates(layer, query)
     found = torch.stack((scores.view(torch.int32), rows), 1)
     found = cp_gather_rows(found, ranks.group, via=ranks.gathers_via)
     found = found.unflatten(0, (ranks.world_size, -1))
-    selected = cp_topk(
-        found[:, :, 0].view(torch.float32),
-        found[:, :, 1],
-        topk=spec.attention.index_topk,
-        **turns,
-    )
+    scores, rows = found[:, :, 0].view(torch.float32), found[:, :, 1]
+    selected = cp_topk(scores, rows, topk=spec.attention.index_topk, **turns)
     rank = cast(RankShare, step.share).cp_rank
     own = cp_local_rows(selected, rank, cp_world_size=ranks.world_size, **turns)
     table, block_size = step.c4.block_table, spec.block_size("c4")
@@ -72,14 +64,13 @@ def _all_heads(query: IndexerQuery, ranks: ContextParallel) -> IndexerQuery:
     return IndexerQuery(q, weights.squeeze(-1))
 
 
-def _candidates(
-    spec: LayerSpec, query: IndexerQuery, caches: LayerCaches, step: AttentionStep
-) -> tuple[Tensor, Tensor]:
+def _candidates(layer: LayerCall, query: IndexerQuery) -> tuple[Tensor, Tensor]:
     """Scores and local rows of the rank's own best, [num_tokens, index_topk].
 
     Unlike ``indexer_select`` this stores all scores: of as many tokens at a time as fit into
     ``max_logits_bytes``, if sizes are known.
     """
+    spec, step = layer.spec, layer.step
     table, block_size = step.c4.block_table, spec.block_size("c4")
     num_tokens, num_rows = query.q.shape[0], table.shape[1] * block_size
     tensors = (*query, step.c4.lens, step.req_indices)
@@ -94,7 +85,7 @@ def _candidates(
         logits = indexer_logits(
             q,
             head_weights,
-            cast(Tensor, caches.indexer),
+            cast(Tensor, layer.caches.indexer),
             lens,
             req_indices,
             table,
@@ -114,14 +105,7 @@ def _candidates(
 
 
 def attend_own(
-    spec: LayerSpec,
-    ranks: ContextParallel,
-    kind: str,
-    q: Tensor,
-    own: tuple[Tensor, Tensor] | None,
-    weights: LayerWeights,
-    caches: LayerCaches,
-    step: AttentionStep,
+    layer: LayerCall, ranks: ContextParallel, q: Tensor, own: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     """Attention of the rank's heads over the rows of all ranks.
 
@@ -129,15 +113,13 @@ def attend_own(
     sink, which counts once, in what is combined.
     """
     heads = cp_gather_heads(q, ranks.group, via=ranks.gathers_via) if ranks.shards_heads else q
-    attended = attend_decode(
-        spec, kind, heads, own, weights, caches, step, inverse_rope=False, sink=False
-    )
+    attended = attend_decode(layer, heads, own, inverse_rope=False, sink=False)
     if ranks.shards_heads:
-        rank = cast(RankShare, step.share).cp_rank
+        rank = cast(RankShare, layer.step.share).cp_rank
         merged = cp_combine(*attended, ranks.group, rank, via=ranks.via)
     else:
         merged = merge_states(*every_rank(*attended, ranks))
-    return with_sink(*merged, weights.attn_sink)
+    return with_sink(*merged, layer.weights.attn_sink)
 
 
 def with_sink(out: Tensor, lse: Tensor, attn_sink: Tensor) -> Tensor:

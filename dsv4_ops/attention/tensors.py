@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from dsv4_ops.attention.mla_spec import MlaSpec
 from dsv4_ops.attention.spec import LayerSpec
+from dsv4_ops.attention.step import AttentionStep
 from dsv4_ops.core.gradient import differentiated, without_derivative
 from dsv4_ops.core.layout import MlaFp8Layout
 
@@ -97,6 +98,17 @@ class LayerCaches:
         blocks |= {"indexer": compressed_blocks, "indexer_states": state_blocks}
         layouts = spec.layouts(kind).items()
         return cls(**{name: layout.allocate(blocks[name], device) for name, layout in layouts})
+
+
+class LayerCall(NamedTuple):
+    """What ``attention_layer`` is called with, for its stages."""
+
+    spec: LayerSpec
+    kind: str
+    inputs: LayerInputs
+    weights: LayerWeights
+    caches: LayerCaches
+    step: AttentionStep
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from dsv4_ops.attention import (
 from dsv4_ops.attention.layer import select
 from dsv4_ops.attention.metadata import BlockTables
 from dsv4_ops.attention.sharded import select_own, with_sink
+from dsv4_ops.attention.tensors import LayerCall
 from dsv4_ops.core.types import IndexerQuery
 from tests.helpers import i32
 from tests.support.layers import (
@@ -224,8 +225,8 @@ def selects_as_one(rng: Random, seed: torch.Generator, rank: int, world: int) ->
     keys[torch.rand(num_reqs, most, generator=seed) < 0.02] = torch.nan
     query = IndexerQuery(integers(num_tokens, 4, 128), integers(num_tokens, 4))
 
-    def on(spec: LayerSpec, held: list[int]) -> tuple[LayerCaches, AttentionStep]:
-        """Caches of these rows of every request, in their order, and the step on them."""
+    def on(spec: LayerSpec, held: list[int]) -> LayerCall:
+        """A layer with these rows of every request, in their order, and the step on them."""
         columns = -(-most // (block * (1 if spec.ranks is None else world)))
         table = torch.randperm(num_reqs * columns, generator=seed).view(num_reqs, columns)
         pages = torch.full((num_reqs * columns, block, 128), torch.nan)
@@ -235,13 +236,14 @@ def selects_as_one(rng: Random, seed: torch.Generator, rank: int, world: int) ->
         tables = BlockTables(swa=none, c4=table.int(), c128=table.int())
         batch = (starts, lens, torch.arange(num_tokens), tables, StateTables(c4=none, c128=none))
         step = build_attention_step(spec, *batch, cp_rank=i32([rank]))
-        return LayerCaches(swa=pages, indexer=pages), step
+        return LayerCall(spec, "c4", None, None, LayerCaches(swa=pages, indexer=pages), step)
 
-    selected = select(spec, query, *on(spec, list(range(most))), slots=False).long()
+    selected = select(on(spec, list(range(most))), query, slots=False).long()
     own = [row for row in range(most) if row // turn % world == rank]
     spec = replace(spec, parallel=parallel)
-    caches, step = on(spec, own)
-    found, counts = select_own(spec, parallel, query, caches, step)
+    layer = on(spec, own)
+    step = layer.step
+    found, counts = select_own(layer, parallel, query)
     chosen = torch.zeros(num_tokens, most + 1)
     for token, (slots, count) in enumerate(zip(found.tolist(), counts.tolist(), strict=True)):
         assert [slot >= 0 for slot in slots] == [at < count for at in range(topk)]

@@ -165,9 +165,9 @@ def test_a_layer_gives_the_bits_of_attention_and_rotation_apart(
     rows = projected(SmallLayer(kind, SPEC), hidden_states())[0]
     calls: list[tuple[Tensor, bool]] = []
 
-    def group_output(spec: Any, out: Tensor, *args: Any, inverse_rope: bool) -> Any:
+    def group_output(layer: Any, out: Tensor, *, inverse_rope: bool) -> Any:
         calls.append((out, inverse_rope))
-        return output.group_output(spec, out, *args, inverse_rope=inverse_rope)
+        return output.group_output(layer, out, inverse_rope=inverse_rope)
 
     monkeypatch.setattr(layer, "group_output", group_output)
     outs = []
