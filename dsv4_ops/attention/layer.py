@@ -156,30 +156,14 @@ def insert(
 
 def _insert_c4(layer: LayerCall) -> tuple[Tensor, IndexerQuery]:
     spec, _, inputs, weights, caches, step = layer
-    tensors = (
-        inputs.q,
-        inputs.kv,
-        inputs.kv_score,
-        inputs.indexer_q,
-        inputs.indexer_weights,
-        inputs.indexer_kv_score,
-        caches.swa,
-        step.slot_mapping,
-        weights.ape,
-        weights.norm_weight,
-        caches.states,
-        caches.compressed,
-        weights.indexer_ape,
-        weights.indexer_norm_weight,
-        caches.indexer_states,
-        caches.indexer,
-        step.c4.state_block_table,
-        step.c4.state_slot_mapping,
-        step.c4.slot_mapping,
-        step.positions,
-        step.req_indices,
-        weights.cos_sin_cache,
-    )
+    projected = (inputs.q, inputs.kv, inputs.kv_score)
+    of_indexer = (inputs.indexer_q, inputs.indexer_weights, inputs.indexer_kv_score)
+    window = (caches.swa, step.slot_mapping)
+    rows = (weights.ape, weights.norm_weight, caches.states, caches.compressed)
+    keys = (weights.indexer_ape, weights.indexer_norm_weight, caches.indexer_states, caches.indexer)
+    slots = (step.c4.state_block_table, step.c4.state_slot_mapping, step.c4.slot_mapping)
+    tokens = (step.positions, step.req_indices, weights.cos_sin_cache)
+    tensors = (*projected, *of_indexer, *window, *rows, *keys, *slots, *tokens)
     q, *query = insert_c4_step(
         *(cast(Tensor, tensor) for tensor in tensors),
         eps=spec.eps,

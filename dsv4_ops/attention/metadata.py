@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from dsv4_ops.core import pytrees
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.ints import INT64_MAX
 from dsv4_ops.core.refusal import refusal
@@ -209,10 +209,7 @@ _FIELDS = {
     for cls in (DecodeMetadata, PrefillMetadata)
 }
 
-for _pytree_class in (BlockTables, DecodeMetadata, PrefillMetadata):
-    pytree.register_dataclass(
-        _pytree_class, serialized_type_name=f"dsv4_ops.{_pytree_class.__name__}"
-    )
+pytrees.register(BlockTables, DecodeMetadata, PrefillMetadata)
 
 
 def build_decode_metadata(
@@ -347,6 +344,19 @@ def _plan_chunks(
     used = torch.arange(max_chunks, device=seq_lens.device)[:, None] < plan.num_chunks
     numbers = torch.where(used, (plan.chunks[:, :2] + first).clamp(max=num_reqs), 0)
     return PrefillChunks(torch.cat((numbers, plan.chunks[:, 2:]), 1), plan.num_chunks)
+
+
+def token_slots(
+    tokens: TokenMap, block_table: Tensor, block_size: int, slot_mapping: Tensor | None = None
+) -> Tensor:
+    """Slots of tokens in a cache with a row for each of them.
+
+    Every token that exists is stored, or of those the ones that ``slot_mapping`` stores elsewhere.
+    """
+    stored = tokens.positions if slot_mapping is None else slot_mapping
+    sizes = {"block_size": block_size, "compress_ratio": 1}
+    positions, req_indices = tokens.positions, tokens.req_indices
+    return compressed_slot_mapping(positions, req_indices, block_table, stored, **sizes)
 
 
 def token_rows(

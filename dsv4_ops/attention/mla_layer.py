@@ -84,15 +84,8 @@ def mla_layer(
     table = weights.cos_sin_cache
     q = apply_rope(inputs.q, step.positions, table)
     k_pe = apply_rope(inputs.k_pe, step.positions, table)
-    mla_insert_kv(
-        inputs.kv_c,
-        k_pe,
-        cache.kv,
-        step.slot_mapping,
-        cache.scale,
-        block_size=spec.block_size,
-        layout=spec.layout,
-    )
+    rows = (inputs.kv_c, k_pe, cache.kv, step.slot_mapping, cache.scale)
+    mla_insert_kv(*rows, block_size=spec.block_size, layout=spec.layout)
     if step.prefill_start_loc is None:
         return attend_absorbed(spec, q, weights, cache, step)
     num_tokens, capacity = q.shape[0], step.decode_lens.shape[0]

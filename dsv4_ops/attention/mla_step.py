@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from dsv4_ops.attention.metadata import token_slots
 from dsv4_ops.attention.mla_spec import MlaSpec
+from dsv4_ops.core import pytrees
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import ABSENT, ContextChunks, TokenMap
 from dsv4_ops.ops.batch import split_decodes_and_prefills, token_map
 from dsv4_ops.ops.context_parallel import cp_row_indices, cp_seq_lens, cp_slot_mapping
 from dsv4_ops.ops.mla_context import context_chunks
-from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class MlaStep:
     chunk_rows: Tensor | None = None
 
 
-pytree.register_dataclass(MlaStep, serialized_type_name="dsv4_ops.MlaStep")
+pytrees.register(MlaStep)
 
 
 def build_mla_step(
@@ -141,7 +141,7 @@ def mla_step_of_tokens(
     """
     lens = (tokens.positions + 1).to(torch.int32)
     if spec.cp_world_size == 1:
-        slots = _slots(spec, tokens, block_table)
+        slots = token_slots(tokens, block_table, spec.block_size)
     else:
         if cp_rank is None:
             rule, advice = "be given if ranks share the cache", "Pass spec.parallel.rank(device)"
@@ -221,17 +221,6 @@ def _with_prefills(
     )
 
 
-def _slots(spec: MlaSpec, tokens: TokenMap, block_table: Tensor) -> Tensor:
-    return compressed_slot_mapping(
-        tokens.positions,
-        tokens.req_indices,
-        block_table,
-        tokens.positions,  # every token that exists is stored
-        block_size=spec.block_size,
-        compress_ratio=1,
-    )
-
-
 def _chunk_slots(spec: MlaSpec, chunks: ContextChunks, block_table: Tensor) -> Tensor:
     """Slots of this rank's rows; of several ranks some of the last rows were never written."""
     slots = []
@@ -239,7 +228,7 @@ def _chunk_slots(spec: MlaSpec, chunks: ContextChunks, block_table: Tensor) -> T
         starts, cu_seq_lens = chunks.local_starts[chunk], chunks.local_cu_seq_lens[chunk]
         ends = starts + cu_seq_lens.diff()
         rows = token_map(cu_seq_lens, ends, num_tokens=_local_rows(spec))
-        slots.append(_slots(spec, rows, block_table))
+        slots.append(token_slots(rows, block_table, spec.block_size))
     return torch.stack(slots)
 
 

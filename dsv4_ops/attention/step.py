@@ -7,7 +7,6 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dsv4_ops.attention.metadata import (
     BlockTables,
@@ -15,15 +14,16 @@ from dsv4_ops.attention.metadata import (
     PrefillMetadata,
     rows_of_tokens,
     token_rows,
+    token_slots,
 )
 from dsv4_ops.attention.parallel import ContextParallel
 from dsv4_ops.attention.spec import LayerSpec
+from dsv4_ops.core import pytrees
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import ABSENT, TokenMap
 from dsv4_ops.ops.context_parallel import cp_seq_lens, cp_slot_mapping
 from dsv4_ops.ops.indexer import paged_mqa_logits_metadata
-from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 from dsv4_ops.ops.sparse_mla import flash_mla_metadata, sparse_mla_plan
 
 
@@ -121,10 +121,7 @@ class AttentionStep:
     share: RankShare | None = None
 
 
-for _pytree_class in (StateTables, CompressedStep, RankShare, AttentionStep):
-    pytree.register_dataclass(
-        _pytree_class, serialized_type_name=f"dsv4_ops.{_pytree_class.__name__}"
-    )
+pytrees.register(StateTables, CompressedStep, RankShare, AttentionStep)
 
 
 def build_attention_step(
@@ -376,20 +373,12 @@ def _step(
         rows = rows | _own_rows(spec, parallel, rows, slot_mapping, block_tables, rank)
         planned, plan_heads = rows | {"swa_lens": share.swa_lens}, plan_heads * parallel.head_parts
     c128_plan = _plan(op, spec, planned, plan_heads)
-    compressed = {}
+    compressed, tokens = {}, TokenMap(rows["req_indices"], rows["positions"])
     for kind, table, states, plan in (
         ("c4", block_tables.c4, state_tables.c4, None),
         ("c128", block_tables.c128, state_tables.c128, c128_plan),
     ):
-        # one state row per token, hence a ratio of 1
-        state_slots = compressed_slot_mapping(
-            rows["positions"],
-            rows["req_indices"],
-            states,
-            slot_mapping,
-            block_size=spec.state_block_size(kind),
-            compress_ratio=1,
-        )
+        state_slots = token_slots(tokens, states, spec.state_block_size(kind), slot_mapping)
         lens, slots = rows[f"{kind}_lens"], rows[f"{kind}_slot_mapping"]
         schedule = _schedule(spec, rows, table) if kind == "c4" else None
         plan = _metadata(spec, rows, kind, table) if plan is None else plan

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from dsv4_ops.attention.mla_spec import MlaSpec
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.attention.step import AttentionStep
+from dsv4_ops.core import pytrees
 from dsv4_ops.core.gradient import differentiated, without_derivative
 from dsv4_ops.core.layout import MlaFp8Layout
 
@@ -169,10 +170,7 @@ class MlaCache:
 
 
 _CLASSES = (LayerInputs, LayerWeights, LayerCaches, MlaInputs, MlaWeights, MlaCache)
-for _pytree_class in _CLASSES:
-    pytree.register_dataclass(
-        _pytree_class, serialized_type_name=f"dsv4_ops.{_pytree_class.__name__}"
-    )
+pytrees.register(*_CLASSES)
 
 
 _P = ParamSpec("_P")

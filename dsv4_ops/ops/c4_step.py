@@ -195,32 +195,12 @@ def insert_c4_step(
     if swa_cache is k_cache:  # of the five only these can have one shape
         rule, advice = "be another tensor than swa_cache", "Give each a cache of its own"
         raise checks.refusal(ValueError, "k_cache", rule, "the same", advice)
-    written = _insert_c4_step(
-        q,
-        kv,
-        kv_score,
-        indexer_q,
-        indexer_weights,
-        indexer_kv_score,
-        swa_cache,
-        swa_slot_mapping,
-        ape,
-        norm_weight,
-        states,
-        k_cache,
-        indexer_ape,
-        indexer_norm_weight,
-        indexer_states,
-        indexer_cache,
-        state_block_table,
-        state_slot_mapping,
-        slot_mapping,
-        positions,
-        req_indices,
-        cos_sin_cache,
-        eps=eps,
-        softmax_scale=softmax_scale,
-        **windows,
-        **blocks,
-    )
-    return C4Step(*written)
+    projected = (q, kv, kv_score, indexer_q, indexer_weights, indexer_kv_score)
+    window = (swa_cache, swa_slot_mapping)
+    compressor = (ape, norm_weight, states, k_cache)
+    of_indexer = (indexer_ape, indexer_norm_weight, indexer_states, indexer_cache)
+    slots = (state_block_table, state_slot_mapping, slot_mapping)
+    tensors = (*projected, *window, *compressor, *of_indexer, *slots)
+    settings = {"eps": eps, "softmax_scale": softmax_scale, **windows, **blocks}
+    tokens = (positions, req_indices, cos_sin_cache)
+    return C4Step(*_insert_c4_step(*tensors, *tokens, **settings))

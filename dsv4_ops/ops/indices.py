@@ -486,20 +486,17 @@ def mixed_sparse_indices(
         checks.at_least(swa_block_size, swa_block_span=swa_block_span)
     if compressed_block_span is not None:
         checks.at_least(compressed_block_size, compressed_block_span=compressed_block_span)
-    return TopkIndices(
-        *_mixed_sparse_indices(
-            decode_swa_indices,
-            decode_compressed_indices,
-            decode_compressed_lens,
-            prefill_topk_indices,
-            positions,
-            req_indices,
-            swa_block_table,
-            compressed_block_table,
-            **sizes,
-            topk=topk,
-            decode_compressed_indices_are_local=decode_compressed_indices_are_local,
-            swa_block_span=swa_block_span,
-            compressed_block_span=compressed_block_span,
-        )
+    decode = (decode_swa_indices, decode_compressed_indices, decode_compressed_lens)
+    prefill = (prefill_topk_indices, positions, req_indices)
+    found = _mixed_sparse_indices(
+        *decode,
+        *prefill,
+        swa_block_table,
+        compressed_block_table,
+        **sizes,
+        topk=topk,
+        decode_compressed_indices_are_local=decode_compressed_indices_are_local,
+        swa_block_span=swa_block_span,
+        compressed_block_span=compressed_block_span,
     )
+    return TopkIndices(*found)

@@ -8,10 +8,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from dsv4_ops.attention.metadata import token_slots
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
-from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 
 
 def storable(tokens: TokenMap, cache: CacheTensors, block_tokens: int) -> TokenMap:
@@ -22,14 +22,7 @@ def storable(tokens: TokenMap, cache: CacheTensors, block_tokens: int) -> TokenM
         cache: The cache that they are written to.
         block_tokens: Positions per block of the pool.
     """
-    slots = compressed_slot_mapping(
-        tokens.positions,
-        tokens.req_indices,
-        cache.tables.pool,
-        tokens.positions,  # every token that exists is stored
-        block_size=block_tokens,
-        compress_ratio=1,
-    )
+    slots = token_slots(tokens, cache.tables.pool, block_tokens)
     kept = (slots >= 0) & (tokens.positions < longest_request(cache))
     return TokenMap(*(torch.where(kept, values, -1) for values in tokens))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dsv4_ops.core.gradient import differentiated, without_derivative
 from dsv4_ops.integrations.transformers import quantized
-from dsv4_ops.integrations.transformers.architectures.base import ModelSpec
+from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, StepRun
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.cache_argument import cache_argument
 from dsv4_ops.integrations.transformers.modules import (
@@ -73,16 +73,8 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
             ids, embeddings = placed.take(input_ids), placed.take(inputs_embeds)
             several = bool(shape[1] > 1)  # guards a symbolic length
             schedule = "prefill" if several else "decode"
-            hidden = run_layers(
-                self,
-                spec,
-                ids,
-                embeddings,
-                placed.step,
-                cache.tensors,
-                schedule,
-                state_rings=several,
-            )
+            step = StepRun(placed.step, cache.tensors, schedule, state_rings=several)
+            hidden = run_layers(self, spec, ids, embeddings, step)
             hidden = placed.give_back(hidden, shape)
         trained = differentiated(chain((inputs_embeds,), self.parameters()))
         if trained:

@@ -18,7 +18,7 @@ import dsv4_ops.ops.draft as ops
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers import quantized
-from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, draft_of
+from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, StepRun, draft_of
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.dropped import storable, values_are_free
 from dsv4_ops.integrations.transformers.modules import check_modules
@@ -113,7 +113,7 @@ def speculative_step(
     if uniforms is not None:
         checks.tensor("uniforms", uniforms, torch.float32, "num_reqs", "2 * num_drafts + 1")
         _check_columns(op, uniforms, 2 * num_drafts + 1)
-    step, streams = _trunk(spec, model, batch, tensors, "decode")
+    given, streams = _trunk(spec, model, batch, tensors, "decode")
     logits = model.lm_head(spec.normed(model.model, streams))[0]
     drafted = batch.tokens.view(num_reqs, width)[:, 1:]
     verified = ops.verify_draft(
@@ -129,9 +129,8 @@ def speculative_step(
     drafts, probs = _draft(
         spec,
         model,
-        tensors,
         replace(batch, seq_lens=lens),
-        (step, streams, verified.tokens.flatten(), first + accepted, "decode"),
+        (given, streams, verified.tokens.flatten(), first + accepted),
         num_drafts,
         (None if uniforms is None else uniforms[:, width:], temperature, warp),
     )
@@ -185,7 +184,7 @@ def speculative_prefill(
     if uniforms is not None:
         checks.tensor("uniforms", uniforms, torch.float32, "num_reqs", "num_drafts + 1")
         _check_columns(op, uniforms, num_drafts + 1)
-    step, streams = _trunk(spec, model, batch, tensors, "prefill")
+    given, streams = _trunk(spec, model, batch, tensors, "prefill")
     last = (batch.query_start_loc[1:] - 1).clamp(0, num_tokens - 1)
     ends = streams.index_select(1, last)
     logits = model.lm_head(spec.normed(model.model, ends))[0]
@@ -210,9 +209,8 @@ def speculative_prefill(
     drafts, probs = _draft(
         spec,
         model,
-        tensors,
         batch,
-        (step, streams, behind, last, "prefill"),
+        (given, streams, behind, last),
         num_drafts,
         (None if uniforms is None else uniforms[:, 1:], temperature, warp),
     )
@@ -265,20 +263,19 @@ def _check_columns(op: str, uniforms: Tensor, columns: int) -> None:
 
 def _trunk(
     spec: ModelSpec, model: Any, batch: StepBatch, cache: CacheTensors, schedule: str
-) -> tuple[Any, Tensor]:
-    """Metadata of a step, and the streams of its tokens."""
+) -> tuple[StepRun, Tensor]:
+    """A step, and the streams of its tokens."""
     step = build_step(spec, batch, cache, schedule, model.config.vocab_size)
     ids, hidden = embedded(model.model, batch.tokens, None, step)
-    prefills = schedule == "prefill"
-    return step, spec.run_streams(model.model, hidden, ids, step, cache, schedule, prefills)
+    given = StepRun(step, cache, schedule, state_rings=schedule == "prefill")
+    return given, spec.run_streams(model.model, hidden, ids, given)
 
 
 def _draft(
     spec: ModelSpec,
     model: Any,
-    cache: CacheTensors,
     batch: StepBatch,
-    known: tuple[Any, Tensor, Tensor, Tensor, str],
+    known: tuple[StepRun, Tensor, Tensor, Tensor],
     num_drafts: int,
     sampling: tuple[Tensor | None, float, Warp | None],
 ) -> tuple[Tensor, Tensor | None]:
@@ -287,21 +284,20 @@ def _draft(
     Args:
         spec: Spec of the model.
         model: The model.
-        cache: The caches.
         batch: The step, with the length of every request before its newest token.
-        known: Metadata of the step, streams and following tokens of its tokens, the row of each
-            request's last one, and the schedule.
+        known: The step, streams and following tokens of its tokens, and the row of each request's
+            last one.
         num_drafts: Drafts of every request.
         sampling: A uniform number for every draft, or None; the temperature; and ``warp``.
 
     Returns:
         [num_reqs, num_drafts] drafts, and what they were sampled from.
     """
-    step, streams, following, last, schedule = known
+    given, streams, following, last = known
     uniforms, temperature, warp = sampling
-    streams = spec.run_draft(model, following, streams, step, cache, schedule)
+    streams = spec.run_draft(model, following, streams, given)
     streams = streams.index_select(1, last)
-    lens = batch.seq_lens
+    cache, lens = given.cache, batch.seq_lens
     drafts: list[Tensor] = []
     probs: list[Tensor] = []
     for index in range(num_drafts):
@@ -316,25 +312,13 @@ def _draft(
             probs.append(torch.softmax(logits.float() / temperature, -1))
         if index + 1 < num_drafts:
             lens = _grown(lens, 1)
-            streams = _draft_again(spec, model, cache, batch, drafts[-1], streams, lens)
+            # the draft layer on its own streams, a token of every request
+            starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=lens.device)
+            found, _ = tokens_of(StepBatch(drafts[-1], starts, lens, batch.rows), cache)
+            found = replace(found, tokens=storable(found.tokens, cache, spec.block_tokens))
+            given = StepRun(spec.build_draft_step(found, cache), cache, "decode", False)
+            streams = spec.run_draft(model, drafts[-1], streams, given)
     return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
-
-
-def _draft_again(
-    spec: ModelSpec,
-    model: Any,
-    cache: CacheTensors,
-    batch: StepBatch,
-    tokens: Tensor,
-    streams: Tensor,
-    lens: Tensor,
-) -> Tensor:
-    """Run the draft layer on its own streams, a token of every request."""
-    starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=lens.device)
-    found, _ = tokens_of(StepBatch(tokens, starts, lens, batch.rows), cache)
-    found = replace(found, tokens=storable(found.tokens, cache, spec.block_tokens))
-    step = spec.build_draft_step(found, cache)
-    return spec.run_draft(model, tokens, streams, step, cache, "decode")
 
 
 def _grown(lens: Tensor, by: Tensor | int) -> Tensor:

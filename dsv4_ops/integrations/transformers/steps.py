@@ -18,6 +18,7 @@ from dsv4_ops.integrations.transformers.architectures.base import (
     ModelSpec,
     Requests,
     Runner,
+    StepRun,
     StepTokens,
     run_part,
 )
@@ -142,8 +143,8 @@ def _run(
         cache.dropped.add_((starts[1:] - starts[:-1]).clamp(min=0).sum())
         return starts.new_zeros(num_tokens, model.config.hidden_size, dtype=spec.dtype)
     step = run("metadata", build_step, spec, batch, cache, schedule, model.config.vocab_size)
-    tokens = batch.tokens
-    return run_layers(model.model, spec, tokens, None, step, cache, schedule, state_rings, run)
+    with_step = StepRun(step, cache, schedule, state_rings, run)
+    return run_layers(model.model, spec, batch.tokens, None, with_step)
 
 
 def checked(
@@ -253,15 +254,7 @@ def tokens_of(batch: StepBatch, cache: CacheTensors) -> tuple[StepTokens, Tensor
 
 
 def run_layers(
-    body: Any,
-    spec: ModelSpec,
-    tokens: Tensor | None,
-    embeddings: Tensor | None,
-    step: Any,
-    cache: CacheTensors,
-    schedule: str,
-    state_rings: bool = True,
-    run: Runner = run_part,
+    body: Any, spec: ModelSpec, tokens: Tensor | None, embeddings: Tensor | None, given: StepRun
 ) -> Tensor:
     """Run all layers; return the final hidden states, [num_tokens, hidden_size].
 
@@ -270,14 +263,10 @@ def run_layers(
         spec: Its spec.
         tokens: Token ids, [num_tokens]; ids of padding or outside the vocabulary are read as 0.
         embeddings: [num_tokens, hidden_size], instead of those of ``tokens``.
-        step: From ``ModelSpec.build_step``.
-        cache: The caches.
-        schedule: "decode" or "prefill".
-        state_rings: As for ``attention_layer``.
-        run: What runs the parts.
+        given: The step.
     """
-    ids, hidden = embedded(body, tokens, embeddings, step)
-    return spec.run_layers(body, hidden, ids, step, cache, schedule, state_rings, run)[0]
+    ids, hidden = embedded(body, tokens, embeddings, given.step)
+    return spec.run_layers(body, hidden, ids, given)[0]
 
 
 def embedded(

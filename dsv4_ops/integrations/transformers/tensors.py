@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dsv4_ops.core import pytrees
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -113,6 +115,7 @@ class CacheTensors:
         return self.dropped.device
 
 
+_NAMESPACE = "dsv4_ops.transformers"
 _CACHE = ("tables", "rope", "layers", "dropped", "draft")
 
 
@@ -134,12 +137,9 @@ pytree.register_pytree_node(
     CacheTensors,
     _flatten,
     _unflatten,
-    serialized_type_name="dsv4_ops.transformers.CacheTensors",
+    serialized_type_name=f"{_NAMESPACE}.CacheTensors",
     to_dumpable_context=str,
     from_dumpable_context=str,
     flatten_with_keys_fn=_flatten_with_keys,
 )
-for _pytree_class in (StepBatch, CacheTables, ShardedTables, RopeTables):
-    pytree.register_dataclass(
-        _pytree_class, serialized_type_name=f"dsv4_ops.transformers.{_pytree_class.__name__}"
-    )
+pytrees.register(StepBatch, CacheTables, ShardedTables, RopeTables, namespace=_NAMESPACE)

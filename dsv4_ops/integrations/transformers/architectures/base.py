@@ -101,6 +101,33 @@ class LayerContext:
     state_rings: bool
 
 
+WITHOUT_MASKS = dict.fromkeys(("position_embeddings", "position_ids", "attention_mask"))
+"""What Hugging Face's layers take besides hidden states, and hand to an attention of theirs."""
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """What the layers of a step run with.
+
+    Attributes:
+        step: From ``ModelSpec.build_step``.
+        cache: The caches.
+        schedule: "decode" or "prefill".
+        state_rings: As for ``attention_layer``.
+        run: What runs the parts.
+    """
+
+    step: Any
+    cache: CacheTensors
+    schedule: str
+    state_rings: bool
+    run: Runner = run_part
+
+    def context(self, caches: Any, rope: Tensor) -> LayerContext:
+        """For the layer of these caches."""
+        return LayerContext(self.step, caches, rope, self.schedule, self.state_rings)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(ABC):
     """The configuration of a patched model, and how its family runs a step.
@@ -220,30 +247,10 @@ class ModelSpec(ABC):
     # The model
 
     @abstractmethod
-    def run_layers(
-        self,
-        body: Any,
-        hidden: Tensor,
-        ids: Tensor | None,
-        step: Any,
-        cache: CacheTensors,
-        schedule: str,
-        state_rings: bool,
-        run: Runner = run_part,
-    ) -> Tensor:
+    def run_layers(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
         """Run all layers on ``hidden`` [1, num_tokens, hidden_size]; return the normed states."""
 
-    def run_streams(
-        self,
-        body: Any,
-        hidden: Tensor,
-        ids: Tensor | None,
-        step: Any,
-        cache: CacheTensors,
-        schedule: str,
-        state_rings: bool,
-        run: Runner = run_part,
-    ) -> Tensor:
+    def run_streams(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
         """Run all layers; return the residual streams, which a draft layer reads."""
         raise NotImplementedError
 
@@ -281,24 +288,14 @@ class ModelSpec(ABC):
         """``build_step`` of a decode step that only the draft layer runs."""
         raise NotImplementedError
 
-    def run_draft(
-        self,
-        model: Any,
-        tokens: Tensor,
-        streams: Tensor,
-        step: Any,
-        cache: CacheTensors,
-        schedule: str,
-    ) -> Tensor:
+    def run_draft(self, model: Any, tokens: Tensor, streams: Tensor, given: StepRun) -> Tensor:
         """Run the draft layer of a model.
 
         Args:
             model: The model.
             tokens: Token behind each of the step's tokens, [num_tokens], int64; -1 if unknown.
             streams: Residual streams of the step's tokens, after the last layer or a draft.
-            step: From ``build_step``.
-            cache: The caches.
-            schedule: "decode" or "prefill".
+            given: The step; its ``run`` and ``state_rings`` are not read.
 
         Returns:
             Streams of the drafts, as ``streams``.

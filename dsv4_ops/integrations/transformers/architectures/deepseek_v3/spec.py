@@ -26,11 +26,11 @@ from dsv4_ops.core.torch_compat import statically_known_true
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.dispatch.libraries import LIBRARIES
 from dsv4_ops.integrations.transformers.architectures.base import (
+    WITHOUT_MASKS,
     LayerContext,
     ModelSpec,
-    Runner,
+    StepRun,
     StepTokens,
-    run_part,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3.rotary import (
     Rotary,
@@ -237,29 +237,17 @@ class MlaModelSpec(ModelSpec):
 
     # The model
 
-    def run_layers(
-        self,
-        body: Any,
-        hidden: Tensor,
-        ids: Tensor | None,
-        step: MlaStep,
-        cache: CacheTensors,
-        schedule: str,
-        state_rings: bool,
-        run: Runner = run_part,
-    ) -> Tensor:
+    def run_layers(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
+        cache = given.cache
         for layer, caches in zip(body.layers, cache.layers, strict=True):
-            context = LayerContext(step, caches, cache.rope.table, schedule, state_rings)
-            hidden = run(
+            hidden = given.run(
                 type(layer.mlp).__name__,
                 layer,
                 hidden,
-                dsv4_ops=context,
-                position_embeddings=None,
-                position_ids=None,
-                attention_mask=None,
+                dsv4_ops=given.context(caches, cache.rope.table),
+                **WITHOUT_MASKS,
             )
-        states: Tensor = run("norm", body.norm, hidden)
+        states: Tensor = given.run("norm", body.norm, hidden)
         return states
 
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:

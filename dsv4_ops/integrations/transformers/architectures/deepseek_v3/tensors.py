@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from dsv4_ops.core import pytrees
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,4 @@ class MlaRope:
         return self.table.shape[0]
 
 
-for _pytree_class in (MlaTables, ShardedMlaTables, MlaRope):
-    pytree.register_dataclass(
-        _pytree_class, serialized_type_name=f"dsv4_ops.transformers.{_pytree_class.__name__}"
-    )
+pytrees.register(MlaTables, ShardedMlaTables, MlaRope, namespace="dsv4_ops.transformers")

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from dsv4_ops.integrations.transformers import quantized
-from dsv4_ops.integrations.transformers.architectures.base import LayerContext, draft_of
+from dsv4_ops.integrations.transformers.architectures.base import (
+    WITHOUT_MASKS,
+    LayerContext,
+    StepRun,
+    draft_of,
+)
 from dsv4_ops.integrations.transformers.dropped import in_vocabulary
 from dsv4_ops.integrations.transformers.modules import Replacement, unwrapped
-from dsv4_ops.integrations.transformers.tensors import CacheTensors
 
 KINDS = ("window",)
 """Kinds of its layers; a model with one draft layer has one."""
@@ -124,25 +128,21 @@ def _square(linear: Any, width: int) -> Any:
     return made
 
 
-def run(
-    model: Any, tokens: Tensor, streams: Tensor, step: Any, cache: CacheTensors, schedule: str
-) -> Tensor:
+def run(model: Any, tokens: Tensor, streams: Tensor, given: StepRun) -> Tensor:
     """Run the draft layer; arguments and result are those of ``ModelSpec.run_draft``."""
-    draft, body = draft_of(model), model.model
+    draft, body, step = draft_of(model), model.model, given.step
     read = (step.positions >= 0) & in_vocabulary(tokens, body.config.vocab_size)
     embedded = body.embed_tokens(torch.where(read, tokens, 0))
     # vLLM does so: the draft of the first token goes by its streams alone
     embedded = torch.where(step.positions[:, None] > 0, embedded, 0.0)[None]
     first = draft.e_proj(draft.enorm(embedded)).unsqueeze(2)
     mixed = first + draft.h_proj(draft.hnorm(streams))
-    kind = KINDS[0]
-    context = LayerContext(step, cache.draft[0], cache.rope.of(kind), schedule, False)
+    cache, rope = given.cache.draft[0], given.cache.rope.of(KINDS[0])
+    context = LayerContext(step, cache, rope, given.schedule, state_rings=False)
     out: Tensor = draft.layers[0](
         mixed.to(streams.dtype),
         input_ids=None,
         dsv4_ops=context,
-        position_embeddings=None,
-        position_ids=None,
-        attention_mask=None,
+        **WITHOUT_MASKS,
     )
     return out

@@ -16,10 +16,9 @@ from dsv4_ops.attention import (
     StateTables,
     attention_step_of_tokens,
 )
-from dsv4_ops.attention.metadata import BlockTables
+from dsv4_ops.attention.metadata import BlockTables, token_slots
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
-from dsv4_ops.ops.slot_mapping import compressed_slot_mapping
 
 
 def ring_blocks(
@@ -81,18 +80,10 @@ def build_step(
         heads: Query heads to plan C128 layers for, or 0.
     """
     tables, window = cache.tables, cache.layers[0].swa
-    block = spec.attention.swa_block_size
     if _is_ring(window, tables.swa):
         late = tokens.positions >= ends - most_tokens(spec, cache)
         tokens = TokenMap(*(torch.where(late, values, -1) for values in tokens))
-    slots = compressed_slot_mapping(
-        tokens.positions,
-        tokens.req_indices,
-        tables.swa,
-        tokens.positions,  # every token that exists is stored
-        block_size=block,
-        compress_ratio=1,
-    )
+    slots = token_slots(tokens, tables.swa, spec.attention.swa_block_size)
     step = attention_step_of_tokens(
         spec,
         tokens,

@@ -23,12 +23,12 @@ from dsv4_ops.dispatch.choice import FLASH_MLA_HEADS
 from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
 from dsv4_ops.dispatch.providers import deep_gemm_num_sms, flash_mla_num_sm_parts
 from dsv4_ops.integrations.transformers.architectures.base import (
+    WITHOUT_MASKS,
     LayerContext,
     ModelSpec,
-    Runner,
+    StepRun,
     StepTokens,
     draft_of,
-    run_part,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import draft, joined, rings
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.attention import (
@@ -254,44 +254,22 @@ class DeepseekV4Spec(ModelSpec):
 
     # The model
 
-    def run_layers(
-        self,
-        body: Any,
-        hidden: Tensor,
-        ids: Tensor | None,
-        step: AttentionStep,
-        cache: CacheTensors,
-        schedule: str,
-        state_rings: bool,
-        run: Runner = run_part,
-    ) -> Tensor:
-        streams = self.run_streams(body, hidden, ids, step, cache, schedule, state_rings, run)
-        states: Tensor = run("norm", _normed, body, streams)
+    def run_layers(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
+        streams = self.run_streams(body, hidden, ids, given)
+        states: Tensor = given.run("norm", _normed, body, streams)
         return states
 
-    def run_streams(
-        self,
-        body: Any,
-        hidden: Tensor,
-        ids: Tensor | None,
-        step: AttentionStep,
-        cache: CacheTensors,
-        schedule: str,
-        state_rings: bool,
-        run: Runner = run_part,
-    ) -> Tensor:
+    def run_streams(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
         streams = hidden.unsqueeze(2).expand(-1, -1, body.config.hc_mult, -1).contiguous()
+        cache = given.cache
         for kind, layer, caches in zip(self.kinds, body.layers, cache.layers, strict=True):
-            context = LayerContext(step, caches, cache.rope.of(kind), schedule, state_rings)
-            streams = run(
+            streams = given.run(
                 f"{kind}_{type(layer.mlp.gate).__name__}",
                 layer,
                 streams,
                 input_ids=ids,
-                dsv4_ops=context,
-                position_embeddings=None,
-                position_ids=None,
-                attention_mask=None,
+                dsv4_ops=given.context(caches, cache.rope.of(kind)),
+                **WITHOUT_MASKS,
             )
         return streams
 
@@ -319,16 +297,8 @@ class DeepseekV4Spec(ModelSpec):
         cache = replace(cache, layers=cache.draft)
         return rings.build_step(layers, step.tokens, step.ends, cache, 0)
 
-    def run_draft(
-        self,
-        model: Any,
-        tokens: Tensor,
-        streams: Tensor,
-        step: AttentionStep,
-        cache: CacheTensors,
-        schedule: str,
-    ) -> Tensor:
-        return draft.run(model, tokens, streams, step, cache, schedule)
+    def run_draft(self, model: Any, tokens: Tensor, streams: Tensor, given: StepRun) -> Tensor:
+        return draft.run(model, tokens, streams, given)
 
     def draft_hidden(self, model: Any, streams: Tensor) -> Tensor:
         states: Tensor = _normed(draft_of(model), streams)
