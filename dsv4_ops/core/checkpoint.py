@@ -411,11 +411,8 @@ def draft_tensors(path: Path | str, *, op: str = OP) -> dict[str, StoredTensor]:
         _check_tensor(name, info, _require(stored, name, info, op=op).info, op=op)
     unknown = [name for name in stored if name not in wanted]
     if unknown:
-        rule, advice = (
-            "hold no tensor that a draft layer has no place for",
-            "It is of another model",
-        )
-        raise refusal(ValueError, op, "path", rule, min(unknown), advice)
+        rule = "hold no tensor that a draft layer has no place for"
+        raise refusal(ValueError, op, "path", rule, min(unknown), "It is of another model")
     return {name.removeprefix("mtp.0."): stored[name] for name in wanted}
 
 

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.torch_compat import statically_known_true
 from dsv4_ops.core.types import INT32_MAX
 
@@ -16,22 +17,15 @@ def at_least(op: str, minimum: int, *, most: int = INT32_MAX, **values: int) -> 
     """Every value is an int of at least ``minimum`` and at most ``most``."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-            raise TypeError(
-                f"{op}: {name} must be an int, got {type(value).__name__}. "
-                "Pass a Python int that is known on the host, never a tensor."
-            )
+            advice = "Pass a Python int that is known on the host, never a tensor"
+            raise refusal(TypeError, op, name, "be an int", type(value).__name__, advice)
         if value < minimum:
-            raise ValueError(
-                f"{op}: {name} must be at least {known(minimum)}, got {known(value)}. "
-                f"Pass {known(minimum)} or more."
-            )
+            rule, advice = f"be at least {known(minimum)}", f"Pass {known(minimum)} or more"
+            raise refusal(ValueError, op, name, rule, known(value), advice)
         if _known_above(value, most):
-            kind = (
-                "Indices are int32, so that larger ones address nothing"
-                if most == INT32_MAX
-                else "Numbers are int64"
-            )
-            raise ValueError(f"{op}: {name} must be at most {most}, got {known(value)}. {kind}.")
+            of_indices = "Indices are int32, so that larger ones address nothing"
+            advice = of_indices if most == INT32_MAX else "Numbers are int64"
+            raise refusal(ValueError, op, name, f"be at most {most}", known(value), advice)
 
 
 def _known_above(value: int, most: int) -> bool:
@@ -47,19 +41,15 @@ def above(op: str, limit: int, **values: float) -> None:
     for name, value in values.items():
         is_float(op, name, value)
         if not limit < value < math.inf:
-            raise ValueError(
-                f"{op}: {name} must be above {limit} and finite, got {float(value)}. "
-                f"Pass a number above {limit}."
-            )
+            rule, advice = f"be above {limit} and finite", f"Pass a number above {limit}"
+            raise refusal(ValueError, op, name, rule, float(value), advice)
 
 
 def is_float(op: str, name: str, value: float) -> None:
     """``value`` is a float, or an int to be taken for one."""
     if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat)):
-        raise TypeError(
-            f"{op}: {name} must be a float, got {type(value).__name__}. "
-            "Pass a Python float that is known on the host, never a tensor."
-        )
+        advice = "Pass a Python float that is known on the host, never a tensor"
+        raise refusal(TypeError, op, name, "be a float", type(value).__name__, advice)
 
 
 def held(op: str, name: str, value: float, owner: str, dtype: torch.dtype) -> None:
@@ -72,10 +62,8 @@ def held(op: str, name: str, value: float, owner: str, dtype: torch.dtype) -> No
     else:
         low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     if not (low <= value <= high and value % 1 == 0):
-        raise ValueError(
-            f"{op}: {name} must be a whole number in {low}..{high} for {owner} of {dtype}, got "
-            f"{float(value)}. Pass one that {owner} can hold."
-        )
+        rule = f"be a whole number in {low}..{high} for {owner} of {dtype}"
+        raise refusal(ValueError, op, name, rule, float(value), f"Pass one that {owner} can hold")
 
 
 def known(value: int) -> int:

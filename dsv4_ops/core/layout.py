@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.ints import at_least, known
+from dsv4_ops.core.refusal import refusal
 
 PAGE_ALIGNMENT = 576
 """Bytes that a page of the FP8 and state layouts is a multiple of."""
@@ -218,11 +219,9 @@ class PlainLayout(Layout):
         super().__post_init__()
         at_least("PlainLayout", 1, width=self.width)
         if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise TypeError(
-                "PlainLayout: dtype must be torch.bfloat16, torch.float16 or torch.float32, got "
-                f"{self.dtype}. "
-                "Pass the dtype of the rows."
-            )
+            rule = "be torch.bfloat16, torch.float16 or torch.float32"
+            advice = "Pass the dtype of the rows"
+            raise refusal(TypeError, "PlainLayout", "dtype", rule, self.dtype, advice)
 
     @property
     def data_bytes(self) -> int:
@@ -279,10 +278,9 @@ class MlaFp8Layout(MlaLayout):
         super().__post_init__()
         at_least("MlaFp8Layout", CACHE_ALIGNMENT, width=self.width)
         if self.width % CACHE_ALIGNMENT != 0:
-            raise ValueError(
-                f"MlaFp8Layout: width must be a multiple of {CACHE_ALIGNMENT}, got "
-                f"{known(self.width)}. Pad kv_lora_rank or qk_rope_head_dim."
-            )
+            rule = f"be a multiple of {CACHE_ALIGNMENT}"
+            advice = "Pad kv_lora_rank or qk_rope_head_dim"
+            raise refusal(ValueError, "MlaFp8Layout", "width", rule, known(self.width), advice)
 
     @property
     def data_bytes(self) -> int:

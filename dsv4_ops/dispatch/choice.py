@@ -103,13 +103,11 @@ def check_impl(
     there is asked when the op runs or is compiled."""
     allowed = (AUTO, *providers)
     if not isinstance(impl, str):
-        raise refusal(
-            TypeError, op, "impl", "be a str", type(impl).__name__, f"Pass {_either(allowed)}"
-        )
+        found, advice = type(impl).__name__, f"Pass {_either(allowed)}"
+        raise refusal(TypeError, op, "impl", "be a str", found, advice)
     if impl not in allowed:
-        raise refusal(
-            ValueError, op, "impl", f"be {_either(allowed)}", repr(impl), "Pass one of these"
-        )
+        rule, advice = f"be {_either(allowed)}", "Pass one of these"
+        raise refusal(ValueError, op, "impl", rule, repr(impl), advice)
     check_device(op, impl, device)
     check_limit(op, providers, impl, values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from dsv4_ops.core.types import IndexerKeys, IndexerQuery
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.twins import define_twin
-
-_SOURCE = "vLLM 0.33, the store of its indexer compressor; values that it leaves open decided here"
+from dsv4_ops.ops.kv_cache import check_insert
 
 _quantize_and_insert_indexer_k = define_op(
     "indexer",
@@ -25,7 +25,8 @@ _quantize_and_insert_indexer_k = define_op(
     "*, int block_size, str layout) -> ()",
     lowering=KERNEL_ON_CUDA,
     dynamic=("num_tokens", "num_blocks"),
-    source=_SOURCE,
+    source="vLLM 0.33, the store of its indexer compressor; values that it leaves open decided "
+    "here",
 )
 
 
@@ -84,17 +85,7 @@ def quantize_and_insert_indexer_k(
     _quantize_and_insert_indexer_k(k, k_cache, slot_mapping, block_size=block_size, layout=layout)
 
 
-def _check_insert(
-    op: str, k: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int, layout: str
-) -> None:
-    checks = Checks(op)
-    checks.at_least(1, block_size=block_size)
-    checks.one_of("layout", layout, IndexerLayout.tag)
-    checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
-    checks.tensor("k", k, torch.bfloat16, "num_rows", IndexerLayout.head_dim)
-    checks.rows_for_tokens("k", k)
-    checks.pages("k_cache", k_cache, IndexerLayout(block_size))
-
+_check_insert = functools.partial(check_insert, kind=IndexerLayout)
 
 quantize_and_insert_indexer_k_functional = define_twin(
     quantize_and_insert_indexer_k,

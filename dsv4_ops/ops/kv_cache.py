@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.layout import MainLayout, PlainLayout
+from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.twins import define_twin
-
-_SOURCE = "vLLM 0.33 quantize_and_insert_k_cache; values that it leaves open are decided here"
 
 _quantize_and_insert_k_cache = define_op(
     "kv_cache",
@@ -21,7 +19,7 @@ _quantize_and_insert_k_cache = define_op(
     "*, int block_size, str layout) -> ()",
     lowering=KERNEL_ON_CUDA,
     dynamic=("num_tokens", "num_blocks"),
-    source=_SOURCE,
+    source="vLLM 0.33 quantize_and_insert_k_cache; values that it leaves open are decided here",
 )
 
 
@@ -82,26 +80,33 @@ def quantize_and_insert_k_cache(
         >>> k_cache.view(-1)[layout.scale_offset(130) :][:8].tolist()
         [120, 105, 105, 105, 105, 105, 105, 0]
     """
-    _check_insert("quantize_and_insert_k_cache", k, k_cache, slot_mapping, block_size, layout)
+    check_insert("quantize_and_insert_k_cache", k, k_cache, slot_mapping, block_size, layout)
     _quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size=block_size, layout=layout)
 
 
-def _check_insert(
-    op: str, k: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int, layout: str
+def check_insert(
+    op: str,
+    k: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    block_size: int,
+    layout: str,
+    kind: type[MainLayout | IndexerLayout] = MainLayout,
 ) -> None:
+    """Check an insert of quantised keys into a cache of the layout ``kind``."""
     checks = Checks(op)
     checks.at_least(1, block_size=block_size)
-    checks.one_of("layout", layout, MainLayout.tag)
+    checks.one_of("layout", layout, kind.tag)
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
-    checks.tensor("k", k, torch.bfloat16, "num_rows", MainLayout.head_dim)
+    checks.tensor("k", k, torch.bfloat16, "num_rows", kind.head_dim)
     checks.rows_for_tokens("k", k)
-    checks.pages("k_cache", k_cache, MainLayout(block_size))
+    checks.pages("k_cache", k_cache, kind(block_size))
 
 
 quantize_and_insert_k_cache_functional = define_twin(
     quantize_and_insert_k_cache,
     Tensor,
-    check=_check_insert,
+    check=check_insert,
     example="""
         >>> import torch, dsv4_ops
         >>> from dsv4_ops.core.layout import MainLayout
@@ -284,14 +289,12 @@ def _check_requests(
     checks.request_limit()
 
 
-_plain_cache_SOURCE = "vLLM 0.33 plain rows of its full-cache inserts"
-
 _insert_k_cache = define_op(
     "kv_cache",
     "insert_k_cache(Tensor k, Tensor(a!) k_cache, Tensor slot_mapping) -> ()",
     lowering=KERNEL_ON_CUDA,
     dynamic=("num_tokens", "num_blocks"),
-    source=_plain_cache_SOURCE,
+    source="vLLM 0.33 plain rows of its full-cache inserts",
 )
 
 

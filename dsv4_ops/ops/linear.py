@@ -99,9 +99,8 @@ def quantize_rows(
     checks.at_least(1, block=block)
     checks.one_of("scale", scale, *_SCALES, belongs_to="the recipe has")
     checks.above(0, min_amax=min_amax)
-    checks.one_of(
-        "scale_layout", scale_layout, *_SCALE_LAYOUTS, belongs_to="the matrix product takes"
-    )
+    belongs_to = "the matrix product takes"
+    checks.one_of("scale_layout", scale_layout, *_SCALE_LAYOUTS, belongs_to=belongs_to)
     checks.tensor("x", x, torch.bfloat16, "num_tokens", "in_features")
     checks.divides("block", block, "in_features", int(x.shape[1]))
     return QuantizedRows(

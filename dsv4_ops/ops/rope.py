@@ -18,7 +18,6 @@ from dsv4_ops.reference import rope as reference
 
 ROPE_DIM = MainLayout.head_dim - MainLayout.code_dim
 """Values of a key that are rotated."""
-"""Rotated values of a key."""
 
 _SCALE_LAYOUTS = ("row", "column_padded", "ue8m0_packed")
 
@@ -252,15 +251,12 @@ def inverse_rope_group_quantize(
         (384.0, [0.0078125, 0.0, 0.0, 0.0])
     """
     checks = Checks("inverse_rope_group_quantize")
-    checks.one_of(
-        "scale_layout", scale_layout, *_SCALE_LAYOUTS, belongs_to="the matrix product takes"
-    )
+    belongs_to = "the matrix product takes"
+    checks.one_of("scale_layout", scale_layout, *_SCALE_LAYOUTS, belongs_to=belongs_to)
     _check_groups(checks, o, positions, cos_sin_cache, MainLayout.head_dim, num_groups)
-    return QuantizedGroups(
-        *_inverse_rope_group_quantize(
-            o, positions, cos_sin_cache, num_groups=num_groups, scale_layout=scale_layout
-        )
-    )
+    settings: dict[str, Any] = {"num_groups": num_groups, "scale_layout": scale_layout}
+    groups = _inverse_rope_group_quantize(o, positions, cos_sin_cache, **settings)
+    return QuantizedGroups(*groups)
 
 
 def _check_groups(
@@ -278,17 +274,14 @@ def _check_groups(
     checks.even("cos_sin_cache", cos_sin_cache, "dim", o.shape[2])
 
 
-_qnorm_DIMENSIONS = ("num_tokens", "num_positions", "num_heads", "num_slots", "num_blocks")
-_SOURCE = "vLLM 0.33 fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, with bounds"
-
 _qnorm_rope_kv_insert = define_op(
     "rope",
     "qnorm_rope_kv_insert(Tensor q, Tensor kv, Tensor(a!) k_cache, Tensor slot_mapping, "
     "Tensor positions, Tensor cos_sin_cache, *, float eps, int block_size, str layout) "
     "-> Tensor",
     lowering=KERNEL_ON_CUDA,
-    dynamic=_qnorm_DIMENSIONS,
-    source=_SOURCE,
+    dynamic=(*_DIMENSIONS, "num_heads", "num_slots", "num_blocks"),
+    source="vLLM 0.33 fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert, with bounds",
 )
 
 

@@ -25,8 +25,7 @@ def _define(name: str, schema: str, function: Any) -> OpOverload:
     _library.define(f"{name}{schema}", tags=(torch.Tag.nondeterministic_seeded,))
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", function, lib=_library)
-    overload: OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    return overload
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 @functools.cache

@@ -29,8 +29,7 @@ def storable(tokens: TokenMap, cache: CacheTensors, block_tokens: int) -> TokenM
 
 def longest_request(cache: CacheTensors) -> int:
     """``max_cache_len`` of the cache."""
-    longest: int = cache.rope.num_positions
-    return longest
+    return cache.rope.num_positions
 
 
 def count_dropped(cache: CacheTensors, wanted: Tensor, stored: Tensor) -> None:

@@ -126,8 +126,7 @@ def of_layers(model: Any, spec: ModelSpec) -> Iterator[tuple[Any, str, Maker]]:
 def _logits_forward(before: Forward) -> Forward:
     def forward(self: Any, hidden: Tensor) -> Tensor:
         if not has_plain_weight(self):
-            found: Tensor = before(self, hidden)
-            return found
+            return before(self, hidden)
         return linear_float32(hidden, self.weight)
 
     return forward
@@ -140,5 +139,4 @@ def _norm_forward(_: Forward) -> Forward:
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
     values = hidden_states.float()
     scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + self.variance_epsilon)
-    normed: Tensor = (values * scale * self.weight.float()).to(hidden_states.dtype)
-    return normed
+    return (values * scale * self.weight.float()).to(hidden_states.dtype)

@@ -191,8 +191,7 @@ def local(weight: Any, split: bool | None = None) -> Tensor:
     Dynamo does not see whether it is: ``split`` says so in a step.
     """
     split = hasattr(weight, "to_local") if split is None else split
-    part: Tensor = weight.to_local() if split else weight
-    return part
+    return weight.to_local() if split else weight
 
 
 HeadPart = tuple[str, Any, int, int]
@@ -237,9 +236,8 @@ def heads_are_split(
 def check_skipped(op: str, spec: ModelSpec, name: str, attention: Any) -> None:
     """Raise if a module of an attention layer that steps do not call was changed."""
     for part, module in spec.skipped_modules(attention):
-        split = spec.shards_heads and hasattr(
-            module, "weight"
-        )  # then Hugging Face replaced forward
+        # of a split module Hugging Face replaced forward
+        split = spec.shards_heads and hasattr(module, "weight")
         found = None if split else _change(module)
         if found:
             raise _changed(op, f"{name}.{part}", found)
@@ -258,9 +256,8 @@ def check_placement(op: str, model: Any) -> None:
                 raise refusal(NotImplementedError, op, name, rule, others[0], advice)
     devices = sorted({str(weight.device) for weight in model.parameters()})
     if len(devices) > 1:
-        raise refusal(
-            NotImplementedError, op, "model", "be on one device", ", ".join(devices), _ONE_DEVICE
-        )
+        rule, found = "be on one device", ", ".join(devices)
+        raise refusal(NotImplementedError, op, "model", rule, found, _ONE_DEVICE)
 
 
 def _check_hook(op: str, name: str, module: Any) -> None:

@@ -379,8 +379,7 @@ def loaded(kept: bytes, names: Mapping[str, Any]) -> Callable[..., Any] | None:
     except Exception as error:  # as above: versions, libraries and files that differ
         _log.info("a part is not loaded: %s", error)
         return None
-    function: Callable[..., Any] = made
-    return function
+    return made
 
 
 @functools.cache

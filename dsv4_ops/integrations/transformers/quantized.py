@@ -95,8 +95,7 @@ def _weights(module: Any) -> tuple[str, ...]:
 
 
 def _scale(module: Any, weight: str) -> Tensor:
-    scale: Tensor = module._parameters[f"{weight}_scale_inv"]
-    return scale
+    return module._parameters[f"{weight}_scale_inv"]
 
 
 def _buffer(weight: str) -> str:

@@ -86,8 +86,7 @@ def decode(
 ) -> Tensor:
     """``decode_step`` in parts."""
     hidden = _run("decode_step", model, batch, cache, "decode", state_rings, run)
-    logits: Tensor = run("head", model.lm_head, hidden)
-    return logits
+    return run("head", model.lm_head, hidden)
 
 
 @torch.no_grad()
@@ -123,8 +122,7 @@ def prefill(
     else:
         last = (batch.query_start_loc[1:] - 1).clamp(0, hidden.shape[0] - 1)
         last_hidden = hidden.index_select(0, last)
-    logits: Tensor = run("head", model.lm_head, last_hidden)
-    return logits
+    return run("head", model.lm_head, last_hidden)
 
 
 def _run(

@@ -106,8 +106,7 @@ class CacheTensors:
     @property
     def num_rows(self) -> int:
         """``max_batch_size`` of the cache."""
-        rows: int = self.tables.pool.shape[0]
-        return rows
+        return self.tables.pool.shape[0]
 
     @property
     def device(self) -> torch.device:

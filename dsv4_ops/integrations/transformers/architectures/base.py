@@ -26,9 +26,8 @@ def require_transformers(op: str) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise refusal(
-            ImportError, op, "transformers", "be installed", "no such module", advice
-        ) from error
+        rule, found = "be installed", "no such module"
+        raise refusal(ImportError, op, "transformers", rule, found, advice) from error
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version < _OLDEST:
         rule = "be " + ".".join(map(str, _OLDEST)) + " or newer"
@@ -102,7 +101,7 @@ class LayerContext:
 
 
 WITHOUT_MASKS = dict.fromkeys(("position_embeddings", "position_ids", "attention_mask"))
-"""What Hugging Face's layers take besides hidden states, and hand to an attention of theirs."""
+"""What layers take for the attention of Hugging Face, which steps do not run."""
 
 
 @dataclass(frozen=True)

@@ -229,8 +229,7 @@ class MlaModelSpec(ModelSpec):
         )
 
     def most_tokens(self, cache: CacheTensors) -> int:
-        longest: int = cache.tables.blocks.shape[1] * self.block_tokens
-        return longest
+        return cache.tables.blocks.shape[1] * self.block_tokens
 
     def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
         return torch.ones_like(first, dtype=torch.bool)  # nothing is overwritten
@@ -247,8 +246,7 @@ class MlaModelSpec(ModelSpec):
                 dsv4_ops=given.context(caches, cache.rope.table),
                 **WITHOUT_MASKS,
             )
-        states: Tensor = given.run("norm", body.norm, hidden)
-        return states
+        return given.run("norm", body.norm, hidden)
 
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
         spec, x = self.layers, hidden.flatten(0, 1)

@@ -108,8 +108,7 @@ def _project(layer: Any, x: Tensor, float32: bool) -> Tensor:
     """Project ``x``; a replaced or wrapped layer keeps its own precision."""
     if float32 and is_linear(layer):
         return linear_float32(x, layer.weight)
-    out: Tensor = layer(x.to(layer.weight.dtype) if type(layer) is torch.nn.Linear else x)
-    return out
+    return layer(x.to(layer.weight.dtype) if type(layer) is torch.nn.Linear else x)
 
 
 def head_weights(indexer: Any) -> Any:

@@ -139,10 +139,9 @@ def run(model: Any, tokens: Tensor, streams: Tensor, given: StepRun) -> Tensor:
     mixed = first + draft.h_proj(draft.hnorm(streams))
     cache, rope = given.cache.draft[0], given.cache.rope.of(KINDS[0])
     context = LayerContext(step, cache, rope, given.schedule, state_rings=False)
-    out: Tensor = draft.layers[0](
+    return draft.layers[0](
         mixed.to(streams.dtype),
         input_ids=None,
         dsv4_ops=context,
         **WITHOUT_MASKS,
     )
-    return out

@@ -113,8 +113,7 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
         and gate.weight.dtype == torch.bfloat16
     )
     if not ours:
-        found: Tensor = block(x, input_ids=input_ids)
-        return found
+        return block(x, input_ids=input_ids)
     rows = x.flatten(0, 1)
     settings = {"top_k": gate.top_k, "scale": float(gate.routed_scaling_factor)}
     if block.is_hash:
@@ -132,7 +131,7 @@ def _is_fused(layer: Any, streams: Tensor, context: Any) -> bool:
     if context is None or streams.device.type not in FUSED_ON:
         return False
     pairs = (layer.attn_hc, layer.input_layernorm), (layer.ffn_hc, layer.post_attention_layernorm)
-    fits: bool = streams.dtype == torch.bfloat16 and all(
+    return streams.dtype == torch.bfloat16 and all(
         is_unchanged(connection)
         and is_unchanged(norm)
         and connection.hc_mult <= MAX_STREAMS
@@ -140,7 +139,6 @@ def _is_fused(layer: Any, streams: Tensor, context: Any) -> bool:
         and connection.input_norm.eps == norm.variance_epsilon
         for connection, norm in pairs
     )
-    return fits
 
 
 def _connection(connection: Any, norm: Any, streams: Tensor, *block: Tensor) -> HyperConnection:
@@ -204,8 +202,7 @@ def _shared_experts_forward(recipe: Recipe, _: Forward) -> Forward:
             out = self.act_fn(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
         else:
             out = _swiglu(self, gate, up, limit)
-        projected: Tensor = self.down_proj(out)
-        return projected
+        return self.down_proj(out)
 
     return forward
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,97 +18,113 @@ from dsv4_ops.attention import (
 )
 from dsv4_ops.attention.metadata import BlockTables, token_slots
 from dsv4_ops.core.types import TokenMap
+from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, StepTokens
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
 
 
-def ring_blocks(
-    layers: LayerSpec, max_cache_len: int, max_chunk: int, next_n: int
-) -> dict[str, int]:
-    """Blocks per row of the rings of window keys and compressor states.
+@dataclass(frozen=True, kw_only=True)
+class RingSpec(ModelSpec):
+    """A family with such caches.
 
-    A chunk is stored before its first token reads its window, so the window ring holds both. States
-    are read before the step overwrites them, and only a step's last states are stored.
+    Attributes:
+        layers: Spec of the attention layers, which the cache follows.
     """
-    attention = layers.attention
-    spans = {
-        "swa": (max_chunk + attention.window_size - 1, attention.swa_block_size),
-        "c4_states": (kept_states(layers, "c4", next_n), layers.c4_state_block_size),
-        "c128_states": (kept_states(layers, "c128", next_n), layers.c128_state_block_size),
-    }
-    # an unaligned span touches one more block than it fills
-    return {
-        name: min((span - 1) // block + 2, -(-max_cache_len // block))
-        for name, (span, block) in spans.items()
-    }
 
+    layers: LayerSpec
 
-def kept_states(layers: LayerSpec, kind: str, next_n: int) -> int:
-    """Trailing positions of a request whose states later steps may read."""
-    windows = 2 if kind == "c4" else 1
-    return windows * layers.ratio(kind) + next_n - 1
+    def rings(self, max_cache_len: int, max_chunk: int, next_n: int) -> dict[str, int]:
+        """Blocks per row of the rings of window keys and compressor states.
 
+        A chunk is stored before its first token reads its window, so the window ring holds both.
+        States are read before the step overwrites them, and only a step's last states are stored.
+        """
+        layers, attention = self.layers, self.layers.attention
+        spans = {"swa": (max_chunk + attention.window_size - 1, attention.swa_block_size)}
+        for kind in ("c4", "c128"):
+            kept = self._kept_states(kind, next_n)
+            spans[f"{kind}_states"] = (kept, layers.state_block_size(kind))
+        # an unaligned span touches one more block than it fills
+        return {
+            name: min((span - 1) // block + 2, -(-max_cache_len // block))
+            for name, (span, block) in spans.items()
+        }
 
-def holds_states(layers: LayerSpec, cache: CacheTensors, next_n: int) -> bool:
-    """Whether the rings keep the states that steps of ``next_n`` tokens may go back to."""
-    for layer in cache.layers:
-        kind = kind_of(layer)
-        if layer.states is not None:
-            table, block = getattr(cache.tables, f"{kind}_states"), layers.state_block_size(kind)
-            kept = kept_states(layers, kind, next_n)
-            if _is_ring(layer.states, table) and _ring(layer.states, table, block) < kept:
-                return False
-    return True
+    def _kept_states(self, kind: str, next_n: int) -> int:
+        """Trailing positions of a request whose states later steps may read."""
+        windows = 2 if kind == "c4" else 1
+        return windows * self.layers.ratio(kind) + next_n - 1
 
+    def holds_states(self, cache: CacheTensors, next_n: int) -> bool:
+        for layer in cache.layers:
+            kind = self.kind_of(layer)
+            if layer.states is not None:
+                table = getattr(cache.tables, f"{kind}_states")
+                block, kept = self.layers.state_block_size(kind), self._kept_states(kind, next_n)
+                if _is_ring(layer.states, table) and _ring(layer.states, table, block) < kept:
+                    return False
+        return True
 
-def kind_of(caches: LayerCaches) -> str:
-    """Kind of the layer that caches are for."""
-    if caches.compressed is None:
-        return "window"
-    return "c128" if caches.indexer is None else "c4"
+    def kind_of(self, caches: LayerCaches) -> str:
+        if caches.compressed is None:
+            return "window"
+        return "c128" if caches.indexer is None else "c4"
 
+    def build_ring_step(
+        self, spec: LayerSpec, step: StepTokens, cache: CacheTensors, heads: int
+    ) -> AttentionStep:
+        """Build the step metadata for caches whose window and states are rings.
 
-def build_step(
-    spec: LayerSpec, tokens: TokenMap, ends: Tensor, cache: CacheTensors, heads: int
-) -> AttentionStep:
-    """Build the step metadata for caches whose window and states are rings.
+        Args:
+            spec: From ``DeepseekV4Spec.layers_for``.
+            step: Its tokens, from ``storable``.
+            cache: The caches and their tables.
+            heads: Query heads to plan C128 layers for, or 0.
+        """
+        tables, tokens, ends = cache.tables, step.tokens, step.ends
+        if _is_ring(cache.layers[0].swa, tables.swa):
+            late = tokens.positions >= ends - self.most_tokens(cache)
+            tokens = TokenMap(*(torch.where(late, values, -1) for values in tokens))
+        built = attention_step_of_tokens(
+            spec,
+            tokens,
+            token_slots(tokens, tables.swa, spec.attention.swa_block_size),
+            BlockTables(swa=tables.swa, c4=tables.compressed, c128=tables.compressed),
+            StateTables(c4=tables.c4_states, c128=tables.c128_states),
+            plan_heads=heads,
+            cp_rank=None if spec.ranks is None else tables.cp_rank,
+        )
+        groups = {kind: getattr(built, kind) for kind in ("c4", "c128")}
+        for layer in cache.layers:
+            kind = self.kind_of(layer)
+            if layer.states is not None:
+                block = spec.state_block_size(kind)
+                groups[kind] = _last_states(getattr(built, kind), tokens, ends, layer.states, block)
+        return replace(built, **groups)
 
-    Args:
-        spec: From ``DeepseekV4Spec.layers_for``.
-        tokens: Cache row and position of every token, from ``storable``.
-        ends: Length of every token's request after the step.
-        cache: The caches and their tables.
-        heads: Query heads to plan C128 layers for, or 0.
-    """
-    tables, window = cache.tables, cache.layers[0].swa
-    if _is_ring(window, tables.swa):
-        late = tokens.positions >= ends - most_tokens(spec, cache)
-        tokens = TokenMap(*(torch.where(late, values, -1) for values in tokens))
-    slots = token_slots(tokens, tables.swa, spec.attention.swa_block_size)
-    step = attention_step_of_tokens(
-        spec,
-        tokens,
-        slots,
-        BlockTables(swa=tables.swa, c4=tables.compressed, c128=tables.compressed),
-        StateTables(c4=tables.c4_states, c128=tables.c128_states),
-        plan_heads=heads,
-        cp_rank=None if spec.ranks is None else tables.cp_rank,
-    )
-    groups = {kind: getattr(step, kind) for kind in ("c4", "c128")}
-    for layer in cache.layers:
-        kind = kind_of(layer)
-        if layer.states is not None:
-            block = spec.state_block_size(kind)
-            groups[kind] = _last_states(getattr(step, kind), tokens, ends, layer.states, block)
-    return replace(step, **groups)
+    def most_tokens(self, cache: CacheTensors) -> int:
+        """``max_chunk``, rounded up to the ring's blocks."""
+        attention, window, table = self.layers.attention, cache.layers[0].swa, cache.tables.swa
+        if not _is_ring(window, table):
+            return table.shape[1] * attention.swa_block_size
+        return _ring(window, table, attention.swa_block_size) - attention.window_size + 1
 
-
-def most_tokens(spec: LayerSpec, cache: CacheTensors) -> int:
-    """Maximum tokens of a request in one step: ``max_chunk``, rounded up to the ring's blocks."""
-    window, table, block = cache.layers[0].swa, cache.tables.swa, spec.attention.swa_block_size
-    if not _is_ring(window, table):
-        longest: int = table.shape[1] * block
-        return longest
-    return _ring(window, table, block) - spec.attention.window_size + 1
+    def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
+        batch, layers, attention = first.shape[0], self.layers, self.layers.attention
+        before = cache.seq_lens[:batch, None].to(torch.int64)
+        end = torch.maximum(cache.written[:batch, None].to(torch.int64), before)
+        needed = {"swa": (first - attention.window_size + 1, attention.swa_block_size)}
+        for kind, windows in (("c4", 2), ("c128", 1)):
+            if kind in self.kinds:
+                ratio = layers.ratio(kind)
+                begin = (first // ratio - windows + 1) * ratio
+                needed[f"{kind}_states"] = (begin, layers.state_block_size(kind))
+        there = torch.ones_like(first, dtype=torch.bool)
+        for name, (begin, block) in needed.items():
+            ring, blocks = cache.rings[name], getattr(cache.tensors.tables, name).shape[1]
+            if ring < blocks:  # an unaligned span fills one block less than the ring has
+                begin = begin.clamp(min=0)
+                there = there & ((begin >= end - (ring - 1) * block) | (begin >= first))
+        return there
 
 
 def _last_states(
@@ -129,30 +145,3 @@ def _is_ring(blocks: Tensor, table: Tensor) -> bool:
 def _ring(blocks: Tensor, table: Tensor, block: int) -> int:
     """Positions that a ring holds at any alignment."""
     return (blocks.shape[0] // table.shape[0] - 1) * block
-
-
-def can_go_back(layers: LayerSpec, kinds: tuple[str, ...], first: Tensor, cache: Any) -> Tensor:
-    """Whether keys and states that a token at ``first`` reads are still in their rings.
-
-    Args:
-        layers: Spec of the layers.
-        kinds: Kind of every layer.
-        first: Positions before the rows' ends, [batch, 1].
-        cache: A ``PagedCache``.
-    """
-    batch, attention = first.shape[0], layers.attention
-    before = cache.seq_lens[:batch, None].to(torch.int64)
-    end = torch.maximum(cache.written[:batch, None].to(torch.int64), before)
-    needed = {"swa": (first - attention.window_size + 1, attention.swa_block_size)}
-    for kind, windows in (("c4", 2), ("c128", 1)):
-        if kind in kinds:
-            ratio = layers.ratio(kind)
-            begin = (first // ratio - windows + 1) * ratio
-            needed[f"{kind}_states"] = (begin, layers.state_block_size(kind))
-    there = torch.ones_like(first, dtype=torch.bool)
-    for name, (begin, block) in needed.items():
-        ring, blocks = cache.rings[name], getattr(cache.tensors.tables, name).shape[1]
-        if ring < blocks:  # an unaligned span fills one block less than the ring has
-            begin = begin.clamp(min=0)
-            there = there & ((begin >= end - (ring - 1) * block) | (begin >= first))
-    return there

@@ -25,12 +25,11 @@ from dsv4_ops.dispatch.providers import deep_gemm_num_sms, flash_mla_num_sm_part
 from dsv4_ops.integrations.transformers.architectures.base import (
     WITHOUT_MASKS,
     LayerContext,
-    ModelSpec,
     StepRun,
     StepTokens,
     draft_of,
 )
-from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import draft, joined, rings
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import draft, joined
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.attention import (
     KIND_OF_TYPE,
     attention,
@@ -39,6 +38,7 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v4.attention impo
     skipped_modules,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.forwards import replacements
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4.rings import RingSpec
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.rotary import (
     check_frequencies,
     check_rope,
@@ -60,17 +60,15 @@ _DTYPE_OF_KV = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.flo
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV4Spec(ModelSpec):
+class DeepseekV4Spec(RingSpec):
     """The configuration of a patched ``DeepseekV4ForCausalLM``.
 
     Attributes:
-        layers: Spec of the attention layers, which the cache follows.
         step_layers: ``layers`` with the ``batch_invariant`` and ``impl`` of ``patch``.
         num_heads: Query heads.
         plan_heads: ``plan_heads`` of decode steps; 0 for no plan.
     """
 
-    layers: LayerSpec
     step_layers: LayerSpec
     num_heads: int
     plan_heads: int
@@ -181,9 +179,6 @@ class DeepseekV4Spec(ModelSpec):
 
     # The cache
 
-    def rings(self, max_cache_len: int, max_chunk: int, next_n: int) -> dict[str, int]:
-        return rings.ring_blocks(self.layers, max_cache_len, max_chunk, next_n)
-
     def tables(self, pool: Tensor, rings: dict[str, int], max_cache_len: int) -> CacheTables:
         sizes = {
             "swa": self.layers.attention.swa_block_size,
@@ -224,9 +219,6 @@ class DeepseekV4Spec(ModelSpec):
             device=device,
         )
 
-    def kind_of(self, caches: LayerCaches) -> str:
-        return rings.kind_of(caches)
-
     # A step
 
     def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> AttentionStep:
@@ -234,7 +226,7 @@ class DeepseekV4Spec(ModelSpec):
         decodes = schedule == "decode" and self.plan_heads > 0
         heads = self.plan_heads if decodes and num_tokens <= MAX_REQUESTS else 0
         layers = self.layers_for(schedule, num_tokens)
-        return rings.build_step(layers, step.tokens, step.ends, cache, heads)
+        return self.build_ring_step(layers, step, cache, heads)
 
     def layers_for(self, schedule: str, num_tokens: int) -> LayerSpec:
         """Spec to build a step with; it has a library's schedules where the layers take them."""
@@ -246,18 +238,11 @@ class DeepseekV4Spec(ModelSpec):
             return self.layers
         return layers
 
-    def most_tokens(self, cache: CacheTensors) -> int:
-        return rings.most_tokens(self.layers, cache)
-
-    def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
-        return rings.can_go_back(self.layers, self.kinds, first, cache)
-
     # The model
 
     def run_layers(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
         streams = self.run_streams(body, hidden, ids, given)
-        states: Tensor = given.run("norm", _normed, body, streams)
-        return states
+        return given.run("norm", _normed, body, streams)
 
     def run_streams(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
         streams = hidden.unsqueeze(2).expand(-1, -1, body.config.hc_mult, -1).contiguous()
@@ -274,8 +259,7 @@ class DeepseekV4Spec(ModelSpec):
         return streams
 
     def normed(self, body: Any, streams: Tensor) -> Tensor:
-        states: Tensor = _normed(body, streams)
-        return states
+        return _normed(body, streams)
 
     # The draft layer
 
@@ -295,17 +279,13 @@ class DeepseekV4Spec(ModelSpec):
     def build_draft_step(self, step: StepTokens, cache: CacheTensors) -> AttentionStep:
         layers = self.layers_for("decode", step.tokens.positions.shape[0])
         cache = replace(cache, layers=cache.draft)
-        return rings.build_step(layers, step.tokens, step.ends, cache, 0)
+        return self.build_ring_step(layers, step, cache, 0)
 
     def run_draft(self, model: Any, tokens: Tensor, streams: Tensor, given: StepRun) -> Tensor:
         return draft.run(model, tokens, streams, given)
 
     def draft_hidden(self, model: Any, streams: Tensor) -> Tensor:
-        states: Tensor = _normed(draft_of(model), streams)
-        return states
-
-    def holds_states(self, cache: CacheTensors, next_n: int) -> bool:
-        return rings.holds_states(self.layers, cache, next_n)
+        return _normed(draft_of(model), streams)
 
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
         float32 = self.recipe.compressor_float32
