@@ -132,14 +132,8 @@ def without_derivative(op: str, values: Tensor, sources: Sequence[Tensor]) -> Te
 def autograd_rule(
     name: str, op: OpOverload, kind: str, reference: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """What autograd calls in place of ``op``, with the keys that are left to dispatch to.
-
-    Args:
-        name: Name of the op.
-        op: The overload.
-        kind: ``REFUSED`` or ``REFERENCE``.
-        reference: Eager implementation of the op.
-    """
+    """What autograd calls in place of ``op``, with the keys that are left to dispatch to; ``kind``
+    is ``REFUSED`` or ``REFERENCE``."""
     names = [argument.name for argument in op._schema.arguments]
     writes = [
         place

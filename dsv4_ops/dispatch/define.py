@@ -48,13 +48,10 @@ gradient.define(_library)
 
 
 def define_op(stem: str, schema: str, **fields: Any) -> OpOverload:
-    """Register an op of ``stem``; return the overload to call.
+    """Register an op, whose other ``fields`` are those of ``OpSpec``; return the overload to call.
 
-    Args:
-        stem: As in ``OpSpec``.
-        schema: As in ``OpSpec``.
-        fields: The others of ``OpSpec``. ``meta`` and ``reference`` are the functions of the op's
-            name in these layers, and the fake of an op without results returns nothing.
+    Where they are not given, ``meta`` and ``reference`` are the functions of the op's name in these
+    layers, and the fake of an op without results returns nothing.
     """
     name = schema.partition("(")[0]
     if schema.endswith("-> ()"):

@@ -44,13 +44,7 @@ _NOT_TAKEN = (
 
 
 def check_call(model: Any, num_drafts: Any, given: dict[str, Any]) -> None:
-    """Raise if a call of ``generate`` cannot draft.
-
-    Args:
-        model: The patched model.
-        num_drafts: ``num_draft_tokens`` of the call.
-        given: Its other keyword arguments.
-    """
+    """Raise if a call of ``generate`` with these other arguments cannot draft."""
     Checks(_OP).at_least(1, num_draft_tokens=num_drafts)
     if draft_of(model) is None:
         rule, advice = "be None for a model without a draft layer", "Call load_mtp first"

@@ -15,13 +15,8 @@ from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
 
 def storable(tokens: TokenMap, cache: CacheTensors, block_tokens: int) -> TokenMap:
-    """Turn tokens beyond ``max_cache_len`` or without a reserved block into padding.
-
-    Args:
-        tokens: Cache row and position of every token.
-        cache: The cache that they are written to.
-        block_tokens: Positions per block of the pool.
-    """
+    """Turn tokens beyond ``max_cache_len`` or without a reserved block into padding; blocks of the
+    pool have ``block_tokens`` positions."""
     slots = token_slots(tokens, cache.tables.pool, block_tokens)
     kept = (slots >= 0) & (tokens.positions < longest_request(cache))
     return TokenMap(*(torch.where(kept, values, -1) for values in tokens))
@@ -33,13 +28,8 @@ def longest_request(cache: CacheTensors) -> int:
 
 
 def count_dropped(cache: CacheTensors, wanted: Tensor, stored: Tensor) -> None:
-    """Add the tokens that a step did not store to the cache's counter.
-
-    Args:
-        cache: The cache.
-        wanted: Counts that sum to the tokens to store.
-        stored: Whether each token of the step was stored.
-    """
+    """Add the tokens that a step did not store to the cache's counter: ``wanted`` sums to those to
+    store, and ``stored`` says whether each was."""
     # one reduction kernel instead of two
     parts = torch.cat([wanted.to(torch.int32), -stored.to(torch.int32)])
     cache.dropped.add_(parts.sum())
@@ -72,12 +62,7 @@ def check_batch(
 ) -> None:
     """Raise if the cache cannot store a token of the step, by the values of its tensors.
 
-    Args:
-        op: Public function that was called.
-        batch: The step.
-        cache: The cache that it writes to.
-        vocab_size: Size of the vocabulary.
-        sizes: Positions per block of the pool, and maximum tokens of a request in a step.
+    ``sizes`` are the positions per block of the pool and the most tokens of a request in a step.
     """
     starts = batch.query_start_loc.tolist()
     _check_starts(op, starts, batch.tokens.shape[0])

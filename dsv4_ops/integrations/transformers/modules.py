@@ -162,14 +162,8 @@ def unwrapped(module: Any) -> Any:
 
 
 def check_modules(op: str, spec: ModelSpec, body: Any, device: torch.device) -> None:
-    """Raise if a module that our ops replace was changed, or is on another device.
-
-    Args:
-        op: Public function that was called.
-        spec: Spec of the patched model.
-        body: The patched model without its head.
-        device: Device of the cache.
-    """
+    """Raise if a module of ``body`` that our ops replace was changed, or is on another device than
+    the cache."""
     if own_forward(body) is not None:
         raise _changed(op, "model.model", "a forward of its own")
     for index, layer in enumerate(body.layers):
@@ -203,11 +197,8 @@ def heads_are_split(
 ) -> bool:
     """Whether Hugging Face's tensor parallelism split the heads of all layers over ``ranks``.
 
-    Args:
-        op: Public function that was called.
-        body: The model without its head.
-        ranks: Ranks that share the cache.
-        parts: The parameters with heads of an attention layer; those without a weight may be None.
+    ``parts`` are the parameters with heads of an attention layer; those without a weight may be
+    None.
 
     Raises:
         NotImplementedError: some are split and others are not, or over other ranks.

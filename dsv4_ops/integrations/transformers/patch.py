@@ -127,12 +127,7 @@ def patch(
 
 
 def add_replacements(model: Any, found: Iterable[tuple[Any, str, Maker]]) -> None:
-    """Replace methods of a patched model's modules, until ``unpatch``.
-
-    Args:
-        model: A patched model.
-        found: (module, name, maker) of every method.
-    """
+    """Replace methods of a patched model's modules, (module, name, maker), until ``unpatch``."""
     replaced: _Replacements = getattr(model, _REPLACED)
     for module, name, make in list(found):
         replaced.method(module, name, make)

@@ -254,14 +254,10 @@ def tokens_of(batch: StepBatch, cache: CacheTensors) -> tuple[StepTokens, Tensor
 def run_layers(
     body: Any, spec: ModelSpec, tokens: Tensor | None, embeddings: Tensor | None, given: StepRun
 ) -> Tensor:
-    """Run all layers; return the final hidden states, [num_tokens, hidden_size].
+    """Run all layers of a patched model on tokens, or on embeddings in their place.
 
-    Args:
-        body: The model without its head, of a patched model.
-        spec: Its spec.
-        tokens: Token ids, [num_tokens]; ids of padding or outside the vocabulary are read as 0.
-        embeddings: [num_tokens, hidden_size], instead of those of ``tokens``.
-        given: The step.
+    Ids of padding or outside the vocabulary are read as 0. Returns the final hidden states,
+    [num_tokens, hidden_size].
     """
     ids, hidden = embedded(body, tokens, embeddings, given.step)
     return spec.run_layers(body, hidden, ids, given)[0]

@@ -28,12 +28,7 @@ def spec_of_config(
 ) -> ModelSpec:
     """Build the spec of ``config``; raise an error of ``op`` if it is not supported.
 
-    Args:
-        op: Public function that was called.
-        config: Configuration of a model.
-        kv: As passed to ``patch``.
-        precision: As passed to ``patch``.
-        settings: ``batch_invariant``, ``impl`` and ``plan`` of ``patch``.
+    The other arguments are those of ``patch``; ``settings`` are ``ModelSpec.of``'s.
     """
     require_transformers(op)
     found = getattr(config, "model_type", type(config).__name__)

@@ -223,12 +223,7 @@ class ModelSpec(ABC):
     @abstractmethod
     def build_step(self, step: StepTokens, cache: CacheTensors, schedule: str) -> Any:
         """Build what the layers of a step share; it has ``positions``, -1 for padding.
-
-        Args:
-            step: Its tokens.
-            cache: The caches and their tables.
-            schedule: "decode" or "prefill".
-        """
+        ``schedule`` is "decode" or "prefill"."""
 
     @abstractmethod
     def most_tokens(self, cache: CacheTensors) -> int:
@@ -236,12 +231,8 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def can_go_back(self, first: Tensor, cache: Any) -> Tensor:
-        """Whether rows still have what tokens from positions ``first`` [batch, 1] on read.
-
-        Args:
-            first: Positions before the rows' ends.
-            cache: A ``PagedCache``.
-        """
+        """Whether rows of a ``PagedCache`` still have what tokens from positions ``first``
+        [batch, 1], before the rows' ends, on read."""
 
     # The model
 

@@ -34,15 +34,8 @@ KIND_OF_TYPE = {
 def attention(
     module: Any, spec: LayerSpec, float32: bool, hidden: Tensor, context: LayerContext
 ) -> Tensor:
-    """Attention output of ``DeepseekV4Attention``, for [1, num_tokens, hidden_size].
-
-    Args:
-        module: The layer.
-        spec: Spec of the layers.
-        float32: Whether compressor projections have float32 results.
-        hidden: Hidden states.
-        context: The step, and the layer's part of the cache.
-    """
+    """Attention output of ``DeepseekV4Attention``, for [1, num_tokens, hidden_size]; ``float32``
+    says whether compressor projections have float32 results."""
     kind = KIND_OF_TYPE[module.layer_type]
     flat = hidden.flatten(0, 1)
     grouped = attention_layer(

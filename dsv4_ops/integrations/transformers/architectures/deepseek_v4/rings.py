@@ -74,11 +74,8 @@ class RingSpec(ModelSpec):
     ) -> AttentionStep:
         """Build the step metadata for caches whose window and states are rings.
 
-        Args:
-            spec: From ``DeepseekV4Spec.layers_for``.
-            step: Its tokens, from ``storable``.
-            cache: The caches and their tables.
-            heads: Query heads to plan C128 layers for, or 0.
+        ``step`` has tokens from ``storable``; ``heads`` are the query heads to plan C128 layers
+        for, or 0.
         """
         tables, tokens, ends = cache.tables, step.tokens, step.ends
         if _is_ring(cache.layers[0].swa, tables.swa):

@@ -139,11 +139,7 @@ class DeepseekV4Spec(RingSpec):
         )
 
     def scheduled(self, device: torch.device) -> DeepseekV4Spec:
-        """Add the SM counts of a library's schedules, so that layers share one schedule per step.
-
-        Args:
-            device: Device of the model.
-        """
+        """Add SM counts of a library's schedules, so that layers share one schedule per step."""
         layers = self.step_layers
         # FlashMLA's schedule goes by lengths that a rank knows in the layer only
         if layers.impl == FLASH_MLA and layers.ranks is not None:
