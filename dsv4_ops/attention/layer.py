@@ -246,21 +246,19 @@ def select(layer: LayerCall, query: IndexerQuery, *, slots: bool) -> Tensor:
 
     Cache ``slots`` for ``attend_decode``, or row indices within the request for ``attend_prefill``.
     """
-    spec, step, (q, head_weights) = layer.spec, layer.step, query
+    spec, step = layer.spec, layer.step
+    tokens = (step.positions, step.req_indices, step.c4.block_table)
     return indexer_select(
-        q,
-        head_weights,
+        *query,
         cast(Tensor, layer.caches.indexer),
-        step.positions,
-        step.req_indices,
-        step.c4.block_table,
+        *tokens,
         step.c4.schedule,
         block_size=spec.block_size("c4"),
         compress_ratio=spec.attention.c4_ratio,
         topk=spec.attention.index_topk,
         layout=spec.indexer_layout,
         slots=slots,
-        impl=indexer_impl(spec, q),
+        impl=indexer_impl(spec, query.q),
     )
 
 

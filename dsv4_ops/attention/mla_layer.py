@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -109,13 +109,11 @@ def attend_absorbed(
     absorbed, ranks = mla_absorb_q(nope, rope, weights.w_uk_t), spec.ranks
     if ranks is not None and ranks.shards_heads:
         absorbed = cp_gather_heads(absorbed, ranks.group, via=ranks.gathers_via)
+    rows = (step.decode_lens, step.decode_req_indices, step.block_table, step.decode_start_loc)
     attended = mla_decode(
         absorbed,
         cache.kv,
-        step.decode_lens,
-        step.decode_req_indices,
-        step.block_table,
-        step.decode_start_loc,
+        *rows,
         kv_scale=cache.scale,
         softmax_scale=spec.softmax_scale,
         block_size=spec.block_size,
@@ -146,24 +144,15 @@ def attend_expanded(
     """Attend to expanded keys and values: the contexts', chunk by chunk, then the step's own."""
     start_loc = cast(Tensor, step.prefill_start_loc)
     w_kv_b = cast(Tensor, weights.w_kv_b)
-
     heads = (spec.num_heads, spec.qk_nope_head_dim + spec.v_head_dim)
 
     def attend(
         expanded: Tensor, k_pe: Tensor, cu_seq_lens: Tensor, causal: bool
     ) -> tuple[Tensor, ...]:
         k_nope, v = expanded.split((spec.qk_nope_head_dim, spec.v_head_dim), -1)
-        return mla_prefill(
-            q,
-            k_nope,
-            k_pe,
-            v,
-            start_loc,
-            cu_seq_lens,
-            softmax_scale=spec.softmax_scale,
-            causal=causal,
-            impl=impl_for(PREFILL_PROVIDERS, spec.impl),
-        )
+        tensors, impl = (q, k_nope, k_pe, v), impl_for(PREFILL_PROVIDERS, spec.impl)
+        settings: dict[str, Any] = {"softmax_scale": spec.softmax_scale, "impl": impl}
+        return mla_prefill(*tensors, start_loc, cu_seq_lens, causal=causal, **settings)
 
     expanded = torch.nn.functional.linear(kv_c, w_kv_b).unflatten(-1, heads)
     out, lse = attend(expanded, k_pe, start_loc, True)

@@ -19,6 +19,9 @@ CONTEXTS = ("absorbed", "chunked")
 """How tokens of a prefill attend: to latent rows with absorbed queries, as decodes do, or to
 expanded keys and values, those of the context chunk by chunk."""
 
+_DIMS = ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+_SIZES = (*_DIMS, "block_size", "next_n", "max_decode_tokens", "workspace_rows")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MlaSpec:
@@ -72,18 +75,7 @@ class MlaSpec:
 
     def __post_init__(self) -> None:
         checks = Checks("MlaSpec")
-        checks.at_least(
-            1,
-            num_heads=self.num_heads,
-            qk_nope_head_dim=self.qk_nope_head_dim,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            v_head_dim=self.v_head_dim,
-            kv_lora_rank=self.kv_lora_rank,
-            block_size=self.block_size,
-            next_n=self.next_n,
-            max_decode_tokens=self.max_decode_tokens,
-            workspace_rows=self.workspace_rows,
-        )
+        checks.at_least(1, **{name: getattr(self, name) for name in _SIZES})
         checks.at_least(0, max_chunks=self.max_chunks)
         checks.above(0, softmax_scale=self.softmax_scale)
         checks.one_of("layout", self.layout, *MLA_LAYOUTS, belongs_to="the cache has")

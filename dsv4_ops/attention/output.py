@@ -80,15 +80,13 @@ def attend_prefill(layer: LayerCall, q: Tensor, selected: Tensor | None) -> Tens
     """Attention for many tokens; C4 layers attend to the ``selected`` rows of their requests."""
     spec, kind, _, weights, caches, step = layer
     table = compressed_table(step, kind)
+    extra = (None if table is None else caches.compressed, table, selected)
+    tokens = (step.positions, step.req_indices, cast(Tensor, step.swa_block_table))
     return sparse_mla_prefill(
         q,
         caches.swa,
-        step.positions,
-        step.req_indices,
-        cast(Tensor, step.swa_block_table),
-        None if table is None else caches.compressed,
-        table,
-        selected,
+        *tokens,
+        *extra,
         weights.attn_sink,
         softmax_scale=spec.softmax_scale,
         window_size=spec.attention.window_size,

@@ -24,6 +24,8 @@ KINDS = ("window", "c4", "c128")
 the compressed rows that its indexer selects, "c128" (HCA, ratio 128) also to every compressed row.
 """
 
+_SIZES = ("num_groups", "head_dim", "rope_dim", "c4_state_block_size", "c128_state_block_size")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
@@ -84,14 +86,7 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         checks = Checks("LayerSpec")
-        checks.at_least(
-            1,
-            num_groups=self.num_groups,
-            head_dim=self.head_dim,
-            rope_dim=self.rope_dim,
-            c4_state_block_size=self.c4_state_block_size,
-            c128_state_block_size=self.c128_state_block_size,
-        )
+        checks.at_least(1, **{name: getattr(self, name) for name in _SIZES})
         checks.above(0, eps=self.eps)
         checks.instance("yarn", self.yarn, YarnScaling)
         checks.instance("parallel", self.parallel, ContextParallel)

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.ints import above, at_least, held, known
-from dsv4_ops.core.layout import CACHE_ALIGNMENT, Layout, MlaFp8Layout, StateLayout
+from dsv4_ops.core.layout import (
+    CACHE_ALIGNMENT,
+    IndexerLayout,
+    Layout,
+    MainLayout,
+    MlaFp8Layout,
+    StateLayout,
+)
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import INT32_MAX, MAX_REQUESTS
 
@@ -400,6 +407,25 @@ class Checks:
         if self.sizes[name] > MAX_REQUESTS:
             rule = f"be at most {MAX_REQUESTS}"
             raise self.refusal(ValueError, name, rule, self.sizes[name], "Split the batch")
+
+
+def check_insert(
+    kind: type[MainLayout | IndexerLayout],
+    op: str,
+    k: Tensor,
+    k_cache: Tensor,
+    slot_mapping: Tensor,
+    block_size: int,
+    layout: str,
+) -> None:
+    """Check an insert of quantised keys into a cache of the layout ``kind``."""
+    checks = Checks(op)
+    checks.at_least(1, block_size=block_size)
+    checks.one_of("layout", layout, kind.tag)
+    checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
+    checks.tensor("k", k, torch.bfloat16, "num_rows", kind.head_dim)
+    checks.rows_for_tokens("k", k)
+    checks.pages("k_cache", k_cache, kind(block_size))
 
 
 def _allocate(layout: Layout) -> str:

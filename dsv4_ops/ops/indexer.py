@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.checks import Checks, check_insert
 from dsv4_ops.core.gradient import INTEGERS
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.core.registry import KERNEL_ON_CUDA
@@ -17,7 +17,6 @@ from dsv4_ops.core.types import IndexerKeys, IndexerQuery
 from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.twins import define_twin
-from dsv4_ops.ops.kv_cache import check_insert
 
 _quantize_and_insert_indexer_k = define_op(
     "indexer",
@@ -85,7 +84,7 @@ def quantize_and_insert_indexer_k(
     _quantize_and_insert_indexer_k(k, k_cache, slot_mapping, block_size=block_size, layout=layout)
 
 
-_check_insert = functools.partial(check_insert, kind=IndexerLayout)
+_check_insert = functools.partial(check_insert, IndexerLayout)
 
 quantize_and_insert_indexer_k_functional = define_twin(
     quantize_and_insert_indexer_k,

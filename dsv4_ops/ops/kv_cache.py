@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dsv4_ops.core.checks import Checks
-from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
+from dsv4_ops.core.checks import Checks, check_insert
+from dsv4_ops.core.layout import MainLayout, PlainLayout
 from dsv4_ops.core.registry import KERNEL_ON_CUDA
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.twins import define_twin
@@ -80,33 +81,16 @@ def quantize_and_insert_k_cache(
         >>> k_cache.view(-1)[layout.scale_offset(130) :][:8].tolist()
         [120, 105, 105, 105, 105, 105, 105, 0]
     """
-    check_insert("quantize_and_insert_k_cache", k, k_cache, slot_mapping, block_size, layout)
+    _check_insert("quantize_and_insert_k_cache", k, k_cache, slot_mapping, block_size, layout)
     _quantize_and_insert_k_cache(k, k_cache, slot_mapping, block_size=block_size, layout=layout)
 
 
-def check_insert(
-    op: str,
-    k: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    block_size: int,
-    layout: str,
-    kind: type[MainLayout | IndexerLayout] = MainLayout,
-) -> None:
-    """Check an insert of quantised keys into a cache of the layout ``kind``."""
-    checks = Checks(op)
-    checks.at_least(1, block_size=block_size)
-    checks.one_of("layout", layout, kind.tag)
-    checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
-    checks.tensor("k", k, torch.bfloat16, "num_rows", kind.head_dim)
-    checks.rows_for_tokens("k", k)
-    checks.pages("k_cache", k_cache, kind(block_size))
-
+_check_insert = functools.partial(check_insert, MainLayout)
 
 quantize_and_insert_k_cache_functional = define_twin(
     quantize_and_insert_k_cache,
     Tensor,
-    check=check_insert,
+    check=_check_insert,
     example="""
         >>> import torch, dsv4_ops
         >>> from dsv4_ops.core.layout import MainLayout
