@@ -310,5 +310,4 @@ def _check_indexer(checks: Checks, spec: LayerSpec, inputs: LayerInputs) -> None
     q, weights = cast(Tensor, inputs.indexer_q), cast(Tensor, inputs.indexer_weights)
     dims = ("num_tokens", "num_index_heads")
     checks.tensor("inputs.indexer_q", q, dtype, *dims, IndexerLayout.head_dim)
-    checks.floats("inputs.indexer_weights", weights, torch.bfloat16, torch.float32)
-    checks.tensor("inputs.indexer_weights", weights, weights.dtype, *dims)
+    checks.tensor("inputs.indexer_weights", weights, (torch.bfloat16, torch.float32), *dims)

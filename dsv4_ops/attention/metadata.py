@@ -133,10 +133,11 @@ class BlockTables:
     c128: Tensor
 
 
+@dataclass(frozen=True)
 class _Tensors:
     def as_tuple(self) -> tuple[Tensor, ...]:
         """Return the tensors in field order, as an AOTInductor package does."""
-        return tuple(getattr(self, name) for name in _FIELDS[type(self).__name__])
+        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
@@ -203,11 +204,6 @@ class PrefillMetadata(_Tensors):
     num_chunks: Tensor
     is_valid_token: Tensor
 
-
-_FIELDS = {
-    cls.__name__: tuple(field.name for field in fields(cls))
-    for cls in (DecodeMetadata, PrefillMetadata)
-}
 
 pytrees.register(BlockTables, DecodeMetadata, PrefillMetadata)
 

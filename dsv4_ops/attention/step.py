@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import cast
 
 import torch
@@ -224,7 +224,8 @@ def attention_step(
     Raises:
         ValueError, TypeError: as ``build_attention_step``.
     """
-    op, rows = "attention_step", {name: getattr(metadata, name) for name in _ROWS}
+    op = "attention_step"
+    rows = {field.name: getattr(metadata, field.name) for field in fields(metadata)}
     slot_mapping = torch.where(metadata.is_valid_token, slot_mapping, ABSENT)
     return _step(op, spec, rows, slot_mapping, block_tables, state_tables, plan_heads, cp_rank)
 
@@ -262,19 +263,6 @@ def attention_step_of_tokens(
     op = "attention_step_of_tokens"
     rows = rows_of_tokens(spec.attention, tokens, slot_mapping, block_tables)
     return _step(op, spec, rows, slot_mapping, block_tables, state_tables, plan_heads, cp_rank)
-
-
-_ROWS = (
-    "req_indices",
-    "positions",
-    "swa_indices",
-    "swa_lens",
-    "c4_lens",
-    "c128_lens",
-    "c4_slot_mapping",
-    "c128_slot_mapping",
-    "is_valid_token",
-)
 
 
 def _plan(op: str, spec: LayerSpec, rows: dict[str, Tensor], num_heads: int) -> Tensor | None:

@@ -65,6 +65,7 @@ _DIMENSIONS = {
 }
 
 _ALIGNED = f"start at multiples of {CACHE_ALIGNMENT} bytes"
+_Dtypes = torch.dtype | tuple[torch.dtype, ...]
 _Error = TypeVar("_Error", bound=Exception)
 
 
@@ -78,9 +79,12 @@ class Checks:
         self.device: torch.device | None = None
         self.device_owner = ""
 
-    def tensor(self, name: str, value: Tensor, dtype: torch.dtype, *dims: str | int) -> None:
-        """``value`` is a tensor of ``dtype``, with the named sizes, on the device of the tensors
-        before it."""
+    def tensor(self, name: str, value: Tensor, dtype: _Dtypes, *dims: str | int) -> None:
+        """``value`` is a tensor of ``dtype``, or one of several, with the named sizes, on the
+        device of the tensors before it."""
+        if isinstance(dtype, tuple):
+            self.floats(name, value, *dtype)
+            dtype = value.dtype
         if not isinstance(value, Tensor):
             raise self._no_tensor(name, value, f"Pass a {dtype} tensor")
         if value.dtype != dtype:
@@ -113,9 +117,7 @@ class Checks:
         rule = f"have shape {_shape(dims)}{but}"
         return self.refusal(ValueError, name, rule, list(value.shape), advice)
 
-    def optional(
-        self, name: str, value: Tensor | None, dtype: torch.dtype, *dims: str | int
-    ) -> None:
+    def optional(self, name: str, value: Tensor | None, dtype: _Dtypes, *dims: str | int) -> None:
         """``value`` is such a ``tensor``, or None."""
         if value is not None:
             self.tensor(name, value, dtype, *dims)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from dsv4_ops.core.ints import above, at_least
+from dsv4_ops.core.refusal import refusal
 
 COLLAPSED_RAMP = 1e-3
 """Width of a ramp whose two ends fall on one pair."""
@@ -35,10 +36,9 @@ class YarnScaling:
         factors = {"factor": self.factor, "beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
         above("YarnScaling", 0, **factors)
         if self.beta_fast < self.beta_slow:
-            raise ValueError(
-                f"YarnScaling: beta_fast must be at least beta_slow = {self.beta_slow}, got "
-                f"{self.beta_fast}. Swap the two."
-            )
+            rule = f"be at least beta_slow = {self.beta_slow}"
+            found, advice = self.beta_fast, "Swap the two"
+            raise refusal(ValueError, "YarnScaling", "beta_fast", rule, found, advice)
 
     def slowdowns(self, rope_dim: int, theta: float) -> list[float]:
         """What the frequency of each of the ``rope_dim // 2`` pairs is multiplied by.

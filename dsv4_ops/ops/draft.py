@@ -73,8 +73,8 @@ def verify_draft(
         VerifiedDraft(tokens=tensor([[ 2,  0, -1]]), num_accepted=tensor([1], dtype=torch.int32))
     """
     checks = Checks("verify_draft")
-    checks.floats("logits", logits, torch.float32, torch.bfloat16)
-    checks.tensor("logits", logits, logits.dtype, "num_reqs", "num_drafts + 1", "vocab_size")
+    dtypes, shape = (torch.float32, torch.bfloat16), ("num_reqs", "num_drafts + 1", "vocab_size")
+    checks.tensor("logits", logits, dtypes, *shape)
     if logits.shape[2] == 0:
         rule, advice = "have a token in its vocabulary", "Pass the logits of at least one"
         raise checks.refusal(ValueError, "logits", rule, list(logits.shape), advice)

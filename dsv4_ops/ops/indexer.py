@@ -338,8 +338,7 @@ def check_unquantized(
 
     ``prefix`` is that of the arguments' names."""
     checks.tensor(f"{prefix}q", q, torch.bfloat16, "num_tokens", heads, DIM)
-    checks.floats(f"{prefix}weights", weights, torch.bfloat16, torch.float32)
-    checks.tensor(f"{prefix}weights", weights, weights.dtype, "num_tokens", heads)
+    checks.tensor(f"{prefix}weights", weights, (torch.bfloat16, torch.float32), "num_tokens", heads)
 
 
 def checked_scale(checks: Checks, q: Tensor, softmax_scale: float | None) -> float:

@@ -166,9 +166,8 @@ def fp8_linear(
     checks = Checks("fp8_linear")
     _check_activations(checks, x, x_scale, "num_tokens", "in_features")
     _check_weight(checks, weight, scale, 1)
-    if x_scale is not None:
-        columns = int(x.shape[1]) // ACTIVATION_BLOCK
-        checks.tensor("x_scale", x_scale, torch.float32, "num_tokens", columns)
+    columns = int(x.shape[1]) // ACTIVATION_BLOCK
+    checks.optional("x_scale", x_scale, torch.float32, "num_tokens", columns)
     _check_settings(checks.op, activations, out_dtype, impl, x, weight, x_scale)
     return _fp8_linear(
         x, weight, scale, x_scale, activations=activations, out_dtype=out_dtype, impl=impl
@@ -232,9 +231,8 @@ def fp8_grouped_linear(
     num_groups = int(checks.sizes["num_groups"])
     checks.at_least(1, num_groups=num_groups)
     _check_weight(checks, weight, scale, num_groups)
-    if x_scale is not None:
-        columns = int(x.shape[2]) // ACTIVATION_BLOCK
-        checks.tensor("x_scale", x_scale, torch.float32, "num_groups", "num_tokens", columns)
+    columns = int(x.shape[2]) // ACTIVATION_BLOCK
+    checks.optional("x_scale", x_scale, torch.float32, "num_groups", "num_tokens", columns)
     _check_settings(checks.op, activations, out_dtype, impl, x, weight, x_scale)
     return _fp8_grouped_linear(
         x, weight, scale, x_scale, activations=activations, out_dtype=out_dtype, impl=impl

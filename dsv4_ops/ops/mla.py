@@ -156,8 +156,7 @@ def _check_insert(
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
     is_tiled = layout == MlaDsFp8Layout.tag
     rank, rope = (MlaDsFp8Layout.kv_lora_rank, 64) if is_tiled else ("kv_lora_rank", "rope_dim")
-    checks.floats("kv_c", kv_c, *FLOATS)
-    checks.tensor("kv_c", kv_c, kv_c.dtype, "num_rows", rank)
+    checks.tensor("kv_c", kv_c, FLOATS, "num_rows", rank)
     checks.rows_for_tokens("kv_c", kv_c)
     checks.tensor("k_pe", k_pe, kv_c.dtype, "num_rows", rope)
     width = int(kv_c.shape[1]) + int(k_pe.shape[1])
@@ -397,8 +396,7 @@ def mla_absorb_q(
         tensor([[[ 4., -2.,  3.]]])
     """
     checks = Checks("mla_absorb_q")
-    checks.floats("q_nope", q_nope, *FLOATS)
-    checks.tensor("q_nope", q_nope, q_nope.dtype, "num_tokens", "num_heads", "qk_nope_head_dim")
+    checks.tensor("q_nope", q_nope, FLOATS, "num_tokens", "num_heads", "qk_nope_head_dim")
     checks.tensor("q_pe", q_pe, q_nope.dtype, "num_tokens", "num_heads", "rope_dim")
     dims = ("num_heads", "qk_nope_head_dim", "kv_lora_rank")
     checks.tensor("w_uk_t", w_uk_t, q_nope.dtype, *dims)
@@ -444,8 +442,7 @@ def mla_v_up(x: Tensor, w_uv: Tensor) -> Tensor:
         [[10.25]]
     """
     checks = Checks("mla_v_up")
-    checks.floats("x", x, *FLOATS)
-    checks.tensor("x", x, x.dtype, "num_tokens", "num_heads", "kv_lora_rank")
+    checks.tensor("x", x, FLOATS, "num_tokens", "num_heads", "kv_lora_rank")
     checks.tensor("w_uv", w_uv, x.dtype, "num_heads", "kv_lora_rank", "v_head_dim")
     return _mla_v_up(x, w_uv)
 
@@ -493,8 +490,7 @@ def mla_expand_kv(kv_c: Tensor, w_kv_b: Tensor, num_valid: Tensor) -> Tensor:
         [[[-1.0]], [[0.0]]]
     """
     checks = Checks("mla_expand_kv")
-    checks.floats("kv_c", kv_c, *FLOATS)
-    checks.tensor("kv_c", kv_c, kv_c.dtype, "num_rows", "kv_lora_rank")
+    checks.tensor("kv_c", kv_c, FLOATS, "num_rows", "kv_lora_rank")
     checks.tensor("w_kv_b", w_kv_b, kv_c.dtype, "num_heads", "width", "kv_lora_rank")
     checks.tensor("num_valid", num_valid, torch.int32, 1)
     return _mla_expand_kv(kv_c, w_kv_b, num_valid)

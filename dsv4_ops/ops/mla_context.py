@@ -338,8 +338,7 @@ def merge_attn_states(
     checks.one_of("lse_base", lse_base, *LSE_BASES, belongs_to="the log-sum-exps have")
     sides = ("prefix", prefix_out, prefix_lse), ("suffix", suffix_out, suffix_lse)
     for side, out, lse in sides:
-        checks.floats(f"{side}_out", out, *MERGED_DTYPES)
-        checks.tensor(f"{side}_out", out, out.dtype, "num_tokens", "num_heads", "width")
+        checks.tensor(f"{side}_out", out, MERGED_DTYPES, "num_tokens", "num_heads", "width")
         checks.tensor(f"{side}_lse", lse, torch.float32, "num_tokens", "num_heads")
     return MergedStates(
         *_merge_attn_states(prefix_out, prefix_lse, suffix_out, suffix_lse, lse_base=lse_base)
@@ -389,8 +388,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, lse_base: str = "e") -> MergedSt
     """
     checks = Checks("merge_states")
     checks.one_of("lse_base", lse_base, *LSE_BASES, belongs_to="the log-sum-exps have")
-    checks.floats("outs", outs, *MERGED_DTYPES)
-    checks.tensor("outs", outs, outs.dtype, "num_parts", "num_tokens", "num_heads", "width")
+    checks.tensor("outs", outs, MERGED_DTYPES, "num_parts", "num_tokens", "num_heads", "width")
     checks.tensor("lses", lses, torch.float32, "num_parts", "num_tokens", "num_heads")
     checks.at_least(1, num_parts=outs.shape[0])
     return MergedStates(*_merge_states(outs, lses, lse_base=lse_base))
@@ -484,8 +482,7 @@ def mla_prefill(
     checks = Checks("mla_prefill")
     checks.above(0, softmax_scale=softmax_scale)
     checks.flag("causal", causal)
-    checks.floats("q", q, *MERGED_DTYPES)
-    checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", "qk_head_dim")
+    checks.tensor("q", q, MERGED_DTYPES, "num_tokens", "num_heads", "qk_head_dim")
     checks.tensor("k_nope", k_nope, q.dtype, "num_k", "num_heads", "qk_nope_head_dim")
     checks.tensor("k_pe", k_pe, q.dtype, "num_k", "qk_rope_head_dim")
     checks.tensor("v", v, q.dtype, "num_k", "num_heads", "v_head_dim")

@@ -45,8 +45,7 @@ def check_queries(op: str, q: Tensor, layout: str) -> Checks:
     if layout == MainLayout.tag:
         checks.tensor("q", q, torch.bfloat16, "num_tokens", "num_heads", MainLayout.head_dim)
     else:
-        checks.floats("q", q, torch.bfloat16, torch.float32)
-        checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", "width")
+        checks.tensor("q", q, (torch.bfloat16, torch.float32), "num_tokens", "num_heads", "width")
     return checks
 
 
@@ -656,8 +655,7 @@ def sparse_mla_gathered(
     """
     checks = Checks("sparse_mla_gathered")
     checks.above(0, softmax_scale=softmax_scale)
-    checks.floats("q", q, torch.bfloat16, torch.float32)
-    checks.tensor("q", q, q.dtype, "num_tokens", "num_heads", "width")
+    checks.tensor("q", q, (torch.bfloat16, torch.float32), "num_tokens", "num_heads", "width")
     checks.tensor("kv", kv, q.dtype, "num_rows", "width")
     checks.tensor("indices", indices, torch.int32, "num_tokens", "topk")
     checks.tensor("lens", lens, torch.int32, "num_tokens")

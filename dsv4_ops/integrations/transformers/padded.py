@@ -213,8 +213,7 @@ def check_inputs(
     """Raise for inputs and outputs that a step does not support."""
     checks = Checks(OP)
     if ids is not None:
-        checks.floats("input_ids", ids, torch.int64, torch.int32)
-        checks.tensor("input_ids", ids, ids.dtype, "batch_size", "sequence_length")
+        checks.tensor("input_ids", ids, (torch.int64, torch.int32), "batch_size", "sequence_length")
     elif embeddings is None or "hash_moe" in getattr(config, "mlp_layer_types", ()):
         rule, advice = "be given", "Pass input_ids or inputs_embeds"
         if embeddings is not None:
@@ -251,27 +250,25 @@ def _check(
         advice = "Give each row of the batch its blocks with add and reserve"
         rule = "have requests, as its rows share blocks"
         raise refusal(ValueError, OP, "cache", rule, "none", advice)
-    if attention_mask is not None and (
-        not isinstance(attention_mask, Tensor)
-        or attention_mask.dim() != 2
-        or attention_mask.shape[0] != batch
-        or attention_mask.shape[1] < length
-    ):
-        found = getattr(attention_mask, "shape", type(attention_mask).__name__)
+    rows, columns = _matrix(attention_mask)
+    if attention_mask is not None and (rows != batch or columns < length):
         rule = f"have shape [{batch}, {length} or more]"
         advice = "Pass the mask of the tokens, 0 for padding"
-        raise refusal(ValueError, OP, "attention_mask", rule, _shown(found), advice)
-    if position_ids is not None and (
-        not isinstance(position_ids, Tensor)
-        or position_ids.dim() != 2
-        or position_ids.shape[1] != length
-        or position_ids.shape[0] not in (1, batch)
-    ):
+        raise refusal(ValueError, OP, "attention_mask", rule, _shown(attention_mask), advice)
+    rows, columns = _matrix(position_ids)
+    if position_ids is not None and (rows not in (1, batch) or columns != length):
         rule = f"have shape [{batch} or 1, {length}]"
         advice = "Pass a position per token, or None to go on where the cache ends"
-        found = getattr(position_ids, "shape", type(position_ids).__name__)
-        raise refusal(ValueError, OP, "position_ids", rule, _shown(found), advice)
+        raise refusal(ValueError, OP, "position_ids", rule, _shown(position_ids), advice)
 
 
-def _shown(found: object) -> object:
+def _matrix(value: object) -> tuple[int, int]:
+    """Rows and columns; none of what has others."""
+    if not isinstance(value, Tensor) or value.dim() != 2:
+        return 0, 0
+    return value.shape[0], value.shape[1]
+
+
+def _shown(value: object) -> object:
+    found = getattr(value, "shape", type(value).__name__)
     return list(found) if isinstance(found, torch.Size) else found
