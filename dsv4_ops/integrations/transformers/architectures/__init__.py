@@ -10,7 +10,11 @@ import importlib
 from typing import Any
 
 from dsv4_ops.core.refusal import refusal
-from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, require_transformers
+from dsv4_ops.integrations.transformers.architectures.base import (
+    Execution,
+    ModelSpec,
+    require_transformers,
+)
 from dsv4_ops.integrations.transformers.recipe import Recipe
 
 _HERE = "dsv4_ops.integrations.transformers.architectures"
@@ -28,7 +32,7 @@ def spec_of_config(
 ) -> ModelSpec:
     """Build the spec of ``config``; raise an error of ``op`` if it is not supported.
 
-    The other arguments are those of ``patch``; ``settings`` are ``ModelSpec.of``'s.
+    The other arguments are those of ``patch``; ``settings`` are those of ``Execution``.
     """
     require_transformers(op)
     found = getattr(config, "model_type", type(config).__name__)
@@ -38,4 +42,4 @@ def spec_of_config(
         raise refusal(NotImplementedError, op, "model_type", rule, found, advice)
     module, name = FAMILIES[found]
     family: type[ModelSpec] = getattr(importlib.import_module(f"{_HERE}.{module}"), name)
-    return family.of(op, config, kv, Recipe.named(op, precision), **settings)
+    return family.of(op, config, kv, Recipe.named(op, precision), Execution(**settings))

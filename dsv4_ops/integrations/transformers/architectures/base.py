@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4_ops.attention import ContextParallel
 from dsv4_ops.core.refusal import refusal
+from dsv4_ops.core.registry import AUTO
 from dsv4_ops.core.types import TokenMap
 from dsv4_ops.integrations.transformers.modules import Maker
 from dsv4_ops.integrations.transformers.recipe import Recipe
@@ -127,6 +128,21 @@ class StepRun:
         return LayerContext(self.step, caches, rope, self.schedule, self.state_rings)
 
 
+class Execution(NamedTuple):
+    """How the steps of a model run, as passed to ``patch``."""
+
+    batch_invariant: bool = False
+    impl: str = AUTO
+    plan: bool = True
+    parallel: ContextParallel | None = None
+
+
+def dtype_of(config: Any, default: torch.dtype) -> torch.dtype:
+    """Dtype of a model; ``default`` if none was made from this configuration."""
+    found = getattr(config, "dtype", None)
+    return found if isinstance(found, torch.dtype) else default
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec(ABC):
     """The configuration of a patched model, and how its family runs a step.
@@ -153,18 +169,7 @@ class ModelSpec(ABC):
 
     @classmethod
     @abstractmethod
-    def of(
-        cls,
-        op: str,
-        config: Any,
-        kv: str,
-        recipe: Recipe,
-        *,
-        batch_invariant: bool = False,
-        impl: str = "auto",
-        plan: bool = True,
-        parallel: ContextParallel | None = None,
-    ) -> ModelSpec:
+    def of(cls, op: str, config: Any, kv: str, recipe: Recipe, execution: Execution) -> ModelSpec:
         """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
 
     def scheduled(self, device: torch.device) -> ModelSpec:

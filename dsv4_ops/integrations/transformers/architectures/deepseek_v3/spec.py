@@ -27,10 +27,12 @@ from dsv4_ops.core.types import TokenMap
 from dsv4_ops.dispatch.libraries import LIBRARIES
 from dsv4_ops.integrations.transformers.architectures.base import (
     WITHOUT_MASKS,
+    Execution,
     LayerContext,
     ModelSpec,
     StepRun,
     StepTokens,
+    dtype_of,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v3.rotary import (
     Rotary,
@@ -88,20 +90,11 @@ class MlaModelSpec(ModelSpec):
 
     @classmethod
     def of(
-        cls,
-        op: str,
-        config: Any,
-        kv: str,
-        recipe: Recipe,
-        *,
-        batch_invariant: bool = False,
-        impl: str = "auto",
-        plan: bool = True,
-        parallel: ContextParallel | None = None,
+        cls, op: str, config: Any, kv: str, recipe: Recipe, execution: Execution
     ) -> MlaModelSpec:
         """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
         Checks(op).one_of("kv", kv, *_LAYOUT_OF_KV, belongs_to="the cache shall hold")
-        _check_config(op, config, kv, impl)
+        _check_config(op, config, kv, execution.impl)
         rotary = rotary_of(op, config)
         layout, dtype = _LAYOUT_OF_KV[kv]
         layers = MlaSpec(
@@ -113,13 +106,11 @@ class MlaModelSpec(ModelSpec):
             kv_lora_rank=config.kv_lora_rank,
             layout=layout,
             dtype=dtype,
-            batch_invariant=batch_invariant,
-            impl=impl,
-            parallel=parallel,
+            batch_invariant=execution.batch_invariant,
+            impl=execution.impl,
+            parallel=execution.parallel,
         )
-        model_dtype = getattr(config, "dtype", None)
-        if not isinstance(model_dtype, torch.dtype):  # no model was made from this configuration
-            model_dtype = dtype
+        model_dtype = dtype_of(config, dtype)
         interleaved = bool(getattr(config, "rope_interleave", True))
         kinds = ("mla",) * config.num_hidden_layers
         angles = "exact" if recipe.rope_float32 else model_dtype

@@ -24,10 +24,12 @@ from dsv4_ops.dispatch.libraries import DEEP_GEMM, FLASH_MLA, LIBRARIES
 from dsv4_ops.dispatch.providers import deep_gemm_num_sms, flash_mla_num_sm_parts
 from dsv4_ops.integrations.transformers.architectures.base import (
     WITHOUT_MASKS,
+    Execution,
     LayerContext,
     StepRun,
     StepTokens,
     draft_of,
+    dtype_of,
 )
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import draft, joined
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.attention import (
@@ -85,18 +87,10 @@ class DeepseekV4Spec(RingSpec):
 
     @classmethod
     def of(
-        cls,
-        op: str,
-        config: Any,
-        kv: str,
-        recipe: Recipe,
-        *,
-        batch_invariant: bool = False,
-        impl: str = "auto",
-        plan: bool = True,
-        parallel: ContextParallel | None = None,
+        cls, op: str, config: Any, kv: str, recipe: Recipe, execution: Execution
     ) -> DeepseekV4Spec:
         """Build the spec of ``config``; raise an error of ``op`` if it is not supported."""
+        batch_invariant, impl, plan, parallel = execution
         _check_layer_types(op, config)
         Checks(op).one_of("kv", kv, *_DTYPE_OF_KV, belongs_to="the cache shall hold")
         _check_sizes(op, config, kv)
@@ -121,9 +115,7 @@ class DeepseekV4Spec(RingSpec):
         check_frequencies(op, config, layers)
         kinds = tuple(KIND_OF_TYPE[kind] for kind in config.layer_types)
         _check_flash_mla(op, impl, kv, batch_invariant)
-        dtype = getattr(config, "dtype", None)
-        if not isinstance(dtype, torch.dtype):  # no model was made from this configuration
-            dtype = _DTYPE_OF_KV[kv]
+        dtype = dtype_of(config, _DTYPE_OF_KV[kv])
         takes_plan = not batch_invariant and impl not in (FLASH_MLA, REFERENCE)
         num_heads = config.num_attention_heads
         return cls(
