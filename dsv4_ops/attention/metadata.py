@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from dsv4_ops.core import pytrees
+from dsv4_ops.attention import pytrees
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.ints import INT64_MAX
 from dsv4_ops.core.refusal import refusal

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dsv4_ops.attention import pytrees
 from dsv4_ops.attention.metadata import token_slots
 from dsv4_ops.attention.mla_spec import MlaSpec
-from dsv4_ops.core import pytrees
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import ABSENT, ContextChunks, TokenMap

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from dsv4_ops.attention import pytrees
 from dsv4_ops.attention.metadata import (
     BlockTables,
     DecodeMetadata,
@@ -18,7 +19,6 @@ from dsv4_ops.attention.metadata import (
 )
 from dsv4_ops.attention.parallel import ContextParallel
 from dsv4_ops.attention.spec import LayerSpec
-from dsv4_ops.core import pytrees
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.types import ABSENT, TokenMap

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dsv4_ops.attention import pytrees
 from dsv4_ops.attention.mla_spec import MlaSpec
 from dsv4_ops.attention.spec import LayerSpec
 from dsv4_ops.attention.step import AttentionStep
-from dsv4_ops.core import pytrees
 from dsv4_ops.core.gradient import differentiated, without_derivative
 from dsv4_ops.core.layout import MlaFp8Layout
 

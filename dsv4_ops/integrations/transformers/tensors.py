@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dsv4_ops.core import pytrees
+from dsv4_ops.attention import pytrees
 
 
 @dataclass(frozen=True)

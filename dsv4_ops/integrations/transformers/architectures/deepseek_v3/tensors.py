@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dsv4_ops.core import pytrees
+from dsv4_ops.attention import pytrees
 
 
 @dataclass(frozen=True)
