@@ -16,11 +16,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from dsv4_ops.testing.case import Case, OpTesting
+from dsv4_ops.testing.strategies.batches import batches
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
-
-    from dsv4_ops.testing.strategies.batches import Batch
 
 __all__ = ["Case", "OpTesting", "assert_contract", "batches", "cases_of", "op_testing", "strategy"]
 
@@ -46,15 +45,6 @@ def cases_of(op: str) -> list[Case]:
 def strategy(op: str) -> SearchStrategy[Case]:
     """Hypothesis strategy of calls of ``op`` over batch structure and configuration."""
     return op_testing(op).strategy()
-
-
-def batches(**settings: Any) -> SearchStrategy[Batch]:
-    """Return a Hypothesis strategy of whole batches.
-
-    See ``dsv4_ops.testing.strategies.batches.batches``."""
-    from dsv4_ops.testing.strategies.batches import batches as make
-
-    return make(**settings)
 
 
 def assert_contract(op: str, **settings: Any) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4_ops.testing.strategies.draw import Draw, strategy_of
+
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
@@ -65,8 +67,9 @@ class OpTesting:
     Args:
         cases: Named cases; at least one with a hand-computed result.
         settings: Configurations (keyword arguments) worth testing; the first one is compiled.
-        make: (draw, settings, min_size) -> Case: one sampled call for a configuration.
-            ``min_size`` 2 avoids sizes that torch.compile specialises on.
+        make: (draw, settings, min_size) -> Case: one sampled call for a configuration. ``draw`` is
+            that of hypothesis, with methods for most of what calls need. ``min_size`` 2 avoids
+            sizes that torch.compile specialises on.
         precise: (*tensors, **settings) -> for each result, then each written argument, its float64
             value, or None where every implementation must match the reference bit for bit. Errors
             may be 1.5 times those of the reference or of one rounding. None: all results are exact.
@@ -78,7 +81,7 @@ class OpTesting:
 
     cases: Callable[[], list[Case]]
     settings: tuple[dict[str, Any], ...]
-    make: Callable[[Any, dict[str, Any], int], Case]
+    make: Callable[[Draw, dict[str, Any], int], Case]
     precise: Callable[..., tuple[Exact | None, ...]] | None = None
     readable: Callable[[Case, Sequence[Tensor]], Sequence[Tensor]] | None = None
     determined: Callable[[Case], bool] | None = None
@@ -87,14 +90,12 @@ class OpTesting:
         self, *, settings: dict[str, Any] | None = None, min_size: int = 0
     ) -> SearchStrategy[Case]:
         """Strategy of calls over batch structure, for one configuration or all of them."""
-        from hypothesis import strategies as st
 
-        @st.composite
-        def calls(draw: Any) -> Case:
-            chosen = settings if settings is not None else draw(st.sampled_from(self.settings))
+        def call(draw: Draw) -> Case:
+            chosen = settings if settings is not None else draw.one_of(*self.settings)
             return self.make(draw, chosen, min_size)
 
-        return calls()
+        return strategy_of(call)
 
 
 def results(result: Any, *written: Tensor | None) -> tuple[Tensor, ...]:
@@ -111,12 +112,3 @@ def i32(values: Any) -> Tensor:
 def i64(values: Any) -> Tensor:
     """Make an int64 tensor from a list."""
     return torch.tensor(values, dtype=torch.int64)
-
-
-def spoil(draw: Any, values: Tensor, bad: Sequence[Any], most: int) -> None:
-    """Put some of ``bad`` into up to ``most`` places of ``values``."""
-    from hypothesis import strategies as st
-
-    if values.numel():
-        for place in draw(st.lists(st.integers(0, values.numel() - 1), max_size=most)):
-            values.view(-1)[place] = draw(st.sampled_from(bad))

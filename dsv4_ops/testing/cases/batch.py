@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from dsv4_ops.testing.case import Case, OpTesting, i32
+from dsv4_ops.testing.strategies.batches import ragged_batch
+from dsv4_ops.testing.strategies.draw import Draw
 
 
-def _batch(draw: Any, min_size: int) -> Any:
-    from dsv4_ops.testing.strategies.batches import batches
-
-    return draw(batches(min_size=min_size))
+def _batch(draw: Draw, min_size: int) -> Any:
+    return ragged_batch(draw, min_size=min_size)
 
 
 def _split_cases() -> list[Case]:
@@ -27,7 +27,7 @@ def _split_cases() -> list[Case]:
     ]
 
 
-def _split_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+def _split_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     return Case("sampled", (_batch(draw, min_size).query_start_loc,), settings)
 
 
@@ -67,7 +67,7 @@ def _token_map_cases() -> list[Case]:
     ]
 
 
-def _token_map_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+def _token_map_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     batch = _batch(draw, min_size)
     settings = {**settings, "num_tokens": batch.num_tokens}
     return Case("sampled", (batch.query_start_loc, batch.seq_lens), settings)
@@ -117,7 +117,7 @@ def _expand_cases() -> list[Case]:
     ]
 
 
-def _expand_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+def _expand_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     batch = _batch(draw, min_size)
     return Case("sampled", (batch.block_table, batch.req_indices), settings)
 
@@ -140,7 +140,7 @@ def _mtp_cases() -> list[Case]:
     ]
 
 
-def _mtp_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+def _mtp_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     batch = _batch(draw, min_size)
     return Case("sampled", (batch.query_start_loc, batch.seq_lens), settings)
 

@@ -13,6 +13,8 @@ from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64
 from dsv4_ops.testing.cases import compressor
 from dsv4_ops.testing.cases.compressor import filled_states
 from dsv4_ops.testing.cases.rope import qnorm_rope_kv_insert
+from dsv4_ops.testing.strategies.caches import keys, random_bytes, slots
+from dsv4_ops.testing.strategies.draw import Draw
 
 NAMES = (
     "q",
@@ -278,43 +280,37 @@ def _cases() -> list[Case]:
     ]
 
 
-def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     """A sampled step of the compressor, and around it queries, window and indexer."""
-    from dsv4_ops.testing.strategies.caches import generator
-
     of_step = {name: settings[name] for name in ("compress_ratio", "eps", "state_block_size")}
     of_step |= {"overlap": True, "block_size": settings["block_size"], "layout": MAIN}
     step = compressor.save_and_compress.make(draw, of_step, min_size)
     tensors: dict[str, Any] = dict(zip(_COMPRESSOR, step.tensors, strict=True))
     num_tokens = tensors["positions"].shape[0]
     tensors |= _sampled_window(draw, settings, num_tokens, min_size)
-    tensors |= _sampled_indexer(draw, settings, tensors, generator(draw), min_size)
+    tensors |= _sampled_indexer(draw, settings, tensors, draw.generator(), min_size)
     return Case("sampled", tuple(tensors[name] for name in NAMES), settings)
 
 
 def _sampled_window(
-    draw: Any, settings: dict[str, Any], num_tokens: int, min_size: int
+    draw: Draw, settings: dict[str, Any], num_tokens: int, min_size: int
 ) -> dict[str, Tensor]:
     """Queries and keys, and the window cache with the slots of the first tokens."""
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator, keys, random_bytes, slots
-
-    num_heads = max(draw(st.sampled_from((3, 0, 1, 2, 5))), min_size)
-    num_blocks = max(draw(st.sampled_from((6, 0, 1, 2))), min_size)
-    num_slots = max(num_tokens - draw(st.sampled_from((0, 0, 1, 4))), min(num_tokens, min_size))
+    num_heads = max(draw.one_of(3, 0, 1, 2, 5), min_size)
+    num_blocks = max(draw.one_of(6, 0, 1, 2), min_size)
+    num_slots = max(num_tokens - draw.one_of(0, 0, 1, 4), min(num_tokens, min_size))
     size = settings["swa_block_size"]
-    q = draw(keys(num_rows=num_tokens * num_heads, width=512, special=512))
+    q = keys(draw, num_rows=num_tokens * num_heads, width=512, special=512)
     return {
         "q": q.view(num_tokens, num_heads, 512),
-        "kv": draw(keys(num_rows=num_tokens, width=512, special=512)),
-        "swa_cache": random_bytes(generator(draw), num_blocks, MainLayout(size).page_bytes),
-        "swa_slot_mapping": draw(slots(num_tokens=num_slots, num_slots=num_blocks * size)),
+        "kv": keys(draw, num_rows=num_tokens, width=512, special=512),
+        "swa_cache": random_bytes(draw.generator(), num_blocks, MainLayout(size).page_bytes),
+        "swa_slot_mapping": slots(draw, num_tokens=num_slots, num_slots=num_blocks * size),
     }
 
 
 def _sampled_indexer(
-    draw: Any,
+    draw: Draw,
     settings: dict[str, Any],
     tensors: dict[str, Any],
     seed: torch.Generator,
@@ -324,20 +320,16 @@ def _sampled_indexer(
 
     Its cache and states may have fewer blocks, so that only its slots and tables are out of range.
     """
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import keys, random_bytes
-
     num_tokens, (num_blocks, _) = tensors["positions"].shape[0], tensors["k_cache"].shape
     num_pages, ratio = tensors["states"].shape[0], settings["compress_ratio"]
     num_blocks, num_pages = (
-        max(number - draw(st.sampled_from((0, 1))), min(number, max(min_size, 1)))
+        max(number - draw.one_of(0, 1), min(number, max(min_size, 1)))
         for number in (num_blocks, num_pages)
     )
-    num_heads = 4 if min_size else draw(st.sampled_from((1, 3, 4, 17)))
-    q = draw(keys(num_rows=num_tokens * num_heads, width=128, special=128))
+    num_heads = 4 if min_size else draw.one_of(1, 3, 4, 17)
+    q = keys(draw, num_rows=num_tokens * num_heads, width=128, special=128)
     weights = torch.randn(num_tokens, num_heads, generator=seed)
-    if min_size or draw(st.booleans()):
+    if min_size or draw.flag():
         weights = weights.to(torch.bfloat16)
     table, size = tensors["state_block_table"], settings["state_block_size"]
     page_bytes = IndexerLayout(settings["block_size"]).page_bytes

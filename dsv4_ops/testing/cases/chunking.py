@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dsv4_ops.testing.case import Case, OpTesting, i32, i64
+from dsv4_ops.testing.strategies.batches import lengths, ragged_batch
+from dsv4_ops.testing.strategies.draw import Draw, strategy_of
 
 
 def _split_cases() -> list[Case]:
@@ -30,15 +32,11 @@ def _split_cases() -> list[Case]:
     ]
 
 
-def _split_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.batches import lengths
-
-    kinds = st.tuples(lengths(), st.integers(0, 60)) | st.sampled_from(
+def _split_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    kinds = draw.st.tuples(strategy_of(lengths), draw.st.integers(0, 60)) | draw.st.sampled_from(
         ((-3, 4), (5, -1), (0, 0), (400, 40))
     )
-    lens = draw(st.lists(kinds, min_size=min_size, max_size=14))
+    lens = draw(draw.st.lists(kinds, min_size=min_size, max_size=14))
     return Case(
         "sampled", (i32([rows for rows, _ in lens]), i32([query for _, query in lens])), settings
     )
@@ -84,10 +82,8 @@ def _bounds_cases() -> list[Case]:
     ]
 
 
-def _bounds_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from dsv4_ops.testing.strategies.batches import batches
-
-    batch = draw(batches(min_size=min_size))
+def _bounds_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    batch = ragged_batch(draw, min_size=min_size)
     return Case("sampled", (batch.positions, batch.req_indices, batch.seq_lens), settings)
 
 
@@ -122,13 +118,9 @@ def _chunk_cases() -> list[Case]:
     ]
 
 
-def _chunk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.batches import batches
-
-    batch = draw(batches(min_size=min_size))
-    bounds = draw(st.lists(st.integers(0, 13), min_size=4, max_size=4))
+def _chunk_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    batch = ragged_batch(draw, min_size=min_size)
+    bounds = draw(draw.st.lists(draw.st.integers(0, 13), min_size=4, max_size=4))
     chunk = i32([min(bounds[:2]), max(bounds[:2]), min(bounds[2:]), max(bounds[2:])])
     tensors = (batch.positions, batch.req_indices, batch.seq_lens, batch.query_start_loc, chunk)
     return Case("sampled", tensors, settings)

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import FP8_MAX, IndexerLayout, MainLayout, QuantizedLayout, StateLayout
 from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64
+from dsv4_ops.testing.strategies.batches import ADVERSARIAL_POSITIONS, ADVERSARIAL_REQUESTS, tables
+from dsv4_ops.testing.strategies.caches import slots
+from dsv4_ops.testing.strategies.draw import Draw
 
 _TINY = {"compress_ratio": 2, "block_size": 1}
 _PAGE = StateLayout(1, 4).page_bytes // 4
@@ -39,29 +42,23 @@ def _cases() -> list[Case]:
     ]
 
 
-def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator, slots
-
-    num_tokens = max(draw(st.sampled_from((0, 1, 2, 3, 5, 9, 17))), min_size)
-    num_blocks = max(draw(st.sampled_from((0, 1, 2, 3, 8))), min_size)
-    width = 512 if min_size else draw(st.sampled_from((512, 1, 24)))
-    seed, layout = generator(draw), StateLayout(settings["block_size"], 2 * width)
+def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(0, 1, 2, 3, 5, 9, 17), min_size)
+    num_blocks = max(draw.one_of(0, 1, 2, 3, 8), min_size)
+    width = 512 if min_size else draw.one_of(512, 1, 24)
+    seed, layout = draw.generator(), StateLayout(settings["block_size"], 2 * width)
     kv_score = torch.randn(num_tokens, 2 * width, generator=seed)
     kv_score *= torch.exp2(torch.randint(-40, 40, (num_tokens, 1), generator=seed).float())
     if num_tokens:  # kv is copied bit for bit
         bits = kv_score.view(torch.int32)
-        for token in draw(st.lists(st.integers(0, num_tokens - 1), max_size=4)):
-            pattern = draw(st.sampled_from((0x7FC00001, 0x7F800001, -(2**31), 0x7F800000, 1)))
-            bits[token, draw(st.integers(0, width - 1))] = pattern
+        for token in draw.places(num_tokens, 4):
+            pattern = draw.one_of(0x7FC00001, 0x7F800001, -(2**31), 0x7F800000, 1)
+            bits[token, draw.integer(0, width - 1)] = pattern
     ape = torch.randn(settings["compress_ratio"], width, generator=seed)
     states = torch.randn(num_blocks, layout.page_bytes // 4, generator=seed)
-    chosen = draw(slots(num_tokens=num_tokens, num_slots=num_blocks * layout.block_size))
+    chosen = slots(draw, num_tokens=num_tokens, num_slots=num_blocks * layout.block_size)
     positions = torch.randint(0, 10**6, (num_tokens,), generator=seed)
-    if num_tokens:
-        for token in draw(st.lists(st.integers(0, num_tokens - 1), max_size=3)):
-            positions[token] = draw(st.sampled_from((-1, -128, -(2**63), 2**40, 2**63 - 1)))
+    draw.spoil(positions, (-1, -128, -(2**63), 2**40, 2**63 - 1), 3)
     return Case("sampled", (kv_score, ape, states, chosen, positions), settings)
 
 
@@ -301,62 +298,53 @@ def _compressor_cases() -> list[Case]:
     ]
 
 
-def _tokens(draw: Any, ratio: int, min_size: int) -> tuple[int, Tensor, Tensor]:
+def _tokens(draw: Draw, ratio: int, min_size: int) -> tuple[int, Tensor, Tensor]:
     """Requests, most of which end at or next to a window's end, and their tokens.
 
     Some requests are empty, some tokens are padding or adversarial.
     """
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.batches import ADVERSARIAL_POSITIONS, ADVERSARIAL_REQUESTS
-
     positions: list[int] = []
     requests: list[int] = []
-    few = max(draw(st.sampled_from((3, 3, 0))), min_size)
-    counts = draw(st.lists(st.sampled_from((1, 2, 3, 5, 9, 0)), min_size=few, max_size=6))
+    few = max(draw.one_of(3, 3, 0), min_size)
+    counts = draw(draw.st.lists(draw.st.sampled_from((1, 2, 3, 5, 9, 0)), min_size=few, max_size=6))
     for request, count in enumerate(counts):
-        windows = draw(st.sampled_from((1, 2, 3, 7)))
-        stop = windows * ratio + draw(st.sampled_from((0, 0, 1, -1, 3)))
+        windows = draw.one_of(1, 2, 3, 7)
+        stop = windows * ratio + draw.one_of(0, 0, 1, -1, 3)
         start = max(stop - count, 0)
         positions += range(start, start + count)
         requests += [request] * count
-    padding = draw(st.sampled_from((0, 0, 1, 3)))
+    padding = draw.one_of(0, 0, 1, 3)
     padding = max(padding, min_size - len(positions))
     positions += [-1] * padding
     requests += [-1] * padding
     if positions:
-        tokens = st.lists(st.integers(0, len(positions) - 1), max_size=2)
+        tokens = draw.st.lists(draw.st.integers(0, len(positions) - 1), max_size=2)
         for token in draw(tokens):
-            positions[token] = draw(st.sampled_from((*ADVERSARIAL_POSITIONS, 2 * ratio - 1)))
+            positions[token] = draw.one_of(*ADVERSARIAL_POSITIONS, 2 * ratio - 1)
         for token in draw(tokens):
-            requests[token] = draw(st.sampled_from((*ADVERSARIAL_REQUESTS, len(counts), 0)))
+            requests[token] = draw.one_of(*ADVERSARIAL_REQUESTS, len(counts), 0)
     shape = (len(positions),)
     return len(counts), i64(positions).reshape(shape), i32(requests).reshape(shape)
 
 
-def _compressor_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.batches import tables
-    from dsv4_ops.testing.strategies.caches import generator, slots
-
+def _compressor_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     num_reqs, positions, req_indices = _tokens(draw, settings["compress_ratio"], min_size)
     num_tokens = positions.shape[0]
-    layout, seed = _quantized(settings), generator(draw)
+    layout, seed = _quantized(settings), draw.generator()
     dim = layout.head_dim if layout else 24
     width = dim * (2 if settings["overlap"] else 1)
     enough = num_tokens // settings["block_size"] + 2
-    num_blocks = max(draw(st.sampled_from((enough, enough, enough, enough, 1, 0))), min_size)
-    num_pages = max(draw(st.sampled_from((9, 40, 0, 1))), min_size)
-    num_positions = max(draw(st.sampled_from((700, 40, 0))), min_size)
+    num_blocks = max(draw.one_of(enough, enough, enough, enough, 1, 0), min_size)
+    num_pages = max(draw.one_of(9, 40, 0, 1), min_size)
+    num_positions = max(draw.one_of(700, 40, 0), min_size)
     kv_score = torch.randn(num_tokens, 2 * width, generator=seed)
-    kv_score[:, width:] *= draw(st.sampled_from((1.0, 10.0)))
-    sampled_table = draw(tables(num_reqs=num_reqs, min_size=min_size))
+    kv_score[:, width:] *= draw.one_of(1.0, 10.0)
+    sampled_table = tables(draw, num_reqs=num_reqs, min_size=min_size)
     states, table = _states(settings, sampled_table, num_pages, 2 * width, seed)
     angle = torch.rand(num_positions, 32 if layout else 4, generator=seed) * 6.3
     if layout is None:
         k_cache = torch.randn(num_blocks, settings["block_size"], dim, generator=seed)
-        k_cache = k_cache if draw(st.booleans()) or min_size else k_cache.bfloat16()
+        k_cache = k_cache if draw.flag() or min_size else k_cache.bfloat16()
     else:
         shape = layout.shape(num_blocks)
         k_cache = torch.randint(0, 256, shape, generator=seed, dtype=torch.uint8)
@@ -370,7 +358,7 @@ def _compressor_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case
         torch.randn(dim, generator=seed),
         torch.cat([angle.cos(), angle.sin()], 1),
         k_cache,
-        draw(slots(num_tokens=num_tokens, num_slots=num_blocks * settings["block_size"])),
+        slots(draw, num_tokens=num_tokens, num_slots=num_blocks * settings["block_size"]),
     )
     return Case("sampled", tensors, settings)
 
@@ -546,12 +534,8 @@ def _compressor_step_cases() -> list[Case]:
     ]
 
 
-def _compressor_step_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+def _compressor_step_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     """A sampled step that does not save states where its windows read."""
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import slots
-
     windows = compress_and_insert.make(draw, settings, min_size)
     states, positions = windows.tensors[2], windows.tensors[4]
     assert states is not None
@@ -559,9 +543,9 @@ def _compressor_step_call(draw: Any, settings: dict[str, Any], min_size: int) ->
     num_tokens, num_slots = positions.shape[0], states.shape[0] * settings["state_block_size"]
     read = read_slots(windows)
     free = sorted(set(range(num_slots)) - read)
-    if draw(st.booleans()):  # next to what is read
+    if draw.flag():  # next to what is read
         free = sorted(free, key=lambda slot: _distance(slot, read))[: num_tokens + 2]
-    places = draw(slots(num_tokens=num_tokens, num_slots=len(free)))
+    places = slots(draw, num_tokens=num_tokens, num_slots=len(free))
     there = (places >= 0) & (places < len(free))
     chosen = torch.where(there, i64([*free, -1])[torch.where(there, places, -1)], places)
     outside = (places >= len(free)) & (places < num_slots)

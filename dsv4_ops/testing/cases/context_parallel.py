@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4_ops.testing.case import Case, OpTesting, i32, i64, spoil
+from dsv4_ops.testing.case import Case, OpTesting, i32, i64
 from dsv4_ops.testing.cases.mla_context import INF, NAN, merged_lses, merged_out
 from dsv4_ops.testing.float64.mla_context import exact_share
+from dsv4_ops.testing.strategies.batches import ragged_batch
+from dsv4_ops.testing.strategies.draw import Draw
 
 _LENS = (0, 1, 2, 3, 4, 5, 8, 9, 127, 4096, 2**31 - 1, -1, -(2**31))
 _RANKS = (0, 1, 2, 3, -1, 7, 2**31 - 1, -(2**31))
@@ -35,12 +37,10 @@ def _cases() -> list[Case]:
     ]
 
 
-def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    size = max(draw(st.sampled_from((3, 0, 1, 2, 33))), min_size)
-    lens = i32([draw(st.sampled_from(_LENS)) for _ in range(size)])
-    rank = None if not min_size and draw(st.booleans()) else i32([draw(st.sampled_from(_RANKS))])
+def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    size = max(draw.one_of(3, 0, 1, 2, 33), min_size)
+    lens = i32([draw.one_of(*_LENS) for _ in range(size)])
+    rank = None if not min_size and draw.flag() else i32([draw.one_of(*_RANKS)])
     return Case("sampled", (lens, rank), settings)
 
 
@@ -77,13 +77,9 @@ def _slot_cases() -> list[Case]:
     ]
 
 
-def _slot_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.batches import batches
-
-    batch = draw(batches(min_size=min_size))
-    rank = i32([draw(st.sampled_from(_RANKS))])
+def _slot_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    batch = ragged_batch(draw, min_size=min_size)
+    rank = i32([draw.one_of(*_RANKS)])
     tensors = (batch.positions, batch.req_indices, batch.block_table, rank)
     return Case("sampled", tensors, settings)
 
@@ -126,14 +122,10 @@ def _row_cases() -> list[Case]:
     ]
 
 
-def _row_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.batches import batches
-
-    batch = draw(batches(min_size=min_size))
+def _row_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    batch = ragged_batch(draw, min_size=min_size)
     num_reqs = batch.seq_lens.shape[0]
-    entries = st.integers(0, 40) | st.sampled_from((-1, 2**31 - 1, -(2**31), 300))
+    entries = draw.st.integers(0, 40) | draw.st.sampled_from((-1, 2**31 - 1, -(2**31), 300))
     starts, ends = (
         i32([draw(entries) for _ in range(size)]).reshape(size) for size in (num_reqs, num_reqs + 1)
     )
@@ -184,22 +176,18 @@ _CANDIDATES = {5: (2, 40), 1: (3, 5), 64: (4, 300), 0: (2, 2), 512: (2, 300)}
 """By topk the ranks and the candidates of each, which are no dynamic sizes."""
 
 
-def _topk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    seed = generator(draw)
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 6))), min_size)
+def _topk_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    seed = draw.generator()
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 6), min_size)
     ranks, width = _CANDIDATES[settings["topk"]]
     shape = (ranks, num_tokens, width)
     scores = torch.randn(shape, generator=seed).mul(2).round()
-    spoil(draw, scores, (NAN, INF, -INF, -0.0, 1e-45), 6)
+    draw.spoil(scores, (NAN, INF, -INF, -0.0, 1e-45), 6)
     # a rank's rows are distinct
     rows = (
         torch.rand((ranks, num_tokens, width + 10), generator=seed).argsort(-1)[..., :width].int()
     )
-    spoil(draw, rows, (-1, -7, 2**31 - 1, -(2**31), 2**30), 6)
+    draw.spoil(rows, (-1, -7, 2**31 - 1, -(2**31), 2**30), 6)
     return Case("sampled", (scores, rows), settings)
 
 
@@ -230,16 +218,12 @@ def _local_cases() -> list[Case]:
     ]
 
 
-def _local_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 6))), min_size)
-    topk = max(draw(st.sampled_from((5, 0, 1, 2, 40))), min_size)
-    rows = torch.randint(-1, 300, (num_tokens, topk), generator=generator(draw)).int()
-    spoil(draw, rows, (-1, -7, 2**31 - 1, -(2**31), 2**30), 6)
-    return Case("sampled", (rows, i32([draw(st.sampled_from(_RANKS))])), settings)
+def _local_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 6), min_size)
+    topk = max(draw.one_of(5, 0, 1, 2, 40), min_size)
+    rows = torch.randint(-1, 300, (num_tokens, topk), generator=draw.generator()).int()
+    draw.spoil(rows, (-1, -7, 2**31 - 1, -(2**31), 2**30), 6)
+    return Case("sampled", (rows, i32([draw.one_of(*_RANKS)])), settings)
 
 
 cp_local_rows = OpTesting(
@@ -267,15 +251,11 @@ def _correct_cases() -> list[Case]:
     ]
 
 
-def _correct_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    seed = generator(draw)
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 7))), min_size)
-    dtype = torch.bfloat16 if min_size or draw(st.booleans()) else torch.float32
-    lses = merged_lses(draw, seed, max(draw(st.sampled_from((2, 1, 4))), min_size), num_tokens, 3)
+def _correct_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    seed = draw.generator()
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 7), min_size)
+    dtype = torch.bfloat16 if min_size or draw.flag() else torch.float32
+    lses = merged_lses(draw, seed, max(draw.one_of(2, 1, 4), min_size), num_tokens, 3)
     lse = lses[-1].clone()
     return Case("sampled", (merged_out(lse, seed, 20, dtype), lse, lses), settings)
 

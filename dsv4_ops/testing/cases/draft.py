@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.reference import draft as reference
-from dsv4_ops.testing.case import Case, OpTesting, i64, spoil
+from dsv4_ops.testing.case import Case, OpTesting, i64
+from dsv4_ops.testing.strategies.draw import Draw
 
 GREEDY, SAMPLED, SHARP = ({"temperature": value} for value in (0.0, 1.0, 0.5))
 
@@ -64,31 +65,29 @@ def _sampled(
     return Case(name, (logits, i64(ids)[:, None], probs, chances), settings, expected)
 
 
-def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    num_reqs = max(draw(st.sampled_from((3, 0, 1, 2, 5, 9))), min_size)
-    num_drafts = 2 if min_size else draw(st.sampled_from((1, 0, 2, 3)))
-    vocab_size = 5 if min_size else draw(st.sampled_from((4, 1, 2, 5, 9)))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_reqs = max(draw.one_of(3, 0, 1, 2, 5, 9), min_size)
+    num_drafts = 2 if min_size else draw.one_of(1, 0, 2, 3)
+    vocab_size = 5 if min_size else draw.one_of(4, 1, 2, 5, 9)
+    generator = torch.Generator().manual_seed(draw.integer(0, 2**31))
     logits = torch.randint(-6, 7, (num_reqs, num_drafts + 1, vocab_size), generator=generator) / 4.0
-    spoil(draw, logits, (math.nan, math.inf, -math.inf, 30.0), 4)
+    draw.spoil(logits, (math.nan, math.inf, -math.inf, 30.0), 4)
     greedy = logits.nan_to_num(-math.inf, math.inf, -math.inf)[:, :num_drafts].argmax(2)
     guessed = torch.randint(0, vocab_size, greedy.shape, generator=generator)
     ids = torch.where(torch.rand(greedy.shape, generator=generator) < 0.6, greedy, guessed)
-    spoil(draw, ids, (-1, vocab_size, -(2**62), 2**62), 2)
-    if not min_size and draw(st.booleans()):
+    draw.spoil(ids, (-1, vocab_size, -(2**62), 2**62), 2)
+    if not min_size and draw.flag():
         logits = logits.bfloat16()
     if not settings["temperature"]:
         return Case("sampled", (logits, ids, None, None), settings)
     probs = None
-    if min_size or draw(st.booleans()):  # shares that no softmax of quarters comes close to
+    if min_size or draw.flag():  # shares that no softmax of quarters comes close to
         shares = torch.tensor([0.0, 0.113, 0.237, 0.371, 0.613, 1.0])
         shape = (num_reqs, num_drafts, vocab_size)
         probs = shares[torch.randint(0, len(shares), shape, generator=generator)]
-        spoil(draw, probs, (math.nan, math.inf, -0.5), 2)
+        draw.spoil(probs, (math.nan, math.inf, -0.5), 2)
     uniforms = torch.randint(0, 64, (num_reqs, num_drafts + 1), generator=generator) / 64
-    spoil(draw, uniforms, (0.0, 1 - 2.0**-24, math.nan, -1.0, 2.0), 2)
+    draw.spoil(uniforms, (0.0, 1 - 2.0**-24, math.nan, -1.0, 2.0), 2)
     return Case(
         "sampled", (logits, ids, probs, _clear(logits, ids, probs, uniforms, settings)), settings
     )

@@ -17,6 +17,7 @@ from dsv4_ops.testing.float64.experts import (
     routing,
 )
 from dsv4_ops.testing.float64.linear import activations as sampled_activations, fp8_weight
+from dsv4_ops.testing.strategies.draw import Draw
 
 
 def _plan_cases() -> list[Case]:
@@ -45,11 +46,9 @@ def _plan_cases() -> list[Case]:
     ]
 
 
-def _plan_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    num_tokens = max(draw(st.sampled_from((5, 0, 1, 2, 3, 9, 40))), min_size)
-    topk = 3 if min_size else draw(st.sampled_from((2, 1, 3, 6)))
+def _plan_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(5, 0, 1, 2, 3, 9, 40), min_size)
+    topk = 3 if min_size else draw.one_of(2, 1, 3, 6)
     _, ids = routing(draw, num_tokens, topk, settings["num_experts"])
     return Case("sampled", (ids,), settings)
 
@@ -146,20 +145,16 @@ def expert_weights(
     return *up, *fp4_weight(seed, num_experts, width, size // 2)
 
 
-def _experts_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5, 20))), min_size)
-    topk = 3 if min_size else draw(st.sampled_from((2, 1, 3)))
-    num_experts = 4 if min_size else draw(st.sampled_from((4, 1, 6)))
-    fp8 = not min_size and draw(st.booleans())
+def _experts_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 20), min_size)
+    topk = 3 if min_size else draw.one_of(2, 1, 3)
+    num_experts = 4 if min_size else draw.one_of(4, 1, 6)
+    fp8 = not min_size and draw.flag()
     whole = fp8 or settings["activations"] == "fp8"
     sizes = ((128, 128), (256, 128)) if whole else ((128, 64), (64, 32), (32, 96))
-    width, size = sizes[0] if min_size else draw(st.sampled_from(sizes))
-    ue8m0 = draw(st.booleans())
-    weights = expert_weights(generator(draw), num_experts, width, size, fp8, ue8m0)
+    width, size = sizes[0] if min_size else draw.one_of(*sizes)
+    ue8m0 = draw.flag()
+    weights = expert_weights(draw.generator(), num_experts, width, size, fp8, ue8m0)
     x = sampled_activations(draw, num_tokens, width, infinite=False)
     x = x * 2.0**-8 if fp8 else x  # FP8 codes reach 448
     return Case("sampled", (x, *routing(draw, num_tokens, topk, num_experts), *weights), settings)
@@ -240,21 +235,17 @@ def _route_cases() -> list[Case]:
     ]
 
 
-def _route_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+def _route_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     """Products of small integers, which are exact: equal scores are equal everywhere."""
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5, 20))), min_size)
-    width = 130 if min_size else draw(st.sampled_from((130, 1, 16, 300)))
-    num_experts = 40 if min_size else draw(st.sampled_from((40, 8, 11)))
-    seed, top_k = generator(draw), settings["top_k"]
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 20), min_size)
+    width = 130 if min_size else draw.one_of(130, 1, 16, 300)
+    num_experts = 40 if min_size else draw.one_of(40, 8, 11)
+    seed, top_k = draw.generator(), settings["top_k"]
     hidden = torch.randint(-2, 3, (num_tokens, width), generator=seed).bfloat16()
     weight = torch.randint(-2, 3, (num_experts, width), generator=seed).bfloat16() / 4
-    if hidden.numel() and draw(st.booleans()):
-        hidden[draw(st.integers(0, num_tokens - 1)), 0] = torch.nan
-    if not min_size and draw(st.booleans()):
+    if hidden.numel() and draw.flag():
+        hidden[draw.integer(0, num_tokens - 1), 0] = torch.nan
+    if not min_size and draw.flag():
         table = torch.randint(-1, num_experts + 1, (9, top_k), generator=seed)
         ids = torch.randint(-1, 10, (num_tokens,), generator=seed)
         return Case("sampled", (hidden, weight, None, table, ids), settings)

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
-from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64, spoil
+from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64
 from dsv4_ops.testing.float64.indexer import Scores, paged_scores
+from dsv4_ops.testing.float64.rope import positions, tables
+from dsv4_ops.testing.strategies.caches import keys, random_bytes, requests, slots
+from dsv4_ops.testing.strategies.draw import Draw
+from dsv4_ops.testing.strategies.indexer_batches import codes, paged_calls, query
 
 _TAG = IndexerLayout.tag
 _PAGES_OF_1 = {"block_size": 1, "layout": _TAG}
@@ -32,20 +36,16 @@ def _insert_cases() -> list[Case]:
     ]
 
 
-def _insert_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator, keys, random_bytes, slots
-
-    num_tokens = max(draw(st.sampled_from((0, 1, 2, 3, 5, 9, 17))), min_size)
-    num_blocks = max(draw(st.sampled_from((0, 1, 2, 3, 8))), min_size)
-    num_rows = num_tokens + draw(st.sampled_from((0, 0, 1, 4)))
-    k = draw(keys(num_rows=num_rows, width=128, special=128))
+def _insert_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(0, 1, 2, 3, 5, 9, 17), min_size)
+    num_blocks = max(draw.one_of(0, 1, 2, 3, 8), min_size)
+    num_rows = num_tokens + draw.one_of(0, 0, 1, 4)
+    k = keys(draw, num_rows=num_rows, width=128, special=128)
     page_bytes = IndexerLayout(settings["block_size"]).page_bytes
-    cache = random_bytes(generator(draw), num_blocks, page_bytes)
+    cache = random_bytes(draw.generator(), num_blocks, page_bytes)
     num_slots = num_blocks * settings["block_size"]
     return Case(
-        "sampled", (k, cache, draw(slots(num_tokens=num_tokens, num_slots=num_slots))), settings
+        "sampled", (k, cache, slots(draw, num_tokens=num_tokens, num_slots=num_slots)), settings
     )
 
 
@@ -99,18 +99,14 @@ def _many_requests(name: str, cache: Tensor, lens: list[int]) -> Case:
     )
 
 
-def _gather_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator, random_bytes, requests
-
-    num_blocks = max(draw(st.sampled_from((0, 1, 2, 3, 8))), min_size)
+def _gather_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_blocks = max(draw.one_of(0, 1, 2, 3, 8), min_size)
     page_bytes = IndexerLayout(settings["block_size"]).page_bytes
-    cache = random_bytes(generator(draw), num_blocks, page_bytes)
-    _, lens, table = draw(requests(num_blocks=num_blocks, min_size=min_size))
-    start = torch.tensor([draw(st.sampled_from((0, 0, 2)))])
+    cache = random_bytes(draw.generator(), num_blocks, page_bytes)
+    _, lens, table = requests(draw, num_blocks=num_blocks, min_size=min_size)
+    start = torch.tensor([draw.one_of(0, 0, 2)])
     cu_seq_lens = torch.cat([start, lens.clamp(0, 90)]).cumsum(0).to(torch.int32)
-    num_rows = max(draw(st.sampled_from((0, 1, 7, 40, 150))), min_size)
+    num_rows = max(draw.one_of(0, 1, 7, 40, 150), min_size)
     return Case("sampled", (cache, cu_seq_lens, table), {**settings, "num_rows": num_rows})
 
 
@@ -155,11 +151,9 @@ def _cases() -> list[Case]:
     ]
 
 
-def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    size = max(draw(st.sampled_from((3, 0, 1, 2, 7, 33, 150))), min_size)
-    lens = [draw(st.sampled_from(_LENS)) for _ in range(size)]
+def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    size = max(draw.one_of(3, 0, 1, 2, 7, 33, 150), min_size)
+    lens = [draw.one_of(*_LENS) for _ in range(size)]
     return Case("sampled", (i32(lens),), settings)
 
 
@@ -209,19 +203,14 @@ def _quantize_cases() -> list[Case]:
     ]
 
 
-def _quantize_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.float64.rope import positions, tables
-    from dsv4_ops.testing.strategies.caches import generator, keys
-
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5))), min_size)
-    num_heads = 4 if min_size else draw(st.sampled_from((1, 3, 4, 17)))
-    rope_dim = 64 if min_size else draw(st.sampled_from((64, 128, 2, 0)))
+def _quantize_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5), min_size)
+    num_heads = 4 if min_size else draw.one_of(1, 3, 4, 17)
+    rope_dim = 64 if min_size else draw.one_of(64, 128, 2, 0)
     table = tables(draw, rope_dim=rope_dim, min_size=min_size)
-    q = draw(keys(num_rows=num_tokens * num_heads, width=128, special=128))
-    weights = torch.randn(num_tokens, num_heads, generator=generator(draw))
-    if min_size or draw(st.booleans()):
+    q = keys(draw, num_rows=num_tokens * num_heads, width=128, special=128)
+    weights = torch.randn(num_tokens, num_heads, generator=draw.generator())
+    if min_size or draw.flag():
         weights = weights.to(torch.bfloat16)
     places = positions(draw, num_tokens=num_tokens, num_positions=table.shape[0])
     return Case("sampled", (q.view(num_tokens, num_heads, 128), weights, places, table), settings)
@@ -316,18 +305,11 @@ def _logits_cases() -> list[Case]:
     return with_layouts(cases)
 
 
-def _logits_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.indexer_batches import paged_calls
-
-    paged = draw(paged_calls(settings=settings, min_size=min_size))
-    num_tokens = paged.positions.shape[0]
+def _logits_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    paged = paged_calls(draw, settings=settings, min_size=min_size)
     lens = (paged.positions.clamp(-2, 2**20) + 1).to(torch.int32)
-    if num_tokens:
-        for token in draw(st.lists(st.integers(0, num_tokens - 1), max_size=2)):
-            lens[token] = draw(st.sampled_from((0, -1, -(2**31), 2**31 - 1)))
-    num_rows = max(draw(st.sampled_from((0, 1, 5, 40, 130))), min_size)
+    draw.spoil(lens, (0, -1, -(2**31), 2**31 - 1), 2)
+    num_rows = max(draw.one_of(0, 1, 5, 40, 130), min_size)
     tensors = (paged.q, paged.weights, paged.cache, lens, paged.req_indices, paged.table)
     return Case("sampled", tensors, {**settings, "num_rows": num_rows})
 
@@ -360,21 +342,14 @@ def _ragged_cases() -> list[Case]:
     ]
 
 
-def _ragged_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-    from dsv4_ops.testing.strategies.indexer_batches import codes, query
-
-    exact, seed = draw(st.booleans()), generator(draw)
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 9, 18))), min_size)
-    num_k = max(draw(st.sampled_from((7, 0, 1, 2, 40, 130))), min_size)
-    q, weights = query(
-        seed, num_tokens, 16 if min_size else draw(st.sampled_from((1, 3, 16))), exact
-    )
+def _ragged_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    exact, seed = draw.flag(), draw.generator()
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 9, 18), min_size)
+    num_k = max(draw.one_of(7, 0, 1, 2, 40, 130), min_size)
+    q, weights = query(seed, num_tokens, 16 if min_size else draw.one_of(1, 3, 16), exact)
     scales = torch.exp2(torch.randint(-3, 3, (num_k,), generator=seed).float())
     bounds = torch.randint(-2, num_k + 3, (2, num_tokens), generator=seed, dtype=torch.int32)
-    start, stop = bounds.sort(0).values if draw(st.booleans()) else bounds
+    start, stop = bounds.sort(0).values if draw.flag() else bounds
     keys = codes(seed, (num_k, 128), exact)
     return Case("sampled", (q, weights, keys, scales, start.clone(), stop.clone()), settings)
 
@@ -424,19 +399,17 @@ def _topk_cases() -> list[Case]:
     ]
 
 
-def _topk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    seed = generator(draw)
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 6))), min_size)
-    num_rows = max(draw(st.sampled_from((40, 0, 1, 2, 7, 130, 600))), min_size)
+def _topk_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    seed = draw.generator()
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 6), min_size)
+    num_rows = max(draw.one_of(40, 0, 1, 2, 7, 130, 600), min_size)
     logits = torch.randn(num_tokens, num_rows, generator=seed)
-    if draw(st.booleans()):
+    if draw.flag():
         logits = (logits * 2).round()
-    spoil(draw, logits, _SPECIAL, 6)
-    near = st.sampled_from((0, 1, settings["topk"], settings["topk"] + 1, num_rows, -1, 2**31 - 1))
+    draw.spoil(logits, _SPECIAL, 6)
+    near = draw.st.sampled_from(
+        (0, 1, settings["topk"], settings["topk"] + 1, num_rows, -1, 2**31 - 1)
+    )
     lens = i32([draw(near) for _ in range(num_tokens)]).reshape(num_tokens)
     return Case("sampled", (logits, lens), settings)
 
@@ -511,10 +484,8 @@ def _select_cases() -> list[Case]:
     return with_layouts(cases)
 
 
-def _select_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from dsv4_ops.testing.strategies.indexer_batches import paged_calls
-
-    return Case("sampled", tuple(draw(paged_calls(settings=settings, min_size=min_size))), settings)
+def _select_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    return Case("sampled", tuple(paged_calls(draw, settings=settings, min_size=min_size)), settings)
 
 
 def _scores(

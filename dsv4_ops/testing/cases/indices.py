@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.testing.case import Case, OpTesting, i32, i64
+from dsv4_ops.testing.strategies.batches import ragged_batch, tables
+from dsv4_ops.testing.strategies.draw import Draw
 
 
 def _window_cases() -> list[Case]:
@@ -35,10 +37,8 @@ def _window_cases() -> list[Case]:
     ]
 
 
-def _window_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from dsv4_ops.testing.strategies.batches import batches
-
-    batch = draw(batches(min_size=min_size))
+def _window_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    batch = ragged_batch(draw, min_size=min_size)
     return Case("sampled", (batch.positions, batch.req_indices, batch.block_table), settings)
 
 
@@ -59,10 +59,8 @@ def _gather_cases() -> list[Case]:
     return [Case("worked example", tensors, {"window_size": 4}, ([5, 5, 3, 0],))]
 
 
-def _gather_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from dsv4_ops.testing.strategies.batches import batches
-
-    batch = draw(batches(min_size=min_size))
+def _gather_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    batch = ragged_batch(draw, min_size=min_size)
     return Case("sampled", (batch.query_start_loc, batch.seq_lens), settings)
 
 
@@ -97,20 +95,14 @@ def _topk_cases() -> list[Case]:
     ]
 
 
-def _topk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.batches import batches
-
-    batch = draw(batches(min_size=min_size))
-    topk = max(min_size, draw(st.sampled_from((0, 1, 2, 5, 16))))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+def _topk_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    batch = ragged_batch(draw, min_size=min_size)
+    topk = max(min_size, draw.one_of(0, 1, 2, 5, 16))
+    generator = draw.generator()
     selected = torch.randint(
         -2, 700, (batch.num_tokens, topk), generator=generator, dtype=torch.int32
     )
-    if selected.numel():
-        for entry in draw(st.lists(st.integers(0, selected.numel() - 1), max_size=4)):
-            selected.view(-1)[entry] = draw(st.sampled_from((-1, -(2**31), 2**31 - 1, 63, 64)))
+    draw.spoil(selected, (-1, -(2**31), 2**31 - 1, 63, 64), 4)
     return Case("sampled", (selected, batch.req_indices, batch.block_table), settings)
 
 
@@ -139,10 +131,8 @@ def _dense_cases() -> list[Case]:
     ]
 
 
-def _dense_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from dsv4_ops.testing.strategies.batches import batches
-
-    batch = draw(batches(min_size=min_size))
+def _dense_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    batch = ragged_batch(draw, min_size=min_size)
     return Case("sampled", (batch.positions, batch.req_indices, batch.block_table), settings)
 
 
@@ -201,36 +191,24 @@ def _combine_cases() -> list[Case]:
     ]
 
 
-def _selected(draw: Any, num_tokens: int, columns: int, high: int) -> Tensor:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
+def _selected(draw: Draw, num_tokens: int, columns: int, high: int) -> Tensor:
     selected = torch.randint(
-        -2, high, (num_tokens, columns), generator=generator(draw), dtype=torch.int32
+        -2, high, (num_tokens, columns), generator=draw.generator(), dtype=torch.int32
     )
-    if selected.numel():
-        for entry in draw(st.lists(st.integers(0, selected.numel() - 1), max_size=4)):
-            selected.view(-1)[entry] = draw(st.sampled_from((-1, -(2**31), 2**31 - 1, 63, 64)))
+    draw.spoil(selected, (-1, -(2**31), 2**31 - 1, 63, 64), 4)
     return selected
 
 
-def _combine_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.batches import batches
-
-    batch = draw(batches(min_size=min_size))
-    extra = draw(st.sampled_from((0, 0, 1, 3)))
+def _combine_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    batch = ragged_batch(draw, min_size=min_size)
+    extra = draw.one_of(0, 0, 1, 3)
     columns = max(settings["topk"] + extra, min_size)
     selected = _selected(draw, batch.num_tokens, columns, 300)
     gather_lens = batch.seq_lens.clone()
     for request in range(gather_lens.shape[0]):
-        gather_lens[request] = min(
-            int(gather_lens[request]), draw(st.sampled_from((0, 3, 17, 140, 2**31 - 1)))
-        )
-    if gather_lens.shape[0] and draw(st.booleans()):
-        gather_lens[0] = draw(st.sampled_from((-1, -(2**31), 2**31 - 1)))
+        gather_lens[request] = min(int(gather_lens[request]), draw.one_of(0, 3, 17, 140, 2**31 - 1))
+    if gather_lens.shape[0] and draw.flag():
+        gather_lens[0] = draw.one_of(-1, -(2**31), 2**31 - 1)
     tensors = (selected, batch.positions, batch.req_indices, batch.seq_lens, gather_lens)
     return Case("sampled", tensors, settings)
 
@@ -300,28 +278,22 @@ def _mixed_cases() -> list[Case]:
     ]
 
 
-def _mixed_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.batches import batches, tables
-
-    batch = draw(batches(min_size=max(2 * min_size, 0)))
-    decode = draw(st.integers(min_size, batch.num_tokens - min_size))
-    swa_width = -(-settings["window_size"] // 4) * 4 + (
-        0 if min_size else draw(st.sampled_from((0, 4)))
-    )
+def _mixed_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    batch = ragged_batch(draw, min_size=max(2 * min_size, 0))
+    decode = draw.integer(min_size, batch.num_tokens - min_size)
+    swa_width = -(-settings["window_size"] // 4) * 4 + (0 if min_size else draw.one_of(0, 4))
     swa = _selected(draw, decode, swa_width, 5000)
     # one width per compiled function: the number of columns is part of the layout
-    columns = 5 if min_size else draw(st.sampled_from((0, 1, 5)))
+    columns = 5 if min_size else draw.one_of(0, 1, 5)
     compressed = _selected(draw, decode, columns, 700)
-    lens = i32([draw(st.integers(-1, columns + 1)) for _ in range(decode)]).reshape(decode)
+    lens = i32([draw.integer(-1, columns + 1) for _ in range(decode)]).reshape(decode)
     topk = _selected(draw, batch.num_tokens - decode, max(settings["topk"], min_size), 700)
-    table = draw(tables(num_reqs=batch.seq_lens.shape[0], min_size=min_size))
+    table = tables(draw, num_reqs=batch.seq_lens.shape[0], min_size=min_size)
     optional: list[Any] = [compressed, lens, table]
     if not min_size:
-        keep = draw(st.integers(0, 2))
+        keep = draw.integer(0, 2)
         optional[:2] = [*optional[:keep], *[None] * (2 - keep)]
-        optional[2] = table if draw(st.booleans()) else None
+        optional[2] = table if draw.flag() else None
     tensors = (swa, *optional[:2], topk, batch.positions, batch.req_indices, batch.block_table)
     return Case("sampled", (*tensors, optional[2]), settings)
 

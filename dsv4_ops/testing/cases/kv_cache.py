@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.testing.case import Case, OpTesting, i32, i64
+from dsv4_ops.testing.strategies.caches import keys, random_bytes, random_keys, requests, slots
+from dsv4_ops.testing.strategies.draw import Draw
 
 _TAG = MainLayout.tag
 _PAGES_OF_1 = {"block_size": 1, "layout": _TAG}
@@ -50,21 +52,17 @@ def _insert_cases() -> list[Case]:
     ]
 
 
-def _insert_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator, keys, random_bytes, slots
-
-    num_tokens = draw(st.sampled_from((0, 1, 2, 3, 5, 9, 17)))
-    num_blocks = draw(st.sampled_from((0, 1, 2, 3, 8)))
+def _insert_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = draw.one_of(0, 1, 2, 3, 5, 9, 17)
+    num_blocks = draw.one_of(0, 1, 2, 3, 8)
     num_tokens, num_blocks = max(num_tokens, min_size), max(num_blocks, min_size)
-    num_rows = num_tokens + draw(st.sampled_from((0, 0, 1, 4)))
+    num_rows = num_tokens + draw.one_of(0, 0, 1, 4)
     page_bytes = MainLayout(settings["block_size"]).page_bytes
-    k = draw(keys(num_rows=num_rows, width=512, special=448))
-    cache = random_bytes(generator(draw), num_blocks, page_bytes)
+    k = keys(draw, num_rows=num_rows, width=512, special=448)
+    cache = random_bytes(draw.generator(), num_blocks, page_bytes)
     num_slots = num_blocks * settings["block_size"]
     return Case(
-        "sampled", (k, cache, draw(slots(num_tokens=num_tokens, num_slots=num_slots))), settings
+        "sampled", (k, cache, slots(draw, num_tokens=num_tokens, num_slots=num_slots)), settings
     )
 
 
@@ -143,39 +141,29 @@ def _gather_all_cases() -> list[Case]:
     ]
 
 
-def _gather_tensors(draw: Any, settings: dict[str, Any], min_size: int) -> tuple[Any, ...]:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator, random_bytes, random_keys, requests
-
-    num_blocks = max(draw(st.sampled_from((0, 1, 2, 3, 8))), min_size)
-    block_size, seed = settings["block_size"], generator(draw)
+def _gather_tensors(draw: Draw, settings: dict[str, Any], min_size: int) -> tuple[Any, ...]:
+    num_blocks = max(draw.one_of(0, 1, 2, 3, 8), min_size)
+    block_size, seed = settings["block_size"], draw.generator()
     if settings["layout"] == _TAG:
         cache = random_bytes(seed, num_blocks, MainLayout(block_size).page_bytes)
     else:
         cache = random_keys(seed, num_blocks * block_size, 24).view(num_blocks, block_size, 24)
-    seq_lens, gather_lens, table = draw(requests(num_blocks=num_blocks, min_size=min_size))
-    given = gather_lens if min_size or draw(st.booleans()) else None
+    seq_lens, gather_lens, table = requests(draw, num_blocks=num_blocks, min_size=min_size)
+    given = gather_lens if min_size or draw.flag() else None
     return cache, seq_lens, given, table
 
 
-def _gather_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator, random_keys
-
+def _gather_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     tensors = _gather_tensors(draw, settings, min_size)
     num_reqs = tensors[1].shape[0]
-    num_rows = settings["offset"] + max(draw(st.sampled_from((2, 0, 1, 7, 20))), min_size)
-    out = random_keys(generator(draw), num_reqs * num_rows, 512).view(num_reqs, num_rows, 512)
+    num_rows = settings["offset"] + max(draw.one_of(2, 0, 1, 7, 20), min_size)
+    out = random_keys(draw.generator(), num_reqs * num_rows, 512).view(num_reqs, num_rows, 512)
     return Case("sampled", (out, *tensors), settings)
 
 
-def _gather_all_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
+def _gather_all_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     tensors = _gather_tensors(draw, settings, min_size)
-    num_rows = settings["offset"] + max(draw(st.sampled_from((2, 0, 1, 7, 20))), min_size)
+    num_rows = settings["offset"] + max(draw.one_of(2, 0, 1, 7, 20), min_size)
     return Case("sampled", tensors, {**settings, "num_rows": num_rows})
 
 
@@ -215,22 +203,18 @@ def _cases() -> list[Case]:
     ]
 
 
-def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator, keys, random_keys, slots
-
-    num_tokens = max(draw(st.sampled_from((0, 1, 2, 3, 5, 9, 17))), min_size)
-    num_blocks = max(draw(st.sampled_from((0, 1, 2, 3, 8))), min_size)
-    num_rows = num_tokens + draw(st.sampled_from((0, 0, 1, 4)))
-    width = 512 if min_size else draw(st.sampled_from((512, 1, 24)))
-    block_size = 4 if min_size else draw(st.sampled_from((1, 4, 64)))
-    k = draw(keys(num_rows=num_rows, width=width, special=0))
-    seed = generator(draw)
+def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(0, 1, 2, 3, 5, 9, 17), min_size)
+    num_blocks = max(draw.one_of(0, 1, 2, 3, 8), min_size)
+    num_rows = num_tokens + draw.one_of(0, 0, 1, 4)
+    width = 512 if min_size else draw.one_of(512, 1, 24)
+    block_size = 4 if min_size else draw.one_of(1, 4, 64)
+    k = keys(draw, num_rows=num_rows, width=width, special=0)
+    seed = draw.generator()
     cache = random_keys(seed, num_blocks * block_size, width).view(num_blocks, block_size, width)
-    if not min_size and draw(st.booleans()):
+    if not min_size and draw.flag():
         k, cache = k.float(), cache.float()
-    order = draw(slots(num_tokens=num_tokens, num_slots=num_blocks * block_size))
+    order = slots(draw, num_tokens=num_tokens, num_slots=num_blocks * block_size)
     return Case("sampled", (k, cache, order), settings)
 
 

@@ -17,6 +17,8 @@ from dsv4_ops.testing.float64.linear import (
     exact_product,
     fp8_weight,
 )
+from dsv4_ops.testing.strategies.caches import keys
+from dsv4_ops.testing.strategies.draw import Draw
 
 FP8_UNIT = 2.0**-4
 FLOOR_SCALE = 2.0**-22
@@ -59,14 +61,10 @@ def _rows_cases() -> list[Case]:
     ]
 
 
-def _rows_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import keys
-
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 4, 5, 9))), min_size)
-    width = 384 if min_size else draw(st.sampled_from((384, 128, 256)))
-    x = draw(keys(num_rows=num_tokens, width=width, special=width))
+def _rows_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 4, 5, 9), min_size)
+    width = 384 if min_size else draw.one_of(384, 128, 256)
+    x = keys(draw, num_rows=num_tokens, width=width, special=width)
     return Case("sampled", (x,), settings)
 
 
@@ -152,26 +150,20 @@ def _linear_cases() -> list[Case]:
     ]
 
 
-def _weights(draw: Any, min_size: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    ue8m0 = bool(min_size) or draw(st.booleans())
-    return fp8_weight(generator(draw), rows, columns, ue8m0=ue8m0)
+def _weights(draw: Draw, min_size: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    ue8m0 = bool(min_size) or draw.flag()
+    return fp8_weight(draw.generator(), rows, columns, ue8m0=ue8m0)
 
 
-def _linear_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5, 17))), min_size)
+def _linear_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 17), min_size)
     sizes = ((256, 384), (128, 128), (384, 256))
-    rows, columns = sizes[0] if min_size else draw(st.sampled_from(sizes))
+    rows, columns = sizes[0] if min_size else draw.one_of(*sizes)
     weight, scale = _weights(draw, min_size, rows, columns)
     # quantised, an infinity reads as a value above the largest float32
     infinite = settings["activations"] == "bf16"
     x = activations(draw, num_tokens, columns, infinite=infinite)
-    if settings["activations"] == "fp8" and draw(st.booleans()):
+    if settings["activations"] == "fp8" and draw.flag():
         codes, scales = quantized(x)
         return Case("sampled", (codes, weight, scale, scales * 1.5), settings)
     return Case("sampled", (x, weight, scale), settings)
@@ -223,16 +215,14 @@ def _grouped_cases() -> list[Case]:
     ]
 
 
-def _grouped_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5, 17))), min_size)
+def _grouped_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 17), min_size)
     sizes = ((2, 128, 256), (1, 256, 128), (3, 128, 128))
-    groups, rows, columns = sizes[0] if min_size else draw(st.sampled_from(sizes))
+    groups, rows, columns = sizes[0] if min_size else draw.one_of(*sizes)
     weight, scale = _weights(draw, min_size, groups * rows, columns)
     infinite = settings["activations"] == "bf16"
     x = activations(draw, num_tokens, groups, columns, infinite=infinite)
-    if settings["activations"] == "fp8" and draw(st.booleans()):
+    if settings["activations"] == "fp8" and draw.flag():
         codes, scales = quantized(x.transpose(0, 1))
         return Case("sampled", (codes, weight, scale, scales * 1.5), settings)
     return Case("sampled", (x, weight, scale), settings)

@@ -20,6 +20,14 @@ from dsv4_ops.testing.float64.mla import (
     exact_mla_decode,
     exact_v_up,
 )
+from dsv4_ops.testing.strategies.caches import (
+    ADVERSARIAL_SLOTS,
+    keys,
+    random_bytes,
+    random_keys,
+    slots,
+)
+from dsv4_ops.testing.strategies.draw import Draw
 
 PLAIN, FP8, DS_FP8 = PlainLayout.tag, MlaFp8Layout.tag, MlaDsFp8Layout.tag
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -123,30 +131,24 @@ def _cache(
     seed: torch.Generator, num_blocks: int, size: int, layout: str, dtype: torch.dtype
 ) -> Tensor:
     """A cache full of garbage."""
-    from dsv4_ops.testing.strategies.caches import random_bytes, random_keys
-
     width = sum(_parts(layout))
     if layout == PLAIN:
         return random_keys(seed, num_blocks * size, width).to(dtype).view(num_blocks, size, width)
     return random_bytes(seed, num_blocks, size, mla_layout(layout, size, width).row_bytes)
 
 
-def _insert_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator, keys, slots
-
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5, 9))), min_size)
-    num_blocks = max(draw(st.sampled_from((3, 0, 1, 2, 8))), min_size)
-    num_rows = num_tokens + draw(st.sampled_from((0, 0, 1, 4)))
+def _insert_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 9), min_size)
+    num_blocks = max(draw.one_of(3, 0, 1, 2, 8), min_size)
+    num_rows = num_tokens + draw.one_of(0, 0, 1, 4)
     layout, size = settings["layout"], settings["block_size"]
     rank, rope = _parts(layout)
-    dtype = _DTYPES[0] if min_size else draw(st.sampled_from(_DTYPES))
-    kv_c = draw(keys(num_rows=num_rows, width=rank, special=rank)).to(dtype)
-    k_pe = draw(keys(num_rows=num_rows, width=rope, special=rope)).to(dtype)
-    cache = _cache(generator(draw), num_blocks, size, layout, dtype)
-    order = draw(slots(num_tokens=num_tokens, num_slots=num_blocks * size))
-    scale = scale_of(draw(st.sampled_from(_SCALES))) if layout == FP8 else None
+    dtype = _DTYPES[0] if min_size else draw.one_of(*_DTYPES)
+    kv_c = keys(draw, num_rows=num_rows, width=rank, special=rank).to(dtype)
+    k_pe = keys(draw, num_rows=num_rows, width=rope, special=rope).to(dtype)
+    cache = _cache(draw.generator(), num_blocks, size, layout, dtype)
+    order = slots(draw, num_tokens=num_tokens, num_slots=num_blocks * size)
+    scale = scale_of(draw.one_of(*_SCALES)) if layout == FP8 else None
     return Case("sampled", (kv_c, k_pe, cache, order, scale), settings)
 
 
@@ -208,30 +210,20 @@ def _gather_cases() -> list[Case]:
     ]
 
 
-def _slots(draw: Any, min_size: int, count: int) -> Tensor:
+def _slots(draw: Draw, min_size: int, count: int) -> Tensor:
     """Slots in any order, also several times, some of which do not exist."""
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import ADVERSARIAL_SLOTS, generator
-
-    num_rows = max(draw(st.sampled_from((5, 0, 1, 2, 17))), min_size)
-    found = torch.randint(0, max(count, 1), (num_rows,), generator=generator(draw))
-    if num_rows:
-        for row in draw(st.lists(st.integers(0, num_rows - 1), max_size=4)):
-            found[row] = draw(st.sampled_from((*ADVERSARIAL_SLOTS, count, count + 7)))
+    num_rows = max(draw.one_of(5, 0, 1, 2, 17), min_size)
+    found = torch.randint(0, max(count, 1), (num_rows,), generator=draw.generator())
+    draw.spoil(found, (*ADVERSARIAL_SLOTS, count, count + 7), 4)
     return found
 
 
-def _gather_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    num_blocks = max(draw(st.sampled_from((3, 0, 1, 2, 8))), min_size)
+def _gather_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_blocks = max(draw.one_of(3, 0, 1, 2, 8), min_size)
     layout, size = settings["layout"], settings["block_size"]
-    dtype = _DTYPES[0] if min_size else draw(st.sampled_from(_DTYPES))
-    cache = _cache(generator(draw), num_blocks, size, layout, dtype)
-    scale = scale_of(draw(st.sampled_from(_SCALES))) if layout == FP8 else None
+    dtype = _DTYPES[0] if min_size else draw.one_of(*_DTYPES)
+    cache = _cache(draw.generator(), num_blocks, size, layout, dtype)
+    scale = scale_of(draw.one_of(*_SCALES)) if layout == FP8 else None
     return Case("sampled", (cache, _slots(draw, min_size, num_blocks * size), scale), settings)
 
 
@@ -255,7 +247,7 @@ def _codes_cases() -> list[Case]:
     ]
 
 
-def _codes_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+def _codes_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     case = _gather_call(draw, settings, min_size)
     return Case("sampled", case.tensors[:2], settings)
 
@@ -284,14 +276,10 @@ def _dequantize_cases() -> list[Case]:
     ]
 
 
-def _dequantize_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    num_rows = max(draw(st.sampled_from((5, 0, 1, 2, 17))), min_size)
-    codes = _cache(generator(draw), num_rows, 1, settings["layout"], torch.uint8).flatten(1)
-    scale = scale_of(draw(st.sampled_from(_SCALES))) if settings["layout"] == FP8 else None
+def _dequantize_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_rows = max(draw.one_of(5, 0, 1, 2, 17), min_size)
+    codes = _cache(draw.generator(), num_rows, 1, settings["layout"], torch.uint8).flatten(1)
+    scale = scale_of(draw.one_of(*_SCALES)) if settings["layout"] == FP8 else None
     return Case("sampled", (codes, scale), settings)
 
 
@@ -315,31 +303,25 @@ def _absorb_cases() -> list[Case]:
     ]
 
 
-def _sizes(draw: Any, min_size: int) -> tuple[torch.Generator, torch.dtype, int, int]:
+def _sizes(draw: Draw, min_size: int) -> tuple[torch.Generator, torch.dtype, int, int]:
     """Seed, dtype, tokens and heads of a product."""
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 7))), min_size)
-    num_heads = 5 if min_size else draw(st.sampled_from((1, 2, 5, 16)))
-    dtype = _DTYPES[0] if min_size else draw(st.sampled_from(_DTYPES))
-    return generator(draw), dtype, num_tokens, num_heads
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 7), min_size)
+    num_heads = 5 if min_size else draw.one_of(1, 2, 5, 16)
+    dtype = _DTYPES[0] if min_size else draw.one_of(*_DTYPES)
+    return draw.generator(), dtype, num_tokens, num_heads
 
 
 def _normal(seed: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(shape, generator=seed).to(dtype)
 
 
-def _absorb_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
+def _absorb_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     seed, dtype, num_tokens, num_heads = _sizes(draw, min_size)
-    nope, rope, rank = (16, 8, 32) if min_size else draw(st.sampled_from(((16, 8, 32), (3, 2, 5))))
+    nope, rope, rank = (16, 8, 32) if min_size else draw.one_of((16, 8, 32), (3, 2, 5))
     q = _normal(seed, dtype, num_tokens, num_heads, nope + rope)
     w_uk_t = _normal(seed, dtype, num_heads, nope, rank)
-    is_coded = min_size or draw(st.booleans())
-    scale = scale_of(draw(st.sampled_from((0.1, 1.0, 0.0037)))) if is_coded else None
+    is_coded = min_size or draw.flag()
+    scale = scale_of(draw.one_of(0.1, 1.0, 0.0037)) if is_coded else None
     q_nope, q_pe = (each.contiguous() for each in q.split([nope, rope], -1))
     return Case("sampled", (q_nope, q_pe, w_uk_t, scale), settings)
 
@@ -378,13 +360,11 @@ def _expand_cases() -> list[Case]:
     ]
 
 
-def _expand_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
+def _expand_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     seed, dtype, num_rows, num_heads = _sizes(draw, min_size)
-    rank, width = (32, 16) if min_size else draw(st.sampled_from(((32, 16), (5, 3), (80, 40))))
+    rank, width = (32, 16) if min_size else draw.one_of((32, 16), (5, 3), (80, 40))
     kv_c = _normal(seed, dtype, num_rows, rank)
-    num_valid: int = draw(st.integers(-1, num_rows + 1))
+    num_valid: int = draw.integer(-1, num_rows + 1)
     kv_c[max(num_valid, 0) :] = math.nan
     return Case(
         "sampled", (kv_c, _normal(seed, dtype, num_heads, width, rank), i32([num_valid])), settings
@@ -406,11 +386,9 @@ def _v_up_cases() -> list[Case]:
     ]
 
 
-def _v_up_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
+def _v_up_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     seed, dtype, num_tokens, num_heads = _sizes(draw, min_size)
-    rank, width = (32, 16) if min_size else draw(st.sampled_from(((32, 16), (5, 3))))
+    rank, width = (32, 16) if min_size else draw.one_of((32, 16), (5, 3))
     x = _normal(seed, dtype, num_tokens, num_heads, rank)
     return Case("sampled", (x, _normal(seed, dtype, num_heads, rank, width)), settings)
 
@@ -433,15 +411,11 @@ def _per_tensor_cases() -> list[Case]:
     ]
 
 
-def _per_tensor_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator, random_keys
-
-    num_rows = max(draw(st.sampled_from((5, 0, 1, 2, 17))), min_size)
-    width = 24 if min_size else draw(st.sampled_from((24, 1)))
-    dtype = _DTYPES[0] if min_size else draw(st.sampled_from(_DTYPES[:2]))
-    return Case("sampled", (random_keys(generator(draw), num_rows, width).to(dtype),), settings)
+def _per_tensor_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_rows = max(draw.one_of(5, 0, 1, 2, 17), min_size)
+    width = 24 if min_size else draw.one_of(24, 1)
+    dtype = _DTYPES[0] if min_size else draw.one_of(*_DTYPES[:2])
+    return Case("sampled", (random_keys(draw.generator(), num_rows, width).to(dtype),), settings)
 
 
 quantize_per_tensor = OpTesting(cases=_per_tensor_cases, settings=({},), make=_per_tensor_call)
@@ -534,30 +508,24 @@ HEADS = 4
 _TABLE_GARBAGE = (2147480000, -1, 2**31 - 1, -(2**31))
 
 
-def _requests(draw: Any, size: int) -> list[tuple[int, int]]:
+def _requests(draw: Draw, size: int) -> list[tuple[int, int]]:
     """Query tokens and length of every request, some of them padding, around ends of blocks."""
-    from hypothesis import strategies as st
-
     found = []
-    for _ in range(draw(st.integers(0, 3))):
-        query = draw(st.sampled_from((1, 1, 2, 3, 0)))
-        context = size * draw(st.integers(0, 2)) + draw(st.sampled_from((0, -1, 1)))
-        is_padding = draw(st.sampled_from((False, False, False, True)))
+    for _ in range(draw.integer(0, 3)):
+        query = draw.one_of(1, 1, 2, 3, 0)
+        context = size * draw.integer(0, 2) + draw.one_of(0, -1, 1)
+        is_padding = draw.one_of(False, False, False, True)
         found.append((0, 0) if is_padding else (query, max(context, 0) + query))
     return found
 
 
-def _decode_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
+def _decode_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     layout, size, rank = (settings[name] for name in ("layout", "block_size", "kv_lora_rank"))
-    seed, reqs = generator(draw), _requests(draw, size)
+    seed, reqs = draw.generator(), _requests(draw, size)
     reqs += [(1, size + 1)] * (min_size - len(reqs))
-    columns = max(3 + draw(st.sampled_from((0, 1, -1))), min_size)
+    columns = max(3 + draw.one_of(0, 1, -1), min_size)
     width = 576 if rank == 512 else rank + 16
-    dtype = _DTYPES[0] if min_size or rank == 512 else draw(st.sampled_from(_DTYPES))
+    dtype = _DTYPES[0] if min_size or rank == 512 else draw.one_of(*_DTYPES)
     order = torch.randperm(len(reqs) * columns + 1, generator=seed)
     table = torch.tensor(_TABLE_GARBAGE, dtype=torch.int32)[
         torch.randint(0, 4, (len(reqs), columns), generator=seed)
@@ -566,7 +534,7 @@ def _decode_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     for request, (_, length) in enumerate(reqs):
         for block in range(min(-(-length // size), columns)):
             page = int(order[request * columns + block])
-            if draw(st.integers(0, 9)):
+            if draw.integer(0, 9):
                 table[request, block] = page
             slots += [page * size + row for row in range(size) if block * size + row < length]
     cache = _filled(seed, len(order), size, layout, width, dtype, slots)
@@ -577,41 +545,38 @@ def _decode_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
     if layout == FP8:
         scales = (
             None,
-            scale_of(draw(st.sampled_from((1.0, 0.5, 0.03)))) if draw(st.booleans()) else None,
+            scale_of(draw.one_of(1.0, 0.5, 0.03)) if draw.flag() else None,
         )
-        if draw(st.booleans()):
+        if draw.flag():
             q, scales = q.to(torch.float8_e4m3fn), (scale_of(0.7), scales[1])
-    hint = starts if min_size or draw(st.booleans()) else None
+    hint = starts if min_size or draw.flag() else None
     free = settings["num_splits"] == 0 and not settings["batch_invariant"]
     plan = None
-    if free and (min_size or draw(st.booleans())):
-        programs = draw(st.sampled_from((132, 1, 3)))
+    if free and (min_size or draw.flag()):
+        programs = draw.one_of(132, 1, 3)
         plan = sparse_mla_plan(i32(lens).flip(0), None, num_heads=HEADS, num_programs=programs)
     token = (i32(lens).reshape(num_tokens), i32(requests).reshape(num_tokens))
     return Case("sampled", (q, cache, *token, table, hint, plan, *scales), settings)
 
 
 def _tokens(
-    draw: Any, reqs: list[tuple[int, int]], min_size: int
+    draw: Draw, reqs: list[tuple[int, int]], min_size: int
 ) -> tuple[list[int], list[int], Tensor]:
     """Lengths and requests of tokens, and where requests start; some tokens are padding, or of
     requests and lengths that do not exist."""
-    from hypothesis import strategies as st
-
     lens, requests, starts = [], [], [0]
     for request, (query, length) in enumerate(reqs):
         lens += [length - query + token + 1 for token in range(query)]
         requests += [request] * query
         starts.append(len(lens))
-    padding = draw(st.sampled_from((0, 0, 1, 3)))
+    padding = draw.one_of(0, 0, 1, 3)
     padding = max(padding, min_size - len(lens))
     lens, requests = lens + [0] * padding, requests + [-1] * padding
-    if lens:
-        for token in draw(st.lists(st.integers(0, len(lens) - 1), max_size=2)):
-            if draw(st.booleans()):
-                lens[token] = draw(st.sampled_from((0, -1, -(2**31))))
-            else:
-                requests[token] = draw(st.sampled_from((-1, len(reqs), 2**31 - 1, -(2**31))))
+    for token in draw.places(len(lens), 2):
+        if draw.flag():
+            lens[token] = draw.one_of(0, -1, -(2**31))
+        else:
+            requests[token] = draw.one_of(-1, len(reqs), 2**31 - 1, -(2**31))
     return lens, requests, i32(starts)
 
 

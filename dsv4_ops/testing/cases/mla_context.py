@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4_ops.testing.case import Case, OpTesting, i32
 from dsv4_ops.testing.float64.mla_context import exact_merge, exact_prefill
+from dsv4_ops.testing.strategies.draw import Draw
 
 _LENS = (0, 0, 1, 2, 3, 4, 5, 8, 11, 12, 13, 24, 100, 4096, 2**31 - 1, -1, -(2**31))
 
@@ -92,11 +93,9 @@ def _chunk_cases() -> list[Case]:
     ]
 
 
-def _chunk_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    size = max(draw(st.sampled_from((3, 0, 1, 2, 12))), min_size)
-    lens = [draw(st.sampled_from(_LENS) | st.integers(0, 40)) for _ in range(size)]
+def _chunk_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    size = max(draw.one_of(3, 0, 1, 2, 12), min_size)
+    lens = [draw(draw.st.sampled_from(_LENS) | draw.st.integers(0, 40)) for _ in range(size)]
     return Case("sampled", (i32(lens).reshape(size),), settings)
 
 
@@ -150,11 +149,9 @@ def _merge_cases() -> list[Case]:
     ]
 
 
-def merged_lses(draw: Any, seed: torch.Generator, *shape: int) -> Tensor:
+def merged_lses(draw: Draw, seed: torch.Generator, *shape: int) -> Tensor:
     """Log-sum-exps from -60 to 60, some of them of no key."""
-    from hypothesis import strategies as st
-
-    spread: int = draw(st.sampled_from((4, 120)))
+    spread: int = draw.one_of(4, 120)
     lse = (torch.rand(shape, generator=seed) - 0.5) * spread
     for value in (-INF, INF, NAN):
         lse = torch.where(torch.rand(shape, generator=seed) < 0.1, value, lse)
@@ -167,16 +164,12 @@ def merged_out(lse: Tensor, seed: torch.Generator, width: int, dtype: torch.dtyp
     return torch.where(lse.isfinite()[..., None], out, NAN).to(dtype)
 
 
-def _merge_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    seed = generator(draw)
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 7))), min_size)
+def _merge_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    seed = draw.generator()
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 7), min_size)
     dtypes = [torch.float32, torch.bfloat16]
     if not min_size:
-        dtypes = [draw(st.sampled_from((torch.float32, torch.bfloat16))) for _ in range(2)]
+        dtypes = [draw.one_of(torch.float32, torch.bfloat16) for _ in range(2)]
     tensors: list[Tensor] = []
     for dtype in dtypes:
         lse = merged_lses(draw, seed, num_tokens, 3)
@@ -214,15 +207,11 @@ def _states_cases() -> list[Case]:
     ]
 
 
-def _states_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    seed = generator(draw)
-    num_parts = max(draw(st.sampled_from((4, 1, 2, 5))), min_size)
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 7))), min_size)
-    dtype = torch.bfloat16 if min_size or draw(st.booleans()) else torch.float32
+def _states_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    seed = draw.generator()
+    num_parts = max(draw.one_of(4, 1, 2, 5), min_size)
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 7), min_size)
+    dtype = torch.bfloat16 if min_size or draw.flag() else torch.float32
     lses = merged_lses(draw, seed, num_parts, num_tokens, 3)
     return Case("sampled", (merged_out(lses, seed, 20, dtype), lses), settings)
 
@@ -324,18 +313,16 @@ def ragged_prefill(
     return q, kv[..., :nope], k_pe, kv[..., nope:], i32(start_loc), i32(cu_seq_lens)
 
 
-def _prefill_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    seed = generator(draw)
-    sizes = st.tuples(st.sampled_from((1, 0, 2, 5, 17)), st.sampled_from((3, 0, 1, 16, 33, 70)))
-    lens = draw(st.lists(sizes, min_size=min_size, max_size=5))
-    padding = [max(draw(st.sampled_from((1, 0, 3))), min_size) for _ in range(2)]
-    dtype = torch.bfloat16 if min_size or draw(st.booleans()) else torch.float32
+def _prefill_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    seed = draw.generator()
+    sizes = draw.st.tuples(
+        draw.st.sampled_from((1, 0, 2, 5, 17)), draw.st.sampled_from((3, 0, 1, 16, 33, 70))
+    )
+    lens = draw(draw.st.lists(sizes, min_size=min_size, max_size=5))
+    padding = [max(draw.one_of(1, 0, 3), min_size) for _ in range(2)]
+    dtype = torch.bfloat16 if min_size or draw.flag() else torch.float32
     q, *keys, start_loc, cu_seq_lens = ragged_prefill(seed, lens, padding=padding, dtype=dtype)
-    if draw(st.integers(0, 3)) == 0:  # bounds past the last token and the last key
+    if draw.integer(0, 3) == 0:  # bounds past the last token and the last key
         q, *keys = (each[: max(each.shape[0] - 9, min_size)] for each in (q, *keys))
     return Case("sampled", (q, *keys, start_loc, cu_seq_lens), settings)
 

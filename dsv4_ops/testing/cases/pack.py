@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.testing.case import Case, OpTesting, i32
+from dsv4_ops.testing.strategies.batches import ragged_batch
+from dsv4_ops.testing.strategies.draw import Draw
 
 _BACK: dict[str, Any] = {}
 _FP8 = torch.float8_e4m3fn
@@ -61,11 +63,9 @@ def _unpack_cases() -> list[Case]:
     ]
 
 
-def _filled(draw: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _filled(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Values of any size, no NaN."""
-    from dsv4_ops.testing.strategies.caches import generator
-
-    seed = generator(draw)
+    seed = draw.generator()
     if dtype == _FP8:
         codes = torch.randint(0, 0x7F, shape, generator=seed, dtype=torch.uint8)
         return codes.view(_FP8)
@@ -78,34 +78,26 @@ _ROWS = {0.0: (torch.bfloat16, 2), 0.5: (torch.float32, 1), 7.0: (torch.uint8, 0
 """Dtype and number of trailing dimensions of the rows, by the pad that they are sampled with."""
 
 
-def _pack_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.batches import batches
-
-    batch = draw(batches(min_size=min_size, adversarial=False))
+def _pack_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    batch = ragged_batch(draw, min_size=min_size, adversarial=False)
     dtype, rank = _ROWS.get(settings["pad"], (torch.float32, 1))
     if not min_size:
-        rank = draw(st.integers(0, 3))
+        rank = draw.integer(0, 3)
         if settings["pad"] == 0.0:
             choices = (torch.bfloat16, _FP8, torch.int32, torch.float32)
-            dtype = draw(st.sampled_from(choices))
+            dtype = draw.one_of(*choices)
     trailing = tuple(_SPARE + axis for axis in range(rank))
     x = _filled(draw, (batch.num_tokens, *trailing), dtype)
     return Case("sampled", (x, batch.query_start_loc), settings)
 
 
-def _unpack_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.batches import batches
-
-    batch = draw(batches(min_size=min_size, adversarial=False))
+def _unpack_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    batch = ragged_batch(draw, min_size=min_size, adversarial=False)
     dtype, rank = torch.bfloat16, 2
     if not min_size:
-        rank = draw(st.integers(0, 3))
-        dtype = draw(st.sampled_from((torch.bfloat16, _FP8, torch.int32, torch.float32)))
-    next_n = max(draw(st.sampled_from((2, 0, 1, 3, 5, 9))), min_size)
+        rank = draw.integer(0, 3)
+        dtype = draw.one_of(torch.bfloat16, _FP8, torch.int32, torch.float32)
+    next_n = max(draw.one_of(2, 0, 1, 3, 5, 9), min_size)
     trailing = tuple(_SPARE + axis for axis in range(rank))
     num_reqs = batch.seq_lens.shape[0]
     packed = _filled(draw, (num_reqs, next_n, *trailing), dtype)

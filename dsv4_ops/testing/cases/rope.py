@@ -19,6 +19,8 @@ from dsv4_ops.testing.float64.rope import (
     worked_row,
     worked_table,
 )
+from dsv4_ops.testing.strategies.caches import keys, random_bytes, random_keys, slots
+from dsv4_ops.testing.strategies.draw import Draw
 
 FP8_UNIT = 2.0**-4
 
@@ -65,25 +67,21 @@ def _rope_cases() -> list[Case]:
     ]
 
 
-def _values(draw: Any, num_tokens: int, num_heads: int, dim: int, special: int) -> Tensor:
-    from dsv4_ops.testing.strategies.caches import keys
-
-    rows: Tensor = draw(keys(num_rows=num_tokens * num_heads, width=dim, special=special))
+def _values(draw: Draw, num_tokens: int, num_heads: int, dim: int, special: int) -> Tensor:
+    rows: Tensor = keys(draw, num_rows=num_tokens * num_heads, width=dim, special=special)
     return rows.view(num_tokens, num_heads, dim)
 
 
-def _rope_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
+def _rope_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     free = settings["inverse"]  # else what is compiled: one rank, dtype and width
     sizes = ((512, 64), (128, 64), (12, 4), (7, 6), (64, 64), (2, 2), (3, 0))
-    dim, rope_dim = draw(st.sampled_from(sizes)) if free else (512, 64)
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5, 9, 17))), min_size)
-    num_heads = max(draw(st.sampled_from((4, 1, 2, 3, 8, 0))), min_size)
+    dim, rope_dim = draw.one_of(*sizes) if free else (512, 64)
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 9, 17), min_size)
+    num_heads = max(draw.one_of(4, 1, 2, 3, 8, 0), min_size)
     x = _values(draw, num_tokens, num_heads, dim, dim)
-    if free and draw(st.booleans()):
+    if free and draw.flag():
         x = x.to(torch.float32) * (1 + torch.arange(dim) * 2.0**-20)
-    if free and num_heads and draw(st.booleans()):
+    if free and num_heads and draw.flag():
         x = x[:, 0]
     table = tables(draw, rope_dim=rope_dim, min_size=min_size)
     where = positions(draw, num_tokens=num_tokens, num_positions=table.shape[0])
@@ -121,19 +119,17 @@ def _group_cases() -> list[Case]:
     ]
 
 
-def _group_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+def _group_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     sizes = ((512, 64), (12, 4), (7, 6))
     return _grouped(draw, settings, min_size, sizes[:1] if min_size else sizes)
 
 
 def _grouped(
-    draw: Any, settings: dict[str, Any], min_size: int, sizes: tuple[tuple[int, int], ...]
+    draw: Draw, settings: dict[str, Any], min_size: int, sizes: tuple[tuple[int, int], ...]
 ) -> Case:
-    from hypothesis import strategies as st
-
-    dim, rope_dim = draw(st.sampled_from(sizes))
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 4, 5, 9, 16))), min_size)
-    heads = max(draw(st.sampled_from((2, 1, 3))), min_size)
+    dim, rope_dim = draw.one_of(*sizes)
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 4, 5, 9, 16), min_size)
+    heads = max(draw.one_of(2, 1, 3), min_size)
     o = _values(draw, num_tokens, heads * settings["num_groups"], dim, dim)
     table = tables(draw, rope_dim=rope_dim, min_size=min_size)
     where = positions(draw, num_tokens=num_tokens, num_positions=table.shape[0])
@@ -189,7 +185,7 @@ def _quantize_cases() -> list[Case]:
     ]
 
 
-def _quantize_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+def _quantize_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     sizes = ((512, 64), (512, 4), (512, 32))
     return _grouped(draw, settings, min_size, sizes[:1] if min_size else sizes)
 
@@ -300,25 +296,21 @@ def _cases() -> list[Case]:
     ]
 
 
-def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator, keys, random_bytes, random_keys, slots
-
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5, 9))), min_size)
-    num_heads = max(draw(st.sampled_from((4, 0, 1, 2, 3, 8))), min_size)
-    num_blocks = max(draw(st.sampled_from((3, 0, 1, 2, 8))), min_size)
-    num_slots = max(num_tokens - draw(st.sampled_from((0, 0, 1, 4))), min_size)
+def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 9), min_size)
+    num_heads = max(draw.one_of(4, 0, 1, 2, 3, 8), min_size)
+    num_blocks = max(draw.one_of(3, 0, 1, 2, 8), min_size)
+    num_slots = max(num_tokens - draw.one_of(0, 0, 1, 4), min_size)
     block_size = settings["block_size"]
-    q = draw(keys(num_rows=num_tokens * num_heads, width=512, special=512))
-    kv = draw(keys(num_rows=num_tokens, width=512, special=512))
+    q = keys(draw, num_rows=num_tokens * num_heads, width=512, special=512)
+    kv = keys(draw, num_rows=num_tokens, width=512, special=512)
     if settings["layout"] == PlainLayout.tag:
-        cache = random_keys(generator(draw), num_blocks * block_size, 512)
+        cache = random_keys(draw.generator(), num_blocks * block_size, 512)
         cache = cache.view(num_blocks, block_size, 512)
     else:
         page_bytes = MainLayout(block_size).page_bytes
-        cache = random_bytes(generator(draw), num_blocks, page_bytes)
-    slot_mapping = draw(slots(num_tokens=num_slots, num_slots=num_blocks * block_size))
+        cache = random_bytes(draw.generator(), num_blocks, page_bytes)
+    slot_mapping = slots(draw, num_tokens=num_slots, num_slots=num_blocks * block_size)
     table = tables(draw, rope_dim=64, min_size=min_size)
     where = positions(draw, num_tokens=num_tokens, num_positions=table.shape[0])
     tensors = (q.view(num_tokens, num_heads, 512), kv, cache, slot_mapping, where, table)

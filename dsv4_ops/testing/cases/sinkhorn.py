@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4_ops.reference import sinkhorn as reference
 from dsv4_ops.testing.case import Case, Exact, OpTesting
+from dsv4_ops.testing.strategies.draw import Draw
 
 
 def _sinkhorn_cases() -> list[Case]:
@@ -26,15 +27,15 @@ def _sinkhorn_cases() -> list[Case]:
     ]
 
 
-def _sinkhorn_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5, 17))), min_size)
+def _sinkhorn_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 17), min_size)
     width = settings["num_streams"] ** 2
     count = num_tokens * width
-    special = st.sampled_from((0.0, -0.0, 30.0, -30.0, -math.inf, math.inf, math.nan))
-    values = st.one_of(st.floats(-12, 12, width=32), st.floats(-2, 2, width=32), special)
-    values_of_row = draw(st.lists(values, min_size=count, max_size=count))
+    special = draw.st.sampled_from((0.0, -0.0, 30.0, -30.0, -math.inf, math.inf, math.nan))
+    values = draw.st.one_of(
+        draw.st.floats(-12, 12, width=32), draw.st.floats(-2, 2, width=32), special
+    )
+    values_of_row = draw(draw.st.lists(values, min_size=count, max_size=count))
     logits = torch.tensor(values_of_row, dtype=torch.float32).view(num_tokens, width)
     return Case("sampled", (logits,), settings)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dsv4_ops.testing.case import Case, OpTesting, i32, i64
+from dsv4_ops.testing.strategies.batches import ragged_batch
+from dsv4_ops.testing.strategies.draw import Draw
 
 _PLAIN = {"block_size": 64, "compress_ratio": 4, "cp_world_size": 1, "cp_interleave": 1}
 
@@ -40,10 +42,8 @@ def _cases() -> list[Case]:
     ]
 
 
-def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from dsv4_ops.testing.strategies.batches import batches
-
-    batch = draw(batches(min_size=min_size))
+def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    batch = ragged_batch(draw, min_size=min_size)
     tensors = (batch.positions, batch.req_indices, batch.block_table, batch.slot_mapping)
     return Case("sampled", tensors, settings)
 

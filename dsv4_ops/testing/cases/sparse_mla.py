@@ -10,9 +10,12 @@ from torch import Tensor
 from dsv4_ops.core.layout import MainLayout, PlainLayout
 from dsv4_ops.reference import sparse_mla as reference
 from dsv4_ops.reference.kv_cache import quantize_and_insert_k_cache
-from dsv4_ops.testing.case import Case, OpTesting, i32, i64, spoil
+from dsv4_ops.testing.case import Case, OpTesting, i32, i64
 from dsv4_ops.testing.float64.rope import positions, tables, worked_table
 from dsv4_ops.testing.float64.sparse_mla import exact_attention, exact_inverse_rope, exact_over_both
+from dsv4_ops.testing.strategies.batches import ADVERSARIAL_BLOCKS
+from dsv4_ops.testing.strategies.caches import random_bytes
+from dsv4_ops.testing.strategies.draw import Draw
 
 _LENS = (0, 1, 63, 64, 65, 128, 640, 8192, 2**31 - 1, -1, -(2**31))
 
@@ -62,15 +65,13 @@ def _cases() -> list[Case]:
     ]
 
 
-def _call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 7, 130))), min_size)
+def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 7, 130), min_size)
     lens = [
-        torch.tensor([draw(st.sampled_from(_LENS)) for _ in range(num_tokens)], dtype=torch.int32)
+        torch.tensor([draw.one_of(*_LENS) for _ in range(num_tokens)], dtype=torch.int32)
         for _ in range(2)
     ]
-    if not min_size and draw(st.booleans()):
+    if not min_size and draw.flag():
         return Case("sampled", (lens[0], None), settings)
     return Case("sampled", tuple(lens), settings)
 
@@ -151,13 +152,11 @@ def _mla_metadata_cases() -> list[Case]:
     ]
 
 
-def _mla_metadata_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 7, 8, 130))), min_size)
+def _mla_metadata_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 7, 8, 130), min_size)
     lens = [
         torch.tensor(
-            [draw(st.sampled_from(_mla_metadata_LENS)) for _ in range(num_tokens)],
+            [draw.one_of(*_mla_metadata_LENS) for _ in range(num_tokens)],
             dtype=torch.int32,
         )
         for _ in range(2)
@@ -303,8 +302,6 @@ def _gathered_cases() -> list[Case]:
 
 def _filled(seed: torch.Generator, block_size: int, num_blocks: int) -> tuple[Tensor, list[int]]:
     """An FP8 cache of random bytes with keys in two of three slots, and these slots."""
-    from dsv4_ops.testing.strategies.caches import random_bytes
-
     layout = MainLayout(block_size)
     cache = random_bytes(seed, num_blocks, layout.page_bytes)
     count = num_blocks * block_size
@@ -346,26 +343,22 @@ def _cache(
     return _plain(seed, settings[size], num_blocks, q.dtype, q.shape[2])
 
 
-def _listed(draw: Any, seed: torch.Generator, num_tokens: int, slots: list[int], least: int) -> Any:
+def _listed(
+    draw: Draw, seed: torch.Generator, num_tokens: int, slots: list[int], least: int
+) -> Any:
     """Index lists with adversarial entries, and their lengths."""
-    from hypothesis import strategies as st
-
-    width = max(draw(st.sampled_from((3, 1, 64, 65, 130))), least)
+    width = max(draw.one_of(3, 1, 64, 65, 130), least)
     picked = torch.randint(0, max(len(slots), 1), (num_tokens, width), generator=seed)
     indices = torch.tensor(slots or [-1], dtype=torch.int32)[picked]
-    lens = [
-        draw(st.sampled_from((width, 0, 1, width - 1, 2**31 - 1, -1))) for _ in range(num_tokens)
-    ]
-    spoil(draw, indices, (-1, -(2**31), 2**31 - 1, 10**6), 6)
+    lens = [draw.one_of(width, 0, 1, width - 1, 2**31 - 1, -1) for _ in range(num_tokens)]
+    draw.spoil(indices, (-1, -(2**31), 2**31 - 1, 10**6), 6)
     return indices, i32(lens).reshape(num_tokens)
 
 
-def queries(draw: Any, seed: torch.Generator, settings: dict[str, Any], least: int) -> Tensor:
-    from hypothesis import strategies as st
-
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5))), least)
+def queries(draw: Draw, seed: torch.Generator, settings: dict[str, Any], least: int) -> Tensor:
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5), least)
     plain = settings["layout"] != TAG
-    single = plain and draw(st.booleans())
+    single = plain and draw.flag()
     shape = (num_tokens, HEADS, 24 if single else 512)
     return torch.randn(shape, generator=seed).to(torch.float32 if single else torch.bfloat16)
 
@@ -376,90 +369,74 @@ def sink_of(seed: torch.Generator) -> Tensor:
     return sink
 
 
-def _plan(draw: Any, settings: dict[str, Any], num_tokens: int, least: int) -> Tensor | None:
+def _plan(draw: Draw, settings: dict[str, Any], num_tokens: int, least: int) -> Tensor | None:
     """A plan for other lengths than the call's, or none."""
-    from hypothesis import strategies as st
-
     free = settings["num_splits"] == 0 and not settings["batch_invariant"]
-    if not free or not (least or draw(st.booleans())):
+    if not free or not (least or draw.flag()):
         return None
-    lens = [draw(st.sampled_from((64, 0, 500, 8192, 2**31 - 1, -1))) for _ in range(num_tokens)]
-    programs = draw(st.sampled_from((132, 1, 3)))
+    lens = [draw.one_of(64, 0, 500, 8192, 2**31 - 1, -1) for _ in range(num_tokens)]
+    programs = draw.one_of(132, 1, 3)
     of = i32(lens).reshape(num_tokens)
     return reference.sparse_mla_plan(of, None, num_heads=HEADS, num_programs=programs)
 
 
-def _rotation(draw: Any, q: Tensor, least: int) -> tuple[Tensor | None, Tensor | None]:
+def _rotation(draw: Draw, q: Tensor, least: int) -> tuple[Tensor | None, Tensor | None]:
     """Adversarial positions and a table for inverse RoPE, or neither."""
-    from hypothesis import strategies as st
-
-    if not (least or draw(st.booleans())):
+    if not (least or draw.flag()):
         return None, None
     width = q.shape[2]
     sizes = [4, width, 0]
     if width == MainLayout.head_dim:
         sizes = [64] if least else [64, 64, 64, 4]  # 4 goes to the reference
-    table = tables(draw, rope_dim=draw(st.sampled_from(sizes)), min_size=least)
+    table = tables(draw, rope_dim=draw.one_of(*sizes), min_size=least)
     return positions(draw, num_tokens=q.shape[0], num_positions=table.shape[0]), table
 
 
-def _decode_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    seed = generator(draw)
+def _decode_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    seed = draw.generator()
     q = queries(draw, seed, settings, min_size)
     tensors: list[Tensor | None] = []
     for size in ("swa_block_size", "extra_block_size"):
-        num_blocks = max(draw(st.sampled_from((2, 1, 3, 5))), min_size)
+        num_blocks = max(draw.one_of(2, 1, 3, 5), min_size)
         cache, slots = _cache(seed, settings, size, num_blocks, q)
         tensors += [cache, *_listed(draw, seed, q.shape[0], slots, min_size)]
-    if not min_size and draw(st.booleans()):
+    if not min_size and draw.flag():
         tensors[3:] = [None, None, None]
-    sink = sink_of(seed) if min_size or draw(st.booleans()) else None
+    sink = sink_of(seed) if min_size or draw.flag() else None
     plan = _plan(draw, settings, q.shape[0], min_size)
     rotation = _rotation(draw, q, min_size)
     return Case("sampled", (q, *tensors, sink, plan, *rotation), settings)
 
 
-def _paged_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    seed = generator(draw)
+def _paged_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    seed = draw.generator()
     q = queries(draw, seed, settings, min_size)
     num_tokens = q.shape[0]
     swa, slots = _cache(seed, settings, "swa_block_size", max(2, min_size), q)
     listed = _listed(draw, seed, num_tokens, slots, min_size)
-    num_blocks = max(draw(st.sampled_from((4, 1, 3))), min_size)
+    num_blocks = max(draw.one_of(4, 1, 3), min_size)
     extra = full_cache(seed, settings, "extra_block_size", num_blocks, q)
-    num_reqs, max_blocks = (max(draw(st.sampled_from((2, 1, 0, 3))), min_size) for _ in range(2))
+    num_reqs, max_blocks = (max(draw.one_of(2, 1, 0, 3), min_size) for _ in range(2))
     table = _table(draw, seed, num_reqs, max_blocks, num_blocks)
-    requests = [draw(st.sampled_from((0, 1, -1, num_reqs, 2**31 - 1))) for _ in range(num_tokens)]
-    lens = [draw(st.sampled_from((0, 1, 2, 5, 70, 2**31 - 1, -1))) for _ in range(num_tokens)]
+    requests = [draw.one_of(0, 1, -1, num_reqs, 2**31 - 1) for _ in range(num_tokens)]
+    lens = [draw.one_of(0, 1, 2, 5, 70, 2**31 - 1, -1) for _ in range(num_tokens)]
     walked = (i32(lens).reshape(num_tokens), i32(requests).reshape(num_tokens), table)
     rest = (sink_of(seed), _plan(draw, settings, num_tokens, min_size))
     rotation = _rotation(draw, q, min_size)
     return Case("sampled", (q, swa, *listed, extra, *walked, *rest, *rotation), settings)
 
 
-def _gathered_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    seed = generator(draw)
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5))), min_size)
-    num_rows = max(draw(st.sampled_from((9, 1, 2, 64))), min_size)
-    dtype = torch.bfloat16 if min_size or draw(st.booleans()) else torch.float32
+def _gathered_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    seed = draw.generator()
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5), min_size)
+    num_rows = max(draw.one_of(9, 1, 2, 64), min_size)
+    dtype = torch.bfloat16 if min_size or draw.flag() else torch.float32
     q = torch.randn(num_tokens, HEADS, 32, generator=seed).to(dtype)
     kv = torch.randn(num_rows, 32, generator=seed).to(dtype)
     kv[1::2] = torch.nan
     slots = list(range(0, num_rows, 2))
     lists = _listed(draw, seed, num_tokens, slots, min_size)
-    sink = sink_of(seed) if min_size or draw(st.booleans()) else None
+    sink = sink_of(seed) if min_size or draw.flag() else None
     return Case("sampled", (q, kv, *lists, sink), settings)
 
 
@@ -607,50 +584,42 @@ def _mla_prefill_cases() -> list[Case]:
     ]
 
 
-def _table(draw: Any, seed: Any, rows: int, columns: int, num_blocks: int) -> Tensor:
-    from dsv4_ops.testing.strategies.batches import ADVERSARIAL_BLOCKS
-
+def _table(draw: Draw, seed: Any, rows: int, columns: int, num_blocks: int) -> Tensor:
     table = torch.randint(0, num_blocks, (rows, columns), generator=seed).to(torch.int32)
-    spoil(draw, table, (*ADVERSARIAL_BLOCKS, num_blocks), 3)
+    draw.spoil(table, (*ADVERSARIAL_BLOCKS, num_blocks), 3)
     return table
 
 
-def _selected(draw: Any, seed: Any, num_tokens: int, num_rows: int, least: int) -> Tensor:
-    from hypothesis import strategies as st
-
-    width = max(draw(st.sampled_from((5, 1, 64, 65, 130))), least)
+def _selected(draw: Draw, seed: Any, num_tokens: int, num_rows: int, least: int) -> Tensor:
+    width = max(draw.one_of(5, 1, 64, 65, 130), least)
     chosen = torch.randint(-1, num_rows + 1, (num_tokens, width), generator=seed).to(torch.int32)
-    spoil(draw, chosen, (-(2**31), 2**31 - 1, 10**6), 4)
+    draw.spoil(chosen, (-(2**31), 2**31 - 1, 10**6), 4)
     return chosen
 
 
-def _mla_prefill_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    seed = generator(draw)
+def _mla_prefill_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    seed = draw.generator()
     q = queries(draw, seed, settings, min_size)
     num_tokens = q.shape[0]
-    num_reqs = max(draw(st.sampled_from((2, 1, 0, 3))), min_size)
+    num_reqs = max(draw.one_of(2, 1, 0, 3), min_size)
     tensors: list[Tensor | None] = []
     for size in ("swa_block_size", "extra_block_size"):
-        num_blocks = max(draw(st.sampled_from((4, 1, 3))), min_size)
-        columns = max(draw(st.sampled_from((3, 1, 5))), min_size)
+        num_blocks = max(draw.one_of(4, 1, 3), min_size)
+        columns = max(draw.one_of(3, 1, 5), min_size)
         cache = full_cache(seed, settings, size, num_blocks, q)
         tensors += [cache, _table(draw, seed, num_reqs, columns, num_blocks)]
     last = settings["swa_block_size"] * 4
-    places = st.sampled_from((last - 1, 0, 1, 2, settings["window_size"], last, -1, 2**31 - 1))
+    places = draw.st.sampled_from((last - 1, 0, 1, 2, settings["window_size"], last, -1, 2**31 - 1))
     positions = i64([draw(places) for _ in range(num_tokens)]).reshape(num_tokens)
-    requests = [draw(st.sampled_from((0, 1, -1, num_reqs, 2**31 - 1))) for _ in range(num_tokens)]
+    requests = [draw.one_of(0, 1, -1, num_reqs, 2**31 - 1) for _ in range(num_tokens)]
     token = (positions, i32(requests).reshape(num_tokens))
     swa_cache, swa_table, extra_cache, extra_table = tensors
     chosen = None
-    if min_size or draw(st.booleans()):
+    if min_size or draw.flag():
         chosen = _selected(draw, seed, num_tokens, last // settings["compress_ratio"], min_size)
-    elif draw(st.booleans()):
+    elif draw.flag():
         extra_cache = extra_table = None
-    sink = sink_of(seed) if min_size or draw(st.booleans()) else None
+    sink = sink_of(seed) if min_size or draw.flag() else None
     assert q.shape[1] == HEADS
     window = (q, swa_cache, *token, swa_table)
     return Case("sampled", (*window, extra_cache, extra_table, chosen, sink), settings)

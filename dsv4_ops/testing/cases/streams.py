@@ -11,6 +11,7 @@ from dsv4_ops.testing.case import Case, Exact, OpTesting
 from dsv4_ops.testing.cases.sinkhorn import sinkhorn_error
 from dsv4_ops.testing.float64.linear import SUM_ROUNDINGS, activations as sampled_activations
 from dsv4_ops.testing.float64.rope import FP32_UNIT
+from dsv4_ops.testing.strategies.draw import Draw
 
 BF16_UNIT = 2.0**-8 / 2
 TINY = 2.0**-140
@@ -50,20 +51,16 @@ def _hyper_connection_cases() -> list[Case]:
     ]
 
 
-def _hyper_connection_call(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    num_tokens = max(draw(st.sampled_from((3, 0, 1, 2, 5, 17))), min_size)
-    count = 4 if min_size else draw(st.sampled_from((4, 1, 2, 3)))
-    width = 96 if min_size else draw(st.sampled_from((96, 1, 40, 130)))
-    seed, weights = generator(draw), count * (count + 2)
+def _hyper_connection_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 17), min_size)
+    count = 4 if min_size else draw.one_of(4, 1, 2, 3)
+    width = 96 if min_size else draw.one_of(96, 1, 40, 130)
+    seed, weights = draw.generator(), count * (count + 2)
     streams = sampled_activations(draw, num_tokens, count, width, infinite=False)
     fn = torch.randn(weights, count * width, generator=seed) / (count * width) ** 0.5
     base, scale = torch.randn(weights, generator=seed), torch.randn(3, generator=seed)
     tensors = (streams, fn, base, scale, torch.rand(width, generator=seed) + 0.5)
-    if min_size or draw(st.booleans()):
+    if min_size or draw.flag():
         out = sampled_activations(draw, num_tokens, width, infinite=False)
         post = torch.rand(num_tokens, count, generator=seed) * 2
         mix = torch.rand(num_tokens, count, count, generator=seed) / count

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from dsv4_ops.testing.case import Exact, i32
 from dsv4_ops.testing.float64.linear import SUM_ROUNDINGS, block_values, scale_values
 from dsv4_ops.testing.float64.rope import exact
+from dsv4_ops.testing.strategies.draw import Draw
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BF16_UNIT = 2.0**-8 / 2
@@ -44,19 +43,14 @@ def exact_terms(act: Tensor, weight: Tensor, quantised: bool) -> Exact:
     return Exact(value, found.magnitude + roundings)
 
 
-def routing(draw: Any, num_tokens: int, topk: int, num_experts: int) -> tuple[Tensor, Tensor]:
+def routing(draw: Draw, num_tokens: int, topk: int, num_experts: int) -> tuple[Tensor, Tensor]:
     """Weights and ids; some ids are of no expert here, and those have any weight."""
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    seed = generator(draw)
+    seed = draw.generator()
     ids = torch.randint(0, num_experts, (num_tokens, topk), generator=seed, dtype=torch.int32)
     weights = torch.rand(num_tokens, topk, generator=seed) * 2
-    if ids.numel():
-        for entry in draw(st.lists(st.integers(0, ids.numel() - 1), max_size=4)):
-            ids.view(-1)[entry] = draw(st.sampled_from((*ADVERSARIAL_IDS, num_experts)))
-            weights.view(-1)[entry] = draw(st.sampled_from((torch.nan, torch.inf, 0.0, 1.0)))
+    for entry in draw.places(ids.numel(), 4):
+        ids.view(-1)[entry] = draw.one_of(*ADVERSARIAL_IDS, num_experts)
+        weights.view(-1)[entry] = draw.one_of(torch.nan, torch.inf, 0.0, 1.0)
     return weights, i32(ids.tolist()).view(num_tokens, topk)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from dsv4_ops.testing.case import Exact
 from dsv4_ops.testing.float64.rope import exact
+from dsv4_ops.testing.strategies.draw import Draw
 
 SUM_ROUNDINGS = 16
 """Roundings of float32 that a sum of products may differ by, in units of its absolute terms."""
@@ -55,19 +54,13 @@ def fp8_weight(seed: torch.Generator, *shape: int, ue8m0: bool) -> tuple[Tensor,
     return codes, torch.exp2(scale.float() - 127) * spread
 
 
-def activations(draw: Any, *shape: int, infinite: bool) -> Tensor:
+def activations(draw: Draw, *shape: int, infinite: bool) -> Tensor:
     """bf16 activations, each row of its own size, with some special values."""
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.caches import generator
-
-    seed = generator(draw)
+    seed = draw.generator()
     size = torch.exp2(torch.randint(-8, 5, (*shape[:-1], 1), generator=seed).float())
     x = (torch.randn(shape, generator=seed) * size).to(torch.bfloat16)
-    if x.numel():
-        bits = x.view(torch.int16).view(-1)
-        for index in draw(st.lists(st.integers(0, x.numel() - 1), max_size=2)):
-            patterns = (*SPECIAL_BITS, *INFINITE_BITS * infinite)
-            pattern = draw(st.sampled_from(patterns))
-            bits[index] = pattern - (pattern & 0x8000) * 2
+    bits = x.view(torch.int16).view(-1)
+    for index in draw.places(x.numel(), 2):
+        pattern = draw.one_of(*SPECIAL_BITS, *INFINITE_BITS * infinite)
+        bits[index] = pattern - (pattern & 0x8000) * 2
     return x

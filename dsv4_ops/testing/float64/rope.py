@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from dsv4_ops.testing.case import Exact, i64
+from dsv4_ops.testing.strategies.batches import ADVERSARIAL_POSITIONS
+from dsv4_ops.testing.strategies.draw import Draw
 
 FP32_UNIT = 2.0**-24
 
@@ -37,32 +37,20 @@ def rotated_row(*, inverse: bool = False) -> list[float]:
     return row
 
 
-def tables(draw: Any, *, rope_dim: int, min_size: int) -> Tensor:
+def tables(draw: Draw, *, rope_dim: int, min_size: int) -> Tensor:
     """Cosines and sines of random angles, [num_positions, rope_dim]."""
-    from hypothesis import strategies as st
-
-    num_positions = max(draw(st.sampled_from((130, 0, 1, 2, 5, 9, 33))), min_size)
-    seed = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    angles = torch.rand(num_positions, rope_dim // 2, generator=seed) * 7
+    num_positions = max(draw.one_of(130, 0, 1, 2, 5, 9, 33), min_size)
+    angles = torch.rand(num_positions, rope_dim // 2, generator=draw.generator()) * 7
     angles[:1] = 0
     return torch.cat([angles.cos(), angles.sin()], 1)
 
 
-def positions(draw: Any, *, num_tokens: int, num_positions: int) -> Tensor:
+def positions(draw: Draw, *, num_tokens: int, num_positions: int) -> Tensor:
     """Consecutive positions; some are padding, adversarial or past the table."""
-    from hypothesis import strategies as st
-
-    from dsv4_ops.testing.strategies.batches import ADVERSARIAL_POSITIONS
-
-    start = draw(st.integers(0, max(num_positions - 1, 0)))
+    start = draw.integer(0, max(num_positions - 1, 0))
     values = [start + token for token in range(num_tokens)]
-    if num_tokens:
-        for token in draw(st.lists(st.integers(0, num_tokens - 1), max_size=4)):
-            values[token] = draw(
-                st.sampled_from(
-                    (*ADVERSARIAL_POSITIONS, 0, num_positions - 1, num_positions, 2**63 - 1)
-                )
-            )
+    ends = (0, num_positions - 1, num_positions, 2**63 - 1)
+    draw.spoil(values, (*ADVERSARIAL_POSITIONS, *ends), 4)
     return i64(values).reshape(num_tokens)
 
 

@@ -6,13 +6,16 @@ Structure comes from hypothesis, so that it shrinks; bulk contents (block number
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4_ops.testing.case import i32, i64
+from dsv4_ops.testing.strategies.draw import Draw, strategy_of
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
 
 BOUNDARIES = (1, 2, 4, 64, 127, 128, 256)
 """Positions where something changes: ratios 4 and 128, the window, blocks of 2, 64 and 256 rows."""
@@ -39,77 +42,77 @@ class Batch:
         return self.slot_mapping.shape[0]
 
 
-@st.composite
-def lengths(draw: Any) -> int:
+def lengths(draw: Draw) -> int:
     """A context length at or next to a boundary, or any small one."""
-    if draw(st.booleans()):
-        anything: int = draw(st.integers(0, 600))
-        return anything
-    multiple: int = draw(st.sampled_from(BOUNDARIES)) * draw(st.integers(0, 3))
-    offset: int = draw(st.integers(-1, 1))
-    return max(0, multiple + offset)
+    if draw.flag():
+        return draw.integer(0, 600)
+    return max(0, draw.one_of(*BOUNDARIES) * draw.integer(0, 3) + draw.integer(-1, 1))
 
 
-@st.composite
-def requests(draw: Any, *, min_size: int = 0, max_query: int = 9) -> list[tuple[int, int]]:
+def requests(draw: Draw, *, min_size: int = 0, max_query: int = 9) -> list[tuple[int, int]]:
     """(query length, sequence length) per request; some empty, padding or too short."""
-    kinds = st.sampled_from(("decode", "decode", "short", "padding", "empty", "too short"))
+    kinds = draw.st.sampled_from(("decode", "decode", "short", "padding", "empty", "too short"))
     result = []
-    for kind in draw(st.lists(kinds, min_size=min_size, max_size=12)):
+    for kind in draw(draw.st.lists(kinds, min_size=min_size, max_size=12)):
         query = {"decode": 1, "padding": 0, "empty": 0}.get(kind)
-        query = draw(st.integers(1, max_query)) if query is None else query
-        context = draw(lengths())
+        query = draw.integer(1, max_query) if query is None else query
+        context = lengths(draw)
         if kind == "padding":
             result.append((0, 0))
         elif kind == "too short":
-            result.append((query, draw(st.integers(0, query))))
+            result.append((query, draw.integer(0, query)))
         else:
             result.append((query, context + query))
     return result
 
 
-@st.composite
-def tables(draw: Any, *, num_reqs: int, min_size: int = 0, adversarial: bool = True) -> Tensor:
+def tables(draw: Draw, *, num_reqs: int, min_size: int = 0, adversarial: bool = True) -> Tensor:
     """A block table with enough columns, too few or none, and a few impossible entries."""
-    columns = draw(st.sampled_from((0, 1, 2, 3, 11, 40)))
-    columns = max(columns, min_size)
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    table = torch.randint(0, 5000, (num_reqs, columns), generator=generator, dtype=torch.int32)
-    if adversarial and table.numel():
-        for entry in draw(st.lists(st.integers(0, table.numel() - 1), max_size=6)):
-            table.view(-1)[entry] = draw(st.sampled_from(ADVERSARIAL_BLOCKS))
+    shape = (num_reqs, max(draw.one_of(0, 1, 2, 3, 11, 40), min_size))
+    table = torch.randint(0, 5000, shape, generator=draw.generator(), dtype=torch.int32)
+    if adversarial:
+        draw.spoil(table, ADVERSARIAL_BLOCKS, 6)
     return table
 
 
-@st.composite
-def batches(draw: Any, *, min_size: int = 0, max_query: int = 9, adversarial: bool = True) -> Batch:
-    """A ragged batch of decodes, short prefills, padding and adversarial tables.
+def ragged_batch(
+    draw: Draw, *, min_size: int = 0, max_query: int = 9, adversarial: bool = True
+) -> Batch:
+    """A ragged batch of decodes, short prefills, padding and adversarial tables."""
+    lens = requests(draw, min_size=min_size, max_query=max_query)
+    query = torch.tensor([q for q, _ in lens], dtype=torch.int64)
+    query_start_loc = torch.cat([torch.zeros(1, dtype=torch.int64), query.cumsum(0)])
+    total = int(query_start_loc[-1])
+    num_tokens = max(min_size, 0, total + draw.one_of(0, 0, 1, 3, -1, -4))
+    req_indices, positions = _token_map(lens, num_tokens)
+    slots = [t if draw.integer(0, 5) else -1 for t in range(num_tokens)]
+    if adversarial:
+        draw.spoil(req_indices, ADVERSARIAL_REQUESTS, 3)
+        draw.spoil(positions, ADVERSARIAL_POSITIONS, 3)
+    return Batch(
+        query_start_loc=query_start_loc.to(torch.int32),
+        seq_lens=i32([length for _, length in lens]).reshape(len(lens)),
+        block_table=tables(draw, num_reqs=len(lens), min_size=min_size, adversarial=adversarial),
+        slot_mapping=i64(slots).reshape(num_tokens),
+        req_indices=i32(req_indices).reshape(num_tokens),
+        positions=i64(positions).reshape(num_tokens),
+    )
+
+
+def batches(
+    *, min_size: int = 0, max_query: int = 9, adversarial: bool = True
+) -> SearchStrategy[Batch]:
+    """Return a Hypothesis strategy of ragged batches.
+
+    Of decodes, short prefills and padding, with adversarial tables.
 
     Args:
-        draw: Given by hypothesis.
         min_size: Least number of requests, tokens and table columns.
         max_query: Most query tokens of a request.
         adversarial: Also draw table entries, requests and positions that do not exist.
     """
-    lens = draw(requests(min_size=min_size, max_query=max_query))
-    query = torch.tensor([q for q, _ in lens], dtype=torch.int64)
-    query_start_loc = torch.cat([torch.zeros(1, dtype=torch.int64), query.cumsum(0)])
-    total = int(query_start_loc[-1])
-    num_tokens = max(min_size, 0, total + draw(st.sampled_from((0, 0, 1, 3, -1, -4))))
-    req_indices, positions = _token_map(lens, num_tokens)
-    slots = [t if draw(st.integers(0, 5)) else -1 for t in range(num_tokens)]
-    if adversarial and num_tokens:
-        for token in draw(st.lists(st.integers(0, num_tokens - 1), max_size=3)):
-            req_indices[token] = draw(st.sampled_from(ADVERSARIAL_REQUESTS))
-        for token in draw(st.lists(st.integers(0, num_tokens - 1), max_size=3)):
-            positions[token] = draw(st.sampled_from(ADVERSARIAL_POSITIONS))
-    return Batch(
-        query_start_loc=query_start_loc.to(torch.int32),
-        seq_lens=i32([length for _, length in lens]).reshape(len(lens)),
-        block_table=draw(tables(num_reqs=len(lens), min_size=min_size, adversarial=adversarial)),
-        slot_mapping=i64(slots).reshape(num_tokens),
-        req_indices=i32(req_indices).reshape(num_tokens),
-        positions=i64(positions).reshape(num_tokens),
+    return strategy_of(
+        ragged_batch, min_size=min_size, max_query=max_query, adversarial=adversarial
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.core.tiles import PLAN_COLUMNS
 from dsv4_ops.testing.case import Case, OpTesting
+from dsv4_ops.testing.strategies.draw import Draw
 
 Results = tuple[Tensor, ...]
 
@@ -114,7 +115,7 @@ def _shared(
 
 
 def _sample(
-    make: Callable[..., Case],
+    call: Callable[..., Case],
     configuration: tuple[tuple[str, Any], ...],
     count: int,
     derandomize: bool,
@@ -130,6 +131,9 @@ def _sample(
 
     sampled: list[Case] = []
 
+    def make(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
+        return call(Draw(draw), settings, min_size)
+
     @profile(
         max_examples=count,
         database=None,
@@ -139,7 +143,7 @@ def _sample(
         verbosity=Verbosity.quiet,
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.data())
+    @given(st.data())  # whose seed is that of the source of ``collect``
     def collect(data: Any) -> None:
         sampled.append(make(data.draw, dict(configuration), 2))
 

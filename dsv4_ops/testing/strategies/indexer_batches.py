@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.testing.float64.indexer import LARGEST_INTEGER
-from dsv4_ops.testing.strategies.batches import ADVERSARIAL_BLOCKS, batches
-from dsv4_ops.testing.strategies.caches import generator, random_bytes
+from dsv4_ops.testing.strategies.batches import ADVERSARIAL_BLOCKS, ragged_batch
+from dsv4_ops.testing.strategies.caches import random_bytes
+from dsv4_ops.testing.strategies.draw import Draw
 
 _PLAIN = (torch.float32, torch.bfloat16)
 _SPECIAL = (torch.nan, torch.inf, -torch.inf)
@@ -57,40 +57,37 @@ class Paged(NamedTuple):
     table: Tensor
 
 
-@st.composite
-def paged_calls(draw: Any, *, settings: dict[str, Any], min_size: int) -> Paged:
+def paged_calls(draw: Draw, *, settings: dict[str, Any], min_size: int) -> Paged:
     """Queries of a ragged batch, and a cache with keys in all rows.
 
     Some keys that sum exactly are NaN or infinite.
     """
-    exact, seed = draw(st.booleans()), generator(draw)
-    batch = draw(batches(min_size=min_size, max_query=4))
-    num_blocks = max(draw(st.sampled_from((0, 1, 2, 3, 8))), min_size)
+    exact, seed = draw.flag(), draw.generator()
+    batch = ragged_batch(draw, min_size=min_size, max_query=4)
+    num_blocks = max(draw.one_of(0, 1, 2, 3, 8), min_size)
     table = batch.block_table % max(num_blocks, 1)
-    if table.numel():
-        for entry in draw(st.lists(st.integers(0, table.numel() - 1), max_size=4)):
-            table.view(-1)[entry] = draw(st.sampled_from((*ADVERSARIAL_BLOCKS, num_blocks)))
+    draw.spoil(table, (*ADVERSARIAL_BLOCKS, num_blocks), 4)
     if settings["layout"] == PlainLayout.tag:
-        dtype = torch.float32 if min_size else draw(st.sampled_from(_PLAIN))
+        dtype = torch.float32 if min_size else draw.one_of(*_PLAIN)
         cache = _plain_cache(draw, seed, settings["block_size"], num_blocks, dtype, exact)
     else:
         dtype = torch.float8_e4m3fn
         cache = _coded_cache(draw, seed, settings["block_size"], num_blocks, exact)
-    num_heads = 16 if min_size else draw(st.sampled_from((1, 3, 16)))
+    num_heads = 16 if min_size else draw.one_of(1, 3, 16)
     q, weights = query(seed, batch.num_tokens, num_heads, exact, dtype)
     return Paged(q, weights, cache, batch.positions, batch.req_indices, table)
 
 
-def _some_rows(num_blocks: int, block_size: int) -> st.SearchStrategy[list[int]]:
+def _some_rows(draw: Draw, num_blocks: int, block_size: int) -> list[int]:
     """Rows of a cache, most of them where short requests have their rows."""
-    pages = st.integers(0, num_blocks - 1)
-    places = st.sampled_from((0, 1, 2, 3, block_size - 1))
-    rows = st.tuples(pages, places).map(lambda at: at[0] * block_size + at[1] % block_size)
-    return st.lists(rows, max_size=4)
+    pages = draw.st.integers(0, num_blocks - 1)
+    rows = draw.st.tuples(pages, draw.st.sampled_from((0, 1, 2, 3, block_size - 1)))
+    found = draw(draw.st.lists(rows, max_size=4))
+    return [page * block_size + row % block_size for page, row in found]
 
 
 def _coded_cache(
-    draw: Any, seed: torch.Generator, block_size: int, num_blocks: int, exact: bool
+    draw: Draw, seed: torch.Generator, block_size: int, num_blocks: int, exact: bool
 ) -> Tensor:
     layout = IndexerLayout(block_size)
     cache = random_bytes(seed, num_blocks, layout.page_bytes)
@@ -98,10 +95,10 @@ def _coded_cache(
     keys = codes(seed, (rows, 128), exact)
     scales = torch.exp2(torch.randint(-3, 3, (rows,), generator=seed).float())
     if exact and rows:
-        for row in draw(_some_rows(num_blocks, block_size)):
-            keys[row, draw(st.integers(0, 127))] = draw(st.sampled_from((0x7F, 0xFF, 0x80)))
-        for row in draw(_some_rows(num_blocks, block_size)):
-            scales[row] = draw(st.sampled_from(_SPECIAL))
+        for row in _some_rows(draw, num_blocks, block_size):
+            keys[row, draw.integer(0, 127)] = draw.one_of(0x7F, 0xFF, 0x80)
+        for row in _some_rows(draw, num_blocks, block_size):
+            scales[row] = draw.one_of(*_SPECIAL)
     cache[:, :data] = keys.view(num_blocks, data)
     cache[:, data : data + 4 * block_size] = scales.view(torch.uint8).view(
         num_blocks, 4 * block_size
@@ -110,7 +107,7 @@ def _coded_cache(
 
 
 def _plain_cache(
-    draw: Any,
+    draw: Draw,
     seed: torch.Generator,
     block_size: int,
     num_blocks: int,
@@ -120,6 +117,6 @@ def _plain_cache(
     rows = num_blocks * block_size
     keys = values(seed, (rows, 128), exact)
     if exact and rows:
-        for row in draw(_some_rows(num_blocks, block_size)):
-            keys[row, draw(st.integers(0, 127))] = draw(st.sampled_from((*_SPECIAL, -0.0)))
+        for row in _some_rows(draw, num_blocks, block_size):
+            keys[row, draw.integer(0, 127)] = draw.one_of(*_SPECIAL, -0.0)
     return keys.to(dtype).view(num_blocks, block_size, 128)
