@@ -5,12 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dsv4_ops.testing.case import Case, OpTesting, i32
-from dsv4_ops.testing.strategies.batches import ragged_batch
+from dsv4_ops.testing.strategies.batches import calls_of, ragged_batch
 from dsv4_ops.testing.strategies.draw import Draw
-
-
-def _batch(draw: Draw, min_size: int) -> Any:
-    return ragged_batch(draw, min_size=min_size)
 
 
 def _split_cases() -> list[Case]:
@@ -27,10 +23,6 @@ def _split_cases() -> list[Case]:
     ]
 
 
-def _split_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    return Case("sampled", (_batch(draw, min_size).query_start_loc,), settings)
-
-
 split_decodes_and_prefills = OpTesting(
     cases=_split_cases,
     settings=tuple(
@@ -38,7 +30,7 @@ split_decodes_and_prefills = OpTesting(
         for threshold in (2, 1, 4)
         for uniform in (True, False)
     ),
-    make=_split_call,
+    make=calls_of("query_start_loc"),
 )
 
 _QUERY_START_LOC, _SEQ_LENS = [0, 3, 4, 8, 8], [10, 7, 12, 0]
@@ -68,7 +60,7 @@ def _token_map_cases() -> list[Case]:
 
 
 def _token_map_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    batch = _batch(draw, min_size)
+    batch = ragged_batch(draw, min_size=min_size)
     settings = {**settings, "num_tokens": batch.num_tokens}
     return Case("sampled", (batch.query_start_loc, batch.seq_lens), settings)
 
@@ -117,12 +109,9 @@ def _expand_cases() -> list[Case]:
     ]
 
 
-def _expand_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    batch = _batch(draw, min_size)
-    return Case("sampled", (batch.block_table, batch.req_indices), settings)
-
-
-expand_block_table = OpTesting(cases=_expand_cases, settings=({},), make=_expand_call)
+expand_block_table = OpTesting(
+    cases=_expand_cases, settings=({},), make=calls_of("block_table", "req_indices")
+)
 
 
 def _mtp_cases() -> list[Case]:
@@ -140,15 +129,10 @@ def _mtp_cases() -> list[Case]:
     ]
 
 
-def _mtp_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    batch = _batch(draw, min_size)
-    return Case("sampled", (batch.query_start_loc, batch.seq_lens), settings)
-
-
 mtp_seq_lens = OpTesting(
     cases=_mtp_cases,
     settings=tuple(
         {"next_n": n, "compress_ratio": ratio} for n in (4, 1, 2) for ratio in (4, 1, 128)
     ),
-    make=_mtp_call,
+    make=calls_of("query_start_loc", "seq_lens"),
 )

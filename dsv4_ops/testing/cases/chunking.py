@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsv4_ops.testing.case import Case, OpTesting, i32, i64
-from dsv4_ops.testing.strategies.batches import lengths, ragged_batch
+from dsv4_ops.testing.strategies.batches import calls_of, lengths, ragged_batch
 from dsv4_ops.testing.strategies.draw import Draw, strategy_of
 
 
@@ -82,15 +82,10 @@ def _bounds_cases() -> list[Case]:
     ]
 
 
-def _bounds_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    batch = ragged_batch(draw, min_size=min_size)
-    return Case("sampled", (batch.positions, batch.req_indices, batch.seq_lens), settings)
-
-
 prefill_row_bounds = OpTesting(
     cases=_bounds_cases,
     settings=({"compress_ratio": 4}, {"compress_ratio": 1}, {"compress_ratio": 128}),
-    make=_bounds_call,
+    make=calls_of("positions", "req_indices", "seq_lens"),
 )
 
 

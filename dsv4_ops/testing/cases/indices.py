@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.testing.case import Case, OpTesting, i32, i64
-from dsv4_ops.testing.strategies.batches import ragged_batch, tables
+from dsv4_ops.testing.strategies.batches import calls_of, ragged_batch, tables
 from dsv4_ops.testing.strategies.draw import Draw
 
 
@@ -37,11 +37,6 @@ def _window_cases() -> list[Case]:
     ]
 
 
-def _window_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    batch = ragged_batch(draw, min_size=min_size)
-    return Case("sampled", (batch.positions, batch.req_indices, batch.block_table), settings)
-
-
 swa_indices_and_lens = OpTesting(
     cases=_window_cases,
     settings=(
@@ -50,7 +45,7 @@ swa_indices_and_lens = OpTesting(
         {"block_size": 3, "window_size": 7},
         {"block_size": 1, "window_size": 1},
     ),
-    make=_window_call,
+    make=calls_of("positions", "req_indices", "block_table"),
 )
 
 
@@ -59,15 +54,10 @@ def _gather_cases() -> list[Case]:
     return [Case("worked example", tensors, {"window_size": 4}, ([5, 5, 3, 0],))]
 
 
-def _gather_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    batch = ragged_batch(draw, min_size=min_size)
-    return Case("sampled", (batch.query_start_loc, batch.seq_lens), settings)
-
-
 prefill_gather_lens = OpTesting(
     cases=_gather_cases,
     settings=({"window_size": 128}, {"window_size": 4}, {"window_size": 1}),
-    make=_gather_call,
+    make=calls_of("query_start_loc", "seq_lens"),
 )
 
 
@@ -131,11 +121,6 @@ def _dense_cases() -> list[Case]:
     ]
 
 
-def _dense_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    batch = ragged_batch(draw, min_size=min_size)
-    return Case("sampled", (batch.positions, batch.req_indices, batch.block_table), settings)
-
-
 dense_compressed_indices = OpTesting(
     cases=_dense_cases,
     settings=(
@@ -144,7 +129,7 @@ dense_compressed_indices = OpTesting(
         {"block_size": 1, "compress_ratio": 1, "max_compressed": 9},
         {"block_size": 3, "compress_ratio": 7, "max_compressed": 33},
     ),
-    make=_dense_call,
+    make=calls_of("positions", "req_indices", "block_table"),
 )
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dsv4_ops.testing.case import Case, OpTesting, i32, i64
-from dsv4_ops.testing.strategies.batches import ragged_batch
-from dsv4_ops.testing.strategies.draw import Draw
+from dsv4_ops.testing.strategies.batches import calls_of
 
 _PLAIN = {"block_size": 64, "compress_ratio": 4, "cp_world_size": 1, "cp_interleave": 1}
 
@@ -42,12 +39,6 @@ def _cases() -> list[Case]:
     ]
 
 
-def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    batch = ragged_batch(draw, min_size=min_size)
-    tensors = (batch.positions, batch.req_indices, batch.block_table, batch.slot_mapping)
-    return Case("sampled", tensors, settings)
-
-
 compressed_slot_mapping = OpTesting(
     cases=_cases,
     settings=(
@@ -56,5 +47,5 @@ compressed_slot_mapping = OpTesting(
         {**_PLAIN, "cp_world_size": 2, "cp_interleave": 4},
         {**_PLAIN, "block_size": 3, "compress_ratio": 1, "cp_world_size": 3, "cp_interleave": 5},
     ),
-    make=_call,
+    make=calls_of("positions", "req_indices", "block_table", "slot_mapping"),
 )

@@ -5,13 +5,14 @@ Structure comes from hypothesis, so that it shrinks; bulk contents (block number
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dsv4_ops.testing.case import i32, i64
+from dsv4_ops.testing.case import Case, i32, i64
 from dsv4_ops.testing.strategies.draw import Draw, strategy_of
 
 if TYPE_CHECKING:
@@ -114,6 +115,16 @@ def batches(
     return strategy_of(
         ragged_batch, min_size=min_size, max_query=max_query, adversarial=adversarial
     )
+
+
+def calls_of(*names: str) -> Callable[[Draw, dict[str, Any], int], Case]:
+    """How to sample calls whose tensors are the fields ``names`` of a ragged batch."""
+
+    def call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+        batch = ragged_batch(draw, min_size=min_size)
+        return Case("sampled", tuple(getattr(batch, name) for name in names), settings)
+
+    return call
 
 
 def _token_map(lens: list[tuple[int, int]], num_tokens: int) -> tuple[list[int], list[int]]:
