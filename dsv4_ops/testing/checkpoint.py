@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,14 +242,29 @@ def _stored(
     dtype, shape = expected[name]
     if name in given:
         return given[name].detach().to("cpu", _DTYPES[dtype]).contiguous()
+    sampled = random_weight(name, shape, seed, _RANGES, config["n_routed_experts"])
+    return sampled.to(_DTYPES[dtype]).contiguous()
+
+
+def random_weight(
+    name: str,
+    shape: Sequence[int],
+    seed: int,
+    ranges: Mapping[str, tuple[float, float]],
+    num_experts: int,
+) -> Tensor:
+    """Sample a weight, from uniform distributions only: these are bit-identical everywhere.
+
+    ``ranges`` has center and half width of what is no matrix, by a part of its name."""
     seeded = _generator(name, seed)
     if name.endswith("tid2eid"):
-        keys = torch.rand(shape[0], config["n_routed_experts"], generator=seeded)
-        return keys.argsort(dim=1, stable=True)[:, : shape[1]].contiguous()
-    deviation = 1.0 if name == "embed.weight" else 1.0 / math.sqrt(shape[-1])
-    found = next((found for part, found in _RANGES.items() if part in name), None)
+        keys = torch.rand(shape[0], num_experts, generator=seeded)
+        return keys.argsort(dim=1, stable=True)[:, : shape[1]]
+    is_embedding = "embed_tokens" in name or name == "embed.weight"
+    deviation = 1.0 if is_embedding else 1.0 / math.sqrt(shape[-1])
+    found = next((found for part, found in ranges.items() if part in name), None)
     centre, half = found or (0.0, math.sqrt(3.0) * deviation)
-    return (centre + half * _uniform(shape, seeded)).to(_DTYPES[dtype])
+    return centre + half * _uniform(shape, seeded)
 
 
 def quantized_weight(name: str, info: TensorInfo, seed: int) -> tuple[Tensor, Tensor]:
@@ -331,7 +346,7 @@ def _generator(name: str, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
 
-def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return 2.0 * torch.rand(shape, generator=generator) - 1.0
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
+from dsv4_ops.testing.checkpoint import random_weight
 from dsv4_ops.testing.text import BOS, EOS, PAD, VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -39,6 +37,23 @@ MLA_YARN = {
     "mscale_all_dim": 1.0,
 }
 """The released YaRN scaling of DeepSeek-V3."""
+
+_SHARED: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
+    # the default, compiled in float32, is a Python op, which a package cannot call
+    "experts_implementation": "batched_mm",
+}
+"""Fields of every small model."""
 
 # Center and half width of the uniform distribution of non-matrix weights, by a part of their name.
 # Large key norms make attention sharp, so that a single key shows in the logits; sinks then weigh
@@ -91,15 +106,10 @@ def small_config(**changed: Any) -> DeepseekV4Config:
     config_class, _ = require_transformers()
     layers = changed.get("num_hidden_layers", len(changed.get("layer_types", LAYER_TYPES)))
     settings: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "pad_token_id": PAD,
-        "hidden_size": 128,
+        **_SHARED,
         "num_hidden_layers": layers,
         "layer_types": [LAYER_TYPES[layer % 3] for layer in range(layers)],
         "mlp_layer_types": ["hash_moe" if layer == 0 else "moe" for layer in range(layers)],
-        "num_attention_heads": 4,
         "head_dim": 512,
         "q_lora_rank": 64,
         "o_groups": 2,
@@ -107,14 +117,7 @@ def small_config(**changed: Any) -> DeepseekV4Config:
         "index_n_heads": 16,
         "index_head_dim": 128,
         "index_topk": 16,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
         "rope_parameters": dict(YARN),
-        "tie_word_embeddings": False,
-        "attn_implementation": "eager",
-        # the default, compiled in float32, is a Python op, which a package cannot call
-        "experts_implementation": "batched_mm",
     }
     return config_class(**{**settings, **changed})
 
@@ -160,32 +163,21 @@ def small_mla_config(version: int = 3, **changed: Any) -> Any:
     import transformers
 
     settings: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "pad_token_id": PAD,
-        "hidden_size": 128,
+        **_SHARED,
         "intermediate_size": 256,
         "num_hidden_layers": 3,
         "first_k_dense_replace": 1,
-        "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "q_lora_rank": 96,
         "kv_lora_rank": 64,
         "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 16,
         "v_head_dim": 32,
-        "n_routed_experts": 8,
         "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
         "n_group": 4,
         "topk_group": 2,
-        "moe_intermediate_size": 64,
         "max_position_embeddings": 163840,
         "rope_parameters": dict(MLA_YARN),
-        "tie_word_embeddings": False,
-        "attn_implementation": "eager",
-        "experts_implementation": "batched_mm",
     }
     if version == 2:
         settings |= {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.0}
@@ -212,8 +204,9 @@ def _filled(model: Any, seed: int, dtype: torch.dtype, device: torch.device | st
     model = model.eval().requires_grad_(False)
     kept = set(model._keep_in_fp32_modules_strict)
     state = model.state_dict()  # parameters and persistent buffers, as a checkpoint has them
+    num_experts = model.config.n_routed_experts
     for name, weight in state.items():
-        weight.copy_(_draw(name, weight, model.config.n_routed_experts, seed))
+        weight.copy_(random_weight(name, weight.shape, seed, _RANGES, num_experts))
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
         if name in state and weight.is_floating_point() and kept.isdisjoint(name.split(".")):
             weight.data = weight.data.to(dtype)
@@ -235,15 +228,3 @@ def require_transformers() -> tuple[Any, Any]:
             f"got {type(error).__name__}: {error}. Run `pip install 'dsv4_ops[transformers]'`."
         ) from error
     return DeepseekV4Config, DeepseekV4ForCausalLM
-
-
-def _draw(name: str, weight: Tensor, num_experts: int, seed: int) -> Tensor:
-    """Sample a weight, from uniform distributions only: these are bit-identical everywhere."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-    if name.endswith("tid2eid"):
-        keys = torch.rand(len(weight), num_experts, generator=generator)
-        return keys.argsort(dim=1, stable=True)[:, : weight.shape[1]]
-    found = next((found for part, found in _RANGES.items() if part in name), None)
-    deviation = 1.0 if "embed_tokens" in name else 1.0 / math.sqrt(weight.shape[-1])
-    centre, half = found or (0.0, math.sqrt(3.0) * deviation)
-    return centre + half * (2.0 * torch.rand(weight.shape, generator=generator) - 1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,11 +49,10 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     seed, layout = draw.generator(), StateLayout(settings["block_size"], 2 * width)
     kv_score = torch.randn(num_tokens, 2 * width, generator=seed)
     kv_score *= torch.exp2(torch.randint(-40, 40, (num_tokens, 1), generator=seed).float())
-    if num_tokens:  # kv is copied bit for bit
-        bits = kv_score.view(torch.int32)
-        for token in draw.places(num_tokens, 4):
-            pattern = draw.one_of(0x7FC00001, 0x7F800001, -(2**31), 0x7F800000, 1)
-            bits[token, draw.integer(0, width - 1)] = pattern
+    bits = kv_score.view(torch.int32)  # kv is copied bit for bit
+    for token in draw.places(num_tokens, 4):
+        pattern = draw.one_of(0x7FC00001, 0x7F800001, -(2**31), 0x7F800000, 1)
+        bits[token, draw.integer(0, width - 1)] = pattern
     ape = torch.randn(settings["compress_ratio"], width, generator=seed)
     states = torch.randn(num_blocks, layout.page_bytes // 4, generator=seed)
     chosen = slots(draw, num_tokens=num_tokens, num_slots=num_blocks * layout.block_size)
@@ -88,38 +87,41 @@ _compressor_TINY = {
 }
 
 
+class Windows(NamedTuple):
+    """Tensors of a call of ``compress_and_insert``."""
+
+    kv_score: Tensor
+    ape: Tensor
+    states: Tensor
+    table: Tensor
+    positions: Tensor
+    req_indices: Tensor
+    norm_weight: Tensor
+    cos_sin_cache: Tensor
+    k_cache: Tensor
+    slot_mapping: Tensor
+
+
 def written_slots(case: Case) -> list[tuple[int, int]]:
     """(token, slot) of every row that the op writes."""
-    *_, table, positions, req_indices, _, _, k_cache, slot_mapping = case.tensors
-    assert table is not None
-    assert k_cache is not None
-    num_slots = k_cache.shape[0] * case.settings["block_size"]
+    call = Windows._make(case.tensors)
+    num_slots = call.k_cache.shape[0] * case.settings["block_size"]
     ratio, found = case.settings["compress_ratio"], []
-    columns = (_list(positions), _list(req_indices), _list(slot_mapping))
+    columns = (each.tolist() for each in (call.positions, call.req_indices, call.slot_mapping))
     for token, (position, request, slot) in enumerate(zip(*columns, strict=True)):
-        known = 0 <= position < 2**31 - 1 and 0 <= request < table.shape[0]
+        known = 0 <= position < 2**31 - 1 and 0 <= request < call.table.shape[0]
         if known and position % ratio == ratio - 1 and 0 <= slot < num_slots:
             found.append((token, slot))
     return found
 
 
-def _list(tensor: Tensor | None) -> list[int]:
-    assert tensor is not None
-    values: list[int] = tensor.tolist()
-    return values
-
-
 def _state_rows(case: Case, token: int) -> tuple[Tensor, Tensor]:
     """kv and biased score of the existing rows of a complete window, [rows, head_dim]."""
-    kv_score, ape, states, table, positions, req_indices, norm_weight = case.tensors[:7]
-    assert kv_score is not None
-    assert ape is not None
-    assert states is not None
-    assert table is not None
-    assert norm_weight is not None
+    kv_score, ape, states, table, *tokens, norm_weight, _, _, _ = Windows._make(case.tensors)
     ratio, size = case.settings["compress_ratio"], case.settings["state_block_size"]
     width, dim = ape.shape[1], norm_weight.shape[0]
-    position, request = _list(positions)[token], _list(req_indices)[token]
+    positions, requests = (each.tolist() for each in tokens)
+    position, request = positions[token], requests[token]
     kv, score = [], []
     num_rows = ratio * (2 if case.settings["overlap"] else 1)
     for row in range(num_rows):
@@ -127,8 +129,7 @@ def _state_rows(case: Case, token: int) -> tuple[Tensor, Tensor]:
         place, other, left = position - back, token - back, 0 if row < ratio else width - dim
         if place < 0:
             continue
-        same = other >= 0 and _list(positions)[other] == place
-        if same and _list(req_indices)[other] == request:
+        if other >= 0 and (positions[other], requests[other]) == (place, request):
             values = kv_score[other].clone()
             values[width:] += ape[place % ratio]  # as stored: rounded to float32
         else:
@@ -144,20 +145,21 @@ def _state_rows(case: Case, token: int) -> tuple[Tensor, Tensor]:
 
 def _exact_row(case: Case, token: int) -> tuple[Tensor, Tensor]:
     """A compressed key in float64, and the scale of its rounding errors."""
-    norm_weight, cos_sin_cache, positions = case.tensors[6], case.tensors[7], case.tensors[4]
-    assert norm_weight is not None
-    assert cos_sin_cache is not None
+    call = Windows._make(case.tensors)
     kv, score = _state_rows(case, token)
     weight = (score - score.amax(0)).exp()
     weight = weight / weight.sum(0)
     row = (weight * kv).sum(0)
-    scale = norm_weight.double() * (row.square().mean() + case.settings["eps"]).rsqrt()
+    scale = call.norm_weight.double() * (row.square().mean() + case.settings["eps"]).rsqrt()
     size = (weight * kv.abs()).sum(0) * scale.abs()
     row = row * scale
     ratio = case.settings["compress_ratio"]
-    first, rope = _list(positions)[token] // ratio * ratio, cos_sin_cache.shape[1]
-    if first < cos_sin_cache.shape[0] and rope:
-        cos, sin = cos_sin_cache[first].double().chunk(2)
+    first, (num_positions, rope) = (
+        int(call.positions[token]) // ratio * ratio,
+        call.cos_sin_cache.shape,
+    )
+    if first < num_positions and rope:
+        cos, sin = call.cos_sin_cache[first].double().chunk(2)
         even, odd = row[-rope::2].clone(), row[-rope + 1 :: 2].clone()
         row[-rope::2], row[-rope + 1 :: 2] = even * cos - odd * sin, odd * cos + even * sin
     return row, size.nan_to_num().amax().expand_as(row)
@@ -170,17 +172,13 @@ def _exact(value: Tensor, size: Tensor, unit: float) -> Exact:
 
 def precise(*tensors: Tensor | None, **settings: Any) -> tuple[Exact | None, ...]:
     """float64 results of what ``readable`` reads."""
-    case = Case("precise", tensors, settings)
-    k_cache, norm_weight = case.tensors[8], case.tensors[6]
-    assert k_cache is not None
-    assert norm_weight is not None
+    case, call = Case("precise", tensors, settings), Windows._make(tensors)
     pairs = [_exact_row(case, token) for token, _ in written_slots(case)]
-    empty = norm_weight.new_empty((0, norm_weight.shape[0]), dtype=torch.float64)
-    values = torch.stack([value for value, _ in pairs]) if pairs else empty
-    sizes = torch.stack([size for _, size in pairs]) if pairs else empty
+    empty = call.norm_weight.new_empty((0, call.norm_weight.shape[0]), dtype=torch.float64)
+    values, sizes = map(torch.stack, zip(*pairs, strict=True)) if pairs else (empty, empty)
     layout = _quantized(settings)
     if layout is None:
-        return _exact(values, sizes, torch.finfo(k_cache.dtype).eps / 2), None
+        return _exact(values, sizes, torch.finfo(call.k_cache.dtype).eps / 2), None
     codes, size = values[:, : layout.code_dim], sizes[:, : layout.code_dim]
     blocks = codes.unflatten(1, (-1, layout.quant_block))
     amax = blocks.nan_to_num(0.0).abs().amax(-1, keepdim=True).clamp(min=1e-4)
@@ -313,16 +311,11 @@ def _tokens(draw: Draw, ratio: int, min_size: int) -> tuple[int, Tensor, Tensor]
         start = max(stop - count, 0)
         positions += range(start, start + count)
         requests += [request] * count
-    padding = draw.one_of(0, 0, 1, 3)
-    padding = max(padding, min_size - len(positions))
+    padding = max(draw.one_of(0, 0, 1, 3), min_size - len(positions))
     positions += [-1] * padding
     requests += [-1] * padding
-    if positions:
-        tokens = draw.st.lists(draw.st.integers(0, len(positions) - 1), max_size=2)
-        for token in draw(tokens):
-            positions[token] = draw.one_of(*ADVERSARIAL_POSITIONS, 2 * ratio - 1)
-        for token in draw(tokens):
-            requests[token] = draw.one_of(*ADVERSARIAL_REQUESTS, len(counts), 0)
+    draw.spoil(positions, (*ADVERSARIAL_POSITIONS, 2 * ratio - 1), 2)
+    draw.spoil(requests, (*ADVERSARIAL_REQUESTS, len(counts), 0), 2)
     shape = (len(positions),)
     return len(counts), i64(positions).reshape(shape), i32(requests).reshape(shape)
 
@@ -418,8 +411,8 @@ compress_and_insert = OpTesting(
 compress_and_insert_functional = compress_and_insert
 
 
-_STATES, _SLOTS = 2, 4
-"""Argument indices of the states and of their slots."""
+_SLOTS = 4
+"""Argument index of the slots of the states."""
 
 
 def _windows_of(case: Case) -> Case:
@@ -442,11 +435,7 @@ def readable_step(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def read_slots(case: Case) -> set[int]:
     """Slots of the states that a ``compress_and_insert`` call reads."""
-    states, table, positions, req_indices = case.tensors[2:6]
-    assert states is not None
-    assert table is not None
-    assert positions is not None
-    assert req_indices is not None
+    _, _, states, table, positions, req_indices, *_ = Windows._make(case.tensors)
     ratio, size = case.settings["compress_ratio"], case.settings["state_block_size"]
     tokens = list(zip(req_indices.tolist(), positions.tolist(), strict=True))
     found = set()
@@ -464,8 +453,7 @@ def read_slots(case: Case) -> set[int]:
 
 def determined(case: Case) -> bool:
     """Whether no state is saved where a window reads another one."""
-    slots = case.tensors[_SLOTS]
-    assert slots is not None
+    slots: Any = case.tensors[_SLOTS]
     return not read_slots(_windows_of(case)) & {int(slot) for slot in slots}
 
 
@@ -537,10 +525,9 @@ def _compressor_step_cases() -> list[Case]:
 def _compressor_step_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     """A sampled step that does not save states where its windows read."""
     windows = compress_and_insert.make(draw, settings, min_size)
-    states, positions = windows.tensors[2], windows.tensors[4]
-    assert states is not None
-    assert positions is not None
-    num_tokens, num_slots = positions.shape[0], states.shape[0] * settings["state_block_size"]
+    call = Windows._make(windows.tensors)
+    num_tokens = call.positions.shape[0]
+    num_slots = call.states.shape[0] * settings["state_block_size"]
     read = read_slots(windows)
     free = sorted(set(range(num_slots)) - read)
     if draw.flag():  # next to what is read

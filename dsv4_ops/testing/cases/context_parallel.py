@@ -126,9 +126,7 @@ def _row_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     batch = ragged_batch(draw, min_size=min_size)
     num_reqs = batch.seq_lens.shape[0]
     entries = draw.st.integers(0, 40) | draw.st.sampled_from((-1, 2**31 - 1, -(2**31), 300))
-    starts, ends = (
-        i32([draw(entries) for _ in range(size)]).reshape(size) for size in (num_reqs, num_reqs + 1)
-    )
+    starts, ends = (i32([draw(entries) for _ in range(size)]) for size in (num_reqs, num_reqs + 1))
     return Case("sampled", (batch.req_indices, batch.positions, starts, ends), settings)
 
 

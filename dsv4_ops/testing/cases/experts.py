@@ -171,7 +171,7 @@ def _experts_precise(
     *,
     swiglu_limit: float,
     activations: str,
-    impl: str,
+    **settings: Any,
 ) -> tuple[Exact | None, ...]:
     rows = activation_values(x, None, activations)
     value = torch.zeros(x.shape, dtype=torch.float64, device=x.device)

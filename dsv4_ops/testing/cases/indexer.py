@@ -314,10 +314,6 @@ def _logits_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     return Case("sampled", tensors, {**settings, "num_rows": num_rows})
 
 
-def _precise_logits(*tensors: Any, **settings: Any) -> tuple[Exact]:
-    return (paged_scores(*tensors, **settings).exact(),)
-
-
 indexer_logits = OpTesting(
     cases=_logits_cases,
     settings=(
@@ -325,7 +321,7 @@ indexer_logits = OpTesting(
         *({"block_size": size, "layout": PLAIN} for size in (64, 3)),
     ),
     make=_logits_call,
-    precise=_precise_logits,
+    precise=lambda *tensors, **settings: (paged_scores(*tensors, **settings).exact(),),
 )
 
 
@@ -410,7 +406,7 @@ def _topk_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     near = draw.st.sampled_from(
         (0, 1, settings["topk"], settings["topk"] + 1, num_rows, -1, 2**31 - 1)
     )
-    lens = i32([draw(near) for _ in range(num_tokens)]).reshape(num_tokens)
+    lens = i32([draw(near) for _ in range(num_tokens)])
     return Case("sampled", (logits, lens), settings)
 
 
@@ -489,24 +485,15 @@ def _select_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 
 
 def _scores(
-    q: Tensor,
-    weights: Tensor,
-    k_cache: Tensor,
-    positions: Tensor,
-    req_indices: Tensor,
-    block_table: Tensor,
-    *,
-    block_size: int,
-    compress_ratio: int,
-    topk: int,
-    layout: str,
-    slots: bool = False,
+    *tensors: Tensor, block_size: int, compress_ratio: int, layout: str, **settings: Any
 ) -> Scores:
+    q, weights, k_cache, positions, req_indices, block_table = tensors
     real = (positions >= 0) & (positions < 2**31 - 1)
     lens = torch.where(real, (positions.clamp(-1, 2**31) + 1) // compress_ratio, 0)
     num_rows = block_table.shape[1] * block_size
-    tensors = (q, weights, k_cache, lens, req_indices, block_table)
-    return paged_scores(*tensors, block_size, num_rows, layout)
+    return paged_scores(
+        q, weights, k_cache, lens, req_indices, block_table, block_size, num_rows, layout
+    )
 
 
 def _ranked(scores: Tensor) -> Tensor:
@@ -573,26 +560,24 @@ def _precise_selection(*tensors: Tensor, **settings: Any) -> tuple[Exact | None,
 
 indexer_select = OpTesting(
     cases=_select_cases,
-    settings=(
-        *(
-            {
-                "block_size": size,
-                "compress_ratio": ratio,
-                "topk": topk,
-                "layout": layout,
-                "slots": slots,
-            }
-            for layout, size, ratio, topk, slots in (
-                (TAG, 64, 4, 16, False),
-                (TAG, 64, 4, 16, True),
-                (TAG, 2, 4, 3, False),
-                (TAG, 3, 1, 20, True),
-                (TAG, 64, 1, 128, True),
-                (TAG, 64, 128, 512, False),
-                (PLAIN, 64, 4, 16, True),
-                (PLAIN, 3, 1, 20, False),
-            )
-        ),
+    settings=tuple(
+        {
+            "block_size": size,
+            "compress_ratio": ratio,
+            "topk": topk,
+            "layout": layout,
+            "slots": slots,
+        }
+        for layout, size, ratio, topk, slots in (
+            (TAG, 64, 4, 16, False),
+            (TAG, 64, 4, 16, True),
+            (TAG, 2, 4, 3, False),
+            (TAG, 3, 1, 20, True),
+            (TAG, 64, 1, 128, True),
+            (TAG, 64, 128, 512, False),
+            (PLAIN, 64, 4, 16, True),
+            (PLAIN, 3, 1, 20, False),
+        )
     ),
     make=_select_call,
     precise=_precise_selection,

@@ -271,7 +271,7 @@ def _mixed_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     # one width per compiled function: the number of columns is part of the layout
     columns = 5 if min_size else draw.one_of(0, 1, 5)
     compressed = _selected(draw, decode, columns, 700)
-    lens = i32([draw.integer(-1, columns + 1) for _ in range(decode)]).reshape(decode)
+    lens = i32([draw.integer(-1, columns + 1) for _ in range(decode)])
     topk = _selected(draw, batch.num_tokens - decode, max(settings["topk"], min_size), 700)
     table = tables(draw, num_reqs=batch.seq_lens.shape[0], min_size=min_size)
     optional: list[Any] = [compressed, lens, table]

@@ -150,23 +150,25 @@ def _linear_cases() -> list[Case]:
     ]
 
 
-def _weights(draw: Draw, min_size: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    ue8m0 = bool(min_size) or draw.flag()
-    return fp8_weight(draw.generator(), rows, columns, ue8m0=ue8m0)
-
-
 def _linear_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 17), min_size)
     sizes = ((256, 384), (128, 128), (384, 256))
     rows, columns = sizes[0] if min_size else draw.one_of(*sizes)
-    weight, scale = _weights(draw, min_size, rows, columns)
+    return _sampled(draw, settings, min_size, rows, (num_tokens, columns))
+
+
+def _sampled(
+    draw: Draw, settings: dict[str, Any], min_size: int, rows: int, shape: tuple[int, ...]
+) -> Case:
+    """Activations of ``shape`` or their codes, those of each group apart, and a weight."""
+    ue8m0 = bool(min_size) or draw.flag()
+    weight = fp8_weight(draw.generator(), rows, shape[-1], ue8m0=ue8m0)
     # quantised, an infinity reads as a value above the largest float32
-    infinite = settings["activations"] == "bf16"
-    x = activations(draw, num_tokens, columns, infinite=infinite)
+    x = activations(draw, *shape, infinite=settings["activations"] == "bf16")
     if settings["activations"] == "fp8" and draw.flag():
-        codes, scales = quantized(x)
-        return Case("sampled", (codes, weight, scale, scales * 1.5), settings)
-    return Case("sampled", (x, weight, scale), settings)
+        codes, scales = quantized(x.transpose(0, -2))
+        return Case("sampled", (codes, *weight, scales * 1.5), settings)
+    return Case("sampled", (x, *weight), settings)
 
 
 def activation_values(x: Tensor, x_scale: Tensor | None, quantise: str) -> Tensor:
@@ -179,17 +181,10 @@ def activation_values(x: Tensor, x_scale: Tensor | None, quantise: str) -> Tenso
 
 
 def _linear_precise(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    x_scale: Tensor | None = None,
-    *,
-    activations: str,
-    out_dtype: torch.dtype,
-    impl: str,
+    x: Tensor, weight: Tensor, scale: Tensor, x_scale: Tensor | None = None, **settings: Any
 ) -> tuple[Exact | None, ...]:
-    rows = activation_values(x, x_scale, activations)
-    return (exact_product(rows, block_values(weight, scale, 128, 128), out_dtype),)
+    rows = activation_values(x, x_scale, settings["activations"])
+    return (exact_product(rows, block_values(weight, scale, 128, 128), settings["out_dtype"]),)
 
 
 fp8_linear = OpTesting(
@@ -219,29 +214,16 @@ def _grouped_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 17), min_size)
     sizes = ((2, 128, 256), (1, 256, 128), (3, 128, 128))
     groups, rows, columns = sizes[0] if min_size else draw.one_of(*sizes)
-    weight, scale = _weights(draw, min_size, groups * rows, columns)
-    infinite = settings["activations"] == "bf16"
-    x = activations(draw, num_tokens, groups, columns, infinite=infinite)
-    if settings["activations"] == "fp8" and draw.flag():
-        codes, scales = quantized(x.transpose(0, 1))
-        return Case("sampled", (codes, weight, scale, scales * 1.5), settings)
-    return Case("sampled", (x, weight, scale), settings)
+    return _sampled(draw, settings, min_size, groups * rows, (num_tokens, groups, columns))
 
 
 def _grouped_precise(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    x_scale: Tensor | None = None,
-    *,
-    activations: str,
-    out_dtype: torch.dtype,
-    impl: str,
+    x: Tensor, weight: Tensor, scale: Tensor, x_scale: Tensor | None = None, **settings: Any
 ) -> tuple[Exact | None, ...]:
-    rows = activation_values(x, x_scale, activations)
+    rows = activation_values(x, x_scale, settings["activations"])
     groups = rows.transpose(0, 1) if x_scale is None else rows
     values = block_values(weight, scale, 128, 128).unflatten(0, (groups.shape[0], -1))
-    found = exact_product(groups, values, out_dtype)
+    found = exact_product(groups, values, settings["out_dtype"])
     value, magnitude = (part.transpose(0, 1).flatten(1) for part in found[:2])
     return (Exact(value, magnitude),)
 

@@ -555,7 +555,7 @@ def _decode_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     if free and (min_size or draw.flag()):
         programs = draw.one_of(132, 1, 3)
         plan = sparse_mla_plan(i32(lens).flip(0), None, num_heads=HEADS, num_programs=programs)
-    token = (i32(lens).reshape(num_tokens), i32(requests).reshape(num_tokens))
+    token = (i32(lens), i32(requests))
     return Case("sampled", (q, cache, *token, table, hint, plan, *scales), settings)
 
 
@@ -601,7 +601,7 @@ def _filled(
         rows[:, :rank],
         rows[:, rank:],
         cache,
-        i64(slots).reshape(len(slots)),
+        i64(slots),
         block_size=size,
         layout=layout,
         scale_format="float32",

@@ -317,19 +317,9 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     return Case("sampled", tensors, settings)
 
 
-def _precise(
-    q: Tensor,
-    kv: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
-    *,
-    eps: float,
-    block_size: int,
-    layout: str,
-) -> tuple[Exact | None, ...]:
+def _precise(*tensors: Tensor, eps: float, **settings: Any) -> tuple[Exact | None, ...]:
     """The cache is exact. A mean square beyond float32 is infinite, as there."""
+    q, _, _, _, positions, cos_sin_cache = tensors
     values = q.to(torch.float64)
     squares = values.square().sum(-1, keepdim=True).to(torch.float32).to(torch.float64)
     normed = values / (squares / q.shape[2] + eps).sqrt()

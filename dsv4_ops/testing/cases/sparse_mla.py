@@ -67,13 +67,9 @@ def _cases() -> list[Case]:
 
 def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     num_tokens = max(draw.one_of(3, 0, 1, 2, 7, 130), min_size)
-    lens = [
-        torch.tensor([draw.one_of(*_LENS) for _ in range(num_tokens)], dtype=torch.int32)
-        for _ in range(2)
-    ]
-    if not min_size and draw.flag():
-        return Case("sampled", (lens[0], None), settings)
-    return Case("sampled", tuple(lens), settings)
+    swa_lens, extra_lens = (i32([draw.one_of(*_LENS) for _ in range(num_tokens)]) for _ in range(2))
+    alone = not min_size and draw.flag()
+    return Case("sampled", (swa_lens, None if alone else extra_lens), settings)
 
 
 sparse_mla_plan = OpTesting(
@@ -88,7 +84,7 @@ sparse_mla_plan = OpTesting(
 )
 
 
-_mla_metadata_LENS = (0, 1, 63, 64, 65, 127, 128, 512, 8192, 2**31 - 1, -1, -(2**31))
+_METADATA_LENS = (0, 1, 63, 64, 65, 127, 128, 512, 8192, 2**31 - 1, -1, -(2**31))
 _UNUSED = [[0] * 8] * 2
 
 
@@ -154,13 +150,7 @@ def _mla_metadata_cases() -> list[Case]:
 
 def _mla_metadata_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     num_tokens = max(draw.one_of(3, 0, 1, 2, 7, 8, 130), min_size)
-    lens = [
-        torch.tensor(
-            [draw.one_of(*_mla_metadata_LENS) for _ in range(num_tokens)],
-            dtype=torch.int32,
-        )
-        for _ in range(2)
-    ]
+    lens = [i32([draw.one_of(*_METADATA_LENS) for _ in range(num_tokens)]) for _ in range(2)]
     return Case("sampled", (lens[0], lens[1] if settings["extra_width"] else None), settings)
 
 
@@ -352,13 +342,12 @@ def _listed(
     indices = torch.tensor(slots or [-1], dtype=torch.int32)[picked]
     lens = [draw.one_of(width, 0, 1, width - 1, 2**31 - 1, -1) for _ in range(num_tokens)]
     draw.spoil(indices, (-1, -(2**31), 2**31 - 1, 10**6), 6)
-    return indices, i32(lens).reshape(num_tokens)
+    return indices, i32(lens)
 
 
 def queries(draw: Draw, seed: torch.Generator, settings: dict[str, Any], least: int) -> Tensor:
     num_tokens = max(draw.one_of(3, 0, 1, 2, 5), least)
-    plain = settings["layout"] != TAG
-    single = plain and draw.flag()
+    single = settings["layout"] != TAG and draw.flag()
     shape = (num_tokens, HEADS, 24 if single else 512)
     return torch.randn(shape, generator=seed).to(torch.float32 if single else torch.bfloat16)
 
@@ -376,17 +365,15 @@ def _plan(draw: Draw, settings: dict[str, Any], num_tokens: int, least: int) -> 
         return None
     lens = [draw.one_of(64, 0, 500, 8192, 2**31 - 1, -1) for _ in range(num_tokens)]
     programs = draw.one_of(132, 1, 3)
-    of = i32(lens).reshape(num_tokens)
-    return reference.sparse_mla_plan(of, None, num_heads=HEADS, num_programs=programs)
+    return reference.sparse_mla_plan(i32(lens), None, num_heads=HEADS, num_programs=programs)
 
 
 def _rotation(draw: Draw, q: Tensor, least: int) -> tuple[Tensor | None, Tensor | None]:
     """Adversarial positions and a table for inverse RoPE, or neither."""
     if not (least or draw.flag()):
         return None, None
-    width = q.shape[2]
-    sizes = [4, width, 0]
-    if width == MainLayout.head_dim:
+    sizes = [4, q.shape[2], 0]
+    if q.shape[2] == MainLayout.head_dim:
         sizes = [64] if least else [64, 64, 64, 4]  # 4 goes to the reference
     table = tables(draw, rope_dim=draw.one_of(*sizes), min_size=least)
     return positions(draw, num_tokens=q.shape[0], num_positions=table.shape[0]), table
@@ -420,7 +407,7 @@ def _paged_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     table = _table(draw, seed, num_reqs, max_blocks, num_blocks)
     requests = [draw.one_of(0, 1, -1, num_reqs, 2**31 - 1) for _ in range(num_tokens)]
     lens = [draw.one_of(0, 1, 2, 5, 70, 2**31 - 1, -1) for _ in range(num_tokens)]
-    walked = (i32(lens).reshape(num_tokens), i32(requests).reshape(num_tokens), table)
+    walked = (i32(lens), i32(requests), table)
     rest = (sink_of(seed), _plan(draw, settings, num_tokens, min_size))
     rotation = _rotation(draw, q, min_size)
     return Case("sampled", (q, swa, *listed, extra, *walked, *rest, *rotation), settings)
@@ -440,53 +427,35 @@ def _gathered_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     return Case("sampled", (q, kv, *lists, sink), settings)
 
 
-def _precise_decode(
+def _cache_settings(settings: dict[str, Any], cache: str, *names: str) -> dict[str, Any]:
+    """Of one of two caches, and ``names``."""
+    shared = {name: settings[name] for name in ("layout", *names)}
+    return {"block_size": settings[f"{cache}_block_size"], **shared}
+
+
+def _precise_decode(q: Tensor, *tensors: Any, **settings: Any) -> Any:
+    listed, rest, extra = tensors[3:6], tensors[6:], None
+    if listed[0] is not None:
+        extra = reference.indexed_keys(*listed, **_cache_settings(settings, "extra"))
+    return _precise_over(q, tensors[:3], extra, *rest, **settings)
+
+
+def _precise_paged(q: Tensor, *tensors: Any, **settings: Any) -> Any:
+    extra = reference.paged_keys(*tensors[3:7], **_cache_settings(settings, "extra"))
+    return _precise_over(q, tensors[:3], extra, *tensors[7:], **settings)
+
+
+def _precise_over(
     q: Tensor,
-    swa_cache: Tensor,
-    swa_indices: Tensor,
-    swa_lens: Tensor,
-    extra_cache: Tensor | None,
-    extra_indices: Any,
-    extra_lens: Any,
+    window: tuple[Tensor, ...],
+    extra: Any,
     attn_sink: Tensor | None,
     plan: Tensor | None = None,
     positions: Tensor | None = None,
     cos_sin_cache: Tensor | None = None,
     **settings: Any,
 ) -> Any:
-    layout, extra = settings["layout"], None
-    if extra_cache is not None:
-        size = settings["extra_block_size"]
-        extra = reference.indexed_keys(
-            extra_cache, extra_indices, extra_lens, block_size=size, layout=layout
-        )
-    size = settings["swa_block_size"]
-    swa = reference.indexed_keys(swa_cache, swa_indices, swa_lens, block_size=size, layout=layout)
-    out, lse = exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
-    return exact_inverse_rope(out, positions, cos_sin_cache), lse
-
-
-def _precise_paged(
-    q: Tensor,
-    swa_cache: Tensor,
-    swa_indices: Tensor,
-    swa_lens: Tensor,
-    extra_cache: Tensor,
-    extra_lens: Tensor,
-    req_indices: Tensor,
-    table: Tensor,
-    attn_sink: Tensor | None,
-    plan: Tensor | None = None,
-    positions: Tensor | None = None,
-    cos_sin_cache: Tensor | None = None,
-    **settings: Any,
-) -> Any:
-    layout, size = settings["layout"], settings["swa_block_size"]
-    swa = reference.indexed_keys(swa_cache, swa_indices, swa_lens, block_size=size, layout=layout)
-    size = settings["extra_block_size"]
-    extra = reference.paged_keys(
-        extra_cache, extra_lens, req_indices, table, block_size=size, layout=layout
-    )
+    swa = reference.indexed_keys(*window, **_cache_settings(settings, "swa"))
     out, lse = exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
     return exact_inverse_rope(out, positions, cos_sin_cache), lse
 
@@ -610,9 +579,9 @@ def _mla_prefill_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Ca
         tensors += [cache, _table(draw, seed, num_reqs, columns, num_blocks)]
     last = settings["swa_block_size"] * 4
     places = draw.st.sampled_from((last - 1, 0, 1, 2, settings["window_size"], last, -1, 2**31 - 1))
-    positions = i64([draw(places) for _ in range(num_tokens)]).reshape(num_tokens)
+    positions = i64([draw(places) for _ in range(num_tokens)])
     requests = [draw.one_of(0, 1, -1, num_reqs, 2**31 - 1) for _ in range(num_tokens)]
-    token = (positions, i32(requests).reshape(num_tokens))
+    token = (positions, i32(requests))
     swa_cache, swa_table, extra_cache, extra_table = tensors
     chosen = None
     if min_size or draw.flag():
@@ -625,38 +594,15 @@ def _mla_prefill_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Ca
     return Case("sampled", (*window, extra_cache, extra_table, chosen, sink), settings)
 
 
-def _precise(
-    q: Tensor,
-    swa_cache: Tensor,
-    positions: Tensor,
-    req_indices: Tensor,
-    swa_block_table: Tensor,
-    extra_cache: Tensor | None,
-    extra_block_table: Any,
-    topk_indices: Tensor | None,
-    attn_sink: Tensor | None,
-    **settings: Any,
-) -> Any:
-    shared, extra = (positions, req_indices), None
-    layout = settings["layout"]
-    swa = reference.window_keys(
-        swa_cache,
-        *shared,
-        swa_block_table,
-        window_size=settings["window_size"],
-        block_size=settings["swa_block_size"],
-        layout=layout,
-    )
+def _precise(q: Tensor, swa_cache: Tensor, *tensors: Any, **settings: Any) -> Any:
+    position, request, swa_table, extra_cache, extra_table, topk_indices, attn_sink = tensors
+    of_window = _cache_settings(settings, "swa", "window_size")
+    swa = reference.window_keys(swa_cache, position, request, swa_table, **of_window)
+    extra = None
     if extra_cache is not None:
-        extra = reference.compressed_keys(
-            extra_cache,
-            topk_indices,
-            *shared,
-            extra_block_table,
-            compress_ratio=settings["compress_ratio"],
-            block_size=settings["extra_block_size"],
-            layout=layout,
-        )
+        of_rows = _cache_settings(settings, "extra", "compress_ratio")
+        given = (extra_cache, topk_indices, position, request, extra_table)
+        extra = reference.compressed_keys(*given, **of_rows)
     return exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
 
 

@@ -92,11 +92,11 @@ def ragged_batch(
         draw.spoil(positions, ADVERSARIAL_POSITIONS, 3)
     return Batch(
         query_start_loc=query_start_loc.to(torch.int32),
-        seq_lens=i32([length for _, length in lens]).reshape(len(lens)),
+        seq_lens=i32([length for _, length in lens]),
         block_table=tables(draw, num_reqs=len(lens), min_size=min_size, adversarial=adversarial),
-        slot_mapping=i64(slots).reshape(num_tokens),
-        req_indices=i32(req_indices).reshape(num_tokens),
-        positions=i64(positions).reshape(num_tokens),
+        slot_mapping=i64(slots),
+        req_indices=i32(req_indices),
+        positions=i64(positions),
     )
 
 

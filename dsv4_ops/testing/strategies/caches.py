@@ -55,9 +55,7 @@ def requests(draw: Draw, *, num_blocks: int, min_size: int) -> tuple[Tensor, Ten
     batch = ragged_batch(draw, min_size=min_size, adversarial=False)
     table = batch.block_table % max(num_blocks, 1)
     seq_lens = batch.seq_lens.clone()
-    num_reqs = seq_lens.shape[0]
-    gather = [draw.one_of(0, 1, 2, 5, 9, int(length)) for length in seq_lens]
-    gather_lens = i32(gather).reshape(num_reqs)
+    gather_lens = i32([draw.one_of(0, 1, 2, 5, 9, int(length)) for length in seq_lens])
     draw.spoil(table, (*ADVERSARIAL_BLOCKS, num_blocks), 4)
     for lens in (seq_lens, gather_lens):
         draw.spoil(lens, (-1, -(2**31), 2**31 - 1, 7), 1)
