@@ -92,8 +92,7 @@ def _rows_readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor]:
     values, scales = outcome
     if case.settings["scale"] == "pow2":
         return outcome
-    blocks = values.to(torch.float64).unflatten(-1, (scales.shape[1], case.settings["block"]))
-    return (blocks * scales.to(torch.float64).unsqueeze(-1)).flatten(-2), scales
+    return block_values(values, scales, 1, case.settings["block"]), scales
 
 
 quantize_rows = OpTesting(

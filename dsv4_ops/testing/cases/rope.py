@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import FP8_MAX, MainLayout, PlainLayout
 from dsv4_ops.testing.case import Case, Exact, OpTesting, i64
+from dsv4_ops.testing.float64.linear import block_values
 from dsv4_ops.testing.float64.rope import (
     exact,
     exact_rotation,
@@ -119,15 +121,10 @@ def _group_cases() -> list[Case]:
     ]
 
 
-def _group_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    sizes = ((512, 64), (12, 4), (7, 6))
-    return _grouped(draw, settings, min_size, sizes[:1] if min_size else sizes)
-
-
 def _grouped(
-    draw: Draw, settings: dict[str, Any], min_size: int, sizes: tuple[tuple[int, int], ...]
+    sizes: tuple[tuple[int, int], ...], draw: Draw, settings: dict[str, Any], min_size: int
 ) -> Case:
-    dim, rope_dim = draw.one_of(*sizes)
+    dim, rope_dim = sizes[0] if min_size else draw.one_of(*sizes)
     num_tokens = max(draw.one_of(3, 0, 1, 2, 4, 5, 9, 16), min_size)
     heads = max(draw.one_of(2, 1, 3), min_size)
     o = _values(draw, num_tokens, heads * settings["num_groups"], dim, dim)
@@ -148,7 +145,7 @@ def _group_precise(
 inverse_rope_group = OpTesting(
     cases=_group_cases,
     settings=({"num_groups": 2}, {"num_groups": 1}, {"num_groups": 8}),
-    make=_group_call,
+    make=partial(_grouped, ((512, 64), (12, 4), (7, 6))),
     precise=_group_precise,
 )
 
@@ -185,11 +182,6 @@ def _quantize_cases() -> list[Case]:
     ]
 
 
-def _quantize_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    sizes = ((512, 64), (512, 4), (512, 32))
-    return _grouped(draw, settings, min_size, sizes[:1] if min_size else sizes)
-
-
 def _quantize_precise(
     o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int, scale_layout: str
 ) -> tuple[Exact | None, ...]:
@@ -216,11 +208,8 @@ def _quantize_readable(case: Case, outcome: Sequence[Tensor]) -> Sequence[Tensor
     if layout != "row":
         scales, padding = scales[:, :, :num_tokens].transpose(1, 2), scales[:, :, num_tokens:]
     if layout == "ue8m0_packed":
-        dense = scales.clone(memory_format=torch.contiguous_format)
-        exponents = dense.view(torch.uint8).to(torch.float64) - 127
-        scales = torch.exp2(exponents)
-    blocks = values.to(torch.float64).unflatten(-1, (scales.shape[-1], 128))
-    return (blocks * scales.to(torch.float64).unsqueeze(-1)).flatten(-2), padding
+        scales = scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return block_values(values, scales, 1, 128), padding
 
 
 inverse_rope_group_quantize = OpTesting(
@@ -229,7 +218,7 @@ inverse_rope_group_quantize = OpTesting(
         {"num_groups": num_groups, "scale_layout": layout}
         for num_groups, layout in ((2, "column_padded"), (1, "row"), (8, "ue8m0_packed"))
     ),
-    make=_quantize_call,
+    make=partial(_grouped, ((512, 64), (512, 4), (512, 32))),
     precise=_quantize_precise,
     readable=_quantize_readable,
 )

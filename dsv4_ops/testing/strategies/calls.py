@@ -115,7 +115,7 @@ def _shared(
 
 
 def _sample(
-    call: Callable[..., Case],
+    make: Callable[..., Case],
     configuration: tuple[tuple[str, Any], ...],
     count: int,
     derandomize: bool,
@@ -131,9 +131,6 @@ def _sample(
 
     sampled: list[Case] = []
 
-    def make(draw: Any, settings: dict[str, Any], min_size: int) -> Case:
-        return call(Draw(draw), settings, min_size)
-
     @profile(
         max_examples=count,
         database=None,
@@ -143,9 +140,9 @@ def _sample(
         verbosity=Verbosity.quiet,
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.data())  # whose seed is that of the source of ``collect``
+    @given(st.data())
     def collect(data: Any) -> None:
-        sampled.append(make(data.draw, dict(configuration), 2))
+        sampled.append(make(Draw(data.draw), dict(configuration), 2))
 
     collect()
     # Hypothesis ends early where there are few different calls
