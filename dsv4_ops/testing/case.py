@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,6 +46,16 @@ class Case:
         return results(result, *(tensors[index] for index in mutated))
 
 
+Make = Callable[[Draw, dict[str, Any], int], Case]
+"""How a call is sampled: ``OpTesting.make``."""
+
+
+def tensor_names(reference: Callable[..., Any]) -> tuple[str, ...]:
+    """Tensor arguments of an op, in order: those in front of its settings."""
+    parameters = inspect.signature(reference).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is not each.KEYWORD_ONLY)
+
+
 class Exact(NamedTuple):
     """A float64 result, and the scale of its rounding errors.
 
@@ -81,7 +92,7 @@ class OpTesting:
 
     cases: Callable[[], list[Case]]
     settings: tuple[dict[str, Any], ...]
-    make: Callable[[Draw, dict[str, Any], int], Case]
+    make: Make
     precise: Callable[..., tuple[Exact | None, ...]] | None = None
     readable: Callable[[Case, Sequence[Tensor]], Sequence[Tensor]] | None = None
     determined: Callable[[Case], bool] | None = None

@@ -9,54 +9,24 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, QuantizedLayout, StateLayout
-from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64
+from dsv4_ops.reference import c4_step as reference
+from dsv4_ops.reference.compressor import save_and_compress
+from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64, tensor_names
 from dsv4_ops.testing.cases import compressor
 from dsv4_ops.testing.cases.compressor import filled_states
 from dsv4_ops.testing.cases.rope import qnorm_rope_kv_insert
-from dsv4_ops.testing.strategies.caches import keys, random_bytes, slots
+from dsv4_ops.testing.strategies.caches import (
+    heads,
+    keys,
+    random_bytes,
+    slots,
+)
 from dsv4_ops.testing.strategies.draw import Draw
 
-NAMES = (
-    "q",
-    "kv",
-    "kv_score",
-    "indexer_q",
-    "indexer_weights",
-    "indexer_kv_score",
-    "swa_cache",
-    "swa_slot_mapping",
-    "ape",
-    "norm_weight",
-    "states",
-    "k_cache",
-    "indexer_ape",
-    "indexer_norm_weight",
-    "indexer_states",
-    "indexer_cache",
-    "state_block_table",
-    "state_slot_mapping",
-    "slot_mapping",
-    "positions",
-    "req_indices",
-    "cos_sin_cache",
-)
-"""Tensor arguments of a call, in order."""
-
+NAMES = tensor_names(reference.insert_c4_step)
 _QUERIES = ("q", "kv", "swa_cache", "swa_slot_mapping", "positions", "cos_sin_cache")
 _INDEXER_QUERIES = ("indexer_q", "indexer_weights", "positions", "cos_sin_cache")
-_COMPRESSOR = (
-    "kv_score",
-    "ape",
-    "states",
-    "state_block_table",
-    "state_slot_mapping",
-    "positions",
-    "req_indices",
-    "norm_weight",
-    "cos_sin_cache",
-    "k_cache",
-    "slot_mapping",
-)
+_COMPRESSOR = tensor_names(save_and_compress)
 _OF_INDEXER = {
     **{name: f"indexer_{name}" for name in ("kv_score", "ape", "states", "norm_weight")},
     "k_cache": "indexer_cache",
@@ -158,14 +128,19 @@ def _left(states: Sequence[Sequence[float | None]], *rows: int) -> tuple[Any, ..
     return left
 
 
-_SMALL = {
-    "eps": 1e-6,
-    "softmax_scale": 0.5,
-    "compress_ratio": 2,
-    "state_block_size": 2,
-    "swa_block_size": 2,
-    "block_size": 2,
-}
+def _settings(eps: float, ratio: int, *sizes: int) -> dict[str, Any]:
+    state_block_size, swa_block_size, block_size = sizes
+    return {
+        "eps": eps,
+        "softmax_scale": 128**-0.5 / 4,
+        "compress_ratio": ratio,
+        "state_block_size": state_block_size,
+        "swa_block_size": swa_block_size,
+        "block_size": block_size,
+    }
+
+
+_SMALL = {**_settings(1e-6, 2, 2, 2, 2), "softmax_scale": 0.5}
 
 
 def _tensors() -> dict[str, Tensor]:
@@ -224,10 +199,7 @@ def _cases() -> list[Case]:
     without = [_page(MainLayout(2))] * 2
     saved: tuple[tuple[float, ...], ...] = ((-8.0, 1.0), (-6.0,))
     whole, kept = (*queries, window, *_left(saved, -1, 1)), (*queries, window, *_left(saved))
-    adversarial, late = (
-        i64([2**40, -(2**63), 2**63 - 1, 4]),
-        i64([2**31 - 1, 2**63 - 1, -1, -(2**63)]),
-    )
+    adversarial = i64([2**40, -(2**63), 2**63 - 1, 4])
     slots = ("swa_slot_mapping", "state_slot_mapping", "slot_mapping")
     last = {name: tensors[name][3:] for name in _OF_TOKENS}
     last |= {"swa_slot_mapping": i64([2]), "state_slot_mapping": i64([3])}
@@ -249,7 +221,7 @@ def _cases() -> list[Case]:
         _worked(
             "padding has no row, and a late token a state",
             (*queries, window, *_left([[None, 1.0], []])),
-            positions=late,
+            positions=i64([2**31 - 1, 2**63 - 1, -1, -(2**63)]),
         ),
         _worked(
             "three rows of the last window from the states",
@@ -300,9 +272,8 @@ def _sampled_window(
     num_blocks = max(draw.one_of(6, 0, 1, 2), min_size)
     num_slots = max(num_tokens - draw.one_of(0, 0, 1, 4), min(num_tokens, min_size))
     size = settings["swa_block_size"]
-    q = keys(draw, num_rows=num_tokens * num_heads, width=512, special=512)
     return {
-        "q": q.view(num_tokens, num_heads, 512),
+        "q": heads(draw, num_tokens, num_heads, 512),
         "kv": keys(draw, num_rows=num_tokens, width=512, special=512),
         "swa_cache": random_bytes(draw.generator(), num_blocks, MainLayout(size).page_bytes),
         "swa_slot_mapping": slots(draw, num_tokens=num_slots, num_slots=num_blocks * size),
@@ -327,32 +298,20 @@ def _sampled_indexer(
         for number in (num_blocks, num_pages)
     )
     num_heads = 4 if min_size else draw.one_of(1, 3, 4, 17)
-    q = keys(draw, num_rows=num_tokens * num_heads, width=128, special=128)
+    q = heads(draw, num_tokens, num_heads, 128)
     weights = torch.randn(num_tokens, num_heads, generator=seed)
     if min_size or draw.flag():
         weights = weights.to(torch.bfloat16)
     table, size = tensors["state_block_table"], settings["state_block_size"]
     page_bytes = IndexerLayout(settings["block_size"]).page_bytes
     return {
-        "indexer_q": q.view(num_tokens, num_heads, 128),
+        "indexer_q": q,
         "indexer_weights": weights,
         "indexer_kv_score": torch.randn(num_tokens, 512, generator=seed),
         "indexer_ape": torch.randn(ratio, 256, generator=seed),
         "indexer_norm_weight": torch.randn(128, generator=seed),
         "indexer_states": filled_states(size, table, num_pages, 512, seed),
         "indexer_cache": random_bytes(seed, num_blocks, page_bytes),
-    }
-
-
-def _settings(eps: float, ratio: int, *sizes: int) -> dict[str, Any]:
-    state_block_size, swa_block_size, block_size = sizes
-    return {
-        "eps": eps,
-        "softmax_scale": 128**-0.5 / 4,
-        "compress_ratio": ratio,
-        "state_block_size": state_block_size,
-        "swa_block_size": swa_block_size,
-        "block_size": block_size,
     }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4_ops.core.layout import FP8_MAX, IndexerLayout, MainLayout, QuantizedLayout, StateLayout
 from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64
 from dsv4_ops.testing.strategies.batches import ADVERSARIAL_POSITIONS, ADVERSARIAL_REQUESTS, tables
-from dsv4_ops.testing.strategies.caches import slots
+from dsv4_ops.testing.strategies.caches import random_bytes, slots
 from dsv4_ops.testing.strategies.draw import Draw
 
 _TINY = {"compress_ratio": 2, "block_size": 1}
@@ -77,14 +77,20 @@ ROUNDINGS = 8
 (of a rounded difference; two), product, sums, quotient, root, two products of the norm, rotation.
 """
 
-_compressor_TINY = {
-    "compress_ratio": 2,
-    "overlap": False,
-    "eps": 1e-30,
-    "state_block_size": 2,
-    "block_size": 2,
-    "layout": "plain",
-}
+
+def _settings(ratio: int, overlap: bool, layout: str, *sizes: int) -> dict[str, Any]:
+    state_block_size, block_size = sizes
+    return {
+        "compress_ratio": ratio,
+        "overlap": overlap,
+        "eps": 1e-6,
+        "state_block_size": state_block_size,
+        "block_size": block_size,
+        "layout": layout,
+    }
+
+
+_SMALL = {**_settings(2, False, "plain", 2, 2), "eps": 1e-30}
 
 
 class Windows(NamedTuple):
@@ -248,9 +254,9 @@ def worked(name: str, expected: Any = None, **changed: Any) -> Case:
         "k_cache": torch.full((1, 2, 2), 7.0),
         "slot_mapping": i64([-1, 0, -1, 1]),
     }
-    settings = {key: changed.pop(key) for key in [*changed] if key in _compressor_TINY}
+    settings = {key: changed.pop(key) for key in [*changed] if key in _SMALL}
     tensors.update(changed)
-    return Case(name, tuple(tensors.values()), {**_compressor_TINY, **settings}, expected)
+    return Case(name, tuple(tensors.values()), {**_SMALL, **settings}, expected)
 
 
 def _compressor_cases() -> list[Case]:
@@ -316,8 +322,7 @@ def _tokens(draw: Draw, ratio: int, min_size: int) -> tuple[int, Tensor, Tensor]
     requests += [-1] * padding
     draw.spoil(positions, (*ADVERSARIAL_POSITIONS, 2 * ratio - 1), 2)
     draw.spoil(requests, (*ADVERSARIAL_REQUESTS, len(counts), 0), 2)
-    shape = (len(positions),)
-    return len(counts), i64(positions).reshape(shape), i32(requests).reshape(shape)
+    return len(counts), i64(positions), i32(requests)
 
 
 def _compressor_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
@@ -332,15 +337,15 @@ def _compressor_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Cas
     num_positions = max(draw.one_of(700, 40, 0), min_size)
     kv_score = torch.randn(num_tokens, 2 * width, generator=seed)
     kv_score[:, width:] *= draw.one_of(1.0, 10.0)
-    sampled_table = tables(draw, num_reqs=num_reqs, min_size=min_size)
-    states, table = _states(settings, sampled_table, num_pages, 2 * width, seed)
+    table = tables(draw, num_reqs=num_reqs, min_size=min_size)
+    table = torch.where((table >= 0) & (table < 5000), table % max(num_pages, 1), table)
+    states = filled_states(settings["state_block_size"], table, num_pages, 2 * width, seed)
     angle = torch.rand(num_positions, 32 if layout else 4, generator=seed) * 6.3
     if layout is None:
         k_cache = torch.randn(num_blocks, settings["block_size"], dim, generator=seed)
         k_cache = k_cache if draw.flag() or min_size else k_cache.bfloat16()
     else:
-        shape = layout.shape(num_blocks)
-        k_cache = torch.randint(0, 256, shape, generator=seed, dtype=torch.uint8)
+        k_cache = random_bytes(seed, *layout.shape(num_blocks))
     tensors = (
         kv_score,
         torch.randn(settings["compress_ratio"], width, generator=seed),
@@ -356,41 +361,18 @@ def _compressor_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Cas
     return Case("sampled", tensors, settings)
 
 
-def _states(
-    settings: dict[str, Any], table: Tensor, num_pages: int, width: int, seed: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """States with NaN in unused blocks and padding, and a table with adversarial entries."""
-    usual = (table >= 0) & (table < 5000)
-    table = torch.where(usual, table % max(num_pages, 1), table)
-    return filled_states(settings["state_block_size"], table, num_pages, width, seed), table
-
-
 def filled_states(
     block_size: int, table: Tensor, num_pages: int, width: int, seed: torch.Generator
 ) -> Tensor:
     """State blocks; padding and blocks that ``table`` does not name are NaN."""
     layout = StateLayout(block_size, width)
     states = torch.full(layout.shape(num_pages), float("nan"))
-    shape = (num_pages, layout.block_size, width)
-    rows = torch.randn(shape, generator=seed)
-    layout.rows(states).copy_(rows)
+    layout.rows(states).copy_(torch.randn(num_pages, block_size, width, generator=seed))
     used = table[(table >= 0) & (table < num_pages)].long()
     unused = torch.ones(num_pages, dtype=torch.bool)
     unused[used] = False
     states[unused] = float("nan")
     return states
-
-
-def _settings(ratio: int, overlap: bool, layout: str, *sizes: int) -> dict[str, Any]:
-    state_block_size, block_size = sizes
-    return {
-        "compress_ratio": ratio,
-        "overlap": overlap,
-        "eps": 1e-6,
-        "state_block_size": state_block_size,
-        "block_size": block_size,
-        "layout": layout,
-    }
 
 
 compress_and_insert = OpTesting(

@@ -17,23 +17,24 @@ _LENS = (0, 1, 2, 3, 4, 5, 8, 9, 127, 4096, 2**31 - 1, -1, -(2**31))
 _RANKS = (0, 1, 2, 3, -1, 7, 2**31 - 1, -(2**31))
 
 
-def _cases() -> list[Case]:
-    def turns(ranks: int, positions: int) -> dict[str, Any]:
-        return {"cp_world_size": ranks, "cp_interleave": positions}
+def _ranks(ranks: int, positions: int = 1, **others: int) -> dict[str, Any]:
+    return {**others, "cp_world_size": ranks, "cp_interleave": positions}
 
+
+def _cases() -> list[Case]:
     return [
-        Case("one by one", (i32([5, 0, -3]), None), turns(2, 1), ([[3, 2], [0, 0], [0, 0]],)),
+        Case("one by one", (i32([5, 0, -3]), None), _ranks(2, 1), ([[3, 2], [0, 0], [0, 0]],)),
         Case(
             "turns of four",
             (i32([5, 10, 13]), None),
-            turns(2, 4),
+            _ranks(2, 4),
             ([[4, 1], [6, 4], [8, 5]],),
         ),
-        Case("four ranks", (i32([9]), None), turns(4, 2), ([[3, 2, 2, 2]],)),
-        Case("of a rank", (i32([7, 8, 9]), i32([1])), turns(2, 1), ([3, 4, 4],)),
-        Case("of no rank", (i32([7, 8, 9]), i32([2])), turns(2, 1), ([0, 0, 0],)),
-        Case("longest", (i32([2**31 - 1]), None), turns(2, 1), ([[2**30, 2**30 - 1]],)),
-        Case("no sequence", (i32([]), None), turns(2, 1)),
+        Case("four ranks", (i32([9]), None), _ranks(4, 2), ([[3, 2, 2, 2]],)),
+        Case("of a rank", (i32([7, 8, 9]), i32([1])), _ranks(2, 1), ([3, 4, 4],)),
+        Case("of no rank", (i32([7, 8, 9]), i32([2])), _ranks(2, 1), ([0, 0, 0],)),
+        Case("longest", (i32([2**31 - 1]), None), _ranks(2, 1), ([[2**30, 2**30 - 1]],)),
+        Case("no sequence", (i32([]), None), _ranks(2, 1)),
     ]
 
 
@@ -46,16 +47,9 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 
 cp_seq_lens = OpTesting(
     cases=_cases,
-    settings=tuple(
-        {"cp_world_size": ranks, "cp_interleave": positions}
-        for ranks, positions in ((2, 1), (4, 3), (1, 1), (2, 64))
-    ),
+    settings=(_ranks(2), _ranks(4, 3), _ranks(1), _ranks(2, 64)),
     make=_call,
 )
-
-
-def _ranks(ranks: int, positions: int = 1, **others: int) -> dict[str, Any]:
-    return {**others, "cp_world_size": ranks, "cp_interleave": positions}
 
 
 def _slot_cases() -> list[Case]:

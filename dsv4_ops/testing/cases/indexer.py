@@ -12,7 +12,12 @@ from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64
 from dsv4_ops.testing.float64.indexer import Scores, paged_scores
 from dsv4_ops.testing.float64.rope import positions, tables
-from dsv4_ops.testing.strategies.caches import keys, random_bytes, requests, slots
+from dsv4_ops.testing.strategies.caches import (
+    heads,
+    insertions,
+    random_bytes,
+    requests,
+)
 from dsv4_ops.testing.strategies.draw import Draw
 from dsv4_ops.testing.strategies.indexer_batches import codes, paged_calls, query
 
@@ -36,23 +41,10 @@ def _insert_cases() -> list[Case]:
     ]
 
 
-def _insert_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    num_tokens = max(draw.one_of(0, 1, 2, 3, 5, 9, 17), min_size)
-    num_blocks = max(draw.one_of(0, 1, 2, 3, 8), min_size)
-    num_rows = num_tokens + draw.one_of(0, 0, 1, 4)
-    k = keys(draw, num_rows=num_rows, width=128, special=128)
-    page_bytes = IndexerLayout(settings["block_size"]).page_bytes
-    cache = random_bytes(draw.generator(), num_blocks, page_bytes)
-    num_slots = num_blocks * settings["block_size"]
-    return Case(
-        "sampled", (k, cache, slots(draw, num_tokens=num_tokens, num_slots=num_slots)), settings
-    )
-
-
 quantize_and_insert_indexer_k = OpTesting(
     cases=_insert_cases,
     settings=tuple({"block_size": size, "layout": _TAG} for size in (64, 1, 3)),
-    make=_insert_call,
+    make=insertions(IndexerLayout, IndexerLayout.code_dim),
 )
 quantize_and_insert_indexer_k_functional = quantize_and_insert_indexer_k
 
@@ -208,12 +200,12 @@ def _quantize_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     num_heads = 4 if min_size else draw.one_of(1, 3, 4, 17)
     rope_dim = 64 if min_size else draw.one_of(64, 128, 2, 0)
     table = tables(draw, rope_dim=rope_dim, min_size=min_size)
-    q = keys(draw, num_rows=num_tokens * num_heads, width=128, special=128)
+    q = heads(draw, num_tokens, num_heads, 128)
     weights = torch.randn(num_tokens, num_heads, generator=draw.generator())
     if min_size or draw.flag():
         weights = weights.to(torch.bfloat16)
     places = positions(draw, num_tokens=num_tokens, num_positions=table.shape[0])
-    return Case("sampled", (q.view(num_tokens, num_heads, 128), weights, places, table), settings)
+    return Case("sampled", (q, weights, places, table), settings)
 
 
 indexer_quantize_q = OpTesting(

@@ -88,11 +88,7 @@ def _topk_cases() -> list[Case]:
 def _topk_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     batch = ragged_batch(draw, min_size=min_size)
     topk = max(min_size, draw.one_of(0, 1, 2, 5, 16))
-    generator = draw.generator()
-    selected = torch.randint(
-        -2, 700, (batch.num_tokens, topk), generator=generator, dtype=torch.int32
-    )
-    draw.spoil(selected, (-1, -(2**31), 2**31 - 1, 63, 64), 4)
+    selected = _selected(draw, batch.num_tokens, topk, 700)
     return Case("sampled", (selected, batch.req_indices, batch.block_table), settings)
 
 
@@ -177,9 +173,8 @@ def _combine_cases() -> list[Case]:
 
 
 def _selected(draw: Draw, num_tokens: int, columns: int, high: int) -> Tensor:
-    selected = torch.randint(
-        -2, high, (num_tokens, columns), generator=draw.generator(), dtype=torch.int32
-    )
+    shape, seed = (num_tokens, columns), draw.generator()
+    selected = torch.randint(-2, high, shape, generator=seed, dtype=torch.int32)
     draw.spoil(selected, (-1, -(2**31), 2**31 - 1, 63, 64), 4)
     return selected
 

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.testing.case import Case, OpTesting, i32, i64
-from dsv4_ops.testing.strategies.caches import keys, random_bytes, random_keys, requests, slots
+from dsv4_ops.testing.strategies.caches import (
+    insertions,
+    keys,
+    plain_cache,
+    random_bytes,
+    requests,
+    slots,
+)
 from dsv4_ops.testing.strategies.draw import Draw
 
 _TAG = MainLayout.tag
@@ -52,31 +59,12 @@ def _insert_cases() -> list[Case]:
     ]
 
 
-def _insert_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    num_tokens = draw.one_of(0, 1, 2, 3, 5, 9, 17)
-    num_blocks = draw.one_of(0, 1, 2, 3, 8)
-    num_tokens, num_blocks = max(num_tokens, min_size), max(num_blocks, min_size)
-    num_rows = num_tokens + draw.one_of(0, 0, 1, 4)
-    page_bytes = MainLayout(settings["block_size"]).page_bytes
-    k = keys(draw, num_rows=num_rows, width=512, special=448)
-    cache = random_bytes(draw.generator(), num_blocks, page_bytes)
-    num_slots = num_blocks * settings["block_size"]
-    return Case(
-        "sampled", (k, cache, slots(draw, num_tokens=num_tokens, num_slots=num_slots)), settings
-    )
-
-
 quantize_and_insert_k_cache = OpTesting(
     cases=_insert_cases,
     settings=tuple({"block_size": size, "layout": _TAG} for size in (64, 2, 1, 3)),
-    make=_insert_call,
+    make=insertions(MainLayout, MainLayout.code_dim),
 )
 quantize_and_insert_k_cache_functional = quantize_and_insert_k_cache
-
-
-def _worked_cache() -> Tensor:
-    page = torch.tensor(worked_bytes(), dtype=torch.uint8)
-    return torch.stack([torch.full_like(page, 0xFF), page])
 
 
 def _worked_values() -> list[float]:
@@ -88,17 +76,18 @@ def _worked_values() -> list[float]:
     return row
 
 
-def _without_nan(cache: Tensor) -> Tensor:
-    copy = cache.clone()
-    copy[1, 256] = 0
-    return copy
+def _worked_gather() -> tuple[Tensor, tuple[Tensor, ...], list[float], list[float]]:
+    """A cache, lengths and table, and rows that are found and not found."""
+    page = torch.tensor(worked_bytes(), dtype=torch.uint8)
+    page[256] = 0  # the NaN
+    lens = (i32([3, 2]), i32([2, 3]), i32([[7, 1, -1], [1, 1, 0]]))
+    return torch.stack([torch.full_like(page, 0xFF), page]), lens, _worked_values(), [0.0] * 512
 
 
 def _gather_cases() -> list[Case]:
-    cache, zeros = _without_nan(_worked_cache()), [0.0] * 512
-    lens = (i32([3, 2]), i32([2, 3]), i32([[7, 1, -1], [1, 1, 0]]))
+    cache, lens, row, zeros = _worked_gather()
     out = torch.full((2, 4, 512), 5.0, dtype=torch.bfloat16)
-    fives, row = [5.0] * 512, _worked_values()
+    fives = [5.0] * 512
     settings = {**_PAGES_OF_1, "offset": 1}
     return [
         Case(
@@ -119,9 +108,8 @@ def _gather_cases() -> list[Case]:
 
 
 def _gather_all_cases() -> list[Case]:
-    cache, zeros = _without_nan(_worked_cache()), [0.0] * 512
-    lens = (i32([3, 2]), i32([2, 3]), i32([[7, 1, -1], [1, 1, 0]]))
-    row, settings = _worked_values(), {**_PAGES_OF_1, "offset": 1, "num_rows": 4}
+    cache, lens, row, zeros = _worked_gather()
+    settings = {**_PAGES_OF_1, "offset": 1, "num_rows": 4}
     rows = torch.arange(8, dtype=torch.float32).reshape(2, 2, 2)
     plain = {"block_size": 2, "layout": "plain", "offset": 0, "num_rows": 3}
     return [
@@ -147,7 +135,7 @@ def _gather_tensors(draw: Draw, settings: dict[str, Any], min_size: int) -> tupl
     if settings["layout"] == _TAG:
         cache = random_bytes(seed, num_blocks, MainLayout(block_size).page_bytes)
     else:
-        cache = random_keys(seed, num_blocks * block_size, 24).view(num_blocks, block_size, 24)
+        cache = plain_cache(seed, num_blocks, block_size, 24)
     seq_lens, gather_lens, table = requests(draw, num_blocks=num_blocks, min_size=min_size)
     given = gather_lens if min_size or draw.flag() else None
     return cache, seq_lens, given, table
@@ -157,7 +145,7 @@ def _gather_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     tensors = _gather_tensors(draw, settings, min_size)
     num_reqs = tensors[1].shape[0]
     num_rows = settings["offset"] + max(draw.one_of(2, 0, 1, 7, 20), min_size)
-    out = random_keys(draw.generator(), num_reqs * num_rows, 512).view(num_reqs, num_rows, 512)
+    out = plain_cache(draw.generator(), num_reqs, num_rows, 512)
     return Case("sampled", (out, *tensors), settings)
 
 
@@ -179,12 +167,7 @@ gather_k_cache = OpTesting(
     cases=_gather_all_cases,
     settings=tuple(
         {"block_size": size, "layout": layout, "offset": offset}
-        for size, layout, offset in (
-            (64, _TAG, 3),
-            (2, _TAG, 0),
-            (4, "plain", 1),
-            (64, "plain", 0),
-        )
+        for size, layout, offset in ((64, _TAG, 3), (2, _TAG, 0), (4, "plain", 1), (64, "plain", 0))
     ),
     make=_gather_all_call,
 )
@@ -210,8 +193,7 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     width = 512 if min_size else draw.one_of(512, 1, 24)
     block_size = 4 if min_size else draw.one_of(1, 4, 64)
     k = keys(draw, num_rows=num_rows, width=width, special=0)
-    seed = draw.generator()
-    cache = random_keys(seed, num_blocks * block_size, width).view(num_blocks, block_size, width)
+    cache = plain_cache(draw.generator(), num_blocks, block_size, width)
     if not min_size and draw.flag():
         k, cache = k.float(), cache.float()
     order = slots(draw, num_tokens=num_tokens, num_slots=num_blocks * block_size)

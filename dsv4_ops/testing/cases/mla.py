@@ -23,6 +23,7 @@ from dsv4_ops.testing.float64.mla import (
 from dsv4_ops.testing.strategies.caches import (
     ADVERSARIAL_SLOTS,
     keys,
+    plain_cache,
     random_bytes,
     random_keys,
     slots,
@@ -133,7 +134,7 @@ def _cache(
     """A cache full of garbage."""
     width = sum(_parts(layout))
     if layout == PLAIN:
-        return random_keys(seed, num_blocks * size, width).to(dtype).view(num_blocks, size, width)
+        return plain_cache(seed, num_blocks, size, width).to(dtype)
     return random_bytes(seed, num_blocks, size, mla_layout(layout, size, width).row_bytes)
 
 

@@ -11,10 +11,8 @@ from dsv4_ops.testing.case import Case, OpTesting, i32
 from dsv4_ops.testing.strategies.batches import ragged_batch
 from dsv4_ops.testing.strategies.draw import Draw
 
-_BACK: dict[str, Any] = {}
 _FP8 = torch.float8_e4m3fn
-_SPARE = 3
-"""Sizes of the trailing dimensions; all differ."""
+_DTYPES = (torch.bfloat16, _FP8, torch.int32, torch.float32)
 
 
 def _pack_cases() -> list[Case]:
@@ -63,9 +61,9 @@ def _unpack_cases() -> list[Case]:
     ]
 
 
-def _filled(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Values of any size, no NaN."""
-    seed = draw.generator()
+def _filled(draw: Draw, leading: tuple[int, ...], rank: int, dtype: torch.dtype) -> Tensor:
+    """Values of any size, no NaN, in ``rank`` trailing dimensions of sizes that all differ."""
+    seed, shape = draw.generator(), (*leading, *range(3, 3 + rank))
     if dtype == _FP8:
         codes = torch.randint(0, 0x7F, shape, generator=seed, dtype=torch.uint8)
         return codes.view(_FP8)
@@ -83,11 +81,8 @@ def _pack_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     dtype, rank = _ROWS.get(settings["pad"], (torch.float32, 1))
     if not min_size:
         rank = draw.integer(0, 3)
-        if settings["pad"] == 0.0:
-            choices = (torch.bfloat16, _FP8, torch.int32, torch.float32)
-            dtype = draw.one_of(*choices)
-    trailing = tuple(_SPARE + axis for axis in range(rank))
-    x = _filled(draw, (batch.num_tokens, *trailing), dtype)
+        dtype = draw.one_of(*_DTYPES) if settings["pad"] == 0.0 else dtype
+    x = _filled(draw, (batch.num_tokens,), rank, dtype)
     return Case("sampled", (x, batch.query_start_loc), settings)
 
 
@@ -96,11 +91,9 @@ def _unpack_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     dtype, rank = torch.bfloat16, 2
     if not min_size:
         rank = draw.integer(0, 3)
-        dtype = draw.one_of(torch.bfloat16, _FP8, torch.int32, torch.float32)
+        dtype = draw.one_of(*_DTYPES)
     next_n = max(draw.one_of(2, 0, 1, 3, 5, 9), min_size)
-    trailing = tuple(_SPARE + axis for axis in range(rank))
-    num_reqs = batch.seq_lens.shape[0]
-    packed = _filled(draw, (num_reqs, next_n, *trailing), dtype)
+    packed = _filled(draw, (batch.seq_lens.shape[0], next_n), rank, dtype)
     settings = {**settings, "num_tokens": batch.num_tokens}
     return Case("sampled", (packed, batch.query_start_loc), settings)
 
@@ -115,4 +108,4 @@ pack_seq = OpTesting(
     ),
     make=_pack_call,
 )
-unpack_seq = OpTesting(cases=_unpack_cases, settings=(_BACK,), make=_unpack_call)
+unpack_seq = OpTesting(cases=_unpack_cases, settings=({},), make=_unpack_call)

@@ -21,7 +21,13 @@ from dsv4_ops.testing.float64.rope import (
     worked_row,
     worked_table,
 )
-from dsv4_ops.testing.strategies.caches import keys, random_bytes, random_keys, slots
+from dsv4_ops.testing.strategies.caches import (
+    heads,
+    keys,
+    plain_cache,
+    random_bytes,
+    slots,
+)
 from dsv4_ops.testing.strategies.draw import Draw
 
 FP8_UNIT = 2.0**-4
@@ -69,18 +75,13 @@ def _rope_cases() -> list[Case]:
     ]
 
 
-def _values(draw: Draw, num_tokens: int, num_heads: int, dim: int, special: int) -> Tensor:
-    rows: Tensor = keys(draw, num_rows=num_tokens * num_heads, width=dim, special=special)
-    return rows.view(num_tokens, num_heads, dim)
-
-
 def _rope_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     free = settings["inverse"]  # else what is compiled: one rank, dtype and width
     sizes = ((512, 64), (128, 64), (12, 4), (7, 6), (64, 64), (2, 2), (3, 0))
     dim, rope_dim = draw.one_of(*sizes) if free else (512, 64)
     num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 9, 17), min_size)
     num_heads = max(draw.one_of(4, 1, 2, 3, 8, 0), min_size)
-    x = _values(draw, num_tokens, num_heads, dim, dim)
+    x = heads(draw, num_tokens, num_heads, dim)
     if free and draw.flag():
         x = x.to(torch.float32) * (1 + torch.arange(dim) * 2.0**-20)
     if free and num_heads and draw.flag():
@@ -126,8 +127,8 @@ def _grouped(
 ) -> Case:
     dim, rope_dim = sizes[0] if min_size else draw.one_of(*sizes)
     num_tokens = max(draw.one_of(3, 0, 1, 2, 4, 5, 9, 16), min_size)
-    heads = max(draw.one_of(2, 1, 3), min_size)
-    o = _values(draw, num_tokens, heads * settings["num_groups"], dim, dim)
+    num_heads = max(draw.one_of(2, 1, 3), min_size) * settings["num_groups"]
+    o = heads(draw, num_tokens, num_heads, dim)
     table = tables(draw, rope_dim=rope_dim, min_size=min_size)
     where = positions(draw, num_tokens=num_tokens, num_positions=table.shape[0])
     return Case("sampled", (o, where, table), settings)
@@ -291,19 +292,16 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     num_blocks = max(draw.one_of(3, 0, 1, 2, 8), min_size)
     num_slots = max(num_tokens - draw.one_of(0, 0, 1, 4), min_size)
     block_size = settings["block_size"]
-    q = keys(draw, num_rows=num_tokens * num_heads, width=512, special=512)
+    q = heads(draw, num_tokens, num_heads, 512)
     kv = keys(draw, num_rows=num_tokens, width=512, special=512)
     if settings["layout"] == PlainLayout.tag:
-        cache = random_keys(draw.generator(), num_blocks * block_size, 512)
-        cache = cache.view(num_blocks, block_size, 512)
+        cache = plain_cache(draw.generator(), num_blocks, block_size, 512)
     else:
-        page_bytes = MainLayout(block_size).page_bytes
-        cache = random_bytes(draw.generator(), num_blocks, page_bytes)
+        cache = random_bytes(draw.generator(), *MainLayout(block_size).shape(num_blocks))
     slot_mapping = slots(draw, num_tokens=num_slots, num_slots=num_blocks * block_size)
     table = tables(draw, rope_dim=64, min_size=min_size)
     where = positions(draw, num_tokens=num_tokens, num_positions=table.shape[0])
-    tensors = (q.view(num_tokens, num_heads, 512), kv, cache, slot_mapping, where, table)
-    return Case("sampled", tensors, settings)
+    return Case("sampled", (q, kv, cache, slot_mapping, where, table), settings)
 
 
 def _precise(*tensors: Tensor, eps: float, **settings: Any) -> tuple[Exact | None, ...]:

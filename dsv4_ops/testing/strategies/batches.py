@@ -5,14 +5,13 @@ Structure comes from hypothesis, so that it shrinks; bulk contents (block number
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dsv4_ops.testing.case import Case, i32, i64
+from dsv4_ops.testing.case import Case, Make, i32, i64
 from dsv4_ops.testing.strategies.draw import Draw, strategy_of
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ def batches(
     )
 
 
-def calls_of(*names: str) -> Callable[[Draw, dict[str, Any], int], Case]:
+def calls_of(*names: str) -> Make:
     """How to sample calls whose tensors are the fields ``names`` of a ragged batch."""
 
     def call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from dsv4_ops.testing.case import i32
+from dsv4_ops.core.layout import QuantizedLayout
+from dsv4_ops.testing.case import Case, Make, i32
 from dsv4_ops.testing.strategies.batches import ADVERSARIAL_BLOCKS, ragged_batch
 from dsv4_ops.testing.strategies.draw import Draw
 
@@ -38,9 +41,37 @@ def keys(draw: Draw, *, num_rows: int, width: int, special: int) -> Tensor:
     return values
 
 
+def heads(draw: Draw, num_tokens: int, num_heads: int, width: int) -> Tensor:
+    """``keys`` of all columns, [num_tokens, num_heads, width]."""
+    rows = keys(draw, num_rows=num_tokens * num_heads, width=width, special=width)
+    return rows.view(num_tokens, num_heads, width)
+
+
+def plain_cache(seed: torch.Generator, num_blocks: int, block_size: int, width: int) -> Tensor:
+    """A plain cache of rows over many orders of magnitude."""
+    rows = random_keys(seed, num_blocks * block_size, width)
+    return rows.view(num_blocks, block_size, width)
+
+
 def random_bytes(seed: torch.Generator, *shape: int) -> Tensor:
     """A cache full of garbage."""
     return torch.randint(0, 256, shape, generator=seed, dtype=torch.uint8)
+
+
+def insertions(kind: type[QuantizedLayout], special: int) -> Make:
+    """How to sample a quantised insertion: more rows than slots at times, into garbage."""
+
+    def call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+        num_tokens = max(draw.one_of(0, 1, 2, 3, 5, 9, 17), min_size)
+        num_blocks = max(draw.one_of(0, 1, 2, 3, 8), min_size)
+        num_rows = num_tokens + draw.one_of(0, 0, 1, 4)
+        layout = kind(settings["block_size"])
+        k = keys(draw, num_rows=num_rows, width=layout.head_dim, special=special)
+        cache = random_bytes(draw.generator(), num_blocks, layout.page_bytes)
+        order = slots(draw, num_tokens=num_tokens, num_slots=num_blocks * layout.block_size)
+        return Case("sampled", (k, cache, order), settings)
+
+    return call
 
 
 def slots(draw: Draw, *, num_tokens: int, num_slots: int) -> Tensor:
