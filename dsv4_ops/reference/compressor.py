@@ -9,13 +9,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.core.types import ABSENT
-from dsv4_ops.reference.common import (
-    masked_index,
-    materialized,
-    runs_on_cpu,
-    take,
-    valid_tokens,
-)
+from dsv4_ops.reference.common import masked_index, materialized, runs_on_cpu, take, valid_tokens
 from dsv4_ops.reference.indexer import quantize_and_insert_indexer_k
 from dsv4_ops.reference.kv_cache import insert_k_cache, quantize_and_insert_k_cache
 from dsv4_ops.reference.pages import Columns, insert_rows, locate

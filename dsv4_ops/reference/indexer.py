@@ -52,8 +52,13 @@ def keys_at(
     k_cache: Tensor, req_indices: Tensor, positions: Tensor, block_table: Tensor, *, block_size: int
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of one cache row per (request, position); zeros where there is none."""
-    indexer = IndexerLayout(block_size)
     pages, rows = locate(block_table, req_indices, positions, req_indices >= 0, block_size)
+    return _stored(k_cache, pages, rows, block_size)
+
+
+def _stored(k_cache: Tensor, pages: Tensor, rows: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Codes [..., head_dim] and scales [...] of FP8 blocks at (block, row)."""
+    indexer = IndexerLayout(block_size)
 
     def stored(byte: int, width: int) -> Tensor:
         return gather_rows(k_cache, pages, rows, row_columns(indexer, byte, width))
@@ -112,15 +117,8 @@ def paged_scores(
     if layout == PlainLayout.tag:
         values = gathered_bits(k_cache, pages, rows).view(k_cache.dtype)
         return scores(q.to(torch.float32), weights, values.to(torch.float32)), exists
-    indexer = IndexerLayout(block_size)
-
-    def stored(byte: int, width: int) -> Tensor:
-        return gather_rows(k_cache, pages, rows, row_columns(indexer, byte, width))
-
-    scales = from_bytes(stored(indexer.data_bytes, indexer.scale_bytes), indexer.scale_bytes)
-    keys = e4m3_values(stored(0, indexer.data_bytes))
-    found = scores(q.to(torch.float32), weights, keys)
-    return found * scales.squeeze(-1).view(torch.float32), exists
+    codes, scales = _stored(k_cache, pages, rows, block_size)
+    return scores(q.to(torch.float32), weights, e4m3_values(codes)) * scales, exists
 
 
 def indexer_logits(
@@ -207,17 +205,11 @@ def indexer_select(
     num_reqs, max_blocks = block_table.shape
     valid = valid_tokens(positions, req_indices, num_reqs)
     lens = torch.where(valid, visible_rows(positions, compress_ratio), 0)
-    scores, exists = paged_scores(
-        q,
-        weights,
-        k_cache,
-        lens,
-        req_indices,
-        block_table,
-        block_size,
+    tensors, num_rows = (
+        (q, weights, k_cache, lens, req_indices, block_table),
         max_blocks * block_size,
-        layout,
     )
+    scores, exists = paged_scores(*tensors, block_size, num_rows, layout)
     rows = best(torch.where(exists, sortable(scores), ABSENT_KEY), topk)
     if not slots:
         return rows

@@ -18,13 +18,7 @@ from dsv4_ops.reference.pages import (
     words,
     write_rows,
 )
-from dsv4_ops.reference.quantization import (
-    bf16_bits,
-    dequantize,
-    from_bytes,
-    quantize,
-    to_bytes,
-)
+from dsv4_ops.reference.quantization import bf16_bits, dequantize, from_bytes, quantize, to_bytes
 
 
 def insert_bits(bits: Tensor, k_cache: Tensor, slot_mapping: Tensor, block_size: int) -> None:
@@ -96,15 +90,9 @@ def dequantize_and_gather_k_cache(
     offset: int,
     layout: str,
 ) -> None:
+    rows = (k_cache, seq_lens, gather_lens, block_table)
     bits, wanted = _gathered(
-        k_cache,
-        seq_lens,
-        gather_lens,
-        block_table,
-        block_size=block_size,
-        num_rows=out.shape[1],
-        offset=offset,
-        layout=layout,
+        *rows, block_size=block_size, num_rows=out.shape[1], offset=offset, layout=layout
     )
     kept = out.view(torch.int16)
     out.copy_(torch.where(wanted[..., None], bits, kept).view(torch.bfloat16))
@@ -121,15 +109,9 @@ def gather_k_cache(
     offset: int,
     layout: str,
 ) -> Tensor:
+    rows = (k_cache, seq_lens, gather_lens, block_table)
     bits, _ = _gathered(
-        k_cache,
-        seq_lens,
-        gather_lens,
-        block_table,
-        block_size=block_size,
-        num_rows=num_rows,
-        offset=offset,
-        layout=layout,
+        *rows, block_size=block_size, num_rows=num_rows, offset=offset, layout=layout
     )
     return bits.view(k_cache.dtype if layout == "plain" else torch.bfloat16)
 

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import QuantizedLayout
-from dsv4_ops.reference.common import (
-    masked_index,
-    materialized,
-    runs_on_cpu,
-    table_entries,
-    take,
-)
+from dsv4_ops.reference.common import masked_index, materialized, runs_on_cpu, table_entries, take
 
 
 class Columns(NamedTuple):

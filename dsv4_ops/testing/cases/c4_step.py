@@ -15,12 +15,7 @@ from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64, tensor_names
 from dsv4_ops.testing.cases import compressor
 from dsv4_ops.testing.cases.compressor import filled_states
 from dsv4_ops.testing.cases.rope import qnorm_rope_kv_insert
-from dsv4_ops.testing.strategies.caches import (
-    heads,
-    keys,
-    random_bytes,
-    slots,
-)
+from dsv4_ops.testing.strategies.caches import heads, keys, random_bytes, slots
 from dsv4_ops.testing.strategies.draw import Draw
 
 NAMES = tensor_names(reference.insert_c4_step)

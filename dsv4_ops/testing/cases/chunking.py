@@ -61,11 +61,7 @@ split_prefill_chunks = OpTesting(
     make=_split_call,
 )
 
-_TOKENS = (
-    i64([6, 7, 8, 8, 9, 10, 11, 12]),
-    i32([0, 0, 0, 1, 1, 1, 1, 1]),
-    i32([9, 13]),
-)
+_TOKENS = (i64([6, 7, 8, 8, 9, 10, 11, 12]), i32([0, 0, 0, 1, 1, 1, 1, 1]), i32([9, 13]))
 
 
 def _bounds_cases() -> list[Case]:

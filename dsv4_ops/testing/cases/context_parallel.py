@@ -24,12 +24,7 @@ def _ranks(ranks: int, positions: int = 1, **others: int) -> dict[str, Any]:
 def _cases() -> list[Case]:
     return [
         Case("one by one", (i32([5, 0, -3]), None), _ranks(2, 1), ([[3, 2], [0, 0], [0, 0]],)),
-        Case(
-            "turns of four",
-            (i32([5, 10, 13]), None),
-            _ranks(2, 4),
-            ([[4, 1], [6, 4], [8, 5]],),
-        ),
+        Case("turns of four", (i32([5, 10, 13]), None), _ranks(2, 4), ([[4, 1], [6, 4], [8, 5]],)),
         Case("four ranks", (i32([9]), None), _ranks(4, 2), ([[3, 2, 2, 2]],)),
         Case("of a rank", (i32([7, 8, 9]), i32([1])), _ranks(2, 1), ([3, 4, 4],)),
         Case("of no rank", (i32([7, 8, 9]), i32([2])), _ranks(2, 1), ([0, 0, 0],)),
@@ -46,9 +41,7 @@ def _call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 
 
 cp_seq_lens = OpTesting(
-    cases=_cases,
-    settings=(_ranks(2), _ranks(4, 3), _ranks(1), _ranks(2, 64)),
-    make=_call,
+    cases=_cases, settings=(_ranks(2), _ranks(4, 3), _ranks(1), _ranks(2, 64)), make=_call
 )
 
 

@@ -10,12 +10,7 @@ from torch import Tensor
 
 from dsv4_ops.testing.case import Case, Exact, OpTesting, i32
 from dsv4_ops.testing.cases.linear import activation_values
-from dsv4_ops.testing.float64.experts import (
-    exact_terms,
-    expert_values,
-    fp4_weight,
-    routing,
-)
+from dsv4_ops.testing.float64.experts import exact_terms, expert_values, fp4_weight, routing
 from dsv4_ops.testing.float64.linear import activations as sampled_activations, fp8_weight
 from dsv4_ops.testing.strategies.draw import Draw
 

@@ -12,12 +12,7 @@ from dsv4_ops.core.layout import IndexerLayout, PlainLayout
 from dsv4_ops.testing.case import Case, Exact, OpTesting, i32, i64
 from dsv4_ops.testing.float64.indexer import Scores, paged_scores
 from dsv4_ops.testing.float64.rope import positions, tables
-from dsv4_ops.testing.strategies.caches import (
-    heads,
-    insertions,
-    random_bytes,
-    requests,
-)
+from dsv4_ops.testing.strategies.caches import heads, insertions, random_bytes, requests
 from dsv4_ops.testing.strategies.draw import Draw
 from dsv4_ops.testing.strategies.indexer_batches import codes, paged_calls, query
 

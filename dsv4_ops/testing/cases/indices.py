@@ -164,10 +164,7 @@ def _combine_cases() -> list[Case]:
             "holes: no such row, not gathered, past the workspace",
             (i32([[8, -1], [0, 1]]), i64([7, 7]), i32([0, 1]), i32([9, 9]), i32([3, 9])),
             {**_COMBINE, "workspace_rows": 14},
-            (
-                _padded([[-1, -1, -1, -1, 8, 9], [14, 15, 26, 27, -1, -1]], 128),
-                [6, 6],
-            ),
+            (_padded([[-1, -1, -1, -1, 8, 9], [14, 15, 26, 27, -1, -1]], 128), [6, 6]),
         ),
     ]
 
@@ -229,19 +226,13 @@ def _mixed_cases() -> list[Case]:
             "no compressed rows, packed pages",
             (swa, None, None, topk, *batch, None),
             spans,
-            (
-                [[148, 149, -1, -1, -1, -1, -1, -1], [150, 151, 152, 153, 129, 128, -1, -1]],
-                [4, 6],
-            ),
+            ([[148, 149, -1, -1, -1, -1, -1, -1], [150, 151, 152, 153, 129, 128, -1, -1]], [4, 6]),
         ),
         Case(
             "slots",
             (swa, compressed, i32([2]), topk, *batch, i32([[9], [8]])),
             {**_MIXED, "compressed_block_span": 100},
-            (
-                [[130, 131, -1, -1, 101, 1000, -1, -1], [*window, 801, 800, -1, -1]],
-                [6, 6],
-            ),
+            ([[130, 131, -1, -1, 101, 1000, -1, -1], [*window, 801, 800, -1, -1]], [6, 6]),
         ),
         Case(
             "rows of the request",

@@ -99,10 +99,7 @@ def _gather_cases() -> list[Case]:
         Case("all rows", (out, cache, lens[0], None, lens[2]), settings),
         Case("no capacity", (out, cache, *lens), {**settings, "offset": 4}, (out.tolist(),)),
         Case(
-            "no request",
-            (out[:0], cache, i32([]), i32([]), i32([]).reshape(0, 3)),
-            settings,
-            ([],),
+            "no request", (out[:0], cache, i32([]), i32([]), i32([]).reshape(0, 3)), settings, ([],)
         ),
     ]
 

@@ -11,12 +11,7 @@ from torch import Tensor
 from dsv4_ops.core.layout import FP8_MAX
 from dsv4_ops.reference.linear import quantized
 from dsv4_ops.testing.case import Case, Exact, OpTesting
-from dsv4_ops.testing.float64.linear import (
-    activations,
-    block_values,
-    exact_product,
-    fp8_weight,
-)
+from dsv4_ops.testing.float64.linear import activations, block_values, exact_product, fp8_weight
 from dsv4_ops.testing.strategies.caches import keys
 from dsv4_ops.testing.strategies.draw import Draw
 

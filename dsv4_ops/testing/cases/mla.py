@@ -155,12 +155,7 @@ def _insert_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
 
 mla_insert_kv = OpTesting(
     cases=_insert_cases,
-    settings=(
-        _rows(64, DS_FP8),
-        _rows(2, DS_FP8, "ue8m0"),
-        _rows(64, FP8),
-        _rows(3, PLAIN),
-    ),
+    settings=(_rows(64, DS_FP8), _rows(2, DS_FP8, "ue8m0"), _rows(64, FP8), _rows(3, PLAIN)),
     make=_insert_call,
 )
 mla_insert_kv_functional = mla_insert_kv
@@ -263,10 +258,7 @@ def _dequantize_cases() -> list[Case]:
     tiles = _tiles().view(2, 656)
     return [
         Case(
-            "codes",
-            (codes, scale_of(0.5)),
-            {"layout": FP8},
-            ([[1.0, -3.25, 224.0, 0.009765625]],),
+            "codes", (codes, scale_of(0.5)), {"layout": FP8}, ([[1.0, -3.25, 224.0, 0.009765625]],)
         ),
         Case(
             "codes without a scale", (codes,), {"layout": FP8}, ([[2.0, -6.5, 448.0, 0.01953125]],)
@@ -544,10 +536,7 @@ def _decode_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     q: Tensor = torch.randn(num_tokens, HEADS, width, generator=seed).to(dtype)
     scales: tuple[Tensor | None, Tensor | None] = (None, None)
     if layout == FP8:
-        scales = (
-            None,
-            scale_of(draw.one_of(1.0, 0.5, 0.03)) if draw.flag() else None,
-        )
+        scales = (None, scale_of(draw.one_of(1.0, 0.5, 0.03)) if draw.flag() else None)
         if draw.flag():
             q, scales = q.to(torch.float8_e4m3fn), (scale_of(0.7), scales[1])
     hint = starts if min_size or draw.flag() else None

@@ -21,13 +21,7 @@ from dsv4_ops.testing.float64.rope import (
     worked_row,
     worked_table,
 )
-from dsv4_ops.testing.strategies.caches import (
-    heads,
-    keys,
-    plain_cache,
-    random_bytes,
-    slots,
-)
+from dsv4_ops.testing.strategies.caches import heads, keys, plain_cache, random_bytes, slots
 from dsv4_ops.testing.strategies.draw import Draw
 
 FP8_UNIT = 2.0**-4
@@ -54,18 +48,8 @@ def _rope_cases() -> list[Case]:
         Case("back", (rows, i64([1, 0]), QUARTERS), back, ([[5, 2, -1], [5, 1, 2]],)),
         Case("heads", (heads, i64([0, 1]), table), there, (kept + rotated,)),
         Case("heads back", (heads, i64([1, 0]), table), back, (back_again + kept,)),
-        Case(
-            "no such position",
-            (rows.repeat(2, 1), absent, QUARTERS),
-            there,
-            ([[5, 1, 2]] * 4,),
-        ),
-        Case(
-            "infinite, no position",
-            (infinite, absent, QUARTERS),
-            there,
-            (infinite.tolist(),),
-        ),
+        Case("no such position", (rows.repeat(2, 1), absent, QUARTERS), there, ([[5, 1, 2]] * 4,)),
+        Case("infinite, no position", (infinite, absent, QUARTERS), there, (infinite.tolist(),)),
         Case("no table", (rows, i64([0, 1]), QUARTERS[:0]), there, (rows.tolist(),)),
         Case("no pair", (rows, i64([0, 1]), QUARTERS[:, :0]), there, (rows.tolist(),)),
         Case(

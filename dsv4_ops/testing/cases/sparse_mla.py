@@ -238,9 +238,7 @@ def _decode_cases() -> list[Case]:
         ),
         Case("no token", (q[:0], twos, *empty, fours, *empty, sink, *BARE), settings),
         Case(
-            "plan of a longer batch",
-            (q, twos, *swa, fours, *swa, sink, plan, None, None),
-            settings,
+            "plan of a longer batch", (q, twos, *swa, fours, *swa, sink, plan, None, None), settings
         ),
         Case(
             "inverse RoPE, with a plan",
@@ -479,10 +477,7 @@ sparse_mla_decode = OpTesting(
     cases=_decode_cases, settings=_ALL, make=_decode_call, precise=_precise_decode
 )
 sparse_mla_decode_paged = OpTesting(
-    cases=_paged_cases,
-    settings=(_settings(64, 2), *_ALL),
-    make=_paged_call,
-    precise=_precise_paged,
+    cases=_paged_cases, settings=(_settings(64, 2), *_ALL), make=_paged_call, precise=_precise_paged
 )
 sparse_mla_gathered = OpTesting(
     cases=_gathered_cases,
