@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.core.types import ABSENT, INT32_MAX
-from dsv4_ops.reference.common import valid_tokens, visible_rows
+from dsv4_ops.reference.common import masked_index, valid_tokens, visible_rows
 from dsv4_ops.reference.kv_cache import gather_k_cache
 from dsv4_ops.reference.pages import locate
 from dsv4_ops.reference.sanitize import finite_sink
@@ -91,33 +91,17 @@ class Rows(NamedTuple):
 def gather_rows(call: Prefill, sink: Tensor | None, multiple: int) -> Rows:
     """The rows of the call and its lists, padded to a ``multiple`` of columns."""
     spans = find_spans(call)
-    layout, swa, extra = MainLayout.tag, call.swa, call.extra
-    found = [
-        gather_k_cache(
-            swa.cache,
-            spans.ends,
-            spans.counts,
-            swa.block_table,
-            block_size=swa.block_size,
-            num_rows=swa.rows,
-            offset=0,
-            layout=layout,
-        )
-    ]
-    if extra is not None:
-        rows = gather_k_cache(
-            extra.cache,
-            spans.compressed,
-            None,
-            extra.block_table,
-            block_size=extra.block_size,
-            num_rows=extra.rows,
-            offset=0,
-            layout=layout,
-        )
-        found = [rows, *found]
+    found = [_gathered(call.swa, spans.ends, spans.counts)]
+    if call.extra is not None:
+        found = [_gathered(call.extra, spans.compressed, None), *found]
     kv = torch.cat(found, 1).view(-1, MainLayout.head_dim)
     return Rows(kv, *list_rows(call, spans, multiple), finite_sink(sink))
+
+
+def _gathered(source: Source, seq_lens: Tensor, gather_lens: Tensor | None) -> Tensor:
+    lists = (source.cache, seq_lens, gather_lens, source.block_table)
+    size, most, layout = source.block_size, source.rows, MainLayout.tag
+    return gather_k_cache(*lists, block_size=size, num_rows=most, offset=0, layout=layout)
 
 
 def find_spans(call: Prefill) -> Spans:
@@ -146,7 +130,7 @@ def list_rows(call: Prefill, spans: Spans, multiple: int) -> tuple[Tensor, Tenso
     column = torch.arange(width, device=positions.device)
     place = positions.clamp(max=call.swa.rows - 1) - (width - 1) + column
     seen = real & (place >= 0) & (place > positions - call.window_size)
-    start = _of_requests(spans.ends - spans.counts, request, real)
+    start = masked_index(spans.ends - spans.counts, real, [request.long()], 0)
     lists = [_rows(call.swa, request, place, seen, request * held + call.extra_rows - start)]
     if call.extra is not None:
         chosen = call.topk_indices
@@ -162,13 +146,6 @@ def list_rows(call: Prefill, spans: Spans, multiple: int) -> tuple[Tensor, Tenso
     place = torch.arange(1, padded + 1, device=positions.device)
     lens = torch.where(slots >= 0, place, 0).amax(1)
     return slots, lens.to(torch.int32)
-
-
-def _of_requests(values: Tensor, request: Tensor, real: Tensor) -> Tensor:
-    """Values of the requests of tokens; 0 of no request."""
-    given = [request.long()]
-    found: Tensor = torch.ops.aten._unsafe_masked_index.default(values, real, given, 0)
-    return found
 
 
 def _rows(source: Source, request: Tensor, place: Tensor, seen: Tensor, first: Tensor) -> Tensor:

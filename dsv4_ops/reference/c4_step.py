@@ -42,60 +42,32 @@ def insert_c4_step(
     swa_block_size: int,
     block_size: int,
 ) -> C4Step:
-    q_out = qnorm_rope_kv_insert(
-        q,
-        kv,
-        swa_cache,
-        swa_slot_mapping,
-        positions,
-        cos_sin_cache,
-        eps=eps,
-        block_size=swa_block_size,
-        layout=MainLayout.tag,
-    )
-    save_and_compress(
-        kv_score,
-        ape,
-        states,
-        state_block_table,
-        state_slot_mapping,
-        positions,
-        req_indices,
-        norm_weight,
-        cos_sin_cache,
-        k_cache,
-        slot_mapping,
-        compress_ratio=compress_ratio,
-        overlap=True,
-        eps=eps,
-        state_block_size=state_block_size,
-        block_size=block_size,
-        layout=MainLayout.tag,
-    )
-    save_and_compress(
-        indexer_kv_score,
-        indexer_ape,
-        indexer_states,
-        state_block_table,
-        state_slot_mapping,
-        positions,
-        req_indices,
-        indexer_norm_weight,
-        cos_sin_cache,
-        indexer_cache,
-        slot_mapping,
-        compress_ratio=compress_ratio,
-        overlap=True,
-        eps=eps,
-        state_block_size=state_block_size,
-        block_size=block_size,
-        layout=IndexerLayout.tag,
-    )
+    window = (q, kv, swa_cache, swa_slot_mapping, positions, cos_sin_cache)
+    q_out = qnorm_rope_kv_insert(*window, eps=eps, block_size=swa_block_size, layout=MainLayout.tag)
+    main = (kv_score, ape, states, norm_weight, k_cache)
+    indexer = (indexer_kv_score, indexer_ape, indexer_states, indexer_norm_weight, indexer_cache)
+    for own, layout in ((main, MainLayout.tag), (indexer, IndexerLayout.tag)):
+        own_kv_score, own_ape, own_states, own_weight, own_cache = own
+        save_and_compress(
+            own_kv_score,
+            own_ape,
+            own_states,
+            state_block_table,
+            state_slot_mapping,
+            positions,
+            req_indices,
+            own_weight,
+            cos_sin_cache,
+            own_cache,
+            slot_mapping,
+            compress_ratio=compress_ratio,
+            overlap=True,
+            eps=eps,
+            state_block_size=state_block_size,
+            block_size=block_size,
+            layout=layout,
+        )
     query = indexer_quantize_q(
-        indexer_q,
-        indexer_weights,
-        positions,
-        cos_sin_cache,
-        softmax_scale=softmax_scale,
+        indexer_q, indexer_weights, positions, cos_sin_cache, softmax_scale=softmax_scale
     )
     return C4Step(q_out, query.q, query.weights)

@@ -194,17 +194,13 @@ def save_and_compress(
     block_size: int,
     layout: str,
 ) -> None:
+    windows = (positions, req_indices, norm_weight, cos_sin_cache, k_cache, slot_mapping)
     compress_and_insert(
         kv_score,
         ape,
         states,
         state_block_table,
-        positions,
-        req_indices,
-        norm_weight,
-        cos_sin_cache,
-        k_cache,
-        slot_mapping,
+        *windows,
         compress_ratio=compress_ratio,
         overlap=overlap,
         eps=eps,
@@ -212,12 +208,5 @@ def save_and_compress(
         block_size=block_size,
         layout=layout,
     )
-    save_compressor_states(
-        kv_score,
-        ape,
-        states,
-        state_slot_mapping,
-        positions,
-        compress_ratio=compress_ratio,
-        block_size=state_block_size,
-    )
+    saved = (kv_score, ape, states, state_slot_mapping, positions)
+    save_compressor_states(*saved, compress_ratio=compress_ratio, block_size=state_block_size)

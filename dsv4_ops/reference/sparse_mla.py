@@ -327,14 +327,8 @@ def sparse_mla_decode_paged(
     impl: str = "auto",
 ) -> SparseMla:
     swa = indexed_keys(swa_cache, swa_indices, swa_lens, block_size=swa_block_size, layout=layout)
-    extra = paged_keys(
-        extra_cache,
-        extra_lens,
-        req_indices,
-        extra_block_table,
-        block_size=extra_block_size,
-        layout=layout,
-    )
+    rows = (extra_lens, req_indices, extra_block_table)
+    extra = paged_keys(extra_cache, *rows, block_size=extra_block_size, layout=layout)
     attended = over_both(q, swa, extra, attn_sink, softmax_scale)
     return apply_inverse_rope(attended, positions, cos_sin_cache)
 
@@ -415,25 +409,12 @@ def sparse_mla_prefill(
     layout: str,
     impl: str = "auto",
 ) -> SparseMla:
-    swa = window_keys(
-        swa_cache,
-        positions,
-        req_indices,
-        swa_block_table,
-        window_size=window_size,
-        block_size=swa_block_size,
-        layout=layout,
-    )
+    window = (swa_cache, positions, req_indices, swa_block_table)
+    swa = window_keys(*window, window_size=window_size, block_size=swa_block_size, layout=layout)
     extra = None
     if extra_cache is not None and extra_block_table is not None:
+        rows = (extra_cache, topk_indices, positions, req_indices, extra_block_table)
         extra = compressed_keys(
-            extra_cache,
-            topk_indices,
-            positions,
-            req_indices,
-            extra_block_table,
-            compress_ratio=compress_ratio,
-            block_size=extra_block_size,
-            layout=layout,
+            *rows, compress_ratio=compress_ratio, block_size=extra_block_size, layout=layout
         )
     return over_both(q, swa, extra, attn_sink, softmax_scale)
