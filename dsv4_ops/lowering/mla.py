@@ -41,12 +41,9 @@ def _mla_decode(
     batch_invariant: bool,
     impl: str = "auto",
 ) -> MlaAttention:
+    tensors = (q, kv_cache, seq_lens, req_indices, block_table)
     call, running = reference.start_decode(
-        q,
-        kv_cache,
-        seq_lens,
-        req_indices,
-        block_table,
+        *tensors,
         (q_scale, kv_scale),
         softmax_scale=softmax_scale,
         block_size=block_size,

@@ -74,7 +74,6 @@ def _window(
     positions: Tensor,
     req_indices: Tensor,
     ends: _Ends,
-    *,
     head_dim: int,
     compress_ratio: int,
     overlap: bool,
@@ -146,21 +145,9 @@ def compress_and_insert(
     # sizes of a row are configuration: compiled code takes them as constants
     num_reqs, head_dim = state_block_table.shape[0], int(norm_weight.shape[0])
     ends = _ends(positions, req_indices, slot_mapping, num_reqs, compress_ratio)
-    rows = _weighted_sum(
-        *_window(
-            kv_score,
-            ape,
-            states,
-            state_block_table,
-            positions,
-            req_indices,
-            ends,
-            head_dim=head_dim,
-            compress_ratio=compress_ratio,
-            overlap=overlap,
-            state_block_size=state_block_size,
-        )
-    )
+    sources = (kv_score, ape, states, state_block_table, positions, req_indices)
+    sizes = (head_dim, compress_ratio, overlap, state_block_size)
+    rows = _weighted_sum(*_window(*sources, ends, *sizes))
     rows = rows * torch.rsqrt((rows * rows).mean(-1, keepdim=True) + eps) * norm_weight
     first = torch.where(ends.finishes, ends.positions, 0) // compress_ratio * compress_ratio
     rows = rotate_tail(rows, first, cos_sin_cache)

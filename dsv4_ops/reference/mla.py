@@ -276,18 +276,8 @@ def start_decode(
     for each in scales:
         scale = scale if each is None else scale * each
     rounded = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
-    call = Decode(
-        q.to(torch.float32),
-        seq_lens,
-        req_indices,
-        block_table,
-        kv_cache,
-        scale,
-        kv_lora_rank,
-        block_size,
-        layout,
-        rounded,
-    )
+    tensors = (q.to(torch.float32), seq_lens, req_indices, block_table, kv_cache, scale)
+    call = Decode(*tensors, kv_lora_rank, block_size, layout, rounded)
     row_sum = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
     total = torch.zeros((*q.shape[:2], kv_lora_rank), dtype=torch.float32, device=q.device)
     return call, Running(torch.full_like(row_sum, -torch.inf), row_sum, total)
@@ -326,12 +316,9 @@ def mla_decode(
 ) -> MlaAttention:
     """Sums in float32; of a half-precision query P is rounded to its dtype before it meets the
     values, as the tensor cores have it."""
+    tensors = (q, kv_cache, seq_lens, req_indices, block_table)
     call, running = start_decode(
-        q,
-        kv_cache,
-        seq_lens,
-        req_indices,
-        block_table,
+        *tensors,
         (q_scale, kv_scale),
         softmax_scale=softmax_scale,
         block_size=block_size,

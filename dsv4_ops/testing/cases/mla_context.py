@@ -317,14 +317,9 @@ def _prefill_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     return Case("sampled", (q, *keys, start_loc, cu_seq_lens), settings)
 
 
-def _precise_prefill(*tensors: Tensor, **settings: Any) -> Any:
-    settings.pop("impl", None)
-    return exact_prefill(*tensors, **settings)
-
-
 mla_prefill = OpTesting(
     cases=_prefill_cases,
     settings=tuple({"softmax_scale": 0.2, "causal": causal} for causal in (True, False)),
     make=_prefill_call,
-    precise=_precise_prefill,
+    precise=exact_prefill,
 )

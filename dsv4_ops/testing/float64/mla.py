@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsv4_ops.core.layout import PlainLayout
 from dsv4_ops.reference import mla as reference
 from dsv4_ops.reference.pages import locate
 from dsv4_ops.testing.case import Exact
@@ -46,23 +45,18 @@ def exact_mla_decode(
     plan: Tensor | None = None,
     q_scale: Tensor | None = None,
     kv_scale: Tensor | None = None,
-    *,
-    softmax_scale: float,
-    block_size: int,
-    kv_lora_rank: int,
-    layout: str = PlainLayout.tag,
-    **unused: Any,
+    **settings: Any,
 ) -> tuple[Exact, Exact]:
-    table = (seq_lens, req_indices, block_table)
-    keys, exists = decode_keys(kv_cache, *table, block_size=block_size, layout=layout)
+    of_cache = {name: settings[name] for name in ("block_size", "layout")}
+    keys, exists = decode_keys(kv_cache, seq_lens, req_indices, block_table, **of_cache)
     keys, exists = pad(keys, (0, 0, 0, 1)), pad(exists, (0, 1))  # a table may have no column
     if kv_scale is not None:
         keys = keys.to(torch.float64) * kv_scale
     query = q
     if q.dtype == torch.float8_e4m3fn:
         query = q.to(torch.float64) * (1.0 if q_scale is None else q_scale)
-    out, _, lse = exact_attention(query, keys, exists, None, softmax_scale)
-    rank = kv_lora_rank
+    out, _, lse = exact_attention(query, keys, exists, None, settings["softmax_scale"])
+    rank = settings["kv_lora_rank"]
     return Exact(out.value[..., :rank], out.magnitude[..., :rank]), lse
 
 

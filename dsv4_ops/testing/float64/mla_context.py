@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,7 @@ def exact_prefill(
     *,
     softmax_scale: float,
     causal: bool,
+    **unused: Any,
 ) -> tuple[Exact, Exact]:
     """Output and log-sum-exp, request by request; error scales as ``exact_attention`` has them."""
     num_tokens, num_heads, _ = q.shape
