@@ -14,7 +14,7 @@ EXAMPLES = 10
 
 def main(name: str) -> None:
     with mended(name):
-        compiled = checks.CompiledOp(OPS[name], "cuda")
+        compiled = checks.CompiledOps([OPS[name]], "cuda")
         compiled.check_cases()
         compiled.fuzz(EXAMPLES)
     torch.cuda.synchronize()

@@ -32,7 +32,7 @@ def test_contract_on_cuda(name):
     checks.check_opcheck(spec, "cuda")
     checks.check_fake(spec, "cuda")
     with mended(name):
-        compiled = checks.CompiledOp(spec, "cuda")
+        compiled = checks.CompiledOps([spec], "cuda")
         compiled.check_cases()
         compiled.fuzz(200)
         checks.check_fusion(spec, "cuda")

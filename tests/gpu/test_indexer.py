@@ -355,7 +355,7 @@ def test_plain_layout_takes_the_reference(name, monkeypatch):
     for case in (case.on("cuda") for case in op_testing.cases()):
         if case.settings["layout"] == "plain":
             assert_precise(name, op_testing, case, case.run(spec.op))
-    checks.CompiledOp(spec, "cuda").fuzz(50)
+    checks.CompiledOps([spec], "cuda").fuzz(50)
     checks.check_cuda_graph(spec)
 
 

@@ -292,7 +292,7 @@ def test_every_op_is_compiled():
 def test_compiled_takes_column_slices(name):
     """Schedulers pass views of persistent buffers; the decomposed and the IR lowerings both follow
     strides."""
-    checks.CompiledOp(OPS[name], layout=checks.strided_copy).fuzz(20)
+    checks.CompiledOps([OPS[name]], layout=checks.strided_copy).fuzz(20)
 
 
 @pytest.mark.parametrize("name", ["compress_and_insert", "swa_indices_and_lens"])
@@ -300,7 +300,7 @@ def test_compiled_loops_are_parallel(name):
     """Two threads write what one would, however many this process has and however small the batch
     that it is compiled for."""
     with torch._inductor.config.patch({"cpp.threads": 2, "cpp.min_chunk_size": 1}):
-        compiled = checks.CompiledOp(OPS[name])
+        compiled = checks.CompiledOps([OPS[name]])
         assert "#pragma omp parallel num_threads(2)" in compiled.code
         compiled.fuzz(20)
 
@@ -344,7 +344,7 @@ def test_a_broken_lowering_is_noticed(monkeypatch):
         torch._inductor.config.patch(force_disable_caches=True),
         pytest.raises(AssertionError, match="differs"),
     ):
-        checks.CompiledOp(OPS["prefill_gather_lens"])
+        checks.CompiledOps([OPS["prefill_gather_lens"]])
 
 
 @pytest.mark.slow

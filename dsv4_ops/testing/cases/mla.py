@@ -520,9 +520,7 @@ def _decode_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     width = 576 if rank == 512 else rank + 16
     dtype = _DTYPES[0] if min_size or rank == 512 else draw.one_of(*_DTYPES)
     order = torch.randperm(len(reqs) * columns + 1, generator=seed)
-    table = torch.tensor(_TABLE_GARBAGE, dtype=torch.int32)[
-        torch.randint(0, 4, (len(reqs), columns), generator=seed)
-    ]
+    table = i32(_TABLE_GARBAGE)[torch.randint(0, 4, (len(reqs), columns), generator=seed)]
     slots = []
     for request, (_, length) in enumerate(reqs):
         for block in range(min(-(-length // size), columns)):
@@ -530,7 +528,8 @@ def _decode_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
             if draw.integer(0, 9):
                 table[request, block] = page
             slots += [page * size + row for row in range(size) if block * size + row < length]
-    cache = _filled(seed, len(order), size, layout, width, dtype, slots)
+    rows = torch.randn(len(slots), width, generator=seed).to(dtype)
+    cache = _filled(rows, slots, len(order), settings)
     lens, requests, starts = _tokens(draw, reqs, min_size)
     num_tokens = len(lens)
     q: Tensor = torch.randn(num_tokens, HEADS, width, generator=seed).to(dtype)
@@ -559,8 +558,7 @@ def _tokens(
         lens += [length - query + token + 1 for token in range(query)]
         requests += [request] * query
         starts.append(len(lens))
-    padding = draw.one_of(0, 0, 1, 3)
-    padding = max(padding, min_size - len(lens))
+    padding = max(draw.one_of(0, 0, 1, 3), min_size - len(lens))
     lens, requests = lens + [0] * padding, requests + [-1] * padding
     for token in draw.places(len(lens), 2):
         if draw.flag():
@@ -570,32 +568,16 @@ def _tokens(
     return lens, requests, i32(starts)
 
 
-def _filled(
-    seed: torch.Generator,
-    num_blocks: int,
-    size: int,
-    layout: str,
-    width: int,
-    dtype: torch.dtype,
-    slots: list[int],
-) -> Tensor:
-    """A cache with rows in ``slots`` and NaN everywhere else."""
-    rank = 512 if width == 576 else width - 16
-    rows = torch.randn(len(slots), width, generator=seed).to(dtype)
+def _filled(rows: Tensor, slots: list[int], num_blocks: int, settings: dict[str, Any]) -> Tensor:
+    """A cache with ``rows`` in ``slots`` and NaN everywhere else."""
+    size, layout, width = settings["block_size"], settings["layout"], rows.shape[1]
     if layout == PLAIN:
-        cache = torch.full((num_blocks, size, width), torch.nan, dtype=dtype)
+        cache = torch.full((num_blocks, size, width), torch.nan, dtype=rows.dtype)
     else:
         shape = mla_layout(layout, size, width).shape(num_blocks)
         cache = torch.full(shape, 0xFF, dtype=torch.uint8)
-    reference.mla_insert_kv(
-        rows[:, :rank],
-        rows[:, rank:],
-        cache,
-        i64(slots),
-        block_size=size,
-        layout=layout,
-        scale_format="float32",
-    )
+    kv_c, k_pe = rows.tensor_split([settings["kv_lora_rank"]], 1)
+    reference.mla_insert_kv(kv_c, k_pe, cache, i64(slots), **_rows(size, layout))
     return cache
 
 

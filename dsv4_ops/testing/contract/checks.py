@@ -67,7 +67,7 @@ def assert_contract(
     check_opcheck(spec, device)
     check_fake(spec, device)
     check_gradient(spec, device)
-    compiled = CompiledOp(spec, device)
+    compiled = CompiledOps([spec], device)
     compiled.check_cases()
     compiled.fuzz(examples)
     check_fusion(spec, device)
@@ -256,15 +256,6 @@ class CompiledOps:
             *(part.samples(examples, derandomize) for part in self.parts), strict=True
         ):
             self.check(cases)
-
-
-class CompiledOp(CompiledOps):
-    """One op, compiled by itself."""
-
-    def __init__(
-        self, spec: OpSpec, device: str = "cpu", *, layout: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        super().__init__([spec], device, layout=layout)
 
 
 class _Part:
