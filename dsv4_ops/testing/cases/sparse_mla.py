@@ -288,27 +288,6 @@ def _gathered_cases() -> list[Case]:
     ]
 
 
-def _filled(seed: torch.Generator, block_size: int, num_blocks: int) -> tuple[Tensor, list[int]]:
-    """An FP8 cache of random bytes with keys in two of three slots, and these slots."""
-    layout = MainLayout(block_size)
-    cache = random_bytes(seed, num_blocks, layout.page_bytes)
-    count = num_blocks * block_size
-    slots = torch.randperm(count, generator=seed)[: (2 * count + 2) // 3]
-    keys = torch.randn(len(slots), 512, generator=seed).to(torch.bfloat16)
-    quantize_and_insert_k_cache(keys, cache, slots, block_size=block_size, layout=TAG)
-    return cache, slots.tolist()
-
-
-def _plain(
-    seed: torch.Generator, block_size: int, num_blocks: int, dtype: torch.dtype, width: int
-) -> tuple[Tensor, list[int]]:
-    """A plain cache with keys in every other slot and NaN in the others."""
-    cache = PlainLayout(block_size, width, dtype).allocate(num_blocks)
-    cache.copy_(torch.randn(cache.shape, generator=seed))
-    cache.view(-1, width)[1::2] = torch.nan
-    return cache, list(range(0, num_blocks * block_size, 2))
-
-
 def full_cache(
     seed: torch.Generator, settings: dict[str, Any], size: str, num_blocks: int, q: Tensor
 ) -> Tensor:
@@ -326,9 +305,22 @@ def full_cache(
 def _cache(
     seed: torch.Generator, settings: dict[str, Any], size: str, num_blocks: int, q: Tensor
 ) -> tuple[Tensor, list[int]]:
+    """A cache with keys in some slots, and these slots.
+
+    Of an FP8 cache two of three and random bytes in the others, of a plain one every other and NaN.
+    """
+    block_size, width = settings[size], q.shape[2]
+    count = num_blocks * block_size
     if settings["layout"] == TAG:
-        return _filled(seed, settings[size], num_blocks)
-    return _plain(seed, settings[size], num_blocks, q.dtype, q.shape[2])
+        cache = random_bytes(seed, num_blocks, MainLayout(block_size).page_bytes)
+        slots = torch.randperm(count, generator=seed)[: (2 * count + 2) // 3]
+        keys = torch.randn(len(slots), width, generator=seed).to(torch.bfloat16)
+        quantize_and_insert_k_cache(keys, cache, slots, block_size=block_size, layout=TAG)
+        return cache, slots.tolist()
+    cache = PlainLayout(block_size, width, q.dtype).allocate(num_blocks)
+    cache.copy_(torch.randn(cache.shape, generator=seed))
+    cache.view(-1, width)[1::2] = torch.nan
+    return cache, list(range(0, count, 2))
 
 
 def _listed(
