@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4_ops.core.registry import OpSpec
 from dsv4_ops.core.tiles import PLAN_COLUMNS
 from dsv4_ops.testing.case import Case, OpTesting
-from dsv4_ops.testing.strategies.draw import Draw
+from dsv4_ops.testing.strategies.draw import strategy_of
 
 Results = tuple[Tensor, ...]
 
@@ -120,14 +120,7 @@ def _sample(
     count: int,
     derandomize: bool,
 ) -> tuple[Case, ...]:
-    from hypothesis import (
-        HealthCheck,
-        Phase,
-        Verbosity,
-        given,
-        settings as profile,
-        strategies as st,
-    )
+    from hypothesis import HealthCheck, Phase, Verbosity, given, settings as profile
 
     sampled: list[Case] = []
 
@@ -140,9 +133,9 @@ def _sample(
         verbosity=Verbosity.quiet,
         suppress_health_check=list(HealthCheck),
     )
-    @given(st.data())
-    def collect(data: Any) -> None:
-        sampled.append(make(Draw(data.draw), dict(configuration), 2))
+    @given(strategy_of(lambda draw: make(draw, dict(configuration), 2)))
+    def collect(case: Case) -> None:
+        sampled.append(case)
 
     collect()
     # Hypothesis ends early where there are few different calls
