@@ -153,6 +153,13 @@ class QuantizedLayout(Layout):
         values = (self.block_size, self.head_dim, self.code_dim, self.quant_block)
         return (*values, self.data_bytes, self.scale_bytes, self.float_scales)
 
+    def kernel_view(self, k_cache: Tensor) -> Tensor:
+        """The view [num_blocks, block_size, 1, row_bytes] that FlashMLA (rows of 584 bytes) and
+        DeepGEMM (132) want; only its first stride and its sizes mean anything."""
+        rows = (k_cache.shape[0], self.block_size, 1, self.row_bytes)
+        strides = (k_cache.stride(0), self.row_bytes, self.row_bytes, 1)
+        return k_cache.as_strided(rows, strides)
+
 
 @dataclass(frozen=True)
 class MainLayout(QuantizedLayout):
@@ -169,13 +176,6 @@ class MainLayout(QuantizedLayout):
     data_bytes = 448 + 64 * 2
     scale_bytes = 7 + 1
 
-    def kernel_view(self, k_cache: Tensor) -> Tensor:
-        """The view [num_blocks, block_size, 1, 584] that FlashMLA wants; only its first stride and
-        its sizes mean anything."""
-        rows = (k_cache.shape[0], self.block_size, 1, self.row_bytes)
-        strides = (k_cache.stride(0), self.row_bytes, self.row_bytes, 1)
-        return k_cache.as_strided(rows, strides)
-
 
 @dataclass(frozen=True)
 class IndexerLayout(QuantizedLayout):
@@ -190,13 +190,6 @@ class IndexerLayout(QuantizedLayout):
     float_scales = True
     data_bytes = 128
     scale_bytes = 4
-
-    def kernel_view(self, k_cache: Tensor) -> Tensor:
-        """The view [num_blocks, block_size, 1, 132] that DeepGEMM wants; only its first stride and
-        its sizes mean anything."""
-        rows = (k_cache.shape[0], self.block_size, 1, self.row_bytes)
-        strides = (k_cache.stride(0), self.row_bytes, self.row_bytes, 1)
-        return k_cache.as_strided(rows, strides)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -51,7 +53,7 @@ def splits(
     shares = tiles * (CLASSES - 2) // size
     order = shares.where(tiles <= size, CLASSES - 1).argsort(stable=True, descending=True)
     counts = ((tiles[order] + size - 1) // size).clamp(min=1)
-    first_extra = torch.nn.functional.pad((counts - 1).cumsum(0), (1, 0))
+    first_extra = pad((counts - 1).cumsum(0), (1, 0))
     return order.to(torch.int32), counts.to(torch.int32), first_extra.to(torch.int32)
 
 
@@ -67,7 +69,7 @@ def _split_size(tiles: Tensor, programs: int) -> Tensor:
     their starts, and of combining them. Of equals the smallest."""
     total, num_tokens = tiles.sum(), tiles.shape[0]
     mean = ((total + programs - 1) // programs).clamp(min=1)
-    longest = torch.nn.functional.pad(tiles, (0, 1)).amax().clamp(min=1)
+    longest = pad(tiles, (0, 1)).amax().clamp(min=1)
     index = torch.arange(PLAN_SIZES, device=tiles.device)
     step = (mean + PLAN_STEPS - 1) // PLAN_STEPS
     sizes = torch.minimum(mean + index * step, longest)
@@ -189,40 +191,45 @@ def listed(indices: Tensor, lens: Tensor) -> Tensor:
     return (column < lens[:, None]) & (indices >= 0)
 
 
-def stored_keys(
-    cache: Tensor, pages: Tensor, rows: Tensor, *, block_size: int, layout: str
-) -> tuple[Tensor, Tensor]:
-    """Keys [..., head_dim] at (block, row) and which of them exist; zeros for the others."""
-    exists = (pages >= 0) & (pages < cache.shape[0])
-    bits = row_bits(cache, pages, rows, block_size=block_size, layout=layout)
-    return bits.view(cache.dtype if layout == "plain" else torch.bfloat16), exists
+class KeyCache(NamedTuple):
+    """A paged cache of keys: its blocks, the rows of a block, and its layout."""
 
+    blocks: Tensor
+    block_size: int
+    layout: str
 
-def indexed_keys(
-    cache: Tensor, indices: Tensor, lens: Tensor, *, block_size: int, layout: str
-) -> tuple[Tensor, Tensor]:
-    """Keys [num_tokens, width, head_dim] of the listed slots, and which of them exist."""
-    wanted = listed(indices, lens)
-    slots = torch.where(wanted, indices, 0)
-    pages = torch.where(wanted, slots // block_size, -1)
-    return stored_keys(cache, pages, slots % block_size, block_size=block_size, layout=layout)
+    def at(self, pages: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [..., head_dim] at (block, row) and which of them exist; zeros for the others."""
+        exists = (pages >= 0) & (pages < self.blocks.shape[0])
+        bits = row_bits(self.blocks, pages, rows, block_size=self.block_size, layout=self.layout)
+        dtype = self.blocks.dtype if self.layout == "plain" else torch.bfloat16
+        return bits.view(dtype), exists
+
+    def listed(self, indices: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [num_tokens, width, head_dim] of the listed slots, and which of them exist."""
+        wanted = listed(indices, lens)
+        slots = torch.where(wanted, indices, 0)
+        return self.at(torch.where(wanted, slots // self.block_size, -1), slots % self.block_size)
+
+    def of_requests(
+        self, req_indices: Tensor, block_table: Tensor, positions: Tensor, wanted: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keys of the wanted positions of every token's request, and which of them exist."""
+        request = req_indices[:, None]
+        pages, rows = locate(block_table, request, positions, wanted, self.block_size)
+        return self.at(pages, rows.expand(pages.shape))
+
+    def num_rows(self, block_table: Tensor) -> int:
+        """Rows that a request may have."""
+        return block_table.shape[1] * self.block_size
 
 
 def paged_keys(
-    cache: Tensor,
-    lens: Tensor,
-    req_indices: Tensor,
-    block_table: Tensor,
-    *,
-    block_size: int,
-    layout: str,
+    cache: KeyCache, lens: Tensor, req_indices: Tensor, block_table: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Keys of the first ``lens`` rows of every token's request, and which of them exist."""
-    num_rows = block_table.shape[1] * block_size
-    row = torch.arange(num_rows, device=lens.device)
-    wanted = row < lens[:, None]
-    pages, rows = locate(block_table, req_indices[:, None], row, wanted, block_size)
-    return stored_keys(cache, pages, rows.expand(pages.shape), block_size=block_size, layout=layout)
+    row = torch.arange(cache.num_rows(block_table), device=lens.device)
+    return cache.of_requests(req_indices, block_table, row, row < lens[:, None])
 
 
 def attend(
@@ -296,10 +303,8 @@ def sparse_mla_decode(
 ) -> SparseMla:
     extra = None
     if extra_cache is not None and extra_indices is not None and extra_lens is not None:
-        extra = indexed_keys(
-            extra_cache, extra_indices, extra_lens, block_size=extra_block_size, layout=layout
-        )
-    swa = indexed_keys(swa_cache, swa_indices, swa_lens, block_size=swa_block_size, layout=layout)
+        extra = KeyCache(extra_cache, extra_block_size, layout).listed(extra_indices, extra_lens)
+    swa = KeyCache(swa_cache, swa_block_size, layout).listed(swa_indices, swa_lens)
     attended = over_both(q, swa, extra, attn_sink, softmax_scale)
     return apply_inverse_rope(attended, positions, cos_sin_cache)
 
@@ -326,9 +331,9 @@ def sparse_mla_decode_paged(
     batch_invariant: bool,
     impl: str = "auto",
 ) -> SparseMla:
-    swa = indexed_keys(swa_cache, swa_indices, swa_lens, block_size=swa_block_size, layout=layout)
-    rows = (extra_lens, req_indices, extra_block_table)
-    extra = paged_keys(extra_cache, *rows, block_size=extra_block_size, layout=layout)
+    swa = KeyCache(swa_cache, swa_block_size, layout).listed(swa_indices, swa_lens)
+    cache = KeyCache(extra_cache, extra_block_size, layout)
+    extra = paged_keys(cache, extra_lens, req_indices, extra_block_table)
     attended = over_both(q, swa, extra, attn_sink, softmax_scale)
     return apply_inverse_rope(attended, positions, cos_sin_cache)
 
@@ -350,44 +355,31 @@ def sparse_mla_gathered(
 
 
 def window_keys(
-    cache: Tensor,
-    positions: Tensor,
-    req_indices: Tensor,
-    block_table: Tensor,
-    *,
-    window_size: int,
-    block_size: int,
-    layout: str,
+    cache: KeyCache, positions: Tensor, req_indices: Tensor, block_table: Tensor, window_size: int
 ) -> tuple[Tensor, Tensor]:
     """Keys [num_tokens, window_size, head_dim] up to every token's own, and which exist."""
     back = torch.arange(1 - window_size, 1, device=positions.device)
     wanted = valid_tokens(positions, req_indices, block_table.shape[0])[:, None]
     place = torch.where(wanted, positions[:, None] + back, -1)
-    pages, rows = locate(block_table, req_indices[:, None], place, wanted, block_size)
-    return stored_keys(cache, pages, rows, block_size=block_size, layout=layout)
+    return cache.of_requests(req_indices, block_table, place, wanted)
 
 
 def compressed_keys(
-    cache: Tensor,
+    cache: KeyCache,
     topk_indices: Tensor | None,
     positions: Tensor,
     req_indices: Tensor,
     block_table: Tensor,
-    *,
     compress_ratio: int,
-    block_size: int,
-    layout: str,
 ) -> tuple[Tensor, Tensor]:
     """Keys of the selected rows, or of all of the block table, and which of them a token sees."""
     if topk_indices is None:
-        row = torch.arange(block_table.shape[1] * block_size, device=positions.device)[None, :]
+        row = torch.arange(cache.num_rows(block_table), device=positions.device)[None, :]
     else:
         row = topk_indices.long()
     visible = visible_rows(positions, compress_ratio)[:, None]
     wanted = valid_tokens(positions, req_indices, block_table.shape[0])[:, None]
-    wanted = wanted & (row >= 0) & (row < visible)
-    pages, rows = locate(block_table, req_indices[:, None], row, wanted, block_size)
-    return stored_keys(cache, pages, rows.expand(pages.shape), block_size=block_size, layout=layout)
+    return cache.of_requests(req_indices, block_table, row, wanted & (row >= 0) & (row < visible))
 
 
 def sparse_mla_prefill(
@@ -409,12 +401,10 @@ def sparse_mla_prefill(
     layout: str,
     impl: str = "auto",
 ) -> SparseMla:
-    window = (swa_cache, positions, req_indices, swa_block_table)
-    swa = window_keys(*window, window_size=window_size, block_size=swa_block_size, layout=layout)
-    extra = None
+    window, extra = KeyCache(swa_cache, swa_block_size, layout), None
+    swa = window_keys(window, positions, req_indices, swa_block_table, window_size)
     if extra_cache is not None and extra_block_table is not None:
-        rows = (extra_cache, topk_indices, positions, req_indices, extra_block_table)
-        extra = compressed_keys(
-            *rows, compress_ratio=compress_ratio, block_size=extra_block_size, layout=layout
-        )
+        cache = KeyCache(extra_cache, extra_block_size, layout)
+        tokens = (positions, req_indices, extra_block_table)
+        extra = compressed_keys(cache, topk_indices, *tokens, compress_ratio)
     return over_both(q, swa, extra, attn_sink, softmax_scale)

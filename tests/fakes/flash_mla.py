@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.reference.sparse_mla import stored_keys
+from dsv4_ops.reference.sparse_mla import KeyCache
 from tests.oracles import plan as oracle
 
 NAMESPACE = "_flashmla_C"
@@ -54,7 +54,7 @@ def keys_of(view: Tensor, slots: Tensor, lens: Tensor | None) -> tuple[Tensor, T
         counts = counts & (column < lens[:, None])
     cache = view.as_strided((blocks, 584 * size), (view.stride(0), 1))
     pages = torch.where(counts, slots // size, -1)
-    keys, _ = stored_keys(cache, pages, slots % size, block_size=size, layout=MainLayout.tag)
+    keys, _ = KeyCache(cache, size, MainLayout.tag).at(pages, slots % size)
     keys = torch.where(counts[..., None], keys.float(), 0)
     return keys, counts
 

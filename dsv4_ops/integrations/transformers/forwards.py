@@ -20,6 +20,7 @@ from dsv4_ops.integrations.transformers.modules import (
     Maker,
     check_modules,
     has_plain_weight,
+    in_place_of,
     is_part,
     linear_float32,
     own_forward,
@@ -118,7 +119,7 @@ def of_layers(model: Any, spec: ModelSpec) -> Iterator[tuple[Any, str, Maker]]:
         elif is_part(module, "Attention"):
             yield module, "forward", partial(attention_forward, spec)
         elif norms and is_part(module, "RMSNorm") and own_forward(module) is None:
-            yield module, "forward", _norm_forward
+            yield module, "forward", in_place_of(_norm)
     yield from spec.replacements(model)
     yield from quantized.replacements(model, spec.recipe, spec.impl)
 
@@ -130,10 +131,6 @@ def _logits_forward(before: Forward) -> Forward:
         return linear_float32(hidden, self.weight)
 
     return forward
-
-
-def _norm_forward(_: Forward) -> Forward:
-    return _norm
 
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:

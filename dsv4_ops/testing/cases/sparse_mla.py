@@ -417,21 +417,19 @@ def _gathered_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     return Case("sampled", (q, kv, *lists, sink), settings)
 
 
-def _cache_settings(settings: dict[str, Any], cache: str, *names: str) -> dict[str, Any]:
-    """Of one of two caches, and ``names``."""
-    shared = {name: settings[name] for name in ("layout", *names)}
-    return {"block_size": settings[f"{cache}_block_size"], **shared}
+def _key_cache(blocks: Tensor, settings: dict[str, Any], which: str) -> reference.KeyCache:
+    return reference.KeyCache(blocks, settings[f"{which}_block_size"], settings["layout"])
 
 
 def _precise_decode(q: Tensor, *tensors: Any, **settings: Any) -> Any:
-    listed, rest, extra = tensors[3:6], tensors[6:], None
-    if listed[0] is not None:
-        extra = reference.indexed_keys(*listed, **_cache_settings(settings, "extra"))
+    (cache, *listed), rest, extra = tensors[3:6], tensors[6:], None
+    if cache is not None:
+        extra = _key_cache(cache, settings, "extra").listed(*listed)
     return _precise_over(q, tensors[:3], extra, *rest, **settings)
 
 
 def _precise_paged(q: Tensor, *tensors: Any, **settings: Any) -> Any:
-    extra = reference.paged_keys(*tensors[3:7], **_cache_settings(settings, "extra"))
+    extra = reference.paged_keys(_key_cache(tensors[3], settings, "extra"), *tensors[4:7])
     return _precise_over(q, tensors[:3], extra, *tensors[7:], **settings)
 
 
@@ -445,7 +443,7 @@ def _precise_over(
     cos_sin_cache: Tensor | None = None,
     **settings: Any,
 ) -> Any:
-    swa = reference.indexed_keys(*window, **_cache_settings(settings, "swa"))
+    swa = _key_cache(window[0], settings, "swa").listed(*window[1:])
     out, lse = exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
     return exact_inverse_rope(out, positions, cos_sin_cache), lse
 
@@ -583,13 +581,12 @@ def _mla_prefill_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Ca
 
 def _precise(q: Tensor, swa_cache: Tensor, *tensors: Any, **settings: Any) -> Any:
     position, request, swa_table, extra_cache, extra_table, topk_indices, attn_sink = tensors
-    of_window = _cache_settings(settings, "swa", "window_size")
-    swa = reference.window_keys(swa_cache, position, request, swa_table, **of_window)
-    extra = None
+    window, extra = _key_cache(swa_cache, settings, "swa"), None
+    token = (position, request)
+    swa = reference.window_keys(window, *token, swa_table, settings["window_size"])
     if extra_cache is not None:
-        of_rows = _cache_settings(settings, "extra", "compress_ratio")
-        given = (extra_cache, topk_indices, position, request, extra_table)
-        extra = reference.compressed_keys(*given, **of_rows)
+        given = (_key_cache(extra_cache, settings, "extra"), topk_indices, *token, extra_table)
+        extra = reference.compressed_keys(*given, settings["compress_ratio"])
     return exact_over_both(q, swa, extra, attn_sink, settings["softmax_scale"])
 
 

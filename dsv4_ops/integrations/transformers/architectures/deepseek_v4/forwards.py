@@ -19,6 +19,7 @@ from dsv4_ops.integrations.transformers.modules import (
     Forward,
     Maker,
     class_of,
+    in_place_of,
     is_unchanged,
     linear_float32,
     own_forward,
@@ -38,11 +39,13 @@ def replacements(model: Any, recipe: Recipe) -> Iterator[tuple[Any, str, Maker]]
     config = model.config
     makers: dict[str | None, Maker] = {}
     if config.hc_mult <= MAX_STREAMS and config.hc_sinkhorn_iters <= MAX_ITERATIONS:
-        makers["DeepseekV4HyperConnection"] = _connection_forward
+        makers["DeepseekV4HyperConnection"] = in_place_of(_connect)
     if recipe.streams_float32:
-        makers["DeepseekV4DecoderLayer"] = partial(_layer_forward, recipe.norms_float32)
+        layer = _layer_of_float32_norms if recipe.norms_float32 else _layer
+        makers["DeepseekV4DecoderLayer"] = in_place_of(layer)
     if recipe.router_float32:
-        makers["DeepseekV4TopKRouter"] = makers["DeepseekV4HashRouter"] = _router_forward
+        router = in_place_of(_router)
+        makers["DeepseekV4TopKRouter"] = makers["DeepseekV4HashRouter"] = router
     if recipe.swiglu_float32 or not recipe.shared_expert_clamp:
         makers["DeepseekV4MLP"] = partial(_shared_experts_forward, recipe)
     for module in model.modules():
@@ -50,40 +53,33 @@ def replacements(model: Any, recipe: Recipe) -> Iterator[tuple[Any, str, Maker]]
         if found in makers and own_forward(module) is None:
             yield module, "forward", makers[found]
         elif found == "DeepseekV4Experts" and recipe.swiglu_float32:
-            yield module, "_apply_gate", _experts_gate
+            yield module, "_apply_gate", in_place_of(_gated)
 
 
-def _connection_forward(before: Forward) -> Forward:
-    def forward(self: Any, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        count = self.hc_mult
-        flat = self.input_norm(hidden_streams.flatten(2).float())
-        weights = torch.nn.functional.linear(flat, self.fn.float())
-        sizes = [count, count, count * count]
-        pre, post, mix = (
-            part * scale + base
-            for part, scale, base in zip(
-                weights.split(sizes, -1), self.scale.unbind(), self.base.split(sizes), strict=True
-            )
+def _connect(self: Any, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    count = self.hc_mult
+    flat = self.input_norm(hidden_streams.flatten(2).float())
+    weights = torch.nn.functional.linear(flat, self.fn.float())
+    sizes = [count, count, count * count]
+    pre, post, mix = (
+        part * scale + base
+        for part, scale, base in zip(
+            weights.split(sizes, -1), self.scale.unbind(), self.base.split(sizes), strict=True
         )
-        collapsed = ((pre.sigmoid() + self.hc_eps)[..., None] * hidden_streams).sum(2)
-        matrices = sinkhorn(
-            mix.flatten(0, 1).float(),
-            num_streams=count,
-            iterations=self.hc_sinkhorn_iters,
-            eps=self.hc_eps,
-        )
-        shape = (*hidden_streams.shape[:2], count, count)
-        return 2 * post.sigmoid(), matrices.view(shape), collapsed.to(hidden_streams.dtype)
-
-    return forward
+    )
+    collapsed = ((pre.sigmoid() + self.hc_eps)[..., None] * hidden_streams).sum(2)
+    matrices = sinkhorn(
+        mix.flatten(0, 1).float(),
+        num_streams=count,
+        iterations=self.hc_sinkhorn_iters,
+        eps=self.hc_eps,
+    )
+    shape = (*hidden_streams.shape[:2], count, count)
+    return 2 * post.sigmoid(), matrices.view(shape), collapsed.to(hidden_streams.dtype)
 
 
 FUSED_ON = ("cuda",)
 """Devices where a step's hyper-connections run as one op each."""
-
-
-def _layer_forward(norms_float32: bool, _: Forward) -> Forward:
-    return _layer_of_float32_norms if norms_float32 else _layer
 
 
 def _layer_of_float32_norms(
@@ -164,10 +160,6 @@ def _layer(
     return mixed(post, mix, out, streams)
 
 
-def _router_forward(_: Forward) -> Forward:
-    return _router
-
-
 def _router(self: Any, hidden_states: Tensor, input_ids: Tensor | None = None) -> Any:
     logits = linear_float32(hidden_states.reshape(-1, self.hidden_dim), self.weight)
     scores = self.score_fn(logits)
@@ -179,10 +171,6 @@ def _router(self: Any, hidden_states: Tensor, input_ids: Tensor | None = None) -
     weights = scores.gather(1, chosen)
     weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return logits, weights * self.routed_scaling_factor, chosen
-
-
-def _experts_gate(_: Forward) -> Forward:
-    return _gated
 
 
 def _gated(self: Any, gate_up: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -150,7 +151,7 @@ class DeepseekV4Spec(RingSpec):
         """Pickle without SM counts: the copy may be loaded for another GPU."""
         plain = replace(self.step_layers, schedule_sms=0, sm_parts=0)
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return _unpickled, (values | {"step_layers": plain},)
+        return partial(DeepseekV4Spec, **values | {"step_layers": plain}), ()
 
     @property
     def impl(self) -> str:
@@ -340,10 +341,6 @@ class DeepseekV4Spec(RingSpec):
 
 def _normed(body: Any, streams: Tensor) -> Any:
     return body.norm(body.hc_head(streams))
-
-
-def _unpickled(values: dict[str, Any]) -> DeepseekV4Spec:
-    return DeepseekV4Spec(**values)
 
 
 def _check_layer_types(op: str, config: Any) -> None:
