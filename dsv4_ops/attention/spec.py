@@ -163,25 +163,23 @@ class LayerSpec:
     def layouts(self, kind: str) -> dict[str, Layout]:
         """Layouts of a layer's caches, by the field names of ``LayerCaches``."""
         check_kind("LayerSpec.layouts", kind)
-        sizes = {"swa": self.attention.swa_block_size}
+        found: dict[str, Layout] = {"swa": self._keys(self.attention.swa_block_size)}
         if kind != "window":
-            sizes["compressed"] = self.block_size(kind)
-        found: dict[str, Layout] = {
-            name: MainLayout(size)
-            if self.layout == MainLayout.tag
-            else PlainLayout(size, self.head_dim, self.dtype)
-            for name, size in sizes.items()
-        }
-        if kind != "window":
+            found["compressed"] = self._keys(self.block_size(kind))
             found["states"] = self._states(kind, self.head_dim)
         if kind == "c4":
+            size, head_dim = self.block_size(kind), IndexerLayout.head_dim
+            fp8 = self.indexer_layout == IndexerLayout.tag
             found["indexer"] = (
-                IndexerLayout(self.block_size(kind))
-                if self.indexer_layout == IndexerLayout.tag
-                else PlainLayout(self.block_size(kind), IndexerLayout.head_dim, self.dtype)
+                IndexerLayout(size) if fp8 else PlainLayout(size, head_dim, self.dtype)
             )
-            found["indexer_states"] = self._states(kind, IndexerLayout.head_dim)
+            found["indexer_states"] = self._states(kind, head_dim)
         return found
+
+    def _keys(self, block_size: int) -> Layout:
+        if self.layout == MainLayout.tag:
+            return MainLayout(block_size)
+        return PlainLayout(block_size, self.head_dim, self.dtype)
 
     def _states(self, kind: str, head_dim: int) -> StateLayout:
         return StateLayout(self.state_block_size(kind), 2 * self.compressor_width(kind, head_dim))

@@ -46,27 +46,7 @@ def records(op: str | None = None) -> list[dict[str, Any]]:
     Raises:
         ValueError: as ``explain``.
     """
-    found = []
-    for spec in _chosen(op):
-        libraries = {}
-        for library in LIBRARIES:
-            if library in spec.providers:
-                here = probe(library)
-                libraries[library] = {
-                    "usable": here.usable,
-                    "reason": here.reason,
-                    "taken_from": _faster(spec, library),
-                }
-        if SCALED_MM in spec.providers:
-            reason = scaled_mm_obstacle()
-            libraries[SCALED_MM] = {
-                "usable": not reason,
-                "reason": reason or "torch has it",
-                "taken_from": [],
-            }
-        each = {"op": spec.name, "elsewhere": REFERENCE, DEVICES[0]: ours(spec)}
-        found.append({**each, "note": NOTES.get(spec.name, ""), "libraries": libraries})
-    return found
+    return [_record(spec) for spec in _chosen(op)]
 
 
 def _chosen(op: str | None) -> list[OpSpec]:
@@ -80,24 +60,34 @@ def _chosen(op: str | None) -> list[OpSpec]:
     return specs
 
 
-def _faster(spec: OpSpec, library: str) -> str:
-    return MEASURED if (spec.name, library) == FASTER_LIBRARY else ""
+def _record(spec: OpSpec) -> dict[str, Any]:
+    libraries: dict[str, Any] = {}
+    for library in LIBRARIES:
+        if library in spec.providers:
+            here = probe(library)
+            libraries[library] = {
+                "usable": here.usable,
+                "reason": here.reason,
+                "taken_from": MEASURED if (spec.name, library) == FASTER_LIBRARY else "",
+            }
+    if SCALED_MM in spec.providers:
+        obstacle = scaled_mm_obstacle()
+        state = {"usable": not obstacle, "reason": obstacle or "torch has it"}
+        libraries[SCALED_MM] = {**state, "taken_from": []}
+    each = {"op": spec.name, "elsewhere": REFERENCE, DEVICES[0]: ours(spec)}
+    return {**each, "note": NOTES.get(spec.name, ""), "libraries": libraries}
 
 
 def _of(spec: OpSpec) -> list[str]:
+    found = _record(spec)
     lines = [spec.name, f"  elsewhere  {REFERENCE}", f"  {DEVICES[0]:<9}  {ours(spec)}"]
-    if spec.name in NOTES:
-        lines.append(f"  {'':<9}  {NOTES[spec.name]}")
-    for library in LIBRARIES:
-        if library not in spec.providers:
-            continue
-        when = _faster(spec, library) or "only if asked for: it was faster at no size"
-        found = probe(library)
-        state = "usable" if found.usable else "not usable"
-        lines += [f"  {library:<9}  {when}", f"  {'':<9}  {state}: {found.reason}"]
-    if SCALED_MM in spec.providers:
-        reason = scaled_mm_obstacle()
-        state = f"not usable: {reason}" if reason else "usable: torch has it"
-        when = "only if asked for: not measured beside the reference yet"
-        lines += [f"  {SCALED_MM:<9}  {when}", f"  {'':<9}  {state}"]
+    if found["note"]:
+        lines.append(f"  {'':<9}  {found['note']}")
+    for library, here in found["libraries"].items():
+        never = "it was faster at no size"
+        if library == SCALED_MM:
+            never = "not measured beside the reference yet"
+        when = here["taken_from"] or f"only if asked for: {never}"
+        state = "usable" if here["usable"] else "not usable"
+        lines += [f"  {library:<9}  {when}", f"  {'':<9}  {state}: {here['reason']}"]
     return lines

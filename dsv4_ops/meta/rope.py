@@ -22,16 +22,14 @@ def inverse_rope_group_quantize(o: Tensor, num_groups: int, scale_layout: str) -
     num_tokens, num_heads, dim = o.shape
     width = num_heads // num_groups * dim
     values = o.new_empty((num_groups, num_tokens, width), dtype=torch.float8_e4m3fn)
-    num_scales = width // ACTIVATION_BLOCK
-    if scale_layout == "row":
-        shape = (num_groups, num_tokens, num_scales)
-        return QuantizedGroups(values, o.new_empty(shape, dtype=torch.float32))
-    padded = round_up(num_tokens, TOKEN_ALIGNMENT)
-    if scale_layout == "column_padded":
-        shape = (num_groups, num_scales, padded)
-        return QuantizedGroups(values, o.new_empty(shape, dtype=torch.float32))
-    shape = (num_groups, num_scales // 4, padded)
-    return QuantizedGroups(values, o.new_empty(shape, dtype=torch.int32))
+    scales, padded = width // ACTIVATION_BLOCK, round_up(num_tokens, TOKEN_ALIGNMENT)
+    shapes = {
+        "row": (num_groups, num_tokens, scales),
+        "column_padded": (num_groups, scales, padded),
+        "ue8m0_packed": (num_groups, scales // 4, padded),
+    }
+    dtype = torch.int32 if scale_layout == "ue8m0_packed" else torch.float32
+    return QuantizedGroups(values, o.new_empty(shapes[scale_layout], dtype=dtype))
 
 
 def qnorm_rope_kv_insert(q: Tensor) -> Tensor:

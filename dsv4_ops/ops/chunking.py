@@ -243,7 +243,8 @@ def prefill_row_bounds(
         [1, 2, 2]
     """
     checks = Checks("prefill_row_bounds")
-    _check_tokens(checks, positions, req_indices, seq_lens)
+    checks.tokens(positions, req_indices)
+    checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
     checks.at_least(1, compress_ratio=compress_ratio)
     return PrefillRowBounds(
         *_prefill_row_bounds(positions, req_indices, seq_lens, compress_ratio=compress_ratio)
@@ -316,17 +317,13 @@ def prefill_chunk_row_bounds(
         [0, 0, 2, 4, 4, 0, 0, 0]
     """
     checks = Checks("prefill_chunk_row_bounds")
-    _check_tokens(checks, positions, req_indices, seq_lens)
+    checks.tokens(positions, req_indices)
+    checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
     checks.tensor("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")
     checks.tensor("chunk", chunk, torch.int32, 4)
     checks.at_least(1, compress_ratio=compress_ratio)
     tensors = (positions, req_indices, seq_lens, query_start_loc, chunk)
     return PrefillRowBounds(*_prefill_chunk_row_bounds(*tensors, compress_ratio=compress_ratio))
-
-
-def _check_tokens(checks: Checks, positions: Tensor, req_indices: Tensor, seq_lens: Tensor) -> None:
-    checks.tokens(positions, req_indices)
-    checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
 
 
 def _check_budgets(

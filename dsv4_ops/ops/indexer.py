@@ -440,7 +440,8 @@ def indexer_logits(
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
     taken: dict[str, Any] = {"layout": layout, "block_size": block_size}
-    _check_schedule(checks, schedule, q, impl, taken)
+    checks.optional("schedule", schedule, torch.int32, "num_sms + 1", 2)
+    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
     rows = (q, weights, k_cache, lens, req_indices, block_table)
     return _indexer_logits(*rows, schedule, num_rows=num_rows, impl=impl, **taken)
 
@@ -508,14 +509,6 @@ def check_paged(
     check_query(checks, q, weights, q.dtype)
     checks.rows("k_cache", k_cache, block_size)
     checks.tensor("k_cache", k_cache, q.dtype, "num_blocks", "block_size", DIM)
-
-
-def _check_schedule(
-    checks: Checks, schedule: Tensor | None, q: Tensor, impl: str, taken: dict[str, Any]
-) -> None:
-    """Check a schedule for some number of SMs, if there is one, and ``impl``."""
-    checks.optional("schedule", schedule, torch.int32, "num_sms + 1", 2)
-    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
 
 
 def check_query(
@@ -680,7 +673,8 @@ def indexer_select(
     check_paged(checks, q, weights, k_cache, block_size=block_size, layout=layout)
     checks.tokens(positions, req_indices, block_table)
     taken: dict[str, Any] = {"layout": layout, "block_size": block_size}
-    _check_schedule(checks, schedule, q, impl, taken)
+    checks.optional("schedule", schedule, torch.int32, "num_sms + 1", 2)
+    check_impl(checks.op, PROVIDERS, impl, q.device, {"q": q, **taken})
     rows = (q, weights, k_cache, positions, req_indices, block_table)
     sizes = {"compress_ratio": compress_ratio, "topk": topk, "slots": slots}
     return _indexer_select(*rows, schedule, impl=impl, **sizes, **taken)

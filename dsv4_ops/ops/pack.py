@@ -66,7 +66,7 @@ def pack_seq(x: Tensor, query_start_loc: Tensor, *, next_n: int, pad: float = 0.
     checks = Checks("pack_seq")
     checks.at_least(1, next_n=next_n)
     checks.rows_of("x", x, "num_tokens")
-    _check_starts(checks, query_start_loc)
+    checks.tensor("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")
     checks.value_of("pad", pad, "x", x.dtype)
     return _pack_seq(x, query_start_loc, next_n=next_n, pad=pad)
 
@@ -108,10 +108,6 @@ def unpack_seq(packed: Tensor, query_start_loc: Tensor, *, num_tokens: int) -> T
     checks = Checks("unpack_seq")
     checks.at_least(0, num_tokens=num_tokens)
     checks.rows_of("packed", packed, "num_reqs", "next_n")
-    _check_starts(checks, query_start_loc)
+    checks.tensor("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")
     checks.request_limit()
     return _unpack_seq(packed, query_start_loc, num_tokens=num_tokens)
-
-
-def _check_starts(checks: Checks, query_start_loc: Tensor) -> None:
-    checks.tensor("query_start_loc", query_start_loc, torch.int32, "num_reqs + 1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout
@@ -44,29 +46,15 @@ def insert_c4_step(
 ) -> C4Step:
     window = (q, kv, swa_cache, swa_slot_mapping, positions, cos_sin_cache)
     q_out = qnorm_rope_kv_insert(*window, eps=eps, block_size=swa_block_size, layout=MainLayout.tag)
-    main = (kv_score, ape, states, norm_weight, k_cache)
-    indexer = (indexer_kv_score, indexer_ape, indexer_states, indexer_norm_weight, indexer_cache)
-    for own, layout in ((main, MainLayout.tag), (indexer, IndexerLayout.tag)):
-        own_kv_score, own_ape, own_states, own_weight, own_cache = own
-        save_and_compress(
-            own_kv_score,
-            own_ape,
-            own_states,
-            state_block_table,
-            state_slot_mapping,
-            positions,
-            req_indices,
-            own_weight,
-            cos_sin_cache,
-            own_cache,
-            slot_mapping,
-            compress_ratio=compress_ratio,
-            overlap=True,
-            eps=eps,
-            state_block_size=state_block_size,
-            block_size=block_size,
-            layout=layout,
-        )
+    main = (kv_score, ape, states), norm_weight, k_cache, MainLayout.tag
+    of_indexer = indexer_kv_score, indexer_ape, indexer_states
+    indexer = of_indexer, indexer_norm_weight, indexer_cache, IndexerLayout.tag
+    tokens = (state_block_table, state_slot_mapping, positions, req_indices)
+    settings: dict[str, Any] = {"compress_ratio": compress_ratio, "overlap": True, "eps": eps}
+    settings |= {"state_block_size": state_block_size, "block_size": block_size}
+    for source, weight, cache, layout in (main, indexer):
+        target = (weight, cos_sin_cache, cache, slot_mapping)
+        save_and_compress(*source, *tokens, *target, **settings, layout=layout)
     query = indexer_quantize_q(
         indexer_q, indexer_weights, positions, cos_sin_cache, softmax_scale=softmax_scale
     )

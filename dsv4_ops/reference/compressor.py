@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,19 +181,11 @@ def save_and_compress(
     block_size: int,
     layout: str,
 ) -> None:
+    source = (kv_score, ape, states)
     windows = (positions, req_indices, norm_weight, cos_sin_cache, k_cache, slot_mapping)
-    compress_and_insert(
-        kv_score,
-        ape,
-        states,
-        state_block_table,
-        *windows,
-        compress_ratio=compress_ratio,
-        overlap=overlap,
-        eps=eps,
-        state_block_size=state_block_size,
-        block_size=block_size,
-        layout=layout,
-    )
-    saved = (kv_score, ape, states, state_slot_mapping, positions)
-    save_compressor_states(*saved, compress_ratio=compress_ratio, block_size=state_block_size)
+    settings: dict[str, Any] = {"overlap": overlap, "eps": eps, "layout": layout}
+    settings |= {"state_block_size": state_block_size, "block_size": block_size}
+    ratio = compress_ratio
+    compress_and_insert(*source, state_block_table, *windows, compress_ratio=ratio, **settings)
+    saved = (*source, state_slot_mapping, positions)
+    save_compressor_states(*saved, compress_ratio=ratio, block_size=state_block_size)

@@ -69,7 +69,7 @@ def _stored(k_cache: Tensor, pages: Tensor, rows: Tensor, block_size: int) -> tu
 
 def paged_mqa_logits_metadata(seq_lens: Tensor, *, block_size: int, num_sms: int) -> Tensor:
     splits = (seq_lens.long().clamp(min=0) + SCHEDULE_KEYS - 1) // SCHEDULE_KEYS
-    before = torch.nn.functional.pad(splits.cumsum(0), (1, 0))
+    before = pad(splits.cumsum(0), (1, 0))
     sm = torch.arange(num_sms + 1, device=seq_lens.device)
     share, rest = splits.sum() // num_sms, splits.sum() % num_sms
     start = (sm * share + torch.minimum(sm, rest))[:, None]
@@ -205,11 +205,8 @@ def indexer_select(
     num_reqs, max_blocks = block_table.shape
     valid = valid_tokens(positions, req_indices, num_reqs)
     lens = torch.where(valid, visible_rows(positions, compress_ratio), 0)
-    tensors, num_rows = (
-        (q, weights, k_cache, lens, req_indices, block_table),
-        max_blocks * block_size,
-    )
-    scores, exists = paged_scores(*tensors, block_size, num_rows, layout)
+    tensors = (q, weights, k_cache, lens, req_indices, block_table)
+    scores, exists = paged_scores(*tensors, block_size, max_blocks * block_size, layout)
     rows = best(torch.where(exists, sortable(scores), ABSENT_KEY), topk)
     if not slots:
         return rows

@@ -148,15 +148,12 @@ def skipped_modules(attention: Any) -> Iterator[tuple[str, Any]]:
     """Modules of an attention layer that steps do not call."""
     yield "q_b_norm", attention.q_b_norm
     compressor = attention.compressor
-    if compressor is None:
-        return
-    yield "compressor", compressor
-    yield "compressor.kv_norm", compressor.kv_norm
-    yield "compressor.rotary_emb", compressor.rotary_emb
     indexer = getattr(compressor, "indexer", None)
-    if indexer is not None:
-        yield "compressor.indexer", indexer
-        yield "compressor.indexer.kv_norm", indexer.kv_norm
-        yield "compressor.indexer.rotary_emb", indexer.rotary_emb
-        if hasattr(indexer, "scorer"):
-            yield "compressor.indexer.scorer", indexer.scorer
+    for name, module in (("compressor", compressor), ("compressor.indexer", indexer)):
+        if module is not None:
+            yield name, module
+            yield f"{name}.kv_norm", module.kv_norm
+            yield f"{name}.rotary_emb", module.rotary_emb
+    scorer = getattr(indexer, "scorer", None)
+    if scorer is not None:
+        yield "compressor.indexer.scorer", scorer

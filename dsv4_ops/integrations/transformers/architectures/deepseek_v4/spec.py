@@ -353,13 +353,10 @@ def _check_layer_types(op: str, config: Any) -> None:
 
 def _check_flash_mla(op: str, impl: str, kv: str, batch_invariant: bool) -> None:
     """FlashMLA reads its own layout only, and chooses its splits by the batch."""
-    if impl != "flash_mla" or (kv == "fp8" and not batch_invariant):
-        return
-    name, rule, value = ("kv", "be 'fp8'", repr(kv))
-    if kv == "fp8":
-        name, rule, value = ("batch_invariant", "be False", "True")
-    rule, advice = f"{rule} for impl 'flash_mla'", "FlashMLA runs nothing else"
-    raise refusal(NotImplementedError, op, name, rule, value, advice)
+    for name, value, wanted in (("kv", kv, "fp8"), ("batch_invariant", batch_invariant, False)):
+        if impl == FLASH_MLA and value != wanted:
+            rule, advice = f"be {wanted!r} for impl 'flash_mla'", "FlashMLA runs nothing else"
+            raise refusal(NotImplementedError, op, name, rule, repr(value), advice)
 
 
 def _check_sizes(op: str, config: Any, kv: str) -> None:
