@@ -264,16 +264,13 @@ def choose(spec: OpSpec, values: Values) -> Choice:
     """
     impl, device = values["impl"], subject(values).device
     check_device(spec.name, impl, device)
-    if impl in LIBRARIES or impl == FLASH_ATTN:
+    if impl != AUTO:
         check_limit(spec.name, spec.providers, impl, values)
-        require(spec.name, impl)
-        return Choice(impl, "asked for")
-    if impl == SCALED_MM:
-        check_limit(spec.name, spec.providers, impl, values)
-        if obstacle_here := scaled_mm_obstacle():
+        if impl in LIBRARIES or impl == FLASH_ATTN:
+            require(spec.name, impl)
+        elif impl == SCALED_MM and (obstacle_here := scaled_mm_obstacle()):
             rule = "be one that runs here"
             raise refusal(RuntimeError, spec.name, "impl", rule, repr(impl), obstacle_here)
-    if impl != AUTO:
         return Choice(impl, "asked for")
     if device.type not in DEVICES:
         return Choice(REFERENCE, f"no kernel runs on {device.type}")

@@ -180,11 +180,8 @@ def flatten_decode(
     _check_batch(checks, query_start_loc, seq_lens)
     checks.at_least(0, num_tokens=num_tokens)
     checks.at_least(1, compress_ratio=compress_ratio)
-    return FlattenedDecode(
-        *_flatten_decode(
-            query_start_loc, seq_lens, num_tokens=num_tokens, compress_ratio=compress_ratio
-        )
-    )
+    sizes = {"num_tokens": num_tokens, "compress_ratio": compress_ratio}
+    return FlattenedDecode(*_flatten_decode(query_start_loc, seq_lens, **sizes))
 
 
 _expand_block_table = define_op(

@@ -246,9 +246,8 @@ def prefill_row_bounds(
     checks.tokens(positions, req_indices)
     checks.tensor("seq_lens", seq_lens, torch.int32, "num_reqs")
     checks.at_least(1, compress_ratio=compress_ratio)
-    return PrefillRowBounds(
-        *_prefill_row_bounds(positions, req_indices, seq_lens, compress_ratio=compress_ratio)
-    )
+    tensors = (positions, req_indices, seq_lens)
+    return PrefillRowBounds(*_prefill_row_bounds(*tensors, compress_ratio=compress_ratio))
 
 
 _prefill_chunk_row_bounds = define_op(

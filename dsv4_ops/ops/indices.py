@@ -75,11 +75,9 @@ def swa_indices_and_lens(
     checks = Checks("swa_indices_and_lens")
     checks.tokens(positions, req_indices, block_table)
     checks.at_least(1, block_size=block_size, window_size=window_size)
-    return SwaIndices(
-        *_swa_indices_and_lens(
-            positions, req_indices, block_table, block_size=block_size, window_size=window_size
-        )
-    )
+    rows = (positions, req_indices, block_table)
+    found = _swa_indices_and_lens(*rows, block_size=block_size, window_size=window_size)
+    return SwaIndices(*found)
 
 
 _prefill_gather_lens = define_op(
@@ -188,11 +186,8 @@ def global_topk_indices_and_lens(
     checks.tensor("req_indices", req_indices, torch.int32, "num_tokens")
     checks.tensor("block_table", block_table, torch.int32, "num_reqs", "max_blocks")
     checks.at_least(1, block_size=block_size)
-    return TopkIndices(
-        *_global_topk_indices_and_lens(
-            topk_indices, req_indices, block_table, block_size=block_size
-        )
-    )
+    rows = (topk_indices, req_indices, block_table)
+    return TopkIndices(*_global_topk_indices_and_lens(*rows, block_size=block_size))
 
 
 _dense_compressed_indices = define_op(

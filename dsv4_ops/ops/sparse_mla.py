@@ -662,11 +662,8 @@ def sparse_mla_gathered(
     checks.at_least(1, topk=indices.shape[1])
     checks.optional("attn_sink", attn_sink, torch.float32, "num_heads")
     check_impl(checks.op, DECODE_PROVIDERS, impl, q.device, {"q": q})
-    return SparseMlaGathered(
-        *_sparse_mla_gathered(
-            q, kv, indices, lens, attn_sink, softmax_scale=softmax_scale, impl=impl
-        )
-    )
+    rows = (q, kv, indices, lens, attn_sink)
+    return SparseMlaGathered(*_sparse_mla_gathered(*rows, softmax_scale=softmax_scale, impl=impl))
 
 
 PREFILL_PROVIDERS = ("triton", "flash_mla", "reference")
