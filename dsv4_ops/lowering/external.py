@@ -9,8 +9,7 @@ from typing import Any
 
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO
-
-_lowered: set[Any] = set()
+from dsv4_ops.lowering.register import inductor_is_loaded, lower_with
 
 
 def adapter(library: str) -> Any:
@@ -59,14 +58,9 @@ def fits(op: str, library: str, impl: str) -> bool:
 
 def prepare(library: str) -> None:
     """Have Inductor call the library's ops where a graph holds ours."""
-    if "torch._inductor.lowering" not in sys.modules:
-        return
-    from dsv4_ops.lowering import _compat
-
-    for ours, library_op in adapter(library).lowered().items():
-        if ours not in _lowered:
-            _lowered.add(ours)
-            _compat.register_lowering(ours, type_promotion_kind=None)(_call_of(library_op))
+    if inductor_is_loaded():
+        for ours, library_op in adapter(library).lowered().items():
+            lower_with(ours, _call_of(library_op))
 
 
 def _call_of(library_op: Any) -> Any:

@@ -16,6 +16,7 @@ from dsv4_ops.kernels.aot.launch_op import ALIGNED, Rest, kernel_of, launch_hopp
 from dsv4_ops.kernels.sparse_mla.hopper import support
 from dsv4_ops.lowering import _compat
 from dsv4_ops.lowering._compat import V
+from dsv4_ops.lowering.register import lower_with
 
 _ALIGNMENT = 16
 
@@ -25,14 +26,10 @@ _written: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 _binaries: dict[Any, Binary] = {}
 """Kernels that were compiled, by what is known of their arguments."""
 
-_registered: list[Any] = []
-
 
 def register() -> None:
     """Tell Inductor about the op, once."""
-    if not _registered:
-        _registered.append(launch_hopper)
-        _compat.register_lowering(launch_hopper, type_promotion_kind=None)(_lower)
+    lower_with(launch_hopper, _lower)
 
 
 def _lower(

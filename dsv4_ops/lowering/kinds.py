@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,8 @@ import torch
 from dsv4_ops.core.registry import OPS, REFERENCE, OpSpec
 from dsv4_ops.dispatch import choice, libraries
 from dsv4_ops.dispatch.twins import on_copies
+from dsv4_ops.lowering.register import inductor_is_loaded, lower_with
 from dsv4_ops.reference.common import buffers_by
-
-_registered: set[Any] = set()
-"""Overloads whose lowering Inductor has."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +39,13 @@ def twin(written: str) -> Decompose:
 def _traced(mode: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     from dsv4_ops.lowering.materialize import materialize
 
-    if _inductor_is_loaded():
+    if inductor_is_loaded():
         from dsv4_ops.lowering.mend import mend_scheduler, mend_while_loop
 
         mend_scheduler()
         mend_while_loop()
     with mode, buffers_by(materialize):
         return function(*args, **kwargs)
-
-
-def _inductor_is_loaded() -> bool:
-    """A trace without Inductor (backend="aot_eager", opcheck) needs no lowering, nor the second its
-    import takes."""
-    return "torch._inductor.lowering" in sys.modules
 
 
 @dataclass(frozen=True)
@@ -66,19 +57,8 @@ class PointwiseIR:
     kind = "pointwise"
 
     def trace(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if _inductor_is_loaded():
-            self.register(op)
+        lower_with(op, self.function)
         return mode.__torch_dispatch__(op, types, args, kwargs)
-
-    def register(self, op: Any) -> None:
-        """Tell Inductor about ``function``, once."""
-        from dsv4_ops.lowering import _compat
-
-        # Not "op in lowerings": Inductor puts a fallback there for an op that it met opaque.
-        if op not in _registered:
-            _registered.add(op)
-            # None: integers stay what they are, no type promotion among the arguments
-            _compat.register_lowering(op, type_promotion_kind=None)(self.function)
 
 
 @dataclass(frozen=True)

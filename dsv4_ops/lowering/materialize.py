@@ -7,29 +7,24 @@ minutes to compile in a graph of a whole model.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4_ops.core.registry import NAMESPACE
+from dsv4_ops.lowering.register import lower_with
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _library.define("_materialize(Tensor values) -> Tensor")
 _library.impl("_materialize", torch.clone, "CompositeExplicitAutograd")
 torch.library.register_fake(f"{NAMESPACE}::_materialize", torch.empty_like, lib=_library)
 _op = torch.ops.dsv4_ops._materialize.default
-_registered: list[bool] = []
 
 
 def materialize(values: Tensor) -> Tensor:
     """``values``; code of Inductor computes it once."""
-    if "torch._inductor.lowering" in sys.modules and not _registered:
-        from dsv4_ops.lowering import _compat
-
-        _registered.append(True)
-        _compat.register_lowering(_op, type_promotion_kind=None)(_realized)
+    lower_with(_op, _realized)
     result: Tensor = _op(values)
     return result
 

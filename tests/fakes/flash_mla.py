@@ -164,7 +164,7 @@ def registered() -> Iterator[None]:
     """With the ops registered, as functions without a device, which is how vLLM does it."""
     from dsv4_ops.dispatch import libraries
     from dsv4_ops.kernels import opaque_op
-    from dsv4_ops.lowering import _compat, external
+    from dsv4_ops.lowering import _compat, register
 
     library = torch.library.Library(NAMESPACE, "DEF")
     for schema, function in ((DECODE, decode), (DENSE, dense_decode), (PREFILL, prefill)):
@@ -176,9 +176,9 @@ def registered() -> Iterator[None]:
     finally:
         libraries.load.cache_clear()
         opaque_op._described.clear()
-        for op in external._lowered:
+        for op in register.registered:
             _compat.lowerings.pop(op, None)
-        external._lowered.clear()
+        register.registered.clear()
         if NAMESPACE in opaque_op._fragments:
             opaque_op._fragments.pop(NAMESPACE)._destroy()
         library._destroy()
