@@ -13,16 +13,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-_done: list[bool] = []
 
-
+@functools.cache
 def mend_scheduler() -> None:
     """Have Inductor keep the order of writes and reads, in this process, from now on."""
-    if _done:
-        return
     from dsv4_ops.lowering._compat import SchedulerNode
 
-    _done.append(True)
     recompute = SchedulerNode.recompute_size_and_body
 
     @functools.wraps(recompute)
@@ -36,9 +32,6 @@ def mend_scheduler() -> None:
     SchedulerNode.recompute_size_and_body = recompute_and_restore  # type: ignore[method-assign] # a repair
 
 
-_held: list[bool] = []
-
-
 class _Held:
     """An input of a loop, by the name of the variable that holds it."""
 
@@ -49,17 +42,15 @@ class _Held:
         return self.name
 
 
+@functools.cache
 def mend_while_loop() -> None:
     """Have packages hold the views that a loop reads, in this process, from now on.
 
     The code of torch 2.13 writes a view, such as that of a cache written to before, as a temporary:
     the first round frees it, and the next use of it ends the process.
     """
-    if _held:
-        return
     from dsv4_ops.lowering._compat import CppWrapperCpu
 
-    _held.append(True)
     generate = CppWrapperCpu.codegen_while_loop
 
     @functools.wraps(generate)
