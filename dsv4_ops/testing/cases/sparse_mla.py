@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,47 +22,28 @@ _LENS = (0, 1, 63, 64, 65, 128, 640, 8192, 2**31 - 1, -1, -(2**31))
 
 
 def _cases() -> list[Case]:
-    two = {"num_heads": 64, "num_programs": 2}
-    absent = [-1] * 4
+    absent, whole = [-1] * 4, ([0, 0, 1, 0], [1, 0, 1, 0])
+
+    def case(
+        name: str, swa: list[int], extra: list[int] | None, heads: int, programs: int, *rows: Any
+    ) -> Case:
+        lens = (i32(swa), None if extra is None else i32(extra))
+        settings = {"num_heads": heads, "num_programs": programs}
+        return Case(name, lens, settings, ([*rows],) if rows else None)
+
+    # 11 tiles on 4 programs: one is left for an extra split, of 5 tiles or more
+    one = ([2, 0, 2, 0], [2, 1, 2, 0], *whole, *[absent] * 3)
+    # 1 + 1, 10 + 0, 9 + 1 tiles on 6 programs: splits of up to 5 leave one
+    two = ([1, 0, 2, 0], [2, 0, 2, 2], [1, 1, 2, 0], [2, 1, 2, 2], [0, 0, 1, 0], *[absent] * 4)
+    shared = ([0, 0, 2, 0], [0, 1, 2, 0], absent)
     return [
-        Case(
-            # 11 tiles on 4 programs: one is left for an extra split, of 5 tiles or more
-            "one long token",
-            (i32([64, 0, 640]), None),
-            {"num_heads": 64, "num_programs": 4},
-            ([[2, 0, 2, 0], [2, 1, 2, 0], [0, 0, 1, 0], [1, 0, 1, 0], *[absent] * 3],),
-        ),
-        Case(
-            # 1 + 1, 10 + 0, 9 + 1 tiles on 6 programs: splits of up to 5 leave one
-            "two long tokens",
-            (i32([1, 640, 576]), i32([64, -5, 1])),
-            {"num_heads": 8, "num_programs": 6},
-            (
-                [
-                    [1, 0, 2, 0],
-                    [2, 0, 2, 2],
-                    [1, 1, 2, 0],
-                    [2, 1, 2, 2],
-                    [0, 0, 1, 0],
-                    *[absent] * 4,
-                ],
-            ),
-        ),
-        Case(
-            "programs shared by two tiles of heads",
-            (i32([640]), None),
-            {"num_heads": 65, "num_programs": 5},
-            ([[0, 0, 2, 0], [0, 1, 2, 0], absent],),
-        ),
-        Case("more heads than programs", (i32([640]), None), {"num_heads": 129, "num_programs": 2}),
-        Case(
-            "no keys",
-            (i32([0, -1]), i32([0, 0])),
-            two,
-            ([[0, 0, 1, 0], [1, 0, 1, 0], *[absent] * 2],),
-        ),
-        Case("no token", (i32([]), None), two, ([absent] * 2,)),
-        Case("longest", (i32([2**31 - 1] * 3), i32([2**31 - 1] * 3)), two),
+        case("one long token", [64, 0, 640], None, 64, 4, *one),
+        case("two long tokens", [1, 640, 576], [64, -5, 1], 8, 6, *two),
+        case("programs shared by two tiles of heads", [640], None, 65, 5, *shared),
+        case("more heads than programs", [640], None, 129, 2),
+        case("no keys", [0, -1], [0, 0], 64, 2, *whole, *[absent] * 2),
+        case("no token", [], None, 64, 2, *[absent] * 2),
+        case("longest", [2**31 - 1] * 3, [2**31 - 1] * 3, 64, 2),
     ]
 
 
@@ -208,44 +190,31 @@ def _decode_cases() -> list[Case]:
     adversarial = i64([1, -1, 2, 2**63 - 1])
     sink = torch.tensor([0.0, torch.inf])
     swa, none = _lists([[0, 7]], [1]), _lists([[-1, 0]], [1])
-    settings, empty = _settings(1, 1), tuple(tensor[:0] for tensor in swa)
+    case = partial(Case, settings=_settings(1, 1))
+    absent, zeros, empty = (None, None, None), [[0.0, 0.0]], tuple(tensor[:0] for tensor in swa)
     one = (twos, *_lists([[0, 7]] * 4, [1] * 4))
-    negative = -torch.inf
+    window, both = (q, twos, *none, fours), (q, twos, *swa, fours, *swa)
     return [
-        Case(
-            "one key",
-            (q, twos, *swa, None, None, None, sink, *BARE),
-            settings,
-            ([half], [[0.0, 0.0]]),
-        ),
-        Case(
+        case("one key", (q, twos, *swa, *absent, sink, *BARE), expected=([half], zeros)),
+        case(
             "inverse RoPE, positions that do not exist",
-            (q.repeat(4, 1, 1), *one, None, None, None, sink, None, adversarial, worked_table()),
-            settings,
-            ([rotated, half, half, half], [[0.0, 0.0]] * 4),
+            (q.repeat(4, 1, 1), *one, *absent, sink, None, adversarial, worked_table()),
+            expected=([rotated, half, half, half], zeros * 4),
         ),
-        Case(
+        case(
             "one key, of the compressed cache",
-            (q, twos, *none, fours, *swa, sink, *BARE),
-            settings,
-            (sixes, [[0.0, 0.0]]),
+            (*window, *swa, sink, *BARE),
+            expected=(sixes, zeros),
         ),
-        Case(
+        case(
             "no key",
-            (q, twos, *none, fours, *none, sink, *BARE),
-            settings,
-            ([[[0.0] * 512] * 2], [[negative] * 2]),
+            (*window, *none, sink, *BARE),
+            expected=([[[0.0] * 512] * 2], [[-torch.inf] * 2]),
         ),
-        Case("no token", (q[:0], twos, *empty, fours, *empty, sink, *BARE), settings),
-        Case(
-            "plan of a longer batch", (q, twos, *swa, fours, *swa, sink, plan, None, None), settings
-        ),
-        Case(
-            "inverse RoPE, with a plan",
-            (q, twos, *swa, fours, *swa, sink, plan, i64([1]), worked_table()),
-            settings,
-        ),
-        Case("no sink", (q, twos, *swa, fours, *swa, None, *BARE), settings),
+        case("no token", (q[:0], twos, *empty, fours, *empty, sink, *BARE)),
+        case("plan of a longer batch", (*both, sink, plan, None, None)),
+        case("inverse RoPE, with a plan", (*both, sink, plan, i64([1]), worked_table())),
+        case("no sink", (*both, None, *BARE)),
     ]
 
 
@@ -494,45 +463,43 @@ def _mla_prefill_cases() -> list[Case]:
     pages = torch.cat([one_key_page(value) for value in (2, 4, 6)])
     q, sink = torch.zeros(1, 1, 512, dtype=torch.bfloat16), torch.zeros(1)
     settings = _mla_prefill_settings(2, 2, 1, 1)
-    request, table = i32([0]), i32([[0, 1, 2]])
-    out_of = {value: [[[float(value)] * 512]] for value in (0, 2, 3, 4, 5)}
-    one, nothing = [[0.0]], [[-torch.inf]]
-    two = [[float(torch.tensor(2.0).log())]]
+    first, pages_of, gone = i32([0]), i32([[0, 1, 2]]), i32([[3, 3, 3]])
+    none, two = (None, None, None), float(torch.tensor(2.0).log())
 
-    def call(position: int, *extra: Tensor | None, **changed: Tensor) -> tuple[Any, ...]:
-        swa = changed.get("table", table)
-        return (q, pages, i64([position]), changed.get("request", request), swa, *extra, None)
+    def case(
+        name: str,
+        position: int,
+        value: float,
+        lse: float,
+        *extra: Tensor | None,
+        request: Tensor = first,
+        table: Tensor = pages_of,
+    ) -> Case:
+        tensors = (q, pages, i64([position]), request, table, *(extra or none), None)
+        return Case(name, tensors, settings, ([[[value] * 512]], [[lse]]))
 
-    none = (None, None, None)
     return [
-        Case("first token", call(0, *none), settings, (out_of[2], one)),
-        Case("second token sees the first", call(1, *none), settings, (out_of[3], two)),
-        Case("third no longer sees the first", call(2, *none), settings, (out_of[5], two)),
-        Case("padding", call(-1, *none), settings, (out_of[0], nothing)),
-        Case("past any request", call(2**31 - 1, *none), settings, (out_of[0], nothing)),
-        Case("no request", call(1, *none, request=i32([1])), settings, (out_of[0], nothing)),
-        Case(
-            "page of the window that is gone",
-            call(2, *none, table=i32([[-1, -1, 1]])),
-            settings,
-            (out_of[4], one),
-        ),
-        Case(
+        case("first token", 0, 2.0, 0.0),
+        case("second token sees the first", 1, 3.0, two),
+        case("third no longer sees the first", 2, 5.0, two),
+        case("padding", -1, 0.0, -torch.inf),
+        case("past any request", 2**31 - 1, 0.0, -torch.inf),
+        case("no request", 1, 0.0, -torch.inf, request=i32([1])),
+        case("page of the window that is gone", 2, 4.0, 0.0, table=i32([[-1, -1, 1]])),
+        case(
             "compressed row 0 alone, all rows of which the token sees one",
-            call(2, pages, i32([[0, 1, 2]]), None, table=i32([[3, 3, 3]])),
-            settings,
-            (out_of[2], one),
+            *(2, 2.0, 0.0, pages, pages_of, None),
+            table=gone,
         ),
-        Case(
+        case(
             "selected rows, of which only row 0 may be seen yet",
-            call(2, pages, i32([[1, 0, 2]]), i32([[1, 0, -1]]), table=i32([[3, 3, 3]])),
-            settings,
-            (out_of[4], one),
+            *(2, 4.0, 0.0, pages, i32([[1, 0, 2]]), i32([[1, 0, -1]])),
+            table=gone,
         ),
-        Case("sink", (*call(1, *none)[:-1], sink), settings),
+        Case("sink", (q, pages, i64([1]), first, pages_of, *none, sink), settings),
         Case(
             "no token",
-            (q[:0], pages, i64([]), request[:0], table, pages, table, i32([[0]])[:0], sink),
+            (q[:0], pages, i64([]), first[:0], pages_of, pages, pages_of, i32([[0]])[:0], sink),
             settings,
         ),
     ]
