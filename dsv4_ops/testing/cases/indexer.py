@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,33 +110,23 @@ _LENS = (0, 1, 255, 256, 257, 1000, 4096, 262144, 2**31 - 1, -1, -(2**31))
 
 
 def _cases() -> list[Case]:
-    four, one = ({"block_size": 64, "num_sms": count} for count in (4, 1))
+    def case(name: str, num_sms: int, lens: list[int], *starts: list[int]) -> Case:
+        settings = {"block_size": 64, "num_sms": num_sms}
+        return Case(name, (i32(lens),), settings, ([*starts],) if starts else None)
+
     return [
         # 4, 2, 0 and 3 splits: runs of 3, 2, 2, 2
-        Case(
-            "worked example",
-            (i32([1000, 300, 0, 600]),),
-            four,
-            ([[0, 0], [0, 3], [1, 1], [3, 1], [4, 0]],),
-        ),
+        case("worked example", 4, [1000, 300, 0, 600], [0, 0], [0, 3], [1, 1], [3, 1], [4, 0]),
         # 0, 0, 1, 0, 1, 0 splits: no run begins in a row without keys
-        Case(
-            "fewer splits than SMs",
-            (i32([0, -9, 1, 0, 256, 0]),),
-            four,
-            ([[2, 0], [4, 0], [6, 0], [6, 0], [6, 0]],),
-        ),
-        Case("no keys", (i32([0, 0, -1]),), four, ([[3, 0]] * 5,)),
-        Case("no request", (i32([]),), four, ([[0, 0]] * 5,)),
-        Case("one SM", (i32([257, 1]),), one, ([[0, 0], [2, 0]],)),
+        case("fewer splits than SMs", 4, [0, -9, 1, 0, 256, 0], [2, 0], [4, 0], *[[6, 0]] * 3),
+        case("no keys", 4, [0, 0, -1], *[[3, 0]] * 5),
+        case("no request", 4, [], *[[0, 0]] * 5),
+        case("one SM", 1, [257, 1], [0, 0], [2, 0]),
         # 3 * 2^23 splits: 6291456 each, and 2^23 = 8388608 in a row
-        Case(
-            "longest",
-            (i32([2**31 - 1] * 3),),
-            four,
-            ([[0, 0], [0, 6291456], [1, 4194304], [2, 2097152], [3, 0]],),
+        case(
+            "longest", 4, [2**31 - 1] * 3, [0, 0], [0, 6291456], [1, 4194304], [2, 2097152], [3, 0]
         ),
-        Case("beyond 32 bits", (i32([2**31 - 1] * 600),), {"block_size": 64, "num_sms": 132}),
+        case("beyond 32 bits", 132, [2**31 - 1] * 600),
     ]
 
 
@@ -168,25 +160,23 @@ def _quantize_cases() -> list[Case]:
     weights = torch.tensor([[1.0], [-2.0]])
     # 2^-7 is the scale of 3: 384, 128, 256, and rotated -256 and 128
     rows = [[[384.0] * 126 + pair] for pair in ([-256.0, 128.0], [128.0, 256.0])]
-    scale = {"softmax_scale": 0.5}
+    case = partial(Case, settings={"softmax_scale": 0.5})
     nothing = torch.zeros(1, 2, 128, dtype=torch.bfloat16)
     ones = torch.ones(1, 2, dtype=torch.bfloat16)
     return [
-        Case(
+        case(
             "a quarter turn, and no such position",
             (q, weights, i64([0, 1]), quarter),
-            scale,
-            (rows, [[0.00390625], [-0.0078125]]),
+            expected=(rows, [[0.00390625], [-0.0078125]]),
         ),
-        Case(
+        case(
             "zeros have the smallest scale",
             (nothing, ones, i64([-1]), quarter),
-            scale,
-            ([[[0.0] * 128] * 2], [[2.0**-23] * 2]),
+            expected=([[[0.0] * 128] * 2], [[2.0**-23] * 2]),
         ),
-        Case("no token", (q[:0], weights[:0], i64([]), quarter), scale, ([], [])),
-        Case("no head", (q[:, :0], weights[:, :0], i64([0, 1]), quarter), scale, ([[], []],) * 2),
-        Case("no pair", (q, weights, i64([0, 1]), quarter[:, :0]), scale),
+        case("no token", (q[:0], weights[:0], i64([]), quarter), expected=([], [])),
+        case("no head", (q[:, :0], weights[:, :0], i64([0, 1]), quarter), expected=([[], []],) * 2),
+        case("no pair", (q, weights, i64([0, 1]), quarter[:, :0])),
     ]
 
 
@@ -230,6 +220,20 @@ def tiny_cache() -> Tensor:
     return cache
 
 
+def _tiny_case(
+    settings: dict[str, Any],
+    name: str,
+    places: Tensor,
+    requests: list[int],
+    table: Tensor,
+    *rows: list[Any],
+    **changed: Any,
+) -> Case:
+    """One query for each of ``places``, lengths or positions, over the tiny cache."""
+    tensors = (*tiny_query(len(requests)), tiny_cache(), places, i32(requests), table)
+    return Case(name, tensors, {**settings, **changed}, ([*rows],))
+
+
 def beyond_int32() -> tuple[Tensor, ...]:
     """``indexer_select`` over blocks of 64 rows at the limit of int32 slots.
 
@@ -256,38 +260,16 @@ def with_layouts(cases: list[Case]) -> list[Case]:
 
 
 def _logits_cases() -> list[Case]:
-    inf = torch.inf
-    table = i32([[1, 0], [0, 9]])
-    lens, requests = i32([3, 4, 2, -5, 9]), i32([1, 1, 2, 0, -1])
-    rows = [[64.0, 512.0, -inf]] * 2 + [[-inf] * 3] * 3
-    settings = {"block_size": 2, "num_rows": 3}
-    none = (*tiny_query(0), tiny_cache(), i32([]), i32([]), table)
+    case = partial(_tiny_case, {"block_size": 2, "num_rows": 3})
+    table, row, absent = i32([[1, 0], [0, 9]]), [64.0, 512.0, -torch.inf], [-torch.inf] * 3
+    lens, requests = i32([3, 4, 2, -5, 9]), [1, 1, 2, 0, -1]
+    rows, unread = (row, row, *[absent] * 3), i32([[0, 1]])
     cases = [
-        Case(
-            "pages and requests that do not exist",
-            (*tiny_query(5), tiny_cache(), lens, requests, table),
-            settings,
-            (rows,),
-        ),
-        Case(
-            "behind an unread NaN",
-            (*tiny_query(2), tiny_cache(), i32([2, 4]), i32([0, 0]), i32([[0, 1]])),
-            {"block_size": 2, "num_rows": 2},
-            ([[64.0, 512.0]] * 2,),
-        ),
-        Case("no token", none, settings, ([],)),
-        Case(
-            "no column",
-            (*tiny_query(1), tiny_cache(), i32([2]), i32([0]), table),
-            {"block_size": 2, "num_rows": 0},
-            ([[]],),
-        ),
-        Case(
-            "no page in the table",
-            (*tiny_query(1), tiny_cache(), i32([2]), i32([0]), i32([[]])),
-            settings,
-            ([[-inf] * 3],),
-        ),
+        case("pages and requests that do not exist", lens, requests, table, *rows),
+        case("behind an unread NaN", i32([2, 4]), [0, 0], unread, *[row[:2]] * 2, num_rows=2),
+        case("no token", i32([]), [], table),
+        case("no column", i32([2]), [0], table, [], num_rows=0),
+        case("no page in the table", i32([2]), [0], i32([[]]), absent),
     ]
     return with_layouts(cases)
 
@@ -405,63 +387,32 @@ indexer_topk = OpTesting(
 
 
 def _select_cases() -> list[Case]:
-    settings = {"block_size": 2, "compress_ratio": 4, "topk": 2}
-    table = i32([[0, 1], [1, 9], [0, 0]])
-    requests = i32([0, 0, 0, 1, 2, 2, 3, -1, 0, 0])
+    case = partial(_tiny_case, {"block_size": 2, "compress_ratio": 4, "topk": 2})
+    absent, table = [-1, -1], i32([[0, 1], [1, 9], [0, 0]])
     positions = i64([2, 11, 15, 31, 15, 2**31 - 1, 15, 15, -1, -4])
+    every = (positions, [0, 0, 0, 1, 2, 2, 3, -1, 0, 0], table)
     # scores of request 0: 64, 512, NaN, 256
-    rows = [[-1, -1], [0, 1], [1, 3], [0, 1], [1, 3], *[[-1, -1]] * 5]
-    none = (*tiny_query(0), tiny_cache(), i64([]), i32([]), table)
+    rows = (absent, [0, 1], [1, 3], [0, 1], [1, 3], *[absent] * 5)
+    slots = (absent, [0, 1], [1, 3], [2, 3], [1, 1], *[absent] * 5)
+    spare = (i64([11, 3]), [0, 0], i32([[-1, 1]]), [2, -1, -1], [-1] * 3)
+    # scores of request 0: NaN, 256 in block 1, 64, 512 in block 0; of request 1: 64, 512
+    around = (i64([31, 31, 3]), [0, 1, 0], i32([[1, -1, 2**31 - 1, 0], [-(2**31), 2, 0, -1]]))
+    around_rows = ([3, 0, 1], [0, 1, -1], [2, -1, -1])
+    headless = case("no head: all scores are equal", i64([15]), [0], table, [0, 1])
+    q, weights, *rest = (each for each in headless.tensors if each is not None)
     cases = [
-        Case(
-            "what does not exist, NaN and ties",
-            (*tiny_query(10), tiny_cache(), positions, requests, table),
-            settings,
-            (rows,),
-        ),
-        Case(
-            "NaN if there is nothing else",
-            (*tiny_query(1), tiny_cache(), i64([7]), i32([0]), i32([[1, 1]])),
-            settings,
-            ([[0, 1]],),
-        ),
-        Case(
-            "a larger capacity than candidates",
-            (*tiny_query(2), tiny_cache(), i64([11, 3]), i32([0, 0]), i32([[-1, 1]])),
-            {**settings, "topk": 3},
-            ([[2, -1, -1], [-1, -1, -1]],),
-        ),
-        Case("no token", none, settings, ([],)),
-        Case(
-            "no page in the table",
-            (*tiny_query(1), tiny_cache(), i64([7]), i32([0]), i32([[]])),
-            settings,
-            ([[-1, -1]],),
-        ),
-        Case(
-            "no head: all scores are equal",
-            (*(part[:, :0] for part in tiny_query(1)), tiny_cache(), i64([15]), i32([0]), table),
-            settings,
-            ([[0, 1]],),
-        ),
-        Case(
-            "slots of what does not exist, NaN and ties",
-            (*tiny_query(10), tiny_cache(), positions, requests, table),
-            {**settings, "slots": True},
-            ([[-1, -1], [0, 1], [1, 3], [2, 3], [1, 1], *[[-1, -1]] * 5],),
-        ),
-        Case(
+        case("what does not exist, NaN and ties", *every, *rows),
+        case("NaN if there is nothing else", i64([7]), [0], i32([[1, 1]]), [0, 1]),
+        case("a larger capacity than candidates", *spare, topk=3),
+        case("no token", i64([]), [], table),
+        case("no page in the table", i64([7]), [0], i32([[]]), absent),
+        replace(headless, tensors=(q[:, :0], weights[:, :0], *rest)),
+        case("slots of what does not exist, NaN and ties", *every, *slots, slots=True),
+        case(
             "slots around blocks that do not exist, and no other row",
-            (
-                *tiny_query(3),
-                tiny_cache(),
-                i64([31, 31, 3]),
-                i32([0, 1, 0]),
-                i32([[1, -1, 2**31 - 1, 0], [-(2**31), 2, 0, -1]]),
-            ),
-            {**settings, "topk": 3, "slots": True},
-            # scores of request 0: NaN, 256 in block 1, 64, 512 in block 0; of request 1: 64, 512
-            ([[3, 0, 1], [0, 1, -1], [2, -1, -1]],),
+            *(*around, *around_rows),
+            topk=3,
+            slots=True,
         ),
     ]
     return with_layouts(cases)
