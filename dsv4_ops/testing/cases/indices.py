@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,28 +13,29 @@ from dsv4_ops.testing.strategies.batches import calls_of, ragged_batch, tables
 from dsv4_ops.testing.strategies.draw import Draw
 
 
+def _found(
+    settings: dict[str, Any],
+    name: str,
+    places: Tensor,
+    requests: list[int],
+    table: list[list[int]],
+    rows: list[list[int]],
+    lens: list[int],
+) -> Case:
+    """A call of positions or selected rows, of requests and of a block table."""
+    return Case(name, (places, i32(requests), i32(table)), settings, (rows, lens))
+
+
 def _window_cases() -> list[Case]:
-    table = i32([[7, 3], [2, 5]])
-    small = {"block_size": 4, "window_size": 4}
+    case, table = partial(_found, {"block_size": 4, "window_size": 4}), [[7, 3], [2, 5]]
+    holes = [[7, 3], [-1, 5], [2, 2**31 - 1]]
+    rows = [[30, 31, 12, 13], [8, 9, -1, -1], [8, 9, 10, -1]]
+    there = [[14, 15, -1, -1], [-1, -1, 20, 21], [10, 11, -1, -1]]
+    name = "holes: past the table, no page, no int32 slot"
     return [
-        Case(
-            "worked example",
-            (i64([5, 1, 2]), i32([0, 1, 1]), table),
-            small,
-            ([[30, 31, 12, 13], [8, 9, -1, -1], [8, 9, 10, -1]], [4, 2, 3]),
-        ),
-        Case(
-            "padding rows are cleared",
-            (i64([-1, 5]), i32([0, -1]), table),
-            small,
-            ([[-1] * 4, [-1] * 4], [0, 0]),
-        ),
-        Case(
-            "holes: past the table, no page, no int32 slot",
-            (i64([9, 5, 5]), i32([0, 1, 2]), i32([[7, 3], [-1, 5], [2, 2**31 - 1]])),
-            small,
-            ([[14, 15, -1, -1], [-1, -1, 20, 21], [10, 11, -1, -1]], [4, 4, 4]),
-        ),
+        case("worked example", i64([5, 1, 2]), [0, 1, 1], table, rows, [4, 2, 3]),
+        case("padding rows are cleared", i64([-1, 5]), [0, -1], table, [[-1] * 4] * 2, [0, 0]),
+        case(name, i64([9, 5, 5]), [0, 1, 2], holes, there, [4, 4, 4]),
     ]
 
 
@@ -62,26 +64,14 @@ prefill_gather_lens = OpTesting(
 
 
 def _topk_cases() -> list[Case]:
-    rows = {"block_size": 64}
+    case = partial(_found, {"block_size": 64})
+    first, name = i32([[0, 64, -1, -1]]), "page 0 is a page, holes stay where they are"
+    selected, table = i32([[-1, 0, 128, -1], [63, 64, 65, 0]]), [[0, 4], [3, -1]]
+    slots = [[-1, 0, -1, -1], [255, -1, -1, 192]]
     return [
-        Case(
-            "worked example",
-            (i32([[0, 64, -1, -1]]), i32([0]), i32([[10, 11]])),
-            rows,
-            ([[640, 704, -1, -1]], [2]),
-        ),
-        Case(
-            "page 0 is a page, holes stay where they are",
-            (i32([[-1, 0, 128, -1], [63, 64, 65, 0]]), i32([0, 1]), i32([[0, 4], [3, -1]])),
-            rows,
-            ([[-1, 0, -1, -1], [255, -1, -1, 192]], [2, 4]),
-        ),
-        Case(
-            "requests that do not exist",
-            (i32([[1], [2]]), i32([-1, 7]), i32([[10]])),
-            rows,
-            ([[-1], [-1]], [0, 0]),
-        ),
+        case("worked example", first, [0], [[10, 11]], [[640, 704, -1, -1]], [2]),
+        case(name, selected, [0, 1], table, slots, [2, 4]),
+        case("requests that do not exist", i32([[1], [2]]), [-1, 7], [[10]], [[-1]] * 2, [0, 0]),
     ]
 
 
@@ -100,20 +90,13 @@ global_topk_indices_and_lens = OpTesting(
 
 
 def _dense_cases() -> list[Case]:
-    settings = {"block_size": 2, "compress_ratio": 128, "max_compressed": 4}
+    case = partial(_found, {"block_size": 2, "compress_ratio": 128, "max_compressed": 4})
+    positions, absent = i64([383, 126, -1, 10**6]), [-1] * 4
+    rows = [[8, 9, 18, -1], absent, absent, [8, 9, 18, 19]]
+    past = ([0, 1], [[4], [-1]], [[8, 9, -1, -1], absent], [4, 4])
     return [
-        Case(
-            "three rows, two pages",
-            (i64([383, 126, -1, 10**6]), i32([0, 0, 0, 0]), i32([[4, 9]])),
-            settings,
-            ([[8, 9, 18, -1], [-1] * 4, [-1] * 4, [8, 9, 18, 19]], [3, 0, 0, 4]),
-        ),
-        Case(
-            "past the table and on no page",
-            (i64([511, 511]), i32([0, 1]), i32([[4], [-1]])),
-            settings,
-            ([[8, 9, -1, -1], [-1] * 4], [4, 4]),
-        ),
+        case("three rows, two pages", positions, [0] * 4, [[4, 9]], rows, [3, 0, 0, 4]),
+        case("past the table and on no page", i64([511, 511]), *past),
     ]
 
 
