@@ -1,14 +1,33 @@
-"""Arguments of sparse MLA's ops as our kernels and FlashMLA's read them; needs no triton."""
+"""Arguments and results of sparse MLA's ops as our kernels and FlashMLA's have them; needs no
+triton."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.reference.bf16_workspace import Prefill, Source
 from dsv4_ops.reference.sanitize import Listed
+
+
+def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """``out`` and ``lse``, which nobody has written to."""
+    rows = (q.shape[0], int(q.shape[1]))
+    return q.new_empty(q.shape), q.new_empty(rows, dtype=torch.float32)
+
+
+class GatheredCall(NamedTuple):
+    """Arguments of ``sparse_mla_gathered``."""
+
+    q: Tensor
+    kv: Tensor
+    indices: Tensor
+    lens: Tensor
+    attn_sink: Tensor | None
+    softmax_scale: float
 
 
 class DecodeCall(NamedTuple):

@@ -7,9 +7,10 @@ import functools
 import importlib
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import torch
+from torch import Tensor
 from torch._C import DispatchKey
 
 _T = TypeVar("_T")
@@ -29,6 +30,13 @@ def define(
     _library.impl(name, call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dsv4_ops::{name}", fake, lib=_library)
     return getattr(torch.ops.dsv4_ops, name).default
+
+
+def fields(call: Any) -> str:
+    """Arguments of a schema, from the fields of a NamedTuple."""
+    kinds = {Tensor: "Tensor", Tensor | None: "Tensor?"}
+    hints = get_type_hints(call).items()
+    return ", ".join(f"{kinds.get(kind) or kind.__name__} {name}" for name, kind in hints)
 
 
 def trailing(op: Any, given: int) -> tuple[None, ...]:
@@ -56,15 +64,11 @@ def describe(op: Any, fake: Callable[..., Any]) -> None:
         fragment.impl(short, torch.library.fallthrough_kernel, "Autograd")
         registrar: Any = fragment.m
         registrar.impl(short, "Meta", fake, False)  # Library.impl refuses it for compositions
-        op.py_impl(DispatchKey.CompositeImplicitAutograd)(_no_decomposition)
+        op.py_impl(DispatchKey.CompositeImplicitAutograd)(lambda *args, **kwargs: NotImplemented)
         for key in _AUTOGRAD:
             op.py_impl(key)(_below_autograd(op))
     elif not has(name, "Meta") and not _has_fake(name):
         torch.library.register_fake(name, fake)
-
-
-def _no_decomposition(*args: Any, **kwargs: Any) -> Any:
-    return NotImplemented
 
 
 def _below_autograd(op: Any) -> Callable[..., Any]:

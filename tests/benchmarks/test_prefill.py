@@ -236,10 +236,9 @@ def test_the_way_by_a_copy_is_asked_for_as_the_launcher_does(monkeypatch, make):
         asked.append((how, wanted))
         return bf16_workspace.gather_rows(call, sink, multiple)
 
-    def attend(how, *args):
-        *given, results = args
+    def attend(how, *args, results):
         asked.append((how, results))
-        scale = given.pop()
+        *given, scale = args
         return OPS["sparse_mla_gathered"].reference(*given, softmax_scale=scale)
 
     monkeypatch.setattr(prefill, "gather_rows", rows)

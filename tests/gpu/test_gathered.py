@@ -158,9 +158,9 @@ def test_a_graph_of_any_size_decides_in_every_call(monkeypatch: pytest.MonkeyPat
     launch = "dsv4_ops.kernels.sparse_mla.prefill.launch_gathered_keys"
     from dsv4_ops.kernels.sparse_mla import gathered
 
-    def counted(*args):
+    def counted(*args, **named):
         made.append(args[1].shape[0])
-        return gathered.launch_gathered_keys(*args)
+        return gathered.launch_gathered_keys(*args, **named)
 
     monkeypatch.setattr(launch, counted)
     torch._dynamo.reset()

@@ -1,5 +1,3 @@
 """Launches of the C4 layer's fused inserts."""
 
-from dsv4_ops.kernels.c4_step.launch import insert_c4_step
-
-__all__ = ["insert_c4_step"]
+from dsv4_ops.kernels.c4_step.launch import insert_c4_step as insert_c4_step

@@ -72,19 +72,13 @@ def compress_and_insert(
     *rest: Tensor,
     **settings: Any,
 ) -> None:
-    """``rest`` and ``settings`` as ``_launch``, without ``state_slot_mapping``."""
-    own = (kv_score, ape, states, state_block_table)
-    _launch(launch, "compress_and_insert", *own, None, *rest, **settings)
+    """``rest`` and ``settings`` as ``save_and_compress``, without ``state_slot_mapping``."""
+    own = (kv_score, ape, states, state_block_table, None)
+    save_and_compress(launch, *own, *rest, op="compress_and_insert", **settings)
 
 
-def save_and_compress(launch: Launcher, *tensors: Tensor, **settings: Any) -> None:
-    """``tensors`` and ``settings`` as ``_launch``."""
-    _launch(launch, "save_and_compress", *tensors, **settings)
-
-
-def _launch(
+def save_and_compress(
     launch: Launcher,
-    op: str,
     kv_score: Tensor,
     ape: Tensor,
     states: Tensor,
@@ -103,6 +97,7 @@ def _launch(
     state_block_size: int,
     block_size: int,
     layout: str,
+    op: str = "save_and_compress",
 ) -> None:
     """``compress_and_insert``; with a ``state_slot_mapping``, extra programs save the states."""
     width, head_dim = int(ape.shape[1]), int(norm_weight.shape[0])

@@ -1,6 +1,4 @@
 """The best candidates of ranks; merges and gathers that ranks of one host do in each other's
 memory."""
 
-from dsv4_ops.kernels.context_parallel.topk import cp_topk
-
-__all__ = ["cp_topk"]
+from dsv4_ops.kernels.context_parallel.topk import cp_topk as cp_topk

@@ -1,7 +1,5 @@
 """Launchers of routing, of the plan of blocks, and of routed experts."""
 
-from dsv4_ops.kernels.experts.plan import expert_plan
-from dsv4_ops.kernels.experts.products import experts
-from dsv4_ops.kernels.experts.route import route
-
-__all__ = ["expert_plan", "experts", "route"]
+from dsv4_ops.kernels.experts.plan import expert_plan as expert_plan
+from dsv4_ops.kernels.experts.products import experts as experts
+from dsv4_ops.kernels.experts.route import route as route

@@ -26,7 +26,7 @@ from dsv4_ops.core.types import (
 )
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.kernels import opaque_op
-from dsv4_ops.kernels.calls import DecodeCall, PrefillCall
+from dsv4_ops.kernels.calls import DecodeCall, GatheredCall, PrefillCall, empty_results
 from dsv4_ops.reference.bf16_workspace import gather_rows
 from dsv4_ops.reference.sanitize import Listed, compact_pages, list_slots, no_key
 from dsv4_ops.reference.sparse_mla import apply_inverse_rope
@@ -150,27 +150,18 @@ def sparse_mla_decode_paged(launch: Any, *args: Any, impl: str = "", **named: An
     return _attend(launch, DecodeCall.of_pages(*args, **named))
 
 
-def sparse_mla_gathered(
-    launch: Any,
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    attn_sink: Tensor | None,
-    *,
-    softmax_scale: float,
-    **settings: Any,
-) -> SparseMlaGathered:
+def sparse_mla_gathered(launch: Any, *args: Any, impl: str = "", **named: Any) -> SparseMlaGathered:
+    call = GatheredCall(*args, **named)
+    q, kv = call.q, call.kv
     if q.shape[0] == 0:
-        logs = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
-        return SparseMlaGathered(q.new_empty(q.shape), *logs)
-    lists = Listed(indices, lens, kv.shape[0], 1)
+        out, lse = empty_results(q)
+        return SparseMlaGathered(out, torch.empty_like(lse), lse)
+    lists = Listed(call.indices, call.lens, kv.shape[0], 1)
     prepare = opaque_op.launching(list_slots, launch, q.device)
-    given = prepare(lists, None, attn_sink, KEY_BLOCK)
+    given = prepare(lists, None, call.attn_sink, KEY_BLOCK)
     rows, slots = _some(kv)[:, None], given.slots[:, None]
-    out, max_logits, lse = prefill(
-        _dense(q), rows, slots, softmax_scale, WIDTH, given.sink, given.lens
-    )
+    of_heads = (call.softmax_scale, WIDTH, given.sink, given.lens)
+    out, max_logits, lse = prefill(_dense(q), rows, slots, *of_heads)
     lse = no_key(lse)
     return SparseMlaGathered(out, torch.where(lse == -torch.inf, -torch.inf, max_logits), lse)
 
@@ -180,7 +171,7 @@ def sparse_mla_prefill(launch: Any, *args: Any, impl: str = "", **named: Any) ->
     call = PrefillCall(*args, **named)
     q, seen = call.q, call.seen
     if q.shape[0] == 0:
-        return _of_no_token(q)
+        return SparseMla(*empty_results(q))
     for name, source in (("swa_cache", seen.swa), ("extra_cache", seen.extra or seen.swa)):
         layout = MainLayout(source.block_size)
         Checks("sparse_mla_prefill").page_start(name, source.cache, layout)
@@ -237,10 +228,6 @@ def _some(kv: Tensor) -> Tensor:
     return kv.new_zeros((1, WIDTH)) if kv.shape[0] == 0 else kv.contiguous()
 
 
-def _of_no_token(q: Tensor) -> SparseMla:
-    return SparseMla(q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32))
-
-
 def plan_for(
     num_tokens: int, num_heads: int, swa_width: int, extra_width: int, device: torch.device
 ) -> FlashMlaPlan:
@@ -272,7 +259,7 @@ def kernel_view(cache: Tensor, block_size: int) -> Tensor:
 def _attend(launch: Any, call: DecodeCall) -> SparseMla:
     q, plan, num_tokens = call.q, call.plan, call.q.shape[0]
     if num_tokens == 0:
-        return _of_no_token(q)
+        return SparseMla(*empty_results(q))
     prepare = opaque_op.launching(list_slots, launch, q.device)
     given = prepare(call.window, call.extra, call.attn_sink, KEYS)
     lens, extra_lens = given.lens, given.extra_lens

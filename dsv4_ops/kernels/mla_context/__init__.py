@@ -1,5 +1,3 @@
 """Launchers of attention over a context that is read in chunks."""
 
-from dsv4_ops.kernels.mla_context.prefill import mla_prefill
-
-__all__ = ["mla_prefill"]
+from dsv4_ops.kernels.mla_context.prefill import mla_prefill as mla_prefill

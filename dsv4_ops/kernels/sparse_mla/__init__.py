@@ -1,17 +1,9 @@
 """Launchers of sparse MLA."""
 
 from dsv4_ops.kernels.sparse_mla.decode import (
-    sparse_mla_decode,
-    sparse_mla_decode_paged,
-    sparse_mla_gathered,
+    sparse_mla_decode as sparse_mla_decode,
+    sparse_mla_decode_paged as sparse_mla_decode_paged,
+    sparse_mla_gathered as sparse_mla_gathered,
 )
-from dsv4_ops.kernels.sparse_mla.prefill import sparse_mla_prefill
-from dsv4_ops.kernels.sparse_mla.schedule import sparse_mla_plan
-
-__all__ = [
-    "sparse_mla_decode",
-    "sparse_mla_decode_paged",
-    "sparse_mla_gathered",
-    "sparse_mla_plan",
-    "sparse_mla_prefill",
-]
+from dsv4_ops.kernels.sparse_mla.prefill import sparse_mla_prefill as sparse_mla_prefill
+from dsv4_ops.kernels.sparse_mla.schedule import sparse_mla_plan as sparse_mla_plan

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from dsv4_ops.core.layout import MainLayout
-from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.arguments import listed, strided
 from dsv4_ops.kernels.common.paging import MAX_POSITIONS, find_real, locate_positions
 from dsv4_ops.kernels.external.sanitize import sinks_of, store_finite
 from dsv4_ops.kernels.kv_cache.launch import gather_wanted
@@ -189,8 +189,9 @@ def list_rows(
     launch(list_rows_kernel)[(num_tokens,)](
         *strided(call.positions, call.req_indices), swa.block_table.shape[0],
         spans.ends, spans.counts,
-        *_table(swa), swa.rows, swa_width,
-        *_table(extra), call.extra_rows, extra_width, *strided(chosen),
+        *listed(swa.block_table), swa.cache.shape[0], swa.rows, swa_width,
+        *listed(extra.block_table), extra.cache.shape[0], call.extra_rows, extra_width,
+        *strided(chosen),
         slots, padded, lens, *sinks,
         WINDOW_SIZE=call.window_size, COMPRESS_RATIO=call.compress_ratio,
         SWA_BLOCK_SIZE=swa.block_size, EXTRA_BLOCK_SIZE=extra.block_size,
@@ -198,9 +199,3 @@ def list_rows(
         HAS_SINK=sink is not None, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
     return slots, lens, None if sink is None else sinks[1]
-
-
-def _table(source: Source) -> tuple[torch.Tensor | int, ...]:
-    """A block table as the kernel takes it, and the pages of the cache."""
-    table = source.block_table
-    return (table, *table.stride(), table.shape[1], source.cache.shape[0])

@@ -29,10 +29,10 @@ from dsv4_ops.dispatch.choice import not_ours
 from dsv4_ops.dispatch.prefill import positive
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.kernels.arguments import paged, rotation, strided
-from dsv4_ops.kernels.calls import DecodeCall, PrefillCall
+from dsv4_ops.kernels.calls import DecodeCall, GatheredCall, PrefillCall, empty_results
 from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.kernels.sparse_mla import combine
-from dsv4_ops.kernels.sparse_mla.gathered import gathered_keys
+from dsv4_ops.kernels.sparse_mla.gathered import hopper_gathered_keys, launch_gathered_keys
 from dsv4_ops.kernels.sparse_mla.hopper import support
 from dsv4_ops.kernels.sparse_mla.triton.decode_kernel import split_keys_kernel
 from dsv4_ops.reference import sparse_mla as reference
@@ -95,8 +95,8 @@ def launch_split_keys(launch: Launcher, call: DecodeCall, work: Work) -> combine
     num_tokens, num_heads, head_dim = q.shape[0], int(q.shape[1]), int(q.shape[2])
     if work.on_hopper and q.stride(2) != 1:
         q = q.contiguous()
-    lse = q.new_empty((num_tokens, num_heads), dtype=torch.float32)
-    results = (q.new_empty(q.shape), lse, *partial_results(q, work.capacity, head_dim))
+    out, lse = empty_results(q)
+    results = (out, lse, *partial_results(q, work.capacity, head_dim))
     window, (swa_cache, extra_cache) = call.window, call.caches
     extra = call.extra or window
     lens = extra.lens
@@ -170,9 +170,6 @@ def lanes_of(num_tokens: int) -> int:
 WIDTH = MainLayout.head_dim
 """Values per row, which the kernel's tiles are made for."""
 
-KEYS = KEY_TILE
-"""Keys per block."""
-
 HALF_BLOCK_TIME = 0.6
 """Time of half a block of keys over that of a block. Measured: 0.55, and more splits to combine."""
 
@@ -183,14 +180,6 @@ FIXED_SPLIT = 4
 """Key blocks per split of a batch-invariant call."""
 
 _WHAT = "with such queries, caches or angles"
-
-_SCHEMA = (
-    "(Tensor q, Tensor swa_cache, Tensor swa_indices, Tensor swa_lens, Tensor? extra_cache, "
-    "Tensor? extra_indices, Tensor? extra_lens, Tensor? attn_sink, Tensor? plan, "
-    "Tensor? positions, Tensor? cos_sin_cache, float softmax_scale, int swa_block_size, "
-    "int extra_block_size, str layout, int num_splits, bool batch_invariant, "
-    "Tensor? req_indices) -> (Tensor, Tensor)"
-)
 
 
 def sparse_mla_decode(launch: Launcher, *args: Any, impl: str = AUTO, **named: Any) -> SparseMla:
@@ -212,21 +201,15 @@ def sparse_mla_decode_paged(
 
 
 def sparse_mla_gathered(
-    launch: Launcher,
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    attn_sink: Tensor | None,
-    *,
-    softmax_scale: float,
-    impl: str = AUTO,
+    launch: Launcher, *args: Any, impl: str = AUTO, **named: Any
 ) -> SparseMlaGathered:
-    rows = (q, kv, indices, lens, attn_sink)
-    if not (supported(q) and support.runs(launch, q, True)):
+    call = GatheredCall(*args, **named)
+    if not (supported(call.q) and support.runs(launch, call.q, True)):
         not_ours("sparse_mla_gathered", impl, "off Hopper, or with such queries")
-        return reference.sparse_mla_gathered(*rows, softmax_scale=softmax_scale)
-    return SparseMlaGathered(*gathered_keys(launch, *rows, softmax_scale))
+        return reference.sparse_mla_gathered(*args, **named)
+    if launch.opaque_gluon:
+        return SparseMlaGathered(*hopper_gathered_keys(*call))
+    return SparseMlaGathered(*launch_gathered_keys(launch, *call))
 
 
 def supported(q: Tensor, *caches: Tensor) -> bool:
@@ -262,7 +245,7 @@ def num_splits_of(
     longest = (units + most - 1) // most
     splits = (units + longest - 1) // longest  # no more than the longest of them makes worthwhile
     saved = units - longest  # a combine takes as long as a block
-    return 1 + (splits - 1) * torch.sym_min(1, torch.sym_max(0, saved - KEYS // unit))
+    return 1 + (splits - 1) * torch.sym_min(1, torch.sym_max(0, saved - KEY_TILE // unit))
 
 
 def unit_of_splits(programs: int, widths: Sequence[int]) -> int:
@@ -271,9 +254,9 @@ def unit_of_splits(programs: int, widths: Sequence[int]) -> int:
     symbolic sizes nothing is known, and asking would make them numbers: then too, as it costs many
     tokens less than it gains few."""
     if not all(isinstance(size, int) for size in (programs, *widths)):
-        return KEYS // 2
-    whole, halves = (_longest_split(programs, widths, unit) for unit in (KEYS, KEYS // 2))
-    return KEYS // 2 if halves // 2 + halves % 2 * HALF_BLOCK_TIME < whole else KEYS
+        return KEY_TILE // 2
+    whole, halves = (_longest_split(programs, widths, unit) for unit in (KEY_TILE, KEY_TILE // 2))
+    return KEY_TILE // 2 if halves // 2 + halves % 2 * HALF_BLOCK_TIME < whole else KEY_TILE
 
 
 def _longest_split(programs: int, widths: Sequence[int], unit: int) -> int:
@@ -288,13 +271,11 @@ def _units(widths: Sequence[int], unit: int) -> int:
 
 
 def _attend(launch: Launcher, op: str, call: DecodeCall) -> SparseMla:
-    q = call.q
-    if q.shape[0] == 0 or int(q.shape[1]) == 0:
-        lse = q.new_empty((q.shape[0], int(q.shape[1])), dtype=torch.float32)
-        return SparseMla(q.new_empty(q.shape), lse)
+    if call.q.shape[0] == 0 or int(call.q.shape[1]) == 0:
+        return SparseMla(*empty_results(call.q))
     if call.coded:
         check_pages(op, call)
-    if launch.opaque_gluon and support.runs(launch, q, call.coded):
+    if launch.opaque_gluon and support.runs(launch, call.q, call.coded):
         return SparseMla(*hopper_split_keys(*call))
     return SparseMla(*split_and_combine(launch, call))
 
@@ -334,11 +315,11 @@ def _split(call: DecodeCall, on_hopper: bool) -> Work:
     if call.plan is not None:
         programs = call.plan.shape[0]
         # a token of several splits has fewer than twice as many as its share of the programs
-        return Work(on_hopper, KEYS, 1, programs, 2 * (programs - num_tokens), None)
+        return Work(on_hopper, KEY_TILE, 1, programs, 2 * (programs - num_tokens), None)
     num_splits, batch_invariant = call.num_splits, call.batch_invariant
     free = num_splits == 0 and not batch_invariant
     widths = [lists.width() for lists in (call.window, call.extra) if lists is not None]
-    unit = KEYS if on_hopper or not free else unit_of_splits(num_tokens * wide, widths)
+    unit = KEY_TILE if on_hopper or not free else unit_of_splits(num_tokens * wide, widths)
     units = _units(widths, unit)
     splits = num_splits_of(num_tokens * wide, units, unit, num_splits, batch_invariant)
     programs = num_tokens * splits
@@ -384,10 +365,10 @@ def _call(*args: Any) -> tuple[Tensor, Tensor]:
         return split_and_combine(EAGER, call)
 
 
-def _fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    rows = (q.shape[0], int(q.shape[1]))
-    return q.new_empty(q.shape), q.new_empty(rows, dtype=torch.float32)
-
-
-hopper_split_keys = opaque_op.define("_hopper_split_keys", _SCHEMA, _call, _fake)
+hopper_split_keys = opaque_op.define(
+    "_hopper_split_keys",
+    f"({opaque_op.fields(DecodeCall)}) -> (Tensor, Tensor)",
+    _call,
+    lambda *args: empty_results(args[0]),
+)
 """All launches of a call, which then know its sizes, also in a graph for any number of tokens."""

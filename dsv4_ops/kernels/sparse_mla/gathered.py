@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4_ops.core.tiles import head_tiles
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.kernels.arguments import strided
+from dsv4_ops.kernels.calls import GatheredCall, empty_results
 from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.kernels.sparse_mla.hopper import support
 
@@ -20,33 +21,10 @@ Results = tuple[Tensor, Tensor, Tensor]
 _STEP = 16
 """Strides that Triton knows to be multiples of 16 bytes are multiples of as many values."""
 
-_SCHEMA = (
-    "(Tensor q, Tensor kv, Tensor indices, Tensor lens, Tensor? attn_sink, float softmax_scale) "
-    "-> (Tensor, Tensor, Tensor)"
-)
 
-
-def gathered_keys(
-    launch: Launcher,
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    attn_sink: Tensor | None,
-    softmax_scale: float,
-) -> Results:
-    """Attend to listed rows of ``kv``; where a graph is traced, by an op that knows its sizes."""
-    arguments = (q, kv, indices, lens, attn_sink, softmax_scale)
-    if launch.opaque_gluon:
-        results: Results = hopper_gathered_keys(*arguments)
-        return results
-    return launch_gathered_keys(launch, *arguments)
-
-
-def _results(q: Tensor) -> Results:
-    per_head = (q.shape[0], int(q.shape[1]))
-    logs = (q.new_empty(per_head, dtype=torch.float32) for _ in range(2))
-    return q.new_empty(q.shape), *logs
+def _results(*call: Any) -> Results:
+    out, lse = empty_results(call[0])
+    return out, torch.empty_like(lse), lse
 
 
 def row_strides(values: Tensor) -> list[int]:
@@ -62,29 +40,22 @@ def copied(launch: Launcher, values: Tensor) -> Tensor:
     return values if launch.is_aligned(values) else values.clone()
 
 
-def launch_gathered_keys(
-    launch: Launcher,
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    lens: Tensor,
-    attn_sink: Tensor | None,
-    softmax_scale: float,
-    results: Results | None = None,
-) -> Results:
-    """By a program per SM at most."""
-    num_tokens, num_heads = q.shape[0], int(q.shape[1])
-    out, max_logits, lse = results = _results(q) if results is None else results
+def launch_gathered_keys(launch: Launcher, *args: Any, results: Results | None = None) -> Results:
+    """By a program per SM at most; ``args`` are those of ``GatheredCall``."""
+    call = GatheredCall(*args)
+    attn_sink, num_tokens, num_heads = call.attn_sink, call.q.shape[0], int(call.q.shape[1])
+    out, max_logits, lse = results = _results(*call) if results is None else results
     items = num_tokens * head_tiles(num_heads)
     if items == 0:
         return results
-    q, kv = copied(launch, q), copied(launch, kv)
+    q, kv = copied(launch, call.q), copied(launch, call.kv)
     launch(support.kernel("gathered"))[(torch.sym_min(items, launch.num_sms(q.device)),)](
         q, *row_strides(q),
         out, lse, max_logits, lse if attn_sink is None else attn_sink.contiguous(),
         kv, *row_strides(kv), kv.shape[0],
-        *strided(indices, lens), indices.shape[1], num_tokens, num_heads,
-        SOFTMAX_SCALE=float(softmax_scale), HAS_SINK=attn_sink is not None, num_warps=support.WARPS,
+        *strided(call.indices, call.lens), call.indices.shape[1], num_tokens, num_heads,
+        SOFTMAX_SCALE=float(call.softmax_scale), HAS_SINK=attn_sink is not None,
+        num_warps=support.WARPS,
     )  # fmt: skip
     return results
 
@@ -94,8 +65,9 @@ def _call(*args: Any) -> Results:
         return launch_gathered_keys(EAGER, *args)
 
 
-def _fake(*args: Any) -> Results:
-    return _results(args[0])
-
-
-hopper_gathered_keys = opaque_op.define("_hopper_gathered_keys", _SCHEMA, _call, _fake)
+hopper_gathered_keys = opaque_op.define(
+    "_hopper_gathered_keys",
+    f"({opaque_op.fields(GatheredCall)}) -> (Tensor, Tensor, Tensor)",
+    _call,
+    _results,
+)

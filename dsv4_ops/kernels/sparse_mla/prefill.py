@@ -14,7 +14,7 @@ from dsv4_ops.dispatch.choice import not_ours
 from dsv4_ops.dispatch.prefill import gathers, prefilled
 from dsv4_ops.kernels import opaque_op
 from dsv4_ops.kernels.arguments import listed, paged, strided
-from dsv4_ops.kernels.calls import PrefillCall
+from dsv4_ops.kernels.calls import PrefillCall, empty_results
 from dsv4_ops.kernels.launcher import EAGER, Launcher
 from dsv4_ops.kernels.sparse_mla.bf16_workspace import gather_rows
 from dsv4_ops.kernels.sparse_mla.combine import combine
@@ -36,13 +36,6 @@ WARPS = 8
 LISTED = 512
 """Selected rows that are looked through at a time for the last one that counts."""
 
-_SCHEMA = (
-    "(bool by_size, Tensor q, Tensor swa_cache, Tensor positions, Tensor req_indices, "
-    "Tensor swa_block_table, Tensor? extra_cache, Tensor? extra_block_table, "
-    "Tensor? topk_indices, Tensor? attn_sink, float softmax_scale, int window_size, "
-    "int compress_ratio, int swa_block_size, int extra_block_size, str layout) -> (Tensor, Tensor)"
-)
-
 
 def sparse_mla_prefill(launch: Launcher, *args: Any, impl: str = AUTO, **named: Any) -> SparseMla:
     call = PrefillCall(*args, **named)
@@ -51,7 +44,7 @@ def sparse_mla_prefill(launch: Launcher, *args: Any, impl: str = AUTO, **named: 
         not_ours("sparse_mla_prefill", impl, "with such queries or caches")
         return reference.sparse_mla_prefill(*args, **named)
     if q.shape[0] == 0 or int(q.shape[1]) == 0:
-        return SparseMla(*_results(q))
+        return SparseMla(*empty_results(q))
     if call.coded:
         check_pages("sparse_mla_prefill", call)
     return SparseMla(*_attend(launch, impl == AUTO, call))
@@ -99,14 +92,9 @@ def attend_to_copy(
     lists = (given.kv, given.slots, given.lens)
     if results is not None:
         launch = launch.predicated(wanted)
-    rest = (call.attn_sink, call.softmax_scale, results)
-    out, _, lse = launch_gathered_keys(launch, call.q, *lists, *rest)
+    rest = (call.attn_sink, call.softmax_scale)
+    out, _, lse = launch_gathered_keys(launch, call.q, *lists, *rest, results=results)
     return out, lse
-
-
-def _results(q: Tensor) -> tuple[Tensor, Tensor]:
-    rows = (q.shape[0], int(q.shape[1]))
-    return q.new_empty(q.shape), q.new_empty(rows, dtype=torch.float32)
 
 
 def launch_prefill(
@@ -117,7 +105,7 @@ def launch_prefill(
     num_tokens, num_heads = q.shape[0], int(q.shape[1])
     if on_hopper and q.stride(2) != 1:
         q = q.contiguous()
-    results = _results(q)
+    results = empty_results(q)
     swa_table, (swa_cache, extra_cache) = call.swa_block_table, call.caches
     table = swa_table if call.extra_block_table is None else call.extra_block_table
     tensors = (
@@ -170,8 +158,9 @@ def _call(by_size: bool, *args: Any) -> tuple[Tensor, Tensor]:
         return launch_by_size(EAGER, call) if by_size else launch_prefill(EAGER, True, call)
 
 
-def _fake(by_size: bool, q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _results(q)
-
-
-hopper_prefill_keys = opaque_op.define("_hopper_prefill_keys", _SCHEMA, _call, _fake)
+hopper_prefill_keys = opaque_op.define(
+    "_hopper_prefill_keys",
+    f"(bool by_size, {opaque_op.fields(PrefillCall)}) -> (Tensor, Tensor)",
+    _call,
+    lambda by_size, *args: empty_results(args[0]),
+)

@@ -93,84 +93,64 @@ def sparse_mla_plan_kernel(
     HAS_EXTRA: tl.constexpr,
 ):  # fmt: skip
     """Rows in the order of the reference: only tokens of the first class have several splits, whose
-    splits then are in the order of tokens. Lengths are read here and in no function: they decide
-    where rows go, and torch would take them for written to."""
+    splits then are in the order of tokens. Every pass reads the lengths here and in no function:
+    they decide where rows go, and torch would take them for written to."""
     lane = tl.arange(0, TOKENS)
     total = tl.zeros((), tl.int64)
     longest = tl.full((), 1, tl.int32)
-    first = 0
-    while first < num_tokens:
-        token = first + lane
-        there = token < num_tokens
-        lengths = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
-        tiles = _tiles(lengths)
-        if HAS_EXTRA:
-            lengths = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
-            tiles += _tiles(lengths)
-        total += tl.sum(tiles.to(tl.int64), axis=0)
-        longest = tl.maximum(longest, tl.max(tiles, axis=0))
-        first += TOKENS
-    sizes = _candidates(total, longest, programs)
-    counts = tl.zeros((_CANDIDATES,), tl.int32)
-    first = 0
-    while first < num_tokens:
-        token = first + lane
-        there = token < num_tokens
-        lengths = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
-        tiles = _tiles(lengths)
-        if HAS_EXTRA:
-            lengths = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
-            tiles += _tiles(lengths)
-        splits = _splits_of(tiles[None, :], sizes[:, None])
-        counts += tl.sum(tl.where(there[None, :], splits, 0), axis=1)
-        first += TOKENS
-    size = _best_size(counts, sizes, total, num_tokens, programs)
-    members = tl.zeros((_CLASSES,), tl.int32)
-    extra = 0  # splits but the first ones
-    first = 0
-    while first < num_tokens:
-        token = first + lane
-        there = token < num_tokens
-        lengths = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
-        tiles = _tiles(lengths)
-        if HAS_EXTRA:
-            lengths = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
-            tiles += _tiles(lengths)
-        members += tl.sum(_of_class(tiles, there, size), axis=0)
-        extra += tl.sum(tl.where(there, _splits_of(tiles, size) - 1, 0), axis=0)
-        first += TOKENS
-    longer = tl.arange(0, _CLASSES) == 0  # of several splits, which come first, then their others
-    next_row = tl.cumsum(members, axis=0) - members + tl.where(longer, 0, extra)
-    extra_row = tl.sum(tl.where(longer, members, 0), axis=0)  # of the next extra split
-    stop = num_tokens + programs
-    shared = 0  # partial results of the tokens before
-    first = 0
-    while first < num_tokens:
-        token = first + lane
-        there = token < num_tokens
-        lengths = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
-        tiles = _tiles(lengths)
-        if HAS_EXTRA:
-            lengths = tl.load(extra_lens + token.to(tl.int64) * extra_stride, mask=there, other=0)
-            tiles += _tiles(lengths)
-        splits = tl.where(there, _splits_of(tiles, size), 1)
-        parts = tl.where(splits > 1, splits, 0)
-        before = tl.where(splits > 1, shared + tl.cumsum(parts, axis=0) - parts, 0)
-        same = _of_class(tiles, there, size)
-        row = tl.sum(same * (next_row[None, :] + tl.cumsum(same, axis=0) - 1), axis=1)
-        next_row += tl.sum(same, axis=0)
-        others = extra_row + tl.cumsum(splits - 1, axis=0) - (splits - 1)
-        _store_rows(plan, row, there, token, tl.zeros_like(token), splits, before)
-        split = 1
-        most = tl.max(splits, axis=0)
-        while split < most:
-            offset = others + split - 1
-            wanted = (split < splits) & (offset < stop)
-            _store_rows(plan, offset, wanted, token, tl.zeros_like(token) + split, splits, before)
-            split += 1
-        shared += tl.sum(parts, axis=0)
-        extra_row += tl.sum(splits - 1, axis=0)
-        first += TOKENS
+    for PASS in tl.static_range(4):
+        if PASS == 1:
+            sizes = _candidates(total, longest, programs)
+            counts = tl.zeros((_CANDIDATES,), tl.int32)
+        elif PASS == 2:
+            size = _best_size(counts, sizes, total, num_tokens, programs)
+            members = tl.zeros((_CLASSES,), tl.int32)
+            extra = 0  # splits but the first ones
+        elif PASS == 3:
+            # tokens of several splits come first, then their other splits
+            longer = tl.arange(0, _CLASSES) == 0
+            next_row = tl.cumsum(members, axis=0) - members + tl.where(longer, 0, extra)
+            extra_row = tl.sum(tl.where(longer, members, 0), axis=0)  # of the next extra split
+            stop = num_tokens + programs
+            shared = 0  # partial results of the tokens before
+        first = 0
+        while first < num_tokens:
+            token = first + lane
+            there = token < num_tokens
+            lengths = tl.load(swa_lens + token.to(tl.int64) * swa_stride, mask=there, other=0)
+            tiles = _tiles(lengths)
+            if HAS_EXTRA:
+                place = extra_lens + token.to(tl.int64) * extra_stride
+                tiles += _tiles(tl.load(place, mask=there, other=0))
+            if PASS == 0:
+                total += tl.sum(tiles.to(tl.int64), axis=0)
+                longest = tl.maximum(longest, tl.max(tiles, axis=0))
+            elif PASS == 1:
+                splits = _splits_of(tiles[None, :], sizes[:, None])
+                counts += tl.sum(tl.where(there[None, :], splits, 0), axis=1)
+            elif PASS == 2:
+                members += tl.sum(_of_class(tiles, there, size), axis=0)
+                extra += tl.sum(tl.where(there, _splits_of(tiles, size) - 1, 0), axis=0)
+            else:
+                splits = tl.where(there, _splits_of(tiles, size), 1)
+                parts = tl.where(splits > 1, splits, 0)
+                before = tl.where(splits > 1, shared + tl.cumsum(parts, axis=0) - parts, 0)
+                same = _of_class(tiles, there, size)
+                row = tl.sum(same * (next_row[None, :] + tl.cumsum(same, axis=0) - 1), axis=1)
+                next_row += tl.sum(same, axis=0)
+                others = extra_row + tl.cumsum(splits - 1, axis=0) - (splits - 1)
+                _store_rows(plan, row, there, token, tl.zeros_like(token), splits, before)
+                split = 1
+                most = tl.max(splits, axis=0)
+                while split < most:
+                    offset = others + split - 1
+                    wanted = (split < splits) & (offset < stop)
+                    number = tl.zeros_like(token) + split
+                    _store_rows(plan, offset, wanted, token, number, splits, before)
+                    split += 1
+                shared += tl.sum(parts, axis=0)
+                extra_row += tl.sum(splits - 1, axis=0)
+            first += TOKENS
     row = num_tokens + extra
     while row < stop:
         offset = row + lane

@@ -1,5 +1,3 @@
 """Launcher of hyper-connections."""
 
-from dsv4_ops.kernels.streams.connect import hyper_connection
-
-__all__ = ["hyper_connection"]
+from dsv4_ops.kernels.streams.connect import hyper_connection as hyper_connection
