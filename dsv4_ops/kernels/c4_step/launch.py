@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from dsv4_ops.kernels.compressor.launch import save_and_compress
 from dsv4_ops.kernels.indexer import logits
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.kernels.rope import qnorm_rope_insert
+from dsv4_ops.reference import c4_step as reference
 
 WARPS = 4
 """Warps of every program: as many as the main compressor's channels fill."""
@@ -79,37 +82,10 @@ def _states(block_size: int, layout: QuantizedLayout) -> StateLayout:
     return StateLayout(block_size, 4 * layout.head_dim)
 
 
-class Call(NamedTuple):
-    """The arguments of the op."""
+class Call(namedtuple("Call", signature(reference.insert_c4_step).parameters)):
+    """The arguments of the op, as its reference names them."""
 
-    q: Tensor
-    kv: Tensor
-    kv_score: Tensor
-    indexer_q: Tensor
-    indexer_weights: Tensor
-    indexer_kv_score: Tensor
-    swa_cache: Tensor
-    swa_slot_mapping: Tensor
-    ape: Tensor
-    norm_weight: Tensor
-    states: Tensor
-    k_cache: Tensor
-    indexer_ape: Tensor
-    indexer_norm_weight: Tensor
-    indexer_states: Tensor
-    indexer_cache: Tensor
-    state_block_table: Tensor
-    state_slot_mapping: Tensor
-    slot_mapping: Tensor
-    positions: Tensor
-    req_indices: Tensor
-    cos_sin_cache: Tensor
-    eps: float
-    softmax_scale: float
-    compress_ratio: int
-    state_block_size: int
-    swa_block_size: int
-    block_size: int
+    __slots__ = ()
 
     @property
     def main(self) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from dsv4_ops.kernels.common.rope import load_tail_angles
 from dsv4_ops.kernels.compressor.pooling import find_finishing, finish_row, pool_window
 from dsv4_ops.kernels.compressor.save_states import (  # by name: Inductor copies kernels
     find_role,
-    save_tile,
+    save_role,
 )
 
 
@@ -29,29 +29,22 @@ def pool_windows_kernel(
     SAVE: tl.constexpr, TOKENS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Weighted sums of CHANNELS channels of every window that a token finishes, to the row of that
-    token in ``pooled`` [num_tokens, HEAD_DIM]; extra programs save states where SAVE_TOKENS is
-    above 0, of the first ``num_early`` tokens."""
+    token in ``pooled`` [num_tokens, HEAD_DIM]; extra programs save states where SAVE has
+    tokens, of the first ``num_early`` tokens."""
     RATIO: tl.constexpr = WINDOW[1]
     HEAD_DIM: tl.constexpr = WINDOW[4]
-    SAVE_TOKENS: tl.constexpr = SAVE[0]
-    SAVE_PARTS: tl.constexpr = SAVE[2]
     PARTS: tl.constexpr = (HEAD_DIM + CHANNELS - 1) // CHANNELS
     scores = (kv_score, kv_stride, 1)
     saved = (states, state_page_stride, num_state_blocks)
     state_table = (state_block_table, table_stride, column_stride, state_columns)
+    own = (state_slots, state_slot_stride)
     requests = (positions, position_stride, req_indices, request_stride, num_reqs)
     inputs = (scores, ape, saved, state_table, requests)
     program, part, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     tile, block, part, programs = find_role(
         program, part, programs, num_tokens, num_early, SAVE, PARTS, APART
     )
-    if SAVE_TOKENS > 0:
-        if tile >= 0:
-            first = tile // SAVE_PARTS * SAVE_TOKENS
-            own = (state_slots, state_slot_stride)
-            save_tile(
-                first, tile % SAVE_PARTS, num_early, scores, ape, saved, own, requests, WINDOW, SAVE
-            )
+    save_role(tile, 0, num_early, scores, ape, saved, own, requests, WINDOW, SAVE)
     first_channel = part * CHANNELS
     channel = first_channel + tl.arange(0, CHANNELS)
     lane = tl.arange(0, TOKENS)
@@ -69,7 +62,7 @@ def pool_windows_kernel(
             left -= 1
             token = block + chosen * programs
             index = token.to(tl.int64)
-            if SAVE_TOKENS > 0:  # in one warp: a load is another wait ahead of the rows
+            if SAVE[0] > 0:  # in one warp: a load is another wait ahead of the rows
                 position = tl.sum(tl.where(lane == chosen, found, 0), axis=0).to(tl.int32)
                 request = tl.sum(tl.where(lane == chosen, owners, 0), axis=0).to(tl.int64)
             else:  # in two: sums over them are barriers
@@ -99,13 +92,11 @@ def insert_pooled_kernel(
     SAVE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotation and store of every window that a token finishes; extra programs save states
-    where SAVE_TOKENS is above 0, of the tokens from ``num_early`` on."""
+    where SAVE has tokens, of the tokens from ``num_early`` on."""
     RATIO: tl.constexpr = WINDOW[1]
     HEAD_DIM: tl.constexpr = WINDOW[4]
     DIM: tl.constexpr = FINISH[0]
     ROPE: tl.constexpr = FINISH[1]
-    SAVE_TOKENS: tl.constexpr = SAVE[0]
-    SAVE_PARTS: tl.constexpr = SAVE[2]
     cache = (k_cache, page_stride, num_blocks, ROW_STRIDE)
     scores = (kv_score, kv_stride, 1)
     saved = (states, state_page_stride, num_state_blocks)
@@ -115,11 +106,7 @@ def insert_pooled_kernel(
     tile, block, _part, programs = find_role(
         program, part, programs, num_tokens, num_tokens - num_early, SAVE, 1, 1
     )
-    if SAVE_TOKENS > 0:
-        if tile >= 0:
-            first = num_early + tile // SAVE_PARTS * SAVE_TOKENS
-            part = tile % SAVE_PARTS
-            save_tile(first, part, num_tokens, scores, ape, saved, own, requests, WINDOW, SAVE)
+    save_role(tile, num_early, num_tokens, scores, ape, saved, own, requests, WINDOW, SAVE)
     channel = tl.arange(0, DIM)
     lane = tl.arange(0, TOKENS)
     while block < num_tokens:

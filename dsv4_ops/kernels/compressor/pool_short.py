@@ -7,7 +7,7 @@ from dsv4_ops.kernels.common.rope import load_tail_angles
 from dsv4_ops.kernels.compressor.pooling import find_finishing, finish_row, pool_window
 from dsv4_ops.kernels.compressor.save_states import (  # by name: Inductor copies kernels
     find_role,
-    save_tile,
+    save_role,
 )
 
 
@@ -23,8 +23,6 @@ def compress_and_insert(
     HEAD_DIM: tl.constexpr = WINDOW[4]
     DIM: tl.constexpr = FINISH[0]
     ROPE: tl.constexpr = FINISH[1]
-    SAVE_TOKENS: tl.constexpr = SAVE[0]
-    SAVE_PARTS: tl.constexpr = SAVE[2]
     scores, ape, states, _, requests = inputs
     positions, position_stride, req_indices, request_stride, num_reqs = requests
     slot_mapping, slot_stride, num_tokens = slots
@@ -33,13 +31,7 @@ def compress_and_insert(
     tile, block, _part, programs = find_role(
         program, 0, programs, num_tokens, num_tokens, SAVE, 1, APART
     )
-    if SAVE_TOKENS > 0:
-        if tile >= 0:
-            first = tile // SAVE_PARTS * SAVE_TOKENS
-            part = tile % SAVE_PARTS
-            save_tile(
-                first, part, num_tokens, scores, ape, states, state_slots, requests, WINDOW, SAVE
-            )
+    save_role(tile, 0, num_tokens, scores, ape, states, state_slots, requests, WINDOW, SAVE)
     while block < num_tokens:
         candidate = block + lane * programs
         given, each = candidate < num_tokens, candidate.to(tl.int64)

@@ -100,6 +100,21 @@ def save_tile(
 
 
 @triton.jit
+def save_role(
+    tile, first_token, num_tokens, scores, ape, states, slots, positions,
+    STATE: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    """What a program does that ``find_role`` has given a tile of the tokens from ``first_token``
+    on."""
+    if SAVE[0] > 0:
+        if tile >= 0:
+            save_tile(
+                first_token + tile // SAVE[2] * SAVE[0], tile % SAVE[2], num_tokens,
+                scores, ape, states, slots, positions, STATE, SAVE,
+            )  # fmt: skip
+
+
+@triton.jit
 def save_compressor_states_kernel(
     kv_score, row_stride, dim_stride,
     ape,

@@ -40,21 +40,12 @@ def _token_map_cases() -> list[Case]:
     worked = (i32(_QUERY_START_LOC), i32(_SEQ_LENS))
     requests = [0, 0, 0, 1, 2, 2, 2, 2, -1, -1]
     positions = [7, 8, 9, 6, 8, 9, 10, 11, -1, -1]
+    padded, three = (i32([0, 2, 3]), i32([0, 5])), {"num_tokens": 3}
     return [
         Case("worked example", worked, {"num_tokens": 10}, (requests, positions)),
         Case("batch cut off", worked, {"num_tokens": 5}, (requests[:5], positions[:5])),
-        Case(
-            "shorter than its query",
-            (i32([0, 3]), i32([2])),
-            {"num_tokens": 3},
-            ([-1, 0, 0], [-1, 0, 1]),
-        ),
-        Case(
-            "padding request with tokens",
-            (i32([0, 2, 3]), i32([0, 5])),
-            {"num_tokens": 3},
-            ([-1, -1, 1], [-1, -1, 4]),
-        ),
+        Case("shorter than its query", (i32([0, 3]), i32([2])), three, ([-1, 0, 0], [-1, 0, 1])),
+        Case("padding request with tokens", padded, three, ([-1, -1, 1], [-1, -1, 4])),
         Case("no request", (i32([0]), i32([])), {"num_tokens": 2}, ([-1, -1], [-1, -1])),
     ]
 
@@ -72,16 +63,12 @@ def _flatten_cases() -> list[Case]:
     worked = (i32(_QUERY_START_LOC), i32(_SEQ_LENS))
     requests = [0, 0, 0, 1, 2, 2, 2, 2, -1, -1]
     lens, compressed = [8, 9, 10, 7, 9, 10, 11, 12, 0, 0], [2, 2, 2, 1, 2, 2, 2, 3, 0, 0]
-    uniform = (i32([0, 2, 4, 4]), i32([10, 7, 0]))
+    uniform, padded = (i32([0, 2, 4, 4]), i32([10, 7, 0])), {"num_tokens": 6, "compress_ratio": 1}
+    rows = ([9, 10, 6, 7, 0, 0], [0, 0, 1, 1, -1, -1])
     return [
         Case("variable", worked, {"num_tokens": 10, "compress_ratio": 1}, (lens, requests)),
         Case("compressed", worked, {"num_tokens": 10, "compress_ratio": 4}, (compressed, requests)),
-        Case(
-            "uniform, padded",
-            uniform,
-            {"num_tokens": 6, "compress_ratio": 1},
-            ([9, 10, 6, 7, 0, 0], [0, 0, 1, 1, -1, -1]),
-        ),
+        Case("uniform, padded", uniform, padded, rows),
     ]
 
 
@@ -93,19 +80,11 @@ flatten_decode = OpTesting(
 
 
 def _expand_cases() -> list[Case]:
+    padded = (i32([[7, 3], [2, 5]]), i32([1, 0, -1, 2, 1]))
+    rows, pages = [[2, 5], [7, 3], [0, 0], [0, 0], [2, 5]], [[-1, 2**31 - 1]]
     return [
-        Case(
-            "padding rows are 0",
-            (i32([[7, 3], [2, 5]]), i32([1, 0, -1, 2, 1])),
-            {},
-            ([[2, 5], [7, 3], [0, 0], [0, 0], [2, 5]],),
-        ),
-        Case(
-            "entries are not interpreted",
-            (i32([[-1, 2**31 - 1]]), i32([0])),
-            {},
-            ([[-1, 2**31 - 1]],),
-        ),
+        Case("padding rows are 0", padded, {}, (rows,)),
+        Case("entries are not interpreted", (i32(pages), i32([0])), {}, (pages,)),
     ]
 
 
@@ -116,16 +95,10 @@ expand_block_table = OpTesting(
 
 def _mtp_cases() -> list[Case]:
     tensors = (i32([0, 2, 3, 3]), i32([10, 7, 0]))
+    two, rows, compressed = {"next_n": 2}, [[9, 10], [7, 0], [0, 0]], [[2, 2], [1, 0], [0, 0]]
     return [
-        Case(
-            "shorter than next_n",
-            tensors,
-            {"next_n": 2, "compress_ratio": 1},
-            ([[9, 10], [7, 0], [0, 0]],),
-        ),
-        Case(
-            "compressed", tensors, {"next_n": 2, "compress_ratio": 4}, ([[2, 2], [1, 0], [0, 0]],)
-        ),
+        Case("shorter than next_n", tensors, {**two, "compress_ratio": 1}, (rows,)),
+        Case("compressed", tensors, {**two, "compress_ratio": 4}, (compressed,)),
     ]
 
 

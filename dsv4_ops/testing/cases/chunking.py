@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from dsv4_ops.testing.case import Case, OpTesting, i32, i64
@@ -17,18 +18,15 @@ def _split_cases() -> list[Case]:
         "max_chunks": 6,
         "request_offset": 2,
     }
-    plan = [[2, 4, 0, 15], [4, 5, 0, 10], [4, 5, 10, 20], [4, 5, 20, 30], [4, 5, 30, 40], [0] * 4]
+    case, none = partial(Case, settings=settings), [0] * 4
+    plan = [[2, 4, 0, 15], [4, 5, 0, 10], [4, 5, 10, 20], [4, 5, 20, 30], [4, 5, 30, 40], none]
+    no_keys = (i32([0, 0]), i32([3, 2]))
     return [
-        Case("worked example", worked, settings, (plan, [5])),
+        case("worked example", worked, expected=(plan, [5])),
         Case("overflow is reported", worked, {**settings, "max_chunks": 2}, (plan[:2], [5])),
-        Case("no request", (i32([]), i32([])), settings, ([[0] * 4] * 6, [0])),
-        Case("nothing to do", (i32([0, 0]), i32([0, 0])), settings, ([[0] * 4] * 6, [0])),
-        Case(
-            "no keys yet",
-            (i32([0, 0]), i32([3, 2])),
-            settings,
-            ([[2, 4, 0, 5]] + [[0] * 4] * 5, [1]),
-        ),
+        case("no request", (i32([]), i32([])), expected=([none] * 6, [0])),
+        case("nothing to do", (i32([0, 0]), i32([0, 0])), expected=([none] * 6, [0])),
+        case("no keys yet", no_keys, expected=([[2, 4, 0, 5], *[none] * 5], [1])),
     ]
 
 
@@ -62,19 +60,16 @@ split_prefill_chunks = OpTesting(
 )
 
 _TOKENS = (i64([6, 7, 8, 8, 9, 10, 11, 12]), i32([0, 0, 0, 1, 1, 1, 1, 1]), i32([9, 13]))
+_case = partial(Case, settings={"compress_ratio": 4})
 
 
 def _bounds_cases() -> list[Case]:
     start, stop = [0, 0, 0, 2, 2, 2, 2, 2], [1, 2, 2, 4, 4, 4, 5, 5]
     adversarial = (i64([12, -1, 3, 2**31 - 1]), i32([0, 0, 5, 0]), i32([9, -4]))
+    found = ([0, 2, 2], [0] * 4, [2, 0, 0, 0])
     return [
-        Case("worked example", _TOKENS, {"compress_ratio": 4}, ([0, 2, 5], start, stop)),
-        Case(
-            "never past the request",
-            adversarial,
-            {"compress_ratio": 4},
-            ([0, 2, 2], [0] * 4, [2, 0, 0, 0]),
-        ),
+        _case("worked example", _TOKENS, expected=([0, 2, 5], start, stop)),
+        _case("never past the request", adversarial, expected=found),
     ]
 
 
@@ -86,26 +81,15 @@ prefill_row_bounds = OpTesting(
 
 
 def _chunk_cases() -> list[Case]:
-    query_start_loc = i32([0, 3, 8])
-    whole, second, none = i32([0, 2, 2, 5]), i32([1, 2, 0, 2]), i32([0, 0, 0, 0])
-    ratio = {"compress_ratio": 4}
-    rows = [0, 0, 0, 2, 2, 0, 0, 0]
+    nothing, rows = [0] * 8, [0, 0, 0, 2, 2, 0, 0, 0]
+    calls = (
+        ("query slice", [0, 2, 2, 5], ([0, 2, 5], rows, [0, 0, 2, 4, 4, 0, 0, 0])),
+        ("second request", [1, 2, 0, 2], ([0, 0, 3], nothing, rows)),
+        ("unused chunk", [0, 0, 0, 0], ([0, 0, 0], nothing, nothing)),
+    )
+    starts = i32([0, 3, 8])
     return [
-        Case(
-            "query slice",
-            (*_TOKENS, query_start_loc, whole),
-            ratio,
-            ([0, 2, 5], rows, [0, 0, 2, 4, 4, 0, 0, 0]),
-        ),
-        Case(
-            "second request",
-            (*_TOKENS, query_start_loc, second),
-            ratio,
-            ([0, 0, 3], [0] * 8, [0, 0, 0, 2, 2, 0, 0, 0]),
-        ),
-        Case(
-            "unused chunk", (*_TOKENS, query_start_loc, none), ratio, ([0, 0, 0], [0] * 8, [0] * 8)
-        ),
+        _case(name, (*_TOKENS, starts, i32(chunk)), expected=found) for name, chunk, found in calls
     ]
 
 

@@ -19,25 +19,16 @@ def _pack_cases() -> list[Case]:
     x, starts = torch.arange(1.0, 7.0), i32([0, 2, 2, 6])
     pair = torch.stack([x, -x], -1).to(torch.bfloat16)[:, None]
     pairs = [[[[1.0, -1.0]], [[2.0, -2.0]]], [[[0.0, 0.0]]] * 2, [[[3.0, -3.0]], [[4.0, -4.0]]]]
+    outside, inf = i32([-5, -2, 1, 2**31 - 1]), torch.inf
     padded = [[1.0, 2.0, 0.5], [0.5] * 3, [3.0, 4.0, 5.0]]
     return [
         Case("shorter, empty, longer", (x, starts), {"next_n": 3, "pad": 0.5}, (padded,)),
         Case("rows of rows", (pair, starts), {"next_n": 2, "pad": 0.0}, (pairs,)),
-        Case(
-            "infinite pad",
-            (x, i32([4, 5])),
-            {"next_n": 2, "pad": float("-inf")},
-            ([[5.0, float("-inf")]],),
-        ),
+        Case("infinite pad", (x, i32([4, 5])), {"next_n": 2, "pad": -inf}, ([[5.0, -inf]],)),
         Case("fewer tokens", (x[:5], starts), {"next_n": 4, "pad": 0.0}, None),
         Case("bytes", (x.to(torch.uint8), i32([0, 1])), {"next_n": 2, "pad": 255.0}, ([[1, 255]],)),
         Case("flags", (x > 3, i32([3, 4])), {"next_n": 2, "pad": 1.0}, ([[True, True]],)),
-        Case(
-            "outside",
-            (x, i32([-5, -2, 1, 2**31 - 1])),
-            {"next_n": 2, "pad": 9.0},
-            ([[9.0, 9.0], [9.0, 9.0], [2.0, 3.0]],),
-        ),
+        Case("outside", (x, outside), {"next_n": 2, "pad": 9.0}, ([*[[9.0] * 2] * 2, [2.0, 3.0]],)),
         Case("no request", (x, i32([0])), {"next_n": 2, "pad": 0.0}, ([],)),
         Case("no token", (x[:0], starts), {"next_n": 1, "pad": 2.0}, ([[2.0]] * 3,)),
         Case("no value", (pair[:, :0], starts), {"next_n": 1, "pad": 2.0}, ([[[]]] * 3,)),
