@@ -87,15 +87,15 @@ class OpTesting:
         readable: (case, outcome) -> the outcome as tensors that ``precise`` describes, for bytes
             that encode floats, such as the codes of a quantised row.
         determined: Whether a call has a unique outcome, for ops that do not define what they read
-            where they also write. None: every call has. Sampled calls must have.
+            where they also write; by default every call has. Sampled calls must have.
     """
 
     cases: Callable[[], list[Case]]
     settings: tuple[dict[str, Any], ...]
     make: Make
     precise: Callable[..., tuple[Exact | None, ...]] | None = None
-    readable: Callable[[Case, Sequence[Tensor]], Sequence[Tensor]] | None = None
-    determined: Callable[[Case], bool] | None = None
+    readable: Callable[[Case, Sequence[Tensor]], Sequence[Tensor]] = lambda case, outcome: outcome
+    determined: Callable[[Case], bool] = lambda case: True
 
     def strategy(
         self, *, settings: dict[str, Any] | None = None, min_size: int = 0

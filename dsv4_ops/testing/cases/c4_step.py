@@ -194,8 +194,12 @@ def _cases() -> list[Case]:
     without = [_page(MainLayout(2))] * 2
     saved: tuple[tuple[float, ...], ...] = ((-8.0, 1.0), (-6.0,))
     whole, kept = (*queries, window, *_left(saved, -1, 1)), (*queries, window, *_left(saved))
+    nothing = (without, *_left([[], []]))
     adversarial = i64([2**40, -(2**63), 2**63 - 1, 4])
     slots = ("swa_slot_mapping", "state_slot_mapping", "slot_mapping")
+    no_token = {name: tensors[name][:0] for name in _OF_TOKENS}
+    no_page = {name: tensors[name][:0] for name in _CACHES}
+    no_head = {name: tensors[name][:, :0] for name in ("indexer_q", "indexer_weights")}
     last = {name: tensors[name][3:] for name in _OF_TOKENS}
     last |= {"swa_slot_mapping": i64([2]), "state_slot_mapping": i64([3])}
     old: list[list[float | None]] = [[1.0, 1.0], [1.0, None]]
@@ -208,11 +212,7 @@ def _cases() -> list[Case]:
         _worked("no slot for a row", kept, slot_mapping=i64([-1, 2, 0, -2])),
         _worked("no request", kept, req_indices=i32([-1, 1, 0, 2])),
         _worked("no table", kept, state_block_table=tensors["state_block_table"][:0]),
-        _worked(
-            "adversarial slots",
-            (*queries, without, *_left([[], []])),
-            **dict.fromkeys(slots, adversarial),
-        ),
+        _worked("adversarial slots", (*queries, *nothing), **dict.fromkeys(slots, adversarial)),
         _worked(
             "padding has no row, and a late token a state",
             (*queries, window, *_left([[None, 1.0], []])),
@@ -227,22 +227,9 @@ def _cases() -> list[Case]:
             ),
             **last,
         ),
-        _worked(
-            "no token",
-            ([], [], [], without, *_left([[], []])),
-            **{name: tensors[name][:0] for name in _OF_TOKENS},
-        ),
-        _worked(
-            "no page",
-            (*queries, [], [], [], [], []),
-            **{name: tensors[name][:0] for name in _CACHES},
-        ),
-        _worked(
-            "no head of the indexer",
-            (normed, [[]] * 4, [[]] * 4, *whole[3:]),
-            indexer_q=tensors["indexer_q"][:, :0],
-            indexer_weights=tensors["indexer_weights"][:, :0],
-        ),
+        _worked("no token", ([], [], [], *nothing), **no_token),
+        _worked("no page", (*queries, *[[]] * 5), **no_page),
+        _worked("no head of the indexer", (normed, [[]] * 4, [[]] * 4, *whole[3:]), **no_head),
         _worked("weights of 16 bits", whole, indexer_weights=tensors["indexer_weights"].bfloat16()),
     ]
 

@@ -160,10 +160,8 @@ def _exact_row(case: Case, token: int) -> tuple[Tensor, Tensor]:
     size = (weight * kv.abs()).sum(0) * scale.abs()
     row = row * scale
     ratio = case.settings["compress_ratio"]
-    first, (num_positions, rope) = (
-        int(call.positions[token]) // ratio * ratio,
-        call.cos_sin_cache.shape,
-    )
+    first = int(call.positions[token]) // ratio * ratio
+    num_positions, rope = call.cos_sin_cache.shape
     if first < num_positions and rope:
         cos, sin = call.cos_sin_cache[first].double().chunk(2)
         even, odd = row[-rope::2].clone(), row[-rope + 1 :: 2].clone()
@@ -259,6 +257,12 @@ def worked(name: str, expected: Any = None, **changed: Any) -> Case:
     return Case(name, tuple(tensors.values()), {**_SMALL, **settings}, expected)
 
 
+def _last_token(*kv_score: float) -> dict[str, Tensor]:
+    """The last token of the second window, alone."""
+    places = {"positions": i64([3]), "req_indices": i32([0]), "slot_mapping": i64([1])}
+    return {"kv_score": torch.tensor([kv_score]), **places}
+
+
 def _compressor_cases() -> list[Case]:
     # a row over the root of its mean square: with one value that is its sign, times the weight
     states = StateLayout(2, 4).allocate(2)
@@ -269,10 +273,11 @@ def _compressor_cases() -> list[Case]:
     one |= {"states": StateLayout(2, 2).allocate(2)}
     rotated = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])  # window 1 by a quarter
     level = torch.tensor([[1.0, 1, 0, 0], [1, 1, 0, 0], [3, 4, 0, 0], [3, 2, 0, 0]])
+    last, kept = _last_token(2.0, 1.0, 0.0, 100.0), ([[[7.0] * 2] * 2],)
     return [
         worked("one channel", ([[[0.5], [-0.5]]],), **one),
-        worked("no slot", ([[[7.0] * 2] * 2],), slot_mapping=i64([-1, 2, 0, -2])),
-        worked("no request", ([[[7.0] * 2] * 2],), req_indices=i32([-1, 1, 0, 2])),
+        worked("no slot", kept, slot_mapping=i64([-1, 2, 0, -2])),
+        worked("no request", kept, req_indices=i32([-1, 1, 0, 2])),
         worked(
             "a quarter turn at the first position of the window",
             ([[[1.0, 1.0], [-1.0, 1.0]]],),
@@ -281,22 +286,8 @@ def _compressor_cases() -> list[Case]:
             cos_sin_cache=rotated,
         ),
         worked("two channels"),
-        worked(
-            "the last token of a window from the states",
-            kv_score=torch.tensor([[2.0, 1.0, 0.0, 100.0]]),
-            states=states,
-            positions=i64([3]),
-            req_indices=i32([0]),
-            slot_mapping=i64([1]),
-        ),
-        worked(
-            "no token",
-            ([[[7.0] * 2] * 2],),
-            kv_score=torch.zeros(0, 4),
-            positions=i64([]),
-            req_indices=i32([]),
-            slot_mapping=i64([]),
-        ),
+        worked("the last token of a window from the states", states=states, **last),
+        worked("no token", kept, **{name: each[:0] for name, each in last.items()}),
         worked("no page", ([],), k_cache=torch.zeros(0, 2, 2)),
         worked("bfloat16", k_cache=torch.full((1, 2, 2), 7.0, dtype=torch.bfloat16)),
     ]
@@ -468,12 +459,7 @@ def _compressor_step_cases() -> list[Case]:
     rows, kept, zero = [[[0.5], [-0.5]]], [[[7.0], [7.0]]], _compressor_step_page()
     old = StateLayout(2, 2).allocate(2)
     StateLayout(2, 2).rows(old)[1, 0] = torch.tensor([-9.0, 0.5])
-    last = {
-        "kv_score": torch.tensor([[3.0, 0.0]]),
-        "positions": i64([3]),
-        "req_indices": i32([0]),
-        "slot_mapping": i64([1]),
-    }
+    last = _last_token(3.0, 0.0)
     none = {name: tensor[:0] for name, tensor in last.items()}
     saved = [_compressor_step_page([-6.0, 0.5], [1.0, 0.5]), _compressor_step_page([0.0, 0.5])]
     return [

@@ -88,41 +88,28 @@ def _gather_cases() -> list[Case]:
     cache, lens, row, zeros = _worked_gather()
     out = torch.full((2, 4, 512), 5.0, dtype=torch.bfloat16)
     fives = [5.0] * 512
-    settings = {**_PAGES_OF_1, "offset": 1}
+    settings, full = {**_PAGES_OF_1, "offset": 1}, {**_PAGES_OF_1, "offset": 4}
+    rows = [[fives, row, zeros, fives], [fives, zeros, row, row]]
+    none = (out[:0], cache, i32([]), i32([]), i32([]).reshape(0, 3))
     return [
-        Case(
-            "page, no page, before the start",
-            (out, cache, *lens),
-            settings,
-            ([[fives, row, zeros, fives], [fives, zeros, row, row]],),
-        ),
+        Case("page, no page, before the start", (out, cache, *lens), settings, (rows,)),
         Case("all rows", (out, cache, lens[0], None, lens[2]), settings),
-        Case("no capacity", (out, cache, *lens), {**settings, "offset": 4}, (out.tolist(),)),
-        Case(
-            "no request", (out[:0], cache, i32([]), i32([]), i32([]).reshape(0, 3)), settings, ([],)
-        ),
+        Case("no capacity", (out, cache, *lens), full, (out.tolist(),)),
+        Case("no request", none, settings, ([],)),
     ]
 
 
 def _gather_all_cases() -> list[Case]:
     cache, lens, row, zeros = _worked_gather()
     settings = {**_PAGES_OF_1, "offset": 1, "num_rows": 4}
+    found = [[zeros, row, zeros, zeros], [zeros, zeros, row, row]]
     rows = torch.arange(8, dtype=torch.float32).reshape(2, 2, 2)
     plain = {"block_size": 2, "layout": "plain", "offset": 0, "num_rows": 3}
+    moved = [[[4.0, 5.0], [6.0, 7.0], [0.0, 1.0]]]
     return [
-        Case(
-            "page, no page, before the start",
-            (cache, *lens),
-            settings,
-            ([[zeros, row, zeros, zeros], [zeros, zeros, row, row]],),
-        ),
+        Case("page, no page, before the start", (cache, *lens), settings, (found,)),
         Case("no row", (cache, *lens), {**settings, "num_rows": 1}, ([[zeros]] * 2,)),
-        Case(
-            "plain rows",
-            (rows, i32([3]), None, i32([[1, 0]])),
-            plain,
-            ([[[4.0, 5.0], [6.0, 7.0], [0.0, 1.0]]],),
-        ),
+        Case("plain rows", (rows, i32([3]), None, i32([[1, 0]])), plain, (moved,)),
     ]
 
 

@@ -43,6 +43,7 @@ def _rope_cases() -> list[Case]:
     kept = [[worked_row()] * 3]
     absent = i64([-1, 2, 2**40, 2**63 - 1])
     infinite = torch.tensor([[1.0, float("inf"), -0.0]] * 4)
+    pairs = (rows[:, 1:], i64([0, 1]), QUARTERS)
     return [
         Case("a quarter turn", (rows, i64([0, 1]), QUARTERS), there, ([[5, 1, 2], [5, -2, 1]],)),
         Case("back", (rows, i64([1, 0]), QUARTERS), back, ([[5, 2, -1], [5, 1, 2]],)),
@@ -52,9 +53,7 @@ def _rope_cases() -> list[Case]:
         Case("infinite, no position", (infinite, absent, QUARTERS), there, (infinite.tolist(),)),
         Case("no table", (rows, i64([0, 1]), QUARTERS[:0]), there, (rows.tolist(),)),
         Case("no pair", (rows, i64([0, 1]), QUARTERS[:, :0]), there, (rows.tolist(),)),
-        Case(
-            "nothing but pairs", (rows[:, 1:], i64([0, 1]), QUARTERS), there, ([[1, 2], [-2, 1]],)
-        ),
+        Case("nothing but pairs", pairs, there, ([[1, 2], [-2, 1]],)),
         Case("no token", (rows[:0], i64([]), QUARTERS), there, ([],)),
     ]
 
@@ -249,24 +248,18 @@ def _cases() -> list[Case]:
     row = kv[0].tolist()
     row[448:452] = [-2.0, 1.0, -11.0, 2.0]
     pages, sevens = [[0] * 1152, _worked_page()], [[7.0] * 512]
-    far = i64([2**62, -(2**63)])
+    far, empty = i64([2**62, -(2**63)]), [[0] * 1152] * 2
+    none = (q[:0], kv[:0], cache, slots[:0], where[:0], table)
     ones = [[[1.0] * 512, [-1.0] * 512]] * 2
     return [
         Case("worked rows", (q, kv, cache, slots, where, table), _FP8, (_normed(), pages)),
         Case("plain", (q, kv, plain, slots, where, table), _PLAIN, (_normed(), [sevens, [row]])),
         Case("fewer slots", (q, kv, cache, slots[:1], where, table), _FP8, (_normed(), pages)),
-        Case(
-            "no slot", (q, kv, cache, slots[:0], where, table), _FP8, (_normed(), [[0] * 1152] * 2)
-        ),
-        Case("adversarial", (q, kv, cache, far, far, table), _FP8, (ones, [[0] * 1152] * 2)),
+        Case("no slot", (q, kv, cache, slots[:0], where, table), _FP8, (_normed(), empty)),
+        Case("adversarial", (q, kv, cache, far, far, table), _FP8, (ones, empty)),
         Case("no head", (q[:, :0], kv, cache, slots, where, table), _FP8, ([[], []], pages)),
         Case("no page", (q, kv, cache[:0], slots, where, table), _FP8, (_normed(), [])),
-        Case(
-            "no token",
-            (q[:0], kv[:0], cache, slots[:0], where[:0], table),
-            _FP8,
-            ([], [[0] * 1152] * 2),
-        ),
+        Case("no token", none, _FP8, ([], empty)),
     ]
 
 

@@ -7,7 +7,7 @@ Each ``check_*`` raises AssertionError with the name of the op and the differenc
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -152,10 +152,7 @@ def check_fake(spec: OpSpec, device: str = "cpu") -> None:
     for case in op_testing(spec).cases():
         moved = case.on(device)
         for variant in (moved.copy(), moved.copy(strided_copy)):
-            real = [
-                _metadata(result)
-                for result in results(spec.op(*variant.tensors, **variant.settings))
-            ]
+            real = list(map(_metadata, results(spec.op(*variant.tensors, **variant.settings))))
             call = _traced_as(variant)
             for symbolic in (False,) if call in traced else (False, True):
                 fake = _fake_metadata(spec, variant, symbolic)
@@ -252,9 +249,11 @@ class CompiledOps:
 
     def fuzz(self, examples: int, *, derandomize: bool = True) -> None:
         """``examples`` sampled batches of every op, at random with ``derandomize=False``."""
-        for cases in zip(
-            *(part.samples(examples, derandomize) for part in self.parts), strict=True
-        ):
+        sampled = (
+            samples(part.testing, part.settings, examples, derandomize=derandomize)
+            for part in self.parts
+        )
+        for cases in zip(*sampled, strict=True):
             self.check(cases)
 
 
@@ -295,9 +294,6 @@ class _Part:
             if same and alike and min(smallest) > 1:
                 found.append(case)
         return found
-
-    def samples(self, examples: int, derandomize: bool) -> Iterator[Case]:
-        return samples(self.testing, self.settings, examples, derandomize=derandomize)
 
     def compare(self, actual: Results, given: Results, before: Results) -> None:
         """Results, and the inputs that the call left, against the reference on those before it."""
@@ -461,13 +457,8 @@ def _outcome(spec: OpSpec, result: Any, arguments: Sequence[Tensor]) -> Results:
 
 
 def _metadata(tensor: Tensor) -> tuple[Any, ...]:
-    return (
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device.type,
-        tensor.storage_offset(),
-    )
+    shape, stride = (tuple(map(int, numbers)) for numbers in (tensor.shape, tensor.stride()))
+    return shape, stride, tensor.dtype, tensor.device.type, tensor.storage_offset()
 
 
 def _fake_metadata(spec: OpSpec, case: Case, symbolic: bool) -> list[tuple[Any, ...]]:
@@ -478,8 +469,4 @@ def _fake_metadata(spec: OpSpec, case: Case, symbolic: bool) -> list[tuple[Any, 
             for tensor in case.tensors
         ]
         returned = results(spec.op(*fakes, **case.settings))
-    found = []
-    for result in returned:
-        shape, stride, *rest = _metadata(result)
-        found.append((tuple(map(int, shape)), tuple(map(int, stride)), *rest))
-    return found
+    return list(map(_metadata, returned))

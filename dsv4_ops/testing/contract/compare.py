@@ -44,10 +44,8 @@ def assert_agrees(
     for index, (left, right) in enumerate(zip(actual, expected, strict=True)):
         _assert_alike(what, index, left, right)
     case = case.copy()
-    read = op_testing.readable or (lambda case, outcome: outcome)
-    pairs = zip(
-        read(case, actual), read(case, expected), exact_results(op_testing, case), strict=True
-    )
+    read = (op_testing.readable(case, outcome) for outcome in (actual, expected))
+    pairs = zip(*read, exact_results(op_testing, case), strict=True)
     for index, (left, right, exact) in enumerate(pairs):
         if exact is None:
             _assert_equal(what, index, left, right)
@@ -57,8 +55,8 @@ def assert_agrees(
 
 def assert_precise(what: str, op_testing: OpTesting, case: Case, outcome: Sequence[Tensor]) -> None:
     """The reference's own ``outcome`` is within ROUNDINGS of float64."""
-    read = op_testing.readable or (lambda case, outcome: outcome)
-    pairs = zip(read(case, outcome), exact_results(op_testing, case), strict=True)
+    read = op_testing.readable(case, outcome)
+    pairs = zip(read, exact_results(op_testing, case), strict=True)
     for index, (result, exact) in enumerate(pairs):
         if exact is not None:
             perfect = exact.value.to(result.dtype)
