@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from dsv4_ops.kernels.compressor.pool_long import insert_pooled_kernel, pool_win
 from dsv4_ops.kernels.compressor.pool_short import compress_and_insert_kernel
 from dsv4_ops.kernels.compressor.save_states import save_compressor_states
 from dsv4_ops.kernels.launcher import Launcher
+from dsv4_ops.reference import compressor as reference
 
 VALUES = 4
 """Most consecutive channels of a thread: 16 bytes."""
@@ -63,73 +66,51 @@ FEW_TOKENS = 2176
 finish one, and 1 in a ratio of a prefill's."""
 
 
-def compress_and_insert(
-    launch: Launcher,
-    kv_score: Tensor,
-    ape: Tensor,
-    states: Tensor,
-    state_block_table: Tensor,
-    *rest: Tensor,
-    **settings: Any,
-) -> None:
-    """``rest`` and ``settings`` as ``save_and_compress``, without ``state_slot_mapping``."""
-    own = (kv_score, ape, states, state_block_table, None)
-    save_and_compress(launch, *own, *rest, op="compress_and_insert", **settings)
+class Call(namedtuple("Call", signature(reference.save_and_compress).parameters)):
+    """The arguments of ``save_and_compress``, as its reference names them."""
+
+    __slots__ = ()
 
 
-def save_and_compress(
-    launch: Launcher,
-    kv_score: Tensor,
-    ape: Tensor,
-    states: Tensor,
-    state_block_table: Tensor,
-    state_slot_mapping: Tensor | None,
-    positions: Tensor,
-    req_indices: Tensor,
-    norm_weight: Tensor,
-    cos_sin_cache: Tensor,
-    k_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    compress_ratio: int,
-    overlap: bool,
-    eps: float,
-    state_block_size: int,
-    block_size: int,
-    layout: str,
-    op: str = "save_and_compress",
-) -> None:
+def compress_and_insert(launch: Launcher, *tensors: Tensor, **settings: Any) -> None:
+    """The same, but that no state has a slot."""
+    _launch(launch, "compress_and_insert", Call(*tensors[:4], None, *tensors[4:], **settings))
+
+
+def save_and_compress(launch: Launcher, *tensors: Tensor, **settings: Any) -> None:
+    _launch(launch, "save_and_compress", Call(*tensors, **settings))
+
+
+def _launch(launch: Launcher, op: str, call: Call) -> None:
     """``compress_and_insert``; with a ``state_slot_mapping``, extra programs save the states."""
-    width, head_dim = int(ape.shape[1]), int(norm_weight.shape[0])
+    width, head_dim = int(call.ape.shape[1]), int(call.norm_weight.shape[0])
+    k_cache, block_size, state_block_size = call.k_cache, call.block_size, call.state_block_size
     checks = Checks(op)
-    checks.page_start("states", states, StateLayout(state_block_size, max(2 * width, 1)))
-    quantized = _quantized(layout, block_size)
+    checks.page_start("states", call.states, StateLayout(state_block_size, max(2 * width, 1)))
+    quantized = _quantized(call.layout, block_size)
     if quantized is not None:
         checks.page_start("k_cache", k_cache, quantized)
-    num_tokens, num_reqs = positions.shape[0], state_block_table.shape[0]
+    num_tokens, num_reqs = call.positions.shape[0], call.state_block_table.shape[0]
     if num_tokens == 0 or head_dim == 0:
         return
+    ratio, state_slots = call.compress_ratio, call.state_slot_mapping
+    saves, saved = state_slots is not None, (call.kv_score, call.ape, call.states)
     if num_reqs == 0 or k_cache.shape[0] == 0:  # no window is stored
-        if state_slot_mapping is not None:
-            save_compressor_states(
-                launch,
-                *(kv_score, ape, states, state_slot_mapping, positions),
-                compress_ratio=compress_ratio,
-                block_size=state_block_size,
-            )
+        if saves:
+            settings = {"compress_ratio": ratio, "block_size": state_block_size}
+            save_compressor_states(launch, *saved, state_slots, call.positions, **settings)
         return
-    own = own_tensors(kv_score, ape, states)
-    rows = (*own, *strided(state_block_table), num_reqs, state_block_table.shape[1])
-    tokens = strided(positions, req_indices)
-    rotation = (norm_weight.contiguous(), cos_sin_cache.contiguous(), cos_sin_cache.shape[0])
+    own, table, angles = own_tensors(*saved), call.state_block_table, call.cos_sin_cache
+    rows = (*own, *strided(table), num_reqs, table.shape[1])
+    tokens = strided(call.positions, call.req_indices)
+    rotation = (call.norm_weight.contiguous(), angles.contiguous(), angles.shape[0])
     pages = fixed_pages(k_cache)
-    slots = (*strided(slot_mapping), num_tokens)
-    state_slots = strided(slot_mapping if state_slot_mapping is None else state_slot_mapping)
-    num_rows = compress_ratio * (2 if overlap else 1)
-    window = (state_block_size, compress_ratio, width, num_rows, head_dim)
-    finish = (triton.next_power_of_2(head_dim), int(cos_sin_cache.shape[1]), float(eps))
+    slots = (*strided(call.slot_mapping), num_tokens)
+    state_slots = strided(state_slots if saves else call.slot_mapping)
+    num_rows = ratio * (2 if call.overlap else 1)
+    window = (state_block_size, ratio, width, num_rows, head_dim)
+    finish = (triton.next_power_of_2(head_dim), int(angles.shape[1]), float(call.eps))
     plain = (block_size, head_dim, 0, 0, 0, 0, False)
-    saves = state_slot_mapping is not None
     constants: dict[str, Any] = {"WINDOW": window}
     inserted = {
         "ROW_STRIDE": 0 if quantized else int(k_cache.stride(1)),
@@ -148,7 +129,7 @@ def save_and_compress(
             **inserted, **constants,
         )  # fmt: skip
         return
-    pooled = kv_score.new_empty((num_tokens, head_dim))
+    pooled = call.kv_score.new_empty((num_tokens, head_dim))
     channels = min(CHANNELS_SAVED if saves else CHANNELS, finish[0])
     parts = (head_dim + channels - 1) // channels
     warps = LONG_WARPS_SAVED if saves else LONG_WARPS

@@ -1,5 +1,7 @@
 """Kernels and launchers of the lightning indexer's key cache."""
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,10 @@ from dsv4_ops.kernels.launcher import Launcher
 INSERT_TOKENS = 16
 """Tokens per program of the insert."""
 
+quantize_and_insert_indexer_k = partial(
+    insert, "quantize_and_insert_indexer_k", IndexerLayout, INSERT_TOKENS
+)
+
 ROWS, WARPS = 32, 1
 """Rows and warps per program of the gather: its reductions stay within a warp."""
 
@@ -22,20 +28,6 @@ PROBES = 32
 """Request boundaries that a program of the gather looks at together."""
 
 _BEFORE_ALL = tl.constexpr(-INT32_MAX - 1)
-
-
-def quantize_and_insert_indexer_k(
-    launch: Launcher,
-    k: torch.Tensor,
-    k_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    block_size: int,
-    layout: str,
-) -> None:
-    indexer = IndexerLayout(block_size)
-    checks = Checks("quantize_and_insert_indexer_k")
-    insert(launch, checks, k, k_cache, slot_mapping, indexer, tokens=INSERT_TOKENS)
 
 
 @triton.jit

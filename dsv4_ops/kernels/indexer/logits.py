@@ -12,11 +12,11 @@ from dsv4_ops.kernels.arguments import angles, paged, strided
 from dsv4_ops.kernels.indexer.quantize_q import quantize_query_kernel  # by name: Inductor copies
 from dsv4_ops.kernels.indexer.score_tile import (
     find_pages,
-    find_tile,
     load_codes,
     load_query,
     load_weights,
     score_codes,
+    score_tile,
 )
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference import indexer as reference
@@ -102,12 +102,9 @@ def indexer_logits_kernel(
         entries = (block_table + request * table_stride, column_stride)
         pages = find_pages(entries, first, stop, BLOCK_SIZE, STEP, ROWS)
         for tile in tl.range(0, ROWS // STEP, num_stages=STAGES):
-            codes_at, scale_at, exists = find_tile(
-                cache, entries, pages, first, tile, stop, FORMAT, STEP
+            score, exists = score_tile(
+                cache, entries, pages, first, tile, stop, query, weight, FORMAT, STEP
             )
-            codes = load_codes(codes_at, 1, exists, DATA_BYTES)
-            scale = tl.load(scale_at, mask=exists, other=0.0)
-            score = score_codes(codes, scale, query, weight)
             row = first + tile * STEP + lane
             score = tl.where(exists & (row < stop), score, float("-inf"))
             tl.store(target + row, score, mask=row < num_rows)

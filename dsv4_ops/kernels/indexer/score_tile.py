@@ -101,10 +101,13 @@ def _pick(values, number):
 
 
 @triton.jit
-def find_tile(cache, entries, pages, start, tile, stop, FORMAT: tl.constexpr, STEP: tl.constexpr):
-    """Pointers to the codes and to the scales of a tile of those of ``find_pages``, and which of
-    its rows are in pages that exist. Addresses in 64 bits for every row would cost as much as the
-    products; small blocks have them. FORMAT: rows of a block, bytes of a row's codes and scale."""
+def score_tile(
+    cache, entries, pages, start, tile, stop, query, weight,
+    FORMAT: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Scores of a tile of the rows of ``find_pages``, and which of them are in pages that exist.
+    Addresses in 64 bits for every row would cost as much as the products; small blocks have them.
+    FORMAT: rows of a block, bytes of a row's codes and scale."""
     BLOCK_SIZE: tl.constexpr = FORMAT[0]
     k_cache, page_stride, num_blocks = cache
     lane = tl.arange(0, STEP)
@@ -128,8 +131,11 @@ def find_tile(cache, entries, pages, start, tile, stop, FORMAT: tl.constexpr, ST
         base = page.to(tl.int64) * page_stride
         row = (first + lane) % BLOCK_SIZE
     base = k_cache + base
-    scale = base + BLOCK_SIZE * FORMAT[1] + row * FORMAT[2]
-    return base + row * FORMAT[1], scale.to(tl.pointer_type(tl.float32), bitcast=True), exists
+    scale_at = base + BLOCK_SIZE * FORMAT[1] + row * FORMAT[2]
+    scale_at = scale_at.to(tl.pointer_type(tl.float32), bitcast=True)
+    codes = load_codes(base + row * FORMAT[1], 1, exists, FORMAT[1])
+    scale = tl.load(scale_at, mask=exists, other=0.0)
+    return score_codes(codes, scale, query, weight), exists
 
 
 @triton.jit

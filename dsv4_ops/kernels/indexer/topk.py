@@ -51,27 +51,20 @@ class _Scratch:
     """Scratch rows and the plan of the parts of every row, and what is launched with them."""
 
     def __init__(self, launch: Launcher, like: torch.Tensor, num_rows: int, topk: int) -> None:
-        self.launch, self.topk = launch, topk
-        self.num_tokens = like.shape[0]
+        self.launch, self.topk, num_tokens = launch, topk, like.shape[0]
         self.width = triton.next_power_of_2(topk)
         self.capacity = max(CAPACITY, 2 * self.width)
         self.together = max(MERGED, self.capacity)
         self.groups = min(max(self.together // self.width, 2), GROUPS)
         self.grouped = max(self.together, WIDE_GROUP if self.width >= WIDE else 0)
-        self.keys = like.new_empty((PROGRAMS, self.capacity), dtype=torch.int32)
-        self.indices = like.new_empty((PROGRAMS, self.capacity), dtype=torch.int32)
-        self.plan = like.new_empty((self.num_tokens, 3), dtype=torch.int32)
-        self.out = like.new_empty((self.num_tokens, topk), dtype=torch.int32)
-        self.rows = torch.sym_min(self.num_tokens, PROGRAMS)
-        self.splits = torch.sym_max(1, torch.sym_min(num_rows, PROGRAMS // self.num_tokens))
-        self.programs = torch.sym_min(self.num_tokens * self.splits, PROGRAMS)
-
-    def arguments(self) -> tuple[Any, ...]:
-        tensors = (self.keys, self.indices, self.plan, self.out)
-        return (*tensors, self.num_tokens, self.splits, self.topk)
-
-    def sizes(self) -> dict[str, int]:
-        return {
+        sizes = ((PROGRAMS, self.capacity), (PROGRAMS, self.capacity), (num_tokens, 3))
+        self.lists = tuple(like.new_empty(size, dtype=torch.int32) for size in sizes)
+        self.out = like.new_empty((num_tokens, topk), dtype=torch.int32)
+        self.rows = torch.sym_min(num_tokens, PROGRAMS)
+        self.splits = torch.sym_max(1, torch.sym_min(num_rows, PROGRAMS // num_tokens))
+        self.programs = torch.sym_min(num_tokens * self.splits, PROGRAMS)
+        self.arguments = (*self.lists, self.out, num_tokens, self.splits, topk)
+        self.sizes = {
             "WIDTH": self.width,
             "CAPACITY": self.capacity,
             "MOST": self.capacity // 2,
@@ -85,12 +78,12 @@ class _Scratch:
         """Merge the lists of the parts, into rows or into ``slots``; ``pages`` are the requests and
         the block table, with their strides and its columns. Launches that would find nothing to do
         are left out; where sizes are symbols they have one program."""
-        lists, known = (self.keys, self.indices, self.plan), isinstance(self.splits, int)
+        known, num_tokens = isinstance(self.splits, int), self.out.shape[0]
         sizes = {"GROUPS": self.groups, "WIDTH": self.width, "STRIDE": self.capacity}
         if not known or self.splits * self.topk > self.together:
             long = torch.sym_min(1, torch.sym_max(0, self.splits * self.topk - self.together))
             self.launch(merge_groups_kernel)[1 + (self.rows * self.groups - 1) * long,](
-                *lists, self.num_tokens, self.topk,
+                *self.lists, num_tokens, self.topk,
                 **sizes, MERGED=self.together, CAPACITY=self.grouped,
                 num_warps=warps_for(self.grouped),
             )  # fmt: skip
@@ -98,7 +91,7 @@ class _Scratch:
             self.launch(merge_parts_kernel)[
                 1 + (self.rows - 1) * torch.sym_min(1, self.splits - 1),
             ](
-                *lists, self.out, self.num_tokens, self.topk, *pages,
+                *self.lists, self.out, num_tokens, self.topk, *pages,
                 **sizes, CAPACITY=self.together, BLOCK_SIZE=block_size, SLOTS=slots,
                 num_warps=warps_for(self.together),
             )  # fmt: skip
@@ -116,8 +109,8 @@ def indexer_topk(
     most = (num_columns + LOGITS_LEAST - 1) // LOGITS_LEAST
     scratch = _Scratch(launch, logits, most, topk)
     launch(select_logits_kernel)[scratch.programs,](
-        *strided(logits), num_columns, *strided(lens), *scratch.arguments(),
-        STEP=LOGITS_STEP, LEAST=LOGITS_LEAST, **scratch.sizes(),
+        *strided(logits), num_columns, *strided(lens), *scratch.arguments,
+        STEP=LOGITS_STEP, LEAST=LOGITS_LEAST, **scratch.sizes,
     )  # fmt: skip
     return scratch.merged((lens, 0, lens, 0, 0, 0), 1, False)  # without slots no table is read
 
@@ -153,7 +146,7 @@ def indexer_select(
         return q.new_empty((num_tokens, topk), dtype=torch.int32)
     most = (max_blocks * block_size + LEAST - 1) // LEAST
     scratch = _Scratch(launch, q, most, topk)
-    sizes = {**indexer.tile(num_heads), **scratch.sizes()}
+    sizes = {**indexer.tile(num_heads), **scratch.sizes}
     # no fewer rows of a product than its warps take, and capacity for two tiles
     sizes["STEP"] = min(max(sizes["STEP"], 16 * sizes["num_warps"]), scratch.capacity // 2)
     table = (block_table, block_table.stride(0), block_table.stride(1))
@@ -161,7 +154,7 @@ def indexer_select(
     launch(select_keys_kernel)[scratch.programs,](
         *strided(q.view(torch.uint8)), num_heads,
         *strided(weights), *paged(k_cache), *strided(positions), *requests,
-        *table, block_table.shape[0], max_blocks, *scratch.arguments(),
+        *table, block_table.shape[0], max_blocks, *scratch.arguments,
         RATIO=compress_ratio, BLOCK_SIZE=block_size, DATA_BYTES=pages.data_bytes,
         SCALE_BYTES=pages.scale_bytes, LEAST=LEAST, STAGES=STAGES, SLOTS=slots, **sizes,
     )  # fmt: skip

@@ -17,11 +17,9 @@ from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.kernels.indexer.score_tile import (
     ABSENT_KEY,
     find_pages,
-    find_tile,
-    load_codes,
     load_query,
     load_weights,
-    score_codes,
+    score_tile,
     sortable,
 )
 from dsv4_ops.kernels.indexer.topk_merge import emit_list, pad_list, partition, reduce_list
@@ -167,12 +165,9 @@ def select_keys_kernel(
                     for tile in tl.range(
                         0, CAPACITY // STEP if EMULATE else tiles, num_stages=STAGES
                     ):
-                        codes_at, scale_at, exists = find_tile(
-                            cache, entries, pages, start, tile, stop, FORMAT, STEP
+                        score, exists = score_tile(
+                            cache, entries, pages, start, tile, stop, query, weight, FORMAT, STEP
                         )
-                        codes = load_codes(codes_at, 1, exists, DATA_BYTES)
-                        scale = tl.load(scale_at, mask=exists, other=0.0)
-                        score = score_codes(codes, scale, query, weight)
                         key = tl.where(exists, sortable(score), ABSENT_KEY)
                         slot = tile * STEP + lane
                         tl.store(keys + fill + slot, key, mask=slot < length)

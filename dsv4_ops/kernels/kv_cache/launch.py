@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -17,6 +18,10 @@ from dsv4_ops.kernels.launcher import Launcher
 INSERT_TOKENS = 4
 """Tokens per program of the insert: 8 values per thread and token."""
 
+quantize_and_insert_k_cache = partial(
+    insert, "quantize_and_insert_k_cache", MainLayout, INSERT_TOKENS
+)
+
 WORKSPACE_ROWS, WORKSPACE_WARPS = 8, 2
 """Rows per tile and warps per program of the gather into a workspace."""
 
@@ -28,20 +33,6 @@ PROGRAMS = 16 * 132
 
 DENSE_ROWS, DENSE_WARPS = 4, 2
 """Rows and warps per program of the gather that writes every row."""
-
-
-def quantize_and_insert_k_cache(
-    launch: Launcher,
-    k: torch.Tensor,
-    k_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    block_size: int,
-    layout: str,
-) -> None:
-    main = MainLayout(block_size)
-    checks = Checks("quantize_and_insert_k_cache")
-    insert(launch, checks, k, k_cache, slot_mapping, main, tokens=INSERT_TOKENS)
 
 
 def dequantize_and_gather_k_cache(

@@ -73,22 +73,25 @@ def quantize_and_insert_kernel(
 
 
 def insert(
+    op: str,
+    kind: type[QuantizedLayout],
+    tokens: int,
     launch: Launcher,
-    checks: Checks,
     k: torch.Tensor,
     k_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    layout: QuantizedLayout,
     *,
-    tokens: int,
+    block_size: int,
+    layout: str,
 ) -> None:
-    """Launch the quantising insert for any quantised layout, ``tokens`` tokens per program."""
-    checks.page_start("k_cache", k_cache, layout)
+    """The op of a ``kind`` of layout, by programs of so many ``tokens``."""
+    quantized = kind(block_size)
+    Checks(op).page_start("k_cache", k_cache, quantized)
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0 or k_cache.shape[0] == 0:
         return
     launch(quantize_and_insert_kernel)[(num_tokens + tokens - 1) // tokens,](
         *strided(k), k_cache, k_cache.stride(0),
         *strided(slot_mapping), num_tokens, k_cache.shape[0],
-        FORMAT=layout.format, TOKENS=tokens, num_warps=WARPS,
+        FORMAT=quantized.format, TOKENS=tokens, num_warps=WARPS,
     )  # fmt: skip
