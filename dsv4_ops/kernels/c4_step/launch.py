@@ -29,52 +29,45 @@ have many registers, so that each has more values under way."""
 
 
 class _Compressor(NamedTuple):
-    """What the kernel is given of one of the two compressors.
-
-    Args:
-        tensors: Its arguments, tensors and sizes.
-        constants: Its constants.
-        programs: Its programs.
-    """
+    """Tensors and sizes, constants and programs that the kernel is given of a compressor."""
 
     tensors: tuple[Any, ...]
     constants: dict[str, tuple[Any, ...]]
     programs: int
 
-    @classmethod
-    def of(
-        cls,
-        prefix: str,
-        layout: QuantizedLayout,
-        call: Call,
-        kv_score: Tensor,
-        ape: Tensor,
-        norm_weight: Tensor,
-        states: Tensor,
-        k_cache: Tensor,
-    ) -> _Compressor:
-        """That whose tensors are called so."""
-        width = int(ape.shape[1])
-        own, pages = compressor.own_tensors(kv_score, ape, states), compressor.fixed_pages(k_cache)
-        tensors = (*own, norm_weight.contiguous(), *pages)
-        ratio, head_dim = call.compress_ratio, layout.head_dim
-        window = (call.state_block_size, ratio, width, 2 * ratio, head_dim)
-        threads, _ = compressor.rows_of_threads(window, head_dim, WARPS, compressor.DEPTH)
-        save = compressor.save_tiles(True, width, WARPS, compressor.SHORT_SAVED)
-        constants = {
-            "WINDOW": window,
-            "FINISH": (head_dim, int(call.cos_sin_cache.shape[1]), float(call.eps)),
-            "FORMAT": layout.format,
-            "THREADS": threads,
-            "SAVE": save,
-        }
-        num_tokens = kv_score.shape[0]
-        looking = compressor.looking_programs(
-            num_tokens, compressor.SHORT_TOKENS_SAVED, compressor.SHORT_PROGRAMS
-        )
-        programs = looking + compressor.num_tiles(num_tokens, save)
-        named = {f"{prefix}{name}".upper(): value for name, value in constants.items()}
-        return cls(tensors, named, programs)
+
+def _compressor(
+    prefix: str,
+    layout: QuantizedLayout,
+    call: Call,
+    kv_score: Tensor,
+    ape: Tensor,
+    norm_weight: Tensor,
+    states: Tensor,
+    k_cache: Tensor,
+) -> _Compressor:
+    """That whose tensors are called so."""
+    width = int(ape.shape[1])
+    own, pages = compressor.own_tensors(kv_score, ape, states), compressor.fixed_pages(k_cache)
+    tensors = (*own, norm_weight.contiguous(), *pages)
+    ratio, head_dim = call.compress_ratio, layout.head_dim
+    window = (call.state_block_size, ratio, width, 2 * ratio, head_dim)
+    threads, _ = compressor.rows_of_threads(window, head_dim, WARPS, compressor.DEPTH)
+    save = compressor.save_tiles(True, width, WARPS, compressor.SHORT_SAVED)
+    constants = {
+        "WINDOW": window,
+        "FINISH": (head_dim, int(call.cos_sin_cache.shape[1]), float(call.eps)),
+        "FORMAT": layout.format,
+        "THREADS": threads,
+        "SAVE": save,
+    }
+    num_tokens = kv_score.shape[0]
+    looking = compressor.looking_programs(
+        num_tokens, compressor.SHORT_TOKENS_SAVED, compressor.SHORT_PROGRAMS
+    )
+    programs = looking + compressor.num_tiles(num_tokens, save)
+    named = {f"{prefix}{name}".upper(): value for name, value in constants.items()}
+    return _Compressor(tensors, named, programs)
 
 
 def _states(block_size: int, layout: QuantizedLayout) -> StateLayout:
@@ -117,8 +110,8 @@ def insert_c4_step(launch: Launcher, *args: Any, **named: Any) -> tuple[Tensor, 
     nothing = any(size == 0 for size in (*needed, call.indexer_cache.shape[0]))
     if nothing or 2 * call.compress_ratio > compressor.DEPTH:
         return _one_by_one(launch, call)
-    main = _Compressor.of("", main_layout, call, *call.main)
-    keys = _Compressor.of("indexer_", keys_layout, call, *call.indexer)
+    main = _compressor("", main_layout, call, *call.main)
+    keys = _compressor("indexer_", keys_layout, call, *call.indexer)
     tiles = (num_indexer_heads + logits.QUANTIZED_HEADS - 1) // logits.QUANTIZED_HEADS
     row_programs = num_tokens * ((num_heads + HEADS - 1) // HEADS)
     row_programs += (num_slots + qnorm_rope_insert.KEYS - 1) // qnorm_rope_insert.KEYS

@@ -72,9 +72,13 @@ class Call(namedtuple("Call", signature(reference.save_and_compress).parameters)
     __slots__ = ()
 
 
+_TENSORS = tuple(signature(reference.compress_and_insert).parameters)
+
+
 def compress_and_insert(launch: Launcher, *tensors: Tensor, **settings: Any) -> None:
     """The same, but that no state has a slot."""
-    _launch(launch, "compress_and_insert", Call(*tensors[:4], None, *tensors[4:], **settings))
+    named = dict(zip(_TENSORS, tensors, strict=False))
+    _launch(launch, "compress_and_insert", Call(**named, **settings, state_slot_mapping=None))
 
 
 def save_and_compress(launch: Launcher, *tensors: Tensor, **settings: Any) -> None:

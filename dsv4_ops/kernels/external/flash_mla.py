@@ -179,11 +179,7 @@ def sparse_mla_prefill(launch: Any, *args: Any, impl: str = "", **named: Any) ->
     given = gather(seen, call.attn_sink, KEY_BLOCK)
     rows, slots = _some(given.kv)[:, None], given.slots[:, None]
     out, _, lse = prefill(_dense(q), rows, slots, call.softmax_scale, WIDTH, given.sink, given.lens)
-    kernels = opaque_op.kernels(q.device)
-    if kernels is None:
-        return SparseMla(out, no_key(lse))
-    kernels.finish_heads(launch, out, lse, None, None)
-    return SparseMla(out, lse)
+    return _finished(launch, out, lse)
 
 
 def mla_decode(
@@ -283,9 +279,13 @@ def _attend(launch: Any, call: DecodeCall) -> SparseMla:
         given.slots[:, None], lens, given.sink, schedule, num_splits,
         more, more_slots, extra_lens, WIDTH, call.softmax_scale,
     )  # fmt: skip
-    out, lse = out.squeeze(1), lse.squeeze(2)
-    positions, cos_sin_cache = call.positions, call.cos_sin_cache
-    kernels = opaque_op.kernels(q.device)
+    return _finished(launch, out.squeeze(1), lse.squeeze(2), call.positions, call.cos_sin_cache)
+
+
+def _finished(launch: Any, out: Tensor, lse: Tensor, *rotation: Tensor | None) -> SparseMla:
+    """Results as ours, after inverse RoPE by positions and angles, if there are."""
+    positions, cos_sin_cache = rotation or (None, None)
+    kernels = opaque_op.kernels(out.device)
     rotates = cos_sin_cache is None or int(cos_sin_cache.shape[1]) == WIDTH - MainLayout.code_dim
     if kernels is None or not rotates:
         return apply_inverse_rope(SparseMla(out, no_key(lse)), positions, cos_sin_cache)

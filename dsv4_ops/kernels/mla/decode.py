@@ -57,13 +57,6 @@ PARTS, MOST_IN_PARTS = 4, 1024
 
 _WHAT = "with such queries or rows"
 
-_SCHEMA = (
-    "(Tensor q, Tensor kv_cache, Tensor seq_lens, Tensor req_indices, Tensor block_table, "
-    "Tensor? query_start_loc, Tensor? plan, Tensor? q_scale, Tensor? kv_scale, *, "
-    "float softmax_scale, int block_size, str layout, int num_splits, "
-    "bool batch_invariant) -> (Tensor, Tensor)"
-)
-
 
 class Call(NamedTuple):
     """The tensors of a call; those that there may be not last."""
@@ -296,5 +289,11 @@ def _fake(q: Tensor, *_: Any, **settings: Any) -> tuple[Tensor, Tensor]:
     return _results(q, RANK)
 
 
-hopper_mla_decode = opaque_op.define("_hopper_mla_decode", _SCHEMA, _call, _fake)
+hopper_mla_decode = opaque_op.define(
+    "_hopper_mla_decode",
+    f"({opaque_op.fields(Call)}, *, float softmax_scale, int block_size, str layout, "
+    "int num_splits, bool batch_invariant) -> (Tensor, Tensor)",
+    _call,
+    _fake,
+)
 """All launches of a call, which then know its sizes, also in a graph for any number of tokens."""

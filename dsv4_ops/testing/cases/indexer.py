@@ -49,22 +49,13 @@ quantize_and_insert_indexer_k_functional = quantize_and_insert_indexer_k
 def _gather_cases() -> list[Case]:
     cache = torch.tensor([[0xFF] * 576, worked_page()], dtype=torch.uint8)
     codes, nothing = worked_page()[:128], [0] * 128
+    six, one = ({**_PAGES_OF_1, "num_rows": count} for count in (6, 1))
+    two = (cache, i32([0, 1, 4]), i32([[1, 0, 0], [-1, 1, 2]]))
+    found = [codes, nothing, codes, *[nothing] * 3], [2.0**-7, 0.0, 2.0**-7, *[0.0] * 3]
+    none = (cache, i32([0]), i32([]).reshape(0, 3))
     return [
-        Case(
-            "two requests, spare capacity",
-            (cache, i32([0, 1, 4]), i32([[1, 0, 0], [-1, 1, 2]])),
-            {**_PAGES_OF_1, "num_rows": 6},
-            (
-                [codes, nothing, codes, nothing, nothing, nothing],
-                [0.0078125, 0.0, 0.0078125, 0.0, 0.0, 0.0],
-            ),
-        ),
-        Case(
-            "no request",
-            (cache, i32([0]), i32([]).reshape(0, 3)),
-            {**_PAGES_OF_1, "num_rows": 1},
-            ([nothing], [0.0]),
-        ),
+        Case("two requests, spare capacity", two, six, found),
+        Case("no request", none, one, ([nothing], [0.0])),
         *(
             _many_requests(f"{count} requests of a key", cache, [1] * count)
             for count in (31, 32, 33)

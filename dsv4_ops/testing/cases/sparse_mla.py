@@ -155,17 +155,16 @@ BARE = (None, None, None)
 """No plan and no inverse RoPE."""
 
 
+def _sizes(swa: int, extra: int, layout: str) -> dict[str, Any]:
+    sizes = {"swa_block_size": swa, "extra_block_size": extra}
+    return {"softmax_scale": SCALE, **sizes, "layout": layout}
+
+
 def _settings(
     swa: int, extra: int, *, layout: str = TAG, num_splits: int = 0, invariant: bool = False
 ) -> dict[str, Any]:
-    return {
-        "softmax_scale": SCALE,
-        "swa_block_size": swa,
-        "extra_block_size": extra,
-        "layout": layout,
-        "num_splits": num_splits,
-        "batch_invariant": invariant,
-    }
+    splits = {"num_splits": num_splits, "batch_invariant": invariant}
+    return {**_sizes(swa, extra, layout), **splits}
 
 
 def one_key_page(value: float) -> Tensor:
@@ -449,14 +448,8 @@ sparse_mla_gathered = OpTesting(
 def _mla_prefill_settings(
     window: int, ratio: int, swa: int, extra: int, *, layout: str = TAG
 ) -> dict[str, Any]:
-    return {
-        "softmax_scale": SCALE,
-        "window_size": window,
-        "compress_ratio": ratio,
-        "swa_block_size": swa,
-        "extra_block_size": extra,
-        "layout": layout,
-    }
+    seen = {"window_size": window, "compress_ratio": ratio}
+    return {**_sizes(swa, extra, layout), **seen}
 
 
 def _mla_prefill_cases() -> list[Case]:
