@@ -67,66 +67,43 @@ sparse_mla_plan = OpTesting(
 
 
 _METADATA_LENS = (0, 1, 63, 64, 65, 127, 128, 512, 8192, 2**31 - 1, -1, -(2**31))
-_UNUSED = [[0] * 8] * 2
 
 
 def _mla_metadata_cases() -> list[Case]:
-    window = {"swa_width": 128, "extra_width": 0}
-    both = {"swa_width": 128, "extra_width": 512}
+    def case(
+        name: str, parts: int, swa: list[int], extra: list[int] | None, *rows: Any, width: int = 128
+    ) -> Case:
+        lens = (i32(swa), None if extra is None else i32(extra))
+        settings = {"swa_width": width, "extra_width": 0 if extra is None else 512}
+        return Case(name, lens, {**settings, "num_sm_parts": parts}, ([*rows],) if rows else None)
+
+    unused = [0] * 8
+    # 2 + 8 and 1 + 0 blocks, 5 more for each: 21 on 3 parts are 7 each, and 5
+    split = (
+        [0, 0, 0, 7, 0, 1, 1, 0],
+        [0, 0, 7, 10, 1, 1, 1, 0],
+        [1, 1, 0, 1, 0, 0, 0, 0],
+        [0, 2, 3, 0, 0, 0, 0, 0],
+        *[unused] * 2,
+    )
+    # a token has a block without any key too: 6 and 7 are 13, 13 on 4 parts are 4, and 5
+    idle = (
+        [0, 0, 0, 1, 0, 0, 0, 0],
+        [1, 1, 0, 2, 0, 0, 0, 0],
+        *[[2, 1, 0, 2, 0, 0, 0, 0]] * 2,
+        [0, 1, 2, 0, 0, 0, 0, 0],
+        *[unused] * 2,
+    )
+    # 10 entries each: 5 + 10 are after all of the first and before the 6th of the second
+    left = ([0, 0, 0, 5, 0, 0, 0, 0], [1, 1, 0, 5, 0, 0, 0, 0], [0, 1, 2, 0, 0, 0, 0, 0])
+    empty = [0, -1, 0, 0, 0, 0, 0, 0]
     return [
-        Case(
-            # 2 + 8 and 1 + 0 blocks, 5 more for each: 21 on 3 parts are 7 each, and 5
-            "a split token",
-            (i32([128, 64]), i32([512, 0])),
-            {**both, "num_sm_parts": 3},
-            (
-                [
-                    [0, 0, 0, 7, 0, 1, 1, 0],
-                    [0, 0, 7, 10, 1, 1, 1, 0],
-                    [1, 1, 0, 1, 0, 0, 0, 0],
-                    [0, 2, 3, 0, 0, 0, 0, 0],
-                    *_UNUSED,
-                ],
-            ),
-        ),
-        Case(
-            # a token has a block without any key too: 6 and 7 are 13, 13 on 4 parts are 4, and 5
-            "parts without work",
-            (i32([-7, 200]), None),
-            {**window, "num_sm_parts": 4},
-            (
-                [
-                    [0, 0, 0, 1, 0, 0, 0, 0],
-                    [1, 1, 0, 2, 0, 0, 0, 0],
-                    [2, 1, 0, 2, 0, 0, 0, 0],
-                    [2, 1, 0, 2, 0, 0, 0, 0],
-                    [0, 1, 2, 0, 0, 0, 0, 0],
-                    *_UNUSED,
-                ],
-            ),
-        ),
-        Case(
-            # 10 entries each: 5 + 10 are after all of the first and before the 6th of the second
-            "less than an overhead is left",
-            (i32([320, 320]), None),
-            {"swa_width": 320, "extra_width": 0, "num_sm_parts": 2},
-            (
-                [
-                    [0, 0, 0, 5, 0, 0, 0, 0],
-                    [1, 1, 0, 5, 0, 0, 0, 0],
-                    [0, 1, 2, 0, 0, 0, 0, 0],
-                    *_UNUSED,
-                ],
-            ),
-        ),
-        Case(
-            "no token",
-            (i32([]), i32([])),
-            {**both, "num_sm_parts": 2},
-            ([[0, -1, 0, 0, 0, 0, 0, 0], [0, -1, 0, 0, 0, 0, 0, 0], [0] * 8],),
-        ),
-        Case("seven tokens", (i32([128] * 7), i32([512] * 7)), {**both, "num_sm_parts": 132}),
-        Case("eight tokens", (i32([1] * 8), i32([9000] * 8)), {**both, "num_sm_parts": 66}),
+        case("a split token", 3, [128, 64], [512, 0], *split),
+        case("parts without work", 4, [-7, 200], None, *idle),
+        case("less than an overhead is left", 2, [320] * 2, None, *left, *[unused] * 2, width=320),
+        case("no token", 2, [], [], empty, empty, unused),
+        case("seven tokens", 132, [128] * 7, [512] * 7),
+        case("eight tokens", 66, [1] * 8, [9000] * 8),
     ]
 
 
