@@ -171,7 +171,7 @@ def fill_absent_kernel(
 def list_slots(
     launch: Launcher, window: Listed, extra: Listed | None, sink: torch.Tensor | None, multiple: int
 ) -> Prepared:
-    """``prepare.list_slots`` as one kernel."""
+    """``reference.sanitize.list_slots`` as one kernel."""
     indices, lens = window.indices, window.lens
     num_tokens, width = indices.shape
     slots = indices.new_empty((num_tokens, width + -width % multiple))
@@ -220,8 +220,8 @@ def finish_heads(
     positions: torch.Tensor | None,
     cos_sin_cache: torch.Tensor | None,
 ) -> None:
-    """``prepare.finish_heads`` as one kernel that writes to ``out`` and ``lse``, which are dense;
-    of angles of ``ROPE`` columns."""
+    """``no_key`` and inverse RoPE as one kernel that writes to ``out`` and ``lse``, both dense; of
+    angles of ``ROPE`` columns."""
     num_tokens, num_heads = lse.shape
     rotates = positions is not None and cos_sin_cache is not None
     launch(finish_heads_kernel)[(num_tokens, triton.cdiv(int(num_heads), FINISHED_HEADS))](
@@ -239,7 +239,7 @@ def list_pages(
     num_blocks: int,
     most: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``prepare.list_pages`` as one kernel."""
+    """``reference.sanitize.list_pages`` as one kernel."""
     num_tokens, (num_reqs, max_blocks) = lens.shape[0], block_table.shape
     pages = block_table.new_empty((num_tokens, max_blocks))
     counted = lens.new_empty(num_tokens)
@@ -261,7 +261,7 @@ def fill_absent(
     num_blocks: int,
     block_size: int,
 ) -> torch.Tensor:
-    """``prepare.fill_absent`` as one kernel that writes to ``logits``."""
+    """``reference.sanitize.fill_absent`` as one kernel that writes to ``logits``."""
     num_tokens, num_columns = logits.shape
     launch(fill_absent_kernel)[(num_tokens, (num_columns + FILLED - 1) // FILLED)](
         *strided(block_table), block_table.shape[0], num_blocks, *strided(req_indices), counted,

@@ -119,9 +119,9 @@ def list_rows_kernel(
 def gather_rows(
     launch: Launcher, call: Prefill, sink: torch.Tensor | None, multiple: int, wanted: int = 1
 ) -> Rows:
-    """``prepare_prefill.gather_rows`` by two kernels and a gather of each cache; rows of the
-    workspace that nobody sees stay as they are. ``wanted`` is 0 where it is not: then nothing is
-    launched, and there is no memory for rows and lists."""
+    """``reference.bf16_workspace.gather_rows`` by two kernels and a gather of each cache; rows of
+    the workspace that nobody sees stay as they are. ``wanted`` is 0 where it is not: then nothing
+    is launched, and there is no memory for rows and lists."""
     if not (isinstance(wanted, int) and wanted == 1):
         launch = launch.predicated(wanted)
     spans = find_spans(launch, call)
@@ -156,7 +156,7 @@ def _gather(
 
 
 def find_spans(launch: Launcher, call: Prefill) -> Spans:
-    """``prepare_prefill.find_spans`` as one kernel."""
+    """``reference.bf16_workspace.find_spans`` as one kernel."""
     num_reqs = call.swa.block_table.shape[0]
     spans = Spans(*(call.req_indices.new_empty(num_reqs) for _ in range(3)))
     if num_reqs == 0:
@@ -178,7 +178,7 @@ def list_rows(
     multiple: int,
     wanted: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """``prepare_prefill.list_rows``, and the sink, as one kernel."""
+    """``reference.bf16_workspace.list_rows``, and the sink, as one kernel."""
     num_tokens, padded = call.positions.shape[0], call.padded(multiple)
     slots = call.req_indices.new_empty((num_tokens * wanted, padded))
     lens = call.req_indices.new_empty(num_tokens)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -179,26 +180,6 @@ LEAST_UNITS = 4
 FIXED_SPLIT = 4
 """Key blocks per split of a batch-invariant call."""
 
-_WHAT = "with such queries, caches or angles"
-
-
-def sparse_mla_decode(launch: Launcher, *args: Any, impl: str = AUTO, **named: Any) -> SparseMla:
-    call = DecodeCall(*args, **named)
-    if not _takes(call):
-        not_ours("sparse_mla_decode", impl, _WHAT)
-        return reference.sparse_mla_decode(*args, **named)
-    return _attend(launch, "sparse_mla_decode", call)
-
-
-def sparse_mla_decode_paged(
-    launch: Launcher, *args: Any, impl: str = AUTO, **named: Any
-) -> SparseMla:
-    call = DecodeCall.of_pages(*args, **named)
-    if not _takes(call):
-        not_ours("sparse_mla_decode_paged", impl, _WHAT)
-        return reference.sparse_mla_decode_paged(*args, **named)
-    return _attend(launch, "sparse_mla_decode_paged", call)
-
 
 def sparse_mla_gathered(
     launch: Launcher, *args: Any, impl: str = AUTO, **named: Any
@@ -270,7 +251,18 @@ def _units(widths: Sequence[int], unit: int) -> int:
     return sum((width + unit - 1) // unit for width in widths)
 
 
-def _attend(launch: Launcher, op: str, call: DecodeCall) -> SparseMla:
+def _decode(
+    op: str,
+    make: Callable[..., DecodeCall],
+    launch: Launcher,
+    *args: Any,
+    impl: str = AUTO,
+    **named: Any,
+) -> SparseMla:
+    call = make(*args, **named)
+    if not _takes(call):
+        not_ours(op, impl, "with such queries, caches or angles")
+        return getattr(reference, op)(*args, **named)
     if call.q.shape[0] == 0 or int(call.q.shape[1]) == 0:
         return SparseMla(*empty_results(call.q))
     if call.coded:
@@ -278,6 +270,10 @@ def _attend(launch: Launcher, op: str, call: DecodeCall) -> SparseMla:
     if launch.opaque_gluon and support.runs(launch, call.q, call.coded):
         return SparseMla(*hopper_split_keys(*call))
     return SparseMla(*split_and_combine(launch, call))
+
+
+sparse_mla_decode = partial(_decode, "sparse_mla_decode", DecodeCall)
+sparse_mla_decode_paged = partial(_decode, "sparse_mla_decode_paged", DecodeCall.of_pages)
 
 
 def split_and_combine(launch: Launcher, call: DecodeCall) -> tuple[Tensor, Tensor]:

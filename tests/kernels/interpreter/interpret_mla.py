@@ -121,7 +121,7 @@ def odd_units(name: str, case: Case) -> None:
     many = decode.PROGRAMS
     for splits in (20, 7, 3):
         decode.PROGRAMS = tokens * splits
-        assert decode.unit_of_splits(tokens, [128, 512]) == decode.KEYS // 2
+        assert decode.unit_of_splits(tokens, [128, 512]) == decode.KEY_TILE // 2
         check(name, case)
     decode.PROGRAMS = many
 
