@@ -30,6 +30,16 @@ class GatheredCall(NamedTuple):
     softmax_scale: float
 
 
+def _coded(call: DecodeCall | PrefillCall) -> bool:
+    """Whether the caches hold FP8 rows."""
+    return call.layout == MainLayout.tag
+
+
+def _caches(call: DecodeCall | PrefillCall) -> tuple[Tensor, Tensor]:
+    """Of the window and of compressed rows; of the window twice if there are none."""
+    return call.swa_cache, call.swa_cache if call.extra_cache is None else call.extra_cache
+
+
 class DecodeCall(NamedTuple):
     """Arguments of ``sparse_mla_decode``; ``extra_indices`` is a block table with
     ``req_indices``."""
@@ -74,15 +84,7 @@ class DecodeCall(NamedTuple):
         )
         return cls(q, *swa, *extra, *rest, req_indices=req_indices, **named)
 
-    @property
-    def coded(self) -> bool:
-        """Whether the caches hold FP8 rows."""
-        return self.layout == MainLayout.tag
-
-    @property
-    def caches(self) -> tuple[Tensor, Tensor]:
-        """Of the window and of compressed rows; of the window twice if there are none."""
-        return self.swa_cache, self.swa_cache if self.extra_cache is None else self.extra_cache
+    coded, caches = property(_coded), property(_caches)
 
     @property
     def window(self) -> Listed:
@@ -118,15 +120,7 @@ class PrefillCall(NamedTuple):
     extra_block_size: int
     layout: str
 
-    @property
-    def coded(self) -> bool:
-        """Whether the caches hold FP8 rows."""
-        return self.layout == MainLayout.tag
-
-    @property
-    def caches(self) -> tuple[Tensor, Tensor]:
-        """Of the window and of compressed rows; of the window twice if there are none."""
-        return self.swa_cache, self.swa_cache if self.extra_cache is None else self.extra_cache
+    coded, caches = property(_coded), property(_caches)
 
     @property
     def seen(self) -> Prefill:
