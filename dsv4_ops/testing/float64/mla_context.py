@@ -91,5 +91,5 @@ def exact_prefill(
                 spread = spread * (5 + 2 * logits.shape[1] ** 0.5 + 3 * size[:, None])
             value[token] = torch.einsum("hk,khd->hd", weights, values)
             magnitude[token], total[token] = spread, lse
-            error[token] = 1 + 3 * size + lse.abs()
+            error[token] = 1 + 3 * size + 3 * lse.abs()
     return Exact(value, magnitude), Exact(total, error)

@@ -19,7 +19,9 @@ def exact_attention(
     Error scale: a logit rounds as a dot product, when scaled, and when row_max is subtracted, which
     become relative errors of P. A float32 output rounds five more times (exp, product, sum,
     row_sum, quotient), and its sums over keys accumulate like a random walk, with the square root
-    of their number. In bf16 the rounding of P and of the output dominates.
+    of their number. In bf16 the rounding of P and of the output dominates. A log-sum-exp rounds as
+    its logits do, by its sum, and three times more: as a logarithm to base 2, when row_max is
+    added, and on the way to base e.
     """
     query, value = q.to(torch.float64), keys.to(torch.float64)
     value = torch.where(exists[..., None], value, 0.0)
@@ -36,7 +38,7 @@ def exact_attention(
     return (
         out,
         Exact(logits.amax(-1), size * (1 + keys.shape[2] ** 0.5 / 2)),
-        Exact(lse, 1 + 3 * size + lse.abs().nan_to_num(posinf=0.0)),
+        Exact(lse, 1 + 3 * size + 3 * lse.abs().nan_to_num(posinf=0.0)),
     )
 
 
