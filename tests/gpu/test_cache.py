@@ -299,7 +299,7 @@ def test_caches_beyond_4_gib(gpu_memory_alone, compile_it):
         table_of_one = torch.zeros(1, 1, dtype=torch.int32)
         expected = ops.gather_k_cache(small, ones, None, table_of_one, block_size=64, num_rows=64)
         assert torch.equal(out[index].cpu(), expected[0]), pages[index]
-    assert int(cache.count_nonzero(1).count_nonzero()) == len(pages), "no other page was written"
+    assert int(cache.amax(1).count_nonzero()) == len(pages), "no other page was written"
     assert torch.equal(rows[0, -1].cpu(), k[-1])
     del cache, plain, moved, out, dense, rows
     torch.cuda.empty_cache()
