@@ -3,8 +3,9 @@
     python -m benchmarks.compile_depth --backend aot_eager
     python -m benchmarks.compile_depth --device cuda
 
-Each row is a model of small layers of the released kinds, in a process with an empty cache of
-compiled code; then the same in another process with the file that the first wrote. On a GPU the
+Each row is a model of small layers of the released kinds, in a process whose folder of compiled
+code is empty; then the same in another process with the file that the first wrote, and that folder
+empty again, as after a restart of a container. On a GPU the
 compiled step is also captured as one CUDA graph, and replayed. Seconds are those of the first step
 and of ``compile_step``; CPU seconds include those of compilers that were started.
 """
@@ -13,15 +14,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor.utils import fresh_cache
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import HEAVY, SLIDING, SPARSE, small_model
@@ -90,6 +93,17 @@ def replayed(step: v4.CompiledStep, batch: v4.StepBatch, cache: v4.PagedCache) -
     return f"{begin.elapsed_time(end) / 100:.3f}"
 
 
+@contextmanager
+def code_folder(file: Path | None) -> Iterator[None]:
+    """An empty folder of compiled code, at the same place for all processes with a file."""
+    folder = Path(f"{file}.code" if file is not None else tempfile.mkdtemp())
+    shutil.rmtree(folder, ignore_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+    yield
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -101,7 +115,7 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help="the file of a row")
     args = parser.parse_args()
     if args.row:
-        with fresh_cache():
+        with code_folder(args.file):
             print(measure(args.layers[0], args.modes[0], args.file, args), flush=True)
         return
     print("| layers | mode | cache | graphs | CPU s | s | error | replay ms |")

@@ -385,7 +385,12 @@ def prepare(spec: OpSpec, values: Values) -> list[str]:
     if torch.compiler.is_exporting() or subject(values).device.type not in DEVICES:
         return []
     impl = choose(spec, values).impl
-    called = [impl] if impl in LIBRARIES else []
+    tag_libraries()
+    return [impl] if impl in LIBRARIES else []
+
+
+def tag_libraries() -> None:
+    """Have the keys of torch's caches say which libraries there are."""
     found = {name: libraries.find_name(name) for name in LIBRARIES}
     state = ",".join(f"{name}:{place}" for name, place in found.items() if place != "none")
     present = compiler_config.cache_key_tag.split(";")
@@ -394,7 +399,6 @@ def prepare(spec: OpSpec, values: Values) -> list[str]:
     wanted = [*kept, _TAG + state] if state else kept
     if present != wanted:
         compiler_config.cache_key_tag = ";".join(wanted)
-    return called
 
 
 def _either(words: Sequence[str]) -> str:

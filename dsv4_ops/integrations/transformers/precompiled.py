@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from dsv4_ops.core.torch_compat import allows_aot_compile, aot_settings, without_kernel_table
 from dsv4_ops.dispatch import libraries
+from dsv4_ops.dispatch.choice import tag_libraries
 
 _log = logging.getLogger(__name__)
 
@@ -291,11 +292,13 @@ def _code_folder() -> Path:
 def _binaries() -> list[tuple[str, bytes]]:
     """What torch's caches leave out of Inductor's folder, by its place there.
 
-    C++ kernels that this process has loaded, and what told which vectors the processor has.
+    C++ kernels that this process has loaded, and what told which vectors the processor has; the
+    forms of Triton's kernels that were the fastest, which another process would time again.
     """
     folder = _code_folder()
     loaded = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
     paths = [path for path in folder.glob("*/*.so") if str(path) in loaded or "." not in path.stem]
+    paths += folder.glob("*/*.best_config")
     return [(path.relative_to(folder).as_posix(), path.read_bytes()) for path in sorted(paths)]
 
 
@@ -436,6 +439,7 @@ class PartsFile:
             _tried(importlib.import_module, name)
         for name in self._words(self._LIBRARIES):
             _tried(libraries.load, name)
+        tag_libraries()  # as a trace does: Inductor finds by the tag which form was the fastest
 
     def _words(self, name: str) -> list[str]:
         return self._parts.get(self._prefix + name, b"").decode().split()
