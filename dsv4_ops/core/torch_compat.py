@@ -38,6 +38,7 @@ __all__ = [
     "group_size",  # torch.distributed.distributed_c10d._get_group_size_by_name: 2.11, 2.13
     "guard_or_false",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
     "has_function_modes",  # torch._C._len_torch_function_stack: 2.13
+    "only_looks_ahead",  # torch.fx.experimental.proxy_tensor.get_proxy_mode: 2.13
     "process_group",  # torch.distributed.distributed_c10d._resolve_process_group: 2.11, 2.13
     "redispatch",  # OpOverload._handle.redispatch_boxed: 2.11, 2.13, 2.15
     "statically_known_true",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
@@ -150,6 +151,15 @@ def guard_or_false(condition: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # brings sympy
 
     return guard_or_false(condition)
+
+
+def only_looks_ahead() -> bool:
+    """Whether a compiler runs a function on fake tensors without a trace of it, as AOTAutograd does
+    first for what a graph returns and writes to."""
+    from torch._guards import detect_fake_mode
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # brings sympy
+
+    return get_proxy_mode() is None and detect_fake_mode() is not None
 
 
 def process_group(name: str) -> Any:
