@@ -47,27 +47,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores among them
     os.environ["OMP_NUM_THREADS"] = "1"  # also in what tests start
 
     import torch
-    from torch._inductor import config, cpp_builder
 
     import tests.support.once
+    import tests.support.quick
     import tests.support.unprobed  # noqa: F401
 
     torch.set_num_threads(1)
-    config.cpp.threads = 2  # generated loops stay parallel, as they are without workers
-
-    # Loops have one form, not several with vectors: half of Inductor's and the compiler's work.
-    # Tests of vectors have the fixture; test_contract.py has every kind of loop with them.
-    if os.environ.get("DSV4_OPS_NIGHTLY") != "1":
-        config.cpp.simdlen = 1
-
-    # of long functions g++ makes the same results with -O1, in a fraction of the time
-    _flags = cpp_builder._get_optimization_cflags
-
-    def _quicker(*args: Any, **kwargs: Any) -> tuple[list[str], list[str]]:
-        compiler, linker = _flags(*args, **kwargs)
-        return ["O1" if flag == "O3" else flag for flag in compiler], linker
-
-    cpp_builder._get_optimization_cflags = _quicker
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from tests.support import cpu_seconds
 INTERPRETED = ["torch", "triton", "triton.runtime.interpreter", "triton.experimental.gluon"]
 IMPORTED = [
     "tests.support.once",
+    "tests.support.quick",
     "tests.support.unprobed",
     "torch._dynamo.testing",
     "torch._inductor.compile_fx",

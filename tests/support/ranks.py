@@ -18,6 +18,7 @@ from tests.support import cpu_seconds
 
 IMPORTED = [
     "tests.support.once",
+    "tests.support.quick",
     "tests.support.unprobed",
     "dsv4_ops.integrations.transformers",
     "dsv4_ops.testing.models",

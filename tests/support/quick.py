@@ -1,0 +1,27 @@
+"""When imported in a process of pytest-xdist, or in one that a test starts there: compiles take
+less and give the same results."""
+
+import os
+from typing import Any
+
+from torch._inductor import config, cpp_builder
+
+_flags: Any = cpp_builder._get_optimization_cflags
+
+
+def _quicker(*args: Any, **kwargs: Any) -> tuple[list[str], list[str]]:
+    compiler, linker = _flags(*args, **kwargs)
+    return ["O1" if flag == "O3" else flag for flag in compiler], linker
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    config.cpp.threads = 2  # generated loops stay parallel, as they are without workers
+
+    # Loops have one form, not several with vectors: half of Inductor's and the compiler's work.
+    # Tests of vectors have the fixture; test_contract.py has every kind of loop with them.
+    if os.environ.get("DSV4_OPS_NIGHTLY") != "1":
+        config.cpp.simdlen = 1
+
+    # Of long functions g++ makes the same results with -O1, in a fraction of the time. All
+    # processes have the same flags: headers are precompiled for each set of them.
+    cpp_builder._get_optimization_cflags = _quicker
