@@ -92,6 +92,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    with contextlib.suppress(ImportError):  # of pytest before 8.4, which collects once
+        from _pytest.unraisableexception import gc_collect_iterations_key
+
+        config.stash[gc_collect_iterations_key] = 1  # not 5 times at the end, each of a second
     seconds = config.getoption("--stop-after")
     if seconds is not None:  # workers are told the end, not the time that is left
         os.environ.setdefault("DSV4_OPS_STOP_AT", str(time.time() + seconds))
@@ -122,17 +126,22 @@ def _dealt(items: list[pytest.Item], hands: int) -> list[pytest.Item]:
     """Slow tests first in what each worker starts with, so that short ones fill up its end.
 
     xdist deals equal runs of the list. Slow tests of one file stay together: they share fixtures.
+    So do tests that fork from a process with torch imported: one worker starts such processes.
     """
     if hands == 1:
         return items
     files: dict[Path, list[pytest.Item]] = {}
-    short = []
+    forking, short = [], []
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("skip"):
+        if item.get_closest_marker("skip"):
+            short.append(item)
+        elif _forks(item):
+            forking.append(item)
+        elif item.get_closest_marker("slow"):
             files.setdefault(item.path, []).append(item)
         else:
             short.append(item)
-    dealt: list[list[pytest.Item]] = [[] for _ in range(hands)]
+    dealt: list[list[pytest.Item]] = [forking, *([] for _ in range(hands - 1))]
     for tests in sorted(files.values(), key=len, reverse=True):
         min(dealt, key=len).extend(tests)
     for number, hand in enumerate(dealt):
@@ -141,6 +150,14 @@ def _dealt(items: list[pytest.Item], hands: int) -> list[pytest.Item]:
         hand += short[:taken]
         del short[:taken]
     return [item for hand in dealt for item in hand] + short
+
+
+def _forks(item: pytest.Item) -> bool:
+    """Whether the test is of a file that takes processes of ``forked.py`` or ``ranks.py``."""
+    names = vars(item.module) if isinstance(item, pytest.Function) else {}
+    return not names.keys().isdisjoint({"forked", "run_ranks"}) and not item.get_closest_marker(
+        "gpu"
+    )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
