@@ -5,7 +5,9 @@ import torch
 from torch._dynamo import config
 from torch._inductor import dtype_propagation, lowering, utils
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import tests.support.once
 
@@ -55,3 +57,28 @@ def test_the_table_is_made_once(monkeypatch):
     made = handler()
     monkeypatch.setattr(tests.support.once, "_make_rules", pytest.fail)
     assert handler() is made
+
+
+def test_shapes_of_a_traced_graph_are_kept_but_not_those_of_a_node_that_a_pass_made():
+    """And a run on fake tensors finds the same of all."""
+
+    def call(values):
+        return (values.t() + 1).contiguous().view(-1)[1:].to(torch.float16)
+
+    graph = make_fx(call, tracing_mode="symbolic")(torch.zeros(3, 4))
+    nodes = list(graph.graph.nodes)
+    given, mode = nodes[0].meta["val"], nodes[0].meta["val"].fake_mode
+    sizes = [(each.shape, each.stride(), each.dtype) for each in _values(nodes)]
+    del nodes[-2].meta["val"]
+    for kind in (tests.support.once._Known, FakeTensorProp):
+        before = _values(nodes[:-2])
+        kind(graph, mode=mode).propagate_dont_convert_inputs(given)
+        after = _values(nodes)
+        assert [(each.shape, each.stride(), each.dtype) for each in after] == sizes
+        kept = [one is other for one, other in zip(before, after, strict=False)]
+        assert any(kept) == (kind is tests.support.once._Known)
+
+
+def _values(nodes):
+    found = [node.meta.get("val") for node in nodes if node.op == "call_function"]
+    return [value for value in found if isinstance(value, torch.Tensor)]
