@@ -41,15 +41,11 @@ export PYTHONDONTWRITEBYTECODE =
 
 STUBS ?= build/tensorrt_stubs
 
-.PHONY: tensorrt-stubs check users-flags test test-all test-gpu smoke demo quality figures lint docs kernels venv
+.PHONY: tensorrt-stubs check test test-all test-gpu smoke demo quality figures lint docs kernels venv
 
 check: export DSV4_OPS_EXAMPLES ?= 40
 check: $(TEST_STAMP)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 --dist worksteal -m check tests/ops/test_contract.py tests/ops/test_errors.py tests/kernels/interpreter/test_kernels.py $(PYTEST_ARGS)
-
-# one process of its own: -O3 as users get it, where workers take -O1; no other cache has this code
-users-flags: $(TEST_STAMP)
-	TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 $(BIN)/python -m pytest -q -n 0 -m smoke tests/ops/test_contract.py -k compiled_equals
 
 test: $(TEST_STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)

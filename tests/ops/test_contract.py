@@ -1,5 +1,6 @@
 """Every op under the whole contract of ``dsv4_ops.testing.contract.checks``."""
 
+import contextlib
 import os
 
 import pytest
@@ -25,6 +26,7 @@ from tests.oracles import (
     plan as oracles_plan,
     sparse as oracles_sparse,
 )
+from tests.support.quick import flags_of_users
 
 EXAMPLES = 20_000 if NIGHTLY else int(os.environ.get("DSV4_OPS_EXAMPLES", 60))
 """Sampled calls per op; `make check` takes fewer."""
@@ -273,10 +275,11 @@ def groups():
 @pytest.mark.parametrize(("names", "vectors"), [*groups()])
 def test_compiled_equals_the_reference(names, vectors):
     """One graph, nothing opaque, no recompile over sampled batches of any size, between a producer
-    and a consumer too."""
+    and a consumer too; those of SMOKE with the flags that users get."""
     specs = [OPS[name] for name in names]
     fused = [OPS[name] for name in names if is_fused(name)]
-    with torch._inductor.config.patch({"cpp.simdlen": None if vectors else 1}):
+    flags = flags_of_users() if SMOKE.issuperset(names) else contextlib.nullcontext()
+    with torch._inductor.config.patch({"cpp.simdlen": None if vectors else 1}), flags:
         compiled = checks.CompiledOps(specs, fused=fused)
     compiled.check_cases()
     compiled.fuzz(COMPILED_EXAMPLES, derandomize=not NIGHTLY)

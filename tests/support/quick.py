@@ -1,12 +1,25 @@
 """When imported in a process of pytest-xdist, or in one that a test starts there: compiles take
 less and give the same results."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from torch._inductor import config, cpp_builder
 
 _flags: Any = cpp_builder._get_optimization_cflags
+
+
+@contextlib.contextmanager
+def flags_of_users() -> Iterator[None]:
+    """Have g++ make loops as for users, with -O3; cached code of other flags is not taken."""
+    ours = cpp_builder._get_optimization_cflags
+    cpp_builder._get_optimization_cflags = _flags
+    try:
+        yield
+    finally:
+        cpp_builder._get_optimization_cflags = ours
 
 
 def _quicker(*args: Any, **kwargs: Any) -> tuple[list[str], list[str]]:
@@ -22,6 +35,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     if os.environ.get("DSV4_OPS_NIGHTLY") != "1":
         config.cpp.simdlen = 1
 
-    # Of long functions g++ makes the same results with -O1, in a fraction of the time. All
-    # processes have the same flags: headers are precompiled for each set of them.
+    # Of long functions g++ makes the same results with -O1, in a fraction of the time;
+    # test_contract.py has six ops with -O3. All processes have the same flags: headers are
+    # precompiled for each set of them.
     cpp_builder._get_optimization_cflags = _quicker
