@@ -1,5 +1,6 @@
 """What stands in for a GPU in tests of the benchmarks: clocks that always show the same."""
 
+import copy
 from types import SimpleNamespace
 
 from benchmarks.harness import batches, measure, timing
@@ -7,14 +8,22 @@ from benchmarks.harness.work import tensors
 
 
 class FakeCapture:
-    """Stands in for a CUDA graph where there is no GPU."""
+    """Stands in for a CUDA graph where there is no GPU. A call that it holds several times is run
+    once, for outputs of each."""
 
     def __init__(self, calls):
-        self.calls, self.outputs, self.graph = calls, [call() for call in calls], self
+        self.calls, self.graph, self.outputs = calls, self, []
+        for call, output in zip(calls, self._run(), strict=True):
+            repeated = calls.index(call) < len(self.outputs)
+            self.outputs.append(copy.deepcopy(output) if repeated else output)
+
+    def _run(self):
+        results = {call: call() for call in dict.fromkeys(self.calls)}
+        return [results[call] for call in self.calls]
 
     def replay(self):
-        for call, output in zip(self.calls, self.outputs, strict=True):
-            for new, old in zip(tensors(call()), tensors(output), strict=True):
+        for result, output in zip(self._run(), self.outputs, strict=True):
+            for new, old in zip(tensors(result), tensors(output), strict=True):
                 old.copy_(new)
 
     def device_us(self, before=None):
