@@ -12,7 +12,7 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
-from dsv4_ops.integrations.transformers import precompiled
+from dsv4_ops.integrations.transformers import patch, precompiled
 from dsv4_ops.integrations.transformers.modules import REPLACED, own_forward
 from dsv4_ops.integrations.transformers.precompiled import (
     PartsFile,
@@ -24,6 +24,7 @@ from dsv4_ops.integrations.transformers.precompiled import (
     loaded,
     state,
 )
+from dsv4_ops.testing.models import small_mla_model
 
 SETTINGS = {"fullgraph": True, "dynamic": False}
 
@@ -81,6 +82,16 @@ def test_what_is_shared_is_described():
     ]
     assert len(set(found)) == len(found)
     assert described([whole[1:4], whole[2:5]]) == described([whole[0:3], whole[1:4]])
+
+
+def test_layers_of_dense_mla_are_described_alike():
+    """What a patched layer keeps of where its weights were tells neither layers apart nor runs."""
+    models = [patch(small_mla_model(), kv="bf16") for _ in range(2)]
+    dense, *experts = models[0].model.layers
+    expected = described([experts[0]])
+    assert described([dense]) != expected
+    for layer in (experts[1], *models[1].model.layers[1:]):
+        assert described([layer]) == expected
 
 
 def test_functions_are_described_by_their_code_and_what_they_hold():

@@ -9,30 +9,37 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_ops.core.checkpoint import check_checkpoint
+from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.architectures.base import require_transformers
 
+OP = "load_quantized"
 _LOCK = threading.Lock()
+_CLASSES = {"deepseek_v4": "DeepseekV4ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+"""Class of each type of model."""
 
 
 def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) -> Any:
-    """Load DeepSeek-V4 with its FP8 and FP4 weights as they are, to be patched.
+    """Load DeepSeek-V4, V3 or R1 with FP8 and FP4 weights as they are, to be patched.
 
-    On a GPU ``DeepseekV4ForCausalLM.from_pretrained(path)`` does the same. This differs where
-    Hugging Face looks after its own kernels: it loads on a CPU too, where Hugging Face dequantises;
-    without accelerate; and a config that does not name the dtype of its experts (Pro's). The files
-    are checked first.
+    On a GPU ``from_pretrained(path)`` of the model's class does the same. This differs where
+    Hugging Face looks after its own kernels: it loads on a CPU too, where Hugging Face dequantises
+    V4 and fails for V3, whose ``kv_a_proj_with_mqa`` ends within a block of 128 rows; without
+    accelerate; and a config that does not name the dtype of its experts (V4-Pro's). The files of V4
+    are checked first, and the scales of all by ``patch``.
 
     Args:
         path: Folder of the checkpoint.
-        scales: Whether ``check_checkpoint`` reads the scales.
+        scales: Whether ``check_checkpoint`` reads the scales of V4.
         settings: Arguments of ``from_pretrained``, such as ``device_map="cuda"``.
 
     Returns:
-        ``DeepseekV4ForCausalLM`` in evaluation mode, not patched; without its draft layer,
-        which ``load_mtp`` loads.
+        ``DeepseekV4ForCausalLM`` or ``DeepseekV3ForCausalLM`` in evaluation mode, not patched;
+        without the draft layer, which ``load_mtp`` loads into V4.
 
     Raises:
-        ValueError: the files are not as released: a tensor is missing, transposed or unknown.
+        ValueError: the files are not as released: a tensor is missing, transposed or unknown; or
+            not quantised.
+        NotImplementedError: another model.
         ImportError: transformers is missing or too old.
 
     Example:
@@ -44,13 +51,22 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
         >>> model.model.layers[0].mlp.experts.down_proj.dtype
         torch.int8
     """
-    library = require_transformers("load_quantized")
-    info = check_checkpoint(path, scales=scales)
+    library = require_transformers(OP)
     config = settings.pop("config", None) or library.AutoConfig.from_pretrained(path)
-    if info.expert_dtype == "fp4":
-        config.quantization_config["expert_dtype"] = info.expert_dtype
+    name = _CLASSES.get(config.model_type)
+    if name is None:
+        rule, advice = f"be one of {', '.join(_CLASSES)}", "Load it by from_pretrained"
+        found = repr(config.model_type)
+        raise refusal(NotImplementedError, OP, "config.model_type", rule, found, advice)
+    if getattr(config, "quantization_config", None) is None:
+        rule, advice = "say how weights are quantised", "Load it by from_pretrained"
+        raise refusal(ValueError, OP, "config.quantization_config", rule, None, advice)
+    if config.model_type == "deepseek_v4":
+        info = check_checkpoint(path, scales=scales)
+        if info.expert_dtype == "fp4":
+            config.quantization_config["expert_dtype"] = info.expert_dtype
     with _any_environment():
-        model = library.DeepseekV4ForCausalLM.from_pretrained(path, config=config, **settings)
+        model = getattr(library, name).from_pretrained(path, config=config, **settings)
     return model.eval()
 
 

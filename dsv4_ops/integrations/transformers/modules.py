@@ -30,6 +30,9 @@ _CODE = {
     for version in (2, 3, 4)
 }
 """Prefix of the class names in each of Hugging Face's modelling files."""
+QUANTIZED_LINEAR, QUANTIZED_EXPERTS = ("weight",), ("gate_up_proj", "down_proj")
+SOURCE = "_dsv4_ops_source"
+"""What a module's buffers were made of: where its weight is, and its version."""
 REPLACED = "_dsv4_ops_replaced_forward"
 """What a bound method's module had as a forward of its own, or None."""
 _ONE_DEVICE = "Load the model on one device, without offloading, and make its cache there"
@@ -128,6 +131,17 @@ def own_forward(module: Any) -> Any:
 def _is_harmless(hook: Any) -> bool:
     """Whether accelerate's hook, which is a forward of the instance, loads no weights."""
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
+
+
+def quantized_weights(module: Any) -> tuple[str, ...]:
+    """Names of a module's weights in the released precision; others, such as bitsandbytes', have
+    other scales."""
+    parameters = module._parameters
+    if f"{QUANTIZED_EXPERTS[0]}_scale_inv" in parameters:
+        return QUANTIZED_EXPERTS
+    weight = parameters.get("weight")
+    fp8 = weight is not None and weight.dtype == torch.float8_e4m3fn
+    return QUANTIZED_LINEAR if fp8 and "weight_scale_inv" in parameters else ()
 
 
 def is_linear(module: Any) -> bool:
@@ -292,7 +306,8 @@ def _change(module: Any) -> str | None:
         return "a hook"
     if own_forward(module) is not None:
         return "a forward of its own"
-    return None if class_of(module) or is_linear(module) else type(module).__name__
+    known = class_of(module) or is_linear(module) or quantized_weights(module) == QUANTIZED_LINEAR
+    return None if known else type(module).__name__
 
 
 def _changed(op: str, name: str, found: str) -> Exception:

@@ -110,8 +110,8 @@ def patch(
     spec = spec_of_config("patch", config, kv, precision, **chosen, parallel=parallel)
     _check_model(model, spec)
     spec = spec.of_model(model)
-    spec.check_model("patch", model)
     quantized.check("patch", model)
+    spec.check_model("patch", model)
     if spec.parallel is not None:
         spec.parallel.agree("patch", "model", model.device, spec=spec)
     spec = spec.scheduled(next(model.parameters()).device)

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from dsv4_ops.core.torch_compat import allows_aot_compile, aot_settings, without_kernel_table
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.dispatch.choice import tag_libraries
+from dsv4_ops.integrations.transformers.modules import SOURCE
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 _WITH_OPS = ("dsv4_ops.kernels.", "dsv4_ops.lowering.")
 """Modules that register ops when they are imported, some of them by a trace."""
 
-_UNREAD = ("layer_idx",)
+_UNREAD = ("layer_idx", SOURCE)
 """Attributes of modules that tell layers of a kind apart; ``_Reads`` sees if a trace reads one."""
 
 

@@ -3,7 +3,9 @@
 Hugging Face's modules keep their parameters as loaded. Their own kernels come from a hub at the
 first call; ours replace the forwards, so that nothing is downloaded. Modules are found by their
 parameters: FP8 codes, and ``*_scale_inv``. Compilers cannot read float8_e8m0fnu, so every module
-has its scales as bytes too, in buffers that share the storage of the parameters.
+has its scales as bytes too, in buffers that share the storage of the parameters. So do the codes of
+a layer that ends within a block of 128 rows, as DeepSeek-V3's ``kv_a_proj_with_mqa`` of 576 does:
+the buffer has whole blocks, which is what ops take.
 """
 
 from __future__ import annotations
@@ -16,47 +18,57 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.checkpoint import NAN_SCALE
-from dsv4_ops.core.layout import FP4_BLOCK, WEIGHT_BLOCK
+from dsv4_ops.core.layout import FP4_BLOCK, WEIGHT_BLOCK, round_up
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, REFERENCE
-from dsv4_ops.integrations.transformers.modules import Forward, Maker, own_forward
+from dsv4_ops.integrations.transformers.modules import (
+    QUANTIZED_LINEAR,
+    Forward,
+    Maker,
+    own_forward,
+    quantized_weights,
+)
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.ops.experts import experts
 from dsv4_ops.ops.linear import fp8_grouped_linear, fp8_linear, quantize_rows
 from dsv4_ops.reference.linear import weight_values
 
-_LINEAR, _EXPERTS = ("weight",), ("gate_up_proj", "down_proj")
+_CODES = "dsv4_ops_weight_codes"
+"""Codes of a linear layer in whole blocks, if its own are not."""
+
 _AGAIN = "Load the released checkpoint again; check_checkpoint says what is wrong with a file"
 _OTHER = "Load it with FineGrainedFP8Config(dequantize=True)"
 _HF_MIN_AMAX = 1e-12
+_NO_LIMIT = torch.finfo(torch.float32).max
 
 
 def replacements(model: Any, recipe: Recipe, impl: str) -> Iterator[tuple[Any, str, Maker]]:
     """Forwards to replace: (module, name, maker)."""
     chosen = REFERENCE if impl == REFERENCE else AUTO
     for module in model.modules():
-        weights = _weights(module)
+        weights = quantized_weights(module)
         if weights and own_forward(module) is None:
-            maker = _linear_forward if weights == _LINEAR else _experts_forward
+            maker = _linear_forward if weights == QUANTIZED_LINEAR else _experts_forward
             yield module, "forward", partial(maker, recipe, chosen)
 
 
 def check(op: str, model: Any) -> None:
     """Raise if a quantised weight is not in the released format, before anything is changed."""
     for name, module in model.named_modules():
-        for weight in _weights(module):
+        for weight in quantized_weights(module):
             _check_weight(op, f"{name}.{weight}", module, weight)
-        if _weights(module):
+        if quantized_weights(module):
             _check_settings(op, name, module)
 
 
 def prepare(model: Any) -> None:
     """Give every quantised module its scales in dtypes that ops take, without a copy."""
     for module in model.modules():
-        for weight in _weights(module):
-            scale = _scale(module, weight).detach()
-            bytes_or_floats = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
-            module.register_buffer(_buffer(weight), bytes_or_floats, persistent=False)
+        for weight in quantized_weights(module):
+            scale = _readable(_scale(module, weight))
+            module.register_buffer(_buffer(weight), scale, persistent=False)
+        if quantized_weights(module) == QUANTIZED_LINEAR:
+            _fill_blocks(module)
 
 
 def refresh(body: Any) -> None:
@@ -65,9 +77,14 @@ def refresh(body: Any) -> None:
     if torch.compiler.is_compiling() or not quantized:
         return
     for module in body.modules():
-        for weight in _weights(module):
+        for weight in quantized_weights(module):
             held = getattr(module, _buffer(weight), None)
-            if held is None or held.data_ptr() != _scale(module, weight).data_ptr():
+            whole = getattr(module, _CODES, None)
+            if (
+                held is None
+                or held.data_ptr() != _scale(module, weight).data_ptr()
+                or (whole is not None and whole.data_ptr() != module.weight.data_ptr())
+            ):
                 prepare(module)
                 break
 
@@ -75,27 +92,47 @@ def refresh(body: Any) -> None:
 def restore(model: Any) -> None:
     """Remove what ``prepare`` added."""
     for module in model.modules():
-        for weight in _weights(module):
+        for weight in quantized_weights(module):
             delattr(module, _buffer(weight))
+        if hasattr(module, _CODES):
+            delattr(module, _CODES)
 
 
 def is_quantized(module: Any) -> bool:
     """Whether a module's weights are in the released format."""
-    return bool(_weights(module))
-
-
-def _weights(module: Any) -> tuple[str, ...]:
-    """Names of a module's quantised weights; others, such as bitsandbytes', have other scales."""
-    parameters = module._parameters
-    if f"{_EXPERTS[0]}_scale_inv" in parameters:
-        return _EXPERTS
-    weight = parameters.get("weight")
-    fp8 = weight is not None and weight.dtype == torch.float8_e4m3fn
-    return _LINEAR if fp8 and "weight_scale_inv" in parameters else ()
+    return bool(quantized_weights(module))
 
 
 def _scale(module: Any, weight: str) -> Tensor:
     return module._parameters[f"{weight}_scale_inv"]
+
+
+def _readable(scale: Tensor) -> Tensor:
+    """Scales in a dtype that ops take, without a copy."""
+    scale = scale.detach()
+    return scale if scale.dtype in (torch.float32, torch.uint8) else scale.view(torch.uint8)
+
+
+def _fill_blocks(module: Any) -> None:
+    """Have the codes of a layer that ends within a block in storage of whole blocks."""
+    weight = module.weight
+    if weight.shape[0] % WEIGHT_BLOCK == 0:
+        return
+    whole = weight.new_zeros((round_up(weight.shape[0], WEIGHT_BLOCK), weight.shape[1]))
+    whole[: weight.shape[0]] = weight.detach()
+    weight.data = whole[: weight.shape[0]]
+    module.register_buffer(_CODES, whole, persistent=False)
+
+
+def dense_weight(linear: Any, weight: Tensor) -> Tensor:
+    """What a linear layer multiplies with: its weight, or the values of its codes in float32."""
+    if quantized_weights(linear) != QUANTIZED_LINEAR:
+        return weight
+    scale = getattr(linear, _buffer("weight"), None)
+    scale = _readable(linear.weight_scale_inv) if scale is None else scale
+    rows = getattr(linear, _CODES, weight)
+    values: Tensor = weight_values(rows, scale)[: weight.shape[0]]
+    return values
 
 
 def _buffer(weight: str) -> str:
@@ -110,7 +147,11 @@ def _check_weight(op: str, name: str, module: Any, weight: str) -> None:
         wanted = (*lead, rows, 2 * columns // FP4_BLOCK)
     else:
         dtypes = (torch.float8_e8m0fnu, torch.uint8, torch.float32)
-        wanted = (*lead, rows // WEIGHT_BLOCK, columns // WEIGHT_BLOCK)
+        wanted = (*lead, -(-rows // WEIGHT_BLOCK), -(-columns // WEIGHT_BLOCK))
+        whole = columns % WEIGHT_BLOCK == 0
+        if not whole or (rows % WEIGHT_BLOCK and weight not in QUANTIZED_LINEAR):
+            rule = f"have whole blocks of {WEIGHT_BLOCK}"
+            raise refusal(NotImplementedError, op, name, rule, list(codes.shape), _OTHER)
     read = getattr(codes, "_is_hf_initialized", False)
     if scale is None or (read and not getattr(scale, "_is_hf_initialized", False)):
         actual = None if scale is None else "no such tensor in it"
@@ -153,12 +194,12 @@ def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
         lead = x.shape[:-1]
         rows = x.to(torch.bfloat16)
         rows = rows.flatten(0, -3) if groups > 1 else rows.reshape(-1, x.shape[-1])
-        weight, scale = self.weight.detach(), self.dsv4_ops_weight_scale
+        weight, scale = getattr(self, _CODES, self.weight).detach(), self.dsv4_ops_weight_scale
         if torch.is_grad_enabled() and x.requires_grad:
             out = _differentiable(rows, weight, scale, groups)
         else:
             out = product(recipe, impl, rows, weight, scale, groups)
-        return out.view(*lead, -1).to(x.dtype)
+        return out[..., : self.weight.shape[0]].reshape(*lead, -1).to(x.dtype)
 
     return forward
 
@@ -193,7 +234,7 @@ def _differentiable(rows: Tensor, weight: Tensor, scale: Tensor, groups: int) ->
 
 def _experts_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
     def forward(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        limit = float("inf") if self.limit is None else float(self.limit)
+        limit = _NO_LIMIT if self.limit is None else float(self.limit)
         out = experts(
             x.to(torch.bfloat16),
             weights.float(),

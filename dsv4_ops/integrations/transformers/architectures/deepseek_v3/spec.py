@@ -46,6 +46,7 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v3.tensors import
     ShardedMlaTables,
 )
 from dsv4_ops.integrations.transformers.modules import (
+    SOURCE,
     HeadPart,
     Maker,
     check_skipped,
@@ -54,6 +55,7 @@ from dsv4_ops.integrations.transformers.modules import (
     local,
     unwrapped,
 )
+from dsv4_ops.integrations.transformers.quantized import dense_weight
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
 from dsv4_ops.ops.mla import split_kv_b_proj
@@ -67,7 +69,7 @@ _LAYOUT_OF_KV = {
 }
 """Layout of the cache, and dtype that layers compute in."""
 
-_KEYS, _VALUES, _SOURCE = "dsv4_ops_w_uk_t", "dsv4_ops_w_uv", "_dsv4_ops_kv_b"
+_KEYS, _VALUES = "dsv4_ops_w_uk_t", "dsv4_ops_w_uv"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,11 +261,14 @@ class MlaModelSpec(ModelSpec):
             context.rope,
             getattr(module, _KEYS),
             getattr(module, _VALUES),
-            local(module.kv_b_proj.weight, self.shards_heads).to(spec.dtype) if expands else None,
+            self._keys_and_values(module.kv_b_proj).to(spec.dtype) if expands else None,
         )
         attended = mla_layer(spec, inputs, weights, context.caches, context.step)
         out: Tensor = module.o_proj(attended.to(hidden.dtype))
         return out.view(hidden.shape)
+
+    def _keys_and_values(self, linear: Any) -> Tensor:
+        return dense_weight(linear, local(linear.weight, self.shards_heads))
 
     def replacements(self, model: Any) -> Iterator[tuple[Any, str, Maker]]:
         return iter(())
@@ -314,14 +319,14 @@ class MlaModelSpec(ModelSpec):
 
     def restore(self, model: Any) -> None:
         for _, attention in _attentions(model.model):
-            for name in (_KEYS, _VALUES, _SOURCE):
+            for name in (_KEYS, _VALUES, SOURCE):
                 delattr(attention, name)
 
     def refresh(self, body: Any) -> None:
         if torch.compiler.is_compiling():
             return
         for _, attention in _attentions(body):
-            if getattr(attention, _SOURCE) != _identity(local(attention.kv_b_proj.weight)):
+            if getattr(attention, SOURCE) != _identity(local(attention.kv_b_proj.weight)):
                 self._split(attention)
 
     @torch.no_grad()
@@ -329,7 +334,7 @@ class MlaModelSpec(ModelSpec):
         """Keep the halves of ``kv_b_proj`` beside it, at fixed addresses."""
         spec, weight = self.layers, local(attention.kv_b_proj.weight)
         halves = split_kv_b_proj(
-            weight,
+            dense_weight(attention.kv_b_proj, weight),
             num_heads=spec.num_heads,
             qk_nope_head_dim=spec.qk_nope_head_dim,
             v_head_dim=spec.v_head_dim,
@@ -341,7 +346,7 @@ class MlaModelSpec(ModelSpec):
                 attention.register_buffer(name, half, persistent=False)
             else:
                 held.copy_(half)
-        setattr(attention, _SOURCE, _identity(weight))
+        setattr(attention, SOURCE, _identity(weight))
 
 
 def _attentions(body: Any) -> Iterator[tuple[int, Any]]:

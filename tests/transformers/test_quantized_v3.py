@@ -1,0 +1,178 @@
+"""DeepSeek-V3 loaded in its released precision: blocks of FP8, one of which ends within a layer."""
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v3")
+
+import transformers
+
+import dsv4_ops as ops
+from dsv4_ops.integrations import transformers as hf
+from dsv4_ops.testing.models import small_mla_config
+from tests.support import v3_checkpoint
+
+PROMPT = torch.arange(20)[None] * 7 % 250
+ODD = "model.layers.1.self_attn.kv_a_proj_with_mqa"
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A folder, and the state of the same model with the values of its codes. Every token has all
+    experts: a near tie of the router would hide what a weight costs."""
+    path = tmp_path_factory.mktemp("v3")
+    config = small_mla_config(
+        **v3_checkpoint.SIZES, n_routed_experts=4, num_experts_per_tok=4, n_group=1, topk_group=1
+    )
+    seed = torch.Generator().manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(config).to(torch.bfloat16)
+    for name, weight in model.named_parameters():
+        norm = name.endswith("norm.weight")
+        values = torch.randn(weight.shape, generator=seed)
+        weight.data = (1 + values / 8 if norm else values * weight.shape[-1] ** -0.5).bfloat16()
+    return path, v3_checkpoint.write(path, model)
+
+
+def model_of(checkpoint, dtype):
+    """Hugging Face's model with the values of the codes."""
+    path, state = checkpoint
+    config = transformers.AutoConfig.from_pretrained(path)
+    del config.quantization_config
+    config.dtype = dtype
+    model = transformers.DeepseekV3ForCausalLM(config).to(dtype)
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def logits_of(model, ids, kv):
+    """From a cache: a prefill, and the last token as a decode."""
+    hf.patch(model, kv=kv, precision="reference" if kv == "fp32" else "serve")
+    cache = hf.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256)
+    first = model(ids[:, :-1], cache=cache).logits
+    return torch.cat([first, model(ids[:, -1:], cache=cache).logits], 1).double()
+
+
+@pytest.mark.parametrize("tokens", [20, 190])
+def test_as_close_as_the_same_weights_in_bf16(checkpoint, tokens):
+    """Short prompts are absorbed; one of 190 tokens expands its context, by the codes of kv_b_proj.
+    Both are beside float32; W8A16 rounds no more than bf16 weights."""
+    ids = torch.arange(tokens)[None] * 7 % 250
+    exact = model_of(checkpoint, torch.float32)(ids).logits.double()
+    errors = [
+        (logits_of(model, ids, "bf16") - exact).norm() / exact.norm()
+        for model in (hf.load_quantized(checkpoint[0]), model_of(checkpoint, torch.bfloat16))
+    ]
+    assert 0 < errors[0] <= 1.5 * errors[1], errors
+
+
+def test_weights_stay_as_loaded(checkpoint):
+    """A copy runs by itself; unpatch leaves no trace."""
+    model = hf.load_quantized(checkpoint[0])
+    before = {name: (each.shape, each.dtype) for name, each in model.state_dict().items()}
+    odd = model.get_submodule(ODD)
+    codes = odd.weight.view(torch.uint8).clone()
+    assert (odd.weight.shape[0], odd.weight_scale_inv.shape[0]) == (576, 5)
+    hf.patch(model)
+    assert {name: (each.shape, each.dtype) for name, each in model.state_dict().items()} == before
+    assert torch.equal(odd.weight.view(torch.uint8), codes)
+    expected = model.generate(PROMPT, max_new_tokens=3, do_sample=False)
+    twin = copy.deepcopy(model)
+    twin.get_submodule(ODD).weight.data.view(torch.uint8).zero_()
+    assert torch.equal(model.generate(PROMPT, max_new_tokens=3, do_sample=False), expected)
+    hf.unpatch(model)
+    assert {name: (each.shape, each.dtype) for name, each in model.state_dict().items()} == before
+    assert not [name for name, _ in model.named_buffers() if "dsv4_ops" in name]
+
+
+def test_weights_that_are_loaded_later_count(checkpoint):
+    """Into the same storage, or another."""
+    model = hf.patch(hf.load_quantized(checkpoint[0]))
+    x = torch.randn(3, 256, dtype=torch.bfloat16)
+    odd = model.get_submodule(ODD)
+    before = odd(x)
+    codes = {f"{ODD}.weight": odd.weight.detach().view(torch.uint8).flip(0).view(odd.weight.dtype)}
+    model.load_state_dict(codes, strict=False)
+    found = odd(x)
+    assert found.shape == (3, 576)
+    assert not torch.equal(found, before)
+    hf.decode_step(model, *step_of(model))
+    odd.weight.data = odd.weight.data.clone()
+    odd.weight.data.view(torch.uint8)[:] = odd.weight.view(torch.uint8).flip(0)
+    hf.decode_step(model, *step_of(model))
+    assert torch.equal(odd(x), before)
+
+
+def step_of(model):
+    cache = hf.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256)
+    row = cache.add("a", num_tokens=1)
+    starts, lens, rows = (torch.tensor(each).int() for each in ([0, 1], [1], [row]))
+    return hf.StepBatch(torch.tensor([7]), starts, lens, rows), cache
+
+
+def test_a_decode_step_is_one_graph(checkpoint):
+    model = hf.patch(hf.load_quantized(checkpoint[0]))
+    expected = hf.decode_step(model, *step_of(model))
+    torch._dynamo.reset()
+    counters.clear()
+    batch, cache = step_of(model)
+    step = torch.compile(hf.decode_step, fullgraph=True, backend="aot_eager")
+    found = step(model, batch, cache.tensors)
+    assert counters["stats"]["unique_graphs"] == 1
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("scale", ["pow2", "float32"])
+def test_activations_in_fp8(checkpoint, scale):
+    """DeepSeek's scales, and Hugging Face's: a layer that ends within a block is the product of
+    rounded activations with the values of its codes, rounded once."""
+    path, state = checkpoint
+    recipe = hf.Recipe.serve(activations="fp8") if scale == "pow2" else "reference"
+    model = hf.patch(hf.load_quantized(path), precision=recipe)
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rows = ops.quantize_rows(x, scale=scale, **({} if scale == "pow2" else {"min_amax": 1e-12}))
+    rounded = rows.values.double() * rows.scales.double().repeat_interleave(128, 1)
+    weight = state[f"{ODD}.weight"].double()
+    error = (model.get_submodule(ODD)(x).double() - rounded @ weight.T).abs()
+    assert (error <= 2**-8 * (rounded.abs() @ weight.abs().T)).all()
+    assert (rounded @ weight.T - x.double() @ weight.T).abs().max() > 2 * error.max()
+
+
+def refused(model, message):
+    with pytest.raises((ValueError, NotImplementedError)) as caught:
+        hf.patch(model)
+    assert message in str(caught.value), caught.value
+    assert not hasattr(model, "dsv4_ops_spec")
+
+
+def test_wrong_scales_are_refused(checkpoint):
+    model = hf.load_quantized(checkpoint[0])
+    odd = model.get_submodule(ODD)
+    odd.weight_scale_inv.data = odd.weight_scale_inv.data[:4]
+    refused(model, f"{ODD}.weight_scale_inv must have the shape [5, 2], got [4, 2]")
+    odd.weight_scale_inv.data = torch.ones(2, 5)
+    refused(model, "It is transposed")
+
+
+def test_blocks_that_end_within_a_row_are_refused(checkpoint):
+    model = hf.load_quantized(checkpoint[0])
+    odd = model.get_submodule(ODD)
+    odd.weight.data = odd.weight.data[:, :200].contiguous()
+    refused(model, f"{ODD}.weight must have whole blocks of 128, got [576, 200]")
+
+
+def test_other_models_are_not_loaded(tmp_path):
+    transformers.LlamaConfig().save_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match="must be one of deepseek_v4, deepseek_v3"):
+        hf.load_quantized(tmp_path)
+    small_mla_config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="must say how weights are quantised, got None"):
+        hf.load_quantized(tmp_path)
