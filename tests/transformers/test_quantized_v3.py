@@ -12,6 +12,7 @@ import transformers
 
 import dsv4_ops as ops
 from dsv4_ops.integrations import transformers as hf
+from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import small_mla_config
 from tests.support import v3_checkpoint
 
@@ -144,6 +145,18 @@ def test_activations_in_fp8(checkpoint, scale):
     error = (model.get_submodule(ODD)(x).double() - rounded @ weight.T).abs()
     assert (error <= 2**-8 * (rounded.abs() @ weight.abs().T)).all()
     assert (rounded @ weight.T - x.double() @ weight.T).abs().max() > 2 * error.max()
+
+
+@pytest.mark.nightly("test_a_decode_step_is_one_graph, and test_deepseek_v3.py has packages")
+def test_a_package(checkpoint, tmp_path):
+    """As close to float32 as the step that it is made of."""
+    model = hf.patch(hf.load_quantized(checkpoint[0]))
+    batch, cache = step_of(model)
+    package = load_package(hf.export_decode(model, cache, path=tmp_path / "decode.pt2"))
+    found = package(*hf.decode_inputs(batch, cache)), hf.decode_step(model, *step_of(model))
+    exact = model_of(checkpoint, torch.float32)(batch.tokens[None]).logits[0]
+    errors = [(each.double() - exact.double()).norm() for each in found]
+    assert 0 < errors[0] <= 1.5 * errors[1], errors
 
 
 def refused(model, message):
