@@ -73,6 +73,7 @@ from dsv4_ops.ops.draft import verify_draft as verify_draft
 from dsv4_ops.ops.experts import (
     expert_plan as expert_plan,
     experts as experts,
+    grouped_topk as grouped_topk,
     route as route,
 )
 from dsv4_ops.ops.indexer import (

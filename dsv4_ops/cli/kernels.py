@@ -372,6 +372,10 @@ def examples() -> dict[str, Call]:
         "fp8_linear, 128 tokens": _linear(count=128),
         "fp8_linear, codes": _linear(quantized=True),
         "fp8_grouped_linear": _linear(8),
+        "grouped_topk": (
+            (_floats(8, 256), _floats(256)),
+            {"top_k": 8, "num_groups": 8, "kept_groups": 4, "scale": 2.5, "normalize": True},
+        ),
         "expert_plan": ((_tensor(8, 6),), {"num_experts": 256, "block_size": 16}),
         "route": _route(),
         "route, by token": _route(hashed=True),

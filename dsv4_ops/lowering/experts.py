@@ -5,4 +5,5 @@ from dsv4_ops.reference import experts as reference
 
 expert_plan = TritonKernel(reference.expert_plan)
 experts = Choices(reference.experts_by_row)
+grouped_topk = TritonKernel(reference.grouped_topk)
 route = TritonKernel(reference.route)

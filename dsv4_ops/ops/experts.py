@@ -25,6 +25,14 @@ _route = define_op(
     dynamic=("num_tokens",),
     source="DeepSeek-V4 inference/model.py, Gate",
 )
+_grouped_topk = define_op(
+    "experts",
+    "grouped_topk(Tensor logits, Tensor? bias=None, *, int top_k, int num_groups, "
+    "int kept_groups, float scale, bool normalize) -> (Tensor, Tensor)",
+    lowering=KERNEL_ON_CUDA,
+    dynamic=("num_tokens",),
+    source="DeepSeek-V3 inference/model.py, Gate",
+)
 _expert_plan = define_op(
     "experts",
     "expert_plan(Tensor topk_ids, *, int num_experts, int block_size) -> (Tensor, Tensor, Tensor)",
@@ -106,6 +114,81 @@ def route(
     checks.optional("token_ids", token_ids, torch.int64, "num_tokens")
     checks.above(0, scale=scale)
     return Routing(*_route(hidden, weight, bias, table, token_ids, top_k=top_k, scale=scale))
+
+
+def grouped_topk(
+    logits: Tensor,
+    bias: Tensor | None = None,
+    *,
+    top_k: int,
+    num_groups: int = 1,
+    kept_groups: int = 1,
+    scale: float = 1.0,
+    normalize: bool = True,
+) -> Routing:
+    """Choose the experts of every token from its best groups, and weigh them.
+
+    Args:
+        logits: A router's products, [num_tokens, num_experts], float32, any strides.
+        bias: Added to the scores that groups and experts are chosen by, and to no weight:
+            [num_experts], float32. None adds nothing.
+        top_k: Experts of a token. At least 1, at most those of ``kept_groups`` groups.
+        num_groups: Groups of as many experts, in their order: 1, or at most num_experts / 2.
+        kept_groups: Groups that a token's experts are of. At least 1, at most num_groups.
+        scale: Factor of the weights. Above 0.
+        normalize: Whether a token's weights are divided by their sum.
+
+    Returns:
+        ``Routing(ids, weights)``, [num_tokens, top_k], int32 and float32, dense. Of scores s =
+        sigmoid(logits) a group counts by the sum of its two largest s + bias; of equal groups, and
+        of equal experts, the first. ids: those of the largest s + bias of the groups that are kept,
+        the largest first; NaN counts as the least. weights = scale * s, over (sum of s + 1e-20)
+        with ``normalize``.
+
+    Mutates: nothing.
+
+    Raises:
+        ValueError: shapes that disagree, several devices, or a number out of range.
+        TypeError: another dtype.
+
+    Compile: on a GPU one kernel, a program for every token; on a CPU sorts and a few reductions.
+        Dynamic in num_tokens; CUDA graphs and export: yes.
+
+    Source: DeepSeek-V3's router, which Kimi-K2 has with one group.
+
+    Example:
+        >>> import torch, dsv4_ops
+        >>> bias = torch.tensor([0.0, 1.0, 0.75, 0.75])
+        >>> settings = {"top_k": 1, "num_groups": 2, "scale": 2.5}
+        >>> found = dsv4_ops.grouped_topk(torch.zeros(1, 4), bias, **settings)
+        >>> found.ids.tolist(), found.weights.tolist()  # 1.25 + 1.25 are more than 0.5 + 1.5
+        ([[2]], [[2.5]])
+    """
+    checks = Checks("grouped_topk")
+    checks.at_least(1, top_k=top_k, num_groups=num_groups, kept_groups=kept_groups)
+    checks.flag("normalize", normalize)
+    checks.tensor("logits", logits, torch.float32, "num_tokens", "num_experts")
+    checks.optional("bias", bias, torch.float32, "num_experts")
+    num_experts = int(logits.shape[1])
+    size = num_experts // num_groups
+    if num_groups > 1 and (num_experts % num_groups or size < 2):
+        rule = f"part num_experts = {num_experts} into groups of as many, at least 2"
+        advice = "Pass the router's own n_group"
+        raise checks.refusal(ValueError, "num_groups", rule, num_groups, advice)
+    checks.at_most("kept_groups", kept_groups, "num_groups", num_groups)
+    checks.at_most("top_k", top_k, "the experts of kept_groups", kept_groups * size)
+    checks.above(0, scale=scale)
+    return Routing(
+        *_grouped_topk(
+            logits,
+            bias,
+            top_k=top_k,
+            num_groups=num_groups,
+            kept_groups=kept_groups,
+            scale=scale,
+            normalize=normalize,
+        )
+    )
 
 
 def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> ExpertPlan:

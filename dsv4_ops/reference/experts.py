@@ -49,6 +49,38 @@ def route(
     return Routing(dense(ids), dense(chosen / (chosen.sum(1, keepdim=True) + LEAST_SUM) * scale))
 
 
+def grouped_topk(
+    logits: Tensor,
+    bias: Tensor | None = None,
+    *,
+    top_k: int,
+    num_groups: int,
+    kept_groups: int,
+    scale: float,
+    normalize: bool,
+) -> Routing:
+    scores = logits.sigmoid()
+    ranked = _not_nan(scores if bias is None else scores + bias)
+    order = torch.sort(ranked, dim=1, descending=True, stable=True).indices
+    if num_groups > 1:
+        size = logits.shape[1] // num_groups
+        members = torch.sort(ranked.unflatten(1, (num_groups, size)), dim=2, descending=True).values
+        best = _not_nan(members[..., 0] + members[..., 1])
+        groups = torch.sort(best, dim=1, descending=True, stable=True).indices[:, :kept_groups]
+        kept = (order[..., None] // size == groups[:, None]).any(2)
+        first = torch.sort((~kept).to(torch.int32), dim=1, stable=True).indices
+        order = order.gather(1, first)
+    ids = order[:, :top_k]
+    weights = scores.gather(1, ids)
+    if normalize:
+        weights = weights / (weights.sum(1, keepdim=True) + LEAST_SUM)
+    return Routing(dense(ids.to(torch.int32)), dense(weights * scale))
+
+
+def _not_nan(values: Tensor) -> Tensor:
+    return torch.where(values.isnan(), -torch.inf, values)
+
+
 def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> ExpertPlan:
     ids = topk_ids.flatten()
     present = (ids >= 0) & (ids < num_experts)

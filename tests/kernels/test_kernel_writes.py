@@ -53,6 +53,7 @@ WRITTEN = {
     "quantize_and_insert_kernel": {"k_cache"},
     "quantize_query_kernel": {"out", "weights_out"},
     "choose_experts_kernel": {"ids", "weights"},
+    "grouped_topk_kernel": {"ids", "weights"},
     "router_products_kernel": {"partial"},
     "save_compressor_states_kernel": {"states"},
     "select_keys_kernel": {"keys", "indices", "plan", "out"},

@@ -646,3 +646,26 @@ def test_memory_of_a_cache():
         "tables.blocks",
         "dropped",
     )
+
+
+@pytest.mark.parametrize("changed", [{}, KIMI, {"norm_topk_prob": False}])
+def test_the_router_is_an_op(changed):
+    """It chooses and weighs as Hugging Face's does; a gradient is Hugging Face's own."""
+    model = small_mla_model(n_routed_experts=16, num_experts_per_tok=4, **changed)
+    gate = model.model.layers[1].mlp.gate
+    gate.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    gate.e_score_correction_bias.data = torch.linspace(-0.2, 0.2, 16)
+    hidden = torch.randn(1, 40, 128, generator=torch.Generator().manual_seed(1))
+    logits, weights, ids = gate(hidden)
+    v4.patch(model, kv="fp32")
+    with Called() as called:
+        found = gate(hidden)
+    assert called.names == ["grouped_topk"]
+    torch.testing.assert_close(found[0], logits)
+    order, others = ids.argsort(1), found[2].argsort(1)
+    assert torch.equal(found[2].gather(1, others), ids.gather(1, order))
+    torch.testing.assert_close(found[1].gather(1, others), weights.gather(1, order))
+    with torch.enable_grad(), Called() as called:
+        gate(hidden.requires_grad_())[1].square().sum().backward()
+    assert called.names == []
+    assert hidden.grad.abs().sum() > 0

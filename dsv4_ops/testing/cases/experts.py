@@ -14,6 +14,8 @@ from dsv4_ops.testing.float64.experts import exact_terms, expert_values, fp4_wei
 from dsv4_ops.testing.float64.linear import activations as sampled_activations, fp8_weight
 from dsv4_ops.testing.strategies.draw import Draw
 
+INF, NAN = math.inf, math.nan
+
 
 def _plan_cases() -> list[Case]:
     ids = i32([[2, 0], [2, -1], [2, 4]])
@@ -279,6 +281,83 @@ def _route_precise(
     return None, Exact(value, value * reach)
 
 
+def _grouped_cases() -> list[Case]:
+    half, bias = torch.zeros(1, 4), torch.tensor([0.0, 1.0, 0.75, 0.75])
+    two = {"num_groups": 2, "kept_groups": 1, "scale": 2.5, "normalize": True}
+    one = {**two, "num_groups": 1, "top_k": 1}
+    nan, least = torch.tensor([[NAN, 0.0, 0.0, 0.0]]), torch.full((1, 4), -INF)
+    return [
+        # 0.5 + 1.5 of the first group, 1.25 + 1.25 of the second
+        Case("groups", (half, bias), {**two, "top_k": 1}, ([[2]], [[2.5]])),
+        Case("one group", (half, bias), one, ([[1]], [[2.5]])),
+        Case("no sum", (half, bias), {**one, "normalize": False}, ([[1]], [[1.25]])),
+        Case("equal", (half,), {**two, "top_k": 2}, ([[0, 1]], [[1.25, 1.25]])),
+        Case(
+            "both groups",
+            (half, bias),
+            {**two, "kept_groups": 2, "top_k": 4, "scale": 4.0},
+            ([[1, 2, 3, 0]], [[1.0] * 4]),
+        ),
+        # the sum of the first group is of no number
+        Case("NaN", (nan,), {**two, "top_k": 2}, ([[2, 3]], [[1.25, 1.25]])),
+        Case("no score", (least,), {**two, "top_k": 2}, ([[0, 1]], [[0.0, 0.0]])),
+        Case("no token", (half[:0],), one, ([], [])),
+    ]
+
+
+def _grouped_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
+    """Logits are integers from 0 on: sums of two scores are equal if these are."""
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 20), min_size)
+    size = 5 if min_size else draw.one_of(5, 4, 8)
+    seed, experts = draw.generator(), size * settings["num_groups"]
+    wide = torch.randint(0, 5, (num_tokens, experts + 2), generator=seed).float()
+    apart = not min_size and draw.flag()
+    logits = wide[:, 1 : experts + 1] if apart else wide[:, :experts].contiguous()
+    if logits.numel() and draw.flag():
+        logits[draw.integer(0, num_tokens - 1), draw.integer(0, experts - 1)] = draw.one_of(
+            NAN, -INF
+        )
+    if not min_size and draw.flag():
+        return Case("sampled", (logits,), settings)
+    bias = torch.randint(0, 9, (experts,), generator=seed) / 4
+    return Case("sampled", (logits, bias), settings)
+
+
+def _grouped_precise(
+    logits: Tensor, bias: Tensor | None = None, **settings: Any
+) -> tuple[Exact | None, ...]:
+    groups, kept = settings["num_groups"], settings["kept_groups"]
+    size, ids = logits.shape[1] // groups, []
+    for row in logits.tolist():
+        scores = torch.tensor(row).sigmoid()  # as float32: as they are compared
+        found = scores if bias is None else scores + bias.cpu()
+        values = [-INF if math.isnan(value) else value for value in found.tolist()]
+        sums = [
+            sum(sorted(values[first : first + size])[-2:]) for first in range(0, len(row), size)
+        ]
+        best = sorted(range(groups), key=lambda group: (-sums[group], group))[:kept]
+        there = [expert for expert in range(len(row)) if groups == 1 or expert // size in best]
+        ordered = sorted(there, key=lambda expert: (-values[expert], expert))
+        ids.append(ordered[: settings["top_k"]])
+    chosen = torch.tensor(ids, dtype=torch.int64, device=logits.device)
+    scores = logits.double().gather(1, chosen.view(-1, settings["top_k"])).sigmoid()
+    value = scores * settings["scale"]
+    if settings["normalize"]:
+        value = value / (scores.sum(1, keepdim=True) + 1e-20)
+    # of an exponential as large as its argument, 4 at most, in score and sum; and eight more
+    return None, Exact(value, value * 16)
+
+
+grouped_topk = OpTesting(
+    cases=_grouped_cases,
+    settings=(
+        {"top_k": 4, "num_groups": 8, "kept_groups": 4, "scale": 2.5, "normalize": True},
+        {"top_k": 3, "num_groups": 1, "kept_groups": 1, "scale": 1.0, "normalize": False},
+        {"top_k": 4, "num_groups": 3, "kept_groups": 1, "scale": 1.5, "normalize": True},
+    ),
+    make=_grouped_call,
+    precise=_grouped_precise,
+)
 route = OpTesting(
     cases=_route_cases,
     settings=({"top_k": 6, "scale": 1.5}, {"top_k": 1, "scale": 1.0}, {"top_k": 3, "scale": 2.5}),

@@ -31,6 +31,10 @@ OWN |= {
         "table": Valid(i64([[0, 1]] * 9), "[vocab_size, 2]"),
         "token_ids": Valid(i64([0] * 5), "[num_tokens]"),
     },
+    "grouped_topk": {
+        "logits": Valid(torch.zeros(5, 12), "[num_tokens, num_experts]"),
+        "bias": Valid(torch.ones(12), "[num_experts]"),
+    },
     "expert_plan": {"topk_ids": IDS},
     "experts": {
         "x": Valid(bf16(5, 256), "[num_tokens, hidden_size]"),
@@ -43,6 +47,7 @@ OWN |= {
     },
 }
 NUMBERS |= {"num_experts": 3, "top_k": 2, "swiglu_limit": 10.0}
+NUMBERS |= {"num_groups": 4, "kept_groups": 2, "normalize": True}
 COUNTS |= {
     "topk": "the selected rows of a token",
     "hidden_size": "the values of a token's hidden state",
@@ -126,6 +131,43 @@ EXPERTS_TABLE: dict[str, list[Entry]] = {
             {"table": None},
             ValueError,
             "token_ids must be None without table, got a tensor. Pass both or neither.",
+        ),
+    ],
+    "grouped_topk": [
+        *float_rows("scale", 0),
+        (
+            "groups of unlike sizes",
+            {"num_groups": 5},
+            ValueError,
+            "num_groups must part num_experts = 12 into groups of as many, at least 2, got 5. "
+            "Pass the router's own n_group.",
+        ),
+        (
+            "groups of one expert",
+            {"num_groups": 12},
+            ValueError,
+            "num_groups must part num_experts = 12 into groups of as many, at least 2, got 12. "
+            "Pass the router's own n_group.",
+        ),
+        (
+            "more groups than there are",
+            {"kept_groups": 5},
+            ValueError,
+            "kept_groups must be at most num_groups = 4, got 5. Lower kept_groups, or raise "
+            "num_groups.",
+        ),
+        (
+            "more experts than groups that are kept have",
+            {"top_k": 7},
+            ValueError,
+            "top_k must be at most the experts of kept_groups = 6, got 7. Lower top_k, or raise "
+            "the experts of kept_groups.",
+        ),
+        (
+            "no flag",
+            {"normalize": 1},
+            TypeError,
+            "normalize must be a bool, got int. Pass True or False.",
         ),
     ],
     "expert_plan": [

@@ -20,6 +20,7 @@ from dsv4_ops.attention import (
     mla_step_of_tokens,
 )
 from dsv4_ops.core.checks import Checks
+from dsv4_ops.core.gradient import differentiated
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.torch_compat import statically_known_true
@@ -47,17 +48,22 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v3.tensors import
 )
 from dsv4_ops.integrations.transformers.modules import (
     SOURCE,
+    Forward,
     HeadPart,
     Maker,
     check_skipped,
+    class_of,
     heads_are_split,
     is_part,
+    linear_float32,
     local,
+    own_forward,
     unwrapped,
 )
 from dsv4_ops.integrations.transformers.quantized import dense_weight
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
+from dsv4_ops.ops.experts import grouped_topk
 from dsv4_ops.ops.mla import split_kv_b_proj
 from dsv4_ops.ops.mla_context import max_context_chunks, mla_workspace_rows
 
@@ -271,7 +277,9 @@ class MlaModelSpec(ModelSpec):
         return dense_weight(linear, local(linear.weight, self.shards_heads))
 
     def replacements(self, model: Any) -> Iterator[tuple[Any, str, Maker]]:
-        return iter(())
+        for module in model.modules():
+            if class_of(module) == "DeepseekV3TopkRouter" and own_forward(module) is None:
+                yield module, "forward", _router_forward
 
     def skipped_modules(self, attention: Any) -> Iterator[tuple[str, Any]]:
         yield "kv_b_proj", attention.kv_b_proj
@@ -347,6 +355,28 @@ class MlaModelSpec(ModelSpec):
             else:
                 held.copy_(half)
         setattr(attention, SOURCE, _identity(weight))
+
+
+def _router_forward(before: Forward) -> Forward:
+    """Of V3's router, whose choice takes a dozen kernels otherwise."""
+
+    def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if differentiated((hidden_states, self.weight)):
+            found: tuple[Tensor, Tensor, Tensor] = before(self, hidden_states)
+            return found
+        logits = linear_float32(hidden_states.view(-1, self.hidden_dim), self.weight)
+        chosen = grouped_topk(
+            logits,
+            self.e_score_correction_bias.float(),
+            top_k=self.top_k,
+            num_groups=self.num_group,
+            kept_groups=self.topk_group,
+            scale=float(self.routed_scaling_factor),
+            normalize=bool(self.norm_topk_prob),
+        )
+        return logits, chosen.weights, chosen.ids.long()
+
+    return forward
 
 
 def _attentions(body: Any) -> Iterator[tuple[int, Any]]:
