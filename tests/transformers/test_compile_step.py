@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -106,6 +107,13 @@ def test_small_models_are_one_graph():
             v4.compile_step(reference(), **arguments)
     with pytest.raises(ValueError, match=r"^compile_step: model must be patched"):
         v4.compile_step(small_model(layer_types=[SLIDING]))
+
+
+def test_a_place_without_a_file_is_refused_before_anything_is_compiled(tmp_path):
+    for place in (tmp_path, tmp_path / "missing" / "step.cache"):
+        message = "^compile_step: cache_file must be a file, or the name for one in a folder"
+        with pytest.raises(ValueError, match=message):
+            v4.compile_step(reference(), cache_file=place)
 
 
 @pytest.fixture
@@ -225,6 +233,27 @@ def test_a_file_of_torch_alone_is_read(tmp_path):
     assert loaded == keys
     kept.write(content)
     assert run()[2:] == (keys, keys, 1)
+
+
+@pytest.mark.parametrize("place", ["start", "middle", "end", "half"])
+def test_a_damaged_file_is_written_anew(tmp_path, place):
+    file, settings = tmp_path / "step.cache", {"fullgraph": True, "dynamic": False}
+    whole = precompiled.PartsFile(file, settings)
+    whole.keep("part", b"of code" * 100)
+    whole.write(None)
+    content = bytearray(file.read_bytes())
+    if place == "half":
+        content = content[: len(content) // 2]
+    else:
+        with zipfile.ZipFile(file) as written:
+            found = {"start": 0, "middle": 300, "end": written.start_dir}[place]
+        content[found] ^= 255
+    file.write_bytes(content)
+    damaged = precompiled.PartsFile(file, settings)
+    assert damaged.find("part") is None
+    damaged.keep("part", b"of code")
+    damaged.write(None)
+    assert precompiled.PartsFile(file, settings).find("part") == b"of code"
 
 
 PROCESS = """

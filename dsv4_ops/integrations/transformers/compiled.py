@@ -84,7 +84,8 @@ def compile_step(
         ("cpu:gloo,cuda:nccl").
 
     Raises:
-        ValueError: the model is not patched, ``step`` is another function or ``mode`` another word.
+        ValueError: the model is not patched, ``step`` is another function, ``mode`` another word,
+            or ``cache_file`` a folder or in one that is not there.
 
     Example:
         >>> import torch
@@ -107,6 +108,10 @@ def compile_step(
         raise refusal(ValueError, op, "step", rule, getattr(step, "__name__", step), advice)
     regional = mode == "regional" or (mode == "auto" and len(spec.kinds) > MOST_WHOLE)
     path = None if cache_file is None else Path(cache_file)
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        rule, found = "be a file, or the name for one in a folder that is there", repr(str(path))
+        advice = "Name a file in that folder" if path.is_dir() else "Make the folder"
+        raise refusal(ValueError, op, "cache_file", rule, found, advice)
     return CompiledStep(model, step, regional, path, on_part, settings)
 
 

@@ -19,6 +19,7 @@ import platform
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -427,10 +428,15 @@ class PartsFile:
         if not zipfile.is_zipfile(self._path):  # of a version that kept nothing else
             self.caches = self._path.read_bytes()
             return
-        with zipfile.ZipFile(self._path) as file:
-            names = file.namelist()
-            self.caches = file.read(self._CACHES) if self._CACHES in names else None
-            self._parts = {n: file.read(n) for n in names if n.startswith(self._prefix)}
+        try:
+            with zipfile.ZipFile(self._path) as file:
+                names = file.namelist()
+                caches = file.read(self._CACHES) if self._CACHES in names else None
+                parts = {n: file.read(n) for n in names if n.startswith(self._prefix)}
+        except (zipfile.BadZipFile, zlib.error) as error:
+            _log.warning("%s is damaged, and is written anew: %s", self._path, error)
+            return
+        self.caches, self._parts = caches, parts
         binaries = f"{self._prefix}{self._BINARIES}{_processor()}/"
         for name, content in self._parts.items():
             if name.startswith(binaries):
