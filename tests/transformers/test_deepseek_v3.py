@@ -530,6 +530,43 @@ def test_weights_that_change_are_absorbed_again():
     assert places == [buffer.data_ptr() for name, buffer in model.named_buffers() if "w_u" in name]
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_weights_that_change_uncounted_are_absorbed_on_a_cpu(inference):
+    """As code that loads weights by ``weight.data`` or NumPy changes them."""
+    with torch.inference_mode(inference):  # whose tensors nothing may write to outside of it
+        model = v4.patch(small_mla_model(), kv="fp32", precision="reference")
+        model(tokens()[:, :12], cache=new_cache(model))
+    other = small_mla_model(seed=1).state_dict()
+    for name, weight in model.state_dict().items():
+        weight.numpy()[...] = other[name]
+    got = model(tokens()[:, :12], cache=new_cache(model)).logits
+    want = small_mla_model(seed=1)(tokens()[:, :12]).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_is_cast_after_patching(dtype):
+    cast = v4.patch(small_mla_model(), kv="fp32", precision="reference").to(dtype)
+    patched = v4.patch(small_mla_model().to(dtype), kv="fp32", precision="reference")
+    got, want = (
+        model(tokens()[:, :12], cache=new_cache(model)).logits for model in (cast, patched)
+    )
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("mode", ["whole", "regional"])
+def test_weights_that_change_are_absorbed_by_compiled_steps(mode):
+    model = v4.patch(small_mla_model(), kv="fp32", precision="reference")
+    step = v4.compile_step(model, v4.prefill_step, mode=mode, backend="eager")
+    ids, lens, rows = tokens()[0, :5], torch.tensor([5]).int(), torch.tensor([0]).int()
+    batch = v4.StepBatch(ids, torch.tensor([0, 5]).int(), lens, rows)
+    for seed in range(2):
+        model.load_state_dict(small_mla_model(seed=seed).state_dict())
+        got = step(batch, new_cache(model))[0]
+        want = small_mla_model(seed=seed)(ids[None]).logits[0, -1]
+        torch.testing.assert_close(got, want, rtol=0, atol=CLOSE)
+
+
 def with_experts(name):
     return small_mla_model(experts_implementation=name)
 

@@ -143,7 +143,8 @@ class CompiledStep:
         self._plans: dict[Any, _Plan] = {}
         self._changes = 0
         self._cache: tuple[Any, str] = (lambda: None, "")
-        ranks = spec_of("compile_step", model).parallel
+        self._spec = spec_of("compile_step", model)
+        ranks = self._spec.parallel
         self._ranks = ranks if ranks is not None and group_sends(ranks.group, "cpu") else None
 
     @torch.no_grad()
@@ -157,6 +158,8 @@ class CompiledStep:
         if self.regional:
             logits = _PARTS[self.step](self.model, batch, tensors, run=run, **rest)
         else:
+            if self._spec.copies_weights:
+                self._spec.refresh(self.model.model)  # a graph cannot
             logits = run("step", self.step, self.model, batch, tensors, **rest)
         if isinstance(run, _Recorder):
             self._plans[key] = run.plan

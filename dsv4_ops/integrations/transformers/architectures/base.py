@@ -166,6 +166,8 @@ class ModelSpec(ABC):
     """Group of ``PagedCache.memory`` of every cache of a layer, by its name."""
     shared_groups: ClassVar[tuple[str, ...]]
     """Those groups of which each rank of ``parallel`` has a part."""
+    copies_weights: ClassVar[bool] = False
+    """Whether what ``prepare`` adds are copies, which a change of weights in place passes by."""
 
     @classmethod
     @abstractmethod

@@ -95,6 +95,7 @@ class MlaModelSpec(ModelSpec):
     causal_lm = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
     memory_groups: ClassVar[dict[str, str]] = {"kv": "latents", "scale": "latents"}
     shared_groups = ("latents",)
+    copies_weights = True
 
     @classmethod
     def of(
@@ -334,7 +335,9 @@ class MlaModelSpec(ModelSpec):
         if torch.compiler.is_compiling():
             return
         for _, attention in _attentions(body):
-            if getattr(attention, SOURCE) != _identity(local(attention.kv_b_proj.weight)):
+            weight = local(attention.kv_b_proj.weight)
+            # torch does not count what is written by way of weight.data or of NumPy
+            if weight.device.type == "cpu" or getattr(attention, SOURCE) != _identity(weight):
                 self._split(attention)
 
     @torch.no_grad()
@@ -350,11 +353,13 @@ class MlaModelSpec(ModelSpec):
         )
         for name, half in zip((_KEYS, _VALUES), halves, strict=True):
             held = getattr(attention, name, None)
-            if held is None or (held.device, held.shape) != (half.device, half.shape):
+            if held is None or not _can_hold(held, half):
                 attention.register_buffer(name, half, persistent=False)
             else:
                 held.copy_(half)
-        setattr(attention, SOURCE, _identity(weight))
+        source = _identity(weight)
+        if getattr(attention, SOURCE, None) != source:  # a compiled step sees what is set
+            setattr(attention, SOURCE, source)
 
 
 def _router_forward(before: Forward) -> Forward:
@@ -387,6 +392,13 @@ def _attentions(body: Any) -> Iterator[tuple[int, Any]]:
 def _identity(weight: Tensor) -> tuple[int, int]:
     """What changes when a weight does."""
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def _can_hold(held: Tensor, half: Tensor) -> bool:
+    """Whether ``half`` may be written to ``held``, which a move of the model may have changed."""
+    if held.is_inference() and not torch.is_inference_mode_enabled():
+        return False
+    return (held.device, held.shape, held.dtype) == (half.device, half.shape, half.dtype)
 
 
 def _as_pairs(x: Tensor) -> Tensor:
