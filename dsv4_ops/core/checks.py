@@ -70,14 +70,18 @@ _Error = TypeVar("_Error", bound=Exception)
 
 
 class Checks:
-    """Checks the arguments of one call and remembers the sizes that dimension names got."""
+    """Checks the arguments of one call and remembers the sizes that dimension names got.
 
-    def __init__(self, op: str) -> None:
+    Args:
+        op: Public function that was called.
+        device: Of its cache, if it has one that is not among its tensors.
+    """
+
+    def __init__(self, op: str, device: torch.device | None = None) -> None:
         self.op = op
         self.sizes: dict[str, int] = {}
         self.owners: dict[str, str] = {}
-        self.device: torch.device | None = None
-        self.device_owner = ""
+        self.device, self.device_owner = device, "the cache"
 
     def tensor(self, name: str, value: Tensor, dtype: _Dtypes, *dims: str | int) -> None:
         """``value`` is a tensor of ``dtype``, or one of several, with the named sizes, on the

@@ -111,6 +111,22 @@ REFUSED_CALLS = [
         "12 as in input_ids, got [2, 11, 128]. Make them agree: sequence_length counts the "
         "columns of a padded batch.",
     ),
+    (
+        {"inputs_embeds": torch.zeros(2, 12, 128, dtype=torch.float16)},
+        {},
+        "inputs_embeds must be torch.float32, got torch.float16. Cast it with .to(torch.float32).",
+    ),
+    (
+        {"position_ids": torch.arange(12.0)[None] + 0.5},
+        {},
+        "position_ids must be torch.int64 or torch.int32, got torch.float32. "
+        "Cast it with .to(torch.int64).",
+    ),
+    (
+        {"input_ids": torch.zeros(2, 12, dtype=torch.int64, device="meta")},
+        {},
+        "input_ids must be on cpu like the cache, got meta. Move all tensors of a call to one ",
+    ),
     ({"input_ids": zeros(0, 12)}, {}, "batch_size must be at least 1, got 0. Pass 1 or more."),
     ({"input_ids": zeros(2, 0)}, {}, "sequence_length must be at least 1, got 0. Pass 1 or more."),
     (

@@ -300,6 +300,11 @@ def test_a_step_takes_the_cache_itself():
         torch.testing.assert_close(logits, want, rtol=0, atol=CLOSE)
         with pytest.raises(TypeError, match=f"{name}: cache must be a PagedCache, got NoneType"):
             getattr(v4, name)(reference(), batch, None)
+        with pytest.raises(TypeError, match=f"{name}: batch must be a StepBatch, got tuple"):
+            getattr(v4, name)(reference(), tuple(vars(batch).values()), cache)
+        elsewhere = v4.StepBatch(*(value.to("meta") for value in vars(batch).values()))
+        with pytest.raises(ValueError, match=f"{name}: batch.tokens must be on cpu like the cache"):
+            getattr(v4, name)(reference(), elsewhere, cache)
 
 
 def test_steps_without_tokens():

@@ -59,7 +59,7 @@ def model_forward(spec: ModelSpec, before: Forward) -> Forward:
                 **{name: cache},
                 **rest,
             )
-        check_inputs(self.config, input_ids, inputs_embeds, rest)
+        check_inputs(self, input_ids, inputs_embeds, rest, cache.device)
         check_modules(OP, spec, self, cache.device)
         spec.refresh(self)
         quantized.refresh(self)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
@@ -208,10 +208,14 @@ def _brief(values: list[int]) -> str:
 
 
 def check_inputs(
-    config: Any, ids: Tensor | None, embeddings: Tensor | None, outputs: Mapping[str, Any]
+    body: Any,
+    ids: Tensor | None,
+    embeddings: Tensor | None,
+    outputs: Mapping[str, Any],
+    device: torch.device,
 ) -> None:
-    """Raise for inputs and outputs that a step does not support."""
-    checks = Checks(OP)
+    """Raise for inputs and outputs that a step with a cache on ``device`` does not support."""
+    checks, config = Checks(OP, device), body.config
     if ids is not None:
         checks.tensor("input_ids", ids, (torch.int64, torch.int32), "batch_size", "sequence_length")
     elif embeddings is None or "hash_moe" in getattr(config, "mlp_layer_types", ()):
@@ -221,7 +225,12 @@ def check_inputs(
         raise refusal(ValueError, OP, "input_ids", rule, "None", advice)
     if embeddings is not None:
         sizes = ("batch_size", "sequence_length", config.hidden_size)
-        checks.tensor("inputs_embeds", embeddings, embeddings.dtype, *sizes)
+        own, dtype = body.get_input_embeddings(), getattr(embeddings, "dtype", torch.float32)
+        # another module, a hook and autocast can give layers another dtype than the weight's
+        plain = type(own) is nn.Embedding and not own._forward_hooks and "forward" not in vars(own)
+        if plain and not torch.is_autocast_enabled(own.weight.device.type):
+            dtype = own.weight.dtype
+        checks.tensor("inputs_embeds", embeddings, dtype, *sizes)
     for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
         if outputs.get(name, getattr(config, name, False)):
             rule, advice = "be False with a PagedCache", "Pass another cache, or none"
@@ -260,6 +269,8 @@ def _check(
         rule = f"have shape [{batch} or 1, {length}]"
         advice = "Pass a position per token, or None to go on where the cache ends"
         raise refusal(ValueError, OP, "position_ids", rule, _shown(position_ids), advice)
+    if position_ids is not None:
+        checks.floats("position_ids", position_ids, torch.int64, torch.int32)
 
 
 def _matrix(value: object) -> tuple[int, int]:

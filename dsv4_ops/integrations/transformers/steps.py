@@ -151,7 +151,10 @@ def checked(
     """Raise if a step cannot run, before anything is written; return its spec and its caches."""
     spec = spec_of(op, model)
     cache = _tensors_of(op, given)
-    checks = Checks(op)
+    checks = Checks(op, cache.device)
+    if not isinstance(batch, StepBatch):
+        found, advice = type(batch).__name__, "Make one of tokens and of where requests begin"
+        raise checks.refusal(TypeError, "batch", "be a StepBatch", found, advice)
     checks.tensor("batch.tokens", batch.tokens, torch.int64, "num_tokens")
     starts = batch.query_start_loc
     checks.tensor("batch.query_start_loc", starts, torch.int32, "num_reqs + 1")
