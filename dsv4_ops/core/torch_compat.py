@@ -44,8 +44,12 @@ __all__ = [
     "statically_known_true",  # torch.fx.experimental.symbolic_shapes: 2.11, 2.13, 2.15
     "symmetric_workspace",  # torch.distributed._symmetric_memory: 2.11, 2.13
     "timeout_of",  # ProcessGroup._get_backend(device).options._timeout: 2.11, 2.13
+    "without_autocast",  # torch._C._ExcludeDispatchKeyGuard: 2.11, 2.13
     "without_kernel_table",  # torch._higher_order_ops.triton_kernel_wrap.kernel_side_table: 2.13
 ]
+
+AUTOCAST_KEYS = ("AutocastCPU", "AutocastCUDA")
+"""Dispatch keys under which ``torch.autocast`` reaches an op."""
 
 SingleLevelFunction = torch.autograd.function._SingleLevelFunction
 after_autograd = torch._C._after_autograd_keyset
@@ -70,6 +74,13 @@ def allows_aot_compile() -> AbstractContextManager[Any]:
 def aot_settings() -> dict[str, Any]:
     """Settings of AOTAutograd that change what it makes, on any machine."""
     return dict(functorch_config.save_config_portable())
+
+
+def without_autocast() -> AbstractContextManager[Any]:
+    """Ops of torch that are called inside cast nothing."""
+    keys = [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)) for key in AUTOCAST_KEYS]
+    guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(keys[0] | keys[1])
+    return guard
 
 
 @contextmanager

@@ -37,10 +37,12 @@ from dsv4_ops.core.registry import (
     returns_nothing,
 )
 from dsv4_ops.core.torch_compat import (
+    AUTOCAST_KEYS,
     FunctionalTensorMode,
     OpOverload,
     decomposes_triton_ops,
     only_looks_ahead,
+    without_autocast,
 )
 from dsv4_ops.dispatch import choice, tensorrt
 
@@ -73,6 +75,8 @@ def register(spec: OpSpec) -> OpOverload:
     _library.impl(spec.name, anywhere, "CompositeExplicitAutograd")
     if spec.has_kernel and not spec.has_choice:
         _library.impl(spec.name, _launch_rule(spec), "CUDA")
+    for key in AUTOCAST_KEYS:
+        _library.impl(spec.name, _autocast_rule(spec), key)
     qualified = f"{NAMESPACE}::{spec.name}"
     torch.library.register_fake(qualified, _fake_rule(spec), lib=_library)
     torch.library.register_torch_dispatch(
@@ -83,6 +87,16 @@ def register(spec: OpSpec) -> OpOverload:
         _library.impl(spec.name, rule, "Autograd", with_keyset=True)
     OPS[spec.name] = spec
     return spec.op
+
+
+def _autocast_rule(spec: OpSpec) -> Callable[..., Any]:
+    """The op under ``torch.autocast``: its dtypes are exact, and so are those inside of it."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        with without_autocast():
+            return spec.op(*args, **kwargs)
+
+    return rule
 
 
 def _fake_rule(spec: OpSpec) -> Callable[..., Any]:
