@@ -289,6 +289,10 @@ def test_the_command_line_writes_and_checks(tmp_path, capsys):
     assert main(["checkpoint", folder, "--shards", "2"]) == 0
     assert "427 tensors" in capsys.readouterr().out
     assert len(read_headers(tmp_path / "tiny")) == 427
+    before = {path: path.read_bytes() for path in (tmp_path / "tiny").iterdir()}
+    assert main(["checkpoint", folder, "--seed", "1"]) == 1  # without --check, by mistake
+    assert "checkpoint: DIR must hold no checkpoint to write over" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in (tmp_path / "tiny").iterdir()}
     assert main(["checkpoint", folder, "--check"]) == 0
     assert "fp4 experts" in capsys.readouterr().out
     (tmp_path / "tiny" / "config.json").unlink()

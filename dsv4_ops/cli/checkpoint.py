@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from dsv4_ops.core.checkpoint import check_checkpoint
+from pathlib import Path
+
+from dsv4_ops.core.checkpoint import CONFIG, INDEX, check_checkpoint
+from dsv4_ops.core.refusal import refusal
 from dsv4_ops.testing.checkpoint import write_checkpoint
 
 
 def write(path: str, family: str, seed: int, shards: int) -> None:
-    """Write ``dsv4_ops.testing.checkpoint.TINY`` with random weights."""
+    """Write ``dsv4_ops.testing.checkpoint.TINY`` with random weights.
+
+    Raises:
+        ValueError: the folder has a checkpoint, which somebody may want to keep, or a number of
+            shards below 1.
+    """
+    if any((Path(path) / name).exists() for name in (CONFIG, INDEX)):
+        rule, advice = "hold no checkpoint to write over", "Pass --check to check it, or remove it"
+        raise refusal(ValueError, "checkpoint", "DIR", rule, repr(path), advice)
     write_checkpoint(path, family=family, seed=seed, shards=shards)
 
 
