@@ -140,6 +140,7 @@ def test_inputs_of_a_package_have_names():
     ("export", "changed", "message"),
     [
         ("export_decode", {"path": "decode.so"}, 'path must end in ".pt2", got '),
+        ("export_decode", {"path": "missing/step.pt2"}, "path must be in a folder that is there"),
         ("export_decode", {"num_reqs": 0}, "num_reqs must be at least 1, got 0"),
         ("export_decode", {"tokens_per_request": 0}, "tokens_per_request must be at least 1"),
         ("export_prefill", {"path": "prefill"}, 'path must end in ".pt2", got '),

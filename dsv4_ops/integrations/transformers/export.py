@@ -209,6 +209,9 @@ def _checked(
     if target.suffix != ".pt2":
         rule = 'end in ".pt2"'
         raise refusal(ValueError, op, "path", rule, repr(str(path)), "Rename it")
+    if not target.parent.is_dir():
+        rule, advice = "be in a folder that is there", "Make the folder"
+        raise refusal(ValueError, op, "path", rule, repr(str(path)), advice)
     check_cache(op, spec_of(op, model), cache.tensors)
     split = next((name for name, each in model.named_parameters() if hasattr(each, "to_local")), "")
     if split:
