@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -191,6 +192,14 @@ def test_kernels_says_what_it_compiles(capsys, monkeypatch):
     assert captured.out.startswith("op ")
 
 
+def test_kernels_are_not_compiled_for_a_gpu_without_fp8_conversions(capsys):
+    pytest.importorskip("dsv4_ops.cli.kernels")
+    assert main(["kernels", "--capability", "80"]) == 2
+    assert capsys.readouterr().err == (
+        "kernels: capability must be at least 89, got 80. Triton converts no FP8 codes before.\n"
+    )
+
+
 def test_version_in_a_fresh_process():
     result = python("-m", "dsv4_ops", "--version")
     assert (result.returncode, result.stdout) == (0, f"dsv4_ops {__version__}\n")
@@ -302,6 +311,20 @@ def test_linked_libraries_tells_static_from_dynamic(monkeypatch, static_cxx, rea
         pytest.skip("needs readelf")
     assert any("libstdc++.so" in name for name in doctor.linked_libraries("g++"))
     assert not any("libstdc++.so" in name for name in doctor.linked_libraries(static_cxx))
+
+
+def test_doctor_warns_of_a_gpu_without_fp8_conversions(monkeypatch):
+    found = SimpleNamespace(
+        name="A100", multi_processor_count=108, total_memory=2**36, major=8, minor=0
+    )
+    monkeypatch.setattr(probes, "no_gpu_reason", lambda: "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    problems = []
+    assert doctor._gpu(problems)["cuda:0"] == "A100, 108 SMs, 64.0 GiB, sm_80"
+    (problem,) = problems
+    assert problem.startswith("cuda:0: device must have compute capability 8.9 or later")
 
 
 @needs_gxx

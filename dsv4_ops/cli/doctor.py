@@ -138,6 +138,7 @@ def _torch(problems: Problems) -> Section:
 def _gpu(problems: Problems) -> Section:
     import torch
 
+    from dsv4_ops.dispatch.choice import check_codes
     from dsv4_ops.dispatch.probes import no_gpu_reason
 
     reason = no_gpu_reason()
@@ -145,6 +146,10 @@ def _gpu(problems: Problems) -> Section:
         return {"none": reason}
     section: Section = {}
     for index in range(torch.cuda.device_count()):
+        try:
+            check_codes(f"cuda:{index}", torch.device("cuda", index))
+        except RuntimeError as error:
+            problems.append(str(error))
         device = torch.cuda.get_device_properties(index)
         section[f"cuda:{index}"] = (
             f"{device.name}, {device.multi_processor_count} SMs, "

@@ -42,6 +42,9 @@ _NAMES = {FLASH_MLA: "FlashMLA", DEEP_GEMM: "DeepGEMM", FLASH_ATTN: "Flash atten
 DEVICES = ("cuda",)
 """Types of the devices that kernels and libraries run on."""
 
+CODES_CAPABILITY = (8, 9)
+"""Lowest compute capability for which Triton converts e4m3 codes."""
+
 FLASH_MLA_HEADS = (64, 128)
 FLASH_MLA_TOKENS = 8192
 """Most tokens of a decode: its planner keeps a few numbers of each in shared memory."""
@@ -135,6 +138,17 @@ def check_device(op: str, impl: str, device: torch.device) -> None:
         rule = f"be {_either((AUTO, REFERENCE))} on {device.type}"
         advice = "Move the tensors to a CUDA device"
         raise refusal(RuntimeError, op, "impl", rule, repr(impl), advice)
+
+
+def check_codes(op: str, device: torch.device) -> None:
+    """Kernels of caches that hold e4m3 codes are compiled for such devices."""
+    if device.type == "cuda" and torch.version.hip is None:
+        found = torch.cuda.get_device_capability(device)
+        if found < CODES_CAPABILITY:
+            least, has = (".".join(map(str, each)) for each in (CODES_CAPABILITY, found))
+            rule = f"have compute capability {least} or later for caches of FP8 keys"
+            advice = "Pass kv='bf16' to patch"
+            raise refusal(RuntimeError, op, "device", rule, has, advice)
 
 
 def limit(op: str, library: str, values: Values, *, asking: bool = False) -> Limit | None:

@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 
 pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
 
+from dsv4_ops.dispatch.choice import check_codes
 from dsv4_ops.integrations.transformers import OutOfBlocks, PagedCache
 from dsv4_ops.integrations.transformers.blocks import BlockPool
 from dsv4_ops.testing.models import small_config
@@ -181,3 +182,19 @@ def test_rings_are_bounded_by_default():
 def test_bad_sizes(sizes, error, message):
     with pytest.raises(error, match=message):
         cache(**sizes)
+
+
+def test_fp8_keys_need_a_gpu_with_fp8_conversions(monkeypatch):
+    """Before anything is allocated, and not from inside of Triton at the first insert."""
+    capability = (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(RuntimeError) as raised:
+        cache(kv="fp8", device="cuda:0")
+    assert str(raised.value) == (
+        "PagedCache: device must have compute capability 8.9 or later for caches of FP8 keys, got "
+        "8.0. Pass kv='bf16' to patch."
+    )
+    cache(kv="fp8", device="cpu")
+    capability = (8, 9)
+    check_codes("PagedCache", torch.device("cuda", 0))

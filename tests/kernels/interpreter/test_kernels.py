@@ -160,5 +160,5 @@ def test_kernels_prints_a_table(capsys, monkeypatch):
     assert "some_kernel" in capsys.readouterr().out
     spilling = kernels.KernelReport("op", "other_kernel", 4, 255, 16, 128)
     monkeypatch.setattr(kernels, "report", lambda capability, progress: [made, spilling])
-    assert main(["kernels", "--capability", "80"]) == 1
+    assert main(["kernels", "--capability", "100"]) == 1
     assert "spilled in other_kernel" in capsys.readouterr().err
