@@ -95,6 +95,40 @@ def test_a_change_of_the_model_is_seen_or_refused():
     assert torch.equal(step(batch, engine.cache), before)
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_model_may_be_changed_once_its_step_is_compiled(tmp_path, parts, kept):
+    """Adapters put in and switched off, attributes, hooks: layers are compiled in a copy."""
+    peft = pytest.importorskip("peft")
+    model = v4.patch(
+        small_model(layer_types=[SLIDING], mlp_layer_types=["moe"]),
+        kv="fp32",
+        precision="reference",
+    )
+    file = {"cache_file": tmp_path / "step.cache"} if kept else {"backend": "eager"}
+    step = v4.compile_step(model, mode="regional", **file)
+    batch = Engine(model, new_cache(model), text()).batch({0: 1})
+    found = []
+
+    def compare():
+        got, want = step(batch, new_cache(model)), v4.decode_step(model, batch, new_cache(model))
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+        assert not any(torch.equal(want, other) for other in found)
+        found.append(want)
+
+    compare()
+    config = peft.LoraConfig(target_modules=["q_a_proj"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    compare()
+    model.model.norm.variance_epsilon = 0.5
+    compare()
+    model.model.layers[0].mlp.register_forward_hook(lambda *given: 1.5 * given[-1])
+    compare()
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.enable_adapters(False)
+    compare()
+
+
 def test_small_models_are_one_graph():
     """And a step of an unknown name, mode or model is refused."""
     assert not v4.compile_step(reference()).regional

@@ -65,8 +65,7 @@ def compile_step(
         mode: "whole": one graph, as ``torch.compile(step, fullgraph=True)`` makes it. "regional":
             one graph for every kind of layer (four in the released models, whatever their depth),
             which all layers of that kind share, and three around them; a CUDA graph captures the
-            step as one all the same. Modules that are put into the model later need another
-            ``compile_step``. "auto": "regional" for more than 8 layers.
+            step as one all the same. "auto": "regional" for more than 8 layers.
         cache_file: Where compiled code is kept for the next process. Read if it is there; written
             after a step that compiled something that was not in it. Its parts are found by the
             sources of this package, the versions, the settings, the device, and all of the model
@@ -131,7 +130,9 @@ class CompiledStep:
         on_part: Callable[[str], None] | None,
         settings: dict[str, Any],
     ) -> None:
-        self.model = with_methods(model) if regional else model
+        self.model, self._given = model, model
+        self._watch: Watch | None = None
+        self._hooks: Watch | None = None
         self.step, self.regional, self._on_part = step, regional, on_part
         self.settings = {"fullgraph": True, "dynamic": False, **settings}
         self.parts: dict[str, Callable[..., Any]] = {}
@@ -151,6 +152,8 @@ class CompiledStep:
     def __call__(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
         """Run the step; the first call compiles."""
         tensors = cache.tensors if isinstance(cache, PagedCache) else cache
+        if self.regional:
+            self._follow()
         if self._ranks is not None:
             shapes = {"num_tokens": len(batch.tokens), "num_reqs": len(batch.rows)}
             self._ranks.agree("compile_step", "batch", "cpu", **shapes)
@@ -167,6 +170,21 @@ class CompiledStep:
             self._compiled = False
             self._write()
         return logits
+
+    def _follow(self) -> None:
+        """Copy the model again if a module, an attribute or a hook of one was changed since."""
+        hooked = self._hooks is not None and not self._hooks.unchanged()
+        if hooked:  # Dynamo guards no hooks
+            self._jits.clear()
+        if self._watch is None or hooked or not self._watch.unchanged():
+            self._changes += len(self._plans) > 0
+            self._plans.clear()
+            self.model, self._watch, self._hooks = with_methods(self._given), Watch(), Watch()
+            for module in self._given.modules():
+                self._watch.add(vars(module))
+                self._watch.add(module._modules)
+                self._hooks.add(module._forward_hooks)
+                self._hooks.add(module._forward_pre_hooks)
 
     def _planned(
         self, batch: StepBatch, cache: CacheTensors, rest: dict[str, Any]
