@@ -1,5 +1,7 @@
 """Routing from the best groups of experts: a program for each token."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -74,13 +76,9 @@ def grouped_topk(
     launch: Launcher,
     logits: Tensor,
     bias: Tensor | None = None,
-    *,
-    top_k: int,
-    num_groups: int,
-    kept_groups: int,
-    scale: float,
-    normalize: bool,
+    **settings: Any,
 ) -> Routing:
+    top_k, num_groups = settings["top_k"], settings["num_groups"]
     num_tokens, size = logits.shape[0], int(logits.shape[1]) // num_groups
     ids = logits.new_empty((num_tokens, top_k), dtype=torch.int32)
     weights = logits.new_empty((num_tokens, top_k))
@@ -88,8 +86,8 @@ def grouped_topk(
         return Routing(ids, weights)
     launch(grouped_topk_kernel)[num_tokens,](
         *strided(logits), *(strided(bias) if bias is not None else (logits, 0)), ids, weights,
-        SCALE=scale, LEAST=LEAST_SUM, TOP_K=top_k, NORMALIZE=normalize, BIASED=bias is not None,
-        NUM_GROUPS=num_groups, KEPT=kept_groups, SIZE=size,
+        SCALE=settings["scale"], LEAST=LEAST_SUM, TOP_K=top_k, NORMALIZE=settings["normalize"],
+        BIASED=bias is not None, NUM_GROUPS=num_groups, KEPT=settings["kept_groups"], SIZE=size,
         GROUPS=triton.next_power_of_2(num_groups), BLOCK=triton.next_power_of_2(size),
         CHOICES=triton.next_power_of_2(top_k), num_warps=WARPS,
     )  # fmt: skip
