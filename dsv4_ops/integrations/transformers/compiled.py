@@ -72,7 +72,7 @@ def compile_step(
             and the sizes that a trace can read, so that an old file costs time and nothing else. A
             part that is found is not traced. What Triton's kernels were tuned to counts where the
             folder of compiled code (TORCHINDUCTOR_CACHE_DIR) has the same path; elsewhere they are
-            timed again, in a second or two. The file has code that is run: take only your own.
+            timed again. The file has code that is run: take only your own.
         on_part: Called with the name of every part before it is compiled, to show progress.
         settings: Of ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` by default.
 
