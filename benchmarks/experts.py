@@ -21,7 +21,7 @@ from dsv4_ops.dispatch.providers import choice_of
 NUM_EXPERTS, TOPK, WIDTH, SIZE, LIMIT = 256, 6, 4096, 2048, 10.0
 """Those of DeepSeek-V4-Flash."""
 
-GROUPS = ("fp4", "fp8")
+GROUPS = ("fp4", "fp8", "bf16")
 CHECKED, CHECK_SCALE = 8, 64.0
 """Tokens of a batch whose results of Humming are compared, and what multiplies x there: then a
 tenth of the gates and ups is out of bounds."""
@@ -39,9 +39,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 @functools.cache
-def expert_weights(group: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def expert_weights(group: str, device: torch.device) -> tuple[Any, Any, Any, Any]:
     """gate_up, its scale, down, its scale: of all experts."""
-    made: list[Tensor] = []
+    if group == "bf16":
+        up, down = (each.transpose(1, 2) for each in bf16_weights(device))
+        return up, None, down, None
+    made: list[Any] = []
     for rows, columns in ((2 * SIZE, WIDTH), (WIDTH, SIZE)):
         shape = (NUM_EXPERTS, rows, columns // 2 if group == "fp4" else columns)
         most = 256 if group == "fp4" else 0x50
@@ -113,14 +116,15 @@ def measure(group: str, library: Any, row: Row, device: torch.device) -> None:
         x = torch.randn(row.tokens, WIDTH, device=device).bfloat16()
         inputs.append((x, chosen.values, chosen.indices.int()))
     experts = sum(int(each[2].unique().numel()) for each in inputs) / len(inputs)
-    row.weight_bytes = experts / NUM_EXPERTS * sum(each.nbytes for each in made)
+    held = sum(each.nbytes for each in made if each is not None)
+    row.weight_bytes = experts / NUM_EXPERTS * held
     row.impl = choice_of("experts", *inputs[0], *made, swiglu_limit=LIMIT).impl
     call = torch.compile(functools.partial(ops.experts, swiglu_limit=LIMIT), dynamic=False)
     if row.tokens <= 8:
         whole = ops.experts(*inputs[0], *made, swiglu_limit=LIMIT, impl="reference")
         row.error = weights.relative_error(call(*inputs[0], *made), whole)
     row.us = median_us([functools.partial(call, *each, *made) for each in inputs])
-    if group == "fp4":
+    if group != "fp8":
         plain = torch.compile(grouped_experts, dynamic=False)
         calls = [functools.partial(plain, *each, *bf16_weights(device)) for each in inputs]
         row.baseline_us = median_us(calls)

@@ -263,16 +263,20 @@ def _candidates(ranks: int) -> Call:
     return tensors, {"topk": 512, "cp_interleave": 64}
 
 
-def _experts(count: int = 8, *, fp8: bool = False) -> Call:
+def _experts(count: int = 8, *, fp8: bool = False, bf16: bool = False) -> Call:
     """Arguments of ``experts``, of 32 of Flash's."""
+    settings = {"swiglu_limit": 10.0, "activations": "bf16"}
+    routed = (_halves(count, 4096), _floats(count, 6), _tensor(count, 6))
+    if bf16:
+        up, down = _halves(32, 4096, 4096), _halves(32, 4096, 2048)
+        return (*routed, up, None, down, None), settings
     codes, scales = (_codes, _floats) if fp8 else (_bytes, _bytes)
     rows, columns, packed = (128, 128, 1) if fp8 else (1, 32, 2)
     weights = []
     for size, width in ((4096, 4096), (4096, 2048)):
         weights.append(codes(32, size, width // packed))
         weights.append(scales(32, size // rows, width // columns))
-    tensors = (_halves(count, 4096), _floats(count, 6), _tensor(count, 6), *weights)
-    return tensors, {"swiglu_limit": 10.0, "activations": "bf16"}
+    return (*routed, *weights), settings
 
 
 def examples() -> dict[str, Call]:
@@ -388,6 +392,9 @@ def examples() -> dict[str, Call]:
         "experts, 128 tokens": _experts(128),
         "experts, 2048 tokens": _experts(2048),
         "experts, fp8": _experts(fp8=True),
+        "experts, bf16": _experts(bf16=True),
+        "experts, bf16, 128 tokens": _experts(128, bf16=True),
+        "experts, bf16, 2048 tokens": _experts(2048, bf16=True),
         "gather_indexer_k": ((indexer, _tensor(5), _tensor(4, 160)), {"num_rows": 8192, **keys}),
     }
 

@@ -83,14 +83,14 @@ class Checks:
         self.owners: dict[str, str] = {}
         self.device, self.device_owner = device, "the cache"
 
-    def tensor(self, name: str, value: Tensor, dtype: _Dtypes, *dims: str | int) -> None:
+    def tensor(self, name: str, value: Tensor | None, dtype: _Dtypes, *dims: str | int) -> None:
         """``value`` is a tensor of ``dtype``, or one of several, with the named sizes, on the
         device of the tensors before it."""
         if isinstance(dtype, tuple):
             self.floats(name, value, *dtype)
-            dtype = value.dtype
         if not isinstance(value, Tensor):
             raise self._no_tensor(name, value, f"Pass a {dtype} tensor")
+        dtype = value.dtype if isinstance(dtype, tuple) else dtype
         if value.dtype != dtype:
             advice = _conversion(value.dtype, dtype)
             raise self.refusal(TypeError, name, f"be {dtype}", value.dtype, advice)
@@ -154,7 +154,9 @@ class Checks:
             but = f" with {word} = {self.sizes[word]} as in {self.owners[word]}"
             raise self._other_shape(name, value, dims, advice, but)
 
-    def floats(self, name: str, value: Tensor, *allowed: torch.dtype, advice: str = "") -> None:
+    def floats(
+        self, name: str, value: Tensor | None, *allowed: torch.dtype, advice: str = ""
+    ) -> None:
         """``value`` is a tensor of one of the ``allowed`` dtypes; ``advice`` says where to get
         it."""
         if not isinstance(value, Tensor):

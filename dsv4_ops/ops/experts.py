@@ -1,4 +1,4 @@
-"""Routed experts in FP4 and FP8, and the plan of their blocks."""
+"""Routed experts in FP4, FP8 and bf16, and the plan of their blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from dsv4_ops.dispatch.define import define_op
 PROVIDERS = (TRITON, REFERENCE)
 
 _ACTIVATIONS = ("bf16", "fp8")
-_CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
+_WEIGHTS = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bfloat16)
+
+_BLOCKS = {torch.float8_e4m3fn: (ACTIVATION_BLOCK, 1), torch.bfloat16: (1, 1)}
+"""Values of which a row has whole blocks, and values in an element; of others, FP4's."""
 
 _route = define_op(
     "experts",
@@ -44,7 +47,7 @@ _expert_plan = define_op(
 _experts = define_op(
     "experts",
     "experts(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor gate_up, "
-    "Tensor gate_up_scale, Tensor down, Tensor down_scale, *, float swiglu_limit, "
+    "Tensor? gate_up_scale, Tensor down, Tensor? down_scale, *, float swiglu_limit, "
     "str activations, str impl='auto') -> Tensor",
     lowering={"cpu": "decompose", "cuda": "choices"},
     dynamic=("num_tokens",),
@@ -247,9 +250,9 @@ def experts(
     topk_weights: Tensor,
     topk_ids: Tensor,
     gate_up: Tensor,
-    gate_up_scale: Tensor,
+    gate_up_scale: Tensor | None,
     down: Tensor,
-    down_scale: Tensor,
+    down_scale: Tensor | None,
     *,
     swiglu_limit: float,
     activations: str = "bf16",
@@ -259,22 +262,23 @@ def experts(
 
     The dtype of the weights says what they are: int8 or uint8 are FP4 (e2m1) codes in pairs, the
     first in the low half of a byte, with a scale for every 32 of a row; float8_e4m3fn has a scale
-    for every 128 x 128.
+    for every 128 x 128; bfloat16 has none.
 
     Args:
         x: Hidden states, [num_tokens, hidden_size], bfloat16, any strides.
         topk_weights: Routing weights, [num_tokens, topk], float32.
         topk_ids: Experts of every token, [num_tokens, topk], int32. An id below 0 or from
             num_experts on adds nothing: the expert of another device, or of padding.
-        gate_up: FP4 [num_experts, 2 * size, hidden_size / 2] or FP8 [num_experts, 2 * size,
-            hidden_size]: the rows of the gate first.
+        gate_up: FP4 [num_experts, 2 * size, hidden_size / 2], or FP8 or bfloat16 [num_experts,
+            2 * size, hidden_size]: the rows of the gate first.
         gate_up_scale: FP4 [num_experts, 2 * size, hidden_size / 32], uint8 with UE8M0 bytes; FP8
-            [num_experts, 2 * size / 128, hidden_size / 128], float32 or uint8.
-        down: FP4 [num_experts, hidden_size, size / 2] or FP8 [num_experts, hidden_size, size].
+            [num_experts, 2 * size / 128, hidden_size / 128], float32 or uint8; bfloat16 None.
+        down: FP4 [num_experts, hidden_size, size / 2], or FP8 or bfloat16 [num_experts,
+            hidden_size, size].
         down_scale: As ``gate_up_scale``, for ``down``.
         swiglu_limit: Bound of the gate from above, and of up from both sides. Above 0.
-        activations: What the two products take: "bf16" (W4A16, W8A16), or "fp8" (W4A8, W8A8), after
-            ``quantize_rows`` with its defaults.
+        activations: What the two products take: "bf16" (W4A16, W8A16, W16A16), or "fp8" (W4A8,
+            W8A8), after ``quantize_rows`` with its defaults.
         impl: "auto", "triton" or "reference".
 
     Returns:
@@ -289,6 +293,7 @@ def experts(
         ValueError: shapes that disagree, sizes that are no whole blocks, a transposed scale,
             several devices, or an unknown word.
         TypeError: a dtype other than the ones above.
+        NotImplementedError: activations in FP8 with weights in bfloat16.
 
     Compile: on a GPU three kernels of ours, the plan, gate and up with SwiGLU, and down, each of
         which reads an expert once for a block of rows (16 to 128, by the mean of an expert), and a
@@ -317,23 +322,26 @@ def experts(
     checks.tensor("x", x, torch.bfloat16, "num_tokens", "hidden_size")
     checks.tensor("topk_weights", topk_weights, torch.float32, "num_tokens", "topk")
     checks.tensor("topk_ids", topk_ids, torch.int32, "num_tokens", "topk")
-    checks.floats("gate_up", gate_up, *_CODES)
-    fp8 = gate_up.dtype == torch.float8_e4m3fn
+    checks.floats("gate_up", gate_up, *_WEIGHTS)
+    kind = gate_up.dtype
+    whole, packing = _BLOCKS.get(kind, (FP4_BLOCK, 2))
+    whole = max(whole, ACTIVATION_BLOCK) if activations == "fp8" else whole
     width = int(x.shape[1])  # sizes of weights are configuration: constants when compiled
-    whole = ACTIVATION_BLOCK if fp8 or activations == "fp8" else FP4_BLOCK
     checks.divides("the values of a block", whole, "hidden_size", width)
-    packed = width if fp8 else width // 2
-    checks.tensor("gate_up", gate_up, gate_up.dtype, "num_experts", "gate_up_size", packed)
+    checks.tensor("gate_up", gate_up, kind, "num_experts", "gate_up_size", width // packing)
     rows = int(gate_up.shape[1])
-    checks.divides("two blocks", 2 * whole, "gate_up_size", rows)
+    pair = "gate and up" if whole == 1 else "two blocks"
+    checks.divides(pair, 2 * whole, "gate_up_size", rows)
     checks.at_least(1, num_experts=int(gate_up.shape[0]))
     size = rows // 2
-    _check_scale(checks, "gate_up_scale", gate_up_scale, fp8, rows, width)
-    packed = size if fp8 else size // 2
-    checks.tensor("down", down, gate_up.dtype, "num_experts", "hidden_size", packed)
-    _check_scale(checks, "down_scale", down_scale, fp8, width, size)
+    _check_scale(checks, "gate_up_scale", gate_up_scale, kind, rows, width)
+    checks.tensor("down", down, kind, "num_experts", "hidden_size", size // packing)
+    _check_scale(checks, "down_scale", down_scale, kind, width, size)
     checks.above(0, swiglu_limit=swiglu_limit)
     checks.one_of("activations", activations, *_ACTIVATIONS, belongs_to="the recipe has")
+    if kind == torch.bfloat16 and activations != "bf16":
+        rule, advice = "be 'bf16' with bfloat16 weights", "Only codes are multiplied by codes"
+        raise checks.refusal(NotImplementedError, "activations", rule, repr(activations), advice)
     check_impl(checks.op, PROVIDERS, impl, x.device, {})
     weights = (gate_up, gate_up_scale, down, down_scale)
     settings = {"swiglu_limit": swiglu_limit, "activations": activations, "impl": impl}
@@ -341,11 +349,14 @@ def experts(
 
 
 def _check_scale(
-    checks: Checks, name: str, scale: Tensor, fp8: bool, rows: int, columns: int
+    checks: Checks, name: str, scale: Tensor | None, kind: torch.dtype, rows: int, columns: int
 ) -> None:
-    if fp8:
-        checks.floats(name, scale, torch.float32, torch.uint8)
+    if kind == torch.bfloat16:
+        if scale is not None:
+            rule = "be None with bfloat16 weights"
+            raise checks.refusal(ValueError, name, rule, "a tensor", "Only codes have scales")
+    elif kind == torch.float8_e4m3fn:
         blocks = rows // WEIGHT_BLOCK, columns // WEIGHT_BLOCK
-        checks.tensor(name, scale, scale.dtype, "num_experts", *blocks)
+        checks.tensor(name, scale, (torch.float32, torch.uint8), "num_experts", *blocks)
     else:
         checks.tensor(name, scale, torch.uint8, "num_experts", rows, columns // FP4_BLOCK)

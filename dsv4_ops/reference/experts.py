@@ -116,9 +116,9 @@ def experts(
     topk_weights: Tensor,
     topk_ids: Tensor,
     gate_up: Tensor,
-    gate_up_scale: Tensor,
+    gate_up_scale: Tensor | None,
     down: Tensor,
-    down_scale: Tensor,
+    down_scale: Tensor | None,
     *,
     swiglu_limit: float,
     activations: str,
@@ -134,9 +134,9 @@ def experts(
         expert = plan.expert_of_block[block : block + 1].clamp(min=0)
         members = plan.sorted_rows[block * ROWS : (block + 1) * ROWS]
         token = members.clamp(min=0) // topk
-        up = expert_values(gate_up[expert], gate_up_scale[expert])[0]
+        up = _values(gate_up, gate_up_scale, expert)[0]
         hidden = swiglu(rows[token] @ up.t(), swiglu_limit)
-        values = expert_values(down[expert], down_scale[expert])[0]
+        values = _values(down, down_scale, expert)[0]
         product = activation_values(hidden, None, activations) @ values.t()
         out[torch.where(members >= 0, members, num_rows)] = product
     return combine(
@@ -149,9 +149,9 @@ def experts_by_row(
     topk_weights: Tensor,
     topk_ids: Tensor,
     gate_up: Tensor,
-    gate_up_scale: Tensor,
+    gate_up_scale: Tensor | None,
     down: Tensor,
-    down_scale: Tensor,
+    down_scale: Tensor | None,
     *,
     swiglu_limit: float,
     activations: str,
@@ -168,11 +168,18 @@ def experts_by_row(
     return combine(out, topk_weights, topk_ids, gate_up, x)
 
 
-def _products(rows: Tensor, weight: Tensor, scale: Tensor, expert: Tensor) -> Tensor:
+def _products(rows: Tensor, weight: Tensor, scale: Tensor | None, expert: Tensor) -> Tensor:
     """float32 products [num_tokens, topk, n] of rows [num_tokens, topk or 1, k] and their
     experts."""
-    values = expert_values(take(weight, expert), take(scale, expert))
+    values = _values(weight, scale, expert)
     return (rows.unsqueeze(2) * values).sum(-1)
+
+
+def _values(weight: Tensor, scale: Tensor | None, expert: Tensor) -> Tensor:
+    """float32 values [..., n, k] of some experts; bf16 has no scales."""
+    if scale is None:
+        return take(weight, expert).to(torch.float32)
+    return expert_values(take(weight, expert), take(scale, expert))
 
 
 def expert_values(weight: Tensor, scale: Tensor) -> Tensor:

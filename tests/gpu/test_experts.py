@@ -15,19 +15,23 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("settings", [W4A16, W4A8], ids=["a16", "a8"])
-@pytest.mark.parametrize("fp8", [False, True], ids=["fp4", "fp8"])
-@pytest.mark.parametrize(("num_tokens", "num_experts"), [(5, 8), (20, 4), (60, 2)])
-def test_blocks_of_every_size_give_what_the_reference_does(num_tokens, num_experts, fp8, settings):
-    """On average 1, 10 and 60 rows for an expert: blocks of 16, 32 and 128."""
+@pytest.mark.parametrize(
+    ("bits", "settings"),
+    [(4, W4A16), (4, W4A8), (8, W4A16), (8, W4A8), (16, W4A16)],
+    ids=["w4a16", "w4a8", "w8a16", "w8a8", "bf16"],
+)
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(5, 8), (20, 4), (60, 2), (600, 2)])
+def test_blocks_of_every_size_give_what_the_reference_does(num_tokens, num_experts, bits, settings):
+    """On average 1, 10, 60 and 600 rows for an expert: blocks of 16, 32 and 128, one or several."""
     seed = torch.Generator().manual_seed(num_tokens)
-    weights = expert_weights(seed, num_experts, 512, 384, fp8, True)
-    x = torch.randn(num_tokens, 512, generator=seed).bfloat16() * (2.0**-8 if fp8 else 1)
+    weights = expert_weights(seed, num_experts, 512, 384, bits)
+    x = torch.randn(num_tokens, 512, generator=seed).bfloat16() * (2.0**-8 if bits == 8 else 1)
     scores = torch.rand(num_tokens, num_experts, generator=seed).topk(2)
     ids = scores.indices.int()
     ids[0, 0], ids[1, 1] = -1, num_experts
     tensors = (x, scores.values, ids, *weights)
-    case = testing.Case("triton", tuple(each.cuda() for each in tensors), settings)
+    on_gpu = tuple(None if each is None else each.cuda() for each in tensors)
+    case = testing.Case("triton", on_gpu, settings)
     expected = case.run(OPS["experts"].reference)
     found = case.run(ops.experts)
     assert_agrees("experts", testing.op_testing("experts"), case, found, expected)

@@ -22,11 +22,11 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def made(num_tokens, topk=2, *, fp8=False):
+def made(num_tokens, topk=2, *, bits=4):
     """A call of experts, every token with distinct ones."""
     generator = seeded(num_tokens)
-    weights = expert_weights(generator, EXPERTS, WIDTH, SIZE, fp8, True)
-    x = torch.randn(num_tokens, WIDTH, generator=generator) * (2.0**-8 if fp8 else 1.0)
+    weights = expert_weights(generator, EXPERTS, WIDTH, SIZE, bits)
+    x = torch.randn(num_tokens, WIDTH, generator=generator) * (2.0**-8 if bits == 8 else 1.0)
     ids = torch.rand(num_tokens, EXPERTS, generator=generator).argsort(1)[:, :topk]
     routed = torch.rand(num_tokens, topk, generator=generator)
     return x.to(torch.bfloat16), routed, ids.to(torch.int32), *weights
@@ -99,7 +99,7 @@ def test_compiled_code_holds_no_copy_of_an_expert():
 
 
 def test_fp8_experts_compile_with_quantised_activations():
-    call = made(4, fp8=True)
+    call = made(4, bits=8)
     compiled = torch.compile(lambda *tensors: ops.experts(*tensors, **W4A8), fullgraph=True)
     torch._dynamo.reset()
     with torch._inductor.config.patch({"cpp.simdlen": 1}):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4_ops.core.gradient import differentiated, without_derivative
-from dsv4_ops.integrations.transformers import quantized
+from dsv4_ops.integrations.transformers import bf16_experts, quantized
 from dsv4_ops.integrations.transformers.architectures.base import ModelSpec, StepRun
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.cache_argument import cache_argument
@@ -121,6 +121,7 @@ def of_layers(model: Any, spec: ModelSpec) -> Iterator[tuple[Any, str, Maker]]:
         elif norms and is_part(module, "RMSNorm") and own_forward(module) is None:
             yield module, "forward", in_place_of(_norm)
     yield from spec.replacements(model)
+    yield from bf16_experts.replacements(model, spec.recipe, spec.impl)
     yield from quantized.replacements(model, spec.recipe, spec.impl)
 
 

@@ -21,6 +21,7 @@ from dsv4_ops.core.checkpoint import NAN_SCALE
 from dsv4_ops.core.layout import FP4_BLOCK, WEIGHT_BLOCK, round_up
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, REFERENCE
+from dsv4_ops.integrations.transformers.bf16_experts import limit_of
 from dsv4_ops.integrations.transformers.modules import (
     QUANTIZED_LINEAR,
     Forward,
@@ -39,7 +40,6 @@ _CODES = "dsv4_ops_weight_codes"
 _AGAIN = "Load the released checkpoint again; check_checkpoint says what is wrong with a file"
 _OTHER = "Load it with FineGrainedFP8Config(dequantize=True)"
 _HF_MIN_AMAX = 1e-12
-_NO_LIMIT = torch.finfo(torch.float32).max
 
 
 def replacements(model: Any, recipe: Recipe, impl: str) -> Iterator[tuple[Any, str, Maker]]:
@@ -234,7 +234,6 @@ def _differentiable(rows: Tensor, weight: Tensor, scale: Tensor, groups: int) ->
 
 def _experts_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
     def forward(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        limit = _NO_LIMIT if self.limit is None else float(self.limit)
         out = experts(
             x.to(torch.bfloat16),
             weights.float(),
@@ -243,7 +242,7 @@ def _experts_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
             self.dsv4_ops_gate_up_proj_scale,
             self.down_proj.detach(),
             self.dsv4_ops_down_proj_scale,
-            swiglu_limit=limit,
+            swiglu_limit=limit_of(self),
             activations=recipe.expert_activations,
             impl=impl,
         )

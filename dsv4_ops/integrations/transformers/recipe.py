@@ -17,9 +17,10 @@ class Recipe:
     expert's weight before its last projection (Hugging Face after it) and simulates FP4 in the
     indexer (ours uses FP8 with ``kv="fp8"``, else no quantisation); Hugging Face quantises the
     activations of FP4 experts in blocks of 32 (ours stay bf16, or in the official blocks of 128).
-    Of DeepSeek-V3 and V2, ``norms_float32``, ``rope_float32`` and ``logits_float32`` count; the
-    rest has no counterpart. ``activations`` and what follows it are for models loaded in the
-    released precision, FP8 with FP4 or FP8 experts, whose SwiGLU is always in float32.
+    Of DeepSeek-V3 and V2, ``norms_float32``, ``rope_float32``, ``logits_float32`` and, of experts
+    in bf16 on a GPU, ``swiglu_float32`` count; the rest has no counterpart. ``activations`` and
+    what follows it are for models loaded in the released precision, FP8 with FP4 or FP8 experts,
+    whose SwiGLU is always in float32.
 
     Args:
         norms_float32: Norms multiply by their weight in float32 and round once, as Hugging Face

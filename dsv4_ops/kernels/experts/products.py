@@ -1,11 +1,16 @@
 """The two products of routed experts, whose weights are read once for each block of rows."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from dsv4_ops.core.layout import WEIGHT_BLOCK, round_up
-from dsv4_ops.kernels.common.fp8 import round_to_bf16  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
+    multiply_add,
+    round_to_bf16,
+)
 from dsv4_ops.kernels.common.weights import (
     bf16_activations,
     byte_rows,
@@ -21,16 +26,31 @@ from dsv4_ops.kernels.experts.plan import expert_plan
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import combine
 
-TILES = {16: (64, 4, 3, 2), 32: (128, 8, 3, 3), 128: (128, 8, 3, 2)}
-"""By the rows of a block: rows of the weight per program, warps, and steps under way of FP4 and of
-FP8. None of 64: 4096 tokens of Flash take 4600 us with it, and 3500 with 128, on an H100. Rows of
-128 need 226 KB of shared memory, of 32 82."""
+TILES = {
+    4: {16: (64, 4, 3), 32: (128, 8, 3), 128: (128, 8, 3)},
+    8: {16: (64, 4, 2), 32: (128, 8, 3), 128: (128, 8, 2)},
+    16: {16: (64, 4, 4), 32: (64, 4, 4), 64: (128, 8, 3), 128: (256, 8, 3)},
+}
+"""By the bits of a weight and the rows of a block: rows of the weight per program, warps, and steps
+under way. None of 64 in FP4: 4096 tokens of Flash take 4600 us with it, and 3500 with 128, on an
+H100. FP4's blocks of 128 need 226 KB of shared memory, of 32 82; bf16's of 64 145."""
+
+STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
+"""Values of K of a step of bf16 weights, by the rows of a block."""
+
+TOGETHER = 8
+"""Blocks of most rows in bf16 that read the same rows of a weight one after the other."""
 
 _LARGE_SHARED = ((9, 0), (10, 0), (10, 3))
 """GPUs with as much."""
 
-MEAN_ROWS = {16: 5, 32: 48}
-"""Rows of an expert, on average, up to which a block holds so many; beyond, 128."""
+_BITS = {torch.float8_e4m3fn: 8, torch.bfloat16: 16}
+"""Of a value of a weight; other dtypes hold FP4."""
+
+MEAN_ROWS = {4: {16: 5, 32: 48}, 8: {16: 5, 32: 48}, 16: {16: 5, 32: 16, 64: 40}}
+"""By the bits, rows of an expert, on average, up to which a block holds so many; beyond, 128."""
+
+MOST_ROWS = 128
 
 SYMBOLIC_ROWS = 32
 """Rows of a block where their number is a symbol."""
@@ -51,9 +71,33 @@ def _rows_of(inside, first, SIZE: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
+def _multiply_bf16(
+    weight, x,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """float32 [ROWS, TOKENS]: products of addresses [ROWS, 1] of a weight's rows with those of
+    ``x`` [TOKENS, 1], each with which rows exist."""
+    rows, given = weight
+    x_rows, x_given = x
+    k = tl.arange(0, STEP)[None, :]
+    sums = tl.zeros((ROWS, x_rows.shape[0]), tl.float32)
+    for first in tl.range(0, WIDTH, STEP, num_stages=STAGES):
+        if MASKED:
+            there = first + k < WIDTH
+            tile = tl.load(rows + first + k, mask=given & there, other=0.0)
+            x_tile = tl.load(x_rows + first + k, mask=x_given & there, other=0.0)
+        else:
+            tile = tl.load(rows + first + k)
+            x_tile = tl.load(x_rows + first + k, mask=x_given, other=0.0)
+        sums = multiply_add(tile, tl.trans(x_tile), sums)
+    return sums
+
+
+@triton.jit
 def _expert_sums(
     weight, scale, x, expert, first,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, FP4: tl.constexpr, GATED: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, GATED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Products of rows of an expert's weight, [SIZE, WIDTH], with rows of ``x``."""
@@ -63,11 +107,15 @@ def _expert_sums(
     WARPS: tl.constexpr = TILE[1]
     STAGES: tl.constexpr = TILE[2]
     MASKED: tl.constexpr = TILE[3]
+    if BITS == 16:
+        row, given = _rows_of(tl.arange(0, ROWS), first, SIZE, GATED)
+        rows = codes + expert * code_expert_stride + row[:, None] * code_row_stride
+        return _multiply_bf16((rows, given[:, None]), x, ROWS, WIDTH, TILE[4], STAGES, MASKED)
     row, given = _rows_of(tile_rows(ROWS, WARPS), first, SIZE, GATED)
     codes = codes + expert * code_expert_stride + row[:, None] * code_row_stride
     words = codes.to(tl.pointer_type(tl.int32), bitcast=True)
     scales = scales + expert * scale_expert_stride
-    if FP4:
+    if BITS == 4:
         weight = (words, given[:, None], WIDTH // 8)
         scale = scales + row[:, None] * scale_row_stride
         steps = (0, (WIDTH + 255) // 256)
@@ -82,18 +130,31 @@ def _expert_sums(
 
 
 @triton.jit
+def _place(TILES: tl.constexpr, TOGETHER: tl.constexpr):
+    """The block of a program, and which of TILES tiles of the weight: TOGETHER blocks, which are
+    often of one expert, take turns."""
+    program = tl.program_id(0)
+    first = program // (TOGETHER * TILES) * TOGETHER
+    inside = program % (TOGETHER * TILES)
+    if TOGETHER == 1:
+        return first, inside
+    size = tl.minimum(tl.num_programs(0) // TILES - first, TOGETHER)
+    return first + inside % size, inside // size
+
+
+@triton.jit
 def gate_up_kernel(
     x, x_stride,
     topk, sorted_rows, expert_of_block,
     codes, code_expert_stride, code_row_stride,
     scales, scale_expert_stride, scale_row_stride, scale_stride,
     out, out_stride,
-    LIMIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, FP4: tl.constexpr,
-    TOKENS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    LIMIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    TOKENS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = TILE[0]
-    block = tl.program_id(0) // TILES
-    first = tl.program_id(0) % TILES * (ROWS // 2)
+    block, tile = _place(TILES, TOGETHER)
+    first = tile * (ROWS // 2)
     expert = tl.load(expert_of_block + block).to(tl.int64)
     if expert >= 0:
         slot = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -103,14 +164,15 @@ def gate_up_kernel(
         sums = _expert_sums(
             (codes, code_expert_stride, code_row_stride),
             (scales, scale_expert_stride, scale_row_stride, scale_stride),
-            x_rows, expert, first, 2 * SIZE, WIDTH, FP4, True, TILE,
+            x_rows, expert, first, 2 * SIZE, WIDTH, BITS, True, TILE,
         )  # fmt: skip
         parts = tl.reshape(sums, (ROWS // 16, 2, 8, TOKENS))
         gate, up = tl.split(tl.permute(parts, (0, 2, 3, 1)))
         gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         act = tl.reshape(gate / (1 + tl.exp(-gate)) * up, (ROWS // 2, TOKENS))
-        unit = place_of(first + tl.arange(0, ROWS // 2), FP4)
+        unit = first + tl.arange(0, ROWS // 2)
+        unit = place_of(unit, BITS == 4) if BITS < 16 else unit
         tl.store(out + slot[None, :] * out_stride + unit[:, None], round_to_bf16(act))
 
 
@@ -121,12 +183,12 @@ def down_kernel(
     codes, code_expert_stride, code_row_stride,
     scales, scale_expert_stride, scale_row_stride, scale_stride,
     out,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, FP4: tl.constexpr, TOKENS: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = TILE[0]
-    block = tl.program_id(0) // TILES
-    first = tl.program_id(0) % TILES * ROWS
+    block, tile = _place(TILES, TOGETHER)
+    first = tile * ROWS
     expert = tl.load(expert_of_block + block).to(tl.int64)
     if expert >= 0:
         slot = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -135,19 +197,19 @@ def down_kernel(
             (codes, code_expert_stride, code_row_stride),
             (scales, scale_expert_stride, scale_row_stride, scale_stride),
             (x + slot[:, None] * x_stride, (row >= 0)[:, None]),
-            expert, first, SIZE, WIDTH, FP4, False, TILE,
+            expert, first, SIZE, WIDTH, BITS, False, TILE,
         )  # fmt: skip
         column = first + tl.arange(0, ROWS)[None, :]
         target = out + row.to(tl.int64)[:, None] * SIZE + column
         tl.store(target, tl.trans(sums), mask=(row >= 0)[:, None] & (column < SIZE))
 
 
-def block_rows(num_rows: int, num_experts: int) -> int:
+def block_rows(num_rows: int, num_experts: int, bits: int) -> int:
     """Rows of a block."""
     if not isinstance(num_rows, int):
         return SYMBOLIC_ROWS
     mean = num_rows / num_experts
-    return next((rows for rows, most in MEAN_ROWS.items() if mean <= most), max(TILES))
+    return next((rows for rows, most in MEAN_ROWS[bits].items() if mean <= most), MOST_ROWS)
 
 
 def experts(
@@ -156,9 +218,9 @@ def experts(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     gate_up: torch.Tensor,
-    gate_up_scale: torch.Tensor,
+    gate_up_scale: torch.Tensor | None,
     down: torch.Tensor,
-    down_scale: torch.Tensor,
+    down_scale: torch.Tensor | None,
     *,
     swiglu_limit: float,
     activations: str,
@@ -169,29 +231,27 @@ def experts(
     width, size, num_rows = int(x.shape[1]), rows // 2, num_tokens * topk
     if num_rows == 0:
         return x.new_zeros((num_tokens, width))
-    fp4 = gate_up.dtype != torch.float8_e4m3fn
-    tokens = block_rows(num_rows, num_experts)
+    bits = _BITS.get(gate_up.dtype, 4)
+    tokens = block_rows(num_rows, num_experts, bits)
     if launch.capability(x.device) not in (None, *_LARGE_SHARED):
         tokens = min(tokens, SYMBOLIC_ROWS)
-    *tile, stages, fp8_stages = TILES[tokens]
-    tile.append(stages if fp4 else fp8_stages)
+    tile = TILES[bits][tokens]
     plan = expert_plan(launch, topk_ids, num_experts=num_experts, block_size=tokens)
     capacity = plan.expert_of_block.shape[0]
-    ordered = reordered(bf16_activations(x, activations), fp4)
-    padded = round_up(size, max(step_of(fp4), WEIGHT_BLOCK))
+    step = STEPS[tokens] if bits == 16 else step_of(bits == 4)
+    together = TOGETHER if bits == 16 and tokens == MOST_ROWS else 1
+    padded = round_up(size, max(step, WEIGHT_BLOCK))
     act = x.new_empty((capacity * tokens, padded))
-    gate_up, down = byte_rows(gate_up), byte_rows(down)
-    gate_up_scale, down_scale = scale_rows(gate_up_scale, fp4), scale_rows(down_scale, fp4)
-    step = step_of(fp4)
+    ordered = _ordered(bf16_activations(x, activations), bits)
     tiles = padded // (tile[0] // 2)
     launch(gate_up_kernel)[capacity * tiles,](
         ordered, ordered.stride(0),
         topk, plan.sorted_rows, plan.expert_of_block,
-        gate_up, *gate_up.stride()[:2],
-        gate_up_scale, *gate_up_scale.stride(),
+        *_addressed(gate_up, gate_up_scale, bits),
         act, padded,
-        LIMIT=float(swiglu_limit), SIZE=size, WIDTH=width, FP4=fp4, TOKENS=tokens,
-        TILE=(*tile, padded != size or width % step != 0), TILES=tiles, num_warps=tile[1],
+        LIMIT=float(swiglu_limit), SIZE=size, WIDTH=width, BITS=bits, TOKENS=tokens,
+        TILE=(*tile, padded != size or width % step != 0, step), TILES=tiles,
+        TOGETHER=together, num_warps=tile[1],
     )  # fmt: skip
     act = bf16_activations(act, activations)
     out = x.new_empty((num_rows, width), dtype=torch.float32)
@@ -199,10 +259,26 @@ def experts(
     launch(down_kernel)[capacity * tiles,](
         act, padded,
         plan.sorted_rows, plan.expert_of_block,
-        down, *down.stride()[:2],
-        down_scale, *down_scale.stride(),
+        *_addressed(down, down_scale, bits),
         out,
-        SIZE=width, WIDTH=size, FP4=fp4, TOKENS=tokens,
-        TILE=(*tile, width % tile[0] != 0 or size % step != 0), TILES=tiles, num_warps=tile[1],
+        SIZE=width, WIDTH=size, BITS=bits, TOKENS=tokens,
+        TILE=(*tile, width % tile[0] != 0 or size % step != 0, step), TILES=tiles,
+        TOGETHER=together, num_warps=tile[1],
     )  # fmt: skip
     return combine(out.view(num_tokens, topk, width), topk_weights, topk_ids, gate_up, x)
+
+
+def _ordered(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Activations in the order of K in which kernels multiply them, with dense rows."""
+    if bits < 16:
+        return reordered(x, bits == 4)
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _addressed(weight: torch.Tensor, scale: torch.Tensor | None, bits: int) -> tuple[Any, ...]:
+    """A weight and its scales as kernels take them, each with its strides."""
+    if scale is None:
+        weight = weight if weight.stride(2) == 1 else weight.contiguous()
+        return (weight, *weight.stride()[:2], weight, 0, 0, 0)
+    weight, scale = byte_rows(weight), scale_rows(scale, bits == 4)
+    return (weight, *weight.stride()[:2], scale, *scale.stride())

@@ -106,6 +106,17 @@ def _fp8_case() -> tuple[Tensor, ...]:
     return x, *routed, codes, gate_up_scale, down, down_scale
 
 
+def _bf16_case() -> tuple[Tensor | None, ...]:
+    """One expert of 10 values for 48: gate 48 / 16 = 3 and up -48 / 32; silu(3) * -1.5 is -4.28125
+    in bf16."""
+    x = torch.ones(2, 48, dtype=torch.bfloat16)
+    gate_up = torch.full((2, 20, 48), torch.inf, dtype=torch.bfloat16)
+    gate_up[0, :10], gate_up[0, 10:] = 2.0**-4, -(2.0**-5)
+    down = torch.full((2, 48, 10), torch.nan, dtype=torch.bfloat16)
+    down[0], down[0, 0] = 0.5, 0.0
+    return x, torch.tensor([[0.5], [1.0]]), i32([[0], [2]]), gate_up, None, down, None
+
+
 def _experts_cases() -> list[Case]:
     fp4, fp8 = _fp4_case(), _fp8_case()
     # -5.71875 * 24 / 2 - 100 * 24 / 128 / 4 = -73.3125, or twice the first: -141.9375
@@ -119,6 +130,8 @@ def _experts_cases() -> list[Case]:
         Case("int8", signed, W4A16, (out,)),
         Case("fp8", fp8, W4A16, ([[3.515625] * 128],)),
         Case("quantised", fp8, W4A8, ([[3.5] * 128],)),  # 225 / 64 becomes 224 / 64
+        # -4.28125 * 10 / 4 = -10.703125, of which bf16 has 8 bits
+        Case("bf16", _bf16_case(), W4A16, ([[0.0, *[-10.6875] * 47], [0.0] * 48],)),
         Case("tiny", _tiny_case(), W4A16),
         Case("a byte of 255", (*fp4[:4], nan, *fp4[5:]), W4A16),
         Case("no token", (*none, *fp4[3:]), W4A16, ([],)),
@@ -132,10 +145,14 @@ def _experts_cases() -> list[Case]:
 
 
 def expert_weights(
-    seed: torch.Generator, num_experts: int, width: int, size: int, fp8: bool, ue8m0: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """gate_up, its scale, down, its scale."""
-    if fp8:
+    seed: torch.Generator, num_experts: int, width: int, size: int, bits: int, ue8m0: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """gate_up, its scale, down, its scale: of weights of so many bits."""
+    if bits == 16:
+        shapes = (num_experts, 2 * size, width), (num_experts, width, size)
+        gate_up, down = (torch.randn(shape, generator=seed).to(torch.bfloat16) for shape in shapes)
+        return gate_up, None, down, None
+    if bits == 8:
         up = fp8_weight(seed, num_experts, 2 * size, width, ue8m0=ue8m0)
         return *up, *fp8_weight(seed, num_experts, width, size, ue8m0=ue8m0)
     up = fp4_weight(seed, num_experts, 2 * size, width // 2)
@@ -146,14 +163,18 @@ def _experts_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
     num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 20), min_size)
     topk = 3 if min_size else draw.one_of(2, 1, 3)
     num_experts = 4 if min_size else draw.one_of(4, 1, 6)
-    fp8 = not min_size and draw.flag()
-    whole = fp8 or settings["activations"] == "fp8"
-    sizes = ((128, 128), (256, 128)) if whole else ((128, 64), (64, 32), (32, 96))
+    quantised = settings["activations"] == "fp8"
+    bits = 4 if min_size else draw.one_of(*((4, 8) if quantised else (4, 8, 16)))
+    sizes: tuple[tuple[int, int], ...] = ((128, 64), (64, 32), (32, 96))
+    if bits == 8 or quantised:
+        sizes = (128, 128), (256, 128)
+    elif bits == 16:
+        sizes = (128, 64), (136, 72), (40, 5), (33, 130)
     width, size = sizes[0] if min_size else draw.one_of(*sizes)
     ue8m0 = draw.flag()
-    weights = expert_weights(draw.generator(), num_experts, width, size, fp8, ue8m0)
+    weights = expert_weights(draw.generator(), num_experts, width, size, bits, ue8m0)
     x = sampled_activations(draw, num_tokens, width, infinite=False)
-    x = x * 2.0**-8 if fp8 else x  # FP8 codes reach 448
+    x = x * 2.0**-8 if bits == 8 else x  # FP8 codes reach 448
     return Case("sampled", (x, *routing(draw, num_tokens, topk, num_experts), *weights), settings)
 
 
@@ -162,9 +183,9 @@ def _experts_precise(
     topk_weights: Tensor,
     topk_ids: Tensor,
     gate_up: Tensor,
-    gate_up_scale: Tensor,
+    gate_up_scale: Tensor | None,
     down: Tensor,
-    down_scale: Tensor,
+    down_scale: Tensor | None,
     *,
     swiglu_limit: float,
     activations: str,
@@ -177,12 +198,15 @@ def _experts_precise(
         for place, expert in enumerate(experts):
             if not 0 <= expert < gate_up.shape[0]:
                 continue
-            up = expert_values(gate_up[expert], gate_up_scale[expert])
+            scales = [
+                None if each is None else each[expert] for each in (gate_up_scale, down_scale)
+            ]
+            up = expert_values(gate_up[expert], scales[0])
             gate, up = (rows[token] @ up.t()).chunk(2)
             gate, up = gate.clamp(max=swiglu_limit), up.clamp(-swiglu_limit, swiglu_limit)
             act = (gate * torch.sigmoid(gate) * up)[None].to(torch.bfloat16)
             act = activation_values(act, None, activations)
-            found = exact_terms(act, expert_values(down[expert], down_scale[expert]), fp8)
+            found = exact_terms(act, expert_values(down[expert], scales[1]), fp8)
             weight = topk_weights[token, place].to(torch.float64)
             value[token] += weight * found.value[0]
             error[token] += weight.abs() * found.magnitude[0]

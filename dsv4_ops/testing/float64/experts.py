@@ -24,8 +24,10 @@ def fp4_values(weight: Tensor, scale: Tensor) -> Tensor:
     return values * scale_values(scale).repeat_interleave(32, -1)
 
 
-def expert_values(weight: Tensor, scale: Tensor) -> Tensor:
-    """float64 of FP4 or FP8 weights."""
+def expert_values(weight: Tensor, scale: Tensor | None) -> Tensor:
+    """float64 of weights in bf16, which have no scales, FP4 or FP8."""
+    if scale is None:
+        return weight.to(torch.float64)
     if weight.dtype == torch.float8_e4m3fn:
         return block_values(weight, scale, 128, 128)
     return fp4_values(weight, scale)

@@ -1,6 +1,6 @@
-"""FP4 experts in blocks of every size, in Triton's interpreter; test_expert_kernels.py starts it.
+"""FP4 and bf16 experts in blocks of every size, in Triton's interpreter.
 
-Prints the blocks that were right."""
+test_expert_kernels.py starts it. Prints the blocks that were right."""
 
 import torch
 
@@ -17,10 +17,10 @@ from dsv4_ops.testing.contract.compare import assert_agrees
 SETTINGS = {"swiglu_limit": 10.0, "activations": "bf16"}
 
 
-def check(block: int, width: int, size: int) -> None:
+def check(block: int, width: int, size: int, bits: int) -> None:
     """Scales of a row that end within a step, and ones that begin at an odd byte."""
     seed = torch.Generator().manual_seed(block)
-    up, up_scale, down, down_scale = expert_weights(seed, 3, width, size, False, True)
+    up, up_scale, down, down_scale = expert_weights(seed, 3, width, size, bits)
     x = torch.randn(40, width, generator=seed).bfloat16()
     ids = torch.randint(-1, 4, (40, 2), generator=seed).int()
     call = (x, torch.rand(40, 2, generator=seed), ids, up, up_scale, down, down_scale)
@@ -30,6 +30,8 @@ def check(block: int, width: int, size: int) -> None:
     expected = case.run(OPS["experts"].reference)
     assert expected[0].any()
     assert_agrees("experts", testing.op_testing("experts"), case, (found,), expected)
+    if bits == 16:
+        return
     odd = [torch.cat((each[..., :1], each), -1)[..., 1:] for each in (up_scale, down_scale)]
     again = experts(EAGER, *call[:4], odd[0], down, odd[1], **SETTINGS)
     assert torch.equal(again, found)
@@ -48,7 +50,11 @@ def check_plan(num_rows: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     check_plan(4500)
-    for block in products.TILES:
-        check(block, 288, 64)
-        check(block, 256, 256)
+    products.TOGETHER = 2  # of three blocks of 128
+    for block in products.TILES[16]:
+        if block in products.TILES[4]:
+            check(block, 288, 64, 4)
+            check(block, 256, 256, 4)
+        check(block, 200, 72, 16)
+        check(block, 256, 256, 16)
         print(block)

@@ -10,7 +10,7 @@ from tests.ops.error_rows.linear import codes, word_rows
 from tests.ops.error_rows.rope import bf16, float_rows
 from tests.ops.error_rows.valid import COUNTS, NUMBERS, OWN, Valid
 
-FP4 = "torch.int8 or torch.uint8 or torch.float8_e4m3fn"
+WEIGHTS = "torch.int8 or torch.uint8 or torch.float8_e4m3fn or torch.bfloat16"
 IDS = Valid(i32([[0, 1]] * 5), "[num_tokens, topk]")
 
 
@@ -40,7 +40,7 @@ OWN |= {
         "x": Valid(bf16(5, 256), "[num_tokens, hidden_size]"),
         "topk_weights": Valid(torch.ones(5, 2), "[num_tokens, topk]"),
         "topk_ids": IDS,
-        "gate_up": Valid(packed(3, 256, 128), "[num_experts, gate_up_size, 128]", FP4),
+        "gate_up": Valid(packed(3, 256, 128), "[num_experts, gate_up_size, 128]", WEIGHTS),
         "gate_up_scale": Valid(powers(3, 256, 8), "[num_experts, 256, 8]"),
         "down": Valid(packed(3, 256, 64), "[num_experts, hidden_size, 64]"),
         "down_scale": Valid(powers(3, 256, 4), "[num_experts, 256, 4]"),
@@ -48,6 +48,12 @@ OWN |= {
 }
 NUMBERS |= {"num_experts": 3, "top_k": 2, "swiglu_limit": 10.0}
 NUMBERS |= {"num_groups": 4, "kept_groups": 2, "normalize": True}
+BF16 = {
+    "gate_up": bf16(3, 256, 256),
+    "gate_up_scale": None,
+    "down": bf16(3, 256, 128),
+    "down_scale": None,
+}
 COUNTS |= {
     "topk": "the selected rows of a token",
     "hidden_size": "the values of a token's hidden state",
@@ -101,6 +107,31 @@ def size_rows() -> Iterator[Entry]:
         ValueError,
         "down_scale must have shape [num_experts, 256, 4], got [3, 4, 256]. "
         "Pass exactly 256 entries in dimension 1.",
+    )
+    yield (
+        "codes without a scale",
+        {"down_scale": None},
+        TypeError,
+        "down_scale must be a tensor, got NoneType. Pass a torch.uint8 tensor.",
+    )
+    yield (
+        "a scale of bf16",
+        {"gate_up": bf16(3, 256, 256), "activations": "bf16"},
+        ValueError,
+        "gate_up_scale must be None with bfloat16 weights, got a tensor. Only codes have scales.",
+    )
+    yield (
+        "quantised activations for bf16",
+        {**BF16, "activations": "fp8"},
+        NotImplementedError,
+        "activations must be 'bf16' with bfloat16 weights, got 'fp8'. Only codes are multiplied by "
+        "codes.",
+    )
+    yield (
+        "a gate in bf16 without up",
+        {**BF16, "gate_up": bf16(3, 5, 256), "activations": "bf16"},
+        ValueError,
+        "gate_up_size must be a multiple of gate and up = 2, got 5. Use gate_up_size = 6.",
     )
     yield (
         "the scale of FP4 for FP8",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.types import HyperConnection
-from dsv4_ops.integrations.transformers import quantized
+from dsv4_ops.integrations.transformers import bf16_experts, quantized
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.joined import (
     joined,
     of_shared_experts,
@@ -104,7 +104,7 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
     ours = (
         is_unchanged(block)
         and is_unchanged(gate)
-        and quantized.is_quantized(block.experts)
+        and (quantized.is_quantized(block.experts) or bf16_experts.runs_op(block.experts, x))
         and type(gate.score_fn).__name__ == "SqrtSoftplusActivation"
         and gate.weight.dtype == torch.bfloat16
     )

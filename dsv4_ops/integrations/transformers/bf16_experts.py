@@ -1,0 +1,81 @@
+"""Experts in bf16 run our op on GPUs: weights are read once for each block of rows.
+
+Hugging Face's grouped products stay where a gradient is wanted, where
+``set_experts_implementation`` chose others, and for weights that are split or of another dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4_ops.core.registry import AUTO, REFERENCE
+from dsv4_ops.integrations.transformers.modules import (
+    QUANTIZED_EXPERTS,
+    Forward,
+    Maker,
+    is_part,
+    own_forward,
+    quantized_weights,
+)
+from dsv4_ops.integrations.transformers.recipe import Recipe
+from dsv4_ops.ops.experts import experts
+
+RUN_ON = ("cuda",)
+"""Devices where the op runs: elsewhere Hugging Face's products were written for it."""
+
+NO_LIMIT = torch.finfo(torch.float32).max
+"""A bound of SwiGLU for models that have none."""
+
+_DEFAULT = "grouped_mm"
+_ACTIVATIONS = ("SiLUActivation", "SiLU")
+
+
+def replacements(model: Any, recipe: Recipe, impl: str) -> Iterator[tuple[Any, str, Maker]]:
+    """Forwards to replace: (module, name, maker)."""
+    if impl == REFERENCE or not recipe.swiglu_float32:  # the op has no other
+        return
+    for module in model.modules():
+        coded = quantized_weights(module)
+        if is_part(module, "Experts") and not coded and own_forward(module) is None:
+            yield module, "forward", _with_op
+
+
+def _with_op(before: Forward) -> Forward:
+    def forward(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        if not runs_op(self, x) or (torch.is_grad_enabled() and weights.requires_grad):
+            out: Tensor = before(self, x, chosen, weights)
+            return out
+        limit = limit_of(self)
+        routed = (x, weights.float(), chosen.to(torch.int32))
+        up, down = (getattr(self, name).detach() for name in QUANTIZED_EXPERTS)
+        return experts(*routed, up, None, down, None, swiglu_limit=limit, impl=AUTO)
+
+    return forward
+
+
+def runs_op(module: Any, x: Tensor) -> bool:
+    """Whether experts run as our op for such hidden states."""
+    weights = [getattr(module, name, None) for name in QUANTIZED_EXPERTS]
+    wanted = torch.is_grad_enabled()
+    return (
+        x.device.type in RUN_ON
+        and getattr(module.config, "_experts_implementation", None) == _DEFAULT
+        and type(module.act_fn).__name__ in _ACTIVATIONS
+        and all(
+            isinstance(each, Tensor)
+            and each.dtype == torch.bfloat16
+            and not hasattr(type(each), "__tensor_flatten__")
+            and not (wanted and each.requires_grad)
+            for each in (x, *weights)
+        )
+    )
+
+
+def limit_of(module: Any) -> float:
+    """The bound of a module's SwiGLU."""
+    limit = getattr(module, "limit", None)
+    return NO_LIMIT if limit is None else float(limit)

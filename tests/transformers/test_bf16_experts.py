@@ -1,0 +1,147 @@
+"""Experts in bf16 as the op of GPUs, on a CPU; and when Hugging Face's products stay."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v3")
+
+from dsv4_ops.integrations import transformers as hf
+from dsv4_ops.integrations.transformers import bf16_experts
+from dsv4_ops.testing.models import small_mla_model, small_model
+from tests.helpers import i32
+
+FAMILIES = ("V4", "V3", "V2")
+
+
+def made(family="V3"):
+    """A model in bf16 with Hugging Face's default for experts, which small models have not."""
+    if family == "V4":
+        model = small_model(dtype=torch.bfloat16)
+    else:
+        model = small_mla_model(int(family[1]), dtype=torch.bfloat16)
+    model.set_experts_implementation("grouped_mm")
+    return model
+
+
+@pytest.fixture(autouse=True)
+def ran(monkeypatch):
+    """Calls of the op, which runs on CPUs here."""
+    calls, op = [], bf16_experts.experts
+    monkeypatch.setattr(bf16_experts, "RUN_ON", ("cpu",))
+    monkeypatch.setattr(
+        bf16_experts, "experts", lambda *args, **rest: calls.append(args) or op(*args, **rest)
+    )
+    return calls
+
+
+def experts_of(model):
+    return [layer.mlp.experts for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+
+
+def step_of(model):
+    cache = hf.PagedCache.for_model(model, max_batch_size=2, max_cache_len=256)
+    for request in "ab":
+        cache.add(request, num_tokens=1)
+    return hf.StepBatch(torch.tensor([7, 5]), i32([0, 1, 2]), i32([1, 1]), i32([0, 1])), cache
+
+
+def inputs_of(experts, tokens=5):
+    seed = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, experts.hidden_dim, generator=seed).bfloat16()
+    scores = torch.rand(tokens, experts.num_experts, generator=seed).topk(2)
+    return x, scores.indices, scores.values
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_is_one_graph_with_an_op_in_every_layer(family, ran):
+    model = hf.patch(made(family))
+    layers = len(experts_of(model))
+    batch, cache = step_of(model)
+    expected = hf.decode_step(model, batch, cache)
+    assert len(ran) == layers > 0
+    compiled = torch.compile(hf.decode_step, fullgraph=True, backend="eager")
+    found = compiled(model, *step_of(model))
+    assert len(ran) == 2 * layers
+    assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_op_rounds_no_more_than_hugging_face(family, ran):
+    """Beside float32, for the same weights."""
+    model = hf.patch(made(family))
+    errors = []
+    for experts in experts_of(model):
+        call = inputs_of(experts)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bf16_experts, "RUN_ON", ())
+            stock = experts(*call).double()
+            assert not ran
+            experts.float()
+            exact = experts(call[0].float(), *call[1:]).double()
+            experts.bfloat16()
+        ours = experts(*call).double()
+        assert ran.pop()[3].shape == experts.gate_up_proj.shape
+        errors.append([(each - exact).norm() / exact.norm() for each in (ours, stock)])
+    ours, stock = torch.tensor(errors).mean(0)
+    assert 0 < ours <= 1.1 * stock
+
+
+@torch.no_grad()
+def test_limits_of_swiglu_count():
+    model = hf.patch(made("V4"))
+    experts = experts_of(model)[0]
+    call = inputs_of(experts)
+    before = experts(*call)
+    experts.limit = 0.01
+    assert not torch.equal(experts(*call), before)
+
+
+@torch.no_grad()
+def test_what_hugging_face_was_told_to_run_stays(ran):
+    """As do float32, a module's own forward, and rounded activations."""
+    model = hf.patch(made())
+    experts = experts_of(model)[0]
+    experts(*inputs_of(experts))
+    assert ran.pop()
+    model.set_experts_implementation("batched_mm")
+    experts(*inputs_of(experts))
+    model.set_experts_implementation("grouped_mm")
+    x, *routed = inputs_of(experts)
+    experts.float()(x.float(), *routed)
+    own = made()
+    first = experts_of(own)[0]
+    first.forward = lambda x, *_: x
+    hf.patch(own)
+    assert torch.equal(first(x, *routed), x)
+    rounded = hf.patch(made("V4"), precision="reference")
+    first = experts_of(rounded)[0]
+    first(*inputs_of(first))
+    assert not ran
+
+
+def test_gradients_flow_through_hugging_face(ran):
+    model = hf.patch(made())
+    experts = experts_of(model)[0].requires_grad_()
+    x, *routed = inputs_of(experts)
+    experts(x, *routed).sum().backward()
+    assert experts.down_proj.grad.any()
+    experts.requires_grad_(False)
+    assert not experts(x, *routed).requires_grad
+    assert len(ran) == 1
+    experts(x.requires_grad_(), *routed).sum().backward()
+    assert x.grad.any()
+    assert len(ran) == 1
+
+
+@torch.no_grad()
+def test_unpatched_experts_are_hugging_faces(ran):
+    model = made()
+    experts = experts_of(model)[0]
+    before = experts(*inputs_of(experts))
+    hf.unpatch(hf.patch(model))
+    assert torch.equal(experts(*inputs_of(experts)), before)
+    assert not ran
+    assert isinstance(experts.gate_up_proj, nn.Parameter)
