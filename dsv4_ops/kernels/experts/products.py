@@ -38,9 +38,6 @@ H100. FP4's blocks of 128 need 226 KB of shared memory, of 32 82; bf16's of 64 1
 STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
 """Values of K of a step of bf16 weights, by the rows of a block."""
 
-TOGETHER = 8
-"""Blocks of most rows in bf16 that read the same rows of a weight one after the other."""
-
 _LARGE_SHARED = ((9, 0), (10, 0), (10, 3))
 """GPUs with as much."""
 
@@ -130,19 +127,6 @@ def _expert_sums(
 
 
 @triton.jit
-def _place(TILES: tl.constexpr, TOGETHER: tl.constexpr):
-    """The block of a program, and which of TILES tiles of the weight: TOGETHER blocks, which are
-    often of one expert, take turns."""
-    program = tl.program_id(0)
-    first = program // (TOGETHER * TILES) * TOGETHER
-    inside = program % (TOGETHER * TILES)
-    if TOGETHER == 1:
-        return first, inside
-    size = tl.minimum(tl.num_programs(0) // TILES - first, TOGETHER)
-    return first + inside % size, inside // size
-
-
-@triton.jit
 def gate_up_kernel(
     x, x_stride,
     topk, sorted_rows, expert_of_block,
@@ -150,11 +134,11 @@ def gate_up_kernel(
     scales, scale_expert_stride, scale_row_stride, scale_stride,
     out, out_stride,
     LIMIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    TOKENS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr,
+    TOKENS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = TILE[0]
-    block, tile = _place(TILES, TOGETHER)
-    first = tile * (ROWS // 2)
+    block = tl.program_id(0) // TILES
+    first = tl.program_id(0) % TILES * (ROWS // 2)
     expert = tl.load(expert_of_block + block).to(tl.int64)
     if expert >= 0:
         slot = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -184,11 +168,11 @@ def down_kernel(
     scales, scale_expert_stride, scale_row_stride, scale_stride,
     out,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = TILE[0]
-    block, tile = _place(TILES, TOGETHER)
-    first = tile * ROWS
+    block = tl.program_id(0) // TILES
+    first = tl.program_id(0) % TILES * ROWS
     expert = tl.load(expert_of_block + block).to(tl.int64)
     if expert >= 0:
         slot = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -239,7 +223,6 @@ def experts(
     plan = expert_plan(launch, topk_ids, num_experts=num_experts, block_size=tokens)
     capacity = plan.expert_of_block.shape[0]
     step = STEPS[tokens] if bits == 16 else step_of(bits == 4)
-    together = TOGETHER if bits == 16 and tokens == MOST_ROWS else 1
     padded = round_up(size, max(step, WEIGHT_BLOCK))
     act = x.new_empty((capacity * tokens, padded))
     ordered = _ordered(bf16_activations(x, activations), bits)
@@ -250,8 +233,7 @@ def experts(
         *_addressed(gate_up, gate_up_scale, bits),
         act, padded,
         LIMIT=float(swiglu_limit), SIZE=size, WIDTH=width, BITS=bits, TOKENS=tokens,
-        TILE=(*tile, padded != size or width % step != 0, step), TILES=tiles,
-        TOGETHER=together, num_warps=tile[1],
+        TILE=(*tile, padded != size or width % step != 0, step), TILES=tiles, num_warps=tile[1],
     )  # fmt: skip
     act = bf16_activations(act, activations)
     out = x.new_empty((num_rows, width), dtype=torch.float32)
@@ -263,7 +245,7 @@ def experts(
         out,
         SIZE=width, WIDTH=size, BITS=bits, TOKENS=tokens,
         TILE=(*tile, width % tile[0] != 0 or size % step != 0, step), TILES=tiles,
-        TOGETHER=together, num_warps=tile[1],
+        num_warps=tile[1],
     )  # fmt: skip
     return combine(out.view(num_tokens, topk, width), topk_weights, topk_ids, gate_up, x)
 

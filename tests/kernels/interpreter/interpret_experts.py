@@ -50,7 +50,6 @@ def check_plan(num_rows: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     check_plan(4500)
-    products.TOGETHER = 2  # of three blocks of 128
     for block in products.TILES[16]:
         if block in products.TILES[4]:
             check(block, 288, 64, 4)
