@@ -7,7 +7,9 @@ synchronisation, works on symbolic sizes, and stays on under ``torch.compile``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -402,6 +404,13 @@ class Checks:
         """``positions`` and a table of rope_dim columns to look them up in."""
         self.tensor("positions", positions, torch.int64, "num_tokens")
         self.tensor("cos_sin_cache", cos_sin_cache, torch.float32, "num_positions", rope_dim)
+
+    def path(self, name: str, value: str | os.PathLike[str]) -> Path:
+        """``value``, a path, as a ``Path``."""
+        if not isinstance(value, (str, os.PathLike)):
+            rule, advice = "be a str or a path", "Name a file or a folder"
+            raise self.refusal(TypeError, name, rule, type(value).__name__, advice)
+        return Path(value)
 
     def flag(self, name: str, value: bool) -> None:
         """``value`` is a bool."""

@@ -86,6 +86,23 @@ def test_errors(call, message):
     assert paged.num_free_blocks == 4
 
 
+@pytest.mark.parametrize("request_", [["a"], {"a": 1}, ("a", ["b"])])
+@pytest.mark.parametrize("name", ["add", "reserve", "lacking_blocks", "free"])
+def test_requests_are_keys(name, request_):
+    paged = cache(num_blocks=4)
+    paged.add("a", 257)
+    more = () if name == "free" else (1,)
+    with pytest.raises(TypeError) as raised:
+        getattr(paged, name)(request_, *more)
+    found = type(request_).__name__
+    assert str(raised.value) == (
+        f"{name}: request must be hashable, got {found}. Pass a string, or a number."
+    )
+    assert paged.requests == {"a": 0}
+    assert (paged.num_free_blocks, paged.lacking_blocks("a", 600)) == (2, 1)
+    assert paged.lacking_blocks("b", 600) == 3
+
+
 @given(st.integers(0, 2**32 - 1))
 def test_no_block_has_two_owners(seed):
     rng = Random(seed)

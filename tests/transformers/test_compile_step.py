@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -148,6 +149,27 @@ def test_a_place_without_a_file_is_refused_before_anything_is_compiled(tmp_path)
         message = "^compile_step: cache_file must be a file, or the name for one in a folder"
         with pytest.raises(ValueError, match=message):
             v4.compile_step(reference(), cache_file=place)
+    with pytest.raises(TypeError, match=r"^compile_step: cache_file must be a str or a path, "):
+        v4.compile_step(reference(), cache_file=3)
+
+
+@pytest.mark.parametrize("mode", ["whole", "regional"])
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("step", [v4.decode_step, v4.prefill_step])
+def test_other_objects_are_refused_as_by_the_step(tmp_path, mode, kept, step):
+    """Not by Dynamo in the middle of a trace."""
+    file = {"cache_file": tmp_path / "step.cache"} if kept else {}
+    run, name = v4.compile_step(reference(), step, mode=mode, **file), step.__name__
+    cache = new_cache()
+    batch = Engine(reference(), cache, text()).batch({0: 1})
+    for other in (None, "cache", torch.zeros(2)):
+        with pytest.raises(TypeError, match=f"^{name}: cache must be a PagedCache, got "):
+            run(batch, other)
+        with pytest.raises(TypeError, match=f"^{name}: batch must be a StepBatch, got "):
+            run(other, cache)
+    with pytest.raises(TypeError, match=rf"^{name}: batch.tokens must be torch.int64, got "):
+        run(replace(batch, tokens=batch.tokens.int()), cache)
+    assert run.parts == {}
 
 
 @pytest.fixture

@@ -157,6 +157,33 @@ def test_errors_of_export(tmp_path, export, changed, message):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("export", ["export_decode", "export_prefill"])
+def test_exports_of_other_objects(tmp_path, export):
+    path, cache = tmp_path / "step.pt2", new_cache()
+    for other in (None, cache.tensors):  # a package's metadata has what only the cache knows
+        found = type(other).__name__
+        with pytest.raises(TypeError, match=f"^{export}: cache must be a PagedCache, got {found}"):
+            getattr(v4, export)(reference(), other, path=path)
+    for other in (None, 3, b"step.pt2"):
+        found = type(other).__name__
+        with pytest.raises(
+            TypeError, match=f"^{export}: path must be a str or a path, got {found}"
+        ):
+            getattr(v4, export)(reference(), cache, path=other)
+    assert not list(tmp_path.iterdir())
+
+
+def test_inputs_of_other_objects():
+    cache = new_cache()
+    batch = Engine(reference(), cache, text()).batch({0: 1})
+    with pytest.raises(TypeError, match=r"^decode_inputs: batch must be a StepBatch, got tuple"):
+        v4.decode_inputs((batch,), cache)
+    with pytest.raises(TypeError, match=r"^decode_inputs: cache must be a PagedCache, got None"):
+        v4.decode_inputs(batch, None)
+    with pytest.raises(TypeError, match=r"^input_names: cache must be a PagedCache, got Cache"):
+        v4.input_names(cache.tensors)
+
+
 def test_experts_that_need_python_are_refused(tmp_path):
     """A package of them would be built, and fail where it runs."""
     model = v4.patch(

@@ -305,6 +305,8 @@ def test_a_step_takes_the_cache_itself():
         elsewhere = v4.StepBatch(*(value.to("meta") for value in vars(batch).values()))
         with pytest.raises(ValueError, match=f"{name}: batch.tokens must be on cpu like the cache"):
             getattr(v4, name)(reference(), elsewhere, cache)
+    with pytest.raises(TypeError, match=r"^decode_step: state_rings must be a bool, got int"):
+        v4.decode_step(reference(), batch, cache, state_rings=1)
 
 
 def test_steps_without_tokens():

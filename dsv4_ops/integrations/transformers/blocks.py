@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 
 from dsv4_ops.core.refusal import refusal
 
 
 class OutOfBlocks(RuntimeError):
     """No free block or row is left; the cache is unchanged."""
+
+
+def has(requests: Container[Hashable], op: str, request: Hashable) -> bool:
+    """Whether ``request`` is one of ``requests``; raise if it cannot be a key."""
+    try:
+        return request in requests
+    except TypeError as error:  # a tuple is no key either if it holds a list
+        found, advice = type(request).__name__, "Pass a string, or a number"
+        raise refusal(TypeError, op, "request", "be hashable", found, advice) from error
 
 
 class BlockPool:
@@ -29,7 +38,7 @@ class BlockPool:
 
     def add(self, request: Hashable, num_blocks: int) -> int:
         """Give a new request a row and ``num_blocks`` blocks; return the row."""
-        if request in self.rows:
+        if has(self.rows, "add", request):
             rule = "be a request that the cache does not have"
             raise refusal(ValueError, "add", "request", rule, repr(request), "Free it first")
         if not self.free_rows:
@@ -59,7 +68,7 @@ class BlockPool:
 
     def known(self, op: str, request: Hashable) -> Hashable:
         """Return ``request``, or raise if it has no row."""
-        if request not in self.rows:
+        if not has(self.rows, op, request):
             rule = "be a request that was added and not freed"
             raise refusal(ValueError, op, "request", rule, repr(request), "Add it first")
         return request

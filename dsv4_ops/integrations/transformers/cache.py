@@ -16,7 +16,7 @@ from dsv4_ops.core.refusal import refusal
 from dsv4_ops.dispatch.choice import check_codes
 from dsv4_ops.integrations.transformers.architectures import spec_of_config
 from dsv4_ops.integrations.transformers.architectures.base import draft_of, require_transformers
-from dsv4_ops.integrations.transformers.blocks import BlockPool, OutOfBlocks
+from dsv4_ops.integrations.transformers.blocks import BlockPool, OutOfBlocks, has
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.integrations.transformers.tensors import CacheTensors
 
@@ -185,6 +185,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
             OutOfBlocks: no row or not enough blocks are free; the cache is unchanged.
             ValueError: the request is in the cache already, or ``num_tokens`` exceeds
                 ``max_cache_len``.
+            TypeError: the request is not hashable.
         """
         row = self._pool.add(request, self._blocks("add", num_tokens))
         self._store_table(request)
@@ -206,7 +207,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is partly untyped
 
     def lacking_blocks(self, request: Hashable, num_tokens: int) -> int:
         """Blocks that ``reserve`` (or ``add``, for a new request) would take."""
-        owned = len(self._pool.blocks.get(request, ()))
+        new = not has(self._pool.blocks, "lacking_blocks", request)
+        owned = 0 if new else len(self._pool.blocks[request])
         return max(self._blocks("lacking_blocks", num_tokens) - owned, 0)
 
     def free(self, request: Hashable) -> None:

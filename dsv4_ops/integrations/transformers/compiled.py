@@ -29,11 +29,13 @@ from dsv4_ops.integrations.transformers.precompiled import (
     state,
 )
 from dsv4_ops.integrations.transformers.steps import (
+    check_tensors,
     decode,
     decode_step,
     prefill,
     prefill_step,
     spec_of,
+    tensors_of,
 )
 from dsv4_ops.integrations.transformers.tensors import CacheTensors, StepBatch
 
@@ -101,12 +103,13 @@ def compile_step(
     """
     op = "compile_step"
     spec = spec_of(op, model)
-    Checks(op).one_of("mode", mode, "auto", "whole", "regional", belongs_to="the step is made of")
+    checks = Checks(op)
+    checks.one_of("mode", mode, "auto", "whole", "regional", belongs_to="the step is made of")
     if step not in _PARTS:
         rule, advice = "be decode_step or prefill_step", "Pass one of these"
         raise refusal(ValueError, op, "step", rule, getattr(step, "__name__", step), advice)
     regional = mode == "regional" or (mode == "auto" and len(spec.kinds) > MOST_WHOLE)
-    path = None if cache_file is None else Path(cache_file)
+    path = None if cache_file is None else checks.path("cache_file", cache_file)
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         rule, found = "be a file, or the name for one in a folder that is there", repr(str(path))
         advice = "Name a file in that folder" if path.is_dir() else "Make the folder"
@@ -151,7 +154,9 @@ class CompiledStep:
     @torch.no_grad()
     def __call__(self, batch: StepBatch, cache: CacheTensors | PagedCache, **rest: Any) -> Tensor:
         """Run the step; the first call compiles."""
-        tensors = cache.tensors if isinstance(cache, PagedCache) else cache
+        op = self.step.__name__
+        tensors = tensors_of(op, cache)
+        check_tensors(op, batch, tensors)  # of what is raised in a graph, Dynamo makes its own
         if self.regional:
             self._follow()
         if self._ranks is not None:

@@ -16,6 +16,8 @@ from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.cache import PagedCache
 from dsv4_ops.integrations.transformers.steps import (
     check_cache,
+    check_is_batch,
+    check_paged,
     decode_step,
     prefill_step,
     spec_of,
@@ -79,7 +81,12 @@ def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
     Args:
         batch: The step.
         cache: A cache of the package's sizes; the package writes to it.
+
+    Raises:
+        TypeError: the batch is no ``StepBatch``, or the cache no ``PagedCache``.
     """
+    check_is_batch("decode_inputs", batch)
+    check_paged("decode_inputs", cache)
     tables = vars(cache.tensors.tables).values()
     caches = [
         getattr(layer, name) for layer in cache.tensors.layers for name in _cache_names(layer)
@@ -89,6 +96,7 @@ def decode_inputs(batch: StepBatch, cache: PagedCache) -> tuple[Tensor, ...]:
 
 def input_names(cache: PagedCache) -> tuple[str, ...]:
     """Names of a package's inputs, such as "tokens", "tables.swa", "layers.1.indexer"."""
+    check_paged("input_names", cache)
     layers = enumerate(cache.tensors.layers)
     caches = [f"layers.{index}.{name}" for index, layer in layers for name in _cache_names(layer)]
     return (*_BATCH, *(f"tables.{name}" for name in _table_names(cache)), "dropped", *caches)
@@ -204,15 +212,18 @@ def _checked(
     op: str, model: Any, cache: PagedCache, path: str | os.PathLike[str], num_reqs: int | None
 ) -> tuple[int, Path]:
     """Check the arguments; return the requests per step and the path."""
-    count, target = cache.max_batch_size if num_reqs is None else num_reqs, Path(path)
-    Checks(op).at_least(1, num_reqs=count)
+    spec, checks = spec_of(op, model), Checks(op)
+    check_paged(op, cache)
+    count = cache.max_batch_size if num_reqs is None else num_reqs
+    target = checks.path("path", path)
+    checks.at_least(1, num_reqs=count)
     if target.suffix != ".pt2":
         rule = 'end in ".pt2"'
         raise refusal(ValueError, op, "path", rule, repr(str(path)), "Rename it")
     if not target.parent.is_dir():
         rule, advice = "be in a folder that is there", "Make the folder"
         raise refusal(ValueError, op, "path", rule, repr(str(path)), advice)
-    check_cache(op, spec_of(op, model), cache.tensors)
+    check_cache(op, spec, cache.tensors)
     split = next((name for name, each in model.named_parameters() if hasattr(each, "to_local")), "")
     if split:
         rule, found = "be whole on every rank", f"{split!r} as Hugging Face split it"

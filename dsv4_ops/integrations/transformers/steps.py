@@ -134,6 +134,7 @@ def _run(
     state_rings: bool,
     run: Runner,
 ) -> Tensor:
+    Checks(op).flag("state_rings", state_rings)
     spec, cache = checked(op, model, batch, given)
     num_tokens = batch.tokens.shape[0]
     if num_tokens == 0 or batch.rows.shape[0] == 0:
@@ -150,16 +151,9 @@ def checked(
 ) -> tuple[ModelSpec, CacheTensors]:
     """Raise if a step cannot run, before anything is written; return its spec and its caches."""
     spec = spec_of(op, model)
-    cache = _tensors_of(op, given)
-    checks = Checks(op, cache.device)
-    if not isinstance(batch, StepBatch):
-        found, advice = type(batch).__name__, "Make one of tokens and of where requests begin"
-        raise checks.refusal(TypeError, "batch", "be a StepBatch", found, advice)
-    checks.tensor("batch.tokens", batch.tokens, torch.int64, "num_tokens")
+    cache = tensors_of(op, given)
+    check_tensors(op, batch, cache)
     starts = batch.query_start_loc
-    checks.tensor("batch.query_start_loc", starts, torch.int32, "num_reqs + 1")
-    checks.tensor("batch.seq_lens", batch.seq_lens, torch.int32, "num_reqs")
-    checks.tensor("batch.rows", batch.rows, torch.int32, "num_reqs")
     check_cache(op, spec, cache)
     check_body(op, model)
     check_modules(op, spec, model.model, cache.device)
@@ -187,13 +181,36 @@ def build_step(
     return step
 
 
-def _tensors_of(op: str, cache: CacheTensors | PagedCache) -> CacheTensors:
-    if isinstance(cache, PagedCache):
-        return cache.tensors
+def tensors_of(op: str, cache: CacheTensors | PagedCache) -> CacheTensors:
+    """The tensors of a cache, or ``cache`` if it is these."""
     if isinstance(cache, CacheTensors):
         return cache
-    advice = "Make one with PagedCache.for_model"
-    raise refusal(TypeError, op, "cache", "be a PagedCache", type(cache).__name__, advice)
+    check_paged(op, cache)
+    return cache.tensors
+
+
+def check_paged(op: str, cache: PagedCache) -> None:
+    """Raise if ``cache`` is another object."""
+    if not isinstance(cache, PagedCache):
+        advice = "Make one with PagedCache.for_model"
+        raise refusal(TypeError, op, "cache", "be a PagedCache", type(cache).__name__, advice)
+
+
+def check_tensors(op: str, batch: StepBatch, cache: CacheTensors) -> None:
+    """Raise if ``batch`` is another object, or has tensors of other shapes, dtypes or devices."""
+    checks = Checks(op, cache.device)
+    check_is_batch(op, batch)
+    checks.tensor("batch.tokens", batch.tokens, torch.int64, "num_tokens")
+    checks.tensor("batch.query_start_loc", batch.query_start_loc, torch.int32, "num_reqs + 1")
+    checks.tensor("batch.seq_lens", batch.seq_lens, torch.int32, "num_reqs")
+    checks.tensor("batch.rows", batch.rows, torch.int32, "num_reqs")
+
+
+def check_is_batch(op: str, batch: StepBatch) -> None:
+    """Raise if ``batch`` is another object."""
+    if not isinstance(batch, StepBatch):
+        found, advice = type(batch).__name__, "Make one of tokens and of where requests begin"
+        raise refusal(TypeError, op, "batch", "be a StepBatch", found, advice)
 
 
 def spec_of(op: str, model: Any) -> ModelSpec:
