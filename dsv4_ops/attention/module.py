@@ -65,15 +65,15 @@ class AttentionLayer(nn.Module):
         check_kind("AttentionLayer", kind)
         self.spec, self.kind = spec, kind
         self.register_buffer("cos_sin_cache", cos_sin_cache, persistent=False)
-        self.attn_sink = nn.Parameter(torch.zeros(num_heads, device=device))
+        self.attn_sink = nn.Parameter(torch.zeros(num_heads, dtype=torch.float32, device=device))
         dims = {} if kind == "window" else {"": spec.head_dim}
         if kind == "c4":
             dims["indexer_"] = IndexerLayout.head_dim
         for prefix, head_dim in dims.items():
             width = spec.compressor_width(kind, head_dim)
-            ape = torch.zeros(spec.ratio(kind), width, device=device)
+            ape = torch.zeros(spec.ratio(kind), width, dtype=torch.float32, device=device)
             self.register_parameter(f"{prefix}ape", nn.Parameter(ape))
-            norm = torch.ones(head_dim, device=device)
+            norm = torch.ones(head_dim, dtype=torch.float32, device=device)
             self.register_parameter(f"{prefix}norm_weight", nn.Parameter(norm))
         self._weight_names = ("cos_sin_cache", *self._parameters)
         caches = LayerCaches.allocate(

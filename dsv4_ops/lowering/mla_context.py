@@ -46,14 +46,14 @@ def _mla_prefill(
         torch.where(number[..., None], each, 0.0)
         for each, number in zip((k, v), numbers, strict=True)
     )
-    mask = torch.where(reference.visible(*found, num_k), 0.0, -torch.inf)
+    mask = torch.where(reference.visible(*found, num_k), 0.0, -torch.inf)  # of the default dtype
     width = max(int(q.shape[2]), int(v.shape[2]))
     heads_first = [
         pad(each.to(torch.float32), (0, width - each.shape[2])).transpose(0, 1)[None]
         for each in (q, k, values)
     ]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        *heads_first, attn_mask=mask, scale=softmax_scale
+        *heads_first, attn_mask=mask.to(torch.float32), scale=softmax_scale
     )
     out, lse = out[0].transpose(0, 1)[:, :, : v.shape[2]], lse[0].transpose(0, 1)
     sees = (start < stop)[:, None]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+_MOST = torch.finfo(torch.float32).max  # not of the default dtype
 _WEIGHT_BITS, _UNIFORM_BITS = 38, 24
 """A weight of 1, and a uniform number of 1: their product is below 2^63."""
 
@@ -25,7 +26,7 @@ def verify_draft(
 ) -> tuple[Tensor, Tensor]:
     num_reqs, rows, vocab_size = logits.shape
     scores = logits.float()
-    scores = torch.where(scores.isnan(), -torch.inf, scores).clamp(max=torch.finfo().max)
+    scores = torch.where(scores.isnan(), -torch.inf, scores).clamp(max=_MOST)
     ids = functional.pad(draft_ids, (0, 1), value=-1)  # nothing is drafted for the last row
     drafted = (ids >= 0) & (ids < vocab_size)
     top = scores.amax(2, keepdim=True)

@@ -90,6 +90,24 @@ def test_a_compiled_step(model):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sampled_text_is_that_of_any_default_dtype(model, dtype):
+    ids, _ = prompts(6)
+
+    def sampled():
+        torch.manual_seed(0)
+        settings = {"max_new_tokens": 5, "do_sample": True, "eos_token_id": None}
+        return model.generate(ids, num_draft_tokens=2, **settings)
+
+    want = sampled()
+    torch.set_default_dtype(dtype)
+    try:
+        found = sampled()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, want)
+
+
 @pytest.mark.slow
 @pytest.mark.nightly("hundreds of texts; verify_draft's own tests have what it samples")
 def test_sampled_text_has_the_models_distribution(model):

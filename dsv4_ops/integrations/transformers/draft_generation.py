@@ -147,7 +147,7 @@ class _Run:
     def _sampling(self, rows: int, columns: int) -> dict[str, Any]:
         if not self.sampled:
             return {}
-        uniforms = torch.rand(rows, columns, device=self.model.device)
+        uniforms = torch.rand(rows, columns, dtype=torch.float32, device=self.model.device)
         return {"uniforms": uniforms, "temperature": 1.0, "warp": self._warp}
 
     def _warp(self, logits: Tensor) -> Tensor:
