@@ -287,6 +287,7 @@ def _check(layer: LayerCall) -> None:
         if isinstance(layout, PlainLayout):
             dims = (blocks, f"{name}_block_size", f"{name}_width")
             checks.rows(f"caches.{name}", cache, layout.block_size, dims)
+            checks.apart(f"caches.{name}", cache)
             shape = (blocks, layout.block_size, layout.width)
             checks.tensor(f"caches.{name}", cache, layout.dtype, *shape)
         else:

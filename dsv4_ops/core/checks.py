@@ -67,6 +67,7 @@ _DIMENSIONS = {
 }
 
 _ALIGNED = f"start at multiples of {CACHE_ALIGNMENT} bytes"
+_ORDERS = ((0, 1, 2), (1, 0, 2), (0, 2, 1), (1, 2, 0), (2, 0, 1), (2, 1, 0))
 _Dtypes = torch.dtype | tuple[torch.dtype, ...]
 _Error = TypeVar("_Error", bound=Exception)
 
@@ -343,6 +344,13 @@ class Checks:
             found = f"strides {list(cache.stride())}"
             raise self.refusal(ValueError, name, "have dense rows", found, _made_by("PlainLayout"))
 
+    def apart(self, name: str, value: Tensor, advice: str = "") -> None:
+        """No two elements of ``value``, which is written to, share memory."""
+        if not any(_nested(value, order) for order in _ORDERS):
+            rule = "have no row inside another, as it is written to"
+            found = f"strides {list(value.stride())}"
+            raise self.refusal(ValueError, name, rule, found, advice or _made_by("PlainLayout"))
+
     def divides(self, divisor_name: str, divisor: int, name: str, value: int) -> None:
         """``value`` is a multiple of ``divisor``."""
         if value % divisor != 0:
@@ -443,6 +451,18 @@ def check_insert(
     checks.tensor("k", k, torch.bfloat16, "num_rows", kind.head_dim)
     checks.rows_for_tokens("k", k)
     checks.pages("k_cache", k_cache, kind(block_size))
+
+
+def _nested(value: Tensor, order: tuple[int, ...]) -> bool:
+    """Whether each dimension, outermost first, steps over all of those behind it."""
+    extent = 1
+    for axis in reversed(order):
+        size, stride = value.shape[axis], value.stride(axis)
+        # of a dense tensor no guard: the first comparison is known whatever its sizes are
+        if stride < extent and size > 1:
+            return False
+        extent += (size - 1) * stride
+    return True
 
 
 def _allocate(layout: Layout) -> str:

@@ -363,6 +363,7 @@ def _check_cache(checks: Checks, k_cache: Tensor, block_size: int, layout: str) 
     """head_dim, after a look at the cache."""
     if layout == PlainLayout.tag:
         checks.rows("k_cache", k_cache, block_size)
+        checks.apart("k_cache", k_cache)
         return int(k_cache.shape[2])  # configuration: a constant in compiled code
     kind = MainLayout if layout == MainLayout.tag else IndexerLayout
     checks.pages("k_cache", k_cache, kind(block_size))

@@ -177,6 +177,7 @@ def dequantize_and_gather_k_cache(
     checks.at_least(0, offset=offset)
     checks.one_of("layout", layout, MainLayout.tag)
     checks.tensor("out", out, torch.bfloat16, "num_reqs", "num_rows", MainLayout.head_dim)
+    checks.apart("out", out, "Pass a tensor with memory for every row")
     checks.at_most("offset", offset, "num_rows", checks.sizes["num_rows"])
     checks.pages("k_cache", k_cache, MainLayout(block_size))
     _check_requests(checks, seq_lens, gather_lens, block_table)
@@ -327,6 +328,7 @@ def _check(op: str, k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
     checks = Checks(op)
     checks.tensor("slot_mapping", slot_mapping, torch.int64, "num_tokens")
     checks.rows("k_cache", k_cache)
+    checks.apart("k_cache", k_cache)
     checks.tensor("k", k, k_cache.dtype, "num_rows", "width")
     checks.rows_for_tokens("k", k)
 

@@ -163,6 +163,7 @@ def _check_insert(
     check_cache(checks, kv_cache, block_size, layout, width)
     if layout == PlainLayout.tag:
         checks.tensor("kv_cache", kv_cache, kv_c.dtype, "num_blocks", "block_size", width)
+        checks.apart("kv_cache", kv_cache)
     check_scale(checks, "scale", scale, layout == MlaFp8Layout.tag, f"layout {layout!r}")
 
 

@@ -381,6 +381,7 @@ def _check_insert(
     if layout == PlainLayout.tag:
         checks.storage("k_cache", k_cache, "PlainLayout", layout, torch.bfloat16)
         checks.rows("k_cache", k_cache, block_size)
+        checks.apart("k_cache", k_cache)
         checks.tensor("k_cache", k_cache, torch.bfloat16, "num_blocks", "block_size", head_dim)
     else:
         checks.pages("k_cache", k_cache, MainLayout(block_size))

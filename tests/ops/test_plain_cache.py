@@ -416,3 +416,13 @@ def test_views_of_one_tensor_for_all_layers():
         assert want[1].any()
         assert not want[[0, 2]].any()
         assert torch.equal(got, want), name
+
+
+@pytest.mark.parametrize("stride", [(3, 12, 1), (16, 5, 1), (6, 3, 1)])
+def test_rows_may_be_in_any_order_in_memory(stride):
+    """Row by row of all blocks, with gaps behind rows and blocks, or dense."""
+    cache = torch.full((64,), 9.0).as_strided((4, 2, 3), stride)
+    ops.insert_k_cache(torch.arange(6.0).view(2, 3), cache, i64([5, 2]))
+    assert cache[2, 1].tolist() == [0, 1, 2]
+    assert cache[1, 0].tolist() == [3, 4, 5]
+    assert int((cache == 9).sum()) == 18

@@ -26,6 +26,7 @@ ALLOCATE_PLAIN = "Allocate it with PlainLayout(block_size).allocate(num_blocks).
 NO_ROWS = "k_cache must have pages of at least 1 row, got [4, 0, 512]. " + ALLOCATE_PLAIN
 APART = "k_cache must have dense rows, got strides [65536, 1024, 2]. " + ALLOCATE_PLAIN
 GAPS = torch.zeros(4, 64, 1024, dtype=torch.bfloat16)[..., ::2]
+WORKSPACE = torch.zeros(3 * 4 * 512, dtype=torch.bfloat16)
 FAR_OFFSET: Entry = (
     "no room behind the offset",
     {"offset": 5},
@@ -111,6 +112,23 @@ def row_count_rows(width: int) -> Iterator[Entry]:
     )
 
 
+def inside_rows(name: str, width: int) -> Iterator[Entry]:
+    """Plain caches to write to, rows of which share memory."""
+    memory = torch.zeros(4 * 64 * width, dtype=torch.bfloat16)
+    for what, stride in {
+        "one page for all": (0, width, 1),
+        "one row for all of a page": (width, 0, 1),
+        "one row for all": (0, 0, 1),
+        "rows inside each other": (64 * width, width // 2, 1),
+        "pages inside each other": (63 * width, width, 1),
+        "rows in place of other pages": (width, 3 * width, 1),
+    }.items():
+        text = f"{name} must have no row inside another, as it is written to, got strides "
+        text += f"{list(stride)}. {ALLOCATE_PLAIN}"
+        call = {"layout": "plain", name: memory.as_strided((4, 64, width), stride)}
+        yield f"plain: {what}", call, ValueError, text
+
+
 def plain_rows() -> Iterator[Entry]:
     """``insert_k_cache``: a cache without quantisation."""
     yield (
@@ -135,6 +153,8 @@ def plain_rows() -> Iterator[Entry]:
     )
     yield "pages without rows", {"k_cache": GAPS[:, :0]}, ValueError, NO_ROWS
     yield "rows with gaps", {"k_cache": GAPS}, ValueError, APART
+    for what, call, error, text in inside_rows("k_cache", 512):
+        yield what, {"k_cache": call["k_cache"]}, error, text
 
 
 def plain_gather_rows() -> Iterator[Entry]:
@@ -211,6 +231,16 @@ CACHE_TABLE: dict[str, list[Entry]] = {
         *cache_rows(MainLayout, IndexerLayout),
         *layout_rows("v4_fp8"),
         FAR_OFFSET,
+        *[
+            (
+                f"a workspace of strides {stride}",
+                {"out": WORKSPACE.as_strided((3, 4, 512), stride)},
+                ValueError,
+                "out must have no row inside another, as it is written to, got strides "
+                f"{[*stride]}. Pass a tensor with memory for every row.",
+            )
+            for stride in ((0, 512, 1), (512, 0, 1), (2048, 512, 0), (1, 2, 4))
+        ],
         (
             "too many requests",
             {"out": torch.zeros(16384, 1, 512, dtype=torch.bfloat16)[:, :0], "offset": 0, **MANY},

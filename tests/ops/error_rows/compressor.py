@@ -7,7 +7,7 @@ import torch
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout, StateLayout
 from tests.helpers import i32, i64
-from tests.ops.error_rows.cache import ALLOCATE_PLAIN, Entry, cache_rows, layout_rows
+from tests.ops.error_rows.cache import ALLOCATE_PLAIN, Entry, cache_rows, inside_rows, layout_rows
 from tests.ops.error_rows.valid import MAIN, NUMBERS, ORDER, OWN, Valid
 
 SAVE = ("save_compressor_states", "save_compressor_states_functional")
@@ -171,6 +171,7 @@ def compress_rows() -> Iterator[Entry]:
         "k_cache must have pages of block_size = 64 rows, got [4, 2, 512]. "
         "Correct block_size, or pass the cache that it belongs to.",
     )
+    yield from inside_rows("k_cache", 512)
 
 
 COMPRESSOR_TABLE: dict[str, list[Entry]] = {

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
 from tests.helpers import i32, i64
-from tests.ops.error_rows.cache import Entry, layout_rows
+from tests.ops.error_rows.cache import Entry, inside_rows, layout_rows
 from tests.ops.error_rows.mla import plan_rows
 from tests.ops.error_rows.rope import bf16, float_rows
 from tests.ops.error_rows.sparse import flag_rows
@@ -152,6 +152,7 @@ def insert_rows() -> Iterator[Entry]:
     yield "plain rows of another width", narrow, ValueError, text
     text = "kv_cache must be torch.bfloat16, got torch.float32. Cast it with .to(torch.bfloat16)."
     yield "plain rows of floats", {**bare, "kv_cache": plain.float()}, TypeError, text
+    yield from inside_rows("kv_cache", 32)
     text = "kv_c must have shape [num_rows, 512], got [5, 24]. "
     text += "Pass exactly 512 entries in dimension 1."
     yield "a latent of 24 in tiles", {"layout": "mla_ds_fp8"}, ValueError, text

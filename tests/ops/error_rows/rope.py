@@ -7,7 +7,7 @@ import torch
 
 from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from tests.helpers import i32, i64
-from tests.ops.error_rows.cache import ALLOCATE_PLAIN, Entry, cache_rows, layout_rows
+from tests.ops.error_rows.cache import ALLOCATE_PLAIN, Entry, cache_rows, inside_rows, layout_rows
 from tests.ops.error_rows.sparse import flag_rows
 from tests.ops.error_rows.valid import MAIN, MINIMUM, NUMBERS, OWN, Valid
 
@@ -204,6 +204,7 @@ ROPE_TABLE: dict[str, list[Entry]] = {
         op: [
             *cache_rows(MainLayout, IndexerLayout),
             *layout_rows("v4_fp8", "plain"),
+            *inside_rows("k_cache", 512),
             *float_rows("eps", 0),
             *insert_rows(),
         ]
