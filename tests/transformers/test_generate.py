@@ -320,6 +320,35 @@ def test_beams():
     assert str(raised.value) == f"generate: {BEAMS}"
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        *[torch.ones(shape) for shape in [(2, 11), (2, 0), (3, 12), (12,)]],
+        torch.zeros(2, 11),
+        [[1] * PROMPT] * 2,
+        {"full_attention": torch.ones(2, PROMPT)},
+    ],
+    ids=str,
+)
+def test_masks_are_of_the_prompts(mask):
+    """However these are given, and whatever cache is."""
+    found = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+    cache, embedded = cache_of(), reference().model.embed_tokens(ids())
+    for given in (
+        {"inputs": ids(), "cache": cache},
+        {"input_ids": ids()},
+        {"input_ids": ids(), "prefill_chunk_size": 4},
+        {"inputs_embeds": embedded, "cache_implementation": "dynamic"},
+    ):
+        with pytest.raises(ValueError, match="attention_mask must have shape") as raised:
+            reference().generate(attention_mask=mask, **given, **GREEDY)
+        assert str(raised.value) == (
+            f"generate: attention_mask must have shape [2, 12 or more], got {found}. "
+            "Pass the mask of the tokens, 0 for padding."
+        )
+    assert cache.requests == {}
+
+
 def test_what_hugging_face_refuses():
     cache = cache_of()
     with pytest.raises(ValueError, match="Passing both `cache_implementation`"):

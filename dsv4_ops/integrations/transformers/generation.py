@@ -17,6 +17,7 @@ from dsv4_ops.integrations.transformers.blocks import out_of_blocks
 from dsv4_ops.integrations.transformers.cache import DEFAULT_CHUNK, PagedCache
 from dsv4_ops.integrations.transformers.cache_argument import cache_argument
 from dsv4_ops.integrations.transformers.draft_generation import DraftDecoding, check_call
+from dsv4_ops.integrations.transformers.padded import matrix, shown
 
 Method = Callable[..., Any]
 
@@ -59,6 +60,7 @@ def generate(before: Method) -> Method:
             rule = "be False with a patched model"
             advice = "Pass num_draft_tokens; load_mtp loads the draft layer of a checkpoint"
             raise refusal(NotImplementedError, "generate", "use_mtp", rule, True, advice)
+        _check_mask(args[0] if args else None, given)
         call = _Call()
         num_drafts = given.pop("num_draft_tokens", None)
         if num_drafts is not None:
@@ -75,6 +77,23 @@ def generate(before: Method) -> Method:
         return out
 
     return run
+
+
+def _check_mask(inputs: Any, given: dict[str, Any]) -> None:
+    """Raise if the mask is not one of the prompts. Hugging Face counts positions by it, so that the
+    error would be one of these."""
+    mask, names = given.get(_MASK), ("inputs_embeds", "inputs", "input_ids")
+    named = [given.get(name) for name in names]
+    prompts = next((each for each in (*named, inputs) if isinstance(each, Tensor)), None)
+    if mask is None or prompts is None or prompts.dim() < 2:
+        return
+    batch, length = prompts.shape[:2]
+    rows, columns = matrix(mask)
+    covers = rows in (1, batch) and columns >= length  # masks of more dimensions are other caches'
+    if not covers and not (isinstance(mask, Tensor) and mask.dim() > 2):
+        rule = f"have shape [{batch}, {length} or more]"
+        advice = "Pass the mask of the tokens, 0 for padding"
+        raise refusal(ValueError, "generate", _MASK, rule, shown(mask), advice)
 
 
 def prepare_cache(before: Method) -> Method:

@@ -259,27 +259,28 @@ def _check(
         advice = "Give each row of the batch its blocks with add and reserve"
         rule = "have requests, as its rows share blocks"
         raise refusal(ValueError, OP, "cache", rule, "none", advice)
-    rows, columns = _matrix(attention_mask)
+    rows, columns = matrix(attention_mask)
     if attention_mask is not None and (rows != batch or columns < length):
         rule = f"have shape [{batch}, {length} or more]"
         advice = "Pass the mask of the tokens, 0 for padding"
-        raise refusal(ValueError, OP, "attention_mask", rule, _shown(attention_mask), advice)
-    rows, columns = _matrix(position_ids)
+        raise refusal(ValueError, OP, "attention_mask", rule, shown(attention_mask), advice)
+    rows, columns = matrix(position_ids)
     if position_ids is not None and (rows not in (1, batch) or columns != length):
         rule = f"have shape [{batch} or 1, {length}]"
         advice = "Pass a position per token, or None to go on where the cache ends"
-        raise refusal(ValueError, OP, "position_ids", rule, _shown(position_ids), advice)
+        raise refusal(ValueError, OP, "position_ids", rule, shown(position_ids), advice)
     if position_ids is not None:
         checks.floats("position_ids", position_ids, torch.int64, torch.int32)
 
 
-def _matrix(value: object) -> tuple[int, int]:
+def matrix(value: object) -> tuple[int, int]:
     """Rows and columns; none of what has others."""
     if not isinstance(value, Tensor) or value.dim() != 2:
         return 0, 0
     return value.shape[0], value.shape[1]
 
 
-def _shown(value: object) -> object:
+def shown(value: object) -> object:
+    """The shape of a tensor; of what is none its class."""
     found = getattr(value, "shape", type(value).__name__)
     return list(found) if isinstance(found, torch.Size) else found
