@@ -94,6 +94,49 @@ def test_a_step_is_one_graph_with_the_bits_of_the_eager_one(model, monkeypatch):
     assert torch.equal(*found)
 
 
+REPLACED = [
+    "model.layers.0.self_attn.kv_proj.weight",
+    "model.layers.0.self_attn.q_a_proj.weight_scale_inv",
+    "model.layers.1.mlp.shared_experts.up_proj.weight_scale_inv",
+    "model.layers.1.mlp.experts.down_proj_scale_inv",
+]
+"""Of codes and scales that are joined, and of one that has its bytes in a buffer beside it."""
+
+
+@pytest.mark.parametrize("form", ["data", "assign"])
+def test_weights_that_are_replaced_count_in_the_next_step(model, form):
+    """Of an eager step and of one compiled before, in whichever mode."""
+    batch = v4.StepBatch(
+        torch.tensor([7, 5]),
+        *(torch.tensor(each, dtype=torch.int32) for each in ([0, 1, 2], [1, 1], [0, 1])),
+    )
+
+    def run(step, *of):
+        cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=256)
+        for request in "ab":
+            cache.add(request, num_tokens=1)
+        return step(*of, batch, cache)
+
+    twin, kept = copy.deepcopy(model), {name: v.clone() for name, v in model.state_dict().items()}
+    steps = [v4.compile_step(model, mode=mode, backend="eager") for mode in ("whole", "regional")]
+    found = [run(steps[0]), run(steps[1])]
+    try:
+        for name in REPLACED:
+            value = model.state_dict()[name]
+            other = as_bytes(value).flip(0).view(value.dtype).view(value.shape)
+            if form == "assign":
+                model.load_state_dict({**model.state_dict(), name: other}, assign=True)
+            else:
+                model.get_parameter(name).data = other
+            twin.load_state_dict({name: other}, strict=False)  # in place
+            want, before = run(v4.decode_step, twin), found
+            found = [run(steps[0]), run(steps[1]), run(v4.decode_step, model)]
+            assert not any(torch.equal(want, each) for each in before), name
+            assert all(torch.equal(want, each) for each in found), name
+    finally:
+        model.load_state_dict(kept)
+
+
 def test_what_was_moved_or_changed_since(model):
     copied = copy.deepcopy(model)  # with a copy of every parameter
     attention = copied.model.layers[0].self_attn

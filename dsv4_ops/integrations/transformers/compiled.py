@@ -16,9 +16,10 @@ from torch import Tensor
 from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.torch_compat import group_sends, has_function_modes
+from dsv4_ops.integrations.transformers import quantized
 from dsv4_ops.integrations.transformers.architectures.base import Runner
 from dsv4_ops.integrations.transformers.cache import PagedCache
-from dsv4_ops.integrations.transformers.modules import has_global_hooks, with_methods
+from dsv4_ops.integrations.transformers.modules import has_global_hooks, local, with_methods
 from dsv4_ops.integrations.transformers.precompiled import (
     PartsFile,
     Undescribed,
@@ -146,6 +147,7 @@ class CompiledStep:
         self._kept: dict[str, Callable[..., Any]] = {}
         self._plans: dict[Any, _Plan] = {}
         self._changes = 0
+        self._shared: list[tuple[dict[str, Any], str, int]] | None = None
         self._cache: tuple[Any, str] = (lambda: None, "")
         self._spec = spec_of("compile_step", model)
         ranks = self._spec.parallel
@@ -166,8 +168,7 @@ class CompiledStep:
         if self.regional:
             logits = _PARTS[self.step](self.model, batch, tensors, run=run, **rest)
         else:
-            if self._spec.copies_weights:
-                self._spec.refresh(self.model.model)  # a graph cannot
+            self._refresh()
             logits = run("step", self.step, self.model, batch, tensors, **rest)
         if isinstance(run, _Recorder):
             self._plans[key] = run.plan
@@ -190,6 +191,20 @@ class CompiledStep:
                 self._watch.add(module._modules)
                 self._hooks.add(module._forward_hooks)
                 self._hooks.add(module._forward_pre_hooks)
+
+    def _refresh(self) -> None:
+        """Bring what ``patch`` added up to date with the weights, as an eager step does: a graph
+        cannot."""
+        body = self.model.model
+        shared = self._shared is not None and all(
+            name in parameters and local(parameters[name]).data_ptr() == at
+            for parameters, name, at in self._shared
+        )
+        if not shared or self._spec.copies_weights:
+            self._spec.refresh(body)
+        if not shared:  # each walk over the modules takes a tenth of a millisecond per layer
+            quantized.refresh(body)
+            self._shared = _shared_weights(body)
 
     def _planned(
         self, batch: StepBatch, cache: CacheTensors, rest: dict[str, Any]
@@ -270,6 +285,23 @@ class CompiledStep:
         if self._file.has_more or not keys <= (self._loaded or frozenset()):
             self._file.write(caches)
             self._loaded = (self._loaded or frozenset()) | keys
+
+
+def _shared_weights(body: Any) -> list[tuple[dict[str, Any], str, int]]:
+    """Parameters that share memory with buffers, which keep it: where each is held, its name there,
+    and its address, which no other weight can get."""
+    kept = {each.untyped_storage().data_ptr() for each in body.buffers() if each.nbytes}
+    held = [
+        (module._parameters, name, local(weight))
+        for module in body.modules()
+        for name, weight in module._parameters.items()
+        if weight is not None
+    ]
+    return [
+        (parameters, name, weight.data_ptr())
+        for parameters, name, weight in held
+        if weight.untyped_storage().data_ptr() in kept
+    ]
 
 
 class _Plan:

@@ -71,7 +71,9 @@ def decode_step(
             cannot run the ``impl``. Nothing is written.
 
     Compile: ``torch.compile(decode_step, fullgraph=True)`` gives one graph and one CUDA graph;
-        ``torch.export`` works too (``export_decode``).
+        ``torch.export`` works too (``export_decode``). A graph does not see weights that are
+        replaced later (``weight.data = other``, ``load_state_dict(assign=True)``) where ``patch``
+        added what shares their memory; ``compile_step`` does.
     """
     return decode(model, batch, cache, state_rings=state_rings)
 

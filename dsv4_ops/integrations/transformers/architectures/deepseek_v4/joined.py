@@ -50,13 +50,10 @@ class JoinedLinear(nn.Module):
         self.register_buffer("scale", scale, persistent=False)
 
     def holds(self, layers: list[Any]) -> bool:
-        """Whether the weights are still views of this one's."""
-        at = self.weight.data_ptr()
-        for layer in layers:
-            if layer.weight.data_ptr() != at:
-                return False
-            at += layer.weight.nbytes
-        return True
+        """Whether the weights, and their scales, are still views of this one's."""
+        return _holds(self.weight, layers, "weight") and (
+            self.scale is None or _holds(self.scale, layers, "weight_scale_inv")
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 of plain layers, and of FP8 ones the dtype of ``x``."""
@@ -65,6 +62,16 @@ class JoinedLinear(nn.Module):
         rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
         out = quantized.product(self.recipe, self.impl, rows, self.weight, self.scale)
         return out.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+def _holds(whole: Tensor, layers: list[Any], name: str) -> bool:
+    at = whole.data_ptr()
+    for layer in layers:
+        part = layer._parameters[name]
+        if part.data_ptr() != at:
+            return False
+        at += part.nbytes
+    return True
 
 
 def _gathered(layers: list[Any], name: str) -> Tensor:
