@@ -270,6 +270,34 @@ def test_a_truncated_shard_is_refused(small):
     )
 
 
+INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (INDEX, b"{", "must be JSON, got Expecting property name"),
+        (INDEX, b"\xff", "must be JSON, got "),
+        (INDEX, b"[]", "must hold names and values, got list. "),
+        (INDEX, b"{}", "must hold a weight_map, got none. "),
+        (SHARD, b"", "must begin with the size of its header, got 0 in 0 bytes. "),
+        (SHARD, bytes([255] * 16), f"must begin with the size of its header, got {2**64 - 1} in "),
+        (SHARD, bytes([2, *[0] * 7]) + b"xx", "must be JSON, got Expecting value"),
+    ],
+)
+def test_a_file_of_other_content_is_refused_by_name(small, name, content, message):
+    """Such as the text of an error, in place of what was downloaded."""
+    (small / name).write_bytes(content)
+    found = refused(small)
+    assert found.startswith(f"check_checkpoint: {name} {message}")
+    assert found.endswith(AGAIN)
+
+
+def test_a_path_is_one():
+    with pytest.raises(TypeError, match=r"^check_checkpoint: path must be a str or a path, "):
+        check_checkpoint(3)
+
+
 def test_experts_of_another_dtype_than_the_config_says_are_refused(small):
     config = {**SMALL, "expert_dtype": "fp8"}
     (small / "config.json").write_text(json.dumps(config))

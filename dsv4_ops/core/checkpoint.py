@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.layout import FP4_BLOCK, WEIGHT_BLOCK
 from dsv4_ops.core.refusal import refusal
 
@@ -275,7 +276,20 @@ def _json(file: Path, op: str = OP) -> dict[str, Any]:
     if not file.is_file():
         rule, advice = f"hold {file.name}", "Pass the folder of a checkpoint"
         raise refusal(ValueError, op, "path", rule, file.parent, advice)
-    held: dict[str, Any] = json.loads(file.read_text())
+    held = _object(op, file.name, file.read_bytes())
+    if file.name == INDEX and not isinstance(held.get("weight_map"), dict):
+        raise refusal(ValueError, op, file.name, "hold a weight_map", "none", _AGAIN)
+    return held
+
+
+def _object(op: str, name: str, content: bytes) -> dict[str, Any]:
+    try:
+        held = json.loads(content)
+    except ValueError as error:  # no JSON, or no text
+        raise refusal(ValueError, op, name, "be JSON", error, _AGAIN) from error
+    if not isinstance(held, dict):
+        rule = "hold names and values"
+        raise refusal(ValueError, op, name, rule, type(held).__name__, _AGAIN)
     return held
 
 
@@ -285,7 +299,11 @@ def _header(file: Path, op: str = OP) -> dict[str, StoredTensor]:
         raise refusal(ValueError, op, "path", rule, f"no {file.name}", "Download the shard")
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
-        entries = json.loads(stream.read(size))
+        held = file.stat().st_size
+        if not 0 < size <= held - 8:
+            rule, actual = "begin with the size of its header", f"{size} in {held} bytes"
+            raise refusal(ValueError, op, file.name, rule, actual, _AGAIN)
+        entries = _object(op, file.name, stream.read(size))
     entries.pop("__metadata__", None)
     first, found = 8 + size, {}
     for name, entry in entries.items():
@@ -315,7 +333,7 @@ def check_checkpoint(path: Path | str, *, scales: bool = True) -> CheckpointInfo
     Raises:
         ValueError: what is not as released, by name.
     """
-    path = Path(path)
+    path = Checks(OP).path("path", path)
     config, stored = _json(path / CONFIG), read_headers(path)
     first = _require(stored, "layers.0.ffn.experts.0.w1.weight").info.dtype
     expert_dtype = "fp4" if first == FP4_PAIRS else "fp8"
@@ -379,7 +397,7 @@ def draft_tensors(path: Path | str, *, op: str = OP) -> dict[str, StoredTensor]:
             transposed or of another dtype or shape; by name.
         NotImplementedError: a draft of DSpark, or the checkpoint of another architecture.
     """
-    path = Path(path)
+    path = Checks(op).path("path", path)
     config, index = _json(path / CONFIG, op), _json(path / INDEX, op)
     kind = config.get("model_type")
     if kind != "deepseek_v4":

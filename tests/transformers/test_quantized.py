@@ -460,3 +460,15 @@ def test_a_config_that_does_not_name_its_experts_loads(tmp_path):
     del config["expert_dtype"]
     model = v4.load_quantized(write_checkpoint(tmp_path, config))
     assert model.model.layers[0].mlp.experts.down_proj.dtype == torch.int8
+
+
+def test_a_path_is_a_folder(tmp_path):
+    """Else Hugging Face would look for it on its hub."""
+    (tmp_path / "file").touch()
+    for path in ("deepseek-ai/none", tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(
+            ValueError, match=r"^load_quantized: path must be a folder, got '.*'\. "
+        ):
+            v4.load_quantized(path)
+    with pytest.raises(TypeError, match=r"^load_quantized: path must be a str or a path, "):
+        v4.load_quantized(None)

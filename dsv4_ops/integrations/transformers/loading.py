@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_ops.core.checkpoint import check_checkpoint
+from dsv4_ops.core.checks import Checks
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.integrations.transformers.architectures.base import require_transformers
 
@@ -37,8 +38,8 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
         without the draft layer, which ``load_mtp`` loads into V4.
 
     Raises:
-        ValueError: the files are not as released: a tensor is missing, transposed or unknown; or
-            not quantised.
+        ValueError, TypeError: the path is no folder, or the files are not as released: a tensor is
+            missing, transposed or unknown; or not quantised.
         NotImplementedError: another model.
         ImportError: transformers is missing or too old.
 
@@ -52,6 +53,10 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
         torch.int8
     """
     library = require_transformers(OP)
+    path = Checks(OP).path("path", path)
+    if not path.is_dir():  # Hugging Face would look for it on its hub
+        rule, advice = "be a folder", "Download the checkpoint, and pass its folder"
+        raise refusal(ValueError, OP, "path", rule, repr(str(path)), advice)
     config = settings.pop("config", None) or library.AutoConfig.from_pretrained(path)
     name = _CLASSES.get(config.model_type)
     if name is None:
