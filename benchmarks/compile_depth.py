@@ -62,15 +62,16 @@ def measure(layers: int, mode: str, file: Path | None, args: argparse.Namespace)
         for request in range(REQUESTS):
             cache.add(request, num_tokens=1)
         caches.append(cache)
-    expected = v4.decode_step(model, batch, caches[0])
     wall, cpu = time.perf_counter(), sum(os.times()[:4])
     step = v4.compile_step(model, mode=mode, backend=args.backend, cache_file=file)
-    logits = step(batch, caches[1])
+    logits = step(batch, caches[0])
     cpu, wall = sum(os.times()[:4]) - cpu, time.perf_counter() - wall
     graphs = counters["stats"]["unique_graphs"]
+    # behind it: eager kernels would be compiled before the step asks for them
+    expected = v4.decode_step(model, batch, caches[1])
     found = float((logits.float() - expected.float()).norm() / expected.float().norm())
     cells = [layers, mode, start, graphs]
-    cells += [f"{cpu:.1f}", f"{wall:.1f}", f"{found:.1e}", replayed(step, batch, caches[1])]
+    cells += [f"{cpu:.1f}", f"{wall:.1f}", f"{found:.1e}", replayed(step, batch, caches[0])]
     return "| " + " | ".join(map(str, cells)) + " |"
 
 

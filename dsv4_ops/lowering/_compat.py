@@ -11,7 +11,9 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.dependencies import StarDep, WeakDep
 from torch._inductor.ir import ExternKernel, MutationOutput, NoneLayout, Pointwise
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
-from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.runtime.autotune_cache import AutotuneCache
+from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
+from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path as set_ptxas_path
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V, ops
@@ -19,6 +21,7 @@ from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
 __all__ = [
+    "AutotuneCache",
     "CppWrapperCpu",
     "ExternKernel",
     "FloorDiv",
@@ -41,5 +44,7 @@ __all__ = [
     "ops",
     "register_lowering",
     "run_and_get_code",
+    "set_ptxas_path",
+    "triton_cache_dir",
     "while_loop_op",
 ]

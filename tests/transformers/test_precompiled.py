@@ -178,20 +178,6 @@ def test_a_part_is_loaded_without_a_trace(tmp_path):
     assert PartsFile(tmp_path / "step.cache", other).find("a part") is None
 
 
-def test_a_file_has_what_kernels_were_tuned_to(tmp_path, monkeypatch):
-    """What Inductor keeps beside a kernel that it has timed, at the same place of its folder."""
-    monkeypatch.setattr(precompiled, "_code_folder", lambda: tmp_path / "first")
-    tuned = tmp_path / "first" / "ab" / "abc.best_config"
-    tuned.parent.mkdir(parents=True)
-    tuned.write_text('{"XBLOCK": 8}')
-    (tuned.parent / "abc.py").write_text("kernel")
-    PartsFile(tmp_path / "step.cache", SETTINGS).write(None)
-    monkeypatch.setattr(precompiled, "_code_folder", lambda: tmp_path / "second")
-    PartsFile(tmp_path / "step.cache", SETTINGS)
-    found = {path.name: path.read_text() for path in (tmp_path / "second").rglob("*.*")}
-    assert found == {"abc.best_config": '{"XBLOCK": 8}'}
-
-
 @torch.no_grad()
 def test_a_part_brings_no_kernels_for_other_graphs(monkeypatch):
     """A trace finds kernels by numbers that are of its process."""

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from dsv4_ops.core.torch_compat import allows_aot_compile, aot_settings, without_kernel_table
 from dsv4_ops.dispatch import libraries
 from dsv4_ops.dispatch.choice import tag_libraries
+from dsv4_ops.integrations.transformers import kernel_files
 from dsv4_ops.integrations.transformers.modules import SOURCE
 
 _log = logging.getLogger(__name__)
@@ -274,46 +275,6 @@ def environment(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:32]
 
 
-@functools.cache
-def _processor() -> str:
-    """A digest of the processor and the C library, for which code on CPUs is compiled."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = [platform.platform(), platform.processor()]
-    told = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    return hashlib.sha256(repr((sorted(told), platform.libc_ver())).encode()).hexdigest()[:16]
-
-
-def _code_folder() -> Path:
-    from dsv4_ops.lowering._compat import cache_dir
-
-    return Path(cache_dir())
-
-
-def _binaries() -> list[tuple[str, bytes]]:
-    """What torch's caches leave out of Inductor's folder, by its place there.
-
-    C++ kernels that this process has loaded, and what told which vectors the processor has; the
-    forms of Triton's kernels that were the fastest, which another process would time again.
-    """
-    folder = _code_folder()
-    loaded = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
-    paths = [path for path in folder.glob("*/*.so") if str(path) in loaded or "." not in path.stem]
-    paths += folder.glob("*/*.best_config")
-    return [(path.relative_to(folder).as_posix(), path.read_bytes()) for path in sorted(paths)]
-
-
-def _put(path: Path, content: bytes) -> None:
-    """Write a file that another process may write or read meanwhile."""
-    if path.exists():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_bytes(content)
-    partial.replace(path)
-
-
 def _libraries() -> list[str]:
     return [name for name in libraries.LIBRARIES if libraries.find_name(name) != "none"]
 
@@ -409,7 +370,7 @@ class PartsFile:
         takes_parts: Whether parts compiled with such settings can be kept.
     """
 
-    _CACHES, _MODULES, _LIBRARIES, _BINARIES = "caches", "modules", "libraries", "binaries/"
+    _CACHES, _MODULES, _LIBRARIES = "caches", "modules", "libraries"
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self._path = path
@@ -421,6 +382,8 @@ class PartsFile:
         except Undescribed as error:
             _log.info("no part is kept: %s", error)
             self.takes_parts, self._prefix = False, "none/"
+        self._binaries = f"{self._prefix}binaries/{kernel_files.processor()}/"
+        kernel_files.agree_with_workers()
         if path.is_file():
             self._read()
 
@@ -437,10 +400,13 @@ class PartsFile:
             _log.warning("%s is damaged, and is written anew: %s", self._path, error)
             return
         self.caches, self._parts = caches, parts
-        binaries = f"{self._prefix}{self._BINARIES}{_processor()}/"
-        for name, content in self._parts.items():
-            if name.startswith(binaries):
-                _put(_code_folder() / name.removeprefix(binaries), content)
+        kernel_files.put(
+            {
+                name.removeprefix(self._binaries): content
+                for name, content in self._parts.items()
+                if name.startswith(self._binaries)
+            }
+        )
         # they register the ops that the parts call, as a trace does
         for name in self._words(self._MODULES):
             _tried(importlib.import_module, name)
@@ -465,9 +431,8 @@ class PartsFile:
         if self.takes_parts:
             modules = [name for name in sys.modules if name.startswith(_WITH_OPS)]
             called = _libraries() if libraries.load.cache_info().currsize else []
-            for place, content in _binaries():
-                name = f"{self._prefix}{self._BINARIES}{_processor()}/{place}"
-                self._parts[name] = content
+            for place, content in kernel_files.collect().items():
+                self._parts[self._binaries + place] = content
             for name, words in ((self._MODULES, modules), (self._LIBRARIES, called)):
                 self._parts[self._prefix + name] = "\n".join(sorted(words)).encode()
         partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")

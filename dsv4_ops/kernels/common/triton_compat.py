@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+from base64 import b32encode
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -24,6 +27,8 @@ __all__ = [
     "GPUTarget",
     "GluonASTSource",
     "async_load",
+    "compiled_folders",
+    "forget_ptxas",
     "ptxas",
     "reinterpret",
     "takes_options_in_graphs",
@@ -73,6 +78,37 @@ def ptxas(capability: int) -> str:
     from triton.backends.nvidia.compiler import get_ptxas
 
     return str(get_ptxas(capability).path)
+
+
+def forget_ptxas() -> None:
+    """Have Triton ask again for the version of ptxas, which is in the names of its files.
+
+    ``get_ptxas_version``, which keeps it, 3.6 to 3.9.
+    """
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    get_ptxas_version.cache_clear()
+
+
+def compiled_folders(functions: Iterable[Any]) -> list[Path]:
+    """Folders of Triton's cache with what kernels among ``functions`` were compiled to here, and
+    with launchers of any.
+
+    ``JITFunction.device_caches`` and the names of folders, 3.6 to 3.9.
+    """
+    roots = {Path(knobs.cache.dir), Path(knobs.cache.get_triton_dir("cache"))}
+    names = set()
+    for function in functions:
+        if isinstance(function, triton.JITFunction):
+            for kernels, *_ in getattr(function, "device_caches", {}).values():
+                names |= {_name(each.hash) for each in kernels.values()}
+    found = {root / name for root in roots for name in names if (root / name).is_dir()}
+    found |= {path.parent for root in roots for path in root.glob("*/*.so")}
+    return sorted(found)
+
+
+def _name(kernel_hash: str) -> str:
+    return b32encode(bytes.fromhex(kernel_hash)).decode().rstrip("=")
 
 
 @functools.cache

@@ -1,0 +1,149 @@
+"""Files of compiled kernels that torch's caches leave out, by their places in other folders.
+
+Without them a process that loads parts of a step would compile or time their kernels again:
+
+- C++ kernels that were loaded, and what told which vectors the processor has;
+- the forms of Triton's kernels that were the fastest. Inductor's workers name them without the tag
+  of caches, which the process that reads them has (torch 2.11 to 2.13);
+- kernels of ours that Triton's launcher compiled, not Inductor, and the launchers of all, which a C
+  compiler made.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.compiler.config as compiler_config
+
+_OURS = "dsv4_ops.kernels."
+_CODE, _TRITON = "code/", "triton/"
+_HERE = b"[FOLDER]"
+"""Stands for the folder of a kernel, which files of Triton name."""
+
+_KEPT = (".json", ".cubin", ".hsaco", ".so")
+"""What Triton loads: the rest tells how a kernel came about."""
+
+
+def collect() -> dict[str, bytes]:
+    """Contents by place, of this process."""
+    folder = code_folder()
+    loaded = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
+    found = {
+        path: path.read_bytes()
+        for path in folder.glob("*/*.so")
+        if str(path) in loaded or "." not in path.stem
+    }
+    found |= dict(_tuned(folder))
+    places = {f"{_CODE}{path.relative_to(folder).as_posix()}": each for path, each in found.items()}
+    return places | dict(_of_triton())
+
+
+def put(files: Mapping[str, bytes]) -> None:
+    """Write files of ``collect`` where this process looks for them."""
+    folders = {_CODE: code_folder(), _TRITON: triton_folder()}
+    for place, content in files.items():
+        for prefix, folder in folders.items():
+            if place.startswith(prefix) and folder is not None:
+                path = folder / place.removeprefix(prefix)
+                if prefix == _TRITON:
+                    content = content.replace(_HERE, str(path.parent).encode())
+                _write(path, content)
+
+
+def agree_with_workers() -> None:
+    """Have this process compile and name its kernels as Inductor's workers do.
+
+    They have torch's ptxas, of another version than Triton's own. Triton asks for the version once:
+    if a kernel ran before, no file of a worker would be found.
+    """
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return
+    from dsv4_ops.kernels.common import triton_compat
+    from dsv4_ops.lowering import _compat
+
+    before = os.environ.get("TRITON_PTXAS_PATH")
+    _compat.set_ptxas_path()
+    if os.environ.get("TRITON_PTXAS_PATH") != before:
+        triton_compat.forget_ptxas()
+
+
+@functools.cache
+def processor() -> str:
+    """A digest of the processor and the C library, for which code on CPUs is compiled."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = [platform.platform(), platform.processor()]
+    told = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    return hashlib.sha256(repr((sorted(told), platform.libc_ver())).encode()).hexdigest()[:16]
+
+
+def code_folder() -> Path:
+    """Inductor's."""
+    from dsv4_ops.lowering._compat import cache_dir
+
+    return Path(cache_dir())
+
+
+def triton_folder() -> Path | None:
+    """Triton's: that of the process, or else Inductor's, which is set when Inductor needs it."""
+    if not torch.cuda.is_available():
+        return None
+    from dsv4_ops.lowering._compat import triton_cache_dir
+
+    folder: str = triton_cache_dir(torch.cuda.current_device())
+    return Path(os.environ.setdefault("TRITON_CACHE_DIR", folder))
+
+
+def _tuned(folder: Path) -> Iterator[tuple[Path, bytes]]:
+    """What was the fastest, by the names that workers and that this process give it."""
+    from dsv4_ops.lowering._compat import AutotuneCache
+
+    found = list(folder.glob("*/*.best_config"))
+    for path in found:
+        yield path, path.read_bytes()
+    config: Any = compiler_config
+    sources = [each for parent in {path.parent for path in found} for each in parent.glob("*.py")]
+    for source in sources:
+        paths = []
+        for tag in ("", config.cache_key_tag):
+            with config.patch(cache_key_tag=tag):
+                cache = AutotuneCache.create({}, str(source), "")
+            if cache is not None and cache.local_cache is not None:
+                paths.append(Path(cache.local_cache[1]))
+        if len(paths) == 2 and paths[0].is_file() and not paths[1].is_file():
+            yield paths[1], paths[0].read_bytes()
+
+
+def _of_triton() -> Iterator[tuple[str, bytes]]:
+    if triton_folder() is None:
+        return
+    from dsv4_ops.kernels.common import triton_compat
+
+    modules = [each for name, each in sys.modules.items() if name.startswith(_OURS)]
+    functions = [each for module in modules for each in list(vars(module).values())]
+    for folder in triton_compat.compiled_folders(functions):
+        for path in folder.iterdir():
+            if path.suffix in _KEPT:
+                content = path.read_bytes()
+                if path.suffix == ".json":
+                    content = content.replace(str(folder).encode(), _HERE)
+                yield f"{_TRITON}{folder.name}/{path.name}", content
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that another process may write or read meanwhile."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_bytes(content)
+    partial.replace(path)

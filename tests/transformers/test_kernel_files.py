@@ -1,0 +1,128 @@
+"""Files of kernels that a file of parts brings: by the names under which this process looks."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.compiler.config as compiler_config
+
+pytest.importorskip("transformers", "5.17", reason="needs transformers with deepseek_v4")
+
+from dsv4_ops.integrations.transformers import kernel_files
+from dsv4_ops.integrations.transformers.precompiled import PartsFile
+from dsv4_ops.lowering import _compat
+
+SETTINGS = {"fullgraph": True, "dynamic": False}
+
+
+@pytest.fixture
+def moved(tmp_path, monkeypatch):
+    """Write a file of parts for this folder of code, and read it as if for another one."""
+
+    def move(name):
+        monkeypatch.setattr(kernel_files, "code_folder", lambda: tmp_path / "first")
+        PartsFile(tmp_path / "step.cache", SETTINGS).write(None)
+        monkeypatch.setattr(kernel_files, "code_folder", lambda: tmp_path / name)
+        PartsFile(tmp_path / "step.cache", SETTINGS)
+        return tmp_path / name
+
+    return move
+
+
+def tuned_path(source, tag):
+    with compiler_config.patch(cache_key_tag=tag):
+        return _compat.AutotuneCache.create({}, str(source), "").local_cache[1]
+
+
+def test_what_kernels_were_tuned_to(tmp_path, moved):
+    """What Inductor keeps beside a kernel that it has timed, at the same place of its folder."""
+    tuned = tmp_path / "first" / "ab" / "abc.best_config"
+    tuned.parent.mkdir(parents=True)
+    tuned.write_text('{"XBLOCK": 8}')
+    (tuned.parent / "abc.py").write_text("kernel")
+    found = {path.name: path.read_text() for path in moved("second").rglob("*.*")}
+    assert found == {"abc.best_config": '{"XBLOCK": 8}'}
+
+
+def test_what_workers_tuned_has_the_name_that_other_processes_look_for(tmp_path, moved):
+    """They have no tag of caches; what is there by its name with the tag counts more."""
+    source = tmp_path / "first" / "ab" / "abc.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("kernel")
+    plain, tagged = tuned_path(source, ""), tuned_path(source, compiler_config.cache_key_tag)
+    assert plain != tagged
+    Path(plain).write_text("by a worker")
+    assert not Path(tagged).exists()
+    there = tuned_path(moved("second") / "ab" / "abc.py", compiler_config.cache_key_tag)
+    assert Path(there).read_text() == "by a worker"
+    Path(tagged).write_text("by this process")
+    (tmp_path / "step.cache").unlink()
+    there = tuned_path(moved("third") / "ab" / "abc.py", compiler_config.cache_key_tag)
+    assert Path(there).read_text() == "by this process"
+
+
+def test_kernels_of_triton_and_launchers_move_with_their_paths(tmp_path, monkeypatch, moved):
+    pytest.importorskip("triton", reason="triton is published for Linux only")
+    from dsv4_ops.kernels.experts import plan
+
+    folders = {name: tmp_path / f"triton {name}" for name in ("first", "second")}
+    held = folders["first"] / kernel_name(bytes(range(32)).hex())
+    other = folders["first"] / "LAUNCHER"
+    for folder in (held, other, folders["first"] / "OF_ANOTHER_PACKAGE"):
+        folder.mkdir(parents=True)
+        (folder / "kernel.cubin").write_bytes(b"code")
+        (folder / "kernel.ptx").write_text("text")
+    (held / "__grp__kernel.json").write_text(f'{{"kernel.cubin": "{held}/kernel.cubin"}}')
+    (other / "launcher.so").write_bytes(b"a library")
+    made = SimpleNamespace(hash=bytes(range(32)).hex())
+    caches = {0: ({"a call": made}, {}, None, None, None)}
+    monkeypatch.setattr(plan.expert_plan_kernel, "device_caches", caches)
+    monkeypatch.setattr(kernel_files, "triton_folder", lambda: current[0])
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folders["first"]))
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    current = [folders["first"]]
+    PartsFile(tmp_path / "step.cache", SETTINGS).write(None)
+    current[0] = folders["second"]
+    PartsFile(tmp_path / "step.cache", SETTINGS)
+    found = {path.relative_to(folders["second"]).as_posix() for path in current[0].rglob("*.*")}
+    names = ("kernel.cubin", "__grp__kernel.json")
+    assert found == {
+        *(f"{held.name}/{name}" for name in names),
+        "LAUNCHER/kernel.cubin",
+        "LAUNCHER/launcher.so",
+    }
+    text = (folders["second"] / held.name / "__grp__kernel.json").read_text()
+    assert text == f'{{"kernel.cubin": "{folders["second"] / held.name}/kernel.cubin"}}'
+
+
+def kernel_name(kernel_hash):
+    from triton.runtime.cache import _base32
+
+    return _base32(kernel_hash)
+
+
+def test_triton_names_its_files_by_the_ptxas_of_workers(tmp_path, monkeypatch):
+    pytest.importorskip("triton", reason="triton is published for Linux only")
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    tool = tmp_path / "ptxas"
+    tool.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.9, V13.9.1\n")
+    tool.chmod(0o755)
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    before = get_ptxas_version(80)
+
+    def set_path():
+        os.environ.setdefault("TRITON_PTXAS_PATH", str(tool))
+
+    monkeypatch.setattr(_compat, "set_ptxas_path", set_path)
+    kernel_files.agree_with_workers()
+    assert get_ptxas_version(80) == before  # no GPU, no kernels
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    try:
+        kernel_files.agree_with_workers()
+        assert "V13.9.1" in get_ptxas_version(80)
+    finally:
+        os.environ.pop("TRITON_PTXAS_PATH", None)
+        get_ptxas_version.cache_clear()
