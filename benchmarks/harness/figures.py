@@ -57,8 +57,13 @@ def _slower_dense(stored: Stored) -> str:
 
 
 def _long(row: Row) -> bool:
-    """Of many requests with long contexts."""
-    return int(row["batch"]) >= 32 and int(row["context"]) >= 32768
+    """Of many requests with long contexts in bf16."""
+    many = int(row["batch"]) >= 32 and int(row["context"]) >= 32768
+    return many and row["layout"] == "plain"
+
+
+def _in_decode(row: Row) -> bool:
+    return int(row["tokens"]) <= 1024
 
 
 def _slower_gathered(stored: Stored) -> str:
@@ -258,9 +263,10 @@ FIGURES: dict[str, Figure] = {
     "mla_peak": cell("mla_model", "peak_gib", case="memory", context=131072),
     "mla_whole": cell("mla_model", "whole_gib", case="memory", context=131072),
     # experts
-    "experts_times": span("experts", "ratio", chosen=lambda row: row["tokens"] <= 1024),
+    "experts_times": span("experts", "ratio", case="fp4", chosen=_in_decode),
     "experts_8": cell("experts", "us", form=_whole, case="fp4", tokens=8),
     "experts_64": cell("experts", "us", form=_whole, case="fp4", tokens=64),
+    "experts_bf16": span("experts", "ratio", case="bf16"),
     # sparse MLA, prefill
     "prefill_times": span("sparse_mla", "baseline_whole_us / compiled_us", case="prefill"),
     "prefill_times_c4_2048": _mla("whole_times_faster", "prefill", _heads(2048, _C4)),

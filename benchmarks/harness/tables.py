@@ -280,6 +280,16 @@ TABLES = {
         ),
         chosen=lambda row: row["layout"] == "plain",
     ),
+    "mla_codes": Table(
+        "mla",
+        (
+            ("layout", lambda row: f"`{row['layout']}`"),
+            ("heads, requests x context", _dense),
+            ("us", us("us")),
+            ("of the roofline", share("pct_of_roofline")),
+        ),
+        chosen=lambda row: row["layout"] != "plain" and row["batch"] in (8, 64),
+    ),
     "v3": Table(
         "mla_model",
         (
