@@ -94,6 +94,10 @@ class Checks:
         if not isinstance(value, Tensor):
             raise self._no_tensor(name, value, f"Pass a {dtype} tensor")
         dtype = value.dtype if isinstance(dtype, tuple) else dtype
+        if value.layout is not torch.strided or value.is_nested:
+            advice = "Pass .to_dense() of a sparse one, or .values() of a nested one"
+            found = "a nested one" if value.is_nested else f"a {value.layout}"
+            raise self.refusal(TypeError, name, "be a dense tensor", found, advice)
         if value.dtype != dtype:
             advice = _conversion(value.dtype, dtype)
             raise self.refusal(TypeError, name, f"be {dtype}", value.dtype, advice)

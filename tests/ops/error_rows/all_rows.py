@@ -338,6 +338,12 @@ def tensor_rows(op: str, name: str, first: str, *, optional: bool) -> Iterator[R
         kind = type(other).__name__
         text = f"{op}: {name} must be a tensor, got {kind}. {advice or f'Pass a {dtype} tensor.'}"
         yield Row(f"{name} is {kind}", op, {name: other}, TypeError, text)
+    sparse = torch.sparse_coo_tensor(
+        torch.zeros(rank, 0, dtype=torch.int64), torch.zeros(0, dtype=dtype), value.shape
+    )
+    text = f"{op}: {name} must be a dense tensor, got a torch.sparse_coo. "
+    text += "Pass .to_dense() of a sparse one, or .values() of a nested one."
+    yield Row(f"{name} is sparse", op, {name: sparse}, TypeError, text)
     dtypes = dtypes or str(dtype)
     for wrong in DTYPES:
         if str(wrong) in dtypes:
