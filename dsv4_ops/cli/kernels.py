@@ -393,7 +393,6 @@ def examples() -> dict[str, Call]:
         "experts, 2048 tokens": _experts(2048),
         "experts, fp8": _experts(fp8=True),
         "experts, bf16": _experts(bf16=True),
-        "experts, bf16, 128 tokens": _experts(128, bf16=True),
         "experts, bf16, 2048 tokens": _experts(2048, bf16=True),
         "gather_indexer_k": ((indexer, _tensor(5), _tensor(4, 160)), {"num_rows": 8192, **keys}),
     }

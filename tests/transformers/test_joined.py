@@ -103,7 +103,9 @@ REPLACED = [
 """Of codes and scales that are joined, and of one that has its bytes in a buffer beside it."""
 
 
-@pytest.mark.parametrize("form", ["data", "assign"])
+@pytest.mark.parametrize(
+    "form", ["data", pytest.param("assign", marks=pytest.mark.nightly("the same by .data"))]
+)
 def test_weights_that_are_replaced_count_in_the_next_step(model, form):
     """Of an eager step and of one compiled before, in whichever mode."""
     batch = v4.StepBatch(
