@@ -49,8 +49,11 @@ MEAN_ROWS = {4: {16: 5, 32: 48}, 8: {16: 5, 32: 48}, 16: {16: 5, 32: 16, 64: 40}
 
 MOST_ROWS = 128
 
-SYMBOLIC_ROWS = 32
-"""Rows of a block where their number is a symbol."""
+SYMBOLIC_ROWS = {4: 32, 8: 32, 16: 64}
+"""By the bits, rows of a block where their number is a symbol."""
+
+SMALL_ROWS = 32
+"""Rows of a block at most on GPUs with less shared memory."""
 
 
 @triton.jit
@@ -191,7 +194,7 @@ def down_kernel(
 def block_rows(num_rows: int, num_experts: int, bits: int) -> int:
     """Rows of a block."""
     if not isinstance(num_rows, int):
-        return SYMBOLIC_ROWS
+        return SYMBOLIC_ROWS[bits]
     mean = num_rows / num_experts
     return next((rows for rows, most in MEAN_ROWS[bits].items() if mean <= most), MOST_ROWS)
 
@@ -218,7 +221,7 @@ def experts(
     bits = _BITS.get(gate_up.dtype, 4)
     tokens = block_rows(num_rows, num_experts, bits)
     if launch.capability(x.device) not in (None, *_LARGE_SHARED):
-        tokens = min(tokens, SYMBOLIC_ROWS)
+        tokens = min(tokens, SMALL_ROWS)
     tile = TILES[bits][tokens]
     plan = expert_plan(launch, topk_ids, num_experts=num_experts, block_size=tokens)
     capacity = plan.expert_of_block.shape[0]
