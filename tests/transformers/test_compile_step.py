@@ -170,6 +170,11 @@ def test_other_objects_are_refused_as_by_the_step(tmp_path, mode, kept, step):
     with pytest.raises(TypeError, match=rf"^{name}: batch.tokens must be torch.int64, got "):
         run(replace(batch, tokens=batch.tokens.int()), cache)
     assert run.parts == {}
+    for other, message in (("kept", "kept must be an argument of the step"), ("state_rings", None)):
+        if message is None and step is v4.decode_step:
+            message = "state_rings must be a bool, got int"
+        with pytest.raises(TypeError, match=f"^{name}: {message or other}"):
+            run(batch, cache, **{other: 3})
 
 
 @pytest.fixture

@@ -158,7 +158,9 @@ class CompiledStep:
         """Run the step; the first call compiles."""
         op = self.step.__name__
         tensors = tensors_of(op, cache)
-        check_tensors(op, batch, tensors)  # of what is raised in a graph, Dynamo makes its own
+        # of what is raised in a graph, Dynamo makes its own
+        check_tensors(op, batch, tensors)
+        _check_options(op, rest)
         if self.regional:
             self._follow()
         if self._ranks is not None:
@@ -285,6 +287,17 @@ class CompiledStep:
         if self._file.has_more or not keys <= (self._loaded or frozenset()):
             self._file.write(caches)
             self._loaded = (self._loaded or frozenset()) | keys
+
+
+def _check_options(op: str, options: dict[str, Any]) -> None:
+    """Raise if a step does not take one of these keyword arguments, or not such a value."""
+    taken = ("state_rings",) if op == decode_step.__name__ else ()
+    for name, value in options.items():
+        if name not in taken:
+            advice = f"It takes {', '.join(('batch', 'cache', *taken))}"
+            rule = "be an argument of the step"
+            raise refusal(TypeError, op, name, rule, "an unknown name", advice)
+        Checks(op).flag(name, value)
 
 
 def _shared_weights(body: Any) -> list[tuple[dict[str, Any], str, int]]:

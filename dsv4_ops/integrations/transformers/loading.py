@@ -57,7 +57,12 @@ def load_quantized(path: Path | str, *, scales: bool = True, **settings: Any) ->
     if not path.is_dir():  # Hugging Face would look for it on its hub
         rule, advice = "be a folder", "Download the checkpoint, and pass its folder"
         raise refusal(ValueError, OP, "path", rule, repr(str(path)), advice)
-    config = settings.pop("config", None) or library.AutoConfig.from_pretrained(path)
+    Checks(OP).flag("scales", scales)
+    config = settings.pop("config", None)
+    if config is not None and not hasattr(config, "model_type"):
+        rule, advice = "be a configuration", "Pass AutoConfig.from_pretrained(path), or none"
+        raise refusal(TypeError, OP, "config", rule, type(config).__name__, advice)
+    config = config or library.AutoConfig.from_pretrained(path)
     name = _CLASSES.get(config.model_type)
     if name is None:
         rule, advice = f"be one of {', '.join(_CLASSES)}", "Load it by from_pretrained"
