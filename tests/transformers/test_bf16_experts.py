@@ -124,6 +124,26 @@ def test_what_hugging_face_was_told_to_run_stays(ran):
     assert not ran
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["V4", "V3"])
+def test_many_rows_of_an_expert_are_hugging_faces(family, ran, monkeypatch):
+    """The router of V4 is then, too. Sizes that are symbols are never known to be so many."""
+    model = hf.patch(made(family))
+    hf.decode_step(model, *step_of(model))
+    assert ran
+    ran.clear()
+    monkeypatch.setattr(bf16_experts, "MOST_ROWS", 0)
+    hf.decode_step(model, *step_of(model))
+    assert not ran
+    monkeypatch.setattr(bf16_experts, "MOST_ROWS", 1)
+    experts = experts_of(model)[0]
+    call = inputs_of(experts, tokens=experts.num_experts)  # two rows of each
+    experts(*call)
+    assert not ran
+    torch.compile(experts, fullgraph=True, backend="eager", dynamic=True)(*call)
+    assert len(ran) == 1
+
+
 def test_gradients_flow_through_hugging_face(ran):
     model = hf.patch(made())
     experts = experts_of(model)[0].requires_grad_()

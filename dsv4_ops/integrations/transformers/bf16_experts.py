@@ -1,7 +1,8 @@
 """Experts in bf16 run our op on GPUs: weights are read once for each block of rows.
 
-Hugging Face's grouped products stay where a gradient is wanted, where
-``set_experts_implementation`` chose others, and for weights that are split or of another dtype.
+Hugging Face's grouped products stay where a gradient is wanted, where an expert has hundreds of
+rows, where ``set_experts_implementation`` chose others, and for weights that are split or of
+another dtype.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4_ops.core.registry import AUTO, REFERENCE
+from dsv4_ops.core.torch_compat import statically_known_true
 from dsv4_ops.integrations.transformers.modules import (
     QUANTIZED_EXPERTS,
     Forward,
@@ -30,6 +32,9 @@ RUN_ON = ("cuda",)
 NO_LIMIT = torch.finfo(torch.float32).max
 """A bound of SwiGLU for models that have none."""
 
+MOST_ROWS = 256
+"""Rows of an expert, on average, up to which the op was not slower on an H100."""
+
 _DEFAULT = "grouped_mm"
 _ACTIVATIONS = ("SiLUActivation", "SiLU")
 
@@ -46,7 +51,9 @@ def replacements(model: Any, recipe: Recipe, impl: str) -> Iterator[tuple[Any, s
 
 def _with_op(before: Forward) -> Forward:
     def forward(self: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        if not runs_op(self, x) or (torch.is_grad_enabled() and weights.requires_grad):
+        if not runs_op(self, x, chosen.shape[-1]) or (
+            torch.is_grad_enabled() and weights.requires_grad
+        ):
             out: Tensor = before(self, x, chosen, weights)
             return out
         limit = limit_of(self)
@@ -57,14 +64,16 @@ def _with_op(before: Forward) -> Forward:
     return forward
 
 
-def runs_op(module: Any, x: Tensor) -> bool:
-    """Whether experts run as our op for such hidden states."""
+def runs_op(module: Any, x: Tensor, top_k: int) -> bool:
+    """Whether experts run as our op for such hidden states, with ``top_k`` experts each."""
     weights = [getattr(module, name, None) for name in QUANTIZED_EXPERTS]
     wanted = torch.is_grad_enabled()
+    rows = x.numel() // x.shape[-1] * top_k
     return (
         x.device.type in RUN_ON
         and getattr(module.config, "_experts_implementation", None) == _DEFAULT
         and type(module.act_fn).__name__ in _ACTIVATIONS
+        and not statically_known_true(rows > MOST_ROWS * module.num_experts)
         and all(
             isinstance(each, Tensor)
             and each.dtype == torch.bfloat16

@@ -104,7 +104,10 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
     ours = (
         is_unchanged(block)
         and is_unchanged(gate)
-        and (quantized.is_quantized(block.experts) or bf16_experts.runs_op(block.experts, x))
+        and (
+            quantized.is_quantized(block.experts)
+            or bf16_experts.runs_op(block.experts, x, gate.top_k)
+        )
         and type(gate.score_fn).__name__ == "SqrtSoftplusActivation"
         and gate.weight.dtype == torch.bfloat16
     )
