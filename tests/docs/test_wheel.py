@@ -1,6 +1,7 @@
 """The wheel: what is in it, and that it works where only it and its dependencies are installed."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +39,22 @@ def wheel(tmp_path_factory):
     run("-m", "pip", "wheel", *offline, "--wheel-dir", build, source)
     (made,) = build.iterdir()
     return made
+
+
+def test_the_version_is_that_of_changelog_and_tag():
+    """A commit without a tag, or a copy without git, is between versions."""
+    heading = re.search(r"^## \[(.+?)\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert heading is not None
+    assert heading[1] == __version__
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        return
+    found = subprocess.run(
+        [git, "-C", ROOT, "tag", "--points-at", "HEAD"], capture_output=True, text=True, check=True
+    )
+    tags = [tag for tag in found.stdout.split() if tag.startswith("v")]
+    assert tags in ([], [f"v{__version__}"])
+    assert not tags or re.fullmatch(r"\d{4}-\d\d-\d\d", heading[2])
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
