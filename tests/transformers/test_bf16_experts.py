@@ -1,5 +1,7 @@
 """Experts in bf16 as the op of GPUs, on a CPU; and when Hugging Face's products stay."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,9 +10,11 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 
 from dsv4_ops.integrations import transformers as hf
 from dsv4_ops.integrations.transformers import bf16_experts
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4 import forwards
 from dsv4_ops.testing.models import small_mla_model, small_model
 from tests.helpers import i32
 
+HALF = replace(hf.Recipe.serve(), swiglu_float32=False)
 FAMILIES = ("V4", "V3", "V2")
 
 
@@ -142,6 +146,25 @@ def test_many_rows_of_an_expert_are_hugging_faces(family, ran, monkeypatch):
     assert not ran
     torch.compile(experts, fullgraph=True, backend="eager", dynamic=True)(*call)
     assert len(ran) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changed", ["impl", "recipe", "forward"])
+def test_the_router_is_hugging_faces_where_the_experts_are(changed, ran, monkeypatch):
+    """Its ids are int64, and none is absent: other forwards know no such ids as our op's."""
+    monkeypatch.setattr(forwards, "FUSED_ON", ("cpu",))
+    settings = {"impl": {"impl": "reference"}, "recipe": {"precision": HALF}}.get(changed, {})
+    model = hf.patch(made("V4"), **settings)
+    seen, experts = [], experts_of(model)
+    if changed == "forward":
+        for each in experts:
+            each.forward = lambda x, ids, _: seen.append(ids.dtype) or x
+    else:
+        for each in experts:
+            each.register_forward_pre_hook(lambda _, args: seen.append(args[1].dtype))
+    hf.decode_step(model, *step_of(model))
+    assert seen == [torch.int64] * len(experts)
+    assert not ran
 
 
 def test_gradients_flow_through_hugging_face(ran):

@@ -128,6 +128,13 @@ def own_forward(module: Any) -> Any:
     return None if forward is None or _is_harmless(vars(module).get("_hf_hook")) else forward
 
 
+def runs_ours(module: Any) -> bool:
+    """Whether a module's forward is one of ours, which nobody replaced since."""
+    forward = vars(module).get("forward")
+    ours = isinstance(forward, Replacement) or REPLACED in vars(module)
+    return ours and own_forward(module) is None
+
+
 def _is_harmless(hook: Any) -> bool:
     """Whether accelerate's hook, which is a forward of the instance, loads no weights."""
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload

@@ -23,6 +23,7 @@ from dsv4_ops.integrations.transformers.modules import (
     is_unchanged,
     linear_float32,
     own_forward,
+    runs_ours,
 )
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.ops.experts import route
@@ -104,6 +105,7 @@ def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:
     ours = (
         is_unchanged(block)
         and is_unchanged(gate)
+        and runs_ours(block.experts)  # which takes ids of no expert
         and (
             quantized.is_quantized(block.experts)
             or bf16_experts.runs_op(block.experts, x, gate.top_k)
