@@ -72,6 +72,13 @@ def _widen_codes(words: Value, factor: Value) -> tuple[Value, Value]:
     return words.like(pairs[..., 0]), words.like(pairs[..., 1])
 
 
+def _halve_codes(words: Value) -> tuple[Value, Value]:
+    """``halve_codes`` of dense MLA likewise, as float16."""
+    codes = np.ascontiguousarray(words.data).view(np.uint8).reshape(*words.shape, 4)
+    pairs = np.ascontiguousarray(_e4m3()[codes].astype(np.float16)).view(np.int32)
+    return words.like(pairs[..., 0]), words.like(pairs[..., 1])
+
+
 def _scale_codes(words: Value, scale: Value) -> tuple[Value, Value]:
     """``scale_codes`` of dense MLA likewise, by a float32 factor."""
     codes = np.ascontiguousarray(words.data).view(np.uint8).reshape(*words.shape, 4)
@@ -85,7 +92,17 @@ def _product(left: Value, right: Value, *_: Any) -> Value:
     return left * right
 
 
-ASSEMBLY = {"widen_codes": _widen_codes, "scale_codes": _scale_codes, "_product": _product}
+def _prefetch_l2(address: Value, size: Value) -> None:
+    """Nothing that a kernel sees."""
+
+
+ASSEMBLY = {
+    "prefetch_l2": _prefetch_l2,
+    "halve_codes": _halve_codes,
+    "widen_codes": _widen_codes,
+    "scale_codes": _scale_codes,
+    "_product": _product,
+}
 """What functions with assembly mean, by their names."""
 
 

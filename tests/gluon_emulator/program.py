@@ -152,20 +152,22 @@ class Product:
         sums = self.sums.result if isinstance(self.sums, Product) else self.sums
         if sums is None:
             raise EmulationError("a product begins with sums that nobody waited for")
-        left = self.left if isinstance(self.left, Value) else from_bits(self.left.bits, gl.bfloat16)
-        right = from_bits(self.right.bits, gl.bfloat16)
+        left, right = (
+            part if isinstance(part, Value) else from_bits(part.bits, part.dtype)
+            for part in (self.left, self.right)
+        )
         # 16 at a time, as the matrix unit; so little that numpy starts no threads for it
         rows, inner = left.data.shape
-        columns = left.data.reshape(rows, inner // 16, 16).swapaxes(0, 1)
+        columns = left.data.astype(np.float32).reshape(rows, inner // 16, 16).swapaxes(0, 1)
         with np.errstate(all="ignore"):
-            product = (columns @ right.data.reshape(inner // 16, 16, -1)).sum(0)
+            product = (columns @ right.data.astype(np.float32).reshape(inner // 16, 16, -1)).sum(0)
             self.result = sums.like(sums.data + product if self.use_sums else product)
 
 
 def _checked(left: Any, right: Any, sums: Any) -> None:
     rows, inner = left.shape
     fits = right.shape[0] == inner and sums.shape == [rows, right.shape[1]]
-    kinds = left.dtype == gl.bfloat16 and right.dtype == gl.bfloat16
+    kinds = left.dtype == right.dtype and left.dtype in (gl.bfloat16, gl.float16)
     if not (fits and kinds and rows % 64 == 0 and inner % 16 == 0 and right.shape[1] % 8 == 0):
         raise EmulationError(f"no such product: {left.shape} {right.shape} {sums.shape}")
 

@@ -69,6 +69,33 @@ def test_rows_of_codes(layout, made):
     assert_exact(kernel(case, seed=1), case)
 
 
+@pytest.mark.parametrize("exponent", [-100, 60])
+def test_queries_that_float16_does_not_hold(exponent):
+    """Beside codes they are float16: each row is multiplied by a power of two before, which its
+    logits are divided by. Here rows differ by 2^30, and the scale of the cache makes up for it."""
+    case = mla_case(8, [2, 1, 4], 16, longest=150, layout=FP8, adversarial=False)
+    q, *rest, _ = case.tensors
+    rows = torch.arange(q.shape[0] * q.shape[1]).view(*q.shape[:2], 1) % 2
+    factors = 2.0 ** (exponent - 30 * rows)
+    scale = torch.tensor([1.5 * 2.0**-exponent])
+    case = Case("far", ((q * factors).bfloat16(), *rest, scale), case.settings)
+    assert_exact(kernel(case), case)
+
+
+def test_a_query_of_infinity_or_nan_spoils_its_row_alone():
+    case = mla_case(8, [2, 1, 4], 16, longest=150, layout=FP8, adversarial=False)
+    whole = kernel(case)
+    q = case.tensors[0].clone()
+    q[0, 3, 5], q[1, 0, 570] = math.inf, math.nan
+    spoiled = torch.zeros(q.shape[:2], dtype=torch.bool)
+    spoiled[0, 3] = spoiled[1, 0] = True
+    for left, right in zip(
+        kernel(Case("spoiled", (q, *case.tensors[1:]), case.settings)), whole, strict=True
+    ):
+        assert equal(left[~spoiled], right[~spoiled])
+        assert left[spoiled].isnan().all()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_schedules(seed):
     """Partitions take turns in other orders, over several pairs of blocks in two splits."""

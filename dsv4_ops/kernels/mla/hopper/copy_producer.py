@@ -20,8 +20,8 @@ _ROW = gl.constexpr(576)
 NEVER = gl.constexpr(2**31 - 1)
 """Position of a key that does not exist."""
 
-_EXPONENT = gl.constexpr(0x7F80)
-"""Bits of a bf16 value that are all set in NaN and infinity alone."""
+_BF16_EXPONENT, _FLOAT16_EXPONENT = gl.constexpr(0x7F80), gl.constexpr(0x7C00)
+"""Bits of a value that are all set in NaN and infinity alone."""
 
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """Eight threads copy a line of a row, 16 bytes each."""
@@ -76,14 +76,15 @@ def clear_tile(tile, lost, apart, GROUP: gl.constexpr):
     """Where some tokens do not see all rows (``apart``), P of a row is 0, and a product with what
     is no number would be NaN: zeros for that in a tile of values, and which rows have had such so
     far. ``spoil_rope`` says it to the tokens that see the row."""
+    EXPONENT: gl.constexpr = _BF16_EXPONENT if tile.dtype == gl.bfloat16 else _FLOAT16_EXPONENT
     if GROUP > 1:
         if apart:
             words = reinterpret(tile, gl.int32, [KEYS, WIDTH // 2], STORED)
             for part in gl.static_range(2 * WIDTH // _LINE_BYTES):
                 some = words.slice(part * (_LINE_BYTES // 4), _LINE_BYTES // 4, dim=1)
                 both = some.load(WORDS)
-                low = (both & _EXPONENT) == _EXPONENT
-                high = ((both >> 16) & _EXPONENT) == _EXPONENT
+                low = (both & EXPONENT) == EXPONENT
+                high = ((both >> 16) & EXPONENT) == EXPONENT
                 some.store(gl.where(low, 0, both & 0xFFFF) | gl.where(high, 0, both & -0x10000))
                 lost = gl.maximum(lost, gl.max(gl.where(low | high, 1, 0), axis=1))
             fence_async_shared()

@@ -17,7 +17,7 @@ from dsv4_ops.kernels.mla.hopper.copy_producer import (
     arrives,
     copy_pairs,
 )
-from dsv4_ops.kernels.mla.hopper.dequant_producer import dequantise_pairs
+from dsv4_ops.kernels.mla.hopper.dequant_producer import CODES, dequantise_pairs
 from dsv4_ops.kernels.sparse_mla.hopper.copy_producer import COPYING
 from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 from dsv4_ops.kernels.sparse_mla.hopper.epilogue import amax_of, log2_sum, scale_of, store_lse
@@ -41,28 +41,80 @@ PAIR = gl.constexpr(128)
 _BESIDE_CODES = gl.constexpr(192)
 """Registers of threads that attend beside ones that dequantise, which get the rest."""
 
+_LEAST_EXPONENT = gl.constexpr(15)
+"""Of float32, as its bits have it: largest values of rows of queries count as no smaller."""
+
 _LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def _copy_queries(q, tile, shared, rope_queries, HALF: gl.constexpr, GROUP: gl.constexpr):
-    """A half of the rows of this program, with the left one their RoPE dimensions; zeros for rows
-    that are not there."""
+def _query_rows(q, tile, GROUP: gl.constexpr):
+    """Where the rows of this program begin, and which are there."""
     first, stride, head_stride = q
     token, first_head, count, num_heads = tile
     row = gl.arange(0, HEADS, COPIED_ROW)
     member, head = row * 0, row
     if GROUP > 1:
         member, head = row // num_heads, row % num_heads
-    there = (first_head + row < count * num_heads)[:, None]
-    start = first + (token + member) * stride + (first_head + head).to(gl.int64) * head_stride
+    there = first_head + row < count * num_heads
+    return first + (token + member) * stride + (first_head + head).to(gl.int64) * head_stride, there
+
+
+@gluon.jit
+def _copy_queries(q, tile, shared, rope_queries, HALF: gl.constexpr, GROUP: gl.constexpr):
+    """A half of the rows of this program, with the left one their RoPE dimensions; zeros for rows
+    that are not there."""
+    start, there = _query_rows(q, tile, GROUP)
+    start, there = start[:, None], there[:, None]
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, COPIED))
     target = shared[0].index(0).slice(HALF * WIDTH, WIDTH, dim=1)
-    async_load(target, start[:, None] + (HALF * WIDTH + dim)[None, :], mask=there)
+    async_load(target, start + (HALF * WIDTH + dim)[None, :], mask=there)
     if HALF == LEFT:
         dim = gl.arange(0, ROPE, gl.SliceLayout(0, COPIED))
-        async_load(rope_queries.index(0), start[:, None] + (2 * WIDTH + dim)[None, :], mask=there)
+        async_load(rope_queries.index(0), start + (2 * WIDTH + dim)[None, :], mask=there)
     arrives(shared[5][4])
+    mbarrier.wait(shared[5][4], 0)
+    fence_async_shared()
+
+
+@gluon.jit
+def _scale_queries(q, tile, shared, rope_queries, HALF: gl.constexpr, GROUP: gl.constexpr):
+    """The same in float16, each row times a power of two that brings its largest value to 2^14 or
+    more: what is not below 2^-24 of that keeps all its bits. What undoes it, for the logits. The
+    partitions tell each other the largest values of their halves."""
+    start, there = _query_rows(q, tile, GROUP)
+    start, there = start[:, None], there[:, None]
+    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, COPIED))
+    half = gl.load(start + (HALF * WIDTH + dim)[None, :], mask=there, other=0.0).to(gl.float32)
+    highest = gl.max(gl.abs(half), axis=1)
+    rope = half
+    if HALF == LEFT:
+        dim = gl.arange(0, ROPE, gl.SliceLayout(0, COPIED))
+        rope = gl.load(start + (2 * WIDTH + dim)[None, :], mask=there, other=0.0).to(gl.float32)
+        highest = gl.maximum(highest, gl.max(gl.abs(rope), axis=1))
+    totals, asked = shared[4][1], shared[5][4]
+    totals.index(HALF).store(highest)
+    arrives(asked)
+    mbarrier.wait(asked, 0)
+    factor = _factors(totals, COPIED_ROW)[0][:, None]
+    shared[0].index(0).slice(HALF * WIDTH, WIDTH, dim=1).store((half * factor).to(gl.float16))
+    if HALF == LEFT:
+        rope_queries.index(0).store((rope * factor).to(gl.float16))
+    undone = _factors(totals, LOGIT_ROW)[1]
+    fence_async_shared()
+    arrives(asked)
+    mbarrier.wait(asked, 1)
+    return undone
+
+
+@gluon.jit
+def _factors(totals, ROW: gl.constexpr):
+    """By what each row is multiplied, and what undoes it: both are normal numbers."""
+    highest = gl.maximum(totals.index(LEFT).load(ROW), totals.index(RIGHT).load(ROW))
+    exponent = gl.maximum(highest.to(gl.int32, bitcast=True) >> 23, _LEAST_EXPONENT)
+    factor = (_LEAST_EXPONENT - 1 + 254 - exponent) << 23
+    undone = (exponent - (_LEAST_EXPONENT - 1)) << 23
+    return factor.to(gl.float32, bitcast=True), undone.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -105,6 +157,21 @@ def _scaled(scales, SCALE: gl.constexpr, SCALES: gl.constexpr):
 
 
 @gluon.jit
+def _in_float16(shared, rope_queries):
+    """The memory of a program for values that are codes: float16 holds those, and P with more bits
+    than bf16."""
+    queries, keys, existing, weights, both, barriers = shared
+    left, right = keys
+    ROWS: gl.constexpr = queries.layout
+    queries = reinterpret(queries, gl.float16, [1, HEADS, 2 * WIDTH], ROWS)
+    left = reinterpret(left, gl.float16, [2, KEYS, WIDTH], ROWS)
+    right = reinterpret(right, gl.float16, [2, KEYS, WIDTH], ROWS)
+    weights = reinterpret(weights, gl.float16, [2, HEADS, KEYS], ROWS)
+    rope_queries = reinterpret(rope_queries, gl.float16, [1, HEADS, ROPE], ROWS)
+    return (queries, (left, right), existing, weights, both, barriers), rope_queries
+
+
+@gluon.jit
 def _bring(
     cache, pages, pairs, alike, shared,
     FORMAT: gl.constexpr, ROW: gl.constexpr, BLOCK_SIZE: gl.constexpr, GROUP: gl.constexpr,
@@ -119,16 +186,18 @@ def _bring(
 def _attend(
     HALF: gl.constexpr,
     work, pairs, dst, shared, scales,
-    SCALE: gl.constexpr, SCALES: gl.constexpr, GROUP: gl.constexpr,
+    SCALE: gl.constexpr, SCALES: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     q, tile, part, lens, rope_queries = work
     out, lse, partial, partial_lse, partial_scale = dst
     token, first_head, count, num_heads = tile
-    _copy_queries(q, tile, shared, rope_queries, HALF, GROUP)
     rope = (rope_queries, _limits(lens, tile, GROUP))
-    mbarrier.wait(shared[5][4], 0)
-    fence_async_shared()
     softmax_scale = _scaled(scales, SCALE, SCALES)
+    if FORMAT == CODES:
+        undone = _scale_queries(q, tile, shared, rope_queries, HALF, GROUP)
+        softmax_scale = (softmax_scale * undone)[:, None]
+    else:
+        _copy_queries(q, tile, shared, rope_queries, HALF, GROUP)
     if HALF == LEFT:
         sums, row_max, total = attend_even(
             pairs * 0, pairs, pairs * 0, softmax_scale, shared, rope, True
@@ -143,6 +212,7 @@ def _attend(
         inverse *= gl.load(scales[1])
     rows = count * num_heads - first_head  # no more are written
     stage = shared[3].index(HALF)
+    stage = reinterpret(stage, gl.bfloat16, [HEADS, KEYS], stage.layout)
     first, splits, split = part
     if splits == 1:
         row = token * num_heads + first_head
@@ -152,7 +222,8 @@ def _attend(
     else:
         factor = gl.convert_layout(inverse, VALUE_ROW)
         amax = _shared_amax(HALF, pairs, amax_of(sums * factor[:, None]), shared)
-        scale = scale_of(amax)
+        # of rows without a key a scale could be so small that ``inverse`` over it is infinite
+        scale = gl.where(amax == 0.0, 1.0, scale_of(amax))
         row = (first + split).to(gl.int64) * num_heads + first_head
         between = (splits - 1) * num_heads  # every token of a group has its own partial results
         if HALF == RIGHT:
@@ -257,6 +328,8 @@ def hopper_mla_decode_kernel(
     rope_queries = gl.allocate_shared_memory(
         gl.bfloat16, [1, HEADS, ROPE], gl.NVMMASharedLayout(128, 16, 2)
     )
+    if FORMAT == CODES:
+        shared, rope_queries = _in_float16(shared, rope_queries)
     entries = block_table + gl.where(known, request, 0) * table_stride
     pages = (entries, gl.to_tensor(column_stride).to(gl.int64), first_tile * PAIR, stop)
     alike = gl.maximum(least - first_tile * PAIR, 0) // PAIR
@@ -274,8 +347,8 @@ def hopper_mla_decode_kernel(
     gl.warp_specialize(
         [
             (_bring, (cache, pages, pairs, alike, shared, FORMAT, ROW, BLOCK_SIZE, GROUP)),
-            (_attend, (LEFT, work, pairs, dst, shared, scales, SCALE, SCALES, GROUP)),
-            (_attend, (RIGHT, work, pairs, dst, shared, scales, SCALE, SCALES, GROUP)),
+            (_attend, (LEFT, work, pairs, dst, shared, scales, SCALE, SCALES, FORMAT, GROUP)),
+            (_attend, (RIGHT, work, pairs, dst, shared, scales, SCALE, SCALES, FORMAT, GROUP)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],

@@ -1,4 +1,5 @@
-"""FP8 rows of dense MLA on their way to Hopper's matrix unit: loaded as words, stored as bf16.
+"""FP8 rows of dense MLA on their way to Hopper's matrix unit: loaded as words, stored as float16,
+or with scales as bf16.
 
 Half the latents of a block at a time: a thread has 64 codes of each of two rows, and eight of the
 RoPE dimensions. The codes of the next half are on their way while those of one are stored.
@@ -6,7 +7,7 @@ RoPE dimensions. The codes of the next half are on their way while those of one 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dsv4_ops.kernels.common.triton_compat import async_load, reinterpret
 from dsv4_ops.kernels.mla.hopper.copy_producer import (
@@ -22,7 +23,7 @@ from dsv4_ops.kernels.mla.hopper.copy_producer import (
     locate,
     spoil_rope,
 )
-from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS, widen_codes
+from dsv4_ops.kernels.sparse_mla.hopper.dequant_producer import KEYS
 from dsv4_ops.kernels.sparse_mla.hopper.mma import WIDTH
 from dsv4_ops.kernels.sparse_mla.hopper.mma_paired import LEFT, RIGHT
 
@@ -32,8 +33,22 @@ CODES, SCALED = gl.constexpr(1), gl.constexpr(2)
 _GROUP = gl.constexpr(32)
 """Words of codes that share a scale."""
 
-_ONE = gl.constexpr(0x3F803F80)
-"""1.0 in bf16, twice."""
+
+@gluon.jit
+def halve_codes(words):
+    """The values of the four e4m3 codes of each word, all of which are float16, as two words of two
+    values. One instruction for two: bf16 takes six, which would bound the kernel."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 a, b; mov.b32 {a, b}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;
+        }""",
+        "=r,=r,r",
+        [words],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -56,6 +71,34 @@ def scale_codes(words, scale):
         is_pure=True,
         pack=1,
     )
+
+
+@gluon.jit
+def prefetch_l2(address, size):
+    """Have so many bytes from an address on, which four threads have, brought to the L2."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .b32 lane;
+        mov.u32 lane, %laneid; and.b32 lane, lane, 3;
+        setp.eq.u32 p, lane, 0; setp.ne.and.u32 p, $2, 0, p;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [address, size],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _prefetch(cache, pages, block, found, ROW: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """Ask for the pages that begin in a block."""
+    start, position = locate(cache, pages, block, found, WORDS_ROW, ROW, BLOCK_SIZE)
+    begins = (position < NEVER) & (position % BLOCK_SIZE == 0)
+    size = gl.where(begins, BLOCK_SIZE * ROW // 16 * 16, 0)
+    prefetch_l2(start.to(gl.int64, bitcast=True), size)
 
 
 @gluon.jit
@@ -94,22 +137,21 @@ def _load_rope(rows, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _widen(words):
-    factor = gl.full([KEYS, words.shape[1]], _ONE, gl.int32, WORDS)
-    left, right = widen_codes(words, factor)
+def _halves(words):
+    left, right = halve_codes(words)
     return gl.reshape(gl.join(left, right), [KEYS, 2 * words.shape[1]])
 
 
 @gluon.jit
 def _values(half, FORMAT: gl.constexpr):
-    """Words of two bf16 values of half the latents of a block."""
+    """Words of two values of half the latents of a block."""
     if FORMAT == SCALED:
         word = gl.arange(0, WIDTH // 4, gl.SliceLayout(0, WORDS))
         scale = gl.where((word < _GROUP)[None, :], half[1][:, None], half[2][:, None])
         left, right = scale_codes(half[0], scale)
         words = gl.reshape(gl.join(left, right), [KEYS, WIDTH // 2])
     else:
-        words = _widen(half[0])
+        words = _halves(half[0])
     return words
 
 
@@ -140,14 +182,8 @@ def _store_rope(tile, rope, lost, apart, FORMAT: gl.constexpr, GROUP: gl.constex
             if apart:
                 await_copies()
     else:
-        _store(tile, _widen(rope))
+        _store(tile, _halves(rope))
     spoil_rope(tile, lost, apart, GROUP)
-
-
-@gluon.jit
-def _filled(full):
-    fence_async_shared()
-    arrives(full)
 
 
 @gluon.jit
@@ -175,18 +211,18 @@ def dequantise_pairs(
         mbarrier.wait(used[LEFT][0], phase)
         existing.index(0).store(even[1])
         lost_even = _store_half(keys[LEFT].index(0), half, none, apart, FORMAT, GROUP)
-        _filled(full[LEFT][0])
+        arrives(full[LEFT][0])
         half = _load_half(even, RIGHT, FORMAT)
         rope = _load_rope(even, FORMAT)
         mbarrier.wait(used[RIGHT][1], phase)
         existing.index(1).store(odd[1])
         lost_odd = _store_half(keys[RIGHT].index(1), other, none, apart, FORMAT, GROUP)
-        _filled(full[RIGHT][1])
+        arrives(full[RIGHT][1])
         other = _load_half(odd, LEFT, FORMAT)
         mbarrier.wait(used[RIGHT][0], phase)
         lost_even = _store_half(keys[RIGHT].index(0), half, lost_even, apart, FORMAT, GROUP)
         _store_rope(weights.index(0), rope, lost_even, apart, FORMAT, GROUP)
-        _filled(full[RIGHT][0])
+        arrives(full[RIGHT][0])
         rope = _load_rope(odd, FORMAT)
         even = locate(cache, pages, 2 * pair + 2, next_even, WORDS_ROW, ROW, BLOCK_SIZE)
         next_even = find(pages, 2 * pair + 4, WORDS_ROW, BLOCK_SIZE)
@@ -194,5 +230,7 @@ def dequantise_pairs(
         mbarrier.wait(used[LEFT][1], phase)
         lost_odd = _store_half(keys[LEFT].index(1), other, lost_odd, apart, FORMAT, GROUP)
         _store_rope(weights.index(1), rope, lost_odd, apart, FORMAT, GROUP)
-        _filled(full[LEFT][1])
+        arrives(full[LEFT][1])
+        _prefetch(cache, pages, 2 * pair + 3, next_odd, ROW, BLOCK_SIZE)
+        _prefetch(cache, pages, 2 * pair + 4, next_even, ROW, BLOCK_SIZE)
         pair += 1
