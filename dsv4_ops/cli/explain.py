@@ -10,6 +10,7 @@ from dsv4_ops.dispatch.choice import (
     DEVICES,
     FASTER_LIBRARY,
     MEASURED,
+    SCALED_MM_FROM,
     ours,
     scaled_mm_obstacle,
 )
@@ -73,7 +74,7 @@ def _record(spec: OpSpec) -> dict[str, Any]:
     if SCALED_MM in spec.providers:
         obstacle = scaled_mm_obstacle()
         state = {"usable": not obstacle, "reason": obstacle or "torch has it"}
-        libraries[SCALED_MM] = {**state, "taken_from": []}
+        libraries[SCALED_MM] = {**state, "taken_from": SCALED_MM_FROM[spec.name]}
     each = {"op": spec.name, "elsewhere": REFERENCE, DEVICES[0]: ours(spec)}
     return {**each, "note": NOTES.get(spec.name, ""), "libraries": libraries}
 
@@ -84,10 +85,7 @@ def _of(spec: OpSpec) -> list[str]:
     if found["note"]:
         lines.append(f"  {'':<9}  {found['note']}")
     for library, here in found["libraries"].items():
-        never = "it was faster at no size"
-        if library == SCALED_MM:
-            never = "not measured beside the reference yet"
-        when = here["taken_from"] or f"only if asked for: {never}"
+        when = here["taken_from"] or "only if asked for: it was faster at no size"
         state = "usable" if here["usable"] else "not usable"
         lines += [f"  {library:<9}  {when}", f"  {'':<9}  {state}: {here['reason']}"]
     return lines

@@ -52,8 +52,13 @@ FLASH_ATTN_WIDTH = 256
 FLASH_MLA_DENSE_SIZES, FLASH_MLA_DENSE_BLOCK = (576, 512), 64
 """Width and latent values of its dense decode's rows, and rows of a block."""
 FLASH_MLA_DENSE_DTYPES = (torch.bfloat16, torch.float16)
-SCALED_MM_TOKENS = 128
-"""Tokens from which on ``impl="auto"`` takes torch's block-wise product."""
+SCALED_MM_TOKENS = {"fp8_linear": 128, "fp8_grouped_linear": 2048}
+"""Tokens from which on ``impl="auto"`` takes torch's block-wise product of activations in FP8."""
+
+SCALED_MM_FROM = {
+    op: f"{least} tokens with activations in FP8, if their number is no symbol"
+    for op, least in SCALED_MM_TOKENS.items()
+}
 SCALED_MM_COLUMNS = 512
 """Rows of four scales: versions of torch differ in how shorter ones are padded."""
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64
@@ -292,8 +297,8 @@ def choose(spec: OpSpec, values: Values) -> Choice:
         # alone, without the tensors that it needs: 21.0 ms of 2048 queries and 34816 keys of V3 on
         # an H100, where a whole layer with ours took 18.5
         return Choice(ours(spec), "flash attention was not faster on an H100")
-    if SCALED_MM in spec.providers and not _scaled_mm_faster_obstacle(values):
-        return Choice(SCALED_MM, "faster from 128 tokens on")
+    if SCALED_MM in spec.providers and not _scaled_mm_faster_obstacle(spec.name, values):
+        return Choice(SCALED_MM, f"faster from {SCALED_MM_TOKENS[spec.name]} tokens on")
     why = "no library runs this op"
     for library in spec.providers:
         if library in LIBRARIES:
@@ -334,10 +339,12 @@ def obstacle(op: str, library: str, values: Values) -> str:
     return unusable(library) or _other_device(subject(values).device)
 
 
-def _scaled_mm_faster_obstacle(values: Values) -> str:
+def _scaled_mm_faster_obstacle(op: str, values: Values) -> str:
     """Why ``impl="auto"`` does not take torch's block-wise product; empty if it does."""
-    num_tokens = values["x"].shape[0]
-    if not isinstance(num_tokens, int) or num_tokens < SCALED_MM_TOKENS:
+    x = values["x"]
+    grouped = x.dim() == 3 and values["x_scale"] is not None  # then groups come first
+    num_tokens = x.shape[1 if grouped else 0]
+    if not isinstance(num_tokens, int) or num_tokens < SCALED_MM_TOKENS[op]:
         return "it was not faster for so few tokens"
     found = _scaled_mm_limit(values)
     return found.what if found is not None else scaled_mm_obstacle()

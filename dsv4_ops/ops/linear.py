@@ -14,7 +14,7 @@ from dsv4_ops.dispatch.choice import check_impl
 from dsv4_ops.dispatch.define import define_op
 from dsv4_ops.dispatch.libraries import SCALED_MM
 
-PROVIDERS, GROUPED_PROVIDERS = (TRITON, SCALED_MM, REFERENCE), (TRITON, REFERENCE)
+PROVIDERS = (TRITON, SCALED_MM, REFERENCE)
 
 _SCALES, _SCALE_LAYOUTS = ("pow2", "float32"), ("row", "column_padded")
 _ACTIVATIONS = ("bf16", "fp8")
@@ -45,7 +45,7 @@ _fp8_grouped_linear = define_op(
     lowering={"cpu": "decompose", "cuda": "choices"},
     dynamic=("num_tokens",),
     source=f"{_SOURCE}; its grouped output projection",
-    providers=GROUPED_PROVIDERS,
+    providers=PROVIDERS,
 )
 
 
@@ -200,7 +200,7 @@ def fp8_grouped_linear(
             bfloat16.
         activations: "bf16" or "fp8", as for ``fp8_linear``.
         out_dtype: dtype of the result, bfloat16 or float32.
-        impl: "auto", "triton" or "reference".
+        impl: As for ``fp8_linear``; "scaled_mm" is a call for each group.
 
     Returns:
         ``out_dtype`` [num_tokens, out_features], dense: the products of every group side by side,
@@ -274,5 +274,4 @@ def _check_settings(
         rule = "be torch.bfloat16 or torch.float32"
         raise refusal(TypeError, op, "out_dtype", rule, out_dtype, advice)
     values = {"weight": weight, "x_scale": x_scale, "activations": activations}
-    providers = PROVIDERS if op == "fp8_linear" else GROUPED_PROVIDERS
-    check_impl(op, providers, impl, x.device, {**values, "out_dtype": out_dtype})
+    check_impl(op, PROVIDERS, impl, x.device, {**values, "out_dtype": out_dtype})

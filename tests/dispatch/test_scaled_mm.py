@@ -57,6 +57,21 @@ def test_the_product_is_that_of_the_reference(on_cpu, num_tokens):
     assert torch.equal(given, found)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 8, 13])
+def test_products_of_groups_are_those_of_the_reference(on_cpu, num_tokens):
+    x, weight, scale = call(num_tokens, 512, 1024)
+    x, weight, scale = x.unflatten(1, (2, -1)), weight[:, :512], scale[:, :4]
+    found = ops.fp8_grouped_linear(x, weight, scale, **W8A8)
+    case = testing.Case("eager", (x, weight, scale), {**W8A8, "out_dtype": torch.bfloat16})
+    expected = case.run(OPS["fp8_grouped_linear"].reference)
+    checked = testing.op_testing("fp8_grouped_linear")
+    assert_agrees("scaled_mm", checked, case, (found,), expected)
+    rows = ops.quantize_rows(x.transpose(0, 1).flatten(0, 1))
+    codes, scales = (each.unflatten(0, (2, num_tokens)) for each in rows)
+    given = ops.fp8_grouped_linear(codes, weight, scale, scales, impl="scaled_mm")
+    assert torch.equal(given, found)
+
+
 def test_rows_of_scales_that_torch_would_pad_are_refused(on_cpu):
     with pytest.raises(NotImplementedError) as error:
         ops.fp8_linear(*call(3, 128, 384), **W8A8)
@@ -98,11 +113,20 @@ def test_it_raises_where_it_does_not_run(monkeypatch):
 
 def test_auto_takes_it_from_so_many_tokens_on(on_cpu):
     """Where it was measured to be faster; and only for activations in FP8."""
-    most = choice.SCALED_MM_TOKENS
+    most = choice.SCALED_MM_TOKENS["fp8_linear"]
     assert choice_of("fp8_linear", *call(most), activations="fp8").impl == "scaled_mm"
     assert choice_of("fp8_linear", *call(most - 1), activations="fp8").impl == "triton"
     assert choice_of("fp8_linear", *call(most)).impl == "triton"
     assert choice_of("fp8_linear", *call(3), **W8A8) == ("scaled_mm", "asked for")
+    least = choice.SCALED_MM_TOKENS["fp8_grouped_linear"]
+    for count, impl in ((least, "scaled_mm"), (least - 1, "triton")):
+        x, weight, scale = call(count)
+        rows = ops.quantize_rows(x)
+        given = (each.expand(2, -1, -1) for each in (rows.values, rows.scales))
+        codes, scales = given
+        assert choice_of("fp8_grouped_linear", codes, weight, scale, scales).impl == impl
+        both = (x[:, None].expand(-1, 2, -1), weight, scale)
+        assert choice_of("fp8_grouped_linear", *both, activations="fp8").impl == impl
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten, "_scaled_mm_v2"), reason="torch has none")

@@ -1,4 +1,4 @@
-"""torch's block-wise ``_scaled_mm_v2`` as ``impl="scaled_mm"`` of ``fp8_linear``."""
+"""torch's block-wise ``_scaled_mm_v2`` as ``impl="scaled_mm"`` of FP8 linear layers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,45 @@ def fp8_linear(
     impl: str,
 ) -> Tensor:
     """One call of torch; quantisation in front of it is left to the compiler."""
-    num_tokens = x.shape[0]
-    if num_tokens == 0:
+    if x.shape[0] == 0:
         return x.new_empty((0, weight.shape[0]), dtype=out_dtype)
     codes, scales = quantized(x) if x_scale is None else (x, x_scale)
+    return _product(codes, scales, weight, scale_values(scale), out_dtype)
+
+
+def fp8_grouped_linear(
+    launch,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    x_scale: Tensor | None,
+    *,
+    activations: str,
+    out_dtype: torch.dtype,
+    impl: str,
+) -> Tensor:
+    """A call for each group: torch's grouped products take no scales of blocks."""
+    num_groups, num_tokens = (x.shape[1], x.shape[0]) if x_scale is None else x.shape[:2]
+    if num_tokens == 0:
+        return x.new_empty((0, weight.shape[0]), dtype=out_dtype)
+    codes, scales = quantized(x.transpose(0, 1)) if x_scale is None else (x, x_scale)
+    weights = weight.unflatten(0, (num_groups, -1))
+    blocks = scale_values(scale).unflatten(0, (num_groups, -1))
+    products = [
+        _product(codes[group], scales[group], weights[group], blocks[group], out_dtype)
+        for group in range(num_groups)
+    ]
+    return torch.cat(products, 1)
+
+
+def _product(
+    codes: Tensor, scales: Tensor, weight: Tensor, scale: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    num_tokens = codes.shape[0]
     more = round_up(num_tokens, ROWS) - num_tokens
     codes = pad(codes.contiguous().view(torch.uint8), (0, 0, 0, more)).view(torch.float8_e4m3fn)
     by_token = pad(scales.t(), (0, more)).contiguous().t()
-    by_block = scale_values(scale).contiguous().t()
+    by_block = scale.contiguous().t()
     product = block_product(codes, weight.contiguous().t(), by_token, by_block, out_dtype)
     return product[:num_tokens].contiguous()
 
