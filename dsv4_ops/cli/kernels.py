@@ -105,6 +105,11 @@ def _qnorm(cache: Tensor, layout: str) -> Call:
     return tensors, {"eps": 1e-6, "block_size": 64, "layout": layout}
 
 
+def _turned(**settings: Any) -> Call:
+    """Arguments of inverse RoPE of the output."""
+    return (_halves(128, 64, 512), _longs(128), _floats(2**20, 64)), {"num_groups": 8, **settings}
+
+
 def _compress(cache: Tensor, overlap: bool, **settings: Any) -> Call:
     """Arguments of ``compress_and_insert``: C4 if ``overlap``, else C128."""
     head_dim = IndexerLayout.head_dim if settings["layout"] == IndexerLayout.tag else 512
@@ -322,6 +327,9 @@ def examples() -> dict[str, Call]:
         "save_and_compress, C128": _step(pages_of_2, False, **fp8_of_2),
         "save_and_compress, indexer": _step(indexer, True, **keys),
         "insert_c4_step": _c4_step(),
+        "inverse_rope_group": _turned(),
+        "inverse_rope_group_quantize": _turned(scale_layout="row"),
+        "inverse_rope_group_quantize, packed": _turned(scale_layout="ue8m0_packed"),
         "qnorm_rope_kv_insert": _qnorm(main, MainLayout.tag),
         "qnorm_rope_kv_insert, plain": _qnorm(plain, "plain"),
         "sparse_mla_decode": _attention(False, main, **pages),

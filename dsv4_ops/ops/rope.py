@@ -141,6 +141,7 @@ _inverse_rope_group = define_op(
     "rope",
     "inverse_rope_group(Tensor o, Tensor positions, Tensor cos_sin_cache, *, "
     "int num_groups) -> Tensor",
+    lowering=KERNEL_ON_CUDA,
     dynamic=_DIMENSIONS,
     source="DeepSeek-V4 inverse rotation before the grouped output projection",
 )
@@ -148,6 +149,7 @@ _inverse_rope_group_quantize = define_op(
     "rope",
     "inverse_rope_group_quantize(Tensor o, Tensor positions, Tensor cos_sin_cache, *, "
     "int num_groups, str scale_layout) -> (Tensor, Tensor)",
+    lowering=KERNEL_ON_CUDA,
     dynamic=_DIMENSIONS,
     source="vLLM 0.33 fused inverse RoPE and FP8 quantisation of the attention output",
 )
@@ -181,8 +183,8 @@ def inverse_rope_group(
             devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: one loop of Inductor; dynamic in num_tokens and num_positions; CUDA graphs and export:
-        yes.
+    Compile: on a GPU one kernel of ours for heads of a power of two up to 1024 values, else one
+        loop of Inductor; dynamic in num_tokens and num_positions; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's output projection.
 
@@ -234,9 +236,9 @@ def inverse_rope_group_quantize(
             ``scale_layout``, or several devices.
         TypeError: a dtype other than the ones above.
 
-    Compile: one reduction of Inductor, and a copy of the scales where they are padded; dynamic in
-        num_tokens and num_positions; CUDA graphs and export: yes. Rounding of the rotation may
-        change a code by one step.
+    Compile: on a GPU one kernel of ours, on a CPU one reduction of Inductor and a copy of the
+        scales where they are padded; dynamic in num_tokens and num_positions; CUDA graphs and
+        export: yes. On a CPU rounding of the compiled rotation may change a code by one step.
 
     Source: vLLM 0.33's inverse RoPE and quantisation; rounded to bfloat16 before, as the two ops.
 

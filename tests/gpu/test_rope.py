@@ -170,12 +170,10 @@ def test_compiled_step_is_captured_and_exact(layout):
     ("name", "kwargs", "most"),
     [
         ("apply_rope", {}, 1),
-        # the rotation, and a copy that Inductor makes for the view
-        ("inverse_rope_group", {"num_groups": 8}, 2),
-        # rotation, maxima, codes; and the scales where they are padded and packed
-        ("inverse_rope_group_quantize", {"num_groups": 8, "scale_layout": "row"}, 3),
-        ("inverse_rope_group_quantize", {"num_groups": 8, "scale_layout": "column_padded"}, 4),
-        ("inverse_rope_group_quantize", {"num_groups": 8, "scale_layout": "ue8m0_packed"}, 5),
+        ("inverse_rope_group", {"num_groups": 8}, 1),
+        ("inverse_rope_group_quantize", {"num_groups": 8, "scale_layout": "row"}, 1),
+        ("inverse_rope_group_quantize", {"num_groups": 8, "scale_layout": "column_padded"}, 1),
+        ("inverse_rope_group_quantize", {"num_groups": 8, "scale_layout": "ue8m0_packed"}, 1),
     ],
     ids=lambda value: str(value),
 )
@@ -189,7 +187,7 @@ def test_graph_has_few_kernels(name, kwargs, most):
         ops.rope_cos_sin_cache(4096, **YARN, device="cuda"),
     )
     _, code = compile_and_get_code(compiled, *arguments)
-    assert code.count("@triton.jit") <= most
+    assert 0 < code.count(".run(") <= most
 
 
 def test_rotation_and_quantisation_over_many_values():

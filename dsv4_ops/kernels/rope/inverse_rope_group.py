@@ -1,0 +1,177 @@
+"""Undo the rotation of the attention output, and quantise it, in one kernel: what is written is
+read once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dsv4_ops.core.layout import (
+    ACTIVATION_BLOCK,
+    ACTIVATION_FLOOR,
+    TOKEN_ALIGNMENT,
+    round_up,
+)
+from dsv4_ops.core.types import QuantizedGroups
+from dsv4_ops.kernels.arguments import angles, strided
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
+    quantize,
+    round_to_bf16,
+    widen,
+)
+from dsv4_ops.kernels.common.rope import rotate_pairs_back
+from dsv4_ops.kernels.launcher import Launcher
+from dsv4_ops.reference import rope as reference
+
+HEADS = 8
+"""Heads of a token that a program turns: 32 values per thread."""
+
+WARPS = 4
+
+WIDEST = 1024
+"""Values of a head at most, of which a program has a power of two."""
+
+PLAIN, ROW, COLUMN_PADDED, PACKED = 0, 1, 2, 3
+_SCALES = {"row": ROW, "column_padded": COLUMN_PADDED, "ue8m0_packed": PACKED}
+"""Where the scales go; none of a result in bf16."""
+
+_PLAIN, _ROW, _COLUMN = tl.constexpr(PLAIN), tl.constexpr(ROW), tl.constexpr(COLUMN_PADDED)
+_BLOCK, _FLOOR = tl.constexpr(ACTIVATION_BLOCK), tl.constexpr(ACTIVATION_FLOOR)
+
+
+@triton.jit
+def _turned(
+    source, dim_stride, given, position, cos_sin_cache, table_stride, column_stride, num_positions,
+    DIM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """bf16 [heads, DIM]: the rows at ``source`` that are ``given``, their last ROPE values turned
+    back."""
+    HEADS: tl.constexpr = source.shape[0]
+    dim = tl.arange(0, DIM)[None, :].to(tl.int64) * dim_stride
+    values = widen(tl.load(source[:, None] + dim, mask=given[:, None], other=0.0))
+    exists = (position >= 0) & (position < num_positions)
+    pair = tl.arange(0, DIM // 2) - (DIM - ROPE) // 2
+    known = (pair >= 0) & exists
+    angle = cos_sin_cache + tl.where(exists, position, 0) * table_stride
+    cos = tl.load(angle + pair.to(tl.int64) * column_stride, mask=known, other=1.0)
+    pair += ROPE // 2
+    sin = tl.load(angle + pair.to(tl.int64) * column_stride, mask=known, other=0.0)
+    even, odd = tl.split(tl.reshape(values, (HEADS, DIM // 2, 2)))
+    left, right = rotate_pairs_back(even, odd, cos[None, :], sin[None, :])
+    known = known[None, :]
+    pairs = tl.join(tl.where(known, left, even), tl.where(known, right, odd))
+    return round_to_bf16(tl.reshape(pairs, (HEADS, DIM)))
+
+
+@triton.jit
+def inverse_rope_group_kernel(
+    o, token_stride, head_stride, dim_stride,
+    positions, position_stride,
+    cos_sin_cache, table_stride, column_stride, num_positions,
+    values, scales, num_tokens, num_heads, group_heads, scale_tokens,
+    DIM: tl.constexpr, ROPE: tl.constexpr, SCALES: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Of tokens from ``num_tokens`` up to ``scale_tokens`` scales of 0 are written."""
+    parts = (num_heads + HEADS - 1) // HEADS
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    head = tl.program_id(0) % parts * HEADS + tl.arange(0, HEADS)
+    inside, is_token = head < num_heads, token < num_tokens
+    given = inside & is_token
+    source = o + token * token_stride + head.to(tl.int64) * head_stride
+    position = tl.load(positions + token * position_stride, mask=is_token, other=-1)
+    turned = _turned(
+        source, dim_stride, given, position, cos_sin_cache, table_stride, column_stride,
+        num_positions, DIM, ROPE,
+    )  # fmt: skip
+    dim = tl.arange(0, DIM)[None, :]
+    if SCALES == _PLAIN:
+        target = values + (token * num_heads + head) * DIM
+        tl.store(target[:, None] + dim, turned, mask=given[:, None])
+    else:
+        group, member = (head // group_heads).to(tl.int64), head % group_heads
+        BLOCKS: tl.constexpr = DIM // _BLOCK
+        codes, scale = quantize(widen(tl.reshape(turned, (HEADS, BLOCKS, _BLOCK))), _FLOOR)
+        target = values + ((group * num_tokens + token) * group_heads + member) * DIM
+        tl.store(target[:, None] + dim, tl.reshape(codes, (HEADS, DIM)), mask=given[:, None])
+        scale = tl.where(is_token, scale, 0)
+        block = tl.arange(0, BLOCKS)[None, :]
+        if SCALES == _ROW:
+            at = ((group * num_tokens + token) * group_heads + member)[:, None] * BLOCKS + block
+            tl.store(scales + at, (scale << 23).to(tl.float32, bitcast=True), mask=given[:, None])
+        elif SCALES == _COLUMN:
+            at = ((group * group_heads + member)[:, None] * BLOCKS + block) * scale_tokens + token
+            tl.store(scales + at, (scale << 23).to(tl.float32, bitcast=True), mask=inside[:, None])
+        else:
+            packed = tl.sum(scale << (8 * block), 1)
+            tl.store(
+                scales + (group * group_heads + member) * scale_tokens + token, packed, mask=inside
+            )
+
+
+def _turn(
+    launch: Launcher,
+    o: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    num_groups: int,
+    where: int,
+) -> None:
+    num_tokens, num_heads, dim = o.shape
+    padded = where in (COLUMN_PADDED, PACKED)
+    tokens = round_up(num_tokens, TOKEN_ALIGNMENT) if padded else num_tokens
+    programs = tokens * ((num_heads + HEADS - 1) // HEADS)
+    launch(inverse_rope_group_kernel)[programs,](
+        *strided(o), *strided(positions), *angles(cos_sin_cache),
+        values, scales, num_tokens, num_heads, num_heads // num_groups, tokens,
+        DIM=int(dim), ROPE=int(cos_sin_cache.shape[1]), SCALES=where, HEADS=HEADS,
+        num_warps=WARPS,
+    )  # fmt: skip
+
+
+def _is_taken(o: Tensor) -> bool:
+    dim = int(o.shape[2])
+    return 2 <= dim <= WIDEST and dim & (dim - 1) == 0
+
+
+def inverse_rope_group(
+    launch: Launcher, o: Tensor, positions: Tensor, cos_sin_cache: Tensor, *, num_groups: int
+) -> Tensor:
+    if not _is_taken(o):
+        return reference.inverse_rope_group(o, positions, cos_sin_cache, num_groups=num_groups)
+    num_tokens, num_heads, dim = o.shape
+    out = o.new_empty((num_tokens, num_groups, num_heads // num_groups * dim))
+    if num_tokens == 0 or num_heads == 0:
+        return out
+    # the table stands in for scales
+    _turn(launch, o, positions, cos_sin_cache, out, cos_sin_cache, num_groups, PLAIN)
+    return out
+
+
+def inverse_rope_group_quantize(
+    launch: Launcher,
+    o: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    *,
+    num_groups: int,
+    scale_layout: str,
+) -> QuantizedGroups:
+    num_tokens, num_heads, dim = o.shape
+    width = num_heads // num_groups * dim
+    values = o.new_empty((num_groups, num_tokens, width), dtype=torch.uint8)
+    padded = round_up(num_tokens, TOKEN_ALIGNMENT)
+    if scale_layout == "row":
+        sizes, dtype = (num_groups, num_tokens, width // ACTIVATION_BLOCK), torch.float32
+    elif scale_layout == "column_padded":
+        sizes, dtype = (num_groups, width // ACTIVATION_BLOCK, padded), torch.float32
+    else:
+        sizes, dtype = (num_groups, width // (4 * ACTIVATION_BLOCK), padded), torch.int32
+    scales = o.new_empty(sizes, dtype=dtype)
+    if num_tokens != 0 and num_heads != 0:
+        where = _SCALES[scale_layout]
+        _turn(launch, o, positions, cos_sin_cache, values, scales, num_groups, where)
+    return QuantizedGroups(values.view(torch.float8_e4m3fn), scales)
