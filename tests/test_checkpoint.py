@@ -80,6 +80,20 @@ def test_a_size_that_is_no_whole_block_is_refused():
         released_tensors({**TINY, "q_lora_rank": 96})
 
 
+@pytest.mark.parametrize("read", [released_tensors, weight_bytes])
+def test_a_config_without_a_size_is_refused_by_name(read):
+    config = {name: value for name, value in FLASH.items() if name != "n_routed_experts"}
+    with pytest.raises(
+        ValueError, match=r"config must have n_routed_experts, got 1 missing\. Take"
+    ):
+        read({**config})
+    short = {**FLASH, "compress_ratios": [0, 0]}
+    with pytest.raises(
+        ValueError, match=r"config\.compress_ratios must have a ratio for each of 43"
+    ):
+        read(short)
+
+
 def test_weights_on_each_gpu():
     """GB of Flash and Pro; experts alone are split, or heads too."""
     for config, sizes in (

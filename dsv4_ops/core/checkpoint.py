@@ -80,8 +80,9 @@ def released_tensors(
         scale_dtype: "F8_E8M0", or "F32" as in the base models.
 
     Raises:
-        ValueError: a size that is no multiple of a block.
+        ValueError: a size that is missing, or no multiple of a block.
     """
+    _check_sizes("released_tensors", config)
     found: dict[str, TensorInfo] = {}
     layers, drafts = config["num_hidden_layers"], config.get("num_nextn_predict_layers", 0)
     ratios = config["compress_ratios"]
@@ -104,6 +105,29 @@ def released_tensors(
             found[f"{prefix}{name}.weight"] = TensorInfo("BF16", (width,))
         found |= _head(config, prefix)
     return found
+
+
+_SIZES = (
+    *("num_hidden_layers", "compress_ratios", "num_hash_layers", "vocab_size", "hidden_size"),
+    *("hc_mult", "q_lora_rank", "o_groups", "num_attention_heads", "head_dim", "o_lora_rank"),
+    *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
+)
+"""What every config must have; and those with layers of ratio 4:"""
+
+_INDEXER_SIZES = ("index_n_heads", "index_head_dim")
+
+
+def _check_sizes(op: str, config: Mapping[str, Any]) -> None:
+    ratios = config.get("compress_ratios", ())
+    wanted = (*_SIZES, *(_INDEXER_SIZES if 4 in ratios else ()))
+    missing = [name for name in wanted if config.get(name) is None]
+    advice = "Take the config.json that belongs to the weights"
+    if missing:
+        rule = f"have {', '.join(missing)}"
+        raise refusal(ValueError, op, "config", rule, f"{len(missing)} missing", advice)
+    if len(ratios) < config["num_hidden_layers"]:
+        rule = f"have a ratio for each of {config['num_hidden_layers']} layers"
+        raise refusal(ValueError, op, "config.compress_ratios", rule, len(ratios), advice)
 
 
 def _head(config: Mapping[str, Any], prefix: str) -> dict[str, TensorInfo]:
@@ -213,9 +237,10 @@ def weight_bytes(
         (embedding, head, routers, norms, hyper-connections). Norms are float32, as loaded.
 
     Raises:
-        ValueError: ``num_gpus`` does not divide the experts, the vocabulary or, with
-            ``split_heads``, the groups of the output projection.
+        ValueError: a size that is missing; ``num_gpus`` does not divide the experts, the vocabulary
+            or, with ``split_heads``, the groups of the output projection.
     """
+    _check_sizes("weight_bytes", config)
     divided = {"n_routed_experts": config["n_routed_experts"], "vocab_size": config["vocab_size"]}
     if split_heads:
         divided["o_groups"] = config["o_groups"]
