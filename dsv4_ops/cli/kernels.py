@@ -29,7 +29,7 @@ from dsv4_ops.kernels.launcher import Launcher
 
 SPILLS = {
     "hopper_gathered_keys_kernel": 100,
-    "hopper_mla_decode_kernel": 408,
+    "hopper_mla_decode_kernel": 520,
     "hopper_prefill_keys_kernel": 8,
     "hopper_split_keys_kernel": 16,
     "prefill_keys_kernel": 64,
@@ -37,7 +37,7 @@ SPILLS = {
 """Allowed spill bytes; these kernels fill all registers with accumulators and tiles in flight, and
 spill a few addresses that they reload once per block of keys."""
 
-SPILLS_SINCE = {(3, 9): {"select_logits_kernel": 16, "hopper_mla_decode_kernel": 704}}
+SPILLS_SINCE = {(3, 9): {"select_logits_kernel": 16, "hopper_mla_decode_kernel": 584}}
 """Allowed spill bytes instead, by minimum Triton version; of dense MLA over scaled FP8 rows."""
 
 _SPILLED = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -105,7 +105,7 @@ def _qnorm(cache: Tensor, layout: str) -> Call:
     return tensors, {"eps": 1e-6, "block_size": 64, "layout": layout}
 
 
-def _turned(**settings: Any) -> Call:
+def _output(**settings: Any) -> Call:
     """Arguments of inverse RoPE of the output."""
     return (_halves(128, 64, 512), _longs(128), _floats(2**20, 64)), {"num_groups": 8, **settings}
 
@@ -327,9 +327,9 @@ def examples() -> dict[str, Call]:
         "save_and_compress, C128": _step(pages_of_2, False, **fp8_of_2),
         "save_and_compress, indexer": _step(indexer, True, **keys),
         "insert_c4_step": _c4_step(),
-        "inverse_rope_group": _turned(),
-        "inverse_rope_group_quantize": _turned(scale_layout="row"),
-        "inverse_rope_group_quantize, packed": _turned(scale_layout="ue8m0_packed"),
+        "inverse_rope_group": _output(),
+        "inverse_rope_group_quantize": _output(scale_layout="row"),
+        "inverse_rope_group_quantize, packed": _output(scale_layout="ue8m0_packed"),
         "qnorm_rope_kv_insert": _qnorm(main, MainLayout.tag),
         "qnorm_rope_kv_insert, plain": _qnorm(plain, "plain"),
         "sparse_mla_decode": _attention(False, main, **pages),

@@ -15,9 +15,9 @@ _LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
 
 @triton.jit
-def quantize(values, FLOOR: tl.constexpr = None):
+def quantize(values, LEAST: tl.constexpr = None):
     """uint8 codes and int32 scale bytes of bf16 values as float32; one scale per last dimension,
-    and none below FLOOR, or that of the cache.
+    and none below LEAST, or the cache's least.
 
     Few instructions per value, because they bound the kernel as much as memory does: NaN and
     infinities are left to the cast, which saturates and gives 0x7F for NaN.
@@ -29,8 +29,8 @@ def quantize(values, FLOOR: tl.constexpr = None):
     amax = tl.where(amax != amax, 0.0, tl.minimum(amax, _LARGEST_BF16))  # NaN: nothing else there
     # the exponent of amax / 448, up to the next power of two if the significand is above 1.75
     patterns = amax.to(tl.int32, bitcast=True)
-    LEAST: tl.constexpr = _SCALE_FLOOR if FLOOR is None else FLOOR
-    scale = tl.maximum(((patterns + 0x1FFFFF) >> 23) - 8, LEAST)
+    least: tl.constexpr = _SCALE_FLOOR if LEAST is None else LEAST
+    scale = tl.maximum(((patterns + 0x1FFFFF) >> 23) - 8, least)
     inverse = ((-scale + _INVERSE_BIAS) << 23).to(tl.float32, bitcast=True)
     scaled = values * tl.expand_dims(inverse, -1)
     return encode(scaled), scale

@@ -26,7 +26,7 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference import rope as reference
 
 HEADS = 8
-"""Heads of a token that a program turns: 32 values per thread."""
+"""Heads of a token of a program: 32 values per thread."""
 
 WARPS = 4
 
@@ -42,11 +42,11 @@ _BLOCK, _FLOOR = tl.constexpr(ACTIVATION_BLOCK), tl.constexpr(ACTIVATION_FLOOR)
 
 
 @triton.jit
-def _turned(
+def _rotated_back(
     source, dim_stride, given, position, cos_sin_cache, table_stride, column_stride, num_positions,
     DIM: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
-    """bf16 [heads, DIM]: the rows at ``source`` that are ``given``, their last ROPE values turned
+    """bf16 [heads, DIM]: the rows at ``source`` that are ``given``, their last ROPE values rotated
     back."""
     HEADS: tl.constexpr = source.shape[0]
     dim = tl.arange(0, DIM)[None, :].to(tl.int64) * dim_stride
@@ -81,18 +81,18 @@ def inverse_rope_group_kernel(
     given = inside & is_token
     source = o + token * token_stride + head.to(tl.int64) * head_stride
     position = tl.load(positions + token * position_stride, mask=is_token, other=-1)
-    turned = _turned(
+    rotated = _rotated_back(
         source, dim_stride, given, position, cos_sin_cache, table_stride, column_stride,
         num_positions, DIM, ROPE,
     )  # fmt: skip
     dim = tl.arange(0, DIM)[None, :]
     if SCALES == _PLAIN:
         target = values + (token * num_heads + head) * DIM
-        tl.store(target[:, None] + dim, turned, mask=given[:, None])
+        tl.store(target[:, None] + dim, rotated, mask=given[:, None])
     else:
         group, member = (head // group_heads).to(tl.int64), head % group_heads
         BLOCKS: tl.constexpr = DIM // _BLOCK
-        codes, scale = quantize(widen(tl.reshape(turned, (HEADS, BLOCKS, _BLOCK))), _FLOOR)
+        codes, scale = quantize(widen(tl.reshape(rotated, (HEADS, BLOCKS, _BLOCK))), _FLOOR)
         target = values + ((group * num_tokens + token) * group_heads + member) * DIM
         tl.store(target[:, None] + dim, tl.reshape(codes, (HEADS, DIM)), mask=given[:, None])
         scale = tl.where(is_token, scale, 0)
@@ -110,7 +110,7 @@ def inverse_rope_group_kernel(
             )
 
 
-def _turn(
+def _rotate_back(
     launch: Launcher,
     o: Tensor,
     positions: Tensor,
@@ -147,7 +147,7 @@ def inverse_rope_group(
     if num_tokens == 0 or num_heads == 0:
         return out
     # the table stands in for scales
-    _turn(launch, o, positions, cos_sin_cache, out, cos_sin_cache, num_groups, PLAIN)
+    _rotate_back(launch, o, positions, cos_sin_cache, out, cos_sin_cache, num_groups, PLAIN)
     return out
 
 
@@ -173,5 +173,5 @@ def inverse_rope_group_quantize(
     scales = o.new_empty(sizes, dtype=dtype)
     if num_tokens != 0 and num_heads != 0:
         where = _SCALES[scale_layout]
-        _turn(launch, o, positions, cos_sin_cache, values, scales, num_groups, where)
+        _rotate_back(launch, o, positions, cos_sin_cache, values, scales, num_groups, where)
     return QuantizedGroups(values.view(torch.float8_e4m3fn), scales)
