@@ -112,9 +112,10 @@ _SIZES = (
     *("hc_mult", "q_lora_rank", "o_groups", "num_attention_heads", "head_dim", "o_lora_rank"),
     *("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
 )
-"""What every config must have; and those with layers of ratio 4:"""
+"""What every config must have."""
 
 _INDEXER_SIZES = ("index_n_heads", "index_head_dim")
+"""What a config with layers of ratio 4 must have too."""
 
 
 def _check_sizes(op: str, config: Mapping[str, Any]) -> None:

@@ -59,6 +59,7 @@ SCALED_MM_FROM = {
     op: f"{least} tokens with activations in FP8, if their number is no symbol"
     for op, least in SCALED_MM_TOKENS.items()
 }
+"""The same in words."""
 SCALED_MM_COLUMNS = 512
 """Rows of four scales: versions of torch differ in how shorter ones are padded."""
 DEEP_GEMM_HEADS, DEEP_GEMM_BLOCK = (32, 64), 64

@@ -69,7 +69,7 @@ def run_beside(layer: SmallLayer, call: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "plan_heads"),
     [
-        ("window", 0),
+        pytest.param("window", 0, marks=pytest.mark.nightly("every other layer has a window too")),
         ("c4", 0),
         pytest.param("c128", 0, marks=pytest.mark.nightly("a layer with a plan is the harder")),
         ("c128", HEADS),

@@ -93,7 +93,15 @@ def _product(left: Value, right: Value, *_: Any) -> Value:
 
 
 def _prefetch_l2(address: Value, size: Value) -> None:
-    """Nothing that a kernel sees."""
+    """Changes nothing, but what is asked for must be memory of a tensor."""
+    asked = size.data > 0
+    for start, count in zip(address.data[asked], size.data[asked], strict=True):
+        inside = any(
+            each.start <= start and start + count <= each.start + len(each.bytes)
+            for each in address.buffers
+        )
+        if start % 16 or count % 16 or not inside:
+            raise EmulationError(f"prefetch of {count} bytes at {start}")
 
 
 ASSEMBLY = {

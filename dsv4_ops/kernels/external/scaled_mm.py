@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -23,9 +25,8 @@ def fp8_linear(
     scale: Tensor,
     x_scale: Tensor | None,
     *,
-    activations: str,
     out_dtype: torch.dtype,
-    impl: str,
+    **_: Any,
 ) -> Tensor:
     """One call of torch; quantisation in front of it is left to the compiler."""
     if x.shape[0] == 0:
@@ -41,9 +42,8 @@ def fp8_grouped_linear(
     scale: Tensor,
     x_scale: Tensor | None,
     *,
-    activations: str,
     out_dtype: torch.dtype,
-    impl: str,
+    **_: Any,
 ) -> Tensor:
     """A call for each group: torch's grouped products take no scales of blocks."""
     num_groups, num_tokens = (x.shape[1], x.shape[0]) if x_scale is None else x.shape[:2]

@@ -60,6 +60,8 @@ def test_ragged_batches(name):
         {"query_lens": [2, 1, 4], "heads": 16, "longest": 150},
         {"query_lens": [1, 2], "heads": 65, "longest": 300, "num_splits": 2},
         {"query_lens": [3, 2], "heads": 8, "longest": 100, "block_size": 7, "codes": True},
+        {"query_lens": [1, 2], "heads": 8, "longest": 600, "block_size": 128},
+        {"query_lens": [2], "heads": 8, "longest": 300, "block_size": 96},
     ],
 )
 def test_rows_of_codes(layout, made):

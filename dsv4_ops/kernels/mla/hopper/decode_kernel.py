@@ -80,8 +80,8 @@ def _copy_queries(q, tile, shared, rope_queries, HALF: gl.constexpr, GROUP: gl.c
 @gluon.jit
 def _scale_queries(q, tile, shared, rope_queries, HALF: gl.constexpr, GROUP: gl.constexpr):
     """The same in float16, each row times a power of two that brings its largest value to 2^14 or
-    more: what is not below 2^-24 of that keeps all its bits. What undoes it, for the logits. The
-    partitions tell each other the largest values of their halves."""
+    more: what is not below 2^-31 of that keeps all its bits. Returns what undoes it in the logits.
+    The partitions tell each other the largest values of their halves."""
     start, there = _query_rows(q, tile, GROUP)
     start, there = start[:, None], there[:, None]
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, COPIED))

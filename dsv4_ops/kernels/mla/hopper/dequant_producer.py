@@ -75,7 +75,8 @@ def scale_codes(words, scale):
 
 @gluon.jit
 def prefetch_l2(address, size):
-    """Have so many bytes from an address on, which four threads have, brought to the L2."""
+    """Have so many bytes from an address on, both multiples of 16, brought to the L2: one of the
+    four threads that have them asks."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred p; .reg .b32 lane;
@@ -94,11 +95,14 @@ def prefetch_l2(address, size):
 
 @gluon.jit
 def _prefetch(cache, pages, block, found, ROW: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Ask for the pages that begin in a block."""
-    start, position = locate(cache, pages, block, found, WORDS_ROW, ROW, BLOCK_SIZE)
-    begins = (position < NEVER) & (position % BLOCK_SIZE == 0)
-    size = gl.where(begins, BLOCK_SIZE * ROW // 16 * 16, 0)
-    prefetch_l2(start.to(gl.int64, bitcast=True), size)
+    """Ask for the pages that begin in a block, of larger ones for the rows of the block. Larger
+    ones that end within a block are left to the loads."""
+    AT_ONCE: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
+    if BLOCK_SIZE % AT_ONCE == 0:
+        start, position = locate(cache, pages, block, found, WORDS_ROW, ROW, BLOCK_SIZE)
+        begins = (position < NEVER) & (position % AT_ONCE == 0)
+        size = gl.where(begins, AT_ONCE * ROW, 0)
+        prefetch_l2(start.to(gl.int64, bitcast=True), size)
 
 
 @gluon.jit
