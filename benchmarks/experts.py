@@ -14,7 +14,7 @@ import dsv4_ops as ops
 from benchmarks.baselines import humming
 from benchmarks.harness import weights
 from benchmarks.harness.options import add_cases
-from benchmarks.harness.weights import Row, median_us
+from benchmarks.harness.weights import Row, time_forms
 from benchmarks.run import BenchError
 from dsv4_ops.dispatch.providers import choice_of
 
@@ -123,14 +123,16 @@ def measure(group: str, library: Any, row: Row, device: torch.device) -> None:
     if row.tokens <= 8:
         whole = ops.experts(*inputs[0], *made, swiglu_limit=LIMIT, impl="reference")
         row.error = weights.relative_error(call(*inputs[0], *made), whole)
-    row.us = median_us([functools.partial(call, *each, *made) for each in inputs])
+    forms = {"us": [functools.partial(call, *each, *made) for each in inputs]}
     if group != "fp8":
         plain = torch.compile(grouped_experts, dynamic=False)
-        calls = [functools.partial(plain, *each, *bf16_weights(device)) for each in inputs]
-        row.baseline_us = median_us(calls)
+        forms["baseline_us"] = [
+            functools.partial(plain, *each, *bf16_weights(device)) for each in inputs
+        ]
     if group == "fp4" and library is not None:
         step = humming_step(library, row, inputs[0])
-        row.humming_us = median_us([functools.partial(step, *each) for each in inputs])
+        forms["humming_us"] = [functools.partial(step, *each) for each in inputs]
+    time_forms(row, forms)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 import dsv4_ops as ops
 from benchmarks.harness import weights
 from benchmarks.harness.options import add_cases
-from benchmarks.harness.weights import Row, median_us
+from benchmarks.harness.weights import Row, time_forms
 from dsv4_ops.dispatch.providers import choice_of
 from dsv4_ops.reference.linear import weight_values
 
@@ -60,19 +60,20 @@ def measure(name: str, activations: str, row: Row, device: torch.device) -> None
     call = torch.compile(functools.partial(op, activations=activations), dynamic=False)
     expected = op(x, *made[0], activations=activations, impl="reference", out_dtype=torch.float32)
     row.error = weights.relative_error(call(x, *made[0]), expected)
-    row.us = median_us([functools.partial(call, x, *each) for each in made])
+    forms = {"us": [functools.partial(call, x, *each) for each in made]}
     plain = [weight_values(*each).bfloat16() for each in made[: max(2, count // 2)]]
     if groups == 1:
-        row.baseline_us = median_us([functools.partial(linear, x, each) for each in plain])
+        forms["baseline_us"] = [functools.partial(linear, x, each) for each in plain]
         if activations == "fp8" and row.impl != "scaled_mm":
             scaled = functools.partial(op, activations=activations, impl="scaled_mm")
             other = torch.compile(scaled, dynamic=False)
-            row.scaled_mm_us = median_us([functools.partial(other, x, *each) for each in made])
-        return
-    parts = [each.unflatten(0, (groups, -1)) for each in plain]
-    row.baseline_us = median_us(
-        [functools.partial(torch.einsum, "tgk,grk->tgr", x, each) for each in parts]
-    )
+            forms["scaled_mm_us"] = [functools.partial(other, x, *each) for each in made]
+    else:
+        parts = [each.unflatten(0, (groups, -1)) for each in plain]
+        forms["baseline_us"] = [
+            functools.partial(torch.einsum, "tgk,grk->tgr", x, each) for each in parts
+        ]
+    time_forms(row, forms)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from benchmarks.harness.measure import FLOP_PER_US
 from benchmarks.harness.memory import ColdCache, Copies
 from benchmarks.harness.options import add_cases, chosen_device
 from benchmarks.harness.report import Report
-from benchmarks.harness.timing import Call, Capture
+from benchmarks.harness.timing import Call, Capture, alternating_us
 from benchmarks.run import BenchError
 from dsv4_ops.core.layout import MlaDsFp8Layout, MlaFp8Layout, PlainLayout
 
@@ -47,7 +47,8 @@ class Row:
         layout: Of the rows.
         heads, batch, context: Of the case; every request has one token.
         us: Ours.
-        flash_mla_us: FlashMLA's on the same rows, its plan not counted; bf16 only.
+        flash_mla_us: FlashMLA's on the same rows, its plan not counted; bf16 only. Samples of both
+            are taken in turn.
         ratio: Of FlashMLA's time to ours.
         roofline_us: The larger of bytes at the rate of this GPU's copies and FLOP at 790 TFLOP/s.
         pct_of_roofline: It over ``us``.
@@ -135,11 +136,6 @@ def roofline_us(row: Row, bytes_per_us: float) -> float:
     return max(moved / bytes_per_us, flop / FLOP_PER_US)
 
 
-def median_us(calls: Sequence[Call]) -> float:
-    """Per call, all of them in one CUDA graph."""
-    return float(Capture(calls).device_us().median)
-
-
 def measure(row: Row, pool: Tensor, library: Any, copy_rate: float, device: torch.device) -> None:
     """Fill in a row."""
     inputs = Inputs(row, pool, device)
@@ -151,11 +147,12 @@ def measure(row: Row, pool: Tensor, library: Any, copy_rate: float, device: torc
         row.max_diff = float((library_calls[0]()[0].squeeze(1).float() - out.float()).abs().max())
         if not row.max_diff < _MOST_DIFFERENCE:
             row.error = f"differs from FlashMLA by {row.max_diff:.3g}"
-    row.us = median_us(calls)
+    forms = [calls, library_calls] if library_calls else [calls]
+    row.us, *others = (time.median for time in alternating_us([Capture(form) for form in forms]))
     row.roofline_us = roofline_us(row, copy_rate)
     row.pct_of_roofline = 100 * row.roofline_us / row.us
-    if library_calls:
-        row.flash_mla_us = median_us(library_calls)
+    if others:
+        row.flash_mla_us = others[0]
         row.ratio = row.flash_mla_us / row.us
 
 

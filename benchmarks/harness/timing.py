@@ -54,18 +54,38 @@ class Capture:
         ``before`` runs ahead of every sample, outside of the time that is taken, and leaves the
         device busy until the graph is launched: ``memory.ColdCache``. A sample is then one replay.
         """
-        graph, calls = self.graph, len(self.outputs)
-        graph.replay()
-        replays = max(1, math.ceil(_SAMPLE_MS * 1e3 / max(_event_us(graph.replay), 1.0)))
+        replays = self._replays()
+        if before is None:
+            return summary([self._sample_us(replays) for _ in range(_SAMPLES)])
+        self._sample_us(replays)  # clocks up
+        calls = len(self.outputs)
+        return summary([_event_us(self.graph.replay, before) / calls for _ in range(_COLD_SAMPLES)])
 
+    def _replays(self) -> int:
+        """How many replays a sample is."""
+        self.graph.replay()
+        return max(1, math.ceil(_SAMPLE_MS * 1e3 / max(_event_us(self.graph.replay), 1.0)))
+
+    def _sample_us(self, replays: int) -> float:
         def sample() -> None:
             for _ in range(replays):
-                graph.replay()
+                self.graph.replay()
 
-        if before is None:
-            return summary([_event_us(sample) / (replays * calls) for _ in range(_SAMPLES)])
-        sample()  # clocks up
-        return summary([_event_us(graph.replay, before) / calls for _ in range(_COLD_SAMPLES)])
+        return _event_us(sample) / (replays * len(self.outputs))
+
+
+def alternating_us(captures: Sequence[Capture]) -> list[Timing]:
+    """Device time per call of each, from samples taken in turn.
+
+    A card at its power limit lowers its clock as it gets warmer: of two kernels that are timed one
+    after the other, the second would look up to a tenth slower.
+    """
+    replays = [capture._replays() for capture in captures]
+    rounds = [
+        [capture._sample_us(count) for capture, count in zip(captures, replays, strict=True)]
+        for _ in range(_SAMPLES)
+    ]
+    return [summary(samples) for samples in zip(*rounds, strict=True)]
 
 
 def _event_us(call: Call, before: Call | None = None) -> float:

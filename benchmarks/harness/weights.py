@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from benchmarks.harness import report
 from benchmarks.harness.memory import ColdCache, Copies
 from benchmarks.harness.options import chosen_device
 from benchmarks.harness.report import Report
-from benchmarks.harness.timing import Call, Capture
+from benchmarks.harness.timing import Call, Capture, alternating_us
 from benchmarks.run import BenchError
 
 MOST_ERROR = 4e-3
@@ -75,9 +75,11 @@ _COLUMNS = (
 )
 
 
-def median_us(calls: Sequence[Call]) -> float:
-    """Per call, all of them in one CUDA graph."""
-    return float(Capture(calls).device_us().median)
+def time_forms(row: Row, forms: Mapping[str, Sequence[Call]]) -> None:
+    """Fill in fields of a row: per call, those of a form in one CUDA graph, samples in turn."""
+    timings = alternating_us([Capture(calls) for calls in forms.values()])
+    for field, timing in zip(forms, timings, strict=True):
+        setattr(row, field, timing.median)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

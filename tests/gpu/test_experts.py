@@ -37,3 +37,20 @@ def test_blocks_of_every_size_give_what_the_reference_does(num_tokens, num_exper
     expected = case.run(OPS["experts"].reference)
     found = case.run(ops.experts)
     assert_agrees("experts", testing.op_testing("experts"), case, found, expected)
+
+
+@pytest.mark.parametrize("skipped", [1, 4])
+def test_scales_that_begin_at_any_byte_give_the_same(skipped):
+    """Kernels load eight scales of FP4 at once, which has to begin at a multiple of 8 bytes."""
+    seed = torch.Generator().manual_seed(skipped)
+    up, up_scale, down, down_scale = (
+        each.cuda() for each in expert_weights(seed, 4, 512, 256, 4) if each is not None
+    )
+    x = torch.randn(20, 512, generator=seed).bfloat16().cuda()
+    scores = torch.rand(20, 4, generator=seed).topk(2)
+    routed = (x, scores.values.cuda(), scores.indices.int().cuda())
+    moved = [
+        torch.cat((each[..., :skipped], each), -1)[..., skipped:] for each in (up_scale, down_scale)
+    ]
+    expected = ops.experts(*routed, up, up_scale, down, down_scale, **W4A16)
+    assert torch.equal(ops.experts(*routed, up, moved[0], down, moved[1], **W4A16), expected)

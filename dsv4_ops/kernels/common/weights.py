@@ -50,7 +50,7 @@ def byte_rows(weight: Tensor) -> Tensor:
 
 
 def scale_rows(scale: Tensor, fp4: bool) -> Tensor:
-    """Scales of a weight, whose rows kernels of FP4 load as int32 up to the end of a step."""
+    """Scales of a weight, whose rows kernels of FP4 load as int64, one for each step."""
     if not fp4:
         return scale
     blocks = int(scale.shape[-1])
@@ -58,7 +58,7 @@ def scale_rows(scale: Tensor, fp4: bool) -> Tensor:
     places = (scale.storage_offset(), *scale.stride()[:-1])
     if padded != blocks:
         return torch.cat([scale, scale.new_zeros((*scale.shape[:-1], padded - blocks))], -1)
-    if scale.stride(-1) != 1 or any(place % 4 != 0 for place in places):
+    if scale.stride(-1) != 1 or any(place % 8 != 0 for place in places):
         return scale.clone(memory_format=torch.contiguous_format)
     return scale
 
@@ -225,17 +225,18 @@ def multiply_fp4(
 
     Args:
         weight: Addresses [ROWS, 1] of int32 words, which rows exist, and words of a row.
-        scale: Addresses [ROWS, 1] of ``scale_rows``, which all exist.
+        scale: Addresses [ROWS] of ``scale_rows``, which all exist.
         x: Addresses [TOKENS, 1] of ``reordered`` rows, and which tokens exist.
         MASKED: Whether a tile or a step may reach behind the weight.
     """
     rows, given = x
     first, stop = steps
     sums = tl.zeros((ROWS, rows.shape[0]), tl.float32)
-    scales = scale.to(tl.pointer_type(tl.int32), bitcast=True)
+    scales = scale.to(tl.pointer_type(tl.int64), bitcast=True)
     for step in tl.range(first, stop, num_stages=STAGES):
         words, more = _load_words(weight, step, 0, MASKED), _load_words(weight, step, 1, MASKED)
-        by_four, others = tl.load(scales + 2 * step), tl.load(scales + 2 * step + 1)
+        of_step = tl.load(scales + step)[:, None]
+        by_four, others = of_step.to(tl.int32), (of_step >> 32).to(tl.int32)
         sums = _add_fp4(sums, words, by_four, rows + step * 256, given, WARPS)
         sums = _add_fp4(sums, more, others, rows + step * 256 + 128, given, WARPS)
     return sums * FP4_UNIT

@@ -44,7 +44,7 @@ _LARGE_SHARED = ((9, 0), (10, 0), (10, 3))
 _BITS = {torch.float8_e4m3fn: 8, torch.bfloat16: 16}
 """Of a value of a weight; other dtypes hold FP4."""
 
-MEAN_ROWS = {4: {16: 5, 32: 48}, 8: {16: 5, 32: 48}, 16: {16: 5, 32: 16, 64: 40}}
+MEAN_ROWS = {4: {16: 13, 32: 48}, 8: {16: 5, 32: 48}, 16: {16: 5, 32: 16, 64: 40}}
 """By the bits, rows of an expert, on average, up to which a block holds so many; beyond, 128."""
 
 MOST_ROWS = 128
@@ -117,7 +117,7 @@ def _expert_sums(
     scales = scales + expert * scale_expert_stride
     if BITS == 4:
         weight = (words, given[:, None], WIDTH // 8)
-        scale = scales + row[:, None] * scale_row_stride
+        scale = scales + row * scale_row_stride
         steps = (0, (WIDTH + 255) // 256)
         return multiply_fp4(weight, scale, x, steps, ROWS, WARPS, STAGES, MASKED)
     row, exists = _rows_of(tl.arange(0, ROWS), first, SIZE, GATED)  # as the sums have them
