@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.timing import Capture
-from dsv4_ops.core.layout import IndexerLayout, MainLayout
+from benchmarks.harness.timing import Capture, alternating_us
+from dsv4_ops.core.layout import IndexerLayout, MainLayout, PlainLayout
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.dispatch.choice import ours, unusable
 from dsv4_ops.dispatch.libraries import LIBRARIES
 from dsv4_ops.lowering.external import adapter
 
-_SETS, _BLOCKS = 4, 3000
+_SETS, _BLOCKS, _DENSE_BLOCKS = 4, 3000, 65536
 _DECODE, _PAGED, _GATHERED = "sparse_mla_decode", "sparse_mla_decode_paged", "sparse_mla_gathered"
-_PREFILL = "sparse_mla_prefill"
+_PREFILL, _DENSE = "sparse_mla_prefill", "mla_decode"
 _INDEXER = ("indexer_logits", "indexer_select")
 
 Like = dict[str, Any]
@@ -38,6 +38,11 @@ SIZES: dict[str, list[tuple[int, int, int]]] = {
         (tokens, heads, rows)
         for heads, rows in ((64, 512), (128, 512), (128, 1024))
         for tokens in (256, 512, 2048)
+    ],
+    _DENSE: [
+        (tokens, 128, rows)
+        for rows in (4096, 8192, 16384, 32768, 131072)
+        for tokens in (8, 16, 32, 64, 128)
     ],
     _GATHERED: [(1, 64, 128), (1, 128, 640), (16, 64, 640), (64, 64, 640)],
     **{
@@ -72,6 +77,21 @@ def like(op: str, tokens: int, heads: int, rows: int, device: str = "cuda") -> L
             return {**found, "lens": tensor(tokens), "num_rows": rows}
         positions = tensor(tokens, dtype=torch.int64)
         return {**found, "positions": positions, "compress_ratio": 4, "topk": 512}
+    if op == _DENSE:
+        return {
+            "q": tensor(tokens, heads, 576, dtype=torch.bfloat16),
+            "kv_cache": tensor(_DENSE_BLOCKS, 64, 576, dtype=torch.bfloat16),
+            "seq_lens": tensor(tokens),
+            "req_indices": tensor(tokens),
+            "block_table": tensor(tokens, rows // 64),
+            **dict.fromkeys(("query_start_loc", "plan", "q_scale", "kv_scale")),
+            "softmax_scale": 192**-0.5,
+            "kv_lora_rank": 512,
+            "block_size": 64,
+            "layout": PlainLayout.tag,
+            "num_splits": 0,
+            "batch_invariant": False,
+        }
     found = {
         "q": tensor(tokens, heads, 512, dtype=torch.bfloat16),
         "attn_sink": tensor(heads, dtype=torch.float32),
@@ -117,7 +137,7 @@ def example(op: str, like: dict[str, Any]) -> dict[str, Any]:
     }
     for name, rows in _rows(made).items():
         made[name].random_(0, max(rows, 1))
-    for name in ("lens", "swa_lens", "extra_lens"):
+    for name in ("lens", "seq_lens", "swa_lens", "extra_lens"):
         if isinstance(made.get(name), Tensor):
             made[name].fill_(_most(name, made))
     if op == "indexer_select":
@@ -164,7 +184,8 @@ def _rows(made: dict[str, Any]) -> dict[str, int]:
             size = made[f"{source}_block_size"]
             found[f"{source}_indices"] = made[f"{source}_cache"].shape[0] * size
     tables = {"swa_block_table": "swa_cache", "extra_block_table": "extra_cache"}
-    for name, cache in {**tables, "block_table": "k_cache"}.items():
+    tables["block_table"] = "kv_cache" if "kv_cache" in made else "k_cache"
+    for name, cache in tables.items():
         if isinstance(made.get(name), Tensor):
             found[name] = made[cache].shape[0]
     if "indices" in made:
@@ -175,7 +196,7 @@ def _rows(made: dict[str, Any]) -> dict[str, int]:
 def _most(name: str, made: dict[str, Any]) -> int:
     if name == "extra_lens" and "extra_block_table" in made:
         return _table_rows(made, "extra_block_table", "extra_block_size")
-    if name == "lens" and "block_table" in made:
+    if name in ("lens", "seq_lens") and "block_table" in made:
         return _table_rows(made, "block_table")
     return int(made[name.replace("lens", "indices")].shape[1])
 
@@ -195,16 +216,15 @@ def _plan(made: dict[str, Any]) -> Tensor:
     return planned
 
 
-def device_us(op: str, impl: str, sets: list[Like], *, planned: bool = False) -> float:
-    """Microseconds of a call in a CUDA graph over rotating inputs."""
+def captured(op: str, impl: str, sets: list[Like], *, planned: bool = False) -> Capture:
+    """Calls in a CUDA graph over rotating inputs."""
     run = OPS[op].reference
     if impl != "reference":
         from dsv4_ops.kernels.launcher import EAGER  # imports triton
 
         run = functools.partial(OPS[op].launcher(impl), EAGER)
     changed = {"plan": None} if "plan" in sets[0] and not planned else {}
-    calls = [functools.partial(run, **{**made, **changed}) for made in sets]
-    return Capture(calls).device_us().median
+    return Capture([functools.partial(run, **{**made, **changed}) for made in sets])
 
 
 def main() -> int:
@@ -217,11 +237,11 @@ def main() -> int:
         for library in (name for name in able if name in spec.providers):
             for each in sizes:
                 sets = [example(op, like(op, *each)) for _ in range(_SETS)]
-                times = {ours(spec): device_us(op, ours(spec), sets)}
-                times[library] = device_us(op, library, sets)
-                if "plan" in sets[0]:
-                    times[f"{library}, planned"] = device_us(op, library, sets, planned=True)
-                text = ", ".join(f"{name} {us:.1f}" for name, us in times.items())
+                forms = {name: captured(op, name, sets) for name in (ours(spec), library)}
+                if sets[0].get("plan") is not None:
+                    forms[f"{library}, planned"] = captured(op, library, sets, planned=True)
+                timings = zip(forms, alternating_us(list(forms.values())), strict=True)
+                text = ", ".join(f"{name} {us.median:.1f}" for name, us in timings)
                 print(f"{op}, {each[0]} tokens, {each[1]} heads, {each[2]} rows: {text}")
     return 0 if able else 1
 

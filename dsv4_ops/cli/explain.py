@@ -74,7 +74,7 @@ def _record(spec: OpSpec) -> dict[str, Any]:
     if SCALED_MM in spec.providers:
         obstacle = scaled_mm_obstacle()
         state = {"usable": not obstacle, "reason": obstacle or "torch has it"}
-        libraries[SCALED_MM] = {**state, "taken_from": SCALED_MM_FROM[spec.name]}
+        libraries[SCALED_MM] = {**state, "taken_from": SCALED_MM_FROM.get(spec.name, "")}
     each = {"op": spec.name, "elsewhere": REFERENCE, DEVICES[0]: ours(spec)}
     return {**each, "note": NOTES.get(spec.name, ""), "libraries": libraries}
 

@@ -240,6 +240,7 @@ def _indexer(*between: Tensor, **settings: Any) -> Call:
 def _linear(num_groups: int = 0, *, count: int = 8, quantized: bool = False) -> Call:
     """Arguments of ``fp8_linear``, or of ``fp8_grouped_linear``: 4096 x 4096."""
     lead = (count, num_groups) if num_groups else (count,)
+    lead = lead[::-1] if quantized else lead  # groups come first then
     x = _codes(*lead, 4096) if quantized else _halves(*lead, 4096)
     x_scale = _floats(*lead, 32) if quantized else None
     tensors = (x, _codes(4096, 4096), _floats(32, 32), x_scale)
@@ -383,7 +384,9 @@ def examples() -> dict[str, Call]:
         "fp8_linear, 64 tokens": _linear(count=64),
         "fp8_linear, 128 tokens": _linear(count=128),
         "fp8_linear, codes": _linear(quantized=True),
+        "fp8_linear, 64 codes": _linear(count=64, quantized=True),
         "fp8_grouped_linear": _linear(8),
+        "fp8_grouped_linear, codes": _linear(8, count=64, quantized=True),
         "grouped_topk": (
             (_floats(8, 256), _floats(256)),
             {"top_k": 8, "num_groups": 8, "kept_groups": 4, "scale": 2.5, "normalize": True},
@@ -398,8 +401,10 @@ def examples() -> dict[str, Call]:
         "cp_topk": _candidates(2),
         "cp_topk, of 8 ranks": _candidates(8),
         "experts, 128 tokens": _experts(128),
+        "experts, 256 tokens": _experts(256),
         "experts, 2048 tokens": _experts(2048),
         "experts, fp8": _experts(fp8=True),
+        "experts, fp8, 256 tokens": _experts(256, fp8=True),
         "experts, bf16": _experts(bf16=True),
         "experts, bf16, 2048 tokens": _experts(2048, bf16=True),
         "gather_indexer_k": ((indexer, _tensor(5), _tensor(4, 160)), {"num_rows": 8192, **keys}),

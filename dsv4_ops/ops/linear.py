@@ -149,7 +149,9 @@ def fp8_linear(
 
     Compile: on a GPU one kernel of ours, which reads the weight once for up to 128 tokens, and the
         sum of its splits of in_features where out_features are few; it reads a weight's code of
-        NaN (0x7F) as 480, which released files do not have. On a CPU the float32 values of the
+        NaN (0x7F) as 480, which released files do not have. On Hopper more than 32 tokens in FP8
+        (16 of ``fp8_grouped_linear``) are multiplied as codes, for a result in bfloat16: the sums
+        of 128 columns have some 14 bits, as in torch's product. On a CPU the float32 values of the
         weight and one product. Dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's fp8_gemm. Powers of two make the values exact, so that W8A16 equals the

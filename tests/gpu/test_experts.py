@@ -21,10 +21,10 @@ pytestmark = [
     ids=["w4a16", "w4a8", "w8a16", "w8a8", "bf16"],
 )
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts"), [(5, 8), (20, 4), (40, 4), (60, 2), (600, 2)]
+    ("num_tokens", "num_experts"), [(5, 8), (20, 4), (40, 4), (40, 2), (60, 2), (600, 2)]
 )
 def test_blocks_of_every_size_give_what_the_reference_does(num_tokens, num_experts, bits, settings):
-    """On average 1, 10, 20, 60 and 600 rows for an expert: blocks of every size, one or several."""
+    """On average 1 to 600 rows for an expert: blocks of every size, one or several."""
     seed = torch.Generator().manual_seed(num_tokens)
     weights = expert_weights(seed, num_experts, 512, 384, bits)
     x = torch.randn(num_tokens, 512, generator=seed).bfloat16() * (2.0**-8 if bits == 8 else 1)

@@ -22,6 +22,7 @@ WRITTEN = {
     "fill_absent_kernel": {"logits"},
     "find_spans_kernel": {"ends", "counts", "compressed"},
     "finish_heads_kernel": {"out", "lse"},
+    "fp8_block_kernel": {"out"},
     "fp8_linear_kernel": {"out"},
     "gate_up_kernel": {"out"},
     "gather_all_kernel": {"out"},

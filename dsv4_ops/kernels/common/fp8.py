@@ -83,6 +83,23 @@ def multiply_add(left, right, sums):
 
 
 @triton.jit
+def code_values(codes):
+    """float32 of e4m3 values."""
+    values = codes.to(tl.float32)
+    if EMULATE:  # Triton's interpreter reads the NaN codes as 480
+        values = tl.where((codes.to(tl.uint8, bitcast=True) & 0x7F) == 0x7F, float("nan"), values)
+    return values
+
+
+@triton.jit
+def multiply_codes(left, right):
+    """float32 product of e4m3 tiles."""
+    if EMULATE:
+        return tl.dot(code_values(left), code_values(right), input_precision="ieee")
+    return tl.dot(left, right)
+
+
+@triton.jit
 def _encode(values):
     """The cast in integers: Triton's interpreter rounds wrongly and does not saturate."""
     is_nan = values != values
@@ -103,8 +120,6 @@ def _encode(values):
 def dequantize(codes, scale):
     """bf16 patterns, int16, of uint8 codes and the scale bytes of their last dimension."""
     factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    if EMULATE:  # Triton's interpreter reads the NaN codes as 480
-        values = tl.where((codes & 0x7F) == 0x7F, float("nan"), values)
+    values = code_values(codes.to(tl.float8e4nv, bitcast=True))
     scaled = values * tl.expand_dims(factor, -1)
     return scaled.to(tl.bfloat16).to(tl.int16, bitcast=True)

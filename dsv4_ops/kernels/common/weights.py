@@ -12,7 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4_ops.core.layout import FP4_BLOCK, round_up
-from dsv4_ops.kernels.common.fp8 import multiply_add  # by name: Inductor copies kernels
+from dsv4_ops.kernels.common.fp8 import (  # by name: Inductor copies kernels
+    code_values,
+    multiply_add,
+)
 from dsv4_ops.kernels.common.triton_compat import EMULATE
 from dsv4_ops.reference.linear import activation_values
 
@@ -289,7 +292,6 @@ def multiply_fp8(
 def _widened(x):
     if x.dtype == tl.bfloat16:
         return x
-    if EMULATE:  # the interpreter reads NaN as 480
-        values, codes = x.to(tl.float32), x.to(tl.uint8, bitcast=True)
-        return tl.where((codes & 0x7F) == 0x7F, float("nan"), values)
+    if EMULATE:
+        return code_values(x)
     return x.to(tl.bfloat16)

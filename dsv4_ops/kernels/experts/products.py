@@ -27,13 +27,13 @@ from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import combine
 
 TILES = {
-    4: {16: (64, 4, 3), 32: (128, 8, 3), 128: (128, 8, 3)},
-    8: {16: (64, 4, 2), 32: (128, 8, 3), 128: (128, 8, 2)},
+    4: {16: (64, 4, 3), 32: (128, 8, 3), 64: (64, 4, 3), 128: (128, 8, 3)},
+    8: {16: (64, 4, 2), 32: (64, 4, 2), 64: (64, 4, 3), 128: (128, 8, 2)},
     16: {16: (64, 4, 4), 32: (64, 4, 4), 64: (128, 8, 3), 128: (256, 8, 3)},
 }
 """By the bits of a weight and the rows of a block: rows of the weight per program, warps, and steps
-under way. None of 64 in FP4: 4096 tokens of Flash take 4600 us with it, and 3500 with 128, on an
-H100. FP4's blocks of 128 need 226 KB of shared memory, of 32 82; bf16's of 64 145."""
+under way. FP4's blocks of 128 need 226 KB of shared memory, of 64 113, of 32 82; bf16's of 64
+145."""
 
 STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
 """Values of K of a step of bf16 weights, by the rows of a block."""
@@ -44,7 +44,9 @@ _LARGE_SHARED = ((9, 0), (10, 0), (10, 3))
 _BITS = {torch.float8_e4m3fn: 8, torch.bfloat16: 16}
 """Of a value of a weight; other dtypes hold FP4."""
 
-MEAN_ROWS = {4: {16: 13, 32: 48}, 8: {16: 5, 32: 48}, 16: {16: 5, 32: 16, 64: 40}}
+_FEW_BITS = {16: 13, 32: 28, 64: 56}
+
+MEAN_ROWS = {4: _FEW_BITS, 8: _FEW_BITS, 16: {16: 5, 32: 16, 64: 40}}
 """By the bits, rows of an expert, on average, up to which a block holds so many; beyond, 128."""
 
 MOST_ROWS = 128

@@ -145,7 +145,7 @@ def _linear_cases() -> list[Case]:
 
 
 def _linear_call(draw: Draw, settings: dict[str, Any], min_size: int) -> Case:
-    num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 17), min_size)
+    num_tokens = max(draw.one_of(3, 0, 1, 2, 5, 17, 40), min_size)
     sizes = ((256, 384), (128, 128), (384, 256))
     rows, columns = sizes[0] if min_size else draw.one_of(*sizes)
     return _sampled(draw, settings, min_size, rows, (num_tokens, columns))

@@ -54,6 +54,7 @@ if __name__ == "__main__":
         if block in products.TILES[4]:
             check(block, 288, 64, 4)
             check(block, 256, 256, 4)
+            check(block, 256, 128, 8)
         check(block, 200, 72, 16)
         check(block, 256, 256, 16)
         print(block)
