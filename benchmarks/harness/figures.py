@@ -66,6 +66,14 @@ def _in_decode(row: Row) -> bool:
     return int(row["tokens"]) <= 1024
 
 
+def _up_to_512(row: Row) -> bool:
+    return int(row["tokens"]) <= 512
+
+
+def _of_many(row: Row) -> bool:
+    return int(row["tokens"]) > 512
+
+
 def _slower_gathered(stored: Stored) -> str:
     shares = values(stored, "sparse_mla", "compiled_us / baseline_us", case="gathered")
     return percent(max(0.0, 100 * max(shares) - 100))
@@ -264,6 +272,8 @@ FIGURES: dict[str, Figure] = {
     "mla_whole": cell("mla_model", "whole_gib", case="memory", context=131072),
     # experts
     "experts_times": span("experts", "ratio", case="fp4", chosen=_in_decode),
+    "humming_few": span("experts", "humming_us / us", case="fp4", chosen=_up_to_512),
+    "humming_many": span("experts", "humming_us / us", case="fp4", chosen=_of_many),
     "experts_8": cell("experts", "us", form=_whole, case="fp4", tokens=8),
     "experts_64": cell("experts", "us", form=_whole, case="fp4", tokens=64),
     "experts_bf16": span("experts", "ratio", case="bf16"),
