@@ -41,6 +41,7 @@ BYTES_IN_REGISTERS = {
 TILES_IN_REGISTERS = {
     "cp_topk_kernel",
     "expert_plan_kernel",
+    "fp8_block_kernel",
     "indexer_logits_kernel",
     "indexer_logits_ragged_kernel",
     "pool_windows_kernel",
