@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_benchmark_of_the_table_makes_calls(flash_mla, monkeypatch, capsys):
     """Of every op and sizes that rules are about, and says which library does not run."""
     monkeypatch.setattr(bench_choice, "_BLOCKS", 3)
+    monkeypatch.setattr(bench_choice, "_DENSE_BLOCKS", 3)
     for op in bench_choice.SIZES:
         rows = {"indexer_logits": 128, "indexer_select": 128}.get(op, 64)
         torch.manual_seed(0)
