@@ -15,8 +15,10 @@ pytest.importorskip("accelerate", reason="Hugging Face dequantises with it")
 
 import transformers
 
+import dsv4_ops as ops
 from dsv4_ops.core.checkpoint import weight_bytes
 from dsv4_ops.integrations import transformers as v4
+from dsv4_ops.integrations.transformers import quantized
 from dsv4_ops.testing.checkpoint import TINY, write_checkpoint
 from tests.helpers import i32
 
@@ -227,6 +229,29 @@ def test_every_layer_is_as_close_as_rounding_allows(patched, exact, tiny):
     for ours, simulation, bf16, exactly in zip(got, allowed, rounded, want, strict=True):
         budget = 1.5 * (error(simulation, exactly) + error(bf16, exactly))
         assert error(bf16, exactly) < error(ours, exactly) < budget
+
+
+def test_a_prefill_projects_codes_that_its_output_was_grouped_into(patched, monkeypatch):
+    """They are those that the projection makes of the output; a hook on it sees values."""
+    given = []
+
+    def project(x, *rest, **settings):
+        given.append(x.dtype)
+        return ops.fp8_grouped_linear(x, *rest, **settings)
+
+    monkeypatch.setattr(quantized, "fp8_grouped_linear", project)
+    model = patched(v4.Recipe.serve(activations="fp8"))
+    got = paged(model)
+    assert given == [E4M3] * 4
+    projection = model.model.layers[2].self_attn.o_a_proj
+    handle = projection.register_forward_pre_hook(lambda _, args: given.append(args[0].dtype))
+    apart = paged(model)
+    handle.remove()
+    assert given[4:] == [E4M3, E4M3, BF16, BF16, E4M3]
+    paged(patched(v4.Recipe.serve()))
+    assert given[9:] == [BF16] * 4
+    for one, other in zip(got, apart, strict=True):
+        assert torch.equal(one, other)
 
 
 def is_plain(module, model):

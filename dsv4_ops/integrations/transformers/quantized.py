@@ -21,13 +21,16 @@ from dsv4_ops.core.checkpoint import NAN_SCALE
 from dsv4_ops.core.layout import FP4_BLOCK, WEIGHT_BLOCK, round_up
 from dsv4_ops.core.refusal import refusal
 from dsv4_ops.core.registry import AUTO, REFERENCE
+from dsv4_ops.core.types import QuantizedGroups
 from dsv4_ops.integrations.transformers.bf16_experts import limit_of
 from dsv4_ops.integrations.transformers.modules import (
     QUANTIZED_LINEAR,
     Forward,
     Maker,
+    has_global_hooks,
     own_forward,
     quantized_weights,
+    runs_ours,
 )
 from dsv4_ops.integrations.transformers.recipe import Recipe
 from dsv4_ops.ops.experts import experts
@@ -96,6 +99,12 @@ def restore(model: Any) -> None:
             delattr(module, _buffer(weight))
         if hasattr(module, _CODES):
             delattr(module, _CODES)
+
+
+def takes_codes(module: Any) -> bool:
+    """Whether a module's forward is ours, of FP8 weights, and nobody else sees what it gets."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or has_global_hooks()
+    return not hooks and quantized_weights(module) == QUANTIZED_LINEAR and runs_ours(module)
 
 
 def is_quantized(module: Any) -> bool:
@@ -187,10 +196,15 @@ def _check_settings(op: str, name: str, module: Any) -> None:
 
 
 def _linear_forward(recipe: Recipe, impl: str, _: Forward) -> Forward:
-    """Of a linear layer [.., k] -> [.., n], or in groups [.., g, k] -> [.., g, n / g]."""
+    """Of a linear layer [.., k] -> [.., n], or in groups [.., g, k] -> [.., g, n / g]; in groups
+    also of codes, in bf16."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor | QuantizedGroups) -> Tensor:
         groups = getattr(self, "n_groups", 1)
+        if isinstance(x, QuantizedGroups):
+            held, scale = self.weight.detach(), self.dsv4_ops_weight_scale
+            out = fp8_grouped_linear(x.values, held, scale, x.scales, impl=impl)
+            return out.unflatten(1, (groups, -1))
         lead = x.shape[:-1]
         rows = x.to(torch.bfloat16)
         rows = rows.flatten(0, -3) if groups > 1 else rows.reshape(-1, x.shape[-1])

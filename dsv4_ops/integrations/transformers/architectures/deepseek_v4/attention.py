@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4_ops.attention import LayerInputs, LayerSpec, LayerWeights, attention_layer
+from dsv4_ops.core.layout import MainLayout
 from dsv4_ops.integrations.transformers.architectures.base import LayerContext
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.joined import (
     joined,
@@ -22,6 +24,8 @@ from dsv4_ops.integrations.transformers.modules import (
     local,
     unwrapped,
 )
+from dsv4_ops.integrations.transformers.quantized import takes_codes
+from dsv4_ops.integrations.transformers.recipe import Recipe
 
 KIND_OF_TYPE = {
     "sliding_attention": "window",
@@ -32,11 +36,12 @@ KIND_OF_TYPE = {
 
 
 def attention(
-    module: Any, spec: LayerSpec, float32: bool, hidden: Tensor, context: LayerContext
+    module: Any, spec: LayerSpec, recipe: Recipe, hidden: Tensor, context: LayerContext
 ) -> Tensor:
-    """Attention output of ``DeepseekV4Attention``, for [1, num_tokens, hidden_size]; ``float32``
-    says whether compressor projections have float32 results."""
-    kind = KIND_OF_TYPE[module.layer_type]
+    """Attention output of ``DeepseekV4Attention``, for [1, num_tokens, hidden_size]."""
+    kind, float32 = KIND_OF_TYPE[module.layer_type], recipe.compressor_float32
+    if context.schedule == "prefill" and _quantizes(spec, recipe, module.o_a_proj):
+        spec = replace(spec, scale_layout="row")
     flat = hidden.flatten(0, 1)
     grouped = attention_layer(
         spec,
@@ -48,9 +53,17 @@ def attention(
         schedule=context.schedule,
         state_rings=context.state_rings,
     )
-    assert isinstance(grouped, Tensor)  # spec.scale_layout is None
-    out: Tensor = module.o_b_proj(module.o_a_proj(grouped.to(hidden.dtype)).flatten(1))
+    grouped = grouped.to(hidden.dtype) if isinstance(grouped, Tensor) else grouped
+    out: Tensor = module.o_b_proj(module.o_a_proj(grouped).flatten(1).to(hidden.dtype))
     return out.view(hidden.shape)
+
+
+def _quantizes(spec: LayerSpec, recipe: Recipe, projection: Any) -> bool:
+    """Whether ``projection`` would quantise its input, which the kernel that groups it can do. In a
+    decode step that is part of the attention kernel, and has no pass to save."""
+    fp8 = recipe.activations == "fp8" and recipe.activation_scale == "pow2"
+    sizes = spec.head_dim == MainLayout.head_dim and spec.dtype == torch.bfloat16
+    return fp8 and sizes and takes_codes(projection)
 
 
 def _inputs(module: Any, spec: LayerSpec, float32: bool, x: Tensor) -> LayerInputs:

@@ -277,8 +277,7 @@ class DeepseekV4Spec(RingSpec):
         return _normed(draft_of(model), streams)
 
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
-        float32 = self.recipe.compressor_float32
-        return attention(module, self.step_layers, float32, hidden, context)
+        return attention(module, self.step_layers, self.recipe, hidden, context)
 
     def replacements(self, model: Any) -> Iterator[tuple[Any, str, Maker]]:
         return replacements(model, self.recipe)
