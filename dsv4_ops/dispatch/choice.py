@@ -54,7 +54,8 @@ FLASH_MLA_DENSE_SIZES, FLASH_MLA_DENSE_BLOCK = (576, 512), 64
 FLASH_MLA_DENSE_DTYPES = (torch.bfloat16, torch.float16)
 SCALED_MM_TOKENS = {"fp8_linear": 128}
 """Tokens from which on ``impl="auto"`` takes torch's block-wise product of activations in FP8. Not
-of groups, each of which is a call: 196 us where our kernel takes 81 (1024 tokens of ``o_a``)."""
+of groups, each of which is a call: 196 us where our kernel takes 81 (1024 tokens of ``o_a``, codes
+given, eager)."""
 
 SCALED_MM_FROM = {
     op: f"{least} tokens with activations in FP8, if their number is no symbol"

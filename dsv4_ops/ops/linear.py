@@ -202,7 +202,7 @@ def fp8_grouped_linear(
             bfloat16.
         activations: "bf16" or "fp8", as for ``fp8_linear``.
         out_dtype: dtype of the result, bfloat16 or float32.
-        impl: As for ``fp8_linear``; "scaled_mm" is a call for each group.
+        impl: As for ``fp8_linear``; "scaled_mm" is a call for each group, which "auto" never takes.
 
     Returns:
         ``out_dtype`` [num_tokens, out_features], dense: the products of every group side by side,

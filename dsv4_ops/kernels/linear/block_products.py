@@ -91,12 +91,10 @@ def multiply(
     """Products of codes [num_tokens, num_groups, in_features] with the rows of each group."""
     num_tokens, num_groups, width = x.shape[0], int(x.shape[1]), int(x.shape[2])
     rows = int(weight.shape[0])
-    out = x.new_empty((num_tokens, rows), dtype=out_dtype)
-    if num_tokens == 0 or rows == 0:
-        return out
     x = (x if x.stride(-1) == 1 else x.contiguous()).view(torch.uint8)
     x_scale = x_scale.permute(1, 2, 0).contiguous()  # those of a step side by side
     codes, tile = byte_rows(weight), tile_of(num_tokens, rows, launch.num_sms(x.device))
+    out = x.new_empty((num_tokens, rows), dtype=out_dtype)
     programs = (num_tokens + tile[0] - 1) // tile[0] * (rows // tile[1])
     launch(fp8_block_kernel)[programs,](
         x, *x.stride()[:2], x_scale, *x_scale.stride(),

@@ -119,8 +119,6 @@ def _linear(
     """Products of ``x`` [num_tokens, num_groups, in_features] with the rows of each group."""
     num_tokens, num_groups, width = x.shape[0], int(x.shape[1]), int(x.shape[2])
     rows = int(weight.shape[0])
-    if num_tokens == 0 or rows == 0 or width == 0:
-        return x.new_zeros((num_tokens, rows), dtype=out_dtype)
     x = x if x.stride(-1) == 1 else x.contiguous()
     codes = byte_rows(weight)
     tokens, splits = tile_of(num_tokens, rows, width // WEIGHT_BLOCK, launch.num_sms(x.device))
@@ -162,7 +160,7 @@ def _multiplies_codes(
     num_tokens, codes = x.shape[0], x_scale is not None or activations == "fp8"
     most = MOST_AS_BF16 if int(x.shape[1]) == 1 else FEW_TOKENS
     many = not isinstance(num_tokens, int) or num_tokens > most
-    return codes and many and int(x.shape[2]) != 0 and block_products.runs(launch, x)
+    return codes and many and block_products.runs(launch, x)
 
 
 def _multiply(
@@ -175,6 +173,9 @@ def _multiply(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """By the kernel that is faster."""
+    num_tokens, rows = x.shape[0], int(weight.shape[0])
+    if num_tokens == 0 or rows == 0 or int(x.shape[2]) == 0:
+        return x.new_zeros((num_tokens, rows), dtype=out_dtype)
     if _multiplies_codes(launch, x, x_scale, activations, out_dtype):
         codes, scales = quantized(x) if x_scale is None else (x, x_scale)
         return block_products.multiply(launch, codes, scales, weight, scale, out_dtype)

@@ -138,6 +138,12 @@ def _linear_cases() -> list[Case]:
         Case("bf16", (ones[:1], weight, scale), W8A16, (whole[:1],)),
         Case("quantised", (ones, weight, scale), {**W8A8, "out_dtype": torch.float32}, (rounded,)),
         Case("codes", (codes, weight, scale, given), {**out32, "activations": "fp8"}, (scaled,)),
+        Case(
+            "many codes",
+            (codes[:1].expand(33, -1), weight, scale, given[1:].expand(33, -1)),
+            W8A16,
+            (rounded[1:] * 33,),
+        ),
         Case("a byte of 255", (missing, weight, nan), W8A16),
         Case("no token", (ones[:0], weight, scale), W8A16, ([],)),
         Case("no output", (ones, weight[:0], scale[:0]), W8A16, ([[], []],)),
@@ -200,6 +206,12 @@ def _grouped_cases() -> list[Case]:
         Case("two groups", (x, weight, scale), settings, (whole,)),
         Case("quantised", (x, weight, scale), {**settings, "activations": "fp8"}, (rounded,)),
         Case("codes", (codes, weight, scale, given), settings, (scaled,)),
+        Case(
+            "many codes",
+            (codes.expand(-1, 17, -1), weight, scale, given[1:].expand(2, 17, -1)),
+            W8A16,
+            ([[150.0] * 128 + [40.0] * 128] * 17,),
+        ),
         Case("no token", (x[:0], weight, scale), settings, ([],)),
     ]
 

@@ -59,8 +59,9 @@ def attention(
 
 
 def _quantizes(spec: LayerSpec, recipe: Recipe, projection: Any) -> bool:
-    """Whether ``projection`` would quantise its input, which the kernel that groups it can do. In a
-    decode step that is part of the attention kernel, and has no pass to save."""
+    """Whether ``projection`` would quantise its input, which the kernel that groups it can do, with
+    the same codes but for blocks below 1e-4, whose scales are smaller there. In a decode step that
+    is part of the attention kernel, and has no pass to save."""
     fp8 = recipe.activations == "fp8" and recipe.activation_scale == "pow2"
     sizes = spec.head_dim == MainLayout.head_dim and spec.dtype == torch.bfloat16
     return fp8 and sizes and takes_codes(projection)
