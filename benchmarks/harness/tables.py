@@ -221,6 +221,65 @@ _QUALITY = (
 )
 _SELECTED = ("rows selected", lambda row: str(row["selection"]))
 
+
+def _of_ranks(ranks: int, file: str, suffix: str) -> dict[str, Table]:
+    """The tables of GPUs that share rows, of so many ranks."""
+
+    def of(group: str) -> Callable[[Row], bool]:
+        return lambda row: bool(row["group"] == group and row["ranks"] == ranks)
+
+    found: dict[str, Table] = {
+        "merges": _Merges(
+            file,
+            (
+                ("tokens", lambda row: str(row["tokens"])),
+                *(
+                    (f"`{via}`, {heads} heads", us(f"{via} {heads}"))
+                    for via in _COMBINES
+                    for heads in (64, 128)
+                ),
+            ),
+            chosen=of("combine"),
+        ),
+        "gathers": _Merges(
+            file,
+            (
+                ("tokens", lambda row: str(row["tokens"])),
+                *(
+                    (f"{what} by `{via}`", us(f"{name}, {via} {heads}"))
+                    for what, name, heads in _GATHERED
+                    for via in _GATHERS
+                ),
+            ),
+            chosen=of("gather"),
+        ),
+        "shared_layers": _SharedLayers(
+            file,
+            (
+                ("requests x context", lambda row: row["shape"]),
+                ("one GPU, us", us("one GPU")),
+                ("heads split alone", us("tensor parallel")),
+                *((f"rows shared, `{via}`", us(f"context parallel, {via}")) for via in _COMBINES),
+                ("times one GPU's speed", _gain),
+            ),
+            chosen=of("layer"),
+        ),
+        "shared_v4_layers": _SharedLayers(
+            file,
+            (
+                ("kind", lambda row: row["kind"]),
+                ("requests x context", lambda row: row["shape"]),
+                ("one GPU, us", us("one GPU")),
+                ("heads split alone", us("tensor parallel")),
+                ("rows shared, `symmetric_memory`", us("context parallel, symmetric_memory")),
+                ("times one GPU's speed", _gain),
+            ),
+            chosen=of("v4_layer"),
+        ),
+    }
+    return {name + suffix: table for name, table in found.items()}
+
+
 TABLES = {
     "metadata": Table(
         "metadata",
@@ -407,53 +466,8 @@ TABLES = {
         chosen=lambda row: (row["batch"], row["context"]) in _SHORT,
         origins=False,
     ),
-    "merges": _Merges(
-        "context_parallel",
-        (
-            ("tokens", lambda row: str(row["tokens"])),
-            *(
-                (f"`{via}`, {heads} heads", us(f"{via} {heads}"))
-                for via in _COMBINES
-                for heads in (64, 128)
-            ),
-        ),
-        chosen=lambda row: bool(row["group"] == "combine" and row["ranks"] == 2),
-    ),
-    "gathers": _Merges(
-        "context_parallel",
-        (
-            ("tokens", lambda row: str(row["tokens"])),
-            *(
-                (f"{what} by `{via}`", us(f"{name}, {via} {heads}"))
-                for what, name, heads in _GATHERED
-                for via in _GATHERS
-            ),
-        ),
-        chosen=lambda row: bool(row["group"] == "gather" and row["ranks"] == 2),
-    ),
-    "shared_layers": _SharedLayers(
-        "context_parallel",
-        (
-            ("requests x context", lambda row: row["shape"]),
-            ("one GPU, us", us("one GPU")),
-            ("heads split alone", us("tensor parallel")),
-            *((f"rows shared, `{via}`", us(f"context parallel, {via}")) for via in _COMBINES),
-            ("times one GPU's speed", _gain),
-        ),
-        chosen=lambda row: bool(row["group"] == "layer" and row["ranks"] == 2),
-    ),
-    "shared_v4_layers": _SharedLayers(
-        "context_parallel",
-        (
-            ("kind", lambda row: row["kind"]),
-            ("requests x context", lambda row: row["shape"]),
-            ("one GPU, us", us("one GPU")),
-            ("heads split alone", us("tensor parallel")),
-            ("rows shared, `symmetric_memory`", us("context parallel, symmetric_memory")),
-            ("times one GPU's speed", _gain),
-        ),
-        chosen=lambda row: bool(row["group"] == "v4_layer" and row["ranks"] == 2),
-    ),
+    **_of_ranks(2, "context_parallel", ""),
+    **_of_ranks(4, "context_parallel_four", "_four"),
     "split_models": Table(
         "context_parallel",
         (

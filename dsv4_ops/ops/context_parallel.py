@@ -492,7 +492,7 @@ def gather_each(
     if world == 1:
         return parts
     if via == "symmetric_memory" and parts[0].device.type == "cuda":
-        found: list[Tensor] = _gather_ranks(list(parts), group, dim)
+        found: list[Tensor] = _gather_ranks(list(parts), group, world, dim)
         return found
     return [_gather(part.transpose(0, dim), world, group).transpose(0, dim) for part in parts]
 
@@ -593,7 +593,7 @@ def cp_combine(
             merged = merged.index_select(1, cp_rank.clamp(0, world - 1)).squeeze(1)
         return MergedStates(_arrived(summed).transpose(0, 1), merged)
     if via == "symmetric_memory":
-        return MergedStates(*_combine_ranks(out, lse, group, lse_base))
+        return MergedStates(*_combine_ranks(out, lse, group, world, lse_base))
     # a block is what one rank gets: outputs, then log-sum-exps as integers of the same width
     lanes = torch.int32 if out.dtype == torch.float32 else torch.int16
     sent = [
@@ -636,37 +636,41 @@ def _arrived(sent: Tensor) -> Tensor:
     return arrived
 
 
+# the number of ranks is an argument, so that it is in the keys of Inductor's caches: shapes of
+# results depend on it, and groups of several sizes have one name
 @torch.library.custom_op("dsv4_ops::_combine_ranks", mutates_args=())
-def _combine_ranks(out: Tensor, lse: Tensor, group: str, lse_base: str) -> tuple[Tensor, Tensor]:
+def _combine_ranks(
+    out: Tensor, lse: Tensor, group: str, world: int, lse_base: str
+) -> tuple[Tensor, Tensor]:
     launches, launch = _kernels("cp_combine", "combine")
-    workspace = _workspace("cp_combine", group, out.device)
-    of_group = workspace.held, workspace.rank, workspace.world, lse_base, workspace.timeout_ns
+    workspace = _workspace("cp_combine", group, world, out.device)
+    of_group = workspace.held, workspace.rank, world, lse_base, workspace.timeout_ns
     with torch.cuda.device_of(out):
         merged: tuple[Tensor, Tensor] = launches.combine_ranks(launch, out, lse, *of_group)
     return merged
 
 
 @_combine_ranks.register_fake
-def _(out: Tensor, lse: Tensor, group: str, lse_base: str) -> tuple[Tensor, Tensor]:
+def _(out: Tensor, lse: Tensor, group: str, world: int, lse_base: str) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, width = out.shape
-    own = num_heads // group_size(group)
+    own = num_heads // world
     return out.new_empty((num_tokens, own, width)), lse.new_empty((num_tokens, own))
 
 
 @torch.library.custom_op("dsv4_ops::_gather_ranks", mutates_args=())
-def _gather_ranks(parts: list[Tensor], group: str, dim: int) -> list[Tensor]:
+def _gather_ranks(parts: list[Tensor], group: str, world: int, dim: int) -> list[Tensor]:
     op = ("cp_gather_rows", "cp_gather_heads")[dim]
     launches, launch = _kernels(op, "gather")
-    workspace = _workspace(op, group, parts[0].device)
-    of_group = workspace.held, workspace.rank, workspace.world, dim, workspace.timeout_ns
+    workspace = _workspace(op, group, world, parts[0].device)
+    of_group = workspace.held, workspace.rank, world, dim, workspace.timeout_ns
     with torch.cuda.device_of(parts[0]):
         gathered: list[Tensor] = launches.gather(launch, parts, *of_group)
     return gathered
 
 
 @_gather_ranks.register_fake
-def _(parts: list[Tensor], group: str, dim: int) -> list[Tensor]:
-    return [meta.gathered(part, group_size(group), dim) for part in parts]
+def _(parts: list[Tensor], group: str, world: int, dim: int) -> list[Tensor]:
+    return [meta.gathered(part, world, dim) for part in parts]
 
 
 def _kernels(op: str, module: str) -> tuple[Any, Any]:
@@ -688,28 +692,30 @@ class _Workspace(NamedTuple):
     held: Tensor
     handle: Any
     rank: int
-    world: int
     timeout_ns: int
 
 
 _workspaces: dict[tuple[str, torch.device], _Workspace] = {}
 
 
-def _workspace(op: str, group: str, device: torch.device) -> _Workspace:
-    """Return that of a group, which the first call makes: there all ranks meet."""
+def _workspace(op: str, group: str, world: int, device: torch.device) -> _Workspace:
+    """Return that of a group of ``world`` ranks, which the first call makes: there all ranks
+    meet."""
     current, found = process_group(group), _workspaces.get((group, device))
+    if group_size(group) != world:
+        rule = f"be of {world} ranks, for which the call was compiled"
+        raise refusal(ValueError, op, "group", rule, group_size(group), "Compile it again")
     if found is not None and found.of is current:  # not of an earlier group of the same name
         return found
     if torch.cuda.is_current_stream_capturing():
         rule, advice = "have been called before it is captured", "Call it once on all ranks"
         raise refusal(RuntimeError, op, "via", rule, "its first call", advice)
     exchange, _ = _kernels(op, "exchange")
-    held, handle = symmetric_workspace(group, exchange.workspace_bytes(group_size(group)), device)
-    rank, world = handle.rank, handle.world_size
+    held, handle = symmetric_workspace(group, exchange.workspace_bytes(world), device)
     header = exchange.workspace_header(list(handle.buffer_ptrs))
     held[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     timeout_ns = timeout_of(group, device) // timedelta(microseconds=1) * 1000
-    made = _Workspace(current, held, handle, rank, world, timeout_ns)
+    made = _Workspace(current, held, handle, handle.rank, timeout_ns)
     _workspaces[group, device] = made
     return made
 

@@ -1,4 +1,4 @@
-"""``cp_gather_heads`` and ``cp_gather_rows`` in one kernel, byte for byte, between two GPUs."""
+"""``cp_gather_heads`` and ``cp_gather_rows`` in one kernel, byte for byte, between GPUs."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import dsv4_ops as ops
 from dsv4_ops.ops.context_parallel import gather_each
-from tests.support.ranks import check_left_alone, left_alone, run_ranks
+from tests.support.ranks import check_left_alone, gpu_ranks, left_alone, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,8 +27,8 @@ STEP = (0, 2, 1, 3, 0, 5)
 
 
 def parts_of(number, seed, rank):
-    """Random bytes; strides are other ones in every second call, and alignment of rank 1's."""
-    made, found = torch.Generator("cuda").manual_seed(2 * seed + rank), []
+    """Random bytes; strides are other ones in every second call, and alignment of odd ranks'."""
+    made, found = torch.Generator("cuda").manual_seed(4 * seed + rank), []
     for dtype, shape in CALLS[number][0]:
         values = torch.randint(
             0,
@@ -38,7 +38,7 @@ def parts_of(number, seed, rank):
             generator=made,
             device="cuda",
         ).view(dtype)
-        odd = seed % 2 * rank
+        odd = seed % 2 * (rank % 2)
         whole = values[..., odd : odd + shape[-1]]
         found.append(whole if seed % 2 else whole.contiguous())
     return found
@@ -126,7 +126,9 @@ def first_in_a_capture(rank, world):
 
 
 def test_ranks_gather_every_size_and_in_graphs(tmp_path):
-    assert run_ranks(2, rank_gathers, tmp_path, 2, backend="nccl", seconds=60) == ["done"] * 2
+    world = gpu_ranks()
+    found = run_ranks(world, rank_gathers, tmp_path, world, backend="nccl", seconds=60)
+    assert found == ["done"] * world
 
 
 def test_a_rank_that_is_left_alone_has_an_error_within_the_timeout(tmp_path):

@@ -1,4 +1,4 @@
-"""``cp_combine`` in one kernel through memory that two GPUs map into each other."""
+"""``cp_combine`` in one kernel through memory that GPUs map into each other."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import dsv4_ops as ops
 from dsv4_ops.reference.mla_context import merge_states
-from tests.support.ranks import check_left_alone, left_alone, run_ranks
+from tests.support.ranks import check_left_alone, gpu_ranks, left_alone, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,7 +15,7 @@ pytestmark = [
 
 CALLS = (  # tokens, heads, width, dtype
     (32, 64, 512, torch.bfloat16),
-    (1, 2, 512, torch.bfloat16),
+    (1, 4, 512, torch.bfloat16),
     (5, 4, 12, torch.float32),
     (300, 128, 512, torch.bfloat16),
     (7, 16, 512, torch.float16),
@@ -81,7 +81,9 @@ def rank_left_alone(rank, world):
 
 
 def test_ranks_merge_at_every_size_and_in_graphs(tmp_path):
-    assert run_ranks(2, rank_merges, tmp_path, 2, backend="nccl", seconds=60) == ["done"] * 2
+    world = gpu_ranks()
+    found = run_ranks(world, rank_merges, tmp_path, world, backend="nccl", seconds=60)
+    assert found == ["done"] * world
 
 
 def test_a_rank_that_is_left_alone_has_an_error_within_the_timeout(tmp_path):

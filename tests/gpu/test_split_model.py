@@ -1,5 +1,5 @@
-"""Models whose heads and experts Hugging Face splits over two GPUs that share a cache: the logits
-and the tokens of Hugging Face's model, compiled, captured and replayed; and one package for both
+"""Models whose heads and experts Hugging Face splits over GPUs that share a cache: the logits
+and the tokens of Hugging Face's model, compiled, captured and replayed; and one package for all
 GPUs, of a model that is whole on each of them."""
 
 import os
@@ -19,7 +19,7 @@ from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.lowering.inspect import load_package
 from dsv4_ops.testing.models import head_plan
 from tests.support.hf_models import Engine
-from tests.support.ranks import free_collectives, of_ranks, run_ranks
+from tests.support.ranks import free_collectives, gpu_ranks, of_ranks, run_ranks
 from tests.transformers.test_context_parallel import padded_to
 from tests.transformers.test_split_heads import (
     LENGTHS,
@@ -28,7 +28,6 @@ from tests.transformers.test_split_heads import (
     patched,
     split,
     text,
-    whole,
 )
 
 DEVICE = os.environ.get("DSV4_OPS_SPLIT_DEVICE", "cuda")
@@ -39,6 +38,12 @@ pytestmark = [
 
 CLOSE, TOKENS = 1e-4, 4  # as of one GPU in float32; tokens of a captured step
 COUNTS = ({0: 1, 1: 1}, {1: 1}, {0: 2, 1: 1}, {0: 1}, {1: 2})
+
+
+def whole(family):
+    """A model whose heads and groups four ranks can split."""
+    made, settings = MODELS[family]
+    return made(**settings, **{"v4": {"o_groups": 4}, "v3": {}}[family])
 
 
 def cache_of(model):
@@ -156,8 +161,8 @@ BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
 
 @pytest.mark.parametrize("family", ["v4", "v3"])
 def test_a_split_model(family, checkpoints, tmp_path):
-    run_ranks(2, rank_model, tmp_path, family, checkpoints, backend=BACKEND, seconds=150)
+    run_ranks(gpu_ranks(), rank_model, tmp_path, family, checkpoints, backend=BACKEND, seconds=150)
 
 
-def test_two_ranks_run_one_package(tmp_path):
-    run_ranks(2, rank_package, tmp_path, tmp_path, backend=BACKEND, seconds=150)
+def test_ranks_run_one_package(tmp_path):
+    run_ranks(gpu_ranks(), rank_package, tmp_path, tmp_path, backend=BACKEND, seconds=150)

@@ -193,7 +193,7 @@ def test_graph_calls_one_op_for_symmetric_memory(fake_ranks: str) -> None:
     seen = []
 
     def backend(graph, _):
-        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        seen.extend(node for node in graph.graph.nodes if node.op == "call_function")
         return graph
 
     combine = torch.compile(ops.cp_combine, backend=backend, fullgraph=True, dynamic=True)
@@ -202,8 +202,10 @@ def test_graph_calls_one_op_for_symmetric_memory(fake_ranks: str) -> None:
         found = combine(out.half(), lse, fake_ranks, via="symmetric_memory")
     assert [each.shape for each in found] == [(2, 2, 4), (2, 2)]
     assert [each.dtype for each in found] == [torch.float16, torch.float32]
-    called = [each for each in seen if "dsv4_ops" in str(each)]
-    assert called == [torch.ops.dsv4_ops._combine_ranks.default]
+    called = [each for each in seen if "dsv4_ops" in str(each.target)]
+    assert [each.target for each in called] == [torch.ops.dsv4_ops._combine_ranks.default]
+    # groups of any size may have this name: the key of a compiled graph has the size
+    assert called[0].args[2:] == (fake_ranks, 3, "e")
 
 
 def test_graph_calls_one_op_for_gathers_by_symmetric_memory(fake_ranks: str) -> None:
@@ -211,7 +213,7 @@ def test_graph_calls_one_op_for_gathers_by_symmetric_memory(fake_ranks: str) -> 
     seen = []
 
     def backend(graph, _):
-        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        seen.extend(node for node in graph.graph.nodes if node.op == "call_function")
         return graph
 
     via = ContextParallel(group=fake_ranks, world_size=3, via="symmetric_memory").gathers_via
@@ -231,9 +233,20 @@ def test_graph_calls_one_op_for_gathers_by_symmetric_memory(fake_ranks: str) -> 
     assert [each.shape for each in found] == [(2, 15, 4), (21,), (15, 2, 4), (15, 2)]
     assert [each.dtype for each in found] == [q.dtype, rows.dtype, out.dtype, lse.dtype]
     assert all(each.is_contiguous() for each in found)
-    called = [each for each in seen if "dsv4_ops" in str(each)]
-    assert called == 3 * [torch.ops.dsv4_ops._gather_ranks.default]
-    assert not any("c10d" in str(each) for each in seen)
+    called = [each for each in seen if "dsv4_ops" in str(each.target)]
+    assert [each.target for each in called] == 3 * [torch.ops.dsv4_ops._gather_ranks.default]
+    assert [each.args[1:] for each in called] == [(fake_ranks, 3, dim) for dim in (1, 0, 0)]
+    assert not any("c10d" in str(each.target) for each in seen)
+
+
+def test_code_for_another_number_of_ranks_is_refused(fake_ranks: str) -> None:
+    out, lse = torch.empty(2, 4, 8), torch.empty(2, 4)
+    rule = "group must be of 2 ranks, for which the call was compiled, got 3. Compile it again"
+    with pytest.raises(ValueError, match=f"^cp_combine: {rule}"):
+        torch.ops.dsv4_ops._combine_ranks(out, lse, fake_ranks, 2, "e")
+    for dim, op in enumerate(("cp_gather_rows", "cp_gather_heads")):
+        with pytest.raises(ValueError, match=f"^{op}: {rule}"):
+            torch.ops.dsv4_ops._gather_ranks([out], fake_ranks, 2, dim)
 
 
 def test_one_rank_is_the_plain_graph() -> None:

@@ -64,6 +64,11 @@ def run_ranks(
     return [found for found, _, _ in results]
 
 
+def gpu_ranks() -> int:
+    """Ranks of a test on GPUs: one each on 4 GPUs, or on 2."""
+    return 4 if torch.cuda.device_count() >= 4 else 2
+
+
 def free_collectives() -> None:
     """Let gloo's threads free the tensors of eager collectives, before a package runs: torch keeps
     Python's lock while one runs (pytorch/pytorch#197516), and for that they need it."""

@@ -9,12 +9,15 @@ from dsv4_ops.kernels.context_parallel.combine_kernel import merge_ranks
 from dsv4_ops.kernels.context_parallel.exchange import PROGRAMS, TILE
 from dsv4_ops.kernels.launcher import Launcher
 
-TILE_ROWS = (1, 4, 16)
+TILE_ROWS = (1, 4, 8)
 """Rows of a tile: few where there are few rows, so that many programs send them."""
 
+TILE_ROWS_OF_TWO = (*TILE_ROWS, 16)
+"""Those of two ranks, a tenth faster from 4096 rows on; of four they are a third slower."""
+
 FEW_PROGRAMS = 128
-"""Who has tiles of fewer rows for them takes these: 2048 rows are faster in as many programs than
-in twice as many (12.2 and 13.0 us on two H100s), 16384 in twice as many (35 and 43 us)."""
+"""Who has tiles of fewer rows for them takes these: of two H200s 2048 rows take 11.7 us in as many
+programs and 12.4 in twice as many."""
 
 
 def row_bytes(out: Tensor) -> int:
@@ -43,7 +46,8 @@ def combine_ranks(
     merged = out.new_empty((num_tokens, own, width))
     merged_lse = lse.new_empty((num_tokens, own))
     num_rows = num_tokens * own
-    fitting = [rows for rows in TILE_ROWS if rows * row_bytes(out) <= TILE]
+    tiles = TILE_ROWS_OF_TWO if world == 2 else TILE_ROWS
+    fitting = [rows for rows in tiles if rows * row_bytes(out) <= TILE]
     wanted = triton.cdiv(num_rows, FEW_PROGRAMS)
     tile_rows = next((rows for rows in fitting if rows >= wanted), fitting[-1])
     launch(merge_ranks)[(min(triton.cdiv(num_rows, tile_rows), int(PROGRAMS)),)](
@@ -52,6 +56,6 @@ def combine_ranks(
         *out.stride()[:2], *lse.stride(),
         RANK=rank, WORLD=world, WIDTH=width, BLOCK=triton.next_power_of_2(width),
         TILE_ROWS=tile_rows, NATURAL=lse_base == "e",
-        num_warps=8 if tile_rows == TILE_ROWS[-1] else 4,
+        num_warps=4 if tile_rows == 1 else 8,
     )  # fmt: skip
     return merged, merged_lse

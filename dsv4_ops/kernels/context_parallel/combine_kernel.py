@@ -36,6 +36,9 @@ def merge_ranks(
     in_part = lane[:, None] * BLOCK + column
     count_at = count_of(workspace, program)
     count = tl.load(count_at)
+    bases = ()  # loads behind stores wait for them
+    for ahead in tl.static_range(1, WORLD):
+        bases += (workspace_of(workspace, (RANK + ahead) % WORLD),)
     for tile in range(program, tl.cdiv(num_rows, TILE_ROWS), tl.num_programs(0)):
         count += 1
         row = tile * TILE_ROWS + lane
@@ -45,12 +48,10 @@ def merge_ranks(
         out_at = out + (token * out_token_stride)[:, None] + column
         lse_at = lse + token * lse_token_stride
         for ahead in tl.static_range(1, WORLD):
-            other = (RANK + ahead) % WORLD
-            heads = other * own_heads + head
+            heads = (RANK + ahead) % WORLD * own_heads + head
             part = tl.load(out_at + (heads.to(tl.int64) * out_head_stride)[:, None], mask=inside)
             its_lse = tl.load(lse_at + heads * lse_head_stride, mask=live)
-            base = workspace_of(workspace, other)
-            buffer = buffer_of(base, program, count, ahead - 1, WORLD)
+            buffer = buffer_of(bases[ahead - 1], program, count, ahead - 1, WORLD)
             at = buffer.to(tl.pointer_type(element))
             tl.store(at + in_part, part, mask=inside)
             tl.store((buffer + LSES).to(tl.pointer_type(tl.float32)) + lane, its_lse, mask=live)

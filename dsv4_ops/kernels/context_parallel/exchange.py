@@ -81,36 +81,41 @@ def buffer_of(base, program, count, sender, WORLD: tl.constexpr):
 
 @triton.jit
 def raise_flags(workspace, program, count, RANK: tl.constexpr, WORLD: tl.constexpr):
-    """Tell all other ranks that this program has written its tile to them."""
+    """Tell all other ranks that this program has written its tile to them: all at once, as each
+    waits until what was written has arrived."""
     tl.debug_barrier()  # every write before any flag
-    for ahead in tl.static_range(1, WORLD):
-        base = workspace_of(workspace, (RANK + ahead) % WORLD)
-        flag = _flag(base, program, ahead - 1, WORLD)
-        tl.atomic_xchg(flag, count, sem="release", scope="sys")
+    ahead = tl.arange(1, 1 + triton.next_power_of_2(WORLD - 1))
+    other = (RANK + ahead) % WORLD
+    base = tl.load(workspace.to(tl.pointer_type(tl.int64)) + other).to(tl.pointer_type(tl.uint8))
+    flags = _flags(base, program, ahead - 1, WORLD)
+    counts = tl.zeros_like(ahead) + count
+    tl.atomic_xchg(flags, counts, mask=ahead < WORLD, sem="release", scope="sys")
 
 
 @triton.jit
 def await_flags(workspace, program, count, timeout_ns, WORLD: tl.constexpr):
     """Wait until all other ranks have written this program's tile here."""
-    for ahead in tl.static_range(1, WORLD):
-        _await(_flag(workspace, program, ahead - 1, WORLD), count, timeout_ns)
+    sender = tl.arange(0, triton.next_power_of_2(WORLD - 1))
+    flags = _flags(workspace, program, sender, WORLD)
+    start = _now()
+    while _behind(flags, count, sender < WORLD - 1):
+        if _now() - start > timeout_ns:
+            _trap()
     tl.debug_barrier()
 
 
 @triton.jit
-def _flag(base, program, sender, WORLD: tl.constexpr):
+def _flags(base, program, sender, WORLD: tl.constexpr):
     index = program * (WORLD - 1) + sender
-    at = base + DATA + PROGRAMS * (WORLD - 1) * 2 * PART + index * FLAG
+    at = base + (DATA + PROGRAMS * (WORLD - 1) * 2 * PART + index * FLAG)
     return at.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def _await(flag, count, timeout_ns):
-    start = _now()
-    # a difference, as counts wrap
-    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - count < 0:
-        if _now() - start > timeout_ns:
-            _trap()
+def _behind(flags, count, live):
+    """Whether a flag is yet to come: by a difference, as counts wrap."""
+    found = tl.atomic_add(flags, 0, mask=live, sem="acquire", scope="sys")
+    return tl.min(tl.where(live, found - count, 0), 0) < 0
 
 
 @triton.jit
