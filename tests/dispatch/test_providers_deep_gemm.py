@@ -104,7 +104,9 @@ def test_no_token_no_page_and_no_table(deep_gemm):
     assert deep_gemm.calls == 0
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "dynamic", [pytest.param(False, marks=pytest.mark.nightly("symbols are the harder")), True]
+)
 def test_compiled_code_calls_deep_gemm(dynamic, deep_gemm):
     queries, _, rows = indexer_call(1)
     positions = torch.arange(9) * 100

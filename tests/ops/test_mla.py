@@ -287,7 +287,10 @@ def test_memory_of_a_decode_does_not_grow_with_the_block_table():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["plain", "mla_fp8"])
+@pytest.mark.parametrize(
+    "layout",
+    ["plain", pytest.param("mla_fp8", marks=pytest.mark.nightly("the same of plain rows"))],
+)
 def test_a_compiled_layer_reads_the_rows_that_it_writes(layout):
     """Insert, absorb, decode and v-up in one graph, which loops over the keys that there are: more
     than one step of them."""

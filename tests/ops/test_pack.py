@@ -120,7 +120,18 @@ def test_strides_change_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.bool, FP8], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        FP8,
+        *(
+            pytest.param(each, marks=pytest.mark.nightly("two others"))
+            for each in (torch.int32, torch.bool)
+        ),
+    ],
+    ids=str,
+)
 def test_compiled_for_every_kind_of_dtype(dtype):
     """One graph of one loop each way, for sizes that change."""
     torch._dynamo.reset()

@@ -36,6 +36,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         config.cpp.simdlen = 1
 
     # Of long functions g++ makes the same results with -O1, in a fraction of the time;
-    # test_contract.py has six ops with -O3. All processes have the same flags: headers are
+    # `make smoke` has six ops with -O3. All processes have the same flags: headers are
     # precompiled for each set of them.
     cpp_builder._get_optimization_cflags = _quicker

@@ -59,7 +59,12 @@ def inputs_of(experts, tokens=5):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "family", ["V4", "V3", pytest.param("V2", marks=pytest.mark.nightly("V3's forwards"))]
+    "family",
+    [
+        pytest.param("V4", marks=pytest.mark.nightly("test_quantized.py has V4's in FP4")),
+        "V3",
+        pytest.param("V2", marks=pytest.mark.nightly("V3's forwards")),
+    ],
 )
 def test_a_step_is_one_graph_with_an_op_in_every_layer(family, ran):
     model = hf.patch(made(family))

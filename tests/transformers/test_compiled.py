@@ -11,7 +11,7 @@ pytest.importorskip("transformers", "5.17", reason="needs transformers with deep
 
 from dsv4_ops.integrations import transformers as v4
 from dsv4_ops.testing.models import small_model
-from tests.helpers import NEWEST
+from tests.helpers import NEWEST, NIGHTLY
 from tests.support.hf_models import LENGTH, REQUESTS, Engine, expected, new_cache, reference, text
 
 STEPS, BUDGET = 200, 6
@@ -71,6 +71,7 @@ def test_a_decode_step_of_the_newest_stack():
 
 
 @pytest.mark.smoke
+@pytest.mark.skipif(not (NEWEST or NIGHTLY), reason="`make smoke` runs it")
 def test_hugging_faces_form_is_one_graph():
     """Lengths live on the device, so that no step differs from the one before."""
     counter = CompileCounterWithBackend("eager")

@@ -401,6 +401,7 @@ def test_one_graph_of_a_changing_batch(steps):
     assert engine.worst(expected()) < CLOSE
 
 
+@pytest.mark.nightly("the same of V4")
 @pytest.mark.usefixtures("_fresh_dynamo", "expands")
 def test_prefill_compiles_twice_for_any_number_of_tokens():
     """Contexts expanded: for the first number, and for all others."""

@@ -80,6 +80,7 @@ def test_rows_of_several_lengths_that_end(model):
     assert torch.equal(model.generate(ids, **chunks, **settings), want)
 
 
+@pytest.mark.nightly("test_mtp.py compiles a step of drafts")
 def test_a_compiled_step(model):
     torch._dynamo.reset()
     ids, _ = prompts(5)

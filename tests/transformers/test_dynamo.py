@@ -83,9 +83,14 @@ def test_one_graph_for_caches_of_equal_sizes():
 @pytest.mark.parametrize(
     "given",
     [
-        {"attention_mask": lambda place: torch.ones(2, 1, dtype=torch.int64)},
-        {"position_ids": lambda place: torch.full((2, 1), place)},
-        {"position_ids": lambda place: torch.full((1, 1), place)},
+        *(
+            pytest.param(given, marks=pytest.mark.nightly("both at once"))
+            for given in (
+                {"attention_mask": lambda place: torch.ones(2, 1, dtype=torch.int64)},
+                {"position_ids": lambda place: torch.full((2, 1), place)},
+                {"position_ids": lambda place: torch.full((1, 1), place)},
+            )
+        ),
         {
             "attention_mask": lambda place: torch.ones(2, 1, dtype=torch.int64),
             "position_ids": lambda place: torch.full((2, 1), place),
@@ -151,6 +156,7 @@ def test_the_exported_step():
     assert_same_steps(engines)
 
 
+@pytest.mark.nightly("the same of V3")
 def test_the_exported_prefill_takes_any_number_of_tokens():
     """The module behind ``export_prefill``: prompts, chunks, decodes among them, a single token, as
     many as it was exported for."""

@@ -407,7 +407,7 @@ def test_a_step_can_be_exported(model, text):
     assert torch.equal(cache.tensors.draft[0].swa, other.tensors.draft[0].swa)
 
 
-@pytest.mark.parametrize("chunk", [1, 50])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.nightly("longer chunks")), 50])
 def test_prompts_in_chunks_draft_as_whole_ones(model, text, chunk):
     whole, cache = new_cache(model, 2), new_cache(model, 2)
     want = v4.speculative_prefill(model, prompts(text, whole), whole, num_drafts=2)
