@@ -398,6 +398,7 @@ def examples() -> dict[str, Call]:
         "hyper_connection": _streams(False),
         "hyper_connection, after a block": _streams(True),
         "hyper_connection, of many": _streams(True, 100),
+        "hyper_connection, of 1024": _streams(True, 1024),
         "cp_topk": _candidates(2),
         "cp_topk, of 8 ranks": _candidates(8),
         "experts, 128 tokens": _experts(128),

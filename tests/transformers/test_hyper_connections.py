@@ -62,3 +62,57 @@ def test_modules_with_hooks_are_called(decode):
     assert calls == [1]
     handle.remove()
     assert decode(("cpu",))[1] == 6
+
+
+def test_blocks_are_added_by_the_next_layer(decode, monkeypatch):
+    """The first layer gets a block that adds nothing, so that layers of a kind share a graph."""
+    given, op = [], forwards.hyper_connection
+    monkeypatch.setattr(
+        forwards, "hyper_connection", lambda *args, **rest: given.append(args) or op(*args, **rest)
+    )
+    assert decode(("cpu",))[1] == 6
+    assert [len(args) for args in given] == [8] * 6
+    streams, _, _, _, _, block_out, post, mix = given[0]
+    assert torch.equal(streams, streams[:, :1].expand_as(streams))
+    assert not block_out.any()
+    assert not post.any()
+    assert torch.equal(mix, torch.eye(4).expand(2, 4, 4))
+    again = given[2]  # of the second layer
+    assert [each.stride() for each in again] == [each.stride() for each in given[0]]
+
+
+def test_layers_of_a_kind_share_a_graph(monkeypatch):
+    monkeypatch.setattr(forwards, "FUSED_ON", ("cpu",))
+    model = v4.patch(small_model(dtype=torch.bfloat16, num_hidden_layers=9), kv="fp8")
+    starts, lens, rows = (torch.tensor(each).int() for each in ([0, 1], [1], [0]))
+    batch = v4.StepBatch(torch.tensor([7]), starts, lens, rows)
+    caches = []
+    for _ in range(2):
+        caches.append(v4.PagedCache.for_model(model, max_batch_size=1, max_cache_len=256))
+        caches[-1].add("a", num_tokens=1)
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        step = v4.compile_step(model, mode="regional", backend="eager")
+        found = step(batch, caches[0])
+        assert torch.equal(found, v4.decode_step(model, batch, caches[1]))
+    assert len(step.parts) == torch._dynamo.utils.counters["stats"]["unique_graphs"] == 7
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_hooks_of_layers_get_streams(decode, everywhere):
+    expected, shapes = decode(())[0], []
+
+    def hook(module, _, out):
+        if type(module).__name__ == "DeepseekV4DecoderLayer":
+            shapes.append(tuple(out.shape))
+
+    if everywhere:
+        handle = torch.nn.modules.module.register_module_forward_hook(hook)
+    else:
+        handle = decode.model.model.layers[2].register_forward_hook(hook)
+    try:
+        found, _ = decode(("cpu",))
+    finally:
+        handle.remove()
+    assert torch.equal(found, expected)
+    assert shapes == [(1, 2, 4, decode.model.config.hidden_size)] * (3 if everywhere else 1)

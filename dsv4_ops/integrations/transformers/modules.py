@@ -135,6 +135,14 @@ def runs_ours(module: Any) -> bool:
     return ours and own_forward(module) is None
 
 
+def runs(module: Any, function: Forward) -> bool:
+    """Whether a module's forward is this one of ours."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, Replacement):
+        return forward.function is function
+    return getattr(forward, "__func__", None) is function
+
+
 def _is_harmless(hook: Any) -> bool:
     """Whether accelerate's hook, which is a forward of the instance, loads no weights."""
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload

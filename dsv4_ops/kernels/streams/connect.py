@@ -19,8 +19,15 @@ FEW, MANY = (16, 16, 4), (32, 64, 4)
 """Columns of every stream, tokens and warps of a program that multiplies: of few tokens, which are
 256 programs of Flash, and of more or a symbol."""
 
-END_WARPS, PARTS = 8, 128
-"""Warps of a program that adds partial sums, up to 4096 columns, and how many it adds at a time."""
+PROGRAMS, STEPS = 256, (4, 8)
+"""Programs at least that multiply many tokens, and how often one goes on to the next columns, so
+that it leaves one partial sum for all: where it would be fewer times, not at all."""
+
+END_WARPS = 8
+"""Of a program that ends a token, up to 4096 columns."""
+
+PARTS = {False: 128, True: 32}
+"""Partial sums that are added at a time, whether programs have gone on to other columns."""
 
 
 @triton.jit
@@ -33,54 +40,61 @@ def stream_products_kernel(
     written, partial,
     num_tokens,
     WIDTH: tl.constexpr, COUNT: tl.constexpr, MIXED: tl.constexpr, WEIGHTS: tl.constexpr,
-    SUMS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
+    SUMS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Mix the streams, and multiply some columns of all of them by ``fn``; in the column behind
-    the products stands the sum of squares."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    """Mix the streams, and multiply some columns of all of them by ``fn``, in steps of ``COLUMNS``;
+    in the column behind the products stands the sum of squares."""
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    inside, given = column < WIDTH, token < num_tokens
-    both = given[:, None] & inside[None, :]
-    at, offset = tl.where(given, token, 0).to(tl.int64), column.to(tl.int64)
-    rows = streams + at[:, None] * token_stride + offset[None, :] * width_stride
     weight = tl.arange(0, SUMS)
-    of_weight = (weight < WEIGHTS)[:, None] & inside[None, :]
-    weights = fn + weight.to(tl.int64)[:, None] * fn_row_stride + offset[None, :] * fn_column_stride
-    # every load stands in front of the first store, behind which the compiler leaves it
-    kept, tiles = (), ()
-    for stream in tl.static_range(COUNT):
-        kept += (widen(tl.load(rows + stream * stream_stride, mask=both, other=0.0)),)
-        of_stream = weights + stream * WIDTH * fn_column_stride
-        tiles += (tl.load(of_stream, mask=of_weight, other=0.0),)
-    if MIXED:
-        target = block_out + at[:, None] * out_token_stride + offset[None, :] * out_width_stride
-        output = widen(tl.load(target, mask=both, other=0.0))
-        mixed = ()
-        for stream in tl.static_range(COUNT):
-            of_post = post + at * post_token_stride + stream * post_stride
-            added = tl.load(of_post, mask=given, other=0.0)[:, None] * output
-            values = tl.zeros((TOKENS, COLUMNS), tl.float32)
-            for other in tl.static_range(COUNT):
-                of_mix = mix + at * mix_token_stride + other * mix_row_stride + stream * mix_stride
-                values += tl.load(of_mix, mask=given, other=0.0)[:, None] * kept[other]
-            mixed += (round_to_bf16(added + values),)
-        kept = ()
-        for stream in tl.static_range(COUNT):
-            place = (at[:, None] * COUNT + stream) * WIDTH + offset[None, :]
-            tl.store(written + place, mixed[stream], mask=both)
-            kept += (tl.where(both, widen(mixed[stream]), 0.0),)
     sums = tl.zeros((TOKENS, SUMS), tl.float32)
-    squares = tl.zeros((TOKENS, COLUMNS), tl.float32)
-    for stream in tl.static_range(COUNT):
-        squares += kept[stream] * kept[stream]
-        values = round_to_bf16(kept[stream])
-        rest = tl.trans(tiles[stream])
-        for _ in tl.static_range(3):  # parts of 8 bits: exact, as the streams are
-            bits = rest.to(tl.int32, bitcast=True) >> 16
-            part = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-            sums = multiply_add(values, part, sums)
-            rest = tl.where(widen(part) == rest, 0.0, rest - widen(part))
-    sums = tl.where(weight[None, :] == WEIGHTS, tl.sum(squares, 1)[:, None], sums)
+    squares = tl.zeros((TOKENS,), tl.float32)
+    given = token < num_tokens
+    at = tl.where(given, token, 0).to(tl.int64)
+    for step in range(STEPS):
+        column = (tl.program_id(0) * STEPS + step) * COLUMNS + tl.arange(0, COLUMNS)
+        inside, offset = column < WIDTH, column.to(tl.int64)
+        both = given[:, None] & inside[None, :]
+        rows = streams + at[:, None] * token_stride + offset[None, :] * width_stride
+        of_weight = (weight < WEIGHTS)[:, None] & inside[None, :]
+        of_column = offset[None, :] * fn_column_stride
+        weights = fn + weight.to(tl.int64)[:, None] * fn_row_stride + of_column
+        # every load stands in front of the first store, behind which the compiler leaves it
+        kept, tiles = (), ()
+        for stream in tl.static_range(COUNT):
+            kept += (widen(tl.load(rows + stream * stream_stride, mask=both, other=0.0)),)
+            of_stream = weights + stream * WIDTH * fn_column_stride
+            tiles += (tl.load(of_stream, mask=of_weight, other=0.0),)
+        if MIXED:
+            target = block_out + at[:, None] * out_token_stride + offset[None, :] * out_width_stride
+            output = widen(tl.load(target, mask=both, other=0.0))
+            mixed = ()
+            for stream in tl.static_range(COUNT):
+                of_post = post + at * post_token_stride + stream * post_stride
+                added = tl.load(of_post, mask=given, other=0.0)[:, None] * output
+                values = tl.zeros((TOKENS, COLUMNS), tl.float32)
+                of_mix = mix + at * mix_token_stride + stream * mix_stride
+                for other in tl.static_range(COUNT):
+                    factor = tl.load(of_mix + other * mix_row_stride, mask=given, other=0.0)
+                    values += factor[:, None] * kept[other]
+                mixed += (round_to_bf16(added + values),)
+            kept = ()
+            for stream in tl.static_range(COUNT):
+                place = (at[:, None] * COUNT + stream) * WIDTH + offset[None, :]
+                tl.store(written + place, mixed[stream], mask=both)
+                kept += (tl.where(both, widen(mixed[stream]), 0.0),)
+        of_step = tl.zeros((TOKENS, COLUMNS), tl.float32)
+        for stream in tl.static_range(COUNT):
+            of_step += kept[stream] * kept[stream]
+        squares += tl.sum(of_step, 1)
+        for stream in tl.static_range(COUNT):
+            values = round_to_bf16(kept[stream])
+            rest = tl.trans(tiles[stream])
+            for _ in tl.static_range(3):  # parts of 8 bits: exact, as the streams are
+                bits = rest.to(tl.int32, bitcast=True) >> 16
+                part = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+                sums = multiply_add(values, part, sums)
+                rest = tl.where(widen(part) == rest, 0.0, rest - widen(part))
+    sums = tl.where(weight[None, :] == WEIGHTS, squares[:, None], sums)
     row = partial + (tl.program_id(0).to(tl.int64) * num_tokens + token)[:, None] * SUMS
     tl.store(row + weight[None, :], sums, mask=given[:, None])
 
@@ -140,13 +154,14 @@ def stream_ends_kernel(
     partial, post, mix, out, num_tokens,
     WIDTH: tl.constexpr, COUNT: tl.constexpr, WEIGHTS: tl.constexpr, SUMS: tl.constexpr,
     NUM_PARTS: tl.constexpr, PARTS: tl.constexpr, ITERATIONS: tl.constexpr, EPS: tl.constexpr,
-    NORM_EPS: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr,
+    NORM_EPS: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """Of a token one program collapses and normalises the streams, and another makes the weights
-    of the next call, whose iterations take about as long."""
+    """Of a token one program collapses and normalises the streams (``ENDS`` 0), and another makes
+    the weights of the next call (1), whose iterations take about as long; or one launch has both
+    (2)."""
     token = tl.program_id(0).to(tl.int64)
     weight = tl.arange(0, SUMS)
-    if tl.program_id(1) == 0:
+    if ENDS == 0 or (ENDS == 2 and tl.program_id(1) == 0):
         column = tl.arange(0, BLOCK)
         inside = column < WIDTH
         rows = streams + token * token_stride + column.to(tl.int64) * width_stride
@@ -209,22 +224,31 @@ def hyper_connection(
     sums = max(16, triton.next_power_of_2(weights + 1))
     few = isinstance(tokens, int) and tokens <= FEW_TOKENS
     columns, of_program, warps = FEW if few else MANY
-    parts = triton.cdiv(width, columns)
+    blocks, groups = triton.cdiv(width, columns), (tokens + of_program - 1) // of_program
+    known = isinstance(tokens, int) and not few  # a step of a symbol of tokens may be of few
+    steps = min(blocks * groups // PROGRAMS, STEPS[1]) if known else 1
+    steps = steps if steps >= STEPS[0] else 1
+    parts = triton.cdiv(blocks, steps)
     partial = streams.new_empty((parts, tokens, sums), **floats)
     block = (streams, 0, 0, fn, 0, 0, fn, 0, 0, 0)
     if block_out is not None and post is not None and mix is not None:
         block = strided(block_out, post, mix)
     sizes = {"WIDTH": width, "COUNT": count, "WEIGHTS": weights, "SUMS": sums}
-    launch(stream_products_kernel)[parts, (tokens + of_program - 1) // of_program](
+    launch(stream_products_kernel)[parts, groups](
         *strided(streams, fn), *block, written, partial, tokens,
-        **sizes, MIXED=mixed, COLUMNS=columns, TOKENS=of_program, num_warps=warps,
+        **sizes, MIXED=mixed, COLUMNS=columns, TOKENS=of_program, STEPS=steps,
+        num_warps=warps,
     )  # fmt: skip
     at_once = triton.next_power_of_2(width)
-    launch(stream_ends_kernel)[tokens, 2](
-        *strided(written if mixed else streams, base, scale, norm_weight),
-        partial, next_post, next_mix, out, tokens,
-        **sizes, NUM_PARTS=parts, PARTS=PARTS, ITERATIONS=iterations, EPS=eps, NORM_EPS=norm_eps,
-        BLOCK=at_once, SIDE=triton.next_power_of_2(count),
-        num_warps=16 if at_once > 4096 else END_WARPS,
-    )  # fmt: skip
+    end_warps = 16 if at_once > 4096 else END_WARPS
+    # of many tokens weights take a warp each, not the places of programs that collapse streams
+    ends = {0: end_warps, 1: 1} if steps > 1 else {2: end_warps}
+    for which, warps in ends.items():
+        launch(stream_ends_kernel)[tokens, max(which, 1)](
+            *strided(written if mixed else streams, base, scale, norm_weight),
+            partial, next_post, next_mix, out, tokens,
+            **sizes, NUM_PARTS=parts, PARTS=PARTS[steps > 1], ITERATIONS=iterations, EPS=eps,
+            NORM_EPS=norm_eps, BLOCK=at_once, SIDE=triton.next_power_of_2(count), ENDS=which,
+            num_warps=warps,
+        )  # fmt: skip
     return found

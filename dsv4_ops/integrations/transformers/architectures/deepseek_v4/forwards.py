@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from dsv4_ops.integrations.transformers.modules import (
     Forward,
     Maker,
     class_of,
+    has_global_hooks,
     in_place_of,
     is_unchanged,
     linear_float32,
     own_forward,
+    runs,
     runs_ours,
 )
 from dsv4_ops.integrations.transformers.recipe import Recipe
@@ -83,20 +85,60 @@ FUSED_ON = ("cuda",)
 """Devices where a step's hyper-connections run as one op each."""
 
 
+class Carried(NamedTuple):
+    """Streams between layers that the next layer adds the last block to, in the kernel that reads
+    them all. Attributes: arguments of ``hyper_connection``."""
+
+    streams: Tensor
+    block_out: Tensor
+    post: Tensor
+    mix: Tensor
+
+    @classmethod
+    def of(cls, streams: Tensor) -> Carried:
+        """[1, num_tokens, num_streams, hidden_size], with a block that adds nothing."""
+        streams = streams.flatten(0, 1)
+        tokens, count, width = streams.shape
+        post = streams.new_zeros((tokens, count), dtype=torch.float32)
+        kept = torch.eye(count, dtype=torch.float32, device=streams.device)
+        mix = kept.expand(tokens, -1, -1).contiguous()
+        return cls(streams, streams.new_zeros((tokens, width)), post, mix)
+
+    def mixed(self) -> Tensor:
+        """The streams with the block added, [1, num_tokens, num_streams, hidden_size]."""
+        return mixed(self.post, self.mix, self.block_out, self.streams)[None]
+
+
+def can_carry(layers: Any, streams: Tensor, context: Any) -> bool:
+    """Whether all layers take ``Carried`` and return it: who hooks a layer gets tensors."""
+    return not has_global_hooks() and all(
+        runs(layer, _layer_of_float32_norms)
+        and is_unchanged(layer)
+        and _is_fused(layer, streams, context)
+        for layer in layers
+    )
+
+
 def _layer_of_float32_norms(
-    self: Any, hidden_states: Tensor, input_ids: Tensor | None = None, **rest: Any
-) -> Tensor:
-    if not _is_fused(self, hidden_states, rest.get("dsv4_ops")):
+    self: Any, hidden_states: Any, input_ids: Tensor | None = None, **rest: Any
+) -> Any:
+    carried = hidden_states if isinstance(hidden_states, Carried) else None
+    if carried is None and not _is_fused(self, hidden_states, rest.get("dsv4_ops")):
         return _layer(self, hidden_states, input_ids, **rest)
-    lead = hidden_states.shape[:2]
-    streams = hidden_states.flatten(0, 1)
-    found = _connection(self.attn_hc, self.input_layernorm, streams)
+    if carried is None:
+        lead, streams = hidden_states.shape[:2], hidden_states.flatten(0, 1)
+        found = _connection(self.attn_hc, self.input_layernorm, streams)
+    else:
+        lead = (1, carried.streams.shape[0])
+        found = _connection(self.attn_hc, self.input_layernorm, *carried)
+        streams = found.streams
     out, _ = self.self_attn(found.x.unflatten(0, lead), **rest)
     before = (out.flatten(0, 1).to(streams.dtype), found.post, found.mix)
     found = _connection(self.ffn_hc, self.post_attention_layernorm, streams, *before)
-    out = _experts(self.mlp, found.x.unflatten(0, lead), input_ids)
-    streams = mixed(found.post, found.mix, out.flatten(0, 1), found.streams)
-    return streams.view(hidden_states.shape)
+    out = _experts(self.mlp, found.x.unflatten(0, lead), input_ids).flatten(0, 1)
+    if carried is not None:
+        return Carried(found.streams, out.to(streams.dtype), found.post, found.mix)
+    return mixed(found.post, found.mix, out, found.streams).view(hidden_states.shape)
 
 
 def _experts(block: Any, x: Tensor, input_ids: Tensor | None) -> Tensor:

@@ -40,7 +40,11 @@ from dsv4_ops.integrations.transformers.architectures.deepseek_v4.attention impo
     index_head_parts,
     skipped_modules,
 )
-from dsv4_ops.integrations.transformers.architectures.deepseek_v4.forwards import replacements
+from dsv4_ops.integrations.transformers.architectures.deepseek_v4.forwards import (
+    Carried,
+    can_carry,
+    replacements,
+)
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.rings import RingSpec
 from dsv4_ops.integrations.transformers.architectures.deepseek_v4.rotary import (
     check_frequencies,
@@ -230,12 +234,19 @@ class DeepseekV4Spec(RingSpec):
     # The model
 
     def run_layers(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
-        streams = self.run_streams(body, hidden, ids, given)
-        return given.run("norm", _normed, body, streams)
+        return given.run("norm", _normed, body, self._run(body, hidden, ids, given))
 
     def run_streams(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
-        streams = hidden.unsqueeze(2).expand(-1, -1, body.config.hc_mult, -1).contiguous()
+        found = self._run(body, hidden, ids, given)
+        return found.mixed() if isinstance(found, Carried) else found
+
+    def _run(
+        self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun
+    ) -> Tensor | Carried:
+        streams: Any = hidden.unsqueeze(2).expand(-1, -1, body.config.hc_mult, -1).contiguous()
         cache = given.cache
+        if can_carry(body.layers, streams, given):
+            streams = Carried.of(streams)
         for kind, layer, caches in zip(self.kinds, body.layers, cache.layers, strict=True):
             streams = given.run(
                 f"{kind}_{type(layer.mlp.gate).__name__}",
@@ -245,7 +256,8 @@ class DeepseekV4Spec(RingSpec):
                 dsv4_ops=given.context(caches, cache.rope.of(kind)),
                 **WITHOUT_MASKS,
             )
-        return streams
+        found: Tensor | Carried = streams
+        return found
 
     def normed(self, body: Any, streams: Tensor) -> Tensor:
         return _normed(body, streams)
@@ -338,7 +350,9 @@ class DeepseekV4Spec(RingSpec):
                 projection.n_groups = groups
 
 
-def _normed(body: Any, streams: Tensor) -> Any:
+def _normed(body: Any, streams: Tensor | Carried) -> Any:
+    if isinstance(streams, Carried):
+        streams = streams.mixed()
     return body.norm(body.hc_head(streams))
 
 
