@@ -10,7 +10,6 @@ import dsv4_ops as ops
 from dsv4_ops.core.layout import MainLayout, StateLayout
 from dsv4_ops.lowering.inspect import compile_and_get_code
 from tests.compile.test_compiled_cache import cache_sized_buffers
-from tests.helpers import NIGHTLY
 from tests.oracles.compressor import compressed_rows
 from tests.support.compressor_steps import (
     KINDS,
@@ -135,9 +134,9 @@ def test_what_a_request_leaves_behind_is_of_no_use_to_the_next() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("test_contract.py compiles both, and test_compressor_step.py both as one op")
 def test_compiled_steps_give_the_same_rows() -> None:
-    """Saving and compressing as one graph, over steps of any size; test_contract.py has Inductor's
-    code of each, `make test-all` of both."""
+    """Saving and compressing as one graph, over steps of any size."""
     torch._dynamo.reset()
     kind = "C4"
     whole, sequences = in_one_pass(kind)
@@ -146,8 +145,7 @@ def test_compiled_steps_give_the_same_rows() -> None:
         ops.save_compressor_states(**save)
         ops.compress_and_insert(**compress)
 
-    backend = "inductor" if NIGHTLY else "aot_eager"
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
     kept: dict[str, Any] = {}
 
     def save(*tensors: Any, **settings: Any) -> None:

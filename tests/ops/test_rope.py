@@ -277,6 +277,7 @@ def test_scales_view_of_the_matrix_product():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("test_contract.py compiles it, within a budget")
 def test_fp8_form_compiled():
     """On the CPU, where nothing is contracted, the bytes of the reference."""
     torch._dynamo.reset()

@@ -83,7 +83,7 @@ def test_blocks_are_added_by_the_next_layer(decode, monkeypatch):
 
 def test_layers_of_a_kind_share_a_graph(monkeypatch):
     monkeypatch.setattr(forwards, "FUSED_ON", ("cpu",))
-    model = v4.patch(small_model(dtype=torch.bfloat16, num_hidden_layers=9), kv="fp8")
+    model = v4.patch(small_model(dtype=torch.bfloat16, num_hidden_layers=6), kv="fp8")
     starts, lens, rows = (torch.tensor(each).int() for each in ([0, 1], [1], [0]))
     batch = v4.StepBatch(torch.tensor([7]), starts, lens, rows)
     caches = []
