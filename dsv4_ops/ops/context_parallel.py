@@ -704,7 +704,8 @@ def _workspace(op: str, group: str, world: int, device: torch.device) -> _Worksp
     current, found = process_group(group), _workspaces.get((group, device))
     if group_size(group) != world:
         rule = f"be of {world} ranks, for which the call was compiled"
-        raise refusal(ValueError, op, "group", rule, group_size(group), "Compile it again")
+        advice = "Call torch._dynamo.reset() and compile it again"
+        raise refusal(ValueError, op, "group", rule, group_size(group), advice)
     if found is not None and found.of is current:  # not of an earlier group of the same name
         return found
     if torch.cuda.is_current_stream_capturing():

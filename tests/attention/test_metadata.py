@@ -223,7 +223,12 @@ def test_prefill_metadata_against_the_oracle(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "build",
-    [decode, pytest.param(prefill, marks=pytest.mark.nightly("test_compiled.py has a model's"))],
+    [
+        decode,
+        pytest.param(
+            prefill, marks=pytest.mark.nightly("decodes; test_contract.py compiles the ops of both")
+        ),
+    ],
     ids=lambda build: build.__name__,
 )
 def test_one_graph_without_opaque_calls_or_recompiles(build):

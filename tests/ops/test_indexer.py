@@ -344,7 +344,7 @@ def plain_only(name, monkeypatch):
     "name",
     [
         pytest.param("indexer_logits", marks=pytest.mark.nightly("the selection has its logits")),
-        pytest.param("indexer_select", marks=pytest.mark.nightly("test_export.py packages it")),
+        "indexer_select",
     ],
 )
 def test_plain_layout_is_compiled_and_packaged(name, monkeypatch):

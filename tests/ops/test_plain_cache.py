@@ -398,7 +398,7 @@ LAYER_1 = {
 }
 
 
-@pytest.mark.nightly("test_compiled_cache.py writes one of a stacked cache")
+@pytest.mark.nightly("test_compiled_cache.py writes one of a stacked cache, by another op")
 def test_views_of_one_tensor_for_all_layers():
     """A graph writes where eager does, in any form of "the blocks of layer 1" (torch rebuilds such
     views of graph inputs at offset 0 for an op that stays in the graph:

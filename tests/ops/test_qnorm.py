@@ -179,7 +179,6 @@ def test_strides_change_nothing(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("test_compiled_cache.py has inserts")
 @pytest.mark.parametrize("how", ["argument", "buffer"])
 def test_compiled_it_writes_the_cache_where_it_is(how):
     """Caches of both layouts, in one graph."""

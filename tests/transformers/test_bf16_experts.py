@@ -61,7 +61,7 @@ def inputs_of(experts, tokens=5):
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param("V4", marks=pytest.mark.nightly("test_quantized.py has V4's in FP4")),
+        pytest.param("V4", marks=pytest.mark.nightly("V3's op, in a layer of test_quantized.py")),
         "V3",
         pytest.param("V2", marks=pytest.mark.nightly("V3's forwards")),
     ],

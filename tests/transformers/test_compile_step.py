@@ -335,7 +335,9 @@ print(len(step.parts), counters["stats"]["unique_graphs"], error)
 """
 
 
-@pytest.mark.nightly("test_a_file_has_a_part_for_every_kind_of_layer and test_precompiled.py")
+@pytest.mark.nightly(
+    "files: the tests above; layers with the ops of GPUs: test_hyper_connections.py"
+)
 def test_a_second_process_compiles_nothing(tmp_path):
     """Nor does it trace: code of the released precision, by kind of layer, with the ops of GPUs."""
     from dsv4_ops.testing.checkpoint import write_checkpoint

@@ -221,11 +221,10 @@ def rank_checks(rank, world):
     return repr(cache)
 
 
-OVER_TIME = pytest.mark.nightly("test_ranks_over_time.py has a changing batch of two ranks")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [pytest.param(each, marks=OVER_TIME) for each in (2, 4)])
+@pytest.mark.parametrize(
+    "world", [2, pytest.param(4, marks=pytest.mark.nightly("the same on two ranks"))]
+)
 def test_ranks_have_the_logits_of_one(world, tmp_path):
     for shown in run_ranks(world, rank_checks, tmp_path, world):
         assert re.search(

@@ -92,11 +92,11 @@ def rank_checks(rank, world):
     return repr(part)
 
 
-SPLIT = pytest.mark.nightly("test_split_heads.py has ranks that share rows, and heads")
+OVER_TIME = pytest.mark.nightly("test_ranks_over_time.py has a changing batch of V4")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [pytest.param(each, marks=SPLIT) for each in (2, 4)])
+@pytest.mark.parametrize("world", [pytest.param(each, marks=OVER_TIME) for each in (2, 4)])
 def test_ranks_have_the_logits_of_one(world, tmp_path):
     for shown in run_ranks(world, rank_checks, tmp_path, world, seconds=120):
         part = rf"[^,]+ \(1/{world}\)"

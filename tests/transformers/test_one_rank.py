@@ -13,10 +13,7 @@ from tests.helpers import i32
 
 @pytest.mark.parametrize(
     ("made", "settings"),
-    [
-        (small_mla_model, {"num_hidden_layers": 1}),
-        pytest.param(small_model, {"layer_types": [SPARSE]}, marks=pytest.mark.nightly("V3's")),
-    ],
+    [(small_mla_model, {"num_hidden_layers": 1}), (small_model, {"layer_types": [SPARSE]})],
     ids=["v3", "v4"],
 )
 def test_the_graph_is_that_of_no_ranks(made, settings):

@@ -241,8 +241,8 @@ def hyper_connection(
     )  # fmt: skip
     at_once = triton.next_power_of_2(width)
     end_warps = 16 if at_once > 4096 else END_WARPS
-    # of many tokens weights take a warp each, not the places of programs that collapse streams
-    ends = {0: end_warps, 1: 1} if steps > 1 else {2: end_warps}
+    # of many tokens the weights take a warp or few, not the places of programs that collapse
+    ends = {0: end_warps, 1: max(sums // 32, 1)} if steps > 1 else {2: end_warps}
     for which, warps in ends.items():
         launch(stream_ends_kernel)[tokens, max(which, 1)](
             *strided(written if mixed else streams, base, scale, norm_weight),

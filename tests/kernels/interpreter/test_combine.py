@@ -10,9 +10,13 @@ from tests.kernels.interpreter.mapped import run_mapped
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
 
+SEVERAL_FLAGS = pytest.mark.nightly("two ranks raise one flag each; GPUs run four ranks")
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly("two ranks"))])
+@pytest.mark.parametrize(
+    "world", [2, *(pytest.param(each, marks=SEVERAL_FLAGS) for each in (3, 4))]
+)
 def test_ranks_merge_in_each_others_memory(world: int, tmp_path: Path) -> None:
     """Calls of changing shapes, twice: counts go on where they were."""
     run_mapped("interpret_combine.py", world, tmp_path)
@@ -20,7 +24,14 @@ def test_ranks_merge_in_each_others_memory(world: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tokens", "world"), [(32, 2), pytest.param(4, 8, marks=pytest.mark.nightly("another tile"))]
+    ("tokens", "world"),
+    [
+        (64, 4),
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly("other tiles"))
+            for each in ((32, 2), (4, 8))
+        ),
+    ],
 )
 def test_merge_spills_no_registers(tokens: int, world: int) -> None:
     """An SM holds two of its largest programs, so that all run at once on an H100."""
@@ -35,7 +46,7 @@ def test_merge_spills_no_registers(tokens: int, world: int) -> None:
             self.kernel = kernel
 
         def __getitem__(self, grid: tuple[int]) -> Any:
-            assert grid[0] in (64, 128)
+            assert grid[0] in (64, 128, 256)
             return lambda *args, **named: made.append(kernels._Launch(self.kernel, args, named))
 
     out = torch.empty(tokens, 128, 512, dtype=torch.bfloat16, device="meta")

@@ -10,9 +10,13 @@ from tests.kernels.interpreter.mapped import run_mapped
 
 pytest.importorskip("triton", reason="triton is published for Linux only")
 
+SEVERAL_FLAGS = pytest.mark.nightly("two ranks raise one flag each; GPUs run four ranks")
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly("two ranks"))])
+@pytest.mark.parametrize(
+    "world", [2, *(pytest.param(each, marks=SEVERAL_FLAGS) for each in (3, 4))]
+)
 def test_ranks_gather_in_each_others_memory(world: int, tmp_path: Path) -> None:
     """Byte for byte, in calls of changing shapes between merges that take the same memory."""
     run_mapped("interpret_gather.py", world, tmp_path)
