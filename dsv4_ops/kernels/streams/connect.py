@@ -154,14 +154,14 @@ def stream_ends_kernel(
     partial, post, mix, out, num_tokens,
     WIDTH: tl.constexpr, COUNT: tl.constexpr, WEIGHTS: tl.constexpr, SUMS: tl.constexpr,
     NUM_PARTS: tl.constexpr, PARTS: tl.constexpr, ITERATIONS: tl.constexpr, EPS: tl.constexpr,
-    NORM_EPS: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr, ENDS: tl.constexpr,
+    NORM_EPS: tl.constexpr, BLOCK: tl.constexpr, SIDE: tl.constexpr,
+    COLLAPSES: tl.constexpr, WEIGHS: tl.constexpr,
 ):  # fmt: skip
-    """Of a token one program collapses and normalises the streams (``ENDS`` 0), and another makes
-    the weights of the next call (1), whose iterations take about as long; or one launch has both
-    (2)."""
+    """Of a token one program collapses and normalises the streams, and another makes the weights
+    of the next call, whose iterations take about as long; a launch may have one of them alone."""
     token = tl.program_id(0).to(tl.int64)
     weight = tl.arange(0, SUMS)
-    if ENDS == 0 or (ENDS == 2 and tl.program_id(1) == 0):
+    if COLLAPSES and (not WEIGHS or tl.program_id(1) == 0):
         column = tl.arange(0, BLOCK)
         inside = column < WIDTH
         rows = streams + token * token_stride + column.to(tl.int64) * width_stride
@@ -242,13 +242,13 @@ def hyper_connection(
     at_once = triton.next_power_of_2(width)
     end_warps = 16 if at_once > 4096 else END_WARPS
     # of many tokens the weights take a warp or few, not the places of programs that collapse
-    ends = {0: end_warps, 1: max(sums // 32, 1)} if steps > 1 else {2: end_warps}
-    for which, warps in ends.items():
-        launch(stream_ends_kernel)[tokens, max(which, 1)](
+    apart = ((True, False, end_warps), (False, True, max(sums // 32, 1)))
+    for collapses, weighs, warps in apart if steps > 1 else ((True, True, end_warps),):
+        launch(stream_ends_kernel)[tokens, collapses + weighs](
             *strided(written if mixed else streams, base, scale, norm_weight),
             partial, next_post, next_mix, out, tokens,
             **sizes, NUM_PARTS=parts, PARTS=PARTS[steps > 1], ITERATIONS=iterations, EPS=eps,
-            NORM_EPS=norm_eps, BLOCK=at_once, SIDE=triton.next_power_of_2(count), ENDS=which,
-            num_warps=warps,
+            NORM_EPS=norm_eps, BLOCK=at_once, SIDE=triton.next_power_of_2(count),
+            COLLAPSES=collapses, WEIGHS=weighs, num_warps=warps,
         )  # fmt: skip
     return found

@@ -243,7 +243,8 @@ class DeepseekV4Spec(RingSpec):
     def _run(
         self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun
     ) -> Tensor | Carried:
-        streams: Any = hidden.unsqueeze(2).expand(-1, -1, body.config.hc_mult, -1).contiguous()
+        streams: Tensor | Carried
+        streams = hidden.unsqueeze(2).expand(-1, -1, body.config.hc_mult, -1).contiguous()
         cache = given.cache
         if can_carry(body.layers, streams, given):
             streams = Carried.of(streams)
@@ -256,8 +257,7 @@ class DeepseekV4Spec(RingSpec):
                 dsv4_ops=given.context(caches, cache.rope.of(kind)),
                 **WITHOUT_MASKS,
             )
-        found: Tensor | Carried = streams
-        return found
+        return streams
 
     def normed(self, body: Any, streams: Tensor) -> Tensor:
         return _normed(body, streams)
