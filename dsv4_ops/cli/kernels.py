@@ -356,6 +356,7 @@ def examples() -> dict[str, Call]:
         "mla_decode, tokens of a request together": _dense(hint=True),
         "mla_decode, planned": _dense(planned=True),
         "mla_decode, float32": _dense(dtype=torch.float32),
+        "mla_decode, flash_mla": _dense(heads=128, impl="flash_mla"),
         "mla_decode, fp8": _dense(576, layout="mla_fp8"),
         "mla_decode, ds_fp8": _dense(656, layout="mla_ds_fp8", heads=128),
         "sparse_mla_gathered": _listed(),

@@ -8,6 +8,9 @@ from dsv4_ops.core.tiles import plan_blocks
 from dsv4_ops.core.types import ExpertPlan
 from dsv4_ops.kernels.launcher import Launcher
 
+PAIR = tl.constexpr(2**24)
+"""Added to the expert of a block whose program has the next one, too."""
+
 ROWS, MOST_ROWS = 512, 2048
 """Rows that a program looks at at a time: of a symbol, and at most."""
 
@@ -19,6 +22,7 @@ def expert_plan_kernel(
     sorted_rows, expert_of_block, num_blocks,
     capacity, num_experts,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     bins, lane = tl.arange(0, BINS), tl.arange(0, ROWS)
@@ -47,7 +51,12 @@ def expert_plan_kernel(
     rest = found + inside
     tl.store(sorted_rows + first + rest, -1, mask=rest < my_blocks * BLOCK_SIZE)
     for block in range(first_block, first_block + my_blocks):
-        tl.store(expert_of_block + block, expert)
+        entry = expert
+        if PAIRS:
+            is_second = (block - first_block) % 2 == 1
+            has_next = block + 1 < first_block + my_blocks
+            entry = tl.where(is_second, -1, tl.where(has_next, expert + PAIR, expert))
+        tl.store(expert_of_block + block, entry)
     for block in range(used + expert, capacity, num_experts):
         tl.store(expert_of_block + block, -1)
         row = tl.cast(block, tl.int64) * BLOCK_SIZE + inside
@@ -57,8 +66,15 @@ def expert_plan_kernel(
 
 
 def expert_plan(
-    launch: Launcher, topk_ids: torch.Tensor, *, num_experts: int, block_size: int
+    launch: Launcher,
+    topk_ids: torch.Tensor,
+    *,
+    num_experts: int,
+    block_size: int,
+    pairs: bool = False,
 ) -> ExpertPlan:
+    """With ``pairs`` the first of two blocks of an expert stands for both, and the second is of
+    none."""
     num_tokens, topk = topk_ids.shape
     num_rows = num_tokens * topk
     capacity = plan_blocks(num_rows, num_experts, block_size)
@@ -74,6 +90,6 @@ def expert_plan(
         capacity, num_experts,
         BLOCK_SIZE=block_size, BLOCK=triton.next_power_of_2(block_size),
         BINS=triton.next_power_of_2(num_experts + 1),
-        ROWS=rows, num_warps=max(4, rows // 256),
+        ROWS=rows, PAIRS=pairs, num_warps=max(4, rows // 256),
     )  # fmt: skip
     return ExpertPlan(sorted_rows, expert_of_block, num_blocks)

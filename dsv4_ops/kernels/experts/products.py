@@ -22,7 +22,7 @@ from dsv4_ops.kernels.common.weights import (
     step_of,
     tile_rows,
 )
-from dsv4_ops.kernels.experts.plan import expert_plan
+from dsv4_ops.kernels.experts.plan import PAIR, expert_plan
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import combine
 
@@ -34,6 +34,11 @@ TILES = {
 """By the bits of a weight and the rows of a block: rows of the weight per program, warps, and steps
 under way. FP4's blocks of 128 need 226 KB of shared memory, of 64 113, of 32 82; bf16's of 64
 145."""
+
+PAIR_STAGES = {(4, 16): 2, (4, 32): 2, (8, 16): 2, (16, 16): 3, (16, 32): 3}
+"""By the bits and the rows of a block, steps under way of a program that has two blocks of an
+expert, and reads its weight once for both: they take no more shared memory than those of one. Where
+routing is even hardly an expert has two."""
 
 STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
 """Values of K of a step of bf16 weights, by the rows of a block."""
@@ -132,6 +137,31 @@ def _expert_sums(
 
 
 @triton.jit
+def _gate_up(
+    x, x_stride, topk, weight, scale, out, out_stride, sorted_rows, block, expert, first,
+    LIMIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    TOKENS: tl.constexpr, HELD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Of ``HELD`` rows, from the first of a block of ``TOKENS`` on."""
+    ROWS: tl.constexpr = TILE[0]
+    slot = block.to(tl.int64) * TOKENS + tl.arange(0, HELD)
+    row = tl.load(sorted_rows + slot)
+    token = tl.where(row >= 0, row // topk, 0).to(tl.int64)
+    x_rows = (x + token[:, None] * x_stride, (row >= 0)[:, None])
+    sums = _expert_sums(
+        weight, scale, x_rows, expert.to(tl.int64), first, 2 * SIZE, WIDTH, BITS, True, TILE
+    )
+    parts = tl.reshape(sums, (ROWS // 16, 2, 8, HELD))
+    gate, up = tl.split(tl.permute(parts, (0, 2, 3, 1)))
+    gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
+    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    act = tl.reshape(gate / (1 + tl.exp(-gate)) * up, (ROWS // 2, HELD))
+    unit = first + tl.arange(0, ROWS // 2)
+    unit = place_of(unit, BITS == 4) if BITS < 16 else unit
+    tl.store(out + slot[None, :] * out_stride + unit[:, None], round_to_bf16(act))
+
+
+@triton.jit
 def gate_up_kernel(
     x, x_stride,
     topk, sorted_rows, expert_of_block,
@@ -139,30 +169,44 @@ def gate_up_kernel(
     scales, scale_expert_stride, scale_row_stride, scale_stride,
     out, out_stride,
     LIMIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
-    TOKENS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    TOKENS: tl.constexpr, TILE: tl.constexpr, PAIR_TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    ROWS: tl.constexpr = TILE[0]
     block = tl.program_id(0) // TILES
-    first = tl.program_id(0) % TILES * (ROWS // 2)
-    expert = tl.load(expert_of_block + block).to(tl.int64)
-    if expert >= 0:
-        slot = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-        row = tl.load(sorted_rows + slot)
-        token = tl.where(row >= 0, row // topk, 0).to(tl.int64)
-        x_rows = (x + token[:, None] * x_stride, (row >= 0)[:, None])
-        sums = _expert_sums(
-            (codes, code_expert_stride, code_row_stride),
-            (scales, scale_expert_stride, scale_row_stride, scale_stride),
-            x_rows, expert, first, 2 * SIZE, WIDTH, BITS, True, TILE,
+    first = tl.program_id(0) % TILES * (TILE[0] // 2)
+    expert = tl.load(expert_of_block + block)
+    weight = (codes, code_expert_stride, code_row_stride)
+    scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
+    if (expert >= 0) & (expert < PAIR):
+        _gate_up(
+            x, x_stride, topk, weight, scale, out, out_stride, sorted_rows, block, expert, first,
+            LIMIT, SIZE, WIDTH, BITS, TOKENS, TOKENS, TILE,
         )  # fmt: skip
-        parts = tl.reshape(sums, (ROWS // 16, 2, 8, TOKENS))
-        gate, up = tl.split(tl.permute(parts, (0, 2, 3, 1)))
-        gate = tl.where(gate > LIMIT, LIMIT, gate)  # NaN stays NaN
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        act = tl.reshape(gate / (1 + tl.exp(-gate)) * up, (ROWS // 2, TOKENS))
-        unit = first + tl.arange(0, ROWS // 2)
-        unit = place_of(unit, BITS == 4) if BITS < 16 else unit
-        tl.store(out + slot[None, :] * out_stride + unit[:, None], round_to_bf16(act))
+    if PAIR_TILE is not None:
+        if expert >= PAIR:
+            expert -= PAIR
+            _gate_up(
+                x, x_stride, topk, weight, scale, out, out_stride, sorted_rows, block, expert,
+                first, LIMIT, SIZE, WIDTH, BITS, TOKENS, 2 * TOKENS, PAIR_TILE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _down(
+    x, x_stride, weight, scale, out, sorted_rows, block, expert, first,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
+    HELD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Likewise."""
+    ROWS: tl.constexpr = TILE[0]
+    slot = block.to(tl.int64) * TOKENS + tl.arange(0, HELD)
+    row = tl.load(sorted_rows + slot)
+    x_rows = (x + slot[:, None] * x_stride, (row >= 0)[:, None])
+    sums = _expert_sums(
+        weight, scale, x_rows, expert.to(tl.int64), first, SIZE, WIDTH, BITS, False, TILE
+    )
+    column = first + tl.arange(0, ROWS)[None, :]
+    target = out + row.to(tl.int64)[:, None] * SIZE + column
+    tl.store(target, tl.trans(sums), mask=(row >= 0)[:, None] & (column < SIZE))
 
 
 @triton.jit
@@ -173,24 +217,25 @@ def down_kernel(
     scales, scale_expert_stride, scale_row_stride, scale_stride,
     out,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr,
+    TILE: tl.constexpr, PAIR_TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    ROWS: tl.constexpr = TILE[0]
     block = tl.program_id(0) // TILES
-    first = tl.program_id(0) % TILES * ROWS
-    expert = tl.load(expert_of_block + block).to(tl.int64)
-    if expert >= 0:
-        slot = block.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-        row = tl.load(sorted_rows + slot)
-        sums = _expert_sums(
-            (codes, code_expert_stride, code_row_stride),
-            (scales, scale_expert_stride, scale_row_stride, scale_stride),
-            (x + slot[:, None] * x_stride, (row >= 0)[:, None]),
-            expert, first, SIZE, WIDTH, BITS, False, TILE,
+    first = tl.program_id(0) % TILES * TILE[0]
+    expert = tl.load(expert_of_block + block)
+    weight = (codes, code_expert_stride, code_row_stride)
+    scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
+    if (expert >= 0) & (expert < PAIR):
+        _down(
+            x, x_stride, weight, scale, out, sorted_rows, block, expert, first,
+            SIZE, WIDTH, BITS, TOKENS, TOKENS, TILE,
         )  # fmt: skip
-        column = first + tl.arange(0, ROWS)[None, :]
-        target = out + row.to(tl.int64)[:, None] * SIZE + column
-        tl.store(target, tl.trans(sums), mask=(row >= 0)[:, None] & (column < SIZE))
+    if PAIR_TILE is not None:
+        if expert >= PAIR:
+            expert -= PAIR
+            _down(
+                x, x_stride, weight, scale, out, sorted_rows, block, expert, first,
+                SIZE, WIDTH, BITS, TOKENS, 2 * TOKENS, PAIR_TILE,
+            )  # fmt: skip
 
 
 def block_rows(num_rows: int, num_experts: int, bits: int) -> int:
@@ -225,34 +270,46 @@ def experts(
     if launch.capability(x.device) not in (None, *_LARGE_SHARED):
         tokens = min(tokens, SMALL_ROWS)
     tile = TILES[bits][tokens]
-    plan = expert_plan(launch, topk_ids, num_experts=num_experts, block_size=tokens)
+    stages = PAIR_STAGES.get((bits, tokens), 0)
+    plan = expert_plan(
+        launch, topk_ids, num_experts=num_experts, block_size=tokens, pairs=stages > 0
+    )
     capacity = plan.expert_of_block.shape[0]
     step = STEPS[tokens] if bits == 16 else step_of(bits == 4)
     padded = round_up(size, max(step, WEIGHT_BLOCK))
     act = x.new_empty((capacity * tokens, padded))
     ordered = _ordered(bf16_activations(x, activations), bits)
     tiles = padded // (tile[0] // 2)
+    masked = padded != size or width % step != 0
     launch(gate_up_kernel)[capacity * tiles,](
         ordered, ordered.stride(0),
         topk, plan.sorted_rows, plan.expert_of_block,
         *_addressed(gate_up, gate_up_scale, bits),
         act, padded,
         LIMIT=float(swiglu_limit), SIZE=size, WIDTH=width, BITS=bits, TOKENS=tokens,
-        TILE=(*tile, padded != size or width % step != 0, step), TILES=tiles, num_warps=tile[1],
+        **_tiles(tile, stages, masked, step), TILES=tiles, num_warps=tile[1],
     )  # fmt: skip
     act = bf16_activations(act, activations)
     out = x.new_empty((num_rows, width), dtype=torch.float32)
     tiles = triton.cdiv(width, tile[0])
+    masked = width % tile[0] != 0 or size % step != 0
     launch(down_kernel)[capacity * tiles,](
         act, padded,
         plan.sorted_rows, plan.expert_of_block,
         *_addressed(down, down_scale, bits),
         out,
         SIZE=width, WIDTH=size, BITS=bits, TOKENS=tokens,
-        TILE=(*tile, width % tile[0] != 0 or size % step != 0, step), TILES=tiles,
-        num_warps=tile[1],
+        **_tiles(tile, stages, masked, step), TILES=tiles, num_warps=tile[1],
     )  # fmt: skip
     return combine(out.view(num_tokens, topk, width), topk_weights, topk_ids, gate_up, x)
+
+
+def _tiles(
+    tile: tuple[int, int, int], stages: int, masked: bool, step: int
+) -> dict[str, tuple[Any, ...] | None]:
+    """Of a program of one block and, with ``stages``, of one that has two."""
+    rest = (masked, step)
+    return {"TILE": (*tile, *rest), "PAIR_TILE": (*tile[:2], stages, *rest) if stages else None}
 
 
 def _ordered(x: torch.Tensor, bits: int) -> torch.Tensor:

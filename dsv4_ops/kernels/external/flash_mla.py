@@ -204,13 +204,18 @@ def mla_decode(
         return MlaAttention(out, q.new_empty(q.shape[:2], dtype=torch.float32))
     if kv_cache.shape[0] == 0:  # what is masked is read nevertheless
         kv_cache = kv_cache.new_zeros((1, *kv_cache.shape[1:]))
-    pages, lens = compact_pages(block_table, req_indices, seq_lens, kv_cache.shape[0], block_size)
+    compact = opaque_op.launching(compact_pages, launch, q.device)
+    pages, lens = compact(block_table, req_indices, seq_lens, kv_cache.shape[0], block_size)
     rows = kv_cache[:, :, None]
     out, lse, _, _ = dense_decode(
         _dense(q)[:, None], rows, WIDTH, lens, pages, softmax_scale, False, None, None
     )
-    out, lse = out.squeeze(1), no_key(lse.squeeze(2))
-    return MlaAttention(torch.where((lse == -torch.inf)[..., None], 0.0, out), lse)
+    out, lse, kernels = out.squeeze(1), lse.squeeze(2), opaque_op.kernels(out.device)
+    if kernels is None:
+        lse = no_key(lse)
+        return MlaAttention(torch.where((lse == -torch.inf)[..., None], 0.0, out), lse)
+    kernels.finish_heads(launch, out, lse, None, None, clears=True)
+    return MlaAttention(out, lse)
 
 
 def _dense(q: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ COLUMNS, WARPS = 256, 2
 FINISHED_HEADS = 16
 """Heads of a token per program that finishes them."""
 
+COMPACTED, COMPACTING_WARPS = 1024, 4
+"""Entries of a block table that a program takes at a time."""
+
 FILLED = 1024
 """Logits of a token per program."""
 
@@ -99,15 +102,22 @@ def finish_heads_kernel(
     positions, position_stride,
     cos_sin_cache, num_positions,
     num_heads,
-    INVERSE_ROPE: tl.constexpr, ROPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr,
+    INVERSE_ROPE: tl.constexpr, CLEARS: tl.constexpr,
+    ROPE: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """An lse of no key is -inf; inverse RoPE of the last ROPE values of every head."""
+    """An lse of no key is -inf, and with ``CLEARS`` its values are zeros; inverse RoPE of the last
+    ROPE values of every head."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     given = head < num_heads
     index = token * num_heads + head
     logs = tl.load(lse + index, mask=given, other=0.0)
-    tl.store(lse + index, tl.where(logs == float("inf"), float("-inf"), logs), mask=given)
+    absent = given & ((logs == float("inf")) | (logs == float("-inf")))
+    tl.store(lse + index, float("-inf"), mask=absent)
+    if CLEARS:
+        if tl.sum(absent.to(tl.int32)) > 0:
+            values = out + index[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+            tl.store(values, 0.0, mask=absent[:, None])
     if INVERSE_ROPE:
         position = tl.load(positions + token * position_stride)
         known, cos, sin = load_angles(cos_sin_cache, position, num_positions, ROPE)
@@ -142,6 +152,41 @@ def list_pages_kernel(
     page = tl.where((page >= 0) & (page < num_blocks), page, 0)
     tl.store(out + token * max_blocks + column, page, mask=column < max_blocks)
     tl.store(lens_out + token, length, mask=tl.program_id(1) == 0)
+
+
+@triton.jit
+def compact_pages_kernel(
+    block_table, table_stride, column_stride, max_blocks, num_reqs, num_blocks,
+    req_indices, request_stride,
+    lens, lens_stride,
+    out, lens_out,
+    BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Blocks of a token's request that exist, one behind the other, with zeros behind them, and how
+    many of its rows are on them."""
+    token = tl.program_id(0).to(tl.int64)
+    request = tl.load(req_indices + token * request_stride).to(tl.int64)
+    real = (request >= 0) & (request < num_reqs)
+    row = block_table + tl.where(real, request, 0) * table_stride
+    length = tl.where(real, tl.load(lens + token * lens_stride), 0).to(tl.int64)
+    length = tl.minimum(tl.maximum(length, 0), tl.cast(max_blocks, tl.int64) * BLOCK_SIZE)
+    target = out + token * max_blocks
+    lane = tl.arange(0, COLUMNS)
+    blocks, rows = (token * 0).to(tl.int32), token * 0
+    for first in range(0, ((length + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.int32), COLUMNS):
+        column = first + lane
+        held = length - column.to(tl.int64) * BLOCK_SIZE
+        held = tl.minimum(tl.maximum(held, 0), BLOCK_SIZE).to(tl.int32)
+        page = tl.load(row + column.to(tl.int64) * column_stride, mask=held > 0, other=-1)
+        exists = (page >= 0) & (page < num_blocks)
+        counts = exists.to(tl.int32)
+        tl.store(target + blocks + tl.cumsum(counts, 0) - 1, page, mask=exists)
+        rows += tl.sum(tl.where(exists, held, 0), 0)
+        blocks += tl.sum(counts, 0)
+    for first in range(blocks, max_blocks, COLUMNS):
+        column = first + lane
+        tl.store(target + column, 0, mask=column < max_blocks)
+    tl.store(lens_out + token, rows.to(tl.int32))
 
 
 @triton.jit
@@ -219,15 +264,17 @@ def finish_heads(
     lse: torch.Tensor,
     positions: torch.Tensor | None,
     cos_sin_cache: torch.Tensor | None,
+    *,
+    clears: bool = False,
 ) -> None:
-    """``no_key`` and inverse RoPE as one kernel that writes to ``out`` and ``lse``, both dense; of
-    angles of ``ROPE`` columns."""
+    """``no_key``, with ``clears`` zeros where there is none, and inverse RoPE as one kernel that
+    writes to ``out`` and ``lse``, both dense; of angles of ``ROPE`` columns."""
     num_tokens, num_heads = lse.shape
     rotates = positions is not None and cos_sin_cache is not None
     launch(finish_heads_kernel)[(num_tokens, triton.cdiv(int(num_heads), FINISHED_HEADS))](
         out, lse, *rotation(lse, positions, cos_sin_cache), num_heads,
-        INVERSE_ROPE=rotates, ROPE=ROPE, HEAD_DIM=MainLayout.head_dim, HEADS=FINISHED_HEADS,
-        num_warps=WARPS,
+        INVERSE_ROPE=rotates, CLEARS=clears, ROPE=ROPE, HEAD_DIM=MainLayout.head_dim,
+        HEADS=FINISHED_HEADS, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -248,6 +295,25 @@ def list_pages(
         *listed(block_table), num_reqs, num_blocks, *strided(req_indices, lens),
         most, pages, counted,
         COLUMNS=COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
+    return pages, counted
+
+
+def compact_pages(
+    launch: Launcher,
+    block_table: torch.Tensor,
+    req_indices: torch.Tensor,
+    lens: torch.Tensor,
+    num_blocks: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``reference.sanitize.compact_pages`` as one kernel."""
+    num_tokens, (num_reqs, max_blocks) = lens.shape[0], block_table.shape
+    pages = block_table.new_empty((num_tokens, max_blocks))
+    counted = lens.new_empty(num_tokens)
+    launch(compact_pages_kernel)[(num_tokens,)](
+        *listed(block_table), num_reqs, num_blocks, *strided(req_indices, lens), pages, counted,
+        BLOCK_SIZE=block_size, COLUMNS=COMPACTED, num_warps=COMPACTING_WARPS,
     )  # fmt: skip
     return pages, counted
 

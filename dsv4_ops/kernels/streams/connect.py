@@ -50,6 +50,14 @@ def stream_products_kernel(
     squares = tl.zeros((TOKENS,), tl.float32)
     given = token < num_tokens
     at = tl.where(given, token, 0).to(tl.int64)
+    posts, mixes = (), ()
+    if MIXED:
+        for stream in tl.static_range(COUNT):
+            of_post = post + at * post_token_stride + stream * post_stride
+            posts += (tl.load(of_post, mask=given, other=0.0)[:, None],)
+            for other in tl.static_range(COUNT):
+                of_mix = mix + at * mix_token_stride + other * mix_row_stride + stream * mix_stride
+                mixes += (tl.load(of_mix, mask=given, other=0.0)[:, None],)
     for step in range(STEPS):
         column = (tl.program_id(0) * STEPS + step) * COLUMNS + tl.arange(0, COLUMNS)
         inside, offset = column < WIDTH, column.to(tl.int64)
@@ -58,25 +66,26 @@ def stream_products_kernel(
         of_weight = (weight < WEIGHTS)[:, None] & inside[None, :]
         of_column = offset[None, :] * fn_column_stride
         weights = fn + weight.to(tl.int64)[:, None] * fn_row_stride + of_column
-        # every load stands in front of the first store, behind which the compiler leaves it
+        # every load stands in front of the first store, behind which the compiler leaves it; those
+        # of weights behind the mix, as registers are few until then
         kept, tiles = (), ()
         for stream in tl.static_range(COUNT):
             kept += (widen(tl.load(rows + stream * stream_stride, mask=both, other=0.0)),)
-            of_stream = weights + stream * WIDTH * fn_column_stride
-            tiles += (tl.load(of_stream, mask=of_weight, other=0.0),)
+            if not MIXED:
+                of_stream = weights + stream * WIDTH * fn_column_stride
+                tiles += (tl.load(of_stream, mask=of_weight, other=0.0),)
         if MIXED:
             target = block_out + at[:, None] * out_token_stride + offset[None, :] * out_width_stride
             output = widen(tl.load(target, mask=both, other=0.0))
             mixed = ()
             for stream in tl.static_range(COUNT):
-                of_post = post + at * post_token_stride + stream * post_stride
-                added = tl.load(of_post, mask=given, other=0.0)[:, None] * output
                 values = tl.zeros((TOKENS, COLUMNS), tl.float32)
-                of_mix = mix + at * mix_token_stride + stream * mix_stride
                 for other in tl.static_range(COUNT):
-                    factor = tl.load(of_mix + other * mix_row_stride, mask=given, other=0.0)
-                    values += factor[:, None] * kept[other]
-                mixed += (round_to_bf16(added + values),)
+                    values += mixes[stream * COUNT + other] * kept[other]
+                mixed += (round_to_bf16(posts[stream] * output + values),)
+            for stream in tl.static_range(COUNT):
+                of_stream = weights + stream * WIDTH * fn_column_stride
+                tiles += (tl.load(of_stream, mask=of_weight, other=0.0),)
             kept = ()
             for stream in tl.static_range(COUNT):
                 place = (at[:, None] * COUNT + stream) * WIDTH + offset[None, :]

@@ -18,12 +18,15 @@ SETTINGS = {"swiglu_limit": 10.0, "activations": "bf16"}
 
 
 def check(block: int, width: int, size: int, bits: int) -> None:
-    """Scales of a row that end within a step, and ones that begin at an odd byte."""
+    """Scales of a row that end within a step, and ones that begin at an odd byte; an expert of
+    several blocks, and two of few rows."""
     seed = torch.Generator().manual_seed(block)
     up, up_scale, down, down_scale = expert_weights(seed, 3, width, size, bits)
-    x = torch.randn(40, width, generator=seed).bfloat16()
-    ids = torch.randint(-1, 4, (40, 2), generator=seed).int()
-    call = (x, torch.rand(40, 2, generator=seed), ids, up, up_scale, down, down_scale)
+    tokens = 40 if block > 32 else 90
+    x = torch.randn(tokens, width, generator=seed).bfloat16()
+    ids = torch.randint(-1, 4, (tokens, 2), generator=seed).int()
+    ids[10:, 0] = 1
+    call = (x, torch.rand(tokens, 2, generator=seed), ids, up, up_scale, down, down_scale)
     products.block_rows = lambda *_: block
     case = Case(f"blocks of {block}", call, SETTINGS)
     found = experts(EAGER, *call, **SETTINGS)
@@ -47,9 +50,23 @@ def check_plan(num_rows: int) -> None:
         assert torch.equal(left, right)
 
 
+def check_pairs() -> None:
+    """Experts of 0, 1, 2 and 3 blocks of 2 rows."""
+    ids = torch.tensor([[3, 1], [3, 2], [3, 2], [3, 2], [3, 4]]).int()
+    sizes = {"num_experts": 4, "block_size": 2}
+    found = plan.expert_plan(EAGER, ids, **sizes, pairs=True)
+    alone = plan.expert_plan(EAGER, ids, **sizes)
+    assert alone.expert_of_block.tolist() == [1, 2, 2, 3, 3, 3, -1]
+    first = plan.PAIR.value
+    assert found.expert_of_block.tolist() == [1, first + 2, -1, first + 3, -1, 3, -1]
+    assert torch.equal(found.sorted_rows, alone.sorted_rows)
+    assert found.num_blocks.tolist() == [6]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     check_plan(4500)
+    check_pairs()
     for block in products.TILES[16]:
         if block in products.TILES[4]:
             check(block, 288, 64, 4)

@@ -12,15 +12,17 @@ import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels import opaque_op
+from dsv4_ops.kernels.external import sanitize
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.kernels.sparse_mla import bf16_workspace as kernels
 from dsv4_ops.reference import bf16_workspace
 from dsv4_ops.reference.bf16_workspace import Prefill, Rows, Source
+from dsv4_ops.reference.sanitize import compact_pages
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.contract.compare import assert_agrees, equal
 from tests.fakes import flash_mla as fake_flash_mla
 from tests.fakes.deep_gemm import FakeDeepGemm, indexer_call
-from tests.helpers import INT32_MAX, INT32_MIN
+from tests.helpers import INT32_MAX, INT32_MIN, i32
 from tests.support.attention_batches import (
     DECODE,
     GATHERED,
@@ -32,6 +34,7 @@ from tests.support.attention_batches import (
     paged_case,
     with_inverse_rope,
 )
+from tests.support.mla_batches import DENSE, mla_case
 from tests.support.prefill_batches import MODES, PREFILL, prefill_case
 
 
@@ -53,6 +56,17 @@ def attention() -> Iterator[tuple[str, Case]]:
     kept = [wide[place] if place in (0, 2, 3, 5, 6, 7, 10) else each
             for place, each in enumerate(case.tensors)]  # fmt: skip
     yield DECODE, Case("strided", tuple(kept), case.settings)
+
+
+def dense() -> Iterator[tuple[str, Case]]:
+    """FlashMLA's dense rows: padding tokens, blocks that do not exist, a table of no column."""
+    for seed, heads in enumerate((64, 128, 16)):
+        yield DENSE, mla_case(seed, [2, 1, 3], heads, longest=(200, 64, 130)[seed])
+    case = mla_case(3, [2, 1], 16, dtype=torch.float16)
+    wide = [None if each is None else torch.stack([each] * 2, -1)[..., 0] for each in case.tensors]
+    kept = [wide[place] if place in (0, 2, 3, 4) else each
+            for place, each in enumerate(case.tensors)]  # fmt: skip
+    yield DENSE, Case("strided", tuple(kept), case.settings)
 
 
 SMALL = {"longest": 300, "max_reqs": 2, "window": 70}
@@ -129,11 +143,39 @@ def lists(count: int) -> int:
     return count
 
 
+def pages(count: int) -> int:
+    """Every block and length, with tables of fewer and more columns than a program takes at a
+    time."""
+    table = i32([[7, -1, 3, 9], [2, 8, INT32_MAX, 0]])  # of 8 blocks of 10 rows
+    asked = i32([0, 0, 1, 1, -1, 2, 0]), i32([40, 25, 40, 31, 9, 9, -3])
+    usual = sanitize.COMPACTED
+    for sanitize.COMPACTED in (2, usual):
+        found, lens = sanitize.compact_pages(EAGER, table, *asked, 8, 10)
+        expected = [[7, 3, 0, 0], [7, 3, 0, 0], [2, 0, 0, 0], [2, 0, 0, 0], *[[0] * 4] * 3]
+        assert found.tolist() == expected
+        assert lens.tolist() == [20, 15, 20, 11, 0, 0, 0]
+    for seed in range(count):
+        made, size = generator(seed), (1, 7, 64)[seed % 3]
+        sanitize.COMPACTED = (4, usual)[seed // 3 % 2]
+        reqs, columns, blocks = (int(integers(made, least, 12, 1)) for least in (1, 0, 0))
+        table = sampled(made, integers(made, 0, max(blocks, 1), reqs, columns), blocks)
+        requests = sampled(made, integers(made, 0, reqs, 9), reqs)
+        wanted = sampled(made, integers(made, 0, columns * size + 2, 9), columns * size)
+        if seed % 2:
+            table = torch.stack([table] * 2, -1)[..., 1]
+        expected = compact_pages(table, requests, wanted, blocks, size)
+        actual = sanitize.compact_pages(EAGER, table, requests, wanted, blocks, size)
+        assert all(map(torch.equal, actual, expected)), seed
+    sanitize.COMPACTED = usual
+    return count
+
+
 def main() -> None:
     print("lists", lists(12))
+    print("pages", pages(24))
     assert opaque_op.kernels(torch.device("cpu")) is not None
     with fake_flash_mla.registered():
-        for name, case in (*attention(), *prefills()):
+        for name, case in (*attention(), *dense(), *prefills()):
             actual = launched(name, "flash_mla", *case.tensors, **case.settings)
             expected = case.run(OPS[name].reference)
             assert_agrees(f"{name}, {case.name}", testing.op_testing(name), case, actual, expected)
