@@ -83,6 +83,18 @@ def test_layers_of_deepseek_v3_share_a_graph():
     assert counter.frame_count == 5
 
 
+@pytest.mark.parametrize("small", [small_model, small_mla_model])
+def test_a_prefill_norms_the_last_tokens_alone(small):
+    """Three requests, one of them padding; a decode step norms all tokens."""
+    model, rows = v4.patch(small(), kv="fp32", precision="reference"), []
+    model.model.norm.register_forward_hook(lambda *call: rows.append(call[2].shape[-2]))
+    ours, every = (Engine(model, new_cache(model), text()) for _ in range(2))
+    last = v4.prefill_step(model, ours.batch({0: 5, 1: 2}, padding=1), ours.cache)
+    found = v4.decode_step(model, every.batch({0: 5, 1: 2}), every.cache)
+    assert rows == [3, 7]
+    torch.testing.assert_close(last[:2], found[[4, 6]])
+
+
 def test_a_change_of_the_model_is_seen_or_refused():
     model = v4.patch(small_model(layer_types=[SLIDING]), kv="fp32", precision="reference")
     step = v4.compile_step(model, mode="regional", backend="eager")

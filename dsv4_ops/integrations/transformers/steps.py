@@ -118,13 +118,8 @@ def prefill(
     model: Any, batch: StepBatch, cache: CacheTensors | PagedCache, *, run: Runner = run_part
 ) -> Tensor:
     """``prefill_step`` in parts."""
-    hidden = _run("prefill_step", model, batch, cache, "prefill", True, run)
-    if hidden.shape[0] == 0:
-        last_hidden = hidden.new_zeros(batch.seq_lens.shape[0], hidden.shape[1])
-    else:
-        last = (batch.query_start_loc[1:] - 1).clamp(0, hidden.shape[0] - 1)
-        last_hidden = hidden.index_select(0, last)
-    return run("head", model.lm_head, last_hidden)
+    hidden = _run("prefill_step", model, batch, cache, "prefill", True, run, last=True)
+    return run("head", model.lm_head, hidden)
 
 
 def _run(
@@ -135,16 +130,20 @@ def _run(
     schedule: str,
     state_rings: bool,
     run: Runner,
+    last: bool = False,
 ) -> Tensor:
+    """Hidden states of all tokens, or of the ``last`` one of every request."""
     Checks(op).flag("state_rings", state_rings)
     spec, cache = checked(op, model, batch, given)
     num_tokens = batch.tokens.shape[0]
     if num_tokens == 0 or batch.rows.shape[0] == 0:
         starts = batch.query_start_loc
         cache.dropped.add_((starts[1:] - starts[:-1]).clamp(min=0).sum())
-        return starts.new_zeros(num_tokens, model.config.hidden_size, dtype=spec.dtype)
+        count = batch.seq_lens.shape[0] if last else num_tokens
+        return starts.new_zeros(count, model.config.hidden_size, dtype=spec.dtype)
     step = run("metadata", build_step, spec, batch, cache, schedule, model.config.vocab_size)
-    with_step = StepRun(step, cache, schedule, state_rings, run)
+    wanted = (batch.query_start_loc[1:] - 1).clamp(0, num_tokens - 1) if last else None
+    with_step = StepRun(step, cache, schedule, state_rings, run, wanted)
     return run_layers(model.model, spec, batch.tokens, None, with_step)
 
 
@@ -278,8 +277,8 @@ def run_layers(
 ) -> Tensor:
     """Run all layers of a patched model on tokens, or on embeddings in their place.
 
-    Ids of padding or outside the vocabulary are read as 0. Returns the final hidden states,
-    [num_tokens, hidden_size].
+    Ids of padding or outside the vocabulary are read as 0. Returns the final hidden states of the
+    tokens that are ``given.wanted``, [num_tokens, hidden_size].
     """
     ids, hidden = embedded(body, tokens, embeddings, given.step)
     return spec.run_layers(body, hidden, ids, given)[0]

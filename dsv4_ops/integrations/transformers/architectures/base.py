@@ -115,6 +115,7 @@ class StepRun:
         schedule: "decode" or "prefill".
         state_rings: As for ``attention_layer``.
         run: What runs the parts.
+        wanted: Tokens whose final states are, int; None for all.
     """
 
     step: Any
@@ -122,6 +123,7 @@ class StepRun:
     schedule: str
     state_rings: bool
     run: Runner = run_part
+    wanted: Tensor | None = None
 
     def context(self, caches: Any, rope: Tensor) -> LayerContext:
         """For the layer of these caches."""
@@ -245,7 +247,8 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def run_layers(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
-        """Run all layers on ``hidden`` [1, num_tokens, hidden_size]; return the normed states."""
+        """Run all layers on ``hidden`` [1, num_tokens, hidden_size]; return the normed states of
+        the tokens that are ``given.wanted``."""
 
     def run_streams(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
         """Run all layers; return the residual streams, which a draft layer reads."""

@@ -246,7 +246,7 @@ class MlaModelSpec(ModelSpec):
                 dsv4_ops=given.context(caches, cache.rope.table),
                 **WITHOUT_MASKS,
             )
-        return given.run("norm", body.norm, hidden)
+        return given.run("norm", _normed, body, hidden, given.wanted)
 
     def attention(self, module: Any, hidden: Tensor, context: LayerContext) -> Tensor:
         spec, x = self.layers, hidden.flatten(0, 1)
@@ -360,6 +360,10 @@ class MlaModelSpec(ModelSpec):
         source = _identity(weight)
         if getattr(attention, SOURCE, None) != source:  # a compiled step sees what is set
             setattr(attention, SOURCE, source)
+
+
+def _normed(body: Any, hidden: Tensor, wanted: Tensor | None) -> Any:
+    return body.norm(hidden if wanted is None else hidden.index_select(1, wanted))
 
 
 def _router_forward(before: Forward) -> Forward:

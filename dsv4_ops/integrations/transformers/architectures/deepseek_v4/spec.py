@@ -234,7 +234,7 @@ class DeepseekV4Spec(RingSpec):
     # The model
 
     def run_layers(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
-        return given.run("norm", _normed, body, self._run(body, hidden, ids, given))
+        return given.run("norm", _normed, body, self._run(body, hidden, ids, given), given.wanted)
 
     def run_streams(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
         found = self._run(body, hidden, ids, given)
@@ -350,9 +350,13 @@ class DeepseekV4Spec(RingSpec):
                 projection.n_groups = groups
 
 
-def _normed(body: Any, streams: Tensor | Carried) -> Any:
+def _normed(body: Any, streams: Tensor | Carried, wanted: Tensor | None = None) -> Any:
     if isinstance(streams, Carried):
+        if wanted is not None:
+            streams = Carried(*(each.index_select(0, wanted) for each in streams))
         streams = streams.mixed()
+    elif wanted is not None:
+        streams = streams.index_select(1, wanted)
     return body.norm(body.hc_head(streams))
 
 
