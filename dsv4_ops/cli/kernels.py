@@ -269,9 +269,11 @@ def _candidates(ranks: int) -> Call:
     return tensors, {"topk": 512, "cp_interleave": 64}
 
 
-def _experts(count: int = 8, *, fp8: bool = False, bf16: bool = False) -> Call:
+def _experts(
+    count: int = 8, *, fp8: bool = False, bf16: bool = False, activations: str = "bf16"
+) -> Call:
     """Arguments of ``experts``, of 32 of Flash's."""
-    settings = {"swiglu_limit": 10.0, "activations": "bf16"}
+    settings = {"swiglu_limit": 10.0, "activations": activations}
     routed = (_halves(count, 4096), _floats(count, 6), _tensor(count, 6))
     if bf16:
         up, down = _halves(32, 4096, 4096), _halves(32, 4096, 2048)
@@ -405,6 +407,7 @@ def examples() -> dict[str, Call]:
         "experts, 128 tokens": _experts(128),
         "experts, 170 tokens": _experts(170),
         "experts, 2048 tokens": _experts(2048),
+        "experts, activations in fp8": _experts(activations="fp8"),
         "experts, fp8": _experts(fp8=True),
         "experts, fp8, 170 tokens": _experts(170, fp8=True),
         "experts, bf16": _experts(bf16=True),

@@ -15,11 +15,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
+PRECISIONS = pytest.mark.parametrize(
     ("bits", "settings"),
     [(4, W4A16), (4, W4A8), (8, W4A16), (8, W4A8), (16, W4A16)],
     ids=["w4a16", "w4a8", "w8a16", "w8a8", "bf16"],
 )
+
+
+@PRECISIONS
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts"), [(5, 8), (20, 4), (40, 4), (40, 2), (60, 2), (600, 2)]
 )
@@ -31,7 +34,24 @@ def test_blocks_of_every_size_give_what_the_reference_does(num_tokens, num_exper
     scores = torch.rand(num_tokens, num_experts, generator=seed).topk(2)
     ids = scores.indices.int()
     ids[0, 0], ids[1, 1] = -1, num_experts
-    tensors = (x, scores.values, ids, *weights)
+    check(x, scores.values, ids, weights, settings)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("num_tokens", [100, 260, 600])
+def test_an_expert_of_many_blocks_among_others_of_one(num_tokens, bits, settings):
+    """Programs of two blocks, of the sizes that have them: 3, 8 and 19 rows on average."""
+    seed = torch.Generator().manual_seed(num_tokens)
+    weights = expert_weights(seed, 64, 512, 384, bits)
+    x = torch.randn(num_tokens, 512, generator=seed).bfloat16() * (2.0**-8 if bits == 8 else 1)
+    scores = torch.rand(num_tokens, 64, generator=seed).topk(2)
+    ids = scores.indices.int()
+    ids[: num_tokens // 2, 0] = 3
+    check(x, scores.values, ids, weights, settings)
+
+
+def check(x, scores, ids, weights, settings):
+    tensors = (x, scores, ids, *weights)
     on_gpu = tuple(None if each is None else each.cuda() for each in tensors)
     case = testing.Case("triton", on_gpu, settings)
     expected = case.run(OPS["experts"].reference)

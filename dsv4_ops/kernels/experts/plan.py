@@ -1,4 +1,4 @@
-"""Sort the rows of all experts into blocks: a program for each expert, in one launch."""
+"""Sort the rows of all experts into blocks: a program for each expert, in one launch, or two."""
 
 import torch
 import triton
@@ -15,25 +15,48 @@ ROWS, MOST_ROWS = 512, 2048
 """Rows that a program looks at at a time: of a symbol, and at most."""
 
 
+COUNTED_ROWS = 2048
+"""Rows above which a launch counts those of every expert before: in the other one every program
+counts them all."""
+
+
+@triton.jit
+def expert_counts_kernel(
+    topk_ids, token_stride, choice_stride, topk, num_rows, counts, ROWS: tl.constexpr
+):
+    found = tl.zeros((ROWS,), tl.int32)
+    for start in range(0, num_rows, ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        at = topk_ids + row // topk * token_stride + row % topk * choice_stride
+        mine = tl.load(at, mask=row < num_rows, other=-1) == tl.program_id(0)
+        found += mine.to(tl.int32)
+    tl.store(counts + tl.program_id(0), tl.sum(found))
+
+
 @triton.jit
 def expert_plan_kernel(
     topk_ids, token_stride, choice_stride,
     topk, num_rows,
+    counts,
     sorted_rows, expert_of_block, num_blocks,
     capacity, num_experts,
     BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    COUNTED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     bins, lane = tl.arange(0, BINS), tl.arange(0, ROWS)
-    counts = tl.zeros((BINS,), tl.int32)
-    for start in range(0, num_rows, ROWS):
-        row = (start + lane).to(tl.int64)
-        at = topk_ids + row // topk * token_stride + row % topk * choice_stride
-        ids = tl.load(at, mask=row < num_rows, other=-1)
-        present = (ids >= 0) & (ids < num_experts)
-        counts += tl.histogram(tl.where(present, ids, BINS - 1), BINS)  # more bins than experts
-    blocks = tl.where(bins < num_experts, (counts + BLOCK_SIZE - 1) // BLOCK_SIZE, 0)
+    if COUNTED:
+        of_experts = tl.load(counts + bins, mask=bins < num_experts, other=0)
+    else:
+        of_experts = tl.zeros((BINS,), tl.int32)
+        for start in range(0, num_rows, ROWS):
+            row = (start + lane).to(tl.int64)
+            at = topk_ids + row // topk * token_stride + row % topk * choice_stride
+            ids = tl.load(at, mask=row < num_rows, other=-1)
+            present = (ids >= 0) & (ids < num_experts)
+            # more bins than experts
+            of_experts += tl.histogram(tl.where(present, ids, BINS - 1), BINS)
+    blocks = tl.where(bins < num_experts, (of_experts + BLOCK_SIZE - 1) // BLOCK_SIZE, 0)
     first_block = tl.sum(tl.where(bins < expert, blocks, 0))
     my_blocks = tl.sum(tl.where(bins == expert, blocks, 0))
     used = tl.sum(blocks)
@@ -83,13 +106,20 @@ def expert_plan(
     num_blocks = topk_ids.new_empty((1,))
     known = isinstance(num_rows, int)
     rows = min(max(triton.next_power_of_2(num_rows), 32), MOST_ROWS) if known else ROWS
+    warps, counted = max(4, rows // 256), known and num_rows > COUNTED_ROWS
+    counts = topk_ids.new_empty((num_experts if counted else 0,))
+    if counted:
+        launch(expert_counts_kernel)[num_experts,](
+            topk_ids, *topk_ids.stride(), topk, num_rows, counts, ROWS=rows, num_warps=warps
+        )
     launch(expert_plan_kernel)[num_experts,](
         topk_ids, *topk_ids.stride(),
         topk, num_rows,
+        counts,
         sorted_rows, expert_of_block, num_blocks,
         capacity, num_experts,
         BLOCK_SIZE=block_size, BLOCK=triton.next_power_of_2(block_size),
         BINS=triton.next_power_of_2(num_experts + 1),
-        ROWS=rows, PAIRS=pairs, num_warps=max(4, rows // 256),
+        ROWS=rows, COUNTED=counted, PAIRS=pairs, num_warps=warps,
     )  # fmt: skip
     return ExpertPlan(sorted_rows, expert_of_block, num_blocks)

@@ -22,6 +22,7 @@ from dsv4_ops.kernels.common.weights import (
     step_of,
     tile_rows,
 )
+from dsv4_ops.kernels.experts.activations import round_rows
 from dsv4_ops.kernels.experts.plan import PAIR, expert_plan
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import combine
@@ -289,7 +290,8 @@ def experts(
         LIMIT=float(swiglu_limit), SIZE=size, WIDTH=width, BITS=bits, TOKENS=tokens,
         **_tiles(tile, stages, masked, step), TILES=tiles, num_warps=tile[1],
     )  # fmt: skip
-    act = bf16_activations(act, activations)
+    if activations == "fp8":
+        round_rows(launch, act, plan.sorted_rows)
     out = x.new_empty((num_rows, width), dtype=torch.float32)
     tiles = triton.cdiv(width, tile[0])
     masked = width % tile[0] != 0 or size % step != 0

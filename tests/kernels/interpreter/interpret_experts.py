@@ -2,17 +2,19 @@
 
 test_expert_kernels.py starts it. Prints the blocks that were right."""
 
+import math
+
 import torch
 
 import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.kernels.experts import experts, plan, products
+from dsv4_ops.kernels.experts import activations, experts, plan, products
 from dsv4_ops.kernels.launcher import EAGER
-from dsv4_ops.reference import experts as reference
+from dsv4_ops.reference import experts as reference, linear as reference_linear
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.experts import expert_weights
-from dsv4_ops.testing.contract.compare import assert_agrees
+from dsv4_ops.testing.contract.compare import assert_agrees, equal
 
 SETTINGS = {"swiglu_limit": 10.0, "activations": "bf16"}
 
@@ -22,7 +24,8 @@ def check(block: int, width: int, size: int, bits: int) -> None:
     several blocks, and two of few rows."""
     seed = torch.Generator().manual_seed(block)
     up, up_scale, down, down_scale = expert_weights(seed, 3, width, size, bits)
-    tokens = 40 if block > 32 else 90
+    several = (bits, block) in products.PAIR_STAGES and width == 256
+    tokens = 2 * block + 15 if several else 40
     x = torch.randn(tokens, width, generator=seed).bfloat16()
     ids = torch.randint(-1, 4, (tokens, 2), generator=seed).int()
     ids[10:, 0] = 1
@@ -41,13 +44,16 @@ def check(block: int, width: int, size: int, bits: int) -> None:
 
 
 def check_plan(num_rows: int) -> None:
-    """More rows than a program looks at at a time."""
-    assert num_rows > 2 * plan.MOST_ROWS
+    """More rows than a program looks at at a time, which each counts, or a launch before."""
+    assert num_rows > 2 * max(plan.MOST_ROWS, plan.COUNTED_ROWS)
     seed, settings = torch.Generator().manual_seed(0), {"num_experts": 8, "block_size": 32}
     ids = torch.randint(-1, 9, (num_rows // 6, 6), generator=seed).int()
-    found = plan.expert_plan(EAGER, ids, **settings)
-    for left, right in zip(found, reference.expert_plan(ids, **settings), strict=True):
-        assert torch.equal(left, right)
+    expected = reference.expert_plan(ids, **settings)
+    usual = plan.COUNTED_ROWS
+    for most in (2 * num_rows, usual):
+        plan.COUNTED_ROWS = most
+        found = plan.expert_plan(EAGER, ids, **settings)
+        assert all(map(torch.equal, found, expected))
 
 
 def check_pairs() -> None:
@@ -63,10 +69,29 @@ def check_pairs() -> None:
     assert found.num_blocks.tolist() == [6]
 
 
+def check_rounding() -> None:
+    """Blocks with NaN, infinities, zeros, and amax around 1e-4 and 2^7 * 1.75; two of eight rows
+    are none."""
+    seed = torch.Generator().manual_seed(0)
+    rows = (
+        torch.randn(8, 384, generator=seed) * 2.0 ** torch.arange(-20, 12, 4)[:, None]
+    ).bfloat16()
+    rows[1, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    rows[2, 128:256], rows[3, :128], rows[4, :128] = 0, 1e-4, 224
+    rows[4, 5], rows[5, 128:256] = -225, math.nan
+    places = torch.tensor([3, 0, 7, 5, 9, 1, -1, -1]).int()
+    expected = reference_linear.activation_values(rows, None, "fp8").to(torch.bfloat16)
+    expected[6:] = rows[6:]
+    assert not torch.equal(expected[:6].nan_to_num(), rows[:6].nan_to_num())
+    activations.round_rows(EAGER, rows, places)
+    assert equal(rows, expected)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     check_plan(4500)
     check_pairs()
+    check_rounding()
     for block in products.TILES[16]:
         if block in products.TILES[4]:
             check(block, 288, 64, 4)
