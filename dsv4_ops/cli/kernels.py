@@ -247,10 +247,10 @@ def _linear(num_groups: int = 0, *, count: int = 8, quantized: bool = False) -> 
     return tensors, {"activations": "bf16", "out_dtype": torch.bfloat16}
 
 
-def _route(*, hashed: bool = False) -> Call:
+def _route(count: int = 8, *, hashed: bool = False) -> Call:
     """Arguments of ``route``, of Flash."""
-    chosen = (None, _longs(129280, 6), _longs(8)) if hashed else (_floats(256), None, None)
-    return (_halves(8, 4096), _halves(256, 4096), *chosen), {"top_k": 6, "scale": 1.5}
+    chosen = (None, _longs(129280, 6), _longs(count)) if hashed else (_floats(256), None, None)
+    return (_halves(count, 4096), _halves(256, 4096), *chosen), {"top_k": 6, "scale": 1.5}
 
 
 def _streams(mixed: bool, count: int = 8) -> Call:
@@ -397,6 +397,7 @@ def examples() -> dict[str, Call]:
         "expert_plan": ((_tensor(8, 6),), {"num_experts": 256, "block_size": 16}),
         "route": _route(),
         "route, by token": _route(hashed=True),
+        "route, 128 tokens": _route(128),
         "experts": _experts(),
         "hyper_connection": _streams(False),
         "hyper_connection, after a block": _streams(True),

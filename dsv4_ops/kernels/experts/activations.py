@@ -20,7 +20,10 @@ _LEAST = tl.constexpr(105)
 
 
 @triton.jit
-def round_rows_kernel(rows, row_stride, sorted_rows, COUNT: tl.constexpr, BLOCKS: tl.constexpr):
+def round_rows_kernel(
+    rows, row_stride, sorted_rows,
+    COUNT: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Of one row, in place; whatever the order within a block."""
     slot = tl.program_id(0).to(tl.int64)
     if tl.load(sorted_rows + slot) >= 0:

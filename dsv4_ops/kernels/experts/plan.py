@@ -15,7 +15,7 @@ ROWS, MOST_ROWS = 512, 2048
 """Rows that a program looks at at a time: of a symbol, and at most."""
 
 
-COUNTED_ROWS = 2048
+COUNTED_ROWS = 512
 """Rows above which a launch counts those of every expert before: in the other one every program
 counts them all."""
 

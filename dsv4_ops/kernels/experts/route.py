@@ -12,11 +12,12 @@ from dsv4_ops.kernels.common.fp8 import multiply_add  # by name: Inductor copies
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import LEAST_SUM
 
-ROWS, TOKENS, DEPTH, WARPS = 32, 16, 128, 4
-"""Experts, tokens and values of K of a product."""
+DEPTH, WARPS = 128, 4
+"""Values of K of a product, and warps."""
 
-SPLITS, MANY_TOKENS = 16, 64
-"""Parts of K for few tokens: with 256 experts 128 programs. Of more tokens there is one part."""
+FEW_TOKENS = 64
+FEW, MANY = (32, 16, 16), (64, 64, 4)
+"""Experts and tokens of a program, and parts of K, of few tokens and of more or a symbol."""
 
 
 @triton.jit
@@ -120,13 +121,13 @@ def route(
     weights = hidden.new_empty((num_tokens, top_k), dtype=torch.float32)
     if num_tokens == 0:
         return Routing(ids, weights)
-    few = isinstance(num_tokens, int) and num_tokens <= MANY_TOKENS
-    splits = SPLITS if few else 1
+    few = isinstance(num_tokens, int) and num_tokens <= FEW_TOKENS
+    rows, tokens, splits = FEW if few else MANY
     partial = hidden.new_empty((splits, num_tokens, num_experts), dtype=torch.float32)
-    grid = (triton.cdiv(num_experts, ROWS), splits, (num_tokens + TOKENS - 1) // TOKENS)
+    grid = (triton.cdiv(num_experts, rows), splits, (num_tokens + tokens - 1) // tokens)
     launch(router_products_kernel)[grid](
         *strided(hidden, weight), partial, num_tokens, num_experts,
-        WIDTH=width, SPLITS=splits, ROWS=ROWS, TOKENS=TOKENS, DEPTH=DEPTH, num_warps=WARPS,
+        WIDTH=width, SPLITS=splits, ROWS=rows, TOKENS=tokens, DEPTH=DEPTH, num_warps=WARPS,
     )  # fmt: skip
     hashed = table is not None and token_ids is not None
     of_table = (partial, 0, 0, partial, 0)

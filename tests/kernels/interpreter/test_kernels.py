@@ -40,11 +40,13 @@ BYTES_IN_REGISTERS = {
 # kernels that hold a tile of products, or the keys that they select from; two programs per SM
 TILES_IN_REGISTERS = {
     "cp_topk_kernel",
+    "expert_counts_kernel",
     "expert_plan_kernel",
     "fp8_block_kernel",
     "indexer_logits_kernel",
     "indexer_logits_ragged_kernel",
     "pool_windows_kernel",
+    "router_products_kernel",
     "select_keys_kernel",
     "select_logits_kernel",
     "stream_products_kernel",
