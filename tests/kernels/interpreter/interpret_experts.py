@@ -9,7 +9,7 @@ import torch
 import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
-from dsv4_ops.kernels.experts import activations, experts, plan, products
+from dsv4_ops.kernels.experts import activations, experts, plan, products, route
 from dsv4_ops.kernels.launcher import EAGER
 from dsv4_ops.reference import experts as reference, linear as reference_linear
 from dsv4_ops.testing.case import Case
@@ -69,6 +69,18 @@ def check_pairs() -> None:
     assert found.num_blocks.tolist() == [6]
 
 
+def check_route() -> None:
+    """More tokens than one tile has, experts that fill none, and a width of part of a step."""
+    seed = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 200, generator=seed).bfloat16() for n in (90, 70))
+    bias = torch.randn(70, generator=seed) / 8
+    call, settings = (hidden, weight / 16, bias, None, None), {"top_k": 6, "scale": 1.5}
+    case = Case("many tokens", call, settings)
+    expected = case.run(OPS["route"].reference)
+    found = route(EAGER, *call, **settings)
+    assert_agrees("route", testing.op_testing("route"), case, found, expected)
+
+
 def check_rounding() -> None:
     """Blocks with NaN, infinities, zeros, and amax around 1e-4 and 2^7 * 1.75; two of eight rows
     are none."""
@@ -92,6 +104,7 @@ if __name__ == "__main__":
     check_plan(4500)
     check_pairs()
     check_rounding()
+    check_route()
     for block in products.TILES[16]:
         if block in products.TILES[4]:
             check(block, 288, 64, 4)
