@@ -219,7 +219,8 @@ def expert_plan(topk_ids: Tensor, *, num_experts: int, block_size: int) -> Exper
         ValueError: another rank, a number out of range, or more than 2^31 - 1 rows of all blocks.
         TypeError: a dtype other than int32.
 
-    Compile: on a GPU one kernel, a program for each expert; on a CPU a sort and a few reductions.
+    Compile: on a GPU one kernel, a program for each expert, or two where more than 512 rows are
+        known; on a CPU a sort and a few reductions.
         Dynamic in num_tokens; CUDA graphs and export: yes. The number of blocks stays on the
         device.
 
@@ -295,13 +296,13 @@ def experts(
         TypeError: a dtype other than the ones above.
         NotImplementedError: activations in FP8 with weights in bfloat16.
 
-    Compile: on a GPU three kernels of ours, the plan, gate and up with SwiGLU, and down, each of
-        which reads an expert once for a block of rows (16 to 128, by the mean of an expert), and a
-        weighted sum of Inductor's. They take a FP4 scale above 2^9 for infinite and one below
-        2^-117 may round; a weight's FP8 code of NaN reads as 480. Released files have none of
-        these. On a CPU two reductions of Inductor that gather and dequantise as they multiply;
-        eager code there dequantises one expert at a time, for 16 rows. Dynamic in num_tokens;
-        CUDA graphs and export: yes.
+    Compile: on a GPU kernels of ours: the plan, gate and up with SwiGLU, for FP8 activations their
+        rounding, and down, and a weighted sum of Inductor's. Both products read an expert once for
+        a block of rows (16 to 128, by the mean of an expert), or for two of up to 32. They take a
+        FP4 scale above 2^9 for infinite and one below 2^-117 may round; a weight's FP8 code of NaN
+        reads as 480. Released files have none of these. On a CPU two reductions of Inductor that
+        gather and dequantise as they multiply; eager code there dequantises one expert at a time,
+        for 16 rows. Dynamic in num_tokens; CUDA graphs and export: yes.
 
     Source: DeepSeek-V4's MoE; like Hugging Face's, it weights behind ``down``, not in front.
 

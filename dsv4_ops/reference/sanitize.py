@@ -100,17 +100,17 @@ def compact_pages(
     block_table: Tensor, req_indices: Tensor, lens: Tensor, num_blocks: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
     """Blocks of every token that exist, one behind the other, and how many rows are on them: for
-    what cannot skip a block. Behind them, and without any, block 0. The last block stays last, the
-    only one that may not be full."""
-    width = block_table.shape[1]
+    what cannot skip a block. Behind them, and without any, block 0; one column at least. The last
+    block stays last, the only one that may not be full."""
+    width, columns = block_table.shape[1], torch.sym_max(block_table.shape[1], 1)
     column = torch.arange(width, device=lens.device)
     real = (req_indices >= 0) & (req_indices < block_table.shape[0])
     entries = block_table[torch.where(real, req_indices, 0)]
     lens = torch.where(real, lens, 0).clamp(0, width * block_size)
     rows = (lens[:, None] - column * block_size).clamp(0, block_size)
     exists = (rows > 0) & (entries >= 0) & (entries < num_blocks)
-    place = torch.where(exists, exists.cumsum(1) - 1, width)
-    found = entries.new_zeros((entries.shape[0], width + 1))
+    place = torch.where(exists, exists.cumsum(1) - 1, columns)
+    found = entries.new_zeros((entries.shape[0], columns + 1))
     found = found.scatter(1, place, torch.where(exists, entries, 0))[:, :-1]
     return found.contiguous(), torch.where(exists, rows, 0).sum(1).to(torch.int32)
 

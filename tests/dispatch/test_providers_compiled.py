@@ -47,7 +47,7 @@ def test_the_benchmark_of_the_table_makes_calls(flash_mla, monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_kernels_around_the_libraries():
     script = ROOT / "tests/kernels/interpreter/interpret_external.py"
-    assert forked.interpreted(script) == ["lists 12", "pages 24", "flash_mla 30", "deep_gemm 5"]
+    assert forked.interpreted(script) == ["lists 12", "pages 24", "flash_mla 32", "deep_gemm 5"]
 
 
 # --- caches of compiled code

@@ -122,6 +122,7 @@ def dense_decode(q, kv, d_v, lens, block_table, scale, causal, schedule, splits,
     require(q.dtype == kv.dtype and q.dtype in (torch.bfloat16, torch.float16), "the rows")
     require(kv.shape[1:] == (64, 1, 576) and kv.stride()[1::2] == (576, 1), "the pages")
     require(block_table.shape[0] == b and block_table.stride(1) == 1, "the block table")
+    require(block_table.shape[1] > 0, "a block table without columns")
     require(block_table.dtype == lens.dtype == torch.int32 and lens.is_contiguous(), "the lengths")
     require(bool(((lens >= 0) & (lens <= block_table.shape[1] * 64)).all()), "lengths out of range")
     column = torch.arange(block_table.shape[1])
@@ -135,6 +136,7 @@ def dense_decode(q, kv, d_v, lens, block_table, scale, causal, schedule, splits,
     lse = logits.logsumexp(-1)
     shares = torch.exp(logits - torch.where(lse == -math.inf, math.inf, lse)[..., None])
     found = torch.einsum("bhk,bkd->bhd", shares.to(q.dtype).float(), keys[..., :512])
+    found = torch.where((lse == -math.inf)[..., None], math.nan, found)  # whatever was read
     lse = torch.where(lse == -math.inf, math.inf, lse)
     plan = torch.zeros(PARTS, 8, dtype=torch.int32), torch.zeros(b + 1, dtype=torch.int32)
     return found[:, None].to(q.dtype), lse[:, None].transpose(1, 2), *plan

@@ -25,11 +25,11 @@ def decode(monkeypatch):
         forwards, "hyper_connection", lambda *args, **rest: ran.append(1) or op(*args, **rest)
     )
 
-    def run(devices, compiled=False, step=v4.decode_step):
+    def run(devices, compiled=False, step=v4.decode_step, batch=batch):
         monkeypatch.setattr(forwards, "FUSED_ON", devices)
         cache = v4.PagedCache.for_model(model, max_batch_size=2, max_cache_len=256)
         for request in "ab":
-            cache.add(request, num_tokens=1)
+            cache.add(request, num_tokens=3)
         if compiled:
             step = torch.compile(step, fullgraph=True, backend="eager")
         before = len(ran)
@@ -47,10 +47,16 @@ def test_ops_give_the_bits_of_the_modules(decode):
 
 
 def test_prefills_take_the_ops(decode):
+    """Of three tokens and two, whose last ones the head sees."""
+    batch = v4.StepBatch(
+        torch.tensor([7, 5, 3, 2, 9]),
+        *(torch.tensor(each, dtype=torch.int32) for each in ([0, 3, 5], [3, 2], [0, 1])),
+    )
     (expected, none), (found, count) = (
-        decode(devices, step=v4.prefill_step) for devices in ((), ("cpu",))
+        decode(devices, step=v4.prefill_step, batch=batch) for devices in ((), ("cpu",))
     )
     assert (none, count) == (0, 6)
+    assert found.shape[0] == 2
     assert torch.equal(found, expected)
 
 

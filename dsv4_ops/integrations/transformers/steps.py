@@ -102,7 +102,8 @@ def prefill_step(model: Any, batch: StepBatch, cache: CacheTensors | PagedCache)
         cache: As for ``decode_step``.
 
     Returns:
-        [num_reqs, vocab_size]. Rows of requests without tokens are undefined.
+        [num_reqs, vocab_size]. Rows of requests without tokens are undefined. What stands behind
+        the layers, the last norm and the head, sees the last token of every request alone.
 
     Mutates: as ``decode_step``.
 
@@ -278,7 +279,7 @@ def run_layers(
     """Run all layers of a patched model on tokens, or on embeddings in their place.
 
     Ids of padding or outside the vocabulary are read as 0. Returns the final hidden states of the
-    tokens that are ``given.wanted``, [num_tokens, hidden_size].
+    tokens in ``given.wanted``, [n, hidden_size], or of all.
     """
     ids, hidden = embedded(body, tokens, embeddings, given.step)
     return spec.run_layers(body, hidden, ids, given)[0]

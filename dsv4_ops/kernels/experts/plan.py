@@ -14,16 +14,16 @@ PAIR = tl.constexpr(2**24)
 ROWS, MOST_ROWS = 512, 2048
 """Rows that a program looks at at a time: of a symbol, and at most."""
 
-
 COUNTED_ROWS = 512
-"""Rows above which a launch counts those of every expert before: in the other one every program
-counts them all."""
+"""Rows above which a launch of its own counts those of every expert. Up to it, every program counts
+all of them."""
 
 
 @triton.jit
 def expert_counts_kernel(
     topk_ids, token_stride, choice_stride, topk, num_rows, counts, ROWS: tl.constexpr
 ):
+    """How many rows each expert has, by a program for each."""
     found = tl.zeros((ROWS,), tl.int32)
     for start in range(0, num_rows, ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)

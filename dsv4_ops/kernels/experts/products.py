@@ -1,4 +1,5 @@
-"""The two products of routed experts, whose weights are read once for each block of rows."""
+"""The two products of routed experts, whose weights are read once for each block of rows, or for
+two."""
 
 from typing import Any
 
@@ -22,7 +23,7 @@ from dsv4_ops.kernels.common.weights import (
     step_of,
     tile_rows,
 )
-from dsv4_ops.kernels.experts.activations import round_rows
+from dsv4_ops.kernels.experts.activations import can_round, round_rows
 from dsv4_ops.kernels.experts.plan import PAIR, expert_plan
 from dsv4_ops.kernels.launcher import Launcher
 from dsv4_ops.reference.experts import combine
@@ -38,8 +39,8 @@ under way. FP4's blocks of 128 need 226 KB of shared memory, of 64 113, of 32 82
 
 PAIR_STAGES = {(4, 16): 2, (4, 32): 2, (8, 16): 2, (16, 16): 3, (16, 32): 3}
 """By the bits and the rows of a block, steps under way of a program that has two blocks of an
-expert, and reads its weight once for both: they take no more shared memory than those of one. Where
-routing is even hardly an expert has two."""
+expert and reads its weight once for both. They are so few that shared memory is that of one block,
+but for FP8, whose programs hold 17 KB. Where routing is even, hardly an expert has two blocks."""
 
 STEPS = {16: 128, 32: 128, 64: 128, 128: 64}
 """Values of K of a step of bf16 weights, by the rows of a block."""
@@ -139,11 +140,14 @@ def _expert_sums(
 
 @triton.jit
 def _gate_up(
-    x, x_stride, topk, weight, scale, out, out_stride, sorted_rows, block, expert, first,
+    x, weight, scale, out, place,
     LIMIT: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     TOKENS: tl.constexpr, HELD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of ``HELD`` rows, from the first of a block of ``TOKENS`` on."""
+    """A tile of ``HELD`` rows: those of a block of ``TOKENS``, or of two from it on."""
+    x, x_stride, topk = x
+    out, out_stride = out
+    sorted_rows, block, expert, first = place
     ROWS: tl.constexpr = TILE[0]
     slot = block.to(tl.int64) * TOKENS + tl.arange(0, HELD)
     row = tl.load(sorted_rows + slot)
@@ -177,27 +181,29 @@ def gate_up_kernel(
     expert = tl.load(expert_of_block + block)
     weight = (codes, code_expert_stride, code_row_stride)
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
+    rows, target = (x, x_stride, topk), (out, out_stride)
     if (expert >= 0) & (expert < PAIR):
         _gate_up(
-            x, x_stride, topk, weight, scale, out, out_stride, sorted_rows, block, expert, first,
+            rows, weight, scale, target, (sorted_rows, block, expert, first),
             LIMIT, SIZE, WIDTH, BITS, TOKENS, TOKENS, TILE,
         )  # fmt: skip
     if PAIR_TILE is not None:
         if expert >= PAIR:
-            expert -= PAIR
             _gate_up(
-                x, x_stride, topk, weight, scale, out, out_stride, sorted_rows, block, expert,
-                first, LIMIT, SIZE, WIDTH, BITS, TOKENS, 2 * TOKENS, PAIR_TILE,
+                rows, weight, scale, target, (sorted_rows, block, expert - PAIR, first),
+                LIMIT, SIZE, WIDTH, BITS, TOKENS, 2 * TOKENS, PAIR_TILE,
             )  # fmt: skip
 
 
 @triton.jit
 def _down(
-    x, x_stride, weight, scale, out, sorted_rows, block, expert, first,
+    x, weight, scale, out, place,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
     HELD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Likewise."""
+    """A tile of as many rows, whose products go to their places in ``out``."""
+    x, x_stride = x
+    sorted_rows, block, expert, first = place
     ROWS: tl.constexpr = TILE[0]
     slot = block.to(tl.int64) * TOKENS + tl.arange(0, HELD)
     row = tl.load(sorted_rows + slot)
@@ -227,14 +233,13 @@ def down_kernel(
     scale = (scales, scale_expert_stride, scale_row_stride, scale_stride)
     if (expert >= 0) & (expert < PAIR):
         _down(
-            x, x_stride, weight, scale, out, sorted_rows, block, expert, first,
+            (x, x_stride), weight, scale, out, (sorted_rows, block, expert, first),
             SIZE, WIDTH, BITS, TOKENS, TOKENS, TILE,
         )  # fmt: skip
     if PAIR_TILE is not None:
         if expert >= PAIR:
-            expert -= PAIR
             _down(
-                x, x_stride, weight, scale, out, sorted_rows, block, expert, first,
+                (x, x_stride), weight, scale, out, (sorted_rows, block, expert - PAIR, first),
                 SIZE, WIDTH, BITS, TOKENS, 2 * TOKENS, PAIR_TILE,
             )  # fmt: skip
 
@@ -290,8 +295,10 @@ def experts(
         LIMIT=float(swiglu_limit), SIZE=size, WIDTH=width, BITS=bits, TOKENS=tokens,
         **_tiles(tile, stages, masked, step), TILES=tiles, num_warps=tile[1],
     )  # fmt: skip
-    if activations == "fp8":
+    if activations == "fp8" and can_round(launch.capability(x.device)):
         round_rows(launch, act, plan.sorted_rows)
+    else:
+        act = bf16_activations(act, activations)
     out = x.new_empty((num_rows, width), dtype=torch.float32)
     tiles = triton.cdiv(width, tile[0])
     masked = width % tile[0] != 0 or size % step != 0

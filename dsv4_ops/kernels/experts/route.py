@@ -1,5 +1,5 @@
-"""Routing of few tokens: partial products with the router's weight, and a program for each token
-that adds them up and chooses."""
+"""Routing: partial products with the router's weight, and a program for each token that adds them
+up and chooses."""
 
 import torch
 import triton
@@ -16,6 +16,8 @@ DEPTH, WARPS = 128, 4
 """Values of K of a product, and warps."""
 
 FEW_TOKENS = 64
+"""Tokens up to which they are few."""
+
 FEW, MANY = (32, 16, 16), (64, 64, 4)
 """Experts and tokens of a program, and parts of K, of few tokens and of more or a symbol."""
 

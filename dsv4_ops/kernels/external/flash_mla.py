@@ -202,10 +202,11 @@ def mla_decode(
     if q.shape[0] == 0:
         out = q.new_empty((*q.shape[:2], WIDTH))
         return MlaAttention(out, q.new_empty(q.shape[:2], dtype=torch.float32))
-    if kv_cache.shape[0] == 0:  # what is masked is read nevertheless
+    num_blocks = kv_cache.shape[0]
+    if num_blocks == 0:  # what is masked is read nevertheless
         kv_cache = kv_cache.new_zeros((1, *kv_cache.shape[1:]))
     compact = opaque_op.launching(compact_pages, launch, q.device)
-    pages, lens = compact(block_table, req_indices, seq_lens, kv_cache.shape[0], block_size)
+    pages, lens = compact(block_table, req_indices, seq_lens, num_blocks, block_size)
     rows = kv_cache[:, :, None]
     out, lse, _, _ = dense_decode(
         _dense(q)[:, None], rows, WIDTH, lens, pages, softmax_scale, False, None, None

@@ -21,8 +21,8 @@ COLUMNS, WARPS = 256, 2
 FINISHED_HEADS = 16
 """Heads of a token per program that finishes them."""
 
-COMPACTED, COMPACTING_WARPS = 1024, 4
-"""Entries of a block table that a program takes at a time."""
+COMPACTED, COMPACTING_WARPS = 1024, 8
+"""Entries of a block table that a program takes at a time, and its warps."""
 
 FILLED = 1024
 """Logits of a token per program."""
@@ -159,7 +159,7 @@ def compact_pages_kernel(
     block_table, table_stride, column_stride, max_blocks, num_reqs, num_blocks,
     req_indices, request_stride,
     lens, lens_stride,
-    out, lens_out,
+    out, out_columns, lens_out,
     BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Blocks of a token's request that exist, one behind the other, with zeros behind them, and how
@@ -170,7 +170,7 @@ def compact_pages_kernel(
     row = block_table + tl.where(real, request, 0) * table_stride
     length = tl.where(real, tl.load(lens + token * lens_stride), 0).to(tl.int64)
     length = tl.minimum(tl.maximum(length, 0), tl.cast(max_blocks, tl.int64) * BLOCK_SIZE)
-    target = out + token * max_blocks
+    target = out + token * out_columns
     lane = tl.arange(0, COLUMNS)
     blocks, rows = (token * 0).to(tl.int32), token * 0
     for first in range(0, ((length + BLOCK_SIZE - 1) // BLOCK_SIZE).to(tl.int32), COLUMNS):
@@ -183,9 +183,9 @@ def compact_pages_kernel(
         tl.store(target + blocks + tl.cumsum(counts, 0) - 1, page, mask=exists)
         rows += tl.sum(tl.where(exists, held, 0), 0)
         blocks += tl.sum(counts, 0)
-    for first in range(blocks, max_blocks, COLUMNS):
+    for first in range(blocks, out_columns, COLUMNS):
         column = first + lane
-        tl.store(target + column, 0, mask=column < max_blocks)
+        tl.store(target + column, 0, mask=column < out_columns)
     tl.store(lens_out + token, rows.to(tl.int32))
 
 
@@ -309,10 +309,12 @@ def compact_pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference.sanitize.compact_pages`` as one kernel."""
     num_tokens, (num_reqs, max_blocks) = lens.shape[0], block_table.shape
-    pages = block_table.new_empty((num_tokens, max_blocks))
+    columns = torch.sym_max(max_blocks, 1)  # the first is read without any row
+    pages = block_table.new_empty((num_tokens, columns))
     counted = lens.new_empty(num_tokens)
     launch(compact_pages_kernel)[(num_tokens,)](
-        *listed(block_table), num_reqs, num_blocks, *strided(req_indices, lens), pages, counted,
+        *listed(block_table), num_reqs, num_blocks, *strided(req_indices, lens),
+        pages, columns, counted,
         BLOCK_SIZE=block_size, COLUMNS=COMPACTED, num_warps=COMPACTING_WARPS,
     )  # fmt: skip
     return pages, counted

@@ -66,8 +66,8 @@ def stream_products_kernel(
         of_weight = (weight < WEIGHTS)[:, None] & inside[None, :]
         of_column = offset[None, :] * fn_column_stride
         weights = fn + weight.to(tl.int64)[:, None] * fn_row_stride + of_column
-        # every load stands in front of the first store, behind which the compiler leaves it; those
-        # of weights behind the mix, as registers are few until then
+        # every load stands in front of the first store, behind which the compiler leaves it, but
+        # weights after the mix, which leaves no registers for them
         kept, tiles = (), ()
         for stream in tl.static_range(COUNT):
             kept += (widen(tl.load(rows + stream * stream_stride, mask=both, other=0.0)),)

@@ -38,6 +38,13 @@ def check(block: int, width: int, size: int, bits: int) -> None:
     assert_agrees("experts", testing.op_testing("experts"), case, (found,), expected)
     if bits == 16:
         return
+    if several and (bits, block) == (4, 16):
+        case = Case("rounded", call, {**SETTINGS, "activations": "fp8"})
+        found = experts(EAGER, *call, **case.settings)
+        expected = case.run(OPS["experts"].reference)
+        assert_agrees("experts", testing.op_testing("experts"), case, (found,), expected)
+    if several:
+        return
     odd = [torch.cat((each[..., :1], each), -1)[..., 1:] for each in (up_scale, down_scale)]
     again = experts(EAGER, *call[:4], odd[0], down, odd[1], **SETTINGS)
     assert torch.equal(again, found)
@@ -47,13 +54,29 @@ def check_plan(num_rows: int) -> None:
     """More rows than a program looks at at a time, which each counts, or a launch before."""
     assert num_rows > 2 * max(plan.MOST_ROWS, plan.COUNTED_ROWS)
     seed, settings = torch.Generator().manual_seed(0), {"num_experts": 8, "block_size": 32}
-    ids = torch.randint(-1, 9, (num_rows // 6, 6), generator=seed).int()
+    ids = torch.randint(-1, 9, (6, num_rows // 6), generator=seed).int().t()
     expected = reference.expert_plan(ids, **settings)
     usual = plan.COUNTED_ROWS
     for most in (2 * num_rows, usual):
         plan.COUNTED_ROWS = most
         found = plan.expert_plan(EAGER, ids, **settings)
         assert all(map(torch.equal, found, expected))
+        pairs = plan.expert_plan(EAGER, ids, **settings, pairs=True)
+        assert torch.equal(pairs.sorted_rows, found.sorted_rows)
+        assert pairs.expert_of_block.tolist() == marked(found.expert_of_block.tolist())
+
+
+def marked(experts: list[int]) -> list[int]:
+    """The first of two blocks of an expert stands for both."""
+    found = []
+    while experts:
+        expert, *experts = experts
+        if expert >= 0 and experts[:1] == [expert]:
+            found += [expert + plan.PAIR.value, -1]
+            experts = experts[1:]
+        else:
+            found.append(expert)
+    return found
 
 
 def check_pairs() -> None:

@@ -59,7 +59,8 @@ def attention() -> Iterator[tuple[str, Case]]:
 
 
 def dense() -> Iterator[tuple[str, Case]]:
-    """FlashMLA's dense rows: padding tokens, blocks that do not exist, a table of no column."""
+    """FlashMLA's dense rows: padding tokens, blocks that do not exist, a table without columns, and
+    a cache without blocks whose table names the first."""
     for seed, heads in enumerate((64, 128, 16)):
         yield DENSE, mla_case(seed, [2, 1, 3], heads, longest=(200, 64, 130)[seed])
     case = mla_case(3, [2, 1], 16, dtype=torch.float16)
@@ -67,6 +68,11 @@ def dense() -> Iterator[tuple[str, Case]]:
     kept = [wide[place] if place in (0, 2, 3, 4) else each
             for place, each in enumerate(case.tensors)]  # fmt: skip
     yield DENSE, Case("strided", tuple(kept), case.settings)
+    narrow = [each[:, :0] if place == 4 else each for place, each in enumerate(case.tensors)]
+    yield DENSE, Case("no column", tuple(narrow), case.settings)
+    none = [each[:0] if place == 1 else each for place, each in enumerate(case.tensors)]
+    none[4] = torch.zeros_like(none[4])
+    yield DENSE, Case("no block", tuple(none), case.settings)
 
 
 SMALL = {"longest": 300, "max_reqs": 2, "window": 70}

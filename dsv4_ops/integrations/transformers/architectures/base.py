@@ -115,7 +115,7 @@ class StepRun:
         schedule: "decode" or "prefill".
         state_rings: As for ``attention_layer``.
         run: What runs the parts.
-        wanted: Tokens whose final states are, int; None for all.
+        wanted: Tokens whose final states are returned, int [n]; None for all.
     """
 
     step: Any
@@ -248,7 +248,7 @@ class ModelSpec(ABC):
     @abstractmethod
     def run_layers(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
         """Run all layers on ``hidden`` [1, num_tokens, hidden_size]; return the normed states of
-        the tokens that are ``given.wanted``."""
+        the tokens in ``given.wanted``."""
 
     def run_streams(self, body: Any, hidden: Tensor, ids: Tensor | None, given: StepRun) -> Tensor:
         """Run all layers; return the residual streams, which a draft layer reads."""
