@@ -10,13 +10,16 @@ import tests.kernels.interpreter.masks  # noqa: F401  # before any kernel runs
 from dsv4_ops import testing
 from dsv4_ops.core.registry import OPS
 from dsv4_ops.kernels.experts import activations, experts, plan, products, route
-from dsv4_ops.kernels.launcher import EAGER
+from dsv4_ops.kernels.launcher import EAGER, Launcher, _Fused
 from dsv4_ops.reference import experts as reference, linear as reference_linear
 from dsv4_ops.testing.case import Case
 from dsv4_ops.testing.cases.experts import expert_weights
 from dsv4_ops.testing.contract.compare import assert_agrees, equal
 
 SETTINGS = {"swiglu_limit": 10.0, "activations": "bf16"}
+
+WITHOUT_CODES = Launcher(_Fused, capability=(8, 0))
+"""On an A100, for which Triton converts no e4m3 codes."""
 
 
 def check(block: int, width: int, size: int, bits: int) -> None:
@@ -43,6 +46,7 @@ def check(block: int, width: int, size: int, bits: int) -> None:
         found = experts(EAGER, *call, **case.settings)
         expected = case.run(OPS["experts"].reference)
         assert_agrees("experts", testing.op_testing("experts"), case, (found,), expected)
+        assert torch.equal(experts(WITHOUT_CODES, *call, **case.settings), found)
     if several:
         return
     odd = [torch.cat((each[..., :1], each), -1)[..., 1:] for each in (up_scale, down_scale)]
@@ -120,6 +124,7 @@ def check_rounding() -> None:
     assert not torch.equal(expected[:6].nan_to_num(), rows[:6].nan_to_num())
     activations.round_rows(EAGER, rows, places)
     assert equal(rows, expected)
+    assert [activations.can_round(each) for each in ((8, 0), (8, 9), None)] == [False, True, True]
 
 
 if __name__ == "__main__":

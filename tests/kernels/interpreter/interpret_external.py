@@ -155,7 +155,8 @@ def pages(count: int) -> int:
     table = i32([[7, -1, 3, 9], [2, 8, INT32_MAX, 0]])  # of 8 blocks of 10 rows
     asked = i32([0, 0, 1, 1, -1, 2, 0]), i32([40, 25, 40, 31, 9, 9, -3])
     usual = sanitize.COMPACTED
-    for sanitize.COMPACTED in (2, usual):
+    for at_a_time in (2, usual):
+        sanitize.COMPACTED = at_a_time
         found, lens = sanitize.compact_pages(EAGER, table, *asked, 8, 10)
         expected = [[7, 3, 0, 0], [7, 3, 0, 0], [2, 0, 0, 0], [2, 0, 0, 0], *[[0] * 4] * 3]
         assert found.tolist() == expected
